@@ -36,6 +36,8 @@ class Region(Entered):
         outer: the region around this one in the same thread, or None.
         enabled, calibrating, recipe: arguments of ``fp8_autocast``.
         keep_columnwise_weights: argument of ``fp8_autocast``.
+        last_input: the input that a layer of this region cast last, for a layer that takes the same
+            one; made by the first layer that looks for one.
         recipe_key: process-wide name of the recipe's value (``registry.intern``), by which modules
             find their quantizers.
         grad: True if the outermost region was entered with grad enabled.
@@ -55,7 +57,8 @@ class Region(Entered):
 
     __slots__ = (
         "amax_group", "calibrated", "calibrating", "enabled", "grad", "in_backward", "in_fp8",
-        "keep_columnwise_weights", "previewed", "recipe", "recipe_key", "records", "traced",
+        "keep_columnwise_weights", "last_input", "previewed", "recipe", "recipe_key", "records",
+        "traced",
     )  # fmt: skip
 
     def __init__(
@@ -71,6 +74,7 @@ class Region(Entered):
         self.enabled = enabled
         self.calibrating = calibrating
         self.keep_columnwise_weights = keep_columnwise_weights
+        self.last_input: Any = None
         # Interned: a compiled region is bound to a recipe's value, not to one of equal objects.
         self.in_backward = False
         if compiling:

@@ -14,6 +14,7 @@ from ._core.context import without_autograd
 from ._core.gemm import FP8Call, adds_in_product
 from ._core.head_layout import HeadLayout
 from ._core.linear_function import LinearFunction
+from ._core.low_rank import LowRank, fits, fused_product, low_rank_product
 from ._core.materialize import initialize, materialize
 from ._core.parallel import ParallelModule, checked_mode, divided, tag
 
@@ -417,10 +418,18 @@ class LinearLayer(LinearParameters):
         weight: torch.Tensor,
         bias: torch.Tensor | None,
         heads: HeadLayout | None = None,
-        residual: torch.Tensor | None = None,
+        residual: torch.Tensor | LowRank | None = None,
     ) -> Any:
-        """Computes the output; with a residual, what ``forward_adding`` returns."""
+        """Computes the output; with a residual, what ``forward_adding`` returns.
+
+        A ``LowRank`` in place of a residual is the product that ``forward_low_rank`` adds.
+        """
         if residual is not None:
+            if isinstance(residual, LowRank):
+                if fits(call, weight, bias):
+                    return fused_product(call, inp, weight, bias, residual)
+                out = self._run(call, inp, weight, bias)
+                return out + low_rank_product(residual.cast_to(call.dtype), inp.to(call.dtype))
             if not adds_in_product(call, 0, residual):
                 return self._run(call, inp, weight, bias), residual
             if torch.is_grad_enabled():
@@ -457,3 +466,56 @@ class Linear(LinearLayer, torch.nn.Linear):  # type: ignore[misc]
     """``LinearLayer`` as a ``torch.nn.Linear``, for tools that look for that class."""
 
     __doc__ = LinearLayer.__doc__
+
+    def forward_low_rank(
+        self,
+        inp: torch.Tensor,
+        down: torch.Tensor,
+        up: torch.Tensor,
+        scaling: float = 1.0,
+        low_rank_inp: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Applies the layer and adds a product of low rank, as an adapter of LoRA does.
+
+        In FP8, over a weight and bias that are frozen, the sum is rounded once, and so is the
+        input's gradient. Layers that take the same tensor one after another in a region, such as
+        the projections to queries, keys and values, then cast it once if the recipe keeps no state,
+        and add up its gradient in their products. Elsewhere the result is that of torch's ops.
+
+        Args:
+            inp: as in ``forward``.
+            down: ``[rank, in_features]``.
+            up: ``[out_features, rank]``.
+            scaling: factor of the added product.
+            low_rank_inp: input of the added product, ``inp`` after a dropout, say; None is ``inp``.
+
+        Returns:
+            ``forward(inp) + scaling * (low_rank_inp @ down.T) @ up.T``, [..., out_features].
+
+        Raises:
+            TypeError: a tensor has another dtype than ``forward`` allows for the parameters.
+            ValueError: a shape.
+            NotImplementedError: the layer returns its bias, or is split over ranks.
+        """
+        name = type(self).__name__
+        if self.return_bias or self.parallel_mode is not None:
+            what = "return_bias" if self.return_bias else "parallel_mode"
+            raise NotImplementedError(
+                f"{name}: {what} must not be set for forward_low_rank, got {getattr(self, what)!r}"
+            )
+        rank = down.shape[0] if down.dim() else 0
+        for label, tensor, shape in (
+            ("down", down, (rank, self.in_features)),
+            ("up", up, (self.out_features, rank)),
+            ("low_rank_inp", inp if low_rank_inp is None else low_rank_inp, inp.shape),
+        ):
+            if tensor.shape != shape:
+                raise ValueError(
+                    f"{name}: {label} must have shape {list(shape)}, got {list(tensor.shape)}"
+                )
+        weight, bias = self._linear_operands()
+        parameters = (weight, bias, down, up, low_rank_inp)
+        low = LowRank(down, up, scaling, low_rank_inp)
+        return self._call(
+            inp, self.in_features, parameters, (weight,), None, weight, bias, None, low
+        )

@@ -91,6 +91,9 @@ class BlockQuantizer(Quantizer):
     def settings(self) -> tuple:
         return (*super().settings(), self.block_rows, self.pow2, self.eps)
 
+    def cast_key(self) -> tuple:
+        return self.settings()
+
     def quantize_rows(
         self, x: torch.Tensor, amax: torch.Tensor | None, keep: bool
     ) -> tuple[torch.Tensor, torch.Tensor, None]:

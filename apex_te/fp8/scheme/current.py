@@ -93,6 +93,9 @@ class CurrentScalingQuantizer(Quantizer):
     def settings(self) -> tuple:
         return (*super().settings(), self.pow2, self.eps)
 
+    def cast_key(self) -> tuple | None:
+        return self.settings() if self.group is None else None
+
     def needs_whole_amax(self) -> bool:
         return True
 

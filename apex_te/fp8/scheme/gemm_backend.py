@@ -100,8 +100,21 @@ class GemmBackend:
         weight: QuantizedTensor,
         out_dtype: torch.dtype,
         out: torch.Tensor | None = None,
+        c: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Returns ``dy [rows, out] @ weight [out, in]``, from the weight's columnwise copy."""
+        """Returns ``dy [rows, out] @ weight [out, in] + c``, from the weight's columnwise copy.
+
+        Args:
+            dy, weight: the quantized operands.
+            out_dtype: dtype of the result.
+            out: tensor ``[rows, in]`` to write to, or None for a new one.
+            c: tensor ``[rows, in]`` of ``out_dtype`` to add, only if ``adds``; or None.
+        """
+        if c is not None:
+            return self.multiply(
+                DGRAD, dy.rowwise, weight.columnwise, dy.rowwise_scale_inv,
+                weight.columnwise_scale_inv, out=out, out_dtype=out_dtype, c=c,
+            )  # fmt: skip
         return self.multiply(
             DGRAD, dy.rowwise, weight.columnwise, dy.rowwise_scale_inv, weight.columnwise_scale_inv,
             out=out, out_dtype=out_dtype,

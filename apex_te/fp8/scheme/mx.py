@@ -51,6 +51,9 @@ class MXQuantizer(Quantizer):
         )  # fmt: skip
         return QuantizedTensor(*out, self.dtype), x.sum(0) if with_dbias else None
 
+    def cast_key(self) -> tuple:
+        return (*self.settings(), self.rounding)
+
     def _decode(self, fp8_data: torch.Tensor, scale_inv: Any, dtype: torch.dtype) -> torch.Tensor:
         return mx_dequantize(fp8_data, scale_inv, dtype=dtype)
 

@@ -192,6 +192,14 @@ class Quantizer:
         """Returns the settings that, together with amaxes, determine the FP8 data of a matrix."""
         return (type(self).__name__, self.dtype)
 
+    def cast_key(self) -> tuple | None:
+        """Returns a value that is equal for quantizers that make equal rowwise copies of a matrix.
+
+        None, the default, means that a cast cannot stand for another one: its scale is part of an
+        FP8 state, or it does more than casting, such as staging an amax.
+        """
+        return None
+
     def needs_whole_amax(self) -> bool:
         """Returns True if the next ``quantize_rows`` needs the amax of the whole matrix."""
         return False

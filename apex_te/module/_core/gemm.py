@@ -472,8 +472,9 @@ def input_gradient(
     dy: Operand,
     out_dtype: torch.dtype,
     out: torch.Tensor | None = None,
+    c: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Computes ``dy @ weight`` [rows, in] of this rank, without a reduction over ranks.
+    """Computes ``dy @ weight + c`` [rows, in] of this rank, without a reduction over ranks.
 
     Frees the rowwise copy of ``dy``, whose memory the weight gradient may then have.
 
@@ -483,10 +484,12 @@ def input_gradient(
         dy: the quantized gradient of the output ``[rows, out]``.
         out_dtype: of the result.
         out: memory for the result; None makes a new tensor.
+        c: matrix ``[rows, in]`` of ``out_dtype`` to add, only if the backend ``adds`` and no rows
+            are gathered; or None.
     """
     weight, backend = weight_recast(plan, saved), plan.quantizers.backend
     if isinstance(dy, QuantizedTensor):
-        grad = backend.dgrad(dy, weight, out_dtype, out)
+        grad = backend.dgrad(dy, weight, out_dtype, out, c)
         dy.rowwise = None
         return grad
     assert weight.columnwise is not None

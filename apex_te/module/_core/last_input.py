@@ -1,0 +1,132 @@
+"""The input that a thread's region cast last, for layers that take the same input."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from typing import Any, NamedTuple
+
+import torch
+
+from ...fp8.autocast import local
+from ...fp8.tensor import QuantizedTensor
+
+__all__ = ["Entry", "LastInput", "cast_once", "last_input"]
+
+
+class Entry(NamedTuple):
+    """Named tuple of an input and what was made of it.
+
+    Attributes:
+        inp: reference to the input, as the caller passed it, which does not keep it alive.
+        version: autograd's version of the input, which a write to the input raises.
+        stream: the CUDA stream on which the copies were made; 0 on a CPU.
+        key: ``Quantizer.cast_key()`` of the quantizer that made ``quantized``, or None.
+        quantized: the rowwise copy of the input, or None.
+        alias: the input as an output of the autograd function that took it last, or None.
+    """
+
+    inp: weakref.ref
+    version: int
+    stream: int
+    key: tuple | None
+    quantized: QuantizedTensor | None
+    alias: torch.Tensor | None
+
+
+class _InputRef(weakref.ref):
+    """Weak reference to an input, which knows the ``LastInput`` whose entry has it."""
+
+    __slots__ = ("owner",)
+    owner: weakref.ref
+
+
+def _forget(ref: Any) -> None:
+    """Drops the entry of an input that is no more."""
+    owner = ref.owner()
+    if owner is not None and owner.entry is not None and owner.entry.inp is ref:
+        owner.entry = None
+
+
+class LastInput:
+    """Holder of one ``Entry``, that of the input which was noted last.
+
+    The entry ends with its region, with the next input, with the first backward of a layer that
+    noted its input here, and with the input. A layer that another thread runs has another holder,
+    but a backward may drop the entry in any thread.
+    """
+
+    __slots__ = ("__weakref__", "entry")
+
+    def __init__(self) -> None:
+        self.entry: Entry | None = None
+
+    def find(self, inp: torch.Tensor) -> Entry | None:
+        """Returns the entry if it is that of ``inp``, not written to since, on this stream."""
+        entry = self.entry
+        if entry is None or entry.inp() is not inp or inp._version != entry.version:
+            return None
+        return entry if entry.stream == _stream(inp) else None
+
+    def note(
+        self,
+        inp: torch.Tensor,
+        key: tuple | None,
+        quantized: QuantizedTensor | None,
+        alias: torch.Tensor | None,
+    ) -> None:
+        """Replaces the entry by one of the ``Entry``'s attributes."""
+        ref = _InputRef(inp, _forget)
+        ref.owner = weakref.ref(self)
+        self.entry = Entry(ref, inp._version, _stream(inp), key, quantized, alias)
+
+    def clear(self) -> None:
+        """Drops the entry."""
+        self.entry = None
+
+
+class _Recompute(threading.local):
+    """Holds the ``LastInput`` of forwards that run outside of a region, in a backward."""
+
+    def __init__(self) -> None:
+        self.last = LastInput()
+
+
+_recompute = _Recompute()
+
+
+def last_input(inp: torch.Tensor) -> LastInput | None:
+    """Returns the holder for an input in this thread and region.
+
+    Returns:
+        The holder; None if nothing may be shared: the input's version is not counted (inference
+        mode), or a CUDA graph is captured, whose replays run without what was computed before.
+    """
+    if inp.is_inference() or (inp.is_cuda and torch.cuda.is_current_stream_capturing()):
+        return None
+    region = local.region
+    if region is None:
+        return _recompute.last
+    if region.last_input is None:
+        region.last_input = LastInput()
+    return region.last_input
+
+
+def cast_once(entry: Entry | None, quantizer: Any, x: torch.Tensor) -> QuantizedTensor:
+    """Returns the rowwise copy of an input: that of its entry if a cast would give the same bits.
+
+    Args:
+        entry: the input's ``Entry``, or None.
+        quantizer: the ``Quantizer`` of the input.
+        x: the input as a matrix ``[rows, in]``.
+    """
+    if entry is not None and entry.quantized is not None:
+        key = quantizer.cast_key()
+        if key is not None and key == entry.key:
+            return entry.quantized
+    return quantizer.quantize(x, True, False)[0]
+
+
+def _stream(x: torch.Tensor) -> int:
+    """Returns the handle of the current CUDA stream of a tensor's device; 0 on a CPU."""
+    return torch._C._cuda_getCurrentRawStream(x.device.index) if x.is_cuda else 0

@@ -1,0 +1,247 @@
+"""A frozen layer's product with a product of low rank added to it, as adapters of LoRA do."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any, NamedTuple
+
+import torch
+from torch.autograd import forward_ad
+from torch.nn import functional
+
+from ...ops.op_function import OpFunction, once_differentiable
+from ...runtime.tracing import is_traced
+from . import gemm as _gemm
+from .context import take_saved, without_autocast, without_autograd
+from .gemm import FP8Call, as_matrix
+from .last_input import LastInput, cast_once, last_input
+
+__all__ = ["LowRank", "LowRankLinearFunction", "fits", "fused_product", "low_rank_product"]
+
+
+class LowRank(NamedTuple):
+    """Named tuple of a product ``scaling * (inp @ down.T) @ up.T`` that a layer adds to its own.
+
+    Attributes:
+        down: ``[rank, in]``.
+        up: ``[out, rank]``.
+        scaling: factor of the product.
+        inp: the product's input ``[..., in]``, the layer's own input after a dropout, say; None if
+            it is the layer's own.
+    """
+
+    down: torch.Tensor
+    up: torch.Tensor
+    scaling: float
+    inp: torch.Tensor | None
+
+    def cast_to(self, dtype: torch.dtype) -> LowRank:
+        """Returns the low-rank product with all tensors in ``dtype``, known to autograd."""
+        inp = None if self.inp is None else self.inp.to(dtype)
+        return LowRank(self.down.to(dtype), self.up.to(dtype), self.scaling, inp)
+
+
+def low_rank_product(low: LowRank, inp: torch.Tensor) -> torch.Tensor:
+    """Computes a low-rank product ``[..., out]`` by torch's ops.
+
+    Args:
+        low: the product, in the dtype to compute in.
+        inp: the layer's input, which the product takes if it has none of its own.
+    """
+    x = inp if low.inp is None else low.inp
+    return functional.linear(functional.linear(x, low.down), low.up) * low.scaling
+
+
+def fits(call: FP8Call, weight: torch.Tensor, bias: torch.Tensor | None) -> bool:
+    """Returns True if ``fused_product`` can compute a call of a layer.
+
+    It computes FP8 products of whole weights that are frozen, and only where no tracer looks on.
+
+    Args:
+        call: the call's settings.
+        weight: the layer's weight.
+        bias: the layer's bias, or None.
+    """
+    if not call.is_fp8 or call.options[0].parallel is not None:
+        return False
+    if is_traced() or forward_ad._current_level >= 0:
+        return False
+    if not torch.is_grad_enabled():
+        return True
+    return not weight.requires_grad and (bias is None or not bias.requires_grad)
+
+
+def fused_product(
+    call: FP8Call,
+    inp: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    low: LowRank,
+) -> torch.Tensor:
+    """Computes ``inp @ weight.T + bias`` plus a low-rank product, for a call that ``fits``.
+
+    Layers that are called one after another with the same input share its cast, where the recipe
+    keeps no state, and each adds its gradient of the input to that of the layer called after it.
+
+    Args:
+        call: the call's settings.
+        inp: the input ``[..., in]``.
+        weight: ``[out, in]``.
+        bias: ``[out]`` or None.
+        low: the low-rank product, in any dtype.
+
+    Returns:
+        ``[..., out]`` in ``call.dtype``.
+    """
+    low = low.cast_to(call.dtype)
+    if low.inp is None and inp.dtype is not call.dtype:
+        low = low._replace(inp=inp.to(call.dtype))
+    last = last_input(inp)
+    entry = None if last is None else last.find(inp)
+    assert call.quantizers is not None
+    quantizer = call.quantizers[0].input
+    x = cast_once(entry, quantizer, as_matrix(inp.detach()))
+    taken = inp if entry is None or entry.alias is None else entry.alias
+    tensors = (taken, low.inp, weight, bias, low.down, low.up)
+    rest = (low.scaling, call, x, last)
+    if torch.is_grad_enabled():
+        out, alias = LowRankLinearFunction.apply(*tensors, *rest)
+    else:
+        tensors = (inp, *tensors[1:])
+        out, alias = without_autograd(LowRankLinearFunction, tensors, *rest)
+    if last is not None:
+        keep = inp.requires_grad and torch.is_grad_enabled()
+        key = quantizer.cast_key()
+        last.note(inp, key, None if key is None else x, alias if keep else None)
+    return out
+
+
+class LowRankLinearFunction(OpFunction):
+    """``inp @ weight.T + bias + scaling * (low_inp @ down.T) @ up.T`` with quantized products.
+
+    Weight and bias are frozen. The low-rank products are in the dtype of ``down``; their factor is
+    applied before they are rounded.
+
+    Returns:
+        ``(out, alias)``: the output [..., out], and ``inp`` as an output of this function. Where a
+        later function takes that instead of ``inp``, the input's gradient passes from function to
+        function, and each adds its own in a product.
+    """
+
+    LABEL = "Linear"
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        inp: torch.Tensor,
+        low_inp: torch.Tensor | None,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        down: torch.Tensor,
+        up: torch.Tensor,
+        scaling: float,
+        call: FP8Call,
+        quantized: Any,
+        last: LastInput | None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        plan = _gemm.gemm_plan(
+            call, 0, weight, ctx.needs_input_grad[0], False, call.keep_columnwise
+        )
+        operand, _ = _gemm.weight_operand(plan, weight, call.cached[0])
+        x = as_matrix(inp if low_inp is None else low_inp)
+        small = x @ down.t()
+        c = None
+        if plan.quantizers.backend.adds:
+            c = _scaled(small, up.t(), scaling)
+        out = _gemm.shaped_product(
+            plan, quantized, weight, operand, bias, call.dtype, inp.shape, c
+        )  # fmt: skip
+        if c is None:
+            out.view(small.shape[0], out.shape[-1]).addmm_(small, up.t(), alpha=scaling)
+        needs = ctx.needs_input_grad
+        ctx.save_for_backward(
+            x if needs[4] else None,
+            small if needs[5] else None,
+            down if needs[0] or needs[1] else None,
+            up if needs[0] or needs[1] or needs[4] else None,
+            *_gemm.saved_by(plan, None, None, weight, operand),
+        )
+        ctx.set_materialize_grads(False)
+        ctx.plan, ctx.scaling = plan, scaling
+        ctx.is_own = low_inp is None
+        ctx.input_shape, ctx.input_dtype = inp.shape, inp.dtype
+        ctx.device_type = inp.device.type
+        ctx.last = None if last is None else weakref.ref(last)
+        return out, inp.detach()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor | None, later: torch.Tensor | None) -> tuple:
+        last = None if ctx.last is None else ctx.last()
+        if last is not None:  # what forward made is of no use from here on
+            last.clear()
+        if grad is None:
+            return later, *(None,) * 9
+        return without_autocast(_low_rank_backward, ctx, grad, later)
+
+
+def _low_rank_backward(ctx: Any, grad: torch.Tensor, later: torch.Tensor | None) -> tuple:
+    """Returns the gradients of ``LowRankLinearFunction``'s arguments.
+
+    Args:
+        ctx: autograd's context.
+        grad: the gradient of the output.
+        later: the gradient of the input from functions that took it later, or None.
+    """
+    needs, scaling = ctx.needs_input_grad, ctx.scaling
+    x, small, down, up, *saved = take_saved(ctx)
+    dy = as_matrix(grad)
+    grad_inp = grad_low = grad_down = grad_up = None
+    d_small: Any = None
+    if needs[5]:
+        grad_up = _scaled(dy.t(), small, scaling)
+    if needs[4] or needs[1] or (needs[0] and ctx.is_own):
+        d_small = _scaled(dy, up, scaling)
+    if needs[4]:
+        grad_down = d_small.t() @ x
+    del x, small
+    if needs[1]:
+        grad_low = (d_small @ down).view(ctx.input_shape)
+    if needs[0]:
+        c = None if later is None else as_matrix(later)
+        product = (d_small, down) if ctx.is_own else None
+        grad_inp = _input_gradient(ctx, tuple(saved), dy, product, c).view(ctx.input_shape)
+    return grad_inp, grad_low, None, None, grad_down, grad_up, None, None, None, None
+
+
+def _input_gradient(
+    ctx: Any,
+    saved: tuple,
+    dy: torch.Tensor,
+    product: tuple[torch.Tensor, torch.Tensor] | None,
+    c: torch.Tensor | None,
+) -> torch.Tensor:
+    """Computes ``dy @ weight + product + c`` [rows, in].
+
+    Args:
+        ctx: autograd's context.
+        saved: the tensors that ``gemm.saved_by`` returned.
+        dy: the gradient of the output ``[rows, out]``.
+        product: factors of a product ``[rows, in]`` of low rank, or None.
+        c: ``[rows, in]`` or None.
+    """
+    plan, dtype = ctx.plan, ctx.input_dtype
+    quantized = _gemm.quantized_gradient(plan, dy, None)[0]
+    if not plan.quantizers.backend.adds:
+        dx = _gemm.input_gradient(plan, saved, quantized, dtype)
+        if product is not None:
+            dx.addmm_(*product)
+        return dx if c is None else dx.add_(c)
+    if product is not None:
+        c = product[0] @ product[1] if c is None else torch.addmm(c, *product)
+    return _gemm.input_gradient(plan, saved, quantized, dtype, None, c)
+
+
+def _scaled(a: torch.Tensor, b: torch.Tensor, scaling: float) -> torch.Tensor:
+    """Computes ``scaling * a @ b``, rounded once."""
+    return torch.addmm(a.new_empty(()), a, b, beta=0, alpha=scaling)
