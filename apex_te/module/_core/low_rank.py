@@ -148,7 +148,8 @@ class LowRankLinearFunction(OpFunction):
             call, 0, weight, ctx.needs_input_grad[0], False, call.keep_columnwise
         )
         operand, _ = _gemm.weight_operand(plan, weight, call.cached[0])
-        x = as_matrix(inp if low_inp is None else low_inp)
+        taken = inp if low_inp is None else low_inp
+        x = as_matrix(taken)
         small = x @ down.t()
         c = None
         if plan.quantizers.backend.adds:
@@ -160,7 +161,7 @@ class LowRankLinearFunction(OpFunction):
             out.view(small.shape[0], out.shape[-1]).addmm_(small, up.t(), alpha=scaling)
         needs = ctx.needs_input_grad
         ctx.save_for_backward(
-            x if needs[4] else None,
+            None if not needs[4] else taken if taken.is_contiguous() else x,
             small if needs[5] else None,
             down if needs[0] or needs[1] else None,
             up if needs[0] or needs[1] or needs[4] else None,
@@ -203,7 +204,7 @@ def _low_rank_backward(ctx: Any, grad: torch.Tensor, later: torch.Tensor | None)
     if needs[4] or needs[1] or (needs[0] and ctx.is_own):
         d_small = _scaled(dy, up, scaling)
     if needs[4]:
-        grad_down = d_small.t() @ x
+        grad_down = d_small.t() @ as_matrix(x)
     del x, small
     if needs[1]:
         grad_low = (d_small @ down).view(ctx.input_shape)

@@ -1,0 +1,489 @@
+"""Products of low rank that a frozen layer's FP8 product adds: values, sharing, memory."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import weakref
+
+import pytest
+import torch
+from checks import assert_same_bits
+from torch import nn
+from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
+
+import apex_te
+from apex_te import Linear, fp8_autocast, recipe
+from apex_te.fp8.autocast import local
+from apex_te.fp8.parameter.parameter import FP8Parameter
+from apex_te.fp8.scheme.block import BlockQuantizer
+from apex_te.fp8.scheme.current import CurrentScalingQuantizer
+from apex_te.fp8.scheme.delayed import DelayedScalingQuantizer
+from apex_te.fp8.scheme.hif8 import HiF8Quantizer
+from apex_te.fp8.scheme.mx import MXQuantizer
+from apex_te.module._core import programs
+
+RECIPES = {
+    "delayed": recipe.DelayedScaling(amax_history_len=4),
+    "tensorwise": recipe.CurrentScaling(),
+    "blockwise": recipe.BlockScaling(),
+    "mxfp8": recipe.MXFP8Scaling(),
+    "hif8": recipe.CurrentScaling(fp8_format=recipe.Format.HIF8),
+}
+STATELESS = [name for name in RECIPES if name != "delayed"]
+QUANTIZERS = (
+    BlockQuantizer, CurrentScalingQuantizer, DelayedScalingQuantizer, HiF8Quantizer, MXQuantizer,
+)  # fmt: skip
+OUT = (96, 48, 32)
+IN, RANK, SCALING = 64, 4, 1.3
+
+
+@pytest.fixture(params=RECIPES)
+def scaling(request):
+    return RECIPES[request.param]
+
+
+class Adapted(nn.Module):
+    """Frozen layers with one input, and adapters; ``fused`` has the products add the adapters."""
+
+    def __init__(self, scaling, device, held=True, dtype=torch.bfloat16, bias=True):
+        super().__init__()
+        torch.manual_seed(0)
+        with apex_te.fp8_model_init(enabled=held, recipe=scaling):
+            self.layers = nn.ModuleList(
+                Linear(IN, out, bias=bias, params_dtype=dtype, device=device) for out in OUT
+            )
+        self.requires_grad_(False)
+        options = {"dtype": dtype, "device": device}
+        self.down = nn.ParameterList(torch.randn(RANK, IN, **options) * 0.1 for _ in OUT)
+        self.up = nn.ParameterList(torch.randn(out, RANK, **options) * 0.1 for out in OUT)
+        self.fused = True
+        self.separate = False
+
+    def forward(self, x, dropped=None):
+        outs = []
+        for layer, down, up in zip(self.layers, self.down, self.up, strict=True):
+            taken = x.clone() if self.separate else x
+            if self.fused:
+                outs.append(layer.forward_low_rank(taken, down, up, SCALING, dropped))
+                continue
+            low = functional.linear(taken if dropped is None else dropped, down)
+            outs.append(layer(taken) + functional.linear(low, up) * SCALING)
+        return torch.cat(outs, -1)
+
+
+def rows_of(device, shape=(3, 8, IN), dtype=torch.bfloat16):
+    torch.manual_seed(1)
+    return torch.randn(*shape, device=device).to(dtype)
+
+
+def step(model, scaling, x, **options):
+    """Output, gradient of the input and gradients of the adapters."""
+    x = x.clone().requires_grad_()
+    with fp8_autocast(fp8_recipe=scaling):
+        out = model(x, **options)
+    torch.manual_seed(2)
+    dy = torch.randn_like(out)
+    trained = [p for p in model.parameters() if p.requires_grad]
+    for parameter in trained:
+        parameter.grad = None
+    out.backward(dy)
+    return out.detach(), x.grad, *[p.grad for p in trained]
+
+
+def run(scaling, device, fused=True, separate=False, held=True, shape=(3, 8, IN), steps=3, **how):
+    model = Adapted(scaling, device, held, **how)
+    model.fused, model.separate = fused, separate
+    x = rows_of(device, shape, how.get("dtype", torch.bfloat16))
+    found = [step(model, scaling, x) for _ in range(steps)]
+    return found[-1]
+
+
+def distance(found, wanted):
+    return float((found.detach().double() - wanted.detach().double()).norm())
+
+
+@pytest.mark.parametrize("held", [True, False])
+def test_values_and_gradients_are_at_least_as_exact(device, scaling, held):
+    """Of the same quantized operands the fused sums are nearer to those in float32."""
+    exact = run(scaling, device, held=held, dtype=torch.float32, fused=False)
+    fused = run(scaling, device, held=held)
+    plain = run(scaling, device, held=held, fused=False)
+    for found, other, wanted in zip(fused, plain, exact, strict=True):
+        size = float(wanted.norm())
+        assert distance(found, wanted) < 1.02 * distance(other, wanted) + 1e-4 * size
+        assert distance(found, other) < 0.02 * size
+
+
+def test_fused_is_exact_in_float32(device, scaling):
+    """In float32 sums of the fused and of the plain products differ by float32's rounding."""
+    fused = run(scaling, device, dtype=torch.float32)
+    plain = run(scaling, device, dtype=torch.float32, fused=False)
+    # The gradient of the first layer's FP8 product is all that a rounding could have changed.
+    for found, wanted in zip(fused, plain, strict=True):
+        torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4 * float(wanted.abs().max()))
+
+
+@pytest.mark.parametrize("held", [True, False])
+def test_sharing_keeps_bits(device, scaling, held):
+    """One tensor for all layers gives the bits of one copy of it for each."""
+    one, several = (run(scaling, device, separate=way, held=held) for way in (False, True))
+    assert_same_bits(one[0], several[0])
+    for found, wanted in zip(one[2:], several[2:], strict=True):
+        assert_same_bits(found, wanted)
+    # The input's gradient is the sum of three: each product adds before it rounds.
+    assert distance(one[1], several[1]) < 0.01 * float(several[1].norm())
+
+
+@pytest.mark.parametrize("shape", [(0, IN), (1, IN), (5, IN), (2, 0, IN), (2, 17, IN)])
+def test_any_number_of_rows(device, scaling, shape):
+    fused = run(scaling, device, shape=shape)
+    plain = run(scaling, device, shape=shape, fused=False)
+    for found, wanted in zip(fused, plain, strict=True):
+        assert found.shape == wanted.shape
+        assert distance(found, wanted) <= 0.02 * float(wanted.norm())
+
+
+@pytest.fixture
+def casts(monkeypatch):
+    """Number of matrices with IN columns that input quantizers have cast to one copy."""
+    counted = []
+
+    def counting(kind):
+        quantize = kind.quantize
+
+        def call(self, x, rowwise=True, columnwise=True, with_dbias=False):
+            if rowwise and x.shape == (24, IN) and getattr(self, "pad_columnwise", False):
+                counted.append(columnwise)
+            return quantize(self, x, rowwise, columnwise, with_dbias)
+
+        return call
+
+    for kind in QUANTIZERS:
+        if "quantize" in vars(kind):
+            monkeypatch.setattr(kind, "quantize", counting(kind))
+    return counted
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_layers_cast_a_shared_input_once(device, name, casts):
+    """Delayed scaling has a scale for each layer, and casts for each."""
+    run(RECIPES[name], device, steps=1)
+    assert casts == [False] * (1 if name in STATELESS else len(OUT))
+
+
+@pytest.mark.parametrize("name", STATELESS)
+def test_what_ends_sharing(device, name, casts):
+    """A write to the input, another tensor, another region, setting or recipe: a cast each."""
+    scaling = RECIPES[name]
+    model = Adapted(scaling, device)
+    layer, down, up = model.layers[0], model.down[0], model.up[0]
+    x = rows_of(device)
+
+    def casts_of(*calls):
+        before = len(casts)
+        for call in calls:
+            call()
+        return len(casts) - before
+
+    def forward():
+        return layer.forward_low_rank(x, down, up)
+
+    with fp8_autocast(fp8_recipe=scaling):
+        assert casts_of(forward, forward, forward) == 1
+        assert casts_of(lambda: x.mul_(2), forward) == 1
+        first = forward()
+        assert casts_of(lambda: layer.forward_low_rank(x.clone(), down, up)) == 1
+        assert casts_of(forward) == 1
+        with fp8_autocast(fp8_recipe=scaling):
+            assert casts_of(forward, forward) == 1
+        other = recipe.BlockScaling() if name != "blockwise" else recipe.CurrentScaling()
+        with fp8_autocast(fp8_recipe=other):
+            assert casts_of(forward) == 1
+        assert casts_of(forward) == 0
+        assert_same_bits(forward(), first)
+    with fp8_autocast(fp8_recipe=scaling):
+        assert casts_of(forward) == 1
+    with torch.inference_mode(), fp8_autocast(fp8_recipe=scaling):
+        x = x.clone()
+        assert casts_of(forward, forward) == 2  # versions are not counted
+
+
+def test_threads_share_nothing(device, casts):
+    scaling = RECIPES["tensorwise"]
+    model, x = Adapted(scaling, device), rows_of(device)
+    found = []
+
+    def work():
+        with fp8_autocast(fp8_recipe=scaling):
+            found.append(model(x))
+
+    with fp8_autocast(fp8_recipe=scaling):
+        found.append(model(x))
+        thread = threading.Thread(target=work)
+        thread.start()
+        thread.join()
+    assert len(casts) == 2
+    assert_same_bits(found[0], found[1])
+
+
+@pytest.mark.parametrize("inside", [True, False])
+def test_nothing_made_for_sharing_outlives_its_use(device, inside):
+    """The copy goes with the region, or with the first backward if that is inside of it."""
+    scaling = RECIPES["tensorwise"]
+    model = Adapted(scaling, device)
+    x = rows_of(device).requires_grad_()
+    with fp8_autocast(fp8_recipe=scaling):
+        out = model(x * 1)
+        entry = local.region.last_input.entry
+        copy = weakref.ref(entry.quantized.rowwise)
+        assert entry.alias is not None
+        del entry
+        if inside:
+            out.sum().backward()
+            assert copy() is None
+    gc.disable()
+    try:
+        assert copy() is None
+    finally:
+        gc.enable()
+    if not inside:
+        out.sum().backward()
+    with torch.no_grad(), fp8_autocast(fp8_recipe=scaling):
+        y = x.detach() * 1
+        model(y)
+        copy = weakref.ref(local.region.last_input.entry.quantized.rowwise)
+        assert copy() is not None
+        del y  # without a graph the input goes before the region
+        assert copy() is None
+        assert local.region.last_input.entry is None
+
+
+def test_saved_for_backward(device, scaling):
+    """The input, the small product, the adapter and the weight itself; no copy of either."""
+    model = Adapted(scaling, device)
+    x = rows_of(device).requires_grad_()
+    kept = []
+
+    def pack(tensor):
+        kept.append(tensor)
+        return tensor
+
+    layer, down, up = model.layers[0], model.down[0], model.up[0]
+    with (
+        torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t),
+        fp8_autocast(fp8_recipe=scaling),
+    ):
+        layer.forward_low_rank(x, down, up)
+    weights = [t for t in kept if type(t) is FP8Parameter]
+    assert len(weights) == 1
+    assert weights[0] is layer.weight
+    plain = [t for t in kept if type(t) is not FP8Parameter]
+    own = [t for t in plain if t.data_ptr() == x.data_ptr()]
+    assert [t.shape for t in own] == [x.shape]
+    rest = [tuple(t.shape) for t in plain if t is not own[0]]
+    assert sorted(rest) == sorted([(24, RANK), tuple(down.shape), tuple(up.shape)])
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+@pytest.mark.parametrize("whole", [True, False])
+def test_recompute(device, scaling, reentrant, whole):
+    model = Adapted(scaling, device)
+    x = rows_of(device)
+    twin = Adapted(scaling, device)
+
+    class Checkpointed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = twin
+
+        def forward(self, x):
+            if whole:
+                return checkpoint(twin, x, use_reentrant=reentrant)
+            parts = zip(twin.layers, twin.down, twin.up, strict=True)
+            outs = [
+                checkpoint(layer.forward_low_rank, x, down, up, SCALING, use_reentrant=reentrant)
+                for layer, down, up in parts
+            ]
+            return torch.cat(outs, -1)
+
+    again = Checkpointed()
+    for _ in range(3):
+        found, wanted = step(again, scaling, x), step(model, scaling, x)
+        assert_same_bits(found[0], wanted[0])
+        for a, b in zip(found[2:], wanted[2:], strict=True):
+            assert_same_bits(a, b)
+        assert distance(found[1], wanted[1]) <= 0.01 * float(wanted[1].norm())
+
+
+def test_dropped_input(device, scaling):
+    model, x = Adapted(scaling, device), rows_of(device)
+    dropped = functional.dropout(x, 0.5)
+    found = step(model, scaling, x, dropped=dropped)
+    model.fused = False
+    for _ in range(2):
+        wanted = step(model, scaling, x, dropped=dropped)
+    for a, b in zip(found[:1] + found[2:], wanted[:1] + wanted[2:], strict=True):
+        assert distance(a, b) < 0.05 * float(b.norm())
+    dropped.requires_grad_()
+    with fp8_autocast(fp8_recipe=scaling):
+        out = model.layers[0].forward_low_rank(x, model.down[0], model.up[0], 2.0, dropped)
+    (grad,) = torch.autograd.grad(out.sum(), dropped)
+    wanted = torch.ones_like(out) @ model.up[0] @ model.down[0] * 2
+    assert distance(grad, wanted) < 0.02 * float(wanted.norm())
+
+
+@pytest.mark.parametrize("name", ["delayed", "tensorwise"])
+def test_outputs_in_backwards_of_their_own(device, name):
+    """Gradients of some outputs, in several backwards, are those of separate inputs."""
+    scaling = RECIPES[name]
+    grads = []
+    for separate in (False, True):
+        model = Adapted(scaling, device)
+        x = rows_of(device).requires_grad_()
+        with fp8_autocast(fp8_recipe=scaling):
+            outs = [
+                layer.forward_low_rank(x.clone() if separate else x, down, up)
+                for layer, down, up in zip(model.layers, model.down, model.up, strict=True)
+            ]
+        outs[0].sum().backward()
+        outs[2].square().sum().backward()
+        grads.append(x.grad)
+    assert distance(*grads) < 0.01 * float(grads[1].norm())
+
+
+def test_a_write_between_is_refused_in_backward(device):
+    scaling = RECIPES["tensorwise"]
+    model, x = Adapted(scaling, device), rows_of(device).requires_grad_()
+    with fp8_autocast(fp8_recipe=scaling):
+        y = x * 1
+        first = model.layers[0].forward_low_rank(y, model.down[0], model.up[0])
+        y.mul_(3)
+        second = model.layers[0].forward_low_rank(y, model.down[0], model.up[0])
+    assert distance(first, second) > 0.5 * float(first.norm())
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        (first.sum() + second.sum()).backward()
+
+
+def test_only_what_is_asked_for(device):
+    """An input without gradient gets none from the layers that share it."""
+    scaling = RECIPES["tensorwise"]
+    model, x = Adapted(scaling, device), rows_of(device)
+    with fp8_autocast(fp8_recipe=scaling):
+        out = model(x)
+        assert local.region.last_input.entry.alias is None
+    node = out.grad_fn.next_functions[1][0]
+    assert node.next_functions[0][0] is None
+    out.sum().backward()
+    assert all(p.grad is not None for p in model.parameters() if p.requires_grad)
+    for p in model.parameters():
+        p.requires_grad_(False)
+    with fp8_autocast(fp8_recipe=scaling):
+        assert not model(x).requires_grad
+
+
+def test_evaluation(device, scaling):
+    model, x = Adapted(scaling, device), rows_of(device)
+    for _ in range(2):
+        step(model, scaling, x)
+    apex_te.flush_fp8_state()
+    with torch.no_grad(), fp8_autocast(fp8_recipe=scaling):
+        found = model(x)
+    with torch.inference_mode(), fp8_autocast(fp8_recipe=scaling):
+        assert_same_bits(model(x).clone(), found)
+    assert_same_bits(found, step(model, scaling, x)[0])
+
+
+def test_autocast(device):
+    """Adapters in float32, as PEFT has them by default, compute in autocast's dtype."""
+    scaling = RECIPES["tensorwise"]
+    model = Adapted(scaling, device)
+    x = rows_of(device).requires_grad_()
+    wide = [p.detach().float().requires_grad_() for p in (model.down[0], model.up[0])]
+    for inp in (x, x.detach().float().requires_grad_()):
+        with torch.autocast(device.type, dtype=torch.bfloat16), fp8_autocast(fp8_recipe=scaling):
+            out = model.layers[0].forward_low_rank(inp, *wide)
+        assert out.dtype is torch.bfloat16
+        grads = torch.autograd.grad(out.float().square().sum(), [inp, *wide])
+        assert [g.dtype for g in grads] == [inp.dtype, torch.float32, torch.float32]
+        with fp8_autocast(fp8_recipe=scaling):
+            narrow = [p.bfloat16() for p in wide]
+            twin = model.layers[0].forward_low_rank(x, *narrow)
+        assert_same_bits(out, twin)
+        expected = torch.autograd.grad(twin.float().square().sum(), [x, *wide])
+        for grad, other in zip(grads, expected, strict=True):
+            assert distance(grad, other) < 0.01 * float(other.norm())
+
+
+@pytest.mark.parametrize("case", ["no region", "trained weight", "torch.func", "compile"])
+def test_plain_ops_elsewhere(device, case):
+    scaling = RECIPES["tensorwise"]
+    model, x = Adapted(scaling, device, held=False), rows_of(device)
+    layer, down, up = model.layers[0], model.down[0], model.up[0]
+    if case == "trained weight":
+        layer.requires_grad_()
+
+    def fused(x):
+        with fp8_autocast(enabled=case != "no region", fp8_recipe=scaling):
+            return layer.forward_low_rank(x, down, up, 2.0)
+
+    def plain(x):
+        with fp8_autocast(enabled=case != "no region", fp8_recipe=scaling):
+            return layer(x) + functional.linear(functional.linear(x, down), up) * 2.0
+
+    if case == "torch.func":
+        x = rows_of(device, (24, IN))
+        for of in (fused, plain):
+            of.grad = torch.func.grad(lambda x, of=of: of(x).float().square().sum())(x)
+        assert_same_bits(fused.grad, plain.grad)
+    elif case == "compile":
+        compiled = torch.compile(fused, fullgraph=True, backend="aot_eager")
+        out = compiled(x)
+        assert distance(out, plain(x)) < 0.01 * float(out.norm())
+        out.sum().backward()
+        assert down.grad is not None
+    else:
+        assert_same_bits(fused(x), plain(x))
+        fused(x).sum().backward()
+        assert (layer.weight.grad is not None) == (case == "trained weight")
+
+
+def test_programs_of_the_layer_stay_in_use(device):
+    """Calls of the layer itself run their program before and after calls with an adapter."""
+    scaling = RECIPES["delayed"]
+    model, x = Adapted(scaling, device), rows_of(device).requires_grad_()
+    layer = model.layers[0]
+    outs = []
+    for enabled in (True, False):
+        before = programs.set_enabled(enabled)
+        try:
+            other = Adapted(scaling, device)
+            for i in range(6):
+                with fp8_autocast(fp8_recipe=scaling):
+                    if i % 2:
+                        other.layers[0].forward_low_rank(x, other.down[0], other.up[0])
+                    out = other.layers[0](x)
+            outs.append(out)
+        finally:
+            programs.set_enabled(before)
+    assert_same_bits(*outs)
+    assert layer.weight.grad is None
+
+
+def test_errors(device):
+    layer = Linear(IN, 32, params_dtype=torch.bfloat16, device=device)
+    x = rows_of(device)
+    down = torch.zeros(RANK, IN, dtype=torch.bfloat16, device=device)
+    up = torch.zeros(32, RANK, dtype=torch.bfloat16, device=device)
+    with pytest.raises(ValueError, match=r"Linear: down must have shape \[4, 64\], got \[4, 32\]"):
+        layer.forward_low_rank(x, down[:, :32], up)
+    with pytest.raises(ValueError, match=r"Linear: up must have shape \[32, 4\], got \[32, 3\]"):
+        layer.forward_low_rank(x, down, up[:, :3])
+    with pytest.raises(ValueError, match="Linear: low_rank_inp must have shape"):
+        layer.forward_low_rank(x, down, up, 1.0, x[:1])
+    with pytest.raises(TypeError, match="Linear: inp must have the dtype of the parameters"):
+        layer.forward_low_rank(x, down.float(), up)
+    layer = Linear(IN, 32, params_dtype=torch.bfloat16, device=device, return_bias=True)
+    with pytest.raises(NotImplementedError, match="Linear: return_bias must not be set"):
+        layer.forward_low_rank(x, down, up)
