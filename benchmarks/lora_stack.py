@@ -44,11 +44,13 @@ class LoRALinear(nn.Module):
         base: the frozen layer.
         rank: rows of the first matrix.
         alpha: the product is multiplied by ``alpha / rank``.
+        fused: have the base, an ``apex_te.Linear``, add the product, as ``fuse_lora`` does.
     """
 
-    def __init__(self, base: Any, rank: int, alpha: float) -> None:
+    def __init__(self, base: Any, rank: int, alpha: float, fused: bool = False) -> None:
         super().__init__()
         self.base = base
+        self.fused = fused
         options = {"device": base.weight.device, "dtype": base.weight.dtype}
         self.down = nn.Parameter(torch.empty(rank, base.in_features, **options))
         self.up = nn.Parameter(torch.zeros(base.out_features, rank, **options))
@@ -56,6 +58,8 @@ class LoRALinear(nn.Module):
         self.scaling = alpha / rank
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.fused:
+            return self.base.forward_low_rank(x, self.down, self.up, self.scaling)
         low = F.linear(F.linear(x, self.down), self.up)
         return self.base(x) + low * self.scaling
 
@@ -97,6 +101,7 @@ def make_stack(
     rank: int,
     device: str,
     dtype: torch.dtype,
+    fused: bool = False,
 ) -> nn.Sequential:
     """Makes frozen layers of equal random weights with adapters.
 
@@ -109,6 +114,7 @@ def make_stack(
         rank: rank of the adapters.
         device: device of the weights.
         dtype: dtype of the weights in high precision.
+        fused: have apex_te's layers add the adapters' products.
     """
     torch.manual_seed(0)
     made = []
@@ -124,7 +130,7 @@ def make_stack(
     for layer in made:
         for name, module in list(layer.named_children()):
             if name.endswith("_proj"):
-                setattr(layer, name, LoRALinear(module, rank, 2.0 * rank))
+                setattr(layer, name, LoRALinear(module, rank, 2.0 * rank, fused))
     return stack
 
 

@@ -16,9 +16,10 @@ def fuse_lora(model: _Model) -> _Model:
     """Has PEFT's LoRA layers over ``apex_te.Linear`` add the adapter inside the base's FP8 product.
 
     Each such layer gets a subclass of its class, whose forward calls ``Linear.forward_low_rank``:
-    inside FP8 regions output and input's gradient are rounded once, not for each sum, and layers
-    with the same input share its cast if the recipe keeps no state. Parameters, state dicts,
-    saving, merging and adding adapters stay PEFT's.
+    inside FP8 regions the base's products add the adapter's, in forward and backward, and layers
+    with the same input share its cast if the recipe keeps no state. Results are those of the
+    model before, with fewer roundings. Parameters, state dicts, saving, merging and adding adapters
+    stay PEFT's.
 
     A layer computes as before in code that torch.compile traces, and while it is merged or
     disabled, or has several active adapters, a variant such as DoRA, a bias of the adapter, or

@@ -477,10 +477,11 @@ class Linear(LinearLayer, torch.nn.Linear):  # type: ignore[misc]
     ) -> torch.Tensor:
         """Applies the layer and adds a product of low rank, as an adapter of LoRA does.
 
-        In FP8, over a weight and bias that are frozen, the sum is rounded once, and so is the
-        input's gradient. Layers that take the same tensor one after another in a region, such as
-        the projections to queries, keys and values, then cast it once if the recipe keeps no state,
-        and add up its gradient in their products. Elsewhere the result is that of torch's ops.
+        In FP8, over a weight and bias that are frozen, the layer's product adds the other one
+        before it rounds, and so in backward for the input's gradient. Layers that take the same
+        tensor one after another in a region, such as the projections to queries, keys and values,
+        then cast it once if the recipe keeps no state, and add up its gradient in their products.
+        Elsewhere the result is that of torch's ops.
 
         Args:
             inp: as in ``forward``.

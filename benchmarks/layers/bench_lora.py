@@ -3,9 +3,10 @@
     python benchmarks/layers/bench_lora.py [--tokens 2 4096] [--layers 4] [--rank 16]
 
 Forward and backward of 4 layers with adapters of rank 16 on all seven projections; contenders take
-turns. Weight bytes are those of all parameters, adapters included; on a GPU also what the allocator
-holds for a model that stands alone. Peak memory: the largest allocation in one step, weights
-included. ``--device cpu --shape tiny`` tries the program.
+turns. "fused" is the same stack whose bases add the adapters, as after ``fuse_lora``. Weight bytes
+are those of all parameters, adapters included; on a GPU also what the allocator holds for a model
+that stands alone. Peak memory: the largest allocation in one step, weights included.
+``--device cpu --shape tiny`` tries the program.
 """
 
 from __future__ import annotations
@@ -29,12 +30,15 @@ import lora_stack
 import apex_te
 from apex_te import recipe
 
-CONTENDERS: dict[str, tuple[str, recipe.Recipe | None]] = {
-    "torch bf16": ("torch", None),
-    "apex_te bf16": ("apex_te", None),
-    "apex_te FP8, delayed": ("apex_te", recipe.DelayedScaling()),
-    "apex_te FP8, tensorwise": ("apex_te", recipe.CurrentScaling()),
-    "apex_te FP8, blockwise": ("apex_te", recipe.BlockScaling()),
+CONTENDERS: dict[str, tuple[str, recipe.Recipe | None, bool]] = {
+    "torch bf16": ("torch", None, False),
+    "apex_te bf16": ("apex_te", None, False),
+    "apex_te FP8, delayed": ("apex_te", recipe.DelayedScaling(), False),
+    "apex_te FP8, tensorwise": ("apex_te", recipe.CurrentScaling(), False),
+    "apex_te FP8, blockwise": ("apex_te", recipe.BlockScaling(), False),
+    "apex_te FP8, delayed, fused": ("apex_te", recipe.DelayedScaling(), True),
+    "apex_te FP8, tensorwise, fused": ("apex_te", recipe.CurrentScaling(), True),
+    "apex_te FP8, blockwise, fused": ("apex_te", recipe.BlockScaling(), True),
 }
 
 
@@ -96,11 +100,11 @@ def main() -> None:
     x = torch.randn(*args.tokens, shape.hidden, device=args.device, dtype=dtype)
     rows: list[dict[str, Any]] = []
     steps, reference = [], None
-    for name, (kind, scaling) in CONTENDERS.items():
+    for name, (kind, scaling, fused) in CONTENDERS.items():
         model, held, _ = memory(
             args.device,
-            lambda kind=kind, scaling=scaling: lora_stack.make_stack(
-                shape, args.layers, kind, scaling, args.rank, args.device, dtype
+            lambda kind=kind, scaling=scaling, fused=fused: lora_stack.make_stack(
+                shape, args.layers, kind, scaling, args.rank, args.device, dtype, fused
             ),
         )
         with torch.no_grad():  # adapters as in the middle of a training

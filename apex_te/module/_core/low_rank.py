@@ -233,14 +233,13 @@ def _input_gradient(
     """
     plan, dtype = ctx.plan, ctx.input_dtype
     quantized = _gemm.quantized_gradient(plan, dy, None)[0]
-    if not plan.quantizers.backend.adds:
-        dx = _gemm.input_gradient(plan, saved, quantized, dtype)
-        if product is not None:
-            dx.addmm_(*product)
-        return dx if c is None else dx.add_(c)
+    adds = plan.quantizers.backend.adds
+    if adds and c is None and product is not None:
+        c, product = product[0] @ product[1], None
+    dx = _gemm.input_gradient(plan, saved, quantized, dtype, None, c if adds else None)
     if product is not None:
-        c = product[0] @ product[1] if c is None else torch.addmm(c, *product)
-    return _gemm.input_gradient(plan, saved, quantized, dtype, None, c)
+        dx.addmm_(*product)
+    return dx if adds or c is None else dx.add_(c)
 
 
 def _scaled(a: torch.Tensor, b: torch.Tensor, scaling: float) -> torch.Tensor:

@@ -8,7 +8,7 @@ import weakref
 
 import pytest
 import torch
-from checks import assert_same_bits
+from checks import assert_same_bits, needs_cuda
 from torch import nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
@@ -487,3 +487,106 @@ def test_errors(device):
     layer = Linear(IN, 32, params_dtype=torch.bfloat16, device=device, return_bias=True)
     with pytest.raises(NotImplementedError, match="Linear: return_bias must not be set"):
         layer.forward_low_rank(x, down, up)
+
+
+@pytest.mark.cuda
+@needs_cuda
+class TestCUDA:
+    def test_replays_cast_anew(self, casts):
+        """A captured step casts for each layer, with what replays then read."""
+        for name in ("delayed", "tensorwise", "blockwise"):
+            scaling, device = RECIPES[name], torch.device("cuda")
+            model, x = Adapted(scaling, device), rows_of(device)
+            with fp8_autocast(fp8_recipe=scaling):
+                stream = torch.cuda.Stream()
+                stream.wait_stream(torch.cuda.current_stream())
+                with torch.cuda.stream(stream), torch.no_grad():
+                    for _ in range(2):
+                        model(x)
+                torch.cuda.current_stream().wait_stream(stream)
+                casts.clear()
+                graph = torch.cuda.CUDAGraph()
+                with torch.no_grad(), torch.cuda.graph(graph):
+                    out = model(x)
+                assert len(casts) == len(OUT)
+            for factor in (1.0, -0.5):
+                x.copy_(rows_of(device) * factor)
+                graph.replay()
+                with torch.no_grad(), fp8_autocast(fp8_recipe=scaling):
+                    wanted = model(x)
+                if name != "delayed":  # whose scales are those of the capture
+                    assert_same_bits(out, wanted)
+                assert distance(out, wanted) < 0.1 * float(wanted.norm())
+
+    def test_another_stream_casts_anew(self, casts):
+        scaling, device = RECIPES["tensorwise"], torch.device("cuda")
+        model, x = Adapted(scaling, device), rows_of(device)
+        with fp8_autocast(fp8_recipe=scaling):
+            first = model(x)
+            stream = torch.cuda.Stream()
+            stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(stream):
+                second = model(x)
+            torch.cuda.current_stream().wait_stream(stream)
+        assert len(casts) == 2
+        assert_same_bits(first, second)
+
+    @pytest.mark.parametrize("name", ["delayed", "tensorwise", "blockwise"])
+    def test_peak_memory_and_values_at_size(self, name):
+        """A step of 4096 rows takes no more memory than that of separate sums."""
+        scaling, device = RECIPES[name], torch.device("cuda")
+        peaks, found = [], []
+        for fused in (True, False):
+            torch.manual_seed(0)
+            with apex_te.fp8_model_init(recipe=scaling):
+                layers = [
+                    Linear(2048, out, bias=False, params_dtype=torch.bfloat16, device=device)
+                    for out in (2048, 512, 512, 4096)
+                ]
+            x = torch.randn(4096, 2048, device=device, dtype=torch.bfloat16, requires_grad=True)
+            down = [torch.randn(16, 2048, device=device).mul(0.02).bfloat16() for _ in layers]
+            up = [
+                torch.randn(layer.out_features, 16, device=device).mul(0.02).bfloat16()
+                for layer in layers
+            ]
+            for tensor in (*down, *up):
+                tensor.requires_grad_()
+            for layer in layers:
+                layer.requires_grad_(False)
+            for _ in range(4):
+                for tensor in (x, *down, *up):
+                    tensor.grad = None
+                torch.cuda.synchronize()
+                before = torch.cuda.memory_allocated()
+                torch.cuda.reset_peak_memory_stats()
+                with fp8_autocast(fp8_recipe=scaling):
+                    h = functional.silu(x)
+                    outs = []
+                    for layer, a, b in zip(layers, down, up, strict=True):
+                        if fused:
+                            outs.append(layer.forward_low_rank(h, a, b, 2.0))
+                        else:
+                            low = functional.linear(functional.linear(h, a), b)
+                            outs.append(layer(h) + low * 2.0)
+                loss = sum(out.float().square().mean() for out in outs)
+                loss.backward()
+                torch.cuda.synchronize()
+                peak = torch.cuda.max_memory_allocated() - before
+                values = [loss.detach(), x.grad, *[t.grad for t in (*down, *up)]]
+                del loss, outs, h
+            peaks.append(peak)
+            found.append(values)
+        assert peaks[0] <= peaks[1], peaks
+        for a, b in zip(*found, strict=True):
+            assert distance(a, b) < 0.02 * float(b.double().norm())
+
+    def test_no_synchronisation(self):
+        scaling, device = RECIPES["delayed"], torch.device("cuda")
+        model, x = Adapted(scaling, device), rows_of(device)
+        for _ in range(3):
+            step(model, scaling, x)
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            step(model, scaling, x)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
