@@ -9,6 +9,7 @@ import weakref
 import pytest
 import torch
 from checks import assert_same_bits, needs_cuda
+from graph_stand_in import graphs_on_cpu  # noqa: F401 (a fixture)
 from torch import nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
@@ -22,6 +23,7 @@ from apex_te.fp8.scheme.current import CurrentScalingQuantizer
 from apex_te.fp8.scheme.delayed import DelayedScalingQuantizer
 from apex_te.fp8.scheme.hif8 import HiF8Quantizer
 from apex_te.fp8.scheme.mx import MXQuantizer
+from apex_te.graphs.graphed_callables import make_graphed_callables
 from apex_te.module._core import programs
 
 RECIPES = {
@@ -487,6 +489,78 @@ def test_errors(device):
     layer = Linear(IN, 32, params_dtype=torch.bfloat16, device=device, return_bias=True)
     with pytest.raises(NotImplementedError, match="Linear: return_bias must not be set"):
         layer.forward_low_rank(x, down, up)
+
+
+@pytest.mark.parametrize("held", [True, False])
+@pytest.mark.parametrize("name", ["delayed", "tensorwise", "blockwise"])
+def test_graphed_callables(device, request, name, held):
+    if device.type == "cpu":
+        request.getfixturevalue("graphs_on_cpu")
+    scaling = RECIPES[name]
+    eager, graphed = (Adapted(scaling, device, held) for _ in range(2))
+    sample = rows_of(device).requires_grad_()
+    make_graphed_callables(graphed, (sample,), fp8_enabled=True, fp8_recipe=scaling)
+    for seed in range(4):
+        torch.manual_seed(seed)
+        x = torch.randn_like(sample).detach()
+        found, wanted = step(graphed, scaling, x), step(eager, scaling, x)
+        assert_same_bits(found[0], wanted[0])
+        for a, b in zip(found[2:], wanted[2:], strict=True):
+            assert_same_bits(a, b)
+        # Captured layers share nothing, so that autograd adds up the input's gradient.
+        assert distance(found[1], wanted[1]) < 0.01 * float(wanted[1].norm())
+    assert graphed.forward.capture.run >= 3
+
+
+@pytest.mark.parametrize("name", ["delayed", "tensorwise", "blockwise"])
+def test_kept_columnwise_weights(device, name):
+    scaling, found = RECIPES[name], []
+    for keep in (True, False):
+        model, x = Adapted(scaling, device, held=False), rows_of(device).requires_grad_()
+        for _ in range(2):
+            model.zero_grad()
+            x.grad = None
+            with fp8_autocast(fp8_recipe=scaling, keep_columnwise_weights=keep):
+                out = model(x)
+            out.float().square().sum().backward()
+        found.append([out, x.grad, *[p.grad for p in model.parameters() if p.requires_grad]])
+    for a, b in zip(*found, strict=True):
+        assert_same_bits(a, b)
+
+
+@pytest.mark.parametrize("name", ["delayed", "tensorwise"])
+def test_statistics_see_each_layer(device, name):
+    """While statistics are recorded each layer casts, and results stay the same."""
+    scaling, noted, outs = RECIPES[name], [], []
+    for fused in (True, False):
+        model, x = Adapted(scaling, device), rows_of(device)
+        model.fused = fused
+        with apex_te.fp8_statistics(model) as stats:
+            outs.append(step(model, scaling, x)[0])
+        noted.append(stats.to_dict())
+        if fused:
+            assert_same_bits(step(Adapted(scaling, device), scaling, x)[0], outs[0])
+    assert noted[0].keys() == noted[1].keys()
+    inputs = [key for key in noted[0] if key.endswith(".input")]
+    assert len(inputs) == len(OUT)
+    for key in inputs:
+        assert noted[0][key] == noted[1][key]
+
+
+def test_delayed_state_is_that_of_separate_sums(device):
+    """Scales and amax histories do not tell whether a product has added the adapter."""
+    scaling = RECIPES["delayed"]
+    states = []
+    for fused in (True, False):
+        model, x = Adapted(scaling, device), rows_of(device)
+        model.fused = fused
+        for _ in range(4):
+            step(model, scaling, x)
+        apex_te.flush_fp8_state()
+        states.append([v for k, v in model.state_dict().items() if "fp8_state" in k])
+    assert states[0]
+    for a, b in zip(*states, strict=True):
+        assert_same_bits(a, b)
 
 
 @pytest.mark.cuda
