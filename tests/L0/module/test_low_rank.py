@@ -25,6 +25,7 @@ from apex_te.fp8.scheme.hif8 import HiF8Quantizer
 from apex_te.fp8.scheme.mx import MXQuantizer
 from apex_te.graphs.graphed_callables import make_graphed_callables
 from apex_te.module._core import programs
+from apex_te.module._core.last_input import LastInput, cast_once
 
 RECIPES = {
     "delayed": recipe.DelayedScaling(amax_history_len=4),
@@ -251,6 +252,35 @@ def test_threads_share_nothing(device, casts):
     assert_same_bits(found[0], found[1])
 
 
+def test_quantizers_of_other_settings_cast_anew(device):
+    """As in recomputes of several regions, which one backward runs outside of any region."""
+    holder, x = LastInput(), rows_of(device, (24, IN))
+    float8 = torch.float8_e4m3fn
+    quantizers = [
+        CurrentScalingQuantizer(float8, False, 0.0),
+        CurrentScalingQuantizer(float8, True, 0.0),
+        CurrentScalingQuantizer(float8, False, 1e3),
+        CurrentScalingQuantizer(torch.float8_e5m2, False, 0.0),
+        BlockQuantizer(float8, 1, True, 0.0),
+        BlockQuantizer(float8, 1, False, 0.0),
+        MXQuantizer(float8, "up"),
+        MXQuantizer(float8, "floor"),
+        HiF8Quantizer(224.0, False, 0.0),
+        HiF8Quantizer(15.0, False, 0.0),
+    ]
+    for first in quantizers:
+        holder.note(x, first.cast_key(), first.quantize(x, True, False)[0], None)
+        entry = holder.find(x)
+        for second in quantizers:
+            found, wanted = cast_once(entry, second, x), second.quantize(x, True, False)[0]
+            assert (found is entry.quantized) == (first is second)
+            assert_same_bits(found.rowwise.view(torch.uint8), wanted.rowwise.view(torch.uint8))
+            assert_same_bits(found.rowwise_scale_inv, wanted.rowwise_scale_inv)
+    delayed = DelayedScalingQuantizer(float8, torch.ones(1, device=device))
+    assert delayed.cast_key() is None
+    assert quantizers[0].shared(object()).cast_key() is None  # its scale depends on other ranks
+
+
 @pytest.mark.parametrize("inside", [True, False])
 def test_nothing_made_for_sharing_outlives_its_use(device, inside):
     """The copy goes with the region, or with the first backward if that is inside of it."""
@@ -258,7 +288,8 @@ def test_nothing_made_for_sharing_outlives_its_use(device, inside):
     model = Adapted(scaling, device)
     x = rows_of(device).requires_grad_()
     with fp8_autocast(fp8_recipe=scaling):
-        out = model(x * 1)
+        y = x * 1
+        out = model(y)
         entry = local.region.last_input.entry
         copy = weakref.ref(entry.quantized.rowwise)
         assert entry.alias is not None
