@@ -62,7 +62,9 @@ class FusedLoraLinear(LoraLinear):
             return None
         name, base = names[0], self.base_layer
         down, up = self.lora_A[name], self.lora_B[name]
-        if type(down) is not nn.Linear or type(up) is not nn.Linear or up.bias is not None:
+        if type(base) is not Linear or type(down) is not nn.Linear or type(up) is not nn.Linear:
+            return None
+        if up.bias is not None:
             return None
         if type(self.scaling[name]) not in (float, int):
             return None

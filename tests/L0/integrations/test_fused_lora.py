@@ -301,6 +301,16 @@ def test_hooks_run(where, fused_calls):
         handle.remove()
 
 
+def test_a_base_of_another_class(fused_calls):
+    model, plain = fuse_lora(adapted()), adapted()
+    for kind, of in ((fused_layers, model), (lambda m: kinds(m, LoraLinear), plain)):
+        layer = kind(of)[0]
+        torch.manual_seed(3)
+        layer.base_layer = nn.Linear(64, 64).requires_grad_(False)
+    assert_close(step(model), step(plain))
+    assert len(fused_calls) == 9
+
+
 @pytest.mark.parametrize("compiled", [True, False])
 def test_compile_traces_the_plain_forward(compiled, fused_calls):
     layer, plain = fused_layers(fuse_lora(adapted()))[0], kinds(adapted(), LoraLinear)[0]
