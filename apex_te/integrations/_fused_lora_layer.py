@@ -35,7 +35,7 @@ class FusedLoraLinear(LoraLinear):
         if name is None:
             return super().forward(x, *args, **kwargs)
         dropout: Any = self.lora_dropout[name]
-        drops = self.training and getattr(dropout, "p", 0.0) > 0
+        drops = dropout.training and getattr(dropout, "p", 0.0) > 0
         base: Any = self.base_layer
         return base.forward_low_rank(
             x,
