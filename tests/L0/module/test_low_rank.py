@@ -47,6 +47,11 @@ def scaling(request):
     return RECIPES[request.param]
 
 
+def drawn(shape, device, dtype):
+    """Random values that bfloat16 has, the same on each device and in each dtype."""
+    return torch.randn(*shape).bfloat16().to(device, dtype)
+
+
 class Adapted(nn.Module):
     """Frozen layers with one input, and adapters; ``fused`` has the products add the adapters."""
 
@@ -55,12 +60,18 @@ class Adapted(nn.Module):
         torch.manual_seed(0)
         with apex_te.fp8_model_init(enabled=held, recipe=scaling):
             self.layers = nn.ModuleList(
-                Linear(IN, out, bias=bias, params_dtype=dtype, device=device) for out in OUT
-            )
+                Linear(
+                    IN, out, bias=bias, params_dtype=dtype, device=device,
+                    init_method=lambda w: w.copy_(drawn(w.shape, w.device, w.dtype) / 32),
+                )
+                for out in OUT
+            )  # fmt: skip
         self.requires_grad_(False)
-        options = {"dtype": dtype, "device": device}
-        self.down = nn.ParameterList(torch.randn(RANK, IN, **options) * 0.1 for _ in OUT)
-        self.up = nn.ParameterList(torch.randn(out, RANK, **options) * 0.1 for out in OUT)
+        for layer in self.layers:
+            if bias:
+                layer.bias.copy_(drawn(layer.bias.shape, device, dtype))
+        self.down = nn.ParameterList(drawn((RANK, IN), device, dtype) / 8 for _ in OUT)
+        self.up = nn.ParameterList(drawn((out, RANK), device, dtype) / 8 for out in OUT)
         self.fused = True
         self.separate = False
 
@@ -78,7 +89,7 @@ class Adapted(nn.Module):
 
 def rows_of(device, shape=(3, 8, IN), dtype=torch.bfloat16):
     torch.manual_seed(1)
-    return torch.randn(*shape, device=device).to(dtype)
+    return drawn(shape, device, dtype)
 
 
 def step(model, scaling, x, **options):
@@ -87,7 +98,7 @@ def step(model, scaling, x, **options):
     with fp8_autocast(fp8_recipe=scaling):
         out = model(x, **options)
     torch.manual_seed(2)
-    dy = torch.randn_like(out)
+    dy = drawn(out.shape, out.device, out.dtype)
     trained = [p for p in model.parameters() if p.requires_grad]
     for parameter in trained:
         parameter.grad = None
@@ -115,8 +126,12 @@ def test_values_and_gradients_are_at_least_as_exact(device, scaling, held):
     plain = run(scaling, device, held=held, fused=False)
     for found, other, wanted in zip(fused, plain, exact, strict=True):
         size = float(wanted.norm())
-        assert distance(found, wanted) < 1.02 * distance(other, wanted) + 1e-4 * size
-        assert distance(found, other) < 0.02 * size
+        assert distance(found, wanted) < 1.02 * distance(other, wanted)
+        assert distance(found, wanted) < 0.005 * size
+    # Output and input's gradient had more roundings. Emulated products are rounded before sums.
+    nearer = 0.97 if scaling in (RECIPES["mxfp8"], RECIPES["hif8"]) else 0.9
+    for found, other, wanted in zip(fused[:2], plain[:2], exact[:2], strict=True):
+        assert distance(found, wanted) < nearer * distance(other, wanted)
 
 
 def test_fused_is_exact_in_float32(device, scaling):
