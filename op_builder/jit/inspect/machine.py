@@ -225,6 +225,7 @@ _READ: dict[str, Callable[[], object] | None] = {
     "APEX_TE_CUDA_ARCH_LIST": _archs,
     "APEX_TE_CUDA_HOME": None,
     "APEX_TE_DISABLE_JIT": env.jit_disabled,
+    "APEX_TE_FUSED_SWIGLU": _boolean("APEX_TE_FUSED_SWIGLU"),
     "APEX_TE_GEMM_TUNE": _boolean("APEX_TE_GEMM_TUNE"),
     "APEX_TE_GPU_PLATFORM": is_hip,
     "APEX_TE_JIT_RETRY": env.jit_retry,
