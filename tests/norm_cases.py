@@ -274,29 +274,45 @@ class NormCases(NormBase):
     @pytest.mark.cuda
     @needs_cuda
     @pytest.mark.parametrize("with_residual", [False, True])
-    @pytest.mark.parametrize("rows", [4097, 5600, 7104, 7112, 8190])
-    @pytest.mark.parametrize("cols", [264, 2112, 2304, 5120, 7168])
-    def test_fwd_fp8_tiles(self, poison, cols, rows, with_residual):
-        """Rows for every height of a tile; of 7112 the padding has a tile of its own."""
-        x, *params = (t.cuda() for t in self.make(rows, cols, torch.bfloat16))
+    @pytest.mark.parametrize(
+        ("rows", "dtype", "fp8"),
+        [(4097, torch.bfloat16, FP8[0]), (5600, torch.float16, FP8[1]),
+         (7112, torch.bfloat16, FP8[1]), (8190, torch.float32, FP8[0])],
+    )  # fmt: skip
+    @pytest.mark.parametrize("cols", [8, 264, 1016, 2112, 2304, 5120, 7168])
+    def test_fwd_fp8_tiles(self, poison, cols, rows, dtype, fp8, with_residual):
+        """Rows that are whole tiles or not, with and without padding; a NaN stays in its row."""
+        x, *params = (t.cuda() for t in self.make(rows, cols, dtype))
         options, total = {}, x
         if with_residual:
-            options = {"residual": torch.randn(rows, cols, device="cuda").bfloat16()}
-            total = (x.float() + options["residual"].float()).bfloat16()
+            options = {"residual": torch.randn(rows, cols, device="cuda").to(dtype)}
+            total = (x.float() + options["residual"].float()).to(dtype)
         expected = self.op.reference(total.float(), *(p.float() for p in params), EPS)
+
+        def quantized(x, amax):
+            return self.function("_fwd_fp8")(
+                x, *params, EPS, one(3.5, "cuda"), fp8, pad_columnwise=True, amax=amax, **options
+            )
+
         amax = one(0, "cuda")
-        out = self.function("_fwd_fp8")(
-            x, *params, EPS, one(3.5, "cuda"), FP8[0], pad_columnwise=True, amax=amax, **options
-        )
+        out = quantized(x, amax)
         checks.assert_close_amax(amax, expected.y.abs().max())
-        checks.assert_adjacent_codes(out.y.rowwise, encode_fp8(expected.y * 3.5, FP8[0]))
+        checks.assert_adjacent_codes(out.y.rowwise, encode_fp8(expected.y * 3.5, fp8))
         torch.testing.assert_close(out.rstd, expected.rstd, rtol=1e-5, atol=0)
-        columns = checks.codes(out.y.columnwise)
+        rowwise, columns = (t.view(torch.uint8) for t in (out.y.rowwise, out.y.columnwise))
         assert columns.shape == (cols, rows + -rows % 16)
-        assert torch.equal(columns[:, :rows], checks.codes(out.y.rowwise).t())
+        assert torch.equal(columns[:, :rows], rowwise.t())
         assert not columns[:, rows:].any()
         if with_residual:
             assert_same_bits(out.residual_sum, total)
+        x[rows // 2, cols // 2] = float("nan")
+        out = quantized(x, amax)
+        assert torch.isnan(amax).all()
+        others = torch.arange(rows, device="cuda") != rows // 2
+        assert torch.equal(out.y.rowwise.view(torch.uint8)[others], rowwise[others])
+        columns = out.y.columnwise.view(torch.uint8)[:, :rows]
+        assert torch.equal(columns, out.y.rowwise.view(torch.uint8).t())
+        assert (columns[:, rows // 2] & 0x7F > 0x7C).all()
 
     @pytest.mark.parametrize("shape", [(48, 1024), (32, 4096), (5, 129)], ids=str)
     def test_fwd_fp8_residual(self, device, poison, shape):

@@ -1,9 +1,11 @@
-// Forward of the norms to FP8 with the columnwise copy, where fwd_ring_cuda.h does not apply (very
-// long rows, no alignment): the statistics come from a kernel of their own, and tiles read x again.
+// Forward of the norms to FP8 with the columnwise copy, where neither fwd_ring_cuda.h nor
+// fwd_patch_cuda.h applies (very long rows, no alignment): the statistics come from a kernel of
+// their own, and tiles read x again.
 #pragma once
 
 #include "common/gpu/fp8_tile.h"
 #include "common/norm/fwd_launch_cuda.h"
+#include "common/norm/fwd_patch_cuda.h"
 #include "common/numerics/with_dtype.h"
 
 namespace apex_te {
@@ -57,6 +59,9 @@ void launch_norm_fp8(const NormFwd& p, const char* op, int device, cudaStream_t 
       norm_fwd_aligned(p) && fp8_tile_aligned(p.ld, p.cols, p.rowwise, p.columnwise);
   if (!p.rows || !p.cols) return launch_norm_fwd_rows<T, kLayerNorm>(p, op, device, stream);
   if constexpr (kHasCountedBarriers) {
+    if (aligned && wants_norm_patches<T, kLayerNorm>(p, device))
+      return p.residual ? launch_norm_patches<T, kLayerNorm, true>(p, device, stream)
+                        : launch_norm_patches<T, kLayerNorm, false>(p, device, stream);
     // Tiles for less than half of the multiprocessors take longer than two kernels with more
     // blocks.
     const int64_t processors = device_attribute(cudaDevAttrMultiProcessorCount, device);
