@@ -1,0 +1,228 @@
+"""Casts a fused QKV projection's weight, and the gradient of its output, to FP8.
+
+The rows of such a weight are heads. Interleaved they go group by group: the query heads of the
+group, its key head and its value head; else all queries, all keys and all values. A product with
+the weight's rows in the latter order has queries, keys and values that are slices of it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from ...runtime import scratch_sizes
+from .._call import call
+from . import _checks
+from ._rows import rowwise as over_rows
+from .fp8_output import FP8Output, copies
+
+__all__ = ["QkvGradOutput", "qkv_cast_grad", "qkv_cast_weight"]
+
+_OP = "qkv_cast"
+_S = jax.ShapeDtypeStruct
+
+
+class QkvGradOutput(NamedTuple):
+    """FP8 data of a projection's output gradient.
+
+    Attributes:
+        output: the FP8 copies of [tokens, features].
+        dbias: [features] in the gradient's dtype, the sums of its columns; None if not asked for.
+    """
+
+    output: FP8Output
+    dbias: jax.Array | None
+
+
+def qkv_cast_weight(
+    weight: jax.Array,
+    scale: jax.Array,
+    fp8_dtype: Any,
+    *,
+    repeats: int,
+    groups: int,
+    columnwise: bool = False,
+    amax: jax.Array | None = None,
+) -> FP8Output:
+    """Casts an interleaved weight as ``cast_transpose`` does, its rowwise copy sorted by kind.
+
+    Devices may share the columns of the weight.
+
+    Args:
+        weight: [groups * (repeats + 2) * size, cols] float32, float16 or bfloat16, group by group.
+        scale: one float32 element.
+        fp8_dtype: float8_e4m3fn or float8_e5m2; on a CPU also their fnuz forms.
+        repeats: query heads of a group.
+        groups: number of groups, each with one key head and one value head.
+        columnwise: make the columnwise copy, too, whose columns have the weight's own order.
+        amax: one float32 element, of which and of max |weight| the result's ``amax`` is the larger;
+            NaN counts as largest.
+
+    Returns:
+        The copies. Rows of the rowwise one are all queries, all keys, all values.
+
+    Raises:
+        TypeError: a dtype that is not listed.
+        ValueError: a shape that does not match.
+    """
+    name = "qkv_cast_weight"
+    dtype = jnp.dtype(_checks.fp8_dtype_of(name, fp8_dtype, fnuz=True))
+    found = _checks.array(name, "weight", weight)
+    if found.ndim != 2:
+        raise ValueError(f"{name}: weight must have 2 dimensions, got shape {list(found.shape)}")
+    weight = _checks.has_dtype(name, "weight", found, _checks.FLOATS)
+    given = {"weight": weight, **_scalars(name, scale, amax)}
+    rows = weight.shape[0]
+    if repeats < 0 or groups < 1 or rows % ((repeats + 2) * groups):
+        raise ValueError(
+            f"{name}: weight must have a multiple of (repeats + 2) * groups rows below 2^31, got"
+            f" {rows} rows with repeats {repeats} and groups {groups}"
+        )
+    dims = {"out_rowwise": "h c", "out_columnwise": "c h", "scale_inv": "_", "amax": "^"}
+    names = ["out_rowwise", *(["out_columnwise"] if columnwise else []), "scale_inv"]
+    names += [] if amax is None else ["amax"]
+
+    def body(*arrays: jax.Array) -> tuple[jax.Array, ...]:
+        tensors = dict(zip(given, arrays, strict=True))
+        shape = tensors["weight"].shape
+        asked = {"out_rowwise": _S(shape, dtype), "scale_inv": _S(jnp.shape(scale), jnp.float32)}
+        if columnwise:
+            asked["out_columnwise"] = _S(shape[::-1], dtype)
+        made = call(_OP, name, asked, **tensors, repeats=repeats, groups=groups)
+        return tuple(made[each] for each in names)
+
+    read = {"weight": "h c"}
+    made = over_rows(name, _rule(given, read, names, dims), body, split="c")(*given.values())
+    out = dict(zip(names, made, strict=True))
+    return FP8Output(
+        out["out_rowwise"], out.get("out_columnwise"), out["scale_inv"], out.get("amax")
+    )
+
+
+def qkv_cast_grad(
+    queries: jax.Array | None,
+    keys: jax.Array,
+    values: jax.Array,
+    scale: jax.Array,
+    fp8_dtype: Any,
+    *,
+    interleaved: bool,
+    rowwise: bool = True,
+    columnwise: bool = True,
+    amax: jax.Array | None = None,
+    with_dbias: bool = False,
+) -> QkvGradOutput:
+    """Casts the gradient of a projection's output, which is read from the gradients of its heads.
+
+    The copies are those that ``cast_transpose`` makes of the joined matrix [tokens, features].
+    Devices may share the tokens.
+
+    Args:
+        queries: [..., repeats * groups, size] float32, float16 or bfloat16, with one or two leading
+            dimensions of tokens; None for a projection to keys and values.
+        keys: [..., groups, size], like values.
+        values: [..., groups, size].
+        scale: one float32 element.
+        fp8_dtype: float8_e4m3fn or float8_e5m2; on a CPU also their fnuz forms.
+        interleaved: the features go group by group; else all queries, all keys, all values.
+        rowwise: make [tokens, features].
+        columnwise: make [features, tokens].
+        amax: one float32 element, of which and of the gradient's magnitudes the result's ``amax``
+            is the largest; NaN counts as largest.
+        with_dbias: also return the sums of columns (deterministic).
+
+    Raises:
+        TypeError: a dtype that is not listed.
+        ValueError: a shape that does not match.
+    """
+    name = "qkv_cast_grad"
+    dtype = _checks.fp8_dtype_of(name, fp8_dtype, fnuz=True)
+    given = {**_heads(name, queries, keys, values), **_scalars(name, scale, amax)}
+    dims = {"rowwise": "r c", "columnwise": "c r", "scale_inv": "_", "amax": "^", "dbias": "+ c"}
+    names = [*copies(name, (1, 1), dtype, rowwise, columnwise), "scale_inv"]
+    names += [*(() if amax is None else ("amax",)), *(("dbias",) if with_dbias else ())]
+
+    def body(*arrays: jax.Array) -> tuple[jax.Array, ...]:
+        tensors = dict(zip(given, arrays, strict=True))
+        rows = arrays[0].shape[0]
+        parts = [each for each in ("queries", "keys", "values") if each in tensors]
+        cols = sum(math.prod(tensors[each].shape[1:]) for each in parts)
+        for each in parts:
+            tensors[each] = tensors[each][:, None]
+        asked = copies(name, (rows, cols), dtype, rowwise, columnwise)
+        asked["scale_inv"] = _S(jnp.shape(scale), jnp.float32)
+        if with_dbias:
+            asked["dbias"] = _S((cols,), tensors["keys"].dtype)
+            lines = scratch_sizes.lines(rows, scratch_sizes.CAST_ROWS)
+            asked["workspace"] = _S((lines, cols), jnp.float32)
+        made = call(_OP, name, asked, **tensors, interleaved=bool(interleaved))
+        return tuple(made[each] for each in names)
+
+    read = {"queries": "r q s", "keys": "r g s", "values": "r g s"}
+    made = over_rows(name, _rule(given, read, names, dims), body)(*given.values())
+    out = dict(zip(names, made, strict=True))
+    return QkvGradOutput(
+        FP8Output(*(out.get(each) for each in FP8Output._fields)), out.get("dbias")
+    )
+
+
+def _scalars(function: str, scale: Any, amax: Any) -> dict[str, jax.Array]:
+    """Returns the scale, and the amax if there is one, by parameter."""
+    found = {"scale": _checks.is_scalar(function, "scale", scale)}
+    if amax is not None:
+        found["amax"] = _checks.is_scalar(function, "amax", amax)
+    return found
+
+
+def _rule(
+    given: Mapping[str, Any], read: Mapping[str, str], names: list[str], dims: Mapping[str, str]
+) -> str:
+    """Returns the rule of a call.
+
+    Args:
+        given: what the function reads, by parameter.
+        read: dimensions of those that devices may share.
+        names: parameters of the results.
+        dims: dimensions of the results.
+    """
+    operands = ", ".join(f"{name}: {read.get(name, '_')}" for name in given)
+    return f"{operands} -> {', '.join(f'{name}: {dims[name]}' for name in names)}"
+
+
+def _heads(function: str, queries: Any, keys: Any, values: Any) -> dict[str, jax.Array]:
+    """Returns the gradients of the heads as [tokens, heads, size] by parameter.
+
+    Raises:
+        TypeError: a dtype that is not listed or differs.
+        ValueError: a shape that does not match.
+    """
+    found = {}
+    for name, x in (("keys", keys), ("values", values), ("queries", queries)):
+        if x is None and name == "queries":
+            continue
+        x = _checks.array(function, name, x)
+        if x.ndim not in (3, 4):
+            raise ValueError(
+                f"{function}: {name} must have 3 or 4 dimensions, got shape {list(x.shape)}"
+            )
+        found[name] = x if x.ndim == 4 else x[:, None]
+    model = _checks.has_dtype(function, "keys", found["keys"], _checks.FLOATS)
+    outer, inner, groups, size = model.shape
+    same = [model.dtype.name]
+    values = _checks.has_dtype(function, "values", found["values"], same)
+    _checks.has_shape(function, "values", values, model.shape)
+    if queries is not None:
+        heads = found["queries"].shape[2]
+        if not groups or heads < groups or heads % groups:
+            raise ValueError(
+                f"{function}: queries must have a multiple of the {groups} heads of keys, got"
+                f" {heads}"
+            )
+        queries = _checks.has_dtype(function, "queries", found["queries"], same)
+        _checks.has_shape(function, "queries", queries, (outer, inner, heads, size))
+    order = [name for name in ("queries", "keys", "values") if name in found]
+    return {name: found[name].reshape(outer * inner, *found[name].shape[2:]) for name in order}
