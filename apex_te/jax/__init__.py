@@ -2,7 +2,7 @@
 
 Needs JAX 0.10 or later and no torch. Importing compiles nothing; a program's ops are built, if no
 cache holds them, while it is lowered. ``apex_te.jax.flax`` has Flax modules, ``apex_te.jax.ops``
-the ops as functions.
+the ops as functions, ``apex_te.jax.optimizers`` fused optimizers for optax.
 """
 
 from typing import Any as _Any
@@ -36,7 +36,8 @@ __all__ = [
     "update_fp8_metas",
 ]
 _get, __dir__ = _attach(
-    __name__, {"attention": "", "dense": "", "flax": "", "ops": "", "state": ""}
+    __name__,
+    {"attention": "", "dense": "", "flax": "", "ops": "", "optimizers": "", "state": ""},
 )
 
 

@@ -146,7 +146,12 @@ class _Plan:
 
 
 def call(
-    op: str, function: str, /, results: Mapping[str, Any] | None = None, **arguments: Any
+    op: str,
+    function: str,
+    /,
+    results: Mapping[str, Any] | None = None,
+    only_read: Any = (),
+    **arguments: Any,
 ) -> dict[str, Any]:
     """Calls a C function of an op; in ``jax.jit`` the call becomes part of the program.
 
@@ -159,6 +164,8 @@ def call(
         function: a function that the op's header declares, without the prefix ``apex_te_``.
         results: ``jax.ShapeDtypeStruct`` of each result by its parameter's name; a list of them, or
             ``Stacked``, for a list.
+        only_read: parameters that the function's other arguments keep it from writing, though its
+            signature says that it writes them.
         arguments: the other parameters by name: arrays, lists of arrays or ``Stacked``, Python
             scalars. Optional tensors may be left out.
 
@@ -181,6 +188,8 @@ def call(
         if p.name not in made and p.name not in arguments and not p.is_optional:
             raise TypeError(f"{function}: missing argument {p.name}")
         is_result = made.get(p.name) is not None
+        if p.name in only_read:
+            p = p._replace(is_written=False)
         plan.add(p, made[p.name] if is_result else arguments.get(p.name), is_result)
     if not plan.outputs:
         raise TypeError(f"{function}: at least one result must be asked for, got none")

@@ -29,6 +29,7 @@ __all__ = [
     "same_on_all",
     "shared",
     "vary_alike",
+    "varying_along",
 ]
 
 _Axes = tuple[str, ...]
@@ -43,13 +44,18 @@ def _varying_axes(aval: Any) -> frozenset[str]:
 def vary_alike(operands: Sequence[Any]) -> list[Any]:
     """Returns the operands, all varying along every axis along which any of them varies."""
     axes = [_varying_axes(jax.typeof(x)) for x in operands]
-    union = frozenset[str]().union(*axes)
+    union = varying_along(operands)
     if not union:
         return list(operands)
     return [
         jax.lax.pcast(x, tuple(sorted(union - own)), to="varying") if own != union else x
         for x, own in zip(operands, axes, strict=True)
     ]
+
+
+def varying_along(arrays: Iterable[Any]) -> frozenset[str]:
+    """Returns the axes of a ``shard_map`` along which any of some arrays may differ."""
+    return frozenset[str]().union(*(_varying_axes(jax.typeof(x)) for x in arrays))
 
 
 def result_type(operands: Sequence[Any], shape: tuple[int, ...], dtype: Any) -> Any:
@@ -175,8 +181,8 @@ def _names(entry: Any) -> _Axes:
 class _Split:
     """Mesh axes that split the dimensions of a rule's arrays.
 
-    Every mesh axis splits one dimension at most: the first that it splits in the order of the
-    operands and then of the results, if it divides that.
+    Of dimensions that arrays tie to each other a mesh axis splits one at most: the first that it
+    splits in the order of the operands and then of the results, if it divides that.
 
     Args:
         rule: the rule.
@@ -194,13 +200,16 @@ class _Split:
         self.rule = rule
         self.extents = rule.extents([v.shape for v in values])
         self.axes: dict[Factor, _Axes] = {}
-        left = set(mesh.axis_names if usable is None else usable)
+        islands = rule.islands()
+        every = mesh.axis_names if usable is None else tuple(usable)
+        free = {island: set(every) for island in islands.values()}
         for term, value in zip((*rule.operands, *rule.results), values, strict=False):
             spec = getattr(value.sharding, "spec", None) or ()
             factors = rule.factors(term, len(value.shape), self.extents)
             for factor, entry in zip(factors, spec, strict=False):
                 if factor is None or factor in self.axes:
                     continue
+                left = free[islands[factor.name]]
                 axes = tuple(name for name in _names(entry) if name in left)
                 size = math.prod(mesh.shape[name] for name in axes)
                 if axes and self.extents[factor.name][factor.place] % size == 0:
@@ -273,7 +282,7 @@ def _amax_axes(mesh: Any, args: Sequence[Any]) -> _Axes:
     probe = jax.lax.pcast(jax.numpy.float32(0), axes, to="varying")
     if not _varying_axes(jax.typeof(probe)):
         return axes  # shard_map was told not to check along what arrays vary
-    varying = frozenset[str]().union(*(_varying_axes(jax.typeof(x)) for x in args))
+    varying = varying_along(args)
     return tuple(name for name in axes if name in varying)
 
 

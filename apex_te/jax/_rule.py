@@ -82,6 +82,19 @@ class Rule(NamedTuple):
                 at += count
         return found
 
+    def islands(self) -> dict[str, str]:
+        """Returns for every name one of the names that arrays tie it to, the same for all of them.
+
+        A mesh axis may split one dimension of each island: no array has dimensions of two.
+        """
+        found: dict[str, str] = {}
+        for term in (*self.operands, *self.results):
+            names = [name for name, _ in term.dims]
+            tied = {found.get(name, name) for name in names}
+            for name in (*names, *(n for n, island in found.items() if island in tied)):
+                found[name] = min(tied)
+        return found
+
     def factors(
         self, term: Term, rank: int, extents: Mapping[str, tuple[int, ...]]
     ) -> list[Factor | None]:

@@ -16,6 +16,7 @@ from collections.abc import Sequence
 import torch
 from torch.autograd.graph import increment_version
 
+from ..runtime import scratch_sizes
 from . import reference_codec
 from .argument_errors import checked
 from .fp8_output import check_fp8_dtype
@@ -29,8 +30,6 @@ _scale = bind("multi_tensor", "multi_tensor_scale")
 _axpby = bind("multi_tensor", "multi_tensor_axpby")
 _quantize = bind("multi_tensor", "multi_tensor_quantize")
 
-# Chunks, beside one for each tensor, that may leave partial sums: csrc/multi_tensor/multi_tensor.h.
-_PARTIALS = 16384
 _CHECKS = {"result": -1, "x": 0, "y": 1}
 
 
@@ -52,7 +51,7 @@ def workspace(like: torch.Tensor, count: int, sums: int) -> torch.Tensor:
         count: number of tensors in the list.
         sums: number of values that the kernel sums: 1 for ``l2norm``, 2 for LAMB's two norms.
     """
-    words = 4 + (2 * sums + 1) * count + sums * (_PARTIALS + count)
+    words = scratch_sizes.list_words(count, sums)
     return torch.empty(words, dtype=torch.float32, device=like.device)
 
 

@@ -12,6 +12,8 @@ ACTIVATION_ROWS = 64  # csrc/common/activation/arguments.h, csrc/swiglu/swiglu.h
 MAX_AMAXES = 1024
 # What cuBLASLt's heuristic may use on Hopper; smaller workspaces rule out its split-K algorithms.
 GEMM_BYTES = 32 << 20
+# Chunks, beside one for each tensor, that may leave partial sums: csrc/multi_tensor/multi_tensor.h.
+LIST_PARTIALS = 16384
 
 
 def lines(rows: int, rows_of_line: int) -> int:
@@ -22,3 +24,13 @@ def lines(rows: int, rows_of_line: int) -> int:
 def norm_lines(rows: int, cols: int) -> int:
     """Returns the lines of partial sums that the backward of a norm uses for [rows, cols]."""
     return min(rows, max(min(264, (1 << 21) // max(cols, 1)), 16))
+
+
+def list_words(count: int, sums: int) -> int:
+    """Returns the float32 elements that a reduction over a list of tensors uses.
+
+    Args:
+        count: number of tensors.
+        sums: number of values that the kernel sums: 1 for ``l2norm``, 2 for LAMB's two norms.
+    """
+    return 4 + (2 * sums + 1) * count + sums * (LIST_PARTIALS + count)

@@ -1,0 +1,135 @@
+"""Adam and AdamW as a fused optax transformation."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from ..ops import multi_tensor_optim
+from .leaves import (
+    master_weights_of,
+    next_count,
+    number,
+    rate_at,
+    updated,
+    with_dtypes,
+    zeros_of,
+)
+from .transformation import FusedTransformation
+
+__all__ = ["FusedAdamState", "fused_adam", "moments_transformation"]
+
+
+class FusedAdamState(NamedTuple):
+    """State of ``fused_adam`` and ``fused_lamb``; its trees have the parameters' structure.
+
+    Attributes:
+        count: int32 [], the steps so far.
+        mu: float32 averages of the gradients.
+        nu: float32 averages of their squares.
+        master: float32 master weights; None for parameters without one.
+    """
+
+    count: jax.Array
+    mu: Any
+    nu: Any
+    master: Any
+
+
+def fused_adam(
+    learning_rate: float | jax.Array | Callable[[Any], Any] = 1e-3,
+    b1: float = 0.9,
+    b2: float = 0.999,
+    eps: float = 1e-8,
+    weight_decay: float = 0.0,
+    mask: Any = None,
+    *,
+    bias_correction: bool = True,
+    adam_w_mode: bool = True,
+    master_weights: bool = False,
+) -> FusedTransformation:
+    """Makes AdamW (decoupled weight decay) or Adam, with the steps of ``apex_te``'s ``FusedAdam``.
+
+    A step reads and writes every array once, in a launch for up to 64 parameters. Parameters and
+    gradients are float32, float16 or bfloat16, mixed.
+
+    Args:
+        learning_rate: a number; an array of one element; or a schedule, a function of the number of
+            steps so far, such as optax's.
+        b1: decay of the averages of gradients, in [0, 1).
+        b2: decay of the averages of their squares, in [0, 1).
+        eps: added to the denominator.
+        weight_decay: coefficient of weight decay.
+        mask: which parameters decay: a tree of bools of the parameters' structure or of its first
+            levels, or a function of the parameters that returns one; None for all.
+        bias_correction: divide the averages by 1 - b**step.
+        adam_w_mode: decoupled weight decay (AdamW); False adds it to the gradient (Adam).
+        master_weights: keep a float32 copy of every 16-bit parameter in the state, which the steps
+            update; the parameter is the copy's rounded value.
+
+    Returns:
+        The transformation, with ``step`` beside optax's ``init`` and ``update``.
+
+    Raises:
+        TypeError: an option is no number; later, a parameter or gradient has another dtype.
+        ValueError: an option is out of range; later, a shape or structure does not match.
+    """
+    name = "fused_adam"
+    op = functools.partial(
+        multi_tensor_optim.adam,
+        betas=(number(name, "b1", b1, 1.0), number(name, "b2", b2, 1.0)),
+        eps=number(name, "eps", eps),
+        adamw=adam_w_mode,
+        bias_correction=bias_correction,
+    )
+    decay = number(name, "weight_decay", weight_decay)
+    return moments_transformation(name, op, learning_rate, decay, mask, master_weights)
+
+
+def moments_transformation(
+    name: str,
+    op: Callable[..., multi_tensor_optim.AdamStep],
+    learning_rate: Any,
+    weight_decay: float,
+    mask: Any,
+    master_weights: bool,
+    prepare: Callable[[list[Any]], dict[str, Any]] | None = None,
+) -> FusedTransformation:
+    """Makes the transformation of an optimizer that keeps two moments of the gradients.
+
+    Args:
+        name: name of the optimizer, for errors.
+        op: its step over lists of arrays, without learning rate, weight decay and step count.
+        learning_rate, weight_decay, mask, master_weights: as in ``fused_adam``.
+        prepare: function of all gradients that returns further arguments of ``op``, or None.
+    """
+    if not callable(learning_rate):
+        rate_at(name, learning_rate, jnp.zeros([], jnp.int32))  # checks a number
+
+    def init(params: Any) -> FusedAdamState:
+        """Returns the state before the first step."""
+        with_dtypes(name, params)
+        count, masters = jnp.zeros([], jnp.int32), master_weights_of(params, master_weights)
+        return FusedAdamState(count, zeros_of(params), zeros_of(params), masters)
+
+    def step(params: Any, state: Any, grads: Any, inv_scale: Any, found_inf: Any) -> Any:
+        more = {} if prepare is None else prepare(jax.tree.leaves(grads))
+        run = functools.partial(
+            op, step=state.count + 1, lr=rate_at(name, learning_rate, state.count),
+            inv_scale=inv_scale, found_inf=found_inf, **more,
+        )  # fmt: skip
+
+        def leaves(*lists: Any, masters: Any, decays: bool) -> Any:
+            return run(*lists, masters=masters, weight_decay=weight_decay if decays else 0.0)
+
+        moments = {"exp_avgs": state.mu, "exp_avg_sqs": state.nu}
+        made = updated(with_dtypes(name, params), grads, moments, state.master, mask, leaves)
+        count = next_count(state.count, found_inf)
+        found = FusedAdamState(count, made["exp_avgs"], made["exp_avg_sqs"], made["masters"])
+        return made["params"], found
+
+    return FusedTransformation(name, init, step)

@@ -1,0 +1,152 @@
+"""Leaves of parameter trees: master weights, groups that one call updates, and checked options."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from ..ops._checks import FLOATS
+
+__all__ = [
+    "master_weights_of",
+    "next_count",
+    "number",
+    "rate_at",
+    "updated",
+    "with_dtypes",
+    "zeros_of",
+]
+
+
+def with_dtypes(name: str, params: Any) -> Any:
+    """Returns a tree of parameters, of which all must be float32, float16 or bfloat16.
+
+    Raises:
+        TypeError: a leaf has another dtype.
+    """
+    for path, leaf in jax.tree_util.tree_leaves_with_path(params):
+        dtype = getattr(leaf, "dtype", None)
+        if dtype is None or jnp.dtype(dtype).name not in FLOATS:
+            found = type(leaf).__name__ if dtype is None else dtype
+            raise TypeError(
+                f"{name}: params{jax.tree_util.keystr(path)} must have dtype float32, float16 or"
+                f" bfloat16, got {found}"
+            )
+    return params
+
+
+def zeros_of(params: Any) -> Any:
+    """Returns a tree of float32 zeros of the parameters' shapes and shardings."""
+    return jax.tree.map(lambda p: jnp.zeros_like(p, jnp.float32), params)
+
+
+def master_weights_of(params: Any, wanted: bool) -> Any:
+    """Returns a tree of float32 copies of 16-bit parameters; None for what has no copy.
+
+    Args:
+        params: tree of parameters.
+        wanted: False for no copies.
+    """
+
+    def copy(p: jax.Array) -> jax.Array | None:
+        return p.astype(jnp.float32) if wanted and p.dtype != jnp.float32 else None
+
+    return jax.tree.map(copy, params)
+
+
+def number(name: str, option: str, value: Any, below: float | None = None) -> float:
+    """Returns a number that is at least 0.
+
+    Args:
+        name: name of the optimizer, for errors.
+        option: name of the option.
+        value: its value.
+        below: what it must be below, or None.
+
+    Raises:
+        TypeError: ``value`` is no number.
+        ValueError: it is out of range.
+    """
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise TypeError(
+            f"{name}: {option} must be a number, static_args of optax.inject_hyperparams, got"
+            f" {type(value).__name__}"
+        )
+    if not value >= 0.0 or (below is not None and not value < below):
+        limit = "" if below is None else f" and below {below:g}"
+        raise ValueError(f"{name}: {option} must be at least 0{limit}, got {value}")
+    return float(value)
+
+
+def rate_at(name: str, learning_rate: Any, count: jax.Array) -> Any:
+    """Returns the learning rate of a step: a number, or an array [1].
+
+    Args:
+        name: name of the optimizer, for errors.
+        learning_rate: a number, an array of one element, or a function of the steps so far.
+        count: number of steps so far.
+    """
+    rate = learning_rate(count) if callable(learning_rate) else learning_rate
+    if isinstance(rate, (int, float)):
+        return number(name, "learning_rate", rate)
+    return jnp.asarray(rate, jnp.float32).reshape(1)
+
+
+def next_count(count: jax.Array, found_inf: jax.Array | None) -> jax.Array:
+    """Returns the number of steps with one that ``found_inf``, if given, skips."""
+    if found_inf is None:
+        return count + 1
+    return count + (found_inf.reshape(count.shape) == 0).astype(count.dtype)
+
+
+def updated(
+    params: Any,
+    grads: Any,
+    moments: Mapping[str, Any],
+    masters: Any,
+    decays: Any,
+    step: Callable[..., Any],
+) -> dict[str, Any]:
+    """Steps all leaves, in one call for leaves that are alike.
+
+    Args:
+        params: tree of parameters.
+        grads: tree of gradients, of the parameters' structure.
+        moments: trees of moments, by their name in the result of ``step``.
+        masters: tree of master weights, with None for leaves without.
+        decays: tree of bools, or of the first levels of the parameters' tree, that says which
+            leaves decay; a function of the parameters that returns one; None for all.
+        step: function of lists of parameters, gradients and each moments, with ``masters``, a list
+            or None, and ``decays``, one bool for all of them.
+
+    Returns:
+        Trees "params", "masters" and those of the moments, after the step.
+    """
+    tree = jax.tree.structure(params)
+    mask = decays(params) if callable(decays) else True if decays is None else decays
+    flags = jax.tree.leaves(
+        jax.tree.map(lambda flag, part: jax.tree.map(lambda _: flag, part), mask, params)
+    )
+    columns = {"params": jax.tree.leaves(params), "grads": tree.flatten_up_to(grads)}
+    columns |= {name: tree.flatten_up_to(each) for name, each in moments.items()}
+    columns["masters"] = tree.flatten_up_to(masters)
+    made = {name: list(leaves) for name, leaves in columns.items() if name != "grads"}
+    for (has_master, flag), places in _groups(columns["masters"], flags).items():
+        part = {name: [leaves[i] for i in places] for name, leaves in columns.items()}
+        masters_of_part = part.pop("masters")
+        found = step(*part.values(), masters=masters_of_part if has_master else None, decays=flag)
+        for name in made:
+            for i, leaf in zip(places, getattr(found, name), strict=False):
+                made[name][i] = leaf
+    return {name: tree.unflatten(leaves) for name, leaves in made.items()}
+
+
+def _groups(masters: Sequence[Any], flags: Sequence[Any]) -> dict[tuple[bool, bool], list[int]]:
+    """Returns the numbers of the leaves that one call updates, by what they have in common."""
+    found: dict[tuple[bool, bool], list[int]] = {}
+    for i, (master, flag) in enumerate(zip(masters, flags, strict=True)):
+        found.setdefault((master is not None, bool(flag)), []).append(i)
+    return found
