@@ -59,7 +59,7 @@ test-l1: env
 
 # JAX goes beside the environment, which `make test` uses without it.
 jax: env
-	@test -d build/jax/jax || $(PY) -m pip install --quiet --target build/jax "jax>=0.10" flax flatbuffers
+	@test -d build/jax/jax || $(PY) -m pip install --quiet --target build/jax "jax>=0.10" flax optax flatbuffers
 	PYTHONPATH=build/jax $(PY) -m pytest $(TESTFLAGS) tests/L0/with_jax tests/L1/with_jax \
 		"tests/L0/test_doc_blocks.py::test_code_blocks_run[docs/jax.md+flax+jax]"
 
