@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 
+from ..runtime.op_options import KINDS as KINDS
+from ..runtime.op_options import activation_number
 from . import fp8_output, reference_codec
 from .argument_errors import checked
 from .fp8_output import FP8Output
@@ -17,9 +19,6 @@ _fwd = bind("activation", "activation_fwd")
 _bwd = bind("activation", "activation_bwd")
 _fwd_fp8 = bind("activation", "activation_fwd_fp8")
 _bwd_fp8 = bind("activation", "activation_bwd_fp8")
-
-# In the order of csrc/common/activation/functions.h.
-KINDS = ("gelu", "gelu_erf", "quick_gelu", "relu", "squared_relu", "silu")
 
 
 @checked
@@ -58,7 +57,7 @@ def activation_fwd(x: torch.Tensor, kind: str, *, out: torch.Tensor | None = Non
     Returns:
         ``out`` or the new tensor.
     """
-    number = _number("activation_fwd", kind)
+    number = activation_number("activation_fwd", kind)
     x = x.contiguous()
     y = torch.empty_like(x) if out is None else out
     _fwd(x, y, number)
@@ -81,7 +80,7 @@ def activation_bwd(
     Returns:
         The gradient: ``out`` or the new tensor.
     """
-    number = _number("activation_bwd", kind)
+    number = activation_number("activation_bwd", kind)
     grad_output, x = grad_output.contiguous(), x.contiguous()
     grad_input = torch.empty_like(x) if out is None else out
     _bwd(grad_output, x, grad_input, number)
@@ -128,7 +127,7 @@ def activation_fwd_fp8(
         TypeError: a dtype that is not listed.
         ValueError: a shape, device or kind that does not match.
     """
-    number = _number("activation_fwd_fp8", kind)
+    number = activation_number("activation_fwd_fp8", kind)
     x = as_matrix("activation_fwd_fp8", x)
     result = allocate_fp8(
         "activation_fwd_fp8", x, fp8_dtype, rowwise, columnwise, pad_columnwise, out
@@ -164,7 +163,7 @@ def activation_bwd_fp8(
     Returns:
         FP8 copies of the gradient as a matrix [rows, cols]: ``out`` or new tensors.
     """
-    number = _number("activation_bwd_fp8", kind)
+    number = activation_number("activation_bwd_fp8", kind)
     grad_output = as_matrix("activation_bwd_fp8", grad_output)
     x = as_matrix("activation_bwd_fp8", x)
     result = allocate_fp8(
@@ -214,13 +213,6 @@ def allocate_fp8(
     return fp8_output.allocate(
         op, x, x.shape[0], x.shape[1], fp8_dtype, rowwise, columnwise, pad_columnwise
     )
-
-
-def _number(op: str, kind: str) -> int:
-    """Returns the kernels' number of the activation ``kind``; ValueError if there is none."""
-    if kind not in KINDS:
-        raise ValueError(f"{op}: kind must be one of {', '.join(KINDS)}, got {kind!r}")
-    return KINDS.index(kind)
 
 
 class _Activation(OpFunction):

@@ -9,6 +9,7 @@ import torch
 from torch.autograd import forward_ad
 
 from .. import runtime
+from ..runtime.op_options import is_most_recent
 from ..runtime.tracing import dispatch_modes, jit_tracing, transforms_active
 from .argument_errors import checked
 from .registration import bind, note_written
@@ -56,13 +57,10 @@ def amax_scale_update(
         TypeError: a dtype that does not match.
         ValueError: a shape or list length that does not match.
     """
-    if algo not in ("max", "most_recent"):
-        raise ValueError(f"amax_scale_update: algo must be 'max' or 'most_recent', got {algo!r}")
+    most_recent = is_most_recent("amax_scale_update", algo)
     if not len(histories) and not len(scales) and not len(scale_invs):
         return
-    _update(
-        histories, scales, scale_invs, fp8_max, nonfinite_count, margin, algo == "most_recent", pow2
-    )
+    _update(histories, scales, scale_invs, fp8_max, nonfinite_count, margin, most_recent, pow2)
     note_written(*histories, *scales, *scale_invs)
 
 

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ..runtime import op_options
 from .activation import allocate_fp8, as_matrix, reference_gelu
 from .argument_errors import checked
 from .fp8_output import FP8Output
@@ -89,7 +90,7 @@ def bias_gelu_fwd(
     Returns:
         ``out`` or the new tensor.
     """
-    is_tanh = _is_tanh("bias_gelu_fwd", form)
+    is_tanh = op_options.is_tanh("bias_gelu_fwd", form)
     x = x.contiguous()
     y = torch.empty_like(x) if out is None else out
     _fwd(x, _dense(bias), y, is_tanh)
@@ -116,7 +117,7 @@ def bias_gelu_bwd(
             order.
         out: tensor of x's shape and dtype to write x's gradient to; may be ``grad_output``.
     """
-    is_tanh = _is_tanh("bias_gelu_bwd", form)
+    is_tanh = op_options.is_tanh("bias_gelu_bwd", form)
     grad_output, x = grad_output.contiguous(), x.contiguous()
     grad_input = torch.empty_like(x) if out is None else out
     dbias, workspace = _dbias(x) if with_dbias else (None, None)
@@ -161,7 +162,7 @@ def bias_gelu_fwd_fp8(
         TypeError: a dtype that is not listed or differs.
         ValueError: a shape, device or form that does not match.
     """
-    is_tanh = _is_tanh("bias_gelu_fwd_fp8", form)
+    is_tanh = op_options.is_tanh("bias_gelu_fwd_fp8", form)
     x = as_matrix("bias_gelu_fwd_fp8", x)
     result = allocate_fp8(
         "bias_gelu_fwd_fp8", x, fp8_dtype, rowwise, columnwise, pad_columnwise, out
@@ -199,7 +200,7 @@ def bias_gelu_bwd_fp8(
         amax: one float32 element, becomes the maximum of itself and of the magnitudes of x's
             gradient before scaling; NaN counts as largest.
     """
-    is_tanh = _is_tanh("bias_gelu_bwd_fp8", form)
+    is_tanh = op_options.is_tanh("bias_gelu_bwd_fp8", form)
     grad_output = as_matrix("bias_gelu_bwd_fp8", grad_output)
     x = as_matrix("bias_gelu_bwd_fp8", x)
     result = allocate_fp8(
@@ -210,13 +211,6 @@ def bias_gelu_bwd_fp8(
     _bwd_fp8(grad_output, x, _dense(bias), scale, *outputs, dbias, workspace, is_tanh)
     note_written(amax, *(out or ()))
     return BiasGeluFP8Grads(result, dbias)
-
-
-def _is_tanh(op: str, form: str) -> bool:
-    """Returns True if ``form`` is "tanh", False if it is "erf"; raises ValueError otherwise."""
-    if form not in ("tanh", "erf"):
-        raise ValueError(f"{op}: form must be 'tanh' or 'erf', got {form!r}")
-    return form == "tanh"
 
 
 def _dense(bias: torch.Tensor | None) -> torch.Tensor | None:

@@ -11,6 +11,7 @@ import torch
 
 from .. import runtime
 from ..op_builder.jit import env
+from ..runtime.op_options import gated_activation_number
 from . import dense_gemm, fp8_gemm, product_count, swiglu
 from .argument_errors import checked
 from .fp8_output import FP8Output, check_fp8_dtype, columnwise_length
@@ -83,7 +84,7 @@ def dense_gemm_swiglu(
         TypeError: an argument of another dtype.
         ValueError: an argument of another shape or device, or another activation.
     """
-    code = swiglu._activation_code("dense_gemm_swiglu", activation)
+    code = gated_activation_number("dense_gemm_swiglu", activation)
     dense_gemm._check_operands("dense_gemm_swiglu", a, b)
     hidden, bias = fp8_gemm._prepare(
         "dense_gemm_swiglu", a, b, None, torch.bfloat16, bias, accumulate=False
@@ -136,7 +137,7 @@ def dense_gemm_swiglu_bwd(
         ValueError: an argument of another shape or device, or another activation.
     """
     name = "dense_gemm_swiglu_bwd"
-    code = swiglu._activation_code(name, activation)
+    code = gated_activation_number(name, activation)
     check_fp8_dtype(name, fp8_dtype)
     dense_gemm._check_operands(name, a, b)
     if a.dim() != 2 or b.dim() != 2 or a.shape[1] != b.shape[1]:

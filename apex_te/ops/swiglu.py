@@ -9,6 +9,8 @@ from typing import Any, NamedTuple
 import torch
 
 from ..runtime import scratch_sizes
+from ..runtime.op_options import ACTIVATIONS as ACTIVATIONS
+from ..runtime.op_options import gated_activation_number
 from . import reference_codec
 from .argument_errors import checked
 from .fp8_output import FP8Output, allocate
@@ -19,9 +21,6 @@ _fwd = bind("swiglu", "swiglu_fwd")
 _fwd_fp8 = bind("swiglu", "swiglu_fwd_fp8")
 _bwd = bind("swiglu", "swiglu_bwd")
 _bwd_fp8 = bind("swiglu", "swiglu_bwd_fp8")
-
-# Names of act and its number in csrc/common/activation/functions.h.
-ACTIVATIONS = {"silu": 5, "gelu": 0, "gelu_erf": 1, "relu": 3, "sigmoid": 6}
 
 
 class SwigluGrads(NamedTuple):
@@ -96,7 +95,7 @@ def swiglu_fwd(
     activation: str = "silu",
 ) -> torch.Tensor:
     """Computes ``swiglu``, whose arguments it takes, without autograd."""
-    code = _activation_code("swiglu_fwd", activation)
+    code = gated_activation_number("swiglu_fwd", activation)
     matrix, up_matrix = _matrices("swiglu_fwd", input, up)
     rows, cols = _extents(matrix, up_matrix)
     out = matrix.new_empty((rows, cols))
@@ -137,7 +136,7 @@ def swiglu_fwd_fp8(
         TypeError: the cases of ``swiglu``.
         ValueError: the cases of ``swiglu``.
     """
-    code = _activation_code("swiglu_fwd_fp8", activation)
+    code = gated_activation_number("swiglu_fwd_fp8", activation)
     matrix, up_matrix = _matrices("swiglu_fwd_fp8", input, up)
     rows, cols = _extents(matrix, up_matrix)
     out = allocate(
@@ -170,7 +169,7 @@ def swiglu_bwd(
         with_dbias: also return the gradients of the biases, even if none are given: the column
             sums of the gradients of gate and up, added in float32 in a fixed order.
     """
-    code = _activation_code("swiglu_bwd", activation)
+    code = gated_activation_number("swiglu_bwd", activation)
     matrix, up_matrix = _matrices("swiglu_bwd", input, up)
     rows, cols = _extents(matrix, up_matrix)
     grad_matrix = _grad_matrix("swiglu_bwd", grad_output, input, cols)
@@ -214,7 +213,7 @@ def swiglu_bwd_fp8(
         amax: one float32 element, becomes the maximum of itself and of the gradients' magnitudes
             before scaling; NaN counts as largest.
     """
-    code = _activation_code("swiglu_bwd_fp8", activation)
+    code = gated_activation_number("swiglu_bwd_fp8", activation)
     matrix, up_matrix = _matrices("swiglu_bwd_fp8", input, up)
     rows, cols = _extents(matrix, up_matrix)
     grad_matrix = _grad_matrix("swiglu_bwd_fp8", grad_output, input, cols)
@@ -351,16 +350,6 @@ def _gate_and_up(
         gate, up = input.chunk(2, dim=-1)
         return gate, up
     return input, up if up_bias is None else up + up_bias
-
-
-def _activation_code(op: str, activation: str) -> int:
-    """Returns the kernels' number of an activation; raises ValueError if there is none."""
-    code = ACTIVATIONS.get(activation)
-    if code is None:
-        raise ValueError(
-            f"{op}: activation must be one of {', '.join(ACTIVATIONS)}, got {activation!r}"
-        )
-    return code
 
 
 def _matrices(

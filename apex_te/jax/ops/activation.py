@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from ...runtime.op_options import KINDS, activation_number
 from .._call import call
 from . import _checks
 from ._gradient import materialised
@@ -24,16 +25,7 @@ __all__ = [
     "activation_fwd_fp8",
 ]
 
-# In the order of csrc/common/activation/functions.h.
-KINDS = ("gelu", "gelu_erf", "quick_gelu", "relu", "squared_relu", "silu")
 _S = jax.ShapeDtypeStruct
-
-
-def _number(function: str, kind: str) -> int:
-    """Returns the kernels' number of the activation ``kind``; ValueError if there is none."""
-    if kind not in KINDS:
-        raise ValueError(f"{function}: kind must be one of {', '.join(KINDS)}, got {kind!r}")
-    return KINDS.index(kind)
 
 
 def activation(x: jax.Array, kind: str) -> jax.Array:
@@ -48,7 +40,7 @@ def activation(x: jax.Array, kind: str) -> jax.Array:
         TypeError: a dtype that is not listed.
         ValueError: a kind that is not listed.
     """
-    _number("activation_fwd", kind)
+    activation_number("activation_fwd", kind)
     return _differentiable(kind)(x)
 
 
@@ -68,7 +60,7 @@ def _differentiable(kind: str) -> Callable[[Any], Any]:
 
 def activation_fwd(x: jax.Array, kind: str) -> jax.Array:
     """Computes ``activation``, whose arguments it takes, without a gradient."""
-    number = _number("activation_fwd", kind)
+    number = activation_number("activation_fwd", kind)
     rows = _checks.as_rows("activation_fwd", "x", x)
 
     def body(x: jax.Array) -> tuple[jax.Array]:
@@ -88,7 +80,7 @@ def activation_bwd(grad_output: jax.Array, x: jax.Array, kind: str) -> jax.Array
         grad_output: gradient of the output, of x's shape and dtype.
         x, kind: as in ``activation``.
     """
-    number = _number("activation_bwd", kind)
+    number = activation_number("activation_bwd", kind)
     rows = _checks.as_rows("activation_bwd", "x", x)
     dy = _checks.same_shape("activation_bwd", "dy", grad_output, jnp.asarray(x))
 
@@ -123,7 +115,7 @@ def activation_fwd_fp8(
         amax: one float32 element, of which and of max |f(x)| the result's ``amax`` is the larger.
     """
     name = "activation_fwd_fp8"
-    options = {"kind": _number(name, kind)}
+    options = {"kind": activation_number(name, kind)}
     inputs = {"x": _checks.as_matrix(name, "x", x)}
     return fused_cast(
         "activation", name, inputs, options, scale, fp8_dtype, rowwise, columnwise, amax
@@ -148,7 +140,7 @@ def activation_bwd_fp8(
         x, kind, scale, fp8_dtype, rowwise, columnwise, amax: as in ``activation_fwd_fp8``.
     """
     name = "activation_bwd_fp8"
-    options = {"kind": _number(name, kind)}
+    options = {"kind": activation_number(name, kind)}
     rows = _checks.as_matrix(name, "x", x)
     dy = _checks.same_shape(name, "dy", grad_output, jnp.asarray(x)).reshape(rows.shape)
     inputs = {"dy": dy, "x": rows}

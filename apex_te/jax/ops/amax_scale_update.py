@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import jax
 
+from ...runtime.op_options import is_most_recent
 from .._call import call
 
 __all__ = ["MOST_HISTORIES", "amax_scale_update"]
@@ -41,8 +42,7 @@ def amax_scale_update(
     Raises:
         ValueError: list lengths that do not match, or an unknown ``algo``.
     """
-    if algo not in ("max", "most_recent"):
-        raise ValueError(f"amax_scale_update: algo must be 'max' or 'most_recent', got {algo!r}")
+    most_recent = is_most_recent("amax_scale_update", algo)
     for name, given in (("scales", scales), ("scale_invs", scale_invs), ("fp8_max", fp8_max)):
         if len(given) != len(histories):
             raise ValueError(
@@ -55,7 +55,7 @@ def amax_scale_update(
             "amax_scale_update", "amax_scale_update", histories=list(histories[part]),
             scales=list(scales[part]), scale_invs=list(scale_invs[part]),
             fp8_max=tuple(float(v) for v in fp8_max[part]), margin=margin,
-            most_recent=algo == "most_recent", pow2=bool(pow2),
+            most_recent=most_recent, pow2=bool(pow2),
         )  # fmt: skip
         for into, name in zip(out, ("histories", "scales", "scale_invs"), strict=True):
             into.extend(made[name])

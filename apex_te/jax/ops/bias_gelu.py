@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from ...runtime import scratch_sizes
+from ...runtime import op_options, scratch_sizes
 from .._call import call
 from . import _checks
 from ._gradient import flag, gradient_of, is_wanted, materialised
@@ -72,7 +72,7 @@ def bias_gelu(x: jax.Array, bias: jax.Array | None = None, *, form: str = "tanh"
         TypeError: a dtype that is not listed or differs.
         ValueError: a shape or form that does not match.
     """
-    _is_tanh("bias_gelu_fwd", form)
+    op_options.is_tanh("bias_gelu_fwd", form)
     return _differentiable(form)(x, bias)
 
 
@@ -99,7 +99,7 @@ def _differentiable(form: str) -> Callable[[Any, Any], Any]:
 def bias_gelu_fwd(x: jax.Array, bias: jax.Array | None = None, *, form: str = "tanh") -> jax.Array:
     """Computes ``bias_gelu``, whose arguments it takes, without a gradient."""
     name = "bias_gelu_fwd"
-    is_tanh = _is_tanh(name, form)
+    is_tanh = op_options.is_tanh(name, form)
     inputs = _inputs(name, x, bias, as_rows=_checks.as_rows)
 
     def body(*arrays: jax.Array) -> tuple[jax.Array]:
@@ -130,7 +130,7 @@ def bias_gelu_bwd(
             order.
     """
     name = "bias_gelu_bwd"
-    is_tanh = _is_tanh(name, form)
+    is_tanh = op_options.is_tanh(name, form)
     inputs = _inputs(name, x, bias, grad_output, as_rows=_checks.as_rows)
     names = ["dx", *(["dbias"] if with_dbias else [])]
 
@@ -181,7 +181,7 @@ def bias_gelu_fwd_fp8(
         ValueError: a shape or form that does not match.
     """
     name = "bias_gelu_fwd_fp8"
-    options = {"is_tanh": _is_tanh(name, form)}
+    options = {"is_tanh": op_options.is_tanh(name, form)}
     inputs = _inputs(name, x, bias)
     return fused_cast(_OP, name, inputs, options, scale, fp8_dtype, rowwise, columnwise, amax)[0]
 
@@ -210,19 +210,12 @@ def bias_gelu_bwd_fp8(
             ``amax`` is the largest.
     """
     name = "bias_gelu_bwd_fp8"
-    options = {"is_tanh": _is_tanh(name, form)}
+    options = {"is_tanh": op_options.is_tanh(name, form)}
     inputs = _inputs(name, x, bias, grad_output)
     made = fused_cast(
         _OP, name, inputs, options, scale, fp8_dtype, rowwise, columnwise, amax, with_dbias
     )
     return BiasGeluFP8Grads(*made)
-
-
-def _is_tanh(function: str, form: str) -> bool:
-    """Returns True if ``form`` is "tanh", False if it is "erf"; raises ValueError otherwise."""
-    if form not in ("tanh", "erf"):
-        raise ValueError(f"{function}: form must be 'tanh' or 'erf', got {form!r}")
-    return form == "tanh"
 
 
 def _inputs(

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from ...runtime import scratch_sizes
+from ...runtime.op_options import ACTIVATIONS, gated_activation_number
 from .._call import call
 from . import _checks
 from ._gradient import flag, gradient_of, is_wanted, materialised
@@ -28,8 +29,6 @@ __all__ = [
     "swiglu_fwd_fp8",
 ]
 
-# Names of act and its number in csrc/common/activation/functions.h.
-ACTIVATIONS = {"silu": 5, "gelu": 0, "gelu_erf": 1, "relu": 3, "sigmoid": 6}
 _S = jax.ShapeDtypeStruct
 
 
@@ -90,7 +89,7 @@ def swiglu(
         TypeError: a dtype that is not listed or differs.
         ValueError: a shape, activation or axis that does not match.
     """
-    _code("swiglu_fwd", activation)
+    gated_activation_number("swiglu_fwd", activation)
     return _differentiable(activation, axis)(input, up, bias, up_bias)
 
 
@@ -292,7 +291,7 @@ def _checked(
         TypeError: a dtype that is not listed or differs.
         ValueError: a shape, activation or axis that does not match.
     """
-    code = _code(function, activation)
+    code = gated_activation_number(function, activation)
     rows, shape = _gate_and_up(function, input, up, axis, to_fp8)
     dims = {"grad_output": "r f", "input": "r g f" if axis == -2 else "r c", "up": "r f"}
     if up is not None:
@@ -478,13 +477,3 @@ def _run_to_fp8(
         results["dbias"] = f"+ {given.bias_dims}"
     out = _run(given, results, extra, jnp.dtype(dtype))
     return FP8Output(*(out.get(each) for each in FP8Output._fields)), out.get("dbias")
-
-
-def _code(function: str, activation: str) -> int:
-    """Returns the kernels' number of an activation; raises ValueError if there is none."""
-    code = ACTIVATIONS.get(activation)
-    if code is None:
-        raise ValueError(
-            f"{function}: activation must be one of {', '.join(ACTIVATIONS)}, got {activation!r}"
-        )
-    return code
