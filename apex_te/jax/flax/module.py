@@ -15,6 +15,7 @@ from ...recipe import DelayedScaling
 from .. import state as fp8_state
 from .._partition import constrained
 from ..dense import dense
+from ..gated_mlp import can_fuse, gated_mlp
 from ..ops.activation import KINDS, activation
 from ..ops.layer_norm import layer_norm
 from ..ops.rms_norm import rms_norm
@@ -354,6 +355,14 @@ class LayerNormMLP(_Normed):
             f' {", ".join(ACTIVATIONS)} and "linear", got {names}'
         )
 
+    def _is_fused(self, x: jax.Array, state: Any, deterministic: bool) -> bool:
+        """Returns True if nothing but a gated activation is between the linear layers."""
+        names = tuple(self.activations)
+        is_gated = len(names) == 2 and names[1] == "linear" and names[0] in ACTIVATIONS
+        drops = self.intermediate_dropout_rate > 0.0 and not deterministic
+        placed = self.dot_2_input_axes is not None and nn.get_logical_axis_rules()
+        return x.ndim > 1 and is_gated and not drops and not placed and can_fuse(state)
+
     @nn.compact
     def __call__(
         self, inputs: jax.Array, deterministic: bool = False
@@ -382,6 +391,11 @@ class LayerNormMLP(_Normed):
             wi_bias = self._parameter("wi_bias", self.bias_init, (acts, dim), self.bias_axes_1)
             wo_bias = self._parameter("wo_bias", self.bias_init, (width,), self.bias_axes_2)
         h = _constrained(normed, self.dot_1_input_axes)
+        if state is not None and self._is_fused(h, state, deterministic):
+            given = (wi, wi_bias, wo, wo_bias)
+            parameters = (None if p is None else p.astype(h.dtype) for p in given)
+            y = gated_mlp(h, parameters, state, self.activations[0])
+            return y, normed if self.return_layernorm_output and self.enable_layernorm else None
         h = self._dense(h, wi, wi_bias, state, 0)
         h = nn.Dropout(
             self.intermediate_dropout_rate,
