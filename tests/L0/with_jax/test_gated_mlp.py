@@ -15,6 +15,7 @@ import numpy as np  # noqa: E402
 from arrays import bits, to_jax  # noqa: E402
 from jax.sharding import AxisType, NamedSharding, PartitionSpec  # noqa: E402
 
+import apex_te  # noqa: E402
 import apex_te.jax as te  # noqa: E402
 import apex_te.jax.flax as te_flax  # noqa: E402
 from apex_te import recipe  # noqa: E402
@@ -105,6 +106,39 @@ def test_the_activation_is_cast_from_float32():
     staged = np.asarray(gradients["fp8_metas"]["amax_history_fwd"])[0, 3]
     assert staged == amax.item()
     assert staged != np.float32(ml_dtypes.bfloat16(amax.item()))
+
+
+def test_bf16_steps_are_torchs(monkeypatch):
+    layer = apex_te.LayerNormMLP(
+        IN, MID, activation="swiglu", normalization="RMSNorm", bias=False, eps=1e-6,
+        return_layernorm_output=True,
+    ).bfloat16()  # fmt: skip
+    x, module = torch.randn(12, IN).bfloat16(), mlp(layernorm_type="rmsnorm", dtype=jnp.bfloat16)
+    variables = start(module, to_jax(x))
+    weights = {name: value.float() for name, value in layer.state_dict().items()}
+    params = te.state.from_torch(weights, {"params": variables["params"]})["params"]
+    ours = parts = {**variables, "params": params}
+
+    def distance(found, wanted):
+        found, wanted = np.asarray(found, np.float32), wanted.detach().float().numpy()
+        return np.linalg.norm(found - wanted) / np.linalg.norm(wanted)
+
+    for _ in range(3):
+        x = torch.randn(12, IN).bfloat16().requires_grad_()
+        dy = torch.randn(12, IN).bfloat16()
+        with apex_te.fp8_autocast(enabled=True, fp8_recipe=DELAYED):
+            y, _ = layer(x)
+        y.backward(dy)
+        made, gradients, dx = make_step(module)(ours, to_jax(x), to_jax(dy))
+        ours = {**ours, "fp8_metas": gradients["fp8_metas"]}
+        assert distance(made, y) < 1e-3
+        assert distance(dx, x.grad) < 1e-3
+        with monkeypatch.context() as patch:
+            patch.setattr(flax_module, "can_fuse", lambda state: False)
+            made, gradients, dx = make_step(module)(parts, to_jax(x), to_jax(dy))
+        parts = {**parts, "fp8_metas": gradients["fp8_metas"]}
+    assert distance(made, y) > 3e-3  # what rounding to bf16 in between makes of it
+    assert distance(dx, x.grad) > 3e-3
 
 
 @pytest.mark.parametrize("wanted", [("wi_kernel",), ("wo_kernel",), ("wi_bias",), ("wo_bias",), ()])
