@@ -15,7 +15,7 @@ from ...recipe import DelayedScaling
 from .. import state as fp8_state
 from .._partition import constrained
 from ..dense import dense
-from ..gated_mlp import can_fuse, gated_mlp
+from ..gated_mlp import Norm, can_fuse, gated_mlp
 from ..ops.activation import KINDS, activation
 from ..ops.layer_norm import layer_norm
 from ..ops.rms_norm import rms_norm
@@ -38,6 +38,11 @@ _norm_axes = ("embed",)
 
 def _kernel_init(given: Initializer | None) -> Initializer:
     return given or nn.initializers.variance_scaling(1.0, "fan_in", "truncated_normal")
+
+
+def _is_placed(axes: Axes | None) -> bool:
+    """Returns True if ``_constrained`` places arrays on the mesh axes of logical axes."""
+    return axes is not None and bool(nn.get_logical_axis_rules())
 
 
 def _constrained(x: jax.Array, axes: Axes | None) -> jax.Array:
@@ -162,6 +167,14 @@ class _Normed(TransformerEngineBase):
 
     def _norm(self, x: jax.Array) -> jax.Array:
         """Normalises over the last dimension with the parameters ``scale`` and ``ln_bias``."""
+        norm, scale, bias = self._norm_with_parameters(x.shape[-1])
+        options = {"zero_centered_gamma": norm.zero_centered_gamma}
+        if bias is None:
+            return rms_norm(x, scale, norm.epsilon, **options)
+        return layer_norm(x, scale, bias, norm.epsilon, **options)
+
+    def _norm_with_parameters(self, width: int) -> tuple[Norm, jax.Array, jax.Array | None]:
+        """Returns the norm, its scale, and its bias, which an RMS norm has none of."""
         layer: Any = self
         if layer.layernorm_type not in ("layernorm", "rmsnorm"):
             raise ValueError(
@@ -170,13 +183,13 @@ class _Normed(TransformerEngineBase):
             )
         centered = layer.zero_centered_gamma
         init = layer.scale_init or (_zeros if centered else nn.initializers.ones)
-        scale = self._parameter("scale", init, x.shape[-1:], layer.scale_axes)
+        scale = self._parameter("scale", init, (width,), layer.scale_axes)
         if layer.layernorm_type == "rmsnorm":
-            return rms_norm(x, scale, layer.epsilon, zero_centered_gamma=centered)
+            return Norm("rms_norm", layer.epsilon, centered), scale, None
         init = getattr(layer, "ln_bias_init", None) or layer.bias_init
         axes = layer.ln_bias_axes if hasattr(layer, "ln_bias_axes") else layer.bias_axes
-        bias = self._parameter("ln_bias", init, x.shape[-1:], axes)
-        return layer_norm(x, scale, bias, layer.epsilon, zero_centered_gamma=centered)
+        bias = self._parameter("ln_bias", init, (width,), axes)
+        return Norm("layer_norm", layer.epsilon, centered), scale, bias
 
 
 class LayerNorm(_Normed):
@@ -360,7 +373,7 @@ class LayerNormMLP(_Normed):
         names = tuple(self.activations)
         is_gated = len(names) == 2 and names[1] == "linear" and names[0] in ACTIVATIONS
         drops = self.intermediate_dropout_rate > 0.0 and not deterministic
-        placed = self.dot_2_input_axes is not None and nn.get_logical_axis_rules()
+        placed = _is_placed(self.dot_2_input_axes)
         return x.ndim > 1 and is_gated and not drops and not placed and can_fuse(state)
 
     @nn.compact
@@ -376,26 +389,23 @@ class LayerNormMLP(_Normed):
         if self.axis not in (-1, (-1,), inputs.ndim - 1):
             raise ValueError(f"LayerNormMLP: axis must be -1, got {self.axis}")
         x = _constrained(jnp.asarray(inputs, self.dtype), self.layernorm_input_axes)
+        state, width = self._fp8_state(2), x.shape[-1]
+        returned = self.return_layernorm_output and self.enable_layernorm
+        if state is not None and self._is_fused(x, state, deterministic):
+            norm: Norm | None = None
+            of_norm: list[Any] = [None, None]
+            if self.enable_layernorm and not returned and not _is_placed(self.dot_1_input_axes):
+                norm, *of_norm = self._norm_with_parameters(width)
+                normed = h = x
+            else:
+                normed = self._norm(x) if self.enable_layernorm else x
+                h = _constrained(normed, self.dot_1_input_axes)
+            given = (None if p is None else p.astype(h.dtype) for p in self._kernels(width))
+            y = gated_mlp(h, (*of_norm, *given), state, self.activations[0], norm)
+            return y, normed if returned else None
         normed = self._norm(x) if self.enable_layernorm else x
-        acts, dim, width = len(self.activations), self.intermediate_dim, x.shape[-1]
-        init, state = _kernel_init(self.kernel_init), self._fp8_state(2)
-
-        def init_wi(key: Any, whole: Any, dtype: Any) -> jax.Array:
-            parts = jax.random.split(key, acts)
-            return jnp.stack([init(part, (width, dim), dtype) for part in parts], axis=1)
-
-        wi = self._parameter("wi_kernel", init_wi, (width, acts, dim), self.kernel_axes_1)
-        wo = self._parameter("wo_kernel", init, (dim, width), self.kernel_axes_2)
-        wi_bias = wo_bias = None
-        if self.use_bias:
-            wi_bias = self._parameter("wi_bias", self.bias_init, (acts, dim), self.bias_axes_1)
-            wo_bias = self._parameter("wo_bias", self.bias_init, (width,), self.bias_axes_2)
+        wi, wi_bias, wo, wo_bias = self._kernels(width)
         h = _constrained(normed, self.dot_1_input_axes)
-        if state is not None and self._is_fused(h, state, deterministic):
-            given = (wi, wi_bias, wo, wo_bias)
-            parameters = (None if p is None else p.astype(h.dtype) for p in given)
-            y = gated_mlp(h, parameters, state, self.activations[0])
-            return y, normed if self.return_layernorm_output and self.enable_layernorm else None
         h = self._dense(h, wi, wi_bias, state, 0)
         h = nn.Dropout(
             self.intermediate_dropout_rate,
@@ -404,4 +414,21 @@ class LayerNormMLP(_Normed):
         )(self._act(h), deterministic=deterministic)
         h = _constrained(h, self.dot_2_input_axes)
         y = self._dense(h, wo, wo_bias, state, 1)
-        return y, normed if self.return_layernorm_output and self.enable_layernorm else None
+        return y, normed if returned else None
+
+    def _kernels(self, width: int) -> tuple[Any, Any, Any, Any]:
+        """Returns the kernels of the linear layers, each followed by its bias or None."""
+        acts, dim, init = len(self.activations), self.intermediate_dim, self.kernel_init
+
+        def init_wi(key: Any, whole: Any, dtype: Any) -> jax.Array:
+            parts = jax.random.split(key, acts)
+            kernels = [_kernel_init(init)(part, (width, dim), dtype) for part in parts]
+            return jnp.stack(kernels, axis=1)
+
+        wi = self._parameter("wi_kernel", init_wi, (width, acts, dim), self.kernel_axes_1)
+        wo = self._parameter("wo_kernel", _kernel_init(init), (dim, width), self.kernel_axes_2)
+        wi_bias = wo_bias = None
+        if self.use_bias:
+            wi_bias = self._parameter("wi_bias", self.bias_init, (acts, dim), self.bias_axes_1)
+            wo_bias = self._parameter("wo_bias", self.bias_init, (width,), self.bias_axes_2)
+        return wi, wi_bias, wo, wo_bias

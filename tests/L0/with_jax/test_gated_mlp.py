@@ -71,12 +71,19 @@ def run(module, steps=3):
     return found
 
 
-@pytest.mark.parametrize("use_bias", [False, True])
-@pytest.mark.parametrize("activation", ["silu", "gelu"])
-def test_numbers_are_those_of_the_parts(monkeypatch, activation, use_bias):
-    fused = run(mlp(activation, use_bias=use_bias))
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"activation": "silu"},
+        {"activation": "gelu", "use_bias": True},
+        {"use_bias": True, "return_layernorm_output": False},
+        {"layernorm_type": "rmsnorm", "return_layernorm_output": False},
+    ],
+)
+def test_numbers_are_those_of_the_parts(monkeypatch, options):
+    fused = run(mlp(**options))
     monkeypatch.setattr(flax_module, "can_fuse", lambda state: False)
-    parts = run(mlp(activation, use_bias=use_bias))
+    parts = run(mlp(**options))
     for ours, theirs in zip(fused, parts, strict=True):
         assert jax.tree.structure(ours) == jax.tree.structure(theirs)
         for (path, a), b in zip(
@@ -108,12 +115,15 @@ def test_the_activation_is_cast_from_float32():
     assert staged != np.float32(ml_dtypes.bfloat16(amax.item()))
 
 
-def test_bf16_steps_are_torchs(monkeypatch):
+@pytest.mark.parametrize("returned", [True, False])
+@pytest.mark.parametrize("norm", ["RMSNorm", "LayerNorm"])
+def test_bf16_steps_are_torchs(monkeypatch, norm, returned):
     layer = apex_te.LayerNormMLP(
-        IN, MID, activation="swiglu", normalization="RMSNorm", bias=False, eps=1e-6,
-        return_layernorm_output=True,
+        IN, MID, activation="swiglu", normalization=norm, bias=False, eps=1e-6,
+        return_layernorm_output=returned,
     ).bfloat16()  # fmt: skip
-    x, module = torch.randn(12, IN).bfloat16(), mlp(layernorm_type="rmsnorm", dtype=jnp.bfloat16)
+    x = torch.randn(12, IN).bfloat16()
+    module = mlp(layernorm_type=norm.lower(), dtype=jnp.bfloat16, return_layernorm_output=returned)
     variables = start(module, to_jax(x))
     weights = {name: value.float() for name, value in layer.state_dict().items()}
     params = te.state.from_torch(weights, {"params": variables["params"]})["params"]
@@ -127,12 +137,16 @@ def test_bf16_steps_are_torchs(monkeypatch):
         x = torch.randn(12, IN).bfloat16().requires_grad_()
         dy = torch.randn(12, IN).bfloat16()
         with apex_te.fp8_autocast(enabled=True, fp8_recipe=DELAYED):
-            y, _ = layer(x)
+            y = layer(x)[0] if returned else layer(x)
         y.backward(dy)
         made, gradients, dx = make_step(module)(ours, to_jax(x), to_jax(dy))
         ours = {**ours, "fp8_metas": gradients["fp8_metas"]}
         assert distance(made, y) < 1e-3
         assert distance(dx, x.grad) < 1e-3
+        named = te.state.to_torch(gradients)
+        for name, parameter in layer.named_parameters():
+            assert distance(named[name], parameter.grad) < 4e-3, name
+        layer.zero_grad()
         with monkeypatch.context() as patch:
             patch.setattr(flax_module, "can_fuse", lambda state: False)
             made, gradients, dx = make_step(module)(parts, to_jax(x), to_jax(dy))
@@ -141,9 +155,12 @@ def test_bf16_steps_are_torchs(monkeypatch):
     assert distance(dx, x.grad) > 3e-3
 
 
-@pytest.mark.parametrize("wanted", [("wi_kernel",), ("wo_kernel",), ("wi_bias",), ("wo_bias",), ()])
+@pytest.mark.parametrize(
+    "wanted",
+    [("wi_kernel",), ("wo_kernel",), ("wi_bias",), ("wo_bias",), ("scale",), ("ln_bias",), ()],
+)
 def test_gradients_of_some_parameters_are_those_of_all(wanted):
-    module = mlp(use_bias=True, enable_layernorm=False)
+    module = mlp(use_bias=True, return_layernorm_output=False)
     x, dy = (to_jax(torch.randn(6, IN)) for _ in range(2))
     variables = start(module, x)
     _, every, dx = make_step(module)(variables, x, dy)
@@ -177,6 +194,9 @@ def test_the_activation_alone_is_never_written():
     found = calls(make_step(module), variables, x, x)
     assert {"swiglu_fwd_fp8", "swiglu_bwd_fp8"} <= found
     assert not {"swiglu_fwd", "swiglu_bwd"} & found
+    without = module.clone(return_layernorm_output=False)
+    assert "layer_norm_fwd" in found
+    assert "layer_norm_fwd" not in calls(make_step(without), variables, x, x)
     dropout = mlp().clone(intermediate_dropout_rate=0.5)
 
     def loss(variables, x):
@@ -221,7 +241,8 @@ def mesh(request):
 
 
 def test_devices_share_rows_and_hidden_columns(mesh):
-    module, x = mlp(enable_layernorm=False), jax.random.normal(jax.random.key(5), (4, 6, IN))
+    module = mlp(layernorm_type="rmsnorm", return_layernorm_output=False)
+    x = jax.random.normal(jax.random.key(5), (4, 6, IN))
     variables = start(module, x)
     dy = jax.random.normal(jax.random.key(6), (4, 6, IN))
     step = make_step(module)
@@ -234,6 +255,7 @@ def test_devices_share_rows_and_hidden_columns(mesh):
         "params": {
             "wi_kernel": place(variables["params"]["wi_kernel"], P(None, None, "t")),
             "wo_kernel": place(variables["params"]["wo_kernel"], P("t")),
+            "scale": place(variables["params"]["scale"], P()),
         },
         "fp8_metas": place(variables["fp8_metas"], P()),
     }
