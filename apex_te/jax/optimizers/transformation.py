@@ -18,7 +18,7 @@ class FusedTransformation(optax.GradientTransformationExtraArgs):
     """optax transformation that can also step the parameters themselves.
 
     ``init(params)`` and ``update(grads, state, params)`` are optax's. The updates are new minus old
-    parameters in float32, for ``optax.apply_updates``, which loses the last bit where a parameter
+    parameters in float32, for ``optax.apply_updates``, which may lose a last bit where a parameter
     changes to less than half or more than twice itself. Instead of both calls,
     ``step(params, state, grads)`` returns the new parameters and the next state; in ``jax.jit`` it
     updates donated ones in place, if the jitted function returns them in the order in which it
@@ -35,6 +35,7 @@ class FusedTransformation(optax.GradientTransformationExtraArgs):
     """
 
     step: _Step
+    _arguments: tuple[Any, ...]
 
     def __new__(cls, name: str, init: Callable[[Any], Any], step: _Step) -> FusedTransformation:
         """Makes the transformation of an optimizer."""
@@ -59,7 +60,12 @@ class FusedTransformation(optax.GradientTransformationExtraArgs):
 
         self = super().__new__(cls, init, update)
         self.step = stepped
+        self._arguments = (name, init, step)
         return self
+
+    def __getnewargs__(self) -> Any:
+        """Returns what a copy is made of."""
+        return self._arguments
 
 
 def _element(value: Any, dtype: Any) -> jax.Array:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 
@@ -412,6 +414,14 @@ def test_train_states_of_flax():
     expected, _ = tx.step(params, tx.init(params), grads)
     for a, b in zip(jax.tree.leaves(stepped.params), jax.tree.leaves(expected), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-7)
+
+
+def test_copies_step_as_well():
+    params = {"w": jnp.ones(3)}
+    tx = OURS.fused_adam(0.5)
+    twin = copy.deepcopy(tx)
+    stepped = twin.step(params, twin.init(params), params)
+    assert bits_of(stepped) == bits_of(tx.step(params, tx.init(params), params))
 
 
 def test_empty_trees():
