@@ -9,15 +9,15 @@ from typing import Any as _Any
 
 from ..runtime.lazy import attach as _attach
 from ._library import load as load
+from .fp8_state import FP8_COLLECTION_NAME as FP8_COLLECTION_NAME
+from .fp8_state import max_over_uses as max_over_uses
+from .fp8_state import update_collections as update_collections
+from .fp8_state import update_fp8_metas as update_fp8_metas
 from .region import MeshResource as MeshResource
 from .region import autocast as autocast
 from .region import fp8_autocast as fp8_autocast
 from .region import get_delayed_scaling as get_delayed_scaling
 from .region import is_fp8_available as is_fp8_available
-from .state import FP8_COLLECTION_NAME as FP8_COLLECTION_NAME
-from .state import max_over_uses as max_over_uses
-from .state import update_collections as update_collections
-from .state import update_fp8_metas as update_fp8_metas
 
 NVTE_FP8_COLLECTION_NAME = FP8_COLLECTION_NAME
 ShardingResource = MeshResource

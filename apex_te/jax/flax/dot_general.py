@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from ...recipe import DelayedScaling, Recipe
-from .. import state as fp8_state
+from .. import fp8_state
 from ..dense import dense
 from ..region import fp8_autocast
 
@@ -62,10 +62,12 @@ def make_dot_general_cls(recipe: Recipe) -> type[nn.Module]:
             kernel = rhs.transpose(*right, *features)
             state = None
             if isinstance(recipe, DelayedScaling):
+                made = fp8_state.initial(recipe)
                 state = {
                     name: self.variable(_COLLECTION, name, lambda value=value: value).value
-                    for name, value in fp8_state.initial(recipe).items()
+                    for name, value in made.items()
                 }
+                state = fp8_state.checked("DotGeneral", state, made)
             with fp8_autocast(True, recipe):
                 return dense(x, kernel.astype(x.dtype), None, state, inner=len(right))
 

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from flax.linen import partitioning
 
 from ...recipe import DelayedScaling
-from .. import state as fp8_state
+from .. import fp8_state
 from .._partition import constrained
 from ..dense import dense
 from ..gated_mlp import Norm, can_fuse, gated_mlp
@@ -80,11 +80,12 @@ class TransformerEngineBase(nn.Module):
                 " with DelayedScaling (call init inside of the region), got none of this module"
             )
         made = fp8_state.initial(recipe, gemms)
-        return {
+        found = {
             key: self.variable(name, key, lambda value=value: value).value
             for key, value in made.items()
             if self.is_initializing() or self.has_variable(name, key)
         }
+        return fp8_state.checked(type(self).__name__, found, made)
 
     def _dense(
         self, x: jax.Array, kernel: Any, bias: Any, state: Any, gemm: int, inner: int = 1

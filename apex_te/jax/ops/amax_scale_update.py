@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
+from typing import Any
 
 import jax
+import jax.numpy as jnp
+from jax.custom_batching import custom_vmap
 
 from ...runtime.op_options import is_most_recent
 from .._call import call
@@ -27,6 +31,8 @@ def amax_scale_update(
 ) -> tuple[list[jax.Array], list[jax.Array], list[jax.Array]]:
     """Returns every history, scale and scale_inv after one update of delayed scaling.
 
+    ``jax.vmap`` updates all elements of the batch in the same call.
+
     Args:
         histories: [length, slots] float32 each; row 0 is staging, the last row the newest amax.
         scales: [slots] float32, one array for each history.
@@ -48,15 +54,41 @@ def amax_scale_update(
             raise ValueError(
                 f"amax_scale_update: {name} must have {len(histories)} entries, got {len(given)}"
             )
+    options = {"margin": margin, "most_recent": most_recent, "pow2": bool(pow2)}
     out: tuple[list[jax.Array], list[jax.Array], list[jax.Array]] = ([], [], [])
     for first in range(0, len(histories), MOST_HISTORIES):
         part = slice(first, first + MOST_HISTORIES)
-        made = call(
-            "amax_scale_update", "amax_scale_update", histories=list(histories[part]),
-            scales=list(scales[part]), scale_invs=list(scale_invs[part]),
-            fp8_max=tuple(float(v) for v in fp8_max[part]), margin=margin,
-            most_recent=most_recent, pow2=bool(pow2),
-        )  # fmt: skip
-        for into, name in zip(out, ("histories", "scales", "scale_invs"), strict=True):
-            into.extend(made[name])
+        update = _update(tuple(float(v) for v in fp8_max[part]), tuple(options.items()))
+        made = update(list(histories[part]), list(scales[part]), list(scale_invs[part]))
+        for into, arrays in zip(out, made, strict=True):
+            into.extend(arrays)
     return out
+
+
+@functools.lru_cache(maxsize=256)
+def _update(fp8_max: tuple[float, ...], options: tuple[tuple[str, Any], ...]) -> Any:
+    """Returns the call as a function of histories, scales and scale_invs, which can be mapped."""
+
+    @custom_vmap
+    def update(histories: Any, scales: Any, scale_invs: Any) -> Any:
+        made = call(
+            "amax_scale_update", "amax_scale_update", histories=histories, scales=scales,
+            scale_invs=scale_invs, fp8_max=fp8_max, **dict(options),
+        )  # fmt: skip
+        return made["histories"], made["scales"], made["scale_invs"]
+
+    @update.def_vmap
+    def _mapped(size: int, batched: Any, *lists: Any) -> tuple[Any, Any]:
+        """Updates slots of all elements side by side, as they do not depend on each other."""
+
+        def fold(x: jax.Array, is_batched: bool) -> jax.Array:
+            x = x if is_batched else jnp.broadcast_to(x, (size, *x.shape))
+            return jnp.moveaxis(x, 0, -2).reshape(*x.shape[1:-1], size * x.shape[-1])
+
+        def unfold(x: jax.Array) -> jax.Array:
+            return jnp.moveaxis(x.reshape(*x.shape[:-1], size, x.shape[-1] // size), -2, 0)
+
+        made = jax.tree.map(unfold, update(*jax.tree.map(fold, list(lists), list(batched))))
+        return made, jax.tree.map(lambda _: True, made)
+
+    return update

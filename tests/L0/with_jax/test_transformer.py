@@ -68,7 +68,9 @@ def test_state_dicts_go_to_torch_and_back():
     ):
         te.state.from_torch(fused, variables)
     stacked = jax.tree.map(lambda x: x[None], variables)
-    with pytest.raises(ValueError, match=r"must have \d dimensions \(take each layer's slice"):
+    with pytest.raises(
+        ValueError, match=r"must have \d dimension.* \(te.state.unstack_layers takes"
+    ):
         te.state.to_torch(stacked)
 
 

@@ -1,0 +1,317 @@
+"""FP8 state of delayed scaling as a pytree of fp32 arrays, the Flax collection "fp8_metas".
+
+A module's part has the six tensors of PyTorch's FP8 state under their names, and ``uses``. The
+gradient with respect to the collection is the next state: backward returns it with the amaxes of
+the step staged in row 0 of the histories.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ..recipe import DelayedScaling
+from . import first_step
+from ._partition import maximum_over
+from .first_step import FIRST_DUE, SLOTS
+from .ops.amax_scale_update import amax_scale_update
+from .region import get_delayed_scaling
+
+__all__ = [
+    "FP8_COLLECTION_NAME",
+    "TENSORS",
+    "as_floats",
+    "checked",
+    "cotangent",
+    "entered",
+    "initial",
+    "is_state",
+    "like_mapping",
+    "max_over_uses",
+    "of_gemm",
+    "update_collections",
+    "update_fp8_metas",
+]
+
+FP8_COLLECTION_NAME = "fp8_metas"
+TENSORS = (
+    "scale_fwd",
+    "scale_inv_fwd",
+    "amax_history_fwd",
+    "scale_bwd",
+    "scale_inv_bwd",
+    "amax_history_bwd",
+)
+
+
+def initial(recipe: DelayedScaling, gemms: int = 1) -> dict[str, jax.Array]:
+    """Returns the state of a module before its first step: scales 1, histories 0.
+
+    Args:
+        recipe: the recipe, for the length of the histories.
+        gemms: number of the module's products with a weight.
+    """
+    state = {}
+    for way, slots in SLOTS.items():
+        count = slots * gemms
+        state[f"scale_{way}"] = jnp.ones(count, jnp.float32)
+        state[f"scale_inv_{way}"] = jnp.ones(count, jnp.float32)
+        state[f"amax_history_{way}"] = jnp.zeros((recipe.amax_history_len, count), jnp.float32)
+    return {**state, **first_step.initial(recipe, gemms), "uses": jnp.ones(gemms, jnp.float32)}
+
+
+def _of_one_use(state: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns a state whose scales were summed over several uses of a module in one loss.
+
+    JAX adds the cotangents of all uses. Scales, their inverses and old amaxes are equal in all, so
+    that the sum is divided by the number of uses; staged amaxes keep their sum, an upper bound.
+    Without any use all is zero, and the state begins anew unless ``update_collections`` kept it.
+    """
+    uses = jnp.maximum(state["uses"], 1.0)
+    found = {}
+    for way, slots in SLOTS.items():
+        each = jnp.repeat(uses, slots)
+        for name in (f"scale_{way}", f"scale_inv_{way}", f"amax_history_{way}"):
+            found[name] = state[name] / each
+        found[name] = found[name].at[0].set(state[name][0])
+        is_used = jnp.repeat(state["uses"] > 0, slots)
+        for name in (f"scale_{way}", f"scale_inv_{way}"):
+            found[name] = jnp.where(is_used, found[name], 1.0)
+    if FIRST_DUE in state:
+        is_used = first_step.of_slots(state["uses"] > 0)
+        found[FIRST_DUE] = jnp.where(is_used, jnp.minimum(state[FIRST_DUE], 1.0), 1.0)
+    return {**found, "uses": jnp.ones_like(uses)}
+
+
+def checked(owner: str, state: Mapping[str, Any], like: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns a state, which must be that of one module.
+
+    Args:
+        owner: name of the module's class, for errors.
+        state: the state.
+        like: the module's initial state. The length of histories may differ: it is checked when
+            scales are moved.
+
+    Raises:
+        ValueError: a leaf has another shape.
+    """
+    for name, leaf in state.items():
+        found, wanted = list(jnp.shape(leaf)), list(jnp.shape(like[name]))
+        if len(found) == len(wanted) == 2:
+            wanted[0] = found[0]
+        if found != wanted:
+            raise ValueError(
+                f"{owner}: {name} of the FP8 state must have shape {wanted} (te.state has"
+                f" unstack_layers for stacked layers), got {found}"
+            )
+    return dict(state)
+
+
+def entered(state: Mapping[str, Any], recipe: DelayedScaling) -> dict[str, Any]:
+    """Returns a state with its scales moved by the amaxes that are staged; without any, the same.
+
+    Args:
+        state: a module's state.
+        recipe: recipe of the region.
+    """
+    state = _of_one_use(state)
+    limits = recipe.fp8_format.value
+    length = state["amax_history_fwd"].shape[0]
+    if length != recipe.amax_history_len:
+        raise ValueError(
+            f"FP8 state: amax_history_len must be {length}, that of the state, got"
+            f" {recipe.amax_history_len}"
+        )
+    made = amax_scale_update(
+        [state["amax_history_fwd"], state["amax_history_bwd"]],
+        [state["scale_fwd"], state["scale_bwd"]],
+        [state["scale_inv_fwd"], state["scale_inv_bwd"]],
+        [limits.max_fwd, limits.max_bwd],
+        margin=recipe.margin,
+        algo=str(recipe.amax_compute_algo),
+        pow2=recipe.scaling_factor_compute_algo == "pow2",
+    )
+    names = ("amax_history", "scale", "scale_inv")
+    moved = {
+        f"{name}_{way}": each
+        for name, pair in zip(names, made, strict=True)
+        for way, each in zip(SLOTS, pair, strict=True)
+    }
+    return {**state, **moved}
+
+
+def of_gemm(state: Mapping[str, Any], gemm: int) -> dict[str, Any]:
+    """Returns the part of a module's state that belongs to one of its products."""
+    found = {"uses": state["uses"][gemm : gemm + 1]}
+    for way, slots in SLOTS.items():
+        part = slice(slots * gemm, slots * (gemm + 1))
+        for name in (f"scale_{way}", f"scale_inv_{way}", f"amax_history_{way}"):
+            found[name] = state[name][..., part]
+    if FIRST_DUE in state:
+        places = jnp.array(first_step.numbers_of_gemm(state[FIRST_DUE], gemm))
+        found[FIRST_DUE] = state[FIRST_DUE][..., places]
+    return found
+
+
+def as_floats(state: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns a state in float32, whatever dtype ``max_over_uses`` has given it."""
+    return {
+        name: leaf if leaf.dtype == jnp.float32 else jax.lax.convert_element_type(leaf, jnp.float32)
+        for name, leaf in state.items()
+    }
+
+
+def cotangent(part: Mapping[str, Any], gemm: int, like: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the gradient with respect to a state: the next one of a product, nothing elsewhere.
+
+    Args:
+        part: next state of the product.
+        gemm: its number.
+        like: the whole state. Where ``max_over_uses`` has given it the dtype whose gradients are
+            combined by maximum, nothing is -inf.
+    """
+    found = {}
+    for name, leaf in like.items():
+        is_sum = leaf.dtype == jnp.float32
+        nothing = jnp.float32(0.0 if is_sum else -jnp.inf)
+        if name == FIRST_DUE:
+            places = jnp.array(first_step.numbers_of_gemm(leaf, gemm))
+            whole = jnp.full(leaf.shape, nothing).at[..., places].set(part[name])
+        else:
+            # No scatter, which over a whole leaf crashes the compiler of jaxlib 0.11 in shard_map.
+            slots = 1 if name == "uses" else SLOTS[name[-3:]]
+            before = slots * gemm
+            after = leaf.shape[-1] - before - slots
+            edges = [(0, 0, 0)] * (leaf.ndim - 1) + [(before, after, 0)]
+            whole = jax.lax.pad(part[name].astype(jnp.float32), nothing, edges)
+        found[name] = whole if is_sum else jax.lax.convert_element_type(whole, leaf.dtype)
+    return found
+
+
+def max_over_uses(state: Any) -> Any:
+    """Returns variables whose FP8 state is right for modules that one loss uses several times.
+
+    JAX adds the gradients of all uses. The returned collection has Flax's dtype whose gradients are
+    combined by maximum instead, which staged amaxes need. Call it inside of the function that is
+    differentiated, on the variables that are passed to ``apply``, and that inside of ``jax.jit``.
+    Without it the scales are right, too, but the staged amax is the sum over the uses.
+
+    Args:
+        state: the collection "fp8_metas" itself, or a dict of collections or modules that holds it.
+    """
+    if is_state(state):
+        from flax.linen import fp8_ops  # here, as all else does without Flax
+
+        dtype = fp8_ops.fp32_max_grad
+        made = {n: jax.lax.convert_element_type(leaf, dtype) for n, leaf in state.items()}
+        return like_mapping(state, made)
+    if not isinstance(state, Mapping):
+        return state
+    return like_mapping(state, {name: max_over_uses(value) for name, value in state.items()})
+
+
+def is_state(value: Any) -> bool:
+    """Returns whether a node of a tree is a module's FP8 state."""
+    return isinstance(value, Mapping) and all(name in value for name in TENSORS)
+
+
+def like_mapping(original: Any, made: dict[str, Any]) -> Any:
+    """Returns a dict as the mapping type of ``original``, such as Flax's FrozenDict."""
+    return made if isinstance(original, dict) else type(original)(made)
+
+
+def update_fp8_metas(state: Any, axis_names: str | Iterable[str] = ()) -> Any:
+    """Returns a dict with the collection "fp8_metas", whose scales are moved; others are untouched.
+
+    Layers move their scales themselves when they are next used, so a loop may leave this call out;
+    moving them twice changes nothing.
+
+    Args:
+        state: the collection itself, or a dict of collections or modules that holds it. A module
+            that ``nn.scan`` or ``nn.vmap`` stacks has its layers in the first dimension.
+        axis_names: in a ``jax.shard_map``, mesh axes along which staged amaxes differ between
+            devices; the scales are those of the largest.
+
+    Raises:
+        ValueError: a history of another length than the recipe's, or layers that are stacked along
+            another dimension than the first.
+    """
+    recipe = get_delayed_scaling()
+    names = (axis_names,) if isinstance(axis_names, str) else tuple(axis_names)
+    if is_state(state):
+        return like_mapping(state, _moved(state, recipe, names))
+    if not isinstance(state, Mapping):
+        return state
+    found = {name: update_fp8_metas(value, names) for name, value in state.items()}
+    return like_mapping(state, found)
+
+
+def _moved(
+    state: Mapping[str, Any], recipe: DelayedScaling, axis_names: tuple[str, ...]
+) -> dict[str, Any]:
+    """Returns the state of a module, or of layers that are stacked, with its scales moved."""
+
+    def move(state: dict[str, Any]) -> dict[str, Any]:
+        if axis_names:
+            state = {**state, **_largest_staged(state, axis_names)}
+        return entered(state, recipe)
+
+    stacked = jnp.shape(state["scale_fwd"])[:-1]
+    for name, leaf in state.items():
+        own = 2 if name.startswith("amax_history") else 1
+        if jnp.shape(leaf)[: max(jnp.ndim(leaf) - own, 0)] != stacked:
+            raise ValueError(
+                f"update_fp8_metas: {name} must have the layers {list(stacked)} in its first"
+                f" dimensions and {own} more, got shape {list(jnp.shape(leaf))}"
+            )
+    for _ in stacked:
+        move = jax.vmap(move)
+    return move(dict(state))
+
+
+def _largest_staged(state: Mapping[str, Any], axis_names: tuple[str, ...]) -> dict[str, Any]:
+    """Returns the histories with the maximum of all devices' staged amaxes."""
+    histories = {name: state[name] for name in state if name.startswith("amax_history")}
+    return {
+        name: history.at[0].set(maximum_over(history[0], axis_names))
+        for name, history in histories.items()
+    }
+
+
+def update_collections(new: Mapping[str, Any], original: Mapping[str, Any]) -> Any:
+    """Returns a dict of collections: those of ``new``, and those of ``original`` that it lacks.
+
+    A layer that the loss did not use keeps its FP8 state, whose gradient is zero.
+
+    Args:
+        new: collections to take, such as the gradient's FP8 state.
+        original: the collections so far; a FrozenDict gives a FrozenDict.
+    """
+    kept = {name: _with_unused(new[name], original.get(name)) for name in new}
+    return like_mapping(original, {**original, **kept})
+
+
+def _with_unused(new: Any, original: Any) -> Any:
+    """Returns a tree of states with the original ones of products that were not used."""
+    if not isinstance(new, Mapping) or not isinstance(original, Mapping):
+        return new
+    if not is_state(new) or any(np.shape(new[n]) != np.shape(original.get(n, ())) for n in new):
+        return like_mapping(
+            new, {name: _with_unused(new[name], original.get(name)) for name in new}
+        )
+    is_used = new["uses"] > 0
+    found = {}
+    for name, leaf in new.items():
+        each = is_used
+        if name == FIRST_DUE:
+            each = first_step.of_slots(is_used)
+        elif name != "uses":
+            each = jnp.repeat(is_used, SLOTS[name[-3:]], axis=-1)
+        if "history" in name:
+            each = each[..., None, :]
+        found[name] = jnp.where(each, leaf, original[name])
+    return like_mapping(new, found)

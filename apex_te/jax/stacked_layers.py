@@ -1,0 +1,169 @@
+"""Variables of layers that ``nn.scan`` stacks, taken apart into one module for each and back."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from .fp8_state import like_mapping
+
+__all__ = ["stack_layers", "unstack_layers"]
+
+
+def unstack_layers(variables: Mapping[str, Any], stack: str, layers: str | None = None) -> Any:
+    """Returns variables with one module for each layer in the place of a module that stacks them.
+
+    Args:
+        variables: collections, all with the layers in the first dimension of the module's arrays,
+            such as "params" and "fp8_metas" of an ``nn.scan`` with
+            ``variable_axes={"params": 0, "fp8_metas": 0}``.
+        stack: the module's name; below others a path such as "decoder/layers".
+        layers: names of the layers' modules, which ``str.format`` makes from their numbers; None
+            stands for Flax's names of a list, "layers_{}" of "layers". For a state dict of a
+            ``torch.nn.ModuleList`` take "layers.{}".
+
+    Raises:
+        KeyError: no collection has the module.
+        TypeError: a leaf is no array.
+        ValueError: arrays that do not have the same number of layers first, or a module that has
+            the name of a layer.
+    """
+    path, name = _place("unstack_layers", stack, layers)
+    found = dict(variables)
+    have = [key for key in variables if _node(variables[key], path) is not None]
+    if not have:
+        raise KeyError(f"unstack_layers: stack must be a module of the variables, got {stack!r}")
+    counts: dict[str, int] = {}
+    for key in have:
+        node = _node(variables[key], path)
+        for each, leaf in jax.tree_util.tree_leaves_with_path(node):
+            counts[f"{key}/{stack}{jax.tree_util.keystr(each)}"] = _count(key, stack, leaf)
+    number = max(counts.values(), default=0)
+    for where, count in counts.items():
+        if count != number:
+            raise ValueError(
+                f"unstack_layers: {where} must have {number} layers in its first dimension, as"
+                f" others have, got {count}"
+            )
+    for key in have:
+        node = _node(variables[key], path)
+        apart = {
+            name.format(i): jax.tree.map(lambda leaf, i=i: leaf[i], node) for i in range(number)
+        }
+        found[key] = _exchanged("unstack_layers", variables[key], path, [path[-1]], apart)
+    return like_mapping(variables, found)
+
+
+def stack_layers(variables: Mapping[str, Any], stack: str, layers: str | None = None) -> Any:
+    """Returns variables with one module that stacks layers, each a module so far; the inverse.
+
+    Args:
+        variables: collections such as "params" and "fp8_metas".
+        stack, layers: as in ``unstack_layers``.
+
+    Raises:
+        KeyError: no collection has the layer 0.
+        ValueError: layers with other parameters, shapes or dtypes than the first has, or a module
+            that has the name of the stack.
+    """
+    path, name = _place("stack_layers", stack, layers)
+    found, number = dict(variables), 0
+    for key, collection in variables.items():
+        parent = _node(collection, path[:-1])
+        names: list[str] = []
+        while parent is not None and name.format(len(names)) in parent:
+            names.append(name.format(len(names)))
+        if not names:
+            continue
+        if number and len(names) != number:
+            raise ValueError(
+                f"stack_layers: {key} must have {number} layers, as others have, got {len(names)}"
+            )
+        number = len(names)
+        assert parent is not None
+        joined = _joined([parent[each] for each in names], f"{key}/{stack}")
+        found[key] = _exchanged("stack_layers", collection, path, names, {path[-1]: joined})
+    if not number:
+        raise KeyError(
+            f"stack_layers: layers must be names of modules of the variables, got"
+            f" {name.format(0)!r}"
+        )
+    return like_mapping(variables, found)
+
+
+def _place(owner: str, stack: str, layers: str | None) -> tuple[tuple[str, ...], str]:
+    """Returns the path of a stack, and the format of its layers' names."""
+    path = tuple(stack.split("/"))
+    name = f"{path[-1]}_{{}}" if layers is None else layers
+    if not all(path) or name.format(0) == name.format(1):
+        raise ValueError(
+            f"{owner}: stack must be names joined by '/', and layers have one {{}}, got {stack!r}"
+            f" and {layers!r}"
+        )
+    return path, name
+
+
+def _node(tree: Any, path: Sequence[str]) -> Any:
+    """Returns the node of a tree at a path; None where there is none."""
+    for name in path:
+        if not isinstance(tree, Mapping) or name not in tree:
+            return None
+        tree = tree[name]
+    return tree
+
+
+def _count(collection: str, stack: str, leaf: Any) -> int:
+    """Returns the first extent of a stacked array."""
+    if not isinstance(leaf, (jax.Array, np.ndarray)):
+        raise TypeError(
+            f"unstack_layers: {collection} must have arrays in {stack!r} (leave other collections"
+            f" out), got {type(leaf).__name__}"
+        )
+    return leaf.shape[0] if leaf.ndim else 0
+
+
+def _joined(nodes: list[Any], where: str) -> Any:
+    """Returns a tree with the leaves of several trees stacked."""
+    first = jax.tree.structure(nodes[0])
+    for node in nodes[1:]:
+        if jax.tree.structure(node) != first:
+            raise ValueError(f"stack_layers: {where} must have layers with the same parameters")
+
+    def stacked(path: Any, *leaves: Any) -> Any:
+        kinds = [(tuple(leaf.shape), str(leaf.dtype)) for leaf in leaves]
+        for kind in kinds:
+            if kind != kinds[0]:
+                raise ValueError(
+                    f"stack_layers: {where}{jax.tree_util.keystr(path)} must be {kinds[0]} in all"
+                    f" layers, got {kind}"
+                )
+        on_host = all(isinstance(leaf, np.ndarray) for leaf in leaves)
+        return (np if on_host else jnp).stack(leaves)
+
+    return jax.tree_util.tree_map_with_path(stacked, *nodes)
+
+
+def _exchanged(
+    owner: str, tree: Any, path: tuple[str, ...], old: Sequence[str], new: Mapping[str, Any]
+) -> Any:
+    """Returns a tree whose node above the end of ``path`` has other children.
+
+    Args:
+        owner: name of the function, for errors.
+        tree: the tree.
+        path: the path.
+        old: names of the children to leave out.
+        new: children to add.
+    """
+    if len(path) > 1:
+        below = _exchanged(owner, tree[path[0]], path[1:], old, new)
+        return like_mapping(tree, {**tree, path[0]: below})
+    kept = {name: value for name, value in tree.items() if name not in old}
+    for name in new:
+        if name in kept:
+            raise ValueError(f"{owner}: variables must have no module {name!r}, got one")
+    return like_mapping(tree, {**kept, **new})

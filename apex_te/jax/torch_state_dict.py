@@ -1,0 +1,224 @@
+"""State dicts of the PyTorch modules, to and from variables of Flax's layers.
+
+Parameters and FP8 state keep every bit.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from ..recipe import DelayedScaling
+from .first_step import FIRST_DUE, SLOTS
+from .fp8_state import FP8_COLLECTION_NAME, TENSORS, is_state, like_mapping
+from .region import get_delayed_scaling
+from .torch_names import Leaf, parts
+
+__all__ = ["from_torch", "to_torch"]
+
+_PREFIX = "fp8_state."
+_HEADER_BYTES, _HEADER_BYTES_PER_SLOT = 512, 6
+_APART = "(te.state.unstack_layers takes stacked layers apart)"
+
+
+def _header(state: Mapping[str, Any], recipe: DelayedScaling) -> np.ndarray:
+    """Returns the header that PyTorch's state dict has beside the tensors, JSON text as uint8."""
+    slots = sum(np.shape(state[f"scale_{way}"])[0] for way in SLOTS)
+    names = (
+        "margin", "amax_compute_algo", "scaling_factor_compute_algo", "reduce_amax", "first_step"
+    )  # fmt: skip
+    entries = {
+        "version": 1,
+        "history": int(np.shape(state["amax_history_fwd"])[0]),
+        "pending": 1,
+        "scope": 0,
+        "equal": None,
+        "first_due": [bool(due) for due in np.asarray(state.get(FIRST_DUE, np.zeros(slots)))],
+        "format": recipe.fp8_format.name,
+        "recipe": {name: getattr(recipe, name) for name in names},
+    }
+    text = json.dumps(entries, separators=(",", ":")).encode()
+    return np.frombuffer(text.ljust(_HEADER_BYTES + _HEADER_BYTES_PER_SLOT * slots), np.uint8)
+
+
+def to_torch(variables: Mapping[str, Any], prefix: str = "") -> dict[str, np.ndarray]:
+    """Returns a state dict for PyTorch, as numpy arrays, of a tree of Flax's layers.
+
+    Kernels [in, out] become weights [out, in]. FP8 state goes along, with a header that names the
+    region's recipe; its staged amaxes are an update that is still to come. Attention becomes that
+    of PyTorch's layers with ``fuse_qkv_params=False``.
+
+    Args:
+        variables: "params" and perhaps "fp8_metas", as ``init`` returns them.
+        prefix: prefix of all keys.
+
+    Raises:
+        ValueError: parameters of several layers are stacked, as ``nn.scan`` does; take them apart
+            by ``unstack_layers``.
+    """
+    recipe = get_delayed_scaling()
+    found: dict[str, np.ndarray] = {}
+    for part in parts(variables["params"], prefix):
+        node = _at(variables["params"], part.path)
+        state = _at(variables.get(FP8_COLLECTION_NAME, {}), part.path)
+        _check_one_layer("to_torch", node, state)
+        for leaf in part.leaves:
+            for key, array in _split(leaf, np.asarray(node[leaf.name])):
+                found[part.prefix + key] = array
+        if is_state(state):
+            for name in TENSORS:
+                found[part.prefix + _PREFIX + name] = np.asarray(state[name])
+            found[f"{part.prefix}{_PREFIX}header"] = _header(state, recipe)
+    return found
+
+
+def _check_one_layer(owner: str, node: Mapping[str, Any], state: Any) -> None:
+    """Checks that a module's parameters and state are of one layer, as far as shapes tell.
+
+    Args:
+        owner: name of the function, for errors.
+        node: the module's parameters.
+        state: its FP8 state, or another node without any.
+    """
+    if is_state(state) and jnp.ndim(state["scale_fwd"]) != 1:
+        raise ValueError(
+            f"{owner}: scale_fwd must have 1 dimension {_APART}, got"
+            f" {list(jnp.shape(state['scale_fwd']))}"
+        )
+    if "kernel" not in node or "bias" not in node:
+        return
+    kernel, bias = jnp.shape(node["kernel"]), jnp.shape(node["bias"])
+    if len(bias) >= len(kernel) or kernel[len(kernel) - len(bias) :] != bias:
+        raise ValueError(
+            f"{owner}: bias must have the kernel's last dimensions {_APART}, got {list(bias)} with"
+            f" a kernel {list(kernel)}"
+        )
+
+
+def _at(tree: Mapping[str, Any], path: tuple[str, ...]) -> Any:
+    """Returns the node of a tree at ``path``; an empty one where there is none."""
+    for name in path:
+        tree = tree.get(name, {})
+    return tree
+
+
+def _split(leaf: Leaf, array: np.ndarray) -> Iterator[tuple[str, np.ndarray]]:
+    """Returns the tensors of PyTorch that a parameter is made of, by name."""
+    if leaf.inputs is None:
+        yield leaf.keys[0], array
+        return
+    several = len(leaf.keys) > 1
+    wanted = leaf.inputs + 1 + (several or leaf.name.startswith("wi_"))
+    if (several or leaf.name not in ("kernel", "bias")) and array.ndim != wanted:
+        raise ValueError(
+            f"to_torch: {leaf.name} must have {wanted} dimensions {_APART}, got {list(array.shape)}"
+        )
+    pieces = [array]
+    if several:
+        pieces = [array.take(i, axis=leaf.inputs) for i in range(len(leaf.keys))]
+    for key, piece in zip(leaf.keys, pieces, strict=True):
+        if leaf.inputs:
+            piece = piece.reshape(math.prod(piece.shape[: leaf.inputs]), -1).T
+        yield key, np.ascontiguousarray(piece if leaf.inputs else piece.reshape(-1))
+
+
+def from_torch(
+    state_dict: Mapping[str, Any], variables: Mapping[str, Any], prefix: str = ""
+) -> dict[str, Any]:
+    """Returns variables with the values of a state dict of PyTorch.
+
+    Args:
+        state_dict: tensors or arrays by key; those of modules that ``variables`` has are read.
+        variables: variables of the model, from ``init``, for names, shapes and dtypes.
+        prefix: prefix of all keys.
+
+    Raises:
+        KeyError: a key is missing.
+        ValueError: a value has another shape, one parameter is fused of queries, keys and values,
+            or ``variables`` have stacked layers: read those of ``unstack_layers`` and stack them
+            by ``stack_layers``.
+    """
+
+    def read(key: str, shape: tuple[int, ...]) -> np.ndarray:
+        array = np.asarray(state_dict[key])
+        if array.shape != shape:
+            raise ValueError(
+                f"from_torch: {key} must have shape {list(shape)}, got {list(array.shape)}"
+            )
+        return array
+
+    params: dict[tuple[str, ...], Any] = {}
+    states: dict[tuple[str, ...], Any] = {}
+    for part in parts(variables["params"], prefix):
+        node = _at(variables["params"], part.path)
+        state = _at(variables.get(FP8_COLLECTION_NAME, {}), part.path)
+        _check_one_layer("from_torch", node, state)
+        for leaf in part.leaves:
+            _check_separate(state_dict, part.prefix, leaf.keys[0])
+            like = node[leaf.name]
+            array = _joined(leaf, np.shape(like), part.prefix, read)
+            path = (*part.path, leaf.name)
+            params[path] = jnp.asarray(array, jnp.asarray(like).dtype)
+        if is_state(state):
+            for name in TENSORS:
+                array = read(f"{part.prefix}{_PREFIX}{name}", np.shape(state[name]))
+                path = (*part.path, name)
+                states[path] = jnp.asarray(array, jnp.float32)
+            if FIRST_DUE in state:
+                header = np.asarray(state_dict[f"{part.prefix}{_PREFIX}header"]).tobytes()
+                path = (*part.path, FIRST_DUE)
+                states[path] = jnp.array(json.loads(header)[FIRST_DUE], jnp.float32)
+            path = (*part.path, "uses")
+            states[path] = jnp.ones_like(state["uses"])
+    found = {**variables, "params": _replaced(variables["params"], params)}
+    if FP8_COLLECTION_NAME in variables:
+        found[FP8_COLLECTION_NAME] = _replaced(variables[FP8_COLLECTION_NAME], states)
+    return like_mapping(variables, found)
+
+
+def _check_separate(state_dict: Mapping[str, Any], prefix: str, key: str) -> None:
+    """Checks that queries, keys and values have parameters of their own in the state dict."""
+    row, _, word = key.rpartition("_")
+    if row not in ("query", "key", "value") or prefix + key in state_dict:
+        return
+    if prefix + word in state_dict:
+        raise ValueError(
+            f"from_torch: {prefix}{key} must be separate (fuse_qkv_params=False), got"
+            f" {prefix}{word} of all projections"
+        )
+
+
+def _joined(leaf: Leaf, shape: tuple[int, ...], prefix: str, read: Any) -> np.ndarray:
+    """Returns a parameter of ``shape`` from the tensors of PyTorch that it is made of.
+
+    Args:
+        leaf: the parameter's names.
+        shape: its shape.
+        prefix: prefix of the tensors' keys.
+        read: function that returns the tensor of a key and shape.
+    """
+    if leaf.inputs is None:
+        return read(prefix + leaf.keys[0], shape)
+    several = len(leaf.keys) > 1
+    inputs, features = shape[: leaf.inputs], shape[leaf.inputs + several :]
+    wanted = (math.prod(features), *((math.prod(inputs),) if inputs else ()))
+    pieces = [read(prefix + key, wanted).T.reshape(*inputs, *features) for key in leaf.keys]
+    return np.stack(pieces, axis=leaf.inputs) if several else pieces[0]
+
+
+def _replaced(tree: Mapping[str, Any], leaves: Mapping[tuple[str, ...], Any]) -> Any:
+    """Returns a tree with other values at the paths of ``leaves``."""
+
+    def walk(node: Any, path: tuple[str, ...]) -> Any:
+        if not isinstance(node, Mapping):
+            return leaves.get(path, node)
+        return like_mapping(
+            node, {name: walk(value, (*path, name)) for name, value in node.items()}
+        )
+
+    return walk(tree, ())
