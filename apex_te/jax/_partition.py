@@ -23,6 +23,7 @@ __all__ = [
     "Kind",
     "constrained",
     "gradient_like",
+    "last_dimension_parts",
     "maximum_over",
     "product_sharding",
     "result_type",
@@ -146,6 +147,22 @@ def constrained(x: jax.Array, spec: PartitionSpec, otherwise: Callable[..., Any]
     if mesh is not None:
         return jax.sharding.reshard(x, NamedSharding(mesh, spec))
     return x if AxisType.Manual in set(jax.typeof(x).sharding.mesh.axis_types) else otherwise(x)
+
+
+def last_dimension_parts(x: jax.Array, spec: PartitionSpec) -> int:
+    """Returns how many parts of an array's last dimension devices have, as far as that is known.
+
+    Args:
+        x: the array. On Explicit axes its type says it; in a ``jax.shard_map`` it is a part.
+        spec: its mesh axes otherwise, in the mesh that is set.
+    """
+    own = jax.typeof(x).sharding
+    mesh = own.mesh if not own.mesh.empty else jax.sharding.get_abstract_mesh()
+    if mesh.empty or AxisType.Manual in set(mesh.axis_types):
+        return 1
+    spec = own.spec if _explicit_mesh([x]) is not None else spec
+    names = _names(spec[x.ndim - 1]) if len(spec) == x.ndim else ()
+    return math.prod(mesh.shape[name] for name in names)
 
 
 def product_sharding(x: jax.Array, kernel: jax.Array, inner: int) -> Any:

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from ..recipe import DelayedScaling
-from . import state as fp8_state
+from . import fp8_state
 from ._partition import Kind, gradient_like, same_on_all
 from .first_step import FIRST_DUE
 from .ops._gradient import flag, is_wanted, materialised

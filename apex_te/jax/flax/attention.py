@@ -12,9 +12,19 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from ..attention import MASK_TYPES, dot_product_attention
+from ..region import active_recipe
 from ..rotary import rotary_pos_emb
 from . import logical_axes as axes
-from .module import Axes, DenseGeneral, Initializer, LayerNormDenseGeneral, dense_parameters
+from .joined_columns import joined_columns
+from .module import (
+    Axes,
+    DenseGeneral,
+    Initializer,
+    LayerNormDenseGeneral,
+    dense_parameters,
+    last_dimension_parts,
+    placed,
+)
 
 __all__ = ["DotProductAttention", "MultiHeadAttention"]
 
@@ -159,9 +169,23 @@ class _Projection(LayerNormDenseGeneral):
     """
 
     @nn.compact
-    def __call__(self, inputs: jax.Array, beside: Any = ()) -> tuple[jax.Array, jax.Array]:
-        """Returns the product [..., columns] and the norm's output, or the input without a norm."""
-        return self._project(inputs, beside)
+    def __call__(
+        self, inputs: jax.Array, beside: Sequence[Any] = ()
+    ) -> tuple[list[jax.Array], jax.Array]:
+        """Returns each kernel's product [..., width], and the norm's output or, without, the input.
+
+        Args:
+            inputs: [..., in].
+            beside: further kernels [in, width] or [in, kernels, width] and their biases or None.
+        """
+        normed, kernel, bias = self._prepared(inputs)
+        kernels = [kernel, *(each for each, _ in beside)]
+        parts = last_dimension_parts(kernel, self.kernel_axes)
+        columns = joined_columns(kernels, parts, active_recipe())
+        if bias is not None:
+            bias = columns.join([bias, *(each for _, each in beside)], 0)
+        x, kernel = placed(normed, self.dot_input_axes), columns.join(kernels, 1)
+        return columns.split(self._dense(x, kernel, bias, self._fp8_state(), 0)), normed
 
 
 class MultiHeadAttention(nn.Module):
@@ -303,7 +327,7 @@ class MultiHeadAttention(nn.Module):
             x = jnp.where(start + jnp.arange(x.shape[1])[:, None, None] < k.shape[1], x, jnp.nan)
         x = checkpoint_name(self._sequence_first(x), "context")
         x = x.reshape(*x.shape[:2], heads * self.head_dim)
-        x = nn.with_logical_constraint(x, (*self._leading(False), axes.HIDDEN_TP))
+        x = placed(x, (*self._leading(False), axes.HIDDEN_TP))
         out = DenseGeneral(
             features=inputs_q.shape[-1],
             kernel_init=self._kernel_init,
@@ -396,7 +420,7 @@ class MultiHeadAttention(nn.Module):
             first, others = self._options("qkv", (3, q), "qkv"), []
         projected = [first, *others] if is_self else others
         beside = [_Kernel(**options)(inputs_kv.shape[-1]) for options in projected[1:]]
-        y, normed = _Projection(
+        products, normed = _Projection(
             enable_layernorm=self.input_layernorm,
             layernorm_type=self.layernorm_type,
             epsilon=self.layernorm_epsilon,
@@ -407,11 +431,9 @@ class MultiHeadAttention(nn.Module):
             dot_input_axes=(*self._leading(False), axes.HIDDEN),
             **first,
         )(inputs_q, beside if is_self else ())
-        if is_self:
-            query, key, value = jnp.split(y, [q, q + kv], axis=-1)
-        else:
-            both, _ = _Projection(enable_layernorm=False, **others[0])(inputs_kv, beside)
-            query, (key, value) = y, jnp.split(both, 2, axis=-1)
+        if not is_self:
+            products += _Projection(enable_layernorm=False, **others[0])(inputs_kv, beside)[0]
+        query, key, value = products
         has_norm = self.input_layernorm and self.return_layernorm_output
         return _Projected(
             self._split_heads("query", query, heads),
@@ -422,9 +444,13 @@ class MultiHeadAttention(nn.Module):
 
     def _split_heads(self, name: str, x: jax.Array, heads: int) -> jax.Array:
         """Returns a projection's columns ("query", "key" or "value") as [b, s, heads, size]."""
+        lead = self._leading(False)
+        head: str | None = axes.HEAD
+        if heads % last_dimension_parts(x, (*lead, axes.HEAD)):
+            # Devices would have parts of heads: all get all of them.
+            x, head = placed(x, (*lead, None)), None
         x = checkpoint_name(x.reshape(*x.shape[:-1], heads, self.head_dim), f"{name}_proj")
-        x = nn.with_logical_constraint(x, (*self._leading(False), axes.HEAD, axes.HIDDEN))
-        return self._sequence_first(x)
+        return self._sequence_first(placed(x, (*lead, head, axes.HIDDEN)))
 
     def _index(self) -> Any:
         """Returns the variable with the number of tokens in the cache."""

@@ -10,10 +10,10 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 from flax.linen import partitioning
+from jax.sharding import PartitionSpec
 
 from ...recipe import DelayedScaling
-from .. import fp8_state
-from .._partition import constrained
+from .. import _partition, fp8_state
 from ..dense import dense
 from ..gated_mlp import Norm, can_fuse, gated_mlp
 from ..ops.activation import KINDS, activation
@@ -41,17 +41,29 @@ def _kernel_init(given: Initializer | None) -> Initializer:
 
 
 def _is_placed(axes: Axes | None) -> bool:
-    """Returns True if ``_constrained`` places arrays on the mesh axes of logical axes."""
+    """Returns True if ``placed`` places arrays on the mesh axes of logical axes."""
     return axes is not None and bool(nn.get_logical_axis_rules())
 
 
-def _constrained(x: jax.Array, axes: Axes | None) -> jax.Array:
+def placed(x: jax.Array, axes: Axes | None) -> jax.Array:
     """Returns ``x`` on the mesh axes of logical axes, if they and Flax's rules are given."""
     rules = nn.get_logical_axis_rules()
     if axes is None or not rules:
         return x
     spec = nn.logical_to_mesh_axes(axes, rules)
-    return constrained(x, spec, lambda x: nn.with_logical_constraint(x, axes))
+    return _partition.constrained(x, spec, lambda x: nn.with_logical_constraint(x, axes))
+
+
+def last_dimension_parts(x: jax.Array, axes: Axes | None) -> int:
+    """Returns how many parts of an array's last dimension devices have, as far as that is known.
+
+    Args:
+        x: the array.
+        axes: its logical axes, which Flax's rules place.
+    """
+    rules = nn.get_logical_axis_rules()
+    spec = nn.logical_to_mesh_axes(axes, rules) if axes and rules else PartitionSpec()
+    return _partition.last_dimension_parts(x, spec)
 
 
 class TransformerEngineBase(nn.Module):
@@ -66,7 +78,7 @@ class TransformerEngineBase(nn.Module):
             "params_axes", f"{name}_axes", partitioning.AxisMetadata(tuple(axes)),
             reduce_fn=lambda _, new: new,
         )  # fmt: skip
-        return _constrained(value, tuple(axes))
+        return placed(value, tuple(axes))
 
     def _fp8_state(self, gemms: int = 1) -> dict[str, jax.Array] | None:
         """Returns the module's FP8 state inside of a region with delayed scaling, else None."""
@@ -269,23 +281,14 @@ class LayerNormDenseGeneral(_Normed):
     @nn.compact
     def __call__(self, inputs: jax.Array) -> tuple[jax.Array, jax.Array | None]:
         """Returns the output, and the norm's output or None."""
-        y, normed = self._project(inputs)
+        normed, kernel, bias = self._prepared(inputs)
+        y = self._dense(placed(normed, self.dot_input_axes), kernel, bias, self._fp8_state(), 0)
         if self.depth_scaling is not None:
             y = y / self.depth_scaling
         return y, normed if self.return_layernorm_output and self.enable_layernorm else None
 
-    def _project(
-        self,
-        inputs: jax.Array,
-        beside: Sequence[tuple[jax.Array, jax.Array | None]] | None = None,
-    ) -> tuple[jax.Array, jax.Array]:
-        """Returns the product and its input, the norm's output if there is a norm.
-
-        Args:
-            inputs: [..., in].
-            beside: further kernels [in, ...] and their biases, whose columns follow in a product
-                [..., columns]; None for the kernel alone and a product [..., *features].
-        """
+    def _prepared(self, inputs: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array | None]:
+        """Returns the norm's output, or the input without a norm, the kernel and the bias."""
         if self.enable_low_rank_adaptation:
             raise NotImplementedError(
                 "LayerNormDenseGeneral: enable_low_rank_adaptation must be False, got True"
@@ -293,16 +296,9 @@ class LayerNormDenseGeneral(_Normed):
         axes = (self.axis,) if isinstance(self.axis, int) else tuple(self.axis)
         if tuple(axis % inputs.ndim for axis in axes) != (inputs.ndim - 1,):
             raise ValueError(f"LayerNormDenseGeneral: axis must be -1, got {self.axis}")
-        x = _constrained(jnp.asarray(inputs, self.dtype), self.layernorm_input_axes)
+        x = placed(jnp.asarray(inputs, self.dtype), self.layernorm_input_axes)
         normed = self._norm(x) if self.enable_layernorm else x
-        kernel, bias = dense_parameters(self, x.shape[-1:])
-        if beside is not None:
-            every, width = [(kernel, bias), *beside], kernel.shape[0]
-            kernel = jnp.concatenate([k.reshape(width, k.size // width) for k, _ in every], axis=1)
-            biases = [b.reshape(-1) for _, b in every if b is not None]
-            bias = jnp.concatenate(biases) if biases else None
-        y = _constrained(normed, self.dot_input_axes)
-        return self._dense(y, kernel, bias, self._fp8_state(), 0), normed
+        return normed, *dense_parameters(self, x.shape[-1:])
 
 
 class LayerNormMLP(_Normed):
@@ -374,8 +370,8 @@ class LayerNormMLP(_Normed):
         names = tuple(self.activations)
         is_gated = len(names) == 2 and names[1] == "linear" and names[0] in ACTIVATIONS
         drops = self.intermediate_dropout_rate > 0.0 and not deterministic
-        placed = _is_placed(self.dot_2_input_axes)
-        return x.ndim > 1 and is_gated and not drops and not placed and can_fuse(state)
+        is_placed = _is_placed(self.dot_2_input_axes)
+        return x.ndim > 1 and is_gated and not drops and not is_placed and can_fuse(state)
 
     @nn.compact
     def __call__(
@@ -389,7 +385,7 @@ class LayerNormMLP(_Normed):
         """
         if self.axis not in (-1, (-1,), inputs.ndim - 1):
             raise ValueError(f"LayerNormMLP: axis must be -1, got {self.axis}")
-        x = _constrained(jnp.asarray(inputs, self.dtype), self.layernorm_input_axes)
+        x = placed(jnp.asarray(inputs, self.dtype), self.layernorm_input_axes)
         state, width = self._fp8_state(2), x.shape[-1]
         returned = self.return_layernorm_output and self.enable_layernorm
         if state is not None and self._is_fused(x, state, deterministic):
@@ -400,20 +396,20 @@ class LayerNormMLP(_Normed):
                 normed = h = x
             else:
                 normed = self._norm(x) if self.enable_layernorm else x
-                h = _constrained(normed, self.dot_1_input_axes)
+                h = placed(normed, self.dot_1_input_axes)
             given = (None if p is None else p.astype(h.dtype) for p in self._kernels(width))
             y = gated_mlp(h, (*of_norm, *given), state, self.activations[0], norm)
             return y, normed if returned else None
         normed = self._norm(x) if self.enable_layernorm else x
         wi, wi_bias, wo, wo_bias = self._kernels(width)
-        h = _constrained(normed, self.dot_1_input_axes)
+        h = placed(normed, self.dot_1_input_axes)
         h = self._dense(h, wi, wi_bias, state, 0)
         h = nn.Dropout(
             self.intermediate_dropout_rate,
             broadcast_dims=tuple(self.intermediate_hidden_dropout_dims),
             rng_collection=self.intermediate_dropout_rng_name,
         )(self._act(h), deterministic=deterministic)
-        h = _constrained(h, self.dot_2_input_axes)
+        h = placed(h, self.dot_2_input_axes)
         y = self._dense(h, wo, wo_bias, state, 1)
         return y, normed if returned else None
 

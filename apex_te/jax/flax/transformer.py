@@ -12,7 +12,7 @@ import jax.numpy as jnp
 
 from . import logical_axes as axes
 from .attention import MultiHeadAttention
-from .module import Axes, Initializer, LayerNorm, LayerNormMLP
+from .module import Axes, Initializer, LayerNorm, LayerNormMLP, placed
 from .relative_position import RelativePositionBiases
 
 __all__ = ["TransformerLayer", "TransformerLayerType"]
@@ -211,7 +211,7 @@ class TransformerLayer(nn.Module):
         return pair[::-1] if self.transpose_batch_sequence else pair
 
     def _constrained(self, x: jax.Array) -> jax.Array:
-        return nn.with_logical_constraint(x, (*self._leading(), axes.HIDDEN))
+        return placed(x, (*self._leading(), axes.HIDDEN))
 
     def _relative_biases(
         self, x: jax.Array, is_decoder: bool, max_decode_length: int | None

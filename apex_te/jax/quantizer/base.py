@@ -42,9 +42,11 @@ class Quantizer:
 
     Attributes:
         keeps_state: True if ``cast`` needs a scale and returns an amax.
+        block: neighbouring elements that share a scale, where devices must not part them.
     """
 
     keeps_state = False
+    block = 1
 
     def cast(
         self,

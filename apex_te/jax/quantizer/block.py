@@ -17,6 +17,8 @@ __all__ = ["make"]
 class _Block(Quantizer):
     """Quantizer with a scale for each block."""
 
+    block = 128
+
     def __init__(self, recipe: BlockScaling) -> None:
         self._dtypes = fp8_dtypes(recipe)
         self._options: dict[str, Any] = {"eps": recipe.eps, "pow2": recipe.pow2}

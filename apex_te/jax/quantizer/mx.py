@@ -21,6 +21,8 @@ class _MX(Quantizer):
         recipe: the recipe.
     """
 
+    block = 32
+
     def __init__(self, recipe: MXFP8Scaling) -> None:
         self._dtypes = fp8_dtypes(recipe)
         self._rounding = recipe.rounding
