@@ -18,7 +18,9 @@ MORE = [
         attention.OPTIONS, sharded.RECIPES, [(1, 2), (2, 2)], attention.KINDS, [False, True]
     )
     # Of keys' 128 columns no half is whole blocks: these are gathered.
-    if each not in attention.CASES and not ("grouped" in each[0] and each[1] == "blockwise")
+    if each not in attention.CASES
+    and (each[1] == "delayed" or each[2] == (1, 2))
+    and not ("grouped" in each[0] and each[1] == "blockwise")
 ]
 
 
