@@ -43,8 +43,11 @@ class JoinedColumns(NamedTuple):
             return arrays[0]
         flat = []
         for x in arrays:
-            several = x.ndim > lead + 1
-            flat += [x.take(i, axis=lead) for i in range(x.shape[lead])] if several else [x]
+            if x.ndim == lead + 1:
+                flat.append(x)
+                continue
+            for i in range(x.shape[lead]):
+                flat.append(jax.lax.index_in_dim(x, i, lead, keepdims=False))
         if self.parts is None:
             return jnp.stack(flat, axis=lead)
         if self.parts > 1:
