@@ -269,7 +269,7 @@ def test_threads_share_nothing(device, casts):
 
 
 def test_quantizers_of_other_settings_cast_anew(device):
-    """As in recomputes of several regions, which one backward runs outside of any region."""
+    """Tests layers of several regions whose recomputes one backward runs, outside of any region."""
     holder, x = LastInput(), rows_of(device, (24, IN))
     float8 = torch.float8_e4m3fn
     quantizers = [

@@ -61,7 +61,7 @@ class Stacked(nn.Module):
 
 
 class Unrolled(nn.Module):
-    """The same layers as modules of their own."""
+    """Layers of the scanned stack as modules of their own."""
 
     @nn.compact
     def __call__(self, x):
