@@ -13,6 +13,7 @@ from flax.linen import partitioning
 from jax.sharding import PartitionSpec
 
 from ...recipe import DelayedScaling
+from ...runtime.counts import check_count
 from .. import _partition, fp8_state
 from ..dense import dense
 from ..gated_mlp import Norm, can_fuse, gated_mlp
@@ -162,7 +163,10 @@ def dense_parameters(layer: Any, inner: Sequence[int]) -> tuple[jax.Array, jax.A
         layer: the module, whose parameters are [*inner, *features] and [*features].
         inner: extents of the input that are contracted.
     """
-    features = (layer.features,) if isinstance(layer.features, int) else tuple(layer.features)
+    given = layer.features
+    features = tuple(given) if isinstance(given, Sequence) else (given,)
+    for extent in features:
+        check_count(type(layer).__name__, "features", extent)
     shape = math.prod(inner), math.prod(features)
 
     def init(key: Any, whole: Any, dtype: Any) -> jax.Array:
@@ -416,6 +420,7 @@ class LayerNormMLP(_Normed):
     def _kernels(self, width: int) -> tuple[Any, Any, Any, Any]:
         """Returns the kernels of the linear layers, each followed by its bias or None."""
         acts, dim, init = len(self.activations), self.intermediate_dim, self.kernel_init
+        check_count(type(self).__name__, "intermediate_dim", dim)
 
         def init_wi(key: Any, whole: Any, dtype: Any) -> jax.Array:
             parts = jax.random.split(key, acts)

@@ -10,6 +10,7 @@ import torch
 
 from ...fp8 import model_init
 from ...fp8.parameter.parameter import FP8Parameter
+from ...runtime.counts import check_count
 
 __all__ = [
     "INIT_STD",
@@ -160,19 +161,6 @@ def split_names(owner: str, parameters_split: Any, out_features: int) -> dict[st
             f"got {sum(parts.values())}"
         )
     return parts
-
-
-def check_count(owner: str, name: str, value: Any) -> None:
-    """Checks that the argument ``name`` of the module ``owner`` is an int of at least 1.
-
-    Raises:
-        TypeError: ``value`` is no int.
-        ValueError: ``value`` is below 1.
-    """
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"{owner}: {name} must be an int, got {type(value).__name__}")
-    if value < 1:
-        raise ValueError(f"{owner}: {name} must be at least 1, got {value}")
 
 
 def check_num_gemms(owner: str, num_gemms: Any) -> None:

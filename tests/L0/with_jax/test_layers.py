@@ -346,6 +346,21 @@ def test_recipes_that_jax_lacks_are_refused(chosen, error, text):
         pass
 
 
+@pytest.mark.parametrize(
+    ("module", "error", "text"),
+    [
+        (te_flax.DenseGeneral(0), ValueError, "DenseGeneral: features must be at least 1, got 0"),
+        (te_flax.DenseGeneral((4, -1)), ValueError, "features must be at least 1, got -1"),
+        (te_flax.DenseGeneral(2.5), TypeError, "features must be an int, got float"),
+        (te_flax.LayerNormMLP(0), ValueError, "intermediate_dim must be at least 1, got 0"),
+    ],
+    ids=["none", "negative", "float", "mlp"],
+)
+def test_widths_that_are_no_counts_are_refused(module, error, text):
+    with pytest.raises(error, match=text):
+        module.init(jax.random.key(0), jnp.ones((2, IN)))
+
+
 def test_a_missing_or_other_state_is_refused():
     module, x = te_flax.DenseGeneral(OUT), jnp.ones((2, IN))
     plain = module.init(jax.random.key(0), x)
