@@ -11,7 +11,7 @@ from ..runtime.former_names import former_fields
 from . import reference_codec
 from .argument_errors import checked
 from .fp8_output import check_fp8_dtype, check_out_dtype, columnwise_length
-from .registration import bind
+from .registration import bind, note_written
 
 _quantize = bind("block_quantize", "block_quantize")
 _dequantize = bind("block_quantize", "block_dequantize")
@@ -106,6 +106,7 @@ def block_quantize(
         ValueError: a shape, device, block_rows or eps that does not fit.
     """
     check_fp8_dtype("block_quantize", fp8_dtype)
+    given = out
     if x.dim() != 2:
         raise ValueError(f"block_quantize: x must have 2 dimensions, got shape {list(x.shape)}")
     if out is not None:
@@ -115,6 +116,8 @@ def block_quantize(
     else:
         out = _allocate(x, fp8_dtype, block_rows, rowwise, columnwise, pad_columnwise)
     _quantize(x.contiguous(), *out, amax, block_rows, eps, pow2)
+    if given is not None or amax is not None:
+        note_written(amax, *(given or ()))
     if out.rowwise is not None and out.rowwise.shape[0] != x.shape[0]:
         out = out._replace(rowwise=out.rowwise[: x.shape[0]])
     return out
@@ -172,9 +175,11 @@ def block_dequantize(
         TypeError: a dtype that does not match.
         ValueError: a shape or device that does not match.
     """
+    given = out
     if out is None:
         out = torch.empty_like(fp8_data, dtype=dtype, memory_format=torch.contiguous_format)
     _dequantize(fp8_data.contiguous(), scale_inv, out, block_rows)
+    note_written(given)
     return out
 
 

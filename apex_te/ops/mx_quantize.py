@@ -12,7 +12,7 @@ from ..runtime.former_names import former_fields
 from . import reference_codec
 from .argument_errors import checked
 from .fp8_output import check_fp8_dtype, check_out_dtype, columnwise_length
-from .registration import bind
+from .registration import bind, note_written
 
 _lib = runtime.ops("mx_quantize")
 _BLOCK = 32
@@ -77,6 +77,7 @@ def mx_quantize(
         ValueError: a shape, device or rounding that does not fit.
     """
     check_fp8_dtype("mx_quantize", fp8_dtype)
+    given = out
     if rounding not in ("up", "floor"):
         raise ValueError(f"mx_quantize: rounding must be 'up' or 'floor', got {rounding!r}")
     if x.dim() != 2:
@@ -106,6 +107,8 @@ def mx_quantize(
     x, use_floor = x.contiguous(), rounding == "floor"
     if not torch.compiler.is_compiling():
         _quantize(x, *out, use_floor)
+        if given is not None:
+            note_written(*given)
         return out
     row, row_scale, col, col_scale = out
     _quantize(x, row, _as(row_scale, torch.uint8), col, _as(col_scale, torch.uint8), use_floor)
@@ -157,11 +160,13 @@ def mx_dequantize(
         ValueError: a shape or device that does not match.
     """
     _check_scale("mx_dequantize", "scale", scale)
+    given = out
     if out is None:
         out = torch.empty_like(fp8_data, dtype=dtype, memory_format=torch.contiguous_format)
     if torch.compiler.is_compiling():
         scale = scale.view(torch.uint8)
     _dequantize(fp8_data.contiguous(), scale, out)
+    note_written(given)
     return out
 
 

@@ -106,6 +106,23 @@ def fp8_output(rows: int = 32, cols: int = 64) -> Any:
     )
 
 
+def block_output(rows: int = 32, cols: int = 64) -> Any:
+    return block_quantize.BlockQuantized(
+        torch.zeros(rows, cols, dtype=E4M3), torch.ones(block_quantize.scale_shape(rows, cols, 1)),
+        torch.zeros(cols, rows, dtype=E4M3), torch.ones(block_quantize.scale_shape(cols, rows, 1)),
+    )  # fmt: skip
+
+
+def mx_output(rows: int = 32, cols: int = 64) -> Any:
+    return mx_quantize.MXQuantized(
+        *(torch.zeros(shape, dtype=dtype)
+          for shape, dtype in [
+              ((rows, cols), E4M3), ((rows, cols // 32), torch.float8_e8m0fnu),
+              ((cols, rows), E4M3), ((cols, rows // 32), torch.float8_e8m0fnu),
+          ])
+    )  # fmt: skip
+
+
 def codes(rows: int = 32, cols: int = 64) -> torch.Tensor:
     return matrix(rows, cols).to(E4M3)
 
@@ -226,7 +243,8 @@ def make_case(name: str) -> Case:
             ("amax", "out"),
         ),
         "block_quantize.block_quantize": Case(
-            {"x": x, "fp8_dtype": E4M3, "block_rows": 1, "eps": 0.0, "amax": one(0.0)}, ("amax",)
+            {"x": x, "fp8_dtype": E4M3, "block_rows": 1, "eps": 0.0, "amax": one(0.0),
+             "out": block_output()}, ("amax", "out"),
         ),
         "block_quantize.block_dequantize": Case(
             {"fp8_data": codes(), "scale_inv": torch.rand(1, 32), "block_rows": 1,
@@ -413,7 +431,7 @@ def make_case(name: str) -> Case:
         "multi_tensor_optim.sgd": Case(
             optimizer_case(momentums=floats(), momentum=0.9), ("params", "momentums", "masters")
         ),
-        "mx_quantize.mx_quantize": Case({"x": x}),
+        "mx_quantize.mx_quantize": Case({"x": x, "out": mx_output()}, ("out",)),
         "mx_quantize.mx_dequantize": Case(
             {"fp8_data": codes(), "scale": mx_quantize.mx_quantize(x)[1], "dtype": torch.float32,
              "out": torch.zeros(32, 64)}, ("out",),
