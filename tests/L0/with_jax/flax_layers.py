@@ -37,9 +37,10 @@ def flax_layer(**options: Any) -> Any:
     defaults = {
         "hidden_dropout": 0.0, "attention_dropout": 0.0, "intermediate_dropout": 0.0,
         "layernorm_epsilon": 1e-5, "scale_attn_logits": True, "enable_relative_embedding": False,
-        "use_bias": True, "mlp_activations": ("gelu",),
+        "use_bias": True, "mlp_activations": ("gelu",), "hidden_size": HIDDEN,
+        "mlp_hidden_size": MLP, "num_attention_heads": HEADS,
     }  # fmt: skip
-    return te_flax.TransformerLayer(HIDDEN, MLP, HEADS, **defaults | options)
+    return te_flax.TransformerLayer(**defaults | options)
 
 
 def variables_of(module: Any, layer: Any, chosen: Any, *args: Any) -> dict[str, Any]:

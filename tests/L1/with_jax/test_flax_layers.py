@@ -1,6 +1,8 @@
-"""Flax's Transformer layers: every recipe for 5 steps, scan over layers, remat, dropout."""
+"""Flax's Transformer layers: every recipe for 5 steps, scans, remat, eager steps, dropout."""
 
 from __future__ import annotations
+
+import functools
 
 import numpy as np
 import pytest
@@ -178,6 +180,51 @@ def test_scanned_and_recomputed_layers_are_single_ones():
     for ours, theirs in zip(jax.tree.leaves(scanned[1]), jax.tree.leaves(found), strict=True):
         np.testing.assert_allclose(ours, theirs, rtol=1e-4, atol=1e-4)
     assert (np.asarray(scanned[1]["fp8_metas"]["layer"]["mlp"]["uses"]) == 1.0).all()
+
+
+def test_odd_sizes_in_bf16_have_the_bits_of_jit_eager_recomputed_and_scanned():
+    module = flax_layer(
+        hidden_size=10, mlp_hidden_size=20, num_attention_heads=2, num_gqa_groups=1,
+        dtype=jnp.bfloat16,
+    )  # fmt: skip
+    *inputs, target = jax.random.normal(jax.random.key(0), (4, 2, 7, 10), jnp.bfloat16)
+    # Without the option XLA leaves out roundings to bf16 between operations that it fuses.
+    compiled = functools.partial(jax.jit, compiler_options={"xla_allow_excess_precision": False})
+
+    def apply(variables, x):
+        return module.apply(variables, x, deterministic=True)
+
+    def step(variables, x, apply=apply):
+        def loss(variables):
+            return ((apply(variables, x).astype(jnp.float32) - target) ** 2).mean()
+
+        with te.fp8_autocast(True, DELAYED):
+            return jax.value_and_grad(loss)(variables)
+
+    @compiled
+    def scanned(variables, inputs):
+        def body(state, x):
+            found = step({**variables, "fp8_metas": state}, x)
+            return found[1]["fp8_metas"], found
+
+        return jax.lax.scan(body, variables["fp8_metas"], inputs)[1]
+
+    with te.fp8_autocast(True, DELAYED):
+        variables = jax.jit(lambda: module.init(jax.random.key(1), target, deterministic=True))()
+    variables = {name: variables[name] for name in ("params", "fp8_metas")}
+    microbatches = scanned(variables, jnp.stack(inputs))
+    jitted, recomputed = compiled(step), compiled(lambda v, x: step(v, x, jax.checkpoint(apply)))
+    for i, x in enumerate(inputs):
+        expected = jitted(variables, x)
+        others = {
+            "scanned": jax.tree.map(lambda leaf, i=i: leaf[i], microbatches),
+            "recomputed": recomputed(variables, x),
+            "eager": step(variables, x),
+        }
+        for name, other in others.items():
+            for ours, theirs in zip(jax.tree.leaves(other), jax.tree.leaves(expected), strict=True):
+                assert np.array_equal(ours, theirs), name
+        variables = {**variables, "fp8_metas": expected[1]["fp8_metas"]}
 
 
 def test_dropout_and_drop_path_drop_at_their_rates():
