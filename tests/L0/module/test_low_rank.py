@@ -121,7 +121,7 @@ def distance(found, wanted):
 
 @pytest.mark.parametrize("held", [True, False])
 def test_values_and_gradients_are_at_least_as_exact(device, scaling, held):
-    """Of the same quantized operands the fused sums are nearer to those in float32."""
+    """Compares fused and separate sums of the same quantized operands with sums in float32."""
     exact = run(scaling, device, held=held, dtype=torch.float32, fused=False)
     fused = run(scaling, device, held=held)
     plain = run(scaling, device, held=held, fused=False)
@@ -136,7 +136,7 @@ def test_values_and_gradients_are_at_least_as_exact(device, scaling, held):
 
 
 def test_fused_is_exact_in_float32(device, scaling):
-    """In float32 sums of the fused and of the plain products differ by float32's rounding."""
+    """Compares a fused layer with a plain one in float32, whose rounding alone may differ."""
     fused = run(scaling, device, dtype=torch.float32)
     plain = run(scaling, device, dtype=torch.float32, fused=False)
     # The gradient of the first layer's FP8 product is all that a rounding could have changed.
@@ -180,7 +180,7 @@ def note_casts(monkeypatch, note):
 
 @pytest.fixture
 def casts(monkeypatch):
-    """Of each cast of the layers' input, whether it made a columnwise copy."""
+    """List with a bool for each cast of the layers' input: did it make a columnwise copy?"""
     counted = []
 
     def note(quantizer, x, rowwise, columnwise):
@@ -193,9 +193,9 @@ def casts(monkeypatch):
 
 @pytest.mark.parametrize("name", RECIPES)
 def test_no_columnwise_copy_is_cast(device, name, monkeypatch):
-    """Of inputs and gradients, one copy each, and weights that are held in FP8 are not cast.
+    """Expects one copy of each input and gradient, and no cast of weights that are held in FP8.
 
-    But MX's columnwise blocks are others than those that a weight is held in.
+    MXFP8 alone casts held weights, since its columnwise blocks are not those of the rowwise copy.
     """
     model, x, made = Adapted(RECIPES[name], device), rows_of(device), []
     note_casts(monkeypatch, lambda _, x, *copies: made.append((tuple(x.shape), *copies)))
