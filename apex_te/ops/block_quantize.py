@@ -39,6 +39,12 @@ class BlockQuantized(NamedTuple):
     columnwise: torch.Tensor | None
     columnwise_scale_inv: torch.Tensor | None
 
+    def of_rows(self, rows: int) -> BlockQuantized:
+        """Returns these copies, with the first ``rows`` rows of a rowwise copy that has more."""
+        if self.rowwise is None or self.rowwise.shape[0] == rows:
+            return self
+        return self._replace(rowwise=self.rowwise[:rows])
+
 
 def scale_shape(rows: int, cols: int, block_rows: int) -> tuple[int, int]:
     """Returns the shape of the scale_inv tensor of FP8 data [rows, cols], as cuBLASLt reads it.
@@ -114,29 +120,35 @@ def block_quantize(
     elif not (rowwise or columnwise or amax is not None):
         raise ValueError("block_quantize: rowwise, columnwise or amax must be asked for")
     else:
-        out = _allocate(x, fp8_dtype, block_rows, rowwise, columnwise, pad_columnwise)
+        out = allocate(
+            x, x.shape[0], x.shape[1], fp8_dtype, block_rows, rowwise, columnwise, pad_columnwise
+        )
     _quantize(x.contiguous(), *out, amax, block_rows, eps, pow2)
     if given is not None or amax is not None:
         note_written(amax, *(given or ()))
-    if out.rowwise is not None and out.rowwise.shape[0] != x.shape[0]:
-        out = out._replace(rowwise=out.rowwise[: x.shape[0]])
-    return out
+    return out.of_rows(x.shape[0])
 
 
-def _allocate(
+def allocate(
     x: torch.Tensor,
+    rows: int,
+    cols: int,
     fp8_dtype: torch.dtype,
     block_rows: int,
     rowwise: bool,
     columnwise: bool,
     pad_columnwise: bool,
 ) -> BlockQuantized:
-    """Returns uninitialised outputs of ``block_quantize`` for x [rows, cols].
+    """Returns uninitialised outputs of ``block_quantize`` for a matrix [rows, cols].
 
     With ``block_rows`` of 1 the rowwise copy has its rows rounded up to ``ROW_MULTIPLE``, as
-    ``block_scaled_gemm`` reads them. Arguments are those of ``block_quantize``.
+    ``block_scaled_gemm`` reads them.
+
+    Args:
+        x: a tensor on the device on which the outputs are allocated.
+        rows, cols: the matrix's extents.
+        fp8_dtype, block_rows, rowwise, columnwise, pad_columnwise: as in ``block_quantize``.
     """
-    rows, cols = x.shape
     row_data = row_scales = column_data = column_scales = None
     if rowwise:
         stored = -(-rows // ROW_MULTIPLE) * ROW_MULTIPLE if block_rows == 1 else rows

@@ -40,6 +40,7 @@ OTHERS = {
     "bias_dropout_add.drop_threshold",
     "bias_dropout_add.keep_mask",
     "bias_dropout_add.philox4x32",
+    "block_quantize.allocate",
     "block_quantize.scale_shape",
     "dense_gemm.has_dense_fp8",
     "dense_gemm.multiplies",

@@ -1,0 +1,81 @@
+// What a cast in blocks of 1 x 128 or 128 x 128 writes, for ops that cast a matrix or compute what
+// they cast: rowwise and columnwise FP8 data with their scales, and the matrix's amax.
+//
+// The columnwise copy may be padded (common/numerics/columnwise.h). The rowwise copy of 1 x 128
+// blocks may have as many rows as its scales, a multiple of 4, of which those beyond the matrix
+// become zeros: cuBLASLt multiplies that many.
+#pragma once
+
+#include "common/numerics/block_scale.h"
+#include "common/numerics/columnwise.h"
+#include "common/numerics/scaling.h"
+
+namespace apex_te {
+
+// An infinite scale becomes the largest finite value of x's dtype; bits of a float.
+constexpr uint32_t kLargestHalfBits = 0x477FE000u;
+constexpr uint32_t kLargestBFloat16Bits = 0x7F7F0000u;
+
+// Plain data, so kernels take it whole; what a call does not ask for is null.
+struct BlockCast {
+  int64_t rows, cols;                   // of the matrix
+  DType fp8;                            // kOther when only amax is wanted
+  int64_t rowwise_rows, columnwise_ld;  // rows of rowwise, row length of columnwise
+  uint8_t *rowwise, *columnwise;
+  float *rowwise_scale_inv, *columnwise_scale_inv, *amax;
+  int64_t block_rows;
+  ScaleRule rule;
+};
+
+// Checks the rowwise copy and returns how many rows it has.
+inline int64_t check_rowwise(const TensorView& rowwise, int64_t rows, int64_t cols,
+                             int64_t block_rows) {
+  const bool is_padded =
+      block_rows == 1 && rowwise.ndim() == 2 && rowwise.size(0) == padded_to_4(rows);
+  if (is_padded) rows = padded_to_4(rows);
+  rowwise.has_shape({rows, cols}).is_dense();
+  return rows;
+}
+
+// Reads rowwise, rowwise_scale_inv, columnwise, columnwise_scale_inv, amax, block_rows (unless
+// is_1x128), eps and pow2. dtype: of the matrix [rows, cols].
+inline BlockCast check_block_cast(Args& args, DType dtype, int64_t rows, int64_t cols,
+                                  bool is_1x128 = false) {
+  BlockCast p = {};
+  p.rows = rows;
+  p.cols = cols;
+  const TensorView rowwise = args.optional_tensor();
+  const TensorView rowwise_scales = args.optional_tensor();
+  const TensorView columnwise = args.optional_tensor();
+  const TensorView transposed_scales = args.optional_tensor();
+  const TensorView amax = args.optional_tensor();
+  p.block_rows = is_1x128 ? 1 : check_block_rows(args);
+  p.fp8 = rowwise ? rowwise.dtype() : columnwise ? columnwise.dtype() : DType::kOther;
+  p.rule = check_scale_rule(args, p.fp8 == DType::kE5M2 ? E5M2::kMax : E4M3::kMax);
+  if (dtype != DType::kFloat32)
+    p.rule.largest_bits = dtype == DType::kFloat16 ? kLargestHalfBits : kLargestBFloat16Bits;
+  if (!rowwise != !rowwise_scales || !columnwise != !transposed_scales)
+    fail(kApexTeValueError, "%s: each of rowwise and columnwise must be given with its scale_inv",
+         args.name());
+  p.rowwise_rows = p.columnwise_ld = p.rows;
+  if (rowwise) {
+    rowwise.has_dtype({DType::kE4M3, DType::kE5M2});
+    p.rowwise_rows = check_rowwise(rowwise, p.rows, p.cols, p.block_rows);
+    check_block_scales(rowwise_scales, p.rows, p.cols, p.block_rows);
+  }
+  if (columnwise) {
+    columnwise.has_dtype({DType::kE4M3, DType::kE5M2});
+    p.columnwise_ld = check_columnwise(columnwise, p.cols, p.rows);
+    check_block_scales(transposed_scales, p.cols, p.rows, p.block_rows);
+  }
+  if (rowwise && columnwise) columnwise.has_dtype({p.fp8});
+  if (amax) amax.is_scalar(DType::kFloat32);
+  p.rowwise = rowwise.data<uint8_t>();
+  p.columnwise = columnwise.data<uint8_t>();
+  p.rowwise_scale_inv = rowwise_scales.data<float>();
+  p.columnwise_scale_inv = transposed_scales.data<float>();
+  p.amax = amax.data<float>();
+  return p;
+}
+
+}  // namespace apex_te
