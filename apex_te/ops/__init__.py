@@ -35,6 +35,7 @@ if _TYPE_CHECKING:  # for type checkers; at run time each module is imported on 
     from . import rope as rope
     from . import scaled_softmax as scaled_softmax
     from . import swiglu as swiglu
+    from . import swiglu_block as swiglu_block
     from . import wgrad_gemm as wgrad_gemm
 
 __getattr__, __dir__ = _attach(__name__)

@@ -3,9 +3,8 @@
 #include <algorithm>
 
 #include "common/cpu/column_sums.h"
-#include "common/cpu/rows.h"
 #include "common/cpu/scratch.h"
-#include "swiglu/swiglu.h"
+#include "swiglu/swiglu_rows.h"
 
 APEX_TE_LIBRARY()
 
@@ -15,69 +14,6 @@ namespace {
 constexpr int64_t kTileRows = kSwigluTileRows;
 constexpr int64_t kTileCols = 1024;
 constexpr int64_t kBlockElements = 1 << 14;  // of a block of whole rows: a thread's share at a time
-
-// A row's arithmetic: forward into `first`; backward, dgate into `first` and dup into `second`.
-using RowLoop = void (*)(const float* gate, const float* up, const float* grad, int64_t n,
-                         float* first, float* second);
-
-template <Activation kAct, bool kBwd>
-APEX_TE_INLINE void row_loop(const float* __restrict__ gate, const float* __restrict__ up,
-                             const float* __restrict__ grad, int64_t n, float* __restrict__ first,
-                             float* __restrict__ second) {
-  for (int64_t i = 0; i < n; ++i) {
-    if (kBwd)
-      gated_gradient<kAct>(gate[i], up[i], grad[i], &first[i], &second[i]);
-    else
-      first[i] = gated<kAct>(gate[i], up[i]);
-  }
-}
-template <Activation kAct, bool kBwd>
-APEX_TE_TARGET_PORTABLE void row_portable(const float* gate, const float* up, const float* grad,
-                                          int64_t n, float* first, float* second) {
-  row_loop<kAct, kBwd>(gate, up, grad, n, first, second);
-}
-template <Activation kAct, bool kBwd>
-APEX_TE_TARGET_AVX2 void row_avx2(const float* gate, const float* up, const float* grad, int64_t n,
-                                  float* first, float* second) {
-  row_loop<kAct, kBwd>(gate, up, grad, n, first, second);
-}
-template <Activation kAct, bool kBwd>
-APEX_TE_TARGET_AVX512 void row_avx512(const float* gate, const float* up, const float* grad,
-                                      int64_t n, float* first, float* second) {
-  row_loop<kAct, kBwd>(gate, up, grad, n, first, second);
-}
-
-template <Activation kAct, bool kBwd>
-RowLoop row_loop_of() {
-  return use_avx512() ? row_avx512<kAct, kBwd>
-         : use_avx2() ? row_avx2<kAct, kBwd>
-                      : row_portable<kAct, kBwd>;
-}
-template <bool kBwd>
-RowLoop row_loop_of(Activation activation) {
-  switch (activation) {
-    case Activation::kGelu:
-      return row_loop_of<Activation::kGelu, kBwd>();
-    case Activation::kGeluErf:
-      return row_loop_of<Activation::kGeluErf, kBwd>();
-    case Activation::kRelu:
-      return row_loop_of<Activation::kRelu, kBwd>();
-    case Activation::kSigmoid:
-      return row_loop_of<Activation::kSigmoid, kBwd>();
-    default:
-      return row_loop_of<Activation::kSilu, kBwd>();
-  }
-}
-
-// A part of a row as floats, with the bias added: where it lies, or in `values`.
-APEX_TE_INLINE const float* read_row(const RowDType& dtype, const void* matrix, int64_t offset,
-                                     const float* bias, int64_t n, float* values) {
-  if (dtype.is_float() && !bias) return static_cast<const float*>(matrix) + offset;
-  dtype.widen(matrix, offset, n, values);
-  if (bias)
-    for (int64_t c = 0; c < n; ++c) values[c] += bias[c];
-  return values;
-}
 
 // Adds a row to the part's sums, and at the part's end those to the tile's.
 APEX_TE_INLINE void add_row(const float* values, int64_t n, bool is_last, float* part_sums,

@@ -158,6 +158,10 @@ def swiglu_operands(dtype: torch.dtype, columns: int) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def narrow_halves() -> dict[str, Any]:
+    return {"input": torch.randn(32, 128).bfloat16(), "up": torch.randn(32, 128).bfloat16()}
+
+
 def block_gemm_case() -> dict[str, Any]:
     a = block_quantize.block_quantize(matrix(32, 64), E4M3, columnwise=False)
     b = block_quantize.block_quantize(matrix(16, 64), E4M3, block_rows=128, columnwise=False)
@@ -467,6 +471,13 @@ def make_case(name: str) -> Case:
         "swiglu.swiglu_bwd": Case({"grad_output": matrix(), **halves, "with_dbias": True}),
         "swiglu.swiglu_bwd_fp8": Case(
             fp8_case(grad_output=matrix(), **halves, with_dbias=True), ("amax",)
+        ),
+        "swiglu_block.swiglu_fwd_block": Case(
+            {**narrow_halves(), "fp8_dtype": E4M3, "amax": one(0.0)}, ("amax",)
+        ),
+        "swiglu_block.swiglu_bwd_block": Case(
+            {"grad_output": torch.randn(32, 128).bfloat16(), **narrow_halves(),
+             "fp8_dtype": E4M3, "amax": one(0.0)}, ("amax",)
         ),
         "wgrad_gemm.wgrad_gemm": Case(
             {"dy": matrix(32, 16), "x": x, "out": torch.zeros(16, 64), "accumulate": True}, ("out",)

@@ -1,0 +1,129 @@
+"""Gated activations and their gradients, cast to FP8 with one scale for each block of 1x128."""
+
+from __future__ import annotations
+
+import torch
+
+from . import swiglu
+from .argument_errors import checked
+from .block_quantize import BlockQuantized, allocate, block_quantize
+from .fp8_output import check_fp8_dtype
+from .registration import bind, note_written
+
+_fwd = bind("swiglu_block", "swiglu_fwd_block")
+_bwd = bind("swiglu_block", "swiglu_bwd_block")
+
+_BLOCK = 128
+
+
+@checked
+def swiglu_fwd_block(
+    input: torch.Tensor,
+    up: torch.Tensor | None,
+    fp8_dtype: torch.dtype,
+    *,
+    bias: torch.Tensor | None = None,
+    up_bias: torch.Tensor | None = None,
+    activation: str = "silu",
+    rowwise: bool = True,
+    columnwise: bool = True,
+    pad_columnwise: bool = False,
+    pow2: bool = True,
+    eps: float = 0.0,
+    amax: torch.Tensor | None = None,
+) -> BlockQuantized:
+    """Computes ``swiglu`` and casts its result [M, F] with ``block_quantize`` in one kernel.
+
+    Bits equal those of the two ops, of which the first rounds to the input's dtype; its result is
+    not written to memory. For float32 the two ops run.
+
+    Args:
+        input, up, bias, up_bias, activation: as in ``swiglu.swiglu``. M is the product of the
+            input's sizes but the last.
+        fp8_dtype: torch.float8_e4m3fn or torch.float8_e5m2.
+        rowwise, columnwise, pad_columnwise, pow2, eps, amax: as in ``block_quantize``.
+
+    Returns:
+        The copies [M, F] and [F, M] that are asked for, with their scale_inv.
+
+    Raises:
+        TypeError: the cases of ``swiglu.swiglu`` and ``block_quantize``.
+        ValueError: the cases of ``swiglu.swiglu`` and ``block_quantize``.
+    """
+    code = swiglu._activation_code("swiglu_fwd_block", activation)
+    check_fp8_dtype("swiglu_fwd_block", fp8_dtype)
+    matrix, up_matrix = swiglu._matrices("swiglu_fwd_block", input, up)
+    rows, cols = swiglu._extents(matrix, up_matrix)
+    if matrix.dtype is torch.float32:
+        values = swiglu.swiglu_fwd(matrix, up_matrix, bias, up_bias, activation=activation)
+        return block_quantize(
+            values, fp8_dtype, rowwise=rowwise, columnwise=columnwise,
+            pad_columnwise=pad_columnwise, pow2=pow2, eps=eps, amax=amax,
+        )  # fmt: skip
+    _check_any("swiglu_fwd_block", rowwise, columnwise, amax)
+    out = allocate(matrix, rows, cols, fp8_dtype, 1, rowwise, columnwise, pad_columnwise)
+    _fwd(matrix, up_matrix, bias, up_bias, *out, amax, eps, pow2, code)
+    note_written(amax)
+    return out.of_rows(rows)
+
+
+@checked
+def swiglu_bwd_block(
+    grad_output: torch.Tensor,
+    input: torch.Tensor,
+    up: torch.Tensor | None,
+    fp8_dtype: torch.dtype,
+    *,
+    bias: torch.Tensor | None = None,
+    up_bias: torch.Tensor | None = None,
+    activation: str = "silu",
+    rowwise: bool = True,
+    columnwise: bool = True,
+    pad_columnwise: bool = False,
+    pow2: bool = True,
+    eps: float = 0.0,
+    amax: torch.Tensor | None = None,
+) -> BlockQuantized:
+    """Computes the gradients of gate and up side by side and casts them with ``block_quantize``.
+
+    One kernel writes the bits of the two ops, of which the first, ``swiglu_bwd``, rounds to the
+    input's dtype. For float32, and if F is no multiple of 128, the two ops run.
+
+    Args:
+        grad_output: [..., F], gradient of the output.
+        input, up, bias, up_bias, activation, fp8_dtype, rowwise, columnwise, pad_columnwise, pow2,
+            eps, amax: as in ``swiglu_fwd_block``.
+
+    Returns:
+        The copies [M, 2F] and [2F, M] that are asked for, with their scale_inv, also if gate and
+        up are given as two tensors.
+
+    Raises:
+        TypeError: the cases of ``swiglu.swiglu`` and ``block_quantize``.
+        ValueError: the cases of ``swiglu.swiglu`` and ``block_quantize``.
+    """
+    code = swiglu._activation_code("swiglu_bwd_block", activation)
+    check_fp8_dtype("swiglu_bwd_block", fp8_dtype)
+    matrix, up_matrix = swiglu._matrices("swiglu_bwd_block", input, up)
+    rows, cols = swiglu._extents(matrix, up_matrix)
+    grad_matrix = swiglu._grad_matrix("swiglu_bwd_block", grad_output, input, cols)
+    if matrix.dtype is torch.float32 or cols % _BLOCK:
+        grads = swiglu.swiglu_bwd(
+            grad_matrix, matrix, up_matrix, bias, up_bias, activation=activation
+        )
+        values = grads.input if grads.up is None else torch.cat([grads.input, grads.up], dim=1)
+        return block_quantize(
+            values, fp8_dtype, rowwise=rowwise, columnwise=columnwise,
+            pad_columnwise=pad_columnwise, pow2=pow2, eps=eps, amax=amax,
+        )  # fmt: skip
+    _check_any("swiglu_bwd_block", rowwise, columnwise, amax)
+    out = allocate(matrix, rows, 2 * cols, fp8_dtype, 1, rowwise, columnwise, pad_columnwise)
+    _bwd(grad_matrix, matrix, up_matrix, bias, up_bias, *out, amax, eps, pow2, code)
+    note_written(amax)
+    return out.of_rows(rows)
+
+
+def _check_any(op: str, rowwise: bool, columnwise: bool, amax: torch.Tensor | None) -> None:
+    """Raises ValueError if the caller asks for no result."""
+    if not (rowwise or columnwise or amax is not None):
+        raise ValueError(f"{op}: rowwise, columnwise or amax must be asked for, got none")

@@ -1,0 +1,50 @@
+// swiglu_block: act(gate) * up and its gradients in FP8 blocks of 1 x 128.
+//
+// The results are block_quantize's casts of the results of swiglu_fwd and swiglu_bwd, rounded to
+// the inputs' 16-bit dtype, which is not written to memory. Of the gradient F is a multiple of 128,
+// so that no block has elements of both halves.
+#pragma once
+
+#include "common/numerics/block_cast.h"
+#include "swiglu/swiglu.h"
+
+APEX_TE_FUNCTION(swiglu_fwd_block,
+                 "input: Tensor, up: Tensor?, bias: Tensor?, up_bias: Tensor?, rowwise: Tensor!?, "
+                 "rowwise_scale_inv: Tensor!?, columnwise: Tensor!?, "
+                 "columnwise_scale_inv: Tensor!?, amax: Tensor!?, eps: float, pow2: bool, "
+                 "activation: int")
+APEX_TE_FUNCTION(swiglu_bwd_block,
+                 "grad_output: Tensor, input: Tensor, up: Tensor?, bias: Tensor?, "
+                 "up_bias: Tensor?, rowwise: Tensor!?, rowwise_scale_inv: Tensor!?, "
+                 "columnwise: Tensor!?, columnwise_scale_inv: Tensor!?, amax: Tensor!?, "
+                 "eps: float, pow2: bool, activation: int")
+
+namespace apex_te {
+
+struct SwigluBlock {
+  Swiglu op;
+  BlockCast cast;
+};
+
+inline SwigluBlock check_swiglu_block(Args& args, bool is_bwd) {
+  SwigluBlock p = {};
+  Swiglu& op = p.op;
+  TensorView grad_output;
+  if (is_bwd) grad_output = args.tensor();
+  check_swiglu_input(args, op);
+  if (op.dtype == DType::kFloat32)
+    fail(kApexTeTypeError, "%s: input must be float16 or bfloat16, got float32", args.name());
+  if (is_bwd) {
+    if (op.cols % kBlock)
+      fail(kApexTeValueError, "%s: up must have a multiple of 128 columns, got %lld", args.name(),
+           static_cast<long long>(op.cols));
+    grad_output.has_dtype({op.dtype}).has_shape({op.rows, op.cols}).is_dense();
+    op.grad_output = grad_output.data<void>();
+  }
+  p.cast = check_block_cast(args, op.dtype, op.rows, (is_bwd ? 2 : 1) * op.cols, true);
+  op.fp8 = p.cast.fp8;
+  check_swiglu_activation(args, op);
+  return p;
+}
+
+}  // namespace apex_te
