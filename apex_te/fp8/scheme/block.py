@@ -13,10 +13,11 @@ from ...ops._head_order import sorted_heads
 from ...ops.block_quantize import ROW_MULTIPLE, block_dequantize, block_quantize, scale_shape
 from ...ops.byte_transpose import byte_transpose
 from ...ops.fp8_gemm import block_scaled_gemm
+from ...ops.fp8_output import FP8_DTYPES
 from ...runtime.gpu_arch import nvidia_capability
 from ..tensor import QuantizedTensor
 from .gemm_backend import WGRAD, GemmBackend, warn_emulated
-from .quantizer import Quantizer, Repeatable
+from .quantizer import FusedCast, Quantizer, Repeatable
 from .registry import Scheme
 from .stored_layout import Layout
 
@@ -68,6 +69,16 @@ class BlockQuantizer(Quantizer):
             pad_columnwise=self.pad_columnwise, pow2=self.pow2, eps=self.eps,
         )  # fmt: skip
         return QuantizedTensor(*out, self.dtype), x.sum(0) if with_dbias else None
+
+    def produce(
+        self, producer: FusedCast, rowwise: bool = True, columnwise: bool = True
+    ) -> QuantizedTensor:
+        if self.block_rows != 1 or not producer.can_fuse_blocks or self.dtype not in FP8_DTYPES:
+            return super().produce(producer, rowwise, columnwise)
+        out = producer.blocks(
+            self.dtype, rowwise, columnwise, self.pad_columnwise, self.pow2, self.eps
+        )
+        return QuantizedTensor(*out, self.dtype)
 
     def repeatable(self) -> Repeatable:
         return Repeatable((), None)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 import torch
 
 from ...ops._head_order import sorted_heads
+from ...ops.block_quantize import BlockQuantized
 from ...ops.fp8_output import FP8_DTYPES, FP8Output
 from ..tensor import QuantizedTensor
 
@@ -23,6 +24,7 @@ class FusedCast(Protocol):
     Attributes:
         x: the op's input, ``[rows, ...]``.
         can_fuse: True if the op has ``fp8``; otherwise it has only ``plain``.
+        can_fuse_blocks: True if the op has ``blocks``.
         copies: True if ``plain`` only copies its inputs to one tensor and computes nothing.
         with_dbias: True if the column sums of the result are wanted in ``dbias``.
         dbias: column sums ``[cols]``, or None; set by ``plain`` or ``fp8`` if the op can compute
@@ -31,6 +33,7 @@ class FusedCast(Protocol):
 
     x: torch.Tensor
     can_fuse: bool
+    can_fuse_blocks: bool
     copies: bool
     with_dbias: bool
     dbias: torch.Tensor | None
@@ -58,6 +61,20 @@ class FusedCast(Protocol):
             rowwise, columnwise: the copies to write; with neither the op only computes the amax.
             amax: fp32 ``[1]``, replaced by its maximum with the result's amax; None: not computed.
             pad_columnwise: pad the columnwise copy with zeros to a multiple of 16 rows.
+        """
+
+    def blocks(
+        self,
+        dtype: torch.dtype,
+        rowwise: bool,
+        columnwise: bool,
+        pad_columnwise: bool,
+        pow2: bool,
+        eps: float,
+    ) -> BlockQuantized:
+        """Returns the result ``[rows, cols]`` with a scale for each block of 1x128.
+
+        The bits are those of ``block_quantize`` of what ``plain`` returns; arguments are its, too.
         """
 
 

@@ -6,7 +6,8 @@ from typing import Any
 
 import torch
 
-from ...ops import activation, bias_gelu, layer_norm, rms_norm, swiglu
+from ...ops import activation, bias_gelu, layer_norm, rms_norm, swiglu, swiglu_block
+from ...ops.block_quantize import BlockQuantized
 from ...ops.fp8_output import FP8Output
 
 __all__ = [
@@ -80,6 +81,7 @@ class BaseFusedCast:
 
     __slots__ = ("dbias", "with_dbias", "x")
     can_fuse = True
+    can_fuse_blocks = False
     copies = False
 
     def __init__(self, x: torch.Tensor, with_dbias: bool = False) -> None:
@@ -92,6 +94,18 @@ class BaseFusedCast:
         x = self.x
         new = x.new_empty(2, dtype=torch.float32)
         return x.new_zeros(1, dtype=torch.float32), new[:1], new[1:]
+
+    def blocks(
+        self,
+        dtype: torch.dtype,
+        rowwise: bool,
+        columnwise: bool,
+        pad_columnwise: bool,
+        pow2: bool,
+        eps: float,
+    ) -> BlockQuantized:
+        """Returns the result in blocks if ``can_fuse_blocks`` is True; see ``FusedCast.blocks``."""
+        raise NotImplementedError
 
 
 class NormForward(BaseFusedCast):
@@ -225,11 +239,12 @@ class ActivationForward(BaseFusedCast):
         x: ``[rows, F]``, or ``[rows, 2F]`` for a gated activation.
     """
 
-    __slots__ = ("name",)
+    __slots__ = ("can_fuse_blocks", "name")
 
     def __init__(self, name: str, x: torch.Tensor) -> None:
         super().__init__(x)
         self.name = name
+        self.can_fuse_blocks = name in GATED
 
     def plain(self) -> torch.Tensor:
         """Returns the activation ``[rows, F]`` in the dtype of ``x``, without a cast to FP8."""
@@ -258,6 +273,21 @@ class ActivationForward(BaseFusedCast):
             return swiglu.swiglu_fwd_fp8(self.x, None, scale, dtype, activation=gate, **options)
         return activation.activation_fwd_fp8(self.x, PLAIN[self.name], scale, dtype, **options)
 
+    def blocks(
+        self,
+        dtype: torch.dtype,
+        rowwise: bool,
+        columnwise: bool,
+        pad_columnwise: bool,
+        pow2: bool,
+        eps: float,
+    ) -> BlockQuantized:
+        """Returns the activation's result ``[rows, F]`` in blocks; see ``FusedCast.blocks``."""
+        return swiglu_block.swiglu_fwd_block(
+            self.x, None, dtype, activation=GATED[self.name], rowwise=rowwise,
+            columnwise=columnwise, pad_columnwise=pad_columnwise, pow2=pow2, eps=eps,
+        )  # fmt: skip
+
 
 class ActivationBackward(BaseFusedCast):
     """Gradient of an activation's input, as a fused cast.
@@ -269,7 +299,7 @@ class ActivationBackward(BaseFusedCast):
         with_dbias: sum the columns of the result into ``dbias``.
     """
 
-    __slots__ = ("can_fuse", "dy", "name")
+    __slots__ = ("can_fuse", "can_fuse_blocks", "dy", "name")
 
     def __init__(self, name: str, dy: torch.Tensor, x: torch.Tensor, with_dbias: bool) -> None:
         super().__init__(x, with_dbias)
@@ -277,6 +307,7 @@ class ActivationBackward(BaseFusedCast):
         self.dy = dy
         # The kernels of the other activations have no column sums.
         self.can_fuse = name in GATED or name == "gelu" or not with_dbias
+        self.can_fuse_blocks = name in GATED and not with_dbias
 
     def plain(self) -> torch.Tensor:
         """Returns the gradient in the shape and dtype of ``x``, without a cast to FP8.
@@ -326,3 +357,18 @@ class ActivationBackward(BaseFusedCast):
         if grads.dbias is not None:
             self.dbias = grads.dbias
         return grads.output
+
+    def blocks(
+        self,
+        dtype: torch.dtype,
+        rowwise: bool,
+        columnwise: bool,
+        pad_columnwise: bool,
+        pow2: bool,
+        eps: float,
+    ) -> BlockQuantized:
+        """Returns the gradient, in the shape of ``x``, in blocks; see ``FusedCast.blocks``."""
+        return swiglu_block.swiglu_bwd_block(
+            self.dy, self.x, None, dtype, activation=GATED[self.name], rowwise=rowwise,
+            columnwise=columnwise, pad_columnwise=pad_columnwise, pow2=pow2, eps=eps,
+        )  # fmt: skip
