@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from ..runtime.op_options import gated_activation_number
 from . import swiglu
 from .argument_errors import checked
 from .block_quantize import BlockQuantized, allocate, block_quantize
@@ -50,7 +51,7 @@ def swiglu_fwd_block(
         TypeError: the cases of ``swiglu.swiglu`` and ``block_quantize``.
         ValueError: the cases of ``swiglu.swiglu`` and ``block_quantize``.
     """
-    code = swiglu._activation_code("swiglu_fwd_block", activation)
+    code = gated_activation_number("swiglu_fwd_block", activation)
     check_fp8_dtype("swiglu_fwd_block", fp8_dtype)
     matrix, up_matrix = swiglu._matrices("swiglu_fwd_block", input, up)
     rows, cols = swiglu._extents(matrix, up_matrix)
@@ -102,7 +103,7 @@ def swiglu_bwd_block(
         TypeError: the cases of ``swiglu.swiglu`` and ``block_quantize``.
         ValueError: the cases of ``swiglu.swiglu`` and ``block_quantize``.
     """
-    code = swiglu._activation_code("swiglu_bwd_block", activation)
+    code = gated_activation_number("swiglu_bwd_block", activation)
     check_fp8_dtype("swiglu_bwd_block", fp8_dtype)
     matrix, up_matrix = swiglu._matrices("swiglu_bwd_block", input, up)
     rows, cols = swiglu._extents(matrix, up_matrix)
