@@ -2,7 +2,7 @@
 
 That saves the high-precision input of each GEMM for schemes that know the scale before the data
 (delayed scaling) or find it in a pass before the cast (current scaling). Block scales are found in
-the high-precision result.
+the high-precision result, which the kernels of gated activations do not write.
 """
 
 from __future__ import annotations
