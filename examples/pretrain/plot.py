@@ -2,11 +2,15 @@
 """Draws loss curves of runs, and below them the difference to the first run.
 
 python examples/pretrain/plot.py runs/bf16 runs/delayed runs/blockwise --out loss.png
+
+With ``--save curves.json`` the losses are kept in one small file, which stands for its runs in a
+later call: ``plot.py curves.json runs/tensorwise``.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -28,6 +32,35 @@ class Curve(NamedTuple):
     tokens: int
     train: dict[int, float]
     held_out: dict[int, float]
+
+
+def read_curves(path: Path) -> list[Curve]:
+    """Returns the curve of a run's folder or log, or all curves of a file that ``save`` wrote."""
+    if path.suffix != ".json":
+        return [read_curve(path)]
+    return [
+        Curve(
+            run["name"],
+            run["tokens"],
+            *({int(step): loss for step, loss in run[kind].items()} for kind in Curve._fields[2:]),
+        )
+        for run in json.loads(path.read_text(encoding="utf-8"))["runs"]
+    ]
+
+
+def save(curves: Sequence[Curve], path: Path) -> None:
+    """Writes curves into a JSON file, losses with 5 decimals; what else it holds stays."""
+    kept = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    kept["runs"] = [
+        {
+            "name": curve.name,
+            "tokens": curve.tokens,
+            "train": {step: round(loss, 5) for step, loss in curve.train.items()},
+            "held_out": {step: round(loss, 5) for step, loss in curve.held_out.items()},
+        }
+        for curve in curves
+    ]
+    path.write_text(json.dumps(kept) + "\n", encoding="utf-8")
 
 
 def read_curve(path: Path) -> Curve:
@@ -66,19 +99,31 @@ def difference(losses: dict[int, float], base: dict[int, float]) -> dict[int, fl
 
 
 def table(curves: Sequence[Curve]) -> str:
-    """Returns a line for each run: its last held-out loss, and what it is above the first run's."""
-    lines = [f"{'run':24} {'tokens':>12} {'held-out':>9} {'to first':>9} {'training':>9}"]
+    """Returns a line for each run: its last held-out loss, and what it is above the first run's.
+
+    The last two columns are the training loss, as ``smooth`` gives it, and how much it is above the
+    first run's: halfway and at the end.
+    """
+    lines = [
+        f"{'run':24} {'tokens':>12} {'held-out':>9} {'to first':>9} {'training':>9} "
+        f"{'halfway':>9} {'end':>9}"
+    ]
+    first = smooth(curves[0].train, 0.98)
     for curve in curves:
         steps = sorted(curve.held_out)
         last = steps[-1] if steps else max(curve.train)
         held_out = f"{curve.held_out[last]:9.4f}" if steps else f"{'':9}"
         base = curves[0].held_out
         gap = f"{100 * (curve.held_out[last] / base[last] - 1):+8.3f}%" if last in base else ""
-        training = smooth(curve.train, 0.98)[max(curve.train)]
+        training = smooth(curve.train, 0.98)
+        end = max(curve.train)
+        gaps = difference(training, first) if curve is not curves[0] else {}
+        above = (f"{gaps[at]:+8.3f}%" if at in gaps else "" for at in (end // 2, end))
         lines.append(
-            f"{curve.name:24} {last * curve.tokens:12,} {held_out} {gap:>9} {training:9.4f}"
+            f"{curve.name:24} {last * curve.tokens:12,} {held_out} {gap:>9} {training[end]:9.4f} "
+            + " ".join(f"{text:>9}" for text in above)
         )
-    return "\n".join(lines)
+    return "\n".join(line.rstrip() for line in lines)
 
 
 def draw(curves: Sequence[Curve], path: Path, keep: float = 0.98) -> None:
@@ -135,11 +180,14 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("runs", type=Path, nargs="+", help="folders, the base first")
+    parser.add_argument("runs", type=Path, nargs="+", help="folders or saved curves, base first")
     parser.add_argument("--out", type=Path, default=Path("loss.png"))
+    parser.add_argument("--save", type=Path, metavar="FILE", help="write the curves as JSON, too")
     args = parser.parse_args(argv)
-    curves = [read_curve(path) for path in args.runs]
+    curves = [curve for path in args.runs for curve in read_curves(path)]
     print(table(curves))
+    if args.save:
+        save(curves, args.save)
     draw(curves, args.out)
     print(args.out)
 

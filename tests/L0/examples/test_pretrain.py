@@ -305,8 +305,17 @@ def test_curves_and_their_differences(tmp_path):
     gap = plot.difference(curves[1].held_out, curves[0].held_out)
     assert gap == pytest.approx({10: 10.0, 20: 10.0})
     assert "+10.000%" in plot.table(curves).splitlines()[2]
-    plot.main([str(tmp_path / "bf16"), str(tmp_path / "delayed"), "--out", str(tmp_path / "a.png")])
+    runs, saved = [str(tmp_path / name) for name in ("bf16", "delayed")], tmp_path / "saved.json"
+    plot.main([*runs, "--out", str(tmp_path / "a.png"), "--save", str(saved)])
     assert (tmp_path / "a.png").stat().st_size > 10_000
+    again = plot.read_curves(saved)
+    assert [curve.name for curve in again] == ["bf16", "delayed"]
+    for kept, curve in zip(again, curves, strict=True):
+        assert kept.tokens == curve.tokens == 16
+        assert kept.train == pytest.approx(curve.train, abs=1e-5)
+        assert kept.held_out == pytest.approx(curve.held_out, abs=1e-5)
+    assert plot.table(again) == plot.table(curves)
+    assert plot.table(again).splitlines()[2].count("%") == 3
 
 
 @pytest.mark.parametrize(
