@@ -389,8 +389,11 @@ class FP8Parameter(torch.Tensor):
         held = self._held
         assert held.rowwise is not None
         assert held.rowwise_scale_inv is not None
-        # FP8 data as bytes, which every version of torch can load.
-        tensors = (held.rowwise.view(torch.uint8), held.rowwise_scale_inv)
+        # FP8 data as bytes, which every version of torch can load, and plain pickle.
+        scale_inv = held.rowwise_scale_inv
+        if scale_inv.dtype is torch.float8_e8m0fnu:
+            scale_inv = scale_inv.view(torch.uint8)
+        tensors = (held.rowwise.view(torch.uint8), scale_inv)
         initial = (self._initial.wanted, self._initial.value)
         recipe = pack_recipe(self._recipe)
         saved = (recipe, self.dtype, tensors, _flags(self), initial)
@@ -532,7 +535,7 @@ def _rebuild(
     Args:
         packed: what ``pack_recipe`` returned.
         dtype: nominal dtype.
-        tensors: the rowwise data as uint8, and their ``scale_inv``.
+        tensors: the rowwise data as uint8, and their ``scale_inv``, float8_e8m0fnu as uint8.
         flags: whether it is a ``torch.nn.Parameter``, and ``requires_grad``.
         initial: the arguments of ``_Initial``.
         attributes: attributes that users have set, by name.
@@ -540,6 +543,8 @@ def _rebuild(
     """
     recipe = unpack_recipe(packed)
     rowwise, scale_inv = tensors
+    if scale_inv.dtype is torch.uint8:
+        scale_inv = scale_inv.view(torch.float8_e8m0fnu)
     fp8_data = rowwise.view(quantizers_of(recipe, rowwise.device).weight.dtype)
     held = QuantizedTensor(fp8_data, scale_inv, None, None, fp8_data.dtype)
     size = None if shape is None else torch.Size(shape)

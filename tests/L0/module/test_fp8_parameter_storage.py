@@ -61,6 +61,7 @@ def test_copies_and_pickles(name):
     torch.save(module, file)
     file.seek(0)
     others = [copy.deepcopy(module).weight, loaded, torch.load(file, weights_only=False).weight]
+    others.append(pickle.loads(pickle.dumps(module)).weight)
     initial = module.weight.get_high_precision_init_val()
     for other in others:
         assert type(other) is FP8Parameter
