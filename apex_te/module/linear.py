@@ -481,8 +481,9 @@ class Linear(LinearLayer, torch.nn.Linear):  # type: ignore[misc]
         before it rounds, and so in backward for the input's gradient. Layers that take the same
         tensor one after another in a region, such as the projections to queries, keys and values,
         then cast it once if the recipe keeps no state, and add up its gradient in their products.
-        A write to the tensor between the calls ends that; one through ``data`` or other memory of
-        the tensor does not count in its version and is not noticed. Elsewhere the result is that
+        A write to the tensor between the calls ends that, and so does a second call of the layer
+        that took it first; a write through ``data``, by a collective or to other memory of the
+        tensor does not count in its version and is not noticed before. Elsewhere the result is that
         of torch's ops.
 
         Args:

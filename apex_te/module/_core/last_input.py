@@ -24,6 +24,8 @@ class Entry(NamedTuple):
         key: ``Quantizer.cast_key()`` of the quantizer that made ``quantized``, or None.
         quantized: the rowwise copy of the input, or None.
         alias: the input as an output of the autograd function that took it last, or None.
+        grad_fn: the input's node in autograd's graph when ``alias`` was made.
+        first: the weight of the layer that took the input first.
     """
 
     inp: weakref.ref
@@ -32,6 +34,18 @@ class Entry(NamedTuple):
     key: tuple | None
     quantized: QuantizedTensor | None
     alias: torch.Tensor | None
+    grad_fn: Any
+    first: torch.Tensor
+
+    def taken(self, inp: torch.Tensor) -> torch.Tensor:
+        """Returns the tensor whose gradient is that of ``inp``: the alias, if there is one.
+
+        An input that was detached since the alias was made has another place in the graph.
+        """
+        alias = self.alias
+        if alias is None or not inp.requires_grad or inp.grad_fn is not self.grad_fn:
+            return inp
+        return alias
 
 
 class _InputRef(weakref.ref):
@@ -61,10 +75,21 @@ class LastInput:
     def __init__(self) -> None:
         self.entry: Entry | None = None
 
-    def find(self, inp: torch.Tensor) -> Entry | None:
-        """Returns the entry if it is that of ``inp``, not written to since, on this stream."""
+    def find(self, inp: torch.Tensor, weight: torch.Tensor) -> Entry | None:
+        """Returns the entry if it is that of ``inp``, not written to since, on this stream.
+
+        The layer that took the input first begins anew when it takes it again: the input may then
+        be a buffer with the next batch, which a collective or the replay of a CUDA graph writes
+        without raising its version.
+
+        Args:
+            inp: the input, as the caller passed it.
+            weight: the weight of the layer that takes it.
+        """
         entry = self.entry
         if entry is None or entry.inp() is not inp or inp._version != entry.version:
+            return None
+        if entry.first is weight:
             return None
         return entry if entry.stream == _stream(inp) else None
 
@@ -74,11 +99,13 @@ class LastInput:
         key: tuple | None,
         quantized: QuantizedTensor | None,
         alias: torch.Tensor | None,
+        first: torch.Tensor,
     ) -> None:
         """Replaces the entry by one of the ``Entry``'s attributes."""
         ref = _InputRef(inp, _forget)
         ref.owner = weakref.ref(self)
-        self.entry = Entry(ref, inp._version, _stream(inp), key, quantized, alias)
+        node = None if alias is None else inp.grad_fn
+        self.entry = Entry(ref, inp._version, _stream(inp), key, quantized, alias, node, first)
 
     def clear(self) -> None:
         """Drops the entry."""

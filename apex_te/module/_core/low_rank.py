@@ -97,11 +97,11 @@ def fused_product(
     if low.inp is None and inp.dtype is not call.dtype:
         low = low._replace(inp=inp.to(call.dtype))
     last = last_input(inp)
-    entry = None if last is None else last.find(inp)
+    entry = None if last is None else last.find(inp, weight)
     assert call.quantizers is not None
     quantizer = call.quantizers[0].input
     x = cast_once(entry, quantizer, as_matrix(inp.detach()))
-    taken = inp if entry is None or entry.alias is None else entry.alias
+    taken = inp if entry is None else entry.taken(inp)
     tensors = (taken, low.inp, weight, bias, low.down, low.up)
     rest = (low.scaling, call, x, last)
     if torch.is_grad_enabled():
@@ -112,7 +112,8 @@ def fused_product(
     if last is not None:
         keep = inp.requires_grad and torch.is_grad_enabled()
         key = quantizer.cast_key()
-        last.note(inp, key, None if key is None else x, alias if keep else None)
+        first = weight if entry is None else entry.first
+        last.note(inp, key, None if key is None else x, alias if keep else None, first)
     return out
 
 
@@ -182,8 +183,40 @@ class LowRankLinearFunction(OpFunction):
         if last is not None:  # what forward made is of no use from here on
             last.clear()
         if grad is None:
+            _keep_saved(ctx)
             return later, *(None,) * 9
         return without_autocast(_low_rank_backward, ctx, grad, later)
+
+
+def _keep_saved(ctx: Any) -> None:
+    """Keeps the saved tensors for a backward of the output that comes later.
+
+    The backward that runs passes only the input's gradient on, and autograd frees what was saved
+    behind it, although the output's own graph was not asked for.
+    """
+    if torch.compiler.is_compiling():
+        return
+    try:
+        saved = ctx.saved_tensors
+    except RuntimeError:  # freed by a backward of the output, or kept already
+        return
+    ctx.taken = saved
+    ctx.versions = [0 if t is None or t.is_inference() else t._version for t in saved]
+
+
+def _take_unchanged(ctx: Any) -> tuple:
+    """Returns the saved tensors, as ``take_saved``; those of ``_keep_saved`` if not written to."""
+    kept = getattr(ctx, "taken", None) is not None
+    saved = take_saved(ctx)
+    if kept:
+        for tensor, version in zip(saved, ctx.versions, strict=True):
+            if tensor is not None and not tensor.is_inference() and tensor._version != version:
+                raise RuntimeError(
+                    "Linear: a tensor needed for gradient computation has been modified by an "
+                    f"inplace operation: {list(tensor.shape)} is at version {tensor._version}; "
+                    f"expected version {version}"
+                )
+    return saved
 
 
 def _low_rank_backward(ctx: Any, grad: torch.Tensor, later: torch.Tensor | None) -> tuple:
@@ -195,7 +228,7 @@ def _low_rank_backward(ctx: Any, grad: torch.Tensor, later: torch.Tensor | None)
         later: the gradient of the input from functions that took it later, or None.
     """
     needs, scaling = ctx.needs_input_grad, ctx.scaling
-    x, small, down, up, *saved = take_saved(ctx)
+    x, small, down, up, *saved = _take_unchanged(ctx)
     dy = as_matrix(grad)
     grad_inp = grad_low = grad_down = grad_up = None
     d_small: Any = None
