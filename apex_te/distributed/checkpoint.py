@@ -208,12 +208,33 @@ class _Repeatable:
             out = self.function(*args[:count], **keywords)
         finally:
             local.is_checkpointed = before
+        if self.has_grad and not torch.is_grad_enabled():  # the reentrant form
+            out = _with_aliases(out, args)
         self.has_run = True
         self.conditions.note_scales()  # after the first run, which may have allocated them
         if self.stack is not None and self.parts is not None:
             self.stack.enter_context(saved_tensors_hooks(self.parts.pack, self.parts.unpack))
             self.stack = self.parts = None
         return out
+
+
+def _with_aliases(out: Any, args: tuple[Any, ...]) -> Any:
+    """Returns a function's result with aliases of the parameters in it, such as a returned bias.
+
+    Autograd takes what a reentrant checkpoint returns for computed by it. A parameter would stop
+    being a leaf, and a later backward from it would recompute the function without end.
+
+    Args:
+        out: the result, computed without grad.
+        args: the function's arguments, which autograd knows when they are returned.
+    """
+    if isinstance(out, tuple):
+        made = tuple(_with_aliases(value, args) for value in out)
+        same = all(new is old for new, old in zip(made, out, strict=True))
+        return out if same else made
+    if not isinstance(out, torch.Tensor) or any(out is value for value in args):
+        return out
+    return out.detach() if out.requires_grad or isinstance(out, torch.nn.Parameter) else out
 
 
 class RunConditions:

@@ -223,3 +223,26 @@ def test_regions_inside_of_the_function(kind, scheme, device):
         assert len(plain) == len(again)
         for a, b in zip(plain, again, strict=True):
             assert torch.equal(a, b)
+
+
+@reentrant
+@pytest.mark.parametrize("frozen", [True, False])
+def test_returned_parameters_stay_leaves(use_reentrant, frozen, device):
+    """A module's returned bias gets its gradient, and is as before in the next step."""
+    found = []
+    for checkpointed in (False, True):
+        torch.manual_seed(0)
+        module = Linear(16, 16, return_bias=True, device=device)
+        module.bias.requires_grad_(not frozen)
+        for _ in range(2):
+            x = torch.ones(4, 16, device=device).requires_grad_()
+            if checkpointed:
+                out, bias = checkpoint(module, x, use_reentrant=use_reentrant)
+            else:
+                out, bias = module(x)
+            assert module.bias.is_leaf
+            assert module.bias.requires_grad is not frozen
+            (out * bias.exp()).sum().backward()
+        found.append([x.grad, module.weight.grad, module.bias.grad])
+    for a, b in zip(*found, strict=True):
+        assert (a is None and b is None) or torch.equal(a, b)
