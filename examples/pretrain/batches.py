@@ -40,14 +40,32 @@ class Tokens:
     Attributes:
         meta: what prepare.py says of them.
         train, held_out: the tokens, each document followed by ``END``.
+
+    Raises:
+        ValueError: the folder is not one that prepare.py has written, or a file is cut short.
     """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.meta: dict[str, Any] = json.loads((folder / "meta.json").read_text("utf-8"))
-        dtype = np.dtype(self.meta["dtype"])
-        self.train = np.memmap(folder / "train.bin", dtype, "r")
-        self.held_out = np.memmap(folder / "held_out.bin", dtype, "r")
+        try:
+            self.meta: dict[str, Any] = json.loads((folder / "meta.json").read_text("utf-8"))
+        except (OSError, ValueError) as error:
+            raise ValueError(
+                f"tokens {folder}: must be a folder that prepare.py has written, got "
+                f"{type(error).__name__} when reading its meta.json"
+            ) from error
+        self.train, self.held_out = self._mapped("train"), self._mapped("held_out")
+
+    def _mapped(self, name: str) -> np.ndarray:
+        """Returns the tokens of a file, in as many as the folder's ``meta`` says."""
+        file, dtype = self.folder / f"{name}.bin", np.dtype(self.meta["dtype"])
+        wanted = self.meta[f"{name}_tokens"] * dtype.itemsize
+        found = file.stat().st_size if file.exists() else 0
+        if found != wanted:
+            raise ValueError(
+                f"tokens {self.folder}: {file.name} must have {wanted} bytes, got {found}"
+            )
+        return np.memmap(file, dtype, "r")
 
     def tokenizer(self) -> Any:
         """Returns the ``tokenizers.Tokenizer``."""

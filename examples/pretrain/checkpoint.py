@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import json
 import os
+import pickle
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -45,8 +47,19 @@ class Checkpoints:
 
     def steps(self) -> list[int]:
         """Returns the steps of whole checkpoints, oldest first."""
-        names = [path.name for path in self.folder.glob("step-*") if not path.suffix]
-        return sorted(int(name.split("-")[1]) for name in names)
+        names = [path.name.removeprefix("step-") for path in self.folder.glob("step-*")]
+        return sorted(int(name) for name in names if name.isdecimal())
+
+    def check_new(self) -> None:
+        """Raises ValueError if a run that begins anew would save among another's checkpoints.
+
+        The newest steps are kept and loaded, which may be the other run's.
+        """
+        if found := self.steps():
+            raise ValueError(
+                f"--out must have no checkpoints of another run without --resume, got "
+                f"{self._path(found[-1])}"
+            )
 
     def save(self, step: int) -> None:
         """Writes the checkpoint of a step, and deletes the oldest beyond ``keep``."""
@@ -83,16 +96,17 @@ class Checkpoints:
         """Loads the newest checkpoint and returns the step that it was saved after; 0 if none.
 
         Raises:
-            ValueError: the checkpoint is of a run with other settings or numbers of ranks.
+            ValueError: the checkpoint is of a run with other settings or numbers of ranks, or
+                cannot be read.
         """
         found = self.steps()
         if not found:
             return 0
         path = self._path(found[-1])
-        about = json.loads((path / "about.json").read_text("utf-8"))
+        about = _read(path / "about.json", lambda file: json.loads(file.read_text("utf-8")))
         self._check(path, about)
         if self.ranks.mesh is None:
-            state = torch.load(path / "state.pt", map_location="cpu", weights_only=True)
+            state = _read(path / "state.pt", _load)
             self.model.load_state_dict(state["model"])
             self.optimizer.load_state_dict(state["optimizer"])
             _restore_random_states(state["random"])
@@ -148,7 +162,7 @@ class Checkpoints:
             optim_state_dict=state["optimizer"],
         )  # fmt: skip
         random = path / f"random-{self.ranks.rank}.pt"
-        _restore_random_states(torch.load(random, map_location="cpu", weights_only=True))
+        _restore_random_states(_read(random, _load))
 
     @torch.no_grad()
     def _restore_fp8_parameters(self) -> None:
@@ -159,6 +173,25 @@ class Checkpoints:
         for parameter in self.model.parameters():
             if isinstance(parameter, FP8Parameter):
                 parameter.copy_(self.optimizer.state[parameter]["master_param"])
+
+
+def _load(file: Path) -> Any:
+    return torch.load(file, map_location="cpu", weights_only=True)
+
+
+def _read(file: Path, reader: Callable[[Path], Any]) -> Any:
+    """Returns what ``reader`` reads from a checkpoint's file.
+
+    Raises:
+        ValueError: the file is not there or damaged.
+    """
+    try:
+        return reader(file)
+    except (OSError, ValueError, RuntimeError, EOFError, KeyError, pickle.UnpicklingError) as error:
+        raise ValueError(
+            f"checkpoint {file.parent}: {file.name} must be whole, got {type(error).__name__} when "
+            "reading it; without this folder --resume goes on from the one before, if any"
+        ) from error
 
 
 def _random_states() -> dict[str, torch.Tensor]:

@@ -68,6 +68,8 @@ class Training:
         self.checkpoints = Checkpoints(
             args.out, args.keep, settings, built.model, built.optimizer, built.recipe, ranks
         )
+        if args.save_every and not args.resume:
+            self.checkpoints.check_new()
         self.first_step = self.checkpoints.load_newest() if args.resume else 0
         self.log: Any = NoLog()
         if ranks.rank == 0:

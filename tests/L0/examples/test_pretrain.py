@@ -1,6 +1,7 @@
 """Data, model and program of examples/pretrain, at sizes of seconds; its long runs are in L1."""
 
 import json
+import shutil
 import sys
 
 import numpy as np
@@ -260,6 +261,38 @@ def test_a_run_learns_and_goes_on_to_the_bit(folder, tmp_path, capsys):
     assert kinds.count("end") == 1
     with pytest.raises(ValueError, match="seed must be 1 as in the saved run, got 2"):
         run(folder, parted, *words, "--resume", "--seed", "2")
+
+
+def test_checkpoints_that_cannot_be_used(folder, tmp_path):
+    """Another run's are not mixed with a new run's; a damaged one is named."""
+    words = ["--steps", "2", "--eval-tokens", "0", "--sample", "0", "--save-every", "1"]
+    run(folder, tmp_path, *words)
+    with pytest.raises(ValueError, match=r"without --resume, got .*step-00000002"):
+        run(folder, tmp_path, *words)
+    (tmp_path / "step-of-mine").mkdir()  # no checkpoint
+    state = tmp_path / "step-00000002" / "state.pt"
+    state.write_bytes(state.read_bytes()[:5000])
+    with pytest.raises(ValueError, match=r"step-00000002: state\.pt must be whole, got \w+ when"):
+        run(folder, tmp_path, *words, "--resume")
+    (tmp_path / "step-00000002" / "about.json").write_text("{")
+    with pytest.raises(ValueError, match=r"step-00000002: about\.json must be whole"):
+        run(folder, tmp_path, *words, "--resume")
+    shutil.rmtree(state.parent)
+    _, losses = run(folder, tmp_path, *words, "--resume")
+    assert [step for step, _, _ in losses] == [1, 2]
+
+
+def test_token_files_that_cannot_be_used(folder, tmp_path):
+    with pytest.raises(ValueError, match=r"must be a folder that prepare.py has written, got File"):
+        batches.Tokens(tmp_path / "none")
+    copy = shutil.copytree(folder, tmp_path / "copy")
+    data = (copy / "train.bin").read_bytes()
+    (copy / "train.bin").write_bytes(data[:-2])
+    with pytest.raises(ValueError, match=f"must have {len(data)} bytes, got {len(data) - 2}"):
+        batches.Tokens(copy)
+    (copy / "meta.json").write_text("{")
+    with pytest.raises(ValueError, match=r"got JSONDecodeError when reading its meta.json"):
+        batches.Tokens(copy)
 
 
 @pytest.mark.parametrize("packed", [[], ["--packed"]])
