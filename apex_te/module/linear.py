@@ -14,7 +14,7 @@ from ._core.context import without_autograd
 from ._core.gemm import FP8Call, adds_in_product
 from ._core.head_layout import HeadLayout
 from ._core.linear_function import LinearFunction
-from ._core.low_rank import LowRank, fits, fused_product, low_rank_product
+from ._core.low_rank import LowRank, check_low_rank, fits, fused_product, low_rank_product
 from ._core.materialize import initialize, materialize
 from ._core.parallel import ParallelModule, checked_mode, divided, tag
 
@@ -497,8 +497,9 @@ class Linear(LinearLayer, torch.nn.Linear):  # type: ignore[misc]
             ``forward(inp) + scaling * (low_rank_inp @ down.T) @ up.T``, [..., out_features].
 
         Raises:
-            TypeError: a tensor has another dtype than ``forward`` allows for the parameters.
-            ValueError: a shape.
+            TypeError: an argument's type, or a tensor has another dtype than ``forward`` allows for
+                the parameters.
+            ValueError: a shape or device.
             NotImplementedError: the layer returns its bias, or is split over ranks.
         """
         name = type(self).__name__
@@ -507,19 +508,10 @@ class Linear(LinearLayer, torch.nn.Linear):  # type: ignore[misc]
             raise NotImplementedError(
                 f"{name}: {what} must not be set for forward_low_rank, got {getattr(self, what)!r}"
             )
-        rank = down.shape[0] if down.dim() else 0
-        for label, tensor, shape in (
-            ("down", down, (rank, self.in_features)),
-            ("up", up, (self.out_features, rank)),
-            ("low_rank_inp", inp if low_rank_inp is None else low_rank_inp, inp.shape),
-        ):
-            if tensor.shape != shape:
-                raise ValueError(
-                    f"{name}: {label} must have shape {list(shape)}, got {list(tensor.shape)}"
-                )
+        low = LowRank(down, up, scaling, low_rank_inp)
+        check_low_rank(name, inp, low, self.in_features, self.out_features)
         weight, bias = self._linear_operands()
         parameters = (weight, bias, down, up, low_rank_inp)
-        low = LowRank(down, up, scaling, low_rank_inp)
         return self._call(
             inp, self.in_features, parameters, (weight,), None, weight, bias, None, low
         )

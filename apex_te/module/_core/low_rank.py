@@ -16,7 +16,14 @@ from .context import take_saved, without_autocast, without_autograd
 from .gemm import FP8Call, as_matrix
 from .last_input import LastInput, cast_once, last_input
 
-__all__ = ["LowRank", "LowRankLinearFunction", "fits", "fused_product", "low_rank_product"]
+__all__ = [
+    "LowRank",
+    "LowRankLinearFunction",
+    "check_low_rank",
+    "fits",
+    "fused_product",
+    "low_rank_product",
+]
 
 
 class LowRank(NamedTuple):
@@ -39,6 +46,43 @@ class LowRank(NamedTuple):
         """Returns the low-rank product with all tensors in ``dtype``, known to autograd."""
         inp = None if self.inp is None else self.inp.to(dtype)
         return LowRank(self.down.to(dtype), self.up.to(dtype), self.scaling, inp)
+
+
+def check_low_rank(
+    name: str, inp: torch.Tensor, low: LowRank, in_features: int, out_features: int
+) -> None:
+    """Checks types, devices and shapes of a low-rank product's arguments.
+
+    Args:
+        name: the layer's class, for messages.
+        inp: the layer's input.
+        low: the product.
+        in_features, out_features: sizes of the layer's weight.
+
+    Raises:
+        TypeError: a tensor is none, or ``scaling`` is no number.
+        ValueError: a shape or device.
+    """
+    if not isinstance(low.scaling, (float, int)):
+        raise TypeError(f"{name}: scaling must be a float, got {type(low.scaling).__name__}")
+    down, up, low_inp = low.down, low.up, inp if low.inp is None else low.inp
+    for label, tensor in (("inp", inp), ("down", down), ("up", up), ("low_rank_inp", low_inp)):
+        if not isinstance(tensor, torch.Tensor):
+            raise TypeError(f"{name}: {label} must be a torch.Tensor, got {type(tensor).__name__}")
+        if tensor.device != inp.device:  # some of torch's ops take one on the meta device
+            raise ValueError(
+                f"{name}: {label} must be on the device of inp, {inp.device}, got {tensor.device}"
+            )
+    rank = down.shape[0] if down.dim() else 0
+    for label, tensor, shape in (
+        ("down", down, (rank, in_features)),
+        ("up", up, (out_features, rank)),
+        ("low_rank_inp", low_inp, inp.shape),
+    ):
+        if tensor.shape != shape:
+            raise ValueError(
+                f"{name}: {label} must have shape {list(shape)}, got {list(tensor.shape)}"
+            )
 
 
 def low_rank_product(low: LowRank, inp: torch.Tensor) -> torch.Tensor:

@@ -624,6 +624,14 @@ def test_errors(device):
         layer.forward_low_rank(x, down, up, 1.0, x[:1])
     with pytest.raises(TypeError, match="Linear: inp must have the dtype of the parameters"):
         layer.forward_low_rank(x, down.float(), up)
+    with pytest.raises(TypeError, match=r"Linear: down must be a torch\.Tensor, got NoneType"):
+        layer.forward_low_rank(x, None, up)
+    with pytest.raises(TypeError, match=r"Linear: inp must be a torch\.Tensor, got list"):
+        layer.forward_low_rank([x], down, up)
+    with pytest.raises(TypeError, match="Linear: scaling must be a float, got Tensor"):
+        layer.forward_low_rank(x, down, up, torch.ones(()))
+    with pytest.raises(ValueError, match=r"Linear: up must be on the device of inp, .*, got meta"):
+        layer.forward_low_rank(x, down, up.to("meta"))
     layer = Linear(IN, 32, params_dtype=torch.bfloat16, device=device, return_bias=True)
     with pytest.raises(NotImplementedError, match="Linear: return_bias must not be set"):
         layer.forward_low_rank(x, down, up)
