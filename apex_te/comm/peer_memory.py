@@ -18,7 +18,7 @@ import socket
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary, ref
 
 import torch
@@ -34,6 +34,7 @@ __all__ = ["PeerMemory", "peer_memory"]
 # Bytes of a rank's piece below which a step with collectives takes less time, because of the host's
 # time for one more GEMM and copy (figures: benchmarks/layers/bench_tensor_parallel.py).
 SMALLEST = 16 << 20
+MAX_SHAPES = 16  # of pieces of which a buffer keeps views
 _WANTED = "APEX_TE_PEER_MEMORY"
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
@@ -58,7 +59,7 @@ def peer_memory(group: Any, x: torch.Tensor, piece_bytes: int) -> PeerMemory | N
     """
     if not x.is_cuda or piece_bytes < SMALLEST or is_traced():
         return None
-    if torch.cuda.is_current_stream_capturing():  # replays would not take turns
+    if torch._C._cuda_isCurrentStreamCapturing():  # replays would not take turns
         return None
     group = distributed.group.WORLD if group is None else group
     try:
@@ -208,6 +209,11 @@ def _timeout_ms(group: Any, device: torch.device) -> int:
     return int(timeout.total_seconds() * 1e3)
 
 
+def _address(device: int) -> int:
+    """Returns the address of a GPU's current stream."""
+    return torch._C._cuda_getCurrentRawStream(device)
+
+
 def _event(stream: torch.cuda.Stream) -> torch.cuda.Event:
     """Returns an event that was recorded once, so that its ``cuda_event`` handle exists."""
     event = torch.cuda.Event()
@@ -223,6 +229,7 @@ class _Buffer:
     Attributes:
         own: uint8 ``[HEADER + size]``, this rank's memory, which peers write to.
         handle: torch's symmetric-memory handle, which keeps the memory of the peers mapped.
+        ranks: number of ranks.
         peers: memory of each peer, as uint8 tensors like ``own``, from the next rank on.
         sent: event recorded behind this rank's copies to peers.
         number: number of the exchange that the buffer serves, modulo 2^32.
@@ -233,17 +240,59 @@ class _Buffer:
         memory: the ``PeerMemory`` whose ranks and stream are used.
     """
 
-    __slots__ = ("handle", "number", "own", "peers", "sent")
+    __slots__ = ("_pieces", "handle", "number", "own", "peers", "ranks", "sent")
 
     def __init__(self, own: torch.Tensor, handle: Any, memory: PeerMemory) -> None:
         self.own = own
         self.handle = handle  # keeps the peers' memory mapped
+        self.ranks = memory.ranks
         self.peers = [
             handle.get_buffer((memory.rank + step) % memory.ranks, own.shape, own.dtype)
             for step in range(1, memory.ranks)
         ]
         self.sent = _event(memory.stream)
         self.number = 0
+        self._pieces: dict[tuple[torch.dtype, torch.Size], _Pieces] = {}
+
+    def pieces_like(self, x: torch.Tensor) -> _Pieces:
+        """Returns views of the pieces in ``own`` for an exchange of pieces like ``x``.
+
+        They are made once for each shape and dtype: the memory stays where it is.
+
+        Args:
+            x: contiguous ``[rows, ..]``, a piece; its values are not read.
+        """
+        key = x.dtype, x.shape
+        try:
+            return self._pieces[key]
+        except KeyError:
+            if len(self._pieces) >= MAX_SHAPES:
+                self._pieces.clear()
+            with torch.inference_mode(False):  # as a later training step uses them
+                found = self._pieces[key] = _Pieces.of(self.own, x, self.ranks)
+            return found
+
+
+class _Pieces(NamedTuple):
+    """Named tuple of views of a buffer's pieces.
+
+    Attributes:
+        whole: ``[ranks * rows, ..]``, all pieces.
+        places: slice of each rank's rows in ``whole``.
+        parts: ``[rows, ..]`` for each rank, its piece.
+    """
+
+    whole: torch.Tensor
+    places: list[slice]
+    parts: list[torch.Tensor]
+
+    @classmethod
+    def of(cls, own: torch.Tensor, x: torch.Tensor, ranks: int) -> _Pieces:
+        """Returns the views of ``own``, a buffer of ``ranks`` pieces like ``x`` behind a header."""
+        data, rows = own[HEADER : HEADER + x.nbytes * ranks], x.shape[0]
+        whole = data.view(x.dtype).view(rows * ranks, *x.shape[1:])
+        places = [slice(rank * rows, (rank + 1) * rows) for rank in range(ranks)]
+        return cls(whole, places, [whole[place] for place in places])
 
 
 class _Turns:
@@ -254,7 +303,9 @@ class _Turns:
         busy: an exchange was begun and has not ended.
     """
 
-    __slots__ = ("_buffers", "_last_stream", "_size", "_turn", "busy", "memory")
+    __slots__ = (
+        "_buffers", "_device", "_last_address", "_last_stream", "_size", "_turn", "busy", "memory",
+    )  # fmt: skip
 
     def __init__(self, memory: PeerMemory) -> None:
         self.memory = memory
@@ -262,6 +313,9 @@ class _Turns:
         self._buffers: list[_Buffer] = []
         self._size = 0
         self._turn = 0
+        self._device = memory.device.index
+        # Streams are compared by address: torch.cuda.current_stream makes an object by 17 calls.
+        self._last_address: int | None = None
         self._last_stream: torch.cuda.Stream | None = None
 
     def begin(self, size: int) -> _Buffer | None:
@@ -279,7 +333,7 @@ class _Turns:
             if buffers is None:
                 return None
             self._buffers, self._size = buffers, size
-        if self._last_stream is not None and self._last_stream != torch.cuda.current_stream():
+        if self._last_stream is not None and self._last_address != _address(self._device):
             memory.stream.wait_stream(self._last_stream)  # it read the buffer written next
         self._turn ^= 1
         self.busy = True
@@ -289,7 +343,10 @@ class _Turns:
 
     def end(self) -> None:
         """Ends an exchange, once all reads of its buffer are on the current stream."""
-        self._last_stream = torch.cuda.current_stream()
+        address = _address(self._device)
+        if address != self._last_address:
+            self._last_stream = torch.cuda.current_stream(self._device)
+            self._last_address = address
         self.busy = False
 
     def send(
@@ -303,15 +360,21 @@ class _Turns:
 
         Args:
             buffer: buffer that ``begin`` returned.
-            piece: contiguous tensor, alive until the copies are done.
+            piece: contiguous tensor with a dimension, alive until the copies are done.
             targets: memory of the peers that get the piece, from ``buffer.peers``.
             own: this rank's memory, if the piece is to be copied there, too; no arrival is
                 signalled for that copy.
         """
         memory = self.memory
-        data = piece.view(-1).view(torch.uint8)
         send(
-            data, targets, own, memory.rank, buffer.number, memory.stream, memory.fork, buffer.sent
+            piece.view(torch.uint8),
+            targets,
+            own,
+            memory.rank,
+            buffer.number,
+            memory.stream,
+            memory.fork,
+            buffer.sent,
         )
 
 
@@ -325,7 +388,7 @@ class _Gathered(Pending):
         whole: copy ``x`` into this rank's buffer, so that ``borrow`` and ``wait`` work.
     """
 
-    __slots__ = ("_awaited", "_buffer", "_is_whole", "_turns", "_whole")
+    __slots__ = ("_awaited", "_buffer", "_is_whole", "_pieces", "_turns")
 
     def __init__(self, turns: _Turns, buffer: _Buffer, x: torch.Tensor, whole: bool) -> None:
         super().__init__(x)
@@ -333,41 +396,37 @@ class _Gathered(Pending):
         self._buffer = buffer
         self._is_whole = whole
         self._awaited = 0
-        ranks = turns.memory.ranks
-        data = buffer.own[HEADER : HEADER + x.nbytes * ranks]
-        self._whole = data.view(x.dtype).view(x.shape[0] * ranks, *x.shape[1:])
+        self._pieces = buffer.pieces_like(x)
         turns.send(buffer, x, buffer.peers, buffer.own if whole else None)
 
     def pieces(self) -> Iterator[tuple[slice, torch.Tensor]]:
-        rows, rank = self._result.shape[0], self._turns.memory.rank
-        yield slice(rank * rows, (rank + 1) * rows), self._result
-        for rank in self._arrivals():
-            piece = slice(rank * rows, (rank + 1) * rows)
-            yield piece, self._whole[piece]
+        memory, pieces = self._turns.memory, self._pieces
+        yield pieces.places[memory.rank], self._result
+        while self._awaited + 1 < memory.ranks:
+            rank = self._await_next()
+            yield pieces.places[rank], pieces.parts[rank]
 
-    def _arrivals(self) -> Iterator[int]:
-        """Yields the ranks of peers as the current stream waits for their pieces.
+    def _await_next(self) -> int:
+        """Makes the current stream wait for the next peer's piece, and returns the peer's rank.
 
-        The order is that in which pieces are sent, from the rank before this one downwards. Peers
-        that an earlier iteration waited for are left out.
+        The order is that in which pieces are sent, from the rank before this one downwards.
         """
         memory, buffer = self._turns.memory, self._buffer
-        while self._awaited + 1 < memory.ranks:
-            self._awaited += 1
-            rank = (memory.rank - self._awaited) % memory.ranks
-            await_rank(buffer.own, rank, buffer.number, memory.timeout_ms)
-            yield rank
+        self._awaited += 1
+        rank = (memory.rank - self._awaited) % memory.ranks
+        await_rank(buffer.own, rank, buffer.number, memory.timeout_ms)
+        return rank
 
     def borrow(self) -> torch.Tensor:
         if not self._is_whole:
             raise RuntimeError("PeerMemory: whole must be True in gather for borrow, got False")
         self._await_all()
-        return self._whole
+        return self._pieces.whole
 
     def _await_all(self) -> None:
         """Makes the current stream wait for all peers' pieces and for this rank's copies."""
-        for _ in self._arrivals():
-            pass
+        while self._awaited + 1 < self._turns.memory.ranks:
+            self._await_next()
         join(self._buffer.own, self._buffer.sent)
 
     def release(self) -> None:
@@ -405,19 +464,15 @@ class _Reduced(Pending):
         super().__init__(like)
         self._turns = turns
         self._buffer: _Buffer | None = buffer
-        memory, rows = turns.memory, like.shape[0]
+        memory, pieces = turns.memory, buffer.pieces_like(like)
         sending = []
         for step, target in enumerate(buffer.peers, 1):
-            first = (memory.rank + step) % memory.ranks * rows
             part = torch.empty_like(like)
-            produce(slice(first, first + rows), part)
+            produce(pieces.places[(memory.rank + step) % memory.ranks], part)
             turns.send(buffer, part, [target])
             sending.append(part)
         self._keep: Any = sending
-        first = memory.rank * rows
-        begin = HEADER + memory.rank * like.nbytes
-        own = buffer.own[begin : begin + like.nbytes].view(like.dtype).view(like.shape)
-        produce(slice(first, first + rows), own)
+        produce(pieces.places[memory.rank], pieces.parts[memory.rank])
 
     def wait(self) -> torch.Tensor:
         buffer, memory = self._buffer, self._turns.memory

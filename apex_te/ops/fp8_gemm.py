@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import torch
 import torch.nn.functional as F
+from torch.autograd import forward_ad
 
 from .. import runtime
 from ..runtime.scratch_sizes import GEMM_BYTES as WORKSPACE_BYTES
-from ..runtime.tracing import dispatch_modes, jit_tracing, transforms_active
+from ..runtime.tracing import dispatch_modes, is_traced, jit_tracing, transforms_active
 from . import gemm_tuning, product_count, reference_codec
 from .argument_errors import checked
 from .block_quantize import ROW_MULTIPLE
 from .cast_transpose import cast_transpose
-from .registration import WORKSPACE, Launch, bind, note_written
+from .registration import WORKSPACE, Launch, bind, increment_version, note_written
 
 _lib = runtime.ops("fp8_gemm")
 
@@ -136,6 +137,52 @@ def block_scaled_gemm(
     if is_given:
         note_written(out)
     return _first_rows(out, rows) if spare else out
+
+
+def bound_product(
+    b: torch.Tensor,
+    b_scale_inv: torch.Tensor,
+    out_dtype: torch.dtype,
+    bias: torch.Tensor | None,
+    use_split_accumulator: bool,
+) -> Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor] | None:
+    """Prepares products of several left operands with one right operand, to save host time.
+
+    What only depends on the right operand is checked and looked up here, once.
+
+    Args:
+        b, b_scale_inv, bias, use_split_accumulator: as in ``fp8_gemm``.
+        out_dtype: dtype of the outputs.
+
+    Returns:
+        A function ``product(a, a_scale_inv, out)`` that does what ``fp8_gemm`` does with these
+        arguments and returns ``out``, to be called only on the stream that is current now, before
+        anything is traced. None if a product takes more than one launch of a kernel, or is traced.
+    """
+    if not b.is_cuda or is_traced() or forward_ad._current_level >= 0 or gemm_tuning.is_active:
+        return None
+    cols, depth = b.shape
+    if not depth or (cols | depth | b.data_ptr()) % _MULTIPLE:
+        return None
+    bias = None if bias is None else bias.to(bias_dtype(out_dtype))
+    scratch, gemm = runtime.workspace(b.device, WORKSPACE_BYTES), _lib.fp8_gemm
+
+    def product(a: torch.Tensor, a_scale_inv: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+        if (a.data_ptr() | out.data_ptr()) % _MULTIPLE or not out.numel():
+            fp8_gemm(
+                a, b, a_scale_inv, b_scale_inv, out=out, bias=bias,
+                use_split_accumulator=use_split_accumulator,
+            )  # fmt: skip
+            return out
+        product_count.add()
+        gemm(
+            a, b, a_scale_inv, b_scale_inv, out, bias, None, None, scratch, False,
+            use_split_accumulator, 0,
+        )  # fmt: skip
+        increment_version((out,))
+        return out
+
+    return product
 
 
 def _first_rows(out: torch.Tensor, rows: int) -> torch.Tensor:

@@ -37,7 +37,7 @@ def send(
     ``source`` must stay allocated until they have run. The host does not wait.
 
     Args:
-        source: uint8 [bytes], contiguous.
+        source: uint8, contiguous, of any shape.
         targets: buffers of the peers.
         own: the sender's buffer, which gets the bytes without a flag; None to leave it out.
         rank: the sender, this process.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from torch.compiler import is_dynamo_compiling
 
 _count = 0
 
@@ -10,7 +11,7 @@ _count = 0
 def add(products: int = 1) -> None:
     """Counts products; one that torch.compile traces into a graph is not seen."""
     global _count
-    if not torch.compiler.is_compiling():
+    if not (is_dynamo_compiling() or torch.compiler._is_compiling_flag):
         _count += products
 
 

@@ -13,8 +13,9 @@ from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
+from torch._C import _increment_version as increment_version
 from torch.autograd import forward_ad
-from torch.autograd.graph import increment_version
+from torch.compiler import is_dynamo_compiling
 
 from .. import runtime
 from ..runtime.dispatcher import signature
@@ -176,7 +177,8 @@ def _bind(schema: str, functions: Any) -> Callable[..., None]:
     _functions[name] = functions
 
     def call(*args: Any) -> None:
-        if torch.compiler.is_compiling():
+        # What torch.compiler.is_compiling() tells, in one call less; Dynamo knows the function.
+        if is_dynamo_compiling() or torch.compiler._is_compiling_flag:
             registered(*args)
         elif (
             dispatch_modes()
@@ -275,5 +277,5 @@ def note_written(*tensors: torch.Tensor | None) -> None:
         tensors: the written tensors of the caller; None is skipped.
     """
     given = [t for t in tensors if t is not None]
-    if given and not torch.compiler.is_compiling():
+    if given and not (is_dynamo_compiling() or torch.compiler._is_compiling_flag):
         increment_version(given)

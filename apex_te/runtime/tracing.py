@@ -7,6 +7,7 @@ from torch._C import _are_functorch_transforms_active as transforms_active
 from torch._C import _get_dispatch_mode, _TorchDispatchModeKey
 from torch._C import _is_tracing as jit_tracing
 from torch._C import _len_torch_dispatch_stack as dispatch_modes
+from torch.compiler import is_dynamo_compiling
 from torch.utils._python_dispatch import _disable_current_modes as untraced
 
 __all__ = [
@@ -26,9 +27,12 @@ def is_traced() -> bool:
     selective activation checkpointing, counters), in a transform of torch.func and in
     torch.jit.trace.
     """
-    # Dynamo knows the first, and does not look at the others.
-    return torch.compiler.is_compiling() or bool(
-        dispatch_modes() or transforms_active() or jit_tracing()
+    # Dynamo knows the first, and does not look at the others. The flag is what is_compiling() reads
+    # behind two more calls.
+    return (
+        is_dynamo_compiling()
+        or torch.compiler._is_compiling_flag
+        or bool(dispatch_modes() or transforms_active() or jit_tracing())
     )
 
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import torch
 
-_buffers: dict[tuple[int, int], torch.Tensor] = {}
+# By device and stream: the buffer and its size, which costs a call to ask a tensor for.
+_buffers: dict[tuple[int, int], tuple[torch.Tensor, int]] = {}
 
 
 def workspace(device: torch.device, num_bytes: int) -> torch.Tensor:
@@ -17,8 +18,8 @@ def workspace(device: torch.device, num_bytes: int) -> torch.Tensor:
     index = device.index if device.index is not None else torch.cuda.current_device()
     # Not torch.cuda.current_stream, which makes a Python object for each product.
     key = (index, torch._C._cuda_getCurrentRawStream(index))
-    buffer = _buffers.get(key)
-    if buffer is None or buffer.numel() < num_bytes:
-        buffer = torch.empty(num_bytes, dtype=torch.uint8, device=device)
-        _buffers[key] = buffer
-    return buffer
+    found = _buffers.get(key)
+    if found is None or found[1] < num_bytes:
+        found = torch.empty(num_bytes, dtype=torch.uint8, device=device), num_bytes
+        _buffers[key] = found
+    return found[0]

@@ -99,8 +99,8 @@ cudaEvent_t event_of(int64_t handle) { return reinterpret_cast<cudaEvent_t>(hand
 APEX_TE_DEFINE(peer_send) {
   using namespace apex_te;
   const TensorView source = args.tensor();
-  source.has_dtype({DType::kUInt8}).has_ndim(1).is_dense();
-  const int64_t bytes = source.size(0);
+  source.has_dtype({DType::kUInt8}).is_dense();
+  const int64_t bytes = source.numel();
   const DLTensor* targets = nullptr;
   const int list = args.position();
   const int count = args.tensor_list(&targets);

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -142,6 +143,34 @@ class GemmBackend:
             out=out, out_dtype=out_dtype, accumulate=accumulate,
         )  # fmt: skip
 
+    def bound(
+        self,
+        product: int,
+        weight: QuantizedTensor,
+        out_dtype: torch.dtype,
+        bias: torch.Tensor | None = None,
+    ) -> Callable[[Any, Any, torch.Tensor], torch.Tensor]:
+        """Returns a function that computes fprop or dgrad with one weight for some rows at a time.
+
+        The function ``f(rows, scale_inv, out)`` takes rowwise FP8 data, their scale and the tensor
+        to write, which it returns. It may be called until the caller returns.
+
+        Args:
+            product: FPROP or DGRAD.
+            weight: the quantized weight.
+            out_dtype: dtype of the results.
+            bias: ``[out]``, only for FPROP; or None.
+        """
+        if product == FPROP:
+            return lambda rows, scale_inv, out: self.multiply(
+                FPROP, rows, weight.rowwise, scale_inv, weight.rowwise_scale_inv, out=out,
+                out_dtype=out_dtype, bias=bias,
+            )  # fmt: skip
+        return lambda rows, scale_inv, out: self.multiply(
+            DGRAD, rows, weight.columnwise, scale_inv, weight.columnwise_scale_inv, out=out,
+            out_dtype=out_dtype,
+        )  # fmt: skip
+
     def multiply_groups(
         self,
         product: int,
@@ -221,6 +250,19 @@ class FP8Gemm(GemmBackend):
         return fp8_gemm.fp8_gemm(
             a, b, a_scale_inv, b_scale_inv, use_split_accumulator=self.split[product], **options
         )
+
+    def bound(self, product, weight, out_dtype, bias=None):
+        if self.adds:  # the product is that of ``multiply`` here
+            found = fp8_gemm.bound_product(
+                weight.rowwise if product == FPROP else weight.columnwise,
+                weight.rowwise_scale_inv if product == FPROP else weight.columnwise_scale_inv,
+                out_dtype,
+                bias,
+                self.split[product],
+            )
+            if found is not None:
+                return found
+        return super().bound(product, weight, out_dtype, bias)
 
     def multiply_groups(self, product, a, b, a_scale_inv, b_scale_inv, groups):
         _check_grouped(a, b)

@@ -11,11 +11,11 @@ import torch
 from ...comm.collectives import Pending
 from ...fp8.parameter.parameter import FP8Parameter, dequantized, fp8_operands
 from ...fp8.scheme import GemmQuantizers
-from ...fp8.scheme.gemm_backend import GemmBackend
+from ...fp8.scheme.gemm_backend import DGRAD, FPROP, GemmBackend
 from ...fp8.scheme.quantizer import FusedCast
 from ...fp8.tensor import QuantizedTensor
 from .head_layout import HeadLayout
-from .tensor_parallel import GatheredRows, TensorParallel
+from .tensor_parallel import GatheredRows, Product, TensorParallel
 
 if TYPE_CHECKING:
     from .programs import Programs
@@ -302,9 +302,7 @@ def shaped_product(
     if cached is None:
         cached = quantized_weight(quantizers, quantizers.weight, weight, False)
 
-    def product(rows: slice, into: torch.Tensor | None) -> torch.Tensor:
-        return quantizers.backend.fprop(rows_of(x, rows), cached, dtype, None, into)
-
+    product = _product_of_rows(quantizers.backend, FPROP, x, cached, dtype)
     out = parallel.reduced_output(product, x.rowwise.shape[0], out, has_one_scale(x))
     return plus_bias(out, bias)
 
@@ -380,9 +378,7 @@ def multiply(
         return backend.fprop(x, operand, out_dtype, bias, out, c)
     if out is None:
         out = torch.empty(x.rows, weight.shape[0], dtype=out_dtype, device=weight.device)
-    return x.multiplied(
-        lambda piece, into: backend.fprop(piece, operand, out_dtype, bias, into), out
-    )
+    return x.multiplied(backend.bound(FPROP, operand, out_dtype, bias), out)
 
 
 def quantized_weight(
@@ -496,7 +492,7 @@ def input_gradient(
     if out is None:
         cols, device = weight.columnwise.shape[0], weight.columnwise.device
         out = torch.empty(dy.rows, cols, dtype=out_dtype, device=device)
-    return dy.multiplied(lambda piece, into: backend.dgrad(piece, weight, out_dtype, into), out)
+    return dy.multiplied(backend.bound(DGRAD, weight, out_dtype), out)
 
 
 def reduced_input_gradient(
@@ -522,9 +518,7 @@ def reduced_input_gradient(
     weight, backend = weight_recast(plan, saved), plan.quantizers.backend
     assert weight.columnwise is not None
 
-    def product(rows: slice, into: torch.Tensor | None) -> torch.Tensor:
-        return backend.dgrad(rows_of(dy, rows), weight, out_dtype, into)
-
+    product = _product_of_rows(backend, DGRAD, dy, weight, out_dtype)
     rows, cols = dy.rowwise.shape[0], weight.columnwise.shape[0]
     like = torch.empty(0, cols, dtype=out_dtype, device=dy.rowwise.device)
     pending = parallel.start_input_gradient(product, rows, like, has_one_scale(dy))
@@ -551,12 +545,39 @@ def has_one_scale(x: QuantizedTensor) -> bool:
     return x.rowwise_scale_inv is not None and x.rowwise_scale_inv.numel() == 1
 
 
-def rows_of(x: QuantizedTensor, rows: slice) -> QuantizedTensor:
-    """Returns ``rows`` of the rowwise copy of ``x``; fewer than all only if it has one scale."""
-    assert x.rowwise is not None
-    if rows.stop - rows.start == x.rowwise.shape[0]:
-        return x
-    return QuantizedTensor(x.rowwise[rows], x.rowwise_scale_inv, None, None, x.dtype)
+def _product_of_rows(
+    backend: GemmBackend,
+    which: int,
+    x: QuantizedTensor,
+    weight: QuantizedTensor,
+    out_dtype: torch.dtype,
+) -> Product:
+    """Returns the function that multiplies some rows of ``x``, all of them or several slices.
+
+    Args:
+        backend: multiplies.
+        which: FPROP or DGRAD.
+        x: the left operand, whose rowwise copy is read; slices of fewer rows than all are allowed
+            only if ``x`` has one scale.
+        weight: the right operand.
+        out_dtype: of the results.
+    """
+    fp8_data, scale_inv = x.rowwise, x.rowwise_scale_inv
+    assert fp8_data is not None
+    every = fp8_data.shape[0]
+    bound: Any = None
+
+    def product(rows: slice, into: torch.Tensor | None) -> torch.Tensor:
+        nonlocal bound
+        if into is None or rows.stop - rows.start == every:
+            if which == FPROP:
+                return backend.fprop(x, weight, out_dtype, None, into)
+            return backend.dgrad(x, weight, out_dtype, into)
+        if bound is None:
+            bound = backend.bound(which, weight, out_dtype)
+        return bound(fp8_data[rows], scale_inv, into)
+
+    return product
 
 
 def quantized_gradient(

@@ -46,25 +46,24 @@ class TensorParallel:
         group: the ``torch.distributed.ProcessGroup``.
         sequence_parallel: the rows of the input (column) or of the output (row) are split over the
             ranks.
+
+    Attributes:
+        gathers_input: this rank has only some rows of the input, and gathers the others.
+        gathers_gradient: this rank has only some rows of the output's gradient.
+        ranks: number of ranks.
     """
 
-    __slots__ = ("column", "group", "ranks", "sequence_parallel")
+    __slots__ = (
+        "column", "gathers_gradient", "gathers_input", "group", "ranks", "sequence_parallel"
+    )  # fmt: skip
 
     def __init__(self, column: bool, group: Any, sequence_parallel: bool) -> None:
         self.column = column
         self.group = group
         self.sequence_parallel = sequence_parallel
         self.ranks = world_size(group)
-
-    @property
-    def gathers_input(self) -> bool:
-        """Returns True if this rank has only some rows of the input, and gathers the others."""
-        return self.column and self.sequence_parallel
-
-    @property
-    def gathers_gradient(self) -> bool:
-        """Returns True if this rank has only some rows of the output's gradient."""
-        return not self.column and self.sequence_parallel
+        self.gathers_input = column and sequence_parallel
+        self.gathers_gradient = not column and sequence_parallel
 
     def output_shape(self, shape: tuple[int, ...], features: int) -> tuple[int, ...]:
         """Returns the shape of this rank's output ``[..., features]`` for an input of ``shape``.
@@ -279,21 +278,21 @@ class GatheredRows:
         self.rows = local.rowwise.shape[0] * ranks
 
     def multiplied(
-        self, product: Callable[[QuantizedTensor, torch.Tensor], Any], out: torch.Tensor
+        self, product: Callable[[Any, Any, torch.Tensor], Any], out: torch.Tensor
     ) -> torch.Tensor:
         """Multiplies the rows piece by piece as they arrive.
 
         Args:
-            product: multiplies a quantized piece and writes its result into the rows it is given.
+            product: what ``GemmBackend.bound`` returns; writes the result for a piece, given by its
+                FP8 data and their scale, into the tensor it is given.
             out: ``[rows, ...]`` for the results of all pieces.
 
         Returns:
             ``out``.
         """
-        local = self._local
+        scale_inv = self._local.rowwise_scale_inv
         for rows, fp8_data in self._fp8_data.pieces():
-            piece = QuantizedTensor(fp8_data, local.rowwise_scale_inv, None, None, local.dtype)
-            product(piece, out[rows])
+            product(fp8_data, scale_inv, out[rows])
         if not self._transposed:
             self._fp8_data.release()
         return out

@@ -46,6 +46,7 @@ OTHERS = {
     "dense_gemm.multiplies",
     "dense_gemm_swiglu.fuses",
     "dense_gemm_swiglu.gains",
+    "fp8_gemm.bound_product",
     "fp8_gemm.tune",
     "grouped_gemm.has_grouped_fp8",
     "grouped_quantize.check_rows",

@@ -3,6 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.utils.flop_counter import FlopCounterMode
 
 from apex_te.ops import fp8_gemm as op
 from apex_te.ops import gemm_tuning
@@ -115,6 +116,44 @@ def test_equals_scaled_mm(split):
     out = start.clone()
     fp8_gemm(a, b, sa, sb, out=out, accumulate=True, use_split_accumulator=split)
     assert sqnr(start + peer, out) >= 100
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA GPU in this process")
+@pytest.mark.parametrize("out_dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("with_bias", [False, True])
+def test_bound_product_has_the_bits_of_fp8_gemm(poison, with_bias, out_dtype):
+    (a, sa), (b, sb) = operand(96, 128, E5M2, "cuda"), operand(64, 128, E4M3, "cuda")
+    bias = torch.randn(64, device="cuda") if with_bias else None
+    for split in (False, True):
+        expected = fp8_gemm(
+            a, b, sa, sb, out_dtype=out_dtype, bias=bias, use_split_accumulator=split
+        )
+        product = op.bound_product(b, sb, out_dtype, bias, split)
+        out, count = torch.full_like(expected, torch.nan), fp8_gemm_count()
+        for rows in (slice(0, 32), slice(32, 33), slice(33, 33), slice(33, 96)):
+            part, version = out[rows], out._version
+            assert product(a[rows], sa, part) is part
+            assert out._version > version
+        assert fp8_gemm_count() == count + 4
+        for rows in (slice(0, 32), slice(32, 33), slice(33, 96)):
+            alone = fp8_gemm(
+                a[rows], b, sa, sb, out_dtype=out_dtype, bias=bias, use_split_accumulator=split
+            )
+            assert torch.equal(out[rows], alone)
+        shifted = torch.full((32 * 64 + 1,), torch.nan, device="cuda", dtype=out_dtype)[1:]
+        assert torch.equal(product(a[:32], sa, shifted.view(32, 64)), out[:32])
+        with pytest.raises(ValueError, match="out"):
+            product(a[:32], sa, out[:16])
+
+
+def test_bound_product_needs_one_launch(device):
+    (b, sb), (odd, _) = operand(64, 128, E4M3, device), operand(64, 120, E4M3, device)
+    found = op.bound_product(b, sb, torch.bfloat16, None, True)
+    assert (found is None) == (b.device.type == "cpu")
+    assert op.bound_product(odd, sb, torch.bfloat16, None, True) is None
+    with FlopCounterMode(display=False):  # which is to see the products
+        assert op.bound_product(b, sb, torch.bfloat16, None, True) is None
 
 
 @pytest.mark.parametrize("with_bias", [False, True])

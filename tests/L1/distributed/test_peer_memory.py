@@ -105,6 +105,19 @@ def test_modules_multiply_pieces_of_four(four_ranks):
         four_ranks.run(_in_pieces, "mlp", recipe)
 
 
+def test_pieces_are_views_of_a_buffer():
+    own = torch.zeros(peer_memory.HEADER + 3 * 48 + 5, dtype=torch.uint8)
+    pieces = peer_memory._Pieces.of(own, torch.empty(4, 3, 2, dtype=torch.bfloat16), 3)
+    assert pieces.whole.shape == (12, 3, 2)
+    for rank, (place, part) in enumerate(zip(pieces.places, pieces.parts, strict=True)):
+        part.fill_(rank + 1.0)
+        assert (pieces.whole[place] == rank + 1.0).all()
+        assert part.shape == (4, 3, 2)
+        assert part.data_ptr() == own.data_ptr() + peer_memory.HEADER + 48 * rank
+    assert not own[: peer_memory.HEADER].any()
+    assert not own[-5:].any()
+
+
 def _memory(x):
     peer_memory.SMALLEST = 0
     try:
