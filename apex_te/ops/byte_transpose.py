@@ -43,7 +43,8 @@ def byte_transpose(
         out = fp8_data.new_empty((shape[1], columnwise_length(shape[0], pad_columnwise)))
     elif out.dtype != dtype:
         raise TypeError(f"byte_transpose: out must have dtype {dtype}, got {out.dtype}")
-    source, target = (reinterpreted("byte_transpose", t, torch.uint8) for t in (fp8_data, out))
+    source = reinterpreted("byte_transpose", fp8_data, torch.uint8)
+    target = reinterpreted("byte_transpose", out, torch.uint8)
     _transpose(source.contiguous(), target)
     if given:
         note_written(out)

@@ -10,7 +10,7 @@ from ..runtime import scratch_sizes
 from ..runtime.former_names import former_fields
 from . import fp8_output, reference_codec
 from .argument_errors import checked
-from .fp8_output import check_fp8_dtype
+from .fp8_output import FP8_DTYPES, check_fp8_dtype
 from .registration import bind, note_written
 
 _call = bind("cast_transpose", "cast_transpose")
@@ -71,10 +71,11 @@ def cast_transpose(
         TypeError: a dtype that is not listed.
         ValueError: a shape or device that does not match.
     """
-    check_fp8_dtype("cast_transpose", fp8_dtype, fnuz=True)
-    x = fp8_output.contiguous_matrix("cast_transpose", x)
+    if fp8_dtype not in FP8_DTYPES:
+        check_fp8_dtype("cast_transpose", fp8_dtype, fnuz=True)
+    x = x.contiguous() if x.ndim == 2 else fp8_output.contiguous_matrix("cast_transpose", x)
     rows, cols = x.shape
-    given = [t for t in (out_rowwise, out_columnwise, scale_inv, amax) if t is not None]
+    given = (out_rowwise, out_columnwise, scale_inv, amax)
     if rowwise and out_rowwise is None:
         out_rowwise = torch.empty_like(x, dtype=fp8_dtype)
     if columnwise and out_columnwise is None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
+from torch.compiler import is_dynamo_compiling
 
 from ..runtime.former_names import former_fields
 from ..runtime.scratch_sizes import MAX_AMAXES as MAX_AMAXES
@@ -72,7 +73,7 @@ def reinterpreted(op: str, t: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """
     if t.dtype is dtype:
         return t
-    if not torch.compiler.is_compiling() and jit_tracing():
+    if not is_dynamo_compiling() and jit_tracing():
         raise NotImplementedError(f"{op}: torch.jit.trace does not support {t.dtype} here")
     try:
         return t.view(dtype)

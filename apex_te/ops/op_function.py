@@ -32,7 +32,7 @@ def eager_apply(cls: Any, *args: Any) -> Any:
         cls: the ``OpFunction``.
         args: the arguments of its ``forward``.
     """
-    return cls.direct(*map(unwrapped, args))
+    return cls.direct(*[unwrap_if_dead(a) if isinstance(a, torch.Tensor) else a for a in args])
 
 
 def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:

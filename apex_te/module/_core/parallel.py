@@ -147,6 +147,8 @@ class ParallelModule(FP8Module):
     sequence_parallel: bool
     get_rng_state_tracker: Callable[[], Any] | None
     rng_tracker_name: str | None
+    # The last arguments and result of _split_options: (options, modes, options of each GEMM).
+    _split: tuple[GemmOptions, tuple[str | None, ...], tuple[GemmOptions, ...]] | None = None
 
     def _make_parallel(
         self,
@@ -178,6 +180,7 @@ class ParallelModule(FP8Module):
         self.get_rng_state_tracker = get_rng_state_tracker
         self.rng_tracker_name = rng_tracker_name
         self._collectives: dict[bool, TensorParallel] = {}
+        self._split = None
         self._compared = self.tp_size == 1
 
     def set_tensor_parallel_group(self, tp_group: Any) -> None:
@@ -199,6 +202,7 @@ class ParallelModule(FP8Module):
                 )
         self.tp_group = tp_group
         self._collectives = {}
+        self._split = None
         self._compared = self.tp_size == 1
 
     def _parallel(self, mode: str | None) -> TensorParallel | None:
@@ -227,7 +231,13 @@ class ParallelModule(FP8Module):
 
     def _split_options(self, options: GemmOptions, gemms: int) -> tuple[GemmOptions, ...]:
         modes = self._split_modes() or (None,) * gemms
-        return tuple(options._replace(parallel=self._parallel(mode)) for mode in modes)
+        compiling, known = torch.compiler.is_compiling(), self._split
+        if not compiling and known is not None and known[0] == options and known[1] == modes:
+            return known[2]
+        found = tuple(options._replace(parallel=self._parallel(mode)) for mode in modes)
+        if not compiling:
+            self._split = options, modes, found
+        return found
 
     def _agreed_dtype(
         self,
@@ -334,6 +344,7 @@ class ParallelModule(FP8Module):
         kept = super().__getstate__()
         kept["tp_group"] = _Group(self.tp_group)
         kept["_collectives"] = {}
+        kept.pop("_split", None)
         kept["_compared"] = self.tp_size == 1
         return kept
 
