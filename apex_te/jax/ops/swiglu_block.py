@@ -1,0 +1,184 @@
+"""Gated activations and their gradients, cast to FP8 with one scale for each block of 1x128."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from .._call import call
+from . import _checks, swiglu
+from ._rows import rowwise as over_rows
+from .block_quantize import BlockQuantized, block_quantize, scale_shape, unpadded, with_padding
+from .fp8_output import copies
+
+__all__ = ["swiglu_bwd_block", "swiglu_fwd_block"]
+
+_S = jax.ShapeDtypeStruct
+_BLOCK = 128
+
+
+def swiglu_fwd_block(
+    input: jax.Array,
+    up: jax.Array | None,
+    fp8_dtype: Any,
+    *,
+    bias: jax.Array | None = None,
+    up_bias: jax.Array | None = None,
+    activation: str = "silu",
+    axis: int = -1,
+    rowwise: bool = True,
+    columnwise: bool = True,
+    pow2: bool = True,
+    eps: float = 0.0,
+    padded: bool = True,
+) -> BlockQuantized:
+    """Computes ``swiglu`` and casts its result [M, F] with ``block_quantize`` in one kernel.
+
+    Bits equal those of the two ops, of which the first rounds to the input's dtype; its result is
+    not written to memory. For float32 the two ops run. Devices may share the rows and, where gate
+    and up have dimensions of their own, F.
+
+    Args:
+        input, up, bias, up_bias, activation, axis: as in ``swiglu``. M is the product of the sizes
+            of the result but the last.
+        fp8_dtype: float8_e4m3fn or float8_e5m2.
+        rowwise: make [M, F], with axis -2 [..., F], and its scale_inv.
+        columnwise: make [F, M], with axis -2 [F, ...], and its scale_inv.
+        pow2, eps, padded: as in ``block_quantize``.
+
+    Raises:
+        TypeError: the cases of ``swiglu`` and ``block_quantize``.
+        ValueError: the cases of ``swiglu`` and ``block_quantize``.
+    """
+    name = "swiglu_fwd_block"
+    given = swiglu._checked(name, activation, axis, input, up, bias, up_bias, to_fp8=True)
+    options: dict[str, Any] = {"rowwise": rowwise, "columnwise": columnwise, "pow2": pow2,
+                               "eps": eps, "padded": padded}  # fmt: skip
+    if given.dtype == jnp.float32:
+        _checks.fp8_dtype_of(name, fp8_dtype)
+        values = swiglu._run(given._replace(function="swiglu_fwd"), {"out": "r f"})["out"]
+        return block_quantize(values, fp8_dtype, flatten_axis=-1, **options)
+    return _run(given, "r f", fp8_dtype, **options)
+
+
+def swiglu_bwd_block(
+    grad_output: jax.Array,
+    input: jax.Array,
+    up: jax.Array | None,
+    fp8_dtype: Any,
+    *,
+    bias: jax.Array | None = None,
+    up_bias: jax.Array | None = None,
+    activation: str = "silu",
+    axis: int = -1,
+    rowwise: bool = True,
+    columnwise: bool = True,
+    pow2: bool = True,
+    eps: float = 0.0,
+    padded: bool = True,
+) -> BlockQuantized:
+    """Computes the gradients of gate and up side by side and casts them with ``block_quantize``.
+
+    One kernel writes the bits of the two ops, of which the first, ``swiglu_bwd``, rounds to the
+    input's dtype. For float32, and if F is no multiple of 128, the two ops run. The matrix has this
+    form if gate and up are given as two arrays, too.
+
+    Args:
+        grad_output: [..., F], gradient of the output.
+        input, up, bias, up_bias, activation, axis, fp8_dtype, pow2, eps, padded: as in
+            ``swiglu_fwd_block``.
+        rowwise: make [M, 2F], with axis -2 [..., 2, F], and its scale_inv.
+        columnwise: make [2F, M], with axis -2 [2, F, ...], and its scale_inv.
+
+    Raises:
+        TypeError: the cases of ``swiglu`` and ``block_quantize``.
+        ValueError: the cases of ``swiglu`` and ``block_quantize``.
+    """
+    name = "swiglu_bwd_block"
+    given = swiglu._checked(
+        name, activation, axis, input, up, bias, up_bias, grad_output, to_fp8=True
+    )
+    options: dict[str, Any] = {"rowwise": rowwise, "columnwise": columnwise, "pow2": pow2,
+                               "eps": eps, "padded": padded}  # fmt: skip
+    if given.dtype == jnp.float32 or given.shape[-1] % _BLOCK:
+        _checks.fp8_dtype_of(name, fp8_dtype)
+        results = {"grad_input": given.dims["input"]}
+        results |= {"grad_up": "r f"} if up is not None else {}
+        made = swiglu._run(given._replace(function="swiglu_bwd"), results)
+        values = jnp.concatenate(list(made.values()), -1) if up is not None else made["grad_input"]
+        return block_quantize(values, fp8_dtype, flatten_axis=axis, **options)
+    return _run(given, "r g f" if axis == -2 else "r c", fp8_dtype, **options)
+
+
+def _run(
+    given: Any, dims: str, fp8_dtype: Any, *, rowwise: bool, columnwise: bool, padded: bool,
+    **options: Any,
+) -> BlockQuantized:  # fmt: skip
+    """Calls the C function.
+
+    Args:
+        given: what it reads, as ``swiglu`` has checked it.
+        dims: dimensions of the rowwise copy in the rule.
+        fp8_dtype, rowwise, columnwise, padded: as in ``swiglu_fwd_block``.
+        options: ``pow2`` and ``eps``.
+    """
+    function = given.function
+    dtype = _checks.fp8_dtype_of(function, fp8_dtype)
+    lines, *columns = dims.split()
+    names = [
+        full
+        for side in copies(function, (1, 1), dtype, rowwise, columnwise)
+        for full in (side, f"{side}_scale_inv")
+    ]
+    results = {
+        "rowwise": dims,
+        "rowwise_scale_inv": " ".join([*columns[:-1], f"{columns[-1]}/{_BLOCK}", lines]),
+        "columnwise": " ".join([*columns, lines]),
+        "columnwise_scale_inv": " ".join([f"{lines}/{_BLOCK}", *columns]),
+    }
+    scalars = {
+        "activation": given.code,
+        "pow2": bool(options["pow2"]),
+        "eps": float(options["eps"]),
+    }
+
+    def body(*arrays: jax.Array) -> tuple[jax.Array, ...]:
+        tensors = dict(zip(given.arrays, arrays, strict=True))
+        rows, width = arrays[0].shape[0], math.prod(tensors["input"].shape[1:])
+        tensors["input"] = tensors["input"].reshape(rows, width)
+        if "bias" in tensors:
+            tensors["bias"] = tensors["bias"].reshape(-1)
+        half = width if "up" in tensors else width // 2
+        extents = {"r": rows, "f": half, "c": 2 * half, "g": 2}
+        cols = math.prod(extents[each] for each in columns)
+        asked: dict[str, Any] = {}
+        for side, each in copies(function, (rows, cols), dtype, rowwise, columnwise).items():
+            shape = scale_shape(each.shape[0], each.shape[1], 1)
+            asked |= {side: each, f"{side}_scale_inv": _S(shape, jnp.float32)}
+        made = call("swiglu_block", function, asked, **tensors, **scalars)
+        for side in names[::2]:
+            scale_inv = f"{side}_scale_inv"
+            made[scale_inv] = unpadded(made[scale_inv], asked[side].shape, 1)
+        return tuple(made[each].reshape(_shape(results[each], extents)) for each in names)
+
+    read = ", ".join(f"{name}: {each}" for name, each in given.dims.items())
+    rule = f"{read} -> {', '.join(f'{name}: {results[name]}' for name in names)}"
+    found = over_rows(function, rule, body, **given.options)(*given.arrays.values())
+    made = dict(zip(names, found, strict=True))
+    if padded:
+        for scale_inv in names[1::2]:
+            made[scale_inv] = with_padding(made[scale_inv])
+    return BlockQuantized(*(made.get(each) for each in BlockQuantized._fields))
+
+
+def _shape(dims: str, extents: Mapping[str, int]) -> tuple[int, ...]:
+    """Returns the shape of an array with the given dimensions in a rule."""
+    found = []
+    for each in dims.split():
+        name, _, block = each.partition("/")
+        found.append(-(-extents[name] // int(block or 1)))
+    return tuple(found)
