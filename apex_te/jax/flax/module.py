@@ -16,11 +16,13 @@ from ...recipe import DelayedScaling
 from ...runtime.counts import check_count
 from .. import _partition, fp8_state
 from ..dense import dense
-from ..gated_mlp import Norm, can_fuse, gated_mlp
+from ..fused_casts import Norm
+from ..gated_mlp import gated_mlp
 from ..ops.activation import KINDS, activation
 from ..ops.layer_norm import layer_norm
 from ..ops.rms_norm import rms_norm
 from ..ops.swiglu import ACTIVATIONS, swiglu
+from ..product import can_fuse_activation, can_fuse_norm
 from ..region import active_recipe
 
 __all__ = [
@@ -375,7 +377,9 @@ class LayerNormMLP(_Normed):
         is_gated = len(names) == 2 and names[1] == "linear" and names[0] in ACTIVATIONS
         drops = self.intermediate_dropout_rate > 0.0 and not deterministic
         is_placed = _is_placed(self.dot_2_input_axes)
-        return x.ndim > 1 and is_gated and not drops and not is_placed and can_fuse(state)
+        return (
+            x.ndim > 1 and is_gated and not drops and not is_placed and can_fuse_activation(state)
+        )
 
     @nn.compact
     def __call__(
@@ -390,12 +394,13 @@ class LayerNormMLP(_Normed):
         if self.axis not in (-1, (-1,), inputs.ndim - 1):
             raise ValueError(f"LayerNormMLP: axis must be -1, got {self.axis}")
         x = placed(jnp.asarray(inputs, self.dtype), self.layernorm_input_axes)
-        state, width = self._fp8_state(2), x.shape[-1]
+        state, width = self._fp8_state(2) or {}, x.shape[-1]
         returned = self.return_layernorm_output and self.enable_layernorm
-        if state is not None and self._is_fused(x, state, deterministic):
+        if self._is_fused(x, state, deterministic):
             norm: Norm | None = None
             of_norm: list[Any] = [None, None]
-            if self.enable_layernorm and not returned and not _is_placed(self.dot_1_input_axes):
+            is_fused = can_fuse_norm(state) and not _is_placed(self.dot_1_input_axes)
+            if self.enable_layernorm and not returned and is_fused:
                 norm, *of_norm = self._norm_with_parameters(width)
                 normed = h = x
             else:

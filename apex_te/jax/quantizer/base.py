@@ -7,7 +7,8 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from ..ops._rows import rowwise
+from ..fused_casts import FusedCast
+from ..ops._rows import rowwise as over_rows
 from ..ops.fp8_output import sides
 
 __all__ = ["Quantized", "Quantizer", "column_sums", "fp8_dtypes", "one_scale"]
@@ -43,10 +44,14 @@ class Quantizer:
     Attributes:
         keeps_state: True if ``cast`` needs a scale and returns an amax.
         block: neighbouring elements that share a scale, where devices must not part them.
+        fuses_activations, fuses_norms: True if ``produce`` has gated activations, norms, write
+            their result in FP8 themselves.
     """
 
     keeps_state = False
     block = 1
+    fuses_activations = False
+    fuses_norms = False
 
     def cast(
         self,
@@ -71,6 +76,26 @@ class Quantizer:
         if not with_dbias:
             return made
         return made._replace(dbias=column_sums(x, wanted["flatten_axis"]))
+
+    def produce(
+        self, source: FusedCast, role: str, scale: jax.Array | None, *, rowwise: bool,
+        columnwise: bool,
+    ) -> Quantized:  # fmt: skip
+        """Runs an op and casts its result as a matrix.
+
+        The op writes the FP8 data itself if op and scheme both can, else its result is cast.
+
+        Args:
+            source: the op, ready to run, which says whether the columns are summed.
+            role, scale: as in ``cast``.
+            rowwise, columnwise: the copies to make.
+        """
+        x, dbias = source.plain()
+        made = self.cast(
+            x, role, scale, flatten_axis=source.flatten_axis, rowwise=rowwise,
+            columnwise=columnwise, with_dbias=source.with_dbias and dbias is None,
+        )  # fmt: skip
+        return made if dbias is None else made._replace(dbias=dbias)
 
     def multiply(
         self, product: str, a: tuple[jax.Array, jax.Array], b: tuple[jax.Array, jax.Array],
@@ -120,7 +145,7 @@ def column_sums(x: jax.Array, flatten_axis: int = -1) -> jax.Array:
 
     x, ranks = sides("column_sums", x, flatten_axis)
     rule = "x: r c -> sums: + c"
-    return rowwise("column_sums", rule, body, split="r c", ranks=ranks)(x)[0].astype(x.dtype)
+    return over_rows("column_sums", rule, body, split="r c", ranks=ranks)(x)[0].astype(x.dtype)
 
 
 def fp8_dtypes(recipe: Any) -> dict[str, str]:

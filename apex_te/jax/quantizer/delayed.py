@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from ...recipe import DelayedScaling
+from ..fused_casts import FusedCast
 from ..ops.cast_transpose import cast_transpose
 from .base import Quantized, fp8_dtypes, one_scale
 from .per_tensor import PerTensorProducts
@@ -19,6 +20,8 @@ class _Delayed(PerTensorProducts):
     """Quantizer with one scale for each tensor, from earlier steps."""
 
     keeps_state = True
+    fuses_activations = True
+    fuses_norms = True
 
     def __init__(self, recipe: DelayedScaling) -> None:
         super().__init__(recipe)
@@ -30,6 +33,12 @@ class _Delayed(PerTensorProducts):
         # The op sums the columns, too.
         made = cast_transpose(x, scale, self._dtypes[role], amax=amax, **wanted)
         return one_scale(made, made.amax)._replace(dbias=made.dbias)
+
+    def produce(self, source: FusedCast, role: str, scale: Any, **wanted: bool) -> Quantized:
+        """Runs an op and casts its result; see ``Quantizer.produce``."""
+        start, dtype = jnp.zeros(1, jnp.float32), self._dtypes[role]
+        made, dbias = source.fp8(scale, dtype, **wanted, amax=start)
+        return one_scale(made, made.amax)._replace(dbias=dbias)
 
 
 def make(recipe: DelayedScaling) -> _Delayed:

@@ -24,50 +24,52 @@ from apex_te.ops import swiglu as torch_swiglu  # noqa: E402
 
 P = PartitionSpec
 DELAYED = recipe.DelayedScaling(amax_history_len=4)
+BLOCK = recipe.BlockScaling()
 IN, MID = 24, 40
+WHOLE = {"intermediate_dim": 128, "dtype": jnp.bfloat16}  # whole blocks of 16-bit values
 
 
 def mlp(activation="silu", **options):
     plain = dict.fromkeys(("kernel_axes_1", "kernel_axes_2", "bias_axes_1", "bias_axes_2"), ())
-    return te_flax.LayerNormMLP(
-        MID, activations=(activation, "linear"), intermediate_dropout_rate=0.0, **plain | options
-    )
+    defaults = {"intermediate_dim": MID, "intermediate_dropout_rate": 0.0, **plain}
+    return te_flax.LayerNormMLP(activations=(activation, "linear"), **defaults | options)
 
 
-def start(module, x):
+def start(module, x, chosen=DELAYED):
     """Returns new variables whose parameters, biases too, are not zero."""
 
     def moved(p):
         return p + 0.1 * jax.random.normal(jax.random.key(1), p.shape)
 
-    with te.fp8_autocast(True, DELAYED):
+    with te.fp8_autocast(True, chosen):
         variables = module.init(jax.random.key(0), x)
     return {**variables, "params": jax.tree.map(moved, variables["params"])}
 
 
-def make_step(module):
+def make_step(module, chosen=DELAYED):
     """Returns a jitted function of variables, input and output gradient: y and gradients."""
 
     @jax.jit
     def step(variables, x, dy):
-        with te.fp8_autocast(True, DELAYED):
+        with te.fp8_autocast(True, chosen):
             y, pull = jax.vjp(lambda v, x: module.apply(v, x)[0], variables, x)
             return y, *pull(dy)
 
     return step
 
 
-def run(module, steps=3):
+def run(module, chosen=DELAYED, steps=3):
     """Returns outputs and gradients of some steps, with the FP8 state moved on."""
     keys = jax.random.split(jax.random.key(2), 2 * steps)
-    x = jax.random.normal(keys[0], (3, 5, IN))
-    variables, found, step = start(module, x), [], make_step(module)
+    x = jax.random.normal(keys[0], (3, 5, IN), module.dtype)
+    variables, found, step = start(module, x, chosen), [], make_step(module, chosen)
     for i in range(steps):
-        x = jax.random.normal(keys[2 * i], (3, 5, IN)) * 2.0**i
-        dy = jax.random.normal(keys[2 * i + 1], (3, 5, IN))
+        x = jax.random.normal(keys[2 * i], (3, 5, IN), module.dtype) * 2.0**i
+        dy = jax.random.normal(keys[2 * i + 1], (3, 5, IN), module.dtype)
         y, gradients, dx = step(variables, x, dy)
         found.append({"y": y, "dx": dx, **gradients})
-        variables = te.update_collections({"fp8_metas": gradients["fp8_metas"]}, variables)
+        state = {name: gradients[name] for name in gradients if name == "fp8_metas"}
+        variables = te.update_collections(state, variables)
     return found
 
 
@@ -82,7 +84,7 @@ def run(module, steps=3):
 )
 def test_numbers_are_those_of_the_parts(monkeypatch, options):
     fused = run(mlp(**options))
-    monkeypatch.setattr(flax_module, "can_fuse", lambda state: False)
+    monkeypatch.setattr(flax_module, "can_fuse_activation", lambda state: False)
     parts = run(mlp(**options))
     for ours, theirs in zip(fused, parts, strict=True):
         assert jax.tree.structure(ours) == jax.tree.structure(theirs)
@@ -113,6 +115,57 @@ def test_the_activation_is_cast_from_float32():
     staged = np.asarray(gradients["fp8_metas"]["amax_history_fwd"])[0, 3]
     assert staged == amax.item()
     assert staged != np.float32(ml_dtypes.bfloat16(amax.item()))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        WHOLE,
+        {**WHOLE, "activation": "gelu", "use_bias": True, "return_layernorm_output": False},
+    ],
+)
+def test_block_scaled_numbers_are_those_of_the_parts(monkeypatch, options):
+    fused = run(mlp(**options), BLOCK, 1)
+    monkeypatch.setattr(flax_module, "can_fuse_activation", lambda state: False)
+    parts = run(mlp(**options), BLOCK, 1)
+    assert jax.tree.structure(fused) == jax.tree.structure(parts)
+    for (path, a), b in zip(
+        jax.tree_util.tree_leaves_with_path(fused), jax.tree.leaves(parts), strict=True
+    ):
+        if "wi_bias" in str(path):  # the op adds float32 values, in another order
+            np.testing.assert_allclose(a, b, rtol=2e-2, atol=2e-2)
+        else:
+            assert bits(a) == bits(b), path
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_block_scaled_bf16_steps_are_torchs(bias):
+    width = 32
+    layer = apex_te.LayerNormMLP(
+        width, 128, activation="reglu", normalization="RMSNorm", bias=bias, eps=1e-6
+    ).bfloat16()
+    with torch.no_grad():  # products of these are sums without rounding
+        for p in layer.parameters():
+            p.copy_(torch.randint(-1, 2, p.shape))
+        layer.layer_norm_weight.fill_(1.0)
+    x = torch.randn(12, width).bfloat16().requires_grad_()
+    dy = torch.randint(-2, 3, (12, width)).bfloat16()
+    with apex_te.fp8_autocast(enabled=True, fp8_recipe=BLOCK):
+        y = layer(x)
+    y.backward(dy)
+    options = {**WHOLE, "layernorm_type": "rmsnorm", "use_bias": bias}
+    module = mlp("relu", return_layernorm_output=False, **options)
+    variables = start(module, to_jax(x.detach()), BLOCK)
+    weights = {name: value.float() for name, value in layer.state_dict().items()}
+    params = te.state.from_torch(weights, {"params": variables["params"]})["params"]
+    step = make_step(module, BLOCK)
+    given = {**variables, "params": params}, to_jax(x.detach()), to_jax(dy)
+    made, gradients, dx = step(*given)
+    assert bits(made) == bits(y.detach())
+    assert bits(dx) == bits(x.grad)
+    found = te.state.to_torch(gradients)
+    for name, parameter in layer.named_parameters():
+        assert bits(jnp.asarray(found[name], jnp.bfloat16)) == bits(parameter.grad), name
 
 
 @pytest.mark.parametrize("returned", [True, False])
@@ -148,7 +201,7 @@ def test_bf16_steps_are_torchs(monkeypatch, norm, returned):
             assert distance(named[name], parameter.grad) < 4e-3, name
         layer.zero_grad()
         with monkeypatch.context() as patch:
-            patch.setattr(flax_module, "can_fuse", lambda state: False)
+            patch.setattr(flax_module, "can_fuse_activation", lambda state: False)
             made, gradients, dx = make_step(module)(parts, to_jax(x), to_jax(dy))
         parts = {**parts, "fp8_metas": gradients["fp8_metas"]}
     assert distance(made, y) > 3e-3  # what rounding to bf16 in between makes of it
@@ -206,6 +259,19 @@ def test_the_activation_alone_is_never_written():
     assert "swiglu_fwd" in calls(loss, variables, x)
 
 
+def test_block_scaling_casts_gated_activations_in_their_ops():
+    x, module = jnp.ones((4, IN), jnp.bfloat16), mlp(**WHOLE)
+    variables = start(module, x, BLOCK)
+    found = calls(make_step(module, BLOCK), variables, x, x)
+    assert {"swiglu_fwd_block", "swiglu_bwd_block"} <= found
+    assert not {"swiglu_fwd", "swiglu_bwd"} & found
+    module = mlp(use_bias=True, **WHOLE)
+    variables = start(module, x, BLOCK)
+    found = calls(make_step(module, BLOCK), variables, x, x)
+    assert {"swiglu_fwd_block", "swiglu_bwd"} <= found
+    assert "swiglu_bwd_block" not in found
+
+
 def test_a_module_that_one_loss_uses_twice(monkeypatch):
     x, module = jax.random.normal(jax.random.key(4), (4, IN)), mlp()
     variables = start(module, x)
@@ -226,7 +292,7 @@ def test_a_module_that_one_loss_uses_twice(monkeypatch):
     for wrap in (lambda v: v, te.max_over_uses):
         ours = gradients(wrap)
         with monkeypatch.context() as patch:
-            patch.setattr(flax_module, "can_fuse", lambda state: False)
+            patch.setattr(flax_module, "can_fuse_activation", lambda state: False)
             theirs = gradients(wrap)
         for name in theirs:
             np.testing.assert_allclose(ours[name], theirs[name], rtol=1e-5)
@@ -240,6 +306,34 @@ def mesh(request):
     return jax.make_mesh((2, 2), ("d", "t"), axis_types=kinds, devices=jax.devices()[:4])
 
 
+def on_mesh(mesh, variables, x, dy):
+    """Returns a step's arguments on a mesh, rows along "d" and hidden columns along "t"."""
+
+    def place(tree, spec):
+        return jax.device_put(tree, NamedSharding(mesh, spec))
+
+    specs = {"wi_kernel": P(None, None, "t"), "wo_kernel": P("t"), "scale": P()}
+    params = {name: place(variables["params"][name], spec) for name, spec in specs.items()}
+    others = {name: place(variables[name], P()) for name in variables if name == "fp8_metas"}
+    return {"params": params, **others}, place(x, P("d")), place(dy, P("d"))
+
+
+def test_devices_share_blocks(mesh):
+    options = {**WHOLE, "intermediate_dim": 256, "layernorm_type": "rmsnorm"}
+    module = mlp(return_layernorm_output=False, **options)
+    x, dy = jax.random.normal(jax.random.key(5), (2, 2, 128, IN), jnp.bfloat16)
+    variables = start(module, x, BLOCK)
+    step = make_step(module, BLOCK)
+    expected = step(variables, x, dy)
+    given = on_mesh(mesh, variables, x, dy)
+    text = step.lower(*given).compile().as_text()
+    assert " all-gather" not in text
+    assert "swiglu_bwd_block" in text
+    for a, b in zip(jax.tree.leaves(step(*given)), jax.tree.leaves(expected), strict=True):
+        a, b = np.asarray(a, np.float32), np.asarray(b, np.float32)
+        assert np.linalg.norm(a - b) < 2**-7 * np.linalg.norm(b)
+
+
 def test_devices_share_rows_and_hidden_columns(mesh):
     module = mlp(layernorm_type="rmsnorm", return_layernorm_output=False)
     x = jax.random.normal(jax.random.key(5), (4, 6, IN))
@@ -248,18 +342,7 @@ def test_devices_share_rows_and_hidden_columns(mesh):
     step = make_step(module)
     expected = step(variables, x, dy)
 
-    def place(tree, spec):
-        return jax.device_put(tree, NamedSharding(mesh, spec))
-
-    placed = {
-        "params": {
-            "wi_kernel": place(variables["params"]["wi_kernel"], P(None, None, "t")),
-            "wo_kernel": place(variables["params"]["wo_kernel"], P("t")),
-            "scale": place(variables["params"]["scale"], P()),
-        },
-        "fp8_metas": place(variables["fp8_metas"], P()),
-    }
-    given = placed, place(x, P("d")), place(dy, P("d"))
+    given = on_mesh(mesh, variables, x, dy)
     assert " all-gather" not in step.lower(*given).compile().as_text()
     made = step(*given)
     for a, b in zip(jax.tree.leaves(made), jax.tree.leaves(expected), strict=True):

@@ -1,0 +1,207 @@
+"""Ops in front of a product, norms and activations, whose results are cast to FP8."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax
+
+from .ops import swiglu, swiglu_block
+from .ops._norm import norm_bwd, norm_fwd
+from .ops.block_quantize import BlockQuantized
+from .ops.fp8_output import FP8Output
+
+__all__ = ["ActivationBackward", "ActivationForward", "FusedCast", "Norm", "NormForward"]
+
+
+class FusedCast:
+    """Base of ops that are ready to run, and can write their result in FP8 themselves.
+
+    Attributes:
+        can_fuse_blocks: True if the op has ``blocks``.
+        flatten_axis: number of the result's first dimension of columns.
+        with_dbias: True asks for the column sums of the result.
+    """
+
+    can_fuse_blocks = False
+    flatten_axis = -1
+    with_dbias = False
+
+    def plain(self) -> tuple[jax.Array, jax.Array | None]:
+        """Runs the op without a cast to FP8.
+
+        Returns:
+            The result in high precision, and its column sums or None if they are not asked for or
+            the op does not compute them.
+        """
+        raise NotImplementedError
+
+    def fp8(
+        self, scale: jax.Array, dtype: Any, rowwise: bool, columnwise: bool, amax: Any
+    ) -> tuple[FP8Output, jax.Array | None]:
+        """Runs the op and quantizes its float32 result.
+
+        Args:
+            scale: one float32 element.
+            dtype: FP8 dtype.
+            rowwise, columnwise: the copies to make; neither for the amax alone.
+            amax: one float32 element, of which and of the result's amax the output's ``amax`` is
+                the larger; or None.
+
+        Returns:
+            The FP8 data, and the column sums if they are asked for and a copy is made.
+        """
+        raise NotImplementedError
+
+    def blocks(self, dtype: Any, **options: Any) -> BlockQuantized:
+        """Runs the op and quantizes its result in 1x128 blocks, if ``can_fuse_blocks`` is True.
+
+        Args:
+            dtype: FP8 dtype.
+            options: ``rowwise``, ``columnwise``, ``pow2``, ``eps`` and ``padded``, as in
+                ``ops.block_quantize``.
+        """
+        raise NotImplementedError
+
+
+class Norm(NamedTuple):
+    """Norm in front of a layer.
+
+    Attributes:
+        op: "rms_norm" or "layer_norm".
+        epsilon: added to the variance.
+        zero_centered_gamma: the factor is 1 + scale.
+    """
+
+    op: str
+    epsilon: float
+    zero_centered_gamma: bool
+
+    def gradients(
+        self, dy: jax.Array, kept: tuple[Any, ...], with_scale: bool, with_bias: bool
+    ) -> list[Any]:
+        """Computes the gradients of x, of the scale and of the bias; None for one not asked for.
+
+        Args:
+            dy: gradient of the norm's result.
+            kept: x, scale, bias and statistics of the norm that has run.
+            with_scale, with_bias: compute the gradients of the scale, of the bias.
+        """
+        x, scale, bias, statistics = kept
+        made = norm_bwd(
+            self.op, dy, x, scale, bias, statistics, self.zero_centered_gamma, None, with_scale,
+            with_bias, any_rank=True,
+        )  # fmt: skip
+        return [made.dx, made.dweight, made.dbias]
+
+
+class NormForward(FusedCast):
+    """Norm of x, as a fused cast.
+
+    Args:
+        norm: the norm.
+        x: [..., cols], of two dimensions or more.
+        scale, bias: [cols]; the bias of an RMS norm is None.
+
+    Attributes:
+        statistics: "rstd" and for a layer norm "mean", set when the norm has run.
+    """
+
+    def __init__(self, norm: Norm, x: jax.Array, scale: jax.Array, bias: jax.Array | None) -> None:
+        self.statistics: dict[str, jax.Array] = {}
+        self._norm = norm
+        self._primals = x, scale, bias
+
+    def plain(self) -> tuple[jax.Array, None]:
+        """Runs the norm without a cast to FP8; see ``FusedCast.plain``."""
+        return self._run(None)["y"], None
+
+    def fp8(
+        self, scale: jax.Array, dtype: Any, rowwise: bool, columnwise: bool, amax: Any
+    ) -> tuple[FP8Output, None]:
+        """Runs the norm and quantizes its result; see ``FusedCast.fp8``."""
+        made = self._run((scale, dtype, rowwise, columnwise, amax))
+        return FP8Output(*(made.get(name) for name in FP8Output._fields)), None
+
+    def _run(self, fp8: Any) -> dict[str, Any]:
+        """Returns what ``norm_fwd`` does, and sets ``statistics``."""
+        op, eps, centered = self._norm
+        made = norm_fwd(op, *self._primals, eps, centered, None, fp8, any_rank=True)
+        self.statistics = {name: made[name] for name in ("mean", "rstd") if name in made}
+        return made
+
+
+class ActivationForward(FusedCast):
+    """Gated activation as a fused cast.
+
+    Args:
+        activation: of the gate; one of ``ops.swiglu.ACTIVATIONS``.
+        x: [..., 2, F], gate and up.
+    """
+
+    can_fuse_blocks = True
+
+    def __init__(self, activation: str, x: jax.Array) -> None:
+        self._x = x
+        self._gate: dict[str, Any] = {"activation": activation, "axis": -2}
+
+    def plain(self) -> tuple[jax.Array, None]:
+        """Returns act(gate) * up [..., F]; see ``FusedCast.plain``."""
+        return swiglu.swiglu_fwd(self._x, **self._gate), None
+
+    def fp8(
+        self, scale: jax.Array, dtype: Any, rowwise: bool, columnwise: bool, amax: Any
+    ) -> tuple[FP8Output, None]:
+        """Returns act(gate) * up in FP8; see ``FusedCast.fp8``."""
+        made = swiglu.swiglu_fwd_fp8(
+            self._x, None, scale, dtype, rowwise=rowwise, columnwise=columnwise, amax=amax,
+            **self._gate,
+        )  # fmt: skip
+        return made, None
+
+    def blocks(self, dtype: Any, **options: Any) -> BlockQuantized:
+        """Returns act(gate) * up in blocks; see ``FusedCast.blocks``."""
+        return swiglu_block.swiglu_fwd_block(self._x, None, dtype, **self._gate, **options)
+
+
+class ActivationBackward(FusedCast):
+    """Gradient of a gated activation's input, as a fused cast.
+
+    Args:
+        activation: of the gate; one of ``ops.swiglu.ACTIVATIONS``.
+        dy: [..., F], gradient of the activation's result.
+        x: [..., 2, F], the activation's input.
+        with_dbias: also compute the column sums [2, F] of the result.
+    """
+
+    flatten_axis = -2
+
+    def __init__(self, activation: str, dy: jax.Array, x: jax.Array, with_dbias: bool) -> None:
+        self.with_dbias = with_dbias
+        self.can_fuse_blocks = not with_dbias  # the kernel has no column sums
+        self._dy = dy
+        self._x = x
+        self._gate: dict[str, Any] = {"activation": activation, "axis": -2}
+
+    def plain(self) -> tuple[jax.Array, jax.Array | None]:
+        """Returns the gradient [..., 2, F] and its column sums; see ``FusedCast.plain``."""
+        made = swiglu.swiglu_bwd(self._dy, self._x, with_dbias=self.with_dbias, **self._gate)
+        if not isinstance(made, swiglu.SwigluGrads):
+            return made, None
+        return made.input, made.dbias
+
+    def fp8(
+        self, scale: jax.Array, dtype: Any, rowwise: bool, columnwise: bool, amax: Any
+    ) -> tuple[FP8Output, jax.Array | None]:
+        """Returns the gradient in FP8 and its column sums; see ``FusedCast.fp8``."""
+        made = swiglu.swiglu_bwd_fp8(
+            self._dy, self._x, None, scale, dtype, rowwise=rowwise, columnwise=columnwise,
+            amax=amax, with_dbias=self.with_dbias and (rowwise or columnwise), **self._gate,
+        )  # fmt: skip
+        return made.output, made.dbias
+
+    def blocks(self, dtype: Any, **options: Any) -> BlockQuantized:
+        """Returns the gradient in blocks; see ``FusedCast.blocks``."""
+        return swiglu_block.swiglu_bwd_block(
+            self._dy, self._x, None, dtype, **self._gate, **options
+        )

@@ -1,0 +1,203 @@
+"""Dense layer without a gradient rule, for layers that fuse their casts with what is in front."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+
+from ..recipe import Recipe
+from . import fp8_state
+from ._partition import same_on_all
+from .first_step import FIRST_DUE
+from .fused_casts import FusedCast
+from .quantizer import Quantized, quantizer_of
+from .region import active_recipe
+
+__all__ = ["Product", "can_fuse_activation", "can_fuse_norm", "columns_of", "rows_of"]
+
+# Slots of the FP8 state of each product.
+_INPUT, _WEIGHT, _GRAD = 0, 1, 0
+
+
+def can_fuse_activation(state: Mapping[str, jax.Array]) -> bool:
+    """Returns True if the region's recipe has gated activations write FP8 themselves.
+
+    All products of a ``Product`` are then in FP8, and its casts know their scales.
+
+    Args:
+        state: FP8 state of the layer; empty for a recipe whose layers have none.
+    """
+    recipe = active_recipe()
+    return recipe is not None and quantizer_of(recipe).fuses_activations and _fits(recipe, state)
+
+
+def can_fuse_norm(state: Mapping[str, jax.Array]) -> bool:
+    """Returns True if the region's recipe has norms write FP8 themselves.
+
+    Args:
+        state: as in ``can_fuse_activation``.
+    """
+    recipe = active_recipe()
+    return recipe is not None and quantizer_of(recipe).fuses_norms and _fits(recipe, state)
+
+
+def _fits(recipe: Any, state: Mapping[str, jax.Array]) -> bool:
+    """Returns True if no product is in high precision and no scale waits for its first tensor."""
+    return FIRST_DUE not in state and not any(recipe.override_linear_precision)
+
+
+def rows_of(q: Quantized) -> tuple[Any, Any]:
+    """Returns FP8 data and scales of the rowwise copy."""
+    return q.rowwise, q.rowwise_scale_inv
+
+
+def columns_of(q: Quantized) -> tuple[Any, Any]:
+    """Returns FP8 data and scales of the columnwise copy."""
+    return q.columnwise, q.columnwise_scale_inv
+
+
+class Product:
+    """Dense layer x @ kernel + bias with an x of one contracted dimension, without a gradient rule.
+
+    ``part`` is its part of the FP8 state; None for a recipe whose layers have none.
+
+    Args:
+        recipe: recipe of the region, with all products in FP8.
+        gemm: number of the layer among the products of a state.
+    """
+
+    def __init__(self, recipe: Recipe, gemm: int) -> None:
+        self._recipe: Any = recipe
+        self._gemm = gemm
+        self._quantizer = quantizer_of(recipe)
+
+    def entered(self, state: Mapping[str, Any]) -> dict[str, Any] | None:
+        """Returns the layer's part of a state, its scales moved."""
+        if not self._quantizer.keeps_state:
+            return None
+        part = fp8_state.of_gemm(fp8_state.as_floats(state), self._gemm)
+        return fp8_state.entered(part, self._recipe)
+
+    def state_gradient(
+        self, part: Mapping[str, Any] | None, before: Mapping[str, Any]
+    ) -> dict[str, Any]:
+        """Returns the gradient with respect to the state ``before``: that after the step."""
+        return {} if part is None else fp8_state.cotangent(part, self._gemm, before)
+
+    def forward(
+        self,
+        x: jax.Array | FusedCast,
+        kernel: jax.Array,
+        bias: jax.Array | None,
+        part: Mapping[str, Any] | None,
+        *,
+        for_dx: bool,
+        for_dkernel: bool,
+    ) -> tuple[jax.Array, Quantized, Quantized]:
+        """Computes the output.
+
+        Args:
+            x: [..., in], or the op that computes it.
+            kernel: [in, out...].
+            bias: [out...] or None.
+            part: as in the class.
+            for_dx, for_dkernel: True to make the copies for the gradient of x, of the kernel.
+
+        Returns:
+            The output [..., out...] in the kernel's dtype, and the casts of x and kernel.
+        """
+        qx = self._cast(
+            x, "input", -1, self._scale(part, "fwd", _INPUT), rowwise=True, columnwise=for_dkernel
+        )
+        qkernel = self._cast(
+            kernel, "weight", 1, self._scale(part, "fwd", _WEIGHT), rowwise=for_dx, columnwise=True
+        )
+        y = self._quantizer.multiply(
+            "fprop", rows_of(qx), columns_of(qkernel), out_dtype=kernel.dtype, bias=bias, inner=1
+        )
+        return y, qx, qkernel
+
+    def with_forward_amaxes(
+        self, part: dict[str, Any] | None, qx: Quantized, qkernel: Quantized
+    ) -> dict[str, Any] | None:
+        """Returns the part with the amaxes of x and kernel staged."""
+        return self._staged(part, "fwd", qx.amax, qkernel.amax)
+
+    def cast_gradient(
+        self,
+        dy: jax.Array | FusedCast,
+        columns: int,
+        part: dict[str, Any] | None,
+        *,
+        for_dx: bool,
+        for_dkernel: bool,
+        with_dbias: bool,
+    ) -> tuple[Quantized, dict[str, Any] | None]:
+        """Casts the output's gradient.
+
+        Args:
+            dy: [..., out...], or the op that computes it, which knows whether it sums the columns.
+            columns: number of dimensions of "out".
+            part: as in the class.
+            for_dx, for_dkernel: True to make the copies for the gradient of x, of the kernel.
+            with_dbias: sum the columns.
+
+        Returns:
+            The cast, and the part with its amax staged.
+        """
+        options = {} if isinstance(dy, FusedCast) else {"with_dbias": with_dbias}
+        qdy = self._cast(
+            dy, "grad", -columns, self._scale(part, "bwd", _GRAD),
+            rowwise=for_dx or not for_dkernel, columnwise=for_dkernel, **options,
+        )  # fmt: skip
+        return qdy, self._staged(part, "bwd", qdy.amax)
+
+    def input_gradient(self, qdy: Quantized, kernel: Any, columns: int, dtype: Any) -> jax.Array:
+        """Computes dy @ kernel.T.
+
+        Args:
+            qdy: the cast of the output's gradient.
+            kernel: rowwise copy of the kernel.
+            columns: number of dimensions of "out".
+            dtype: dtype of the result.
+        """
+        return self._quantizer.multiply(
+            "dgrad", rows_of(qdy), kernel, out_dtype=dtype, bias=None, inner=columns
+        )
+
+    def kernel_gradient(self, x: Any, qdy: Quantized, rows: int, dtype: Any) -> jax.Array:
+        """Computes x.T @ dy.
+
+        Args:
+            x: columnwise copy of x.
+            qdy: the cast of the output's gradient.
+            rows: number of dimensions of rows.
+            dtype: dtype of the result.
+        """
+        return self._quantizer.multiply(
+            "wgrad", x, columns_of(qdy), out_dtype=dtype, bias=None, inner=rows
+        )
+
+    def _cast(
+        self, x: jax.Array | FusedCast, role: str, flatten_axis: int, scale: Any, **options: Any
+    ) -> Quantized:
+        """Casts an array or what an op computes."""
+        if isinstance(x, FusedCast):
+            return self._quantizer.produce(x, role, scale, **options)
+        return self._quantizer.cast(x, role, scale, flatten_axis=flatten_axis, **options)
+
+    def _scale(self, part: Mapping[str, Any] | None, way: str, slot: int) -> Any:
+        """Returns the scale of a slot, or None."""
+        return None if part is None else part[f"scale_{way}"][slot : slot + 1]
+
+    def _staged(self, part: dict[str, Any] | None, way: str, *amaxes: Any) -> dict[str, Any] | None:
+        """Returns the part with the amaxes of its first slots staged."""
+        if part is None:
+            return None
+        name = f"amax_history_{way}"
+        history = part[name]
+        for slot, amax in enumerate(amaxes):
+            history = history.at[0, slot].set(same_on_all(history, amax)[0])
+        return {**part, name: history}
