@@ -15,15 +15,19 @@ __all__ = ["ActivationBackward", "ActivationForward", "FusedCast", "Norm", "Norm
 
 
 class FusedCast:
-    """Base of ops that are ready to run, and can write their result in FP8 themselves.
+    """Base of ops, ready to run, that can write their result in FP8 themselves.
 
     Attributes:
+        can_fuse: True if the op has ``fp8``; otherwise it has only ``plain``.
         can_fuse_blocks: True if the op has ``blocks``.
+        copies: True if the op computes nothing: its result has elements of what it reads.
         flatten_axis: number of the result's first dimension of columns.
         with_dbias: True asks for the column sums of the result.
     """
 
+    can_fuse = True
     can_fuse_blocks = False
+    copies = False
     flatten_axis = -1
     with_dbias = False
 

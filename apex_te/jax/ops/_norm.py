@@ -122,7 +122,7 @@ def norm_fwd(
         scale, dtype, rowwise_too, columnwise_too, amax = fp8
         name = _checks.fp8_dtype_of(op, dtype)
         inputs["scale"] = _checks.is_scalar(function, "scale", scale)
-        made = copies(function, (1, 1), name, rowwise_too, columnwise_too)
+        made = copies(function, (1, 1), name, rowwise_too, columnwise_too, amax)
         names += [*made, *(() if amax is None else ("amax",)), "scale_inv"]
         if amax is not None:
             inputs["amax"] = _checks.is_scalar(function, "amax", amax)
@@ -135,7 +135,7 @@ def norm_fwd(
         if fp8 is None:
             results["y"] = _S((rows, cols), x.dtype)
         else:
-            results |= copies(function, (rows, cols), name, rowwise_too, columnwise_too)
+            results |= copies(function, (rows, cols), name, rowwise_too, columnwise_too, amax)
             results["scale_inv"] = _S(given["scale"].shape, jnp.float32)
         if residual is not None:
             results["residual_sum"] = _S((rows, cols), x.dtype)
@@ -144,8 +144,10 @@ def norm_fwd(
         return tuple(made[each] for each in names)
 
     rule = f"{_terms(inputs, _DIMS)} -> {_terms(names, {**_DIMS, 'amax': '^'})}"
-    found = rowwise(function, rule, body, ranks={"r": x.ndim - 1})(*inputs.values())
-    return dict(zip(names, found, strict=True))
+    # An amax without a copy is for the scale of a cast, which one matrix has.
+    is_measured = fp8 is not None and not (rowwise_too or columnwise_too)
+    run = rowwise(function, rule, body, ranks={"r": x.ndim - 1}, one_matrix=is_measured)
+    return dict(zip(names, run(*inputs.values()), strict=True))
 
 
 def norm_bwd(

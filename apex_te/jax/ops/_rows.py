@@ -29,6 +29,7 @@ def rowwise(
     split: str = "r",
     ranks: Mapping[str, int] | None = None,
     reduced: Callable[..., tuple[Any, ...]] | None = None,
+    one_matrix: bool = False,
 ) -> Callable[..., Any]:
     """Returns ``body`` as a function that ``jax.vmap`` can map, and that devices compute by parts.
 
@@ -41,6 +42,7 @@ def rowwise(
         reduced: function to call instead where devices must combine results in between. Its first
             argument is a function of a result's name and an array, which combines the array. A
             function with one is of one matrix: it cannot be mapped.
+        one_matrix: True for another function that cannot be mapped.
 
     Raises:
         NotImplementedError: later, where the rule does not say how to map an argument or result.
@@ -82,7 +84,7 @@ def rowwise(
     def _batched(size: int, batched: list[bool], *args: jax.Array) -> tuple[Any, Any]:
         if any(map(operator.and_, batched, serves_all)):
             return expanded(size, batched, args)
-        if reduced is not None:
+        if reduced is not None or one_matrix:
             raise NotImplementedError(
                 f"{function}: x must be one matrix, got jax.vmap over several"
             )

@@ -14,7 +14,14 @@ from . import _checks
 from ._rows import rowwise as over_rows
 from .fp8_output import copies, sides
 
-__all__ = ["CurrentScaleOutput", "amax_results", "current_scale", "local_amax", "tensor_amax"]
+__all__ = [
+    "CurrentScaleOutput",
+    "amax_results",
+    "current_scale",
+    "local_amax",
+    "scale_of",
+    "tensor_amax",
+]
 
 _S = jax.ShapeDtypeStruct
 _ONE = _S((1,), jnp.float32)
@@ -97,6 +104,30 @@ def current_scale(
     amax = _checks.is_scalar("current_scale_cast", "amax", amax)
     found = over_rows("current_scale_cast", f"x: r c, amax: _ -> {made}", cast, **shared)(x, amax)
     return _output({**dict(zip(names, found, strict=True)), "amax": amax})
+
+
+def scale_of(
+    amax: jax.Array, fp8_dtype: Any, *, eps: float = 0.0, pow2: bool = False
+) -> tuple[jax.Array, jax.Array]:
+    """Computes the scale that ``current_scale`` computes from ``amax``, and scale_inv.
+
+    Args:
+        amax: one float32 element.
+        fp8_dtype, eps, pow2: as in ``current_scale``.
+    """
+    dtype = _checks.fp8_dtype_of("current_scale", fp8_dtype, fnuz=True)
+    amax = _checks.is_scalar("current_scale_cast", "amax", amax)
+
+    def body(amax: jax.Array) -> tuple[jax.Array, ...]:
+        # The cast of an empty matrix writes the scale alone.
+        results = {"rowwise": _S((0, 0), jnp.dtype(dtype)), "scale": _ONE, "scale_inv": _ONE}
+        given = {"x": jnp.zeros((0, 0), jnp.float32), "amax": amax.reshape(1)}
+        options = {"eps": float(eps), "pow2": bool(pow2)}
+        made = call("current_scale", "current_scale_cast", results, **given, **options)
+        return made["scale"], made["scale_inv"]
+
+    rule = "amax: _ -> scale: _, scale_inv: _"
+    return over_rows("current_scale_cast", rule, body)(amax)
 
 
 def _output(made: dict[str, jax.Array]) -> CurrentScaleOutput:

@@ -63,14 +63,26 @@ def sides(
 
 
 def copies(
-    function: str, shape: tuple[int, ...], fp8_dtype: str, rowwise: bool, columnwise: bool
+    function: str,
+    shape: tuple[int, ...],
+    fp8_dtype: str,
+    rowwise: bool,
+    columnwise: bool,
+    amax: Any = None,
 ) -> dict[str, Any]:
     """Returns the copies to ask for as results of a call, of a matrix of ``shape``.
 
+    Args:
+        function: name of the C function, for errors.
+        shape: [rows, cols].
+        fp8_dtype: FP8 dtype of the copies.
+        rowwise, columnwise: the copies that are wanted.
+        amax: what the call folds the matrix's amax into, for which alone it may run; or None.
+
     Raises:
-        ValueError: neither copy is wanted.
+        ValueError: neither copy and no amax is wanted.
     """
-    if not (rowwise or columnwise):
+    if not (rowwise or columnwise or amax is not None):
         raise ValueError(f"{function}: rowwise or columnwise must be True, got False for both")
     (rows, cols), dtype = shape, jnp.dtype(fp8_dtype)
     wanted = {"rowwise": (rows, cols) if rowwise else None,

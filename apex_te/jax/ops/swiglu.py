@@ -163,7 +163,7 @@ def swiglu_fwd_fp8(
         rowwise: make [M, F]; with axis -2 [..., F].
         columnwise: make [F, M]; with axis -2 [F, ...].
         amax: one float32 element, of which and of max |y| the result's ``amax`` is the larger; NaN
-            counts as largest.
+            counts as largest. With it ``rowwise`` and ``columnwise`` may both be False.
 
     Raises:
         TypeError: the cases of ``swiglu``.
@@ -430,8 +430,10 @@ def _run(
 
     read = [f"{name}: {dims}" for name, dims in given.dims.items()] + [f"{n}: _" for n in extra]
     rule = f"{', '.join(read)} -> {', '.join(f'{n}: {dims}' for n, dims in results.items())}"
-    found = over_rows(given.function, rule, body, **given.options)(*inputs.values())
-    return dict(zip(results, found, strict=True))
+    # An amax without a copy is for the scale of a cast, which one matrix has.
+    is_measured = "amax" in results and not {"rowwise", "columnwise"} & {*results}
+    run = over_rows(given.function, rule, body, one_matrix=is_measured, **given.options)
+    return dict(zip(results, run(*inputs.values()), strict=True))
 
 
 def _gradients(given: _Given, with_dbias: bool) -> SwigluGrads:
@@ -466,7 +468,7 @@ def _run_to_fp8(
     """
     name = given.function
     dtype = _checks.fp8_dtype_of(name, fp8_dtype)
-    if not any(sides.values()):
+    if amax is None and not any(sides.values()):
         raise ValueError(f"{name}: rowwise or columnwise must be True, got False for both")
     extra = {"scale": _checks.is_scalar(name, "scale", scale)}
     results = {side: dims for side, dims in sides.items() if dims} | {"scale_inv": "_"}

@@ -36,6 +36,8 @@ class _Delayed(PerTensorProducts):
 
     def produce(self, source: FusedCast, role: str, scale: Any, **wanted: bool) -> Quantized:
         """Runs an op and casts its result; see ``Quantizer.produce``."""
+        if not source.can_fuse:
+            return super().produce(source, role, scale, **wanted)
         start, dtype = jnp.zeros(1, jnp.float32), self._dtypes[role]
         made, dbias = source.fp8(scale, dtype, **wanted, amax=start)
         return one_scale(made, made.amax)._replace(dbias=dbias)

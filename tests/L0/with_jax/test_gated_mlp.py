@@ -20,11 +20,13 @@ import apex_te.jax as te  # noqa: E402
 import apex_te.jax.flax as te_flax  # noqa: E402
 from apex_te import recipe  # noqa: E402
 from apex_te.jax.flax import module as flax_module  # noqa: E402
+from apex_te.jax.ops import swiglu  # noqa: E402
 from apex_te.ops import swiglu as torch_swiglu  # noqa: E402
 
 P = PartitionSpec
 DELAYED = recipe.DelayedScaling(amax_history_len=4)
 BLOCK = recipe.BlockScaling()
+CURRENT = recipe.CurrentScaling()
 IN, MID = 24, 40
 WHOLE = {"intermediate_dim": 128, "dtype": jnp.bfloat16}  # whole blocks of 16-bit values
 
@@ -118,16 +120,21 @@ def test_the_activation_is_cast_from_float32():
 
 
 @pytest.mark.parametrize(
-    "options",
+    ("chosen", "options"),
     [
-        WHOLE,
-        {**WHOLE, "activation": "gelu", "use_bias": True, "return_layernorm_output": False},
+        (BLOCK, WHOLE),
+        (
+            BLOCK,
+            {**WHOLE, "activation": "gelu", "use_bias": True, "return_layernorm_output": False},
+        ),
+        (CURRENT, {"use_bias": True, "return_layernorm_output": False}),
     ],
 )
-def test_block_scaled_numbers_are_those_of_the_parts(monkeypatch, options):
-    fused = run(mlp(**options), BLOCK, 1)
+def test_scales_of_the_step_give_the_numbers_of_the_parts(monkeypatch, chosen, options):
+    fused = run(mlp(**options), chosen, 1)
     monkeypatch.setattr(flax_module, "can_fuse_activation", lambda state: False)
-    parts = run(mlp(**options), BLOCK, 1)
+    monkeypatch.setattr(flax_module, "can_fuse_norm", lambda state: False)
+    parts = run(mlp(**options), chosen, 1)
     assert jax.tree.structure(fused) == jax.tree.structure(parts)
     for (path, a), b in zip(
         jax.tree_util.tree_leaves_with_path(fused), jax.tree.leaves(parts), strict=True
@@ -138,8 +145,8 @@ def test_block_scaled_numbers_are_those_of_the_parts(monkeypatch, options):
             assert bits(a) == bits(b), path
 
 
-@pytest.mark.parametrize("bias", [False, True])
-def test_block_scaled_bf16_steps_are_torchs(bias):
+@pytest.mark.parametrize(("chosen", "bias"), [(BLOCK, False), (BLOCK, True), (CURRENT, True)])
+def test_bf16_steps_with_scales_of_the_step_are_torchs(chosen, bias):
     width = 32
     layer = apex_te.LayerNormMLP(
         width, 128, activation="reglu", normalization="RMSNorm", bias=bias, eps=1e-6
@@ -150,15 +157,15 @@ def test_block_scaled_bf16_steps_are_torchs(bias):
         layer.layer_norm_weight.fill_(1.0)
     x = torch.randn(12, width).bfloat16().requires_grad_()
     dy = torch.randint(-2, 3, (12, width)).bfloat16()
-    with apex_te.fp8_autocast(enabled=True, fp8_recipe=BLOCK):
+    with apex_te.fp8_autocast(enabled=True, fp8_recipe=chosen):
         y = layer(x)
     y.backward(dy)
     options = {**WHOLE, "layernorm_type": "rmsnorm", "use_bias": bias}
     module = mlp("relu", return_layernorm_output=False, **options)
-    variables = start(module, to_jax(x.detach()), BLOCK)
+    variables = start(module, to_jax(x.detach()), chosen)
     weights = {name: value.float() for name, value in layer.state_dict().items()}
     params = te.state.from_torch(weights, {"params": variables["params"]})["params"]
-    step = make_step(module, BLOCK)
+    step = make_step(module, chosen)
     given = {**variables, "params": params}, to_jax(x.detach()), to_jax(dy)
     made, gradients, dx = step(*given)
     assert bits(made) == bits(y.detach())
@@ -257,6 +264,22 @@ def test_the_activation_alone_is_never_written():
             return dropout.apply(variables, x, rngs={"dropout": jax.random.key(0)})[0].sum()
 
     assert "swiglu_fwd" in calls(loss, variables, x)
+
+
+def test_vmap_over_a_layer_with_current_scaling_is_refused():
+    x, module = jnp.ones((2, 4, IN)), mlp(return_layernorm_output=False)
+    variables = start(module, x[0], CURRENT)
+    text = "layer_norm_fwd_fp8: x must be one matrix, got jax.vmap over several"
+    with te.fp8_autocast(True, CURRENT), pytest.raises(NotImplementedError, match=text):
+        jax.vmap(lambda x: module.apply(variables, x)[0])(x)
+    gate, one = jnp.ones((2, 4, 2, 8)), jnp.ones(1)
+    text = "swiglu_fwd_fp8: x must be one matrix, got jax.vmap over several"
+    with pytest.raises(NotImplementedError, match=text):
+        jax.vmap(
+            lambda x: swiglu.swiglu_fwd_fp8(
+                x, None, one, jnp.float8_e4m3fn, axis=-2, rowwise=False, columnwise=False, amax=one
+            ).amax
+        )(gate)
 
 
 def test_block_scaling_casts_gated_activations_in_their_ops():
