@@ -12,10 +12,11 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from ..attention import MASK_TYPES, dot_product_attention
+from ..joined_columns import joined_columns
+from ..product import can_fuse_norm
 from ..region import active_recipe
 from ..rotary import rotary_pos_emb
 from . import logical_axes as axes
-from .joined_columns import joined_columns
 from .module import (
     Axes,
     DenseGeneral,
@@ -171,21 +172,27 @@ class _Projection(LayerNormDenseGeneral):
     @nn.compact
     def __call__(
         self, inputs: jax.Array, beside: Sequence[Any] = ()
-    ) -> tuple[list[jax.Array], jax.Array]:
-        """Returns each kernel's product [..., width], and the norm's output or, without, the input.
+    ) -> tuple[list[jax.Array], jax.Array | None]:
+        """Returns each kernel's product [..., width], and the norm's output.
+
+        That is the input without a norm, and None if it is only made in FP8.
 
         Args:
             inputs: [..., in].
             beside: further kernels [in, width] or [in, kernels, width] and their biases or None.
         """
-        normed, kernel, bias = self._prepared(inputs)
-        kernels = [kernel, *(each for each, _ in beside)]
-        parts = last_dimension_parts(kernel, self.kernel_axes)
+        state = self._fp8_state() or {}
+        found = self._prepared(inputs, state)
+        kernels = [found.kernel, *(each for each, _ in beside)]
+        parts = last_dimension_parts(found.kernel, self.kernel_axes)
         columns = joined_columns(kernels, parts, active_recipe())
+        bias = found.bias
         if bias is not None:
             bias = columns.join([bias, *(each for _, each in beside)], 0)
-        x, kernel = placed(normed, self.dot_input_axes), columns.join(kernels, 1)
-        return columns.split(self._dense(x, kernel, bias, self._fp8_state(), 0)), normed
+        found = found._replace(kernel=columns.join(kernels, 1), bias=bias)
+        if can_fuse_norm(state) and found.x.ndim > 1:
+            return self._fused(found, state, columns), found.normed
+        return columns.split(self._dense(found.x, found.kernel, bias, state, 0)), found.normed
 
 
 class MultiHeadAttention(nn.Module):
@@ -425,6 +432,7 @@ class MultiHeadAttention(nn.Module):
             layernorm_type=self.layernorm_type,
             epsilon=self.layernorm_epsilon,
             zero_centered_gamma=self.zero_centered_gamma,
+            return_layernorm_output=self.return_layernorm_output,
             scale_axes=(axes.W_NO_SHARD,),
             ln_bias_axes=(axes.W_NO_SHARD,),
             layernorm_input_axes=(*self._leading(True), axes.HIDDEN),

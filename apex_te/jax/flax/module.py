@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import flax.linen as nn
 import jax
@@ -17,7 +17,9 @@ from ...runtime.counts import check_count
 from .. import _partition, fp8_state
 from ..dense import dense
 from ..fused_casts import Norm
+from ..fused_dense import fused_dense
 from ..gated_mlp import gated_mlp
+from ..joined_columns import JoinedColumns
 from ..ops.activation import KINDS, activation
 from ..ops.layer_norm import layer_norm
 from ..ops.rms_norm import rms_norm
@@ -242,6 +244,24 @@ class LayerNorm(_Normed):
         return self._norm(jnp.asarray(x, self.dtype))
 
 
+class Prepared(NamedTuple):
+    """Operands of the product of a ``LayerNormDenseGeneral``.
+
+    Attributes:
+        x: the product's input; that of the norm if ``norm`` is given.
+        normed: the norm's output, or the input without a norm; None if ``norm`` is given.
+        norm: a norm that writes FP8 itself, its scale and its bias or None; None for none.
+        kernel: [in, out...].
+        bias: [out...] or None.
+    """
+
+    x: jax.Array
+    normed: jax.Array | None
+    norm: tuple[Norm, jax.Array, jax.Array | None] | None
+    kernel: jax.Array
+    bias: jax.Array | None
+
+
 class LayerNormDenseGeneral(_Normed):
     """Norm and linear layer.
 
@@ -287,14 +307,36 @@ class LayerNormDenseGeneral(_Normed):
     @nn.compact
     def __call__(self, inputs: jax.Array) -> tuple[jax.Array, jax.Array | None]:
         """Returns the output, and the norm's output or None."""
-        normed, kernel, bias = self._prepared(inputs)
-        y = self._dense(placed(normed, self.dot_input_axes), kernel, bias, self._fp8_state(), 0)
+        state = self._fp8_state() or {}
+        found = self._prepared(inputs, state)
+        if found.norm is None:
+            y = self._dense(found.x, found.kernel, found.bias, state, 0)
+        else:
+            y = self._fused(found, state)
         if self.depth_scaling is not None:
             y = y / self.depth_scaling
-        return y, normed if self.return_layernorm_output and self.enable_layernorm else None
+        return y, found.normed if self._returns_norm else None
 
-    def _prepared(self, inputs: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array | None]:
-        """Returns the norm's output, or the input without a norm, the kernel and the bias."""
+    def _fused(
+        self, found: Prepared, state: Mapping[str, jax.Array], columns: JoinedColumns | None = None
+    ) -> Any:
+        """Returns the product, or those of several kernels; see ``fused_dense``."""
+        norm, *of_norm = found.norm or (None, None, None)
+        given = (None if p is None else p.astype(found.x.dtype) for p in (found.kernel, found.bias))
+        return fused_dense(found.x, (*of_norm, *given), state, norm, columns)
+
+    @property
+    def _returns_norm(self) -> bool:
+        """Returns True if the norm's output is returned, too."""
+        return self.return_layernorm_output and self.enable_layernorm
+
+    def _prepared(self, inputs: jax.Array, state: Mapping[str, jax.Array]) -> Prepared:
+        """Returns what the product needs; the norm has run unless it writes FP8 itself.
+
+        Args:
+            inputs: [..., in].
+            state: FP8 state of the layer; empty without one.
+        """
         if self.enable_low_rank_adaptation:
             raise NotImplementedError(
                 "LayerNormDenseGeneral: enable_low_rank_adaptation must be False, got True"
@@ -303,8 +345,13 @@ class LayerNormDenseGeneral(_Normed):
         if tuple(axis % inputs.ndim for axis in axes) != (inputs.ndim - 1,):
             raise ValueError(f"LayerNormDenseGeneral: axis must be -1, got {self.axis}")
         x = placed(jnp.asarray(inputs, self.dtype), self.layernorm_input_axes)
+        fuses = can_fuse_norm(state) and x.ndim > 1 and not _is_placed(self.dot_input_axes)
+        if fuses and self.enable_layernorm and not self._returns_norm:
+            norm = self._norm_with_parameters(x.shape[-1])
+            return Prepared(x, None, norm, *dense_parameters(self, x.shape[-1:]))
         normed = self._norm(x) if self.enable_layernorm else x
-        return normed, *dense_parameters(self, x.shape[-1:])
+        x = placed(normed, self.dot_input_axes)
+        return Prepared(x, normed, None, *dense_parameters(self, x.shape[-1:]))
 
 
 class LayerNormMLP(_Normed):

@@ -12,7 +12,7 @@ import sharded_attention as sharded  # noqa: E402
 from jax.sharding import AxisType, NamedSharding  # noqa: E402
 from jax.sharding import PartitionSpec as P  # noqa: E402
 
-from apex_te.jax.flax.joined_columns import joined_columns  # noqa: E402
+from apex_te.jax.joined_columns import joined_columns  # noqa: E402
 
 pytestmark = pytest.mark.skipif(
     len(jax.devices()) < 4, reason="jax was started before this folder's conftest"

@@ -181,6 +181,8 @@ def test_devices_share_rows_and_hidden_columns(mesh):
 
 
 def test_a_device_must_have_whole_blocks():
+    if len(jax.devices()) < 2:
+        pytest.skip("jax was started before this folder's conftest")
     mesh = jax.make_mesh((2,), ("t",), axis_types=(AxisType.Explicit,), devices=jax.devices()[:2])
     x, dy = jnp.ones((4, 2, 128), jnp.bfloat16), jnp.ones((4, 128), jnp.bfloat16)
     x = jax.device_put(x, NamedSharding(mesh, P(None, None, "t")))

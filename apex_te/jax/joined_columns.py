@@ -15,8 +15,8 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from ...recipe import Recipe
-from ..quantizer import quantizer_of
+from ..recipe import Recipe
+from .quantizer import quantizer_of
 
 __all__ = ["JoinedColumns", "joined_columns"]
 

@@ -1,0 +1,158 @@
+"""Norm and dense layer in FP8, where the norm and the join of heads' gradients write FP8."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import jax
+
+from ..recipe import Recipe
+from ._partition import Kind, gradient_like
+from .fused_casts import Norm, NormForward
+from .head_gradients import HeadGradients
+from .joined_columns import JoinedColumns
+from .ops._gradient import flag, is_wanted, materialised
+from .product import Product, columns_of, rows_of
+from .region import active_recipe
+
+__all__ = ["fused_dense"]
+
+
+def fused_dense(
+    x: jax.Array,
+    parameters: Iterable[jax.Array | None],
+    state: Mapping[str, jax.Array],
+    norm: Norm | None = None,
+    columns: JoinedColumns | None = None,
+) -> Any:
+    """Computes norm(x) @ kernel + bias.
+
+    Differentiable. The norm's result and, with ``columns``, the joined gradient are cast to FP8 by
+    their ops, the former from float32 values. The gradient with respect to ``state`` is the state
+    after the step. A region must be enabled for which ``can_fuse_norm`` is True.
+
+    Args:
+        x: [..., in] of two dimensions or more, float32, float16 or bfloat16.
+        parameters: scale and bias [in] of the norm, each or both None, in x's dtype or float32;
+            then in x's dtype the kernel [in, out...] and its bias [out...] or None.
+        state: FP8 state of the layer; empty for a recipe whose layers have none.
+        norm: the norm, or None.
+        columns: layout of the columns of several kernels in the kernel; None for one kernel.
+
+    Returns:
+        The output [..., out...]; with ``columns`` a list with that of each kernel, [..., width].
+    """
+    recipe = active_recipe()
+    assert recipe is not None
+    made = _layer(recipe, norm, columns)(x, *parameters, dict(state))
+    return made if columns is None else list(made)
+
+
+class _Steps:
+    """Forward and backward of a recipe, a norm and a layout of columns.
+
+    Args:
+        recipe: the recipe.
+        norm, columns: as in ``fused_dense``.
+
+    Attributes:
+        product: the dense layer.
+    """
+
+    def __init__(self, recipe: Recipe, norm: Norm | None, columns: JoinedColumns | None) -> None:
+        self.product = Product(recipe, 0)
+        self._norm = norm
+        self._columns = columns
+
+    def forward(self, primals: Any, part: Any, **needs: bool) -> Any:
+        """Returns the output, the norm's statistics, and the casts of input and kernel.
+
+        Args:
+            primals: x and the parameters.
+            part: state of the product.
+            needs: as in ``Product.forward``.
+        """
+        x, scale, ln_bias, kernel, bias = primals
+        normed = None if self._norm is None else NormForward(self._norm, x, scale, ln_bias)
+        y, qx, qkernel = self.product.forward(
+            x if normed is None else normed, kernel, bias, part, **needs
+        )
+        out = y if self._columns is None else tuple(self._columns.split(y))
+        return out, None if normed is None else normed.statistics, qx, qkernel
+
+    def backward(
+        self, gradients: list[Any], normed: Any, copies: Any, part: Any, columns: int, wanted: Any
+    ) -> tuple[list[Any], Any]:
+        """Returns the gradients of the primals, None for those not wanted, and the state.
+
+        Args:
+            gradients: gradient of each kernel's output.
+            normed: x, scale and bias of the norm, and its statistics.
+            copies: columnwise copy of x, rowwise copy of the kernel.
+            part: state of the product.
+            columns: number of dimensions of the kernel's columns.
+            wanted: flags of the primals.
+        """
+        with_x, with_scale, with_ln_bias, with_kernel, with_bias = map(is_wanted, wanted)
+        in_front = with_x or with_scale or with_ln_bias
+        dy: Any = gradients[0]
+        dtype = dy.dtype
+        rows = dy.ndim - (columns if self._columns is None else 1)
+        if self._columns is not None and len(gradients) > 1:
+            dy = HeadGradients(self._columns, gradients, with_bias)
+        qdy, part = self.product.cast_gradient(
+            dy, columns, part, for_dx=in_front, for_dkernel=with_kernel, with_dbias=with_bias
+        )
+        dx = dkernel = None
+        of_norm: list[Any] = [None, None]
+        if in_front:
+            dx = self.product.input_gradient(qdy, copies[1], columns, dtype)
+            if self._norm is not None:
+                dx, *of_norm = self._norm.gradients(dx, normed, with_scale, with_ln_bias)
+        if with_kernel:
+            dkernel = self.product.kernel_gradient(copies[0], qdy, rows, dtype)
+        return [dx if with_x else None, *of_norm, dkernel, qdy.dbias], part
+
+
+@functools.lru_cache(maxsize=64)
+def _layer(recipe: Recipe, norm: Norm | None, columns: JoinedColumns | None) -> Callable[..., Any]:
+    """Returns the differentiable layer of a recipe, a norm and a layout of columns."""
+    steps = _Steps(recipe, norm, columns)
+    product = steps.product
+
+    @jax.custom_vjp
+    def layer(*args: Any) -> Any:
+        *primals, state = args
+        return steps.forward(primals, product.entered(state), for_dx=False, for_dkernel=False)[0]
+
+    def fwd(*args: Any) -> Any:
+        *given, state = args
+        primals = [None if p is None else p.value for p in given]
+        before = {name: leaf.value for name, leaf in state.items()}
+        wanted = [flag(p) for p in given]
+        in_front, part = any(map(is_wanted, wanted[:3])), product.entered(before)
+        out, statistics, qx, qkernel = steps.forward(
+            primals, part, for_dx=in_front, for_dkernel=is_wanted(wanted[3])
+        )
+        moved = product.with_forward_amaxes(part, qx, qkernel)
+        kinds = [None if p is None else Kind(jax.typeof(p)) for p in primals]
+        normed = None if norm is None or not in_front else (*primals[:3], statistics)
+        return out, (wanted, kinds, normed, (columns_of(qx), rows_of(qkernel)), moved, before)
+
+    def bwd(kept: Any, cotangents: Any) -> Any:
+        wanted, kinds, normed, copies, part, before = kept
+        outputs = (cotangents,) if columns is None else cotangents
+        made, part = steps.backward(
+            [materialised(c) for c in outputs], normed, copies, part,
+            len(kinds[3].aval.shape) - 1, wanted,
+        )  # fmt: skip
+        gradients = [
+            gradient_like(kind, None if each is None else each.astype(kind.aval.dtype))
+            for kind, each in zip(kinds, made, strict=True)
+        ]
+        return (*gradients, product.state_gradient(part, before))
+
+    layer.defvjp(fwd, bwd, symbolic_zeros=True)
+    return layer

@@ -1,0 +1,117 @@
+"""Gradients of queries, keys and values, which one op joins and casts to FP8."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from ..runtime import scratch_sizes
+from ._call import call
+from .fused_casts import FusedCast
+from .joined_columns import JoinedColumns
+from .ops._rows import rowwise as over_rows
+from .ops.fp8_output import FP8Output, copies
+
+__all__ = ["HeadGradients"]
+
+_FUNCTION = "qkv_cast_grad"
+_NAMES = ("queries", "keys", "values")
+_S = jax.ShapeDtypeStruct
+
+
+class HeadGradients(FusedCast):
+    """Fused cast that joins the gradients of a product's kernels as their columns are.
+
+    Args:
+        columns: layout of the columns.
+        gradients: [..., width] of each kernel.
+        with_dbias: also sum the columns.
+    """
+
+    copies = True
+
+    def __init__(
+        self, columns: JoinedColumns, gradients: Sequence[jax.Array], with_dbias: bool
+    ) -> None:
+        self.flatten_axis = -1 if columns.parts == 1 else -2
+        self.with_dbias = with_dbias
+        *queries, width, last = columns.widths
+        # The op knows of queries, which may have several heads for each of the keys.
+        self.can_fuse = (
+            width == last and len(queries) < 2 and width > 0 and not any(q % width for q in queries)
+        )
+        self._columns = columns
+        self._gradients = tuple(gradients)
+
+    def plain(self) -> tuple[jax.Array, None]:
+        """Returns the joined gradient; see ``FusedCast.plain``."""
+        return self._columns.join(self._gradients, self._gradients[0].ndim - 1), None
+
+    def fp8(
+        self, scale: jax.Array, dtype: Any, rowwise: bool, columnwise: bool, amax: Any
+    ) -> tuple[FP8Output, jax.Array | None]:
+        """Returns the joined gradient in FP8 and its column sums; see ``FusedCast.fp8``."""
+        lead, with_dbias = self._gradients[0].ndim - 1, self.with_dbias and (rowwise or columnwise)
+        heads, terms, columns, split = self._operands(lead)
+        given = {**heads, "scale": scale, **({} if amax is None else {"amax": amax})}
+        wanted = jnp.dtype(dtype).name, rowwise, columnwise, amax
+        dims = {
+            "rowwise": f"r {columns}", "columnwise": f"{columns} r", "scale_inv": "_", "amax": "^",
+            "dbias": f"+ {columns}",
+        }  # fmt: skip
+        names = [*copies(_FUNCTION, (1, 1), *wanted), "scale_inv"]
+        names += [*(() if amax is None else ("amax",)), *(("dbias",) if with_dbias else ())]
+
+        def body(*arrays: jax.Array) -> tuple[jax.Array, ...]:
+            tensors = dict(zip(given, arrays, strict=True))
+            rows, *groups, size = tensors["keys"].shape
+            # One group of heads in each part, its queries before its key and its value.
+            for name in heads:
+                tensors[name] = tensors[name].reshape(rows, 1, -1, size)
+            cols = size * sum(tensors[name].shape[2] for name in heads)
+            asked: dict[str, Any] = copies(_FUNCTION, (rows, cols), *wanted)
+            asked["scale_inv"] = _S((1,), jnp.float32)
+            if with_dbias:
+                lines = scratch_sizes.lines(rows, scratch_sizes.CAST_ROWS)
+                asked["dbias"] = _S((cols,), tensors["keys"].dtype)
+                asked["workspace"] = _S((lines, cols), jnp.float32)
+            made = call("qkv_cast", _FUNCTION, asked, **tensors, interleaved=True)
+            first = groups or ([len(heads)] if self._columns.parts is None else [])
+            shapes = {
+                "rowwise": (rows, *first, -1), "columnwise": (*first, -1, rows),
+                "dbias": (*first, -1),
+            }  # fmt: skip
+            return tuple(made[n].reshape(shapes[n]) if n in shapes else made[n] for n in names)
+
+        read = [f"{name}: {terms[name]}" for name in heads] + [
+            f"{n}: _" for n in (*given,)[len(heads) :]
+        ]
+        rule = f"{', '.join(read)} -> {', '.join(f'{n}: {dims[n]}' for n in names)}"
+        run = over_rows(
+            _FUNCTION, rule, body, split=split, ranks={"r": lead},
+            one_matrix=not (rowwise or columnwise),
+        )  # fmt: skip
+        made = dict(zip(names, run(*given.values()), strict=True))
+        return FP8Output(*(made.get(n) for n in FP8Output._fields)), made.get("dbias")
+
+    def _operands(self, lead: int) -> tuple[dict[str, jax.Array], dict[str, str], str, str]:
+        """Returns what the op reads in a form that devices can share as they share the kernels.
+
+        Args:
+            lead: number of dimensions of rows.
+
+        Returns:
+            The gradients by parameter, their dimensions in the rule, those of the joined columns,
+            and the names that devices may share.
+        """
+        heads = dict(zip(_NAMES[-len(self._gradients) :], self._gradients, strict=True))
+        parts = self._columns.parts
+        if parts is None:
+            return heads, dict.fromkeys(heads, "r h"), "k h", "r h"
+        if parts == 1:
+            return heads, {"queries": "r q", "keys": "r g", "values": "r g"}, "c", "r"
+        heads = {n: x.reshape(*x.shape[:lead], parts, -1) for n, x in heads.items()}
+        return heads, {"queries": "r p q", "keys": "r p g", "values": "r p g"}, "p c", "r p"
