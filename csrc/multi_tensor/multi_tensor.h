@@ -197,6 +197,8 @@ inline Partials split_workspace(const Args& args, const TensorView& workspace, c
     fail(kApexTeValueError, "%s: workspace must have at least %lld elements, got %lld", args.name(),
          static_cast<long long>(words), static_cast<long long>(workspace.size(0)));
   float* base = workspace.data<float>();
+  if (reinterpret_cast<uintptr_t>(base) % alignof(double))  // of the totals
+    fail(kApexTeValueError, "%s: workspace must be aligned to 8 bytes", args.name());
   p.counter = reinterpret_cast<uint32_t*>(base);
   p.totals = reinterpret_cast<double*>(base + 4);
   p.first_chunk = reinterpret_cast<int32_t*>(base + 4 + 2 * sums * count);

@@ -17,7 +17,7 @@ from checks import (
 from tensor_lists import MIXED, flags, ones, tensors
 
 from apex_te.ops import multi_tensor as op
-from apex_te.runtime import tensor_list
+from apex_te.runtime import scratch_sizes, tensor_list
 
 
 @pytest.mark.parametrize("dtype", [*DTYPES, MIXED])
@@ -219,6 +219,14 @@ def test_lists_longer_than_one_launch(device):
     expected = op.reference_quantize(torch.cat(xs).cpu(), scales[0].cpu(), FP8[0])
     assert torch.equal(torch.cat([codes(q) for q in quantized]), codes(expected))
     assert (torch.cat(inverses) == 0.25).all()
+
+
+def test_scratch_that_splits_a_float64_is_refused(device):
+    x, words = ones(1, device)[0], scratch_sizes.list_words(1, 1)
+    scratch = torch.zeros(words + 1, device=device)
+    refused = "multi_tensor_l2norm: workspace must be aligned to 8 bytes"
+    with pytest.raises(ValueError, match=refused):
+        op._l2norm([x], torch.zeros((), device=device), None, scratch[1:])
 
 
 def test_prepared_lists_give_the_same(device):
