@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -19,6 +20,7 @@ __all__ = [
     "block_quantize",
     "scale_dims",
     "scale_shape",
+    "scales_of_matrix",
     "unpadded",
     "with_padding",
 ]
@@ -88,9 +90,9 @@ def block_quantize(
         pow2: round scales down to powers of two.
         eps: smallest amax.
         flatten_axis: as in ``cast_transpose``.
-        padded: False for scale_inv without the rows or columns that ``scale_shape`` adds, which
-            ``block_scaled_gemm`` takes, too, and which x's dimensions and devices' parts carry
-            over to.
+        padded: make scale_inv of shape ``scale_shape`` of the flattened matrix. If False, it lacks
+            the rows or columns that ``scale_shape`` adds, keeps x's dimensions and devices' parts,
+            and ``block_scaled_gemm`` takes it, too.
 
     Raises:
         TypeError: a dtype that is not listed.
@@ -128,8 +130,8 @@ def block_quantize(
     found = over_rows(name, rule, body, split="r c", ranks=ranks)(x)
     made = dict(zip(names, found, strict=True))
     if padded:
-        for scale_inv in names[1::2]:
-            made[scale_inv] = with_padding(made[scale_inv])
+        rows, cols = math.prod(x.shape[: ranks["r"]]), math.prod(x.shape[ranks["r"] :])
+        made = scales_of_matrix(made, rows, cols, block_rows)
     return BlockQuantized(*(made.get(each) for each in BlockQuantized._fields))
 
 
@@ -142,6 +144,29 @@ def unpadded(scale_inv: jax.Array, shape: Sequence[int], block_rows: int) -> jax
     """Returns the scales of FP8 data of a shape [rows, cols] without what ``scale_shape`` adds."""
     rows, cols = shape
     return scale_inv[:, : rows if block_rows == 1 else -(-cols // _BLOCK)]
+
+
+def scales_of_matrix(
+    made: Mapping[str, jax.Array], rows: int, cols: int, block_rows: int
+) -> dict[str, jax.Array]:
+    """Returns the copies of an array with scale_inv of the flattened matrix's ``scale_shape``.
+
+    Args:
+        made: fields of ``BlockQuantized`` that were asked for, their scale_inv without padding.
+        rows: rows of the flattened matrix.
+        cols: its columns.
+        block_rows: 1 (blocks of 1x128) or 128 (128x128).
+    """
+    found = dict(made)
+    for name, shape in (
+        ("rowwise_scale_inv", (rows, cols)),
+        ("columnwise_scale_inv", (cols, rows)),
+    ):
+        if name in made:
+            expected = scale_shape(*shape, block_rows)
+            unpadded_cols = shape[0] if block_rows == 1 else -(-shape[1] // _BLOCK)
+            found[name] = with_padding(made[name].reshape(expected[0], unpadded_cols))
+    return found
 
 
 def with_padding(scale_inv: jax.Array) -> jax.Array:

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from .._call import call
 from . import _checks, swiglu
 from ._rows import rowwise as over_rows
-from .block_quantize import BlockQuantized, block_quantize, scale_shape, unpadded, with_padding
+from .block_quantize import BlockQuantized, block_quantize, scale_shape, scales_of_matrix, unpadded
 from .fp8_output import copies
 
 __all__ = ["swiglu_bwd_block", "swiglu_fwd_block"]
@@ -170,8 +170,9 @@ def _run(
     found = over_rows(function, rule, body, **given.options)(*given.arrays.values())
     made = dict(zip(names, found, strict=True))
     if padded:
-        for scale_inv in names[1::2]:
-            made[scale_inv] = with_padding(made[scale_inv])
+        rows = math.prod(given.arrays["input"].shape[: given.options["ranks"]["r"]])
+        cols = given.shape[-1] if columns == ["f"] else 2 * given.shape[-1]
+        made = scales_of_matrix(made, rows, cols, 1)
     return BlockQuantized(*(made.get(each) for each in BlockQuantized._fields))
 
 

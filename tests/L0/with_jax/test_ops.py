@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 
 import numpy as np
@@ -136,6 +137,26 @@ def test_casts_have_torchs_bits(dtype, poisoned):
     )
     values = x.float().numpy()
     assert np.abs(np.asarray(back) - values).max() < 2**-3 * np.abs(values).max()
+
+
+@pytest.mark.parametrize(
+    ("shape", "flatten_axis"), [((3, 5, 130), -1), ((4, 3, 2, 64), 2), ((0, 5, 2, 192), -2)]
+)
+@pytest.mark.parametrize("block_rows", [1, 128])
+def test_padded_scales_are_those_of_the_flattened_matrix(shape, flatten_axis, block_rows):
+    x = torch.randn(shape).bfloat16()
+    rows = math.prod(shape[:flatten_axis])
+    matrix = x.reshape(rows, math.prod(shape[flatten_axis:]))
+    expected = torch_ops.block_quantize.block_quantize(matrix, E4M3, block_rows=block_rows)
+    made = ops.block_quantize.block_quantize(
+        to_jax(x), fp8(E4M3), block_rows=block_rows, flatten_axis=flatten_axis
+    )
+    assert made.rowwise.shape == shape
+    assert made.columnwise.shape == (*shape[flatten_axis:], *shape[:flatten_axis])
+    for name in made._fields:
+        theirs = getattr(expected, name)
+        ours = getattr(made, name)
+        assert_same(ours if name.endswith("scale_inv") else ours.reshape(theirs.shape), theirs)
 
 
 def quarters(*shape):
