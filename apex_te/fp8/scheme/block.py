@@ -17,7 +17,7 @@ from ...ops.fp8_output import FP8_DTYPES
 from ...runtime.gpu_arch import nvidia_capability
 from ..tensor import QuantizedTensor
 from .gemm_backend import WGRAD, GemmBackend, warn_emulated
-from .quantizer import FusedCast, Quantizer, Repeatable
+from .quantizer import BlockOptions, FusedCast, Quantizer, Repeatable
 from .registry import Scheme
 from .stored_layout import Layout
 
@@ -41,7 +41,7 @@ class BlockQuantizer(Quantizer):
         pad_columnwise: pad columnwise copies ``[cols, rows]`` with zeros to a multiple of 16 rows.
     """
 
-    __slots__ = ("block_rows", "eps", "pad_columnwise", "pow2")
+    __slots__ = ("block_rows", "options", "pad_columnwise")
 
     def __init__(
         self,
@@ -53,9 +53,8 @@ class BlockQuantizer(Quantizer):
     ) -> None:
         self.dtype = dtype
         self.block_rows = block_rows
-        self.pow2 = pow2
-        self.eps = eps
         self.pad_columnwise = pad_columnwise
+        self.options = BlockOptions(dtype, pad_columnwise, pow2, eps)
 
     def quantize(
         self,
@@ -64,9 +63,10 @@ class BlockQuantizer(Quantizer):
         columnwise: bool = True,
         with_dbias: bool = False,
     ) -> tuple[QuantizedTensor, torch.Tensor | None]:
+        options = self.options
         out = block_quantize(
-            x, self.dtype, block_rows=self.block_rows, rowwise=rowwise, columnwise=columnwise,
-            pad_columnwise=self.pad_columnwise, pow2=self.pow2, eps=self.eps,
+            x, options.dtype, block_rows=self.block_rows, rowwise=rowwise, columnwise=columnwise,
+            pad_columnwise=options.pad_columnwise, pow2=options.pow2, eps=options.eps,
         )  # fmt: skip
         return QuantizedTensor(*out, self.dtype), x.sum(0) if with_dbias else None
 
@@ -75,9 +75,7 @@ class BlockQuantizer(Quantizer):
     ) -> QuantizedTensor:
         if self.block_rows != 1 or not producer.can_fuse_blocks or self.dtype not in FP8_DTYPES:
             return super().produce(producer, rowwise, columnwise)
-        out = producer.blocks(
-            self.dtype, rowwise, columnwise, self.pad_columnwise, self.pow2, self.eps
-        )
+        out = producer.blocks(self.options, rowwise, columnwise)
         return QuantizedTensor(*out, self.dtype)
 
     def repeatable(self) -> Repeatable:
@@ -100,7 +98,7 @@ class BlockQuantizer(Quantizer):
         )
 
     def settings(self) -> tuple:
-        return (*super().settings(), self.block_rows, self.pow2, self.eps)
+        return (*super().settings(), self.block_rows, self.options.pow2, self.options.eps)
 
     def cast_key(self) -> tuple:
         return self.settings()

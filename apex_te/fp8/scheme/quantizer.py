@@ -15,7 +15,23 @@ from ..tensor import QuantizedTensor
 if TYPE_CHECKING:
     from .grouped import GroupQuantizer
 
-__all__ = ["FusedCast", "Quantizer", "Repeatable", "shared_scale"]
+__all__ = ["BlockOptions", "FusedCast", "Quantizer", "Repeatable", "shared_scale"]
+
+
+class BlockOptions(NamedTuple):
+    """Arguments of ``block_quantize`` that all casts of a quantizer to blocks of 1x128 share.
+
+    Attributes:
+        dtype: FP8 dtype of the data.
+        pad_columnwise: pad the columnwise copy with zeros to a multiple of 16 rows.
+        pow2: round scales down to powers of two.
+        eps: lower bound of the amax from which a block's scale is computed.
+    """
+
+    dtype: torch.dtype
+    pad_columnwise: bool
+    pow2: bool
+    eps: float
 
 
 class FusedCast(Protocol):
@@ -63,18 +79,14 @@ class FusedCast(Protocol):
             pad_columnwise: pad the columnwise copy with zeros to a multiple of 16 rows.
         """
 
-    def blocks(
-        self,
-        dtype: torch.dtype,
-        rowwise: bool,
-        columnwise: bool,
-        pad_columnwise: bool,
-        pow2: bool,
-        eps: float,
-    ) -> BlockQuantized:
+    def blocks(self, options: BlockOptions, rowwise: bool, columnwise: bool) -> BlockQuantized:
         """Returns the result ``[rows, cols]`` with a scale for each block of 1x128.
 
-        The bits are those of ``block_quantize`` of what ``plain`` returns; arguments are its, too.
+        The bits are those of ``block_quantize`` of what ``plain`` returns.
+
+        Args:
+            options: what all casts of the quantizer have in common.
+            rowwise, columnwise: the copies to write.
         """
 
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from ...fp8.scheme.quantizer import BlockOptions
 from ...ops import activation, bias_gelu, layer_norm, rms_norm, swiglu, swiglu_block
 from ...ops.block_quantize import BlockQuantized
 from ...ops.fp8_output import FP8Output
@@ -95,15 +96,7 @@ class BaseFusedCast:
         new = x.new_empty(2, dtype=torch.float32)
         return x.new_zeros(1, dtype=torch.float32), new[:1], new[1:]
 
-    def blocks(
-        self,
-        dtype: torch.dtype,
-        rowwise: bool,
-        columnwise: bool,
-        pad_columnwise: bool,
-        pow2: bool,
-        eps: float,
-    ) -> BlockQuantized:
+    def blocks(self, options: BlockOptions, rowwise: bool, columnwise: bool) -> BlockQuantized:
         """Returns the result in blocks if ``can_fuse_blocks`` is True; see ``FusedCast.blocks``."""
         raise NotImplementedError
 
@@ -273,19 +266,12 @@ class ActivationForward(BaseFusedCast):
             return swiglu.swiglu_fwd_fp8(self.x, None, scale, dtype, activation=gate, **options)
         return activation.activation_fwd_fp8(self.x, PLAIN[self.name], scale, dtype, **options)
 
-    def blocks(
-        self,
-        dtype: torch.dtype,
-        rowwise: bool,
-        columnwise: bool,
-        pad_columnwise: bool,
-        pow2: bool,
-        eps: float,
-    ) -> BlockQuantized:
+    def blocks(self, options: BlockOptions, rowwise: bool, columnwise: bool) -> BlockQuantized:
         """Returns the activation's result ``[rows, F]`` in blocks; see ``FusedCast.blocks``."""
         return swiglu_block.swiglu_fwd_block(
-            self.x, None, dtype, activation=GATED[self.name], rowwise=rowwise,
-            columnwise=columnwise, pad_columnwise=pad_columnwise, pow2=pow2, eps=eps,
+            self.x, None, options.dtype, activation=GATED[self.name], rowwise=rowwise,
+            columnwise=columnwise, pad_columnwise=options.pad_columnwise, pow2=options.pow2,
+            eps=options.eps,
         )  # fmt: skip
 
 
@@ -358,17 +344,10 @@ class ActivationBackward(BaseFusedCast):
             self.dbias = grads.dbias
         return grads.output
 
-    def blocks(
-        self,
-        dtype: torch.dtype,
-        rowwise: bool,
-        columnwise: bool,
-        pad_columnwise: bool,
-        pow2: bool,
-        eps: float,
-    ) -> BlockQuantized:
+    def blocks(self, options: BlockOptions, rowwise: bool, columnwise: bool) -> BlockQuantized:
         """Returns the gradient, in the shape of ``x``, in blocks; see ``FusedCast.blocks``."""
         return swiglu_block.swiglu_bwd_block(
-            self.dy, self.x, None, dtype, activation=GATED[self.name], rowwise=rowwise,
-            columnwise=columnwise, pad_columnwise=pad_columnwise, pow2=pow2, eps=eps,
+            self.dy, self.x, None, options.dtype, activation=GATED[self.name], rowwise=rowwise,
+            columnwise=columnwise, pad_columnwise=options.pad_columnwise, pow2=options.pow2,
+            eps=options.eps,
         )  # fmt: skip
