@@ -55,6 +55,8 @@ def _fp32_products():
 @pytest.fixture
 def poison(monkeypatch):
     """Fills what torch.empty returns with NaN bytes, so that unwritten outputs show."""
+    # Imported under the patches below, Dynamo would take them for the functions to trace later.
+    import torch._dynamo
 
     def fill(tensor):
         if tensor.numel():
