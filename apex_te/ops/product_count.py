@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import torch
-from torch.compiler import is_dynamo_compiling
+from ..runtime.tracing import is_compiling
 
 _count = 0
 
@@ -11,7 +10,7 @@ _count = 0
 def add(products: int = 1) -> None:
     """Counts products; one that torch.compile traces into a graph is not seen."""
     global _count
-    if not (is_dynamo_compiling() or torch.compiler._is_compiling_flag):
+    if not is_compiling():
         _count += products
 
 

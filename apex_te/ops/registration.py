@@ -15,11 +15,10 @@ from typing import Any, NamedTuple
 import torch
 from torch._C import _increment_version as increment_version
 from torch.autograd import forward_ad
-from torch.compiler import is_dynamo_compiling
 
 from .. import runtime
 from ..runtime.dispatcher import signature
-from ..runtime.tracing import dispatch_modes, jit_tracing, transforms_active
+from ..runtime.tracing import dispatch_modes, is_compiling, jit_tracing, transforms_active
 
 _library = torch.library.Library("apex_te", "DEF")
 
@@ -177,8 +176,7 @@ def _bind(schema: str, functions: Any) -> Callable[..., None]:
     _functions[name] = functions
 
     def call(*args: Any) -> None:
-        # What torch.compiler.is_compiling() tells, in one call less; Dynamo knows the function.
-        if is_dynamo_compiling() or torch.compiler._is_compiling_flag:
+        if is_compiling():
             registered(*args)
         elif (
             dispatch_modes()
@@ -277,5 +275,5 @@ def note_written(*tensors: torch.Tensor | None) -> None:
         tensors: the written tensors of the caller; None is skipped.
     """
     given = [t for t in tensors if t is not None]
-    if given and not (is_dynamo_compiling() or torch.compiler._is_compiling_flag):
+    if given and not is_compiling():
         increment_version(given)
