@@ -159,22 +159,22 @@ def bound_product(
         arguments and returns ``out``, to be called only on the stream that is current now, before
         anything is traced. None if a product takes more than one launch of a kernel, or is traced.
     """
-    if not b.is_cuda or is_traced() or forward_ad._current_level >= 0 or gemm_tuning.is_active:
+    if not _launches_at_once(b) or not _right_is_taken(b):
         return None
-    cols, depth = b.shape
-    if not depth or (cols | depth | b.data_ptr()) % _MULTIPLE:
+    if is_traced() or forward_ad._current_level >= 0:
         return None
     bias = None if bias is None else bias.to(bias_dtype(out_dtype))
     scratch, gemm = runtime.workspace(b.device, WORKSPACE_BYTES), _lib.fp8_gemm
+    count = product_count.add
 
     def product(a: torch.Tensor, a_scale_inv: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-        if (a.data_ptr() | out.data_ptr()) % _MULTIPLE or not out.numel():
+        if not _left_is_taken(a, out):
             fp8_gemm(
                 a, b, a_scale_inv, b_scale_inv, out=out, bias=bias,
                 use_split_accumulator=use_split_accumulator,
             )  # fmt: skip
             return out
-        product_count.add()
+        count()
         gemm(
             a, b, a_scale_inv, b_scale_inv, out, bias, None, None, scratch, False,
             use_split_accumulator, 0,
@@ -277,25 +277,40 @@ def _check_c(name, c, out, accumulate, gelu):
 def _run(a, b, a_scale_inv, b_scale_inv, out, bias, c, aux, accumulate, use_split_accumulator):
     product_count.add()
     operands = (a, b, a_scale_inv, b_scale_inv)
-    if a.shape[1] == 0 or out.numel() == 0:
+    if a.is_cuda and _is_taken(a, b, c, out):
+        _run_cuda(operands, out, bias, c, aux, accumulate, use_split_accumulator)
+    elif a.shape[1] == 0 or out.numel() == 0:
         _run_empty(out, bias, c, aux, accumulate)
-    elif not a.is_cuda:
-        _run_cpu(a, b, a_scale_inv, b_scale_inv, out, bias, c, aux, accumulate)
-    elif not _is_taken(a, b, c, out):
+    elif a.is_cuda:
         _run_padded(operands, out, bias, c, aux, accumulate, use_split_accumulator)
     else:
-        _run_cuda(operands, out, bias, c, aux, accumulate, use_split_accumulator)
+        _run_cpu(a, b, a_scale_inv, b_scale_inv, out, bias, c, aux, accumulate)
 
 
 def _is_taken(a, b, c, out) -> bool:
-    """Returns True if cuBLASLt takes the operands as they are, without padding or copies.
+    """Returns True if cuBLASLt takes the operands as they are, without padding or copies."""
+    if c is not None and c.data_ptr() % _MULTIPLE:
+        return False
+    return _right_is_taken(b) and _left_is_taken(a, out)
 
-    K and N must be multiples of 16; a, b, c and out must begin at multiples of 16 bytes.
+
+def _right_is_taken(b) -> bool:
+    """Returns True if cuBLASLt takes the right operand, and with it K and N, as they are.
+
+    K and N must be multiples of 16, K above 0, and b must begin at a multiple of 16 bytes.
     """
-    addresses = a.data_ptr() | b.data_ptr() | out.data_ptr()
-    if c is not None:
-        addresses |= c.data_ptr()
-    return not ((a.shape[1] | b.shape[0]) % _MULTIPLE or addresses % _MULTIPLE)
+    cols, depth = b.shape
+    return depth > 0 and not (cols | depth | b.data_ptr()) % _MULTIPLE
+
+
+def _left_is_taken(a, out) -> bool:
+    """Returns True if cuBLASLt takes left operand and output: aligned, and not without elements."""
+    return not (a.data_ptr() | out.data_ptr()) % _MULTIPLE and out.numel() > 0
+
+
+def _launches_at_once(b) -> bool:
+    """Returns True if products run on a GPU and by an algorithm that needs no timing."""
+    return b.is_cuda and not gemm_tuning.is_active
 
 
 def _launch(a, b, a_scale_inv, b_scale_inv, out, bias, c, aux, accumulate, use_split_accumulator):
@@ -304,9 +319,7 @@ def _launch(a, b, a_scale_inv, b_scale_inv, out, bias, c, aux, accumulate, use_s
     None if ``_run`` does more: pads, applies GELU, writes an empty result, chooses an algorithm by
     timing, or runs on the CPU.
     """
-    if not a.is_cuda or gemm_tuning.is_active or aux is not None or not _is_taken(a, b, c, out):
-        return None
-    if a.shape[1] == 0 or out.numel() == 0:
+    if aux is not None or not _launches_at_once(b) or not _is_taken(a, b, c, out):
         return None
     operands, options = (a, b, a_scale_inv, b_scale_inv), (accumulate, use_split_accumulator, 0)
     return Launch(_lib.fp8_gemm, (*operands, out, bias, c, None, WORKSPACE, *options), 1)
@@ -461,16 +474,15 @@ def _run_block(
     """
     product_count.add()
     operands, blocks = (a, b, a_scale_inv, b_scale_inv), (a_block_rows, b_block_rows)
-    if a.shape[1] == 0 or out.numel() == 0:
+    if a.is_cuda and _blocks_are_taken(operands, c, out):
+        run = _run_block_rows if a.shape[0] % ROW_MULTIPLE else _run_block_cuda
+        run(operands, out, bias, c, blocks, accumulate)
+    elif a.shape[1] == 0 or out.numel() == 0:
         _run_empty(out[: a.shape[0]], bias, c, None, accumulate)
-    elif not a.is_cuda:
-        _run_block_cpu(operands, out[: a.shape[0]], bias, c, blocks, accumulate)
-    elif not _blocks_are_taken(operands, c, out):
+    elif a.is_cuda:
         _run_block_padded(operands, out[: a.shape[0]], bias, c, blocks, accumulate)
-    elif a.shape[0] % ROW_MULTIPLE:
-        _run_block_rows(operands, out, bias, c, blocks, accumulate)
     else:
-        _run_block_cuda(operands, out, bias, c, blocks, accumulate)
+        _run_block_cpu(operands, out[: a.shape[0]], bias, c, blocks, accumulate)
 
 
 def _blocks_are_taken(operands, c, out) -> bool:
@@ -492,9 +504,9 @@ def _launch_block(
     or runs on the CPU.
     """
     operands, blocks = (a, b, a_scale_inv, b_scale_inv), (a_block_rows, b_block_rows)
-    if not a.is_cuda or gemm_tuning.is_active or not _blocks_are_taken(operands, c, out):
+    if not _launches_at_once(b) or not _blocks_are_taken(operands, c, out):
         return None
-    if a.shape[1] == 0 or out.numel() == 0 or a.shape[0] % ROW_MULTIPLE:
+    if a.shape[0] % ROW_MULTIPLE:
         return None
     options = (*blocks, accumulate, 0)
     return Launch(_lib.fp8_gemm_block, (*operands, out, bias, c, WORKSPACE, *options), 1)
