@@ -12,6 +12,7 @@ from ..runtime import scratch_sizes
 from ..runtime.op_options import ACTIVATIONS as ACTIVATIONS
 from ..runtime.op_options import gated_activation_number
 from . import reference_codec
+from ._gated_matrices import input_matrices, output_gradient, result_extents
 from .argument_errors import checked
 from .fp8_output import FP8Output, allocate
 from .op_function import OpFunction, needs_autograd, once_differentiable
@@ -96,8 +97,8 @@ def swiglu_fwd(
 ) -> torch.Tensor:
     """Computes ``swiglu``, whose arguments it takes, without autograd."""
     code = gated_activation_number("swiglu_fwd", activation)
-    matrix, up_matrix = _matrices("swiglu_fwd", input, up)
-    rows, cols = _extents(matrix, up_matrix)
+    matrix, up_matrix = input_matrices("swiglu_fwd", input, up)
+    rows, cols = result_extents(matrix, up_matrix)
     out = matrix.new_empty((rows, cols))
     _fwd(matrix, up_matrix, bias, up_bias, out, code)
     return out if input.dim() == 2 else out.view(*input.shape[:-1], cols)
@@ -137,8 +138,8 @@ def swiglu_fwd_fp8(
         ValueError: the cases of ``swiglu``.
     """
     code = gated_activation_number("swiglu_fwd_fp8", activation)
-    matrix, up_matrix = _matrices("swiglu_fwd_fp8", input, up)
-    rows, cols = _extents(matrix, up_matrix)
+    matrix, up_matrix = input_matrices("swiglu_fwd_fp8", input, up)
+    rows, cols = result_extents(matrix, up_matrix)
     out = allocate(
         "swiglu_fwd_fp8", matrix, rows, cols, fp8_dtype, rowwise, columnwise, pad_columnwise
     )
@@ -170,9 +171,9 @@ def swiglu_bwd(
             sums of the gradients of gate and up, added in float32 in a fixed order.
     """
     code = gated_activation_number("swiglu_bwd", activation)
-    matrix, up_matrix = _matrices("swiglu_bwd", input, up)
-    rows, cols = _extents(matrix, up_matrix)
-    grad_matrix = _grad_matrix("swiglu_bwd", grad_output, input, cols)
+    matrix, up_matrix = input_matrices("swiglu_bwd", input, up)
+    rows, cols = result_extents(matrix, up_matrix)
+    grad_matrix = output_gradient("swiglu_bwd", grad_output, input, cols)
     grad_input = matrix.new_empty(matrix.shape)
     grad_up = None if up_matrix is None else up_matrix.new_empty(up_matrix.shape)
     dbias, workspace = _dbias(matrix, rows, cols, with_dbias)
@@ -214,9 +215,9 @@ def swiglu_bwd_fp8(
             before scaling; NaN counts as largest.
     """
     code = gated_activation_number("swiglu_bwd_fp8", activation)
-    matrix, up_matrix = _matrices("swiglu_bwd_fp8", input, up)
-    rows, cols = _extents(matrix, up_matrix)
-    grad_matrix = _grad_matrix("swiglu_bwd_fp8", grad_output, input, cols)
+    matrix, up_matrix = input_matrices("swiglu_bwd_fp8", input, up)
+    rows, cols = result_extents(matrix, up_matrix)
+    grad_matrix = output_gradient("swiglu_bwd_fp8", grad_output, input, cols)
     out = allocate(
         "swiglu_bwd_fp8", matrix, rows, 2 * cols, fp8_dtype, rowwise, columnwise, pad_columnwise
     )
@@ -350,61 +351,6 @@ def _gate_and_up(
         gate, up = input.chunk(2, dim=-1)
         return gate, up
     return input, up if up_bias is None else up + up_bias
-
-
-def _matrices(
-    op: str, input: torch.Tensor, up: torch.Tensor | None
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Returns the inputs as matrices with contiguous rows, copied only if they have none.
-
-    Args:
-        op: the op's name, for errors.
-        input: [..., F], or [..., 2F] without ``up``.
-        up: [..., F] or None.
-
-    Returns:
-        (input [M, F] or [M, 2F], up [M, F] or None).
-
-    Raises:
-        ValueError: ``input`` has no dimension, or ``up`` another shape.
-    """
-    if input.dim() == 0:
-        raise ValueError(f"{op}: input must have at least 1 dimension, got shape []")
-    if up is not None and up.shape != input.shape:
-        raise ValueError(
-            f"{op}: up must have the shape of input, {list(input.shape)}, got {list(up.shape)}"
-        )
-    return _matrix(input), None if up is None else _matrix(up)
-
-
-def _matrix(x: torch.Tensor) -> torch.Tensor:
-    matrix = x if x.dim() == 2 else x.detach().reshape(math.prod(x.shape[:-1]), x.shape[-1])
-    return matrix if matrix.stride(1) == 1 else matrix.contiguous()
-
-
-def _extents(matrix: torch.Tensor, up_matrix: torch.Tensor | None) -> tuple[int, int]:
-    """Returns the extents (M, F) of the result, for an input [M, F] with up or [M, 2F] without."""
-    rows, cols = matrix.shape
-    return rows, cols // 2 if up_matrix is None else cols
-
-
-def _grad_matrix(
-    op: str, grad_output: torch.Tensor, input: torch.Tensor, cols: int
-) -> torch.Tensor:
-    """Returns the output's gradient as a contiguous matrix [M, cols]; ValueError if it cannot fit.
-
-    Args:
-        op: the op's name, for errors.
-        grad_output: gradient of the output, [..., cols].
-        input: the op's input, with the same sizes but the last.
-        cols: F, the extent of the output's last dimension.
-    """
-    expected = (*input.shape[:-1], cols)
-    if grad_output.shape != expected:
-        raise ValueError(
-            f"{op}: grad_output must have shape {list(expected)}, got {list(grad_output.shape)}"
-        )
-    return grad_output.reshape(math.prod(expected[:-1]), cols).contiguous()
 
 
 def _dbias(

@@ -6,6 +6,7 @@ import torch
 
 from ..runtime.op_options import gated_activation_number
 from . import swiglu
+from ._gated_matrices import input_matrices, output_gradient, result_extents
 from .argument_errors import checked
 from .block_quantize import BlockQuantized, allocate, block_quantize
 from .fp8_output import check_fp8_dtype
@@ -53,8 +54,8 @@ def swiglu_fwd_block(
     """
     code = gated_activation_number("swiglu_fwd_block", activation)
     check_fp8_dtype("swiglu_fwd_block", fp8_dtype)
-    matrix, up_matrix = swiglu._matrices("swiglu_fwd_block", input, up)
-    rows, cols = swiglu._extents(matrix, up_matrix)
+    matrix, up_matrix = input_matrices("swiglu_fwd_block", input, up)
+    rows, cols = result_extents(matrix, up_matrix)
     if matrix.dtype is torch.float32:
         values = swiglu.swiglu_fwd(matrix, up_matrix, bias, up_bias, activation=activation)
         return block_quantize(
@@ -105,9 +106,9 @@ def swiglu_bwd_block(
     """
     code = gated_activation_number("swiglu_bwd_block", activation)
     check_fp8_dtype("swiglu_bwd_block", fp8_dtype)
-    matrix, up_matrix = swiglu._matrices("swiglu_bwd_block", input, up)
-    rows, cols = swiglu._extents(matrix, up_matrix)
-    grad_matrix = swiglu._grad_matrix("swiglu_bwd_block", grad_output, input, cols)
+    matrix, up_matrix = input_matrices("swiglu_bwd_block", input, up)
+    rows, cols = result_extents(matrix, up_matrix)
+    grad_matrix = output_gradient("swiglu_bwd_block", grad_output, input, cols)
     if matrix.dtype is torch.float32 or cols % _BLOCK:
         grads = swiglu.swiglu_bwd(
             grad_matrix, matrix, up_matrix, bias, up_bias, activation=activation

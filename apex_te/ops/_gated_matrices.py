@@ -1,0 +1,64 @@
+"""Matrices of gate, up and gradient, as the kernels of gated activations read them."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+__all__ = ["input_matrices", "output_gradient", "result_extents"]
+
+
+def input_matrices(
+    op: str, input: torch.Tensor, up: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Returns the inputs as matrices with contiguous rows, copied only if they have none.
+
+    Args:
+        op: the op's name, for errors.
+        input: [..., F], or [..., 2F] without ``up``.
+        up: [..., F] or None.
+
+    Returns:
+        (input [M, F] or [M, 2F], up [M, F] or None).
+
+    Raises:
+        ValueError: ``input`` has no dimension, or ``up`` another shape.
+    """
+    if input.dim() == 0:
+        raise ValueError(f"{op}: input must have at least 1 dimension, got shape []")
+    if up is not None and up.shape != input.shape:
+        raise ValueError(
+            f"{op}: up must have the shape of input, {list(input.shape)}, got {list(up.shape)}"
+        )
+    return _matrix(input), None if up is None else _matrix(up)
+
+
+def _matrix(x: torch.Tensor) -> torch.Tensor:
+    matrix = x if x.dim() == 2 else x.detach().reshape(math.prod(x.shape[:-1]), x.shape[-1])
+    return matrix if matrix.stride(1) == 1 else matrix.contiguous()
+
+
+def result_extents(matrix: torch.Tensor, up_matrix: torch.Tensor | None) -> tuple[int, int]:
+    """Returns the extents (M, F) of the result, for an input [M, F] with up or [M, 2F] without."""
+    rows, cols = matrix.shape
+    return rows, cols // 2 if up_matrix is None else cols
+
+
+def output_gradient(
+    op: str, grad_output: torch.Tensor, input: torch.Tensor, cols: int
+) -> torch.Tensor:
+    """Returns the output's gradient as a contiguous matrix [M, cols]; ValueError if it cannot fit.
+
+    Args:
+        op: the op's name, for errors.
+        grad_output: gradient of the output, [..., cols].
+        input: the op's input, with the same sizes but the last.
+        cols: F, the extent of the output's last dimension.
+    """
+    expected = (*input.shape[:-1], cols)
+    if grad_output.shape != expected:
+        raise ValueError(
+            f"{op}: grad_output must have shape {list(expected)}, got {list(grad_output.shape)}"
+        )
+    return grad_output.reshape(math.prod(expected[:-1]), cols).contiguous()
