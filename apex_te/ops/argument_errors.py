@@ -13,7 +13,7 @@ import torch
 from .. import runtime
 from ..runtime.former_names import former_keywords
 
-__all__ = ["check_dense", "checked"]
+__all__ = ["check_dense", "checked", "under_name"]
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 _OWN_ERROR = re.compile(r"[A-Za-z_][\w.]*: ")
@@ -79,6 +79,18 @@ def check_dense(owner: str, **tensors: torch.Tensor | None) -> None:
             raise ValueError(
                 f"{owner}: {name} must be on {device} like {first}, got {value.device}"
             )
+
+
+def under_name(owner: str, error: Exception) -> Exception:
+    """Returns the error of an op that ran in place of another with the name of that other op.
+
+    Args:
+        owner: the op that the user called.
+        error: error of the op that ran, about an argument that ``owner`` has, too.
+    """
+    text = str(error)
+    own = _OWN_ERROR.match(text)
+    return type(error)(f"{owner}: {text[own.end() if own else 0 :]}")
 
 
 def _explained(

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from ..runtime.former_names import former_fields
 from . import reference_codec
 from .argument_errors import checked
-from .fp8_output import check_fp8_dtype, check_out_dtype, columnwise_length
+from .fp8_output import check_any_output, check_fp8_dtype, check_out_dtype, columnwise_length
 from .registration import bind, note_written
 
 _quantize = bind("block_quantize", "block_quantize")
@@ -117,9 +117,8 @@ def block_quantize(
         raise ValueError(f"block_quantize: x must have 2 dimensions, got shape {list(x.shape)}")
     if out is not None:
         check_out_dtype("block_quantize", fp8_dtype, out.rowwise, out.columnwise)
-    elif not (rowwise or columnwise or amax is not None):
-        raise ValueError("block_quantize: rowwise, columnwise or amax must be asked for")
     else:
+        check_any_output("block_quantize", rowwise, columnwise, amax)
         out = allocate(
             x, x.shape[0], x.shape[1], fp8_dtype, block_rows, rowwise, columnwise, pad_columnwise
         )

@@ -59,6 +59,12 @@ def check_out_dtype(
             raise TypeError(f"{op}: {name} must have dtype {expected}, got {actual}")
 
 
+def check_any_output(op: str, rowwise: bool, columnwise: bool, amax: torch.Tensor | None) -> None:
+    """Raises ValueError if the caller of the op asks for neither a copy nor the amax."""
+    if not (rowwise or columnwise or amax is not None):
+        raise ValueError(f"{op}: rowwise, columnwise or amax must be asked for, got none")
+
+
 def reinterpreted(op: str, t: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Returns a view of ``t`` in another dtype of one byte.
 

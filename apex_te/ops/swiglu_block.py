@@ -7,9 +7,9 @@ import torch
 from ..runtime.op_options import gated_activation_number
 from . import swiglu
 from ._gated_matrices import input_matrices, output_gradient, result_extents
-from .argument_errors import checked
+from .argument_errors import checked, under_name
 from .block_quantize import BlockQuantized, allocate, block_quantize
-from .fp8_output import check_fp8_dtype
+from .fp8_output import check_any_output, check_fp8_dtype
 from .registration import bind, note_written
 
 _fwd = bind("swiglu_block", "swiglu_fwd_block")
@@ -54,15 +54,18 @@ def swiglu_fwd_block(
     """
     code = gated_activation_number("swiglu_fwd_block", activation)
     check_fp8_dtype("swiglu_fwd_block", fp8_dtype)
+    check_any_output("swiglu_fwd_block", rowwise, columnwise, amax)
     matrix, up_matrix = input_matrices("swiglu_fwd_block", input, up)
     rows, cols = result_extents(matrix, up_matrix)
     if matrix.dtype is torch.float32:
-        values = swiglu.swiglu_fwd(matrix, up_matrix, bias, up_bias, activation=activation)
-        return block_quantize(
-            values, fp8_dtype, rowwise=rowwise, columnwise=columnwise,
-            pad_columnwise=pad_columnwise, pow2=pow2, eps=eps, amax=amax,
-        )  # fmt: skip
-    _check_any("swiglu_fwd_block", rowwise, columnwise, amax)
+        try:
+            values = swiglu.swiglu_fwd(matrix, up_matrix, bias, up_bias, activation=activation)
+            return block_quantize(
+                values, fp8_dtype, rowwise=rowwise, columnwise=columnwise,
+                pad_columnwise=pad_columnwise, pow2=pow2, eps=eps, amax=amax,
+            )  # fmt: skip
+        except (TypeError, ValueError) as error:
+            raise under_name("swiglu_fwd_block", error) from error
     out = allocate(matrix, rows, cols, fp8_dtype, 1, rowwise, columnwise, pad_columnwise)
     _fwd(matrix, up_matrix, bias, up_bias, *out, amax, eps, pow2, code)
     note_written(amax)
@@ -106,26 +109,23 @@ def swiglu_bwd_block(
     """
     code = gated_activation_number("swiglu_bwd_block", activation)
     check_fp8_dtype("swiglu_bwd_block", fp8_dtype)
+    check_any_output("swiglu_bwd_block", rowwise, columnwise, amax)
     matrix, up_matrix = input_matrices("swiglu_bwd_block", input, up)
     rows, cols = result_extents(matrix, up_matrix)
     grad_matrix = output_gradient("swiglu_bwd_block", grad_output, input, cols)
     if matrix.dtype is torch.float32 or cols % _BLOCK:
-        grads = swiglu.swiglu_bwd(
-            grad_matrix, matrix, up_matrix, bias, up_bias, activation=activation
-        )
-        values = grads.input if grads.up is None else torch.cat([grads.input, grads.up], dim=1)
-        return block_quantize(
-            values, fp8_dtype, rowwise=rowwise, columnwise=columnwise,
-            pad_columnwise=pad_columnwise, pow2=pow2, eps=eps, amax=amax,
-        )  # fmt: skip
-    _check_any("swiglu_bwd_block", rowwise, columnwise, amax)
+        try:
+            grads = swiglu.swiglu_bwd(
+                grad_matrix, matrix, up_matrix, bias, up_bias, activation=activation
+            )
+            values = grads.input if grads.up is None else torch.cat([grads.input, grads.up], dim=1)
+            return block_quantize(
+                values, fp8_dtype, rowwise=rowwise, columnwise=columnwise,
+                pad_columnwise=pad_columnwise, pow2=pow2, eps=eps, amax=amax,
+            )  # fmt: skip
+        except (TypeError, ValueError) as error:
+            raise under_name("swiglu_bwd_block", error) from error
     out = allocate(matrix, rows, 2 * cols, fp8_dtype, 1, rowwise, columnwise, pad_columnwise)
     _bwd(grad_matrix, matrix, up_matrix, bias, up_bias, *out, amax, eps, pow2, code)
     note_written(amax)
     return out.of_rows(rows)
-
-
-def _check_any(op: str, rowwise: bool, columnwise: bool, amax: torch.Tensor | None) -> None:
-    """Raises ValueError if the caller asks for no result."""
-    if not (rowwise or columnwise or amax is not None):
-        raise ValueError(f"{op}: rowwise, columnwise or amax must be asked for, got none")

@@ -123,3 +123,28 @@ def test_refusals(device):
         swiglu_fwd_block(x, None, E4M3, eps=-1.0)
     with pytest.raises(TypeError, match="grad_output"):
         swiglu_bwd_block(x[:, :128].float(), x, None, E4M3)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", ["swiglu_fwd_block", "swiglu_bwd_block"])
+def test_refusals_name_the_op(device, name, dtype):
+    """For float32, too, where two other ops run: they name the op that was called."""
+    other = torch.bfloat16 if dtype is torch.float32 else torch.float32
+    good = {"input": torch.zeros(4, 256, dtype=dtype, device=device), "up": None}
+    op = swiglu_fwd_block
+    if name == "swiglu_bwd_block":
+        op, good["grad_output"] = swiglu_bwd_block, good["input"][:, :128]
+    op(**good, fp8_dtype=E4M3)
+    wrong = {
+        "bias": (TypeError, torch.zeros(256, dtype=other, device=device)),
+        "amax": (TypeError, torch.zeros(1, dtype=torch.float64, device=device)),
+        "eps": (ValueError, -1.0),
+        "input": (TypeError, good["input"].double()),
+    }
+    for argument, (kind, value) in wrong.items():
+        with pytest.raises(kind, match=f"^{name}: {argument} must "):
+            op(**{**good, argument: value}, fp8_dtype=E4M3)
+    with pytest.raises(ValueError, match=f"^{name}: rowwise, columnwise or amax must be asked for"):
+        op(**good, fp8_dtype=E4M3, rowwise=False, columnwise=False)
+    with pytest.raises(TypeError, match=f"{name}: bias must be a torch.Tensor, got int"):
+        op(**good, fp8_dtype=E4M3, bias=1)
