@@ -1,7 +1,7 @@
 """One set of ranks for a test file and world size: over gloo on CPUs, over NCCL on GPUs."""
 
 import pytest
-import torch
+from rank_sets import ranks_of
 from ranks import Ranks
 
 
@@ -14,43 +14,34 @@ def all_ranks():
         ranks.close()
 
 
-def _ranks(all_ranks, size, backend):
-    if backend == "nccl" and torch.cuda.device_count() < size:
-        pytest.skip(f"needs {size} GPUs, got {torch.cuda.device_count()}")
-    key = (size, backend)
-    if key not in all_ranks:
-        all_ranks[key] = Ranks(size, backend)
-    return all_ranks[key]
-
-
 @pytest.fixture(params=[2, 4])
 def ranks(request, all_ranks):
     """2 and 4 ranks on the CPU."""
-    return _ranks(all_ranks, request.param, "gloo")
+    return ranks_of(all_ranks, request.param, "gloo")
 
 
 @pytest.fixture
 def two_ranks(all_ranks):
     """2 ranks on the CPU."""
-    return _ranks(all_ranks, 2, "gloo")
+    return ranks_of(all_ranks, 2, "gloo")
 
 
 @pytest.fixture
 def four_ranks(all_ranks):
     """4 ranks on the CPU."""
-    return _ranks(all_ranks, 4, "gloo")
+    return ranks_of(all_ranks, 4, "gloo")
 
 
 @pytest.fixture
 def two_gpus(all_ranks):
     """2 ranks, each with a GPU."""
-    return _ranks(all_ranks, 2, "nccl")
+    return ranks_of(all_ranks, 2, "nccl")
 
 
 @pytest.fixture
 def four_gpus(all_ranks):
     """4 ranks, each with a GPU."""
-    return _ranks(all_ranks, 4, "nccl")
+    return ranks_of(all_ranks, 4, "nccl")
 
 
 @pytest.fixture

@@ -3,7 +3,7 @@
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from conftest import _ranks
+from rank_sets import ranks_of
 from torch import distributed
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
@@ -125,12 +125,12 @@ def _same(ours, theirs, rounded=False):
 @pytest.mark.parametrize(("before", "after"), [(2, 2), (2, 4), (4, 2), (2, 1)])
 def test_save_and_load(all_ranks, tmp_path, kind, before, after):
     path = str(tmp_path / "checkpoint")
-    saved = _ranks(all_ranks, before, "gloo").run(_save, kind, path)
+    saved = ranks_of(all_ranks, before, "gloo").run(_save, kind, path)
     sharded = kind.startswith("sharded")
     if after == 1:  # a process without a process group, of plain modules
         loaded = [_load(0, kind.removeprefix("sharded_").replace("sharded", "plain"), path)]
     else:
-        loaded = _ranks(all_ranks, after, "gloo").run(_load, kind, path)
+        loaded = ranks_of(all_ranks, after, "gloo").run(_load, kind, path)
     for content, losses, end in loaded:
         _same(content, saved[0][0], kind == "sharded_fp8" and before != after)
         if before == after or not sharded:  # the same sums in the same order: the uninterrupted run

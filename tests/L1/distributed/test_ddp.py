@@ -4,6 +4,7 @@ import contextlib
 
 import pytest
 import torch
+from rank_sets import ranks_of
 from schemes import chosen
 from shards import decibels
 from torch import distributed
@@ -156,9 +157,7 @@ def test_options(two_ranks, recipe, options):
 
 
 def test_four_ranks(all_ranks):
-    from conftest import _ranks
-
-    _check(_ranks(all_ranks, 4, "gloo").run(_both, "mlp", "delayed", {}), "delayed")
+    _check(ranks_of(all_ranks, 4, "gloo").run(_both, "mlp", "delayed", {}), "delayed")
 
 
 @pytest.mark.parametrize("recipe", ["none", "delayed"])

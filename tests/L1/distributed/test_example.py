@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import _ranks
+from rank_sets import ranks_of
 
 ROOT = Path(__file__).resolve().parents[3]
 EXAMPLE = ROOT / "examples" / "char_gpt"
@@ -85,7 +85,7 @@ def spread(all_ranks, tmp_path_factory):
         if name not in found:
             out = tmp_path_factory.mktemp("spread")
             size, words = LAYOUTS[name]
-            results = _ranks(all_ranks, size, "gloo").run(_run, [*DELAYED, *words, "--out", out])
+            results = ranks_of(all_ranks, size, "gloo").run(_run, [*DELAYED, *words, "--out", out])
             found[name] = results, json.loads((out / "results.json").read_text())
         return found[name]
 
@@ -131,7 +131,7 @@ def test_gathers_in_fp8(spread, two_ranks, tmp_path):
 @pytest.mark.parametrize("name", ["ddp", "all"])
 def test_resumed_runs_continue(spread, all_ranks, tmp_path, name):
     size, words = LAYOUTS[name]
-    ranks = _ranks(all_ranks, size, "gloo")
+    ranks = ranks_of(all_ranks, size, "gloo")
     words = [*DELAYED, *words, "--out", tmp_path, "--checkpoint", tmp_path / "kept"]
     ranks.run(_run, [*words, "--stop-at", STOP])
     expected = spread(name)[0][0]
@@ -142,7 +142,7 @@ def test_resumed_runs_continue(spread, all_ranks, tmp_path, name):
 
 def test_resumed_with_another_number_of_data_parallel_ranks(spread, all_ranks, tmp_path):
     """Half of the ranks, and without FSDP."""
-    four, two = (_ranks(all_ranks, size, "gloo") for size in (4, 2))
+    four, two = (ranks_of(all_ranks, size, "gloo") for size in (4, 2))
     words = [*DELAYED, *LAYOUTS["sp"][1], "--out", tmp_path, "--checkpoint", tmp_path / "kept"]
     four.run(_run, [*words, "--fsdp", "--stop-at", STOP])
     resumed = two.run(_run, [*words, "--resume"])

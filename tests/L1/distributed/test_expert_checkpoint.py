@@ -3,7 +3,7 @@
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from conftest import _ranks
+from rank_sets import ranks_of
 from test_example import DELAYED, FP8, FP32, LAYOUTS, STOP, _run, close
 from torch import distributed
 from torch.distributed.checkpoint import state_dict as torch_state_dict
@@ -177,7 +177,7 @@ def test_experts(all_ranks, tmp_path, before, after, groups, alias):
         if size == 1:
             found = [function(0, *paths, ep, groups, alias)]
         else:
-            found = _ranks(all_ranks, size, "gloo").run(function, *paths, ep, groups, alias)
+            found = ranks_of(all_ranks, size, "gloo").run(function, *paths, ep, groups, alias)
         whole = {}
         for content, _ in found:
             for key, value in content.items():
@@ -365,7 +365,7 @@ def test_async_save(two_ranks, tmp_path):
 
 def test_the_example_on_other_ranks(all_ranks, tmp_path):
     """Two tensor-parallel ranks of FSDP shards; resumed, four that have no shards."""
-    ranks = _ranks(all_ranks, 4, "gloo")
+    ranks = ranks_of(all_ranks, 4, "gloo")
     words = [*DELAYED, "--out", tmp_path]
     expected = ranks.run(_run, [*words, *LAYOUTS["all"][1]])[0]
     words += ["--checkpoint", tmp_path / "kept"]

@@ -5,6 +5,7 @@ import os
 import pytest
 import torch
 from gathers import RECIPES, Small, linears, sharded, train, train_rows, weights_of
+from rank_sets import ranks_of
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 import apex_te
@@ -64,10 +65,8 @@ def test_other_schemes(two_ranks, name):
 
 
 def test_four_ranks(all_ranks):
-    from conftest import _ranks
-
     for name in ("delayed", "tensorwise"):
-        four = _ranks(all_ranks, 4, "gloo")
+        four = ranks_of(all_ranks, 4, "gloo")
         assert check(four, name)[0] <= 0.51
         assert check(four, name, mesh=(2, 2))[0] <= 0.51  # two replicas of two shards
 

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from test_main_grad import _device, _model, _with_main_grads
+from main_grad_models import device_of, model_of, with_main_grads
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
@@ -15,9 +15,9 @@ OWNER = "ValueError: fuse_wgrad_accumulation: fuse_wgrad_accumulation must be Fa
 
 def _in_ddp(rank, case):
     """The first backward under DistributedDataParallel, with and without an owner of main_grad."""
-    device = _device(rank)
+    device = device_of(rank)
     ids = [rank] if device.type == "cuda" else None
-    model = _with_main_grads(_model("linear" if case != "layer" else "layer", device))
+    model = with_main_grads(model_of("linear" if case != "layer" else "layer", device))
     weights = {k: p for k, p in model.named_parameters() if p.dim() == 2}
     options, recipe = {}, DelayedScaling(amax_history_len=2) if case == "fp8" else None
     if case == "flag":
@@ -83,7 +83,7 @@ def _sharded(rank, owned):
     from torch.distributed.fsdp import fully_shard
     from torch.distributed.tensor import init_device_mesh
 
-    model = _with_main_grads(_model("linear", "cpu"))
+    model = with_main_grads(model_of("linear", "cpu"))
     fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
     buffers = {}
     if owned:

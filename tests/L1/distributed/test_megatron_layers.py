@@ -5,6 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from rank_sets import ranks_of
 from shards import features, gathered, rows, summed
 from torch import distributed
 from torch.distributed.tensor import DTensor
@@ -148,9 +149,7 @@ def _load(rank, path, size):
 
 
 def test_sharded_state(all_ranks, tmp_path):
-    from conftest import _ranks
-
-    four = _ranks(all_ranks, 4, "gloo")
+    four = ranks_of(all_ranks, 4, "gloo")
     saved = four.run(_save, str(tmp_path))[0]
     assert tuple(saved["column.weight"].shape) == tuple(saved["row.weight"].shape) == (OUT, IN)
     for size in (1, 4):

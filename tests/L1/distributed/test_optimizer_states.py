@@ -3,7 +3,6 @@
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from conftest import _ranks
 from dtensor_cases import decibels
 from optimizer_cases import (
     DELAYED,
@@ -18,6 +17,7 @@ from optimizer_cases import (
     train,
     whole,
 )
+from rank_sets import ranks_of
 from torch import distributed, nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -98,11 +98,11 @@ def _load(rank, name, path):
 @pytest.mark.parametrize(("before", "after"), [(2, 4), (4, 2), (2, 2), (4, 1)])
 def test_save_and_load(all_ranks, tmp_path, name, before, after):
     path = str(tmp_path / "checkpoint")
-    content, losses = _ranks(all_ranks, before, "gloo").run(_save, name, path)[0]
+    content, losses = ranks_of(all_ranks, before, "gloo").run(_save, name, path)[0]
     if after == 1:  # a process without a process group
         loaded = [_load(None, name, path)]
     else:
-        loaded = _ranks(all_ranks, after, "gloo").run(_load, name, path)
+        loaded = ranks_of(all_ranks, after, "gloo").run(_load, name, path)
     # Of weights held in FP8 other shards have other scales.
     is_wide = STATES[name][0] is torch.float32 and name != "held"
     for own, going_on in loaded:

@@ -8,7 +8,7 @@ by bit with what was saved; both go on with the same losses.
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from conftest import _ranks
+from rank_sets import ranks_of
 from test_parallel_layers import LAYERS
 from torch import distributed
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
@@ -267,7 +267,7 @@ def test_there_and_back(all_ranks, tmp_path, before, after, fp8, optimizer):
         if size == 1:
             found = [function(0, *options, **more)]
         else:
-            found = _ranks(all_ranks, size, "gloo").run(function, *options)
+            found = ranks_of(all_ranks, size, "gloo").run(function, *options)
         tp = layout[0]
         groups = [found[at : at + tp] for at in range(0, size, tp)]
         wholes = [_joined_content([content for content, _ in group]) for group in groups]

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from rank_sets import ranks_of
 from shards import gathered, part_of, rows, summed
 
 import apex_te
@@ -122,9 +123,7 @@ def test_layer_in_fp8(two_ranks, recipe, sequence_parallel):
 
 
 def test_four_ranks(all_ranks):
-    from conftest import _ranks
-
-    for found in _ranks(all_ranks, 4, "gloo").run(_run, "gpt", True, None):
+    for found in ranks_of(all_ranks, 4, "gloo").run(_run, "gpt", True, None):
         assert min(found.values()) > 100, found
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import _ranks
+from rank_sets import ranks_of
 from schemes import chosen
 from torch import distributed
 
@@ -130,7 +130,7 @@ def test_tensor_parallel_layer(two_ranks, name, sequence_parallel):
 
 @pytest.mark.parametrize("name", ["none", "delayed", "tensorwise"])
 def test_tensor_parallel_layer_on_four_ranks(all_ranks, name):
-    ranks = _ranks(all_ranks, 4, "gloo")
+    ranks = ranks_of(all_ranks, 4, "gloo")
     check(ranks.run(_tensor_parallel, name, True, False, torch.float32))
 
 
@@ -203,7 +203,7 @@ def test_sharded_layers(ranks, name, fp8_all_gather):
     ("name", "fp8_all_gather"), [("none", False), ("delayed", True), ("tensorwise", True)]
 )
 def test_sharded_layers_with_replicas(all_ranks, name, fp8_all_gather):
-    check(_ranks(all_ranks, 4, "gloo").run(_sharded, name, fp8_all_gather, 2))
+    check(ranks_of(all_ranks, 4, "gloo").run(_sharded, name, fp8_all_gather, 2))
 
 
 def _exchanged(rank, name, even):

@@ -4,6 +4,7 @@ import contextlib
 
 import pytest
 import torch
+from main_grad_models import device_of, model_of, with_main_grads
 from schemes import chosen
 from torch import distributed
 
@@ -15,45 +16,16 @@ from apex_te.distributed.main_grad import reduce_main_grads
 RECIPES = {"none": None, **chosen("delayed", "blockwise", amax_history_len=2)}
 
 
-def _device(rank):
-    return (
-        torch.device("cuda", rank) if distributed.get_backend() == "nccl" else torch.device("cpu")
-    )
-
-
-def _model(kind, device, fused=True):
-    torch.manual_seed(5)
-    options = {"fuse_wgrad_accumulation": fused, "device": device}
-    if kind == "mlp":
-        return apex_te.LayerNormMLP(32, 64, **options)
-    if kind == "layer":
-        return apex_te.TransformerLayer(
-            32, 64, 4, hidden_dropout=0.0, attention_dropout=0.0, fuse_qkv_params=True, **options
-        )
-    return torch.nn.Sequential(
-        apex_te.Linear(32, 64, **options), torch.nn.ReLU(), apex_te.Linear(64, 32, **options)
-    )
-
-
-def _with_main_grads(model):
-    """A main_grad, which the first microbatch overwrites, for every matrix; biases have .grad."""
-    for parameter in model.parameters():
-        parameter.grad = None
-        if parameter.dim() == 2:
-            parameter.main_grad = torch.full_like(parameter, 7.0, dtype=torch.float32)
-    return model
-
-
 def _gradients(model):
     return {k: getattr(p, "main_grad", p.grad).clone() for k, p in model.named_parameters()}
 
 
 def _steps(rank, ranks, kind, recipe, rows):
     """Gradients of the last of three steps of two microbatches, by rows(batch)."""
-    model = _model(kind, _device(rank))
+    model = model_of(kind, device_of(rank))
     generator = torch.Generator().manual_seed(9)
     for _ in range(3):
-        _with_main_grads(model)
+        with_main_grads(model)
         for first in (True, False):
             x, dy = (torch.randn(8 * ranks, 2, 32, generator=generator) for _ in range(2))
             if kind == "mlp" or kind == "layer":
@@ -61,7 +33,7 @@ def _steps(rank, ranks, kind, recipe, rows):
                 x, dy = (t.chunk(ranks, 1)[rank] if rows else t for t in (x, dy))
             else:
                 x, dy = (t.chunk(ranks, 0)[rank] if rows else t for t in (x, dy))
-            x, dy = (t.contiguous().to(_device(rank)) for t in (x, dy))
+            x, dy = (t.contiguous().to(device_of(rank)) for t in (x, dy))
             with fp8_autocast(recipe is not None, recipe):
                 if isinstance(model, torch.nn.Sequential):
                     y = x
@@ -115,7 +87,7 @@ def test_equals_one_rank_on_gpus(two_gpus):
 def _exact(rank, average):
     """Gradients of many sizes, dtypes and homes, whose sums have no rounding."""
     ranks = distributed.get_world_size()
-    device = _device(rank)
+    device = device_of(rank)
     model = torch.nn.Module()
     implementation._SMALL, implementation._BUCKET = 4000, 2000  # bytes
     expected, calls, original = {}, [], distributed.all_reduce
@@ -185,7 +157,7 @@ def test_buckets_on_gpus(two_gpus):
 
 def _without_waiting(rank):
     """The second call for a model leaves the host alone."""
-    device = _device(rank)
+    device = device_of(rank)
     model = torch.nn.ParameterList(
         torch.nn.Parameter(torch.zeros(n, device=device)) for n in (5, 7)
     )

@@ -4,7 +4,7 @@ import sys
 
 import pytest
 import torch
-from conftest import _ranks
+from rank_sets import ranks_of
 
 from apex_te import linear_cross_entropy
 from apex_te.distributed import parallel_cross_entropy
@@ -101,13 +101,13 @@ def check(ranks, dtype, sizes, options, reduction):
 @pytest.mark.parametrize("name", OPTIONS)
 @pytest.mark.parametrize("size", [2, 3])
 def test_against_one_rank(all_ranks, size, name, reduction):
-    check(_ranks(all_ranks, size, "gloo"), torch.float32, (17,) * size, OPTIONS[name], reduction)
+    check(ranks_of(all_ranks, size, "gloo"), torch.float32, (17,) * size, OPTIONS[name], reduction)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("sizes", [(1, 1), (301, 301), (13, 28), (40, 1), (9, 2, 6)])
 def test_odd_and_uneven_vocabularies(all_ranks, sizes, dtype):
-    ranks = _ranks(all_ranks, len(sizes), "gloo")
+    ranks = ranks_of(all_ranks, len(sizes), "gloo")
     if sum(sizes) < 6:
         with pytest.raises(Exception, match="target must be in"):
             check(ranks, dtype, sizes, {}, "none")
@@ -264,7 +264,7 @@ def check_head(ranks, dtype, sizes, options, bias=True):
 @pytest.mark.parametrize("size", [2, 3])
 def test_head_against_one_rank(all_ranks, size, name, reduction):
     options = {**OPTIONS[name], "reduction": reduction, "chunk_rows": 4}
-    check_head(_ranks(all_ranks, size, "gloo"), torch.float32, (17,) * size, options)
+    check_head(ranks_of(all_ranks, size, "gloo"), torch.float32, (17,) * size, options)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
@@ -272,7 +272,7 @@ def test_head_against_one_rank(all_ranks, size, name, reduction):
 @pytest.mark.parametrize("reduction", ["none", "mean"])
 def test_head_of_uneven_parts(all_ranks, sizes, dtype, reduction):
     options = {**OPTIONS["ignored and smooth"], "reduction": reduction}
-    check_head(_ranks(all_ranks, len(sizes), "gloo"), dtype, sizes, options, bias=False)
+    check_head(ranks_of(all_ranks, len(sizes), "gloo"), dtype, sizes, options, bias=False)
 
 
 def _small_chunks(rank, sizes):

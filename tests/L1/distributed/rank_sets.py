@@ -1,0 +1,21 @@
+"""Sets of ranks that the tests of a file share, each started when first asked for."""
+
+import pytest
+import torch
+from ranks import Ranks
+
+
+def ranks_of(all_ranks, size, backend):
+    """Returns ``size`` ranks over a backend; skips the test without as many GPUs for "nccl".
+
+    Args:
+        all_ranks: the fixture of that name.
+        size: number of ranks.
+        backend: "gloo" or "nccl".
+    """
+    if backend == "nccl" and torch.cuda.device_count() < size:
+        pytest.skip(f"needs {size} GPUs, got {torch.cuda.device_count()}")
+    key = (size, backend)
+    if key not in all_ranks:
+        all_ranks[key] = Ranks(size, backend)
+    return all_ranks[key]
