@@ -7,14 +7,15 @@ import torch
 from .. import runtime
 from ..runtime.gpu_arch import nvidia_capability
 from . import fp8_gemm, product_count
+from ._gemm_arguments import check_operands, prepare
 from .argument_errors import checked
+from .fp8_output import FP8_DTYPES
 from .registration import bind, note_written
 
-__all__ = ["dense_gemm", "has_dense_fp8", "multiplies", "reference"]
+__all__ = ["dense_gemm", "has_dense_fp8", "multiplies", "multiply_into", "reference"]
 
 _lib = runtime.ops("dense_gemm")
 
-_FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 _OUT = (torch.bfloat16, torch.float32)
 PROMOTIONS = (128, 256, 512)
 STREAM_RESULTS = 4  # `cache` of the kernels: operands stay in the L2 cache rather than results
@@ -66,9 +67,9 @@ def dense_gemm(
         ValueError: an argument of another shape or device, or another ``promotion``.
         NotImplementedError: E5M2 x E5M2, or hardware without FP8 matrix units (below sm_89).
     """
-    _check_operands("dense_gemm", a, b)
+    check_operands("dense_gemm", a, b)
     is_given = out is not None
-    out, bias = fp8_gemm._prepare("dense_gemm", a, b, out, out_dtype, bias, accumulate)
+    out, bias = prepare("dense_gemm", a, b, out, out_dtype, bias, accumulate)
     if out.dtype not in _OUT:
         raise TypeError(f"dense_gemm: out must have dtype bfloat16 or float32, got {out.dtype}")
     if promotion not in PROMOTIONS:
@@ -80,15 +81,6 @@ def dense_gemm(
     if is_given:
         note_written(out)
     return out
-
-
-def _check_operands(op: str, a: torch.Tensor, b: torch.Tensor) -> None:
-    """Raises TypeError unless both operands are float8_e4m3fn or float8_e5m2."""
-    for name, operand in (("a", a), ("b", b)):
-        if operand.dtype not in _FP8:
-            raise TypeError(
-                f"{op}: {name} must have dtype float8_e4m3fn or float8_e5m2, got {operand.dtype}"
-            )
 
 
 def _check_residual(residual: torch.Tensor, out: torch.Tensor, accumulate: bool) -> None:
@@ -123,12 +115,16 @@ def multiplies(a: torch.Tensor, b: torch.Tensor) -> bool:
         a: FP8 operand [M, K].
         b: FP8 operand [N, K].
     """
-    if a.dtype not in _FP8 or b.dtype not in _FP8 or not has_dense_fp8(a.device):
+    if a.dtype not in FP8_DTYPES or b.dtype not in FP8_DTYPES or not has_dense_fp8(a.device):
         return False
     return a.shape[1] % 16 == 0 and b.shape[0] % 8 == 0 and not (a.data_ptr() | b.data_ptr()) % 16
 
 
-def _run(a, b, a_scale_inv, b_scale_inv, out, bias, residual, accumulate, promotion):
+def multiply_into(a, b, a_scale_inv, b_scale_inv, out, bias, residual, accumulate, promotion):
+    """Writes what ``dense_gemm`` computes into ``out``; its arguments must have been checked.
+
+    A ``promotion`` of 0 stands for ``use_split_accumulator=False``.
+    """
     results = out.data_ptr() | (0 if residual is None else residual.data_ptr())
     if multiplies(a, b) and results % 16 == 0:
         product_count.add()
@@ -139,7 +135,7 @@ def _run(a, b, a_scale_inv, b_scale_inv, out, bias, residual, accumulate, promot
         return
     # Products in float32, so that a residual is added before rounding.
     total = out if residual is None else torch.empty_like(out, dtype=torch.float32)
-    fp8_gemm._multiply(
+    fp8_gemm.multiply_into(
         a, b, a_scale_inv, b_scale_inv, total, bias, None, None, accumulate, promotion > 0
     )
     if residual is not None:
@@ -160,4 +156,4 @@ def reference(
     return fp8_gemm.reference(a, b, a_scale_inv, b_scale_inv, bias=bias, c=residual)
 
 
-_multiply = bind("dense_gemm", "dense_gemm", _run, without=("columns", "strip", "cache"))
+_multiply = bind("dense_gemm", "dense_gemm", multiply_into, without=("columns", "strip", "cache"))

@@ -12,7 +12,8 @@ import torch
 from .. import runtime
 from ..op_builder.jit import env
 from ..runtime.op_options import gated_activation_number
-from . import dense_gemm, fp8_gemm, product_count, swiglu
+from . import dense_gemm, product_count, swiglu
+from ._gemm_arguments import check_operands, prepare
 from .argument_errors import checked
 from .fp8_output import FP8Output, check_fp8_dtype, columnwise_length
 from .registration import Launch, bind, note_written
@@ -85,10 +86,8 @@ def dense_gemm_swiglu(
         ValueError: an argument of another shape or device, or another activation.
     """
     code = gated_activation_number("dense_gemm_swiglu", activation)
-    dense_gemm._check_operands("dense_gemm_swiglu", a, b)
-    hidden, bias = fp8_gemm._prepare(
-        "dense_gemm_swiglu", a, b, None, torch.bfloat16, bias, accumulate=False
-    )
+    check_operands("dense_gemm_swiglu", a, b)
+    hidden, bias = prepare("dense_gemm_swiglu", a, b, None, torch.bfloat16, bias, accumulate=False)
     _check_rows("b", b.shape[0], 32)
     act = a.new_empty((a.shape[0], b.shape[0] // 2), dtype=torch.float8_e4m3fn)
     scale_inv = a.new_empty(1, dtype=torch.float32)
@@ -139,7 +138,7 @@ def dense_gemm_swiglu_bwd(
     name = "dense_gemm_swiglu_bwd"
     code = gated_activation_number(name, activation)
     check_fp8_dtype(name, fp8_dtype)
-    dense_gemm._check_operands(name, a, b)
+    check_operands(name, a, b)
     if a.dim() != 2 or b.dim() != 2 or a.shape[1] != b.shape[1]:
         raise ValueError(
             f"{name}: a and b must be [M, K] and [N, K], got {list(a.shape)} and {list(b.shape)}"
@@ -227,8 +226,8 @@ def _run_fwd(a, b, a_scale_inv, b_scale_inv, hidden, bias, scale, act, amax, sca
         product_count.add()
         launch.function(*launch.args)
         return
-    dense_gemm._run(a, b, a_scale_inv, b_scale_inv, hidden, bias, None, False, 0)
-    swiglu._fwd_fp8(hidden, None, None, None, scale, act, None, amax, scale_inv, code)
+    dense_gemm.multiply_into(a, b, a_scale_inv, b_scale_inv, hidden, bias, None, False, 0)
+    swiglu.fwd_fp8_into(hidden, None, None, None, scale, act, None, amax, scale_inv, code)
 
 
 def _launch_bwd(
@@ -259,13 +258,15 @@ def _run_bwd(
         launch.function(*launch.args)
         return
     grad = hidden.new_empty((a.shape[0], b.shape[0]))
-    dense_gemm._run(a, b, a_scale_inv, b_scale_inv, grad, None, None, False, promotion)
-    swiglu._bwd_fp8(
+    dense_gemm.multiply_into(a, b, a_scale_inv, b_scale_inv, grad, None, None, False, promotion)
+    swiglu.bwd_fp8_into(
         grad, hidden, None, None, None, scale, rowwise, columnwise, amax, scale_inv, None, None,
         code,
     )  # fmt: skip
     if act_columnwise is not None:
-        swiglu._fwd_fp8(hidden, None, None, None, act_scale, None, act_columnwise, None, None, code)
+        swiglu.fwd_fp8_into(
+            hidden, None, None, None, act_scale, None, act_columnwise, None, None, code
+        )
 
 
 _TILING = ("strip", "cache")

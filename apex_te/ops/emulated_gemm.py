@@ -14,9 +14,9 @@ import torch
 
 from ..runtime.former_names import find_former_functions
 from . import hif8, product_count
+from ._gemm_arguments import bias_dtype
 from .argument_errors import check_dense, checked
 from .block_quantize import block_dequantize
-from .fp8_gemm import bias_dtype
 from .mx_quantize import mx_dequantize
 from .product_into import product_into
 from .registration import bind_call

@@ -12,6 +12,8 @@ from .. import runtime
 from ..runtime.scratch_sizes import GEMM_BYTES as WORKSPACE_BYTES
 from ..runtime.tracing import dispatch_modes, is_traced, jit_tracing, transforms_active
 from . import gemm_tuning, product_count, reference_codec
+from ._gemm_arguments import bias_dtype as bias_dtype
+from ._gemm_arguments import check_addend, prepare
 from .argument_errors import checked
 from .block_quantize import ROW_MULTIPLE
 from .cast_transpose import cast_transpose
@@ -19,7 +21,6 @@ from .registration import WORKSPACE, Launch, bind, increment_version, note_writt
 
 _lib = runtime.ops("fp8_gemm")
 
-_E5M2 = (torch.float8_e5m2, torch.float8_e5m2fnuz)
 # cuBLASLt reads FP8 operands in 16-byte units along K and writes N in units of 16.
 _MULTIPLE = 16
 _SLICE = 128
@@ -68,11 +69,13 @@ def fp8_gemm(
         NotImplementedError: E5M2 x E5M2, or hardware without FP8 matrix units (below sm_89).
     """
     is_given = out is not None
-    out, bias = _prepare("fp8_gemm", a, b, out, out_dtype, bias, accumulate)
+    out, bias = prepare("fp8_gemm", a, b, out, out_dtype, bias, accumulate)
     if c is not None:
-        _check_c("fp8_gemm", c, out, accumulate, gelu)
+        check_addend("fp8_gemm", c, out, accumulate, gelu)
     aux = torch.empty_like(out) if gelu else None
-    _multiply(a, b, a_scale_inv, b_scale_inv, out, bias, c, aux, accumulate, use_split_accumulator)
+    multiply_into(
+        a, b, a_scale_inv, b_scale_inv, out, bias, c, aux, accumulate, use_split_accumulator
+    )
     if is_given:
         note_written(out)
     return out if aux is None else (out, aux)
@@ -128,9 +131,9 @@ def block_scaled_gemm(
     """
     rows, is_given = a.shape[0], out is not None
     spare = 0 if is_given or torch.compiler.is_compiling() else -rows % ROW_MULTIPLE
-    out, bias = _prepare("block_scaled_gemm", a, b, out, out_dtype, bias, accumulate, spare)
+    out, bias = prepare("block_scaled_gemm", a, b, out, out_dtype, bias, accumulate, spare)
     if c is not None:
-        _check_c("block_scaled_gemm", c, out[:rows], accumulate, False)
+        check_addend("block_scaled_gemm", c, out[:rows], accumulate, False)
     _multiply_blocks(
         a, b, a_scale_inv, b_scale_inv, out, bias, c, a_block_rows, b_block_rows, accumulate
     )
@@ -198,80 +201,6 @@ def _first_rows(out: torch.Tensor, rows: int) -> torch.Tensor:
     if transforms_active() or dispatch_modes() or jit_tracing():
         return out[:rows].clone()
     return out.resize_(rows, out.shape[1])
-
-
-def bias_dtype(out_dtype: torch.dtype) -> torch.dtype:
-    """Returns the dtype of the bias for a product whose output has ``out_dtype``.
-
-    That is ``out_dtype`` itself, except bfloat16 for a float32 output. cuBLASLt's FP8 products take
-    a bias of no other dtype, and the products of all formats follow this rule.
-    """
-    return torch.bfloat16 if out_dtype is torch.float32 else out_dtype
-
-
-def _prepare(name, a, b, out, out_dtype, bias, accumulate, spare=0):
-    """Checks the arguments of a product, allocates its output and converts its bias.
-
-    Args:
-        name: name of the product's function, for errors.
-        a: [M, K].
-        b: [N, K].
-        out: [M, N] to write, or None for a new tensor.
-        out_dtype: dtype of a new output.
-        bias: [N] or None.
-        accumulate: the result is to be added to ``out``, which must then be given.
-        spare: number of rows that a new output has beyond M.
-
-    Returns:
-        ``(out, bias)``: ``out`` or a new tensor [M + spare, N]; the bias in ``bias_dtype`` or None.
-
-    Raises:
-        TypeError: a complex bias.
-        ValueError: shapes that do not match, or ``accumulate`` without ``out``.
-        NotImplementedError: E5M2 x E5M2.
-    """
-    if a.dim() != 2 or b.dim() != 2 or a.shape[1] != b.shape[1]:
-        raise ValueError(
-            f"{name}: a and b must be [M, K] and [N, K], got {list(a.shape)} and {list(b.shape)}"
-        )
-    if a.dtype in _E5M2 and b.dtype in _E5M2:
-        raise NotImplementedError(
-            f"{name}: one of a and b must have dtype float8_e4m3fn, got float8_e5m2 twice"
-        )
-    rows, cols = a.shape[0], b.shape[0]
-    if out is None:
-        if accumulate:
-            raise ValueError(f"{name}: out must be given with accumulate, got None")
-        out = a.new_empty((rows + spare, cols), dtype=out_dtype)
-    elif out.shape != (rows, cols):
-        raise ValueError(f"{name}: out must have shape {[rows, cols]}, got {list(out.shape)}")
-    if bias is not None:
-        if bias.is_complex():
-            raise TypeError(f"{name}: bias must have a real dtype, got {bias.dtype}")
-        bias = bias.to(bias_dtype(out.dtype))
-    return out, bias
-
-
-def _check_c(name, c, out, accumulate, gelu):
-    """Checks the argument ``c`` of a product, a tensor that is added to its result.
-
-    Args:
-        name: name of the product's function, for errors.
-        c: the tensor, which must have the output's shape and dtype.
-        out: the output [M, N], whose values are not read.
-        accumulate, gelu: the product's options, neither of which may be True with ``c``.
-
-    Raises:
-        TypeError: ``c`` has another dtype than ``out``.
-        ValueError: ``c`` has another shape than ``out``, or ``accumulate`` or ``gelu`` is True.
-    """
-    for option, given in (("accumulate", accumulate), ("gelu", gelu)):
-        if given:
-            raise ValueError(f"{name}: c must be None with {option}=True, got a tensor")
-    if c.dtype is not out.dtype:
-        raise TypeError(f"{name}: c must have the dtype of the output, {out.dtype}, got {c.dtype}")
-    if c.shape != out.shape:
-        raise ValueError(f"{name}: c must have shape {list(out.shape)}, got {list(c.shape)}")
 
 
 def _run(a, b, a_scale_inv, b_scale_inv, out, bias, c, aux, accumulate, use_split_accumulator):
@@ -617,7 +546,9 @@ def reference(
     return product if c is None else product + c.double()
 
 
-_multiply = bind("fp8_gemm", "fp8_gemm", _run, without=("workspace", "algorithm"), launch=_launch)
+multiply_into = bind(
+    "fp8_gemm", "fp8_gemm", _run, without=("workspace", "algorithm"), launch=_launch
+)
 _multiply_blocks = bind(
     "fp8_gemm",
     "fp8_gemm_block",

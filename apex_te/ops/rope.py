@@ -10,10 +10,10 @@ from .argument_errors import checked
 from .op_function import OpFunction
 from .registration import bind
 
-_LAYOUTS = ("sbhd", "bshd", "thd")
+LAYOUTS = ("sbhd", "bshd", "thd")
 
-_fwd = bind("rope", "rope_fwd")
-_bwd = bind("rope", "rope_bwd")
+fwd_into = bind("rope", "rope_fwd")
+bwd_into = bind("rope", "rope_bwd")
 
 
 @checked
@@ -72,9 +72,9 @@ def rope(
             ``inplace`` of an ``x`` that is not dense in its last dimension.
         NotImplementedError: a ``rotary_dim`` above 8192, or angles that require a gradient.
     """
-    if layout not in _LAYOUTS:
+    if layout not in LAYOUTS:
         raise ValueError(f"rope: layout must be 'sbhd', 'bshd' or 'thd', got {layout!r}")
-    freqs, cos, sin = _table("freqs", freqs), _table("cos", cos), _table("sin", sin)
+    freqs, cos, sin = angle_table("freqs", freqs), angle_table("cos", cos), angle_table("sin", sin)
     if rotary_dim is None:
         table = freqs if freqs is not None else cos
         rotary_dim = table.shape[-1] if table is not None else 0
@@ -85,11 +85,11 @@ def rope(
                 f"got strides {list(x.stride())}"
             )
         x = x.contiguous()
-    options = (rotary_dim, start, _LAYOUTS.index(layout), interleaved)
+    options = (rotary_dim, start, LAYOUTS.index(layout), interleaved)
     return _Rope.apply(x, freqs, cos, sin, starts, cu_seqlens, options, False, inplace)
 
 
-def _table(name: str, table: torch.Tensor | None) -> torch.Tensor | None:
+def angle_table(name: str, table: torch.Tensor | None) -> torch.Tensor | None:
     """Converts a table of angles, cosines or sines to the form that the kernels read.
 
     Args:
@@ -121,7 +121,7 @@ class _Rope(OpFunction):
         ctx.save_for_backward(freqs, cos, sin, starts, cu_seqlens)
         ctx.options, ctx.is_backward = options, is_backward
         out = x if inplace else x.new_empty(x.shape)
-        call = _bwd if is_backward else _fwd
+        call = bwd_into if is_backward else fwd_into
         call(x, freqs, cos, sin, starts, cu_seqlens, out, *options)
         if inplace:
             ctx.mark_dirty(x)

@@ -19,9 +19,9 @@ from .op_function import OpFunction, needs_autograd, once_differentiable
 from .registration import bind, note_written
 
 _fwd = bind("swiglu", "swiglu_fwd")
-_fwd_fp8 = bind("swiglu", "swiglu_fwd_fp8")
+fwd_fp8_into = bind("swiglu", "swiglu_fwd_fp8")
 _bwd = bind("swiglu", "swiglu_bwd")
-_bwd_fp8 = bind("swiglu", "swiglu_bwd_fp8")
+bwd_fp8_into = bind("swiglu", "swiglu_bwd_fp8")
 
 
 class SwigluGrads(NamedTuple):
@@ -143,7 +143,7 @@ def swiglu_fwd_fp8(
     out = allocate(
         "swiglu_fwd_fp8", matrix, rows, cols, fp8_dtype, rowwise, columnwise, pad_columnwise
     )
-    _fwd_fp8(
+    fwd_fp8_into(
         matrix, up_matrix, bias, up_bias, scale, out.rowwise, out.columnwise, amax, out.scale_inv,
         code,
     )  # fmt: skip
@@ -222,7 +222,7 @@ def swiglu_bwd_fp8(
         "swiglu_bwd_fp8", matrix, rows, 2 * cols, fp8_dtype, rowwise, columnwise, pad_columnwise
     )
     dbias, workspace = _dbias(matrix, rows, cols, with_dbias)
-    _bwd_fp8(
+    bwd_fp8_into(
         grad_matrix, matrix, up_matrix, bias, up_bias, scale, out.rowwise, out.columnwise, amax,
         out.scale_inv, dbias, workspace, code,
     )  # fmt: skip

@@ -9,7 +9,7 @@ import torch
 
 from ...ops._head_order import in_words
 from ...ops.op_function import OpFunction, once_differentiable
-from ...ops.rope import _LAYOUTS, _bwd, _fwd, _table, rope
+from ...ops.rope import LAYOUTS, angle_table, bwd_into, fwd_into, rope
 from .._core.head_layout import HeadLayout, flat_heads
 
 __all__ = ["HeadLayout", "Rotation", "rotation_of", "split_heads"]
@@ -72,8 +72,8 @@ def rotation_of(
             f"{owner}: rotary_pos_emb must be a tensor of angles or two (queries, keys), "
             f"got {type(rotary_pos_emb).__name__}"
         )
-    queries: Any = _table("freqs", both[0])
-    keys: Any = queries if both[1] is both[0] else _table("freqs", both[1])
+    queries: Any = angle_table("freqs", both[0])
+    keys: Any = queries if both[1] is both[0] else angle_table("freqs", both[1])
     return Rotation(queries, keys, interleaved, start, cu_seqlens)
 
 
@@ -117,7 +117,7 @@ class _SplitHeads(OpFunction):
             return layout.heads(x)
         parts = layout.parts(x)
         out = tuple(x.new_empty(part.shape) for part in parts)
-        _rotate(_fwd, parts, out, layout, rotation)
+        _rotate(fwd_into, parts, out, layout, rotation)
         return tuple(flat_heads(part, x.dim()) for part in out)
 
     @staticmethod
@@ -127,7 +127,7 @@ class _SplitHeads(OpFunction):
         if rotation is None:
             return layout.joined(grads, ctx.shape), None, None
         dx = grads[0].new_empty(ctx.shape)
-        _rotate(_bwd, layout.by_group(grads), layout.parts(dx), layout, rotation)
+        _rotate(bwd_into, layout.by_group(grads), layout.parts(dx), layout, rotation)
         return dx, None, None
 
 
@@ -154,7 +154,7 @@ def _rotate(
         for a, b, form, starts in _slices(x, y, layout.qkv_format, rotation.starts):
             op(
                 a, freqs, None, None, starts, rotation.cu_seqlens, b, freqs.shape[-1],
-                rotation.start, _LAYOUTS.index(form), rotation.interleaved,
+                rotation.start, LAYOUTS.index(form), rotation.interleaved,
             )  # fmt: skip
     to, x = in_words((out[-1], parts[-1]))
     to.copy_(x)

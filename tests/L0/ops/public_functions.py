@@ -44,13 +44,13 @@ OTHERS = {
     "block_quantize.scale_shape",
     "dense_gemm.has_dense_fp8",
     "dense_gemm.multiplies",
+    "dense_gemm.multiply_into",
     "dense_gemm_swiglu.fuses",
     "dense_gemm_swiglu.gains",
     "fp8_gemm.bound_product",
     "fp8_gemm.tune",
     "grouped_gemm.has_grouped_fp8",
     "grouped_quantize.check_rows",
-    "fp8_gemm.bias_dtype",
     "grouped_gemm.multiplies_codes",
     "grouped_gemm.has_grouped_products",
     "multi_tensor.dense",
@@ -62,6 +62,7 @@ OTHERS = {
     "peer_exchange.sum_pieces",
     "product_count.add",
     "product_count.fp8_gemm_count",
+    "rope.angle_table",
 }
 
 

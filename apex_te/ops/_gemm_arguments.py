@@ -1,0 +1,94 @@
+"""Checks of the arguments that the ops of FP8 products share, and allocation of their outputs."""
+
+from __future__ import annotations
+
+import torch
+
+from .fp8_output import FP8_DTYPES
+
+__all__ = ["bias_dtype", "check_addend", "check_operands", "prepare"]
+
+_E5M2 = (torch.float8_e5m2, torch.float8_e5m2fnuz)
+
+
+def bias_dtype(out_dtype: torch.dtype) -> torch.dtype:
+    """Returns the dtype of the bias for a product whose output has ``out_dtype``.
+
+    That is ``out_dtype`` itself, except bfloat16 for a float32 output. cuBLASLt's FP8 products take
+    a bias of no other dtype, and the products of all formats follow this rule.
+    """
+    return torch.bfloat16 if out_dtype is torch.float32 else out_dtype
+
+
+def prepare(name, a, b, out, out_dtype, bias, accumulate, spare=0):
+    """Checks the arguments of a product, allocates its output and converts its bias.
+
+    Args:
+        name: name of the product's function, for errors.
+        a: [M, K].
+        b: [N, K].
+        out: [M, N] to write, or None for a new tensor.
+        out_dtype: dtype of a new output.
+        bias: [N] or None.
+        accumulate: the result is to be added to ``out``, which must then be given.
+        spare: number of rows that a new output has beyond M.
+
+    Returns:
+        ``(out, bias)``: ``out`` or a new tensor [M + spare, N]; the bias in ``bias_dtype`` or None.
+
+    Raises:
+        TypeError: a complex bias.
+        ValueError: shapes that do not match, or ``accumulate`` without ``out``.
+        NotImplementedError: E5M2 x E5M2.
+    """
+    if a.dim() != 2 or b.dim() != 2 or a.shape[1] != b.shape[1]:
+        raise ValueError(
+            f"{name}: a and b must be [M, K] and [N, K], got {list(a.shape)} and {list(b.shape)}"
+        )
+    if a.dtype in _E5M2 and b.dtype in _E5M2:
+        raise NotImplementedError(
+            f"{name}: one of a and b must have dtype float8_e4m3fn, got float8_e5m2 twice"
+        )
+    rows, cols = a.shape[0], b.shape[0]
+    if out is None:
+        if accumulate:
+            raise ValueError(f"{name}: out must be given with accumulate, got None")
+        out = a.new_empty((rows + spare, cols), dtype=out_dtype)
+    elif out.shape != (rows, cols):
+        raise ValueError(f"{name}: out must have shape {[rows, cols]}, got {list(out.shape)}")
+    if bias is not None:
+        if bias.is_complex():
+            raise TypeError(f"{name}: bias must have a real dtype, got {bias.dtype}")
+        bias = bias.to(bias_dtype(out.dtype))
+    return out, bias
+
+
+def check_addend(name, c, out, accumulate, gelu):
+    """Checks the argument ``c`` of a product, a tensor that is added to its result.
+
+    Args:
+        name: name of the product's function, for errors.
+        c: the tensor, which must have the output's shape and dtype.
+        out: the output [M, N], whose values are not read.
+        accumulate, gelu: the product's options, neither of which may be True with ``c``.
+
+    Raises:
+        TypeError: ``c`` has another dtype than ``out``.
+        ValueError: ``c`` has another shape than ``out``, or ``accumulate`` or ``gelu`` is True.
+    """
+    for option, given in (("accumulate", accumulate), ("gelu", gelu)):
+        if given:
+            raise ValueError(f"{name}: c must be None with {option}=True, got a tensor")
+    if c.dtype is not out.dtype:
+        raise TypeError(f"{name}: c must have the dtype of the output, {out.dtype}, got {c.dtype}")
+    if c.shape != out.shape:
+        raise ValueError(f"{name}: c must have shape {list(out.shape)}, got {list(c.shape)}")
+
+
+def check_operands(op: str, a: torch.Tensor, b: torch.Tensor) -> None:
+    """Raises TypeError unless both operands are float8_e4m3fn or float8_e5m2."""
+    for name, operand in (("a", a), ("b", b)):
+        if operand.dtype not in FP8_DTYPES:
+            raise TypeError(
+                f"{op}: {name} must have dtype float8_e4m3fn or float8_e5m2, got {operand.dtype}"
+            )
