@@ -151,16 +151,18 @@ def _converted(
     layers: list[Layer] = []
     left: list[tuple[str, str]] = []
     if fuse:
-        layers, left = fuse_blocks(model, lambda name, m: selection.reason(name, m, _sizes(m)))
+        layers, left = fuse_blocks(
+            model, lambda name, m: selection.reason(name, m, feature_sizes(m))
+        )
     for name, module in list(model.named_modules()):
         before = type(module).__name__
-        if _replaceable(module):
-            cannot = _cannot_convert(module)
+        if is_replaceable(module):
+            cannot = reason_to_keep(module)
             if cannot:
                 left.append((name or before, cannot))
-            reason = cannot or selection.reason(name, module, _sizes(module))
+            reason = cannot or selection.reason(name, module, feature_sizes(module))
             if reason is None:
-                _convert(module)
+                convert_layer(module)
             after = type(module).__name__ if reason is None else None
             layers.append(Layer(name, before, after, reason))
         elif _has_weights(module):
@@ -189,7 +191,7 @@ def _together(left: list[tuple[str, str]]) -> list[tuple[str, str]]:
     ]
 
 
-def _replaceable(module: nn.Module) -> bool:
+def is_replaceable(module: nn.Module) -> bool:
     """Returns True if ``module`` is a layer that ``from_torch`` may convert and has not yet."""
     if isinstance(module, _REPLACING):
         return False
@@ -202,7 +204,7 @@ def _has_weights(module: nn.Module) -> bool:
     return own and not type(module).__module__.startswith("apex_te.")
 
 
-def _sizes(module: Any) -> tuple[int, ...]:
+def feature_sizes(module: Any) -> tuple[int, ...]:
     """Returns input and output features of a linear layer or experts, () for a norm."""
     if matching.is_conv1d(module):
         return tuple(module.weight.shape)
@@ -211,13 +213,13 @@ def _sizes(module: Any) -> tuple[int, ...]:
     return (module.in_features, module.out_features) if isinstance(module, nn.Linear) else ()
 
 
-def _cannot_convert(module: Any) -> str | None:
+def reason_to_keep(module: Any) -> str | None:
     """Returns the reason why ``module`` cannot become one of apex_te's layers, None if it can."""
     reason = matching.unsupported(module)
     known = matching.is_plain(module, *_REPLACED) or _is_huggingface(module)
     if reason is None and not known:
         reason = f"{type(module).__name__} is a subclass"
-    if reason is None and not _sizes(module) and module.weight is not None:
+    if reason is None and not feature_sizes(module) and module.weight is not None:
         dtype = module.weight.dtype
         if dtype not in _NORM_DTYPES:
             reason = f"norms of {dtype} are not available"
@@ -230,7 +232,7 @@ def _is_huggingface(module: nn.Module) -> bool:
     return found or matching.is_experts(module)
 
 
-def _convert(module: Any) -> None:
+def convert_layer(module: Any) -> None:
     """Changes the class of a linear layer or norm to apex_te's."""
     if matching.is_experts(module):
         module.__class__ = stacked_experts(type(module))

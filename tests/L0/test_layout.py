@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -32,6 +33,11 @@ FRAMEWORKS = ("torch", "jax", "flax", "optax")
 # Imports that are to go, which this list may only lose.
 UPWARD: set[tuple[str, str]] = set()
 CIRCLES: set[frozenset[str]] = set()
+PRIVATE = {
+    ("apex_te.jax.ops.swiglu_block", "_checked"),
+    ("apex_te.jax.ops.swiglu_block", "_run"),
+    ("apex_te.parameter", "_rebuild"),  # which stays: it is in saved files
+}
 
 
 def _modules() -> dict[str, Path]:
@@ -75,6 +81,27 @@ def _imports(modules: dict[str, Path]) -> dict[str, set[str]]:
             found.update(name for name in names if name in modules and name != module)
         graph[module] = found
     return graph
+
+
+def _private_names(modules: dict[str, Path]) -> set[tuple[str, str]]:
+    """Pairs of a module and an underscored name that it takes from another module."""
+    found = set()
+    for module, path in modules.items():
+        nodes = list(ast.walk(ast.parse(path.read_text())))
+        others = set()  # names by which the module knows other modules
+        for node in nodes:
+            if isinstance(node, ast.ImportFrom):
+                source = _absolute(node, module, path.name == "__init__.py")
+                for alias in node.names:
+                    if f"{source}.{alias.name}" in modules:
+                        others.add(alias.asname or alias.name)
+                    elif source in modules:
+                        found.add((module, alias.name))
+        for node in nodes:
+            of = node.value if isinstance(node, ast.Attribute) else None
+            if isinstance(of, ast.Name) and of.id in others:
+                found.add((module, node.attr))
+    return {(module, name) for module, name in found if re.match("_(?!_)", name)}
 
 
 def _part(module: str) -> str:
@@ -181,6 +208,10 @@ def test_private_modules_of_jax_are_not_used() -> None:
         *(ROOT / "tests/L0/with_jax").rglob("*.py"),
     ]:
         assert "jax._src" not in path.read_text(), path
+
+
+def test_no_module_uses_private_names_of_another() -> None:
+    assert _private_names(_modules()) == PRIVATE
 
 
 def test_no_module_imports_itself_through_others() -> None:

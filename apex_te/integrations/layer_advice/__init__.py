@@ -13,7 +13,7 @@ from ...fp8.delayed.preserve import preserved_fp8_state
 from ...recipe import Recipe, chosen_recipe
 from .._selection import Selection
 from ..experts import StackedExperts
-from ..from_torch import _cannot_convert, _replaceable, _sizes
+from ..from_torch import feature_sizes, is_replaceable, reason_to_keep
 from .advice import Advice, ExactName
 from .calls import LayerCall, record_calls, tensors_of
 from .layer import LayerAdvice
@@ -152,8 +152,8 @@ def _layers(model: nn.Module) -> dict[str, tuple[nn.Module, str | None]]:
         if _is_ours(module):
             found[name] = module, None
             inside.append(f"{name}." if name else "")
-        elif _replaceable(module) and (sizes := _sizes(module)):
-            found[name] = module, _cannot_convert(module) or selection.reason(name, module, sizes)
+        elif is_replaceable(module) and (sizes := feature_sizes(module)):
+            found[name] = module, reason_to_keep(module) or selection.reason(name, module, sizes)
     return found
 
 
@@ -165,7 +165,7 @@ def _is_ours(module: nn.Module) -> bool:
 
 def _untried(name: str, layer: Any, kept: str | None) -> LayerAdvice:
     """Returns the entry of a layer that did not run or that ``from_torch`` leaves."""
-    inner, outer = _sizes(layer) or (
+    inner, outer = feature_sizes(layer) or (
         getattr(layer, "in_features", 0) or getattr(layer, "hidden_size", 0),
         getattr(layer, "out_features", 0),
     )

@@ -17,7 +17,7 @@ from ...fp8.autocast import fp8_autocast
 from ...fp8.module_fp8 import ModuleFP8
 from ...fp8.scheme.observed import FIELDS, measure, observed_sets
 from ...recipe import DelayedScaling, Recipe
-from ..from_torch import _convert
+from ..from_torch import convert_layer
 from .calls import LayerCall, tensors_of
 
 __all__ = ["RoleStatistics", "Times", "has_fp8", "measure_times", "observe"]
@@ -131,7 +131,7 @@ def _twins(layer: nn.Module) -> tuple[nn.Module, nn.Module]:
     if any(map(has_fp8, plain.modules())):
         return plain, plain
     converted = copy.deepcopy(plain)
-    _convert(converted)
+    convert_layer(converted)
     return plain, converted
 
 

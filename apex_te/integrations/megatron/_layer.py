@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from ...fp8.delayed.registry import number_layer
-from ...module._core.parallel import _Group, tag
+from ...module._core.parallel import GroupHolder, tag
 from ._config import Layout, Reader, refuse
 
 __all__ = ["MegatronLayer", "check_flags"]
@@ -62,7 +62,7 @@ class MegatronLayer(torch.nn.Module):
         self.is_first_microbatch = True
         self.disable_parameter_transpose_cache = bool(read.disable_parameter_transpose_cache)
         self.sharded_axes = axes if layout.ranks > 1 else {}
-        self._shard_group = _Group(layout.group)
+        self._shard_group = GroupHolder(layout.group)
         self._spread = not layout.allreduce
         number_layer(self, read.pipeline_model_parallel_rank, "stage")
         for name, parameter in self.named_parameters(recurse=False):

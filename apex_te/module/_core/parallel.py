@@ -113,7 +113,7 @@ def tag(parameter: torch.Tensor | None, dim: int | None, sequence_parallel: bool
 _TAGS = ("tensor_model_parallel", "partition_dim", "partition_stride", "sequence_parallel")
 
 
-class _Group:
+class GroupHolder:
     """Holder of a process group in a module's copied attributes.
 
     ``copy.deepcopy`` returns the holder itself, with its group. Pickle stores a holder of None: a
@@ -123,11 +123,14 @@ class _Group:
     def __init__(self, group: Any) -> None:
         self.group = group
 
-    def __deepcopy__(self, memo: Any) -> _Group:
+    def __deepcopy__(self, memo: Any) -> GroupHolder:
         return self
 
     def __reduce__(self) -> Any:
-        return _Group, (None,)
+        return GroupHolder, (None,)
+
+
+_Group = GroupHolder  # its name in saved files
 
 
 class ParallelModule(FP8Module):
@@ -338,11 +341,11 @@ class ParallelModule(FP8Module):
     def __getstate__(self) -> dict[str, Any]:
         """Returns the attributes for ``copy.deepcopy`` or pickle.
 
-        ``tp_group`` is wrapped in a ``_Group``, so that a copy has the same process group and a
-        pickle None: a process group cannot be pickled.
+        ``tp_group`` is wrapped in a ``GroupHolder``, so that a copy has the same process group and
+        a pickle None: a process group cannot be pickled.
         """
         kept = super().__getstate__()
-        kept["tp_group"] = _Group(self.tp_group)
+        kept["tp_group"] = GroupHolder(self.tp_group)
         kept["_collectives"] = {}
         kept.pop("_split", None)
         kept["_compared"] = self.tp_size == 1
