@@ -5,12 +5,23 @@ from __future__ import annotations
 import operator
 from collections import Counter
 from collections.abc import Callable, Sequence
+from itertools import repeat
 from typing import Any, ClassVar, NamedTuple
 
 import torch
 
 from ..runtime import moved
-from ._bucket import MASTER, STEP, Bucket, State, has_master, needs_copy, new_master, new_state
+from ._bucket import (
+    MASTER,
+    STEP,
+    Bucket,
+    State,
+    has_master,
+    is_stored_as,
+    needs_copy,
+    new_master,
+    new_state,
+)
 from ._bucket import partition as _partition
 from ._narrow_state import (
     SCALED,
@@ -24,6 +35,7 @@ from ._scalars import Scalars
 from ._sharded import local, placed, with_part
 
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+_GRAD, _LAYOUT = operator.attrgetter("grad"), operator.attrgetter("layout")
 _OPTIONS = ("capturable", "master_weights", "set_grad_none", "_moment_dtypes", "_master_dtype",
             "_scales", "_given", "use_decoupled_grad", "store_param_remainders")  # fmt: skip
 
@@ -108,6 +120,8 @@ class FusedOptimizer(torch.optim.Optimizer):
         # Master weights that the user has passed, by parameter.
         self._given: dict[torch.Tensor, torch.Tensor] = {}
         self._plans: dict[int, Any] = {}
+        # The states for which the plans were made, in the order of ``self.state``.
+        self._planned: list[State] = []
         super().__init__(params, defaults)
         if given is not None:
             self._take_masters(given)
@@ -207,13 +221,22 @@ class FusedOptimizer(torch.optim.Optimizer):
             self._refuse_scaler(grad_scaler)
         with torch.no_grad():
             scalars = Scalars.of(self, grad_scaler)
+            if not self._is_planned():
+                self._plans.clear()
             work = [
                 Work(group, bucket, bucket.grads(self._name))
                 for index, group in enumerate(self.param_groups)
                 for bucket in self._buckets(index, group)
             ]
+            if not self._planned:
+                self._planned = list(self.state.values())
             self._update(work, scalars)
         return loss
+
+    def _is_planned(self) -> bool:
+        """Returns True if the parameters have the states for which the buckets were prepared."""
+        states = self.state.values()
+        return len(states) == len(self._planned) and all(map(operator.is_, states, self._planned))
 
     def _refuse_scaler(self, grad_scaler: Any) -> None:
         """Raises NotImplementedError if a GradScaler takes part in a step."""
@@ -308,7 +331,9 @@ class FusedOptimizer(torch.optim.Optimizer):
         """Returns the master weight of ``param`` as stored, after making it if it is missing."""
         state = self.state[param]
         if MASTER not in state:
-            if self._keeps_remainder(param):
+            if param in self._given:
+                state[MASTER] = self._given[param]
+            elif self._keeps_remainder(param):
                 state[MASTER] = new_state(param, torch.int16)
             else:
                 self._put(param, MASTER, new_master(param), self._master_dtype)
@@ -393,11 +418,32 @@ class FusedOptimizer(torch.optim.Optimizer):
                 return master.grad
         return param.grad
 
+    def _live(self, params: list[torch.Tensor]) -> list[torch.Tensor]:
+        """Returns the parameters that have a gradient.
+
+        Raises:
+            NotImplementedError: a gradient is sparse.
+        """
+        grads: list[Any]
+        if self.use_decoupled_grad:
+            grads = list(map(_decoupled_grad, params))
+        else:
+            grads = list(map(self._grad if self.master_weights else _GRAD, params))
+        if not all(map(operator.is_not, grads, repeat(None))):
+            params = [param for param, grad in zip(params, grads, strict=True) if grad is not None]
+            grads = [grad for grad in grads if grad is not None]
+        if not all(map(operator.is_, map(_LAYOUT, grads), repeat(torch.strided))):
+            layout = next(grad.layout for grad in grads if grad.layout is not torch.strided)
+            raise NotImplementedError(
+                f"{self._name}: gradients must be dense, got one of layout {layout}"
+            )
+        return params
+
     def _buckets(self, index: int, group: dict[str, Any]) -> list[Bucket]:
         """Returns the buckets of the parameters of ``group`` that have a gradient.
 
         Buckets serve later steps until other parameters have gradients, the group has other
-        moments, or a parameter's memory has moved.
+        moments, a parameter's memory has moved, or someone has replaced or dropped its state.
 
         Args:
             index: the group's position in ``param_groups``.
@@ -408,16 +454,7 @@ class FusedOptimizer(torch.optim.Optimizer):
             RuntimeError: a CUDA graph is captured without ``capturable``, or buckets would have to
                 be made during capture.
         """
-        live = []
-        grad_of = _decoupled_grad if self.use_decoupled_grad else self._grad
-        for param in group["params"]:
-            grad = grad_of(param)
-            if grad is not None:
-                if grad.layout is not torch.strided:
-                    raise NotImplementedError(
-                        f"{self._name}: gradients must be dense, got one of layout {grad.layout}"
-                    )
-                live.append(param)
+        live = self._live(group["params"])
         if not live:
             return []
         names = self._moments(group)
@@ -432,6 +469,7 @@ class FusedOptimizer(torch.optim.Optimizer):
             or plan[0] != names
             or len(plan[1]) != len(live)
             or not all(map(operator.is_, plan[1], live))
+            or not all(bucket.has_state() for bucket in plan[2])
             or not all(address() == known for address, known in plan[3])
         ):
             if capturing:
@@ -440,8 +478,9 @@ class FusedOptimizer(torch.optim.Optimizer):
                     "updates the same parameters"
                 )
             buckets = self._prepare(group, live, names)
-            plan = (names, live, buckets, [w for b in buckets for w in b.watched()])
+            plan = (names, list(live), buckets, [w for b in buckets for w in b.watched()])
             self._plans[index] = plan
+            self._planned = []  # the step notes them when all groups have their states
         return plan[2]
 
     def _prepare(
@@ -495,8 +534,11 @@ class FusedOptimizer(torch.optim.Optimizer):
             # torch.optim's SGD counts no steps: a loaded buffer has taken at least one.
             state[STEP] = 1 if any(name in state for name in names) else 0
         for name in names:
-            if name not in state:
-                dtype = self._moment_dtypes[name]
+            dtype = self._moment_dtypes[name]
+            if name in state:
+                if not is_stored_as(state[name], param, dtype):  # someone has put it there
+                    self._load(param, name, state[name], dtype)
+            else:
                 state[name] = new_state(param, dtype)
                 if dtype in SCALED:
                     scale = torch.ones((), dtype=torch.float32, device=local(param).device)
@@ -541,7 +583,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         super().__setstate__(state)
         for name in ("_scales", "_given"):  # which earlier releases did not pickle
             self.__dict__.setdefault(name, {})
-        self._plans = {}
+        self._plans, self._planned = {}, []
         for param, kept in self.state.items():
             if any(isinstance(value, _Kept) for value in kept.values()):
                 self._take(param, kept)
@@ -597,7 +639,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         """
         # The last of the hooks, so that the others see tensors.
         handle = self.register_load_state_dict_pre_hook(_keep_dtypes)
-        names = ("state", "param_groups", "defaults", "_plans")
+        names = ("state", "param_groups", "defaults", "_plans", "_planned")
         before = {name: getattr(self, name) for name in names}  # which a load replaces
         before["_scales"] = {param: dict(scales) for param, scales in self._scales.items()}
         try:

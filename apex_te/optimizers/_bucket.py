@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Iterator
+from itertools import repeat
 from typing import Any, NamedTuple
 
 import torch
@@ -19,6 +20,7 @@ from ._sharded import local, placed, with_part
 
 MASTER = "master_param"
 STEP = "step"
+_STEP_OF, _GRAD = operator.itemgetter(STEP), operator.attrgetter("grad")
 # With narrow state, the largest number of elements that have float32 copies at a time.
 WIDE_ELEMENTS = 1 << 25
 
@@ -101,6 +103,19 @@ def dense_order(tensor: torch.Tensor) -> tuple[int, ...] | None:
     return order if tensor.permute(order).is_contiguous() else None
 
 
+def is_stored_as(stored: torch.Tensor, param: torch.Tensor, dtype: torch.dtype) -> bool:
+    """Returns True if a moment of ``param`` has the given dtype and the memory format of ``param``.
+
+    Args:
+        stored: the moment.
+        param: the parameter.
+        dtype: the dtype that the moment is to have.
+    """
+    part = local(param)
+    order = None if needs_copy(part) else dense_order(part)
+    return stored.dtype is dtype and dense_order(local(stored)) == order
+
+
 class Source(NamedTuple):
     """A parameter with what it takes to find its gradient at each step.
 
@@ -165,9 +180,9 @@ class Bucket:
         device: device of all the tensors.
     """
 
-    __slots__ = ("_kept_masters", "_kept_moments", "_parts", "_plain", "_sources", "_states",
-                 "_wide_masters", "device", "masters", "moments", "owners", "params", "sharded",
-                 "step", "wrapped")  # fmt: skip
+    __slots__ = ("_graded", "_kept_masters", "_kept_moments", "_listed", "_parts", "_plain",
+                 "_sources", "_states", "_wide_masters", "device", "masters", "moments", "owners",
+                 "params", "sharded", "step", "wrapped")  # fmt: skip
 
     def __init__(
         self,
@@ -183,11 +198,14 @@ class Bucket:
         splits = [part is not param for part, param in zip(parts, params, strict=True)]
         self.device = parts[0].device
         self._states = states
+        listed = names if masters[0] is None else (*names, MASTER)
+        self._listed = [(operator.itemgetter(name), [s[name] for s in states]) for name in listed]
         self._sources = [
             Source(*s, is_decoupled) for s in zip(params, masters, orders, splits, strict=True)
         ]
-        plain = not any(orders) and masters[0] is None and not any(splits)
-        self._plain = plain and not is_decoupled
+        self._plain = not any(orders) and not any(splits) and not is_decoupled
+        # Master weights, whose gradients take the place of those of the parameters.
+        self._graded = [] if masters[0] is None else masters
         self.owners = params
         self._parts = parts
         self.sharded = [param for param, split in zip(params, splits, strict=True) if split]
@@ -217,17 +235,29 @@ class Bucket:
         self._kept_moments = [kept(name, [local(s[name]) for s in states]) for name in names]
         self.moments = [moment.tensors for moment in self._kept_moments]
 
+    def has_state(self) -> bool:
+        """Returns True unless someone has put another tensor or step count into the state."""
+        states, same = self._states, operator.is_
+        try:
+            return all(
+                all(map(same, map(entry, states), tensors)) for entry, tensors in self._listed
+            ) and (self.step is None or all(map(same, map(_STEP_OF, states), repeat(self.step))))
+        except KeyError:  # an entry was deleted
+            return False
+
     def watched(self) -> Iterator[tuple[Callable[[], int], int]]:
         """Yields checks that tell when the lists no longer view the memory of the parameters.
 
         Yields:
             ``(function, value)``: the bucket must be prepared anew once ``function()`` returns
-            anything but ``value``. The function reads the address of a parameter that the lists
-            hold as a permuted view, or compares the local tensors of DTensors.
+            anything but ``value``. The function reads the address of a parameter, or of a tensor
+            of its state, that the lists hold as a permuted view, or compares the local tensors of
+            DTensors.
         """
-        for part, source in zip(self._parts, self._sources, strict=True):
+        for i, (part, source) in enumerate(zip(self._parts, self._sources, strict=True)):
             if source.order is not None:
-                yield part.data_ptr, part.data_ptr()
+                for tensor in (part, *(local(tensors[i]) for _, tensors in self._listed)):
+                    yield tensor.data_ptr, tensor.data_ptr()
         if self.sharded:
             yield self._has_parts, True
 
@@ -240,8 +270,8 @@ class Bucket:
         Args:
             owner: the optimizer's name, for error messages.
         """
-        if self._plain:
-            return [source.param.grad for source in self._sources]  # type: ignore[misc]
+        if self._plain and all(map(operator.is_, map(_GRAD, self._graded), repeat(None))):
+            return list(map(_GRAD, self.owners))
         return [source.grad(owner) for source in self._sources]
 
     def set_step(self, step: int | torch.Tensor) -> None:

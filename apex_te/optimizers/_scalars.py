@@ -18,16 +18,18 @@ class Scalars:
         grad_scale: the loss scale, a number or a tensor of one element, by which gradients are to
             be divided; None if they are not scaled.
         found_inf: a tensor of one element, not 0 if the step is to be skipped; None if it is taken
-            in any case.
+            in any case, also 0, which a ``GradScaler`` passes that has found no gradient.
     """
 
-    def __init__(self, grad_scale: Any = None, found_inf: torch.Tensor | None = None) -> None:
+    def __init__(self, grad_scale: Any = None, found_inf: Any = None) -> None:
         inv_scale = None
         if isinstance(grad_scale, torch.Tensor):
             inv_scale = grad_scale.double().reciprocal().float()
         elif grad_scale is not None:
             inv_scale = torch.tensor(1.0 / grad_scale)
-        if found_inf is not None and found_inf.dtype not in (torch.float32, torch.int32):
+        if not isinstance(found_inf, torch.Tensor):
+            found_inf = None
+        elif found_inf.dtype not in (torch.float32, torch.int32):
             found_inf = found_inf.float()
         self._values = (inv_scale, found_inf)
         self._on: dict[torch.device, tuple[torch.Tensor | None, torch.Tensor | None]] = {}

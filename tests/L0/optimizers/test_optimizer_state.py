@@ -1,5 +1,6 @@
 """Optimizer state: bitwise resume, torch.optim's state, copies, and everything that is refused."""
 
+import collections
 import copy
 import io
 
@@ -138,6 +139,90 @@ def test_each_parameter_counts_its_own_steps(device, capturable):
     assert kinds == {capturable}
     if capturable:
         assert {optimizer.state[p]["step"].device for p in params} == {params[0].device}
+
+
+RESETS = {
+    "clear": lambda o: o.state.clear(),
+    "another mapping": lambda o: setattr(o, "state", collections.defaultdict(dict)),
+    "other dicts": lambda o: o.state.update({p: {} for p in o.state}),
+    "emptied dicts": lambda o: [state.clear() for state in o.state.values()],
+}
+
+
+@pytest.mark.parametrize("reset", RESETS.values(), ids=RESETS)
+@pytest.mark.parametrize(("make", "dtype", "options"), CONFIGURATIONS)
+def test_training_begins_anew_without_the_state(device, make, dtype, options, reset):
+    params = make_params(device, dtype)
+    optimizer = make(params, lr=0.1, **options)
+    steps(optimizer, params, 2)
+    fresh = copies(params)
+    other = make(fresh, lr=0.1, **options)
+    reset(optimizer)
+    steps(optimizer, params, 2)
+    steps(other, fresh, 2)
+    assert_same_bits(params, fresh)
+    assert_same_bits(state_tensors(optimizer), state_tensors(other))
+
+
+@pytest.mark.parametrize(("make", "dtype", "options"), CONFIGURATIONS)
+def test_state_that_was_moved_away_and_back_is_what_steps_update(device, make, dtype, options):
+    params = make_params(device, dtype)
+    optimizer = make(params, lr=0.1, **options)
+    steps(optimizer, params, 2)
+    others = copies(params)
+    other = make(others, lr=0.1, **options)
+    other.load_state_dict(optimizer.state_dict())
+    for state in optimizer.state.values():
+        for name, value in state.items():
+            if isinstance(value, torch.Tensor) and name != "step":
+                state[name] = value.cpu().clone().to(device)
+    steps(optimizer, params, 2, first=2)
+    steps(other, others, 2, first=2)
+    assert_same_bits(params, others)
+    assert_same_bits(state_tensors(optimizer), state_tensors(other))
+
+
+@pytest.mark.parametrize("narrow", [torch.float32, torch.bfloat16, torch.uint8])
+def test_state_put_in_by_hand_counts(device, narrow):
+    params, others = make_params(device), make_params(device)
+    fused = FusedAdam(params, lr=0.1, exp_avg_dtype=narrow)
+    plain = FusedAdam(others, lr=0.1, exp_avg_dtype=narrow)
+    for optimizer, mine in ((fused, params), (plain, others)):
+        steps(optimizer, mine, 2)
+    for param, other in zip(params, others, strict=True):
+        number = torch.ones_like(param, memory_format=torch.contiguous_format).detach()
+        fused.state[param] |= {"exp_avg": number, "step": 40}
+        plain.set_scaled_state(other, "exp_avg", number)
+        plain.state[other]["step"] = 40
+    for optimizer, mine in ((fused, params), (plain, others)):
+        steps(optimizer, mine, 2, first=2)
+    assert_same_bits(params, others)
+    counts = [[o.state[p]["step"] for p in mine] for o, mine in ((fused, params), (plain, others))]
+    assert counts[0] == counts[1]
+    assert max(counts[0]) == 42
+    expected = [torch.float8_e4m3fn if narrow is torch.uint8 else narrow] * len(params)
+    assert [fused.state[p]["exp_avg"].dtype for p in params] == expected
+
+
+def test_given_master_weights_stay_when_the_state_is_cleared():
+    (param,) = copies([torch.nn.Parameter(torch.ones(4, dtype=torch.bfloat16))])
+    master = torch.full((4,), 1.001)
+    optimizer = FusedAdam([param], lr=0.1, master_weights=[master])
+    steps(optimizer, [param], 1)
+    optimizer.state.clear()
+    steps(optimizer, [param], 1)
+    assert optimizer.master_weight(param) is master
+    assert torch.equal(master.bfloat16(), param)
+
+
+def test_a_grad_scaler_that_saw_no_gradient_changes_nothing():
+    param = torch.nn.Parameter(torch.ones(4))
+    optimizer = FusedAdam([param])
+    scaler = torch.amp.GradScaler("cpu")
+    scaler.scale(torch.ones(()))
+    scaler.step(optimizer)
+    assert torch.equal(param, torch.ones(4))
+    assert not optimizer.state
 
 
 def test_other_parameters_of_the_same_number():
