@@ -39,6 +39,7 @@ class OptimizerAmp:
     def __init__(self, optimizer: torch.optim.Optimizer, master_weights: bool) -> None:
         self.skips_on_device = bool(getattr(optimizer, "_step_supports_amp_scaling", False))
         self.pairs: list[Pair] = []
+        self._replaces = master_weights and not isinstance(optimizer, FusedOptimizer)
         self.scaled = False
         # Of each pair: None, or the parameter's version at which its master was made of it.
         self._versions: list[int | None] | None = None
@@ -49,15 +50,14 @@ class OptimizerAmp:
             if master_weights:
                 optimizer.enable_master_weights()
         else:
-            if master_weights:
-                self._replace_params(optimizer)
+            self._replace_params(optimizer, optimizer.param_groups)
             if optimizer.state:  # moments take the dtype of the parameters, as torch has them
                 optimizer.load_state_dict(optimizer.state_dict())
         self.handles = [
             optimizer.register_step_pre_hook(_before_step),
             optimizer.register_step_post_hook(_after_step),
         ]
-        if self.pairs:
+        if self._replaces:
             self.handles += [
                 optimizer.register_state_dict_post_hook(_add_masters),
                 optimizer.register_load_state_dict_pre_hook(_take_masters),
@@ -130,9 +130,32 @@ class OptimizerAmp:
             self._versions = [None if id(master) in given else -1 for _, master in self.pairs]
         return missing
 
-    def _replace_params(self, optimizer: torch.optim.Optimizer) -> None:
-        """Puts new master weights, with the state, in the place of parameters that need them."""
-        for group in optimizer.param_groups:
+    def check_new(self, params: list[torch.Tensor]) -> None:
+        """Raises ValueError if one of the parameters has a master weight in ``param_groups``."""
+        known = {id(param) for param, _ in self.pairs}
+        if any(id(param) in known for param in params):
+            raise ValueError(
+                "amp: param_group must have parameters that are in no other group of the "
+                "optimizer, got one whose master weight is in another group"
+            )
+
+    def take_group(self, optimizer: torch.optim.Optimizer) -> None:
+        """Gives the parameters of the last group, which was added just now, master weights."""
+        self._replace_params(optimizer, optimizer.param_groups[-1:])
+
+    def _replace_params(
+        self, optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]]
+    ) -> None:
+        """Puts new master weights, with the state, in the place of parameters that need them.
+
+        Args:
+            optimizer: the optimizer that this state belongs to.
+            groups: those of its ``param_groups`` whose parameters are replaced.
+        """
+        if not self._replaces:
+            return
+        before = len(self.pairs)
+        for group in groups:
             for i, param in enumerate(group["params"]):
                 if not has_master(param):
                     continue
@@ -141,7 +164,8 @@ class OptimizerAmp:
                 self.pairs.append((param, master))
                 if param in optimizer.state:
                     optimizer.state[master] = optimizer.state.pop(param)
-        self._versions = [param._version for param, _ in self.pairs]
+        known = [None] * before if self._versions is None else self._versions
+        self._versions = [*known, *(param._version for param, _ in self.pairs[before:])]
 
     def restore_params(self, optimizer: torch.optim.Optimizer) -> None:
         """Puts the parameters, with the state of their master weights, back into ``param_groups``.
@@ -177,6 +201,7 @@ def prepare_optimizer(optimizer: torch.optim.Optimizer, master_weights: bool) ->
     if not kept.skips_on_device:
         _wrap(optimizer, "step", _step)
     _wrap(optimizer, "zero_grad", _zero_grad)
+    _wrap(optimizer, "add_param_group", _add_param_group)
 
 
 def release_optimizer(optimizer: torch.optim.Optimizer) -> None:
@@ -250,6 +275,27 @@ def _zero_grad(self: Any, inner: Callable[..., Any], *args: Any, **kwargs: Any) 
         _forget_flags(self)
         for param, _ in kept.pairs:
             param.grad = None
+
+
+def _add_param_group(
+    self: Any, inner: Callable[..., Any], param_group: dict[str, Any], *args: Any, **kwargs: Any
+) -> None:
+    """Calls ``inner``, the optimizer's own ``add_param_group``, and makes master weights.
+
+    Raises:
+        ValueError: a parameter is in another group already.
+    """
+    groups = len(self.param_groups)
+    inner(param_group, *args, **kwargs)
+    kept = amp_of(self)
+    if kept is None or len(self.param_groups) == groups:
+        return
+    try:
+        kept.check_new(self.param_groups[-1]["params"])
+    except ValueError:
+        self.param_groups.pop()
+        raise
+    kept.take_group(self)
 
 
 def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:

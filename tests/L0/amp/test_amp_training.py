@@ -81,6 +81,32 @@ def test_weights_loaded_after_initialize_are_trained(device, name):
     assert (model.first.weight.float() - loaded["first.weight"].to(device)).abs().max() < 0.5
 
 
+@pytest.mark.parametrize("name", HOW)
+def test_groups_that_are_added_have_master_weights(device, name):
+    """As if all groups had been there: also state dicts, and what is loaded before a step."""
+    model = make_net(device)
+    optimizer = OPTIMIZERS[name]([{"params": list(m.parameters())} for m in model.children()])
+    amp.initialize(model, optimizer, opt_level="O5", verbosity=0)
+    other = make_net(device)
+    later = OPTIMIZERS[name](other.first.parameters())
+    amp.initialize(other, later, opt_level="O5", verbosity=0)
+    for added in (other.norm, other.last):
+        later.add_param_group({"params": added.parameters()})
+    for each in (model, other):
+        each.load_state_dict({k: v + 1 for k, v in each.state_dict().items()})
+    assert train(other, later, 3, device=device) == train(model, optimizer, 3, device=device)
+    assert_same_bits(tensors(later.state_dict()), tensors(optimizer.state_dict()))
+    assert len(list(amp.master_params(later))) == len(list(model.parameters()))
+
+
+def test_a_group_with_a_parameter_of_another_is_refused():
+    model, optimizer = prepared("torch", "O5")
+    with pytest.raises(ValueError, match="amp: param_group must have parameters that are in no"):
+        optimizer.add_param_group({"params": [model.first.weight]})
+    assert len(optimizer.param_groups) == 1
+    train(model, optimizer, 1)
+
+
 @pytest.mark.parametrize("name", ["torch", "fused"])
 def test_parameters_without_plain_storage(device, name):
     """Any optimizer updates the master, whose value copy_ quantizes."""
