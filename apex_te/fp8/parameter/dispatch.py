@@ -10,6 +10,7 @@ from torch.utils._pytree import tree_map_only
 
 from ..tensor import QuantizedTensor
 from .fsdp_gather import GatheredPart, joined
+from .values_view import guarded
 
 __all__ = ["DTYPES", "KERNEL_DTYPES", "HeldWeight", "attributes_of", "cloned", "dispatch"]
 
@@ -21,7 +22,8 @@ _aten = torch.ops.aten
 _library = torch.library.Library("apex_te", "FRAGMENT")
 _library.define("fp8_parameter_rowwise(Tensor weight) -> (Tensor, Tensor)")
 _library.define("fp8_parameter_transposed(Tensor weight) -> (Tensor, Tensor)")
-# View ops whose result may be a copy of the values: linear layers read weights through them.
+# View ops whose result is a copy of the values that refuses writes: linear layers read weights
+# through them.
 _READING_VIEWS = {
     _aten.t.default, _aten.transpose.int, _aten.permute.default, _aten.expand.default,
     _aten.unsqueeze.default,
@@ -164,7 +166,7 @@ def _on_values(cls: type[HeldWeight], func: Any, args: tuple, kwargs: dict[str, 
     plain_args, plain_kwargs = tree_map_only(cls, value, (args, kwargs))
     out = func(*plain_args, **plain_kwargs)
     if not writes:
-        return out
+        return guarded(out) if views else out
     for i, argument in enumerate(arguments):
         if argument.alias_info is None or not argument.alias_info.is_write:
             continue

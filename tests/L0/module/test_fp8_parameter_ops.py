@@ -2,6 +2,7 @@
 
 import copy
 import io
+import pickle
 
 import pytest
 import torch
@@ -36,7 +37,7 @@ def test_views_and_parts():
         assert part.shape == expected.shape
         assert torch.equal(part.dequantize(), expected)
     for part, expected in [
-        (weight.t(), values.t()),
+        (weight.t() * 1, values.t()),
         (weight + 1, values + 1),
         (torch.cat([weight, weight]), torch.cat([values, values])),
         (weight.int(), values.int()),
@@ -53,6 +54,63 @@ def test_views_and_parts():
     assert not torch.equal(values, weight.dequantize())
     with torch.no_grad():
         assert torch.equal(module(torch.ones(2, 32)), torch.ones(2, 32) @ weight.dequantize().t())
+
+
+VIEWS = {
+    "t": lambda w: w.t(),
+    "T": lambda w: w.T,
+    "transpose": lambda w: torch.transpose(w, 0, 1),
+    "permute": lambda w: w.permute(1, 0),
+    "unsqueeze": lambda w: w.unsqueeze(0),
+    "None": lambda w: w[None],
+    "expand": lambda w: w.expand(1, 64, 32),
+    "row of t": lambda w: w.t()[3],
+}
+WRITES = {
+    "copy_": lambda v: v.copy_(torch.ones(v.shape)),
+    "mul_": lambda v: v.mul_(2.0),
+    "setitem": lambda v: v.__setitem__(0, 1.0),
+    "operator": lambda v: v.__iadd__(1.0),
+    "out": lambda v: torch.add(v, 1.0, out=v),
+    "init": lambda v: torch.nn.init.normal_(v),
+    "foreach": lambda v: torch._foreach_add_([v], 1.0),
+    "overload": lambda v: torch.ops.aten.zero_.default(v),
+}
+
+
+@pytest.mark.parametrize("write", WRITES.values(), ids=WRITES)
+@pytest.mark.parametrize("view", VIEWS.values(), ids=VIEWS)
+def test_writes_that_would_be_lost_are_refused(view, write):
+    """A view of a plain weight would take them to the weight."""
+    weight = build(Linear, 32, 64).weight
+    values = weight.detach().dequantize()
+    for of in (weight.detach(), weight.data):
+        with pytest.raises(NotImplementedError, match=r"must write to the whole weight, .* got a"):
+            write(view(of))
+    with torch.no_grad(), pytest.raises(NotImplementedError, match="must write to the whole"):
+        write(view(weight))
+    assert torch.equal(weight.detach().dequantize(), values)
+
+
+@pytest.mark.parametrize("view", VIEWS.values(), ids=VIEWS)
+def test_views_are_read_as_plain_values(view):
+    weight = build(Linear, 32, 64).weight.detach()
+    found, expected = view(weight), view(weight.dequantize())
+    saved = io.BytesIO()
+    torch.save(found, saved)
+    saved.seek(0)
+    for read in (
+        found + 0, found.clone(), copy.deepcopy(found), found.abs(),
+        pickle.loads(pickle.dumps(found)), torch.load(saved, weights_only=True),
+    ):  # fmt: skip
+        assert type(read) is torch.Tensor
+    assert torch.equal(found, expected)
+    target = torch.zeros(found.shape)
+    target.copy_(found)
+    target += found
+    assert torch.equal(target, 2 * expected)
+    assert found.requires_grad_().sum().backward() is None
+    assert torch.equal(found.grad, torch.ones(found.shape))
 
 
 def test_new_ones_of_its_kind():
