@@ -23,6 +23,7 @@ from ..comm.split_cross_entropy import (
     split_losses,
     split_targets,
 )
+from ..fp8.parameter.parameter import dequantized
 from ..fp8.scheme import GemmQuantizers
 from ..fp8.scheme.registry import build_quantizers
 from ..fp8.tensor import QuantizedTensor
@@ -76,7 +77,8 @@ def linear_cross_entropy(
 
     Args:
         hidden: hidden states ``[..., in]`` in float32, float16 or bfloat16.
-        weight: the head's weight ``[vocabulary, in]`` in the dtype of ``hidden``.
+        weight: the head's weight ``[vocabulary, in]`` in the dtype of ``hidden``, plain or held in
+            FP8.
         target: class indices ``[...]``, int64 or int32; an index outside the vocabulary that is not
             ``ignore_index`` raises on the CPU and gives NaN on the GPU.
         bias: ``[vocabulary]`` in the dtype of ``hidden``, or None.
@@ -219,6 +221,7 @@ class _Head:
         options: _Options,
         wanted: tuple[bool, bool, bool],
     ) -> None:
+        weight = dequantized(weight)  # once, and not for each chunk
         self.hidden, self.weight, self.bias = hidden, weight, bias
         self.columns = options.columns
         self.wanted = wanted

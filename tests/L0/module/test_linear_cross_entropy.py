@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from checks import needs_cuda
+from checks import assert_same_bits, needs_cuda
 from schemes import SCHEMES, STATELESS
 from torch.nn import functional as F
 
@@ -182,6 +182,20 @@ def test_fp8(device, name, reduction, vocabulary):
     assert (chunks - plain).norm() <= 0.02 * plain.norm()
     for a, e in zip(gradients(chunks, [x, w]), wanted, strict=True):
         assert (a - e).norm() <= 0.1 * e.norm()
+
+
+@pytest.mark.parametrize("scheme", [None, recipe.CurrentScaling(), recipe.BlockScaling()])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_a_weight_held_in_fp8_is_its_values(device, dtype, scheme):
+    with apex_te.fp8_model_init(recipe=recipe.CurrentScaling()):
+        head = apex_te.Linear(HIDDEN, 128, bias=False, params_dtype=dtype, device=device)
+    x, _, _, target = make(device, dtype, vocabulary=128, bias=False)
+    plain = head.weight.detach().dequantize().requires_grad_()
+    found, wanted = [], []
+    for weight, results in ((head.weight, found), (plain, wanted)):
+        loss = apex_te.linear_cross_entropy(x, weight, target, fp8_recipe=scheme, chunk_rows=16)
+        results += [loss, *gradients(loss, (x, weight))]
+    assert_same_bits(found, wanted)
 
 
 def test_compiled(device):
