@@ -91,11 +91,6 @@ class DotProductAttention(torch.nn.Module):
         super().__init__()
         ranks = checked_tp_size(_NAME, tp_group, tp_size)
         groups = _arguments.checked_groups(_NAME, num_attention_heads, num_gqa_groups)
-        if not 0.0 <= attention_dropout < 1.0:
-            raise ValueError(
-                f"{_NAME}: attention_dropout must be at least 0 and below 1, "
-                f"got {attention_dropout}"
-            )
         if attention_type not in ("self", "cross"):
             raise ValueError(
                 f"{_NAME}: attention_type must be 'self' or 'cross', got {attention_type!r}"
@@ -112,20 +107,53 @@ class DotProductAttention(torch.nn.Module):
         self.num_attention_heads = divided(_NAME, "num_attention_heads", num_attention_heads, ranks)
         self.num_gqa_groups = divided(_NAME, "num_gqa_groups", groups, ranks)
         self.key_channels, self.value_channels = sizes
-        self.attention_dropout = attention_dropout
         self.qkv_format = _checked_format(qkv_format)
-        self.attn_mask_type = attn_mask_type
         self.mask_type = _masks.mask_type(_NAME, attn_mask_type)
         self.window_size = _masks.window(_NAME, window_size)
         self.attention_type = attention_type
         self.layer_number = layer_number
-        self.softmax_scale = 1.0 / math.sqrt(sizes[0]) if softmax_scale is None else softmax_scale
+        scale = 1.0 / math.sqrt(sizes[0]) if softmax_scale is None else softmax_scale
         self.get_rng_state_tracker = get_rng_state_tracker
         layer_scale = 1.0
         if apply_query_key_layer_scaling and layer_number is not None:
             layer_scale = float(layer_number)
-        self._evaluation = Options(self.softmax_scale, 0.0, layer_scale)
-        self._training = Options(self.softmax_scale, attention_dropout, layer_scale)
+        self._evaluation = Options(scale, 0.0, layer_scale)
+        self._training = self._evaluation
+        self.attention_dropout = attention_dropout
+
+    # What forward reads is made of these once: without setters, setting them would do nothing.
+
+    @property
+    def attention_dropout(self) -> float:
+        """Probability that a weight is dropped while training; setting it counts from then on."""
+        return self._training.dropout
+
+    @attention_dropout.setter
+    def attention_dropout(self, value: float) -> None:
+        if not 0.0 <= value < 1.0:
+            raise ValueError(
+                f"{_NAME}: attention_dropout must be at least 0 and below 1, got {value}"
+            )
+        self._training = self._training._replace(dropout=value)
+
+    @property
+    def softmax_scale(self) -> float:
+        """Multiplier of the products of queries and keys; setting it counts from then on."""
+        return self._training.scale
+
+    @softmax_scale.setter
+    def softmax_scale(self, value: float) -> None:
+        self._training = self._training._replace(scale=value)
+        self._evaluation = self._evaluation._replace(scale=value)
+
+    @property
+    def attn_mask_type(self) -> str:
+        """Name of the mask type; setting it counts from then on."""
+        return self.mask_type.name
+
+    @attn_mask_type.setter
+    def attn_mask_type(self, name: str) -> None:
+        self.mask_type = _masks.mask_type(_NAME, name)
 
     def extra_repr(self) -> str:
         text = f"heads={self.num_attention_heads}, groups={self.num_gqa_groups}"
@@ -217,8 +245,11 @@ class DotProductAttention(torch.nn.Module):
             def run(*inputs: Any) -> torch.Tensor:
                 return checkpoint(attended, *inputs, use_reentrant=False)
 
-        dropout = self.attention_dropout if self.training else 0.0
-        if dropout > 0.0 and self.get_rng_state_tracker is not None:
+        if (
+            self.training
+            and self._training.dropout > 0.0
+            and self.get_rng_state_tracker is not None
+        ):
             # Outside of the checkpoint, which saves the state that it finds and so repeats the
             # tracked draws without a second step of the tracker.
             with self.get_rng_state_tracker().fork():

@@ -1,8 +1,11 @@
 """DotProductAttention: dropout, checkpoints, autocast, compilation, reasons, errors."""
 
+import copy
+
 import pytest
 import torch
 from attention_cases import PATHS, take_path
+from checks import assert_same_bits
 
 from apex_te.distributed import CudaRNGStatesTracker
 from apex_te.module.attention.dot_product import DotProductAttention
@@ -98,6 +101,47 @@ def test_repeatable(path, device):
     found = [torch.autograd.grad(module(x, k, k).square().sum(), (x, k)) for _ in range(2)]
     for a, b in zip(*found, strict=True):
         assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("attention_dropout", 0.0),
+        ("attention_dropout", 0.9),
+        ("softmax_scale", 3.0),
+        ("attn_mask_type", "no_mask"),
+        ("window_size", (1, 0)),
+    ],
+)
+@pytest.mark.parametrize("bias_type", ["no_bias", "pre_scale_bias"])
+def test_an_attribute_that_is_set_counts_as_if_given(name, value, bias_type):
+    options = {"attention_dropout": 0.5, "attn_mask_type": "causal"}
+    changed = DotProductAttention(4, 8, **options)
+    q, k, v = (torch.randn(6, 2, 4, 8) for _ in range(3))
+    bias = None if bias_type == "no_bias" else torch.randn(1, 4, 6, 6)
+    given = {"core_attention_bias_type": bias_type, "core_attention_bias": bias}
+    changed(q, k, v, **given)
+    setattr(changed, name, value)
+    expected = DotProductAttention(4, 8, **{**options, name: value})
+    assert getattr(changed, name) == getattr(expected, name) == value
+    assert changed.extra_repr() == expected.extra_repr()
+    for training in (True, False):
+        outs = []
+        for module in (changed, expected, copy.deepcopy(changed)):
+            torch.manual_seed(4)
+            outs.append(module.train(training)(q, k, v, **given))
+        assert_same_bits(outs[0], outs[1])
+        assert_same_bits(outs[2], outs[1])
+
+
+def test_attributes_are_checked():
+    module = DotProductAttention(4, 8)
+    with pytest.raises(ValueError, match="attention_dropout must be at least 0 and below 1, got 2"):
+        module.attention_dropout = 2
+    with pytest.raises(ValueError, match=r"attn_mask_type must be one of .*, got 'none'"):
+        module.attn_mask_type = "none"
+    assert module.attention_dropout == 0.0
+    assert module.attn_mask_type == "causal"
 
 
 def test_explains_its_path():
