@@ -197,9 +197,12 @@ def layers_by_recipe(data: dict[str, Any]) -> str:
         and any(unit in row for row in rows if row["stack"].startswith(column))
     ]
     has_energy = any(unit == "J" for _, _, unit in columns)
+    energy = ", and joules under sustained load" if has_energy else ""
+    version = data.get("transformer_engine")
+    peer = f" (Transformer Engine {version})" if version else ""
     # Without spaces beside the bars: they would count as words of a README that is to be short.
     lines = [
-        f"Milliseconds{', and joules under sustained load' if has_energy else ''}:",
+        f"Milliseconds{energy}, of a step{peer}:",
         "",
         f"|layer|recipe|{'|'.join(title for title, _, _ in columns)}|",
         "|---" * (2 + len(columns)) + "|",

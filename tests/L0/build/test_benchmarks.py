@@ -99,8 +99,11 @@ def layers(**theirs):
 
 
 def test_layers_by_recipe_stand_side_by_side():
-    lines = summary.layers_by_recipe(layers(J=8.5)).splitlines()
-    assert lines[0] == "Milliseconds, and joules under sustained load:"
+    data = {**layers(J=8.5), "transformer_engine": "2.20"}
+    lines = summary.layers_by_recipe(data).splitlines()
+    assert lines[0] == (
+        "Milliseconds, and joules under sustained load, of a step (Transformer Engine 2.20):"
+    )
     stacks = "PyTorch|apex_te|Transformer Engine|apex_te J|Transformer Engine J"
     assert f"|layer|recipe|{stacks}|" in lines
     assert "|GPT|bf16|20.00|19.00||13.00||" in lines
@@ -114,7 +117,7 @@ def test_layers_without_energy_have_no_column_of_it():
         row.pop("J", None)
     text = summary.layers_by_recipe(data)
     assert " J|" not in text
-    assert text.startswith("Milliseconds:")
+    assert text.startswith("Milliseconds, of a step:")
 
 
 def test_every_layer_row_shows_what_was_measured():
