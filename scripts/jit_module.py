@@ -150,9 +150,10 @@ def remove(options: argparse.Namespace) -> None:
         return
     for folder in record.remove(name, ROOT, options.force):
         print(f"left: {folder}, which holds files that were not generated")
-    result = Path("benchmarks", "results", f"{name}.json")
-    if (ROOT / result).exists():
-        print(f"left: {result}, which the op's benchmark wrote")
+    for stem in (name, f"{name}_cpu"):  # of runs with and without a GPU
+        result = Path("benchmarks", "results", f"{stem}.json")
+        if (ROOT / result).exists():
+            print(f"left: {result}, which the op's benchmark wrote")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

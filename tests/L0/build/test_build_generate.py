@@ -331,15 +331,16 @@ def test_removal(tree: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert listing(tree) == sorted([*before, "csrc/my_op", "csrc/my_op/mine.h"])
 
 
+@pytest.mark.parametrize("stem", ["my_op", "my_op_cpu"])
 def test_removal_names_the_results_that_stay(
-    tree: Path, capsys: pytest.CaptureFixture[str]
+    tree: Path, capsys: pytest.CaptureFixture[str], stem: str
 ) -> None:
     assert jit_module.main(["my_op", "--cpu", "--yes"]) == 0
-    result = tree / "benchmarks" / "results" / "my_op.json"
+    result = tree / "benchmarks" / "results" / f"{stem}.json"
     result.parent.mkdir(parents=True, exist_ok=True)
     result.write_text("{}")
     assert jit_module.main(["my_op", "--remove"]) == 0
-    assert "left: benchmarks/results/my_op.json, which the op's" in capsys.readouterr().out
+    assert f"left: benchmarks/results/{stem}.json, which the op's" in capsys.readouterr().out
     assert result.exists()
 
 
