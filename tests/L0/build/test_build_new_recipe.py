@@ -44,7 +44,7 @@ def test_guide_from_nothing_to_a_recipe(tmp_path: Path) -> None:
         shutil.copy(CHECKOUT / "tests" / "L0" / "module" / name, target)
     before, folders = contents(checkout), {p for p in checkout.rglob("*") if p.is_dir()}
     outputs = tutorial.follow(
-        "A recipe of one's own",
+        "A recipe of your own",
         checkout,
         tutorial.environment(checkout),
         page="new_recipe.md",
