@@ -34,8 +34,6 @@ FRAMEWORKS = ("torch", "jax", "flax", "optax")
 UPWARD: set[tuple[str, str]] = set()
 CIRCLES: set[frozenset[str]] = set()
 PRIVATE = {
-    ("apex_te.jax.ops.swiglu_block", "_checked"),
-    ("apex_te.jax.ops.swiglu_block", "_run"),
     ("apex_te.parameter", "_rebuild"),  # which stays: it is in saved files
 }
 

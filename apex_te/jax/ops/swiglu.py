@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from ...runtime import scratch_sizes
 from ...runtime.op_options import ACTIVATIONS, gated_activation_number
-from .._call import call
 from . import _checks
+from ._gated_arrays import GatedArrays, call_swiglu, gated_arrays
 from ._gradient import flag, gradient_of, is_wanted, materialised
-from ._rows import rowwise as over_rows
 from .fp8_output import FP8Output
 
 __all__ = [
@@ -109,7 +106,7 @@ def _differentiable(activation: str, axis: int) -> Callable[..., Any]:
         values, flags = kept
         with_dbias = any(map(is_wanted, flags))
         x, up, bias, up_bias = values
-        given = _checked("swiglu_bwd", activation, axis, x, up, bias, up_bias, materialised(dy))
+        given = gated_arrays("swiglu_bwd", activation, axis, x, up, bias, up_bias, materialised(dy))
         made = _gradients(given, with_dbias)
         dbias, dup_bias = made.dbias, None
         if dbias is not None and up_bias is not None:
@@ -135,8 +132,8 @@ def swiglu_fwd(
     axis: int = -1,
 ) -> jax.Array:
     """Computes ``swiglu``, whose arguments it takes, without a gradient."""
-    given = _checked("swiglu_fwd", activation, axis, input, up, bias, up_bias)
-    return _run(given, {"out": "r f"})["out"].reshape(given.shape)
+    given = gated_arrays("swiglu_fwd", activation, axis, input, up, bias, up_bias)
+    return call_swiglu(given, {"out": "r f"})["out"].reshape(given.shape)
 
 
 def swiglu_fwd_fp8(
@@ -169,7 +166,7 @@ def swiglu_fwd_fp8(
         TypeError: the cases of ``swiglu``.
         ValueError: the cases of ``swiglu``.
     """
-    given = _checked("swiglu_fwd_fp8", activation, axis, input, up, bias, up_bias, to_fp8=True)
+    given = gated_arrays("swiglu_fwd_fp8", activation, axis, input, up, bias, up_bias, to_fp8=True)
     sides = {"rowwise": "r f" if rowwise else None, "columnwise": "f r" if columnwise else None}
     return _run_to_fp8(given, sides, scale, fp8_dtype, amax, False)[0]
 
@@ -196,7 +193,7 @@ def swiglu_bwd(
     Returns:
         The gradients, where ``up`` is given or ``with_dbias`` set; else the input's alone.
     """
-    given = _checked("swiglu_bwd", activation, axis, input, up, bias, up_bias, grad_output)
+    given = gated_arrays("swiglu_bwd", activation, axis, input, up, bias, up_bias, grad_output)
     made = _gradients(given, with_dbias)
     return made.input if up is None and not with_dbias else made
 
@@ -229,7 +226,7 @@ def swiglu_bwd_fp8(
         amax: one float32 element, of which and of the gradients' magnitudes the result's ``amax``
             is the largest.
     """
-    given = _checked(
+    given = gated_arrays(
         "swiglu_bwd_fp8", activation, axis, input, up, bias, up_bias, grad_output, to_fp8=True
     )
     row, column = ("r g f", "g f r") if axis == -2 else ("r c", "c r")
@@ -238,210 +235,12 @@ def swiglu_bwd_fp8(
     return SwigluFP8Grads(output, given.bias_gradient(dbias))
 
 
-class _Given(NamedTuple):
-    """Checked tensors that a function of the op reads, with their dimensions in a rule.
-
-    Attributes:
-        function: name of the C function.
-        code: number of the activation.
-        arrays: its tensors by parameter.
-        dims: their dimensions in a rule: "r" rows, "f" F, "c" 2F, "g f" [2, F].
-        options: "split" and "ranks" of the rule.
-        shape: shape of the output.
-        dtype: dtype of the tensors.
-        bias_dims: dimensions of a bias, or its gradient, for gate and up.
-        is_flat: True if the caller's such bias is [2F] and not [2, F].
-    """
-
-    function: str
-    code: int
-    arrays: dict[str, jax.Array]
-    dims: dict[str, str]
-    options: dict[str, Any]
-    shape: tuple[int, ...]
-    dtype: Any
-    bias_dims: str
-    is_flat: bool
-
-    def bias_gradient(self, dbias: jax.Array | None) -> jax.Array | None:
-        """Returns the gradient of the biases of gate and up in the caller's shape."""
-        return dbias if dbias is None or not self.is_flat else dbias.reshape(-1)
-
-
-def _checked(
-    function: str,
-    activation: str,
-    axis: int,
-    input: Any,
-    up: Any,
-    bias: Any,
-    up_bias: Any,
-    grad_output: Any = None,
-    to_fp8: bool = False,
-) -> _Given:
-    """Returns what a function reads after its checks.
-
-    Args:
-        function: name of the C function.
-        activation, axis, input, up, bias, up_bias: as in ``swiglu``.
-        grad_output: gradient of the output, or None.
-        to_fp8: an input with axis -1 is taken as a matrix.
-
-    Raises:
-        TypeError: a dtype that is not listed or differs.
-        ValueError: a shape, activation or axis that does not match.
-    """
-    code = gated_activation_number(function, activation)
-    rows, shape = _gate_and_up(function, input, up, axis, to_fp8)
-    dims = {"grad_output": "r f", "input": "r g f" if axis == -2 else "r c", "up": "r f"}
-    if up is not None:
-        dims["input"] = "r f"
-    lead = rows.shape[:-2] if axis == -2 else rows.shape[:-1]
-    arrays = {}
-    if grad_output is not None:
-        dy = _checks.array(function, "grad_output", grad_output)
-        dy = _checks.has_shape(function, "grad_output", dy, shape)
-        dy = _checks.has_dtype(function, "grad_output", dy, [rows.dtype.name])
-        arrays["grad_output"] = dy.reshape(*lead, shape[-1])
-    arrays["input"] = rows
-    if up is not None:
-        up = _checks.has_dtype(function, "up", up, [rows.dtype.name])
-        arrays["up"] = up.reshape(rows.shape)
-    dims["bias"] = "c" if dims["input"] == "r c" else "g f"
-    bias_dims = dims["bias"]
-    if up_bias is not None:
-        dims |= {"bias": "f", "up_bias": "f"}
-    arrays |= _biases(function, bias, up_bias, rows.dtype, shape[-1], axis, bias_dims)
-    # FP8 gradients of gate and up in two arrays lie side by side: devices share the rows alone.
-    only_rows = axis == -1 and (up is None or (to_fp8 and grad_output is not None))
-    options = {"split": "r" if only_rows else "r f", "ranks": {"r": len(lead)}}
-    dims = {name: dims[name] for name in arrays}
-    return _Given(
-        function, code, arrays, dims, options, shape, rows.dtype, bias_dims, axis == -1
-    )  # fmt: skip
-
-
-def _gate_and_up(
-    function: str, input: Any, up: Any, axis: int, to_fp8: bool
-) -> tuple[jax.Array, tuple[int, ...]]:
-    """Returns the input with a dimension of rows at least, and the output's shape."""
-    x = _checks.array(function, "input", input)
-    shape = x.shape
-    if axis == -2:
-        if len(shape) < 2 or shape[-2] != 2:
-            raise ValueError(f"{function}: input must have shape [..., 2, F], got {list(shape)}")
-        if up is not None:
-            raise ValueError(f"{function}: up must be None with axis -2, got an array")
-        x = _checks.has_dtype(function, "input", x, _checks.FLOATS)
-        return x if x.ndim > 2 else x[None], (*shape[:-2], shape[-1])
-    if axis != -1:
-        raise ValueError(f"{function}: axis must be -1 or -2, got {axis}")
-    if up is not None and jnp.shape(up) != shape:
-        raise ValueError(
-            f"{function}: up must have the shape of input, {list(shape)}, got {list(jnp.shape(up))}"
-        )
-    rows = (_checks.as_matrix if to_fp8 else _checks.as_rows)(function, "input", x)
-    if up is not None:
-        return rows, shape
-    if shape[-1] % 2:
-        raise ValueError(
-            f"{function}: input must have an even number of columns without up, got"
-            f" {[math.prod(shape[:-1]), shape[-1]]}"
-        )
-    return rows, (*shape[:-1], shape[-1] // 2)
-
-
-def _biases(
-    function: str, bias: Any, up_bias: Any, dtype: Any, cols: int, axis: int, dims: str
-) -> dict[str, jax.Array]:
-    """Returns the biases that are given, by parameter.
-
-    Args:
-        function: name of the C function.
-        bias, up_bias, axis: as in ``swiglu``.
-        dtype: dtype of the input.
-        cols: F.
-        dims: dimensions of a bias for gate and up in the rule.
-    """
-    found = {}
-    if up_bias is not None:
-        if bias is None:
-            raise ValueError(f"{function}: bias must be given with up_bias, got None")
-        if axis == -2:
-            raise ValueError(f"{function}: up_bias must be None with axis -2, got an array")
-        up_bias = _checks.has_dtype(function, "up_bias", up_bias, [dtype.name])
-        found["up_bias"] = _checks.has_shape(function, "up_bias", up_bias, (cols,))
-    if bias is not None:
-        both = (2, cols) if axis == -2 else (2 * cols,)
-        bias = _checks.has_dtype(function, "bias", bias, [dtype.name])
-        bias = _checks.has_shape(function, "bias", bias, both if up_bias is None else (cols,))
-        is_pair = up_bias is None and dims == "g f"
-        found["bias"] = bias.reshape(2, cols) if is_pair else bias
-    return found
-
-
-def _run(
-    given: _Given,
-    results: Mapping[str, str],
-    extra: Mapping[str, jax.Array] | None = None,
-    fp8_dtype: Any = None,
-) -> dict[str, jax.Array]:
-    """Calls the C function and returns its results.
-
-    Args:
-        given: what it reads.
-        results: dimensions of the results in the rule, by parameter.
-        extra: further tensors that it reads, of one element.
-        fp8_dtype: FP8 dtype of the copies.
-    """
-    extra = extra or {}
-    inputs = {**given.arrays, **extra}
-    halves = 1 if "up" in given.arrays else 2
-    dtypes = dict.fromkeys(("rowwise", "columnwise"), fp8_dtype)
-
-    def body(*arrays: jax.Array) -> tuple[jax.Array, ...]:
-        tensors = dict(zip(inputs, arrays, strict=True))
-        rows, width = arrays[0].shape[0], math.prod(tensors["input"].shape[1:])
-        tensors["input"] = tensors["input"].reshape(rows, width)
-        if "bias" in tensors:
-            tensors["bias"] = tensors["bias"].reshape(-1)
-        cols = width // halves
-        extents = {"r": rows, "f": cols, "c": 2 * cols, "g": 2}
-
-        def shape(dims: str) -> tuple[int, ...]:
-            return tuple(extents[each] for each in dims.replace("+", "").split())
-
-        # The function knows of no [2, F].
-        asked = {
-            name: _S(shape(dims.replace("g f", "c")), dtypes.get(name, given.dtype))
-            for name, dims in results.items()
-            if dims not in ("_", "^")
-        }
-        if "scale_inv" in results:
-            asked["scale_inv"] = _S(tensors["scale"].shape, jnp.float32)
-        if "dbias" in results:
-            lines = scratch_sizes.lines(rows, scratch_sizes.ACTIVATION_ROWS)
-            asked["workspace"] = _S((lines, 2 * cols), jnp.float32)
-        made = call("swiglu", given.function, asked, **tensors, activation=given.code)
-        return tuple(
-            made[name] if dims in ("_", "^") else made[name].reshape(shape(dims))
-            for name, dims in results.items()
-        )
-
-    read = [f"{name}: {dims}" for name, dims in given.dims.items()] + [f"{n}: _" for n in extra]
-    rule = f"{', '.join(read)} -> {', '.join(f'{n}: {dims}' for n, dims in results.items())}"
-    # An amax without a copy is for the scale of a cast, which one matrix has.
-    is_measured = "amax" in results and not {"rowwise", "columnwise"} & {*results}
-    run = over_rows(given.function, rule, body, one_matrix=is_measured, **given.options)
-    return dict(zip(results, run(*inputs.values()), strict=True))
-
-
-def _gradients(given: _Given, with_dbias: bool) -> SwigluGrads:
+def _gradients(given: GatedArrays, with_dbias: bool) -> SwigluGrads:
     """Computes the gradients of the inputs, and those of the biases if they are wanted."""
     results = {"grad_input": given.dims["input"]}
     results |= {"grad_up": "r f"} if "up" in given.arrays else {}
     results |= {"dbias": f"+ {given.bias_dims}"} if with_dbias else {}
-    made = _run(given, results)
+    made = call_swiglu(given, results)
     lead, last = given.shape[:-1], given.shape[-1]
     whole = (*lead, last) if "up" in given.arrays else (*lead, 2 * last)
     whole = whole if given.is_flat else (*lead, 2, last)
@@ -452,7 +251,7 @@ def _gradients(given: _Given, with_dbias: bool) -> SwigluGrads:
 
 
 def _run_to_fp8(
-    given: _Given,
+    given: GatedArrays,
     sides: Mapping[str, str | None],
     scale: Any,
     fp8_dtype: Any,
@@ -477,5 +276,5 @@ def _run_to_fp8(
         results["amax"] = "^"
     if with_dbias:
         results["dbias"] = f"+ {given.bias_dims}"
-    out = _run(given, results, extra, jnp.dtype(dtype))
+    out = call_swiglu(given, results, extra, jnp.dtype(dtype))
     return FP8Output(*(out.get(each) for each in FP8Output._fields)), out.get("dbias")

@@ -10,7 +10,8 @@ import jax
 import jax.numpy as jnp
 
 from .._call import call
-from . import _checks, swiglu
+from . import _checks
+from ._gated_arrays import GatedArrays, call_swiglu, gated_arrays
 from ._rows import rowwise as over_rows
 from .block_quantize import BlockQuantized, block_quantize, scale_shape, scales_of_matrix, unpadded
 from .fp8_output import copies
@@ -55,12 +56,12 @@ def swiglu_fwd_block(
         ValueError: the cases of ``swiglu`` and ``block_quantize``.
     """
     name = "swiglu_fwd_block"
-    given = swiglu._checked(name, activation, axis, input, up, bias, up_bias, to_fp8=True)
+    given = gated_arrays(name, activation, axis, input, up, bias, up_bias, to_fp8=True)
     options: dict[str, Any] = {"rowwise": rowwise, "columnwise": columnwise, "pow2": pow2,
                                "eps": eps, "padded": padded}  # fmt: skip
     if given.dtype == jnp.float32:
-        _checks.fp8_dtype_of(name, fp8_dtype)
-        values = swiglu._run(given._replace(function="swiglu_fwd"), {"out": "r f"})["out"]
+        copies(name, (1, 1), _checks.fp8_dtype_of(name, fp8_dtype), rowwise, columnwise)
+        values = call_swiglu(given._replace(function="swiglu_fwd"), {"out": "r f"})["out"]
         return block_quantize(values, fp8_dtype, flatten_axis=-1, **options)
     return _run(given, "r f", fp8_dtype, **options)
 
@@ -99,29 +100,27 @@ def swiglu_bwd_block(
         ValueError: the cases of ``swiglu`` and ``block_quantize``.
     """
     name = "swiglu_bwd_block"
-    given = swiglu._checked(
-        name, activation, axis, input, up, bias, up_bias, grad_output, to_fp8=True
-    )
+    given = gated_arrays(name, activation, axis, input, up, bias, up_bias, grad_output, to_fp8=True)
     options: dict[str, Any] = {"rowwise": rowwise, "columnwise": columnwise, "pow2": pow2,
                                "eps": eps, "padded": padded}  # fmt: skip
     if given.dtype == jnp.float32 or given.shape[-1] % _BLOCK:
-        _checks.fp8_dtype_of(name, fp8_dtype)
+        copies(name, (1, 1), _checks.fp8_dtype_of(name, fp8_dtype), rowwise, columnwise)
         results = {"grad_input": given.dims["input"]}
         results |= {"grad_up": "r f"} if up is not None else {}
-        made = swiglu._run(given._replace(function="swiglu_bwd"), results)
+        made = call_swiglu(given._replace(function="swiglu_bwd"), results)
         values = jnp.concatenate(list(made.values()), -1) if up is not None else made["grad_input"]
         return block_quantize(values, fp8_dtype, flatten_axis=axis, **options)
     return _run(given, "r g f" if axis == -2 else "r c", fp8_dtype, **options)
 
 
 def _run(
-    given: Any, dims: str, fp8_dtype: Any, *, rowwise: bool, columnwise: bool, padded: bool,
+    given: GatedArrays, dims: str, fp8_dtype: Any, *, rowwise: bool, columnwise: bool, padded: bool,
     **options: Any,
 ) -> BlockQuantized:  # fmt: skip
     """Calls the C function.
 
     Args:
-        given: what it reads, as ``swiglu`` has checked it.
+        given: what it reads, as ``gated_arrays`` has checked it.
         dims: dimensions of the rowwise copy in the rule.
         fp8_dtype, rowwise, columnwise, padded: as in ``swiglu_fwd_block``.
         options: ``pow2`` and ``eps``.

@@ -247,7 +247,9 @@ def test_refusals_of_what_torch_does_not_have():
     pair = jnp.ones((4, 2, 128), jnp.bfloat16)
     with pytest.raises(ValueError, match="swiglu_fwd_block: axis must be -1 or -2, got -3"):
         swiglu_block.swiglu_fwd_block(pair, None, FP8[E4M3], axis=-3)
-    with pytest.raises(ValueError, match="swiglu_fwd_block: rowwise or columnwise must be True"):
-        swiglu_block.swiglu_fwd_block(
-            pair, None, FP8[E4M3], axis=-2, rowwise=False, columnwise=False
-        )
+    nothing = {"axis": -2, "rowwise": False, "columnwise": False}
+    for x in (pair, pair.astype(jnp.float32)):
+        with pytest.raises(ValueError, match="swiglu_fwd_block: rowwise or columnwise must be"):
+            swiglu_block.swiglu_fwd_block(x, None, FP8[E4M3], **nothing)
+        with pytest.raises(ValueError, match="swiglu_bwd_block: rowwise or columnwise must be"):
+            swiglu_block.swiglu_bwd_block(x[:, 0], x, None, FP8[E4M3], **nothing)

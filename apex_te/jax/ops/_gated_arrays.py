@@ -1,0 +1,218 @@
+"""Checked arrays of gate and up, and calls of the C functions that read them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from ...runtime import scratch_sizes
+from ...runtime.op_options import gated_activation_number
+from .._call import call
+from . import _checks
+from ._rows import rowwise as over_rows
+
+__all__ = ["GatedArrays", "call_swiglu", "gated_arrays"]
+
+_S = jax.ShapeDtypeStruct
+
+
+class GatedArrays(NamedTuple):
+    """Checked arrays that a C function of gated activations reads, with their dimensions in a rule.
+
+    Attributes:
+        function: name of the C function.
+        code: number of the activation.
+        arrays: by the function's parameter.
+        dims: their dimensions in a rule: "r" rows, "f" F, "c" 2F, "g f" [2, F].
+        options: "split" and "ranks" of the rule.
+        shape: shape of the output.
+        dtype: dtype of the tensors.
+        bias_dims: dimensions of a bias, or its gradient, for gate and up.
+        is_flat: True if a bias for gate and up that the caller gives is [2F] and not [2, F].
+    """
+
+    function: str
+    code: int
+    arrays: dict[str, jax.Array]
+    dims: dict[str, str]
+    options: dict[str, Any]
+    shape: tuple[int, ...]
+    dtype: Any
+    bias_dims: str
+    is_flat: bool
+
+    def bias_gradient(self, dbias: jax.Array | None) -> jax.Array | None:
+        """Returns the gradient of the biases of gate and up in the caller's shape."""
+        return dbias if dbias is None or not self.is_flat else dbias.reshape(-1)
+
+
+def gated_arrays(
+    function: str,
+    activation: str,
+    axis: int,
+    input: Any,
+    up: Any,
+    bias: Any,
+    up_bias: Any,
+    grad_output: Any = None,
+    to_fp8: bool = False,
+) -> GatedArrays:
+    """Checks the arrays of a gated activation and returns them as its C function reads them.
+
+    Args:
+        function: name of the C function.
+        activation, axis, input, up, bias, up_bias: as in ``swiglu``.
+        grad_output: gradient of the output, or None.
+        to_fp8: an input with axis -1 is taken as a matrix.
+
+    Raises:
+        TypeError: a dtype that is not listed or differs.
+        ValueError: a shape, activation or axis that does not match.
+    """
+    code = gated_activation_number(function, activation)
+    rows, shape = _gate_and_up(function, input, up, axis, to_fp8)
+    dims = {"grad_output": "r f", "input": "r g f" if axis == -2 else "r c", "up": "r f"}
+    if up is not None:
+        dims["input"] = "r f"
+    lead = rows.shape[:-2] if axis == -2 else rows.shape[:-1]
+    arrays = {}
+    if grad_output is not None:
+        dy = _checks.array(function, "grad_output", grad_output)
+        dy = _checks.has_shape(function, "grad_output", dy, shape)
+        dy = _checks.has_dtype(function, "grad_output", dy, [rows.dtype.name])
+        arrays["grad_output"] = dy.reshape(*lead, shape[-1])
+    arrays["input"] = rows
+    if up is not None:
+        up = _checks.has_dtype(function, "up", up, [rows.dtype.name])
+        arrays["up"] = up.reshape(rows.shape)
+    dims["bias"] = "c" if dims["input"] == "r c" else "g f"
+    bias_dims = dims["bias"]
+    if up_bias is not None:
+        dims |= {"bias": "f", "up_bias": "f"}
+    arrays |= _biases(function, bias, up_bias, rows.dtype, shape[-1], axis, bias_dims)
+    # FP8 gradients of gate and up in two arrays lie side by side: devices share the rows alone.
+    only_rows = axis == -1 and (up is None or (to_fp8 and grad_output is not None))
+    options = {"split": "r" if only_rows else "r f", "ranks": {"r": len(lead)}}
+    dims = {name: dims[name] for name in arrays}
+    return GatedArrays(
+        function, code, arrays, dims, options, shape, rows.dtype, bias_dims, axis == -1
+    )  # fmt: skip
+
+
+def _gate_and_up(
+    function: str, input: Any, up: Any, axis: int, to_fp8: bool
+) -> tuple[jax.Array, tuple[int, ...]]:
+    """Returns the input with a dimension of rows at least, and the output's shape."""
+    x = _checks.array(function, "input", input)
+    shape = x.shape
+    if axis == -2:
+        if len(shape) < 2 or shape[-2] != 2:
+            raise ValueError(f"{function}: input must have shape [..., 2, F], got {list(shape)}")
+        if up is not None:
+            raise ValueError(f"{function}: up must be None with axis -2, got an array")
+        x = _checks.has_dtype(function, "input", x, _checks.FLOATS)
+        return x if x.ndim > 2 else x[None], (*shape[:-2], shape[-1])
+    if axis != -1:
+        raise ValueError(f"{function}: axis must be -1 or -2, got {axis}")
+    if up is not None and jnp.shape(up) != shape:
+        raise ValueError(
+            f"{function}: up must have the shape of input, {list(shape)}, got {list(jnp.shape(up))}"
+        )
+    rows = (_checks.as_matrix if to_fp8 else _checks.as_rows)(function, "input", x)
+    if up is not None:
+        return rows, shape
+    if shape[-1] % 2:
+        raise ValueError(
+            f"{function}: input must have an even number of columns without up, got"
+            f" {[math.prod(shape[:-1]), shape[-1]]}"
+        )
+    return rows, (*shape[:-1], shape[-1] // 2)
+
+
+def _biases(
+    function: str, bias: Any, up_bias: Any, dtype: Any, cols: int, axis: int, dims: str
+) -> dict[str, jax.Array]:
+    """Returns the biases that are given, by parameter.
+
+    Args:
+        function: name of the C function.
+        bias, up_bias, axis: as in ``swiglu``.
+        dtype: dtype of the input.
+        cols: F.
+        dims: dimensions of a bias for gate and up in the rule.
+    """
+    found = {}
+    if up_bias is not None:
+        if bias is None:
+            raise ValueError(f"{function}: bias must be given with up_bias, got None")
+        if axis == -2:
+            raise ValueError(f"{function}: up_bias must be None with axis -2, got an array")
+        up_bias = _checks.has_dtype(function, "up_bias", up_bias, [dtype.name])
+        found["up_bias"] = _checks.has_shape(function, "up_bias", up_bias, (cols,))
+    if bias is not None:
+        both = (2, cols) if axis == -2 else (2 * cols,)
+        bias = _checks.has_dtype(function, "bias", bias, [dtype.name])
+        bias = _checks.has_shape(function, "bias", bias, both if up_bias is None else (cols,))
+        is_pair = up_bias is None and dims == "g f"
+        found["bias"] = bias.reshape(2, cols) if is_pair else bias
+    return found
+
+
+def call_swiglu(
+    given: GatedArrays,
+    results: Mapping[str, str],
+    extra: Mapping[str, jax.Array] | None = None,
+    fp8_dtype: Any = None,
+) -> dict[str, jax.Array]:
+    """Calls a C function of the op ``swiglu`` and returns its results.
+
+    Args:
+        given: what it reads.
+        results: dimensions of the results in the rule, by parameter.
+        extra: further tensors that it reads, of one element.
+        fp8_dtype: FP8 dtype of the copies.
+    """
+    extra = extra or {}
+    inputs = {**given.arrays, **extra}
+    halves = 1 if "up" in given.arrays else 2
+    dtypes = dict.fromkeys(("rowwise", "columnwise"), fp8_dtype)
+
+    def body(*arrays: jax.Array) -> tuple[jax.Array, ...]:
+        tensors = dict(zip(inputs, arrays, strict=True))
+        rows, width = arrays[0].shape[0], math.prod(tensors["input"].shape[1:])
+        tensors["input"] = tensors["input"].reshape(rows, width)
+        if "bias" in tensors:
+            tensors["bias"] = tensors["bias"].reshape(-1)
+        cols = width // halves
+        extents = {"r": rows, "f": cols, "c": 2 * cols, "g": 2}
+
+        def shape(dims: str) -> tuple[int, ...]:
+            return tuple(extents[each] for each in dims.replace("+", "").split())
+
+        # The function knows of no [2, F].
+        asked = {
+            name: _S(shape(dims.replace("g f", "c")), dtypes.get(name, given.dtype))
+            for name, dims in results.items()
+            if dims not in ("_", "^")
+        }
+        if "scale_inv" in results:
+            asked["scale_inv"] = _S(tensors["scale"].shape, jnp.float32)
+        if "dbias" in results:
+            lines = scratch_sizes.lines(rows, scratch_sizes.ACTIVATION_ROWS)
+            asked["workspace"] = _S((lines, 2 * cols), jnp.float32)
+        made = call("swiglu", given.function, asked, **tensors, activation=given.code)
+        return tuple(
+            made[name] if dims in ("_", "^") else made[name].reshape(shape(dims))
+            for name, dims in results.items()
+        )
+
+    read = [f"{name}: {dims}" for name, dims in given.dims.items()] + [f"{n}: _" for n in extra]
+    rule = f"{', '.join(read)} -> {', '.join(f'{n}: {dims}' for n, dims in results.items())}"
+    # An amax without a copy is for the scale of a cast, which one matrix has.
+    is_measured = "amax" in results and not {"rowwise", "columnwise"} & {*results}
+    run = over_rows(given.function, rule, body, one_matrix=is_measured, **given.options)
+    return dict(zip(results, run(*inputs.values()), strict=True))
