@@ -1,5 +1,6 @@
 """Fixtures shared by all tests: the device under test and poisoned memory."""
 
+import gc
 import os
 import sys
 from pathlib import Path
@@ -23,6 +24,21 @@ except ModuleNotFoundError:  # an uninstalled checkout
 
 def pytest_configure(config):
     config.addinivalue_line("markers", "cuda: runs on a GPU")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection():
+    """Keeps what was imported and collected out of later garbage collections.
+
+    It stays until the end. Each search through it takes half a second, and captures of CUDA graphs,
+    the compiler and tests of lifetimes ask for searches.
+    """
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 @pytest.fixture(

@@ -46,6 +46,10 @@ action = []
 def overwrite():
     gc.collect()
     return [torch.full((n,), 7.0) for n in (4, 1000) for _ in range(100)]
+
+
+gc.collect()
+gc.freeze()  # what was imported stays: collections need not search it
 """
 
 
