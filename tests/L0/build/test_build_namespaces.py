@@ -83,12 +83,22 @@ TYPES = (
 )
 
 
+@pytest.fixture(scope="module")
+def beside(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with torch, without what else is installed beside it, and mypy's cache of it."""
+    import torch
+
+    folder = tmp_path_factory.mktemp("beside")
+    (folder / "packages").mkdir()
+    (folder / "packages" / "torch").symlink_to(Path(torch.__file__).parent)
+    return folder
+
+
 @pytest.mark.parametrize("hook", ["build_editable", "build_wheel"])
-def test_type_checkers_see_an_installation(hook: str, tmp_path: Path) -> None:
+def test_type_checkers_see_an_installation(hook: str, tmp_path: Path, beside: Path) -> None:
     pytest.importorskip("mypy")
     import zipfile
 
-    import torch
     from test_build_wheel import run_hook
 
     done = run_hook(CHECKOUT, f"{hook}({str(tmp_path)!r})")
@@ -100,18 +110,15 @@ def test_type_checkers_see_an_installation(hook: str, tmp_path: Path) -> None:
     (site,) = environment.glob("lib/python*/site-packages")
     (wheel,) = tmp_path.glob("*.whl")
     zipfile.ZipFile(wheel).extractall(site)
-    # torch, without what else is installed beside it: an apex_te of its own, say.
-    packages = tmp_path / "packages"
-    packages.mkdir()
-    (packages / "torch").symlink_to(Path(torch.__file__).parent)
-    (site / "torch.pth").write_text(f"{packages}\n")
+    # Not the folder of torch, where an apex_te of its own may be.
+    (site / "torch.pth").write_text(f"{beside / 'packages'}\n")
     probe = tmp_path / "probe.py"
     probe.write_text(PROBE)
     python = environment / "bin" / "python"
     checked = subprocess.run(
         [
             sys.executable, "-m", "mypy", "--python-executable", str(python), "--config-file", "",
-            "--cache-dir", str(tmp_path / "cache"), "--ignore-missing-imports", str(probe),
+            "--cache-dir", str(beside / "cache"), "--ignore-missing-imports", str(probe),
         ],
         capture_output=True, text=True, timeout=600, cwd=tmp_path,
     )  # fmt: skip

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -50,10 +51,24 @@ def write_alias(prefix: Path, *options: str) -> Path:
     return next(prefix.rglob("transformer_engine")).parent
 
 
-def enter(way: str, tmp_path: Path) -> tuple[str, list[Path], dict[str, str]]:
+@pytest.fixture(scope="module")
+def alias_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of packages with the alias's files, which tests only read."""
+    return write_alias(tmp_path_factory.mktemp("prefix"))
+
+
+Enter = Callable[[str], tuple[str, list[Path], dict[str, str]]]
+
+
+@pytest.fixture
+def enter(request: pytest.FixtureRequest) -> Enter:
     """Returns the first lines, the folders and the variables of a program that uses a way in."""
-    begin, variables, files = WAYS[way]
-    return begin, [write_alias(tmp_path / "prefix")] if files else [], variables
+
+    def parts(way: str) -> tuple[str, list[Path], dict[str, str]]:
+        begin, variables, files = WAYS[way]
+        return begin, [request.getfixturevalue("alias_folder")] if files else [], variables
+
+    return parts
 
 
 CHECKS = """
@@ -106,16 +121,18 @@ print("all is well")
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_each_way_gives_one_module_a_name_and_the_metadata(way: str, tmp_path: Path) -> None:
-    begin, folders, variables = enter(way, tmp_path)
+def test_each_way_gives_one_module_a_name_and_the_metadata(way: str, enter: Enter) -> None:
+    begin, folders, variables = enter(way)
     assert "all is well" in run(begin + CHECKS, *folders, **variables)
 
 
 @pytest.mark.parametrize("way", ["install", "files"])
-def test_a_folder_that_is_no_package_does_not_hinder(way: str, tmp_path: Path) -> None:
+def test_a_folder_that_is_no_package_does_not_hinder(
+    way: str, enter: Enter, tmp_path: Path
+) -> None:
     (tmp_path / "folder" / "transformer_engine").mkdir(parents=True)
     (tmp_path / "folder" / "transformer_engine" / "test_mine.py").touch()
-    begin, folders, variables = enter(way, tmp_path)
+    begin, folders, variables = enter(way)
     assert "all is well" in run(begin + CHECKS, tmp_path / "folder", *folders, **variables)
 
 
@@ -269,8 +286,10 @@ assert sys.modules["transformer_engine.pytorch"] is below
 
 
 @pytest.mark.parametrize("way", ["install", "files"])
-def test_a_real_distribution_that_comes_later_is_warned_of_once(way: str, tmp_path: Path) -> None:
-    begin, folders, variables = enter(way, tmp_path / "alias")
+def test_a_real_distribution_that_comes_later_is_warned_of_once(
+    way: str, enter: Enter, tmp_path: Path
+) -> None:
+    begin, folders, variables = enter(way)
     body = f"""{begin}
 import os, sys
 os.mkdir({str(tmp_path / "transformer_engine_torch-2.9.0.dist-info")!r})
@@ -320,14 +339,20 @@ assert not [name for name in sys.modules if name.startswith("torch.")]
 
 def test_report_says_which_way_is_active(tmp_path: Path) -> None:
     def report(*folders: Path, **variables: str) -> tuple[dict, str]:
-        outputs = []
-        for options in ([], ["--json"]):
-            command = ["apex_te", "report", *options]
-            body = f"import runpy, sys; sys.argv = {command!r}\n"
-            body += "runpy.run_module('apex_te', None, '__main__')"
-            outputs.append(run(body, *folders, **variables))
-        lines = " ".join(outputs[0].split())
-        return json.loads(outputs[1])["alias"], lines[lines.index("alias transformer_engine") :]
+        # By one process: starting it takes longer than reporting.
+        body = """
+import runpy, sys
+for options in ([], ["--json"]):
+    sys.argv = ["apex_te", "report", *options]
+    try:
+        runpy.run_module("apex_te", None, "__main__")
+    except SystemExit as end:
+        assert not end.code, end.code
+    print("=====")
+"""
+        text, facts, _ = run(body, *folders, **variables).split("=====\n")
+        lines = " ".join(text.split())
+        return json.loads(facts)["alias"], lines[lines.index("alias transformer_engine") :]
 
     facts, text = report()
     assert facts == {"claimed": None, "ways": [], "files": None, "problem": ""}
