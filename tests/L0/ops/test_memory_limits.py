@@ -42,9 +42,9 @@ def run(code, **environment):
     "APEX_TE_SANITIZE" in os.environ, reason="a sanitizer's shadow memory is beyond the limit"
 )
 @pytest.mark.parametrize("threads", [1, 2])
-@pytest.mark.parametrize("function", ["cross_entropy_fwd", "scaled_softmax_fwd", "rms_norm_fwd"])
-def test_scratch_that_cannot_be_had_is_an_error_with_its_bytes(function, threads):
+def test_scratch_that_cannot_be_had_is_an_error_with_its_bytes(threads):
     """Each of the threads wants a row of floats, which the limit leaves no room for."""
+    functions = ["cross_entropy_fwd", "scaled_softmax_fwd", "rms_norm_fwd"]
     out = run(
         f"""
         import resource
@@ -52,36 +52,40 @@ def test_scratch_that_cannot_be_had_is_an_error_with_its_bytes(function, threads
         from apex_te.runtime import function
 
         torch.set_num_threads({threads})
-        call = function("{function}".removesuffix("_fwd"), "{function}")
 
-        def arguments(rows, n):
+        def arguments(name, rows, n):
             x = torch.zeros(rows, n, dtype=torch.bfloat16)
-            if "{function}" == "cross_entropy_fwd":
+            if name == "cross_entropy_fwd":
                 target = torch.zeros(rows, dtype=torch.int64)
                 values = dict(logits=x, target=target, loss=torch.zeros(rows))
                 return dict(values, ignore_index=-100, label_smoothing=0.0)
-            if "{function}" == "scaled_softmax_fwd":
+            if name == "scaled_softmax_fwd":
                 x = x.view(1, 1, rows, n)
                 return dict(x=x, y=torch.empty_like(x), scale=1.0, causal=0)
             values = dict(x=x, y=torch.empty_like(x), rstd=torch.zeros(rows))
             return dict(values, eps=1e-5, zero_centered_gamma=False)
 
-        call(**arguments(64, 4096))  # starts the threads
-        large = arguments(4, 1 << 25)
-        used = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
-        resource.setrlimit(resource.RLIMIT_AS, (used + (32 << 20),) * 2)
-        try:
-            call(**large)
-        except RuntimeError as error:
-            print(error)
-        call(**arguments(64, 4096))  # the threads are still there
-        print("done")
+        _, most = resource.getrlimit(resource.RLIMIT_AS)
+        for name in {functions}:
+            call = function(name.removesuffix("_fwd"), name)
+            call(**arguments(name, 64, 4096))  # starts the threads
+            large = arguments(name, 4, 1 << 25)
+            used = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
+            resource.setrlimit(resource.RLIMIT_AS, (used + (32 << 20), most))
+            try:
+                call(**large)
+            except RuntimeError as error:
+                print(error)
+            call(**arguments(name, 64, 4096))  # the threads are still there
+            print("done")
+            resource.setrlimit(resource.RLIMIT_AS, (most, most))
         """
     )
-    message, end = out.splitlines()
-    assert message.startswith(f"{function}: cannot allocate 1342")
-    assert message.endswith(" bytes of scratch memory")
-    assert end == "done"
+    lines = out.splitlines()
+    assert lines[1::2] == ["done"] * 3
+    for function, message in zip(functions, lines[::2], strict=True):
+        assert message.startswith(f"{function}: cannot allocate 1342")
+        assert message.endswith(" bytes of scratch memory")
 
 
 @functools.cache
