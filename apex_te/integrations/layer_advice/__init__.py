@@ -15,7 +15,7 @@ from .._selection import Selection
 from ..experts import StackedExperts
 from ..from_torch import feature_sizes, is_replaceable, reason_to_keep
 from .advice import Advice, ExactName
-from .calls import LayerCall, record_calls, tensors_of
+from .calls import LayerCall, record_calls, restored_random_states, tensors_of
 from .layer import LayerAdvice
 from .trial import RoleStatistics, Times, has_fp8, measure_times, observe
 
@@ -80,7 +80,7 @@ def advise(
     tried = {name: layer for name, (layer, kept) in layers.items() if kept is None}
     limits = {"input": min_sqnr, "weight": min_sqnr, "grad_output": min_grad_sqnr}
     found = []
-    with preserved_fp8_state(), torch.enable_grad():
+    with preserved_fp8_state(), restored_random_states(model), torch.enable_grad():
         calls = record_calls(model, sample, tried)
         timed: dict[Any, Times] = {}
         for name, (layer, kept) in layers.items():

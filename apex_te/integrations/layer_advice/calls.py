@@ -14,7 +14,7 @@ from torch import nn
 
 from ...fp8.autocast import fp8_autocast, is_fp8_enabled
 
-__all__ = ["LayerCall", "record_calls", "tensors_of"]
+__all__ = ["LayerCall", "record_calls", "restored_random_states", "tensors_of"]
 
 
 @dataclasses.dataclass
@@ -54,8 +54,8 @@ def tensors_of(value: Any) -> list[torch.Tensor]:
 def record_calls(model: nn.Module, sample: Any, layers: dict[str, nn.Module]) -> dict[str, Any]:
     """Runs forward and backward of a model with a sample, and records the calls of layers.
 
-    Parameters, their gradients, buffers and random states are as before; gradients are computed
-    without the hooks of parameters.
+    Parameters, their gradients and buffers are as before; gradients are computed without the hooks
+    of parameters.
 
     Args:
         model: the model, run in the mode that it is in.
@@ -77,7 +77,7 @@ def record_calls(model: nn.Module, sample: Any, layers: dict[str, nn.Module]) ->
             handles.append(
                 layer.register_forward_hook(_recorder(calls, name), with_kwargs=True, prepend=True)
             )
-        with _restored(model), torch.enable_grad(), fp8_autocast(enabled=False):
+        with _restored_buffers(model), torch.enable_grad(), fp8_autocast(enabled=False):
             loss = _loss(_run(model, sample))
             for handle in handles:  # before a recompute calls the layers again
                 handle.remove()
@@ -175,14 +175,36 @@ def _backward(loss: torch.Tensor, leaves: list[nn.Parameter]) -> None:
 
 
 @contextlib.contextmanager
-def _restored(model: nn.Module) -> Iterator[None]:
-    """Restores buffers and random states at the end of a ``with`` block."""
-    places = [
-        (module, name, buffer, buffer.detach().clone())
-        for module in model.modules()
-        for name, buffer in module._buffers.items()
+def _restored_buffers(model: nn.Module) -> Iterator[None]:
+    """Restores buffers, their values and which there are, at the end of a ``with`` block."""
+    places = [(module._buffers, dict(module._buffers)) for module in model.modules()]
+    values = [
+        (buffer, buffer.detach().clone())
+        for _, buffers in places
+        for buffer in buffers.values()
         if buffer is not None
     ]
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for buffer, value in values:
+                if not torch.equal(buffer, value):
+                    buffer.copy_(value)
+        for place, buffers in places:
+            place.clear()
+            place.update(buffers)
+
+
+@contextlib.contextmanager
+def restored_random_states(model: nn.Module) -> Iterator[None]:
+    """Restores random states at the end of a ``with`` block, and those of the model's trackers."""
+    trackers = {}
+    for module in model.modules():
+        get: Any = getattr(module, "get_rng_state_tracker", None)
+        tracker: Any = get() if callable(get) else None
+        if hasattr(tracker, "get_states") and hasattr(tracker, "set_states"):
+            trackers[id(tracker)] = tracker, tracker.get_states()
     python, cpu = random.getstate(), torch.get_rng_state()
     cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
     numpy = sys.modules.get("numpy")
@@ -190,11 +212,8 @@ def _restored(model: nn.Module) -> Iterator[None]:
     try:
         yield
     finally:
-        with torch.no_grad():
-            for module, name, buffer, value in places:
-                module._buffers[name] = buffer
-                if not torch.equal(buffer, value):
-                    buffer.copy_(value)
+        for tracker, states in trackers.values():
+            tracker.set_states(states)
         random.setstate(python)
         torch.set_rng_state(cpu)
         if cuda:

@@ -150,6 +150,37 @@ def test_everything_stays_as_it_was(model: Model) -> None:
     assert all(type(m) is not apex_te.Linear for m in model.modules())
 
 
+def test_dropout_of_tried_layers_leaves_random_states() -> None:
+    """The copies that are timed draw as many numbers as there are rounds."""
+    tracker = apex_te.CudaRNGStatesTracker()
+    tracker.add("model-parallel-rng", 5)
+    layer = apex_te.TransformerLayer(
+        32, 64, 2, hidden_dropout=0.5, attention_dropout=0.5, get_rng_state_tracker=lambda: tracker
+    )
+    state, forked = torch.get_rng_state(), tracker.get_states()["model-parallel-rng"]
+    apex_te.advise(layer, torch.randn(4, 2, 32, generator=torch.Generator()), repeats=1)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert torch.equal(tracker.get_states()["model-parallel-rng"], forked)
+
+
+def test_buffers_that_the_forward_makes_are_gone() -> None:
+    class Caching(nn.Linear):
+        def forward(self, inp: torch.Tensor) -> torch.Tensor:
+            self.seen = inp.detach()
+            self.count += 1
+            self.register_buffer("made", torch.zeros(2))
+            return super().forward(inp)
+
+    cache = Caching(32, 32)
+    cache.register_buffer("seen", None)
+    cache.register_buffer("count", torch.zeros(()))
+    keys = list(cache.state_dict())
+    apex_te.advise(nn.Sequential(cache, nn.Linear(32, 32)), torch.randn(4, 32), repeats=1)
+    assert cache.seen is None
+    assert list(cache.state_dict()) == keys
+    assert cache.count == 0
+
+
 def test_training_goes_on_bitwise(model: Model) -> None:
     """Steps of delayed scaling are the same with and without an ``advise`` between them."""
 
