@@ -26,6 +26,7 @@ from .context import is_autocast
 from .gemm import FP8Call, GemmOptions, as_matrix
 from .linear_function import HighPrecisionLinearFunction
 from .programs import Programs, programs_of
+from .weight_cache import WeightCache
 
 if TYPE_CHECKING:
     from ...fp8.scheme import GemmQuantizers
@@ -68,9 +69,9 @@ class Modes:
             call that used no quantizers.
         recompute_fp8: True if the call that ``recompute`` repeats ran in FP8.
         recompute_keeps: True if that call kept columnwise copies of its weights.
-        weight_cache: ``(key, copies)`` by number of the GEMM: the FP8 copies of a weight, and a key
-            that tells if they are up to date (versions and addresses of the weight's sources,
-            quantizer type, dtype). Filled by ``is_first_microbatch``.
+        weight_cache: FP8 copies of weights by number of the GEMM, filled by
+            ``is_first_microbatch``; their keys are versions and addresses of a weight's sources,
+            quantizer type and dtype.
         wgrad_store: functions that compute the delayed weight gradients when ``backward_dw`` runs.
     """
 
@@ -85,7 +86,7 @@ class Modes:
         self.recompute: tuple[GemmQuantizers, ...] | None = None
         self.recompute_fp8 = False
         self.recompute_keeps = False
-        self.weight_cache: dict[int, tuple[tuple, QuantizedTensor]] = {}
+        self.weight_cache = WeightCache()
         self.wgrad_store: list[Callable[[], None]] = []
         self.gathered: dict[str, Any] = {}
         self.programs: dict[int, Programs] = {}
@@ -508,17 +509,17 @@ class FP8Module(torch.nn.Module):
             if held is not None:
                 return held
         sources = self._weight_sources(weight)
-        versions = [(0 if w.is_inference() else w._version, w.data_ptr()) for w in sources]
-        key = (*versions, type(quantizers.weight_recast), quantizers.weight_recast.dtype)
-        cache = self._modes.weight_cache.get(gemm)
-        if not fill and cache is not None and cache[0] == key:
-            return cache[1]
-        # A later training step may need what an evaluation in inference mode cached.
-        with torch.inference_mode(False), torch.no_grad():
-            weight = dequantized(weight).contiguous()
-            quantized, _ = quantizers.weight.quantize(weight, True, True)
-        self._modes.weight_cache[gemm] = (key, quantized)
-        return quantized
+        versions = tuple([(0 if w.is_inference() else w._version, w.data_ptr()) for w in sources])
+        key = versions, type(quantizers.weight_recast), quantizers.weight_recast.dtype
+
+        def cast() -> QuantizedTensor:
+            # A later training step may need what an evaluation in inference mode cached.
+            with torch.inference_mode(False), torch.no_grad():
+                values = dequantized(weight).contiguous()
+                return quantizers.weight.quantize(values, True, True)[0]
+
+        copies: QuantizedTensor = self._modes.weight_cache.copies(gemm, key, fill, cast)
+        return copies
 
     def _traced_weight(
         self, gemm: int, weight: torch.Tensor, quantizer: Any, fill: bool
@@ -577,6 +578,10 @@ class FP8Module(torch.nn.Module):
         if fill is None or self._sharded_by_fsdp(weights):
             return (None,) * len(weights)
         if torch.compiler.is_compiling():
+            region = local.region
+            if fill and region is not None and not region.records:
+                # An evaluation leaves the copies of training as they are.
+                return (None,) * len(weights)
             return tuple(
                 self._traced_weight(gemm, weight, quantizers[gemm].weight, fill)
                 for gemm, weight in enumerate(weights)

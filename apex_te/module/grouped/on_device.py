@@ -207,16 +207,15 @@ def cached_weights(
         return modes.captured.quantized_matrices(weights, quantizers.weight)
     if fill is None:
         return None
-    cache: Any = modes.weight_cache
-    versions = [(0 if w.is_inference() else w._version, w.data_ptr()) for w in weights]
-    key = (*versions, type(quantizers.weight_recast), quantizers.weight_recast.dtype)
-    found = cache.get(CACHE)
-    if found is not None and found[0] == key and not fill:
-        return found[1]
-    with torch.inference_mode(False), torch.no_grad():
-        made = quantizers.weight.quantize_matrices(weights, None, True, True)
-    cache[CACHE] = (key, made)
-    return made
+    versions = tuple([(0 if w.is_inference() else w._version, w.data_ptr()) for w in weights])
+    key = versions, type(quantizers.weight_recast), quantizers.weight_recast.dtype
+
+    def cast() -> GroupedOutput:
+        with torch.inference_mode(False), torch.no_grad():
+            return quantizers.weight.quantize_matrices(weights, None, True, True)
+
+    copies: GroupedOutput = modes.weight_cache.copies(CACHE, key, fill, cast)
+    return copies
 
 
 class GroupsFunction(OpFunction):

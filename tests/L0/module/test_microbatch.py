@@ -5,6 +5,7 @@ import copy
 import pytest
 import torch
 
+import apex_te
 from apex_te import Linear, fp8_autocast
 from apex_te.recipe import DelayedScaling
 
@@ -97,6 +98,58 @@ def test_a_write_through_data_needs_another_promise():
             out = module(x, is_first_microbatch=first)
             assert torch.equal(out, fresh(x))
             assert not torch.equal(out, before)
+
+
+@pytest.mark.parametrize("first", [True, False])
+@pytest.mark.parametrize("evaluated", [None, "tensorwise"])
+@pytest.mark.parametrize("kind", ["Linear", "GroupedLinear"])
+def test_evaluation_between_microbatches_leaves_the_cache(kind, evaluated, first):
+    """The microbatches of a step go on with the scales of its first one, although these moved."""
+    recipe = DelayedScaling(amax_history_len=2)
+    torch.manual_seed(0)
+    made = Linear(16, 16) if kind == "Linear" else apex_te.GroupedLinear(2, 16, 16)
+    batches = [torch.randn(8, 16) * (i + 1) for i in range(6)]
+
+    def outputs(evaluates):
+        module = copy.deepcopy(made)
+
+        def call(x, first):
+            splits = () if kind == "Linear" else ([3, 5],)
+            return module(x, *splits, is_first_microbatch=first)
+
+        apex_te.flush_fp8_state()
+        for i, x in enumerate(batches):
+            with fp8_autocast(fp8_recipe=recipe):
+                out = call(x, i % 3 == 0)
+            out.square().sum().backward()
+            yield out
+            if evaluates:
+                with torch.no_grad(), fp8_autocast(fp8_recipe=evaluated or recipe):
+                    own = call(x, first)
+                    assert torch.equal(call(x, False), own)
+            if i % 3 == 2:
+                with torch.no_grad():
+                    for p in module.parameters():
+                        p.mul_(-3)
+
+    assert all(map(torch.equal, outputs(True), outputs(False)))
+
+
+def test_evaluation_keeps_no_copies_of_former_weights():
+    module, x = Linear(16, 8), torch.randn(4, 16)
+    cache = module._modes.weight_cache
+    forward(module, x, True)
+    with torch.no_grad():
+        forward(module, x, True)
+        assert (len(cache), len(cache.evaluated)) == (1, 1)
+        module.weight.mul_(2)
+        forward(module, x, True)
+        assert (len(cache), len(cache.evaluated)) == (0, 1)
+    forward(module, x, False)
+    assert (len(cache), len(cache.evaluated)) == (1, 0)
+    with torch.no_grad():
+        forward(module, x, False)
+        assert (len(cache), len(cache.evaluated)) == (1, 0)
 
 
 def test_cache_is_dropped_by_copies_and_moves():

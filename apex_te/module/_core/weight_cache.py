@@ -1,0 +1,62 @@
+"""FP8 copies of weights that a module keeps between calls, apart for training and evaluation."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from ...fp8.autocast import graph_task_id, local
+
+__all__ = ["WeightCache"]
+
+
+class WeightCache(dict[Any, tuple[tuple, Any]]):
+    """Dict of ``(key, copies)`` by number of the GEMM: a weight's FP8 copies, made in training.
+
+    The key tells if the copies are up to date; its first item tells if the weight is. Evaluations
+    read copies of training, but keep those that they make themselves apart: the later microbatches
+    of a step find the scales of its first one, whatever is evaluated between them.
+
+    Attributes:
+        evaluated: ``(key, copies)`` by number of the GEMM, made in evaluations.
+    """
+
+    __slots__ = ("evaluated",)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.evaluated: dict[Any, tuple[tuple, Any]] = {}
+
+    def clear(self) -> None:
+        """Drops all copies."""
+        super().clear()
+        self.evaluated.clear()
+
+    def copies(self, gemm: Any, key: tuple, fill: bool | None, make: Callable[[], Any]) -> Any:
+        """Returns FP8 copies of a weight for a call, kept ones if they are up to date.
+
+        Args:
+            gemm: number of the GEMM in its module, or another name of the weight.
+            key: the key of copies that are up to date.
+            fill: make copies even if those that are kept are up to date.
+            make: returns new copies.
+        """
+        region = local.region
+        evaluates = region is not None and not region.records
+        own, other = (self.evaluated, self) if evaluates else (self, self.evaluated)
+        if not fill:
+            found = own.get(gemm)
+            if found is not None and found[0] == key:
+                return found[1]
+            # Training reads none of an evaluation, but for a recompute of one, as torch's
+            # reentrant checkpoint runs its forward.
+            found = other.get(gemm) if evaluates or graph_task_id() != -1 else None
+            if found is not None and found[0] == key:
+                own.pop(gemm, None)
+                return found[1]
+        made = make()
+        own[gemm] = key, made
+        # What evaluations keep of other values, and training, no call will read again.
+        if not evaluates or (gemm in other and other[gemm][0][0] != key[0]):
+            other.pop(gemm, None)
+        return made
