@@ -299,6 +299,19 @@ def _leave_traced() -> None:
     local.region = outer
 
 
+def _run_eagerly(*functions: Any) -> None:
+    """Keeps torch.compile from compiling functions, and what they call, on their own.
+
+    It goes on tracing them as parts of its caller's code. Where a graph breaks inside of a ``with``
+    block, Python runs the block and torch.compile would compile ``__enter__`` by itself: for traced
+    code, although no graph holds the region.
+    """
+    frames: Any = torch._C._dynamo.eval_frame
+    skip = frames._FrameAction.SKIP
+    for function in functions:
+        frames.set_code_exec_strategy(function.__code__, frames._FrameExecStrategy(skip, skip))
+
+
 class _ModuleNames(type):
     """Metaclass that gives a class the names of this module as attributes.
 
@@ -345,6 +358,11 @@ class autocast(fp8_autocast, metaclass=_ModuleNames):
             f"autocast(enabled={self.enabled}, calibrating={self.calibrating}, "
             f"recipe={self.recipe!r}, amax_reduction_group={self.group!r})"
         )
+
+
+_run_eagerly(
+    fp8_autocast.__init__, fp8_autocast.__enter__, fp8_autocast.__exit__, autocast.__init__
+)
 
 
 def is_fp8_enabled() -> bool:

@@ -266,3 +266,76 @@ def test_amp(device, level):
     assert any("state" in key for key in found) == (level == "O6")
     for key, value in found.items():
         assert torch.equal(value, expected[key]), key
+
+
+def _break_before(layer, x, region):
+    torch._dynamo.graph_break()
+    with region():
+        return layer(x)
+
+
+def _break_inside(layer, x, region):
+    with region():
+        y = layer(x)
+        torch._dynamo.graph_break()
+        return layer(y)
+
+
+def _break_in_a_decorated_function(layer, x, region):
+    @region()
+    def run(x):
+        torch._dynamo.graph_break()
+        return layer(x)
+
+    return run(x)
+
+
+def _branch_on_values(layer, x, region):
+    with region():
+        y = layer(x)
+        return layer(y if y.sum() > 0 else -y)
+
+
+BREAKS = [_break_before, _break_inside, _break_in_a_decorated_function, _branch_on_values]
+
+
+@pytest.mark.parametrize("function", BREAKS)
+@pytest.mark.parametrize("name", ["delayed", "tensorwise"])
+def test_graphs_that_break_run_in_fp8(device, name, function):
+    """What Python runs between two graphs enters and leaves the region as eager code does."""
+    recipe = REGIONS[name]
+    made = build("Linear", device)
+    batches = [torch.randn(16, H, device=device, dtype=made.weight.dtype) * i for i in (1, 2, 3)]
+    found = []
+    for call in (function, torch.compile(function, backend="aot_eager")):
+        layer = copy.deepcopy(made)
+        flush_fp8_state()
+        tensors = []
+        for x in batches:
+            out = call(layer, x, lambda: fp8_autocast(fp8_recipe=recipe))
+            assert not is_fp8_enabled()
+            out.square().sum().backward()
+            tensors.append(out)
+        found.append([*tensors, layer.weight.grad, *states(layer).values()])
+    assert len(found[0]) == len(found[1])
+    assert all(map(torch.equal, *found))
+
+
+@pytest.mark.parametrize("name", ["delayed", "tensorwise"])
+def test_dynamic_sizes(device, name):
+    """torch.compile(dynamic=True) takes a recipe's numbers for unknown ones, too."""
+    layer = build("Linear", device)
+    other = copy.deepcopy(layer)
+
+    def forward(layer, x):
+        with fp8_autocast(fp8_recipe=REGIONS[name]):
+            return layer(x)
+
+    run = torch.compile(forward, backend="aot_eager", dynamic=True)
+    for rows in (16, 32, 48):
+        x = torch.randn(rows, H, device=device, dtype=layer.weight.dtype)
+        flush_fp8_state()
+        expected = forward(layer, x)
+        flush_fp8_state()
+        assert torch.equal(run(other, x), expected)
+        assert not is_fp8_enabled()
