@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import threading
+import warnings
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -306,10 +307,21 @@ def _run_eagerly(*functions: Any) -> None:
     block, Python runs the block and torch.compile would compile ``__enter__`` by itself: for traced
     code, although no graph holds the region.
     """
-    frames: Any = torch._C._dynamo.eval_frame
-    skip = frames._FrameAction.SKIP
+    try:
+        frames: Any = torch._C._dynamo.eval_frame
+        skip = frames._FrameAction.SKIP
+        strategy = frames._FrameExecStrategy(skip, skip)
+        mark = frames.set_code_exec_strategy
+    except AttributeError:  # names that torch 2.11 to 2.14 have
+        warnings.warn(
+            f"apex_te: torch {torch.__version__} cannot be told to run fp8_autocast eagerly: under "
+            "torch.compile, use regions with fullgraph=True alone",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+        return
     for function in functions:
-        frames.set_code_exec_strategy(function.__code__, frames._FrameExecStrategy(skip, skip))
+        mark(function.__code__, strategy)
 
 
 class _ModuleNames(type):

@@ -10,6 +10,7 @@ from module_cases import RECIPES, SCHEMES, randomized
 from torch._dynamo.utils import counters
 
 from apex_te import amp, flush_fp8_state, fp8_autocast, init_fp8_state, is_fp8_enabled
+from apex_te.fp8 import autocast
 from apex_te.fp8.delayed.amax_group import amax_groups
 from apex_te.fp8.delayed.state import TENSORS
 from apex_te.module.layer_norm_mlp import LayerNormMLP
@@ -319,6 +320,12 @@ def test_graphs_that_break_run_in_fp8(device, name, function):
         found.append([*tensors, layer.weight.grad, *states(layer).values()])
     assert len(found[0]) == len(found[1])
     assert all(map(torch.equal, *found))
+
+
+def test_a_torch_without_the_switch_warns(monkeypatch):
+    monkeypatch.delattr(torch._C._dynamo.eval_frame, "set_code_exec_strategy")
+    with pytest.warns(RuntimeWarning, match="use regions with fullgraph=True alone"):
+        autocast._run_eagerly(autocast.fp8_autocast.__enter__)
 
 
 @pytest.mark.parametrize("name", ["delayed", "tensorwise"])
