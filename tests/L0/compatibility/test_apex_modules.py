@@ -108,10 +108,12 @@ def _clean(monkeypatch):
     monkeypatch.setattr(sys, "meta_path", list(sys.meta_path))
     monkeypatch.setattr(sys, "path", list(sys.path))
     apex.uninstall()
-    for name in apex.NAMES:
-        monkeypatch.delitem(sys.modules, name, raising=False)
+    found = {name: sys.modules.pop(name) for name in apex.NAMES if name in sys.modules}
     yield
     apex.uninstall()
+    for name in apex.NAMES:  # also stand-ins of an installed apex
+        sys.modules.pop(name, None)
+    sys.modules.update(found)
 
 
 def is_ours(spec):

@@ -328,7 +328,13 @@ def test_a_torch_without_the_switch_warns(monkeypatch):
         autocast._run_eagerly(autocast.fp8_autocast.__enter__)
 
 
-@pytest.mark.parametrize("name", ["delayed", "tensorwise"])
+refuses_floats = pytest.mark.skipif(
+    tuple(map(int, torch.__version__.split(".")[:2])) < (2, 13),
+    reason="its Dynamo ends in an error of its own where a recipe has a float, with dynamic=True",
+)
+
+
+@pytest.mark.parametrize("name", ["delayed", pytest.param("tensorwise", marks=refuses_floats)])
 def test_dynamic_sizes(device, name):
     """torch.compile(dynamic=True) takes a recipe's numbers for unknown ones, too."""
     layer = build("Linear", device)
