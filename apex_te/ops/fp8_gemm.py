@@ -162,9 +162,9 @@ def bound_product(
         arguments and returns ``out``, to be called only on the stream that is current now, before
         anything is traced. None if a product takes more than one launch of a kernel, or is traced.
     """
-    if not _launches_at_once(b) or not _right_is_taken(b):
-        return None
     if is_traced() or forward_ad._current_level >= 0:
+        return None  # first, since a traced tensor may have no address
+    if not _launches_at_once(b) or not _right_is_taken(b):
         return None
     bias = None if bias is None else bias.to(bias_dtype(out_dtype))
     scratch, gemm = runtime.workspace(b.device, WORKSPACE_BYTES), _lib.fp8_gemm

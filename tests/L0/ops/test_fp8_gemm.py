@@ -3,6 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from torch._subclasses import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from apex_te.ops import fp8_gemm as op
@@ -145,6 +146,14 @@ def test_bound_product_has_the_bits_of_fp8_gemm(poison, with_bias, out_dtype):
         assert torch.equal(product(a[:32], sa, shifted.view(32, 64)), out[:32])
         with pytest.raises(ValueError, match="out"):
             product(a[:32], sa, out[:16])
+
+
+@pytest.mark.filterwarnings("error")  # as torch warns of reading the address of a fake tensor
+def test_bound_product_of_a_traced_operand():
+    with FakeTensorMode():
+        b = torch.empty(32, 32, dtype=E4M3, device="cuda")
+        scale = torch.ones(1, device="cuda")
+        assert op.bound_product(b, scale, torch.bfloat16, None, True) is None
 
 
 def test_bound_product_needs_one_launch(device):
