@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 
 from ..runtime.op_options import gated_activation_number
@@ -58,14 +61,12 @@ def swiglu_fwd_block(
     matrix, up_matrix = input_matrices("swiglu_fwd_block", input, up)
     rows, cols = result_extents(matrix, up_matrix)
     if matrix.dtype is torch.float32:
-        try:
-            values = swiglu.swiglu_fwd(matrix, up_matrix, bias, up_bias, activation=activation)
-            return block_quantize(
-                values, fp8_dtype, rowwise=rowwise, columnwise=columnwise,
-                pad_columnwise=pad_columnwise, pow2=pow2, eps=eps, amax=amax,
-            )  # fmt: skip
-        except (TypeError, ValueError) as error:
-            raise under_name("swiglu_fwd_block", error) from error
+        return _by_two_ops(
+            "swiglu_fwd_block",
+            lambda: swiglu.swiglu_fwd(matrix, up_matrix, bias, up_bias, activation=activation),
+            fp8_dtype, rowwise=rowwise, columnwise=columnwise, pad_columnwise=pad_columnwise,
+            pow2=pow2, eps=eps, amax=amax,
+        )  # fmt: skip
     out = allocate(matrix, rows, cols, fp8_dtype, 1, rowwise, columnwise, pad_columnwise)
     _fwd(matrix, up_matrix, bias, up_bias, *out, amax, eps, pow2, code)
     note_written(amax)
@@ -114,18 +115,35 @@ def swiglu_bwd_block(
     rows, cols = result_extents(matrix, up_matrix)
     grad_matrix = output_gradient("swiglu_bwd_block", grad_output, input, cols)
     if matrix.dtype is torch.float32 or cols % _BLOCK:
-        try:
+
+        def joined() -> torch.Tensor:
             grads = swiglu.swiglu_bwd(
                 grad_matrix, matrix, up_matrix, bias, up_bias, activation=activation
             )
-            values = grads.input if grads.up is None else torch.cat([grads.input, grads.up], dim=1)
-            return block_quantize(
-                values, fp8_dtype, rowwise=rowwise, columnwise=columnwise,
-                pad_columnwise=pad_columnwise, pow2=pow2, eps=eps, amax=amax,
-            )  # fmt: skip
-        except (TypeError, ValueError) as error:
-            raise under_name("swiglu_bwd_block", error) from error
+            return grads.input if grads.up is None else torch.cat([grads.input, grads.up], dim=1)
+
+        return _by_two_ops(
+            "swiglu_bwd_block", joined, fp8_dtype, rowwise=rowwise, columnwise=columnwise,
+            pad_columnwise=pad_columnwise, pow2=pow2, eps=eps, amax=amax,
+        )  # fmt: skip
     out = allocate(matrix, rows, 2 * cols, fp8_dtype, 1, rowwise, columnwise, pad_columnwise)
     _bwd(grad_matrix, matrix, up_matrix, bias, up_bias, *out, amax, eps, pow2, code)
     note_written(amax)
     return out.of_rows(rows)
+
+
+def _by_two_ops(
+    op: str, compute: Callable[[], torch.Tensor], fp8_dtype: torch.dtype, **options: Any
+) -> BlockQuantized:
+    """Casts a matrix that another op computes, where the kernel that does both does not serve.
+
+    Args:
+        op: the op that was called, which errors of the two others then name.
+        compute: returns the matrix.
+        fp8_dtype: FP8 dtype of the copies.
+        options: those of ``block_quantize``.
+    """
+    try:
+        return block_quantize(compute(), fp8_dtype, **options)
+    except (TypeError, ValueError) as error:
+        raise under_name(op, error) from error

@@ -1,4 +1,4 @@
-"""Folders of tests can be given to one pytest command: no two modules of them have one name."""
+"""Modules of tests have different names, so that one pytest command can take several folders."""
 
 import re
 from collections import defaultdict
@@ -19,6 +19,6 @@ def test_each_module_has_a_name_of_its_own():
 
 
 def test_no_module_imports_a_conftest():
-    """Which one it gets depends on the folders that are collected."""
+    """``import conftest`` would give one of several files, depending on the folders collected."""
     for path in TESTS.rglob("*.py"):
         assert not re.search(r"^\s*(from|import) conftest\b", path.read_text(), re.M), path

@@ -83,7 +83,7 @@ def test_weights_loaded_after_initialize_are_trained(device, name):
 
 @pytest.mark.parametrize("name", HOW)
 def test_groups_that_are_added_have_master_weights(device, name):
-    """As if all groups had been there: also state dicts, and what is loaded before a step."""
+    """Groups added before and after amp.initialize train, save and load state with equal bits."""
     model = make_net(device)
     optimizer = OPTIMIZERS[name]([{"params": list(m.parameters())} for m in model.children()])
     amp.initialize(model, optimizer, opt_level="O5", verbosity=0)

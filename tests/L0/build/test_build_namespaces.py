@@ -85,7 +85,7 @@ TYPES = (
 
 @pytest.fixture(scope="module")
 def beside(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with torch, without what else is installed beside it, and mypy's cache of it."""
+    """A folder that has torch and no other installed package, with mypy's cache of torch."""
     import torch
 
     folder = tmp_path_factory.mktemp("beside")

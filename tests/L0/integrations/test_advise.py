@@ -151,7 +151,7 @@ def test_everything_stays_as_it_was(model: Model) -> None:
 
 
 def test_dropout_of_tried_layers_leaves_random_states() -> None:
-    """The copies that are timed draw as many numbers as there are rounds."""
+    """Timed copies of a layer with dropout draw random numbers, which advise must take back."""
     tracker = apex_te.CudaRNGStatesTracker()
     tracker.add("model-parallel-rng", 5)
     layer = apex_te.TransformerLayer(

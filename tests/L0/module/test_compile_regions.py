@@ -303,7 +303,7 @@ BREAKS = [_break_before, _break_inside, _break_in_a_decorated_function, _branch_
 @pytest.mark.parametrize("function", BREAKS)
 @pytest.mark.parametrize("name", ["delayed", "tensorwise"])
 def test_graphs_that_break_run_in_fp8(device, name, function):
-    """What Python runs between two graphs enters and leaves the region as eager code does."""
+    """Layers on both sides of a graph break give the bits of eager code, and the region ends."""
     recipe = REGIONS[name]
     made = build("Linear", device)
     batches = [torch.randn(16, H, device=device, dtype=made.weight.dtype) * i for i in (1, 2, 3)]
@@ -336,7 +336,7 @@ refuses_floats = pytest.mark.skipif(
 
 @pytest.mark.parametrize("name", ["delayed", pytest.param("tensorwise", marks=refuses_floats)])
 def test_dynamic_sizes(device, name):
-    """torch.compile(dynamic=True) takes a recipe's numbers for unknown ones, too."""
+    """Compiled with dynamic=True, where a recipe's numbers become variables, layers equal eager."""
     layer = build("Linear", device)
     other = copy.deepcopy(layer)
 

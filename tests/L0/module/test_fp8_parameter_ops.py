@@ -81,7 +81,7 @@ WRITES = {
 @pytest.mark.parametrize("write", WRITES.values(), ids=WRITES)
 @pytest.mark.parametrize("view", VIEWS.values(), ids=VIEWS)
 def test_writes_that_would_be_lost_are_refused(view, write):
-    """A view of a plain weight would take them to the weight."""
+    """Writes to a view of a plain weight change the weight; an FP8 weight's views are copies."""
     weight = build(Linear, 32, 64).weight
     values = weight.detach().dequantize()
     for of in (weight.detach(), weight.data):

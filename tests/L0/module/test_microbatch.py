@@ -104,7 +104,7 @@ def test_a_write_through_data_needs_another_promise():
 @pytest.mark.parametrize("evaluated", [None, "tensorwise"])
 @pytest.mark.parametrize("kind", ["Linear", "GroupedLinear"])
 def test_evaluation_between_microbatches_leaves_the_cache(kind, evaluated, first):
-    """The microbatches of a step go on with the scales of its first one, although these moved."""
+    """Later microbatches use the weights that the first one cast, although scales have changed."""
     recipe = DelayedScaling(amax_history_len=2)
     torch.manual_seed(0)
     made = Linear(16, 16) if kind == "Linear" else apex_te.GroupedLinear(2, 16, 16)

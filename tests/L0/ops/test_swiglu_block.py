@@ -128,7 +128,7 @@ def test_refusals(device):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("name", ["swiglu_fwd_block", "swiglu_bwd_block"])
 def test_refusals_name_the_op(device, name, dtype):
-    """For float32, too, where two other ops run: they name the op that was called."""
+    """Errors name the op that was called, also for float32, for which two other ops run."""
     other = torch.bfloat16 if dtype is torch.float32 else torch.float32
     good = {"input": torch.zeros(4, 256, dtype=dtype, device=device), "up": None}
     op = swiglu_fwd_block
