@@ -107,9 +107,32 @@ def frames(library):
     return found
 
 
+@functools.cache
+def runtime_functions():
+    """Names of the functions of the C++ runtime, which some compilers link into every library."""
+    names = set()
+    for archive in ("libstdc++.a", "libgcc.a", "libgcc_eh.a"):
+        command = [*find_cxx(), f"-print-file-name={archive}"]
+        path = Path(
+            subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+        )
+        if path.is_absolute():
+            listing = subprocess.run(
+                ["nm", "--defined-only", str(path)], capture_output=True, text=True
+            )
+            names.update(line.split()[-1] for line in listing.stdout.splitlines() if " " in line)
+    return names
+
+
+def own_frames(library):
+    """Frames of a library's functions without those of the C++ runtime."""
+    runtime = runtime_functions()
+    return {name: size for name, size in frames(library).items() if name not in runtime}
+
+
 on_x86 = pytest.mark.skipif(
-    platform.machine() != "x86_64" or shutil.which("objdump") is None,
-    reason="reads the machine code of x86-64, with objdump",
+    platform.machine() != "x86_64" or shutil.which("objdump") is None or shutil.which("nm") is None,
+    reason="reads the machine code of x86-64, with objdump and nm",
 )
 
 
@@ -119,7 +142,7 @@ on_x86 = pytest.mark.skipif(
 )
 @pytest.mark.parametrize("name", LIBRARIES)
 def test_frames_are_small(name):
-    sizes = frames(get_builder(name).open("cpu").path)
+    sizes = own_frames(get_builder(name).open("cpu").path)
     assert len(sizes) > 10
     assert max(sizes.values()) > 32
     assert {function: size for function, size in sizes.items() if size > FRAME - 64} == {}
@@ -196,3 +219,18 @@ def test_calls_from_threads_with_small_stacks():
     )
     called, wanted = out.split()
     assert called == wanted
+
+
+@on_x86
+def test_frames_of_a_runtime_that_is_linked_in_do_not_count(tmp_path):
+    source, library = tmp_path / "throws.cpp", tmp_path / "throws.so"
+    source.write_text(
+        "void fill(char*);\n"
+        f'extern "C" void throws() {{ char bytes[{2 * FRAME}]; fill(bytes); throw bytes[0]; }}\n'
+    )
+    flags = [*BASE_CXX_ARGS, "-static-libstdc++", "-static-libgcc", "-shared", "-o", str(library)]
+    if subprocess.run([*find_cxx(), *flags, str(source)], capture_output=True).returncode:
+        pytest.skip("there is no C++ runtime to link in")
+    assert {"throws", "__cxa_throw"} <= set(frames(library))
+    assert own_frames(library)["throws"] > FRAME
+    assert "__cxa_throw" not in own_frames(library)
