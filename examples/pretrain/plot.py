@@ -17,6 +17,8 @@ from typing import Any, NamedTuple
 
 from logs import FILE, read_log
 
+KINDS = ("train", "held_out")  # of losses that are saved
+
 
 class Curve(NamedTuple):
     """Losses of one run.
@@ -26,12 +28,14 @@ class Curve(NamedTuple):
         tokens: number of tokens of a step.
         train: loss by step, as trained on.
         held_out: loss of held-out tokens by step.
+        digest: of the token files, as prepare.py says it; None if it is not known.
     """
 
     name: str
     tokens: int
     train: dict[int, float]
     held_out: dict[int, float]
+    digest: str | None = None
 
 
 def read_curves(path: Path) -> list[Curve]:
@@ -42,7 +46,8 @@ def read_curves(path: Path) -> list[Curve]:
         Curve(
             run["name"],
             run["tokens"],
-            *({int(step): loss for step, loss in run[kind].items()} for kind in Curve._fields[2:]),
+            *({int(step): loss for step, loss in run[kind].items()} for kind in KINDS),
+            run.get("digest"),
         )
         for run in json.loads(path.read_text(encoding="utf-8"))["runs"]
     ]
@@ -57,6 +62,7 @@ def save(curves: Sequence[Curve], path: Path) -> None:
             "tokens": curve.tokens,
             "train": {step: round(loss, 5) for step, loss in curve.train.items()},
             "held_out": {step: round(loss, 5) for step, loss in curve.held_out.items()},
+            "digest": curve.digest,
         }
         for curve in curves
     ]
@@ -80,7 +86,14 @@ def read_curve(path: Path) -> Curve:
         kind: {event["step"]: event["loss"] for event in events if event["kind"] == kind}
         for kind in ("step", "held_out")
     }
-    return Curve(name, about["batch"] * about["context"], losses["step"], losses["held_out"])
+    tokens = about["batch"] * about["context"]
+    return Curve(name, tokens, losses["step"], losses["held_out"], about.get("digest"))
+
+
+def other_data(curves: Sequence[Curve]) -> list[str]:
+    """Returns the names of runs whose tokens are known not to be the first run's."""
+    first = curves[0].digest
+    return [c.name for c in curves if c.digest is not None and first not in (None, c.digest)]
 
 
 def smooth(losses: dict[int, float], keep: float) -> dict[int, float]:
@@ -186,6 +199,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = parser.parse_args(argv)
     curves = [curve for path in args.runs for curve in read_curves(path)]
     print(table(curves))
+    if others := other_data(curves):
+        print(f"not trained on the tokens of {curves[0].name}: {', '.join(others)}")
     if args.save:
         save(curves, args.save)
     draw(curves, args.out)

@@ -216,8 +216,10 @@ def _encoder(tokenizer: Path, workers: int) -> Iterator[Callable[..., Iterable[A
 
 def write_tokens(
     sources: Sequence[Source], tokenizer: Path, folder: Path, dtype: str, workers: int
-) -> dict[str, int]:
-    """Writes train.bin and held_out.bin into ``folder`` and returns counts of tokens and files.
+) -> dict[str, Any]:
+    """Writes train.bin and held_out.bin into ``folder`` and returns what they hold.
+
+    That is counts of tokens and files, and a digest, which is equal where the tokens are.
 
     Args:
         sources: files in order.
@@ -229,6 +231,7 @@ def write_tokens(
     sizes = {"train": 0, "held_out": 0}
     counts = {"train_files": 0, "held_out_files": 0, "duplicate_files": 0, "other_files": 0}
     seen: set[bytes] = set()
+    digest_of_all = hashlib.blake2b(digest_size=12)
     for_evaluation = held_out_of(sources)
     groups = [sources[i : i + FILES_PER_TASK] for i in range(0, len(sources), FILES_PER_TASK)]
     with contextlib.ExitStack() as stack:
@@ -248,9 +251,11 @@ def write_tokens(
                 seen.add(digest)
                 side = "held_out" if source.path in for_evaluation else "train"
                 files[side].write(tokens)
+                digest_of_all.update(side.encode() + tokens)
                 sizes[side] += len(tokens) // np.dtype(dtype).itemsize
                 counts[f"{side}_files"] += 1
-    return {f"{side}_tokens": size for side, size in sizes.items()} | counts
+    tokens_of = {f"{side}_tokens": size for side, size in sizes.items()}
+    return {**tokens_of, **counts, "digest": digest_of_all.hexdigest()}
 
 
 def key_of(sources: Sequence[Source], vocabulary: int) -> str:

@@ -82,7 +82,8 @@ class Training:
         self._logged = 0
         self._energy = [0.0, 0]  # joules, and the steps that took them
         about = {**settings, "parameters": built.parameters, "ranks": ranks.size,
-                 "tokens_of_an_epoch": order.windows * args.context, "torch": torch.__version__,
+                 "tokens_of_an_epoch": order.windows * args.context,
+                 "digest": tokens.meta.get("digest"), "torch": torch.__version__,
                  "device": str(device), "flops_per_token": built.flops_per_token}  # fmt: skip
         if device.type == "cuda":
             about["device"] = torch.cuda.get_device_name(device)

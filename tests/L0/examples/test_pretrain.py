@@ -85,6 +85,20 @@ def test_tokens_are_written_once(texts, folder):
     assert prepare.key_of(sources[1:], VOCABULARY) != folder.name
 
 
+def test_the_digest_tells_equal_tokens(texts, tokens, tmp_path):
+    copy = tmp_path / "texts"
+    shutil.copytree(texts, copy, copy_function=shutil.copy)  # with other times
+
+    def digest():
+        made = prepare.prepare([copy], tmp_path / "tokens", VOCABULARY, workers=1)
+        return json.loads((made / "meta.json").read_text())["digest"]
+
+    assert digest() == tokens.meta["digest"]
+    with open(next(copy.glob("inner/*.py")), "a") as file:
+        file.write("x = 1\n")
+    assert digest() != tokens.meta["digest"]
+
+
 def test_sources_do_not_follow_the_alphabet_and_obey_a_limit(texts):
     sources = prepare.find_sources([texts])
     names = [source.name for source in sources]
@@ -322,12 +336,12 @@ def test_schedule():
     assert rates[100] == pytest.approx(1e-4)
 
 
-def test_curves_and_their_differences(tmp_path):
+def test_curves_and_their_differences(tmp_path, capsys):
     pytest.importorskip("matplotlib")
     plot = example.plot
     about = {"kind": "start", "layers": "apex_te", "batch": 2, "context": 8}
     for name, more in (("bf16", 0.0), ("delayed", 0.1)):
-        events = [{**about, "recipe": name}]
+        events = [{**about, "recipe": name, "digest": name[:1]}]
         events += [{"kind": "step", "step": i, "loss": 5 - i / 10 + more} for i in range(1, 21)]
         events += [{"kind": "held_out", "step": i, "loss": 4.0 * (1 + more)} for i in (10, 20)]
         (tmp_path / name).mkdir()
@@ -341,14 +355,20 @@ def test_curves_and_their_differences(tmp_path):
     runs, saved = [str(tmp_path / name) for name in ("bf16", "delayed")], tmp_path / "saved.json"
     plot.main([*runs, "--out", str(tmp_path / "a.png"), "--save", str(saved)])
     assert (tmp_path / "a.png").stat().st_size > 10_000
+    assert "not trained on the tokens of bf16: delayed\n" in capsys.readouterr().out
     again = plot.read_curves(saved)
     assert [curve.name for curve in again] == ["bf16", "delayed"]
     for kept, curve in zip(again, curves, strict=True):
         assert kept.tokens == curve.tokens == 16
+        assert kept.digest == curve.digest
         assert kept.train == pytest.approx(curve.train, abs=1e-5)
         assert kept.held_out == pytest.approx(curve.held_out, abs=1e-5)
     assert plot.table(again) == plot.table(curves)
     assert plot.table(again).splitlines()[2].count("%") == 3
+    unknown = [curve._replace(digest=None) for curve in curves]
+    assert (
+        plot.other_data([curves[0], unknown[1]]) == plot.other_data([unknown[0], curves[1]]) == []
+    )
 
 
 @pytest.mark.parametrize(
