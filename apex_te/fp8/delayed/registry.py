@@ -54,8 +54,17 @@ def traced_key(recipe: Recipe) -> str:
     The recipe's fields become constants of the compiled code.
     """
     kind = type(recipe)
-    values = {name: getattr(recipe, name) for name in _field_names(kind).split()}
-    return _key_of_values(kind, **values)
+    # Numbers are variables to torch.compile(dynamic=True); their digits are a text that it guards.
+    values, integers, floats = {}, "", ""
+    for name in _field_names(kind).split():
+        value = getattr(recipe, name)
+        if isinstance(value, float):
+            floats += f"{name}={value.hex()} "
+        elif isinstance(value, int) and not isinstance(value, bool):
+            integers += f"{name}={float(value).hex()} "
+        else:
+            values[name] = value
+    return _key_of_values(kind, integers, floats, **values)
 
 
 def _field_names(kind: type) -> str:
@@ -66,8 +75,18 @@ def _field_names(kind: type) -> str:
     return " ".join(field.name for field in dataclasses.fields(kind))
 
 
-def _key_of_values(kind: Any, /, **values: Any) -> str:
-    """Returns the interned name of the recipe ``kind(**values)``, a constant to torch.compile."""
+def _key_of_values(kind: Any, integers: str, floats: str, /, **values: Any) -> str:
+    """Returns the interned name of the recipe ``kind(**values)``, a constant to torch.compile.
+
+    Args:
+        kind: the recipe's class.
+        integers, floats: its numbers, ``name=digits`` separated by spaces, in ``float.hex`` digits.
+        values: its other fields.
+    """
+    for numbers, type_of in ((integers, int), (floats, float)):
+        for number in numbers.split():
+            name, _, digits = number.partition("=")
+            values[name] = type_of(float.fromhex(digits))
     return intern(kind(**values))[0]
 
 

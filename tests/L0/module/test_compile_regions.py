@@ -328,27 +328,30 @@ def test_a_torch_without_the_switch_warns(monkeypatch):
         autocast._run_eagerly(autocast.fp8_autocast.__enter__)
 
 
-refuses_floats = pytest.mark.skipif(
-    tuple(map(int, torch.__version__.split(".")[:2])) < (2, 13),
-    reason="its Dynamo ends in an error of its own where a recipe has a float, with dynamic=True",
+@pytest.mark.parametrize(
+    ("name", "fullgraph"), [("delayed", True), ("tensorwise", False), ("blockwise", True)]
 )
-
-
-@pytest.mark.parametrize("name", ["delayed", pytest.param("tensorwise", marks=refuses_floats)])
-def test_dynamic_sizes(device, name):
+def test_dynamic_sizes(device, name, fullgraph):
     """Compiled with dynamic=True, where a recipe's numbers become variables, layers equal eager."""
     layer = build("Linear", device)
     other = copy.deepcopy(layer)
 
-    def forward(layer, x):
-        with fp8_autocast(fp8_recipe=REGIONS[name]):
+    def forward(layer, x, recipe):
+        with fp8_autocast(fp8_recipe=recipe):
             return layer(x)
 
-    run = torch.compile(forward, backend="aot_eager", dynamic=True)
+    recipe = REGIONS[name]
+    run = torch.compile(forward, backend="aot_eager", dynamic=True, fullgraph=fullgraph)
     for rows in (16, 32, 48):
         x = torch.randn(rows, H, device=device, dtype=layer.weight.dtype)
         flush_fp8_state()
-        expected = forward(layer, x)
+        expected = forward(layer, x, recipe)
         flush_fp8_state()
-        assert torch.equal(run(other, x), expected)
+        assert torch.equal(run(other, x, recipe), expected)
         assert not is_fp8_enabled()
+    if name == "delayed":
+        return
+    coarse = dataclasses.replace(recipe, eps=1e3)
+    result = forward(layer, x, coarse)
+    assert not torch.equal(result, expected)
+    assert torch.equal(run(other, x, coarse), result)
