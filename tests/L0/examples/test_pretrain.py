@@ -267,7 +267,8 @@ def test_a_run_learns_and_goes_on_to_the_bit(folder, tmp_path, capsys):
     parted = tmp_path / "parted"
     run(folder, parted, *words, "--stop-at", "7")
     assert [path.name for path in sorted(parted.glob("step-*"))] == ["step-00000007"]
-    again, resumed = run(folder, parted, *words, "--resume")
+    moved = shutil.copytree(folder, tmp_path / "moved")
+    again, resumed = run(moved, parted, *words, "--resume")
     assert resumed == losses
     assert again["held_out_loss"] == figures["held_out_loss"]
     kinds = [event["kind"] for event in example.logs.read_log(parted / "log.jsonl")]
@@ -275,6 +276,10 @@ def test_a_run_learns_and_goes_on_to_the_bit(folder, tmp_path, capsys):
     assert kinds.count("end") == 1
     with pytest.raises(ValueError, match="seed must be 1 as in the saved run, got 2"):
         run(folder, parted, *words, "--resume", "--seed", "2")
+    meta = json.loads((moved / "meta.json").read_text())
+    (moved / "meta.json").write_text(json.dumps({**meta, "digest": "0"}))
+    with pytest.raises(ValueError, match=rf"corpus must be '{meta['digest']}' as .*, got '0'"):
+        run(moved, parted, *words, "--resume")
 
 
 def test_checkpoints_that_cannot_be_used(folder, tmp_path):
