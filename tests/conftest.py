@@ -16,6 +16,7 @@ import pytest
 import torch
 
 ROOT = Path(__file__).resolve().parent.parent
+GPU_MEMORY_OF_A_WORKER = 10 << 30  # bytes; 14 workers took 131 GiB
 try:
     import apex_te  # noqa: F401
 except ModuleNotFoundError:  # an uninstalled checkout
@@ -24,6 +25,15 @@ except ModuleNotFoundError:  # an uninstalled checkout
 
 def pytest_configure(config):
     config.addinivalue_line("markers", "cuda: runs on a GPU")
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers():
+    """Number of processes for ``-n auto``: the cores, or fewer if the GPU has too little memory."""
+    if not torch.cuda.is_available():
+        return None  # what pytest-xdist takes by itself
+    memory = torch.cuda.get_device_properties(0).total_memory
+    return max(1, min(len(os.sched_getaffinity(0)), memory // GPU_MEMORY_OF_A_WORKER))
 
 
 @pytest.hookimpl(wrapper=True)
@@ -45,6 +55,8 @@ def _settled():
     """
     gc.collect()
     gc.freeze()
+    if torch.cuda.is_initialized():
+        torch.cuda.empty_cache()  # what a process keeps without need, the other ones lack
 
 
 @pytest.fixture(
