@@ -18,6 +18,7 @@ from ..fp8.delayed.state import TENSORS, FP8State, resized_history
 from ..fp8.parameter.parameter import FP8Parameter
 from ..module._core.captured_weights import CapturedWeights, KeptWeight
 from ..module._core.fp8_module import FP8Module, Modes
+from ..runtime.stamp import stamp
 
 __all__ = ["Capture", "SavedState", "fp8_modules", "no_collection", "preserved", "substituted"]
 
@@ -368,7 +369,7 @@ class WeightCache:
     ) -> None:
         self.sources = sources
         self.is_filled = False  # by any replay
-        self._versions: list[list[Any] | None] = [None] * len(kept)
+        self._stamps: list[list[Any] | None] = [None] * len(kept)
         self._keeps = [False] * len(kept)
         self._noop: torch.Tensor | None = None
         if kept:
@@ -392,9 +393,9 @@ class WeightCache:
         else:
             keeps = []
             for i, sources in enumerate(self.sources):
-                now = [_version(inputs[s] if isinstance(s, int) else s) for s in sources]
-                keeps.append(first is False and now == self._versions[i])
-                self._versions[i] = None if first is None else now
+                now = [stamp(inputs[s] if isinstance(s, int) else s) for s in sources]
+                keeps.append(first is False and now == self._stamps[i])
+                self._stamps[i] = None if first is None else now
         if keeps == self._keeps or self._noop is None:
             return
         if all(keeps) or not any(keeps):
@@ -403,11 +404,6 @@ class WeightCache:
             for flag, keep in zip(self._noop.split(1), keeps, strict=True):
                 flag.fill_(int(keep))
         self._keeps = keeps
-
-
-def _version(x: torch.Tensor) -> tuple[int, int]:
-    """Returns the version and address of ``x``, which change when its values do."""
-    return (0 if x.is_inference() else x._version), x.data_ptr()
 
 
 class DelayedGradient:

@@ -153,7 +153,10 @@ class LinearParameters(ParallelModule):
     def _weight_sources(self, weight: torch.Tensor) -> tuple[torch.Tensor, ...]:
         if self.split is None:
             return (weight,)
-        return tuple(getattr(self, name) for name in self._linear_names("weight"))
+        parts = [self._parameters.get(name) for name in self._linear_names("weight")]
+        # A part that a parametrization makes would be made once more, and be another one.
+        whole = any(part is None for part in parts)
+        return (weight,) if whole else tuple(parts)  # type: ignore[arg-type]
 
 
 class LinearLayer(LinearParameters):

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
+import torch
 from torch import compiler
 from torch._C import _are_functorch_transforms_active as transforms_active
 from torch._C import _get_dispatch_mode, _TorchDispatchModeKey
 from torch._C import _is_tracing as jit_tracing
 from torch._C import _len_torch_dispatch_stack as dispatch_modes
+from torch._C._functorch import is_functorch_wrapped_tensor
 from torch.compiler import is_dynamo_compiling
 from torch.utils._python_dispatch import _disable_current_modes as untraced
 
@@ -14,6 +18,7 @@ __all__ = [
     "dispatch_modes",
     "is_compiling",
     "is_traced",
+    "is_transformed",
     "jit_tracing",
     "refuse_state",
     "transforms_active",
@@ -36,6 +41,11 @@ def is_traced() -> bool:
     torch.jit.trace.
     """
     return is_compiling() or bool(dispatch_modes() or transforms_active() or jit_tracing())
+
+
+def is_transformed(tensors: Iterable[torch.Tensor]) -> bool:
+    """Returns True if a transform of torch.func wraps one of the tensors, which has no memory."""
+    return transforms_active() and any(map(is_functorch_wrapped_tensor, tensors))
 
 
 def refuse_state(owner: str) -> None:

@@ -8,6 +8,7 @@ import torch
 
 from ... import runtime
 from ...ops.registration import register
+from ...runtime.stamp import stamp
 from ..tensor import QuantizedTensor
 
 __all__ = ["TracedWeight"]
@@ -22,8 +23,8 @@ class TracedWeight:
         rowwise: FP8 data ``[rows, cols]``.
         columnwise: FP8 data ``[cols, rows]``.
         scale_inv: fp32 ``[1]``, for both copies.
-        seen: the stamp, int64 ``[1 + 2 * parameters]`` on the CPU: 1 once there are copies, then
-            version and address of each parameter.
+        seen: the stamp, int64 ``[1 + 3 * parameters]`` on the CPU: 1 once there are copies, then
+            the ``stamp`` of each parameter.
     """
 
     __slots__ = ("columnwise", "rowwise", "scale_inv", "seen")
@@ -35,7 +36,7 @@ class TracedWeight:
             self.rowwise = torch.zeros(rows, cols, dtype=dtype, device=device)
             self.columnwise = torch.zeros(cols, rows, dtype=dtype, device=device)
             self.scale_inv = torch.ones(1, dtype=torch.float32, device=device)
-            self.seen = torch.zeros(1 + 2 * sources, dtype=torch.int64, device="cpu")
+            self.seen = torch.zeros(1 + 3 * sources, dtype=torch.int64, device="cpu")
 
     def quantized(
         self,
@@ -80,7 +81,7 @@ def _keep(
     """
     now = [1]
     for source in sources:
-        now += [0 if source.is_inference() else source._version, source.data_ptr()]
+        now += stamp(source)
     if fill or seen.tolist() != now:
         _lib.cast_transpose(weight, scale, rowwise, columnwise, amax, scale_inv, None, None, None)
         seen.copy_(torch.tensor(now))

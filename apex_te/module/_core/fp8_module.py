@@ -19,7 +19,8 @@ from ...fp8.delayed.state import FP8State
 from ...fp8.module_fp8 import ModuleFP8
 from ...fp8.parameter.parameter import FP8Parameter, dequantized, fp8_operands, record_weight
 from ...fp8.tensor import QuantizedTensor
-from ...runtime.tracing import refuse_state
+from ...runtime.stamp import stamp
+from ...runtime.tracing import is_transformed, refuse_state
 from .arguments import autocast_dtype
 from .captured_weights import CapturedWeights
 from .context import is_autocast
@@ -70,8 +71,8 @@ class Modes:
         recompute_fp8: True if the call that ``recompute`` repeats ran in FP8.
         recompute_keeps: True if that call kept columnwise copies of its weights.
         weight_cache: FP8 copies of weights by number of the GEMM, filled by
-            ``is_first_microbatch``; their keys are versions and addresses of a weight's sources,
-            quantizer type and dtype.
+            ``is_first_microbatch``; their keys are the stamps of a weight's sources, quantizer
+            type and dtype.
         wgrad_store: functions that compute the delayed weight gradients when ``backward_dw`` runs.
     """
 
@@ -509,8 +510,8 @@ class FP8Module(torch.nn.Module):
             if held is not None:
                 return held
         sources = self._weight_sources(weight)
-        versions = tuple([(0 if w.is_inference() else w._version, w.data_ptr()) for w in sources])
-        key = versions, type(quantizers.weight_recast), quantizers.weight_recast.dtype
+        stamps = tuple([stamp(source) for source in sources])
+        key = stamps, type(quantizers.weight_recast), quantizers.weight_recast.dtype
 
         def cast() -> QuantizedTensor:
             # A later training step may need what an evaluation in inference mode cached.
@@ -586,6 +587,8 @@ class FP8Module(torch.nn.Module):
                 self._traced_weight(gemm, weight, quantizers[gemm].weight, fill)
                 for gemm, weight in enumerate(weights)
             )
+        if is_transformed(weights):
+            return (None,) * len(weights)
         return tuple(
             self._cached_weight(weight, quantizers[gemm], fill, gemm)
             for gemm, weight in enumerate(weights)

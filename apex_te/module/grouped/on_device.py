@@ -14,6 +14,8 @@ from ...ops import grouped_quantize as op
 from ...ops.grouped_gemm import contract_groups, multiply_groups
 from ...ops.grouped_quantize import GroupedOutput, Groups
 from ...ops.op_function import OpFunction, once_differentiable
+from ...runtime.stamp import stamp
+from ...runtime.tracing import is_transformed
 from .._core.context import take_saved, without_autocast, without_autograd
 from .._core.fp8_module import FP8Module, Modes
 from .._core.gemm import FP8Call, GemmOptions
@@ -200,15 +202,15 @@ def cached_weights(
             cached copies, and casts anew if a weight has changed; None caches nothing.
 
     Returns:
-        Rowwise and columnwise copies; None with ``fill=None``, for which the caller casts the
-        weights.
+        Rowwise and columnwise copies; None with ``fill=None`` and under transforms of torch.func:
+        the caller then casts the weights.
     """
     if modes.captured is not None:
         return modes.captured.quantized_matrices(weights, quantizers.weight)
-    if fill is None:
+    if fill is None or is_transformed(weights):
         return None
-    versions = tuple([(0 if w.is_inference() else w._version, w.data_ptr()) for w in weights])
-    key = versions, type(quantizers.weight_recast), quantizers.weight_recast.dtype
+    stamps = tuple([stamp(w) for w in weights])
+    key = stamps, type(quantizers.weight_recast), quantizers.weight_recast.dtype
 
     def cast() -> GroupedOutput:
         with torch.inference_mode(False), torch.no_grad():

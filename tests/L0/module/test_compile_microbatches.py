@@ -11,6 +11,7 @@ from test_compile_regions import REGIONS, H, build, compiled, counters, states
 from apex_te import flush_fp8_state, fp8_autocast
 from apex_te.fp8.delayed.amax_group import amax_groups
 from apex_te.module.linear import Linear
+from apex_te.recipe import DelayedScaling
 
 OTHERS = [recipe for recipe in SCHEMES if recipe != "delayed"]
 FLAGS = [True, False, False, True, False, False]
@@ -128,3 +129,17 @@ def test_a_delayed_weight_gradient_is_refused(device):
     assert module.weight.grad is None
     module.backward_dw()
     assert module.weight.grad is not None
+
+
+def test_another_weight_at_the_same_address_is_cast_again():
+    numpy = pytest.importorskip("numpy")
+    module, x = Linear(H, H, bias=False), torch.randn(8, H)
+    run = torch.compile(
+        lambda w, first: module(x, weight=w, is_first_microbatch=first), backend="aot_eager"
+    )
+    memory = numpy.empty((H, H), numpy.float32)
+    for i, first in enumerate([True, False, False]):
+        memory[...] = 2.0**i
+        weight = torch.from_numpy(memory)  # of version 0, as a weight that was made anew
+        with fp8_autocast(True, DelayedScaling(interval=100)):
+            assert torch.equal(run(weight, first), module(x, weight=weight)), i

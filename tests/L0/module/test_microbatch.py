@@ -85,6 +85,77 @@ def test_changed_weight_is_quantized_again(change):
         assert torch.equal(module(x, is_first_microbatch=False), fresh(x))
 
 
+def weights_at_one_address(count):
+    """Weights [32, 16] one after the other in the same memory, each of version 0."""
+    numpy = pytest.importorskip("numpy")
+    memory = numpy.empty((32, 16), numpy.float32)
+    for i in range(count):
+        memory[...] = torch.randn(32, 16, generator=torch.Generator().manual_seed(i)).numpy()
+        yield torch.from_numpy(memory)
+
+
+@pytest.mark.parametrize("kind", ["passed", "functional_call", "GroupedLinear", "on the device"])
+def test_another_weight_at_the_same_address_is_quantized(kind):
+    """As of a parametrization, whose weights come and go."""
+    x, rest = torch.randn(8, 16), {}
+    module = Linear(16, 32, bias=False)
+    if kind in ("GroupedLinear", "on the device"):
+        module = apex_te.GroupedLinear(1, 16, 32, bias=False)
+        rest = {"m_splits": [8] if kind == "GroupedLinear" else torch.tensor([8])}
+    name = "weight0" if rest else "weight"
+    for i, weight in enumerate(weights_at_one_address(3)):
+        runs = []
+        for first in (i == 0, None):
+            options = {"is_first_microbatch": first, **rest}
+            with fp8_autocast(True, "tensorwise"):
+                if kind == "passed":
+                    out = module(x, weight=weight, **options)
+                else:
+                    out = torch.func.functional_call(module, {name: weight}, (x,), options)
+            runs.append(out)
+        assert torch.equal(*runs), i
+
+
+def test_a_weight_of_several_parametrized_parts_is_made_once_in_a_call():
+    calls = []
+
+    class Counted(torch.nn.Module):
+        def forward(self, weight):
+            calls.append(weight)
+            return weight * 2
+
+    module = Linear(16, 16, parameters_split=("query", "key"))
+    torch.nn.utils.parametrize.register_parametrization(module, "query_weight", Counted())
+    calls.clear()
+    x, out = torch.randn(4, 16), []
+    for first in (True, False, None):
+        out.append(forward(module, x, first, recipe="blockwise"))
+    assert len(calls) == 3
+    assert torch.equal(out[1], out[2])
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "blockwise"])
+@pytest.mark.parametrize("kind", ["Linear", "GroupedLinear", "on the device"])
+def test_weights_that_torch_func_transforms(kind, recipe):
+    x, rest = torch.randn(8, 16), {}
+    module = Linear(16, 16)
+    if kind != "Linear":
+        module = apex_te.GroupedLinear(2, 16, 16)
+        rest = {"m_splits": [3, 5] if kind == "GroupedLinear" else torch.tensor([3, 5])}
+
+    def loss(parameters, first):
+        options = {"is_first_microbatch": first, **rest}
+        with fp8_autocast(True, recipe):
+            out = torch.func.functional_call(module, parameters, (x,), options)
+        return out.square().sum()
+
+    parameters = {name: p.detach() for name, p in module.named_parameters()}
+    grads = [torch.func.grad(loss)(parameters, first) for first in (None, True, False)]
+    for name, expected in grads[0].items():
+        assert torch.equal(grads[1][name], expected)
+        assert torch.equal(grads[2][name], expected)
+
+
 def test_a_write_through_data_needs_another_promise():
     """As documented: no version counts it."""
     module, x = Linear(16, 8), torch.randn(4, 16)

@@ -1,0 +1,40 @@
+"""Stamps of tensors, which tell whether a tensor still has the values that it had."""
+
+from __future__ import annotations
+
+import itertools
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+
+__all__ = ["stamp"]
+
+_numbers: dict[int, tuple[StorageWeakRef, int]] = {}  # by the address of the storage object
+_count = itertools.count(1)
+_limit = 256  # entries above which those of freed storages are dropped
+
+
+def stamp(x: torch.Tensor) -> tuple[int, int, int]:
+    """Returns the version and address of ``x``, and the number of its storage.
+
+    Two stamps are equal only if they are of the same values. Memory that was freed and allocated
+    again, as for a weight that a parametrization makes in each call, has another number. Writes
+    that a version does not count (through ``.data``, or to tensors of inference mode) do not show.
+    """
+    return (0 if x.is_inference() else x._version), x.data_ptr(), _number(x.untyped_storage())
+
+
+def _number(storage: torch.UntypedStorage) -> int:
+    """Returns a number that no other storage of the process gets."""
+    global _limit
+    # No other storage can be at this address: the entry's reference keeps the object, not its data.
+    found = _numbers.get(storage._cdata)
+    if found is not None:
+        return found[1]
+    if len(_numbers) >= _limit:
+        for address in [a for a, (ref, _) in list(_numbers.items()) if ref.expired()]:
+            _numbers.pop(address, None)
+        _limit = max(256, 2 * len(_numbers))
+    number = next(_count)
+    _numbers[storage._cdata] = StorageWeakRef(storage), number
+    return number
