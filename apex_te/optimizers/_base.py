@@ -220,6 +220,8 @@ class FusedOptimizer(torch.optim.Optimizer):
         if self.use_decoupled_grad:
             self._refuse_scaler(grad_scaler)
         with torch.no_grad():
+            if self.use_decoupled_grad and not self.state:
+                self._make_states_to_load()
             scalars = Scalars.of(self, grad_scaler)
             if not self._is_planned():
                 self._plans.clear()
@@ -232,6 +234,23 @@ class FusedOptimizer(torch.optim.Optimizer):
                 self._planned = list(self.state.values())
             self._update(work, scalars)
         return loss
+
+    def _make_states_to_load(self) -> None:
+        """Makes the states of parameters in a step that torch takes to have a state to load into.
+
+        ``torch.distributed.checkpoint.state_dict`` takes it with rates of 0 and a ``.grad`` of
+        zeros for each parameter, which an optimizer of decoupled gradients does not read.
+        """
+        params = [param for group in self.param_groups for param in group["params"]]
+        if any(_decoupled_grad(param) is not None for param in params):
+            return
+        if any(float(group["lr"]) != 0.0 for group in self.param_groups):
+            return
+        for group in self.param_groups:
+            names, counts = self._moments(group), self._counts_steps(group)
+            for param in group["params"]:
+                if param.grad is not None:
+                    self._state_of(param, names, counts)
 
     def _is_planned(self) -> bool:
         """Returns True if the parameters have the states for which the buckets were prepared."""

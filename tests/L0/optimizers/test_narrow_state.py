@@ -8,6 +8,11 @@ import pytest
 import torch
 from checks import assert_same_bits
 from optimizer_runs import copies, give_grads, make_params, state_tensors, steps
+from torch.distributed.checkpoint.state_dict import (
+    get_optimizer_state_dict,
+    get_state_dict,
+    set_state_dict,
+)
 
 from apex_te.optimizers import FusedAdam
 
@@ -229,6 +234,48 @@ def test_decoupled_gradients_have_a_dtype_of_their_own(device, dtype, grad_dtype
         other.step()
     assert_same_bits(ours, theirs)
     assert int(optimizer.state[ours[1]]["step"]) == 3
+
+
+@pytest.mark.parametrize("capturable", [False, True])
+def test_torch_loads_into_an_optimizer_of_decoupled_gradients(capturable):
+    """A new one has the state to load into, which torch makes by a step with ``grad`` alone."""
+
+    def made():
+        torch.manual_seed(0)
+        model = torch.nn.Linear(4, 3, dtype=torch.bfloat16)
+        model.bias.requires_grad_(False)
+        options = {"master_weights": True, "use_decoupled_grad": True, "capturable": capturable}
+        return model, FusedAdam(model.parameters(), lr=0.1, **options)
+
+    def step(model, optimizer, value):
+        model.weight.decoupled_grad = torch.full_like(model.weight, value)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    model, optimizer = made()
+    step(model, optimizer, 0.5)
+    saved = get_state_dict(model, optimizer)
+    resumed, loaded = made()
+    state = get_optimizer_state_dict(resumed, loaded)
+    assert {name: set(own) for name, own in state["state"].items()} == {
+        name: set(own) for name, own in saved[1]["state"].items()
+    }
+    assert torch.equal(resumed.weight, made()[0].weight)
+    set_state_dict(resumed, loaded, model_state_dict=saved[0], optim_state_dict=saved[1])
+    for own in ((model, optimizer), (resumed, loaded)):
+        step(*own, -0.25)
+    assert torch.equal(resumed.weight, model.weight)
+    for name, value in optimizer.state[model.weight].items():
+        assert torch.equal(*map(torch.as_tensor, (loaded.state[resumed.weight][name], value)))
+
+
+def test_a_first_step_without_gradients_makes_no_state():
+    param = torch.nn.Parameter(torch.ones(2))
+    param.grad = torch.ones(2)
+    optimizer = FusedAdam([param], lr=0.1, use_decoupled_grad=True)
+    optimizer.step()
+    assert not optimizer.state
+    assert param.eq(1.0).all()
 
 
 def test_zero_grad_covers_decoupled_gradients():

@@ -160,7 +160,7 @@ def test_two_ranks_train_as_one(run, recipe, words):
 
 @pytest.mark.parametrize(
     "words",
-    [[], ["--tp", "2"], ["--fp8-all-gather"], ["--recompute", "1"]],
+    [[], ["--tp", "2", "--main-grads"], ["--fp8-all-gather"], ["--recompute", "1"]],
     ids=lambda words: " ".join(words) or "fsdp",
 )
 def test_two_ranks_resume_to_the_bit(run, words):
