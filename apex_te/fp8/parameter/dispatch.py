@@ -9,6 +9,7 @@ import torch
 from torch.utils._pytree import tree_map_only
 
 from ..tensor import QuantizedTensor
+from .collective import run_collective
 from .fsdp_gather import GatheredPart, joined
 from .values_view import guarded
 
@@ -97,6 +98,8 @@ def dispatch(cls: type[HeldWeight], func: Any, args: tuple, kwargs: dict[str, An
         x = args[0]
         like = torch.empty(x.shape, dtype=x.dtype, device=x.device)
         return func(like, *args[1:], **kwargs)
+    if func.namespace == "c10d":
+        return run_collective(cls, func, args, kwargs)
     return _on_values(cls, func, args, kwargs)
 
 
