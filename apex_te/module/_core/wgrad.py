@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.autograd.graph import get_gradient_edge
 
 from ...comm.collectives import Pending
 from ...fp8.tensor import QuantizedTensor
@@ -14,7 +15,9 @@ from ...ops.wgrad_gemm import wgrad_gemm
 from .gemm import GemmOptions, GemmPlan, Operand, saves_values
 from .tensor_parallel import GatheredRows
 
-__all__ = ["dummy_gradient", "main_grad_of", "plain_weight_gradient", "weight_gradient"]
+__all__ = [
+    "dummy_gradient", "is_wanted", "main_grad_of", "plain_weight_gradient", "weight_gradient",
+]  # fmt: skip
 
 _dummies: dict[tuple, torch.Tensor] = {}
 
@@ -38,9 +41,14 @@ def weight_gradient(
 
     Returns:
         The gradient ``[out, in]`` for autograd. If the gradient went into ``main_grad`` or is
-        delayed, None or what ``dummy_gradient`` returns.
+        delayed, None or what ``dummy_gradient`` returns; None if it is not wanted.
     """
     operand = quantized.arrived(False) if isinstance(quantized, GatheredRows) else quantized
+    if plan.parameter is not None and not is_wanted(plan.parameter):
+        if gathered is not None:
+            gathered.borrow()
+            gathered.release()
+        return None
     return _now_or_later(
         plan.parameter, plan.options, lambda: _weight_gradient(plan, saved, dy, operand, gathered)
     )
@@ -64,9 +72,30 @@ def plain_weight_gradient(
 
     Returns:
         The gradient ``[out, in]`` for autograd. If the gradient went into ``main_grad`` or is
-        delayed, None or what ``dummy_gradient`` returns.
+        delayed, None or what ``dummy_gradient`` returns; None if it is not wanted.
     """
+    in_place = options.accumulate is not None or options.wgrad_store is not None
+    if in_place and not is_wanted(parameter):
+        return None
     return _now_or_later(parameter, options, lambda: _plain_wgrad(dy, x, parameter, dtype, options))
+
+
+def is_wanted(parameter: torch.Tensor) -> bool:
+    """Returns True unless the running backward leaves out the gradient of this weight.
+
+    ``torch.autograd.grad`` of a layer's input, as pipeline schedules call it, runs the layer's
+    whole backward. Autograd drops what it was not asked for; what goes into ``main_grad``, or is
+    delayed, must not be there.
+
+    Args:
+        parameter: the weight that the forward got.
+    """
+    if torch.compiler.is_compiling() or torch._C._current_graph_task_id() == -1:
+        return True
+    try:
+        return torch._C._will_engine_execute_node(get_gradient_edge(parameter).node)
+    except RuntimeError:  # what torch says of a leaf that ``torch.autograd.grad`` was asked for
+        return True
 
 
 def _now_or_later(

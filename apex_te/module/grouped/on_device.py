@@ -19,7 +19,7 @@ from ...runtime.tracing import is_transformed
 from .._core.context import take_saved, without_autocast, without_autograd
 from .._core.fp8_module import FP8Module, Modes
 from .._core.gemm import FP8Call, GemmOptions
-from .._core.wgrad import dummy_gradient, main_grad_of
+from .._core.wgrad import dummy_gradient, is_wanted, main_grad_of
 
 __all__ = [
     "cached_weights",
@@ -423,7 +423,7 @@ def _weight_gradients(ctx: Any, grads: torch.Tensor | None) -> list[torch.Tensor
     results: list[torch.Tensor | None] = []
     lists: dict[bool, tuple[list, list]] = {True: ([], []), False: ([], [])}
     for parameter, grad, need in zip(ctx.parameters, grads.unbind(0), ctx.needs, strict=True):
-        if not need:
+        if not need or not is_wanted(parameter):
             results.append(None)
             continue
         main_grad, accumulate = main_grad_of(parameter, ctx.options)

@@ -92,6 +92,39 @@ def test_sums_keep_float32(device, products, name, dtype, delayed, recipe):
         assert not exact.any() or error_db(exact, weight.main_grad.double()) >= floor
 
 
+@pytest.mark.parametrize("delayed", [False, True])
+@pytest.mark.parametrize("recipe", [None, "delayed", "blockwise"])
+@pytest.mark.parametrize("name", [*MODULES, "on the device"])
+def test_backwards_of_inputs_alone_add_nothing(device, name, recipe, delayed):
+    """As pipeline schedules call them, to learn shapes from any numbers, and gradient penalties."""
+    options = {"device": device, **({"delay_wgrad_compute": True} if delayed else OPTIONS)}
+    if delayed and name in ("MultiheadAttention", "TransformerLayer", "on the device"):
+        pytest.skip("no delay_wgrad_compute")
+    recipe = "tensorwise" if name == "on the device" and recipe == "blockwise" else recipe
+    torch.manual_seed(1)
+    module = MODULES["GroupedLinear" if name == "on the device" else name](**options)
+    weights = with_main_grads(module)
+    x = torch.randn(16, 2, 32, device=device, requires_grad=True)
+    splits = torch.tensor([25, 0, 7], device=device)
+    with fp8_autocast(recipe is not None, recipe):
+        out = module(x, splits) if name == "on the device" else call(module, x)
+    out = out[0] if isinstance(out, tuple) else out
+    nan = torch.full_like(out, float("nan"))
+    torch.autograd.grad(out, x, nan, retain_graph=True)
+    out.backward(nan, retain_graph=True, inputs=[x])
+    if delayed:
+        module.backward_dw()
+    sums = [w.grad if delayed else w.main_grad for w in weights]
+    assert all(s is None or not s.any() for s in sums)
+    given = torch.autograd.grad(out, [x, *weights], torch.ones_like(out), True, allow_unused=True)
+    assert given[0] is not None
+    if delayed:
+        module.backward_dw()
+    sums = [w.grad if delayed else w.main_grad for w in weights]
+    assert any(s.any() for s in sums)
+    assert all(s.isfinite().all() for s in sums)
+
+
 @pytest.mark.parametrize("override", [None, HIGH_PRECISION_WGRAD])
 @pytest.mark.parametrize("make", [Linear, lambda *a, **kw: GroupedLinear(3, *a, **kw)])
 def test_sums_beyond_float16(device, make, override):
