@@ -194,10 +194,20 @@ class AmaxGroups:
 
 
 def _key(group: Any) -> tuple[int, ...] | str:
-    """Returns the ``AmaxGroup.key`` of regions that reduce over ``group``."""
+    """Returns the ``AmaxGroup.key`` of regions that reduce over ``group``.
+
+    Raises:
+        ValueError: the group was destroyed.
+    """
     if group is None:
         return "world"
-    ranks = ranks_of(group)
+    try:
+        ranks = ranks_of(group)
+    except KeyError:
+        raise ValueError(
+            "fp8_autocast: fp8_group must be a process group of torch.distributed, got one that "
+            "was destroyed"
+        ) from None
     return "world" if ranks == ranks_of(None) else ranks
 
 

@@ -1,5 +1,6 @@
 """Amaxes over ``fp8_group``: one collective, whatever the ranks run, and no hang if they differ."""
 
+import pytest
 import torch
 from torch import distributed
 
@@ -130,6 +131,20 @@ def _subgroup(rank):
 
 def test_groups_of_their_own(two_ranks):
     assert two_ranks.run(_subgroup) == [448.0, 224.0]
+
+
+def _destroyed(rank):
+    group, module = distributed.new_group([0, 1]), apex_te.Linear(16, 16)
+    distributed.destroy_process_group(group)
+    with pytest.raises(ValueError, match=r"fp8_group must be .* was destroyed"):
+        _step([module], 1.0, group)
+    for _ in range(2):  # and in no region of it
+        _step([module], 1.0 + rank)
+    return _scales([module])[0][0].item()
+
+
+def test_a_destroyed_group(two_ranks):
+    assert two_ranks.run(_destroyed) == [448.0 / 2.0] * 2
 
 
 def _reads_alone(rank):
