@@ -14,6 +14,7 @@ from config import SHAPES
 from model import Llama, draw_weights, drawn
 from plain import to_torchao
 from ranks import Gradients, Ranks, shard
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 import apex_te
 from apex_te.optimizers import FusedAdam
@@ -114,7 +115,7 @@ def build(args: argparse.Namespace, ranks: Ranks, device: torch.device, vocabula
     if ranks.is_sharded:
         shard(model, ranks, recipe if args.fp8_all_gather else None)
     optimizer = make_optimizer(model, args)
-    if args.fp8_params and not ranks.is_sharded:
+    if args.fp8_params:
         start_master_weights(model, optimizer, args.seed)
 
     def region() -> AbstractContextManager[Any]:
@@ -153,10 +154,15 @@ def start_master_weights(model: Llama, optimizer: FusedAdam, seed: int) -> None:
     residual = 0.02 / math.sqrt(2 * model.shape.layers)
     matrices = [(n, p) for n, p in model.named_parameters() if p.dim() > 1]
     for index, (name, parameter) in enumerate(matrices):
-        if isinstance(parameter, FP8Parameter):
-            values = drawn(index, name, parameter, seed, residual, None)
+        if isinstance(getattr(parameter, "_local_tensor", parameter), FP8Parameter):
+            values = drawn(index, name, parameter, seed, residual, None).float()
+            if isinstance(parameter, DTensor):  # every rank has drawn the whole
+                where = parameter.device_mesh, parameter.placements
+                values = distribute_tensor(values, *where, src_data_rank=None)
             optimizer.initialize_state(parameter)
-            optimizer.set_scaled_state(parameter, "master_param", values.float())
+            optimizer.set_scaled_state(parameter, "master_param", values)
+    for parameter in model.parameters():  # torch loads into all states or makes all of them
+        optimizer.initialize_state(parameter)
 
 
 def compile_blocks(model: Llama) -> None:

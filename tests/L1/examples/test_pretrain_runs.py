@@ -158,9 +158,23 @@ def test_two_ranks_train_as_one(run, recipe, words):
     assert parameters[0] == parameters[1]
 
 
+def test_two_ranks_start_weights_in_fp8_as_one(run):
+    """Master weights of shards begin with the values that were drawn, not with the FP8 ones."""
+    words = ["--recipe", "mxfp8", "--fp8-params", "--microbatch", "2"]
+    _, expected = run(*words)
+    _, losses = run(*words, out="ranks", ranks=2)
+    torch.testing.assert_close(torch.tensor(losses), torch.tensor(expected), **FP32)
+
+
 @pytest.mark.parametrize(
     "words",
-    [[], ["--tp", "2", "--main-grads"], ["--fp8-all-gather"], ["--recompute", "1"]],
+    [
+        [],
+        ["--tp", "2", "--main-grads"],
+        ["--fp8-all-gather"],
+        ["--recompute", "1"],
+        ["--fp8-params"],
+    ],
     ids=lambda words: " ".join(words) or "fsdp",
 )
 def test_two_ranks_resume_to_the_bit(run, words):
