@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch.autograd.function import once_differentiable
 
 from ..comm.collectives import world_size
 from ..comm.groups import check_process_group
@@ -18,6 +17,7 @@ from ..comm.split_cross_entropy import (
     split_targets,
 )
 from ..ops.cross_entropy import cross_entropy
+from ..ops.op_function import once_differentiable
 
 __all__ = ["parallel_cross_entropy"]
 

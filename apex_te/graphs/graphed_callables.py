@@ -8,11 +8,11 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch.autograd.function import once_differentiable
 from torch.utils import _pytree as pytree
 
 from ..fp8.autocast import fp8_autocast, graph_task_id, local
 from ..fp8.delayed.registry import intern
+from ..ops.op_function import once_differentiable
 from .capture import Capture, fp8_modules, no_collection, preserved, substituted
 
 __all__ = [

@@ -38,18 +38,47 @@ def eager_apply(cls: Any, *args: Any) -> Any:
 def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
     """Decorates a ``backward`` that has no derivative, so that asking for one raises an error.
 
-    It has the effect of torch's decorator of this name, but calls that one only if autograd records
-    the backward (``create_graph=True``).
+    Where autograd records the backward (``create_graph=True``), what it returns depends on a node
+    that raises NotImplementedError. torch's decorator of this name adds one only if a gradient of
+    an output requires a derivative: a penalty on the gradient of ``op(x).sum()`` would count
+    nothing without a word.
     """
     recorded = torch.autograd.function.once_differentiable(backward)
 
     @functools.wraps(backward)
     def call(ctx: Any, *grads: Any) -> Any:
-        if torch.is_grad_enabled():
+        if not torch.is_grad_enabled():
+            return backward(ctx, *grads)
+        if torch.compiler.is_compiling() or transforms_active():
             return recorded(ctx, *grads)
-        return backward(ctx, *grads)
+        with torch.no_grad():
+            results = backward(ctx, *grads)
+        label = getattr(ctx._forward_cls, "LABEL", "") or ctx._forward_cls.__name__
+        # Autograd runs the node only on a way to a tensor that it was asked for.
+        leaves = [getattr(node, "variable", None) for node, _ in ctx.next_functions]
+        ends = [t for t in (*grads, *leaves) if t is not None and t.requires_grad]
+        ends.append(torch.empty(0, requires_grad=True))
+        if not isinstance(results, tuple):
+            return _NoDerivative.apply(label, 1, results, *ends)[0]
+        return _NoDerivative.apply(label, len(results), *results, *ends)
 
     return call
+
+
+class _NoDerivative(torch.autograd.Function):
+    """Identity of the first ``count`` of some tensors, whose derivative raises an error."""
+
+    @staticmethod
+    def forward(ctx: Any, label: str, count: int, *tensors: Any) -> tuple[Any, ...]:
+        ctx.label = label
+        return tuple(t.detach() if isinstance(t, torch.Tensor) else t for t in tensors[:count])
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        raise NotImplementedError(
+            f"{ctx.label}: a second derivative is not supported, as its backward is "
+            "once_differentiable"
+        )
 
 
 class OpFunction(torch.autograd.Function):

@@ -13,9 +13,9 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import torch
-from torch.autograd.function import once_differentiable
 
 from ...comm.collectives import all_to_all_rows
+from ...ops.op_function import once_differentiable
 
 __all__ = ["Exchange", "exchange_of", "rows_of_matrices", "shares_of"]
 
