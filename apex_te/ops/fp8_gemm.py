@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 
 import torch
 import torch.nn.functional as F
@@ -382,15 +382,21 @@ def _run_padded(operands, out, bias, c, aux, accumulate, use_split_accumulator):
         aux.copy_(wide_aux[:, :cols])
 
 
-def _decoded(fp8_data: torch.Tensor) -> torch.Tensor:
-    """Returns the float32 values, without scale_inv, of FP8 data on the CPU."""
-    values = torch.empty(fp8_data.shape, dtype=torch.float32)
-    _lib.fp8_decode(fp8_data, values)
-    return values
+def _decoded(op: str, a: torch.Tensor, b: torch.Tensor) -> Iterator[torch.Tensor]:
+    """Yields the float32 values, without scale_inv, of both operands of a product on the CPU."""
+    for name, operand in (("a", a), ("b", b)):
+        if not operand.is_contiguous():
+            raise ValueError(
+                f"{op}: {name} must be contiguous, got strides {list(operand.stride())}"
+            )
+        values = torch.empty(operand.shape, dtype=torch.float32)
+        _lib.fp8_decode(operand, values)
+        yield values
 
 
 def _run_cpu(a, b, a_scale_inv, b_scale_inv, out, bias, c, aux, accumulate):
-    product = torch.mm(_decoded(a), _decoded(b).t())
+    a, b = _decoded("fp8_gemm", a, b)
+    product = torch.mm(a, b.t())
     _lib.fp8_gemm_epilogue(product, a_scale_inv, b_scale_inv, out, bias, c, aux, accumulate)
 
 
@@ -509,7 +515,7 @@ def _run_block_padded(operands, out, bias, c, blocks, accumulate):
 
 
 def _run_block_cpu(operands, out, bias, c, blocks, accumulate):
-    a, b = (_decoded(codes) for codes in operands[:2])
+    a, b = _decoded("block_scaled_gemm", *operands[:2])
     total = out.new_zeros(out.shape, dtype=torch.float32)
     for i in range(-(-a.shape[1] // _SLICE)):
         part = slice(i * _SLICE, (i + 1) * _SLICE)

@@ -67,6 +67,7 @@ def _run(dy: torch.Tensor, x: torch.Tensor, out: torch.Tensor, accumulate: bool)
             return
         except NotImplementedError:  # cuBLASLt has no such product for this shape or GPU
             pass
+    _refuse_overlap(out, dy=dy, x=x)
     if not dy.is_cuda and dy.dtype in _SHORT:
         dy, x = dy.float(), x.float()  # a CPU multiplies 16 bits slowly
     if dy.dtype in _SHORT:
@@ -77,6 +78,21 @@ def _run(dy: torch.Tensor, x: torch.Tensor, out: torch.Tensor, accumulate: bool)
         out.addmm_(dy.t(), x)
     else:
         torch.mm(dy.t(), x, out=out)
+
+
+def _refuse_overlap(out: torch.Tensor, **operands: torch.Tensor) -> None:
+    """Raises ValueError if ``out`` shares memory with an operand; torch.mm writes while it reads.
+
+    The kernels' own check has the same text (csrc/common/abi/op.h).
+    """
+    for name, operand in operands.items():
+        begins = [t.data_ptr() for t in (out, operand)]
+        ends = [t.data_ptr() + t.numel() * t.element_size() for t in (out, operand)]
+        common = min(ends) - max(begins)
+        if common > 0 and out.is_contiguous() and operand.is_contiguous():
+            raise ValueError(
+                f"wgrad_gemm: out must share no memory with {name}, got {common} bytes in common"
+            )
 
 
 def _write(product: torch.Tensor, out: torch.Tensor, accumulate: bool) -> None:

@@ -5,7 +5,9 @@
 #include "common/activation/arguments.h"
 
 APEX_TE_FUNCTION(activation_fwd, "x: Tensor, y: Tensor!, kind: int")
+APEX_TE_IN_PLACE(activation_fwd, "y: x")
 APEX_TE_FUNCTION(activation_bwd, "dy: Tensor, x: Tensor, dx: Tensor!, kind: int")
+APEX_TE_IN_PLACE(activation_bwd, "dx: dy, dx: x")
 APEX_TE_FUNCTION(activation_fwd_fp8,
                  "x: Tensor, scale: Tensor, rowwise: Tensor!?, columnwise: Tensor!?, "
                  "amax: Tensor!?, scale_inv: Tensor!?, kind: int")

@@ -5,9 +5,11 @@
 #include "common/activation/arguments.h"
 
 APEX_TE_FUNCTION(bias_gelu_fwd, "x: Tensor, bias: Tensor?, y: Tensor!, is_tanh: bool")
+APEX_TE_IN_PLACE(bias_gelu_fwd, "y: x")
 APEX_TE_FUNCTION(bias_gelu_bwd,
                  "dy: Tensor, x: Tensor, bias: Tensor?, dx: Tensor!, dbias: Tensor!?, "
                  "workspace: Tensor!?, is_tanh: bool")
+APEX_TE_IN_PLACE(bias_gelu_bwd, "dx: dy, dx: x")
 APEX_TE_FUNCTION(bias_gelu_fwd_fp8,
                  "x: Tensor, bias: Tensor?, scale: Tensor, rowwise: Tensor!?, "
                  "columnwise: Tensor!?, amax: Tensor!?, scale_inv: Tensor!?, is_tanh: bool")

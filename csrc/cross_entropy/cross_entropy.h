@@ -19,6 +19,7 @@
 APEX_TE_FUNCTION(cross_entropy_fwd,
                  "logits: Tensor, target: Tensor, loss: Tensor!, grad: Tensor!?, stats: Tensor!?, "
                  "num_valid: Tensor?, ignore_index: int, label_smoothing: float")
+APEX_TE_IN_PLACE(cross_entropy_fwd, "grad: logits")
 // grad = that of fwd times grad_output (float32, one element or one a row), from the logits, which
 // it may overwrite, and their stats. made: grad is what fwd made; a grad_output of 1, which must be
 // one element, then leaves it as it is.
@@ -26,6 +27,7 @@ APEX_TE_FUNCTION(cross_entropy_bwd,
                  "logits: Tensor, target: Tensor, stats: Tensor, grad_output: Tensor, "
                  "grad: Tensor!, num_valid: Tensor?, ignore_index: int, label_smoothing: float, "
                  "made: bool")
+APEX_TE_IN_PLACE(cross_entropy_bwd, "grad: logits")
 // num_valid = number of targets other than ignore_index.
 APEX_TE_FUNCTION(cross_entropy_count, "target: Tensor, num_valid: Tensor!, ignore_index: int")
 // total = sum of the losses in a fixed order, over num_valid where it is given.

@@ -19,6 +19,7 @@ APEX_TE_FUNCTION(dense_gemm,
                  "bias: Tensor?, residual: Tensor?, accumulate: bool, promotion: int, "
                  "columns: int, strip: int, cache: int",
                  "cuda")
+APEX_TE_IN_PLACE(dense_gemm, "out: residual")
 
 // Products of a gated MLP together with the activation. The columns of hidden are all gates, then
 // all ups.

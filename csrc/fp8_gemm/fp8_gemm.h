@@ -16,6 +16,7 @@ APEX_TE_FUNCTION(fp8_gemm,
                  "bias: Tensor?, c: Tensor?, aux: Tensor!?, workspace: Tensor!?, accumulate: bool, "
                  "use_split_accumulator: bool, algorithm: int",
                  "cuda")
+APEX_TE_IN_PLACE(fp8_gemm, "out: c")
 // FP8 product with one scale for each block of 1 x 128 (block_rows 1) or 128 x 128 elements, laid
 // out as in common/numerics/block_scale.h: out = sum over slices of 128 along K of (a . b^T) *
 // a_scale
@@ -26,6 +27,7 @@ APEX_TE_FUNCTION(
     "bias: Tensor?, c: Tensor?, workspace: Tensor!?, a_block_rows: int, b_block_rows: int, "
     "accumulate: bool, algorithm: int",
     "cuda")
+APEX_TE_IN_PLACE(fp8_gemm_block, "out: c")
 // out[M, N] = dy[K, M]^T . x[K, N], added to out with accumulate: the weight gradient of a layer in
 // float16 or bfloat16, K its rows. Sums of products are kept in float32; out is float32 or has the
 // operands' dtype, to which cuBLASLt rounds the product before it adds a 16-bit out to it.
@@ -39,6 +41,7 @@ APEX_TE_FUNCTION(fp8_gemm_epilogue,
                  "product: Tensor, a_scale_inv: Tensor, b_scale_inv: Tensor, out: Tensor!, "
                  "bias: Tensor?, c: Tensor?, aux: Tensor!?, accumulate: bool",
                  "cpu")
+APEX_TE_IN_PLACE(fp8_gemm_epilogue, "out: c")
 // sum = fma(product * a_scale, b_scale, sum), elementwise, for one slice of K: `product` is its
 // matrix product, the scales those of the whole operands, which have extent `k`.
 APEX_TE_FUNCTION(fp8_block_accumulate,

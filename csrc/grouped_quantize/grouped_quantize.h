@@ -27,11 +27,13 @@ APEX_TE_FUNCTION(grouped_quantize,
                  "x: Tensor, table: Tensor, scale: Tensor, scale_inv: Tensor!, rowwise: Tensor!?, "
                  "columnwise: Tensor!?, row_scale_inv: Tensor!?, amax: Tensor!?, due: Tensor?, "
                  "inverse_given: bool")
+APEX_TE_IN_PLACE(grouped_quantize, "amax: scale")
 // Casts G matrices of one shape; with a table, only the matrices of groups with rows are read.
 APEX_TE_FUNCTION(grouped_quantize_matrices,
                  "matrices: Tensor[], table: Tensor?, scale: Tensor, scale_inv: Tensor!, "
                  "rowwise: Tensor!?, columnwise: Tensor!?, amax: Tensor!?, due: Tensor?, "
                  "inverse_given: bool")
+APEX_TE_IN_PLACE(grouped_quantize_matrices, "amax: scale")
 // Scales of groups from their amaxes by the rule of common/numerics/scaling.h.
 APEX_TE_FUNCTION(grouped_scales,
                  "amax: Tensor, scale: Tensor!, scale_inv: Tensor!, fp8_max: float, eps: float, "
@@ -185,6 +187,13 @@ inline void check_codes(Args& args, GroupedQuantize& p, bool stacked) {
   p.columnwise = columnwise.data<uint8_t>();
 }
 
+// A call for amax alone, which has no use for a scale, may pass amax itself as one.
+inline GroupValues check_amax(const TensorView& amax, const GroupedQuantize& p) {
+  if (amax && (p.rowwise || p.columnwise) && amax.data<float>() == p.scale.data)
+    amax.refuse(kApexTeValueError, "share no memory with scale, as data is cast", "the same");
+  return check_values(amax, p.table.groups);
+}
+
 inline GroupedQuantize check_grouped_quantize(Args& args) {
   GroupedQuantize p;
   p.x = args.tensor();
@@ -200,7 +209,7 @@ inline GroupedQuantize check_grouped_quantize(Args& args) {
   const TensorView row_scale_inv = args.optional_tensor();
   if (row_scale_inv) row_scale_inv.has_dtype({DType::kFloat32}).has_shape({p.rows}).is_dense();
   p.row_scale_inv = row_scale_inv.data<float>();
-  p.amax = check_values(args.optional_tensor(), groups);
+  p.amax = check_amax(args.optional_tensor(), p);
   p.due = check_due(args.optional_tensor(), groups);
   p.inverse_given = args.boolean();
   return p;
@@ -226,7 +235,7 @@ inline GroupedQuantize check_grouped_quantize_matrices(Args& args) {
   p.scale = check_values(args.tensor(), groups);
   p.scale_inv = check_values(args.tensor(), groups);
   check_codes(args, p, true);
-  p.amax = check_values(args.optional_tensor(), groups);
+  p.amax = check_amax(args.optional_tensor(), p);
   p.due = check_due(args.optional_tensor(), groups);
   p.inverse_given = args.boolean();
   return p;

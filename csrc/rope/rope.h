@@ -16,10 +16,12 @@ APEX_TE_FUNCTION(rope_fwd,
                  "x: Tensor, freqs: Tensor?, cos: Tensor?, sin: Tensor?, starts: Tensor?, "
                  "cu_seqlens: Tensor?, out: Tensor!, rotary_dim: int, start: int, layout: int, "
                  "interleaved: bool")
+APEX_TE_IN_PLACE(rope_fwd, "out: x")
 APEX_TE_FUNCTION(rope_bwd,
                  "x: Tensor, freqs: Tensor?, cos: Tensor?, sin: Tensor?, starts: Tensor?, "
                  "cu_seqlens: Tensor?, out: Tensor!, rotary_dim: int, start: int, layout: int, "
                  "interleaved: bool")
+APEX_TE_IN_PLACE(rope_bwd, "out: x")
 
 namespace apex_te {
 

@@ -18,8 +18,10 @@
 // dx may be dy.
 APEX_TE_FUNCTION(scaled_softmax_fwd,
                  "x: Tensor, mask: Tensor?, y: Tensor!, scale: float, causal: int")
+APEX_TE_IN_PLACE(scaled_softmax_fwd, "y: x")
 APEX_TE_FUNCTION(scaled_softmax_bwd,
                  "dy: Tensor, y: Tensor, dx: Tensor!, scale: float, causal: int")
+APEX_TE_IN_PLACE(scaled_softmax_bwd, "dx: dy")
 
 namespace apex_te {
 

@@ -69,16 +69,26 @@ typedef struct ApexTeCall {
   extern "C" APEX_TE_PUBLIC const char* const apex_te_##name##_signature; \
   constexpr const char kSignature_##name[] = signature;
 
+// Declares, behind the function itself, which written tensors may be which other argument, all of
+// it: "dx: dy, dx: x". run() refuses any other call in which a written tensor shares memory with
+// another argument.
+#define APEX_TE_IN_PLACE(name, pairs) \
+  template <>                         \
+  constexpr const char* apex_te::kInPlace<kSignature_##name> = pairs;
+
 // Defines a declared function in a device's source file:
 //   APEX_TE_DEFINE(scale) { ... args.tensor() ... }
-#define APEX_TE_DEFINE(name)                                          \
-  static void name##_impl(apex_te::Args& args);                       \
-  extern "C" {                                                        \
-  const char* const apex_te_##name##_signature = kSignature_##name;   \
-  int32_t apex_te_##name(ApexTeCall* call) {                          \
-    return apex_te::run(call, #name, kSignature_##name, name##_impl); \
-  }                                                                   \
-  }                                                                   \
+#define APEX_TE_DEFINE(name)                                               \
+  static void name##_impl(apex_te::Args& args);                            \
+  extern "C" {                                                             \
+  const char* const apex_te_##name##_signature = kSignature_##name;        \
+  int32_t apex_te_##name(ApexTeCall* call) {                               \
+    constexpr uint32_t written = apex_te::written_in(kSignature_##name);   \
+    constexpr const char* in_place = apex_te::kInPlace<kSignature_##name>; \
+    apex_te::Args args(call, #name, kSignature_##name);                    \
+    return apex_te::run(call, args, written, in_place, name##_impl);       \
+  }                                                                        \
+  }                                                                        \
   static void name##_impl(apex_te::Args& args)
 
 // Once per library.
@@ -89,6 +99,20 @@ typedef struct ApexTeCall {
   }
 
 namespace apex_te {
+
+// Pairs of APEX_TE_IN_PLACE, by signature.
+template <const char* Signature>
+constexpr const char* kInPlace = "";
+
+// A bit for each parameter of a signature that is written, the first the lowest.
+constexpr uint32_t written_in(const char* signature) {
+  uint32_t written = 0, parameter = 1;
+  for (; *signature; ++signature) {
+    if (*signature == ',') parameter <<= 1;
+    if (*signature == '!') written |= parameter;
+  }
+  return written;
+}
 
 struct OpError : std::exception {
   int32_t kind;
@@ -386,11 +410,92 @@ inline int32_t report(ApexTeCall* call, int32_t kind, const char* text) {
   return kind;
 }
 
+// Addresses from a tensor's first byte to its last; 0 to 0 of an empty tensor.
+struct Span {
+  uintptr_t begin, end;
+  bool meets(const Span& other) const { return begin < other.end && other.begin < end; }
+};
+
+inline Span span_of(const DLTensor& t) {
+  int64_t last = 0, dense = 1;  // dense: stride of a tensor without strides
+  for (int i = t.ndim - 1; i >= 0; --i) {
+    if (t.shape[i] == 0) return {0, 0};
+    last += (t.shape[i] - 1) * (t.strides ? t.strides[i] : dense);
+    if (!t.strides) dense *= t.shape[i];
+  }
+  const uintptr_t begin = reinterpret_cast<uintptr_t>(t.data) + t.byte_offset;
+  return {begin, begin + (last + 1) * t.dtype.bits / 8};
+}
+
+// Returns true if `pairs`, as of APEX_TE_IN_PLACE, has "output: input".
+inline bool may_be(const char* pairs, const char* output, const char* input) {
+  char pair[130];
+  const size_t length = snprintf(pair, sizeof(pair), "%s: %s", output, input);
+  for (const char* at = strstr(pairs, pair); at; at = strstr(at + length, pair))
+    if ((at == pairs || at[-1] == ' ') && (at[length] == ',' || !at[length])) return true;
+  return false;
+}
+
+// Fails for a written argument and another one whose spans meet, unless the first may be the second
+// or the elements may lie between each other, as those of tensors that are not contiguous do.
+inline void refuse_overlap(const Args& args, const char* pairs, int output, int input, int item,
+                           const DLTensor& written, const DLTensor& other) {
+  if (!TensorView(&written, &args, output).is_contiguous() ||
+      !TensorView(&other, &args, input).is_contiguous())
+    return;
+  const Span a = span_of(written), b = span_of(other);
+  char name[64], other_name[64], place[16] = "";
+  args.parameter_name(output, name, sizeof(name));
+  args.parameter_name(input, other_name, sizeof(other_name));
+  const bool may_share = may_be(pairs, name, other_name) || may_be(pairs, other_name, name);
+  const bool is_same = a.begin == b.begin && a.end == b.end;
+  if (may_share && is_same && written.dtype.bits == other.dtype.bits) return;
+  if (item >= 0) snprintf(place, sizeof(place), "[%d]", item);
+  const uintptr_t begin = a.begin > b.begin ? a.begin : b.begin;
+  const uintptr_t end = a.end < b.end ? a.end : b.end;
+  fail(kApexTeValueError,
+       may_share ? "%s: %s must be %s%s itself or share no memory with it, got %lld bytes in common"
+                 : "%s: %s must share no memory with %s%s, got %lld bytes in common",
+       args.name(), name, other_name, place, static_cast<long long>(end - begin));
+}
+
+// Compares each written tensor with all others; of lists only with their tensors, which may be
+// thousands and are not compared with each other.
+inline void check_overlaps(const ApexTeCall& call, const Args& args, uint32_t written,
+                           const char* pairs) {
+  constexpr int kMost = 32;                 // bits of `written`
+  Span spans[kMost], wide{UINTPTR_MAX, 0};  // wide: from the first written tensor to the last
+  bool has_lists = false;
+  const int count = call.num_args < kMost ? call.num_args : kMost;
+  for (int i = 0; i < count; ++i) {
+    const bool is_tensor = call.args[i].kind == kApexTeTensor;
+    has_lists |= call.args[i].kind == kApexTeTensorList;
+    spans[i] = is_tensor ? span_of(*call.args[i].value.tensor) : Span{0, 0};
+    if (!(written >> i & 1) || !spans[i].end) continue;
+    if (spans[i].begin < wide.begin) wide.begin = spans[i].begin;
+    if (spans[i].end > wide.end) wide.end = spans[i].end;
+  }
+  const auto compare = [&](const Span& span, const DLTensor& other, int index, int item) {
+    for (int i = 0; i < count; ++i)
+      if (i != index && written >> i & 1 && span.meets(spans[i]))
+        refuse_overlap(args, pairs, i, index, item, *call.args[i].value.tensor, other);
+  };
+  for (int j = 0; j < count; ++j)
+    if (spans[j].meets(wide)) compare(spans[j], *call.args[j].value.tensor, j, -1);
+  for (int j = 0; has_lists && wide.end && j < count; ++j)
+    for (int k = 0; call.args[j].kind == kApexTeTensorList && k < call.args[j].count; ++k) {
+      const DLTensor& item = call.args[j].value.tensors[k];
+      const Span span = span_of(item);
+      if (span.meets(wide)) compare(span, item, j, k);
+    }
+}
+
 // Runs one function body and turns what it throws into the call's error.
-inline int32_t run(ApexTeCall* call, const char* name, const char* signature,
+inline int32_t run(ApexTeCall* call, Args& args, uint32_t written, const char* in_place,
                    void (*body)(Args&)) noexcept {
+  const char* name = args.name();
   try {
-    Args args(call, name, signature);
+    if (written) check_overlaps(*call, args, written, in_place);
     body(args);
     return kApexTeOk;
   } catch (const OpError& error) {

@@ -301,7 +301,7 @@ def test_bwd_fp8_rejects(change, error, message):
 def test_workspace_is_required_with_dbias():
     x, bias = torch.zeros(2, 2), torch.zeros(2)
     with pytest.raises(ValueError, match="workspace must be given with dbias, got None"):
-        op._bwd(x, x, bias, x, bias, None, True)
+        op._bwd(x, x, bias, x, torch.zeros(2), None, True)
 
 
 @pytest.mark.cuda

@@ -267,7 +267,7 @@ def test_portable_path_gives_the_same_bits():
             "rowwise or columnwise must be True",
         ),
         (
-            lambda x: hif8.quantize(x, one(1), out_rowwise=x),
+            lambda x: hif8.quantize(x, one(1), out_rowwise=x.clone()),
             TypeError,
             "rowwise must have dtype uint8, got float32",
         ),
