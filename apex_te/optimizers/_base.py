@@ -172,11 +172,17 @@ class FusedOptimizer(torch.optim.Optimizer):
         return True
 
     def _check_group(self, group: dict[str, Any]) -> None:
-        """Raises ValueError if an option of ``group`` is out of range."""
+        """Raises TypeError or ValueError if an option of ``group`` is no number in its range."""
         for name in ("lr", "weight_decay", "eps"):
-            if name in group and not isinstance(group[name], torch.Tensor):
+            if name in group and not (name == "lr" and isinstance(group[name], torch.Tensor)):
                 self._at_least_zero(name, group[name])
-        for beta in group.get("betas", ()):
+        if "betas" not in group:
+            return
+        betas = group["betas"]
+        if not isinstance(betas, (tuple, list)) or len(betas) != 2:
+            raise ValueError(f"{self._name}: betas must be a tuple of two floats, got {betas!r}")
+        for beta in betas:
+            self._check_number("betas", beta)
             if not 0.0 <= beta < 1.0:
                 raise ValueError(f"{self._name}: betas must be at least 0 and below 1, got {beta}")
 
@@ -385,7 +391,13 @@ class FusedOptimizer(torch.optim.Optimizer):
     def _name(self) -> str:
         return type(self).__name__
 
+    def _check_number(self, name: str, value: Any) -> None:
+        """Raises TypeError if an option is no number; a kernel takes no tensor for it."""
+        if not isinstance(value, (int, float)):
+            raise TypeError(f"{self._name}: {name} must be a float, got {type(value).__name__}")
+
     def _at_least_zero(self, name: str, value: Any) -> None:
+        self._check_number(name, value)
         if not value >= 0.0:
             raise ValueError(f"{self._name}: {name} must be at least 0, got {value}")
 

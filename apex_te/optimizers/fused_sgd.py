@@ -81,6 +81,7 @@ class FusedSGD(FusedOptimizer):
     def _check_group(self, group: dict[str, Any]) -> None:
         super()._check_group(group)
         self._at_least_zero("momentum", group["momentum"])
+        self._check_number("dampening", group["dampening"])
         if group["nesterov"] and (group["momentum"] <= 0 or group["dampening"] != 0):
             raise ValueError(
                 "FusedSGD: nesterov must be False without momentum or with dampening, got True"
