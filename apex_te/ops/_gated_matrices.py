@@ -6,7 +6,7 @@ import math
 
 import torch
 
-__all__ = ["input_matrices", "output_gradient", "result_extents"]
+__all__ = ["dense_biases", "input_matrices", "output_gradient", "result_extents"]
 
 
 def input_matrices(
@@ -37,6 +37,16 @@ def input_matrices(
 def _matrix(x: torch.Tensor) -> torch.Tensor:
     matrix = x if x.dim() == 2 else x.detach().reshape(math.prod(x.shape[:-1]), x.shape[-1])
     return matrix if matrix.stride(1) == 1 else matrix.contiguous()
+
+
+def dense_biases(
+    bias: torch.Tensor | None, up_bias: torch.Tensor | None
+) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """Returns both biases, copied if they are not contiguous; None for one that is not given."""
+    return (
+        None if bias is None else bias.contiguous(),
+        None if up_bias is None else up_bias.contiguous(),
+    )
 
 
 def result_extents(matrix: torch.Tensor, up_matrix: torch.Tensor | None) -> tuple[int, int]:

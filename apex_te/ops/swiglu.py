@@ -12,7 +12,7 @@ from ..runtime import scratch_sizes
 from ..runtime.op_options import ACTIVATIONS as ACTIVATIONS
 from ..runtime.op_options import gated_activation_number
 from . import reference_codec
-from ._gated_matrices import input_matrices, output_gradient, result_extents
+from ._gated_matrices import dense_biases, input_matrices, output_gradient, result_extents
 from .argument_errors import checked
 from .fp8_output import FP8Output, allocate
 from .op_function import OpFunction, needs_autograd, once_differentiable
@@ -99,8 +99,9 @@ def swiglu_fwd(
     code = gated_activation_number("swiglu_fwd", activation)
     matrix, up_matrix = input_matrices("swiglu_fwd", input, up)
     rows, cols = result_extents(matrix, up_matrix)
+    biases = dense_biases(bias, up_bias)
     out = matrix.new_empty((rows, cols))
-    _fwd(matrix, up_matrix, bias, up_bias, out, code)
+    _fwd(matrix, up_matrix, *biases, out, code)
     return out if input.dim() == 2 else out.view(*input.shape[:-1], cols)
 
 
@@ -140,11 +141,12 @@ def swiglu_fwd_fp8(
     code = gated_activation_number("swiglu_fwd_fp8", activation)
     matrix, up_matrix = input_matrices("swiglu_fwd_fp8", input, up)
     rows, cols = result_extents(matrix, up_matrix)
+    biases = dense_biases(bias, up_bias)
     out = allocate(
         "swiglu_fwd_fp8", matrix, rows, cols, fp8_dtype, rowwise, columnwise, pad_columnwise
     )
     fwd_fp8_into(
-        matrix, up_matrix, bias, up_bias, scale, out.rowwise, out.columnwise, amax, out.scale_inv,
+        matrix, up_matrix, *biases, scale, out.rowwise, out.columnwise, amax, out.scale_inv,
         code,
     )  # fmt: skip
     note_written(amax)
@@ -173,11 +175,12 @@ def swiglu_bwd(
     code = gated_activation_number("swiglu_bwd", activation)
     matrix, up_matrix = input_matrices("swiglu_bwd", input, up)
     rows, cols = result_extents(matrix, up_matrix)
+    biases = dense_biases(bias, up_bias)
     grad_matrix = output_gradient("swiglu_bwd", grad_output, input, cols)
     grad_input = matrix.new_empty(matrix.shape)
     grad_up = None if up_matrix is None else up_matrix.new_empty(up_matrix.shape)
     dbias, workspace = _dbias(matrix, rows, cols, with_dbias)
-    _bwd(grad_matrix, matrix, up_matrix, bias, up_bias, grad_input, grad_up, dbias, workspace, code)
+    _bwd(grad_matrix, matrix, up_matrix, *biases, grad_input, grad_up, dbias, workspace, code)
     return SwigluGrads(
         grad_input.view(input.shape), None if grad_up is None else grad_up.view(input.shape), dbias
     )
@@ -217,13 +220,14 @@ def swiglu_bwd_fp8(
     code = gated_activation_number("swiglu_bwd_fp8", activation)
     matrix, up_matrix = input_matrices("swiglu_bwd_fp8", input, up)
     rows, cols = result_extents(matrix, up_matrix)
+    biases = dense_biases(bias, up_bias)
     grad_matrix = output_gradient("swiglu_bwd_fp8", grad_output, input, cols)
     out = allocate(
         "swiglu_bwd_fp8", matrix, rows, 2 * cols, fp8_dtype, rowwise, columnwise, pad_columnwise
     )
     dbias, workspace = _dbias(matrix, rows, cols, with_dbias)
     bwd_fp8_into(
-        grad_matrix, matrix, up_matrix, bias, up_bias, scale, out.rowwise, out.columnwise, amax,
+        grad_matrix, matrix, up_matrix, *biases, scale, out.rowwise, out.columnwise, amax,
         out.scale_inv, dbias, workspace, code,
     )  # fmt: skip
     note_written(amax)

@@ -9,7 +9,7 @@ import torch
 
 from ..runtime.op_options import gated_activation_number
 from . import swiglu
-from ._gated_matrices import input_matrices, output_gradient, result_extents
+from ._gated_matrices import dense_biases, input_matrices, output_gradient, result_extents
 from .argument_errors import checked, under_name
 from .block_quantize import BlockQuantized, allocate, block_quantize
 from .fp8_output import check_any_output, check_fp8_dtype
@@ -60,6 +60,7 @@ def swiglu_fwd_block(
     check_any_output("swiglu_fwd_block", rowwise, columnwise, amax)
     matrix, up_matrix = input_matrices("swiglu_fwd_block", input, up)
     rows, cols = result_extents(matrix, up_matrix)
+    biases = dense_biases(bias, up_bias)
     if matrix.dtype is torch.float32:
         return _by_two_ops(
             "swiglu_fwd_block",
@@ -68,7 +69,7 @@ def swiglu_fwd_block(
             pow2=pow2, eps=eps, amax=amax,
         )  # fmt: skip
     out = allocate(matrix, rows, cols, fp8_dtype, 1, rowwise, columnwise, pad_columnwise)
-    _fwd(matrix, up_matrix, bias, up_bias, *out, amax, eps, pow2, code)
+    _fwd(matrix, up_matrix, *biases, *out, amax, eps, pow2, code)
     note_written(amax)
     return out.of_rows(rows)
 
@@ -113,6 +114,7 @@ def swiglu_bwd_block(
     check_any_output("swiglu_bwd_block", rowwise, columnwise, amax)
     matrix, up_matrix = input_matrices("swiglu_bwd_block", input, up)
     rows, cols = result_extents(matrix, up_matrix)
+    biases = dense_biases(bias, up_bias)
     grad_matrix = output_gradient("swiglu_bwd_block", grad_output, input, cols)
     if matrix.dtype is torch.float32 or cols % _BLOCK:
 
@@ -127,7 +129,7 @@ def swiglu_bwd_block(
             pad_columnwise=pad_columnwise, pow2=pow2, eps=eps, amax=amax,
         )  # fmt: skip
     out = allocate(matrix, rows, 2 * cols, fp8_dtype, 1, rowwise, columnwise, pad_columnwise)
-    _bwd(grad_matrix, matrix, up_matrix, bias, up_bias, *out, amax, eps, pow2, code)
+    _bwd(grad_matrix, matrix, up_matrix, *biases, *out, amax, eps, pow2, code)
     note_written(amax)
     return out.of_rows(rows)
 

@@ -85,6 +85,23 @@ def test_layouts(device, cols):
     assert_same_bits(op.swiglu_bwd_fp8(grad_output, *halves, scale, FP8[1]).output, expected)
 
 
+def test_strided_biases(device):
+    """Biases with gaps, as a column of a matrix has, and one number for all columns."""
+    gate, up, grad = (torch.randn(9, 32, device=device) for _ in range(3))
+    for bias in (torch.randn(32, 3, device=device)[:, 1], torch.randn(1, device=device).expand(32)):
+        dense = bias.contiguous()
+        given, expected = (
+            (
+                op.swiglu_fwd(gate, up, b, b),
+                *op.swiglu_bwd(grad, gate, up, b, b, with_dbias=True),
+                *op.swiglu_fwd_fp8(gate, up, torch.ones(1, device=device), FP8[0], bias=b,
+                                   up_bias=b),
+            )
+            for b in (bias, dense)
+        )  # fmt: skip
+        assert_same_bits(given, expected)
+
+
 def test_expanded_rows(device):
     row = torch.randn(1, 64, device=device)
     grad_output = torch.randn(1, 32, device=device)
