@@ -155,7 +155,7 @@ class LayerNormLinear(NormedModule, LinearParameters):
         weight, bias = self._linear_operands()
         if residual is not None:
             self._check_residual(inp, residual)
-        parameters = (self._parameters["layer_norm_weight"], weight, bias)
+        parameters = (self._gamma_and_beta()[0], weight, bias)
         applied = None if self.return_bias else bias
         call = None
         if is_first_microbatch is None:

@@ -206,7 +206,7 @@ class LayerNormMLP(NormedModule):
             args = (inp, residual, is_first_microbatch, return_residual, add_residual)
             return run_repeatable(self, self.forward_with_residual, args)
         linear = w1, b1, w2, b2 = tuple([getattr(self, name) for name in _LINEAR])
-        parameters = (self._parameters["layer_norm_weight"], *linear)
+        parameters = (self._gamma_and_beta()[0], *linear)
         applied = None if self.return_bias else b2
         call = None
         if is_first_microbatch is None:

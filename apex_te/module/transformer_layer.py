@@ -13,6 +13,7 @@ from ..fp8.delayed.registry import number_layer
 from ..ops.bias_dropout_add import bias_dropout_add
 from ._core.arguments import autocast_dtype, checked_eps, checked_groups
 from ._core.composite import CompositeModule
+from ._core.observed import takes_residual
 from ._core.parallel import checked_tp_size
 from .attention.inference_params import InferenceParams
 from .attention.masks import Mask
@@ -24,6 +25,13 @@ from .rms_norm import RMSNorm
 __all__ = ["TransformerLayer"]
 
 _NAME = "TransformerLayer"
+# Arguments of MultiheadAttention.forward after the first, in order.
+_ATTENTION = (
+    "attention_mask", "encoder_output", "attn_mask_type", "window_size", "is_first_microbatch",
+    "checkpoint_core_attention", "inference_params", "rotary_pos_emb", "core_attention_bias_type",
+    "core_attention_bias", "alibi_slopes", "cu_seqlens_q", "cu_seqlens_kv", "max_seqlen_q",
+    "max_seqlen_kv", "cu_seqlens_q_padded", "cu_seqlens_kv_padded",
+)  # fmt: skip
 _Init = Callable[[torch.Tensor], Any] | None
 
 
@@ -366,13 +374,16 @@ class TransformerLayer(CompositeModule):
         attention, mlp = self.self_attention, self.layernorm_mlp
         out: Any
         residual: Any
-        out, residual = attention.forward_with_residual(
-            hidden_states, attention_mask, None, self_attn_mask_type, window_size,
-            is_first_microbatch, checkpoint_core_attention, inference_params, rotary_pos_emb,
-            core_attention_bias_type, core_attention_bias, alibi_slopes, cu_seqlens_q, own_keys[0],
-            max_seqlen_q, own_keys[1], cu_seqlens_q_padded, own_keys[2],
-            return_residual=not (post_norm and attention.input_layernorm),
-            add_residual=self._adds(attention.return_bias, attention.proj.use_bias),
+        out, residual = _attended(
+            attention,
+            (
+                hidden_states, attention_mask, None, self_attn_mask_type, window_size,
+                is_first_microbatch, checkpoint_core_attention, inference_params, rotary_pos_emb,
+                core_attention_bias_type, core_attention_bias, alibi_slopes, cu_seqlens_q,
+                own_keys[0], max_seqlen_q, own_keys[1], cu_seqlens_q_padded, own_keys[2],
+            ),
+            not (post_norm and attention.input_layernorm),
+            self._adds(attention.return_bias, attention.proj.use_bias),
         )  # fmt: skip
         if self.parallel_attention_mlp:
             out = out + mlp(hidden_states, is_first_microbatch)
@@ -388,18 +399,25 @@ class TransformerLayer(CompositeModule):
             kind = enc_dec_attn_mask_type or self.enc_dec_attn_mask_type
             if kind is None and enc_dec_attn_mask is None and cu_seqlens_kv is None:
                 kind = "no_mask"
-            out, residual = cross.forward_with_residual(
-                hidden_states, enc_dec_attn_mask, encoder_output, kind, enc_dec_window_size,
-                is_first_microbatch, checkpoint_core_attention, None, None, "no_bias", None, None,
-                cu_seqlens_q, cu_seqlens_kv, max_seqlen_q, max_seqlen_kv, cu_seqlens_q_padded,
-                cu_seqlens_kv_padded, return_residual=not post_norm,
-                add_residual=self._adds(cross.return_bias, cross.proj.use_bias),
+            out, residual = _attended(
+                cross,
+                (
+                    hidden_states, enc_dec_attn_mask, encoder_output, kind, enc_dec_window_size,
+                    is_first_microbatch, checkpoint_core_attention, None, None, "no_bias", None,
+                    None, cu_seqlens_q, cu_seqlens_kv, max_seqlen_q, max_seqlen_kv,
+                    cu_seqlens_q_padded, cu_seqlens_kv_padded,
+                ),
+                not post_norm,
+                self._adds(cross.return_bias, cross.proj.use_bias),
             )  # fmt: skip
             x, bias, norm = _unpacked(out, cross)
             if norm is not None:
                 residual = norm
         adds = self._adds(mlp.return_bias, mlp.use_bias)
-        if residual is None or (bias is None and x.dtype is residual.dtype and not self._drops()):
+        if not takes_residual(mlp):
+            hidden_states = x if residual is None else self._add(x, bias, residual, samples)
+            out, residual = mlp(hidden_states, is_first_microbatch), hidden_states
+        elif residual is None or (bias is None and x.dtype is residual.dtype and not self._drops()):
             out, total = mlp.forward_with_residual(
                 x, residual, is_first_microbatch, return_residual=not post_norm, add_residual=adds
             )
@@ -496,6 +514,29 @@ class TransformerLayer(CompositeModule):
         token = torch.arange(x.shape[0], dtype=cu_seqlens.dtype, device=x.device)  # type: ignore
         sample = torch.searchsorted(cu_seqlens, token, right=True) - 1  # type: ignore
         return kept[sample.clamp(0, samples - 1)][:, None]
+
+
+def _attended(
+    attention: Any, arguments: tuple[Any, ...], return_residual: bool, add_residual: bool
+) -> tuple[Any, torch.Tensor | None]:
+    """Calls ``forward_with_residual`` of an attention module, or the module if that must see it.
+
+    Args:
+        attention: the ``MultiheadAttention``, or what a user has put in its place.
+        arguments: those of ``MultiheadAttention.forward``, in order.
+        return_residual, add_residual: as in ``MultiheadAttention.forward_with_residual``.
+
+    Returns:
+        What ``forward_with_residual`` returns.
+    """
+    if takes_residual(attention):
+        return attention.forward_with_residual(
+            *arguments, return_residual=return_residual, add_residual=add_residual
+        )
+    hidden_states, *rest = arguments
+    # By name, since subclasses have further arguments between these.
+    given = {n: v for n, v in zip(_ATTENTION, rest, strict=True) if v is not None}
+    return attention(hidden_states, **given), hidden_states
 
 
 def _unpacked(

@@ -90,14 +90,23 @@ class NormedModule(ParallelModule):
         if self.layer_norm_bias is not None:
             torch.nn.init.zeros_(self.layer_norm_bias)
 
+    def _gamma_and_beta(self) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Returns the norm's parameters; one that a parametrization makes is read as attribute."""
+        own = self._parameters
+        weight: torch.Tensor | None = own.get("layer_norm_weight")
+        if weight is None:
+            weight = self.layer_norm_weight
+        if "layer_norm_bias" in own:
+            return weight, own["layer_norm_bias"]
+        return weight, self.layer_norm_bias
+
     def _norm_operands(self, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Returns the norm's parameters in a dtype that its op takes beside an input of ``dtype``.
 
         Returns:
             ``(gamma, beta)``, both ``[features]``; ``beta`` is None for RMSNorm.
         """
-        weight, bias = self._parameters["layer_norm_weight"], self._parameters["layer_norm_bias"]
-        assert weight is not None
+        weight, bias = self._gamma_and_beta()
         if weight.dtype is dtype or weight.dtype is torch.float32:
             return weight, bias
         return weight.to(dtype), None if bias is None else bias.to(dtype)

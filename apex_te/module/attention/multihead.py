@@ -6,12 +6,12 @@ from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, NamedTuple
 
 import torch
-from torch.nn.modules.module import _has_any_global_hook as has_global_hook
 
 from ...fp8.delayed.registry import number_layer
 from ...ops.rope import rope
 from .._core.arguments import check_count, checked_eps, checked_groups
 from .._core.composite import CompositeModule
+from .._core.observed import is_observed, takes_residual
 from .._core.parallel import checked_tp_size, divided
 from ..layer_norm import LayerNorm
 from ..layer_norm_linear import LayerNormLinear
@@ -435,7 +435,7 @@ class MultiheadAttention(CompositeModule):
             cu_seqlens_q_padded=cu_seqlens_q_padded, cu_seqlens_kv_padded=cu_seqlens_kv_padded,
         )  # fmt: skip
         proj: Any = self.proj
-        if add_residual and type(proj) is self._linear and not _is_observed(proj):
+        if add_residual and type(proj) is self._linear and not is_observed(proj):
             return proj.forward_adding(context, residual, is_first_microbatch)
         projected = proj(context, is_first_microbatch=is_first_microbatch)
         if not self.return_layernorm_output or not self.input_layernorm:
@@ -474,10 +474,13 @@ class MultiheadAttention(CompositeModule):
             options: dict[str, Any] = {}
             if wanted is not None and encoder_output is None and isinstance(first, LayerNormLinear):
                 options["heads"] = wanted
-            x, total = first.forward_with_residual(
-                hidden_states, None, is_first_microbatch, return_residual, **options
-            )
-            residual = residual_of(hidden_states, total)
+            if takes_residual(first):
+                x, total = first.forward_with_residual(
+                    hidden_states, None, is_first_microbatch, return_residual, **options
+                )
+                residual = residual_of(hidden_states, total)
+            else:
+                x = first(hidden_states, is_first_microbatch=is_first_microbatch)
             if self.return_layernorm_output:
                 x, norm = x
         else:
@@ -558,21 +561,9 @@ class MultiheadAttention(CompositeModule):
         Returns:
             The output [..., features], or its ``(queries, keys, values)``, each [..., heads, size].
         """
-        if heads is not None and type(module) is self._linear and not _is_observed(module):
+        if heads is not None and type(module) is self._linear and not is_observed(module):
             return module.forward_to_heads(x, heads, is_first_microbatch)
         return module(x, is_first_microbatch=is_first_microbatch)
-
-
-def _is_observed(module: torch.nn.Module) -> bool:
-    """Returns True if a hook or a replaced ``forward`` is to see the module's calls."""
-    return bool(
-        module._forward_hooks
-        or module._forward_pre_hooks
-        or module._backward_hooks
-        or module._backward_pre_hooks
-        or "forward" in module.__dict__
-        or has_global_hook()
-    )
 
 
 def residual_of(hidden_states: torch.Tensor, total: torch.Tensor | None) -> torch.Tensor:

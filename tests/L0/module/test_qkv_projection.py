@@ -28,7 +28,7 @@ class NoClass:
 def split_afterwards(monkeypatch):
     """Makes MultiheadAttention split outputs in a function of its own, as with a rotation."""
     monkeypatch.setattr(multihead, "LayerNormLinear", NoClass)
-    monkeypatch.setattr(multihead, "_is_observed", lambda module: True)
+    monkeypatch.setattr(multihead, "is_observed", lambda module: True)
 
 
 def build(device="cpu", size=SIZE, **options):

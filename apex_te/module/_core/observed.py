@@ -1,0 +1,29 @@
+"""Checks for parts that a module must call as modules, because others observe or wrap the calls."""
+
+from __future__ import annotations
+
+import torch
+from torch.nn.modules.module import _has_any_global_hook as has_global_hook
+
+__all__ = ["is_observed", "takes_residual"]
+
+
+def is_observed(module: torch.nn.Module) -> bool:
+    """Returns True if a hook or a replaced ``forward`` is to see the module's calls."""
+    return bool(
+        module._forward_hooks
+        or module._forward_pre_hooks
+        or module._backward_hooks
+        or module._backward_pre_hooks
+        or "forward" in module.__dict__
+        or has_global_hook()
+    )
+
+
+def takes_residual(module: torch.nn.Module) -> bool:
+    """Returns True if ``module.forward_with_residual`` may be called in place of the module.
+
+    Wrappers (for activation checkpointing, sharding, compiling) hand on attributes of the module in
+    them, this method included, and would be passed by.
+    """
+    return hasattr(type(module), "forward_with_residual") and not is_observed(module)
