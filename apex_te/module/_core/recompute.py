@@ -6,8 +6,8 @@ those of a module that saves its tensors, with several microbatches in flight, t
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -27,12 +27,14 @@ class Repeated:
             run.
         modes: the quantizers for a recompute and the flags beside them, as in ``Modes``.
         scales: the scales that the first run has used, or None.
+        parameters: the module's parameters in the first run, by name.
     """
 
     def __init__(self) -> None:
         self.shape: torch.Size | None = None
         self.modes: tuple[Any, ...] = ()
         self.scales: ScaleSnapshot | None = None
+        self.parameters: dict[str, Any] = {}
 
 
 _FIRST = Repeated()
@@ -72,10 +74,14 @@ def _call(
     if repeated.shape is not None:
         modes.recompute, modes.recompute_fp8, modes.recompute_keeps = repeated.modes
         try:
-            with nullcontext() if repeated.scales is None else repeated.scales.restored():
+            with (
+                nullcontext() if repeated.scales is None else repeated.scales.restored(),
+                _parameters_restored(module, repeated.parameters),
+            ):
                 return function(*args, repeated)
         finally:
             modes.recompute, modes.recompute_fp8, modes.recompute_keeps = present
+    repeated.parameters = dict(module._parameters)
     out = function(*args, repeated)
     repeated.modes = (modes.recompute, modes.recompute_fp8, modes.recompute_keeps)
     state = module.fp8_state
@@ -83,3 +89,24 @@ def _call(
         repeated.scales = ScaleSnapshot([state.scale_fwd, state.scale_inv_fwd])
     repeated.shape = (out[0] if isinstance(out[0], torch.Tensor) else out[0][0]).shape
     return out
+
+
+@contextmanager
+def _parameters_restored(module: FP8Module, before: dict[str, Any]) -> Iterator[None]:
+    """Gives the module the parameters of its first run, which functional_call takes away after it.
+
+    Sharded parameters stay: whatever gathers them does so for each run.
+    """
+    own = module._parameters
+    present = dict(own)
+    is_sharded = module.__dict__.get("_is_fsdp_managed_module", False) or any(
+        hasattr(p, "_local_tensor") for p in present.values()
+    )
+    if is_sharded or all(present.get(name) is p for name, p in before.items()):
+        yield
+        return
+    own.update(before)
+    try:
+        yield
+    finally:
+        own.update(present)

@@ -195,3 +195,17 @@ def test_it_compiles_in_one_graph(scheme) -> None:
 def test_checkpoint_is_a_bool() -> None:
     with pytest.raises(TypeError, match="LayerNormMLP: checkpoint must be a bool, got int"):
         LayerNormMLP(16, 16, checkpoint=1)
+
+
+@pytest.mark.parametrize("recipe", [None, "blockwise"])
+def test_recompute_uses_the_parameters_of_functional_call(recipe):
+    parameters = dict(build("cpu").named_parameters())
+    parameters = {name: (p * 2 + 0.1).detach().requires_grad_() for name, p in parameters.items()}
+    x, found = torch.randn(TOKENS, HIDDEN), []
+    for recompute in (False, True):
+        module = build("cpu", checkpoint=recompute)
+        with fp8_autocast(recipe is not None, recipe):
+            out = torch.func.functional_call(module, parameters, (x,))
+        found.append(torch.autograd.grad(out.square().sum(), list(parameters.values())))
+    for expected, got in zip(*found, strict=True):
+        assert torch.equal(expected, got)
