@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from itertools import repeat
 from typing import Any, ClassVar, NamedTuple
@@ -608,13 +608,27 @@ class FusedOptimizer(torch.optim.Optimizer):
         self._plans.clear()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), **{name: getattr(self, name) for name in _OPTIONS}}
+        kept = {**super().__getstate__(), **{name: getattr(self, name) for name in _OPTIONS}}
+        # As bytes: pickle.loads cannot make an FP8 tensor of what pickle.dumps has written.
+        states = {param: dict(state) for param, state in self.state.items()}
+        for param, name, value in self._fp8_moments():
+            states[param][name] = with_part(param, local(value).view(torch.uint8))
+        return {**kept, "state": defaultdict(dict, states)}
+
+    def _fp8_moments(self, stored: torch.dtype = torch.float8_e4m3fn) -> list[tuple[Any, str, Any]]:
+        """Returns parameter, key and tensor of each FP8 moment whose dtype is ``stored``."""
+        narrow = [n for n, dtype in self._moment_dtypes.items() if dtype is torch.float8_e4m3fn]
+        found = [(param, n, state.get(n)) for param, state in self.state.items() for n in narrow]
+        return [each for each in found if isinstance(each[2], torch.Tensor)
+                and each[2].dtype is stored]  # fmt: skip
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         for name in ("_scales", "_given"):  # which earlier releases did not pickle
             self.__dict__.setdefault(name, {})
         self._plans, self._planned = {}, []
+        for param, name, value in self._fp8_moments(torch.uint8):
+            self.state[param][name] = with_part(param, local(value).view(torch.float8_e4m3fn))
         for param, kept in self.state.items():
             if any(isinstance(value, _Kept) for value in kept.values()):
                 self._take(param, kept)

@@ -3,6 +3,7 @@
 import copy
 import io
 import itertools
+import pickle
 
 import pytest
 import torch
@@ -355,9 +356,11 @@ def test_resume_is_bitwise(device, state, master, decoupled, capturable):
     for param in params:
         param.grad = param.decoupled_grad = None
     twin_params, twin = copy.deepcopy((params, optimizer))
-    for one, own in ((optimizer, params), (other, resumed), (twin, twin_params)):
+    read_params, read = pickle.loads(pickle.dumps((params, optimizer)))
+    others = ((other, resumed), (twin, twin_params), (read, read_params))
+    for one, own in ((optimizer, params), *others):
         run(one, own, 5, 5, decoupled)
-    for one, own in ((other, resumed), (twin, twin_params)):
+    for one, own in others:
         assert_same_bits(own, params)
         assert_same_bits(state_tensors(one), state_tensors(optimizer))
         for mine, theirs in zip(own, params, strict=True):
