@@ -280,6 +280,19 @@ class FP8Parameter(torch.Tensor):
         assert self._held.rowwise is not None
         return self._held.rowwise.data_ptr()
 
+    def share_memory_(self) -> FP8Parameter:
+        """Moves FP8 data and scales to shared memory, for other processes; returns ``self``."""
+        assert self._held.rowwise is not None
+        assert self._held.rowwise_scale_inv is not None
+        self._held.rowwise.share_memory_()
+        self._held.rowwise_scale_inv.share_memory_()
+        return self
+
+    def is_shared(self) -> bool:
+        """Returns True if the FP8 data are in shared memory, as all memory of a GPU is."""
+        assert self._held.rowwise is not None
+        return self._held.rowwise.is_shared()
+
     def __repr__(self) -> str:  # type: ignore[override]
         return (
             f"FP8Parameter(shape={list(self.shape)}, dtype={self.dtype}, device={self.device}, "

@@ -7,7 +7,7 @@ import pickle
 import pytest
 import torch
 
-from apex_te import Linear
+from apex_te import Linear, fp8_autocast, fp8_model_init
 from apex_te.fp8.parameter.parameter import FP8Parameter
 from apex_te.recipe import BlockScaling, DelayedScaling
 from tests.checks import assert_same_bits, codes
@@ -306,3 +306,18 @@ def test_files_without_attributes_load():
     rebuild, saved = weight.__reduce_ex__(2)
     assert len(saved) == 5
     assert torch.equal(rebuild(*saved).dequantize(), weight.dequantize())
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_shared_memory(name):
+    with fp8_model_init(True, RECIPES[name]):
+        module = torch.nn.Sequential(Linear(32, 32))
+    plain = copy.deepcopy(module)
+    weight = module[0].weight
+    assert not weight.is_shared()
+    assert module.share_memory()[0].weight is weight
+    assert weight.is_shared()
+    assert weight._held.rowwise_scale_inv.is_shared()
+    x = torch.randn(16, 32)
+    with fp8_autocast(True, RECIPES[name]):
+        assert torch.equal(module(x), plain(x))
