@@ -246,7 +246,7 @@ def _check_parameters(module: torch.nn.Module, split: _Split) -> None:
             raise _refuse(
                 split,
                 f"{name}.{key}",
-                "a plain torch.nn.Parameter (made outside fp8_model_init, and before "
+                "a plain torch.nn.Parameter (made outside fp8_model_init, and without "
                 "enable_fp8_all_gather)",
                 type(parameter).__name__,
             )

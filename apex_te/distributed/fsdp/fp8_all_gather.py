@@ -134,8 +134,9 @@ def _check(name: str, weight: torch.Tensor) -> None:
     """
     if local_of(weight) is not None:
         raise ValueError(
-            "enable_fp8_all_gather: model must not be sharded yet (call it before fully_shard), "
-            f"got a DTensor as {name}"
+            "enable_fp8_all_gather: model must not be sharded yet (call it before fully_shard, and "
+            "split layers by tp_group=, not by styles such as LayerParallel), got a DTensor as "
+            f"{name}"
         )
     if type(weight) is ShardedWeight:
         raise ValueError(f"enable_fp8_all_gather: must be called once, got {name} a second time")

@@ -35,6 +35,7 @@ from apex_te.distributed.dtensor.parallel_styles import (
     Replicated,
     RowParallel,
 )
+from apex_te.distributed.fsdp import enable_fp8_all_gather
 from apex_te.recipe import CurrentScaling
 
 
@@ -197,6 +198,7 @@ def _refused(rank):
     parallelize_module(linear, mesh, column)
     found["twice"] = _raised(parallelize_module, linear, mesh, column)
     found["again"] = _raised(parallelize_module, linear, mesh, RowParallel())
+    found["gathered"] = _raised(enable_fp8_all_gather, linear)
     x = distribute_tensor(torch.randn(4, HIDDEN), mesh, [Replicate()])
     found["input"] = _raised(linear, x)
     with fp8_model_init(recipe=CurrentScaling()):
@@ -229,6 +231,8 @@ def test_refusals(two_ranks):
         "already": f"ValueError: ColumnParallel: Linear {gemm} 2 and parallel mode 'column'",
         "twice": f"ValueError: ColumnParallel: Linear {gemm} 2 and parallel mode 'column'",
         "again": f"ValueError: RowParallel: Linear {gemm} 2 and parallel mode 'column'",
+        "gathered": "ValueError: enable_fp8_all_gather: model must not be sharded yet (call it "
+        "before fully_shard, and split layers by tp_group=, not by styles such as LayerParallel)",
         "input": "TypeError: Linear: inp must be this rank's part as a plain tensor, got a DTensor",
         "held": "NotImplementedError: ColumnParallel: Linear.weight must be a plain torch.nn.Par",
         "reshard": "RuntimeError: LayerNormLinear: layer_norm_weight must be gathered over the dat",
