@@ -35,6 +35,29 @@ def _written(*lists: Tensors) -> None:
         mark_written(tensors, None)
 
 
+def _dense_grads(name: str, grads: Tensors, are_written: bool) -> Tensors:
+    """Returns the gradients made contiguous.
+
+    Args:
+        name: name of the step's function, for errors.
+        grads: the caller's gradients.
+        are_written: True if they will be unscaled in place.
+
+    Raises:
+        ValueError: a gradient that will be unscaled is expanded.
+    """
+    read = dense(grads)
+    if are_written and read is not grads:
+        for i, (grad, copy) in enumerate(zip(grads, read, strict=True)):
+            if copy is not grad and 0 in grad.stride():
+                raise ValueError(
+                    f"multi_tensor_optim.{name}: grads[{i}] must not be expanded where it is "
+                    f"unscaled in place, got strides {list(grad.stride())} for shape "
+                    f"{list(grad.shape)}"
+                )
+    return read
+
+
 def _wrote_grads(given: Tensors, read: Tensors) -> None:
     """Copies unscaled gradients from contiguous copies to the caller's, and tells autograd of it.
 
@@ -99,7 +122,7 @@ def adam(
     masters = [] if masters is None else masters
     rate, rate_tensor = _number_or_tensor(lr)
     count, count_tensor = _number_or_tensor(step)
-    read = dense(grads)
+    read = _dense_grads("adam", grads, unscale_grads and inv_scale is not None)
     _adam(
         params, read, exp_avgs, exp_avg_sqs, masters, rate, *betas, eps, weight_decay,
         count, adamw, bias_correction, maximize, rate_tensor, count_tensor, inv_scale, found_inf,
@@ -156,7 +179,7 @@ def sgd(
     momentums = [] if momentums is None or not momentum else momentums
     masters = [] if masters is None else masters
     rate, rate_tensor = _number_or_tensor(lr)
-    read = dense(grads)
+    read = _dense_grads("sgd", grads, unscale_grads and inv_scale is not None)
     _sgd(
         params, read, momentums, masters, rate, momentum, dampening, weight_decay,
         nesterov, first_step, maximize, rate_tensor, inv_scale, found_inf, unscale_grads,
@@ -212,7 +235,7 @@ def lamb(
     """
     if not len(params) and not len(grads):
         return
-    read = dense(grads)
+    read = _dense_grads("lamb", grads, unscale_grads and inv_scale is not None)
     if max_grad_norm <= 0:
         grad_norm = None
     elif grad_norm is None:

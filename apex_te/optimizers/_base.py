@@ -238,7 +238,12 @@ class FusedOptimizer(torch.optim.Optimizer):
             ]
             if not self._planned:
                 self._planned = list(self.state.values())
-            self._update(work, scalars)
+            try:
+                self._update(work, scalars)
+            except Exception:
+                for item in work:
+                    item.bucket.retreat()
+                raise
         return loss
 
     def _make_states_to_load(self) -> None:

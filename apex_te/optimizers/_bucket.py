@@ -180,9 +180,9 @@ class Bucket:
         device: device of all the tensors.
     """
 
-    __slots__ = ("_graded", "_kept_masters", "_kept_moments", "_listed", "_parts", "_plain",
-                 "_sources", "_states", "_wide_masters", "device", "masters", "moments", "owners",
-                 "params", "sharded", "step", "wrapped")  # fmt: skip
+    __slots__ = ("_advanced", "_graded", "_kept_masters", "_kept_moments", "_listed", "_parts",
+                 "_plain", "_sources", "_states", "_wide_masters", "device", "masters", "moments",
+                 "owners", "params", "sharded", "step", "wrapped")  # fmt: skip
 
     def __init__(
         self,
@@ -210,6 +210,8 @@ class Bucket:
         self._parts = parts
         self.sharded = [param for param, split in zip(params, splits, strict=True) if split]
         self.step: int | torch.Tensor | None = states[0].get(STEP)
+        # The count before an ``advance`` that no update has followed, and its ``found_inf``.
+        self._advanced: tuple[int | torch.Tensor, torch.Tensor | None] | None = None
         masters = [None if master is None else local(master) for master in masters]
         self.wrapped = list(zip(parts, masters, strict=True)) if needs_copy(parts[0]) else []
 
@@ -290,17 +292,28 @@ class Bucket:
             found_inf: one element on the device, not 0 if the step is skipped; an int count becomes
                 a tensor, so that nothing waits for it. None if the step is taken in any case.
         """
-        step = self.step
-        if step is None:
+        before = self.step
+        if before is None:
             return
-        if found_inf is not None and not isinstance(step, torch.Tensor):
-            self.set_step(torch.full((), step, dtype=torch.float32, device=self.device))
+        if found_inf is not None and not isinstance(before, torch.Tensor):
+            self.set_step(torch.full((), before, dtype=torch.float32, device=self.device))
         if not isinstance(self.step, torch.Tensor):
             self.set_step(self.step + 1)  # type: ignore[operator]
         elif found_inf is None:
             self.step.add_(1)
         else:
             self.step.add_(found_inf.reshape(()) == 0)
+        self._advanced = before, found_inf
+
+    def retreat(self) -> None:
+        """Takes back the last ``advance``, unless an op has updated the parameters since."""
+        if self._advanced is None:
+            return
+        (before, found_inf), self._advanced = self._advanced, None
+        if not isinstance(before, torch.Tensor):
+            self.set_step(before)
+        else:
+            before.sub_(1 if found_inf is None else (found_inf.reshape(()) == 0).float())
 
     def run(self, op: Callable[..., None], grads: list[torch.Tensor], options: State) -> None:
         """Updates the parameters: ``update``, then ``finish``, which document the arguments."""
@@ -326,6 +339,7 @@ class Bucket:
             else:
                 masters = self._wide_masters
         op(params, grads, *moments, masters=masters, **options)
+        self._advanced = None
         for moment, wide in zip(self._kept_moments, moments, strict=True):
             moment.store(wide)
 

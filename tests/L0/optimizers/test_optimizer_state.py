@@ -3,6 +3,7 @@
 import collections
 import copy
 import io
+from functools import partial
 
 import pytest
 import torch
@@ -406,3 +407,43 @@ def test_a_refused_state_leaves_the_optimizer_as_it_was(what, capturable, device
     steps(other, others, 3, first=3)
     assert_same_bits(params, others)
     assert_same_bits(state_tensors(optimizer), state_tensors(other))
+
+
+@pytest.mark.parametrize("capturable", [False, True])
+@pytest.mark.parametrize("scaled", [False, True])
+@pytest.mark.parametrize(
+    "make", [FusedAdam, FusedLAMB, partial(FusedSGD, momentum=0.9, dampening=0.1)]
+)
+def test_a_step_that_fails_is_not_counted(make, capturable, scaled):
+    """A gradient that the op refuses leaves parameters and step counts as they were."""
+    params, others = ([torch.nn.Parameter(torch.ones(4, 3)) for _ in range(2)] for _ in range(2))
+    optimizer, other = (make(p, lr=0.1, capturable=capturable) for p in (params, others))
+    for one in (optimizer, other):
+        if scaled:
+            one.grad_scale, one.found_inf = torch.tensor(2.0), torch.tensor(0.0)
+    for step in range(3):
+        for p in (*params, *others):
+            p.grad = torch.full((4, 3), step + 1.0)
+        other.step()
+        if step:
+            good = params[1].grad
+            params[1].grad = torch._neg_view(-good)
+            with pytest.raises(TypeError, match=r"\[1\] must be resolved"):
+                optimizer.step()
+            params[1].grad = good
+        optimizer.step()
+    assert optimizer.state[params[0]]["step"] == other.state[others[0]]["step"] == 3
+    assert all(map(torch.equal, params, others))
+
+
+def test_an_expanded_gradient_that_is_unscaled_is_refused_before_the_step():
+    param = torch.nn.Parameter(torch.ones(4, 3))
+    optimizer = FusedAdam([param], lr=0.1)
+    param.grad = torch.ones(()).expand(4, 3)
+    optimizer.step()
+    before = param.detach().clone()
+    optimizer.grad_scale, optimizer.found_inf = torch.tensor(2.0), torch.tensor(0.0)
+    with pytest.raises(ValueError, match=r"adam: grads\[0\] must not be expanded where it is unsc"):
+        optimizer.step()
+    assert torch.equal(param, before)
+    assert optimizer.state[param]["step"] == 1
