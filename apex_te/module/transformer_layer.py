@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, ClassVar, NamedTuple
@@ -25,13 +26,8 @@ from .rms_norm import RMSNorm
 __all__ = ["TransformerLayer"]
 
 _NAME = "TransformerLayer"
-# Arguments of MultiheadAttention.forward after the first, in order.
-_ATTENTION = (
-    "attention_mask", "encoder_output", "attn_mask_type", "window_size", "is_first_microbatch",
-    "checkpoint_core_attention", "inference_params", "rotary_pos_emb", "core_attention_bias_type",
-    "core_attention_bias", "alibi_slopes", "cu_seqlens_q", "cu_seqlens_kv", "max_seqlen_q",
-    "max_seqlen_kv", "cu_seqlens_q_padded", "cu_seqlens_kv_padded",
-)  # fmt: skip
+# Arguments of MultiheadAttention.forward after hidden_states, in order.
+_ATTENTION = tuple(inspect.signature(MultiheadAttention.forward).parameters)[2:]
 _Init = Callable[[torch.Tensor], Any] | None
 
 

@@ -92,13 +92,10 @@ class NormedModule(ParallelModule):
 
     def _gamma_and_beta(self) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Returns the norm's parameters; one that a parametrization makes is read as attribute."""
-        own = self._parameters
-        weight: torch.Tensor | None = own.get("layer_norm_weight")
-        if weight is None:
-            weight = self.layer_norm_weight
-        if "layer_norm_bias" in own:
-            return weight, own["layer_norm_bias"]
-        return weight, self.layer_norm_bias
+        own: Any = self._parameters
+        if "layer_norm_weight" in own and "layer_norm_bias" in own:  # faster than the attributes
+            return own["layer_norm_weight"], own["layer_norm_bias"]
+        return self.layer_norm_weight, self.layer_norm_bias
 
     def _norm_operands(self, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Returns the norm's parameters in a dtype that its op takes beside an input of ``dtype``.

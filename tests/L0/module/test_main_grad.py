@@ -96,7 +96,7 @@ def test_sums_keep_float32(device, products, name, dtype, delayed, recipe):
 @pytest.mark.parametrize("recipe", [None, "delayed", "blockwise"])
 @pytest.mark.parametrize("name", [*MODULES, "on the device"])
 def test_backwards_of_inputs_alone_add_nothing(device, name, recipe, delayed):
-    """As pipeline schedules call them, to learn shapes from any numbers, and gradient penalties."""
+    """Gradients of inputs alone, as pipeline schedules and penalties ask for, add nothing."""
     options = {"device": device, **({"delay_wgrad_compute": True} if delayed else OPTIONS)}
     if delayed and name in ("MultiheadAttention", "TransformerLayer", "on the device"):
         pytest.skip("no delay_wgrad_compute")

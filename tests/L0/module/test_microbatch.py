@@ -96,7 +96,7 @@ def weights_at_one_address(count):
 
 @pytest.mark.parametrize("kind", ["passed", "functional_call", "GroupedLinear", "on the device"])
 def test_another_weight_at_the_same_address_is_quantized(kind):
-    """As of a parametrization, whose weights come and go."""
+    """Weights that are made in each call, as by a parametrization, get copies of their own."""
     x, rest = torch.randn(8, 16), {}
     module = Linear(16, 32, bias=False)
     if kind in ("GroupedLinear", "on the device"):
@@ -157,7 +157,7 @@ def test_weights_that_torch_func_transforms(kind, recipe):
 
 
 def test_a_write_through_data_needs_another_promise():
-    """As documented: no version counts it."""
+    """A write through ``.data`` does not show, as documented: no version counts it."""
     module, x = Linear(16, 8), torch.randn(4, 16)
     before = forward(module, x, True)
     version = module.weight._version
