@@ -29,6 +29,7 @@ class Curve(NamedTuple):
         train: loss by step, as trained on.
         held_out: loss of held-out tokens by step.
         digest: of the token files, as prepare.py says it; None if it is not known.
+        seed: of the weights and of the batches' order; None if it is not known.
     """
 
     name: str
@@ -36,6 +37,7 @@ class Curve(NamedTuple):
     train: dict[int, float]
     held_out: dict[int, float]
     digest: str | None = None
+    seed: int | None = None
 
 
 def read_curves(path: Path) -> list[Curve]:
@@ -48,6 +50,7 @@ def read_curves(path: Path) -> list[Curve]:
             run["tokens"],
             *({int(step): loss for step, loss in run[kind].items()} for kind in KINDS),
             run.get("digest"),
+            run.get("seed"),
         )
         for run in json.loads(path.read_text(encoding="utf-8"))["runs"]
     ]
@@ -63,6 +66,7 @@ def save(curves: Sequence[Curve], path: Path) -> None:
             "train": {step: round(loss, 5) for step, loss in curve.train.items()},
             "held_out": {step: round(loss, 5) for step, loss in curve.held_out.items()},
             "digest": curve.digest,
+            "seed": curve.seed,
         }
         for curve in curves
     ]
@@ -87,7 +91,8 @@ def read_curve(path: Path) -> Curve:
         for kind in ("step", "held_out")
     }
     tokens = about["batch"] * about["context"]
-    return Curve(name, tokens, losses["step"], losses["held_out"], about.get("digest"))
+    known = (about.get(key) for key in ("digest", "seed"))
+    return Curve(name, tokens, losses["step"], losses["held_out"], *known)
 
 
 def other_data(curves: Sequence[Curve]) -> list[str]:

@@ -14,7 +14,7 @@ from example_loader import EXAMPLES, parts
 
 example = parts(
     "pretrain", "batches", "config", "generate", "logs", "model", "plot", "prepare", "schedule",
-    "train",
+    "seeds", "train",
 )  # fmt: skip
 batches, config, model, prepare = example.batches, example.config, example.model, example.prepare
 VOCABULARY, CONTEXT = 320, 32
@@ -374,6 +374,50 @@ def test_curves_and_their_differences(tmp_path, capsys):
     assert (
         plot.other_data([curves[0], unknown[1]]) == plot.other_data([unknown[0], curves[1]]) == []
     )
+
+
+def test_recipes_are_compared_over_seeds(tmp_path, capsys):
+    plot, seeds = example.plot, example.seeds
+    gaps = {"bf16": (0.0, 0.0, 0.0), "blockwise": (1.0, 2.0, -1.5)}
+    for name, of_name in gaps.items():
+        for seed, gap in enumerate(of_name):
+            about = {"kind": "start", "layers": "apex_te", "recipe": name, "seed": seed}
+            events = [{**about, "batch": 2, "context": 8, "digest": "d"}]
+            events.append({"kind": "step", "step": 1, "loss": 5.0})
+            loss = (4.0 + seed) * (1 + gap / 100)
+            events += [{"kind": "held_out", "step": i, "loss": loss} for i in (10, 20)]
+            (tmp_path / f"{name}-{seed}.jsonl").write_text("\n".join(map(json.dumps, events)))
+    # The last seed of block scaling was not evaluated to its end.
+    last = tmp_path / "blockwise-2.jsonl"
+    last.write_text("\n".join(last.read_text().splitlines()[:-1]))
+    logs = [tmp_path / f"{name}-{seed}.jsonl" for name in gaps for seed in range(3)]
+    curves = [curve for log in logs for curve in plot.read_curves(log)]
+    runs = seeds.by_seed(curves)
+    (effect,) = seeds.effects(runs["blockwise"], runs["bf16"])
+    deviation = np.std(gaps["blockwise"], ddof=1)
+    assert effect[:2] == (10, 3)
+    assert effect[2:] == pytest.approx((np.mean(gaps["blockwise"]), deviation / np.sqrt(3)))
+    del runs["bf16"][2]  # a seed that the base lacks is left out
+    halfway, end = seeds.effects(runs["blockwise"], runs["bf16"])
+    assert (halfway.step, end.step, end.seeds) == (10, 20, 2)
+    assert end[2:] == pytest.approx((1.5, 0.5))
+    del runs["bf16"][1]
+    (alone, _) = seeds.effects(runs["blockwise"], runs["bf16"])
+    assert alone == (10, 1, pytest.approx(1.0), None)
+    del runs["bf16"][0]
+    assert seeds.effects(runs["blockwise"], runs["bf16"]) == []
+
+    saved = tmp_path / "saved.json"
+    seeds.main([*map(str, logs), "--save", str(saved)])
+    printed = capsys.readouterr().out
+    assert "+0.500%" in printed
+    assert f"{100 * np.std([4, 5, 6], ddof=1) / 5:.3f}%" in printed  # of single runs
+    seeds.main([str(saved)])
+    assert capsys.readouterr().out == printed
+    with pytest.raises(ValueError, match="got two of bf16, seed 0"):
+        seeds.by_seed([curves[0], curves[0]])
+    with pytest.raises(ValueError, match="got bf16 without one"):
+        seeds.by_seed([curves[0]._replace(seed=None)])
 
 
 @pytest.mark.parametrize(
