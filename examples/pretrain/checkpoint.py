@@ -24,6 +24,7 @@ from apex_te.parameter import FP8Parameter
 from apex_te.recipe import Recipe
 
 PARTIAL = ".partial"
+CHANGEABLE = ("recipe", "seed")  # settings that a branch need not share with its run
 
 
 class Checkpoints:
@@ -47,8 +48,7 @@ class Checkpoints:
 
     def steps(self) -> list[int]:
         """Returns the steps of whole checkpoints, oldest first."""
-        names = [path.name.removeprefix("step-") for path in self.folder.glob("step-*")]
-        return sorted(int(name) for name in names if name.isdecimal())
+        return _steps(self.folder)
 
     def check_new(self) -> None:
         """Raises ValueError if a run that begins anew would save among another's checkpoints.
@@ -102,30 +102,53 @@ class Checkpoints:
         found = self.steps()
         if not found:
             return 0
-        path = self._path(found[-1])
+        return self._load_path(self._path(found[-1]), self.settings)
+
+    def load_branch(self, folder: Path) -> int:
+        """Loads the newest checkpoint of another run, whose recipe and seed may differ.
+
+        Args:
+            folder: the other run's.
+
+        Returns:
+            the step that the checkpoint was saved after.
+
+        Raises:
+            ValueError: as ``load_newest`` does, or ``folder`` is this run's own or has none.
+        """
+        if folder.resolve() == self.folder.resolve():
+            raise ValueError(f"--branch-from must be another folder than --out, got {folder}")
+        found = _steps(folder)
+        if not found:
+            raise ValueError(f"--branch-from must be a folder with checkpoints, got {folder}")
+        settings = {n: value for n, value in self.settings.items() if n not in CHANGEABLE}
+        return self._load_path(_path(folder, found[-1]), settings)
+
+    def _load_path(self, path: Path, settings: dict[str, Any]) -> int:
+        """Loads a checkpoint, whose settings must be those given, and returns its step."""
         about = _read(path / "about.json", lambda file: json.loads(file.read_text("utf-8")))
-        self._check(path, about)
+        self._check(path, about, settings)
         if self.ranks.mesh is None:
             state = _read(path / "state.pt", _load)
             self.model.load_state_dict(state["model"])
             self.optimizer.load_state_dict(state["optimizer"])
             _restore_random_states(state["random"])
         else:
-            self._load_all_ranks(path)
+            self._load_all_ranks(path, about["settings"].get("recipe"))
         self._restore_fp8_parameters()
         return int(about["step"])
 
     def _path(self, step: int) -> Path:
-        return self.folder / f"step-{step:08d}"
+        return _path(self.folder, step)
 
-    def _check(self, path: Path, about: dict[str, Any]) -> None:
+    def _check(self, path: Path, about: dict[str, Any], settings: dict[str, Any]) -> None:
         """Raises ValueError if this run cannot go on from the checkpoint at ``path``."""
         if about["ranks"] != self.ranks.size:
             raise ValueError(
                 f"checkpoint {path}: must be resumed on {about['ranks']} ranks, "
                 f"got {self.ranks.size}"
             )
-        for name, value in self.settings.items():
+        for name, value in settings.items():
             saved = about["settings"].get(name, value)
             if saved != value:
                 raise ValueError(
@@ -148,12 +171,19 @@ class Checkpoints:
         model, optimizer = get_state_dict(self.model, self.optimizer)
         return {"model": model, "optimizer": optimizer}
 
-    def _load_all_ranks(self, path: Path) -> None:
+    def _load_all_ranks(self, path: Path, recipe: str | None) -> None:
+        """Loads each rank's parts of a checkpoint.
+
+        Args:
+            path: the checkpoint.
+            recipe: that it was saved with; FP8 state of another recipe is not loaded.
+        """
         from torch.distributed import checkpoint
 
         from apex_te.distributed import set_state_dict
 
-        if self.recipe is not None:  # only what the model has already is loaded
+        # Only what the model has already is loaded.
+        if self.recipe is not None and recipe == self.settings["recipe"]:
             apex_te.init_fp8_state(self.model, self.recipe)
         state = self._all_ranks()
         checkpoint.load(state, checkpoint_id=path)
@@ -173,6 +203,16 @@ class Checkpoints:
         for parameter in self.model.parameters():
             if isinstance(parameter, FP8Parameter):
                 parameter.copy_(self.optimizer.state[parameter]["master_param"])
+
+
+def _path(folder: Path, step: int) -> Path:
+    return folder / f"step-{step:08d}"
+
+
+def _steps(folder: Path) -> list[int]:
+    """Returns the steps of a folder's whole checkpoints, oldest first."""
+    names = [path.name.removeprefix("step-") for path in folder.glob("step-*")]
+    return sorted(int(name) for name in names if name.isdecimal())
 
 
 def _load(file: Path) -> Any:

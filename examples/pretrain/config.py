@@ -130,6 +130,10 @@ def _add_output(group: argparse._ArgumentGroup) -> None:
     add("--save-every", type=int, default=0, metavar="STEPS", help="0: no checkpoints")
     add("--keep", type=int, default=2, help="checkpoints that are kept")
     add("--resume", action="store_true", help="go on from the newest checkpoint in --out, if any")
+    add(
+        "--branch-from", type=Path, metavar="DIR",
+        help="begin at the newest checkpoint of another run, of any --recipe and --seed",
+    )  # fmt: skip
     add("--eval-every", type=int, default=100, metavar="STEPS", help="0: at the end alone")
     add("--eval-tokens", type=int, default=1 << 20, help="held-out tokens; 0: no evaluation")
     add("--log-every", type=int, default=10, metavar="STEPS")

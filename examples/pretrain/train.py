@@ -71,6 +71,8 @@ class Training:
         if args.save_every and not args.resume:
             self.checkpoints.check_new()
         self.first_step = self.checkpoints.load_newest() if args.resume else 0
+        if not self.first_step and args.branch_from is not None:
+            self.first_step = self.checkpoints.load_branch(args.branch_from)
         self.log: Any = NoLog()
         if ranks.rank == 0:
             self.log = RunLog(args.out, self.first_step, args.tensorboard, args.wandb, settings)
@@ -87,6 +89,8 @@ class Training:
                  "device": str(device), "flops_per_token": built.flops_per_token}  # fmt: skip
         if device.type == "cuda":
             about["device"] = torch.cuda.get_device_name(device)
+        if args.branch_from is not None:
+            about["branch_from"] = str(args.branch_from)
         self.log.write("start", after=self.first_step, process=os.getpid(), **about)
         self.log.flush()
         self._say(f"{args.out}: {built.parameters / 1e6:.1f} M parameters, an epoch is "

@@ -282,6 +282,38 @@ def test_a_run_learns_and_goes_on_to_the_bit(folder, tmp_path, capsys):
         run(moved, parted, *words, "--resume")
 
 
+@pytest.mark.parametrize("recipe", ["bf16", "delayed"])
+def test_a_branch_goes_on_from_another_run(folder, tmp_path, recipe):
+    words = ["--steps", "8", "--eval-tokens", "0", "--sample", "0", "--save-every", "2"]
+    _, whole = run(folder, tmp_path / "whole", *words, "--recipe", recipe)
+    base, losses = tmp_path / "base", {}
+    run(folder, base, *words, "--recipe", recipe, "--stop-at", "4")
+    words += ["--branch-from", str(base)]
+    for other in ("bf16", "delayed", "blockwise"):
+        _, losses[other] = run(folder, tmp_path / other, *words, "--recipe", other)
+        _, stopped = run(folder, tmp_path / "cut", *words, "--recipe", other, "--stop-at", "6")
+        _, resumed = run(folder, tmp_path / "cut", *words, "--recipe", other, "--resume")
+        assert [step for step, _, _ in stopped] == [5, 6]
+        assert resumed == losses[other]
+        shutil.rmtree(tmp_path / "cut")
+    assert losses.pop(recipe) == whole[4:]
+    for other in losses.values():  # same batches and weights, other roundings
+        assert other != whole[4:]
+        torch.testing.assert_close(other[0][1], whole[4][1], rtol=2e-3, atol=0)
+        assert [step for step, _, _ in other] == [5, 6, 7, 8]
+    _, seed = run(folder, tmp_path / "seed", *words, "--recipe", recipe, "--seed", "2")
+    assert abs(seed[0][1] - whole[4][1]) > 1e-3  # another batch
+    start = example.logs.read_log(tmp_path / "seed" / "log.jsonl")[0]
+    assert (start["after"], start["branch_from"]) == (4, str(base))
+
+    with pytest.raises(ValueError, match=r"steps must be 8 as in the saved run, got 9"):
+        run(folder, tmp_path / "steps", *words, "--recipe", recipe, "--steps", "9")
+    with pytest.raises(ValueError, match=r"--branch-from must be another folder than --out, got"):
+        run(folder, base, *words, "--recipe", recipe, "--save-every", "0")
+    with pytest.raises(ValueError, match=r"--branch-from must be a folder with checkpoints, got"):
+        run(folder, tmp_path / "none", *words, "--branch-from", str(tmp_path / "nothing"))
+
+
 def test_checkpoints_that_cannot_be_used(folder, tmp_path):
     """Another run's are not mixed with a new run's; a damaged one is named."""
     words = ["--steps", "2", "--eval-tokens", "0", "--sample", "0", "--save-every", "1"]

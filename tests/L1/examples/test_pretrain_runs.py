@@ -184,6 +184,21 @@ def test_two_ranks_resume_to_the_bit(run, words):
     assert run(*words, "--save-every", "3", "--resume", out="parted", ranks=2)[1] == expected
 
 
+@pytest.mark.parametrize("recipe", ["bf16", "delayed"])
+def test_two_ranks_branch_from_another_run(run, tmp_path, recipe):
+    words = ["--recipe", recipe, "--save-every", "4"]
+    _, whole = run(*words, ranks=2)
+    run(*words, "--stop-at", "4", out="base", ranks=2)
+    words = ["--branch-from", tmp_path / "base"]
+    for other in ("bf16", "delayed", "blockwise"):
+        _, losses = run(*words, "--recipe", other, out=other, ranks=2)
+        if other == recipe:
+            assert losses == whole[4:]
+        else:
+            assert losses != whole[4:]
+            torch.testing.assert_close(losses[0][1], whole[4][1], rtol=2e-3, atol=0)
+
+
 def test_fsdp_and_tensor_parallelism_together(run):
     _, expected = run("--recipe", "bf16")
     _, losses = run("--recipe", "bf16", "--tp", "2", out="both", ranks=4)
