@@ -47,6 +47,7 @@ class Shape(NamedTuple):
 # With 32,768 tokens in the vocabulary: 125.4 M, 355.5 M and 1.292 G parameters.
 SHAPES = {
     "tiny": Shape(layers=2, dim=64, ffn=128, heads=4, groups=2, tied=True, lr=3e-3),
+    "mini": Shape(layers=3, dim=256, ffn=512, heads=4, groups=2, tied=True, lr=2e-3),
     "124m": Shape(layers=12, dim=768, ffn=2944, heads=12, groups=4, tied=True, lr=1e-3),
     "350m": Shape(layers=24, dim=1024, ffn=3072, heads=8, groups=2, tied=False, lr=6e-4),
     "1.3b": Shape(layers=24, dim=2048, ffn=6144, heads=16, groups=4, tied=False, lr=3e-4),
