@@ -40,6 +40,7 @@ class Tokens:
     Attributes:
         meta: what prepare.py says of them.
         train, held_out: the tokens, each document followed by ``END``.
+        digest: tells other tokens apart; the folder's name where prepare.py has written none.
 
     Raises:
         ValueError: the folder is not one that prepare.py has written, or a file is cut short.
@@ -55,6 +56,7 @@ class Tokens:
                 f"{type(error).__name__} when reading its meta.json"
             ) from error
         self.train, self.held_out = self._mapped("train"), self._mapped("held_out")
+        self.digest: str = self.meta.get("digest", folder.name)
 
     def _mapped(self, name: str) -> np.ndarray:
         """Returns the tokens of a file, in as many as the folder's ``meta`` says."""

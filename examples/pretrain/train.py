@@ -314,7 +314,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     ranks, device = start(args)
     try:
         tokens = Tokens(token_folder(args, ranks))
-        args.corpus = tokens.meta.get("digest", tokens.folder.name)
+        args.corpus = tokens.digest
         torch.manual_seed(args.seed)
         return Training(args, ranks, device, tokens).run()
     finally:

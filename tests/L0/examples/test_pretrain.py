@@ -1,7 +1,9 @@
 """Data, model and program of examples/pretrain, at sizes of seconds; its long runs are in L1."""
 
 import json
+import re
 import shutil
+import subprocess
 import sys
 
 import numpy as np
@@ -13,8 +15,8 @@ pytest.importorskip("tokenizers")
 from example_loader import EXAMPLES, parts
 
 example = parts(
-    "pretrain", "batches", "config", "generate", "logs", "model", "plot", "prepare", "schedule",
-    "seeds", "train",
+    "pretrain", "batches", "compare", "config", "generate", "logs", "model", "plot", "prepare",
+    "schedule", "seeds", "train",
 )  # fmt: skip
 batches, config, model, prepare = example.batches, example.config, example.model, example.prepare
 VOCABULARY, CONTEXT = 320, 32
@@ -450,6 +452,104 @@ def test_recipes_are_compared_over_seeds(tmp_path, capsys):
         seeds.by_seed([curves[0], curves[0]])
     with pytest.raises(ValueError, match="got bf16 without one"):
         seeds.by_seed([curves[0]._replace(seed=None)])
+
+
+def compared(monkeypatch, folder, out, *words, fails=""):
+    """Runs compare.py with its runs in this process; returns its status and the runs it made."""
+    made = []
+
+    def begin(run, place):
+        made.append((run.folder.name, place))
+        code = f"import sys; sys.exit({int(run.folder.name == fails)})"
+        if run.folder.name != fails:
+            example.train.main(run.options)
+        return subprocess.Popen([sys.executable, "-S", "-c", code])
+
+    monkeypatch.setattr(example.compare, "start", begin)
+    monkeypatch.setattr(example.compare.signal, "signal", lambda *args: None)
+    own = ["--recipes", "bf16", "tensorwise", "--seeds", "3", "4", "--out", str(out)]
+    words = [*TINY, "--tokens", str(folder), "--sample", "0", "--eval-tokens", "64", *words]
+    return example.compare.main([*own, "--", *words]), made
+
+
+def test_recipes_are_run_once_over_seeds(folder, tmp_path, capsys, monkeypatch):
+    words = ("--steps", "2")
+    status, made = compared(monkeypatch, folder, tmp_path, *words, fails="tensorwise-3")
+    assert status == 1
+    assert [name for name, _ in made] == ["bf16-3", "tensorwise-3", "bf16-4", "tensorwise-4"]
+    printed = capsys.readouterr().out
+    assert f"FAILED, see {tmp_path / 'tensorwise-3' / 'output.txt'}" in printed
+    assert re.search(r"^bf16 +256 +2 ", printed, re.M)
+    assert re.search(r"^tensorwise +256 +1 ", printed, re.M)
+    # The runs that ended are kept.
+    status, made = compared(monkeypatch, folder, tmp_path, *words)
+    assert (status, [name for name, _ in made]) == (0, ["tensorwise-3"])
+    printed = capsys.readouterr().out
+    losses = [float(line.split()[3]) for line in printed.splitlines() if " 256 " in line]
+    logs = [tmp_path / f"{recipe}-{seed}" / "log.jsonl" for recipe in ("bf16", "tensorwise")
+            for seed in (3, 4)]  # fmt: skip
+    ends = [example.logs.read_log(log)[-1]["held_out_loss"] for log in logs]
+    assert losses == pytest.approx([np.mean(ends[:2]), np.mean(ends[2:])], abs=1e-4)
+    message = rf"no runs of other options, got {tmp_path / 'bf16-3'} with lr 0.003 instead of 0.1"
+    with pytest.raises(ValueError, match=message):
+        compared(monkeypatch, folder, tmp_path, *words, "--lr", "0.1")
+    with pytest.raises(SystemExit):
+        compared(monkeypatch, folder, tmp_path, *words, "--seed", "1")
+    assert "options of train.py must be without --recipe, --seed" in capsys.readouterr().err
+
+
+def test_each_gpu_has_a_run_at_a_time(tmp_path, monkeypatch):
+    compare = example.compare
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,6")
+    slots = compare.places("auto")
+    assert slots == [{"CUDA_VISIBLE_DEVICES": "4"}, {"CUDA_VISIBLE_DEVICES": "6"}]
+    assert compare.places("cpu") == [{}]
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    assert [slot["CUDA_VISIBLE_DEVICES"] for slot in compare.places("cuda")] == ["0", "1"]
+
+    busy, begun = set(), []
+
+    class Process:
+        returncode = 0
+
+        def __init__(self, device):
+            assert device not in busy
+            busy.add(device)
+            self.device, self.looks = device, 0
+
+        def poll(self):
+            self.looks += 1
+            if self.looks > len(begun) % 3:
+                busy.discard(self.device)
+                return 0
+            return None
+
+    def begin(run, slot):
+        begun.append(run)
+        return Process(slot["CUDA_VISIBLE_DEVICES"])
+
+    monkeypatch.setattr(compare, "POLL", 0)
+    runs = [compare.Run(tmp_path / str(index), [], None) for index in range(7)]
+    assert compare.work(runs, slots, begin) == []
+    assert begun == runs
+    assert not busy
+
+
+def test_an_interrupted_comparison_ends_its_runs(tmp_path, monkeypatch):
+    sleep = [sys.executable, "-S", "-c", "import time; time.sleep(60)"]
+    processes = []
+
+    def begin(run, slot):
+        if processes:
+            raise KeyboardInterrupt
+        processes.append(subprocess.Popen(sleep))
+        return processes[0]
+
+    runs = [example.compare.Run(tmp_path / name, [], None) for name in "ab"]
+    with pytest.raises(KeyboardInterrupt):
+        example.compare.work(runs, [{}, {}], begin)
+    assert processes[0].returncode == -15
 
 
 @pytest.mark.parametrize(

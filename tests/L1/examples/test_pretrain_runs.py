@@ -199,6 +199,19 @@ def test_two_ranks_branch_from_another_run(run, tmp_path, recipe):
             torch.testing.assert_close(losses[0][1], whole[4][1], rtol=2e-3, atol=0)
 
 
+def test_recipes_are_compared(tokens, tmp_path):
+    words = ["--recipes", "bf16", "delayed", "--seeds", "1", "2", "--out", tmp_path]
+    printed = program("compare.py", *words, "--per-device", "2", "--", *TINY, "--tokens", tokens)
+    assert [line.split()[0] for line in printed.splitlines()[-2:]] == ["bf16", "delayed"]
+    assert printed.count(": ended (") == 4
+    assert "FAILED" not in printed
+    again = program("compare.py", *words, "--", *TINY, "--tokens", tokens)
+    assert again.splitlines()[-3:] == printed.splitlines()[-3:]
+    assert "ended" not in again
+    whole = (tmp_path / "delayed-2" / "output.txt").read_text()
+    assert f"step {STEPS}/{STEPS}: loss" in whole
+
+
 def test_fsdp_and_tensor_parallelism_together(run):
     _, expected = run("--recipe", "bf16")
     _, losses = run("--recipe", "bf16", "--tp", "2", out="both", ranks=4)
