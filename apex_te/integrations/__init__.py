@@ -7,6 +7,7 @@ from .autocast_forward import autocast_forward
 from .export import export_fp8
 from .from_torch import from_torch
 from .fused_lora import fuse_lora
+from .fused_loss import fuse_loss
 from .fusion import KeyMap, key_map
 from .optimizer_order import reorder_grouped_linear_state
 from .saving import load_fp8_state, save_fp8_state
@@ -21,6 +22,7 @@ __all__ = [
     "export_fp8",
     "from_torch",
     "fuse_lora",
+    "fuse_loss",
     "key_map",
     "load_fp8_state",
     "load_te_extra_state",

@@ -2,81 +2,36 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from types import MethodType
 from typing import Any
 
 from torch import nn
 
 from ..fp8.autocast import fp8_autocast
 from ..recipe import Recipe, chosen_recipe
+from ._wrapped_forward import WrappedForward, wrapped_forwards
 
 __all__ = ["AutocastForward", "autocast_forward"]
 
 
-class AutocastForward:
+class AutocastForward(WrappedForward):
     """Callable in place of a model's ``forward``, which runs that inside ``fp8_autocast``.
 
     Args:
         model: the model.
         recipe: the recipe.
         during_eval: also run in FP8 while the model is in evaluation.
-
-    Attributes:
-        active: False after ``remove``; a call then is one of the forward alone.
     """
 
     def __init__(self, model: Any, recipe: Recipe, during_eval: bool) -> None:
-        # A copy or pickle of the model contains one of these that runs the copy.
-        self.model = model
+        super().__init__(model)
         self.recipe = recipe
         self.during_eval = during_eval
-        self.active = True
-        self.inner: Any = vars(model).get("forward")
-
-    @property
-    def __wrapped__(self) -> Any:
-        """Returns the forward that runs inside, from which tools read names of arguments."""
-        if self.inner is not None:
-            return self.inner
-        return MethodType(type(self.model).forward, self.model)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not self.active or not (self.model.training or self.during_eval):
             return self._forward(*args, **kwargs)
         with fp8_autocast(enabled=True, fp8_recipe=self.recipe):
             return self._forward(*args, **kwargs)
-
-    def _forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Calls the forward that runs inside, which no bound method holds: Dynamo makes none."""
-        if self.inner is None:
-            return type(self.model).forward(self.model, *args, **kwargs)
-        return self.inner(*args, **kwargs)
-
-    def is_in_use(self, model: nn.Module) -> bool:
-        """Returns True if calls of ``model`` pass here, also through wrappers around it."""
-        return self.active and any(forward is self for forward in _wrapped_forwards(model))
-
-    def remove(self) -> None:
-        """Takes this away from the model, whose forward then enters no region any more.
-
-        Where another library has wrapped the forward in turn, this stays inside and does nothing.
-        """
-        self.active = False
-        own = vars(self.model)
-        if own.get("forward") is self:
-            if self.inner is None:
-                del own["forward"]
-            else:
-                own["forward"] = self.inner
-
-
-def _wrapped_forwards(model: nn.Module) -> Iterator[Any]:
-    """Yields the forward that ``model`` has of its own, and what each wraps in turn."""
-    forward = vars(model).get("forward")
-    while forward is not None:
-        yield forward
-        forward = getattr(forward, "__wrapped__", None)
 
 
 def autocast_forward(
@@ -111,12 +66,10 @@ def autocast_forward(
             f"autocast_forward: during_eval must be a bool, got {type(during_eval).__name__}"
         )
     recipe = chosen_recipe("autocast_forward", "recipe", recipe)
-    for forward in _wrapped_forwards(model):
+    for forward in wrapped_forwards(model):
         if isinstance(forward, AutocastForward) and forward.active:
             raise ValueError(
                 "autocast_forward: model must have no autocast_forward yet, got one with "
                 f"{forward.recipe}"
             )
-    made = AutocastForward(model, recipe, during_eval)
-    vars(model)["forward"] = made
-    return made
+    return AutocastForward(model, recipe, during_eval)

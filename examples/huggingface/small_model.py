@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 import transformers
 
+from apex_te.integrations import fuse_loss
 from apex_te.ops.product_count import fp8_gemm_count
 from apex_te.recipe import DelayedScaling, Recipe, make_recipe
 
@@ -36,6 +37,7 @@ def parser(description: str, *, steps: int, lr: float, name: str) -> argparse.Ar
     add("--lr", type=float, default=lr)
     add("--recipe", default="delayed", help="delayed, tensorwise, blockwise or mxfp8")
     add("--no-fp8", action="store_true", help="train in high precision")
+    add("--fuse-loss", action="store_true", help="compute the loss without logits in memory")
     add("--bytes", type=int, default=2_000_000, help="bytes of text")
     add("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     add("--seed", type=int, default=1)
@@ -87,9 +89,18 @@ class Bytes(torch.utils.data.Dataset):
 def build_model(args: argparse.Namespace) -> Any:
     """Returns a causal language model in fp32, that of ``--model`` or a new one."""
     if args.model:
-        return transformers.AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32)
-    torch.manual_seed(args.seed)
-    config = transformers.AutoConfig.for_model(
+        model = transformers.AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32)
+    else:
+        torch.manual_seed(args.seed)
+        model = transformers.AutoModelForCausalLM.from_config(_config(args))
+    if args.fuse_loss:
+        fuse_loss(model)
+    return model
+
+
+def _config(args: argparse.Namespace) -> Any:
+    """Returns the configuration of a new model."""
+    return transformers.AutoConfig.for_model(
         args.family,
         vocab_size=VOCABULARY,
         hidden_size=args.hidden,
@@ -103,7 +114,6 @@ def build_model(args: argparse.Namespace) -> Any:
         bos_token_id=1,
         eos_token_id=1,
     )
-    return transformers.AutoModelForCausalLM.from_config(config)
 
 
 class Report(NamedTuple):

@@ -57,6 +57,8 @@ def test_programs(name, package, tmp_path):
     plain = run(name, tmp_path / "plain", "--no-fp8")
     assert fp8.losses != plain.losses
     assert fp8.losses == pytest.approx(plain.losses, rel=0.02)
+    fused = run(name, tmp_path / "fused", "--no-fp8", "--fuse-loss")
+    assert fused.losses == pytest.approx(plain.losses, rel=1e-4)
     assert saved(tmp_path / "fp8").config.model_type == "llama"
 
 

@@ -1,0 +1,69 @@
+"""Callables in place of a model's ``forward`` that stay with copies and pickles of the model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from types import MethodType
+from typing import Any
+
+from torch import nn
+
+__all__ = ["WrappedForward", "wrapped_forwards"]
+
+
+class WrappedForward:
+    """Callable in place of a model's ``forward``, which runs that with something around it.
+
+    A subclass defines ``__call__``. A copy or pickle of the model contains an object that runs the
+    copy.
+
+    Args:
+        model: the model, whose ``forward`` the object becomes.
+
+    Attributes:
+        active: False after ``remove``; a call then is one of the forward alone.
+    """
+
+    def __init__(self, model: Any) -> None:
+        self.model = model
+        self.active = True
+        self.inner: Any = vars(model).get("forward")
+        vars(model)["forward"] = self
+
+    @property
+    def __wrapped__(self) -> Any:
+        """Returns the forward that runs inside, from which tools read names of arguments."""
+        if self.inner is not None:
+            return self.inner
+        return MethodType(type(self.model).forward, self.model)
+
+    def _forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Calls the forward that runs inside, which no bound method holds: Dynamo makes none."""
+        if self.inner is None:
+            return type(self.model).forward(self.model, *args, **kwargs)
+        return self.inner(*args, **kwargs)
+
+    def is_in_use(self, model: nn.Module) -> bool:
+        """Returns True if calls of ``model`` pass here, also through wrappers around it."""
+        return self.active and any(forward is self for forward in wrapped_forwards(model))
+
+    def remove(self) -> None:
+        """Takes this away from the model, whose forward then runs as before.
+
+        Where another library has wrapped the forward in turn, this stays inside and does nothing.
+        """
+        self.active = False
+        own = vars(self.model)
+        if own.get("forward") is self:
+            if self.inner is None:
+                del own["forward"]
+            else:
+                own["forward"] = self.inner
+
+
+def wrapped_forwards(model: nn.Module) -> Iterator[Any]:
+    """Yields the forward that ``model`` has of its own, and what each wraps in turn."""
+    forward = vars(model).get("forward")
+    while forward is not None:
+        yield forward
+        forward = getattr(forward, "__wrapped__", None)

@@ -1,0 +1,231 @@
+"""``fuse_loss``, which has causal language models compute their loss without all logits."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from ..fp8.autocast import is_fp8_enabled
+from ..module._core.observed import is_observed
+from ..module.linear import Linear
+from ..module.linear_cross_entropy import linear_cross_entropy
+from ..recipe import Recipe, chosen_recipe
+from ._wrapped_forward import WrappedForward, wrapped_forwards
+from .lazy_logits import LazyLogits
+
+__all__ = ["FusedLoss", "fuse_loss"]
+
+
+class _Options(NamedTuple):
+    """Options of ``linear_cross_entropy``."""
+
+    fp8_recipe: Recipe | None
+    chunk_rows: int | None
+    weight_grad_dtype: torch.dtype | None
+
+
+class FusedLoss(WrappedForward):
+    """Callable in place of a causal language model's ``forward``, which fuses head and loss.
+
+    Args:
+        model: the model of transformers.
+        options: options of the loss.
+    """
+
+    def __init__(self, model: Any, options: _Options) -> None:
+        super().__init__(model)
+        self.options = options
+        self._has_warned = False
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        is_training = self.active and self.model.training and kwargs.get("labels") is not None
+        if not is_training or torch.compiler.is_compiling():
+            return self._forward(*args, **kwargs)
+        head = _head_to_fuse(self.model)
+        if head is None or self.model.loss_function is not _plain_loss():
+            return self._forward(*args, **kwargs)
+        lazy = _replaced(head, "forward", _LazyHead(head))
+        with lazy, _replaced(self.model, "_loss_function", self._loss):
+            return self._forward(*args, **kwargs)
+
+    def _loss(
+        self,
+        logits: Any,
+        labels: torch.Tensor | None,
+        vocab_size: int,
+        num_items_in_batch: Any = None,
+        ignore_index: int = -100,
+        shift_labels: torch.Tensor | None = None,
+        **kwargs: Any,
+    ) -> torch.Tensor:
+        """Computes what transformers' ``ForCausalLMLoss`` does, which gets the same arguments."""
+        is_lazy = isinstance(logits, LazyLogits) and logits.is_unused
+        if not is_lazy or logits.shape[-1] != vocab_size:
+            if not _multiplies_in_fp8(self.model.get_output_embeddings()):
+                self._warn()
+            logits = logits.compute() if isinstance(logits, LazyLogits) else logits
+            return _plain_loss()(
+                logits, labels, vocab_size, num_items_in_batch, ignore_index, shift_labels, **kwargs
+            )
+        target = shift_labels
+        if target is None:
+            assert labels is not None
+            target = nn.functional.pad(labels, (0, 1), value=ignore_index)[..., 1:]
+        hidden: Any = logits.hidden
+        head: Any = logits.head
+        loss = linear_cross_entropy(
+            hidden.flatten(0, -2),
+            head.weight,
+            target.reshape(-1).to(hidden.device),
+            head.bias,
+            ignore_index=ignore_index,
+            reduction="mean" if num_items_in_batch is None else "sum",
+            **self.options._asdict(),
+        )
+        if isinstance(num_items_in_batch, torch.Tensor):
+            num_items_in_batch = num_items_in_batch.to(loss.device)
+        return loss if num_items_in_batch is None else loss / num_items_in_batch
+
+    def _warn(self) -> None:
+        """Warns once that the loss is not fused."""
+        if not self._has_warned:
+            self._has_warned = True
+            warnings.warn(
+                f"fuse_loss: {type(self.model).__name__} uses logits before its loss, as for a "
+                "scale or soft cap, so that they are computed in full",
+                stacklevel=2,
+            )
+
+
+class _LazyHead:
+    """Callable in place of a head's ``forward``, which leaves the product to the loss.
+
+    Args:
+        head: the head.
+    """
+
+    def __init__(self, head: nn.Module) -> None:
+        self.head = head
+
+    def __call__(self, hidden: torch.Tensor) -> Any:
+        if _multiplies_in_fp8(self.head):
+            head: Any = type(self.head)
+            return head.forward(self.head, hidden)
+        return LazyLogits(self.head, hidden)
+
+
+def _multiplies_in_fp8(head: Any) -> bool:
+    """Returns True if the products of a head are in FP8 in the region around the call."""
+    return isinstance(head, Linear) and is_fp8_enabled()
+
+
+def _plain_loss() -> Callable[..., torch.Tensor]:
+    """Returns the loss of transformers that is fused."""
+    from transformers.loss.loss_utils import ForCausalLMLoss
+
+    return ForCausalLMLoss
+
+
+def _head_to_fuse(model: Any) -> Any:
+    """Returns the model's head if it is nothing but a product now, else None.
+
+    Adapters, hooks, shards and parametrizations need the head to be called, and so do options of
+    ``apex_te.Linear`` by which its gradients go elsewhere.
+    """
+    head = model.get_output_embeddings()
+    if type(head) not in (nn.Linear, Linear) or is_observed(head):
+        return None
+    if isinstance(head, Linear) and (
+        head.split is not None
+        or head.parallel_mode is not None
+        or head.return_bias
+        or head.fuse_wgrad_accumulation
+        or head.delay_wgrad_compute
+    ):
+        return None
+    return None if hasattr(head.weight, "to_local") else head  # a DTensor
+
+
+@contextmanager
+def _replaced(owner: nn.Module, name: str, value: Any) -> Iterator[None]:
+    """Gives a module an attribute of its own for the time of a ``with`` block."""
+    own = vars(owner)
+    before = {name: own[name]} if name in own else {}
+    own[name] = value
+    try:
+        yield
+    finally:
+        own.pop(name, None)
+        own.update(before)
+
+
+def fuse_loss(
+    model: nn.Module,
+    *,
+    fp8_recipe: Recipe | str | None = None,
+    chunk_rows: int | None = None,
+    weight_grad_dtype: torch.dtype | None = None,
+) -> FusedLoss:
+    """Has a causal language model of transformers compute its loss by ``linear_cross_entropy``.
+
+    Forwards in training mode that are given ``labels=`` compute loss and gradients from the hidden
+    states and the head's weight, a chunk of rows at a time, so that logits ``[batch, tokens,
+    vocabulary]`` are never in memory. Loss and gradients are those of the model before, up to the
+    order of sums. The output's ``logits`` are a ``LazyLogits``, which computes them if they are
+    used. Like that of ``linear_cross_entropy``, backward runs once. The model's class, keys and
+    files stay; copies and pickles of the model compute their loss so, too.
+
+    Everything else runs as before: evaluation, generation, ``torch.compile``, a head with adapters,
+    hooks or a sharded weight, a head whose products are in FP8, another loss function, and models
+    that scale or cap their logits (Gemma 2 and 3, Cohere, Granite), for which a warning is given.
+
+    Args:
+        model: a model such as ``LlamaForCausalLM``, or PEFT's around one.
+        fp8_recipe: recipe without state, or its name, by which the head's products run in FP8; None
+            computes them in the head's dtype, also inside ``fp8_autocast``.
+        chunk_rows, weight_grad_dtype: as for ``linear_cross_entropy``.
+
+    Returns:
+        An object whose ``remove()`` undoes it.
+
+    Raises:
+        TypeError: an argument has a wrong type.
+        ValueError: the model is none of transformers with a head that is a linear layer and the
+            loss of causal language models, it has a fused loss already, or the recipe keeps state.
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"fuse_loss: model must be a torch.nn.Module, got {type(model).__name__}")
+    if fp8_recipe is not None:
+        fp8_recipe = chosen_recipe("fuse_loss", "fp8_recipe", fp8_recipe)
+        if fp8_recipe.keeps_state:
+            raise ValueError(
+                "fuse_loss: fp8_recipe must be a recipe without state, such as CurrentScaling or "
+                f"BlockScaling, got {type(fp8_recipe).__name__}"
+            )
+    if chunk_rows is not None and (not isinstance(chunk_rows, int) or chunk_rows < 1):
+        raise ValueError(f"fuse_loss: chunk_rows must be a positive integer, got {chunk_rows!r}")
+    inner: Any = model.get_base_model() if hasattr(model, "get_base_model") else model  # type: ignore
+    if not hasattr(inner, "loss_function") or not hasattr(inner, "get_output_embeddings"):
+        raise ValueError(
+            "fuse_loss: model must be a causal language model of transformers, got "
+            f"{type(inner).__name__}"
+        )
+    if inner.loss_function is not _plain_loss():
+        name = getattr(inner.loss_function, "__name__", inner.loss_function)
+        raise ValueError(
+            f"fuse_loss: model must have the loss ForCausalLMLoss, got {type(inner).__name__} with "
+            f"{name}"
+        )
+    head = inner.get_output_embeddings()
+    if not isinstance(head, nn.Linear) and not isinstance(head, Linear):
+        raise ValueError(
+            f"fuse_loss: model must have a linear layer as its head, got {type(head).__name__}"
+        )
+    if any(isinstance(one, FusedLoss) and one.active for one in wrapped_forwards(inner)):
+        raise ValueError("fuse_loss: model must have no fused loss yet, got one with it")
+    return FusedLoss(inner, _Options(fp8_recipe, chunk_rows, weight_grad_dtype))
