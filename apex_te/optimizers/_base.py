@@ -21,6 +21,7 @@ from ._bucket import (
     needs_copy,
     new_master,
     new_state,
+    refuse_shared,
 )
 from ._bucket import partition as _partition
 from ._narrow_state import (
@@ -212,8 +213,8 @@ class FusedOptimizer(torch.optim.Optimizer):
             RuntimeError: a CUDA graph is captured without ``capturable`` or before a step outside
                 the graph, or ``grad_scaler.update()`` was not called since the last step.
             TypeError: an argument is unknown, or a gradient is a DTensor and its parameter is none.
-            ValueError: a gradient is on another mesh than its parameter, or FP8 parameters are
-                without master weights.
+            ValueError: a gradient is on another mesh than its parameter, FP8 parameters are
+                without master weights, or parameters share memory.
         """
         # Not in the signature: GradScaler would hand itself over, and warn that it stops doing so.
         grad_scaler = options.pop("grad_scaler", None)
@@ -237,6 +238,7 @@ class FusedOptimizer(torch.optim.Optimizer):
                 for bucket in self._buckets(index, group)
             ]
             if not self._planned:
+                refuse_shared(self._name, [item.bucket for item in work])
                 self._planned = list(self.state.values())
             try:
                 self._update(work, scalars)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Iterator
-from itertools import repeat
+from itertools import pairwise, repeat
 from typing import Any, NamedTuple
 
 import torch
@@ -356,6 +356,32 @@ class Bucket:
             self._kept_masters.store(wide)
         if self.sharded:  # a DTensor counts its versions beside its part's
             increment_version(self.sharded)
+
+
+def refuse_shared(owner: str, buckets: list[Bucket]) -> None:
+    """Raises ValueError if two parameters that a step updates have memory in common.
+
+    The blocks of a kernel would update it in no order, and of two master weights one is lost.
+
+    Args:
+        owner: the optimizer's name, for error messages.
+        buckets: all buckets of the step.
+    """
+    spans = []
+    for bucket in buckets:
+        for param in bucket.params:
+            begin = param.data_ptr()
+            if begin and param.is_contiguous():  # the ops refuse others
+                end = begin + param.numel() * param.element_size()
+                spans.append((str(bucket.device), begin, end, param))
+    spans.sort(key=operator.itemgetter(0, 1))
+    for (device, _, end, param), (other_device, begin, other_end, other) in pairwise(spans):
+        if device == other_device and begin < end:
+            raise ValueError(
+                f"{owner}: params must share no memory with each other, got parameters of shapes "
+                f"{list(param.shape)} and {list(other.shape)} with {min(end, other_end) - begin} "
+                "bytes in common"
+            )
 
 
 def partition(

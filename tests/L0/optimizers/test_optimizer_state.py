@@ -447,3 +447,23 @@ def test_an_expanded_gradient_that_is_unscaled_is_refused_before_the_step():
         optimizer.step()
     assert torch.equal(param, before)
     assert optimizer.state[param]["step"] == 1
+
+
+@pytest.mark.parametrize("make", [FusedAdam, FusedLAMB, lambda p: FusedSGD(p, lr=0.1)])
+@pytest.mark.parametrize("groups", [1, 2])
+def test_parameters_that_share_memory_are_refused_before_the_step(make, groups):
+    whole = torch.nn.Parameter(torch.zeros(8, dtype=torch.bfloat16))
+    part = torch.nn.Parameter(whole.detach()[2:6])
+    beside = torch.nn.Parameter(torch.ones(3))
+    params = [beside, whole, part]
+    optimizer = make(params if groups == 1 else [{"params": params[:2]}, {"params": params[2:]}])
+    for param in params:
+        param.grad = torch.ones_like(param)
+    for _ in range(2):
+        with pytest.raises(ValueError, match=r"share no memory .* with 8 bytes in common"):
+            optimizer.step()
+    assert whole.eq(0).all()
+    part.data = part.detach().clone()
+    optimizer.step()
+    assert whole.lt(0).all()
+    assert beside.lt(1).all()
