@@ -27,8 +27,9 @@ def tensors(gemms=1, slots=(3, 2), length=4):
     return values
 
 
-def extra():
-    return {"num_gemms": 1, "fp8_max_fwd": 448.0, "async": False, "ids": [1, (2, 3)], "name": "x"}
+def extra(fp8_max=(448.0, 57344.0)):
+    largest = {"fp8_max_fwd": fp8_max[0], "fp8_max_bwd": fp8_max[1]}
+    return {"num_gemms": 1, **largest, "async": False, "ids": [1, (2, 3)], "name": "x"}
 
 
 def as_uint8(data):
@@ -81,12 +82,13 @@ def recipe_objects(python_311=False):
     return modules, DelayedScaling, TEDelayedScaling
 
 
-def pickled_with_recipe(values, which=1, python_311=False, protocol=None):
+def pickled_with_recipe(values, which=1, python_311=False, protocol=None, margin=0, **others):
     """Release 2.x: a pickled dict in a byte tensor; its classes are gone afterwards."""
     modules, *kinds = recipe_objects(python_311)
     sys.modules.update(modules)
     try:
-        state = {"recipe": kinds[which - 1](), **values, "extra_fp8_variables": extra()}
+        recipe = kinds[which - 1](margin=margin)
+        state = {"recipe": recipe, **values, "extra_fp8_variables": extra(**others)}
         return as_uint8(pickle.dumps(state, protocol=protocol))
     finally:
         for name in modules:

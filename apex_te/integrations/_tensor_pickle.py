@@ -52,16 +52,21 @@ class Global(NamedTuple):
 
 
 class Inert:
-    """Placeholder for an object of another library, whose state is dropped.
+    """Placeholder for an object of another library.
 
     Args:
         kind: dotted name of the object's class or function.
+
+    Attributes:
+        state: the object's attributes by name, tensors among them not read; empty if the file sets
+            none.
     """
 
-    __slots__ = ("kind",)
+    __slots__ = ("kind", "state")
 
     def __init__(self, kind: str) -> None:
         self.kind = kind
+        self.state: dict[Any, Any] = {}
 
     def __repr__(self) -> str:
         return f"<{self.kind}, not rebuilt>"
@@ -195,10 +200,12 @@ class _Reader:
             raise TensorPickleError(f"items must go into a dict, got {type(target).__name__}")
 
     def build(self) -> None:
-        """Drops the last value of the stack, the state of the ``Inert`` below it."""
-        self.stack.pop()
-        if not isinstance(self.stack[-1], Inert):
-            raise TensorPickleError(f"BUILD must set an inert object, got {_kind(self.stack[-1])}")
+        """Takes the last value off the stack, the state of the ``Inert`` below it."""
+        state, target = self.stack.pop(), self.stack[-1]
+        if not isinstance(target, Inert) or target is _MARK:
+            raise TensorPickleError(f"BUILD must set an inert object, got {_kind(target)}")
+        if type(state) is dict:
+            target.state = state
 
     def storage(self, description: Any) -> Storage:
         """Returns the storage that a persistent id of ``torch.save`` refers to.

@@ -7,6 +7,9 @@ A release of TransformerEngine saves this for a module:
     0.3       that dict itself
     0.1, 0.2  a list: scale_fwd, amax_history_fwd, scale_bwd, amax_history_bwd, ...
 
+The format, by the values ``fp8_max``, and the margin of a recipe of 2.x are kept with the scales,
+which so move with those of the next recipe. Scales of releases before are taken to fit it.
+
 Scales and amaxes are fp32. Each GEMM has 3 forward slots (input, weight, output) and 2 backward
 slots (grad_output, grad_input); releases 0.x have 2 and 1, without output and grad_input.
 
@@ -32,9 +35,9 @@ from ..fp8.delayed.serialize import load_state, save_state
 from ..fp8.delayed.state import BACKWARD_SLOTS, FORWARD_SLOTS, FP8State
 from ..module._core.fp8_module import STATE_PREFIX, FP8Module
 from ..module.grouped.linear import GroupedLinear
-from ..recipe import MAX_HISTORY_LENGTH
+from ..recipe import MAX_HISTORY_LENGTH, DelayedScaling, Format
 from ._extra_state_bytes import own_header
-from ._tensor_pickle import TensorPickleError, read_pickle, read_saved
+from ._tensor_pickle import Inert, TensorPickleError, read_pickle, read_saved
 
 __all__ = [
     "SavedState",
@@ -319,7 +322,9 @@ def saved_state(extra_state: Any, module: FP8Module) -> SavedState | None:
     own, gemms = own_header(saved), module.fp8_state.gemms
     if own is None:
         by_kind = _goes_by_kind(found.amax_history_fwd, gemms)
-        return SavedState(_converted(found, gemms, by_kind), None, found.pending)
+        state = _converted(found, gemms, by_kind)
+        state.recipe = _recipe(saved, state.history_length)
+        return SavedState(state, None, found.pending)
     by_kind = isinstance(module, GroupedLinear) and gemms > 1
     state = _converted(found, gemms, by_kind)
     # Unlike Transformer Engine's, an own slot without an amax may have a scale.
@@ -336,6 +341,31 @@ def saved_state(extra_state: Any, module: FP8Module) -> SavedState | None:
     except ValueError as error:
         raise TEStateError(f"read_te_extra_state: header of apex_te: {error}") from error
     return SavedState(state, header, False)
+
+
+def _recipe(saved: Any, length: int) -> DelayedScaling | None:
+    """Returns a recipe with the format and margin to which saved scales belong.
+
+    Args:
+        saved: what TransformerEngine has saved, decoded.
+        length: rows of its amax histories.
+
+    Returns:
+        The recipe; None if format or margin are not known, or a function has computed the scales.
+    """
+    recipe = saved.get("recipe") if isinstance(saved, dict) else None
+    extra = saved.get("extra_fp8_variables") if isinstance(saved, dict) else None
+    if not isinstance(recipe, Inert) or not isinstance(extra, dict):
+        return None
+    largest = (extra.get("fp8_max_fwd"), extra.get("fp8_max_bwd"))
+    formats = [f for f in (Format.E4M3, Format.HYBRID) if f.value[:2] == largest]
+    margin = recipe.state.get("margin")
+    if not formats or recipe.state.get("scaling_factor_compute_algo") is not None:
+        return None
+    try:
+        return DelayedScaling(fp8_format=formats[0], margin=margin, amax_history_len=length)
+    except (TypeError, ValueError):
+        return None
 
 
 def _saves_its_own(module: torch.nn.Module) -> bool:

@@ -16,7 +16,7 @@ from apex_te.fp8.module_fp8 import init_fp8_state
 from apex_te.integrations.te_state import TEStateError, load_te_extra_state, read_te_extra_state
 from apex_te.module._core.fp8_module import FP8Module
 from apex_te.module.grouped.linear import GroupedLinear
-from apex_te.recipe import DelayedScaling
+from apex_te.recipe import DelayedScaling, Format
 
 
 @pytest.fixture(autouse=True)
@@ -339,3 +339,33 @@ def test_tensors_without_plain_values_are_refused(value):
         load_te_extra_state(module, state)
     assert state == before
     assert not module[0].fp8_state.allocated
+
+
+@pytest.mark.parametrize("which", [1, 2])
+@pytest.mark.parametrize(
+    ("saved_margin", "fp8_max", "recipe", "factors"),
+    [
+        (0, (448.0, 57344.0), DelayedScaling(amax_history_len=4), (1.0, 1.0)),
+        (0, (448.0, 57344.0), DelayedScaling(fp8_format=Format.E4M3), (1.0, 2.0**-7)),
+        (1, (448.0, 448.0), DelayedScaling(), (2.0, 2.0**8)),
+        (2, (448.0, 57344.0), DelayedScaling(margin=2), (1.0, 1.0)),
+        (0, (1.0, 2.0), DelayedScaling(margin=2), (1.0, 1.0)),  # of no format that is known
+        (99, (448.0, 448.0), DelayedScaling(), (1.0, 1.0)),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:FP8State. amax history padded")
+def test_scales_move_with_the_format_and_margin_of_the_next_recipe(
+    which, saved_margin, fp8_max, recipe, factors
+):
+    values, module = tensors(), Linear(16, 16)
+    blob = pickled_with_recipe(values, which, margin=saved_margin, fp8_max=fp8_max)
+    model = torch.nn.Sequential(module)
+    state_dict = model.state_dict() | {"0._extra_state": blob}
+    load_te_extra_state(model, state_dict)
+    model.load_state_dict(state_dict)
+    with fp8_autocast(fp8_recipe=recipe):
+        model(torch.ones(16, 16))
+    for way, factor in zip(("fwd", "bwd"), factors, strict=True):
+        expected = values[f"scale_{way}"] * factor
+        assert torch.equal(getattr(module.fp8_state, f"scale_{way}"), expected)
+        assert torch.equal(getattr(module.fp8_state, f"scale_inv_{way}"), 1 / expected)
