@@ -40,13 +40,29 @@ class ValuesView(torch.Tensor):
             )
         with torch._C.DisableTorchFunctionSubclass():
             out = func(*args, **kwargs)
-        return out.as_subclass(cls) if type(out) is torch.Tensor and out._is_view() else out
+        if getattr(func, "__name__", "") == "numpy":
+            out.flags.writeable = False
+            return out
+        given = [arg for arg in (*args, *kwargs.values()) if isinstance(arg, cls)]
+        if type(out) in (list, tuple):  # views by chunk, split and unbind
+            return type(out)(_as_given(part, given) for part in out)
+        return _as_given(out, given)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
         return copy.deepcopy(_plain(self), memo)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return _plain(self).__reduce_ex__(protocol)
+
+
+def _as_given(out: Any, given: list[ValuesView]) -> Any:
+    """Returns a plain tensor over the memory of one of ``given`` as a ValuesView, all else as is.
+
+    ``data`` and ``detach()`` need not be views.
+    """
+    if type(out) is torch.Tensor and any(torch._C._is_alias_of(out, view) for view in given):
+        return out.as_subclass(ValuesView)
+    return out
 
 
 def guarded(values: torch.Tensor) -> torch.Tensor:

@@ -65,6 +65,10 @@ VIEWS = {
     "None": lambda w: w[None],
     "expand": lambda w: w.expand(1, 64, 32),
     "row of t": lambda w: w.t()[3],
+    "data": lambda w: w.t().data,
+    "detach": lambda w: w.t().detach(),
+    "chunk": lambda w: w.t().chunk(2)[1],
+    "unbind": lambda w: w.t().unbind()[1],
 }
 WRITES = {
     "copy_": lambda v: v.copy_(torch.ones(v.shape)),
@@ -90,6 +94,14 @@ def test_writes_that_would_be_lost_are_refused(view, write):
     with torch.no_grad(), pytest.raises(NotImplementedError, match="must write to the whole"):
         write(view(weight))
     assert torch.equal(weight.detach().dequantize(), values)
+
+
+def test_an_array_of_a_view_is_read_only():
+    weight = build(Linear, 32, 64).weight.detach()
+    array = weight.t().numpy()
+    assert torch.equal(torch.tensor(array), weight.dequantize().t())
+    with pytest.raises(ValueError, match="read-only"):
+        array.fill(0)
 
 
 @pytest.mark.parametrize("view", VIEWS.values(), ids=VIEWS)
