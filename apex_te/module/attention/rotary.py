@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from ...ops.rope import rope
+from ...runtime.tracing import is_traced
 from .qkv_heads import HeadLayout, rotation_of, split_heads
 
 __all__ = ["RotaryPositionEmbedding", "apply_fused_qkv_rotary_pos_emb", "apply_rotary_pos_emb"]
@@ -118,10 +119,11 @@ def apply_rotary_pos_emb(
 
     Raises:
         TypeError: a tensor has another dtype than those above.
-        ValueError: an unknown format; ``cu_seqlens`` missing for thd; a shape that does not fit.
+        ValueError: an unknown format; ``cu_seqlens`` missing for thd, or, which is checked on the
+            CPU only, descending, below 0 or ending behind the tokens; a shape that does not fit.
     """
     owner = "apply_rotary_pos_emb"
-    options = _options(owner, tensor_format, start_positions, cu_seqlens, cp_size)
+    options = _options(owner, t, tensor_format, start_positions, cu_seqlens, cp_size)
     if cp_size > 1 and cu_seqlens is not None and tensor_format == "thd":
         table = freqs.index_select(0, _own_positions(t.shape[0], cu_seqlens, cp_size, cp_rank))
         return rope(t[:, None], table, interleaved=interleaved)[:, 0]
@@ -164,7 +166,7 @@ def apply_fused_qkv_rotary_pos_emb(
         raise NotImplementedError(
             f"{owner}: cp_size must be 1 with tensor_format 'thd', got {cp_size}"
         )
-    options = _options(owner, tensor_format, start_positions, cu_seqlens, cp_size)
+    options = _options(owner, qkv, tensor_format, start_positions, cu_seqlens, cp_size)
     sizes = tuple(qkv_split_arg_list)
     fits = len(sizes) == 3 and sizes[1] == sizes[2] > 0 == sizes[0] % max(sizes[1], 1)
     if not fits or qkv.dim() != len(tensor_format) or sum(sizes) != qkv.shape[-1]:
@@ -186,6 +188,7 @@ def apply_fused_qkv_rotary_pos_emb(
 
 def _options(
     owner: str,
+    t: torch.Tensor,
     tensor_format: str,
     start_positions: torch.Tensor | None,
     cu_seqlens: torch.Tensor | None,
@@ -197,8 +200,18 @@ def _options(
             f"{owner}: tensor_format must be 'sbhd', 'bshd' or 'thd', got {tensor_format!r}"
         )
     is_packed = tensor_format == "thd"
-    if is_packed and cu_seqlens is None:
-        raise ValueError(f"{owner}: cu_seqlens must be given with tensor_format 'thd', got None")
+    if is_packed:
+        if cu_seqlens is None:
+            raise ValueError(
+                f"{owner}: cu_seqlens must be given with tensor_format 'thd', got None"
+            )
+        if cu_seqlens.device.type == "cpu" and cu_seqlens.numel() and not is_traced():
+            bounds = cu_seqlens.flatten().tolist()
+            if bounds[0] < 0 or bounds != sorted(bounds) or bounds[-1] > t.shape[0] * cp_size:
+                raise ValueError(
+                    f"{owner}: cu_seqlens must ascend from 0 or more to at most the "
+                    f"{t.shape[0] * cp_size} tokens, got {bounds}"
+                )
     if cp_size > 1 and start_positions is not None:
         raise ValueError(f"{owner}: start_positions must be None with cp_size above 1, got some")
     return {

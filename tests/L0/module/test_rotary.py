@@ -179,3 +179,18 @@ def test_arguments_are_checked() -> None:
         apex_te.RotaryPositionEmbedding(6, 0.5)
     with pytest.raises(ValueError, match="qkv_split_arg_list must be the sizes"):
         apply_fused_qkv_rotary_pos_emb(x, freqs, freqs, [3, 2, 3])
+
+
+@pytest.mark.parametrize("bounds", [[0, 4, 2, 6], [-1, 4, 6], [0, 4, 7], [3, 2]])
+@pytest.mark.parametrize("cp_size", [1, 2])
+def test_sequences_that_do_not_fit_the_tokens_are_refused(bounds, cp_size):
+    cu, freqs = torch.tensor([cp_size * b for b in bounds], dtype=torch.int32), torch.ones(16, 4)
+    with pytest.raises(ValueError, match=r"cu_seqlens must ascend from 0 or more .*, got \["):
+        apex_te.apply_rotary_pos_emb(
+            torch.ones(6, 2, 4), freqs, "thd", cu_seqlens=cu, cp_size=cp_size, cp_rank=0
+        )
+    if cp_size == 1:
+        with pytest.raises(ValueError, match="cu_seqlens must ascend from 0 or more"):
+            apply_fused_qkv_rotary_pos_emb(
+                torch.ones(6, 2, 12), freqs, freqs, (4, 4, 4), "thd", cu_seqlens=cu
+            )
