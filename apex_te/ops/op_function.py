@@ -54,15 +54,27 @@ def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
         with torch.no_grad():
             results = backward(ctx, *grads)
         label = getattr(ctx._forward_cls, "LABEL", "") or ctx._forward_cls.__name__
-        # Autograd runs the node only on a way to a tensor that it was asked for.
+        # Autograd runs the node only on a way to a tensor that it was asked for. An input that is
+        # neither a leaf nor saved is not known here.
         leaves = [getattr(node, "variable", None) for node, _ in ctx.next_functions]
-        ends = [t for t in (*grads, *leaves) if t is not None and t.requires_grad]
+        ends = [t for t in (*grads, *leaves, *_saved(ctx)) if t is not None and t.requires_grad]
         ends.append(torch.empty(0, requires_grad=True))
         if not isinstance(results, tuple):
             return _NoDerivative.apply(label, 1, results, *ends)[0]
         return _NoDerivative.apply(label, len(results), *results, *ends)
 
     return call
+
+
+def _saved(ctx: Any) -> tuple[torch.Tensor | None, ...]:
+    """Returns what a context has saved, with its history; nothing where it cannot be read again.
+
+    A backward may have freed or overwritten it, and a checkpoint gives it once.
+    """
+    try:
+        return ctx.saved_tensors
+    except RuntimeError:
+        return ()
 
 
 class _NoDerivative(torch.autograd.Function):

@@ -3,6 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.utils.checkpoint import checkpoint
 
 import apex_te
 from apex_te.ops import (
@@ -63,6 +64,32 @@ def test_it_is_refused_on_the_way_to_a_leaf():
     (grad,) = torch.autograd.grad(total, x, create_graph=True)
     with pytest.raises(NotImplementedError, match="activation: a second derivative"):
         torch.autograd.grad(total + grad.square().sum(), x)
+
+
+SAVING = ("activation", "bias_gelu", "layer_norm", "rms_norm", "scaled_softmax", "swiglu")
+
+
+@pytest.mark.parametrize("name", SAVING)
+def test_it_is_refused_on_the_way_behind_an_input(name):
+    """The input is neither a leaf nor what autograd is asked for."""
+    leaf = torch.randn(4, 16, requires_grad=True)
+    x = leaf * 2
+    total = REFUSING[name](x).sum()
+    (grad,) = torch.autograd.grad(total, x, create_graph=True)
+    refusal = pytest.raises(NotImplementedError, match="a second derivative")
+    for wanted in (leaf, x):
+        with refusal:
+            torch.autograd.grad(total + grad.square().sum(), wanted, retain_graph=True)
+
+
+def test_a_graph_of_a_checkpointed_op_can_be_created():
+    x = torch.randn(4, 16, requires_grad=True)
+    found = []
+    for create in (False, True):
+        y = checkpoint(REFUSING["swiglu"], x * 2, use_reentrant=False)
+        (grad,) = torch.autograd.grad(y.sum(), x, create_graph=create)
+        found.append(grad.detach())
+    assert torch.equal(*found)
 
 
 def test_what_has_a_second_derivative_gives_it():
