@@ -35,7 +35,12 @@ from ..ops.cross_entropy import (
     scale_gradient,
     sum_losses,
 )
-from ..ops.op_function import OpFunction, needs_autograd, once_differentiable
+from ..ops.op_function import (
+    OpFunction,
+    needs_autograd,
+    once_differentiable,
+    second_backward_is_refused,
+)
 from ..ops.wgrad_gemm import wgrad_gemm
 from ..recipe import Recipe
 
@@ -345,6 +350,7 @@ class _LinearCrossEntropy(OpFunction):
         elif any(wanted):
             ctx.dtypes = [None if t is None else t.dtype for t in (hidden, weight, bias)]
             ctx.save_for_backward(*head.gradients())
+            ctx.once = second_backward_is_refused(ctx)
         return losses if options.reduction == "none" else sum_losses(losses, num_valid)
 
     @staticmethod
@@ -352,11 +358,12 @@ class _LinearCrossEntropy(OpFunction):
     def backward(ctx: Any, grad_output: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         factor = grad_output.reshape(-1).contiguous()
         if ctx.now:
-            # A second backward would find them multiplied already: autograd sees it and refuses.
-            gradients = ctx.saved_tensors
-            for gradient in gradients:
-                if gradient is not None:
-                    scale_gradient(gradient, factor)
+            # A second backward would find them multiplied already: autograd sees it and refuses, or
+            # else copies are multiplied.
+            gradients = [
+                None if g is None else scale_gradient(g if ctx.once else g.clone(), factor)
+                for g in ctx.saved_tensors
+            ]
             dtypes = ctx.dtypes
         else:
             hidden, weight, bias, target, stats, num_valid = ctx.saved_tensors

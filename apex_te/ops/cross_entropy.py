@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from .argument_errors import checked
-from .op_function import OpFunction, once_differentiable
+from .op_function import OpFunction, once_differentiable, second_backward_is_refused
 from .registration import bind, note_written
 
 _fwd = bind("cross_entropy", "cross_entropy_fwd")
@@ -230,6 +230,7 @@ class _CrossEntropy(OpFunction):
             ctx.save_for_backward(rows, targets, stats, num_valid, grad)
             ctx.options = ignore_index, label_smoothing
         ctx.shape = logits.shape
+        ctx.once = second_backward_is_refused(ctx)
         if reduction == "none":
             return loss.view(target.shape)
         return sum_losses(loss, num_valid)
@@ -238,16 +239,18 @@ class _CrossEntropy(OpFunction):
     @once_differentiable
     def backward(ctx: Any, grad_output: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         factor = grad_output.reshape(-1).contiguous()
-        # A second backward would find what this one writes over: autograd sees it and refuses.
+        # A second backward would find what this one writes over: autograd sees it and refuses, or
+        # else this one writes to copies.
         if ctx.with_scale:
-            (grad,) = ctx.saved_tensors
-            scale_gradient(grad, factor)
+            (made,) = ctx.saved_tensors
+            grad = scale_gradient(made if ctx.once else made.clone(), factor)
         else:
             rows, targets, stats, num_valid, made = ctx.saved_tensors
             ignore_index, label_smoothing = ctx.options
-            grad = made
             if made is None:
-                grad = rows if ctx.in_place else torch.empty_like(rows)
+                grad = rows if ctx.in_place and ctx.once else torch.empty_like(rows)
+            else:
+                grad = made if ctx.once else made.clone()
             cross_entropy_bwd(
                 rows,
                 targets,

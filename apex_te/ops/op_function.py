@@ -12,7 +12,8 @@ from torch.autograd import forward_ad
 
 from ..runtime.tracing import transforms_active
 
-__all__ = ["OpFunction", "eager_apply", "needs_autograd", "once_differentiable", "unwrapped"]
+__all__ = ["OpFunction", "eager_apply", "needs_autograd", "once_differentiable",
+           "second_backward_is_refused", "unwrapped"]  # fmt: skip
 
 
 def unwrapped(value: Any) -> Any:
@@ -131,6 +132,23 @@ class OpFunction(torch.autograd.Function):
             if transforms_active():
                 return transforms.apply(cls, args)
         return eager_apply(cls, *args)
+
+
+def second_backward_is_refused(ctx: Any) -> bool:
+    """Returns True if autograd will see that a backward overwrote what this forward saves.
+
+    It compares versions then, and refuses a second backward. It does not where hooks such as those
+    of ``torch.autograd.graph.save_on_cpu`` unpack the saved tensors, nor under torch.func's
+    transforms, whose ``vjp`` gives a function that may be called any number of times: a backward
+    that writes over saved tensors has to copy them there.
+
+    Args:
+        ctx: that of the forward which is running.
+    """
+    if torch.compiler.is_compiling():  # a compiler makes functions of its own without writes
+        return True
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    return hooks is None and isinstance(ctx, torch.autograd.function.FunctionCtx)
 
 
 def needs_autograd(*tensors: torch.Tensor | None) -> bool:
