@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from types import MethodType
 from typing import Any
@@ -14,8 +15,8 @@ __all__ = ["WrappedForward", "wrapped_forwards"]
 class WrappedForward:
     """Callable in place of a model's ``forward``, which runs that with something around it.
 
-    A subclass defines ``__call__``. A copy or pickle of the model contains an object that runs the
-    copy.
+    A subclass defines ``_run``, which calls ``_forward``. A copy or pickle of the model contains an
+    object that runs the copy.
 
     Args:
         model: the model, whose ``forward`` the object becomes.
@@ -29,6 +30,30 @@ class WrappedForward:
         self.active = True
         self.inner: Any = vars(model).get("forward")
         vars(model)["forward"] = self
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if args and isinstance(args[0], nn.Module):
+            return self._rebound(args[0])(*args[1:], **kwargs)
+        return self._run(*args, **kwargs)
+
+    def _run(self, *args: Any, **kwargs: Any) -> Any:
+        """Runs the forward with what is around it."""
+        raise NotImplementedError
+
+    def _rebound(self, model: nn.Module) -> WrappedForward:
+        """Puts this, or one like it for a copy of the model, in the place of a method made of it.
+
+        ``Accelerator.unwrap_model(keep_fp32_wrapper=False)`` binds what it finds to the model, like
+        a function, and a copy of the model then has a method that is bound to the copy.
+        """
+        own = self
+        if model is not self.model:
+            own = copy.copy(self)
+            own.model = model
+            if isinstance(self.inner, WrappedForward):
+                own.inner = self.inner._rebound(model)
+        vars(model)["forward"] = own
+        return own
 
     @property
     def __wrapped__(self) -> Any:

@@ -27,7 +27,7 @@ class AutocastForward(WrappedForward):
         self.recipe = recipe
         self.during_eval = during_eval
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def _run(self, *args: Any, **kwargs: Any) -> Any:
         if not self.active or not (self.model.training or self.during_eval):
             return self._forward(*args, **kwargs)
         with fp8_autocast(enabled=True, fp8_recipe=self.recipe):

@@ -42,7 +42,7 @@ class FusedLoss(WrappedForward):
         self.options = options
         self._has_warned = False
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def _run(self, *args: Any, **kwargs: Any) -> Any:
         is_training = self.active and self.model.training and kwargs.get("labels") is not None
         if not is_training or torch.compiler.is_compiling():
             return self._forward(*args, **kwargs)

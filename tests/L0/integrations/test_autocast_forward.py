@@ -3,6 +3,7 @@
 import copy
 import inspect
 import io
+from types import MethodType
 
 import pytest
 import torch
@@ -154,3 +155,38 @@ def test_errors_leave_the_region():
 def test_rejects(args, error, message):
     with pytest.raises(error, match=f"autocast_forward: {message}"):
         autocast_forward(*args)
+
+
+def test_bound_to_the_model_like_a_function():
+    """As accelerate's unwrap_model leaves it, and a copy of the model made then."""
+    one = model()
+    autocast_forward(one, "tensorwise")
+    expected = one(IDS)
+    wrapper = one.forward
+    one.forward = MethodType(wrapper, one)
+    other = copy.deepcopy(one)
+    with torch.no_grad():
+        for parameter in other.parameters():
+            parameter.zero_()
+    assert other(IDS).eq(0).all()
+    assert other.forward.model is other
+    assert torch.equal(one(IDS), expected)
+    assert one.forward is wrapper
+    wrapper.remove()
+    assert not torch.equal(one(IDS), expected)
+
+
+def test_accelerate_unwraps_it():
+    accelerate = pytest.importorskip("accelerate", reason="accelerate is not installed")
+    accelerator = accelerate.Accelerator(cpu=True, mixed_precision="bf16")
+    try:
+        one = model()
+        autocast_forward(one, "tensorwise")
+        expected = one(IDS)
+        prepared = accelerator.prepare(one)
+        prepared(IDS)
+        assert torch.equal(
+            accelerator.unwrap_model(prepared, keep_fp32_wrapper=False)(IDS), expected
+        )
+    finally:
+        accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
