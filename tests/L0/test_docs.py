@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-DOCUMENTS = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("examples/*.md")])
+DOCUMENTS = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("examples/**/*.md")])
 PARTS = ("apex_te", "benchmarks", "compatibility", "csrc", "docs", "examples", "op_builder",
          "scripts", "tests")  # fmt: skip
 # Commands that make files with the name that follows, and placeholders in names.
