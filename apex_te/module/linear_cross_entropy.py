@@ -43,6 +43,7 @@ from ..ops.op_function import (
 )
 from ..ops.wgrad_gemm import wgrad_gemm
 from ..recipe import Recipe
+from ._core.context import is_autocast, without_autocast
 
 __all__ = ["linear_cross_entropy"]
 
@@ -109,10 +110,17 @@ def linear_cross_entropy(
         ValueError: a shape or option that does not match, or a recipe with state.
     """
     device_type = hidden.device.type
-    if torch.is_autocast_enabled(device_type):
+    if is_autocast(device_type):
         dtype = torch.get_autocast_dtype(device_type)
         hidden, weight = hidden.to(dtype), weight.to(dtype)
         bias = None if bias is None else bias.to(dtype)
+        with torch.autocast(device_type, enabled=False):  # the products choose their own dtypes
+            return linear_cross_entropy(
+                hidden, weight, target, bias,
+                ignore_index=ignore_index, label_smoothing=label_smoothing, reduction=reduction,
+                fp8_recipe=fp8_recipe, chunk_rows=chunk_rows, weight_grad_dtype=weight_grad_dtype,
+                tp_group=tp_group, first_index=first_index, vocab_size=vocab_size,
+            )  # fmt: skip
     _check(hidden, weight, target, bias, reduction, label_smoothing, chunk_rows)
     sums = hidden.dtype if weight_grad_dtype is None else weight_grad_dtype
     if sums not in (hidden.dtype, torch.float32):
@@ -345,6 +353,7 @@ class _LinearCrossEntropy(OpFunction):
             if now and any(wanted):
                 head.add_gradients(begin, end, logits)
         ctx.options, ctx.wanted, ctx.now = options, wanted, now
+        ctx.device_type = hidden.device.type
         if later:
             ctx.save_for_backward(hidden, weight, bias, target, stats, num_valid)
         elif any(wanted):
@@ -356,26 +365,29 @@ class _LinearCrossEntropy(OpFunction):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_output: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        factor = grad_output.reshape(-1).contiguous()
-        if ctx.now:
-            # A second backward would find them multiplied already: autograd sees it and refuses, or
-            # else copies are multiplied.
-            gradients = [
-                None if g is None else scale_gradient(g if ctx.once else g.clone(), factor)
-                for g in ctx.saved_tensors
-            ]
-            dtypes = ctx.dtypes
-        else:
-            hidden, weight, bias, target, stats, num_valid = ctx.saved_tensors
-            gradients = _recomputed(
-                _Head(hidden, weight, bias, ctx.options, ctx.wanted),
-                target, stats, num_valid, factor, ctx.options,
-            )  # fmt: skip
-            dtypes = [None if t is None else t.dtype for t in (hidden, weight, bias)]
-        found = (
-            None if g is None else g.to(dtype) for g, dtype in zip(gradients, dtypes, strict=True)
-        )
-        return (*found, None, None)
+        return without_autocast(_backward, ctx, grad_output)
+
+
+def _backward(ctx: Any, grad_output: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    """Does what the ``backward`` of ``_LinearCrossEntropy`` does."""
+    factor = grad_output.reshape(-1).contiguous()
+    if ctx.now:
+        # A second backward would find them multiplied already: autograd sees it and refuses, or
+        # else copies are multiplied.
+        gradients = [
+            None if g is None else scale_gradient(g if ctx.once else g.clone(), factor)
+            for g in ctx.saved_tensors
+        ]
+        dtypes = ctx.dtypes
+    else:
+        hidden, weight, bias, target, stats, num_valid = ctx.saved_tensors
+        gradients = _recomputed(
+            _Head(hidden, weight, bias, ctx.options, ctx.wanted),
+            target, stats, num_valid, factor, ctx.options,
+        )  # fmt: skip
+        dtypes = [None if t is None else t.dtype for t in (hidden, weight, bias)]
+    found = (None if g is None else g.to(dtype) for g, dtype in zip(gradients, dtypes, strict=True))
+    return (*found, None, None)
 
 
 def _losses(

@@ -145,6 +145,24 @@ def test_autocast(device):
     assert_near([loss], [exact(*short, target)[0]], STEPS[torch.bfloat16])
 
 
+@pytest.mark.parametrize("inside", [True, False])
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+@pytest.mark.parametrize("name", STATELESS)
+def test_autocast_in_fp8(device, name, reduction, inside):
+    """The products are those without autocast, which leaves their float32 sums alone."""
+    x, w, _, target = make(device, torch.float32, bias=False)
+    options = {"fp8_recipe": SCHEMES[name], "reduction": reduction, "chunk_rows": 16}
+    with torch.autocast(x.device.type, dtype=torch.bfloat16):
+        loss = apex_te.linear_cross_entropy(x, w, target, **options)
+        grads = gradients(loss, (x, w)) if inside else None
+    grads = grads or gradients(loss, (x, w))
+    narrow = [t.detach().bfloat16().requires_grad_() for t in (x, w)]
+    same = apex_te.linear_cross_entropy(*narrow, target, **options)
+    assert_same_bits(loss, same)
+    for found, wanted in zip(grads, gradients(same, narrow), strict=True):
+        assert_same_bits(found, wanted.float())
+
+
 def test_sums_of_chunks_in_float32(device):
     x, w, _, target = make(device, torch.bfloat16, rows=512, bias=False)
     _, (_, grad) = exact(x, w, None, target)
