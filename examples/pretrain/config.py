@@ -195,3 +195,5 @@ def _check_switches(reader: argparse.ArgumentParser, args: argparse.Namespace) -
         reader.error("--graphs excludes --compile, --recompute, --packed and --main-grads")
     if args.fp8_all_gather and args.recipe == "mxfp8":
         reader.error("--fp8-all-gather needs a --recipe other than mxfp8")
+    if args.fp8_all_gather and args.fp8_params:  # which FSDP gathers as FP8 data without it
+        reader.error("--fp8-params excludes --fp8-all-gather")

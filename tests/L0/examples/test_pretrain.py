@@ -574,6 +574,10 @@ def test_an_interrupted_comparison_ends_its_runs(tmp_path, monkeypatch):
             ["--steps", "1", "--recipe", "mxfp8", "--fp8-all-gather"],
             "--fp8-all-gather needs a --recipe other than mxfp8",
         ),
+        (
+            ["--steps", "1", "--recipe", "delayed", "--fp8-params", "--fp8-all-gather"],
+            "--fp8-params excludes --fp8-all-gather",
+        ),
     ],
 )
 def test_switches_that_do_not_fit(words, message, capsys):
