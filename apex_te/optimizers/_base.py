@@ -16,8 +16,8 @@ from ._bucket import (
     STEP,
     Bucket,
     State,
+    follow_format,
     has_master,
-    is_stored_as,
     needs_copy,
     new_master,
     new_state,
@@ -574,8 +574,9 @@ class FusedOptimizer(torch.optim.Optimizer):
         for name in names:
             dtype = self._moment_dtypes[name]
             if name in state:
-                if not is_stored_as(state[name], param, dtype):  # someone has put it there
+                if state[name].dtype is not dtype:  # someone has put it there
                     self._load(param, name, state[name], dtype)
+                follow_format(state[name], param)
             else:
                 state[name] = new_state(param, dtype)
                 if dtype in SCALED:
@@ -584,7 +585,9 @@ class FusedOptimizer(torch.optim.Optimizer):
         if self._master_dtype_of(param) is None:
             state.pop(MASTER, None)  # the parameter had 16 bits before
         else:
-            self._made_master(param)
+            master = self._made_master(param)
+            if param not in self._given:  # which may be a view of the user's memory
+                follow_format(master, param)
         return state
 
     # Options of groups, saving and loading.

@@ -103,17 +103,17 @@ def dense_order(tensor: torch.Tensor) -> tuple[int, ...] | None:
     return order if tensor.permute(order).is_contiguous() else None
 
 
-def is_stored_as(stored: torch.Tensor, param: torch.Tensor, dtype: torch.dtype) -> bool:
-    """Returns True if a moment of ``param`` has the given dtype and the memory format of ``param``.
+def follow_format(stored: torch.Tensor, param: torch.Tensor) -> None:
+    """Gives a moment or master weight of ``param`` the memory format that ``param`` has now.
 
     Args:
-        stored: the moment.
+        stored: the state, of any dtype; it gets other memory if its format is another.
         param: the parameter.
-        dtype: the dtype that the moment is to have.
     """
-    part = local(param)
-    order = None if needs_copy(part) else dense_order(part)
-    return stored.dtype is dtype and dense_order(local(stored)) == order
+    part, kept = local(param), local(stored)
+    if dense_order(kept) != (None if needs_copy(part) else dense_order(part)):
+        with torch.no_grad():
+            kept.data = local(new_state(param, kept.dtype)).copy_(kept)
 
 
 class Source(NamedTuple):

@@ -574,3 +574,33 @@ def test_huge_and_tiny_numbers_keep_their_values():
         again, other = torch.zeros(2, dtype=dtype), torch.zeros(())
         scaled(found, again, other)
         torch.testing.assert_close(unscaled(again, other), found, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"exp_avg_dtype": torch.float16, "exp_avg_sq_dtype": torch.float16},
+        {"exp_avg_dtype": torch.uint8, "exp_avg_sq_dtype": torch.uint8},
+        {"exp_avg_dtype": torch.bfloat16},
+        {"master_weights": True},
+        {"master_weights": True, "master_weight_dtype": torch.float16},
+        {"master_weights": True, "store_param_remainders": True},
+    ],
+    ids=str,
+)
+def test_state_follows_a_memory_format_that_changes(options):
+    dtype = torch.bfloat16 if "master_weights" in options else torch.float32
+    values = torch.randn(7, 2, 3, 4, 5).mul(1000).to(dtype)
+    found = []
+    for change in (False, True):
+        param = torch.nn.Parameter(values[0].contiguous(memory_format=torch.channels_last))
+        optimizer = FusedAdam([param], lr=0.5, **options)
+        master = optimizer.master_weight(param)
+        for step in range(1, 7):
+            if change and step == 4:
+                param.data = param.detach().contiguous()
+            param.grad = values[step].clone()
+            optimizer.step()
+        found.append(param.detach())
+        assert optimizer.master_weight(param) is master
+    assert torch.equal(*found)
