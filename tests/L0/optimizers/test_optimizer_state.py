@@ -467,3 +467,13 @@ def test_parameters_that_share_memory_are_refused_before_the_step(make, groups):
     optimizer.step()
     assert whole.lt(0).all()
     assert beside.lt(1).all()
+
+
+def test_parameters_side_by_side_in_one_memory_are_taken():
+    memory = torch.zeros(9)
+    parts = [memory[:4], memory[4:4], memory[2:2], memory[4:].view(5, 1), memory[9:]]
+    params = [torch.nn.Parameter(part) for part in parts]
+    for param in params:
+        param.grad = torch.ones_like(param)
+    FusedAdam(params).step()
+    assert memory.lt(0).all()
