@@ -359,7 +359,7 @@ def _recipe(saved: Any, length: int) -> DelayedScaling | None:
         return None
     largest = (extra.get("fp8_max_fwd"), extra.get("fp8_max_bwd"))
     formats = [f for f in (Format.E4M3, Format.HYBRID) if f.value[:2] == largest]
-    margin = recipe.state.get("margin")
+    margin: Any = recipe.state.get("margin")
     if not formats or recipe.state.get("scaling_factor_compute_algo") is not None:
         return None
     try:

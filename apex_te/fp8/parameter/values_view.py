@@ -60,7 +60,8 @@ def _as_given(out: Any, given: list[ValuesView]) -> Any:
 
     ``data`` and ``detach()`` need not be views.
     """
-    if type(out) is torch.Tensor and any(torch._C._is_alias_of(out, view) for view in given):
+    alias: Any = torch._C._is_alias_of  # type: ignore[attr-defined]
+    if type(out) is torch.Tensor and any(alias(out, view) for view in given):
         return out.as_subclass(ValuesView)
     return out
 
