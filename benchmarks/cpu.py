@@ -17,7 +17,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import harness
@@ -64,16 +63,6 @@ def measure(row: Row, dtype: torch.dtype, copy: float) -> dict[str, Any]:
     return result
 
 
-def cpu_name() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return "unknown"
-    return next(
-        (x.partition(":")[2].strip() for x in lines if x.startswith("model name")), "unknown"
-    )
-
-
 def main() -> None:
     wanted = sys.argv[1:]
     before = os.getloadavg()[0]
@@ -88,7 +77,7 @@ def main() -> None:
     if wanted:
         os.environ["OUT"] = tempfile.mkdtemp()
     harness.report(
-        "cpu", rows, cpu=cpu_name(), threads=torch.get_num_threads(), copy_gb_s=round(copy, 1),
+        "cpu", rows, threads=torch.get_num_threads(), copy_gb_s=round(copy, 1),
         load=f"{before:.2f} to {os.getloadavg()[0]:.2f}",
     )  # fmt: skip
 

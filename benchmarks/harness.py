@@ -2,17 +2,15 @@
 
 Kernel time: CUDA events around one call, L2 flushed before it (cold), median of many with p10 and
 p90. Pairs: two contenders alternate, so that clock drift hits both. Data is random normal. Every
-report carries GPU, driver, torch, commit, date and the SM clock before and after.
+report carries CPU, GPU, driver, torch, commit, date and the SM clock before and after.
 """
 
 from __future__ import annotations
 
-import datetime
 import functools
 import json
 import os
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -22,26 +20,17 @@ from typing import Any
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+
+from provenance import output_of, provenance
 
 _FLUSH_BYTES = 256 << 20
 _flush: torch.Tensor | None = None
 
 
-def _run(*command: str) -> str:
-    try:
-        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
-    except (OSError, subprocess.CalledProcessError):
-        return ""
-
-
 def environment() -> dict[str, Any]:
-    """Returns what a figure depends on: date, commit, versions and the GPU."""
-    info = {
-        "date": datetime.date.today().isoformat(),
-        "commit": os.environ.get("APEX_TE_COMMIT") or _run("git", "rev-parse", "--short", "HEAD"),
-        "torch": torch.__version__,
-        "python": sys.version.split()[0],
-    }
+    """Returns what a figure depends on: date, commit, versions, CPU and GPU."""
+    info = {**provenance(), "torch": torch.__version__}
     if torch.cuda.is_available():
         info["gpu"] = torch.cuda.get_device_name()
         info["driver"] = _smi("driver_version")
@@ -50,7 +39,7 @@ def environment() -> dict[str, Any]:
 
 def _smi(query: str) -> str:
     """Returns the answer of nvidia-smi to ``query`` for the first GPU."""
-    told = _run("nvidia-smi", f"--query-gpu={query}", "--format=csv,noheader,nounits")
+    told = output_of("nvidia-smi", f"--query-gpu={query}", "--format=csv,noheader,nounits")
     return told.partition("\n")[0]
 
 

@@ -18,10 +18,12 @@ from typing import Any
 import jax
 import numpy as np
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples" / "jax"))
 import encoder
 import mnist
+from provenance import provenance
 from training import RECIPES
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -77,7 +79,7 @@ def main() -> None:
         "cpus": os.cpu_count(),
         "seeds": args.seeds,
     }
-    content = {"settings": settings, "results": figures}
+    content = {"environment": provenance(), "settings": settings, "results": figures}
     args.out.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
 
 

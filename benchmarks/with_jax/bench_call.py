@@ -19,11 +19,13 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import jax
 import jax.numpy as jnp
 from apex_te.op_builder import get_builder
 from apex_te.op_builder.jit.backends import toolchain
+from provenance import provenance
 
 from apex_te.jax._call import call
 
@@ -138,7 +140,7 @@ def main() -> None:
         ("first function: look up, open, bind, register", first, "ms", 10),
         ("a further function", second, "ms", 0.2),
     ]
-    told = {"jax": jax.__version__, "python": sys.version.split()[0]}
+    told = {**provenance(), "jax": jax.__version__}
     print(told)
     for name, value, unit, bar in rows:
         print(f"{name:48} {value:8.3g} {unit}" + (f"  (bar {bar})" if bar else ""))
