@@ -1,4 +1,4 @@
-"""What every results file says of its origin: date, commit, Python and CPU. It needs no torch."""
+"""Origin of a results file: date, commit, Python and CPU, found without torch."""
 
 from __future__ import annotations
 
