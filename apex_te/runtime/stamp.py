@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
+from typing import Any
 
 import torch
+from torch.autograd.graph import increment_version
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 __all__ = ["stamp"]
 
@@ -35,6 +39,26 @@ def _number(storage: torch.UntypedStorage) -> int:
         for address in [a for a, (ref, _) in list(_numbers.items()) if ref.expired()]:
             _numbers.pop(address, None)
         _limit = max(256, 2 * len(_numbers))
+    _watch_fused_optimizers()
     number = next(_count)
     _numbers[storage._cdata] = StorageWeakRef(storage), number
     return number
+
+
+@functools.cache
+def _watch_fused_optimizers() -> None:
+    """Has the steps of torch's fused optimizers raise the versions of what they write, once."""
+    register_optimizer_step_post_hook(_raise_versions)
+
+
+def _raise_versions(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    """Raises the versions of the parameters that a step updated, where torch does not.
+
+    Its kernels for ``fused=True`` write to lists of tensors whose versions they leave.
+    """
+    if torch.compiler.is_compiling():
+        return
+    for group in optimizer.param_groups:
+        if group.get("fused"):
+            updated = [p for p in group["params"] if p.grad is not None and not p.is_inference()]
+            increment_version(updated)

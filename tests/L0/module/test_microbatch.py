@@ -55,6 +55,17 @@ def test_microbatches_equal_requantizing_each_time():
     assert torch.equal(module.weight.grad, other.weight.grad)
 
 
+@pytest.mark.parametrize("make", [torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad])
+def test_a_step_of_a_fused_optimizer_of_torch_changes_a_cached_weight(make):
+    module, x = Linear(16, 8), torch.randn(4, 16)
+    optimizer = make([{"params": module.parameters()}, {"params": []}], lr=0.5, fused=True)
+    forward(module, x, True, recipe="tensorwise").sum().backward()
+    optimizer.step()
+    with torch.no_grad():
+        found = forward(module, x, False, recipe="tensorwise")
+        assert torch.equal(found, forward(module, x, None, recipe="tensorwise"))
+
+
 def test_cached_weight_keeps_its_scale_inv_while_the_live_scale_moves():
     recipe = DelayedScaling(amax_history_len=2)  # interval 1: the scale moves every region
     module, x = Linear(64, 32), torch.randn(16, 64)
