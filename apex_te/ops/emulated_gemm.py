@@ -18,7 +18,7 @@ from ._gemm_arguments import bias_dtype
 from .argument_errors import check_dense, checked
 from .block_quantize import block_dequantize
 from .mx_quantize import mx_dequantize
-from .product_into import product_into
+from .product_into import float32_product, product_into
 from .registration import bind_call
 
 _OUT_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -228,7 +228,7 @@ def _run(kind, a, b, a_scale, b_scale, out, bias, accumulate):
         return
     # Whatever follows the product works on its float32 sums, which are rounded once.
     if a.dtype is torch.float32:
-        product = torch.mm(a, b.t())
+        product = float32_product(a, b.t())
     else:
         product = torch.mm(a, b.t(), out_dtype=torch.float32)
     # Not in place: a selective checkpoint may have saved the product.

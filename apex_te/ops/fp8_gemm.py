@@ -17,6 +17,7 @@ from ._gemm_arguments import check_addend, prepare
 from .argument_errors import checked
 from .block_quantize import ROW_MULTIPLE
 from .cast_transpose import cast_transpose
+from .product_into import float32_product
 from .registration import WORKSPACE, Launch, bind, increment_version, note_written
 
 _lib = runtime.ops("fp8_gemm")
@@ -396,7 +397,7 @@ def _decoded(op: str, a: torch.Tensor, b: torch.Tensor) -> Iterator[torch.Tensor
 
 def _run_cpu(a, b, a_scale_inv, b_scale_inv, out, bias, c, aux, accumulate):
     a, b = _decoded("fp8_gemm", a, b)
-    product = torch.mm(a, b.t())
+    product = float32_product(a, b.t())
     _lib.fp8_gemm_epilogue(product, a_scale_inv, b_scale_inv, out, bias, c, aux, accumulate)
 
 
@@ -519,7 +520,7 @@ def _run_block_cpu(operands, out, bias, c, blocks, accumulate):
     total = out.new_zeros(out.shape, dtype=torch.float32)
     for i in range(-(-a.shape[1] // _SLICE)):
         part = slice(i * _SLICE, (i + 1) * _SLICE)
-        product = torch.mm(a[:, part], b[:, part].t())
+        product = float32_product(a[:, part], b[:, part].t())
         _lib.fp8_block_accumulate(product, *operands[2:], total, *blocks, a.shape[1], i)
     one = torch.ones(1)
     _lib.fp8_gemm_epilogue(total, one, one, out, bias, c, None, accumulate)

@@ -1,10 +1,10 @@
-"""Matrix products of PyTorch that are written into a given tensor."""
+"""Matrix products of PyTorch that ops make: into a given tensor, and of float32 numbers."""
 
 from __future__ import annotations
 
 import torch
 
-__all__ = ["product_into"]
+__all__ = ["float32_product", "product_into"]
 
 
 def product_into(
@@ -24,3 +24,12 @@ def product_into(
     args = (a, b) if bias is None else (bias, a, b)
     product = (torch.mm if bias is None else torch.addmm)(*args, out=into)
     return product if out is None or into is out else out.copy_(product)
+
+
+def float32_product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """Returns ``a @ b`` of float32 matrices in float32, also where ``torch.autocast`` is on."""
+    device = a.device.type
+    if device == "meta" or not torch.is_autocast_enabled(device):
+        return torch.mm(a, b)
+    with torch.autocast(device, enabled=False):
+        return torch.mm(a, b)
