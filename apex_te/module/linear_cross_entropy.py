@@ -374,10 +374,10 @@ def _backward(ctx: Any, grad_output: torch.Tensor) -> tuple[torch.Tensor | None,
     if ctx.now:
         # A second backward would find them multiplied already: autograd sees it and refuses, or
         # else copies are multiplied.
-        gradients = [
+        gradients = tuple(
             None if g is None else scale_gradient(g if ctx.once else g.clone(), factor)
             for g in ctx.saved_tensors
-        ]
+        )
         dtypes = ctx.dtypes
     else:
         hidden, weight, bias, target, stats, num_valid = ctx.saved_tensors
