@@ -17,6 +17,15 @@ FIXED = (
     "fp8_head", "main_grads", "corpus",
 )  # fmt: skip
 
+POSITIVE = (
+    "context", "vocabulary", "batch", "microbatch", "steps", "max_tokens", "max_bytes",
+    "max_seconds", "stop_at", "lr", "log_every", "keep", "tp",
+)  # fmt: skip
+NOT_NEGATIVE = (
+    "warmup", "final_lr", "weight_decay", "clip", "seed", "save_every", "eval_every", "eval_tokens",
+    "health_every", "sample", "recompute",
+)  # fmt: skip
+
 
 class Shape(NamedTuple):
     """Sizes of a Llama-style decoder.
@@ -154,19 +163,24 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     args.lr = shape.lr if args.lr is None else args.lr
     if (args.steps is None) == (args.max_tokens is None):
         reader.error("give one of --steps and --max-tokens")
+    _check_numbers(reader, args)
     if args.steps is None:
         args.steps = max(1, args.max_tokens // max(1, args.batch * args.context))
     if args.warmup is None:
         args.warmup = max(1, args.steps // 20)
-    for name in ("context", "vocabulary", "batch", "steps", "log_every", "keep", "tp"):
-        if getattr(args, name) < 1:
-            reader.error(f"--{name.replace('_', '-')} must be positive, got {getattr(args, name)}")
-    for name in ("save_every", "eval_every", "eval_tokens", "health_every", "sample", "recompute"):
-        if getattr(args, name) < 0:
-            reader.error(f"--{name.replace('_', '-')} must be 0 or more, got {getattr(args, name)}")
     _check_layers(reader, args)
     _check_switches(reader, args)
     return args
+
+
+def _check_numbers(reader: argparse.ArgumentParser, args: argparse.Namespace) -> None:
+    """Exits with a message for a number that is out of its range."""
+    for name, value in vars(args).items():
+        option = f"--{name.replace('_', '-')}"
+        if name in POSITIVE and value is not None and not value > 0:
+            reader.error(f"{option} must be positive, got {value}")
+        if name in NOT_NEGATIVE and value is not None and not value >= 0:
+            reader.error(f"{option} must be 0 or more, got {value}")
 
 
 def _check_layers(reader: argparse.ArgumentParser, args: argparse.Namespace) -> None:

@@ -559,6 +559,10 @@ def test_an_interrupted_comparison_ends_its_runs(tmp_path, monkeypatch):
         (["--steps", "1", "--max-tokens", "9"], "give one of --steps and --max-tokens"),
         (["--steps", "1", "--batch", "0"], "--batch must be positive, got 0"),
         (["--steps", "1", "--sample", "-1"], "--sample must be 0 or more, got -1"),
+        (["--steps", "1", "--clip", "-1"], "--clip must be 0 or more, got -1.0"),
+        (["--steps", "1", "--lr", "nan"], "--lr must be positive, got nan"),
+        (["--steps", "1", "--seed", "-1"], "--seed must be 0 or more, got -1"),
+        (["--max-tokens", "-9"], "--max-tokens must be positive, got -9"),
         (["--steps", "1", "--fp8-params"], "--fp8-params needs a --recipe of FP8, got bf16"),
         (
             ["--steps", "1", "--layers", "torch", "--recipe", "delayed"],
