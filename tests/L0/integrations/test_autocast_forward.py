@@ -178,6 +178,8 @@ def test_bound_to_the_model_like_a_function():
 
 def test_accelerate_unwraps_it():
     accelerate = pytest.importorskip("accelerate", reason="accelerate is not installed")
+    forget = accelerate.state.AcceleratorState._reset_state
+    forget(reset_partial_state=True)  # of other tests
     accelerator = accelerate.Accelerator(cpu=True, mixed_precision="bf16")
     try:
         one = model()
@@ -189,4 +191,4 @@ def test_accelerate_unwraps_it():
             accelerator.unwrap_model(prepared, keep_fp32_wrapper=False)(IDS), expected
         )
     finally:
-        accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
+        forget(reset_partial_state=True)
