@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -43,18 +45,23 @@ class FusedLoss(WrappedForward):
         self._has_warned = False
 
     def _run(self, *args: Any, **kwargs: Any) -> Any:
-        is_training = self.active and self.model.training and kwargs.get("labels") is not None
+        is_training = self.active and self.model.training
         if not is_training or torch.compiler.is_compiling():
+            return self._forward(*args, **kwargs)
+        if not _has_labels(type(self.model), args, kwargs):
             return self._forward(*args, **kwargs)
         head = _head_to_fuse(self.model)
         if head is None or self.model.loss_function is not _plain_loss():
             return self._forward(*args, **kwargs)
-        lazy = _replaced(head, "forward", _LazyHead(head))
-        with lazy, _replaced(self.model, "_loss_function", self._loss):
+        lazy_head = _LazyHead(head)
+        loss = functools.partial(self._loss, lazy_head)
+        lazy = _replaced(head, "forward", lazy_head)
+        with lazy, _replaced(self.model, "_loss_function", loss):
             return self._forward(*args, **kwargs)
 
     def _loss(
         self,
+        lazy_head: _LazyHead,
         logits: Any,
         labels: torch.Tensor | None,
         vocab_size: int,
@@ -63,10 +70,13 @@ class FusedLoss(WrappedForward):
         shift_labels: torch.Tensor | None = None,
         **kwargs: Any,
     ) -> torch.Tensor:
-        """Computes what transformers' ``ForCausalLMLoss`` does, which gets the same arguments."""
+        """Computes what transformers' ``ForCausalLMLoss`` does, which gets the same arguments.
+
+        All but ``lazy_head``, the head of this forward.
+        """
         is_lazy = isinstance(logits, LazyLogits) and logits.is_unused
         if not is_lazy or logits.shape[-1] != vocab_size:
-            if not _multiplies_in_fp8(self.model.get_output_embeddings()):
+            if not lazy_head.has_multiplied:
                 self._warn()
             logits = logits.compute() if isinstance(logits, LazyLogits) else logits
             return _plain_loss()(
@@ -107,21 +117,50 @@ class _LazyHead:
 
     Args:
         head: the head.
+
+    Attributes:
+        has_multiplied: True after a call that gave logits, since the loss could not compute them.
     """
 
     def __init__(self, head: nn.Module) -> None:
         self.head = head
+        self.has_multiplied = False
 
     def __call__(self, hidden: torch.Tensor) -> Any:
-        if _multiplies_in_fp8(self.head):
-            head: Any = type(self.head)
-            return head.forward(self.head, hidden)
-        return LazyLogits(self.head, hidden)
+        if _is_left_to_loss(self.head, hidden):
+            return LazyLogits(self.head, hidden)
+        self.has_multiplied = True
+        head: Any = type(self.head)
+        return head.forward(self.head, hidden)
 
 
-def _multiplies_in_fp8(head: Any) -> bool:
-    """Returns True if the products of a head are in FP8 in the region around the call."""
-    return isinstance(head, Linear) and is_fp8_enabled()
+def _is_left_to_loss(head: Any, hidden: torch.Tensor) -> bool:
+    """Returns True if ``linear_cross_entropy`` computes what the head does here."""
+    if isinstance(head, Linear) and is_fp8_enabled():
+        return False
+    dtypes = {hidden.dtype, head.weight.dtype}
+    is_one = len(dtypes) == 1 or torch.is_autocast_enabled(hidden.device.type)
+    return is_one and dtypes <= {torch.float32, torch.float16, torch.bfloat16}
+
+
+def _has_labels(model: type, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Returns True if a forward with these arguments is given labels."""
+    place = _place_of_labels(model) if args else None
+    if place is not None and place < len(args):
+        return args[place] is not None
+    return kwargs.get("labels") is not None
+
+
+@functools.cache
+def _place_of_labels(model: type) -> int | None:
+    """Returns the number of ``labels`` among the positional arguments of a model's forward."""
+    forward: Any = model.forward  # type: ignore[attr-defined]
+    positional = [
+        name
+        for name, one in inspect.signature(forward).parameters.items()
+        if one.kind is one.POSITIONAL_OR_KEYWORD
+    ]
+    return positional.index("labels") - 1 if "labels" in positional else None  # without self
 
 
 def _plain_loss() -> Callable[..., torch.Tensor]:
@@ -173,7 +212,7 @@ def fuse_loss(
 ) -> FusedLoss:
     """Has a causal language model of transformers compute its loss by ``linear_cross_entropy``.
 
-    Forwards in training mode that are given ``labels=`` compute loss and gradients from the hidden
+    Forwards in training mode that are given ``labels`` compute loss and gradients from the hidden
     states and the head's weight, a chunk of rows at a time, so that logits ``[batch, tokens,
     vocabulary]`` are never in memory. Loss and gradients are those of the model before, up to the
     order of sums. The output's ``logits`` are a ``LazyLogits``, which computes them if they are
@@ -181,8 +220,9 @@ def fuse_loss(
     files stay; copies and pickles of the model compute their loss so, too.
 
     Everything else runs as before: evaluation, generation, ``torch.compile``, a head with adapters,
-    hooks or a sharded weight, a head whose products are in FP8, another loss function, and models
-    that scale or cap their logits (Gemma 2 and 3, Cohere, Granite), for which a warning is given.
+    hooks or a sharded weight, a head whose products are in FP8 or float64, another loss function,
+    and models that scale or cap their logits (Gemma 2 and 3, Cohere, Granite), for which a warning
+    is given.
 
     Args:
         model: a model such as ``LlamaForCausalLM``, or PEFT's around one.

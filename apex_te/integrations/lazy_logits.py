@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch import nn
 from torch.utils._pytree import tree_map
+
+from ..fp8.autocast import fp8_autocast, is_fp8_enabled
+from ..runtime.stamp import watch_fused_optimizers
 
 __all__ = ["LazyLogits"]
 
@@ -15,8 +19,15 @@ __all__ = ["LazyLogits"]
 _OPERATORS = (
     "add", "radd", "sub", "rsub", "mul", "rmul", "truediv", "rtruediv", "floordiv", "rfloordiv",
     "mod", "rmod", "pow", "rpow", "matmul", "rmatmul", "neg", "pos", "abs", "invert", "lt", "le",
-    "eq", "ne", "gt", "ge", "getitem", "setitem", "contains", "len", "iter", "bool", "float", "int",
-    "index", "array", "format", "reduce_ex",
+    "eq", "ne", "gt", "ge", "getitem", "setitem", "contains", "len", "iter", "reversed", "bool",
+    "float", "int", "complex", "index", "array", "array_wrap", "dlpack", "dlpack_device", "format",
+    "deepcopy", "reduce_ex",
+)  # fmt: skip
+# Names of those that write to the tensor.
+_INPLACE = ("iadd", "isub", "imul", "itruediv", "ifloordiv", "imod", "ipow")
+_OWN = frozenset(
+    ("head", "hidden", "_weight", "_bias", "_versions", "_is_autocast", "_autocast_dtype",
+     "_is_recorded", "_dtype", "_logits")
 )  # fmt: skip
 
 
@@ -36,18 +47,29 @@ class LazyLogits:
         head, hidden: the arguments.
 
     Raises:
-        RuntimeError: the logits are used for the first time after the head's weight has changed or
-            been sharded.
+        RuntimeError: the logits are used for the first time after the head or its input has changed
+            or been sharded.
     """
 
+    __array_priority__ = 1000  # as a tensor's, by which NumPy leaves operators to it
+
     def __init__(self, head: nn.Module, hidden: torch.Tensor) -> None:
+        watch_fused_optimizers()  # whose steps leave versions as they are
         self.head, self.hidden = head, hidden
-        weight: Any = head.weight
-        self._weight, self._version = weight, weight._version
+        self._weight: Any = head.weight
+        self._bias: Any = head.bias
+        self._versions = self._current_versions()
         kind = hidden.device.type
         self._is_autocast = torch.is_autocast_enabled(kind)
         self._autocast_dtype = torch.get_autocast_dtype(kind)
+        self._is_recorded = torch.is_grad_enabled()
+        self._dtype = self._autocast_dtype if self._is_autocast else hidden.dtype
         self._logits: torch.Tensor | None = None
+
+    def _current_versions(self) -> list[int]:
+        """Returns the versions of what the logits are computed from."""
+        sources = (self.hidden, self._weight, self._bias)
+        return [0 if one is None or one.is_inference() else one._version for one in sources]
 
     @property
     def is_unused(self) -> bool:
@@ -62,7 +84,7 @@ class LazyLogits:
     @property
     def dtype(self) -> torch.dtype:
         """Returns the dtype of the logits."""
-        return self._autocast_dtype if self._is_autocast else self.hidden.dtype
+        return self._dtype
 
     @property
     def device(self) -> torch.device:
@@ -73,27 +95,63 @@ class LazyLogits:
         """Returns these logits, since a head's are contiguous; or what their tensor returns."""
         return self if self.is_unused and not options else self.compute().contiguous(**options)
 
+    def float(self, **options: Any) -> Any:
+        """Returns these logits in fp32, as yet not computed either; or what their tensor returns.
+
+        Accelerate calls this on all that a model returns in mixed precision.
+        """
+        if not self.is_unused or options:
+            return self.compute().float(**options)
+        if self.dtype is torch.float32:
+            return self
+        result = object.__new__(LazyLogits)
+        vars(result).update({**vars(self), "_dtype": torch.float32})
+        return result
+
     def compute(self) -> torch.Tensor:
         """Returns the logits, ``[..., vocabulary]``, as the head gives them."""
-        is_detached = self._logits is not None and not self._logits.requires_grad
-        wants_graph = torch.is_grad_enabled() and (
-            self.hidden.requires_grad or self._weight.requires_grad
+        if self._logits is None:
+            self._check_sources()
+            kind = self.device.type
+            # As where the head was called, whatever surrounds the first use: later ones may need
+            # the graph, and a tensor that is computed again has lost changes that were made to it.
+            with (
+                torch.inference_mode(False),
+                torch.set_grad_enabled(self._is_recorded),
+                torch.autocast(kind, self._autocast_dtype, self._is_autocast),
+                fp8_autocast(enabled=False) if is_fp8_enabled() else nullcontext(),
+            ):
+                self._logits = self._product().to(self._dtype)
+        return self._logits
+
+    def _product(self) -> torch.Tensor:
+        """Returns what the head gives."""
+        if self.head.weight is self._weight and self.head.bias is self._bias:
+            head: Any = type(self.head)
+            return head.forward(self.head, self.hidden)
+        return nn.functional.linear(self.hidden, self._weight, self._bias)  # of functional_call
+
+    def _check_sources(self) -> None:
+        """Raises an error if the logits cannot be computed as where the head was called."""
+        now, weight = self.head.weight, self._weight
+        is_plain = type(weight) in (torch.Tensor, nn.Parameter) and not hasattr(now, "to_local")
+        # FSDP puts its shard in the place, and frees the memory of what was whole.
+        is_whole = now is weight or (
+            is_plain and now.shape == weight.shape and weight.untyped_storage().nbytes() > 0
         )
-        if self._logits is None or (is_detached and wants_graph):
-            if self.head.weight is not self._weight:  # FSDP puts its shard in the place
+        if not is_whole:
+            raise RuntimeError(
+                "LazyLogits: logits must be used before the head's weight is replaced or sharded, "
+                "got their first use after that"
+            )
+        for name, before, version in zip(
+            ("input", "weight", "bias"), self._versions, self._current_versions(), strict=True
+        ):
+            if version != before:
                 raise RuntimeError(
-                    "LazyLogits: logits must be used before the head's weight is replaced or "
-                    "sharded, got their first use after that"
-                )
-            if self._weight._version != self._version:
-                raise RuntimeError(
-                    "LazyLogits: logits must be used before the head's weight changes, as in an "
+                    f"LazyLogits: logits must be used before the head's {name} changes, as in an "
                     "optimizer's step, got their first use after that"
                 )
-            head: Any = type(self.head)
-            with torch.autocast(self.device.type, self._autocast_dtype, self._is_autocast):
-                self._logits = head.forward(self.head, self.hidden)
-        return self._logits
 
     @classmethod
     def __torch_function__(
@@ -105,6 +163,9 @@ class LazyLogits:
         if name.startswith("__"):  # a protocol that tensors need not have
             raise AttributeError(name)
         return getattr(self.compute(), name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        object.__setattr__(self if name in _OWN else self.compute(), name, value)
 
     def __repr__(self) -> str:
         state = "not computed" if self._logits is None else "computed"
@@ -130,5 +191,19 @@ def _operator(name: str) -> Callable[..., Any]:
     return method
 
 
+def _inplace_operator(name: str) -> Callable[..., Any]:
+    """Returns the method of an operator that writes to its first operand."""
+    operator = _operator(name)
+
+    def method(self: LazyLogits, *args: Any) -> Any:
+        operator(self, *args)
+        return self
+
+    method.__name__ = name
+    return method
+
+
 for _name in _OPERATORS:
     setattr(LazyLogits, f"__{_name}__", _operator(f"__{_name}__"))
+for _name in _INPLACE:
+    setattr(LazyLogits, f"__{_name}__", _inplace_operator(f"__{_name}__"))

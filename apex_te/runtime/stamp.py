@@ -11,7 +11,7 @@ from torch.autograd.graph import increment_version
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-__all__ = ["stamp"]
+__all__ = ["stamp", "watch_fused_optimizers"]
 
 _numbers: dict[int, tuple[StorageWeakRef, int]] = {}  # by the address of the storage object
 _count = itertools.count(1)
@@ -39,14 +39,14 @@ def _number(storage: torch.UntypedStorage) -> int:
         for address in [a for a, (ref, _) in list(_numbers.items()) if ref.expired()]:
             _numbers.pop(address, None)
         _limit = max(256, 2 * len(_numbers))
-    _watch_fused_optimizers()
+    watch_fused_optimizers()
     number = next(_count)
     _numbers[storage._cdata] = StorageWeakRef(storage), number
     return number
 
 
 @functools.cache
-def _watch_fused_optimizers() -> None:
+def watch_fused_optimizers() -> None:
     """Has the steps of torch's fused optimizers raise the versions of what they write, once."""
     register_optimizer_step_post_hook(_raise_versions)
 

@@ -2,9 +2,11 @@
 
 import copy
 import math
+import operator
 import pickle
 import warnings
 
+import numpy as np
 import pytest
 import torch
 from families import FAMILIES, IDS, VOCABULARY, build
@@ -141,6 +143,116 @@ def test_logits_are_computed_when_used():
         model.lm_head.weight.add_(1)
     with pytest.raises(RuntimeError, match="must be used before the head's weight changes"):
         out.logits.sum()
+
+
+def fused(name):
+    """A model in training with its loss fused."""
+    model = build(name).train()
+    fuse_loss(model)
+    return model
+
+
+def lazy_and_plain():
+    """Logits of a fused model and of a plain one."""
+    models = fused("llama"), build("llama").train()
+    return tuple(one(IDS, labels=LABELS).logits for one in models)
+
+
+@pytest.mark.parametrize("used", [torch.no_grad, torch.inference_mode])
+def test_logits_have_the_graph_of_their_forward_wherever_they_are_used(used):
+    lazy, plain = lazy_and_plain()
+    with used():
+        assert torch.equal(lazy.argmax(-1), plain.argmax(-1))
+        assert lazy.requires_grad
+    with torch.no_grad():
+        for one in (lazy, plain):
+            one[..., :9] = -5.0  # stays, in a tensor that still has a graph
+    assert torch.equal(lazy.detach(), plain.detach())
+    lazy.sum().backward()
+    with used():
+        lazy, plain = lazy_and_plain()
+    assert not lazy.requires_grad
+    assert (lazy.numpy() == plain.numpy()).all()
+
+
+@pytest.mark.parametrize(
+    "write",
+    [
+        lambda x: operator.imul(x, 2),
+        lambda x: operator.ipow(x, 2),
+        lambda x: x.detach_() is None or x,
+        lambda x: setattr(x, "data", torch.ones(2, 12, 40)) or x,
+    ],
+)
+def test_writes_to_the_logits_go_to_their_tensor(write):
+    lazy, plain = lazy_and_plain()
+    others = lazy, plain
+    assert write(lazy) is lazy
+    write(plain)
+    assert torch.equal(others[0].detach(), others[1].detach())
+    assert lazy.requires_grad == plain.requires_grad
+    assert isinstance(np.float32(2) * lazy.detach(), torch.Tensor)
+    assert isinstance(np.float32(2) * lazy, torch.Tensor)
+
+
+def test_logits_in_fp32_are_not_computed_either():
+    lazy, plain = (
+        one.bfloat16()(IDS, labels=LABELS).logits for one in (fused("llama"), build("llama"))
+    )
+    wide = lazy.float()
+    assert (lazy.dtype, wide.dtype) == (torch.bfloat16, torch.float32)
+    assert lazy.is_unused
+    assert wide.is_unused
+    assert wide.float() is wide
+    lazy.mul_(2)  # another tensor
+    assert torch.equal(wide.detach(), plain.float().detach())
+    assert torch.equal(lazy.float().detach(), 2 * plain.float().detach())
+
+
+@pytest.mark.parametrize("source", ["input", "weight", "bias", "fused optimizer"])
+def test_logits_whose_sources_have_changed_are_refused(source):
+    model = build("llama").train()
+    model.lm_head = torch.nn.Linear(32, VOCABULARY)
+    fuse_loss(model)
+    out = model(IDS, labels=LABELS, output_hidden_states=True)
+    with torch.no_grad():
+        if source == "input":
+            out.hidden_states[-1].mul_(2)
+        elif source == "fused optimizer":  # whose kernels leave versions as they are
+            out.loss.backward()
+            torch.optim.AdamW(model.parameters(), fused=True).step()
+        else:
+            getattr(model.lm_head, source).add_(1)
+    name = "weight" if "optimizer" in source else source
+    with pytest.raises(RuntimeError, match=f"must be used before the head's {name} changes"):
+        out.logits.sum()
+
+
+def test_functional_calls_have_logits_of_their_weights():
+    model, plain = fused("llama"), build("llama").train()
+    halved = {key: value.detach() / 2 for key, value in model.named_parameters()}
+    lazy, expected = (
+        torch.func.functional_call(one, halved, (IDS,), {"labels": LABELS})
+        for one in (model, plain)
+    )
+    torch.testing.assert_close(lazy.loss, expected.loss, **CLOSE)
+    assert torch.equal(lazy.logits.compute(), expected.logits)
+
+
+def test_labels_may_be_positional():
+    model = fused("llama")
+    assert isinstance(model(IDS, None, None, None, None, LABELS).logits, LazyLogits)
+    assert isinstance(model(IDS, None, None, None, None, None).logits, torch.Tensor)
+
+
+def test_float64_runs_as_before():
+    model = build("llama", torch.float64)
+    _, expected = step(model)
+    fuse_loss(model)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        _, found = step(model)
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
 
 
 def test_a_change_of_the_logits_is_in_the_loss():
@@ -313,6 +425,17 @@ def test_trainer_learns_alike(tmp_path):
     found = one.evaluate()["eval_loss"]
     handle.remove()
     assert one.evaluate()["eval_loss"] == found
+
+
+def test_trainer_in_bf16_computes_no_logits(tmp_path, monkeypatch):
+    pytest.importorskip("accelerate", reason="accelerate is not installed")
+    from test_trainer import losses, trainer
+
+    def refuse(self):
+        raise AssertionError("logits are computed")
+
+    monkeypatch.setattr(LazyLogits, "compute", refuse)
+    assert len(losses(trainer(tmp_path, [], model=fused("llama"), bf16=True, save_strategy="no")))
 
 
 @pytest.mark.parametrize(
