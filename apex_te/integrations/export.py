@@ -324,7 +324,21 @@ def _parts(
         for key, rows in entry.parts:
             parts[key] = _Part(source, start, rows)
             start += rows
+    for key in _tied_to_others(model, parts):
+        del parts[key]
     return parts, experts
+
+
+def _tied_to_others(model: nn.Module, parts: dict[str, _Part]) -> list[str]:
+    """Returns the keys of ``parts`` whose weight is that of a module that reads no FP8, too.
+
+    A head's is its embedding's where they are tied, and is in the checkpoint once.
+    """
+    holders: dict[int, list[str]] = {}
+    for key, parameter in model.named_parameters(remove_duplicate=False):
+        holders.setdefault(id(parameter), []).append(key)
+    tied = [keys for keys in holders.values() if not all(key in parts for key in keys)]
+    return [key for keys in tied for key in keys if key in parts]
 
 
 def _expert_part(

@@ -252,6 +252,25 @@ def test_layers_that_are_not_quantized_are_listed(name, kept, fuse, tmp_path):
     assert quantized == {f"{key}.weight" for key in linear} - {f"{key}.weight" for key in kept}
 
 
+@FORMAT
+@pytest.mark.parametrize("first", ["embedding", "head"])
+def test_a_head_that_is_tied_to_its_embedding_is_not_quantized(method, weights, first, tmp_path):
+    plain = build("qwen2")
+    if first == "head":
+        plain._modules = dict(reversed(plain._modules.items()))
+    model = from_torch(copy.deepcopy(plain), include="*")
+    assert type(model.lm_head) is not torch.nn.Linear
+    export_fp8(model, tmp_path, quant_method=method, weights=weights)
+    config = json.loads((tmp_path / "config.json").read_text())["quantization_config"]
+    assert config["ignore" if method == "compressed-tensors" else "modules_to_not_convert"] == [
+        "lm_head"
+    ]
+    found = read(tmp_path)
+    (name,) = {"lm_head.weight", "model.embed_tokens.weight"} & found.keys()
+    assert torch.equal(found[name], plain.lm_head.weight)
+    assert not any(key.startswith("lm_head.weight_") for key in found)
+
+
 def test_large_models_have_shards_and_an_index(tmp_path):
     model = from_torch(build("llama"), fuse=True)
     export_fp8(model, tmp_path)
