@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import threading
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -21,6 +22,9 @@ from ._wrapped_forward import WrappedForward, wrapped_forwards
 from .lazy_logits import LazyLogits
 
 __all__ = ["FusedLoss", "fuse_loss"]
+
+
+_lock = threading.Lock()  # of users of what is in place
 
 
 class _Options(NamedTuple):
@@ -51,12 +55,13 @@ class FusedLoss(WrappedForward):
         if not _has_labels(type(self.model), args, kwargs):
             return self._forward(*args, **kwargs)
         head = _head_to_fuse(self.model)
-        if head is None or self.model.loss_function is not _plain_loss():
+        loss = self.model.loss_function
+        if head is None or not (loss is _plain_loss() or isinstance(loss, _LossInPlace)):
             return self._forward(*args, **kwargs)
-        lazy_head = _LazyHead(head)
-        loss = functools.partial(self._loss, lazy_head)
-        lazy = _replaced(head, "forward", lazy_head)
-        with lazy, _replaced(self.model, "_loss_function", loss):
+        with (
+            _in_place(head, "forward", _LazyHead(head)) as lazy_head,
+            _in_place(self.model, "_loss_function", _LossInPlace(self, lazy_head)),
+        ):
             return self._forward(*args, **kwargs)
 
     def _loss(
@@ -112,7 +117,36 @@ class FusedLoss(WrappedForward):
             )
 
 
-class _LazyHead:
+class _InPlace:
+    """Callable in place of a module's attribute while forwards run.
+
+    Attributes:
+        users: number of these forwards, in one or several threads.
+        before: the attribute before, by its name, if the module had one of its own.
+    """
+
+    def __init__(self) -> None:
+        self.users = 0
+        self.before: dict[str, Any] = {}
+
+
+class _LossInPlace(_InPlace):
+    """Callable in place of a model's ``_loss_function``.
+
+    Args:
+        fused: what computes the loss.
+        lazy_head: the head of the forward.
+    """
+
+    def __init__(self, fused: FusedLoss, lazy_head: Any) -> None:
+        super().__init__()
+        self.fused, self.lazy_head = fused, lazy_head
+
+    def __call__(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        return self.fused._loss(self.lazy_head, *args, **kwargs)
+
+
+class _LazyHead(_InPlace):
     """Callable in place of a head's ``forward``, which leaves the product to the loss.
 
     Args:
@@ -123,6 +157,7 @@ class _LazyHead:
     """
 
     def __init__(self, head: nn.Module) -> None:
+        super().__init__()
         self.head = head
         self.has_multiplied = False
 
@@ -177,7 +212,9 @@ def _head_to_fuse(model: Any) -> Any:
     ``apex_te.Linear`` by which its gradients go elsewhere.
     """
     head = model.get_output_embeddings()
-    if type(head) not in (nn.Linear, Linear) or is_observed(head):
+    if type(head) not in (nn.Linear, Linear):
+        return None
+    if not isinstance(vars(head).get("forward"), _LazyHead) and is_observed(head):
         return None
     if isinstance(head, Linear) and (
         head.split is not None
@@ -191,16 +228,31 @@ def _head_to_fuse(model: Any) -> Any:
 
 
 @contextmanager
-def _replaced(owner: nn.Module, name: str, value: Any) -> Iterator[None]:
-    """Gives a module an attribute of its own for the time of a ``with`` block."""
+def _in_place(owner: nn.Module, name: str, value: _InPlace) -> Iterator[_InPlace]:
+    """Gives a module an attribute of its own for the time of a ``with`` block.
+
+    Blocks of several threads share that of the first, and the last to end takes it away.
+
+    Yields:
+        ``value``, or what another thread has put in the place before.
+    """
     own = vars(owner)
-    before = {name: own[name]} if name in own else {}
-    own[name] = value
+    with _lock:
+        there = own.get(name)
+        if isinstance(there, type(value)):
+            value = there
+        else:
+            value.before = {name: own[name]} if name in own else {}
+            own[name] = value
+        value.users += 1
     try:
-        yield
+        yield value
     finally:
-        own.pop(name, None)
-        own.update(before)
+        with _lock:
+            value.users -= 1
+            if value.users == 0 and own.get(name) is value:
+                del own[name]
+                own.update(value.before)
 
 
 def fuse_loss(

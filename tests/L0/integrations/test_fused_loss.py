@@ -4,6 +4,7 @@ import copy
 import math
 import operator
 import pickle
+import threading
 import warnings
 
 import numpy as np
@@ -243,6 +244,41 @@ def test_labels_may_be_positional():
     model = fused("llama")
     assert isinstance(model(IDS, None, None, None, None, LABELS).logits, LazyLogits)
     assert isinstance(model(IDS, None, None, None, None, None).logits, torch.Tensor)
+
+
+def test_forwards_of_two_threads_at_a_time():
+    """The second begins while the first runs, and ends last."""
+    model = fused("llama")
+    with torch.no_grad():
+        expected = build("llama").train()(IDS, labels=LABELS).loss
+    both, ended, found = threading.Barrier(2), threading.Event(), []
+    inner = type(model.model).forward
+
+    def forward(*args, **kwargs):
+        if threading.current_thread() is first:
+            second.start()
+        both.wait(10)
+        if threading.current_thread() is second:
+            ended.wait(10)
+        return inner(model.model, *args, **kwargs)
+
+    def run():
+        found.append(model(IDS, labels=LABELS))
+        ended.set()
+
+    first, second = (threading.Thread(target=run) for _ in range(2))
+    model.model.forward = forward
+    first.start()
+    first.join()
+    second.join()
+    del model.model.forward
+    for out in found:
+        torch.testing.assert_close(out.loss, expected, **CLOSE)
+        assert isinstance(out.logits, LazyLogits)
+    assert len(found) == 2
+    assert "forward" not in vars(model.lm_head)
+    assert model.loss_function.__name__ == "ForCausalLMLoss"
+    assert isinstance(model.eval()(IDS).logits, torch.Tensor)
 
 
 def test_float64_runs_as_before():
