@@ -12,6 +12,7 @@ from torch.utils._pytree import tree_map
 
 from ..fp8.autocast import fp8_autocast, is_fp8_enabled
 from ..runtime.stamp import watch_fused_optimizers
+from ..runtime.tracing import is_transformed
 
 __all__ = ["LazyLogits"]
 
@@ -36,8 +37,9 @@ class LazyLogits:
 
     An object of this class can be used as the tensor of logits: in operators, as an argument of
     functions of torch, and through every attribute and method of a tensor; it only is no instance
-    of ``torch.Tensor``. ``shape``, ``dtype`` and ``device`` compute nothing. A pickle of it is a
-    tensor.
+    of ``torch.Tensor``. ``shape``, ``dtype``, ``device`` and ``float()`` compute nothing. A pickle
+    of it is a tensor. The loss was computed without it, so that a backward of the loss gives it no
+    gradient.
 
     Args:
         head: the head, an ``nn.Linear`` or ``apex_te.Linear``.
@@ -66,10 +68,9 @@ class LazyLogits:
         self._dtype = self._autocast_dtype if self._is_autocast else hidden.dtype
         self._logits: torch.Tensor | None = None
 
-    def _current_versions(self) -> list[int]:
-        """Returns the versions of what the logits are computed from."""
-        sources = (self.hidden, self._weight, self._bias)
-        return [0 if one is None or one.is_inference() else one._version for one in sources]
+    def _current_versions(self) -> list[tuple[int, int]]:
+        """Returns versions and addresses of what the logits are computed from."""
+        return [_version(one) for one in (self.hidden, self._weight, self._bias)]
 
     @property
     def is_unused(self) -> bool:
@@ -147,7 +148,7 @@ class LazyLogits:
         for name, before, version in zip(
             ("input", "weight", "bias"), self._versions, self._current_versions(), strict=True
         ):
-            if version != before:
+            if version != before:  # as also by module.to(dtype), which leaves the version
                 raise RuntimeError(
                     f"LazyLogits: logits must be used before the head's {name} changes, as in an "
                     "optimizer's step, got their first use after that"
@@ -172,6 +173,15 @@ class LazyLogits:
         return f"LazyLogits({list(self.shape)}, {self.dtype}, {self.device}, {state})"
 
     __hash__ = object.__hash__
+
+
+def _version(x: torch.Tensor | None) -> tuple[int, int]:
+    """Returns the version of a tensor and its address, 0 where it has none."""
+    if x is None:
+        return 0, 0
+    is_plain = type(x) in (torch.Tensor, nn.Parameter)
+    address = x.data_ptr() if is_plain and not is_transformed([x]) else 0
+    return (0 if x.is_inference() else x._version), address
 
 
 def _computed(values: Any) -> Any:

@@ -210,7 +210,7 @@ def test_logits_in_fp32_are_not_computed_either():
     assert torch.equal(lazy.float().detach(), 2 * plain.float().detach())
 
 
-@pytest.mark.parametrize("source", ["input", "weight", "bias", "fused optimizer"])
+@pytest.mark.parametrize("source", ["input", "weight", "bias", "fused optimizer", "dtype"])
 def test_logits_whose_sources_have_changed_are_refused(source):
     model = build("llama").train()
     model.lm_head = torch.nn.Linear(32, VOCABULARY)
@@ -222,9 +222,11 @@ def test_logits_whose_sources_have_changed_are_refused(source):
         elif source == "fused optimizer":  # whose kernels leave versions as they are
             out.loss.backward()
             torch.optim.AdamW(model.parameters(), fused=True).step()
+        elif source == "dtype":
+            model.bfloat16()
         else:
             getattr(model.lm_head, source).add_(1)
-    name = "weight" if "optimizer" in source else source
+    name = source if source in ("input", "bias") else "weight"
     with pytest.raises(RuntimeError, match=f"must be used before the head's {name} changes"):
         out.logits.sum()
 
