@@ -158,7 +158,7 @@ def test_rejects(args, error, message):
 
 
 def test_bound_to_the_model_like_a_function():
-    """As accelerate's unwrap_model leaves it, and a copy of the model made then."""
+    """Method that unwrap_model of accelerate leaves, also in a copy of the model."""
     one = model()
     autocast_forward(one, "tensorwise")
     expected = one(IDS)

@@ -74,7 +74,7 @@ def _staged(rank, kind, steps, is_known):
 
 
 def _alone(stages, steps):
-    """What ``_staged`` returns, by one process."""
+    """Result of ``_staged`` in one process."""
     modules = [_module(index) for index in range(stages)]
     found = []
     for step in range(steps):
