@@ -23,8 +23,7 @@ from .lazy_logits import LazyLogits
 
 __all__ = ["FusedLoss", "fuse_loss"]
 
-
-_lock = threading.Lock()  # of users of what is in place
+_lock = threading.Lock()  # for ``_InPlace.users``, as forwards may run in several threads
 
 
 class _Options(NamedTuple):
@@ -75,9 +74,13 @@ class FusedLoss(WrappedForward):
         shift_labels: torch.Tensor | None = None,
         **kwargs: Any,
     ) -> torch.Tensor:
-        """Computes what transformers' ``ForCausalLMLoss`` does, which gets the same arguments.
+        """Computes what transformers' ``ForCausalLMLoss`` does.
 
-        All but ``lazy_head``, the head of this forward.
+        Args:
+            lazy_head: stands in the place of the head in this forward.
+            logits: of the head, lazy or a tensor.
+            labels, vocab_size, num_items_in_batch, ignore_index, shift_labels, kwargs: as for
+                ``ForCausalLMLoss``.
         """
         is_lazy = isinstance(logits, LazyLogits) and logits.is_unused
         if not is_lazy or logits.shape[-1] != vocab_size:
