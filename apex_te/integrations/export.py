@@ -332,11 +332,13 @@ def _parts(
 def _tied_to_others(model: nn.Module, parts: dict[str, _Part]) -> list[str]:
     """Returns the keys of ``parts`` whose weight is that of a module that reads no FP8, too.
 
-    A head's is its embedding's where they are tied, and is in the checkpoint once.
+    A head's is its embedding's where they are tied, and is in the checkpoint once. A module that is
+    in the model under several names counts once.
     """
     holders: dict[int, list[str]] = {}
-    for key, parameter in model.named_parameters(remove_duplicate=False):
-        holders.setdefault(id(parameter), []).append(key)
+    for name, module in model.named_modules():
+        for key, parameter in module.named_parameters(name, recurse=False):
+            holders.setdefault(id(parameter), []).append(key)
     tied = [keys for keys in holders.values() if not all(key in parts for key in keys)]
     return [key for keys in tied for key in keys if key in parts]
 

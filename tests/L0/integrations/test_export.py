@@ -271,6 +271,15 @@ def test_a_head_that_is_tied_to_its_embedding_is_not_quantized(method, weights, 
     assert not any(key.startswith("lm_head.weight_") for key in found)
 
 
+def test_a_module_that_is_used_twice_is_quantized(tmp_path):
+    model = build("llama")
+    model.model.layers[1].mlp = model.model.layers[0].mlp
+    export_fp8(from_torch(model), tmp_path, weights="tensor")
+    found = read(tmp_path)
+    for name in ("gate_proj", "up_proj", "down_proj"):
+        assert found[f"model.layers.0.mlp.{name}.weight"].dtype is torch.float8_e4m3fn
+
+
 def test_large_models_have_shards_and_an_index(tmp_path):
     model = from_torch(build("llama"), fuse=True)
     export_fp8(model, tmp_path)
