@@ -1,0 +1,117 @@
+"""Forward and backward of a Hugging Face Llama of 1B shapes, with its own loss and with fuse_loss.
+
+``LlamaForCausalLM`` (hidden 2048, 16 layers, 32 heads of which 8 are keys', feed forward 8192,
+vocabulary 128256, tied head) in bfloat16 with its gradients, two sequences of 4096 tokens, with and
+without transformers' gradient checkpointing. Contenders take turns. Memory: the peak of a forward
+and backward with weights and gradients, and what of it is above them.
+
+    python benchmarks/frameworks/bench_fused_loss.py            # on a GPU
+    python benchmarks/frameworks/bench_fused_loss.py --tiny     # the same path on a CPU, no figures
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from bench_accelerate import ONE_B, TINY
+from transformers import LlamaConfig, LlamaForCausalLM
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+import harness
+
+from apex_te.integrations import fuse_loss
+
+CONTENDERS: dict[str, dict[str, Any] | None] = {
+    "transformers": None,
+    "fuse_loss": {},
+    "fuse_loss, tensorwise head": {"fp8_recipe": "tensorwise"},
+}
+
+
+def make_step(model: Any, options: dict[str, Any] | None, ids: torch.Tensor) -> Callable[[], Any]:
+    """Returns a call that computes loss and gradients.
+
+    Args:
+        model: the model.
+        options: of ``fuse_loss``; None runs the model's own loss.
+        ids: the tokens ``[sequences, tokens]``.
+    """
+
+    def step() -> torch.Tensor:
+        fused = None if options is None else fuse_loss(model, **options)
+        loss = model(input_ids=ids, labels=ids).loss
+        loss.backward()
+        if fused is not None:
+            fused.remove()
+        return loss.detach()
+
+    return step
+
+
+def peak(step: Callable[[], Any]) -> tuple[float, float]:
+    """Returns the most GiB that a step holds: in all, and above what is held before it."""
+    gc.collect()
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    step()
+    most = torch.cuda.max_memory_allocated()
+    return most / 2**30, (most - before) / 2**30
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--batch", type=int, default=2, help="sequences of a step")
+    parser.add_argument("--tokens", type=int, default=4096, help="tokens of a sequence")
+    parser.add_argument("--tiny", action="store_true", help="a tiny model, which a CPU can run")
+    options = parser.parse_args()
+    device = torch.device("cpu" if options.tiny else "cuda")
+    dtype = torch.float32 if options.tiny else torch.bfloat16
+    sizes = TINY if options.tiny else ONE_B
+    tokens = 16 if options.tiny else options.tokens
+    config = LlamaConfig(
+        **sizes, max_position_embeddings=tokens, use_cache=False, tie_word_embeddings=True
+    )
+    torch.manual_seed(0)
+    with device:
+        model = LlamaForCausalLM(config).to(dtype).train()
+    ids = torch.randint(config.vocab_size, (options.batch, tokens), device=device)
+    steps = [make_step(model, chosen, ids) for chosen in CONTENDERS.values()]
+    rows = []
+    for recompute in (False, True):
+        if recompute:
+            model.gradient_checkpointing_enable()
+        found: list[dict[str, Any]] = []
+        exact = None
+        for name, step in zip(CONTENDERS, steps, strict=True):
+            model.zero_grad(set_to_none=True)
+            loss = step()
+            grads = torch.cat([p.grad.flatten()[::97].double() for p in model.parameters()])
+            exact = grads if exact is None else exact
+            error = float((grads - exact).norm() / exact.norm())
+            row = {"stack": name, "checkpointing": recompute, "loss": float(loss)}
+            found.append({**row, "gradients from transformers'": error})
+            if device.type == "cuda":
+                found[-1]["peak GiB"], found[-1]["of the step GiB"] = peak(step)
+        if device.type == "cuda":
+            times = harness.paired_us(steps, repeats=9)
+            for row, taken in zip(found, times, strict=True):
+                row["ms"] = taken["us"] / 1e3
+                row["over transformers"] = taken["us"] / times[0]["us"]
+        rows += found
+    if options.tiny:
+        print(*rows, sep="\n")
+        return
+    harness.report("fused_loss", rows, batch=options.batch, tokens=options.tokens)
+
+
+if __name__ == "__main__":
+    main()
