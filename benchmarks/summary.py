@@ -29,8 +29,12 @@ LAYER_COLUMNS = {
     "per token sustained": ".3f",
 }  # fmt: skip
 LAYER_NAMES = ("Llama-3-8B", "GPT")
-# Columns of the table of a head's loss, and of Accelerate's switch.
+# Columns of the tables of a head's loss, of a model's, and of Accelerate's switch.
 HEAD_COLUMNS = {"ms": ".1f", "over torch": ".2f", "peak GiB": ".2f", "from torch's": ".1e"}
+FUSED_LOSS_COLUMNS = {
+    "ms": ".0f", "over transformers": ".2f", "peak GiB": ".1f", "of the step GiB": ".1f",
+    "gradients from transformers'": ".3f",
+}  # fmt: skip
 ACCELERATE_COLUMNS = {"tokens/s": ",", "of bf16": ".2f", "peak GiB": ".1f"}
 PRETRAIN_COLUMNS = {
     "tokens/s": ",", "of bf16": ".2f", "of torch": ".2f", "ms": ".0f", "MFU": ".1%",
@@ -233,18 +237,24 @@ def headline() -> str:
     times = _layer_times()
     fp8, bf16 = times["apex_te delayed"], times["torch bf16"]
     compiled = times["torch bf16 compiled"]
-    training, install = _result("char_gpt_h200"), _result("install_cpu")
-    losses = {row["precision"]: row for row in training["rows"]}
+    training, install = _result("pretrain_350m_branches"), _result("install_cpu")
+    runs = {run["name"]: run for run in training["runs"]}
+    tokens = runs["bf16"]["tokens"]
+    first, last = (at(map(int, runs["bf16"]["train"])) for at in (min, max))
+    above = {
+        name: run["held_out"][str(last)] / runs["bf16"]["held_out"][str(last)] - 1
+        for name, run in runs.items()
+    }
     seconds = next(row["s"] for row in install["rows"] if row["what"].endswith("nothing built"))
     sources = [source_line({"": data}) for data in (_result(LAYERS), training, install)]
     lines = [
         f"- **{bf16 / fp8:.2f}x** the speed of PyTorch in bf16 ({compiled / fp8:.2f}x that of "
         f"`torch.compile`): a Llama-3-8B layer, 2 x 4096 tokens, forward and backward, with FP8 "
         f"(delayed scaling). {sources[0]}.",
-        f"- **{losses['delayed']['ratio']:.3f}** of bf16's validation loss after "
-        f"{training['settings']['steps']:,} steps of a small GPT, mean of "
-        f"{len(training['seeds'])} seeds; bf16's own seeds differ by "
-        f"{losses['bf16']['spread']:.1%}. {sources[1]}.",
+        f"- **{above['delayed']:+.2%}** of bf16's held-out loss (tensorwise "
+        f"{above['tensorwise']:+.2%}, blockwise {above['blockwise']:+.2%}): 350 M parameters, "
+        f"{last * tokens / 1e6:.0f} M tokens, the last "
+        f"{(last - first + 1) * tokens / 1e6:.0f} M in FP8. {sources[1]}.",
         f"- **{seconds:.1f} s** for `pip install .`, which compiles nothing. 2 x86-64 cores, "
         f"{sources[2]}.",
     ]
@@ -275,6 +285,9 @@ def documents() -> dict[Path, str]:
     performance = replaced(performance, "gpt", layers_table(_result("transformer_gpt")))
     performance = replaced(performance, "gpt_te", layers_table(_result("transformer_gpt_te")))
     performance = replaced(performance, "head", stacks_table("linear_cross_entropy", HEAD_COLUMNS))
+    performance = replaced(
+        performance, "fused_loss", stacks_table("fused_loss", FUSED_LOSS_COLUMNS)
+    )
     performance = replaced(
         performance, "accelerate", stacks_table("accelerate", ACCELERATE_COLUMNS)
     )

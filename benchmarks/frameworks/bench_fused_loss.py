@@ -97,7 +97,8 @@ def main() -> None:
             grads = torch.cat([p.grad.flatten()[::97].double() for p in model.parameters()])
             exact = grads if exact is None else exact
             error = float((grads - exact).norm() / exact.norm())
-            row = {"stack": name, "checkpointing": recompute, "loss": float(loss)}
+            stack = f"{name}, checkpointing" if recompute else name
+            row = {"stack": stack, "loss": float(loss)}
             found.append({**row, "gradients from transformers'": error})
             if device.type == "cuda":
                 found[-1]["peak GiB"], found[-1]["of the step GiB"] = peak(step)
