@@ -627,3 +627,11 @@ def test_modules_of_other_examples_stay(tmp_path):
     assert EXAMPLES / "pretrain" != EXAMPLES / "char_gpt"
     found = sys.modules.get("train")
     assert found is None or found is not example.train
+
+
+def test_devices_that_are_not_there(folder, tmp_path, monkeypatch):
+    with pytest.raises(ValueError, match="--device must be auto, cpu or cuda, got tpu"):
+        run(folder, tmp_path, "--steps", "1", "--device", "tpu")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(ValueError, match="must be auto or cpu without an NVIDIA GPU, got cuda:1"):
+        run(folder, tmp_path, "--steps", "1", "--device", "cuda:1")
