@@ -14,7 +14,7 @@ FP8 = [torch.float8_e4m3fn, torch.float8_e5m2]
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 DIMS = [0, 1, 3, 7, 8, 15, 16, 17, 127, 128, 129, 1000, 3584, 4095, 8192]
 
-needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA GPU in this process")
+needs_cuda = pytest.mark.cuda  # tests/conftest.py skips these where there is no GPU
 
 
 def codes(tensor):

@@ -27,6 +27,13 @@ def pytest_configure(config):
     config.addinivalue_line("markers", "cuda: runs on a GPU")
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item):
+    """Skips a test marked ``cuda``, before its fixtures are made, where there is no GPU."""
+    if item.get_closest_marker("cuda") is not None and not torch.cuda.is_available():
+        pytest.skip("no CUDA GPU in this process")
+
+
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers():
     """Number of processes for ``-n auto``: the cores, or fewer if the GPU has too little memory."""
@@ -64,8 +71,6 @@ def _settled():
 )
 def device(request):
     """Each device in turn; the CUDA case is skipped, and says so, where there is no GPU."""
-    if request.param == "cuda" and not torch.cuda.is_available():
-        pytest.skip("no CUDA GPU in this process")
     return torch.device(request.param)
 
 

@@ -395,7 +395,7 @@ def test_sharded_model_is_refused(model: Model, one_rank: None) -> None:
 
 
 @pytest.mark.cuda
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.cuda
 @pytest.mark.parametrize("name", ["delayed", "tensorwise", "blockwise"])
 def test_on_a_gpu(name: str) -> None:
     """Times of both come from the device; the statistics are those of the CPU."""

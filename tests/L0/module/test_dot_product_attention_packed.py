@@ -195,7 +195,7 @@ def test_rejects(kwargs, error, message):
 
 
 @pytest.mark.cuda
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA GPU in this process")
+@pytest.mark.cuda
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("cu", [[0, 900, 2000], [-70, 3, 8], [0, 8, 2], [5, 5, 4000], [0, 8, 8]])
 def test_sequences_of_another_tensor_stay_on_the_gpu(dtype, cu):

@@ -184,7 +184,7 @@ def test_compiled(device, name):
 
 
 @pytest.mark.cuda
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA GPU in this process")
+@pytest.mark.cuda
 @pytest.mark.parametrize("name", STATELESS)
 def test_in_a_graph_without_waiting(name):
     """The host learns nothing of it while it runs, and a replay shows it."""

@@ -127,7 +127,7 @@ def test_small_layer(recipe, layer):
 
 
 @pytest.mark.cuda
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA GPU in this process")
+@pytest.mark.cuda
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("layer", LAYERS | GATES)
 def test_layer(recipe, layer):

@@ -312,7 +312,7 @@ def test_compiled_is_equal(fused, monkeypatch, dynamic):
 
 
 @pytest.mark.cuda
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA GPU in this process")
+@pytest.mark.cuda
 class TestOnGPU:
     """Tests of the kernels in the module, which only an sm_90 GPU has."""
 

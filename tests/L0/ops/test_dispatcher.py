@@ -204,7 +204,7 @@ def test_prepared_list_in_many_threads():
 
 
 @pytest.mark.cuda
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA GPU in this process")
+@pytest.mark.cuda
 def test_prepared_list_names_another_device():
     prepared = tensor_list([torch.ones(2, device="cuda"), torch.ones(2)])
     message = refusal(ValueError, amaxes, prepared)

@@ -105,7 +105,7 @@ def test_a_tensor_to_add_must_fit():
 
 
 @pytest.mark.cuda
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA GPU in this process")
+@pytest.mark.cuda
 @pytest.mark.parametrize("split", [False, True])
 def test_equals_scaled_mm(split):
     """Accumulation adds one float32 rounding to torch's result, as both call cuBLASLt."""
@@ -120,7 +120,7 @@ def test_equals_scaled_mm(split):
 
 
 @pytest.mark.cuda
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA GPU in this process")
+@pytest.mark.cuda
 @pytest.mark.parametrize("out_dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("with_bias", [False, True])
 def test_bound_product_has_the_bits_of_fp8_gemm(poison, with_bias, out_dtype):
@@ -224,7 +224,7 @@ def test_rejects():
 
 
 @pytest.mark.cuda
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA GPU in this process")
+@pytest.mark.cuda
 def test_e5m2_by_e5m2_is_refused():
     (a, sa), (b, sb) = operand(16, 32, E5M2, "cuda"), operand(16, 32, E5M2, "cuda")
     with pytest.raises(NotImplementedError, match="one of a and b must have dtype float8_e4m3fn"):
@@ -232,7 +232,7 @@ def test_e5m2_by_e5m2_is_refused():
 
 
 @pytest.mark.cuda
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA GPU in this process")
+@pytest.mark.cuda
 def test_graph_capture():
     (a, sa), (b, sb) = operand(256, 128, E4M3, "cuda"), operand(64, 128, E4M3, "cuda")
     expected = fp8_gemm(a, b, sa, sb)
@@ -319,7 +319,7 @@ def test_tune_refuses_blocks_of_no_length():
 
 
 @pytest.mark.cuda
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA GPU in this process")
+@pytest.mark.cuda
 def test_tuned_product_is_right_and_remembered(tmp_path, monkeypatch):
     tmp_path.chmod(0o700)
     # The dispatcher and the op are loaded already; only the table goes to the named cache.

@@ -121,7 +121,7 @@ def test_an_order_is_checked():
 
 
 @pytest.mark.cuda
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.cuda
 @pytest.mark.parametrize("old", [False, True])
 def test_graphs_compute_what_modules_compute(old):
     torch.manual_seed(2)
