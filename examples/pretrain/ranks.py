@@ -107,9 +107,10 @@ def start(args: argparse.Namespace) -> tuple[Ranks, torch.device]:
     name = args.device
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
-    if name.partition(":")[0] not in ("cpu", "cuda"):
+    kind = name.partition(":")[0]
+    if kind not in ("cpu", "cuda"):
         raise ValueError(f"--device must be auto, cpu or cuda, got {name}")
-    if name != "cpu" and not torch.cuda.is_available():
+    if kind == "cuda" and not torch.cuda.is_available():
         raise ValueError(f"--device must be auto or cpu without an NVIDIA GPU, got {name}")
     size = int(os.environ.get("WORLD_SIZE", "1"))
     _check(args, size)
