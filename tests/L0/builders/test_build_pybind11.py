@@ -1,7 +1,7 @@
 """Ops with BINDING = "pybind11": flags, key, exports, and a loader that builds on the first call.
 
 A few lines stand in for pybind11 here, which alone takes ten seconds to compile; extensions with
-the real one and torch's headers are in tests/L1/build.
+the real one and torch's headers are in tests/L1/builders.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """A prebuilt wheel with other Pythons and torch versions, where there is no compiler.
 
-    APEX_TE_TEST_PYTHONS="/venv311/bin/python;/venv312/bin/python" pytest tests/L1/build
+    APEX_TE_TEST_PYTHONS="/venv311/bin/python;/venv312/bin/python" pytest tests/L1/builders
 
 names interpreters that have torch; without it the running one alone is used.
 """

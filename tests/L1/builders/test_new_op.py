@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "L0" / "build"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "L0" / "builders"))
 import tutorial
 
 KERNEL = """
