@@ -18,6 +18,7 @@ __device__ void barrier_init(uint64_t* barrier, unsigned arrivals);
 __device__ void barrier_arrive(uint64_t* barrier);
 __device__ void barrier_expect(uint64_t* barrier, uint32_t bytes);
 __device__ void barrier_wait(uint64_t* barrier, unsigned parity);
+__device__ void finish_reads();
 __device__ void release_chunk(uint64_t* barrier);
 __device__ void copy_chunk(void* chunk, const void* source, uint32_t bytes, uint64_t* barrier);
 
@@ -81,20 +82,27 @@ __device__ __forceinline__ void barrier_wait(uint64_t* barrier, unsigned parity)
   } while (!done);
 }
 
-// By each thread that has read a chunk, to let it be written again; `barrier` counts threads. The
-// fence waits for the reads: an arrival may overtake loads that queue behind stores.
-__device__ __forceinline__ void release_chunk(uint64_t* barrier) {
+// By each thread that has read a chunk, before the arrival or __syncwarp() after which it is
+// written again: neither orders the reads before the copy engine's writes, nor waits for loads in
+// flight.
+__device__ __forceinline__ void finish_reads() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 #else
   asm volatile("fence.acq_rel.cta;" ::: "memory");
 #endif
+}
+
+// By each thread that has read a chunk, to let it be written again; `barrier` counts threads.
+__device__ __forceinline__ void release_chunk(uint64_t* barrier) {
+  finish_reads();
   barrier_arrive(barrier);
 }
 
 // By a whole warp: `bytes` from `source` to `chunk` of shared memory, both addresses and the size
 // multiples of 16. The barrier's phase ends when they are there. A chunk that was read before is
-// written again only after this warp has waited for its readers' release_chunk.
+// written again only after this warp has waited for its readers' release_chunk, or, where only this
+// warp reads, after finish_reads and a __syncwarp().
 __device__ __forceinline__ void copy_chunk(void* chunk, const void* source, uint32_t bytes,
                                            uint64_t* barrier) {
   const unsigned lane = threadIdx.x % 32;

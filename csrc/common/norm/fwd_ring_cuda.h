@@ -372,6 +372,7 @@ __global__ void __launch_bounds__(kRingThreads, 1)
       Vec8<T> in[kVecs];
       if (at.vecs > 0) barrier_wait(memory.full + slot, phase);
       take_ring_row(p, shape, at, memory, slot, begin, in);
+      finish_reads();
       __syncwarp();
       rows.fetch(slot, p, shape, at, memory);
       if (++slot == shape.slots) slot = 0, phase ^= 1;
