@@ -21,7 +21,7 @@ template <typename T, bool kTiles>  // of a thread: 64 registers, or half where 
 constexpr int kRingVecs = kTiles ? (sizeof(T) == 4 ? 4 : 9) : 32 / sizeof(T);
 constexpr int64_t kLeastTileRows = 32;  // whose columnwise codes are whole sectors
 constexpr int64_t kTallTileRows = 64;
-constexpr int64_t kPlainTileCols = 4096;  // that two blocks hold with 64 rows
+constexpr int64_t kRingFlight = 40 << 10;  // bytes that a block needs on their way
 
 struct RingShape {
   int warps;  // of a row in a block
@@ -402,61 +402,90 @@ __global__ void __launch_bounds__(kRingThreads, 1)
 struct RingPlan {
   RingShape shape;
   int64_t ranks;
-  int rounds;  // blocks for each that runs at once
+  int rounds;      // blocks for each that runs at once
+  int64_t flight;  // bytes of rows on their way to a block
   size_t shared_bytes;
 };
 
-// Sets the plan's shape for tiles of `tile_rows` (0: no columnwise copy) and `ranks` blocks of a
-// row: the fewest warps of a row whose shared memory suffices. Returns false where none does.
+// Sets the plan for tiles of `tile_rows` (0: no columnwise copy) and `ranks` blocks of a row: the
+// fewest warps of a row whose shared memory suffices, for tiles with kRingFlight where that is
+// possible. Returns false where none does.
 template <typename T>
 bool fit_norm_ring(const NormFwd& p, int64_t limit, int64_t tile_rows, int64_t ranks,
                    RingPlan* plan) {
   const int64_t total = p.cols / kVec, params = (p.params.weight ? 1 : 0) + (p.params.bias ? 1 : 0);
   const int64_t arrays = p.residual ? 2 : 1;
   const int64_t slice = (total + ranks - 1) / ranks;
+  if (tile_rows * slice * kVec > limit) return false;
   const int64_t most = 32 * (tile_rows ? kRingVecs<T, true> : kRingVecs<T, false>);
+  bool found = false;
   for (int64_t warps = (slice + most - 1) / most; warps <= kRingWarps; ++warps) {
     const int64_t vecs = (slice + warps - 1) / warps, groups = kRingWarps / warps;
     if (warps > 1 && vecs < 32) break;
     const int64_t tile = tile_rows * tile_pitch(static_cast<int>(warps * vecs));
     const int64_t fixed =
         warps * vecs * kVec * 4 * params + kRingWarps * 16 + groups * ranks * warps * 16 + tile;
-    const int64_t slot = kRingWarps * (arrays * vecs * kVec * static_cast<int64_t>(sizeof(T)) + 8);
+    const int64_t row = arrays * vecs * kVec * static_cast<int64_t>(sizeof(T));
+    const int64_t slot = kRingWarps * (row + 8);
     const int64_t slots = std::min<int64_t>((limit - fixed) / slot, kMaxRingSlots);
     if (fixed > limit || slots < 1) continue;
+    const int64_t flight = slots * groups * warps * row;
+    if (found && flight < kRingFlight) continue;
     plan->ranks = ranks;
     plan->shape = {static_cast<int>(warps), static_cast<int>(vecs), static_cast<int>(slots),
                    static_cast<int>(tile_rows)};
+    plan->flight = flight;
     plan->shared_bytes = static_cast<size_t>(fixed + slots * slot);
-    return true;
+    if (!tile_rows || flight >= kRingFlight) return true;
+    found = true;
   }
-  return false;
+  return found;
 }
 
-// The fewest blocks to a row whose shared memory suffices.
+// Time of a plan with tiles, to compare it with others: rounds of tiles over the clusters that run
+// at once, times what an H100 was slower by with each of the plan's properties.
+inline double norm_ring_time(const NormFwd& p, const RingPlan& plan, int64_t processors) {
+  // Clusters of 4 or more leave some multiprocessors idle.
+  const int64_t usable = plan.ranks > 2 ? processors * 31 / 32 : processors;
+  const int64_t tiles = (p.ld + plan.shape.tile_rows - 1) / plan.shape.tile_rows;
+  const int64_t clusters = std::max<int64_t>(usable / plan.ranks, 1);
+  double time = static_cast<double>((tiles + clusters - 1) / clusters * plan.shape.tile_rows) /
+                static_cast<double>(plan.ranks);
+  for (int64_t ranks = plan.ranks; ranks > 1; ranks /= 2) time *= 1.07;
+  time *= 1.0 + 0.15 * (plan.shape.warps - 1);
+  // 32 codes of a column fill a sector only if the columnwise rows begin with one.
+  if (plan.shape.tile_rows == kLeastTileRows) time *= p.ld % kLeastTileRows ? 1.25 : 1.06;
+  if (plan.flight < kRingFlight) time *= static_cast<double>(kRingFlight) / plan.flight;
+  return time;
+}
+
+// With a columnwise copy the plan of the least time, else the fewest blocks to a row whose shared
+// memory suffices.
 template <typename T, bool kLayerNorm>
 bool plan_norm_ring(const NormFwd& p, int device, RingPlan* plan) {
   const int64_t limit = device_attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin, device) - 256;
-  const bool clusters = has_clusters(device);
+  const int64_t most_ranks = has_clusters(device) ? kMaxNormRanks : 1;
   // Two rounds of tiles were faster, but for layer_norm without a residual.
-  plan->rounds = p.columnwise && (!kLayerNorm || p.residual) ? 2 : 1;
-  int64_t ranks = 1, tile_rows = 0;
-  if (p.columnwise) {
-    // 64 bytes of a transposed column at once pay for two blocks of a row, not for four.
-    const bool tall = clusters && (p.cols <= kPlainTileCols || p.cols > 2 * kPlainTileCols);
-    constexpr int64_t kWarpCols = 32 * kRingVecs<T, true> * kVec;
-    if (tall && p.cols > std::max(kPlainTileCols / 2, kWarpCols)) ranks = 2;
-    tile_rows = tall ? kTallTileRows : kLeastTileRows;
-    if (!tall && clusters) {
-      // Two blocks hold 64 rows of little more than kPlainTileCols columns. 32 rows in one block
-      // take many warps to a row: with a residual, 1.8 times as long at 5120 columns.
-      if (!p.residual && fit_norm_ring<T>(p, limit, kTallTileRows, 2, plan)) return true;
-      ranks = 2;
+  const int rounds = p.columnwise && (!kLayerNorm || p.residual) ? 2 : 1;
+  double least = 0.0;
+  RingPlan fit;
+  for (int64_t ranks = 1; ranks <= most_ranks; ranks *= 2) {
+    if (!p.columnwise) {
+      if (!fit_norm_ring<T>(p, limit, 0, ranks, plan)) continue;
+      plan->rounds = rounds;
+      return true;
+    }
+    for (const int64_t tile_rows : {kTallTileRows, kLeastTileRows}) {
+      if (!fit_norm_ring<T>(p, limit, tile_rows, ranks, &fit)) continue;
+      const int64_t processors = device_attribute(cudaDevAttrMultiProcessorCount, device);
+      const double time = norm_ring_time(p, fit, processors);
+      if (least > 0.0 && time >= least) continue;
+      least = time;
+      *plan = fit;
+      plan->rounds = rounds;
     }
   }
-  for (; ranks <= (clusters ? kMaxNormRanks : 1); ranks *= 2)
-    if (fit_norm_ring<T>(p, limit, tile_rows, ranks, plan)) return true;
-  return false;
+  return least > 0.0;
 }
 
 template <typename T, bool kLayerNorm>
