@@ -97,7 +97,8 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSM<T>) mx_quantize_kernel(
   const Tile::Place at(p.rows, p.cols, lane, group);
   if (at.row0 >= p.rows) return;
   Vec8<T> in[kVec];
-  Tile::load<T, kAligned>(static_cast<const T*>(p.x), p.cols, at, in);
+  const T* x = static_cast<const T*>(p.x);
+  kAligned ? Tile::load<T, true>(x, p.cols, at, in) : Tile::load_any(x, at, in);
   uint32_t rows[M::kWords], cols[M::kWords];
   patch_amax<T>(in, rows, cols);
 
@@ -112,7 +113,8 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSM<T>) mx_quantize_kernel(
       unpack(in[r], values);
       codes[r] = encode_values<Format>(values, multiplier_of(of_rows, r));
     }
-    Tile::store_rows<kAligned>(p.rowwise, p.cols, at, codes);
+    kAligned ? Tile::store_rows<true>(p.rowwise, p.cols, at, codes)
+             : Tile::store_rows_any(p.rowwise, at, codes);
   }
   if (p.columnwise) {
     const uint2 of_cols = scale_codes<T, Format, 8>(cols, p.use_floor);
@@ -132,7 +134,9 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSM<T>) mx_quantize_kernel(
     Tile::stage_columns(codes, tile, lane, group);
   }
   __syncthreads();
-  if (p.columnwise) Tile::store_columns<kAligned>(p.columnwise, p.columnwise_ld, at, tile);
+  if (p.columnwise)
+    kAligned ? Tile::store_columns<true>(p.columnwise, p.columnwise_ld, at, tile)
+             : Tile::store_columns_any(p.columnwise, p.columnwise_ld, at, tile);
   const int i = threadIdx.x % kTileSide;
   const int64_t row_blocks = (p.cols + kMxBlock - 1) / kMxBlock;
   const int64_t col_blocks = (p.rows + kMxBlock - 1) / kMxBlock;

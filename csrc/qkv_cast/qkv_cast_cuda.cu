@@ -185,7 +185,8 @@ __global__ void __launch_bounds__(kTileThreads, kTileBlocks<T, kAligned>)
   __shared__ __align__(16) uint2 tile[Tile::kSharedWords];
   const Tile::Place at(p.rows, p.cols, blockIdx.x);
   Vec8<T> in[kRows];
-  Tile::load<T, kAligned>(static_cast<const T*>(p.x), p.cols, at, in);
+  const T* x = static_cast<const T*>(p.x);
+  kAligned ? Tile::load<T, true>(x, p.cols, at, in) : Tile::load_any(x, at, in);
   const float scale = *p.scale;
   const uint32_t seen = amax_so_far(p.out.amax);
   uint32_t amax = 0;

@@ -17,7 +17,8 @@ __global__ void __launch_bounds__(FP8Tile<128>::kThreads) norm_fp8_tile_kernel(c
   __shared__ __align__(16) uint2 tile[Tile::kSharedWords];
   const Tile::Place at(p.rows, p.cols, blockIdx.x);
   Vec8<T> in[Tile::kRows];
-  Tile::load<T, kAligned>(static_cast<const T*>(p.x), p.cols, at, in);
+  const T* x = static_cast<const T*>(p.x);
+  kAligned ? Tile::load<T, true>(x, p.cols, at, in) : Tile::load_any(x, at, in);
   const uint32_t seen = amax_so_far(p.amax);
   const float scale = *p.scale;
   float gamma[kVec], bias[kVec];
@@ -46,10 +47,13 @@ __global__ void __launch_bounds__(FP8Tile<128>::kThreads) norm_fp8_tile_kernel(c
       if (at.col + i < p.cols) amax = max(amax, magnitude_bits(values[i]));
     codes[r] = encode_as(p.fp8, values, scale);
   }
-  if (p.rowwise) Tile::store_rows<kAligned>(p.rowwise, p.cols, at, codes);
+  if (p.rowwise)
+    kAligned ? Tile::store_rows<true>(p.rowwise, p.cols, at, codes)
+             : Tile::store_rows_any(p.rowwise, at, codes);
   Tile::stage_columns(codes, tile);
   __syncthreads();
-  Tile::store_columns<kAligned>(p.columnwise, p.ld, at, tile);
+  kAligned ? Tile::store_columns<true>(p.columnwise, p.ld, at, tile)
+           : Tile::store_columns_any(p.columnwise, p.ld, at, tile);
   finish_fp8(p, amax, seen);
 }
 
