@@ -9,7 +9,9 @@
 #include "common/activation/arguments.h"
 
 APEX_TE_FUNCTION(jit_op_fwd, "x: Tensor, y: Tensor!, scale: float")
+APEX_TE_IN_PLACE(jit_op_fwd, "y: x")
 APEX_TE_FUNCTION(jit_op_bwd, "dy: Tensor, x: Tensor, dx: Tensor!, scale: float")
+APEX_TE_IN_PLACE(jit_op_bwd, "dx: dy")
 
 namespace apex_te {
 namespace {

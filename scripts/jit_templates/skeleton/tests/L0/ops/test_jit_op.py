@@ -81,12 +81,13 @@ def test_empty(device):
 
 
 def test_writes_given_output(device):
-    x = torch.randn(100, device=device)
-    expected = op.jit_op_fwd(x)
+    x, grad = torch.randn(100, device=device), torch.randn(100, device=device)
+    y, dx = op.jit_op_fwd(x), op.jit_op_bwd(grad, x)
     version = x._version
+    assert op.jit_op_bwd(grad, x, out=grad) is grad
     assert op.jit_op_fwd(x, out=x) is x
     assert x._version > version
-    assert_same_bits(x, expected)
+    assert_same_bits([x, grad], [y, dx])
 
 
 def test_rejects_bad_arguments(device):
