@@ -91,24 +91,20 @@ def _identity(fd: int) -> tuple[int, int]:
     return status.st_dev, status.st_ino
 
 
-_files_of_number: dict[int, list[tuple[int, int]]] = {}
-
-
 def _proc_path(fd: int, file: tuple[int, int]) -> str:
-    """Returns a path that opens the descriptor and was used for no other file in this process.
+    """Returns a path that opens the descriptor, differs for every file and never exceeds 300 bytes.
 
-    dlopen takes a library that it knows under the very same path for the one that is asked for,
-    even if the descriptor was closed since and its number given to another file. Each further file
-    under one number gets a slash more in its path.
+    dlopen returns a library that it has loaded under the same path without opening the file, even
+    if the descriptor's number belongs to another file by now. So the path spells the file's
+    identity, one binary digit for each of the separators "/" and "/./", which the kernel ignores.
 
     Args:
         fd: the descriptor.
         file: device and inode number of its file.
     """
-    files = _files_of_number.setdefault(fd, [])
-    if file not in files:
-        files.append(file)
-    return f"/proc/self/fd{'/' * (files.index(file) + 1)}{fd}"
+    device, inode = file
+    digits = f"{device:b}{inode:064b}"
+    return f"/proc/self/fd/{digits.replace('0', '/').replace('1', './')}{fd}"
 
 
 warned: set[str] = set()

@@ -293,6 +293,24 @@ class TestSwap:
         os.close(opened.fd)
         os.close(null)
 
+    def test_names_of_many_files_under_one_number(self, tmp_path: Path) -> None:
+        """Each of 5,000 files gets a name of its own that opens it, as short as the first's."""
+        names, numbers = set(), set()
+        for i in range(5000):
+            path = tmp_path / f"{i}.so"
+            path.touch()
+            fd = os.open(path, os.O_RDONLY)
+            status = os.fstat(fd)
+            name = entry._proc_path(fd, (status.st_dev, status.st_ino))
+            assert os.path.samestat(os.stat(name), status)
+            names.add(name)
+            numbers.add(fd)
+            os.close(fd)
+        assert (len(names), len(numbers)) == (5000, 1)
+        assert max(map(len, names)) < 300
+        largest = (1 << 64) - 1
+        assert len(entry._proc_path(1 << 30, (largest, largest))) < 300
+
     def test_daemon_that_closed_everything(self, root: Path) -> None:
         code = f"""
             import ctypes
