@@ -3,6 +3,7 @@
 import gc
 import os
 import sys
+from collections import Counter, defaultdict
 from pathlib import Path
 
 # Before torch loads OpenMP. Two processes' threads on the same cores would mostly wait for each
@@ -51,6 +52,20 @@ def pytest_collection():
         return (yield)
     finally:
         gc.enable()
+
+
+def pytest_terminal_summary(terminalreporter):
+    """Prints the counts of each folder if a run enters several, so that a missing one shows."""
+    folders = defaultdict(Counter)
+    for outcome in ("passed", "failed", "error", "skipped"):
+        for report in terminalreporter.stats.get(outcome, ()):
+            folder = report.nodeid.partition("::")[0].split("/")[:-1]
+            folders["/".join(folder[:3])][outcome] += 1
+    if len(folders) > 1:
+        terminalreporter.section("folders")
+        for folder, counts in sorted(folders.items()):
+            text = ", ".join(f"{count} {outcome}" for outcome, count in counts.items())
+            terminalreporter.line(f"{folder}: {text}")
 
 
 @pytest.fixture(autouse=True, scope="module")
