@@ -222,18 +222,18 @@ def _check_portable(wanted: Wanted) -> None:
         SettingError: a flag is for this machine's CPU alone, or the compiler uses instructions
             that not every CPU of the architecture has, as some distributions' compilers do.
     """
-    features = [] if wanted.spec.needs_archs(wanted.device) else library.cpu_features(wanted.spec)
-    if features:
-        raise SettingError(
-            f"{wanted.op} ({wanted.device}): the compiler must make code for every {machine()} CPU,"
-            f" got one that uses {' '.join(features)} (name another in CXX)"
-        )
     for flag in library.key_flags(wanted.spec, wanted.device):
         if toolchain.is_for_this_machine(flag):
             raise SettingError(
                 f"{wanted.op} ({wanted.device}): {flag} makes a library for this machine's CPU"
                 " alone; what is installed must run on others"
             )
+    features = [] if wanted.spec.needs_archs(wanted.device) else library.cpu_features(wanted.spec)
+    if features:
+        raise SettingError(
+            f"{wanted.op} ({wanted.device}): the compiler must make code for every {machine()} CPU,"
+            f" got one that uses {' '.join(features)} (name another in CXX)"
+        )
 
 
 def _make_readable(target: str) -> None:

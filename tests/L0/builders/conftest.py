@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 from tiny_op import write_op
 
 from op_builder.jit.build import service
 from op_builder.jit.find import cache
+
+# A shell's background job ignores Ctrl-C, and so would the processes that the tests interrupt.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture
@@ -28,6 +34,8 @@ def cache_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     path = tmp_path / "cache"
     path.mkdir(mode=0o700)
     monkeypatch.setenv("APEX_TE_CACHE_DIR", str(path))
+    # Tests of other folders may have used the GPU in this process.
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
     monkeypatch.setattr(cache, "_fallback", None)
     monkeypatch.setattr(service, "_opened", {})
     cache.warned.clear()

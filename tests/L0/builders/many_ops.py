@@ -27,7 +27,8 @@ def watched_compiler(folder: Path, sleep: float) -> tuple[Path, Path]:
     notes, script = folder / "notes", folder / "watched-cxx"
     notes.write_text("")
     script.write_text(
-        f'#!/bin/sh\ncase " $* " in *" --version "*) echo watched; exit;; esac\n'
+        '#!/bin/sh\ncase " $* " in *" --version "*) echo watched; exit;;\n'
+        '*" -E "*) exec g++ "$@";; esac\n'  # the question for what CPU it compiles
         f'echo + >> {notes}; sleep {sleep}\ng++ "$@"; code=$?\necho - >> {notes}\nexit $code\n'
     )
     script.chmod(0o755)

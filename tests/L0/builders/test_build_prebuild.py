@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 from apex_te.op_builder.jit import errors as package_errors
 from many_ops import make_op, most_at_once, watched_compiler
+from planted import visible_gpus
 from tiny_op import CHECKOUT
 
 import apex_te
@@ -161,7 +162,10 @@ def test_archs_do_not_depend_on_order_or_place(root: Path, monkeypatch: pytest.M
     assert (rows, dict(os.environ)) == ([], before)
 
 
-def test_group_leaves_out_what_an_arch_cannot_have(root: Path) -> None:
+def test_group_leaves_out_what_an_arch_cannot_have(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    visible_gpus(monkeypatch)
     builder = make_op(root, "op", cuda=True)
     type(builder).min_arch = (9, 0)
     told = r"needs arch 9\.0 or later, and arch='8\.0' names none"

@@ -99,7 +99,7 @@ def test_pip_uninstall_leaves_nothing(tmp_path: Path, cache_dir: Path) -> None:
     prebuilt = {row["op"] for row in facts["libraries"] if row["state"] == "prebuilt"}
     builders = op_builder.all_builders()
     built = [name for name, builder in builders.items() if "cpu" in builder.DEVICES]
-    assert prebuilt == {"apex_te_core", *built}
+    assert prebuilt == {"apex_te_core", "apex_te_jax", *built}
     assert list(site.rglob("apex_te/**/*.pyc"))
     # pip alone: the folder that it lies in may hold another installation of apex_te
     only_pip = tmp_path / "only_pip"

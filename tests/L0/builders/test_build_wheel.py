@@ -59,6 +59,12 @@ def make_wheel(checkout: Path, target: Path, **variables: str) -> tuple[Path, st
     return wheel, done.stdout
 
 
+def cpu_library(op: str) -> dict[str, str]:
+    """The variables that ask for one op's CPU library alone, whatever GPU and torch are there."""
+    others = {b.BUILD_VAR: "0" for name, b in all_builders().items() if name != op}
+    return {"APEX_BUILD_CPP_OPS": "1", **others}
+
+
 def listing(folder: Path) -> list[str]:
     return sorted(str(path.relative_to(folder)) for path in folder.rglob("*"))
 
@@ -161,7 +167,7 @@ def test_wheel_for_several_pythons(checkout: Path, tmp_path: Path, fake_compiler
     wheel, output = make_wheel(
         checkout,
         tmp_path / "wheel",
-        APEX_BUILD_AMAX_SCALE_UPDATE="1",
+        **cpu_library("amax_scale_update"),
         APEX_BUILD_PYTHONS=f"{own}; {other}",
         CXX=fake_compiler,
     )
@@ -191,7 +197,7 @@ print(tuple(linear(torch.ones(2, 8)).shape))
 
 def test_prebuilt_wheel_runs_without_compiling(checkout: Path, tmp_path: Path) -> None:
     """Other folder, no program on PATH, no writable home, compiling forbidden."""
-    wheel, _ = make_wheel(checkout, tmp_path / "wheel", APEX_BUILD_AMAX_SCALE_UPDATE="1")
+    wheel, _ = make_wheel(checkout, tmp_path / "wheel", **cpu_library("amax_scale_update"))
     site = tmp_path / "site"
     zipfile.ZipFile(wheel).extractall(site)
     for path in (site, *site.rglob("*")):
@@ -225,7 +231,7 @@ def test_package_is_trusted_as_its_code_is(
     checkout: Path, tmp_path: Path, fake_compiler: str
 ) -> None:
     """pip installs with the user's umask: 002 makes modules and libraries the group's to write."""
-    variables = {"APEX_BUILD_ROPE": "1", "CXX": fake_compiler}
+    variables = {**cpu_library("rope"), "CXX": fake_compiler}
     wheel, _ = make_wheel(checkout, tmp_path / "wheel", **variables)
     package = tmp_path / "site" / "apex_te"
     zipfile.ZipFile(wheel).extractall(package.parent)
@@ -267,19 +273,13 @@ def test_editable_install_fills_the_cache(
     checkout: Path, tmp_path: Path, cache_dir: Path, fake_compiler: str
 ) -> None:
     before = listing(checkout)
-    done = run_hook(
-        checkout,
-        f"build_editable({str(tmp_path)!r})",
-        APEX_BUILD_ROPE="1",
-        CXX=fake_compiler,
-    )
+    variables = {**cpu_library("rope"), "CXX": fake_compiler}
+    done = run_hook(checkout, f"build_editable({str(tmp_path)!r})", **variables)
     assert done.returncode == 0, done.stderr[-2000:]
     assert listing(checkout) == before
     assert sorted(path.name for path in cache_dir.rglob("*.so")) == [
         "apex_te_core.so",
         "rope_cpu.so",
     ]
-    again = run_hook(
-        checkout, f"build_editable({str(tmp_path)!r})", APEX_BUILD_ROPE="1", CXX=fake_compiler
-    )
+    again = run_hook(checkout, f"build_editable({str(tmp_path)!r})", **variables)
     assert "0 built, 2 present" in again.stdout
