@@ -1,13 +1,11 @@
-"""apex's fused_rotary_positional_embedding: rotation of pairs (i, i + d/2).
+"""apex's fused_rotary_positional_embedding: rotation of pairs (i, i + d'/2).
 
-``freqs``, ``cos`` and ``sin`` are [s, 1, 1, d'], d' <= d, with a column for each element. The
-second half of the columns must repeat the first, which alone is read. Cosines and sines are
-converted to float32.
+``freqs``, ``cos`` and ``sin`` are [s, 1, 1, d'], d' <= d, with a column for each element: a pair
+(i, j) becomes ``x[i] cos[i] - x[j] sin[i]`` and ``x[j] cos[j] + x[i] sin[j]``.
+Cosines and sines are converted to float32.
 """
 
 from __future__ import annotations
-
-from typing import Any
 
 import torch
 
@@ -34,15 +32,15 @@ def forward(
     With ``transpose_output`` the result has the memory layout of [b, s, h, d].
     """
     _check(input, 4, freqs=freqs)
-    return _rotate(input, transpose_output, freqs=freqs)
+    return _rotate_4d(input, *_cos_sin(freqs), transpose_output)
 
 
 def backward(
     output_grads: torch.Tensor, freqs: torch.Tensor, transpose_output: bool = False
 ) -> torch.Tensor:
-    """Computes the gradient of ``forward``'s input: ``output_grads`` rotated by -freqs."""
+    """Computes the gradient of ``forward``'s input."""
     _check(output_grads, 4, freqs=freqs)
-    return _rotate(output_grads, transpose_output, freqs=-freqs)
+    return _rotate_4d(output_grads, *_cos_sin(freqs), transpose_output, backward=True)
 
 
 def forward_cached(
@@ -50,7 +48,7 @@ def forward_cached(
 ) -> torch.Tensor:
     """Computes ``forward`` from the angles' cosines and sines, [s, 1, 1, d'] each."""
     _check(input, 4, cos=cos, sin=sin)
-    return _rotate(input, transpose_output, cos=cos.float(), sin=sin.float())
+    return _rotate_4d(input, cos, sin, transpose_output)
 
 
 def backward_cached(
@@ -61,7 +59,7 @@ def backward_cached(
 ) -> torch.Tensor:
     """Computes the gradient of ``forward_cached``'s input."""
     _check(output_grads, 4, cos=cos, sin=sin)
-    return _rotate(output_grads, transpose_output, cos=cos.float(), sin=-sin.float())
+    return _rotate_4d(output_grads, cos, sin, transpose_output, backward=True)
 
 
 def forward_thd(input: torch.Tensor, cu_seqlens: torch.Tensor, freqs: torch.Tensor) -> torch.Tensor:
@@ -70,8 +68,7 @@ def forward_thd(input: torch.Tensor, cu_seqlens: torch.Tensor, freqs: torch.Tens
     Sequence i is tokens cu_seqlens[i] to cu_seqlens[i + 1]; cu_seqlens is int32 [batch + 1].
     """
     _check(input, 3, same_length=False, freqs=freqs)
-    with torch.no_grad():
-        return rope(input, freqs, layout="thd", cu_seqlens=cu_seqlens)
+    return _rotate(input, *_cos_sin(freqs), "thd", cu_seqlens)
 
 
 def backward_thd(
@@ -79,8 +76,7 @@ def backward_thd(
 ) -> torch.Tensor:
     """Computes the gradient of ``forward_thd``'s input."""
     _check(output_grads, 3, same_length=False, freqs=freqs)
-    with torch.no_grad():
-        return rope(output_grads, -freqs, layout="thd", cu_seqlens=cu_seqlens)
+    return _rotate(output_grads, *_cos_sin(freqs), "thd", cu_seqlens, backward=True)
 
 
 def forward_2d(
@@ -92,9 +88,10 @@ def forward_2d(
 ) -> torch.Tensor:
     """Rotates input [b, H, W, h, d] of images: half of d by the row, the other half by the column.
 
-    The tables of rows are [1, at least H, 1, d / 2], those of columns [1, at least W, 1, d / 2].
+    The tables of rows are [1, at least H, 1, d / 2], those of columns [1, at least W, 1, d / 2];
+    the result is [b, H * W, h, d].
     """
-    return _rotate_2d(input, cos_h, sin_h.float(), cos_w, sin_w.float())
+    return _rotate_2d(input, cos_h, sin_h, cos_w, sin_w)
 
 
 def backward_2d(
@@ -104,8 +101,8 @@ def backward_2d(
     cos_w: torch.Tensor,
     sin_w: torch.Tensor,
 ) -> torch.Tensor:
-    """Computes the gradient of ``forward_2d``'s input."""
-    return _rotate_2d(output_grads, cos_h, -sin_h.float(), cos_w, -sin_w.float())
+    """Computes the gradient [b, H * W, h, d] from ``output_grads`` [b, H, W, h, d]."""
+    return _rotate_2d(output_grads, cos_h, sin_h, cos_w, sin_w, backward=True)
 
 
 def _check(
@@ -118,10 +115,10 @@ def _check(
         )
     for name, table in tables.items():
         fits = table.dim() == 4 and table.shape[1] == table.shape[2] == 1
-        if not fits or table.shape[3] > input.shape[-1]:
+        if not fits or table.shape[3] > input.shape[-1] or table.shape[3] % 2:
             raise ValueError(
-                f"fused_rotary_positional_embedding: {name} must have shape [length, 1, 1, at most "
-                f"{input.shape[-1]}], got {list(table.shape)}"
+                f"fused_rotary_positional_embedding: {name} must have shape [length, 1, 1, an even "
+                f"number of at most {input.shape[-1]}], got {list(table.shape)}"
             )
         if same_length and table.shape[0] != input.shape[0]:
             raise ValueError(
@@ -130,11 +127,47 @@ def _check(
             )
 
 
+def _cos_sin(freqs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    return freqs.float().cos(), freqs.float().sin()
+
+
 @torch.no_grad()
-def _rotate(input: torch.Tensor, transpose_output: bool, **tables: Any) -> torch.Tensor:
-    if transpose_output:
-        return rope(input.transpose(0, 1), layout="bshd", **tables).transpose(0, 1)
-    return rope(input, layout="sbhd", **tables)
+def _rotate(
+    input: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    layout: str,
+    cu_seqlens: torch.Tensor | None = None,
+    backward: bool = False,
+) -> torch.Tensor:
+    """Rotates by [s, 1, 1, d'] tables whose halves may differ: ``rope`` once for each half."""
+    dim = cos.shape[-1]
+    half = dim // 2
+    (cos1, sin1), (cos2, sin2) = (
+        (cos[..., columns].float(), sin[..., columns].float())
+        for columns in (slice(half), slice(half, None))
+    )
+    if backward:  # the transpose: each element takes its partner's sine
+        sin1, sin2 = -sin2, -sin1
+
+    def turn(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+        return rope(x, cos=cos, sin=sin, layout=layout, rotary_dim=dim, cu_seqlens=cu_seqlens)
+
+    out = turn(input, cos1, sin1)
+    out[..., half:dim] = turn(input[..., :dim], cos2, sin2)[..., half:]
+    return out
+
+
+def _rotate_4d(
+    input: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    transpose_output: bool,
+    backward: bool = False,
+) -> torch.Tensor:
+    if not transpose_output:
+        return _rotate(input, cos, sin, "sbhd", backward=backward)
+    return _rotate(input.transpose(0, 1), cos, sin, "bshd", backward=backward).transpose(0, 1)
 
 
 @torch.no_grad()
@@ -144,6 +177,7 @@ def _rotate_2d(
     sin_h: torch.Tensor,
     cos_w: torch.Tensor,
     sin_w: torch.Tensor,
+    backward: bool = False,
 ) -> torch.Tensor:
     """Rotates the first half of d by rows, with W * h as the heads, and the second by columns."""
     if input.dim() != 5 or input.shape[-1] % 4:
@@ -165,10 +199,7 @@ def _rotate_2d(
                     f"[1, at least {length}, 1, {dim // 2}], got {list(table.shape)}"
                 )
         view = input.view(rows, length, columns, dim).narrow(-1, part * (dim // 2), dim // 2)
-        halves.append(
-            rope(
-                view, layout="bshd",
-                cos=cos[0, :, 0].float().contiguous(), sin=sin[0, :, 0].contiguous(),
-            ).view(batch, height, width, heads, dim // 2)
-        )  # fmt: skip
+        tables = (table[:, :length].transpose(0, 1) for table in (cos, sin))
+        out = _rotate(view, *tables, "bshd", backward=backward)
+        halves.append(out.view(batch, height * width, heads, dim // 2))
     return torch.cat(halves, -1)

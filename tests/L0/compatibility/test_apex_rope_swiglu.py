@@ -26,19 +26,26 @@ def check(outputs, x, dy, turn, dtype):
         assert_as_good_as_torch(out, found[0][k], found[1][k])
 
 
-def angles(length, dim, device, lead=()):
+def angles(length, dim, device, halves="equal"):
+    """Angles whose second half of columns repeats the first, or that are all random."""
+    if halves == "random":
+        return (6 * torch.rand(length, 1, 1, dim)).to(device)
     half = torch.arange(length).float()[:, None] * 10000.0 ** (-torch.arange(dim // 2) / dim * 2)
     return torch.cat([half, half], -1).reshape(length, 1, 1, dim).to(device)
 
 
+each_table = pytest.mark.parametrize("halves", ["equal", "random"])
+
+
 @pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize("dim", [32, 24])
+@each_table
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_sbhd(device, poison, dtype, dim, transposed):
+def test_sbhd(device, poison, dtype, halves, dim, transposed):
     """Angles and cached tables; the input a view into a fused qkv tensor, partly rotated."""
     x = torch.randn(9, 2, 3, 3 * 32).to(dtype).to(device)[..., 32:64]
     dy = torch.randn(9, 2, 3, 32).to(dtype).to(device)
-    freqs = angles(9, dim, device)
+    freqs = angles(9, dim, device, halves)
     outputs = rotary.forward(x, freqs, transposed), rotary.backward(dy, freqs, transposed)
     for out in outputs:
         assert (out.transpose(0, 1) if transposed else out).is_contiguous()
@@ -55,24 +62,31 @@ def test_sbhd(device, poison, dtype, dim, transposed):
         check(cached, x, dy, lambda t, d, c=tables: rotate(t, c[0].to(d), c[1].to(d)), dtype)
 
 
+@each_table
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_thd(device, poison, dtype):
+def test_thd(device, poison, dtype, halves):
     lengths = [4, 1, 7]
     starts = torch.tensor([0, 4, 5, 12], dtype=torch.int32, device=device)
     x, dy = (torch.randn(12, 3, 32).to(dtype).to(device) for _ in range(2))
-    freqs = angles(8, 16, device)
+    freqs = angles(8, 16, device, halves)
     outputs = rotary.forward_thd(x, starts, freqs), rotary.backward_thd(dy, starts, freqs)
     cpu = torch.cat([freqs.cpu()[:n, 0] for n in lengths]).double()
     check(outputs, x, dy, lambda t, d: rotate(t, cpu.cos().to(d), cpu.sin().to(d)), dtype)
 
 
+@each_table
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_2d(device, poison, dtype):
+def test_2d(device, poison, dtype, halves):
+    """The result and the gradient are [b, H * W, h, d], as apex's callers take them."""
     batch, height, width, heads, dim = 2, 3, 5, 4, 32
     x, dy = (torch.randn(batch, height, width, heads, dim).to(dtype).to(device) for _ in range(2))
-    tables = [angles(n, dim // 2, device).view(1, n, 1, dim // 2) for n in (height + 1, width)]
+    tables = [
+        angles(n, dim // 2, device, halves).view(1, n, 1, dim // 2) for n in (height + 1, width)
+    ]
     arguments = [f(t) for t in tables for f in (torch.cos, torch.sin)]
     outputs = rotary.forward_2d(x, *arguments), rotary.backward_2d(dy, *arguments)
+    assert [out.shape for out in outputs] == [(batch, height * width, heads, dim)] * 2
+    outputs = [out.view(x.shape) for out in outputs]
     row, column = (t.cpu().double() for t in tables)
 
     def turn(t, wide):
@@ -96,10 +110,12 @@ def test_rotary_refuses(device):
         rotary.forward(x, freqs[:8])
     with pytest.raises(ValueError, match="input must have 4 dimensions"):
         rotary.backward(x[0], freqs)
-    with pytest.raises(ValueError, match=r"sin must have shape \[length, 1, 1, at most 32\]"):
+    with pytest.raises(ValueError, match=r"sin must have shape \[length, 1, 1, an even"):
         rotary.forward_cached(x, freqs, freqs[..., 0])
     with pytest.raises(ValueError, match=r"freqs must have shape .*got \[9, 1, 1, 64\]"):
         rotary.forward(x, angles(9, 64, device))
+    with pytest.raises(ValueError, match=r"freqs must have shape .*got \[9, 1, 1, 31\]"):
+        rotary.forward(x, freqs[..., :31])
     square = torch.randn(1, 4, 4, 2, 16, device=device)
     table = angles(4, 8, device).view(1, 4, 1, 8)
     with pytest.raises(ValueError, match=r"cos_w must have shape \[1, at least 4, 1, 8\]"):
