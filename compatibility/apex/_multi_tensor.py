@@ -8,8 +8,10 @@ from typing import Any, NoReturn
 import torch
 
 from apex_te.ops import multi_tensor
+from apex_te.optimizers._bucket import dense_order
 
 Tensors = list[torch.Tensor]
+_READ = frozenset(("g", "in", "x", "y", "tensors"))  # names of lists that no function writes
 _LOW = frozenset((torch.float16, torch.bfloat16))
 
 
@@ -17,6 +19,9 @@ def take_lists(
     op: str, chunk_size: int, tensor_lists: Sequence[Tensors], names: str, optional: str = ""
 ) -> list[Tensors]:
     """Checks the arguments that apex's functions have in common, and returns the lists.
+
+    Tensors that are dense in another order of dimensions, such as channels_last, become views in
+    the order of their memory, together with those that belong to them.
 
     Args:
         op: the function's name, for errors.
@@ -26,7 +31,7 @@ def take_lists(
         optional: name of one more list that may be given, for errors; "" if there is none.
 
     Returns:
-        The lists, unchanged, as a new list.
+        The lists.
 
     Raises:
         ValueError: another number of lists, or a chunk size that is not positive.
@@ -41,7 +46,21 @@ def take_lists(
             f"{op}: tensor_lists must be {len(wanted)} lists ({', '.join(wanted)}){more}, "
             f"got {len(lists)}"
         )
-    return lists
+    written = next((i for i, name in enumerate(wanted) if name not in _READ), 0)
+    return _in_memory_order(lists, written)
+
+
+def _in_memory_order(lists: list[Tensors], written: int) -> list[Tensors]:
+    """Permutes tensors so that those of the list number ``written`` are contiguous if they can."""
+    tensors = [t for t in lists[written] if isinstance(t, torch.Tensor)]
+    if all(t.is_contiguous() for t in tensors) or len(set(map(len, lists))) > 1:
+        return lists
+    rows = list(zip(*lists, strict=True))
+    for i, row in enumerate(rows):
+        order = dense_order(row[written])
+        if order is not None and all(t.shape == row[written].shape for t in row):
+            rows[i] = tuple(t.permute(order) for t in row)
+    return [list(tensors) for tensors in zip(*rows, strict=True)]
 
 
 def take_mode(op: str, mode: int) -> bool:

@@ -289,9 +289,9 @@ def multi_tensor_adam_capturable(
     Raises:
         ValueError: another number of lists, or a bad mode or chunk_size.
     """
-    take_lists("multi_tensor_adam_capturable", chunk_size, tensor_lists, "g p m v")
+    lists = take_lists("multi_tensor_adam_capturable", chunk_size, tensor_lists, "g p m v")
     _capturable(
-        "multi_tensor_adam_capturable", noop_flag, [*tensor_lists, None], lr, (beta1, beta2),
+        "multi_tensor_adam_capturable", noop_flag, [*lists, None], lr, (beta1, beta2),
         epsilon, step, mode, bias_correction, weight_decay, inv_scale,
     )  # fmt: skip
 
@@ -317,9 +317,11 @@ def multi_tensor_adam_capturable_master(
     Raises:
         ValueError: another number of lists, or a bad mode or chunk_size.
     """
-    take_lists("multi_tensor_adam_capturable_master", chunk_size, tensor_lists, "g p m v master")
+    lists = take_lists(
+        "multi_tensor_adam_capturable_master", chunk_size, tensor_lists, "g p m v master"
+    )
     _capturable(
-        "multi_tensor_adam_capturable_master", noop_flag, list(tensor_lists), lr, (beta1, beta2),
+        "multi_tensor_adam_capturable_master", noop_flag, lists, lr, (beta1, beta2),
         epsilon, step, mode, bias_correction, weight_decay, inv_scale,
     )  # fmt: skip
 

@@ -263,6 +263,68 @@ def test_a_flagged_capturable_step_keeps_what_is_not_finite(device):
         torch.testing.assert_close(tensors, kept, rtol=0, atol=0, equal_nan=True)
 
 
+def _of_images(device, dtype, layout):
+    made = [torch.randn(6, 5, 3, 2), torch.randn(4, 8, 3, 3, 2), torch.randn(7)]
+    formats = {4: torch.channels_last, 5: torch.channels_last_3d}
+    made = [t.to(dtype).to(device) for t in made]
+    if layout == "contiguous":
+        return made
+    return [t.contiguous(memory_format=formats[t.dim()]) if t.dim() > 1 else t for t in made]
+
+
+CALLS = {
+    "scale": (amp_C.multi_tensor_scale, "in out", (0.5,)),
+    "axpby": (amp_C.multi_tensor_axpby, "x y out", (0.7, -1.5, -1)),
+    "l2norm_scale": (amp_C.multi_tensor_l2norm_scale, "in out", (0.5, True)),
+    "sgd": (
+        amp_C.multi_tensor_sgd, "g p m", (1e-2, 0.9, 0.0, 0.1, True, False, False, 1.0),
+    ),
+    "adam": (
+        amp_C.multi_tensor_adam, "g p m v", (1e-2, 0.9, 0.99, 1e-8, 3, 1, 1, 0.1),
+    ),
+    "lamb": (
+        amp_C.multi_tensor_lamb, "g p m v",
+        (1e-2, 0.9, 0.99, 1e-6, 3, 1, 0.1, 1, 1, torch.ones(1), 1.0, False),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("mixed", [False, True], ids=["channels_last", "read contiguous"])
+@pytest.mark.parametrize("name", CALLS)
+def test_channels_last(device, name, mixed):
+    """The same values as of contiguous lists, in tensors that keep their layout."""
+    op, names, arguments = CALLS[name]
+    arguments = [a.to(device) if isinstance(a, torch.Tensor) else a for a in arguments]
+    after = []
+    for layout in ("contiguous", "channels_last"):
+        torch.manual_seed(5)
+        lists = []
+        for each in names.split():
+            read_only = each in ("in", "x", "y", "g")
+            made = _of_images(
+                device, torch.float32, "contiguous" if mixed and read_only else layout
+            )
+            lists.append([t.abs_() if each == "v" else t for t in made])
+        strides = [[t.stride() for t in tensors] for tensors in lists]
+        versions = [t._version for t in lists[-1]]
+        apply(op, flag(device), lists, *arguments)
+        assert [[t.stride() for t in tensors] for tensors in lists] == strides
+        assert all(t._version > v for t, v in zip(lists[-1], versions, strict=True))
+        after.append([t for tensors in lists for t in tensors])
+    for a, b in zip(*after, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-7)
+
+
+def test_lists_of_two_layouts_are_refused(device):
+    """apex would take the memory of one for that of the other."""
+    lists = [_of_images(device, torch.float32, x) for x in ("contiguous", "channels_last")]
+    with pytest.raises(ValueError, match="contiguous"):
+        apply(
+            amp_C.multi_tensor_sgd, flag(device), [lists[0], lists[1], lists[0]],
+            0.0, 0.9, 0.0, 0.1, False, False, False, 1.0,
+        )  # fmt: skip
+
+
 def test_bad_arguments_name_themselves(device):
     noop, lists = flag(device), [draw(device, torch.float32) for _ in range(4)]
     options = adam_arguments(ADAM[0], 1)
