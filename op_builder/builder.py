@@ -18,6 +18,7 @@ from .jit.errors import DuplicateOpError, UnknownOpError
 from .jit.find.entry import OpenedLibrary
 from .jit.find.key import key_of
 from .jit.find.look_up import look_up
+from .jit.text import tell
 from .spec import DISPATCHER, JAX_HANDLERS, OpSpec
 
 
@@ -48,7 +49,7 @@ class OpBuilder(OpSpec):
             if old:
                 reason = f"needs a GPU of arch {Arch(*self.min_arch)} or later, got {Arch(*old[0])}"
         if reason and verbose:
-            print(f"apex_te: {self.NAME}: {reason}", file=sys.stderr)
+            tell(f"apex_te: {self.NAME}: {reason}")
         return not reason
 
     def exports(self) -> pybind.Exports:

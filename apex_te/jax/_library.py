@@ -14,6 +14,7 @@ import jax
 from ..op_builder import OpBuilder, OpenedLibrary, all_builders, get_builder
 from ..op_builder.jit.backends.archs import Capability
 from ..op_builder.jit.build import resources
+from ..op_builder.jit.build.service import load_library
 from ..op_builder.jit.find.key import OP_ABI
 from ..op_builder.spec import JAX_HANDLERS
 from ._signature import parameters_of
@@ -46,36 +47,31 @@ def target_name(function: str) -> str:
     return f"apex_te.{function}"
 
 
-def _load(what: str, opened: OpenedLibrary, symbol: str, abi: int) -> ctypes.CDLL:
-    """Loads a library and checks the number that it exports.
+def _load(op: str, platform: str, symbol: str, abi: int) -> ctypes.CDLL:
+    """Loads an op's library, opened or built, and checks the number that it exports."""
 
-    Args:
-        what: the op, for errors.
-        opened: the library.
-        symbol: name of the number.
-        abi: the number that it must have.
-    """
-    try:
-        library = ctypes.CDLL(opened.proc_path, os.RTLD_NOW | os.RTLD_LOCAL)
-    except OSError as error:
-        from ..op_builder.jit.build import hints  # here, because importing it takes a while
+    def use(opened: OpenedLibrary) -> ctypes.CDLL:
+        """Returns an opened library, loaded; refuses one whose number is not ``abi``."""
+        try:
+            library = ctypes.CDLL(opened.proc_path, os.RTLD_NOW | os.RTLD_LOCAL)
+        except OSError as error:
+            raise ImportError(str(error)) from None
+        try:
+            found = ctypes.c_int32.in_dll(library, symbol).value
+        except ValueError:
+            found = None
+        if found != abi:
+            raise ImportError(f"it must have ABI {abi}, got {found}")
+        return library
 
-        raise hints.load_error(what, opened.path, ImportError(str(error))) from None
-    try:
-        found = ctypes.c_int32.in_dll(library, symbol).value
-    except ValueError:
-        found = None
-    if found != abi:
-        raise ImportError(f"{what}: {opened.path} must have ABI {abi}, got {found}")
-    return library
+    return load_library(get_builder(op), platform, _capability(platform), use)
 
 
 def _handlers() -> ctypes.CDLL:
     """Returns the library of handlers, opened or built on the first call."""
     library = _libraries.get((JAX_HANDLERS, "cpu"))
     if library is None:
-        opened = get_builder(JAX_HANDLERS).open("cpu")
-        library = _load(JAX_HANDLERS, opened, "apex_te_jax_abi", HANDLERS_ABI)
+        library = _load(JAX_HANDLERS, "cpu", "apex_te_jax_abi", HANDLERS_ABI)
         library.apex_te_jax_bind.restype = ctypes.c_void_p
         library.apex_te_jax_bind.argtypes = (
             ctypes.c_char_p, ctypes.c_char_p, ctypes.c_void_p, ctypes.c_int32, ctypes.c_int32,
@@ -106,8 +102,7 @@ def _op_library(op: str, platform: str) -> ctypes.CDLL:
     """Returns an op's library for a platform, opened or built on the first call."""
     library = _libraries.get((op, platform))
     if library is None:
-        opened = get_builder(op).open(platform, _capability(platform))
-        library = _libraries[op, platform] = _load(op, opened, "apex_te_abi", OP_ABI)
+        library = _libraries[op, platform] = _load(op, platform, "apex_te_abi", OP_ABI)
     return library
 
 

@@ -12,9 +12,11 @@ from typing import Any
 
 import torch
 
-from ..op_builder import get_builder
+from ..op_builder import OpenedLibrary, get_builder
 from ..op_builder.core import CoreBuilder
 from ..op_builder.jit.backends.archs import device_capability
+from ..op_builder.jit.build.service import load_library
+from ..op_builder.jit.errors import build_errors
 from .torch_version import check_torch
 
 check_torch()
@@ -35,17 +37,14 @@ def _forked() -> None:
 os.register_at_fork(after_in_child=_forked)
 
 
-def _load_error(what: str, path: str, problem: ImportError) -> ImportError:
-    """Returns an ImportError with the dynamic loader's message and hints on what to do.
-
-    Args:
-        what: op or module that could not be loaded.
-        path: file of its library.
-        problem: error of the dynamic loader.
-    """
-    from ..op_builder.jit.build import hints  # here, because importing it takes a while
-
-    return hints.load_error(what, path, problem)
+def _import_core(opened: OpenedLibrary) -> ModuleType:
+    """Returns the opened dispatcher, imported as ``apex_te_core``."""
+    loader = importlib.machinery.ExtensionFileLoader("apex_te_core", opened.proc_path)
+    spec = importlib.util.spec_from_loader("apex_te_core", loader)
+    assert spec is not None
+    module = importlib.util.module_from_spec(spec)
+    loader.exec_module(module)
+    return module
 
 
 def core() -> ModuleType:
@@ -54,16 +53,7 @@ def core() -> ModuleType:
     if _core is None:
         with _lock:
             if _core is None:
-                opened = CoreBuilder().open("cpu")
-                loader = importlib.machinery.ExtensionFileLoader("apex_te_core", opened.proc_path)
-                spec = importlib.util.spec_from_loader("apex_te_core", loader)
-                assert spec is not None
-                module = importlib.util.module_from_spec(spec)
-                try:
-                    loader.exec_module(module)
-                except ImportError as error:
-                    raise _load_error("apex_te_core", opened.path, error) from None
-                _core = module
+                _core = load_library(CoreBuilder(), "cpu", None, _import_core)
     return _core
 
 
@@ -82,17 +72,20 @@ def _open(op: str, device: str, device_index: int) -> int:
         handle = _handles.get((op, device))
         if handle is None:
             capability = device_capability(device_index) if device == "cuda" else None
-            opened = get_builder(op).open(device, capability)
             dispatcher = core()
-            try:
-                handle = dispatcher.open_library(opened.proc_path)
-            except ImportError as error:
-                raise _load_error(op, opened.path, error) from None
-            address = dispatcher.symbol(handle, "apex_te_abi")
-            abi = dispatcher.read_int32(address) if address else None
-            if abi != ABI:
-                raise ImportError(f"{op}: {opened.path} must have ABI {ABI}, got {abi}")
-            _handles[op, device] = handle
+            with build_errors(op):
+                builder = get_builder(op)
+
+            def use(opened: OpenedLibrary) -> int:
+                """Returns the handle of an opened library; refuses one with another ABI."""
+                handle: int = dispatcher.open_library(opened.proc_path)
+                address = dispatcher.symbol(handle, "apex_te_abi")
+                abi = dispatcher.read_int32(address) if address else None
+                if abi != ABI:
+                    raise ImportError(f"it must have ABI {ABI}, got {abi}")
+                return handle
+
+            handle = _handles[op, device] = load_library(builder, device, capability, use)
         return handle
 
 
@@ -120,7 +113,8 @@ def signature(op: str, name: str) -> str:
     Raises:
         AttributeError: the op declares no such function.
     """
-    spec = get_builder(op).functions().get(name)
+    with build_errors(op):
+        spec = get_builder(op).functions().get(name)
     if spec is None:
         raise AttributeError(f"op {op} has no function {name}")
     return spec.signature

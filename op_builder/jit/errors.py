@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -122,3 +124,20 @@ class PrebuildError(BuildError):
     def __init__(self, message: str, report: BuildReport | None = None) -> None:
         super().__init__(message)
         self.report = report
+
+
+@contextlib.contextmanager
+def build_errors(what: str) -> Iterator[None]:
+    """Turns errors that nothing in the block expects into ``BuildError``, with their cause.
+
+    An op looks its library up while it is called: a bare TypeError or ValueError of that search
+    would read as one about the op's arguments. ImportError, MemoryError and warnings raised as
+    errors say by their type what they are about.
+    """
+    try:
+        yield
+    except (BuildError, ImportError, MemoryError, Warning):
+        raise
+    except Exception as error:
+        text = f"{what}: its library cannot be found, built or loaded"
+        raise BuildError(f"{text}: {type(error).__name__}: {error}") from error

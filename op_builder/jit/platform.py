@@ -146,6 +146,16 @@ def suffix_on(suffix: str) -> str:
     return suffix.replace(os.uname().machine, machine())
 
 
+@functools.cache
+def glibc() -> tuple[int, ...]:
+    """Returns the version of this system's glibc, such as (2, 36); () for another C library."""
+    try:
+        name, _, version = (os.confstr("CS_GNU_LIBC_VERSION") or "").partition(" ")
+    except (OSError, ValueError):
+        return ()
+    return tuple(map(int, re.findall(r"\d+", version))) if name == "glibc" else ()
+
+
 def soabi() -> str:
     """Returns the suffix of this Python's extension modules.
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import sys
 import textwrap
 import time
 from collections.abc import Iterator, Sequence
@@ -10,6 +12,14 @@ from typing import NamedTuple
 
 WIDTH = 80
 _INDENT = 11
+
+
+def tell(line: str) -> None:
+    """Writes a line to stderr; no replacement of ``sys.stderr`` can make the caller fail."""
+    with contextlib.suppress(Exception):
+        if sys.stderr is not None:
+            sys.stderr.write(f"{line}\n")
+            sys.stderr.flush()
 
 
 def short(path: str) -> str:

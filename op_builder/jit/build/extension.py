@@ -81,7 +81,7 @@ def load(spec: OpSpec, force: bool = False, verbose: bool = False) -> ModuleType
         ImportError: the library cannot be imported, or another module has its import name.
         DuplicateOpError: another op's extension has its import name.
     """
-    from ..build.service import open_library
+    from ..build.service import load_library
 
     name = spec.absolute_name()
     with _lock:
@@ -94,19 +94,25 @@ def load(spec: OpSpec, force: bool = False, verbose: bool = False) -> ModuleType
             return known[1]
         if known is None:
             _refuse_taken(spec, name)
-        opened = open_library(spec, "cpu", _capability(spec), force=force, verbose=verbose)
-        before = sys.modules.pop(name, None)
+        before: ModuleType | None = None
+
+        def use(opened: OpenedLibrary) -> ModuleType:
+            """Returns the opened library, imported; what had its name is out of the way."""
+            nonlocal before
+            before = sys.modules.pop(name, before)
+            return import_module(name, opened)
+
         try:
-            module = import_module(name, opened)
+            capability = _capability(spec)
+            module = load_library(spec, "cpu", capability, use, force=force, verbose=verbose)
         except ImportError as error:
             if before is not None:
                 sys.modules[name] = before
             raise ImportError(
-                f"{spec.NAME}: {opened.path} was built and cannot be imported: {error}"
-                " (PYBIND11_MODULE must name TORCH_EXTENSION_NAME or"
-                f" {spec.NAME}; libraries_args() adds libraries to link)",
+                f"{error} (the module cannot be imported: PYBIND11_MODULE must name"
+                f" TORCH_EXTENSION_NAME or {spec.NAME}; libraries_args() adds libraries to link)",
                 name=name,
-                path=opened.path,
+                path=error.path,
             ) from error
         _modules[name] = (spec, module)
         return module

@@ -54,11 +54,11 @@ _ARCH = _line(
     r"|(?:invalid target ID|unsupported HIP gpu architecture:?) '?(?P<hip>gfx\w+)"
 )
 _NOT_EXECUTABLE = re.compile(r"failed to map segment from shared object", _FLAGS)
-_BROKEN = re.compile(
-    r"file too short|invalid ELF header|cannot read file data|undefined symbol"
-    r"|ELF load command|wrong ELF class",
+_DAMAGED = re.compile(
+    r"file too short|invalid ELF header|cannot read file data|ELF load command|wrong ELF class",
     _FLAGS,
 )
+_BROKEN = re.compile(rf"{_DAMAGED.pattern}|undefined symbol", _FLAGS)
 _OLD_SYSTEM = re.compile(
     r"version [`'](?P<name>(?:GLIBC|GLIBCXX|CXXABI)_[\w.]+)' not found", _FLAGS
 )
@@ -182,8 +182,8 @@ _LOAD_RULES = (
         "noexec",
         _NOT_EXECUTABLE,
         _fixed(
-            "the library lies on a file system mounted noexec: name a folder on another in"
-            " APEX_TE_CACHE_DIR"
+            "the library lies on a file system mounted noexec: set APEX_TE_CACHE_DIR to a folder"
+            " on another one"
         ),
     ),
     _Rule(
@@ -240,14 +240,23 @@ def is_not_executable(text: str) -> bool:
     return bool(_NOT_EXECUTABLE.search(text))
 
 
-def load_error(what: str, path: str, problem: ImportError) -> ImportError:
+def rebuild_helps(text: str) -> bool:
+    """Returns True if a library built here would not get dlopen's message ``text``."""
+    return bool(_DAMAGED.search(text) or _OLD_SYSTEM.search(text))
+
+
+def load_error(
+    what: str, path: str, problem: ImportError, is_extension: bool = False
+) -> ImportError:
     """Returns the error to raise for a library that dlopen refuses, with advice in its message.
 
     Args:
         what: op or module, for the message.
         path: path of the library.
         problem: error that the import raised.
+        is_extension: the library may rightly need symbols of libraries that its owner must name.
     """
-    advice = loading(str(problem))
+    own = is_extension and "undefined symbol" in str(problem)
+    advice = "" if own else loading(str(problem))
     hint = f"\n  hint: {advice}" if advice else ""
     return ImportError(f"{what}: {path} cannot be loaded: {problem}{hint}", path=path)

@@ -10,7 +10,6 @@ import errno
 import fcntl
 import os
 import socket
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -18,6 +17,7 @@ from collections.abc import Iterator
 from ..errors import CacheError, LockTimeoutError
 from ..find import cache
 from ..find.entry import warn_once
+from ..text import tell
 
 _FLAGS = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
 # what file systems without locks answer: NFS without lockd, Lustre without -o flock, some FUSE
@@ -183,11 +183,7 @@ def _wait(path: str, what: str, timeout: float, locked: list[int]) -> None:
                 " APEX_TE_LOCK_TIMEOUT sets the limit in seconds"
             )
         if waited >= next_message:
-            print(
-                f"apex_te: waiting for {holder(path, what)}: {waited:.0f} s so far (lock {path})",
-                file=sys.stderr,
-                flush=True,
-            )
+            tell(f"apex_te: waiting for {holder(path, what)}: {waited:.0f} s so far (lock {path})")
             next_message += MESSAGE_EVERY
         time.sleep(min(pause, max(0.0, timeout - waited)))
         pause = min(pause * 1.5, 0.25)

@@ -17,7 +17,7 @@ HEARTBEAT = 60.0
 
 def _on_terminal(stream: TextIO | None) -> bool:
     """Returns True if ``stream`` is a terminal on which lines can be redrawn."""
-    with contextlib.suppress(OSError, ValueError):  # a closed stream is none
+    with contextlib.suppress(Exception):  # a closed stream, or an object that only writes
         return stream is not None and stream.isatty() and os.environ.get("TERM") != "dumb"
     return False
 
@@ -37,7 +37,9 @@ class _Screen:
             self._builds.append(build)
             if len(self._builds) == 1:
                 self._wake = threading.Event()
-                threading.Thread(target=self._run, args=(self._wake,), daemon=True).start()
+                drawing = threading.Thread(target=self._run, args=(self._wake,), daemon=True)
+                with contextlib.suppress(RuntimeError):  # the interpreter ends, or too many threads
+                    drawing.start()
 
     def remove(self, build: Progress) -> None:
         """Removes a build's line; ends the thread after the last build."""
@@ -53,7 +55,7 @@ class _Screen:
             text: whole lines, each with its line break.
             stream: standard error.
         """
-        with self._lock, contextlib.suppress(OSError, ValueError):
+        with self._lock, contextlib.suppress(Exception):  # whatever has replaced sys.stderr
             live = self._lines()
             stream.write(self._erase() + text + "".join(live))
             stream.flush()
@@ -77,7 +79,7 @@ class _Screen:
     def _run(self, wake: threading.Event) -> None:
         """Draws the lines five times a second until ``wake`` is set; the thread's function."""
         while not wake.wait(_PAUSE):
-            with self._lock, contextlib.suppress(OSError, ValueError):
+            with self._lock, contextlib.suppress(Exception):
                 if wake.is_set():
                     return
                 live = self._lines()

@@ -16,6 +16,7 @@ from collections.abc import Callable
 from ..backends.library import build_steps, cpu_features
 from ..errors import BuildInterruptedError, CompileError
 from ..find import cache, inventory
+from ..find.elf import needed_glibc
 from ..find.entry import OpenedLibrary, open_entry, open_folder, warn_once
 from ..find.key import key_of, made_of
 from . import ninja, verify
@@ -95,6 +96,7 @@ def _write_entry(folder: str, request: Request, seconds: float, commands: list[s
         "device": request.device,
         "archs": [str(arch) for arch in request.archs],
         "cpu_features": cpu_features(request.spec),
+        "glibc": needed_glibc(content),
         "compiler": request.compiler,
         "flags": request.flags,
         **made_of(request.spec, request.device),

@@ -4,21 +4,31 @@ from __future__ import annotations
 
 import copy
 import os
-import sys
 import threading
 import time
+from collections.abc import Callable
+from typing import TypeVar
 
 from ...spec import OpSpec
 from .. import env
 from ..backends import library
 from ..backends.archs import Arch, Capability, covered, initialised_capabilities
-from ..errors import BuildError, CompileError, JitDisabledError, ReentrantLoadError
+from ..errors import (
+    BuildError,
+    CompileError,
+    JitDisabledError,
+    ReentrantLoadError,
+    build_errors,
+)
 from ..find import cache
 from ..find.dispatchers import why_missing
-from ..find.entry import OpenedLibrary
+from ..find.entry import OpenedLibrary, refused
 from ..find.key import key_of
 from ..find.look_up import look_up, wanted_archs
+from ..text import tell
 from .request import Request
+
+_T = TypeVar("_T")
 
 
 class _Turn:
@@ -42,6 +52,7 @@ class _Turn:
 
 _Identity = tuple[str, str, str]
 _opened: dict[_Identity, list[OpenedLibrary]] = {}
+_built: set[tuple[int, int]] = set()  # files that this process has built or waited for
 _turns: dict[_Identity, _Turn] = {}
 
 
@@ -180,7 +191,7 @@ def _build_in(
                 _raise_recalled(failure.recall(failed, request.compiler, None))
             _raise_recalled(failure.recall(failed, request.compiler, started if retry else since))
         if note := why_missing(request.spec):
-            print(f"apex_te: {note}; compiling one, once", file=sys.stderr, flush=True)
+            tell(f"apex_te: {note}; compiling one, once")
         if alone:
             publish.remove_leftovers(target.path, name)
         try:
@@ -247,13 +258,15 @@ def open_library(
                 return kept
             if turn.failures != failures and turn.asked == asked:
                 raise copy.copy(turn.error)
-            spec.check_device(device)
-            if capability is None and spec.needs_archs(device):
-                devices = initialised_capabilities()
-                capability = devices[0] if devices else None
-            opened_now = None if force else look_up(spec, device, capability)
-            if opened_now is None:
-                opened_now = build(spec, device, capability, force=force, verbose=verbose)
+            with build_errors(f"{spec.NAME} ({device})"):
+                spec.check_device(device)
+                if capability is None and spec.needs_archs(device):
+                    devices = initialised_capabilities()
+                    capability = devices[0] if devices else None
+                opened_now = None if force else look_up(spec, device, capability)
+                if opened_now is None:
+                    opened_now = build(spec, device, capability, force=force, verbose=verbose)
+                    _built.add(opened_now.file)
             _opened.setdefault(identity, []).insert(0, opened_now)
             return opened_now
         except BuildError as error:
@@ -263,6 +276,63 @@ def open_library(
             raise
         finally:
             turn.owner = None
+
+
+def load_library(
+    spec: OpSpec,
+    device: str,
+    capability: Capability | None,
+    use: Callable[[OpenedLibrary], _T],
+    *,
+    force: bool = False,
+    verbose: bool = False,
+) -> _T:
+    """Opens a library and returns what ``use``, which loads it, returns.
+
+    One that ld.so refuses although a build here would be accepted, such as one of a newer system
+    in a shared home, is set aside for this process and built again.
+
+    Args:
+        spec: the op.
+        device: "cpu" or "cuda".
+        capability: GPU that the library must run on, None for any.
+        use: loads the library; raises ImportError with ld.so's words.
+        force: compiles even if a library is opened or cached.
+        verbose: shows the compiler commands.
+
+    Raises:
+        BuildError: the library cannot be found or built.
+        ImportError: the library cannot be loaded; with a hint what to do.
+    """
+    opened = open_library(spec, device, capability, force=force, verbose=verbose)
+    try:
+        return _used(spec, device, opened, use)
+    except ImportError as error:
+        if opened.file not in refused:
+            raise
+        problem = error
+    for known in _opened.values():
+        known[:] = [each for each in known if each.file != opened.file]
+    try:
+        opened = open_library(spec, device, capability, verbose=verbose)
+    except BuildError as error:
+        raise problem from error
+    return _used(spec, device, opened, use)
+
+
+def _used(
+    spec: OpSpec, device: str, opened: OpenedLibrary, use: Callable[[OpenedLibrary], _T]
+) -> _T:
+    """Returns what ``use`` returns; adds a library to ``refused`` if another build may load."""
+    try:
+        with build_errors(f"{spec.NAME} ({device})"):
+            return use(opened)
+    except ImportError as error:
+        from . import hints  # here, because importing it takes a while
+
+        if opened.file not in _built and hints.rebuild_helps(str(error)):
+            refused[opened.file] = str(error)
+        raise hints.load_error(spec.NAME, opened.path, error, spec.BINDING == "pybind11") from None
 
 
 def _forked() -> None:

@@ -56,8 +56,8 @@ def find(
 ) -> OpenedLibrary | None:
     """Returns the opened library that a cache folder holds for a key, None if it holds none.
 
-    A library that lacks a needed arch does not count. A library that is damaged, or compiled
-    for CPUs with more features than this machine's has, is passed over with one warning.
+    A library that lacks a needed arch does not count. A library that is damaged, or that this
+    machine's CPU or C library cannot run, is passed over with one warning.
 
     Args:
         location: the cache folder.

@@ -1,8 +1,11 @@
-"""Check by its ELF tables that a shared library is complete and for this kind of CPU."""
+"""What a shared library's ELF tables say: if it is complete, its CPU, what it needs to load."""
 
 from __future__ import annotations
 
+import re
 import struct
+from collections.abc import Iterator
+from typing import NamedTuple
 
 from ..platform import machine
 
@@ -10,7 +13,11 @@ _HEADER = struct.Struct("<16sHHIQQQIHHHHHH")  # Elf64_Ehdr
 _SEGMENT = struct.Struct("<IIQQQQQQ")  # Elf64_Phdr
 _SECTION = struct.Struct("<IIQQQQIIQQ")  # Elf64_Shdr
 _SHARED_OBJECT, _LOADED, _DYNAMIC, _NO_BITS = 3, 1, 2, 8
+_NEEDED_VERSIONS, _DYNAMIC_SECTION = 0x6FFFFFFE, 6
 _MACHINES = {"x86_64": 62, "aarch64": 183}
+_NAMES = {number: name for name, number in _MACHINES.items()}
+
+Version = tuple[int, ...]
 
 
 def _truncation(file_size: int, content: bytes) -> str:
@@ -63,3 +70,80 @@ def file_problem(path: str) -> str:
     except OSError as error:
         return error.strerror or str(error)
     return _truncation(len(content), content)
+
+
+class Needs(NamedTuple):
+    """Libraries and symbol versions that a shared library needs of the system.
+
+    Attributes:
+        machine: CPU architecture, such as "x86_64".
+        libraries: names of the libraries that it is linked with.
+        versions: the highest version of each kind of symbols, such as ``{"GLIBC": (2, 34)}``.
+    """
+
+    machine: str
+    libraries: frozenset[str]
+    versions: dict[str, Version]
+
+
+def _text(content: bytes, offset: int) -> str:
+    """Returns the string that ends with the first zero byte after ``offset``."""
+    return content[offset : content.index(b"\0", offset)].decode()
+
+
+def _version_names(content: bytes, offset: int, count: int, strings: int) -> Iterator[str]:
+    """Yields the names in a table of needed versions, such as "GLIBC_2.34".
+
+    Args:
+        content: the library.
+        offset: offset of the table, a list of ``Elf64_Verneed`` with ``Elf64_Vernaux`` each.
+        count: number of entries.
+        strings: offset of the table's strings.
+    """
+    for _ in range(count):
+        _, auxiliaries, _, first, following = struct.unpack_from("<HHIII", content, offset)
+        at = offset + first
+        for _ in range(auxiliaries):
+            _, _, _, name, further = struct.unpack_from("<IHHII", content, at)
+            yield _text(content, strings + name)
+            at += further
+        offset += following
+
+
+def needs(content: bytes) -> Needs:
+    """Returns what a shared library needs of the system.
+
+    Args:
+        content: content of the file.
+
+    Raises:
+        ValueError: the file is no 64-bit shared library for x86-64 or aarch64.
+    """
+    if content[:6] != b"\x7fELF\x02\x01":
+        raise ValueError("not a 64-bit ELF file")
+    header = _HEADER.unpack_from(content)
+    machine, at, size, count = _NAMES.get(header[2], ""), header[6], header[11], header[12]
+    if not machine:
+        raise ValueError(f"ELF machine {header[2]} is neither x86-64 nor aarch64")
+    sections = [_SECTION.unpack_from(content, at + index * size) for index in range(count)]
+    libraries, versions = set(), dict[str, Version]()
+    for _, kind, _, _, offset, length, link, entries, _, _ in sections:
+        if kind == _DYNAMIC_SECTION:
+            for tag, value in struct.iter_unpack("<qQ", content[offset : offset + length]):
+                if tag == 1:  # DT_NEEDED
+                    libraries.add(_text(content, sections[link][4] + value))
+        elif kind == _NEEDED_VERSIONS:
+            for name in _version_names(content, offset, entries, sections[link][4]):
+                family, _, number = name.rpartition("_")
+                if re.fullmatch(r"\d+(\.\d+)+", number):
+                    found = tuple(map(int, number.split(".")))
+                    versions[family] = max(found, versions.get(family, ()))
+    return Needs(machine, frozenset(libraries), versions)
+
+
+def needed_glibc(content: bytes) -> str:
+    """Returns the oldest glibc that a library loads with, such as "2.34"; "" if it is not known."""
+    try:
+        return ".".join(map(str, needs(content).versions.get("GLIBC", ())))
+    except (ValueError, IndexError, struct.error):
+        return ""

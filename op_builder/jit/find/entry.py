@@ -9,6 +9,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import re
 import stat
 import warnings
 import zlib
@@ -18,6 +19,7 @@ from typing import NamedTuple
 from ..backends.archs import Capability, covered
 from ..cpu_features import missing
 from ..errors import CacheError
+from ..platform import glibc
 
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _FILE = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
@@ -82,7 +84,10 @@ class Damaged(CacheError):
 
 
 class Unfit(CacheError):
-    """A library whose code this machine's CPU does not run."""
+    """A library that this machine's CPU or C library does not run, or that ld.so has refused."""
+
+
+refused: dict[tuple[int, int], str] = {}  # what ld.so said of a file, by ``OpenedLibrary.file``
 
 
 def _identity(fd: int) -> tuple[int, int]:
@@ -257,6 +262,7 @@ class _Manifest(NamedTuple):
         crc32: checksum of the library.
         machine: CPU architecture that the library is for; "" if the manifest does not say.
         cpu_features: features that a CPU of that architecture needs to have beyond the baseline.
+        glibc: oldest glibc that the library loads with; "" if the manifest does not say.
     """
 
     key: str
@@ -265,11 +271,18 @@ class _Manifest(NamedTuple):
     crc32: int
     machine: str = ""
     cpu_features: Sequence[str] = ()
+    glibc: str = ""
 
-    def lacking(self) -> list[str]:
-        """Returns the needed CPU features that this machine lacks."""
-        here = self.machine == os.uname().machine
-        return missing(self.cpu_features) if self.cpu_features and here else []
+    def unfit(self) -> str:
+        """Returns the reason why this machine cannot run the library, "" if there is none."""
+        if self.machine != os.uname().machine:
+            return ""
+        if lacking := missing(self.cpu_features) if self.cpu_features else []:
+            return f"was compiled for CPUs with {' '.join(lacking)}"
+        here = glibc() if self.glibc else ()
+        if here and tuple(map(int, self.glibc.split("."))) > here:
+            return f"needs glibc {self.glibc}, this system has {'.'.join(map(str, here))}"
+        return ""
 
 
 def _parse(text: str) -> _Manifest:
@@ -287,7 +300,9 @@ def _parse(text: str) -> _Manifest:
     strings = all(
         isinstance(each, list) and all(isinstance(x, str) for x in each) for each in lists
     )
-    if not strings or not isinstance(found.size, int) or not isinstance(found.crc32, int):
+    version = isinstance(found.glibc, str) and re.fullmatch(r"(\d+(\.\d+)*)?", found.glibc)
+    numbers = isinstance(found.size, int) and isinstance(found.crc32, int)
+    if not strings or not version or not numbers:
         raise ValueError("not a manifest")
     return found
 
@@ -350,7 +365,7 @@ def open_entry(
     Raises:
         Unsafe: owner or mode of a file is not safe.
         Damaged: the library is not what its manifest describes.
-        Unfit: this machine's CPU does not run the library.
+        Unfit: this machine cannot run the library, or ld.so has refused it.
         OSError: a file cannot be opened.
         ValueError: the manifest is broken.
     """
@@ -366,10 +381,13 @@ def open_entry(
         if capability is None and not set(wanted) <= set(archs):
             return None
         path = f"{folder}/{library}.so"
-        if lacking := manifest.lacking():
-            raise Unfit(f"{path} was compiled for CPUs with {' '.join(lacking)}")
+        if reason := manifest.unfit():
+            raise Unfit(f"{path} {reason}")
         opened = _open_library(fd, f"{library}.so", path, private, manifest)
     finally:
         os.close(fd)
     file = _identity(opened)
+    if file in refused:
+        os.close(opened)
+        raise Unfit(f"{path} cannot be loaded here ({refused[file]})")
     return OpenedLibrary(opened, path, _proc_path(opened, file), tuple(archs), location.kind, file)

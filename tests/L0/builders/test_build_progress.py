@@ -238,17 +238,57 @@ def test_log_of_a_long_build_shows_life(
     )
 
 
-def test_no_stderr_at_all(
-    root: Path, monkeypatch: pytest.MonkeyPatch, forget: Callable[[], None]
+class Redirector:
+    """What a logger puts in place of stderr: it has ``write`` and ``flush`` alone."""
+
+    def __init__(self) -> None:
+        self.text = ""
+
+    def write(self, text: str) -> None:
+        self.text += text
+
+    def flush(self) -> None: ...
+
+
+class OnlyWrites:
+    """An object without ``flush`` and ``isatty``."""
+
+    text = ""
+
+    def write(self, text: str) -> None:
+        self.text += text
+
+
+class Broken:
+    """An object whose every method fails."""
+
+    def __getattr__(self, name: str) -> object:
+        raise RuntimeError(name)
+
+
+def closed_stream() -> TextIO:
+    stream = io.StringIO()
+    stream.close()
+    return stream
+
+
+@pytest.mark.parametrize("make", [Redirector, OnlyWrites, Broken, closed_stream, lambda: None])
+def test_whatever_replaces_stderr(
+    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, make: Callable[[], object]
 ) -> None:
-    monkeypatch.setattr(sys, "stderr", None)
+    """An op builds, and waits for another's build, whatever sys.stderr is; what can be told is."""
+    stream = make()
+    monkeypatch.setattr(sys, "stderr", stream)
+    monkeypatch.setattr(lock, "MESSAGE_EVERY", 0.05)
+    monkeypatch.setenv("APEX_TE_JIT_VERBOSE", "1")
     assert Tiny(root).open().fd >= 0
-    closed = io.StringIO()
-    closed.close()
-    monkeypatch.setattr(sys, "stderr", closed)
-    write_op(root, value=2)
-    forget()
-    assert Tiny(root).open().fd >= 0
+    path = str(tmp_path / "lock")
+    with lock.held(path, "first", 1), pytest.raises(LockTimeoutError), lock.held(path, "one", 0.2):
+        pass
+    if isinstance(stream, (Redirector, OnlyWrites)):
+        assert "apex_te: tiny (cpu): built in" in stream.text
+        assert "apex_te: waiting for" in stream.text
+    assert not Tiny(root / "missing").is_compatible(verbose=True)
 
 
 @pytest.mark.filterwarnings("ignore:.*multi-threaded.*:DeprecationWarning")
