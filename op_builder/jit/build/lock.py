@@ -8,7 +8,10 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import functools
+import hashlib
 import os
+import re
 import socket
 import threading
 import time
@@ -24,7 +27,9 @@ _FLAGS = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
 _UNSUPPORTED = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
 _ATTEMPTS = 20
 _MARK = "alive"
+_MAKER = re.compile(r"\.(?P<kernel>[0-9a-f]{8})-(?P<pid>\d+)-(?P<started>\d+)-\w+$")
 MESSAGE_EVERY = 10.0  # seconds
+FRESH_EVERY, ABANDONED_AFTER = 60.0, 3600.0  # seconds
 
 _held: set[int] = set()
 _guard = threading.RLock()  # held while a descriptor gets its lock, so that no fork falls between
@@ -132,32 +137,84 @@ def is_free(path: str) -> bool:
             _release(fd)
 
 
+@functools.cache
+def _kernel() -> str:
+    """Returns eight digits that processes share whose process ids are of one numbering."""
+    parts = [socket.gethostname()]
+    with contextlib.suppress(OSError):
+        parts.append(os.readlink("/proc/self/ns/pid"))
+        with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
+            parts[0] = file.read().strip()
+    return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:8]
+
+
+def _started(pid: int) -> str:
+    """Returns the moment at which a process started, in ticks; "" if there is no such process."""
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as file:
+            fields = file.read().rpartition(b")")[2].split()
+    except OSError:
+        return ""
+    return "" if fields[0] in (b"Z", b"X") else fields[19].decode()
+
+
+def builder_name() -> str:
+    """Returns text that tells this process from all others, for the name of a build folder."""
+    return f"{_kernel()}-{os.getpid()}-{_started(os.getpid()) or 0}"
+
+
 @contextlib.contextmanager
 def marked(folder: str) -> Iterator[None]:
-    """Locks a file in a build folder while the block runs, as a sign that the builder lives.
+    """Shows other processes, while the block runs, that the builder in ``folder`` lives.
 
-    If file locks do not work, the block runs without a lock.
-
-    Args:
-        folder: the build folder.
+    A file in it is locked, where locks work, and its time is kept fresh: locks may not reach other
+    machines.
     """
     locked: list[int] = []
+    done = threading.Event()
+
+    def keep_fresh() -> None:
+        while not done.wait(FRESH_EVERY):
+            with contextlib.suppress(OSError):
+                os.utime(folder)
+
+    keeper = threading.Thread(target=keep_fresh, daemon=True)
     try:
         with contextlib.suppress(OSError):
             _try_lock(os.path.join(folder, _MARK), locked)
+        with contextlib.suppress(RuntimeError):  # no thread to be had, or the interpreter ends
+            keeper.start()
         yield
     finally:
+        done.set()
+        if keeper.is_alive():
+            keeper.join(1.0)
         for fd in locked:
             _release(fd)
 
 
-def is_abandoned(folder: str) -> bool:
-    """Returns True if no living process holds the lock in the build folder ``folder``.
+def is_abandoned(folder: str, now: float) -> bool:
+    """Returns True if the builder that made the build folder ``folder`` lives no more.
 
-    ``marked`` takes that lock. A builder that just begins does not hold it yet, but its library's.
+    A lock that is held proves that it lives. One that is free proves nothing, since locks may not
+    reach other machines: the process id tells on this machine, the folder's age on others.
+
+    Args:
+        folder: the build folder, which ``marked`` marks.
+        now: present time of the clock that gives the folder's times.
     """
     mark = os.path.join(folder, _MARK)
-    return not os.path.lexists(mark) or is_free(mark)
+    if os.path.lexists(mark) and not is_free(mark):
+        return False
+    maker = _MAKER.search(folder)
+    if maker is None:  # what a clean-up has moved aside, or an earlier version's
+        return True
+    if maker["kernel"] == _kernel():
+        return _started(int(maker["pid"])) != maker["started"]
+    try:
+        return now - os.stat(folder, follow_symlinks=False).st_mtime > ABANDONED_AFTER
+    except OSError:
+        return False
 
 
 def _wait(path: str, what: str, timeout: float, locked: list[int]) -> None:

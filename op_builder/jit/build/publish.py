@@ -20,7 +20,7 @@ from ..find.elf import needed_glibc
 from ..find.entry import OpenedLibrary, open_entry, open_folder, warn_once
 from ..find.key import key_of, made_of
 from . import ninja, verify
-from .lock import is_abandoned, is_free, marked
+from .lock import builder_name, is_abandoned, is_free, marked
 from .request import Request
 
 # a rename that lost against another builder's, and what a network file system may answer in passing
@@ -61,8 +61,8 @@ def _sync_folder(path: str) -> None:
 def remove_leftovers(root: str, name: str) -> None:
     """Removes the build folders of dead processes from a cache.
 
-    A builder is dead if nobody holds its library's lock, or the caller does, and nobody holds the
-    lock in its build folder. The second lock counts where a clean-up removed the first.
+    A builder may be dead if nobody holds its library's lock, or the caller does; ``is_abandoned``
+    knows.
 
     Args:
         root: path of the cache.
@@ -70,10 +70,12 @@ def remove_leftovers(root: str, name: str) -> None:
     """
     temporary, locks = os.path.join(root, cache.TEMPORARY), os.path.join(root, cache.LOCKS)
     with contextlib.suppress(OSError):
+        os.utime(temporary)  # by the clock of the file system's server
+        now = os.stat(temporary).st_mtime
         for folder in os.listdir(temporary):
             lock, path = folder.rpartition(".")[0], os.path.join(temporary, folder)
             free = lock == name or (lock and is_free(os.path.join(locks, lock)))
-            if free and is_abandoned(path):
+            if free and is_abandoned(path, now):
                 shutil.rmtree(path, ignore_errors=True)
 
 
@@ -240,7 +242,7 @@ def build(
     """
     temporary = os.path.join(location.path, cache.TEMPORARY)
     parent = os.path.join(location.path, name)
-    folder = tempfile.mkdtemp(prefix=f"{name}.", dir=temporary)
+    folder = tempfile.mkdtemp(prefix=f"{name}.{builder_name()}-", dir=temporary)
     try:
         with marked(folder):
             mine = _compile(request, location, parent, folder)

@@ -1,4 +1,4 @@
-"""What a shared library's ELF tables say: if it is complete, its CPU, what it needs to load."""
+"""ELF tables of a shared library: whether it is complete, its CPU, what it needs to load."""
 
 from __future__ import annotations
 

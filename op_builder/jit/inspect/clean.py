@@ -230,6 +230,8 @@ class Cleaner:
                 if time.time() - os.lstat(path).st_mtime < oldest:
                     continue
                 with self._locked(owner) as problem:
+                    if not problem and not lock.is_abandoned(path, time.time()):
+                        problem = "its builder may be alive"
                     self._note(path, name, problem or "its builder is dead", left=bool(problem))
                     if not problem and not self.dry:
                         shutil.rmtree(path)

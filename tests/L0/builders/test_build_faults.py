@@ -6,6 +6,7 @@ import errno
 import json
 import os
 import shutil
+import subprocess
 import textwrap
 import time
 from collections.abc import Callable
@@ -25,7 +26,7 @@ from attacks import (
 )
 from tiny_op import Tiny, logging_compiler, start, write_op
 
-from op_builder.jit.build import publish
+from op_builder.jit.build import lock, publish
 from op_builder.jit.errors import (
     BuildError,
     CompileError,
@@ -294,6 +295,56 @@ def test_file_system_without_locks(
     assert compiles == 1 if session else 1 <= compiles <= 4
     assert list((cache_dir / "tmp").iterdir()) == []
     assert len(list(cache_dir.glob("tiny_cpu-*/cpu/tiny_cpu.so"))) == 1
+
+
+OWN_LOCKS = """
+    import fcntl
+    fcntl.flock = lambda fd, operation: None  # as if no lock of another process were seen
+    from op_builder.jit.build import lock
+    {kernel}
+"""
+OTHER_HOSTS = "lock._kernel = lambda: f'{os.getpid():08x}'"
+
+
+@pytest.mark.parametrize("kernel", ["", OTHER_HOSTS], ids=["one host", "four hosts"])
+def test_locks_that_reach_no_other_machine(
+    root: Path, cache_dir: Path, tmp_path: Path, kernel: str
+) -> None:
+    """Builders that see none of each other's locks leave each other's running builds alone."""
+    compiler, log = logging_compiler(tmp_path, sleep=1.5)
+    code = OWN_LOCKS.format(kernel=kernel) + CALL.format(root=str(root))
+    processes = [start(code, CXX=str(compiler)) for _ in range(4)]
+    assert [finish(process) for process in processes] == ["value 1\n"] * 4
+    assert log.read_text().count("x") <= 4  # none began anew
+    assert list((cache_dir / "tmp").iterdir()) == []
+    assert len(list(cache_dir.glob("tiny_cpu-*/cpu/tiny_cpu.so"))) == 1
+
+
+def test_who_may_be_alive(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A dead builder of this machine is told by its process id, another machine's by its age."""
+    name = f"tiny_cpu-{'0' * 24}"
+
+    def folder(builder: str, age: float = 0.0) -> str:
+        path = tmp_path / "tmp" / f"{name}.{builder}-abcdefgh"
+        path.mkdir(parents=True)
+        os.utime(path, (time.time() - age,) * 2)
+        return str(path)
+
+    mine = lock.builder_name()
+    kernel, pid, started = mine.split("-")
+    ended = subprocess.Popen(["true"])
+    ended.wait()
+    alive = [folder(mine, age=9e4), folder("00000000-1-1", age=lock.ABANDONED_AFTER - 60)]
+    dead = [
+        folder(f"{kernel}-{ended.pid}-{started}"),
+        folder(f"{kernel}-{pid}-{int(started) + 1}"),
+        folder("00000001-1-1", age=lock.ABANDONED_AFTER + 60),
+    ]
+    publish.remove_leftovers(str(tmp_path), name)
+    assert [path for path in (*alive, *dead) if os.path.exists(path)] == alive
+    monkeypatch.setattr(lock, "FRESH_EVERY", 0.01)
+    with lock.marked(alive[1]):
+        assert wait_for(lambda: os.stat(alive[1]).st_mtime > time.time() - 60)
 
 
 # Clocks --------------------------------------------------------------------------------------
