@@ -78,9 +78,7 @@ class Cuda:
         Returns:
             One step per source, and the beginning of the command that links their object files.
         """
-        nvcc = [toolchain.find_nvcc().path]
-        if os.environ.get("CXX"):
-            nvcc.append(f"-ccbin={toolchain.find_cxx()[0]}")
+        nvcc = [toolchain.find_nvcc().path, *toolchain.nvcc_host_flags()]
         includes = include_flags(spec, system_folders)
         steps = []
         for name in names:

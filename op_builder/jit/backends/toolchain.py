@@ -36,6 +36,8 @@ _RELAXED_MATH = re.compile(
     r"|-ffinite-math-only|-fno-signed-zeros|-ffp-contract=(?!off$).*|-ffp-model=(fast|aggressive)"
     r"|--?use_fast_math|--?ftz=true|--?prec-(div|sqrt)=false|--?fmad=true"
 )
+# programs that take a compiler's flags alone for a call of some compiler of their choice
+_LAUNCHERS = frozenset(("ccache", "sccache", "distcc", "icecc", "buildcache"))
 
 
 class Nvcc(NamedTuple):
@@ -118,6 +120,9 @@ def find_cxx() -> list[str]:
         SettingError: ``CXX`` cannot be split into words or has an unfit flag.
     """
     named = _words("CXX")
+    whole = os.environ.get("CXX", "").strip()
+    if len(named) > 1 and os.path.isabs(whole) and shutil.which(whole):
+        named = [whole]  # a path with blanks
     usual = ["g++", "c++", "clang++"]
     if is_cross_compiling():
         usual = [f"{machine()}-linux-gnu-g++"]
@@ -141,6 +146,47 @@ def _cxx_version(command: tuple[str, ...]) -> str:
     """Returns the first line that ``command --version`` prints, "unknown" if it fails."""
     lines = _version([*command, "--version"]).splitlines()
     return lines[0].strip() if lines else "unknown"
+
+
+@functools.cache
+def _without_launcher(command: tuple[str, ...], path: str) -> list[str]:
+    """Returns a C++ compiler's command without the words of ccache or of another launcher.
+
+    Args:
+        command: the command.
+        path: ``PATH``, on which the compiler is searched.
+    """
+    for index, word in enumerate(command):
+        found = None if word.startswith("-") else shutil.which(word, path=path)
+        if found is None or os.path.basename(found) in _LAUNCHERS:
+            continue
+        question = [found, "-dM", "-E", "-x", "c++", "/dev/null"]
+        if len(command) == 1 or "__cplusplus" in _version(question):
+            return [found, *command[index + 1 :]]
+    return list(command)
+
+
+def nvcc_host_flags() -> list[str]:
+    """Returns nvcc's flags for the host compiler of ``find_cxx``, and for its flags.
+
+    There are none if another variable names nvcc's host compiler, or if it is nvcc's own choice.
+    """
+    own_choice = not os.environ.get("CXX", "").strip() and shutil.which("gcc")
+    if own_choice or os.environ.get("NVCC_CCBIN"):
+        return []
+    given = [*_words("NVCC_PREPEND_FLAGS"), *_words("NVCC_APPEND_FLAGS")]
+    if any(re.match("--?(ccbin|compiler-bindir)", flag) for flag in given):
+        return []
+    named = find_cxx()
+    compiler, *flags = _without_launcher(tuple(named), os.environ.get("PATH", os.defpath))
+    # the suite's standard and level count, as they do for g++, which reads them last
+    kept = [flag for flag in flags if not re.match(r"-std=|-O\w*$", flag)]
+    return [f"-ccbin={compiler}", *map(_through_nvcc, kept)]
+
+
+def _through_nvcc(flag: str) -> str:
+    """Returns the flag of nvcc that hands ``flag`` on; nvcc splits it at commas for a shell."""
+    return "-Xcompiler=" + shlex.quote(flag).replace("\\", "\\\\").replace(",", "\\,")
 
 
 def cxx_version() -> str:
