@@ -358,9 +358,13 @@ class _LinearCrossEntropy(OpFunction):
             ctx.save_for_backward(hidden, weight, bias, target, stats, num_valid)
         elif any(wanted):
             ctx.dtypes = [None if t is None else t.dtype for t in (hidden, weight, bias)]
-            ctx.save_for_backward(*head.gradients())
+            if num_valid is None:
+                num_valid = count_valid(target, options.ignore_index)
+            ctx.save_for_backward(*head.gradients(), target, num_valid)
             ctx.once = second_backward_is_refused(ctx)
-        return losses if options.reduction == "none" else sum_losses(losses, num_valid)
+        if options.reduction == "none":
+            return losses
+        return sum_losses(losses, num_valid if options.reduction == "mean" else None)
 
     @staticmethod
     @once_differentiable
@@ -374,9 +378,20 @@ def _backward(ctx: Any, grad_output: torch.Tensor) -> tuple[torch.Tensor | None,
     if ctx.now:
         # A second backward would find them multiplied already: autograd sees it and refuses, or
         # else copies are multiplied.
+        *made, target, num_valid = ctx.saved_tensors
+        ignore_index = ctx.options.ignore_index
+        # Only the gradient of the hidden states has a row for each target.
         gradients = tuple(
-            None if g is None else scale_gradient(g if ctx.once else g.clone(), factor)
-            for g in ctx.saved_tensors
+            None
+            if g is None
+            else scale_gradient(
+                g if ctx.once else g.clone(),
+                factor,
+                target=rows,
+                num_valid=num_valid,
+                ignore_index=ignore_index,
+            )
+            for g, rows in zip(made, (target, None, None), strict=True)
         )
         dtypes = ctx.dtypes
     else:
@@ -503,4 +518,7 @@ def _recomputed(
             options,
         )
         head.add_gradients(begin, end, logits)
+    if options.recipe is not None and head.dhidden is not None:
+        # An infinite gradient of another row makes the scale that a row shares infinite.
+        head.dhidden.masked_fill_((target == options.ignore_index).unsqueeze(1), 0.0)
     return head.gradients()

@@ -173,17 +173,33 @@ def sum_losses(loss: torch.Tensor, num_valid: torch.Tensor | None = None) -> tor
 
 
 @checked
-def scale_gradient(grad: torch.Tensor, grad_output: torch.Tensor) -> torch.Tensor:
+def scale_gradient(
+    grad: torch.Tensor,
+    grad_output: torch.Tensor,
+    *,
+    target: torch.Tensor | None = None,
+    num_valid: torch.Tensor | None = None,
+    ignore_index: int = -100,
+) -> torch.Tensor:
     """Multiplies ``grad`` in place by ``grad_output``, one element; a factor of 1 touches nothing.
 
+    The gradient of ignored rows is 0 and stays 0, also if ``grad_output`` is infinite or NaN.
+
     Args:
-        grad: contiguous float32, float16 or bfloat16, of any shape.
+        grad: contiguous float32, float16 or bfloat16, of any shape; [rows, columns] with
+            ``target``.
         grad_output: float32, one element, on the device of ``grad``.
+        target: [rows] int64 or int32; rows of ``grad`` whose target is ``ignore_index`` are left as
+            they are.
+        num_valid: one int32 element, the number of rows that ``grad`` is a sum over; if it is 0,
+            ``grad`` is left as it is.
+        ignore_index: as in ``cross_entropy``.
 
     Returns:
         ``grad``.
     """
-    _scale(grad if grad.dim() == 2 else grad.view(1, -1), grad_output)
+    rows = grad if grad.dim() == 2 else grad.view(1, -1)
+    _scale(rows, grad_output, target, num_valid, ignore_index)
     note_written(grad)
     return grad
 
@@ -225,7 +241,8 @@ class _CrossEntropy(OpFunction):
             label_smoothing=label_smoothing,
         )
         if ctx.with_scale:
-            ctx.save_for_backward(grad)
+            ctx.save_for_backward(grad, targets)
+            ctx.options = ignore_index, label_smoothing
         elif stats is not None:
             ctx.save_for_backward(rows, targets, stats, num_valid, grad)
             ctx.options = ignore_index, label_smoothing
@@ -242,8 +259,13 @@ class _CrossEntropy(OpFunction):
         # A second backward would find what this one writes over: autograd sees it and refuses, or
         # else this one writes to copies.
         if ctx.with_scale:
-            (made,) = ctx.saved_tensors
-            grad = scale_gradient(made if ctx.once else made.clone(), factor)
+            made, targets = ctx.saved_tensors
+            grad = scale_gradient(
+                made if ctx.once else made.clone(),
+                factor,
+                target=targets,
+                ignore_index=ctx.options[0],
+            )
         else:
             rows, targets, stats, num_valid, made = ctx.saved_tensors
             ignore_index, label_smoothing = ctx.options

@@ -32,8 +32,12 @@ APEX_TE_IN_PLACE(cross_entropy_bwd, "grad: logits")
 APEX_TE_FUNCTION(cross_entropy_count, "target: Tensor, num_valid: Tensor!, ignore_index: int")
 // total = sum of the losses in a fixed order, over num_valid where it is given.
 APEX_TE_FUNCTION(cross_entropy_sum, "loss: Tensor, num_valid: Tensor?, total: Tensor!")
-// grad *= grad_output (one element) in place; a factor of 1 touches nothing.
-APEX_TE_FUNCTION(cross_entropy_scale, "grad: Tensor!, grad_output: Tensor")
+// grad *= grad_output (one element) in place; a factor of 1 touches nothing. What ignored rows give
+// is 0 and stays so, also where the factor is infinite or NaN: rows whose target is ignore_index
+// and, with a num_valid (one int32 element) of 0, the whole gradient are left as they are.
+APEX_TE_FUNCTION(cross_entropy_scale,
+                 "grad: Tensor!, grad_output: Tensor, target: Tensor?, num_valid: Tensor?, "
+                 "ignore_index: int")
 
 namespace apex_te {
 
@@ -48,13 +52,26 @@ struct Targets {
   }
 };
 
-inline Targets read_targets(Args& args) {
-  const TensorView target = args.tensor();
+inline Targets read_targets(Args& args, const TensorView& target) {
   target.has_dtype({DType::kInt64, DType::kInt32}).has_ndim(1).is_dense();
   if (target.size(0) > 0x7FFFFFFF)
     fail(kApexTeUnsupported, "%s: target must have fewer than 2^31 elements, got %lld", args.name(),
          static_cast<long long>(target.size(0)));
   return Targets{target.data<void>(), target.dtype() == DType::kInt64, target.size(0), 0};
+}
+
+inline Targets read_targets(Args& args, const TensorView& target, int64_t rows) {
+  const Targets targets = read_targets(args, target);
+  if (targets.rows != rows)
+    fail(kApexTeValueError, "%s: target must have shape [%lld], got [%lld]", args.name(),
+         static_cast<long long>(rows), static_cast<long long>(targets.rows));
+  return targets;
+}
+
+inline const int32_t* read_num_valid(Args& args) {
+  const TensorView num_valid = args.optional_tensor();
+  if (num_valid) num_valid.is_scalar(DType::kInt32);
+  return num_valid.data<int32_t>();
 }
 
 struct CrossEntropy {
@@ -74,10 +91,7 @@ inline void read_rows(Args& args, CrossEntropy& p) {
   p.logits.has_dtype({DType::kFloat32, DType::kFloat16, DType::kBFloat16}).has_ndim(2).is_dense();
   p.rows = p.logits.size(0);
   p.cols = p.logits.size(1);
-  p.target = read_targets(args);
-  if (p.target.rows != p.rows)
-    fail(kApexTeValueError, "%s: target must have shape [%lld], got [%lld]", args.name(),
-         static_cast<long long>(p.rows), static_cast<long long>(p.target.rows));
+  p.target = read_targets(args, args.tensor(), p.rows);
 }
 
 inline float* read_stats(const TensorView& stats, int64_t rows) {
@@ -86,9 +100,7 @@ inline float* read_stats(const TensorView& stats, int64_t rows) {
 
 // num_valid, ignore_index and label_smoothing, with which both directions end.
 inline void read_options(Args& args, CrossEntropy& p) {
-  const TensorView num_valid = args.optional_tensor();
-  if (num_valid) num_valid.is_scalar(DType::kInt32);
-  p.num_valid = num_valid.data<int32_t>();
+  p.num_valid = read_num_valid(args);
   p.target.ignore_index = args.integer();
   p.label_smoothing = static_cast<float>(args.floating());
   if (!(p.label_smoothing >= 0.0f && p.label_smoothing <= 1.0f))
@@ -149,7 +161,7 @@ struct CrossEntropyCount {
 
 inline CrossEntropyCount check_cross_entropy_count(Args& args) {
   CrossEntropyCount p;
-  p.target = read_targets(args);
+  p.target = read_targets(args, args.tensor());
   p.num_valid = args.tensor().is_scalar(DType::kInt32).data<int32_t>();
   p.target.ignore_index = args.integer();
   return p;
@@ -168,29 +180,42 @@ inline CrossEntropySum check_cross_entropy_sum(Args& args) {
   loss.has_dtype({DType::kFloat32}).has_ndim(1).is_dense();
   p.loss = loss.data<float>();
   p.rows = loss.size(0);
-  const TensorView num_valid = args.optional_tensor();
-  if (num_valid) num_valid.is_scalar(DType::kInt32);
-  p.num_valid = num_valid.data<int32_t>();
+  p.num_valid = read_num_valid(args);
   p.total = args.tensor().is_scalar(DType::kFloat32).data<float>();
   return p;
 }
 
 struct CrossEntropyScale {
-  TensorView grad;
+  void* grad;
+  DType dtype;
   int64_t rows, cols;
   const float* grad_output;
+  Targets target;  // without data where no rows are ignored
+  const int32_t* num_valid;
+
+  // Where the factor leaves the gradient as it is, and one of its rows.
+  APEX_TE_HD bool is_kept() const { return *grad_output == 1.0f || (num_valid && !*num_valid); }
+  APEX_TE_HD bool is_kept(int64_t row) const {
+    return target.data && target[row] == target.ignore_index;
+  }
 };
 
 inline CrossEntropyScale check_cross_entropy_scale(Args& args) {
   CrossEntropyScale p;
-  p.grad = args.tensor();
-  p.grad.has_dtype({DType::kFloat32, DType::kFloat16, DType::kBFloat16}).has_ndim(2).is_dense();
-  p.rows = p.grad.size(0);
-  p.cols = p.grad.size(1);
+  const TensorView grad = args.tensor();
+  grad.has_dtype({DType::kFloat32, DType::kFloat16, DType::kBFloat16}).has_ndim(2).is_dense();
+  p.grad = grad.data<void>();
+  p.dtype = grad.dtype();
+  p.rows = grad.size(0);
+  p.cols = grad.size(1);
   if (p.cols > 0x7FFFFFFF - 4096)
     fail(kApexTeValueError, "%s: grad must have at most 2^31 - 4097 columns, got %lld", args.name(),
          static_cast<long long>(p.cols));
   p.grad_output = args.tensor().is_scalar(DType::kFloat32).data<float>();
+  const TensorView target = args.optional_tensor();
+  p.target = target ? read_targets(args, target, p.rows) : Targets{};
+  p.num_valid = read_num_valid(args);
+  p.target.ignore_index = args.integer();
   return p;
 }
 

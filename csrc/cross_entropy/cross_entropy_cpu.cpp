@@ -179,10 +179,11 @@ void bwd(const CrossEntropyBwd& p) {
 
 template <typename T>
 void scale(const CrossEntropyScale& p) {
+  if (p.is_kept()) return;
   const float factor = *p.grad_output;
-  if (factor == 1.0f) return;
   parallel_for(p.rows, [&](int64_t row) {
-    T* grad = p.grad.data<T>() + row * p.cols;
+    if (p.is_kept(row)) return;
+    T* grad = static_cast<T*>(p.grad) + row * p.cols;
     for (int64_t i = 0; i < p.cols; ++i) grad[i] = from_float<T>(to_float(grad[i]) * factor);
   });
 }
@@ -221,5 +222,5 @@ APEX_TE_DEFINE(cross_entropy_bwd) {
 APEX_TE_DEFINE(cross_entropy_scale) {
   using namespace apex_te;
   const CrossEntropyScale p = check_cross_entropy_scale(args);
-  with_dtype(p.grad.dtype(), [&](auto zero) { scale<decltype(zero)>(p); });
+  with_dtype(p.dtype, [&](auto zero) { scale<decltype(zero)>(p); });
 }

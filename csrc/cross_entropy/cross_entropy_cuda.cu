@@ -256,12 +256,12 @@ void launch_bwd(const Params& p, const GradOutput& grad_output, cudaStream_t str
 }
 
 template <typename T>
-__global__ void __launch_bounds__(256)
-    cross_entropy_scale_kernel(T* grad, int64_t rows, int64_t cols, const float* grad_output) {
-  const float factor = *grad_output;
-  if (factor == 1.0f) return;
-  for (int64_t r = blockIdx.x; r < rows; r += gridDim.x) {
-    const Row<T> row(grad, r, cols);
+__global__ void __launch_bounds__(256) cross_entropy_scale_kernel(const CrossEntropyScale p) {
+  if (p.is_kept()) return;
+  const float factor = *p.grad_output;
+  for (int64_t r = blockIdx.x; r < p.rows; r += gridDim.x) {
+    if (p.is_kept(r)) continue;
+    const Row<T> row(p.grad, r, p.cols);
     for (int i = threadIdx.x; i < row.num_vecs; i += blockDim.x) {
       T* at = row.data + row.col(i);
       float values[kVec];
@@ -281,8 +281,7 @@ template <typename T>
 void launch_scale(const CrossEntropyScale& p, cudaStream_t stream) {
   if (!p.rows || !p.cols) return;
   const int64_t at_once = device_attribute(cudaDevAttrMultiProcessorCount) * 8;
-  cross_entropy_scale_kernel<T><<<static_cast<unsigned>(min(p.rows, at_once)), 256, 0, stream>>>(
-      p.grad.data<T>(), p.rows, p.cols, p.grad_output);
+  cross_entropy_scale_kernel<T><<<static_cast<unsigned>(min(p.rows, at_once)), 256, 0, stream>>>(p);
   check_cuda(cudaGetLastError(), "cross_entropy_scale");
 }
 
@@ -342,5 +341,5 @@ APEX_TE_DEFINE(cross_entropy_scale) {
   const CrossEntropyScale p = check_cross_entropy_scale(args);
   const DeviceGuard guard(args.device_id());
   const auto stream = static_cast<cudaStream_t>(args.stream());
-  with_dtype(p.grad.dtype(), [&](auto zero) { launch_scale<decltype(zero)>(p, stream); });
+  with_dtype(p.dtype, [&](auto zero) { launch_scale<decltype(zero)>(p, stream); });
 }

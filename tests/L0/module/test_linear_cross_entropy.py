@@ -1,5 +1,7 @@
 """linear_cross_entropy against product and cross entropy in float64, in chunks of any size."""
 
+import itertools
+
 import pytest
 import torch
 from checks import assert_same_bits, needs_cuda
@@ -102,6 +104,55 @@ def test_loss_scale(device, dtype):
     loss = apex_te.linear_cross_entropy(x, w, target, b, chunk_rows=16)
     _, grads = exact(*tensors, scale=1024.0)
     assert_near(gradients(loss, tensors[:3], 1024.0), grads, STEPS[dtype])
+
+
+@pytest.mark.parametrize("name", [None, *STATELESS])
+@pytest.mark.parametrize("dtype", list(STEPS))
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+def test_ignored_rows_have_gradient_0_whatever_the_incoming_one(device, dtype, reduction, name):
+    """Without a valid row all gradients are 0, and with some those of ignored rows are."""
+    x, w, b, target = make(device, dtype)
+    if name is not None:
+        b = None
+    tensors = [t for t in (x, w, b) if t is not None]
+    for chunk, factor in itertools.product((8, None), (float("inf"), float("nan"), 0.5)):
+        options = {"reduction": reduction, "chunk_rows": chunk, "label_smoothing": 0.1}
+        options["fp8_recipe"] = None if name is None else SCHEMES[name]
+        loss = apex_te.linear_cross_entropy(x, w, torch.full_like(target, -100), b, **options)
+        for grad in torch.autograd.grad(loss, tensors, torch.full_like(loss, factor)):
+            assert not grad.any()
+        loss = apex_te.linear_cross_entropy(x, w, target, b, **options)
+        grads = torch.autograd.grad(loss, tensors, torch.full_like(loss, factor))
+        assert not grads[0][target == -100].any()
+        assert all(bool(grad.isfinite().all()) == (factor == 0.5) for grad in grads)
+
+
+@pytest.mark.parametrize("dtype", list(STEPS))
+def test_a_step_without_valid_rows_adds_nothing(device, dtype):
+    """A loss scale and gradients accumulated before and after it stay as they are."""
+    x, w, _, target = make(device, dtype, bias=False)
+    # On a GPU a scaler refuses float16 weights, as float16 runs under autocast there.
+    scaler = torch.amp.GradScaler(device.type, init_scale=2.0**4)
+    optimizer = torch.optim.SGD([w.detach().float().requires_grad_()], lr=0.1)
+    (master,) = optimizer.param_groups[0]["params"]
+    grads = []
+    for targets in ((target,), (target, torch.full_like(target, -100))):
+        w.grad = None
+        for part in targets:
+            valid = (part != -100).sum()
+            loss = apex_te.linear_cross_entropy(x, w, part, reduction="sum") / valid
+            scaler.scale(loss).backward()
+        grads.append(w.grad)
+    assert_same_bits(*grads)
+    before, scale = master.detach().clone(), scaler.get_scale()
+    w.grad = None
+    loss = apex_te.linear_cross_entropy(x, w, torch.full_like(target, -100), reduction="sum")
+    scaler.scale(loss / 0).backward()
+    master.grad = w.grad.float()
+    scaler.step(optimizer)
+    scaler.update()
+    assert_same_bits(master.detach(), before)
+    assert scaler.get_scale() == scale
 
 
 def test_second_backward_is_refused(device):

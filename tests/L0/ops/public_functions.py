@@ -286,7 +286,9 @@ def make_case(name: str) -> Case:
             {"loss": torch.rand(32), "num_valid": torch.tensor([32], dtype=torch.int32)}
         ),
         "cross_entropy.scale_gradient": Case(
-            {"grad": torch.rand(32, 64), "grad_output": one(2.0)}, ("grad",)
+            {"grad": torch.rand(32, 64), "grad_output": one(2.0), "target": target,
+             "num_valid": torch.tensor([32], dtype=torch.int32)},
+            ("grad",),
         ),
         "current_scale.current_scale": Case(
             {"x": x, "fp8_dtype": E4M3, "eps": 0.0, "amax": one(), **out_pair}, tuple(out_pair)

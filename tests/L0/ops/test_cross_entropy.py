@@ -300,6 +300,27 @@ def test_all_ignored_is_as_in_torch(device):
     assert not x.grad.any()
 
 
+@pytest.mark.parametrize("factor", [float("inf"), float("nan"), -2.0])
+@pytest.mark.parametrize("overwrite", [False, True])
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("valid", [0, 3])
+def test_ignored_rows_have_gradient_0_whatever_the_incoming_one(
+    device, dtype, reduction, overwrite, factor, valid
+):
+    """Ignored rows stay 0 for an infinite or NaN incoming gradient, and the others show it."""
+    logits, target = (t.to(device) for t in make(9, 131, dtype))
+    target[valid:] = -100
+    leaf = logits.requires_grad_()
+    loss = cross_entropy(leaf * 1.0, target, reduction=reduction, overwrite_logits=overwrite)
+    loss.backward(torch.full_like(loss, factor))
+    assert not leaf.grad[valid:].any()
+    plain = logits.detach().requires_grad_()
+    loss = F.cross_entropy(plain.float(), target, reduction=reduction)
+    loss.backward(torch.full_like(loss, factor))
+    assert torch.equal(leaf.grad.isfinite().all(1), plain.grad.isfinite().all(1))
+
+
 @pytest.mark.parametrize("cols", [9, 2000, 40000])
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
 def test_special_values(device, cols, value):
@@ -417,7 +438,9 @@ def test_opcheck_and_compile():
     )
     torch.library.opcheck(ops.cross_entropy_count, (target, count, -100), test_utils=tests)
     torch.library.opcheck(ops.cross_entropy_sum, (loss, None, torch.zeros(1)), test_utils=tests)
-    torch.library.opcheck(ops.cross_entropy_scale, (grad, torch.ones(1)), test_utils=tests)
+    torch.library.opcheck(
+        ops.cross_entropy_scale, (grad, torch.ones(1), target, count, -100), test_utils=tests
+    )
 
     def step(x, overwrite, reduction):
         loss = cross_entropy(

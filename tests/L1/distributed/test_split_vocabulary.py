@@ -267,6 +267,39 @@ def test_head_against_one_rank(all_ranks, size, name, reduction):
     check_head(ranks_of(all_ranks, size, "gloo"), torch.float32, (17,) * size, options)
 
 
+def _ignored(rank, dtype, reduction, fp8):
+    """Gradients of ignored rows, and of the weight without other rows, for an infinite factor."""
+    device = _device(rank)
+    x, w, _, target = head(dtype, 32, bias=False)
+    x, w = (t.to(device).requires_grad_() for t in (x, w[16 * rank : 16 * rank + 16]))
+    logits = torch.randn(*ROWS, 16, device=device).to(dtype).requires_grad_()
+    found = []
+    target = target.to(device)
+    for targets in (torch.full_like(target, -100), target.index_fill(0, target.new_ones(1), -100)):
+        ignored = targets == -100
+        group = torch.distributed.group.WORLD
+        loss = linear_cross_entropy(
+            x, w, targets, reduction=reduction, chunk_rows=4, tp_group=group,
+            fp8_recipe=CurrentScaling() if fp8 else None,
+        )  # fmt: skip
+        dx, dw = torch.autograd.grad(loss, [x, w], torch.full_like(loss, torch.inf))
+        found += [dx[ignored], dw] if ignored.all() else [dx[ignored]]
+        loss = parallel_cross_entropy(logits, targets, group=group, reduction=reduction)
+        (grad,) = torch.autograd.grad(loss, logits, torch.full_like(loss, torch.inf))
+        found.append(grad[ignored])
+    return [tensor.cpu() for tensor in found]
+
+
+@pytest.mark.parametrize("fp8", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("reduction", ["none", "sum", "mean"])
+def test_ignored_rows_have_gradient_0_whatever_the_incoming_one(two_ranks, reduction, dtype, fp8):
+    for found in two_ranks.run(_ignored, dtype, reduction, fp8):
+        for grad in found:
+            assert grad.numel()
+            assert not grad.any()
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("sizes", [(13, 28), (40, 1), (9, 2, 6)])
 @pytest.mark.parametrize("reduction", ["none", "mean"])
