@@ -91,6 +91,29 @@ def dispatch(cls: type[HeldWeight], func: Any, args: tuple, kwargs: dict[str, An
         args: positional arguments, some of which are FP8Parameters.
         kwargs: keyword arguments.
     """
+    if torch.is_inference_mode_enabled():
+        return _in_inference_mode(cls, func, args, kwargs)
+    return _run(cls, func, args, kwargs)
+
+
+def _in_inference_mode(
+    cls: type[HeldWeight], func: Any, args: tuple, kwargs: dict[str, Any]
+) -> Any:
+    """Runs an op in inference mode as ``dispatch`` runs it under ``no_grad``."""
+    if func not in _HANDLERS:
+        # Elsewhere torch has decomposed such ops before.
+        out = func.decompose(*args, **kwargs)
+        if out is not NotImplemented:
+            return out
+    if _returns_view(func) and any(type(x) is cls and not x.is_inference() for x in args):
+        # torch gives a view the version of its base, which a tensor made in this mode cannot have.
+        with torch.inference_mode(False), torch.no_grad():
+            return _run(cls, func, args, kwargs)
+    return _run(cls, func, args, kwargs)
+
+
+def _run(cls: type[HeldWeight], func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+    """Runs an op by its handler, else on the values."""
     handler = _HANDLERS.get(func)
     if handler is not None:
         return handler(cls, *args, **kwargs)
@@ -143,6 +166,16 @@ def _handles(*funcs: Any) -> Callable[[_Handler], _Handler]:
     return register
 
 
+def _writes(func: Any) -> bool:
+    """Returns True if an op writes to an argument."""
+    return any(a.alias_info is not None and a.alias_info.is_write for a in func._schema.arguments)
+
+
+def _returns_view(func: Any) -> bool:
+    """Returns True if an op returns a view of an argument."""
+    return not _writes(func) and any(r.alias_info is not None for r in func._schema.returns)
+
+
 def _on_values(cls: type[HeldWeight], func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
     """Runs an op on the values of its FP8Parameters, and quantizes values that the op writes.
 
@@ -151,9 +184,8 @@ def _on_values(cls: type[HeldWeight], func: Any, args: tuple, kwargs: dict[str, 
     Raises:
         NotImplementedError: the op would return a view of the values, which are not stored.
     """
-    arguments, returns = func._schema.arguments, func._schema.returns
-    writes = any(a.alias_info is not None and a.alias_info.is_write for a in arguments)
-    views = not writes and any(r.alias_info is not None for r in returns)
+    arguments = func._schema.arguments
+    writes, views = _writes(func), _returns_view(func)
     if views and func not in _READING_VIEWS:
         raise NotImplementedError(
             f"FP8Parameter: {func} would be a view of values that are not there; use "

@@ -498,10 +498,12 @@ def fp8_operands(
     held = weight._held
     if not with_columnwise or held.columnwise is not None:
         return held
-    copy = weight._transposed()
     if not keep:
+        copy = weight._transposed()
         return QuantizedTensor(held.rowwise, held.rowwise_scale_inv, *copy, held.dtype)
-    held.columnwise, held.columnwise_scale_inv = copy
+    # A later training step may need what an evaluation in inference mode keeps.
+    with torch.inference_mode(False), torch.no_grad():
+        held.columnwise, held.columnwise_scale_inv = weight._transposed()
     return held
 
 

@@ -102,3 +102,25 @@ def test_recompute_reads_what_the_forward_read(again, kind, name, held, device, 
         batches, promises = batches[:, :1], (True,)
     expected = run(model, batches, recipe, promises)
     assert_same_bits(run(other, batches, recipe, promises, RECOMPUTES[again]), expected)
+
+
+@held
+@each_recipe
+@each_kind
+@pytest.mark.parametrize("first", [True, False])
+def test_training_goes_on_after_an_evaluation_in_inference_mode(
+    first, kind, name, held, device, monkeypatch
+):
+    """Before and between steps, and with the results of an evaluation under no_grad."""
+    recipe = RECIPES[name]
+    model = made(kind, held, recipe, device, monkeypatch)
+    other = copy.deepcopy(model)
+    batches = draw(shape_of(kind, device), device, 2, 2)
+    found = {}
+    for mode, one in ((torch.no_grad, model), (torch.inference_mode, other)):
+        found[mode] = seen = []
+        for step in batches:
+            with mode(), fp8_autocast(True, recipe):
+                seen.append(one(step[0, 0].clone(), is_first_microbatch=first).clone())
+            seen += run(one, step[None], recipe, (True, False))
+    assert_same_bits(*found.values())
