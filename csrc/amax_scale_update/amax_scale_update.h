@@ -12,8 +12,9 @@
 #include "common/abi/op.h"
 #include "common/numerics/codec.h"
 
-constexpr int kMaxSlots = 64;
-constexpr int64_t kMaxHistoryLength = 1 << 24;
+constexpr int kSlotBits = 12;  // a layer of 1,023 GEMMs has 3,069 slots
+constexpr int kMaxSlots = (1 << kSlotBits) - 1;
+constexpr int64_t kMaxHistoryLength = (1 << (32 - kSlotBits)) - 1;
 
 APEX_TE_FUNCTION(amax_scale_update,
                  "histories: Tensor![], scales: Tensor![], scale_invs: Tensor![], "
@@ -25,9 +26,9 @@ namespace apex_te {
 struct AmaxHistory {
   float *history, *scale, *scale_inv;
   float fp8_max;
-  uint32_t packed;  // length << 8 | slots: the table of one launch is 32 bytes a history
-  APEX_TE_HD int64_t length() const { return packed >> 8; }
-  APEX_TE_HD int slots() const { return static_cast<int>(packed & 0xFFu); }
+  uint32_t packed;  // length and slots: the table of one launch is 32 bytes a history
+  APEX_TE_HD int64_t length() const { return packed >> kSlotBits; }
+  APEX_TE_HD int slots() const { return static_cast<int>(packed & kMaxSlots); }
 };
 
 struct AmaxScaleUpdate {
@@ -80,14 +81,15 @@ inline AmaxScaleUpdate check_amax_scale_update(Args& args, AmaxHistory* (*alloca
     const TensorView history = args.list_item(p.histories, index, i);
     history.has_dtype({DType::kFloat32}).has_ndim(2).is_dense();
     const int64_t length = history.size(0), slots = history.size(1);
-    if (length < 1 || length >= kMaxHistoryLength || slots < 1 || slots > kMaxSlots)
-      history.refuse(kApexTeValueError, "be [1 to 2^24 - 1, 1 to 64]", "another shape");
+    if (length < 1 || length > kMaxHistoryLength || slots < 1 || slots > kMaxSlots)
+      history.refuse(kApexTeValueError, "be [1 to 2^20 - 1, 1 to 4095]", "another shape");
     const TensorView scale = args.list_item(p.scales, index + 1, i);
     const TensorView scale_inv = args.list_item(p.scale_invs, index + 2, i);
     scale.has_dtype({DType::kFloat32}).has_shape({slots}).is_dense();
     scale_inv.has_dtype({DType::kFloat32}).has_shape({slots}).is_dense();
     table[i] = {history.data<float>(), scale.data<float>(), scale_inv.data<float>(),
-                static_cast<float>(p.fp8_max[i]), static_cast<uint32_t>(length << 8 | slots)};
+                static_cast<float>(p.fp8_max[i]),
+                static_cast<uint32_t>(length << kSlotBits | slots)};
   }
   return p;
 }

@@ -1,6 +1,7 @@
-// CUDA kernel of amax_scale_update: one block a history, up to 1000 histories a launch, whose table
-// travels in the kernel's parameters, so that no copy to the device is needed. The host copies all
-// of a kernel's parameters on each launch, so that there is a kernel for each size of table.
+// CUDA kernel of amax_scale_update: one block for 64 slots of a history, up to 1000 histories a
+// launch, whose table travels in the kernel's parameters, so that no copy to the device is needed.
+// The host copies all of a kernel's parameters on each launch, so that there is a kernel for each
+// size of table.
 #include <vector>
 
 #include "amax_scale_update/amax_scale_update.h"
@@ -13,6 +14,7 @@ namespace {
 
 constexpr int kThreads = 256;
 constexpr int kPerThread = 16;
+constexpr int kBlockSlots = 64;
 constexpr int kTableSize = 1000;  // of the largest table
 
 template <int kSize>
@@ -36,18 +38,24 @@ template <int kSize>
 __global__ void __launch_bounds__(kThreads)
     amax_scale_update_kernel(const __grid_constant__ Params<kSize> p) {
   const AmaxHistory h = p.table[blockIdx.x];
-  const int slots = h.slots();
-  const int total = static_cast<int>(h.length()) * slots;  // below 2^30
-  __shared__ uint32_t amax[kMaxSlots];
-  __shared__ float last[kMaxSlots];
-  __shared__ bool rolls[kMaxSlots];
+  const int first = static_cast<int>(blockIdx.y) * kBlockSlots, stride = h.slots();
+  const int slots = min(kBlockSlots, stride - first);
+  if (slots <= 0) return;
+  const int total = static_cast<int>(h.length()) * slots;  // of this block, below 2^26
+  float *const scales = h.scale + first, *const scale_invs = h.scale_inv + first;
+  const auto at = [&](int i) -> float& {
+    return h.history[static_cast<int64_t>(i / slots) * stride + first + i % slots];
+  };
+  __shared__ uint32_t amax[kBlockSlots];
+  __shared__ float last[kBlockSlots];
+  __shared__ bool rolls[kBlockSlots];
   if (threadIdx.x < slots) {
-    const float staged = h.history[threadIdx.x];
+    const float staged = at(threadIdx.x);
     const bool is_finite = magnitude_bits(staged) < 0x7F800000u;
     last[threadIdx.x] = staged;
     rolls[threadIdx.x] = is_finite && staged != 0.0f;
     amax[threadIdx.x] = float_bits(staged);
-    h.history[threadIdx.x] = 0.0f;
+    at(threadIdx.x) = 0.0f;
     if (!is_finite && p.nonfinite_count) atomicAdd(p.nonfinite_count, 1);
   }
   __syncthreads();
@@ -57,10 +65,10 @@ __global__ void __launch_bounds__(kThreads)
 #pragma unroll
     for (int k = 0; k < kPerThread; ++k) {
       const int i = begin + k * kThreads + threadIdx.x;
-      next[k] = i < total ? (i + slots < total ? h.history[i + slots] : last[i % slots]) : 0.0f;
+      next[k] = i < total ? (i + slots < total ? at(i + slots) : last[i % slots]) : 0.0f;
       if (i < total && !p.most_recent) {
         // Row 1 leaves the window but still counts; later rows are seen as their successor's value.
-        const float seen = i < 2 * slots ? fmaxf(h.history[i], next[k]) : next[k];
+        const float seen = i < 2 * slots ? fmaxf(at(i), next[k]) : next[k];
         if (rolls[i % slots]) atomicMax(&amax[i % slots], float_bits(seen));
       }
     }
@@ -68,15 +76,15 @@ __global__ void __launch_bounds__(kThreads)
 #pragma unroll
     for (int k = 0; k < kPerThread; ++k) {
       const int i = begin + k * kThreads + threadIdx.x;
-      if (i < total && rolls[i % slots]) h.history[i] = next[k];
+      if (i < total && rolls[i % slots]) at(i) = next[k];
     }
     __syncthreads();
   }
   if (threadIdx.x < slots && rolls[threadIdx.x]) {
     const float scale =
         scale_from_amax(bits_float(amax[threadIdx.x]), h.fp8_max, p.range_factor, p.pow2);
-    h.scale[threadIdx.x] = scale;
-    h.scale_inv[threadIdx.x] = 1.0f / scale;
+    scales[threadIdx.x] = scale;
+    scale_invs[threadIdx.x] = 1.0f / scale;
   }
 }
 
@@ -89,7 +97,10 @@ void launch(const AmaxScaleUpdate& u, const AmaxHistory* table, int count, cudaS
   p.most_recent = u.most_recent;
   p.pow2 = u.pow2;
   memcpy(p.table, table, count * sizeof(AmaxHistory));
-  amax_scale_update_kernel<kSize><<<count, kThreads, 0, stream>>>(p);
+  int slots = 1;
+  for (int i = 0; i < count; ++i) slots = table[i].slots() > slots ? table[i].slots() : slots;
+  const dim3 grid(count, (slots + kBlockSlots - 1) / kBlockSlots);
+  amax_scale_update_kernel<kSize><<<grid, kThreads, 0, stream>>>(p);
   check_cuda(cudaGetLastError(), "amax_scale_update");
 }
 

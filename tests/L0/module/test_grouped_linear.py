@@ -91,6 +91,29 @@ def test_without_fp8_it_is_linear_on_each_group(dtype, bias, device):
     assert not module.fp8_state.allocated
 
 
+@pytest.mark.parametrize("count", [21, 22, 64, 200, 1023])
+def test_many_experts_update_their_scales(count, device):
+    """Experts have the outputs and the state of a Linear of their own, step by step."""
+    grouped = GroupedLinear(count, 16, 16, bias=False, device=device)
+    lone = {i: module for i, module in enumerate(singles(grouped)) if i % (count // 7) == 0}
+    for _ in range(3):
+        x = (torch.randn(count, 16) * torch.rand(count, 1).mul(8).exp2()).to(device)
+        with fp8_autocast(True, DELAYED):
+            out = grouped(x, [1] * count)
+            outs = {i: module(x[i : i + 1]) for i, module in lone.items()}
+        (out.sum() + sum(out.sum() for out in outs.values())).backward()
+        for i, expected in outs.items():
+            assert torch.equal(out[i : i + 1], expected)
+    flush_fp8_state()
+    for i, module in lone.items():
+        for name, slots in (("fwd", 3), ("bwd", 2)):
+            for kind in ("scale_", "scale_inv_", "amax_history_"):
+                whole = getattr(grouped.fp8_state, kind + name)
+                part = whole[..., slots * i : slots * i + slots]
+                assert torch.equal(part, getattr(module.fp8_state, kind + name))
+                assert kind != "scale_" or part[0] != 1
+
+
 @pytest.mark.parametrize("name", RECIPES)
 @pytest.mark.parametrize("splits", [SPLITS, [0, 7, 1, 16], [24, 0, 0, 0]])
 def test_equals_a_linear_for_each_group(name, splits, device):

@@ -72,6 +72,22 @@ def test_many_histories(device, count):
     assert all(torch.equal(s, e) for (_, s, _), e in zip(states, expected, strict=True))
 
 
+@pytest.mark.parametrize("algo", ["max", "most_recent"])
+@pytest.mark.parametrize(("length", "slots"), [(1, 65), (4, 64), (300, 130), (3, 3069), (2, 4095)])
+def test_many_slots(device, length, slots, algo):
+    """The bits of one history for each 50 of the slots."""
+    whole = state(length, slots, device)
+    whole[0][0, ::7] = 0
+    whole[0][0, 3::11] = float("inf")
+    parts = [[t.clone() for t in tensor.split(50, -1)] for tensor in whole]
+    counts = [torch.zeros(1, dtype=torch.int32, device=device) for _ in range(2)]
+    amax_scale_update(*([t] for t in whole), [448.0], algo=algo, nonfinite_count=counts[0])
+    amax_scale_update(*parts, [448.0] * len(parts[0]), algo=algo, nonfinite_count=counts[1])
+    for tensor, split in zip(whole, parts, strict=True):
+        assert torch.equal(tensor, torch.cat(split, -1))
+    assert torch.equal(*counts)
+
+
 def test_empty_list_is_nothing():
     amax_scale_update([], [], [], [])
 
@@ -86,5 +102,8 @@ def test_rejects():
         amax_scale_update([h], [s], [si], [448.0], algo="mean")
     with pytest.raises(TypeError, match=r"histories\[0\] must have dtype float32, got bfloat16"):
         amax_scale_update([h.bfloat16()], [s], [si], [448.0])
+    wide = state(2, 4096, "cpu")
+    with pytest.raises(ValueError, match=r"histories\[0\] must be \[1 to 2\^20 - 1, 1 to 4095\]"):
+        amax_scale_update(*([t] for t in wide), [448.0])
     with pytest.raises(ValueError, match="margin must be from -64 to 64, got 99"):
         amax_scale_update([h], [s], [si], [448.0], margin=99)
