@@ -18,6 +18,7 @@ from ..fp8.delayed.state import TENSORS, FP8State, resized_history
 from ..fp8.parameter.parameter import FP8Parameter
 from ..module._core.captured_weights import CapturedWeights, KeptWeight
 from ..module._core.fp8_module import FP8Module, Modes
+from ..module.attention.inference_params import InferenceParams
 from ..runtime.stamp import stamp
 
 __all__ = ["Capture", "SavedState", "fp8_modules", "no_collection", "preserved", "substituted"]
@@ -44,6 +45,40 @@ def no_collection() -> Iterator[None]:
             gc.enable()
 
 
+@contextlib.contextmanager
+def recorded(graph: Any, pool: Any) -> Iterator[None]:
+    """Captures what the ``with`` block runs; after an error PyTorch's state is as before the block.
+
+    PyTorch itself leaves a capture that CUDA has ended half open: the capture's stream is current,
+    its pool takes allocations, and random generators refuse to draw outside of a capture.
+
+    Args:
+        graph: a new ``torch.cuda.CUDAGraph``.
+        pool: memory pool from ``torch.cuda.graph_pool_handle()``.
+    """
+    stream = torch.cuda.current_stream()
+    try:
+        with torch.cuda.graph(graph, pool=pool):
+            yield
+    except BaseException:
+        torch.cuda.set_stream(stream)
+        _close_failed(pool)
+        raise
+
+
+def _close_failed(pool: Any) -> None:
+    """Ends what a failed capture into ``pool`` has begun, as far as it has not ended."""
+    device = torch.cuda.current_device()
+    with contextlib.suppress(RuntimeError):  # the pool takes no allocations any more
+        torch._C._cuda_endAllocateToPool(device, pool)
+        torch._C._cuda_releasePool(device, pool)
+    with contextlib.suppress(RuntimeError):
+        value = torch.zeros(1, device=device)
+        # Generators leave their capturing state at the end of a capture that succeeds.
+        with torch.cuda.graph(torch.cuda.CUDAGraph()):
+            value.add_(1)
+
+
 class Capture:
     """CUDA graphs of one module's forward and backward, with the tensors that they read and write.
 
@@ -63,6 +98,8 @@ class Capture:
             None for that capture, and for a module with one capture.
 
     Attributes:
+        caches: KV caches among the arguments, each with what the graph has room for. Without
+            gradients then, as generation has none.
         is_shared: captures of further microbatches share the FP8 weights.
         inputs: the tensors among the arguments, where replays read them.
         outputs: what ``forward`` returned in the capture, flat; tensors lie where replays write
@@ -101,14 +138,18 @@ class Capture:
         self.forward = forward
         self.region = region
         self.every_parameter = tuple(parameters)
-        self.parameters = [p for p in parameters if p.requires_grad]
         self.held = [p._held for p in parameters if isinstance(p, FP8Parameter)]
         self.modules = modules
         self.keeps_weights = keeps_weights
         self.allow_unused = allow_unused
         paths, self.spec = pytree.tree_flatten_with_path((args, kwargs))
         self.names = [_path_name(path) for path, _ in paths]
-        self.leaves = [_static(leaf) for _, leaf in paths]
+        found = {id(x): x for _, x in paths if isinstance(x, InferenceParams)}
+        self.caches: list[tuple[InferenceParams, dict[str, int]]] = [
+            (cache, {}) for cache in found.values()
+        ]
+        self.leaves = [_static(leaf, not self.caches) for _, leaf in paths]
+        self.parameters = [p for p in parameters if p.requires_grad and not self.caches]
         self.inputs = [leaf for leaf in self.leaves if isinstance(leaf, torch.Tensor)]
         main_grads = [getattr(p, "main_grad", None) for p in self.parameters]
         self.main_grads = [grad for grad in main_grads if grad is not None]
@@ -140,7 +181,10 @@ class Capture:
         for module, captured in zip(self.modules, self.weights, strict=False):
             module._modes.captured = captured
         try:
-            yield
+            with contextlib.ExitStack() as stack:
+                for cache, _ in self.caches:
+                    stack.enter_context(cache.preserved())
+                yield
         finally:
             for module, delayed in waiting:
                 module._modes.captured = None
@@ -160,7 +204,17 @@ class Capture:
         args, kwargs = pytree.tree_unflatten(self.leaves, self.spec)
         amax_groups.pending = 0
         with self.region, graph:
-            return pytree.tree_flatten(self.forward(*args, **kwargs))
+            return pytree.tree_flatten(self.call(args, kwargs))
+
+    def call(self, args: Any, kwargs: Any) -> Any:
+        """Calls ``forward``, for which the numbers of tokens in KV caches are on the device."""
+        if not self.caches:
+            return self.forward(*args, **kwargs)
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(torch.no_grad())
+            for cache, room in self.caches:
+                stack.enter_context(cache.captured(room))
+            return self.forward(*args, **kwargs)
 
     def _gradients(self, outputs: list[Any], grads: list[Any]) -> list[Any]:
         """Returns the gradients of ``_sources()``, in the order of these; None if unused.
@@ -208,8 +262,7 @@ class Capture:
         Args:
             pool: memory pool from ``torch.cuda.graph_pool_handle()``.
         """
-        graph = torch.cuda.graph(self.forward_graph, pool=pool)
-        self.outputs, self.output_spec = self._run(graph)
+        self.outputs, self.output_spec = self._run(recorded(self.forward_graph, pool))
 
     def capture_backward(self, pool: Any) -> None:
         """Captures the backward, whose gradients stay where replays write them.
@@ -231,7 +284,7 @@ class Capture:
         grads: list[Any] = [None] * len(sources)
         if sources and any(needs):
             self.backward_graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(self.backward_graph, pool=pool):
+            with recorded(self.backward_graph, pool):
                 grads = self._gradients(self.outputs, self.grad_outputs)
         self._check_used(sources, grads, self._take_delayed())
         found = iter(grads)
@@ -450,11 +503,11 @@ def _needs_grad(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and value.requires_grad
 
 
-def _static(leaf: Any) -> Any:
+def _static(leaf: Any, keeps_grad: bool) -> Any:
     """Returns a copy of a tensor, for replays to read in its place; other values as they are."""
     if not isinstance(leaf, torch.Tensor):
         return leaf
-    return leaf.detach().clone().requires_grad_(leaf.requires_grad)
+    return leaf.detach().clone().requires_grad_(leaf.requires_grad and keeps_grad)
 
 
 def _path_name(path: Any) -> str:

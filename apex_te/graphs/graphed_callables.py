@@ -50,8 +50,8 @@ def make_graphed_callables(
     Args:
         modules: a module or a sequence of modules, each with its parameters and inputs on a CUDA
             device; a module need not have parameters.
-        sample_args: a tuple of positional arguments of ``forward``; for several modules a sequence
-            of such tuples. Tensors give shape, dtype and ``requires_grad``; anything else is a
+        sample_args: a tuple or list of positional arguments of ``forward``; for several modules a
+            sequence of these. Tensors give shape, dtype and ``requires_grad``; anything else is a
             constant of the graph.
         num_warmup_iters: forwards and backwards before the capture, at least 1.
         allow_unused_input: True to allow inputs and parameters that no output depends on.
@@ -67,7 +67,9 @@ def make_graphed_callables(
             parameters nor arguments of the module. The FP8 weights that are kept have memory
             outside of the graphs' pool.
         sample_kwargs: a dict of keyword arguments of ``forward``; for several modules a sequence of
-            dicts.
+            dicts. An ``InferenceParams`` in it must have announced a step by ``pre_step``. Each
+            replay computes the step that was announced last, of as many sequences and tokens as
+            the capture had at most, without gradients.
         pool: memory pool of other graphs to share, from ``torch.cuda.graph_pool_handle()``.
 
     Returns:
@@ -187,7 +189,10 @@ def _samples(modules: Any, args: Any, kwargs: Any) -> list[tuple[Any, tuple, dic
     if kwargs is None:
         kwargs = {} if single else [{} for _ in every]
     found = []
-    for name, values, wanted in (("sample_args", args, tuple), ("sample_kwargs", kwargs, dict)):
+    for name, values, wanted in (
+        ("sample_args", args, (tuple, list)),
+        ("sample_kwargs", kwargs, (dict,)),
+    ):
         each = [values] if single else list(values)
         if len(each) != len(every):
             raise ValueError(
@@ -196,10 +201,10 @@ def _samples(modules: Any, args: Any, kwargs: Any) -> list[tuple[Any, tuple, dic
         for value in each:
             if not isinstance(value, wanted):
                 raise TypeError(
-                    f"{_NAME}: {name} must be a {wanted.__name__} for each module, "
+                    f"{_NAME}: {name} must be a {wanted[0].__name__} for each module, "
                     f"got {type(value).__name__}"
                 )
-        found.append(each)
+        found.append([tuple(value) if isinstance(value, list) else value for value in each])
     if any("is_first_microbatch" in value for value in found[1]):
         raise ValueError(
             f"{_NAME}: sample_kwargs must not hold is_first_microbatch, which is an argument of "
@@ -370,8 +375,10 @@ class GraphedForward:
             return self.eager(*args, **kwargs)
         given = self._checked_inputs(args, self._captured_keywords(kwargs))
         self._check_addresses()
-        self.replayed = True
         capture = self.capture
+        for cache, room in capture.caches:
+            cache.check_room(self.owner, room)
+        self.replayed = True
         if capture.cache is not None:
             capture.cache.choose(first, recomputed, given)
         results = iter(_Graphed.apply(self, recomputed, first is True, *given, *capture.parameters))
@@ -446,7 +453,8 @@ class GraphedForward:
                     f"{owner}: {name} must have shape {list(static.shape)} as captured, "
                     f"got {list(value.shape)}"
                 )
-            if value.requires_grad and not static.requires_grad and torch.is_grad_enabled():
+            needs_grad = value.requires_grad and torch.is_grad_enabled() and not capture.caches
+            if needs_grad and not static.requires_grad:
                 raise ValueError(f"{owner}: {name} must not require grad as captured, got True")
             given.append(value)
         return given

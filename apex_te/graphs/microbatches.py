@@ -225,12 +225,12 @@ def _each(name: str, values: Any, wanted: type, count: int) -> list[Any]:
             f"got {len(found)}"
         )
     for value in found:
-        if not isinstance(value, wanted):
+        if not isinstance(value, (wanted, list) if wanted is tuple else wanted):
             raise TypeError(
                 f"{_NAME}: {name} must be a {wanted.__name__} for each layer and microbatch, "
                 f"got {type(value).__name__}"
             )
-    return found
+    return [tuple(value) if isinstance(value, list) else value for value in found]
 
 
 def _events(chunks: Sequence[range], order: Sequence[int]) -> list[tuple[int, bool]]:

@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections import OrderedDict
-from collections.abc import Hashable, Mapping
-from typing import NamedTuple
+from collections.abc import Hashable, Iterator, Mapping
+from typing import Any, NamedTuple
 
 import torch
+from torch.nn import functional
 
-__all__ = ["Cached", "InferenceParams", "Step", "extended"]
+from ...ops.op_function import OpFunction
+
+__all__ = ["Cached", "InferenceParams", "PaddedStep", "Step", "extended", "without_gradient"]
 
 
 class InferenceParams:
     """Cache of keys and values of the tokens so far, for each layer; one object for a generation.
 
     All sequences grow alike if the caller sets ``sequence_len_offset``. Sequences of several
-    lengths, and sequences that end or join, are announced before each call by ``pre_step``.
+    lengths, and sequences that end or join, are announced before each call by ``pre_step``. CUDA
+    graphs need ``pre_step``: they read its numbers on the device, so a replay computes the step
+    that was announced last, in inputs padded to the sizes of the capture.
 
     Args:
         max_batch_size, max_sequence_length: sequences and tokens that there is room for.
@@ -41,6 +47,9 @@ class InferenceParams:
         self.key_value_memory_dict: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self.sequences: OrderedDict[Hashable, int] = OrderedDict()
         self._step: Step | None = None
+        # int32 [4, max_batch_size + 1] for each device, which graphs read; see PaddedStep.table.
+        self._tables: dict[torch.device, torch.Tensor] = {}
+        self._room: dict[str, int] | None = None  # what the capture that runs has room for
 
     def reset(self) -> None:
         """Begins another generation in the same memory."""
@@ -48,12 +57,14 @@ class InferenceParams:
         self.batch_size_offset = 0
         self.sequences = OrderedDict()
         self._step = None
+        self._write_tables()
 
     def pre_step(self, step_dict: Mapping[Hashable, int]) -> None:
         """Announces the tokens of the next call of the model.
 
-        The inputs of that call have as many sequences: packed one after the other (thd), or each
-        padded behind its tokens.
+        The inputs of that call have these sequences, packed one after the other (thd) or each
+        padded after its tokens. They may have more tokens and sequences after them, as inputs of a
+        CUDA graph do, for which attention returns zeros.
 
         Args:
             step_dict: for each sequence, by any name, the number of its new tokens, in the order of
@@ -88,11 +99,159 @@ class InferenceParams:
             (name, old + count) for name, old, count in zip(step_dict, before, new, strict=True)
         )
         self._step = Step(before, new, self.max_sequence_length)
+        self._write_tables()
 
     @property
     def step_lengths(self) -> Step | None:
         """Returns what the latest ``pre_step`` has announced; None without one."""
         return self._step
+
+    def step_of(self, owner: str, name: str, x: torch.Tensor, layout: str) -> Any:
+        """Returns the announced step as a call with an input of the shape of ``x`` is to read it.
+
+        Args:
+            owner, name: names of the module and of ``x`` in errors.
+            x: input [s, b, ...], [b, s, ...] or [t, ...] of the call.
+            layout: ``"sbhd"``, ``"bshd"`` or ``"thd"``.
+
+        Returns:
+            A ``Step`` for inputs without padding, a ``PaddedStep`` for others and in a CUDA graph,
+            None without ``pre_step``.
+
+        Raises:
+            ValueError: the input is too small for the step, or has too many sequences.
+            RuntimeError: a CUDA graph is captured without ``pre_step``.
+        """
+        step, is_captured = self._step, self._is_captured(x)
+        if step is None:
+            if is_captured:
+                raise RuntimeError(
+                    f"{owner}: inference_params must have announced its tokens by pre_step where a "
+                    "CUDA graph is captured, whose replays would all use one sequence_len_offset"
+                )
+            return None
+        if layout == "thd":
+            expected, actual = [sum(step.new)], [x.shape[0]]
+        else:
+            batch = layout.index("b")
+            expected = [len(step.new), step.longest_new]
+            actual = [x.shape[batch], x.shape[1 - batch]]
+        if not is_captured and expected == actual:
+            return step
+        too_many = layout != "thd" and actual[0] > self.max_batch_size
+        if too_many or any(a < e for a, e in zip(actual, expected, strict=True)):
+            what = "tokens" if layout == "thd" else "sequences and tokens"
+            limit = f", and at most max_batch_size = {self.max_batch_size}" if too_many else ""
+            raise ValueError(
+                f"{owner}: {name} must have at least the {what} that inference_params.pre_step has "
+                f"announced, {expected}{limit}, got {actual}"
+            )
+        if layout == "thd":
+            sequences, longest = self.max_batch_size, min(actual[0], self.max_sequence_length)
+            self.note_room(tokens=actual[0])
+        else:
+            sequences, longest = actual
+            self.note_room(sequences=sequences, longest_new=longest)
+        table = self.table(x.device)[:, : sequences + 1]
+        return PaddedStep(table, longest, self.max_sequence_length)
+
+    def table(self, device: torch.device) -> torch.Tensor:
+        """Returns ``PaddedStep.table`` on a device, which later steps overwrite in place.
+
+        Raises:
+            RuntimeError: it would have to be made while a CUDA graph is captured.
+        """
+        if device not in self._tables:
+            self._check_not_capturing(device)
+            shape = (4, self.max_batch_size + 1)
+            with torch.inference_mode(False):  # pre_step may be called outside of it
+                self._tables[device] = torch.zeros(shape, dtype=torch.int32, device=device)
+            self._write_tables()
+        return self._tables[device]
+
+    @contextlib.contextmanager
+    def captured(self, room: dict[str, int]) -> Iterator[None]:
+        """Has calls inside read the step on the device, as a CUDA graph has to.
+
+        Args:
+            room: gets the sizes that the calls' inputs have room for, for ``check_room``.
+        """
+        outer, self._room = self._room, room
+        try:
+            yield
+        finally:
+            self._room = outer
+
+    @contextlib.contextmanager
+    def preserved(self) -> Iterator[None]:
+        """Restores, after the ``with`` block, the cache at the announced step's new tokens."""
+        kept = []
+        if self._step is not None:
+            for memory in self.key_value_memory_dict.values():
+                places = self._step.new_places(memory[0].device)
+                kept += [(_rows(x), places, _rows(x).index_select(0, places)) for x in memory]
+        try:
+            yield
+        finally:
+            for rows, places, values in kept:
+                rows.index_copy_(0, places, values)
+
+    def note_room(self, **room: int) -> None:
+        """Notes that the graph that is captured has room for this and no more."""
+        if self._room is not None:
+            for name, size in room.items():
+                self._room[name] = min(size, self._room.get(name, size))
+
+    def check_room(self, owner: str, room: dict[str, int]) -> None:
+        """Raises ValueError unless a graph has room for the announced step.
+
+        Args:
+            owner: the name of the module in errors.
+            room: what ``captured`` has written.
+        """
+        step = self._step
+        if step is None:
+            raise ValueError(
+                f"{owner}: inference_params.pre_step must be called before each replay of a CUDA "
+                "graph, got none"
+            )
+        for name, value, what in (
+            ("sequences", len(step.new), "sequences"),
+            ("longest_new", step.longest_new, "new tokens of a sequence"),
+            ("tokens", sum(step.new), "new tokens"),
+            ("longest", step.longest, "tokens of a sequence, for which there are angles"),
+        ):
+            if value > room.get(name, value):
+                raise ValueError(
+                    f"{owner}: inference_params must have at most {room[name]} {what} as captured, "
+                    f"got {value}"
+                )
+
+    def _is_captured(self, x: torch.Tensor) -> bool:
+        """Returns True if a call with ``x`` becomes part of a CUDA graph."""
+        return self._room is not None or (x.is_cuda and torch.cuda.is_current_stream_capturing())
+
+    def _check_not_capturing(self, device: torch.device) -> None:
+        """Raises RuntimeError where what is allocated now would belong to a CUDA graph."""
+        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            raise RuntimeError(
+                "InferenceParams: the layers must have run once, after pre_step, before a CUDA "
+                "graph is captured, since the first run allocates the cache"
+            )
+
+    def _write_tables(self) -> None:
+        """Writes the announced step into the tables of all devices, in place."""
+        if not self._tables:
+            return
+        before, new = (), ()
+        if self._step is not None:
+            before, new = self._step.before, self._step.new
+        rest = (0,) * (self.max_batch_size + 1 - len(new))
+        starts, counts = torch.tensor((before + rest, new + rest), dtype=torch.int32)
+        ends = functional.pad(torch.stack((counts, starts + counts))[:, :-1].cumsum(1), (1, 0))
+        table = torch.stack((starts, counts, *ends.int()))
+        for kept in self._tables.values():
+            kept.copy_(table, non_blocking=True)
 
     def _reorder(self, names: list[Hashable]) -> None:
         """Moves the rows of sequences that go on to their places in ``names``."""
@@ -177,19 +336,88 @@ class Step:
         )
 
 
+class PaddedStep:
+    """``Step`` of inputs with padding, whose numbers are read on the device alone.
+
+    Args:
+        table: int32 [4, sequences + 1]: tokens of each sequence that are cached already, and that
+            the call adds, each followed by one 0; where the new tokens, and all tokens, begin.
+        longest_new, longest: at most so many tokens are added to a sequence, and are in one then.
+    """
+
+    is_even = False
+
+    def __init__(self, table: torch.Tensor, longest_new: int, longest: int) -> None:
+        self._starts, self._new, self._cu_new, self._cu_total = table
+        self.longest_new, self.longest = longest_new, longest
+
+    def starts(self, device: torch.device) -> torch.Tensor:
+        """Returns the tokens of each sequence that are cached already, int32 [sequences]."""
+        return self._starts[:-1]
+
+    def cu_new(self, device: torch.device) -> torch.Tensor:
+        """Returns where the new tokens of each sequence begin, int32 [sequences + 1]."""
+        return self._cu_new
+
+    def cu_total(self, device: torch.device) -> torch.Tensor:
+        """Returns where all tokens of each sequence begin, int32 [sequences + 1]."""
+        return self._cu_total
+
+    def row_starts(self) -> torch.Tensor:
+        """Returns where the rows of the cache begin among all its tokens, int32 [sequences + 1]."""
+        rows = torch.arange(len(self._cu_new), dtype=torch.int32, device=self._cu_new.device)
+        return rows * self.longest
+
+    def write(self, kept: torch.Tensor, new: torch.Tensor) -> None:
+        """Writes new keys or values to their places in the cache, and padding nowhere.
+
+        A padded token repeats the write of its sequence's last new token, or in a sequence without
+        tokens writes what is there, so that every write of a place has the same value.
+
+        Args:
+            kept: cached keys or values [b, s, g, d].
+            new: [b, s, g, d] or, packed, [t, g, d].
+        """
+        device = new.device
+        if new.dim() == 3:
+            token = torch.arange(len(new), dtype=torch.int32, device=device)
+            source = torch.minimum(token, self._cu_new[-1:] - 1).clamp(min=0)
+            row = torch.searchsorted(self._cu_new[1:], source, right=True, out_int32=True)
+            row = row.clamp(max=len(self._cu_new) - 2)
+            place = row * self.longest + self._starts[row] + source - self._cu_new[row]
+            is_new = (self._new[row] > 0)[:, None, None]
+        else:
+            rows, width = new.shape[:2]
+            offset = torch.arange(width, dtype=torch.int32, device=device)
+            last = (self._new[:-1, None] - 1).clamp(min=0)
+            offset = torch.minimum(offset, last)
+            row = torch.arange(rows, dtype=torch.int32, device=device)[:, None]
+            source = (row * width + offset).flatten()
+            place = (row * self.longest + self._starts[:-1, None] + offset).flatten()
+            is_new = (self._new[:-1] > 0).repeat_interleave(width)[:, None, None]
+            new = new.flatten(0, 1)
+        memory = _rows(kept)
+        values = new.index_select(0, source).to(kept.dtype)
+        memory.index_copy_(
+            0, place.long(), torch.where(is_new, values, memory.index_select(0, place))
+        )
+
+
 class Cached(NamedTuple):
     """Keys and values of all tokens so far, and what attention needs to know of their lengths.
 
     Attributes:
         keys, values: [s, b, g, d] or [b, s, g, d], views of the cache; or [t, g, d], packed.
-        step: what ``pre_step`` has announced, or None.
+        step: what ``pre_step`` has announced, a ``Step`` or ``PaddedStep``, or None.
         has_lengths: the sequences are packed or have several lengths.
+        key_starts: ``cu_seqlens_kv_padded`` for packed keys with gaps; else None.
     """
 
     keys: torch.Tensor
     values: torch.Tensor
-    step: Step | None = None
+    step: Any = None
     has_lengths: bool = False
+    key_starts: torch.Tensor | None = None
 
     def mask_type(self, owner: str, name: str) -> str:
         """Returns the mask type by which the new tokens attend to those cached, too.
@@ -228,6 +456,7 @@ def extended(
     keys: torch.Tensor,
     values: torch.Tensor,
     qkv_format: str,
+    training: bool = True,
 ) -> Cached:
     """Caches new keys and values of a layer, and returns them behind those of earlier tokens.
 
@@ -238,19 +467,24 @@ def extended(
         keys, values: of the new tokens, [s, b, g, d] or [b, s, g, d]; after ``pre_step`` also
             [t, g, d].
         qkv_format: ``"sbhd"``, ``"bshd"`` or ``"thd"``.
+        training: the module is in training mode.
 
     Raises:
-        ValueError: the tokens do not fit, need a gradient, are packed without ``pre_step``, or have
-            no layer number.
+        ValueError: the tokens do not fit, need a gradient in training mode, are packed without
+            ``pre_step``, or have no layer number.
+        RuntimeError: a CUDA graph is captured without ``pre_step``, or before a first call.
     """
     if layer is None:
         raise ValueError(f"{owner}: layer_number must be given for inference_params, got None")
-    if torch.is_grad_enabled() and keys.requires_grad:
-        raise ValueError(f"{owner}: inference_params must be None where gradients are recorded")
-    if params.step_lengths is not None:
-        return _extended_by_step(
-            owner, params, params.step_lengths, layer, keys, values, qkv_format
+    if training and torch.is_grad_enabled() and keys.requires_grad:
+        raise ValueError(
+            f"{owner}: inference_params must be None where gradients are recorded (in training "
+            "mode without torch.no_grad), got some"
         )
+    keys, values = keys.detach(), values.detach()
+    step = params.step_of(owner, "key_layer", keys, qkv_format)
+    if step is not None:
+        return _extended_by_step(params, step, layer, keys, values, qkv_format)
     if qkv_format == "thd":
         raise ValueError(
             f"{owner}: inference_params must be None with qkv_format 'thd' unless its pre_step has "
@@ -276,45 +510,67 @@ def extended(
     return Cached(out[0], out[1])
 
 
+def without_gradient(owner: str, queries: torch.Tensor, training: bool) -> torch.Tensor:
+    """Returns queries that attend to a cache, whose backward raises RuntimeError.
+
+    A gradient would lack what belongs to the keys and values, which are cached without history.
+    """
+    if training or not (torch.is_grad_enabled() and queries.requires_grad):
+        return queries
+    guarded: torch.Tensor = _NoGradient.apply(queries, owner)
+    return guarded
+
+
+class _NoGradient(OpFunction):
+    """Identity without a backward."""
+
+    LABEL = "DotProductAttention"
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, owner: str) -> torch.Tensor:
+        ctx.owner = owner
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        raise RuntimeError(
+            f"{ctx.owner}: inference_params must be None for a backward, since cached keys and "
+            "values have no gradient"
+        )
+
+
 def _extended_by_step(
-    owner: str,
     params: InferenceParams,
-    step: Step,
+    step: Any,
     layer: int,
     keys: torch.Tensor,
     values: torch.Tensor,
     qkv_format: str,
 ) -> Cached:
     """Does what ``extended`` does, for the sequences that ``pre_step`` has announced."""
-    sequences, tokens = len(step.new), sum(step.new)
-    if qkv_format == "thd":
-        expected, actual = [tokens], [keys.shape[0]]
-    else:
-        batch = qkv_format.index("b")
-        expected, actual = [sequences, step.longest_new], [keys.shape[batch], keys.shape[1 - batch]]
-    if expected != actual:
-        what = "tokens" if qkv_format == "thd" else "sequences and tokens"
-        raise ValueError(
-            f"{owner}: key_layer must have the {what} that inference_params.pre_step has "
-            f"announced, {expected}, got {actual}"
-        )
     out, device = [], keys.device
+    is_packed, is_padded = qkv_format == "thd", isinstance(step, PaddedStep)
     for kept, new in zip(_memory(params, layer, keys, values, 1), (keys, values), strict=True):
         if qkv_format == "sbhd":
             new = new.transpose(0, 1)
-        if qkv_format != "thd" and step.is_even:
-            kept[:sequences, step.before[0] : step.total[0]] = new
+        if is_padded:
+            step.write(kept, new)
+        elif not is_packed and step.is_even:
+            kept[: len(step.new), step.before[0] : step.total[0]] = new
         else:
-            if qkv_format != "thd":
+            if not is_packed:
                 new = new.flatten(0, 1).index_select(0, step.inputs(device))
             _rows(kept).index_copy_(0, step.new_places(device), new.to(kept.dtype))
-        if qkv_format == "thd":
-            seen = _rows(kept).index_select(0, step.all_places(device))
+        if is_packed:
+            seen = _rows(kept)
+            seen = seen if is_padded else seen.index_select(0, step.all_places(device))
         else:
+            sequences = len(step.starts(device)) if is_padded else len(step.new)
             seen = kept[:sequences, : step.longest]
             seen = seen.transpose(0, 1) if qkv_format == "sbhd" else seen
         out.append(seen.to(new.dtype))
-    return Cached(out[0], out[1], step, qkv_format == "thd" or not step.is_even)
+    gaps = step.row_starts() if is_packed and is_padded else None
+    return Cached(out[0], out[1], step, is_packed or not step.is_even, gaps)
 
 
 def _rows(kept: torch.Tensor) -> torch.Tensor:
@@ -337,14 +593,19 @@ def _memory(
     if memory is None:
         shape = [params.max_batch_size, params.max_batch_size]
         shape[time] = params.max_sequence_length
+        params._check_not_capturing(keys.device)
         # Zeros, since attention reads places that only its mask leaves out.
-        memory = (
-            keys.new_zeros(*shape, *keys.shape[-2:]),
-            values.new_zeros(*shape, *values.shape[-2:]),
-        )
+        with torch.inference_mode(False):  # a later call may be made outside of it
+            memory = (
+                keys.new_zeros(*shape, *keys.shape[-2:]),
+                values.new_zeros(*shape, *values.shape[-2:]),
+            )
     elif memory[0].device != keys.device:
+        params._check_not_capturing(keys.device)
         memory = (memory[0].to(keys.device), memory[1].to(keys.device))
     else:
         return memory
     params.key_value_memory_dict[layer] = memory
+    if keys.is_cuda:
+        params.table(keys.device)  # for a CUDA graph, which could not make it
     return memory

@@ -19,7 +19,7 @@ from ..linear import Linear
 from ..rms_norm import RMSNorm
 from .alibi import standard_slopes
 from .dot_product import DotProductAttention
-from .inference_params import InferenceParams, extended
+from .inference_params import InferenceParams, extended, without_gradient
 from .masks import Mask
 from .qk_norm import qk_norms
 from .qkv_heads import HeadLayout, Rotation, rotation_of, split_heads
@@ -323,9 +323,9 @@ class MultiheadAttention(CompositeModule):
             rotary_pos_emb: angles [max_seq, 1, 1, c] in fp32, fp16 or bf16, or two such tensors (of
                 queries, of keys). The rotation computes in fp32.
             inference_params: caches keys and values of earlier calls, to which the queries attend,
-                too; causal types then count back from the last token. Without gradients only. If
-                its ``pre_step`` has announced this call's tokens, masks and ``cu_seqlens`` are not
-                read.
+                too; causal types then count back from the last token. In evaluation mode or without
+                gradients only. If its ``pre_step`` has announced this call's tokens, masks and
+                ``cu_seqlens`` are not read.
             is_first_microbatch: as in ``Linear.forward``.
             attention_mask, attn_mask_type, window_size, checkpoint_core_attention,
                 core_attention_bias_type, core_attention_bias, alibi_slopes, cu_seqlens_q,
@@ -405,20 +405,23 @@ class MultiheadAttention(CompositeModule):
         key_starts = cu_seqlens_kv if cu_seqlens_kv_padded is None else cu_seqlens_kv_padded
         if rotary_pos_emb is not None:
             starts = cu_seqlens_q if cu_seqlens_q_padded is None else cu_seqlens_q_padded
-            rotation = self._rotation(rotary_pos_emb, inference_params, starts)
+            rotation = self._rotation(rotary_pos_emb, inference_params, starts, hidden_states)
         q, k, v, norm, residual = self._to_heads(
             hidden_states, encoder_output, is_first_microbatch, rotation, key_starts,
             return_residual,
         )  # fmt: skip
         core = self.core_attention
         if inference_params is not None:
-            cached = extended(_NAME, inference_params, self.layer_number, k, v, self.qkv_format)
-            k, v = cached.keys, cached.values
+            cached = extended(
+                _NAME, inference_params, self.layer_number, k, v, self.qkv_format, self.training
+            )
+            q, k, v = without_gradient(_NAME, q, self.training), cached.keys, cached.values
             attn_mask_type = cached.mask_type(
                 _NAME, core.attn_mask_type if attn_mask_type is None else attn_mask_type
             )
             if cached.step is not None:
-                attention_mask = cu_seqlens_q_padded = cu_seqlens_kv_padded = None
+                attention_mask = cu_seqlens_q_padded = None
+                cu_seqlens_kv_padded = cached.key_starts
                 cu_seqlens_q, cu_seqlens_kv, max_seqlen_q, max_seqlen_kv = cached.lengths()
         if core_attention_bias_type == "alibi" and alibi_slopes is None and core.tp_size > 1:
             alibi_slopes = standard_slopes(
@@ -509,13 +512,18 @@ class MultiheadAttention(CompositeModule):
         return q, k, v, norm, residual
 
     def _rotation(
-        self, rotary_pos_emb: Any, params: InferenceParams | None, cu_seqlens: torch.Tensor | None
+        self,
+        rotary_pos_emb: Any,
+        params: InferenceParams | None,
+        cu_seqlens: torch.Tensor | None,
+        hidden_states: torch.Tensor,
     ) -> Rotation | None:
         """Returns the rotation of the tokens of a call.
 
         Args:
             rotary_pos_emb, params: the arguments ``rotary_pos_emb`` and ``inference_params``.
             cu_seqlens: for thd, the starts of sequences.
+            hidden_states: the input.
 
         Raises:
             ValueError: the angles do not reach the last token that ``pre_step`` has announced.
@@ -524,7 +532,7 @@ class MultiheadAttention(CompositeModule):
         interleaved = self.rotary_pos_interleaved
         if params is None:
             return rotation_of(_NAME, rotary_pos_emb, interleaved, 0, packed)
-        step = params.step_lengths
+        step = params.step_of(_NAME, "hidden_states", hidden_states, self.qkv_format)
         if step is None:
             start = params.sequence_len_offset
             return rotation_of(_NAME, rotary_pos_emb, interleaved, start, packed)
@@ -533,11 +541,13 @@ class MultiheadAttention(CompositeModule):
         if rotation is None:
             return None
         device, angles = rotation.queries.device, min(len(rotation.queries), len(rotation.keys))
-        if step.longest > angles:
+        announced: Any = params.step_lengths
+        if announced.longest > angles:
             raise ValueError(
-                f"{_NAME}: rotary_pos_emb must have angles for {step.longest} positions, "
+                f"{_NAME}: rotary_pos_emb must have angles for {announced.longest} positions, "
                 f"got {angles}"
             )
+        params.note_room(longest=angles)
         return rotation._replace(
             starts=None if step.is_even else step.starts(device),
             cu_seqlens=step.cu_new(device) if self.qkv_format == "thd" else None,

@@ -31,7 +31,7 @@ def _capture_forward(capture, pool):
             captured.begin()
         with _in_place(capture), torch.enable_grad():
             args, kwargs = torch.utils._pytree.tree_unflatten(capture.leaves, capture.spec)
-            live, _ = torch.utils._pytree.tree_flatten(capture.forward(*args, **kwargs))
+            live, _ = torch.utils._pytree.tree_flatten(capture.call(args, kwargs))
         capture.live = live
         with torch.no_grad():
             for static, value in zip(capture.outputs, live, strict=True):
@@ -99,6 +99,7 @@ def install(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device", lambda *args: quiet())
     monkeypatch.setattr(torch.cuda, "stream", lambda *args: quiet())
     monkeypatch.setattr(torch.cuda, "Stream", object)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda *args: None)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
     monkeypatch.setattr(graph, "check_surroundings", lambda: None)

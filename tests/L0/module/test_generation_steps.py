@@ -109,8 +109,10 @@ def test_steps_are_checked() -> None:
     with pytest.raises(TypeError, match="step_dict must have ints, got float"):
         params.pre_step({0: 1.0})
     params.pre_step({0: 3, 1: 2})
-    with pytest.raises(ValueError, match=r"announced, \[2, 3\], got \[2, 4\]"):
-        run(layers("bshd"), torch.randn(2, 4, HIDDEN), inference_params=params)
+    with pytest.raises(ValueError, match=r"announced, \[2, 3\], got \[2, 2\]"):
+        run(layers("bshd"), torch.randn(2, 2, HIDDEN), inference_params=params)
+    with pytest.raises(ValueError, match=r"at most max_batch_size = 2, got \[3, 3\]"):
+        run(layers("bshd"), torch.randn(3, 3, HIDDEN), inference_params=params)
     with pytest.raises(ValueError, match=r"announced, \[5\], got \[4\]"):
         run(layers("thd"), torch.randn(4, HIDDEN), inference_params=params)
     with pytest.raises(ValueError, match="attn_mask_type must not be 'arbitrary' after"):
@@ -119,3 +121,28 @@ def test_steps_are_checked() -> None:
         layers("bshd")[0](
             torch.randn(2, 3, HIDDEN), inference_params=params, rotary_pos_emb=FREQS[:2]
         )
+
+
+@pytest.mark.parametrize("announced", [True, False])
+@pytest.mark.parametrize("layout", ["sbhd", "bshd"])
+def test_evaluation_needs_no_no_grad(layout: str, announced: bool) -> None:
+    """In evaluation mode gradients may be recorded; a backward through the cache is refused."""
+    model, x = layers(layout), torch.randn(2, 2, HIDDEN)
+    outs = []
+    for grad in (True, False):
+        params = InferenceParams(2, 4)
+        with torch.set_grad_enabled(grad):
+            for _ in range(2):
+                if announced:
+                    params.pre_step({0: 2, 1: 2})
+                outs.append(run(model, x, inference_params=params))
+                params.sequence_len_offset += 2
+        keys, values = params.key_value_memory_dict[1]
+        assert not keys.requires_grad
+        assert not values.requires_grad
+    for with_grad, without in zip(outs[:2], outs[2:], strict=True):
+        assert torch.equal(with_grad, without)
+    with pytest.raises(RuntimeError, match="inference_params must be None for a backward"):
+        outs[1].sum().backward()
+    with pytest.raises(ValueError, match=r"training mode without torch\.no_grad"):
+        run(model.train(), x, inference_params=InferenceParams(2, 4))

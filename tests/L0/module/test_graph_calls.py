@@ -17,9 +17,11 @@ from graph_models import (
     layer,
     on_gpu,
 )
+from graph_stand_in import graphs_on_cpu  # noqa: F401
 
 from apex_te import Linear, fp8_autocast
 from apex_te.fp8.delayed.amax_group import amax_groups
+from apex_te.graphs.capture import recorded
 from apex_te.graphs.graphed_callables import make_graphed_callables
 from apex_te.recipe import DelayedScaling
 
@@ -39,7 +41,7 @@ def test_needs_a_cuda_device():
         ({"modules": 1}, TypeError, "modules must be a module or a tuple of modules, got int"),
         ({"modules": ()}, ValueError, "modules must be at least one, got none"),
         ({"modules": (1,)}, TypeError, r"modules must be torch\.nn\.Modules, got int"),
-        ({"sample_args": [1]}, TypeError, "sample_args must be a tuple for each module, got list"),
+        ({"sample_args": 1}, TypeError, "sample_args must be a tuple for each module, got int"),
         ({"sample_kwargs": []}, TypeError, "sample_kwargs must be a dict for each .* got list"),
         ({"num_warmup_iters": 0}, ValueError, "num_warmup_iters must be at least 1, got 0"),
         ({"num_warmup_iters": 1.0}, TypeError, "num_warmup_iters must be an int, got float"),
@@ -235,3 +237,76 @@ def test_captures_are_checked():
     model(x).sum().backward()
     assert model.unused.weight.grad is None
     assert model.used.weight.grad is not None
+
+
+class Waiting(torch.nn.Module):
+    """Layer whose forward or backward reads the device, which ends a capture."""
+
+    def __init__(self, where):
+        super().__init__()
+        self.layer, self.where = layer(Linear), where
+
+    def forward(self, x):
+        y = torch.nn.functional.dropout(self.layer(x), 0.25)
+        if self.where == "forward":
+            y.sum().item()
+        elif self.where == "backward":
+            y.register_hook(lambda grad: grad * float(grad.sum()))
+        return y
+
+
+@on_gpu
+@pytest.mark.parametrize("shared", [False, True])
+@pytest.mark.parametrize("where", ["forward", "backward"])
+def test_a_failed_capture_leaves_nothing_behind(where, shared):
+    """Stream, random numbers, memory and earlier graphs go on as before a capture that failed."""
+    x = data(1)[0, 0]
+    good = graphed(Waiting("nowhere"))
+    pool = torch.cuda.graph_pool_handle() if shared else None
+    bad, stream = Waiting(where), torch.cuda.current_stream()
+    torch.manual_seed(5)
+    expected = torch.rand(4, device="cuda"), good(x).clone()
+    for _ in range(2):  # the pool can be used again
+        torch.manual_seed(5)
+        with pytest.raises(RuntimeError):
+            graphed(bad, pool=pool)
+        assert torch.cuda.current_stream() == stream
+        assert type(bad.forward).__name__ == "method"
+        assert torch.equal(torch.rand(4, device="cuda"), expected[0])
+        assert torch.equal(good(x), expected[1])
+    bad.where = "nowhere"
+    graphed(bad, pool=pool)
+    bad(x).sum().backward()
+    assert bad.layer.weight.grad.isfinite().all()
+    layer(Linear).reset_parameters()
+
+
+def test_a_failed_capture_is_closed(graphs_on_cpu, monkeypatch):  # noqa: F811
+    """The pool is closed and a capture that succeeds follows, which frees random generators."""
+    log = []
+
+    class Capturing:
+        def __init__(self, graph, pool=None):
+            self.pool = pool
+
+        def __enter__(self):
+            log.append(("begin", self.pool))
+
+        def __exit__(self, kind, *args):
+            if self.pool == "pool":
+                raise RuntimeError("operation failed due to a previous error during capture")
+            log.append(("end", self.pool))
+
+    monkeypatch.setattr(torch.cuda, "graph", Capturing)
+    monkeypatch.setattr(torch.cuda, "set_stream", lambda stream: log.append("stream"))
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: "cpu")
+    for name in ("_cuda_endAllocateToPool", "_cuda_releasePool"):
+        monkeypatch.setattr(
+            torch._C, name, lambda *args, name=name: log.append((name, *args)), raising=False
+        )
+    with pytest.raises(RuntimeError, match="previous error"), recorded(None, "pool"):
+        pass
+    assert log == [
+        ("begin", "pool"), "stream", ("_cuda_endAllocateToPool", "cpu", "pool"),
+        ("_cuda_releasePool", "cpu", "pool"), ("begin", None), ("end", None),
+    ]  # fmt: skip

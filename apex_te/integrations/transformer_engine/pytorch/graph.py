@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 
 from ....graphs.capture import SavedState, fp8_modules
+from ....graphs.graphed_callables import GraphedForward
 from ....graphs.graphed_callables import make_graphed_callables as _make_graphed_callables
 from ....graphs.microbatches import graph_microbatches
 from .._names import neutral
@@ -153,7 +155,8 @@ def make_graphed_callables(
 
     Returns:
         The module, or a tuple of the modules; with ``_order`` a tuple of the graphs, which are
-        called in place of the modules.
+        called in place of the modules. ``reset()`` of each frees its graph, after which calls run
+        eagerly.
 
     Raises:
         NotImplementedError: an argument that is not served.
@@ -200,7 +203,18 @@ def make_graphed_callables(
                 f"{_NAME}: enabled must be equal for all modules without _order, got both"
             )
         options["fp8_enabled"] = bool(chosen and chosen[0])
-    return _make_graphed_callables(modules, sample_args, **options)
+    made = _make_graphed_callables(modules, sample_args, **options)
+    for module in made if isinstance(made, tuple) else (made,):
+        if not hasattr(type(module), "reset"):
+            module.reset = functools.partial(_reset, module)
+    return made
+
+
+def _reset(module: torch.nn.Module) -> None:
+    """Frees the graph of a module; does nothing for a copy, which has none."""
+    forward = module.__dict__.get("forward")
+    if isinstance(forward, GraphedForward):
+        forward.reset()
 
 
 def _either(name: str, value: Any, earlier_name: str, earlier: Any, default: Any) -> Any:

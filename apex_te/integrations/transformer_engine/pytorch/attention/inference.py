@@ -135,14 +135,15 @@ class InferenceParams(NativeInferenceParams):
             torch.zeros(*lead, size or sizes[0], dtype=self.dtype, device=device) for size in sizes
         )
         self.key_value_memory_dict[layer_number] = (keys, values)
+        self.table(keys.device)
 
     def get_seqlens_pre_step(self) -> torch.Tensor:
-        """Returns the tokens cached before the latest ``pre_step``, int32 [max_batch_size]."""
-        step = self.step_lengths
-        before = () if step is None else step.before
-        rest = (0,) * (self.max_batch_size - len(before))
+        """Returns the tokens cached before the latest ``pre_step``, int32 [max_batch_size].
+
+        Later steps overwrite the tensor, which CUDA graphs may read.
+        """
         device: Any = default_device(None)
-        return torch.tensor((*before, *rest), dtype=torch.int32, device=device)
+        return self.table(torch.empty(0, device=device).device)[0, :-1]
 
     def step(
         self, layer_number: int, new_k: torch.Tensor, new_v: torch.Tensor, qkv_format: str

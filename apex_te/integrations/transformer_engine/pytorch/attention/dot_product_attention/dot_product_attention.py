@@ -9,7 +9,11 @@ import torch
 
 from ......comm.collectives import world_size
 from ......module.attention.dot_product import DotProductAttention as NativeDotProductAttention
-from ......module.attention.inference_params import InferenceParams, extended
+from ......module.attention.inference_params import (
+    InferenceParams,
+    extended,
+    without_gradient,
+)
 from ......module.attention.masks import Mask
 from ...._context_parallel import ContextParallelArguments
 from ...._names import named, neutral
@@ -183,19 +187,23 @@ class DotProductAttention(
         if diagonal is None:
             diagonal = self.bottom_right_diagonal
         check_diagonal(f"{_NAME}.forward", diagonal, kind, window, core_attention_bias_type)
+        if layout != "thd" or pad_between_seqs is False:
+            cu_seqlens_q_padded = cu_seqlens_kv_padded = None
         keys, values = key_layer, value_layer
         if inference_params is not None:
-            cached = extended(_NAME, inference_params, self.layer_number, keys, values, layout)
+            cached = extended(
+                _NAME, inference_params, self.layer_number, keys, values, layout, self.training
+            )
             keys, values, kind = cached.keys, cached.values, cached.mask_type(_NAME, kind)
+            query_layer = without_gradient(_NAME, query_layer, self.training)
             if cached.step is not None:
-                attention_mask = cu_seqlens_q_padded = cu_seqlens_kv_padded = None
+                attention_mask = cu_seqlens_q_padded = None
+                cu_seqlens_kv_padded = cached.key_starts
                 cu_seqlens_q, cu_seqlens_kv, max_seqlen_q, max_seqlen_kv = cached.lengths()
         if not reads_masks(kind):
             attention_mask = None
             if layout != "thd":
                 cu_seqlens_q = cu_seqlens_kv = None
-        if layout != "thd" or pad_between_seqs is False:
-            cu_seqlens_q_padded = cu_seqlens_kv_padded = None
         return NativeDotProductAttention.forward(
             self, query_layer, keys, values, attention_mask, layout, cu_seqlens_q, cu_seqlens_kv,
             max_seqlen_q=max_seqlen_q, max_seqlen_kv=max_seqlen_kv, attn_mask_type=kind,
