@@ -10,7 +10,7 @@ from collections import OrderedDict
 
 import pytest
 import torch
-from graph_models import count_replays
+from graph_models import RECIPES, count_replays
 from graph_stand_in import graphs_on_cpu  # noqa: F401
 from torch.fx.experimental.proxy_tensor import make_fx
 
@@ -298,3 +298,26 @@ def test_own_captures_read_the_device():
             return out
 
         generate(replay, inputs, expected, "bshd", params)
+
+
+@pytest.mark.parametrize("name", ["delayed", "tensorwise", "blockwise"])
+def test_graphs_in_fp8_equal_eager_calls(name, device):
+    """In an FP8 region a replay gives the bits of an eager call with the same padded inputs."""
+    inputs, recipe = texts("TransformerLayer", device), RECIPES[name]
+    module, twin = (build("TransformerLayer", "bshd", device) for _ in range(2))
+    caches = [InferenceParams(ROWS, ROOM) for _ in range(2)]
+    caches[0].pre_step(CAPTURED)
+    make_graphed_callables(
+        module, samples("TransformerLayer", "bshd", device), fp8_enabled=True, fp8_recipe=recipe,
+        sample_kwargs={"inference_params": caches[0]},
+    )  # fmt: skip
+    caches[0].reset()
+    for begin, count in ((0, 5), (5, 1), (6, 2)):
+        x = padded([inputs[n][0][begin : begin + count] for n in "ab"], "bshd")
+        outs = []
+        for model, cache in zip((module, twin), caches, strict=True):
+            cache.pre_step({"a": count, "b": count})
+            with apex_te.fp8_autocast(fp8_recipe=recipe):
+                outs.append(model(x, inference_params=cache).detach().clone())
+        assert torch.equal(*outs)
+    assert count_replays(module) == 3
