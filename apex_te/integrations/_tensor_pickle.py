@@ -3,6 +3,9 @@
 It interprets the opcodes over a stack of plain values. A name to import becomes a ``Global``, a
 pair of strings. A call of one of torch's own tensor builders becomes a ``Strided``, which describes
 the tensor; a call of something from ``INERT_PACKAGES`` becomes an ``Inert``; any other is an error.
+
+Time and memory grow linearly with the size of a file, whatever is in it: containers are neither
+hashed, compared nor printed, nothing recurses, and opcodes and copied bytes are counted.
 """
 
 from __future__ import annotations
@@ -15,6 +18,8 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
+
+from ..op_builder.jit.text import printable
 
 __all__ = ["TensorPickleError", "read_pickle", "read_saved"]
 
@@ -33,10 +38,25 @@ DTYPES = {
     "ByteStorage": torch.uint8,
     "BoolStorage": torch.bool,
 }
+_MAX_OPCODES = 1 << 18  # of one file; the tensors of a model of 1000 layers take fewer
+_MAX_LINE = 4096  # bytes of a line of the text format, whose numbers take quadratic time
+_MAX_NAME = 255  # characters of a name to import
+_MAX_BITS = 1024  # of an int
+_MAX_DIMS = 64  # of a tensor, as in torch
+_MAX_KEY = 1 << 16  # above the int keys of a dict; larger ones could share one hash
+_MAX_TEXT = 200  # characters of an error
 
 
 class TensorPickleError(ValueError):
-    """Error for a pickle that is damaged, or that is not only tensors and plain values."""
+    """Error for a pickle that is damaged, or that is not only tensors and plain values.
+
+    Args:
+        text: the message, which is cut and whose control characters are escaped.
+    """
+
+    def __init__(self, text: str) -> None:
+        shown = printable(text[:_MAX_TEXT])
+        super().__init__(shown if len(text) <= _MAX_TEXT else f"{shown} ...")
 
 
 class Global(NamedTuple):
@@ -128,8 +148,46 @@ class Strided(NamedTuple):
 _MARK = Inert("mark")
 
 
+class _Stream(io.BytesIO):
+    """Bytes of a file whose lines have a largest length."""
+
+    def readline(self, size: int | None = -1, /) -> bytes:
+        line = super().readline(_MAX_LINE + 1)
+        if len(line) > _MAX_LINE:
+            raise TensorPickleError(f"a line must have at most {_MAX_LINE} bytes")
+        return line
+
+
+class _Allowance:
+    """Count of what may still be read of one file, by all readers of its parts together.
+
+    Args:
+        size: bytes of the file.
+    """
+
+    def __init__(self, size: int) -> None:
+        self.opcodes = _MAX_OPCODES
+        self.copied = size
+
+    def opcode(self) -> None:
+        """Counts one opcode; raises TensorPickleError if there were too many."""
+        self.opcodes -= 1
+        if self.opcodes < 0:
+            raise TensorPickleError(f"it must have at most {_MAX_OPCODES} opcodes")
+
+    def copy(self, size: int) -> None:
+        """Counts bytes of a part that is read on its own; no byte of a valid file is read twice."""
+        self.copied -= size
+        if self.copied < 0:
+            raise TensorPickleError("its parts must not overlap")
+
+
 class _Reader:
     """Interpreter of one pickle, by the tables ``_PUSHES`` and ``_ACTS``.
+
+    Args:
+        allowance: the file's, shared with the readers of its other pickles.
+        nests: True if the pickle may contain files of ``torch.save``, which may contain none.
 
     Attributes:
         stack: values that opcodes have pushed and none has taken.
@@ -137,18 +195,21 @@ class _Reader:
         storages: storages that the pickle's tensors refer to, by key.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, allowance: _Allowance, nests: bool = False) -> None:
+        self.allowance = allowance
+        self.nests = nests
         self.stack: list[Any] = []
-        self.memo: dict[int, Any] = {}
+        self.memo: list[Any] = []
         self.storages: dict[str, Storage] = {}
 
-    def read(self, stream: io.BytesIO) -> Any:
+    def read(self, stream: _Stream) -> Any:
         """Reads one pickle from ``stream``, up to its end.
 
         Returns:
             Its value, with a ``Strided`` for each tensor.
         """
         for opcode, argument, _ in pickletools.genops(stream):
+            self.allowance.opcode()
             if opcode.name in _PUSHES:
                 self.stack.append(_PUSHES[opcode.name](self, argument))
             elif opcode.name in _ACTS:
@@ -178,7 +239,15 @@ class _Reader:
 
     def memoize(self, place: int) -> None:
         """Keeps the last value of the stack in the memo, under the number ``place``."""
-        self.memo[place] = self.stack[-1]
+        if not 0 <= place <= len(self.memo):
+            raise TensorPickleError(f"a memo must be number {len(self.memo)}, got {_kind(place)}")
+        self.memo[place : place + 1] = self.stack[-1:]
+
+    def recalled(self, place: int) -> Any:
+        """Returns the value that ``memoize`` has kept under the number ``place``."""
+        if not 0 <= place < len(self.memo):
+            raise TensorPickleError(f"a memo must be kept before its use, got {_kind(place)}")
+        return self.memo[place]
 
     def extend(self, items: list[Any]) -> None:
         """Appends ``items`` to the list that is the last value of the stack."""
@@ -225,10 +294,11 @@ class _Reader:
         return storage
 
 
-def _call(function: Any, arguments: Any) -> Any:
+def _call(reader: _Reader, function: Any, arguments: Any) -> Any:
     """Returns a stand-in for the result of a call in a pickle, which does not take place.
 
     Args:
+        reader: the reader of the pickle.
         function: the ``Global`` to be called if the file is valid.
         arguments: a tuple of its arguments if the file is valid.
 
@@ -244,7 +314,11 @@ def _call(function: Any, arguments: Any) -> Any:
         storage, offset, size, stride = arguments[:4]
         return _strided(storage, offset, size, stride)
     if function == ("torch.storage", "_load_from_bytes"):
-        return _legacy(_bytes(arguments[0]))
+        if not reader.nests:
+            raise TensorPickleError("a file within a file must not contain a third")
+        data = _bytes(arguments[0])
+        reader.allowance.copy(len(data))
+        return _legacy(data, reader.allowance)
     if function == ("collections", "OrderedDict"):
         return {}
     # Some Pythons save an enum's member as getattr(its class, its name).
@@ -259,6 +333,10 @@ def _call(function: Any, arguments: Any) -> Any:
 def _allowed(name: Global) -> Global:
     """Returns ``name`` if a tensor file may contain it, else raises TensorPickleError."""
     module = name.module
+    if not isinstance(module, str) or not isinstance(name.name, str):
+        raise TensorPickleError(f"a name must be text, got {_kind(module)}, {_kind(name.name)}")
+    if len(module) + len(name.name) > _MAX_NAME:
+        raise TensorPickleError(f"a name must have at most {_MAX_NAME} characters")
     known = (
         name
         in (
@@ -276,8 +354,22 @@ def _allowed(name: Global) -> Global:
 
 
 def _pairs(items: Sequence[Any]) -> dict[Any, Any]:
-    """Returns a dict of keys and values that come in turn."""
+    """Returns a dict of keys and values that come in turn.
+
+    A tuple as a key could take exponential time to hash, and numbers can be made to share a hash.
+    """
+    for key in items[::2]:
+        small = isinstance(key, int) and 0 <= key < _MAX_KEY
+        if not small and not isinstance(key, (str, bytes, Inert, type(None))):
+            raise TensorPickleError(f"a dict must have keys of text, got {_kind(key)}")
     return dict(zip(items[::2], items[1::2], strict=True))
+
+
+def _number(value: Any) -> Any:
+    """Returns an int or a bool, or raises TensorPickleError if it has too many bits."""
+    if value.bit_length() > _MAX_BITS:
+        raise TensorPickleError(f"an int must have at most {_MAX_BITS} bits")
+    return value
 
 
 def _kind(value: Any) -> str:
@@ -295,6 +387,8 @@ def _count(value: Any) -> int:
     """Returns ``value`` if it is an int of at least 0, else raises TensorPickleError."""
     if type(value) is not int or value < 0:
         raise TensorPickleError(f"a size must be an int of at least 0, got {_kind(value)}")
+    if value >> 63:
+        raise TensorPickleError("a size must be below 2**63")
     return value
 
 
@@ -315,6 +409,8 @@ def _strided(storage: Any, offset: Any, size: Any, stride: Any) -> Strided:
         raise TensorPickleError(f"a tensor must have a storage, got {type(storage).__name__}")
     if type(size) is not tuple or type(stride) is not tuple or len(size) != len(stride):
         raise TensorPickleError(f"a tensor must have a shape, got {_kind(size)}, {_kind(stride)}")
+    if len(size) > _MAX_DIMS:
+        raise TensorPickleError(f"a tensor must have at most {_MAX_DIMS} dims, got {len(size)}")
     for number in (offset, *size, *stride):
         _count(number)
     elements = math.prod(size)
@@ -324,32 +420,33 @@ def _strided(storage: Any, offset: Any, size: Any, stride: Any) -> Strided:
     return Strided(storage, offset, size, stride)
 
 
-def _legacy(data: bytes) -> Any:
+def _legacy(data: bytes, allowance: _Allowance) -> Any:
     """Returns the value in a ``torch.save`` file of the format before zip files.
 
     Such a file is five pickles (magic number, version, system, value, storage keys) and then the
     bytes of the storages.
     """
-    stream = io.BytesIO(data)
-    if _Reader().read(stream) != LEGACY_MAGIC:
+    stream = _Stream(data)
+    if _Reader(allowance).read(stream) != LEGACY_MAGIC:
         raise TensorPickleError("it is not a file of torch.save")
-    _Reader().read(stream)  # version
-    system = _Reader().read(stream)
+    _Reader(allowance).read(stream)  # version
+    system = _Reader(allowance).read(stream)
     if type(system) is not dict or system.get("little_endian") is not True:
         raise TensorPickleError(f"it must be little-endian, got {_kind(system)}")
-    reader = _Reader()
+    reader = _Reader(allowance)
     value = reader.read(stream)
-    keys = _Reader().read(stream)
-    if type(keys) is not list or set(map(str, keys)) != set(reader.storages):
+    keys = _Reader(allowance).read(stream)
+    texts = type(keys) is list and all(isinstance(key, str) for key in keys)
+    if not texts or sorted(keys) != sorted(reader.storages):
         raise TensorPickleError("its list of storages must be that of its tensors")
     for key in keys:
-        storage = reader.storages[str(key)]
+        storage = reader.storages[key]
         numel = int.from_bytes(stream.read(8), "little")
         _fill(storage, stream.read(numel * storage.dtype.itemsize))
     return value
 
 
-def _zipped(data: bytes) -> Any:
+def _zipped(data: bytes, allowance: _Allowance) -> Any:
     """Returns the value in a ``torch.save`` zip file, with ``Strided`` for tensors."""
     with zipfile.ZipFile(io.BytesIO(data)) as archive:
         files = {info.filename: info for info in archive.infolist()}
@@ -359,12 +456,13 @@ def _zipped(data: bytes) -> Any:
             info = files[root + name]
             if info.compress_type != zipfile.ZIP_STORED:
                 raise TensorPickleError(f"{name} must be stored without compression")
+            allowance.copy(info.file_size)
             return archive.read(info)
 
         if root + "byteorder" in files and member("byteorder") != b"little":
             raise TensorPickleError("it must be little-endian")
-        reader = _Reader()
-        value = reader.read(io.BytesIO(member("data.pkl")))
+        reader = _Reader(allowance)
+        value = reader.read(_Stream(member("data.pkl")))
         for key, storage in reader.storages.items():
             _fill(storage, member(f"data/{key}"))
     return value
@@ -381,32 +479,41 @@ def _fill(storage: Storage, data: bytes) -> None:
 def _resolved(value: Any) -> Any:
     """Replaces each ``Strided`` by its tensor: ``value`` itself, or the items of a dict or list.
 
-    A ``Strided`` in a deeper container stays.
+    A ``Strided`` in a deeper container stays. Items that are the same ``Strided`` get one tensor.
     """
-    if isinstance(value, Strided):
-        if 0 in value.size:
-            return torch.empty(value.size, dtype=value.storage.dtype)
-        return value.storage.flat().as_strided(value.size, value.stride, value.offset)
+    made: dict[int, torch.Tensor] = {}
+
+    def tensor(item: Any) -> Any:
+        if not isinstance(item, Strided):
+            return item
+        if id(item) not in made:
+            made[id(item)] = _tensor(item)
+        return made[id(item)]
+
     if type(value) is dict:
-        return {key: _resolved(item) if _is_tensor(item) else item for key, item in value.items()}
+        return {key: tensor(item) for key, item in value.items()}
     if type(value) is list:
-        return [_resolved(item) if _is_tensor(item) else item for item in value]
-    return value
+        return [tensor(item) for item in value]
+    return tensor(value)
 
 
-def _is_tensor(value: Any) -> bool:
-    return isinstance(value, Strided)
+def _tensor(item: Strided) -> torch.Tensor:
+    """Returns the tensor that a ``Strided`` describes."""
+    if 0 in item.size:
+        return torch.empty(item.size, dtype=item.storage.dtype)
+    return item.storage.flat().as_strided(item.size, item.stride, item.offset)
 
 
 def _guarded(parse: Any, data: bytes) -> Any:
     """Returns the value of a file, turning every error of a damaged one into TensorPickleError.
 
     Args:
-        parse: function of ``data`` that returns the value with ``Strided`` for tensors.
+        parse: function of ``data`` and its ``_Allowance`` that returns the value with ``Strided``
+            for tensors.
         data: the file's bytes.
     """
     try:
-        return _resolved(parse(data))
+        return _resolved(parse(data, _Allowance(len(data))))
     except TensorPickleError:
         raise
     except Exception as error:  # every decoder has errors of its own
@@ -427,7 +534,7 @@ def read_pickle(data: bytes) -> Any:
     Raises:
         TensorPickleError: the pickle is damaged, or contains anything else.
     """
-    return _guarded(lambda raw: _Reader().read(io.BytesIO(raw)), data)
+    return _guarded(lambda raw, allowance: _Reader(allowance, nests=True).read(_Stream(raw)), data)
 
 
 def read_saved(data: bytes) -> Any:
@@ -450,8 +557,9 @@ def _named(names: str, handler: Callable[[_Reader, Any], Any]) -> dict[str, Any]
 # Opcodes that push a value: the function's result for the reader and the argument that pickletools
 # has decoded.
 _PUSHES: dict[str, Callable[[_Reader, Any], Any]] = {
+    **_named("INT BININT BININT1 BININT2 LONG LONG1 LONG4", lambda reader, value: _number(value)),
     **_named(
-        "INT BININT BININT1 BININT2 LONG LONG1 LONG4 FLOAT BINFLOAT STRING BINSTRING "
+        "FLOAT BINFLOAT STRING BINSTRING "
         "SHORT_BINSTRING BINBYTES SHORT_BINBYTES BINBYTES8 BYTEARRAY8 UNICODE BINUNICODE "
         "SHORT_BINUNICODE BINUNICODE8",
         lambda reader, argument: argument,
@@ -469,11 +577,11 @@ _PUSHES: dict[str, Callable[[_Reader, Any], Any]] = {
     "TUPLE2": lambda reader, argument: reader.popped(2),
     "TUPLE3": lambda reader, argument: reader.popped(3),
     "DICT": lambda reader, argument: _pairs(reader.since_mark()),
-    **_named("BINGET LONG_BINGET GET", lambda reader, argument: reader.memo[int(argument)]),
+    **_named("BINGET LONG_BINGET GET", lambda reader, argument: reader.recalled(int(argument))),
     "DUP": lambda reader, argument: reader.stack[-1],
     "GLOBAL": lambda reader, argument: _allowed(Global(*argument.split(" ", 1))),
-    "STACK_GLOBAL": lambda reader, argument: _allowed(Global(*map(str, reader.popped(2)))),
-    **_named("REDUCE NEWOBJ", lambda reader, argument: _call(*reader.popped(2))),
+    "STACK_GLOBAL": lambda reader, argument: _allowed(Global(*reader.popped(2))),
+    **_named("REDUCE NEWOBJ", lambda reader, argument: _call(reader, *reader.popped(2))),
     "BINPERSID": lambda reader, argument: reader.storage(reader.stack.pop()),
 }
 # Opcodes that push nothing; their functions have the same arguments.

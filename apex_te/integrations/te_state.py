@@ -359,7 +359,9 @@ def _recipe(saved: Any, length: int) -> DelayedScaling | None:
         return None
     largest = (extra.get("fp8_max_fwd"), extra.get("fp8_max_bwd"))
     formats = [f for f in (Format.E4M3, Format.HYBRID) if f.value[:2] == largest]
-    margin: Any = recipe.state.get("margin")
+    margin = recipe.state.get("margin")
+    if not isinstance(margin, int):  # which an error of the recipe would print, whatever it is
+        return None
     if not formats or recipe.state.get("scaling_factor_compute_algo") is not None:
         return None
     try:
@@ -388,15 +390,18 @@ def _converted(found: TEState, gemms: int, by_kind: bool) -> FP8State:
     Raises:
         TEStateError: the number of slots does not fit.
     """
+    directions = (("fwd", FORWARD_SLOTS), ("bwd", BACKWARD_SLOTS))
+    for direction, slots in directions:
+        number = getattr(found, f"scale_{direction}").numel()
+        # Releases 0.x lack the last slot of each GEMM.
+        if number not in (slots * gemms, (slots - 1) * gemms):
+            wanted = f"have {slots * gemms} slots for {gemms} GEMM(s), or {(slots - 1) * gemms} in"
+            raise _unfit(f"scale_{direction}", f"{wanted} releases 0.x", number)
     state = FP8State(gemms)
     state.allocate(found.amax_history_fwd.shape[0], torch.device("cpu"))
-    for direction, slots in (("fwd", FORWARD_SLOTS), ("bwd", BACKWARD_SLOTS)):
+    for direction, slots in directions:
         given_scale: torch.Tensor = getattr(found, f"scale_{direction}")
         given_history: torch.Tensor = getattr(found, f"amax_history_{direction}")
-        # Releases 0.x lack the last slot of each GEMM.
-        if given_scale.numel() not in (slots * gemms, (slots - 1) * gemms):
-            wanted = f"have {slots * gemms} slots for {gemms} GEMM(s), or {(slots - 1) * gemms} in"
-            raise _unfit(f"scale_{direction}", f"{wanted} releases 0.x", given_scale.numel())
         present = given_scale.numel() // gemms
         for name, given in (("scale", given_scale), ("amax_history", given_history)):
             target: torch.Tensor = getattr(state, f"{name}_{direction}")

@@ -5,6 +5,7 @@ Parameters and FP8 state keep every bit.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 from collections.abc import Iterator, Mapping
@@ -23,6 +24,7 @@ __all__ = ["from_torch", "to_torch"]
 
 _PREFIX = "fp8_state."
 _HEADER_BYTES, _HEADER_BYTES_PER_SLOT = 512, 6
+_LONGEST_HEADER = 65536
 _APART = "(te.state.unstack_layers takes stacked layers apart)"
 
 
@@ -170,15 +172,32 @@ def from_torch(
                 path = (*part.path, name)
                 states[path] = jnp.asarray(array, jnp.float32)
             if FIRST_DUE in state:
-                header = np.asarray(state_dict[f"{part.prefix}{_PREFIX}header"]).tobytes()
                 path = (*part.path, FIRST_DUE)
-                states[path] = jnp.array(json.loads(header)[FIRST_DUE], jnp.float32)
+                key = f"{part.prefix}{_PREFIX}header"
+                states[path] = _first_due(key, state_dict.get(key), np.shape(state[FIRST_DUE]))
             path = (*part.path, "uses")
             states[path] = jnp.ones_like(state["uses"])
     found = {**variables, "params": _replaced(variables["params"], params)}
     if FP8_COLLECTION_NAME in variables:
         found[FP8_COLLECTION_NAME] = _replaced(variables[FP8_COLLECTION_NAME], states)
     return like_mapping(variables, found)
+
+
+def _first_due(key: str, header: Any, shape: tuple[int, ...]) -> Any:
+    """Returns the entry ``FIRST_DUE`` of a header, JSON text in a uint8 array, as fp32.
+
+    Raises:
+        ValueError: the header is damaged.
+    """
+    text, due = np.asarray(header), None
+    if text.dtype == np.uint8 and text.size <= _LONGEST_HEADER:
+        with contextlib.suppress(KeyError, RecursionError, TypeError, ValueError):
+            due = json.loads(text.tobytes())[FIRST_DUE]
+    if not isinstance(due, list) or not all(isinstance(each, bool) for each in due):
+        due = []
+    if len(due) != shape[0]:
+        raise ValueError(f"from_torch: {key} must be JSON text with {shape[0]} bools {FIRST_DUE}")
+    return jnp.array(due, jnp.float32)
 
 
 def _check_separate(state_dict: Mapping[str, Any], prefix: str, key: str) -> None:

@@ -22,6 +22,13 @@ def tell(line: str) -> None:
             sys.stderr.flush()
 
 
+def printable(text: str) -> str:
+    """Returns text with control characters, bidi overrides and other invisible ones as escapes."""
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+
+
 def short(path: str) -> str:
     """Returns a path with ``~`` in place of the user's home folder."""
     home = os.path.expanduser("~")

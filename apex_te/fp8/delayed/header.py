@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import reprlib
 from typing import Any, NamedTuple
 
 import torch
@@ -15,6 +16,7 @@ VERSION = 1
 # Fixed for a number of slots, so that checkpoints of one model always have the same shapes.
 _BYTES = 512
 _BYTES_PER_SLOT = 6
+_LONGEST = 200  # characters of a recipe's error
 _MAX_GROUPS = 256  # the most amax groups that a file may ask for
 
 
@@ -49,7 +51,7 @@ def decode_header(blob: torch.Tensor) -> dict[str, Any]:
     if header.get("version") != VERSION:
         raise ValueError(
             f"version must be {VERSION} (written by another release?), "
-            f"got {header.get('version')!r}"
+            f"got {reprlib.repr(header.get('version'))}"
         )
     return header
 
@@ -100,9 +102,9 @@ class Header(NamedTuple):
         """
         pending, due = header.get("pending"), header.get("first_due")
         if type(pending) is not int or pending < 0:
-            raise ValueError(f"pending must be a count, got {pending!r}")
+            raise ValueError(f"pending must be a count, got {reprlib.repr(pending)}")
         if not isinstance(due, list) or len(due) != slots or not all(type(d) is bool for d in due):
-            raise ValueError(f"first_due must be {slots} bools, got {due!r}")
+            raise ValueError(f"first_due must be {slots} bools, got {reprlib.repr(due)}")
         recipe, number = _recipe(header), _count(header, "scope", _MAX_GROUPS)
         return cls(pending, due, recipe, number, _count(header, "equal", 1 << 32))
 
@@ -134,7 +136,8 @@ def _recipe(header: dict[str, Any]) -> DelayedScaling | None:
             **{name: saved[name] for name in _SAVED},
         )
     except (KeyError, TypeError, ValueError) as error:
-        raise ValueError(f"recipe must be the one that was saved, got {error!r}") from error
+        text = repr(error)[:_LONGEST]
+        raise ValueError(f"recipe must be the one that was saved, got {text}") from error
 
 
 def _count(header: dict[str, Any], name: str, limit: int) -> int | None:
@@ -145,5 +148,5 @@ def _count(header: dict[str, Any], name: str, limit: int) -> int | None:
     """
     value = header.get(name)
     if value is not None and not (type(value) is int and 0 <= value < limit):
-        raise ValueError(f"{name} must be a count below {limit}, got {value!r}")
+        raise ValueError(f"{name} must be a count below {limit}, got {reprlib.repr(value)}")
     return value
