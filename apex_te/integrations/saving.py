@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import os
 import re
+import warnings
 from typing import Any
 
 import torch
 from torch import nn
 
-from ..fp8.delayed.serialize import save_state
+from ..fp8.delayed.serialize import NAMES, read_state, save_state
 from ..module._core.fp8_module import STATE_PREFIX, FP8Module
 
 __all__ = ["FP8_STATE_FILE", "load_fp8_state", "save_fp8_state", "save_without_fp8_state"]
@@ -52,20 +53,48 @@ def load_fp8_state(model: nn.Module, path: str | os.PathLike[str]) -> None:
         model: the model, converted (and fused) as the saved one was.
         path: the file, or a directory with a file ``fp8_state.safetensors``.
 
+    A file that is refused changes nothing.
+
     Raises:
         FileNotFoundError: there is no such file.
-        ValueError: the file has state of modules that are not in ``model``.
+        ValueError: the file is damaged, lacks entries of a module's state, or has state of modules
+            that are not in ``model``.
         RuntimeError: the state does not fit a module.
     """
+    from safetensors import SafetensorError
     from safetensors.torch import load_file
 
-    state = load_file(_file(path))
-    unexpected = model.load_state_dict(state, strict=False).unexpected_keys
+    path = _file(path)
+    try:
+        state = load_file(path)
+    except SafetensorError as error:
+        raise ValueError(f"load_fp8_state: {path} must be a safetensors file, {error}") from error
+    _check(model, path, state)
+    model.load_state_dict(state, strict=False)
+
+
+def _check(model: nn.Module, path: str, state: dict[str, torch.Tensor]) -> None:
+    """Raises the errors of ``load_fp8_state`` for a file's entries; ``model`` is not changed."""
+    unexpected = set(state)
+    missing: list[str] = []
+    errors: list[str] = []
+    for name, module in model.named_modules():
+        if isinstance(module, FP8Module):
+            prefix = f"{name}.{STATE_PREFIX}" if name else STATE_PREFIX
+            unexpected -= {prefix + entry for entry in NAMES}
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # loading gives them
+                read_state(module._fp8, state, prefix, missing, errors)
     if unexpected:
         raise ValueError(
             "load_fp8_state: model must be converted as the saved one was, "
             f"got state for {sorted({key.rpartition('.')[0] for key in unexpected})[:8]}"
         )
+    if missing or not state:
+        lacking = ", ".join(missing[:8]) or "entries"
+        raise ValueError(f"load_fp8_state: {path} must have whole FP8 states, it lacks {lacking}")
+    if errors:
+        raise RuntimeError(f"load_fp8_state: {path} must fit the model: {'; '.join(errors[:8])}")
 
 
 def _file(path: str | os.PathLike[str]) -> str:
