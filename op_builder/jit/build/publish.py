@@ -17,7 +17,7 @@ from ..backends.library import build_steps, cpu_features
 from ..errors import BuildInterruptedError, CompileError
 from ..find import cache, inventory
 from ..find.elf import needed_glibc
-from ..find.entry import OpenedLibrary, open_entry, open_folder, warn_once
+from ..find.entry import OpenedLibrary, open_entry, open_folder, open_inside, warn_once
 from ..find.key import key_of, made_of
 from . import ninja, verify
 from .lock import builder_name, is_abandoned, is_free, marked
@@ -33,19 +33,16 @@ class Vanished(BuildInterruptedError):
     """The folder of a running build was removed, as a clean-up of the whole cache does."""
 
 
-def _sync(path: str) -> None:
+def _sync(fd: int) -> None:
     """Writes a file's content through to the disk, if its file system can."""
-    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         os.fsync(fd)
     except OSError as error:
         if error.errno not in (errno.EINVAL, errno.ENOTSUP, errno.ENOSYS):
             raise
-    finally:
-        os.close(fd)
 
 
-def _sync_folder(path: str) -> None:
+def _sync_folder(path: str | int) -> None:
     """Writes a folder's list of files through to the disk (``fsync``), and ignores errors.
 
     Files that were created in the folder, or renamed to lie in it, then survive a crash. If this
@@ -55,7 +52,11 @@ def _sync_folder(path: str) -> None:
         path: path of the folder.
     """
     with contextlib.suppress(OSError):
-        _sync(path)
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            _sync(fd)
+        finally:
+            os.close(fd)
 
 
 def remove_leftovers(root: str, name: str) -> None:
@@ -79,19 +80,21 @@ def remove_leftovers(root: str, name: str) -> None:
                 shutil.rmtree(path, ignore_errors=True)
 
 
-def _write_entry(folder: str, request: Request, seconds: float, commands: list[str]) -> None:
+def _write_entry(
+    entry: int, library: int, request: Request, seconds: float, commands: list[str]
+) -> None:
     """Writes the manifest beside a library that was just compiled, and both through to the disk.
 
     Args:
-        folder: folder of the new entry, which holds the library.
+        entry: descriptor of the new entry's folder, which holds the library.
+        library: descriptor of the library.
         request: the library's request.
         seconds: duration of the build.
         commands: command lines of the build.
     """
-    library = os.path.join(folder, f"{request.library}.so")
-    with open(library, "rb") as file:
+    with open(library, "rb", closefd=False) as file:
+        file.seek(0)
         content = file.read()
-    os.chmod(library, 0o644)
     manifest = {
         "key": request.key,
         "op": request.spec.NAME,
@@ -109,23 +112,48 @@ def _write_entry(folder: str, request: Request, seconds: float, commands: list[s
         "sha256": hashlib.sha256(content).hexdigest(),
         "time": int(time.time()),
     }
-    path = os.path.join(folder, cache.MANIFEST)
-    with open(path, "w", encoding="utf-8") as file:
+    fd = os.open(cache.MANIFEST, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, dir_fd=entry)
+    with open(fd, "w", encoding="utf-8") as file:
         json.dump(manifest, file, indent=1)
-    os.chmod(path, 0o644)
-    for name in (library, path):
-        _sync(name)
-    _sync_folder(folder)
+        file.flush()
+        os.fchmod(fd, 0o644)
+        _sync(fd)
+    _sync(library)
+    with contextlib.suppress(OSError):
+        _sync(entry)
 
 
-def _own_copy(folder: str, target: str, request: Request, kind: str) -> OpenedLibrary:
+def _open_linked(entry: int, name: str, path: str) -> int:
+    """Opens a library that was just linked, before anything of it runs; returns its descriptor.
+
+    Linkers leave the mode to the umask; it becomes 0644.
+
+    Args:
+        entry: descriptor of the entry's folder, opened before the compilers were started.
+        name: file name of the library.
+        path: its path, for messages.
+
+    Raises:
+        Unsafe: the library is a link, or belongs to another user.
+    """
+    fd = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=entry)
+    try:
+        if os.fstat(fd).st_uid == os.geteuid():
+            os.fchmod(fd, 0o644)
+    finally:
+        os.close(fd)
+    return open_inside(entry, name, path, True, folder=False)
+
+
+def _own_copy(parent: int, folder: str, target: str, request: Request, kind: str) -> OpenedLibrary:
     """Opens a library just compiled, before its entry is renamed to its place.
 
     Whatever becomes of the published entry, through another builder, a clean-up or a network file
     system, this process can load what it built.
 
     Args:
-        folder: build folder, which holds the entry as "entry".
+        parent: descriptor of the build folder, which holds the entry as "entry".
+        folder: path of the build folder.
         target: path to which the entry will be renamed.
         request: the library's request.
         kind: kind of the cache folder.
@@ -134,11 +162,7 @@ def _own_copy(folder: str, target: str, request: Request, kind: str) -> OpenedLi
         The library, with the path it will have below ``target``.
     """
     location = cache.Location(folder, True, kind)
-    parent = open_folder(location)
-    try:
-        opened = open_entry(parent, f"{folder}/entry", location, request.library, request.key)
-    finally:
-        os.close(parent)
+    opened = open_entry(parent, f"{folder}/entry", location, request.library, request.key)
     if opened is None:
         raise BuildInterruptedError(f"{request.what}: another build wrote into {folder}")
     return opened._replace(path=os.path.join(target, f"{request.library}.so"))
@@ -189,6 +213,9 @@ def _publish(
 def _compile(request: Request, location: cache.Location, parent: str, folder: str) -> OpenedLibrary:
     """Compiles and checks a library and writes its manifest.
 
+    What was linked is looked for in the folder that was there when the compilers were started,
+    whatever has been put in its place.
+
     Args:
         request: the library's request.
         location: the cache folder.
@@ -206,17 +233,31 @@ def _compile(request: Request, location: cache.Location, parent: str, folder: st
     steps = build_steps(request.spec, request.device, request.archs, folder, library)
     estimate = inventory.last_seconds(location, request.library, request.tag)
     log = os.path.join(parent, f"log-{request.tag}.txt")
-    ninja.run(request.what, folder, steps, log, request.verbose, request.jobs, estimate)
-    if key_of(request.spec, request.device) != request.key:
-        raise BuildInterruptedError(f"{request.what}: sources changed while being compiled")
-    if problem := verify.problem(request.spec, request.device, library):
-        raise BuildInterruptedError(
-            f"{request.what}: {steps[-1].command[0]} reported success and left a library that"
-            f" cannot be used: {problem}; check the compiler, what wraps it, and the disk"
-        )
-    commands = [" ".join(step.command).replace(folder, "<build>") for step in steps]
-    _write_entry(entry, request, time.monotonic() - start, commands)
-    return _own_copy(folder, os.path.join(parent, request.tag), request, location.kind)
+    with contextlib.ExitStack() as closing:
+
+        def opened(fd: int) -> int:
+            closing.callback(os.close, fd)
+            return fd
+
+        outer = opened(open_folder(cache.Location(folder, True, location.kind)))
+        inner = opened(open_inside(outer, "entry", entry, True, folder=True))
+        ninja.run(request.what, folder, steps, log, request.verbose, request.jobs, estimate)
+        if key_of(request.spec, request.device) != request.key:
+            raise BuildInterruptedError(f"{request.what}: sources changed while being compiled")
+        try:
+            fd = opened(_open_linked(inner, os.path.basename(library), library))
+            problem = verify.problem(request.spec, request.device, fd)
+        except FileNotFoundError as error:
+            problem = str(error.strerror)
+        if problem:
+            raise BuildInterruptedError(
+                f"{request.what}: {steps[-1].command[0]} reported success and left a library that"
+                f" cannot be used: {problem}; check the compiler, what wraps it, and the disk"
+            )
+        commands = [" ".join(step.command).replace(folder, "<build>") for step in steps]
+        _write_entry(inner, fd, request, time.monotonic() - start, commands)
+        target = os.path.join(parent, request.tag)
+        return _own_copy(outer, folder, target, request, location.kind)
 
 
 def build(

@@ -41,11 +41,11 @@ print("ok")
 """
 
 
-def _load_problem(path: str, expected: list[str]) -> str:
+def _load_problem(fd: int, expected: list[str]) -> str:
     """Loads a library in a process of its own and compares the functions' signatures in it.
 
     Args:
-        path: path of the library.
+        fd: descriptor of the library.
         expected: name and signature of each function, one after the other.
 
     Returns:
@@ -53,6 +53,7 @@ def _load_problem(path: str, expected: list[str]) -> str:
     """
     if not sys.executable:
         return ""  # an embedded interpreter
+    path = f"/proc/self/fd/{fd}"
     command = [sys.executable, "-I", "-S", "-c", _LOAD, path, *expected]
     try:
         done = subprocess.run(
@@ -63,10 +64,11 @@ def _load_problem(path: str, expected: list[str]) -> str:
             text=True,
             errors="replace",
             timeout=_SECONDS,
+            pass_fds=(fd,),
         )
     except (OSError, subprocess.TimeoutExpired):
         return ""
-    answer = done.stdout.strip()
+    answer = done.stdout.strip().removeprefix(f"{path}: ")
     # The exit status can be lost in a program that ignores SIGCHLD; the word cannot.
     if answer == "ok":
         return ""
@@ -75,7 +77,7 @@ def _load_problem(path: str, expected: list[str]) -> str:
     return answer or f"loading it ended a process with status {done.returncode}"
 
 
-def problem(spec: OpSpec, device: str, path: str) -> str:
+def problem(spec: OpSpec, device: str, fd: int) -> str:
     """Returns the reason why a library must not be published, "" if it may be.
 
     Every library must be a complete file. One that exports plain C functions is loaded, too, and
@@ -85,9 +87,10 @@ def problem(spec: OpSpec, device: str, path: str) -> str:
     Args:
         spec: the op.
         device: "cpu" or "cuda".
-        path: path of the library.
+        fd: descriptor of the library, whose owner was checked. Whatever is put in its place, the
+            code that runs is that of this file.
     """
-    found = file_problem(path)
+    found = file_problem(fd)
     if found or not spec.exports_c_functions or is_cross_compiling():
         return found
     try:
@@ -100,4 +103,4 @@ def problem(spec: OpSpec, device: str, path: str) -> str:
         if device in function.devices
         for text in (name, function.signature)
     ]
-    return _load_problem(path, expected)
+    return _load_problem(fd, expected)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import errno
 import os
-import stat
 from collections.abc import Iterator, Sequence
 
 from .. import env
@@ -31,6 +30,7 @@ from .entry import (
     warn_once,
     warned,
 )
+from .parents import parent_problem
 
 __all__ = [
     "CPU_ENTRY",
@@ -187,7 +187,7 @@ def runtime_cache() -> Location | None:
         that it names is not safe.
     """
     runtime = os.environ.get("XDG_RUNTIME_DIR", "")
-    if not os.path.isabs(runtime):
+    if not os.path.isabs(runtime) or parent_problem(runtime):
         return None
     try:
         os.close(open_folder(Location(runtime, True, "cache")))
@@ -249,17 +249,11 @@ def _fresh_folder(reason: str) -> str:
         base = os.path.realpath(tempfile.gettempdir())
     except FileNotFoundError as error:
         raise CacheError(f"{reason}, and {error}; name one with APEX_TE_CACHE_DIR") from None
-    folder = base
-    while True:
-        mode = os.stat(folder).st_mode
-        if mode & stat.S_IWOTH and not mode & stat.S_ISVTX:
-            raise CacheError(
-                f"{reason}, and a temporary one would not be safe: {folder} is writable by all and"
-                f" not sticky (chmod +t {folder}); name a folder with APEX_TE_CACHE_DIR"
-            )
-        if folder == os.path.dirname(folder):
-            break
-        folder = os.path.dirname(folder)
+    if problem := parent_problem(os.path.join(base, "apex_te")):
+        raise CacheError(
+            f"{reason}, and a temporary one would not be safe: {problem};"
+            " name a folder with APEX_TE_CACHE_DIR"
+        )
     path = tempfile.mkdtemp(prefix="apex_te-", dir=base)
     owner = os.getpid()
 
@@ -282,7 +276,9 @@ def user_cache() -> Location:
 def writable_cache(*inside: str) -> Location:
     """Returns the user cache to build in, created and checked.
 
-    If the default user cache cannot be used, the folder that ``fall_back`` returns takes its place.
+    If the default user cache cannot be used, or others could exchange a folder above it, the folder
+    that ``fall_back`` returns takes its place. A folder that ``APEX_TE_CACHE_DIR`` names gets a
+    warning in the second case.
 
     Args:
         inside: names of folders to create in the cache.
@@ -292,6 +288,10 @@ def writable_cache(*inside: str) -> Location:
         OSError: no space is left.
     """
     location = user_cache()
+    if _fallback is None and (problem := parent_problem(location.path)):
+        if not named_cache():
+            return fall_back(f"the default cache cannot be used: {problem}", *inside)
+        warn_once(f"APEX_TE_CACHE_DIR={named_cache()} is not safe while it is built in: {problem}")
     try:
         prepare(location, *inside)
     except (OSError, CacheError) as error:

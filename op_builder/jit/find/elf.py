@@ -62,10 +62,14 @@ def _truncation(file_size: int, content: bytes) -> str:
     return ""
 
 
-def file_problem(path: str) -> str:
-    """Returns the reason why a file is no complete shared library for this CPU, "" if it is one."""
+def file_problem(path: str | int) -> str:
+    """Returns the reason why a file is no complete shared library for this CPU, "" if it is one.
+
+    Args:
+        path: path of the file, or a descriptor, which stays open.
+    """
     try:
-        with open(path, "rb") as file:
+        with open(path, "rb", closefd=isinstance(path, str)) as file:
             content = file.read()
     except OSError as error:
         return error.strerror or str(error)

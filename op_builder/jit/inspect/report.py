@@ -32,6 +32,7 @@ from ..errors import BuildError, CacheError, CompileError
 from ..find import cache, inventory
 from ..find.key import key_of
 from ..find.look_up import look_up
+from ..find.parents import parent_problem
 from ..platform import CUDA, gpu_platform
 from ..prebuild.targets import Targets
 from . import machine
@@ -252,6 +253,9 @@ def cache_folder(location: cache.Location) -> Facts:
         facts["bytes"] = inventory.tree_bytes(location.path)
     except (CacheError, OSError) as error:
         facts["problem"] = str(error)
+    if location.private and not facts["problem"] and not cache.named_cache():
+        problem = parent_problem(location.path)
+        facts["problem"] = f"nothing is built in it: {problem}" if problem else ""
     if location.private and not facts["problem"] and not facts["writable"]:
         facts["problem"] = "it is not writable: what it holds is used, and nothing can be added"
     if facts["exists"] and location.private:

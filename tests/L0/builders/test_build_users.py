@@ -14,10 +14,11 @@ from pathlib import Path
 
 import pytest
 from attacks import CALL, LIMIT, call, finish, library_bytes, replace, resized
-from tiny_op import PRELUDE, Tiny, write_op
+from tiny_op import ABI, PRELUDE, Tiny, write_op
 
 from op_builder.jit.errors import CacheError
-from op_builder.jit.find import cache
+from op_builder.jit.find import cache, parents
+from op_builder.jit.inspect import report
 
 as_root = pytest.mark.skipif(os.geteuid() != 0, reason="needs root to act as two users")
 
@@ -45,6 +46,8 @@ from op_builder.jit.backends import steps, toolchain
 from op_builder.jit.build import failure, lock, publish
 toolchain.find_ninja()
 os.setgroups([]); os.setresgid({user}, {user}, {user}); os.setresuid({user}, {user}, {user})
+if not os.access(sys.executable, os.X_OK) and os.access("/usr/bin/python3", os.X_OK):
+    sys.executable = "/usr/bin/python3"  # for children
 """
     return subprocess.Popen(
         [sys.executable, "-c", PRELUDE + become + textwrap.dedent(code)],
@@ -57,6 +60,33 @@ os.setgroups([]); os.setresgid({user}, {user}, {user}); os.setresuid({user}, {us
 
 
 VICTIM, ATTACKER = 54321, 54322
+
+
+def pausing_compiler(folder: Path, signals: Path) -> Path:
+    """A compiler that tells what it has linked, and goes on once the attacker is done."""
+    script = folder / "pausing-cxx"
+    script.write_text(
+        '#!/bin/sh\ng++ "$@" || exit\ncase " $* " in *" -shared "*)\n'
+        'while [ "$1" != -o ]; do shift; done\n'
+        f'echo "$2" > {signals}/telling; mv {signals}/telling {signals}/linked\n'
+        f"while [ ! -e {signals}/exchanged ]; do sleep 0.02; done;;\nesac\n"
+    )
+    script.chmod(0o755)
+    return script
+
+
+def proving_library(folder: Path, proof: Path) -> Path:
+    """A library that makes a file when it is loaded."""
+    source, library = folder / "proving.cpp", folder / "proving.so"
+    source.write_text(
+        f"#include <fcntl.h>\n{ABI}"
+        f'__attribute__((constructor)) static void run() {{ creat("{proof}", 0644); }}\n'
+        'extern "C" int tiny() { return 666; }\n'
+    )
+    command = ["g++", "-shared", "-fPIC", "-o", str(library), str(source)]
+    subprocess.run(command, check=True)
+    library.chmod(0o755)
+    return library
 
 
 @as_root
@@ -136,6 +166,49 @@ class TestTwoUsers:
             path.chmod(stat.S_IMODE(path.stat().st_mode) | 0o055)
         assert self.victim(root, home, **environment) == "value 1\n"
 
+    @pytest.mark.parametrize("way", ["HOME", "XDG_CACHE_HOME", "APEX_TE_CACHE_DIR"])
+    @pytest.mark.parametrize("mode", [0o777, 0o775])
+    def test_tree_exchanged_during_a_compile(self, shared: Path, way: str, mode: int) -> None:
+        """Whoever may rename a folder above the cache runs no code as the builder."""
+        root = write_op(shared / "project")
+        signals, place = shared / "signals", shared / "place"
+        signals.mkdir()
+        signals.chmod(0o1777)
+        place.mkdir()
+        os.chown(place, 0, ATTACKER)
+        place.chmod(mode)
+        (place / "mine").mkdir(mode=0o755)
+        os.chown(place / "mine", VICTIM, VICTIM)
+        compiler = pausing_compiler(shared, signals)
+        planted = proving_library(shared, signals / "proof")
+        folder = place / "mine" if way == "HOME" else place / "mine" / "cache"
+        settings = {"HOME": "/nonexistent", "APEX_TE_CACHE_DIR": "", way: str(folder)}
+        attack = f"""
+            import shutil
+            def wait_for(path):
+                while not os.path.exists(path):
+                    time.sleep(0.01)
+            wait_for({str(signals / "linked")!r})
+            library = open({str(signals / "linked")!r}).read().strip()
+            os.umask(0)
+            os.rename({str(place / "mine")!r}, {str(place / "away")!r})
+            if library.startswith({str(place)!r}):
+                os.makedirs(os.path.dirname(library), mode=0o777)
+                shutil.copy({str(planted)!r}, library)
+            open({str(signals / "exchanged")!r}, "w").close()
+            print("done")
+        """
+        victim = as_user(VICTIM, CALL.format(root=str(root)), CXX=str(compiler), **settings)
+        attacker = as_user(ATTACKER, attack)
+        out, err = victim.communicate(timeout=LIMIT)
+        assert finish(attacker) == "done\n"
+        assert not (signals / "proof").exists()
+        assert f"{place} is writable by {'all' if mode == 0o777 else 'group'}" in err
+        assert out == "value 1\n", err
+        named = way == "APEX_TE_CACHE_DIR"
+        assert ("the default cache cannot be used" in err) is not named
+        assert ("is not safe while it is built in" in err) is named
+
     def test_read_only_home(self, shared: Path) -> None:
         root, home = self.prepare(shared)
         home.chmod(0o555)
@@ -180,6 +253,49 @@ def test_home_that_cannot_be_written(
         opened = Tiny(root).open()
     assert len(seen) == 1
     assert call(opened) == 1
+
+
+def unsafe_parents(place: Path) -> dict[str, tuple[Path, str]]:
+    """Caches in folders that others may rename in, and what is said of each; "" for safe ones."""
+    for name, mode in (("all", 0o777), ("sticky", 0o1777), ("group", 0o775), ("mine", 0o755)):
+        (place / name / "in").mkdir(parents=True)
+        (place / name).chmod(mode)
+    os.chown(place / "group", -1, ATTACKER)
+    (place / "theirs").mkdir(mode=0o755)
+    os.chown(place / "theirs", ATTACKER, ATTACKER)
+    (place / "mine" / "link").symlink_to("../all/in")
+    (place / "mine" / "circle").symlink_to("circle")
+    (place / "sticky" / "link").symlink_to(place / "mine")
+    os.chown(place / "sticky" / "link", ATTACKER, ATTACKER, follow_symlinks=False)
+    owner = f"belongs to user {ATTACKER}, who could exchange what is in it"
+    return {
+        "all": (place / "all" / "in" / "cache", f"{place}/all is writable by all and not sticky"),
+        "all, missing": (place / "all" / "a" / "b", f"{place}/all is writable by all"),
+        "sticky": (place / "sticky" / "in" / "cache", ""),
+        "group": (place / "group" / "in", f"{place}/group is writable by group {ATTACKER}"),
+        "mine": (place / "mine" / "in" / "cache", ""),
+        "theirs": (place / "theirs" / "cache", f"{place}/theirs {owner}"),
+        "a link": (place / "mine" / "link" / "cache", f"{place}/all is writable by all"),
+        "a circle": (place / "mine" / "circle" / "cache", "has more than 40 links"),
+        "their link": (place / "sticky" / "link" / "cache", f"{place}/sticky/link {owner}"),
+        "up and down": (place / "all" / ".." / "mine" / "cache", f"{place}/all is writable by all"),
+        "missing": (place / "mine" / "no" / "cache", ""),
+    }
+
+
+@as_root
+def test_parents_that_others_may_rename_in(shared: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every folder on the way to a cache counts, also behind links, and a report names it."""
+    for name, (path, told) in unsafe_parents(shared).items():
+        found = parents.parent_problem(str(path))
+        assert told in found if told else found == "", (name, found)
+    (shared / "group").chmod(0o775)
+    os.chown(shared / "group", -1, 0)  # root's own group
+    assert parents.parent_problem(str(shared / "group" / "in" / "cache")) == ""
+    monkeypatch.delenv("APEX_TE_CACHE_DIR")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(shared / "all"))
+    facts = report.cache_folder(cache.user_cache())
+    assert facts["problem"].startswith(f"nothing is built in it: {shared}/all is writable by all")
 
 
 def test_fresh_folder_in_an_unsafe_place(

@@ -249,6 +249,11 @@ def test_states_and_parameters_go_to_torch_and_back():
         assert_same(gradients["fp8_metas"][name], getattr(other.fp8_state, name))
     with pytest.raises(ValueError, match=r"from_torch: weight must have shape"):
         te.state.from_torch({**saved, "weight": saved["weight"][:4]}, variables)
+    if "first_due" in variables["fp8_metas"]:
+        texts = (b"", b"[", b"[" * 50_000, b"{}", b'{"first_due": [1]}', b'{"first_due": 1}')
+        for header in (*(np.frombuffer(text, np.uint8) for text in texts), None):
+            with pytest.raises(ValueError, match=r"fp8_state.header must be JSON text"):
+                te.state.from_torch({**saved, "fp8_state.header": header}, variables)
 
 
 @pytest.mark.parametrize("kind", ["layernorm", "rmsnorm"])
