@@ -143,7 +143,7 @@ def _kernel() -> str:
     parts = [socket.gethostname()]
     with contextlib.suppress(OSError):
         parts.append(os.readlink("/proc/self/ns/pid"))
-        with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
+        with open("/proc/sys/kernel/random/boot_id", encoding="utf-8") as file:
             parts[0] = file.read().strip()
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:8]
 
