@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib
 import os
 import sys
@@ -13,6 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from .errors import BuildError, UnknownOpError
+from .text import Printable, complain
 
 # command -> (module with add_arguments and run, help)
 _COMMANDS = {
@@ -88,8 +90,10 @@ def main(
     command = next((word for word in given if not word.startswith("-")), None)
     more = more or {}
     args = _parser(command, more).parse_args(given, argparse.Namespace(sections=sections or {}))
+    shown: Any = Printable(sys.stdout)
     try:
-        status = int((more.get(args.command) or _own(args.command)).run(args))
+        with contextlib.redirect_stdout(shown):
+            status = int((more.get(args.command) or _own(args.command)).run(args))
         sys.stdout.flush()
         return status
     except BrokenPipeError:  # the reader, such as head, has had enough
@@ -98,7 +102,7 @@ def main(
     except KeyboardInterrupt:
         return 130
     except BuildError as error:
-        print(f"apex_te: {error}", file=sys.stderr)
+        complain(str(error))
         return 2 if isinstance(error, UnknownOpError) else 1
 
 

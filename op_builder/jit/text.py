@@ -8,7 +8,7 @@ import sys
 import textwrap
 import time
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple, TextIO
 
 WIDTH = 80
 _INDENT = 11
@@ -27,6 +27,30 @@ def printable(text: str) -> str:
     if text.isprintable():
         return text
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+
+
+class Printable:
+    """Text stream for output with names from elsewhere: all but line ends goes through printable.
+
+    Args:
+        stream: the stream to write to.
+    """
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def write(self, text: str) -> int:
+        """Writes ``text`` and returns its length."""
+        self._stream.write("\n".join(map(printable, text.split("\n"))))
+        return len(text)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+
+def complain(text: str) -> None:
+    """Prints an error of a command to stderr."""
+    print(f"apex_te: {text}", file=Printable(sys.stderr))
 
 
 def short(path: str) -> str:

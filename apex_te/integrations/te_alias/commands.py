@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Callable
+from pathlib import Path
 
+from ...op_builder.jit.text import complain
 from .conflicts import AliasError
 from .files import on_path, purelib, remove_files, write_files
 from .version import LEVEL, claimed_version
@@ -41,7 +42,7 @@ def install(args: argparse.Namespace) -> int:
 
     def act() -> str:
         version = claimed_version(args.version)
-        folder = purelib(args.prefix)
+        folder = _folder("install-alias", args.prefix)
         done = write_files(folder, version)
         return f"transformer_engine {version}: {done} in {folder}"
 
@@ -59,7 +60,7 @@ def remove(args: argparse.Namespace) -> int:
     """
 
     def act() -> str:
-        folder = purelib(args.prefix)
+        folder = _folder("remove-alias", args.prefix)
         if remove_files(folder, args.force):
             return f"transformer_engine: removed from {folder}"
         other = on_path()
@@ -67,6 +68,22 @@ def remove(args: argparse.Namespace) -> int:
         return f"transformer_engine: no alias in {folder}{elsewhere}"
 
     return _run(act)
+
+
+def _folder(command: str, prefix: str | None) -> Path:
+    """Returns the folder of packages to write to.
+
+    Raises:
+        AliasError: ``prefix`` is empty, or a link leads the folder out of it.
+    """
+    if prefix == "":
+        raise AliasError(f"{command}: --prefix must be the folder of an environment, got ''")
+    folder = purelib(prefix)
+    if prefix is not None and not folder.resolve().is_relative_to(Path(prefix).resolve()):
+        raise AliasError(
+            f"{command}: {folder} must be in {prefix}, got a link to {folder.resolve()}"
+        )
+    return folder
 
 
 def _add_prefix(parser: argparse.ArgumentParser) -> None:
@@ -78,6 +95,6 @@ def _run(act: Callable[[], str]) -> int:
     try:
         print(act())
     except (AliasError, ValueError) as error:
-        print(f"apex_te: {error}", file=sys.stderr)
+        complain(str(error))
         return 1
     return 0

@@ -9,6 +9,7 @@ import fcntl
 import hashlib
 import os
 import shutil
+import stat
 import sys
 import sysconfig
 import tempfile
@@ -24,6 +25,8 @@ from .metadata import INSTALLER, metadata_text
 __all__ = ["Written", "installed_in", "purelib", "remove_files", "write_files"]
 
 _TEMPORARY = ".apex_te_alias-"
+_SHOWN = 200  # characters of a line of RECORD
+_LONGEST = 1 << 20  # bytes of a text file; those of the alias have a few hundred
 _STUB = '''"""Alias of apex_te, which serves the modules of this package.
 
 Written by `python -m apex_te install-alias`; `python -m apex_te remove-alias` removes it.
@@ -107,6 +110,7 @@ def write_files(folder: Path, version: str) -> str:
                     "install-alias: there must be no real Transformer Engine beside apex_te's "
                     f"alias, got: {real}"
                 )
+            _refuse_links("install-alias", folder)
             files = _contents(version)
             before = _infos(folder)
             info = folder / _info_name(version)
@@ -139,6 +143,7 @@ def remove_files(folder: Path, force: bool = False) -> list[Path]:
     """
     if not _infos(folder):
         return []
+    _refuse_links("remove-alias", folder)
     try:
         with _locked(folder):
             removed: list[Path] = []
@@ -157,10 +162,33 @@ def _infos(folder: Path) -> list[Path]:
     """Returns the alias's dist-info folders in ``folder``."""
     found = []
     for info in sorted(folder.glob(f"{NAME}-*.dist-info")):
-        with contextlib.suppress(OSError):
-            if (info / "INSTALLER").read_text(encoding="utf-8").strip() == INSTALLER:
+        with contextlib.suppress(OSError, ValueError):
+            if _text(info / "INSTALLER").strip() == INSTALLER:
                 found.append(info)
     return found
+
+
+def _refuse_links(command: str, folder: Path) -> None:
+    """Raises AliasError if a folder of the alias is a link, which would lead out of ``folder``."""
+    package = folder / NAME
+    for path in (package, package / "__pycache__", *folder.glob(f"{NAME}-*.dist-info")):
+        if path.is_symlink():
+            raise AliasError(f"{command}: {path} must be a folder, got a link to {path.readlink()}")
+
+
+def _text(path: Path) -> str:
+    """Returns the text of a regular file of at most a MiB.
+
+    Raises:
+        OSError: the file cannot be read.
+        ValueError: it is not a file of that size, or not UTF-8.
+    """
+    fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    with open(fd, encoding="utf-8") as file:
+        status = os.fstat(fd)
+        if not stat.S_ISREG(status.st_mode) or status.st_size > _LONGEST:
+            raise ValueError(f"{path} must be a file of at most {_LONGEST} bytes")
+        return file.read()
 
 
 def _contents(version: str) -> dict[str, bytes]:
@@ -252,15 +280,18 @@ def _listed(folder: Path, info: Path) -> dict[Path, str]:
     The stub package and the dist-info are the alias's only places, whatever RECORD says.
     """
     try:
-        text = (info / "RECORD").read_text(encoding="utf-8")
+        rows = [*csv.reader(_text(info / "RECORD").splitlines())]
     except FileNotFoundError:
-        text = ""
+        rows = []
+    except (csv.Error, ValueError) as error:
+        raise AliasError(f"remove-alias: {info}/RECORD must be a list of files, {error}") from error
     found = {info / "INSTALLER": "", info / "RECORD": ""}
-    for row in csv.reader(text.splitlines()):
-        path = folder / row[0]
-        if len(row) != 3 or path.parent not in (folder / NAME, info):
+    for row in rows:
+        path = folder / row[0] if len(row) == 3 else folder
+        if path.name == ".." or path.parent not in (folder / NAME, info):
+            shown = ",".join(row)[:_SHOWN]
             raise AliasError(
-                f"remove-alias: {info}/RECORD must list files of the alias, got {','.join(row)!r}"
+                f"remove-alias: {info}/RECORD must list files of the alias, got {shown!r}"
             )
         found[path] = row[1].removeprefix("sha256=")
     return found

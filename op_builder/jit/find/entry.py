@@ -20,6 +20,7 @@ from ..backends.archs import Capability, covered
 from ..cpu_features import missing
 from ..errors import CacheError
 from ..platform import glibc
+from ..text import printable
 
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _FILE = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
@@ -119,7 +120,7 @@ def warn_once(text: str) -> None:
     """Gives a ``RuntimeWarning`` with ``text``, once per process."""
     if text not in warned:
         warned.add(text)
-        warnings.warn(f"apex_te: {text}", RuntimeWarning, stacklevel=3)
+        warnings.warn(printable(f"apex_te: {text}"), RuntimeWarning, stacklevel=3)
 
 
 def entry_tag(archs: Iterable[object]) -> str:

@@ -17,6 +17,12 @@ from .entry import MANIFEST, open_entry, open_folder, open_inside, read_text
 FOLDER = re.compile(r"(?P<library>[A-Za-z_]\w*)-(?P<digits>[0-9a-f]{24})")
 
 
+_TEXTS = ("key", "op", "device", "machine", "compiler")
+_LISTS = ("archs", "flags", "extras")
+_NUMBERS = ("seconds", "time", "size")
+_MOST = 1e15  # above any size or time
+
+
 class Entry(NamedTuple):
     """One entry of a cache folder: a library and its manifest.
 
@@ -80,6 +86,30 @@ def tree_bytes(path: str) -> int:
     return total
 
 
+def _fits(name: str, value: Any) -> bool:
+    """Returns True if an entry of a manifest has the type that ``publish`` writes."""
+    if name in _NUMBERS:
+        return isinstance(value, (int, float)) and 0 <= value < _MOST
+    if name in _LISTS:
+        return isinstance(value, list) and all(isinstance(item, str) for item in value)
+    if name == "sources":
+        return isinstance(value, dict) and all(isinstance(item, str) for item in value.values())
+    return name not in _TEXTS or isinstance(value, str)
+
+
+def _parsed(text: str) -> dict[str, Any]:
+    """Returns the parsed text of a manifest.
+
+    Raises:
+        ValueError: the text is not JSON, or an entry has another type than ``publish`` writes.
+        RecursionError: it is nested too deeply.
+    """
+    found = json.loads(text)
+    if not isinstance(found, dict) or not all(_fits(*item) for item in found.items()):
+        raise ValueError("not a manifest")
+    return found
+
+
 def _entry(
     parent: int, location: cache.Location, folder: str, tag: str, check: bool
 ) -> Entry | None:
@@ -101,8 +131,7 @@ def _entry(
         fd = open_inside(parent, tag, path, location.private, folder=True)
         try:
             text = read_text(fd, MANIFEST, f"{path}/{MANIFEST}", location.private)
-            found = json.loads(text)
-            manifest = found if isinstance(found, dict) else {}
+            manifest = _parsed(text)
         finally:
             os.close(fd)
         key = str(manifest.get("key"))
@@ -116,7 +145,7 @@ def _entry(
                 os.close(opened.fd)
     except NotADirectoryError:
         return None
-    except (CacheError, OSError, ValueError) as error:
+    except (CacheError, OSError, ValueError, RecursionError) as error:
         if isinstance(error, CacheError) and not os.path.isdir(path):
             return None  # a file, such as a log
         problem = str(error) if isinstance(error, CacheError) else f"it is damaged ({error})"

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 
 from ..errors import BuildError, PrebuildError
 from ..prebuild.build_report import BuildReport
+from ..text import complain
 
 HELP = "build op libraries into the user's cache before they are needed"
 
@@ -54,7 +54,7 @@ def run(args: argparse.Namespace) -> int:
         ops = [name for text in args.ops for name in text.split(",")] if args.ops else None
         choices = choose_ops(builders, ops, args.device, targets)
     except BuildError as error:
-        print(f"apex_te: {error}", file=sys.stderr)
+        complain(str(error))
         return 2
     try:
         report = into_cache(
@@ -63,10 +63,10 @@ def run(args: argparse.Namespace) -> int:
     except PrebuildError as error:
         if error.report is not None:
             _show(error.report, args.json)
-        print(f"apex_te: {error}", file=sys.stderr)
+        complain(str(error))
         return 1
     except BuildError as error:
-        print(f"apex_te: {error}", file=sys.stderr)
+        complain(str(error))
         return 1
     _show(report, args.json)
     return 0

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 
 from ...spec import DISPATCHER, JAX_HANDLERS
 from ..errors import CacheError, NoPermissionError
-from ..text import field, short, size
+from ..text import complain, field, short, size
 from . import clean, stale
 from .clean import Removed
 
@@ -37,7 +36,7 @@ def run(args: argparse.Namespace) -> int:
         Exit status: 0 if all were removed, 1 if any was left, 2 if the request is not clear.
     """
     if sum((bool(args.ops), args.all, args.stale)) != 1:
-        print("apex_te: clean: name ops, or one of --all and --stale", file=sys.stderr)
+        complain("clean: name ops, or one of --all and --stale")
         return 2
     from ... import all_builders, get_builder, user_builders
 

@@ -233,10 +233,13 @@ def cache_folder(location: cache.Location) -> Facts:
     facts: Facts = {"kind": location.kind, "path": location.path, "from": _origin(location)}
     facts.update(exists=False, owner=None, mode=None, problem="", entries=0, bytes=0)
     facts["writable"] = location.private and cache.is_writable(location.path)
+    if location.private and not cache.named_cache():
+        problem = parent_problem(location.path)
+        facts["problem"] = f"nothing is built in it: {problem}" if problem else ""
     try:
         status = os.stat(location.path, follow_symlinks=False)
     except FileNotFoundError:
-        if location.private and not facts["writable"]:
+        if location.private and not facts["writable"] and not facts["problem"]:
             facts["problem"] = "it does not exist and cannot be made"
         return facts
     except OSError as error:
@@ -253,9 +256,6 @@ def cache_folder(location: cache.Location) -> Facts:
         facts["bytes"] = inventory.tree_bytes(location.path)
     except (CacheError, OSError) as error:
         facts["problem"] = str(error)
-    if location.private and not facts["problem"] and not cache.named_cache():
-        problem = parent_problem(location.path)
-        facts["problem"] = f"nothing is built in it: {problem}" if problem else ""
     if location.private and not facts["problem"] and not facts["writable"]:
         facts["problem"] = "it is not writable: what it holds is used, and nothing can be added"
     if facts["exists"] and location.private:

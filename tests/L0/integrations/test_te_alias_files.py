@@ -148,6 +148,107 @@ def test_a_record_names_no_other_files(tmp_path: Path) -> None:
     assert victim.exists()
 
 
+BROKEN_RECORDS = {
+    "a blank line": b"\n",
+    "one column": b"transformer_engine/__init__.py\n",
+    "four columns": b"transformer_engine/__init__.py,,,\n",
+    "a NUL": b"\0,,\n",
+    "no UTF-8": b"\xff,,\n",
+    "a long field": b"x" * 200_000 + b",,\n",
+    "a long file": b"transformer_engine/__init__.py,,\n" * 50_000,
+    "a folder above": b"transformer_engine/..,,\n",
+    "an open quote": b'"transformer_engine/__init__.py,,\n',
+    "escapes": b"\x1b[2J/\x9b2J\xc2\x9b2J,,\n",
+}
+
+
+@pytest.mark.parametrize("content", BROKEN_RECORDS.values(), ids=BROKEN_RECORDS)
+def test_a_broken_record_is_one_line_of_error(content: bytes, tmp_path: Path, capsys) -> None:
+    """A RECORD that is not one is refused in one short printable line, and nothing is removed."""
+    folder = purelib(str(tmp_path))
+    write_files(folder, VERSION)
+    (folder / f"transformer_engine-{VERSION}.dist-info" / "RECORD").write_bytes(content)
+    before = all_files(folder)
+    assert main(["remove-alias", "--force", "--prefix", str(tmp_path)], COMMANDS) == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert re.match(r"apex_te: remove-alias: .*/RECORD must (list files of the|be a list)", line)
+    assert len(line) < 800
+    assert line.isprintable()
+    assert all_files(folder) == before
+
+
+def test_a_record_that_is_a_pipe_does_not_hang(tmp_path: Path) -> None:
+    write_files(tmp_path, VERSION)
+    info = tmp_path / f"transformer_engine-{VERSION}.dist-info"
+    (info / "RECORD").unlink()
+    os.mkfifo(info / "RECORD")
+    with pytest.raises(AliasError, match=r"RECORD must be a list of files"):
+        remove_files(tmp_path, force=True)
+    (info / "INSTALLER").unlink()
+    os.mkfifo(info / "INSTALLER")
+    assert remove_files(tmp_path, force=True) == []
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_an_empty_prefix_is_refused(command: str, tmp_path: Path, monkeypatch, capsys) -> None:
+    """It is what an unset variable gives, and names no environment."""
+    monkeypatch.chdir(tmp_path)
+    assert main([command, "--prefix", ""], COMMANDS) == 1
+    wanted = f"apex_te: {command}: --prefix must be the folder of an environment, got ''\n"
+    assert capsys.readouterr().err == wanted
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+@pytest.mark.parametrize("part", ["lib", "site", "package", "cache", "info"])
+def test_links_are_not_followed_out_of_the_prefix(
+    command: str, part: str, tmp_path: Path, capsys
+) -> None:
+    """A link to another environment is refused, and what it leads to stays as it is."""
+    prefix, other = tmp_path / "prefix", tmp_path / "other"
+    folder, outside = purelib(str(prefix)), purelib(str(other))
+    for place in (folder, outside):
+        write_files(place, VERSION)
+        (place / "transformer_engine" / "__pycache__").mkdir()
+        (place / "transformer_engine" / "__pycache__" / "__init__.cpython-311.pyc").touch()
+    path = {
+        "lib": prefix / "lib",
+        "site": folder,
+        "package": folder / "transformer_engine",
+        "cache": folder / "transformer_engine" / "__pycache__",
+        "info": folder / f"transformer_engine-{VERSION}.dist-info",
+    }[part]
+    path.rename(tmp_path / "away")
+    path.symlink_to(other / path.relative_to(prefix))
+    before = all_files(other)
+    words = [command, "--prefix", str(prefix)]
+    words += ["--version", "2.9.0"] if command == "install-alias" else ["--force"]
+    assert main(words, COMMANDS) == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert re.match(rf"apex_te: {command}: .* must be .*, got a link to {other}", line)
+    assert all_files(other) == before
+
+
+def test_a_prefix_that_is_a_link_is_an_environment(tmp_path: Path, capsys) -> None:
+    """The prefix itself, and links within it, such as lib64, may be links."""
+    (tmp_path / "real" / "lib").mkdir(parents=True)
+    (tmp_path / "link").symlink_to("real")
+    (tmp_path / "real" / "lib64").symlink_to("lib")
+    assert main(["install-alias", "--prefix", str(tmp_path / "link")], COMMANDS) == 0
+    assert installed_in(purelib(str(tmp_path / "real"))) is not None
+
+
+def test_the_commands_print_no_escapes(tmp_path: Path, capsys) -> None:
+    """The prefix and the files in it may have any name."""
+    prefix = tmp_path / "\x1b[2J\x9b"
+    for words in (["install-alias"], ["install-alias"], ["remove-alias"], ["remove-alias"]):
+        assert main([*words, "--prefix", str(prefix)], COMMANDS) == 0
+    (prefix / "file").touch()
+    assert main(["install-alias", "--prefix", str(prefix / "file")], COMMANDS) == 1
+    done = capsys.readouterr()
+    assert all(line.isprintable() for line in (done.out + done.err).splitlines())
+
+
 def test_the_dist_info_of_pip_is_not_ours(tmp_path: Path) -> None:
     info = tmp_path / "transformer_engine-2.9.0.dist-info"
     info.mkdir()
