@@ -167,9 +167,18 @@ def make_wheel(kind: Kind, sources: Path, out: Path) -> Path:
 
 
 def write_checksums(files: Sequence[Path], out: Path) -> None:
-    """Writes ``SHA256SUMS``, which ``sha256sum --check`` reads."""
-    lines = [f"{hashlib.sha256(path.read_bytes()).hexdigest()}  {path.name}\n" for path in files]
-    (out / "SHA256SUMS").write_text("".join(lines), encoding="utf-8")
+    """Writes ``SHA256SUMS``, which ``sha256sum --check`` reads.
+
+    Lines of files that an earlier run has made, and that are still in ``out``, stay.
+    """
+    sums = out / "SHA256SUMS"
+    lines = {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
+    for line in sums.read_text(encoding="utf-8").splitlines() if sums.exists() else ():
+        digest, _, name = line.partition("  ")
+        if name and (out / name).exists():
+            lines.setdefault(name, digest)
+    text = "".join(f"{digest}  {name}\n" for name, digest in sorted(lines.items()))
+    sums.write_text(text, encoding="utf-8")
 
 
 def main() -> None:

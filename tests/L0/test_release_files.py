@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import importlib
 import re
 from pathlib import Path
 from typing import Any
@@ -49,6 +51,28 @@ def test_extras_are_installable_names() -> None:
             assert Requirement(requirement).name.lower() != "torch", f"{name} would replace torch"
 
 
+def test_checksums_hold_for_all_files_of_a_release(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Wheels that are made one after the other have one SHA256SUMS, the CUDA ones among them."""
+    monkeypatch.syspath_prepend(ROOT / "scripts")
+    dist = importlib.import_module("dist")
+    names = ("a.tar.gz", "a-none-any.whl", "a+cu13.whl")
+    for name in names:
+        (tmp_path / name).write_text(name)
+    (tmp_path / "a+cpu.whl").write_text("removed later")
+    dist.write_checksums([tmp_path / "a.tar.gz", tmp_path / "a+cpu.whl"], tmp_path)
+    dist.write_checksums([tmp_path / "a.tar.gz", tmp_path / "a-none-any.whl"], tmp_path)
+    (tmp_path / "a+cpu.whl").unlink()
+    (tmp_path / "a.tar.gz").write_text("made again")
+    dist.write_checksums([tmp_path / "a.tar.gz", tmp_path / "a+cu13.whl"], tmp_path)
+    lines = (tmp_path / "SHA256SUMS").read_text().splitlines()
+    assert sorted(line.split("  ")[1] for line in lines) == sorted(names)
+    for line in lines:
+        digest, _, name = line.partition("  ")
+        assert digest == hashlib.sha256((tmp_path / name).read_bytes()).hexdigest()
+
+
 def jobs(path: Path) -> dict[str, Any]:
     yaml = pytest.importorskip("yaml")
     workflow = yaml.safe_load(path.read_text(encoding="utf-8"))
@@ -68,7 +92,11 @@ def test_workflow(path: Path) -> None:
         for step in job["steps"]:
             assert ("uses" in step) != ("run" in step), (name, step)
             if "uses" in step:
-                assert re.fullmatch(r"[\w-]+/[\w-]+@v\d+", step["uses"]), (name, step)
+                pinned = rf"{re.escape(step['uses'])} # v\d+\.\d+\.\d+\n"
+                assert re.fullmatch(r"[\w-]+/[\w-]+@[0-9a-f]{40}", step["uses"]), (name, step)
+                assert re.search(pinned, path.read_text(encoding="utf-8")), (name, step)
+            if "upload-artifact" in step.get("uses", ""):
+                assert step["with"]["path"] == "dist/", "with SHA256SUMS"
             commands += step.get("run", "") + "\n"
     for target in re.findall(r"^ *make ([a-z][\w-]*)", commands, re.MULTILINE):
         assert target in targets, target
