@@ -74,10 +74,18 @@ class Case:
         out = self.fwd(self.x, *self.params, EPS)
         self.rest = [self.params[0], *(t for t in (out.mean, out.rstd) if t is not None)]
         self.one, self.amax = torch.ones(1, device="cuda"), torch.zeros(1, device="cuda")
+        self.inverse = torch.ones(1, device="cuda")
 
     def quantize(self, **options: Any) -> Any:
         return self.fp8(
-            self.x, *self.params, EPS, self.one, FP8, amax=self.amax, scale_inv=self.one, **options
+            self.x,
+            *self.params,
+            EPS,
+            self.one,
+            FP8,
+            amax=self.amax,
+            scale_inv=self.inverse,
+            **options,
         )
 
     def formula(self, x: torch.Tensor, *params: torch.Tensor) -> torch.Tensor:

