@@ -48,17 +48,23 @@ def _suite_builder(name: str) -> OpBuilder | None:
     """Returns apex_te's builder of op ``name``, made once per process; None for any other name.
 
     Raises:
-        UnknownOpError: the op's module defines no builder of this name.
+        UnknownOpError: the op's module cannot be imported, or defines no builder of this name.
     """
     if name in _suite:
         return _suite[name]
     module_name = {DISPATCHER: "core", JAX_HANDLERS: "jax_ffi"}.get(name, name)
     if module_name == name and name not in builder_names():
         return None
-    module = importlib.import_module(f"{__name__}.{module_name}")
-    for value in vars(module).values():
-        if isinstance(value, type) and issubclass(value, OpBuilder) and name == value.NAME:
-            return _suite.setdefault(name, value())
+    try:
+        module = importlib.import_module(f"{__name__}.{module_name}")
+        for value in vars(module).values():
+            if isinstance(value, type) and issubclass(value, OpBuilder) and name == value.NAME:
+                return _suite.setdefault(name, value())
+    except Exception as error:  # a file that a user added
+        raise UnknownOpError(
+            f"{name}: its builder {__name__}.{module_name} cannot be imported:"
+            f" {type(error).__name__}: {error}"
+        ) from error
     raise UnknownOpError(f"{module.__file__} must define a builder with NAME = {name!r}")
 
 

@@ -18,6 +18,7 @@ from .jit.errors import DuplicateOpError, UnknownOpError
 from .jit.find.entry import OpenedLibrary
 from .jit.find.key import key_of
 from .jit.find.look_up import look_up
+from .jit.platform import is_hip
 from .jit.text import tell
 from .spec import DISPATCHER, JAX_HANDLERS, OpSpec
 
@@ -62,6 +63,33 @@ class OpBuilder(OpSpec):
     def builder(self) -> OpBuilder:
         """Returns this builder, for code that calls ``builder()`` on apex's builders."""
         return self
+
+    # Called by builders written for ROCm's apex, whose answers depend on versions of torch.
+
+    @staticmethod
+    def is_rocm_pytorch() -> bool:
+        """Returns True if GPU code is compiled for AMD GPUs."""
+        return is_hip()
+
+    @staticmethod
+    def version_dependent_macros() -> list[str]:
+        """Returns the macros by which apex's sources know a torch of at least 1.5."""
+        return ["-DVERSION_GE_1_1", "-DVERSION_GE_1_3", "-DVERSION_GE_1_5"]
+
+    @staticmethod
+    def generator_args() -> list[str]:
+        """Returns no flags: torch has had its random generator's new header since 1.8."""
+        return []
+
+    @staticmethod
+    def aten_atomic_args() -> list[str]:
+        """Returns the macro by which apex's sources know torch's header of atomic operations."""
+        return ["-DATEN_ATOMIC_HEADER"]
+
+    @staticmethod
+    def nvcc_threads_args() -> list[str]:
+        """Returns no flags: as many compilers as the machine allows run at once."""
+        return []
 
     def open(self, device: str = "cpu", capability: Capability | None = None) -> OpenedLibrary:
         """Returns the opened library for ``device``, which is compiled if no cache holds it.

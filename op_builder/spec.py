@@ -15,6 +15,7 @@ from .jit.errors import UnknownOpError
 
 SUITE = Path(__file__).resolve().parent.parent
 INCLUDE_FLAGS = ("APEX_BUILD_CPP_OPS", "APEX_BUILD_CUDA_OPS")
+_APEX_FLAGS = {"APEX_BUILD_CPU_OPS": "APEX_BUILD_CPP_OPS"}  # what ROCm apex's README writes
 DISPATCHER = "apex_te_core"
 JAX_HANDLERS = "apex_te_jax"
 _SOURCE_ENDINGS = ("_cpu.cpp", "_cuda.cu")
@@ -96,6 +97,7 @@ class OpSpec:
             raise TypeError(f"{cls.__name__}: NAME must be an identifier, got {cls.NAME!r}")
         if "BUILD_VAR" not in cls.__dict__:
             cls.BUILD_VAR = f"APEX_BUILD_{cls.NAME.upper()}"
+        cls.INCLUDE_FLAG = _APEX_FLAGS.get(cls.INCLUDE_FLAG, cls.INCLUDE_FLAG)
         if cls.INCLUDE_FLAG not in INCLUDE_FLAGS:
             raise TypeError(
                 f"{cls.__name__}: INCLUDE_FLAG must be one of {INCLUDE_FLAGS},"
@@ -112,8 +114,25 @@ class OpSpec:
         if cls.BINDING == "pybind11":
             cls.DEVICES = ("cpu",)  # one library, whatever devices its functions take
 
-    def __init__(self, root: str | os.PathLike[str] | None = None) -> None:
-        """Declares the op with its sources below ``root``, by default below ``ROOT``."""
+    def __init__(
+        self, root: str | os.PathLike[str] | None = None, *, name: str | None = None
+    ) -> None:
+        """Declares the op with its sources below ``root``, by default below ``ROOT``.
+
+        Args:
+            root: folder that holds ``csrc``.
+            name: ``NAME``, as builders written for ROCm's apex pass it; such an op is a pybind11
+                extension unless its class says otherwise.
+
+        Raises:
+            TypeError: ``name`` is not ``NAME``.
+        """
+        cls = type(self)
+        if name is not None and name != self.NAME:
+            raise TypeError(f"{cls.__name__}: name must be NAME = {self.NAME!r}, got {name!r}")
+        if name and not any("BINDING" in base.__dict__ for base in cls.__mro__ if base != OpSpec):
+            cls.BINDING, cls.DEVICES = "pybind11", ("cpu",)
+        self.name = self.NAME
         self.root = Path(root if root is not None else self.ROOT).resolve()
         self._functions: dict[str, FunctionSpec] | None = None
 

@@ -58,7 +58,8 @@ def _load(name: str, entries: list[EntryPoint]) -> OpBuilder:
 
     Raises:
         DuplicateOpError: apex_te has an op of the name, or there are two entry points.
-        UnknownOpError: the entry point cannot be imported, or is no ``OpBuilder`` with this NAME.
+        UnknownOpError: the entry point cannot be imported or made, or is no ``OpBuilder`` with this
+            NAME.
     """
     if name in suite_names():
         raise DuplicateOpError(f"{_where(entries[0])}: the suite has an op {name!r} already")
@@ -78,7 +79,13 @@ def _load(name: str, entries: list[EntryPoint]) -> OpBuilder:
             f"{name}: {_where(entry)} must be a subclass of OpBuilder with NAME = {name!r},"
             f" got {loaded!r}"
         )
-    return register(loaded)
+    try:
+        made = loaded()
+    except Exception as error:
+        raise UnknownOpError(
+            f"{name}: its builder {_where(entry)} cannot be made: {type(error).__name__}: {error}"
+        ) from error
+    return register(made)
 
 
 def find(name: str) -> OpBuilder | None:
@@ -107,13 +114,21 @@ def builders() -> dict[str, OpBuilder]:
 
     A builder that cannot be loaded is left out, with one warning per process.
     """
-    found = dict(builder_module.registered)
+    found, problems = builders_and_problems()
+    for problem in problems.values():
+        if problem not in _warned:
+            _warned.add(problem)
+            warnings.warn(f"apex_te: left out {problem}", RuntimeWarning, stacklevel=2)
+    return found
+
+
+def builders_and_problems() -> tuple[dict[str, OpBuilder], dict[str, str]]:
+    """Returns the builders of other packages, and why further ones do not load, by op name."""
+    found, problems = dict(builder_module.registered), {}
     for name, entries in _entry_points().items():
         try:
             if name not in found:
                 found[name] = _load(name, entries)
         except (DuplicateOpError, UnknownOpError) as error:
-            if str(error) not in _warned:
-                _warned.add(str(error))
-                warnings.warn(f"apex_te: left out {error}", RuntimeWarning, stacklevel=2)
-    return dict(sorted(found.items()))
+            problems[name] = str(error)
+    return dict(sorted(found.items())), problems

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.machinery
 import importlib.util
 import os
@@ -46,7 +47,11 @@ def _refuse_taken(spec: OpSpec, name: str) -> None:
         ImportError: a module ``name`` is imported or could be.
     """
     module = sys.modules.get(name)
-    found = None if module is not None else importlib.util.find_spec(name)
+    found = None
+    if module is None:
+        # apex's builders name a module of apex, which need not be installed
+        with contextlib.suppress(ModuleNotFoundError):
+            found = importlib.util.find_spec(name)
     if module is not None or found is not None:
         where = getattr(module, "__file__", None) or getattr(found, "origin", None)
         raise ImportError(

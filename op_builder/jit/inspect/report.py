@@ -13,7 +13,7 @@ import re
 import stat
 import time
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from ...spec import SUITE, OpSpec
@@ -188,6 +188,24 @@ def library_facts(spec: OpSpec, device: str, here: Here) -> Facts:
             facts["state"] = "can build"
     except (BuildError, OSError) as error:
         facts.update(state="cannot", reason=str(error))
+    except Exception as error:  # of a method that another package's builder overrides
+        facts.update(state="cannot", reason=f"{type(error).__name__}: {error}")
+    return facts
+
+
+def _rows(spec: OpSpec, here: Here) -> list[Facts]:
+    """Returns the facts of each library of an op; one row with the reason if it names none."""
+    try:
+        devices = spec.built_devices()
+    except Exception as error:
+        return [broken_builder(spec.NAME, f"{type(error).__name__}: {error}")]
+    return [library_facts(spec, device, here) for device in devices]
+
+
+def broken_builder(name: str, reason: str) -> Facts:
+    """Returns the facts of an op whose builder does not load, with the keys of a library's."""
+    facts: Facts = {"op": name, "device": "-", "state": "cannot", "reason": reason}
+    facts.update(key="", path="", archs=[], seconds=None, size=None, built=None, compiler="")
     return facts
 
 
@@ -265,11 +283,12 @@ def cache_folder(location: cache.Location) -> Facts:
     return facts
 
 
-def collect(builders: Iterable[OpSpec]) -> Facts:
+def collect(builders: Iterable[OpSpec], problems: Mapping[str, str] | None = None) -> Facts:
     """Returns the whole report as a dict for JSON.
 
     Args:
         builders: ops to report on; the dispatcher and the handlers for JAX are added.
+        problems: names of ops whose builders do not load, with the reasons.
     """
     core = DispatcherSpec()
     now = here()
@@ -293,7 +312,8 @@ def collect(builders: Iterable[OpSpec]) -> Facts:
         "caches": [cache_folder(place) for place in cache.locations(core.prebuilt_folder)],
         "settings": machine.settings(),
         "libraries": [
-            library_facts(spec, device, now) for spec in builders for device in spec.built_devices()
+            *(row for spec in builders for row in _rows(spec, now)),
+            *(broken_builder(name, reason) for name, reason in (problems or {}).items()),
         ],
     }
 

@@ -7,6 +7,7 @@ import json
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from ..errors import UnknownOpError
 from ..text import WIDTH, Column, field, short, size, table
 from . import report
 
@@ -29,9 +30,16 @@ def run(args: argparse.Namespace) -> int:
     Returns:
         Exit status: 0, or 1 if the settings are such that a call would raise an error.
     """
-    from ... import all_builders, user_builders
+    from ... import builder_names, get_builder, user_ops
 
-    facts = report.collect([*all_builders().values(), *user_builders().values()])
+    suite, problems = {}, {}
+    for name in builder_names():
+        try:
+            suite[name] = get_builder(name)
+        except UnknownOpError as error:
+            problems[name] = str(error)
+    others, more_problems = user_ops.builders_and_problems()
+    facts = report.collect([*suite.values(), *others.values()], {**problems, **more_problems})
     more = {label: section() for label, section in args.sections.items()}
     if args.json:
         facts.update((label, values) for label, (values, _) in more.items())

@@ -195,6 +195,33 @@ def test_without_torch(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         Ext(root).key("cpu")
 
 
+def test_builder_of_rocms_apex_builds(root: Path) -> None:
+    """The module keeps its name below apex, which need not be installed."""
+
+    class Rocm(CUDAOpBuilder):
+        NAME = "tiny_ext"
+        INCLUDE_FLAG = "APEX_BUILD_CPU_OPS"
+        ROOT = root
+
+        def __init__(self) -> None:
+            super().__init__(name=self.NAME)
+
+        def absolute_name(self) -> str:
+            return f"apex.{self.NAME}"
+
+        def include_paths(self) -> list[str]:
+            return ["csrc/"]
+
+        def cxx_args(self) -> list[str]:
+            return [*super().cxx_args(), *self.version_dependent_macros(), "-DVALUE=43"]
+
+    try:
+        assert Rocm().load().answer() == 43
+        assert sys.modules["apex.tiny_ext"].answer() == 43
+    finally:
+        sys.modules.pop("apex.tiny_ext", None)
+
+
 def test_classes_are_checked() -> None:
     for exports in ("answer", ("a b",)):
         with pytest.raises(TypeError, match="EXPORTS must be a tuple of identifiers"):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -10,6 +12,7 @@ import textwrap
 import warnings
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import tutorial
@@ -26,6 +29,8 @@ from op_builder import (
     user_builders,
     user_ops,
 )
+from op_builder.jit import cli
+from op_builder.jit.inspect import report_command
 
 BUILDER = """
 from pathlib import Path
@@ -141,6 +146,94 @@ def test_broken_package_is_named_and_hurts_nobody(
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # said once
         user_builders()
+
+
+ROCM_BUILDER = """
+from pathlib import Path
+from op_builder import CUDAOpBuilder
+class TheirOpsBuilder(CUDAOpBuilder):
+    BUILD_VAR = "APEX_BUILD_ECHO"
+    INCLUDE_FLAG = "APEX_BUILD_CPU_OPS"
+    NAME = "echo"
+    ROOT = Path(__file__).parent
+    def __init__(self):
+        super().__init__(name=self.NAME)
+    def absolute_name(self):
+        return "apex." + self.name
+    def sources(self):
+        return ["csrc/echo.cpp"]
+    def include_paths(self):
+        return ["csrc/"]
+    def cxx_args(self):
+        return super().cxx_args() + self.version_dependent_macros() + self.generator_args()
+    def nvcc_args(self):
+        return ["-O3"] + self.version_dependent_macros() + ([] if self.is_rocm_pytorch() else [])
+"""
+
+
+def test_builder_of_rocms_apex_loads(install: Callable[..., Path]) -> None:
+    """Its group, its constructor and its helpers; what it builds is an extension of torch."""
+    install("their_ops", "echo", ROCM_BUILDER)
+    builder = get_builder("echo")
+    assert builder.INCLUDE_FLAG == "APEX_BUILD_CPP_OPS"
+    assert (builder.name, builder.BINDING, builder.DEVICES) == ("echo", "pybind11", ("cpu",))
+    assert "-DVERSION_GE_1_5" in builder.cxx_args()
+    assert CPUOpBuilder.BINDING == "c"
+
+
+def report_rows(capsys: pytest.CaptureFixture[str]) -> dict[str, dict[str, Any]]:
+    """The report's rows of all libraries by op, none of which may fail the report."""
+    assert cli.main(["report", "--json"]) == 0
+    facts = json.loads(capsys.readouterr().out)
+    rows = {row["op"]: row for row in facts["libraries"]}
+    text = "\n".join(report_command.lines(facts))
+    assert all(f"{name} (-): " in text for name, row in rows.items() if row["device"] == "-")
+    return rows
+
+
+@pytest.mark.parametrize(
+    ("change", "device", "told"),
+    [
+        (("name=self.NAME", "nom=self.NAME"), "-", "TypeError.*unexpected keyword argument 'nom'"),
+        (("name=self.NAME", "name='other'"), "-", "TypeError.*name must be NAME = 'echo'"),
+        (("CPU_OPS", "SOME_OPS"), "-", "TypeError.*INCLUDE_FLAG must be one of"),
+        (("generator_args", "gone"), "cpu", "AttributeError.*has no attribute 'gone'"),
+        (('return ["csrc/echo.cpp"]', "return self.gone"), "-", "AttributeError.*'gone'"),
+        (("", ""), "cpu", "csrc/echo.cpp"),
+    ],
+)
+def test_broken_builder_is_a_row_of_the_report(
+    install: Callable[..., Path],
+    capsys: pytest.CaptureFixture[str],
+    change: tuple[str, str],
+    device: str,
+    told: str,
+) -> None:
+    folder = install("their_ops", "echo", ROCM_BUILDER.replace(*change))
+    install("their_other", "fine")
+    if change != ("", ""):  # else the source is missing
+        (folder / "csrc").mkdir()
+        (folder / "csrc" / "echo.cpp").write_text("")
+    row = report_rows(capsys)["echo"]
+    assert (row["state"], row["device"]) == ("cannot", device)
+    assert re.search(told, row["reason"]), row["reason"]
+
+
+def test_broken_builder_beside_the_suites_is_a_row_of_the_report(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "their_file.py").write_text(ROCM_BUILDER.replace("CPU_OPS", "SOME_OPS"))
+    names = [*op_builder.builder_names(), "their_file"]
+    monkeypatch.setattr(op_builder, "__path__", [*op_builder.__path__, str(tmp_path)])
+    with monkeypatch.context() as patch:
+        patch.setattr(op_builder, "builder_names", lambda: names)
+        with pytest.raises(UnknownOpError, match=r"op_builder.their_file cannot be imported: Type"):
+            get_builder("their_file")
+        row = report_rows(capsys)["their_file"]
+        assert cli.main(["list"]) == 2
+        assert "apex_te: their_file: its builder" in capsys.readouterr().err
+    assert (row["state"], row["device"]) == ("cannot", "-")
+    assert "INCLUDE_FLAG must be one of" in row["reason"]
 
 
 def test_registering(tmp_path: Path) -> None:
