@@ -26,6 +26,32 @@ _MACHINES = ("x86_64", "aarch64")
 CPP_OPS, CUDA_OPS = GROUPS = ("APEX_BUILD_CPP_OPS", "APEX_BUILD_CUDA_OPS")
 # what apex's setup.py takes -> what says it here
 _APEX_OPTIONS = {"--cpp_ext": CPP_OPS, "--cuda_ext": CUDA_OPS}
+# apex's extensions, as its variables APEX_BUILD_<extension> name them, and the ops that serve them;
+# some are served without a library
+_SOFTMAX = ("scaled_softmax",)
+_APEX_SERVED = {
+    "AMP_C": ("multi_tensor",),
+    "FUSED_ADAM": ("multi_tensor",),
+    "FUSED_BIAS_SWIGLU": ("swiglu",),
+    "FUSED_DENSE": ("activation", "bias_gelu"),
+    "FUSED_LAMB": ("multi_tensor",),
+    "FUSED_LAYER_NORM": ("layer_norm", "rms_norm"),
+    "FUSED_ROPE": ("rope",),
+    "FUSED_WEIGHT_GRADIENT_MLP": (),
+    "GENERIC_SCALED_MASKED_SOFTMAX_CUDA": _SOFTMAX,
+    "MLP": (),
+    "SCALED_MASKED_SOFTMAX_CUDA": _SOFTMAX,
+    "SCALED_SOFTMAX_CUDA": _SOFTMAX,
+    "SCALED_UPPER_TRIANG_MASKED_SOFTMAX_CUDA": _SOFTMAX,
+    "XENTROPY": ("cross_entropy",),
+}
+_APEX_UNSERVED = frozenset(
+    (
+        "APEX_C", "BNP", "DISTRIBUTED_ADAM", "DISTRIBUTED_LAMB", "FAST_MULTIHEAD_ATTN",
+        "FOCAL_LOSS", "FUSED_CONV_BIAS_RELU", "FUSED_INDEX_MUL_2D", "NCCL_ALLOCATOR", "NCCL_P2P",
+        "PEER_MEMORY", "SYNCBN", "TRANSDUCER_JOINT", "TRANSDUCER_LOSS",
+    )
+)  # fmt: skip
 
 
 def torch_has_cuda() -> bool:
@@ -43,23 +69,55 @@ def cuda_expected() -> bool:
     return named_arch_list() is not None or bool(visible_capabilities()) or torch_has_cuda()
 
 
+def _asked_by_apex(builders: Mapping[str, OpSpec]) -> dict[str, str]:
+    """Returns the ops that apex's variables ask for by the extensions that they serve.
+
+    Args:
+        builders: ops by name, whose own variables come first.
+
+    Returns:
+        The variable by the op's name.
+
+    Raises:
+        SettingError: a variable's value is no boolean, or asks for what is not served.
+    """
+    own = {spec.BUILD_VAR for spec in builders.values()}
+    asked = {}
+    for extension in (*_APEX_SERVED, *sorted(_APEX_UNSERVED)):
+        variable = f"APEX_BUILD_{extension}"
+        if variable in own or not env.boolean(variable, False):
+            continue
+        if extension in _APEX_UNSERVED:
+            raise SettingError(
+                f"{variable} asks for an extension of apex that apex_te does not serve;"
+                " docs/apex.md lists the ops that serve the others"
+            )
+        asked.update(dict.fromkeys(_APEX_SERVED[extension], variable))
+    return asked
+
+
 def select(builders: Mapping[str, OpSpec]) -> list[Choice]:
     """Returns a decision for each library of the ops, from ``APEX_BUILD_*`` variables.
 
-    ``APEX_BUILD_<OP>`` decides for one op; else ``APEX_BUILD_CUDA_OPS`` asks for both libraries of
-    every op and ``APEX_BUILD_CPP_OPS`` for the CPU ones. The dispatcher is not among them.
+    ``APEX_BUILD_<OP>`` decides for one op, as apex's variable for an extension that the op serves
+    does; else ``APEX_BUILD_CUDA_OPS`` asks for both libraries of every op and
+    ``APEX_BUILD_CPP_OPS`` for the CPU ones. The dispatcher is not among them.
 
     Args:
         builders: ops by name.
 
     Raises:
-        SettingError: the value of a variable is no boolean.
+        SettingError: the value of a variable is no boolean, or asks for an extension of apex that
+            is not served.
     """
+    asked = _asked_by_apex(builders)
     cpp, cuda = env.boolean(CPP_OPS, False), env.boolean(CUDA_OPS, False)
     choices: list[Choice] = []
     expected: bool | None = None
     for name, spec in sorted(builders.items()):
         single = env.boolean(spec.BUILD_VAR, None)
+        if single is None and name in asked:
+            single = True
         if single and not cuda and expected is None:
             expected = cuda_expected()
         for device in spec.DEVICES:
@@ -84,6 +142,7 @@ def unknown_variables(builders: Mapping[str, OpSpec]) -> list[str]:
     """
     known = {spec.BUILD_VAR for spec in builders.values()}
     known.update((*GROUPS, pythons.VARIABLE, MACHINE, LABEL))
+    known.update(f"APEX_BUILD_{name}" for name in (*_APEX_SERVED, *_APEX_UNSERVED))
     return sorted(
         name for name in os.environ if name.startswith("APEX_BUILD_") and name not in known
     )

@@ -109,6 +109,44 @@ def test_misspelt_variable_is_refused(
         install.check_install(BUILDERS)
 
 
+@pytest.mark.parametrize(
+    ("variables", "ops"),
+    [
+        ({"AMP_C": "1"}, ["multi_tensor"]),
+        ({"FUSED_DENSE": "1"}, ["activation", "bias_gelu"]),
+        ({"FUSED_LAYER_NORM": "1", "XENTROPY": "1"}, ["cross_entropy", "layer_norm", "rms_norm"]),
+        ({"SCALED_UPPER_TRIANG_MASKED_SOFTMAX_CUDA": "1"}, ["scaled_softmax"]),
+        ({"MLP": "1"}, []),  # served by PyTorch
+        ({"AMP_C": "0", "BNP": "0"}, []),
+        ({"AMP_C": "1", "MULTI_TENSOR": "0"}, []),
+    ],
+)
+def test_variables_of_apex_ask_for_the_ops_that_serve_its_extensions(
+    variables: dict[str, str], ops: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in variables.items():
+        monkeypatch.setenv(f"APEX_BUILD_{name}", value)
+    monkeypatch.setattr(install, "cuda_expected", lambda: False)
+    assert [each.op for each in install.check_install(all_builders()) if each.wanted] == ops
+
+
+@pytest.mark.parametrize("extension", ["APEX_C", "BNP", "SYNCBN", "TRANSDUCER_LOSS"])
+def test_extension_of_apex_that_is_not_served(
+    extension: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(f"APEX_BUILD_{extension}", "1")
+    told = (
+        f"APEX_BUILD_{extension} asks for an extension of apex that apex_te does not serve.*apex.md"
+    )
+    with pytest.raises(SettingError, match=told):
+        install.check_install(all_builders())
+
+
+def test_extensions_of_apex_are_served_by_ops_that_exist() -> None:
+    serving = {op for ops in install._APEX_SERVED.values() for op in ops}
+    assert serving <= set(all_builders())
+
+
 @pytest.mark.parametrize(("option", "variable"), [("--cpp_ext", "CPP"), ("--cuda_ext", "CUDA")])
 def test_options_of_apex_are_not_ignored(option: str, variable: str) -> None:
     with pytest.raises(SettingError, match=f"{option} .* APEX_BUILD_{variable}_OPS=1 instead"):
