@@ -11,6 +11,10 @@ from importlib.machinery import ModuleSpec, SourceFileLoader
 from importlib.util import spec_from_file_location
 from types import ModuleType
 
+from apex_te.op_builder import builder_names, get_builder
+
+from ..finder import ENTRY, OpFinder, OpLoader
+
 NAMES = (
     "amp_C",
     "fused_adam_cuda",
@@ -43,15 +47,20 @@ class _Loader(SourceFileLoader):
 
 
 class _Finder:
-    """Meta path finder for the names in ``NAMES`` at top level."""
+    """Meta path finder for the names in ``NAMES`` and the suite's pybind11 ops at top level."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
         if fullname not in NAMES:
-            return None
+            return OpFinder(ENTRY).find_spec(fullname) if _is_extension(fullname) else None
         file = os.path.join(_FOLDER, f"{fullname}.py")
         return spec_from_file_location(fullname, file, loader=_Loader(fullname, file))
+
+
+def _is_extension(name: str) -> bool:
+    """Returns True for an op that ``scripts/jit_module.py`` made of an extension's sources."""
+    return name in builder_names() and get_builder(name).BINDING == "pybind11"
 
 
 _finder = _Finder()
@@ -60,8 +69,9 @@ _finder = _Finder()
 def install(*, first: bool = False) -> None:
     """Makes ``import amp_C`` and the other names work in this process; nothing is compiled.
 
-    A module that is imported already is not replaced. The ``first`` of the last call counts;
-    ``uninstall`` undoes all calls.
+    So do the names of extensions that ``scripts/jit_module.py`` added to the suite. A module that
+    is imported already is not replaced. The ``first`` of the last call counts; ``uninstall`` undoes
+    all calls.
 
     Args:
         first: True to prefer apex_te's modules to those of an installed apex, False to prefer
@@ -79,9 +89,9 @@ def uninstall() -> None:
     """
     with _lock:
         _remove()
-        for name in NAMES:
+        for name in (*NAMES, *builder_names()):
             spec = getattr(sys.modules.get(name), "__spec__", None)
-            if isinstance(getattr(spec, "loader", None), _Loader):
+            if isinstance(getattr(spec, "loader", None), (_Loader, OpLoader)):
                 del sys.modules[name]
 
 

@@ -10,14 +10,18 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from op_builder import builder_names, user_ops
+from op_builder.builder import suite_names
+from op_builder.jit.backends import pythons
 from op_builder.jit.backends.pybind import Exports, read_exports
-from op_builder.spec import INCLUDE_FLAGS
+from op_builder.jit.prebuild import install
+from op_builder.spec import SUITE
 
 from . import render
 
 LONGEST = 26  # characters of a skeleton's name, so that the lines of its files stay in bounds
 _LONGEST_EXTENSION = 64
-_VARIABLES = {*INCLUDE_FLAGS, "APEX_BUILD_PYTHONS"}
+_VARIABLES = {*install.GROUPS, pythons.VARIABLE, install.MACHINE, install.LABEL}
+_HEADERS = (".h", ".hpp", ".cuh")
 
 
 class Refusal(Exception):
@@ -56,6 +60,11 @@ def check_name(name: str, root: Path, is_skeleton: bool) -> None:
             raise Refusal(f"{name!r} and {op!r} would both be APEX_BUILD_{op.upper()}")
     if f"APEX_BUILD_{name.upper()}" in _VARIABLES:
         raise Refusal(f"APEX_BUILD_{name.upper()} has a meaning already; choose another name")
+    if name in suite_names() or any(
+        path.exists()
+        for path in (SUITE / "compatibility" / name, SUITE / f"compatibility/{name}.py")
+    ):
+        raise Refusal(f"apex_te.compatibility.{name} would not be the op's module; choose another")
     module = _python_module(name, root)
     if module:
         raise Refusal(f"{name!r} is a Python module already: {module}")
@@ -87,15 +96,18 @@ def check_targets(name: str, files: Sequence[str], root: Path) -> None:
 
 
 def find_sources(texts: Sequence[str], root: Path) -> list[str]:
-    """Sources relative to the root; each may be given relative to it or to where the user is."""
+    """Sources relative to the root; each may be given relative to it or to where the user is.
+
+    Headers, which apex's lists of sources name, too, are checked and left out.
+    """
     found: list[str] = []
     for text in texts:
         path = next((p for p in (root / text, Path.cwd() / text) if p.is_file()), None)
         if path is None:
             raise Refusal(f"source {text} is neither in {root} nor in {Path.cwd()}")
         path = path.resolve()
-        if path.suffix not in (".cpp", ".cu"):
-            raise Refusal(f"a source must end in .cpp or .cu, got {text}")
+        if path.suffix not in (".cpp", ".cu", *_HEADERS):
+            raise Refusal(f"a source must end in .cpp, .cu or .h, got {text}")
         if not path.is_relative_to(root / "csrc"):
             raise Refusal(
                 f"a source must lie below {root / 'csrc'}, which is what an installation copies,"
@@ -105,7 +117,7 @@ def find_sources(texts: Sequence[str], root: Path) -> list[str]:
         if relative in found:
             raise Refusal(f"source {relative} is given twice")
         found.append(relative)
-    return found
+    return [source for source in found if not source.endswith(_HEADERS)]
 
 
 def check_includes(folders: Sequence[str], root: Path) -> None:

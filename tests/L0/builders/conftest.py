@@ -14,9 +14,11 @@ from tiny_op import write_op
 from op_builder.jit.build import service
 from op_builder.jit.find import cache
 
-# A shell's background job ignores Ctrl-C, and so would the processes that the tests interrupt.
-if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
-    signal.signal(signal.SIGINT, signal.default_int_handler)
+# A background job and nohup ignore these, and so would the processes that the tests signal: unlike
+# that, a handler that does nothing is not inherited.
+for number in (signal.SIGINT, signal.SIGHUP):
+    if signal.getsignal(number) is signal.SIG_IGN:
+        signal.signal(number, lambda *_: None)
 
 
 @pytest.fixture

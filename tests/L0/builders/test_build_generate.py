@@ -220,6 +220,11 @@ def test_contradictions(
         ("RMS_Norm", "would both be APEX_BUILD_RMS_NORM"),
         ("cuda_ops", "APEX_BUILD_CUDA_OPS has a meaning already"),
         ("pythons", "APEX_BUILD_PYTHONS has a meaning already"),
+        ("label", "APEX_BUILD_LABEL has a meaning already"),
+        ("machine", "APEX_BUILD_MACHINE has a meaning already"),
+        ("finder", "apex_te.compatibility.finder would not be the op's module"),
+        ("apex", "apex_te.compatibility.apex would not be the op's module"),
+        ("apex_te_core", "apex_te.compatibility.apex_te_core would not be the op's module"),
         ("scale", "is a name that the generated files use"),
         ("reference", "is a name that the generated files use"),
         ("relu_cuda", "must not end in a device"),
@@ -262,7 +267,7 @@ def test_sources_are_checked(tree: Path, capsys: pytest.CaptureFixture[str]) -> 
         return refused(capsys, "my_ext", "--sources", sources, *more)
 
     assert "source csrc/lost.cpp is neither in" in message("csrc/good.cpp,csrc/lost.cpp")
-    assert "must end in .cpp or .cu, got csrc/good.cc" in message("csrc/good.cc")
+    assert "must end in .cpp, .cu or .h, got csrc/good.cc" in message("csrc/good.cc")
     assert "must lie below" in message("outside.cpp")
     assert "csrc/good.cpp is given twice" in message("csrc/good.cpp,csrc/../csrc/good.cpp")
     assert "must have a PYBIND11_MODULE, 0 have" in message("csrc/none.cpp")
@@ -281,9 +286,16 @@ def test_existing_extension(tree: Path, monkeypatch: pytest.MonkeyPatch) -> None
     (tree / "csrc" / "ext").mkdir()
     (tree / "csrc" / "ext" / "bind.cpp").write_text(EXTENSION)
     (tree / "csrc" / "ext" / "kernel.cu").write_text("")
+    (tree / "csrc" / "ext" / "kernel.h").write_text("")  # named as apex's README does, not compiled
     before = {path: path.read_bytes() for path in tree.rglob("*") if path.is_file()}
     monkeypatch.chdir(tree / "csrc")
-    arguments = ["my_ext", "--sources", "ext/bind.cpp,ext/kernel.cu", "--exports", "one,two"]
+    arguments = [
+        "my_ext",
+        "--sources",
+        "ext/bind.cpp,ext/kernel.h,ext/kernel.cu",
+        "--exports",
+        "one,two",
+    ]
     assert jit_module.main([*arguments, "--include", "csrc/ext"]) == 0
     text = (tree / "op_builder" / "my_ext.py").read_text()
     assert "class MyExtBuilder(CUDAOpBuilder)" in text

@@ -6,6 +6,7 @@ the real one and torch's headers are in tests/L1/builders.
 
 from __future__ import annotations
 
+import importlib
 import importlib.machinery
 import inspect
 import os
@@ -18,7 +19,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from apex_te.compatibility import finder
+from apex_te.compatibility import apex, finder
+from apex_te.compatibility.apex import _finder
 from apex_te.op_builder import (
     BuildError,
     CPUOpBuilder,
@@ -34,6 +36,8 @@ from apex_te.op_builder.jit.backends.pybind import read_exports
 from apex_te.op_builder.jit.build import extension, service
 from apex_te.op_builder.jit.errors import CompileError, HeaderNotFoundError
 from tiny_op import CHECKOUT, logging_compiler
+
+import apex_te
 
 STAND_IN = """
 #pragma once
@@ -220,6 +224,28 @@ def test_builder_of_rocms_apex_builds(root: Path) -> None:
         assert sys.modules["apex.tiny_ext"].answer() == 43
     finally:
         sys.modules.pop("apex.tiny_ext", None)
+
+
+def test_extension_of_the_suite_at_top_level(
+    root: Path, monkeypatch: pytest.MonkeyPatch, compilations: Callable[[], int]
+) -> None:
+    """As apex's extensions: after ``install()``, and compiled by the first call."""
+    monkeypatch.setitem(apex_te.op_builder._suite, "tiny_ext", Ext(root))
+    names = lambda: ["rope", "tiny_ext"]  # noqa: E731
+    monkeypatch.setattr(apex_te.op_builder, "builder_names", names)
+    monkeypatch.setattr(_finder, "builder_names", names)
+    with pytest.raises(ModuleNotFoundError):
+        importlib.import_module("tiny_ext")
+    apex.install()
+    try:
+        module = importlib.import_module("tiny_ext")
+        assert compilations() == 0
+        assert module.answer() == 42
+        with pytest.raises(ModuleNotFoundError):
+            importlib.import_module("rope")
+    finally:
+        apex.uninstall()
+    assert "tiny_ext" not in sys.modules
 
 
 def test_classes_are_checked() -> None:
