@@ -43,9 +43,14 @@ def tree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_the_page_from_nothing_to_nothing(tmp_path: Path) -> None:
     """Its commands in a copied checkout: the generated test passes, and nothing is left."""
+    follow_page(tmp_path, CUDA_VISIBLE_DEVICES="")  # with a GPU: tests/L1/builders
+
+
+def follow_page(tmp_path: Path, **variables: str) -> None:
     checkout = tutorial.copy_checkout(tmp_path / "checkout")
     (checkout / "tests/L0/module").mkdir()
-    variables = tutorial.environment(checkout)
+    # the suite's own libraries, which other tests use, too
+    variables = tutorial.environment(checkout, APEX_TE_CACHE_DIR=tutorial.SHARED_CACHE, **variables)
     before = listing(checkout)
     outputs = [tutorial.run(["bash", "-c", line], checkout, variables) for line in COMMANDS]
     assert len(outputs) == 3

@@ -37,6 +37,10 @@ def contents(root: Path) -> dict[str, bytes]:
 
 def test_guide_from_nothing_to_a_recipe(tmp_path: Path) -> None:
     """Everything on the page passes, edits no file of the suite, and leaves nothing behind."""
+    follow_page(tmp_path, CUDA_VISIBLE_DEVICES="")  # with a GPU: tests/L1/builders
+
+
+def follow_page(tmp_path: Path, **variables: str) -> None:
     checkout = tutorial.copy_checkout(tmp_path / "checkout")
     for name in ("test_statistics.py", "test_meta_device.py"):
         target = checkout / "tests" / "L0" / "module" / name
@@ -46,7 +50,8 @@ def test_guide_from_nothing_to_a_recipe(tmp_path: Path) -> None:
     outputs = tutorial.follow(
         "A recipe of your own",
         checkout,
-        tutorial.environment(checkout),
+        # the suite's own libraries, which other tests use, too
+        tutorial.environment(checkout, APEX_TE_CACHE_DIR=tutorial.SHARED_CACHE, **variables),
         page="new_recipe.md",
     )
     tests = [said for command, said in outputs.items() if "pytest" in command]

@@ -15,6 +15,7 @@ from op_builder.jit.find import cache
 
 # Before a fixture takes them away: a dispatcher that the machine has need not be built again.
 SHARED_CACHE = cache.named_cache() or cache.default_cache()
+LIMIT = 500  # seconds of one command
 _BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 _PATH = re.compile(r"(?://|#) ([\w./]+/[\w.]+|[\w.]+\.toml)\n")
 _COPIED = ("apex_te", "op_builder", "compatibility", "csrc", "scripts", "benchmarks")
@@ -38,7 +39,7 @@ def environment(root: Path, **more: str) -> dict[str, str]:
     (root / "results").mkdir(exist_ok=True)
     return {
         **os.environ,
-        "PYTHONPATH": str(root),
+        "PYTHONPATH": os.pathsep.join(filter(None, (str(root), os.environ.get("PYTHONPATH")))),
         "PYTHONDONTWRITEBYTECODE": "1",
         "PATH": f"{os.path.dirname(sys.executable)}:{os.environ.get('PATH', '')}",
         "APEX_TE_CACHE_PATH": SHARED_CACHE,
@@ -50,7 +51,13 @@ def environment(root: Path, **more: str) -> dict[str, str]:
 def run(command: list[str], folder: Path, variables: dict[str, str], text: str = "") -> str:
     """Output of a command that must succeed."""
     done = subprocess.run(
-        command, cwd=folder, env=variables, input=text, capture_output=True, text=True, timeout=500
+        command,
+        cwd=folder,
+        env=variables,
+        input=text,
+        capture_output=True,
+        text=True,
+        timeout=LIMIT,
     )
     assert done.returncode == 0, f"{command}\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
     return done.stdout
