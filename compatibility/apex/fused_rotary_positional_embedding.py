@@ -199,7 +199,7 @@ def _rotate_2d(
                     f"[1, at least {length}, 1, {dim // 2}], got {list(table.shape)}"
                 )
         view = input.view(rows, length, columns, dim).narrow(-1, part * (dim // 2), dim // 2)
-        tables = (table[:, :length].transpose(0, 1) for table in (cos, sin))
-        out = _rotate(view, *tables, "bshd", backward=backward)
+        cos, sin = (table[:, :length].transpose(0, 1) for table in (cos, sin))
+        out = _rotate(view, cos, sin, "bshd", backward=backward)
         halves.append(out.view(batch, height * width, heads, dim // 2))
     return torch.cat(halves, -1)
