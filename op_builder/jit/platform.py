@@ -156,6 +156,64 @@ def glibc() -> tuple[int, ...]:
     return tuple(map(int, re.findall(r"\d+", version))) if name == "glibc" else ()
 
 
+# ``sys.executable`` of a program that embeds Python, or is frozen, is that program
+_INTERPRETER = re.compile(r"(python|pypy)[\d.]*(d|t|td|-dbg)?")
+_VERSION = "import sys; print(sys.implementation.name, *sys.version_info[:2], sys.maxsize)"
+
+
+def _is_same_file(path: str, other: str) -> bool:
+    """Returns True if two paths lead to one file; False if there is none at one of them."""
+    try:
+        return os.path.samefile(path, other)
+    except OSError:
+        return False
+
+
+@functools.cache
+def _find_python(executable: str, frozen: bool) -> str | None:
+    """Returns the result of ``python_program`` for the given ``sys.executable``."""
+    named = _INTERPRETER.fullmatch(os.path.basename(executable)) is not None
+    if named and not frozen and _is_same_file(executable, "/proc/self/exe"):
+        return executable
+    import subprocess
+    import sysconfig
+
+    mine = (sys.implementation.name, *sys.version_info[:2], sys.maxsize)
+    number = f"{sys.version_info[0]}.{sys.version_info[1]}"
+    base = getattr(sys, "_base_executable", None) or ""
+    prefixes = (sys.base_exec_prefix, sys.base_prefix, sys.exec_prefix)
+    folders = [sysconfig.get_config_var("BINDIR"), *(os.path.join(p, "bin") for p in prefixes)]
+    names = [f"python{number}{getattr(sys, 'abiflags', '')}", f"python{number}", "python3"]
+    found = [base] if _INTERPRETER.fullmatch(os.path.basename(base)) else []
+    found += [os.path.join(folder, name) for folder in folders if folder for name in names]
+    for path in dict.fromkeys(found):
+        if not os.access(path, os.X_OK) or _is_same_file(path, executable):
+            continue
+        try:
+            done = subprocess.run(
+                [path, "-I", "-S", "-c", _VERSION],
+                stdin=subprocess.DEVNULL,
+                capture_output=True,
+                text=True,
+                errors="replace",
+                timeout=60,
+            )
+        except (OSError, subprocess.TimeoutExpired):
+            continue
+        if done.stdout.split() == [str(part) for part in mine]:
+            return path
+    return None
+
+
+def python_program() -> str | None:
+    """Returns the path of an interpreter of the running Python's version, None if there is none.
+
+    A program that embeds Python, or is frozen, is never started, although ``sys.executable`` may
+    name it.
+    """
+    return _find_python(sys.executable or "", bool(getattr(sys, "frozen", False)))
+
+
 def soabi() -> str:
     """Returns the suffix of this Python's extension modules.
 

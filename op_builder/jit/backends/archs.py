@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 from ..errors import ArchError
-from ..platform import CUDA, ROCM, gpu_platform, is_hip
+from ..platform import CUDA, ROCM, gpu_platform, is_hip, python_program
 
 # (major, minor) of an NVIDIA GPU, (major, minor, stepping) of an AMD one
 Capability = tuple[int, int] | tuple[int, int, int]
@@ -249,9 +249,13 @@ def ask_driver() -> dict[str, Any]:
         "arch"; "problem", the reason why there are no devices, or "".
     """
     answer: dict[str, Any] = {"driver": None, "cuda": None, "problem": "", "devices": []}
+    python = python_program()
+    if python is None:
+        answer["problem"] = "this program embeds Python, and there is no interpreter to ask with"
+        return answer
     try:
         done = subprocess.run(
-            [sys.executable, "-I", "-S", "-c", _PROBE],
+            [python, "-I", "-S", "-c", _PROBE],
             env={**os.environ, "CUDA_CACHE_DISABLE": "1"},  # else the driver makes ~/.nv
             capture_output=True,
             text=True,

@@ -360,7 +360,7 @@ def find_ninja() -> str:
         package = os.path.dirname(spec.origin)
         for path in (
             os.path.join(package, "data", "bin", "ninja"),
-            os.path.join(os.path.dirname(sys.executable), "ninja"),
+            os.path.join(os.path.dirname(sys.executable or ""), "ninja"),
             os.path.join(sysconfig.get_path("scripts"), "ninja"),
         ):
             if os.access(path, os.X_OK) and os.path.isfile(path):

@@ -7,12 +7,11 @@ library would fail in every process from then on, because its key and checksum a
 from __future__ import annotations
 
 import subprocess
-import sys
 
 from ...spec import OpSpec
 from ..errors import UnknownOpError
 from ..find.elf import file_problem
-from ..platform import is_cross_compiling
+from ..platform import is_cross_compiling, python_program
 from .hints import is_not_executable
 
 _SECONDS = 120  # a loaded machine may take long to start an interpreter
@@ -51,10 +50,11 @@ def _load_problem(fd: int, expected: list[str]) -> str:
     Returns:
         The reason why it must not be published; "" if it loads, or if no process could be started.
     """
-    if not sys.executable:
-        return ""  # an embedded interpreter
+    python = python_program()
+    if python is None:
+        return ""  # in a program that embeds Python
     path = f"/proc/self/fd/{fd}"
-    command = [sys.executable, "-I", "-S", "-c", _LOAD, path, *expected]
+    command = [python, "-I", "-S", "-c", _LOAD, path, *expected]
     try:
         done = subprocess.run(
             command,
