@@ -21,6 +21,7 @@ from ..errors import (
     DiskFullError,
     NoPermissionError,
 )
+from ..platform import python_program
 from . import failure, hints, resources
 from .progress import Progress
 
@@ -256,6 +257,24 @@ def _finished(lines: Sequence[str], steps: int) -> bool:
     return not failed and any(line.startswith(last) for line in lines)
 
 
+# Becomes ninja with the signals that Python or its parent ignores as a program expects them.
+_DEFAULT_SIGNALS = """
+import os, signal, sys
+for each in (signal.SIGCHLD, signal.SIGPIPE, signal.SIGXFSZ):
+    signal.signal(each, signal.SIG_DFL)
+os.execv(sys.argv[1], sys.argv[1:])
+"""
+
+
+def _ignores_children() -> bool:
+    """Returns True if this process ignores SIGCHLD, which a program that it starts inherits."""
+    with contextlib.suppress(OSError, ValueError), open("/proc/self/status", "rb") as file:
+        for line in file:
+            if line.startswith(b"SigIgn:"):
+                return bool(int(line.split()[1], 16) >> (signal.SIGCHLD - 1) & 1)
+    return signal.getsignal(signal.SIGCHLD) is signal.SIG_IGN
+
+
 def _start(command: list[str], folder: str) -> tuple[subprocess.Popen[str], _Watch]:
     """Starts ninja in ``folder`` and the shell that stops it if this process dies.
 
@@ -263,6 +282,9 @@ def _start(command: list[str], folder: str) -> tuple[subprocess.Popen[str], _Wat
         The process of ninja, whose output is a pipe, and the object that controls the shell.
     """
     # LC_ALL: messages are searched for "error:"; TMPDIR: a killed build leaves nothing elsewhere
+    if _ignores_children() and (python := python_program()) is not None:
+        # ninja before 1.12 and some compilers never see their children end
+        command = [python, "-I", "-S", "-c", _DEFAULT_SIGNALS, *command]
     special = {"LC_ALL": "C", "TMPDIR": folder, "NINJA_STATUS": "[%f/%t] ", "TERM": "dumb"}
     with _starting:
         process = subprocess.Popen(
