@@ -179,7 +179,7 @@ def _load(path: Path) -> dict[str, int]:
     """Returns the stored choices, algorithm numbers by key; none if the file cannot be used."""
     try:
         stored = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return {}
     if not isinstance(stored, dict):
         return {}

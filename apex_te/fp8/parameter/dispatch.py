@@ -37,7 +37,7 @@ _FACTORIES = {
 }  # fmt: skip
 
 # Attributes that FP8Parameter and torch.nn.Parameter keep in __dict__ themselves.
-_OWN = {
+OWN = {
     "_held", "_recipe", "_fp8_dtype", "_is_matrix", "_read_by", "_initial", "_writable",
     "_gathered", "_is_param",
 }  # fmt: skip
@@ -128,7 +128,7 @@ def _run(cls: type[HeldWeight], func: Any, args: tuple, kwargs: dict[str, Any]) 
 
 def attributes_of(x: HeldWeight) -> dict[str, Any]:
     """Returns the attributes that users have set on ``x``, such as ``tensor_model_parallel``."""
-    return {key: value for key, value in x.__dict__.items() if key not in _OWN}
+    return {key: value for key, value in x.__dict__.items() if key not in OWN}
 
 
 def _with_attributes(new: HeldWeight, x: HeldWeight) -> Any:

@@ -16,7 +16,7 @@ from ..scheme.registry import layout_of, stored_recipe
 from ..scheme.stored_layout import Layout
 from ..tensor import QuantizedTensor
 from .decode import columnwise, quantizers_of, values
-from .dispatch import DTYPES, KERNEL_DTYPES, attributes_of, cloned, dispatch
+from .dispatch import DTYPES, KERNEL_DTYPES, OWN, attributes_of, cloned, dispatch
 from .fsdp_gather import Gathered, gathered_fp8_data, replace, shard_fp8_data
 
 __all__ = ["FP8Parameter", "dequantized", "fp8_operands", "record_weight"]
@@ -555,17 +555,46 @@ def _rebuild(
         initial: the arguments of ``_Initial``.
         attributes: attributes that users have set, by name.
         shape: shape of a view of the weight; None for a whole one.
+
+    Raises:
+        ValueError: ``packed``, ``tensors`` or ``attributes`` is not what was saved.
     """
     recipe = unpack_recipe(packed)
-    rowwise, scale_inv = tensors
-    if scale_inv.dtype is torch.uint8:
-        scale_inv = scale_inv.view(torch.float8_e8m0fnu)
+    rowwise, scale_inv = _checked_tensors(recipe, tensors)
+    if own := sorted(OWN & set(attributes or ())):
+        raise ValueError(f"FP8Parameter: attributes must be a user's, got {own}")
     fp8_data = rowwise.view(quantizers_of(recipe, rowwise.device).weight.dtype)
     held = QuantizedTensor(fp8_data, scale_inv, None, None, fp8_data.dtype)
     size = None if shape is None else torch.Size(shape)
     made = _wrapped(FP8Parameter(held, recipe, dtype, _Initial(*initial), size), *flags)
     made.__dict__.update(attributes or {})
     return made
+
+
+def _checked_tensors(recipe: Recipe, tensors: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns saved data and scales, after checking that the scales are those of such data.
+
+    Raises:
+        ValueError: a tensor has another shape or dtype than the recipe's weights.
+    """
+    if len(tensors) != 2 or not all(isinstance(each, torch.Tensor) for each in tensors):
+        raise ValueError(f"FP8Parameter: tensors must be two tensors, got {len(tensors)} values")
+    rowwise, scale_inv = tensors
+    if rowwise.dim() != 2 or rowwise.element_size() != 1:
+        raise ValueError(
+            "FP8Parameter: data must be a matrix of bytes, "
+            f"got {list(rowwise.shape)} of {rowwise.dtype}"
+        )
+    if scale_inv.dtype is torch.uint8:
+        scale_inv = scale_inv.view(torch.float8_e8m0fnu)
+    rows, cols = rowwise.shape
+    due = layout_of(recipe).scale_inv(rows, cols, torch.device("meta"))
+    if scale_inv.shape != due.shape or scale_inv.dtype != due.dtype:
+        raise ValueError(
+            f"FP8Parameter: scale_inv must have shape {list(due.shape)} of {due.dtype} for data "
+            f"{[rows, cols]}, got {list(scale_inv.shape)} of {scale_inv.dtype}"
+        )
+    return rowwise, scale_inv
 
 
 def _is_parameter(x: FP8Parameter) -> bool:

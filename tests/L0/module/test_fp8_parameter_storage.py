@@ -321,3 +321,51 @@ def test_shared_memory(name):
     x = torch.randn(16, 32)
     with fp8_autocast(True, RECIPES[name]):
         assert torch.equal(module(x), plain(x))
+
+
+class _Saved:
+    """A pickle of a weight with other arguments than were saved."""
+
+    def __init__(self, weight, **changes):
+        self.function, (packed, dtype, tensors, flags, initial, *_) = weight.__reduce_ex__(2)
+        tensors = changes.get("tensors", lambda *each: each)(*tensors)
+        self.arguments = (packed, dtype, tensors, flags, initial, changes.get("attributes"))
+
+    def __reduce__(self):
+        return self.function, self.arguments
+
+
+CHANGED = {
+    "one scale too few": lambda data, scale: (data, scale.flatten()[:-1].clone()),
+    "scales of another shape": lambda data, scale: (data, scale.new_ones(7, 3)),
+    "scales of another dtype": lambda data, scale: (data, scale.to(torch.int64)),
+    "a vector of data": lambda data, scale: (data.flatten(), scale),
+    "data of another dtype": lambda data, scale: (data.float(), scale),
+    "no scales": lambda data, scale: (data,),
+    "numbers": lambda data, scale: (1, 2),
+}
+
+
+@pytest.mark.parametrize("how", CHANGED)
+@pytest.mark.parametrize("name", RECIPES)
+def test_changed_weights_in_a_file_are_refused(name, how):
+    """Data and scales that do not fit each other are an error on loading, not wrong values."""
+    file = io.BytesIO()
+    torch.save(_Saved(build(scheme=RECIPES[name]).weight, tensors=CHANGED[how]), file)
+    file.seek(0)
+    with pytest.raises(ValueError, match=r"FP8Parameter: (tensors|data|scale_inv) must "):
+        torch.load(file, weights_only=True)
+
+
+def test_attributes_in_a_file_are_the_users():
+    """A file sets attributes of users, not those that hold the weight."""
+    weight = build(scheme=RECIPES[next(iter(RECIPES))]).weight
+    for attributes, is_right in (({"mine": 1}, True), ({"mine": 1, "_held": 2}, False)):
+        file = io.BytesIO()
+        torch.save(_Saved(weight, attributes=attributes), file)
+        file.seek(0)
+        if is_right:
+            assert torch.load(file, weights_only=True).mine == 1
+        else:
+            with pytest.raises(ValueError, match=r"attributes must be a user's, got \['_held'\]"):
+                torch.load(file, weights_only=True)
