@@ -13,9 +13,22 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from ..fp8.parameter.parameter import dequantized
+from ..fp8.parameter.parameter import FP8Parameter, dequantized
 
-__all__ = ["JoinedKey", "JoinedState", "PartView", "joined", "original_part"]
+__all__ = [
+    "KEYS",
+    "JoinedKey",
+    "JoinedState",
+    "PartParameters",
+    "PartView",
+    "joined",
+    "original_part",
+    "read_original_keys",
+]
+
+
+# Attribute of a joined layer: its dotted name in the block and a period, and its joined parameters.
+KEYS = "_apex_te_keys"
 
 
 class JoinedKey(NamedTuple):
@@ -26,16 +39,19 @@ class JoinedKey(NamedTuple):
         parts: ``(key, rows)`` of each original parameter, in the order in which they are stacked.
         transposed: True if the original parameters are stored ``[in, out]``, as Conv1D's weights;
             the joined one is ``[out, in]``.
+        former: True if only earlier releases had the parameter under ``key``, a norm's; today it
+            has the original name.
     """
 
     key: str
     parts: tuple[tuple[str, int], ...]
     transposed: bool = False
+    former: bool = False
 
     def prefixed(self, prefix: str) -> JoinedKey:
         """Returns a copy with ``prefix`` before each of the keys."""
         parts = tuple((prefix + key, rows) for key, rows in self.parts)
-        return JoinedKey(prefix + self.key, parts, self.transposed)
+        return JoinedKey(prefix + self.key, parts, self.transposed, self.former)
 
     def split(self, value: torch.Tensor) -> list[torch.Tensor]:
         """Returns views of a joined parameter ``value``, one for each original parameter.
@@ -113,6 +129,133 @@ class PartView:
         """Returns the bias of the original layer, a view of the joined one; None if it had none."""
         return self.part("bias")
 
+    @property
+    def _parameters(self) -> PartParameters:
+        """Returns what accelerate reads and sets parameters by."""
+        return PartParameters(self)
+
+    @property
+    def _buffers(self) -> dict[str, torch.Tensor]:
+        return {}
+
+    def requires_grad_(self, requires_grad: bool = True) -> PartView:
+        """Raises an error unless the joined parameters are as they are to be.
+
+        Raises:
+            ValueError: ``requires_grad`` is not that of the joined parameters.
+        """
+        for name, *_ in self.rows.values():
+            parameter = getattr(self.module, name)
+            if parameter.requires_grad != requires_grad:
+                raise ValueError(
+                    f"from_torch: requires_grad must be {parameter.requires_grad} for a layer that "
+                    f"fuse=True joined with others, got {requires_grad}; set it for the joined "
+                    f"{name}, or before the conversion, or convert with fuse=False"
+                )
+        return self
+
+    def write(self, attribute: str, value: torch.Tensor) -> None:
+        """Sets an original parameter; a joined one on the meta device waits for all its parts.
+
+        Args:
+            attribute: ``"weight"`` or ``"bias"``.
+            value: the new values, in the original layout; their dtype and device become those of
+                the joined parameter.
+
+        Raises:
+            TypeError: the joined parameter is distributed.
+        """
+        name, start, rows, transposed = self.rows[attribute]
+        whole = getattr(self.module, name)
+        if hasattr(whole, "to_local"):
+            raise TypeError(
+                f"from_torch: a joined {name} must be a plain Parameter to set a part of it, got a "
+                f"{type(whole).__name__}"
+            )
+        value = original_part(value.detach(), transposed)
+        waiting = vars(self.module).setdefault("_apex_te_waiting", {})
+        with torch.no_grad():
+            if value.is_meta:
+                new = whole.detach().to("meta", value.dtype)
+            elif whole.is_meta:
+                parts = waiting.setdefault(name, {})
+                parts[start] = value
+                if sum(len(part) for part in parts.values()) < len(whole):
+                    return
+                new = torch.cat([parts[at].to(value) for at in sorted(parts)])
+            elif isinstance(whole, FP8Parameter):
+                new = dequantized(whole).clone()
+                new.narrow(0, start, rows).copy_(value)
+                whole.copy_(new)
+                return
+            else:
+                new = whole.detach().to(value)
+                new.narrow(0, start, rows).copy_(value)
+        waiting.pop(name, None)
+        if new.data_ptr() != whole.data_ptr() or new.is_meta != whole.is_meta:
+            setattr(self.module, name, nn.Parameter(new, requires_grad=whole.requires_grad))
+
+
+class PartParameters(dict[str, Any]):
+    """Parameters of an original layer, found and set by name; there are none to iterate over."""
+
+    def __init__(self, view: PartView) -> None:
+        super().__init__()
+        self.view = view
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.view.rows
+
+    def __getitem__(self, name: str) -> nn.Parameter:
+        value = self.view.part(name)
+        if value is None:
+            raise KeyError(name)
+        whole = getattr(self.view.module, self.view.rows[name][0])
+        return nn.Parameter(value.detach(), requires_grad=whole.requires_grad)
+
+    def __setitem__(self, name: str, value: torch.Tensor) -> None:
+        self.view.write(name, value)
+
+    def __reduce__(self) -> Any:
+        return PartParameters, (self.view,)
+
+
+class _OriginalWeights:
+    """Weights by which accelerate's hook of a joined layer finds parameters, stacked from others.
+
+    Args:
+        weights: the hook's map, an object with ``dataset`` and ``prefix``.
+        block: name of the block and a period.
+        entries: the joined parameters of the layer; keys are relative to the block.
+    """
+
+    def __init__(self, weights: Any, block: str, entries: Iterable[JoinedKey]) -> None:
+        self.dataset, self.prefix = weights.dataset, weights.prefix
+        self.entries = {entry.key: entry for entry in (one.prefixed(block) for one in entries)}
+
+    def __getitem__(self, name: str) -> Any:
+        entry = self.entries.get(self.prefix + name)
+        if entry is None or any(key not in self.dataset for key, _ in entry.parts):
+            return self.dataset[self.prefix + name]
+        values = [self.dataset[key] for key, _ in entry.parts]
+        # GPT-2's c_attn has one name for both layouts, and a hook writes back the joined one.
+        transposed = entry.transposed and values[0].shape[-1] == entry.parts[0][1]
+        return joined(values, transposed)
+
+
+def read_original_keys(hook: Any, keys: tuple[str, tuple[JoinedKey, ...]]) -> None:
+    """Has a hook of accelerate's, made for a joined layer, find parameters by original keys.
+
+    Args:
+        hook: the hook, or several in one.
+        keys: the layer's attribute ``KEYS``.
+    """
+    for one in getattr(hook, "hooks", (hook,)):
+        weights, (path, entries) = getattr(one, "weights_map", None), keys
+        prefix = getattr(weights, "prefix", "")
+        if prefix.endswith(path) and hasattr(weights, "dataset"):
+            one.weights_map = _OriginalWeights(weights, prefix[: -len(path)], entries)
+
 
 class JoinedState:
     """State dict hooks of one block, which give and take the keys of the original layers.
@@ -167,6 +310,11 @@ class JoinedState:
         """
         self._prefix = prefix
         for entry in self.entries:
+            if entry.former:
+                former = entry.prefixed(prefix)
+                if former.key in state_dict:
+                    state_dict.setdefault(former.parts[0][0], state_dict.pop(former.key))
+                continue
             own = block.get_parameter(entry.key).detach()
             entry = entry.prefixed(prefix)
             if self._is_joined(entry, state_dict, own):

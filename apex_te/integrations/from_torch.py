@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -15,21 +16,30 @@ from ..module.linear import Linear
 from ..module.rms_norm import RMSNorm
 from . import _matching as matching
 from . import summary
+from ._derived import Derived, derived
 from ._fp8_weights import hold_in_fp8
 from ._selection import Selection
 from .conv1d import Conv1DLinear, conv1d_linear
 from .experts import StackedExperts, stacked_experts
-from .fusion import fuse_blocks, refuse_optimized
+from .fusion import JoinedNorm, fuse_blocks, refuse_optimized
 from .saving import save_without_fp8_state
 from .summary import ConversionSummary, Layer, numbered
-from .t5_norm import T5RMSNorm
 
 __all__ = ["Conv1DLinear", "from_torch"]
+
+
+class FamilyRMSNorm(RMSNorm):
+    """RMS norm of a model of Hugging Face, by whose own forward it mixes dtypes."""
+
+    def _plain_forward(self) -> Callable[[torch.Tensor], torch.Tensor]:
+        forward: Callable[[torch.Tensor], torch.Tensor] = super(Derived, self).forward  # type: ignore
+        return forward
+
 
 _LOG = logging.getLogger(__name__)
 _NORM_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 _REPLACED = (nn.Linear, nn.LayerNorm, nn.RMSNorm)
-_REPLACING = (Linear, LayerNorm, RMSNorm, Conv1DLinear, StackedExperts)
+_REPLACING = (Linear, LayerNorm, RMSNorm, Conv1DLinear, StackedExperts, JoinedNorm)
 # Attributes that every nn.Module has; a converted module keeps the values it had.
 _KEPT = frozenset(vars(nn.Module()))
 
@@ -246,8 +256,7 @@ def convert_layer(module: Any) -> None:
     elif isinstance(module, nn.RMSNorm):
         _become_norm(module, RMSNorm, module.normalized_shape)
     else:
-        kind = T5RMSNorm if matching.is_t5_norm(module) else RMSNorm
-        _become_norm(module, kind, tuple(module.weight.shape))
+        _become_norm(module, RMSNorm, tuple(module.weight.shape))
 
 
 def _linear(module: Any, in_features: int, out_features: int) -> Linear:
@@ -267,7 +276,9 @@ def _become_norm(module: Any, kind: Any, shape: tuple[int, ...]) -> None:
     eps = matching.norm_eps(module)
     template = kind(shape, eps, zero_centered_gamma=zero_centered, device="meta")
     template.elementwise_affine = module.weight is not None
-    _become(module, kind, template)
+    own = type(module)
+    known = own in _REPLACED
+    _become(module, kind if known else derived(FamilyRMSNorm, own, "RMSNorm"), template)
 
 
 def _become(module: nn.Module, kind: type[nn.Module], template: nn.Module) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
@@ -10,12 +11,23 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from ..module._core.norm_parameters import NormedModule
 from ..module.layer_norm_linear import LayerNormLinear
 from ..module.layer_norm_mlp import LayerNormMLP
 from ..module.linear import Linear
 from . import _matching as matching
+from ._derived import derived
 from ._families import Apart, Layers, MLPLayers, Projections, layers_to_join
-from ._joined_state import JoinedKey, JoinedState, PartView, joined
+from ._joined_init import ORIGINAL, Original, init_joined_layers
+from ._joined_state import (
+    KEYS,
+    JoinedKey,
+    JoinedState,
+    PartParameters,
+    PartView,
+    joined,
+    read_original_keys,
+)
 from .summary import Layer
 
 __all__ = ["KeyMap", "fuse_blocks", "key_map", "refuse_optimized"]
@@ -58,6 +70,8 @@ class KeyMap:
         """
         new = dict(state_dict)
         for entry in self.entries:
+            if entry.former:
+                continue
             keys = [key for key, _ in entry.parts]
             absent = [key for key in keys if key not in new]
             if len(absent) == len(keys):
@@ -229,14 +243,24 @@ class _Joint:
         self.forget()
 
 
-class _Replaced(nn.Module):
-    """Base of modules that take the place of a layer whose parameters were joined into another.
+class JointPart(nn.Module):
+    """Module in the place of a query, key or value projection, which the joint layer computes.
+
+    Args:
+        joint: the joint layer, with the outputs that are yet to be fetched.
+        index: number of this projection in the joint layer.
 
     Attributes:
-        view: the layer's original parameters, as views of the joined ones.
+        view: the projection's original parameters, as views of the joined ones.
     """
 
     view: PartView
+
+    def __init__(self, joint: _Joint, index: int) -> None:
+        super().__init__()
+        # No submodule: the joint projection has its own place in the block.
+        self.joint = joint
+        self.index = index
 
     @property
     def weight(self) -> torch.Tensor | None:
@@ -247,21 +271,6 @@ class _Replaced(nn.Module):
     def bias(self) -> torch.Tensor | None:
         """Returns the bias of the replaced layer, a view of the joined one; None if it had none."""
         return self.view.bias
-
-
-class JointPart(_Replaced):
-    """Module in the place of a query, key or value projection, which the joint layer computes.
-
-    Args:
-        joint: the joint layer, with the outputs that are yet to be fetched.
-        index: number of this projection in the joint layer.
-    """
-
-    def __init__(self, joint: _Joint, index: int) -> None:
-        super().__init__()
-        # No submodule: the joint projection has its own place in the block.
-        self.joint = joint
-        self.index = index
 
     def forward(self, inp: torch.Tensor) -> torch.Tensor:
         """Applies the projection and, if it was joined with a norm, that norm before.
@@ -274,6 +283,11 @@ class JointPart(_Replaced):
         """
         return self.joint.part(inp, self.index)
 
+    def requires_grad_(self, requires_grad: bool = True) -> JointPart:
+        """Refuses to freeze one of several joined layers; see ``PartView.requires_grad_``."""
+        self.view.requires_grad_(requires_grad)
+        return self
+
     def extra_repr(self) -> str:
         # PEFT quotes this when it refuses to add an adapter to the layer.
         norm = isinstance(self.joint.linear, LayerNormLinear)
@@ -284,16 +298,96 @@ class JointPart(_Replaced):
         )
 
 
-class JoinedNorm(_Replaced, nn.Identity):
-    """Identity in the place of a norm that the joined layer behind it applies."""
+class JoinedNorm(nn.Module):
+    """Norm that keeps its parameters, and passes its input to a joined layer, which applies it.
+
+    A norm that was joined has a subclass of this class and of its own class, so that trainers and
+    initialisation treat its parameters as before.
+    """
+
+    def forward(self, inp: torch.Tensor | None) -> Any:
+        """Returns ``inp``; without one ``(weight, bias)``, where hooks bring the parameters."""
+        return inp if inp is not None else (self.weight, getattr(self, "bias", None))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        if not memo:  # PEFT's LN tuning copies the norm alone, and would train a copy without use
+            raise TypeError(
+                f"{type(self).__name__}: a norm that from_torch(fuse=True) joined must be copied "
+                "with its block, got a copy of the norm alone; adapters need fuse=False"
+            )
+        new = memo[id(self)] = type(self).__new__(type(self))
+        vars(new).update(copy.deepcopy(vars(self), memo))
+        return new
+
+
+class _Joined(nn.Module):
+    """Base of the layers that have joined parameters."""
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name == "_hf_hook":  # accelerate's, which may read the parameters of a state dict
+            read_original_keys(value, vars(self)[KEYS])
+        super().__setattr__(name, value)
+
+
+class JoinedProjections(_Joined, Linear):
+    """``Linear`` of projections that ``from_torch(fuse=True)`` has joined without a norm."""
+
+
+class _NormApart(_Joined, NormedModule):
+    """Base of joined layers, whose norm's parameters stay in the block's own norm.
+
+    Attributes:
+        norm: that norm. It is not a submodule: the block has it under its old name.
+    """
+
+    norm: JoinedNorm
+
+    @property
+    def layer_norm_weight(self) -> torch.nn.Parameter:  # type: ignore[override]
+        """Returns the norm's weight."""
+        return self._gamma_and_beta()[0]  # type: ignore[return-value]
+
+    @property
+    def layer_norm_bias(self) -> torch.nn.Parameter | None:  # type: ignore[override]
+        """Returns the norm's bias, None for an RMS norm."""
+        return self._gamma_and_beta()[1]  # type: ignore[return-value]
+
+    def _gamma_and_beta(self) -> tuple[torch.Tensor, torch.Tensor | None]:
+        norm = self.norm
+        if "_hf_hook" in vars(norm):  # accelerate's, which brings the parameters for a call
+            found: tuple[torch.Tensor, torch.Tensor | None] = norm(None)
+            return found
+        own: Any = norm._parameters
+        return own["weight"], own.get("bias")
+
+    def use_norm(self, norm: Any) -> None:
+        """Has the layer apply ``norm`` of its block, which from then on passes its input on."""
+        del self._parameters["layer_norm_weight"], self._parameters["layer_norm_bias"]
+        norm.__class__ = derived(JoinedNorm, type(norm), f"Joined{type(norm).__name__}")
+        vars(self)["norm"] = norm
+
+
+class JoinedLinear(_NormApart, LayerNormLinear):
+    """``LayerNormLinear`` of a norm and projections that ``from_torch(fuse=True)`` has joined."""
+
+
+class JoinedMLP(_NormApart, LayerNormMLP):
+    """``LayerNormMLP`` of a norm and an MLP that ``from_torch(fuse=True)`` has joined.
+
+    Attributes:
+        dropout: the dropout that ended the MLP (GPT-2's), or None.
+    """
+
+    dropout: nn.Module | None
+
+    def forward(self, inp: torch.Tensor, is_first_microbatch: bool | None = None) -> Any:
+        """Applies ``LayerNormMLP.forward``, then dropout."""
+        out = super().forward(inp, is_first_microbatch)
+        return out if self.dropout is None else self.dropout(out)
 
 
 class LayerNormMLPDropout(LayerNormMLP):
-    """``LayerNormMLP`` followed by the dropout that GPT-2's MLP ends with.
-
-    Attributes:
-        dropout: the dropout module of the MLP that was joined.
-    """
+    """Class of GPT-2's joined MLPs in models that an earlier release has pickled."""
 
     dropout: nn.Module
 
@@ -353,6 +447,7 @@ def fuse_blocks(model: nn.Module, chosen: Chosen) -> tuple[list[Layer], list[tup
             entries += [entry.prefixed(prefix) for entry in found]
     if entries:
         vars(model)[_ATTRIBUTE] = KeyMap([*key_map(model).entries, *entries])
+        init_joined_layers(model)
     return layers, left + _unknown_blocks(model)
 
 
@@ -433,20 +528,18 @@ class _Source(NamedTuple):
         """
         return [(f"{name}.{attribute}", getattr(self.linears[name], attribute)) for name in names]
 
-    def norm_parts(self) -> dict[str, list[tuple[str, Any]]]:
-        """Returns the Parameters of the norm, by the names that they have in the joined layer.
+    def former_entries(self, path: str) -> list[JoinedKey]:
+        """Returns keys of the norm's parameters, which were the joined layer's in earlier releases.
 
-        Returns:
-            By name, a list of one ``(key, Parameter)``: key in the block's state dict; the
-            Parameter, None for the bias of an RMS norm. Empty without a norm.
+        Args:
+            path: dotted name in the block of the joined layer.
         """
-        if self.norm is None:
-            return {}
-        bias = getattr(self.norm, "bias", None)
-        return {
-            "layer_norm_weight": [(f"{self.norm_name}.weight", self.norm.weight)],
-            "layer_norm_bias": [(f"{self.norm_name}.bias", bias)],
-        }
+        own = {} if self.norm is None else self.norm._parameters
+        rows = {name: len(value) for name, value in own.items() if value is not None}
+        return [
+            JoinedKey(f"{path}.layer_norm_{name}", ((f"{self.norm_name}.{name}", n),), former=True)
+            for name, n in rows.items()
+        ]
 
 
 # (layers that were joined, dotted name of the joined layer in the block, its joined parameters)
@@ -488,13 +581,27 @@ def _join_projections(
     sizes = [_sizes(linear, layers.transposed) for linear in linears.values()]
     rows = [out for _, out in sizes]
     module = _projection_layer(source, sizes[0][0], sum(rows))
+    parts = []
     if len(linears) > 1:
         joint = _Joint(module, rows)
         for index, name in enumerate(linears):
             owner, _, last = name.rpartition(".")
             parent = block.get_submodule(owner)
-            setattr(parent, last, JointPart(joint, index).train(parent.training))
-    return _placed(block, source, layers.path, module, {"": tuple(linears)})
+            parts.append(JointPart(joint, index).train(parent.training))
+            setattr(parent, last, parts[-1])
+    step, views = _placed(block, source, layers.path, module, {"": tuple(linears)})
+    originals = [
+        Original(_without_parameters(linear), {"": views[name]}) for name, linear in linears.items()
+    ]
+    if not parts:
+        _remember(module, originals[0])
+        return step
+    _remember(module, None)
+    for part, name, original in zip(parts, linears, originals, strict=True):
+        part.view = views[name]
+        vars(part)["_parameters"] = PartParameters(part.view)
+        _remember(part, original)
+    return step
 
 
 def _join_mlp(
@@ -515,15 +622,38 @@ def _join_mlp(
     source = _Source(layers.norm, block.get_submodule(layers.norm), linears, layers.transposed)
     _check(source, prefix, uses, chosen)
     hidden, ffn = _sizes(linears[names[-1]], layers.transposed)[::-1]
-    kind = LayerNormMLP if layers.dropout is None else LayerNormMLPDropout
-    module = kind(
+    module = JoinedMLP(
         hidden, ffn, matching.norm_eps(source.norm), linears[names[0]].bias is not None,
         activation=activation, params_dtype=linears[names[0]].weight.dtype, device="meta",
         **source.norm_options,
     ).train(mlp.training)  # fmt: skip
-    if layers.dropout is not None:
-        module.dropout = getattr(mlp, layers.dropout)
-    return _placed(block, source, path, module, {"fc1_": tuple(names[:-1]), "fc2_": (names[-1],)})
+    module.dropout = None if layers.dropout is None else getattr(mlp, layers.dropout)
+    step, views = _placed(
+        block, source, path, module, {"fc1_": tuple(names[:-1]), "fc2_": (names[-1],)}
+    )
+    original = _without_parameters(mlp)
+    for name, linear in linears.items():
+        original._modules[name.removeprefix(f"{path}.")] = _without_parameters(linear)
+    own = {name.removeprefix(f"{path}."): view for name, view in views.items()}
+    _remember(module, Original(original, own))
+    return step
+
+
+def _without_parameters(module: nn.Module) -> nn.Module:
+    """Returns a copy of a layer, with the same children and None for each of its parameters."""
+    new = copy.copy(module)
+    vars(new)["_parameters"] = dict.fromkeys(module._parameters)
+    vars(new)["_modules"] = dict(module._modules)
+    return new
+
+
+def _remember(module: nn.Module, original: Original | None) -> None:
+    """Notes the layer that ``module`` replaces, by which it is initialised; None without one."""
+    vars(module)[ORIGINAL] = original
+    flagged = "_is_hf_initialized"  # transformers' mark of layers that are not to be initialised
+    inner = [] if original is None else [original.module.get_submodule(n) for n in original.views]
+    if all(getattr(layer, flagged, False) for layer in inner):
+        vars(module)[flagged] = True
 
 
 def _sizes(linear: Any, transposed: bool) -> tuple[int, int]:
@@ -532,7 +662,7 @@ def _sizes(linear: Any, transposed: bool) -> tuple[int, int]:
     return (out, into) if transposed else (into, out)
 
 
-def _projection_layer(source: _Source, inner: int, outer: int) -> LayerNormLinear | Linear:
+def _projection_layer(source: _Source, inner: int, outer: int) -> JoinedLinear | JoinedProjections:
     """Returns a layer on the meta device for the projections of ``source`` and their norm.
 
     Args:
@@ -543,16 +673,16 @@ def _projection_layer(source: _Source, inner: int, outer: int) -> LayerNormLinea
     options: dict[str, Any] = {"params_dtype": some.weight.dtype, "device": "meta"}
     bias = some.bias is not None
     if source.norm is None:
-        return Linear(inner, outer, bias, **options).train(some.training)
+        return JoinedProjections(inner, outer, bias, **options).train(some.training)
     eps = matching.norm_eps(source.norm)
-    return LayerNormLinear(inner, outer, eps, bias, **source.norm_options, **options).train(
+    return JoinedLinear(inner, outer, eps, bias, **source.norm_options, **options).train(
         some.training
     )
 
 
 def _placed(
     block: nn.Module, source: _Source, path: str, module: nn.Module, parts: dict[str, tuple]
-) -> _Step:
+) -> tuple[_Step, dict[str, PartView]]:
     """Gives ``module`` its parameters and puts it in the place of the layers of ``source``.
 
     Args:
@@ -564,7 +694,8 @@ def _placed(
             by the prefix of this weight and bias, such as ``"fc1_"``.
 
     Returns:
-        ``(source, path, entries)``: the first two arguments; keys of the joined parameters.
+        ``((source, path, entries), views)``: the first two arguments; keys of the joined
+        parameters; the parameters of each original linear layer, by its dotted name in the block.
     """
     linear = {
         f"{prefix}{attribute}": source.parts(attribute, *names)
@@ -574,10 +705,11 @@ def _placed(
     entries = _fill(module, source, path, linear)
     owner, _, name = path.rpartition(".")
     setattr(block.get_submodule(owner), name, module)
-    if source.norm_name is not None:
-        setattr(block, source.norm_name, JoinedNorm().train(block.training))
-    _show_originals(block, module, entries)
-    return source, path, entries
+    if isinstance(module, _NormApart):
+        module.use_norm(source.norm)
+    vars(module)[KEYS] = (f"{path}.", tuple(entries))
+    views = _show_originals(block, module, entries)
+    return (source, path, [*source.former_entries(path), *entries]), views
 
 
 def _check(source: _Source, prefix: str, uses: Counter[int], chosen: Chosen) -> None:
@@ -642,7 +774,7 @@ def _fill(
         For each parameter of ``module`` the keys in the block's state dict.
     """
     entries = []
-    for name, parts in {**source.norm_parts(), **linear}.items():
+    for name, parts in linear.items():
         values = [value for _, value in parts]
         if values[0] is None:
             continue
@@ -651,6 +783,8 @@ def _fill(
             with torch.no_grad():
                 value = joined(values, transposed)
             parameter = nn.Parameter(value, requires_grad=values[0].requires_grad)
+            if all(getattr(value, "_is_hf_initialized", False) for value in values):
+                parameter._is_hf_initialized = True  # type: ignore[attr-defined]
         else:
             parameter = values[0]
         setattr(module, name, parameter)
@@ -660,7 +794,9 @@ def _fill(
     return entries
 
 
-def _show_originals(block: nn.Module, module: nn.Module, entries: list[JoinedKey]) -> None:
+def _show_originals(
+    block: nn.Module, module: nn.Module, entries: list[JoinedKey]
+) -> dict[str, PartView]:
     """Makes the original parameters readable under their names, for tools that look up keys.
 
     So ``block.self_attn.q_proj.weight`` still is a tensor with the values of that weight.
@@ -669,6 +805,9 @@ def _show_originals(block: nn.Module, module: nn.Module, entries: list[JoinedKey
         block: the block.
         module: the layer with the joined parameters.
         entries: keys of the joined parameters in the block's state dict.
+
+    Returns:
+        The parameters of each original layer, by its dotted name in the block.
     """
     views: dict[str, PartView] = {}
     for entry in entries:
@@ -682,8 +821,6 @@ def _show_originals(block: nn.Module, module: nn.Module, entries: list[JoinedKey
     for owner, view in views.items():
         path, _, name = owner.rpartition(".")
         parent = block.get_submodule(path)
-        layer = getattr(parent, name, None)
-        if isinstance(layer, _Replaced):
-            layer.view = view
-        elif layer is None:  # its module is gone
+        if getattr(parent, name, None) is None:  # its module is gone
             vars(parent)[name] = view
+    return views

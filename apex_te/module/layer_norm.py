@@ -74,3 +74,9 @@ class LayerNorm(LayerNormLayer, torch.nn.LayerNorm):
     """``LayerNormLayer`` as a ``torch.nn.LayerNorm``, for tools that look for that class."""
 
     __doc__ = LayerNormLayer.__doc__
+
+    # Inputs in fp16 and bf16 may come with fp32 parameters, as those of torch's module; the output
+    # has the input's dtype.
+
+    def _mixes(self, dtype: torch.dtype, given: set[torch.dtype]) -> bool:
+        return given == {torch.float32} and dtype in (torch.float16, torch.bfloat16)

@@ -73,3 +73,9 @@ class RMSNorm(RMSNormLayer, torch.nn.RMSNorm):
     """``RMSNormLayer`` as a ``torch.nn.RMSNorm``, for tools that look for that class."""
 
     __doc__ = RMSNormLayer.__doc__
+
+    # Inputs and parameters may have different dtypes, as those of torch's module; the output
+    # has the input's.
+
+    def _mixes(self, dtype: torch.dtype, given: set[torch.dtype]) -> bool:
+        return dtype in (torch.float32, torch.float16, torch.bfloat16)

@@ -271,6 +271,11 @@ def _check_gemms(module: ParallelModule, split: _Split) -> None:
     for option in ("fuse_wgrad_accumulation", "delay_wgrad_compute"):
         if getattr(module, option):
             raise _refuse(split, f"{name}.{option}", "False with DTensor parameters", "True")
+    norm_is_apart = hasattr(module, "layer_norm_weight") and (
+        "layer_norm_weight" not in module._parameters
+    )
+    if norm_is_apart and split.sequence_parallel:  # whose gradient each rank has a part of
+        raise _refuse(split, "sequence_parallel", f"False for {name}, whose norm is apart", "True")
     _check_parameters(module, split)
 
 

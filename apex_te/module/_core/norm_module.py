@@ -75,6 +75,14 @@ class NormModule(torch.nn.Module):
         text = super().extra_repr() or f"{self.normalized_shape}, eps={self.eps}"
         return text + ", zero_centered_gamma=True" if self.zero_centered_gamma else text
 
+    def _plain_forward(self) -> Callable[[torch.Tensor], torch.Tensor] | None:
+        """Returns what computes an input of another dtype than the parameters'; None: the op."""
+        return None
+
+    def _mixes(self, dtype: torch.dtype, given: set[torch.dtype]) -> bool:
+        """Returns True if an input of ``dtype`` may come with parameters of ``given`` dtypes."""
+        return False
+
     def _normalize(
         self, op: Callable[..., Any], inp: torch.Tensor, *parameters: torch.Tensor | None
     ) -> torch.Tensor:
@@ -104,12 +112,17 @@ class NormModule(torch.nn.Module):
                 p if p is None or p.dtype is torch.float32 else p.to(dtype) for p in parameters
             )
         else:
-            for p in parameters:
-                if p is not None and p.dtype is not dtype:
+            given = {p.dtype for p in parameters if p is not None}
+            if given - {dtype}:
+                plain = self._plain_forward()
+                if plain is not None:
+                    return plain(inp)
+                if not self._mixes(dtype, given):
                     raise TypeError(
                         f"{type(self).__name__}: inp must have the dtype of the parameters outside "
-                        f"torch.autocast, {p.dtype}, got {dtype}"
+                        f"torch.autocast, {next(iter(given - {dtype}))}, got {dtype}"
                     )
+                parameters = tuple(p if p is None else p.float() for p in parameters)
         zero_centered = self.zero_centered_gamma
         if len(normalized) == 1:
             return op(inp, *parameters, self.eps, zero_centered_gamma=zero_centered)

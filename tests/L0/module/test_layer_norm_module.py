@@ -152,6 +152,35 @@ def test_rejects(ours, torchs):
     with pytest.raises(ValueError, match=r"inp must have shape \[..., 2, 8\], got \[8\]"):
         ours((2, 8))(torch.ones(8))
     with pytest.raises(TypeError, match=r"inp must have the dtype of the parameters .*float32"):
-        ours(8)(torch.ones(3, 8, dtype=torch.half))
+        ours.__mro__[1](8)(torch.ones(3, 8, dtype=torch.half))  # not one of torch's modules
     with pytest.raises(TypeError):
         ours(8, 1e-5, True)
+
+
+@pytest.mark.parametrize("given", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@both
+def test_inputs_of_another_dtype_than_the_parameters(ours, torchs, dtype, given):
+    """Where torch's module takes an input beside parameters of another dtype, ours does."""
+    plain, module = torchs(16).to(given), ours(16).to(given)
+    with torch.no_grad():
+        for p, q in zip(plain.parameters(), module.parameters(), strict=True):
+            q.copy_(p.normal_())
+    module.eps = plain.eps = 1e-5
+    x = torch.randn(5, 16, dtype=dtype)
+    try:
+        expected = plain(x)
+    except RuntimeError:
+        with pytest.raises(TypeError, match="inp must have the dtype of the parameters"):
+            module(x)
+        return
+    actual = module(x)
+    assert actual.dtype is expected.dtype
+    torch.testing.assert_close(actual, expected)
+    grads = [
+        torch.autograd.grad(m(x).float().square().sum(), list(m.parameters()))
+        for m in (plain, module)
+    ]
+    for a, b in zip(*grads, strict=True):
+        assert a.dtype is b.dtype
+        torch.testing.assert_close(b, a, rtol=0.03, atol=0.03)

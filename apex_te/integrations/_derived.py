@@ -1,0 +1,42 @@
+"""Subclasses of one of apex_te's classes and of the class that a converted layer had before."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+__all__ = ["Derived", "derived"]
+
+_CLASSES: dict[tuple[type, type, str], Any] = {}
+
+
+class Derived(nn.Module):
+    """Base of such subclasses, whose pickles name the two classes instead of the one made here."""
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        for names, kind in _CLASSES.items():
+            if kind is type(self):
+                return _new, names, self.__dict__.copy()
+        return super().__reduce_ex__(protocol)
+
+
+def derived(kind: Any, base: Any, name: str | None = None) -> Any:
+    """Returns the subclass of ``kind``, ``Derived`` and ``base``, which is made once.
+
+    Args:
+        kind: the class of apex_te, which is first in the order of resolution.
+        base: the class that a layer had before.
+        name: the subclass's name, default that of ``kind``.
+    """
+    key = (kind, base, name or kind.__name__)
+    if key not in _CLASSES:
+        namespace = {"__module__": kind.__module__, "__doc__": kind.__doc__}
+        _CLASSES[key] = type(key[2], (kind, Derived, base), namespace)
+    return _CLASSES[key]
+
+
+def _new(kind: Any, base: Any, name: str) -> Any:
+    """Returns an empty layer, for pickle to fill."""
+    made = derived(kind, base, name)
+    return made.__new__(made)
