@@ -20,8 +20,11 @@ _HEADS = frozenset(
         "qa_outputs", "cls", "head", "heads", "logits", "lm_logits", "predictions", "unembed",
     )
 )  # fmt: skip
-# Names of the layers beside experts that choose or weight them.
-_ROUTERS = frozenset(("gate", "router", "shared_expert_gate"))
+# Names beside experts of what chooses or weights them, and names and classes that say it alone.
+_GATES = re.compile(r"(shared_experts?_|expert_|moe_)?gate|wg")
+_ROUTERS = re.compile(r"(.*_)?(router|routing)(_.*)?|shared_experts?_gate")
+_ROUTER_CLASSES = re.compile(r"Router|(?i:(topk|moe)\w*gat(e|ing)(v\d+)?$)")
+_EXPERTS = re.compile(r"(.*_)?experts?(_.*)?")
 # Further names of an output layer, for the last child of the whole model only.
 _LAST = ("output", "fc")
 
@@ -228,18 +231,51 @@ def _heads(model: nn.Module) -> dict[int, str]:
 
 
 def _routers(model: nn.Module) -> dict[int, str]:
-    """Finds the layers beside experts that choose or weight them.
+    """Finds the layers that choose experts or weight them, and all layers inside of routers.
 
     Returns:
         The reason to keep such a layer in high precision, by ``id`` of the layer.
     """
-    found = {}
-    for module in model.modules():
-        children = dict(module.named_children())
-        if "experts" in children:
-            for name in _ROUTERS & children.keys():
-                found[id(children[name])] = f"a router by its name beside experts, {name}"
+    found: dict[int, str] = {}
+    for owner in model.modules():
+        children = dict(owner.named_children())
+        experts = [child for name, child in children.items() if _holds_experts(name, child)]
+        counts = {_number_of_experts(child) for child in experts} - {None}
+        for name, child in children.items():
+            inner = [(at.rpartition(".")[2], part) for at, part in child.named_modules() if at]
+            if _holds_experts(name, child) or any(_holds_experts(*one) for one in inner):
+                continue
+            kind = type(child).__name__
+            reason = None
+            if experts and _GATES.fullmatch(name):
+                reason = f"a router by its name beside experts, {name}"
+            elif _ROUTERS.fullmatch(name):
+                reason = f"a router by its name, {name}"
+            elif _ROUTER_CLASSES.search(kind):
+                reason = f"a router by its class, {kind}"
+            elif experts and getattr(child, "out_features", None) in counts:
+                reason = f"a router: {name} has an output for each expert"
+            if reason is not None:
+                for part in child.modules():
+                    found.setdefault(id(part), reason)
     return found
+
+
+def _holds_experts(name: str, module: nn.Module) -> bool:
+    """Returns True for a module of several experts, by its name and what it holds."""
+    named = _EXPERTS.fullmatch(name) is not None and not name.startswith("shared")
+    return named and not _GATES.fullmatch(name) and not isinstance(module, nn.Linear)
+
+
+def _number_of_experts(module: Any) -> int | None:
+    """Returns the number of experts in such a module, None if it does not say."""
+    if isinstance(module, (nn.ModuleList, nn.ModuleDict)):
+        return len(module)
+    count = getattr(module, "num_experts", None)
+    if isinstance(count, int):
+        return count
+    stacked = [p.shape[0] for p in module.parameters(recurse=False) if p.dim() == 3]
+    return stacked[0] if stacked else None
 
 
 def _output_embeddings(module: Any) -> Any:

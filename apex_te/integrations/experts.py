@@ -164,9 +164,10 @@ class StackedExperts(nn.Module):
 
     def _gate(self, x: torch.Tensor) -> torch.Tensor:
         """Applies the gated activation to ``[rows, 2 ffn]``."""
-        name = matching.activation_name(self.act_fn, gated=True)
-        standard = getattr(self._apply_gate, "__module__", None) == matching.EXPERTS
-        gated: torch.Tensor = activate(name, x) if standard and name else self._apply_gate(x)
+        name = None
+        if getattr(self._apply_gate, "__module__", None) == matching.EXPERTS:  # the standard gate
+            name = matching.activation_name(self.act_fn, gated=True)
+        gated: torch.Tensor = activate(name, x) if name else self._apply_gate(x)
         return gated
 
     def __reduce_ex__(self, protocol: Any) -> Any:

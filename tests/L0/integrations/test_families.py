@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import importlib
 import io
 import warnings
 
@@ -261,3 +262,33 @@ def test_excluded_layers_stay(name):
             assert not isinstance(module, FP8Module)
     torch.testing.assert_close(logits(model, name), logits(build(name), name), **CLOSE)
     assert inputs(name)
+
+
+@RECIPES
+@pytest.mark.parametrize(
+    "kind", ["minimax_m3_vl.MiniMaxM3VL", "deepseek_v4.DeepseekV4", "glm5_next.Glm5NextText"]
+)
+def test_experts_with_a_gate_of_their_own(kind, recipe):
+    """Experts whose class defines its gate, with or without an ``act_fn``, compute it in FP8."""
+    family, _, prefix = kind.partition(".")
+    transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+    modeling = importlib.import_module(f"transformers.models.{family}.modeling_{family}")
+    config = getattr(transformers, f"{prefix}Config")().get_text_config()
+    experts = ("num_local_experts", "n_routed_experts", "num_experts")
+    for name in experts:
+        if hasattr(config, name):
+            setattr(config, name, 4)
+    config.hidden_size, config.intermediate_size, config.moe_intermediate_size = 32, 48, 48
+    config._experts_implementation = "eager"
+    module = getattr(modeling, f"{prefix}Experts")(config)
+    assert "_apply_gate" in vars(type(module))
+    for p in module.parameters():
+        torch.nn.init.normal_(p, 0, 0.2)
+    x, index, weights = torch.randn(6, 32), torch.tensor([[0, 3]] * 6), torch.rand(6, 2)
+    expected = module(x, index, weights)
+    from_torch(module)
+    assert torch.equal(module(x, index, weights), expected)
+    with fp8_autocast(True, recipe):
+        actual = module(x, index, weights)
+    assert (actual - expected).norm() < 0.12 * expected.norm()
+    assert not torch.equal(actual, expected)

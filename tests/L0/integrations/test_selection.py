@@ -94,7 +94,7 @@ def test_choices_hold_when_fusing():
     linears, _ = converted(model, fuse=True, exclude="k_proj")
     attention = ("self_attn.q_proj", "self_attn.v_proj", "self_attn.o_proj")
     assert linears == names(*attention)
-    assert type(model.layers[0].mlp).__name__ == "LayerNormMLP"
+    assert type(model.layers[0].mlp).__name__ == "JoinedMLP"
     kept = {layer.name: layer.reason for layer in conversion_summary(model).kept}
     assert kept["layers.0"] == "not fused: self_attn.k_proj: excluded"
     assert kept["layers.0.self_attn.k_proj"] == "excluded"
@@ -123,7 +123,7 @@ def test_summary(caplog):
     assert len(conversion_summary(model).converted) == 12 + 5 + 2
     fused = from_torch(GPT2Model(), fuse=True)
     text = repr(conversion_summary(fused))
-    assert "  h.*.attn.c_attn (2): ln_1, attn.c_attn -> LayerNormLinear" in text.splitlines()
+    assert "  h.*.attn.c_attn (2): ln_1, attn.c_attn -> JoinedLinear" in text.splitlines()
     assert "  h.*.attn.c_proj (2): Conv1D -> Conv1DLinear" in text.splitlines()
 
 
@@ -224,3 +224,78 @@ def test_rejects(options, error, message):
 def test_blocks_of_a_model_without_blocks():
     with pytest.raises(ValueError, match="keep_last_blocks must be 0 for a model without a list"):
         from_torch(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), keep_last_blocks=2)
+
+
+class Wrapped(nn.Module):
+    """A router that wraps its linear layer, as Switch Transformers' does."""
+
+    def __init__(self, outputs=4):
+        super().__init__()
+        self.norm = nn.LayerNorm(32)
+        self.classifier = nn.Linear(32, outputs)
+
+
+class TopKGating(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(32, 4)
+
+
+class GatedMLP(nn.Module):
+    """A dense MLP whose gate is no router."""
+
+    def __init__(self):
+        super().__init__()
+        self.gate, self.gate_proj, self.up_proj = (nn.Linear(32, 64) for _ in range(3))
+        self.attn_gate, self.forget_gate = nn.Linear(32, 32), nn.Linear(32, 4)
+
+
+class Mixture(nn.Module):
+    def __init__(self, name, router):
+        super().__init__()
+        self.add_module(name, router)
+        self.experts = nn.ModuleList(GatedMLP() for _ in range(4))
+        self.shared_experts, self.output = GatedMLP(), nn.Linear(32, 32)
+
+
+@pytest.mark.parametrize(
+    ("name", "router", "reason"),
+    [
+        ("router", Wrapped(), "a router by its name, router"),
+        ("gate", Wrapped(), "a router by its name beside experts, gate"),
+        ("shared_expert_gate", nn.Linear(32, 1), "shared_expert_gate"),
+        ("density_router", Wrapped(3), "a router by its name, density_router"),
+        ("choice", TopKGating(), "a router by its class, TopKGating"),
+        ("choice", nn.Linear(32, 4), "a router: choice has an output for each expert"),
+    ],
+)
+def test_routers_stay_with_all_that_is_in_them(name, router, reason):
+    """Every linear layer of a router stays, and the summary says why; gates of MLPs do not."""
+    model = nn.Sequential(Mixture(name, router), GatedMLP())
+    inside = [id(m) for m in router.modules() if isinstance(m, nn.Linear)]
+    from_torch(model)
+    for key, module in model.named_modules():
+        if isinstance(module, nn.Linear):
+            assert (type(module) is Linear) == (id(module) not in inside), key
+    kept = conversion_summary(model).kept
+    assert len(kept) == len(inside)
+    assert all(reason in layer.reason for layer in kept)
+    from_torch(model, include="0")  # who names them gets them
+    assert all(type(m) is Linear for m in router.modules() if isinstance(m, nn.Linear))
+
+
+@pytest.mark.parametrize("kind", ["SwitchTransformers", "NllbMoe", "Jamba", "JetMoe", "Afmoe"])
+def test_routers_of_transformers_stay(kind):
+    """Models whose routers wrap a linear layer keep it in high precision."""
+    transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+    config = getattr(transformers, f"{kind}Config")
+    with torch.device("meta"), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model = getattr(transformers, f"{kind}Model")(config())
+        from_torch(model)
+    routers = [m for m in model.modules() if "Router" in type(m).__name__
+               or "Gating" in type(m).__name__]  # fmt: skip
+    inside = [part for m in routers for part in m.modules() if isinstance(part, nn.Linear)]
+    assert routers
+    assert not any(isinstance(part, Linear) for part in inside)
+    assert any(isinstance(m, Linear) for m in model.modules())
