@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import os
+from collections.abc import Callable
 from typing import Any
 
 from torch import nn
@@ -10,6 +12,7 @@ from torch import nn
 from ..recipe import Recipe, chosen_recipe
 from .autocast_forward import AutocastForward, autocast_forward
 from .from_torch import from_torch
+from .fusion import key_map, refuse_optimized
 from .saving import FP8_STATE_FILE, load_fp8_state, save_fp8_state
 
 __all__ = ["FP8Callback"]  # noqa: F822 (made by __getattr__, which imports transformers)
@@ -22,6 +25,9 @@ class _FP8Training:
     by ``from_torch`` and its forwards run in ``fp8_autocast``. Checkpoints get a file of FP8 state,
     which a resumed training reads, besides what ``save_pretrained`` writes; adapters of PEFT are
     saved without the layers under them, and so need it.
+
+    A trainer with ``model_init`` makes a model and its optimizer before callbacks see them. With
+    ``fuse=True`` it needs ``model_init=callback.converted(model_init)``.
 
     Args:
         recipe: the recipe or its name, default ``DelayedScaling()``.
@@ -54,6 +60,20 @@ class _FP8Training:
         self.options = options
         self.handle: AutocastForward | None = None
 
+    def converted(self, model_init: Callable[..., nn.Module]) -> Callable[..., nn.Module]:
+        """Returns a ``model_init`` for a trainer, whose models are converted when they are made.
+
+        Args:
+            model_init: function without arguments or of a trial, as for ``transformers.Trainer``.
+        """
+
+        @functools.wraps(model_init)
+        def build(*args: Any) -> nn.Module:
+            model = model_init(*args)
+            return from_torch(model, **self.options) if self.convert else model
+
+        return build
+
     def on_init_end(
         self, args: Any, state: Any, control: Any, model: nn.Module | None = None, **others: Any
     ) -> None:
@@ -82,11 +102,26 @@ class _FP8Training:
             save_fp8_state(model, _folder(args, state))
 
     def _prepare(self, model: nn.Module | None) -> None:
-        """Converts ``model`` and wraps its forward, unless that is done."""
+        """Converts ``model`` and wraps its forward, unless that is done.
+
+        Raises:
+            ValueError: ``fuse=True``, and the trainer has made an optimizer already.
+        """
         if model is None or (self.handle is not None and self.handle.is_in_use(model)):
             return
         if self.convert and (self.handle is None or self.handle.model is not model):
-            from_torch(model, **self.options)
+            options = dict(self.options)
+            if options.get("fuse"):
+                options["fuse"] = not key_map(model).entries
+            if options.get("fuse"):
+                try:
+                    refuse_optimized(model, options.get("optimizer"))
+                except ValueError as error:
+                    raise ValueError(
+                        "FP8Callback: model_init must be callback.converted(model_init) with "
+                        "fuse=True, got a model that is not fused and has an optimizer already"
+                    ) from error
+            from_torch(model, **options)
         if self.handle is not None:
             self.handle.remove()
         self.handle = autocast_forward(model, self.recipe, self.during_eval)

@@ -10,7 +10,7 @@ from families import build
 
 from apex_te import flush_fp8_state
 from apex_te.fp8.autocast import is_fp8_enabled
-from apex_te.integrations import conversion_summary
+from apex_te.integrations import conversion_summary, key_map
 from apex_te.integrations.huggingface import FP8Callback
 from apex_te.ops.product_count import fp8_gemm_count
 from apex_te.recipe import CurrentScaling, DelayedScaling
@@ -49,6 +49,44 @@ def trainer(folder, callbacks, model=None, kind=None, **options):
 def losses(one, **options):
     one.train(**options)
     return [entry["loss"] for entry in one.state.log_history if "loss" in entry]
+
+
+@pytest.mark.parametrize("fuse", [False, True])
+@pytest.mark.parametrize("with_trial", [False, True])
+def test_model_init(fuse, with_trial, tmp_path):
+    """Each training of a trainer with ``model_init``, as in a search, converts its new model."""
+
+    def make():
+        torch.manual_seed(0)
+        return build("llama").train()
+
+    callback = FP8Callback(CurrentScaling(), fuse=fuse)
+    made = callback.converted((lambda trial: make()) if with_trial else make)
+    one = trainer(tmp_path / "a", [callback], model=made, save_strategy="no")
+    found, models = [], []
+    for _ in range(2):
+        before = fp8_gemm_count()
+        found.append(losses(one))
+        assert fp8_gemm_count() > before
+        models.append(one.model)
+        one.state.log_history.clear()
+    assert models[0] is not models[1]
+    assert all(bool(key_map(model).entries) == fuse for model in models)
+    assert found[0] == found[1]
+
+
+def test_model_init_that_does_not_convert(tmp_path):
+    """Without ``converted`` a new model is converted one to one, and joining says what to do."""
+
+    def make():
+        return build("llama").train()
+
+    losses(trainer(tmp_path, [FP8Callback(CurrentScaling())], model=make, save_strategy="no"))
+    one = trainer(
+        tmp_path, [FP8Callback(CurrentScaling(), fuse=True)], model=make, save_strategy="no"
+    )
+    with pytest.raises(ValueError, match=r"model_init must be callback.converted\(model_init\)"):
+        one.train()
 
 
 def test_trains_in_fp8_and_evaluates_outside(tmp_path):

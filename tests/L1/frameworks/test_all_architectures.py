@@ -33,8 +33,8 @@ SIZES = {
     "num_encoder_layers": 2, "num_attention_heads": 4, "n_head": 4, "n_heads": 4, "num_heads": 4,
     "encoder_attention_heads": 4, "decoder_attention_heads": 4, "num_key_value_heads": 2,
     "head_dim": 8, "d_kv": 8, "max_position_embeddings": 64, "n_positions": 64,
-    "max_source_positions": 64, "max_target_positions": 64, "num_experts": 4,
-    "num_local_experts": 4, "n_routed_experts": 4, "moe_num_experts": 4, "num_experts_per_tok": 2,
+    "max_source_positions": 64, "max_target_positions": 64, "num_experts": 6,
+    "num_local_experts": 6, "n_routed_experts": 6, "moe_num_experts": 6, "num_experts_per_tok": 2,
     "moe_topk": 2, "moe_k": 2, "n_group": 1, "topk_group": 1, "q_lora_rank": 16,
     "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8,
     "qk_head_dim": 16, "rotary_dim": 8, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 1,
@@ -70,6 +70,11 @@ def shrunk(values):
     changes = {key: SIZES[key] for key in values if key in SIZES}
     changes.update((key, 0.0) for key, value in values.items()
                    if RANDOM.search(key) and isinstance(value, float))  # fmt: skip
+    if values.get("kv_lora_rank") or values.get("num_key_value_heads") == values.get(
+        "num_attention_heads"
+    ):
+        changes["num_key_value_heads"] = 4
+    changes = {key: value for key, value in changes.items() if key in values}
     layers = {values[key] for key in values if "layers" in key and isinstance(values[key], int)}
     for key, value in values.items():  # a kind or an option of each layer
         if isinstance(value, list) and len(value) in layers and len(value) > 2:
