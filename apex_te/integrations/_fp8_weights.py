@@ -11,10 +11,11 @@ from torch import nn
 from ..fp8.model_init import Settings
 from ..fp8.parameter.parameter import FP8Parameter
 from ..module._core.fp8_module import FP8Module
+from . import _matching as matching
 from .conv1d import Conv1DLinear
 from .experts import StackedExperts
 
-__all__ = ["hold_in_fp8"]
+__all__ = ["count_fp8_weights", "hold_in_fp8"]
 
 
 def hold_in_fp8(
@@ -91,3 +92,34 @@ def _held(weight: nn.Parameter, settings: Settings) -> nn.Parameter:
         held.initialize(lambda value: value.copy_(weight))
     parameter: nn.Parameter = held
     return parameter
+
+
+class MemoryFootprint:
+    """Callable in place of a model's ``get_memory_footprint``, which counts what FP8 weights hold.
+
+    Args:
+        model: the model of Hugging Face.
+    """
+
+    def __init__(self, model: Any) -> None:
+        # A copy or pickle of the model contains one of these that counts the copy.
+        self.model = model
+
+    def __call__(self, return_buffers: bool = True) -> int:
+        nominal: int = type(self.model).get_memory_footprint(self.model, return_buffers)
+        weights = [p for p in self.model.parameters() if isinstance(p, FP8Parameter)]
+        return nominal - sum(p.nelement() * p.element_size() - _bytes(p) for p in weights)
+
+
+def _bytes(weight: FP8Parameter) -> int:
+    """Returns the bytes of the FP8 data of ``weight`` and of their scales."""
+    held = weight._held
+    parts = (held.rowwise, held.rowwise_scale_inv, held.columnwise, held.columnwise_scale_inv)
+    own = {id(part): part.nelement() * part.element_size() for part in parts if part is not None}
+    return sum(own.values())
+
+
+def count_fp8_weights(model: nn.Module) -> None:
+    """Replaces ``get_memory_footprint`` on the instances of Hugging Face's models in ``model``."""
+    for module in matching.pretrained_models(model):
+        vars(module)["get_memory_footprint"] = MemoryFootprint(module)

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from . import _matching as matching
 from ._joined_state import PartView
 
 __all__ = ["ORIGINAL", "Original", "init_joined_layers"]
@@ -86,7 +87,6 @@ def _parameter(view: PartView, attribute: str) -> nn.Parameter:
 
 def init_joined_layers(model: nn.Module) -> None:
     """Replaces ``_init_weights`` on the instances of Hugging Face's models in ``model``."""
-    for module in model.modules():
-        known = any(k.__module__ == "transformers.modeling_utils" for k in type(module).__mro__)
-        if known and "_init_weights" not in vars(module):
+    for module in matching.pretrained_models(model):
+        if "_init_weights" not in vars(module):
             vars(module)["_init_weights"] = InitWeights(module)

@@ -27,6 +27,7 @@ __all__ = [
     "is_t5_norm",
     "is_zero_centered",
     "norm_eps",
+    "pretrained_models",
     "resembles_norm",
     "unsupported",
 ]
@@ -172,6 +173,15 @@ def is_experts(module: Any) -> bool:
 def _has_post_expert_norm(module: Any) -> bool:
     """Returns True for experts that norm their outputs; older transformers have none."""
     return bool(getattr(module, "has_post_expert_norm", False))
+
+
+def pretrained_models(model: nn.Module) -> list[Any]:
+    """Returns the modules in ``model`` that are models of Hugging Face, ``PreTrainedModel``."""
+    return [
+        module
+        for module in model.modules()
+        if any(kind.__module__ == "transformers.modeling_utils" for kind in type(module).__mro__)
+    ]
 
 
 def unsupported(module: Any) -> str | None:

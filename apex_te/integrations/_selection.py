@@ -25,6 +25,8 @@ _GATES = re.compile(r"(shared_experts?_|expert_|moe_)?gate|wg")
 _ROUTERS = re.compile(r"(.*_)?(router|routing)(_.*)?|shared_experts?_gate")
 _ROUTER_CLASSES = re.compile(r"Router|(?i:(topk|moe)\w*gat(e|ing)(v\d+)?$)")
 _EXPERTS = re.compile(r"(.*_)?experts?(_.*)?")
+# Names in PEFT's models of what makes prompts (p-tuning, prefix tuning) and chooses adapters.
+_PROMPTS = frozenset(("prompt_encoder", "internal_xlora_classifier"))
 # Further names of an output layer, for the last child of the whole model only.
 _LAST = ("output", "fc")
 
@@ -301,5 +303,9 @@ def _adapters(model: nn.Module) -> dict[int, str]:
         if any(k.__name__ == "BaseTunerLayer" and k.__module__.startswith("peft.") for k in kinds):
             for name, child in module.named_modules():
                 if name and name.partition(".")[0] != "base_layer":
+                    found[id(child)] = "an adapter of PEFT"
+        if any(k.__module__.startswith("peft.") for k in kinds):
+            for name in _PROMPTS & dict(module.named_children()).keys():
+                for child in module.get_submodule(name).modules():
                     found[id(child)] = "an adapter of PEFT"
     return found

@@ -17,7 +17,7 @@ from ..module.rms_norm import RMSNorm
 from . import _matching as matching
 from . import summary
 from ._derived import Derived, derived
-from ._fp8_weights import hold_in_fp8
+from ._fp8_weights import count_fp8_weights, hold_in_fp8
 from ._selection import Selection
 from .conv1d import Conv1DLinear, conv1d_linear
 from .experts import StackedExperts, stacked_experts
@@ -136,6 +136,7 @@ def from_torch(
         layers, left = _converted(model, fuse, selection)
     if held is not None:
         left += hold_in_fp8(model, [layer.name for layer in layers if layer.after], held)
+        count_fp8_weights(model)
     vars(model)[summary.ATTRIBUTE] = found = ConversionSummary([*before, *layers])
     _LOG.info("from_torch: %r", found)
     save_without_fp8_state(model)

@@ -59,9 +59,12 @@ class FusedLoss(WrappedForward):
             return self._forward(*args, **kwargs)
         with (
             _in_place(head, "forward", _LazyHead(head)) as lazy_head,
-            _in_place(self.model, "_loss_function", _LossInPlace(self, lazy_head)),
+            _in_place(self.model, "_loss_function", _LossInPlace(self, lazy_head)) as in_place,
         ):
-            return self._forward(*args, **kwargs)
+            out = self._forward(*args, **kwargs)
+        if not in_place.is_called:
+            self._warn("computes its loss in its forward, not by loss_function")
+        return out
 
     def _loss(
         self,
@@ -85,7 +88,7 @@ class FusedLoss(WrappedForward):
         is_lazy = isinstance(logits, LazyLogits) and logits.is_unused
         if not is_lazy or logits.shape[-1] != vocab_size:
             if not lazy_head.has_multiplied:
-                self._warn()
+                self._warn("uses logits before its loss, as for a scale or soft cap")
             logits = logits.compute() if isinstance(logits, LazyLogits) else logits
             return _plain_loss()(
                 logits, labels, vocab_size, num_items_in_batch, ignore_index, shift_labels, **kwargs
@@ -109,13 +112,13 @@ class FusedLoss(WrappedForward):
             num_items_in_batch = num_items_in_batch.to(loss.device)
         return loss if num_items_in_batch is None else loss / num_items_in_batch
 
-    def _warn(self) -> None:
+    def _warn(self, reason: str) -> None:
         """Warns once that the loss is not fused."""
         if not self._has_warned:
             self._has_warned = True
             warnings.warn(
-                f"fuse_loss: {type(self.model).__name__} uses logits before its loss, as for a "
-                "scale or soft cap, so that they are computed in full",
+                f"fuse_loss: {type(self.model).__name__} {reason}, so that logits are computed in "
+                "full",
                 stacklevel=2,
             )
 
@@ -144,8 +147,10 @@ class _LossInPlace(_InPlace):
     def __init__(self, fused: FusedLoss, lazy_head: Any) -> None:
         super().__init__()
         self.fused, self.lazy_head = fused, lazy_head
+        self.is_called = False
 
     def __call__(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        self.is_called = True
         return self.fused._loss(self.lazy_head, *args, **kwargs)
 
 
@@ -276,8 +281,8 @@ def fuse_loss(
 
     Everything else runs as before: evaluation, generation, ``torch.compile``, a head with adapters,
     hooks or a sharded weight, a head whose products are in FP8 or float64, another loss function,
-    and models that scale or cap their logits (Gemma 2 and 3, Cohere, Granite), for which a warning
-    is given.
+    and, with a warning, models that scale or cap their logits (Gemma 2 and 3, Cohere, Granite) or
+    compute their loss in their forward (T5, BART, Whisper).
 
     Args:
         model: a model such as ``LlamaForCausalLM``, or PEFT's around one.

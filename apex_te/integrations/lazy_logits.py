@@ -36,10 +36,11 @@ class LazyLogits:
     """Logits of a head, which the first use computes and which then stay.
 
     An object of this class can be used as the tensor of logits: in operators, as an argument of
-    functions of torch, and through every attribute and method of a tensor; it only is no instance
-    of ``torch.Tensor``. ``shape``, ``dtype``, ``device`` and ``float()`` compute nothing. A pickle
-    of it is a tensor. The loss was computed without it, so that a backward of the loss gives it no
-    gradient.
+    functions of torch, and through every attribute and method of a tensor; it only is not an
+    instance of ``torch.Tensor``: functions that ask for one, such as accelerate's ``gather`` and
+    ``pad_across_processes``, need ``logits.compute()``. ``shape``, ``dtype``, ``device`` and
+    ``float()`` compute nothing. A pickle of it is a tensor. The loss was computed without it, so
+    that a backward of the loss gives it no gradient.
 
     Args:
         head: the head, an ``nn.Linear`` or ``apex_te.Linear``.

@@ -12,6 +12,7 @@ from torch import nn
 
 from ..fp8.delayed.serialize import NAMES, read_state, save_state
 from ..module._core.fp8_module import STATE_PREFIX, FP8Module
+from . import _matching as matching
 
 __all__ = ["FP8_STATE_FILE", "load_fp8_state", "save_fp8_state", "save_without_fp8_state"]
 
@@ -160,7 +161,6 @@ def save_without_fp8_state(model: nn.Module) -> None:
     The files of weights that it writes then have the keys of the plain model; FP8 state is in a
     file beside them.
     """
-    for module in model.modules():
-        known = any(k.__module__ == "transformers.modeling_utils" for k in type(module).__mro__)
-        if known and "save_pretrained" not in vars(module):
+    for module in matching.pretrained_models(model):
+        if "save_pretrained" not in vars(module):
             vars(module)["save_pretrained"] = SavePretrained(module)

@@ -139,3 +139,19 @@ def test_refused_once_parameters_are_in_an_optimizer():
         held(model)
     assert optimizer
     assert type(model.model.layers[0].mlp.up_proj) is nn.Linear
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "blockwise"])
+def test_memory_footprint_counts_what_is_held(recipe):
+    """``get_memory_footprint`` counts FP8 weights with one byte an element, and their scales."""
+    plain = build("llama")
+    before = plain.get_memory_footprint()
+    names = {key for key, p in plain.named_parameters() if "proj" in key}
+    nominal = sum(p.numel() for key, p in plain.named_parameters() if key in names)
+    with fp8_model_init(recipe=recipe):
+        model = from_torch(plain)
+    saved = before - model.get_memory_footprint()
+    assert 2.7 * nominal < saved < 3 * nominal
+    assert copy.deepcopy(model).get_memory_footprint() == model.get_memory_footprint()
+    buffers = sum(b.nelement() * b.element_size() for b in model.buffers())
+    assert model.get_memory_footprint(return_buffers=False) == before - saved - buffers

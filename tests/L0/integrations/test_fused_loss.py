@@ -493,3 +493,48 @@ def test_models_that_do_not_fit(change, error, message):
     model, options = change()
     with pytest.raises(error, match=message):
         fuse_loss(model, **options)
+
+
+ENCODER_DECODERS = {
+    "t5": ("T5ForConditionalGeneration", FAMILIES["t5"][2]),
+    "bart": ("BartForConditionalGeneration", {
+        "vocab_size": VOCABULARY, "d_model": 32, "encoder_layers": 1, "decoder_layers": 1,
+        "encoder_attention_heads": 4, "decoder_attention_heads": 4, "encoder_ffn_dim": 48,
+        "decoder_ffn_dim": 48, "dropout": 0.0, "max_position_embeddings": 64, "pad_token_id": 0,
+        "bos_token_id": 1, "eos_token_id": 1, "decoder_start_token_id": 0}),
+    "whisper": ("WhisperForConditionalGeneration", {
+        "vocab_size": VOCABULARY, "d_model": 32, "encoder_layers": 1, "decoder_layers": 1,
+        "encoder_attention_heads": 4, "decoder_attention_heads": 4, "encoder_ffn_dim": 48,
+        "decoder_ffn_dim": 48, "dropout": 0.0, "num_mel_bins": 8, "max_source_positions": 16,
+        "max_target_positions": 64, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 1,
+        "decoder_start_token_id": 0, "suppress_tokens": [], "begin_suppress_tokens": []}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ENCODER_DECODERS)
+def test_models_that_compute_their_own_loss_are_named(name):
+    """A model whose forward does not call ``loss_function`` trains as before, with one warning."""
+    kind = getattr(transformers, ENCODER_DECODERS[name][0])
+    torch.manual_seed(0)
+    plain = kind(kind.config_class(**ENCODER_DECODERS[name][1]))
+    model = copy.deepcopy(plain)
+    fuse_loss(model)
+    first = {"input_features": torch.randn(2, 8, 32)} if name == "whisper" else {"input_ids": IDS}
+    expected = plain.train()(**first, labels=LABELS).loss
+    with pytest.warns(UserWarning, match=f"{kind.__name__} computes its loss in its forward"):
+        found = model.train()(**first, labels=LABELS).loss
+    assert torch.equal(found, expected)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model(**first, labels=LABELS)
+
+
+def test_accelerates_functions_take_computed_logits():
+    """Functions that ask for a tensor take ``logits.compute()`` while training."""
+    operations = pytest.importorskip("accelerate.utils", reason="accelerate is not installed")
+    model = build("llama").train()
+    fuse_loss(model)
+    out = model(input_ids=IDS, labels=LABELS)
+    assert isinstance(out.logits, LazyLogits)
+    padded = operations.pad_across_processes({"logits": out.logits.compute()}, dim=1)
+    assert padded["logits"].shape == out.logits.shape

@@ -8,7 +8,7 @@ import torch
 from families import IDS, build, class_of, logits
 
 from apex_te import fp8_autocast
-from apex_te.integrations import from_torch
+from apex_te.integrations import conversion_summary, from_torch
 from apex_te.integrations.conv1d import Conv1DLinear
 from apex_te.integrations.experts import StackedExperts
 from apex_te.module.layer_norm import LayerNorm
@@ -125,3 +125,26 @@ def test_adapters_train_in_fp8_over_frozen_layers(method, name):
     optimizer.step()
     for key, parameter in model.named_parameters():
         assert torch.equal(parameter, before[key]) == (not parameter.requires_grad), key
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        peft.PromptEncoderConfig(task_type="CAUSAL_LM", num_virtual_tokens=4,
+                                 encoder_hidden_size=32),
+        peft.PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4,
+                                encoder_hidden_size=32, prefix_projection=True),
+    ],
+    ids=["p_tuning", "prefix_tuning"],
+)  # fmt: skip
+def test_prompt_encoders_stay(config):
+    """The layers that make PEFT's prompts stay in high precision, and the summary says so."""
+    model = peft.get_peft_model(build("llama"), config)
+    from_torch(model)
+    layers = [(k, m) for k, m in model.named_modules() if isinstance(m, torch.nn.Linear)]
+    inside = [m for key, m in layers if key.startswith("prompt_encoder")]
+    assert inside
+    assert not any(isinstance(m, Linear) for m in inside)
+    assert any(isinstance(m, Linear) for _, m in layers)
+    kept = [layer for layer in conversion_summary(model).kept if layer.name.startswith("prompt")]
+    assert any(layer.reason == "an adapter of PEFT" for layer in kept)
