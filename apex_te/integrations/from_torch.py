@@ -63,7 +63,9 @@ def from_torch(
     1 to 3 and T5, and experts with stacked weights change their class where they are: the module
     objects, Parameters, keys, hooks, modes, dtypes and devices (``meta`` included) stay, and
     outputs are equal outside FP8. A Parameter that two layers share stays shared. Optimizers made
-    before or after see the same Parameters. Routers stay in high precision.
+    before or after see the same Parameters. Routers stay in high precision, with all in them:
+    layers called router, layers beside experts called gate, layers of a router's class, and linear
+    layers with an output for each of the experts beside them.
 
     Linear layers that make the model's output stay in high precision: those that
     ``get_output_embeddings`` returns, that share an embedding's weight, that have an output for
@@ -91,12 +93,13 @@ def from_torch(
             mixtures of experts, Phi-3, Gemma 1 to 3, GPT-2, GPT-NeoX, BERT and T5, the input norm
             with the query, key and value projections (one ``LayerNormLinear``; in BERT, without the
             norm, a ``Linear``) and the norm before the MLP with the MLP (one ``LayerNormMLP``).
-            Joining makes new Parameters under new names; state dicts go on having the original
-            keys, and loading takes both. ``apex_te.integrations.key_map(model)`` translates other
-            dicts by parameter. Layers that cannot be joined (hooks, shared or differing parameters,
-            an activation that ``LayerNormMLP`` has not, blocks of other models) are converted one
-            to one and named in the warning. Adapters (PEFT) need ``fuse=False``: no layer for them
-            is left between a norm and projections.
+            Joining makes new Parameters under new names, except for norms, which keep theirs; state
+            dicts go on having the original keys, and loading takes both.
+            ``apex_te.integrations.key_map(model)`` translates other dicts by parameter. Layers that
+            cannot be joined (hooks, shared or differing parameters, an activation that
+            ``LayerNormMLP`` has not, blocks of other models) are converted one to one and named in
+            the warning. Adapters (PEFT) need ``fuse=False``: no layer for them is left between a
+            norm and projections.
         include: convert only these layers: a name or pattern (``*``, ``?``, ``[]``) that successive
             parts of a layer's dotted name match, a predicate ``(name, module) -> bool``, or several
             of them; None converts all. ``include="*"`` converts output heads and adapters, too.

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import functools
 import os
+import warnings
 from collections.abc import Callable
 from typing import Any
 
 from torch import nn
 
+from ..module._core.norm_parameters import NormedModule
 from ..recipe import Recipe, chosen_recipe
 from .autocast_forward import AutocastForward, autocast_forward
 from .from_torch import from_torch
@@ -85,10 +87,15 @@ class _FP8Training:
     ) -> None:
         """Prepares a model that the trainer has changed, and reads FP8 state when resuming.
 
+        Warns if the optimizer decays norms of ``LayerNormLinear`` and ``LayerNormMLP``, whose names
+        Trainer's rule does not know.
+
         It may be a new one, or have a forward that the trainer has put in the place of that which
         enters the region, as TRL's does.
         """
         self._prepare(model)
+        if model is not None and others.get("optimizer") is not None:
+            _warn_of_decay(model, others["optimizer"])
         if state.global_step and model is not None:
             file = os.path.join(_folder(args, state), FP8_STATE_FILE)
             if os.path.exists(file):
@@ -125,6 +132,25 @@ class _FP8Training:
         if self.handle is not None:
             self.handle.remove()
         self.handle = autocast_forward(model, self.recipe, self.during_eval)
+
+
+def _warn_of_decay(model: nn.Module, optimizer: Any) -> None:
+    """Warns if ``optimizer`` decays the norm's parameters of a layer that begins with a norm."""
+    norms = {
+        id(p): f"{name}.{key}"
+        for name, module in model.named_modules()
+        if isinstance(module, NormedModule)
+        for key, p in module._parameters.items()
+        if p is not None and key.startswith("layer_norm_")
+    }
+    groups = [group for group in optimizer.param_groups if group.get("weight_decay")]
+    found = [norms[id(p)] for group in groups for p in group["params"] if id(p) in norms]
+    if found:
+        warnings.warn(
+            f"FP8Callback: the optimizer decays {len(found)} parameters of norms, such as "
+            f"{found[0]}; leave them out in Trainer.get_decay_parameter_names",
+            stacklevel=2,
+        )
 
 
 def _folder(args: Any, state: Any) -> str:

@@ -61,7 +61,8 @@ class LayerNormLayer(NormModule):
 
         Args:
             inp: fp32, fp16 or bf16, the dtype of the parameters; or any of these under
-                ``torch.autocast``, whose dtype the output then has.
+                ``torch.autocast``, whose dtype the output then has. ``LayerNorm`` takes fp16 and
+                bf16 beside fp32 parameters, too, as torch's does.
 
         Raises:
             TypeError: ``inp`` has another dtype.
@@ -74,9 +75,6 @@ class LayerNorm(LayerNormLayer, torch.nn.LayerNorm):
     """``LayerNormLayer`` as a ``torch.nn.LayerNorm``, for tools that look for that class."""
 
     __doc__ = LayerNormLayer.__doc__
-
-    # Inputs in fp16 and bf16 may come with fp32 parameters, as those of torch's module; the output
-    # has the input's dtype.
 
     def _mixes(self, dtype: torch.dtype, given: set[torch.dtype]) -> bool:
         return given == {torch.float32} and dtype in (torch.float16, torch.bfloat16)

@@ -60,7 +60,8 @@ class RMSNormLayer(NormModule):
 
         Args:
             inp: fp32, fp16 or bf16, the dtype of the parameters; or any of these under
-                ``torch.autocast``, whose dtype the output then has.
+                ``torch.autocast``, whose dtype the output then has. ``RMSNorm`` takes inputs of
+                another dtype than its parameters, too, as torch's does.
 
         Raises:
             TypeError: ``inp`` has another dtype.
@@ -73,9 +74,6 @@ class RMSNorm(RMSNormLayer, torch.nn.RMSNorm):
     """``RMSNormLayer`` as a ``torch.nn.RMSNorm``, for tools that look for that class."""
 
     __doc__ = RMSNormLayer.__doc__
-
-    # Inputs and parameters may have different dtypes, as those of torch's module; the output
-    # has the input's.
 
     def _mixes(self, dtype: torch.dtype, given: set[torch.dtype]) -> bool:
         return dtype in (torch.float32, torch.float16, torch.bfloat16)

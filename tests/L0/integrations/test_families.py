@@ -292,3 +292,66 @@ def test_experts_with_a_gate_of_their_own(kind, recipe):
         actual = module(x, index, weights)
     assert (actual - expected).norm() < 0.12 * expected.norm()
     assert not torch.equal(actual, expected)
+
+
+NORM_DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+
+
+@pytest.mark.parametrize("given", NORM_DTYPES)
+@pytest.mark.parametrize("dtype", NORM_DTYPES)
+@pytest.mark.parametrize(
+    "kind", ["llama.LlamaRMSNorm", "qwen3.Qwen3RMSNorm", "gemma.GemmaRMSNorm", "t5.T5LayerNorm"]
+)
+def test_norms_mix_dtypes_as_the_models_own(kind, dtype, given):
+    """A converted norm takes any input beside any weight, with the plain norm's result."""
+    family, _, name = kind.partition(".")
+    modeling = importlib.import_module(f"transformers.models.{family}.modeling_{family}")
+    plain = getattr(modeling, name)(32).to(given)
+    torch.nn.init.normal_(plain.weight, 1, 0.1)
+    module = from_torch(copy.deepcopy(plain))
+    assert isinstance(module, RMSNorm)
+    assert isinstance(module, type(plain))
+    x = torch.randn(5, 32).to(dtype).requires_grad_()
+    expected, actual = plain(x), module(x)
+    assert actual.dtype is expected.dtype
+    if dtype is not given:
+        assert torch.equal(actual, expected)
+    torch.testing.assert_close(actual, expected)
+    grads = [torch.autograd.grad(y.float().sum(), (x, m.weight)) for y, m in
+             ((expected, plain), (actual, module))]  # fmt: skip
+    for a, b in zip(*grads, strict=True):
+        assert a.dtype is b.dtype
+        torch.testing.assert_close(b, a, rtol=0.03, atol=0.03)
+
+
+@FUSE
+def test_fp32_norm_and_head_in_a_bf16_model(fuse):
+    """A bf16 model whose final norm and head are in fp32 gives the plain model's logits."""
+    plain = build("llama", torch.bfloat16)
+    plain.model.norm.float()
+    plain.lm_head.float()
+    model = converted(copy.deepcopy(plain), "llama", fuse)
+    with torch.no_grad():
+        expected, actual = logits(plain, "llama"), logits(model, "llama")
+    assert actual.dtype is expected.dtype is torch.float32
+    torch.testing.assert_close(actual, expected, rtol=0.05, atol=0.05)
+
+
+def test_fp32_norms_in_a_bf16_vit():
+    """A bf16 ViT whose norms are in fp32 runs as the plain one."""
+    transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+    config = transformers.ViTConfig(
+        hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=48,
+        image_size=16, patch_size=8, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
+    )  # fmt: skip
+    torch.manual_seed(2)
+    plain = transformers.ViTModel(config, add_pooling_layer=False).bfloat16().eval()
+    for module in plain.modules():
+        if isinstance(module, torch.nn.LayerNorm):
+            module.float()
+    model = from_torch(copy.deepcopy(plain))
+    x = torch.randn(2, 3, 16, 16).bfloat16()
+    with torch.no_grad():
+        expected, actual = plain(x).last_hidden_state, model(x).last_hidden_state
+    assert actual.dtype is expected.dtype
+    torch.testing.assert_close(actual, expected, rtol=0.02, atol=0.02)

@@ -148,3 +148,12 @@ def test_prompt_encoders_stay(config):
     assert any(isinstance(m, Linear) for _, m in layers)
     kept = [layer for layer in conversion_summary(model).kept if layer.name.startswith("prompt")]
     assert any(layer.reason == "an adapter of PEFT" for layer in kept)
+
+
+def test_tuning_of_a_joined_norm_is_refused():
+    """LN tuning would train a copy of the norm that the joined layer does not read."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model = from_torch(build("llama"), fuse=True)
+    with pytest.raises(TypeError, match="adapters need fuse=False"):
+        peft.get_peft_model(model, peft.LNTuningConfig(target_modules=["input_layernorm"]))

@@ -3,6 +3,7 @@
 import copy
 import os
 import pickle
+import warnings
 
 import pytest
 import torch
@@ -12,6 +13,8 @@ from apex_te import flush_fp8_state
 from apex_te.fp8.autocast import is_fp8_enabled
 from apex_te.integrations import conversion_summary, key_map
 from apex_te.integrations.huggingface import FP8Callback
+from apex_te.module.layer_norm_linear import LayerNormLinear
+from apex_te.module.rms_norm import RMSNorm
 from apex_te.ops.product_count import fp8_gemm_count
 from apex_te.recipe import CurrentScaling, DelayedScaling
 
@@ -204,3 +207,31 @@ def test_layers_that_are_not_to_be_converted_and_copies(tmp_path):
 def test_rejects(options, error, message):
     with pytest.raises(error, match=f"FP8Callback: {message}"):
         FP8Callback(**options)
+
+
+class Normed(torch.nn.Module):
+    """A model of apex_te's modules, which Trainer's rule of decay knows no norm of."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding = torch.nn.Embedding(40, 32)
+        self.layer, self.norm = LayerNormLinear(32, 32), RMSNorm(32)
+        self.head = torch.nn.Linear(32, 40)
+
+    def forward(self, input_ids, labels):
+        logits = self.head(self.norm(self.layer(self.embedding(input_ids))))
+        return {"loss": torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())}
+
+
+@pytest.mark.parametrize("decay", [0.0, 0.1])
+def test_decayed_norms_are_named(decay, tmp_path):
+    """The callback says that Trainer decays ``layer_norm_weight`` of layers that begin with it."""
+    one = trainer(
+        tmp_path, [FP8Callback("tensorwise")], Normed(), save_strategy="no", weight_decay=decay
+    )
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        one.train()
+    texts = [str(one.message) for one in found if "FP8Callback" in str(one.message)]
+    assert len(texts) == (decay > 0)
+    assert all("decays 1 parameters of norms, such as layer.layer_norm_w" in t for t in texts)
