@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import functools
+import sys
 import warnings
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -32,11 +35,60 @@ def save_state(state: FP8State, destination: dict[str, Any], prefix: str) -> Non
         destination: the state dict.
         prefix: prefix of the keys.
     """
+    if not state.allocated:
+        _watch_distributed_loads(prefix)
     if not state.allocated or state.device.type == "meta":
         return
     for name in TENSORS:
         destination[prefix + name] = getattr(state, name).detach().clone()
     destination[prefix + "header"] = state.header
+
+
+# Prefixes of states that were not allocated when a state dict was made.
+_unallocated: set[str] = set()
+
+
+def _watch_distributed_loads(prefix: str) -> None:
+    """Has ``torch.distributed.checkpoint`` warn of saved FP8 state that it is not asked to load.
+
+    It loads the keys of the state dict that it is given and ignores all others of the checkpoint.
+    """
+    planners: Any = sys.modules.get("torch.distributed.checkpoint.default_planner")
+    _unallocated.add(prefix)
+    if planners is None or hasattr(planners.DefaultLoadPlanner.set_up_planner, "__wrapped__"):
+        return
+    set_up_planner = planners.DefaultLoadPlanner.set_up_planner
+
+    @functools.wraps(set_up_planner)
+    def watched(self: Any, state_dict: Any, metadata: Any = None, *args: Any, **kwargs: Any) -> Any:
+        result = set_up_planner(self, state_dict, metadata, *args, **kwargs)
+        saved = getattr(metadata, "state_dict_metadata", None) or ()
+        _warn_of_left_out(self.state_dict, saved)
+        return result
+
+    planners.DefaultLoadPlanner.set_up_planner = watched
+
+
+def _warn_of_left_out(wanted: Iterable[str], saved: Iterable[str]) -> None:
+    """Warns if a checkpoint has FP8 state of modules of which only the weights are wanted."""
+    wanted = set(wanted)
+    parents = {key.rpartition(".")[0] for key in wanted}
+    left_out = []
+    for key in saved:
+        prefix, _, name = key.rpartition("header")
+        if name or key in wanted or not prefix.endswith("."):
+            continue
+        if not any(prefix == own or prefix.endswith(f".{own}") for own in _unallocated):
+            continue
+        if prefix[:-1].rpartition(".")[0] in parents:
+            left_out.append(prefix[:-1])
+    if left_out:
+        warnings.warn(
+            f"FP8State: the checkpoint has the FP8 state of {len(left_out)} modules, from "
+            f"{left_out[0]} on, that is not loaded, as the model has none yet: "
+            "call apex_te.init_fp8_state(model, recipe) before model.state_dict()",
+            stacklevel=3,
+        )
 
 
 class LoadedState(NamedTuple):

@@ -3,6 +3,7 @@
 import copy
 import io
 import json
+import warnings
 
 import pytest
 import torch
@@ -525,3 +526,27 @@ def test_format_is_saved():
     other = build()
     other.load_state_dict(model.state_dict())
     assert other[0].fp8_state.recipe.fp8_format is Format.E4M3
+
+
+@pytest.mark.parametrize("nested", [False, True])
+def test_a_distributed_checkpoint_says_what_it_does_not_load(tmp_path, nested):
+    """It loads the keys that the model has: none of FP8 state before a forward."""
+    dcp = pytest.importorskip("torch.distributed.checkpoint")
+
+    def wrapped(state):
+        return {"model": state} if nested else state
+
+    model = trained()
+    flush_fp8_state()
+    dcp.save(wrapped(model.state_dict()), checkpoint_id=tmp_path)
+    fresh = build()
+    said = "FP8 state of 2 modules, from .*0.fp8_state on, .* call apex_te.init_fp8_state"
+    with pytest.warns(UserWarning, match=said):
+        dcp.load(wrapped(fresh.state_dict()), checkpoint_id=tmp_path)
+    init_fp8_state(fresh, RECIPE)
+    state = fresh.state_dict()
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", "FP8State")
+        dcp.load(wrapped(state), checkpoint_id=tmp_path)
+    fresh.load_state_dict(state)
+    assert equal(everything(fresh), everything(model))
