@@ -5,7 +5,9 @@
 // a^T, so its A is b.
 #include <algorithm>
 #include <cstring>
+#include <memory>
 #include <mutex>
+#include <type_traits>
 #include <unordered_map>
 #include <utility>
 
@@ -38,9 +40,23 @@ struct PlanHash {
   }
 };
 
+struct Destroy {
+  void operator()(cublasLtMatmulDesc_t p) const { CublasLt::get().cublasLtMatmulDescDestroy(p); }
+  void operator()(cublasLtMatrixLayout_t p) const {
+    CublasLt::get().cublasLtMatrixLayoutDestroy(p);
+  }
+  void operator()(cublasLtMatmulPreference_t p) const {
+    CublasLt::get().cublasLtMatmulPreferenceDestroy(p);
+  }
+};
+template <typename Pointer>
+using Owned = std::unique_ptr<std::remove_pointer_t<Pointer>, Destroy>;
+
+constexpr size_t kMaxPlans = 4096;  // then all are made anew: batches of any size would fill memory
+
 struct Plan {
-  cublasLtMatmulDesc_t matmul = nullptr;
-  cublasLtMatrixLayout_t a = nullptr, b = nullptr, out = nullptr;
+  Owned<cublasLtMatmulDesc_t> matmul;
+  Owned<cublasLtMatrixLayout_t> a, b, out;
   cublasLtMatmulAlgo_t algo;
   size_t workspace_bytes = 0;
 };
@@ -74,10 +90,10 @@ int32_t alignment_of(const void* pointer) {
 }
 
 template <typename T>
-void set(cublasLtMatmulDesc_t desc, cublasLtMatmulDescAttributes_t attribute, const T& value) {
-  check_cublaslt(
-      CublasLt::get().cublasLtMatmulDescSetAttribute(desc, attribute, &value, sizeof(value)),
-      "setting a matmul attribute");
+void set(const Plan& plan, cublasLtMatmulDescAttributes_t attribute, const T& value) {
+  check_cublaslt(CublasLt::get().cublasLtMatmulDescSetAttribute(plan.matmul.get(), attribute,
+                                                                &value, sizeof(value)),
+                 "setting a matmul attribute");
 }
 
 cublasLtEpilogue_t epilogue_of(const Fp8Gemm& g) {
@@ -108,11 +124,11 @@ int64_t lt_version([[maybe_unused]] int device) {
 // The call's pointers, which a plan's descriptor holds only for one call.
 void set_pointers(const Plan& plan, const Fp8Gemm& g) {
   if (!g.k_is_outer) {
-    set(plan.matmul, CUBLASLT_MATMUL_DESC_A_SCALE_POINTER, static_cast<const void*>(g.b_scale_inv));
-    set(plan.matmul, CUBLASLT_MATMUL_DESC_B_SCALE_POINTER, static_cast<const void*>(g.a_scale_inv));
+    set(plan, CUBLASLT_MATMUL_DESC_A_SCALE_POINTER, static_cast<const void*>(g.b_scale_inv));
+    set(plan, CUBLASLT_MATMUL_DESC_B_SCALE_POINTER, static_cast<const void*>(g.a_scale_inv));
   }
-  if (g.bias) set(plan.matmul, CUBLASLT_MATMUL_DESC_BIAS_POINTER, g.bias.data<const void>());
-  if (g.aux) set(plan.matmul, CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_POINTER, g.aux.data<void>());
+  if (g.bias) set(plan, CUBLASLT_MATMUL_DESC_BIAS_POINTER, g.bias.data<const void>());
+  if (g.aux) set(plan, CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_POINTER, g.aux.data<void>());
 }
 
 // Scales of blocks: cuBLASLt from 12.9 on.
@@ -122,7 +138,7 @@ void set_scale_mode(const Plan& plan, cublasLtMatmulDescAttributes_t attribute,
 #if defined(__HIP_PLATFORM_AMD__)
   fail(kApexTeUnsupported, "fp8_gemm_block: hipBLASLt has no product with scales of blocks");
 #elif CUBLAS_VERSION >= 120900
-  set(plan.matmul, attribute,
+  set(plan, attribute,
       block_rows == 1 ? CUBLASLT_MATMUL_MATRIX_SCALE_VEC128_32F
                       : CUBLASLT_MATMUL_MATRIX_SCALE_BLK128x128_32F);
 #else
@@ -170,33 +186,35 @@ void check_arch(const Fp8Gemm&, int device) {
 #endif
 
 // Row-major [rows, cols] is column-major [cols, rows].
-cublasLtMatrixLayout_t layout_of(const TensorView& x, const char* what) {
+Owned<cublasLtMatrixLayout_t> layout_of(const TensorView& x, const char* what) {
   cublasLtMatrixLayout_t layout = nullptr;
   check_cublaslt(CublasLt::get().cublasLtMatrixLayoutCreate(
                      &layout, cuda_type(x.dtype()), static_cast<uint64_t>(x.size(1)),
                      static_cast<uint64_t>(x.size(0)), x.size(1)),
                  what);
-  return layout;
+  return Owned<cublasLtMatrixLayout_t>(layout);
 }
 
 Plan make_plan(const Fp8Gemm& g, const PlanKey& key) {
   if (!g.k_is_outer) check_arch(g, key.device);
   const CublasLt& lt = CublasLt::get();
   Plan plan;
-  check_cublaslt(lt.cublasLtMatmulDescCreate(&plan.matmul, CUBLAS_COMPUTE_32F, CUDA_R_32F),
+  cublasLtMatmulDesc_t matmul = nullptr;
+  check_cublaslt(lt.cublasLtMatmulDescCreate(&matmul, CUBLAS_COMPUTE_32F, CUDA_R_32F),
                  "cublasLtMatmulDescCreate");
-  set(plan.matmul, CUBLASLT_MATMUL_DESC_TRANSA, g.k_is_outer ? CUBLAS_OP_N : CUBLAS_OP_T);
-  set(plan.matmul, CUBLASLT_MATMUL_DESC_TRANSB, g.k_is_outer ? CUBLAS_OP_T : CUBLAS_OP_N);
+  plan.matmul.reset(matmul);
+  set(plan, CUBLASLT_MATMUL_DESC_TRANSA, g.k_is_outer ? CUBLAS_OP_N : CUBLAS_OP_T);
+  set(plan, CUBLASLT_MATMUL_DESC_TRANSB, g.k_is_outer ? CUBLAS_OP_T : CUBLAS_OP_N);
 #if !defined(__HIP_PLATFORM_AMD__)  // hipBLASLt has no such choice
   if (!g.k_is_outer)
-    set(plan.matmul, CUBLASLT_MATMUL_DESC_FAST_ACCUM,
+    set(plan, CUBLASLT_MATMUL_DESC_FAST_ACCUM,
         static_cast<int8_t>(g.use_split_accumulator ? 0 : 1));
 #endif
-  set(plan.matmul, CUBLASLT_MATMUL_DESC_EPILOGUE, epilogue_of(g));
-  if (g.bias) set(plan.matmul, CUBLASLT_MATMUL_DESC_BIAS_DATA_TYPE, cuda_type(g.bias.dtype()));
+  set(plan, CUBLASLT_MATMUL_DESC_EPILOGUE, epilogue_of(g));
+  if (g.bias) set(plan, CUBLASLT_MATMUL_DESC_BIAS_DATA_TYPE, cuda_type(g.bias.dtype()));
   if (g.aux) {
-    set(plan.matmul, CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_LD, g.n);
-    set(plan.matmul, CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_DATA_TYPE, cuda_type(g.aux.dtype()));
+    set(plan, CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_LD, g.n);
+    set(plan, CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_DATA_TYPE, cuda_type(g.aux.dtype()));
   }
   set_scale_mode(plan, kScaleModeA, g.b_block_rows);
   set_scale_mode(plan, kScaleModeB, g.a_block_rows);
@@ -205,10 +223,11 @@ Plan make_plan(const Fp8Gemm& g, const PlanKey& key) {
   plan.b = layout_of(g.a, "layout of a");
   plan.out = layout_of(g.out, "layout of out");
 
-  cublasLtMatmulPreference_t preference = nullptr;
-  check_cublaslt(lt.cublasLtMatmulPreferenceCreate(&preference), "cublasLtMatmulPreferenceCreate");
+  cublasLtMatmulPreference_t created = nullptr;
+  check_cublaslt(lt.cublasLtMatmulPreferenceCreate(&created), "cublasLtMatmulPreferenceCreate");
+  const Owned<cublasLtMatmulPreference_t> preference(created);
   const auto prefer = [&](cublasLtMatmulPreferenceAttributes_t attribute, auto value) {
-    lt.cublasLtMatmulPreferenceSetAttribute(preference, attribute, &value, sizeof(value));
+    lt.cublasLtMatmulPreferenceSetAttribute(preference.get(), attribute, &value, sizeof(value));
   };
   prefer(CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES, static_cast<uint64_t>(key.workspace_bytes));
 #if !defined(__HIP_PLATFORM_AMD__)  // hipBLASLt has none; launch() asks for 16 bytes
@@ -224,20 +243,15 @@ Plan make_plan(const Fp8Gemm& g, const PlanKey& key) {
   cublasLtMatmulHeuristicResult_t found[kMaxAlgorithms];
   int count = 0;
   const cublasStatus_t status = lt.cublasLtMatmulAlgoGetHeuristic(
-      handle_of(key.device), plan.matmul, plan.a, plan.b, plan.out, plan.out, preference,
-      key.algorithm + 1, found, &count);
-  lt.cublasLtMatmulPreferenceDestroy(preference);
-  if (status != CUBLAS_STATUS_SUCCESS || count <= key.algorithm) {
-    lt.cublasLtMatmulDescDestroy(plan.matmul);
-    for (cublasLtMatrixLayout_t layout : {plan.a, plan.b, plan.out})
-      lt.cublasLtMatrixLayoutDestroy(layout);
+      handle_of(key.device), plan.matmul.get(), plan.a.get(), plan.b.get(), plan.out.get(),
+      plan.out.get(), preference.get(), key.algorithm + 1, found, &count);
+  if (status != CUBLAS_STATUS_SUCCESS || count <= key.algorithm)
     fail(kApexTeUnsupported,
          "fp8_gemm: cuBLASLt has no algorithm %d for M=%lld N=%lld K=%lld, a %s, b %s, out %s, "
          "epilogue %d: %s",
          key.algorithm, static_cast<long long>(g.m), static_cast<long long>(g.n),
          static_cast<long long>(g.k), dtype_name(g.a.dtype()), dtype_name(g.b.dtype()),
          dtype_name(g.out.dtype()), key.epilogue, status_text(status).text);
-  }
   plan.algo = found[key.algorithm].algo;
   plan.workspace_bytes = found[key.algorithm].workspaceSize;
   return plan;
@@ -269,7 +283,8 @@ void refuse_misaligned_scales(const Fp8Gemm& g) {
 // Descriptors are shared and hold a call's pointers, so a call owns them until it has launched.
 void matmul(const Fp8Gemm& g, int device, cudaStream_t stream) {
   static std::mutex mutex;
-  static std::unordered_map<PlanKey, Plan, PlanHash> plans;
+  // Never destroyed: cuBLASLt may have ended before a static object does.
+  static auto& plans = *new std::unordered_map<PlanKey, Plan, PlanHash>();
   PlanKey key;
   memset(&key, 0, sizeof(key));
   key.m = g.m;
@@ -295,16 +310,19 @@ void matmul(const Fp8Gemm& g, int device, cudaStream_t stream) {
 
   const std::lock_guard<std::mutex> lock(mutex);
   auto found = plans.find(key);
-  if (found == plans.end()) found = plans.emplace(key, make_plan(g, key)).first;
+  if (found == plans.end()) {
+    if (plans.size() >= kMaxPlans) plans.clear();
+    found = plans.emplace(key, make_plan(g, key)).first;
+  }
   const Plan& plan = found->second;
   set_pointers(plan, g);
   const float alpha = 1.0f, beta = g.accumulate || g.c ? 1.0f : 0.0f;
   void* out = g.out.data<void>();
   const void* c = g.c ? g.c.data<const void>() : out;  // both have the layout plan.out
   const cublasStatus_t status = CublasLt::get().cublasLtMatmul(
-      handle_of(device), plan.matmul, &alpha, g.b.data<const void>(), plan.a,
-      g.a.data<const void>(), plan.b, &beta, c, plan.out, out, plan.out, &plan.algo,
-      g.workspace.data<void>(), plan.workspace_bytes, stream);
+      handle_of(device), plan.matmul.get(), &alpha, g.b.data<const void>(), plan.a.get(),
+      g.a.data<const void>(), plan.b.get(), &beta, c, plan.out.get(), out, plan.out.get(),
+      &plan.algo, g.workspace.data<void>(), plan.workspace_bytes, stream);
   if (status == CUBLAS_STATUS_NOT_SUPPORTED) refuse_misaligned_scales(g);
   check_cublaslt(status, "cublasLtMatmul");
 }

@@ -232,6 +232,17 @@ def test_e5m2_by_e5m2_is_refused():
 
 
 @pytest.mark.cuda
+def test_more_shapes_than_plans_are_kept():
+    """Each has its result, the first ones again after their plans were dropped."""
+    (a, sa), (b, sb) = operand(6000, 32, E4M3, "cuda"), operand(16, 32, E4M3, "cuda")
+    whole = fp8_gemm(a, b, sa, sb, out_dtype=torch.float32)
+    for rows in (*range(1, 4500), *range(1, 100)):
+        part = fp8_gemm(a[:rows], b, sa, sb, out_dtype=torch.float32)
+        if rows % 97 == 1:
+            torch.testing.assert_close(part, whole[:rows])
+
+
+@pytest.mark.cuda
 @pytest.mark.cuda
 def test_graph_capture():
     (a, sa), (b, sb) = operand(256, 128, E4M3, "cuda"), operand(64, 128, E4M3, "cuda")
