@@ -15,7 +15,7 @@ from ..recipe import Recipe, chosen_recipe
 from .autocast_forward import AutocastForward, autocast_forward
 from .from_torch import from_torch
 from .fusion import key_map, refuse_optimized
-from .saving import FP8_STATE_FILE, load_fp8_state, save_fp8_state
+from .saving import find_fp8_state, load_fp8_state, save_fp8_state
 
 __all__ = ["FP8Callback"]  # noqa: F822 (made by __getattr__, which imports transformers)
 
@@ -97,8 +97,8 @@ class _FP8Training:
         if model is not None and others.get("optimizer") is not None:
             _warn_of_decay(model, others["optimizer"])
         if state.global_step and model is not None:
-            file = os.path.join(_folder(args, state), FP8_STATE_FILE)
-            if os.path.exists(file):
+            file = find_fp8_state(_folder(args, state))
+            if file is not None:
                 load_fp8_state(model, file)
 
     def on_save(

@@ -14,9 +14,12 @@ from ..fp8.delayed.serialize import NAMES, read_state, save_state
 from ..module._core.fp8_module import STATE_PREFIX, FP8Module
 from . import _matching as matching
 
-__all__ = ["FP8_STATE_FILE", "load_fp8_state", "save_fp8_state", "save_without_fp8_state"]
+__all__ = ["find_fp8_state", "load_fp8_state", "save_fp8_state", "save_without_fp8_state"]
 
-FP8_STATE_FILE = "fp8_state.safetensors"
+# Of the format of safetensors, but loaders that read all ``*.safetensors`` of a folder as weights,
+# as vLLM and accelerate do, must not find it.
+_FILE = "fp8_state.apex_te"
+_FORMER_FILE = "fp8_state.safetensors"
 
 
 def _fp8_state(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -34,11 +37,14 @@ def save_fp8_state(model: nn.Module, path: str | os.PathLike[str]) -> None:
     Args:
         model: a model with modules of apex_te. If none has FP8 state yet, no file is written, and
             one that exists is removed.
-        path: the file, or a directory for a file ``fp8_state.safetensors``.
+        path: the file, or a directory for a file ``fp8_state.apex_te``.
     """
     from safetensors.torch import save_file
 
-    path, state = _file(path), _fp8_state(model)
+    path, state = os.fspath(path), _fp8_state(model)
+    if os.path.isdir(path):
+        _remove_fp8_state(path)
+        path = os.path.join(path, _FILE)
     if state:
         save_file({key: value.cpu() for key, value in state.items()}, path)
     elif os.path.exists(path):
@@ -52,7 +58,8 @@ def load_fp8_state(model: nn.Module, path: str | os.PathLike[str]) -> None:
 
     Args:
         model: the model, converted (and fused) as the saved one was.
-        path: the file, or a directory with a file ``fp8_state.safetensors``.
+        path: the file, or a directory with a file ``fp8_state.apex_te``, or of its former name
+            ``fp8_state.safetensors``.
 
     A file that is refused changes nothing.
 
@@ -65,7 +72,9 @@ def load_fp8_state(model: nn.Module, path: str | os.PathLike[str]) -> None:
     from safetensors import SafetensorError
     from safetensors.torch import load_file
 
-    path = _file(path)
+    path = os.fspath(path)
+    if os.path.isdir(path):
+        path = find_fp8_state(path) or os.path.join(path, _FILE)
     try:
         state = load_file(path)
     except SafetensorError as error:
@@ -98,10 +107,19 @@ def _check(model: nn.Module, path: str, state: dict[str, torch.Tensor]) -> None:
         raise RuntimeError(f"load_fp8_state: {path} must fit the model: {'; '.join(errors[:8])}")
 
 
-def _file(path: str | os.PathLike[str]) -> str:
-    """Returns the path of the file of FP8 state for a path that may be a directory."""
-    path = os.fspath(path)
-    return os.path.join(path, FP8_STATE_FILE) if os.path.isdir(path) else path
+def find_fp8_state(folder: str | os.PathLike[str]) -> str | None:
+    """Returns the path of the file of FP8 state in a folder; None if it has none."""
+    for name in (_FILE, _FORMER_FILE):
+        path = os.path.join(folder, name)
+        if os.path.exists(path):
+            return path
+    return None
+
+
+def _remove_fp8_state(folder: str | os.PathLike[str]) -> None:
+    """Removes the file of FP8 state from a folder, also one of the former name."""
+    while (path := find_fp8_state(folder)) is not None:
+        os.remove(path)
 
 
 class SavePretrained:
@@ -150,8 +168,8 @@ class SavePretrained:
         if is_main_process and os.path.isdir(save_directory):
             if fp8_state:
                 save_fp8_state(model, save_directory)
-            elif os.path.exists(_file(save_directory)):
-                os.remove(_file(save_directory))
+            else:
+                _remove_fp8_state(save_directory)
         return result
 
 

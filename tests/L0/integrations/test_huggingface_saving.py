@@ -128,15 +128,34 @@ def test_round_trips(name, fuse, tmp_path):
         assert torch.equal(a, b), key
 
 
+@pytest.mark.parametrize("fp8_state", [True, False])
+def test_folders_with_the_former_name_load_and_are_replaced(tmp_path, fp8_state):
+    recipe = DelayedScaling(amax_history_len=4)
+    model = train(converted(build("llama"), fuse=True), recipe)
+    model.save_pretrained(tmp_path)
+    former = tmp_path / "fp8_state.safetensors"
+    (tmp_path / "fp8_state.apex_te").rename(former)
+    again = converted(type(model).from_pretrained(tmp_path), fuse=True)
+    load_fp8_state(again, tmp_path)
+    state = again.state_dict()
+    assert all(torch.equal(value, state[key]) for key, value in model.state_dict().items())
+    model.save_pretrained(tmp_path, fp8_state=fp8_state)
+    assert not former.exists()
+    assert (tmp_path / "fp8_state.apex_te").exists() == fp8_state
+
+
 def test_fp8_state_has_a_file_of_its_own(tmp_path):
     model = train(converted(build("llama"), fuse=True), DelayedScaling(amax_history_len=4))
     model.save_pretrained(tmp_path)
     weights = safetensors_torch.load_file(tmp_path / "model.safetensors")
-    state = safetensors_torch.load_file(tmp_path / "fp8_state.safetensors")
+    state = safetensors_torch.load_file(tmp_path / "fp8_state.apex_te")
     assert not [key for key in weights if "fp8_state" in key]
     assert state
     assert all(".fp8_state." in key for key in state)
     assert weights.keys() | state.keys() == model.state_dict().keys()
+    # Loaders that take all of a folder's weights find those of the model alone.
+    assert [path.name for path in tmp_path.glob("*.safetensors")] == ["model.safetensors"]
+    assert not [*tmp_path.glob("*.bin"), *tmp_path.glob("*.pt"), *tmp_path.glob("*.pth")]
     model.save_pretrained(tmp_path, fp8_state=False)  # and the older one is gone
     assert sorted(os.listdir(tmp_path)) == [
         "config.json", "generation_config.json", "model.safetensors"

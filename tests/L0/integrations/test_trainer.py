@@ -145,7 +145,7 @@ def test_adapters_resume(tmp_path):
         return {key: value.clone() for key, value in one.model.state_dict().items()}
 
     expected = run(None)
-    assert "fp8_state.safetensors" in os.listdir(tmp_path / "checkpoint-2")
+    assert "fp8_state.apex_te" in os.listdir(tmp_path / "checkpoint-2")
     actual = run(str(tmp_path / "checkpoint-2"))
     for key, value in expected.items():
         if not key.endswith("header"):
