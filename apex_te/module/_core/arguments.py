@@ -223,12 +223,12 @@ def checked_splits(
         owner: the name of the module in errors.
         num_gemms: the number of groups.
         m_splits: list or tuple of ints.
-        rows: the sum that ``m_splits`` must have; None allows any.
+        rows: the most that ``m_splits`` may add up to; None allows any sum.
 
     Raises:
         TypeError: ``m_splits`` is no list of ints. A tensor is refused, too, because reading a
             tensor would wait for the device.
-        ValueError: ``m_splits`` has another length, a negative number or another sum.
+        ValueError: ``m_splits`` has another length, a negative number or too large a sum.
     """
     if not isinstance(m_splits, (list, tuple)):
         raise TypeError(f"{owner}: m_splits must be a list of ints, got {type(m_splits).__name__}")
@@ -239,8 +239,9 @@ def checked_splits(
         raise ValueError(
             f"{owner}: m_splits must be {num_gemms} counts of rows, got {list(m_splits)}"
         )
-    if rows is not None and sum(m_splits) != rows:
+    if rows is not None and sum(m_splits) > rows:
         raise ValueError(
-            f"{owner}: m_splits must add up to the {rows} rows of inp, got {list(m_splits)}"
+            f"{owner}: m_splits must be counts of at most the {rows} rows of inp, "
+            f"got {list(m_splits)}"
         )
     return tuple(m_splits)

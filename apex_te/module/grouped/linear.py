@@ -156,9 +156,9 @@ class GroupedLinear(ParallelModule):
     ) -> torch.Tensor | tuple[torch.Tensor, list[torch.Tensor]]:
         """Applies layer i to the i-th group of rows; returns [..., out_features].
 
-        With ``m_splits`` as a tensor, ``inp`` may have more rows than the groups: rows behind the
-        last group are not read, their outputs and gradients are zeros. Splits that are negative or
-        exceed the rows are an error on the CPU; on a GPU, where only the device sees them, all
+        ``inp`` may have more rows than the groups, as a padded buffer has: rows after the last
+        group are not read, and their outputs and gradients are zeros. Splits that are negative or
+        exceed the rows are an error; in a tensor on a GPU, where only the device sees them, all
         outputs and gradients become NaN.
 
         On a GPU the products for such a tensor differ in rounding and cost. FP8 products are
@@ -181,8 +181,8 @@ class GroupedLinear(ParallelModule):
 
         Raises:
             TypeError: a dtype, or ``m_splits`` that are no ints.
-            ValueError: a shape, another device, or ``m_splits`` that do not add up to the rows of
-                ``inp``.
+            ValueError: a shape, another device, or ``m_splits`` that add up to more than the rows
+                of ``inp``.
             NotImplementedError: before anything runs, for a tensor on a GPU with FP8 in blocks or
                 HiF8, FP8 with sizes that are no multiples of 16, ``delay_wgrad_compute``,
                 ``save_original_input``, FP8 weights, more than 1023 groups or ``torch.compile``.
@@ -198,17 +198,17 @@ class GroupedLinear(ParallelModule):
             on_device.check_splits(owner, m_splits, self.num_gemms, inp.device)
             if not rows or not on_device.stays_on_device(inp.device):
                 splits = on_device.read_splits(owner, m_splits, rows)
-                if sum(splits) != rows:
-                    x = inp.reshape(rows, inp.shape[-1])[: sum(splits)]
             else:
                 on_device.check_supported(self, weights)
                 splits, cached_one_by_one = m_splits, ()
+        if isinstance(splits, tuple) and sum(splits) != rows:
+            x = inp.reshape(rows, inp.shape[-1])[: sum(splits)]
         applied = () if self.return_bias else biases
         out = self._call(
             x, self.in_features, weights + biases, cached_one_by_one, is_first_microbatch,
             weights, applied, splits,
         )  # fmt: skip
-        if x is not inp:  # the rows behind the last group
+        if x is not inp:  # the rows after the last group
             out = functional.pad(out, (0, 0, 0, rows - x.shape[0]))
             out = out.view(*inp.shape[:-1], self.out_features)
         if not self.return_bias:

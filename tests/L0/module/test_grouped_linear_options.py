@@ -5,7 +5,8 @@ import io
 
 import pytest
 import torch
-from schemes import chosen
+from checks import assert_same_bits
+from schemes import SCHEMES, chosen
 
 from apex_te import flush_fp8_state, fp8_autocast, init_fp8_state
 from apex_te.module.grouped.linear import GroupedLinear
@@ -205,12 +206,39 @@ def test_rejects_arguments(kwargs, error, message):
         GroupedLinear(**kwargs)
 
 
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("splits", [[3, 1], [0, 5], [0, 0]])
+@pytest.mark.parametrize("name", [None, *SCHEMES])
+def test_rows_after_the_last_group_are_not_read(name, splits, bias, device):
+    """Outputs and gradients there are zeros, for splits in a list as for those in a CPU tensor."""
+    made = GroupedLinear(2, 16, 16, bias, device=device)
+    x = torch.randn(2, 4, 16, device=device)
+    x.view(8, 16)[sum(splits) :] = torch.nan
+    dy = torch.randn(8, 16, device=device)
+    results = []
+    kinds = [list] if device.type == "cuda" else [list, torch.tensor]
+    for rows, given in ((8, kinds[0](splits)), (8, kinds[-1](splits)), (sum(splits), splits)):
+        part = x.view(8, 16)[:rows].clone().requires_grad_()
+        shaped = part.view(2, 4, 16) if rows == 8 else part
+        module = copy.deepcopy(made)
+        with fp8_autocast(name is not None, SCHEMES.get(name)):
+            out = module(shaped, given)
+        out.backward(dy[:rows].view(out.shape))
+        grads = [p.grad for p in module.parameters()]
+        out, grad = out.detach().view(rows, 16), part.grad
+        assert not out[sum(splits) :].any()
+        assert not grad[sum(splits) :].any()
+        results.append([out[: sum(splits)], grad[: sum(splits)], *grads])
+    assert_same_bits(results[0], results[2])
+    assert_same_bits(results[1], results[2])
+
+
 @pytest.mark.parametrize("fp8", [True, False])
 def test_rejects_inputs(fp8):
     module, x = GroupedLinear(2, 16, 8), torch.ones(4, 16)
     with fp8_autocast(fp8, DELAYED):
-        with pytest.raises(ValueError, match=r"must add up to the 4 rows of inp, got \[2, 1\]"):
-            module(x, [2, 1])
+        with pytest.raises(ValueError, match=r"counts of at most the 4 rows of inp, got \[2, 3\]"):
+            module(x, [2, 3])
         with pytest.raises(ValueError, match=r"m_splits must be 2 counts of rows, got \[4\]"):
             module(x, [4])
         with pytest.raises(TypeError, match=r"must be int32 or int64, got torch[.]float32"):
