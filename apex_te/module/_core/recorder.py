@@ -133,6 +133,15 @@ class Recorder(TorchDispatchMode):
             key = _storage(tensor)  # None: several share it, and a view may be of any
             self._owners[key] = None if key in self._owners else owner
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Returns False, since Dynamo skips frames under this mode anyway.
+
+        True imports Dynamo at the first recorded op, and torch.fx then keeps the frames of that
+        import and of all callers, with their tensors, until the next garbage collection.
+        """
+        return False
+
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:

@@ -6,8 +6,11 @@ Modules x recipes x shapes x uses; each case trains with programs and without th
 import contextlib
 import copy
 import gc
+import subprocess
+import sys
 import weakref
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 import torch
@@ -25,6 +28,7 @@ from apex_te.ops import gemm_tuning
 from apex_te.ops.product_count import fp8_gemm_count
 
 COLS, STEPS = 32, 5
+ROOT = Path(__file__).resolve().parents[3]
 RECIPES = chosen("delayed", "tensorwise", "blockwise") | {"first step": FIRST_STEP, "plain": None}
 DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
 KINDS = {
@@ -564,3 +568,26 @@ def test_a_tensor_passed_twice_is_not_taken_for_one():
     actual = run(x, other)
     programs.set_enabled(False)
     assert_same_bits(actual, run(x, other))
+
+
+FIRST_RECORDING = """
+import gc, sys, weakref
+import torch, apex_te
+gc.disable()
+module = apex_te.LayerNormMLP(64, 64, device="cpu")
+for _ in range(3):
+    x = torch.randn(16, 64)
+    known = weakref.ref(x)
+    out = module(x)
+    del x, out
+    assert known() is None, "kept"
+assert "torch._dynamo" not in sys.modules, "imported"
+"""
+
+
+def test_the_first_recording_of_a_process_keeps_no_tensor():
+    """Nothing is left for the garbage collector, and the compiler is not imported."""
+    result = subprocess.run(
+        [sys.executable, "-c", FIRST_RECORDING], capture_output=True, text=True, cwd=ROOT
+    )
+    assert result.returncode == 0, result.stderr
