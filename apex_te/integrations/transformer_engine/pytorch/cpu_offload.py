@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Callable
+import weakref
 from types import TracebackType
 from typing import Any
 
@@ -12,15 +12,15 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from .._names import neutral
-
 __all__ = [
     "ActivationOffload",
     "CPUOffloadEnabled",
+    "ManualOffloadSynchronizer",
     "get_cpu_offload_context",
     "is_cpu_offload_enabled",
     "mark_activation_offload",
     "mark_not_offload",
+    "start_offload",
 ]
 
 # Frameworks that offload by themselves assign it; apex_te's modules do not read it.
@@ -38,7 +38,8 @@ def get_cpu_offload_context(
     double_buffering: bool = False,
     manual_synchronization: bool = False,
     retain_pinned_cpu_buffers: bool = False,
-) -> tuple[Any, Callable[[torch.Tensor], torch.Tensor]]:
+    offload_stream: torch.cuda.Stream | None = None,
+) -> Any:
     """Returns a context in which layers run, and a function to call on each layer's output.
 
     What the first ``num_layers`` layers save for backward is copied to pinned memory on a stream of
@@ -57,40 +58,57 @@ def get_cpu_offload_context(
         offload_activations: must be True where ``enabled`` is.
         offload_weights: has no effect but a warning, as in Transformer Engine.
         double_buffering: has no effect; torch's allocators keep buffers for reuse.
-        manual_synchronization: must be False.
-        retain_pinned_cpu_buffers: has no effect; torch keeps pinned memory for reuse.
+        manual_synchronization: the caller says when each layer is offloaded, by ``controller``.
+        retain_pinned_cpu_buffers: keep the pinned memory for the next forward. CUDA graphs need
+            that; their copies do not overlap with other work.
+        offload_stream: stream of the copies of ``manual_synchronization``; None makes one.
 
     Returns:
-        context: context manager, to be entered for each layer.
-        synchronize: function that takes the layer's output and returns it, to be called after it.
+        ``(context, synchronize)``: a context manager, to be entered for each layer, and a function
+        that takes the layer's output and returns it, to be called after it. With
+        ``manual_synchronization`` also a ``ManualOffloadSynchronizer``, None unless ``enabled``.
 
     Raises:
-        NotImplementedError: ``manual_synchronization`` is True.
-        ValueError: ``num_layers`` is not below ``model_layers``, or nothing is to be offloaded.
+        ValueError: ``num_layers`` is not below ``model_layers``, nothing is to be offloaded, or
+            ``offload_stream`` is given without ``manual_synchronization``.
     """
-    if not enabled:
-        return contextlib.nullcontext(), _unchanged
     owner = "get_cpu_offload_context"
-    neutral(owner, manual_synchronization=(manual_synchronization, False))
+    if offload_stream is not None and not manual_synchronization:
+        raise ValueError(
+            f"{owner}: offload_stream must be None without manual_synchronization, got a stream"
+        )
+    if not enabled:
+        rest = (None,) if manual_synchronization else ()
+        return contextlib.nullcontext(), _unchanged, *rest
     if offload_weights:
         warnings.warn(
             f"{owner}: offload_weights has no effect; weights stay where they are", stacklevel=2
         )
     if not offload_activations:
         raise ValueError(f"{owner}: offload_activations must be True with enabled=True, got False")
+    if manual_synchronization:
+        manual = ManualOffloadSynchronizer(
+            model_layers, offload_stream, retain=retain_pinned_cpu_buffers
+        )
+        return manual, manual.synchronize, manual
     count = model_layers - 1 if num_layers is None else num_layers
     if not 0 <= count < model_layers:
         raise ValueError(
             f"{owner}: num_layers must be at least 0 and below model_layers, {model_layers}, since "
             f"the last layer's backward follows at once, got {num_layers}"
         )
-    offload = ActivationOffload(count, model_layers)
+    offload = ActivationOffload(count, model_layers, retain=retain_pinned_cpu_buffers)
     return offload, offload.synchronize
 
 
 def _unchanged(tensor: torch.Tensor) -> torch.Tensor:
     """Returns its argument."""
     return tensor
+
+
+def _kept(tensor: torch.Tensor) -> torch.Tensor:
+    """Returns a saved tensor that stays, without its node, which would own itself by an output."""
+    return tensor if tensor.grad_fn is None else tensor.detach()
 
 
 def is_cpu_offload_enabled() -> bool:
@@ -113,77 +131,122 @@ def mark_activation_offload(*tensors: torch.Tensor | None) -> None:
     """
 
 
+def start_offload(*tensors: torch.Tensor | None, offload_base_tensor: bool = False) -> None:
+    """Does nothing: an activation is copied when a layer saves it.
+
+    Args:
+        tensors: activations that are complete.
+        offload_base_tensor: has no effect.
+    """
+
+
 class _Saved:
-    """Tensor that has been copied to the CPU.
+    """Tensor that is on its device, on the CPU, or on both.
+
+    Args:
+        tensor: the tensor.
 
     Attributes:
-        host: the copy.
+        host: the copy on the CPU; None before ``store``.
         device: device that the tensor was on.
         stored: event after the copy to the CPU; None without a GPU.
-        value: the tensor again, once it has been brought back.
+        value: the tensor on its device; None between ``release`` and ``load``.
         loaded: event after the copy back; None without a GPU.
     """
 
-    __slots__ = ("device", "host", "loaded", "stored", "value")
+    __slots__ = ("__weakref__", "_version", "device", "host", "loaded", "stored", "value")
 
-    def __init__(self, tensor: torch.Tensor, stream: Any) -> None:
+    def __init__(self, tensor: torch.Tensor) -> None:
         self.device = tensor.device
-        self.value: torch.Tensor | None = None
+        self.value: torch.Tensor | None = tensor.detach()
+        self._version = tensor._version
+        self.host: torch.Tensor | None = None
         self.stored = self.loaded = None
-        if stream is None:
-            self.host = tensor.detach().clone()
+
+    def store(self, stream: Any, host: torch.Tensor | None = None) -> None:
+        """Begins to copy the tensor to the CPU.
+
+        Args:
+            stream: side stream for the copy; None copies on the current one, or without a GPU.
+            host: pinned memory for the copy; None allocates it.
+        """
+        tensor = self.value
+        if tensor is None or self.host is not None:
             return
-        self.host = torch.empty_like(tensor, device="cpu", pin_memory=True)
+        self._check_version(tensor)
+        if host is None:
+            pinned = tensor.device.type == "cuda"
+            host = torch.empty_like(tensor, device="cpu", pin_memory=pinned)
+        self.host = host
+        if stream is None:
+            host.copy_(tensor, non_blocking=True)
+            return
         stream.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(stream):
-            self.host.copy_(tensor.detach(), non_blocking=True)
+            host.copy_(tensor, non_blocking=True)
             self.stored = stream.record_event()
         tensor.record_stream(stream)
+
+    def release(self) -> None:
+        """Drops the tensor on its device, if there is a copy on the CPU."""
+        if self.host is not None:
+            self.value = self.loaded = None
 
     def load(self, stream: Any) -> None:
         """Begins to bring the tensor back, unless that was begun before.
 
         Args:
-            stream: side stream for the copy; None without a GPU.
+            stream: side stream for the copy; None copies on the current one, or without a GPU.
         """
         if self.value is not None:
             return
-        if stream is None:
-            self.value = self.host.to(self.device, copy=True)
-            return
-        stream.wait_event(self.stored)
+        assert self.host is not None
         # Allocated on the stream that computes, whose earlier work may still use the memory.
         value = torch.empty_like(self.host, device=self.device)
+        self.value = value
+        if stream is None:
+            value.copy_(self.host, non_blocking=True)
+            return
+        stream.wait_event(self.stored)
         stream.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(stream):
             value.copy_(self.host, non_blocking=True)
             self.loaded = stream.record_event()
         value.record_stream(stream)
-        self.value = value
 
     def get(self, stream: Any) -> torch.Tensor:
         """Returns the tensor, for the current stream to read.
 
         Args:
-            stream: side stream for the copy; None without a GPU.
+            stream: side stream for the copy; None copies on the current one, or without a GPU.
         """
         self.load(stream)
         if self.loaded is not None:
             torch.cuda.current_stream(self.device).wait_event(self.loaded)
         assert self.value is not None
+        if self.host is None:
+            self._check_version(self.value)
         return self.value
+
+    def _check_version(self, value: torch.Tensor) -> None:
+        """Raises RuntimeError if the tensor was written to since it was saved."""
+        if value._version != self._version:
+            raise RuntimeError(
+                "get_cpu_offload_context: a tensor that is saved for backward must not be changed "
+                "in place before it is offloaded, got a changed one"
+            )
 
 
 class _Layer:
     """Record of the tensors that one layer has saved in one forward.
 
     Attributes:
-        saved: the offloaded tensors, in the order in which they were saved.
+        saved: references to the tensors that autograd still holds, in the order of saving.
         before: the layer before it, which is offloaded, too; else None.
     """
 
     def __init__(self, before: _Layer | None) -> None:
-        self.saved: list[_Saved] = []
+        self.saved: list[weakref.ref[_Saved]] = []
         self.before = before
         self._known: dict[Any, tuple[StorageWeakRef, _Saved]] = {}
 
@@ -204,8 +267,12 @@ class _Layer:
             storage: reference to the tensor's storage, which keeps its number from being reused.
             saved: the copy.
         """
-        self.saved.append(saved)
+        self.saved.append(weakref.ref(saved))
         self._known[key] = storage, saved
+
+    def alive(self) -> list[_Saved]:
+        """Returns the tensors that autograd still holds."""
+        return [saved for saved in (ref() for ref in self.saved) if saved is not None]
 
     def finish(self) -> None:
         """Forgets which tensors were saved, since the layer has run."""
@@ -217,7 +284,7 @@ class _Layer:
         Args:
             stream: side stream for the copies; None without a GPU.
         """
-        for saved in reversed(self.saved):
+        for saved in reversed(self.alive()):
             saved.load(stream)
         self.saved.clear()
 
@@ -230,9 +297,10 @@ class ActivationOffload:
         model_layers: number of layers of a forward.
         smallest: bytes below which tensors stay.
         devices: types of the devices whose tensors are offloaded.
+        retain: keep pinned memory for the next forward, and for replays of a CUDA graph.
 
     Attributes:
-        copies: number of tensors that have been copied to the CPU.
+        copies: number of tensors that have been saved to be copied to the CPU.
         entered: number of contexts of this class that are entered at present.
     """
 
@@ -244,24 +312,46 @@ class ActivationOffload:
         model_layers: int,
         smallest: int = _SMALLEST,
         devices: tuple[str, ...] = ("cuda",),
+        retain: bool = False,
     ) -> None:
         self.num_layers = num_layers
         self.model_layers = model_layers
         self.smallest = smallest
         self.devices = devices
+        self.retain = retain
         self.copies = 0
         self._index = 0
         self._open: _Layer | None = None  # the layer that runs, if it is offloaded
         self._last: _Layer | None = None  # the offloaded layer that ran last in this forward
         self._hooks: list[saved_tensors_hooks] = []
         self._streams: dict[torch.device, tuple[Any, Any]] = {}
+        self._layers: dict[int, _Layer] = {}  # of the last forward
+        # Pinned memory by layer, number, shape and dtype, with the tensor that used it last.
+        self._hosts: dict[Any, tuple[torch.Tensor, weakref.ref[_Saved]]] = {}
+        self._captured: list[torch.Tensor] = []
+
+    @property
+    def offload_synchronizer(self) -> ActivationOffload:
+        """This object, for code that looks for Transformer Engine's attribute."""
+        return self
+
+    def get_offloaded_total_size_mb(self) -> float:
+        """Returns the MiB of tensors that are on the CPU for a coming backward."""
+        sizes = [
+            saved.host.numel() * saved.host.element_size()
+            for layer in self._layers.values()
+            for saved in layer.alive()
+            if saved.host is not None
+        ]
+        return sum(sizes) / 2**20
 
     def __enter__(self) -> None:
         ActivationOffload.entered += 1
-        hooks = saved_tensors_hooks(_unchanged, _unchanged)
+        hooks = saved_tensors_hooks(_kept, _unchanged)
         if self._index < self.num_layers and torch.is_grad_enabled():
             if self._open is None:
                 self._open = _Layer(self._last if self._index else None)
+                self._layers[self._index] = self._open
             hooks = saved_tensors_hooks(self._pack, self._unpack)
         hooks.__enter__()
         self._hooks.append(hooks)
@@ -307,8 +397,22 @@ class ActivationOffload:
         return tensor
 
     def _sides(self, device: torch.device) -> tuple[Any, Any]:
-        """Returns the side streams of a device, to the CPU and back; None for the CPU."""
+        """Returns the side streams of a device, to the CPU and back.
+
+        They are None for the CPU, and where a CUDA graph is captured: a graph must not wait for the
+        copies of another one.
+
+        Raises:
+            RuntimeError: a graph is captured without ``retain``.
+        """
         if device.type != "cuda":
+            return None, None
+        if torch.cuda.is_current_stream_capturing():
+            if not self.retain:
+                raise RuntimeError(
+                    "get_cpu_offload_context: retain_pinned_cpu_buffers must be True for CUDA "
+                    "graphs, got False"
+                )
             return None, None
         if device not in self._streams:
             self._streams[device] = torch.cuda.Stream(device), torch.cuda.Stream(device)
@@ -317,7 +421,7 @@ class ActivationOffload:
     def _pack(self, tensor: torch.Tensor) -> torch.Tensor | _Saved:
         """Returns the copy of a saved tensor on the CPU, or the tensor where it is to stay."""
         if not self._is_wanted(tensor):
-            return tensor
+            return _kept(tensor)
         layer = self._open
         assert layer is not None
         storage = StorageWeakRef(tensor.untyped_storage())
@@ -327,10 +431,42 @@ class ActivationOffload:
         )  # fmt: skip
         saved = layer.find(key)
         if saved is None:
-            saved = _Saved(tensor, self._sides(tensor.device)[0])
+            saved = _Saved(tensor)
+            self._store(saved)
             layer.add(key, storage, saved)
             self.copies += 1
         return saved
+
+    def _store(self, saved: _Saved) -> None:
+        """Copies a tensor that a layer saves to the CPU, and drops it on its device."""
+        assert self._open is not None
+        saved.store(
+            self._sides(saved.device)[0], self._host(saved, self._index, len(self._open.saved))
+        )
+        saved.release()
+
+    def _host(self, saved: _Saved, index: int, number: int) -> torch.Tensor | None:
+        """Returns the retained memory for a tensor of a layer; None if none is to be retained.
+
+        Args:
+            saved: the tensor.
+            index, number: of the layer, and of the tensor in the layer.
+        """
+        tensor = saved.value
+        if not self.retain or tensor is None:
+            return None
+        key = (index, number, tensor.shape, tensor.stride(), tensor.dtype, tensor.device)
+        known = self._hosts.get(key)
+        if known is not None and known[1]() is None:
+            host = known[0]
+        else:  # the first forward, or another forward's tensors still wait for their backward
+            host = torch.empty_like(tensor, device="cpu", pin_memory=tensor.device.type == "cuda")
+        if tensor.is_cuda and torch.cuda.is_current_stream_capturing():
+            self._hosts.pop(key, None)
+            self._captured.append(host)  # replays write to it
+        else:
+            self._hosts[key] = host, weakref.ref(saved)
+        return host
 
     def _unpack(self, packed: torch.Tensor | _Saved) -> torch.Tensor:
         """Returns the tensor that ``_pack`` was given."""
@@ -346,3 +482,94 @@ class ActivationOffload:
             return False
         base = tensor if tensor._base is None else tensor._base
         return not isinstance(base, torch.nn.Parameter) and not hasattr(tensor, "_apex_te_stays")
+
+
+class ManualOffloadSynchronizer(ActivationOffload):
+    """``ActivationOffload`` whose caller says when each layer's tensors are copied and freed.
+
+    A layer for which nothing is called stays on its device.
+
+    Args:
+        model_layers: number of layers of a forward.
+        stream: stream of the copies; None makes one.
+        smallest, devices, retain: as in ``ActivationOffload``.
+    """
+
+    def __init__(
+        self,
+        model_layers: int,
+        stream: torch.cuda.Stream | None = None,
+        smallest: int = _SMALLEST,
+        devices: tuple[str, ...] = ("cuda",),
+        retain: bool = False,
+    ) -> None:
+        super().__init__(model_layers, model_layers, smallest, devices, retain)
+        self._stream = stream
+
+    def start_offload_layer(self, layer_id: int) -> None:
+        """Begins to copy a layer's tensors to the CPU, on the stream of the copies.
+
+        Args:
+            layer_id: the layer's number in the last forward, from 0.
+
+        Raises:
+            ValueError: the layer has not run.
+        """
+        for number, saved in enumerate(self._layer(layer_id).alive()):
+            saved.store(self._sides(saved.device)[0], self._host(saved, layer_id, number))
+
+    def release_activation_forward_gpu_memory(self, layer_id: int) -> None:
+        """Frees a layer's tensors on their device; the current stream waits for their copies.
+
+        Args:
+            layer_id: as in ``start_offload_layer``.
+
+        Raises:
+            ValueError: the layer has not run.
+        """
+        for saved in self._layer(layer_id).alive():
+            if saved.stored is not None:
+                torch.cuda.current_stream(saved.device).wait_event(saved.stored)
+            saved.release()
+
+    def start_reload_layer(self, layer_id: int) -> None:
+        """Begins to bring a layer's tensors back; what is not begun, backward does.
+
+        Args:
+            layer_id: as in ``start_offload_layer``.
+
+        Raises:
+            ValueError: the layer has not run.
+        """
+        for saved in self._layer(layer_id).alive():
+            saved.load(self._sides(saved.device)[1])
+
+    def synchronize(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Ends a layer, and returns its output.
+
+        Args:
+            tensor: the layer's output.
+        """
+        if self._open is not None:
+            self._open.finish()
+        self._open = None
+        self._index = (self._index + 1) % self.model_layers
+        return tensor
+
+    def _layer(self, layer_id: int) -> _Layer:
+        """Returns the record of a layer that has run."""
+        if layer_id not in self._layers:
+            raise ValueError(
+                f"get_cpu_offload_context: layer_id must be a layer that has run, one of "
+                f"{sorted(self._layers)}, got {layer_id!r}"
+            )
+        return self._layers[layer_id]
+
+    def _store(self, saved: _Saved) -> None:
+        """Leaves a tensor that a layer saves on its device."""
+
+    def _sides(self, device: torch.device) -> tuple[Any, Any]:
+        """Returns the stream of the copies twice; None as in ``ActivationOffload``."""
+        if self._stream is None or super()._sides(device)[0] is None:
+            return super()._sides(device)
+        return self._stream, self._stream
