@@ -349,8 +349,18 @@ class Bucket:
         It also tells autograd that DTensors changed.
         """
         wide, self._wide_masters = self._wide_masters, None
+        together: dict[Any, list[tuple[Any, torch.Tensor]]] = {}
         for i, (param, master) in enumerate(self.wrapped):
-            param.copy_(master if wide is None else wide[i])
+            source = master if wide is None else wide[i]
+            copy_all = getattr(type(param), "copy_all", None)
+            if copy_all is None:
+                param.copy_(source)
+            else:  # FP8 weights, the amaxes of whose shards then take one collective
+                together.setdefault(copy_all, []).append((param, source))
+        for copy_all, items in together.items():
+            params, sources = zip(*items, strict=True)
+            copy_all(params, sources)
+            increment_version(params)
         if wide is not None:
             assert self._kept_masters is not None
             self._kept_masters.store(wide)

@@ -43,6 +43,5 @@ def run_collective(cls: type[Any], func: Any, args: tuple, kwargs: dict[str, Any
     if written:
         work = out[-1] if isinstance(out, tuple) else out
         torch.distributed.Work.unbox(work).wait()
-        for x in written:
-            x._write(values[id(x)])
+        cls.copy_all(written, [values[id(x)] for x in written])
     return tree_map_only(torch.Tensor, lambda t: originals.get(id(t), t), out)

@@ -39,7 +39,7 @@ _FACTORIES = {
 # Attributes that FP8Parameter and torch.nn.Parameter keep in __dict__ themselves.
 OWN = {
     "_held", "_recipe", "_fp8_dtype", "_is_matrix", "_read_by", "_initial", "_writable",
-    "_gathered", "_is_param",
+    "_gathered", "_is_param", "_is_padded_shard", "_shard_groups",
 }  # fmt: skip
 
 _Handler = Callable[..., Any]
@@ -50,7 +50,12 @@ class HeldWeight(GatheredPart, Protocol):
     """Protocol of an FP8Parameter, as the handlers of torch's ops need it."""
 
     _writable: bool
+    _is_padded_shard: bool
     device: torch.device
+
+    @staticmethod
+    def copy_all(weights: Any, sources: Any) -> None:
+        """Writes to each weight what ``copy_`` of the source in its place would."""
 
     @classmethod
     def empty(cls, shape: Any, recipe: Any, dtype: Any, device: Any = None) -> Any:
@@ -68,9 +73,6 @@ class HeldWeight(GatheredPart, Protocol):
 
     def _values(self, dtype: torch.dtype | None = None) -> torch.Tensor:
         """Returns the values as a plain tensor in ``dtype``, default the nominal dtype."""
-
-    def _write(self, source: Any) -> None:
-        """Quantizes the values of the tensor ``source`` into this weight's data."""
 
     def _transposed(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns the columnwise FP8 data ``[cols, rows]`` and their ``scale_inv``."""
@@ -202,13 +204,14 @@ def _on_values(cls: type[HeldWeight], func: Any, args: tuple, kwargs: dict[str, 
     out = func(*plain_args, **plain_kwargs)
     if not writes:
         return guarded(out) if views else out
+    written: list[HeldWeight] = []
     for i, argument in enumerate(arguments):
         if argument.alias_info is None or not argument.alias_info.is_write:
             continue
         given = args[i] if i < len(args) else kwargs.get(argument.name)
-        for x in given if isinstance(given, (list, tuple)) else (given,):
-            if isinstance(x, cls):
-                x._write(value(x))
+        many = given if isinstance(given, (list, tuple)) else (given,)
+        written += [x for x in many if isinstance(x, cls)]
+    cls.copy_all(written, [value(x) for x in written])
     originals = {id(plain): x for x, plain in values.values()}
     return tree_map_only(torch.Tensor, lambda t: originals.get(id(t), t), out)
 
@@ -260,7 +263,9 @@ def _to_copy(
     def moved(t: torch.Tensor) -> torch.Tensor:
         return t.to(device, non_blocking=non_blocking, copy=True)
 
-    return _with_attributes(x._like(_changed(x, moved), dtype=dtype, shape=x.shape), x)
+    copy = x._like(_changed(x, moved), dtype=dtype, shape=x.shape)
+    copy._is_padded_shard = x._is_padded_shard
+    return _with_attributes(copy, x)
 
 
 @_handles(_aten.copy_.default)
@@ -269,7 +274,7 @@ def _copy_(
 ) -> torch.Tensor:
     """Copies ``source`` to ``x``: quantized if ``x`` is an FP8Parameter, else decoded."""
     if isinstance(x, cls):
-        x._write(source)
+        cls.copy_all([x], [source])
         return x
     assert isinstance(source, cls)
     return x.copy_(source._values(x.dtype if x.dtype in DTYPES else None))
@@ -302,7 +307,8 @@ def _as_strided(
 def _rows(cls: type[HeldWeight], x: HeldWeight, start: int, stop: int) -> Any:
     """Returns a part of the weight, rows ``start`` to ``stop``, which cannot be written to.
 
-    Rows of a flattened weight are its elements.
+    Rows of a flattened weight are its elements. The first rows of a shard that FSDP2 has padded
+    are this rank's rows, which can be written to.
 
     Raises:
         NotImplementedError: the rows cut a block that shares a scale.
@@ -310,6 +316,7 @@ def _rows(cls: type[HeldWeight], x: HeldWeight, start: int, stop: int) -> Any:
     if start == 0 and stop == x.shape[0]:
         return _detach(cls, x)
     layout, shape, held = x._layout, None, None
+    is_shard = x._is_padded_shard and start == 0
     if x._is_matrix:
         held = layout.rows(x._held, start, stop)
     elif x.dim() == 1 and not layout.block_rows and not layout.block_cols:
@@ -322,7 +329,7 @@ def _rows(cls: type[HeldWeight], x: HeldWeight, start: int, stop: int) -> Any:
             f"FP8Parameter: rows {start} to {stop} of {list(x.shape)} cut what shares a scale "
             f"({x._layout.name}); use dequantize() first"
         )
-    return x._like(held, shape=shape, writable=False)
+    return x._like(held, shape=shape, writable=is_shard)
 
 
 @_handles(_aten.slice.Tensor)
@@ -390,24 +397,29 @@ def _new_zeros(
     The result is a plain tensor if ``size`` or ``dtype`` does not allow an FP8Parameter.
 
     Raises:
-        NotImplementedError: FSDP2's shards would not have equally many rows on each rank.
+        NotImplementedError: FSDP2's shards of a weight with several scales would not have equally
+            many rows on each rank.
     """
     dtype = x.dtype if dtype is None else dtype
     device = x.device if device is None else device
     if len(size) != 2 or dtype not in DTYPES:
         return torch.zeros(size, dtype=dtype, device=device)
-    if 0 < size[0] < x.shape[0] and x.shape[0] % size[0]:
+    if x._layout.block_rows and 0 < size[0] < x.shape[0] and x.shape[0] % size[0]:
         # On every rank, also on those that would find their rows whole.
         raise NotImplementedError(
-            "FP8Parameter: FSDP2 shards must be of as many rows on each rank, got "
-            f"{list(x.shape)} in shards of {size[0]} rows"
+            "FP8Parameter: FSDP2 shards must be of as many rows on each rank with "
+            f"{x._layout.name}, got {list(x.shape)} in shards of {size[0]} rows"
         )
     new = cls.empty(tuple(size), x._recipe, dtype, device)
     assert new._held.rowwise is not None
     assert new._held.rowwise_scale_inv is not None
     # The byte 0 is the value 0 in every format, at any scale.
     new._held.rowwise.view(torch.uint8).zero_()
-    new._held.rowwise_scale_inv.fill_(1.0)
+    if x._layout.block_rows:
+        new._held.rowwise_scale_inv.fill_(1.0)
+    else:  # of the weight, so that an empty shard has it as well
+        new._held.rowwise_scale_inv.copy_(x._held.rowwise_scale_inv)
+    new._is_padded_shard = True
     return new
 
 

@@ -7,6 +7,8 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
+from torch import distributed
+from torch.nn import functional
 
 from ..scheme.registry import layout_of
 from ..tensor import QuantizedTensor
@@ -18,7 +20,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Gathered", "GatheredPart", "check_resharding", "fsdp_groups", "gathered_fp8_data", "joined",
-    "replace", "shard_fp8_data",
+    "replace", "shard_fp8_data", "shard_groups",
 ]  # fmt: skip
 
 _checked: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
@@ -97,6 +99,7 @@ class GatheredPart(Protocol):
     _recipe: Recipe
     _is_matrix: bool
     _gathered: Gathered | None
+    _shard_groups: tuple[Any, ...]
     dtype: torch.dtype
     shape: torch.Size
 
@@ -120,6 +123,29 @@ def fsdp_groups() -> Iterator[Any]:
         if groups is None:  # torch 2.11 has one
             groups = [getattr(state, "_fsdp_param_group", None)]
         yield from (group for group in groups if group is not None)
+
+
+def shard_groups(weight: GatheredPart) -> tuple[Any, ...]:
+    """Returns the process groups whose ranks hold the other shards of a weight; usually one.
+
+    The tuple is empty for a weight that is not a shard of FSDP2.
+    """
+    if weight._shard_groups or weight._gathered is not None:
+        return weight._shard_groups
+    if not distributed.is_available() or not distributed.is_initialized():
+        return ()
+    for group in fsdp_groups():
+        for part in group.fsdp_params:
+            shard: Any = part.sharded_param
+            if getattr(shard._local_tensor, "_held", None) is weight._held:
+                mesh = shard.device_mesh
+                weight._shard_groups = tuple(
+                    mesh.get_group(dim)
+                    for dim, placement in enumerate(shard.placements)
+                    if placement.is_shard() and mesh.size(dim) > 1
+                )
+                return weight._shard_groups
+    return ()
 
 
 def check_resharding(owner: str, module: torch.nn.Module | None) -> None:
@@ -163,30 +189,38 @@ def shard_fp8_data(
             dtype of the gathered weight.
 
     Returns:
-        tensors: ``(fp8_data, scale_inv)``, the data as uint8.
-        context: ``(recipe, dtype, fp8_dtype)`` for ``gathered_fp8_data``.
+        tensors: the data as uint8, padded to as many rows on each rank, and, of a weight with
+            several scales, ``scale_inv``. FSDP2 takes no further tensor of uneven shards.
+        context: ``(recipe, dtype, fp8_dtype, rows)`` for ``gathered_fp8_data``.
 
     Raises:
-        NotImplementedError: on all ranks, if shards are not equally many rows on each rank, or cut
-            a block, or ``reshard_after_forward`` is an int.
+        NotImplementedError: on all ranks, if shards are not rows, or cut a block, or are uneven
+            where a weight has several scales, or ``reshard_after_forward`` is an int.
     """
     check_resharding("FP8Parameter", module)
     layout, held = shard._layout, shard._held
     assert held.rowwise is not None
     assert held.rowwise_scale_inv is not None
-    if mesh is not None and tuple(outer_size) != (shard.shape[0] * mesh.size(), shard.shape[1]):
+    ranks = 1 if mesh is None else mesh.size()
+    rows, cols = shard.shape if mesh is None else outer_size
+    block = layout.block_rows
+    if shard.shape[1] != cols or (block and rows % ranks):
+        equal = f", as many on each of {ranks} ranks with {layout.name}" if block else ""
         raise NotImplementedError(
-            "FP8Parameter: FSDP2 shards must be rows (dimension 0), as many on each of the "
-            f"{mesh.size()} ranks, got a weight of {list(outer_size)}"
+            f"FP8Parameter: FSDP2 shards must be rows (dimension 0){equal}, got a weight of "
+            f"{list(outer_size)}"
         )
-    if layout.block_rows and shard.shape[0] % layout.block_rows:
+    if block and shard.shape[0] % block:
         raise NotImplementedError(
             f"FP8Parameter: FSDP2 shards must be of whole blocks, got {list(shard.shape)} "
             f"with {layout.name}"
         )
+    fp8_data, most = held.rowwise.view(torch.uint8), -(-rows // ranks)
+    if shard.shape[0] != most:
+        fp8_data = functional.pad(fp8_data, (0, 0, 0, most - shard.shape[0]))
     dtype = getattr(mp_policy, "param_dtype", None)
-    context = (shard._recipe, shard.dtype if dtype is None else dtype, held.dtype)
-    return (held.rowwise.view(torch.uint8), held.rowwise_scale_inv), context
+    context = (shard._recipe, shard.dtype if dtype is None else dtype, held.dtype, rows)
+    return (fp8_data, held.rowwise_scale_inv) if block else (fp8_data,), context
 
 
 def gathered_fp8_data(
@@ -196,7 +230,7 @@ def gathered_fp8_data(
 
     Args:
         shard: this rank's rows.
-        outputs: the gathered ``fp8_data`` and ``scale_inv`` of all shards.
+        outputs: the gathered tensors of all shards.
         context: what ``shard_fp8_data`` returned with them.
 
     Returns:
@@ -204,11 +238,12 @@ def gathered_fp8_data(
         recipe: its recipe.
         dtype: its nominal dtype.
     """
-    recipe, dtype, fp8_dtype = context
-    # With one rank FSDP2 hands over the first tensor only.
+    recipe, dtype, fp8_dtype, rows = context
+    layout = layout_of(recipe)
+    # All shards have one scale, or, with one rank, FSDP2 hands over the first tensor only.
     scale_inv = outputs[1] if len(outputs) > 1 else shard._held.rowwise_scale_inv
     assert scale_inv is not None
-    held = layout_of(recipe).gathered(outputs[0].view(fp8_dtype), scale_inv, fp8_dtype)
+    held = layout.gathered(outputs[0][:rows].view(fp8_dtype), scale_inv, fp8_dtype)
     return held, recipe, dtype
 
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from copy import deepcopy
 from typing import Any
 
 import torch
 
+from ...comm.collectives import max_over_ranks
+from ...ops import multi_tensor
 from ...ops.op_function import OpFunction
 from ...recipe import Recipe, pack_recipe, unpack_recipe
 from ..scheme import GemmQuantizers
@@ -17,7 +19,7 @@ from ..scheme.stored_layout import Layout
 from ..tensor import QuantizedTensor
 from .decode import columnwise, quantizers_of, values
 from .dispatch import DTYPES, KERNEL_DTYPES, OWN, attributes_of, cloned, dispatch
-from .fsdp_gather import Gathered, gathered_fp8_data, replace, shard_fp8_data
+from .fsdp_gather import Gathered, gathered_fp8_data, replace, shard_fp8_data, shard_groups
 
 __all__ = ["FP8Parameter", "dequantized", "fp8_operands", "record_weight"]
 
@@ -49,7 +51,9 @@ class FP8Parameter(torch.Tensor):
     read the FP8 data, all other ops the values. Whatever writes to it (``copy_``, an optimizer's
     in-place step, ``load_state_dict``) quantizes the new values, from the widest dtype at hand. The
     scale comes from the new values, with delayed scaling, too; a scale for the whole weight comes
-    from the amax rounded to bfloat16, so that loading values that were saved restores the data.
+    from the amax rounded to bfloat16, so that loading values that were saved restores the data. A
+    write to a shard of FSDP2 whose weight has one scale is collective: the amax is the maximum over
+    the ranks of the shards.
 
     Backward makes the columnwise copy that it needs from the rowwise copy, and drops the columnwise
     copy unless a module's weight cache keeps it.
@@ -72,6 +76,8 @@ class FP8Parameter(torch.Tensor):
     _read_by: type[GemmBackend]
     _is_matrix: bool
     _gathered: Gathered | None = None  # of a whole weight that FSDP2 made of shards
+    _is_padded_shard: bool = False  # memory of a shard, of which FSDP2 takes the first rows
+    _shard_groups: tuple[Any, ...] = ()  # of a shard, once ``shard_groups`` has found them
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
@@ -353,40 +359,74 @@ class FP8Parameter(torch.Tensor):
         kernel = dtype if dtype in KERNEL_DTYPES else torch.float32
         return values(self._recipe, self._held, kernel).to(dtype).view(self.shape)
 
+    @staticmethod
+    def copy_all(weights: Sequence[FP8Parameter], sources: Sequence[torch.Tensor]) -> None:
+        """Writes to each weight the source in its place, as ``copy_`` does.
+
+        The amaxes of FSDP2's shards are reduced over the ranks in one collective for all weights
+        of a process group.
+
+        Args:
+            weights: the weights; the same on all ranks where they are shards.
+            sources: values, or FP8Parameters, that broadcast to the weights' shapes.
+
+        Raises:
+            NotImplementedError: a weight is a part of one.
+        """
+        shared: dict[Any, list[tuple[FP8Parameter, torch.Tensor]]] = {}
+        for weight, source in zip(weights, sources, strict=True):
+            if not weight._writable and weight.numel():
+                raise NotImplementedError(
+                    "FP8Parameter: only a whole weight can be written to, got a part of one"
+                )
+            if weight.device.type == "meta":
+                continue
+            weight._is_padded_shard = False
+            groups = () if weight._layout.block_rows else shard_groups(weight)
+            if groups:
+                item = weight, weight._kernel_values(source)
+                shared.setdefault((weight.device, groups), []).append(item)
+            elif weight.numel():
+                weight._write(source)
+        for (_, groups), items in shared.items():
+            amaxes = multi_tensor.amax([value for _, value in items])
+            for group in groups:
+                max_over_ranks(amaxes, group)
+            for (weight, value), amax in zip(items, amaxes.split(1), strict=True):
+                quantizer = quantizers_of(weight._recipe, weight.device).weight
+                weight._store(weight._layout.quantize_part(quantizer, value, amax))
+
     def _write(self, source: torch.Tensor) -> None:
         """Writes ``source`` to the data in place; quantizes it, or copies FP8 data that fit."""
-        if not self._writable and self.numel():
-            raise NotImplementedError(
-                "FP8Parameter: only a whole weight can be written to, got a part of one"
-            )
-        if self.device.type == "meta" or not self.numel():
-            return
-        held = self._held
-        fp8_data, scale_inv = held.rowwise, held.rowwise_scale_inv
-        assert fp8_data is not None
-        assert scale_inv is not None
+        assert self._held.rowwise is not None
         if isinstance(source, FP8Parameter):
             same_kind = source._recipe == self._recipe and source._is_matrix
-            if same_kind and source.shape == fp8_data.shape:
-                new = source._held
-            else:
-                new = self._quantized(source._values(torch.float32))
-        else:
-            new = self._quantized(source)
+            if same_kind and source.shape == self._held.rowwise.shape:
+                self._store(source._held)
+                return
+        quantizer = quantizers_of(self._recipe, self.device).weight
+        self._store(self._layout.quantize(quantizer, self._kernel_values(source)))
+
+    def _store(self, new: QuantizedTensor) -> None:
+        """Copies a rowwise copy of new values to the data in place."""
+        held = self._held
+        assert held.rowwise is not None
+        assert held.rowwise_scale_inv is not None
         assert new.rowwise is not None
         assert new.rowwise_scale_inv is not None
         if new is not held:
-            fp8_data.copy_(new.rowwise)
-            scale_inv.copy_(new.rowwise_scale_inv)
+            held.rowwise.copy_(new.rowwise)
+            held.rowwise_scale_inv.copy_(new.rowwise_scale_inv)
             held.columnwise = held.columnwise_scale_inv = None
 
-    def _quantized(self, value: torch.Tensor) -> QuantizedTensor:
-        """Returns the rowwise copy of high-precision values, broadcast to the weight's shape."""
+    def _kernel_values(self, source: torch.Tensor) -> torch.Tensor:
+        """Returns ``source`` as values that casts read, broadcast to the data's shape."""
         assert self._held.rowwise is not None
-        dtype = torch.float32 if value.dtype not in KERNEL_DTYPES else value.dtype
-        value = value.to(self.device, dtype).expand(self.shape)
-        value = value.reshape(self._held.rowwise.shape).contiguous()
-        return self._layout.quantize(quantizers_of(self._recipe, self.device).weight, value)
+        if isinstance(source, FP8Parameter):
+            source = source._values(torch.float32)
+        dtype = torch.float32 if source.dtype not in KERNEL_DTYPES else source.dtype
+        value = source.to(self.device, dtype).expand(self.shape)
+        return value.reshape(self._held.rowwise.shape).contiguous()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> FP8Parameter:
         found = memo.get(id(self))
@@ -424,8 +464,8 @@ class FP8Parameter(torch.Tensor):
         """Returns this shard's FP8 data and scales for FSDP2 to gather; a hook of FSDP2.
 
         Returns:
-            tensors: ``(fp8_data, scale_inv)``, the data as uint8.
-            context: recipe and dtypes, for ``fsdp_post_all_gather``.
+            tensors: the data as uint8, and ``scale_inv`` if the weight has several scales.
+            context: recipe, dtypes and rows, for ``fsdp_post_all_gather``.
         """
         return shard_fp8_data(self, mesh, outer_size, module, mp_policy)
 
@@ -440,7 +480,7 @@ class FP8Parameter(torch.Tensor):
         """Makes the whole weight of the gathered data; a hook of FSDP2.
 
         Args:
-            all_gather_outputs: the gathered ``fp8_data`` and ``scale_inv``.
+            all_gather_outputs: the gathered tensors of ``fsdp_pre_all_gather``.
             metadata: the context that ``fsdp_pre_all_gather`` returned.
             param_dtype: dtype of FSDP2's policy, not used: the context has it.
             out: weight of an earlier gather, which then gets the data; None: make one.

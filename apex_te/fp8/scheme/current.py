@@ -9,7 +9,6 @@ import torch
 
 from ...comm.collectives import max_over_ranks
 from ...ops.byte_transpose import byte_transpose
-from ...ops.cast_transpose import cast_transpose
 from ...ops.current_scale import current_scale, scale_of, tensor_amax
 from ...ops.fp8_output import FP8_DTYPES
 from ...ops.grouped_quantize import scales_of
@@ -209,23 +208,8 @@ class OneScale(Layout):
     def gathered(
         self, fp8_data: torch.Tensor, scale_inv: torch.Tensor, dtype: torch.dtype
     ) -> QuantizedTensor:
-        """Joins shards, each of which has a scale of its own if its rank has written to it.
-
-        The data of each shard are rescaled to the largest ``scale_inv``, which changes nothing
-        if all are equal.
-        """
-        shards = scale_inv.numel()
-        if shards > 1:
-            common = scale_inv.amax().reshape(1)
-            for part, own in zip(fp8_data.chunk(shards), scale_inv.split(1), strict=True):
-                self._rescale(part, own / common)
-            scale_inv = common
-        return QuantizedTensor(fp8_data, scale_inv, None, None, dtype)
-
-    def _rescale(self, fp8_data: torch.Tensor, factor: torch.Tensor) -> None:
-        """Multiplies the values of FP8 data by ``factor``, fp32 ``[1]``, in place."""
-        values = fp8_data.to(torch.float32)
-        cast_transpose(values, factor, fp8_data.dtype, columnwise=False, out_rowwise=fp8_data)
+        # A copy: until the next gather the weight keeps the scale of its data.
+        return QuantizedTensor(fp8_data, scale_inv.clone(), None, None, dtype)
 
 
 class CurrentScheme(Scheme):

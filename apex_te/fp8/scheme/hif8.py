@@ -21,7 +21,7 @@ from .registry import Scheme
 if TYPE_CHECKING:
     from ...recipe import CurrentScaling
 
-__all__ = ["HiF8Gemm", "HiF8OneScale", "HiF8Quantizer"]
+__all__ = ["HiF8Gemm", "HiF8Quantizer"]
 
 
 class HiF8Quantizer(CurrentScalingQuantizer):
@@ -91,20 +91,12 @@ class HiF8Gemm(GemmBackend):
         return emulated_gemm.hif8_gemm(a, b, a_scale_inv, b_scale_inv, **options)
 
 
-class HiF8OneScale(OneScale):
-    """Form of a stored weight in HiF8 with one scale."""
-
-    def _rescale(self, fp8_data: torch.Tensor, factor: torch.Tensor) -> None:
-        values = hif8.decode(fp8_data, torch.float32)
-        hif8.quantize(values, factor, columnwise=False, out_rowwise=fp8_data)
-
-
 class HiF8Scheme(Scheme):
     """Scheme of current scaling to HiF8, for casts and for weights that are held in HiF8 only."""
 
     name = "hif8"
     backend = HiF8Gemm
-    layout = HiF8OneScale()
+    layout = OneScale()
 
     def gemm_quantizers(
         self, recipe: CurrentScaling, device: torch.device

@@ -112,7 +112,8 @@ class Layout:
 
         Args:
             fp8_data: ``[rows, cols]``, the shards' data.
-            scale_inv: the shards' scales, one after the other.
+            scale_inv: the shards' scales, one after the other; of a form with one scale this
+                rank's, which all shards have.
             dtype: element type of the data.
         """
         return QuantizedTensor(fp8_data, scale_inv, None, None, dtype)

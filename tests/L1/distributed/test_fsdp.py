@@ -1,5 +1,6 @@
 """Modules under fully_shard, each rank with its own data, against one rank with all of it."""
 
+import unittest.mock
 import warnings
 
 import pytest
@@ -225,10 +226,10 @@ HELD = {
 }
 
 
-def _held_linear(scaling, rows=512):
+def _held_linear(scaling, rows=512, device="cpu"):
     torch.manual_seed(4)
     with fp8_model_init(True, scaling):
-        return apex_te.Linear(64, rows)
+        return apex_te.Linear(64, rows, device=device)
 
 
 def _held(rank, name):
@@ -272,6 +273,140 @@ def test_held_weights(ranks, name):
         assert min(later) > 25, later
 
 
+def _codes(weight):
+    """FP8 data and scales of a weight, as bytes of the data and numbers of the scales."""
+    held = weight._held
+    return held.rowwise.view(torch.uint8).clone(), held.rowwise_scale_inv.float().clone()
+
+
+def _same_codes(ours, theirs, scales):
+    """The same data and, in the same order, the same scales; padded ones left out."""
+    assert torch.equal(ours[0], theirs[0])
+    assert torch.equal(ours[1].flatten()[:scales], theirs[1].flatten()[:scales])
+
+
+OPTIMIZERS = {
+    "sgd": lambda params: torch.optim.SGD(params, 0.5),
+    "adamw": lambda params: torch.optim.AdamW(params, 0.01),
+    "fused": lambda params: apex_te.optimizers.FusedAdam(params, 0.01, master_weights=True),
+}
+
+
+def _same_values(name, ours, theirs):
+    """The same values, and but for MXFP8, whose scales may move with the data, the same codes."""
+    assert torch.equal(ours.dequantize(), theirs.dequantize())
+    if name != "mx":
+        _same_codes(_codes(ours), _codes(theirs), _codes(ours)[1].numel())
+
+
+def _gathered_weight(module):
+    module.unshard()
+    found = module.weight.detach().clone()
+    module.reshard()
+    return found
+
+
+def _held_bits(rank, name, rows, optimizer, replicas, device="cpu"):
+    """Shards of FP8 weights against one rank, which trains on the same rows as each of them."""
+    scaling, ranks = HELD[name], distributed.get_world_size()
+    sizes = (ranks,) if replicas == 1 else (replicas, ranks // replicas)
+    names = ("shard",) if replicas == 1 else ("replicate", "shard")
+    mesh = torch.distributed.device_mesh.init_device_mesh(device, sizes, mesh_dim_names=names)
+
+    def build():
+        return _held_linear(scaling, rows, device)
+
+    one, many = build(), fully_shard(build(), mesh=mesh)
+    optimizers = [OPTIMIZERS[optimizer](m.parameters()) for m in (one, many)]
+    scales = _codes(one.weight)[1].numel()
+    for step in range(STEPS):
+        before = _codes(one.weight)
+        for module, own in zip((one, many), optimizers, strict=True):
+            x = torch.randn(16, 64, generator=torch.Generator().manual_seed(step)).to(device)
+            with fp8_autocast(True, scaling):
+                module(x).square().mean().backward()
+            own.step()
+            own.zero_grad()
+        assert not torch.equal(before[0], _codes(one.weight)[0])
+        codes = _codes(_gathered_weight(many))
+        _same_codes(codes, _codes(one.weight), scales)
+        assert torch.equal(many.bias.full_tensor(), one.bias)
+        saved = whole(many.state_dict()["weight"])
+        assert torch.equal(saved, one.state_dict()["weight"])
+        if optimizer == "fused":
+            master = optimizers[1].state[many.weight]["master_param"].full_tensor()
+            once = build().weight
+            with torch.no_grad():
+                once.copy_(master)
+            _same_codes(codes, _codes(once), scales)
+    flush_fp8_state()
+    # Neither saving, nor loading into another sharding, changes a value.
+    for functions in (apex_te.distributed, torch.distributed.checkpoint.state_dict):
+        fresh = fully_shard(build(), mesh=mesh)
+        functions.get_state_dict(fresh, OPTIMIZERS[optimizer](fresh.parameters()))
+        _same_values(name, _gathered_weight(fresh), build().weight)
+    state = {k: whole(v) for k, v in many.state_dict().items()}
+    other = build()
+    other.load_state_dict(state, strict=False)
+    _same_values(name, other.weight, one.weight)
+    with torch.no_grad():
+        many.load_state_dict(many.state_dict())
+    _same_values(name, _gathered_weight(many), one.weight)
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("name", HELD)
+def test_held_weights_have_the_bits_of_one_rank(two_ranks, name, optimizer):
+    """A gathered FP8 weight is the whole weight quantized once, and what its state dict says."""
+    two_ranks.run(_held_bits, name, 256, optimizer, 1)
+
+
+@pytest.mark.parametrize("rows", [512, 33, 3, 1], ids=["even", "uneven", "empty", "one"])
+@pytest.mark.parametrize("name", HELD)
+def test_held_weights_on_four_ranks(four_ranks, name, rows):
+    """Shards of a weight with one scale may be uneven, of one row, or empty."""
+    if rows != 512 and name in ("block", "mx"):
+        for found in four_ranks.run(_held_errors, HELD[name], 510 if name == "block" else rows):
+            assert "as many" in found
+        return
+    four_ranks.run(_held_bits, name, rows, "fused", 1)
+
+
+@pytest.mark.parametrize("name", HELD)
+def test_held_weights_on_replicas_of_shards(four_ranks, name):
+    """On a mesh of two dimensions the shards of a replica share the scale."""
+    four_ranks.run(_held_bits, name, 256, "fused", 2)
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("optimizer", ["adamw", "fused"])
+@pytest.mark.parametrize("name", HELD)
+def test_held_weights_on_gpus(two_gpus, name, optimizer):
+    """A gathered FP8 weight is the whole weight quantized once on GPUs, too."""
+    two_gpus.run(_held_bits, name, 256, optimizer, 1, "cuda")
+
+
+def _collectives_of_a_step(rank, optimizer):
+    """Number of all-reduces of an optimizer's step on four FP8 weights."""
+    torch.manual_seed(4)
+    with fp8_model_init(True, "tensorwise"):
+        layers = [apex_te.Linear(64, 64), apex_te.LayerNormMLP(64, 64), apex_te.Linear(64, 3)]
+    model = fully_shard(torch.nn.Sequential(*layers))
+    made = OPTIMIZERS[optimizer](model.parameters())
+    model(torch.ones(16, 64)).sum().backward()
+    with unittest.mock.patch.object(
+        distributed, "all_reduce", side_effect=distributed.all_reduce
+    ) as counted:
+        made.step()
+    return counted.call_count
+
+
+def test_amaxes_of_a_step_take_one_collective(two_ranks):
+    """A fused optimizer reduces the amaxes of all FP8 weights at once, torch's one by one."""
+    assert two_ranks.run(_collectives_of_a_step, "fused") == [1, 1]
+    assert two_ranks.run(_collectives_of_a_step, "sgd") == [4, 4]
+
+
 def _held_errors(rank, scaling, rows):
     try:
         module = fully_shard(_held_linear(scaling, rows))
@@ -282,18 +417,10 @@ def _held_errors(rank, scaling, rows):
     return "nothing was raised"
 
 
-@pytest.mark.parametrize(
-    ("name", "rows", "message"),
-    [
-        ("tensorwise", 33, "FSDP2 shards must be of as many rows on each rank"),
-        ("tensorwise", 3, "FSDP2 shards must be"),
-        ("block", 320, "cut what shares a scale"),
-    ],
-)
-def test_held_weights_that_cannot_be_sharded(ranks, name, rows, message):
-    """An error on every rank, also on those whose shard is whole."""
-    for found in ranks.run(_held_errors, HELD[name], rows):
-        assert message in found
+def test_held_weights_that_cannot_be_sharded(ranks):
+    """Shards that cut a block raise an error on every rank, also on those whose shard is whole."""
+    for found in ranks.run(_held_errors, HELD["block"], 320):
+        assert "cut what shares a scale" in found
 
 
 @pytest.mark.cuda
