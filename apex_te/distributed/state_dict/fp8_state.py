@@ -16,12 +16,16 @@ from torch import distributed
 
 from ...comm.collectives import max_over_ranks, world_size
 from ...fp8.delayed.header import decode_header, encode_header
+from ...fp8.delayed.serialize import NAMES
 from ...fp8.delayed.state import BACKWARD_SLOTS, FORWARD_SLOTS, TENSORS
 from ...module._core.fp8_module import STATE_PREFIX, FP8Module
 from .split_model import SplitModel, SplitModule, state_name
 from .split_tensor import Parts, parts_of
 
-__all__ = ["parts_of_states", "share_headers", "share_states", "take_headers", "use_own_keys"]
+__all__ = [
+    "parts_of_states", "share_headers", "share_states", "take_headers", "use_own_keys",
+    "use_raw_names",
+]  # fmt: skip
 
 _SCALES = tuple(name for name in TENSORS if name in ("scale_fwd", "scale_bwd"))
 _LARGEST = tuple(name for name in TENSORS if name not in _SCALES)
@@ -49,6 +53,25 @@ def use_own_keys(model: torch.nn.Module, values: dict[str, Any], on_cpu: bool) -
             found: dict[str, Any] = {}
             FP8Module._save_fp8_state(module, found, prefix + STATE_PREFIX)
             values.update({k: v.cpu() if on_cpu else v for k, v in found.items()})
+
+
+def use_raw_names(model: torch.nn.Module, values: dict[str, Any]) -> None:
+    """Renames FP8 states to the model's own names, which have the prefixes of DDP and compile.
+
+    torch adds these prefixes to the names of parameters and buffers only.
+
+    Args:
+        model: the model.
+        values: the state dict that the model is to load, changed in place.
+    """
+    for name, module in model.named_modules(remove_duplicate=False):
+        if not isinstance(module, FP8Module):
+            continue
+        raw = f"{name}.fp8_state" if name else "fp8_state"
+        saved = state_name(model, raw)
+        for entry in NAMES if saved != raw else ():
+            if f"{saved}.{entry}" in values:
+                values[f"{raw}.{entry}"] = values.pop(f"{saved}.{entry}")
 
 
 def share_states(owner: str, split: SplitModel, values: dict[str, Any]) -> None:

@@ -16,7 +16,14 @@ from torch.distributed.checkpoint import state_dict as torch_state_dict
 from torch.distributed.checkpoint.state_dict import StateDictOptions
 from torch.distributed.tensor import DTensor
 
-from .fp8_state import parts_of_states, share_headers, share_states, take_headers, use_own_keys
+from .fp8_state import (
+    parts_of_states,
+    share_headers,
+    share_states,
+    take_headers,
+    use_own_keys,
+    use_raw_names,
+)
 from .split_model import Entry, SplitModel, split_model
 from .split_tensor import Parts, SplitTensor
 
@@ -197,6 +204,7 @@ def set_model_state_dict(
             parts = places.get(name) if entry is None else entry.parts
             found[key] = value if parts is None else _own(owner, name, value, parts)
     take_headers(owner, split, found)
+    use_raw_names(model, found)
     return torch_state_dict.set_model_state_dict(model, found, options=options)
 
 

@@ -11,7 +11,8 @@ from torch import distributed
 from torch.nn.parallel import DistributedDataParallel
 
 import apex_te
-from apex_te import flush_fp8_state, fp8_autocast, fp8_model_init
+from apex_te import flush_fp8_state, fp8_autocast, fp8_model_init, init_fp8_state
+from apex_te.distributed import get_state_dict, set_model_state_dict, set_state_dict
 from apex_te.fp8.delayed.amax_group import amax_groups
 from apex_te.fp8.delayed.state import TENSORS
 from apex_te.fp8.parameter.parameter import FP8Parameter
@@ -261,3 +262,52 @@ def test_fp8_state_is_not_broadcast(two_ranks):
     assert scale > 1.5 * other
     assert other_staged > 1.5 * staged
     assert not any("fp8" in name for name in names)
+
+
+def _round_trip(rank, kind, recipe, in_fp8):
+    """Saves a wrapped model, loads it into a fresh one, and into one without a wrapper."""
+    recipe = RECIPES[recipe]
+
+    def make(seed, wrapped=True):
+        amax_groups.pending = 0
+        torch.manual_seed(seed)
+        with fp8_model_init(recipe=recipe) if in_fp8 else contextlib.nullcontext():
+            model = torch.nn.Sequential(MODULES[kind]("cpu"), MODULES["linear"]("cpu"))
+        init_fp8_state(model, recipe)
+        return DistributedDataParallel(model) if wrapped else model
+
+    def step(model):
+        x = torch.ones(TOKENS, 2, HIDDEN)
+        with fp8_autocast(True, recipe):
+            loss = model(x).square().mean()
+        loss.backward()
+        return loss.detach()
+
+    trained = make(1)
+    optimizer = torch.optim.AdamW(trained.parameters(), lr=0.01)
+    for _ in range(2):
+        step(trained)
+        optimizer.step()
+    flush_fp8_state()
+    options = {} if kind != "experts" else {"expert_group": None}
+    states = get_state_dict(trained, optimizer, **options)
+    assert not any(name.startswith("module.") for name in states[0])
+    expected = step(trained)
+    for wrapped in (True, False):
+        fresh = make(2, wrapped)
+        keys = set_model_state_dict(fresh, states[0], **options)
+        assert not keys.missing_keys
+        assert not keys.unexpected_keys
+        assert torch.equal(step(fresh), expected)
+    again = make(3)
+    other = torch.optim.AdamW(again.parameters(), lr=0.01)
+    set_state_dict(again, other, model_state_dict=states[0], optim_state_dict=states[1], **options)
+    assert torch.equal(step(again), expected)
+
+
+@pytest.mark.parametrize("in_fp8", [False, True], ids=["high precision", "fp8 weights"])
+@pytest.mark.parametrize("recipe", ["delayed", "tensorwise"])
+@pytest.mark.parametrize("kind", ["linear", "mlp", "experts", "layer"])
+def test_state_dict_round_trip(two_ranks, kind, recipe, in_fp8):
+    """set_state_dict takes what get_state_dict returns of a DDP model, FP8 state included."""
+    two_ranks.run(_round_trip, kind, recipe, in_fp8)
