@@ -6,9 +6,10 @@ from collections.abc import Iterable
 
 import torch
 
+from ..comm.shards import max_over_shards
 from ..ops import multi_tensor
 from ..optimizers._bucket import dense_order
-from ..optimizers._sharded import local, max_over_shards, placed, with_part
+from ..optimizers._sharded import local, placed, with_part
 from ..runtime import moved
 
 __all__ = ["Flags", "move_grads", "unscale_grads"]

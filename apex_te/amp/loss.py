@@ -47,8 +47,8 @@ def scale_loss(
     in the ``.grad`` of master weights if there are any, else in place. If a gradient is not finite,
     the next step of all ``optimizers`` is skipped. apex_te's optimizers and torch's with
     ``fused=True`` read the flag ``optimizer.found_inf`` on the device; for others the host reads it
-    in ``step``, and waits for the device there. Ranks that share DTensor parameters share the flag,
-    and skip the same steps.
+    in ``step``, and waits for the device there. Ranks that hold parts of DTensor parameters, or of
+    modules split over a ``tp_group``, share the flag, and skip the same steps.
 
     Args:
         loss: a float tensor of one element.
@@ -93,7 +93,8 @@ def scale_loss(
         for optimizer, amp in amps:
             _unscale(optimizer, amp, scaler, kept, flags)
         if scaler.dynamic:
-            found_inf = flags.combined(loss.device, _params(all_optimizers))
+            replaced = (param for _, amp in amps for param, _ in amp.pairs)
+            found_inf = flags.combined(loss.device, (*_params(all_optimizers), *replaced))
             _report(scaler, all_optimizers, found_inf, delay_overflow_check)
 
 

@@ -2,7 +2,7 @@
 
 Activation checkpoints, random states, FSDP2 with FP8 all-gathers, tensor-parallel styles for
 ``parallelize_module``, cross entropy of a split vocabulary, expert parallelism, sums of
-``main_grad``, and state dicts of split models.
+``main_grad``, norm and overflow of split gradients, and state dicts of split models.
 """
 
 from typing import TYPE_CHECKING
@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from .expert_parallel import Dispatch as Dispatch
     from .expert_parallel import TokenDispatcher as TokenDispatcher
     from .fsdp.fp8_all_gather import enable_fp8_all_gather as enable_fp8_all_gather
+    from .gradients import clip_grad_norm_ as clip_grad_norm_
+    from .gradients import reduce_found_inf as reduce_found_inf
     from .main_grad import reduce_main_grads as reduce_main_grads
     from .state_dict.model_and_optimizer import get_model_state_dict as get_model_state_dict
     from .state_dict.model_and_optimizer import get_optimizer_state_dict as get_optimizer_state_dict
@@ -37,11 +39,13 @@ _NAMES = {
     "RowParallel": "dtensor.parallel_styles",
     "SequenceParallel": "dtensor.parallel_styles",
     "TokenDispatcher": "expert_parallel",
+    "clip_grad_norm_": "gradients",
     "enable_fp8_all_gather": "fsdp",
     "get_model_state_dict": "state_dict",
     "get_optimizer_state_dict": "state_dict",
     "get_state_dict": "state_dict",
     "parallel_cross_entropy": "cross_entropy",
+    "reduce_found_inf": "gradients",
     "reduce_main_grads": "main_grad",
     "set_model_state_dict": "state_dict",
     "set_optimizer_state_dict": "state_dict",

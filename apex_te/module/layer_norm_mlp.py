@@ -127,7 +127,7 @@ class LayerNormMLP(NormedModule):
             own = self.use_bias or parameter.endswith("weight")
             value = _arguments.parameter(shape, wanted, device) if own else None
             if set_parallel_mode:
-                tag(value, dim, dim is None and self.sequence_parallel)
+                tag(value, dim, dim is None and self.sequence_parallel, tp_group)
             self.register_parameter(parameter, value)
         initialize(self)
 

@@ -83,8 +83,9 @@ class LinearParameters(ParallelModule):
                 if self.use_bias:
                     bias = _arguments.parameter((rows,), dtype, device)
             if self.parallel_mode is not None:
-                tag(weight, 0 if column else 1, False)
-                tag(bias, 0 if column else None, not column and self.sequence_parallel)
+                tag(weight, 0 if column else 1, False, self.tp_group)
+                own_rows = not column and self.sequence_parallel
+                tag(bias, 0 if column else None, own_rows, self.tp_group)
             prefix = f"{part}_" if part else ""
             self.register_parameter(f"{prefix}weight", weight)
             self.register_parameter(f"{prefix}bias", bias)

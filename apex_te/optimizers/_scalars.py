@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch.amp.grad_scaler import OptState
 
+from ..comm.shards import max_over_shards, mesh_groups, part_groups
 from ..runtime import moved
-from ._sharded import max_over_shards
 
 
 class Scalars:
@@ -59,11 +59,22 @@ class Scalars:
                 its own ``step`` would do, and notes that ``optimizer`` has stepped.
 
         Raises:
-            RuntimeError: ``scaler.update()`` was not called since the last step.
+            RuntimeError: ``scaler.update()`` was not called since the last step, or
+                ``GradScaler.step`` has not asked all ranks that hold parts of the parameters.
         """
+        is_reduced = optimizer.__dict__.pop("found_inf_is_reduced", False)
         if scaler is None:
-            grad_scale = getattr(optimizer, "grad_scale", None)
-            return cls(grad_scale, getattr(optimizer, "found_inf", None))
+            found_inf = getattr(optimizer, "found_inf", None)
+            # amp, which has asked all ranks, sets no grad_scale.
+            from_scaler = hasattr(optimizer, "grad_scale") and isinstance(found_inf, torch.Tensor)
+            if from_scaler and not is_reduced and _is_of_one_rank(optimizer):
+                raise RuntimeError(
+                    f"{type(optimizer).__name__}: found_inf must be that of all ranks that hold "
+                    "parts of the parameters, as optimizer.step(grad_scaler=scaler) or "
+                    "apex_te.distributed.reduce_found_inf before scaler.step(optimizer) makes it, "
+                    "got that of this rank's part"
+                )
+            return cls(getattr(optimizer, "grad_scale", None), found_inf)
         if not scaler.is_enabled():
             return cls()
         # This is what GradScaler.step does for an optimizer that takes its scale.
@@ -79,9 +90,25 @@ class Scalars:
         found_inf = None
         params = [p for group in optimizer.param_groups for p in group["params"]]
         for flag in kept["found_inf_per_device"].values():
-            # torch reduces the flag over the ranks of the first gradient's mesh only.
-            flag = max_over_shards(flag, params)
+            if not is_reduced:
+                flag = max_over_shards(flag, params)
             if found_inf is not None:
                 flag = found_inf + moved(flag, found_inf.device)
             found_inf = flag
         return cls(scale, found_inf)
+
+
+def _is_of_one_rank(optimizer: torch.optim.Optimizer) -> bool:
+    """Returns True if a GradScaler has not reduced its flag over all parts of the parameters.
+
+    It reduces the flag of the gradients of a dtype over the mesh of the first one.
+    """
+    first: dict[Any, list[Any]] = {}
+    for group in optimizer.param_groups:
+        for param in group["params"]:
+            if param.grad is not None:
+                key = param.grad.device, param.grad.dtype
+                covered = first.setdefault(key, mesh_groups(param.grad))
+                if any(each not in covered for each in part_groups(param)):
+                    return True
+    return False

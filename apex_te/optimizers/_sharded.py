@@ -5,14 +5,15 @@ All of them take plain tensors, too, which every rank has whole.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
-from ..comm.collectives import all_reduce, max_over_ranks
+from ..comm.collectives import all_reduce
+from ..comm.shards import mesh_groups
 
-__all__ = ["ShardSums", "local", "max_over_shards", "placed", "with_part"]
+__all__ = ["ShardSums", "local", "placed", "with_part"]
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
@@ -79,40 +80,6 @@ def placed(owner: str, what: str, tensor: torch.Tensor, param: torch.Tensor) -> 
     return moved.redistribute(wanted.mesh, wanted.placements)
 
 
-def _groups(tensor: torch.Tensor) -> list[Any]:
-    """Returns the process groups whose ranks hold different parts of ``tensor``.
-
-    There is one for each dimension of the mesh that shards the tensor; none for a plain tensor.
-    """
-    spec: Any = getattr(tensor, "_spec", None)
-    if spec is None:
-        return []
-    mesh = spec.mesh
-    return [
-        mesh.get_group(dim)
-        for dim, placement in enumerate(spec.placements)
-        if not placement.is_replicate() and mesh.size(dim) > 1
-    ]
-
-
-def max_over_shards(flag: torch.Tensor, params: Iterable[torch.Tensor]) -> torch.Tensor:
-    """Reduces ``flag`` by maximum over all ranks that hold shards of ``params``.
-
-    Each process group of ``_groups`` runs one collective, whatever the flag's value is, so that all
-    ranks run the same ones.
-
-    Args:
-        flag: fp32, at least 0; changed in place.
-        params: parameters, DTensors or plain.
-
-    Returns:
-        ``flag``.
-    """
-    for group in dict.fromkeys(group for param in params for group in _groups(param)):
-        max_over_ranks(flag, group)
-    return flag
-
-
 class ShardSums:
     """Sums over ranks of numbers that each rank has computed from its local tensors.
 
@@ -128,7 +95,7 @@ class ShardSums:
     def __init__(self, tensors: Sequence[torch.Tensor], device: torch.device) -> None:
         found: dict[Any, list[int]] = {}
         for i, tensor in enumerate(tensors):
-            for group in _groups(tensor):
+            for group in mesh_groups(tensor):
                 found.setdefault(group, []).append(i)
         self._groups: list[tuple[Any, torch.Tensor | None]] = []
         for group, indices in found.items():

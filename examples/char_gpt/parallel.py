@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +15,7 @@ import torch
 from torch import distributed, nn
 
 from apex_te.comm.collectives import all_gather_rows
-from apex_te.distributed import enable_fp8_all_gather, reduce_main_grads
+from apex_te.distributed import clip_grad_norm_, enable_fp8_all_gather, reduce_main_grads
 from apex_te.recipe import MXFP8Scaling, Recipe
 
 
@@ -196,9 +195,8 @@ class Parallel:
     def __init__(self, layout: Layout, model: nn.Module, recipe: Recipe | None) -> None:
         self.layout = layout
         self.module: Any = model
-        # Names, because fully_shard makes new parameters that do not say how they are split.
+        # Names, because fully_shard makes new parameters that do not say what they need.
         parameters = dict(model.named_parameters())
-        split = [name for name, parameter in parameters.items() if is_split(parameter)]
         summed = [n for n, p in parameters.items() if getattr(p, "sequence_parallel", False)]
         if layout.fsdp:
             from torch.distributed.fsdp import fully_shard
@@ -211,10 +209,7 @@ class Parallel:
             fully_shard(model, mesh=layout.mesh["dp"])
         elif layout.dp > 1:
             self.module = nn.parallel.DistributedDataParallel(model, process_group=layout.dp_group)
-        parameters = dict(model.named_parameters())
-        self._split = [parameters.pop(name) for name in split]
         self._summed = [model.get_parameter(name) for name in summed]
-        self._others = list(parameters.values())
 
     def finish_gradients(self) -> None:
         """Sums the gradients of parameters that tensor-parallel ranks have for their own rows."""
@@ -223,31 +218,7 @@ class Parallel:
 
     def clip_gradients(self, limit: float) -> None:
         """Scales gradients whose norm over all ranks is above ``limit``; the same on each rank."""
-        layout = self.layout
-        if layout.ranks == 1 and not layout.fsdp:
-            nn.utils.clip_grad_norm_(self._others, limit)
-            return
-        split, others = _local_gradients(self._split), _local_gradients(self._others)
-        squares = torch.stack([_square(split, others), _square(others, split)])
-        if layout.fsdp:
-            distributed.all_reduce(squares, group=layout.dp_group)
-        if layout.tp > 1:
-            distributed.all_reduce(squares[0], group=layout.tp_group)
-        factor = (limit / (squares.sum().sqrt() + 1e-6)).clamp(max=1.0)
-        for gradient in (*split, *others):
-            gradient.mul_(factor)
-
-
-def _local_gradients(parameters: Iterable[Any]) -> list[torch.Tensor]:
-    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-    return [g.to_local() if hasattr(g, "to_local") else g for g in gradients]
-
-
-def _square(gradients: list[torch.Tensor], like: list[torch.Tensor]) -> torch.Tensor:
-    """Returns the sum of all squares, fp32 []; zero on the device of ``like`` without gradients."""
-    if not gradients:
-        return torch.zeros((), device=like[0].device)
-    return nn.utils.get_total_norm(gradients).float().square()
+        clip_grad_norm_(self.module, limit)
 
 
 class _OwnRows(torch.autograd.Function):

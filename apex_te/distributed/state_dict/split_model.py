@@ -20,7 +20,9 @@ from ...module.grouped.linear import GroupedLinear
 from ...module.layer_norm_mlp import LayerNormMLP
 from .split_tensor import Parts, parts_of
 
-__all__ = ["Entry", "SplitModel", "SplitModule", "split_model", "state_name"]
+__all__ = [
+    "Entry", "SplitModel", "SplitModule", "groups_of_parts", "split_model", "state_name",
+]  # fmt: skip
 
 
 class Entry(NamedTuple):
@@ -132,6 +134,28 @@ def split_model(
     found.others.difference_update(entry.name for entry in found.entries.values())
     if any(split.tp_group is not None for split in found.modules):
         patterns.check_used()
+    return found
+
+
+def groups_of_parts(owner: str, model: torch.nn.Module) -> dict[int, tuple[Any, ...]]:
+    """Returns, by ``id`` of a parameter that a ``tp_group`` splits, that group in a tuple.
+
+    Args:
+        owner: name of the public function, for messages.
+        model: the model.
+
+    Raises:
+        ValueError: a module has a ``tp_size`` above 1, but no ``tp_group``.
+    """
+    found = {}
+    for raw, module, _ in _parallel_modules(model, "", {}):
+        dims, group = _split_dims(owner, raw, module)
+        if "_summed_gradients" in module.__dict__ or group is None:
+            continue  # DTensors say themselves how they are split
+        for key in dims:
+            parameter = module._parameters.get(key)
+            if parameter is not None:
+                found[id(parameter)] = (group,)
     return found
 
 

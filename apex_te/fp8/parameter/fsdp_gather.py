@@ -10,6 +10,7 @@ import torch
 from torch import distributed
 from torch.nn import functional
 
+from ...comm.shards import mesh_groups
 from ..scheme.registry import layout_of
 from ..tensor import QuantizedTensor
 
@@ -138,12 +139,7 @@ def shard_groups(weight: GatheredPart) -> tuple[Any, ...]:
         for part in group.fsdp_params:
             shard: Any = part.sharded_param
             if getattr(shard._local_tensor, "_held", None) is weight._held:
-                mesh = shard.device_mesh
-                weight._shard_groups = tuple(
-                    mesh.get_group(dim)
-                    for dim, placement in enumerate(shard.placements)
-                    if placement.is_shard() and mesh.size(dim) > 1
-                )
+                weight._shard_groups = tuple(mesh_groups(shard))
                 return weight._shard_groups
     return ()
 

@@ -67,7 +67,7 @@ class MegatronLayer(torch.nn.Module):
         number_layer(self, read.pipeline_model_parallel_rank, "stage")
         for name, parameter in self.named_parameters(recurse=False):
             if layout.explicit:
-                tag(parameter, self.sharded_axes.get(name), False)
+                tag(parameter, self.sharded_axes.get(name), False, layout.group)
             parameter.allreduce = layout.allreduce  # type: ignore[attr-defined]
 
     def _first(self, is_first_microbatch: bool | None) -> bool | None:

@@ -11,6 +11,7 @@ import torch
 
 from ...comm.agreement import check_same
 from ...comm.collectives import world_size
+from ...comm.shards import note_group
 from ...fp8.autocast import is_process_group, local
 from .fp8_module import FP8Module
 from .gemm import GemmOptions
@@ -90,7 +91,9 @@ def divided(owner: str, name: str, value: int, ranks: int) -> int:
     return value // ranks
 
 
-def tag(parameter: torch.Tensor | None, dim: int | None, sequence_parallel: bool) -> None:
+def tag(
+    parameter: torch.Tensor | None, dim: int | None, sequence_parallel: bool, group: Any = None
+) -> None:
     """Sets the attributes of a parameter that Megatron-style trainers read.
 
     They say how the parameter is split over tensor-parallel ranks, and whether its gradient has to
@@ -101,6 +104,7 @@ def tag(parameter: torch.Tensor | None, dim: int | None, sequence_parallel: bool
         dim: the dimension that is split; None for a parameter that every rank has whole.
         sequence_parallel: a whole parameter sees only this rank's rows, so that each rank's
             gradient is a part of the sum.
+        group: process group that splits the parameter, or None if it is not known yet.
     """
     if parameter is None:
         return
@@ -108,9 +112,14 @@ def tag(parameter: torch.Tensor | None, dim: int | None, sequence_parallel: bool
     parameter.partition_dim = -1 if dim is None else dim  # type: ignore[attr-defined]
     parameter.partition_stride = 1  # type: ignore[attr-defined]
     parameter.sequence_parallel = sequence_parallel  # type: ignore[attr-defined]
+    if dim is not None:
+        note_group(parameter, group)
 
 
-_TAGS = ("tensor_model_parallel", "partition_dim", "partition_stride", "sequence_parallel")
+_TAGS = (
+    "tensor_model_parallel", "partition_dim", "partition_stride", "sequence_parallel",
+    "tensor_parallel_group",
+)  # fmt: skip
 
 
 class GroupHolder:
@@ -204,6 +213,9 @@ class ParallelModule(FP8Module):
                     f"{owner}: tp_group must have the {self.tp_size} ranks of tp_size, got {ranks}"
                 )
         self.tp_group = tp_group
+        for parameter in self._parameters.values():
+            if getattr(parameter, "tensor_model_parallel", False):
+                note_group(parameter, tp_group)
         self._collectives = {}
         self._split = None
         self._compared = self.tp_size == 1

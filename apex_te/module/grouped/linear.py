@@ -116,7 +116,7 @@ class GroupedLinear(ParallelModule):
             shape = (out_features, in_features)
             value = _arguments.parameter(shape, wanted, device)
             if self.parallel_mode is not None:
-                tag(value, 0 if self.parallel_mode == "column" else 1, False)
+                tag(value, 0 if self.parallel_mode == "column" else 1, False, tp_group)
             self.register_parameter(key, value)
             if bias:
                 value = _arguments.parameter((out_features,), wanted, device)

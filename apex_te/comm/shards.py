@@ -1,0 +1,60 @@
+"""Process groups whose ranks have other parts of a parameter, and reductions over these."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import distributed
+
+from .collectives import max_over_ranks, world_size
+
+__all__ = ["max_over_shards", "mesh_groups", "note_group", "part_groups"]
+
+_NAME = "tensor_parallel_group"  # attribute of a parameter; a name, as a group cannot be pickled
+
+
+def note_group(parameter: torch.Tensor, group: Any) -> None:
+    """Notes the process group that splits a plain parameter, for ``part_groups``."""
+    if group is not None and world_size(group) > 1:
+        setattr(parameter, _NAME, group.group_name)
+
+
+def mesh_groups(tensor: torch.Tensor) -> list[Any]:
+    """Returns the groups that shard a DTensor, one for each such dimension of its mesh."""
+    spec: Any = getattr(tensor, "_spec", None)
+    if spec is None:
+        return []
+    mesh = spec.mesh
+    return [
+        mesh.get_group(dim)
+        for dim, placement in enumerate(spec.placements)
+        if not placement.is_replicate() and mesh.size(dim) > 1
+    ]
+
+
+def part_groups(parameter: torch.Tensor) -> list[Any]:
+    """Returns the groups of ``mesh_groups``, and the group that splits a plain parameter."""
+    name = getattr(parameter, _NAME, None)
+    if name is None or hasattr(parameter, "_spec") or not distributed.is_initialized():
+        return mesh_groups(parameter)
+    return [distributed.distributed_c10d._resolve_process_group(name)]
+
+
+def max_over_shards(flag: torch.Tensor, params: Iterable[torch.Tensor]) -> torch.Tensor:
+    """Reduces ``flag`` by maximum over all ranks that hold parts of ``params``.
+
+    Each process group of ``part_groups`` runs one collective, whatever the flag's value is, so that
+    all ranks run the same ones.
+
+    Args:
+        flag: fp32, at least 0; changed in place.
+        params: parameters, DTensors or plain.
+
+    Returns:
+        ``flag``.
+    """
+    for group in dict.fromkeys(group for param in params for group in part_groups(param)):
+        max_over_ranks(flag, group)
+    return flag

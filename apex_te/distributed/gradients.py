@@ -1,0 +1,143 @@
+"""Norm and overflow of the gradients of a model whose parameters several ranks hold parts of."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch.amp.grad_scaler import OptState
+
+from ..comm.collectives import all_reduce, max_over_ranks
+from ..comm.groups import check_process_group
+from ..comm.shards import mesh_groups
+from .state_dict.split_model import groups_of_parts
+
+__all__ = ["clip_grad_norm_", "reduce_found_inf"]
+
+
+def clip_grad_norm_(
+    model: torch.nn.Module, max_norm: float, norm_type: float = 2.0, *, expert_group: Any = None
+) -> torch.Tensor:
+    """Clips the norm of all gradients of a model, as ``torch.nn.utils.clip_grad_norm_`` does.
+
+    The norm is that of the whole model: parts of a parameter that the ranks of a ``tp_group``, or
+    of a DTensor's mesh, have are counted once each, and so is a parameter that several ranks have
+    whole. Collective: all of these ranks call it, and get the same norm. It does not wait for the
+    device. Gradients must be complete: call it after ``reduce_main_grads`` and the like.
+
+    Args:
+        model: the model.
+        max_norm: largest norm.
+        norm_type: which norm, a positive float; ``math.inf`` is the largest absolute value.
+        expert_group: process group over which the parameters with ``allreduce = False``, those of
+            experts, are spread; None if every rank has all experts.
+
+    Returns:
+        The norm before clipping, fp32 ``[]``, on the device of the gradients.
+
+    Raises:
+        TypeError: an argument of a wrong type.
+        ValueError: ``norm_type`` is not positive, or a module with a ``tp_size`` above 1 has no
+            ``tp_group``.
+    """
+    owner = "clip_grad_norm_"
+    _check_model(owner, model)
+    check_process_group(owner, "expert_group", expert_group)
+    for name, value in (("max_norm", max_norm), ("norm_type", norm_type)):
+        if isinstance(value, bool) or not isinstance(value, (int, float)):
+            raise TypeError(f"{owner}: {name} must be a float, got {type(value).__name__}")
+    if not norm_type > 0:
+        raise ValueError(f"{owner}: norm_type must be positive, got {norm_type}")
+    by_groups = _gradients(owner, model, expert_group)
+    every = [grad for grads in by_groups.values() for grad in grads]
+    device = every[0].device if every else next(model.parameters()).device
+    is_max = norm_type == math.inf
+    totals = torch.zeros(len(by_groups), dtype=torch.float32, device=device)
+    for i, grads in enumerate(by_groups.values()):
+        if grads:
+            norms = torch._foreach_norm(grads, norm_type, dtype=torch.float32)
+            stacked = torch.stack([norm.to(device) for norm in norms])
+            totals[i] = stacked.amax() if is_max else (stacked**norm_type).sum()
+    for group in dict.fromkeys(group for groups in by_groups for group in groups):
+        places = [i for i, groups in enumerate(by_groups) if group in groups]
+        part = totals[places]
+        totals[places] = max_over_ranks(part, group) if is_max else all_reduce(part, group).wait()
+    total = totals.amax() if is_max else totals.sum() ** (1.0 / norm_type)
+    factor = (max_norm / (total + 1e-6)).clamp(max=1.0)
+    with torch.no_grad():
+        for grad in every:
+            grad.mul_(factor.to(grad.device))
+    return total
+
+
+def reduce_found_inf(
+    scaler: torch.amp.GradScaler,
+    optimizer: torch.optim.Optimizer,
+    model: torch.nn.Module,
+    *,
+    expert_group: Any = None,
+) -> None:
+    """Makes a ``torch.amp.GradScaler`` skip a step on all ranks that hold parts of the model.
+
+    Each rank checks the gradients that it has, so that a value that is not finite in one rank's
+    part would let the others step. Call it between the last backward and ``scaler.step``; it
+    unscales the gradients if ``scaler.unscale_`` has not. Collective over the ranks of the model's
+    ``tp_group``, those of DTensors' meshes, and ``expert_group``.
+
+    Args:
+        scaler: the scaler.
+        optimizer: the optimizer.
+        model: the model that has the optimizer's parameters.
+        expert_group: as for ``clip_grad_norm_``.
+
+    Raises:
+        TypeError: an argument of a wrong type.
+        ValueError: a module with a ``tp_size`` above 1 has no ``tp_group``.
+    """
+    owner = "reduce_found_inf"
+    _check_model(owner, model)
+    check_process_group(owner, "expert_group", expert_group)
+    if not scaler.is_enabled():
+        return
+    groups = dict.fromkeys(
+        group for groups in _gradients(owner, model, expert_group) for group in groups
+    )
+    state = scaler._per_optimizer_states[id(optimizer)]
+    if state["stage"] is OptState.READY:
+        scaler.unscale_(optimizer)
+    flags = state["found_inf_per_device"]
+    for group in groups:
+        for flag in flags.values():
+            max_over_ranks(flag, group)
+    optimizer.found_inf_is_reduced = True  # type: ignore[attr-defined]
+
+
+def _check_model(owner: str, model: Any) -> None:
+    if not isinstance(model, torch.nn.Module):
+        raise TypeError(f"{owner}: model must be a torch.nn.Module, got {type(model).__name__}")
+
+
+def _gradients(
+    owner: str, model: torch.nn.Module, expert_group: Any
+) -> dict[tuple[Any, ...], list[torch.Tensor]]:
+    """Returns this rank's gradients by the process groups whose ranks have other parts of them."""
+    split = groups_of_parts(owner, model)
+    found: dict[tuple[Any, ...], list[torch.Tensor]] = {}
+    for parameter in model.parameters():
+        if not parameter.requires_grad:
+            continue
+        groups = [*mesh_groups(parameter), *split.get(id(parameter), ())]
+        if expert_group is not None and not getattr(parameter, "allreduce", True):
+            groups.append(expert_group)
+        grads = found.setdefault(tuple(groups), [])
+        if parameter.grad is not None:
+            grad: Any = parameter.grad
+            if hasattr(grad, "_local_tensor"):
+                of: Any = parameter
+                if grad.placements != of.placements:
+                    grad = parameter.grad = grad.redistribute(of.device_mesh, of.placements)
+                grad = grad.to_local()
+            if grad.numel():
+                grads.append(grad)
+    return found
