@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from ...fp8.autocast import local
 from ...fp8.parameter.fsdp_gather import fsdp_groups
 from ...fp8.scheme.observed import ObservedQuantizer
 from ...ops import multi_tensor
@@ -95,6 +96,7 @@ class GatherGroup:
         if first.is_cuda:
             self._order(is_new)
         for param, fp8_data, context in zip(self.params, sent, self._contexts, strict=True):
+            context[0].region = local.region
             param.ready = ((fp8_data,), context)
         return True
 

@@ -15,7 +15,7 @@ from ...comm.collectives import max_over_ranks
 from ...fp8.autocast import local
 from ...fp8.delayed.registry import intern
 from ...fp8.parameter.decode import quantizers_of
-from ...fp8.parameter.fsdp_gather import Gathered
+from ...fp8.parameter.fsdp_gather import Gathered, fsdp_groups
 from ...fp8.scheme.registry import layout_of, stored_recipe
 from ...ops import multi_tensor
 from ...recipe import Recipe
@@ -129,7 +129,7 @@ class GatherUnit:
         if device.type == "cuda":
             gather_set.wait_for_scales(self)
         self.scales = state.scale_fwd._version
-        return sets.recording[self.gemm].weight, keep
+        return (sets.recording if keep else sets.frozen)[self.gemm].weight, keep
 
     def quantized(
         self, param: GatheredParam, x: torch.Tensor
@@ -170,7 +170,27 @@ class GatherUnit:
             group: process group of the ranks that have shards; None for one rank.
         """
         stamp = (id(self), self.gather_set.passes, self.scales)
-        return Gathered(quantizer.settings(), self.gather_set.name, amax, group, stamp)
+        source = self if self.gather_set.recipe.keeps_state else None
+        return Gathered(
+            quantizer.settings(), self.gather_set.name, amax, group, stamp, source, self.scales
+        )
+
+    def is_outdated(self, scales: int) -> bool:
+        """Returns True if scales were written since their version was ``scales``, or are to be."""
+        state = self._state()
+        if state.scale_fwd._version != scales:
+            return True
+        return self.quantizer(state.device)[0].needs_whole_amax()  # the first scale
+
+    def gather_again(self) -> None:
+        """Makes FSDP2 gather the parameters again that it has gathered with this weight's."""
+        module, names = self.module(), {param.name for param in self.params}
+        for group in fsdp_groups():
+            infos = [parameter._module_info for parameter in group.fsdp_params]
+            if any(info.module is module and info.param_name in names for info in infos):
+                group._to_sharded()
+                group.unshard()
+                group.wait_for_unshard()
 
     def _state(self) -> Any:
         module: Any = self.module()

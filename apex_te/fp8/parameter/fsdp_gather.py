@@ -11,6 +11,7 @@ from torch import distributed
 from torch.nn import functional
 
 from ...comm.shards import mesh_groups
+from ..autocast import local
 from ..scheme.registry import layout_of
 from ..tensor import QuantizedTensor
 
@@ -27,6 +28,16 @@ __all__ = [
 _checked: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
 
 
+class GatherSource(Protocol):
+    """Protocol of what quantizes a weight for gathers with scales that regions update."""
+
+    def is_outdated(self, scales: int) -> bool:
+        """Returns True if scales were updated since their version was ``scales``."""
+
+    def gather_again(self) -> None:
+        """Gathers the weight once more, with the scales of now; collective."""
+
+
 class Gathered:
     """Record of how the FP8 data of a gathered weight were quantized; the weight carries it.
 
@@ -40,10 +51,15 @@ class Gathered:
             stage none.
         group: process group of the ranks that have the shards; None if it is one rank.
         stamp: value that is equal for parts that were quantized with one scale, for ``joined``.
+        source: what gathers the weight again once its scales are older than those of a region;
+            None for schemes whose scales belong to the data.
+        scales: version of the scales.
+        region: region of the gather, in which scales do not change.
         reader: the quantizer that ``read_by`` last found to have equal settings, or None.
     """
 
-    __slots__ = ("amax", "group", "name", "reader", "settings", "stamp")
+    __slots__ = ("amax", "group", "name", "reader", "region", "scales", "settings", "source",
+                 "stamp")  # fmt: skip
 
     def __init__(
         self,
@@ -52,18 +68,36 @@ class Gathered:
         amax: torch.Tensor | None = None,
         group: Any = None,
         stamp: Any = None,
+        source: GatherSource | None = None,
+        scales: int = 0,
     ) -> None:
         self.settings = settings
         self.name = name
         self.amax = amax
         self.group = group
         self.stamp = stamp
+        self.source = source
+        self.scales = scales
+        self.region = local.region
         self.reader: Any = None  # the quantizer that was found to make the same data
 
     def take(self, other: Gathered) -> None:
         """Takes over the attributes of ``other``, which belongs to a newer gather."""
         self.settings, self.name, self.amax = other.settings, other.name, other.amax
         self.group, self.stamp = other.group, other.stamp
+        self.source, self.scales, self.region = other.source, other.scales, other.region
+
+    def refresh(self) -> None:
+        """Gathers the weight again if FSDP2 has kept it since before an update of the scales.
+
+        Collective then: all ranks have kept it, and update scales together.
+        """
+        region = local.region
+        if self.source is None or region is None or region is self.region or not region.in_fp8:
+            return
+        if self.source.is_outdated(self.scales):
+            self.source.gather_again()
+        self.region = region
 
     def read_by(self, quantizers: GemmQuantizers, forward: bool) -> None:
         """Checks that a GEMM can read the gathered data; a forward also stages the shard's amax.
@@ -77,6 +111,8 @@ class Gathered:
         """
         if self.settings is None:
             return
+        if forward:
+            self.refresh()
         quantizer = quantizers.weight
         if quantizer is not self.reader:
             if quantizer.settings() != self.settings:
@@ -285,6 +321,8 @@ def joined(parts: Sequence[GatheredPart]) -> tuple[QuantizedTensor, Gathered] | 
     notes: list[Gathered] = [p._gathered for p in parts]  # type: ignore[misc]
     if any(note.settings is None for note in notes):
         return None
+    for note in notes:
+        note.refresh()
     held = first._layout.joined([p._held for p in parts])
     if held is None or any(note.stamp != notes[0].stamp for note in notes):
         raise NotImplementedError(

@@ -4,6 +4,7 @@ import pytest
 import torch
 from gathers import DELAYED, RECIPES, counted, linears, sharded, train_rows
 from torch import distributed
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 import apex_te
@@ -254,3 +255,58 @@ def _evaluated(rank):
 
 def test_an_evaluation_changes_nothing(two_ranks):
     two_ranks.run(_evaluated)
+
+
+def _evaluated_between(rank, name, kind, when):
+    """Losses of steps with evaluations between, with gathers of FP8 data and without."""
+    found, numbers = [], []
+    for fp8 in (True, False):
+        torch.manual_seed(5)
+        if kind == "linears":
+            model = linears(16, 32, 16)(torch.float32, "cpu")
+        else:
+            model = apex_te.TransformerLayer(
+                16, 32, 2, hidden_dropout=0.0, attention_dropout=0.0, fuse_qkv_params=False
+            )
+        if fp8:
+            enable_fp8_all_gather(model, RECIPES[name])
+        fully_shard(model)  # the root, which FSDP2 keeps gathered after a forward
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
+        losses = []
+
+        def evaluate(model=model, losses=losses):
+            x = torch.randn(8, 2, 16, generator=torch.Generator().manual_seed(rank))
+            with torch.no_grad(), fp8_autocast(True, RECIPES[name]):
+                losses.append(model(x).square().mean())
+
+        for step in range(4):
+            for micro in range(2):
+                generator = torch.Generator().manual_seed(10 * step + 2 * micro + rank)
+                x = torch.randn(8, 2, 16, generator=generator) * (step + 1)
+                if when == "microbatches":
+                    evaluate()
+                with fp8_autocast(True, RECIPES[name]):
+                    loss = model(x).square().mean()
+                if when == "forward only" and micro == 0:
+                    losses.append(loss.detach())
+                    continue
+                loss.backward()
+                losses.append(loss.detach())
+            optimizer.step()
+            optimizer.zero_grad()
+            if when == "steps":
+                evaluate()
+        apex_te.flush_fp8_state()
+        found.append(torch.stack(losses))
+        numbers.append({k: v.full_tensor() for k, v in model.state_dict().items()
+                        if isinstance(v, DTensor)})  # fmt: skip
+    assert torch.equal(found[0], found[1]), (found[0] - found[1]).abs()
+    assert all(torch.equal(numbers[0][key], numbers[1][key]) for key in numbers[1])
+
+
+@pytest.mark.parametrize("when", ["steps", "microbatches", "forward only"])
+@pytest.mark.parametrize("kind", ["linears", "layer"])
+@pytest.mark.parametrize("name", ["delayed", "first", "tensorwise"])
+def test_an_evaluation_keeps_no_old_scales(two_ranks, name, kind, when):
+    """Weights that FSDP2 keeps gathered after an evaluation get the scales of the next step."""
+    two_ranks.run(_evaluated_between, name, kind, when)
