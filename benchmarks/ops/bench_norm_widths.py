@@ -4,7 +4,7 @@ Each width has the same number of elements, so that times can be compared across
 fwd_ring_cuda.h that fits some widths badly shows as a step. Times in us, bfloat16, cold L2.
 
 On an H100 every plan that fits was timed at all widths from 1152 to 16384: 32 or 64 rows a tile, 1
-to 8 blocks and 1 to 16 warps a row, 1 or 2 rounds. `norm_ring_time` picks a plan within 3% of the
+to 8 blocks and 1 to 16 warps a row, 1 or 2 rounds. ``norm_ring_time`` picks a plan within 3% of the
 fastest in the mean, 20% at worst. What did not help: the fewest blocks and warps that fit in shared
 memory (1.30 times the fastest for layer_norm, 1.13 for rms_norm, 4.4 at worst); the fewest that
 keep 40 KB in flight with tiles of 64 rows (1.05, 1.5 at worst where tiles are few).
