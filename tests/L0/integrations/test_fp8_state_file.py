@@ -44,7 +44,7 @@ def test_spoiled_file_is_refused_whole(how, tmp_path):
             model(factor * torch.ones(16, 16)).sum().backward()
     trained, other = models
     save_fp8_state(trained, tmp_path)
-    file = tmp_path / "fp8_state.safetensors"
+    file = tmp_path / "fp8_state.apex_te"
     saved = safetensors_torch.load_file(file)
     safetensors_torch.save_file(spoil(saved), file)
     before = {key: value.clone() for key, value in other.state_dict().items()}
@@ -58,8 +58,8 @@ def test_spoiled_file_is_refused_whole(how, tmp_path):
 
 def test_file_that_is_not_safetensors_is_refused(tmp_path):
     """A damaged file gives a typed error with its path."""
-    file = tmp_path / "fp8_state.safetensors"
+    file = tmp_path / "fp8_state.apex_te"
     for content in (b"", b"{}", b"\xff" * 64, b"\x08" + bytes(7) + b"not json"):
         file.write_bytes(content)
-        with pytest.raises(ValueError, match=r"fp8_state.safetensors must be a safetensors file"):
+        with pytest.raises(ValueError, match=r"fp8_state.apex_te must be a safetensors file"):
             load_fp8_state(Linear(16, 16), tmp_path)
