@@ -58,7 +58,7 @@ def _load(name: str, entries: list[EntryPoint]) -> OpBuilder:
 
     Raises:
         DuplicateOpError: apex_te has an op of the name, or there are two entry points.
-        UnknownOpError: the entry point cannot be imported or made, or is no ``OpBuilder`` with this
+        UnknownOpError: the entry point cannot be imported or used, or is no ``OpBuilder`` with this
             NAME.
     """
     if name in suite_names():
@@ -81,9 +81,11 @@ def _load(name: str, entries: list[EntryPoint]) -> OpBuilder:
         )
     try:
         made = loaded()
+        for declare in (made.built_devices, made.include_paths, made.cxx_args, made.nvcc_args):
+            declare()  # here, where an error is told to be of this builder
     except Exception as error:
         raise UnknownOpError(
-            f"{name}: its builder {_where(entry)} cannot be made: {type(error).__name__}: {error}"
+            f"{name}: its builder {_where(entry)} cannot be used: {type(error).__name__}: {error}"
         ) from error
     return register(made)
 

@@ -52,8 +52,10 @@ class _Finder:
     def find_spec(
         self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
+        if _is_extension(fullname):
+            return OpFinder(ENTRY).find_spec(fullname)
         if fullname not in NAMES:
-            return OpFinder(ENTRY).find_spec(fullname) if _is_extension(fullname) else None
+            return None
         file = os.path.join(_FOLDER, f"{fullname}.py")
         return spec_from_file_location(fullname, file, loader=_Loader(fullname, file))
 
