@@ -120,7 +120,12 @@ def warn_once(text: str) -> None:
     """Gives a ``RuntimeWarning`` with ``text``, once per process."""
     if text not in warned:
         warned.add(text)
-        warnings.warn(printable(f"apex_te: {text}"), RuntimeWarning, stacklevel=3)
+        try:
+            warnings.warn(printable(f"apex_te: {text}"), RuntimeWarning, stacklevel=3)
+        except Warning:  # warnings are errors here
+            raise
+        except Exception:  # whatever has replaced sys.stderr cannot show it
+            pass
 
 
 def entry_tag(archs: Iterable[object]) -> str:

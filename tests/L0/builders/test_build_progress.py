@@ -11,6 +11,7 @@ import re
 import sys
 import threading
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -22,6 +23,7 @@ from tiny_op import Tiny, logging_compiler, start, write_op
 from op_builder import CPUOpBuilder
 from op_builder.jit.build import lock, progress
 from op_builder.jit.errors import CompileError, LockTimeoutError
+from op_builder.jit.find import entry
 
 
 class Terminal:
@@ -289,6 +291,11 @@ def test_whatever_replaces_stderr(
         assert "apex_te: tiny (cpu): built in" in stream.text
         assert "apex_te: waiting for" in stream.text
     assert not Tiny(root / "missing").is_compatible(verbose=True)
+    monkeypatch.setattr(warnings, "showwarning", lambda *args: sys.stderr.write("warned"))
+    with warnings.catch_warnings():
+        warnings.simplefilter("always")
+        entry.warn_once("told or not")
+    assert not isinstance(stream, Redirector) or "warned" in stream.text
 
 
 @pytest.mark.filterwarnings("ignore:.*multi-threaded.*:DeprecationWarning")
