@@ -42,7 +42,7 @@ def _sync(fd: int) -> None:
             raise
 
 
-def _sync_folder(path: str | int) -> None:
+def _sync_folder(path: str) -> None:
     """Writes a folder's list of files through to the disk (``fsync``), and ignores errors.
 
     Files that were created in the folder, or renamed to lie in it, then survive a crash. If this
