@@ -9,7 +9,7 @@ from .from_torch import from_torch
 from .fused_lora import fuse_lora
 from .fused_loss import fuse_loss
 from .fusion import KeyMap, key_map
-from .optimizer_order import reorder_grouped_linear_state
+from .optimizer_order import reorder_fused_state, reorder_grouped_linear_state
 from .saving import load_fp8_state, save_fp8_state
 from .summary import ConversionSummary, conversion_summary
 from .te_state import load_te_extra_state, read_te_extra_state
@@ -27,6 +27,7 @@ __all__ = [
     "load_fp8_state",
     "load_te_extra_state",
     "read_te_extra_state",
+    "reorder_fused_state",
     "reorder_grouped_linear_state",
     "save_fp8_state",
 ]

@@ -36,6 +36,17 @@ class FamilyRMSNorm(RMSNorm):
         return forward
 
 
+class T5RMSNorm(RMSNorm):
+    """Class of T5's norms in models that an earlier release has pickled."""
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        from transformers.models.t5.modeling_t5 import T5LayerNorm
+
+        vars(self)["variance_epsilon"] = self.eps
+        self.__class__ = derived(FamilyRMSNorm, T5LayerNorm, "RMSNorm")
+
+
 _LOG = logging.getLogger(__name__)
 _NORM_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 _REPLACED = (nn.Linear, nn.LayerNorm, nn.RMSNorm)

@@ -367,6 +367,11 @@ class _NormApart(_Joined, NormedModule):
         vars(self)["norm"] = norm
 
 
+def norm_of(module: nn.Module) -> JoinedNorm | None:
+    """Returns the norm that a joined layer applies, None for any other module."""
+    return module.norm if isinstance(module, _NormApart) else None
+
+
 class JoinedLinear(_NormApart, LayerNormLinear):
     """``LayerNormLinear`` of a norm and projections that ``from_torch(fuse=True)`` has joined."""
 

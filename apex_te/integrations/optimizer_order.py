@@ -1,4 +1,4 @@
-"""Conversion of optimizer states saved when ``GroupedLinear`` had all weights before its biases."""
+"""Conversion of optimizer states in which earlier releases had parameters in another order."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ from typing import Any
 import torch
 
 from ..module.grouped.linear import GroupedLinear
+from .fusion import JoinedNorm, norm_of
 
-__all__ = ["reorder_grouped_linear_state"]
+__all__ = ["reorder_fused_state", "reorder_grouped_linear_state"]
 
 
 def reorder_grouped_linear_state(
@@ -57,5 +58,61 @@ def reorder_grouped_linear_state(
     new_groups = [
         {**group, "params": numbers}
         for group, numbers in zip(state_dict["param_groups"], saved, strict=True)
+    ]
+    return {**state_dict, "param_groups": new_groups}
+
+
+def reorder_fused_state(
+    state_dict: dict[str, Any], optimizer: torch.optim.Optimizer, model: torch.nn.Module
+) -> dict[str, Any]:
+    """Converts an earlier release's optimizer state for a model of ``from_torch(fuse=True)``.
+
+    Earlier releases had the norms' parameters in the joined layers, before the weights, and Trainer
+    decayed the norms' weights. Groups must have been made as today's in the order of
+    ``model.parameters()``, or as Trainer made them then.
+
+    Args:
+        state_dict: an earlier release's ``optimizer.state_dict()``; it is not changed.
+        optimizer: the optimizer that is to load it, over parameters of ``model``.
+        model: the fused model.
+
+    Returns:
+        A state dict for ``optimizer.load_state_dict``, which shares its tensors with
+        ``state_dict``.
+
+    Raises:
+        ValueError: the groups have other sizes.
+    """
+    former: dict[int, int] = {}  # places in the former order, by id of the parameter
+    weights = set()  # of the norms
+    for module in model.modules():
+        norm = norm_of(module)
+        if norm is not None:
+            weights.add(id(norm._parameters["weight"]))
+        owners = (
+            () if isinstance(module, JoinedNorm) else (module,) if norm is None else (norm, module)
+        )
+        for owner in owners:
+            for parameter in owner._parameters.values():
+                former.setdefault(id(parameter), len(former))
+    now = [[id(param) for param in group["params"]] for group in optimizer.param_groups]
+    saved = [list(group["params"]) for group in state_dict["param_groups"]]
+    sizes = [len(group) for group in saved]
+    decayed = [[p for p in group if p not in weights or at == 0] for at, group in enumerate(now)]
+    decayed[0] += [p for group in now[1:] for p in group if p in weights]
+    for groups in (now, decayed):
+        if [len(group) for group in groups] == sizes:
+            break
+    else:
+        raise ValueError(
+            f"reorder_fused_state: state_dict must have groups of {[len(g) for g in now]} or "
+            f"{[len(g) for g in decayed]} parameters, got {sizes}"
+        )
+    numbers = {}
+    for group, own in zip(groups, saved, strict=True):
+        numbers.update(zip(sorted(group, key=lambda p: former[p]), own, strict=True))
+    new_groups = [
+        {**group, "params": [numbers[param] for param in params]}
+        for group, params in zip(state_dict["param_groups"], now, strict=True)
     ]
     return {**state_dict, "param_groups": new_groups}

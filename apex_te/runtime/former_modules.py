@@ -19,6 +19,7 @@ _NOW = {
     "distributed.rng": "comm.rng",
     "gpu_arch": "runtime.gpu_arch",
     "fp8.scheme.base": "fp8.scheme",
+    "integrations.t5_norm": "integrations.from_torch",
     "model_init": "fp8.model_init",
     "module._attention_backends": "module.attention.backends",
     "module._layer_norm_linear_function": "module._core.layer_norm_linear_function",

@@ -355,3 +355,17 @@ def test_fp32_norms_in_a_bf16_vit():
         expected, actual = plain(x).last_hidden_state, model(x).last_hidden_state
     assert actual.dtype is expected.dtype
     torch.testing.assert_close(actual, expected, rtol=0.02, atol=0.02)
+
+
+def test_t5_norms_that_an_earlier_release_has_pickled():
+    """A pickle that names the former class loads as a converted norm of T5."""
+    from apex_te.integrations.t5_norm import T5RMSNorm
+
+    former = T5RMSNorm(32, 1e-6)
+    state = io.BytesIO()
+    torch.save(former, state)
+    state.seek(0)
+    norm = torch.load(state, weights_only=False)
+    x = torch.randn(3, 32)
+    assert torch.equal(norm(x), former(x))
+    assert norm.bfloat16()(x).dtype is torch.bfloat16

@@ -9,7 +9,9 @@ import torch
 from families import FAMILIES, IDS, build, class_of, inputs, load, logits, transformers
 from torch import nn
 
-from apex_te.integrations import from_torch, key_map
+from apex_te.integrations import from_torch, key_map, reorder_fused_state
+from apex_te.integrations.fusion import JoinedNorm
+from apex_te.module._core.norm_parameters import NormedModule
 from apex_te.recipe import CurrentScaling
 
 CLOSE = {"rtol": 1e-5, "atol": 1e-5}
@@ -163,6 +165,44 @@ def test_freezing_one_joined_layer_is_refused():
     assert not any(p.requires_grad for p in layer.parameters())
     layer.input_layernorm.requires_grad_(True)
     assert layer.self_attn.qkv_proj.layer_norm_weight.requires_grad
+
+
+@pytest.mark.parametrize("trainers", [False, True], ids=["one group", "trainer"])
+@pytest.mark.parametrize("name", ["llama", "gpt2", "t5"])
+def test_optimizer_states_of_earlier_releases_load(name, trainers):
+    """``reorder_fused_state`` gives each parameter the state that it had in the former order."""
+    model = converted(build(name))
+    former = {}
+    for module in model.modules():
+        if not isinstance(module, JoinedNorm):
+            norm = vars(module).get("norm") if isinstance(module, NormedModule) else None
+            for owner in (norm, module) if norm is not None else (module,):
+                former.update((id(p), p) for p in owner._parameters.values() if p is not None)
+    decay = set(transformers.Trainer.get_decay_parameter_names(None, model))
+    decayed = [p for key, p in model.named_parameters() if key in decay]
+    rest = [p for key, p in model.named_parameters() if key not in decay]
+    groups = [decayed, rest] if trainers else [list(model.parameters())]
+    now = torch.optim.Adam([{"params": group, "weight_decay": 0.0} for group in groups])
+    joined = {id(vars(m)["norm"].weight) for m in model.modules()
+              if isinstance(m, NormedModule) and "norm" in vars(m)}  # fmt: skip
+    if trainers:
+        own = {id(p) for p in decayed} | joined
+        groups = [
+            [p for p in former.values() if (id(p) in own) == first] for first in (True, False)
+        ]
+    else:
+        groups = [list(former.values())]
+    then = torch.optim.Adam([{"params": group, "weight_decay": 0.0} for group in groups])
+    logits(model, name).square().mean().backward()
+    then.step()
+    saved = then.state_dict()
+    now.load_state_dict(reorder_fused_state(saved, now, model))
+    assert len(now.state) == len(then.state)
+    for p, state in then.state.items():
+        assert torch.equal(now.state[p]["exp_avg"], state["exp_avg"])
+    short = {**saved, "param_groups": saved["param_groups"][:0]}
+    with pytest.raises(ValueError, match="reorder_fused_state: state_dict must have groups of"):
+        reorder_fused_state(short, now, model)
 
 
 accelerate = pytest.importorskip("accelerate", reason="accelerate is not installed")
