@@ -145,7 +145,7 @@ def test_classes():
     assert model.rms.elementwise_affine
     assert "in_features=16, out_features=24, bias=True" in repr(model.inp)
     llama, gpt2 = converted(Llama()), converted(GPT2Model())
-    assert type(llama.layers[0].input_layernorm) is RMSNorm
+    assert isinstance(llama.layers[0].input_layernorm, RMSNorm)
     assert llama.layers[0].post_attention_layernorm.eps == 1e-5
     assert isinstance(gpt2.h[1].mlp.c_fc, Conv1DLinear)
     assert isinstance(gpt2.h[1].mlp.c_fc, Conv1D)
