@@ -324,7 +324,7 @@ class _Joined(nn.Module):
     """Base of the layers that have joined parameters."""
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if name == "_hf_hook":  # accelerate's, which may read the parameters of a state dict
+        if name == "_hf_hook" and KEYS in vars(self):  # accelerate's, which may read a state dict
             read_original_keys(value, vars(self)[KEYS])
         super().__setattr__(name, value)
 

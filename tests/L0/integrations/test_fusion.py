@@ -13,8 +13,10 @@ from torch.distributed.checkpoint import state_dict as dcp
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import parallelize_module
 
 from apex_te import fp8_autocast
+from apex_te.distributed.dtensor.parallel_styles import ColumnParallel, LayerParallel
 from apex_te.integrations import from_torch, key_map
 from apex_te.integrations.fusion import JoinedLinear, JoinedMLP, JoinedNorm, JointPart
 from apex_te.module.layer_norm_linear import LayerNormLinear
@@ -484,3 +486,21 @@ def test_compiled_equals_eager():
             out.square().mean().backward()
             results.append([out, *(p.grad for p in owner.parameters())])
         assert all(map(torch.equal, *results))
+
+
+@pytest.mark.parametrize("path", ["self_attn.qkv_proj", "mlp"])
+def test_sequence_parallel_styles_are_refused(path):
+    """Each rank would have a part of the gradient of the norm, which is in another module."""
+    torch.distributed.init_process_group(
+        "gloo", store=torch.distributed.HashStore(), rank=0, world_size=1
+    )
+    try:
+        mesh = init_device_mesh("cpu", (1,))
+        layer = fused(Llama()).layers[0].get_submodule(path)
+        style = LayerParallel if path == "mlp" else ColumnParallel
+        with pytest.raises(NotImplementedError, match=r"sequence_parallel must be False for Join"):
+            parallelize_module(layer, mesh, style(sequence_parallel=True))
+        parallelize_module(layer, mesh, style())
+        assert isinstance(next(layer.parameters()), DTensor)
+    finally:
+        torch.distributed.destroy_process_group()
