@@ -156,6 +156,10 @@ class fp8_autocast:
     thread that ran it stays in the region; another thread that continues the generator is in no
     region.
 
+    Delayed scaling counts the regions of all threads together, and an update takes in all models
+    of the process: only one thread at a time may train with it, which a warning says if two are in
+    a region at once. Evaluations, and recipes without state, may run in any number of threads.
+
     Raises:
         TypeError: an argument has a wrong type.
         ValueError: a recipe's name is unknown.
@@ -239,7 +243,9 @@ class fp8_autocast:
                     region.traced = []
                     enter_traced_region(region.recipe_key, self.group, region.grad)
             elif keeps_state and not region.in_backward:
-                region.amax_group = enter_region(region.recipe, self.group, region.grad)
+                region.amax_group = enter_region(
+                    region.recipe, self.group, region.grad, id(local.__dict__)
+                )
                 if not region.grad:
                     region.calibrated = region.amax_group
         elif outermost and not compiling and not region.in_backward:
@@ -254,6 +260,10 @@ class fp8_autocast:
             _leave_traced()
             return
         region = leave(self._entered, local.__dict__, "region")
+        if region is not None and region.amax_group is not None:
+            outer = region.outer
+            if outer is None or outer.amax_group is not region.amax_group:
+                region.amax_group.inside.discard(id(region.holder))
         if region is not None and region.calibrated is not None and not any(exc):
             leave_calibration(region.recipe, region.calibrated)
 

@@ -30,9 +30,10 @@ class AmaxGroup:
         pending: number of regions since the last update.
         training: True if a pending region was entered with grad enabled. Its backward may still
             come, and until then scales must not move.
+        inside: the threads, by a number of each, that are in one of these regions.
     """
 
-    __slots__ = ("group", "key", "number", "pending", "training")
+    __slots__ = ("group", "inside", "key", "number", "pending", "training")
 
     def __init__(self, number: int, pending: int) -> None:
         self.number = number
@@ -40,6 +41,7 @@ class AmaxGroup:
         self.group: Any = None
         self.pending = pending
         self.training = False
+        self.inside: set[int] = set()
 
     @property
     def reduces(self) -> bool:

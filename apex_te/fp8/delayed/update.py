@@ -7,6 +7,7 @@ computes the new scales of all states by one call for each device and kind of re
 
 from __future__ import annotations
 
+import functools
 import itertools
 import threading
 import traceback
@@ -40,13 +41,16 @@ update_lock = threading.RLock()
 _failures: dict[Recipe, UpdateFailure] = {}  # that no region has raised yet
 
 
-def enter_region(recipe: Any, group: Any, may_update: bool) -> AmaxGroup | None:
+def enter_region(
+    recipe: Any, group: Any, may_update: bool, thread: int | None = None
+) -> AmaxGroup | None:
     """Counts a region that stages amaxes, after an update if ``recipe.interval`` regions passed.
 
     Args:
         recipe: the region's recipe.
         group: the region's ``fp8_group``.
         may_update: True if the region was entered with grad enabled; only then a due update runs.
+        thread: number of the thread, which ``AmaxGroup.inside`` has until the region is left.
 
     Returns:
         The region's amax group; None for a recipe that keeps no state, whose regions do not count.
@@ -60,8 +64,12 @@ def enter_region(recipe: Any, group: Any, may_update: bool) -> AmaxGroup | None:
     with update_lock:
         amax_group = amax_groups.enter(recipe, group)
         if may_update and amax_group.pending >= recipe.interval:
+            if amax_group.inside - {thread}:
+                _warn_of_threads()
             _update(recipe, amax_group)
         _raise_failure(recipe)
+        if thread is not None:
+            amax_group.inside.add(thread)
         # Where none is pending, what was trained before is done.
         amax_group.training = may_update or (amax_group.training and amax_group.pending > 0)
         amax_group.pending += 1
@@ -71,6 +79,17 @@ def enter_region(recipe: Any, group: Any, may_update: bool) -> AmaxGroup | None:
             for module in registry.living():
                 module.follow(key, recipe)
     return amax_group
+
+
+@functools.cache
+def _warn_of_threads() -> None:
+    """Warns once that a thread updates the scales of a region that another thread is in."""
+    warnings.warn(
+        "fp8_autocast: two threads train with delayed scaling at once, which updates the scales of "
+        "all models of the process: each disturbs the other's steps. Train them in processes of "
+        "their own, or with a recipe without state, such as CurrentScaling",
+        stacklevel=4,
+    )
 
 
 def leave_calibration(recipe: Any, amax_group: AmaxGroup) -> None:
