@@ -136,9 +136,7 @@ void launch_loop(const Params& p, cudaStream_t stream) {
   const int64_t wanted = p.grad ? p.cols / kVec * kVecBytes : 0;
   const int64_t allowed = device_attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin) - kReserved;
   const int kept = static_cast<int>(min(wanted, allowed)) / kVecBytes;
-  check_cuda(cudaFuncSetAttribute(reinterpret_cast<const void*>(kernel),
-                                  cudaFuncAttributeMaxDynamicSharedMemorySize, kept * kVecBytes),
-             "cudaFuncSetAttribute");
+  allow_shared(reinterpret_cast<const void*>(kernel));
   kernel<<<static_cast<unsigned>(p.rows), kThreads, kept * kVecBytes, stream>>>(p, kept);
 }
 

@@ -263,8 +263,7 @@ bool launch_ring(const Params& p, cudaStream_t stream) {
   const int slots = (most - static_cast<int>(sizeof(RingShared))) / kChunkBytes;
   const Ring ring{min(kMaxSlots, slots), min(kMaxSlots, slots) - 1};
   const int bytes = ring.slots * kChunkBytes, threads = kRingThreads + 32;
-  check_cuda(cudaFuncSetAttribute(address, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes),
-             "cudaFuncSetAttribute");
+  allow_shared(address);
   const int64_t at_once = clusters_at_once(address, threads, split, bytes);
   launch_cluster(kernel, min(p.rows, at_once) * split, threads, split, bytes, stream, p, ring);
   return true;

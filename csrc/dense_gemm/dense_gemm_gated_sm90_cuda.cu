@@ -18,14 +18,13 @@ void launch_bwd(const Launch& at, const GatedProduct& product) {
   constexpr size_t kBytesShared =
       V::kStages * V::kStageBytes + kExchangeBytes<V> + sizeof(Control<V::kStages>);
   static_assert(kBytesShared <= kSharedLimit, "what a block may have on sm_90");
-  static std::atomic<uint64_t> allowed{0};
   Params p;
   p.g = product.g;
   p.gated = product.gated;
   describe(&p.added, kBFloat16s, p.gated.hidden, p.g.m, 2 * p.g.n, kTileM, V::kColumns);
   prepare<V>(&p);
   launch_tiles<V>(at, gated_gradient_kernel<V, A, E4M3, Activation::kSilu>, kConsumers + 256,
-                  kBytesShared, &allowed, p);
+                  kBytesShared, p);
 }
 
 }  // namespace

@@ -4,7 +4,6 @@
 #pragma once
 
 #include <algorithm>
-#include <atomic>
 
 #include "dense_gemm/dense_gemm_sums.h"
 
@@ -68,17 +67,6 @@ __global__ void __launch_bounds__(kThreads, 1)
 #endif
 }
 
-// Allows the kernel its shared memory, once for each device.
-template <typename Kernel>
-void allow_shared(Kernel kernel, size_t bytes, int device, std::atomic<uint64_t>* allowed) {
-  const uint64_t bit = device < 64 ? uint64_t{1} << device : 0;
-  if (allowed->load(std::memory_order_relaxed) & bit) return;
-  check_cuda(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                  static_cast<int>(bytes)),
-             "cudaFuncSetAttribute");
-  allowed->fetch_or(bit, std::memory_order_relaxed);
-}
-
 struct Launch {
   int device;
   int64_t multiprocessors;
@@ -110,9 +98,8 @@ void prepare(Params* p) {
 
 // Launches a kernel for prepared params.
 template <typename V, typename Kernel>
-void launch_tiles(const Launch& at, Kernel kernel, int threads, size_t bytes,
-                  std::atomic<uint64_t>* allowed, const Params& p) {
-  allow_shared(kernel, bytes, at.device, allowed);
+void launch_tiles(const Launch& at, Kernel kernel, int threads, size_t bytes, const Params& p) {
+  allow_shared(reinterpret_cast<const void*>(kernel));
   launch_cluster(kernel, std::min<int64_t>(p.order.turns, at.multiprocessors / 2) * 2, threads, 2,
                  bytes, at.stream, p);
 }
@@ -121,9 +108,8 @@ void launch_tiles(const Launch& at, Kernel kernel, int threads, size_t bytes,
 template <typename V, typename A, typename B, template <typename> class Epilogue>
 void launch_product(const Launch& at, Params p) {
   static_assert(kSharedBytes<V> <= kSharedLimit, "what a block may have on sm_90");
-  static std::atomic<uint64_t> allowed{0};
   prepare<V>(&p);
-  launch_tiles<V>(at, dense_gemm_kernel<V, A, B, Epilogue>, kThreads, kSharedBytes<V>, &allowed, p);
+  launch_tiles<V>(at, dense_gemm_kernel<V, A, B, Epilogue>, kThreads, kSharedBytes<V>, p);
 }
 
 // Where a product of these extents is launched; fails unless there is a kernel for it.

@@ -102,9 +102,7 @@ __global__ void __launch_bounds__(kThreads, 1)
 template <typename A, typename B, bool kSplit>
 void launch(const Params& p, int64_t clusters, cudaStream_t stream) {
   const auto kernel = grouped_gemm_kernel<A, B, kSplit>;
-  check_cuda(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                  static_cast<int>(kSharedBytes)),
-             "cudaFuncSetAttribute");
+  allow_shared(reinterpret_cast<const void*>(kernel));
   launch_cluster(kernel, clusters * 2, kThreads, 2, kSharedBytes, stream, p);
 }
 

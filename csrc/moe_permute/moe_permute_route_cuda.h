@@ -293,10 +293,7 @@ inline void launch_route(const Routing& p, cudaStream_t stream) {
   const size_t all =
       counted + sizeof(uint32_t) * 4 * p.num_experts + sizeof(uint64_t) * kSumPartials;
   if (all > 48 * 1024)  // more has to be asked for
-    check_cuda(
-        cudaFuncSetAttribute(reinterpret_cast<const void*>(moe_assign_kernel),
-                             cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(all)),
-        "moe_permute");
+    allow_shared(reinterpret_cast<const void*>(moe_assign_kernel));
   if (p.tiles <= 1) {  // and without tokens the summary is still to be written
     moe_assign_kernel<<<1, threads, all, stream>>>(p);
   } else {

@@ -224,9 +224,7 @@ void launch_order(const Params& p, cudaStream_t stream) {
   };
   add(0, p.rowwise ? p.rowwise_scale : nullptr, p.rows / kTileSide * kTileSide, mx_blocks(p.cols));
   add(1, p.columnwise ? p.columnwise_scale : nullptr, p.cols, mx_blocks(p.rows));
-  check_cuda(cudaFuncSetAttribute(reinterpret_cast<const void*>(order_scales_kernel),
-                                  cudaFuncAttributeMaxDynamicSharedMemorySize, bytes),
-             "cudaFuncSetAttribute");
+  allow_shared(reinterpret_cast<const void*>(order_scales_kernel));
   launch_dependent_shared(order_scales_kernel, order.blocks[0] + order.blocks[1], kOrderThreads,
                           bytes, stream, order);
 }

@@ -499,7 +499,13 @@ inline int32_t run(ApexTeCall* call, Args& args, uint32_t written, const char* i
     body(args);
     return kApexTeOk;
   } catch (const OpError& error) {
-    return report(call, error.kind, error.text);
+    // What fails in CUDA names a function of CUDA's.
+    const size_t length = strlen(name);
+    const bool is_named = error.kind != kApexTeRuntimeError || !strncmp(error.text, name, length);
+    if (is_named) return report(call, error.kind, error.text);
+    char text[sizeof(error.text) + 64];
+    snprintf(text, sizeof(text), "%s: %s", name, error.text);
+    return report(call, error.kind, text);
   } catch (const OutOfMemory& error) {
     char text[160];
     snprintf(text, sizeof(text), "%s: cannot allocate %lld bytes of scratch memory", name,

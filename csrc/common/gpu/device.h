@@ -2,6 +2,9 @@
 #pragma once
 
 #include <cstdint>
+#include <mutex>
+#include <set>
+#include <utility>
 
 #include "common/abi/op.h"
 #include "common/gpu/compat.h"
@@ -54,6 +57,25 @@ inline int device_attribute(cudaDeviceAttr attribute) {
   check_cuda(cudaGetDevice(&device), "cudaGetDevice");
   check_cuda(cudaDeviceGetAttribute(&value, attribute, device), "cudaDeviceGetAttribute");
   return value;
+}
+
+// Allows a kernel all the dynamic shared memory that a block of the current device may have, once
+// for each device: what one launch asks for would be taken from another thread's launch that needs
+// more.
+inline void allow_shared(const void* kernel) {
+  static std::mutex mutex;
+  static std::set<std::pair<const void*, int>> allowed;
+  std::pair<const void*, int> key{kernel, 0};
+  check_cuda(cudaGetDevice(&key.second), "cudaGetDevice");
+  const std::lock_guard<std::mutex> lock(mutex);
+  if (allowed.count(key)) return;
+  cudaFuncAttributes attributes;
+  check_cuda(cudaFuncGetAttributes(&attributes, kernel), "cudaFuncGetAttributes");
+  const int most = device_attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin);
+  const int own = static_cast<int>(attributes.sharedSizeBytes);
+  check_cuda(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, most - own),
+             "cudaFuncSetAttribute");
+  allowed.insert(key);
 }
 
 inline bool is_aligned(const void* pointer, size_t bytes) {

@@ -182,15 +182,12 @@ bool plan_norm_bwd(const NormBwd& p, int device, BwdPlan* plan) {
 
 // The one-pass kernel; returns how many lines of weight gradients it leaves.
 template <typename T, bool kLayerNorm>
-int64_t launch_norm_bwd_plan(const NormBwd& p, const BwdPlan& plan, const char* op, int device,
+int64_t launch_norm_bwd_plan(const NormBwd& p, const BwdPlan& plan, int device,
                              cudaStream_t stream) {
   const auto kernel = plan.ranks == 1 ? norm_bwd_kernel<T, kLayerNorm, false>
                                       : norm_bwd_kernel<T, kLayerNorm, true>;
   const int threads = plan.shape.threads * plan.shape.slots;
-  check_cuda(cudaFuncSetAttribute(reinterpret_cast<const void*>(kernel),
-                                  cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                  static_cast<int>(plan.shared_bytes)),
-             op);
+  allow_shared(reinterpret_cast<const void*>(kernel));
   // More clusters than can run at once would be a second, nearly empty round.
   const int64_t at_once =
       max_active_clusters(reinterpret_cast<const void*>(kernel), threads,
@@ -210,7 +207,7 @@ void launch_norm_bwd_type(const NormBwd& p, const char* op, int device, cudaStre
   if constexpr (kHasCountedBarriers) {
     BwdPlan plan;
     planned = p.rows && plan_norm_bwd<T, kLayerNorm>(p, device, &plan);
-    if (planned) lines = launch_norm_bwd_plan<T, kLayerNorm>(p, plan, op, device, stream);
+    if (planned) lines = launch_norm_bwd_plan<T, kLayerNorm>(p, plan, device, stream);
   }
   if (!planned && p.rows && p.cols) {
     bool aligned = p.cols % kVec == 0;

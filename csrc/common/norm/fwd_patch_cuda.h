@@ -392,9 +392,7 @@ void launch_norm_patches(const NormFwd& p, int device, cudaStream_t stream) {
       static_cast<size_t>(PatchMemory < T, kLayerNorm, kResidual ? 2 : 1 > ::bytes(p, warps));
   const auto kernel = norm_patch_kernel<T, kLayerNorm, kResidual>;
   const void* address = reinterpret_cast<const void*>(kernel);
-  check_cuda(cudaFuncSetAttribute(address, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                  static_cast<int>(bytes)),
-             "cudaFuncSetAttribute");
+  allow_shared(address);
   const int threads = static_cast<int>(warps * 32);
   const int64_t blocks = std::min((p.rows + kPatchTileRows - 1) / kPatchTileRows,
                                   max_active_clusters(address, threads, 1, bytes, device));

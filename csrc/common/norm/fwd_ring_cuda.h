@@ -493,9 +493,7 @@ void launch_norm_ring(const NormFwd& p, const RingPlan& plan, int device, cudaSt
   const auto kernel =
       p.columnwise ? norm_ring_kernel<T, kLayerNorm, true> : norm_ring_kernel<T, kLayerNorm, false>;
   const void* address = reinterpret_cast<const void*>(kernel);
-  check_cuda(cudaFuncSetAttribute(address, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                  static_cast<int>(plan.shared_bytes)),
-             "cudaFuncSetAttribute");
+  allow_shared(address);
   const int64_t tile_rows = p.columnwise ? plan.shape.tile_rows : kRingWarps / plan.shape.warps;
   const int64_t rows = p.columnwise ? p.ld : p.rows;
   const int64_t lines = std::min(
