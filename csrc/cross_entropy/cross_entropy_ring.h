@@ -237,7 +237,7 @@ __global__ void __launch_bounds__(kRingThreads + 32)
 }
 
 // Blocks of a cluster for rows of `bytes` that are read twice. The kernel as it is on this device
-// may know no clusters.
+// may not support clusters.
 inline int ring_split(const void* kernel, int64_t bytes) {
   cudaFuncAttributes attributes;
   check_cuda(cudaFuncGetAttributes(&attributes, kernel), "cudaFuncGetAttributes");
@@ -257,14 +257,18 @@ bool launch_ring(const Params& p, cudaStream_t stream) {
   const auto kernel = cross_entropy_fwd_ring_kernel<T>;
   const auto* address = reinterpret_cast<const void*>(kernel);
   const int64_t row_bytes = p.cols * static_cast<int64_t>(sizeof(T));
-  const int split = p.grad ? ring_split(address, row_bytes) : 1;
-  if (p.grad && row_bytes > split * int64_t{kLongestPartBytes}) return false;
+  int split = p.grad ? ring_split(address, row_bytes) : 1;
   const int most = device_attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin);
   const int slots = (most - static_cast<int>(sizeof(RingShared))) / kChunkBytes;
   const Ring ring{min(kMaxSlots, slots), min(kMaxSlots, slots) - 1};
   const int bytes = ring.slots * kChunkBytes, threads = kRingThreads + 32;
   allow_shared(address);
-  const int64_t at_once = clusters_at_once(address, threads, split, bytes);
+  int64_t at_once = clusters_at_once(address, threads, split, bytes);
+  while (at_once == 0 && split > 1) {
+    split /= 2;
+    at_once = clusters_at_once(address, threads, split, bytes);
+  }
+  if (p.grad && row_bytes > split * int64_t{kLongestPartBytes}) return false;
   launch_cluster(kernel, min(p.rows, at_once) * split, threads, split, bytes, stream, p, ring);
   return true;
 #endif

@@ -106,8 +106,9 @@ void launch_cluster(void (*kernel)(Params...), int64_t blocks, int threads, int 
 }
 
 #if !defined(__HIP_PLATFORM_AMD__)
-// Clusters that the device runs at once; of single blocks, one for each multiprocessor. A kernel
-// with clusters of more than 8 blocks must allow them before.
+// Clusters that the device runs at once; of single blocks, one for each multiprocessor. 0 if none
+// fits, as on a slice of a GPU (MIG). A kernel with clusters of more than 8 blocks must allow them
+// before.
 inline int64_t clusters_at_once(const void* kernel, int threads, int cluster, size_t shared_bytes) {
   if (cluster == 1) return device_attribute(cudaDevAttrMultiProcessorCount);
   cudaLaunchConfig_t config = {};
@@ -123,7 +124,7 @@ inline int64_t clusters_at_once(const void* kernel, int threads, int cluster, si
   int count = 0;
   check_cuda(cudaOccupancyMaxActiveClusters(&count, kernel, &config),
              "cudaOccupancyMaxActiveClusters");
-  return count > 1 ? count : 1;
+  return count;
 }
 #endif
 

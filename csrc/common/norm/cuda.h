@@ -1,6 +1,8 @@
 // Device code that the forward and backward kernels of the norms share.
 #pragma once
 
+#include <atomic>
+
 #include "common/gpu/async_copy.h"
 #include "common/gpu/cluster.h"
 #include "common/gpu/vec.h"
@@ -206,8 +208,38 @@ inline int device_attribute(cudaDeviceAttr attribute, int device) {
   return value;
 }
 
-inline bool has_clusters(int device) {
-  return kHasCountedBarriers && device_attribute(cudaDevAttrComputeCapabilityMajor, device) >= 9;
+#if !defined(__HIP_PLATFORM_AMD__)
+static __global__ void __launch_bounds__(1024) cluster_probe_kernel() {}
+
+// Returns true if a cluster of the most blocks that share a row fits on the current device, each
+// block filling a multiprocessor. On a slice of a GPU (MIG) it may not.
+inline bool fits_clusters() {
+  constexpr int kMostBlocks = 16;
+  const auto* kernel = reinterpret_cast<const void*>(cluster_probe_kernel);
+  allow_shared(kernel);
+  check_cuda(cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1),
+             "cudaFuncSetAttribute");
+  const int bytes = device_attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin);
+  return clusters_at_once(kernel, 1024, kMostBlocks, bytes) > 0;
+}
+#endif
+
+// Returns true if blocks of the current device may share a row; asked of each device once.
+inline bool has_clusters([[maybe_unused]] int device) {
+#if defined(__HIP_PLATFORM_AMD__)
+  return false;
+#else
+  if (!kHasCountedBarriers || device_attribute(cudaDevAttrComputeCapabilityMajor, device) < 9)
+    return false;
+  static std::atomic<uint64_t> asked{0}, fits{0};
+  const uint64_t bit = device < 64 ? uint64_t{1} << device : 0;
+  if (asked.load(std::memory_order_acquire) & bit)
+    return fits.load(std::memory_order_relaxed) & bit;
+  const bool found = fits_clusters();
+  if (found) fits.fetch_or(bit, std::memory_order_relaxed);
+  asked.fetch_or(bit, std::memory_order_release);
+  return found;
+#endif
 }
 
 // Clusters of a kernel that the device can run at once.
