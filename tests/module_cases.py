@@ -20,7 +20,9 @@ TOLERANCES = {
 GATES = {
     "geglu": lambda gate: functional.gelu(gate, approximate="tanh"),
     "glu": torch.sigmoid,
+    "qgeglu": lambda gate: gate * torch.sigmoid(1.702 * gate),
     "reglu": torch.relu,
+    "sreglu": lambda gate: torch.relu(gate).square(),
     "swiglu": functional.silu,
 }
 FUNCTIONS = {

@@ -11,7 +11,7 @@ from torch.nn import functional
 from ..ops.op_function import unwrapped
 from ._core import arguments as _arguments
 from ._core.context import without_autograd
-from ._core.fused_casts import ACTIVATIONS, activate, is_gated
+from ._core.fused_casts import activate, activation_of, is_gated
 from ._core.gemm import FP8Call, adds_in_product, cast_to
 from ._core.layer_norm_mlp_function import LayerNormMLPFunction
 from ._core.materialize import initialize, materialize
@@ -35,7 +35,11 @@ class LayerNormMLP(NormedModule):
         bias: learn both biases.
         normalization: ``"LayerNorm"`` or ``"RMSNorm"``.
         activation: ``"gelu"`` (tanh form), ``"qgelu"``, ``"relu"``, ``"srelu"``, ``"silu"``, or
-            gated: ``"geglu"``, ``"glu"``, ``"reglu"``, ``"swiglu"``.
+            gated: ``"geglu"``, ``"glu"``, ``"reglu"``, ``"swiglu"``; gated and without kernels of
+            their own: ``"qgeglu"``, ``"sreglu"``, ``"clamped_swiglu"``.
+        activation_params: of ``"clamped_swiglu"``, ``gate * sigmoid(alpha * gate) * (up +
+            glu_linear_offset)`` of halves clamped to ``limit``: a dict of some of ``limit`` (7.0),
+            ``alpha`` (1.702) and ``glu_linear_offset`` (1.0); None for these.
         init_method, output_layer_init_method: fill FC1's and FC2's weight; default N(0, 0.023).
         zero_centered_gamma, return_layernorm_output: as in ``LayerNormLinear``.
         return_bias: return FC2's bias instead of adding it.
@@ -54,6 +58,9 @@ class LayerNormMLP(NormedModule):
     """
 
     checkpoint = False
+
+    activation_params: dict[str, float] | None = None
+    _function: Any = None  # an activation that no name alone describes
 
     def __init__(
         self,
@@ -83,17 +90,16 @@ class LayerNormMLP(NormedModule):
         device: torch.device | str | int | None = None,
         dtype: torch.dtype | None = None,
         checkpoint: bool = False,
+        activation_params: dict[str, float] | None = None,
     ) -> None:
-        if activation not in ACTIVATIONS:
-            raise ValueError(
-                f"LayerNormMLP: activation must be one of {', '.join(ACTIVATIONS)}, "
-                f"got {activation!r}"
-            )
+        function = activation_of("LayerNormMLP", activation, activation_params)
         wanted = _arguments.params_dtype_of("LayerNormMLP", params_dtype, dtype)
         super().__init__()
         self.hidden_size = hidden_size
         self.ffn_hidden_size = ffn_hidden_size
         self.activation = activation
+        self.activation_params = activation_params
+        self._function = None if isinstance(function, str) else function
         self.use_bias = bool(bias)
         self.return_bias = return_bias
         self.fuse_wgrad_accumulation = fuse_wgrad_accumulation
@@ -121,7 +127,7 @@ class LayerNormMLP(NormedModule):
         ffn = ffn_hidden_size
         if set_parallel_mode:
             ffn = divided("LayerNormMLP", "ffn_hidden_size", ffn, self.tp_size)
-        inner = ffn * (2 if is_gated(activation) else 1)
+        inner = ffn * (2 if is_gated(function) else 1)
         shapes = ((inner, hidden_size), (inner,), (hidden_size, ffn), (hidden_size,))
         for parameter, shape, dim in zip(_LINEAR, shapes, (0, 0, 1, None), strict=True):
             own = self.use_bias or parameter.endswith("weight")
@@ -238,10 +244,11 @@ class LayerNormMLP(NormedModule):
 
     def _activated(self, hidden: torch.Tensor) -> torch.Tensor:
         """Applies the activation in high precision to FC1's output."""
+        function = self._function or self.activation
         programs = self._plain_programs() if hidden.requires_grad else None
         if programs is None:
-            return activate(self.activation, hidden)
-        return PlainActivationFunction.direct(unwrapped(hidden), self.activation, programs)
+            return activate(function, hidden)
+        return PlainActivationFunction.direct(unwrapped(hidden), function, programs)
 
     def _split_modes(self) -> tuple[str | None, ...]:
         return ("column", "row") if self.set_parallel_mode else ()
@@ -275,7 +282,7 @@ class LayerNormMLP(NormedModule):
         tensors = (inp, residual, *self._norm_operands(call.dtype), w1, b1, w2, b2)
         adds = add_residual and adds_in_product(call, 1, inp)
         options = self._norm_options[1 if return_residual and not adds else 0]
-        rest = (options, self.activation, call, adds)
+        rest = (options, self._function or self.activation, call, adds)
         if is_direct:
             return LayerNormMLPFunction.direct(*map(unwrapped, tensors), *rest, known)
         if torch.is_grad_enabled():

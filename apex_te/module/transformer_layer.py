@@ -66,13 +66,14 @@ class _Blocks(NamedTuple):
             **self.shared,
         )
 
-    def make_mlp(self, key: str, ffn_hidden_size: int, activation: str) -> Any:
+    def make_mlp(self, key: str, ffn_hidden_size: int, activation: str, params: Any) -> Any:
         """Makes the MLP with its norm; ``key`` is its name in the layer."""
         return self.classes["mlp"](
             self.hidden_size,
             ffn_hidden_size,
             self.layernorm_epsilon,
             activation=activation,
+            activation_params=params,
             name=self._called(key),
             **self.shared,
         )
@@ -143,7 +144,7 @@ class TransformerLayer(CompositeModule):
         fuse_qkv_params, qkv_weight_interleaved, qk_norm_type, qk_norm_eps, qk_norm_before_rope,
             rotary_pos_interleaved: as in ``MultiheadAttention``.
         bias: linear layers have biases.
-        activation: as in ``LayerNormMLP``.
+        activation, activation_params: as in ``LayerNormMLP``.
         attn_input_format: layout of the hidden states, ``"sbhd"``: [s, b, h], ``"bshd"``: [b, s,
             h], ``"thd"``: [t, h], packed sequences.
         fuse_wgrad_accumulation, params_dtype, device: as in ``Linear``.
@@ -211,6 +212,7 @@ class TransformerLayer(CompositeModule):
         rotary_pos_interleaved: bool = False,
         name: str | None = None,
         device: torch.device | str | int | None = None,
+        activation_params: dict[str, float] | None = None,
     ) -> None:
         is_decoder = layer_type == "decoder"
         post_norm = apply_residual_connection_post_layernorm
@@ -290,7 +292,9 @@ class TransformerLayer(CompositeModule):
                 input_layernorm=True,
                 attention_type="cross",
             )
-        self.layernorm_mlp = config.make_mlp("layernorm_mlp", ffn_hidden_size, activation)
+        self.layernorm_mlp = config.make_mlp(
+            "layernorm_mlp", ffn_hidden_size, activation, activation_params
+        )
         if output_layernorm:
             self.layernorm = config.make_norm(self.sequence_parallel)
         number_layer(self, layer_number)

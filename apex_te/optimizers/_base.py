@@ -118,10 +118,13 @@ class FusedOptimizer(SavingOptimizer):
                 "got a list"
             )
         for param, master in zip(params, given, strict=True):
+            if master is param and not has_master(param):
+                continue  # param.float()
             if (master is not None) != has_master(param):
                 raise ValueError(
                     f"{self._name}: master_weights must have None for plain float32 parameters, "
-                    f"and only for those, got {type(master).__name__} for one of {param.dtype}"
+                    "or the parameter itself, and a tensor for others, got "
+                    f"{type(master).__name__} for one of {param.dtype}"
                 )
             if master is None:
                 continue

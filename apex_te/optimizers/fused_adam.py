@@ -45,8 +45,8 @@ class FusedAdam(FusedOptimizer):
         master_weights: keep a float32 copy of every 16-bit or FP8 parameter, which the step
             updates; the parameter is the copy's rounded value. Copies are made at the first step:
             load a model's weights before it, or load this optimizer's state with them. A list has
-            such a tensor for each parameter in their order, None for plain float32 ones; the step
-            updates these tensors.
+            such a tensor for each parameter in their order, for plain float32 ones None or the
+            parameter; the step updates these tensors.
         master_weight_dtype: torch.float32; or torch.float16, in which master weights are kept
             between steps with a scale for each tensor.
         exp_avg_dtype, exp_avg_sq_dtype: dtype in which the moments are kept between steps:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
+import math
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 import torch
 
@@ -17,8 +19,10 @@ __all__ = [
     "ActivationForward",
     "BaseFusedCast",
     "NormForward",
+    "TorchActivation",
     "activate",
     "activation_gradient",
+    "activation_of",
     "is_gated",
     "norm_backward",
 ]
@@ -33,40 +37,117 @@ PLAIN = {
     "silu": "silu",
     "srelu": "squared_relu",
 }
-ACTIVATIONS = (*sorted((*GATED, *PLAIN)),)
+# Gated activations that PyTorch's ops compute, as no kernel does.
+TORCH = ("clamped_swiglu", "qgeglu", "sreglu")
+ACTIVATIONS = (*sorted((*GATED, *PLAIN, *TORCH)),)
 
 
-def is_gated(name: str) -> bool:
+class TorchActivation(NamedTuple):
+    """Gated activation ``act(gate) * up`` by PyTorch's ops, in float32.
+
+    Attributes:
+        kind: ``"sreglu"``, ``relu(gate) ** 2 * up``; or another of ``TORCH``, ``gate *
+            sigmoid(alpha * gate) * (up + offset)``, in which the gate is at most ``limit``, and
+            ``up`` from ``-limit`` to ``limit``.
+        limit, alpha, offset: the numbers above.
+    """
+
+    kind: str
+    limit: float = math.inf
+    alpha: float = 1.702
+    offset: float = 0.0
+
+    def of(self, x: torch.Tensor) -> torch.Tensor:
+        """Returns the activation of ``x`` [..., 2F], differentiably."""
+        gate, up = x.float().chunk(2, -1)
+        if self.kind == "sreglu":
+            out = gate.relu().square() * up
+        else:
+            if self.limit != math.inf:
+                gate, up = gate.clamp(max=self.limit), up.clamp(-self.limit, self.limit)
+            out = gate * torch.sigmoid(self.alpha * gate) * (up + self.offset)
+        return out.to(x.dtype)
+
+    def gradient(self, dy: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        """Returns the gradient of ``x`` by that of the result."""
+        gate, up = x.float().chunk(2, -1)
+        dy = dy.float()
+        if self.kind == "sreglu":
+            root = gate.relu()
+            d_gate, d_up = 2.0 * root * up * dy, root.square() * dy
+        else:
+            low, middle = gate.clamp(max=self.limit), up.clamp(-self.limit, self.limit)
+            sigmoid = torch.sigmoid(self.alpha * low)
+            slope = sigmoid * (1.0 + self.alpha * low * (1.0 - sigmoid))
+            d_gate = dy * (middle + self.offset) * slope * (gate <= self.limit)
+            d_up = dy * low * sigmoid * (up.abs() <= self.limit)
+        return torch.cat((d_gate, d_up), -1).to(x.dtype)
+
+
+def activation_of(owner: str, name: str, params: Mapping[str, float] | None) -> Any:
+    """Returns an activation as the functions here take it: a name, or a ``TorchActivation``.
+
+    Args:
+        owner: the name of the module in errors.
+        name, params: the arguments ``activation`` and ``activation_params``.
+
+    Raises:
+        ValueError: an unknown activation, or a parameter that it does not have.
+    """
+    if name not in ACTIVATIONS:
+        raise ValueError(
+            f"{owner}: activation must be one of {', '.join(ACTIVATIONS)}, got {name!r}"
+        )
+    # Transformer Engine's names and defaults.
+    known = {"limit": 7.0, "alpha": 1.702, "glu_linear_offset": 1.0}
+    given = dict(params or {})
+    if given and (name != "clamped_swiglu" or not known.keys() >= given.keys()):
+        raise ValueError(
+            f"{owner}: activation_params must be None, or for 'clamped_swiglu' have keys of "
+            f"{', '.join(known)}, got {sorted(given)} with {name!r}"
+        )
+    if name not in TORCH:
+        return name
+    if name != "clamped_swiglu":
+        return TorchActivation(name)
+    return TorchActivation(name, *map(float, (known | given).values()))
+
+
+def is_gated(name: Any) -> bool:
     """Returns True if the activation is ``act(gate) * up`` of the two halves of its input."""
-    return name in GATED
+    return name in GATED or name in TORCH or isinstance(name, TorchActivation)
 
 
-def activate(name: str, x: torch.Tensor) -> torch.Tensor:
+def activate(name: Any, x: torch.Tensor) -> torch.Tensor:
     """Applies an activation, differentiably.
 
     Args:
-        name: one of ``ACTIVATIONS``.
+        name: what ``activation_of`` has returned.
         x: ``[..., F]``, or ``[..., 2F]`` for a gated activation.
 
     Returns:
         ``[..., F]`` in the dtype of ``x``.
     """
+    if isinstance(name, TorchActivation):
+        return name.of(x)
     if name in GATED:
         return swiglu.swiglu(x, activation=GATED[name])
     return activation.activation(x, PLAIN[name])
 
 
-def activation_gradient(name: str, dy: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+def activation_gradient(name: Any, dy: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
     """Computes the gradient of an activation's input, as backward of ``activate`` does.
 
     Args:
-        name: one of ``ACTIVATIONS``.
+        name: what ``activation_of`` has returned.
         dy: gradient of the result ``[..., F]``.
         x: the activation's input ``[..., F]``, or ``[..., 2F]`` for a gated activation.
 
     Returns:
         The gradient in the shape and dtype of ``x``.
     """
+    if isinstance(name, TorchActivation):
+        return name.gradient(dy, x)
     if name in GATED:
         return swiglu.swiglu_bwd(dy, x, activation=GATED[name]).input
     return activation.activation_bwd(dy, x, PLAIN[name])
@@ -228,19 +309,22 @@ class ActivationForward(BaseFusedCast):
     """Activation of ``x`` as a fused cast.
 
     Args:
-        name: one of ``ACTIVATIONS``.
+        name: what ``activation_of`` has returned.
         x: ``[rows, F]``, or ``[rows, 2F]`` for a gated activation.
     """
 
-    __slots__ = ("can_fuse_blocks", "name")
+    __slots__ = ("can_fuse", "can_fuse_blocks", "name")
 
-    def __init__(self, name: str, x: torch.Tensor) -> None:
+    def __init__(self, name: Any, x: torch.Tensor) -> None:
         super().__init__(x)
         self.name = name
+        self.can_fuse = not isinstance(name, TorchActivation)
         self.can_fuse_blocks = name in GATED
 
     def plain(self) -> torch.Tensor:
         """Returns the activation ``[rows, F]`` in the dtype of ``x``, without a cast to FP8."""
+        if isinstance(self.name, TorchActivation):
+            return self.name.of(self.x)
         if self.name in GATED:
             return swiglu.swiglu_fwd(self.x, activation=GATED[self.name])
         return activation.activation_fwd(self.x, PLAIN[self.name])
@@ -279,7 +363,7 @@ class ActivationBackward(BaseFusedCast):
     """Gradient of an activation's input, as a fused cast.
 
     Args:
-        name: one of ``ACTIVATIONS``.
+        name: what ``activation_of`` has returned.
         dy: gradient of the activation's result ``[rows, F]``.
         x: the activation's input ``[rows, F]``, or ``[rows, 2F]`` for a gated activation.
         with_dbias: sum the columns of the result into ``dbias``.
@@ -287,12 +371,13 @@ class ActivationBackward(BaseFusedCast):
 
     __slots__ = ("can_fuse", "can_fuse_blocks", "dy", "name")
 
-    def __init__(self, name: str, dy: torch.Tensor, x: torch.Tensor, with_dbias: bool) -> None:
+    def __init__(self, name: Any, dy: torch.Tensor, x: torch.Tensor, with_dbias: bool) -> None:
         super().__init__(x, with_dbias)
         self.name = name
         self.dy = dy
         # The kernels of the other activations have no column sums.
-        self.can_fuse = name in GATED or name == "gelu" or not with_dbias
+        is_own = not isinstance(name, TorchActivation)
+        self.can_fuse = is_own and (name in GATED or name == "gelu" or not with_dbias)
         self.can_fuse_blocks = name in GATED and not with_dbias
 
     def plain(self) -> torch.Tensor:
@@ -301,6 +386,8 @@ class ActivationBackward(BaseFusedCast):
         Sets ``dbias`` if the op computes column sums and they are wanted.
         """
         grads: Any
+        if isinstance(self.name, TorchActivation):
+            return self.name.gradient(self.dy, self.x)
         if self.name in GATED:
             gate = GATED[self.name]
             grads = swiglu.swiglu_bwd(self.dy, self.x, activation=gate, with_dbias=self.with_dbias)

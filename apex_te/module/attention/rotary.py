@@ -110,7 +110,8 @@ def apply_rotary_pos_emb(
         freqs: angles [positions, 1, 1, c] with c up to d, float32, float16 or bfloat16, without
             gradient.
         tensor_format: ``"sbhd"``, ``"bshd"`` or ``"thd"``, which says what the dimensions are.
-        start_positions: int32 or int64 [b], the position of each sequence's first token.
+        start_positions: int32 or int64 [b], the position of each sequence's first token, on all
+            ranks together.
         interleaved: a pair is elements (2i, 2i + 1), and not (i, i + c / 2).
         fused: without effect: one kernel always rotates, computing in float32.
         cu_seqlens: for thd, where sequences begin and end, int32 [b + 1], on all ranks together.
@@ -125,8 +126,20 @@ def apply_rotary_pos_emb(
     owner = "apply_rotary_pos_emb"
     options = _options(owner, t, tensor_format, start_positions, cu_seqlens, cp_size)
     if cp_size > 1 and cu_seqlens is not None and tensor_format == "thd":
-        table = freqs.index_select(0, _own_positions(t.shape[0], cu_seqlens, cp_size, cp_rank))
+        place = _own_positions(t.shape[0], cu_seqlens, cp_size, cp_rank, start_positions)
+        table = freqs.index_select(0, place.clamp(max=freqs.shape[0] - 1))
+        if start_positions is not None:  # NaN outside of the table, as rope gives
+            shape = (-1, *(1,) * (table.dim() - 1))
+            table = table.masked_fill((place >= freqs.shape[0]).view(shape), float("nan"))
         return rope(t[:, None], table, interleaved=interleaved)[:, 0]
+    if cp_size > 1 and start_positions is not None:
+        time = tensor_format.index("s")
+        parts = _own_chunks(owner, t, time, cp_size, cp_rank)
+        found = [
+            rope(part, freqs, interleaved=interleaved, start=start, **options)
+            for start, part in parts
+        ]
+        return torch.cat(found, time)
     freqs = _own_angles(owner, freqs, t, tensor_format, cp_size, cp_rank)
     return rope(t, freqs, interleaved=interleaved, **options)
 
@@ -175,13 +188,23 @@ def apply_fused_qkv_rotary_pos_emb(
             f"an equal value head in qkv's last dimension, got {list(sizes)} for "
             f"{list(qkv.shape)} in {tensor_format!r}"
         )
+    layout = HeadLayout(tensor_format, sizes[0] // sizes[1], qkv.shape[-2], sizes[1], True)
+    if cp_size > 1 and start_positions is not None:
+        time = tensor_format.index("s")
+        rotation: Any = rotation_of(owner, (q_freqs, k_freqs), interleaved, 0, None)
+        rotation = rotation._replace(starts=start_positions)
+        found = [
+            split_heads(part.flatten(-2), layout, rotation._replace(start=start))
+            for start, part in _own_chunks(owner, qkv, time, cp_size, cp_rank)
+        ]
+        queries, keys, values = (torch.cat(parts, time) for parts in zip(*found, strict=True))
+        return queries, keys, values
     angles = tuple(
         _own_angles(owner, each, qkv, tensor_format, cp_size, cp_rank)
         for each in (q_freqs, k_freqs)
     )
-    rotation: Any = rotation_of(owner, angles, interleaved, 0, cu_seqlens)
+    rotation = rotation_of(owner, angles, interleaved, 0, cu_seqlens)
     rotation = rotation._replace(starts=options["starts"])
-    layout = HeadLayout(tensor_format, sizes[0] // sizes[1], qkv.shape[-2], sizes[1], True)
     queries, keys, values = split_heads(qkv.flatten(-2), layout, rotation)
     return queries, keys, values
 
@@ -212,8 +235,6 @@ def _options(
                     f"{owner}: cu_seqlens must ascend from 0 or more to at most the "
                     f"{t.shape[0] * cp_size} tokens, got {bounds}"
                 )
-    if cp_size > 1 and start_positions is not None:
-        raise ValueError(f"{owner}: start_positions must be None with cp_size above 1, got some")
     return {
         "layout": tensor_format,
         "starts": start_positions,
@@ -249,7 +270,39 @@ def _own_angles(
     return torch.cat((chunks[rank], chunks[2 * cp_size - 1 - rank]))
 
 
-def _own_positions(tokens: int, cu_seqlens: torch.Tensor, cp_size: int, rank: int) -> torch.Tensor:
+def _own_chunks(
+    owner: str, t: torch.Tensor, time: int, cp_size: int, rank: int
+) -> list[tuple[int, torch.Tensor]]:
+    """Returns the rank's two chunks of each sequence, each after its distance from the first token.
+
+    Args:
+        owner: the name of the function in errors.
+        t: this rank's part of the tensor to rotate.
+        time: its dimension of tokens.
+        cp_size: the number of ranks that each sequence is split over.
+        rank: the number of this rank.
+
+    Raises:
+        ValueError: the rank does not have two equal chunks.
+    """
+    tokens = t.shape[time]
+    if tokens % 2 or not 0 <= rank < cp_size:
+        raise ValueError(
+            f"{owner}: t must have two equal chunks of each of cp_size = {cp_size} ranks, got "
+            f"{tokens} tokens and cp_rank {rank}"
+        )
+    early, late = t.chunk(2, time)
+    size = tokens // 2
+    return [(rank * size, early), ((2 * cp_size - 1 - rank) * size, late)]
+
+
+def _own_positions(
+    tokens: int,
+    cu_seqlens: torch.Tensor,
+    cp_size: int,
+    rank: int,
+    start_positions: torch.Tensor | None = None,
+) -> torch.Tensor:
     """Returns the positions [tokens] of the packed tokens that a rank has, int64.
 
     Args:
@@ -257,6 +310,7 @@ def _own_positions(tokens: int, cu_seqlens: torch.Tensor, cp_size: int, rank: in
         cu_seqlens: where sequences begin and end, on all ranks together.
         cp_size: the number of ranks that each sequence is split over.
         rank: the number of this rank.
+        start_positions: the position of each sequence's first token; None for 0.
     """
     starts = cu_seqlens // cp_size
     token = torch.arange(tokens, dtype=starts.dtype, device=starts.device)
@@ -264,4 +318,5 @@ def _own_positions(tokens: int, cu_seqlens: torch.Tensor, cp_size: int, rank: in
     offset, length = token - starts[own], (starts[own + 1] - starts[own]) * cp_size
     chunk = length // (2 * cp_size)
     late = length - (rank + 1) * chunk + offset - chunk
-    return torch.where(offset < chunk, rank * chunk + offset, late).clamp(min=0).long()
+    place = torch.where(offset < chunk, rank * chunk + offset, late).clamp(min=0).long()
+    return place if start_positions is None else place + start_positions[own]

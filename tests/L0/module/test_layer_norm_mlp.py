@@ -3,7 +3,15 @@
 import pytest
 import torch
 from checks import DTYPES
-from module_cases import ACTIVATIONS, GATES, RECIPES, SCHEMES, check_against_torch, check_floors
+from module_cases import (
+    ACTIVATIONS,
+    GATES,
+    RECIPES,
+    SCHEMES,
+    check_against_torch,
+    check_floors,
+    sqnr,
+)
 from normed_module_cases import NormedModuleCases
 from normed_module_uses import NormedModuleUses
 
@@ -28,7 +36,7 @@ class TestLayerNormMLP(NormedModuleCases, NormedModuleUses):
     def test_activations_in_fp8(self, device, activation, recipe):
         module = self.make(device, features=64, activation=activation)
         # Their derivative jumps where the noise turns a sign.
-        backward = 12.0 if activation in ("relu", "reglu") else 17.0
+        backward = 12.0 if activation in ("relu", "reglu", "sreglu") else 17.0
         x = self.x(2, 16, 64, device=device)
         check_floors(module, x, RECIPES[recipe], forward=self.floor, backward=backward)
 
@@ -47,6 +55,49 @@ class TestLayerNormMLP(NormedModuleCases, NormedModuleUses):
             found.append(module.fc1_bias.grad)
         assert found[1] is not None
         torch.testing.assert_close(*found, rtol=1e-5, atol=1e-6)
+
+    @pytest.mark.parametrize(
+        ("recipe", "params"),
+        [
+            *[(recipe, None) for recipe in (None, *SCHEMES)],
+            # Not in FP8: the derivative jumps where the noise passes a limit.
+            (None, {"limit": 0.5}),
+            (None, {"alpha": 2.0, "limit": 0.3, "glu_linear_offset": 0.0}),
+        ],
+    )
+    def test_clamped_swiglu(self, device, recipe, params):
+        """``gate * sigmoid(alpha * gate) * (up + offset)`` of halves that are clamped."""
+        module = self.make(
+            device, features=64, activation="clamped_swiglu", activation_params=params
+        )
+        given = {"limit": 7.0, "alpha": 1.702, "glu_linear_offset": 1.0, **(params or {})}
+        x = self.x(4, 16, 64, device=device).requires_grad_()
+        with fp8_autocast(recipe is not None, RECIPES[recipe] if recipe else None):
+            out = module(x)
+        dy = torch.randn_like(out)
+        found = [out, *torch.autograd.grad(out, [x, *module.parameters()], dy)]
+        norm = torch.nn.functional.layer_norm(
+            x, (64,), module.layer_norm_weight, module.layer_norm_bias, module.eps
+        )
+        hidden = torch.nn.functional.linear(norm, module.fc1_weight, module.fc1_bias)
+        gate, up = hidden.chunk(2, -1)
+        gate, up = gate.clamp(max=given["limit"]), up.clamp(-given["limit"], given["limit"])
+        hidden = gate * torch.sigmoid(given["alpha"] * gate) * (up + given["glu_linear_offset"])
+        out = torch.nn.functional.linear(hidden, module.fc2_weight, module.fc2_bias)
+        expected = [out, *torch.autograd.grad(out, [x, *module.parameters()], dy)]
+        for got, want in zip(found, expected, strict=True):
+            if recipe is None:
+                torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
+            else:
+                assert sqnr(want, got) > 17.0
+
+    def test_activation_params_are_checked(self):
+        for kwargs in (
+            {"activation": "swiglu", "activation_params": {"limit": 7.0}},
+            {"activation": "clamped_swiglu", "activation_params": {"limits": 7.0}},
+        ):
+            with pytest.raises(ValueError, match="activation_params must be None, or for 'clamped"):
+                LayerNormMLP(16, 16, **kwargs)
 
     @pytest.mark.parametrize("activation", ACTIVATIONS)
     def test_shapes(self, activation):

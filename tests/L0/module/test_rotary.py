@@ -171,8 +171,8 @@ def test_arguments_are_checked() -> None:
         apply(x, freqs, "bhsd")
     with pytest.raises(ValueError, match="cu_seqlens must be given with tensor_format 'thd'"):
         apply(x[0], freqs, "thd")
-    with pytest.raises(ValueError, match="start_positions must be None with cp_size above 1"):
-        apply(x, freqs, start_positions=torch.zeros(2, dtype=torch.int32), cp_size=2)
+    with pytest.raises(ValueError, match="t must have two equal chunks of each of cp_size = 2 ran"):
+        apply(x[:3], freqs, start_positions=torch.zeros(2, dtype=torch.int32), cp_size=2)
     with pytest.raises(ValueError, match="freqs must have 8 positions"):
         apply(x, freqs, cp_size=2)
     with pytest.raises(ValueError, match="must be even and at least 2, got 3"):
@@ -194,3 +194,42 @@ def test_sequences_that_do_not_fit_the_tokens_are_refused(bounds, cp_size):
             apply_fused_qkv_rotary_pos_emb(
                 torch.ones(6, 2, 12), freqs, freqs, (4, 4, 4), "thd", cu_seqlens=cu
             )
+
+
+def part_of(x: torch.Tensor, rank: int, ranks: int) -> torch.Tensor:
+    """The two chunks of dimension 1 that a rank has."""
+    chunks = x.chunk(2 * ranks, 1)
+    return torch.cat((chunks[rank], chunks[2 * ranks - 1 - rank]), 1)
+
+
+@pytest.mark.parametrize("layout", ["sbhd", "bshd", "thd"])
+@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("fused_qkv", [False, True])
+def test_start_positions_of_a_rank_s_chunks(layout: str, ranks: int, fused_qkv: bool) -> None:
+    """A rank's two chunks rotate as they do in whole sequences that start elsewhere."""
+    if fused_qkv and layout == "thd":
+        pytest.skip("refused for every cp_size above 1")
+    torch.manual_seed(0)
+    size, starts = 4 * ranks, torch.tensor([3, 0, 7], dtype=torch.int32)
+    freqs = apex_te.RotaryPositionEmbedding(8)(size + 8)
+    x = torch.randn(3, size, 2, 24 if fused_qkv else 8)
+    options = {"start_positions": starts, "tensor_format": layout}
+
+    def rotated(x: torch.Tensor, **more) -> list[torch.Tensor]:
+        if fused_qkv:
+            sizes = [8, 8, 8]
+            return list(apply_fused_qkv_rotary_pos_emb(x, freqs, freqs, sizes, **options, **more))
+        return [apex_te.apply_rotary_pos_emb(x, freqs, **options, **more)]
+
+    def laid(x: torch.Tensor) -> torch.Tensor:
+        return {"bshd": x, "sbhd": x.transpose(0, 1), "thd": x.flatten(0, 1)}[layout]
+
+    packed = {}
+    if layout == "thd":
+        packed["cu_seqlens"] = torch.arange(4, dtype=torch.int32) * size
+    whole = rotated(laid(x), **packed)
+    whole = [w.unflatten(0, (3, -1)) if layout == "thd" else laid(w) for w in whole]
+    for rank in range(ranks):
+        own = rotated(laid(part_of(x, rank, ranks)), cp_size=ranks, cp_rank=rank, **packed)
+        for got, want in zip(own, whole, strict=True):
+            assert torch.equal(got, laid(part_of(want, rank, ranks)))

@@ -27,7 +27,8 @@ from .attention import (
     MultiheadAttention,
     RotaryPositionEmbedding,
 )
-from .cpu_offload import get_cpu_offload_context, mark_not_offload
+from .constants import DType
+from .cpu_offload import ManualOffloadSynchronizer, get_cpu_offload_context, mark_not_offload
 from .cross_entropy import parallel_cross_entropy
 from .distributed import CudaRNGStatesTracker, checkpoint
 from .export import onnx_export
@@ -64,29 +65,48 @@ from .quantization import (
     is_nvfp4_available,
     quantized_model_init,
 )
-from .quantized_tensor import QuantizedTensor, QuantizedTensorStorage, Quantizer
+from .quantized_tensor import (
+    QuantizedTensor,
+    QuantizedTensorStorage,
+    Quantizer,
+    prepare_for_saving,
+    restore_from_saved,
+)
 from .tensor import (
     Float8BlockQuantizer,
     Float8BlockwiseQTensor,
+    Float8BlockwiseQTensorStorage,
     Float8CurrentScalingQuantizer,
     Float8Quantizer,
     Float8Tensor,
+    Float8TensorStorage,
     MXFP8Quantizer,
     MXFP8Tensor,
+    MXFP8TensorStorage,
     NVFP4Quantizer,
     NVFP4Tensor,
+    NVFP4TensorStorage,
 )
 from .transformer import TransformerLayer
-from .utils import get_device_compute_capability, is_bf16_available
+from .utils import (
+    deinterleave_glu_tensor,
+    get_cudnn_version,
+    get_device_compute_capability,
+    interleave_glu_tensor,
+    is_bf16_available,
+)
 
 __all__ = [
     "CudaRNGStatesTracker",
+    "DType",
     "DotProductAttention",
     "Float8BlockQuantizer",
     "Float8BlockwiseQTensor",
+    "Float8BlockwiseQTensorStorage",
     "Float8CurrentScalingQuantizer",
     "Float8Quantizer",
     "Float8Tensor",
+    "Float8TensorStorage",
     "Fp8Padding",
     "Fp8Unpadding",
     "GroupedLinear",
@@ -97,9 +117,12 @@ __all__ = [
     "Linear",
     "MXFP8Quantizer",
     "MXFP8Tensor",
+    "MXFP8TensorStorage",
+    "ManualOffloadSynchronizer",
     "MultiheadAttention",
     "NVFP4Quantizer",
     "NVFP4Tensor",
+    "NVFP4TensorStorage",
     "QuantizedTensor",
     "QuantizedTensorStorage",
     "Quantizer",
@@ -113,6 +136,7 @@ __all__ = [
     "constants",
     "cpu_offload",
     "cross_entropy",
+    "deinterleave_glu_tensor",
     "destroy_ub",
     "distributed",
     "export",
@@ -121,10 +145,12 @@ __all__ = [
     "fp8_autocast",
     "fp8_model_init",
     "get_cpu_offload_context",
+    "get_cudnn_version",
     "get_default_recipe",
     "get_device_compute_capability",
     "graph",
     "initialize_ub",
+    "interleave_glu_tensor",
     "is_bf16_available",
     "is_fp8_available",
     "is_fp8_block_scaling_available",
@@ -144,9 +170,11 @@ __all__ = [
     "optimizers",
     "parallel_cross_entropy",
     "permutation",
+    "prepare_for_saving",
     "quantization",
     "quantized_model_init",
     "quantized_tensor",
+    "restore_from_saved",
     "router",
     "tensor",
     "transformer",

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import enum
-from typing import TYPE_CHECKING, TypeAlias
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 from torch import distributed
@@ -13,6 +14,8 @@ __all__ = [
     "AttnMaskTypes",
     "AttnTypes",
     "DType",
+    "FP8BwdTensorIdx",
+    "FP8FwdTensorIdx",
     "GemmParallelModes",
     "LayerTypes",
     "TE_DType",
@@ -33,6 +36,11 @@ class DType(enum.IntEnum):
     kFloat8E5M2 = 8
     kFloat4E2M1 = 10
 
+    @classmethod
+    def cast(cls, dtype: Any) -> DType:
+        """Returns the member of a number, or of another enumeration's member of that number."""
+        return cls(int(dtype))
+
 
 DType.__module__ = "transformer_engine.pytorch.constants"
 
@@ -46,6 +54,25 @@ TE_DType_To_Torch = {
     DType.kFloat8E5M2: torch.float8_e5m2,
 }
 TE_DType = {dtype: number for number, dtype in TE_DType_To_Torch.items()}
+
+# Numbers of a module's scales in ``fp8_meta["scaling_fwd"]`` and ``fp8_meta["scaling_bwd"]``.
+FP8FwdTensorIdx = SimpleNamespace(
+    GEMM1_INPUT=0,
+    GEMM1_WEIGHT=1,
+    GEMM1_OUTPUT=2,
+    GEMM2_INPUT=3,
+    GEMM2_WEIGHT=4,
+    GEMM2_OUTPUT=5,
+    GEMM3_OUTPUT=8,
+)
+FP8BwdTensorIdx = SimpleNamespace(
+    GRAD_OUTPUT1=0,
+    GRAD_INPUT1=1,
+    GRAD_OUTPUT2=2,
+    GRAD_INPUT2=3,
+    GRAD_OUTPUT3=4,
+    GRAD_INPUT3=5,
+)
 
 AttnMaskTypes = (
     "no_mask",

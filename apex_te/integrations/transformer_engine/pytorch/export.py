@@ -5,8 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from types import MappingProxyType
+from typing import Any
 
-__all__ = ["is_in_onnx_export_mode", "onnx_export"]
+__all__ = ["is_in_onnx_export_mode", "onnx_export", "te_translation_table"]
+
+# ``custom_translation_table`` of torch.onnx.export. It is empty and cannot be changed: apex_te has
+# no ONNX translation of its ops.
+te_translation_table: MappingProxyType[Any, Any] = MappingProxyType({})
 
 _enabled: ContextVar[bool] = ContextVar("onnx_export", default=False)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, ClassVar, NoReturn
 
 import torch
@@ -9,7 +10,14 @@ import torch
 from ....fp8.parameter.parameter import FP8Parameter
 from .._names import named, not_served
 
-__all__ = ["QuantizedTensor", "QuantizedTensorStorage", "Quantizer", "WeightType"]
+__all__ = [
+    "QuantizedTensor",
+    "QuantizedTensorStorage",
+    "Quantizer",
+    "WeightType",
+    "prepare_for_saving",
+    "restore_from_saved",
+]
 
 _MODULE = "transformer_engine.pytorch.quantized_tensor"
 
@@ -50,3 +58,31 @@ class QuantizedTensor(torch.Tensor, metaclass=WeightType):
 _REASON = "modules quantize tensors by their recipe, without an object that users can hold"
 Quantizer = not_served(f"{_MODULE}.Quantizer", _REASON)
 QuantizedTensorStorage = not_served(f"{_MODULE}.QuantizedTensorStorage", _REASON)
+
+
+def prepare_for_saving(
+    *tensors: torch.Tensor | None,
+) -> tuple[list[torch.Tensor | None], list[None]]:
+    """Returns tensors for ``ctx.save_for_backward``, and what ``restore_from_saved`` takes.
+
+    Args:
+        tensors: tensors or None; an FP8 weight is a tensor, too.
+    """
+    return list(tensors), [None] * len(tensors)
+
+
+def restore_from_saved(
+    tensors: list[None],
+    saved_tensors: Sequence[torch.Tensor | None],
+    return_saved_tensors: bool = False,
+) -> Any:
+    """Returns the tensors that ``prepare_for_saving`` was given.
+
+    Args:
+        tensors: the second result of ``prepare_for_saving``.
+        saved_tensors: ``ctx.saved_tensors``.
+        return_saved_tensors: return a pair, with the tensors that are left.
+    """
+    count = len(tensors)
+    restored = list(saved_tensors[:count])
+    return (restored, list(saved_tensors[count:])) if return_saved_tensors else restored

@@ -5,16 +5,32 @@ They compute in float32 and take gradients through the scores; the choice of exp
 
 from __future__ import annotations
 
+import enum
+from typing import Any
+
 import torch
 from torch.nn import functional
 
+from .._names import neutral
+
 __all__ = [
+    "RoutingMapFormat",
     "fused_compute_score_for_moe_aux_loss",
     "fused_moe_aux_loss",
     "fused_topk_with_score_function",
 ]
 
 _SMALL = 1e-20  # keeps the sum of scores from being 0
+
+
+class RoutingMapFormat(enum.IntEnum):
+    """Forms of a routing map: a bool, or a bit, for each token and expert."""
+
+    BYTEMAP = 0
+    BITMAP_U8 = 1
+
+
+RoutingMapFormat.__module__ = "transformer_engine.pytorch.router"
 
 
 def fused_topk_with_score_function(
@@ -26,11 +42,16 @@ def fused_topk_with_score_function(
     scaling_factor: float | None,
     score_function: str,
     expert_bias: torch.Tensor | None,
+    routing_map_format: str | int = RoutingMapFormat.BYTEMAP,
+    topk_indices: torch.Tensor | None = None,
+    qb_histogram: torch.Tensor | None = None,
+    qb_bin_bounds: torch.Tensor | None = None,
+    qb_histogram_mode: str | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Chooses ``topk`` experts for each token, and computes the probabilities of the chosen ones.
 
     Args:
-        logits: [tokens, experts] float32, float16 or bfloat16.
+        logits: [..., experts] float32, float16 or bfloat16.
         topk: number of experts of each token.
         use_pre_softmax: take the softmax over all experts before the choice; False takes it over
             the chosen ones. Only "softmax" reads it.
@@ -42,16 +63,32 @@ def fused_topk_with_score_function(
             are divided by their sum if ``topk`` is above 1.
         expert_bias: [experts], added to the scores for the choice alone, for "sigmoid" and
             "sqrtsoftplus"; None for none.
+        routing_map_format: ``"bytemap"`` or ``"bitmap_u8"``, or the ``RoutingMapFormat``.
+        topk_indices: int16, int32 or int64 [..., topk], which gets the chosen experts, largest
+            score first, and is returned instead of the map; None for the map.
+        qb_histogram, qb_bin_bounds, qb_histogram_mode: must be None.
 
     Returns:
-        probs: [tokens, experts] in the dtype of ``logits``, 0 where a token does not go.
-        routing_map: [tokens, experts] bool, True where a token goes.
+        probs: [..., experts] in the dtype of ``logits``, 0 where a token does not go.
+        routing_map: [..., experts] bool, True where a token goes; as ``"bitmap_u8"`` uint8 [...,
+            ceil(experts / 8)], in which bit ``e % 8`` of byte ``e // 8`` stands for expert e.
 
     Raises:
-        ValueError: an argument has a wrong value.
+        NotImplementedError: a ``qb_*`` argument is given.
+        TypeError, ValueError: an argument has a wrong type or value.
     """
     owner = "fused_topk_with_score_function"
+    neutral(
+        owner,
+        qb_histogram=(qb_histogram, None),
+        qb_bin_bounds=(qb_bin_bounds, None),
+        qb_histogram_mode=(qb_histogram_mode, None),
+    )
+    form = _format(owner, routing_map_format)
     _check(owner, logits, topk, score_function)
+    lead, logits = logits.shape[:-1], logits.flatten(0, -2)
+    if topk_indices is not None:
+        _check_indices(owner, topk_indices, (*lead, topk), logits.device)
     if expert_bias is not None and score_function == "softmax":
         raise ValueError(f"{owner}: expert_bias must be None for 'softmax', got a tensor")
     values = logits.float()
@@ -69,35 +106,47 @@ def fused_topk_with_score_function(
     if scaling_factor:
         probs = probs * scaling_factor
     whole = torch.zeros_like(logits).scatter(1, indices, probs.to(logits.dtype))
-    return whole, _map(logits, indices)
+    whole = whole.view(*lead, -1)
+    if topk_indices is not None:
+        topk_indices.copy_(indices.view(topk_indices.shape))
+        return whole, topk_indices
+    return whole, _map(logits, indices, form).view(*lead, -1)
 
 
 def fused_compute_score_for_moe_aux_loss(
-    logits: torch.Tensor, topk: int, score_function: str
+    logits: torch.Tensor,
+    topk: int,
+    score_function: str,
+    routing_map_format: str | int = RoutingMapFormat.BYTEMAP,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Chooses ``topk`` experts for each token, and computes normalised scores of all experts.
 
     Args:
-        logits: [tokens, experts] float32, float16 or bfloat16.
+        logits: [..., experts] float32, float16 or bfloat16.
         topk: number of experts of each token.
         score_function: "softmax", "sigmoid" or "sqrtsoftplus"; the last two are divided by their
             sum over the experts.
+        routing_map_format: as in ``fused_topk_with_score_function``.
 
     Returns:
-        routing_map: [tokens, experts] bool, True where a token goes.
-        scores: [tokens, experts] float32.
+        routing_map: as from ``fused_topk_with_score_function``.
+        scores: [..., experts] float32.
 
     Raises:
-        ValueError: an argument has a wrong value.
+        TypeError, ValueError: an argument has a wrong type or value.
     """
-    _check("fused_compute_score_for_moe_aux_loss", logits, topk, score_function)
+    owner = "fused_compute_score_for_moe_aux_loss"
+    form = _format(owner, routing_map_format)
+    _check(owner, logits, topk, score_function)
+    lead, logits = logits.shape[:-1], logits.flatten(0, -2)
     values = logits.float()
     if score_function == "softmax":
         scores = values.softmax(-1)
     else:
         scores = _scores(values, score_function)
         scores = scores / (scores.sum(-1, keepdim=True) + _SMALL)
-    return _map(logits, scores.detach().topk(topk, dim=-1).indices), scores
+    chosen = scores.detach().topk(topk, dim=-1).indices
+    return _map(logits, chosen, form).view(*lead, -1), scores.view(*lead, -1)
 
 
 def fused_moe_aux_loss(
@@ -140,11 +189,11 @@ def fused_moe_aux_loss(
 
 def _check(owner: str, logits: torch.Tensor, topk: int, score_function: str) -> None:
     """Raises ValueError unless the arguments of a choice of experts are in range."""
-    if logits.dim() != 2:
-        raise ValueError(f"{owner}: logits must be [tokens, experts], got {list(logits.shape)}")
-    if not 1 <= topk <= logits.shape[1]:
+    if logits.dim() < 2:
+        raise ValueError(f"{owner}: logits must be [..., experts], got {list(logits.shape)}")
+    if not 1 <= topk <= logits.shape[-1]:
         raise ValueError(
-            f"{owner}: topk must be from 1 to the {logits.shape[1]} experts, got {topk}"
+            f"{owner}: topk must be from 1 to the {logits.shape[-1]} experts, got {topk}"
         )
     if score_function not in ("softmax", "sigmoid", "sqrtsoftplus"):
         raise ValueError(
@@ -158,9 +207,42 @@ def _scores(values: torch.Tensor, score_function: str) -> torch.Tensor:
     return values.sigmoid() if score_function == "sigmoid" else functional.softplus(values).sqrt()
 
 
-def _map(logits: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
-    """Returns a bool mask of the shape of ``logits``, True at ``indices`` of each row."""
-    return torch.zeros_like(logits, dtype=torch.bool).scatter(1, indices, True)
+def _format(owner: str, value: Any) -> RoutingMapFormat:
+    """Returns the ``routing_map_format`` that a string, a number or a member means."""
+    names = {"bytemap": RoutingMapFormat.BYTEMAP, "bitmap_u8": RoutingMapFormat.BITMAP_U8}
+    if isinstance(value, bool) or not isinstance(value, (str, int)):
+        raise TypeError(
+            f"{owner}: routing_map_format must be a string or a RoutingMapFormat, "
+            f"got {type(value).__name__}"
+        )
+    if value not in names and value not in tuple(names.values()):
+        raise ValueError(
+            f"{owner}: routing_map_format must be 'bytemap' or 'bitmap_u8', got {value!r}"
+        )
+    return names[value] if isinstance(value, str) else RoutingMapFormat(value)
+
+
+def _check_indices(
+    owner: str, indices: torch.Tensor, shape: tuple[int, ...], device: torch.device
+) -> None:
+    """Raises TypeError or ValueError unless ``topk_indices`` can take the chosen experts."""
+    if indices.dtype not in (torch.int16, torch.int32, torch.int64):
+        raise TypeError(f"{owner}: topk_indices must be int16, int32 or int64, got {indices.dtype}")
+    if indices.shape != shape or indices.device != device:
+        raise ValueError(
+            f"{owner}: topk_indices must have shape {list(shape)} on {device}, "
+            f"got {list(indices.shape)} on {indices.device}"
+        )
+
+
+def _map(logits: torch.Tensor, indices: torch.Tensor, form: RoutingMapFormat) -> torch.Tensor:
+    """Returns the routing map of ``logits`` [tokens, experts], True at ``indices`` of each row."""
+    routes = torch.zeros_like(logits, dtype=torch.bool).scatter(1, indices, True)
+    if form is RoutingMapFormat.BYTEMAP:
+        return routes
+    bits = functional.pad(routes.to(torch.uint8), (0, -logits.shape[1] % 8)).unflatten(1, (-1, 8))
+    places = torch.arange(8, dtype=torch.uint8, device=logits.device)
+    return (bits << places).sum(-1, dtype=torch.uint8)
 
 
 def _chosen(

@@ -41,16 +41,15 @@ class TransformerLayer(
             fuse_wgrad_accumulation, seq_length, micro_batch_size, sequence_parallel,
             apply_residual_connection_post_layernorm, output_layernorm, parallel_attention_mlp,
             layer_type, drop_path_rate, set_parallel_mode, fuse_qkv_params, rotary_pos_interleaved,
-            zero_centered_gamma, qkv_weight_interleaved, bias, activation, normalization,
-            attn_input_format, name, qk_norm_type, qk_norm_eps, qk_norm_before_rope: as in
-            ``apex_te.TransformerLayer``.
+            zero_centered_gamma, qkv_weight_interleaved, bias, activation, activation_params,
+            normalization, attn_input_format, name, qk_norm_type, qk_norm_eps,
+            qk_norm_before_rope: as in ``apex_te.TransformerLayer``.
         self_attn_mask_type, window_size, bottom_right_diagonal: of self attention, as
             ``attn_mask_type`` and the others in ``DotProductAttention``.
         enc_dec_attn_mask_type, enc_dec_window_size, enc_dec_bottom_right_diagonal: the same of a
             decoder's cross attention; without effect in an encoder.
         ub_tp_comm_overlap: must be False; ``ub_overlap_ag``, ``ub_overlap_rs``,
             ``ub_overlap_rs_dgrad``, ``ub_bulk_dgrad`` and ``ub_bulk_wgrad`` then have no effect.
-        activation_params: must be None.
         softmax_type: must be ``"vanilla"``.
         device: as in ``Linear``.
 
@@ -124,7 +123,6 @@ class TransformerLayer(
         neutral(
             _NAME,
             ub_tp_comm_overlap=(ub_tp_comm_overlap, False),
-            activation_params=(activation_params, None),
             softmax_type=(softmax_type, "vanilla"),
         )
         kind, cross_kind = mask_type_of(self_attn_mask_type), mask_type_of(enc_dec_attn_mask_type)
@@ -166,6 +164,7 @@ class TransformerLayer(
             qkv_weight_interleaved=qkv_weight_interleaved,
             bias=bias,
             activation=activation,
+            activation_params=activation_params,
             normalization=normalization,
             parallel_attention_mlp=parallel_attention_mlp,
             attn_input_format=attn_input_format,

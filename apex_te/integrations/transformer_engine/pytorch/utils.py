@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -12,15 +13,22 @@ from .._names import named
 
 __all__ = [
     "SplitAlongDim",
+    "attention_mask_func",
     "cast_if_needed",
+    "deinterleave_glu_tensor",
     "divide",
+    "get_cudnn_version",
     "get_default_init_method",
     "get_device_compute_capability",
+    "init_method_constant",
+    "init_method_normal",
+    "interleave_glu_tensor",
     "is_bf16_available",
     "is_bf16_compatible",
     "make_weak_ref",
     "nvtx_range_pop",
     "nvtx_range_push",
+    "scaled_init_method_normal",
 ]
 
 
@@ -47,7 +55,86 @@ def get_default_init_method() -> Callable[[torch.Tensor], torch.Tensor]:
 
     It draws from a normal distribution with mean 0 and standard deviation 0.023.
     """
-    return functools.partial(torch.nn.init.normal_, mean=0.0, std=0.023)
+    return init_method_normal(0.023)
+
+
+def init_method_normal(sigma: float) -> Callable[[torch.Tensor], torch.Tensor]:
+    """Returns a function that fills a tensor from a normal distribution with mean 0.
+
+    Args:
+        sigma: standard deviation of the distribution.
+    """
+    return functools.partial(torch.nn.init.normal_, mean=0.0, std=sigma)
+
+
+def scaled_init_method_normal(
+    sigma: float, num_layers: int
+) -> Callable[[torch.Tensor], torch.Tensor]:
+    """Returns ``init_method_normal(sigma / sqrt(2 * num_layers))``."""
+    return init_method_normal(sigma / math.sqrt(2.0 * num_layers))
+
+
+def init_method_constant(val: float) -> Callable[[torch.Tensor], torch.Tensor]:
+    """Returns a function that fills a tensor with ``val``."""
+    return functools.partial(torch.nn.init.constant_, val=val)
+
+
+def attention_mask_func(
+    attention_scores: torch.Tensor, attention_mask: torch.Tensor
+) -> torch.Tensor:
+    """Sets scores that are masked out to -10000, in place, and returns them.
+
+    Args:
+        attention_scores: scores of any shape.
+        attention_mask: bool, broadcasts to the scores, True = masked out.
+    """
+    return attention_scores.masked_fill_(attention_mask, -10000.0)
+
+
+def get_cudnn_version() -> tuple[int, int, int]:
+    """Returns cuDNN's version (major, minor, patch); three zeros without cuDNN."""
+    version = torch.backends.cudnn.version() if torch.backends.cudnn.is_available() else None
+    if version is None:
+        return 0, 0, 0
+    major, rest = divmod(version, 1000 if version < 90000 else 10000)
+    return major, *divmod(rest, 100)
+
+
+def interleave_glu_tensor(tensor: torch.Tensor, interleave_size: int) -> torch.Tensor:
+    """Returns a copy whose first dimension has blocks of both halves in turn.
+
+    Args:
+        tensor: FC1's weight or bias, the gate's rows before the others.
+        interleave_size: rows of a block.
+
+    Raises:
+        ValueError: the first dimension is not a multiple of two blocks.
+    """
+    return _blocks(tensor, interleave_size, (2, -1))
+
+
+def deinterleave_glu_tensor(tensor: torch.Tensor, interleave_size: int) -> torch.Tensor:
+    """Returns a copy as ``interleave_glu_tensor`` takes it; its inverse.
+
+    Args:
+        tensor: FC1's weight or bias, in blocks of both halves in turn.
+        interleave_size: rows of a block.
+
+    Raises:
+        ValueError: the first dimension is not a multiple of two blocks.
+    """
+    return _blocks(tensor, interleave_size, (-1, 2))
+
+
+def _blocks(tensor: torch.Tensor, size: int, counts: tuple[int, int]) -> torch.Tensor:
+    """Exchanges the two dimensions ``counts`` of the blocks of ``size`` rows of a tensor."""
+    if size <= 0 or tensor.shape[0] % (2 * size):
+        raise ValueError(
+            "interleave_glu_tensor: interleave_size must be above 0, and twice it divide the "
+            f"{tensor.shape[0]} rows, got {size}"
+        )
+    split = tensor.reshape(*counts, size, *tensor.shape[1:])
+    return split.transpose(0, 1).reshape(tensor.shape)
 
 
 def get_device_compute_capability() -> tuple[int, int]:

@@ -219,7 +219,6 @@ def test_classes_are_transformer_engines() -> None:
     ("given", "name"),
     [
         ({"softmax_type": "learnable"}, "softmax_type"),
-        ({"activation_params": {"limit": 7.0}}, "activation_params"),
         ({"ub_tp_comm_overlap": True}, "ub_tp_comm_overlap"),
     ],
 )
@@ -417,3 +416,14 @@ def test_sequences_are_padded_to_a_multiple() -> None:
     assert padded.dtype is cu.dtype
     with pytest.raises(ValueError, match="divisibility_factor must be above 0"):
         context_parallel.pad_thd_sequences_for_cp(ids, ids, cu, 0)
+
+
+def test_a_layer_s_clamped_activation() -> None:
+    """``activation_params`` reach the layer's MLP, as they reach an MLP by itself."""
+    params = {"limit": 0.1, "alpha": 1.0}
+    made = {"activation": "clamped_swiglu", "activation_params": params, "device": "cpu"}
+    layer = TransformerLayer(HIDDEN, FFN, HEADS, **made)
+    mlp = te_module.LayerNormMLP(HIDDEN, FFN, **made)
+    mlp.load_state_dict(layer.layernorm_mlp.state_dict())
+    x = torch.randn(4, 2, HIDDEN)
+    torch.testing.assert_close(layer.layernorm_mlp(x)[0], mlp(x) - mlp.fc2_bias)

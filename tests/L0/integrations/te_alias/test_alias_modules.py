@@ -239,7 +239,7 @@ REFUSED = {
     ),
 }  # fmt: skip
 REFUSED["LayerNormLinear"] = {**REFUSED["Linear"], "return_layernorm_output_gathered": True}
-REFUSED["LayerNormMLP"] = {**REFUSED["LayerNormLinear"], "activation_params": {"limit": 7.0}}
+REFUSED["LayerNormMLP"] = REFUSED["LayerNormLinear"]
 
 
 @pytest.mark.parametrize(

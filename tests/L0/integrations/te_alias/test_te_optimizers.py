@@ -268,3 +268,34 @@ def test_lists_of_tensors(device):
     assert not flag.item()
     te.multi_tensor_applier(te.multi_tensor_scale, flag, [tensors, outs], float("inf"))
     assert flag.item() == 1
+
+
+@pytest.mark.parametrize("capturable", [False, True])
+def test_groups_without_parameters_count_steps(capturable):
+    """Frameworks read ``group["step"]`` of every group, also of one that is empty on a rank."""
+    param = torch.nn.Parameter(torch.ones(4))
+    groups = [{"params": []}, {"params": [param]}]
+    optimizer = te.FusedAdam(groups, capturable=capturable)
+    for _ in range(2):
+        param.grad = torch.ones(4)
+        optimizer.step()
+    assert [int(group["step"]) for group in optimizer.param_groups] == [2, 2]
+    other = te.FusedAdam([{"params": []}, {"params": [param]}], capturable=capturable)
+    other.load_state_dict(optimizer.state_dict())
+    other.step()
+    assert [int(group["step"]) for group in other.param_groups] == [3, 3]
+
+
+def test_master_weights_of_a_mixed_model():
+    """``[p.float() for p in params]`` has float32 parameters themselves, which need no copy."""
+    params = [torch.nn.Parameter(torch.ones(4, dtype=d)) for d in (torch.bfloat16, torch.float32)]
+    masters = [p.detach().float() if p.dtype is torch.bfloat16 else p.float() for p in params]
+    optimizer = te.FusedAdam(params, lr=0.1, master_weights=masters)
+    for param in params:
+        param.grad = torch.ones_like(param)
+    optimizer.step()
+    assert torch.equal(params[0], masters[0].bfloat16())
+    assert torch.equal(params[1], masters[0])
+    assert "master_param" not in optimizer.state[params[1]]
+    with pytest.raises(ValueError, match="or the parameter itself, and a tensor for others"):
+        te.FusedAdam(params, master_weights=[masters[0], masters[1].detach().clone()])

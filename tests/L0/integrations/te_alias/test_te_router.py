@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 
+from apex_te.integrations.transformer_engine.pytorch import router
 from apex_te.integrations.transformer_engine.pytorch.router import (
     fused_compute_score_for_moe_aux_loss,
     fused_moe_aux_loss,
@@ -187,3 +188,54 @@ def test_wrong_arguments(changed, message):
         fused_topk_with_score_function(**{**options, **changed})
     with pytest.raises(ValueError, match="tokens_per_expert must have the shape"):
         fused_moe_aux_loss(torch.zeros(4, 8), torch.zeros(7), 4, 8, 2, 1.0)
+
+
+@pytest.mark.parametrize("experts", [8, 11])
+@pytest.mark.parametrize("lead", [(6,), (2, 3)])
+@pytest.mark.parametrize("form", ["bitmap_u8", router.RoutingMapFormat.BITMAP_U8, 1])
+def test_routing_maps_in_bits(experts, lead, form):
+    """Bit ``e % 8`` of byte ``e // 8`` stands for expert e, for logits of any shape."""
+    logits = torch.randn(*lead, experts)
+    rest = (3, True, None, None, None, "softmax", None)
+    probs, routes = router.fused_topk_with_score_function(logits, *rest, "bytemap")
+    same, bits = router.fused_topk_with_score_function(logits, *rest, form)
+    assert torch.equal(probs, same)
+    assert (routes.shape, routes.dtype) == ((*lead, experts), torch.bool)
+    assert (bits.shape, bits.dtype) == ((*lead, -(-experts // 8)), torch.uint8)
+    for expert in range(experts):
+        assert torch.equal((bits[..., expert // 8] >> (expert % 8)) & 1, routes[..., expert].byte())
+    aux, scores = router.fused_compute_score_for_moe_aux_loss(logits, 3, "sigmoid", form)
+    assert (aux.shape, scores.shape) == (bits.shape, logits.shape)
+
+
+@pytest.mark.parametrize("dtype", [torch.int16, torch.int32, torch.int64])
+def test_topk_indices_replace_the_map(dtype):
+    """The buffer gets the experts, in its dtype, and gradients flow as with the map."""
+    logits = torch.randn(5, 8, requires_grad=True)
+    rest = (2, False, None, None, 2.0, "sigmoid", torch.randn(8))
+    out = torch.full((5, 2), -1, dtype=dtype)
+    probs, indices = router.fused_topk_with_score_function(logits, *rest, topk_indices=out)
+    expected, routes = router.fused_topk_with_score_function(logits, *rest)
+    assert indices is out
+    assert torch.equal(torch.zeros(5, 8).scatter(1, out.long(), 1.0).bool(), routes)
+    grads = [torch.autograd.grad(p.square().sum(), logits)[0] for p in (probs, expected)]
+    assert torch.equal(probs, expected)
+    assert torch.equal(*grads)
+
+
+@pytest.mark.parametrize(
+    ("more", "error", "message"),
+    [
+        ({"routing_map_format": "bits"}, ValueError, "must be 'bytemap' or 'bitmap_u8', got 'b"),
+        ({"routing_map_format": 2}, ValueError, "must be 'bytemap' or 'bitmap_u8', got 2"),
+        ({"routing_map_format": None}, TypeError, "must be a string or a RoutingMapFormat, got "),
+        ({"topk_indices": torch.ones(5, 2)}, TypeError, "must be int16, int32 or int64, got"),
+        ({"topk_indices": torch.ones(5, 3).int()}, ValueError, r"must have shape \[5, 2\]"),
+        ({"qb_histogram": torch.ones(1)}, NotImplementedError, "qb_histogram must be None"),
+    ],
+)  # fmt: skip
+def test_wrong_outputs(more, error, message):
+    with pytest.raises(error, match=message):
+        router.fused_topk_with_score_function(
+            torch.randn(5, 8), 2, False, None, None, None, "softmax", None, **more
+        )

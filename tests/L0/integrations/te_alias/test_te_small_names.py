@@ -4,8 +4,13 @@ import pytest
 import torch
 
 import apex_te
+from apex_te.integrations.transformer_engine import pytorch as te
 from apex_te.integrations.transformer_engine.pytorch import constants, ops, permutation, utils
 from apex_te.integrations.transformer_engine.pytorch.ops import op
+from apex_te.integrations.transformer_engine.pytorch.ops.basic.l2normalization import (
+    L2Normalization,
+)
+from apex_te.recipe import DelayedScaling
 
 
 def test_dtype_numbers():
@@ -113,3 +118,117 @@ def test_operations_are_modules_for_annotations():
     assert issubclass(op.FusibleOperation, torch.nn.Module)
     assert issubclass(ops.Sequential, torch.nn.Module)
     assert not isinstance(torch.nn.Linear(2, 2), ops.Linear)
+
+
+def test_init_methods():
+    """Normal with a standard deviation, divided by sqrt(2 layers), and constant."""
+    weight = torch.empty(400, 400)
+    assert utils.init_method_normal(0.5)(weight) is weight
+    assert float(weight.std()) == pytest.approx(0.5, rel=0.02)
+    utils.scaled_init_method_normal(0.5, 8)(weight)
+    assert float(weight.std()) == pytest.approx(0.125, rel=0.02)
+    assert utils.init_method_constant(2.0)(weight).unique().tolist() == [2.0]
+
+
+def test_attention_mask_func_writes_in_place():
+    scores = torch.zeros(1, 1, 2, 2)
+    mask = torch.tensor([[[[False, True], [False, False]]]])
+    assert utils.attention_mask_func(scores, mask) is scores
+    assert scores.flatten().tolist() == [0.0, -10000.0, 0.0, 0.0]
+
+
+@pytest.mark.parametrize(
+    ("version", "expected"), [(8907, (8, 9, 7)), (91002, (9, 10, 2)), (None, (0, 0, 0))]
+)
+def test_cudnn_version(version, expected, monkeypatch):
+    monkeypatch.setattr(torch.backends.cudnn, "is_available", lambda: True)
+    monkeypatch.setattr(torch.backends.cudnn, "version", lambda: version)
+    assert utils.get_cudnn_version() == te.get_cudnn_version() == expected
+
+
+def test_blocks_of_gated_weights_go_there_and_back():
+    weight = torch.arange(8)[:, None].expand(8, 3)
+    mixed = utils.interleave_glu_tensor(weight, 2)
+    assert mixed[:, 0].tolist() == [0, 1, 4, 5, 2, 3, 6, 7]
+    assert torch.equal(utils.deinterleave_glu_tensor(mixed, 2), weight)
+    with pytest.raises(ValueError, match="interleave_size must be above 0, and twice it divide"):
+        utils.interleave_glu_tensor(weight, 3)
+
+
+def test_numbers_of_scales_and_dtypes():
+    assert te.DType is constants.DType
+    assert te.DType.cast(7) is te.DType.kFloat8E4M3
+    assert vars(constants.FP8FwdTensorIdx)["GEMM2_WEIGHT"] == 4
+    assert constants.FP8BwdTensorIdx.GRAD_OUTPUT2 == 2
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_l2_normalization(dtype):
+    """``x / sqrt(sum(x ** 2) + eps)``, with its gradient."""
+    x = torch.randn(3, 5, 16, dtype=dtype, requires_grad=True)
+    out = L2Normalization(eps=0.1, seq_length=5, micro_batch_size=3)(x)
+    expected = x.double() / (x.double().square().sum(-1, keepdim=True) + 0.1).sqrt()
+    grad = torch.randn(3, 5, 16, dtype=dtype)
+    got = torch.autograd.grad(out, x, grad, retain_graph=True)[0]
+    want = torch.autograd.grad(expected, x, grad.double())[0]
+    # The gradient is a difference of terms that bfloat16 has rounded.
+    tolerance = {"rtol": 1e-5, "atol": 1e-6 if dtype is torch.float32 else 4e-3}
+    if dtype is torch.bfloat16:
+        tolerance["rtol"] = 2e-2
+    torch.testing.assert_close(out, expected.to(dtype), **tolerance)
+    torch.testing.assert_close(got, want.to(dtype), **tolerance)
+
+
+def test_tensors_saved_and_restored():
+    x, y = torch.ones(2), torch.zeros(3)
+    tensors, objects = te.prepare_for_saving(x, None)
+    restored, rest = te.restore_from_saved(objects, (*tensors, y), return_saved_tensors=True)
+    assert restored[0] is x
+    assert restored[1] is None
+    assert rest[0] is y
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "delayed", "mxfp8", "blockwise"])
+def test_storage_types_recognise_fp8_weights(recipe):
+    with apex_te.fp8_model_init(recipe=recipe):
+        weight = apex_te.Linear(32, 32, device="cpu").weight
+    types = ("Float8Tensor", "MXFP8Tensor", "Float8BlockwiseQTensor", "NVFP4Tensor")
+    for name in types:
+        storage = getattr(te, f"{name}Storage")
+        assert isinstance(weight, storage) is isinstance(weight, getattr(te, name))
+
+
+def test_the_translation_table_is_read_only():
+    """torch.onnx.export takes it; there is nothing to translate, and nothing can be added."""
+    assert dict(te.export.te_translation_table) == {}
+    with pytest.raises(TypeError):
+        te.export.te_translation_table["op"] = None
+
+
+def test_scales_are_served_to_be_read():
+    """``fp8_meta`` has copies of the scales and amaxes of delayed scaling."""
+    module = te.LayerNormMLP(32, 32, device="cpu")
+    assert "scaling_fwd" not in module.fp8_meta
+    for factor in (1.0, 4.0):
+        with apex_te.fp8_autocast(fp8_recipe=DelayedScaling(amax_history_len=4)):
+            module(torch.full((16, 32), factor)).sum().backward()
+    state, meta = module.fp8_state, module.fp8_meta
+    for direction, count in (("fwd", 6), ("bwd", 4)):
+        scaling = meta[f"scaling_{direction}"]
+        assert scaling.scale.shape == scaling.scale_inv.shape == (count,)
+        assert scaling.amax_history.shape[1] == count
+        assert torch.equal(scaling.scale, getattr(state, f"scale_{direction}"))
+        torch.testing.assert_close(scaling.scale * scaling.scale_inv, torch.ones(count))
+        scaling.scale.zero_()
+        assert torch.equal(scaling.scale, getattr(state, f"scale_{direction}"))
+        with pytest.raises(AttributeError):
+            scaling.scale = torch.ones(count)
+    weight = constants.FP8FwdTensorIdx.GEMM2_WEIGHT
+    assert float(meta["scaling_fwd"].scale[weight]) != 1.0
+    assert "scaling_fwd" not in te.LayerNorm(32, device="cpu").fp8_meta
+
+
+def test_grouped_linear_without_grouped_tensors():
+    te.GroupedLinear(2, 16, 16, use_grouped_tensor=False, device="cpu")
+    with pytest.raises(NotImplementedError, match="use_grouped_tensor must be None or False"):
+        te.GroupedLinear(2, 16, 16, use_grouped_tensor=True, device="cpu")

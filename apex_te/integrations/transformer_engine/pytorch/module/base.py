@@ -51,6 +51,41 @@ class ParameterMeta(NamedTuple):
     fp8_meta_index: int | None
 
 
+class Scaling:
+    """Scales and amaxes of a module's delayed scaling, to be read.
+
+    ``constants.FP8FwdTensorIdx`` and ``FP8BwdTensorIdx`` say which tensor each number is of. Scales
+    are updated on entering a region, so that they are those of the region entered last.
+
+    Args:
+        state: the module's FP8 state.
+        direction: ``"fwd"`` or ``"bwd"``.
+    """
+
+    def __init__(self, state: Any, direction: str) -> None:
+        self._state = state
+        self._direction = direction
+
+    @property
+    def scale(self) -> torch.Tensor:
+        """Returns a copy of the scales, float32, three a GEMM forward and two backward."""
+        return self._read("scale")
+
+    @property
+    def scale_inv(self) -> torch.Tensor:
+        """Returns a copy of the scales' inverses, in the shape of ``scale``."""
+        return self._read("scale_inv")
+
+    @property
+    def amax_history(self) -> torch.Tensor:
+        """Returns a copy of the amaxes, float32 [length, scales]; row 0 is that of this region."""
+        return self._read("amax_history")
+
+    def _read(self, name: str) -> torch.Tensor:
+        value: torch.Tensor = getattr(self._state, f"{name}_{self._direction}")
+        return value.detach().clone()
+
+
 @named(_MODULE)
 class TransformerEngineBaseModule(ExtraState):
     """Base of all alias modules, by which frameworks tell Transformer Engine's modules.
@@ -79,12 +114,16 @@ class TransformerEngineBaseModule(ExtraState):
         """Returns a dict that describes the module's FP8 state, to which callers may add.
 
         Its entries ``recipe`` (of the state or the last forward in FP8) and ``fp8_checkpoint``
-        (``_extra_state`` has content) are brought up to date when they change.
+        (``_extra_state`` has content) are brought up to date when they change. After a forward with
+        delayed scaling it has ``scaling_fwd`` and ``scaling_bwd``, a ``Scaling`` each.
         """
         meta = self.__dict__.get("_fp8_meta")
         if meta is None:
             meta = self.__dict__["_fp8_meta"] = {"fp8_checkpoint": False, "recipe": None}
             meta["num_gemms"] = self.fp8_state.gemms if isinstance(self, FP8Module) else 0
+        if "scaling_fwd" not in meta and isinstance(self, FP8Module) and self.fp8_state.allocated:
+            meta["scaling_fwd"] = Scaling(self.fp8_state, "fwd")
+            meta["scaling_bwd"] = Scaling(self.fp8_state, "bwd")
         recipe = self._fp8.recipe if isinstance(self, FP8Module) else None
         meta["fp8_checkpoint"] = recipe is not None
         if meta["recipe"] is None:

@@ -27,7 +27,7 @@ class GroupedLinear(GemmModule, NativeGroupedLinear):
             ``apex_te.GroupedLinear``.
         device, ub_overlap_rs, ub_overlap_ag, ub_name: as in ``Linear``.
         single_grouped_weight, single_grouped_bias: must be False.
-        use_grouped_tensor: must be None.
+        use_grouped_tensor: must be None or False.
 
     Raises:
         NotImplementedError: an argument asks for what is not served.
@@ -66,7 +66,7 @@ class GroupedLinear(GemmModule, NativeGroupedLinear):
             "GroupedLinear",
             single_grouped_weight=(single_grouped_weight, False),
             single_grouped_bias=(single_grouped_bias, False),
-            use_grouped_tensor=(use_grouped_tensor, None),
+            use_grouped_tensor=(use_grouped_tensor, (None, False)),
         )
         super().__init__(
             num_gemms,

@@ -23,11 +23,10 @@ class LayerNormMLP(GemmModule, NativeLayerNormMLP):
     Args:
         hidden_size, ffn_hidden_size, eps, sequence_parallel, return_bias, get_rng_state_tracker,
             tp_group, tp_size, init_method, bias, normalization, activation,
-            output_layer_init_method, fuse_wgrad_accumulation, params_dtype,
+            activation_params, output_layer_init_method, fuse_wgrad_accumulation, params_dtype,
             return_layernorm_output, seq_length, micro_batch_size, set_parallel_mode,
             zero_centered_gamma, name, delay_wgrad_compute, checkpoint: as in
             ``apex_te.LayerNormMLP``.
-        activation_params: must be None.
         return_layernorm_output_gathered: must be False.
         device, ub_overlap_ag, ub_overlap_rs, ub_overlap_rs_dgrad, ub_bulk_dgrad, ub_bulk_wgrad,
             symmetric_ar_type: as in ``Linear``.
@@ -83,7 +82,6 @@ class LayerNormMLP(GemmModule, NativeLayerNormMLP):
         )
         neutral(
             "LayerNormMLP",
-            activation_params=(activation_params, None),
             return_layernorm_output_gathered=(return_layernorm_output_gathered, False),
         )
         super().__init__(
@@ -93,6 +91,7 @@ class LayerNormMLP(GemmModule, NativeLayerNormMLP):
             bias,
             normalization=normalization,
             activation=activation,
+            activation_params=activation_params,
             init_method=init_method,
             output_layer_init_method=output_layer_init_method,
             zero_centered_gamma=zero_centered_gamma,

@@ -83,8 +83,7 @@ class FusedAdam(_fused_adam.FusedAdam):
 
     def _update(self, work: Any, scalars: Any) -> None:
         for group in self.param_groups:
-            if group["params"]:
-                self._count_step(group, scalars)
+            self._count_step(group, scalars)
         super()._update(work, scalars)
 
     def _count_step(self, group: dict[str, Any], scalars: Any) -> None:
@@ -94,7 +93,7 @@ class FusedAdam(_fused_adam.FusedAdam):
             group: the parameter group.
             scalars: loss scale and skip flag of this step.
         """
-        device = group["params"][0].device
+        device = self._device_of(group)
         found_inf = scalars.on(device)[1]
         count = group.get(_STEP, 0)
         if not isinstance(count, torch.Tensor):
@@ -103,6 +102,11 @@ class FusedAdam(_fused_adam.FusedAdam):
                 return
             count = group[_STEP] = torch.full((), count, dtype=torch.float32, device=device)
         count.add_(1 if found_inf is None else found_inf.reshape(()) == 0)
+
+    def _device_of(self, group: dict[str, Any]) -> torch.device:
+        """Returns the device of a group's first parameter; of another group's if it has none."""
+        every = (param for each in (group, *self.param_groups) for param in each["params"])
+        return next(every).device
 
     def _step_of(self, group: dict[str, Any], bucket: Any) -> int | torch.Tensor | None:
         count = group[_STEP]
@@ -150,10 +154,10 @@ class FusedAdam(_fused_adam.FusedAdam):
     def _prepare_group(self, group: dict[str, Any]) -> None:
         super()._prepare_group(group)
         count = group.get(_STEP)
-        if count is None or not group["params"]:
+        if count is None:
             return
         if self.capturable:
-            device = group["params"][0].device
+            device = self._device_of(group)
             group[_STEP] = torch.as_tensor(count, dtype=torch.float32).reshape(()).to(device)
         elif isinstance(count, torch.Tensor) and count.device.type == "cpu":
             group[_STEP] = int(count)
