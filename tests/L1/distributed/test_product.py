@@ -1,24 +1,30 @@
 """Every layout of ranks for a column- and a row-parallel Linear against one rank.
 
 Layouts: tensor-parallel ranks x sequence parallelism x what the other ranks are (replicas under
-DistributedDataParallel, FSDP2, FSDP2 whose gathers carry FP8 data) x recipe.
+DistributedDataParallel, FSDP2, FSDP2 whose gathers carry FP8 data) x recipe. Replicas and shards
+that all train on the rows of the one rank have its bits: with gradients accumulated, evaluations
+between, weights held in FP8, and a checkpoint that goes on under another layout.
 """
 
+import contextlib
 import itertools
 
 import pytest
 import torch
-from schemes import chosen
+import torch.distributed.checkpoint as dcp
+from schemes import SCHEMES, chosen
 from shards import decibels
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from apex_te import flush_fp8_state, fp8_autocast
+from apex_te import flush_fp8_state, fp8_autocast, fp8_model_init, init_fp8_state
+from apex_te.distributed import get_state_dict, set_state_dict
 from apex_te.distributed.fsdp.fp8_all_gather import enable_fp8_all_gather
 from apex_te.distributed.main_grad import reduce_main_grads
 from apex_te.module.linear import Linear
+from apex_te.optimizers import FusedAdam
 from apex_te.recipe import DelayedScaling
 
 IN, INNER, OUT, ROWS, STEPS, LR = 32, 64, 48, 16, 3, 1e-3
@@ -236,6 +242,120 @@ def test_linear_on_two_ranks(two_ranks, tp, sp, data, recipe):
 @pytest.mark.parametrize(("tp", "sp", "data", "recipe"), list(layouts(4)))
 def test_linear_on_four_ranks(four_ranks, tp, sp, data, recipe):
     four_ranks.run(linear_layout, "cpu", torch.float32, 4, tp, sp, data, recipe)
+
+
+# Replicas and shards, all with the rows of one rank, whose bits they have.
+
+WIDE = 512  # rows of the weights: whole 128-row blocks on each of four ranks
+LAYOUTS = ("ddp", "fsdp", "fsdp layers", "fsdp fp8", "hsdp")
+ALONE = {**SCHEMES, "delayed": DelayedScaling(amax_history_len=4, reduce_amax=False), "none": None}
+
+
+def replicated(layout, recipe, held, seed):
+    """A model as the layout has it, and its optimizer; ``layout`` "one" is one rank alone."""
+    torch.manual_seed(seed)
+    scaling = ALONE[recipe] if layout == "one" else {**SCHEMES, "none": None}[recipe]
+    with fp8_model_init(recipe=scaling) if held else contextlib.nullcontext():
+        model = torch.nn.Sequential(Linear(IN, WIDE), torch.nn.Tanh(), Linear(WIDE, WIDE))
+    ranks = torch.distributed.get_world_size()
+    if layout == "ddp":
+        model = DistributedDataParallel(model)
+    elif layout != "one":
+        if layout == "fsdp fp8":
+            enable_fp8_all_gather(model, scaling)
+        sizes = (2, ranks // 2) if layout == "hsdp" else (1, ranks)
+        mesh = mesh_of("cpu", *sizes)
+        mesh = mesh if layout == "hsdp" else mesh["model"]
+        for layer in model if layout == "fsdp layers" else ():
+            if not isinstance(layer, torch.nn.Tanh):
+                fully_shard(layer, mesh=mesh)
+        model = fully_shard(model, mesh=mesh)
+    return model, FusedAdam(model.parameters(), lr=1e-2, master_weights=held), scaling
+
+
+def accumulated(model, optimizer, scaling, steps):
+    """Losses of microbatches and of evaluations between them, and what weights became."""
+    losses = []
+    for step in steps:
+        for micro in range(2):
+            generator = torch.Generator().manual_seed(10 * step + micro)
+            x = torch.randn(32, IN, generator=generator) * (step + 1)
+            flush_fp8_state()  # as one rank does by itself for an evaluation
+            with torch.no_grad(), fp8_autocast(scaling is not None, scaling):
+                losses.append(model(x[:16].tanh()).square().mean())
+            with fp8_autocast(scaling is not None, scaling):
+                loss = model(x).square().mean()
+            loss.backward()
+            losses.append(loss.detach())
+        optimizer.step()
+        optimizer.zero_grad()
+    flush_fp8_state()
+    return torch.stack(losses)
+
+
+def numbers_of(model):
+    """Weights, biases and FP8 states, by the names of one rank."""
+    found = {}
+    for name, value in model.state_dict().items():
+        if not name.endswith("header"):
+            found[name.removeprefix("module.")] = whole(value).clone()
+    return found
+
+
+def same_bits(found, expected):
+    assert found.keys() == expected.keys()
+    for name, value in found.items():
+        assert torch.equal(value, expected[name]), name
+
+
+def replicas_bits(rank, path, layout, after, recipe, held):
+    """Trains, saves, trains on, and goes on under the layout ``after`` as if nothing had been."""
+    runs = []
+    for kind in ("one", layout):
+        model, optimizer, scaling = replicated(kind, recipe, held, 1)
+        losses = accumulated(model, optimizer, scaling, range(2))
+        if kind == layout:
+            states = dict(zip("mo", get_state_dict(model, optimizer), strict=True))
+            dcp.save(states, checkpoint_id=path)
+        numbers = numbers_of(model)
+        later = accumulated(model, optimizer, scaling, range(2, 4))
+        runs.append((losses, numbers, later, numbers_of(model)))
+    expected, found = runs
+    assert torch.equal(found[0], expected[0])
+    same_bits(found[1], expected[1])
+    assert torch.equal(found[2], expected[2])
+    same_bits(found[3], expected[3])
+    model, optimizer, scaling = replicated(after, recipe, held, 2)
+    if scaling is not None and scaling.keeps_state:
+        init_fp8_state(model, scaling)
+    states = dict(zip("mo", get_state_dict(model, optimizer), strict=True))
+    dcp.load(states, checkpoint_id=path)
+    set_state_dict(model, optimizer, model_state_dict=states["m"], optim_state_dict=states["o"])
+    assert torch.equal(accumulated(model, optimizer, scaling, range(2, 4)), expected[2])
+    same_bits(numbers_of(model), expected[3])
+
+
+def replicas(ranks):
+    for layout, recipe, held in itertools.product(LAYOUTS, ("none", *SCHEMES), (False, True)):
+        if (held and (recipe == "none" or layout == "fsdp fp8")) or (
+            layout == "fsdp fp8" and recipe in ("none", "mxfp8")
+        ):
+            continue
+        if layout != "hsdp" or ranks == 4:
+            after = {"ddp": "fsdp layers", "fsdp": "ddp", "fsdp layers": "one", "hsdp": "fsdp"}
+            yield layout, after.get(layout, "hsdp" if ranks == 4 else "fsdp"), recipe, held
+
+
+@pytest.mark.parametrize(("layout", "after", "recipe", "held"), list(replicas(2)))
+def test_bits_of_two_replicas(two_ranks, tmp_path, layout, after, recipe, held):
+    """Two ranks with the rows of one have its losses, weights and FP8 states, bit for bit."""
+    two_ranks.run(replicas_bits, str(tmp_path), layout, after, recipe, held)
+
+
+@pytest.mark.parametrize(("layout", "after", "recipe", "held"), list(replicas(4)))
+def test_bits_of_four_replicas(four_ranks, tmp_path, layout, after, recipe, held):
+    """Four ranks with the rows of one have its losses, weights and FP8 states, bit for bit."""
+    four_ranks.run(replicas_bits, str(tmp_path), layout, after, recipe, held)
 
 
 @pytest.mark.cuda
