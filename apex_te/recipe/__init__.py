@@ -201,6 +201,9 @@ class Recipe:
     def _check_int(
         self, name: str, value: object, minimum: int, maximum: int | None = None
     ) -> None:
+        """Checks the field ``name``, an int or a float without a fraction; stores it as an int."""
+        if isinstance(value, float) and value.is_integer():
+            value = int(value)
         if isinstance(value, bool) or not isinstance(value, int):
             raise TypeError(f"{self._name}: {name} must be an int, got {type(value).__name__}")
         if value < minimum and maximum is None:
@@ -209,6 +212,7 @@ class Recipe:
             raise ValueError(
                 f"{self._name}: {name} must be from {minimum} to {maximum}, got {value}"
             )
+        object.__setattr__(self, name, value)
 
     def _check_bool(self, name: str) -> None:
         value = getattr(self, name)

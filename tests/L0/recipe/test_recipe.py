@@ -18,6 +18,7 @@ from apex_te import fp8_autocast, is_fp8_enabled
 from apex_te.autocast import get_fp8_recipe
 from apex_te.distributed import enable_fp8_all_gather
 from apex_te.fp8.delayed.scale_formula import update_scales
+from apex_te.integrations.transformer_engine.common import recipe as te_recipe
 from apex_te.recipe import BlockScaling, CurrentScaling, DelayedScaling, Format, MXFP8Scaling
 
 
@@ -61,6 +62,13 @@ class Unhashable:
     [
         ({"params_dtype": torch.bfloat16}, TypeError, "params_dtype"),
         ({"margin": 0.5}, TypeError, "margin must be an int, got float"),
+        ({"margin": float("inf")}, TypeError, "margin must be an int, got float"),
+        ({"margin": float("nan")}, TypeError, "margin must be an int, got float"),
+        ({"margin": "5"}, TypeError, "margin must be an int, got str"),
+        ({"margin": 17.0}, ValueError, "margin must be from -16 to 16, got 17"),
+        ({"interval": 1.5}, TypeError, "interval must be an int, got float"),
+        ({"interval": 0.0}, ValueError, "interval must be at least 1, got 0"),
+        ({"amax_history_len": 2.5}, TypeError, "amax_history_len must be an int, got float"),
         ({"margin": 17}, ValueError, "margin must be from -16 to 16, got 17"),
         ({"margin": -100}, ValueError, "margin must be from -16 to 16, got -100"),
         ({"margin": 10**30}, ValueError, "margin must be from -16 to 16, got 1000"),
@@ -89,6 +97,19 @@ class Unhashable:
 def test_recipe_rejects(kwargs, error, message):
     with pytest.raises(error, match=message):
         DelayedScaling(**kwargs)
+
+
+@pytest.mark.parametrize("kind", [DelayedScaling, te_recipe.DelayedScaling])
+def test_floats_without_a_fraction_are_ints(kind):
+    """A recipe of them equals that of the ints, has their hash, and keeps ints."""
+    recipe = kind(margin=5.0, amax_history_len=16.0, interval=2.0)
+    same = kind(margin=5, amax_history_len=16, interval=2)
+    assert recipe == same
+    assert hash(recipe) == hash(same)
+    assert repr(recipe) == repr(same)
+    for name in ("margin", "amax_history_len", "interval"):
+        assert type(getattr(recipe, name)) is int
+    assert repr(CurrentScaling(interval=4.0)) == repr(CurrentScaling(interval=4))
 
 
 @pytest.mark.parametrize("margin", [-16, 0, 16])
