@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from .boxes import is_box, rebox, unbox
 from .fp8_state import like_mapping
 
 __all__ = ["stack_layers", "unstack_layers"]
@@ -39,7 +40,7 @@ def unstack_layers(variables: Mapping[str, Any], stack: str, layers: str | None 
         raise KeyError(f"unstack_layers: stack must be a module of the variables, got {stack!r}")
     counts: dict[str, int] = {}
     for key in have:
-        node = _node(variables[key], path)
+        node = unbox(_node(variables[key], path))
         for each, leaf in jax.tree_util.tree_leaves_with_path(node):
             counts[f"{key}/{stack}{jax.tree_util.keystr(each)}"] = _count(key, stack, leaf)
     number = max(counts.values(), default=0)
@@ -51,19 +52,33 @@ def unstack_layers(variables: Mapping[str, Any], stack: str, layers: str | None 
             )
     for key in have:
         node = _node(variables[key], path)
-        apart = {
-            name.format(i): jax.tree.map(lambda leaf, i=i: leaf[i], node) for i in range(number)
-        }
+        apart = {name.format(i): _layer(node, i) for i in range(number)}
         found[key] = _exchanged("unstack_layers", variables[key], path, [path[-1]], apart)
     return like_mapping(variables, found)
 
 
-def stack_layers(variables: Mapping[str, Any], stack: str, layers: str | None = None) -> Any:
+def _layer(node: Any, number: int) -> Any:
+    """Returns one layer of a stack; boxes lose the first of their axes' names."""
+
+    def one(leaf: Any) -> Any:
+        return rebox(leaf, lambda array: array[number], lambda names: names[1:])
+
+    return jax.tree.map(one, node, is_leaf=is_box)
+
+
+def stack_layers(
+    variables: Mapping[str, Any],
+    stack: str,
+    layers: str | None = None,
+    partition_name: str | None = None,
+) -> Any:
     """Returns variables with one module that stacks layers, each a module so far; the inverse.
 
     Args:
         variables: collections such as "params" and "fp8_metas".
         stack, layers: as in ``unstack_layers``.
+        partition_name: logical axis of the layers in Flax's boxes, as ``metadata_params`` of
+            ``nn.scan`` gives it for ``nn.PARTITION_NAME``.
 
     Raises:
         KeyError: no collection has the layer 0.
@@ -85,7 +100,7 @@ def stack_layers(variables: Mapping[str, Any], stack: str, layers: str | None = 
             )
         number = len(names)
         assert parent is not None
-        joined = _joined([parent[each] for each in names], f"{key}/{stack}")
+        joined = _joined([parent[each] for each in names], f"{key}/{stack}", partition_name)
         found[key] = _exchanged("stack_layers", collection, path, names, {path[-1]: joined})
     if not number:
         raise KeyError(
@@ -126,14 +141,15 @@ def _count(collection: str, stack: str, leaf: Any) -> int:
     return leaf.shape[0] if leaf.ndim else 0
 
 
-def _joined(nodes: list[Any], where: str) -> Any:
+def _joined(nodes: list[Any], where: str, partition_name: str | None) -> Any:
     """Returns a tree with the leaves of several trees stacked."""
     first = jax.tree.structure(nodes[0])
     for node in nodes[1:]:
         if jax.tree.structure(node) != first:
             raise ValueError(f"stack_layers: {where} must have layers with the same parameters")
 
-    def stacked(path: Any, *leaves: Any) -> Any:
+    def stacked(path: Any, *boxes: Any) -> Any:
+        leaves = [unbox(box) for box in boxes]
         kinds = [(tuple(leaf.shape), str(leaf.dtype)) for leaf in leaves]
         for kind in kinds:
             if kind != kinds[0]:
@@ -142,9 +158,10 @@ def _joined(nodes: list[Any], where: str) -> Any:
                     f" layers, got {kind}"
                 )
         on_host = all(isinstance(leaf, np.ndarray) for leaf in leaves)
-        return (np if on_host else jnp).stack(leaves)
+        array = (np if on_host else jnp).stack(leaves)
+        return rebox(boxes[0], lambda _: array, lambda names: (partition_name, *names))
 
-    return jax.tree_util.tree_map_with_path(stacked, *nodes)
+    return jax.tree_util.tree_map_with_path(stacked, *nodes, is_leaf=is_box)
 
 
 def _exchanged(

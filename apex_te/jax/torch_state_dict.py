@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ..recipe import DelayedScaling
+from .boxes import rebox, unbox
 from .first_step import FIRST_DUE, SLOTS
 from .fp8_state import FP8_COLLECTION_NAME, TENSORS, is_state, like_mapping
 from .region import get_delayed_scaling
@@ -65,8 +66,9 @@ def to_torch(variables: Mapping[str, Any], prefix: str = "") -> dict[str, np.nda
     """
     recipe = get_delayed_scaling()
     found: dict[str, np.ndarray] = {}
-    for part in parts(variables["params"], prefix):
-        node = _at(variables["params"], part.path)
+    plain = unbox(variables["params"])
+    for part in parts(plain, prefix):
+        node = _at(plain, part.path)
         state = _at(variables.get(FP8_COLLECTION_NAME, {}), part.path)
         _check_one_layer("to_torch", node, state)
         for leaf in part.leaves:
@@ -156,8 +158,9 @@ def from_torch(
 
     params: dict[tuple[str, ...], Any] = {}
     states: dict[tuple[str, ...], Any] = {}
-    for part in parts(variables["params"], prefix):
-        node = _at(variables["params"], part.path)
+    plain = unbox(variables["params"])
+    for part in parts(plain, prefix):
+        node = _at(plain, part.path)
         state = _at(variables.get(FP8_COLLECTION_NAME, {}), part.path)
         _check_one_layer("from_torch", node, state)
         for leaf in part.leaves:
@@ -235,7 +238,7 @@ def _replaced(tree: Mapping[str, Any], leaves: Mapping[tuple[str, ...], Any]) ->
 
     def walk(node: Any, path: tuple[str, ...]) -> Any:
         if not isinstance(node, Mapping):
-            return leaves.get(path, node)
+            return rebox(node, lambda array: leaves.get(path, array), lambda names: names)
         return like_mapping(
             node, {name: walk(value, (*path, name)) for name, value in node.items()}
         )

@@ -54,8 +54,6 @@ def jax_step(sizes: tuple[int, int, int], chosen: recipe.Recipe | None) -> Calla
     layer = DenseGeneral(outer, use_bias=False, dtype=jnp.bfloat16)
     with te.fp8_autocast(chosen is not None, chosen):
         variables: Any = jax.jit(layer.init)(jax.random.key(2), x)
-    params = jax.tree.map(lambda kernel: kernel.astype(jnp.bfloat16), variables["params"])
-    variables = {**variables, "params": params}
 
     @jax.jit
     def step(variables: Any, x: jax.Array, gradient: jax.Array) -> Any:

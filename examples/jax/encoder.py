@@ -123,14 +123,15 @@ class Classifier(nn.Module):
             num_attention_heads=8,
             hidden_dropout=0.1,
             attention_dropout=0.1,
+            intermediate_dropout=0.1,
+            mlp_activations=("relu",),
             layer_type=te_flax.TransformerLayerType.ENCODER,
             self_attn_mask_type="padding",
             enable_relative_embedding=False,
-            dtype=self.dtype,
         )(x, attention_mask=mask, deterministic=disable_dropout)
         x = x.reshape(x.shape[0], -1)
-        x = nn.relu(te_flax.DenseGeneral(256, dtype=self.dtype)(x))
-        x = nn.relu(te_flax.DenseGeneral(256, dtype=self.dtype)(x))
+        x = nn.relu(te_flax.DenseGeneral(256)(x))
+        x = nn.relu(te_flax.DenseGeneral(256)(x))
         return nn.Dense(2, dtype=self.dtype)(x)
 
 

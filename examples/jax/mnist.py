@@ -42,9 +42,9 @@ class Classifier(nn.Module):
         x = nn.max_pool(x, (2, 2), strides=(2, 2))
         x = nn.Dropout(0.25)(x, deterministic=disable_dropout)
         x = x.reshape(x.shape[0], -1)
-        x = nn.relu(te_flax.DenseGeneral(128, dtype=self.dtype)(x))
+        x = nn.relu(te_flax.DenseGeneral(128)(x))
         x = nn.Dropout(0.5)(x, deterministic=disable_dropout)
-        x = te_flax.DenseGeneral(16, dtype=self.dtype)(x)
+        x = te_flax.DenseGeneral(16)(x)
         return nn.Dense(CLASSES, dtype=self.dtype)(nn.relu(x))
 
 

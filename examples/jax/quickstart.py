@@ -22,7 +22,7 @@ HIDDEN = 64
 def main() -> list[float]:
     """Trains; returns the losses."""
     model = te_flax.TransformerLayer(
-        HIDDEN, 4 * HIDDEN, 4, hidden_dropout=0.0, attention_dropout=0.0, intermediate_dropout=0.0
+        HIDDEN, 4 * HIDDEN, 4, hidden_dropout=0.0, attention_dropout=0.0
     )
     x = jax.random.normal(jax.random.key(0), (4, 32, HIDDEN))
     target = jnp.roll(x, 1, axis=1)  # each token's predecessor

@@ -22,6 +22,7 @@ from .module import (
     DenseGeneral,
     Initializer,
     LayerNormDenseGeneral,
+    TransformerEngineBase,
     dense_parameters,
     last_dimension_parts,
     placed,
@@ -33,7 +34,7 @@ _zeros = nn.initializers.zeros
 _LAYOUTS = ("bs3hd", "bshd_bs2hd", "bshd_bshd_bshd")
 
 
-class DotProductAttention(nn.Module):
+class DotProductAttention(TransformerEngineBase):
     """Core of attention, softmax(scale * query key^T + bias) value for each head.
 
     cuDNN's fused kernels compute it on GPUs where they can, which dropout excludes.
@@ -46,7 +47,7 @@ class DotProductAttention(nn.Module):
         attn_mask_type: "no_mask", "padding", "causal" or "padding_causal" ("causal_padding").
         attn_bias_type: "no_bias", "pre_scale_bias" or "post_scale_bias"; None is
             "post_scale_bias" in calls with a bias, else "no_bias".
-        dtype: dtype of the computation and of the result.
+        dtype: not used; the core computes in the dtype of its inputs.
         dropout_rng_name: name of the random numbers of dropout.
         float32_logits: multiply queries and keys in float32; scores are float32 either way.
         qkv_layout: "bs3hd" (all in ``query``, [b, s, 3, h, d]), "bshd_bs2hd" (keys and values in
@@ -68,7 +69,7 @@ class DotProductAttention(nn.Module):
     float32_logits: bool = False
     qkv_layout: str = "bshd_bshd_bshd"
     scale_factor: float | None = None
-    transpose_batch_sequence: bool = True
+    transpose_batch_sequence: bool = False
     window_size: tuple[int, int] | None = None
 
     @nn.compact
@@ -93,6 +94,7 @@ class DotProductAttention(nn.Module):
             deterministic: True for no dropout.
             query_start: position of the first query, for calls with a cache of keys.
         """
+        self._check_counts("head_dim", "num_attention_heads", "num_gqa_groups")
         q, k, v = (self._batch_first(x) for x in self._separate(query, key, value))
         for name, x, heads in (
             ("query", q, self.num_attention_heads),
@@ -138,7 +140,9 @@ class DotProductAttention(nn.Module):
             )
         given = {3: (), 2: (query,), 0: (query, key, value)}[parts]
         found = (*given, *(packed[:, :, i] for i in range(parts)))
-        return tuple(jnp.asarray(x, self.dtype) for x in found)
+        return tuple(
+            self._input(x, name) for name, x in zip(("query", "key", "value"), found, strict=True)
+        )
 
     def _batch_first(self, x: jax.Array) -> jax.Array:
         """Swaps batch and sequence if inputs have the sequence first; its own inverse."""
@@ -195,7 +199,7 @@ class _Projection(LayerNormDenseGeneral):
         return columns.split(self._dense(found.x, found.kernel, bias, state, 0)), found.normed
 
 
-class MultiHeadAttention(nn.Module):
+class MultiHeadAttention(TransformerEngineBase):
     """Projections to heads, attention and the projection back, with a norm in front.
 
     Parameters are those of the submodules "qkv", or "query" and "kv" in cross attention and with
@@ -220,7 +224,7 @@ class MultiHeadAttention(nn.Module):
             (i, i + head_dim / 2).
         low_rank_adaptation_scope: must be "none".
         low_rank_adaptation_dim, low_rank_adaptation_alpha: not used.
-        dtype: dtype of inputs and results; parameters are float32.
+        dtype: dtype of the parameters; the layer computes in that of its inputs.
         fuse_qkv_params: one kernel for queries, keys and values, or for keys and values.
         transpose_batch_sequence: inputs and results are [s, b, ...] instead of [b, s, ...].
         enable_sequence_parallel: sequences outside of the projections lie on the logical axis of
@@ -254,7 +258,7 @@ class MultiHeadAttention(nn.Module):
     low_rank_adaptation_alpha: float | None = None
     dtype: Any = jnp.float32
     fuse_qkv_params: bool = True
-    transpose_batch_sequence: bool = True
+    transpose_batch_sequence: bool = False
     enable_sequence_parallel: bool = False
     scale_attn_logits: bool = False
     scaled_query_init: bool = True
@@ -278,7 +282,7 @@ class MultiHeadAttention(nn.Module):
         """Attends; returns the output in the layout of ``inputs_q``, and the norm's or None.
 
         Args:
-            inputs_q: [s, b, embed], or [b, s, embed] without ``transpose_batch_sequence``.
+            inputs_q: [b, s, embed], or [s, b, embed] with ``transpose_batch_sequence``.
             inputs_kv: None or the same object for self attention, another array for cross
                 attention. ``jax.jit`` and ``jax.checkpoint`` make two of an object that is passed
                 twice.
@@ -292,7 +296,7 @@ class MultiHeadAttention(nn.Module):
             deterministic: True for no dropout.
         """
         heads = self._heads
-        inputs_kv = inputs_q if inputs_kv is None else inputs_kv
+        inputs_q, inputs_kv = self._inputs(inputs_q, inputs_kv)
         if decode and inputs_q is not inputs_kv:
             raise ValueError(
                 "MultiHeadAttention: decode must be False in cross attention, got True"
@@ -316,7 +320,7 @@ class MultiHeadAttention(nn.Module):
             if bias is not None and bias.shape[2] not in (1, q.shape[1]):
                 bias = jax.lax.dynamic_slice_in_dim(bias, start, q.shape[1], axis=2)
         dropout = self.attention_dropout if self.dropout_rate is None else self.dropout_rate
-        x = DotProductAttention(
+        x = self._kind(DotProductAttention)(
             head_dim=self.head_dim,
             num_attention_heads=heads,
             num_gqa_groups=self.num_gqa_groups,
@@ -335,7 +339,7 @@ class MultiHeadAttention(nn.Module):
         x = checkpoint_name(self._sequence_first(x), "context")
         x = x.reshape(*x.shape[:2], heads * self.head_dim)
         x = placed(x, (*self._leading(False), axes.HIDDEN_TP))
-        out = DenseGeneral(
+        out = self._kind(DenseGeneral)(
             features=inputs_q.shape[-1],
             kernel_init=self._kernel_init,
             kernel_axes=(axes.W_TP, axes.W_FSDP),
@@ -347,6 +351,24 @@ class MultiHeadAttention(nn.Module):
         )(x)
         return checkpoint_name(out, "out_proj"), normed
 
+    def _inputs(self, inputs_q: Any, inputs_kv: Any) -> tuple[jax.Array, jax.Array]:
+        """Returns both inputs, one array in self attention; each must be [b, s, embed]."""
+        made = self._input(inputs_q, "inputs_q")
+        other = made
+        if inputs_kv is not None and inputs_kv is not inputs_q:
+            other = self._input(inputs_kv, "inputs_kv")
+        for name, x in (("inputs_q", made), ("inputs_kv", other)):
+            if x.ndim != 3:
+                raise ValueError(
+                    f"MultiHeadAttention: {name} must be [b, s, embed], got {list(x.shape)}"
+                )
+        if other.dtype != made.dtype:
+            raise TypeError(
+                f"MultiHeadAttention: inputs_kv must have inputs_q's dtype {made.dtype}, got"
+                f" {other.dtype}"
+            )
+        return made, other
+
     @property
     def _heads(self) -> int:
         """Checks what is not offered, and returns the number of heads."""
@@ -355,6 +377,7 @@ class MultiHeadAttention(nn.Module):
                 'MultiHeadAttention: low_rank_adaptation_scope must be "none", got'
                 f" {self.low_rank_adaptation_scope!r}"
             )
+        self._check_counts("head_dim", "num_attention_heads", "num_heads", "num_gqa_groups")
         heads = self.num_attention_heads if self.num_heads is None else self.num_heads
         if heads is None:
             raise TypeError("MultiHeadAttention: num_attention_heads must be an int, got None")
@@ -426,8 +449,8 @@ class MultiHeadAttention(nn.Module):
         if fuse and is_self and groups == heads:
             first, others = self._options("qkv", (3, q), "qkv"), []
         projected = [first, *others] if is_self else others
-        beside = [_Kernel(**options)(inputs_kv.shape[-1]) for options in projected[1:]]
-        products, normed = _Projection(
+        beside = [self._kind(_Kernel)(**options)(inputs_kv.shape[-1]) for options in projected[1:]]
+        products, normed = self._kind(_Projection)(
             enable_layernorm=self.input_layernorm,
             layernorm_type=self.layernorm_type,
             epsilon=self.layernorm_epsilon,
@@ -440,7 +463,8 @@ class MultiHeadAttention(nn.Module):
             **first,
         )(inputs_q, beside if is_self else ())
         if not is_self:
-            products += _Projection(enable_layernorm=False, **others[0])(inputs_kv, beside)[0]
+            other = self._kind(_Projection)(enable_layernorm=False, **others[0])
+            products += other(inputs_kv, beside)[0]
         query, key, value = products
         has_norm = self.input_layernorm and self.return_layernorm_output
         return _Projected(

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import math
+import operator
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import flax.linen as nn
 import jax
@@ -15,11 +17,13 @@ from jax.sharding import PartitionSpec
 from ...recipe import DelayedScaling
 from ...runtime.counts import check_count
 from .. import _partition, fp8_state
+from ..boxes import unbox
 from ..dense import dense
 from ..fused_casts import Norm
 from ..fused_dense import fused_dense
 from ..gated_mlp import gated_mlp
 from ..joined_columns import JoinedColumns
+from ..ops._checks import FLOATS
 from ..ops.activation import KINDS, activation
 from ..ops.layer_norm import layer_norm
 from ..ops.rms_norm import rms_norm
@@ -71,19 +75,123 @@ def last_dimension_parts(x: jax.Array, axes: Axes | None) -> int:
     return _partition.last_dimension_parts(x, spec)
 
 
+class LogicallyPartitioned(nn.LogicallyPartitioned):
+    """Flax's box of a parameter, which ``nnx.bridge.ToNNX`` takes without a mesh, too."""
+
+    def to_nnx_metadata(self) -> dict[str, Any]:
+        """Returns the metadata of an ``nnx.Variable``, which is not placed where no mesh is."""
+        found = {"value": self.value, "out_sharding": self.names, "sharding_rules": self.rules}
+        is_placed = not jax.sharding.get_abstract_mesh().empty
+        return {**found, "mesh": self.mesh} | ({} if is_placed else {"eager_sharding": False})
+
+
+def contracted_axes(owner: str, axis: Any, shape: Sequence[int]) -> tuple[int, ...]:
+    """Returns the dimensions of an input that a layer contracts, in ascending order.
+
+    Args:
+        owner: name of the layer's class, for errors.
+        axis: the layer's field.
+        shape: the input's shape.
+
+    Raises:
+        TypeError: ``axis`` is not an int or a sequence of these.
+        ValueError: no such dimension, one given twice, or one without an element.
+    """
+    given = tuple(axis) if isinstance(axis, Sequence) and not isinstance(axis, str) else (axis,)
+    found = []
+    for each in given:
+        try:
+            number = None if isinstance(each, bool) else operator.index(each)
+        except TypeError:
+            number = None
+        if number is None:
+            raise TypeError(
+                f"{owner}: axis must be an int or a sequence of ints, got {type(each).__name__}"
+            )
+        if not -len(shape) <= number < len(shape):
+            raise ValueError(
+                f"{owner}: axis must be from {-len(shape)} to {len(shape) - 1} for inputs of shape"
+                f" {list(shape)}, got {number}"
+            )
+        found.append(number % len(shape))
+    if not found or len(set(found)) < len(found):
+        raise ValueError(f"{owner}: axis must be one or several different dimensions, got {axis}")
+    if not all(shape[each] for each in found):
+        raise ValueError(
+            f"{owner}: inputs must have at least one element along axis {axis}, got shape"
+            f" {list(shape)}"
+        )
+    return tuple(sorted(found))
+
+
+@functools.cache
+def _as_v1(kind: type[Any]) -> type[Any]:
+    """Returns a module's class with the semantics of Transformer Engine 1, its defaults apart."""
+    names = {"_is_v1": True, "__module__": kind.__module__, "__doc__": kind.__doc__}
+    return type(kind)(kind.__name__, (kind,), names)
+
+
 class TransformerEngineBase(nn.Module):
     """Base of the modules: parameters with logical axes and the collection "fp8_metas"."""
 
+    _is_v1: ClassVar[bool] = False
+
+    def _kind(self, kind: type[Any]) -> type[Any]:
+        """Returns the class of a submodule, which treats dtypes and axes as this module does."""
+        return _as_v1(kind) if self._is_v1 else kind
+
+    def _dtype(self) -> Any:
+        """Returns the field ``dtype``, in which a layer can compute."""
+        given = getattr(self, "dtype", None)
+        try:
+            name = "float32" if given is None else jnp.dtype(given).name
+        except TypeError:
+            name = repr(given)
+        if name not in FLOATS:
+            raise TypeError(
+                f"{type(self).__name__}: dtype must be float32, float16 or bfloat16, got {name}"
+            )
+        return jnp.dtype(name)
+
+    def _check_counts(self, *names: str) -> None:
+        """Checks that fields are ints of at least 1, or None."""
+        for name in names:
+            if getattr(self, name) is not None:
+                check_count(type(self).__name__, name, getattr(self, name))
+
+    def _input(self, inputs: Any, name: str = "inputs") -> jax.Array:
+        """Returns an input in the dtype in which the layer computes; it has a dimension."""
+        dtype = self._dtype()
+        x = jnp.asarray(inputs, dtype if self._is_v1 and self.dtype is not None else None)  # type: ignore[attr-defined]
+        if x.dtype.name not in FLOATS:
+            raise TypeError(
+                f"{type(self).__name__}: {name} must have dtype float32, float16 or bfloat16, got"
+                f" {x.dtype.name}"
+            )
+        if x.ndim == 0:
+            raise ValueError(
+                f"{type(self).__name__}: {name} must have at least one dimension, got a scalar"
+            )
+        return x
+
     def _parameter(self, name: str, init: Initializer, shape: Sequence[int], axes: Any) -> Any:
-        """Returns a float32 parameter; its logical axes, if any, go to "params_axes"."""
+        """Returns a parameter; its box carries its logical axes."""
+        dtype, axes = self._dtype(), tuple(axes or ())
+        if not self._is_v1:
+
+            def boxed(*given: Any) -> Any:
+                return LogicallyPartitioned(init(*given), axes)
+
+            value = unbox(self.param(name, boxed, tuple(shape), dtype, unbox=False))
+            return placed(value, axes) if axes else value
         value = self.param(name, init, tuple(shape), jnp.float32)
         if not axes:
             return value
         self.sow(
-            "params_axes", f"{name}_axes", partitioning.AxisMetadata(tuple(axes)),
+            "params_axes", f"{name}_axes", partitioning.AxisMetadata(axes),
             reduce_fn=lambda _, new: new,
         )  # fmt: skip
-        return placed(value, tuple(axes))
+        return placed(value, axes)
 
     def _fp8_state(self, gemms: int = 1) -> dict[str, jax.Array] | None:
         """Returns the module's FP8 state inside of a region with delayed scaling, else None."""
@@ -126,7 +234,7 @@ class DenseGeneral(TransformerEngineBase):
         enable_low_rank_adaptation: must be False.
         low_rank_adaptation_dim, low_rank_adaptation_alpha: not used.
         axis: dimensions of the input that are contracted.
-        dtype: dtype of inputs and results; parameters are float32.
+        dtype: dtype of the parameters; the layer computes in that of its input.
         transpose_batch_sequence: accepted; the layer is the same for both layouts.
     """
 
@@ -150,9 +258,8 @@ class DenseGeneral(TransformerEngineBase):
             raise NotImplementedError(
                 "DenseGeneral: enable_low_rank_adaptation must be False, got True"
             )
-        axes = (self.axis,) if isinstance(self.axis, int) else tuple(self.axis)
-        axes = tuple(sorted(axis % inputs.ndim for axis in axes))
-        x = jnp.asarray(inputs, self.dtype)
+        x = self._input(inputs)
+        axes = contracted_axes("DenseGeneral", self.axis, x.shape)
         rest = tuple(i for i in range(x.ndim) if i not in axes)
         x = x.transpose(*rest, *axes)
         inner = x.shape[len(rest) :]
@@ -169,6 +276,8 @@ def dense_parameters(layer: Any, inner: Sequence[int]) -> tuple[jax.Array, jax.A
     """
     given = layer.features
     features = tuple(given) if isinstance(given, Sequence) else (given,)
+    if not features:
+        raise ValueError(f"{type(layer).__name__}: features must have an extent, got {given}")
     for extent in features:
         check_count(type(layer).__name__, "features", extent)
     shape = math.prod(inner), math.prod(features)
@@ -186,16 +295,35 @@ def dense_parameters(layer: Any, inner: Sequence[int]) -> tuple[jax.Array, jax.A
 class _Normed(TransformerEngineBase):
     """Base of modules that begin with a norm."""
 
+    def _last_axis_input(self, inputs: Any) -> jax.Array:
+        """Returns the input of a layer whose field ``axis`` must be the last dimension."""
+        layer: Any = self
+        name, x = type(self).__name__, self._input(inputs)
+        if contracted_axes(name, layer.axis, x.shape) != (x.ndim - 1,):
+            raise ValueError(f"{name}: axis must be -1, got {layer.axis}")
+        return x
+
     def _norm(self, x: jax.Array) -> jax.Array:
         """Normalises over the last dimension with the parameters ``scale`` and ``ln_bias``."""
-        norm, scale, bias = self._norm_with_parameters(x.shape[-1])
+        norm, scale, bias = self._norm_with_parameters(x.shape[-1], x.dtype)
         options = {"zero_centered_gamma": norm.zero_centered_gamma}
         if bias is None:
             return rms_norm(x, scale, norm.epsilon, **options)
         return layer_norm(x, scale, bias, norm.epsilon, **options)
 
-    def _norm_with_parameters(self, width: int) -> tuple[Norm, jax.Array, jax.Array | None]:
-        """Returns the norm, its scale, and its bias, which an RMS norm has none of."""
+    def _norm_with_parameters(
+        self, width: int, dtype: Any
+    ) -> tuple[Norm, jax.Array, jax.Array | None]:
+        """Returns the norm, its scale, and its bias, which an RMS norm has none of.
+
+        Args:
+            width: the last extent of the input.
+            dtype: the input's dtype; parameters come in it or in float32.
+        """
+
+        def in_dtype(p: jax.Array) -> jax.Array:
+            return p if p.dtype == jnp.float32 else p.astype(dtype)
+
         layer: Any = self
         if layer.layernorm_type not in ("layernorm", "rmsnorm"):
             raise ValueError(
@@ -204,13 +332,13 @@ class _Normed(TransformerEngineBase):
             )
         centered = layer.zero_centered_gamma
         init = layer.scale_init or (_zeros if centered else nn.initializers.ones)
-        scale = self._parameter("scale", init, (width,), layer.scale_axes)
+        scale = in_dtype(self._parameter("scale", init, (width,), layer.scale_axes))
         if layer.layernorm_type == "rmsnorm":
             return Norm("rms_norm", layer.epsilon, centered), scale, None
         init = getattr(layer, "ln_bias_init", None) or layer.bias_init
         axes = layer.ln_bias_axes if hasattr(layer, "ln_bias_axes") else layer.bias_axes
         bias = self._parameter("ln_bias", init, (width,), axes)
-        return Norm("layer_norm", layer.epsilon, centered), scale, bias
+        return Norm("layer_norm", layer.epsilon, centered), scale, in_dtype(bias)
 
 
 class LayerNorm(_Normed):
@@ -224,7 +352,7 @@ class LayerNorm(_Normed):
         scale_axes: logical axes of the scale.
         bias_init: initializer of the bias.
         bias_axes: logical axes of the bias.
-        dtype: dtype of inputs and results; parameters are float32.
+        dtype: dtype of the parameters; the layer computes in that of its input.
         transpose_batch_sequence: accepted; the layer is the same for both layouts.
     """
 
@@ -241,7 +369,9 @@ class LayerNorm(_Normed):
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
         """Returns the normalised input."""
-        return self._norm(jnp.asarray(x, self.dtype))
+        x = self._input(x, "x")
+        contracted_axes("LayerNorm", -1, x.shape)
+        return self._norm(x)
 
 
 class Prepared(NamedTuple):
@@ -273,7 +403,7 @@ class LayerNormDenseGeneral(_Normed):
         layernorm_type, epsilon, zero_centered_gamma, scale_init, scale_axes: as in ``LayerNorm``.
         ln_bias_init, ln_bias_axes: initializer and logical axes of the norm's bias.
         return_layernorm_output: also return the norm's output.
-        dtype: dtype of inputs and results; parameters are float32.
+        dtype: dtype of the parameters; the layer computes in that of its input.
         transpose_batch_sequence: accepted; the layer is the same for both layouts.
         layernorm_input_axes, dot_input_axes: logical axes to constrain the inputs to.
         depth_scaling: divisor of the output; None: none.
@@ -293,13 +423,13 @@ class LayerNormDenseGeneral(_Normed):
     use_bias: bool = False
     bias_init: Initializer = _zeros
     bias_axes: Axes = ()
-    return_layernorm_output: bool = True
+    return_layernorm_output: bool = False
     enable_low_rank_adaptation: bool = False
     low_rank_adaptation_dim: int = 32
     low_rank_adaptation_alpha: float | None = None
     axis: int | Sequence[int] = -1
     dtype: Any = jnp.float32
-    transpose_batch_sequence: bool = True
+    transpose_batch_sequence: bool = False
     layernorm_input_axes: Axes | None = None
     dot_input_axes: Axes | None = None
     depth_scaling: float | None = None
@@ -341,13 +471,10 @@ class LayerNormDenseGeneral(_Normed):
             raise NotImplementedError(
                 "LayerNormDenseGeneral: enable_low_rank_adaptation must be False, got True"
             )
-        axes = (self.axis,) if isinstance(self.axis, int) else tuple(self.axis)
-        if tuple(axis % inputs.ndim for axis in axes) != (inputs.ndim - 1,):
-            raise ValueError(f"LayerNormDenseGeneral: axis must be -1, got {self.axis}")
-        x = placed(jnp.asarray(inputs, self.dtype), self.layernorm_input_axes)
+        x = placed(self._last_axis_input(inputs), self.layernorm_input_axes)
         fuses = can_fuse_norm(state) and x.ndim > 1 and not _is_placed(self.dot_input_axes)
         if fuses and self.enable_layernorm and not self._returns_norm:
-            norm = self._norm_with_parameters(x.shape[-1])
+            norm = self._norm_with_parameters(x.shape[-1], x.dtype)
             return Prepared(x, None, norm, *dense_parameters(self, x.shape[-1:]))
         normed = self._norm(x) if self.enable_layernorm else x
         x = placed(normed, self.dot_input_axes)
@@ -372,7 +499,7 @@ class LayerNormMLP(_Normed):
         intermediate_dropout_rate: probability of dropout behind the activation.
         intermediate_hidden_dropout_dims: dimensions that share one mask.
         axis: must be the last dimension.
-        dtype: dtype of inputs and results; parameters are float32.
+        dtype: dtype of the parameters; the layer computes in that of its input.
         transpose_batch_sequence: accepted; the layer is the same for both layouts.
         layernorm_input_axes, dot_1_input_axes, dot_2_input_axes: logical axes to constrain the
             inputs of the norm and of the linear layers to.
@@ -394,14 +521,14 @@ class LayerNormMLP(_Normed):
     bias_init: Initializer = _zeros
     bias_axes_1: Axes = ("act", "mlp")
     bias_axes_2: Axes = ("embed",)
-    return_layernorm_output: bool = True
-    activations: Sequence[str] = ("relu",)
+    return_layernorm_output: bool = False
+    activations: Sequence[str] = ("gelu",)
     intermediate_dropout_rng_name: str = "dropout"
-    intermediate_dropout_rate: float = 0.1
+    intermediate_dropout_rate: float = 0.0
     intermediate_hidden_dropout_dims: Sequence[int] = ()
     axis: int | Sequence[int] = -1
     dtype: Any = jnp.float32
-    transpose_batch_sequence: bool = True
+    transpose_batch_sequence: bool = False
     layernorm_input_axes: Axes | None = None
     dot_1_input_axes: Axes | None = None
     dot_2_input_axes: Axes | None = None
@@ -438,9 +565,7 @@ class LayerNormMLP(_Normed):
             inputs: [..., embed].
             deterministic: True for no dropout.
         """
-        if self.axis not in (-1, (-1,), inputs.ndim - 1):
-            raise ValueError(f"LayerNormMLP: axis must be -1, got {self.axis}")
-        x = placed(jnp.asarray(inputs, self.dtype), self.layernorm_input_axes)
+        x = placed(self._last_axis_input(inputs), self.layernorm_input_axes)
         state, width = self._fp8_state(2) or {}, x.shape[-1]
         returned = self.return_layernorm_output and self.enable_layernorm
         if self._is_fused(x, state, deterministic):
@@ -448,7 +573,7 @@ class LayerNormMLP(_Normed):
             of_norm: list[Any] = [None, None]
             is_fused = can_fuse_norm(state) and not _is_placed(self.dot_1_input_axes)
             if self.enable_layernorm and not returned and is_fused:
-                norm, *of_norm = self._norm_with_parameters(width)
+                norm, *of_norm = self._norm_with_parameters(width, x.dtype)
                 normed = h = x
             else:
                 normed = self._norm(x) if self.enable_layernorm else x

@@ -49,7 +49,7 @@ class RelativePositionBiases(TransformerEngineBase):
         num_attention_heads: number of heads.
         embedding_init: initializer of ``rel_embedding`` [heads, buckets].
         embedding_axes: logical axes of it.
-        dtype: dtype of the result; the parameter is float32.
+        dtype: dtype of the parameter and of the result.
     """
 
     num_buckets: int
@@ -67,6 +67,7 @@ class RelativePositionBiases(TransformerEngineBase):
             q_seqlen, k_seqlen: numbers of queries and keys.
             bidirectional: keys behind the query have buckets of their own.
         """
+        self._check_counts("num_buckets", "num_attention_heads")
         if self.num_buckets < (4 if bidirectional else 2):
             raise ValueError(
                 "RelativePositionBiases: num_buckets must be at least"
@@ -81,6 +82,6 @@ class RelativePositionBiases(TransformerEngineBase):
         table = self._parameter("rel_embedding", self.embedding_init, shape, self.embedding_axes)
         found = _buckets(q_seqlen, k_seqlen, bidirectional, self.num_buckets, self.max_distance)
         # A product, whose gradient is the same in every run, not a gather with added gradients.
-        chosen = jax.nn.one_hot(jnp.asarray(found), self.num_buckets, axis=0)
+        chosen = jax.nn.one_hot(jnp.asarray(found), self.num_buckets, axis=0, dtype=jnp.float32)
         biases = jnp.einsum("hn,nqk->hqk", table, chosen, precision=jax.lax.Precision.HIGHEST)
-        return biases[None].astype(self.dtype)
+        return biases[None].astype(self._dtype())

@@ -12,7 +12,14 @@ import jax.numpy as jnp
 
 from . import logical_axes as axes
 from .attention import MultiHeadAttention
-from .module import Axes, Initializer, LayerNorm, LayerNormMLP, placed
+from .module import (
+    Axes,
+    Initializer,
+    LayerNorm,
+    LayerNormMLP,
+    TransformerEngineBase,
+    placed,
+)
 from .relative_position import RelativePositionBiases
 
 __all__ = ["TransformerLayer", "TransformerLayerType"]
@@ -27,14 +34,14 @@ class TransformerLayerType(enum.Enum):
     DECODER = "decoder"
 
 
-class TransformerLayer(nn.Module):
+class TransformerLayer(TransformerEngineBase):
     """One layer of a Transformer, in FP8 inside of ``fp8_autocast``.
 
     Submodules: "attention" ("self_attention" in decoders), "encoder_decoder_attention" (decoders),
     "mlp", "relpos_bias" with ``enable_relative_embedding``, "output_layernorm".
 
     Attributes:
-        hidden_size: features of the input and of the output.
+        hidden_size: width of all heads together; the output is as wide as the input.
         mlp_hidden_size: width of the MLP between its linear layers.
         num_attention_heads: heads of the queries.
         num_gqa_groups: heads of keys and values, a divisor; None is ``num_attention_heads``.
@@ -66,7 +73,7 @@ class TransformerLayer(nn.Module):
         low_rank_adaptation_scope, low_rank_adaptation_dim, low_rank_adaptation_alpha,
         fuse_qkv_params, enable_sequence_parallel, scale_attn_logits, scaled_query_init: as in
             ``MultiHeadAttention``.
-        dtype: dtype of inputs and results; parameters are float32.
+        dtype: dtype of the parameters; the layer computes in that of its inputs.
         drop_path: probability that a sample skips a branch (attention, cross attention, MLP).
         transpose_batch_sequence: inputs and results are [s, b, h] instead of [b, s, h].
         window_size: as in ``DotProductAttention``, of self and cross attention.
@@ -82,12 +89,12 @@ class TransformerLayer(nn.Module):
     hidden_dropout: float = 0.1
     hidden_dropout_dims: Sequence[int] = ()
     attention_dropout: float = 0.1
-    intermediate_dropout: float = 0.1
+    intermediate_dropout: float = 0.0
     intermediate_dropout_dims: Sequence[int] = ()
     dropout_rng_name: str = "dropout"
     mha_kernel_init: Initializer | None = None
     mlp_kernel_init: Initializer | None = None
-    mlp_activations: Sequence[str] = ("relu",)
+    mlp_activations: Sequence[str] = ("gelu",)
     use_bias: bool = False
     bias_init: Initializer = _zeros
     apply_residual_connection_post_layernorm: bool = False
@@ -137,9 +144,10 @@ class TransformerLayer(nn.Module):
                 ``MultiHeadAttention``. For decoders.
             max_decode_length: largest length, which relative position biases need with ``decode``.
         """
-        self._check(inputs, encoded, encoder_decoder_mask, decode)
+        x = self._input(inputs)
+        self._check(x, encoded, encoder_decoder_mask, decode)
         is_decoder = self.layer_type is TransformerLayerType.DECODER
-        x = self._constrained(jnp.asarray(inputs, self.dtype))
+        x = self._constrained(x)
         bias = self._relative_biases(x, is_decoder, max_decode_length if decode else None)
         y, normed = self._attention(
             "self_attention" if is_decoder else "attention",
@@ -156,7 +164,7 @@ class TransformerLayer(nn.Module):
                 attn_bias_type="no_bias",
             )(
                 x,
-                jnp.asarray(encoded, self.dtype),
+                self._input(encoded, "encoded"),
                 encoder_decoder_mask,
                 deterministic=deterministic,
             )
@@ -165,7 +173,7 @@ class TransformerLayer(nn.Module):
         x = self._add(y, x, normed, deterministic)
         if not self.output_layernorm:
             return x
-        return LayerNorm(
+        return self._kind(LayerNorm)(
             layernorm_type=self.layernorm_type,
             zero_centered_gamma=self.zero_centered_gamma,
             epsilon=self.layernorm_epsilon,
@@ -182,15 +190,16 @@ class TransformerLayer(nn.Module):
             raise TypeError(
                 f"{name}: layer_type must be a TransformerLayerType, got {self.layer_type!r}"
             )
+        self._check_counts("hidden_size", "num_attention_heads", "num_gqa_groups")
         if self.hidden_size % self.num_attention_heads:
             raise ValueError(
                 f"{name}: num_attention_heads must divide hidden_size={self.hidden_size}, got"
                 f" {self.num_attention_heads}"
             )
-        if inputs.ndim != 3 or inputs.shape[-1] != self.hidden_size:
+        if inputs.ndim != 3 or (self._is_v1 and inputs.shape[-1] != self.hidden_size):
+            width = self.hidden_size if self._is_v1 else "embed"
             raise ValueError(
-                f"{name}: inputs must have shape [b, s, {self.hidden_size}], got"
-                f" {list(inputs.shape)}"
+                f"{name}: inputs must have shape [b, s, {width}], got {list(inputs.shape)}"
             )
         for field in ("hidden_dropout", "attention_dropout", "intermediate_dropout", "drop_path"):
             if not 0.0 <= getattr(self, field) <= 1.0:
@@ -221,7 +230,7 @@ class TransformerLayer(nn.Module):
             return None
         module: Any = self.relative_embedding
         if module is None:
-            module = RelativePositionBiases(
+            module = self._kind(RelativePositionBiases)(
                 num_buckets=32,
                 max_distance=128,
                 num_attention_heads=self.num_attention_heads,
@@ -239,7 +248,7 @@ class TransformerLayer(nn.Module):
             name: its name in the layer.
             options: fields of this ``MultiHeadAttention`` alone.
         """
-        return MultiHeadAttention(
+        return self._kind(MultiHeadAttention)(
             head_dim=self.hidden_size // self.num_attention_heads,
             num_attention_heads=self.num_attention_heads,
             num_gqa_groups=self.num_gqa_groups,
@@ -272,7 +281,7 @@ class TransformerLayer(nn.Module):
 
     def _mlp(self) -> LayerNormMLP:
         """Makes the MLP with its norm."""
-        return LayerNormMLP(
+        return self._kind(LayerNormMLP)(
             intermediate_dim=self.mlp_hidden_size,
             layernorm_type=self.layernorm_type,
             epsilon=self.layernorm_epsilon,

@@ -35,9 +35,9 @@ def torch_layer(**options: Any) -> Any:
 def flax_layer(**options: Any) -> Any:
     """Returns a layer of Flax that computes what ``torch_layer`` does."""
     defaults = {
-        "hidden_dropout": 0.0, "attention_dropout": 0.0, "intermediate_dropout": 0.0,
+        "hidden_dropout": 0.0, "attention_dropout": 0.0,
         "layernorm_epsilon": 1e-5, "scale_attn_logits": True, "enable_relative_embedding": False,
-        "use_bias": True, "mlp_activations": ("gelu",), "hidden_size": HIDDEN,
+        "use_bias": True, "hidden_size": HIDDEN,
         "mlp_hidden_size": MLP, "num_attention_heads": HEADS,
     }  # fmt: skip
     return te_flax.TransformerLayer(**defaults | options)

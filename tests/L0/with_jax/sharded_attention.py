@@ -31,10 +31,7 @@ GATHERS = re.compile(r"= (\S+) (all-gather|all-to-all|collective-permute)(-start
 
 def module(**options):
     """Returns attention over 256 features; as many queries' heads of 64 unless told otherwise."""
-    defaults = {
-        "head_dim": 64, "num_attention_heads": 4, "use_bias": True,
-        "transpose_batch_sequence": False,
-    }  # fmt: skip
+    defaults = {"head_dim": 64, "num_attention_heads": 4, "use_bias": True}
     return te_flax.MultiHeadAttention(**defaults | options)
 
 
@@ -77,14 +74,14 @@ def first(layer, name, cross):
         made = jax.jit(functools.partial(layer.init, deterministic=True))(
             jax.random.key(1), *data(cross)[:-1]
         )
-    axes = partitioning.get_axis_names(made["params_axes"])
+    axes, made = nn.get_partition_spec(made["params"]), nn.unbox(made)
     leaves, tree = jax.tree.flatten(made["params"])
     keys = jax.random.split(jax.random.key(2), len(leaves))
     params = [
         leaf + 0.1 * jax.random.normal(key, leaf.shape)
         for leaf, key in zip(leaves, keys, strict=True)
     ]
-    rest = {n: value for n, value in made.items() if n not in ("params", "params_axes")}
+    rest = {n: value for n, value in made.items() if n != "params"}
     return {"params": jax.tree.unflatten(tree, params), **rest}, axes
 
 

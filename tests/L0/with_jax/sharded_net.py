@@ -48,7 +48,7 @@ class Net(nn.Module):
         x = x + y
         y, _ = te_flax.LayerNormMLP(
             intermediate_dim=256, activations=("silu", "linear"), layernorm_type="rmsnorm",
-            intermediate_dropout_rate=0.0, layernorm_input_axes=ROWS, dot_1_input_axes=ROWS,
+            layernorm_input_axes=ROWS, dot_1_input_axes=ROWS,
             dot_2_input_axes=("batch", "seq", "mlp"), use_bias=True, name="mlp",
         )(x, deterministic=True)  # fmt: skip
         return te_flax.LayerNorm(name="norm")(x + y)
@@ -83,8 +83,7 @@ def on_one_device(name):
     chosen = RECIPES[name]
     with te.fp8_autocast(chosen is not None, chosen):
         variables = jax.jit(Net().init)(jax.random.key(2), data()[0])
-    axes = partitioning.get_axis_names(variables["params_axes"])
-    variables = {key: value for key, value in variables.items() if key != "params_axes"}
+    axes, variables = nn.get_partition_spec(variables["params"]), nn.unbox(variables)
     step, found, now = jax.jit(make_step(name, ())), [], variables
     for _ in range(2):
         found.append(step(now, *data()))

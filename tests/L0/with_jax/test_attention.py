@@ -279,7 +279,7 @@ def test_scaled_query_init_and_old_names():
     for scaled in (True, False):
         module = te_flax.MultiHeadAttention(64, num_heads=4, scaled_query_init=scaled)
         made = jax.jit(lambda m=module: m.init(jax.random.key(0), x))()
-        kernel = made["params"]["qkv"]["kernel"]
+        kernel = made["params"]["qkv"]["kernel"].value
         keys[scaled] = np.asarray(kernel).std((0, 2))
     np.testing.assert_allclose(keys[False], 1 / 16, rtol=0.05)
     np.testing.assert_allclose(keys[True], [1 / 128, 1 / 16, 1 / 16], rtol=0.05)
@@ -295,8 +295,8 @@ def test_relative_position_biases_are_t5s(bidirectional):
     t5 = pytest.importorskip("transformers.models.t5.modeling_t5").T5Attention
     module = te_flax.RelativePositionBiases(32, 128, 4)
     variables = module.init(jax.random.key(0), 5, 5)
-    assert variables["params"]["rel_embedding"].shape == (4, 32)
-    assert variables["params_axes"]["rel_embedding_axes"].names == ("heads", "relpos_buckets")
+    assert variables["params"]["rel_embedding"].value.shape == (4, 32)
+    assert variables["params"]["rel_embedding"].names == ("heads", "relpos_buckets")
     table = jnp.arange(32.0) + 100 * jnp.arange(4.0)[:, None]
     ours = module.apply({"params": {"rel_embedding": table}}, 300, 200, bidirectional)
     places = torch.arange(200)[None] - torch.arange(300)[:, None]

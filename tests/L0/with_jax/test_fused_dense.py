@@ -8,7 +8,7 @@ import pytest
 import torch
 
 jax = pytest.importorskip("jax")
-pytest.importorskip("flax")
+nn = pytest.importorskip("flax.linen")
 import jax.numpy as jnp  # noqa: E402
 from arrays import bits, to_jax  # noqa: E402
 
@@ -38,8 +38,7 @@ def first(module, chosen, *args):
         return p + 0.1 * jax.random.normal(jax.random.key(1), p.shape)
 
     with te.fp8_autocast(True, chosen):
-        variables = dict(module.init(jax.random.key(0), *args))
-    variables.pop("params_axes", None)
+        variables = nn.unbox(module.init(jax.random.key(0), *args))
     return {**variables, "params": jax.tree.map(moved, variables["params"])}
 
 
@@ -122,10 +121,7 @@ def test_bf16_steps_of_norm_and_dense_layer_are_torchs(monkeypatch, norm, chosen
         for p in layer.parameters():
             p.copy_(torch.randint(-1, 2, p.shape))
         layer.layer_norm_weight.fill_(1.0)
-    module = te_flax.LayerNormDenseGeneral(
-        48, layernorm_type=norm.lower(), use_bias=True, dtype=jnp.bfloat16,
-        return_layernorm_output=False,
-    )  # fmt: skip
+    module = te_flax.LayerNormDenseGeneral(48, layernorm_type=norm.lower(), use_bias=True)
     x = torch.randn(12, WIDTH).bfloat16().requires_grad_()
     dy = torch.randint(-2, 3, (12, 48)).bfloat16()
     with apex_te.fp8_autocast(enabled=True, fp8_recipe=chosen):

@@ -181,7 +181,8 @@ def test_a_module_used_twice_keeps_its_scales():
         amax = 448.0 / float(moved["scale_fwd"][0])
         assert float(jnp.abs(x).max()) <= amax * 1.001
         assert float(moved["scale_fwd"][1]) == pytest.approx(
-            448.0 / (2 * float(jnp.abs(variables["params"]["layer"]["kernel"]).max())), rel=1e-5
+            448.0 / (2 * float(jnp.abs(nn.unbox(variables)["params"]["layer"]["kernel"]).max())),
+            rel=1e-5,
         )
         assert moved["uses"].tolist() == [1.0]
 
@@ -190,6 +191,7 @@ def test_scans_over_layers_and_over_microbatches_carry_the_state():
     layers = nn.scan(
         lambda module, x, _: (module(x), None),
         variable_axes={"params": 0, "fp8_metas": 0}, split_rngs={"params": True}, length=3,
+        metadata_params={nn.PARTITION_NAME: None},
     )  # fmt: skip
 
     class Stack(nn.Module):
@@ -261,7 +263,7 @@ def test_states_and_parameters_go_to_torch_and_back():
 def test_layer_norm_is_torchs_module(kind, centered):
     module = te_flax.LayerNorm(layernorm_type=kind, zero_centered_gamma=centered)
     x = torch.randn(4, 6, IN)
-    variables = module.init(jax.random.key(0), to_jax(x))
+    variables = nn.unbox(module.init(jax.random.key(0), to_jax(x)))
     scale = float(variables["params"]["scale"][0])
     assert scale == (0.0 if centered else 1.0)
     if kind == "layernorm":
@@ -274,13 +276,13 @@ def test_layer_norm_is_torchs_module(kind, centered):
 def test_layer_norm_dense_general_and_mlp_are_their_parts():
     x = to_jax(torch.randn(3, 5, IN))
     norm, chosen = te_flax.LayerNorm(), recipe.CurrentScaling()
-    both = te_flax.LayerNormDenseGeneral((4, 8), use_bias=True)
+    both = te_flax.LayerNormDenseGeneral((4, 8), use_bias=True, return_layernorm_output=True)
     mlp = te_flax.LayerNormMLP(
         intermediate_dim=24, activations=("silu", "linear"), use_bias=True,
-        kernel_axes_1=(), kernel_axes_2=(), bias_axes_1=(), bias_axes_2=(),
+        return_layernorm_output=True,
     )  # fmt: skip
     with te.fp8_autocast(True, chosen):
-        variables = both.init(jax.random.key(0), x)
+        variables = nn.unbox(both.init(jax.random.key(0), x))
         params = variables["params"]
         y, normed = both.apply(variables, x)
         parts = {name: params[name] for name in ("scale", "ln_bias")}
@@ -289,7 +291,7 @@ def test_layer_norm_dense_general_and_mlp_are_their_parts():
         assert np.array_equal(y, te_flax.DenseGeneral((4, 8)).apply({"params": parts}, normed))
         assert y.shape == (3, 5, 4, 8)
 
-        variables = mlp.init(jax.random.key(0), x, deterministic=True)
+        variables = nn.unbox(mlp.init(jax.random.key(0), x, deterministic=True))
         params = variables["params"]
         assert params["wi_kernel"].shape == (IN, 2, 24)
         assert params["wo_kernel"].shape == (24, IN)
@@ -325,8 +327,9 @@ def test_fields_that_are_not_known_raise():
 def test_kernels_and_logical_axes_are_transformer_engines():
     module = te_flax.DenseGeneral((4, 8), axis=(-2, -1), kernel_axes=("a", "b", "c", "d"))
     variables = module.init(jax.random.key(0), jnp.ones((2, 3, 5)))
-    assert variables["params"]["kernel"].shape == (3, 5, 4, 8)
-    assert variables["params_axes"]["kernel_axes"].names == ("a", "b", "c", "d")
+    kernel = variables["params"]["kernel"]
+    assert kernel.value.shape == (3, 5, 4, 8)
+    assert kernel.names == ("a", "b", "c", "d")
     assert module.apply(variables, jnp.ones((2, 3, 5))).shape == (2, 4, 8)
 
 
@@ -455,18 +458,16 @@ def test_max_over_uses_stages_the_largest_amax_of_all_uses():
         found, summed = step(variables)
         state = found["fp8_metas"]["layer"]
         assert np.array_equal(
-            found["params"]["layer"]["kernel"], summed["params"]["layer"]["kernel"]
+            *(nn.unbox(each)["params"]["layer"]["kernel"] for each in (found, summed))
         )
         assert state["uses"].tolist() == [1.0]
-        weight = float(jnp.abs(variables["params"]["layer"]["kernel"]).max())
+        weight = float(jnp.abs(nn.unbox(variables)["params"]["layer"]["kernel"]).max())
         assert float(state["amax_history_fwd"][0, 1]) == weight
         staged = summed["fp8_metas"]["layer"]["amax_history_fwd"][0]
         assert (np.asarray(state["amax_history_fwd"][0, :2]) < np.asarray(staged)[:2]).all()
         variables = te.update_collections({"fp8_metas": found["fp8_metas"]}, variables)
     # A module that is used once has the same state either way.
-    single = te_flax.LayerNormMLP(
-        intermediate_dim=16, intermediate_dropout_rate=0.0, kernel_axes_1=(), kernel_axes_2=()
-    )
+    single = te_flax.LayerNormMLP(intermediate_dim=16, activations=("relu",))
     with te.fp8_autocast(True, DELAYED):
         variables = single.init(jax.random.key(0), x, deterministic=True)
 

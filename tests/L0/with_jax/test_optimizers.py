@@ -332,7 +332,9 @@ def test_moments_go_to_torchs_names_as_parameters_do():
     grads = jax.grad(lambda p: model.apply({"params": p}, x).sum())(params)
     _, state = tx.step(params, tx.init(params), grads)
     named = te_state.to_torch({"params": state.mu})
-    np.testing.assert_array_equal(np.asarray(named["weight"]), np.asarray(state.mu["kernel"]).T)
+    np.testing.assert_array_equal(
+        np.asarray(named["weight"]), np.asarray(state.mu["kernel"].value).T
+    )
 
 
 @pytest.fixture(params=[AxisType.Auto, AxisType.Explicit], ids=str)

@@ -32,6 +32,8 @@ RECIPES = {
     "blockwise": recipe.BlockScaling(),
 }
 
+stack = functools.partial(te.state.stack_layers, partition_name="layers")
+
 
 class Layer(nn.Module):
     """One layer with two products, in the form of an ``nn.scan``'s body."""
@@ -39,8 +41,7 @@ class Layer(nn.Module):
     @nn.compact
     def __call__(self, x, _=None):
         y, _ = te_flax.LayerNormMLP(
-            intermediate_dim=WIDTH, kernel_axes_1=(), kernel_axes_2=(),
-            intermediate_dropout_rate=0.0, name="mlp",
+            intermediate_dim=WIDTH, activations=("relu",), name="mlp",
         )(x, deterministic=True)  # fmt: skip
         return x + y, None
 
@@ -55,7 +56,7 @@ class Stacked(nn.Module):
         scan = nn.scan(
             nn.remat(Layer, prevent_cse=False) if self.remat else Layer,
             variable_axes={"params": 0, "fp8_metas": 0}, split_rngs={"params": True},
-            length=LAYERS,
+            length=LAYERS, metadata_params={nn.PARTITION_NAME: "layers"},
         )  # fmt: skip
         return scan(name="layers")(x, None)[0]
 
@@ -221,7 +222,7 @@ def test_amax_scale_update_is_mapped_over_any_argument():
 def test_checkpoints_of_stacked_layers_load_into_single_ones_and_back():
     name = "delayed"
     trained = five_steps(name, "scan", True)[1][1]
-    stacked = te.state.stack_layers(trained, "layers")
+    stacked = stack(trained, "layers")
     assert_equal(te.state.unstack_layers(stacked, "layers"), trained)
     saved = serialization.to_bytes(stacked)
     assert_equal(serialization.from_bytes(start(name), saved), stacked)
@@ -233,11 +234,11 @@ def test_checkpoints_of_stacked_layers_load_into_single_ones_and_back():
     apart = te.state.unstack_layers(freeze(below), "a/b/layers", "{}")
     assert isinstance(apart, FrozenDict)
     assert sorted(apart["params"]["a"]["b"]) == ["0", "1"]
-    assert_equal(te.state.stack_layers(apart, "a/b/layers", "{}"), freeze(below))
+    assert_equal(stack(apart, "a/b/layers", "{}"), freeze(below))
 
 
 def test_stacked_layers_go_to_torchs_module_list_and_back():
-    variables = te.state.stack_layers(five_steps("delayed", "scan", True)[0][1], "layers")
+    variables = stack(five_steps("delayed", "scan", True)[0][1], "layers")
     modules = torch.nn.ModuleDict({"layers": torch.nn.ModuleList()})
     for _ in range(LAYERS):
         mlp = apex_te.LayerNormMLP(WIDTH, WIDTH, activation="relu", bias=False)
@@ -247,7 +248,7 @@ def test_stacked_layers_go_to_torchs_module_list_and_back():
         saved = te.state.to_torch(apart)
     modules.load_state_dict({key: torch.from_numpy(v.copy()) for key, v in saved.items()})
     again = te.state.from_torch(modules.state_dict(), apart)
-    assert_equal(te.state.stack_layers(again, "layers", "layers.{}"), variables)
+    assert_equal(stack(again, "layers", "layers.{}"), variables)
     dense = {"params": {"kernel": np.ones((2, 4, 8)), "bias": np.ones((2, 8))}}
     for stacked in (variables, {"params": variables["params"]}, dense):
         with pytest.raises(ValueError, match=r"to_torch: .*unstack_layers takes stacked layers"):
@@ -285,7 +286,7 @@ def test_states_of_other_layers_are_refused():
 def test_mapped_layers_are_refused():
     mapped = nn.vmap(
         te_flax.DenseGeneral, variable_axes={"params": 0, "fp8_metas": 0},
-        split_rngs={"params": True},
+        split_rngs={"params": True}, metadata_params={nn.PARTITION_NAME: None},
     )(WIDTH)  # fmt: skip
     x = jnp.ones((LAYERS, ROWS, WIDTH))
     with (

@@ -122,7 +122,6 @@ def test_multi_head_attention_with_rotary_embedding_is_torchs(method):
     module = te_flax.MultiHeadAttention(
         HIDDEN // HEADS, HEADS, num_gqa_groups=2, use_bias=True, layernorm_epsilon=1e-5,
         enable_rotary_pos_emb=True, rotary_pos_emb_group_method=method, scale_attn_logits=True,
-        transpose_batch_sequence=False,
     )  # fmt: skip
     x = torch.randn(BATCH, TOKENS, HIDDEN)
     variables = variables_of(module, layer, DELAYED, to_jax(x))
@@ -147,6 +146,7 @@ class Stack(nn.Module):
         scanned = nn.scan(
             nn.remat(body, prevent_cse=False) if self.remat else body,
             variable_axes={"params": 0, "fp8_metas": 0}, split_rngs={"params": True}, length=3,
+            metadata_params={nn.PARTITION_NAME: None},
         )  # fmt: skip
         return scanned(flax_layer(name="layer"), x, None)[0]
 
@@ -167,7 +167,7 @@ def test_scanned_and_recomputed_layers_are_single_ones():
     def one_by_one(variables):
         y = x
         for i in range(3):
-            single = jax.tree.map(lambda leaf, i=i: leaf[i], variables)
+            single = jax.tree.map(lambda leaf, i=i: leaf[i], nn.unbox(variables))
             single = {name: value["layer"] for name, value in single.items()}
             y = flax_layer().apply(single, y, deterministic=True)
         return y
@@ -183,10 +183,7 @@ def test_scanned_and_recomputed_layers_are_single_ones():
 
 
 def test_odd_sizes_in_bf16_have_the_bits_of_jit_eager_recomputed_and_scanned():
-    module = flax_layer(
-        hidden_size=10, mlp_hidden_size=20, num_attention_heads=2, num_gqa_groups=1,
-        dtype=jnp.bfloat16,
-    )  # fmt: skip
+    module = flax_layer(hidden_size=10, mlp_hidden_size=20, num_attention_heads=2, num_gqa_groups=1)
     *inputs, target = jax.random.normal(jax.random.key(0), (4, 2, 7, 10), jnp.bfloat16)
     # Without the option XLA leaves out roundings to bf16 between operations that it fuses.
     compiled = functools.partial(jax.jit, compiler_options={"xla_allow_excess_precision": False})

@@ -13,7 +13,7 @@ import test_fused_dense as fused
     ("chosen", "options"),
     [
         (fused.DELAYED, {"use_bias": True, "return_layernorm_output": True}),
-        (fused.DELAYED, {"num_gqa_groups": 1, "transpose_batch_sequence": False}),
+        (fused.DELAYED, {"num_gqa_groups": 1, "transpose_batch_sequence": True}),
         (fused.DELAYED, {"fuse_qkv_params": False, "input_layernorm": False}),
         (fused.CURRENT, {"num_gqa_groups": 2}),
         (fused.CURRENT, {"layernorm_type": "rmsnorm", "zero_centered_gamma": True}),

@@ -48,5 +48,5 @@ def test_the_documents_example_runs():
     found: dict = {}
     exec(example, found)
     assert found["loss"] < 2
-    kernel = found["variables"]["params"]["wi_kernel"]
+    kernel = found["variables"]["params"]["wi_kernel"].value
     assert kernel.sharding.shard_shape(kernel.shape) == (256, 2, 256)
