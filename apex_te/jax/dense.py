@@ -137,9 +137,10 @@ def _fp8_dense(recipe: Recipe, gemm: int, inner: int) -> Callable[..., jax.Array
         wanted = flag(x), flag(kernel), flag(bias)
         x_value, kernel_value = x.value, kernel.value
         bias_value = None if bias is None else bias.value
-        moved = None
+        moved = before = None
         if state is not None:
-            moved = enter({name: leaf.value for name, leaf in state.items()})
+            before = fp8_state.differentiated(state, (kernel, bias))
+            moved = enter(before)
             for slot, each in ((_INPUT, x_value), (_WEIGHT, kernel_value)):
                 moved = with_first_scale(moved, "fwd", slot, each, recipe)
         keep = is_wanted(wanted[1]) and not high_precision_wgrad, is_wanted(wanted[0])
@@ -153,7 +154,6 @@ def _fp8_dense(recipe: Recipe, gemm: int, inner: int) -> Callable[..., jax.Array
         kept_kernel = _copy(qk, False) if keep[1] else None
         primals = (x_value, kernel_value, bias_value)
         kinds = [None if v is None else Kind(jax.typeof(v)) for v in primals]
-        before = None if state is None else {name: leaf.value for name, leaf in state.items()}
         return y, (wanted, kinds, kept_x, kept_kernel, moved, before)
 
     def bwd(kept: Any, dy: Any) -> Any:

@@ -27,6 +27,7 @@ __all__ = [
     "as_floats",
     "checked",
     "cotangent",
+    "differentiated",
     "entered",
     "initial",
     "is_state",
@@ -190,6 +191,26 @@ def cotangent(part: Mapping[str, Any], gemm: int, like: Mapping[str, Any]) -> di
             whole = jax.lax.pad(part[name].astype(jnp.float32), nothing, edges)
         found[name] = whole if is_sum else jax.lax.convert_element_type(whole, leaf.dtype)
     return found
+
+
+def differentiated(state: Mapping[str, Any], parameters: Iterable[Any]) -> dict[str, Any]:
+    """Returns the arrays of a state; its gradient must be wanted where that of a parameter is.
+
+    Args:
+        state: leaves of the state as a rule of ``jax.custom_vjp`` with symbolic zeros gets them.
+        parameters: the parameters of the layer, likewise, each or None.
+
+    Raises:
+        ValueError: a parameter is differentiated, the state is not, and would never move.
+    """
+    wanted = any(p is not None and p.perturbed for p in parameters)
+    if wanted and not all(leaf.perturbed for leaf in state.values()):
+        raise ValueError(
+            "FP8 state: its collection must be differentiated together with the parameters, as"
+            " the gradient is the next state, got a constant (flax.nnx differentiates nnx.Param"
+            " alone: use a recipe without state there, such as CurrentScaling)"
+        )
+    return {name: leaf.value for name, leaf in state.items()}
 
 
 def max_over_uses(state: Any) -> Any:

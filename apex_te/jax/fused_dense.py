@@ -9,6 +9,7 @@ from typing import Any
 import jax
 
 from ..recipe import Recipe
+from . import fp8_state
 from ._partition import Kind, gradient_like
 from .fused_casts import Norm, NormForward
 from .head_gradients import HeadGradients
@@ -130,7 +131,7 @@ def _layer(recipe: Recipe, norm: Norm | None, columns: JoinedColumns | None) -> 
     def fwd(*args: Any) -> Any:
         *given, state = args
         primals = [None if p is None else p.value for p in given]
-        before = {name: leaf.value for name, leaf in state.items()}
+        before = fp8_state.differentiated(state, given[1:])
         wanted = [flag(p) for p in given]
         in_front, part = any(map(is_wanted, wanted[:3])), product.entered(before)
         out, statistics, qx, qkernel = steps.forward(

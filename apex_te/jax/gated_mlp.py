@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import jax
 
 from ..recipe import Recipe
+from . import fp8_state
 from ._partition import Kind, gradient_like
 from .fused_casts import ActivationBackward, ActivationForward, Norm, NormForward
 from .ops._gradient import flag, is_wanted, materialised
@@ -169,8 +170,7 @@ def _layer(recipe: Recipe, activation: str, norm: Norm | None) -> Callable[..., 
         primals = [None if p is None else p.value for p in given]
         wanted = _Wanted(*map(flag, given))
         before = [
-            {name: leaf.value for name, leaf in state.items()}
-            for state in (first_state, second_state)
+            fp8_state.differentiated(state, given[1:]) for state in (first_state, second_state)
         ]
         first, second = one.entered(before[0]), two.entered(before[1])
         y, h, statistics, (qx, qwi, qa, qwo) = steps.forward(primals, first, second, wanted)

@@ -27,6 +27,7 @@ __all__ = [
     "active_mesh_resource",
     "active_recipe",
     "autocast",
+    "checked_recipe",
     "fp8_autocast",
     "get_delayed_scaling",
     "is_fp8_available",
@@ -74,7 +75,7 @@ _region: Any = jax.make_user_context(default_value=None)
 _mesh: Any = jax.make_user_context(default_value=MeshResource())
 
 
-def _checked(owner: str, recipe: Any) -> Recipe:
+def checked_recipe(owner: str, recipe: Any, argument: str = "fp8_recipe") -> Recipe:
     """Returns a recipe, given by itself or its name, or ``DelayedScaling()`` for None.
 
     Raises:
@@ -82,11 +83,11 @@ def _checked(owner: str, recipe: Any) -> Recipe:
         ValueError: no recipe has this name.
         NotImplementedError: it asks for what JAX's side does not have.
     """
-    found = chosen_recipe(owner, "fp8_recipe", recipe)
+    found = chosen_recipe(owner, argument, recipe)
     if not isinstance(found, _KINDS) or found.quantizer not in _SCHEMES:
         names = [kind.__name__ for kind in _KINDS]
         raise NotImplementedError(
-            f"{owner}: fp8_recipe must be {', '.join(names[:-1])} or {names[-1]} in JAX, got"
+            f"{owner}: {argument} must be {', '.join(names[:-1])} or {names[-1]} in JAX, got"
             f" {found!r}"
         )
     if isinstance(found, DelayedScaling):
@@ -130,7 +131,7 @@ def fp8_autocast(
     if resource is not None and not isinstance(resource, MeshResource):
         kind = type(resource).__name__
         raise TypeError(f"fp8_autocast: {name} must be a MeshResource, got {kind}")
-    recipe = _checked("fp8_autocast", fp8_recipe) if enabled else None
+    recipe = checked_recipe("fp8_autocast", fp8_recipe) if enabled else None
     with _region(recipe), _mesh(active_mesh_resource() if resource is None else resource):
         yield
 

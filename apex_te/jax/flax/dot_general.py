@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from ...recipe import DelayedScaling, Recipe
 from .. import fp8_state
 from ..dense import dense
-from ..region import fp8_autocast
+from ..region import checked_recipe, fp8_autocast
 
 __all__ = ["make_dot_general_cls"]
 
@@ -19,20 +19,27 @@ __all__ = ["make_dot_general_cls"]
 _COLLECTION = "_overwrite_with_gradient"
 
 
-def make_dot_general_cls(recipe: Recipe) -> type[nn.Module]:
+def make_dot_general_cls(recipe: Recipe | str | None = None) -> type[nn.Module]:
     """Returns a class for ``dot_general_cls`` of ``nn.Dense`` and other layers of Flax.
 
     Its products are those of ``DenseGeneral``. With ``DelayedScaling`` it keeps FP8 state in Flax's
-    collection "_overwrite_with_gradient", which ``TrainState`` moves.
+    collection "_overwrite_with_gradient", which ``TrainState`` moves. With another recipe an object
+    of it is also a ``dot_general`` for ``nnx.Linear``.
 
     Args:
-        recipe: the recipe, whatever region the layer is called in.
+        recipe: the recipe, or its name, whatever region the layer is called in; None stands for
+            ``DelayedScaling()``, as in ``fp8_autocast``.
+
+    Raises:
+        TypeError: ``recipe`` is not a recipe.
+        ValueError: no recipe has this name.
+        NotImplementedError: JAX's side does not have what the recipe asks for.
     """
+    chosen = checked_recipe("make_dot_general_cls", recipe, "recipe")
 
     class DotGeneral(nn.Module):
         """Product of an array and a kernel in FP8."""
 
-        @nn.compact
         def __call__(
             self,
             lhs: jax.Array,
@@ -40,6 +47,7 @@ def make_dot_general_cls(recipe: Recipe) -> type[nn.Module]:
             dimension_numbers: Any,
             precision: Any = None,
             preferred_element_type: Any = None,
+            out_sharding: Any = None,
         ) -> jax.Array:
             """Returns ``jax.lax.dot_general`` of an array and a kernel, without batch dimensions.
 
@@ -48,6 +56,7 @@ def make_dot_general_cls(recipe: Recipe) -> type[nn.Module]:
                 rhs: the kernel.
                 dimension_numbers: as in ``jax.lax.dot_general``.
                 precision, preferred_element_type: ignored; the result has lhs's dtype.
+                out_sharding: must be None.
             """
             (left, right), (batch_left, batch_right) = dimension_numbers
             if batch_left or batch_right:
@@ -55,20 +64,34 @@ def make_dot_general_cls(recipe: Recipe) -> type[nn.Module]:
                     "DotGeneral: dimension_numbers must have no batch dimensions, got"
                     f" {dimension_numbers}"
                 )
+            if out_sharding is not None:
+                raise NotImplementedError(
+                    f"DotGeneral: out_sharding must be None, got {out_sharding}"
+                )
             lhs, rhs = jnp.asarray(lhs), jnp.asarray(rhs)
             rest = [i for i in range(lhs.ndim) if i not in left]
             features = [i for i in range(rhs.ndim) if i not in right]
             x = lhs.transpose(*rest, *left)
             kernel = rhs.transpose(*right, *features)
             state = None
-            if isinstance(recipe, DelayedScaling):
-                made = fp8_state.initial(recipe)
-                state = {
-                    name: self.variable(_COLLECTION, name, lambda value=value: value).value
-                    for name, value in made.items()
-                }
-                state = fp8_state.checked("DotGeneral", state, made)
-            with fp8_autocast(True, recipe):
+            if isinstance(chosen, DelayedScaling):
+                if self.scope is None:
+                    raise NotImplementedError(
+                        "DotGeneral: recipe must keep no state (such as CurrentScaling) outside of"
+                        " Linen modules, as in flax.nnx, got DelayedScaling"
+                    )
+                state = self._fp8_state(chosen)
+            with fp8_autocast(True, chosen):
                 return dense(x, kernel.astype(x.dtype), None, state, inner=len(right))
+
+        @nn.compact
+        def _fp8_state(self, recipe: DelayedScaling) -> dict[str, jax.Array]:
+            """Returns the FP8 state."""
+            made = fp8_state.initial(recipe)
+            state = {
+                name: self.variable(_COLLECTION, name, lambda value=value: value).value
+                for name, value in made.items()
+            }
+            return fp8_state.checked("DotGeneral", state, made)
 
     return DotGeneral
