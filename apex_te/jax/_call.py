@@ -227,7 +227,8 @@ def _program(**params: Any) -> Any:
 @primitive.def_impl
 def _run(*operands: Any, **params: Any) -> Any:
     """Runs a call outside of ``jax.jit``."""
-    return _program(**params)(*operands)
+    with jax.disable_jit(False):  # else the program would bind the primitive again
+        return _program(**params)(*operands)
 
 
 def _attribute(value: Any) -> Any:

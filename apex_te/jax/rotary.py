@@ -43,7 +43,9 @@ def rotary_pos_emb(
             f"rotary_pos_emb: x must be [b, s, heads, size] of an even size, got {list(x.shape)}"
         )
     low, high = windows
-    scales = low * (high / low) ** (2 * jnp.arange(size // 2) / size)
-    angles = (start + jnp.arange(x.shape[1]))[:, None] / scales
+    # All in float32, with 64-bit types enabled, too.
+    scales = low * (high / low) ** (2 * jnp.arange(size // 2, dtype=jnp.float32) / size)
+    positions = (start + jnp.arange(x.shape[1])).astype(jnp.float32)
+    angles = positions[:, None] / scales
     is_interleaved = GROUP_METHODS[group_method]
     return rope(x, angles, layout="bshd", interleaved=is_interleaved, rotary_dim=size)
