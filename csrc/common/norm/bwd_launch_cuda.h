@@ -143,7 +143,7 @@ bool plan_norm_bwd(const NormBwd& p, int device, BwdPlan* plan) {
     if (!is_aligned(q, 16)) return false;
   if (p.cols % kVec || !p.cols) return false;
   const int limit = device_attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
-  const int max_ranks = has_clusters(device) ? kMaxBwdCluster : 1;
+  const int max_ranks = std::min(kMaxBwdCluster, most_norm_ranks(device));
   const int64_t processors = device_attribute(cudaDevAttrMultiProcessorCount, device);
   const int chunks = bwd_chunks(kBwdStages<kLayerNorm>, p.d_residual);
   for (int64_t ranks = 1; ranks <= max_ranks; ranks *= 2) {

@@ -208,37 +208,37 @@ inline int device_attribute(cudaDeviceAttr attribute, int device) {
   return value;
 }
 
+constexpr int kMaxNormRanks = 16;  // blocks of a row
+
 #if !defined(__HIP_PLATFORM_AMD__)
 static __global__ void __launch_bounds__(1024) cluster_probe_kernel() {}
 
-// Returns true if a cluster of the most blocks that share a row fits on the current device, each
-// block filling a multiprocessor. On a slice of a GPU (MIG) it may not.
-inline bool fits_clusters() {
-  constexpr int kMostBlocks = 16;
+// The most blocks, each filling a multiprocessor, whose cluster fits on the current device.
+inline int largest_cluster() {
   const auto* kernel = reinterpret_cast<const void*>(cluster_probe_kernel);
   allow_shared(kernel);
   check_cuda(cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1),
              "cudaFuncSetAttribute");
   const int bytes = device_attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin);
-  return clusters_at_once(kernel, 1024, kMostBlocks, bytes) > 0;
+  int blocks = kMaxNormRanks;
+  while (blocks > 1 && !clusters_at_once(kernel, 1024, blocks, bytes)) blocks /= 2;
+  return blocks;
 }
 #endif
 
-// Returns true if blocks of the current device may share a row; asked of each device once.
-inline bool has_clusters([[maybe_unused]] int device) {
+// The most blocks of the current device that may share a row: fewer than kMaxNormRanks where no
+// such cluster fits, as on a slice of a GPU (MIG). Each device is asked once.
+inline int most_norm_ranks([[maybe_unused]] int device) {
 #if defined(__HIP_PLATFORM_AMD__)
-  return false;
+  return 1;
 #else
   if (!kHasCountedBarriers || device_attribute(cudaDevAttrComputeCapabilityMajor, device) < 9)
-    return false;
-  static std::atomic<uint64_t> asked{0}, fits{0};
-  const uint64_t bit = device < 64 ? uint64_t{1} << device : 0;
-  if (asked.load(std::memory_order_acquire) & bit)
-    return fits.load(std::memory_order_relaxed) & bit;
-  const bool found = fits_clusters();
-  if (found) fits.fetch_or(bit, std::memory_order_relaxed);
-  asked.fetch_or(bit, std::memory_order_release);
-  return found;
+    return 1;
+  static std::atomic<int> known[64];
+  if (device >= 64) return largest_cluster();
+  int blocks = known[device].load(std::memory_order_relaxed);
+  if (!blocks) known[device].store(blocks = largest_cluster(), std::memory_order_relaxed);
+  return blocks;
 #endif
 }
 

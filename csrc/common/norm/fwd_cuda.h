@@ -14,7 +14,6 @@ constexpr int kNormThreads = 128;     // of a block, where a row needs fewer
 constexpr int kMaxNormThreads = 512;  // of a row in one block
 constexpr int kMaxFinishThreads = 1024;
 constexpr int kRankThreads = 256;  // of a row in each block of a cluster
-constexpr int kMaxNormRanks = 16;  // blocks of a row
 template <typename T>
 constexpr int kNormVecs = 8 / sizeof(T);  // of a thread: 64 bytes of a row
 

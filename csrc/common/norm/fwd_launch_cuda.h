@@ -48,7 +48,7 @@ void launch_norm_fwd_rows(const NormFwd& p, const char* op, int device, cudaStre
   }
   const int64_t pieces = (p.cols / kVec + kNormVecs<T> - 1) / kNormVecs<T>;
   const int64_t ranks = pieces <= kMaxNormThreads ? 1 : (pieces + kRankThreads - 1) / kRankThreads;
-  const bool held = ranks == 1 || (ranks <= kMaxNormRanks && has_clusters(device));
+  const bool held = ranks <= most_norm_ranks(device);
   if (aligned && p.cols && held) {
     const int64_t threads = row_threads((pieces + ranks - 1) / ranks);
     const int64_t rows_each = threads < kNormThreads ? kNormThreads / threads : 1;

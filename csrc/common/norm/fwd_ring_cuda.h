@@ -464,7 +464,7 @@ inline double norm_ring_time(const NormFwd& p, const RingPlan& plan, int64_t pro
 template <typename T, bool kLayerNorm>
 bool plan_norm_ring(const NormFwd& p, int device, RingPlan* plan) {
   const int64_t limit = device_attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin, device) - 256;
-  const int64_t most_ranks = has_clusters(device) ? kMaxNormRanks : 1;
+  const int64_t most_ranks = most_norm_ranks(device);
   // Two rounds of tiles were faster, but for layer_norm without a residual.
   const int rounds = p.columnwise && (!kLayerNorm || p.residual) ? 2 : 1;
   double least = 0.0;
