@@ -77,6 +77,9 @@ class HeldWeight(GatheredPart, Protocol):
     def _transposed(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns the columnwise FP8 data ``[cols, rows]`` and their ``scale_inv``."""
 
+    def is_inference(self) -> bool:
+        """Returns True if the weight was made in inference mode."""
+
     def dim(self) -> int:
         """Returns the number of dimensions."""
 
