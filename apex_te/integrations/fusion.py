@@ -358,6 +358,8 @@ class _NormApart(_Joined, NormedModule):
             found: tuple[torch.Tensor, torch.Tensor | None] = norm(None)
             return found
         own: Any = norm._parameters
+        if "weight" not in own:  # a parametrization makes it
+            return norm.weight, getattr(norm, "bias", None)
         return own["weight"], own.get("bias")
 
     def use_norm(self, norm: Any) -> None:

@@ -504,3 +504,15 @@ def test_sequence_parallel_styles_are_refused(path):
         assert isinstance(next(layer.parameters()), DTensor)
     finally:
         torch.distributed.destroy_process_group()
+
+
+def test_parametrized_joined_norm():
+    """A parametrization of a joined norm's weight applies in the joined layer."""
+    model = fused(Llama())
+    expected = model(IDS)
+    norm = model.layers[0].input_layernorm
+    torch.nn.utils.parametrize.register_parametrization(norm, "weight", nn.Identity())
+    assert torch.equal(model(IDS), expected)
+    with torch.no_grad():
+        norm.parametrizations.weight.original.zero_()
+    assert not torch.equal(model(IDS), expected)
