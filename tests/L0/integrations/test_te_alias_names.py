@@ -34,8 +34,10 @@ PERMUTATION = """
 """
 OPS = """
     AddExtraInput AllReduce BasicLinear BasicOperation Bias ConstantScale Dropout FusibleOperation
-    GEGLU GELU GroupedLinear LayerNorm Linear MakeExtraOutput Quantize RMSNorm ReGLU ReLU
-    ReduceScatter ScaledSwiGLU Sequential SiLU SwiGLU
+    ClampedSwiGLU GEGLU GELU GLU GroupedLinear LayerNorm Linear MakeExtraOutput QGEGLU QGELU
+    Quantize RMSNorm ReGLU ReLU ReduceScatter SReGLU SReLU ScaledClampedQGeGLU ScaledSwiGLU
+    Sequential SiLU SwiGLU register_backward_fusion register_forward_backward_fusion
+    register_forward_fusion
 """
 NAMES: dict[str, tuple[str, str]] = {
     "": ("__version__ common pytorch", ""),
@@ -48,10 +50,18 @@ NAMES: dict[str, tuple[str, str]] = {
         f"""{MODULES} {REGIONS} {PERMUTATION} CudaRNGStatesTracker DotProductAttention
         InferenceParams MultiheadAttention QuantizedTensor RotaryPositionEmbedding
         TransformerLayer attention checkpoint constants cross_entropy distributed float8_tensor fp8
-        get_cpu_offload_context get_device_compute_capability graph is_bf16_available
+        DType Float8BlockwiseQTensorStorage Float8TensorStorage MXFP8TensorStorage
+        ManualOffloadSynchronizer NVFP4TensorStorage deinterleave_glu_tensor
+        get_cpu_offload_context get_cudnn_version get_device_compute_capability graph
+        interleave_glu_tensor is_bf16_available mark_not_offload prepare_for_saving
+        restore_from_func_ctx restore_from_saved
         make_graphed_callables module onnx_export ops optimizers parallel_cross_entropy permutation
         quantization quantized_tensor router tensor transformer utils""",
-        "Quantizer UserBufferQuantizationMode destroy_ub initialize_ub",
+        """CusolverMpCtx DelayedScalingRequest GatedDeltaNet2Attention GatedDeltaNetAttention
+        HybridQuantizedTensor HybridQuantizedTensorStorage HybridQuantizer IdentityQuantizer
+        IdentityTensor IdentityTensorStorage QuantizedTensorStorage Quantizer QuantizerRequest
+        QuantizerRole UserBufferQuantizationMode apply_recipe destroy_ub initialize_ub
+        newton_schulz newton_schulz_tp quantization_backward_scope""",
     ),
     "pytorch.fp8": (f"{RECIPES} {REGIONS} {SUPPORT} get_fp8_recipe", ""),
     "pytorch.quantization": (f"{RECIPES} {REGIONS} {SUPPORT}", ""),
@@ -93,9 +103,11 @@ NAMES: dict[str, tuple[str, str]] = {
         "",
     ),
     "pytorch.optimizers": (
-        """FusedAdam FusedSGD fused_adam fused_sgd multi_tensor_applier multi_tensor_l2norm
-        multi_tensor_scale multi_tensor_scale_tensor""",
-        "",
+        """FusedAdam FusedSGD fused_adam fused_sgd multi_tensor_adam multi_tensor_adam_capturable
+        multi_tensor_adam_capturable_master multi_tensor_applier multi_tensor_l2norm
+        multi_tensor_scale multi_tensor_scale_tensor multi_tensor_sgd
+        multi_tensor_unscale_l2norm""",
+        "CusolverMpCtx multi_tensor_adam_fp8 newton_schulz newton_schulz_tp",
     ),
     "pytorch.optimizers.fused_adam": ("FusedAdam", ""),
     "pytorch.optimizers.fused_sgd": ("FusedSGD", ""),
@@ -107,18 +119,21 @@ NAMES: dict[str, tuple[str, str]] = {
     ),
     "pytorch.cross_entropy": ("parallel_cross_entropy", ""),
     "pytorch.router": (
-        """fused_compute_score_for_moe_aux_loss fused_moe_aux_loss
+        """RoutingMapFormat fused_compute_score_for_moe_aux_loss fused_moe_aux_loss
         fused_topk_with_score_function""",
         "",
     ),
     "pytorch.transformer": ("TransformerLayer", ""),
     "pytorch.constants": (
-        "AttnBiasTypes AttnMaskTypes AttnTypes LayerTypes TE_DType dist_group_type",
+        """AttnBiasTypes AttnMaskTypes AttnTypes DType FP8BwdTensorIdx FP8FwdTensorIdx LayerTypes
+        TE_DType dist_group_type""",
         "",
     ),
     "pytorch.utils": (
-        """SplitAlongDim cast_if_needed divide get_default_init_method
-        get_device_compute_capability make_weak_ref nvtx_range_pop nvtx_range_push""",
+        """SplitAlongDim attention_mask_func cast_if_needed divide get_cudnn_version
+        get_default_init_method get_device_compute_capability init_method_constant
+        init_method_normal make_weak_ref nvtx_range_pop nvtx_range_push
+        scaled_init_method_normal""",
         "",
     ),
     "pytorch.float8_tensor": ("Float8Tensor", ""),

@@ -23,6 +23,8 @@ from . import (
 )
 from .attention import (
     DotProductAttention,
+    GatedDeltaNet2Attention,
+    GatedDeltaNetAttention,
     InferenceParams,
     MultiheadAttention,
     RotaryPositionEmbedding,
@@ -46,6 +48,7 @@ from .module import (
     destroy_ub,
     initialize_ub,
 )
+from .optimizers import CusolverMpCtx, newton_schulz, newton_schulz_tp
 from .permutation import (
     moe_permute,
     moe_permute_and_pad_with_probs,
@@ -55,6 +58,10 @@ from .permutation import (
     moe_unpermute,
 )
 from .quantization import (
+    DelayedScalingRequest,
+    QuantizerRequest,
+    QuantizerRole,
+    apply_recipe,
     autocast,
     fp8_autocast,
     fp8_model_init,
@@ -63,6 +70,7 @@ from .quantization import (
     is_fp8_block_scaling_available,
     is_mxfp8_available,
     is_nvfp4_available,
+    quantization_backward_scope,
     quantized_model_init,
 )
 from .quantized_tensor import (
@@ -70,6 +78,7 @@ from .quantized_tensor import (
     QuantizedTensorStorage,
     Quantizer,
     prepare_for_saving,
+    restore_from_func_ctx,
     restore_from_saved,
 )
 from .tensor import (
@@ -80,6 +89,12 @@ from .tensor import (
     Float8Quantizer,
     Float8Tensor,
     Float8TensorStorage,
+    HybridQuantizedTensor,
+    HybridQuantizedTensorStorage,
+    HybridQuantizer,
+    IdentityQuantizer,
+    IdentityTensor,
+    IdentityTensorStorage,
     MXFP8Quantizer,
     MXFP8Tensor,
     MXFP8TensorStorage,
@@ -98,7 +113,9 @@ from .utils import (
 
 __all__ = [
     "CudaRNGStatesTracker",
+    "CusolverMpCtx",
     "DType",
+    "DelayedScalingRequest",
     "DotProductAttention",
     "Float8BlockQuantizer",
     "Float8BlockwiseQTensor",
@@ -109,7 +126,15 @@ __all__ = [
     "Float8TensorStorage",
     "Fp8Padding",
     "Fp8Unpadding",
+    "GatedDeltaNet2Attention",
+    "GatedDeltaNetAttention",
     "GroupedLinear",
+    "HybridQuantizedTensor",
+    "HybridQuantizedTensorStorage",
+    "HybridQuantizer",
+    "IdentityQuantizer",
+    "IdentityTensor",
+    "IdentityTensorStorage",
     "InferenceParams",
     "LayerNorm",
     "LayerNormLinear",
@@ -126,10 +151,13 @@ __all__ = [
     "QuantizedTensor",
     "QuantizedTensorStorage",
     "Quantizer",
+    "QuantizerRequest",
+    "QuantizerRole",
     "RMSNorm",
     "RotaryPositionEmbedding",
     "TransformerLayer",
     "UserBufferQuantizationMode",
+    "apply_recipe",
     "attention",
     "autocast",
     "checkpoint",
@@ -165,6 +193,8 @@ __all__ = [
     "moe_sort_chunks_by_index",
     "moe_sort_chunks_by_index_with_probs",
     "moe_unpermute",
+    "newton_schulz",
+    "newton_schulz_tp",
     "onnx_export",
     "ops",
     "optimizers",
@@ -172,8 +202,10 @@ __all__ = [
     "permutation",
     "prepare_for_saving",
     "quantization",
+    "quantization_backward_scope",
     "quantized_model_init",
     "quantized_tensor",
+    "restore_from_func_ctx",
     "restore_from_saved",
     "router",
     "tensor",

@@ -12,6 +12,8 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from .._names import named
+
 __all__ = [
     "ActivationOffload",
     "CPUOffloadEnabled",
@@ -484,6 +486,7 @@ class ActivationOffload:
         return not isinstance(base, torch.nn.Parameter) and not hasattr(tensor, "_apex_te_stays")
 
 
+@named("transformer_engine.pytorch.cpu_offload")
 class ManualOffloadSynchronizer(ActivationOffload):
     """``ActivationOffload`` whose caller says when each layer's tensors are copied and freed.
 

@@ -28,13 +28,17 @@ from .utils import get_device_compute_capability
 __all__ = [
     "CustomRecipe",
     "DelayedScaling",
+    "DelayedScalingRequest",
     "FP8GlobalStateManager",
     "Float8BlockScaling",
     "Float8CurrentScaling",
     "Format",
     "MXFP8BlockScaling",
     "NVFP4BlockScaling",
+    "QuantizerRequest",
+    "QuantizerRole",
     "Recipe",
+    "apply_recipe",
     "autocast",
     "check_fp8_block_scaling_support",
     "check_fp8_support",
@@ -56,10 +60,21 @@ __all__ = [
     "is_fp8_block_scaling_available",
     "is_mxfp8_available",
     "is_nvfp4_available",
+    "quantization_backward_scope",
     "quantized_model_init",
 ]
 
 _MODULE = "transformer_engine.pytorch.quantization"
+_NO_ROLES = "quantizers follow from the recipe; CustomRecipe is not available either"
+QuantizerRole = not_served(f"{_MODULE}.QuantizerRole", _NO_ROLES)
+QuantizerRequest = not_served(f"{_MODULE}.QuantizerRequest", _NO_ROLES)
+DelayedScalingRequest = not_served(f"{_MODULE}.DelayedScalingRequest", _NO_ROLES, QuantizerRequest)
+apply_recipe = not_served(
+    f"{_MODULE}.apply_recipe", "a region says the recipe: autocast(recipe=...) around the modules"
+)
+quantization_backward_scope = not_served(
+    f"{_MODULE}.quantization_backward_scope", "a backward has the recipe of its forward"
+)
 _NO_NVFP4 = "apex_te has no NVFP4 recipe; use one of FP8"
 
 

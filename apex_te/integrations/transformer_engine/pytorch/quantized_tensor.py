@@ -16,6 +16,7 @@ __all__ = [
     "Quantizer",
     "WeightType",
     "prepare_for_saving",
+    "restore_from_func_ctx",
     "restore_from_saved",
 ]
 
@@ -86,3 +87,15 @@ def restore_from_saved(
     count = len(tensors)
     restored = list(saved_tensors[:count])
     return (restored, list(saved_tensors[count:])) if return_saved_tensors else restored
+
+
+def restore_from_func_ctx(ctx: Any) -> list[torch.Tensor | None]:
+    """Returns the tensors that a context saved by ``prepare_for_saving``.
+
+    Args:
+        ctx: autograd's context, with the second result of ``prepare_for_saving`` in its attribute
+            ``tensor_objects``, which is dropped.
+    """
+    restored: list[torch.Tensor | None] = restore_from_saved(ctx.tensor_objects, ctx.saved_tensors)
+    ctx.tensor_objects = None
+    return restored

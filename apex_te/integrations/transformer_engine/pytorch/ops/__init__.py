@@ -3,6 +3,7 @@
 import torch
 
 from ..._names import not_served
+from .basic import L2Normalization
 from .op import BasicOperation, FusedOperation, FusibleOperation, OperationContext
 
 _MODULE = "transformer_engine.pytorch.ops"
@@ -13,20 +14,27 @@ _BASIC = (
     "AllReduce",
     "BasicLinear",
     "Bias",
+    "ClampedSwiGLU",
     "ConstantScale",
     "Dropout",
     "GEGLU",
     "GELU",
+    "GLU",
     "GroupedLinear",
     "Identity",
     "LayerNorm",
     "MakeExtraOutput",
+    "QGEGLU",
+    "QGELU",
     "Quantize",
     "RMSNorm",
     "ReGLU",
     "ReLU",
     "ReduceScatter",
     "Reshape",
+    "SReGLU",
+    "SReLU",
+    "ScaledClampedQGeGLU",
     "ScaledSwiGLU",
     "SiLU",
     "SwiGLU",
@@ -34,6 +42,13 @@ _BASIC = (
 
 for _name in _BASIC:
     globals()[_name] = not_served(f"{_MODULE}.{_name}", _REASON, BasicOperation)
+_FUSIONS = (
+    "register_backward_fusion",
+    "register_forward_backward_fusion",
+    "register_forward_fusion",
+)
+for _name in _FUSIONS:
+    globals()[_name] = not_served(f"{_MODULE}.{_name}", _REASON)
 Linear = not_served(f"{_MODULE}.Linear", "use transformer_engine.pytorch.Linear", FusedOperation)
 Sequential = not_served(
     f"{_MODULE}.Sequential", "use torch.nn.Sequential with apex_te's modules", torch.nn.Module
@@ -43,8 +58,10 @@ __all__ = [
     "BasicOperation",
     "FusedOperation",
     "FusibleOperation",
+    "L2Normalization",
     "Linear",
     "OperationContext",
     "Sequential",
     *_BASIC,
+    *_FUSIONS,
 ]

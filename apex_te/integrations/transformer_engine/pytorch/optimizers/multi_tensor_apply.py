@@ -7,16 +7,29 @@ from typing import Any
 
 import torch
 
-from .....compatibility.apex.amp_C import multi_tensor_l2norm, multi_tensor_scale
+from .....compatibility.apex.amp_C import (
+    multi_tensor_adam,
+    multi_tensor_adam_capturable,
+    multi_tensor_adam_capturable_master,
+    multi_tensor_l2norm,
+    multi_tensor_scale,
+    multi_tensor_sgd,
+    multi_tensor_unscale_l2norm,
+)
 from .....ops import multi_tensor
 from ..._names import named
 
 __all__ = [
     "MultiTensorApply",
+    "multi_tensor_adam",
+    "multi_tensor_adam_capturable",
+    "multi_tensor_adam_capturable_master",
     "multi_tensor_applier",
     "multi_tensor_l2norm",
     "multi_tensor_scale",
     "multi_tensor_scale_tensor",
+    "multi_tensor_sgd",
+    "multi_tensor_unscale_l2norm",
 ]
 
 
