@@ -118,7 +118,7 @@ class FusedOptimizer(SavingOptimizer):
                 "got a list"
             )
         for param, master in zip(params, given, strict=True):
-            if master is param and not has_master(param):
+            if id(master) == id(param) and not has_master(param):
                 continue  # param.float()
             if (master is not None) != has_master(param):
                 raise ValueError(

@@ -243,9 +243,8 @@ class InferenceParams:
         """Writes the announced step into the tables of all devices, in place."""
         if not self._tables:
             return
-        before, new = (), ()
-        if self._step is not None:
-            before, new = self._step.before, self._step.new
+        step = self._step
+        before, new = ((), ()) if step is None else (step.before, step.new)
         rest = (0,) * (self.max_batch_size + 1 - len(new))
         starts, counts = torch.tensor((before + rest, new + rest), dtype=torch.int32)
         ends = functional.pad(torch.stack((counts, starts + counts))[:, :-1].cumsum(1), (1, 0))
