@@ -358,6 +358,74 @@ def test_bits_of_four_replicas(four_ranks, tmp_path, layout, after, recipe, held
     four_ranks.run(replicas_bits, str(tmp_path), layout, after, recipe, held)
 
 
+# A split pair of layers, which has the noise of one rank, and its own bits once more.
+
+
+def split_pair(split, recipe, held, seed):
+    """Layers split over all ranks, or whole ones, their optimizer and recipe."""
+    scaling = {**SCHEMES, "none": None}[recipe] if split else ALONE[recipe]
+    ranks, rank = torch.distributed.get_world_size(), torch.distributed.get_rank()
+    with fp8_model_init(recipe=scaling) if held else contextlib.nullcontext():
+        model = Pair("cpu", torch.float32, torch.distributed.group.WORLD if split else None)
+    if seed:
+        torch.manual_seed(seed)
+        for layer in (model.first, model.second):
+            layer.reset_parameters()
+    else:
+        fill(model, rank, ranks if split else 1)
+    return model, FusedAdam(model.parameters(), lr=1e-3, master_weights=held), scaling
+
+
+def pair_losses(model, optimizer, scaling, steps, evaluated=True):
+    """Losses of microbatches; between them evaluations, which are to change nothing."""
+    losses = []
+    for step in steps:
+        for micro in range(2):
+            x, dy = step_data(2 * step + micro, "cpu", torch.float32)
+            with fp8_autocast(scaling is not None, scaling):
+                loss = (model(x) - dy).square().mean()
+            loss.backward()
+            losses.append(loss.detach())
+            if evaluated:
+                with torch.no_grad(), fp8_autocast(scaling is not None, scaling):
+                    model(10 * x)
+        optimizer.step()
+        optimizer.zero_grad()
+    flush_fp8_state()
+    return torch.stack(losses)
+
+
+def split_bits(rank, path, recipe, held):
+    model, optimizer, scaling = split_pair(True, recipe, held, 0)
+    losses = pair_losses(model, optimizer, scaling, range(2))
+    states = dict(zip("mo", get_state_dict(model, optimizer), strict=True))
+    dcp.save(states, checkpoint_id=path)
+    later = pair_losses(model, optimizer, scaling, range(2, 4))
+    plain, other, _ = split_pair(True, recipe, held, 0)
+    assert torch.equal(pair_losses(plain, other, scaling, range(2), False), losses)
+    one, other, single = split_pair(False, recipe, held, 0)
+    torch.testing.assert_close(pair_losses(one, other, single, range(2)), losses, rtol=0.02, atol=0)
+    for split in (True, False):
+        made, other, single = split_pair(split, recipe, held, 2)
+        if single is not None and single.keeps_state:
+            init_fp8_state(made, single)
+        states = dict(zip("mo", get_state_dict(made, other), strict=True))
+        dcp.load(states, checkpoint_id=path)
+        set_state_dict(made, other, model_state_dict=states["m"], optim_state_dict=states["o"])
+        found = pair_losses(made, other, single, range(2, 4))
+        if split:
+            assert torch.equal(found, later)
+        else:
+            torch.testing.assert_close(found, later, rtol=0.02, atol=0)
+
+
+@pytest.mark.parametrize("held", [False, True], ids=["high precision", "fp8 weights"])
+@pytest.mark.parametrize("recipe", SCHEMES)
+def test_bits_of_a_split_pair(ranks, tmp_path, recipe, held):
+    """Evaluations change nothing, and a checkpoint goes on, split with the same bits or whole."""
+    ranks.run(split_bits, str(tmp_path), recipe, held)
+
+
 @pytest.mark.cuda
 @pytest.mark.parametrize(("tp", "sp", "data", "recipe"), list(layouts(2)))
 def test_linear_on_gpus(two_gpus, tp, sp, data, recipe):
