@@ -5,22 +5,28 @@ FSDP2, FSDP2 whose gathers carry FP8 data) x exchange x recipe; and experts over
 weights, with those of a layer before them, are split over the others.
 """
 
+import contextlib
 import itertools
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
+from schemes import SCHEMES
+from shards import decibels
 from test_expert_parallel import FFN, HIDDEN, experts_of, routed
 from test_product import LR, RECIPES, compare, mesh_of, same_everywhere, scales_of, whole
 from torch import distributed
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from apex_te import flush_fp8_state, fp8_autocast
+from apex_te import flush_fp8_state, fp8_autocast, fp8_model_init, init_fp8_state
+from apex_te.distributed import get_state_dict, set_state_dict
 from apex_te.distributed.expert_parallel import TokenDispatcher
 from apex_te.distributed.fsdp.fp8_all_gather import enable_fp8_all_gather
 from apex_te.fp8.delayed.state import BACKWARD_SLOTS, FORWARD_SLOTS
 from apex_te.module.grouped.linear import GroupedLinear
 from apex_te.module.linear import Linear
+from apex_te.optimizers import FusedAdam
 from apex_te.recipe import DelayedScaling
 
 EXPERTS, TOKENS, STEPS = 4, 12, 3
@@ -173,6 +179,88 @@ def test_experts_on_two_ranks(two_ranks, ep, kind, exchange, recipe):
 @pytest.mark.parametrize(NAMES, list(expert_layouts(4)))
 def test_experts_on_four_ranks(four_ranks, ep, kind, exchange, recipe):
     four_ranks.run(expert_layout, "cpu", torch.float32, 4, ep, kind, exchange, recipe)
+
+
+# Experts' losses with evaluations between and microbatches, and a checkpoint that goes on.
+
+
+def spread(group, recipe, held, seed=None):
+    """This rank's experts of all that the ranks of ``group`` have, and what trains them."""
+    delayed = DelayedScaling(amax_history_len=4, reduce_amax=False)
+    scaling = delayed if recipe == "delayed" else SCHEMES[recipe]
+    dispatcher = TokenDispatcher(EXPERTS, group)
+    local = dispatcher.local_experts
+    first = local * distributed.get_rank(group)
+    with fp8_model_init(recipe=scaling) if held else contextlib.nullcontext():
+        layers = Experts(local, first, "cpu", torch.float32)
+    if seed is not None:
+        torch.manual_seed(seed + first)
+        layers.fc1.reset_parameters()
+        layers.fc2.reset_parameters()
+    optimizer = FusedAdam(layers.parameters(), lr=1e-3, master_weights=held)
+    return layers, optimizer, scaling, dispatcher
+
+
+def expert_outputs(made, steps, take, evaluated=True):
+    """Outputs of microbatches; between them evaluations, which are to change nothing."""
+    layers, optimizer, scaling, dispatcher = made
+    found = []
+    for step in steps:
+        for micro in range(2):
+            every = data(distributed.get_world_size(), 2 * step + micro, "cpu", torch.float32)
+            x, probs, routing_map, dy = (take(t).clone() for t in every)
+            dispatch = dispatcher.dispatch(x, probs, routing_map)
+            with fp8_autocast(True, scaling):
+                rows = layers(dispatch.rows, dispatch.m_splits)
+            out = dispatch.combine(rows)
+            (out * dy).sum().backward()
+            found.append(out.detach())
+            if evaluated:
+                with torch.no_grad(), fp8_autocast(True, scaling):
+                    layers(10 * dispatch.rows.detach(), dispatch.m_splits)
+        optimizer.step()
+        optimizer.zero_grad()
+    flush_fp8_state()
+    return torch.stack(found)
+
+
+def expert_bits(rank, path, recipe, held):
+    """Spread over all ranks, against one rank; the checkpoint goes on spread and on one rank."""
+    world, me = distributed.group.WORLD, alone_group(rank)
+    ranks = distributed.get_world_size()
+
+    def part(t):
+        return t.chunk(ranks)[rank]
+
+    def saved(made, group):
+        states = get_state_dict(made[0], made[1], expert_group=group)
+        return dict(zip("mo", states, strict=True))
+
+    made = spread(world, recipe, held)
+    found = expert_outputs(made, range(2), part)
+    dcp.save(saved(made, world), checkpoint_id=path)
+    later = expert_outputs(made, range(2, 4), part)
+    plain = spread(world, recipe, held)
+    assert torch.equal(expert_outputs(plain, range(2), part, False), found)
+    one = expert_outputs(spread(me, recipe, held), range(2), lambda t: t)
+    assert decibels(found, torch.stack([part(t) for t in one])) > 25
+    again = spread(world, recipe, held, 7)
+    if again[2].keeps_state:
+        init_fp8_state(again[0], again[2])
+    states = saved(again, world)
+    dcp.load(states, checkpoint_id=path)
+    set_state_dict(
+        again[0], again[1], model_state_dict=states["m"], optim_state_dict=states["o"],
+        expert_group=world,
+    )  # fmt: skip
+    assert torch.equal(expert_outputs(again, range(2, 4), part), later)
+
+
+@pytest.mark.parametrize("held", [False, True], ids=["high precision", "fp8 weights"])
+@pytest.mark.parametrize("recipe", SCHEMES)
+def test_bits_of_experts(ranks, tmp_path, recipe, held):
+    """Evaluations change nothing, and a checkpoint of spread experts goes on with the same bits."""
+    ranks.run(expert_bits, str(tmp_path), recipe, held)
 
 
 # Experts over two ranks, each of their weights over two others, behind a split layer.
