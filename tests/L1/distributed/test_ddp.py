@@ -311,3 +311,28 @@ def _round_trip(rank, kind, recipe, in_fp8):
 def test_state_dict_round_trip(two_ranks, kind, recipe, in_fp8):
     """set_state_dict takes what get_state_dict returns of a DDP model, FP8 state included."""
     two_ranks.run(_round_trip, kind, recipe, in_fp8)
+
+
+def _joined(rank, recipe):
+    """Numbers of steps that a rank has taken, with other numbers of batches on each rank."""
+    recipe = {"none": None, "tensorwise": RECIPES["tensorwise"]}.get(
+        recipe, DelayedScaling(amax_history_len=3, reduce_amax=False)
+    )
+    torch.manual_seed(1)
+    model = DistributedDataParallel(MODULES["mlp"]("cpu"))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    with model.join():
+        for _ in range(2 + rank):
+            with fp8_autocast(recipe is not None, recipe):
+                model(torch.ones(TOKENS, 2, HIDDEN)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    flush_fp8_state()
+    return _weights(model, [_values(p) for p in model.parameters()])[0]
+
+
+@pytest.mark.parametrize("recipe", ["none", "tensorwise", "delayed"])
+def test_join(two_ranks, recipe):
+    """DDP's join() takes uneven numbers of batches where no region reduces amaxes."""
+    first, second = two_ranks.run(_joined, recipe)
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
