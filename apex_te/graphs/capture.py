@@ -45,6 +45,10 @@ def no_collection() -> Iterator[None]:
             gc.enable()
 
 
+# Pools that PyTorch goes on recording pinned memory to, for good, since a capture failed.
+_failed_pools: set[Any] = set()
+
+
 @contextlib.contextmanager
 def recorded(graph: Any, pool: Any) -> Iterator[None]:
     """Captures what the ``with`` block runs; after an error PyTorch's state is as before the block.
@@ -55,7 +59,15 @@ def recorded(graph: Any, pool: Any) -> Iterator[None]:
     Args:
         graph: a new ``torch.cuda.CUDAGraph``.
         pool: memory pool from ``torch.cuda.graph_pool_handle()``.
+
+    Raises:
+        ValueError: an earlier capture into ``pool`` has failed.
     """
+    if pool in _failed_pools:
+        raise ValueError(
+            "make_graphed_callables: pool must be a new torch.cuda.graph_pool_handle() after a "
+            f"failed capture, got {pool}"
+        )
     stream = torch.cuda.current_stream()
     try:
         with torch.cuda.graph(graph, pool=pool):
@@ -68,6 +80,7 @@ def recorded(graph: Any, pool: Any) -> Iterator[None]:
 
 def _close_failed(pool: Any) -> None:
     """Ends what a failed capture into ``pool`` has begun, as far as it has not ended."""
+    _failed_pools.add(pool)
     device = torch.cuda.current_device()
     with contextlib.suppress(RuntimeError):  # the pool takes no allocations any more
         torch._C._cuda_endAllocateToPool(device, pool)

@@ -518,7 +518,8 @@ def _recomputed(
             options,
         )
         head.add_gradients(begin, end, logits)
-    if options.recipe is not None and head.dhidden is not None:
-        # An infinite gradient of another row makes the scale that a row shares infinite.
+    if head.dhidden is not None:
+        # Infinite gradients of other rows reach these by a scale that rows share, and by the
+        # padding of bfloat16 matmuls on CPUs with matrix units.
         head.dhidden.masked_fill_((target == options.ignore_index).unsqueeze(1), 0.0)
     return head.gradients()

@@ -266,9 +266,13 @@ def test_a_failed_capture_leaves_nothing_behind(where, shared):
     bad, stream = Waiting(where), torch.cuda.current_stream()
     torch.manual_seed(5)
     expected = torch.rand(4, device="cuda"), good(x).clone()
-    for _ in range(2):  # the pool can be used again
+    for _ in range(2):
         with pytest.raises(RuntimeError):
             graphed(bad, pool=pool)
+        if shared:
+            with pytest.raises(ValueError, match=r"pool must be a new torch\.cuda\.graph_pool"):
+                graphed(bad, pool=pool)
+            pool = torch.cuda.graph_pool_handle()
         torch.manual_seed(5)
         assert torch.cuda.current_stream() == stream
         assert type(bad.forward).__name__ == "method"

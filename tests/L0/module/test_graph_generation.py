@@ -79,7 +79,7 @@ def padded(parts, layout, rows=ROWS, width=WIDTH):
         tokens = torch.cat(parts)
         rest = rows * width - len(tokens)
         return torch.cat((tokens, torch.full_like(parts[0][:1], 7.0).repeat_interleave(rest, 0)))
-    out = torch.full((rows, width, *parts[0].shape[1:]), 7.0, device=parts[0].device)
+    out = parts[0].new_full((rows, width, *parts[0].shape[1:]), 7.0)
     for row, part in zip(out, parts, strict=False):
         row[: len(part)] = part
     return out if layout == "bshd" else out.transpose(0, 1).contiguous()

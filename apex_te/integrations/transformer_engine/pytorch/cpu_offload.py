@@ -142,6 +142,13 @@ def start_offload(*tensors: torch.Tensor | None, offload_base_tensor: bool = Fal
     """
 
 
+def _copy(host: torch.Tensor, tensor: torch.Tensor) -> None:
+    """Begins a copy to pinned memory, which copies asynchronously only between equal strides."""
+    if tensor.is_cuda and tensor.stride() != host.stride():
+        tensor = torch.empty_like(host, device=tensor.device).copy_(tensor)
+    host.copy_(tensor, non_blocking=True)
+
+
 class _Saved:
     """Tensor that is on its device, on the CPU, or on both.
 
@@ -181,11 +188,11 @@ class _Saved:
             host = torch.empty_like(tensor, device="cpu", pin_memory=pinned)
         self.host = host
         if stream is None:
-            host.copy_(tensor, non_blocking=True)
+            _copy(host, tensor)
             return
         stream.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(stream):
-            host.copy_(tensor, non_blocking=True)
+            _copy(host, tensor)
             self.stored = stream.record_event()
         tensor.record_stream(stream)
 
