@@ -8,7 +8,7 @@ import threading
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import nn
@@ -136,6 +136,9 @@ class _InPlace:
         self.before: dict[str, Any] = {}
 
 
+_Some = TypeVar("_Some", bound=_InPlace)
+
+
 class _LossInPlace(_InPlace):
     """Callable in place of a model's ``_loss_function``.
 
@@ -236,7 +239,7 @@ def _head_to_fuse(model: Any) -> Any:
 
 
 @contextmanager
-def _in_place(owner: nn.Module, name: str, value: _InPlace) -> Iterator[_InPlace]:
+def _in_place(owner: nn.Module, name: str, value: _Some) -> Iterator[_Some]:
     """Gives a module an attribute of its own for the time of a ``with`` block.
 
     Blocks of several threads share that of the first, and the last to end takes it away.

@@ -329,7 +329,7 @@ class _Joined(nn.Module):
         super().__setattr__(name, value)
 
 
-class JoinedProjections(_Joined, Linear):
+class JoinedProjections(_Joined, Linear):  # type: ignore[misc]
     """``Linear`` of projections that ``from_torch(fuse=True)`` has joined without a norm."""
 
 

@@ -17,6 +17,10 @@ from apex_te.recipe import CurrentScaling
 CLOSE = {"rtol": 1e-5, "atol": 1e-5}
 NAMES = pytest.mark.parametrize("name", FAMILIES)
 FUSE = pytest.mark.parametrize("fuse", [False, True], ids=["converted", "fused"])
+CASES = pytest.mark.parametrize(
+    ("name", "fuse"),
+    [*((name, True) for name in FAMILIES), ("llama", False), ("gpt2", False), ("t5", False)],
+)
 
 
 def converted(model, fuse=True):
@@ -35,8 +39,7 @@ def decayed(model):
     return [set(back({key: own[key] for key in own if rule(key)})) for rule in rules]
 
 
-@pytest.mark.parametrize("fuse", [False, True], ids=["converted", "fused"])
-@NAMES
+@CASES
 def test_norms_and_biases_decay_as_in_the_plain_model(name, fuse):
     """Trainer's rule by classes and names, and the rule by dimensions, choose what they did."""
     plain = build(name)
@@ -114,8 +117,7 @@ def initialised(model, way):
 
 
 @pytest.mark.parametrize("way", ["apply", "meta"])
-@FUSE
-@NAMES
+@CASES
 def test_initialisation_gives_the_plain_models_values(name, fuse, way):
     """``apply(_init_weights)``, and ``init_weights`` after ``to_empty``, give the same values."""
     config, _, values = FAMILIES[name]
