@@ -353,7 +353,7 @@ class _NormApart(_Joined, NormedModule):
         return self._gamma_and_beta()[1]  # type: ignore[return-value]
 
     def _gamma_and_beta(self) -> tuple[torch.Tensor, torch.Tensor | None]:
-        norm = self.norm
+        norm: Any = self.norm
         if "_hf_hook" in vars(norm):  # accelerate's, which brings the parameters for a call
             found: tuple[torch.Tensor, torch.Tensor | None] = norm(None)
             return found

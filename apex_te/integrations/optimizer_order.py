@@ -108,7 +108,7 @@ def reorder_fused_state(
             f"reorder_fused_state: state_dict must have groups of {[len(g) for g in now]} or "
             f"{[len(g) for g in decayed]} parameters, got {sizes}"
         )
-    numbers = {}
+    numbers: dict[int, Any] = {}
     for group, own in zip(groups, saved, strict=True):
         numbers.update(zip(sorted(group, key=lambda p: former[p]), own, strict=True))
     new_groups = [
