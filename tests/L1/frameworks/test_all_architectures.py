@@ -64,7 +64,7 @@ TASKS = (
     "CAUSAL_LM", "MASKED_LM", "SEQ_TO_SEQ_CAUSAL_LM", "SEQUENCE_CLASSIFICATION",
     "IMAGE_CLASSIFICATION", "SPEECH_SEQ_2_SEQ", "AUDIO_CLASSIFICATION", "IMAGE_TEXT_TO_TEXT",
 )  # fmt: skip
-LIMIT = 20_000_000  # parameters
+LIMIT = 30_000_000  # parameters
 # Names of dropouts and of noise, which would make two runs differ.
 RANDOM = re.compile("drop|pdrop|jitter|noise|layerdrop")
 
