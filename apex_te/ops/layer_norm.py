@@ -201,7 +201,7 @@ class _LayerNorm(OpFunction):
         out = layer_norm_fwd(rows, weight, bias, eps, zero_centered_gamma=zero_centered_gamma)
         ctx.save_for_backward(rows, weight, out.mean, out.rstd)
         ctx.zero_centered_gamma = zero_centered_gamma
-        return out.y.view(x.shape)
+        return torch.ops.aten._unsafe_view(out.y, x.shape)  # callers may write to it
 
     @staticmethod
     @once_differentiable

@@ -190,7 +190,7 @@ class _RMSNorm(OpFunction):
         out = rms_norm_fwd(rows, weight, eps, zero_centered_gamma=zero_centered_gamma)
         ctx.save_for_backward(rows, weight, out.rstd)
         ctx.zero_centered_gamma = zero_centered_gamma
-        return out.y.view(x.shape)
+        return torch.ops.aten._unsafe_view(out.y, x.shape)  # callers may write to it
 
     @staticmethod
     @once_differentiable

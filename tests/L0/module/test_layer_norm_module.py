@@ -184,3 +184,16 @@ def test_inputs_of_another_dtype_than_the_parameters(ours, torchs, dtype, given)
     for a, b in zip(*grads, strict=True):
         assert a.dtype is b.dtype
         torch.testing.assert_close(b, a, rtol=0.03, atol=0.03)
+
+
+@both
+def test_outputs_can_be_written_to(ours, torchs):
+    """An in-place change of the output, as in XLM, has the gradients that it has with torch's."""
+    grads, values = [], torch.randn(2, 3, 16)
+    for kind in (torchs, ours):
+        module, x = kind(16, eps=1e-5), values.clone().requires_grad_()
+        y = module(x)
+        y *= torch.arange(3.0)[:, None]
+        (y * values.flip(0)).sum().backward()
+        grads.append(x.grad)
+    torch.testing.assert_close(grads[1], grads[0])
