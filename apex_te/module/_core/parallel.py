@@ -214,7 +214,7 @@ class ParallelModule(FP8Module):
                 )
         self.tp_group = tp_group
         for parameter in self._parameters.values():
-            if getattr(parameter, "tensor_model_parallel", False):
+            if parameter is not None and getattr(parameter, "tensor_model_parallel", False):
                 note_group(parameter, tp_group)
         self._collectives = {}
         self._split = None
