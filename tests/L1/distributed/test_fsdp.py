@@ -407,6 +407,29 @@ def test_amaxes_of_a_step_take_one_collective(two_ranks):
     assert two_ranks.run(_collectives_of_a_step, "sgd") == [4, 4]
 
 
+def _held_from_meta(rank, name, rows):
+    """Shards that leave the meta device and are then loaded, or drawn on each rank."""
+    scaling = HELD[name]
+    whole_weight = _held_linear(scaling, rows)
+    many = fully_shard(_held_linear(scaling, rows, "meta"))
+    many.to_empty(device="cpu")
+    many.reset_parameters()
+    drawn = _gathered_weight(many).dequantize()
+    assert torch.equal(whole(many.state_dict()["weight"]), drawn)
+    assert 0 < drawn.abs().max() < 1
+    source = fully_shard(_held_linear(scaling, rows))
+    many.load_state_dict(source.state_dict())
+    _same_values(name, _gathered_weight(many), whole_weight.weight)
+
+
+@pytest.mark.parametrize("rows", [512, 3], ids=["even", "empty"])
+@pytest.mark.parametrize("name", ["tensorwise", "hif8", "block"])
+def test_held_weights_from_the_meta_device(four_ranks, name, rows):
+    """Weights that are made on the meta device get one scale as they are drawn or loaded."""
+    if name != "block" or rows == 512:
+        four_ranks.run(_held_from_meta, name, rows)
+
+
 def _held_errors(rank, scaling, rows):
     try:
         module = fully_shard(_held_linear(scaling, rows))
