@@ -125,7 +125,7 @@ def contracted_axes(owner: str, axis: Any, shape: Sequence[int]) -> tuple[int, .
 
 
 @functools.cache
-def _as_v1(kind: type[Any]) -> type[Any]:
+def _as_v1(kind: Any) -> Any:
     """Returns a module's class with the semantics of Transformer Engine 1, its defaults apart."""
     names = {"_is_v1": True, "__module__": kind.__module__, "__doc__": kind.__doc__}
     return type(kind)(kind.__name__, (kind,), names)
@@ -136,7 +136,7 @@ class TransformerEngineBase(nn.Module):
 
     _is_v1: ClassVar[bool] = False
 
-    def _kind(self, kind: type[Any]) -> type[Any]:
+    def _kind(self, kind: Any) -> Any:
         """Returns the class of a submodule, which treats dtypes and axes as this module does."""
         return _as_v1(kind) if self._is_v1 else kind
 
@@ -162,7 +162,7 @@ class TransformerEngineBase(nn.Module):
     def _input(self, inputs: Any, name: str = "inputs") -> jax.Array:
         """Returns an input in the dtype in which the layer computes; it has a dimension."""
         dtype = self._dtype()
-        x = jnp.asarray(inputs, dtype if self._is_v1 and self.dtype is not None else None)  # type: ignore[attr-defined]
+        x = jnp.asarray(inputs, dtype if self._is_v1 and self.dtype is not None else None)
         if x.dtype.name not in FLOATS:
             raise TypeError(
                 f"{type(self).__name__}: {name} must have dtype float32, float16 or bfloat16, got"
