@@ -111,6 +111,8 @@ def test_fp8(name, recipe):
     assert found.keys() == grads.keys()
     assert all(grad.isfinite().all() for grad in found.values())
     assert all(found[key].any() == grad.any() for key, grad in grads.items())
+    if name == "t5_gated":  # SDPA takes another kernel for its bias under checkpointing
+        model.set_attn_implementation("eager")
     again = copy.deepcopy(model)
     again.train().gradient_checkpointing_enable()
     model.train()

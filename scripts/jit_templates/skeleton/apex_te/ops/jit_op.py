@@ -10,7 +10,7 @@ from .argument_errors import checked
 from .op_function import OpFunction
 from .registration import bind, note_written
 
-# Their arguments are those that csrc/jit_op/jit_op.h declares.
+# Arguments as csrc/jit_op/jit_op.h declares them.
 _fwd = bind("jit_op", "jit_op_fwd")
 _bwd = bind("jit_op", "jit_op_bwd")
 
