@@ -124,7 +124,7 @@ def configuration(kind, variant):
 
 
 def runnable(name):
-    """A small model, arguments of its forward and its outputs.
+    """A small model, arguments of its forward, with which it also trains, and its outputs.
 
     Raises:
         Unsuited: no small model can be built or run.
@@ -135,6 +135,7 @@ def runnable(name):
             model = built(kind, variant)
             given = arguments(model)
             expected, again = run(model, given), run(model, given)
+            copy.deepcopy(model).train()(**given, return_dict=True)
         except TimeoutError:
             raise
         except Exception as error:
