@@ -93,7 +93,7 @@ def reduce_found_inf(
 
     Raises:
         TypeError: an argument of a wrong type.
-        ValueError: a module with a ``tp_size`` above 1 has no ``tp_group``.
+        ValueError: a module with a ``tp_size`` above 1 lacks a ``tp_group``.
     """
     owner = "reduce_found_inf"
     _check_model(owner, model)

@@ -69,7 +69,7 @@ def _parameter(view: PartView, attribute: str) -> nn.Parameter:
     One in another layout is a copy: random values are drawn in the order of memory.
 
     Raises:
-        NotImplementedError: the joined parameter has no such memory, held in FP8 or distributed.
+        NotImplementedError: the joined parameter is held in FP8 or distributed.
     """
     whole = getattr(view.module, view.rows[attribute][0])
     if type(whole) is not nn.Parameter:

@@ -76,7 +76,7 @@ class FP8Parameter(torch.Tensor):
     _read_by: type[GemmBackend]
     _is_matrix: bool
     _gathered: Gathered | None = None  # of a whole weight that FSDP2 made of shards
-    _is_padded_shard: bool = False  # memory of a shard, of which FSDP2 takes the first rows
+    _is_padded_shard: bool = False  # padded memory; FSDP2 uses its first rows as the shard
     _shard_groups: tuple[Any, ...] = ()  # of a shard, once ``shard_groups`` has found them
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]

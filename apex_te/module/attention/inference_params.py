@@ -470,7 +470,7 @@ def extended(
 
     Raises:
         ValueError: the tokens do not fit, need a gradient in training mode, are packed without
-            ``pre_step``, or have no layer number.
+            ``pre_step``, or lack a layer number.
         RuntimeError: a CUDA graph is captured without ``pre_step``, or before a first call.
     """
     if layer is None:

@@ -7,7 +7,7 @@ from .inference import InferenceParams
 from .multi_head_attention import MultiheadAttention
 from .rope import RotaryPositionEmbedding, apply_fused_qkv_rotary_pos_emb, apply_rotary_pos_emb
 
-_NO_DELTA_NET = "there is no linear attention here; use a library that has its kernels"
+_NO_DELTA_NET = "linear attention is not supported; use a library that provides its kernels"
 GatedDeltaNetAttention = not_served(
     "transformer_engine.pytorch.attention.GatedDeltaNetAttention", _NO_DELTA_NET
 )
