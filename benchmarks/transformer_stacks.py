@@ -86,6 +86,20 @@ class Plain(torch.nn.Module):
         return x + self.fc2(F.gelu(hidden, approximate="tanh"))
 
 
+def torchao_layer(**shape: Any) -> torch.nn.Module:
+    """Makes PyTorch's layer with torchao's tensorwise FP8 training, to be compiled.
+
+    Raises:
+        ImportError: torchao is not installed.
+    """
+    from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+
+    torch.manual_seed(0)
+    config = Float8LinearConfig.from_recipe_name("tensorwise")
+    plain = Plain(**shape).to("cuda", DTYPE)
+    return torch.compile(convert_to_float8_training(plain, config=config))
+
+
 def transformer_engine() -> Any:
     """Returns Transformer Engine's package for torch; None, and says why, if it cannot be used."""
     try:

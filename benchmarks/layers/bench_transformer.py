@@ -3,12 +3,13 @@
 One configuration for time and memory: eager, no CUDA graph, bf16 parameters,
 ``is_first_microbatch=None`` (weights are quantized in every step), dropout 0, ``.grad`` set to None
 in each step, the region's entry inside the timed part, no rotary embedding. PyTorch's own layers
-run beside ours (bf16, eager and compiled, cuDNN attention), and Transformer Engine's where it can
-be imported. Each stack is timed three times: cold L2, median, by itself, one after the other, as
-``triton.testing.do_bench`` does ("ms"); the same, taking turns with all others step by step ("ms in
-turns"); and in blocks of steps back to back, which take turns after 2 s of load, where the board is
-at its power limit ("ms sustained", with power, energy of a step, SM clock and throttle reasons of
-the same blocks). "products", "attention" and "rest" are the kernels' own times in a warm loop.
+run beside ours (bf16, eager and compiled, cuDNN attention), as do torchao's (compiled) and
+Transformer Engine's where they can be imported. Each stack is timed three times: cold L2, median,
+by itself, one after the other, as ``triton.testing.do_bench`` does ("ms"); the same, taking turns
+with all others step by step ("ms in turns"); and in blocks of steps back to back, which take turns
+after 2 s of load, where the board is at its power limit ("ms sustained", with power, energy of a
+step, SM clock and throttle reasons of the same blocks). "products", "attention" and "rest" are the
+kernels' own times in a warm loop.
 
 Besides: delayed scaling with cached weights (``is_first_microbatch=False``), as a CUDA graph and,
 where the layer has SwiGLU in its products' epilogues, without that;
@@ -28,12 +29,16 @@ about 1 us, are those of cuBLASLt and cuDNN.
     python benchmarks/layers/bench_transformer.py                    # all
     python benchmarks/layers/bench_transformer.py --model llama --recipes delayed,blockwise \\
         --tokens 2x4096,2x4095,3x2731 --peers te --no-host
+    python benchmarks/layers/bench_transformer.py --model llama --tokens 2x4096 --no-host \\
+        --no-variants --name transformer_h100                     # the README's table
 """
 
 from __future__ import annotations
 
 import argparse
 import gc
+import importlib.metadata
+import importlib.util
 import sys
 import time
 from collections.abc import Callable
@@ -52,12 +57,13 @@ from transformer_stacks import RECIPES, SHAPES
 import apex_te
 
 MODELS = {"llama": "Llama-3-8B", "gpt": "GPT"}
-PEERS = ("torch", "compiled", "te")
+PEERS = ("torch", "compiled", "torchao", "te")
 TOKENS = "2x4096,2x4095,3x2731"
 TINY = {"hidden": 256, "ffn": 512, "heads": 4, "groups": 4}
 GPU, HOST = "GPU, forward + backward", "host, forward + backward"
 Step = Callable[[], None]
 Rows = dict[str, dict[str, Any]]  # by stack
+Made = tuple[Callable[[], torch.nn.Module], stacks.Autocast]
 
 
 def arguments() -> argparse.Namespace:
@@ -87,6 +93,8 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--block", type=float, default=0.6, help="seconds of a block")
     parser.add_argument("--peer-tokens", action="store_true", help="other tokens of TE, too")
     parser.add_argument("--kernels", action="store_true", help="print times by kernel name")
+    parser.add_argument("--no-variants", action="store_true", help="recipes alone, no options")
+    parser.add_argument("--name", default="transformer", help="of the results file")
     parser.add_argument("--no-host", action="store_true", help="leave the tiny layers out")
     return parser.parse_args()
 
@@ -105,7 +113,8 @@ class Bench:
         self.shape = shape = SHAPES[model]
         self.first, *self.others = options.tokens
         # By stack: what makes its layer, and the context of its forward.
-        self.layers: dict[str, tuple[Callable[[], torch.nn.Module], stacks.Autocast]] = {}
+        self.plain = self._plain()
+        self.layers: dict[str, Made] = {}
         for key in options.recipes:
             ours = stacks.our_autocast(RECIPES[key])
             self.layers[f"apex_te {key}"] = (lambda: stacks.layer(**shape), ours)
@@ -114,14 +123,32 @@ class Bench:
                 make = (lambda: stacks.their_layer(te, **shape), theirs)
                 self.layers[f"{stacks.TRANSFORMER_ENGINE} {key}"] = make
 
+    def _plain(self) -> dict[str, Made]:
+        """Returns the layers of PyTorch and torchao that the command line names."""
+        shape, none = self.shape, stacks.our_autocast(None)
+
+        def plain() -> torch.nn.Module:
+            return stacks.Plain(**shape).to("cuda", stacks.DTYPE)
+
+        makers: dict[str, tuple[str, Callable[[], Any]]] = {
+            "torch": ("torch bf16", plain),
+            "compiled": ("torch bf16 compiled", lambda: torch.compile(plain())),
+            "torchao": ("torchao tensorwise compiled", lambda: stacks.torchao_layer(**shape)),
+        }
+        chosen = [makers[peer] for peer in self.options.peers if peer in makers]
+        if "torchao" in self.options.peers and importlib.util.find_spec("torchao") is None:
+            print("torchao is not measured: it is not installed")
+            chosen.remove(makers["torchao"])
+        return {name: (make, none) for name, make in chosen}
+
     def size(self, tokens: tuple[int, int]) -> tuple[int, int, int]:
         """Returns batch, tokens, hidden size."""
         return (*tokens, self.shape["hidden"])
 
-    def peaks(self) -> Rows:
-        """Returns each stack's peak memory of one step, without what other stacks hold."""
-        found = {}
-        for name, (make, autocast) in self.layers.items():
+    def steps(self) -> tuple[dict[str, Step], Rows]:
+        """Returns each stack's step, and its peak memory without what other stacks hold."""
+        steps, peaks = {}, {}
+        for name, (make, autocast) in {**self.plain, **self.layers}.items():
             others = torch.cuda.memory_allocated()
             module = make()
             run = stacks.step(module, autocast, self.size(self.first))
@@ -135,24 +162,12 @@ class Bench:
             run()
             torch.cuda.synchronize()
             peak = torch.cuda.max_memory_allocated()
-            found[name] = {
+            steps[name] = run
+            peaks[name] = {
                 "peak GiB": (peak - others) / 2**30,
                 "peak GiB above": (peak - before) / 2**30,
             }
-            del module, run
-            gc.collect()
-        return found
-
-    def plain(self) -> dict[str, Step]:
-        """Returns the steps of PyTorch's layers."""
-        size, none = self.size(self.first), stacks.our_autocast(None)
-        plain = stacks.Plain(**self.shape).to("cuda", stacks.DTYPE)
-        steps = {}
-        if "torch" in self.options.peers:
-            steps["torch bf16"] = stacks.step(plain, none, size)
-        if "compiled" in self.options.peers:
-            steps["torch bf16 compiled"] = stacks.step(torch.compile(plain), none, size)
-        return steps
+        return steps, peaks
 
     def variants(self) -> dict[str, Step]:
         """Returns the steps of delayed scaling with other options, such as cached weights."""
@@ -180,11 +195,9 @@ class Bench:
     def main_rows(self) -> list[dict[str, Any]]:
         """Returns the rows of the first number of tokens, one for each stack."""
         begin = time.perf_counter()
-        peaks = self.peaks()
-        steps = self.plain()
-        for name, (make, autocast) in self.layers.items():
-            steps[name] = stacks.step(make(), autocast, self.size(self.first))
-        steps |= self.variants()
+        steps, peaks = self.steps()
+        if not self.options.no_variants:
+            steps |= self.variants()
         cold = cold_times(steps, repeats=25)
         warm = sustained(steps, self.options.rounds, self.options.block)
         kernels = families(steps, self.options.kernels)
@@ -313,8 +326,10 @@ def main() -> None:
         for key in options.model:
             rows += host_rows(key == "llama", options, te)
     extra = {"transformer_engine": te_version()} if te is not None else {}
+    if "torchao" in options.peers and importlib.util.find_spec("torchao") is not None:
+        extra["torchao"] = importlib.metadata.version("torchao")
     extra["sm_clock_mhz"] = f"{clock} to {harness.sm_clock_mhz()}"
-    harness.report("transformer", rows, hidden=("measure", "p10 ms", "p90 ms"), **extra)
+    harness.report(options.name, rows, hidden=("measure", "p10 ms", "p90 ms"), **extra)
 
 
 def te_version() -> str:

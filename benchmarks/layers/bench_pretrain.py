@@ -1,0 +1,96 @@
+"""A whole training step of a Llama-style decoder: examples/pretrain, one process a stack.
+
+Forward, backward, clipping and optimizer, on text. Each stack trains the same shape on the same
+tokens: PyTorch and torchao compiled, apex_te eager. A row has the median milliseconds of the steps
+after the first five, tokens a second, the share of the GPU's dense bf16 peak (MFU), peak memory,
+and joules of a step. Stacks run one after the other, each after the same pause of imports and
+compilation. ``of bf16`` is the speed over apex_te's bf16, ``of torch`` over compiled PyTorch.
+
+    python benchmarks/layers/bench_pretrain.py --tokens build/pretrain/tokens/<key>
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import json
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+import harness
+
+ROOT = Path(__file__).resolve().parents[2]
+TRAIN = "examples/pretrain/train.py"
+STACKS = {
+    "apex_te bf16": ["--recipe", "bf16"],
+    "apex_te delayed": ["--recipe", "delayed"],
+    "apex_te tensorwise": ["--recipe", "tensorwise"],
+    "apex_te blockwise": ["--recipe", "blockwise"],
+    "torch bf16 compiled": ["--layers", "torch", "--compile"],
+    "torchao tensorwise compiled": ["--layers", "torchao", "--recipe", "tensorwise", "--compile"],
+}
+
+
+def run(options: argparse.Namespace, own: list[str], folder: str) -> dict[str, Any]:
+    """Returns the figures that train.py prints at its end.
+
+    Args:
+        options: the command line.
+        own: options of the stack.
+        folder: for the run's log.
+    """
+    command = [
+        sys.executable, str(ROOT / TRAIN), *shared(options), *own,
+        "--out", folder, "--eval-tokens", "0", "--sample", "0", "--health-every", "0",
+        "--log-every", "5", "--no-tensorboard",
+    ]  # fmt: skip
+    if options.tokens is not None:
+        command += ["--tokens", str(options.tokens)]
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
+    if done.returncode:
+        print(done.stdout)
+        raise SystemExit(f"bench_pretrain: {' '.join(own)}: exit status {done.returncode}")
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def shared(options: argparse.Namespace) -> list[str]:
+    """Returns the options that all stacks have."""
+    names = ("model", "context", "batch", "steps")
+    return [word for name in names for word in (f"--{name}", str(getattr(options, name)))]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("--model", default="1.3b", help="a shape of examples/pretrain")
+    parser.add_argument("--context", type=int, default=4096)
+    parser.add_argument("--batch", type=int, default=8)
+    parser.add_argument("--steps", type=int, default=25)
+    parser.add_argument("--tokens", type=Path, metavar="DIR", help="written by prepare.py")
+    parser.add_argument("--name", default="pretrain_1.3b", help="of the results file")
+    options = parser.parse_args()
+    rows = []
+    for stack, own in STACKS.items():
+        with tempfile.TemporaryDirectory() as folder:
+            figures = run(options, own, folder)
+        row = {"stack": stack, "tokens/s": round(figures["tokens_per_s"]), "ms": figures["ms"]}
+        row |= {"MFU": figures.get("mfu"), "peak GiB": figures.get("peak_gib")}
+        row["J"] = figures.get("joules_per_token", 0) * options.batch * options.context
+        rows.append(row)
+        print(row, flush=True)
+    speed = {row["stack"]: row["tokens/s"] for row in rows}
+    for row in rows:
+        row["of bf16"] = row["tokens/s"] / speed["apex_te bf16"]
+        row["of torch"] = row["tokens/s"] / speed["torch bf16 compiled"]
+    about = {name: getattr(options, name) for name in ("model", "context", "batch", "steps")}
+    about["torchao"] = importlib.metadata.version("torchao")
+    harness.report(options.name, rows, **about, command=" ".join([TRAIN, *shared(options)]))
+
+
+if __name__ == "__main__":
+    main()
