@@ -14,6 +14,8 @@ from collections.abc import Callable
 from dataclasses import KW_ONLY, InitVar, dataclass, fields
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
+from ..runtime.lazy import attach
+
 if TYPE_CHECKING:
     import torch
 
@@ -620,3 +622,7 @@ def unpack_recipe(packed: Any) -> Recipe:
         return kinds[name](**dict(values, fp8_format=Format[values["fp8_format"]]))
     except (KeyError, TypeError, ValueError) as error:
         raise ValueError(f"FP8Parameter: recipe must be what was saved, got {error!r}") from error
+
+
+if not TYPE_CHECKING:  # type checkers know the names above, and no others
+    __getattr__, __dir__ = attach(__name__, {})

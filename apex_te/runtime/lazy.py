@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 __all__ = ["attach", "attach_submodules"]
@@ -17,8 +17,8 @@ def attach(
 
     Args:
         package: full name of the package.
-        names: for each public name the submodule that defines it; an empty string if the name is
-            itself a submodule.
+        names: for each lazy name the submodule that defines it; an empty string if the name is
+            itself a submodule. None at all for a package whose typing mistakes are to be answered.
 
     Returns:
         get: to be assigned to the package's ``__getattr__``.
@@ -28,7 +28,7 @@ def attach(
     def get(name: str) -> Any:
         where = names.get(name)
         if where is None:
-            raise AttributeError(f"module {package!r} has no attribute {name!r}")
+            raise _unknown(package, name, getattr(sys.modules[package], "__all__", names))
         if not where:
             return importlib.import_module(f"{package}.{name}")
         value = getattr(importlib.import_module(f"{package}.{where}"), name)
@@ -60,10 +60,29 @@ def attach_submodules(package: str) -> tuple[Callable[[str], Any], Callable[[], 
 
     def get(name: str) -> Any:
         if name.startswith("_") or name not in found():
-            raise AttributeError(f"module {package!r} has no attribute {name!r}")
+            raise _unknown(package, name, found())
         return importlib.import_module(f"{package}.{name}")
 
     def names_of() -> list[str]:
         return sorted({*vars(sys.modules[package]), *found()})
 
     return get, names_of
+
+
+def _unknown(package: str, name: str, known: Iterable[str]) -> AttributeError:
+    """Returns the error for a name that a package does not have.
+
+    Args:
+        package: full name of the package.
+        name: the name.
+        known: the names of which the user may have meant one.
+    """
+    hint = ""
+    if not name.startswith("_"):  # which Python and tools ask for
+        from .named_arguments import did_you_mean
+
+        hint = did_you_mean(name, known)
+    # Without an object, of which Python would print a guess of its own behind this one.
+    return AttributeError(
+        f"module {package!r} has no attribute {name!r}{hint}", name=name, obj=None
+    )

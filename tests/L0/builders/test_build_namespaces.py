@@ -72,14 +72,30 @@ reveal_type(apex_te.Linear(4, 4))
 reveal_type(apex_te.ops.activation.activation_fwd(torch.ones(1), "silu"))
 reveal_type(apex_te.ops.rms_norm.rms_norm_fwd)
 reveal_type(apex_te.statistics.fp8_statistics)
+reveal_type(apex_te.from_torch)
+reveal_type(apex_te.recipe.DelayedScaling(fp8_format="e4m3").fp8_format)
 wrong: int = apex_te.is_fp8_enabled
+apex_te.Linaer
+apex_te.ops.rmsnorm
+apex_te.recipe.Formatt
+apex_te.optimizers.FusedAdm
+apex_te.integrations.fuse_los
+apex_te.distributed.Replicate
 """
 TYPES = (
     'Revealed type is "apex_te.module.linear.Linear"',
     'Revealed type is "torch._tensor.Tensor"',
     "fallback=apex_te.ops.norm_common.NormOutput]",
     "-> apex_te.fp8.statistics.fp8_statistics",
+    "-> torch.nn.modules.module.Module",
+    'Revealed type is "apex_te.recipe.Format"',
     "error: Incompatible types in assignment",
+    'error: Module has no attribute "Linaer"',
+    'error: Module has no attribute "rmsnorm"',
+    'error: Module has no attribute "Formatt"',
+    'error: Module has no attribute "FusedAdm"',
+    'error: Module has no attribute "fuse_los"',
+    'error: Module has no attribute "Replicate"',
 )
 
 
