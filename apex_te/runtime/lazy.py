@@ -18,7 +18,7 @@ def attach(
     Args:
         package: full name of the package.
         names: for each lazy name the submodule that defines it; an empty string if the name is
-            itself a submodule. None at all for a package whose typing mistakes are to be answered.
+            itself a submodule. Without any, a package only gets hints for misspelt names.
 
     Returns:
         get: to be assigned to the package's ``__getattr__``.
@@ -28,7 +28,8 @@ def attach(
     def get(name: str) -> Any:
         where = names.get(name)
         if where is None:
-            raise _unknown(package, name, getattr(sys.modules[package], "__all__", names))
+            listed = getattr(sys.modules[package], "__all__", ())
+            raise _unknown(package, name, {*names, *listed})
         if not where:
             return importlib.import_module(f"{package}.{name}")
         value = getattr(importlib.import_module(f"{package}.{where}"), name)
