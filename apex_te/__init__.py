@@ -136,7 +136,7 @@ __all__ = [name for name in _NAMES if name != "FP8Callback"]
 _WITHOUT_TORCH = ("__version__", "compatibility", "make_recipe", "prebuild", "recipe")
 
 if not _typing.TYPE_CHECKING:  # type checkers know the names above, and no others
-    _get, _names = _attach(__name__, _NAMES)
+    _get, _names = _attach(__name__, _NAMES, beside="recipe")
 
     def __getattr__(name: str) -> _typing.Any:
         """Returns a public name, with the modules that define it imported now."""

@@ -238,7 +238,7 @@ class fp8_autocast:
         names: tuple[str, str],
         keep_columnwise_weights: bool = False,
     ) -> None:
-        """Checks and stores the constructor's arguments, for this class and ``autocast``.
+        """Checks and stores the arguments of this class's constructor and of its subclasses'.
 
         Args:
             enabled: run in FP8.

@@ -11,7 +11,7 @@ __all__ = ["attach", "attach_submodules"]
 
 
 def attach(
-    package: str, names: dict[str, str]
+    package: str, names: dict[str, str], beside: str = ""
 ) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
     """Returns ``__getattr__`` and ``__dir__`` for a package that import its names on first use.
 
@@ -19,6 +19,7 @@ def attach(
         package: full name of the package.
         names: for each lazy name the submodule that defines it; an empty string if the name is
             itself a submodule. Without any, a package only gets hints for misspelt names.
+        beside: a submodule whose names users may look for in the package.
 
     Returns:
         get: to be assigned to the package's ``__getattr__``.
@@ -28,8 +29,8 @@ def attach(
     def get(name: str) -> Any:
         where = names.get(name)
         if where is None:
-            listed = getattr(sys.modules[package], "__all__", ())
-            raise _unknown(package, name, {*names, *listed})
+            known = {*names, *getattr(sys.modules[package], "__all__", ())}
+            raise _unknown(package, name, known, beside)
         if not where:
             return importlib.import_module(f"{package}.{name}")
         value = getattr(importlib.import_module(f"{package}.{where}"), name)
@@ -70,19 +71,22 @@ def attach_submodules(package: str) -> tuple[Callable[[str], Any], Callable[[], 
     return get, names_of
 
 
-def _unknown(package: str, name: str, known: Iterable[str]) -> AttributeError:
+def _unknown(package: str, name: str, known: Iterable[str], beside: str = "") -> AttributeError:
     """Returns the error for a name that a package does not have.
 
     Args:
         package: full name of the package.
         name: the name.
         known: the names of which the user may have meant one.
+        beside: as in ``attach``.
     """
     hint = ""
     if not name.startswith("_"):  # which Python and tools ask for
         from .named_arguments import did_you_mean
 
         hint = did_you_mean(name, known)
+        if beside and name in importlib.import_module(f"{package}.{beside}").__all__:
+            hint = f"; it is {package}.{beside}.{name}"
     # Without an object, of which Python would print a guess of its own behind this one.
     return AttributeError(
         f"module {package!r} has no attribute {name!r}{hint}", name=name, obj=None

@@ -95,6 +95,13 @@ def test_a_misspelt_name_is_answered_by_the_name_that_was_meant(
     assert caught.value.name == name
 
 
+def test_a_recipe_that_is_looked_for_at_the_top_level_is_pointed_to() -> None:
+    import apex_te
+
+    with pytest.raises(AttributeError, match=r"'DelayedScaling'; it is apex_te\.recipe\.DelayedSc"):
+        apex_te.DelayedScaling  # noqa: B018
+
+
 def test_python_adds_no_second_guess() -> None:
     code = "import apex_te; apex_te.Linaer"
     done = subprocess.run(
