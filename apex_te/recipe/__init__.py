@@ -9,12 +9,14 @@ from __future__ import annotations
 import enum
 import functools
 import importlib
+import inspect
 import pkgutil
 from collections.abc import Callable
 from dataclasses import KW_ONLY, InitVar, dataclass, fields
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 from ..runtime.lazy import attach
+from ..runtime.named_arguments import did_you_mean
 
 if TYPE_CHECKING:
     import torch
@@ -207,6 +209,12 @@ class Recipe:
             raise ValueError(f"{cls.__name__}: name must be a new one, got {name!r} of {other}")
         _kinds[name] = cls  # perhaps of a module that is imported again
 
+    def __new__(cls, *args: Any, **options: Any) -> Recipe:
+        unknown = [name for name in options if name not in cls.__dataclass_fields__]
+        if args or unknown:
+            _check_call(cls, args, options)
+        return super().__new__(cls)
+
     def _check_shared(self, fp8_dpa: bool, fp8_mha: bool) -> None:
         """Checks the fields that every recipe has, and that FP8 attention is not asked for."""
         values: Any = self
@@ -278,6 +286,28 @@ class Recipe:
         value = tuple(value)
         object.__setattr__(self, name, value)
         return value
+
+
+def _check_call(kind: type[Recipe], args: tuple[Any, ...], options: dict[str, Any]) -> None:
+    """Raises the TypeError of a call that does not fit a recipe's constructor.
+
+    Args:
+        kind: the recipe's class.
+        args: positional arguments.
+        options: keyword arguments.
+    """
+    signature = inspect.signature(kind)
+    try:
+        signature.bind(*args, **options)
+    except TypeError as error:
+        text = str(error)
+        known = list(signature.parameters)
+        for name in options.keys() - known:
+            hint = did_you_mean(name, known) or f"; the arguments are {', '.join(known)}"
+            text = f"there is no argument {name!r}{hint}"
+        if "positional" in text:
+            text += "; give arguments by name, such as fp8_format="
+        raise TypeError(f"{kind.__name__}: {text}") from None
 
 
 @dataclass(frozen=True)

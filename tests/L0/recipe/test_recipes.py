@@ -148,6 +148,33 @@ def test_all_reject(kind, kwargs, error, message):
         assert str(seen.value).startswith(f"{kind.__name__}: ")
 
 
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: DelayedScaling(margn=2), "DelayedScaling: .* 'margn'; did you mean 'margin'?"),
+        (lambda: make_recipe("mxfp8", roundng="up"), "MXFP8Scaling: .* did you mean 'rounding'?"),
+        (
+            lambda: BlockScaling(zzz=1),
+            "BlockScaling: there is no argument 'zzz'; the arguments are",
+        ),
+        (lambda: CurrentScaling("e4m3"), "CurrentScaling: .* by name, such as fp8_format="),
+        (lambda: DelayedScaling(1, margin=1), "DelayedScaling: multiple values for .*'margin'"),
+    ],
+)
+def test_arguments_that_a_recipe_does_not_have_are_named(call, message):
+    with pytest.raises(TypeError, match=f"^{message}"):
+        call()
+
+
+def test_a_subclass_may_have_a_constructor_of_its_own():
+    class Mine(CurrentScaling):
+        def __init__(self, exponent, **others):
+            super().__init__(eps=10.0**exponent, **others)
+
+    assert Mine(-2, pow2=True) == Mine(exponent=-2, pow2=True)
+    assert (Mine(-2, pow2=True).eps, Mine(-2, pow2=True).pow2) == (0.01, True)
+
+
 @pytest.mark.parametrize("kind", [DelayedScaling, BlockScaling, MXFP8Scaling])
 def test_hif8_is_tensorwise_only(kind):
     message = f"{kind.__name__}: fp8_format must be Format.HYBRID or Format.E4M3, got Format.HIF8"
