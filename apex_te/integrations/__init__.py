@@ -36,4 +36,4 @@ __all__ = [
 ]
 
 if not TYPE_CHECKING:  # type checkers know the names above, and no others
-    __getattr__, __dir__ = attach(__name__, {})
+    __getattr__, __dir__ = attach(__name__, {}, beside="huggingface")

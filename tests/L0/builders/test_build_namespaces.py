@@ -95,9 +95,11 @@ def test_a_misspelt_name_is_answered_by_the_name_that_was_meant(
     assert caught.value.name == name
 
 
-def test_a_recipe_that_is_looked_for_at_the_top_level_is_pointed_to() -> None:
+def test_a_name_that_is_one_level_deeper_is_pointed_to() -> None:
     import apex_te
 
+    with pytest.raises(AttributeError, match=r"; it is apex_te\.integrations\.huggingface\.FP8C"):
+        apex_te.integrations.FP8Callback  # noqa: B018
     with pytest.raises(AttributeError, match=r"'DelayedScaling'; it is apex_te\.recipe\.DelayedSc"):
         apex_te.DelayedScaling  # noqa: B018
 
