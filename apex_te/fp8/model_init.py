@@ -81,10 +81,6 @@ class fp8_model_init:
             "preserve_high_precision_init_val": preserve_high_precision_init_val,
         }
         owner = type(self).__name__
-        if isinstance(enabled, (Recipe, str)):
-            raise TypeError(
-                f"{owner}: enabled must be a bool, got {enabled!r}; pass it as recipe={enabled!r}"
-            )
         for name, value in flags.items():
             if not isinstance(value, bool):
                 raise TypeError(f"{owner}: {name} must be a bool, got {type(value).__name__}")
