@@ -7,8 +7,7 @@ without.
 
 import os as _os
 import sys as _sys
-from typing import TYPE_CHECKING as _TYPE_CHECKING
-from typing import Any as _Any
+import typing as _typing
 
 from .runtime.lazy import attach as _attach
 from .runtime.paths import extend as _extend_package_path
@@ -22,7 +21,7 @@ if "torch" in _sys.modules:
 _extend_package_path(__path__)
 _find_former_names()
 
-if _TYPE_CHECKING:
+if _typing.TYPE_CHECKING:
     from . import amp as amp
     from . import compatibility as compatibility  # type: ignore[attr-defined]
     from . import distributed as distributed
@@ -33,6 +32,7 @@ if _TYPE_CHECKING:
     from . import parameter as parameter
     from . import permutation as permutation
     from . import recipe as recipe
+    from . import state as state
     from ._version import __version__ as __version__
     from .autocast import autocast as autocast
     from .autocast import fp8_autocast as fp8_autocast
@@ -52,7 +52,14 @@ if _TYPE_CHECKING:
     from .fp8.module_fp8 import init_fp8_state as init_fp8_state
     from .fp8.statistics import fp8_statistics as fp8_statistics
     from .graphs.graphed_callables import make_graphed_callables as make_graphed_callables
+    from .integrations.autocast_forward import autocast_forward as autocast_forward
+    from .integrations.export import export_fp8 as export_fp8
+    from .integrations.from_torch import from_torch as from_torch
+    from .integrations.fused_lora import fuse_lora as fuse_lora
+    from .integrations.fused_loss import fuse_loss as fuse_loss
+    from .integrations.huggingface import FP8Callback as FP8Callback
     from .integrations.layer_advice import advise as advise
+    from .integrations.summary import conversion_summary as conversion_summary
     from .module.attention.dot_product import DotProductAttention as DotProductAttention
     from .module.attention.inference_params import InferenceParams as InferenceParams
     from .module.attention.multihead import MultiheadAttention as MultiheadAttention
@@ -75,6 +82,7 @@ _NAMES = {
     "__version__": "_version",
     "CudaRNGStatesTracker": "comm.rng",
     "DotProductAttention": "module.attention.dot_product",
+    "FP8Callback": "integrations.huggingface",
     "Fp8Padding": "module.grouped.padding",
     "Fp8Unpadding": "module.grouped.padding",
     "GroupedLinear": "module.grouped.linear",
@@ -92,13 +100,19 @@ _NAMES = {
     "amp": "",
     "apply_rotary_pos_emb": "module.attention.rotary",
     "autocast": "autocast",
+    "autocast_forward": "integrations.autocast_forward",
     "checkpoint": "distributed.checkpoint",
     "compatibility": "",
+    "conversion_summary": "integrations.summary",
     "distributed": "",
+    "export_fp8": "integrations.export",
     "flush_fp8_state": "fp8.delayed.update",
     "fp8_autocast": "fp8.autocast",
     "fp8_model_init": "fp8.model_init",
     "fp8_statistics": "fp8.statistics",
+    "from_torch": "integrations.from_torch",
+    "fuse_lora": "integrations.fused_lora",
+    "fuse_loss": "integrations.fused_loss",
     "init_fp8_state": "fp8.module_fp8",
     "integrations": "",
     "is_fp8_enabled": "fp8.autocast",
@@ -117,16 +131,25 @@ _NAMES = {
     "state": "",
     "statistics": "",
 }
-__all__ = [*_NAMES]
+# FP8Callback needs transformers, which `from apex_te import *` does without.
+__all__ = [name for name in _NAMES if name != "FP8Callback"]
 _WITHOUT_TORCH = ("__version__", "compatibility", "make_recipe", "prebuild", "recipe")
-_get, __dir__ = _attach(__name__, _NAMES)
 
+if not _typing.TYPE_CHECKING:  # type checkers know the names above, and no others
+    _get, _names = _attach(__name__, _NAMES, beside="recipe")
 
-def __getattr__(name: str) -> _Any:
-    """Returns a public name, with the modules that define it imported now."""
-    if name in _NAMES and name not in _WITHOUT_TORCH:
-        _check_torch()
-    return _get(name)
+    def __getattr__(name: str) -> _typing.Any:
+        """Returns a public name, with the modules that define it imported now."""
+        if name in _NAMES and name not in _WITHOUT_TORCH:
+            _check_torch()
+        return _get(name)
+
+    def __dir__() -> list[str]:
+        """Returns the names that can be had: ``FP8Callback`` only if transformers is installed."""
+        from importlib.util import find_spec
+
+        found = _sys.modules.get("transformers") or find_spec("transformers")
+        return [name for name in _names() if name != "FP8Callback" or found]
 
 
 if _os.environ.get("APEX_TE_NVTX", "0") not in ("", "0"):

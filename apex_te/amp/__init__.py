@@ -6,6 +6,9 @@ never patched: ``amp.initialize`` wraps the model's ``forward`` and the optimize
 on the instance, and ``step`` of optimizers that read no skip flag on the device.
 """
 
+from typing import TYPE_CHECKING
+
+from ..runtime.lazy import attach
 from .initialize import initialize
 from .loss import load_state_dict, master_params, scale_loss, state_dict
 from .scaler import LossScaler
@@ -18,3 +21,6 @@ __all__ = [
     "scale_loss",
     "state_dict",
 ]
+
+if not TYPE_CHECKING:  # type checkers know the names above, and no others
+    __getattr__, __dir__ = attach(__name__, {})

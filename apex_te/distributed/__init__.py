@@ -52,4 +52,5 @@ _NAMES = {
     "set_state_dict": "state_dict",
 }
 __all__ = ["CudaRNGStatesTracker", "checkpoint", *_NAMES]
-__getattr__, __dir__ = attach(__name__, _NAMES)
+if not TYPE_CHECKING:  # type checkers know the names above, and no others
+    __getattr__, __dir__ = attach(__name__, _NAMES)

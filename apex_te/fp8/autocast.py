@@ -119,11 +119,16 @@ local = _Local()
 class fp8_autocast:
     """Runs the modules inside in FP8; a context manager and a decorator, for one thread.
 
+    ``fp8_autocast("tensorwise")``, ``fp8_autocast(fp8_recipe="tensorwise")`` and
+    ``fp8_autocast(True, "tensorwise")`` are the same. Transformer Engine's order ``(enabled,
+    calibrating, recipe, group)`` and its newer names ``recipe`` and ``amax_reduction_group`` are
+    accepted, too.
+
     Args:
-        enabled: run in FP8; False inside an enabled region switches FP8 off there.
+        recipe_or_enabled: a recipe or its name, as ``fp8_recipe``; or a bool, as ``enabled``.
         fp8_recipe: a recipe or its name (``"delayed"``, ``"tensorwise"``, ``"blockwise"``,
-            ``"mxfp8"``), default ``DelayedScaling()``; read on entry. A bool here is taken as
-            ``calibrating``.
+            ``"mxfp8"``), default ``DelayedScaling()``. A bool here is taken as ``calibrating``, and
+            the arguments that follow as recipe and group.
         fp8_group: process group over which amaxes are reduced by maximum; None is the whole world.
             The outermost region's group counts. Its ranks must have the same FP8 modules: data-,
             tensor- and expert-parallel ranks may share a group, pipeline stages may not. Ranks
@@ -131,7 +136,10 @@ class fp8_autocast:
             ``TransformerLayer`` or ``MultiheadAttention``, or the pipeline stage that Megatron
             knows get a ``RankMismatchError`` at the first update. Stages that are equal in all of
             these go unnoticed: the amaxes of one would then make the scales of the other too small.
+        amax_reduction_group: another name of ``fp8_group``.
+        enabled: run in FP8; False inside an enabled region switches FP8 off there.
         calibrating: collect amaxes also if ``enabled`` is False; results are high precision then.
+        recipe: another name of ``fp8_recipe``.
         keep_columnwise_weights: cast each weight once, to both copies, in forward, and hold the
             columnwise copy until backward, which else casts the weight again. This costs a byte
             for each element of a weight from forward to backward and saves a third of the bytes
@@ -161,7 +169,7 @@ class fp8_autocast:
     a region at once. Evaluations, and recipes without state, may run in any number of threads.
 
     Raises:
-        TypeError: an argument has a wrong type.
+        TypeError: an argument has a wrong type, or is given twice.
         ValueError: a recipe's name is unknown.
     """
 
@@ -169,19 +177,57 @@ class fp8_autocast:
 
     def __init__(
         self,
-        enabled: bool = True,
+        recipe_or_enabled: Recipe | str | bool = True,
+        /,
         fp8_recipe: Recipe | str | bool | None = None,
         fp8_group: Any = None,
+        amax_reduction_group: Any = None,
         *,
+        enabled: bool = True,
         calibrating: bool = False,
+        recipe: Recipe | str | None = None,
         keep_columnwise_weights: bool = False,
     ) -> None:
-        if isinstance(fp8_recipe, bool):
+        recipe_name, group_name = "fp8_recipe", "fp8_group"
+        if recipe_or_enabled is not True:
+            if isinstance(recipe_or_enabled, (Recipe, str, type)):
+                recipe_name = "the first argument"
+                if fp8_recipe is not None:
+                    raise TypeError(
+                        f"{type(self).__name__}: what follows a recipe as the first argument must "
+                        f"be given by name, such as enabled=False, got {fp8_recipe!r}"
+                    )
+                fp8_recipe = recipe_or_enabled
+            else:
+                enabled = recipe_or_enabled
+        if isinstance(fp8_recipe, bool):  # Transformer Engine's order
             fp8_recipe, calibrating = None, fp8_recipe or calibrating
+            if isinstance(fp8_group, (Recipe, str)):
+                fp8_recipe, fp8_group = fp8_group, None
+        if recipe is not None:
+            self._refuse_both(recipe_name, fp8_recipe, "recipe")
+            fp8_recipe, recipe_name = recipe, "recipe"
+        if amax_reduction_group is not None:
+            self._refuse_both(group_name, fp8_group, "amax_reduction_group")
+            fp8_group, group_name = amax_reduction_group, "amax_reduction_group"
         self._set(
-            enabled, calibrating, fp8_recipe, fp8_group, ("fp8_recipe", "fp8_group"),
+            enabled, calibrating, fp8_recipe, fp8_group, (recipe_name, group_name),
             keep_columnwise_weights,
         )  # fmt: skip
+
+    def _refuse_both(self, name: str, value: object, other: str) -> None:
+        """Raises the TypeError of an argument that is given by both its names, unless it is None.
+
+        Args:
+            name: one of the names.
+            value: the value under that name.
+            other: the other name.
+        """
+        if value is not None:
+            raise TypeError(
+                f"{type(self).__name__}: {name} and {other} mean the same; pass only one of them, "
+                "got both"
+            )
 
     def _set(
         self,
@@ -192,7 +238,7 @@ class fp8_autocast:
         names: tuple[str, str],
         keep_columnwise_weights: bool = False,
     ) -> None:
-        """Checks and stores the constructor's arguments, for this class and ``autocast``.
+        """Checks and stores the arguments of this class's constructor and of its subclasses'.
 
         Args:
             enabled: run in FP8.
@@ -351,29 +397,9 @@ class _ModuleNames(type):
 
 
 class autocast(fp8_autocast, metaclass=_ModuleNames):
-    """``fp8_autocast`` by Transformer Engine's newer names for the class and its arguments.
-
-    Args:
-        enabled, calibrating: as in ``fp8_autocast``.
-        recipe: ``fp8_recipe`` of ``fp8_autocast``.
-        amax_reduction_group: ``fp8_group`` of ``fp8_autocast``.
-
-    Raises:
-        TypeError: an argument has a wrong type.
-        ValueError: a recipe's name is unknown.
-    """
+    """``fp8_autocast`` by Transformer Engine's newer name, with equal arguments."""
 
     __slots__ = ()
-
-    def __init__(
-        self,
-        enabled: bool = True,
-        calibrating: bool = False,
-        recipe: Recipe | str | None = None,
-        amax_reduction_group: Any = None,
-    ) -> None:
-        names = ("recipe", "amax_reduction_group")
-        self._set(enabled, calibrating, recipe, amax_reduction_group, names)
 
     def __repr__(self) -> str:
         return (
@@ -382,9 +408,7 @@ class autocast(fp8_autocast, metaclass=_ModuleNames):
         )
 
 
-_run_eagerly(
-    fp8_autocast.__init__, fp8_autocast.__enter__, fp8_autocast.__exit__, autocast.__init__
-)
+_run_eagerly(fp8_autocast.__init__, fp8_autocast.__enter__, fp8_autocast.__exit__)
 
 
 def is_fp8_enabled() -> bool:

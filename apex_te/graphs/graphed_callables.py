@@ -13,6 +13,7 @@ from torch.utils import _pytree as pytree
 from ..fp8.autocast import fp8_autocast, graph_task_id, local
 from ..fp8.delayed.registry import intern
 from ..ops.op_function import once_differentiable
+from ..recipe import Recipe, chosen_recipe
 from .capture import Capture, fp8_modules, no_collection, preserved, substituted
 
 __all__ = [
@@ -35,7 +36,7 @@ def make_graphed_callables(
     allow_unused_input: bool = False,
     fp8_enabled: bool = False,
     fp8_calibrating: bool = False,
-    fp8_recipe: Any = None,
+    fp8_recipe: Recipe | str | None = None,
     fp8_group: Any = None,
     fp8_weight_caching: bool = False,
     sample_kwargs: Any = None,
@@ -91,7 +92,10 @@ def make_graphed_callables(
     """
     given = _samples(modules, sample_args, sample_kwargs)
     check_options(num_warmup_iters, allow_unused_input, fp8_weight_caching)
-    region = fp8_autocast(fp8_enabled, fp8_recipe, fp8_group, calibrating=fp8_calibrating)
+    recipe = chosen_recipe(_NAME, "fp8_recipe", fp8_recipe)
+    region = fp8_autocast(
+        enabled=fp8_enabled, fp8_recipe=recipe, fp8_group=fp8_group, calibrating=fp8_calibrating
+    )
     for module, _, _ in given:
         check_module(module)
     check_surroundings()

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ..fp8.autocast import fp8_autocast
+from ..recipe import Recipe, chosen_recipe
 from . import graphed_callables
 from .capture import Capture
 from .graphed_callables import GraphedForward, capture_in_order
@@ -26,7 +27,7 @@ def graph_microbatches(
     sample_kwargs: Sequence[dict[str, Any]] | None = None,
     fp8_enabled: bool | Sequence[bool] = False,
     fp8_calibrating: bool = False,
-    fp8_recipe: Any = None,
+    fp8_recipe: Recipe | str | None = None,
     fp8_group: Any = None,
     fp8_weight_caching: bool = False,
     num_warmup_iters: int = 3,
@@ -75,8 +76,12 @@ def graph_microbatches(
     if sample_kwargs is not None:
         kwargs = _each("sample_kwargs", sample_kwargs, dict, len(places))
     enabled = _switches(fp8_enabled, len(modules))
+    recipe = chosen_recipe(_NAME, "fp8_recipe", fp8_recipe)
     regions = [
-        fp8_autocast(each, fp8_recipe, fp8_group, calibrating=fp8_calibrating) for each in enabled
+        fp8_autocast(
+            enabled=each, fp8_recipe=recipe, fp8_group=fp8_group, calibrating=fp8_calibrating
+        )
+        for each in enabled
     ]
     graphed_callables.check_surroundings()
     for module in modules:

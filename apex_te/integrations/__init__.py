@@ -3,6 +3,9 @@
 ``integrations.megatron`` has layers with the names and signatures of Megatron's and MindSpeed's.
 """
 
+from typing import TYPE_CHECKING
+
+from ..runtime.lazy import attach
 from .autocast_forward import autocast_forward
 from .export import export_fp8
 from .from_torch import from_torch
@@ -31,3 +34,6 @@ __all__ = [
     "reorder_grouped_linear_state",
     "save_fp8_state",
 ]
+
+if not TYPE_CHECKING:  # type checkers know the names above, and no others
+    __getattr__, __dir__ = attach(__name__, {}, beside="huggingface")

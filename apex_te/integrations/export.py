@@ -55,7 +55,8 @@ def export_fp8(
         model: a model of Hugging Face after ``from_torch``, without adapters.
         folder: where the files go; made if it is not there. Weights in it are replaced.
         quant_method: layout of configuration and keys, ``"compressed-tensors"`` or ``"fp8"``.
-        weights: ``"tensor"`` for a scale a weight, ``"block"`` for one a block of 128x128.
+        weights: ``"tensor"`` for a scale a weight, ``"block"`` for one a block of 128x128; or the
+            recipe's name, ``"tensorwise"`` or ``"blockwise"``.
         activations: ``"dynamic"``, or ``"static"`` for the scales that delayed scaling has found,
             with ``weights="tensor"`` only. Call ``flush_fp8_state()`` before.
         max_shard_size: largest size of a file in bytes, or as in ``"5GB"``; a larger model is
@@ -71,7 +72,8 @@ def export_fp8(
         import safetensors.torch as safetensors
     except ImportError as error:
         raise ImportError("export_fp8: safetensors must be installed") from error
-    export = Export(quant_method, weights, activations)
+    layout = weights.removesuffix("wise") if isinstance(weights, str) else weights
+    export = Export(quant_method, layout, activations)
     largest = _bytes(max_shard_size)
     _check_model(model)
     entries, ignored = _entries(model, export)

@@ -17,7 +17,7 @@ from ..fp8.autocast import is_fp8_enabled
 from ..module._core.observed import is_observed
 from ..module.linear import Linear
 from ..module.linear_cross_entropy import linear_cross_entropy
-from ..recipe import Recipe, chosen_recipe
+from ..recipe import Recipe, stateless_recipe
 from ._wrapped_forward import WrappedForward, wrapped_forwards
 from .lazy_logits import LazyLogits
 
@@ -303,13 +303,7 @@ def fuse_loss(
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"fuse_loss: model must be a torch.nn.Module, got {type(model).__name__}")
-    if fp8_recipe is not None:
-        fp8_recipe = chosen_recipe("fuse_loss", "fp8_recipe", fp8_recipe)
-        if fp8_recipe.keeps_state:
-            raise ValueError(
-                "fuse_loss: fp8_recipe must be a recipe without state, such as CurrentScaling or "
-                f"BlockScaling, got {type(fp8_recipe).__name__}"
-            )
+    fp8_recipe = stateless_recipe("fuse_loss", "fp8_recipe", fp8_recipe)
     if chunk_rows is not None and (not isinstance(chunk_rows, int) or chunk_rows < 1):
         raise ValueError(f"fuse_loss: chunk_rows must be a positive integer, got {chunk_rows!r}")
     inner: Any = model.get_base_model() if hasattr(model, "get_base_model") else model  # type: ignore

@@ -6,7 +6,7 @@ import functools
 import os
 import warnings
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
@@ -17,7 +17,7 @@ from .from_torch import from_torch
 from .fusion import key_map, refuse_optimized
 from .saving import find_fp8_state, load_fp8_state, save_fp8_state
 
-__all__ = ["FP8Callback"]  # noqa: F822 (made by __getattr__, which imports transformers)
+__all__ = ["FP8Callback"]
 
 
 class _FP8Training:
@@ -158,14 +158,24 @@ def _folder(args: Any, state: Any) -> str:
     return os.path.join(args.output_dir, f"checkpoint-{state.global_step}")
 
 
-def __getattr__(name: str) -> Any:
-    """Makes ``FP8Callback``, a subclass of transformers' callbacks, when it is first asked for."""
-    if name != "FP8Callback":
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    try:
-        from transformers import TrainerCallback
-    except ImportError as error:
-        raise ImportError("FP8Callback: transformers must be installed") from error
-    namespace = {"__module__": __name__, "__doc__": _FP8Training.__doc__}
-    globals()[name] = kind = type(name, (_FP8Training, TrainerCallback), namespace)
-    return kind
+if TYPE_CHECKING:
+    from transformers import TrainerCallback
+
+    class FP8Callback(_FP8Training, TrainerCallback):
+        """``_FP8Training`` as a callback of transformers."""
+
+else:
+
+    def __getattr__(name: str) -> Any:
+        """Makes ``FP8Callback``, a subclass of transformers' callbacks, when it is asked for."""
+        if name != "FP8Callback":
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        try:
+            from transformers import TrainerCallback
+        except ImportError as error:
+            raise ImportError(
+                "FP8Callback: transformers must be installed: pip install transformers"
+            ) from error
+        namespace = {"__module__": __name__, "__doc__": _FP8Training.__doc__}
+        globals()[name] = kind = type(name, (_FP8Training, TrainerCallback), namespace)
+        return kind

@@ -5,7 +5,7 @@ cache holds them, while it is lowered. ``apex_te.jax.flax`` has Flax modules, ``
 the ops as functions, ``apex_te.jax.optimizers`` fused optimizers for optax.
 """
 
-from typing import Any as _Any
+import typing as _typing
 
 from ..runtime.lazy import attach as _attach
 from ._library import load as load
@@ -35,12 +35,13 @@ __all__ = [
     "update_collections",
     "update_fp8_metas",
 ]
-_get, __dir__ = _attach(
-    __name__,
-    {"attention": "", "dense": "", "flax": "", "ops": "", "optimizers": "", "state": ""},
-)
-
-
-def __getattr__(name: str) -> _Any:
-    """Returns a submodule, imported now."""
-    return _get(name)
+if _typing.TYPE_CHECKING:  # for type checkers, which know no other names
+    from . import attention as attention
+    from . import dense as dense
+    from . import flax as flax
+    from . import ops as ops
+    from . import optimizers as optimizers
+    from . import state as state
+else:
+    _SUBMODULES = ("attention", "dense", "flax", "ops", "optimizers", "state")
+    __getattr__, __dir__ = _attach(__name__, dict.fromkeys(_SUBMODULES, ""))

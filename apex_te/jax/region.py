@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import jax
+import numpy as np
 
 from ..recipe import (
     BlockScaling,
@@ -103,18 +104,18 @@ def checked_recipe(owner: str, recipe: Any, argument: str = "fp8_recipe") -> Rec
     return found
 
 
-@contextlib.contextmanager
 def fp8_autocast(
-    enabled: bool = False,
+    enabled: bool | Recipe | str = False,
     fp8_recipe: Recipe | str | None = None,
     mesh_resource: MeshResource | None = None,
     *,
     sharding_resource: MeshResource | None = None,
-) -> Iterator[None]:
+) -> contextlib.AbstractContextManager[None]:
     """Context manager in which layers multiply in FP8, where a function is traced or called.
 
     Args:
-        enabled: False for a region in which layers multiply in their own dtype.
+        enabled: False for a region in which layers multiply in their own dtype; a recipe or its
+            name means True and that recipe.
         fp8_recipe: the recipe, or its name as in ``apex_te.recipe.make_recipe``; None stands for
             ``DelayedScaling()``.
         mesh_resource: names of mesh axes, for ``extend_logical_axis_rules``, and in a
@@ -123,21 +124,17 @@ def fp8_autocast(
         sharding_resource: former name of ``mesh_resource``.
 
     Raises:
-        TypeError: ``fp8_recipe`` is no recipe, or ``mesh_resource`` no ``MeshResource``.
+        TypeError: an argument has a wrong type, or there are two recipes.
+        ValueError: a recipe's name is unknown.
         NotImplementedError: JAX's side does not have what an argument asks for.
     """
     name = "sharding_resource" if mesh_resource is None else "mesh_resource"
     resource = sharding_resource if mesh_resource is None else mesh_resource
-    if resource is not None and not isinstance(resource, MeshResource):
-        kind = type(resource).__name__
-        raise TypeError(f"fp8_autocast: {name} must be a MeshResource, got {kind}")
-    recipe = checked_recipe("fp8_autocast", fp8_recipe) if enabled else None
-    with _region(recipe), _mesh(active_mesh_resource() if resource is None else resource):
-        yield
+    return _entered("fp8_autocast", enabled, ("fp8_recipe", fp8_recipe), (name, resource))
 
 
 def autocast(
-    enabled: bool = False,
+    enabled: bool | Recipe | str = False,
     recipe: Recipe | str | None = None,
     mesh_resource: MeshResource | None = None,
 ) -> contextlib.AbstractContextManager[None]:
@@ -147,7 +144,34 @@ def autocast(
         enabled, mesh_resource: as in ``fp8_autocast``.
         recipe: as ``fp8_recipe``.
     """
-    return fp8_autocast(enabled, recipe, mesh_resource)
+    return _entered("autocast", enabled, ("recipe", recipe), ("mesh_resource", mesh_resource))
+
+
+@contextlib.contextmanager
+def _entered(
+    owner: str, enabled: Any, recipe: tuple[str, Any], resource: tuple[str, Any]
+) -> Iterator[None]:
+    """Checks the arguments of a region, and enters it.
+
+    Args:
+        owner: name of the public function.
+        enabled: its first argument.
+        recipe, resource: the name of its argument and the value.
+    """
+    argument, given = recipe
+    if resource[1] is not None and not isinstance(resource[1], MeshResource):
+        kind = type(resource[1]).__name__
+        raise TypeError(f"{owner}: {resource[0]} must be a MeshResource, got {kind}")
+    if isinstance(enabled, (Recipe, str)):
+        if given is not None:
+            raise TypeError(f"{owner}: enabled must be a bool beside {argument}, got {enabled!r}")
+        enabled, given, argument = True, enabled, "the first argument"
+    elif not isinstance(enabled, (bool, np.bool_)):
+        kind = type(enabled).__name__
+        raise TypeError(f"{owner}: enabled must be a bool, or a recipe or its name, got {kind}")
+    chosen = checked_recipe(owner, given, argument) if enabled else None
+    with _region(chosen), _mesh(active_mesh_resource() if resource[1] is None else resource[1]):
+        yield
 
 
 def active_recipe() -> Recipe | None:

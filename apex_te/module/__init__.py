@@ -33,4 +33,5 @@ _NAMES = {
     "linear_cross_entropy": "linear_cross_entropy",
 }
 __all__ = [*_NAMES]
-__getattr__, __dir__ = attach(__name__, _NAMES)
+if not TYPE_CHECKING:  # type checkers know the names above, and no others
+    __getattr__, __dir__ = attach(__name__, _NAMES)

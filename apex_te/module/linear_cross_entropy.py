@@ -42,7 +42,7 @@ from ..ops.op_function import (
     second_backward_is_refused,
 )
 from ..ops.wgrad_gemm import wgrad_gemm
-from ..recipe import Recipe
+from ..recipe import Recipe, stateless_recipe
 from ._core.context import is_autocast, without_autocast
 
 __all__ = ["linear_cross_entropy"]
@@ -63,7 +63,7 @@ def linear_cross_entropy(
     ignore_index: int = -100,
     label_smoothing: float = 0.0,
     reduction: str = "mean",
-    fp8_recipe: Recipe | None = None,
+    fp8_recipe: Recipe | str | None = None,
     chunk_rows: int | None = None,
     weight_grad_dtype: torch.dtype | None = None,
     tp_group: Any = None,
@@ -91,8 +91,8 @@ def linear_cross_entropy(
         ignore_index: rows with this target have loss 0 and gradient 0 and do not count.
         label_smoothing: in [0, 1], share of the target's probability spread over the vocabulary.
         reduction: "mean" over rows that are not ignored, "sum" or "none".
-        fp8_recipe: recipe without state, such as ``CurrentScaling`` or ``BlockScaling``, by which
-            the three products run in FP8; None, the default, computes them in the dtype of
+        fp8_recipe: recipe without state, or its name, such as ``"tensorwise"`` or ``"blockwise"``,
+            by which the three matmuls run in FP8; None, the default, computes them in the dtype of
             ``hidden``, also inside ``fp8_autocast``.
         chunk_rows: rows of a chunk; None picks as many as take 320 MiB of logits.
         weight_grad_dtype: dtype in which the chunks' weight gradients are summed, that of
@@ -128,11 +128,7 @@ def linear_cross_entropy(
             f"linear_cross_entropy: weight_grad_dtype must be {hidden.dtype} or torch.float32, got "
             f"{sums}"
         )
-    if fp8_recipe is not None and fp8_recipe.keeps_state:
-        raise ValueError(
-            "linear_cross_entropy: fp8_recipe must be a recipe without state, such as "
-            f"CurrentScaling or BlockScaling, got {type(fp8_recipe).__name__}"
-        )
+    recipe = stateless_recipe("linear_cross_entropy", "fp8_recipe", fp8_recipe)
     check_process_group("linear_cross_entropy", "tp_group", tp_group)
     columns = own_columns(
         "linear_cross_entropy", weight.shape[0], tp_group, first_index, vocab_size
@@ -143,7 +139,7 @@ def linear_cross_entropy(
         fitting = _CHUNK_BYTES // (words * hidden.element_size())
         chunk_rows = max(_LEAST_ROWS, fitting // _ROW_MULTIPLE * _ROW_MULTIPLE)
     options = _Options(
-        ignore_index, label_smoothing, reduction, fp8_recipe, chunk_rows, sums,
+        ignore_index, label_smoothing, reduction, recipe, chunk_rows, sums,
         needs_autograd(hidden, weight, bias), columns if ranks > 1 else None,
     )  # fmt: skip
     rows = hidden.reshape(target.numel(), hidden.shape[-1]).contiguous()

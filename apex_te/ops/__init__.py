@@ -4,11 +4,11 @@ Most modules have a ``reference`` in plain PyTorch, too. ``import apex_te`` suff
 them: a module is imported when its name is first used, e.g. ``apex_te.ops.rms_norm.rms_norm``.
 """
 
-from typing import TYPE_CHECKING as _TYPE_CHECKING
+import typing as _typing
 
 from ..runtime.lazy import attach_submodules as _attach
 
-if _TYPE_CHECKING:  # for type checkers; at run time each module is imported on first use
+if _typing.TYPE_CHECKING:  # for type checkers; at run time each module is imported on first use
     from . import activation as activation
     from . import amax_scale_update as amax_scale_update
     from . import bias_dropout_add as bias_dropout_add
@@ -30,6 +30,8 @@ if _TYPE_CHECKING:  # for type checkers; at run time each module is imported on 
     from . import multi_tensor as multi_tensor
     from . import multi_tensor_optim as multi_tensor_optim
     from . import mx_quantize as mx_quantize
+    from . import peer_exchange as peer_exchange
+    from . import product_count as product_count
     from . import qkv_cast as qkv_cast
     from . import rms_norm as rms_norm
     from . import rope as rope
@@ -38,4 +40,5 @@ if _TYPE_CHECKING:  # for type checkers; at run time each module is imported on 
     from . import swiglu_block as swiglu_block
     from . import wgrad_gemm as wgrad_gemm
 
-__getattr__, __dir__ = _attach(__name__)
+if not _typing.TYPE_CHECKING:  # type checkers know the names above, and no others
+    __getattr__, __dir__ = _attach(__name__)

@@ -9,10 +9,14 @@ from __future__ import annotations
 import enum
 import functools
 import importlib
+import inspect
 import pkgutil
 from collections.abc import Callable
 from dataclasses import KW_ONLY, InitVar, dataclass, fields
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+
+from ..runtime.lazy import attach
+from ..runtime.named_arguments import did_you_mean
 
 if TYPE_CHECKING:
     import torch
@@ -128,6 +132,43 @@ class Format(enum.Enum):
         return f"Format.{self.name}"
 
 
+def chosen_format(owner: str, value: object, formats: tuple[Format, ...]) -> Format:
+    """Returns the format that the argument ``fp8_format`` of a public function stands for.
+
+    Args:
+        owner: name of the public function, for errors.
+        value: a ``Format`` or its name in any case.
+        formats: the formats that may be chosen.
+
+    Raises:
+        TypeError: the value is neither a ``Format`` nor a name.
+        ValueError: it is not one of ``formats``.
+    """
+    if not isinstance(value, (Format, str)):
+        raise TypeError(
+            f"{owner}: fp8_format must be a recipe.Format or its name, got {type(value).__name__}"
+        )
+    found = Format.__members__.get(value.upper()) if isinstance(value, str) else value
+    if found not in formats:
+        wanted = " or ".join(
+            f'"{f.name.lower()}"' if isinstance(value, str) else repr(f) for f in formats
+        )
+        why = " (pure E5M2 training is not supported)" if found is Format.E5M2 else ""
+        raise ValueError(f"{owner}: fp8_format must be {wanted}{why}, got {value!r}")
+    return found
+
+
+if TYPE_CHECKING:
+
+    class FormatOrName:
+        """Type of a field that is set to a ``Format`` or its name, and read as a ``Format``."""
+
+        def __get__(self, recipe: Any, kind: Any) -> Format: ...
+
+        def __set__(self, recipe: Any, value: Format | str) -> None: ...
+else:
+    FormatOrName = Format | str
+
 _kinds: dict[str, type[Recipe]] = {}
 
 
@@ -167,6 +208,12 @@ class Recipe:
         if (other.__module__, other.__qualname__) != (cls.__module__, cls.__qualname__):
             raise ValueError(f"{cls.__name__}: name must be a new one, got {name!r} of {other}")
         _kinds[name] = cls  # perhaps of a module that is imported again
+
+    def __new__(cls, *args: Any, **options: Any) -> Recipe:
+        unknown = [name for name in options if name not in cls.__dataclass_fields__]
+        if args or unknown:
+            _check_call(cls, args, options)
+        return super().__new__(cls)
 
     def _check_shared(self, fp8_dpa: bool, fp8_mha: bool) -> None:
         """Checks the fields that every recipe has, and that FP8 attention is not asked for."""
@@ -226,16 +273,8 @@ class Recipe:
             raise ValueError(f"{self._name}: eps must be finite and at least 0, got {value}")
 
     def _check_format(self, value: object) -> None:
-        if not isinstance(value, Format):
-            raise TypeError(
-                f"{self._name}: fp8_format must be a recipe.Format, got {type(value).__name__}"
-            )
-        if value not in self.formats:
-            wanted = " or ".join(f"Format.{f.name}" for f in self.formats)
-            why = " (pure E5M2 training is not supported)" if value is Format.E5M2 else ""
-            raise ValueError(
-                f"{self._name}: fp8_format must be {wanted}{why}, got Format.{value.name}"
-            )
+        """Checks the field ``fp8_format``, a ``Format`` or its name; stores it as a ``Format``."""
+        object.__setattr__(self, "fp8_format", chosen_format(self._name, value, self.formats))
 
     def _flags(self, name: str) -> GemmFlags:
         """Checks the field ``name``, three bools; stores it as a tuple, and returns the tuple."""
@@ -249,6 +288,28 @@ class Recipe:
         return value
 
 
+def _check_call(kind: type[Recipe], args: tuple[Any, ...], options: dict[str, Any]) -> None:
+    """Raises the TypeError of a call that does not fit a recipe's constructor.
+
+    Args:
+        kind: the recipe's class.
+        args: positional arguments.
+        options: keyword arguments.
+    """
+    signature = inspect.signature(kind)
+    try:
+        signature.bind(*args, **options)
+    except TypeError as error:
+        text = str(error)
+        known = list(signature.parameters)
+        for name in options.keys() - known:
+            hint = did_you_mean(name, known) or f"; the arguments are {', '.join(known)}"
+            text = f"there is no argument {name!r}{hint}"
+        if "positional" in text:
+            text += "; give arguments by name, such as fp8_format="
+        raise TypeError(f"{kind.__name__}: {text}") from None
+
+
 @dataclass(frozen=True)
 class DelayedScaling(Recipe, name="delayed"):
     """Recipe that computes a tensor's scale from its amaxes in the last steps (delayed scaling).
@@ -256,7 +317,8 @@ class DelayedScaling(Recipe, name="delayed"):
     Args:
         margin: the scale is divided by ``2 ** margin``; from -16 to 16.
         interval: regions (microbatches) between two scale updates.
-        fp8_format: ``Format.HYBRID`` or ``Format.E4M3``; pure E5M2 is refused.
+        fp8_format: ``Format.HYBRID`` or ``Format.E4M3``, or its name, ``"hybrid"`` or ``"e4m3"``;
+            pure E5M2 is refused.
         amax_history_len: rows of the amax history, the staging row included; at most 16384.
         amax_compute_algo: ``"max"``, ``"most_recent"`` or a callable ``(history [length, slots]) ->
             amax [slots]``; row 0 of the history is the newest amax, row 1 the oldest, the last row
@@ -285,7 +347,7 @@ class DelayedScaling(Recipe, name="delayed"):
 
     margin: int = 0
     interval: int = 1
-    fp8_format: Format = Format.HYBRID
+    fp8_format: FormatOrName = Format.HYBRID  # type: ignore[assignment]
     amax_history_len: int = 1024
     amax_compute_algo: str | Callable[[torch.Tensor], torch.Tensor] = "max"
     scaling_factor_compute_algo: str | Callable[..., torch.Tensor] | None = None
@@ -346,7 +408,7 @@ class CurrentScaling(Recipe, name="tensorwise"):
     """Recipe that computes a tensor's scale from its amax when it is cast: ``fp8_max / max |x|``.
 
     Args:
-        fp8_format: ``Format.HYBRID``, ``Format.E4M3`` or ``Format.HIF8``.
+        fp8_format: ``Format.HYBRID``, ``Format.E4M3`` or ``Format.HIF8``, or its name.
         pow2: round scales down to powers of two.
         eps: lower bound of the amax from which a scale is computed.
         override_linear_precision, use_split_accumulator, fp8_dpa, fp8_mha: as in
@@ -358,7 +420,7 @@ class CurrentScaling(Recipe, name="tensorwise"):
     """
 
     _: KW_ONLY
-    fp8_format: Format = Format.HYBRID
+    fp8_format: FormatOrName = Format.HYBRID  # type: ignore[assignment]
     pow2: bool = False
     eps: float = 0.0
     override_linear_precision: GemmFlags = (False, False, False)
@@ -387,7 +449,7 @@ class BlockScaling(Recipe, name="blockwise"):
     Source: DeepSeek-V3.
 
     Args:
-        fp8_format: ``Format.E4M3`` or ``Format.HYBRID``.
+        fp8_format: ``Format.E4M3`` or ``Format.HYBRID``, or its name.
         pow2: round scales down to powers of two.
         eps: lower bound of the amax from which a block's scale is computed.
         use_split_accumulator: must stay all True; the sums of blocks are always kept in fp32.
@@ -398,7 +460,7 @@ class BlockScaling(Recipe, name="blockwise"):
     """
 
     _: KW_ONLY
-    fp8_format: Format = Format.E4M3
+    fp8_format: FormatOrName = Format.E4M3  # type: ignore[assignment]
     pow2: bool = True
     eps: float = 0.0
     override_linear_precision: GemmFlags = (False, False, False)
@@ -427,7 +489,7 @@ class MXFP8Scaling(Recipe, name="mxfp8"):
     Source: OCP MX v1.0.
 
     Args:
-        fp8_format: ``Format.E4M3`` or ``Format.HYBRID``.
+        fp8_format: ``Format.E4M3`` or ``Format.HYBRID``, or its name.
         rounding: how the scale's exponent is rounded: ``"up"`` (nothing saturates) or ``"floor"``
             (OCP's rule).
         override_linear_precision, use_split_accumulator, interval, fp8_dpa, fp8_mha: as in
@@ -438,7 +500,7 @@ class MXFP8Scaling(Recipe, name="mxfp8"):
     """
 
     _: KW_ONLY
-    fp8_format: Format = Format.E4M3
+    fp8_format: FormatOrName = Format.E4M3  # type: ignore[assignment]
     rounding: str = "up"
     override_linear_precision: GemmFlags = (False, False, False)
     use_split_accumulator: GemmFlags = (False, True, True)
@@ -498,19 +560,8 @@ def make_recipe(name: str, fp8_format: str | Format | None = None, **options: An
         raise ValueError(f"make_recipe: name must be one of {', '.join(kinds)}, got {name!r}")
     kind = kinds[name]
     if fp8_format is not None:
-        if not isinstance(fp8_format, (str, Format)):
-            raise TypeError(
-                "make_recipe: fp8_format must be a str or a recipe.Format, "
-                f"got {type(fp8_format).__name__}"
-            )
-        wanted = fp8_format.name if isinstance(fp8_format, Format) else fp8_format
-        names = {f.name.lower(): f for f in kind.formats}
-        if wanted.lower() not in names:
-            raise ValueError(
-                f"make_recipe: fp8_format must be one of {', '.join(names)} with {name!r}, "
-                f"got {fp8_format!r}"
-            )
-        options["fp8_format"] = names[wanted.lower()]
+        owner = f"make_recipe({name!r})"
+        options["fp8_format"] = chosen_format(owner, fp8_format, kind.formats)
     return kind(**options)
 
 
@@ -532,9 +583,11 @@ def chosen_recipe(owner: str, argument: str, value: Recipe | str | None) -> Reci
     if value is None:
         return _by_name["delayed"]
     if not isinstance(value, str):
+        got = type(value).__name__
+        if isinstance(value, type) and issubclass(value, Recipe):
+            got = f"the class {value.__name__}; call it: {value.__name__}()"
         raise TypeError(
-            f"{owner}: {argument} must be a recipe from apex_te.recipe or its name, "
-            f"got {type(value).__name__}"
+            f"{owner}: {argument} must be a recipe from apex_te.recipe or its name, got {got}"
         )
     found = _by_name.get(value)
     if found is None:
@@ -544,6 +597,29 @@ def chosen_recipe(owner: str, argument: str, value: Recipe | str | None) -> Reci
                 f"{owner}: {argument} must be a recipe or one of {', '.join(kinds)}, got {value!r}"
             )
         found = _by_name[value] = kinds[value]()
+    return found
+
+
+def stateless_recipe(owner: str, argument: str, value: Recipe | str | None) -> Recipe | None:
+    """Returns the recipe that an argument stands for where no state can be kept; None for None.
+
+    Args:
+        owner, argument, value: as for ``chosen_recipe``.
+
+    Raises:
+        ValueError: the name is unknown, or the recipe keeps state.
+        TypeError: the value is neither a recipe nor a name.
+    """
+    if value is None:
+        return None
+    found = chosen_recipe(owner, argument, value)
+    if found.keeps_state:
+        names = [f'"{name}"' for name, kind in recipe_kinds().items() if not kind.keeps_state]
+        got = repr(value) if isinstance(value, str) else type(value).__name__
+        raise ValueError(
+            f"{owner}: {argument} must be a recipe without state, such as {', '.join(names)}, "
+            f"got {got}"
+        )
     return found
 
 
@@ -576,3 +652,7 @@ def unpack_recipe(packed: Any) -> Recipe:
         return kinds[name](**dict(values, fp8_format=Format[values["fp8_format"]]))
     except (KeyError, TypeError, ValueError) as error:
         raise ValueError(f"FP8Parameter: recipe must be what was saved, got {error!r}") from error
+
+
+if not TYPE_CHECKING:  # type checkers know the names above, and no others
+    __getattr__, __dir__ = attach(__name__, {})

@@ -23,4 +23,5 @@ _NAMES = {
     "workspace": "workspaces",
 }
 __all__ = [*_NAMES]
-__getattr__, __dir__ = attach(__name__, _NAMES)
+if not TYPE_CHECKING:  # type checkers know the names above, and no others
+    __getattr__, __dir__ = attach(__name__, _NAMES)

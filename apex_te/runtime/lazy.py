@@ -4,21 +4,22 @@ from __future__ import annotations
 
 import importlib
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 __all__ = ["attach", "attach_submodules"]
 
 
 def attach(
-    package: str, names: dict[str, str]
+    package: str, names: dict[str, str], beside: str = ""
 ) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
     """Returns ``__getattr__`` and ``__dir__`` for a package that import its names on first use.
 
     Args:
         package: full name of the package.
-        names: for each public name the submodule that defines it; an empty string if the name is
-            itself a submodule.
+        names: for each lazy name the submodule that defines it; an empty string if the name is
+            itself a submodule. Without any, a package only gets hints for misspelt names.
+        beside: a submodule whose names users may look for in the package.
 
     Returns:
         get: to be assigned to the package's ``__getattr__``.
@@ -28,7 +29,8 @@ def attach(
     def get(name: str) -> Any:
         where = names.get(name)
         if where is None:
-            raise AttributeError(f"module {package!r} has no attribute {name!r}")
+            known = {*names, *getattr(sys.modules[package], "__all__", ())}
+            raise _unknown(package, name, known, beside)
         if not where:
             return importlib.import_module(f"{package}.{name}")
         value = getattr(importlib.import_module(f"{package}.{where}"), name)
@@ -60,10 +62,32 @@ def attach_submodules(package: str) -> tuple[Callable[[str], Any], Callable[[], 
 
     def get(name: str) -> Any:
         if name.startswith("_") or name not in found():
-            raise AttributeError(f"module {package!r} has no attribute {name!r}")
+            raise _unknown(package, name, found())
         return importlib.import_module(f"{package}.{name}")
 
     def names_of() -> list[str]:
         return sorted({*vars(sys.modules[package]), *found()})
 
     return get, names_of
+
+
+def _unknown(package: str, name: str, known: Iterable[str], beside: str = "") -> AttributeError:
+    """Returns the error for a name that a package does not have.
+
+    Args:
+        package: full name of the package.
+        name: the name.
+        known: the names of which the user may have meant one.
+        beside: as in ``attach``.
+    """
+    hint = ""
+    if not name.startswith("_"):  # which Python and tools ask for
+        from .named_arguments import did_you_mean
+
+        hint = did_you_mean(name, known)
+        if beside and name in importlib.import_module(f"{package}.{beside}").__all__:
+            hint = f"; it is {package}.{beside}.{name}"
+    # Without an object, of which Python would print a guess of its own behind this one.
+    return AttributeError(
+        f"module {package!r} has no attribute {name!r}{hint}", name=name, obj=None
+    )

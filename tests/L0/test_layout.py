@@ -10,7 +10,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 # What each part of apex_te may import, besides itself; the modules at its root may import all.
 LAYERS = {
-    "recipe": set(),
+    "recipe": {"runtime"},
     "runtime": {"op_builder"},
     "ops": {"runtime", "op_builder"},
     "comm": {"runtime", "ops", "op_builder"},

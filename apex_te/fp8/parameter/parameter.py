@@ -11,7 +11,7 @@ import torch
 from ...comm.collectives import max_over_ranks
 from ...ops import multi_tensor
 from ...ops.op_function import OpFunction
-from ...recipe import Recipe, pack_recipe, unpack_recipe
+from ...recipe import Recipe, chosen_recipe, pack_recipe, unpack_recipe
 from ..scheme import GemmQuantizers
 from ..scheme.gemm_backend import GemmBackend
 from ..scheme.registry import layout_of, stored_recipe
@@ -111,7 +111,7 @@ class FP8Parameter(torch.Tensor):
     def empty(
         cls,
         shape: tuple[int, ...],
-        recipe: Recipe,
+        recipe: Recipe | str,
         dtype: torch.dtype,
         device: torch.device | str | int | None = None,
         preserve_high_precision_init_val: bool = False,
@@ -120,7 +120,7 @@ class FP8Parameter(torch.Tensor):
 
         Args:
             shape: (rows, cols).
-            recipe: recipe of the model, whose ``stored_recipe`` quantizes the weight.
+            recipe: recipe of the model or its name, whose ``stored_recipe`` quantizes the weight.
             dtype: nominal dtype: float32, float16, bfloat16 or float64.
             device: device of the data.
             preserve_high_precision_init_val: keep the values that ``initialize`` quantizes.
@@ -135,7 +135,7 @@ class FP8Parameter(torch.Tensor):
             raise TypeError(
                 f"FP8Parameter: dtype must be float32, float16, bfloat16 or float64, got {dtype}"
             )
-        recipe = stored_recipe(recipe)
+        recipe = stored_recipe(chosen_recipe("FP8Parameter", "recipe", recipe))
         fp8_data = torch.empty(shape, dtype=torch.uint8, device=device)
         fp8_data = fp8_data.view(quantizers_of(recipe, fp8_data.device).weight.dtype)
         scale_inv = layout_of(recipe).scale_inv(*shape, fp8_data.device)

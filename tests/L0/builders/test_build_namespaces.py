@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+import importlib
 import json
 import subprocess
 import sys
@@ -64,6 +66,125 @@ def test_every_name_is_found_and_listed(cache_dir: Path) -> None:
     ]
 
 
+@pytest.mark.parametrize(
+    ("owner", "name", "meant"),
+    [
+        ("apex_te", "Layernorm", "LayerNorm"),
+        ("apex_te", "Linaer", "Linear"),
+        ("apex_te", "linear", "Linear"),
+        ("apex_te", "from_troch", "from_torch"),
+        ("apex_te", "FP8Callbak", "FP8Callback"),
+        ("apex_te", "xyzzy", None),
+        ("apex_te.recipe", "DelayedScalling", "DelayedScaling"),
+        ("apex_te.ops", "rmsnorm", "rms_norm"),
+        ("apex_te.optimizers", "FusedAdamW", "FusedAdam"),
+        ("apex_te.integrations", "fuselora", "fuse_lora"),
+        ("apex_te.distributed", "ColumnParalel", "ColumnParallel"),
+        ("apex_te.amp", "initialise", "initialize"),
+        ("apex_te.module", "RMSnorm", "RMSNorm"),
+        ("apex_te.compatibility", "layernorm", "layer_norm"),
+    ],
+)
+def test_a_misspelt_name_is_answered_by_the_name_that_was_meant(
+    owner: str, name: str, meant: str | None
+) -> None:
+    with pytest.raises(AttributeError) as caught:
+        getattr(importlib.import_module(owner), name)
+    hint = f"; did you mean {meant!r}?" if meant else ""
+    assert str(caught.value) == f"module {owner!r} has no attribute {name!r}{hint}"
+    assert caught.value.name == name
+
+
+def test_a_name_that_is_one_level_deeper_is_pointed_to() -> None:
+    import apex_te
+
+    with pytest.raises(AttributeError, match=r"; it is apex_te\.integrations\.huggingface\.FP8C"):
+        apex_te.integrations.FP8Callback  # noqa: B018
+    with pytest.raises(AttributeError, match=r"'DelayedScaling'; it is apex_te\.recipe\.DelayedSc"):
+        apex_te.DelayedScaling  # noqa: B018
+
+
+def test_python_adds_no_second_guess() -> None:
+    code = "import apex_te; apex_te.Linaer"
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=300, cwd=CHECKOUT
+    )
+    assert done.stderr.endswith("has no attribute 'Linaer'; did you mean 'Linear'?\n")
+
+
+@pytest.mark.parametrize("package", ["apex_te", "apex_te.distributed", "apex_te.module"])
+def test_type_checkers_are_told_every_lazy_name(package: str) -> None:
+    module = importlib.import_module(package)
+    assert module.__file__ is not None
+    told = {
+        name.asname
+        for block in ast.parse(Path(module.__file__).read_text()).body
+        if isinstance(block, ast.If) and ast.unparse(block.test).endswith("TYPE_CHECKING")
+        for line in block.body
+        if isinstance(line, ast.ImportFrom)
+        for name in line.names
+    }
+    assert told == set(module._NAMES)
+
+
+def test_type_checkers_are_told_every_op() -> None:
+    import apex_te
+
+    stems = {path.stem for path in (CHECKOUT / "apex_te/ops").glob("[a-z]*.py")}
+    text = Path(str(apex_te.ops.__file__)).read_text()
+    assert [op for op in builder_names() if op in stems and f" {op} as {op}\n" not in text] == []
+
+
+WITHOUT_TRANSFORMERS = """
+import contextlib, io, sys
+sys.modules["transformers"] = None
+import apex_te
+try:
+    apex_te.FP8Callback
+except ImportError as error:
+    print(error)
+from apex_te import *
+with contextlib.redirect_stdout(io.StringIO()) as shown:
+    help(apex_te)
+print("FP8Callback" in dir(apex_te), "fuse_loss" in dir(apex_te), len(shown.getvalue()) > 10000)
+"""
+
+
+def test_the_callback_says_how_to_install_transformers_which_nothing_else_needs() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", WITHOUT_TRANSFORMERS],
+        capture_output=True, text=True, timeout=300, cwd=CHECKOUT,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert done.stdout.splitlines() == [
+        "FP8Callback: transformers must be installed: pip install transformers",
+        "False True True",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("name", "module"),
+    [
+        ("FP8Callback", "huggingface"),
+        ("advise", "layer_advice"),
+        ("autocast_forward", ""),
+        ("conversion_summary", ""),
+        ("export_fp8", ""),
+        ("from_torch", ""),
+        ("fuse_lora", ""),
+        ("fuse_loss", ""),
+    ],
+)
+def test_names_of_conversion_and_training_are_at_the_top_level(name: str, module: str) -> None:
+    import apex_te
+
+    if name == "FP8Callback":
+        pytest.importorskip("transformers")
+    where = importlib.import_module(f"apex_te.integrations.{module}".rstrip("."))
+    assert name in dir(apex_te)
+    assert getattr(apex_te, name) is getattr(where, name)
+
+
 PROBE = """
 import apex_te
 import torch
@@ -72,14 +193,30 @@ reveal_type(apex_te.Linear(4, 4))
 reveal_type(apex_te.ops.activation.activation_fwd(torch.ones(1), "silu"))
 reveal_type(apex_te.ops.rms_norm.rms_norm_fwd)
 reveal_type(apex_te.statistics.fp8_statistics)
+reveal_type(apex_te.from_torch)
+reveal_type(apex_te.recipe.DelayedScaling(fp8_format="e4m3").fp8_format)
 wrong: int = apex_te.is_fp8_enabled
+apex_te.Linaer
+apex_te.ops.rmsnorm
+apex_te.recipe.Formatt
+apex_te.optimizers.FusedAdm
+apex_te.integrations.fuse_los
+apex_te.distributed.Replicate
 """
 TYPES = (
     'Revealed type is "apex_te.module.linear.Linear"',
     'Revealed type is "torch._tensor.Tensor"',
     "fallback=apex_te.ops.norm_common.NormOutput]",
     "-> apex_te.fp8.statistics.fp8_statistics",
+    "-> torch.nn.modules.module.Module",
+    'Revealed type is "apex_te.recipe.Format"',
     "error: Incompatible types in assignment",
+    'error: Module has no attribute "Linaer"',
+    'error: Module has no attribute "rmsnorm"',
+    'error: Module has no attribute "Formatt"',
+    'error: Module has no attribute "FusedAdm"',
+    'error: Module has no attribute "fuse_los"',
+    'error: Module has no attribute "Replicate"',
 )
 
 

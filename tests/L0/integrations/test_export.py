@@ -373,3 +373,13 @@ def test_refusals(tmp_path, monkeypatch):
     monkeypatch.setattr(builtins, "__import__", without)
     with pytest.raises(ImportError, match="export_fp8: safetensors must be installed"):
         export_fp8(model, tmp_path)
+
+
+@pytest.mark.parametrize(("name", "weights"), [("tensorwise", "tensor"), ("blockwise", "block")])
+def test_weights_may_be_named_by_the_recipe(name, weights, tmp_path):
+    model = from_torch(build("llama"))
+    for choice in (name, weights):
+        export_fp8(model, tmp_path / choice, weights=choice)
+    by_name, plain = read(tmp_path / name), read(tmp_path / weights)
+    assert by_name.keys() == plain.keys()
+    assert all(torch.equal(value, plain[key]) for key, value in by_name.items())

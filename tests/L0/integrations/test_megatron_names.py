@@ -369,7 +369,8 @@ def test_formats_of_config(fp8):
     make("column", config)
     config.fp8_recipe = Names.delayed
     if fp8 == "hif8":
-        with pytest.raises(ValueError, match="fp8_format must be one of hybrid, e4m3"):
+        wrong = """make_recipe.'delayed'.: fp8_format must be "hybrid" or "e4m3", got 'hif8'"""
+        with pytest.raises(ValueError, match=wrong):
             make("column", config)
     else:
         make("column", config)

@@ -355,3 +355,18 @@ def test_dynamic_sizes(device, name, fullgraph):
     result = forward(layer, x, coarse)
     assert not torch.equal(result, expected)
     assert torch.equal(run(other, x, coarse), result)
+
+
+def test_a_recipe_may_be_named_or_made_in_compiled_code(device):
+    module = build("Linear", device)
+    x = torch.randn(16, H, device=device, dtype=module.weight.dtype)
+
+    def step(x):
+        with fp8_autocast("tensorwise"):
+            first = module(x)
+        with autocast.autocast(recipe=CurrentScaling(fp8_format="e4m3", pow2=True)):
+            return first + module(x)
+
+    expected = step(x)
+    torch.testing.assert_close(compiled(step, device)(x), expected, rtol=0, atol=0)
+    assert not torch.equal(expected, 2 * module(x))

@@ -317,3 +317,11 @@ def test_rejects(changes, error, text):
     arguments = {"hidden": x, "weight": w, "target": target} | changes
     with pytest.raises(error, match=f"linear_cross_entropy: .*{text}"):
         apex_te.linear_cross_entropy(**arguments)
+
+
+def test_the_recipe_may_be_given_by_its_name():
+    x, w = torch.randn(32, 64), torch.randn(48, 64)
+    target = torch.randint(0, 48, (32,))
+    loss = apex_te.linear_cross_entropy(x, w, target, fp8_recipe="tensorwise")
+    assert loss == apex_te.linear_cross_entropy(x, w, target, fp8_recipe=recipe.CurrentScaling())
+    assert loss != apex_te.linear_cross_entropy(x, w, target)

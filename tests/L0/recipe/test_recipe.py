@@ -80,7 +80,8 @@ class Unhashable:
         ({"amax_history_len": True}, TypeError, "amax_history_len must be an int, got bool"),
         ({"amax_compute_algo": Unhashable()}, TypeError, "must be hashable, got Unhashable"),
         ({"scaling_factor_compute_algo": Unhashable()}, TypeError, "must be hashable"),
-        ({"fp8_format": "HYBRID"}, TypeError, "fp8_format must be a recipe.Format, got str"),
+        ({"fp8_format": 4}, TypeError, "fp8_format must be a recipe.Format or its name, got int"),
+        ({"fp8_format": "E3M4"}, ValueError, 'must be "hybrid" or "e4m3", got .E3M4.'),
         ({"fp8_format": Format.E5M2}, ValueError, "pure E5M2"),
         ({"amax_compute_algo": "mean"}, ValueError, '"max" or "most_recent".*got \'mean\''),
         ({"amax_compute_algo": 3}, TypeError, "amax_compute_algo must be .* got int"),
@@ -202,13 +203,9 @@ def test_present_names_of_transformer_engine():
     assert isinstance(region, fp8_autocast)
     assert (region.enabled, region.calibrating, region.group) == (False, True, None)
     assert region.recipe == CurrentScaling()
-    signature = inspect.signature(apex_te.autocast)
-    assert list(signature.parameters) == [
-        "enabled",
-        "calibrating",
-        "recipe",
-        "amax_reduction_group",
-    ]
+    assert {"enabled", "calibrating", "recipe", "amax_reduction_group"} <= set(
+        inspect.signature(apex_te.autocast).parameters
+    )
     assert inspect.signature(apex_te.quantized_model_init) == inspect.signature(
         apex_te.fp8_model_init
     )
@@ -220,6 +217,60 @@ def test_present_names_of_transformer_engine():
         return get_fp8_recipe()
 
     assert inside() == BlockScaling()
+
+
+@pytest.mark.parametrize("kind", [fp8_autocast, apex_te.autocast])
+def test_a_recipe_is_taken_first_or_by_either_name_or_in_the_order_of_transformer_engine(kind):
+    chosen = CurrentScaling()
+    for name in (chosen, "tensorwise"):
+        for region in (
+            kind(name), kind(recipe=name), kind(fp8_recipe=name), kind(True, name),
+            kind(True, recipe=name), kind(True, False, name), kind(True, False, name, None),
+        ):  # fmt: skip
+            assert (region.enabled, region.calibrating, region.recipe) == (True, False, chosen)
+        off = kind(name, enabled=False, calibrating=True)
+        for region in (off, kind(False, True, name), kind(False, recipe=name, calibrating=True)):
+            assert (region.enabled, region.calibrating, region.recipe) == (False, True, chosen)
+
+
+@pytest.mark.parametrize(
+    ("args", "kwargs", "error", "message"),
+    [
+        ((), {"recipe": "mxfp8", "fp8_recipe": "mxfp8"}, TypeError, "fp8_recipe and recipe mean"),
+        (("mxfp8",), {"recipe": "mxfp8"}, TypeError, "the first argument and recipe mean the same"),
+        (
+            ("mxfp8", False),
+            {},
+            TypeError,
+            "must be given by name, such as enabled=False, got False",
+        ),
+        (("mxfp8", "delayed"), {}, TypeError, "must be given by name, .* got 'delayed'"),
+        (
+            ("mxfp9",),
+            {},
+            ValueError,
+            "the first argument must be a recipe or one of .* got 'mxfp9'",
+        ),
+        ((), {"recipe": "mxfp9"}, ValueError, "recipe must be a recipe or one of .* got 'mxfp9'"),
+        ((None,), {}, TypeError, "enabled must be a bool, got NoneType"),
+        ((), {"recipe": 8}, TypeError, "recipe must be a recipe from apex_te.recipe or .* got int"),
+        (
+            (CurrentScaling,),
+            {},
+            TypeError,
+            r"got the class CurrentScaling; call it: CurrentScaling\(\)",
+        ),
+    ],
+)
+@pytest.mark.parametrize("kind", [fp8_autocast, apex_te.autocast])
+def test_a_region_refuses_what_it_cannot_tell(kind, args, kwargs, error, message):
+    with pytest.raises(error, match=f"^{kind.__name__}: .*{message}"):
+        kind(*args, **kwargs)
+
+
+def test_a_group_given_by_both_names_is_refused():
+    with pytest.raises(TypeError, match="fp8_group and amax_reduction_group mean the same"):
+        fp8_autocast(fp8_group=1, amax_reduction_group=1)
 
 
 def test_the_class_autocast_is_its_module_too():

@@ -1,6 +1,8 @@
 """CurrentScaling, BlockScaling, MXFP8Scaling and make_recipe: every argument and every error."""
 
 import dataclasses
+import re
+import typing
 
 import pytest
 import torch
@@ -51,6 +53,19 @@ def test_each_names_its_quantizer_and_whether_it_keeps_state():
     assert [kind().keeps_state for kind in ALL] == [True, False, False, False]
     assert CurrentScaling(fp8_format=Format.HIF8).quantizer == "hif8"
     assert all(isinstance(kind(), Recipe) for kind in ALL)
+
+
+@pytest.mark.parametrize("kind", ALL)
+@pytest.mark.parametrize("name", ["e4m3", "E4M3", "hybrid", "Hybrid"])
+def test_a_format_may_be_given_by_its_name(kind, name):
+    made = kind(fp8_format=name)
+    assert made.fp8_format is Format[name.upper()]
+    assert made == kind(fp8_format=Format[name.upper()]) == dataclasses.replace(made)
+
+
+def test_hifloat8_may_be_given_by_its_name():
+    assert CurrentScaling(fp8_format="hif8").quantizer == "hif8"
+    assert typing.get_type_hints(CurrentScaling)["fp8_format"] == Format | str
 
 
 @pytest.mark.parametrize("kind", STATELESS)
@@ -104,7 +119,8 @@ def test_frozen_hashable_and_replaceable(kind):
     ("kwargs", "error", "message"),
     [
         ({"params_dtype": torch.bfloat16}, TypeError, "params_dtype"),
-        ({"fp8_format": "hybrid"}, TypeError, "fp8_format must be a recipe.Format, got str"),
+        ({"fp8_format": 4}, TypeError, "fp8_format must be a recipe.Format or its name, got int"),
+        ({"fp8_format": "e5m2"}, ValueError, r"pure E5M2 .* got 'e5m2'"),
         ({"fp8_format": Format.E5M2}, ValueError, r"pure E5M2 .* got Format.E5M2"),
         ({"interval": 0}, ValueError, "interval must be at least 1, got 0"),
         ({"interval": True}, TypeError, "interval must be an int, got bool"),
@@ -130,6 +146,33 @@ def test_all_reject(kind, kwargs, error, message):
         kind(**kwargs)
     if "params_dtype" not in kwargs:
         assert str(seen.value).startswith(f"{kind.__name__}: ")
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: DelayedScaling(margn=2), "DelayedScaling: .* 'margn'; did you mean 'margin'?"),
+        (lambda: make_recipe("mxfp8", roundng="up"), "MXFP8Scaling: .* did you mean 'rounding'?"),
+        (
+            lambda: BlockScaling(zzz=1),
+            "BlockScaling: there is no argument 'zzz'; the arguments are",
+        ),
+        (lambda: CurrentScaling("e4m3"), "CurrentScaling: .* by name, such as fp8_format="),
+        (lambda: DelayedScaling(1, margin=1), "DelayedScaling: multiple values for .*'margin'"),
+    ],
+)
+def test_arguments_that_a_recipe_does_not_have_are_named(call, message):
+    with pytest.raises(TypeError, match=f"^{message}"):
+        call()
+
+
+def test_a_subclass_may_have_a_constructor_of_its_own():
+    class Mine(CurrentScaling):
+        def __init__(self, exponent, **others):
+            super().__init__(eps=10.0**exponent, **others)
+
+    assert Mine(-2, pow2=True) == Mine(exponent=-2, pow2=True)
+    assert (Mine(-2, pow2=True).eps, Mine(-2, pow2=True).pow2) == (0.01, True)
 
 
 @pytest.mark.parametrize("kind", [DelayedScaling, BlockScaling, MXFP8Scaling])
@@ -202,27 +245,28 @@ def test_make_recipe_passes_options_on():
     ("args", "message"),
     [
         (("current",), "name must be one of delayed, tensorwise, blockwise, mxfp8, got 'current'"),
-        (("delayed", "hif8"), "fp8_format must be one of hybrid, e4m3 with 'delayed', got 'hif8'"),
-        (("blockwise", "hif8"), "with 'blockwise', got 'hif8'"),
-        (("mxfp8", "hif8"), "with 'mxfp8', got 'hif8'"),
-        (("tensorwise", "e5m2"), "one of hybrid, e4m3, hif8 with 'tensorwise', got 'e5m2'"),
-        (("mxfp8", Format.HIF8), "with 'mxfp8', got Format.HIF8"),
+        (("delayed", "hif8"), 'fp8_format must be "hybrid" or "e4m3", got .hif8.'),
+        (("blockwise", "hif8"), 'fp8_format must be "hybrid" or "e4m3", got .hif8.'),
+        (("mxfp8", "hif8"), 'fp8_format must be "hybrid" or "e4m3", got .hif8.'),
+        (("tensorwise", "e5m2"), '"hybrid" or "e4m3" or "hif8" .pure E5M2 .* got .e5m2.'),
+        (("mxfp8", Format.HIF8), "Format.HYBRID or Format.E4M3, got Format.HIF8"),
     ],
 )
 def test_make_recipe_rejects(args, message):
-    with pytest.raises(ValueError, match=f"^make_recipe: .*{message}$"):
+    owner = f"make_recipe('{args[0]}')" if len(args) > 1 else "make_recipe"
+    with pytest.raises(ValueError, match=f"^{re.escape(owner)}: .*{message}$"):
         make_recipe(*args)
 
 
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        ((None,), "name must be a str, got NoneType"),
-        (("delayed", 3), "fp8_format must be a str or"),
+        ((None,), "make_recipe: name must be a str, got NoneType"),
+        (("delayed", 3), "make_recipe('delayed'): fp8_format must be a recipe.Format or its name"),
     ],
 )
 def test_make_recipe_rejects_types(args, message):
-    with pytest.raises(TypeError, match=f"^make_recipe: {message}"):
+    with pytest.raises(TypeError, match=f"^{re.escape(message)}"):
         make_recipe(*args)
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+
 import numpy as np
 import pytest
 import torch
@@ -17,6 +19,7 @@ import apex_te.jax as te  # noqa: E402
 import apex_te.jax.flax as te_flax  # noqa: E402
 from apex_te import recipe  # noqa: E402
 from apex_te.jax import state as fp8_state  # noqa: E402
+from apex_te.jax.region import active_recipe  # noqa: E402
 
 DELAYED = recipe.DelayedScaling(amax_history_len=4)
 RECIPES = [
@@ -352,6 +355,41 @@ class Mine(recipe.CurrentScaling):
 def test_recipes_that_jax_lacks_are_refused(chosen, error, text):
     with pytest.raises(error, match=f"fp8_autocast: .*{text}"), te.fp8_autocast(True, chosen):
         pass
+
+
+def test_every_public_function_that_takes_a_recipe_takes_its_name():
+    takers = {
+        name: getattr(module, name)
+        for module in (te, te_flax)
+        for name in module.__all__
+        if callable(getattr(module, name))
+        and {"recipe", "fp8_recipe"} & set(inspect.signature(getattr(module, name)).parameters)
+    }
+    assert set(takers) == {"autocast", "fp8_autocast", "make_dot_general_cls"}
+    wrong = "must be a recipe or one of delayed, tensorwise, blockwise, mxfp8, got 'late'"
+    for name in ("autocast", "fp8_autocast"):
+        with takers[name](True, "blockwise"):
+            assert active_recipe() == recipe.BlockScaling()
+        with pytest.raises(ValueError, match=f"^{name}: .*{wrong}"), takers[name](True, "late"):
+            pass
+    assert issubclass(te_flax.make_dot_general_cls("blockwise"), nn.Module)
+    with pytest.raises(ValueError, match=f"^make_dot_general_cls: recipe {wrong}"):
+        te_flax.make_dot_general_cls("late")
+
+
+@pytest.mark.parametrize("region", [te.fp8_autocast, te.autocast])
+def test_a_recipe_may_be_the_first_argument_of_a_region(region):
+    for chosen in ("tensorwise", recipe.CurrentScaling()):
+        with region(chosen):
+            assert active_recipe() == recipe.CurrentScaling()
+    name = region.__name__
+    for args, error, text in (
+        (("late",), ValueError, f"{name}: the first argument must be a recipe or one of .* 'late'"),
+        (("mxfp8", "mxfp8"), TypeError, f"{name}: enabled must be a bool beside .* got 'mxfp8'"),
+        ((None,), TypeError, f"{name}: enabled must be a bool, or a recipe .* got NoneType"),
+    ):
+        with pytest.raises(error, match=text), region(*args):
+            pass
 
 
 @pytest.mark.parametrize(
