@@ -230,7 +230,7 @@ class FusedOptimizer(SavingOptimizer):
                 the graph, or ``grad_scaler.update()`` was not called since the last step.
             TypeError: an argument is unknown, or a gradient is a DTensor and its parameter is none.
             ValueError: a gradient is on another mesh than its parameter, FP8 parameters are
-                without master weights, or parameters share memory.
+                without master weights, parameters share memory, or are on the meta device.
         """
         # Not in the signature: GradScaler would hand itself over, and warn that it stops doing so.
         grad_scaler = options.pop("grad_scaler", None)
@@ -516,9 +516,15 @@ class FusedOptimizer(SavingOptimizer):
             NotImplementedError: a gradient is sparse.
             RuntimeError: a CUDA graph is captured without ``capturable``, or buckets would have to
                 be made during capture.
+            ValueError: the parameters are on the meta device and have no gradients.
         """
         live = self._live(group["params"])
         if not live:
+            if any(param.is_meta for param in group["params"]):
+                raise ValueError(
+                    f"{self._name}: params must have values, got one on the meta device; construct "
+                    "the optimizer after reset_parameters() or to_empty(), which make other tensors"
+                )
             return []
         names = self._moments(group)
         capturing = live[0].is_cuda and torch.cuda.is_current_stream_capturing()

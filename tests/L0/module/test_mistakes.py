@@ -102,6 +102,14 @@ def step_at(rate):
     optimizer.step()
 
 
+def step_of_meta():
+    model = linear(device=META)
+    optimizer = optimizers.FusedAdam(model.parameters())
+    model.reset_parameters()
+    model(X).sum().backward()
+    optimizer.step()
+
+
 def with_grouped(**group):
     return optimizers.FusedAdam([{"params": params(), **group}])
 
@@ -521,9 +529,6 @@ CALLS = {
     "new tokens in a list": (
         lambda: cache().pre_step([1, 1]), TypeError, "InferenceParams: step_dict must be a dict",
         "got list"),
-    "no new token": (
-        lambda: cache().pre_step({0: 0}), ValueError, "InferenceParams: step_dict must add",
-        "at least 1 token"),
 }  # fmt: skip
 
 OPTIMIZERS = {
@@ -553,9 +558,6 @@ OPTIMIZERS = {
     "the result of an operation": (
         lambda: optimizers.FusedAdam([params()[0] * 2]), ValueError,
         "FusedAdam: params must hold leaf tensors", "got the result of MulBackward0"),
-    "parameters of ints": (
-        lambda: optimizers.FusedAdam([torch.ones(3, dtype=torch.int64)]), TypeError,
-        "FusedAdam: params must be torch.float32", "got torch.int64"),
     "a parameter in two groups": (
         in_two_groups, ValueError, "FusedSGD: params must be in one group each", r"shape \[4\]"),
     "a group without parameters": (
@@ -587,17 +589,13 @@ OPTIMIZERS = {
         r"one element, got a tensor of shape \[2\]"),
     "a rate that becomes text": (
         lambda: step_at("x"), TypeError, "FusedAdam: lr must be a float", "got str"),
+    "parameters from before they have values": (
+        step_of_meta, ValueError, "FusedAdam: params must have values", "on the meta device"),
     "one beta": (
         lambda: adam(betas=0.9), ValueError, "FusedAdam: betas must be a tuple of two", "got 0.9"),
     "a beta of 1": (
         lambda: adam(betas=(0.9, 1.0)), ValueError, "FusedAdam: betas must be .* below 1",
         "got 1.0"),
-    "a negative momentum": (
-        lambda: optimizers.FusedSGD(params(), momentum=-1), ValueError,
-        "FusedSGD: momentum must be at least 0", "got -1"),
-    "a dtype of moments as text": (
-        lambda: adam(exp_avg_dtype="bf16"), TypeError, "FusedAdam: exp_avg_dtype must be",
-        "got bf16"),
     "master weights as text": (
         lambda: adam(master_weights="yes"), TypeError, "FusedAdam: master_weights must be a bool",
         "got 'yes'"),

@@ -3,7 +3,9 @@
 import inspect
 
 import pytest
+import torch
 
+import apex_te
 from apex_te.runtime.named_arguments import did_you_mean, named_arguments, nearest
 
 
@@ -35,3 +37,15 @@ def test_decorator_keeps_the_signature_and_other_errors():
         function("passed on")
     with pytest.raises(KeyError, match="other"):
         function("other")
+
+
+def test_cuda_device_where_there_is_none(monkeypatch):
+    def fails(*args, **kwargs):
+        raise AssertionError("Torch not compiled with CUDA enabled")
+
+    monkeypatch.setattr(torch, "empty", fails)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(ValueError, match=r"^Linear: device must be .*got 'cuda:0' without a CUDA"):
+        apex_te.Linear(16, 16, device="cuda:0")
+    with pytest.raises(AssertionError, match="not compiled"):
+        apex_te.Linear(16, 16, device="cpu")
