@@ -245,7 +245,11 @@ class NormedModuleUses(NormedModuleBase):
             ({"get_rng_state_tracker": 3}, TypeError, "get_rng_state_tracker must be a callable"),
             ({"normalization": "BatchNorm"}, ValueError, "one of LayerNorm, RMSNorm, got 'Batch"),
             ({"dtype": torch.half, "params_dtype": torch.float}, ValueError, "dtype must equal"),
-            ({"params_dtype": "float"}, TypeError, "params_dtype must be a dtype, got str"),
+            (
+                {"params_dtype": "float"},
+                TypeError,
+                "params_dtype must be a torch.dtype .*, got 'float'",
+            ),
             ({"no_such_argument": 1}, TypeError, "no_such_argument"),
         ],
     )

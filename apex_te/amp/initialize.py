@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from ..runtime.named_arguments import named_arguments
 from ._model import prepare_model, release_model
 from ._optimizer import prepare_optimizer, release_optimizer
 from .levels import Properties, choose, describe
@@ -16,6 +17,7 @@ from .scaler import LossScaler
 __all__ = ["initialize"]
 
 
+@named_arguments("amp.initialize")
 def initialize(
     models: torch.nn.Module | Sequence[torch.nn.Module],
     optimizers: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None = None,

@@ -24,6 +24,7 @@ from typing import Any
 import torch
 
 from .. import recipe
+from ..runtime.named_arguments import did_you_mean
 
 __all__ = ["LEVELS", "Properties", "choose", "describe"]
 
@@ -96,7 +97,7 @@ def choose(opt_level: str, overrides: dict[str, Any]) -> Properties:
     if opt_level not in LEVELS:
         raise ValueError(
             f"amp.initialize: opt_level must be one of {', '.join(LEVELS)} (with the letter O), "
-            f"got {opt_level!r}"
+            f"got {opt_level!r}{did_you_mean(opt_level, LEVELS)}"
         )
     level = LEVELS[opt_level]
     given = {name: _CHECKS[name](name, v) for name, v in overrides.items() if v is not None}

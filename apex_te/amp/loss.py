@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from ..optimizers._base import FusedOptimizer
+from ..runtime.named_arguments import named_arguments
 from ._grads import Flags, move_grads, unscale_grads
 from ._optimizer import OptimizerAmp, amp_of
 from .scaler import LossScaler
@@ -32,6 +33,7 @@ class _State:
 state = _State()
 
 
+@named_arguments("amp.scale_loss")
 @contextlib.contextmanager
 def scale_loss(
     loss: torch.Tensor,
@@ -67,7 +69,7 @@ def scale_loss(
     Raises:
         RuntimeError: ``amp.initialize`` was not called, or not given an optimizer.
         TypeError: an argument has a wrong type.
-        ValueError: ``loss_id`` is unknown.
+        ValueError: ``loss_id`` is unknown, or ``loss`` has several elements.
     """
     scaler, all_optimizers = _arguments(loss, optimizers, loss_id, model)
     if scaler is None:
@@ -195,6 +197,13 @@ def _arguments(
         raise RuntimeError("amp.scale_loss: amp.initialize must be called before")
     if not isinstance(loss, torch.Tensor):
         raise TypeError(f"amp.scale_loss: loss must be a tensor, got {type(loss).__name__}")
+    if not loss.is_floating_point():
+        raise TypeError(f"amp.scale_loss: loss must be a floating-point tensor, got {loss.dtype}")
+    if loss.numel() != 1:
+        raise ValueError(
+            "amp.scale_loss: loss must have one element, such as the mean, got shape "
+            f"{list(loss.shape)}"
+        )
     if model is not None and not isinstance(model, torch.nn.Module):
         raise TypeError(f"amp.scale_loss: model must be a Module, got {type(model).__name__}")
     if not state.scalers:  # initialize(enabled=False)
@@ -275,10 +284,14 @@ def load_state_dict(state_dict: dict[str, Any]) -> None:
 
     Raises:
         RuntimeError: there are unknown keys, or ``amp.initialize`` was not called.
-        TypeError: as for ``LossScaler.load_state_dict``.
+        TypeError: ``state_dict`` is not a dict, or as for ``LossScaler.load_state_dict``.
         ValueError: as for ``LossScaler.load_state_dict``.
     """
     scalers = _scalers("load_state_dict")
+    if not isinstance(state_dict, dict):
+        raise TypeError(
+            f"amp.load_state_dict: state_dict must be a dict, got {type(state_dict).__name__}"
+        )
     unknown = [key for key in state_dict if _PREFIX not in key]
     if unknown:
         raise RuntimeError(

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 
 from ..runtime import moved
+from ..runtime.named_arguments import did_you_mean, named_arguments
 
 __all__ = ["LossScaler"]
 
@@ -14,6 +15,10 @@ _INIT_SCALE = 2.0**16
 _FACTOR = 2.0
 # With a scale of 0 every gradient would be 0 / 0.
 _LOWEST = 2.0**-24
+
+
+def _is_number(value: Any) -> TypeGuard[int | float]:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
 class LossScaler:
@@ -43,6 +48,7 @@ class LossScaler:
         ValueError: a value is out of range.
     """
 
+    @named_arguments()
     def __init__(
         self,
         loss_scale: float | str = "dynamic",
@@ -52,16 +58,24 @@ class LossScaler:
         max_loss_scale: float = 2.0**24,
         hysteresis: int = 1,
     ) -> None:
-        self.dynamic = loss_scale == "dynamic"
-        if not self.dynamic and (isinstance(loss_scale, str) or not loss_scale > 0.0):
+        self.dynamic = isinstance(loss_scale, str) and loss_scale == "dynamic"
+        if not self.dynamic and not (_is_number(loss_scale) and loss_scale > 0.0):
             raise ValueError(
                 f'LossScaler: loss_scale must be "dynamic" or above 0, got {loss_scale!r}'
+                + did_you_mean(loss_scale, ("dynamic",))
             )
         for name, count in (("scale_window", scale_window), ("hysteresis", hysteresis)):
             if isinstance(count, bool) or not isinstance(count, int):
                 raise TypeError(f"LossScaler: {name} must be an int, got {type(count).__name__}")
             if count < 1:
                 raise ValueError(f"LossScaler: {name} must be at least 1, got {count}")
+        bounds: tuple[tuple[str, Any], ...] = (
+            ("min_loss_scale", _LOWEST if min_loss_scale is None else min_loss_scale),
+            ("max_loss_scale", max_loss_scale),
+        )
+        for name, bound in bounds:
+            if not _is_number(bound):
+                raise TypeError(f"LossScaler: {name} must be a float, got {type(bound).__name__}")
         lowest = _LOWEST if min_loss_scale is None else float(min_loss_scale)
         if not 0.0 < lowest <= max_loss_scale:
             raise ValueError(

@@ -17,6 +17,7 @@ from ..comm.groups import check_process_group, is_process_group
 from ..fp8.autocast import local
 from ..fp8.delayed.registry import registry
 from ..fp8.delayed.scale_snapshot import ScaleSnapshot
+from ..runtime.named_arguments import argument_names, nearest
 from .saved_parts import SavedInParts
 
 __all__ = ["RunConditions", "checkpoint"]
@@ -81,6 +82,10 @@ def checkpoint(
                 "whose earlier name it is"
             )
         get_rng_state_tracker = kwargs.pop("get_cuda_rng_tracker")
+    if not isinstance(use_reentrant, bool):
+        raise TypeError(
+            f"checkpoint: use_reentrant must be a bool, got {type(use_reentrant).__name__}"
+        )
     options = {name: kwargs.pop(name) for name in _OPTIONS if name in kwargs}
     distributes = _distributes(
         function, distribute_saved_activations, tp_group, use_reentrant, (*args, *kwargs.values())
@@ -88,18 +93,51 @@ def checkpoint(
     if torch.compiler.is_compiling():  # the compiler repeats a region by itself
         options["use_reentrant"] = False
         return torch_checkpoint(function, *args, **options, **kwargs)
-    tracker = None if get_rng_state_tracker is None else get_rng_state_tracker()
-    call = _Repeatable(function, tuple(kwargs), tracker)
-    # Keyword arguments travel as positional ones, which the reentrant form can differentiate.
-    with ExitStack() as stack:
-        if distributes:  # the tensors are saved once the function has run
-            call.parts, call.stack = SavedInParts(tp_group), stack
-        return torch_checkpoint(
-            call, *args, *kwargs.values(), use_reentrant=use_reentrant, **options
-        )
+    try:
+        tracker = None if get_rng_state_tracker is None else get_rng_state_tracker()
+        call = _Repeatable(function, tuple(kwargs), tracker)
+        # Keyword arguments travel as positional ones, which the reentrant form can differentiate.
+        with ExitStack() as stack:
+            if distributes:  # the tensors are saved once the function has run
+                call.parts, call.stack = SavedInParts(tp_group), stack
+            return torch_checkpoint(
+                call, *args, *kwargs.values(), use_reentrant=use_reentrant, **options
+            )
+    except (TypeError, ValueError) as error:
+        _explain(error, function, get_rng_state_tracker, use_reentrant, options, kwargs)
+        raise
 
 
 _OPTIONS = ("context_fn", "determinism_check", "debug", "preserve_rng_state")
+
+
+def _explain(
+    error: Exception, function: Any, tracker: Any, use_reentrant: bool, options: Any, kwargs: Any
+) -> None:
+    """Raises a better error for a failed call of ``checkpoint``, if an argument is wrong."""
+    if not callable(function):
+        raise TypeError(
+            f"checkpoint: function must be callable, got {type(function).__name__}; pass the "
+            "function and its arguments, not its result"
+        ) from error
+    if tracker is not None and not callable(tracker):
+        raise TypeError(
+            "checkpoint: get_rng_state_tracker must be a function that returns a tracker, got "
+            f"{type(tracker).__name__}"
+        ) from error
+    for name in ("context_fn", "debug"):
+        if use_reentrant and options.get(name):
+            raise ValueError(
+                f"checkpoint: {name} must be left out with use_reentrant=True, got "
+                f"{options[name]!r}"
+            ) from error
+    for name in kwargs:
+        meant = nearest(name, (*argument_names(checkpoint), *_OPTIONS), 0.8)
+        if meant is not None and f"argument {name!r}" in str(error):
+            raise TypeError(
+                f"checkpoint: {name!r} is an argument neither of checkpoint nor of function; did "
+                f"you mean {meant!r}?"
+            ) from error
 
 
 def _distributes(

@@ -11,11 +11,13 @@ from torch.amp.grad_scaler import OptState
 from ..comm.collectives import all_reduce, max_over_ranks
 from ..comm.groups import check_process_group
 from ..comm.shards import mesh_groups
+from ..runtime.named_arguments import named_arguments
 from .state_dict.split_model import groups_of_parts
 
 __all__ = ["clip_grad_norm_", "reduce_found_inf"]
 
 
+@named_arguments()
 def clip_grad_norm_(
     model: torch.nn.Module, max_norm: float, norm_type: float = 2.0, *, expert_group: Any = None
 ) -> torch.Tensor:
@@ -38,8 +40,8 @@ def clip_grad_norm_(
 
     Raises:
         TypeError: an argument of a wrong type.
-        ValueError: ``norm_type`` is not positive, or a module with a ``tp_size`` above 1 has no
-            ``tp_group``.
+        ValueError: ``max_norm`` is negative or NaN, ``norm_type`` is not positive, or a module
+            with a ``tp_size`` above 1 has no ``tp_group``.
     """
     owner = "clip_grad_norm_"
     _check_model(owner, model)
@@ -47,6 +49,8 @@ def clip_grad_norm_(
     for name, value in (("max_norm", max_norm), ("norm_type", norm_type)):
         if isinstance(value, bool) or not isinstance(value, (int, float)):
             raise TypeError(f"{owner}: {name} must be a float, got {type(value).__name__}")
+    if not max_norm >= 0:
+        raise ValueError(f"{owner}: max_norm must be at least 0, got {max_norm}")
     if not norm_type > 0:
         raise ValueError(f"{owner}: norm_type must be positive, got {norm_type}")
     by_groups = _gradients(owner, model, expert_group)
@@ -71,6 +75,7 @@ def clip_grad_norm_(
     return total
 
 
+@named_arguments()
 def reduce_found_inf(
     scaler: torch.amp.GradScaler,
     optimizer: torch.optim.Optimizer,

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 from ..recipe import Recipe, chosen_recipe
 from ..runtime.entered import Entered, leave
+from ..runtime.named_arguments import named_arguments
 
 __all__ = ["fp8_model_init", "quantized_model_init", "settings"]
 
@@ -70,6 +71,7 @@ class fp8_model_init:
 
     __slots__ = ("_entered", "_settings")
 
+    @named_arguments()
     def __init__(
         self,
         enabled: bool = True,

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 
 from ..recipe import DelayedScaling, Recipe, chosen_recipe
+from ..runtime.named_arguments import named_arguments
 from ..runtime.tracing import untraced
 from .delayed.amax_group import AmaxGroup, amax_groups
 from .delayed.registry import label_of, recipe_named, registry
@@ -312,6 +313,7 @@ class ModuleFP8:
     _prepare_weight._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
+@named_arguments()
 def init_fp8_state(model: torch.nn.Module, recipe: Recipe | str | None = None) -> None:
     """Allocates the FP8 state of every module in ``model`` before its first forward.
 
@@ -325,8 +327,12 @@ def init_fp8_state(model: torch.nn.Module, recipe: Recipe | str | None = None) -
 
     Raises:
         ValueError: ``recipe`` is an unknown name.
-        TypeError: ``recipe`` is neither a recipe nor a name.
+        TypeError: ``model`` is not a module, or ``recipe`` neither a recipe nor a name.
     """
+    if not isinstance(model, torch.nn.Module):
+        raise TypeError(
+            f"init_fp8_state: model must be a torch.nn.Module, got {type(model).__name__}"
+        )
     recipe = chosen_recipe("init_fp8_state", "recipe", recipe)
     for module in model.modules():
         init = getattr(module, "_init_fp8_state", None)

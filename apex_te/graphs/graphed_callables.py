@@ -14,6 +14,7 @@ from ..fp8.autocast import fp8_autocast, graph_task_id, local
 from ..fp8.delayed.registry import intern
 from ..ops.op_function import once_differentiable
 from ..recipe import Recipe, chosen_recipe
+from ..runtime.named_arguments import named_arguments
 from .capture import Capture, fp8_modules, no_collection, preserved, substituted
 
 __all__ = [
@@ -29,6 +30,7 @@ __all__ = [
 _NAME = "make_graphed_callables"
 
 
+@named_arguments(enabled="fp8_enabled", calibrating="fp8_calibrating")
 def make_graphed_callables(
     modules: torch.nn.Module | Sequence[torch.nn.Module],
     sample_args: Any,
@@ -197,6 +199,11 @@ def _samples(modules: Any, args: Any, kwargs: Any) -> list[tuple[Any, tuple, dic
         ("sample_args", args, (tuple, list)),
         ("sample_kwargs", kwargs, (dict,)),
     ):
+        if not single and not isinstance(values, (tuple, list)):
+            raise TypeError(
+                f"{_NAME}: {name} must be a sequence with one {wanted[0].__name__} for each "
+                f"module, got {type(values).__name__}"
+            )
         each = [values] if single else list(values)
         if len(each) != len(every):
             raise ValueError(

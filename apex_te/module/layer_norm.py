@@ -7,6 +7,8 @@ from collections.abc import Sequence
 import torch
 
 from ..ops.layer_norm import layer_norm
+from ..runtime.named_arguments import named_arguments
+from ._core.call_errors import VAGUE, explain
 from ._core.norm_module import NormModule
 
 __all__ = ["LayerNorm", "LayerNormLayer"]
@@ -33,6 +35,7 @@ class LayerNormLayer(NormModule):
     weight: torch.nn.Parameter
     bias: torch.nn.Parameter
 
+    @named_arguments()
     def __init__(
         self,
         normalized_shape: int | Sequence[int] | None = None,
@@ -68,7 +71,14 @@ class LayerNormLayer(NormModule):
             TypeError: ``inp`` has another dtype.
             ValueError: the last dimensions of ``inp`` are not ``normalized_shape``.
         """
-        return self._normalize(layer_norm, inp, self.weight, self.bias)
+        try:
+            return self._normalize(layer_norm, inp, self.weight, self.bias)
+        except VAGUE as error:
+            explain(self, error, {"inp": inp})
+            raise
+
+    # Python's own errors about a call then name the class that users construct.
+    forward.__qualname__ = "LayerNorm.forward"
 
 
 class LayerNorm(LayerNormLayer, torch.nn.LayerNorm):

@@ -9,7 +9,9 @@ import torch
 from torch.nn import functional
 
 from ..ops.op_function import unwrapped
+from ..runtime.named_arguments import named_arguments
 from ._core import arguments as _arguments
+from ._core.call_errors import VAGUE, explain
 from ._core.context import without_autograd
 from ._core.gemm import FP8Call, cast_to
 from ._core.head_layout import HeadLayout
@@ -44,6 +46,7 @@ class LayerNormLinear(NormedModule, LinearParameters):
     TransformerEngine's LayerNormLinear.
     """
 
+    @named_arguments()
     def __init__(
         self,
         in_features: int,
@@ -74,6 +77,8 @@ class LayerNormLinear(NormedModule, LinearParameters):
         if mode == "row":  # its input's features would be split, and the norm needs all
             raise ValueError("LayerNormLinear: parallel_mode must be None or 'column', got 'row'")
         wanted = _arguments.params_dtype_of("LayerNormLinear", params_dtype, dtype)
+        _arguments.check_count("LayerNormLinear", "in_features", in_features)
+        _arguments.check_count("LayerNormLinear", "out_features", out_features)
         super().__init__()
         self.in_features = in_features
         self.out_features = out_features
@@ -125,7 +130,11 @@ class LayerNormLinear(NormedModule, LinearParameters):
             TypeError: a tensor has another dtype than those above.
             ValueError: an argument has another shape or length than that above.
         """
-        return self.forward_with_residual(inp, None, is_first_microbatch, False)[0]
+        try:
+            return self.forward_with_residual(inp, None, is_first_microbatch, False)[0]
+        except VAGUE as error:
+            explain(self, error, {"inp": inp})
+            raise
 
     def forward_with_residual(
         self,

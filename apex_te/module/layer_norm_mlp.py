@@ -9,7 +9,9 @@ import torch
 from torch.nn import functional
 
 from ..ops.op_function import unwrapped
+from ..runtime.named_arguments import named_arguments
 from ._core import arguments as _arguments
+from ._core.call_errors import VAGUE, explain
 from ._core.context import without_autograd
 from ._core.fused_casts import activate, activation_of, is_gated
 from ._core.gemm import FP8Call, adds_in_product, cast_to
@@ -62,6 +64,7 @@ class LayerNormMLP(NormedModule):
     activation_params: dict[str, float] | None = None
     _function: Any = None  # an activation that no name alone describes
 
+    @named_arguments()
     def __init__(
         self,
         hidden_size: int,
@@ -94,6 +97,8 @@ class LayerNormMLP(NormedModule):
     ) -> None:
         function = activation_of("LayerNormMLP", activation, activation_params)
         wanted = _arguments.params_dtype_of("LayerNormMLP", params_dtype, dtype)
+        _arguments.check_count("LayerNormMLP", "hidden_size", hidden_size)
+        _arguments.check_count("LayerNormMLP", "ffn_hidden_size", ffn_hidden_size)
         super().__init__()
         self.hidden_size = hidden_size
         self.ffn_hidden_size = ffn_hidden_size
@@ -174,7 +179,11 @@ class LayerNormMLP(NormedModule):
             TypeError: a tensor has another dtype than those above.
             ValueError: an argument has another shape or length than that above.
         """
-        return self.forward_with_residual(inp, None, is_first_microbatch, False)[0]
+        try:
+            return self.forward_with_residual(inp, None, is_first_microbatch, False)[0]
+        except VAGUE as error:
+            explain(self, error, {"inp": inp})
+            raise
 
     def forward_with_residual(
         self,

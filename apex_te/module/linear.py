@@ -9,7 +9,9 @@ import torch
 from torch.nn import functional
 
 from ..ops.op_function import unwrapped
+from ..runtime.named_arguments import named_arguments
 from ._core import arguments as _arguments
+from ._core.call_errors import VAGUE, explain
 from ._core.context import without_autograd
 from ._core.gemm import FP8Call, adds_in_product
 from ._core.head_layout import HeadLayout
@@ -203,6 +205,7 @@ class LinearLayer(LinearParameters):
     Interface and defaults follow TransformerEngine's Linear.
     """
 
+    @named_arguments()
     def __init__(
         self,
         in_features: int,
@@ -228,6 +231,8 @@ class LinearLayer(LinearParameters):
         dtype: torch.dtype | None = None,
     ) -> None:
         wanted = _arguments.params_dtype_of("Linear", params_dtype, dtype)
+        _arguments.check_count("Linear", "in_features", in_features)
+        _arguments.check_count("Linear", "out_features", out_features)
         torch.nn.Module.__init__(self)
         self.in_features = in_features
         self.out_features = out_features
@@ -298,23 +303,31 @@ class LinearLayer(LinearParameters):
             TypeError: a tensor has another dtype than those above.
             ValueError: a shape, or a missing weight or bias.
         """
-        if weight is None and bias is None:
-            weight, bias = self._linear_operands()
-            if is_first_microbatch is None and not self.return_bias:
-                call = self._known_call(inp, self.in_features, (weight, bias))
-                if call is not None:
-                    if call.is_fp8:
-                        return LinearFunction.direct(unwrapped(inp), weight, bias, call, None)
-                    return functional.linear(inp, weight, bias)
-        else:
-            weight, bias = self._operands(weight, bias)
-        applied = None if self.return_bias else bias
-        out = self._call(
-            inp, self.in_features, (weight, bias), (weight,), is_first_microbatch, weight, applied
-        )
+        try:
+            if weight is None and bias is None:
+                weight, bias = self._linear_operands()
+                if is_first_microbatch is None and not self.return_bias:
+                    call = self._known_call(inp, self.in_features, (weight, bias))
+                    if call is not None:
+                        if call.is_fp8:
+                            return LinearFunction.direct(unwrapped(inp), weight, bias, call, None)
+                        return functional.linear(inp, weight, bias)
+            else:
+                weight, bias = self._operands(weight, bias)
+            applied = None if self.return_bias else bias
+            out = self._call(
+                inp, self.in_features, (weight, bias), (weight,), is_first_microbatch, weight,
+                applied,
+            )  # fmt: skip
+        except VAGUE as error:
+            explain(self, error, {"inp": inp}, {"weight": weight, "bias": bias})
+            raise
         if not self.return_bias:
             return out
         return out, out.new_empty(0) if bias is None else bias.to(out.dtype)
+
+    # Python's own errors about a call then name the class that users construct.
+    forward.__qualname__ = "Linear.forward"
 
     def forward_to_heads(
         self,

@@ -7,6 +7,8 @@ from collections.abc import Sequence
 import torch
 
 from ..ops.rms_norm import rms_norm
+from ..runtime.named_arguments import named_arguments
+from ._core.call_errors import VAGUE, explain
 from ._core.norm_module import NormModule
 
 __all__ = ["RMSNorm", "RMSNormLayer"]
@@ -32,6 +34,7 @@ class RMSNormLayer(NormModule):
     _PARAMETERS = ("weight",)
     weight: torch.nn.Parameter
 
+    @named_arguments()
     def __init__(
         self,
         normalized_shape: int | Sequence[int] | None = None,
@@ -67,7 +70,14 @@ class RMSNormLayer(NormModule):
             TypeError: ``inp`` has another dtype.
             ValueError: the last dimensions of ``inp`` are not ``normalized_shape``.
         """
-        return self._normalize(rms_norm, inp, self.weight)
+        try:
+            return self._normalize(rms_norm, inp, self.weight)
+        except VAGUE as error:
+            explain(self, error, {"inp": inp})
+            raise
+
+    # Python's own errors about a call then name the class that users construct.
+    forward.__qualname__ = "RMSNorm.forward"
 
 
 class RMSNorm(RMSNormLayer, torch.nn.RMSNorm):

@@ -12,12 +12,14 @@ from torch.nn import functional
 
 from ..fp8.delayed.registry import number_layer
 from ..ops.bias_dropout_add import bias_dropout_add
-from ._core.arguments import autocast_dtype, checked_eps, checked_groups
+from ..runtime.named_arguments import did_you_mean, named_arguments
+from ._core.arguments import autocast_dtype, checked_eps, checked_groups, checked_number
+from ._core.call_errors import VAGUE, explain_attention, has_passed
 from ._core.composite import CompositeModule
 from ._core.observed import takes_residual
 from ._core.parallel import checked_tp_size
 from .attention.inference_params import InferenceParams
-from .attention.masks import Mask
+from .attention.masks import Mask, mask_type, window
 from .attention.multihead import MultiheadAttention, residual_of
 from .layer_norm import LayerNorm
 from .layer_norm_mlp import LayerNormMLP
@@ -97,7 +99,10 @@ class _Blocks(NamedTuple):
 def _check_kind(layer_type: str, parallel_attention_mlp: bool, post_norm: bool) -> None:
     """Checks that ``layer_type`` is known, and that parallel branches are possible with it."""
     if layer_type not in ("encoder", "decoder"):
-        raise ValueError(f"{_NAME}: layer_type must be 'encoder' or 'decoder', got {layer_type!r}")
+        raise ValueError(
+            f"{_NAME}: layer_type must be 'encoder' or 'decoder', got {layer_type!r}"
+            + did_you_mean(layer_type, ("encoder", "decoder"))
+        )
     if parallel_attention_mlp and (post_norm or layer_type == "decoder"):
         raise ValueError(
             f"{_NAME}: parallel_attention_mlp must be False with layer_type 'decoder' or "
@@ -165,6 +170,7 @@ class TransformerLayer(CompositeModule):
         "RMSNorm": RMSNorm,
     }
 
+    @named_arguments(qkv_format="attn_input_format", attn_mask_type="self_attn_mask_type")
     def __init__(
         self,
         hidden_size: int,
@@ -222,8 +228,11 @@ class TransformerLayer(CompositeModule):
                 f"{_NAME}: enc_dec_attn_mask_type and enc_dec_window_size must be None with "
                 f"layer_type 'encoder', got {enc_dec_attn_mask_type!r} and {enc_dec_window_size!r}"
             )
+        if enc_dec_attn_mask_type is not None:
+            mask_type(_NAME, enc_dec_attn_mask_type, "enc_dec_attn_mask_type")
+        window(_NAME, enc_dec_window_size, "enc_dec_window_size")
         for key, value in (("hidden_dropout", hidden_dropout), ("drop_path_rate", drop_path_rate)):
-            if not 0.0 <= value <= 1.0:
+            if not 0.0 <= checked_number(_NAME, key, value) <= 1.0:
                 raise ValueError(f"{_NAME}: {key} must be from 0 to 1, got {value}")
         super().__init__()
         self.layer_type = layer_type
@@ -351,88 +360,114 @@ class TransformerLayer(CompositeModule):
             TypeError: a tensor has another dtype than those above.
             ValueError: a shape, mask or option that does not fit.
         """
-        decoder = self.layer_type == "decoder"
-        if not decoder and not (
-            encoder_output
-            is enc_dec_attn_mask
-            is enc_dec_attn_mask_type
-            is enc_dec_window_size
-            is None
-        ):
-            raise ValueError(
-                f"{_NAME}: encoder_output and what begins with enc_dec must be None with "
-                "layer_type 'encoder', got another value"
-            )
-        # Else the residuals would stay in the dtype of the input, and so would the result.
-        autocast = autocast_dtype(_NAME, "hidden_states", hidden_states)
-        if autocast is not None:
-            hidden_states = hidden_states.to(autocast)
-        keys = (cu_seqlens_kv, max_seqlen_kv, cu_seqlens_kv_padded)
-        own_keys = (None, None, None) if decoder else keys
-        samples = cu_seqlens_q if cu_seqlens_q_padded is None else cu_seqlens_q_padded
-        post_norm = self.apply_residual_connection_post_layernorm
-        attention, mlp = self.self_attention, self.layernorm_mlp
-        out: Any
-        residual: Any
-        out, residual = _attended(
-            attention,
-            (
-                hidden_states, attention_mask, None, self_attn_mask_type, window_size,
-                is_first_microbatch, checkpoint_core_attention, inference_params, rotary_pos_emb,
-                core_attention_bias_type, core_attention_bias, alibi_slopes, cu_seqlens_q,
-                own_keys[0], max_seqlen_q, own_keys[1], cu_seqlens_q_padded, own_keys[2],
-            ),
-            not (post_norm and attention.input_layernorm),
-            self._adds(attention.return_bias, attention.proj.use_bias),
-        )  # fmt: skip
-        if self.parallel_attention_mlp:
-            out = out + mlp(hidden_states, is_first_microbatch)
-            return self._finish(self._add(out, None, residual, samples))
-        x, bias, norm = _unpacked(out, attention)
-        if norm is not None:
-            residual = norm
-        if decoder:
-            hidden_states = x
-            if residual is not None:
-                hidden_states = self._add(x, bias, residual, samples)
-            cross = self.inter_attention
-            kind = enc_dec_attn_mask_type or self.enc_dec_attn_mask_type
-            if kind is None and enc_dec_attn_mask is None and cu_seqlens_kv is None:
-                kind = "no_mask"
+        try:
+            decoder = self.layer_type == "decoder"
+            if not decoder and not (
+                encoder_output
+                is enc_dec_attn_mask
+                is enc_dec_attn_mask_type
+                is enc_dec_window_size
+                is None
+            ):
+                raise ValueError(
+                    f"{_NAME}: encoder_output and what begins with enc_dec must be None with "
+                    "layer_type 'encoder', got another value"
+                )
+            # Else the residuals would stay in the dtype of the input, and so would the result.
+            autocast = autocast_dtype(_NAME, "hidden_states", hidden_states)
+            if autocast is not None:
+                hidden_states = hidden_states.to(autocast)
+            keys = (cu_seqlens_kv, max_seqlen_kv, cu_seqlens_kv_padded)
+            own_keys = (None, None, None) if decoder else keys
+            samples = cu_seqlens_q if cu_seqlens_q_padded is None else cu_seqlens_q_padded
+            post_norm = self.apply_residual_connection_post_layernorm
+            attention, mlp = self.self_attention, self.layernorm_mlp
+            out: Any
+            residual: Any
             out, residual = _attended(
-                cross,
+                attention,
                 (
-                    hidden_states, enc_dec_attn_mask, encoder_output, kind, enc_dec_window_size,
-                    is_first_microbatch, checkpoint_core_attention, None, None, "no_bias", None,
-                    None, cu_seqlens_q, cu_seqlens_kv, max_seqlen_q, max_seqlen_kv,
-                    cu_seqlens_q_padded, cu_seqlens_kv_padded,
+                    hidden_states, attention_mask, None, self_attn_mask_type, window_size,
+                    is_first_microbatch, checkpoint_core_attention, inference_params,
+                    rotary_pos_emb, core_attention_bias_type, core_attention_bias, alibi_slopes,
+                    cu_seqlens_q, own_keys[0], max_seqlen_q, own_keys[1], cu_seqlens_q_padded,
+                    own_keys[2],
                 ),
-                not post_norm,
-                self._adds(cross.return_bias, cross.proj.use_bias),
+                not (post_norm and attention.input_layernorm),
+                self._adds(attention.return_bias, attention.proj.use_bias),
             )  # fmt: skip
-            x, bias, norm = _unpacked(out, cross)
+            if self.parallel_attention_mlp:
+                out = out + mlp(hidden_states, is_first_microbatch)
+                return self._finish(self._add(out, None, residual, samples))
+            x, bias, norm = _unpacked(out, attention)
             if norm is not None:
                 residual = norm
-        adds = self._adds(mlp.return_bias, mlp.use_bias)
-        if not takes_residual(mlp):
-            hidden_states = x if residual is None else self._add(x, bias, residual, samples)
-            out, residual = mlp(hidden_states, is_first_microbatch), hidden_states
-        elif residual is None or (bias is None and x.dtype is residual.dtype and not self._drops()):
-            out, total = mlp.forward_with_residual(
-                x, residual, is_first_microbatch, return_residual=not post_norm, add_residual=adds
-            )
-            residual = total
-        else:
-            hidden_states = self._add(x, bias, residual, samples)
-            out, total = mlp.forward_with_residual(
-                hidden_states, None, is_first_microbatch, return_residual=not post_norm,
-                add_residual=adds,
-            )  # fmt: skip
-            residual = total if adds and total is None else residual_of(hidden_states, total)
-        x, bias, norm = _unpacked(out, mlp)
-        if norm is not None:
-            residual = norm
-        return self._finish(x if residual is None else self._add(x, bias, residual, samples))
+            if decoder:
+                hidden_states = x
+                if residual is not None:
+                    hidden_states = self._add(x, bias, residual, samples)
+                cross = self.inter_attention
+                kind = enc_dec_attn_mask_type or self.enc_dec_attn_mask_type
+                if kind is None and enc_dec_attn_mask is None and cu_seqlens_kv is None:
+                    kind = "no_mask"
+                out, residual = _attended(
+                    cross,
+                    (
+                        hidden_states, enc_dec_attn_mask, encoder_output, kind, enc_dec_window_size,
+                        is_first_microbatch, checkpoint_core_attention, None, None, "no_bias", None,
+                        None, cu_seqlens_q, cu_seqlens_kv, max_seqlen_q, max_seqlen_kv,
+                        cu_seqlens_q_padded, cu_seqlens_kv_padded,
+                    ),
+                    not post_norm,
+                    self._adds(cross.return_bias, cross.proj.use_bias),
+                )  # fmt: skip
+                x, bias, norm = _unpacked(out, cross)
+                if norm is not None:
+                    residual = norm
+            adds = self._adds(mlp.return_bias, mlp.use_bias)
+            if not takes_residual(mlp):
+                hidden_states = x if residual is None else self._add(x, bias, residual, samples)
+                out, residual = mlp(hidden_states, is_first_microbatch), hidden_states
+            elif residual is None or (
+                bias is None and x.dtype is residual.dtype and not self._drops()
+            ):
+                out, total = mlp.forward_with_residual(
+                    x,
+                    residual,
+                    is_first_microbatch,
+                    return_residual=not post_norm,
+                    add_residual=adds,
+                )
+                residual = total
+            else:
+                hidden_states = self._add(x, bias, residual, samples)
+                out, total = mlp.forward_with_residual(
+                    hidden_states, None, is_first_microbatch, return_residual=not post_norm,
+                    add_residual=adds,
+                )  # fmt: skip
+                residual = total if adds and total is None else residual_of(hidden_states, total)
+            x, bias, norm = _unpacked(out, mlp)
+            if norm is not None:
+                residual = norm
+            return self._finish(x if residual is None else self._add(x, bias, residual, samples))
+        except VAGUE as error:
+            call = {
+                "hidden_states": hidden_states, "encoder_output": encoder_output,
+                "attention_mask": attention_mask, "rotary_pos_emb": rotary_pos_emb,
+                "core_attention_bias": core_attention_bias, "inference_params": inference_params,
+            }  # fmt: skip
+            self._explain(error, call)
+            raise
+
+    def _explain(self, error: Exception, call: dict[str, Any]) -> None:
+        """Raises a better error for a failed call, as ``explain_attention`` does; else returns."""
+        names = {"qkv_format": "attn_input_format", "attn_mask_type": "self_attn_mask_type"}
+        if self.layer_type == "decoder" and has_passed(error, self.inter_attention):
+            names["attn_mask_type"] = "enc_dec_attn_mask_type"
+            names["attention_mask"] = "enc_dec_attn_mask"
+            names["window_size"] = "enc_dec_window_size"
+        layout = ("attn_input_format", self.attn_input_format)
+        explain_attention(self, error, layout, call, **names)
 
     def _adds(self, returns_bias: bool, has_bias: bool) -> bool:
         """Returns True if the last product of attention or of the MLP may add the residual.

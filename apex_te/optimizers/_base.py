@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import math
 import operator
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import repeat
 from typing import Any, ClassVar, NamedTuple
 
 import torch
 
 from ..runtime import moved
+from ..runtime.named_arguments import nearest, renamed
 from ._bucket import (
     MASTER,
     STEP,
@@ -45,6 +47,26 @@ class Work(NamedTuple):
     group: dict[str, Any]
     bucket: Bucket
     grads: list[torch.Tensor]
+
+
+def _check_container(owner: str, params: Any) -> None:
+    """Raises TypeError unless ``params`` is what parameters can be taken from, one by one."""
+    instead = None
+    if isinstance(params, torch.nn.Module):
+        instead = "pass its parameters()"
+    elif isinstance(params, torch.Tensor):
+        instead = "pass a list of it"
+    elif isinstance(params, dict):
+        instead = "pass its values()"
+    elif callable(params):
+        instead = "call it"
+    elif isinstance(params, str) or not isinstance(params, Iterable):
+        instead = "pass model.parameters()"
+    if instead is not None:
+        raise TypeError(
+            f"{owner}: params must be a list or generator of parameters or groups, "
+            f"got {type(params).__name__}; {instead}"
+        )
 
 
 class FusedOptimizer(SavingOptimizer):
@@ -84,7 +106,19 @@ class FusedOptimizer(SavingOptimizer):
         self._check("master_weight_dtype", master_weight_dtype, self._master_choices)
         for name, dtype in moment_dtypes.items():
             self._check(f"{name}_dtype", dtype, self._moment_choices)
+        _check_container(self._name, params)
+        params = list(params)
+        if not params:
+            raise ValueError(
+                f"{self._name}: params must hold a parameter at least, got none (a generator "
+                "gives its items once)"
+            )
         is_flag = master_weights is None or isinstance(master_weights, (bool, int))
+        if isinstance(master_weights, str):
+            raise TypeError(
+                f"{self._name}: master_weights must be a bool or a list of tensors, "
+                f"got {master_weights!r}"
+            )
         given = None if is_flag else list(master_weights)  # type: ignore[arg-type]
         self.capturable = capturable
         self.set_grad_none = set_grad_none
@@ -149,8 +183,16 @@ class FusedOptimizer(SavingOptimizer):
     def _check_group(self, group: dict[str, Any]) -> None:
         """Raises TypeError or ValueError if an option of ``group`` is no number in its range."""
         for name in ("lr", "weight_decay", "eps"):
-            if name in group and not (name == "lr" and isinstance(group[name], torch.Tensor)):
+            if name == "lr" and isinstance(group[name], torch.Tensor):
+                if group[name].numel() != 1:
+                    raise ValueError(
+                        f"{self._name}: lr must be a float or a tensor of one element, got a "
+                        f"tensor of shape {list(group[name].shape)}"
+                    )
+            elif name in group:
                 self._at_least_zero(name, group[name])
+                if math.isinf(group[name]):
+                    raise ValueError(f"{self._name}: {name} must be finite, got {group[name]}")
         if "betas" not in group:
             return
         betas = group["betas"]
@@ -188,7 +230,7 @@ class FusedOptimizer(SavingOptimizer):
                 the graph, or ``grad_scaler.update()`` was not called since the last step.
             TypeError: an argument is unknown, or a gradient is a DTensor and its parameter is none.
             ValueError: a gradient is on another mesh than its parameter, FP8 parameters are
-                without master weights, or parameters share memory.
+                without master weights, parameters share memory, or are on the meta device.
         """
         # Not in the signature: GradScaler would hand itself over, and warn that it stops doing so.
         grad_scaler = options.pop("grad_scaler", None)
@@ -196,6 +238,11 @@ class FusedOptimizer(SavingOptimizer):
             raise TypeError(f"{self._name}: step has no argument {next(iter(options))!r}")
         loss = None
         if closure is not None:
+            if not callable(closure):
+                raise TypeError(
+                    f"{self._name}: closure must be a function that returns the loss, "
+                    f"got {type(closure).__name__}"
+                )
             with torch.enable_grad():
                 loss = closure()
         if self.use_decoupled_grad:
@@ -216,10 +263,13 @@ class FusedOptimizer(SavingOptimizer):
                 self._planned = list(self.state.values())
             try:
                 self._update(work, scalars)
-            except Exception:
+            except Exception as error:
                 for item in work:
                     item.bucket.retreat()
-                raise
+                better = renamed(error, self._name, self.defaults, {})
+                if better is None:
+                    raise
+                raise better from error.__cause__
         return loss
 
     def _make_states_to_load(self) -> None:
@@ -278,15 +328,59 @@ class FusedOptimizer(SavingOptimizer):
         After an error the optimizer has the groups that it had before.
 
         Raises:
-            TypeError: a parameter has a dtype that is not supported.
-            ValueError: an option is out of range.
+            TypeError: a parameter is not a tensor, or has a dtype that is not supported.
+            ValueError: an option is out of range or misspelt, or a parameter is in a group already
+                or is not a leaf.
         """
+        self._check_new_group(param_group)
         super().add_param_group(param_group)
         try:
             self._prepare_group(self.param_groups[-1])
         except Exception:
             self.param_groups.pop()
             raise
+
+    def _check_new_group(self, group: Any) -> None:
+        """Checks the parameters and the names of a group's options, and lists the parameters."""
+        name = self._name
+        if not isinstance(group, dict):
+            raise TypeError(
+                f"{name}: param_group must be a dict of params and options, "
+                f"got {type(group).__name__}"
+            )
+        if "params" not in group:
+            raise ValueError(
+                f"{name}: params must be given in each group, got one of {', '.join(group)}"
+            )
+        for option in group:
+            meant = nearest(option, self.defaults, 0.85)
+            if option != "params" and option not in self.defaults and meant is not None:
+                raise ValueError(
+                    f"{name}: there is no option {option!r} of a group; did you mean {meant!r}?"
+                )
+        params = group["params"]
+        if isinstance(params, torch.Tensor):
+            params = [params]
+        _check_container(name, params)
+        group["params"] = list(params)
+        known = {id(param) for other in self.param_groups for param in other["params"]}
+        for param in group["params"]:
+            if isinstance(param, tuple) and len(param) == 2:  # of named_parameters()
+                param = param[1]
+            if not isinstance(param, torch.Tensor):
+                raise TypeError(
+                    f"{name}: params must hold torch.nn.Parameters, got {type(param).__name__}"
+                )
+            if not (param.is_leaf or param.retains_grad):
+                raise ValueError(
+                    f"{name}: params must hold leaf tensors, such as a module's parameters, got "
+                    f"the result of {type(param.grad_fn).__name__}"
+                )
+            if id(param) in known:
+                raise ValueError(
+                    f"{name}: params must be in one group each, got a parameter of shape "
+                    f"{list(param.shape)} in two"
+                )
 
     def enable_master_weights(self) -> None:
         """Turns on float32 master weights, as if the constructor had been told to keep them.
@@ -331,7 +425,7 @@ class FusedOptimizer(SavingOptimizer):
 
     def _check_number(self, name: str, value: Any) -> None:
         """Raises TypeError if an option is no number; a kernel takes no tensor for it."""
-        if not isinstance(value, (int, float)):
+        if isinstance(value, bool) or not isinstance(value, (int, float)):
             raise TypeError(f"{self._name}: {name} must be a float, got {type(value).__name__}")
 
     def _at_least_zero(self, name: str, value: Any) -> None:
@@ -422,9 +516,15 @@ class FusedOptimizer(SavingOptimizer):
             NotImplementedError: a gradient is sparse.
             RuntimeError: a CUDA graph is captured without ``capturable``, or buckets would have to
                 be made during capture.
+            ValueError: the parameters are on the meta device and have no gradients.
         """
         live = self._live(group["params"])
         if not live:
+            if any(param.is_meta for param in group["params"]):
+                raise ValueError(
+                    f"{self._name}: params must have values, got one on the meta device; construct "
+                    "the optimizer after reset_parameters() or to_empty(), which make other tensors"
+                )
             return []
         names = self._moments(group)
         capturing = live[0].is_cuda and torch.cuda.is_current_stream_capturing()

@@ -203,9 +203,11 @@ class SavingOptimizer(torch.optim.Optimizer):
             state_dict: result of ``state_dict()``.
 
         Raises:
-            TypeError: the state is a DTensor and its parameter is none, or the other way round.
-            ValueError: the state is of another shape, mesh or optimizer.
+            TypeError: ``state_dict`` is not a dict; the state is a DTensor and its parameter is
+                none, or the other way round.
+            ValueError: the state is of another shape, mesh, number of parameters or optimizer.
         """
+        self._check_saved(state_dict)
         # The last of the hooks, so that the others see tensors.
         handle = self.register_load_state_dict_pre_hook(_keep_dtypes)
         names = ("state", "param_groups", "defaults", "_plans", "_planned")
@@ -218,6 +220,19 @@ class SavingOptimizer(torch.optim.Optimizer):
             raise
         finally:
             handle.remove()
+
+    def _check_saved(self, state_dict: Any) -> None:
+        """Checks that a state dict is a dict as of an optimizer."""
+        if not isinstance(state_dict, dict):
+            raise TypeError(
+                f"{self._name}: state_dict must be a dict, got {type(state_dict).__name__}"
+            )
+        missing = [key for key in ("state", "param_groups") if key not in state_dict]
+        if missing:
+            raise ValueError(
+                f"{self._name}: state_dict must be that of an optimizer, with state and "
+                f"param_groups, got one without {' and '.join(missing)}"
+            )
 
     def _adapted(self, state_dict: dict[str, Any]) -> dict[str, Any]:
         """Returns a state dict with its step counts where this class keeps them."""
@@ -311,7 +326,18 @@ class SavingOptimizer(torch.optim.Optimizer):
 
 
 def _keep_dtypes(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
-    """Puts the tensors of a state dict in boxes, which torch does not cast (a pre-hook)."""
+    """Puts the tensors of a state dict in boxes, which torch does not cast (a pre-hook).
+
+    Raises:
+        ValueError: the state dict has other groups than the optimizer.
+    """
+    groups = (optimizer.param_groups, state_dict["param_groups"])
+    sizes, saved = ([len(group["params"]) for group in each] for each in groups)
+    if saved != sizes:
+        raise ValueError(
+            f"{type(optimizer).__name__}: state_dict must have groups of {sizes} parameters, "
+            f"got {saved}"
+        )
 
     def kept(values: Any) -> Any:
         if not isinstance(values, dict):

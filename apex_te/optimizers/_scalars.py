@@ -59,6 +59,7 @@ class Scalars:
                 its own ``step`` would do, and notes that ``optimizer`` has stepped.
 
         Raises:
+            TypeError: ``scaler`` is not a GradScaler.
             RuntimeError: ``scaler.update()`` was not called since the last step, or
                 ``GradScaler.step`` has not asked all ranks that hold parts of the parameters.
         """
@@ -75,6 +76,11 @@ class Scalars:
                     "got that of this rank's part"
                 )
             return cls(getattr(optimizer, "grad_scale", None), found_inf)
+        if not hasattr(scaler, "is_enabled"):
+            raise TypeError(
+                f"{type(optimizer).__name__}: grad_scaler must be a torch.amp.GradScaler, "
+                f"got {type(scaler).__name__}"
+            )
         if not scaler.is_enabled():
             return cls()
         # This is what GradScaler.step does for an optimizer that takes its scale.

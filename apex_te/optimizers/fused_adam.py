@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 import torch
 
 from ..ops import multi_tensor_optim
+from ..runtime.named_arguments import named_arguments
 from ._base import FusedOptimizer, Work
 from ._bucket import MASTER, Bucket
 from ._scalars import Scalars
@@ -74,6 +75,7 @@ class FusedAdam(FusedOptimizer):
     _moment_choices = (torch.float32, torch.bfloat16, torch.float16, torch.uint8)
     _master_choices = (torch.float32, torch.float16)
 
+    @named_arguments()
     def __init__(
         self,
         params: Any,

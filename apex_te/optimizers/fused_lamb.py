@@ -8,6 +8,7 @@ import torch
 
 from ..ops import multi_tensor, multi_tensor_optim
 from ..runtime import moved
+from ..runtime.named_arguments import named_arguments
 from ._base import FusedOptimizer, Work
 from ._scalars import Scalars
 from ._sharded_lamb import ShardedLamb
@@ -42,6 +43,7 @@ class FusedLAMB(FusedOptimizer):
 
     _required_state = ("step", "exp_avg", "exp_avg_sq")
 
+    @named_arguments()
     def __init__(
         self,
         params: Any,

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from ..ops import multi_tensor, multi_tensor_optim
+from ..runtime.named_arguments import named_arguments
 from ._base import FusedOptimizer, Work
 from ._scalars import Scalars
 
@@ -41,6 +42,7 @@ class FusedSGD(FusedOptimizer):
 
     wd_after_momentum: bool = False  # for what earlier releases have pickled
 
+    @named_arguments()
     def __init__(
         self,
         params: Any,

@@ -5,12 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
+from .named_arguments import named_arguments
+
 if TYPE_CHECKING:
     from ..op_builder.jit.prebuild.build_report import BuildReport
 
 __all__ = ["prebuild"]
 
 
+@named_arguments()
 def prebuild(
     ops: str | Iterable[str] | None = None,
     arch: str | Iterable[str] | None = None,
@@ -38,12 +41,23 @@ def prebuild(
         "skipped"), archs, seconds, size, path and reason of each library.
 
     Raises:
+        TypeError: ``ops`` or ``arch`` is neither a name nor names, or ``jobs`` is not an int.
         PrebuildError: some libraries could not be built; its ``report`` says which.
         UnknownOpError: ``ops`` names no op.
         ArchError: ``arch`` names an arch that does not exist.
         SettingError: another argument, or an environment variable, has a wrong value.
         JitDisabledError: APEX_TE_DISABLE_JIT is set and a library is missing.
     """
+    if ops is not None and not isinstance(ops, Iterable):
+        raise TypeError(
+            f"prebuild: ops must be a name or a list of names, got {type(ops).__name__}"
+        )
+    if arch is not None and not isinstance(arch, Iterable):
+        raise TypeError(
+            f"prebuild: arch must be a text such as '9.0a' or a list of them, got {arch!r}"
+        )
+    if jobs is not None and not isinstance(jobs, int):
+        raise TypeError(f"prebuild: jobs must be an int, got {type(jobs).__name__}")
     from ..op_builder import all_builders, user_builders
     from ..op_builder.jit.prebuild.targets import Targets
     from ..op_builder.jit.prebuild.user_cache import choose_ops, into_cache

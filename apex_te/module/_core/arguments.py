@@ -11,6 +11,7 @@ import torch
 from ...fp8 import model_init
 from ...fp8.parameter.parameter import FP8Parameter
 from ...runtime.counts import check_count
+from ...runtime.named_arguments import nearest
 
 __all__ = [
     "INIT_STD",
@@ -19,6 +20,7 @@ __all__ = [
     "check_num_gemms",
     "checked_eps",
     "checked_groups",
+    "checked_number",
     "checked_splits",
     "fill",
     "parameter",
@@ -27,6 +29,7 @@ __all__ = [
 ]
 
 INIT_STD = 0.023
+_DTYPES = ("float32", "float16", "bfloat16", "float64")
 
 
 def params_dtype_of(
@@ -40,15 +43,24 @@ def params_dtype_of(
         dtype: the argument ``dtype``, another name of ``params_dtype``.
 
     Raises:
-        TypeError: ``params_dtype`` is no dtype.
+        TypeError: the argument is not a dtype that parameters can have.
         ValueError: both are given and differ.
     """
     if params_dtype is not None and dtype is not None and params_dtype != dtype:
         raise ValueError(f"{owner}: dtype must equal params_dtype, got {dtype} and {params_dtype}")
-    chosen = params_dtype if params_dtype is not None else dtype
+    name, chosen = ("params_dtype", params_dtype) if dtype is None else ("dtype", dtype)
     chosen = torch.get_default_dtype() if chosen is None else chosen
     if not isinstance(chosen, torch.dtype):
-        raise TypeError(f"{owner}: params_dtype must be a dtype, got {type(chosen).__name__}")
+        near = nearest(chosen, _DTYPES) or "bfloat16"
+        raise TypeError(
+            f"{owner}: {name} must be a torch.dtype such as torch.{near}, got {chosen!r}"
+        )
+    if str(chosen).removeprefix("torch.") not in _DTYPES:
+        instead = "; fp8_model_init makes weights in FP8" if "float8" in str(chosen) else ""
+        raise TypeError(
+            f"{owner}: {name} must be {', '.join(_DTYPES[:-1])} or {_DTYPES[-1]}, "
+            f"got {chosen}{instead}"
+        )
     return chosen
 
 
@@ -206,12 +218,17 @@ def checked_eps(owner: str, name: str, eps: Any) -> float:
         TypeError: ``eps`` is no number.
         ValueError: ``eps`` is below 0, at least 1, or NaN.
     """
-    if isinstance(eps, bool) or not isinstance(eps, numbers.Real):
-        raise TypeError(f"{owner}: {name} must be a float, got {type(eps).__name__}")
-    value = float(eps)
+    value = checked_number(owner, name, eps)
     if not 0.0 <= value < 1.0:
         raise ValueError(f"{owner}: {name} must be at least 0 and below 1, got {eps}")
     return value
+
+
+def checked_number(owner: str, name: str, value: Any) -> float:
+    """Returns the argument ``name`` as a float; raises TypeError if it is no number."""
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+        raise TypeError(f"{owner}: {name} must be a float, got {type(value).__name__}")
+    return float(value)
 
 
 def checked_splits(

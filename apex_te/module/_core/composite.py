@@ -6,6 +6,8 @@ from typing import Any
 
 import torch
 
+from ...runtime.named_arguments import renamed
+
 __all__ = ["CompositeModule"]
 
 
@@ -29,7 +31,13 @@ class CompositeModule(torch.nn.Module):
             TypeError: ``tp_group`` is neither a process group nor None.
             ValueError: ``tp_group`` has another number of ranks.
         """
-        self._call_children("set_tensor_parallel_group", tp_group)
+        try:
+            self._call_children("set_tensor_parallel_group", tp_group)
+        except (TypeError, ValueError) as error:
+            better = renamed(error, type(self).__name__, ("tp_group",), {})
+            if better is None:
+                raise
+            raise better from error.__cause__
 
     def _call_children(self, method: str, *args: Any) -> None:
         """Calls the method named ``method`` on each child module that has one.

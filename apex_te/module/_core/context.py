@@ -42,6 +42,9 @@ def take_saved(ctx: Any) -> tuple:
 
     Returns:
         A tuple as ``ctx.saved_tensors``.
+
+    Raises:
+        RuntimeError: an earlier backward has taken them.
     """
     if torch.compiler.is_compiling() or not isinstance(ctx, torch._C._FunctionBase):
         return ctx.saved_tensors
@@ -50,7 +53,16 @@ def take_saved(ctx: Any) -> tuple:
     if taken is not None:
         of.taken = None
         return taken
-    saved = of.saved_tensors
+    try:
+        saved = of.saved_tensors
+    except RuntimeError as error:
+        if "a second time" not in str(error):
+            raise
+        raise RuntimeError(
+            f"{of._forward_cls.LABEL}: backward() may run once for each forward, got a second run; "
+            "add up losses and call backward() on the sum, or pass retain_graph=True to the first "
+            "(torch: Trying to backward through the graph a second time)"
+        ) from error
     of.maybe_clear_saved_tensors()
     return saved
 

@@ -12,6 +12,8 @@ from ...fp8.scheme.quantizer import BlockOptions
 from ...ops import activation, bias_gelu, layer_norm, rms_norm, swiglu, swiglu_block
 from ...ops.block_quantize import BlockQuantized
 from ...ops.fp8_output import FP8Output
+from ...runtime.named_arguments import did_you_mean
+from .arguments import checked_number
 
 __all__ = [
     "ACTIVATIONS",
@@ -92,15 +94,23 @@ def activation_of(owner: str, name: str, params: Mapping[str, float] | None) -> 
         name, params: the arguments ``activation`` and ``activation_params``.
 
     Raises:
+        TypeError: ``params`` is not a dict of floats.
         ValueError: an unknown activation, or a parameter that it does not have.
     """
     if name not in ACTIVATIONS:
         raise ValueError(
             f"{owner}: activation must be one of {', '.join(ACTIVATIONS)}, got {name!r}"
+            + did_you_mean(name, ACTIVATIONS)
         )
     # Transformer Engine's names and defaults.
     known = {"limit": 7.0, "alpha": 1.702, "glu_linear_offset": 1.0}
+    if params is not None and not isinstance(params, Mapping):
+        raise TypeError(
+            f"{owner}: activation_params must be a dict of floats, got {type(params).__name__}"
+        )
     given = dict(params or {})
+    for key, value in given.items():
+        checked_number(owner, f"activation_params[{key!r}]", value)
     if given and (name != "clamped_swiglu" or not known.keys() >= given.keys()):
         raise ValueError(
             f"{owner}: activation_params must be None, or for 'clamped_swiglu' have keys of "

@@ -143,7 +143,7 @@ def _resolved_shape(
 
     Raises:
         TypeError: the given argument is neither an int nor a non-empty sequence of ints.
-        ValueError: none or both were given.
+        ValueError: none or both were given, or a size is below 1.
     """
     if (normalized_shape is None) == (hidden_size is None):
         raise ValueError(
@@ -155,4 +155,6 @@ def _resolved_shape(
     shape = tuple(given) if several else (given,)
     if not shape or any(isinstance(n, bool) or not isinstance(n, int) for n in shape):
         raise TypeError(f"{name}: normalized_shape must be an int or several ints, got {given!r}")
+    if min(shape) < 1:
+        raise ValueError(f"{name}: normalized_shape must be at least 1, got {given!r}")
     return shape

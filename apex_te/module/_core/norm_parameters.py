@@ -8,6 +8,7 @@ import torch
 
 from ...ops import layer_norm, rms_norm
 from ...ops.op_function import unwrapped
+from ...runtime.named_arguments import did_you_mean
 from . import arguments as _arguments
 from .context import is_autocast
 from .layer_norm_linear_function import NormOptions
@@ -15,9 +16,18 @@ from .parallel import ParallelModule, tag
 from .plain_functions import PlainNormFunction
 from .programs import Programs
 
-__all__ = ["NormedModule"]
+__all__ = ["NormedModule", "check_normalization"]
 
 NORMALIZATIONS = ("LayerNorm", "RMSNorm")
+
+
+def check_normalization(owner: str, normalization: Any) -> None:
+    """Checks that ``normalization`` names a norm; ``owner`` is the module's name in errors."""
+    if normalization not in NORMALIZATIONS:
+        raise ValueError(
+            f"{owner}: normalization must be one of {', '.join(NORMALIZATIONS)}, "
+            f"got {normalization!r}{did_you_mean(normalization, NORMALIZATIONS)}"
+        )
 
 
 class NormedModule(ParallelModule):
@@ -52,11 +62,7 @@ class NormedModule(ParallelModule):
             dtype, device: of the parameters.
         """
         owner = type(self).__name__
-        if normalization not in NORMALIZATIONS:
-            raise ValueError(
-                f"{owner}: normalization must be one of {', '.join(NORMALIZATIONS)}, "
-                f"got {normalization!r}"
-            )
+        check_normalization(owner, normalization)
         eps = _arguments.checked_eps(owner, "eps", eps)
         self.normalization = normalization
         self.zero_centered_gamma = bool(zero_centered_gamma)

@@ -13,6 +13,7 @@ from ...comm.agreement import check_same
 from ...comm.collectives import world_size
 from ...comm.shards import note_group
 from ...fp8.autocast import is_process_group, local
+from ...runtime.named_arguments import did_you_mean
 from .fp8_module import FP8Module
 from .gemm import GemmOptions
 from .tensor_parallel import TensorParallel
@@ -43,6 +44,7 @@ def checked_mode(owner: str, parallel_mode: Any) -> str | None:
     if mode not in (None, "column", "row"):
         raise ValueError(
             f"{owner}: parallel_mode must be None, 'column' or 'row', got {parallel_mode!r}"
+            + did_you_mean(parallel_mode, ("column", "row"))
         )
     return mode
 

@@ -202,10 +202,11 @@ def main_grad_of(parameter: Any, options: GemmOptions) -> tuple[torch.Tensor, bo
         main_grad = get_main_grad()
     else:
         main_grad = getattr(parameter, "main_grad", None)
-    if main_grad is None:
+    if not isinstance(main_grad, torch.Tensor):
+        got = "None" if main_grad is None else type(main_grad).__name__
         raise ValueError(
             "fuse_wgrad_accumulation: weight.main_grad must be a preallocated tensor when "
-            "fuse_wgrad_accumulation=True, got None (under fully_shard, whose weights have no "
+            f"fuse_wgrad_accumulation=True, got {got} (under fully_shard, whose weights have no "
             "main_grad, use fuse_wgrad_accumulation=False or weights with get_main_grad())"
         )
     if main_grad.numel() != parameter.numel() or not main_grad.is_contiguous():

@@ -9,9 +9,11 @@ from typing import Any
 import torch
 from torch.utils.checkpoint import checkpoint
 
+from ...runtime.named_arguments import did_you_mean, named_arguments
 from ...runtime.tracing import is_traced
 from .._core import arguments as _arguments
 from .._core.arguments import autocast_dtype
+from .._core.call_errors import VAGUE, explain, is_vague
 from .._core.parallel import checked_tp_size, divided
 from . import masks as _masks
 from .alibi import Alibi, checked_slopes, standard_slopes
@@ -69,6 +71,7 @@ class DotProductAttention(torch.nn.Module):
     Interface and the order of arguments follow TransformerEngine's DotProductAttention.
     """
 
+    @named_arguments()
     def __init__(
         self,
         num_attention_heads: int,
@@ -94,10 +97,13 @@ class DotProductAttention(torch.nn.Module):
         if attention_type not in ("self", "cross"):
             raise ValueError(
                 f"{_NAME}: attention_type must be 'self' or 'cross', got {attention_type!r}"
+                + did_you_mean(attention_type, ("self", "cross"))
             )
         if layer_number is not None:
             _arguments.check_count(_NAME, "layer_number", layer_number)
-        sizes = (kv_channels, kv_channels) if isinstance(kv_channels, int) else tuple(kv_channels)
+        sizes: Any = (kv_channels, kv_channels)
+        if isinstance(kv_channels, (tuple, list)):
+            sizes = tuple(kv_channels)
         if len(sizes) != 2 or not all(isinstance(n, int) and n > 0 for n in sizes):
             raise ValueError(
                 f"{_NAME}: kv_channels must be one or two sizes above 0, got {kv_channels!r}"
@@ -112,7 +118,9 @@ class DotProductAttention(torch.nn.Module):
         self.window_size = _masks.window(_NAME, window_size)
         self.attention_type = attention_type
         self.layer_number = layer_number
-        scale = 1.0 / math.sqrt(sizes[0]) if softmax_scale is None else softmax_scale
+        scale = 1.0 / math.sqrt(sizes[0])
+        if softmax_scale is not None:
+            scale = _checked_scale(softmax_scale)
         self.get_rng_state_tracker = get_rng_state_tracker
         layer_scale = 1.0
         if apply_query_key_layer_scaling and layer_number is not None:
@@ -130,6 +138,7 @@ class DotProductAttention(torch.nn.Module):
 
     @attention_dropout.setter
     def attention_dropout(self, value: float) -> None:
+        value = _arguments.checked_number(_NAME, "attention_dropout", value)
         if not 0.0 <= value < 1.0:
             raise ValueError(
                 f"{_NAME}: attention_dropout must be at least 0 and below 1, got {value}"
@@ -143,6 +152,7 @@ class DotProductAttention(torch.nn.Module):
 
     @softmax_scale.setter
     def softmax_scale(self, value: float) -> None:
+        value = _checked_scale(value)
         self._training = self._training._replace(scale=value)
         self._evaluation = self._evaluation._replace(scale=value)
 
@@ -217,46 +227,85 @@ class DotProductAttention(torch.nn.Module):
             TypeError: a tensor has another dtype than those above.
             ValueError: a shape, mask or option that does not fit.
         """
-        is_usual = core_attention_bias_type == "no_bias" and (
-            attention_mask
-            is qkv_format
-            is cu_seqlens_q
-            is cu_seqlens_kv
-            is attn_mask_type
-            is window_size
-            is core_attention_bias
-            is alibi_slopes
-            is cu_seqlens_q_padded
-            is cu_seqlens_kv_padded
-            is None
-        )
-        if is_usual and self.qkv_format != "thd":
-            attended, inputs, order = self._usual_plan(query_layer, key_layer, value_layer)
-        else:
-            _, attended, inputs, order = self._plan(
-                query_layer, key_layer, value_layer, attention_mask, qkv_format, cu_seqlens_q,
-                cu_seqlens_kv, max_seqlen_q, max_seqlen_kv, attn_mask_type, window_size,
-                core_attention_bias_type, core_attention_bias, alibi_slopes, cu_seqlens_q_padded,
-                cu_seqlens_kv_padded,
-            )  # fmt: skip
-        run = attended
-        if checkpoint_core_attention:
+        try:
+            is_usual = core_attention_bias_type == "no_bias" and (
+                attention_mask
+                is qkv_format
+                is cu_seqlens_q
+                is cu_seqlens_kv
+                is attn_mask_type
+                is window_size
+                is core_attention_bias
+                is alibi_slopes
+                is cu_seqlens_q_padded
+                is cu_seqlens_kv_padded
+                is None
+            )
+            if is_usual and self.qkv_format != "thd":
+                attended, inputs, order = self._usual_plan(query_layer, key_layer, value_layer)
+            else:
+                _, attended, inputs, order = self._plan(
+                    query_layer, key_layer, value_layer, attention_mask, qkv_format, cu_seqlens_q,
+                    cu_seqlens_kv, max_seqlen_q, max_seqlen_kv, attn_mask_type, window_size,
+                    core_attention_bias_type, core_attention_bias, alibi_slopes,
+                    cu_seqlens_q_padded, cu_seqlens_kv_padded,
+                )  # fmt: skip
+            run = attended
+            if checkpoint_core_attention:
 
-            def run(*inputs: Any) -> torch.Tensor:
-                return checkpoint(attended, *inputs, use_reentrant=False)
+                def run(*inputs: Any) -> torch.Tensor:
+                    return checkpoint(attended, *inputs, use_reentrant=False)
 
-        if (
-            self.training
-            and self._training.dropout > 0.0
-            and self.get_rng_state_tracker is not None
-        ):
-            # Outside of the checkpoint, which saves the state that it finds and so repeats the
-            # tracked draws without a second step of the tracker.
-            with self.get_rng_state_tracker().fork():
+            if (
+                self.training
+                and self._training.dropout > 0.0
+                and self.get_rng_state_tracker is not None
+            ):
+                # Outside of the checkpoint, which saves the state that it finds and so repeats the
+                # tracked draws without a second step of the tracker.
+                with self.get_rng_state_tracker().fork():
+                    out = run(*inputs)
+            else:
                 out = run(*inputs)
-        else:
-            out = run(*inputs)
+        except VAGUE as error:
+            given = {
+                "query_layer": query_layer, "key_layer": key_layer, "value_layer": value_layer
+            }  # fmt: skip
+            optional = {"core_attention_bias": core_attention_bias, "alibi_slopes": alibi_slopes}
+            lengths = {"max_seqlen_q": max_seqlen_q, "max_seqlen_kv": max_seqlen_kv}
+            self._explain(error, given, optional, attention_mask, lengths)
+            raise
         return out.flatten(1) if order is None else out.permute(order).flatten(2)
+
+    def _explain(
+        self, error: Exception, inputs: dict[str, Any], optional: dict[str, Any], mask: Any,
+        lengths: dict[str, Any],
+    ) -> None:  # fmt: skip
+        """Raises a better error for a failed call if an argument is wrong; else returns.
+
+        Args:
+            error: the error of the call.
+            inputs, optional: as for ``call_errors.explain``.
+            mask: the argument ``attention_mask``.
+            lengths: the arguments ``max_seqlen_q`` and ``max_seqlen_kv``.
+        """
+        if isinstance(mask, torch.Tensor):
+            optional["attention_mask"] = mask
+        elif isinstance(mask, tuple):
+            optional |= {f"attention_mask[{i}]": each for i, each in enumerate(mask)}
+        explain(self, error, inputs, optional)
+        if not is_vague(self, error):
+            return
+        dtype = inputs["query_layer"].dtype
+        if not dtype.is_floating_point:
+            raise TypeError(
+                f"{_NAME}: query_layer must have a floating-point dtype, got {dtype}"
+            ) from error
+        for name, value in lengths.items():
+            if value is not None and not isinstance(value, int):
+                raise TypeError(
+                    f"{_NAME}: {name} must be an int, got {type(value).__name__}"
+                ) from error
 
     def explain(
         self,
@@ -496,7 +545,7 @@ class DotProductAttention(torch.nn.Module):
         if bias_type not in _BIAS_TYPES:
             raise ValueError(
                 f"{_NAME}: core_attention_bias_type must be one of {', '.join(_BIAS_TYPES)}, "
-                f"got {bias_type!r}"
+                f"got {bias_type!r}{did_you_mean(bias_type, _BIAS_TYPES)}"
             )
         if (bias is None) != (bias_type in ("no_bias", "alibi")):
             raise ValueError(
@@ -521,6 +570,17 @@ class DotProductAttention(torch.nn.Module):
 
 
 def _checked_format(name: str) -> str:
-    if name not in ("sbhd", "bshd", "thd"):
-        raise ValueError(f"{_NAME}: qkv_format must be 'sbhd', 'bshd' or 'thd', got {name!r}")
+    formats = ("sbhd", "bshd", "thd")
+    if name not in formats:
+        raise ValueError(
+            f"{_NAME}: qkv_format must be 'sbhd', 'bshd' or 'thd', got {name!r}"
+            + did_you_mean(name, formats)
+        )
     return name
+
+
+def _checked_scale(value: Any) -> float:
+    scale = _arguments.checked_number(_NAME, "softmax_scale", value)
+    if not math.isfinite(scale):
+        raise ValueError(f"{_NAME}: softmax_scale must be finite, got {value}")
+    return scale

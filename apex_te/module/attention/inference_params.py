@@ -11,6 +11,8 @@ import torch
 from torch.nn import functional
 
 from ...ops.op_function import OpFunction
+from ...runtime.counts import check_count
+from ...runtime.named_arguments import named_arguments
 
 __all__ = ["Cached", "InferenceParams", "PaddedStep", "Step", "extended", "without_gradient"]
 
@@ -39,7 +41,11 @@ class InferenceParams:
 
     _is_batch_first = False  # memory is [b, s, g, d] before pre_step, too
 
+    @named_arguments()
     def __init__(self, max_batch_size: int, max_sequence_length: int) -> None:
+        name = type(self).__name__
+        check_count(name, "max_batch_size", max_batch_size)
+        check_count(name, "max_sequence_length", max_sequence_length)
         self.max_batch_size = max_batch_size
         self.max_sequence_length = max_sequence_length
         self.sequence_len_offset = 0
@@ -71,10 +77,15 @@ class InferenceParams:
                 the batch. A name that is new begins a sequence, and one that is missing ends it.
 
         Raises:
-            TypeError: a number of tokens is no int.
+            TypeError: ``step_dict`` is not a dict, or a number of tokens is not an int.
             ValueError: a number below 1, or more sequences or tokens than there is room for.
         """
         owner = "InferenceParams"
+        if not isinstance(step_dict, Mapping):
+            raise TypeError(
+                f"{owner}: step_dict must be a dict of new tokens by sequence, "
+                f"got {type(step_dict).__name__}"
+            )
         if not step_dict or len(step_dict) > self.max_batch_size:
             raise ValueError(
                 f"{owner}: step_dict must have 1 to max_batch_size = {self.max_batch_size} "

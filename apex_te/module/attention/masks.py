@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import torch
+
+from ...runtime.named_arguments import did_you_mean
 
 __all__ = [
     "MASK_TYPES",
@@ -87,29 +89,38 @@ _CAUSAL = Visibility("upper_left")
 _BOTTOM_RIGHT = Visibility("bottom_right")
 
 
-def mask_type(owner: str, name: str) -> MaskType:
-    """Returns the mask type called ``name``; ``owner`` is the name of the module in errors.
+def mask_type(owner: str, name: str, argument: str = "attn_mask_type") -> MaskType:
+    """Returns the mask type called ``name``.
+
+    Args:
+        owner: the name of the module in errors.
+        name: the name of the type.
+        argument: the name of the argument in errors.
 
     Raises:
         TypeError: ``name`` is no string.
         ValueError: there is no mask type of that name.
     """
     if not isinstance(name, str):
-        raise TypeError(f"{owner}: attn_mask_type must be a string, got {type(name).__name__}")
+        raise TypeError(f"{owner}: {argument} must be a string, got {type(name).__name__}")
     found = MASK_TYPES.get(name)
     if found is None:
         raise ValueError(
-            f"{owner}: attn_mask_type must be one of {', '.join(MASK_TYPES)}, got {name!r}"
+            f"{owner}: {argument} must be one of {', '.join(MASK_TYPES)}, got {name!r}"
+            + did_you_mean(name, MASK_TYPES)
         )
     return found
 
 
-def window(owner: str, size: Sequence[int] | None) -> tuple[int, int] | None:
+def window(
+    owner: str, size: Sequence[int] | None, argument: str = "window_size"
+) -> tuple[int, int] | None:
     """Returns the checked window (left, right), -1 = no limit; None if neither side has a limit.
 
     Args:
         owner: the name of the module in errors.
         size: the argument ``window_size``.
+        argument: the name of the argument in errors.
 
     Raises:
         TypeError: ``size`` is not two ints.
@@ -117,11 +128,11 @@ def window(owner: str, size: Sequence[int] | None) -> tuple[int, int] | None:
     """
     if size is None:
         return None
-    pair = tuple(size)
+    pair = tuple(size) if isinstance(size, Iterable) else ()
     if len(pair) != 2 or any(isinstance(n, bool) or not isinstance(n, int) for n in pair):
-        raise TypeError(f"{owner}: window_size must be two ints (left, right), got {size!r}")
+        raise TypeError(f"{owner}: {argument} must be two ints (left, right), got {size!r}")
     if min(pair) < -1:
-        raise ValueError(f"{owner}: window_size must be -1 (unlimited) or more, got {size!r}")
+        raise ValueError(f"{owner}: {argument} must be -1 (unlimited) or more, got {size!r}")
     return None if pair == (-1, -1) else pair
 
 

@@ -9,8 +9,11 @@ import torch
 
 from ...fp8.delayed.registry import number_layer
 from ...ops.rope import rope
+from ...runtime.named_arguments import named_arguments
 from .._core.arguments import check_count, checked_eps, checked_groups
+from .._core.call_errors import VAGUE, explain_attention
 from .._core.composite import CompositeModule
+from .._core.norm_parameters import check_normalization
 from .._core.observed import is_observed, takes_residual
 from .._core.parallel import checked_tp_size, divided
 from ..layer_norm import LayerNorm
@@ -176,6 +179,7 @@ class MultiheadAttention(CompositeModule):
     _core_attention: type[Any] = DotProductAttention
     _norms: ClassVar[dict[str, type[Any]]] = {"LayerNorm": LayerNorm, "RMSNorm": RMSNorm}
 
+    @named_arguments()
     def __init__(
         self,
         hidden_size: int,
@@ -220,6 +224,7 @@ class MultiheadAttention(CompositeModule):
             raise ValueError(
                 f"{_NAME}: fuse_qkv_params must be True with fuse_wgrad_accumulation=True"
             )
+        check_normalization(_NAME, normalization)
         ranks = checked_tp_size(_NAME, tp_group, tp_size) if set_parallel_mode else 1
         groups = checked_groups(_NAME, num_attention_heads, num_gqa_groups)
         size = _checked_head_size(hidden_size, num_attention_heads, kv_channels)
@@ -340,13 +345,22 @@ class MultiheadAttention(CompositeModule):
             TypeError: a tensor has another dtype than those above.
             ValueError: a shape, mask or option that does not fit.
         """
-        return self.forward_with_residual(
-            hidden_states, attention_mask, encoder_output, attn_mask_type, window_size,
-            is_first_microbatch, checkpoint_core_attention, inference_params, rotary_pos_emb,
-            core_attention_bias_type, core_attention_bias, alibi_slopes, cu_seqlens_q,
-            cu_seqlens_kv, max_seqlen_q, max_seqlen_kv, cu_seqlens_q_padded, cu_seqlens_kv_padded,
-            return_residual=False,
-        )[0]  # fmt: skip
+        try:
+            return self.forward_with_residual(
+                hidden_states, attention_mask, encoder_output, attn_mask_type, window_size,
+                is_first_microbatch, checkpoint_core_attention, inference_params, rotary_pos_emb,
+                core_attention_bias_type, core_attention_bias, alibi_slopes, cu_seqlens_q,
+                cu_seqlens_kv, max_seqlen_q, max_seqlen_kv, cu_seqlens_q_padded,
+                cu_seqlens_kv_padded, return_residual=False,
+            )[0]  # fmt: skip
+        except VAGUE as error:
+            call = {
+                "hidden_states": hidden_states, "encoder_output": encoder_output,
+                "attention_mask": attention_mask, "rotary_pos_emb": rotary_pos_emb,
+                "core_attention_bias": core_attention_bias, "inference_params": inference_params,
+            }  # fmt: skip
+            explain_attention(self, error, ("qkv_format", self.qkv_format), call)
+            raise
 
     def forward_with_residual(
         self,

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from ...ops.rms_norm import rms_norm
+from ...runtime.named_arguments import did_you_mean
 from .._core.arguments import checked_eps
 from .._core.parallel import tag
 
@@ -56,10 +57,10 @@ def qk_norms(
     if kind == "L2Normalization":
         shared = _L2Normalization(size, eps)
         return shared, shared
-    if kind not in norms:
+    if kind not in tuple(norms):
         raise ValueError(
             f"{owner}: qk_norm_type must be None, 'RMSNorm', 'LayerNorm' or 'L2Normalization', "
-            f"got {kind!r}"
+            f"got {kind!r}{did_you_mean(kind, (*norms, 'L2Normalization'))}"
         )
     pair = tuple(norms[kind](size, eps, params_dtype=params_dtype, device=device) for _ in range(2))
     if split:

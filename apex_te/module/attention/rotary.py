@@ -5,17 +5,23 @@ Interfaces follow TransformerEngine's.
 
 from __future__ import annotations
 
+import math
+import numbers
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 
+from ...ops.argument_errors import check_dense
 from ...ops.rope import rope
+from ...runtime.named_arguments import did_you_mean, named_arguments
 from ...runtime.tracing import is_traced
+from .._core.arguments import check_count, checked_number
 from .qkv_heads import HeadLayout, rotation_of, split_heads
 
 __all__ = ["RotaryPositionEmbedding", "apply_fused_qkv_rotary_pos_emb", "apply_rotary_pos_emb"]
 
+_NAME = "RotaryPositionEmbedding"
 _FORMATS = ("sbhd", "bshd", "thd")
 
 
@@ -40,6 +46,7 @@ class RotaryPositionEmbedding(torch.nn.Module):
 
     inv_freq: torch.Tensor
 
+    @named_arguments()
     def __init__(
         self,
         dim: int,
@@ -52,12 +59,25 @@ class RotaryPositionEmbedding(torch.nn.Module):
         device: torch.device | str | int | None = None,
     ) -> None:
         super().__init__()
-        if rotary_percent < 1.0:
-            dim = int(dim * rotary_percent)
+        check_count(_NAME, "dim", dim)
+        if not 0.0 < checked_number(_NAME, "rotary_percent", rotary_percent) <= 1.0:
+            raise ValueError(
+                f"{_NAME}: rotary_percent must be above 0 and at most 1, got {rotary_percent}"
+            )
+        dim = int(dim * rotary_percent)
         if dim < 2 or dim % 2:
             raise ValueError(
-                "RotaryPositionEmbedding: dim (times rotary_percent) must be even and at least 2, "
-                f"got {dim}"
+                f"{_NAME}: dim (times rotary_percent) must be even and at least 2, got {dim}"
+            )
+        for name, value in (
+            ("rotary_base", rotary_base),
+            ("seq_len_interpolation_factor", seq_len_interpolation_factor),
+        ):
+            if value is not None and not 0.0 < checked_number(_NAME, name, value) < math.inf:
+                raise ValueError(f"{_NAME}: {name} must be above 0 and finite, got {value}")
+        if pretrained_max_position_embeddings is not None:
+            check_count(
+                _NAME, "pretrained_max_position_embeddings", pretrained_max_position_embeddings
             )
         self.rotary_base = rotary_base
         self.interleaved = interleaved
@@ -75,12 +95,29 @@ class RotaryPositionEmbedding(torch.nn.Module):
         Args:
             max_seq_len: the number of positions.
             offset: the first position.
+
+        Raises:
+            TypeError: an argument is not an int.
+            ValueError: ``max_seq_len`` is below 0.
         """
         # A product of two vectors is no operation that autocast rounds.
         frequencies = self.inv_freq.float()
-        position = torch.arange(
-            offset, offset + max_seq_len, device=frequencies.device, dtype=frequencies.dtype
-        )
+        try:
+            position = torch.arange(
+                offset, offset + max_seq_len, device=frequencies.device, dtype=frequencies.dtype
+            )
+        except (RuntimeError, TypeError) as error:
+            for name, value in (("max_seq_len", max_seq_len), ("offset", offset)):
+                if not isinstance(value, numbers.Integral):
+                    raise TypeError(
+                        f"{_NAME}: {name} must be an int, got {type(value).__name__}; "
+                        "apply_rotary_pos_emb rotates a tensor by the angles"
+                    ) from error
+            if max_seq_len < 0:
+                raise ValueError(
+                    f"{_NAME}: max_seq_len must be at least 0, got {max_seq_len}"
+                ) from error
+            raise
         trained, factor = self.pretrained_max_position_embeddings, self.seq_len_interpolation_factor
         if trained is not None and factor is not None:
             position = position / max(factor, max_seq_len / trained)
@@ -140,8 +177,35 @@ def apply_rotary_pos_emb(
             for start, part in parts
         ]
         return torch.cat(found, time)
-    freqs = _own_angles(owner, freqs, t, tensor_format, cp_size, cp_rank)
-    return rope(t, freqs, interleaved=interleaved, **options)
+    try:
+        freqs = _own_angles(owner, freqs, t, tensor_format, cp_size, cp_rank)
+        return rope(t, freqs, interleaved=interleaved, **options)
+    except (AttributeError, TypeError, ValueError) as error:
+        _explain(owner, error, t, freqs, tensor_format)
+        raise
+
+
+def _explain(owner: str, error: Exception, t: Any, freqs: Any, tensor_format: str) -> None:
+    """Raises a better error for a rotation that failed, if a tensor is wrong; else returns."""
+    if is_traced() or str(error).startswith(owner):
+        return
+    for name, value in (("t", t), ("freqs", freqs)):
+        if value is None:
+            raise TypeError(f"{owner}: {name} must be a torch.Tensor, got None") from error
+    try:
+        check_dense(owner, t=t, freqs=freqs)
+    except (TypeError, ValueError) as better:
+        raise better from error
+    if t.dim() != len(tensor_format):
+        raise ValueError(
+            f"{owner}: t must have shape [{', '.join(tensor_format)}], got {list(t.shape)}"
+        ) from error
+    tokens = t.shape[tensor_format.index("s")] if "s" in tensor_format else 0
+    if freqs.shape[0] < tokens or freqs.shape[-1] > t.shape[-1] or freqs.shape[-1] % 2:
+        raise ValueError(
+            f"{owner}: freqs must have the angles of {tokens} positions or more and of an even "
+            f"number of elements up to {t.shape[-1]}, got {list(freqs.shape)}"
+        ) from error
 
 
 def apply_fused_qkv_rotary_pos_emb(
@@ -221,12 +285,17 @@ def _options(
     if tensor_format not in _FORMATS:
         raise ValueError(
             f"{owner}: tensor_format must be 'sbhd', 'bshd' or 'thd', got {tensor_format!r}"
+            + did_you_mean(tensor_format, _FORMATS)
         )
     is_packed = tensor_format == "thd"
     if is_packed:
         if cu_seqlens is None:
             raise ValueError(
                 f"{owner}: cu_seqlens must be given with tensor_format 'thd', got None"
+            )
+        if not isinstance(cu_seqlens, torch.Tensor):
+            raise TypeError(
+                f"{owner}: cu_seqlens must be a torch.Tensor, got {type(cu_seqlens).__name__}"
             )
         if cu_seqlens.device.type == "cpu" and cu_seqlens.numel() and not is_traced():
             bounds = cu_seqlens.flatten().tolist()

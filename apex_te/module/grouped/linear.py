@@ -12,8 +12,10 @@ from torch.nn import functional
 from ...fp8.scheme.quantizer_sets import GroupQuantizers, group_quantizers
 from ...fp8.tensor import QuantizedTensor
 from ...ops.op_function import OpFunction, once_differentiable
+from ...runtime.named_arguments import named_arguments
 from .._core import arguments as _arguments
 from .._core import gemm as _gemm
+from .._core.call_errors import VAGUE, explain
 from .._core.context import take_saved, without_autocast
 from .._core.gemm import SAVED, FP8Call, as_matrix
 from .._core.materialize import initialize, materialize
@@ -58,6 +60,7 @@ class GroupedLinear(ParallelModule):
     Interface and defaults follow TransformerEngine's GroupedLinear.
     """
 
+    @named_arguments()
     def __init__(
         self,
         num_gemms: int,
@@ -83,6 +86,8 @@ class GroupedLinear(ParallelModule):
     ) -> None:
         wanted = _arguments.params_dtype_of("GroupedLinear", params_dtype, dtype)
         _arguments.check_num_gemms("GroupedLinear", num_gemms)
+        _arguments.check_count("GroupedLinear", "in_features", in_features)
+        _arguments.check_count("GroupedLinear", "out_features", out_features)
         super().__init__()
         self.num_gemms = num_gemms
         self.use_bias = bool(bias)
@@ -187,27 +192,31 @@ class GroupedLinear(ParallelModule):
                 HiF8, FP8 with sizes that are no multiples of 16, ``delay_wgrad_compute``,
                 ``save_original_input``, FP8 weights, more than 1023 groups or ``torch.compile``.
         """
-        weights, biases = self._weights_and_biases()
-        rows = math.prod(inp.shape[:-1])
-        splits: Any
-        x, cached_one_by_one = inp, weights
-        if not isinstance(m_splits, torch.Tensor):
-            splits = _arguments.checked_splits(_NAME, self.num_gemms, m_splits, rows)
-        else:
-            owner = type(self).__name__
-            on_device.check_splits(owner, m_splits, self.num_gemms, inp.device)
-            if not rows or not on_device.stays_on_device(inp.device):
-                splits = on_device.read_splits(owner, m_splits, rows)
+        try:
+            weights, biases = self._weights_and_biases()
+            rows = math.prod(inp.shape[:-1])
+            splits: Any
+            x, cached_one_by_one = inp, weights
+            if not isinstance(m_splits, torch.Tensor):
+                splits = _arguments.checked_splits(_NAME, self.num_gemms, m_splits, rows)
             else:
-                on_device.check_supported(self, weights)
-                splits, cached_one_by_one = m_splits, ()
-        if isinstance(splits, tuple) and sum(splits) != rows:
-            x = inp.reshape(rows, inp.shape[-1])[: sum(splits)]
-        applied = () if self.return_bias else biases
-        out = self._call(
-            x, self.in_features, weights + biases, cached_one_by_one, is_first_microbatch,
-            weights, applied, splits,
-        )  # fmt: skip
+                owner = type(self).__name__
+                on_device.check_splits(owner, m_splits, self.num_gemms, inp.device)
+                if not rows or not on_device.stays_on_device(inp.device):
+                    splits = on_device.read_splits(owner, m_splits, rows)
+                else:
+                    on_device.check_supported(self, weights)
+                    splits, cached_one_by_one = m_splits, ()
+            if isinstance(splits, tuple) and sum(splits) != rows:
+                x = inp.reshape(rows, inp.shape[-1])[: sum(splits)]
+            applied = () if self.return_bias else biases
+            out = self._call(
+                x, self.in_features, weights + biases, cached_one_by_one, is_first_microbatch,
+                weights, applied, splits,
+            )  # fmt: skip
+        except VAGUE as error:
+            explain(self, error, {"inp": inp})
+            raise
         if x is not inp:  # the rows after the last group
             out = functional.pad(out, (0, 0, 0, rows - x.shape[0]))
             out = out.view(*inp.shape[:-1], self.out_features)

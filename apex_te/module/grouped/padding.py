@@ -8,6 +8,7 @@ import torch
 
 from ...fp8.autocast import get_fp8_recipe
 from ...fp8.scheme.registry import scheme_of
+from ...runtime.named_arguments import named_arguments
 from .._core import arguments as _arguments
 
 __all__ = ["Fp8Padding", "Fp8Unpadding"]
@@ -21,6 +22,7 @@ class _RowGroups(torch.nn.Module):
         align_size: the multiple, or None for that of the recipe in use.
     """
 
+    @named_arguments()
     def __init__(self, num_gemms: int, align_size: int | None = None) -> None:
         super().__init__()
         name = type(self).__name__
@@ -52,6 +54,9 @@ class _RowGroups(torch.nn.Module):
 
     def _check(self, inp: torch.Tensor, rows: list[int]) -> None:
         """Checks that ``inp`` is a matrix of as many rows as the groups have together."""
+        if not isinstance(inp, torch.Tensor):
+            name = type(self).__name__
+            raise TypeError(f"{name}: inp must be a torch.Tensor, got {type(inp).__name__}")
         if inp.dim() != 2 or inp.shape[0] != sum(rows):
             raise ValueError(
                 f"{type(self).__name__}: inp must have shape [{sum(rows)}, features] "
