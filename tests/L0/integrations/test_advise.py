@@ -350,7 +350,7 @@ def test_lines_are_narrow_and_long_names_short() -> None:
         inner = nn.Sequential(OrderedDict([(name, inner)]))
     text = str(apex_te.advise(inner, torch.randn(16, 32), "delayed", repeats=1, min_gain=0.0))
     assert max(map(len, text.splitlines())) <= 100
-    assert "\n..projection " in text
+    assert "\n..attention.projection " in text
     assert "exclude=['model.transformer.layers.attention.projection']" in text
 
 
