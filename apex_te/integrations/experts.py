@@ -9,6 +9,7 @@ from torch import nn
 
 from ..fp8.autocast import graph_task_id, local
 from ..module._core.fused_casts import activate
+from ..module._core.shown_name import shown_name
 from ..module.grouped.linear import GroupedLinear
 from . import _matching as matching
 
@@ -81,6 +82,7 @@ class StackedExperts(nn.Module):
     act_fn: nn.Module
     gate_up_gemm: ExpertGemm
     down_gemm: ExpertGemm
+    _get_name = shown_name
     _apply_gate: Any
 
     def make_gemms(self) -> None:

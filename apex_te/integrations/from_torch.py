@@ -11,17 +11,19 @@ import torch
 from torch import nn
 
 from ..fp8.model_init import fp8_model_init, settings
+from ..module._core.shown_name import class_name
 from ..module.layer_norm import LayerNorm
 from ..module.linear import Linear
 from ..module.rms_norm import RMSNorm
 from . import _matching as matching
 from . import summary
 from ._derived import Derived, derived
+from ._families import layers_to_join
 from ._fp8_weights import count_fp8_weights, hold_in_fp8
 from ._selection import Selection
 from .conv1d import Conv1DLinear, conv1d_linear
 from .experts import StackedExperts, stacked_experts
-from .fusion import JoinedNorm, fuse_blocks, refuse_optimized
+from .fusion import JoinedNorm, fuse_blocks, key_map, refuse_optimized
 from .saving import save_without_fp8_state
 from .summary import ConversionSummary, Layer, numbered
 
@@ -53,6 +55,11 @@ _REPLACED = (nn.Linear, nn.LayerNorm, nn.RMSNorm)
 _REPLACING = (Linear, LayerNorm, RMSNorm, Conv1DLinear, StackedExperts, JoinedNorm)
 # Attributes that every nn.Module has; a converted module keeps the values it had.
 _KEPT = frozenset(vars(nn.Module()))
+_NOT_JOINED = (
+    "fuse=True joined no layers, since it knows blocks of Hugging Face's models only; layers were"
+    " converted one to one. Call from_torch without fuse, or build the blocks of"
+    " apex_te.LayerNormLinear and apex_te.LayerNormMLP"
+)
 
 
 def from_torch(
@@ -139,6 +146,7 @@ def from_torch(
         model, include, exclude, keep_first_blocks, keep_last_blocks, min_size, size_multiple
     )
     before = summary.conversion_summary(model).converted
+    first = not key_map(model).entries
     held = settings()
     for wanted, what in (
         (fuse, "fuse must be False"),
@@ -151,12 +159,19 @@ def from_torch(
     if held is not None:
         left += hold_in_fp8(model, [layer.name for layer in layers if layer.after], held)
         count_fp8_weights(model)
-    vars(model)[summary.ATTRIBUTE] = found = ConversionSummary([*before, *layers])
-    _LOG.info("from_torch: %r", found)
+    vars(model)[summary.ATTRIBUTE] = ConversionSummary([*before, *layers])
+    _LOG.info("from_torch: %r", summary.conversion_summary(model))
     save_without_fp8_state(model)
+    told = []
     if left:
         named = ", ".join(f"{label} ({reason})" for label, reason in _together(left))
-        warnings.warn(f"from_torch: left as they are: {named}", stacklevel=2)
+        told.append(f"left as they are: {named}")
+    if fuse and left and (joined := [x.name for x in layers if x.after and ", " in x.before]):
+        told.append(f"joined: {', '.join(summary.grouped(joined))}")
+    elif fuse and first and not any(map(layers_to_join, model.modules())):
+        told.append(_NOT_JOINED)
+    if told:
+        warnings.warn(f"from_torch: {'; '.join(told)}", stacklevel=2)
     return model
 
 
@@ -181,6 +196,7 @@ def _converted(
         )
     for name, module in list(model.named_modules()):
         before = type(module).__name__
+        named = class_name(type(module))
         if is_replaceable(module):
             cannot = reason_to_keep(module)
             if cannot:
@@ -188,10 +204,10 @@ def _converted(
             reason = cannot or selection.reason(name, module, feature_sizes(module))
             if reason is None:
                 convert_layer(module)
-            after = type(module).__name__ if reason is None else None
-            layers.append(Layer(name, before, after, reason))
+            after = class_name(type(module)) if reason is None else None
+            layers.append(Layer(name, named, after, reason))
         elif _has_weights(module):
-            layers.append(Layer(name, before, None, "no layer that from_torch converts"))
+            layers.append(Layer(name, named, None, "no layer that from_torch converts"))
             if matching.resembles_norm(module) and selection.reason(name, module) is None:
                 left.append((name, f"from_torch does not know {before}"))
     return layers, left

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from ..module._core.norm_parameters import NormedModule
+from ..module._core.shown_name import class_name
 from ..module.layer_norm_linear import LayerNormLinear
 from ..module.layer_norm_mlp import LayerNormMLP
 from ..module.linear import Linear
@@ -446,7 +447,7 @@ def fuse_blocks(model: nn.Module, chosen: Chosen) -> tuple[list[Layer], list[tup
                 continue
             found += parts
             names = [n for n in (source.norm_name, *source.linears) if n is not None]
-            after = type(block.get_submodule(path)).__name__
+            after = class_name(type(block.get_submodule(path)))
             layers.append(Layer(prefix + path, ", ".join(names), after))
         if found:
             vars(block)[_JOINED] = True

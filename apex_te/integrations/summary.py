@@ -6,7 +6,11 @@ import re
 from collections.abc import Iterable
 from typing import NamedTuple
 
+import torch
 from torch import nn
+
+from ..module._core.fp8_module import FP8Module
+from .experts import StackedExperts
 
 __all__ = ["ConversionSummary", "Layer", "conversion_summary", "numbered"]
 
@@ -18,8 +22,9 @@ class Layer(NamedTuple):
 
     Attributes:
         name: the layer's dotted name in the model.
-        before: name of its class before; for a joined layer, names of the layers it is made of.
-        after: name of its class after, None if the layer was kept.
+        before: name of its class before, as ``torch.nn.Linear``; for a joined layer, names of the
+            layers it is made of.
+        after: name of its class after, as ``apex_te.Linear``, None if the layer was kept.
         reason: reason why the layer was kept, None if it was converted.
     """
 
@@ -34,41 +39,84 @@ def numbered(name: str) -> str:
     return re.sub(r"(?<![^.])\d+(?![^.])", "*", name)
 
 
+class Share(NamedTuple):
+    """Numbers of a model's elements by whether matmuls take them in FP8 inside ``fp8_autocast``.
+
+    Attributes:
+        fp8: elements of weights of layers that compute in FP8.
+        matmul: elements of all weights of linear layers and experts.
+        total: elements of all parameters; shared ones count once.
+        padded: names of layers in FP8 with a size that is not a multiple of 16.
+    """
+
+    fp8: int
+    matmul: int
+    total: int
+    padded: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        parts = f"{self.fp8 / self.total:.1%} of parameters"
+        if self.matmul:
+            parts += f", {self.fp8 / self.matmul:.1%} of matmul weights"
+        return f"in FP8 inside fp8_autocast: {parts}"
+
+
 class ConversionSummary:
     """Layers that ``from_torch`` converted and kept: joined ones first, then in the model's order.
 
     Args:
         layers: an entry for each layer that was converted or kept.
+        share: the parts of the model's parameters, None if they were not counted.
 
     Attributes:
         converted: the entries of layers that became modules of apex_te.
         kept: the entries of layers that stayed as they were, with the reason.
+        share: elements of parameters that are in FP8 and in all, None if they were not counted.
     """
 
-    def __init__(self, layers: Iterable[Layer] = ()) -> None:
+    share: Share | None = None  # of summaries that an earlier release pickled
+
+    def __init__(self, layers: Iterable[Layer] = (), share: Share | None = None) -> None:
         layers = tuple(layers)
         self.converted = tuple(layer for layer in layers if layer.after is not None)
         self.kept = tuple(layer for layer in layers if layer.after is None)
+        self.share = share
 
     def __repr__(self) -> str:
         """Returns a list of the layers, in which names that differ only by numbers share a line."""
         lines = [f"ConversionSummary: {len(self.converted)} converted, {len(self.kept)} kept"]
+        if self.share is not None and self.share.total:
+            lines.append(str(self.share))
         for title, layers in (("converted", self.converted), ("kept", self.kept)):
-            groups: dict[tuple, int] = {}
+            groups: dict[tuple, list[str]] = {}
             for layer in layers:
                 key = (
-                    numbered(layer.name) or "(the model)",
+                    numbered(layer.name),
                     layer.before,
                     layer.after,
                     layer.reason,
                 )
-                groups[key] = groups.get(key, 0) + 1
+                groups.setdefault(key, []).append(layer.name)
             if groups:
                 lines.append(f"{title}:")
-            for (name, before, after, reason), count in groups.items():
+            for (_, before, after, reason), names in groups.items():
                 text = f"{before} -> {after}" if after is not None else f"{before}: {reason}"
-                lines.append(f"  {name} ({count}): {text}" if count > 1 else f"  {name}: {text}")
+                lines.append(f"  {grouped(names)[0]}: {text}")
+        if self.share is not None and self.share.padded:
+            lines.append("padded in FP8, which costs time (a size is not a multiple of 16):")
+            lines += [f"  {name}" for name in grouped(self.share.padded)]
         return "\n".join(lines)
+
+
+def grouped(names: Iterable[str]) -> list[str]:
+    """Returns names with ``*`` for their numbers, each once, and its count if it is not 1."""
+    counts: dict[str, list[str]] = {}
+    for name in names:
+        counts.setdefault(numbered(name), []).append(name)
+    return [
+        f"{key} ({len(found)})" if len(found) > 1 else found[0] or "(the model)"
+        for key, found in counts.items()
+    ]
 
 
 def conversion_summary(model: nn.Module) -> ConversionSummary:
@@ -78,4 +126,39 @@ def conversion_summary(model: nn.Module) -> ConversionSummary:
         model: the model that was given to ``from_torch``; for any other the summary is empty.
     """
     found = vars(model).get(ATTRIBUTE)
-    return ConversionSummary() if found is None else found
+    if found is None:
+        return ConversionSummary()
+    return ConversionSummary([*found.converted, *found.kept], _share(model))
+
+
+def _share(model: nn.Module) -> Share:
+    """Counts the elements of ``model``'s parameters, each parameter once."""
+    sizes = {id(p): p.numel() for p in model.parameters()}
+    fp8: set[int] = set()
+    matmul: set[int] = set()
+    padded = []
+    for name, module in model.named_modules():
+        ours = isinstance(module, (FP8Module, StackedExperts))
+        least = 3 if isinstance(module, StackedExperts) else 2  # their biases are stacked, too
+        own = [p for p in module._parameters.values() if p is not None and p.dim() >= least]
+        if not ours and not _multiplies(module, own):
+            continue
+        matmul.update(map(id, own))
+        if ours:
+            fp8.update(map(id, own))
+            if any(size % 16 for p in own for size in p.shape[-2:]):
+                padded.append(name)
+    total = sum(sizes.values())
+    return Share(
+        sum(sizes[i] for i in fp8 if i in sizes),
+        sum(sizes[i] for i in matmul if i in sizes),
+        total,
+        tuple(padded),
+    )
+
+
+def _multiplies(module: nn.Module, own: list[torch.Tensor]) -> bool:
+    """Returns True for a linear layer, or a module with stacked weights as experts have them."""
+    linear = isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D"
+    experts = any(p.dim() == 3 for p in own) and not isinstance(module, nn.modules.conv._ConvNd)
+    return linear or experts

@@ -30,7 +30,7 @@ def advise(
     recipe: Recipe | str | None = None,
     *,
     repeats: int = 10,
-    min_gain: float = 1.0,
+    min_gain: float | None = None,
     min_sqnr: float = 20.0,
     min_grad_sqnr: float = 15.0,
 ) -> Advice:
@@ -56,7 +56,8 @@ def advise(
         recipe: FP8 recipe or its name; None is ``DelayedScaling()``.
         repeats: timed rounds for each size of layers, whose median counts.
         min_gain: advise against FP8 for layers whose time in high precision is less than so many
-            times that in FP8.
+            times that in FP8. None is 1.0 on a GPU; on a CPU, which emulates FP8, times then do not
+            count.
         min_sqnr: likewise for an SQNR of input or weight below this, in dB.
         min_grad_sqnr: likewise for that of the output's gradient, in dB.
 
@@ -69,9 +70,14 @@ def advise(
             meta device; the sample enters ``fp8_autocast`` or makes no tensor.
         NotImplementedError: the model is sharded, or uses reentrant checkpointing.
     """
-    _check(model, sample, repeats, min_gain=min_gain, min_sqnr=min_sqnr, min_grad=min_grad_sqnr)
+    least = 0.0 if min_gain is None else min_gain
+    _check(model, sample, repeats, min_gain=least, min_sqnr=min_sqnr, min_grad=min_grad_sqnr)
     chosen = chosen_recipe("advise", "recipe", recipe)
     layers = _layers(model)
+    device = next((p.device for p in model.parameters()), torch.device("cpu"))
+    timed_by = min_gain is not None or device.type != "cpu"
+    if min_gain is None and timed_by:
+        least = 1.0
     if not layers:
         raise ValueError(
             "advise: model must have a linear layer that from_torch converts, or one of apex_te's,"
@@ -94,14 +100,14 @@ def advise(
                 with torch.set_grad_enabled(bool(call.gradients)):
                     timed[key] = measure_times(layer, call, chosen, repeats)
             times = timed[key]
-            against = _against(layer, times, roles, min_gain, limits)
+            against = _against(layer, times, roles, least, limits)
             plain = _untried(name, layer, kept)
             found.append(
                 plain._replace(
                     rows=_rows(call), calls=call.count, times=times, roles=roles, against=against
                 )
             )
-    return Advice(found, repr(chosen), _device_name(model))
+    return Advice(found, repr(chosen), _device_name(device), timed_by)
 
 
 def _check(model: Any, sample: Any, repeats: Any, **limits: Any) -> None:
@@ -218,7 +224,7 @@ def _against(
         reasons.append(f"{gain:.2f}x as fast in FP8")
     sizes = {size for p in layer.parameters() if p.dim() >= 2 for size in p.shape[-2:]}
     if odd := sorted(size for size in sizes if size % _MULTIPLE):
-        reasons.append(f"a size of {odd[0]} is no multiple of {_MULTIPLE}")
+        reasons.append(f"a size of {odd[0]} is not a multiple of {_MULTIPLE}")
     for role, found in roles.items():
         if found.sqnr < limits[role]:
             reasons.append(f"SQNR of {role} {found.sqnr:.1f} dB is below {limits[role]:g}")
@@ -227,9 +233,8 @@ def _against(
     return tuple(reasons)
 
 
-def _device_name(model: nn.Module) -> str:
-    """Returns a name of the device that holds the model's first parameter."""
-    device = next((p.device for p in model.parameters()), torch.device("cpu"))
+def _device_name(device: torch.device) -> str:
+    """Returns a name of ``device``."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     return f"{device.type} ({os.uname().machine}, {torch.get_num_threads()} threads)"

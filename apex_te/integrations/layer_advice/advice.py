@@ -5,18 +5,26 @@ from __future__ import annotations
 import json
 import math
 import os
+import textwrap
 from collections.abc import Callable, Iterable
 from typing import Any
 
 from torch import nn
 
+from ..summary import grouped
 from .layer import LayerAdvice
 
 __all__ = ["Advice", "ExactName"]
 
 ROLES = ("input", "weight", "grad_output")
-_HEAD = ("layer", "class", "in", "out", "rows", "calls", "high ms", "FP8 ms", "gain",
-         "amax x", "w", "dy", "SQNR x", "w", "dy", "advice")  # fmt: skip
+_HEAD = ("layer", "in", "out", "rows", "calls", "ms", "FP8 ms", "gain",
+         "x dB", "w dB", "dy dB", "advice")  # fmt: skip
+_TIMES = (5, 6, 7)  # columns of _HEAD
+_WIDTH = 100
+_NAME_WIDTH = 20
+_LARGE = 2048  # sizes from which FP8 is faster on an H100 and H200
+_NAMES = {"DelayedScaling": "delayed", "CurrentScaling": "tensorwise",
+          "BlockScaling": "blockwise", "MXFP8Scaling": "mxfp8"}  # fmt: skip
 
 
 class ExactName:
@@ -42,25 +50,29 @@ class ExactName:
 class Advice:
     """Result of ``apex_te.advise``.
 
-    ``str`` and ``print`` give a table with a line for each layer: sizes, calls, milliseconds of one
-    call in high precision and in FP8, forward and backward, amaxes and SQNR in dB of input, weight
-    and output gradient, and the advice. Below it stand the time of all layers together, and the
-    ``exclude`` list.
+    ``str`` and ``print`` give the verdict, what SQNR says, and a table with a line for each layer:
+    sizes, calls, milliseconds of one call without FP8 and in FP8, forward and backward (where times
+    count), SQNR in dB of input, weight and output gradient, and the advice. Below it stand the
+    reasons, the time of all layers together, and the ``exclude`` list.
 
     Args:
         layers: the layers, in the model's order.
         recipe: the recipe, as text.
         device: the device, as text.
+        timed: True if times count for the advice.
 
     Attributes:
         layers: the layers, each a ``LayerAdvice``.
         recipe: the recipe, as text.
         device: the device on which times were measured, as text.
+        timed: True if times count for the advice.
     """
 
-    def __init__(self, layers: Iterable[LayerAdvice], recipe: str, device: str) -> None:
+    def __init__(
+        self, layers: Iterable[LayerAdvice], recipe: str, device: str, timed: bool = True
+    ) -> None:
         self.layers = tuple(layers)
-        self.recipe, self.device = recipe, device
+        self.recipe, self.device, self.timed = recipe, device, timed
 
     @property
     def exclude(self) -> list[str | Callable[[str, nn.Module], bool]]:
@@ -91,21 +103,68 @@ class Advice:
             found["advised"] += high if layer.kept is not None or layer.against else fp8
         return found
 
+    def verdict(self) -> str:
+        """Returns one sentence: whether to use the recipe, what it gains, and which layers to keep.
+
+        Where times do not count, as on a CPU, it rests on sizes and SQNR.
+        """
+        open_ = [x for x in self.layers if x.kept is None and x.rows]
+        good = [x for x in open_ if not x.against]
+        name = self.recipe.partition("(")[0]
+        name = _NAMES.get(name, name)
+        if not good:
+            why = "no layer is faster and precise enough" if self.timed else "by sizes and SQNR"
+            return f"Do not use {name} for this model: {why}."
+        kept = _listed([x.name for x in self.layers if x.kept or (x.rows and x not in good)])
+        keep = f"; keep {kept} out of FP8" if kept else ""
+        if self.timed:
+            totals = self.totals()
+            gain = totals["high"] / totals["advised"]
+            if gain < 1:
+                return f"Do not use {name} for this model: {gain:.2f}x as fast."
+            return f"Use {name}: {gain:.2f}x faster{keep}."
+        large = sum(min(x.in_features, x.out_features) >= _LARGE for x in good)
+        return (
+            f"{name} fits {len(good)} of {len(open_)} layers by sizes and SQNR{keep};"
+            f" {large or 'none'} of these with both sizes at least {_LARGE}, from which FP8 is"
+            " usually faster; run advise on a GPU for times."
+        )
+
+    def precision(self) -> str:
+        """Returns one sentence on SQNR alone: the lowest, and the layers below the limits."""
+        worst = min(
+            ((found.sqnr, role, x.name) for x in self.layers for role, found in x.roles.items()),
+            default=None,
+        )
+        if worst is None:
+            return "SQNR: no layer was cast to FP8."
+        low = [x.name for x in self.layers if any("SQNR" in r or "NaN" in r for r in x.against)]
+        told = f"too low or not finite in {_listed(low)}" if low else "high enough in every layer"
+        return f"SQNR is {told}; lowest: {worst[0]:.1f} dB, {worst[1]} of {_short(worst[2])}."
+
     def __str__(self) -> str:
-        lines = [_HEAD, *map(_cells, self.layers)]
+        rows = [_HEAD, *map(_cells, self.layers)]
+        lines = [[c for i, c in enumerate(row) if self.timed or i not in _TIMES] for row in rows]
         widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-        text = [f"advise: {self.recipe} on {self.device}"]
+        gap = "  " if sum(widths) + 2 * len(widths) <= _WIDTH else " "
+        text = [self.verdict(), self.precision(), f"advise: {self.recipe} on {self.device}"]
+        text = [line for part in text for line in _wrapped(part)]
         for cells in lines:
-            left = [cell.ljust(width) for cell, width in zip(cells[:2], widths, strict=False)]
-            right = [c.rjust(w) for c, w in zip(cells[2:-1], widths[2:-1], strict=True)]
-            text.append("  ".join([*left, *right, cells[-1]]).rstrip())
+            right = [c.rjust(w) for c, w in zip(cells[1:-1], widths[1:-1], strict=True)]
+            text.append(gap.join([cells[0].ljust(widths[0]), *right, cells[-1]]).rstrip())
+        reasons: dict[str, list[str]] = {}
+        for layer in self.layers:
+            if layer.kept is not None or layer.against:
+                reasons.setdefault(layer.advice(), []).append(layer.name)
+        for reason, names in reasons.items():
+            text += _wrapped(f"{_listed(names)}: {reason}")
         totals = self.totals()
-        if totals["high"]:
+        if self.timed and totals["high"]:
             text.append(
-                "all layers: {high:.3f} ms in high precision, {fp8:.3f} ms in FP8,"
+                "all layers: {high:.3f} ms without FP8, {fp8:.3f} ms in FP8,"
                 " {advised:.3f} ms as advised".format(**totals)
             )
-        text.append(f"exclude={self.exclude!r}")
+        text += _wrapped(f"exclude={self.exclude!r}")
         return "\n".join(text)
 
     def __repr__(self) -> str:
@@ -169,10 +228,29 @@ def _cells(layer: LayerAdvice) -> tuple[str, ...]:
     if layer.times is not None:
         times = f"{layer.times.high:.3f}", f"{layer.times.fp8:.3f}", f"{layer.gain:.2f}x"
     found = [layer.roles.get(role) for role in ROLES]
-    amaxes = [f"{role.amax:.3g}" if role else "-" for role in found]
     losses = [f"{role.sqnr:.1f}" if role else "-" for role in found]
     return (
-        layer.name or "(the model)", layer.kind, size(layer.in_features),
-        size(layer.out_features), size(layer.rows), size(layer.calls), *times, *amaxes, *losses,
-        layer.advice(),
+        _short(layer.name), size(layer.in_features), size(layer.out_features), size(layer.rows),
+        size(layer.calls), *times, *losses, layer.advice().partition(":")[0],
     )  # fmt: skip
+
+
+def _short(name: str) -> str:
+    """Returns a dotted name without its first parts if it is too wide for the table."""
+    parts = name.split(".")
+    while len(parts) > 1 and len(".".join(parts)) > _NAME_WIDTH:
+        del parts[0]
+    text = ".".join(parts) or "(the model)"
+    return text if text in (name, "(the model)") else f"..{text}"
+
+
+def _listed(names: list[str]) -> str:
+    """Returns up to three groups of names, and how many more there are."""
+    groups = grouped(names)
+    more = f" and {len(groups) - 3} more groups" if len(groups) > 3 else ""
+    return ", ".join(groups[:3]) + more
+
+
+def _wrapped(text: str) -> list[str]:
+    """Returns the lines of a paragraph, further ones indented."""
+    return textwrap.wrap(text, _WIDTH, subsequent_indent="  ", break_on_hyphens=False)

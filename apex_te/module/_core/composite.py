@@ -7,12 +7,15 @@ from typing import Any
 import torch
 
 from ...runtime.named_arguments import renamed
+from .shown_name import shown_name
 
 __all__ = ["CompositeModule"]
 
 
 class CompositeModule(torch.nn.Module):
     """Module without parameters of its own, whose child modules have them."""
+
+    _get_name = shown_name
 
     def reset_parameters(self) -> None:
         """Gives the parameters of all child modules new initial values, in place.

@@ -27,6 +27,7 @@ from .context import is_autocast
 from .gemm import FP8Call, GemmOptions, as_matrix
 from .linear_function import HighPrecisionLinearFunction
 from .programs import Programs, programs_of
+from .shown_name import shown_name
 from .weight_cache import WeightCache
 
 if TYPE_CHECKING:
@@ -101,6 +102,7 @@ class FP8Module(torch.nn.Module):
     the module's ``_run`` with these settings.
     """
 
+    _get_name = shown_name
     _fp8: ModuleFP8
     _modes: Modes
     tp_size = 1

@@ -9,6 +9,7 @@ import torch
 
 from .arguments import autocast_dtype, checked_eps, parameter, params_dtype_of
 from .materialize import initialize, materialize
+from .shown_name import shown_name
 
 __all__ = ["NormModule"]
 
@@ -20,6 +21,7 @@ class NormModule(torch.nn.Module):
     ``_normalize`` with its op in ``forward``.
     """
 
+    _get_name = shown_name
     _PARAMETERS: tuple[str, ...]
     eps: Any
 

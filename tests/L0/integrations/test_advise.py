@@ -6,6 +6,7 @@ import json
 import math
 import os
 import random
+from collections import OrderedDict
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -93,7 +94,7 @@ def test_layers_and_statistics(name: Any, model: Model) -> None:
     assert found["unused"].times is None
     assert found["unused"].advice() == "did not run"
     assert found["lm_head"].kept == "an output head by its name, lm_head"
-    assert found["odd"].against == ("a size of 10 is no multiple of 16",)
+    assert found["odd"].against == ("a size of 10 is not a multiple of 16",)
     assert advice.exclude == ["odd"]
 
 
@@ -234,7 +235,9 @@ def test_name_that_is_a_part_of_another() -> None:
 
 def test_reasons_against(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(trial, "_milliseconds", lambda runs, device, repeats: [1.0, 2.0])
-    advice = apex_te.advise(model, TOKENS, "tensorwise", min_sqnr=99.0, min_grad_sqnr=98.0)
+    advice = apex_te.advise(
+        model, TOKENS, "tensorwise", min_gain=1.0, min_sqnr=99.0, min_grad_sqnr=98.0
+    )
     first, *_ = advice.layers
     assert first.gain == 0.5
     assert first.against[0] == "0.50x as fast in FP8"
@@ -318,15 +321,50 @@ def test_reentrant_checkpointing_is_refused(model: Model) -> None:
     assert not model.shared._forward_hooks
 
 
+def test_verdict_of_measured_times(monkeypatch: pytest.MonkeyPatch, model: Model) -> None:
+    """The first line gives the gain of all layers and names those to keep."""
+    monkeypatch.setattr(trial, "_milliseconds", lambda runs, device, repeats: [2.0, 1.0])
+    advice = apex_te.advise(model, TOKENS, "tensorwise", min_gain=1.0)
+    first, second, *_ = str(advice).splitlines()
+    assert first == "Use tensorwise: 1.75x faster; keep odd, lm_head out of FP8."
+    assert second.startswith("SQNR is high enough in every layer; lowest: ")
+    monkeypatch.setattr(trial, "_milliseconds", lambda runs, device, repeats: [1.0, 2.0])
+    slow = apex_te.advise(model, TOKENS, "tensorwise", min_gain=1.0)
+    assert str(slow).startswith("Do not use tensorwise for this model: no layer is faster")
+
+
+def test_on_a_cpu_sizes_and_sqnr_decide(model: Model) -> None:
+    advice = apex_te.advise(model, TOKENS, "tensorwise", repeats=1)
+    assert advice.exclude == ["odd"]
+    text = str(advice)
+    assert text.startswith("tensorwise fits 5 of 6 layers by sizes and SQNR; keep odd, lm_head out")
+    assert "FP8 ms" not in text
+    low = apex_te.advise(model, TOKENS, "tensorwise", repeats=1, min_sqnr=99.0)
+    assert low.verdict().startswith("Do not use tensorwise")
+    assert low.precision().startswith("SQNR is too low or not finite in blocks.*.* (4), shared")
+
+
+def test_lines_are_narrow_and_long_names_short() -> None:
+    inner: nn.Module = nn.Linear(32, 24)
+    for name in ("projection", "attention", "layers", "transformer", "model"):
+        inner = nn.Sequential(OrderedDict([(name, inner)]))
+    text = str(apex_te.advise(inner, torch.randn(16, 32), "delayed", repeats=1, min_gain=0.0))
+    assert max(map(len, text.splitlines())) <= 100
+    assert "\n..attention.projection " in text
+    assert "exclude=['model.transformer.layers.attention.projection']" in text
+
+
 def test_table_json_and_picture(model: Model, tmp_path: Path) -> None:
     advice = apex_te.advise(model, TOKENS, "tensorwise", repeats=1, min_gain=0.0)
-    head, columns, *lines = str(advice).splitlines()
-    assert head.startswith("advise: CurrentScaling(")
-    assert columns.split()[:6] == ["layer", "class", "in", "out", "rows", "calls"]
-    assert lines[0].split()[:6] == ["blocks.0.0", "Linear", "64", "128", "32", "1"]
+    text = str(advice)
+    lines = text.splitlines()
+    assert "\nadvise: CurrentScaling(" in text
+    columns = next(i for i, line in enumerate(lines) if line.startswith("layer "))
+    assert lines[columns].split()[:5] == ["layer", "in", "out", "rows", "calls"]
+    assert lines[columns + 1].split()[:5] == ["blocks.0.0", "64", "128", "32", "1"]
     assert lines[-1] == "exclude=['odd']"
     assert lines[-2].startswith("all layers: ")
-    assert "keep: a size of 10 is no multiple of 16" in str(advice)
+    assert "odd: keep: a size of 10 is not a multiple of 16" in text
     path = tmp_path / "advice.json"
     found = json.loads(advice.to_json(path))
     assert json.loads(path.read_text()) == found

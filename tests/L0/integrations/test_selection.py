@@ -1,6 +1,7 @@
 """Which layers from_torch converts: names, patterns, predicates, blocks, sizes, heads, and why."""
 
 import logging
+import pickle
 import types
 import warnings
 
@@ -112,19 +113,57 @@ def test_summary(caplog):
     assert len(found.kept) == 2 + 2
     for line in (
         "ConversionSummary: 17 converted, 4 kept",
-        "  layers.*.self_attn.q_proj (2): Linear -> Linear",
-        "  norm: LlamaRMSNorm -> RMSNorm",
-        "  layers.*.mlp.down_proj (2): Linear: excluded",
-        "  lm_head: Linear: an output head: its weight is that of embed_tokens",
-        "  embed_tokens: Embedding: no layer that from_torch converts",
+        "  layers.*.self_attn.q_proj (2): torch.nn.Linear -> apex_te.Linear",
+        "  norm: LlamaRMSNorm -> apex_te.RMSNorm",
+        "  layers.*.mlp.down_proj (2): torch.nn.Linear: excluded",
+        "  lm_head: torch.nn.Linear: an output head: its weight is that of embed_tokens",
+        "  embed_tokens: torch.nn.Embedding: no layer that from_torch converts",
     ):
         assert line in text.splitlines()
     from_torch(model)  # the layers that were left, too
     assert len(conversion_summary(model).converted) == 12 + 5 + 2
     fused = from_torch(GPT2Model(), fuse=True)
     text = repr(conversion_summary(fused))
-    assert "  h.*.attn.c_attn (2): ln_1, attn.c_attn -> JoinedLinear" in text.splitlines()
-    assert "  h.*.attn.c_proj (2): Conv1D -> Conv1DLinear" in text.splitlines()
+    assert "  h.*.attn.c_attn (2): ln_1, attn.c_attn -> apex_te.JoinedLinear" in text.splitlines()
+    assert "  h.*.attn.c_proj (2): Conv1D -> apex_te.Conv1DLinear" in text.splitlines()
+
+
+def test_summary_gives_the_share_in_fp8_and_padded_layers():
+    model = nn.Sequential(nn.Linear(32, 48), nn.Linear(48, 10), nn.Embedding(5, 4))
+    from_torch(model, exclude="0")
+    found = conversion_summary(model)
+    assert found.share == (480, 480 + 1536, 480 + 10 + 1536 + 48 + 20, ("1",))
+    lines = repr(found).splitlines()
+    assert lines[1] == "in FP8 inside fp8_autocast: 22.9% of parameters, 23.8% of matmul weights"
+    assert "  1: torch.nn.Linear -> apex_te.Linear" in lines
+    assert lines[-2:] == [
+        "padded in FP8, which costs time (a size is not a multiple of 16):",
+        "  1",
+    ]
+
+
+def test_repr_tells_converted_layers_from_those_of_torch():
+    class Mine(Linear):
+        """A user's subclass, which keeps its name."""
+
+    model = from_torch(nn.Sequential(nn.Linear(16, 16), nn.LayerNorm(16), nn.GELU()))
+    text = repr(model)
+    assert "(0): apex_te.Linear(in_features=16" in text
+    assert "(1): apex_te.LayerNorm((16,)" in text
+    assert "(2): GELU(" in text
+    assert repr(Mine(16, 16)).startswith("Mine(in_features=16")
+    assert repr(pickle.loads(pickle.dumps(model))) == text
+
+
+def test_fuse_says_what_was_and_was_not_joined():
+    with pytest.warns(UserWarning, match="fuse=True joined no layers.*one to one.*without") as seen:
+        from_torch(nn.Sequential(nn.Linear(16, 16)), fuse=True)
+    assert len(seen) == 1
+    model = GPT2Model()
+    model.h[0].mlp.c_fc.register_forward_hook(lambda *_: None)
+    with pytest.warns(UserWarning, match=r"left as they are: h\.0 .*; joined: h\.\*\.attn") as seen:
+        from_torch(model, fuse=True)
+    assert len(seen) == 1
 
 
 class Net(nn.Module):
