@@ -70,6 +70,12 @@ def test_the_site_names_its_version_and_its_repository() -> None:
     assert addresses("", {}) == (None, None)
 
 
+def test_the_link_to_the_repository_asks_no_other_host() -> None:
+    link = (ROOT / "scripts" / "docs_theme" / "partials" / "source.html").read_text()
+    assert "config.repo_url" in link
+    assert "data-md-component" not in link  # by which Material's script finds what to ask for
+
+
 def test_pages_of_the_site_show_its_version(site: Path) -> None:
     version = (ROOT / "apex_te" / "_version.py").read_text().split('"')[-2]
     assert f"apex_te {version}" in (site / "index.html").read_text()
