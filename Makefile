@@ -61,6 +61,7 @@ test-l1: env
 jax: env
 	@test -d build/jax/jax || $(PY) -m pip install --quiet --target build/jax "jax>=0.10" flax optax flatbuffers
 	PYTHONPATH=build/jax $(PY) -m pytest $(TESTFLAGS) tests/L0/with_jax tests/L1/with_jax \
+		tests/L0/test_reference.py \
 		"tests/L0/test_doc_blocks.py::test_code_blocks_run[docs/jax.md+flax+jax]"
 
 # Wants Python 3.11 or later, as the frameworks do.
@@ -68,7 +69,8 @@ frameworks:
 	@$(BASE_PYTHON) scripts/environment.py $(FRAMEWORKS)
 	@$(FRAMEWORKS)/bin/python scripts/frameworks.py
 	$(FRAMEWORKS)/bin/python -m pytest tests/L1/frameworks tests/L1/docs/test_slow_blocks.py \
-		"tests/L0/test_doc_blocks.py::test_code_blocks_run[docs/migration/torchao.md+torchao]"
+		"tests/L0/test_doc_blocks.py::test_code_blocks_run[docs/migration/torchao.md+torchao]" \
+		tests/L0/test_reference.py
 
 # Without a GPU: what can be measured on a CPU.
 bench: env

@@ -2,8 +2,8 @@
 
     python benchmarks/summary.py    # README.md, docs/performance.md, results/ops.md, results/*.png
 
-A function's first row in a results file is its headline. TB/s are the floor's bytes over the time;
-the ceiling is a copy_ of as many bytes, timed in the same run.
+A function's first row in a results file is its headline. TB/s are the bytes that must be
+read and written over the time; the ceiling is a copy_ of as many bytes, timed in the same run.
 """
 
 from __future__ import annotations
@@ -21,12 +21,14 @@ LAYERS = "transformer"  # the results file of whole layers
 README = ROOT / "README.md"
 PERFORMANCE = ROOT / "docs" / "performance.md"
 
-# Columns of the layers' table: name in the results file, format.
+# Columns of the layers' tables, one table for each kind of figure: name in the results, format.
 LAYER_COLUMNS = {
-    "ms": ".2f", "ms in turns": ".2f", "ms sustained": ".2f", "J": ".2f", "W": ".0f",
-    "SM MHz": ".0f", "throttle": "", "products ms": ".2f", "attention ms": ".2f", "rest ms": ".2f",
-    "peak GiB": ".2f", "peak GiB above": ".2f", "per token": ".3f", "per token in turns": ".3f",
-    "per token sustained": ".3f",
+    "Time": {"ms": ".2f", "ms in turns": ".2f", "ms sustained": ".2f", "products ms": ".2f",
+             "attention ms": ".2f", "rest ms": ".2f"},
+    "Time of a token over that of 2 x 4096 tokens": {
+        "per token": ".3f", "per token in turns": ".3f", "per token sustained": ".3f"},
+    "Energy of a step, sustained": {"J": ".2f", "W": ".0f", "SM MHz": ".0f", "throttle": ""},
+    "Memory": {"peak GiB": ".2f", "peak GiB above": ".2f"},
 }  # fmt: skip
 LAYER_NAMES = ("Llama-3-8B", "GPT")
 # Columns of the tables of a head's loss, of a model's, and of Accelerate's switch.
@@ -132,22 +134,32 @@ def source_line(results: dict[str, dict[str, Any]]) -> str:
 
 
 def layers_table(data: dict[str, Any]) -> str:
-    """Returns a Markdown table with one row for each layer and stack, of the figures measured."""
+    """Returns a Markdown table for each kind of figure measured, with a row for each stack.
+
+    What is the same in all rows stands above them.
+    """
     rows = data["rows"]
-    keys = [key for key in LAYER_COLUMNS if any(row.get(key) is not None for row in rows)]
-    lines = [
-        f"{source_line({LAYERS: data})}:",
-        "",
-        f"| layer | stack | measure | {' | '.join(keys)} |",
-        "|---" * (3 + len(keys)) + "|",
-    ]
-    for row in rows:
-        cells = [row["layer"], row["stack"], row["measure"]]
-        for key in keys:
-            figure = row.get(key)
-            cells.append("" if figure is None else format(figure, LAYER_COLUMNS[key]))
-        lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines)
+    names = ("layer", "stack", "measure")
+    values = {key: {row.get(key) for row in rows} for key in (*names, "throttle")}
+    shared = [key for key in values if len(values[key]) == 1 and values[key] != {None}]
+    shown = [key for key in names if key not in shared]
+    parts = [f"{', '.join([*(rows[0][key] for key in shared), source_line({LAYERS: data})])}."]
+    for title, columns in LAYER_COLUMNS.items():
+        keys = [
+            key
+            for key in columns
+            if key not in shared and any(row.get(key) is not None for row in rows)
+        ]
+        lines = [f"{title}:", "", f"| {' | '.join([*shown, *keys])} |"]
+        lines.append("|---" * (len(shown) + len(keys)) + "|")
+        for row in rows:
+            figures = [(row.get(key), columns[key]) for key in keys]
+            cells = ["" if figure is None else format(figure, form) for figure, form in figures]
+            if any(cells):
+                lines.append(f"| {' | '.join([*(row[key] for key in shown), *cells])} |")
+        if keys:
+            parts.append("\n".join(lines))
+    return "\n\n".join(parts)
 
 
 def host_table(data: dict[str, Any]) -> str:
@@ -311,58 +323,71 @@ def draw_layer() -> None:
     """Draws the README's chart: times of a Llama-3-8B layer by stack."""
     from matplotlib import pyplot
 
-    labels = {
-        "torch bf16": "PyTorch, bf16",
-        "torch bf16 compiled": "PyTorch, bf16, torch.compile",
-        "apex_te bf16": "apex_te, bf16",
-        "apex_te blockwise": "apex_te, FP8, block scaling",
-        "apex_te tensorwise": "apex_te, FP8, current scaling",
-        "apex_te delayed": "apex_te, FP8, delayed scaling",
-    }
     times = _layer_times()
-    figure, axes = pyplot.subplots(figsize=(8, 2.8))
-    colors = ["tab:blue" if "FP8" in label else "tab:gray" for label in labels.values()]
-    bars = axes.barh(list(labels.values()), [times[stack] for stack in labels], color=colors)
+    wanted = ["torch bf16", "torch bf16 compiled", *(
+        f"{library} {precision}"
+        for precision in ("bf16", "blockwise", "tensorwise", "delayed")
+        for library in ("Transformer Engine", "torchao", "apex_te")
+    )]  # fmt: skip
+    stacks = [stack for stack in wanted if stack in times]
+    labels = [stack.replace("torch bf16", "PyTorch bf16") for stack in stacks]
+    colors = ["tab:blue" if stack.startswith("apex_te") else "tab:gray" for stack in stacks]
+    figure, axes = pyplot.subplots(figsize=(9, 1.2 + 0.28 * len(stacks)))
+    bars = axes.barh(labels, [times[stack] for stack in stacks], color=colors)
     axes.bar_label(bars, fmt="%.1f", padding=3)
     axes.invert_yaxis()
-    axes.set_xlabel("ms, forward + backward of a Llama-3-8B layer, 2 x 4096 tokens")
+    axes.set_xlabel("ms, forward and backward of a Llama-3-8B layer, 2 x 4096 tokens")
     axes.set_xlim(0, 1.1 * max(times.values()))
-    axes.set_title(source_line({LAYERS: _result(LAYERS)}), size=9)
-    figure.tight_layout()
-    figure.savefig(RESULTS / f"{LAYERS}.png", dpi=110)
+    axes.set_title(source_line({LAYERS: _result(LAYERS)}), size=10)
+    figure.set_layout_engine("constrained")
+    figure.savefig(RESULTS / f"{LAYERS}.png", dpi=100)
     pyplot.close(figure)
 
 
 def draw(name: str, data: dict[str, Any]) -> None:
-    """Draws an op's headline rows as bars beside its peers', each below the copy's ceiling."""
+    """Draws an op's headline rows as bars beside its peers', each with the copy's ceiling."""
     from matplotlib import pyplot
 
-    rows = headlines(data["rows"])
+    rows = headlines(data["rows"])[: MAIN_FUNCTIONS.get(name)]
     contenders = ["apex_te", *dict.fromkeys(peer for row in rows for peer in peers(row))]
-    figure, axes = pyplot.subplots(figsize=(max(6.0, 1.6 * len(rows) + 2), 4.5))
-    width = 0.8 / len(contenders)
-    for k, contender in enumerate(contenders):
-        heights = []
-        for row in rows:
-            num_bytes = row["TB/s"] * row["us"]
-            us = row["us"] if contender == "apex_te" else peers(row).get(contender)
-            heights.append(num_bytes / us if us else 0.0)
-        places = [i - 0.4 + width * (k + 0.5) for i in range(len(rows))]
-        axes.bar(places, heights, width, label=contender)
-    for i, row in enumerate(rows):
-        if "of copy" not in row:
-            continue
-        ceiling = row["TB/s"] / row["of copy"]
-        label = "copy_ of the same bytes" if i == 0 else None
-        axes.plot([i - 0.45, i + 0.45], [ceiling, ceiling], color="black", lw=1.2, label=label)
-    names = [f"{row['function']}\n{row['shape']}" for row in rows]
-    axes.set_xticks(range(len(rows)), names, rotation=30, ha="right", fontsize=7)
-    axes.set_ylabel("TB/s over the floor's bytes")
+    bars = sum(1 + len(peers(row)) for row in rows)
+    figure, axes = pyplot.subplots(figsize=(9, 1.5 + 0.24 * bars + 0.24 * len(rows)))
+    labelled: set[str] = set()
+    place, ticks = 0.0, []
+    for row in rows:
+        times = {"apex_te": row["us"], **peers(row)}
+        num_bytes = row["TB/s"] * row["us"]
+        ticks.append(place + 0.5 * (len(times) - 1))
+        top = place - 0.5
+        for contender, us in times.items():
+            label = contender if contender not in labelled else None
+            labelled.add(contender)
+            color = f"C{contenders.index(contender)}"
+            axes.barh(place, num_bytes / us, 0.86, label=label, color=color)
+            place += 1.0
+        if "of copy" in row:
+            ceiling, label = row["TB/s"] / row["of copy"], "copy of as many bytes"
+            axes.plot(
+                [ceiling, ceiling], [top, place - 0.5], color="black", lw=1.5,
+                label=None if label in labelled else label,
+            )  # fmt: skip
+            labelled.add(label)
+        place += 1.0
+    shapes = {row["shape"] for row in rows}
+    same = len(shapes) == 1
+    names = [row["function"] if same else f"{row['function']}\n{row['shape']}" for row in rows]
+    axes.set_yticks(ticks, names, fontsize=10)
+    axes.invert_yaxis()
+    axes.set_xlabel("TB/s: bytes that must be read and written, over the time", fontsize=10)
     info = data["environment"]
-    axes.set_title(f"{name}: {info.get('gpu', '')}, torch {info['torch']}, {info['date']}", size=9)
-    axes.legend(fontsize=7)
-    figure.tight_layout()
-    figure.savefig(RESULTS / f"{name}.png", dpi=110)
+    shape = f" of {shapes.pop()}" if same else ""
+    axes.set_title(
+        f"{name}{shape}, bf16, {info.get('gpu', '')}, torch {info['torch']}, {info['date']}",
+        size=10,
+    )
+    figure.legend(fontsize=10, loc="outside lower center", ncols=5)
+    figure.set_layout_engine("constrained")
+    figure.savefig(RESULTS / f"{name}.png", dpi=100)
     pyplot.close(figure)
 
 

@@ -68,6 +68,7 @@ class _Page(HTMLParser):
         self.links: list[str] = []
         self.fetched: list[str] = []
         self.anchors: set[str] = {""}
+        self.address = ""
         self.feed(text)
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
@@ -77,6 +78,8 @@ class _Page(HTMLParser):
             self.anchors.add(values["id"])
         if tag == "a" and "name" in values:
             self.anchors.add(values["name"])
+        if values.get("rel") == "canonical":
+            self.address = values["href"]
         fetches = tag in ("script", "img", "iframe", "source", "video") or (
             tag == "link" and values.get("rel") not in ("canonical", "next", "prev", "edit")
         )
@@ -92,6 +95,8 @@ def faults(site: Path) -> list[str]:
         site: its folder.
     """
     pages = {path: _Page(path.read_text(encoding="utf-8")) for path in site.rglob("*.html")}
+    home = pages.get(site / "index.html")
+    base = urlsplit(home.address if home else "").path.removesuffix("index.html").rstrip("/")
     found = []
     for path, page in sorted(pages.items()):
         name = path.relative_to(site)
@@ -101,8 +106,10 @@ def faults(site: Path) -> list[str]:
             parts = urlsplit(link)
             if parts.scheme or parts.netloc:
                 continue
-            start = site if parts.path.startswith("/") else path.parent
-            target = (start / unquote(parts.path).lstrip("/")).resolve() if parts.path else path
+            is_absolute = parts.path.startswith("/")  # those of the page for what is not found
+            start = site if is_absolute else path.parent
+            place = unquote(parts.path.removeprefix(base) if is_absolute else parts.path)
+            target = (start / place.lstrip("/")).resolve() if parts.path else path
             target = target / "index.html" if target.is_dir() else target
             if not target.exists():
                 found.append(f"{name}: {link} leads nowhere")

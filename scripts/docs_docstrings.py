@@ -1,4 +1,4 @@
-"""Extension of griffe: docstrings of the project in the form that its parser reads.
+"""Extension of griffe: docstrings and names of the project as the reference shows them.
 
 Several names may share a description, and their list may take several lines; a tuple's parts stand
 under ``Returns:`` as ``name: description``. griffe wants an item for each name, and takes what
@@ -39,8 +39,16 @@ def _one_for_each(item: re.Match[str]) -> str:
     return "\n".join(f"    {name}:{item[2]}" for name in item[1].split(", "))
 
 
+# Classes that are made when they are first asked for, from those that are written.
+_PUBLIC_NAMES = {"apex_te.integrations.huggingface._FP8Training": "FP8Callback"}
+
+
 class MendDocstrings(Extension):
-    """Gives each object its mended docstring before it is parsed."""
+    """Gives each object its public name, and its mended docstring before it is parsed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._mended: set[int] = set()  # ids of docstrings, which several objects may share
 
     def on_object(self, *, obj: Any, **others: Any) -> None:
         """Mends the docstring of a module, class, function or attribute.
@@ -49,5 +57,10 @@ class MendDocstrings(Extension):
             obj: the object.
             others: what else griffe hands over.
         """
-        if obj.docstring is not None:
+        own = obj.members.get("__doc__") if obj.is_class else None
+        if own is not None:  # ``__doc__ = Other.__doc__`` of a class beside it
+            obj.docstring = obj.parent.members[str(own.value).removesuffix(".__doc__")].docstring
+        if obj.docstring is not None and id(obj.docstring) not in self._mended:
+            self._mended.add(id(obj.docstring))
             obj.docstring.value = mended(obj.docstring.value)
+        obj.name = _PUBLIC_NAMES.get(obj.path, obj.name)

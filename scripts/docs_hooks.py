@@ -1,5 +1,7 @@
 """Hooks of MkDocs: files outside of docs that pages link to, notebooks, and hidden test code.
 
+They also give the site the project's version, its addresses, and its pages a weight in the search.
+
 Pages under docs link to examples, sources and results beside them, as they must on a code host.
 The site gets these files below ``repository/``: Markdown and directories as pages, sources as pages
 with their text, all else as it is. Notebooks become pages with the outputs that they hold.
@@ -9,6 +11,7 @@ from __future__ import annotations
 
 import base64
 import json
+import os
 import posixpath
 import re
 from pathlib import Path
@@ -28,6 +31,47 @@ _INCLUDE = re.compile(r"^<!-- from ([\w./]+): (\w+) -->$", re.MULTILINE)
 
 # Place of each page of the site in the repository, relative to its root.
 _origin: dict[str, str] = {}
+
+# Factor of a page's hits in the search, by how its path begins; the first that fits.
+_WEIGHTS = {
+    "start/troubleshooting": 6.0, "start/": 4.0, "guides/": 3.0, "huggingface": 3.0,
+    "migration/": 2.0, "reference/jax": 0.1, "reference/": 0.3, "decisions/": 0.3,
+    "repository/CHANGELOG": 0.1, "repository/": 0.2,
+}  # fmt: skip
+# Words of the search that lead to a page before all others.
+_KEYWORDS = {"start/troubleshooting.md": ["NaN"]}
+
+
+def on_config(config: Any) -> Any:
+    """Sets the site's name with the version, and the addresses of repository and site."""
+    version = re.search(r'__version__ = "(.*)"', _text("apex_te/_version.py"))
+    config.site_name = f"{config.site_name} {version[1] if version else ''}".strip()
+    config.repo_url, config.site_url = addresses(_text("pyproject.toml"), os.environ)
+    if config.repo_url:
+        config.repo_name = config.repo_url.split("/", 3)[-1]
+    return config
+
+
+def addresses(pyproject: str, environment: Any) -> tuple[str | None, str | None]:
+    """Returns the addresses of the repository and of the site, None for one that is not known.
+
+    Args:
+        pyproject: text of pyproject.toml, whose ``[project.urls]`` may have ``Repository`` and
+            ``Documentation``.
+        environment: variables; a workflow of GitHub Actions names its repository there.
+    """
+    urls = dict(re.findall(r'^(Repository|Documentation) = "(.*?)/?"$', pyproject, re.MULTILINE))
+    name = environment.get("GITHUB_REPOSITORY")
+    if name:
+        owner, _, project = name.partition("/")
+        urls.setdefault("Repository", f"{environment['GITHUB_SERVER_URL']}/{name}")
+        urls.setdefault("Documentation", f"https://{owner}.github.io/{project}")
+    site = urls.get("Documentation")
+    return urls.get("Repository"), f"{site}/" if site else None
+
+
+def _text(path: str) -> str:
+    return (ROOT / path).read_text(encoding="utf-8")
 
 
 def _prose(text: str) -> list[str]:
@@ -108,10 +152,16 @@ def on_files(files: Files, config: Any) -> Files:
 
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str:
     """Takes hidden test code out, puts included parts in and turns links to the site's places."""
-    origin = _origin.get(page.file.src_uri)
+    place = page.file.src_uri
+    origin = _origin.get(place)
     markdown = _HIDDEN.sub("", markdown)
+    weight = next((_WEIGHTS[start] for start in _WEIGHTS if place.startswith(start)), 1.0)
+    is_source = place.startswith(OUTSIDE) and not (origin or "").endswith(".md")
+    page.meta["search"] = {"exclude": True} if is_source else {"boost": weight}
+    page.meta.setdefault("tags", _KEYWORDS.get(place))
     if origin is None:
         return markdown
+    page.edit_url = f"{config.repo_url}/edit/main/{origin}" if config.repo_url else None
     markdown = _INCLUDE.sub(lambda found: _included(found[1], found[2]), markdown)
     base = posixpath.dirname(page.file.src_uri)
 

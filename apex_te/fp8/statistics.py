@@ -265,6 +265,7 @@ class fp8_statistics:
         try:
             from matplotlib.colors import LogNorm
             from matplotlib.figure import Figure
+            from matplotlib.ticker import MaxNLocator, PercentFormatter
         except ImportError as error:
             raise ImportError(
                 'fp8_statistics: plot needs matplotlib (pip install "apex_te[demo]")'
@@ -275,10 +276,11 @@ class fp8_statistics:
             )
         series = self.to_dict()
         steps = sorted({step for values in series.values() for step in values["step"]})
-        height = min(2.5 + 0.16 * len(series), 30.0)
-        figure = Figure(figsize=(15, height), layout="constrained")
+        # 1000 pixels: a page shows the labels in their size.
+        height = min(2.5 + 0.18 * len(series), 30.0)
+        figure = Figure(figsize=(10, height), dpi=100, layout="constrained")
         panels = figure.subplots(1, 4, sharey=True)
-        every = max(1, -(-len(steps) // 8))
+        every = max(1, -(-len(steps) // 4))
         for axes, (title, key) in zip(panels, _PANELS.items(), strict=True):
             cells = _cells(series, steps, key)
             shown = [v for row in cells for v in row if math.isfinite(v) and v > 0]
@@ -288,12 +290,15 @@ class fp8_statistics:
             image = axes.imshow(
                 cells, aspect="auto", interpolation="nearest", cmap="viridis", **norm
             )
-            figure.colorbar(image, ax=axes, orientation="horizontal", shrink=0.9)
+            bar = figure.colorbar(image, ax=axes, orientation="horizontal", shrink=0.9)
+            if key.endswith("rate"):
+                bar.ax.xaxis.set_major_locator(MaxNLocator(2))
+                bar.ax.xaxis.set_major_formatter(PercentFormatter(1.0))
             axes.set_title(title)
             axes.set_xlabel("step")
             axes.set_xticks(range(0, len(steps), every), [str(s) for s in steps[::every]])
         every = max(1, -(-len(series) // _LABELS))
-        panels[0].set_yticks(range(0, len(series), every), list(series)[::every], fontsize=6)
+        panels[0].set_yticks(range(0, len(series), every), list(series)[::every], fontsize=9)
         figure.savefig(path)
 
 

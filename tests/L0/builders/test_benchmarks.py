@@ -120,11 +120,45 @@ def test_layers_without_energy_have_no_column_of_it():
     assert text.startswith("Milliseconds, of a step:")
 
 
-def test_every_layer_row_shows_what_was_measured():
-    lines = summary.layers_table(layers()).splitlines()
-    assert "| layer | stack | measure | ms | ms sustained | J | per token |" in lines
-    assert "| GPT | apex_te bf16 | GPU | 19.00 | 18.50 | 13.00 |  |" in lines
-    assert "| GPT, 2 x 31 tokens | apex_te delayed | GPU | 12.00 |  | 8.00 | 1.250 |" in lines
+def test_kinds_of_figures_of_layers_have_tables_of_their_own():
+    text = summary.layers_table(layers())
+    assert text.startswith("GPU, G, driver 1, torch 2, 2026-01-01.\n\nTime:\n")
+    lines = text.splitlines()
+    assert "| layer | stack | ms | ms sustained |" in lines
+    assert "| GPT | apex_te bf16 | 19.00 | 18.50 |" in lines
+    assert "| GPT | apex_te bf16 | 13.00 |" in lines
+    assert "| GPT, 2 x 31 tokens | apex_te delayed | 1.250 |" in lines
+    assert not any("measure" in line or "GiB" in line for line in lines)
+
+
+def test_what_is_the_same_in_all_rows_is_no_column():
+    data = layers()
+    data["rows"] = [{**row, "throttle": "power cap"} for row in data["rows"][:-1]]
+    lines = summary.layers_table(data).splitlines()
+    assert lines[0].startswith("GPT, GPU, power cap, G, driver 1")
+    assert "| torch bf16 | 14.00 |" in lines
+    assert "| stack | J |" in lines
+
+
+def test_charts_fit_a_page(tmp_path, monkeypatch):
+    image = pytest.importorskip("matplotlib.image", reason="matplotlib is not installed")
+    monkeypatch.setattr(summary, "RESULTS", tmp_path)
+    rows = [
+        {"function": f"op {i}", "shape": "8x8", "us": 2.0, "TB/s": 3.0, "of copy": 0.9,
+         "over torch": 1.5, "torch us": 3.0}
+        for i in range(12)
+    ]  # fmt: skip
+    summary.draw("many", {"rows": rows, "environment": layers()["environment"]})
+    assert 700 <= image.imread(tmp_path / "many.png").shape[1] <= 1000
+
+
+def test_committed_charts_fit_a_page():
+    image = pytest.importorskip("matplotlib.image", reason="matplotlib is not installed")
+    drawn = [*summary.load(), summary.LAYERS]
+    folder = Path(summary.__file__).parent / "results"
+    for name in drawn:
+        if (folder / f"{name}.png").exists():
+            assert 700 <= image.imread(folder / f"{name}.png").shape[1] <= 1000, name
 
 
 def test_events_are_told_apart_by_device():

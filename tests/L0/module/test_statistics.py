@@ -353,7 +353,11 @@ def test_plot(tmp_path, monkeypatch):
     stats.plot(tmp_path / "picture.svg")
     panels = [axes for axes in drawn[0].axes if axes.get_title()]
     noted = stats.to_dict()
-    assert [label.get_text() for label in panels[0].get_yticklabels()] == list(noted)
+    labels = panels[0].get_yticklabels()
+    assert [label.get_text() for label in labels] == list(noted)
+    # A page, which is about 900 pixels wide, shows them legibly.
+    assert drawn[0].get_size_inches()[0] * drawn[0].dpi <= 1000
+    assert all(label.get_fontsize() >= 9 for label in labels)
     keys = {
         "amax": "amax", "scale": "scale_max", "saturation rate": "saturation_rate",
         "underflow rate": "underflow_rate",

@@ -1,4 +1,7 @@
-"""The site in a browser: pages load whole from this machine, links lead on, the search finds."""
+"""The site in a browser: pages load whole from this machine, links lead on, the search finds.
+
+With ``APEX_TE_SCREENSHOTS=<folder>`` pictures of whole pages are kept there, at both widths.
+"""
 
 from __future__ import annotations
 
@@ -12,8 +15,10 @@ import pytest
 
 PAGES = (
     "index.html", "start/quickstart.html", "guides/recipes_and_layers.html", "performance.html",
-    "reference/modules.html", "notebooks/reading_fp8_health.html",
+    "reference/modules.html", "reference/ops.html", "notebooks/reading_fp8_health.html",
+    "huggingface.html", "start/troubleshooting.html", "404.html",
 )  # fmt: skip
+WIDTHS = {"desktop": 1440, "phone": 390}
 
 
 def _wait(browser: Any, script: str, seconds: float = 20) -> Any:
@@ -25,6 +30,11 @@ def _wait(browser: Any, script: str, seconds: float = 20) -> Any:
 
 def _heading(browser: Any) -> str:
     return _wait(browser, "return document.querySelector('article h1')?.innerText")
+
+
+def _resize(browser: Any, width: int, height: int = 900) -> None:
+    size = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": width < 600}
+    browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
 
 
 def _text(heading: str) -> str:
@@ -50,7 +60,41 @@ def test_a_page_loads_whole_and_from_here_alone(browser: Any, address: str, page
     assert browser.execute_script(f"return {broken}") == []
     # Wide tables and code scroll by themselves; the page does not.
     width = "return document.documentElement.scrollWidth - document.documentElement.clientWidth"
-    assert browser.execute_script(width) <= 0
+    for pixels in WIDTHS.values():
+        _resize(browser, pixels)
+        assert browser.execute_script(width) <= 0, pixels
+    _resize(browser, 1440)
+
+
+def test_the_home_page_is_a_column_in_the_middle(browser: Any, address: str) -> None:
+    _resize(browser, 1440)
+    browser.get(f"{address}/index.html")
+    _heading(browser)
+    place = "const b = document.querySelector('.md-content').getBoundingClientRect();"
+    left, right = browser.execute_script(f"{place} return [b.left, innerWidth - b.right]")
+    assert left > 200
+    assert abs(left - right) < 20
+
+
+@pytest.mark.parametrize("width", WIDTHS.values(), ids=WIDTHS)
+def test_names_of_recipes_are_not_broken(browser: Any, address: str, width: int) -> None:
+    _resize(browser, width)
+    browser.get(f"{address}/guides/recipes_and_layers.html")
+    _heading(browser)
+    lines = "[...document.querySelectorAll('td code')].map(c => [c.innerText, c.getClientRects()])"
+    broken = f"return {lines}.filter(([t, r]) => !/\\s/.test(t) && r.length > 1).map(([t]) => t)"
+    assert browser.execute_script(broken) == []
+
+
+def test_a_page_that_is_not_there_leads_on(browser: Any, address: str) -> None:
+    browser.get(f"{address}/404.html")
+    assert _text(_heading(browser)) == "Page not found"
+    links = browser.execute_script(
+        "return [...document.querySelectorAll('article a[href]:not(.headerlink)')].map(a => a.href)"
+    )
+    assert f"{address}/index.html" in links
+    browser.execute_script("document.querySelector('article label[for=__search]').click()")
+    assert browser.execute_script("return document.getElementById('__search').checked")
 
 
 def test_links_of_the_quickstart_lead_to_their_pages(browser: Any, address: str) -> None:
@@ -88,22 +132,48 @@ def test_links_of_the_quickstart_lead_to_their_pages(browser: Any, address: str)
     ],
 )
 def test_the_search_finds_a_term(browser: Any, address: str, term: str, page: str) -> None:
+    assert f"{address}/{page}" in _found(browser, address, term)
+
+
+@pytest.mark.parametrize(
+    ("words", "page"),
+    [
+        ("loss is nan", "start/troubleshooting.html"),
+        ("out of memory", "start/troubleshooting.html"),
+        ("lora", "guides/lora.html"),
+        ("generate", "guides/generation.html"),
+        ("fsdp", "parallelism.html"),
+        ("from_torch", "reference/integrations.html"),
+        ("FusedAdam", "reference/optimizers.html"),
+        ("Linear", "reference/modules.html"),
+    ],
+)
+def test_the_search_finds_a_page_first(browser: Any, address: str, words: str, page: str) -> None:
+    assert _found(browser, address, words)[0] == f"{address}/{page}"
+
+
+def _found(browser: Any, address: str, words: str) -> list[str]:
+    """Returns the pages that a search lists, in order."""
     from selenium.webdriver.common.by import By
 
     browser.get(f"{address}/index.html")
     _heading(browser)
     browser.find_element(By.TAG_NAME, "body").send_keys("/")
     field = browser.find_element(By.CSS_SELECTOR, "input.md-search__input")
-    field.send_keys(term)
+    field.send_keys(words)
     results = "return [...document.querySelectorAll('.md-search-result__link')].map(a => a.href)"
     found = [urldefrag(link).url for link in _wait(browser, results)]
-    assert f"{address}/{page}" in [link.split("?")[0] for link in found]
+    return [link.split("?")[0] for link in found]
 
 
 @pytest.mark.skipif("APEX_TE_SCREENSHOTS" not in os.environ, reason="no folder for screenshots")
+@pytest.mark.parametrize("width", WIDTHS)
 @pytest.mark.parametrize("page", PAGES)
-def test_screenshots(browser: Any, address: str, page: str) -> None:
+def test_screenshots(browser: Any, address: str, page: str, width: str) -> None:
+    _resize(browser, WIDTHS[width])
     browser.get(f"{address}/{page}")
     _heading(browser)
-    name = page.replace("/", "_").replace(".html", ".png")
+    height = browser.execute_script("return document.documentElement.scrollHeight")
+    _resize(browser, WIDTHS[width], min(height, 6000))
+    name = page.replace("/", "_").replace(".html", f"_{width}.png")
     assert browser.save_screenshot(str(Path(os.environ["APEX_TE_SCREENSHOTS"]) / name))

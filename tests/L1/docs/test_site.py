@@ -59,6 +59,41 @@ def test_files_beside_the_pages_are_in_the_site(site: Path) -> None:
     assert (site / "notebooks" / "reading_fp8_health_4.png").is_file()
 
 
+def test_the_site_names_its_version_and_its_repository() -> None:
+    pytest.importorskip("mkdocs", reason="mkdocs is not installed")
+    addresses = _script("docs_hooks").addresses
+    text = '[project.urls]\nRepository = "https://host/a/b"\nDocumentation = "https://b.host/"\n'
+    assert addresses(text, {}) == ("https://host/a/b", "https://b.host/")
+    workflow = {"GITHUB_SERVER_URL": "https://github.com", "GITHUB_REPOSITORY": "a/b"}
+    found = ("https://github.com/a/b", "https://a.github.io/b/")
+    assert addresses("", workflow) == found
+    assert addresses("", {}) == (None, None)
+
+
+def test_the_link_to_the_repository_asks_no_other_host() -> None:
+    link = (ROOT / "scripts" / "docs_theme" / "partials" / "source.html").read_text()
+    assert "config.repo_url" in link
+    assert "data-md-component" not in link  # by which Material's script finds what to ask for
+
+
+def test_pages_of_the_site_show_its_version(site: Path) -> None:
+    version = (ROOT / "apex_te" / "_version.py").read_text().split('"')[-2]
+    assert f"apex_te {version}" in (site / "index.html").read_text()
+
+
+def test_a_class_shows_the_docstring_of_the_class_beside_it(site: Path) -> None:
+    text = (site / "reference" / "modules.html").read_text()
+    entry = text.partition('id="apex_te.Linear"')[2].partition('id="apex_te.LayerNormLinear"')[0]
+    assert entry.index("sizes of input and output") < entry.index("forward_low_rank")
+    assert "LinearLayer" not in entry
+
+
+def test_links_from_the_root_are_those_of_the_sites_address(tmp_path: Path) -> None:
+    (tmp_path / "index.html").write_text('<link rel="canonical" href="https://a.io/b/index.html">')
+    (tmp_path / "404.html").write_text('<a href="/b/index.html">home</a><a href="/b/no.html">x</a>')
+    assert _script("build_docs").faults(tmp_path) == ["404.html: /b/no.html leads nowhere"]
+
+
 def test_docstrings_are_mended_for_griffe() -> None:
     pytest.importorskip("griffe", reason="griffe is not installed")
     text = (
