@@ -93,7 +93,7 @@ def plain_model(args: argparse.Namespace, device: torch.device) -> Any:
         **sizes, max_position_embeddings=args.context, use_cache=False
     )
     torch.manual_seed(args.seed)
-    with device:  # 26 GiB for 7B, until fully_shard leaves each rank its part
+    with device:  # 25 GiB for 7B, until fully_shard leaves each rank its part
         return transformers.LlamaForCausalLM(config)
 
 
