@@ -86,7 +86,7 @@ def plain_model(args: argparse.Namespace, device: torch.device) -> Any:
     """Returns the model of transformers in float32, equal on all ranks."""
     if args.model is not None:  # on the CPU: fully_shard moves a layer at a time to the GPU
         return transformers.AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32)
-    sizes = dict(SIZES[args.size])
+    sizes: dict[str, Any] = dict(SIZES[args.size])
     if args.layers is not None:
         sizes["num_hidden_layers"] = args.layers
     config = transformers.LlamaConfig(
