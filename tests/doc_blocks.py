@@ -1,26 +1,37 @@
 """Code blocks of the documents: what they are, and running them page by page.
 
-A page's ``python`` blocks run one after the other in one namespace, its ``bash`` blocks in a
-shell, both in a folder of the page's own. A block that begins with a comment of a file's name
-(``# train.py``, ``// axpy.c``) is written to that file instead. HTML comments, which readers do not
-see, say more:
+Each visible ``python`` block of a page runs by itself, in a namespace that holds nothing, as it
+would when pasted; ``bash`` blocks run in a shell. All of them run in one folder for the page. The
+first line of a block can say how to run it:
 
-``<!-- test`` *newline, Python code* ``-->``: code that runs there, such as inputs and assertions.
+``# train.py``, ``// axpy.c``: the block is written to that file, for the page's later blocks.
+``# torchrun --nproc-per-node 2 train.py``: it is written to that file and run by that command,
+without GPUs.
+``# Transformer Engine``, ``# apex``: it is a program for that library, and runs on apex_te's
+replacement of it (``PEERS``).
+
+HTML comments, which readers do not see, say more:
+
+``<!-- test`` *newline, Python code* ``-->``: code that checks results. It runs after all visible
+blocks, with the names of those before it, so it cannot prepare anything for them.
 ``<!-- test: needs NAME -->`` before a block: only where the package, or a GPU (``cuda``), is there.
 ``<!-- test: slow -->`` before a block: in tests/L1, with all that stand before it on the page.
 ``<!-- test: elsewhere FILE -->`` before a block: that file of tests runs it.
 ``<!-- test: shown REASON -->`` before a block: nothing runs it, and why.
 
-With ``page`` behind the colon (``<!-- test: page slow -->``) a comment holds for the whole page.
+With ``page`` after the colon (``<!-- test: page slow -->``) a comment holds for the whole page.
 """
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import os
 import re
 import subprocess
 import sys
+import types
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -41,7 +52,7 @@ _ITEM = re.compile(
     r"^(?P<indent> *)```(?P<language>[\w+]*)\n(?P<block>.*?)^(?P=indent)```$",
     re.MULTILINE | re.DOTALL,
 )
-_FILE = re.compile(r"(?:#|//) ([\w./-]+\.\w+)\n")
+_FILE = re.compile(r"(?:#|//) (?P<command>torchrun (?:[\w-]+ )*)?(?P<file>[\w./-]+\.\w+)\n")
 
 
 @dataclass
@@ -67,7 +78,19 @@ class Block:
     def file(self) -> str:
         """Name of the file that the block is written to, if any."""
         found = _FILE.match(self.text)
-        return found[1] if found else ""
+        return found["file"] if found else ""
+
+    @property
+    def command(self) -> str:
+        """Shell command that the block itself says it is run by, if any."""
+        found = _FILE.match(self.text)
+        return f"{found['command']}{found['file']}" if found and found["command"] else ""
+
+    @property
+    def peer(self) -> str:
+        """Library of ``PEERS`` that the block is a program for, if any."""
+        first = self.text.partition("\n")[0].removeprefix("# ")
+        return first if first in PEERS else ""
 
     @property
     def runs(self) -> bool:
@@ -183,43 +206,94 @@ def _is_there(name: str) -> bool:
     return importlib.util.find_spec(name) is not None
 
 
-def execute(run: Run, folder: Path) -> dict[str, object]:
-    """Runs a page's blocks in a folder.
-
-    Returns:
-        The names that its Python code has defined.
+def execute(run: Run, folder: Path) -> None:
+    """Runs a page's blocks in a folder, and then its hidden checks.
 
     Raises:
         AssertionError: a command failed.
     """
-    names: dict[str, object] = {"__name__": "__main__"}
     for name in ("benchmarks", "csrc", "examples"):
         if not (folder / name).exists():
             (folder / name).symlink_to(ROOT / name)
+    # Names of the blocks so far, for each hidden check.
+    names: dict[str, object] = {}
+    checks: list[tuple[Block, dict[str, object]]] = []
     for block in run.blocks():
-        if block.file and not block.hidden:
+        if block.hidden:
+            checks.append((block, dict(names)))
+        elif block.file:
             path = folder / block.file
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(block.text, encoding="utf-8")
+            if block.command:
+                _shell(block, f"export CUDA_VISIBLE_DEVICES=\n{block.command}", folder)
         elif block.language == "bash":
-            _shell(block, folder)
+            _shell(block, block.text, folder)
         else:
-            # Lines of a traceback are those of the page.
-            code = compile("\n" * (block.line - 1) + block.text, str(block.page), "exec")
-            exec(code, names)
-    return names
+            own: dict[str, object] = {"__name__": "__main__"}
+            with PEERS[block.peer]() if block.peer else contextlib.nullcontext():
+                _python(block, own)
+            names |= own
+    kept: dict[str, object] = {}  # what earlier checks have defined
+    for block, seen in checks:
+        before = {**seen, **kept}
+        after = dict(before)
+        _python(block, after)
+        kept |= {k: v for k, v in after.items() if k not in before or before[k] is not v}
 
 
-def _shell(block: Block, folder: Path) -> None:
+def _python(block: Block, names: dict[str, object]) -> None:
+    # Lines of a traceback are those of the page.
+    exec(compile("\n" * (block.line - 1) + block.text, str(block.page), "exec"), names)
+
+
+@contextlib.contextmanager
+def _transformer_engine() -> Iterator[None]:
+    from unittest import mock
+
+    from apex_te.integrations import transformer_engine
+
+    # Transformer Engine makes its layers on the GPU where there is one; blocks have CPU tensors.
+    with mock.patch("torch.cuda.is_available", return_value=False):
+        transformer_engine.install()
+        try:
+            yield
+        finally:
+            transformer_engine.uninstall()
+
+
+@contextlib.contextmanager
+def _apex() -> Iterator[None]:
+    from unittest import mock
+
+    import apex_te
+    import apex_te.amp
+
+    # apex's names, as docs/migration/apex.md maps them.
+    apex, normalization = types.ModuleType("apex"), types.ModuleType("apex.normalization")
+    normalization.__dict__.update(FusedLayerNorm=apex_te.LayerNorm, FusedRMSNorm=apex_te.RMSNorm)
+    apex.__dict__.update(
+        amp=apex_te.amp, optimizers=apex_te.optimizers, normalization=normalization
+    )
+    names = {"apex": apex, "apex.optimizers": apex_te.optimizers}
+    with mock.patch.dict(sys.modules, {**names, "apex.normalization": normalization}):
+        yield
+
+
+# What stands in for a library, by the first line of the blocks that are written for it.
+PEERS = {"Transformer Engine": _transformer_engine, "apex": _apex}
+
+
+def _shell(block: Block, text: str, folder: Path) -> None:
     variables = {
         **os.environ,
         "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
         "PYTHONDONTWRITEBYTECODE": "1",
         "PATH": f"{os.path.dirname(sys.executable)}:{os.environ.get('PATH', '')}",
     }
-    command = ["bash", "-euo", "pipefail", "-c", block.text]
+    command = ["bash", "-euo", "pipefail", "-c", text]
     done = subprocess.run(
         command, cwd=folder, env=variables, capture_output=True, text=True, timeout=500
     )
     said = f"{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
-    assert done.returncode == 0, f"{block.place}: {block.text}\n{said}"
+    assert done.returncode == 0, f"{block.place}: {text}\n{said}"

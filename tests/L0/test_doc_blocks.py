@@ -1,4 +1,4 @@
-"""Every code block of the documents runs, here or in the test that it names."""
+"""Every code block of the documents runs when pasted alone, here or in the test it names."""
 
 from __future__ import annotations
 
@@ -36,6 +36,13 @@ def test_every_code_block_runs_somewhere(page: Path) -> None:
             )
 
 
+@pytest.mark.parametrize("page", doc_blocks.DOCUMENTS, ids=lambda page: page.name)
+def test_a_block_that_needs_a_gpu_says_so(page: Path) -> None:
+    for block in doc_blocks.blocks(page):
+        if "cuda" in block.needs and not block.hidden:
+            assert "GPU" in block.text, f"{block.place}: say in a comment that it needs a GPU"
+
+
 def test_few_blocks_are_shown_only() -> None:
     shown = [b for page in doc_blocks.DOCUMENTS for b in doc_blocks.blocks(page) if b.shown]
     assert len(shown) <= 12, [block.place for block in shown]
@@ -65,11 +72,68 @@ def test_a_page_is_read_with_its_comments(tmp_path: Path) -> None:
     assert found[2].line == 10
 
 
+def test_a_block_begins_with_no_names_of_others(tmp_path: Path) -> None:
+    pages = {
+        "hidden": "<!-- test\nx = 1\n-->\n```python\ny = x\n```\n",
+        "visible": "```python\nx = 1\n```\n```python\ny = x\n```\n",
+    }
+    for name, text in pages.items():
+        page = tmp_path / f"{name}.md"
+        page.write_text(text)
+        with pytest.raises(NameError, match="'x' is not defined"):
+            doc_blocks.execute(doc_blocks.Run(page, frozenset(), False), tmp_path)
+
+
+def test_hidden_checks_run_after_all_blocks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(doc_blocks, "ROOT", tmp_path)
+    page = tmp_path / "page.md"
+    page.write_text(
+        "```python\norder = [1]\n```\n"
+        "<!-- test\nassert order == [1] and 'later' not in globals()\nfirst = order\n"
+        "open('checked', 'w').close()\n-->\n"
+        "```python\nimport os\norder, later = [2], os.path.exists('checked')\n```\n"
+        "<!-- test\nassert order == [2] and first == [1] and not later\n-->\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    doc_blocks.execute(doc_blocks.Run(page, frozenset(), False), tmp_path)
+
+
+def test_a_block_runs_by_the_command_in_its_first_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(doc_blocks, "ROOT", tmp_path)
+    page = tmp_path / "page.md"
+    page.write_text(
+        "```python\n# torchrun --nproc-per-node 2 ranks.py\nimport os\n"
+        "open('rank' + os.environ['RANK'], 'w').close()\n```\n"
+        "<!-- test\nimport os\nassert os.path.exists('rank0') and os.path.exists('rank1')\n-->\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    doc_blocks.execute(doc_blocks.Run(page, frozenset(), False), tmp_path)
+
+
+def test_programs_of_other_libraries_run_on_their_replacements(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(doc_blocks, "ROOT", tmp_path)
+    page = tmp_path / "page.md"
+    page.write_text(
+        "```python\n# apex\nfrom apex.normalization import FusedRMSNorm\n```\n"
+        "```python\n# Transformer Engine\nimport transformer_engine.pytorch as te\n```\n"
+        "<!-- test\nimport apex_te\nassert FusedRMSNorm is apex_te.RMSNorm\n"
+        "assert te.__name__.startswith('apex_te.')\n-->\n"
+    )
+    doc_blocks.execute(doc_blocks.Run(page, frozenset(), False), tmp_path)
+
+
 def test_a_block_that_fails_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doc_blocks, "ROOT", tmp_path)
     failures = {
         "```python\n1 / 0\n```\n": ZeroDivisionError,
         "```bash\nfalse\n```\n": AssertionError,
+        "```python\nx = 1\n```\n<!-- test\nassert x == 2\n-->\n": AssertionError,
     }
     for number, (text, error) in enumerate(failures.items()):
         folder = tmp_path / str(number)
