@@ -40,17 +40,18 @@ FUSED_LOSS_COLUMNS = {
 ACCELERATE_COLUMNS = {"tokens/s": ",", "of bf16": ".2f", "peak GiB": ".1f"}
 PRETRAIN_COLUMNS = {
     "tokens/s": ",", "of bf16": ".2f", "of torch": ".2f", "ms": ".0f", "MFU": ".1%",
-    "peak GiB": ".1f",
+    "peak GiB": ".1f", "J": ".0f",
 }  # fmt: skip
 LORA_COLUMNS = {
     "weight MiB": ".0f", "of bf16": ".3f", "peak MiB": ".0f", "ms": ".1f", "time of torch's": ".3f",
 }  # fmt: skip
-OUR_AND_THEIR_LAYERS = ("apex_te", "Transformer Engine")
-LAYER_STACKS = {  # how a results file names a stack, or begins to: how the README does
-    "torch bf16": "PyTorch",
-    "torch bf16 compiled": "`torch.compile`",
-    "apex_te": "apex_te",
-    "Transformer Engine": "Transformer Engine",
+CARDS = {"H100": "transformer_h100", "H200": "transformer_h200"}  # the README's table
+CARD_STACKS = {  # its rows: how a results file names a stack, and how the README does
+    "torch bf16 compiled": "PyTorch bf16, `torch.compile`",
+    "torchao tensorwise compiled": "torchao tensorwise, `torch.compile`",
+    "Transformer Engine delayed": "Transformer Engine delayed",
+    "apex_te tensorwise": "apex_te tensorwise",
+    "apex_te delayed": "apex_te delayed",
 }
 
 # Functions that docs/performance.md shows of an op with many: its first ones. ops.md has all.
@@ -124,11 +125,13 @@ def ops_table(results: dict[str, dict[str, Any]], every_shape: bool) -> str:
 def source_line(results: dict[str, dict[str, Any]]) -> str:
     """Returns GPU, driver and torch of the files, and their dates."""
     infos = [data["environment"] for data in results.values()]
-    machines = {(i.get("gpu", "no GPU"), i.get("driver", ""), i["torch"]) for i in infos}
+    machines: dict[str, list[str]] = {}  # GPUs by driver and torch
+    for i in infos:
+        driver = f"driver {i['driver']}, " if i.get("driver") else ""
+        machines.setdefault(f"{driver}torch {i['torch']}", []).append(i.get("gpu", "no GPU"))
     dates = sorted({i["date"] for i in infos})
     text = "; ".join(
-        f"{gpu}, driver {driver}, torch {torch}" if driver else f"{gpu}, torch {torch}"
-        for gpu, driver, torch in sorted(machines)
+        f"{' and '.join(sorted(set(gpus)))}, {software}" for software, gpus in machines.items()
     )
     return f"{text}, {dates[0]}" + (f" to {dates[-1]}" if len(dates) > 1 else "")
 
@@ -188,49 +191,24 @@ def stacks_table(name: str, columns: dict[str, str]) -> str:
     return "\n".join(lines)
 
 
-def layers_by_recipe(data: dict[str, Any]) -> str:
-    """Returns a Markdown table with one row for each layer and precision, stacks side by side.
+def _rows_by_stack(data: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    return {row["stack"]: row for row in data["rows"]}
 
-    It shows milliseconds of a step that is timed by itself and, of stacks whose energy was
-    measured, joules of a step under sustained load.
+
+def cards_table(cards: dict[str, dict[str, Any]]) -> str:
+    """Returns a Markdown table of a layer's step under sustained load: time, energy, memory.
+
+    Args:
+        cards: results of one commit by the GPU's short name.
     """
-    rows = [row for row in data["rows"] if row["layer"] in LAYER_NAMES]
-    found = {(row["layer"], row["stack"]): row for row in rows}
-    precisions = [
-        stack.removeprefix("apex_te ")
-        for stack in dict.fromkeys(row["stack"] for row in rows)
-        if stack.startswith("apex_te ") and "," not in stack
-    ]
-
-    def stack_of(column: str, precision: str) -> str:
-        return f"{column} {precision}" if column in OUR_AND_THEIR_LAYERS else column
-
-    columns = [
-        (f"{title} J" if unit == "J" else title, column, unit)
-        for unit in ("ms", "J")
-        for column, title in LAYER_STACKS.items()
-        if (unit == "ms" or column in OUR_AND_THEIR_LAYERS)
-        and any(unit in row for row in rows if row["stack"].startswith(column))
-    ]
-    has_energy = any(unit == "J" for _, _, unit in columns)
-    energy = ", and joules under sustained load" if has_energy else ""
-    version = data.get("transformer_engine")
-    peer = f" (Transformer Engine {version})" if version else ""
+    columns = [f"{card} {unit}" for card in cards for unit in ("ms", "J")]
     # Without spaces beside the bars: they would count as words of a README that is to be short.
-    lines = [
-        f"Milliseconds{energy}, of a step{peer}:",
-        "",
-        f"|layer|recipe|{'|'.join(title for title, _, _ in columns)}|",
-        "|---" * (2 + len(columns)) + "|",
-    ]
-    for layer in dict.fromkeys(row["layer"] for row in rows):
-        for precision in precisions:
-            cells = [layer, precision]
-            for _, column, unit in columns:
-                fits = column in OUR_AND_THEIR_LAYERS or precision == "bf16"
-                row = found.get((layer, stack_of(column, precision)), {}) if fits else {}
-                cells.append(f"{row[unit]:.2f}" if unit in row else "")
-            lines.append(f"|{'|'.join(cells)}|")
+    lines = [f"|Llama-3-8B layer|{'|'.join(columns)}|GiB|", "|---" * (2 + len(columns)) + "|"]
+    for stack, title in CARD_STACKS.items():
+        rows = [_rows_by_stack(data)[stack] for data in cards.values()]
+        cells = [f"{row[key]:.2f}" for row in rows for key in ("ms sustained", "J")]
+        memory = max(row["peak GiB above"] for row in rows)
+        lines.append(f"|{title}|{'|'.join(cells)}|{memory:.2f}|")
     return "\n".join(lines)
 
 
@@ -238,44 +216,46 @@ def _result(name: str) -> dict[str, Any]:
     return json.loads((RESULTS / f"{name}.json").read_text())
 
 
-def _layer_times() -> dict[str, float]:
-    """Returns the milliseconds of a Llama-3-8B layer by stack, each timed by itself."""
-    rows = _result(LAYERS)["rows"]
-    return {row["stack"]: row["ms"] for row in rows if row["layer"] == "Llama-3-8B"}
-
-
 def _held_out_losses(data: dict[str, Any]) -> str:
-    """Returns the README's line of what each FP8 recipe's last held-out loss is over bf16's."""
+    """Returns the README's line of how far each recipe's held-out loss is above bf16's."""
     runs = {run["name"]: run for run in data["runs"]}
     steps = [int(step) for step in runs["bf16"]["train"]]
     millions = runs["bf16"]["tokens"] / 1e6
     last = {name: run["held_out"][str(max(steps))] for name, run in runs.items()}
     over = {name: f"{loss / last['bf16'] - 1:.2%}" for name, loss in last.items()}
     return (
-        f"- **{over['delayed']}** more held-out loss than bf16 (tensorwise {over['tensorwise']}, "
+        f"- **Loss {over['delayed']} above bf16's** (held out; tensorwise {over['tensorwise']}, "
         f"blockwise {over['blockwise']}): 350 M parameters, {max(steps) * millions:.0f} M tokens, "
-        f"the last {len(steps) * millions:.0f} M in FP8"
+        f"the last {len(steps) * millions:.0f} M in FP8; one run each, 2.3 epochs of Python sources"
     )
 
 
 def headline() -> str:
-    """Returns the README's three figures, with machine, torch and date, and its layer table."""
-    times = _layer_times()
-    fp8, bf16 = times["apex_te delayed"], times["torch bf16"]
-    compiled = times["torch bf16 compiled"]
-    training, install = _result("pretrain_350m_branches"), _result("install_cpu")
+    """Returns the README's figures, with machine, torch and date, and its table of layers."""
+    cards = {card: _result(name) for card, name in CARDS.items()}
+    step, training = _result("pretrain_1.3b"), _result("pretrain_350m_branches")
+    install = _result("install_cpu")
     seconds = next(row["s"] for row in install["rows"] if row["what"].endswith("nothing built"))
-    sources = [source_line({"": data}) for data in (_result(LAYERS), training, install)]
+    rows = _rows_by_stack(step)
+    ours, compiled = rows["apex_te delayed"], rows["torch bf16 compiled"]
+    torchao = rows["torchao tensorwise compiled"]
     lines = [
-        f"- **{bf16 / fp8:.2f}x** the speed of PyTorch in bf16 ({compiled / fp8:.2f}x that of "
-        f"`torch.compile`): a Llama-3-8B layer, 2 x 4096 tokens, forward and backward, with FP8 "
-        f"(delayed scaling). {sources[0]}.",
-        f"{_held_out_losses(training)}. {sources[1]}.",
-        f"- **{seconds:.1f} s** for `pip install .`, which compiles nothing. 2 x86-64 cores, "
-        f"{sources[2]}.",
+        f"- **A training step {compiled['ms'] / ours['ms']:.2f}x as fast as compiled PyTorch in "
+        f"bf16**, {torchao['ms'] / ours['ms']:.2f}x as fast as torchao's FP8, with "
+        f"{ours['peak GiB']:.1f} GiB at the peak instead of {compiled['peak GiB']:.1f}: "
+        f"1.3 G parameters, 8 x 4096 tokens, delayed scaling. {source_line({'': step})}.",
+        f"{_held_out_losses(training)}. {source_line({'': training})}.",
+        f"- **`pip install` in {seconds:.1f} s**: nothing is compiled until an op is used. "
+        f"2 x86-64 cores, {source_line({'': install})}.",
     ]
     bullets = [textwrap.fill(line, 100, subsequent_indent="  ") for line in lines]
-    return "\n".join([*bullets, "", layers_by_recipe(_result(LAYERS))])
+    about = (
+        f"One layer, forward and backward, 2 x 4096 tokens, all stacks in turns under sustained "
+        f"load; GiB above what is allocated before the step (Transformer Engine "
+        f"{cards['H100']['transformer_engine']}, torchao {cards['H100']['torchao']}; "
+        f"{source_line(cards)}):"
+    )
+    return "\n".join([*bullets, "", textwrap.fill(about, 100), "", cards_table(cards)])
 
 
 def replaced(document: str, part: str, text: str) -> str:
@@ -297,6 +277,8 @@ def documents() -> dict[Path, str]:
     table = ops_table(results, every_shape=False)
     performance = PERFORMANCE.read_text()
     performance = replaced(performance, "ops", f"{source}, bf16, cold L2:\n\n{table}")
+    for card, name in CARDS.items():
+        performance = replaced(performance, card.lower(), layers_table(_result(name)))
     performance = replaced(performance, "layers", layers_table(_result(LAYERS)))
     performance = replaced(performance, "gpt", layers_table(_result("transformer_gpt")))
     performance = replaced(performance, "gpt_te", layers_table(_result("transformer_gpt_te")))
@@ -320,25 +302,36 @@ def documents() -> dict[Path, str]:
 
 
 def draw_layer() -> None:
-    """Draws the README's chart: times of a Llama-3-8B layer by stack."""
+    """Draws the README's chart: times of a Llama-3-8B layer on each card by stack."""
     from matplotlib import pyplot
 
-    times = _layer_times()
+    cards = {card: _rows_by_stack(_result(name)) for card, name in CARDS.items()}
     wanted = ["torch bf16", "torch bf16 compiled", *(
         f"{library} {precision}"
         for precision in ("bf16", "blockwise", "tensorwise", "delayed")
         for library in ("Transformer Engine", "torchao", "apex_te")
     )]  # fmt: skip
-    stacks = [stack for stack in wanted if stack in times]
+    rows = next(iter(cards.values()))
+    stacks = [name for each in wanted for name in (each, f"{each} compiled") if name in rows]
+    stacks = [*dict.fromkeys(stacks)]
     labels = [stack.replace("torch bf16", "PyTorch bf16") for stack in stacks]
-    colors = ["tab:blue" if stack.startswith("apex_te") else "tab:gray" for stack in stacks]
-    figure, axes = pyplot.subplots(figsize=(9, 1.2 + 0.28 * len(stacks)))
-    bars = axes.barh(labels, [times[stack] for stack in stacks], color=colors)
-    axes.bar_label(bars, fmt="%.1f", padding=3)
+    height = 0.8 / len(cards)
+    figure, axes = pyplot.subplots(figsize=(9, 1.4 + 0.42 * len(stacks)))
+    for index, (card, found) in enumerate(cards.items()):
+        colors = [
+            ("tab:blue", "tab:cyan")[index] if stack.startswith("apex_te") else
+            ("tab:gray", "silver")[index] for stack in stacks
+        ]  # fmt: skip
+        places = [number + index * height for number in range(len(stacks))]
+        times = [found[stack]["ms sustained"] for stack in stacks]
+        bars = axes.barh(places, times, height, color=colors)
+        axes.bar_label(bars, [f"{time:.1f}  {card}" for time in times], padding=3, size=9)
+    axes.set_yticks([number + height / 2 for number in range(len(stacks))], labels)
     axes.invert_yaxis()
-    axes.set_xlabel("ms, forward and backward of a Llama-3-8B layer, 2 x 4096 tokens")
-    axes.set_xlim(0, 1.1 * max(times.values()))
-    axes.set_title(source_line({LAYERS: _result(LAYERS)}), size=10)
+    axes.set_xlabel("ms, forward and backward of a Llama-3-8B layer, 2 x 4096 tokens, sustained")
+    axes.set_xlim(0, 1.15 * max(row["ms sustained"] for c in cards.values() for row in c.values()))
+    source = source_line({card: _result(name) for card, name in CARDS.items()})
+    axes.set_title(textwrap.fill(source, 100), size=9)
     figure.set_layout_engine("constrained")
     figure.savefig(RESULTS / f"{LAYERS}.png", dpi=100)
     pyplot.close(figure)

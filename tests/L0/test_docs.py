@@ -100,7 +100,7 @@ def test_the_readme_is_short() -> None:
 _EXAMPLES = re.findall(r"^```python\n(.*?)^```", (ROOT / "README.md").read_text(), re.M | re.S)
 
 
-@pytest.mark.parametrize("example", _EXAMPLES, ids=["plain", "huggingface"])
+@pytest.mark.parametrize("example", _EXAMPLES, ids=["huggingface", "plain"])
 def test_examples_of_the_readme_run(example: str, capsys: pytest.CaptureFixture[str]) -> None:
     if "transformers" in example:
         pytest.importorskip("transformers", reason="transformers is not installed")

@@ -1,5 +1,6 @@
 """The benchmarks' own arithmetic: energy of a span, kernel families, tables of layers."""
 
+import json
 import sys
 from pathlib import Path
 
@@ -98,26 +99,23 @@ def layers(**theirs):
     return {"environment": environment, "rows": rows}
 
 
-def test_layers_by_recipe_stand_side_by_side():
-    data = {**layers(J=8.5), "transformer_engine": "2.20"}
-    lines = summary.layers_by_recipe(data).splitlines()
-    assert lines[0] == (
-        "Milliseconds, and joules under sustained load, of a step (Transformer Engine 2.20):"
-    )
-    stacks = "PyTorch|apex_te|Transformer Engine|apex_te J|Transformer Engine J"
-    assert f"|layer|recipe|{stacks}|" in lines
-    assert "|GPT|bf16|20.00|19.00||13.00||" in lines
-    assert "|GPT|delayed||12.00|12.50|8.00|8.50|" in lines
-    assert not any("31" in line or "graph" in line for line in lines)
+def test_cards_stand_side_by_side_without_blank_cells():
+    row = {"ms sustained": 12.0, "J": 8.0, "peak GiB above": 1.5}
+    rows = [{"stack": stack, **row} for stack in summary.CARD_STACKS]
+    cards = {"A": {"rows": rows}, "B": {"rows": [{**r, "ms sustained": 11.0} for r in rows]}}
+    lines = summary.cards_table(cards).splitlines()
+    assert lines[0] == "|Llama-3-8B layer|A ms|A J|B ms|B J|GiB|"
+    assert lines[-1] == "|apex_te delayed|12.00|8.00|11.00|8.00|1.50|"
+    assert len(lines) == 2 + len(summary.CARD_STACKS)
 
 
-def test_layers_without_energy_have_no_column_of_it():
-    data = layers()
-    for row in data["rows"]:
-        row.pop("J", None)
-    text = summary.layers_by_recipe(data)
-    assert " J|" not in text
-    assert text.startswith("Milliseconds, of a step:")
+def test_both_cards_were_measured_at_one_commit_with_all_stacks():
+    folder = Path(summary.__file__).parent / "results"
+    found = [json.loads((folder / f"{name}.json").read_text()) for name in summary.CARDS.values()]
+    assert len({data["environment"]["commit"] for data in found}) == 1
+    for card, data in zip(summary.CARDS, found, strict=True):
+        assert card in data["environment"]["gpu"]
+        assert set(summary.CARD_STACKS) <= {row["stack"] for row in data["rows"]}
 
 
 def test_kinds_of_figures_of_layers_have_tables_of_their_own():
