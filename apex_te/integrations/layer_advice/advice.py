@@ -22,7 +22,7 @@ _HEAD = ("layer", "in", "out", "rows", "calls", "ms", "FP8 ms", "gain",
 _TIMES = (5, 6, 7)  # columns of _HEAD
 _WIDTH = 100
 _NAME_WIDTH = 20
-_LARGE = 2048  # sizes from which FP8 is faster on an H100 and H200
+_LARGE = 2048  # sizes from which FP8 is usually faster on Hopper
 _NAMES = {"DelayedScaling": "delayed", "CurrentScaling": "tensorwise",
           "BlockScaling": "blockwise", "MXFP8Scaling": "mxfp8"}  # fmt: skip
 
@@ -122,7 +122,7 @@ class Advice:
             gain = totals["high"] / totals["advised"]
             if gain < 1:
                 return f"Do not use {name} for this model: {gain:.2f}x as fast."
-            return f"Use {name}: {gain:.2f}x faster{keep}."
+            return f"Use {name}: {gain:.2f}x as fast{keep}."
         large = sum(min(x.in_features, x.out_features) >= _LARGE for x in good)
         return (
             f"{name} fits {len(good)} of {len(open_)} layers by sizes and SQNR{keep};"

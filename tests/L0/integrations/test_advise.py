@@ -326,7 +326,7 @@ def test_verdict_of_measured_times(monkeypatch: pytest.MonkeyPatch, model: Model
     monkeypatch.setattr(trial, "_milliseconds", lambda runs, device, repeats: [2.0, 1.0])
     advice = apex_te.advise(model, TOKENS, "tensorwise", min_gain=1.0)
     first, second, *_ = str(advice).splitlines()
-    assert first == "Use tensorwise: 1.75x faster; keep odd, lm_head out of FP8."
+    assert first == "Use tensorwise: 1.75x as fast; keep odd, lm_head out of FP8."
     assert second.startswith("SQNR is high enough in every layer; lowest: ")
     monkeypatch.setattr(trial, "_milliseconds", lambda runs, device, repeats: [1.0, 2.0])
     slow = apex_te.advise(model, TOKENS, "tensorwise", min_gain=1.0)
