@@ -14,6 +14,8 @@ from ..fp8.model_init import fp8_model_init, settings
 from ..module.layer_norm import LayerNorm
 from ..module.linear import Linear
 from ..module.rms_norm import RMSNorm
+from ..runtime.model_argument import check_model
+from ..runtime.named_arguments import named_arguments
 from . import _matching as matching
 from . import summary
 from ._derived import Derived, derived
@@ -55,6 +57,7 @@ _REPLACING = (Linear, LayerNorm, RMSNorm, Conv1DLinear, StackedExperts, JoinedNo
 _KEPT = frozenset(vars(nn.Module()))
 
 
+@named_arguments()
 def from_torch(
     model: nn.Module,
     fuse: bool = False,
@@ -131,8 +134,7 @@ def from_torch(
         ValueError: a pattern matches nothing, or a number is out of range; with ``fuse=True`` or in
             ``fp8_model_init``, an optimizer holds a parameter of ``model`` that may be replaced.
     """
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"from_torch: model must be a torch.nn.Module, got {type(model).__name__}")
+    check_model("from_torch", model)
     if not isinstance(fuse, bool):
         raise TypeError(f"from_torch: fuse must be a bool, got {type(fuse).__name__}")
     selection = Selection(
@@ -156,7 +158,7 @@ def from_torch(
     save_without_fp8_state(model)
     if left:
         named = ", ".join(f"{label} ({reason})" for label, reason in _together(left))
-        warnings.warn(f"from_torch: left as they are: {named}", stacklevel=2)
+        warnings.warn(f"from_torch: left as they are: {named}", stacklevel=3)
     return model
 
 

@@ -8,6 +8,9 @@ from typing import NamedTuple
 
 from torch import nn
 
+from ..runtime.model_argument import check_model
+from ..runtime.named_arguments import named_arguments
+
 __all__ = ["ConversionSummary", "Layer", "conversion_summary", "numbered"]
 
 ATTRIBUTE = "_apex_te_conversion"
@@ -71,11 +74,13 @@ class ConversionSummary:
         return "\n".join(lines)
 
 
+@named_arguments()
 def conversion_summary(model: nn.Module) -> ConversionSummary:
     """Returns the layers that ``from_torch(model)`` has converted and kept.
 
     Args:
         model: the model that was given to ``from_torch``; for any other the summary is empty.
     """
+    check_model("conversion_summary", model)
     found = vars(model).get(ATTRIBUTE)
     return ConversionSummary() if found is None else found

@@ -1,0 +1,211 @@
+"""Errors that name the arguments of constructors and functions as the user wrote them."""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import inspect
+import os.path
+import re
+import sys
+from collections.abc import Callable, Iterable
+from typing import Any, TypeVar
+
+__all__ = ["argument_names", "did_you_mean", "named_arguments", "nearest", "renamed"]
+
+_F = TypeVar("_F", bound=Callable[..., Any])
+_OWN_ERROR = re.compile(r"([A-Za-z_][\w.]*): ")
+_NEAR, _BEGUN = 0.6, 0.8
+
+
+def did_you_mean(given: Any, known: Iterable[str]) -> str:
+    """Returns "; did you mean 'name'?" for an error about a name, "" if no known name is near."""
+    name = nearest(given, known)
+    return "" if name is None else f"; did you mean {name!r}?"
+
+
+def nearest(given: Any, known: Iterable[str], near: float = _NEAR) -> str | None:
+    """Returns the name that the user may have meant.
+
+    Args:
+        given: the name that the user wrote; not always a string.
+        known: the names that there are.
+        near: least similarity, from 0 to 1; upper and lower case count as equal.
+
+    Returns:
+        The most similar name, None if none is similar.
+    """
+    if not isinstance(given, str):
+        return None
+    wanted = given.lower()
+
+    def likeness(name: str) -> tuple[float, int]:
+        lower = name.lower()
+        ratio = difflib.SequenceMatcher(None, wanted, lower).ratio()
+        if len(wanted) > 2 and (lower.startswith(wanted) or wanted in lower.split("_")):
+            ratio = max(ratio, _BEGUN)
+        return ratio, len(os.path.commonprefix([wanted, lower]))
+
+    best = max(known, key=likeness, default=None)
+    return best if best is not None and likeness(best)[0] >= near else None
+
+
+def named_arguments(owner: str = "", **names: str) -> Callable[[_F], _F]:
+    """Returns a decorator whose function raises errors that name the function and its arguments.
+
+    A call that Python refuses, with an unknown, missing or repeated argument, gets such an error.
+    An error of a function called inside, about an argument that was passed on, is raised again with
+    the outer names. Constructors also check the types of flags, functions and devices; other calls
+    that succeed cost no checks.
+
+    Args:
+        owner: the function's name in errors, by default its own; a constructor's is its class's.
+        names: the function's name of each argument that it passes on under another name.
+    """
+
+    def decorate(function: _F) -> _F:
+        is_constructor = function.__name__ == "__init__"
+
+        @functools.wraps(function)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            name = owner or function.__name__
+            if is_constructor:
+                name = type(args[0]).__name__
+                _check_types(name, function, args, kwargs)
+            try:
+                return function(*args, **kwargs)
+            except (TypeError, ValueError, RuntimeError, AssertionError) as error:
+                refused = _binding_error(name, function, args, kwargs)
+                if refused is not None:
+                    raise refused from None
+                if is_constructor:
+                    _check_cuda(name, kwargs.get("device"))
+                better = renamed(error, name, argument_names(function), names)
+                if better is None:
+                    raise
+                raise better.with_traceback(error.__traceback__) from error.__cause__
+
+        return call  # type: ignore[return-value]
+
+    return decorate
+
+
+def renamed(
+    error: Exception, owner: str, arguments: Iterable[str], names: dict[str, str]
+) -> Exception | None:
+    """Returns the error of a function called inside as one of the function that the user called.
+
+    Args:
+        error: the error, whose text begins with "function: argument" if the suite raised it.
+        owner: the function that the user called.
+        arguments: its arguments.
+        names: its name of each argument that the inner function knows by another.
+
+    Returns:
+        An error of the same type with the outer names in its text; None if the text has the outer
+        names already, or is about no argument of the outer function.
+    """
+    text = str(error)
+    own = _OWN_ERROR.match(text)
+    if own is None or type(error) not in (TypeError, ValueError, RuntimeError, NotImplementedError):
+        return None
+    rest = text[own.end() :]
+    for inner, outer in names.items():
+        rest = re.sub(rf"\b{inner}\b", outer, rest)
+    subject = re.match(r"\w+", rest)
+    if own[1] == owner or subject is None or subject[0] not in arguments:
+        return None
+    return type(error)(f"{owner}: {rest}")
+
+
+@functools.cache
+def _signature(function: Callable[..., Any]) -> inspect.Signature:
+    return inspect.signature(function)
+
+
+def argument_names(function: Callable[..., Any]) -> list[str]:
+    """Returns the names of a function's arguments, without ``self``."""
+    return [name for name in _signature(function).parameters if name != "self"]
+
+
+def _binding_error(
+    owner: str, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> TypeError | None:
+    """Returns the error of a call that does not fit the signature; None if the call fits it."""
+    signature = _signature(function)
+    try:
+        signature.bind(*args, **kwargs)
+    except TypeError:
+        pass
+    else:
+        return None
+    known = argument_names(function)
+    kinds = signature.parameters
+    for name in kwargs:
+        if name not in known:
+            hint = did_you_mean(name, known) or f"; the arguments are {', '.join(known)}"
+            return TypeError(f"{owner}: there is no argument {name!r}{hint}")
+    is_positional = inspect.Parameter.POSITIONAL_OR_KEYWORD
+    positional = [name for name in known if kinds[name].kind is is_positional]
+    given = len(args) - len(kinds) + len(known)  # without self
+    if given > len(positional):
+        return TypeError(
+            f"{owner}: at most {len(positional)} arguments may be given by position "
+            f"({', '.join(positional)}), got {given}; give the others by name"
+        )
+    twice = [name for name in positional[:given] if name in kwargs]
+    if twice:
+        return TypeError(f"{owner}: {twice[0]} must be given once, got it by position and by name")
+    missing = [
+        name for name in known[given:]
+        if name not in kwargs and kinds[name].default is inspect.Parameter.empty
+    ]  # fmt: skip
+    return TypeError(f"{owner}: {' and '.join(missing)} must be given, got nothing")
+
+
+def _check_types(
+    owner: str, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> None:
+    """Checks the types of a constructor's flags, functions and device.
+
+    A wrong flag still has a truth value, and a wrong function is called later: neither fails where
+    the mistake is.
+    """
+    given = {**dict(zip(_signature(function).parameters, args, strict=False)), **kwargs}
+    for name, value in given.items():
+        kind = str(function.__annotations__.get(name, ""))
+        if kind == "bool" and not _is_flag(value):
+            raise TypeError(f"{owner}: {name} must be a bool, got {value!r}")
+        if kind.endswith("None") and value is None:
+            continue
+        if kind.startswith("Callable[") and not callable(value):
+            raise TypeError(f"{owner}: {name} must be a callable, got {value!r}")
+        if name == "device" and "torch.device" in kind:
+            _check_device(owner, value)
+
+
+def _is_flag(value: Any) -> bool:
+    """Returns True for a bool of Python or numpy, and for 0 and 1."""
+    return type(value).__name__ in ("bool", "bool_") or (type(value) is int and value in (0, 1))
+
+
+def _check_device(owner: str, value: Any) -> None:
+    """Raises an error if ``value`` is no device."""
+    try:
+        sys.modules["torch"].device(value)
+    except (RuntimeError, TypeError) as error:
+        kind = ValueError if isinstance(value, (str, int)) else TypeError
+        raise kind(
+            f"{owner}: device must be a torch.device or its name, such as 'cuda:0' or 'cpu', "
+            f"got {value!r}"
+        ) from error
+
+
+def _check_cuda(owner: str, device: Any) -> None:
+    """Raises an error if a constructor that failed was given a CUDA device and there is none."""
+    torch = sys.modules["torch"]
+    if device is None or torch.device(device).type != "cuda" or torch.cuda.is_available():
+        return
+    raise ValueError(
+        f"{owner}: device must be one that PyTorch finds, got {device!r} without a CUDA device"
+    )
