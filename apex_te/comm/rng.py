@@ -54,8 +54,15 @@ class CudaRNGStatesTracker:
         """Starts a sequence called ``name`` from ``seed``.
 
         Raises:
+            TypeError: ``name`` is no str, or ``seed`` no int.
             ValueError: ``name`` or ``seed`` was added before.
         """
+        for what, value, kind in (("name", name, str), ("seed", seed, int)):
+            if not isinstance(value, kind):
+                raise TypeError(
+                    f"CudaRNGStatesTracker: {what} must be of type {kind.__name__}, "
+                    f"got {type(value).__name__}"
+                )
         for what, value, known in (("name", name, self._states), ("seed", seed, self._seeds)):
             if value in known:
                 raise ValueError(f"CudaRNGStatesTracker: {what} must be a new one, got {value!r}")

@@ -16,8 +16,10 @@ from ..comm.split_cross_entropy import (
     split_losses,
     split_targets,
 )
+from ..ops.argument_errors import check_dense
 from ..ops.cross_entropy import cross_entropy
 from ..ops.op_function import once_differentiable
+from ..runtime.named_arguments import named_arguments
 
 __all__ = ["parallel_cross_entropy"]
 
@@ -25,6 +27,7 @@ _NAME = "parallel_cross_entropy"
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
+@named_arguments()
 def parallel_cross_entropy(
     logits: torch.Tensor,
     target: torch.Tensor,
@@ -89,6 +92,10 @@ def _check(
     reduction: str,
 ) -> None:
     """Raises TypeError or ValueError for wrong arguments of ``parallel_cross_entropy``."""
+    for name, value in (("logits", logits), ("target", target)):
+        if value is None:
+            raise TypeError(f"{_NAME}: {name} must be a torch.Tensor, got None")
+    check_dense(_NAME, logits=logits, target=target)
     if logits.dtype not in _DTYPES:
         raise TypeError(f"{_NAME}: logits must be float32, float16 or bfloat16, got {logits.dtype}")
     if target.dtype not in (torch.int64, torch.int32):

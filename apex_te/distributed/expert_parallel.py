@@ -15,6 +15,7 @@ from ..comm.agreement import check_same
 from ..comm.collectives import all_gather_rows, all_to_all_rows, reduce_scatter_rows, world_size
 from ..comm.groups import check_process_group
 from ..permutation import moe_permute, moe_permute_and_pad_with_probs, moe_unpermute
+from ..runtime.named_arguments import named_arguments
 
 __all__ = ["Dispatch", "TokenDispatcher"]
 
@@ -67,6 +68,7 @@ class TokenDispatcher:
         ValueError: a number that is too small or that the ranks do not divide.
     """
 
+    @named_arguments()
     def __init__(
         self,
         num_experts: int,

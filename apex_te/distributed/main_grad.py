@@ -13,6 +13,7 @@ from torch import distributed
 from ..comm.agreement import HEADER, RankMismatchError, compared, header
 from ..comm.collectives import world_size
 from ..comm.groups import check_process_group
+from ..runtime.named_arguments import named_arguments
 
 __all__ = ["reduce_main_grads"]
 
@@ -41,6 +42,7 @@ class _Agreed:
 _agreed: weakref.WeakKeyDictionary[Any, _Agreed] = weakref.WeakKeyDictionary()
 
 
+@named_arguments()
 def reduce_main_grads(
     model: torch.nn.Module | Iterable[torch.Tensor], group: Any = None, *, average: bool = True
 ) -> None:

@@ -9,6 +9,8 @@ from typing import Any
 
 from torch import nn
 
+from ..runtime.named_arguments import did_you_mean
+
 __all__ = ["Selection"]
 
 Choice = Any  # a name, a pattern, a predicate, or several
@@ -152,7 +154,9 @@ def _pattern(argument: str, pattern: str, names: list[str]) -> Callable[[str, nn
         return any(fits(".".join(parts[i:j])) for i in starts for j in range(i + 1, len(parts) + 1))
 
     if not any(matches(name) for name in names):
-        raise ValueError(f"from_torch: {argument} must match a layer, got {pattern!r}")
+        parts = {part for name in names for part in name.split(".") if not part.isdecimal()}
+        hint = did_you_mean(pattern, sorted({*parts, *names} - {""}))
+        raise ValueError(f"from_torch: {argument} must match a layer, got {pattern!r}{hint}")
     return matches
 
 

@@ -8,6 +8,8 @@ from torch import nn
 
 from ..fp8.autocast import fp8_autocast
 from ..recipe import Recipe, chosen_recipe
+from ..runtime.model_argument import check_model
+from ..runtime.named_arguments import named_arguments
 from ._wrapped_forward import WrappedForward, wrapped_forwards
 
 __all__ = ["AutocastForward", "autocast_forward"]
@@ -34,6 +36,7 @@ class AutocastForward(WrappedForward):
             return self._forward(*args, **kwargs)
 
 
+@named_arguments()
 def autocast_forward(
     model: nn.Module, recipe: Recipe | str | None = None, during_eval: bool = False
 ) -> AutocastForward:
@@ -57,10 +60,7 @@ def autocast_forward(
         TypeError: an argument has a wrong type.
         ValueError: a recipe's name is unknown, or the model has an active one already.
     """
-    if not isinstance(model, nn.Module):
-        raise TypeError(
-            f"autocast_forward: model must be a torch.nn.Module, got {type(model).__name__}"
-        )
+    check_model("autocast_forward", model)
     if not isinstance(during_eval, bool):
         raise TypeError(
             f"autocast_forward: during_eval must be a bool, got {type(during_eval).__name__}"

@@ -15,6 +15,7 @@ from ..fp8.parameter.parameter import FP8Parameter, dequantized
 from ..module._core.fp8_module import STATE_PREFIX, FP8Module
 from ..module.linear import Linear
 from ..recipe import BlockScaling, CurrentScaling
+from ..runtime.named_arguments import named_arguments
 from ._export_config import BLOCK, Export, quantization_config
 from .experts import StackedExperts
 from .fusion import key_map
@@ -25,6 +26,7 @@ _UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9}
 _NAME = "model"
 
 
+@named_arguments()
 def export_fp8(
     model: nn.Module,
     folder: str | os.PathLike[str],
@@ -71,7 +73,9 @@ def export_fp8(
     try:
         import safetensors.torch as safetensors
     except ImportError as error:
-        raise ImportError("export_fp8: safetensors must be installed") from error
+        raise ImportError(
+            "export_fp8: safetensors must be installed: pip install safetensors"
+        ) from error
     layout = weights.removesuffix("wise") if isinstance(weights, str) else weights
     export = Export(quant_method, layout, activations)
     largest = _bytes(max_shard_size)

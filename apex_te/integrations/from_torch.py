@@ -15,6 +15,8 @@ from ..module._core.shown_name import class_name
 from ..module.layer_norm import LayerNorm
 from ..module.linear import Linear
 from ..module.rms_norm import RMSNorm
+from ..runtime.model_argument import check_model
+from ..runtime.named_arguments import named_arguments
 from . import _matching as matching
 from . import summary
 from ._derived import Derived, derived
@@ -62,6 +64,7 @@ _NOT_JOINED = (
 )
 
 
+@named_arguments()
 def from_torch(
     model: nn.Module,
     fuse: bool = False,
@@ -138,8 +141,7 @@ def from_torch(
         ValueError: a pattern matches nothing, or a number is out of range; with ``fuse=True`` or in
             ``fp8_model_init``, an optimizer holds a parameter of ``model`` that may be replaced.
     """
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"from_torch: model must be a torch.nn.Module, got {type(model).__name__}")
+    check_model("from_torch", model)
     if not isinstance(fuse, bool):
         raise TypeError(f"from_torch: fuse must be a bool, got {type(fuse).__name__}")
     selection = Selection(
@@ -171,7 +173,7 @@ def from_torch(
     elif fuse and first and not any(map(layers_to_join, model.modules())):
         told.append(_NOT_JOINED)
     if told:
-        warnings.warn(f"from_torch: {'; '.join(told)}", stacklevel=2)
+        warnings.warn(f"from_torch: {'; '.join(told)}", stacklevel=3)
     return model
 
 

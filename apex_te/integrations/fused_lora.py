@@ -7,11 +7,15 @@ from typing import Any, TypeVar
 
 from torch import nn
 
+from ..runtime.model_argument import check_model
+from ..runtime.named_arguments import named_arguments
+
 __all__ = ["fuse_lora"]
 
 _Model = TypeVar("_Model", bound=nn.Module)
 
 
+@named_arguments()
 def fuse_lora(model: _Model) -> _Model:
     """Has PEFT's LoRA layers over ``apex_te.Linear`` add the adapter inside the base's FP8 product.
 
@@ -37,8 +41,7 @@ def fuse_lora(model: _Model) -> _Model:
         TypeError: ``model`` is no module.
         ValueError: the model has no such layer.
     """
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"fuse_lora: model must be a torch.nn.Module, got {type(model).__name__}")
+    check_model("fuse_lora", model)
     found = 0
     if "peft" in sys.modules:  # else nothing in the model is PEFT's
         from ._fused_lora_layer import FusedLoraLinear, is_fusable

@@ -18,6 +18,8 @@ from ..module._core.observed import is_observed
 from ..module.linear import Linear
 from ..module.linear_cross_entropy import linear_cross_entropy
 from ..recipe import Recipe, stateless_recipe
+from ..runtime.model_argument import check_model
+from ..runtime.named_arguments import named_arguments
 from ._wrapped_forward import WrappedForward, wrapped_forwards
 from .lazy_logits import LazyLogits
 
@@ -266,6 +268,7 @@ def _in_place(owner: nn.Module, name: str, value: _Some) -> Iterator[_Some]:
                 own.update(value.before)
 
 
+@named_arguments()
 def fuse_loss(
     model: nn.Module,
     *,
@@ -301,8 +304,7 @@ def fuse_loss(
         ValueError: the model is none of transformers with a head that is a linear layer and the
             loss of causal language models, it has a fused loss already, or the recipe keeps state.
     """
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"fuse_loss: model must be a torch.nn.Module, got {type(model).__name__}")
+    check_model("fuse_loss", model)
     fp8_recipe = stateless_recipe("fuse_loss", "fp8_recipe", fp8_recipe)
     if chunk_rows is not None and (not isinstance(chunk_rows, int) or chunk_rows < 1):
         raise ValueError(f"fuse_loss: chunk_rows must be a positive integer, got {chunk_rows!r}")

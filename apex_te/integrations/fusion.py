@@ -16,6 +16,8 @@ from ..module._core.shown_name import class_name
 from ..module.layer_norm_linear import LayerNormLinear
 from ..module.layer_norm_mlp import LayerNormMLP
 from ..module.linear import Linear
+from ..runtime.model_argument import check_model
+from ..runtime.named_arguments import named_arguments
 from . import _matching as matching
 from ._derived import derived
 from ._families import Apart, Layers, MLPLayers, Projections, layers_to_join
@@ -112,12 +114,14 @@ class KeyMap:
         return new
 
 
+@named_arguments()
 def key_map(model: nn.Module) -> KeyMap:
     """Returns the map of the parameters that ``from_torch(model, fuse=True)`` has joined.
 
     Args:
         model: the model that was given to ``from_torch``; for any other the map is empty.
     """
+    check_model("key_map", model)
     found = vars(model).get(_ATTRIBUTE)
     return KeyMap(()) if found is None else found
 

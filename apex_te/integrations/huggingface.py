@@ -12,6 +12,7 @@ from torch import nn
 
 from ..module._core.norm_parameters import NormedModule
 from ..recipe import Recipe, chosen_recipe
+from ..runtime.named_arguments import argument_names, did_you_mean
 from .autocast_forward import AutocastForward, autocast_forward
 from .from_torch import from_torch
 from .fusion import key_map, refuse_optimized
@@ -56,6 +57,12 @@ class _FP8Training:
         for name, value in (("during_eval", during_eval), ("convert", convert)):
             if not isinstance(value, bool):
                 raise TypeError(f"FP8Callback: {name} must be a bool, got {type(value).__name__}")
+        known = argument_names(from_torch)[1:]
+        for name in options:
+            if name not in known:
+                hint = did_you_mean(name, ("recipe", "during_eval", "convert", *known))
+                hint = hint or f"; the options of from_torch are {', '.join(known)}"
+                raise TypeError(f"FP8Callback: there is no argument {name!r}{hint}")
         self.recipe = chosen_recipe("FP8Callback", "recipe", recipe)
         self.during_eval = during_eval
         self.convert = convert
@@ -68,6 +75,12 @@ class _FP8Training:
         Args:
             model_init: function without arguments or of a trial, as for ``transformers.Trainer``.
         """
+
+        if not callable(model_init):
+            raise TypeError(
+                "FP8Callback.converted: model_init must be a function that returns a model, "
+                f"got {type(model_init).__name__}"
+            )
 
         @functools.wraps(model_init)
         def build(*args: Any) -> nn.Module:

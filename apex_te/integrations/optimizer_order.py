@@ -7,11 +7,14 @@ from typing import Any
 import torch
 
 from ..module.grouped.linear import GroupedLinear
+from ..runtime.model_argument import check_model
+from ..runtime.named_arguments import named_arguments
 from .fusion import JoinedNorm, norm_of
 
 __all__ = ["reorder_fused_state", "reorder_grouped_linear_state"]
 
 
+@named_arguments()
 def reorder_grouped_linear_state(
     state_dict: dict[str, Any], optimizer: torch.optim.Optimizer, model: torch.nn.Module
 ) -> dict[str, Any]:
@@ -35,6 +38,7 @@ def reorder_grouped_linear_state(
     Raises:
         ValueError: the groups have other sizes than those of the optimizer.
     """
+    _check("reorder_grouped_linear_state", state_dict, optimizer, model)
     saved = [list(group["params"]) for group in state_dict["param_groups"]]
     groups = [[id(param) for param in group["params"]] for group in optimizer.param_groups]
     sizes = [len(group) for group in groups]
@@ -62,6 +66,7 @@ def reorder_grouped_linear_state(
     return {**state_dict, "param_groups": new_groups}
 
 
+@named_arguments()
 def reorder_fused_state(
     state_dict: dict[str, Any], optimizer: torch.optim.Optimizer, model: torch.nn.Module
 ) -> dict[str, Any]:
@@ -83,6 +88,7 @@ def reorder_fused_state(
     Raises:
         ValueError: the groups have other sizes.
     """
+    _check("reorder_fused_state", state_dict, optimizer, model)
     former: dict[int, int] = {}  # places in the former order, by id of the parameter
     weights = set()  # of the norms
     for module in model.modules():
@@ -116,3 +122,17 @@ def reorder_fused_state(
         for group, params in zip(state_dict["param_groups"], now, strict=True)
     ]
     return {**state_dict, "param_groups": new_groups}
+
+
+def _check(owner: str, state_dict: Any, optimizer: Any, model: Any) -> None:
+    """Raises TypeError for an argument of a wrong type."""
+    check_model(owner, model)
+    if not hasattr(optimizer, "param_groups"):
+        raise TypeError(
+            f"{owner}: optimizer must be a torch.optim.Optimizer, got {type(optimizer).__name__}"
+        )
+    if not isinstance(state_dict, dict) or "param_groups" not in state_dict:
+        raise TypeError(
+            f"{owner}: state_dict must be an optimizer's state_dict(), "
+            f"got {type(state_dict).__name__}"
+        )

@@ -12,6 +12,8 @@ from torch import nn
 
 from ..fp8.delayed.serialize import NAMES, read_state, save_state
 from ..module._core.fp8_module import STATE_PREFIX, FP8Module
+from ..runtime.model_argument import check_model
+from ..runtime.named_arguments import named_arguments
 from . import _matching as matching
 
 __all__ = ["find_fp8_state", "load_fp8_state", "save_fp8_state", "save_without_fp8_state"]
@@ -31,6 +33,7 @@ def _fp8_state(model: nn.Module) -> dict[str, torch.Tensor]:
     return found
 
 
+@named_arguments()
 def save_fp8_state(model: nn.Module, path: str | os.PathLike[str]) -> None:
     """Writes the FP8 state of ``model`` (scales, amax histories) to a safetensors file.
 
@@ -38,10 +41,14 @@ def save_fp8_state(model: nn.Module, path: str | os.PathLike[str]) -> None:
         model: a model with modules of apex_te. If none has FP8 state yet, no file is written, and
             one that exists is removed.
         path: the file, or a directory for a file ``fp8_state.apex_te``.
+
+    Raises:
+        TypeError: an argument has a wrong type.
     """
     from safetensors.torch import save_file
 
-    path, state = os.fspath(path), _fp8_state(model)
+    check_model("save_fp8_state", model)
+    path, state = _path("save_fp8_state", path), _fp8_state(model)
     if os.path.isdir(path):
         _remove_fp8_state(path)
         path = os.path.join(path, _FILE)
@@ -51,6 +58,7 @@ def save_fp8_state(model: nn.Module, path: str | os.PathLike[str]) -> None:
         os.remove(path)
 
 
+@named_arguments()
 def load_fp8_state(model: nn.Module, path: str | os.PathLike[str]) -> None:
     """Sets the FP8 state of ``model`` from a file of ``save_fp8_state`` or ``save_pretrained``.
 
@@ -64,6 +72,7 @@ def load_fp8_state(model: nn.Module, path: str | os.PathLike[str]) -> None:
     A file that is refused changes nothing.
 
     Raises:
+        TypeError: an argument has a wrong type.
         FileNotFoundError: there is no such file.
         ValueError: the file is damaged, lacks entries of a module's state, or has state of modules
             that are not in ``model``.
@@ -72,15 +81,31 @@ def load_fp8_state(model: nn.Module, path: str | os.PathLike[str]) -> None:
     from safetensors import SafetensorError
     from safetensors.torch import load_file
 
-    path = os.fspath(path)
+    check_model("load_fp8_state", model)
+    path = _path("load_fp8_state", path)
     if os.path.isdir(path):
         path = find_fp8_state(path) or os.path.join(path, _FILE)
+    if not os.path.exists(path):
+        raise FileNotFoundError(
+            f"load_fp8_state: path must be a file of save_fp8_state or its folder, got {path!r}, "
+            "which is not there"
+        )
     try:
         state = load_file(path)
     except SafetensorError as error:
         raise ValueError(f"load_fp8_state: {path} must be a safetensors file, {error}") from error
     _check(model, path, state)
     model.load_state_dict(state, strict=False)
+
+
+def _path(owner: str, path: Any) -> str:
+    """Returns ``path`` as text; raises TypeError if it is no path."""
+    try:
+        return os.fsdecode(path)
+    except TypeError:
+        raise TypeError(
+            f"{owner}: path must be a str or pathlib.Path, got {type(path).__name__}"
+        ) from None
 
 
 def _check(model: nn.Module, path: str, state: dict[str, torch.Tensor]) -> None:

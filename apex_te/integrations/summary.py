@@ -10,6 +10,8 @@ import torch
 from torch import nn
 
 from ..module._core.fp8_module import FP8Module
+from ..runtime.model_argument import check_model
+from ..runtime.named_arguments import named_arguments
 from .experts import StackedExperts
 
 __all__ = ["ConversionSummary", "Layer", "conversion_summary", "numbered"]
@@ -119,12 +121,14 @@ def grouped(names: Iterable[str]) -> list[str]:
     ]
 
 
+@named_arguments()
 def conversion_summary(model: nn.Module) -> ConversionSummary:
     """Returns the layers that ``from_torch(model)`` has converted and kept.
 
     Args:
         model: the model that was given to ``from_torch``; for any other the summary is empty.
     """
+    check_model("conversion_summary", model)
     found = vars(model).get(ATTRIBUTE)
     if found is None:
         return ConversionSummary()

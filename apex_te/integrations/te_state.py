@@ -36,6 +36,8 @@ from ..fp8.delayed.state import BACKWARD_SLOTS, FORWARD_SLOTS, FP8State
 from ..module._core.fp8_module import STATE_PREFIX, FP8Module
 from ..module.grouped.linear import GroupedLinear
 from ..recipe import MAX_HISTORY_LENGTH, DelayedScaling, Format
+from ..runtime.model_argument import check_model
+from ..runtime.named_arguments import named_arguments
 from ._extra_state_bytes import own_header
 from ._tensor_pickle import Inert, TensorPickleError, read_pickle, read_saved
 
@@ -216,6 +218,7 @@ def _checked_tensor(saved: dict[str, Any], name: str, dims: int) -> torch.Tensor
     return value.detach().to("cpu", torch.float32)
 
 
+@named_arguments()
 def load_te_extra_state(
     model: torch.nn.Module, state_dict: MutableMapping[str, Any], prefix: str = ""
 ) -> list[str]:
@@ -242,6 +245,11 @@ def load_te_extra_state(
         TEStateError: as for ``read_te_extra_state``, or the number of slots does not fit the
             module. Message and arguments are as for TypeError.
     """
+    check_model("load_te_extra_state", model)
+    if not isinstance(state_dict, MutableMapping):
+        raise TypeError(
+            f"load_te_extra_state: state_dict must be a dict, got {type(state_dict).__name__}"
+        )
     modules = dict(model.named_modules())
     read: dict[str, SavedState] = {}
     dropped = []

@@ -16,7 +16,9 @@ try:
     from torchtitan.models.common import linear as titan
     from torchtitan.protocols.module import Module
 except ImportError as error:
-    raise ImportError("apex_te.integrations.torchtitan: torchtitan must be installed") from error
+    raise ImportError(
+        "apex_te.integrations.torchtitan: torchtitan must be installed: pip install torchtitan"
+    ) from error
 
 __all__ = ["FP8Linear", "FP8LinearConverter"]
 

@@ -9,7 +9,12 @@ from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-import jax
+try:
+    import jax
+except ImportError as error:
+    raise ImportError(
+        "apex_te.jax: jax must be installed: pip install 'jax>=0.10' flax optax"
+    ) from error
 
 from ..op_builder import OpBuilder, OpenedLibrary, all_builders, get_builder
 from ..op_builder.jit.backends.archs import Capability

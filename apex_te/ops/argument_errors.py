@@ -12,6 +12,7 @@ import torch
 
 from .. import runtime
 from ..runtime.former_names import former_keywords
+from ..runtime.named_arguments import named_arguments
 
 __all__ = ["check_dense", "checked", "under_name"]
 
@@ -117,7 +118,11 @@ def _explained(
         return None  # of a build, a device or its memory: no argument's doing
     try:
         given = inspect.signature(function).bind(*args, **kwargs).arguments
-    except TypeError:  # Python's own error names the missing or unknown argument
+    except TypeError:
+        try:  # arguments that do not bind run nothing
+            named_arguments(owner)(function)(*args, **kwargs)
+        except TypeError as refused:
+            return refused
         return None
     scope = function.__globals__
     is_own = _OWN_ERROR.match(str(error)) is not None

@@ -132,6 +132,9 @@ class Format(enum.Enum):
         return f"Format.{self.name}"
 
 
+_FORMATS = dict(Format.__members__)  # the property itself does not trace in torch 2.11
+
+
 def chosen_format(owner: str, value: object, formats: tuple[Format, ...]) -> Format:
     """Returns the format that the argument ``fp8_format`` of a public function stands for.
 
@@ -148,7 +151,7 @@ def chosen_format(owner: str, value: object, formats: tuple[Format, ...]) -> For
         raise TypeError(
             f"{owner}: fp8_format must be a recipe.Format or its name, got {type(value).__name__}"
         )
-    found = Format.__members__.get(value.upper()) if isinstance(value, str) else value
+    found = _FORMATS.get(value.upper()) if isinstance(value, str) else value
     if found not in formats:
         wanted = " or ".join(
             f'"{f.name.lower()}"' if isinstance(value, str) else repr(f) for f in formats

@@ -4,8 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import peft
 import torch
+
+try:
+    import peft
+except ImportError as error:
+    raise SystemExit(
+        f"lora.py needs {error.name}: pip install '.[huggingface]' in a checkout"
+    ) from error
+
 from small_model import Bytes, Report, build_model, measured, parser, recipe_of, text
 
 from apex_te import fp8_autocast

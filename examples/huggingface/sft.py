@@ -5,9 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-import datasets
-import transformers
-import trl
+try:
+    import datasets
+    import transformers
+    import trl
+except ImportError as error:
+    raise SystemExit(
+        f"sft.py needs {error.name}: pip install '.[huggingface]' in a checkout"
+    ) from error
+
 from small_model import (
     Bytes,
     Report,

@@ -11,7 +11,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-import transformers
+
+try:
+    import transformers
+except ImportError as error:
+    raise SystemExit(
+        f"small_model.py needs {error.name}: pip install '.[huggingface]' in a checkout"
+    ) from error
 
 from apex_te.integrations import fuse_loss
 from apex_te.ops.product_count import fp8_gemm_count

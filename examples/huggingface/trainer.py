@@ -4,7 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import transformers
+try:
+    import transformers
+except ImportError as error:
+    raise SystemExit(
+        f"trainer.py needs {error.name}: pip install '.[huggingface]' in a checkout"
+    ) from error
+
 from small_model import (
     Bytes,
     Report,

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from user_error import UserError, needs
 
 END = 0  # the token behind each document
 IGNORED = -100  # target of tokens that nothing is predicted for
@@ -43,7 +44,7 @@ class Tokens:
         digest: tells other tokens apart; the folder's name where prepare.py has written none.
 
     Raises:
-        ValueError: the folder is not one that prepare.py has written, or a file is cut short.
+        UserError: the folder is not one that prepare.py has written, or a file is cut short.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -51,7 +52,7 @@ class Tokens:
         try:
             self.meta: dict[str, Any] = json.loads((folder / "meta.json").read_text("utf-8"))
         except (OSError, ValueError) as error:
-            raise ValueError(
+            raise UserError(
                 f"tokens {folder}: must be a folder that prepare.py has written, got "
                 f"{type(error).__name__} when reading its meta.json"
             ) from error
@@ -64,16 +65,16 @@ class Tokens:
         wanted = self.meta[f"{name}_tokens"] * dtype.itemsize
         found = file.stat().st_size if file.exists() else 0
         if found != wanted:
-            raise ValueError(
+            raise UserError(
                 f"tokens {self.folder}: {file.name} must have {wanted} bytes, got {found}"
             )
         return np.memmap(file, dtype, "r")
 
     def tokenizer(self) -> Any:
         """Returns the ``tokenizers.Tokenizer``."""
-        from tokenizers import Tokenizer
-
-        return Tokenizer.from_file(str(self.folder / "tokenizer.json"))
+        return needs("tokenizers", "--sample").Tokenizer.from_file(
+            str(self.folder / "tokenizer.json")
+        )
 
 
 def rows_of(tokens: np.ndarray, windows: np.ndarray, context: int) -> np.ndarray:
@@ -114,15 +115,16 @@ class Order:
         seed: of the shuffles.
 
     Raises:
-        ValueError: the file has no whole window.
+        UserError: the file has no whole window.
     """
 
     def __init__(self, tokens: np.ndarray, context: int, seed: int) -> None:
         self.tokens, self.context, self.seed = tokens, context, seed
         self.windows = (len(tokens) - 1) // context
         if self.windows < 1:
-            raise ValueError(
-                f"Order: tokens must be at least context + 1 = {context + 1}, got {len(tokens)}"
+            raise UserError(
+                f"Order: tokens must be at least context + 1 = {context + 1}, got {len(tokens)}; "
+                "give a smaller --context or more --data"
             )
         self._epoch, self._shuffled = -1, np.empty(0, np.int64)
 
@@ -179,9 +181,9 @@ def held_out_batches(
     windows = (len(tokens) - 1) // context
     count = min(windows, max(1, limit // context))
     if windows < 1:
-        raise ValueError(
+        raise UserError(
             f"held_out_batches: tokens must be at least context + 1 = {context + 1}, "
-            f"got {len(tokens)}"
+            f"got {len(tokens)}; give a smaller --context, more --data, or --eval-tokens 0"
         )
     chosen = np.arange(count, dtype=np.int64) * windows // count
     parts = np.split(chosen, range(microbatch, count, microbatch))

@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from ranks import Ranks
+from user_error import UserError
 
 import apex_te
 from apex_te.parameter import FP8Parameter
@@ -56,7 +57,7 @@ class Checkpoints:
         The newest steps are kept and loaded, which may be the other run's.
         """
         if found := self.steps():
-            raise ValueError(
+            raise UserError(
                 f"--out must have no checkpoints of another run without --resume, got "
                 f"{self._path(found[-1])}"
             )
@@ -96,7 +97,7 @@ class Checkpoints:
         """Loads the newest checkpoint and returns the step that it was saved after; 0 if none.
 
         Raises:
-            ValueError: the checkpoint is of a run with other settings or numbers of ranks, or
+            UserError: the checkpoint is of a run with other settings or numbers of ranks, or
                 cannot be read.
         """
         found = self.steps()
@@ -114,13 +115,13 @@ class Checkpoints:
             the step that the checkpoint was saved after.
 
         Raises:
-            ValueError: as ``load_newest`` does, or ``folder`` is this run's own or has none.
+            UserError: as ``load_newest`` does, or ``folder`` is this run's own or has none.
         """
         if folder.resolve() == self.folder.resolve():
-            raise ValueError(f"--branch-from must be another folder than --out, got {folder}")
+            raise UserError(f"--branch-from must be another folder than --out, got {folder}")
         found = _steps(folder)
         if not found:
-            raise ValueError(f"--branch-from must be a folder with checkpoints, got {folder}")
+            raise UserError(f"--branch-from must be a folder with checkpoints, got {folder}")
         settings = {n: value for n, value in self.settings.items() if n not in CHANGEABLE}
         return self._load_path(_path(folder, found[-1]), settings)
 
@@ -144,14 +145,14 @@ class Checkpoints:
     def _check(self, path: Path, about: dict[str, Any], settings: dict[str, Any]) -> None:
         """Raises ValueError if this run cannot go on from the checkpoint at ``path``."""
         if about["ranks"] != self.ranks.size:
-            raise ValueError(
+            raise UserError(
                 f"checkpoint {path}: must be resumed on {about['ranks']} ranks, "
                 f"got {self.ranks.size}"
             )
         for name, value in settings.items():
             saved = about["settings"].get(name, value)
             if saved != value:
-                raise ValueError(
+                raise UserError(
                     f"checkpoint {path}: {name} must be {saved!r} as in the saved run, "
                     f"got {value!r}"
                 )
@@ -223,12 +224,12 @@ def _read(file: Path, reader: Callable[[Path], Any]) -> Any:
     """Returns what ``reader`` reads from a checkpoint's file.
 
     Raises:
-        ValueError: the file is not there or damaged.
+        UserError: the file is not there or damaged.
     """
     try:
         return reader(file)
     except (OSError, ValueError, RuntimeError, EOFError, KeyError, pickle.UnpicklingError) as error:
-        raise ValueError(
+        raise UserError(
             f"checkpoint {file.parent}: {file.name} must be whole, got {type(error).__name__} when "
             "reading it; without this folder --resume goes on from the one before, if any"
         ) from error

@@ -93,6 +93,11 @@ def _add_data(group: argparse._ArgumentGroup) -> None:
     add("--packed", action="store_true", help="attention stays within documents (cu_seqlens)")
 
 
+def count(text: str) -> int:
+    """Returns a number such as 100e6; argparse's error has this function's name."""
+    return int(float(text))
+
+
 def _add_training(group: argparse._ArgumentGroup) -> None:
     add = group.add_argument
     add("--batch", type=int, default=64, help="sequences of an optimizer step, on all ranks")
@@ -100,7 +105,7 @@ def _add_training(group: argparse._ArgumentGroup) -> None:
     add("--steps", type=int, help="optimizer steps, which the learning rate's cosine spans")
     add(
         "--max-tokens",
-        type=lambda text: int(float(text)),
+        type=count,
         help="in place of --steps: as many as train on these tokens",
     )
     add("--max-seconds", type=float, help="stop after this time; --resume goes on")

@@ -7,6 +7,8 @@ import os
 from pathlib import Path
 from typing import Any
 
+from user_error import make_folder, needs
+
 FILE = "log.jsonl"
 
 
@@ -37,7 +39,7 @@ class RunLog:
         self, folder: Path, after: int, tensorboard: bool, wandb: str | None,
         settings: dict[str, Any],
     ) -> None:  # fmt: skip
-        folder.mkdir(parents=True, exist_ok=True)
+        make_folder("--out", folder)
         path = folder / FILE
         kept = []
         if after > 0 and path.exists():
@@ -50,9 +52,9 @@ class RunLog:
         self._board = _tensorboard(folder, after) if tensorboard else None
         self._wandb: Any = None
         if wandb is not None:
-            import wandb as package
-
-            self._wandb = package.init(project=wandb, dir=folder, config=settings, resume="allow")
+            self._wandb = needs("wandb", "--wandb").init(
+                project=wandb, dir=folder, config=settings, resume="allow"
+            )
 
     def write(self, kind: str, **figures: Any) -> None:
         """Writes an event; ``step`` among its figures places it."""

@@ -10,6 +10,7 @@ from config import Shape
 from torch import nn
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from user_error import needs
 
 
 class PlainBlock(nn.Module):
@@ -68,8 +69,9 @@ def to_torchao(model: nn.Module) -> None:
     """Has torchao's tensorwise float8 training replace the linear layers of the blocks.
 
     Raises:
-        ImportError: torchao is not installed.
+        UserError: torchao is not installed.
     """
+    needs("torchao.float8", "--layers torchao")
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
     blocks: Any = model.blocks

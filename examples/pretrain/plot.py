@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from logs import FILE, read_log
+from user_error import UserError, needs, run
 
 KINDS = ("train", "held_out")  # of losses that are saved
 
@@ -77,12 +78,12 @@ def read_curve(path: Path) -> Curve:
     """Returns the curve of a run's folder, or of its log.
 
     Raises:
-        ValueError: the log has no event of a start.
+        UserError: the log has no event of a start.
     """
     events = read_log(path / FILE if path.is_dir() else path)
     starts = [event for event in events if event["kind"] == "start"]
     if not starts:
-        raise ValueError(f"read_curve: path must be the log of a run, got {path}")
+        raise UserError(f"read_curve: path must be the log of a run, got {path}")
     about = starts[-1]
     name = about["recipe"] if about["layers"] == "apex_te" else f"{about['layers']}"
     name += " parameters" if about.get("fp8_params") else ""
@@ -152,6 +153,7 @@ def draw(curves: Sequence[Curve], path: Path, keep: float = 0.98) -> None:
         path: the picture.
         keep: as in ``smooth``.
     """
+    needs("matplotlib", "plot.py")
     import matplotlib
 
     matplotlib.use("Agg")
@@ -213,4 +215,4 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run(main)

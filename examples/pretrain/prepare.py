@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+from user_error import UserError, make_folder, needs, run
 
 VERSION = 1  # of the files' layout, part of their key
 SUFFIXES = frozenset({".py", ".pyi", ".rst", ".md", ".txt", ".h", ".hpp", ".cuh"})
@@ -90,7 +91,7 @@ def find_sources(places: Sequence[Path], max_bytes: int | None = None) -> list[S
         max_bytes: most bytes to return, or None.
 
     Raises:
-        FileNotFoundError: one of ``places`` does not exist.
+        UserError: one of ``places`` does not exist.
     """
     found: dict[str, Source] = {}
     for place in places:
@@ -102,7 +103,7 @@ def find_sources(places: Sequence[Path], max_bytes: int | None = None) -> list[S
             for source in _below(str(place.resolve())):
                 found.setdefault(source.path, source)
         else:
-            raise FileNotFoundError(f"find_sources: places must exist, got {place}")
+            raise UserError(f"--data must be files and folders that exist, got {place}")
     ordered = sorted(found.values(), key=lambda source: (_rank(source.name), source.path))
     if max_bytes is None:
         return ordered
@@ -147,7 +148,13 @@ def train_tokenizer(sources: Sequence[Source], vocabulary: int) -> Any:
     Args:
         sources: files in order; the first ones that are not held out are read, up to a limit.
         vocabulary: number of tokens, at least 257.
+
+    Raises:
+        UserError: ``vocabulary`` is smaller, or tokenizers is not installed.
     """
+    if vocabulary < 257:
+        raise UserError(f"--vocabulary must be at least 257, got {vocabulary}")
+    needs("tokenizers", "prepare.py")
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
     tokenizer = Tokenizer(models.BPE())
@@ -283,14 +290,14 @@ def prepare(
         workers: processes that encode; None is one for each core.
 
     Raises:
-        ValueError: there is no text to train on, or none to evaluate with.
+        UserError: there is no text to train on, or none to evaluate with.
     """
     begin = time.perf_counter()
     sources = find_sources(places, max_bytes)
     folder = cache / key_of(sources, vocabulary)
     if (folder / "meta.json").exists():
         return folder
-    cache.mkdir(parents=True, exist_ok=True)
+    make_folder("--token-cache", cache)
     partial = cache / f"{folder.name}.{os.getpid()}.partial"
     partial.mkdir()
     try:
@@ -304,8 +311,8 @@ def prepare(
         counts = write_tokens(sources, partial / "tokenizer.json", partial, dtype, workers)
         if not counts["train_tokens"] or not counts["held_out_tokens"]:
             where = ", ".join(map(str, places))
-            raise ValueError(
-                f"prepare: places must hold text for training and for evaluation, got "
+            raise UserError(
+                f"--data must hold text for training and for evaluation, got "
                 f"{counts['train_files']} and {counts['held_out_files']} files in {where}"
             )
         end = time.perf_counter()
@@ -342,4 +349,4 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run(main)

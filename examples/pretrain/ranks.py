@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import distributed, nn
+from user_error import UserError
 
 from apex_te.distributed import enable_fp8_all_gather
 from apex_te.ops import multi_tensor
@@ -102,16 +103,16 @@ def start(args: argparse.Namespace) -> tuple[Ranks, torch.device]:
     """Returns the ranks that torchrun has started, and this rank's device.
 
     Raises:
-        ValueError: switches or sizes that these ranks cannot have.
+        UserError: switches or sizes that these ranks cannot have.
     """
     name = args.device
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     kind = name.partition(":")[0]
     if kind not in ("cpu", "cuda"):
-        raise ValueError(f"--device must be auto, cpu or cuda, got {name}")
+        raise UserError(f"--device must be auto, cpu or cuda, got {name}")
     if kind == "cuda" and not torch.cuda.is_available():
-        raise ValueError(f"--device must be auto or cpu without an NVIDIA GPU, got {name}")
+        raise UserError(f"--device must be auto or cpu without an NVIDIA GPU, got {name}")
     size = int(os.environ.get("WORLD_SIZE", "1"))
     _check(args, size)
     if "WORLD_SIZE" not in os.environ:
@@ -130,24 +131,23 @@ def start(args: argparse.Namespace) -> tuple[Ranks, torch.device]:
 def _check(args: argparse.Namespace, size: int) -> None:
     """Raises ValueError for switches and sizes that ``size`` ranks cannot have."""
     if size % args.tp:
-        raise ValueError(f"--tp must divide the number of ranks ({size}), got {args.tp}")
+        todo = f"; start with torchrun --nproc_per_node {args.tp}" if size == 1 else ""
+        raise UserError(f"--tp must divide the number of ranks ({size}), got {args.tp}{todo}")
     dp = size // args.tp
     if args.batch % dp:
-        raise ValueError(
-            f"--batch must be a multiple of {dp} data-parallel ranks, got {args.batch}"
-        )
+        raise UserError(f"--batch must be a multiple of {dp} data-parallel ranks, got {args.batch}")
     own = args.batch // dp
     args.microbatch = own if args.microbatch is None else args.microbatch
     if not 0 < args.microbatch <= own or own % args.microbatch:
-        raise ValueError(
+        raise UserError(
             f"--microbatch must divide the {own} sequences of a rank, got {args.microbatch}"
         )
     if args.fp8_all_gather and dp == 1:
-        raise ValueError("--fp8-all-gather needs data-parallel ranks, got 1")
+        raise UserError("--fp8-all-gather needs data-parallel ranks, got 1")
     if dp > 1 and (args.main_grads or args.graphs):
-        raise ValueError(f"--main-grads and --graphs need one data-parallel rank, got {dp}")
+        raise UserError(f"--main-grads and --graphs need one data-parallel rank, got {dp}")
     if args.tp > 1 and args.fp8_params:
-        raise ValueError(f"--fp8-params needs --tp 1, got {args.tp}")
+        raise UserError(f"--fp8-params needs --tp 1, got {args.tp}")
 
 
 def shard(model: nn.Module, ranks: Ranks, recipe: Recipe | None) -> None:

@@ -33,6 +33,7 @@ from meters import Energy, Meter, Reading, peak_flops
 from ranks import Ranks, start
 from schedule import learning_rate
 from torch import distributed
+from user_error import run
 
 import apex_te
 
@@ -71,6 +72,8 @@ class Training:
         if args.save_every and not args.resume:
             self.checkpoints.check_new()
         self.first_step = self.checkpoints.load_newest() if args.resume else 0
+        if args.resume and not self.first_step:
+            self._say(f"--resume: {args.out} has no checkpoint yet, so training begins at step 0")
         if not self.first_step and args.branch_from is not None:
             self.first_step = self.checkpoints.load_branch(args.branch_from)
         self.log: Any = NoLog()
@@ -298,7 +301,9 @@ def token_folder(args: argparse.Namespace, ranks: Ranks) -> Path:
         if args.max_bytes is not None:
             command += ["--max-bytes", str(args.max_bytes)]
         # A process without torch, whose workers start quickly.
-        done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
+        done = subprocess.run(command, stdout=subprocess.PIPE, text=True)
+        if done.returncode:  # prepare.py has said why
+            raise SystemExit(done.returncode)
         printed[0] = done.stdout.strip()
         print(printed[0], flush=True)
     if ranks.size > 1:
@@ -323,4 +328,4 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    main()
+    run(main)

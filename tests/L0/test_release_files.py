@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import ast
 import hashlib
 import importlib
 import re
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +51,37 @@ def test_extras_are_installable_names() -> None:
         assert re.fullmatch(r"[a-z]+(-[a-z]+)*", name)
         for requirement in requirements:
             assert Requirement(requirement).name.lower() != "torch", f"{name} would replace torch"
+
+
+# What comes with torch or apex_te, or belongs to an option that says what to install.
+WITHOUT_EXTRA = {
+    "apex_te", "numpy", "packaging", "pynvml", "torch", "torchao", "transformer_engine", "wandb",
+}  # fmt: skip
+DISTRIBUTIONS = {"sklearn": "scikit-learn"}
+
+
+@pytest.mark.parametrize(
+    ("extra", "folders"),
+    [
+        ("examples", ("char_gpt", "digits", "pretrain", "sort", "t5_copy")),
+        ("huggingface", ("huggingface",)),
+    ],
+)
+def test_extra_brings_what_its_examples_import(extra: str, folders: tuple[str, ...]) -> None:
+    tomllib = pytest.importorskip("tomllib")
+    extras = tomllib.loads(text("pyproject.toml"))["project"]["optional-dependencies"]
+    imported: set[str] = set()
+    own = {path.stem for path in (ROOT / "examples").rglob("*.py")}
+    for folder in folders:
+        for path in (ROOT / "examples" / folder).glob("*.py"):
+            for node in ast.walk(ast.parse(path.read_text("utf-8"))):
+                if isinstance(node, ast.Import):
+                    imported.update(alias.name.partition(".")[0] for alias in node.names)
+                elif isinstance(node, ast.ImportFrom) and node.module:
+                    imported.add(node.module.partition(".")[0])
+    others = imported - own - WITHOUT_EXTRA - set(sys.stdlib_module_names)
+    missing = {DISTRIBUTIONS.get(name, name) for name in others} - set(extras[extra])
+    assert not missing, f"[{extra}] lacks {missing}"
 
 
 def test_checksums_hold_for_all_files_of_a_release(

@@ -30,6 +30,7 @@ from ...module.layer_norm_linear import LayerNormLinear
 from ...module.layer_norm_mlp import LayerNormMLP
 from ...module.linear import Linear
 from ...module.transformer_layer import TransformerLayer
+from ...runtime.named_arguments import named_arguments
 from .local_parameters import local_parameters
 from .stacked_rows import Exchange, exchange_of
 
@@ -72,6 +73,7 @@ class _Style(ParallelStyle):
 
     _kinds: ClassVar[tuple[type[torch.nn.Module], ...]]
 
+    @named_arguments()
     def __init__(self, *, sequence_parallel: bool = False) -> None:
         super().__init__()
         if not isinstance(sequence_parallel, bool):
@@ -83,6 +85,11 @@ class _Style(ParallelStyle):
 
     def _apply(self, module: torch.nn.Module, device_mesh: DeviceMesh) -> torch.nn.Module:
         owner = type(self).__name__
+        if not isinstance(device_mesh, DeviceMesh):
+            raise TypeError(
+                f"{owner}: device_mesh must be a torch.distributed.DeviceMesh, "
+                f"got {type(device_mesh).__name__}"
+            )
         if device_mesh.ndim != 1:
             raise ValueError(
                 f"{owner}: device_mesh must have one dimension (mesh['tp']), "

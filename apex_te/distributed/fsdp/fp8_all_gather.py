@@ -20,6 +20,7 @@ from ...fp8.parameter.fsdp_gather import check_resharding, replace
 from ...fp8.parameter.parameter import FP8Parameter
 from ...fp8.tensor import QuantizedTensor
 from ...recipe import Recipe, chosen_recipe
+from ...runtime.named_arguments import named_arguments
 from .gather_group import GatherGroup, params_gathered_with
 from .gather_set import GatheredParam, GatherSet, GatherUnit
 from .sharded_weight import ShardedWeight, local_of
@@ -27,6 +28,7 @@ from .sharded_weight import ShardedWeight, local_of
 __all__ = ["enable_fp8_all_gather"]
 
 
+@named_arguments()
 def enable_fp8_all_gather(model: torch.nn.Module, recipe: Recipe | str | None = None) -> None:
     """Makes ``fully_shard`` gather the weights of FP8 GEMMs as FP8 data, one byte per element.
 

@@ -16,6 +16,8 @@ from torch.distributed.checkpoint import state_dict as torch_state_dict
 from torch.distributed.checkpoint.state_dict import StateDictOptions
 from torch.distributed.tensor import DTensor
 
+from ...runtime.model_argument import check_model
+from ...runtime.named_arguments import named_arguments
 from .fp8_state import (
     parts_of_states,
     share_headers,
@@ -42,6 +44,7 @@ _Targets = Mapping[str, tuple[str, Entry]]  # by name: the other name, and its e
 _STEP = "step"  # a count, the same on all ranks
 
 
+@named_arguments()
 def get_state_dict(
     model: torch.nn.Module,
     optimizers: _Optimizers,
@@ -101,6 +104,7 @@ def get_state_dict(
     )
 
 
+@named_arguments()
 def set_state_dict(
     model: torch.nn.Module,
     optimizers: _Optimizers,
@@ -138,6 +142,7 @@ def set_state_dict(
     return set_model_state_dict(model, model_state_dict, **shared)
 
 
+@named_arguments()
 def get_model_state_dict(
     model: torch.nn.Module,
     *,
@@ -173,6 +178,7 @@ def get_model_state_dict(
     return found
 
 
+@named_arguments()
 def set_model_state_dict(
     model: torch.nn.Module,
     model_state_dict: Mapping[str, Any],
@@ -196,6 +202,7 @@ def set_model_state_dict(
     """
     owner = "set_model_state_dict"
     split = _split_to_set(owner, model, expert_group, stacked, options)
+    _check_saved(owner, "model_state_dict", model_state_dict)
     places, own = parts_of_states(split), _own_names(split)
     found = {}
     for name, value in model_state_dict.items():
@@ -208,6 +215,7 @@ def set_model_state_dict(
     return torch_state_dict.set_model_state_dict(model, found, options=options)
 
 
+@named_arguments()
 def get_optimizer_state_dict(
     model: torch.nn.Module,
     optimizers: _Optimizers,
@@ -231,6 +239,7 @@ def get_optimizer_state_dict(
     """
     owner = "get_optimizer_state_dict"
     split = _split_to_get(owner, model, expert_group, stacked, options)
+    optimizers = _as_tuple(owner, optimizers)
     state: Any = torch_state_dict.get_optimizer_state_dict(model, optimizers, options=options)
 
     def shared(entry: Entry, name: str, value: Any) -> Any:
@@ -258,6 +267,7 @@ def get_optimizer_state_dict(
     return found
 
 
+@named_arguments()
 def set_optimizer_state_dict(
     model: torch.nn.Module,
     optimizers: _Optimizers,
@@ -280,6 +290,8 @@ def set_optimizer_state_dict(
     """
     owner = "set_optimizer_state_dict"
     split = _split_to_set(owner, model, expert_group, stacked, options)
+    optimizers = _as_tuple(owner, optimizers)
+    _check_saved(owner, "optim_state_dict", optim_state_dict)
 
     def own(entry: Entry, name: str, value: Any) -> Any:
         if entry.parts is None or name.endswith("." + _STEP):
@@ -301,6 +313,7 @@ def _split_to_get(
     owner: str, model: torch.nn.Module, expert_group: Any, stacked: _Stacked, options: Any
 ) -> SplitModel:
     """Returns the layout; raises NotImplementedError for ``full_state_dict`` of a split model."""
+    _check(owner, model, stacked, options)
     split = split_model(owner, model, expert_group, stacked)
     if split.entries and options is not None and options.full_state_dict:
         raise NotImplementedError(
@@ -315,12 +328,48 @@ def _split_to_set(
     owner: str, model: torch.nn.Module, expert_group: Any, stacked: _Stacked, options: Any
 ) -> SplitModel:
     """Returns the layout; raises NotImplementedError for ``broadcast_from_rank0`` if split."""
+    _check(owner, model, stacked, options)
     split = split_model(owner, model, expert_group, stacked)
     if split.entries and options is not None and options.broadcast_from_rank0:
         raise NotImplementedError(
             f"{owner}: broadcast_from_rank0 must be False for a model that ranks split, got True"
         )
     return split
+
+
+def _check(owner: str, model: Any, stacked: Any, options: Any) -> None:
+    """Raises TypeError for an argument of a wrong type."""
+    check_model(owner, model)
+    if stacked is not None and not isinstance(stacked, Mapping):
+        raise TypeError(
+            f"{owner}: stacked must be a dict of patterns and sizes, got {type(stacked).__name__}"
+        )
+    if options is not None and not isinstance(options, StateDictOptions):
+        raise TypeError(
+            f"{owner}: options must be a torch.distributed.checkpoint.state_dict.StateDictOptions, "
+            f"got {type(options).__name__}"
+        )
+
+
+def _check_saved(owner: str, name: str, saved: Any) -> None:
+    """Raises TypeError if ``saved``, the argument ``name``, is no state dict."""
+    if not isinstance(saved, Mapping):
+        raise TypeError(
+            f"{owner}: {name} must be a dict from get_state_dict, got {type(saved).__name__}"
+        )
+
+
+def _as_tuple(owner: str, optimizers: Any) -> tuple[Any, ...]:
+    """Returns the optimizers; raises TypeError if they are none."""
+    several = isinstance(optimizers, Iterable) and not isinstance(optimizers, (str, Mapping))
+    found = tuple(optimizers) if several else (optimizers,)
+    for one in found:
+        if not hasattr(one, "param_groups"):
+            raise TypeError(
+                f"{owner}: optimizers must be a torch.optim.Optimizer or several, "
+                f"got {type(one).__name__}"
+            )
+    return found
 
 
 def _own_names(split: SplitModel) -> dict[str, tuple[str, Entry]]:

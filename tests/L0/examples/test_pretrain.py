@@ -111,7 +111,7 @@ def test_sources_do_not_follow_the_alphabet_and_obey_a_limit(texts):
     assert size // 4 < sum(source.size for source in limited) <= size // 2
     one = texts / "ignored.bin"
     assert [source.path for source in prepare.find_sources([one])] == [str(one.resolve())]
-    with pytest.raises(FileNotFoundError, match=r"places must exist, got .*nowhere"):
+    with pytest.raises(ValueError, match=r"--data must be .* that exist, got .*nowhere"):
         prepare.find_sources([texts / "nowhere"])
 
 
@@ -123,7 +123,7 @@ def test_default_folders_exist(monkeypatch, tmp_path):
 
 
 def test_a_single_file_is_an_error(texts, tmp_path):
-    with pytest.raises(ValueError, match="places must hold text for training and for evaluation"):
+    with pytest.raises(ValueError, match="--data must hold text for training and for evaluation"):
         prepare.prepare([texts / "again.md"], tmp_path, VOCABULARY, workers=1)
 
 
