@@ -174,7 +174,7 @@ class LossScaler:
 
         Raises:
             RuntimeError: the state dict has other keys.
-            TypeError: a value is no number.
+            TypeError: a value is not a number.
             ValueError: a scale or count is out of range.
         """
         self.take(self.checked(state_dict))

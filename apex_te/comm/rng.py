@@ -54,7 +54,7 @@ class CudaRNGStatesTracker:
         """Starts a sequence called ``name`` from ``seed``.
 
         Raises:
-            TypeError: ``name`` is no str, or ``seed`` no int.
+            TypeError: ``name`` is not a str, or ``seed`` not an int.
             ValueError: ``name`` or ``seed`` was added before.
         """
         for what, value, kind in (("name", name, str), ("seed", seed, int)):

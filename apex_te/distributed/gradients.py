@@ -41,7 +41,7 @@ def clip_grad_norm_(
     Raises:
         TypeError: an argument of a wrong type.
         ValueError: ``max_norm`` is negative or NaN, ``norm_type`` is not positive, or a module
-            with a ``tp_size`` above 1 has no ``tp_group``.
+            with a ``tp_size`` above 1 lacks ``tp_group``.
     """
     owner = "clip_grad_norm_"
     _check_model(owner, model)

@@ -26,7 +26,7 @@ class Export(_Options):
     """Checked options of ``export_fp8``, whose arguments they are.
 
     Raises:
-        TypeError: an option is no str.
+        TypeError: an option is not a str.
         ValueError: an option is unknown or does not go with another.
     """
 

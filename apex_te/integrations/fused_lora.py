@@ -38,7 +38,7 @@ def fuse_lora(model: _Model) -> _Model:
         ``model``.
 
     Raises:
-        TypeError: ``model`` is no module.
+        TypeError: ``model`` is not a module.
         ValueError: the model has no such layer.
     """
     check_model("fuse_lora", model)

@@ -62,7 +62,7 @@ class _FP8Training:
             if name not in known:
                 hint = did_you_mean(name, ("recipe", "during_eval", "convert", *known))
                 hint = hint or f"; the options of from_torch are {', '.join(known)}"
-                raise TypeError(f"FP8Callback: there is no argument {name!r}{hint}")
+                raise TypeError(f"FP8Callback: unexpected argument {name!r}{hint}")
         self.recipe = chosen_recipe("FP8Callback", "recipe", recipe)
         self.during_eval = during_eval
         self.convert = convert

@@ -99,7 +99,7 @@ def load_fp8_state(model: nn.Module, path: str | os.PathLike[str]) -> None:
 
 
 def _path(owner: str, path: Any) -> str:
-    """Returns ``path`` as text; raises TypeError if it is no path."""
+    """Returns ``path`` as text; raises TypeError if it is not a path."""
     try:
         return os.fsdecode(path)
     except TypeError:

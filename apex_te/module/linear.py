@@ -408,7 +408,7 @@ class LinearLayer(LinearParameters):
             ``(weight, bias)``; the bias is None with ``bias=False``.
 
         Raises:
-            TypeError: ``weight`` or ``bias`` is no tensor.
+            TypeError: ``weight`` or ``bias`` is not a tensor.
             ValueError: an operand has another shape, is missing or is not allowed.
         """
         if weight is None:
@@ -468,7 +468,7 @@ class LinearLayer(LinearParameters):
             shape: the shape that the argument must have.
 
         Raises:
-            TypeError: ``value`` is no tensor.
+            TypeError: ``value`` is not a tensor.
             ValueError: ``value`` has another shape.
         """
         if not isinstance(value, torch.Tensor):

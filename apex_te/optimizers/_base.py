@@ -181,7 +181,7 @@ class FusedOptimizer(SavingOptimizer):
         return True
 
     def _check_group(self, group: dict[str, Any]) -> None:
-        """Raises TypeError or ValueError if an option of ``group`` is no number in its range."""
+        """Raises TypeError or ValueError if an option of ``group`` is not a number in its range."""
         for name in ("lr", "weight_decay", "eps"):
             if name == "lr" and isinstance(group[name], torch.Tensor):
                 if group[name].numel() != 1:
@@ -356,7 +356,7 @@ class FusedOptimizer(SavingOptimizer):
             meant = nearest(option, self.defaults, 0.85)
             if option != "params" and option not in self.defaults and meant is not None:
                 raise ValueError(
-                    f"{name}: there is no option {option!r} of a group; did you mean {meant!r}?"
+                    f"{name}: unexpected option {option!r} in a group; did you mean {meant!r}?"
                 )
         params = group["params"]
         if isinstance(params, torch.Tensor):
@@ -424,7 +424,7 @@ class FusedOptimizer(SavingOptimizer):
         return state[MASTER]
 
     def _check_number(self, name: str, value: Any) -> None:
-        """Raises TypeError if an option is no number; a kernel takes no tensor for it."""
+        """Raises TypeError if an option is not a number; a kernel takes no tensor for it."""
         if isinstance(value, bool) or not isinstance(value, (int, float)):
             raise TypeError(f"{self._name}: {name} must be a float, got {type(value).__name__}")
 

@@ -9,14 +9,13 @@ from __future__ import annotations
 import enum
 import functools
 import importlib
-import inspect
 import pkgutil
 from collections.abc import Callable
 from dataclasses import KW_ONLY, InitVar, dataclass, fields
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 from ..runtime.lazy import attach
-from ..runtime.named_arguments import did_you_mean
+from ..runtime.named_arguments import binding_error
 
 if TYPE_CHECKING:
     import torch
@@ -215,7 +214,9 @@ class Recipe:
     def __new__(cls, *args: Any, **options: Any) -> Recipe:
         unknown = [name for name in options if name not in cls.__dataclass_fields__]
         if args or unknown:
-            _check_call(cls, args, options)
+            error = binding_error(cls.__name__, cls, args, options)
+            if error is not None:
+                raise error
         return super().__new__(cls)
 
     def _check_shared(self, fp8_dpa: bool, fp8_mha: bool) -> None:
@@ -289,28 +290,6 @@ class Recipe:
         value = tuple(value)
         object.__setattr__(self, name, value)
         return value
-
-
-def _check_call(kind: type[Recipe], args: tuple[Any, ...], options: dict[str, Any]) -> None:
-    """Raises the TypeError of a call that does not fit a recipe's constructor.
-
-    Args:
-        kind: the recipe's class.
-        args: positional arguments.
-        options: keyword arguments.
-    """
-    signature = inspect.signature(kind)
-    try:
-        signature.bind(*args, **options)
-    except TypeError as error:
-        text = str(error)
-        known = list(signature.parameters)
-        for name in options.keys() - known:
-            hint = did_you_mean(name, known) or f"; the arguments are {', '.join(known)}"
-            text = f"there is no argument {name!r}{hint}"
-        if "positional" in text:
-            text += "; give arguments by name, such as fp8_format="
-        raise TypeError(f"{kind.__name__}: {text}") from None
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ __all__ = ["check_model"]
 
 
 def check_model(owner: str, model: Any) -> None:
-    """Raises TypeError if ``model``, an argument of ``owner``, is no module."""
+    """Raises TypeError if ``model``, an argument of ``owner``, is not a module."""
     if isinstance(model, nn.Module):
         return
     got, todo = type(model).__name__, ""

@@ -11,7 +11,14 @@ import sys
 from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 
-__all__ = ["argument_names", "did_you_mean", "named_arguments", "nearest", "renamed"]
+__all__ = [
+    "argument_names",
+    "binding_error",
+    "did_you_mean",
+    "named_arguments",
+    "nearest",
+    "renamed",
+]
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 _OWN_ERROR = re.compile(r"([A-Za-z_][\w.]*): ")
@@ -75,7 +82,7 @@ def named_arguments(owner: str = "", **names: str) -> Callable[[_F], _F]:
             try:
                 return function(*args, **kwargs)
             except (TypeError, ValueError, RuntimeError, AssertionError) as error:
-                refused = _binding_error(name, function, args, kwargs)
+                refused = binding_error(name, function, args, kwargs)
                 if refused is not None:
                     raise refused from None
                 if is_constructor:
@@ -128,7 +135,7 @@ def argument_names(function: Callable[..., Any]) -> list[str]:
     return [name for name in _signature(function).parameters if name != "self"]
 
 
-def _binding_error(
+def binding_error(
     owner: str, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> TypeError | None:
     """Returns the error of a call that does not fit the signature; None if the call fits it."""
@@ -144,11 +151,16 @@ def _binding_error(
     for name in kwargs:
         if name not in known:
             hint = did_you_mean(name, known) or f"; the arguments are {', '.join(known)}"
-            return TypeError(f"{owner}: there is no argument {name!r}{hint}")
+            return TypeError(f"{owner}: unexpected argument {name!r}{hint}")
     is_positional = inspect.Parameter.POSITIONAL_OR_KEYWORD
     positional = [name for name in known if kinds[name].kind is is_positional]
     given = len(args) - len(kinds) + len(known)  # without self
     if given > len(positional):
+        if not positional:
+            such = f", such as {known[0]}=" if known else ""
+            return TypeError(
+                f"{owner}: arguments must be given by name{such}, got {given} by position"
+            )
         return TypeError(
             f"{owner}: at most {len(positional)} arguments may be given by position "
             f"({', '.join(positional)}), got {given}; give the others by name"
@@ -190,7 +202,7 @@ def _is_flag(value: Any) -> bool:
 
 
 def _check_device(owner: str, value: Any) -> None:
-    """Raises an error if ``value`` is no device."""
+    """Raises an error if ``value`` is not a device."""
     try:
         sys.modules["torch"].device(value)
     except (RuntimeError, TypeError) as error:

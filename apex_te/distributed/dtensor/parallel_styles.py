@@ -240,7 +240,7 @@ def _check_parameters(module: torch.nn.Module, split: _Split) -> None:
 
     Raises:
         ValueError: a parameter is a DTensor already.
-        NotImplementedError: a parameter is no plain ``torch.nn.Parameter``.
+        NotImplementedError: a parameter is not a plain ``torch.nn.Parameter``.
     """
     name = type(module).__name__
     for key, parameter in module._parameters.items():

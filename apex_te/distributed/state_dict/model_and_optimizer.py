@@ -130,7 +130,7 @@ def set_state_dict(
         The missing and unexpected keys, as from ``torch.nn.Module.load_state_dict``.
 
     Raises:
-        TypeError: a value for a split parameter that is no plain tensor and not of
+        TypeError: a value for a split parameter that is not a plain tensor and not of
             ``get_state_dict``.
         ValueError: a plain tensor that has not the whole parameter's size, or a ``SplitTensor``
             made for another layout of ranks.
@@ -352,7 +352,7 @@ def _check(owner: str, model: Any, stacked: Any, options: Any) -> None:
 
 
 def _check_saved(owner: str, name: str, saved: Any) -> None:
-    """Raises TypeError if ``saved``, the argument ``name``, is no state dict."""
+    """Raises TypeError if ``saved``, the argument ``name``, is not a state dict."""
     if not isinstance(saved, Mapping):
         raise TypeError(
             f"{owner}: {name} must be a dict from get_state_dict, got {type(saved).__name__}"

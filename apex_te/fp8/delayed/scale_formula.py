@@ -177,7 +177,7 @@ def _checked(name: str, value: Any, like: torch.Tensor) -> torch.Tensor:
     """Returns a user function's result in the dtype and on the device of ``like``.
 
     Raises:
-        TypeError: the result is no tensor.
+        TypeError: the result is not a tensor.
         ValueError: the result's shape is not that of ``like``.
     """
     if not isinstance(value, torch.Tensor):

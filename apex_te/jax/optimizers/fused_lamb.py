@@ -47,7 +47,7 @@ def fused_lamb(
         The transformation, whose state is a ``FusedAdamState``.
 
     Raises:
-        TypeError: an option is no number; later, a parameter or gradient has another dtype.
+        TypeError: an option is not a number; later, a parameter or gradient has another dtype.
         ValueError: an option is out of range; later, a shape or structure does not match.
     """
     name = "fused_lamb"

@@ -62,7 +62,7 @@ def fused_sgd(
         The transformation, with ``step`` beside optax's ``init`` and ``update``.
 
     Raises:
-        TypeError: an option is no number; later, a parameter or gradient has another dtype.
+        TypeError: an option is not a number; later, a parameter or gradient has another dtype.
         ValueError: an option is out of range; later, a shape or structure does not match.
     """
     name = "fused_sgd"

@@ -67,7 +67,7 @@ def number(name: str, option: str, value: Any, below: float | None = None) -> fl
         below: what it must be below, or None.
 
     Raises:
-        TypeError: ``value`` is no number.
+        TypeError: ``value`` is not a number.
         ValueError: it is out of range.
     """
     if isinstance(value, bool) or not isinstance(value, (int, float)):

@@ -215,7 +215,7 @@ def checked_eps(owner: str, name: str, eps: Any) -> float:
         eps: the argument.
 
     Raises:
-        TypeError: ``eps`` is no number.
+        TypeError: ``eps`` is not a number.
         ValueError: ``eps`` is below 0, at least 1, or NaN.
     """
     value = checked_number(owner, name, eps)
@@ -225,7 +225,7 @@ def checked_eps(owner: str, name: str, eps: Any) -> float:
 
 
 def checked_number(owner: str, name: str, value: Any) -> float:
-    """Returns the argument ``name`` as a float; raises TypeError if it is no number."""
+    """Returns the argument ``name`` as a float; raises TypeError if it is not a number."""
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
         raise TypeError(f"{owner}: {name} must be a float, got {type(value).__name__}")
     return float(value)

@@ -42,7 +42,7 @@ def explain(
         names: the module's name of each argument that a function inside knows by another.
 
     Raises:
-        TypeError: an input is no tensor, or not a dense one with a real dtype.
+        TypeError: an input is not a tensor, or not a dense one with a real dtype.
         ValueError: an input is on another device than the parameters, or these have no values; or
             an error of a function inside, about an argument of the call.
     """

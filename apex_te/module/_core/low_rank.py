@@ -60,7 +60,7 @@ def check_low_rank(
         in_features, out_features: sizes of the layer's weight.
 
     Raises:
-        TypeError: a tensor is none, or ``scaling`` is no number.
+        TypeError: an operand is not a tensor, or ``scaling`` not a number.
         ValueError: a shape or device.
     """
     if not isinstance(low.scaling, (float, int)):

@@ -98,7 +98,7 @@ def mask_type(owner: str, name: str, argument: str = "attn_mask_type") -> MaskTy
         argument: the name of the argument in errors.
 
     Raises:
-        TypeError: ``name`` is no string.
+        TypeError: ``name`` is not a string.
         ValueError: there is no mask type of that name.
     """
     if not isinstance(name, str):

@@ -219,7 +219,7 @@ MISTAKES = {
         lambda: ops.layer_norm.layer_norm(X), TypeError, ("must be given",)
     ),
     "swiglu: argument that it has not": Mistake(
-        lambda: ops.swiglu.swiglu(X, dimension=1), TypeError, ("no argument 'dimension'",)
+        lambda: ops.swiglu.swiglu(X, dimension=1), TypeError, ("unexpected argument 'dimension'",)
     ),
 }
 

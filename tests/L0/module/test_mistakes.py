@@ -215,29 +215,29 @@ INPUTS = {
 
 WORDS = {
     "a keyword of another class": (
-        lambda: linear(activation="gelu"), TypeError, "Linear: there is no argument 'activation'",
+        lambda: linear(activation="gelu"), TypeError, "Linear: unexpected argument 'activation'",
         "the arguments are in_features, out_features, bias"),
     "a keyword without its last letter": (
         lambda: apex_te.Linear(in_feature=16, out_features=8), TypeError,
-        "Linear: there is no argument 'in_feature'", r"did you mean 'in_features'\?"),
+        "Linear: unexpected argument 'in_feature'", r"did you mean 'in_features'\?"),
     "a keyword of a norm": (
         lambda: apex_te.LayerNorm(16, epsilon=1e-5), TypeError,
-        "LayerNorm: there is no argument 'epsilon'", r"did you mean 'eps'\?"),
+        "LayerNorm: unexpected argument 'epsilon'", r"did you mean 'eps'\?"),
     "part of a keyword": (
         lambda: attention(dropout=0.1), TypeError,
-        "MultiheadAttention: there is no argument 'dropout'", "mean 'attention_dropout'"),
+        "MultiheadAttention: unexpected argument 'dropout'", "mean 'attention_dropout'"),
     "an argument of the inner module": (
         lambda: layer(attn_mask_type="causal"), TypeError,
-        "TransformerLayer: there is no argument 'attn_mask_type'", "mean 'self_attn_mask_type'"),
+        "TransformerLayer: unexpected argument 'attn_mask_type'", "mean 'self_attn_mask_type'"),
     "a keyword of GroupedLinear": (
         lambda: apex_te.GroupedLinear(num_gemm=2, in_features=16, out_features=16), TypeError,
-        "GroupedLinear: there is no argument 'num_gemm'", "mean 'num_gemms'"),
+        "GroupedLinear: unexpected argument 'num_gemm'", "mean 'num_gemms'"),
     "a keyword of Fp8Padding": (
         lambda: apex_te.Fp8Padding(2, align=16), TypeError,
-        "Fp8Padding: there is no argument 'align'", "mean 'align_size'"),
+        "Fp8Padding: unexpected argument 'align'", "mean 'align_size'"),
     "a keyword of the angles": (
         lambda: apex_te.RotaryPositionEmbedding(8, base=1e4), TypeError,
-        "RotaryPositionEmbedding: there is no argument 'base'", "mean 'rotary_base'"),
+        "RotaryPositionEmbedding: unexpected argument 'base'", "mean 'rotary_base'"),
     "a size left out": (
         lambda: apex_te.TransformerLayer(16, 32), TypeError,
         "TransformerLayer: num_attention_heads must be given", "got nothing"),
@@ -565,16 +565,16 @@ OPTIMIZERS = {
         "FusedAdam: params must be given in each group", "got one of param"),
     "a misspelt option of a group": (
         lambda: with_grouped(weight_decy=0.1), ValueError,
-        "FusedAdam: there is no option 'weight_decy'", r"did you mean 'weight_decay'\?"),
+        "FusedAdam: unexpected option 'weight_decy'", r"did you mean 'weight_decay'\?"),
     "a list as a new group": (
         lambda: adam().add_param_group(params()), TypeError,
         "FusedAdam: param_group must be a dict", "got list"),
     "a misspelt option": (
-        lambda: adam(weight_deca=0.1), TypeError, "FusedAdam: there is no argument 'weight_deca'",
+        lambda: adam(weight_deca=0.1), TypeError, "FusedAdam: unexpected argument 'weight_deca'",
         r"did you mean 'weight_decay'\?"),
     "an option of another optimizer": (
         lambda: optimizers.FusedLAMB(params(), betta=0.9), TypeError,
-        "FusedLAMB: there is no argument 'betta'", r"did you mean 'betas'\?"),
+        "FusedLAMB: unexpected argument 'betta'", r"did you mean 'betas'\?"),
     "a negative rate": (
         lambda: adam(lr=-1e-3), ValueError, "FusedAdam: lr must be at least 0", "got -0.001"),
     "an infinite rate": (
@@ -629,7 +629,7 @@ FUNCTIONS = {
         r"\(with the letter O\), got '01'"),
     "a misspelt argument of amp": (
         lambda: prepared(opt_lvl="O1"), TypeError,
-        "amp.initialize: there is no argument 'opt_lvl'", r"did you mean 'opt_level'\?"),
+        "amp.initialize: unexpected argument 'opt_lvl'", r"did you mean 'opt_level'\?"),
     "parameters for a model": (
         lambda: amp.initialize(linear().parameters()), TypeError,
         "amp.initialize: models must be torch.nn.Module objects", "got generator"),
@@ -652,7 +652,7 @@ FUNCTIONS = {
         "got Linear"),
     "a misspelt argument of scale_loss": (
         lambda: scaled("loss", los_id=1), TypeError,
-        "amp.scale_loss: there is no argument 'los_id'", r"did you mean 'loss_id'\?"),
+        "amp.scale_loss: unexpected argument 'los_id'", r"did you mean 'loss_id'\?"),
     "amp's state as a path": (
         lambda: (prepared(), amp.load_state_dict("amp.pt")), TypeError,
         "amp.load_state_dict: state_dict must be a dict", "got str"),
@@ -687,7 +687,7 @@ FUNCTIONS = {
         "got nothing"),
     "a misspelt argument of graphs": (
         lambda: graphed(linear(), (X,), fp8_enable=True), TypeError,
-        "make_graphed_callables: there is no argument 'fp8_enable'", "mean 'fp8_enabled'"),
+        "make_graphed_callables: unexpected argument 'fp8_enable'", "mean 'fp8_enabled'"),
     "a misspelt recipe of graphs": (
         lambda: graphed(linear(), (X,), fp8_recipe="delayd"), ValueError,
         "make_graphed_callables: fp8_recipe must be a recipe or one of", "got 'delayd'"),
@@ -704,7 +704,7 @@ FUNCTIONS = {
         lambda: apex_te.prebuild("rms_norm", arch=9.0), TypeError, "prebuild: arch must be a text",
         "got 9.0"),
     "a misspelt argument of prebuild": (
-        lambda: apex_te.prebuild(op="rms_norm"), TypeError, "prebuild: there is no argument 'op'",
+        lambda: apex_te.prebuild(op="rms_norm"), TypeError, "prebuild: unexpected argument 'op'",
         r"did you mean 'ops'\?"),
     "a recipe in the first place": (
         lambda: apex_te.fp8_model_init("delayed"), TypeError,
@@ -714,7 +714,7 @@ FUNCTIONS = {
         "fp8_model_init: recipe must be a recipe or one of", "got 'delayd'"),
     "the argument of fp8_autocast": (
         lambda: apex_te.fp8_model_init(fp8_recipe="delayed"), TypeError,
-        "fp8_model_init: there is no argument 'fp8_recipe'", r"did you mean 'recipe'\?"),
+        "fp8_model_init: unexpected argument 'fp8_recipe'", r"did you mean 'recipe'\?"),
     "state of parameters": (
         lambda: apex_te.init_fp8_state(linear().parameters()), TypeError,
         "init_fp8_state: model must be a torch.nn.Module", "got generator"),
@@ -760,7 +760,7 @@ def test_error_names_the_class_of_the_user(kind):
     base = getattr(apex_te, kind)
     sizes = {"RMSNorm": (16,), "DotProductAttention": (2, 8)}.get(kind, (16, 16))
     mine = type("Mine", (base,), {})
-    with pytest.raises(TypeError, match=r"^Mine: there is no argument 'bais'"):
+    with pytest.raises(TypeError, match=r"^Mine: unexpected argument 'bais'"):
         mine(*sizes, bais=False)
     with pytest.raises((TypeError, ValueError), match=r"^Mine: "):
         mine(*sizes)(*[H.long()] * (3 if kind == "DotProductAttention" else 1))

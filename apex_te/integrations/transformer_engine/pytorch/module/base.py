@@ -183,7 +183,7 @@ class TransformerEngineBaseModule(ExtraState):
         """Gives the module a name if it has none, and checks it.
 
         Raises:
-            TypeError: the attribute ``name`` is no string.
+            TypeError: the attribute ``name`` is not a string.
         """
         if self.name is None:
             number = self._fp8.number if isinstance(self, FP8Module) else id(self)
