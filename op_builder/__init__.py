@@ -10,7 +10,7 @@ from __future__ import annotations
 import importlib
 
 from .builder import CPUOpBuilder, CUDAOpBuilder, OpBuilder, builder_names, register
-from .jit.errors import BuildError, DuplicateOpError, UnknownOpError
+from .jit.errors import BuildError, DuplicateOpError, UnknownOpError, unknown_op
 from .jit.find.entry import OpenedLibrary
 from .spec import DISPATCHER, JAX_HANDLERS, FunctionSpec
 from .user_ops import builders as user_builders
@@ -32,12 +32,7 @@ def get_builder(name: str) -> OpBuilder:
     """
     builder = _suite_builder(name) or _find_user_builder(name)
     if builder is None:
-        there = ", ".join(builder_names()) or "none"
-        others = _user_names()
-        raise UnknownOpError(
-            f"there is no op {name!r}; there are: {there}"
-            + (f"; from other packages: {', '.join(others)}" if others else "")
-        )
+        raise unknown_op(name, builder_names(), _user_names())
     return builder
 
 

@@ -1,4 +1,4 @@
-"""Command line with the commands report, why, list, clean and build.
+"""Command line with the commands doctor, report, why, list, clean and build.
 
 ``python -m apex_te`` runs it; in a checkout without torch so does ``python -m op_builder.jit.cli``.
 """
@@ -14,10 +14,13 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from .errors import BuildError, UnknownOpError
+from .inspect.machine import suite_version
+from .near_names import did_you_mean
 from .text import Printable, complain
 
 # command -> (module with add_arguments and run, help)
 _COMMANDS = {
+    "doctor": ("doctor_command", "whether apex_te runs here, in one line, and what is in the way"),
     "report": ("report_command", "machine, compilers, GPUs, caches, and what each op can do here"),
     "why": ("why_command", "how an op's library is looked up, and what the next call does"),
     "list": ("list_command", "what the caches hold"),
@@ -59,7 +62,8 @@ def _parser(command: str | None, more: Mapping[str, Command]) -> argparse.Argume
     parser = argparse.ArgumentParser(
         prog="python -m apex_te", description="What is compiled, where, and why."
     )
-    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    parser.add_argument("--version", action="version", version=f"apex_te {suite_version()}")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND")
     texts = {name: text for name, (_, text) in _COMMANDS.items()}
     texts.update((name, added.text) for name, added in more.items())
     for name, text in texts.items():
@@ -89,7 +93,16 @@ def main(
     given = list(sys.argv[1:] if arguments is None else arguments)
     command = next((word for word in given if not word.startswith("-")), None)
     more = more or {}
-    args = _parser(command, more).parse_args(given, argparse.Namespace(sections=sections or {}))
+    known = [*_COMMANDS, *more]
+    if command is not None and command not in known:
+        hint = did_you_mean(command, known) or f"; there are: {', '.join(known)}"
+        complain(f"there is no command {command!r}{hint}")
+        return 2
+    parser = _parser(command, more)
+    args = parser.parse_args(given, argparse.Namespace(sections=sections or {}))
+    if args.command is None:
+        parser.print_help()
+        return 0
     shown: Any = Printable(sys.stdout)
     try:
         with contextlib.redirect_stdout(shown):

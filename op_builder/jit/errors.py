@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING
+
+from .near_names import did_you_mean
 
 if TYPE_CHECKING:
     from .prebuild.build_report import BuildReport
@@ -23,6 +25,22 @@ class UnknownOpError(BuildError, KeyError):
 
     def __str__(self) -> str:  # KeyError would show the repr of the text
         return str(self.args[0]) if self.args else ""
+
+
+def unknown_op(name: object, known: Iterable[str], others: Iterable[str] = ()) -> UnknownOpError:
+    """Returns the error about the name of an op that does not exist.
+
+    Args:
+        name: the name that was given.
+        known: names of the ops.
+        others: names of other packages' ops.
+    """
+    known, others = list(known), list(others)
+    hint = did_you_mean(name, [*known, *others])
+    if not hint:
+        hint = f"; there are: {', '.join(known) or 'none'}"
+        hint += f"; from other packages: {', '.join(others)}" if others else ""
+    return UnknownOpError(f"there is no op {name!r}{hint}")
 
 
 class DuplicateOpError(BuildError, ValueError):

@@ -8,15 +8,14 @@ import json
 from ..errors import BuildError, PrebuildError
 from ..prebuild.build_report import BuildReport
 from ..text import complain
+from .op_names import add_ops, ops_of
 
 HELP = "build op libraries into the user's cache before they are needed"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the options of the command ``build`` to its parser."""
-    parser.add_argument(
-        "--ops", nargs="+", metavar="OP", help="ops to build, such as rms_norm (default: all)"
-    )
+    add_ops(parser, "ops to build, such as rms_norm (default: all)")
     parser.add_argument(
         "--arch",
         metavar="LIST",
@@ -51,8 +50,7 @@ def run(args: argparse.Namespace) -> int:
     try:
         builders = {**all_builders(), **user_builders()}
         targets = Targets(None) if args.device == "cpu" else Targets.find(args.arch)
-        ops = [name for text in args.ops for name in text.split(",")] if args.ops else None
-        choices = choose_ops(builders, ops, args.device, targets)
+        choices = choose_ops(builders, ops_of(args) or None, args.device, targets)
     except BuildError as error:
         complain(str(error))
         return 2

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 from ..build import lock
-from ..errors import LockTimeoutError, UnknownOpError
+from ..errors import LockTimeoutError, unknown_op
 from ..find import cache
 from ..find.entry import MANIFEST, open_folder
 from ..find.inventory import FOLDER, Entry, entries, op_of, tree_bytes
@@ -349,6 +349,4 @@ def check_names(ops: Iterable[str], known: Iterable[str], places: Iterable[cache
     names = set(known) | {op_of(entry) for place in places for entry in entries(place, check=False)}
     for op in ops:
         if op not in names:
-            raise UnknownOpError(
-                f"there is no op {op!r} and no entry of one; there are: {', '.join(sorted(names))}"
-            )
+            raise unknown_op(op, sorted(names))

@@ -10,11 +10,12 @@ from ..errors import CacheError, NoPermissionError
 from ..text import complain, field, short, size
 from . import clean, stale
 from .clean import Removed
+from .op_names import add_ops, ops_of
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the options of the command ``clean`` to its parser."""
-    parser.add_argument("ops", nargs="*", metavar="OP", help="all entries of these ops")
+    add_ops(parser, "all entries of these ops")
     parser.add_argument("--all", action="store_true", help="every entry, and the GEMM tables")
     parser.add_argument(
         "--stale",
@@ -35,7 +36,8 @@ def run(args: argparse.Namespace) -> int:
     Returns:
         Exit status: 0 if all were removed, 1 if any was left, 2 if the request is not clear.
     """
-    if sum((bool(args.ops), args.all, args.stale)) != 1:
+    ops = ops_of(args)
+    if sum((bool(ops), args.all, args.stale)) != 1:
         complain("clean: name ops, or one of --all and --stale")
         return 2
     from ... import all_builders, get_builder, user_builders
@@ -44,8 +46,8 @@ def run(args: argparse.Namespace) -> int:
     builders = {**all_builders(), **user_builders()}
     builders.update((name, get_builder(name)) for name in (DISPATCHER, JAX_HANDLERS))
     found: list[Removed] = []
-    if args.ops:
-        clean.check_names(args.ops, builders, places)
+    if ops:
+        clean.check_names(ops, builders, places)
     for place in places:
         try:
             if args.all:
@@ -54,7 +56,7 @@ def run(args: argparse.Namespace) -> int:
                 now = stale.current(builders.values())
                 found += clean.remove_stale(place, now, args.dry_run)
             else:
-                found += clean.remove_ops(place, args.ops, args.dry_run)
+                found += clean.remove_ops(place, ops, args.dry_run)
         except PermissionError as error:
             raise NoPermissionError(f"{error.filename or place.path}: {error.strerror}") from None
         except OSError as error:

@@ -7,10 +7,11 @@ import json
 from typing import Any
 
 from ...spec import DISPATCHER, JAX_HANDLERS
-from ..errors import CacheError
+from ..errors import CacheError, unknown_op
 from ..find import cache, inventory
 from ..text import Column, field, short, since, size, table
 from . import stale
+from .op_names import add_ops, ops_of
 
 _COLUMNS = (
     Column("library", 23, most=23),
@@ -25,7 +26,7 @@ _COLUMNS = (
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the options of the command ``list`` to its parser."""
-    parser.add_argument("ops", nargs="*", metavar="OP", help="only these ops' entries")
+    add_ops(parser, "only the entries of these ops")
     parser.add_argument("--json", action="store_true", help="everything, as JSON")
 
 
@@ -40,19 +41,26 @@ def run(args: argparse.Namespace) -> int:
     """
     from ... import all_builders, get_builder, user_builders
 
+    ops = ops_of(args)
     core, handlers = get_builder(DISPATCHER), get_builder(JAX_HANDLERS)
-    now = stale.current([core, handlers, *all_builders().values(), *user_builders().values()])
+    builders = {each.NAME: each for each in (core, handlers)} | all_builders() | user_builders()
+    now = stale.current(builders.values())
+    names = set(builders)
     folders: list[dict[str, Any]] = []
     for place in cache.locations(core.prebuilt_folder):
         folder: dict[str, Any] = {"kind": place.kind, "path": place.path, "problem": ""}
         folder["entries"] = []
         try:
             for entry in inventory.entries(place):
-                if not args.ops or inventory.op_of(entry) in args.ops:
+                names.add(inventory.op_of(entry))
+                if not ops or inventory.op_of(entry) in ops:
                     folder["entries"].append(_facts(entry, now))
         except (CacheError, OSError) as error:
             folder["problem"] = str(error)
         folders.append(folder)
+    for name in ops:
+        if name not in names:
+            raise unknown_op(name, sorted(names))
     if args.json:
         print(json.dumps(folders, indent=1))
     else:

@@ -5,6 +5,7 @@ Nothing here imports torch, initialises CUDA in this process, or writes anything
 
 from __future__ import annotations
 
+import contextlib
 import os
 import platform
 import re
@@ -14,6 +15,7 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from ...spec import SUITE
 from .. import env
 from ..backends import archs, toolchain
 from ..build import resources
@@ -22,6 +24,17 @@ from ..platform import installed_torch, is_hip
 
 Facts = dict[str, Any]
 UNREAD = "nothing reads it"
+
+
+def suite_version() -> str:
+    """Returns the version of apex_te, "unknown" without a ``_version.py``."""
+    for folder in (SUITE, SUITE / "apex_te"):
+        with contextlib.suppress(OSError):
+            text = (folder / "_version.py").read_text(encoding="utf-8")
+            found = re.search(r'^__version__\s*=\s*"([^"]+)"', text, re.MULTILINE)
+            if found:
+                return found[1]
+    return "unknown"
 
 
 def gpus(known: Sequence[str]) -> Facts:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import os
 import pwd
-import re
 import stat
 import time
 import warnings
@@ -28,7 +27,7 @@ from ..backends.archs import (
 from ..backends.dispatcher import DispatcherSpec
 from ..backends.jax_handlers import JaxHandlersSpec
 from ..build import failure
-from ..errors import BuildError, CacheError, CompileError
+from ..errors import BuildError, CacheError, CompileError, UnknownOpError
 from ..find import cache, inventory
 from ..find.key import key_of
 from ..find.look_up import look_up
@@ -64,17 +63,6 @@ def here() -> Here:
     except BuildError as error:
         return Here(capabilities, None, str(error))
     return Here(capabilities, targets, "")
-
-
-def _version() -> str:
-    """Returns the version of apex_te, "unknown" without a ``_version.py``."""
-    for folder in (SUITE, SUITE / "apex_te"):
-        with contextlib.suppress(OSError):
-            text = (folder / "_version.py").read_text(encoding="utf-8")
-            found = re.search(r'^__version__\s*=\s*"([^"]+)"', text, re.MULTILINE)
-            if found:
-                return found[1]
-    return "unknown"
 
 
 def found_entry(
@@ -167,6 +155,7 @@ def library_facts(spec: OpSpec, device: str, here: Here) -> Facts:
     """
     facts: Facts = {"op": spec.NAME, "device": device, "state": "", "reason": ""}
     facts.update(key="", path="", archs=[], seconds=None, size=None, built=None, compiler="")
+    facts["min_arch"] = list(spec.min_arch) if spec.needs_archs(device) else None
     name = spec.library_name(device)
     try:
         facts["key"] = key_of(spec, device)
@@ -206,6 +195,7 @@ def broken_builder(name: str, reason: str) -> Facts:
     """Returns the facts of an op whose builder does not load, with the keys of a library's."""
     facts: Facts = {"op": name, "device": "-", "state": "cannot", "reason": reason}
     facts.update(key="", path="", archs=[], seconds=None, size=None, built=None, compiler="")
+    facts["min_arch"] = None
     return facts
 
 
@@ -297,7 +287,7 @@ def collect(builders: Iterable[OpSpec], problems: Mapping[str, str] | None = Non
     chosen = named[1].split(";") if named else [str(Arch(*gpu)) for gpu in now.capabilities]
     origin = named[0] if named else ("the visible GPUs" if chosen else None)
     return {
-        "apex_te": {"version": _version(), "path": str(SUITE)},
+        "apex_te": {"version": machine.suite_version(), "path": str(SUITE)},
         "machine": machine.machine(),
         "python": machine.python(),
         "torch": machine.torch(),
@@ -318,14 +308,15 @@ def collect(builders: Iterable[OpSpec], problems: Mapping[str, str] | None = Non
     }
 
 
-def is_broken(facts: Facts) -> bool:
-    """Returns True if a variable's value, or the folder that it names, would make calls fail.
+def of_all_ops() -> Facts:
+    """Returns the report on apex_te's ops and those of other packages, as ``collect`` does."""
+    from ... import builder_names, get_builder, user_ops
 
-    Args:
-        facts: the report.
-    """
-    named = any(
-        place["from"] == "APEX_TE_CACHE_DIR" and place["problem"] for place in facts["caches"]
-    )
-    bad = any(item["problem"] and item["problem"] != machine.UNREAD for item in facts["settings"])
-    return bool(named or bad or facts["archs"]["problem"])
+    suite, problems = {}, {}
+    for name in builder_names():
+        try:
+            suite[name] = get_builder(name)
+        except UnknownOpError as error:
+            problems[name] = str(error)
+    others, more_problems = user_ops.builders_and_problems()
+    return collect([*suite.values(), *others.values()], {**problems, **more_problems})

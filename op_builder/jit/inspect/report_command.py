@@ -7,9 +7,8 @@ import json
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from ..errors import UnknownOpError
 from ..text import WIDTH, Column, field, short, size, table
-from . import report
+from . import report, verdict
 
 Facts = dict[str, Any]
 _ORDER = ("prebuilt", "cached", "can build", "failed", "cannot")
@@ -30,24 +29,17 @@ def run(args: argparse.Namespace) -> int:
     Returns:
         Exit status: 0, or 1 if the settings are such that a call would raise an error.
     """
-    from ... import builder_names, get_builder, user_ops
-
-    suite, problems = {}, {}
-    for name in builder_names():
-        try:
-            suite[name] = get_builder(name)
-        except UnknownOpError as error:
-            problems[name] = str(error)
-    others, more_problems = user_ops.builders_and_problems()
-    facts = report.collect([*suite.values(), *others.values()], {**problems, **more_problems})
+    facts = report.of_all_ops()
+    found = verdict.verdict(facts)
     more = {label: section() for label, section in args.sections.items()}
     if args.json:
+        facts["verdict"] = found._asdict()
         facts.update((label, values) for label, (values, _) in more.items())
         print(json.dumps(facts, indent=1))
     else:
         told = {label: text for label, (_, text) in more.items()}
-        print("\n".join(lines(facts, args.paths, told)))
-    return 1 if report.is_broken(facts) else 0
+        print("\n".join([*field("verdict", found.text), *lines(facts, args.paths, told)]))
+    return 1 if verdict.setting_problems(facts) else 0
 
 
 def _machine(facts: Facts) -> Iterator[str]:

@@ -16,17 +16,16 @@ from ..errors import BuildError, CacheError
 from ..find import cache, inventory
 from ..find.inventory import Entry
 from ..find.key import OP_ABI, key_of, made_of, normalise
-from ..text import WIDTH, field, short, since
+from ..text import WIDTH, complain, field, short, since
 from . import report
+from .op_names import add_ops, ops_of
 
 Facts = dict[str, Any]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the options of the command ``why`` to its parser."""
-    parser.add_argument(
-        "op", help="an op such as rms_norm, apex_te_core (the dispatcher) or apex_te_jax"
-    )
+    add_ops(parser, "an op such as rms_norm, apex_te_core (the dispatcher) or apex_te_jax")
     parser.add_argument(
         "--device", choices=["cpu", "cuda"], help="default: cpu, and cuda where there is an arch"
     )
@@ -40,23 +39,35 @@ def run(args: argparse.Namespace) -> int:
         args: options, as ``add_arguments`` declares them.
 
     Returns:
-        Exit status: 0 if the next call finds or builds the libraries, 1 if it would raise an error.
+        Exit status: 0 if the next call finds or builds the libraries, 1 if it would raise an error,
+        2 if no op is named.
     """
     from ... import get_builder
 
-    spec = get_builder(args.op)
-    if args.device is not None:
-        spec.check_device(args.device)
+    specs = [get_builder(name) for name in ops_of(args)]
+    if not specs:
+        complain("why: name an op, such as rms_norm")
+        return 2
     now = report.here()
-    devices = [args.device] if args.device is not None else spec.built_devices()
-    if args.device is None and now.targets is not None and not now.targets.known:
-        devices = [name for name in devices if not spec.needs_archs(name)] or devices
-    found = [explain(spec, device, now) for device in devices]
+    found = [
+        explain(spec, device, now) for spec in specs for device in _devices(spec, args.device, now)
+    ]
     if args.json:
         print(json.dumps(found, indent=1))
     else:
         print("\n\n".join("\n".join(lines(facts)) for facts in found))
     return 1 if any(facts["next"]["raises"] for facts in found) else 0
+
+
+def _devices(spec: OpSpec, device: str | None, here: report.Here) -> list[str]:
+    """Returns the devices to explain: ``device``, else those that a build here would be for."""
+    if device is not None:
+        spec.check_device(device)
+        return [device]
+    devices = list(spec.built_devices())
+    if here.targets is not None and not here.targets.known:
+        return [name for name in devices if not spec.needs_archs(name)] or devices
+    return devices
 
 
 def explain(spec: OpSpec, device: str, here: report.Here) -> Facts:

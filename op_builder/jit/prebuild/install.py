@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import os
 import re
 import shutil
@@ -16,6 +15,7 @@ from ..build import resources
 from ..errors import BuildError, PrebuildError, SettingError
 from ..find import cache
 from ..find.cache import Location, make_private
+from ..near_names import nearest
 from ..platform import compile_for, installed_torch, machine
 from .batch import Wanted, build_all
 from .build_report import BuildReport
@@ -169,8 +169,8 @@ def check_install(builders: Mapping[str, OpSpec], arguments: Iterable[str] = ())
             LABEL,
             *(each.BUILD_VAR for each in builders.values()),
         ]
-        near = difflib.get_close_matches(name, known, 1)
-        hint = f"did you mean {near[0]}?" if near else f"there are: {', '.join(known)}"
+        near = nearest(name, known)
+        hint = f"did you mean {near}?" if near else f"there are: {', '.join(known)}"
         # ascii: a character that cannot be seen is a way to misspell, too
         raise SettingError(f"{ascii(name)[1:-1]} is set and belongs to no op; {hint}")
     for option in arguments:

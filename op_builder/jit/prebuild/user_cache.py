@@ -11,7 +11,7 @@ from .. import env
 from ..backends.archs import Capability
 from ..build import lock, resources
 from ..build.ninja import disk_errors
-from ..errors import JitDisabledError, PrebuildError, SettingError, UnknownOpError
+from ..errors import JitDisabledError, PrebuildError, SettingError, unknown_op
 from ..find import cache
 from ..find.key import key_of
 from .batch import Wanted, build_all, manifest_report
@@ -39,9 +39,7 @@ def check_ops(ops: str | Iterable[str] | None, builders: Mapping[str, OpSpec]) -
     names = [ops] if isinstance(ops, str) else list(ops)
     for name in names:
         if name not in builders and name != _DISPATCHER:
-            raise UnknownOpError(
-                f"ops: there is no op {name!r}; there are: {', '.join(sorted(builders))}"
-            )
+            raise unknown_op(name, sorted(builders))
     return [name for name in dict.fromkeys(names) if name in builders]
 
 

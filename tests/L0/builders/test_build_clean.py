@@ -339,7 +339,7 @@ def test_requests_that_are_none(cache_dir: Path, capsys: pytest.CaptureFixture[s
         assert cli.main(["clean", *arguments]) == 2
         assert "name ops, or one of --all and --stale" in capsys.readouterr().err
     assert cli.main(["clean", "rpoe"]) == 2
-    assert "there is no op 'rpoe' and no entry of one; there are: " in capsys.readouterr().err
+    assert "there is no op 'rpoe'; did you mean 'rope'?" in capsys.readouterr().err
     assert contents(cache_dir) == before
 
 

@@ -228,7 +228,7 @@ def test_entry_that_serves_the_gpu_is_present(
         (
             {"ops": ["rms_norm", "nothing"]},
             UnknownOpError,
-            "ops: there is no op 'nothing'; there are:",
+            "there is no op 'nothing'; there are:",
         ),
         ({"device": "gpu"}, SettingError, "device must be one of cpu, cuda, got 'gpu'"),
         ({"arch": "9"}, ArchError, "unknown CUDA arch '9'"),
@@ -366,6 +366,9 @@ def test_command(
     answer = json.loads(capsys.readouterr().out)
     assert [library["state"] for library in answer["libraries"]] == ["present"]
     assert cli.main(["build", "--ops", "nothing"]) == 2
+    assert cli.main(["build", "op9"]) == 2
+    assert "there is no op 'op9'; did you mean 'op0'?" in capsys.readouterr().err
+    assert cli.main(["build", "nothing"]) == 2
     assert "there is no op 'nothing'; there are: op0, op1" in capsys.readouterr().err
     monkeypatch.setenv("CXX", "/nowhere/g++")
     assert cli.main(["build", "--ops", "op3"]) == 1

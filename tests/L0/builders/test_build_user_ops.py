@@ -98,6 +98,8 @@ def test_entry_point(install: Callable[..., Path]) -> None:
     assert "echo" not in all_builders()
     with pytest.raises(UnknownOpError, match=r"there is no op 'nothing'.*other packages: echo$"):
         get_builder("nothing")
+    with pytest.raises(UnknownOpError, match=r"there is no op 'ehco'; did you mean 'echo'\?$"):
+        get_builder("ehco")
 
 
 def test_same_name_in_two_packages(install: Callable[..., Path]) -> None:

@@ -18,7 +18,8 @@ from tiny_op import CHECKOUT, Tiny, TinyCuda, write_op
 import op_builder
 from op_builder.jit import cli
 from op_builder.jit.backends import toolchain
-from op_builder.jit.inspect import report, why_command
+from op_builder.jit.inspect import machine, report, why_command
+from op_builder.jit.inspect.op_names import ops_of
 
 
 @pytest.fixture
@@ -119,7 +120,12 @@ def test_why_command(capsys: pytest.CaptureFixture[str], gpus: Any, cache_dir: P
     assert cli.main(["why", "rms_norm"]) == 0  # without a GPU nobody asks for the CUDA library
     assert "(cuda)" not in capsys.readouterr().out
     assert cli.main(["why", "rms_nrom"]) == 2
-    assert "there is no op 'rms_nrom'; there are: " in capsys.readouterr().err
+    assert "there is no op 'rms_nrom'; did you mean 'rms_norm'?" in capsys.readouterr().err
+    assert cli.main(["why"]) == 2
+    assert "why: name an op" in capsys.readouterr().err
+    assert cli.main(["why", "rope,swiglu", "--ops", "rope", "--device", "cpu"]) == 0
+    out = capsys.readouterr().out
+    assert re.findall(r"^(\w+) \(cpu\)$", out, re.MULTILINE) == ["rope", "swiglu"]
     assert cli.main(["why", "apex_te_core", "--device", "cuda"]) == 2
     assert contents(cache_dir) == []
 
@@ -137,6 +143,10 @@ def test_list(cache_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (user,) = [folder for folder in folders if folder["kind"] == "cache"]
     stale = {entry["key"][:4]: entry["stale"] for entry in user["entries"]}
     assert stale == {"0000": "other sources or flags", rope.key("cpu")[:4]: ""}
+    assert cli.main(["list", "--ops", "rope,rms_norm", "--json"]) == 0
+    assert {entry["op"] for entry in json.loads(capsys.readouterr().out)[-1]["entries"]} == {"rope"}
+    assert cli.main(["list", "rpoe"]) == 2
+    assert "there is no op 'rpoe'; did you mean 'rope'?" in capsys.readouterr().err
     assert cli.main(["list"]) == 0
     out = capsys.readouterr().out
     assert f"{cache_dir}: 3 entries" in out.replace("\n           ", " ")
@@ -149,15 +159,27 @@ def test_list(cache_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_command_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    for arguments in ([], ["nothing"], ["report", "--nothing"], ["clean", "--all", "x", "--no"]):
+    for arguments in (["report", "--nothing"], ["clean", "--all", "x", "--no"]):
         with pytest.raises(SystemExit) as ended:
             cli.main(arguments)
         assert ended.value.code == 2
+    capsys.readouterr()
+    assert cli.main(["buidl"]) == 2
+    assert "there is no command 'buidl'; did you mean 'build'?" in capsys.readouterr().err
+    assert cli.main(["xyzzy"]) == 2
+    assert "there is no command 'xyzzy'; there are: doctor, report," in capsys.readouterr().err
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["--version"])
+    assert ended.value.code == 0
+    assert capsys.readouterr().out == f"apex_te {machine.suite_version()}\n"
     with pytest.raises(SystemExit) as ended:
         cli.main(["--help"])
     assert ended.value.code == 0
+    told = capsys.readouterr().out
+    assert cli.main([]) == 0
     out = capsys.readouterr().out
-    for command in ("report", "why", "list", "clean", "build"):
+    assert out == told
+    for command in ("doctor", "report", "why", "list", "clean", "build"):
         assert re.search(rf"^ +{command} ", out, re.MULTILINE)
         with pytest.raises(SystemExit) as ended:
             cli.main([command, "--help"])
@@ -168,9 +190,10 @@ def test_build_command_is_reached(monkeypatch: pytest.MonkeyPatch) -> None:
     from op_builder.jit.inspect import build_command
 
     asked = []
-    monkeypatch.setattr(build_command, "run", lambda args: asked.append(args.ops) or 7)
+    monkeypatch.setattr(build_command, "run", lambda args: asked.append(ops_of(args)) or 7)
     assert cli.main(["build", "--ops", "rope"]) == 7
-    assert asked == [["rope"]]
+    assert cli.main(["build", "rope", "swiglu", "--ops", "rms_norm,rope"]) == 7
+    assert asked == [["rope"], ["rope", "swiglu", "rms_norm"]]
 
 
 def test_reader_that_stops_reading(cache_dir: Path) -> None:
@@ -181,7 +204,7 @@ def test_reader_that_stops_reading(cache_dir: Path) -> None:
         ["bash", "-c", script], cwd=CHECKOUT, capture_output=True, text=True, timeout=60
     )
     assert done.stderr == ""
-    assert done.stdout.splitlines()[0].startswith("apex_te ")
+    assert done.stdout.splitlines()[0].startswith("verdict ")
     assert done.stdout.splitlines()[1] == "0"
 
 
