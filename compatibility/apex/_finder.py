@@ -61,7 +61,7 @@ class _Finder:
 
 
 def _is_extension(name: str) -> bool:
-    """Returns True for an op that ``scripts/jit_module.py`` made of an extension's sources."""
+    """Returns True for an op that ``scripts/new_op.py`` made of an extension's sources."""
     return name in builder_names() and get_builder(name).BINDING == "pybind11"
 
 
@@ -71,7 +71,7 @@ _finder = _Finder()
 def install(*, first: bool = False) -> None:
     """Makes ``import amp_C`` and the other names work in this process; nothing is compiled.
 
-    So do the names of extensions that ``scripts/jit_module.py`` added to the suite. A module that
+    So do the names of extensions that ``scripts/new_op.py`` added to the suite. A module that
     is imported already is not replaced. The ``first`` of the last call counts; ``uninstall`` undoes
     all calls.
 

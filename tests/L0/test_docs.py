@@ -74,7 +74,7 @@ def test_a_path_that_is_gone_is_seen() -> None:
     text = (
         "[a](gone.md) [b](#no-heading) [c](docs/map.md) `apex_te/gone.py` "
         "`apex_te/{permutation,no}.py` `csrc/gone_*/` `csrc/common/` `apex_te/ops/made.py`\n"
-        "```\npython scripts/jit_module.py made\napex_te/gone_2.py\n```\n"
+        "```\npython scripts/new_op.py made\napex_te/gone_2.py\n```\n"
     )
     assert list(_missing(ROOT / "README.md", text)) == [
         "gone.md", "#no-heading", "apex_te/gone.py", "apex_te/no.py", "csrc/gone_*/",

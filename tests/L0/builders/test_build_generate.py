@@ -1,4 +1,4 @@
-"""scripts/jit_module.py: what it asks, writes, refuses and removes; the first tutorial."""
+"""scripts/new_op.py: what it asks, writes, refuses and removes; the first tutorial."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import tutorial
 from tiny_op import CHECKOUT
 
 sys.path.insert(0, str(CHECKOUT / "scripts"))
-import jit_module
+import new_op
 from jit_templates import names, record, render
 
 EXTENSION = 'PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) { m.def("twice", &twice); }\n'
@@ -30,7 +30,7 @@ def tree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     root = tmp_path / "tree"
     for room in (*ROOMS, "csrc", "scripts", "apex_te/optimizers"):
         (root / room).mkdir(parents=True)
-    monkeypatch.setattr(jit_module, "ROOT", root)
+    monkeypatch.setattr(new_op, "ROOT", root)
     return root
 
 
@@ -45,11 +45,11 @@ def listing(root: Path) -> list[str]:
 
 def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
     """The message of a refusal, which writes nothing."""
-    before = listing(jit_module.ROOT)
-    assert jit_module.main(arguments) == 1
-    assert listing(jit_module.ROOT) == before
+    before = listing(new_op.ROOT)
+    assert new_op.main(arguments) == 1
+    assert listing(new_op.ROOT) == before
     err = capsys.readouterr().err
-    assert err.startswith("jit_module: ")
+    assert err.startswith("new_op: ")
     return err
 
 
@@ -75,8 +75,8 @@ def test_tutorial_from_nothing_to_a_benchmark(tmp_path: Path) -> None:
 
 def test_files_of_a_skeleton(tree: Path) -> None:
     """One stem in the rooms of the tree, nothing at the top; only the device's files."""
-    assert jit_module.main(["my_op", "--cuda", "--yes"]) == 0
-    assert jit_module.main(["cpu_op", "--cpu", "--yes"]) == 0
+    assert new_op.main(["my_op", "--cuda", "--yes"]) == 0
+    assert new_op.main(["cpu_op", "--cpu", "--yes"]) == 0
     written = [path for path in listing(tree) if (tree / path).is_file()]
     assert {os.path.dirname(path) for path in written} == {
         *ROOMS, "csrc/my_op", "csrc/cpu_op", record.FOLDER,
@@ -134,7 +134,7 @@ def test_generated_files_are_formatted(tmp_path: Path, name: str, cuda: bool) ->
 )
 def test_answers(tree: Path, say: Callable[[str], None], answer: str, base: str) -> None:
     say(f"my_op\n{answer}\n\n")
-    assert jit_module.main([]) == 0
+    assert new_op.main([]) == 0
     assert base in (tree / "op_builder" / "my_op.py").read_text()
 
 
@@ -143,7 +143,7 @@ def test_questions_of_apex(
 ) -> None:
     (tree / "csrc" / "old.cpp").write_text(EXTENSION)
     say("Y\n csrc/old.cpp ,\n")
-    assert jit_module.main(["old"]) == 0
+    assert new_op.main(["old"]) == 0
     out = capsys.readouterr().out
     assert "Is this a CUDA module? (Y/n)" in out
     assert "Enter the sources (comma separated)" in out
@@ -171,7 +171,7 @@ def test_no_answer(
 
 
 def test_without_a_stdin() -> None:
-    script = str(CHECKOUT / "scripts" / "jit_module.py")
+    script = str(CHECKOUT / "scripts" / "new_op.py")
     command = f"exec {sys.executable} {script} my_op --dry-run <&-"
     done = subprocess.run(["bash", "-c", command], cwd="/", capture_output=True, text=True)
     assert done.returncode == 1
@@ -192,7 +192,7 @@ def test_contradictions(
 ) -> None:
     before = listing(tree)
     with pytest.raises(SystemExit) as stopped:
-        jit_module.main(arguments)
+        new_op.main(arguments)
     assert stopped.value.code == 2
     assert message in capsys.readouterr().err
     assert listing(tree) == before
@@ -246,7 +246,7 @@ def test_never_overwrites(tree: Path, capsys: pytest.CaptureFixture[str], where:
 
 
 def test_twice(tree: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert jit_module.main(["my_op", "--cuda", "--yes"]) == 0
+    assert new_op.main(["my_op", "--cuda", "--yes"]) == 0
     assert "nothing is overwritten" in refused(capsys, "my_op", "--cuda", "--yes")
 
 
@@ -296,13 +296,13 @@ def test_existing_extension(tree: Path, monkeypatch: pytest.MonkeyPatch) -> None
         "--exports",
         "one,two",
     ]
-    assert jit_module.main([*arguments, "--include", "csrc/ext"]) == 0
+    assert new_op.main([*arguments, "--include", "csrc/ext"]) == 0
     text = (tree / "op_builder" / "my_ext.py").read_text()
     assert "class MyExtBuilder(CUDAOpBuilder)" in text
     assert 'EXPORTS = ("one", "two")' in text
     assert 'return ["csrc/ext/bind.cpp", "csrc/ext/kernel.cu"]' in text
     assert 'return ["csrc/ext"]' in text
-    assert jit_module.main(["my_ext", "--remove"]) == 0
+    assert new_op.main(["my_ext", "--remove"]) == 0
     assert {path: path.read_bytes() for path in tree.rglob("*") if path.is_file()} == before
 
 
@@ -311,12 +311,12 @@ def test_existing_extension(tree: Path, monkeypatch: pytest.MonkeyPatch) -> None
 
 def test_dry_run(tree: Path, capsys: pytest.CaptureFixture[str]) -> None:
     before = listing(tree)
-    assert jit_module.main(["my_op", "--cuda", "--yes", "--dry-run"]) == 0
+    assert new_op.main(["my_op", "--cuda", "--yes", "--dry-run"]) == 0
     assert "csrc/my_op/my_op_cuda.cu" in capsys.readouterr().out
     assert listing(tree) == before
-    assert jit_module.main(["my_op", "--cuda", "--yes"]) == 0
+    assert new_op.main(["my_op", "--cuda", "--yes"]) == 0
     written = listing(tree)
-    assert jit_module.main(["my_op", "--remove", "--dry-run"]) == 0
+    assert new_op.main(["my_op", "--remove", "--dry-run"]) == 0
     assert listing(tree) == written
 
 
@@ -329,35 +329,47 @@ def test_failure_leaves_nothing(tree: Path, capsys: pytest.CaptureFixture[str]) 
 def test_removal(tree: Path, capsys: pytest.CaptureFixture[str]) -> None:
     before = listing(tree)
     assert "no op 'my_op' was generated" in refused(capsys, "my_op", "--remove")
-    assert jit_module.main(["my_op", "--cuda", "--yes"]) == 0
-    assert jit_module.main(["other", "--cpu", "--yes"]) == 0
+    assert new_op.main(["my_op", "--cuda", "--yes"]) == 0
+    assert new_op.main(["other", "--cpu", "--yes"]) == 0
     assert "generated: my_op, other" in refused(capsys, "third", "--remove")
     (tree / "csrc" / "my_op" / "my_op.h").write_text("changed")
     message = refused(capsys, "my_op", "--remove")
     assert "changed since it was generated: csrc/my_op/my_op.h; --force" in message
     (tree / "csrc" / "my_op" / "mine.h").write_text("")
     (tree / "op_builder" / "my_op.py").unlink()
-    assert jit_module.main(["my_op", "--remove", "--force"]) == 0
+    assert new_op.main(["my_op", "--remove", "--force"]) == 0
     assert "left: csrc/my_op, which holds files" in capsys.readouterr().out
-    assert jit_module.main(["other", "--remove"]) == 0
+    assert new_op.main(["other", "--remove"]) == 0
     assert listing(tree) == sorted([*before, "csrc/my_op", "csrc/my_op/mine.h"])
 
 
 @pytest.mark.parametrize("stem", ["my_op", "my_op_cpu"])
-def test_removal_names_the_results_that_stay(
+def test_removal_takes_the_results_of_the_benchmark_along(
     tree: Path, capsys: pytest.CaptureFixture[str], stem: str
 ) -> None:
-    assert jit_module.main(["my_op", "--cpu", "--yes"]) == 0
-    result = tree / "benchmarks" / "results" / f"{stem}.json"
-    result.parent.mkdir(parents=True, exist_ok=True)
-    result.write_text("{}")
-    assert jit_module.main(["my_op", "--remove"]) == 0
-    assert f"left: benchmarks/results/{stem}.json, which the op's" in capsys.readouterr().out
-    assert result.exists()
+    assert new_op.main(["my_op", "--cpu", "--yes"]) == 0
+    results = tree / "benchmarks" / "results"
+    results.mkdir(parents=True, exist_ok=True)
+    for name in (stem, "my_op_2"):
+        (results / f"{name}.json").write_text("{}")
+    assert new_op.main(["my_op", "--remove", "--dry-run"]) == 0
+    assert f"  benchmarks/results/{stem}.json\n" in capsys.readouterr().out
+    assert (results / f"{stem}.json").exists()
+    assert new_op.main(["my_op", "--remove"]) == 0
+    assert f"  benchmarks/results/{stem}.json\n" in capsys.readouterr().out
+    assert [path.name for path in results.iterdir()] == ["my_op_2.json"]
+
+
+def test_apex_name_of_the_script(tree: Path) -> None:
+    script = str(CHECKOUT / "scripts" / "jit_module.py")
+    command = [sys.executable, script, "my_op", "--yes", "--dry-run"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert "  op_builder/my_op.py\n" in done.stdout
 
 
 def test_record_cannot_lead_outside(tree: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert jit_module.main(["my_op", "--cpu", "--yes"]) == 0
+    assert new_op.main(["my_op", "--cpu", "--yes"]) == 0
     path = tree / record.FOLDER / "my_op.json"
     victim = tree.parent / "victim"
     victim.write_text("")

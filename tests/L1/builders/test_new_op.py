@@ -81,7 +81,7 @@ def variables(checkout: Path) -> dict[str, str]:
 
 
 def generate(checkout: Path, variables: dict[str, str], *arguments: str) -> None:
-    script = str(checkout / "scripts" / "jit_module.py")
+    script = str(checkout / "scripts" / "new_op.py")
     tutorial.run([sys.executable, script, *arguments], Path("/"), variables)
 
 
