@@ -131,10 +131,32 @@ def test_workflow(path: Path) -> None:
             if "upload-artifact" in step.get("uses", ""):
                 assert step["with"]["path"] == "dist/", "with SHA256SUMS"
             commands += step.get("run", "") + "\n"
+        if {"contents": "write"}.items() <= job.get("permissions", {}).items():
+            assert job["if"] == "startsWith(github.ref, 'refs/tags/v')", name
     for target in re.findall(r"^ *make ([a-z][\w-]*)", commands, re.MULTILINE):
         assert target in targets, target
     for program in re.findall(r"(?<![\w/.-])((?:\.ci|scripts|tests)/[\w/.]+)", commands):
         assert (ROOT / program).exists(), program
+
+
+def test_a_tag_publishes_the_files_of_every_job_that_makes_some() -> None:
+    (publish,) = (jobs(path)["publish"] for path in WORKFLOWS if "publish" in jobs(path))
+    makers, folders = set(), set()
+    for path in WORKFLOWS:
+        for name, job in jobs(path).items():
+            runs = "".join(step.get("run", "") for step in job["steps"])
+            if "make dist" not in runs and "make docs" not in runs:
+                continue
+            makers.add(name)
+            if "make dist" in runs:
+                rows = job.get("strategy", {}).get("matrix", {}).get("include", [{"name": "cuda"}])
+                folders |= {f"wheels-{row['name']}" for row in rows}
+                (upload,) = (s for s in job["steps"] if "upload-artifact" in s.get("uses", ""))
+                assert upload["with"]["name"] in ("wheels-${{ matrix.name }}", "wheels-cuda")
+    assert {*makers, "checks"} == set(publish["needs"])
+    script = "".join(step.get("run", "") for step in publish["steps"])
+    (listed,) = re.findall(r"for folder in (.*); do", script)
+    assert set(listed.split()) == folders
 
 
 def test_workflow_covers_checks_documentation_and_wheels() -> None:

@@ -57,8 +57,16 @@ def only(dist: Path, pattern: str) -> Path:
     return found[0]
 
 
+def wheel(dist: Path, label: str) -> Path:
+    """The wheel with this label for this machine; that with CUDA libraries takes long to make."""
+    pattern = f"apex_te-{__version__}+{label}-*_{os.uname().machine}.whl"
+    if label != "cpu" and not list(dist.glob(pattern)):
+        pytest.skip(f"{pattern} was not made")
+    return only(dist, pattern)
+
+
 def cpu_wheel(dist: Path) -> Path:
-    return only(dist, f"apex_te-{__version__}+cpu-*_{os.uname().machine}.whl")
+    return wheel(dist, "cpu")
 
 
 @pytest.fixture
@@ -88,9 +96,12 @@ def test_cpu_wheel_takes_its_first_step_without_a_compiler(
     pytest.fail(f"the first step came after {took} s, not within {SECONDS}")
 
 
-def test_cpu_wheel_has_every_library(dist: Path, tmp_path: Path, locked_home: Path) -> None:
+@pytest.mark.parametrize("label", ["cpu", "cu13"])
+def test_wheel_has_every_library_of_the_cpu(
+    dist: Path, tmp_path: Path, locked_home: Path, label: str
+) -> None:
     environment = EmptyEnvironment(tmp_path / "venv", DEPENDENCIES)
-    environment.install(cpu_wheel(dist))
+    environment.install(wheel(dist, label))
     done = environment.run(STEP.format(whole=True), HOME=str(locked_home))
     assert done.returncode == 0, done.stderr
     losses, kinds, origin, version = json.loads(done.stdout)
