@@ -72,7 +72,7 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=8)
     parser.add_argument("--steps", type=int, default=25)
     parser.add_argument("--tokens", type=Path, metavar="DIR", help="written by prepare.py")
-    parser.add_argument("--name", default="pretrain_1.3b", help="of the results file")
+    parser.add_argument("--name", default="pretrain_1.3b_h100", help="of the results file")
     options = parser.parse_args()
     rows = []
     for stack, own in STACKS.items():
