@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from collections.abc import Mapping
 from typing import Any
@@ -11,6 +12,8 @@ from torch import nn
 
 from ...fp8.delayed.preserve import preserved_fp8_state
 from ...recipe import Recipe, chosen_recipe
+from ...runtime.model_argument import check_model
+from ...runtime.named_arguments import named_arguments
 from .._selection import Selection
 from ..experts import StackedExperts
 from ..from_torch import feature_sizes, is_replaceable, reason_to_keep
@@ -24,6 +27,7 @@ __all__ = ["Advice", "ExactName", "LayerAdvice", "RoleStatistics", "Times", "adv
 _MULTIPLE = 16  # of sizes that FP8 products take without padding
 
 
+@named_arguments()
 def advise(
     model: nn.Module,
     sample: Any,
@@ -107,7 +111,8 @@ def advise(
                     rows=_rows(call), calls=call.count, times=times, roles=roles, against=against
                 )
             )
-    return Advice(found, repr(chosen), _device_name(device), timed_by)
+    apart = any(not _is_ours(layer) for layer, kept in layers.values() if kept is None)
+    return Advice(found, _brief(chosen), _device_name(device), timed_by, apart)
 
 
 def _check(model: Any, sample: Any, repeats: Any, **limits: Any) -> None:
@@ -118,8 +123,7 @@ def _check(model: Any, sample: Any, repeats: Any, **limits: Any) -> None:
         ValueError: a number is out of range, or weights are on the meta device.
         NotImplementedError: the model is sharded.
     """
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"advise: model must be a torch.nn.Module, got {type(model).__name__}")
+    check_model("advise", model)
     known = isinstance(sample, (torch.Tensor, tuple, list, Mapping))
     if not known and (not callable(sample) or isinstance(sample, nn.Module)):
         raise TypeError(
@@ -231,6 +235,18 @@ def _against(
         if found.nonfinite:
             reasons.append(f"{found.nonfinite} NaN or infinite elements in {role}")
     return tuple(reasons)
+
+
+def _brief(recipe: Recipe) -> str:
+    """Returns the recipe's class and those of its settings that are not the defaults."""
+    if not dataclasses.is_dataclass(recipe):
+        return repr(recipe)
+    changed = (
+        f"{field.name}={getattr(recipe, field.name)!r}"
+        for field in dataclasses.fields(recipe)
+        if getattr(recipe, field.name) != field.default
+    )
+    return f"{type(recipe).__name__}({', '.join(changed)})"
 
 
 def _device_name(device: torch.device) -> str:

@@ -23,6 +23,10 @@ _TIMES = (5, 6, 7)  # columns of _HEAD
 _WIDTH = 100
 _NAME_WIDTH = 20
 _LARGE = 2048  # sizes from which FP8 is usually faster on Hopper
+_APART = (
+    "Each layer ran alone. from_torch(model, fuse=True) joins layers that read one input, and their"
+    " norms, which takes less time: run advise on its result for these times."
+)
 _NAMES = {"DelayedScaling": "delayed", "CurrentScaling": "tensorwise",
           "BlockScaling": "blockwise", "MXFP8Scaling": "mxfp8"}  # fmt: skip
 
@@ -60,19 +64,26 @@ class Advice:
         recipe: the recipe, as text.
         device: the device, as text.
         timed: True if times count for the advice.
+        apart: True if layers of torch ran, each alone.
 
     Attributes:
         layers: the layers, each a ``LayerAdvice``.
         recipe: the recipe, as text.
         device: the device on which times were measured, as text.
         timed: True if times count for the advice.
+        apart: True if layers of torch ran, each alone.
     """
 
     def __init__(
-        self, layers: Iterable[LayerAdvice], recipe: str, device: str, timed: bool = True
+        self,
+        layers: Iterable[LayerAdvice],
+        recipe: str,
+        device: str,
+        timed: bool = True,
+        apart: bool = False,
     ) -> None:
         self.layers = tuple(layers)
-        self.recipe, self.device, self.timed = recipe, device, timed
+        self.recipe, self.device, self.timed, self.apart = recipe, device, timed, apart
 
     @property
     def exclude(self) -> list[str | Callable[[str, nn.Module], bool]]:
@@ -164,6 +175,8 @@ class Advice:
                 "all layers: {high:.3f} ms without FP8, {fp8:.3f} ms in FP8,"
                 " {advised:.3f} ms as advised".format(**totals)
             )
+            if self.apart:
+                text += _wrapped(_APART)
         text += _wrapped(f"exclude={self.exclude!r}")
         return "\n".join(text)
 
@@ -247,7 +260,8 @@ def _short(name: str) -> str:
 def _listed(names: list[str]) -> str:
     """Returns up to three groups of names, and how many more there are."""
     groups = grouped(names)
-    more = f" and {len(groups) - 3} more groups" if len(groups) > 3 else ""
+    left = len(groups) - 3
+    more = f" and {left} more group{'s' * (left > 1)}" if left > 0 else ""
     return ", ".join(groups[:3]) + more
 
 

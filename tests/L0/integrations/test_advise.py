@@ -358,12 +358,13 @@ def test_table_json_and_picture(model: Model, tmp_path: Path) -> None:
     advice = apex_te.advise(model, TOKENS, "tensorwise", repeats=1, min_gain=0.0)
     text = str(advice)
     lines = text.splitlines()
-    assert "\nadvise: CurrentScaling(" in text
+    assert "\nadvise: CurrentScaling() on " in text
     columns = next(i for i, line in enumerate(lines) if line.startswith("layer "))
     assert lines[columns].split()[:5] == ["layer", "in", "out", "rows", "calls"]
     assert lines[columns + 1].split()[:5] == ["blocks.0.0", "64", "128", "32", "1"]
     assert lines[-1] == "exclude=['odd']"
-    assert lines[-2].startswith("all layers: ")
+    apart = next(i for i, line in enumerate(lines) if line.startswith("Each layer ran alone. "))
+    assert lines[apart - 1].startswith("all layers: ")
     assert "odd: keep: a size of 10 is not a multiple of 16" in text
     path = tmp_path / "advice.json"
     found = json.loads(advice.to_json(path))
@@ -391,6 +392,12 @@ def test_table_json_and_picture(model: Model, tmp_path: Path) -> None:
         ({"sample": 3}, TypeError, "sample must be a tensor, tuple, .*, got int"),
         ({"sample": nn.ReLU()}, TypeError, "sample must be a tensor, tuple, .*, got ReLU"),
         ({"sample": lambda m: "text"}, ValueError, "sample must make .* tensors, got str"),
+        ({"model": nn.Linear}, TypeError, r"model .*, got the class Linear; pass an instance"),
+        (
+            {"reciep": "delayed"},
+            TypeError,
+            r"unexpected argument 'reciep'; did you mean 'recipe'\?",
+        ),
         ({"recipe": "fp9"}, ValueError, "recipe must be a recipe or one of"),
         ({"recipe": 3}, TypeError, "recipe must be a recipe from apex_te.recipe"),
         ({"repeats": 0}, ValueError, "repeats must be at least 1, got 0"),
@@ -403,6 +410,19 @@ def test_bad_arguments(arguments: dict[str, Any], error: type[Exception], told: 
     good = {"model": nn.Linear(16, 16), "sample": torch.zeros(16, 16), "repeats": 1}
     with pytest.raises(error, match=f"advise: {told}"):
         apex_te.advise(**{**good, **arguments})
+
+
+def test_missing_sample() -> None:
+    with pytest.raises(TypeError, match="advise: sample must be given"):
+        apex_te.advise(nn.Linear(16, 16))  # type: ignore[call-arg]
+
+
+def test_settings_that_are_not_the_defaults_are_told() -> None:
+    tried = recipe.DelayedScaling(margin=1, amax_history_len=4)
+    layer = apex_te.Linear(16, 16)
+    advice = apex_te.advise(layer, torch.zeros(16, 16), tried, repeats=1, min_gain=0.0)
+    assert advice.recipe == "DelayedScaling(margin=1, amax_history_len=4)"
+    assert "Each layer ran alone" not in str(advice)
 
 
 def test_region_of_the_sample_is_refused(model: Model) -> None:
