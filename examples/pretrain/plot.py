@@ -179,13 +179,13 @@ def draw(curves: Sequence[Curve], path: Path, keep: float = 0.98) -> None:
         gap = difference(curve.held_out, base.held_out)
         x = [step * curve.tokens / 1e6 for step in gap]
         below.plot(x, list(gap.values()), "o", **marks)
-    above.set(ylabel="loss; dots: held-out files")
+    above.set(ylabel="loss, nats per token; dots: held out")
     below.set(xlabel="million tokens", ylabel=f"above {base.name}, %", ylim=_limits(below))
     below.axhline(0, color="black", linewidth=0.8)
     for axes in (above, below):
         axes.grid(alpha=0.3)
     above.legend()
-    figure.savefig(path, dpi=120)
+    figure.savefig(path, dpi=100)  # 900 pixels, a page's width
     pyplot.close(figure)
 
 
