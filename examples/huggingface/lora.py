@@ -15,8 +15,7 @@ except ImportError as error:
 
 from small_model import Bytes, Report, build_model, measured, parser, recipe_of, text
 
-from apex_te import fp8_autocast
-from apex_te.integrations import from_torch, fuse_lora
+from apex_te import fp8_autocast, from_torch, fuse_lora
 
 
 def main(argv: Sequence[str] | None = None) -> Report:

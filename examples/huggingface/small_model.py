@@ -19,7 +19,7 @@ except ImportError as error:
         f"small_model.py needs {error.name}: pip install '.[huggingface]' in a checkout"
     ) from error
 
-from apex_te.integrations import fuse_loss
+from apex_te import fuse_loss
 from apex_te.ops.product_count import fp8_gemm_count
 from apex_te.recipe import DelayedScaling, Recipe, make_recipe
 
