@@ -143,7 +143,7 @@ class Report(NamedTuple):
         return (
             f"loss {sum(first) / few:.3f} -> {sum(last) / few:.3f} "
             f"(of a uniform guess: {math.log(VOCABULARY):.3f}), "
-            f"{self.tokens / self.seconds:.0f} tokens/s, {self.products} FP8 products"
+            f"{self.tokens / self.seconds:.0f} tokens/s, {self.products} FP8 GEMMs"
         )
 
 
