@@ -9,8 +9,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import apex_te
-from apex_te import recipe
-from apex_te.integrations import from_torch
+from apex_te import from_torch, recipe
 
 __all__ = ["SHAPES", "LoRALinear", "Shape", "make_stack", "tensor_bytes"]
 

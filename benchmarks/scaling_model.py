@@ -269,7 +269,7 @@ def predicted(machine: Machine, row: dict[str, Any]) -> float:
 
 def check(machine: Machine) -> str:
     """Measured beside predicted: what steps of layers wait for."""
-    rows = [["split", "GPUs", "stack", "layers", "step ms", "against copies ms", "waited ms",
+    rows = [["split", "GPUs", "precision", "layers", "step ms", "against copies ms", "waited ms",
              "predicted ms"]]  # fmt: skip
     for row in machine.rows:
         if "split" in row:

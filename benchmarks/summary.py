@@ -25,12 +25,22 @@ PERFORMANCE = ROOT / "docs" / "performance.md"
 LAYER_COLUMNS = {
     "Time": {"ms": ".2f", "ms in turns": ".2f", "ms sustained": ".2f", "products ms": ".2f",
              "attention ms": ".2f", "rest ms": ".2f"},
-    "Time of a token over that of 2 x 4096 tokens": {
+    "Time per token relative to 2 x 4096 tokens": {
         "per token": ".3f", "per token in turns": ".3f", "per token sustained": ".3f"},
     "Energy of a step, sustained": {"J": ".2f", "W": ".0f", "SM MHz": ".0f", "throttle": ""},
     "Memory": {"peak GiB": ".2f", "peak GiB above": ".2f"},
 }  # fmt: skip
 LAYER_NAMES = ("Llama-3-8B", "GPT")
+# How the documents word names of the results.
+TITLES = {
+    "stack": "library", "products ms": "GEMM ms", "ms in turns": "ms interleaved",
+    "per token in turns": "per token interleaved", "over torch": "vs torch",
+    "of torch": "vs torch", "of bf16": "vs bf16", "time of torch's": "time vs torch",
+    "from torch's": "error vs torch", "over transformers": "vs transformers",
+    "of the step GiB": "step GiB", "gradients from transformers'": "gradient error",
+    "apex_te delayed, SwiGLU apart": "apex_te delayed, separate SwiGLU",
+    "product + op": "matmul + op",
+}  # fmt: skip
 # Columns of the tables of a head's loss, of a model's, and of Accelerate's switch.
 HEAD_COLUMNS = {"ms": ".1f", "over torch": ".2f", "peak GiB": ".2f", "from torch's": ".1e"}
 FUSED_LOSS_COLUMNS = {
@@ -136,6 +146,15 @@ def source_line(results: dict[str, dict[str, Any]]) -> str:
     return f"{text}, {dates[0]}" + (f" to {dates[-1]}" if len(dates) > 1 else "")
 
 
+def _titled(name: str) -> str:
+    return TITLES.get(name, name)
+
+
+def _header(names: list[str]) -> list[str]:
+    """Returns the first two lines of a Markdown table with these columns."""
+    return [f"| {' | '.join(map(_titled, names))} |", "|---" * len(names) + "|"]
+
+
 def layers_table(data: dict[str, Any]) -> str:
     """Returns a Markdown table for each kind of figure measured, with a row for each stack.
 
@@ -153,13 +172,13 @@ def layers_table(data: dict[str, Any]) -> str:
             for key in columns
             if key not in shared and any(row.get(key) is not None for row in rows)
         ]
-        lines = [f"{title}:", "", f"| {' | '.join([*shown, *keys])} |"]
-        lines.append("|---" * (len(shown) + len(keys)) + "|")
+        lines = [f"{title}:", "", *_header([*shown, *keys])]
         for row in rows:
             figures = [(row.get(key), columns[key]) for key in keys]
             cells = ["" if figure is None else format(figure, form) for figure, form in figures]
             if any(cells):
-                lines.append(f"| {' | '.join([*(row[key] for key in shown), *cells])} |")
+                labels = [_titled(row[key]) for key in shown]
+                lines.append(f"| {' | '.join([*labels, *cells])} |")
         if keys:
             parts.append("\n".join(lines))
     return "\n\n".join(parts)
@@ -167,8 +186,8 @@ def layers_table(data: dict[str, Any]) -> str:
 
 def host_table(data: dict[str, Any]) -> str:
     """Returns a Markdown table of host time by layer and stack, with its ratio to PyTorch's."""
-    lines = [f"{source_line({'host': data})}:", "", "| layer | stack | us | of torch |"]
-    lines.append("|---|---|---|---|")
+    columns = ["layer", "stack", "us", "of torch"]
+    lines = [f"{source_line({'host': data})}:", "", *_header(columns)]
     for row in data["rows"]:
         cells = (row["layer"], row["stack"], f"{row['host us']:.0f}", f"{row['of torch']:.2f}")
         lines.append(f"| {' | '.join(cells)} |")
@@ -183,10 +202,9 @@ def stacks_table(name: str, columns: dict[str, str]) -> str:
         columns: the columns to show, with their formats.
     """
     data = _result(name)
-    lines = [f"{source_line({name: data})}:", "", f"| stack | {' | '.join(columns)} |"]
-    lines.append("|---" * (1 + len(columns)) + "|")
+    lines = [f"{source_line({name: data})}:", "", *_header(["stack", *columns])]
     for row in data["rows"]:
-        cells = [row["stack"], *(format(row[key], form) for key, form in columns.items())]
+        cells = [_titled(row["stack"]), *(format(row[key], form) for key, form in columns.items())]
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 
@@ -259,8 +277,8 @@ def headline() -> str:
     ]
     bullets = [textwrap.fill(line, 100, subsequent_indent="  ") for line in lines]
     about = (
-        f"One layer, forward and backward, 2 x 4096 tokens, all stacks in turns under sustained "
-        f"load; GiB above what is allocated before the step (Transformer Engine "
+        f"One layer, forward and backward, 2 x 4096 tokens, libraries interleaved, sustained load; "
+        f"GiB above what is allocated before the step (Transformer Engine "
         f"{cards['H100']['transformer_engine']}, torchao {cards['H100']['torchao']}; "
         f"{source_line({**cards, **{f'step {card}': data for card, data in steps.items()}})}):"
     )

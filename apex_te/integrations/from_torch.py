@@ -98,7 +98,7 @@ def from_torch(
     subclasses (they may have another forward; quantized layers are such), layers whose forward was
     replaced on the instance (accelerate's hooks do that), parametrized layers, norms in a dtype
     other than fp32, fp16 and bf16, and further classes of norms and experts of Hugging Face.
-    ``apex_te.integrations.conversion_summary(model)`` lists the layers that were converted and
+    ``apex_te.conversion_summary(model)`` lists the layers that were converted and
     those that were kept, with reasons; the list is logged, too.
 
     Inside ``fp8_model_init`` the weights of converted layers become Parameters that hold them in

@@ -130,7 +130,7 @@ def worker(options: argparse.Namespace) -> dict[str, Any]:
 
 def convert(model: Any) -> None:
     """Does what a script without Accelerate's switch adds for FP8."""
-    from apex_te.integrations import autocast_forward, from_torch
+    from apex_te import autocast_forward, from_torch
 
     from_torch(model, fuse=True, include="*")
     autocast_forward(model)

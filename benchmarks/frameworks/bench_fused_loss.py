@@ -25,7 +25,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import harness
 
-from apex_te.integrations import fuse_loss
+from apex_te import fuse_loss
 
 CONTENDERS: dict[str, dict[str, Any] | None] = {
     "transformers": None,

@@ -24,7 +24,7 @@ import common
 
 sys.path.pop(0)  # where the folder jax would pass for the package
 
-from apex_te.integrations import from_torch
+from apex_te import from_torch
 
 PIXELS, CLASSES = 64, 10
 HELD_OUT = 360

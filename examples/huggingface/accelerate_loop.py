@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from small_model import HISTORY, Bytes, Report, build_model, measured, parser, recipe_of, text
 
-from apex_te.integrations import autocast_forward, from_torch, transformer_engine
+from apex_te import autocast_forward, from_torch
+from apex_te.integrations import transformer_engine
 
 
 def switched() -> dict[str, Any]:

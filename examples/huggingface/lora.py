@@ -15,8 +15,7 @@ except ImportError as error:
 
 from small_model import Bytes, Report, build_model, measured, parser, recipe_of, text
 
-from apex_te import fp8_autocast
-from apex_te.integrations import from_torch, fuse_lora
+from apex_te import fp8_autocast, from_torch, fuse_lora
 
 
 def main(argv: Sequence[str] | None = None) -> Report:
@@ -38,7 +37,7 @@ def main(argv: Sequence[str] | None = None) -> Report:
     )
     model = peft.get_peft_model(model, config)
     if recipe is not None and not args.dora:
-        fuse_lora(model)  # the FP8 products of the frozen layers add the adapters
+        fuse_lora(model)  # the FP8 GEMMs of the frozen layers add the adapters
     trained = [p for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=args.lr)
     loader = torch.utils.data.DataLoader(

@@ -26,7 +26,7 @@ from small_model import (
     trainer_options,
 )
 
-from apex_te.integrations.huggingface import FP8Callback
+from apex_te import FP8Callback
 
 
 def main(argv: Sequence[str] | None = None) -> Report:

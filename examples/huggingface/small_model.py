@@ -19,7 +19,7 @@ except ImportError as error:
         f"small_model.py needs {error.name}: pip install '.[huggingface]' in a checkout"
     ) from error
 
-from apex_te.integrations import fuse_loss
+from apex_te import fuse_loss
 from apex_te.ops.product_count import fp8_gemm_count
 from apex_te.recipe import DelayedScaling, Recipe, make_recipe
 
@@ -143,7 +143,7 @@ class Report(NamedTuple):
         return (
             f"loss {sum(first) / few:.3f} -> {sum(last) / few:.3f} "
             f"(of a uniform guess: {math.log(VOCABULARY):.3f}), "
-            f"{self.tokens / self.seconds:.0f} tokens/s, {self.products} FP8 products"
+            f"{self.tokens / self.seconds:.0f} tokens/s, {self.products} FP8 GEMMs"
         )
 
 

@@ -23,8 +23,7 @@ from small_model import (
     trainer_options,
 )
 
-from apex_te.integrations import export_fp8
-from apex_te.integrations.huggingface import FP8Callback
+from apex_te import FP8Callback, export_fp8
 
 
 def main(argv: Sequence[str] | None = None) -> Report:

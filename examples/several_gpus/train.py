@@ -29,13 +29,13 @@ from torch import distributed
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 import apex_te
+from apex_te import from_torch
 from apex_te.distributed import (
     clip_grad_norm_,
     enable_fp8_all_gather,
     get_state_dict,
     set_state_dict,
 )
-from apex_te.integrations import from_torch
 
 SIZES = {
     "tiny": {"hidden_size": 64, "intermediate_size": 176, "num_hidden_layers": 2,

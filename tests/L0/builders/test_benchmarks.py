@@ -122,7 +122,7 @@ def test_kinds_of_figures_of_layers_have_tables_of_their_own():
     text = summary.layers_table(layers())
     assert text.startswith("GPU, G, driver 1, torch 2, 2026-01-01.\n\nTime:\n")
     lines = text.splitlines()
-    assert "| layer | stack | ms | ms sustained |" in lines
+    assert "| layer | library | ms | ms sustained |" in lines
     assert "| GPT | apex_te bf16 | 19.00 | 18.50 |" in lines
     assert "| GPT | apex_te bf16 | 13.00 |" in lines
     assert "| GPT, 2 x 31 tokens | apex_te delayed | 1.250 |" in lines
@@ -135,7 +135,7 @@ def test_what_is_the_same_in_all_rows_is_no_column():
     lines = summary.layers_table(data).splitlines()
     assert lines[0].startswith("GPT, GPU, power cap, G, driver 1")
     assert "| torch bf16 | 14.00 |" in lines
-    assert "| stack | J |" in lines
+    assert "| library | J |" in lines
 
 
 def test_charts_fit_a_page(tmp_path, monkeypatch):

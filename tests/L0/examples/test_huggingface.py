@@ -97,7 +97,7 @@ def test_accelerates_own_switch(tmp_path):
     )
     assert done.returncode == 0, done.stderr
     # The output head, which Accelerate converts, too, besides the seven layers of the block.
-    assert f"{6 * 3 * 8} FP8 products" in done.stdout
+    assert f"{6 * 3 * 8} FP8 GEMMs" in done.stdout
     with pytest.raises(SystemExit):
         program("accelerate_loop").main([*TINY, "--switch", "--recipe", "tensorwise"])
 
