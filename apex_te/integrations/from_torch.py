@@ -253,7 +253,9 @@ def feature_sizes(module: Any) -> tuple[int, ...]:
         return tuple(module.weight.shape)
     if matching.is_experts(module):
         return tuple(module.down_proj.shape[1:])
-    return (module.in_features, module.out_features) if isinstance(module, nn.Linear) else ()
+    if isinstance(module, nn.Linear):  # some models compute a size with tensors
+        return int(module.in_features), int(module.out_features)
+    return ()
 
 
 def reason_to_keep(module: Any) -> str | None:
@@ -283,7 +285,7 @@ def convert_layer(module: Any) -> None:
     elif matching.is_conv1d(module):
         _become(module, conv1d_linear(type(module)), _linear(module, *module.weight.shape))
     elif isinstance(module, nn.Linear):
-        _become(module, Linear, _linear(module, module.in_features, module.out_features))
+        _become(module, Linear, _linear(module, *feature_sizes(module)))
     elif isinstance(module, nn.LayerNorm):
         _become_norm(module, LayerNorm, module.normalized_shape)
     elif isinstance(module, nn.RMSNorm):

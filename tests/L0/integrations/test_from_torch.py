@@ -163,6 +163,17 @@ def test_a_single_layer(layer):
     torch.testing.assert_close(layer(x), expected, **TOLERANCE)
 
 
+def test_sizes_that_a_model_computed_with_tensors():
+    """transformers' Inkling passes ``in_features`` as a tensor of no dimensions."""
+    layer = nn.Linear(32, 16)
+    layer.in_features = torch.tensor([8, 4]).prod()
+    x = torch.randn(4, 32)
+    plain = layer(x)
+    from_torch(layer)
+    assert (type(layer), layer.in_features) == (Linear, 32)
+    torch.testing.assert_close(layer(x), plain)
+
+
 def test_converting_again_changes_nothing():
     model = converted(Llama())
     states = [m.fp8_state for m in model.modules() if isinstance(m, (Linear, Conv1DLinear))]
