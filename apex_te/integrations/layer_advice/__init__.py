@@ -11,6 +11,8 @@ from torch import nn
 
 from ...fp8.delayed.preserve import preserved_fp8_state
 from ...recipe import Recipe, chosen_recipe
+from ...runtime.model_argument import check_model
+from ...runtime.named_arguments import named_arguments
 from .._selection import Selection
 from ..experts import StackedExperts
 from ..from_torch import feature_sizes, is_replaceable, reason_to_keep
@@ -24,6 +26,7 @@ __all__ = ["Advice", "ExactName", "LayerAdvice", "RoleStatistics", "Times", "adv
 _MULTIPLE = 16  # of sizes that FP8 products take without padding
 
 
+@named_arguments()
 def advise(
     model: nn.Module,
     sample: Any,
@@ -118,8 +121,7 @@ def _check(model: Any, sample: Any, repeats: Any, **limits: Any) -> None:
         ValueError: a number is out of range, or weights are on the meta device.
         NotImplementedError: the model is sharded.
     """
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"advise: model must be a torch.nn.Module, got {type(model).__name__}")
+    check_model("advise", model)
     known = isinstance(sample, (torch.Tensor, tuple, list, Mapping))
     if not known and (not callable(sample) or isinstance(sample, nn.Module)):
         raise TypeError(
@@ -134,6 +136,8 @@ def _check(model: Any, sample: Any, repeats: Any, **limits: Any) -> None:
         name = "min_grad_sqnr" if name == "min_grad" else name
         if isinstance(value, bool) or not isinstance(value, (int, float)):
             raise TypeError(f"advise: {name} must be a number, got {type(value).__name__}")
+        if value != value:
+            raise ValueError(f"advise: {name} must be a number, got {value}")
     for name, parameter in model.named_parameters():
         if parameter.device.type == "meta":
             raise ValueError(f"advise: model must have its weights on a device, got {name} on meta")
