@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import glob
 import json
 import os
@@ -94,7 +95,9 @@ def parse_arch(text: str) -> Arch:
     match = _TOKEN.fullmatch(text.strip())
     if match is None:
         gpu = gpu_platform()
-        raise ArchError(f"unknown {gpu.name} arch {text!r}; example: {gpu.example}")
+        near = difflib.get_close_matches(text.strip().lower(), () if gpu is ROCM else _NAMES, 1)
+        hint = f"did you mean {near[0]!r}?" if near else f"example: {gpu.example}"
+        raise ArchError(f"unknown {gpu.name} arch {text!r}; {hint}")
     return Arch(int(match[1]), int(match[2]), match[3].lower(), bool(match[4]))
 
 
