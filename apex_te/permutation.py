@@ -13,6 +13,7 @@ import torch
 
 from .ops import moe_permute as _op
 from .ops._permutation_function import Permute, SortChunks, Unpermute, run
+from .ops.argument_errors import checked, checked_as
 from .ops.op_function import needs_autograd
 
 __all__ = [
@@ -25,6 +26,7 @@ __all__ = [
 ]
 
 
+@checked_as(num_rows="num_out_tokens")
 def moe_permute(
     inp: torch.Tensor,
     routing_map: torch.Tensor,
@@ -73,6 +75,7 @@ def moe_permute(
     return out, row_id_map
 
 
+@checked_as(num_rows="num_out_tokens")
 def moe_permute_with_probs(
     inp: torch.Tensor,
     probs: torch.Tensor,
@@ -95,6 +98,7 @@ def moe_permute_with_probs(
     return _permuted(inp, probs, routing_map, num_out_tokens)
 
 
+@checked_as(num_rows="num_out_tokens")
 def moe_permute_and_pad_with_probs(
     inp: torch.Tensor,
     probs: torch.Tensor,
@@ -160,6 +164,7 @@ def moe_permute_and_pad_with_probs(
     return out, permuted_probs, row_id_map, pad_offsets, padded
 
 
+@checked
 def moe_unpermute(
     inp: torch.Tensor,
     row_id_map: torch.Tensor,
@@ -214,6 +219,7 @@ def moe_unpermute(
     return Unpermute.apply(inp, row_id_map, merging_probs)
 
 
+@checked
 def moe_sort_chunks_by_index(
     inp: torch.Tensor, split_sizes: torch.Tensor, sorted_index: torch.Tensor
 ) -> torch.Tensor:
@@ -239,6 +245,7 @@ def moe_sort_chunks_by_index(
     return _sorted(inp, None, split_sizes, sorted_index)[0]
 
 
+@checked
 def moe_sort_chunks_by_index_with_probs(
     inp: torch.Tensor,
     probs: torch.Tensor,

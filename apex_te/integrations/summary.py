@@ -123,16 +123,32 @@ def grouped(names: Iterable[str]) -> list[str]:
 
 @named_arguments()
 def conversion_summary(model: nn.Module) -> ConversionSummary:
-    """Returns the layers that ``from_torch(model)`` has converted and kept.
+    """Returns the layers that ``from_torch`` has converted and kept in a model.
 
     Args:
-        model: the model that was given to ``from_torch``; for any other the summary is empty.
+        model: the model that was given to ``from_torch``, or a wrapper of it such as PEFT's, DDP's
+            or one's own; without a converted model in it the summary is empty.
     """
     check_model("conversion_summary", model)
-    found = vars(model).get(ATTRIBUTE)
-    if found is None:
+    converted, kept = {}, {}  # in order; a part may have been converted apart from the whole
+    found = False
+    for prefix, module in model.named_modules():
+        own = vars(module).get(ATTRIBUTE)
+        if own is None:
+            continue
+        found = True
+        converted.update(dict.fromkeys(_inside(prefix, own.converted)))
+        kept.update(dict.fromkeys(_inside(prefix, own.kept)))
+    if not found:
         return ConversionSummary()
-    return ConversionSummary([*found.converted, *found.kept], _share(model))
+    names = {layer.name for layer in converted}
+    left = [layer for layer in kept if layer.name not in names]
+    return ConversionSummary([*converted, *left], _share(model))
+
+
+def _inside(prefix: str, layers: Iterable[Layer]) -> list[Layer]:
+    """Returns entries of a module of that dotted name with the names in the model around it."""
+    return [layer._replace(name=".".join(filter(None, (prefix, layer.name)))) for layer in layers]
 
 
 def _share(model: nn.Module) -> Share:

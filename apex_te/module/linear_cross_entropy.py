@@ -27,6 +27,7 @@ from ..fp8.parameter.parameter import dequantized
 from ..fp8.scheme import GemmQuantizers
 from ..fp8.scheme.registry import build_quantizers
 from ..fp8.tensor import QuantizedTensor
+from ..ops.argument_errors import checked
 from ..ops.cross_entropy import (
     REDUCTIONS,
     count_valid,
@@ -54,6 +55,7 @@ _LEAST_ROWS, _ROW_MULTIPLE = 256, 128
 _WIDE_ELEMENTS = 1 << 24
 
 
+@checked
 def linear_cross_entropy(
     hidden: torch.Tensor,
     weight: torch.Tensor,

@@ -6,7 +6,8 @@ from typing import Any
 
 import torch
 
-from .argument_errors import checked
+from ..runtime.named_arguments import did_you_mean
+from .argument_errors import checked, checked_as
 from .op_function import OpFunction, needs_autograd, once_differentiable
 from .registration import bind, note_written
 
@@ -51,7 +52,7 @@ def scaled_softmax(
     return scaled_softmax_fwd(x, scale, mask, causal=causal)
 
 
-@checked
+@checked_as(y="out")
 def scaled_softmax_fwd(
     x: torch.Tensor,
     scale: float,
@@ -77,7 +78,7 @@ def scaled_softmax_fwd(
     return y
 
 
-@checked
+@checked_as(dx="out")
 def scaled_softmax_bwd(
     dy: torch.Tensor,
     y: torch.Tensor,
@@ -113,6 +114,7 @@ def _causal_mode(op: str, causal: str | None) -> int:
     if causal not in _CAUSAL:
         raise ValueError(
             f"{op}: causal must be None, 'upper_left' or 'bottom_right', got {causal!r}"
+            f"{did_you_mean(causal, filter(None, _CAUSAL))}"
         )
     return _CAUSAL[causal]
 

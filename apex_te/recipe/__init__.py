@@ -15,7 +15,7 @@ from dataclasses import KW_ONLY, InitVar, dataclass, fields
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 from ..runtime.lazy import attach
-from ..runtime.named_arguments import binding_error
+from ..runtime.named_arguments import binding_error, did_you_mean
 
 if TYPE_CHECKING:
     import torch
@@ -539,7 +539,10 @@ def make_recipe(name: str, fp8_format: str | Format | None = None, **options: An
         raise TypeError(f"make_recipe: name must be a str, got {type(name).__name__}")
     kinds = recipe_kinds()
     if name not in kinds:
-        raise ValueError(f"make_recipe: name must be one of {', '.join(kinds)}, got {name!r}")
+        raise ValueError(
+            f"make_recipe: name must be one of {', '.join(kinds)}, got {name!r}"
+            f"{did_you_mean(name, kinds)}"
+        )
     kind = kinds[name]
     if fp8_format is not None:
         owner = f"make_recipe({name!r})"
@@ -577,6 +580,7 @@ def chosen_recipe(owner: str, argument: str, value: Recipe | str | None) -> Reci
         if value not in kinds:
             raise ValueError(
                 f"{owner}: {argument} must be a recipe or one of {', '.join(kinds)}, got {value!r}"
+                f"{did_you_mean(value, kinds)}"
             )
         found = _by_name[value] = kinds[value]()
     return found

@@ -9,6 +9,7 @@
 
 #include <cmath>
 
+#include "common/numerics/scaling.h"
 #include "multi_tensor/multi_tensor.h"
 
 namespace apex_te {
@@ -194,7 +195,7 @@ inline Moments take_moments(Args& args) {
   m.one_minus_beta2 = static_cast<float>(1.0 - beta2);
   m.log_beta1 = std::log(beta1);
   m.log_beta2 = std::log(beta2);
-  m.eps = static_cast<float>(args.floating());
+  m.eps = check_eps(args);
   m.weight_decay = static_cast<float>(args.floating());
   m.step = args.integer();
   m.adamw = args.boolean();

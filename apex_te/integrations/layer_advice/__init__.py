@@ -138,6 +138,8 @@ def _check(model: Any, sample: Any, repeats: Any, **limits: Any) -> None:
         name = "min_grad_sqnr" if name == "min_grad" else name
         if isinstance(value, bool) or not isinstance(value, (int, float)):
             raise TypeError(f"advise: {name} must be a number, got {type(value).__name__}")
+        if value != value:
+            raise ValueError(f"advise: {name} must be a number, got {value}")
     for name, parameter in model.named_parameters():
         if parameter.device.type == "meta":
             raise ValueError(f"advise: model must have its weights on a device, got {name} on meta")

@@ -10,6 +10,7 @@
 #include <algorithm>
 
 #include "common/numerics/columnwise.h"
+#include "common/numerics/scaling.h"
 
 namespace apex_te {
 
@@ -126,7 +127,7 @@ NormFwd check_norm_fwd(Args& args, bool to_fp8) {
   p.residual_sum = sum.data();
   if (kLayerNorm) p.mean = norm::statistic(args, p.rows);
   p.rstd = norm::statistic(args, p.rows);
-  p.eps = static_cast<float>(args.floating());
+  p.eps = check_eps(args);
   p.params.gamma_offset = args.boolean() && weight ? 1.0f : 0.0f;
   return p;
 }

@@ -31,13 +31,18 @@ struct ScaleRule {
   }
 };
 
+inline float check_eps(Args& args) {
+  const double eps = args.floating();
+  const float rounded = static_cast<float>(eps) + 0.0f;  // + 0 turns -0 into 0
+  if (!(rounded >= 0.0f && float_bits(rounded) <= kLargestFloatBits))
+    fail(kApexTeValueError, "%s: eps must be zero or more and finite, got %g", args.name(), eps);
+  return rounded;
+}
+
 // Reads eps and pow2, in this order.
 inline ScaleRule check_scale_rule(Args& args, float target) {
-  const double eps = args.floating();
-  const float rounded = static_cast<float>(eps);
-  if (!(rounded >= 0.0f && float_bits(rounded + 0.0f) <= kLargestFloatBits))
-    fail(kApexTeValueError, "%s: eps must be zero or more and finite, got %g", args.name(), eps);
-  return ScaleRule{target, rounded + 0.0f, args.boolean()};  // + 0 turns -0 into 0
+  const float eps = check_eps(args);
+  return ScaleRule{target, eps, args.boolean()};
 }
 
 }  // namespace apex_te

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 from ..errors import ArchError
+from ..near_names import nearest
 from ..platform import CUDA, ROCM, gpu_platform, is_hip, python_program
 
 # (major, minor) of an NVIDIA GPU, (major, minor, stepping) of an AMD one
@@ -94,7 +95,9 @@ def parse_arch(text: str) -> Arch:
     match = _TOKEN.fullmatch(text.strip())
     if match is None:
         gpu = gpu_platform()
-        raise ArchError(f"unknown {gpu.name} arch {text!r}; example: {gpu.example}")
+        near = None if gpu is ROCM else nearest(text.strip(), _NAMES)
+        hint = f"did you mean {near!r}?" if near else f"example: {gpu.example}"
+        raise ArchError(f"unknown {gpu.name} arch {text!r}; {hint}")
     return Arch(int(match[1]), int(match[2]), match[3].lower(), bool(match[4]))
 
 

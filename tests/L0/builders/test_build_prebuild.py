@@ -232,13 +232,27 @@ def test_entry_that_serves_the_gpu_is_present(
         ),
         ({"device": "gpu"}, SettingError, "device must be one of cpu, cuda, got 'gpu'"),
         ({"arch": "9"}, ArchError, "unknown CUDA arch '9'"),
+        ({"arch": "hoper"}, ArchError, r"unknown CUDA arch 'hoper'; did you mean 'hopper'\?"),
+        ({"arch": ["9.0a", "Amper"]}, ArchError, r"'Amper'; did you mean 'ampere'\?"),
+        ({"arch": ""}, ArchError, "arch names no CUDA arch, got ''"),
+        ({"arch": ["9.0a", 3]}, TypeError, "arch must be a text .* or a list of them, got 3 in it"),
+        ({"arch": b"9.0"}, TypeError, "arch must be a text .*, got b'9.0'"),
+        ({"ops": [3]}, TypeError, "ops must be a name or a list of names, got 3 in it"),
+        ({"device": 3}, SettingError, "device must be one of cpu, cuda, got 3"),
+        ({"device": "cpu", "jobs": True}, TypeError, "jobs must be an int, got bool"),
+        ({"device": "cpu", "verbose": "yes"}, TypeError, "verbose must be a bool, got 'yes'"),
         ({"device": "cpu", "jobs": 0}, SettingError, "jobs must be an integer >= 1, got 0"),
     ],
 )
 def test_bad_arguments(arguments: dict[str, Any], error: type[Exception], told: str) -> None:
-    error = getattr(package_errors, error.__name__)  # the checkout's modules are here twice
-    with pytest.raises(error, match=told):
+    error = getattr(package_errors, error.__name__, error)  # the checkout's modules are here twice
+    with pytest.raises(error, match=f"^prebuild: .*{told}"):
         apex_te.prebuild(**arguments)
+
+
+def test_archs_may_be_generations_and_any_iterable() -> None:
+    report = apex_te.prebuild(iter(["rms_norm"]), arch=iter(["hopper"]), device="cpu")
+    assert {row.op for row in report.libraries} >= {"rms_norm"}
 
 
 def test_forbidden_where_something_is_missing(

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 
+from apex_te import advise
 from apex_te.integrations import (
     autocast_forward,
     conversion_summary,
@@ -55,6 +56,7 @@ MODELS = {
     "tensor": (lambda: torch.ones(2), ("Tensor",)),
 }
 OF_A_MODEL = {
+    "advise": lambda model: advise(model, torch.ones(4, 32)),
     "from_torch": from_torch,
     "conversion_summary": conversion_summary,
     "key_map": key_map,
@@ -107,6 +109,53 @@ MISTAKES = {
     ),
     "conversion_summary: misspelt argument": Mistake(
         lambda: conversion_summary(modle=plain()), TypeError, ("did you mean 'model'?",)
+    ),
+    "advise: misspelt repeats": Mistake(
+        lambda: advise(plain(), torch.ones(4, 32), repeat=2),
+        TypeError,
+        ("'repeat'", "did you mean 'repeats'?"),
+    ),
+    "advise: misspelt bound": Mistake(
+        lambda: advise(plain(), torch.ones(4, 32), min_grad_snr=15.0),
+        TypeError,
+        ("did you mean 'min_grad_sqnr'?",),
+    ),
+    "advise: argument of from_torch": Mistake(
+        lambda: advise(plain(), torch.ones(4, 32), exclude="0"),
+        TypeError,
+        ("'exclude'", "the arguments are model, sample"),
+    ),
+    "advise: no sample": Mistake(
+        lambda: advise(plain()), TypeError, ("sample must be given", "got nothing")
+    ),
+    "advise: nothing": Mistake(
+        lambda: advise(), TypeError, ("model and sample must be given", "got nothing")
+    ),
+    "advise: repeats by position": Mistake(
+        lambda: advise(plain(), torch.ones(4, 32), None, 3), TypeError, ("by position", "by name")
+    ),
+    "advise: sample as array": Mistake(
+        lambda: advise(plain(), torch.ones(4, 32).numpy()), TypeError, ("sample", "got ndarray")
+    ),
+    "advise: repeats as text": Mistake(
+        lambda: advise(plain(), torch.ones(4, 32), repeats="3"),
+        TypeError,
+        ("repeats must be an int", "got str"),
+    ),
+    "advise: misspelt recipe": Mistake(
+        lambda: advise(plain(), torch.ones(4, 32), "delayd"),
+        ValueError,
+        ("recipe", "'delayd'", "did you mean 'delayed'?"),
+    ),
+    "advise: bound of None": Mistake(
+        lambda: advise(plain(), torch.ones(4, 32), min_sqnr=None),
+        TypeError,
+        ("min_sqnr must be a number", "got NoneType"),
+    ),
+    "advise: bound that is not a number": Mistake(
+        lambda: advise(plain(), torch.ones(4, 32), min_sqnr=float("nan")),
+        ValueError,
+        ("min_sqnr", "got nan"),
     ),
     "autocast_forward: misspelt recipe": Mistake(
         lambda: autocast_forward(plain(), "delayd"), ValueError, ("recipe", "'delayd'")

@@ -150,6 +150,14 @@ def test_prompt_encoders_stay(config):
     assert any(layer.reason == "an adapter of PEFT" for layer in kept)
 
 
+def test_summary_looks_through_the_wrapper():
+    model = from_torch(build("llama"))
+    names = [layer.name for layer in conversion_summary(model).converted]
+    found = conversion_summary(peft.get_peft_model(model, lora(["q_proj"], "Linear")))
+    assert names
+    assert [layer.name for layer in found.converted] == [f"base_model.model.{n}" for n in names]
+
+
 def test_tuning_of_a_joined_norm_is_refused():
     """LN tuning would train a copy of the norm that the joined layer does not read."""
     with warnings.catch_warnings():

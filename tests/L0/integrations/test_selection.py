@@ -128,6 +128,38 @@ def test_summary(caplog):
     assert "  h.*.attn.c_proj (2): Conv1D -> apex_te.Conv1DLinear" in text.splitlines()
 
 
+class Wrapper(nn.Module):
+    """A model around another, as PEFT, DDP and users make them."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.base_model = nn.ModuleDict({"model": model})
+        self.head = nn.Linear(32, 4)
+
+
+def test_summary_looks_through_a_wrapper():
+    model = from_torch(nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 48)), exclude="1")
+    own, found = conversion_summary(model), conversion_summary(Wrapper(model))
+    for before, after in ((own.converted, found.converted), (own.kept, found.kept)):
+        assert len(before) == 1
+        assert [x._replace(name=f"base_model.model.{x.name}") for x in before] == list(after)
+    assert found.share.fp8 == own.share.fp8 == 32 * 32
+    assert found.share.total == own.share.total + 33 * 4
+    assert len(conversion_summary(nn.DataParallel(model)).converted) == 1
+    assert conversion_summary(Wrapper(nn.Linear(32, 32))).share is None
+
+
+def test_summary_of_a_whole_counts_its_converted_part_once():
+    model = Wrapper(from_torch(nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 48)), exclude="1"))
+    from_torch(model, exclude="head")
+    found = conversion_summary(model)
+    inner = [f"base_model.model.{i}" for i in range(2)]
+    assert [layer.name for layer in found.converted] == inner
+    assert [(layer.name, layer.reason) for layer in found.kept] == [("head", "excluded")]
+    from_torch(model.base_model["model"])  # once more, apart from the whole
+    assert [layer.name for layer in conversion_summary(model).converted] == inner
+
+
 def test_summary_gives_the_share_in_fp8_and_padded_layers():
     model = nn.Sequential(nn.Linear(32, 48), nn.Linear(48, 10), nn.Embedding(5, 4))
     from_torch(model, exclude="0")
