@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import weakref
 from collections import deque
 from collections.abc import Iterable, Iterator
@@ -78,12 +79,19 @@ def reduce_main_grads(
             ranks of ``group`` (``fully_shard`` has reduced its gradient already).
         ValueError: a ``main_grad`` whose size is not its parameter's, or that is not contiguous.
         NotImplementedError: a sparse gradient.
+        RuntimeError: torchrun started several ranks, and no process group is initialized.
         RankMismatchError: on every rank, if the ranks' trained parameters differ; on the other
             ranks, if some raise one of the errors for a gradient.
     """
     check_process_group("reduce_main_grads", "group", group)
     if not isinstance(average, bool):
         raise TypeError(f"reduce_main_grads: average must be a bool, got {type(average).__name__}")
+    started = os.environ.get("WORLD_SIZE", "1")  # by torchrun
+    if group is None and started != "1" and not distributed.is_initialized():
+        raise RuntimeError(
+            f"reduce_main_grads: torch.distributed must be initialized on the {started} ranks of"
+            " WORLD_SIZE; call torch.distributed.init_process_group first"
+        )
     parameters = _parameters(model)
     with torch.no_grad():
         gradients: list[torch.Tensor | None] = [None] * len(parameters)

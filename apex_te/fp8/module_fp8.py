@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 import weakref
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, cast
@@ -334,7 +335,13 @@ def init_fp8_state(model: torch.nn.Module, recipe: Recipe | str | None = None) -
             f"init_fp8_state: model must be a torch.nn.Module, got {type(model).__name__}"
         )
     recipe = chosen_recipe("init_fp8_state", "recipe", recipe)
-    for module in model.modules():
-        init = getattr(module, "_init_fp8_state", None)
+    inits = [getattr(module, "_init_fp8_state", None) for module in model.modules()]
+    if not any(inits):
+        warnings.warn(
+            f"init_fp8_state: model has no layer that computes in FP8, got {type(model).__name__};"
+            " convert it with apex_te.from_torch first",
+            stacklevel=3,
+        )
+    for init in inits:
         if init is not None:
             init(recipe)

@@ -57,6 +57,10 @@ _REPLACED = (nn.Linear, nn.LayerNorm, nn.RMSNorm)
 _REPLACING = (Linear, LayerNorm, RMSNorm, Conv1DLinear, StackedExperts, JoinedNorm)
 # Attributes that every nn.Module has; a converted module keeps the values it had.
 _KEPT = frozenset(vars(nn.Module()))
+_NOTHING = (
+    "nothing was converted: the model has no torch.nn.Linear, LayerNorm or RMSNorm, and no Conv1D,"
+    " RMS norm or experts of Hugging Face"
+)
 _NOT_JOINED = (
     "fuse=True joined no layers, since it knows blocks of Hugging Face's models only; layers were"
     " converted one to one. Call from_torch without fuse, or build the blocks of"
@@ -172,9 +176,19 @@ def from_torch(
         told.append(f"joined: {', '.join(summary.grouped(joined))}")
     elif fuse and first and not any(map(layers_to_join, model.modules())):
         told.append(_NOT_JOINED)
+    elif not any(x.after for x in (*before, *layers)) and not _has_our_layers(model):
+        told.append(_NOTHING)
     if told:
         warnings.warn(f"from_torch: {'; '.join(told)}", stacklevel=3)
     return model
+
+
+def _has_our_layers(model: nn.Module) -> bool:
+    """Returns True if the model has a layer that was or could be converted, or one of apex_te."""
+    return any(
+        is_replaceable(module) or type(module).__module__.startswith("apex_te.")
+        for module in model.modules()
+    )
 
 
 def _converted(

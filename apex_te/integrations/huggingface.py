@@ -44,7 +44,7 @@ class _FP8Training:
 
     Raises:
         TypeError: an argument has a wrong type.
-        ValueError: a recipe's name is unknown.
+        ValueError: a recipe's name is unknown, or there are options with ``convert=False``.
     """
 
     def __init__(
@@ -63,6 +63,12 @@ class _FP8Training:
                 hint = did_you_mean(name, ("recipe", "during_eval", "convert", *known))
                 hint = hint or f"; the options of from_torch are {', '.join(known)}"
                 raise TypeError(f"FP8Callback: unexpected argument {name!r}{hint}")
+        if options and not convert:
+            names = ", ".join(options)
+            raise ValueError(
+                "FP8Callback: convert must be True with options of from_torch,"
+                f" got False and {names}"
+            )
         self.recipe = chosen_recipe("FP8Callback", "recipe", recipe)
         self.during_eval = during_eval
         self.convert = convert

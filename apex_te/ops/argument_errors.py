@@ -145,13 +145,13 @@ def _explained(
     scope = function.__globals__
     own = _OWN_ERROR.match(str(error))
     for argument, value in given.items():
-        wanted = function.__annotations__.get(argument, "Any")
-        better = _problem(f"{owner}: {argument}", str(wanted), value, scope)
-        # For a value out of range, or of a tensor, the function's own error says more.
+        wanted = str(function.__annotations__.get(argument, "Any"))
+        better = _problem(f"{owner}: {argument}", wanted, value, scope)
+        # For a value out of range, of a tensor or a recipe, the function's own error says more.
         is_told = own is not None and str(error).startswith(f"{own[0]}{argument} ")
         is_tensor = isinstance(value, torch.Tensor) and isinstance(error, ValueError)
         is_range = own is not None and isinstance(better, ValueError)
-        if better is not None and not (is_range or (is_told and is_tensor)):
+        if better is not None and not (is_range or (is_told and (is_tensor or "Recipe" in wanted))):
             return better
     if own is not None:
         short = function.__name__ if own[0] == f"{function.__name__}: " else owner

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import warnings
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
@@ -189,6 +190,11 @@ class ParallelModule(FP8Module):
                 f"got {type(get_rng_state_tracker).__name__}"
             )
         self.tp_size = checked_tp_size(owner, tp_group, tp_size)
+        if tp_size > 1 and vars(self).get("parallel_mode", "") is None:
+            warnings.warn(
+                f"{owner}: tp_size={tp_size} has no effect without parallel_mode='column' or 'row'",
+                stacklevel=4,
+            )
         self.tp_group = tp_group
         self.sequence_parallel = sequence_parallel and self.tp_size > 1
         self.get_rng_state_tracker = get_rng_state_tracker

@@ -581,6 +581,6 @@ def _checked_format(name: str) -> str:
 
 def _checked_scale(value: Any) -> float:
     scale = _arguments.checked_number(_NAME, "softmax_scale", value)
-    if not math.isfinite(scale):
-        raise ValueError(f"{_NAME}: softmax_scale must be finite, got {value}")
+    if not math.isfinite(scale) or scale == 0:
+        raise ValueError(f"{_NAME}: softmax_scale must be finite and not 0, got {value}")
     return scale

@@ -157,6 +157,9 @@ MISTAKES = {
         ValueError,
         ("min_sqnr", "got nan"),
     ),
+    "FP8Callback: options of a conversion without one": Mistake(
+        lambda: callback(convert=False, fuse=True), ValueError, ("convert", "fuse")
+    ),
     "autocast_forward: misspelt recipe": Mistake(
         lambda: autocast_forward(plain(), "delayd"), ValueError, ("recipe", "'delayd'")
     ),
@@ -262,6 +265,24 @@ def test_warning_of_layers_left_is_about_the_line_of_the_call():
         warnings.simplefilter("always")
         from_torch(nn.Sequential(Mine(32, 32)))
     assert [warning.filename for warning in caught] == [__file__]
+
+
+def test_model_without_any_layer_is_answered_once_and_an_excluded_one_not():
+    with pytest.warns(UserWarning, match="^from_torch: nothing was converted: the model has no"):
+        from_torch(nn.Sequential(nn.ReLU(), nn.Embedding(4, 4)))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        from_torch(nn.Sequential(nn.Linear(32, 32)), exclude="0")
+        from_torch(from_torch(nn.Sequential(nn.Linear(32, 32))))
+
+
+def test_safetensors_that_is_missing_is_named_with_the_line_for_pip(monkeypatch, tmp_path):
+    for name in [name for name in sys.modules if name.partition(".")[0] == "safetensors"]:
+        monkeypatch.setitem(sys.modules, name, None)
+    monkeypatch.setitem(sys.modules, "safetensors", None)
+    monkeypatch.setitem(sys.modules, "safetensors.torch", None)
+    with pytest.raises(ImportError, match=r"^export_fp8: .*pip install"):
+        export_fp8(plain(), tmp_path)
 
 
 def test_library_that_is_not_installed_is_named_with_the_line_for_pip(monkeypatch):

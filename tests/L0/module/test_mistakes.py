@@ -361,6 +361,9 @@ OPTIONS = {
     "a scale as text": (
         lambda: core(softmax_scale="0.1"), TypeError,
         "DotProductAttention: softmax_scale must be a float", "got str"),
+    "a scale of 0": (
+        lambda: core(softmax_scale=0), ValueError,
+        "DotProductAttention: softmax_scale must be finite and not 0", "got 0"),
     "a scale that is NaN": (
         lambda: attention(softmax_scale=float("nan")), ValueError,
         "MultiheadAttention: softmax_scale must be finite", "got nan"),
@@ -769,6 +772,27 @@ def test_error_names_the_class_of_the_user(kind):
 def test_checkpoint_of_other_sizes_names_the_parameter():
     with pytest.raises(RuntimeError, match=r"Linear:\n.*weight.*64, 32.*32, 16"):
         linear().load_state_dict(apex_te.Linear(32, 64).state_dict())
+
+
+def test_second_backward_says_what_to_do():
+    for in_fp8 in (False, True):
+        with apex_te.fp8_autocast(enabled=in_fp8):
+            loss = linear()(X).sum()
+        loss.backward()
+        with pytest.raises(RuntimeError, match="retain_graph=True"):
+            loss.backward()
+
+
+def test_warnings_of_calls_without_effect():
+    with pytest.warns(UserWarning, match=r"^Linear: tp_size=2 has no effect without parallel_mode"):
+        linear(tp_size=2)
+    with pytest.warns(UserWarning, match=r"^init_fp8_state: model has no layer .*, got ReLU"):
+        apex_te.init_fp8_state(torch.nn.ReLU())
+
+
+def test_unknown_argument_of_a_call_is_named():
+    with pytest.raises(TypeError, match=r"Linear\.forward\(\) got .* 'is_first_micro_batch'"):
+        linear()(X, is_first_micro_batch=True)
 
 
 def test_python_names_the_class_in_a_call():
