@@ -39,7 +39,7 @@ def enable(enabled: bool = True) -> None:
         enabled: True to register the hooks that make ranges, False to remove them.
 
     Raises:
-        TypeError: ``enabled`` is no bool.
+        TypeError: ``enabled`` is not a bool.
         RuntimeError: PyTorch was built without NVTX.
     """
     if not isinstance(enabled, bool):

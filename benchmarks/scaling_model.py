@@ -6,7 +6,7 @@
 A collective takes a latency and its bytes over a bandwidth: inside a node those that
 layers/bench_scaling.py measured (results/scaling.json), between nodes ASSUMED ones. Communication
 hides only where the code lets it: the reduction of an input's gradient beside the weight gradient's
-product, the second gather of an input beside the product in front of that, FSDP2's gathers and
+product, the second gather of an input beside the product before that, FSDP2's gathers and
 reductions beside the forward and the backward of a layer. What is hidden slows the computation, as
 much as it did in the measured layers.
 """

@@ -38,6 +38,19 @@ REFUSED_SECTIONS = {
 OPENINGS = (
     "Of", "What", "Whether", "The same", "As", "One of", "Where", "How", "Which", "Those", "If",
 )  # fmt: skip
+# Idioms that read as translated, with the field's words for them.
+_NOUNS = "multiple|module|buffer|tensor|dict|string|number|float|bool|function|class|recipe"
+IDIOMS = {
+    rf"(?<!there )\b(is|are) no (int|{_NOUNS})s?\b": "is not a",
+    r"\btakes? the place of\b": "replaces",
+    r"\bto the bit\b": "bitwise",
+    r"\bat will\b": "in any combination",
+    r"\bwithout a word\b": "silently",
+    r"\bknows? no\b": "does not support",
+    r"\bwant of\b": "lack of",
+    r"\bin front of\b": "before",
+    r"\bsuch a name\b": "this name",
+}
 # Methods that torch and importlib describe.
 INHERITED = {"extra_repr", "find_spec", "create_module", "exec_module"}
 
@@ -101,6 +114,15 @@ def refused_words(prose: str, words: dict[str, str]) -> Iterator[str]:
             yield f"{found[0]!r}: the glossary says {term!r}"
 
 
+def idioms(prose: str) -> Iterator[str]:
+    """Yields a finding for each idiom of IDIOMS in a text without code."""
+    prose = " ".join(prose.split())
+    for pattern, better in IDIOMS.items():
+        found = re.search(pattern, prose, re.IGNORECASE)
+        if found:
+            yield f"{found[0]!r}: write {better!r}"
+
+
 def docstring_findings(text: str, words: dict[str, str]) -> Iterator[str]:
     """Yields what is wrong with a docstring.
 
@@ -114,6 +136,7 @@ def docstring_findings(text: str, words: dict[str, str]) -> Iterator[str]:
     if "`" in prose.replace("``", ""):
         yield "code must stand in double backticks"
     yield from refused_words(prose, words)
+    yield from idioms(prose)
 
 
 class Classes:

@@ -181,7 +181,7 @@ def check_floors(module, x, recipe, residual=None, forward=25.0, backward=17.0, 
 
 
 def same_bits(a, b):
-    """Whether two dicts of tensors are equal to the bit, NaN included."""
+    """Whether two dicts of tensors are equal bitwise, NaN included."""
     assert a.keys() == b.keys()
     return [
         name

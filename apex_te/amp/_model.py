@@ -37,7 +37,7 @@ class Casts:
 
 
 class AmpForward:
-    """Callable that takes the place of ``model.forward`` on the instance, and adds casts.
+    """Callable that replaces ``model.forward`` on the instance, and adds casts.
 
     A copy or pickle of the model contains one that calls the copy.
 

@@ -363,7 +363,7 @@ def _take_masters(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) 
         A state dict without ``master_param``, for the optimizer to load.
 
     Raises:
-        TypeError: a saved master weight is no dense tensor.
+        TypeError: a saved master weight is not a dense tensor.
         ValueError: a saved master weight has another shape.
     """
     states = dict(state_dict["state"])

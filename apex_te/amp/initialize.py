@@ -59,8 +59,8 @@ def initialize(
         keep_batchnorm_fp32: batch norms keep float32 parameters and buffers; "True" and "False"
             count as bools.
         master_weights: the optimizers update float32 copies of 16-bit parameters. apex_te's
-            optimizers keep the copies in their state; in any other optimizer the copies take the
-            place of the parameters in ``param_groups``. Either has them in its state dict as
+            optimizers keep the copies in their state; in any other optimizer the copies
+            replace the parameters in ``param_groups``. Either has them in its state dict as
             ``master_param``.
         loss_scale: "dynamic" or a number, which may come as a string.
         cast_model_outputs: dtype of floating-point outputs; None is float32 with a

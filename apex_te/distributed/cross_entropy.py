@@ -62,7 +62,7 @@ def parallel_cross_entropy(
         ``target``.
 
     Raises:
-        TypeError: a dtype that does not match, or ``group`` is no process group.
+        TypeError: a dtype that does not match, or ``group`` is not a process group.
         ValueError: a shape, index or option that does not match.
     """
     check_process_group(_NAME, "group", group)

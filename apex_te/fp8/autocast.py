@@ -331,7 +331,7 @@ class fp8_autocast:
 
 
 def _refuse_flags(owner: str, **flags: Any) -> None:
-    """Raises the TypeError for the first of the arguments that is no bool.
+    """Raises the TypeError for the first of the arguments that is not a bool.
 
     Args:
         owner: the name of the class.

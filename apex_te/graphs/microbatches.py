@@ -190,7 +190,7 @@ def _chunks(
         order, layers_per_chunk: as in ``graph_microbatches``.
 
     Raises:
-        TypeError: ``order`` has an entry that is no int.
+        TypeError: ``order`` has an entry that is not an int.
         ValueError: the schedule is none, or does not fit the modules.
     """
     for entry in order:

@@ -99,7 +99,7 @@ class Selection:
             return f"a size of {min(sizes)} is less than min_size, {self._min_size}"
         odd = [size for size in sizes if size % self._multiple]
         if odd:
-            return f"a size of {odd[0]} is no multiple of size_multiple, {self._multiple}"
+            return f"a size of {odd[0]} is not a multiple of size_multiple, {self._multiple}"
         return None if included else self._defaults.get(id(module))
 
 

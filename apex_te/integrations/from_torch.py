@@ -132,7 +132,7 @@ def from_torch(
         keep_first_blocks, keep_last_blocks: leave the linear layers of so many blocks at either end
             of each list of blocks (a ``ModuleList`` or ``Sequential`` of modules of one class).
         min_size: leave linear layers with fewer input or output features than this.
-        size_multiple: leave linear layers whose input or output features are no multiple of this.
+        size_multiple: leave linear layers with features that are not multiples of this.
         optimizer: an optimizer, or several, that ``fuse=True`` and ``fp8_model_init`` check for
             parameters of the model. All existing optimizers of ``torch.optim`` are checked without
             being given.

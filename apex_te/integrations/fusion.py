@@ -494,7 +494,7 @@ def _unknown_blocks(model: nn.Module) -> list[tuple[str, str]]:
             if any(layers_to_join(m) for m in inner):
                 continue
             if any(type(m) in (nn.LayerNorm, nn.RMSNorm) or matching.is_rms_norm(m) for m in inner):
-                reason = f"fuse=True knows no blocks of class {kind.__name__}"
+                reason = f"fuse=True does not support blocks of class {kind.__name__}"
                 found.append((f"{name}.{index}", reason))
     return found
 

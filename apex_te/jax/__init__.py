@@ -35,7 +35,7 @@ __all__ = [
     "update_collections",
     "update_fp8_metas",
 ]
-if _typing.TYPE_CHECKING:  # for type checkers, which know no other names
+if _typing.TYPE_CHECKING:  # for type checkers, which do not know other names
     from . import attention as attention
     from . import dense as dense
     from . import flax as flax

@@ -39,7 +39,7 @@ class _Plan:
         buffers: entries that tell the handler where each tensor is (``csrc/jax_ffi``).
         scalars: name and value of each scalar.
         places: for each written parameter its name, its first result and its number of results;
-            the number is None for one that is no list.
+            the number is None for one that is not a list.
     """
 
     def __init__(self, function: str) -> None:

@@ -1,4 +1,4 @@
-"""Ops in front of a product, norms and activations, whose results are cast to FP8."""
+"""Ops before a product, norms and activations, whose results are cast to FP8."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ class FusedCast:
 
 
 class Norm(NamedTuple):
-    """Norm in front of a layer.
+    """Norm before a layer.
 
     Attributes:
         op: "rms_norm" or "layer_norm".

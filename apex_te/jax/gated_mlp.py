@@ -63,12 +63,12 @@ class _Wanted(NamedTuple):
 
     @property
     def in_front(self) -> bool:
-        """Returns True if a gradient in front of the first product is wanted."""
+        """Returns True if a gradient before the first product is wanted."""
         return any(map(is_wanted, (self.x, self.scale, self.ln_bias)))
 
     @property
     def through(self) -> bool:
-        """Returns True if a gradient in front of the activation is wanted."""
+        """Returns True if a gradient before the activation is wanted."""
         return self.in_front or is_wanted(self.wi) or is_wanted(self.wi_bias)
 
 

@@ -80,7 +80,7 @@ def checked_recipe(owner: str, recipe: Any, argument: str = "fp8_recipe") -> Rec
     """Returns a recipe, given by itself or its name, or ``DelayedScaling()`` for None.
 
     Raises:
-        TypeError: it is no recipe.
+        TypeError: it is not a recipe.
         ValueError: no recipe has this name.
         NotImplementedError: it asks for what JAX's side does not have.
     """

@@ -158,8 +158,8 @@ class LayerNormLinear(NormedModule, LinearParameters):
 
         Returns:
             ``(out, total)``: what ``forward`` returns, and the sum (``inp`` without a residual). In
-            FP8 with ``heads``, ``(queries, keys, values)``, each [..., heads, size], takes the
-            place of the output [..., out_features].
+            FP8 with ``heads``, ``(queries, keys, values)``, each [..., heads, size], replaces
+            the output [..., out_features].
         """
         weight, bias = self._linear_operands()
         if residual is not None:

@@ -108,7 +108,7 @@ def linear_cross_entropy(
         The loss in float32: a scalar, or with "none" the losses in the shape of ``target``.
 
     Raises:
-        TypeError: dtypes that do not match, or ``tp_group`` is no process group.
+        TypeError: dtypes that do not match, or ``tp_group`` is not a process group.
         ValueError: a shape or option that does not match, or a recipe with state.
     """
     device_type = hidden.device.type

@@ -78,7 +78,7 @@ def check_dense(owner: str, **tensors: torch.Tensor | None) -> None:
         tensors: arguments of the function by name; None for one that is not given.
 
     Raises:
-        TypeError: an argument is no dense tensor with a real dtype.
+        TypeError: an argument is not a dense tensor with a real dtype.
         ValueError: an argument is not on the device of the first.
     """
     if torch.compiler.is_compiling():
@@ -225,7 +225,7 @@ def _class(kind: str, scope: dict[str, Any]) -> Any:
 
 
 def _tensor_problem(place: str, value: Any, may_be_meta: bool = False) -> Exception | None:
-    """Returns the error for an argument that is no dense tensor of a real dtype; None if it is.
+    """Returns the error for an argument that is not a dense tensor of a real dtype; None if it is.
 
     Args:
         place: begin of the message: function and argument, as in "rope: x".
@@ -249,7 +249,7 @@ def _tensor_problem(place: str, value: Any, may_be_meta: bool = False) -> Except
 
 
 def _list_problem(place: str, value: Any) -> Exception | None:
-    """Returns the error for an argument that is no list of dense tensors; None if it is one.
+    """Returns the error for an argument that is not a list of dense tensors; None if it is one.
 
     Args:
         place: begin of the message: function and argument, as in "multi_tensor.scale: inputs".

@@ -202,7 +202,7 @@ def _issue(kind, a, b, a_scale, b_scale, out, bias, accumulate):
         kind: format of the operands: "mx", "hif8", "fp8", or "block" followed by the block rows of
             ``a`` and of ``b``, e.g. "block 1 128".
     """
-    if kind == "mx" and torch.compiler.is_compiling():  # inductor knows no float8_e8m0fnu
+    if kind == "mx" and torch.compiler.is_compiling():  # inductor does not support float8_e8m0fnu
         a_scale, b_scale = a_scale.view(torch.uint8), b_scale.view(torch.uint8)
     _multiply(kind, a, b, a_scale, b_scale, out, bias, accumulate)
     return out

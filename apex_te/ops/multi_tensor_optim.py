@@ -1,9 +1,9 @@
 """Optimizer steps over lists of tensors: Adam / AdamW, SGD and LAMB, each in a few launches.
 
-Parameters and gradients are float32, float16 or bfloat16, mixed at will; moments and master weights
-are float32. A parameter that has a master weight is not read, only overwritten with the updated
-master weight, rounded. Gradients are only read, unless ``unscale_grads`` asks to unscale them in
-place. A launch takes up to 624 parameters; empty ones may stand anywhere.
+Parameters and gradients are float32, float16 or bfloat16, in any combination; moments and master
+weights are float32. A parameter that has a master weight is not read, only overwritten with the
+updated master weight, rounded. Gradients are only read, unless ``unscale_grads`` asks to unscale
+them in place. A launch takes up to 624 parameters; empty ones may stand anywhere.
 
 So that a captured graph can be replayed for every step, the values that change between steps may be
 tensors of one element on the device: ``lr``, ``step``, ``inv_scale`` and ``found_inf``. A

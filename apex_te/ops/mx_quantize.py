@@ -90,7 +90,7 @@ def mx_quantize(
         raise ValueError("mx_quantize: rowwise or columnwise must be asked for")
     else:
         rows, cols = x.shape
-        # Ops of a compiled region see scales as bytes: inductor knows no float8_e8m0fnu.
+        # Ops of a compiled region see scales as bytes: inductor does not support float8_e8m0fnu.
         scale_dtype = torch.uint8 if torch.compiler.is_compiling() else _SCALE_DTYPE
 
         def pair(rows: int, cols: int, length: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -106,7 +106,7 @@ def allocate_fp8(
         fp8_dtype: float8_e4m3fn or float8_e5m2.
         rowwise: allocate the rowwise copy.
         columnwise: allocate the columnwise copy.
-        scale_inv: one float32 element that takes the place of a new one, if given.
+        scale_inv: one float32 element that replaces a new one, if given.
         pad_columnwise: allocate the columnwise copy with rows of ``columnwise_length``.
 
     Raises:

@@ -42,7 +42,7 @@ def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
     Where autograd records the backward (``create_graph=True``), what it returns depends on a node
     that raises NotImplementedError. torch's decorator of this name adds one only if a gradient of
     an output requires a derivative: a penalty on the gradient of ``op(x).sum()`` would count
-    nothing without a word.
+    nothing silently.
     """
     recorded = torch.autograd.function.once_differentiable(backward)
 

@@ -94,7 +94,7 @@ def swiglu_bwd_block(
     """Computes the gradients of gate and up side by side and casts them with ``block_quantize``.
 
     One kernel writes the bits of the two ops, of which the first, ``swiglu_bwd``, rounds to the
-    input's dtype. For float32, and if F is no multiple of 128, the two ops run.
+    input's dtype. For float32, and if F is not a multiple of 128, the two ops run.
 
     Args:
         grad_output: [..., F], gradient of the output.

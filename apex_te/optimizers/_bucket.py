@@ -121,7 +121,7 @@ class Source(NamedTuple):
 
     Attributes:
         param: the parameter in the optimizer's ``param_groups``.
-        master: its master weight, whose ``.grad`` takes the place of ``param.grad`` if it is set;
+        master: its master weight, whose ``.grad`` replaces ``param.grad`` if it is set;
             None without a master weight.
         order: permutation of the dimensions that makes the parameter contiguous, applied to the
             gradient, too; None if the op takes both as they are.
@@ -204,7 +204,7 @@ class Bucket:
             Source(*s, is_decoupled) for s in zip(params, masters, orders, splits, strict=True)
         ]
         self._plain = not any(orders) and not any(splits) and not is_decoupled
-        # Master weights, whose gradients take the place of those of the parameters.
+        # Master weights, whose gradients replace those of the parameters.
         self._graded = [] if masters[0] is None else masters
         self.owners = params
         self._parts = parts

@@ -12,7 +12,7 @@ def check_count(owner: str, name: str, value: Any) -> None:
     """Checks that the argument ``name`` of the module ``owner`` is an int of at least 1.
 
     Raises:
-        TypeError: ``value`` is no int.
+        TypeError: ``value`` is not an int.
         ValueError: ``value`` is below 1.
     """
     if isinstance(value, bool) or not isinstance(value, numbers.Integral):

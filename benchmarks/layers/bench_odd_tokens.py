@@ -1,4 +1,4 @@
-"""The Llama-3-8B layer at token counts that are no multiple of 16, forward + backward.
+"""The Llama-3-8B layer at token counts that are not multiples of 16, forward + backward.
 
 2 x 4095 and 3 x 2731 tokens take turns with 2 x 4096 in one layer, cold L2, as
 bench_transformer.py measures. Reported is the time per token against that of 2 x 4096 tokens.

@@ -1,4 +1,4 @@
-"""FP8 producers at row counts that are no multiple of 16, against their own speed at the next one.
+"""FP8 producers at row counts that are not multiples of 16, against their speed at the next one.
 
 Both layouts, the columnwise copy padded (``pad_columnwise=True``), bf16 in. Each op runs in turn at
 both row counts; beside them its columnwise copy without padding, which is stored by element. An op
@@ -26,7 +26,7 @@ from apex_te.ops.current_scale import current_scale
 from apex_te.ops.mx_quantize import mx_quantize
 
 SHAPES = [(8190, 3584), (4095, 8192), (8190, 4096), (8193, 14336)]
-# Of casts with one scale also numbers of columns that are no multiple of 16, against the next one.
+# Of casts with one scale also columns that are not multiples of 16, against the next one.
 ODD_COLUMNS = [(8192, 4095), (8190, 4095), (8192, 4090)]
 SHIFTED = ("cast_transpose", "cast_transpose + dbias", "current_scale", "hif8", "hif8 current")
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2

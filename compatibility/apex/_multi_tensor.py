@@ -105,7 +105,7 @@ def write_back(tensors: Tensors, copies: Tensors) -> None:
 
 
 def _is_low(tensor: object) -> bool:
-    # False for an object that is no tensor, which the op refuses by name.
+    # False for an object that is not a tensor, which the op refuses by name.
     return isinstance(tensor, torch.Tensor) and tensor.dtype in _LOW
 
 

@@ -1,4 +1,4 @@
-"""Checkpoints from which a run goes on to the bit.
+"""Checkpoints from which a run goes on bitwise.
 
 A checkpoint is a folder ``step-<N>`` with the model, its FP8 state, the optimizer, the random
 states and the step, which says where in the data the run is. It is written under another name and

@@ -136,7 +136,7 @@ def _add_execution(group: argparse._ArgumentGroup) -> None:
     add("--recompute", type=int, default=0, metavar="N", help="checkpoint every N-th block")
     add("--compile", action="store_true", help="torch.compile the blocks")
     add("--graphs", action="store_true", help="run the blocks as CUDA graphs")
-    add("--deterministic", action="store_true", help="kernels that repeat to the bit on a GPU")
+    add("--deterministic", action="store_true", help="kernels that repeat bitwise on a GPU")
 
 
 def _add_output(group: argparse._ArgumentGroup) -> None:

@@ -5,7 +5,7 @@
         --model tiny --steps 200 --batch 8 --save-every 7 --deterministic
 
 What follows ``--`` goes to train.py. Trains once without a kill, and once with them; every loss and
-norm of a gradient that the killed run ever wrote must be that of the other run, to the bit.
+norm of a gradient that the killed run ever wrote must be that of the other run, bitwise.
 """
 
 from __future__ import annotations

@@ -280,7 +280,7 @@ class Training:
 
 
 def make_deterministic() -> None:
-    """Asks for kernels that repeat to the bit; attention's backward is slower then."""
+    """Asks for kernels that repeat bitwise; attention's backward is slower then."""
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(True)
     # Every op here writes its whole output, so filling fresh memory first would only cost time.

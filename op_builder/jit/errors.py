@@ -94,7 +94,7 @@ class LockTimeoutError(BuildError):
 class BuildInterruptedError(BuildError):
     """A build ended before the compiler accepted or refused the sources; another try may succeed.
 
-    Causes are a signal, want of memory, sources that changed meanwhile, and a library that is
+    Causes are a signal, lack of memory, sources that changed meanwhile, and a library that is
     damaged.
     """
 

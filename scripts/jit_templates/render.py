@@ -58,7 +58,7 @@ def skeleton(name: str, cuda: bool) -> dict[str, str]:
 
 
 def identifiers() -> frozenset[str]:
-    """Names that the skeleton's Python op uses: an op of such a name would hide what it needs."""
+    """Names that the skeleton's Python op uses: an op of this name would hide what it needs."""
     tree = ast.parse((SKELETON / "apex_te" / "ops" / f"{STEM}.py").read_text(encoding="utf-8"))
     found: set[str] = set()
     for node in ast.walk(tree):

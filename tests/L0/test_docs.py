@@ -91,6 +91,7 @@ def test_documents_use_the_words_of_the_glossary(document: Path) -> None:
         )
     else:
         assert list(linter.refused_words(prose, linter.glossary())) == []
+        assert list(linter.idioms(prose)) == []
 
 
 def test_the_readme_is_short() -> None:

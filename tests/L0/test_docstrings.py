@@ -87,6 +87,8 @@ def test_clean_docstrings_pass(linter: ModuleType) -> None:
         ("Writes the transposed copy.", "the glossary says 'columnwise copy'"),
         ("Writes\n    transposed\n    copies.", "the glossary says 'columnwise copy'"),
         ("Returns inverse scales.", "the glossary says 'scale_inv'"),
+        ("Raises an error if it is no int.", "'is no int': write 'is not a'"),
+        ("Continues to the\n    bit.", "'to the bit': write 'bitwise'"),
     ],
 )
 def test_what_the_rules_forbid_is_found(linter: ModuleType, docstring: str, expected: str) -> None:

@@ -215,7 +215,7 @@ def test_no_module_uses_private_names_of_another() -> None:
 def test_no_module_imports_itself_through_others() -> None:
     modules = _modules()
     graph = _imports(modules)
-    # A package's __init__ that only hands names on is no part of a circle.
+    # A package's __init__ that only hands names on is not a part of a circle.
     packages = {name for name, path in modules.items() if path.name == "__init__.py"}
     for name in packages:
         graph[name] = {target for target in graph[name] if not target.startswith(f"{name}.")}

@@ -131,7 +131,7 @@ def flush_fp8_state(group: Any = None) -> None:
             modules, each over the group of its regions.
 
     Raises:
-        TypeError: ``group`` is no process group.
+        TypeError: ``group`` is not a process group.
         ValueError: no region had this ``group``, but others that reduce amaxes are pending.
         Exception: the error of a recipe's function, after all other modules were updated.
     """

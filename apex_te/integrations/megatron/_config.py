@@ -174,7 +174,7 @@ class Reader:
             layout: split of the layer over ranks.
 
         Raises:
-            TypeError: ``init_method`` is no function.
+            TypeError: ``init_method`` is not a function.
             ValueError: a shard is to be cut from a whole weight, and no process group is known.
         """
         if init_method is None:

@@ -23,7 +23,7 @@ def check_flags(owner: str, required: dict[str, tuple[Any, Any]], **flags: Any) 
         flags: values that must be bools, by the argument's name.
 
     Raises:
-        TypeError: a flag is no bool.
+        TypeError: a flag is not a bool.
         NotImplementedError: an argument of ``required`` has another value than the wanted one.
     """
     for name, value in flags.items():

@@ -42,7 +42,7 @@ def lines(state: dict[str, Any]) -> list[str]:
         state: what ``facts`` returned.
     """
     if state["claimed"] is None:
-        told = ["transformer_engine is no alias here"]
+        told = ["transformer_engine is not an alias here"]
     else:
         told = [f"transformer_engine {state['claimed']}, by {' and '.join(state['ways'])}"]
     return [*told, state["problem"]] if state["problem"] else told

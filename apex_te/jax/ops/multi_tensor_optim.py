@@ -1,9 +1,9 @@
 """Optimizer steps over lists of arrays: Adam / AdamW, SGD and LAMB, each in a few launches.
 
-Parameters and gradients are float32, float16 or bfloat16, mixed at will; moments and master weights
-are float32. A parameter that has a master weight is not read: it becomes the updated master weight,
-rounded. What a step updates is returned, in the memory of what was given where that was donated to
-the program.
+Parameters and gradients are float32, float16 or bfloat16, in any combination; moments and master
+weights are float32. A parameter that has a master weight is not read: it becomes the updated master
+weight, rounded. What a step updates is returned, in the memory of what was given where that was
+donated to the program.
 
 Devices of a mesh update their parts, but for LAMB, whose steps need norms of whole arrays: they
 run whole on every device. What changes between steps may be an array of one element: ``lr``,

@@ -85,8 +85,8 @@ def swiglu_bwd_block(
     """Computes the gradients of gate and up side by side and casts them with ``block_quantize``.
 
     One kernel writes the bits of the two ops, of which the first, ``swiglu_bwd``, rounds to the
-    input's dtype. For float32, and if F is no multiple of 128, the two ops run. The matrix has this
-    form if gate and up are given as two arrays, too.
+    input's dtype. For float32, and if F is not a multiple of 128, the two ops run. The matrix has
+    this form if gate and up are given as two arrays, too.
 
     Args:
         grad_output: [..., F], gradient of the output.

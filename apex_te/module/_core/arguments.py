@@ -189,7 +189,7 @@ def checked_groups(owner: str, num_attention_heads: Any, num_gqa_groups: Any) ->
         num_gqa_groups: the number of key heads; None stands for ``num_attention_heads``.
 
     Raises:
-        TypeError: a number is no int.
+        TypeError: a number is not an int.
         ValueError: a number is below 1, or the groups do not divide the heads.
     """
     check_count(owner, "num_attention_heads", num_attention_heads)
@@ -243,7 +243,7 @@ def checked_splits(
         rows: the most that ``m_splits`` may add up to; None allows any sum.
 
     Raises:
-        TypeError: ``m_splits`` is no list of ints. A tensor is refused, too, because reading a
+        TypeError: ``m_splits`` is not a list of ints. A tensor is refused, too, because reading a
             tensor would wait for the device.
         ValueError: ``m_splits`` has another length, a negative number or too large a sum.
     """

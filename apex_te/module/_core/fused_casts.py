@@ -1,4 +1,4 @@
-"""Ops in front of a GEMM, norms and activations, that write their result in FP8 themselves."""
+"""Ops before a GEMM, norms and activations, that write their result in FP8 themselves."""
 
 from __future__ import annotations
 

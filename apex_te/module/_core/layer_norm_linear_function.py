@@ -28,7 +28,7 @@ __all__ = [
 
 
 class NormOptions(NamedTuple):
-    """Options of the norm in front of a linear layer or an MLP.
+    """Options of the norm before a linear layer or an MLP.
 
     Attributes:
         is_rms: compute RMSNorm, not LayerNorm.
@@ -125,7 +125,7 @@ class LayerNormLinearFunction(OpFunction):
     Returns:
         ``(out, norm, total)``: the output ``[..., out]``; the norm's result and the tensor that was
         normalised, each in the input's shape, or None unless ``NormOptions`` ask for it. If
-        ``heads`` is not None, the queries, keys and values take the place of ``out`` in the tuple.
+        ``heads`` is not None, the queries, keys and values replace ``out`` in the tuple.
     """
 
     LABEL = "LayerNormLinear"

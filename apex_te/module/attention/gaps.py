@@ -52,7 +52,7 @@ def gaps_of(
         The places; None if ``padded`` is None or ``cu``.
 
     Raises:
-        TypeError: ``padded`` is no int32 tensor.
+        TypeError: ``padded`` is not an int32 tensor.
         ValueError: ``padded`` has another shape than ``cu``, or leaves a sequence no room, which is
             checked on the CPU only.
     """

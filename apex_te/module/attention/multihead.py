@@ -118,7 +118,7 @@ def _checked_head_size(hidden_size: Any, heads: int, kv_channels: Any) -> int:
     """Returns the size of a head: ``kv_channels``, else ``hidden_size / heads``.
 
     Raises:
-        TypeError: a size that is no int.
+        TypeError: a size that is not an int.
         ValueError: a size below 1, or heads that do not divide ``hidden_size``.
     """
     check_count(_NAME, "hidden_size", hidden_size)

@@ -185,11 +185,11 @@ class GroupedLinear(ParallelModule):
             ``out``, or with ``return_bias`` a tuple of it and the list of biases.
 
         Raises:
-            TypeError: a dtype, or ``m_splits`` that are no ints.
+            TypeError: a dtype, or ``m_splits`` that are not ints.
             ValueError: a shape, another device, or ``m_splits`` that add up to more than the rows
                 of ``inp``.
             NotImplementedError: before anything runs, for a tensor on a GPU with FP8 in blocks or
-                HiF8, FP8 with sizes that are no multiples of 16, ``delay_wgrad_compute``,
+                HiF8, FP8 with sizes that are not multiples of 16, ``delay_wgrad_compute``,
                 ``save_original_input``, FP8 weights, more than 1023 groups or ``torch.compile``.
         """
         try:

@@ -85,7 +85,7 @@ class Fp8Padding(_RowGroups):
             ``(rows, m_splits)``: the padded rows, and how many each group has.
 
         Raises:
-            TypeError: ``m_splits`` that are no ints.
+            TypeError: ``m_splits`` that are not ints.
             ValueError: an argument has another shape or length than that above.
         """
         splits, padded = self._padded(m_splits)
@@ -116,7 +116,7 @@ class Fp8Unpadding(_RowGroups):
             m_splits: the rows of each group without padding.
 
         Raises:
-            TypeError: ``m_splits`` that are no ints.
+            TypeError: ``m_splits`` that are not ints.
             ValueError: an argument has another shape or length than that above.
         """
         splits, padded = self._padded(m_splits)

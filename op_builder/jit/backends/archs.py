@@ -87,7 +87,7 @@ def parse_arch(text: str) -> Arch:
     runs with any.
 
     Raises:
-        ArchError: the text is no arch.
+        ArchError: the text is not an arch.
     """
     gfx = _GFX.fullmatch(text.strip())
     if gfx is not None:
@@ -111,7 +111,7 @@ def parse_arch_list(
         native: returns the capabilities of the visible GPUs, which the word "native" stands for.
 
     Raises:
-        ArchError: a word is no arch, or one of the other GPU platform.
+        ArchError: a word is not an arch, or one of the other GPU platform.
     """
     gpu = gpu_platform()
     found: set[Arch] = set()

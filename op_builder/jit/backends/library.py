@@ -95,7 +95,7 @@ def system_folders(spec: OpSpec, device: str) -> list[str]:
 def compiler_version(spec: OpSpec, device: str, archs: Sequence[Arch] = ()) -> str:
     """Returns the version text of the compilers that would build the library for ``device``.
 
-    A manifest records it and a stored failure holds for it alone; it is no part of the cache key.
+    A manifest records it and a stored failure holds for it alone; it is not part of the key.
     The dispatcher's includes pybind11's version.
 
     Raises:

@@ -83,7 +83,7 @@ _HEADERS: tuple[tuple[str, str], ...] = (
 
 
 def _memory(_: re.Match[str]) -> str:
-    """Returns advice for a compiler that was killed for want of memory."""
+    """Returns advice for a compiler that was killed by the OOM killer."""
     free = resources.free_memory()
     known = f"; {free >> 20} MiB are free now" if free is not None else ""
     return (
@@ -215,7 +215,7 @@ def _first(rules: tuple[_Rule, ...], text: str) -> str:
 
 
 def was_stopped(output: str) -> bool:
-    """Returns True if the output tells of a signal, a compiler crash or want of memory.
+    """Returns True if the output tells of a signal, a compiler crash or lack of memory.
 
     The sources are then not to blame, and no compile error is stored.
     """

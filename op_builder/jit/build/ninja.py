@@ -184,7 +184,7 @@ class _Watch:
                 start_new_session=True,
             )
             _watches.add(self)
-        except OSError:  # for want of processes; the build goes on
+        except OSError:  # there are no processes left; the build goes on
             self.forget()
         finally:
             os.close(reading)

@@ -166,7 +166,7 @@ def _summary(rows: list[Facts]) -> Iterator[str]:
     for state in ("failed", "cannot"):
         reasons: dict[str, list[str]] = {}
         for row in counts[state]:
-            # the same want of an op's name: said once
+            # the same reason without the op's name: said once
             reason = row["reason"].removeprefix(f"{row['op']}: ")
             reasons.setdefault(reason, []).append(f"{row['op']} ({row['device']})")
         for reason, names in reasons.items():

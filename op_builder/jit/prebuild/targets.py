@@ -60,7 +60,7 @@ class Targets(NamedTuple):
         """Returns the archs of the list ``text``, else of the environment's list, else of the GPUs.
 
         Raises:
-            ArchError: a word of the list is no arch, or the list is empty.
+            ArchError: a word of the list is not an arch, or the list is empty.
         """
         named = ("arch", text) if text is not None else named_arch_list()
         if named is None:

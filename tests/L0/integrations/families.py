@@ -61,7 +61,7 @@ APART = {
     "qwen3_moe": r"2 of model.layers.\* \(mlp is Qwen3MoeSparseMoeBlock, whose router reads",
     "gpt_neox": r"2 of gpt_neox.layers.\* \(mlp.act is GELUActivation",
     "bert": r"2 of bert.encoder.layer.\* \(intermediate and output: their input is a residual",
-    "opt": r"2 of model.decoder.layers.\* \(fuse=True knows no blocks of class OPTDecoderLayer\)",
+    "opt": r"2 of model.decoder.layers.\* \(fuse=True does not support blocks of class OPT",
 }
 
 

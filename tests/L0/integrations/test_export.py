@@ -1,4 +1,4 @@
-"""export_fp8: files, keys, dtypes, configurations, and values that are ours to the bit."""
+"""export_fp8: files, keys, dtypes, configurations, and values that are ours bitwise."""
 
 import builtins
 import copy

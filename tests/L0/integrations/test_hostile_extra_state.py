@@ -327,7 +327,7 @@ def test_hostile_bytes_in_safetensors():
 
 
 def test_a_margin_is_not_printed():
-    """The scales of a recipe whose margin is no number are read; the margin is dropped."""
+    """The scales of a recipe whose margin is not a number are read; the margin is dropped."""
     margin = None
     for _ in range(60):
         margin = (margin, margin)

@@ -356,7 +356,7 @@ for options in ([], ["--json"]):
 
     facts, text = report()
     assert facts == {"claimed": None, "ways": [], "files": None, "problem": ""}
-    assert text.startswith("alias transformer_engine is no alias here")
+    assert text.startswith("alias transformer_engine is not an alias here")
     facts, text = report(APEX_TE_TRANSFORMER_ENGINE="1", APEX_TE_TE_VERSION="2.6.0")
     assert facts["claimed"].startswith("2.6.0+apexte.")
     assert f"{facts['claimed']}, by APEX_TE_TRANSFORMER_ENGINE=1" in text

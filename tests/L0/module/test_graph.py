@@ -1,4 +1,4 @@
-"""make_graphed_callables and plain CUDA graphs against eager, to the bit, FP8 state included."""
+"""make_graphed_callables and plain CUDA graphs against eager, bitwise, FP8 state included."""
 
 import copy
 

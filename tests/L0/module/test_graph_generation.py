@@ -1,6 +1,6 @@
 """Generation with a KV cache by CUDA graphs, whose replays compute the step announced last.
 
-On the CPU a stand-in takes the place of CUDA graphs (graph_stand_in.py).
+On the CPU a stand-in replaces CUDA graphs (graph_stand_in.py).
 """
 
 from __future__ import annotations

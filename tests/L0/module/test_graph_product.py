@@ -1,6 +1,6 @@
-"""make_graphed_callables against eager, to the bit: modules x recipes x caching x microbatches.
+"""make_graphed_callables against eager, bitwise: modules x recipes x caching x microbatches.
 
-On the CPU a stand-in takes the place of CUDA graphs (graph_stand_in.py).
+On the CPU a stand-in replaces CUDA graphs (graph_stand_in.py).
 """
 
 import copy

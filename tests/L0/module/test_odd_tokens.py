@@ -1,6 +1,6 @@
 """Weight gradients at token counts that are no multiple of 16.
 
-They are those of the same tokens followed by rows of zeros, to the bit, and no product copies its
+They are those of the same tokens followed by rows of zeros, bitwise, and no product copies its
 operands to pad them.
 """
 

@@ -1,4 +1,4 @@
-"""Programs give what the ops give one by one, to the bit, and are not used where they would not.
+"""Programs give what the ops give one by one, bitwise, and are not used where they would not.
 
 Modules x recipes x shapes x uses; each case trains with programs and without them.
 """
@@ -371,7 +371,7 @@ def layer_steps(options, recipe, dtype, enabled, device="cpu"):
 def test_transformer_layer(options, recipe, dtype, device):
     """Programs of projections to heads and from them, whose gradients are joined."""
     arguments = (LAYERS[options], RECIPES[recipe], dtype)
-    with sdpa_kernel(SDPBackend.MATH):  # which a GPU repeats to the bit
+    with sdpa_kernel(SDPBackend.MATH):  # which a GPU repeats bitwise
         expected, _ = layer_steps(*arguments, False, device)
         actual, layer = layer_steps(*arguments, True, device)
     for a, b in zip(actual, expected, strict=True):

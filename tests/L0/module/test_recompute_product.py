@@ -1,4 +1,4 @@
-"""Recomputing gives what not recomputing gives, to the bit, whatever draws random numbers.
+"""Recomputing gives what not recomputing gives, bitwise, whatever draws random numbers.
 
 Modules x recipes x dropout x a tracker x what is recomputed; training steps, and after them the
 states of FP8 and of every random generator.

@@ -153,7 +153,7 @@ SOFTMAX_AND_LOSS = {
     "too few targets": (
         lambda: losses(target=CLASSES[:5]), ValueError, "cross_entropy: target must have the shape",
         r"\[6\], got \[5\]"),
-    "target that is no class": (
+    "target that is not a class": (
         lambda: losses(target=CLASSES + 99), ValueError,
         r"cross_entropy: target\[0\] must be in \[0, 16\)", "got"),
     "smoothing above 1": (

@@ -127,7 +127,7 @@ def _memory(x):
 
 
 def _same_as_collectives(rank, rounds):
-    """Random sizes and delays; every result to the bit."""
+    """Random sizes and delays; every result bitwise."""
     device, group = torch.device("cuda", rank), distributed.group.WORLD
     ranks = distributed.get_world_size()
     memory = _memory(torch.empty(1, device=device))

@@ -453,7 +453,7 @@ def test_split_experts(four_ranks, kind, exchange, recipe):
 @pytest.mark.parametrize(("kind", "exchange", "recipe"), SPLIT)
 def test_split_experts_on_gpus(four_gpus, kind, exchange, recipe):
     if exchange == "all_gather" and recipe != "none":
-        pytest.skip("FFN / 2 is no multiple of 16, which splits on the device need in FP8")
+        pytest.skip("FFN / 2 is not a multiple of 16, which splits on the device need in FP8")
     four_gpus.run(split_layout, "cuda", torch.bfloat16, kind, exchange, recipe)
 
 

@@ -235,7 +235,7 @@ def test_a_checkpoint_loads_on_other_ranks(one, two, tmp_path, kind, before, aft
 
 
 def check_through_one(one: Ranks, two: Ranks, options: dict, kind: str, folder: str) -> None:
-    """Saves on two ranks, loads and saves on one, and checks that two continue to the bit."""
+    """Saves on two ranks, loads and saves on one, and checks that two continue bitwise."""
     sizes = {n: ((1, n) if kind == "experts" else (n, 1)) for n in (1, 2)}
     first, second = f"{folder}/two", f"{folder}/one"
     later = two.run(mg.rank_saved, options, *sizes[2], first, 5)

@@ -46,7 +46,7 @@ def get_cpu_offload_context(
 
     What the first ``num_layers`` layers save for backward is copied to pinned memory on a stream of
     its own, and freed on the GPU. In backward a layer's tensors come back while the layer after it
-    computes. Results are those without offloading, to the bit::
+    computes. Results are those without offloading, bitwise::
 
         for layer in layers:
             with context:

@@ -15,7 +15,7 @@ def mask_type_of(name: Any) -> Any:
     """Returns the name of a mask type, for which ``"padding,causal"`` is ``"padding_causal"``.
 
     Args:
-        name: the argument ``attn_mask_type``; what is no such name is returned.
+        name: the argument ``attn_mask_type``; any other value is returned unchanged.
     """
     if not isinstance(name, str) or "," not in name:
         return name
