@@ -13,7 +13,7 @@ import torch
 
 from .ops import moe_permute as _op
 from .ops._permutation_function import Permute, SortChunks, Unpermute, run
-from .ops.argument_errors import checked, checked_as
+from .ops.argument_errors import checked
 from .ops.op_function import needs_autograd
 
 __all__ = [
@@ -26,7 +26,7 @@ __all__ = [
 ]
 
 
-@checked_as(num_rows="num_out_tokens")
+@checked
 def moe_permute(
     inp: torch.Tensor,
     routing_map: torch.Tensor,
@@ -75,7 +75,7 @@ def moe_permute(
     return out, row_id_map
 
 
-@checked_as(num_rows="num_out_tokens")
+@checked
 def moe_permute_with_probs(
     inp: torch.Tensor,
     probs: torch.Tensor,
@@ -98,7 +98,7 @@ def moe_permute_with_probs(
     return _permuted(inp, probs, routing_map, num_out_tokens)
 
 
-@checked_as(num_rows="num_out_tokens")
+@checked
 def moe_permute_and_pad_with_probs(
     inp: torch.Tensor,
     probs: torch.Tensor,

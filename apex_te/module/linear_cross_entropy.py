@@ -27,7 +27,6 @@ from ..fp8.parameter.parameter import dequantized
 from ..fp8.scheme import GemmQuantizers
 from ..fp8.scheme.registry import build_quantizers
 from ..fp8.tensor import QuantizedTensor
-from ..ops.argument_errors import checked
 from ..ops.cross_entropy import (
     REDUCTIONS,
     count_valid,
@@ -44,6 +43,7 @@ from ..ops.op_function import (
 )
 from ..ops.wgrad_gemm import wgrad_gemm
 from ..recipe import Recipe, stateless_recipe
+from ..runtime.named_arguments import named_arguments
 from ._core.context import is_autocast, without_autocast
 
 __all__ = ["linear_cross_entropy"]
@@ -55,7 +55,7 @@ _LEAST_ROWS, _ROW_MULTIPLE = 256, 128
 _WIDE_ELEMENTS = 1 << 24
 
 
-@checked
+@named_arguments()
 def linear_cross_entropy(
     hidden: torch.Tensor,
     weight: torch.Tensor,
@@ -111,6 +111,7 @@ def linear_cross_entropy(
         TypeError: dtypes that do not match, or ``tp_group`` is not a process group.
         ValueError: a shape or option that does not match, or a recipe with state.
     """
+    _check_tensors(hidden=hidden, weight=weight, target=target, bias=bias)
     device_type = hidden.device.type
     if is_autocast(device_type):
         dtype = torch.get_autocast_dtype(device_type)
@@ -151,6 +152,15 @@ def linear_cross_entropy(
     return loss.view(target.shape) if reduction == "none" else loss
 
 
+def _check_tensors(**given: Any) -> None:
+    """Raises the TypeError for the first argument that is not a tensor; ``bias`` may be None."""
+    for name, value in given.items():
+        if not isinstance(value, torch.Tensor) and not (name == "bias" and value is None):
+            raise TypeError(
+                f"linear_cross_entropy: {name} must be a torch.Tensor, got {type(value).__name__}"
+            )
+
+
 def _check(
     hidden: torch.Tensor,
     weight: torch.Tensor,
@@ -164,7 +174,7 @@ def _check(
     name = "linear_cross_entropy"
     if reduction not in REDUCTIONS:
         raise ValueError(f"{name}: reduction must be 'mean', 'sum' or 'none', got {reduction!r}")
-    if not 0.0 <= label_smoothing <= 1.0:
+    if isinstance(label_smoothing, (bool, str)) or not 0.0 <= label_smoothing <= 1.0:
         raise ValueError(f"{name}: label_smoothing must be in [0, 1], got {label_smoothing}")
     if chunk_rows is not None and (not isinstance(chunk_rows, int) or chunk_rows < 1):
         raise ValueError(f"{name}: chunk_rows must be a positive integer, got {chunk_rows!r}")

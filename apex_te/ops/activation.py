@@ -10,7 +10,7 @@ import torch
 from ..runtime.op_options import KINDS as KINDS
 from ..runtime.op_options import activation_number
 from . import fp8_output, reference_codec
-from .argument_errors import checked, checked_as
+from .argument_errors import checked
 from .fp8_output import FP8Output
 from .op_function import OpFunction, needs_autograd, once_differentiable
 from .registration import bind, note_written
@@ -46,7 +46,7 @@ def activation(x: torch.Tensor, kind: str) -> torch.Tensor:
     return activation_fwd(x, kind)
 
 
-@checked_as(y="out")
+@checked
 def activation_fwd(x: torch.Tensor, kind: str, *, out: torch.Tensor | None = None) -> torch.Tensor:
     """Computes ``activation`` without autograd.
 
@@ -65,7 +65,7 @@ def activation_fwd(x: torch.Tensor, kind: str, *, out: torch.Tensor | None = Non
     return y
 
 
-@checked_as(dy="grad_output", dx="out")
+@checked
 def activation_bwd(
     grad_output: torch.Tensor, x: torch.Tensor, kind: str, *, out: torch.Tensor | None = None
 ) -> torch.Tensor:
@@ -137,7 +137,7 @@ def activation_fwd_fp8(
     return result
 
 
-@checked_as(dy="grad_output")
+@checked
 def activation_bwd_fp8(
     grad_output: torch.Tensor,
     x: torch.Tensor,

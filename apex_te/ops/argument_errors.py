@@ -12,9 +12,9 @@ import torch
 
 from .. import runtime
 from ..runtime.former_names import former_keywords
-from ..runtime.named_arguments import argument_names, named_arguments, renamed
+from ..runtime.named_arguments import named_arguments
 
-__all__ = ["check_dense", "checked", "checked_as", "under_name"]
+__all__ = ["check_dense", "checked", "under_name"]
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 _OWN_ERROR = re.compile(r"[A-Za-z_][\w.]*: ")
@@ -29,38 +29,22 @@ def checked(function: _F) -> _F:
     """Decorates a public function: a failed call raises an error that names the bad argument.
 
     An argument that the function does not check makes it fail somewhere, with an error of torch or
-    of Python. The decorator catches that error and compares the arguments with their annotations.
-    An error of a kernel, or of a function called inside, is raised again with the names of the
-    function and its arguments. A call that succeeds costs no checks. A former keyword of an
-    argument is accepted, too.
+    of Python. The decorator catches that error and compares the arguments with their annotations. A
+    call that succeeds costs no checks. A former keyword of an argument is accepted, too.
     """
-    return _decorated(function, {})
-
-
-def checked_as(**names: str) -> Callable[[_F], _F]:
-    """Returns ``checked`` for a function whose kernel has other names of its arguments.
-
-    Args:
-        names: the function's name of each argument that the kernel has by another.
-    """
-    return functools.partial(_decorated, names=names)
-
-
-def _decorated(function: _F, names: dict[str, str]) -> _F:
-    package, _, stem = function.__module__.rpartition(".")
+    stem = function.__module__.rpartition(".")[2]
     name = function.__name__
-    is_known = name.startswith(stem) or package != __package__
-    owner = name if is_known else f"{stem}.{name}"
+    owner = name if name.startswith(stem) else f"{stem}.{name}"
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
         try:
             return function(*args, **kwargs)
         except _VAGUE as error:
-            recent = former_keywords(function, kwargs, owner) if kwargs else None
-            if recent is not None:
-                return call(*args, **recent)
-            better = _explained(owner, function, names, args, kwargs, error)
+            named = former_keywords(function, kwargs, owner) if kwargs else None
+            if named is not None:
+                return call(*args, **named)
+            better = _explained(owner, function, args, kwargs, error)
             if better is None:
                 raise
             raise better from error
@@ -113,7 +97,6 @@ def under_name(owner: str, error: Exception) -> Exception:
 def _explained(
     owner: str,
     function: Callable[..., Any],
-    names: dict[str, str],
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     error: Exception,
@@ -123,7 +106,6 @@ def _explained(
     Args:
         owner: the function's name in the message.
         function: the function that failed.
-        names: its names of arguments that a kernel has by another.
         args: its positional arguments.
         kwargs: its keyword arguments.
         error: the error that it raised.
@@ -144,21 +126,17 @@ def _explained(
         return None
     scope = function.__globals__
     own = _OWN_ERROR.match(str(error))
+    is_own = own is not None
     for argument, value in given.items():
-        wanted = str(function.__annotations__.get(argument, "Any"))
-        better = _problem(f"{owner}: {argument}", wanted, value, scope)
-        # For a value out of range, of a tensor or a recipe, the function's own error says more.
+        wanted = function.__annotations__.get(argument, "Any")
+        better = _problem(f"{owner}: {argument}", str(wanted), value, scope)
+        # For a value out of range, or of a tensor, the function's own error says more.
         is_told = own is not None and str(error).startswith(f"{own[0]}{argument} ")
         is_tensor = isinstance(value, torch.Tensor) and isinstance(error, ValueError)
-        is_range = own is not None and isinstance(better, ValueError)
-        if better is not None and not (is_range or (is_told and (is_tensor or "Recipe" in wanted))):
+        is_range = is_own and isinstance(better, ValueError)
+        if better is not None and not (is_range or (is_told and is_tensor)):
             return better
-    if own is not None:
-        short = function.__name__ if own[0] == f"{function.__name__}: " else owner
-        # What was not given cannot be wrong: flags may have the kernels' names of the outputs.
-        names = {k: v for k, v in names.items() if given.get(re.split(r"\W", v)[0]) is not None}
-        return renamed(error, short, argument_names(function), names)
-    if runtime.is_traced():
+    if is_own or runtime.is_traced():
         return None
     if isinstance(error, RuntimeError) and not _is_of_shapes(error):
         return None
@@ -188,17 +166,12 @@ def _problem(place: str, wanted: str, value: Any, scope: dict[str, Any]) -> Exce
         return _tensor_problem(place, value)
     if any(kind in ("Tensors", "Sequence[torch.Tensor]") for kind in kinds):
         return _list_problem(place, value)
-    if "list[float]" in kinds or "tuple[float, float]" in kinds:
-        pair = "tuple[float, float]" in kinds
+    if "list[float]" in kinds:
         if not isinstance(value, (list, tuple)):
-            what = "a tuple of two floats" if pair else "a list of floats"
-            return TypeError(f"{place} must be {what}, got {_type(value)}")
-        if pair and len(value) != 2:
-            return TypeError(f"{place} must be a tuple of two floats, got {len(value)}")
+            return TypeError(f"{place} must be a list of floats, got {_type(value)}")
         found = (_number_problem(f"{place}[{i}]", ["float"], v) for i, v in enumerate(value))
         return next(filter(None, found), None)
-    classes = tuple(filter(None, (_class(kind, scope) for kind in kinds)))
-    if any(kind in _NUMBER_OF for kind in kinds) and not isinstance(value, classes):
+    if any(kind in _NUMBER_OF for kind in kinds):
         return _number_problem(place, kinds, value)
     for kind in filter("None".__ne__, kinds):
         expected = _class(kind, scope)
@@ -221,7 +194,7 @@ def _class(kind: str, scope: dict[str, Any]) -> Any:
     value: Any = None
     for part in kind.split("."):
         value = scope.get(part) if value is None else getattr(value, part, None)
-    return value if isinstance(value, type) and value is not Any else None
+    return value if isinstance(value, type) else None
 
 
 def _tensor_problem(place: str, value: Any, may_be_meta: bool = False) -> Exception | None:

@@ -9,7 +9,7 @@ import torch
 
 from ..runtime import op_options
 from .activation import allocate_fp8, as_matrix, reference_gelu
-from .argument_errors import checked, checked_as
+from .argument_errors import checked
 from .fp8_output import FP8Output
 from .op_function import OpFunction, needs_autograd, once_differentiable
 from .registration import bind, note_written
@@ -73,7 +73,7 @@ def bias_gelu(
     return bias_gelu_fwd(x, bias, form=form)
 
 
-@checked_as(y="out")
+@checked
 def bias_gelu_fwd(
     x: torch.Tensor,
     bias: torch.Tensor | None = None,
@@ -98,7 +98,7 @@ def bias_gelu_fwd(
     return y
 
 
-@checked_as(dy="grad_output", dx="out")
+@checked
 def bias_gelu_bwd(
     grad_output: torch.Tensor,
     x: torch.Tensor,
@@ -173,7 +173,7 @@ def bias_gelu_fwd_fp8(
     return result
 
 
-@checked_as(dy="grad_output")
+@checked
 def bias_gelu_bwd_fp8(
     grad_output: torch.Tensor,
     x: torch.Tensor,

@@ -9,7 +9,7 @@ import torch
 from ..runtime import scratch_sizes
 from ..runtime.former_names import former_fields
 from . import fp8_output, reference_codec
-from .argument_errors import checked_as
+from .argument_errors import checked
 from .fp8_output import FP8_DTYPES, check_fp8_dtype
 from .registration import bind, note_written
 
@@ -33,7 +33,7 @@ class CastTransposeOutput(NamedTuple):
     dbias: torch.Tensor | None
 
 
-@checked_as(rowwise="out_rowwise", columnwise="out_columnwise")
+@checked
 def cast_transpose(
     x: torch.Tensor,
     scale: torch.Tensor,

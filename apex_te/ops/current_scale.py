@@ -8,7 +8,7 @@ import torch
 
 from ..runtime.former_names import former_fields
 from . import fp8_output, reference_codec
-from .argument_errors import checked, checked_as
+from .argument_errors import checked
 from .fp8_output import check_fp8_dtype
 from .registration import bind, note_written
 
@@ -36,7 +36,7 @@ class CurrentScaleOutput(NamedTuple):
     amax: torch.Tensor
 
 
-@checked_as(rowwise="out_rowwise", columnwise="out_columnwise")
+@checked
 def current_scale(
     x: torch.Tensor,
     fp8_dtype: torch.dtype,
@@ -112,7 +112,7 @@ def tensor_amax(x: torch.Tensor) -> torch.Tensor:
     return amax
 
 
-@checked_as(x="amax")
+@checked
 def scale_of(
     amax: torch.Tensor,
     fp8_dtype: torch.dtype,

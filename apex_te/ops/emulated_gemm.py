@@ -15,7 +15,7 @@ import torch
 from ..runtime.former_names import find_former_functions
 from . import hif8, product_count
 from ._gemm_arguments import bias_dtype
-from .argument_errors import check_dense, checked, checked_as
+from .argument_errors import check_dense, checked
 from .block_quantize import block_dequantize
 from .mx_quantize import mx_dequantize
 from .product_into import float32_product, product_into
@@ -24,7 +24,7 @@ from .registration import bind_call
 _OUT_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
-@checked_as(fp8_data="a or b", scale="a_scale or b_scale")
+@checked
 def mx_gemm(
     a: torch.Tensor,
     b: torch.Tensor,
@@ -61,7 +61,7 @@ def mx_gemm(
     return _issue("mx", a, b, a_scale, b_scale, out, bias, accumulate)
 
 
-@checked_as(fp8_data="a or b")
+@checked
 def hif8_gemm(
     a: torch.Tensor,
     b: torch.Tensor,
@@ -132,11 +132,7 @@ def emulated_fp8_gemm(
     return _issue("fp8", a, b, a_scale_inv, b_scale_inv, out, bias, accumulate)
 
 
-@checked_as(
-    fp8_data="a or b",
-    scale_inv="a_scale_inv or b_scale_inv",
-    block_rows="a_block_rows or b_block_rows",
-)
+@checked
 def emulated_block_gemm(
     a: torch.Tensor,
     b: torch.Tensor,

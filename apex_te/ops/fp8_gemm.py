@@ -14,7 +14,7 @@ from ..runtime.tracing import dispatch_modes, is_traced, jit_tracing, transforms
 from . import gemm_tuning, product_count, reference_codec
 from ._gemm_arguments import bias_dtype as bias_dtype
 from ._gemm_arguments import check_addend, prepare
-from .argument_errors import checked_as
+from .argument_errors import checked
 from .block_quantize import ROW_MULTIPLE
 from .cast_transpose import cast_transpose
 from .product_into import float32_product
@@ -27,7 +27,7 @@ _MULTIPLE = 16
 _SLICE = 128
 
 
-@checked_as(fp8_data="a or b")
+@checked
 def fp8_gemm(
     a: torch.Tensor,
     b: torch.Tensor,
@@ -82,7 +82,7 @@ def fp8_gemm(
     return out if aux is None else (out, aux)
 
 
-@checked_as(fp8_data="a or b")
+@checked
 def block_scaled_gemm(
     a: torch.Tensor,
     b: torch.Tensor,

@@ -17,7 +17,7 @@ import torch
 
 from ..runtime.gpu_arch import nvidia_capability
 from . import product_count
-from .argument_errors import check_dense, checked, checked_as
+from .argument_errors import check_dense, checked
 from .grouped_quantize import ALIGN, Groups, check_rows, decode, scale_rows
 from .registration import bind
 
@@ -172,7 +172,7 @@ def _group_of_rows(ends: torch.Tensor, rows: int) -> torch.Tensor:
     return torch.searchsorted(ends, at, right=True, out_int32=True)
 
 
-@checked_as(fp8_data="a or b", factor="a_scale_inv or b_scale_inv")
+@checked
 def scaled_multiply_groups(
     a: torch.Tensor,
     a_scale_inv: torch.Tensor,
@@ -216,7 +216,7 @@ def scaled_multiply_groups(
     return out
 
 
-@checked_as(fp8_data="a or b", factor="a_scale_inv or b_scale_inv")
+@checked
 def scaled_contract_groups(
     a: torch.Tensor,
     a_scale_inv: torch.Tensor,

@@ -13,7 +13,7 @@ import torch
 
 from ..runtime.former_names import former_fields
 from . import fp8_output, reference_codec
-from .argument_errors import checked, checked_as
+from .argument_errors import checked
 from .registration import bind, note_written
 
 # Values that MindSpeed scales an amax to, in the range of 3-bit mantissas and of 2-bit ones.
@@ -100,7 +100,7 @@ def decode(
     return out
 
 
-@checked_as(rowwise="out_rowwise", columnwise="out_columnwise")
+@checked
 def quantize(
     x: torch.Tensor,
     scale: torch.Tensor,
@@ -149,7 +149,7 @@ def quantize(
     return HiF8Output(row, col, scale, scale_inv, amax)
 
 
-@checked_as(rowwise="out_rowwise", columnwise="out_columnwise")
+@checked
 def quantize_current(
     x: torch.Tensor,
     target: float = HIF8_15,

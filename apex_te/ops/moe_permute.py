@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import torch
 
-from .argument_errors import checked, checked_as
+from .argument_errors import checked
 from .fp8_output import reinterpreted
 from .registration import bind
 
@@ -176,7 +176,7 @@ def permute_by(
     return reinterpreted("moe_permute", out, inp.dtype), permuted, routing.result()
 
 
-@checked_as(inp="grad_permuted")
+@checked
 def permute_bwd(
     grad_permuted: torch.Tensor,
     row_id_map: torch.Tensor,

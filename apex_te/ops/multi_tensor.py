@@ -18,7 +18,7 @@ from torch.autograd.graph import increment_version
 
 from ..runtime import scratch_sizes
 from . import reference_codec
-from .argument_errors import checked, checked_as
+from .argument_errors import checked
 from .fp8_output import check_fp8_dtype
 from .registration import bind, note_written
 
@@ -55,7 +55,7 @@ def workspace(like: torch.Tensor, count: int, sums: int) -> torch.Tensor:
     return torch.empty(words, dtype=torch.float32, device=like.device)
 
 
-@checked_as(amax="out")
+@checked
 def amax(tensors: Tensors, *, out: torch.Tensor | None = None) -> torch.Tensor:
     """Computes the amax of each tensor; NaN counts as largest, an empty tensor gives 0.
 

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 
 import torch
 
-from .argument_errors import checked, checked_as
+from .argument_errors import checked
 from .multi_tensor import Tensors, dense, l2norm, mark_written, workspace
 from .registration import bind
 
@@ -72,7 +72,7 @@ def _wrote_grads(given: Tensors, read: Tensors) -> None:
     _written(given)
 
 
-@checked_as(beta1="betas[0]", beta2="betas[1]")
+@checked
 def adam(
     params: Tensors,
     grads: Tensors,
@@ -189,7 +189,7 @@ def sgd(
         _wrote_grads(grads, read)
 
 
-@checked_as(beta1="betas[0]", beta2="betas[1]")
+@checked
 def lamb(
     params: Tensors,
     grads: Tensors,

@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 
-from ..runtime.named_arguments import did_you_mean
 from .argument_errors import checked
 from .op_function import OpFunction
 from .registration import bind
@@ -74,10 +73,7 @@ def rope(
         NotImplementedError: a ``rotary_dim`` above 8192, or angles that require a gradient.
     """
     if layout not in LAYOUTS:
-        raise ValueError(
-            f"rope: layout must be 'sbhd', 'bshd' or 'thd', got {layout!r}"
-            f"{did_you_mean(layout, LAYOUTS)}"
-        )
+        raise ValueError(f"rope: layout must be 'sbhd', 'bshd' or 'thd', got {layout!r}")
     freqs, cos, sin = angle_table("freqs", freqs), angle_table("cos", cos), angle_table("sin", sin)
     if rotary_dim is None:
         table = freqs if freqs is not None else cos

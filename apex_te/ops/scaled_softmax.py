@@ -6,8 +6,7 @@ from typing import Any
 
 import torch
 
-from ..runtime.named_arguments import did_you_mean
-from .argument_errors import checked, checked_as
+from .argument_errors import checked
 from .op_function import OpFunction, needs_autograd, once_differentiable
 from .registration import bind, note_written
 
@@ -52,7 +51,7 @@ def scaled_softmax(
     return scaled_softmax_fwd(x, scale, mask, causal=causal)
 
 
-@checked_as(y="out")
+@checked
 def scaled_softmax_fwd(
     x: torch.Tensor,
     scale: float,
@@ -78,7 +77,7 @@ def scaled_softmax_fwd(
     return y
 
 
-@checked_as(dx="out")
+@checked
 def scaled_softmax_bwd(
     dy: torch.Tensor,
     y: torch.Tensor,
@@ -114,7 +113,6 @@ def _causal_mode(op: str, causal: str | None) -> int:
     if causal not in _CAUSAL:
         raise ValueError(
             f"{op}: causal must be None, 'upper_left' or 'bottom_right', got {causal!r}"
-            f"{did_you_mean(causal, filter(None, _CAUSAL))}"
         )
     return _CAUSAL[causal]
 

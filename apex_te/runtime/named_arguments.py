@@ -85,10 +85,9 @@ def renamed(
         return None
     rest = text[own.end() :]
     for inner, outer in names.items():
-        rest = re.sub(rf"(?<![\w.]){inner}\b", outer, rest)
+        rest = re.sub(rf"\b{inner}\b", outer, rest)
     subject = re.match(r"\w+", rest)
-    is_same = own[1] == owner and rest == text[own.end() :]
-    if is_same or subject is None or subject[0] not in arguments:
+    if own[1] == owner or subject is None or subject[0] not in arguments:
         return None
     return type(error)(f"{owner}: {rest}")
 

@@ -6,8 +6,6 @@ both know the same names and refuse others in the same words.
 
 from __future__ import annotations
 
-from .named_arguments import did_you_mean
-
 __all__ = [
     "ACTIVATIONS",
     "KINDS",
@@ -31,9 +29,7 @@ def activation_number(op: str, kind: str) -> int:
         kind: one of ``KINDS``.
     """
     if kind not in KINDS:
-        raise ValueError(
-            f"{op}: kind must be one of {', '.join(KINDS)}, got {kind!r}{did_you_mean(kind, KINDS)}"
-        )
+        raise ValueError(f"{op}: kind must be one of {', '.join(KINDS)}, got {kind!r}")
     return KINDS.index(kind)
 
 
@@ -48,7 +44,6 @@ def gated_activation_number(op: str, activation: str) -> int:
     if code is None:
         raise ValueError(
             f"{op}: activation must be one of {', '.join(ACTIVATIONS)}, got {activation!r}"
-            f"{did_you_mean(activation, ACTIVATIONS)}"
         )
     return code
 

@@ -21,6 +21,7 @@ PACKAGES = (
     "apex_te.permutation", "apex_te.recipe", "apex_te.state", "apex_te.statistics",
 )  # fmt: skip
 # What takes recipes that were made already: apex_te itself calls these.
+HANDLES = {"AutocastForward(recipe)"}  # results of functions, listed once they were imported
 INTERNAL = {"FP8Parameter(recipe)", "FP8State.fit(recipe)", "pack_recipe(recipe)"}
 
 
@@ -157,7 +158,7 @@ def test_every_public_callable_that_takes_a_recipe_or_a_format_is_in_the_tables(
         import transformers  # noqa: F401
     except ImportError:
         wanted -= {"FP8Callback(recipe)"}
-    assert found == wanted
+    assert found - HANDLES == wanted
     formats = public_parameters(lambda name: name == "fp8_format")
     assert formats == {f"{name}(fp8_format)" for name in FORMATS}
 

@@ -106,7 +106,7 @@ def step_of_meta():
     model = linear(device=META)
     optimizer = optimizers.FusedAdam(model.parameters())
     model.reset_parameters()
-    model(X).sum().backward()
+    model(X.to(model.weight.device)).sum().backward()
     optimizer.step()
 
 

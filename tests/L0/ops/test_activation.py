@@ -288,11 +288,11 @@ def test_fp8_rejects(change, error, message):
 
 
 def test_bwd_rejects():
-    with pytest.raises(ValueError, match=r"grad_output must have x's shape \[2, 2\], got \[2, 3\]"):
+    with pytest.raises(ValueError, match=r"dy must have x's shape \[2, 2\], got \[2, 3\]"):
         activation_bwd(torch.zeros(2, 3), torch.zeros(2, 2), "gelu")
-    with pytest.raises(TypeError, match="grad_output must have dtype float32, got float16"):
+    with pytest.raises(TypeError, match="dy must have dtype float32, got float16"):
         activation_bwd(torch.zeros(2, 2).half(), torch.zeros(2, 2), "gelu")
-    with pytest.raises(ValueError, match=r"out must have x's shape"):
+    with pytest.raises(ValueError, match=r"y must have x's shape"):
         activation_fwd(torch.zeros(2, 2), "gelu", out=torch.zeros(4))
 
 

@@ -282,7 +282,7 @@ def test_portable_path_gives_the_same_bits():
         (
             {"grad_output": torch.zeros(2, 3)},
             ValueError,
-            "grad_output must have x's shape [2, 2], got [2, 3]",
+            "dy must have x's shape [2, 2], got [2, 3]",
         ),
     ],
 )

@@ -356,7 +356,7 @@ def test_errors_of_sort_chunks(device):
     x = torch.randn(6, 4, device=device)
     sizes, order = torch.tensor([2, 3, 1]).to(device), torch.tensor([2, 0, 1]).to(device)
     sort = moe.moe_sort_chunks_by_index
-    with pytest.raises(ValueError, match=r"^moe_sort_chunks_by_index: inp must have 2 dimensions"):
+    with pytest.raises(ValueError, match=r"^moe_sort_chunks: inp must have 2 dimensions"):
         sort(x[0], sizes, order)
     with pytest.raises(TypeError, match=r"split_sizes must have dtype int32 or int64, got float32"):
         sort(x, sizes.float(), order)

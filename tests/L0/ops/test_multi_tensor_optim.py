@@ -260,7 +260,7 @@ def test_rejects():
         (([x.t()], *good[1:]), {}, ValueError, "params[0] must be contiguous, got strides [1, 3]"),
         ((*good[:3], [x[0]]), {}, ValueError, "exp_avg_sqs[0] must have shape [2, 3], got [3]"),
         (good, {"masters": [half]}, TypeError, "masters[0] must have dtype float32"),
-        (good, {"betas": (0.9, 1.0)}, ValueError, "betas[1] must be at least 0 and below 1, got 1"),
+        (good, {"betas": (0.9, 1.0)}, ValueError, "beta2 must be at least 0 and below 1, got 1"),
         (good, {"step": 0}, ValueError, "step must be at least 1, got 0"),
         (good, {"step": x}, ValueError, "step_tensor must have one element, got [2, 3]"),
         (good, {"inv_scale": half}, TypeError, "inv_scale must have dtype float32"),

@@ -98,7 +98,7 @@ def test_what_cannot_run_in_place_is_refused():
     with pytest.raises(ValueError, match="byte_transpose: out must share no memory with fp8_data"):
         byte_transpose.byte_transpose(square, out=square)
     dy, y = torch.rand(1, 4, 8), torch.rand(1, 4, 8)
-    with pytest.raises(ValueError, match="scaled_softmax_bwd: out must share no memory with y"):
+    with pytest.raises(ValueError, match="scaled_softmax_bwd: dx must share no memory with y"):
         scaled_softmax.scaled_softmax_bwd(dy, y, 0.5, out=y)
     logits, target = torch.randn(8, 16), torch.zeros(8, dtype=torch.int64)
     with pytest.raises(ValueError, match="stats must share no memory with logits, got 64 bytes"):
@@ -107,7 +107,7 @@ def test_what_cannot_run_in_place_is_refused():
 
 def test_outputs_share_no_memory_with_each_other():
     x, both = torch.randn(16, 16), torch.zeros(16, 16, dtype=E4M3)
-    with pytest.raises(ValueError, match=r"columnwise must share no memory with out_rowwise"):
+    with pytest.raises(ValueError, match=r"columnwise must share no memory with rowwise"):
         cast_transpose.cast_transpose(x, torch.ones(1), E4M3, out_rowwise=both, out_columnwise=both)
 
 

@@ -195,7 +195,7 @@ def test_positions_that_are_no_numbers(device, far):
     out = rope(x, angles(6, 10).to(device), starts=starts)
     assert out[:, 0].isnan().all()
     assert torch.equal(out[:, 1], rope(x, angles(6, 10).to(device))[:, 1])
-    with pytest.raises(ValueError, match=r"rope: start must be at least 0 and leave"):
+    with pytest.raises(ValueError, match=r"rope_fwd: start must be at least 0 and leave"):
         rope(x, angles(6, 10).to(device), starts=starts, start=2**63 - 1)
 
 

@@ -175,14 +175,14 @@ def test_portable_path_gives_the_same_bits():
         (
             {"out": torch.zeros(1, 1, 2, 2).half()},
             TypeError,
-            "out must have dtype float32, got float16",
+            "y must have dtype float32, got float16",
         ),
         (
             {"out": torch.zeros(1, 1, 2, 3)},
             ValueError,
-            "out must have shape [1, 1, 2, 2], got [1, 1, 2, 3]",
+            "y must have shape [1, 1, 2, 2], got [1, 1, 2, 3]",
         ),
-        ({"out": torch.zeros(1, 1, 2, 4)[..., ::2]}, ValueError, "out must be contiguous"),
+        ({"out": torch.zeros(1, 1, 2, 4)[..., ::2]}, ValueError, "y must be contiguous"),
     ],
 )
 def test_fwd_rejects(change, error, message):
