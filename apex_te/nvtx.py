@@ -90,8 +90,6 @@ def _after(module: torch.nn.Module, args: Any, *rest: Any) -> None:
     """Ends the range of a forward and prepares that of its backward, as a global forward hook.
 
     Args:
-        module: the module that ran.
-        args: its positional arguments.
         rest: ``(kwargs, output)`` of the forward, or ``(None,)`` if it raised.
     """
     if torch.compiler.is_compiling() or not _has_ranges(module):
@@ -128,7 +126,6 @@ class _Backward:
         outputs.
 
         Args:
-            node: the ``grad_fn`` of an output; the range begins before it runs.
             inputs: inputs of the forward that require grad; the range ends when all have gradients,
                 or after ``node`` if the list is empty.
         """

@@ -86,9 +86,6 @@ def _define(
 
     Args:
         resolve: returns the op's function; finds, and if need be builds, the library.
-        name: name of the function.
-        module: full name of the module that has it.
-        doc: beginning of the function's docstring.
     """
     bound: Callable[..., Any] | None = None
 
@@ -157,10 +154,6 @@ class _Value:
 
     Calls, attributes and ``isinstance`` are passed to the real object. Once anything of the
     extension was used, the op's module has the real object in place of the stand-in.
-
-    Args:
-        resolve: returns the real object.
-        name: name of the object, for ``repr``.
     """
 
     def __init__(self, resolve: Callable[[], Any], name: str) -> None:

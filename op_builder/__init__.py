@@ -40,11 +40,7 @@ _suite: dict[str, OpBuilder] = {}
 
 
 def _suite_builder(name: str) -> OpBuilder | None:
-    """Returns apex_te's builder of op ``name``, made once per process; None for any other name.
-
-    Raises:
-        UnknownOpError: the op's module cannot be imported, or defines no builder of this name.
-    """
+    """Returns apex_te's builder of op ``name``, made once per process; None for any other name."""
     if name in _suite:
         return _suite[name]
     module_name = {DISPATCHER: "core", JAX_HANDLERS: "jax_ffi"}.get(name, name)

@@ -142,12 +142,7 @@ class OpBuilder(OpSpec):
         return self._load(verbose, force=True)
 
     def _load(self, verbose: bool, force: bool) -> ModuleType:
-        """Returns the op's Python module, as ``load`` or, with ``force``, ``jit_load`` does.
-
-        Args:
-            verbose: show the compiler commands.
-            force: compile even a library that a cache holds.
-        """
+        """Returns the op's Python module, as ``load`` or, with ``force``, ``jit_load`` does."""
         if self.is_outside:
             register(self)
         if self.BINDING == "pybind11":

@@ -44,11 +44,7 @@ def without_comments(code: str) -> str:
 
 
 def parse_functions(text: str) -> dict[str, FunctionSpec]:
-    """Returns the functions that a header declares with ``APEX_TE_FUNCTION``, by name.
-
-    Args:
-        text: content of the header.
-    """
+    """Returns the functions that a header declares with ``APEX_TE_FUNCTION``, by name."""
     found = {}
     for name, literals, device in _FUNCTION.findall(without_comments(text)):
         parts = [literal[1:-1] for literal in re.findall(_LITERAL, literals)]

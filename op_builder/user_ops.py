@@ -35,11 +35,7 @@ def _entry_points() -> dict[str, list[EntryPoint]]:
 
 
 def _distribution(entry: Any) -> str:
-    """Returns name and version of an entry point's distribution, as text for messages.
-
-    Args:
-        entry: an ``EntryPoint``; Python 3.10's may lack ``dist``.
-    """
+    """Returns name and version of an entry point's distribution, as text for messages."""
     dist = getattr(entry, "dist", None)
     return f"{dist.name} {dist.version}" if dist is not None else "an unknown distribution"
 
@@ -54,12 +50,6 @@ def _load(name: str, entries: list[EntryPoint]) -> OpBuilder:
 
     Args:
         name: NAME that the builder must have.
-        entries: all entry points of this name; more than one is an error.
-
-    Raises:
-        DuplicateOpError: apex_te has an op of the name, or there are two entry points.
-        UnknownOpError: the entry point cannot be imported or used, or is no ``OpBuilder`` with this
-            NAME.
     """
     if name in suite_names():
         raise DuplicateOpError(f"{_where(entries[0])}: the suite has an op {name!r} already")
@@ -94,10 +84,6 @@ def find(name: str) -> OpBuilder | None:
     """Returns another package's builder of op ``name``, None if there is none.
 
     Registered builders come first, then entry points.
-
-    Raises:
-        DuplicateOpError: two packages have an entry point of this name.
-        UnknownOpError: the entry point cannot be imported, or is no builder of this op.
     """
     known = builder_module.registered.get(name)
     if known is not None:

@@ -215,6 +215,9 @@ def source_findings(
         if text:
             for finding in docstring_findings(text, words):
                 yield line, name, finding
+            is_private = isinstance(node, FUNCTIONS) and re.match(r"_[^_]", name)
+            if is_private and re.search(r"^Raises:$", text, re.MULTILINE):
+                yield line, name, "section 'Raises' is for public names"
         elif node is tree or (not is_program and _needs_docstring(node, parent, classes)):
             yield line, name, "docstring is missing"
 

@@ -37,9 +37,6 @@ class Flags:
             outputs: for each input a tensor of its shape, without gaps in memory, in the dtype to
                 convert to; for a DTensor a DTensor with its placements. An output may be the input
                 itself.
-
-        Raises:
-            NotImplementedError: an input is sparse.
         """
         by_device: dict[torch.device, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
         for x, out in zip(inputs, outputs, strict=True):
@@ -68,7 +65,6 @@ class Flags:
 
         Args:
             device: device of the result.
-            params: all parameters of the optimizers.
 
         Returns:
             A float32 scalar, 1 if any gradient was not finite.
@@ -85,7 +81,6 @@ def move_grads(pairs: list[Pair], flags: Flags) -> None:
     A gradient that the master weight has already is added to.
 
     Args:
-        pairs: ``(parameter, master)``; a parameter without gradient is skipped.
         flags: divides by the loss scale, and receives the flags.
     """
     pairs = [(param, master) for param, master in pairs if param.grad is not None]
@@ -101,7 +96,6 @@ def unscale_grads(params: list[torch.Tensor], kept: dict[int, torch.Tensor], fla
     """Unscales the gradients of parameters in place, and adds gradients of earlier backwards.
 
     Args:
-        params: parameters without master weights.
         kept: gradients of earlier backwards, not scaled, by ``id`` of the parameter.
         flags: divides by the loss scale, and receives the flags.
     """

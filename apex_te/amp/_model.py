@@ -43,7 +43,6 @@ class AmpForward:
 
     Args:
         model: the model, its ``forward`` not yet replaced.
-        casts: casts and contexts around the forward.
 
     Attributes:
         inner: a ``forward`` that the instance had before, None if its class's is called.
@@ -103,15 +102,7 @@ def _cast_tensor(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def prepare_model(model: torch.nn.Module, chosen: Properties) -> torch.nn.Module:
-    """Converts layers of ``model`` to FP8, casts its parameters and wraps its forward, in place.
-
-    Args:
-        model: the model; preparations of an earlier call are removed first.
-        chosen: properties that say which of these to do.
-
-    Returns:
-        ``model``.
-    """
+    """Converts layers of ``model`` to FP8, casts its parameters and wraps its forward, in place."""
     release_model(model)
     recipe = None if chosen.make_recipe is None else chosen.make_recipe()
     if recipe is not None:

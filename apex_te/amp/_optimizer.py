@@ -21,7 +21,6 @@ class OptimizerAmp:
     """State that amp keeps for one optimizer, in the optimizer's attribute ``_amp``.
 
     Args:
-        optimizer: the optimizer; hooks are registered with it.
         master_weights: give the optimizer float32 master weights. apex_te's optimizers make master
             weights themselves; in other optimizers they replace the parameters in
             ``param_groups``.
@@ -67,9 +66,6 @@ class OptimizerAmp:
     def split(self, optimizer: torch.optim.Optimizer) -> tuple[list[Pair], list[torch.Tensor]]:
         """Splits the parameters of ``optimizer`` into those with a master weight and those without.
 
-        Args:
-            optimizer: the optimizer that this state belongs to.
-
         Returns:
             ``(pairs, own)``: ``(parameter, master)`` for each master weight, which gradients are
             moved to; parameters without one, whose gradients stay.
@@ -101,11 +97,7 @@ class OptimizerAmp:
         self._versions = None
 
     def load_later(self, masters: list[tuple[torch.Tensor, Pair]]) -> None:
-        """Keeps master weights of a state dict until ``loaded`` is called.
-
-        Args:
-            masters: ``(saved, (parameter, master))``: a saved tensor and the pair that it is for.
-        """
+        """Keeps master weights of a state dict until ``loaded`` is called."""
         self._loading = masters
 
     def loaded(self) -> list[int]:
@@ -114,9 +106,6 @@ class OptimizerAmp:
         Each saved tensor given to ``load_later`` is copied to its master weight, and from there to
         the parameter. A master weight without a saved tensor is copied from its parameter by the
         next ``refresh``.
-
-        Returns:
-            Indices in ``pairs`` of the master weights without a saved tensor.
         """
         masters, self._loading = self._loading, []
         with torch.no_grad():
@@ -146,12 +135,7 @@ class OptimizerAmp:
     def _replace_params(
         self, optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]]
     ) -> None:
-        """Puts new master weights, with the state, in the place of parameters that need them.
-
-        Args:
-            optimizer: the optimizer that this state belongs to.
-            groups: those of its ``param_groups`` whose parameters are replaced.
-        """
+        """Puts new master weights, with the state, in the place of parameters that need them."""
         if not self._replaces:
             return
         before = len(self.pairs)
@@ -168,10 +152,8 @@ class OptimizerAmp:
         self._versions = [*known, *(param._version for param, _ in self.pairs[before:])]
 
     def restore_params(self, optimizer: torch.optim.Optimizer) -> None:
-        """Puts the parameters, with the state of their master weights, back into ``param_groups``.
-
-        Args:
-            optimizer: the optimizer that this state belongs to.
+        """Puts the parameters, with the state of their master weights, back into
+        ``param_groups``.
         """
         params = {id(master): param for param, master in self.pairs}
         for group in optimizer.param_groups:
@@ -192,7 +174,6 @@ def prepare_optimizer(optimizer: torch.optim.Optimizer, master_weights: bool) ->
     """Makes ``optimizer`` work with ``scale_loss``: hooks, wrapped methods, master weights.
 
     Args:
-        optimizer: the optimizer; preparations of an earlier call are undone first.
         master_weights: give 16-bit and FP8 parameters float32 master weights.
     """
     release_optimizer(optimizer)
@@ -222,14 +203,7 @@ def _params(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
 
 
 def _wrap(optimizer: torch.optim.Optimizer, name: str, around: Callable[..., Any]) -> None:
-    """Replaces a method on the instance, unless an earlier call has done so.
-
-    Args:
-        optimizer: the optimizer.
-        name: the method's name.
-        around: called as ``around(optimizer, inner, *args, **kwargs)`` instead of the method;
-            ``inner`` is the bound original.
-    """
+    """Replaces a method on the instance, unless an earlier call has done so."""
     marker = f"_amp_wraps_{name}"
     if marker in optimizer.__dict__:
         return
@@ -248,9 +222,6 @@ def _step(self: Any, inner: Callable[..., Any], *args: Any, **kwargs: Any) -> An
     """Calls ``inner``, the optimizer's own ``step``, unless the flag of ``scale_loss`` is set.
 
     The host reads the flag, and so waits for the device.
-
-    Raises:
-        RuntimeError: there is a flag and a closure, whose gradients the flag is not about.
     """
     # torch's optimizers refuse a flag that they cannot use.
     found_inf = self.__dict__.pop("found_inf", None) if amp_of(self) is not None else None
@@ -280,11 +251,7 @@ def _zero_grad(self: Any, inner: Callable[..., Any], *args: Any, **kwargs: Any) 
 def _add_param_group(
     self: Any, inner: Callable[..., Any], param_group: dict[str, Any], *args: Any, **kwargs: Any
 ) -> None:
-    """Calls ``inner``, the optimizer's own ``add_param_group``, and makes master weights.
-
-    Raises:
-        ValueError: a parameter is in another group already.
-    """
+    """Calls ``inner``, the optimizer's own ``add_param_group``, and makes master weights."""
     groups = len(self.param_groups)
     inner(param_group, *args, **kwargs)
     kept = amp_of(self)
@@ -299,11 +266,7 @@ def _add_param_group(
 
 
 def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-    """Moves gradients of a backward outside ``scale_loss`` to master weights (a step pre-hook).
-
-    Raises:
-        RuntimeError: gradients are still scaled, as ``delay_unscale=True`` has left them.
-    """
+    """Moves gradients of a backward outside ``scale_loss`` to master weights (a step pre-hook)."""
     kept = amp_of(optimizer)
     assert kept is not None
     if kept.scaled:
@@ -336,12 +299,7 @@ def _forget_flags(optimizer: torch.optim.Optimizer) -> None:
 
 
 def _index(optimizer: torch.optim.Optimizer) -> list[tuple[int, torch.Tensor, torch.Tensor]]:
-    """Returns the parameters with master weights, and their numbers in the state dict.
-
-    Returns:
-        A list of ``(number, parameter, master)``: key of the parameter's state in
-        ``optimizer.state_dict()["state"]``, the parameter, its master weight.
-    """
+    """Returns the parameters with master weights, and their numbers in the state dict."""
     kept = amp_of(optimizer)
     places = {id(param): i for i, param in enumerate(_params(optimizer))}
     pairs = kept.pairs if kept is not None else []
@@ -357,14 +315,8 @@ def _add_masters(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -
 
 
 def _take_masters(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
-    """Takes the master weights out of a state dict, for ``_set_masters`` (a pre-hook of loading).
-
-    Returns:
-        A state dict without ``master_param``, for the optimizer to load.
-
-    Raises:
-        TypeError: a saved master weight is not a dense tensor.
-        ValueError: a saved master weight has another shape.
+    """Takes the master weights out of a state dict, for ``_set_masters`` (a pre-hook of
+    loading).
     """
     states = dict(state_dict["state"])
     found: list[tuple[torch.Tensor, Pair]] = []

@@ -138,12 +138,7 @@ def _release(models: list[torch.nn.Module], optimizers: list[torch.optim.Optimiz
 
 
 def _as_models(models: Any) -> list[torch.nn.Module]:
-    """Returns a list of one or several models.
-
-    Raises:
-        TypeError: something else is given.
-        ValueError: a model is wrapped for data parallelism.
-    """
+    """Returns a list of one or several models."""
     many = list(models) if isinstance(models, (list, tuple)) else [models]
     for model in many:
         if not isinstance(model, torch.nn.Module):

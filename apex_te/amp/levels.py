@@ -83,12 +83,7 @@ def choose(opt_level: str, overrides: dict[str, Any]) -> Properties:
     """Returns the properties of a level after the caller's overrides.
 
     Args:
-        opt_level: a key of ``LEVELS``.
         overrides: arguments of ``amp.initialize`` by name; None keeps the level's property.
-
-    Raises:
-        TypeError: a value has a wrong type.
-        ValueError: the level is unknown, or an override contradicts it.
     """
     if not isinstance(opt_level, str):
         raise TypeError(

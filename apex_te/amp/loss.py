@@ -116,9 +116,6 @@ def _enter(
     Gradients of parameters with master weights move to the ``.grad`` of these.
 
     Args:
-        optimizer: one of the optimizers of ``scale_loss``.
-        amp: amp's state of the optimizer.
-        scaler: loss scaler of this block.
         kept: receives the gradients of other parameters, by ``id`` of the parameter.
     """
     if amp.scaled or (scaler.is_one and not amp.pairs):
@@ -144,9 +141,6 @@ def _unscale(
     """Unscales the gradients of ``optimizer`` and adds the gradients that ``_enter`` set aside.
 
     Args:
-        optimizer: one of the optimizers of ``scale_loss``.
-        amp: amp's state of the optimizer.
-        scaler: loss scaler of this block.
         kept: gradients that were set aside, by ``id`` of the parameter.
         flags: divides by the loss scale, and receives the flags.
     """
@@ -169,7 +163,6 @@ def _report(
     """Hands the flag of non-finite gradients to the optimizers and to the loss scaler.
 
     Args:
-        scaler: loss scaler of this block.
         optimizers: optimizers that are to skip their next step if the flag is not 0.
         found_inf: the flag, a float32 scalar.
         delayed: True if the scaler is to keep the flag for its next update.
@@ -218,15 +211,7 @@ def _arguments(
 
 
 def as_optimizers(caller: str, optimizers: Any) -> list[torch.optim.Optimizer]:
-    """Returns a list of one or several optimizers.
-
-    Args:
-        caller: name of the function that was given them, for error messages.
-        optimizers: an optimizer, or a list or tuple of optimizers.
-
-    Raises:
-        TypeError: ``optimizers`` is or contains something else.
-    """
+    """Returns a list of one or several optimizers."""
     many = list(optimizers) if isinstance(optimizers, (list, tuple)) else [optimizers]
     for optimizer in many:
         if not isinstance(optimizer, torch.optim.Optimizer):
@@ -309,11 +294,7 @@ def load_state_dict(state_dict: dict[str, Any]) -> None:
 
 
 def _scalers(function: str) -> list[LossScaler]:
-    """Returns all loss scalers, for the function of amp that is called ``function``.
-
-    Raises:
-        RuntimeError: ``amp.initialize`` was not called.
-    """
+    """Returns all loss scalers, for the function of amp that is called ``function``."""
     if state.scalers is None:
         raise RuntimeError(f"amp.{function}: amp.initialize must be called before")
     return state.scalers

@@ -55,7 +55,6 @@ def header(count: int, content: bytes, flag: int = 0) -> list[int]:
     Args:
         count: number of things (parameters, FP8 modules) that every rank must have as many of.
         content: description of these things, whose digest (CRC-32) must be equal on all ranks.
-        flag: number that may differ between ranks; all of them learn the largest.
 
     Returns:
         ``HEADER`` ints, each of which fits an int32.
@@ -85,13 +84,7 @@ class Comparison(NamedTuple):
         return self.least == self.most and self.same_digest
 
     def error(self, message: str, count: int, hint: str = "") -> RankMismatchError:
-        """Returns the error for the caller to raise if the ranks differ.
-
-        Args:
-            message: beginning of the error's message, without a period.
-            count: the ``count`` that this rank gave to ``header``.
-            hint: end of the message, appended as it is.
-        """
+        """Returns the error for the caller to raise if the ranks differ."""
         return RankMismatchError(
             f"{message}; this rank has {count}, the ranks have from {self.least} to {self.most}"
             f"{hint}"
@@ -121,7 +114,6 @@ def check_same(
     Collective: every rank of ``group`` calls it at the same point. The host waits for the result.
 
     Args:
-        owner: name of the class or function that makes the check, for messages.
         group_name: name of the argument by which the user gave ``group``, for messages.
         group: process group; None is the whole world.
         values: values to compare, by the names that messages give them. They are compared as text:
@@ -164,7 +156,6 @@ def _description(values: Mapping[str, object], has_error: bool) -> bytes:
 
     Args:
         values: values to compare, by name.
-        has_error: set the header's flag to 1, so that the other ranks raise.
 
     Returns:
         The header, then as many lines ``name=value`` as fit, then zero bytes.
@@ -220,8 +211,6 @@ def _by_value(key: str, ranks: list[int], known: list[dict[str, str]]) -> str:
     """Returns text for a message: each value of ``key``, and the ranks that sent it.
 
     Args:
-        key: name of a value.
-        ranks: global ranks.
         known: values by name of each of these ranks, in their order, as ``_read`` returns them.
     """
     found: dict[str, list[int]] = {}

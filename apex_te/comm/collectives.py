@@ -96,7 +96,6 @@ class _Traced(Pending):
     """Handle of a functional collective's result in a graph of ``torch.compile``.
 
     Args:
-        result: tensor that the functional collective returned.
         dtype: dtype to view the result in, if FP8 data travelled as uint8; None for no view.
     """
 
@@ -211,9 +210,6 @@ def max_over_ranks(amax: torch.Tensor, group: Any) -> torch.Tensor:
     Args:
         amax: fp32, no element negative; overwritten by the maximum.
         group: process group; None is the whole world.
-
-    Returns:
-        ``amax``.
     """
     bits = amax.view(torch.int32)
     if torch.compiler.is_compiling():

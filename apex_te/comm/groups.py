@@ -21,13 +21,7 @@ def is_process_group(value: object) -> bool:
 
 
 def check_process_group(owner: str, name: str, value: object) -> None:
-    """Raises TypeError unless ``value`` is a process group or None.
-
-    Args:
-        owner: name of the class or function whose argument it is, for the message.
-        name: name of the argument, for the message.
-        value: the argument.
-    """
+    """Raises TypeError unless ``value`` is a process group or None."""
     if value is not None and not is_process_group(value):
         raise TypeError(
             f"{owner}: {name} must be a torch.distributed.ProcessGroup, got {type(value).__name__}"

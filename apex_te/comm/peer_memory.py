@@ -115,10 +115,6 @@ class PeerMemory:
         fork: event by which ``stream`` waits for the current stream before a copy.
         timeout_ms: timeout of the group's collectives, in milliseconds.
         works: False once buffers could not be had; ``gather`` and ``reduce`` then return None.
-
-    Args:
-        group: process group of NCCL whose ranks are on one host.
-        device: this rank's GPU.
     """
 
     def __init__(self, group: Any, device: torch.device) -> None:
@@ -237,7 +233,6 @@ class _Buffer:
     Args:
         own: uint8 ``[HEADER + size]`` from ``symmetric_memory.empty``.
         handle: what ``symmetric_memory.rendezvous`` returned for ``own``.
-        memory: the ``PeerMemory`` whose ranks and stream are used.
     """
 
     __slots__ = ("_pieces", "handle", "number", "own", "peers", "ranks", "sent")
@@ -359,9 +354,7 @@ class _Turns:
         """Starts copies of this rank's ``piece``, behind the work queued on the current stream.
 
         Args:
-            buffer: buffer that ``begin`` returned.
             piece: contiguous tensor with a dimension, alive until the copies are done.
-            targets: memory of the peers that get the piece, from ``buffer.peers``.
             own: this rank's memory, if the piece is to be copied there, too; no arrival is
                 signalled for that copy.
         """
@@ -383,7 +376,6 @@ class _Gathered(Pending):
 
     Args:
         turns: buffers of gathers, where ``buffer`` was begun.
-        buffer: buffer of this gather.
         x: contiguous ``[rows, ..]``, this rank's piece.
         whole: copy ``x`` into this rank's buffer, so that ``borrow`` and ``wait`` work.
     """
@@ -447,9 +439,7 @@ class _Reduced(Pending):
 
     Args:
         turns: buffers of sums, where ``buffer`` was begun.
-        buffer: buffer of this sum.
         like: contiguous ``[rows / ranks, cols]``, which gets the sum.
-        produce: as in ``PeerMemory.reduce``.
     """
 
     __slots__ = ("_buffer", "_turns")

@@ -50,10 +50,6 @@ def max_over_shards(flag: torch.Tensor, params: Iterable[torch.Tensor]) -> torch
 
     Args:
         flag: fp32, at least 0; changed in place.
-        params: parameters, DTensors or plain.
-
-    Returns:
-        ``flag``.
     """
     for group in dict.fromkeys(group for param in params for group in part_groups(param)):
         max_over_ranks(flag, group)

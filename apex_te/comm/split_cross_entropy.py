@@ -53,15 +53,10 @@ def own_columns(
     """Returns this rank's columns.
 
     Args:
-        name: name of the public function, for errors.
         count: number of this rank's columns.
-        group: process group of the ranks.
         first_index: index in the vocabulary of this rank's first column; None: all ranks have as
             many columns, in the order of ranks.
         vocab_size: number of columns of all ranks; to be given with ``first_index``.
-
-    Raises:
-        ValueError: only one of the last two is given, or they do not fit.
     """
     if (first_index is None) != (vocab_size is None):
         raise ValueError(
@@ -87,13 +82,8 @@ def split_targets(
     """Returns the targets as this rank sees them.
 
     Args:
-        name: name of the public function, for errors.
         target: ``[rows]``, indices into the whole vocabulary.
         columns: this rank's columns.
-        ignore_index: target of rows without loss.
-
-    Raises:
-        ValueError: on the CPU, a target is outside of the vocabulary and not ``ignore_index``.
     """
     target = target.long()
     ignored = target == ignore_index
@@ -115,7 +105,6 @@ def split_losses(
 
     Args:
         rows: ``[rows, columns]``, this rank's logits.
-        targets: the rows' targets.
         label_smoothing: in [0, 1].
         columns: this rank's columns.
 
@@ -156,10 +145,7 @@ def split_gradient(
 
     Args:
         rows: ``[rows, columns]``, this rank's logits.
-        targets: the rows' targets.
-        largest, exp_sum: what ``split_losses`` returned.
         factor: float32 ``[rows]`` or ``[1]``, gradients of the losses.
-        label_smoothing: as for ``split_losses``.
         columns: this rank's columns.
         out: ``[rows, columns]``, which may be ``rows``.
         wide_elements: logits that have a float32 copy at a time.
@@ -186,8 +172,6 @@ def _local_sums(
 
     Args:
         rows: ``[rows, columns]``, the logits.
-        targets: the rows' targets.
-        with_sum: compute the sums of logits, too.
 
     Returns:
         largest: ``[rows]`` float32, the largest logit of each row.

@@ -147,17 +147,10 @@ def _distributes(
 
     Args:
         function: the function to checkpoint; modules in it must not be sequence-parallel.
-        wanted: the argument ``distribute_saved_activations``.
-        group: the argument ``tp_group``.
-        use_reentrant: the argument of this name.
-        args: positional and keyword arguments of ``function``.
 
     Returns:
         True if the first tensor must be distributed over ``group``; False if not wanted, or if
         ``group`` has one rank.
-
-    Raises:
-        TypeError, ValueError, NotImplementedError: as for ``checkpoint``.
     """
     if not isinstance(wanted, bool):
         raise TypeError(
@@ -212,9 +205,6 @@ class _Repeatable:
     It is made where ``checkpoint`` is called, and takes the conditions there.
 
     Args:
-        function: the function to checkpoint.
-        keywords: names of the keyword arguments, which ``__call__`` takes as its last positional
-            ones.
         tracker: object with ``get_states`` and ``set_states``, or None.
 
     Attributes:
@@ -261,10 +251,6 @@ def _with_aliases(out: Any, args: tuple[Any, ...]) -> Any:
 
     Autograd takes what a reentrant checkpoint returns for computed by it. A parameter would stop
     being a leaf, and a later backward from it would recompute the function without end.
-
-    Args:
-        out: the result, computed without grad.
-        args: the function's arguments, which autograd knows when they are returned.
     """
     if isinstance(out, tuple):
         made = tuple(_with_aliases(value, args) for value in out)

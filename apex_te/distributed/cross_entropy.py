@@ -125,10 +125,7 @@ class _SplitCrossEntropy(torch.autograd.Function):
         """Computes the losses.
 
         Args:
-            ctx: context of autograd.
             logits: [..., V], this rank's columns.
-            targets: the rows' targets.
-            label_smoothing: as for ``parallel_cross_entropy``.
             columns: this rank's columns.
         """
         rows = logits.detach().reshape(-1, columns.width).contiguous()

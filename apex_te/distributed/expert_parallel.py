@@ -177,13 +177,7 @@ class TokenDispatcher:
         """Checks that the ranks call ``dispatch`` alike; collective, and the host waits.
 
         Args:
-            tokens: this rank's argument of ``dispatch``.
-            probs: this rank's argument of ``dispatch``.
             error: error for this rank's arguments, or None.
-
-        Raises:
-            Exception: ``error``, on this rank.
-            RankMismatchError: the ranks differ, or another rank has an error.
         """
         values: dict[str, object] = {}
         if error is None:
@@ -293,12 +287,7 @@ class TokenDispatcher:
         first without; further calls only raise ``error``.
 
         Args:
-            results: this rank's argument of ``combine``.
             error: error for ``results``, or None.
-
-        Raises:
-            ValueError: ``error``.
-            RankMismatchError: the ranks differ, or another rank has an error.
         """
         grad = torch.is_grad_enabled()
         known = self.ranks == 1 or grad in self._combined
@@ -390,9 +379,7 @@ def _by_expert(
     Args:
         rows: ``[rows, hidden]``, each for one of this rank's experts.
         owners: bool ``[rows, local_experts]``, True at the expert of each row.
-        counts: number of rows of each of this rank's experts.
         align: multiple to which each expert's rows are padded.
-        total: number of rows after padding.
 
     Returns:
         ``(ordered, ids)``: the padded rows ``[total, hidden]``, and the row map with which

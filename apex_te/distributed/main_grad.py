@@ -192,18 +192,10 @@ def _complete(
     second all-reduce carries numbers beyond this size once the ranks are known to agree.
 
     Args:
-        parameters: this rank's trained parameters.
         gradients: gradient of each parameter, None if this rank has none. Zeros replace None if
             another rank has a gradient.
         group: process group, not None.
         error: error that this rank found in its gradients, or None.
-
-    Returns:
-        The gradients, without those that no rank has.
-
-    Raises:
-        Exception: ``error``, on this rank.
-        RankMismatchError: the parameters differ, or another rank has an error.
     """
     present = [int(gradient is not None) for gradient in gradients]
     is_usual = all(present) and error is None
@@ -262,7 +254,6 @@ def _check_agreement(numbers: torch.Tensor, count: int, group: Any) -> None:
     Args:
         numbers: int32, the MAX all-reduce of what each rank sends; its first ``HEADER`` numbers are
             those of ``comm.agreement.header``, by which ``compared`` sees differences and errors.
-        count: this rank's number of parameters, for the message.
         group: process group, not None.
     """
     found = compared(numbers[:HEADER].tolist())
@@ -286,7 +277,6 @@ def _add_zeros(
     """Puts zeros, also into ``.grad``, for gradients that only other ranks have.
 
     Args:
-        parameters: this rank's trained parameters.
         gradients: gradient of each parameter or None; changed in place.
         anywhere: for each parameter, 1 if any rank has its gradient, else 0.
     """
@@ -317,8 +307,6 @@ def _land(work: Any, flat: torch.Tensor, bucket: list[torch.Tensor]) -> None:
     """Waits for the all-reduce of a bucket and copies the sums to its gradients.
 
     Args:
-        work: ``torch.distributed.Work`` of the all-reduce.
-        flat: 1-D tensor that was reduced, the gradients one after the other.
         bucket: gradients to copy to; empty if ``flat`` is the gradient itself.
     """
     work.wait()  # on a GPU the stream waits, not the host

@@ -18,9 +18,6 @@ class SavedInParts:
     ranks, the last one padded with zeros. Each rank saves one part, and ``unpack`` gathers all.
     Further tensors are saved whole. The first tensor must be equal on all ranks, and all must
     unpack it at the same point, as the gather is collective.
-
-    Args:
-        group: process group of the tensor-parallel ranks.
     """
 
     def __init__(self, group: Any) -> None:
@@ -28,16 +25,7 @@ class SavedInParts:
         self._is_first = True
 
     def pack(self, tensor: torch.Tensor) -> Any:
-        """Returns the object that autograd saves for ``tensor``.
-
-        Returns:
-            For the first tensor an object with this rank's part, for ``unpack``; other tensors
-            unchanged.
-
-        Raises:
-            NotImplementedError: the first tensor is of a subclass, whose elements may not lie in
-                its own storage.
-        """
+        """Returns the object that autograd saves for ``tensor``."""
         if not self._is_first:
             return tensor
         self._is_first = False
@@ -50,21 +38,12 @@ class SavedInParts:
 
     @staticmethod
     def unpack(saved: Any) -> torch.Tensor:
-        """Returns the tensor that ``pack`` was given; collective for the first one.
-
-        Args:
-            saved: object that ``pack`` returned.
-        """
+        """Returns the tensor that ``pack`` was given; collective for the first one."""
         return saved.gathered() if type(saved) is _Part else saved
 
 
 class _Part:
-    """Saved form of a tensor: this rank's 1-D part, and the tensor's shape and strides.
-
-    Args:
-        tensor: the whole tensor, equal on all ranks.
-        group: process group whose ranks each keep one part.
-    """
+    """Saved form of a tensor: this rank's 1-D part, and the tensor's shape and strides."""
 
     __slots__ = ("_group", "_numel", "_part", "_shape", "_stride")
 

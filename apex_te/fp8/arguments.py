@@ -113,13 +113,7 @@ def _value(args: argparse.Namespace, name: str, choices: tuple[str | None, ...])
     """Returns the value of a switch after a check, as users may build a Namespace themselves.
 
     Args:
-        args: parsed arguments.
         name: attribute of ``args``, e.g. "fp8_format".
-        choices: values that the switch may have.
-
-    Raises:
-        TypeError: ``args`` lacks the attribute.
-        ValueError: the value is not among ``choices``.
     """
     switch = "--" + name.replace("_", "-")
     if not hasattr(args, name):

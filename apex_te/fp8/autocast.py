@@ -216,12 +216,8 @@ class fp8_autocast:
         )  # fmt: skip
 
     def _refuse_both(self, name: str, value: object, other: str) -> None:
-        """Raises the TypeError of an argument that is given by both its names, unless it is None.
-
-        Args:
-            name: one of the names.
-            value: the value under that name.
-            other: the other name.
+        """Raises the TypeError of an argument that is given by both its names, unless it is
+        None.
         """
         if value is not None:
             raise TypeError(
@@ -241,12 +237,8 @@ class fp8_autocast:
         """Checks and stores the arguments of this class's constructor and of its subclasses'.
 
         Args:
-            enabled: run in FP8.
-            calibrating: collect amaxes.
             recipe: a recipe, its name, or None for the default.
             group: process group of the amaxes, or None for the whole world.
-            names: the constructor's names for ``recipe`` and ``group``, for errors.
-            keep_columnwise_weights: as in ``fp8_autocast``.
         """
         owner = type(self).__name__
         if not (type(enabled) is type(calibrating) is type(keep_columnwise_weights) is bool):
@@ -334,7 +326,6 @@ def _refuse_flags(owner: str, **flags: Any) -> None:
     """Raises the TypeError for the first of the arguments that is not a bool.
 
     Args:
-        owner: the name of the class.
         flags: its arguments that must be bools.
     """
     for name, value in flags.items():

@@ -110,11 +110,7 @@ class ModuleFP8:
         self.state.move(device)
 
     def observe(self, observer: Callable[[QuantizerSets], QuantizerSets] | None) -> None:
-        """Passes quantizers through ``observer`` before modules get them; None ends that.
-
-        Args:
-            observer: takes the ``QuantizerSets`` of a recipe and returns those to use.
-        """
+        """Passes quantizers through ``observer`` before modules get them; None ends that."""
         self.observer = observer
         self.forget()
 
@@ -146,8 +142,6 @@ class ModuleFP8:
         Quantizers that are missing are built; the state is allocated or resized if needed.
 
         Args:
-            key: the region's ``recipe_key``.
-            recipe: the region's recipe.
             device: device of the module's weights.
             records: True if the region's modules stage amaxes.
             amax_group: the region's amax group; None if the region counts in none.
@@ -169,7 +163,6 @@ class ModuleFP8:
         """Returns the quantizers of the last recording forward, if a forward may use them as is.
 
         Args:
-            key: the region's ``recipe_key``.
             amax_group: the region's amax group; None if the region counts in none.
         """
         entered = amax_group is None or amax_group is self._sync.amax_group
@@ -190,8 +183,6 @@ class ModuleFP8:
         A forward that does not record changes no state that exists.
 
         Args:
-            key: interned name of the recipe.
-            recipe: recipe of the region.
             device: device of the module's weights.
             records: True if the region's modules stage amaxes.
         """
@@ -225,9 +216,6 @@ class ModuleFP8:
         It is a method of simple arguments, so that nothing of one module becomes a guard of the
         compiled code, which the layers of a model then share. Modules on the device that have not
         run yet are adapted, too, as each would otherwise cause a recompilation.
-
-        Returns:
-            True, a constant for torch.compile.
         """
         where = torch.device(device) if index is None else torch.device(device, index)
         recipe = recipe_named(key)
@@ -258,10 +246,8 @@ class ModuleFP8:
         self._sets_first_scales |= records and recipe.keeps_state
 
     def staging(self, key: str) -> list[torch.Tensor]:
-        """Returns the state's tensors for inputs and weights that compiled code reads and writes.
-
-        Args:
-            key: interned name of the recipe.
+        """Returns the state's tensors for inputs and weights that compiled code reads and
+        writes.
         """
         return getattr(self._compiled, key)[1]
 
@@ -274,7 +260,6 @@ class ModuleFP8:
 
         Args:
             key: interned name of the region's recipe, by which the compiled forward knows it.
-            recipe: the region's recipe.
         """
         state = self.state
         if self._sets_first_scales:
@@ -288,7 +273,6 @@ class ModuleFP8:
         """Returns the FP8 copies of a GEMM's weight that compiled code keeps between calls.
 
         Args:
-            gemm: index of the GEMM in the module.
             dtype: FP8 dtype of the copies.
             sizes: rows and columns of the weight, and the number of parameters that it is made of.
         """
@@ -299,11 +283,7 @@ class ModuleFP8:
     def _prepare_weight(
         self, name: str, dtype: torch.dtype, rows: int, cols: int, sources: int
     ) -> bool:
-        """Allocates the missing ``TracedWeight`` called ``name`` while torch.compile traces.
-
-        Returns:
-            True, a constant for torch.compile.
-        """
+        """Allocates the missing ``TracedWeight`` called ``name`` while torch.compile traces."""
         if not hasattr(self._compiled, name):
             from .delayed.compiled_weight import TracedWeight
 

@@ -107,15 +107,7 @@ class fp8_statistics:
         return self
 
     def _observer(self, first: int) -> Callable[[QuantizerSets], QuantizerSets]:
-        """Returns the function that wraps one module's quantizers so that each cast is recorded.
-
-        Args:
-            first: index in ``_names`` of the module's first label, that of its first GEMM's input.
-
-        Returns:
-            Function for ``ModuleFP8.observe``: takes the module's ``QuantizerSets`` and returns
-            them with quantizers that call ``_note`` for each tensor that they cast.
-        """
+        """Returns the function that wraps one module's quantizers so that each cast is recorded."""
 
         def note(gemm: int, role: str, x: Any, quantized: Any, quantizer: Any) -> None:
             self._note(first + gemm * len(ROLES) + ROLES.index(role), x, quantized, quantizer)
@@ -134,12 +126,11 @@ class fp8_statistics:
         """Adds the measurements of a tensor to the current step.
 
         Args:
-            slot: index of the tensor's label in ``_names``.
             x: the tensor in high precision, ``[rows, cols]``.
             quantized: its FP8 copies.
-            quantizer: the quantizer that made them.
 
         An input or weight of a region not seen before begins a new step. Gradients, which come
+
         after their region was left, belong to the current step.
         """
         if slot % len(ROLES) != ROLES.index("grad_output"):
@@ -325,11 +316,7 @@ def _cells(series: dict[str, dict[str, list]], steps: list[int], key: str) -> li
 
 
 def _owners(modules: list[tuple[str, Any]]) -> list[str]:
-    """Returns a unique label for each module: its ``name`` if no other has it, else its path.
-
-    Args:
-        modules: pairs of a module's path in the model and the module.
-    """
+    """Returns a unique label for each module: its ``name`` if no other has it, else its path."""
     paths = [path or type(module).__name__ for path, module in modules]
     given = [getattr(module, "name", None) for _, module in modules]
     return [
@@ -342,7 +329,6 @@ def _names(owner: str, module: Any) -> list[str]:
     """Returns the labels of a module's slots, ``<owner>.<role>`` or ``<owner>.<gemm>.<role>``.
 
     Args:
-        owner: label of the module.
         module: the module; names of its weights such as ``fc1_weight`` give the names of its GEMMs.
     """
     gemms = module.fp8_state.gemms

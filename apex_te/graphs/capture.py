@@ -58,7 +58,6 @@ def recorded(graph: Any, pool: Any) -> Iterator[None]:
 
     Args:
         graph: a new ``torch.cuda.CUDAGraph``.
-        pool: memory pool from ``torch.cuda.graph_pool_handle()``.
 
     Raises:
         ValueError: an earlier capture into ``pool`` has failed.
@@ -98,15 +97,7 @@ class Capture:
     Those tensors stay where they are, so only one replay at a time is possible.
 
     Args:
-        owner: the name of the module in errors.
-        forward: function that runs the module.
         args: positional arguments of ``forward``. Tensors are copied to where replays read them.
-        kwargs: keyword arguments of ``forward``, copied likewise.
-        parameters: parameters of the module.
-        modules: the FP8 modules in it.
-        region: region of ``fp8_autocast`` to capture in.
-        keeps_weights: replays can keep the FP8 weights of earlier replays.
-        allow_unused: an input or parameter may have no gradient.
         first: the capture of the same module's first microbatch, whose FP8 weights this one shares;
             None for that capture, and for a module with one capture.
 
@@ -204,13 +195,8 @@ class Capture:
                 module._modes.wgrad_store[:] = delayed
 
     def _run(self, graph: Any) -> tuple[list[Any], Any]:
-        """Runs one forward inside ``graph``, in the ``fp8_autocast`` region with no update pending.
-
-        Args:
-            graph: context that captures the forward, or ``contextlib.nullcontext()``.
-
-        Returns:
-            ``(outputs, spec)``: the flat outputs, and their pytree structure.
+        """Runs one forward inside ``graph``, in the ``fp8_autocast`` region with no update
+        pending.
         """
         for captured in self.weights:
             captured.begin()
@@ -233,7 +219,6 @@ class Capture:
         """Returns the gradients of ``_sources()``, in the order of these; None if unused.
 
         Args:
-            outputs: flat outputs of the module.
             grads: the gradient of each output, None for one that needs none.
         """
         sources = self._sources()
@@ -270,22 +255,11 @@ class Capture:
         self.cache = WeightCache(kept, [[given[id(s)] for s in w.sources] for w in kept])
 
     def capture_forward(self, pool: Any) -> None:
-        """Captures the forward, whose outputs stay where replays write them.
-
-        Args:
-            pool: memory pool from ``torch.cuda.graph_pool_handle()``.
-        """
+        """Captures the forward, whose outputs stay where replays write them."""
         self.outputs, self.output_spec = self._run(recorded(self.forward_graph, pool))
 
     def capture_backward(self, pool: Any) -> None:
-        """Captures the backward, whose gradients stay where replays write them.
-
-        Args:
-            pool: memory pool from ``torch.cuda.graph_pool_handle()``.
-
-        Raises:
-            RuntimeError: an input or parameter has no gradient, and that is not allowed.
-        """
+        """Captures the backward, whose gradients stay where replays write them."""
         needs = [_needs_grad(o) for o in self.outputs]
         self.grad_outputs = [
             torch.zeros_like(o) if need else None
@@ -309,13 +283,7 @@ class Capture:
         """Checks that each source has a gradient, unless ``allow_unused``.
 
         Args:
-            sources: inputs and stand-ins of parameters that require grad.
             grads: the gradient of each that autograd returned, or None.
-            delayed: ids of the stand-ins whose gradients ``backward_dw`` computes.
-
-        Raises:
-            RuntimeError: a source has a gradient neither from autograd nor in ``main_grad``, nor
-                delayed.
         """
         for source, grad in zip(sources, grads, strict=True):
             has_own = getattr(source, "main_grad", None) is not None or id(source) in delayed
@@ -338,11 +306,7 @@ class Capture:
         self.grad_outputs = list(compress(self.grad_outputs, tensors))
 
     def _take_delayed(self) -> set[int]:
-        """Stores in ``delayed`` the weight gradients that the captured backward has left out.
-
-        Returns:
-            The ids of these weights' stand-ins.
-        """
+        """Stores in ``delayed`` the weight gradients that the captured backward has left out."""
         late: set[int] = set()
         for module in self.modules:
             own = [p for p in module.parameters(recurse=False) if p.requires_grad]
@@ -383,9 +347,7 @@ class Capture:
         """Replays the backward.
 
         Args:
-            run: number of the forward whose backward this is.
             overwrite: ``main_grad`` tensors start from zero.
-            grads: the gradient of each tensor of ``results``.
 
         Returns:
             The gradients of all inputs, then of the parameters that require grad, None for those
@@ -422,10 +384,6 @@ class Capture:
 class WeightCache:
     """Decides which FP8 weights a replay casts, by the rule of a module's own cache of FP8 weights.
 
-    Args:
-        kept: the weights.
-        sources: for each weight, what it is made of: parameters, or positions of inputs.
-
     Attributes:
         is_filled: a replay has run, so that the kept weights have values.
     """
@@ -450,7 +408,6 @@ class WeightCache:
         Args:
             first: ``is_first_microbatch``: True casts all weights; None casts all, for this call
                 only; False casts weights that changed.
-            recomputed: the call is a recompute, which casts no weight.
             inputs: the tensors of the call, in the order of ``Capture.inputs``.
         """
         self.is_filled = True
@@ -473,15 +430,7 @@ class WeightCache:
 
 
 class DelayedGradient:
-    """Weight gradient that ``backward_dw`` computes after a replay, from the graph's memory.
-
-    Args:
-        capture: the graphs whose backward leaves this gradient out.
-        modes: memory of the FP8 module whose ``backward_dw`` computes the gradient.
-        pairs: the module's parameters that require grad, each with its stand-in of the capture.
-        compute: computes the gradient, and adds it to ``.grad`` of a stand-in or to ``main_grad``,
-            which parameter and stand-in share.
-    """
+    """Weight gradient that ``backward_dw`` computes after a replay, from the graph's memory."""
 
     def __init__(
         self, capture: Capture, modes: Modes, pairs: Sequence[Any], compute: Callable[[], None]
@@ -492,14 +441,7 @@ class DelayedGradient:
         self.compute = compute
 
     def run(self, run: int) -> None:
-        """Computes the gradient and adds it to the parameter's ``.grad`` or ``main_grad``.
-
-        Args:
-            run: number of the forward that the gradient belongs to.
-
-        Raises:
-            RuntimeError: a later forward has overwritten what the gradient is computed from.
-        """
+        """Computes the gradient and adds it to the parameter's ``.grad`` or ``main_grad``."""
         if run != self.capture.run:
             raise RuntimeError(
                 f"{self.capture.owner}: backward_dw must come before the next graphed forward, "
@@ -536,10 +478,6 @@ def preserved(
 
     That is their FP8 state, the amaxes' pending updates, buffers, ``main_grad`` tensors and random
     generators.
-
-    Args:
-        modules: the modules that are run.
-        devices: the devices whose random generators are restored.
     """
     states = [SavedState(child.fp8_state) for module in modules for child in fp8_modules(module)]
     parameters = [p for module in modules for p in module.parameters()]

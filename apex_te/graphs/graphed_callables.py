@@ -125,9 +125,6 @@ def capture_in_order(
 
     Args:
         graphs: the forwards, not yet installed; several may be of one module.
-        order: ``(graph, is_backward)`` of each forward and backward, as replays will run.
-        devices: the devices that the modules run on.
-        warmup_iters: number of warm-up runs.
         pool: memory pool from ``torch.cuda.graph_pool_handle()``; None makes one.
     """
     pool = torch.cuda.graph_pool_handle() if pool is None else pool
@@ -170,15 +167,7 @@ def check_options(warmup_iters: Any, allow_unused_input: Any, weight_caching: An
 
 
 def _samples(modules: Any, args: Any, kwargs: Any) -> list[tuple[Any, tuple, dict[str, Any]]]:
-    """Checks the modules and their sample arguments.
-
-    Args:
-        modules, args, kwargs: ``modules``, ``sample_args`` and ``sample_kwargs`` of
-            ``make_graphed_callables``.
-
-    Returns:
-        ``(module, args, kwargs)`` of each module.
-    """
+    """Checks the modules and their sample arguments."""
     single = isinstance(modules, torch.nn.Module)
     if not single and not isinstance(modules, (tuple, list)):
         kind = type(modules).__name__
@@ -245,15 +234,7 @@ def check_surroundings() -> None:
 
 
 def device_of(module: torch.nn.Module, args: tuple, kwargs: dict[str, Any]) -> torch.device:
-    """Returns the CUDA device that a module runs on.
-
-    Args:
-        module: a module.
-        args, kwargs: its sample arguments.
-
-    Raises:
-        ValueError: a parameter or sample is on no CUDA device, or there is neither.
-    """
+    """Returns the CUDA device that a module runs on."""
     parameters = list(module.parameters())
     tensors = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
     for name, values in (("parameters", parameters), ("samples", tensors)):
@@ -273,14 +254,8 @@ class GraphedForward:
     """Callable in place of a module's ``forward`` that replays its graph or runs it eagerly.
 
     Args:
-        module: the module.
-        args, kwargs: its sample arguments.
-        region: region of ``fp8_autocast`` to capture in.
-        weight_caching: replays can keep the FP8 weights of earlier replays.
-        allow_unused: an input or parameter may have no gradient.
         first: the graph of the same module's first microbatch; None for that graph, and for a
             module with one graph.
-        is_called: capture a call of the module, with its hooks, instead of its ``forward`` alone.
 
     Attributes:
         eager: the module's ``forward`` without a graph.
@@ -364,12 +339,7 @@ class GraphedForward:
         return self._call(args, kwargs, is_first_microbatch)
 
     def _call(self, args: tuple, kwargs: dict[str, Any], first: bool | None) -> Any:
-        """Replays the graph for a call like the captured one, else runs the eager forward.
-
-        Args:
-            args, kwargs: the call's arguments.
-            first: ``is_first_microbatch``.
-        """
+        """Replays the graph for a call like the captured one, else runs the eager forward."""
         if self.schedule is not None and not self.capture.keeps_weights:
             first = None  # Megatron passes it always
         elif first is not None and not self.capture.keeps_weights:
@@ -400,9 +370,6 @@ class GraphedForward:
         """Returns the keyword arguments in the order of the capture, in a graph of a microbatch.
 
         Those that the capture had not are left out if they are None: Megatron passes them all.
-
-        Args:
-            kwargs: the keyword arguments of a call.
         """
         if self.schedule is None:
             return kwargs
@@ -411,11 +378,7 @@ class GraphedForward:
         return found | others
 
     def _applies(self, first: bool | None) -> bool:
-        """Returns True if the graph can stand for this call: same mode, autocast and FP8 region.
-
-        Args:
-            first: ``is_first_microbatch``; False needs FP8 weights that a replay has cast.
-        """
+        """Returns True if the graph can stand for this call: same mode, autocast and FP8 region."""
         if self.is_reset:
             return False
         if self.module.training != self.training or self.autocast != _autocast_dtype():
@@ -434,12 +397,7 @@ class GraphedForward:
         return not any(state.first_steps.due[i] for state, i in self.first_steps)
 
     def _checked_inputs(self, args: tuple, kwargs: dict[str, Any]) -> list[torch.Tensor]:
-        """Returns the tensors of a call, in the order of ``Capture.inputs``.
-
-        Raises:
-            TypeError: no tensor, or a tensor of another dtype, in the place of a captured tensor.
-            ValueError: another structure, constant, shape or ``requires_grad`` than captured.
-        """
+        """Returns the tensors of a call, in the order of ``Capture.inputs``."""
         capture, owner = self.capture, self.owner
         leaves, spec = pytree.tree_flatten((args, kwargs))
         if spec != capture.spec:
@@ -471,11 +429,7 @@ class GraphedForward:
         return given
 
     def _check_addresses(self) -> None:
-        """Checks that FP8 state and parameters are where the capture found them.
-
-        Raises:
-            RuntimeError: FP8 state or parameters have moved.
-        """
+        """Checks that FP8 state and parameters are where the capture found them."""
         what = None
         if any(state.amax_history_fwd is not history for state, history in self.states):
             what = "FP8 state"

@@ -43,26 +43,13 @@ def graph_microbatches(
         modules: the layers, chunk by chunk.
         sample_args: a tuple of positional arguments for each graph: chunk by chunk, within a chunk
             microbatch by microbatch, within a microbatch layer by layer.
-        order: the schedule, in which ``c`` is the forward of the next microbatch through chunk
-            ``c``, and ``-c`` the backward of its next microbatch; chunks count from 1.
         layers_per_chunk: number of layers of each chunk; None divides them equally.
-        sample_kwargs: keyword arguments, ordered as ``sample_args``.
-        fp8_enabled: as in ``make_graphed_callables``, or a bool for each module.
-        fp8_calibrating, fp8_recipe, fp8_group, fp8_weight_caching, num_warmup_iters,
-            allow_unused_input, pool: as in ``make_graphed_callables``. With ``fp8_weight_caching``
-            the first microbatch of a step passes ``is_first_microbatch=True``, the others False;
-            without, and of modules outside of FP8, the argument is ignored.
 
     Returns:
         A callable for each graph, ordered as ``sample_args``, to call in place of the module, in
         the order of the schedule. Hooks of the modules are part of the graphs. The modules keep
         their ``forward``, which a callable runs where its graph does not fit the call. ``reset()``
         of a callable frees its graph.
-
-    Raises:
-        RuntimeError: as ``make_graphed_callables``; in a later call, graphs run in another order.
-        TypeError: an argument has a wrong type.
-        ValueError: an argument has a wrong value.
     """
     graphed_callables.check_options(num_warmup_iters, allow_unused_input, fp8_weight_caching)
     _check_modules(modules)
@@ -139,12 +126,7 @@ class Schedule:
         self._rounds: dict[int, int] = {}  # of the last forward of each capture
 
     def check(self, capture: Capture, is_backward: bool) -> None:
-        """Notes that a forward or backward is about to be replayed.
-
-        Raises:
-            RuntimeError: what its forward has saved may have been overwritten, as graphs have run
-                in another order.
-        """
+        """Notes that a forward or backward is about to be replayed."""
         place = self._places[id(capture), is_backward]
         if not is_backward:
             self._round += place <= self._last
@@ -183,16 +165,7 @@ def _switches(enabled: bool | Sequence[bool], count: int) -> list[bool]:
 def _chunks(
     modules: int, order: Sequence[int], layers_per_chunk: Sequence[int] | None
 ) -> list[range]:
-    """Checks the schedule, and returns the indices of the modules of each chunk.
-
-    Args:
-        modules: the number of modules.
-        order, layers_per_chunk: as in ``graph_microbatches``.
-
-    Raises:
-        TypeError: ``order`` has an entry that is not an int.
-        ValueError: the schedule is none, or does not fit the modules.
-    """
+    """Checks the schedule, and returns the indices of the modules of each chunk."""
     for entry in order:
         if isinstance(entry, bool) or not isinstance(entry, int):
             raise TypeError(f"{_NAME}: _order must hold ints, got {entry!r}")
@@ -239,11 +212,8 @@ def _each(name: str, values: Any, wanted: type, count: int) -> list[Any]:
 
 
 def _events(chunks: Sequence[range], order: Sequence[int]) -> list[tuple[int, bool]]:
-    """Returns the index of the graph, and whether it is its backward, of each step of a schedule.
-
-    Args:
-        chunks: the indices of the modules of each chunk.
-        order: as in ``graph_microbatches``.
+    """Returns the index of the graph, and whether it is its backward, of each step of a
+    schedule.
     """
     microbatches = len(order) // (2 * len(chunks))
     done = dict.fromkeys(order, 0)

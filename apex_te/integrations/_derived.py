@@ -26,7 +26,6 @@ def derived(kind: Any, base: Any, name: str | None = None) -> Any:
 
     Args:
         kind: the class of apex_te, which is first in the order of resolution.
-        base: the class that a layer had before.
         name: the subclass's name, default that of ``kind``.
     """
     key = (kind, base, name or kind.__name__)

@@ -23,12 +23,7 @@ class _Options(NamedTuple):
 
 
 class Export(_Options):
-    """Checked options of ``export_fp8``, whose arguments they are.
-
-    Raises:
-        TypeError: an option is not a str.
-        ValueError: an option is unknown or does not go with another.
-    """
+    """Checked options of ``export_fp8``, whose arguments they are."""
 
     __slots__ = ()
 
@@ -62,7 +57,6 @@ def quantization_config(export: Export, ignored: list[str]) -> dict[str, Any]:
     """Returns the entry ``quantization_config`` of the model's ``config.json``.
 
     Args:
-        export: the options.
         ignored: names of the linear layers that are not quantized.
     """
     if export.quant_method == "compressed-tensors":

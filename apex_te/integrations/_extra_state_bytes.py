@@ -46,7 +46,6 @@ def encoded(state: FP8State, recipe: Recipe | None, by_kind: bool) -> torch.Tens
     """Returns the bytes of an ``_extra_state``.
 
     Args:
-        state: the module's FP8 state.
         recipe: recipe of the module's last forward in FP8; None if there was none.
         by_kind: sort the slots by kind (inputs, weights, outputs), as frameworks expect of a
             ``GroupedLinear``, instead of by GEMM.
@@ -107,9 +106,6 @@ class OwnHeader(NamedTuple):
         Args:
             tensors: the four tensors, in the order in which they are saved.
             due: for each slot of the state, True if it has seen no amax and has no scale.
-
-        Raises:
-            ValueError: the header is damaged.
         """
         entries = decode_header(self.blob)
         if _checksum(_flat(tensors)) == self.checksum:
@@ -119,11 +115,7 @@ class OwnHeader(NamedTuple):
 
 
 def own_header(saved: Any) -> OwnHeader | None:
-    """Returns what apex_te has added to a decoded ``_extra_state``; None if it did not save it.
-
-    Args:
-        saved: the decoded object.
-    """
+    """Returns what apex_te has added to a decoded ``_extra_state``; None if it did not save it."""
     extra = saved.get("extra_fp8_variables") if isinstance(saved, dict) else None
     own = extra.get(OWN) if isinstance(extra, dict) else None
     if not isinstance(own, dict):

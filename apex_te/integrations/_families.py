@@ -118,9 +118,6 @@ _BLOCKS: dict[tuple[str, str], tuple[Layers, ...]] = {
 def layers_to_join(block: Any) -> tuple[Layers, ...]:
     """Returns the groups of layers of a block that are each to become one layer.
 
-    Args:
-        block: any module.
-
     Returns:
         The groups; empty if ``block`` is no block that is known.
     """

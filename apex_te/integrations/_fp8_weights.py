@@ -21,17 +21,7 @@ __all__ = ["count_fp8_weights", "hold_in_fp8"]
 def hold_in_fp8(
     model: nn.Module, names: Iterable[str], settings: Settings
 ) -> list[tuple[str, str]]:
-    """Replaces weights of converted layers by Parameters that hold them in FP8 only.
-
-    Args:
-        model: the model.
-        names: dotted names of the layers.
-        settings: settings of ``fp8_model_init``.
-
-    Returns:
-        For each layer whose weights stay in high precision its name, and the reason for the
-        warning.
-    """
+    """Replaces weights of converted layers by Parameters that hold them in FP8 only."""
     layers = {name: model.get_submodule(name) for name in names}
     wanted = {id(layer) for layer in layers.values()}
     outside: dict[int, str] = {}  # names of other modules that have a Parameter
@@ -58,10 +48,8 @@ def _hold(
     """Replaces the weights of one layer.
 
     Args:
-        layer: the layer.
         outside: names of modules that are not to be changed, by ``id`` of their Parameters.
         made: the new Parameters so far, by ``id`` of those that they replace; added to.
-        settings: settings of ``fp8_model_init``.
 
     Returns:
         The reason why a weight stays; None if all were replaced.
@@ -95,10 +83,8 @@ def _held(weight: nn.Parameter, settings: Settings) -> nn.Parameter:
 
 
 class MemoryFootprint:
-    """Callable in place of a model's ``get_memory_footprint``, which counts what FP8 weights hold.
-
-    Args:
-        model: the model of Hugging Face.
+    """Callable in place of a model's ``get_memory_footprint``, which counts what FP8 weights
+    hold.
     """
 
     def __init__(self, model: Any) -> None:

@@ -48,9 +48,6 @@ class FusedLoraLinear(LoraLinear):
     def _one_adapter(self, x: torch.Tensor) -> str | None:
         """Returns the name of the active adapter if the base's product can add it.
 
-        Args:
-            x: the layer's input.
-
         Returns:
             The name; None if PEFT's own forward is to run, which then has more to do than to add
             one product of low rank in the dtype of the base.

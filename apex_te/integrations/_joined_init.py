@@ -31,9 +31,6 @@ class InitWeights:
     """Callable in place of a model's ``_init_weights``, which initialises joined layers, too.
 
     Each original layer is initialised as the model's class does, on views of the joined parameters.
-
-    Args:
-        model: the model of Hugging Face.
     """
 
     def __init__(self, model: Any) -> None:
@@ -67,9 +64,6 @@ def _parameter(view: PartView, attribute: str) -> nn.Parameter:
     """Returns a Parameter that shares its memory with a part of a joined one.
 
     One in another layout is a copy: random values are drawn in the order of memory.
-
-    Raises:
-        NotImplementedError: the joined parameter is held in FP8 or distributed.
     """
     whole = getattr(view.module, view.rows[attribute][0])
     if type(whole) is not nn.Parameter:

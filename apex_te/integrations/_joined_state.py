@@ -91,9 +91,6 @@ def joined(values: list[torch.Tensor], transposed: bool) -> torch.Tensor:
 class PartView:
     """Weight and bias of one original layer, read as views of the joined parameters.
 
-    Args:
-        module: the layer that has the joined parameters.
-
     Attributes:
         rows: ``(name, start, rows, transposed)`` for ``"weight"`` and ``"bias"``: name of the
             joined parameter in ``module``, first row and number of rows of the original parameter
@@ -106,9 +103,6 @@ class PartView:
 
     def part(self, attribute: str) -> torch.Tensor | None:
         """Returns a view with the values of an original parameter.
-
-        Args:
-            attribute: ``"weight"`` or ``"bias"``.
 
         Returns:
             The view, in the original layout; None if the layer had no such parameter.
@@ -139,11 +133,7 @@ class PartView:
         return {}
 
     def requires_grad_(self, requires_grad: bool = True) -> PartView:
-        """Raises an error unless the joined parameters are as they are to be.
-
-        Raises:
-            ValueError: ``requires_grad`` is not that of the joined parameters.
-        """
+        """Raises an error unless the joined parameters are as they are to be."""
         for name, *_ in self.rows.values():
             parameter = getattr(self.module, name)
             if parameter.requires_grad != requires_grad:
@@ -158,12 +148,8 @@ class PartView:
         """Sets an original parameter; a joined one on the meta device waits for all its parts.
 
         Args:
-            attribute: ``"weight"`` or ``"bias"``.
             value: the new values, in the original layout; their dtype and device become those of
                 the joined parameter.
-
-        Raises:
-            TypeError: the joined parameter is distributed.
         """
         name, start, rows, transposed = self.rows[attribute]
         whole = getattr(self.module, name)
@@ -221,12 +207,8 @@ class PartParameters(dict[str, Any]):
 
 
 class _OriginalWeights:
-    """Weights by which accelerate's hook of a joined layer finds parameters, stacked from others.
-
-    Args:
-        weights: the hook's map, an object with ``dataset`` and ``prefix``.
-        block: name of the block and a period.
-        entries: the joined parameters of the layer; keys are relative to the block.
+    """Weights by which accelerate's hook of a joined layer finds parameters, stacked from
+    others.
     """
 
     def __init__(self, weights: Any, block: str, entries: Iterable[JoinedKey]) -> None:
@@ -244,12 +226,7 @@ class _OriginalWeights:
 
 
 def read_original_keys(hook: Any, keys: tuple[str, tuple[JoinedKey, ...]]) -> None:
-    """Has a hook of accelerate's, made for a joined layer, find parameters by original keys.
-
-    Args:
-        hook: the hook, or several in one.
-        keys: the layer's attribute ``KEYS``.
-    """
+    """Has a hook of accelerate's, made for a joined layer, find parameters by original keys."""
     for one in getattr(hook, "hooks", (hook,)):
         weights, (path, entries) = getattr(one, "weights_map", None), keys
         prefix = getattr(weights, "prefix", "")
@@ -261,7 +238,6 @@ class JoinedState:
     """State dict hooks of one block, which give and take the keys of the original layers.
 
     Args:
-        entries: the joined parameters; keys are relative to the block.
         order: keys of the block's state dict before any layer was joined, whose order is kept.
     """
 
@@ -339,13 +315,7 @@ class JoinedState:
             state_dict[entry.key] = _like(own, joined(values, entry.transposed))
 
     def _is_joined(self, entry: JoinedKey, state_dict: dict[str, Any], own: torch.Tensor) -> bool:
-        """Returns True if ``state_dict`` has the joined parameter, as earlier releases saved it.
-
-        Args:
-            entry: the joined parameter, its keys as in ``state_dict``.
-            state_dict: the state dict to be loaded.
-            own: the joined parameter of the model.
-        """
+        """Returns True if ``state_dict`` has the joined parameter, as earlier releases saved it."""
         if entry.key not in state_dict:
             return False
         if entry.key != entry.parts[0][0]:
@@ -359,7 +329,6 @@ class JoinedState:
         """Replaces joined keys by the original ones among the missing keys (a post-hook).
 
         Args:
-            block: the block.
             incompatible: torch's result of ``load_state_dict``, changed in place.
         """
         missing: list[str] = incompatible.missing_keys
@@ -382,10 +351,6 @@ def _mismatch(key: str, value: Any, current: torch.Tensor) -> str:
 
 def _like(own: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
     """Returns a tensor to be loaded, distributed like the model's parameter.
-
-    Args:
-        own: the model's parameter.
-        value: the whole tensor, or a DTensor, which is returned as it is.
 
     Returns:
         ``value`` with the mesh and placements of ``own``; ``value`` itself if ``own`` is no

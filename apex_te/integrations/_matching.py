@@ -57,9 +57,7 @@ def is_class(module: object, path: str, *names: str) -> bool:
     """Returns True if the class of ``module`` has a given name and defining Python module.
 
     Args:
-        module: the object to test.
         path: dotted name of the Python module that must define the class.
-        names: names that the class may have.
     """
     kind = type(module)
     return kind.__module__ == path and kind.__name__ in names
@@ -87,7 +85,6 @@ def activation_name(module: object, gated: bool) -> str | None:
     """Returns the ``activation`` argument of ``LayerNormMLP`` that computes as ``module`` does.
 
     Args:
-        module: the activation, a module.
         gated: True if a second projection is multiplied with the activation's result.
 
     Returns:

@@ -34,17 +34,7 @@ _LAST = ("output", "fc")
 
 
 class Selection:
-    """Choice of the layers that ``from_torch`` converts, by its options and by default.
-
-    Args:
-        model: the model that ``from_torch`` is to convert.
-        include, exclude, keep_first_blocks, keep_last_blocks, min_size, size_multiple: arguments
-            of ``from_torch``.
-
-    Raises:
-        TypeError: an argument has a wrong type.
-        ValueError: a number is out of range, or a pattern matches no layer.
-    """
+    """Choice of the layers that ``from_torch`` converts, by its options and by default."""
 
     def __init__(
         self,
@@ -77,8 +67,6 @@ class Selection:
         """Returns the reason why ``module`` is to stay as it is.
 
         Args:
-            name: the module's dotted name in the model.
-            module: a linear layer or norm.
             sizes: input and output features of a linear layer or experts; () for a norm, which only
                 ``include`` and ``exclude`` are about.
 
@@ -106,20 +94,7 @@ class Selection:
 def _predicates(
     argument: str, choice: Choice, names: list[str]
 ) -> list[Callable[[str, nn.Module], Any]]:
-    """Turns ``include`` or ``exclude`` of ``from_torch`` into predicates.
-
-    Args:
-        argument: the argument's name, for error messages.
-        choice: a name, a pattern, a predicate, or several of them.
-        names: dotted names of all modules of the model.
-
-    Returns:
-        Functions of a module's name and the module, true for modules that are chosen.
-
-    Raises:
-        TypeError: ``choice`` is or contains something else.
-        ValueError: a pattern matches no module.
-    """
+    """Turns ``include`` or ``exclude`` of ``from_torch`` into predicates."""
     several = isinstance(choice, Iterable) and not isinstance(choice, str)
     found = []
     for one in choice if several else (choice,):
@@ -136,16 +111,7 @@ def _predicates(
 
 
 def _pattern(argument: str, pattern: str, names: list[str]) -> Callable[[str, nn.Module], bool]:
-    """Returns a predicate for modules with successive parts of their name that match a pattern.
-
-    Args:
-        argument: name of the argument of ``from_torch``, for error messages.
-        pattern: a name with ``*``, ``?`` and ``[]`` as wildcards.
-        names: dotted names of all modules of the model.
-
-    Raises:
-        ValueError: the pattern matches none of ``names``.
-    """
+    """Returns a predicate for modules with successive parts of their name that match a pattern."""
     fits = re.compile(fnmatch.translate(pattern)).match
 
     def matches(name: str, module: nn.Module | None = None) -> bool:
@@ -166,15 +132,8 @@ def _outer_blocks(model: nn.Module, first: int, last: int) -> dict[str, str]:
     A list of blocks is a ``ModuleList`` or ``Sequential`` of modules of one class that have
     children, itself not inside a block.
 
-    Args:
-        model: the model.
-        first, last: number of blocks to take at either end of each list.
-
     Returns:
         The reason to keep a block in high precision, by the block's dotted name.
-
-    Raises:
-        ValueError: the model has no list of blocks.
     """
     if not first and not last:
         return {}

@@ -48,11 +48,7 @@ _MAX_TEXT = 200  # characters of an error
 
 
 class TensorPickleError(ValueError):
-    """Error for a pickle that is damaged, or that is not only tensors and plain values.
-
-    Args:
-        text: the message, which is cut and whose control characters are escaped.
-    """
+    """Error for a pickle that is damaged, or that is not only tensors and plain values."""
 
     def __init__(self, text: str) -> None:
         shown = printable(text[:_MAX_TEXT])
@@ -74,9 +70,6 @@ class Global(NamedTuple):
 class Inert:
     """Placeholder for an object of another library.
 
-    Args:
-        kind: dotted name of the object's class or function.
-
     Attributes:
         state: the object's attributes by name, tensors among them not read; empty if the file sets
             none.
@@ -97,7 +90,6 @@ class Storage:
 
     Args:
         dtype: dtype of the elements.
-        key: name of the storage in the file.
         numel: number of elements.
 
     Attributes:
@@ -118,9 +110,6 @@ class Storage:
         """Returns the elements as a vector, which is made once and shared by all tensors.
 
         So the memory that a file can ask for is bounded by its size.
-
-        Raises:
-            TensorPickleError: the bytes were not in the file.
         """
         if self.data is None:
             raise TensorPickleError("a storage has no bytes")
@@ -186,7 +175,6 @@ class _Reader:
     """Interpreter of one pickle, by the tables ``_PUSHES`` and ``_ACTS``.
 
     Args:
-        allowance: the file's, shared with the readers of its other pickles.
         nests: True if the pickle may contain files of ``torch.save``, which may contain none.
 
     Attributes:
@@ -203,11 +191,7 @@ class _Reader:
         self.storages: dict[str, Storage] = {}
 
     def read(self, stream: _Stream) -> Any:
-        """Reads one pickle from ``stream``, up to its end.
-
-        Returns:
-            Its value, with a ``Strided`` for each tensor.
-        """
+        """Reads one pickle from ``stream``, up to its end."""
         for opcode, argument, _ in pickletools.genops(stream):
             self.allowance.opcode()
             if opcode.name in _PUSHES:
@@ -257,11 +241,7 @@ class _Reader:
         target.extend(items)
 
     def update(self, items: Sequence[Any]) -> None:
-        """Sets items of the dict that is the last value of the stack; an ``Inert`` drops them.
-
-        Args:
-            items: keys and values in turn.
-        """
+        """Sets items of the dict that is the last value of the stack; an ``Inert`` drops them."""
         target = self.stack[-1]
         if type(target) is dict:
             target.update(_pairs(items))
@@ -298,15 +278,11 @@ def _call(reader: _Reader, function: Any, arguments: Any) -> Any:
     """Returns a stand-in for the result of a call in a pickle, which does not take place.
 
     Args:
-        reader: the reader of the pickle.
         function: the ``Global`` to be called if the file is valid.
         arguments: a tuple of its arguments if the file is valid.
 
     Returns:
         A ``Strided``, the content of a nested file, an empty dict or an ``Inert``.
-
-    Raises:
-        TensorPickleError: the function is none that tensor files call.
     """
     if not isinstance(function, Global) or type(arguments) is not tuple:
         raise TensorPickleError(f"a call must be of a global, got {_kind(function)}")
@@ -400,11 +376,7 @@ def _bytes(value: Any) -> bytes:
 
 
 def _strided(storage: Any, offset: Any, size: Any, stride: Any) -> Strided:
-    """Returns a ``Strided`` after checking that all elements of the tensor are in the storage.
-
-    Raises:
-        TensorPickleError: an argument has a wrong type, or an element is not in the storage.
-    """
+    """Returns a ``Strided`` after checking that all elements of the tensor are in the storage."""
     if not isinstance(storage, Storage):
         raise TensorPickleError(f"a tensor must have a storage, got {type(storage).__name__}")
     if type(size) is not tuple or type(stride) is not tuple or len(size) != len(stride):
@@ -508,8 +480,6 @@ def _guarded(parse: Any, data: bytes) -> Any:
     """Returns the value of a file, turning every error of a damaged one into TensorPickleError.
 
     Args:
-        parse: function of ``data`` and its ``_Allowance`` that returns the value with ``Strided``
-            for tensors.
         data: the file's bytes.
     """
     try:
@@ -521,19 +491,7 @@ def _guarded(parse: Any, data: bytes) -> Any:
 
 
 def read_pickle(data: bytes) -> Any:
-    """Returns the value in the output of ``pickle.dumps``.
-
-    Args:
-        data: the output.
-
-    Returns:
-        The value: tensors on the CPU, plain values, containers of them, and an ``Inert`` for each
-        object of ``INERT_PACKAGES``. Only a tensor that is the value, or directly in the dict or
-        list that is, comes as a tensor.
-
-    Raises:
-        TensorPickleError: the pickle is damaged, or contains anything else.
-    """
+    """Returns the value in the output of ``pickle.dumps``."""
     return _guarded(lambda raw, allowance: _Reader(allowance, nests=True).read(_Stream(raw)), data)
 
 
@@ -542,9 +500,6 @@ def read_saved(data: bytes) -> Any:
 
     Args:
         data: the file's bytes, in the zip format or the earlier one.
-
-    Raises:
-        TensorPickleError: as for ``read_pickle``.
     """
     return _guarded(_zipped if data[:4] == b"PK\x03\x04" else _legacy, data)
 

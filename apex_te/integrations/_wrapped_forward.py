@@ -18,9 +18,6 @@ class WrappedForward:
     A subclass defines ``_run``, which calls ``_forward``. A copy or pickle of the model contains an
     object that runs the copy.
 
-    Args:
-        model: the model, whose ``forward`` the object becomes.
-
     Attributes:
         active: False after ``remove``; a call then is one of the forward alone.
     """

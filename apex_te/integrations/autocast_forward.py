@@ -16,13 +16,7 @@ __all__ = ["AutocastForward", "autocast_forward"]
 
 
 class AutocastForward(WrappedForward):
-    """Callable in place of a model's ``forward``, which runs that inside ``fp8_autocast``.
-
-    Args:
-        model: the model.
-        recipe: the recipe.
-        during_eval: also run in FP8 while the model is in evaluation.
-    """
+    """Callable in place of a model's ``forward``, which runs that inside ``fp8_autocast``."""
 
     def __init__(self, model: Any, recipe: Recipe, during_eval: bool) -> None:
         super().__init__(model)

@@ -35,7 +35,6 @@ class Conv1DLinear(LinearLayer):
 
         Args:
             inp: ``[..., in_features]``.
-            is_first_microbatch: as for ``Linear.forward``.
 
         Returns:
             ``[..., out_features]``.
@@ -68,9 +67,6 @@ _CLASSES: dict[type, type[Conv1DLinear]] = {}
 
 def conv1d_linear(base: type[nn.Module]) -> type[Conv1DLinear]:
     """Returns the subclass of ``Conv1DLinear`` and ``base`` that converted layers have.
-
-    Args:
-        base: the class Conv1D of transformers.
 
     Returns:
         The class, which is made once for each ``base``.

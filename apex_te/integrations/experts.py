@@ -20,8 +20,6 @@ class ExpertGemm(GroupedLinear):
     """``GroupedLinear`` whose weights are those of a stacked Parameter, passed to each call.
 
     Args:
-        num_gemms: number of experts.
-        in_features, out_features: sizes of each expert's weight.
         dtype: dtype of the weights.
     """
 
@@ -45,7 +43,6 @@ class ExpertGemm(GroupedLinear):
 
         Args:
             inp: ``[rows, in_features]``.
-            m_splits: the rows of each group, as for ``GroupedLinear.forward``.
             stacked: the weights, ``[num_gemms, out_features, in_features]``.
 
         Returns:
@@ -184,9 +181,6 @@ _CLASSES: dict[type, type[StackedExperts]] = {}
 
 def stacked_experts(base: type[nn.Module]) -> type[StackedExperts]:
     """Returns the subclass of ``StackedExperts`` and ``base`` that converted experts have.
-
-    Args:
-        base: the class of a model's experts.
 
     Returns:
         The class, which is made once for each ``base``.

@@ -119,11 +119,6 @@ class _Source:
     def quantized(self, start: int, rows: int, blocks: bool) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns FP8 data and scales of rows of the weight.
 
-        Args:
-            start, rows: first row and number of rows.
-            blocks: a scale for each block of 128x128, instead of one for the whole weight, with all
-                that was joined.
-
         Returns:
             FP8 data ``[rows, cols]`` and fp32 scales, ``[1]`` or ``[blocks of rows, of columns]``.
         """
@@ -355,8 +350,6 @@ def _expert_part(
     """Returns the part for one expert's weight, None for any other tensor.
 
     Args:
-        key: the tensor's name in the checkpoint, with the experts' number.
-        value: the tensor.
         experts: the layers of experts, by name.
     """
     found = re.search(r"(?:^|\.)(\d+)\.(?:.*\.)?experts\.(\d+)\.", key)
@@ -378,13 +371,7 @@ def _expert_part(
 
 
 def _input_scale(name: str, module: Any, gemm: int) -> torch.Tensor:
-    """Returns ``scale_inv`` of a GEMM's input, ``[1]``, from the module's FP8 state.
-
-    Args:
-        name: the module's name, for the error.
-        module: the module.
-        gemm: number of the GEMM.
-    """
+    """Returns ``scale_inv`` of a GEMM's input, ``[1]``, from the module's FP8 state."""
     state = module.fp8_state if isinstance(module, FP8Module) else None
     if state is None or not state.allocated:
         raise ValueError(

@@ -196,10 +196,6 @@ def _converted(
 ) -> tuple[list[Layer], list[tuple[str, str]]]:
     """Joins and converts layers of ``model``.
 
-    Args:
-        model, fuse: arguments of ``from_torch``.
-        selection: the layers that its caller wants.
-
     Returns:
         ``(layers, left)``: an entry of the summary for each layer; for the warning, the name of
         each layer or block that could not be changed, and the reason.
@@ -231,9 +227,6 @@ def _converted(
 
 def _together(left: list[tuple[str, str]]) -> list[tuple[str, str]]:
     """Joins the entries of the warning that differ by numbers in their names only.
-
-    Args:
-        left: ``(name, reason)`` of each layer or block that was left.
 
     Returns:
         The same for each group of them: the name with ``*`` for its numbers, and how many there
@@ -334,10 +327,7 @@ def _become(module: nn.Module, kind: type[nn.Module], template: nn.Module) -> No
     """Changes the class of ``module``, in place, so that references to it stay valid.
 
     Args:
-        module: the layer to convert.
         kind: its new class.
-        template: an instance of ``kind`` or its base, whose attributes ``module`` gets, except
-            those that every ``nn.Module`` has.
     """
     attributes = vars(module)
     attributes.update({k: v for k, v in vars(template).items() if k not in _KEPT})

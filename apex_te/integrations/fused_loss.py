@@ -37,12 +37,7 @@ class _Options(NamedTuple):
 
 
 class FusedLoss(WrappedForward):
-    """Callable in place of a causal language model's ``forward``, which fuses head and loss.
-
-    Args:
-        model: the model of transformers.
-        options: options of the loss.
-    """
+    """Callable in place of a causal language model's ``forward``, which fuses head and loss."""
 
     def __init__(self, model: Any, options: _Options) -> None:
         super().__init__(model)
@@ -79,14 +74,7 @@ class FusedLoss(WrappedForward):
         shift_labels: torch.Tensor | None = None,
         **kwargs: Any,
     ) -> torch.Tensor:
-        """Computes what transformers' ``ForCausalLMLoss`` does.
-
-        Args:
-            lazy_head: stands in the place of the head in this forward.
-            logits: of the head, lazy or a tensor.
-            labels, vocab_size, num_items_in_batch, ignore_index, shift_labels, kwargs: as for
-                ``ForCausalLMLoss``.
-        """
+        """Computes what transformers' ``ForCausalLMLoss`` does."""
         is_lazy = isinstance(logits, LazyLogits) and logits.is_unused
         if not is_lazy or logits.shape[-1] != vocab_size:
             if not lazy_head.has_multiplied:
@@ -142,12 +130,7 @@ _Some = TypeVar("_Some", bound=_InPlace)
 
 
 class _LossInPlace(_InPlace):
-    """Callable in place of a model's ``_loss_function``.
-
-    Args:
-        fused: what computes the loss.
-        lazy_head: the head of the forward.
-    """
+    """Callable in place of a model's ``_loss_function``."""
 
     def __init__(self, fused: FusedLoss, lazy_head: Any) -> None:
         super().__init__()
@@ -161,9 +144,6 @@ class _LossInPlace(_InPlace):
 
 class _LazyHead(_InPlace):
     """Callable in place of a head's ``forward``, which leaves the product to the loss.
-
-    Args:
-        head: the head.
 
     Attributes:
         has_multiplied: True after a call that gave logits, since the loss could not compute them.
@@ -245,9 +225,6 @@ def _in_place(owner: nn.Module, name: str, value: _Some) -> Iterator[_Some]:
     """Gives a module an attribute of its own for the time of a ``with`` block.
 
     Blocks of several threads share that of the first, and the last to end takes it away.
-
-    Yields:
-        ``value``, or what another thread has put in the place before.
     """
     own = vars(owner)
     with _lock:

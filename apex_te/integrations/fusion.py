@@ -130,14 +130,9 @@ def refuse_optimized(model: nn.Module, optimizer: Any, must: str = "fuse must be
     """Raises an error if an optimizer holds a parameter of ``model``, which may be replaced.
 
     Args:
-        model: the model to be converted.
         optimizer: an optimizer, several, or None. All existing instances of
             ``torch.optim.Optimizer`` are checked, too.
         must: the argument or region that replaces parameters, and what it must be, for the error.
-
-    Raises:
-        TypeError: ``optimizer`` has no ``param_groups``.
-        ValueError: an optimizer holds a parameter.
     """
     given = [] if optimizer is None else optimizer
     given = list(given) if isinstance(given, (list, tuple)) else [given]
@@ -170,7 +165,6 @@ def _held(names: dict[int, str], optimizers: list[Any]) -> tuple[str, str] | Non
 
     Args:
         names: the parameters' names, by ``id`` of the parameter.
-        optimizers: objects with ``param_groups``; others are skipped.
 
     Returns:
         ``(optimizer, parameter)`` for the first one found: the optimizer's class name and the
@@ -188,7 +182,6 @@ class _NotFusable(Exception):
     """Raised for layers of a block that cannot be joined.
 
     Args:
-        reason: the reason, for the summary.
         chosen: True if an option of ``from_torch`` keeps a layer, so that no warning is needed.
     """
 
@@ -202,10 +195,6 @@ class _Joint:
 
     The block still calls as many layers, ``JointPart``; the first one called runs the joint layer,
     the others fetch their parts of its output.
-
-    Args:
-        linear: the joint layer, a ``LayerNormLinear``, or a ``Linear`` without a norm.
-        rows: output features of each projection.
 
     Attributes:
         seen: input for which ``parts`` were computed, None without any.
@@ -229,7 +218,6 @@ class _Joint:
 
         Args:
             inp: input of the joint layer, ``[..., in_features]``.
-            index: number of the projection.
         """
         if self.seen is not inp or self.parts[index] is None:
             self.parts = list(self.linear(inp).split(self.rows, -1))
@@ -250,10 +238,6 @@ class _Joint:
 
 class JointPart(nn.Module):
     """Module in the place of a query, key or value projection, which the joint layer computes.
-
-    Args:
-        joint: the joint layer, with the outputs that are yet to be fetched.
-        index: number of this projection in the joint layer.
 
     Attributes:
         view: the projection's original parameters, as views of the joined ones.
@@ -417,7 +401,6 @@ def fuse_blocks(model: nn.Module, chosen: Chosen) -> tuple[list[Layer], list[tup
     """Joins layers of Hugging Face's blocks in ``model``, in place, if the layers allow it.
 
     Args:
-        model: any model.
         chosen: function of a layer's name in the model and the layer; returns the reason why the
             caller wants the layer to stay, None if it may be joined.
 
@@ -477,10 +460,8 @@ def _mixed_stacks(model: nn.Module) -> set[int]:
 
 
 def _unknown_blocks(model: nn.Module) -> list[tuple[str, str]]:
-    """Finds Hugging Face's blocks of which no layers can be joined, since their class is not known.
-
-    Returns:
-        For each block its dotted name, and the reason for the warning.
+    """Finds Hugging Face's blocks of which no layers can be joined, since their class is not
+    known.
     """
     found: list[tuple[str, str]] = []
     for name, blocks in model.named_modules():
@@ -531,7 +512,6 @@ class _Source(NamedTuple):
         """Returns the Parameters of linear layers that are joined into one.
 
         Args:
-            attribute: ``"weight"`` or ``"bias"``.
             names: keys of ``linears``, in the order in which the Parameters are stacked.
 
         Returns:
@@ -541,10 +521,8 @@ class _Source(NamedTuple):
         return [(f"{name}.{attribute}", getattr(self.linears[name], attribute)) for name in names]
 
     def former_entries(self, path: str) -> list[JoinedKey]:
-        """Returns keys of the norm's parameters, which were the joined layer's in earlier releases.
-
-        Args:
-            path: dotted name in the block of the joined layer.
+        """Returns keys of the norm's parameters, which were the joined layer's in earlier
+        releases.
         """
         own = {} if self.norm is None else self.norm._parameters
         rows = {name: len(value) for name, value in own.items() if value is not None}
@@ -562,18 +540,11 @@ def _join(block: Any, layers: Layers, prefix: str, uses: Counter[int], chosen: C
     """Joins layers of a block into one.
 
     Args:
-        block: the block.
-        layers: the layers to be joined.
-        prefix: the block's name in the model and a period, or "".
         uses: number of modules of the model that have a Parameter, by ``id`` of the Parameter.
-        chosen: returns the reason why the caller wants a layer to stay, as for ``fuse_blocks``.
 
     Returns:
         ``(source, path, entries)``: the layers that were joined; dotted name in the block of the
         new layer; keys of the joined parameters.
-
-    Raises:
-        _NotFusable: the layers cannot be joined.
     """
     if isinstance(layers, Apart):
         raise _NotFusable(layers.reason)
@@ -679,7 +650,6 @@ def _projection_layer(source: _Source, inner: int, outer: int) -> JoinedLinear |
 
     Args:
         source: layers that give eps, bias, dtype and mode.
-        inner, outer: input and output features.
     """
     some = next(iter(source.linears.values()))
     options: dict[str, Any] = {"params_dtype": some.weight.dtype, "device": "meta"}
@@ -698,9 +668,6 @@ def _placed(
     """Gives ``module`` its parameters and puts it in the place of the layers of ``source``.
 
     Args:
-        block: the block.
-        source: the layers that ``module`` replaces.
-        path: dotted name in the block that ``module`` gets.
         module: the joined layer, its parameters still on the meta device.
         parts: names of the linear layers that a weight and a bias of ``module`` are joined from,
             by the prefix of this weight and bias, such as ``"fc1_"``.
@@ -728,10 +695,7 @@ def _check(source: _Source, prefix: str, uses: Counter[int], chosen: Chosen) -> 
     """Raises ``_NotFusable`` unless one layer can replace those of ``source``.
 
     Args:
-        source: layers of a block.
-        prefix: the block's name in the model and a period, or "".
         uses: number of modules of the model that have a Parameter, by ``id`` of the Parameter.
-        chosen: returns the reason why the caller wants a layer to stay, as for ``fuse_blocks``.
     """
     norm, linears = source.norm, list(source.linears.values())
     named = dict(source.linears)
@@ -776,14 +740,8 @@ def _fill(
     A parameter that is made of a single one in the same layout is that Parameter object itself.
 
     Args:
-        module: the joined layer.
-        source: the layers that it replaces.
-        path: dotted name of ``module`` in the block.
         linear: ``(key, Parameter)`` of the Parameters that each parameter is joined from, by its
             name in ``module``.
-
-    Returns:
-        For each parameter of ``module`` the keys in the block's state dict.
     """
     entries = []
     for name, parts in linear.items():
@@ -812,11 +770,6 @@ def _show_originals(
     """Makes the original parameters readable under their names, for tools that look up keys.
 
     So ``block.self_attn.q_proj.weight`` still is a tensor with the values of that weight.
-
-    Args:
-        block: the block.
-        module: the layer with the joined parameters.
-        entries: keys of the joined parameters in the block's state dict.
 
     Returns:
         The parameters of each original layer, by its dotted name in the block.

@@ -128,11 +128,7 @@ class _FP8Training:
             save_fp8_state(model, _folder(args, state))
 
     def _prepare(self, model: nn.Module | None) -> None:
-        """Converts ``model`` and wraps its forward, unless that is done.
-
-        Raises:
-            ValueError: ``fuse=True``, and the trainer has made an optimizer already.
-        """
+        """Converts ``model`` and wraps its forward, unless that is done."""
         if model is None or (self.handle is not None and self.handle.is_in_use(model)):
             return
         if self.convert and (self.handle is None or self.handle.model is not model):

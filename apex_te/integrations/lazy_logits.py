@@ -43,15 +43,10 @@ class LazyLogits:
     that a backward of the loss gives it no gradient.
 
     Args:
-        head: the head, an ``nn.Linear`` or ``apex_te.Linear``.
         hidden: hidden states ``[..., in]`` that the head is applied to.
 
     Attributes:
         head, hidden: the arguments.
-
-    Raises:
-        RuntimeError: the logits are used for the first time after the head or its input has changed
-            or been sharded.
     """
 
     __array_priority__ = 1000  # as a tensor's, by which NumPy leaves operators to it

@@ -153,9 +153,6 @@ class SavePretrained:
     A call takes the arguments of the class's ``save_pretrained``, and ``fp8_state``: False writes
     no FP8 state. In a directory ``checkpoint-<step>``, as ``transformers.Trainer`` makes it, FP8
     state is in the file of the weights, too, since resuming reads only that.
-
-    Args:
-        model: the model of Hugging Face.
     """
 
     def __init__(self, model: Any) -> None:

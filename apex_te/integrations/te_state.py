@@ -158,16 +158,8 @@ def _direction(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns the scales and amax histories of forward or backward, after checks of their values.
 
-    Args:
-        saved: dict that TransformerEngine or apex_te has saved.
-        direction: ``"fwd"`` or ``"bwd"``.
-        is_own: apex_te has saved it, whose staged amaxes may be NaN or Inf.
-
     Returns:
         ``(scale, history)``, ``[slots]`` and ``[length, slots]``, fp32 on the CPU.
-
-    Raises:
-        TEStateError: a tensor is missing, or has a wrong shape or value.
     """
     scale = _checked_tensor(saved, f"scale_{direction}", 1)
     history = _checked_tensor(saved, f"amax_history_{direction}", 2)
@@ -198,12 +190,7 @@ def _checked_tensor(saved: dict[str, Any], name: str, dims: int) -> torch.Tensor
     """Returns a tensor of the saved dict, in fp32 on the CPU.
 
     Args:
-        saved: dict that TransformerEngine has saved.
-        name: key of the tensor.
         dims: number of dimensions that it must have.
-
-    Raises:
-        TEStateError: there is no such tensor, or it has a wrong shape.
     """
     value = saved.get(name)
     if not isinstance(value, torch.Tensor) or not value.is_floating_point():
@@ -314,14 +301,9 @@ def saved_state(extra_state: Any, module: FP8Module) -> SavedState | None:
 
     Args:
         extra_state: as for ``read_te_extra_state``, or bytes that apex_te has saved.
-        module: the module that is to load the state.
 
     Returns:
         The state; None if there is none.
-
-    Raises:
-        TypeError: as for ``read_te_extra_state``.
-        TEStateError: as for ``read_te_extra_state``, or the number of slots does not fit.
     """
     saved = _decoded(extra_state)
     found = _te_state(saved)
@@ -354,10 +336,6 @@ def saved_state(extra_state: Any, module: FP8Module) -> SavedState | None:
 def _recipe(saved: Any, length: int) -> DelayedScaling | None:
     """Returns a recipe with the format and margin to which saved scales belong.
 
-    Args:
-        saved: what TransformerEngine has saved, decoded.
-        length: rows of its amax histories.
-
     Returns:
         The recipe; None if format or margin are not known, or a function has computed the scales.
     """
@@ -387,16 +365,11 @@ def _converted(found: TEState, gemms: int, by_kind: bool) -> FP8State:
     """Converts TransformerEngine's state to apex_te's.
 
     Args:
-        found: the state that was read.
-        gemms: number of GEMMs of the module.
         by_kind: the slots are sorted by kind (inputs, weights, outputs), not by GEMM.
 
     Returns:
         State of a module with ``gemms`` GEMMs, on the CPU. Slots that releases 0.x do not have hold
         no amaxes.
-
-    Raises:
-        TEStateError: the number of slots does not fit.
     """
     directions = (("fwd", FORWARD_SLOTS), ("bwd", BACKWARD_SLOTS))
     for direction, slots in directions:
@@ -430,7 +403,6 @@ def _goes_by_kind(history: torch.Tensor, gemms: int) -> bool:
 
     Args:
         history: ``[length, slots]``, amax histories of the forward slots.
-        gemms: number of GEMMs of the module.
     """
     if gemms == 1 or history.shape[1] != FORWARD_SLOTS * gemms:
         return False

@@ -30,9 +30,6 @@ class FP8Linear(Linear, Module):
 
     Each forward enters a region of its own, so that blocks may be compiled, checkpointed and
     sharded one by one.
-
-    Args:
-        config: sizes, bias and the recipe's name.
     """
 
     @dataclass(kw_only=True, slots=True)
@@ -64,14 +61,7 @@ class FP8Linear(Linear, Module):
         return out
 
     def parallelize(self, parallel_dims: Any) -> None:
-        """Parallelizes the layer as torchtitan does, over data only.
-
-        Args:
-            parallel_dims: torchtitan's degrees of parallelism.
-
-        Raises:
-            NotImplementedError: the degree of tensor parallelism is above 1.
-        """
+        """Parallelizes the layer as torchtitan does, over data only."""
         if parallel_dims.tp > 1:
             raise NotImplementedError(
                 "FP8Linear: tensor_parallel_degree must be 1, whose DTensor weights apex_te's "
@@ -84,9 +74,6 @@ class FP8LinearConverter(QuantizationConverter):
     """Converter of a model's configuration that replaces linear layers by ``FP8Linear``.
 
     It goes into the list ``converters`` of a model's registry, as torchtitan's own converters.
-
-    Args:
-        config: the recipe, and the layers to leave.
     """
 
     @dataclass(kw_only=True, slots=True)

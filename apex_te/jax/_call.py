@@ -161,7 +161,6 @@ def call(
 
     Args:
         op: stem of the op, e.g. "cast_transpose".
-        function: a function that the op's header declares, without the prefix ``apex_te_``.
         results: ``jax.ShapeDtypeStruct`` of each result by its parameter's name; a list of them, or
             ``Stacked``, for a list.
         only_read: parameters that the function's other arguments keep it from writing, though its
@@ -171,11 +170,6 @@ def call(
 
     Returns:
         What the function wrote, by parameter.
-
-    Raises:
-        TypeError, ValueError: an argument is missing, unknown or of a wrong type.
-        AttributeError: the op declares no such function.
-        NotImplementedError: the function cannot be called from JAX.
     """
     parameters, made = parameters_of(op, function), results or {}
     plan = _Plan(function)

@@ -157,14 +157,6 @@ def bind(op: str, function: str, platform: str) -> str:
 
     Args:
         op: stem of the op, e.g. "cast_transpose".
-        function: name of the function, without the prefix ``apex_te_``.
-        platform: "cpu" or "cuda".
-
-    Raises:
-        BuildError: the library cannot be found or compiled.
-        NotImplementedError: the op has no such function for this platform.
-        ImportError: a library was compiled from other sources.
-        RuntimeError: too many functions are bound.
     """
     known = _bound.get((platform, function))
     if known != op:

@@ -63,7 +63,6 @@ def result_type(operands: Sequence[Any], shape: tuple[int, ...], dtype: Any) -> 
     """Returns the abstract value of a result, which varies along the axes of the operands.
 
     Args:
-        operands: abstract values of the call's operands.
         shape: shape of the result.
         dtype: its dtype.
     """
@@ -79,11 +78,7 @@ def result_type(operands: Sequence[Any], shape: tuple[int, ...], dtype: Any) -> 
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
 class Kind:
-    """Type of an array with its mesh axes, which a gradient rule keeps instead of the array.
-
-    Args:
-        aval: the type, as ``jax.typeof`` returns it.
-    """
+    """Type of an array with its mesh axes, which a gradient rule keeps instead of the array."""
 
     aval: Any
 
@@ -100,7 +95,6 @@ def gradient_like(primal: Any, gradient: Any) -> Any:
     axes it gets the primal's sharding.
 
     Args:
-        primal: the array, or its ``Kind``.
         gradient: the gradient, of the same shape; None for one that is not wanted.
     """
     if gradient is None:
@@ -136,13 +130,7 @@ def _explicit_mesh(arrays: Iterable[Any]) -> Any:
 
 
 def constrained(x: jax.Array, spec: PartitionSpec, otherwise: Callable[..., Any]) -> jax.Array:
-    """Returns an array placed by a PartitionSpec.
-
-    Args:
-        x: the array.
-        spec: its mesh axes, of which those count that are Explicit.
-        otherwise: function of x for an array that is on no Explicit mesh.
-    """
+    """Returns an array placed by a PartitionSpec."""
     mesh = _explicit_mesh([x])
     if mesh is not None:
         return jax.sharding.reshard(x, NamedSharding(mesh, spec))
@@ -150,12 +138,7 @@ def constrained(x: jax.Array, spec: PartitionSpec, otherwise: Callable[..., Any]
 
 
 def last_dimension_parts(x: jax.Array, spec: PartitionSpec) -> int:
-    """Returns how many parts of an array's last dimension devices have, as far as that is known.
-
-    Args:
-        x: the array. On Explicit axes its type says it; in a ``jax.shard_map`` it is a part.
-        spec: its mesh axes otherwise, in the mesh that is set.
-    """
+    """Returns how many parts of an array's last dimension devices have, as far as that is known."""
     own = jax.typeof(x).sharding
     mesh = own.mesh if not own.mesh.empty else jax.sharding.get_abstract_mesh()
     if mesh.empty or AxisType.Manual in set(mesh.axis_types):
@@ -171,7 +154,6 @@ def product_sharding(x: jax.Array, kernel: jax.Array, inner: int) -> Any:
     Args:
         x: [..., in...].
         kernel: [in..., out...].
-        inner: number of dimensions that are contracted.
     """
     mesh = _explicit_mesh([x, kernel])
     if mesh is None:
@@ -202,13 +184,8 @@ class _Split:
     splits in the order of the operands and then of the results, if it divides that.
 
     Args:
-        rule: the rule.
-        mesh: the mesh.
         values: shapes and shardings of the operands, or of the operands and the results.
         usable: mesh axes that may split dimensions; None for all.
-
-    Raises:
-        ValueError: blocks of elements that share an entry would be cut.
     """
 
     def __init__(
@@ -259,10 +236,7 @@ def _on_one_device(
     """Returns the function that one device computes on its part of the arrays.
 
     Args:
-        rule: the rule.
-        body: the function of matrices.
         reduced: the function to call instead where a result must be combined, or None.
-        axes: mesh axes over which each result is combined.
     """
     by_name = {t.name: (t.reduction, a) for t, a in zip(rule.results, axes, strict=True)}
 
@@ -316,8 +290,6 @@ def shared(
     Auto beside Explicit or Manual ones are gathered.
 
     Args:
-        rule: dimensions of the arguments and results.
-        body: the function, of matrices of any extents.
         reduced: function to call instead where results must be combined between devices. Its first
             argument is a function of a result's name and an array that combines the array.
     """

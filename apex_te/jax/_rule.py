@@ -133,12 +133,7 @@ class Rule(NamedTuple):
     def check_blocks(
         self, extents: Mapping[str, tuple[int, ...]], parts: Mapping[Factor, int]
     ) -> None:
-        """Raises ValueError if splitting cuts blocks of elements that share an entry.
-
-        Args:
-            extents: whole extents behind every name.
-            parts: number of devices that share each dimension that is split.
-        """
+        """Raises ValueError if splitting cuts blocks of elements that share an entry."""
         blocks = {dim for term in (*self.operands, *self.results) for dim in term.dims}
         for name, block in sorted(blocks):
             places = [f.place for f in parts if f.name == name]
@@ -161,9 +156,6 @@ def blocks_of(extents: Sequence[int], block: int) -> tuple[int, tuple[int, ...]]
     Args:
         extents: the dimensions of the elements.
         block: elements in a block.
-
-    Returns:
-        The number of leading dimensions that are kept, and the extents: those, and one of blocks.
     """
     for kept in reversed(range(len(extents))):
         rest = math.prod(extents[kept:])
@@ -176,8 +168,6 @@ def parse(function: str, text: str, split: str, ranks: Mapping[str, int]) -> Rul
     """Returns the rule that a text describes.
 
     Args:
-        function: name of the C function, for errors.
-        text: the rule, as this module's docstring has it.
         split: names of the dimensions that devices may share, such as "r c".
         ranks: numbers of dimensions that names stand for, where it is not 1.
     """

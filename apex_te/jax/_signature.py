@@ -32,11 +32,7 @@ class Parameter(NamedTuple):
 
 
 def parse(function: str, signature: str) -> tuple[Parameter, ...]:
-    """Returns the parameters of a signature such as "x: Tensor, out: Tensor!".
-
-    Raises:
-        NotImplementedError: the function returns a number, which a compiled program cannot use.
-    """
+    """Returns the parameters of a signature such as "x: Tensor, out: Tensor!"."""
     if "->" in signature:
         raise NotImplementedError(
             f"{function}: the function must return nothing to be called from JAX, got {signature!r}"
@@ -55,12 +51,6 @@ def parameters_of(op: str, function: str) -> tuple[Parameter, ...]:
 
     Args:
         op: stem of the op, e.g. "cast_transpose".
-        function: name of the function, without the prefix ``apex_te_``.
-
-    Raises:
-        UnknownOpError: there is no such op.
-        AttributeError: the op declares no such function.
-        NotImplementedError: the function cannot be called from JAX.
     """
     spec = get_builder(op).functions().get(function)
     if spec is None:

@@ -90,12 +90,7 @@ def _copy(q: Quantized, columnwise: bool) -> tuple[jax.Array, jax.Array]:
 
 @functools.lru_cache(maxsize=64)
 def _fp8_dense(recipe: Recipe, gemm: int, inner: int) -> Callable[..., jax.Array]:
-    """Returns the differentiable layer of a recipe with one part of the state.
-
-    Args:
-        recipe: the recipe.
-        gemm, inner: as in ``dense``.
-    """
+    """Returns the differentiable layer of a recipe with one part of the state."""
     quantizer = quantizer_of(recipe)
     high_precision_wgrad = recipe.override_linear_precision[2]  # type: ignore[attr-defined]
 
@@ -198,8 +193,6 @@ def _precise_wgrad(x: jax.Array, dy: jax.Array, inner: int, columns: int) -> jax
     Args:
         x: [..., in...].
         dy: [..., out...].
-        inner: number of dimensions of "in".
-        columns: number of dimensions of "out".
     """
 
     def body(x: jax.Array, dy: jax.Array) -> tuple[jax.Array]:

@@ -80,7 +80,6 @@ def _amax(x: jax.Array, scale: jax.Array) -> jax.Array:
 
     Args:
         x: the tensor, of which each device of a mesh has a part.
-        scale: the scale that the amax is for.
     """
 
     def body(x: jax.Array) -> tuple[jax.Array]:

@@ -54,10 +54,6 @@ def fused_dense(
 class _Steps:
     """Forward and backward of a recipe, a norm and a layout of columns.
 
-    Args:
-        recipe: the recipe.
-        norm, columns: as in ``fused_dense``.
-
     Attributes:
         product: the dense layer.
     """
@@ -68,13 +64,7 @@ class _Steps:
         self._columns = columns
 
     def forward(self, primals: Any, part: Any, **needs: bool) -> Any:
-        """Returns the output, the norm's statistics, and the casts of input and kernel.
-
-        Args:
-            primals: x and the parameters.
-            part: state of the product.
-            needs: as in ``Product.forward``.
-        """
+        """Returns the output, the norm's statistics, and the casts of input and kernel."""
         x, scale, ln_bias, kernel, bias = primals
         normed = None if self._norm is None else NormForward(self._norm, x, scale, ln_bias)
         y, qx, qkernel = self.product.forward(
@@ -89,12 +79,8 @@ class _Steps:
         """Returns the gradients of the primals, None for those not wanted, and the state.
 
         Args:
-            gradients: gradient of each kernel's output.
-            normed: x, scale and bias of the norm, and its statistics.
             copies: columnwise copy of x, rowwise copy of the kernel.
-            part: state of the product.
             columns: number of dimensions of the kernel's columns.
-            wanted: flags of the primals.
         """
         with_x, with_scale, with_ln_bias, with_kernel, with_bias = map(is_wanted, wanted)
         in_front = with_x or with_scale or with_ln_bias

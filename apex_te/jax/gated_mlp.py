@@ -75,10 +75,6 @@ class _Wanted(NamedTuple):
 class _Steps:
     """Forward and backward of a recipe, an activation and a norm.
 
-    Args:
-        recipe: the recipe.
-        activation, norm: as in ``gated_mlp``.
-
     Attributes:
         products: both dense layers.
     """
@@ -89,13 +85,7 @@ class _Steps:
         self._norm = norm
 
     def forward(self, primals: Any, first: Any, second: Any, wanted: _Wanted) -> Any:
-        """Returns the output, the activation's input, the norm's statistics, and the four casts.
-
-        Args:
-            primals: x and the parameters.
-            first, second: states of both products.
-            wanted: which gradients the casts are kept for.
-        """
+        """Returns the output, the activation's input, the norm's statistics, and the four casts."""
         x, scale, ln_bias, wi, wi_bias, wo, wo_bias = primals
         normed = None if self._norm is None else NormForward(self._norm, x, scale, ln_bias)
         h, qx, qwi = self.products[0].forward(
@@ -114,11 +104,7 @@ class _Steps:
         """Returns the gradients of the primals, None for those not wanted, and both states.
 
         Args:
-            dy: gradient of the output.
-            normed: x, scale and bias of the norm, and its statistics.
-            h: input of the activation.
             copies: columnwise copies of x and the activation, rowwise copies of both weights.
-            first, second, wanted: as in ``forward``.
         """
         x_columns, a_columns, wi_rows, wo_rows = copies
         dx = dwi = dwi_bias = dwo = None

@@ -100,9 +100,6 @@ class HeadGradients(FusedCast):
     def _operands(self, lead: int) -> tuple[dict[str, jax.Array], dict[str, str], str, str]:
         """Returns what the op reads in a form that devices can share as they share the kernels.
 
-        Args:
-            lead: number of dimensions of rows.
-
         Returns:
             The gradients by parameter, their dimensions in the rule, those of the joined columns,
             and the names that devices may share.

@@ -151,13 +151,7 @@ def autocast(
 def _entered(
     owner: str, enabled: Any, recipe: tuple[str, Any], resource: tuple[str, Any]
 ) -> Iterator[None]:
-    """Checks the arguments of a region, and enters it.
-
-    Args:
-        owner: name of the public function.
-        enabled: its first argument.
-        recipe, resource: the name of its argument and the value.
-    """
+    """Checks the arguments of a region, and enters it."""
     argument, given = recipe
     if resource[1] is not None and not isinstance(resource[1], MeshResource):
         kind = type(resource[1]).__name__

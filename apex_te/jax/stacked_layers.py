@@ -167,15 +167,7 @@ def _joined(nodes: list[Any], where: str, partition_name: str | None) -> Any:
 def _exchanged(
     owner: str, tree: Any, path: tuple[str, ...], old: Sequence[str], new: Mapping[str, Any]
 ) -> Any:
-    """Returns a tree whose node above the end of ``path`` has other children.
-
-    Args:
-        owner: name of the function, for errors.
-        tree: the tree.
-        path: the path.
-        old: names of the children to leave out.
-        new: children to add.
-    """
+    """Returns a tree whose node above the end of ``path`` has other children."""
     if len(path) > 1:
         below = _exchanged(owner, tree[path[0]], path[1:], old, new)
         return like_mapping(tree, {**tree, path[0]: below})

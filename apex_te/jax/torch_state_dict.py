@@ -82,13 +82,7 @@ def to_torch(variables: Mapping[str, Any], prefix: str = "") -> dict[str, np.nda
 
 
 def _check_one_layer(owner: str, node: Mapping[str, Any], state: Any) -> None:
-    """Checks that a module's parameters and state are of one layer, as far as shapes tell.
-
-    Args:
-        owner: name of the function, for errors.
-        node: the module's parameters.
-        state: its FP8 state, or another node without any.
-    """
+    """Checks that a module's parameters and state are of one layer, as far as shapes tell."""
     if is_state(state) and jnp.ndim(state["scale_fwd"]) != 1:
         raise ValueError(
             f"{owner}: scale_fwd must have 1 dimension {_APART}, got"
@@ -187,11 +181,7 @@ def from_torch(
 
 
 def _first_due(key: str, header: Any, shape: tuple[int, ...]) -> Any:
-    """Returns the entry ``FIRST_DUE`` of a header, JSON text in a uint8 array, as fp32.
-
-    Raises:
-        ValueError: the header is damaged.
-    """
+    """Returns the entry ``FIRST_DUE`` of a header, JSON text in a uint8 array, as fp32."""
     text, due = np.asarray(header), None
     if text.dtype == np.uint8 and text.size <= _LONGEST_HEADER:
         with contextlib.suppress(KeyError, RecursionError, TypeError, ValueError):
@@ -219,9 +209,7 @@ def _joined(leaf: Leaf, shape: tuple[int, ...], prefix: str, read: Any) -> np.nd
     """Returns a parameter of ``shape`` from the tensors of PyTorch that it is made of.
 
     Args:
-        leaf: the parameter's names.
         shape: its shape.
-        prefix: prefix of the tensors' keys.
         read: function that returns the tensor of a key and shape.
     """
     if leaf.inputs is None:

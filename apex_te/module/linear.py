@@ -49,13 +49,7 @@ class LinearParameters(ParallelModule):
         """Registers the parameters of weight and bias, with no values yet.
 
         Args:
-            parameters_split: as in ``Linear``.
-            dtype, device: of the parameters.
             own: False registers None for each, for modules that are passed their weights.
-
-        Raises:
-            TypeError: ``parameters_split`` is neither names nor a dict.
-            ValueError: sizes that ranks or parts do not divide, or options that exclude parts.
         """
         owner = type(self).__name__
         column = self.parallel_mode == "column"
@@ -136,12 +130,6 @@ class LinearParameters(ParallelModule):
         """Returns the weight [out, in] or bias [out], joined from its parts if there are several.
 
         A weight or bias that a parametrization makes is read from the module's attribute.
-
-        Args:
-            name: ``"weight"`` or ``"bias"``.
-
-        Raises:
-            ValueError: the module has none.
         """
         if self.split is not None:
             return torch.cat([getattr(self, part) for part in self._linear_names(name)])
@@ -406,10 +394,6 @@ class LinearLayer(LinearParameters):
 
         Returns:
             ``(weight, bias)``; the bias is None with ``bias=False``.
-
-        Raises:
-            TypeError: ``weight`` or ``bias`` is not a tensor.
-            ValueError: an operand has another shape, is missing or is not allowed.
         """
         if weight is None:
             weight = self._parameters.get("weight")
@@ -463,13 +447,7 @@ class LinearLayer(LinearParameters):
         """Checks that an argument of ``forward`` is a tensor of a given shape.
 
         Args:
-            name: the name of the argument.
-            value: the argument.
             shape: the shape that the argument must have.
-
-        Raises:
-            TypeError: ``value`` is not a tensor.
-            ValueError: ``value`` has another shape.
         """
         if not isinstance(value, torch.Tensor):
             raise TypeError(f"Linear: {name} must be a tensor, got {type(value).__name__}")

@@ -230,8 +230,6 @@ class _Head:
         hidden: ``[rows, in]``.
         weight: ``[vocabulary, in]``.
         bias: ``[vocabulary]`` or None.
-        options: the call's options.
-        wanted: whether the gradients of hidden, weight and bias are wanted.
     """
 
     def __init__(
@@ -273,12 +271,7 @@ class _Head:
         )
 
     def add_gradients(self, begin: int, end: int, dlogits: torch.Tensor) -> None:
-        """Adds what rows ``begin`` to ``end`` give to the gradients.
-
-        Args:
-            begin, end: the rows whose logits were computed last.
-            dlogits: gradient of those logits.
-        """
+        """Adds what rows ``begin`` to ``end`` give to the gradients."""
         x, first = self.hidden[begin:end], begin == 0
         if self.dbias is not None:
             self.dbias += dlogits.sum(0, dtype=torch.float32)
@@ -429,7 +422,6 @@ def _losses(
         grad: where to write the gradient of the logits, the logits themselves; or None.
         stats: float32 ``[rows, 2]``, written for ``_gradient``; or None.
         num_valid: the number of rows that count, by which the gradient is divided; or None.
-        options: the call's options.
     """
     columns, smoothing = options.columns, options.label_smoothing
     if columns is None:
@@ -467,10 +459,7 @@ def _gradient(
     Args:
         logits: ``[rows, vocabulary]``, this rank's columns.
         target: ``[rows]``.
-        stats: what ``_losses`` wrote.
         factor: gradient of the losses, float32, one element or ``[rows]``.
-        num_valid: as for ``_losses``.
-        options: the call's options.
     """
     columns, smoothing = options.columns, options.label_smoothing
     if columns is None:
@@ -505,12 +494,9 @@ def _recomputed(
     """Computes the logits again and returns the gradients of hidden, weight and bias.
 
     Args:
-        head: the head, without gradients yet.
         target: ``[rows]``.
         stats: ``[rows, 2]``, as forward wrote them.
-        num_valid: as in ``cross_entropy_bwd``.
         factor: gradient of the losses, float32, one element or ``[rows]``.
-        options: the call's options.
     """
     rows = len(head.hidden)
     buffer = head.hidden.new_empty(min(options.chunk_rows, rows), len(head.weight))

@@ -52,12 +52,7 @@ class _Blocks(NamedTuple):
     classes: dict[str, type[Any]]
 
     def make_attention(self, key: str, **options: Any) -> Any:
-        """Makes a self or cross attention.
-
-        Args:
-            key: its name in the layer.
-            options: arguments of this ``MultiheadAttention`` alone.
-        """
+        """Makes a self or cross attention."""
         return self.classes["attention"](
             self.hidden_size,
             self.num_attention_heads,
@@ -477,7 +472,6 @@ class TransformerLayer(CompositeModule):
 
         Args:
             returns_bias: the branch returns its bias, if the branch has one, instead of adding it.
-            has_bias: the branch has a bias.
         """
         between = self.parallel_attention_mlp or self.apply_residual_connection_post_layernorm
         return not between and not (returns_bias and has_bias) and not self._drops()
@@ -528,7 +522,6 @@ class TransformerLayer(CompositeModule):
         """Draws the samples that skip a branch.
 
         Args:
-            x: the branch's result.
             cu_seqlens: for thd, the starts of the samples, int32 [n + 1].
 
         Returns:
@@ -557,12 +550,7 @@ def _attended(
     """Calls ``forward_with_residual`` of an attention module, or the module if that must see it.
 
     Args:
-        attention: the ``MultiheadAttention``, or what a user has put in its place.
         arguments: those of ``MultiheadAttention.forward``, in order.
-        return_residual, add_residual: as in ``MultiheadAttention.forward_with_residual``.
-
-    Returns:
-        What ``forward_with_residual`` returns.
     """
     if takes_residual(attention):
         return attention.forward_with_residual(
@@ -578,10 +566,6 @@ def _unpacked(
     out: Any, module: MultiheadAttention | LayerNormMLP
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
     """Returns the parts of what ``module`` returned.
-
-    Args:
-        out: a tensor, or a tuple as of ``LayerNormMLP.forward``.
-        module: the module, which says what the tuple has.
 
     Returns:
         ``(result, bias, norm)``: the output, the bias that is still to be added or None, and the

@@ -14,8 +14,6 @@ def sorted_heads(x: torch.Tensor, *, repeats: int, groups: int) -> torch.Tensor:
 
     Args:
         x: [groups * (repeats + 2) * size, ...], of any dtype.
-        repeats: query heads of a group.
-        groups: number of groups, each with one key head and one value head.
 
     Returns:
         A new tensor of the shape and dtype of x.

@@ -28,9 +28,6 @@ def run(
         inp: [tokens, hidden].
         probs: [tokens, width], as in ``moe_permute.permute``.
         routing_map: as in ``moe_permute.make_map``; not read if ``row_id_map`` is given.
-        rows: number of rows of the permuted matrix.
-        map_type, num_experts, align_size: as in ``moe_permute.make_map``.
-        row_id_map: map to use instead of one made from ``routing_map``.
 
     Returns:
         (permuted rows [rows, hidden], permuted probs [rows] or None without probs, the row_id_map

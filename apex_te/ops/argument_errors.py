@@ -103,13 +103,6 @@ def _explained(
 ) -> Exception | None:
     """Returns an error that names the wrong argument of a failed call.
 
-    Args:
-        owner: the function's name in the message.
-        function: the function that failed.
-        args: its positional arguments.
-        kwargs: its keyword arguments.
-        error: the error that it raised.
-
     Returns:
         The error to raise in place of ``error``, or None if ``error`` is to be raised as it is: it
         names an argument already, or no argument caused it.
@@ -151,14 +144,7 @@ def _is_of_shapes(error: RuntimeError) -> bool:
 
 
 def _problem(place: str, wanted: str, value: Any, scope: dict[str, Any]) -> Exception | None:
-    """Returns the error for an argument that its annotation does not allow, or None if it does.
-
-    Args:
-        place: begin of the message: function and argument, as in "rope: x".
-        wanted: text of the argument's annotation.
-        value: the argument.
-        scope: globals of the function, in which the annotation's names are looked up.
-    """
+    """Returns the error for an argument that its annotation does not allow, or None if it does."""
     kinds = [kind.strip() for kind in wanted.split(" | ")]
     if value is None and "None" in kinds:
         return None
@@ -201,8 +187,6 @@ def _tensor_problem(place: str, value: Any, may_be_meta: bool = False) -> Except
     """Returns the error for an argument that is not a dense tensor of a real dtype; None if it is.
 
     Args:
-        place: begin of the message: function and argument, as in "rope: x".
-        value: the argument.
         may_be_meta: allow a tensor on the meta device.
     """
     actual = None
@@ -222,12 +206,7 @@ def _tensor_problem(place: str, value: Any, may_be_meta: bool = False) -> Except
 
 
 def _list_problem(place: str, value: Any) -> Exception | None:
-    """Returns the error for an argument that is not a list of dense tensors; None if it is one.
-
-    Args:
-        place: begin of the message: function and argument, as in "multi_tensor.scale: inputs".
-        value: the argument.
-    """
+    """Returns the error for an argument that is not a list of dense tensors; None if it is one."""
     if not isinstance(value, (list, tuple, runtime.core().TensorList)):
         return TypeError(f"{place} must be a list or tuple of tensors, got {_type(value)}")
     if not len(value):
@@ -237,12 +216,8 @@ def _list_problem(place: str, value: Any) -> Exception | None:
 
 
 def _number_problem(place: str, kinds: list[str], value: Any) -> Exception | None:
-    """Returns the error for an argument that is of none of some plain types; None if it is of one.
-
-    Args:
-        place: begin of the message: function and argument, as in "rope: start".
-        kinds: names of the types in the argument's annotation: int, float, bool, str.
-        value: the argument.
+    """Returns the error for an argument that is of none of some plain types; None if it is of
+    one.
     """
     expected = " or ".join(_NUMBER_OF.get(kind, kind) for kind in kinds)
     is_int = isinstance(value, int) and not isinstance(value, bool)

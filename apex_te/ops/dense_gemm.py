@@ -90,10 +90,6 @@ def _check_residual(residual: torch.Tensor, out: torch.Tensor, accumulate: bool)
         residual: must be bfloat16 of the shape of ``out``.
         out: the output [M, N], whose values are not read.
         accumulate: must be False.
-
-    Raises:
-        TypeError: another dtype.
-        ValueError: another shape, or ``accumulate``.
     """
     if accumulate:
         raise ValueError("dense_gemm: accumulate must be False with residual, got True")

@@ -163,9 +163,6 @@ def _prepare(name, a, b, a_scale, b_scale, out, out_dtype, bias, accumulate):
 
     Returns:
         ``(out, bias)``: ``out [M, N]``, and the bias in the dtype of ``bias_dtype`` or None.
-
-    Raises:
-        TypeError, ValueError: an argument of a wrong dtype or shape, or ``accumulate`` alone.
     """
     check_dense(name, a=a, b=b, a_scale=a_scale, b_scale=b_scale, out=out, bias=bias)
     if a.dim() != 2 or b.dim() != 2 or a.shape[1] != b.shape[1]:

@@ -197,7 +197,6 @@ def _first_rows(out: torch.Tensor, rows: int) -> torch.Tensor:
 
     Args:
         out: tensor that only the caller has.
-        rows: number of rows to keep.
     """
     if transforms_active() or dispatch_modes() or jit_tracing():
         return out[:rows].clone()

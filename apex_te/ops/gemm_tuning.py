@@ -105,13 +105,7 @@ def _fastest(launch: Callable[[int], None]) -> int:
 
 
 def _elapsed(launch: Callable[[int], None], index: int, launches: int) -> float:
-    """Returns the mean milliseconds of a launch among several back to back.
-
-    Args:
-        launch: runs the product with the algorithm of a given number.
-        index: number of the algorithm.
-        launches: number of launches.
-    """
+    """Returns the mean milliseconds of a launch among several back to back."""
     begin = torch.cuda.Event(enable_timing=True)
     end = torch.cuda.Event(enable_timing=True)
     begin.record()
@@ -123,12 +117,7 @@ def _elapsed(launch: Callable[[int], None], index: int, launches: int) -> float:
 
 
 def _cool_times(launch: Callable[[int], None], usable: list[int]) -> dict[int, float]:
-    """Returns the median milliseconds of each algorithm, by its number, timed in turns.
-
-    Args:
-        launch: runs the product with the algorithm of a given number.
-        usable: numbers of the algorithms.
-    """
+    """Returns the median milliseconds of each algorithm, by its number, timed in turns."""
     times: dict[int, list[float]] = {index: [] for index in usable}
     for _ in range(_ROUNDS):
         for index in usable:
@@ -142,7 +131,6 @@ def _loaded_times(launch: Callable[[int], None], cool: dict[int, float]) -> dict
     Each algorithm runs in blocks of launches, which take turns with those of the others.
 
     Args:
-        launch: runs the product with the algorithm of a given number.
         cool: milliseconds of a launch of each algorithm to time, by its number.
     """
     global _loaded_at

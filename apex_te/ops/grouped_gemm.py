@@ -119,7 +119,6 @@ def _contract_values(
     """Computes ``contract_groups``, without its checks, from the ends of the groups.
 
     Args:
-        a, b, wide: as in ``contract_groups``.
         ends: int32 [groups], the place in the inner dimension after each group's last.
 
     Returns:

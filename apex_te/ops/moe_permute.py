@@ -315,11 +315,7 @@ def _prepare(
     num_experts: int | None,
     align_size: int | None,
 ) -> _Routing:
-    """Checks the arguments of ``make_map``, and allocates what the kernels write.
-
-    Raises:
-        ValueError: a shape or option that does not match.
-    """
+    """Checks the arguments of ``make_map``, and allocates what the kernels write."""
     if map_type not in ("mask", "index"):
         raise ValueError(f"moe_permute: map_type must be 'mask' or 'index', got {map_type!r}")
     if routing_map.dim() != 2:

@@ -39,12 +39,7 @@ def _dense_grads(name: str, grads: Tensors, are_written: bool) -> Tensors:
     """Returns the gradients made contiguous.
 
     Args:
-        name: name of the step's function, for errors.
-        grads: the caller's gradients.
         are_written: True if they will be unscaled in place.
-
-    Raises:
-        ValueError: a gradient that will be unscaled is expanded.
     """
     read = dense(grads)
     if are_written and read is not grads:
@@ -59,11 +54,8 @@ def _dense_grads(name: str, grads: Tensors, are_written: bool) -> Tensors:
 
 
 def _wrote_grads(given: Tensors, read: Tensors) -> None:
-    """Copies unscaled gradients from contiguous copies to the caller's, and tells autograd of it.
-
-    Args:
-        given: the caller's gradients.
-        read: the list that the kernel wrote: ``dense(given)``.
+    """Copies unscaled gradients from contiguous copies to the caller's, and tells autograd of
+    it.
     """
     if given is not read:
         for grad, copy in zip(given, read, strict=True):

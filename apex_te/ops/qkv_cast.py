@@ -157,10 +157,8 @@ def qkv_cast_grad(
 
 
 def _heads(name: str, x: torch.Tensor) -> torch.Tensor:
-    """Returns heads [..., heads, size] as [outer, inner, heads, size], dense in the last dimension.
-
-    Raises:
-        ValueError: ``x``, the argument ``name``, has neither 3 nor 4 dimensions.
+    """Returns heads [..., heads, size] as [outer, inner, heads, size], dense in the last
+    dimension.
     """
     if x.dim() not in (3, 4):
         raise ValueError(

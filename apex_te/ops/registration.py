@@ -144,12 +144,8 @@ def bind_call(schema: str, function: Callable[..., None]) -> Callable[..., None]
 
 
 def _schema(name: str, signature: str, without: Sequence[str] = ()) -> str:
-    """Returns the torch.library schema of a C signature: "out: Tensor!" becomes "Tensor(a!) out".
-
-    Args:
-        name: name of the function.
-        signature: parameters as the header declares them, "name: type" with commas between.
-        without: names of parameters to leave out.
+    """Returns the torch.library schema of a C signature: "out: Tensor!" becomes "Tensor(a!)
+    out".
     """
     aliases = iter(string.ascii_lowercase)
     arguments = []
@@ -166,10 +162,6 @@ def _bind(schema: str, functions: Any) -> Callable[..., None]:
 
     Calls in a compiled region, under a dispatch mode, under ``torch.jit.trace`` or under a
     transform go through ``torch.ops``; all others call the function directly.
-
-    Args:
-        schema: torch.library schema; the text before its parenthesis names the function.
-        functions: object with the function as an attribute of that name, looked up at each call.
     """
     name = schema.partition("(")[0]
     registered = register(schema, lambda *args: getattr(functions, name)(*args))
@@ -216,14 +208,8 @@ def _observed(registered: Any, args: tuple[Any, ...]) -> None:
     The call is refused if one of these would lose results or need a derivative.
 
     Args:
-        registered: the op, as ``register`` returns it.
         args: arguments of the op by position; prepared lists (``runtime.tensor_list``) are
             passed on as plain lists.
-
-    Raises:
-        NotImplementedError: a transform would need the op's derivative, which does not exist;
-            ``torch.jit.trace`` would lose results that the op writes into a list of tensors; or a
-            dispatch mode returned without running the op, so that no output was written.
     """
     name = registered.__name__
     if jit_tracing() and any(_writes_list(a) for a in registered.default._schema.arguments):

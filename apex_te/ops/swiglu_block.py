@@ -140,10 +140,7 @@ def _by_two_ops(
     """Casts a matrix that another op computes, where the kernel that does both does not serve.
 
     Args:
-        op: the op that was called, which errors of the two others then name.
-        compute: returns the matrix.
         fp8_dtype: FP8 dtype of the copies.
-        options: those of ``block_quantize``.
     """
     try:
         return block_quantize(compute(), fp8_dtype, **options)

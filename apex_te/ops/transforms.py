@@ -200,11 +200,7 @@ def _each_sample(
     """Applies ``_Forward`` or ``_Backward`` to each sample of a batch: its rule for ``vmap``.
 
     Args:
-        function: ``_Forward`` or ``_Backward``.
-        info: torch's description of the vmap, with ``batch_size``.
         in_dims: the batch dimension of each argument, of ``call`` first; None for one without.
-        call: record of the call, which becomes that of the last sample.
-        tensors: arguments after ``call``.
 
     Returns:
         (results stacked along dimension 0, the dimensions of the batch in them); None for a None.
@@ -316,8 +312,6 @@ def _take(value: Any, i: int, copies: list[tuple[torch.Tensor, torch.Tensor]]) -
     """Returns sample ``i`` of a ``_Samples`` as a contiguous, aligned tensor; else the value.
 
     Args:
-        value: an argument of the op.
-        i: number of the sample.
         copies: gets the pair (sample, copy) if the sample had to be copied.
     """
     if not isinstance(value, _Samples):

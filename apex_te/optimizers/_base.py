@@ -133,12 +133,7 @@ class FusedOptimizer(SavingOptimizer):
             self._take_masters(given)
 
     def _take_masters(self, given: list[torch.Tensor | None]) -> None:
-        """Makes the tensors of a list the master weights of the parameters, in their order.
-
-        Raises:
-            TypeError: a tensor is not float32, or ``master_weight_dtype`` is not.
-            ValueError: the list has another length, or a tensor another shape or device.
-        """
+        """Makes the tensors of a list the master weights of the parameters, in their order."""
         self._check("master_weight_dtype", self._master_dtype, (torch.float32,))
         params = [param for group in self.param_groups for param in group["params"]]
         if len(given) != len(params):
@@ -451,14 +446,7 @@ class FusedOptimizer(SavingOptimizer):
         """Adds 1 to the step count of ``bucket`` and returns keyword arguments for its op.
 
         Args:
-            group: the parameter group of the bucket.
-            bucket: the bucket to be updated.
             scalars: loss scale and skip flag of this step.
-            names: options of ``group`` that the op takes, too.
-
-        Returns:
-            ``lr``, ``inv_scale``, ``found_inf``, ``unscale_grads`` and ``names``, each with its
-            value.
         """
         inv_scale, found_inf = scalars.on(bucket.device)
         bucket.advance(found_inf)
@@ -482,11 +470,7 @@ class FusedOptimizer(SavingOptimizer):
         return param.grad
 
     def _live(self, params: list[torch.Tensor]) -> list[torch.Tensor]:
-        """Returns the parameters that have a gradient.
-
-        Raises:
-            NotImplementedError: a gradient is sparse.
-        """
+        """Returns the parameters that have a gradient."""
         grads: list[Any]
         if self.use_decoupled_grad:
             grads = list(map(_decoupled_grad, params))
@@ -507,16 +491,6 @@ class FusedOptimizer(SavingOptimizer):
 
         Buckets serve later steps until other parameters have gradients, the group has other
         moments, a parameter's memory has moved, or someone has replaced or dropped its state.
-
-        Args:
-            index: the group's position in ``param_groups``.
-            group: the group.
-
-        Raises:
-            NotImplementedError: a gradient is sparse.
-            RuntimeError: a CUDA graph is captured without ``capturable``, or buckets would have to
-                be made during capture.
-            ValueError: the parameters are on the meta device and have no gradients.
         """
         live = self._live(group["params"])
         if not live:
@@ -555,16 +529,7 @@ class FusedOptimizer(SavingOptimizer):
     def _prepare(
         self, group: dict[str, Any], live: list[torch.Tensor], names: tuple[str, ...]
     ) -> list[Bucket]:
-        """Makes the buckets of a group, and the missing state of the group's parameters.
-
-        Args:
-            group: the parameter group.
-            live: parameters of the group that have a gradient.
-            names: keys of the moments in the state.
-
-        Raises:
-            ValueError: an FP8 parameter is without a master weight.
-        """
+        """Makes the buckets of a group, and the missing state of the group's parameters."""
         for param in live:
             if needs_copy(param) and not self.master_weights:
                 raise ValueError(
@@ -594,8 +559,6 @@ class FusedOptimizer(SavingOptimizer):
         """Returns the state of ``param`` after adding the entries that are missing.
 
         Args:
-            param: the parameter.
-            names: keys of its moments.
             counts: True if the state needs a step count.
         """
         state = self.state[param]
@@ -627,10 +590,6 @@ class FusedOptimizer(SavingOptimizer):
         """Fills in missing options of ``group`` and checks options and parameters.
 
         With ``capturable``, ``group["lr"]`` becomes a float32 tensor on the device.
-
-        Raises:
-            TypeError: a parameter has a dtype that is not supported.
-            ValueError: an option is out of range, or a parameter is a partial DTensor.
         """
         for name, value in self.defaults.items():
             group.setdefault(name, value)

@@ -47,10 +47,6 @@ def new_state(param: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     Args:
         param: the parameter, which gives shape, device and memory format.
         dtype: dtype of the zeros.
-
-    Returns:
-        A plain tensor; for a DTensor a DTensor with the placements of ``param``, whose local tensor
-        is plain.
     """
     part = local(param)
     if needs_copy(part):
@@ -108,7 +104,6 @@ def follow_format(stored: torch.Tensor, param: torch.Tensor) -> None:
 
     Args:
         stored: the state, of any dtype; it gets other memory if its format is another.
-        param: the parameter.
     """
     part, kept = local(param), local(stored)
     if dense_order(kept) != (None if needs_copy(part) else dense_order(part)):
@@ -136,11 +131,7 @@ class Source(NamedTuple):
     is_decoupled: bool
 
     def grad(self, owner: str) -> torch.Tensor:
-        """Returns this rank's part of the gradient, its dimensions permuted by ``order``.
-
-        Args:
-            owner: the optimizer's name, for error messages.
-        """
+        """Returns this rank's part of the gradient, its dimensions permuted by ``order``."""
         grad = self.param.grad
         if self.is_decoupled:
             grad = self.param.decoupled_grad  # type: ignore[attr-defined]
@@ -160,9 +151,6 @@ class Bucket:
     rank's part.
 
     Args:
-        params: parameters that ``partition`` puts together.
-        states: the optimizer state of each of ``params``.
-        names: keys of the moments in ``states``.
         scales: for each of ``params`` the scales of its scaled state, by key.
         is_decoupled: True if gradients are ``param.decoupled_grad``.
 
@@ -267,11 +255,7 @@ class Bucket:
         return all(map(operator.is_, map(local, self.owners), self._parts))
 
     def grads(self, owner: str) -> list[torch.Tensor]:
-        """Returns this rank's gradients, in the order of ``params``.
-
-        Args:
-            owner: the optimizer's name, for error messages.
-        """
+        """Returns this rank's gradients, in the order of ``params``."""
         if self._plain and all(map(operator.is_, map(_GRAD, self._graded), repeat(None))):
             return list(map(_GRAD, self.owners))
         return [source.grad(owner) for source in self._sources]
@@ -326,8 +310,6 @@ class Bucket:
         Args:
             op: a function of ``ops.multi_tensor_optim``; state that is not float32 reaches it as
                 float32 copies and is stored afterwards.
-            grads: result of ``grads()``.
-            options: further keyword arguments of ``op``.
         """
         moments = [moment.wide() for moment in self._kept_moments]
         params, masters = self.params, self.masters
@@ -372,10 +354,6 @@ def refuse_shared(owner: str, buckets: list[Bucket]) -> None:
     """Raises ValueError if two parameters that a step updates have memory in common.
 
     The blocks of a kernel would update it in no order, and of two master weights one is lost.
-
-    Args:
-        owner: the optimizer's name, for error messages.
-        buckets: all buckets of the step.
     """
     spans = []
     for bucket in buckets:
@@ -398,11 +376,6 @@ def partition(
     params: list[torch.Tensor], states: list[State], names: tuple[str, ...]
 ) -> Iterator[list[int]]:
     """Splits the parameters of a group into buckets.
-
-    Args:
-        params: parameters that have a gradient.
-        states: the optimizer state of each of ``params``.
-        names: keys of the moments in ``states``.
 
     Yields:
         Indices into ``params`` of one bucket: parameters on one device and with one step count, all

@@ -41,11 +41,7 @@ def stored_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 class StateList:
-    """Prepared list of float32 tensors, which an op updates where they lie.
-
-    Args:
-        tensors: the stored tensors, a prepared list.
-    """
+    """Prepared list of float32 tensors, which an op updates where they lie."""
 
     def __init__(self, tensors: Any) -> None:
         self.tensors = tensors
@@ -87,7 +83,6 @@ class Scaled(Stored):
     """List of float16 or FP8 tensors, each with a scale, a power of two.
 
     Args:
-        tensors: the stored tensors.
         scales: for each a float32 scalar; the number is the stored value times the scale.
     """
 
@@ -199,7 +194,6 @@ def unscaled(
     """Returns the numbers of a scaled tensor in float32, exactly.
 
     Args:
-        stored: float16 or FP8 tensor.
         scale: its scale, a float32 scalar.
         out: float32 tensor to write; None makes one.
     """
@@ -212,7 +206,6 @@ def scaled(number: torch.Tensor, stored: torch.Tensor, scale: torch.Tensor) -> N
 
     Args:
         number: the numbers, which are not changed.
-        stored: tensor to write.
         scale: float32 scalar to write.
     """
     Scaled([stored], [scale]).store([number.to(torch.float32, copy=True).contiguous()])
@@ -231,12 +224,7 @@ def remainder_of(owner: str, param: torch.Tensor, master: torch.Tensor) -> torch
     one bit of float32.
 
     Args:
-        owner: name of the optimizer, for the error.
-        param: bfloat16 parameter.
         master: float32 master weight.
-
-    Raises:
-        ValueError: ``param`` is not the rounded master weight.
     """
     high = param.detach().view(torch.int16).to(torch.int32)
     low = master.contiguous().view(torch.int32).to(torch.int64) - (high.to(torch.int64) << 16)

@@ -113,9 +113,6 @@ class SavingOptimizer(torch.optim.Optimizer):
         """Stores float32 numbers as new state of ``param``.
 
         Args:
-            param: the parameter.
-            name: key of the state.
-            number: the numbers, with the placement of ``param``, in a memory format that is kept.
             dtype: dtype to store them in.
         """
         part = local(number)
@@ -175,12 +172,7 @@ class SavingOptimizer(torch.optim.Optimizer):
         return found
 
     def _number(self, param: torch.Tensor, name: str) -> torch.Tensor:
-        """Returns state of ``param`` in float32; an int16 remainder as it is.
-
-        Args:
-            param: the parameter.
-            name: key of the state.
-        """
+        """Returns state of ``param`` in float32; an int16 remainder as it is."""
         stored = self.state[param][name]
         if stored.dtype in (torch.float32, torch.int16):
             return stored
@@ -243,11 +235,6 @@ class SavingOptimizer(torch.optim.Optimizer):
 
         Args:
             param: the parameter, which gives shape, device and placement.
-            kept: its state as loaded, the tensors still in boxes.
-
-        Raises:
-            TypeError: one of ``param`` and a tensor of the state is a DTensor, the other is none.
-            ValueError: the state has a wrong shape or mesh, or is of another optimizer.
         """
         if "max_exp_avg_sq" in kept:
             raise ValueError(f"{self._name}: state_dict must be without amsgrad, got its state")
@@ -276,7 +263,6 @@ class SavingOptimizer(torch.optim.Optimizer):
         """Stores a loaded master weight of ``param``, or the low half of one.
 
         Args:
-            param: the parameter.
             value: float32, or int16 for a low half.
         """
         self._check_shape(param, MASTER, value)
@@ -306,9 +292,6 @@ class SavingOptimizer(torch.optim.Optimizer):
         """Stores loaded state of ``param`` in new memory.
 
         Args:
-            param: the parameter.
-            name: key of the state.
-            value: the numbers.
             dtype: dtype to store them in.
         """
         self._check_shape(param, name, value)
@@ -326,11 +309,7 @@ class SavingOptimizer(torch.optim.Optimizer):
 
 
 def _keep_dtypes(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
-    """Puts the tensors of a state dict in boxes, which torch does not cast (a pre-hook).
-
-    Raises:
-        ValueError: the state dict has other groups than the optimizer.
-    """
+    """Puts the tensors of a state dict in boxes, which torch does not cast (a pre-hook)."""
     groups = (optimizer.param_groups, state_dict["param_groups"])
     sizes, saved = ([len(group["params"]) for group in each] for each in groups)
     if saved != sizes:

@@ -52,14 +52,10 @@ class Scalars:
         """Returns the scalars for one step of ``optimizer``.
 
         Args:
-            optimizer: the optimizer that is about to step. Without ``scaler`` its attributes
-                ``grad_scale`` and ``found_inf`` count, which a ``torch.amp.GradScaler`` or ``amp``
-                sets before the step.
             scaler: the ``torch.amp.GradScaler`` that ``step`` was given, or None. It is asked as
                 its own ``step`` would do, and notes that ``optimizer`` has stepped.
 
         Raises:
-            TypeError: ``scaler`` is not a GradScaler.
             RuntimeError: ``scaler.update()`` was not called since the last step, or
                 ``GradScaler.step`` has not asked all ranks that hold parts of the parameters.
         """

@@ -50,14 +50,7 @@ def placed(owner: str, what: str, tensor: torch.Tensor, param: torch.Tensor) -> 
     ops do it; a tensor that is placed alike is returned as it is.
 
     Args:
-        owner: name of the optimizer or function, for error messages.
         what: noun for ``tensor`` in error messages, such as ``"gradients"``.
-        tensor: gradient or state of ``param``.
-        param: the parameter.
-
-    Raises:
-        TypeError: one of the two is a DTensor and the other is not.
-        ValueError: they are on different meshes.
     """
     spec, wanted = getattr(tensor, "_spec", None), getattr(param, "_spec", None)
     if spec is wanted:
@@ -88,7 +81,6 @@ class ShardSums:
     as it is.
 
     Args:
-        tensors: the tensors that the numbers belong to, DTensors or plain.
         device: device of the numbers.
     """
 
@@ -108,14 +100,7 @@ class ShardSums:
         return bool(self._groups)
 
     def add(self, values: torch.Tensor) -> torch.Tensor:
-        """Sums numbers over ranks, in place, by one collective for each process group.
-
-        Args:
-            values: ``[..., len(tensors)]``, this rank's number for each tensor.
-
-        Returns:
-            ``values``.
-        """
+        """Sums numbers over ranks, in place, by one collective for each process group."""
         for group, index in self._groups:
             if index is None:
                 all_reduce(values, group).wait()

@@ -52,9 +52,6 @@ class ShardedLamb:
     def _norms(self, *lists: Any) -> torch.Tensor:
         """Returns the norms of whole tensors, of which each rank has its local tensors.
 
-        Args:
-            lists: each one a list with a local tensor for each parameter of all buckets.
-
         Returns:
             ``[len(lists), parameters]``, float64; ``[parameters]`` for a single list.
         """
@@ -63,12 +60,7 @@ class ShardedLamb:
         return self._sums.add(squares).sqrt_()
 
     def step(self, grads: list[list[torch.Tensor]], options: list[dict[str, Any]]) -> None:
-        """Updates the parameters, masters and moments of every bucket.
-
-        Args:
-            grads: this rank's gradients, a list for each bucket.
-            options: keyword arguments of ``multi_tensor_optim.lamb``, a dict for each bucket.
-        """
+        """Updates the parameters, masters and moments of every bucket."""
         like = self.buckets[0].moments[0][0]
         flat = torch.zeros(sum(self._padded), dtype=torch.float32, device=like.device)
         pieces = iter(flat.split(self._padded))
@@ -102,11 +94,8 @@ def _direct(
     """Updates the moments of ``bucket``, and writes the update for a learning rate of 1.
 
     Args:
-        bucket: the bucket.
         base: tensors that weight decay reads: master weights if there are any, else parameters.
         update: float32 zeros in the shapes of ``base``, which receive the update.
-        grads: this rank's gradients.
-        options: keyword arguments of ``multi_tensor_optim.lamb``.
     """
     decay = options["weight_decay"]
     chosen = {**options, "lr": 1.0, "weight_decay": 0.0, "nvlamb": False}
@@ -133,10 +122,6 @@ def _unscaling(options: dict[str, Any]) -> torch.Tensor:
 
     Whether it is, ``found_inf`` says on the device, and the host does not wait to learn of it.
 
-    Args:
-        options: keyword arguments of ``multi_tensor_optim.lamb``, of which ``found_inf`` and
-            ``inv_scale`` are read.
-
     Returns:
         A float32 tensor of one element on the device.
     """
@@ -148,7 +133,6 @@ def _factor(options: dict[str, Any], device: torch.device) -> torch.Tensor:
     """Returns the factor that unscales every gradient and clips the norm of all of them.
 
     Args:
-        options: keyword arguments of ``multi_tensor_optim.lamb``.
         device: device of the factor, a float32 scalar.
     """
     factor = options["inv_scale"]

@@ -146,9 +146,6 @@ class FusedLAMB(FusedOptimizer):
     def _norms(self, by_device: dict[torch.device, list[Work]]) -> dict[torch.device, torch.Tensor]:
         """Returns the norm of the gradients of all devices together, as they are before unscaling.
 
-        Args:
-            by_device: all buckets of the step.
-
         Returns:
             The norm, a float32 scalar, on each of the devices.
         """

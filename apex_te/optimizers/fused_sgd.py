@@ -126,10 +126,6 @@ def _decay_last(
 
     ``p - lr (m + wd p)`` is ``(1 - lr wd) p - lr m``: the weights are scaled before the step, in
     float32, so that they are rounded once.
-
-    Args:
-        params, grads, momentums, masters, lr, weight_decay, found_inf, options: as in
-            ``multi_tensor_optim.sgd``.
     """
     weights, copies = params if masters is None else masters, None
     if masters is None and any(p.dtype is not torch.float32 for p in params):

@@ -135,17 +135,7 @@ _FORMATS = dict(Format.__members__)  # the property itself does not trace in tor
 
 
 def chosen_format(owner: str, value: object, formats: tuple[Format, ...]) -> Format:
-    """Returns the format that the argument ``fp8_format`` of a public function stands for.
-
-    Args:
-        owner: name of the public function, for errors.
-        value: a ``Format`` or its name in any case.
-        formats: the formats that may be chosen.
-
-    Raises:
-        TypeError: the value is neither a ``Format`` nor a name.
-        ValueError: it is not one of ``formats``.
-    """
+    """Returns the format that the argument ``fp8_format`` of a public function stands for."""
     if not isinstance(value, (Format, str)):
         raise TypeError(
             f"{owner}: fp8_format must be a recipe.Format or its name, got {type(value).__name__}"
@@ -587,15 +577,7 @@ def chosen_recipe(owner: str, argument: str, value: Recipe | str | None) -> Reci
 
 
 def stateless_recipe(owner: str, argument: str, value: Recipe | str | None) -> Recipe | None:
-    """Returns the recipe that an argument stands for where no state can be kept; None for None.
-
-    Args:
-        owner, argument, value: as for ``chosen_recipe``.
-
-    Raises:
-        ValueError: the name is unknown, or the recipe keeps state.
-        TypeError: the value is neither a recipe nor a name.
-    """
+    """Returns the recipe that an argument stands for where no state can be kept; None for None."""
     if value is None:
         return None
     found = chosen_recipe(owner, argument, value)

@@ -9,12 +9,7 @@ __all__ = ["check_count"]
 
 
 def check_count(owner: str, name: str, value: Any) -> None:
-    """Checks that the argument ``name`` of the module ``owner`` is an int of at least 1.
-
-    Raises:
-        TypeError: ``value`` is not an int.
-        ValueError: ``value`` is below 1.
-    """
+    """Checks that the argument ``name`` of the module ``owner`` is an int of at least 1."""
     if isinstance(value, bool) or not isinstance(value, numbers.Integral):
         raise TypeError(f"{owner}: {name} must be an int, got {type(value).__name__}")
     if value < 1:

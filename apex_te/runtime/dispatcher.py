@@ -58,16 +58,7 @@ def core() -> ModuleType:
 
 
 def _open(op: str, device: str, device_index: int) -> int:
-    """Opens the library of an op for a device type, once, and checks its ABI number.
-
-    Args:
-        op: stem of the op.
-        device: "cpu" or "cuda".
-        device_index: GPU whose compute capability decides which library to open or build.
-
-    Returns:
-        The handle that ``dlopen`` gave.
-    """
+    """Opens the library of an op for a device type, once, and checks its ABI number."""
     with _lock:
         handle = _handles.get((op, device))
         if handle is None:
@@ -127,10 +118,6 @@ def function(op: str, name: str) -> Any:
 
     Args:
         op: stem of the op, e.g. "cast_transpose".
-        name: a function that the op's header declares, without the prefix ``apex_te_``.
-
-    Raises:
-        AttributeError: the op declares no such function.
     """
     bound = _functions.get((op, name))
     if bound is None:

@@ -34,8 +34,6 @@ def leave(entered: list[Any], holder: dict[str, Any], name: str) -> Any:
         entered: all links that the context manager has entered and not left, from which the link is
             removed. Links of the calling thread are preferred, because threads may share the
             context manager.
-        holder: ``__dict__`` of the ``threading.local()`` of the calling thread.
-        name: key in ``holder`` of the thread's innermost link.
 
     Returns:
         The link that was removed; None if ``entered`` is empty, so that there is nothing to leave.

@@ -33,11 +33,6 @@ def former_keywords(
 
     Calls by present names thus pay nothing.
 
-    Args:
-        function: the function that was called; its annotations tell which names it takes.
-        kwargs: the keyword arguments of the failed call.
-        owner: name of the function, for the warning.
-
     Returns:
         The keyword arguments to repeat the call with; None if none has a former name, or both names
         of one are given, so that the error of the call stands.

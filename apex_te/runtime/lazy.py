@@ -16,14 +16,8 @@ def attach(
     """Returns ``__getattr__`` and ``__dir__`` for a package that import its names on first use.
 
     Args:
-        package: full name of the package.
         names: for each lazy name the submodule that defines it; an empty string if the name is
             itself a submodule. Without any, a package only gets hints for misspelt names.
-        beside: a submodule whose names users may look for in the package.
-
-    Returns:
-        get: to be assigned to the package's ``__getattr__``.
-        names_of: to be assigned to the package's ``__dir__``.
     """
 
     def get(name: str) -> Any:
@@ -44,15 +38,7 @@ def attach(
 
 
 def attach_submodules(package: str) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
-    """Returns ``__getattr__`` and ``__dir__`` for a package that import submodules on first use.
-
-    Args:
-        package: full name of the package; its modules without a leading underscore are found.
-
-    Returns:
-        get: to be assigned to the package's ``__getattr__``.
-        names_of: to be assigned to the package's ``__dir__``.
-    """
+    """Returns ``__getattr__`` and ``__dir__`` for a package that import submodules on first use."""
 
     def found() -> set[str]:
         import pkgutil  # here, because importing it takes a while
@@ -72,14 +58,7 @@ def attach_submodules(package: str) -> tuple[Callable[[str], Any], Callable[[], 
 
 
 def _unknown(package: str, name: str, known: Iterable[str], beside: str = "") -> AttributeError:
-    """Returns the error for a name that a package does not have.
-
-    Args:
-        package: full name of the package.
-        name: the name.
-        known: the names of which the user may have meant one.
-        beside: as in ``attach``.
-    """
+    """Returns the error for a name that a package does not have."""
     hint = ""
     if not name.startswith("_"):  # which Python and tools ask for
         from .named_arguments import did_you_mean

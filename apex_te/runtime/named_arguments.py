@@ -34,7 +34,6 @@ def named_arguments(owner: str = "", **names: str) -> Callable[[_F], _F]:
 
     Args:
         owner: the function's name in errors, by default its own; a constructor's is its class's.
-        names: the function's name of each argument that it passes on under another name.
     """
 
     def decorate(function: _F) -> _F:
@@ -71,8 +70,6 @@ def renamed(
 
     Args:
         error: the error, whose text begins with "function: argument" if the suite raised it.
-        owner: the function that the user called.
-        arguments: its arguments.
         names: its name of each argument that the inner function knows by another.
 
     Returns:

@@ -12,15 +12,6 @@ def extend(package_path: MutableSequence[str]) -> str:
     """Makes op_builder and compatibility importable as subpackages of apex_te.
 
     An installed package holds them; in a checkout (also an editable install) they lie one level up.
-
-    Args:
-        package_path: ``__path__`` of apex_te, to which their folder is added.
-
-    Returns:
-        The folder that holds them.
-
-    Raises:
-        ImportError: they are in neither place.
     """
     package = os.path.dirname(os.path.dirname(os.path.realpath(__file__)))
     parts = ("op_builder", "compatibility", "csrc")
@@ -36,11 +27,7 @@ def extend(package_path: MutableSequence[str]) -> str:
 
 
 class FormerNames:
-    """Import finder of renamed modules.
-
-    Args:
-        prefix: beginning of the full names that are looked up.
-    """
+    """Import finder of renamed modules."""
 
     def __init__(self, prefix: str) -> None:
         self.prefix = prefix

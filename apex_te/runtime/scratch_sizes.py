@@ -27,10 +27,5 @@ def norm_lines(rows: int, cols: int) -> int:
 
 
 def list_words(count: int, sums: int) -> int:
-    """Returns the float32 elements that a reduction over a list of tensors uses.
-
-    Args:
-        count: number of tensors.
-        sums: number of values that the kernel sums: 1 for ``l2norm``, 2 for LAMB's two norms.
-    """
+    """Returns the float32 elements that a reduction over a list of tensors uses."""
     return 4 + (2 * sums + 1) * count + sums * (LIST_PARTIALS + count)

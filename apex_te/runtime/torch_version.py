@@ -6,11 +6,7 @@ __all__ = ["check_torch"]
 
 
 def check_torch() -> None:
-    """Imports torch and checks that its tensors can be exchanged through DLPack's C interface.
-
-    Raises:
-        ImportError: torch is missing or too old.
-    """
+    """Imports torch and checks that its tensors can be exchanged through DLPack's C interface."""
     import torch
 
     if not hasattr(torch.Tensor, "__dlpack_c_exchange_api__"):

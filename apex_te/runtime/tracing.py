@@ -54,9 +54,6 @@ def refuse_state(owner: str) -> None:
     Tensors made under torch.export, a torch.func transform, torch.jit.trace or FakeTensorMode
     belong to that tracer: kept as FP8 state, they would break every later call. torch.compile, and
     modes that see real tensors, are fine.
-
-    Args:
-        owner: class or function to name in the error.
     """
     if is_compiling():
         # Not is_exporting(): before torch 2.13, Dynamo takes it for True under torch.compile, too.

@@ -227,9 +227,7 @@ def _results(
     """Returns gradients in the shapes and dtypes of their tensors, without those that are None.
 
     Args:
-        dx: the input's gradient.
         like: tensor of dx's shape and dtype.
-        parameters: (gradient, parameter) of each weight.
     """
     grads = [_like(dx, like).to(like.dtype)]
     for grad, parameter in parameters:

@@ -49,10 +49,6 @@ def _operands(
 
     Returns:
         The input as [rows, in] and d_output as [rows, out].
-
-    Raises:
-        TypeError: input and d_output have different dtypes.
-        ValueError: the shapes do not fit together.
     """
     if input.dtype is not d_output.dtype:
         raise TypeError(f"{op}: d_output must be {input.dtype} as input is, got {d_output.dtype}")

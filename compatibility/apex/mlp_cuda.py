@@ -86,9 +86,6 @@ def _split(
 
     Returns:
         The tensor x, the weights, and the biases, which are empty without ``use_bias``.
-
-    Raises:
-        ValueError: the activation is not 0, 1 or 2, or the number of tensors does not fit.
     """
     if activation not in (_NONE, _RELU, _SIGMOID):
         raise ValueError(

@@ -45,9 +45,6 @@ def compiled_for(command: Sequence[str]) -> list[str]:
 
     Functions with a ``target`` attribute, called after asking the CPU, do not count.
 
-    Args:
-        command: the compiler and its flags.
-
     Returns:
         Names as in /proc/cpuinfo, sorted; none if the compiler does not tell.
     """

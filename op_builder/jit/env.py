@@ -13,11 +13,7 @@ _Default = TypeVar("_Default", bool, None)
 
 
 def boolean(name: str, default: _Default) -> bool | _Default:
-    """Returns the boolean in environment variable ``name``; ``default`` if it is unset or empty.
-
-    Raises:
-        SettingError: the variable holds any other text.
-    """
+    """Returns the boolean in environment variable ``name``; ``default`` if it is unset or empty."""
     text = os.environ.get(name, "").strip()
     if not text:
         return default
@@ -30,11 +26,7 @@ def boolean(name: str, default: _Default) -> bool | _Default:
 
 
 def number(name: str, default: int, minimum: int = 1) -> int:
-    """Returns the integer in environment variable ``name``; ``default`` if it is unset or empty.
-
-    Raises:
-        SettingError: the variable holds no integer of at least ``minimum``.
-    """
+    """Returns the integer in environment variable ``name``; ``default`` if it is unset or empty."""
     text = os.environ.get(name, "").strip()
     if not text:
         return default
@@ -63,10 +55,8 @@ def jit_retry() -> bool:
 
 
 def sanitizers() -> list[str]:
-    """Returns the compiler flags for the sanitizers in ``APEX_TE_SANITIZE``, none if it is unset.
-
-    Raises:
-        SettingError: a name in the variable is neither "address" nor "undefined".
+    """Returns the compiler flags for the sanitizers in ``APEX_TE_SANITIZE``, none if it is
+    unset.
     """
     text = os.environ.get("APEX_TE_SANITIZE", "").strip()
     names = [name.strip() for name in text.split(",") if name.strip()]

@@ -21,8 +21,6 @@ def nearest(given: Any, known: Iterable[str], near: float = _NEAR) -> str | None
 
     Args:
         given: the name that the user wrote; not always a string.
-        known: the names that there are.
-        near: least similarity, from 0 to 1; upper and lower case count as equal.
 
     Returns:
         The most similar name, None if none is similar.

@@ -97,9 +97,6 @@ def is_hip() -> bool:
     """Returns True if GPU code is to be compiled for AMD GPUs.
 
     ``APEX_TE_GPU_PLATFORM`` ("hip" or "cuda") decides, else the platform that torch was built for.
-
-    Raises:
-        SettingError: ``APEX_TE_GPU_PLATFORM`` has another value.
     """
     named = os.environ.get("APEX_TE_GPU_PLATFORM", "").strip().lower()
     if not named:

@@ -46,11 +46,7 @@ def closure(sources: Iterable[str], include_paths: Sequence[str]) -> dict[str, b
     project is a system header and is left out.
 
     Args:
-        sources: paths of the sources.
         include_paths: the project's include folders, searched after the including file's own.
-
-    Raises:
-        FileNotFoundError: a source does not exist.
     """
     found: dict[str, bytes] = {}
     pending = [os.path.normpath(source) for source in sources]

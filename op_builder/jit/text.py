@@ -30,10 +30,8 @@ def printable(text: str) -> str:
 
 
 class Printable:
-    """Text stream for output with names from elsewhere: all but line ends goes through printable.
-
-    Args:
-        stream: the stream to write to.
+    """Text stream for output with names from elsewhere: all but line ends goes through
+    printable.
     """
 
     def __init__(self, stream: TextIO) -> None:

@@ -100,11 +100,7 @@ class Template(NamedTuple):
 
 
 def _check_word(name: str) -> None:
-    """Checks that ``name`` can name a Python module and, in capitals, a class.
-
-    Raises:
-        Refusal: it cannot.
-    """
+    """Checks that ``name`` can name a Python module and, in capitals, a class."""
     if not re.fullmatch(r"[a-z][a-z0-9_]*", name):
         raise Refusal(
             f"name must be a small letter, then small letters, digits and _, got {name!r}"

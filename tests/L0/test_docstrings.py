@@ -70,6 +70,14 @@ def test_clean_docstrings_pass(linter: ModuleType) -> None:
     assert _findings(linter, CLEAN) == []
 
 
+def test_internals_list_no_errors(linter: ModuleType) -> None:
+    text = '"""Casts ``x``.\n\n    Raises:\n        A: b.\n    """'
+    source = f'"""Casts."""\n\n\ndef {{}}(x):\n    {text}\n'
+    assert _findings(linter, source.format("_cast")) == ["section 'Raises' is for public names"]
+    for name in ("cast", "__call__"):
+        assert _findings(linter, source.format(name)) == []
+
+
 @pytest.mark.parametrize(
     ("docstring", "expected"),
     [

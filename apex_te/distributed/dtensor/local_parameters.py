@@ -27,7 +27,6 @@ def local_parameters(
     host time for this.
 
     Args:
-        module: module of apex_te with DTensor parameters.
         summed: names of replicated parameters whose gradient must be summed over the mesh, because
             each rank computes it from its rows or heads only.
         stacked: by name of a parameter that holds several matrices and is placed as ``Shard(0)``,
@@ -85,13 +84,8 @@ def _locals(
     """Returns the tensors that forward reads in place of the parameters, by name.
 
     Args:
-        kind: class of the module, for messages.
         parameters: parameters of the module, DTensors, plain or None.
-        summed: names of parameters whose gradient is summed over the mesh.
         stacked: exchanges of rows by name of a parameter.
-
-    Raises:
-        RuntimeError: a parameter that is still sharded over data-parallel ranks.
     """
     found: dict[str, torch.Tensor | None] = {}
     for name, parameter in parameters.items():

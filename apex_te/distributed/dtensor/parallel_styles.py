@@ -227,21 +227,14 @@ def _refuse(split: _Split, what: str, wanted: str, got: Any) -> NotImplementedEr
     """Returns the error for a module that styles do not support.
 
     Args:
-        split: arguments of the style.
         what: what is not supported, such as a module's option.
         wanted: what it must be instead.
-        got: what it is.
     """
     return NotImplementedError(f"{split.owner}: {what} must be {wanted}, got {got}")
 
 
 def _check_parameters(module: torch.nn.Module, split: _Split) -> None:
-    """Checks that all parameters of ``module`` are plain.
-
-    Raises:
-        ValueError: a parameter is a DTensor already.
-        NotImplementedError: a parameter is not a plain ``torch.nn.Parameter``.
-    """
+    """Checks that all parameters of ``module`` are plain."""
     name = type(module).__name__
     for key, parameter in module._parameters.items():
         if isinstance(parameter, DTensor):
@@ -260,12 +253,7 @@ def _check_parameters(module: torch.nn.Module, split: _Split) -> None:
 
 
 def _check_gemms(module: ParallelModule, split: _Split) -> None:
-    """Checks that a style can be applied to a module with GEMMs.
-
-    Raises:
-        ValueError: the module is tensor-parallel already.
-        NotImplementedError: the module has an option or a parameter that styles exclude.
-    """
+    """Checks that a style can be applied to a module with GEMMs."""
     name = type(module).__name__
     mode: Any = getattr(module, "parallel_mode", None) or getattr(
         module, "set_parallel_mode", False
@@ -297,16 +285,9 @@ def _linear_changes(
     """Returns functions that split a linear layer over the ranks, which is unchanged until then.
 
     Args:
-        module: a ``Linear`` or ``LayerNormLinear``.
-        split: arguments of the style.
         mode: "column" or "row", as ``parallel_mode``.
         matrices: number of rows of each matrix, if the weight holds several one after the other;
             the ranks divide each.
-
-    Raises:
-        ValueError: the layer is tensor-parallel already or owns no weight, or the ranks do not
-            divide its features.
-        NotImplementedError: the layer has an option or a parameter that styles exclude.
     """
     _check_gemms(module, split)
     column = mode == "column"
@@ -345,8 +326,6 @@ def _stacked(names: Iterable[str], matrices: tuple[int, ...], split: _Split) -> 
 
     Args:
         names: names of parameters with the same rows: a weight and its bias.
-        matrices: number of rows of each matrix in them.
-        split: arguments of the style.
 
     Returns:
         Exchanges by name; empty for one matrix or one rank, which need no exchange.
@@ -462,11 +441,8 @@ def _distribute(
     """Replaces parameters of ``module`` by DTensors.
 
     Args:
-        module: the module.
         split: arguments of the style. All ranks get the values of ``src_data_rank``; with None each
             keeps its values.
-        names: names of the parameters; those that the module lacks are skipped.
-        placement: placement of the DTensors.
     """
     dim = placement.dim if isinstance(placement, Shard) else None
     for name in names:

@@ -41,12 +41,6 @@ def shares_of(matrices: tuple[int, ...], rank: int, ranks: int) -> list[tuple[in
 
     Args:
         matrices: number of rows of each matrix, multiples of ``ranks``.
-        rank: rank whose rows are to be found.
-        ranks: number of ranks.
-
-    Returns:
-        ``(first, rows)`` for each matrix: the first row, counted in the whole parameter, and the
-        number of rows.
     """
     found, top = [], 0
     for rows in matrices:
@@ -61,8 +55,6 @@ def exchange_of(matrices: tuple[int, ...], rank: int, ranks: int) -> Exchange:
 
     Args:
         matrices: number of rows of each matrix, multiples of ``ranks``.
-        rank: rank whose plan is to be made.
-        ranks: number of ranks.
     """
     kept = sum(matrices) // ranks
 
@@ -97,8 +89,6 @@ def rows_of_matrices(local: torch.Tensor, exchange: Exchange, group: Any) -> tor
 
     Args:
         local: ``[rows / ranks, ..]``, this rank's piece of a parameter ``[rows, ..]``.
-        exchange: this rank's plan, from ``exchange_of``.
-        group: process group over which the parameter is sharded.
 
     Returns:
         ``[rows / ranks, ..]``: this rank's share of the first matrix, then of the second, and so

@@ -91,10 +91,7 @@ def _add_weights(
     """Registers the weight parameters of an FP8 module to be gathered as FP8 data.
 
     Args:
-        gather_set: set of weights to which a ``GatherUnit`` for each GEMM of the module is added.
         module: FP8 module, whose ``_modes.gathered`` gets the parameters by name.
-        found: parameters registered so far, each with its ``HookedParam``; extended here. A
-            parameter that is in it already is skipped.
     """
     block = gather_set.layout.block_rows
     for gemm, names in enumerate(module._gemm_weights()):
@@ -128,12 +125,7 @@ def _parameter(old: torch.Tensor, param: HookedParam) -> torch.nn.Parameter:
 
 
 def _check(name: str, weight: torch.Tensor) -> None:
-    """Raises the error of ``enable_fp8_all_gather`` for a parameter that it cannot replace.
-
-    Args:
-        name: name of the parameter in its module, for messages.
-        weight: the parameter.
-    """
+    """Raises the error of ``enable_fp8_all_gather`` for a parameter that it cannot replace."""
     if local_of(weight) is not None:
         raise ValueError(
             "enable_fp8_all_gather: model must not be sharded yet (call it before fully_shard, and "
@@ -176,11 +168,8 @@ class HookedParam(GatheredParam):
         """Quantizes this rank's rows; body of the hook ``fsdp_pre_all_gather``.
 
         Args:
-            shard: this rank's rows of the parameter, in high precision.
             mesh: device mesh over which FSDP2 gathers.
             size: shape ``[rows, cols]`` of the whole parameter.
-            mp_policy: FSDP2's ``MixedPrecisionPolicy``, whose ``param_dtype`` the values are cast
-                to before they are quantized.
 
         Returns:
             ``(inputs, context)``: the tensors that FSDP2 gathers, which are the FP8 data as uint8,
@@ -225,7 +214,6 @@ class HookedParam(GatheredParam):
         """Does what ``payload`` does, for this parameter alone.
 
         Args:
-            x: this rank's rows as a plain tensor.
             dtype: dtype to cast ``x`` to before it is quantized; None keeps that of ``x``.
         """
         self._check_shard(x)
@@ -258,7 +246,6 @@ class HookedParam(GatheredParam):
 
         Args:
             outputs: gathered tensors in the order of ``payload``'s ``inputs``.
-            context: object that ``payload`` returned.
             dtype: nominal dtype of the weight, in which autograd and modules see it.
             out: weight of an earlier gather, which gets the new FP8 data; None makes a new one.
 

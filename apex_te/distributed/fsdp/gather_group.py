@@ -65,7 +65,6 @@ class GatherGroup:
         """Quantizes this rank's rows of all parameters into the ``ready`` of each.
 
         Args:
-            first: shard for which FSDP2 called the first parameter's hook.
             dtype: dtype to which values are cast before they are quantized; None casts nothing.
 
         Returns:
@@ -125,7 +124,6 @@ class GatherGroup:
         """Computes scales and contexts anew, after a weight or a scale has changed.
 
         Args:
-            quantizers: quantizer of each parameter.
             amaxes: fp32 ``[1]`` of each whole weight; None with delayed scaling.
             dtype: dtype of the values that will be quantized.
             device: device of the shards.
@@ -164,7 +162,6 @@ class GatherGroup:
         Args:
             values: this rank's rows ``[rows, cols]`` of each parameter.
             dtype: FP8 dtype.
-            with_amaxes: also write the amax and ``scale_inv`` of each parameter into its context.
 
         Returns:
             FP8 data of each parameter as uint8, with FSDP2's padding rows as zeros.
@@ -217,7 +214,6 @@ def _padding(param: GatheredParam, value: torch.Tensor) -> int:
     It is 0 for a parameter split by columns, which FSDP2 splits evenly only.
 
     Args:
-        param: the parameter.
         value: ``[rows, cols]``, this rank's part.
     """
     if value.shape[1] != param.size[1]:

@@ -137,7 +137,6 @@ class GatherUnit:
         """Casts this rank's rows of one parameter with the scale of the whole weight.
 
         Args:
-            param: one of ``params``.
             x: this rank's rows of it, ``[rows, cols]``, in the dtype to quantize.
 
         Returns:
@@ -164,7 +163,6 @@ class GatherUnit:
         """Returns the origin that a gathered parameter of this weight carries.
 
         Args:
-            quantizer: quantizer that made the FP8 data.
             amax: fp32 ``[1]`` of this rank's rows, for delayed scaling to stage in forward; None
                 for other schemes.
             group: process group of the ranks that have shards; None for one rank.

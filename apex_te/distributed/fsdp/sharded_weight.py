@@ -130,8 +130,6 @@ class ShardedWeight(torch.Tensor):
         """Makes the whole weight from the gathered FP8 data; FSDP2 calls it after an all-gather.
 
         Args:
-            all_gather_outputs: gathered tensors, those of ``fsdp_pre_all_gather`` of all ranks.
-            metadata: second object that ``fsdp_pre_all_gather`` returned.
             param_dtype: nominal dtype of the weight.
             out: the weight that the first gather returned, to be filled anew; None the first time.
 
@@ -145,11 +143,6 @@ def _written(func: Any, args: tuple, kwargs: dict[str, Any]) -> Iterator[Any]:
     """Yields the arguments that an op's schema marks as written to.
 
     Version counters do not show all writes: ops on DTensor's lists of tensors leave them unchanged.
-
-    Args:
-        func: the ``OpOverload`` that is called.
-        args: its positional arguments.
-        kwargs: its keyword arguments.
     """
     for i, argument in enumerate(func._schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:

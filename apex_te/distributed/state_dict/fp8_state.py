@@ -38,9 +38,7 @@ def use_own_keys(model: torch.nn.Module, values: dict[str, Any], on_cpu: bool) -
     take its part. They load both.
 
     Args:
-        model: the model.
         values: the model's state dict on this rank, changed in place.
-        on_cpu: the state dict's tensors are to be on the CPU.
     """
     for name, module in model.named_modules(remove_duplicate=False):
         if not isinstance(module, FP8Module):
@@ -61,7 +59,6 @@ def use_raw_names(model: torch.nn.Module, values: dict[str, Any]) -> None:
     torch adds these prefixes to the names of parameters and buffers only.
 
     Args:
-        model: the model.
         values: the state dict that the model is to load, changed in place.
     """
     for name, module in model.named_modules(remove_duplicate=False):
@@ -80,8 +77,6 @@ def share_states(owner: str, split: SplitModel, values: dict[str, Any]) -> None:
     Collective.
 
     Args:
-        owner: name of the public function, for messages.
-        split: layout of the model, from ``split_model``.
         values: the model's state dict on this rank, whose amaxes and scales are changed in place.
 
     Raises:
@@ -147,8 +142,6 @@ def share_headers(owner: str, split: SplitModel, values: dict[str, Any]) -> None
     Collective; to be called before the state dict is saved.
 
     Args:
-        owner: name of the public function, for messages.
-        split: layout of the model, from ``split_model``.
         values: the model's state dict on this rank, changed in place.
 
     Raises:
@@ -174,12 +167,7 @@ def take_headers(owner: str, split: SplitModel, values: dict[str, Any]) -> None:
     It undoes ``share_headers``, and is to be called before the model loads the state dict.
 
     Args:
-        owner: name of the public function, for messages.
-        split: layout of the model, from ``split_model``.
         values: loaded state dict, by this rank's names, changed in place.
-
-    Raises:
-        ValueError: a header whose slots are not those of all experts.
     """
     for each in split.modules:
         key = _key(each, "header")
@@ -211,16 +199,10 @@ def _gathered_headers(
     """Gathers the decoded headers of modules' FP8 states from all ranks of ``group``; collective.
 
     Args:
-        owner: name of the public function, for messages.
         modules: modules of which each rank of ``group`` has one in the same place.
-        group: process group.
-        values: the model's state dict on this rank.
 
     Returns:
         For each rank a list with the header of each module, None for a state not allocated.
-
-    Raises:
-        ValueError: the ranks differ in which states are allocated, or in a history length.
     """
     keys = [_key(module, "header") for module in modules]
     own = [decode_header(values[key]) if key in values else None for key in keys]

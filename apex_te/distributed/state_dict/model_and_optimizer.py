@@ -378,18 +378,7 @@ def _own_names(split: SplitModel) -> dict[str, tuple[str, Entry]]:
 
 
 def _own(owner: str, name: str, value: Any, parts: Parts) -> torch.Tensor:
-    """Returns this rank's part of a value in a state dict that is to be loaded.
-
-    Args:
-        owner: name of the public function, for messages.
-        name: name of the value, for messages.
-        value: a ``SplitTensor`` from ``get_state_dict``, or the whole as a plain tensor.
-        parts: place of this rank's part in the whole.
-
-    Raises:
-        TypeError: a value of another type.
-        ValueError: a plain tensor of another size, or a ``SplitTensor`` with other ``parts``.
-    """
+    """Returns this rank's part of a value in a state dict that is to be loaded."""
     if isinstance(value, SplitTensor) and value.parts == parts:
         return value.local
     if not isinstance(value, torch.Tensor) or isinstance(value, DTensor):
@@ -417,9 +406,7 @@ def _renamed(
     """Returns a copy of an optimizer's state dict with parameters renamed and values changed.
 
     Args:
-        state: nested state dict (``state``, ``param_groups``), or a flattened one.
         targets: by old name of a parameter, its new name and its entry.
-        dropped: old names of parameters to leave out.
         change: function ``change(entry, name, value)`` that returns the new value for the state
             ``value`` called ``name`` (for messages) of the parameter of ``entry``.
     """

@@ -89,15 +89,7 @@ def split_model(
     """Finds how ranks split ``model``.
 
     Args:
-        owner: name of the public function, for messages.
-        model: the model.
         expert_group: as in ``get_state_dict``; ``...`` if it was not given.
-        stacked: as in ``get_state_dict``.
-
-    Raises:
-        TypeError: an ``expert_group`` of a wrong type.
-        ValueError: as in ``get_state_dict``.
-        NotImplementedError: split parameters or spread experts of unsupported modules.
     """
     if expert_group is not None and expert_group is not ... and not is_process_group(expert_group):
         raise TypeError(
@@ -138,15 +130,7 @@ def split_model(
 
 
 def groups_of_parts(owner: str, model: torch.nn.Module) -> dict[int, tuple[Any, ...]]:
-    """Returns, by ``id`` of a parameter that a ``tp_group`` splits, that group in a tuple.
-
-    Args:
-        owner: name of the public function, for messages.
-        model: the model.
-
-    Raises:
-        ValueError: a module has a ``tp_size`` above 1, but no ``tp_group``.
-    """
+    """Returns, by ``id`` of a parameter that a ``tp_group`` splits, that group in a tuple."""
     found = {}
     for raw, module, _ in _parallel_modules(model, "", {}):
         dims, group = _split_dims(owner, raw, module)
@@ -163,7 +147,6 @@ class _Patterns:
     """Checked argument ``stacked`` of ``get_state_dict``, which remembers the patterns that fit.
 
     Args:
-        owner: name of the public function, for messages.
         stacked: relative sizes of the matrices in a parameter, by ``fnmatch`` patterns of
             parameters' names, or None.
     """
@@ -183,7 +166,6 @@ class _Patterns:
         """Returns the relative sizes of the matrices in a parameter.
 
         Args:
-            name: name of the parameter.
             dim: dimension over which ranks split it; patterns apply to 0 only.
             default: sizes if no pattern fits; the last pattern that fits is taken.
         """
@@ -209,15 +191,7 @@ def _own_parts(
     """Returns the place of this rank's part in the whole parameter.
 
     Args:
-        owner: name of the public function, for messages.
-        name: name of the parameter, for messages.
         shape: shape of this rank's part.
-        dim: dimension over which the ranks of ``group`` split the parameter.
-        sizes: relative sizes of the matrices that lie one after the other in ``dim``.
-        group: process group that splits the parameter.
-
-    Raises:
-        ValueError: the sum of ``sizes`` does not divide this rank's part of ``dim``.
     """
     length = shape[dim]
     if length % sum(sizes):
@@ -234,15 +208,8 @@ def _add_others(
     """Adds entries for further names of divided parameters, such as those of tied weights.
 
     Args:
-        owner: name of the public function, for messages.
-        model: the model.
-        split: layout found so far, whose ``entries`` are extended.
         known: by ``id`` of each parameter of apex_te's parallel modules, its entry, or None for one
             that is not divided.
-
-    Raises:
-        NotImplementedError: a parameter is tagged as split (``tensor_model_parallel``) but its
-            module is not of apex_te, or an expert's parameter is tied to another module's.
     """
     for raw, parameter in model.named_parameters(remove_duplicate=False):
         entry = known.get(id(parameter))
@@ -272,14 +239,7 @@ def _has_own_experts(owner: str, prefix: str, module: Any, expert_group: Any) ->
     """Returns True if the ranks of ``expert_group`` have different experts in ``module``.
 
     Args:
-        owner: name of the public function, for messages.
-        prefix: prefix of the module's names, for messages.
-        module: a parallel module of apex_te.
         expert_group: process group, None, or ``...`` if the user gave none.
-
-    Raises:
-        ValueError: a ``GroupedLinear`` on several ranks without a clear ``expert_group``.
-        NotImplementedError: experts spread over ranks in a module other than ``GroupedLinear``.
     """
     if not isinstance(module, GroupedLinear):
         if getattr(module, "_spread", False):
@@ -307,8 +267,6 @@ def _parallel_modules(
     """Walks over the parallel modules of apex_te below ``module``, under each of their names.
 
     Args:
-        module: module to begin with.
-        prefix: prefix of its names, with a final dot; "" for the model.
         matrices: relative sizes of the matrices in the weights of projections that an enclosing
             ``MultiheadAttention`` fuses, by the projection's prefix.
 
@@ -333,10 +291,6 @@ def _parallel_modules(
 def _fused_projections(attention: Any, prefix: str) -> dict[str, tuple[int, ...]]:
     """Returns relative sizes of query, key and value rows in an attention's fused projections.
 
-    Args:
-        attention: a ``MultiheadAttention``.
-        prefix: prefix of its names, with a final dot.
-
     Returns:
         Sizes by the projection's prefix; empty if the rows are interleaved by heads.
     """
@@ -353,17 +307,9 @@ def _fused_projections(attention: Any, prefix: str) -> dict[str, tuple[int, ...]
 def _split_dims(owner: str, prefix: str, module: Any) -> tuple[dict[str, int], Any]:
     """Finds which parameters of a parallel module are split over ranks.
 
-    Args:
-        owner: name of the public function, for messages.
-        prefix: prefix of the module's names, for messages.
-        module: a parallel module of apex_te.
-
     Returns:
         ``(dims, group)``: the split dimension of each split parameter by name, and the process
         group of the ranks that have its parts; ``({}, None)`` if none is split.
-
-    Raises:
-        ValueError: the module has a ``tp_size`` above 1, but no ``tp_group``.
     """
     # fully_shard makes new parameters, which do not say how they are split.
     axes = getattr(module, "sharded_axes", None)  # of Megatron's names
@@ -394,10 +340,6 @@ def _split_dims(owner: str, prefix: str, module: Any) -> tuple[dict[str, int], A
 
 def _expert_names(module: Any, group: Any) -> dict[str, tuple[str, ...]]:
     """Returns the names in a checkpoint of a ``GroupedLinear``'s parameters on each rank.
-
-    Args:
-        module: the ``GroupedLinear``.
-        group: process group over which its experts are spread.
 
     Returns:
         A dict by local name (``weight0``): for each rank of ``group`` the name, without prefix,

@@ -58,16 +58,7 @@ class Parts(NamedTuple):
 def parts_of(
     dim: int, length: int, rank: int, ranks: int, matrices: tuple[int, ...] = (1,)
 ) -> Parts:
-    """Returns the place of one rank's part in the whole, if all ranks have equal shares.
-
-    Args:
-        dim: dimension that is split.
-        length: size of the part in ``dim``.
-        rank: rank that has the part.
-        ranks: number of ranks.
-        matrices: relative sizes of the matrices that lie one after the other in ``dim``, of each of
-            which every rank has an equal share; their sum divides ``length``.
-    """
+    """Returns the place of one rank's part in the whole, if all ranks have equal shares."""
     unit, first, pieces = length // sum(matrices), 0, []
     rows = tuple(size * unit * ranks for size in matrices)
     for in_whole, own in shares_of(rows, rank, ranks):

@@ -110,7 +110,6 @@ class RankReduction:
 
     Args:
         sizes: number of slots of each module of the process, in the order of construction.
-        labels: names of these modules, equal on all ranks.
         slots: slots whose staging row, row 0 of the history, is reduced in place.
         device: device of the collective if ``slots`` is empty.
         unsure: True if scales and histories may differ between ranks, as after loading.
@@ -233,8 +232,6 @@ def _equalise(
 
     Args:
         slots: the slots, whose scales and histories are written in place.
-        total: number of slots of the process.
-        length: the longest history of a rank; each slot sends ``length + 1`` numbers.
         device: device of the collective.
         group: process group, None for the whole world.
     """

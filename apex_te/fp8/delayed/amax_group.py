@@ -120,12 +120,8 @@ class AmaxGroups:
         """Makes the amax group of a region that is being entered the ``current`` one.
 
         Args:
-            recipe: the region's recipe; its ``reduce_amax`` says whether amaxes are reduced.
             group: the region's ``fp8_group``; None is the whole world. Ignored if amaxes are not
                 reduced: all such regions share one amax group.
-
-        Returns:
-            The amax group, made on first use.
         """
         last = self.current
         if last is not None and last.group is group and last.reduces == recipe.reduce_amax:
@@ -142,9 +138,6 @@ class AmaxGroups:
 
         These are the amax group of ``group``, the amax group whose amaxes are not reduced, and
         amax groups whose process group is not known.
-
-        Raises:
-            ValueError: no region had this process group, but others that reduce amaxes are pending.
         """
         waiting, key = self.waiting(), _key(group)
         known = self._keyed(key) or self._keyed(None)
@@ -164,7 +157,6 @@ class AmaxGroups:
             sync: the ``ScaleSync`` of the state, which gets the amax group if it has none.
             number: number of the amax group in which the state was saved; None if the state was in
                 none, for which all amax groups are set.
-            pending: number of regions that were pending there.
             is_copy: True if the state was unpickled or copied, perhaps in a process that has itself
                 trained: then the larger of the present number and ``pending`` is set.
         """
@@ -196,11 +188,7 @@ class AmaxGroups:
 
 
 def _key(group: Any) -> tuple[int, ...] | str:
-    """Returns the ``AmaxGroup.key`` of regions that reduce over ``group``.
-
-    Raises:
-        ValueError: the group was destroyed.
-    """
+    """Returns the ``AmaxGroup.key`` of regions that reduce over ``group``."""
     if group is None:
         return "world"
     try:
@@ -267,7 +255,6 @@ class ScaleSync:
         """Notes that scales were updated.
 
         Args:
-            amax_group: the amax group that was updated.
             reduced: True if the state's amaxes were reduced over the ranks of ``amax_group``.
             equalised: True if scales and histories were made equal on these ranks.
         """

@@ -31,7 +31,6 @@ def enter_traced_region(key: str, group: Any, may_update: bool) -> None:
     """Adds to the traced graph an op that runs ``enter_region`` each time the graph runs.
 
     Args:
-        key: interned name of the region's recipe.
         group: the region's ``fp8_group``, or None.
         may_update: True if the region is entered with grad enabled.
     """
@@ -52,8 +51,6 @@ def follow_traced_region(
     Args:
         used: pairs of a module and a recipe key that already have their op in the region's graph;
             a new pair is appended. None if the region was entered outside of the graph.
-        module: the module whose forward is traced.
-        key: interned name of the region's recipe.
     """
     if used is None:
         if amax_groups.several:
@@ -66,10 +63,8 @@ def follow_traced_region(
 
 
 def leave_traced_region(used: list[tuple[ModuleFP8, str]]) -> None:
-    """Adds ops to the traced graph that copy amaxes staged in the graph to the modules' FP8 states.
-
-    Args:
-        used: the pairs of a module and a recipe key that ``follow_traced_region`` collected.
+    """Adds ops to the traced graph that copy amaxes staged in the graph to the modules' FP8
+    states.
     """
     for module, key in used:
         torch.ops.apex_te.leave_region(_token, module.handle, module.staging(key), key)
@@ -80,9 +75,6 @@ def _update_first(key: str, group: str | None, may_update: bool) -> bool:
 
     Their states are then adapted to the region's recipe, before which amaxes staged under the old
     one must be used.
-
-    Returns:
-        True, a constant for torch.compile.
     """
     recipe: Any = recipe_named(key)
     if recipe.keeps_state:
@@ -118,7 +110,6 @@ def _follow(
         token: orders this op after the op that entered the region; not read.
         handle: int64 ``[1]`` on the CPU, the module's number in the registry.
         tensors: targets, in the order of ``ModuleFP8.staging``.
-        key: interned name of the region's recipe.
     """
     module = registry.member(int(handle))
     if module.state.sync.amax_group is not amax_groups.current:
@@ -141,7 +132,6 @@ def _leave(
         token: orders this op among the region's ops; not read.
         handle: int64 ``[1]`` on the CPU, the module's number in the registry.
         tensors: sources, in the order of ``ModuleFP8.staging``.
-        key: interned name of the region's recipe.
     """
     _copy(registry.member(int(handle)).staging(key), tensors)
 

@@ -50,10 +50,8 @@ class TracedWeight:
 
         Args:
             weight: ``[rows, cols]``, the weight in high precision.
-            sources: the parameters that it is made of.
             scale: fp32 ``[1]``.
             amax: fp32 ``[1]``, into which a cast stages its amax, or None.
-            fill: True to cast in any case, as in a step's first microbatch.
         """
         torch.ops.apex_te.keep_weight(
             weight, list(sources), scale, self.rowwise, self.columnwise, self.scale_inv, amax,

@@ -40,11 +40,7 @@ class FirstSteps:
         return due
 
     def set(self, due: list[bool]) -> None:
-        """Sets which slots are due; flags on the device keep their addresses.
-
-        Args:
-            due: a bool per slot.
-        """
+        """Sets which slots are due; flags on the device keep their addresses."""
         self.due[:] = due
         with torch.inference_mode(False), torch.no_grad():
             for slots, flags in self.on_device.items():

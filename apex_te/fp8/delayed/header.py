@@ -35,9 +35,6 @@ def decode_header(blob: torch.Tensor) -> dict[str, Any]:
 
     Args:
         blob: uint8 tensor from a state dict.
-
-    Raises:
-        ValueError: ``blob`` is not a header of this version.
     """
     if not isinstance(blob, torch.Tensor) or blob.dtype != torch.uint8 or blob.numel() > 65536:
         raise ValueError("header must be a uint8 tensor of at most 65536 bytes")
@@ -57,12 +54,7 @@ def decode_header(blob: torch.Tensor) -> dict[str, Any]:
 
 
 def check_readable(name: str, value: torch.Tensor) -> None:
-    """Raises ValueError for a tensor that is sparse, on the meta device or a DTensor.
-
-    Args:
-        name: name of the tensor, for the error.
-        value: the tensor.
-    """
+    """Raises ValueError for a tensor that is sparse, on the meta device or a DTensor."""
     if value.layout is not torch.strided:
         raise ValueError(f"{name} must be a dense tensor, got layout {value.layout}")
     if value.device.type == "meta":
@@ -91,15 +83,7 @@ class Header(NamedTuple):
 
     @classmethod
     def checked(cls, header: dict[str, Any], slots: int) -> Header:
-        """Checks the entries of a decoded header.
-
-        Args:
-            header: what ``decode_header`` returned.
-            slots: number of slots of the state that is to be loaded.
-
-        Raises:
-            ValueError: an entry is missing or wrong.
-        """
+        """Checks the entries of a decoded header."""
         pending, due = header.get("pending"), header.get("first_due")
         if type(pending) is not int or pending < 0:
             raise ValueError(f"pending must be a count, got {reprlib.repr(pending)}")
@@ -141,11 +125,7 @@ def _recipe(header: dict[str, Any]) -> DelayedScaling | None:
 
 
 def _count(header: dict[str, Any], name: str, limit: int) -> int | None:
-    """Returns the entry ``name``, a count below ``limit``; None if the header has none.
-
-    Raises:
-        ValueError: the entry is anything else.
-    """
+    """Returns the entry ``name``, a count below ``limit``; None if the header has none."""
     value = header.get(name)
     if value is not None and not (type(value) is int and 0 <= value < limit):
         raise ValueError(f"{name} must be a count below {limit}, got {reprlib.repr(value)}")

@@ -25,9 +25,6 @@ __all__ = ["preview_scales"]
 def preview_scales(recipe: Recipe) -> bool:
     """Computes the scales that pending updates will give into each state's ``pending_scale_fwd``.
 
-    Args:
-        recipe: the evaluation's recipe, used for states that were loaded without one.
-
     Returns:
         True if the evaluation is to read ``pending_scale_fwd``. False if it is to read the present
         scales: no update is pending that this process can compute alone. An update over several
@@ -50,10 +47,6 @@ class PendingScales:
     So an evaluation between two steps, or between a forward and its backward, reads scales from the
     newest amaxes and changes nothing. A state whose update takes a collective gets its present
     scales.
-
-    Args:
-        modules: modules with an allocated state.
-        recipe: used for states that were loaded without one.
     """
 
     def __init__(self, modules: Sequence[ModuleFP8], recipe: Recipe) -> None:
@@ -109,7 +102,6 @@ def _is_local(amax_group: AmaxGroup | None, recipe: DelayedScaling) -> bool:
 
     Args:
         amax_group: amax group of a state; None if the state has not run yet.
-        recipe: the state's recipe, which decides in that case.
     """
     if amax_group is None:
         return not recipe.reduce_amax or world_size(None) == 1

@@ -79,9 +79,7 @@ def _key_of_values(kind: Any, integers: str, floats: str, /, **values: Any) -> s
     """Returns the interned name of the recipe ``kind(**values)``, a constant to torch.compile.
 
     Args:
-        kind: the recipe's class.
         integers, floats: its numbers, ``name=digits`` separated by spaces, in ``float.hex`` digits.
-        values: its other fields.
     """
     for numbers, type_of in ((integers, int), (floats, float)):
         for number in numbers.split():
@@ -147,11 +145,7 @@ class Registry:
         return [m for m in (ref() for ref in list(self._members.values())) if m is not None]
 
     def forget_dead(self, first: int) -> None:
-        """Gives the numbers from ``first`` on free again, if no object has one of them any more.
-
-        Args:
-            first: the length that ``sizes`` had before the objects were added.
-        """
+        """Gives the numbers from ``first`` on free again, if no object has one of them any more."""
         with self._lock:
             if all(number < first for number in self._members):
                 del self.sizes[first:], self.labels[first:]
@@ -174,9 +168,7 @@ def number_layer(layer: torch.nn.Module, number: int | None, kind: str = "layer"
     """Labels the FP8 modules in ``layer`` with a number.
 
     Args:
-        layer: module that contains them.
         number: number of the layer or pipeline stage; None leaves the labels as they are.
-        kind: "layer" or "stage", what ``number`` counts.
     """
     if number is None:
         return

@@ -51,7 +51,6 @@ def update_scales(
         histories: fp32 ``[length, slots]`` each, with the staged amaxes in row 0, which becomes 0.
         scales, scale_invs: fp32 ``[slots]``, one of each for each history.
         fp8_max: largest value of the element type, for each history.
-        recipe: gives the margin and the two algorithms.
         nonfinite: int32 ``[1]``, to which the number of Inf and NaN amaxes is added; None: not
             counted.
     """
@@ -123,7 +122,6 @@ class UserUpdate(NamedTuple):
             history: fp32 ``[length, slots]``, with the staged amaxes in row 0.
             scale, scale_inv: fp32 ``[slots]``.
             fp8_max: largest value of the element type.
-            recipe: has the user's functions.
         """
         last = history[0].clone()
         algo = recipe.amax_compute_algo
@@ -174,12 +172,7 @@ def _new_scale(
 
 
 def _checked(name: str, value: Any, like: torch.Tensor) -> torch.Tensor:
-    """Returns a user function's result in the dtype and on the device of ``like``.
-
-    Raises:
-        TypeError: the result is not a tensor.
-        ValueError: the result's shape is not that of ``like``.
-    """
+    """Returns a user function's result in the dtype and on the device of ``like``."""
     if not isinstance(value, torch.Tensor):
         raise TypeError(f"DelayedScaling: {name} must return a tensor, got {type(value).__name__}")
     if value.shape != like.shape:

@@ -13,9 +13,6 @@ __all__ = ["ScaleSnapshot"]
 class ScaleSnapshot:
     """Copies of scales.
 
-    Args:
-        tensors: the scales.
-
     Attributes:
         tensors: the scales themselves.
         versions: version counter of each tensor when it was copied; another one means that the

@@ -29,11 +29,6 @@ def save_state(state: FP8State, destination: dict[str, Any], prefix: str) -> Non
     """Puts copies of the state's tensors, and its header, into a state dict.
 
     A state that is not allocated, or on the meta device, adds nothing.
-
-    Args:
-        state: the FP8 state.
-        destination: the state dict.
-        prefix: prefix of the keys.
     """
     if not state.allocated:
         _watch_distributed_loads(prefix)
@@ -107,7 +102,6 @@ class LoadedState(NamedTuple):
         """Writes the entries to a module's FP8 state.
 
         Args:
-            module: the ``ModuleFP8``.
             device: device of the state, on which it is allocated if it is not yet.
         """
         state, found, header = module.state, self.tensors, self.header
@@ -149,11 +143,7 @@ def read_state(
     the scale again, with a warning.
 
     Args:
-        module: the ``ModuleFP8``.
-        tensors: the state dict.
-        prefix: prefix of the keys.
         missing_keys: list to which missing keys are added, if others of the state are there.
-        error_msgs: list to which errors are added.
 
     Returns:
         The entries, to be committed; None if some are missing or wrong, so that the state must stay
@@ -200,12 +190,8 @@ def load_state(
     Entries that do not fit are reported and leave the state as it was.
 
     Args:
-        module: the ``ModuleFP8``.
-        tensors: the state dict.
-        prefix: prefix of the keys.
         device: device of the state.
         missing_keys: list to which missing keys are added, if others of the state are there.
-        error_msgs: list to which errors are added.
     """
     loaded = read_state(module, tensors, prefix, missing_keys, error_msgs)
     if loaded is not None:
@@ -219,11 +205,7 @@ def _on_meta(module: ModuleFP8) -> bool:
 
 
 def _on_cpu(name: str, value: torch.Tensor) -> torch.Tensor:
-    """Returns a copy of the tensor ``value`` as fp32 on the CPU.
-
-    Raises:
-        ValueError: ``value`` cannot be copied; the error calls it ``name``.
-    """
+    """Returns a copy of the tensor ``value`` as fp32 on the CPU."""
     try:
         with torch.inference_mode(False), torch.no_grad():
             return value.detach().to("cpu", torch.float32, copy=True)
@@ -236,10 +218,6 @@ def _check_shapes(found: dict[str, Any], gemms: int) -> int:
 
     Args:
         found: entries of the state dict by name.
-        gemms: number of GEMMs of the module.
-
-    Raises:
-        ValueError: a tensor has another type or shape, or too many rows.
     """
     history = found["amax_history_fwd"]
     length = history.shape[0] if isinstance(history, torch.Tensor) and history.dim() else 0
@@ -262,11 +240,6 @@ def _check_values(values: dict[str, torch.Tensor], way: str, prefix: str) -> Non
 
     Args:
         values: tensors by name.
-        way: "fwd" or "bwd".
-        prefix: prefix of the keys, for the warning.
-
-    Raises:
-        ValueError: a value is one that no update makes.
     """
     scale, inverse = values[f"scale_{way}"], values[f"scale_inv_{way}"]
     history = values[f"amax_history_{way}"]

@@ -47,8 +47,6 @@ def enter_region(
     """Counts a region that stages amaxes, after an update if ``recipe.interval`` regions passed.
 
     Args:
-        recipe: the region's recipe.
-        group: the region's ``fp8_group``.
         may_update: True if the region was entered with grad enabled; only then a due update runs.
         thread: number of the thread, which ``AmaxGroup.inside`` has until the region is left.
 
@@ -97,10 +95,6 @@ def leave_calibration(recipe: Any, amax_group: AmaxGroup) -> None:
 
     It does nothing if a pending region was entered with grad: backward of that region may still
     come, and would find other scales than its forward had.
-
-    Args:
-        recipe: the region's recipe.
-        amax_group: the region's amax group.
     """
     with update_lock:
         if amax_group.pending and not amax_group.training:
@@ -109,12 +103,7 @@ def leave_calibration(recipe: Any, amax_group: AmaxGroup) -> None:
 
 
 def update_if_due(recipe: Any, amax_group: AmaxGroup) -> None:
-    """Updates the scales of ``amax_group`` if ``recipe.interval`` regions have passed.
-
-    Args:
-        recipe: recipe of the region that is being entered.
-        amax_group: the region's amax group.
-    """
+    """Updates the scales of ``amax_group`` if ``recipe.interval`` regions have passed."""
     with update_lock:
         if recipe.keeps_state and amax_group.pending >= recipe.interval:
             _update(recipe, amax_group)
@@ -156,7 +145,6 @@ def _update(recipe: Any, amax_group: AmaxGroup) -> None:
     Args:
         recipe: recipe of the region that is being entered or left, for states that were loaded
             without one; failures with another recipe cause a warning. None in a flush.
-        amax_group: the amax group.
     """
     plan = registry.plans.get(amax_group)
     if plan is None:
@@ -226,7 +214,6 @@ class UpdatePlan:
     """Tensors of the states of an amax group, grouped for updates; used until a module changes.
 
     Args:
-        amax_group: the amax group.
         recipe: used for states that were loaded without one; None leaves such states out.
     """
 
@@ -250,13 +237,7 @@ class UpdatePlan:
                 self._add(module, state.recipe, starts[module.number])
 
     def _add(self, module: ModuleFP8, recipe: DelayedScaling, start: int) -> None:
-        """Adds the state of a module to the plan.
-
-        Args:
-            module: the ``ModuleFP8``.
-            recipe: recipe of its state.
-            start: index of its first slot among the slots of the process.
-        """
+        """Adds the state of a module to the plan."""
         state = module.state
         histories = state.amax_history_fwd, state.amax_history_bwd
         scales = state.scale_fwd, state.scale_bwd
@@ -326,11 +307,7 @@ class ScaleGroups(dict[tuple, "ScaleGroup"]):
         return group
 
     def run(self, nonfinite: bool) -> list[UpdateFailure]:
-        """Updates all groups, and returns their failures.
-
-        Args:
-            nonfinite: True to count Inf and NaN amaxes in ``nonfinite_count``.
-        """
+        """Updates all groups, and returns their failures."""
         failures = []
         for group in self.values():
             failure = group.run(group.nonfinite if nonfinite else None)
@@ -343,7 +320,6 @@ class ScaleGroup:
     """Slots of states on one device that one call updates, since their recipes are equal in effect.
 
     Args:
-        recipe: recipe of the first of the states.
         nonfinite: the device's count of Inf and NaN amaxes, int32 ``[1]``.
     """
 
@@ -458,12 +434,7 @@ class ScaleGroup:
             self._suspects.discard(index)
 
     def _failure(self, failed: Sequence[int], cause: Exception) -> UpdateFailure:
-        """Drops staged amaxes of modules, marks these as failed, and returns the failure.
-
-        Args:
-            failed: indices of the modules in ``_owners``.
-            cause: the exception that their update raised.
-        """
+        """Drops staged amaxes of modules, marks these as failed, and returns the failure."""
         modules, syncs = [], []
         for index in failed:
             with torch.no_grad():

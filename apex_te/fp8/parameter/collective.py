@@ -18,16 +18,6 @@ def run_collective(cls: type[Any], func: Any, args: tuple, kwargs: dict[str, Any
 
     The schemas of these ops do not say that they write to tensors. What one writes is quantized
     into the weight before this returns, also for ``async_op=True``.
-
-    Args:
-        cls: the class FP8Parameter.
-        func: the op's overload.
-        args: positional arguments, some of which are FP8Parameters.
-        kwargs: keyword arguments.
-
-    Raises:
-        NotImplementedError: the op would write to an FP8Parameter otherwise than by a broadcast or
-            a reduction.
     """
     name = func._schema.name.removeprefix("c10d::")
     written = [x for x in tree_leaves(args[0]) if isinstance(x, cls)] if name[-1] == "_" else []

@@ -35,7 +35,6 @@ def values(recipe: Recipe, held: QuantizedTensor, dtype: torch.dtype) -> torch.T
     """Returns the values of a stored weight, ``[rows, cols]``.
 
     Args:
-        recipe: the weight's recipe.
         held: its rowwise copy.
         dtype: float32, float16 or bfloat16.
     """
@@ -53,7 +52,6 @@ def columnwise(recipe: Recipe, held: QuantizedTensor) -> tuple[torch.Tensor, tor
     """Makes the columnwise copy of a stored weight.
 
     Args:
-        recipe: the weight's recipe.
         held: its rowwise copy.
 
     Returns:

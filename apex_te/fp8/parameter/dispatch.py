@@ -91,10 +91,7 @@ def dispatch(cls: type[HeldWeight], func: Any, args: tuple, kwargs: dict[str, An
     """Runs an op of torch for ``FP8Parameter.__torch_dispatch__``.
 
     Args:
-        cls: the class FP8Parameter.
         func: the op's overload, e.g. ``torch.ops.aten.detach.default``.
-        args: positional arguments, some of which are FP8Parameters.
-        kwargs: keyword arguments.
     """
     if torch.is_inference_mode_enabled():
         return _in_inference_mode(cls, func, args, kwargs)
@@ -185,9 +182,6 @@ def _on_values(cls: type[HeldWeight], func: Any, args: tuple, kwargs: dict[str, 
     """Runs an op on the values of its FP8Parameters, and quantizes values that the op writes.
 
     Arguments and result are as in ``dispatch``.
-
-    Raises:
-        NotImplementedError: the op would return a view of the values, which are not stored.
     """
     arguments = func._schema.arguments
     writes, views = _writes(func), _returns_view(func)
@@ -294,11 +288,7 @@ def _view(cls: type[HeldWeight], x: HeldWeight, size: Any) -> Any:
 def _as_strided(
     cls: type[HeldWeight], x: HeldWeight, size: Any, stride: Any, storage_offset: int = 0
 ) -> Any:
-    """Returns an alias if neither sizes nor strides change, as when FSDP2 ends a gather.
-
-    Raises:
-        NotImplementedError: sizes or strides change.
-    """
+    """Returns an alias if neither sizes nor strides change, as when FSDP2 ends a gather."""
     if tuple(size) != x.shape or tuple(stride) != x.stride() or storage_offset:
         raise NotImplementedError(
             f"FP8Parameter: as_strided must keep shape {list(x.shape)} and strides, got "
@@ -312,9 +302,6 @@ def _rows(cls: type[HeldWeight], x: HeldWeight, start: int, stop: int) -> Any:
 
     Rows of a flattened weight are its elements. The first rows of a shard that FSDP2 has padded
     are this rank's rows, which can be written to.
-
-    Raises:
-        NotImplementedError: the rows cut a block that shares a scale.
     """
     if start == 0 and stop == x.shape[0]:
         return _detach(cls, x)
@@ -398,10 +385,6 @@ def _new_zeros(
     """Returns zeros as an FP8Parameter, as FSDP2 makes a shard.
 
     The result is a plain tensor if ``size`` or ``dtype`` does not allow an FP8Parameter.
-
-    Raises:
-        NotImplementedError: FSDP2's shards of a weight with several scales would not have equally
-            many rows on each rank.
     """
     dtype = x.dtype if dtype is None else dtype
     device = x.device if device is None else device

@@ -100,15 +100,7 @@ class Gathered:
         self.region = region
 
     def read_by(self, quantizers: GemmQuantizers, forward: bool) -> None:
-        """Checks that a GEMM can read the gathered data; a forward also stages the shard's amax.
-
-        Args:
-            quantizers: the GEMM's quantizers.
-            forward: True in a forward.
-
-        Raises:
-            ValueError: the weight quantizer would make other data, as its settings differ.
-        """
+        """Checks that a GEMM can read the gathered data; a forward also stages the shard's amax."""
         if self.settings is None:
             return
         if forward:
@@ -148,9 +140,6 @@ def fsdp_groups() -> Iterator[Any]:
     """Yields FSDP2's groups of parameters that are gathered at once, of all models in the process.
 
     torch has no public way to list them, so private attributes are read.
-
-    Yields:
-        torch's ``FSDPParamGroup`` objects.
     """
     from torch.distributed import _composable_state
 
@@ -188,11 +177,7 @@ def check_resharding(owner: str, module: torch.nn.Module | None) -> None:
     comes before anything is gathered, and fails on all ranks.
 
     Args:
-        owner: class or function to name in the error.
         module: the module that has the weights; None is not checked.
-
-    Raises:
-        NotImplementedError: ``reshard_after_forward`` is an int.
     """
     if module is None or module in _checked:
         return
@@ -213,10 +198,7 @@ def shard_fp8_data(
     """Returns what FSDP2 is to gather of a shard that is held in FP8.
 
     Args:
-        shard: this rank's rows.
         mesh: device mesh of the shards, or None.
-        outer_size: size of the whole weight.
-        module: the module that has the weight.
         mp_policy: FSDP2's mixed-precision policy; its ``param_dtype``, if set, becomes the nominal
             dtype of the gathered weight.
 
@@ -260,11 +242,6 @@ def gathered_fp8_data(
 ) -> tuple[QuantizedTensor, Recipe, torch.dtype]:
     """Makes one weight of the gathered data of shards that are held in FP8.
 
-    Args:
-        shard: this rank's rows.
-        outputs: the gathered tensors of all shards.
-        context: what ``shard_fp8_data`` returned with them.
-
     Returns:
         held: the whole weight's rowwise copy.
         recipe: its recipe.
@@ -283,7 +260,6 @@ def replace(weight: Any, held: QuantizedTensor, gathered: Gathered) -> None:
     """Gives a weight of an earlier gather, and its aliases, the data of a new gather.
 
     Args:
-        weight: the gathered FP8Parameter, or a DTensor around it.
         held: the new rowwise copy.
         gathered: the new record of how it was quantized.
     """
@@ -308,10 +284,6 @@ def joined(parts: Sequence[GatheredPart]) -> tuple[QuantizedTensor, Gathered] | 
         None in place of the pair if the parts cannot be joined in FP8, as they were not gathered,
         are shards that are held in FP8, or differ in recipe or dtype; the caller then joins their
         values.
-
-    Raises:
-        NotImplementedError: a part ends inside a block, or the parts were quantized with different
-            scales.
     """
     first = parts[0]
     if any(p._gathered is None or not p._is_matrix for p in parts):

@@ -28,7 +28,6 @@ class _Initial:
     """Values before quantization, an object that all aliases of a parameter share.
 
     Args:
-        wanted: True to keep the values when the parameter is initialized.
         value: the values on the CPU, or None.
     """
 
@@ -504,18 +503,12 @@ def fp8_operands(
     """Returns the FP8 copies of a weight for a GEMM.
 
     Args:
-        weight: the weight.
-        quantizers: the GEMM's quantizers, of the region's recipe.
         with_columnwise: return the columnwise copy, too, as backward needs it; False in a forward.
         keep: keep the columnwise copy until the next write to ``weight``.
 
     Returns:
         The copies; None if the GEMM's backend cannot read them: the caller then quantizes the
         weight's values.
-
-    Raises:
-        ValueError: FSDP2 gathered data that ``quantizers`` would not have made.
-        NotImplementedError: torch.compile traces a weight that FSDP2 gathers.
     """
     if weight._gathered is not None:
         if torch.compiler.is_compiling():
@@ -588,16 +581,10 @@ def _rebuild(
     """Rebuilds a pickled FP8Parameter from values that ``torch.load(weights_only=True)`` accepts.
 
     Args:
-        packed: what ``pack_recipe`` returned.
         dtype: nominal dtype.
         tensors: the rowwise data as uint8, and their ``scale_inv``, float8_e8m0fnu as uint8.
-        flags: whether it is a ``torch.nn.Parameter``, and ``requires_grad``.
-        initial: the arguments of ``_Initial``.
         attributes: attributes that users have set, by name.
         shape: shape of a view of the weight; None for a whole one.
-
-    Raises:
-        ValueError: ``packed``, ``tensors`` or ``attributes`` is not what was saved.
     """
     recipe = unpack_recipe(packed)
     rowwise, scale_inv = _checked_tensors(recipe, tensors)
@@ -612,11 +599,7 @@ def _rebuild(
 
 
 def _checked_tensors(recipe: Recipe, tensors: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns saved data and scales, after checking that the scales are those of such data.
-
-    Raises:
-        ValueError: a tensor has another shape or dtype than the recipe's weights.
-    """
+    """Returns saved data and scales, after checking that the scales are those of such data."""
     if len(tensors) != 2 or not all(isinstance(each, torch.Tensor) for each in tensors):
         raise ValueError(f"FP8Parameter: tensors must be two tensors, got {len(tensors)} values")
     rowwise, scale_inv = tensors

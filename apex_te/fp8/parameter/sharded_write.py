@@ -21,13 +21,8 @@ def replace_data(weight: FP8Parameter, data: torch.Tensor) -> None:
     """Moves the FP8 data of a weight to other memory, with the values that they have.
 
     Args:
-        weight: the weight.
         data: uint8 or the weight's FP8 dtype, contiguous, of the weight's number of elements and on
             its device. It becomes the weight's memory, such as a part of a buffer.
-
-    Raises:
-        TypeError: ``weight`` is no FP8Parameter, or ``data`` has another dtype.
-        ValueError: ``data`` has another size or device, or is not contiguous.
     """
     held = _held("replace_data", weight)
     old = held.rowwise
@@ -45,11 +40,7 @@ def replace_data(weight: FP8Parameter, data: torch.Tensor) -> None:
 
 
 def drop_columnwise(weight: FP8Parameter) -> None:
-    """Frees the columnwise copy of a weight, whose rowwise data were written from outside.
-
-    Raises:
-        TypeError: ``weight`` is no FP8Parameter.
-    """
+    """Frees the columnwise copy of a weight, whose rowwise data were written from outside."""
     held = _held("drop_columnwise", weight)
     held.columnwise = held.columnwise_scale_inv = None
     increment_version(weight)
@@ -73,10 +64,6 @@ def write_parts(
             flattened weight in float32, float16 or bfloat16; None if it has none.
         starts: for each weight the index of the part's first element; None without a part.
         group: process group of the ranks; None is the whole world.
-
-    Raises:
-        TypeError: a weight is no FP8Parameter.
-        ValueError: the lists differ in length, or a part lies outside its weight.
     """
     _check(weights, parts, starts)
     if not weights:
@@ -187,7 +174,6 @@ class _Piece:
         """Copies scales, and this rank's part of the data, to the weight.
 
         Args:
-            made: quantized values, this rank's part among them.
             first: index in ``made`` of the part's first element.
         """
         held = self.weight._held

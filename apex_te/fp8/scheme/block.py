@@ -33,11 +33,8 @@ class BlockQuantizer(Quantizer):
     """Casts a matrix to FP8 with a scale for each block.
 
     Args:
-        dtype: ``torch.float8_e4m3fn`` or ``torch.float8_e5m2``.
         block_rows: 1 for 1x128 blocks, or 128 for 128x128 blocks; with 1 the blocks of the
             columnwise copy lie along the other axis.
-        pow2: round scales down to powers of two.
-        eps: lower bound of the amax from which a block's scale is computed.
         pad_columnwise: pad columnwise copies ``[cols, rows]`` with zeros to a multiple of 16 rows.
     """
 

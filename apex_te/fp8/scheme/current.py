@@ -31,9 +31,7 @@ class CurrentScalingQuantizer(Quantizer):
     """Casts a matrix to FP8 with ``scale = fp8_max / max |x|``.
 
     Args:
-        dtype: ``torch.float8_e4m3fn`` or ``torch.float8_e5m2``, or their fnuz forms.
         pow2: round the scale down to a power of two.
-        eps: lower bound of the amax from which the scale is computed.
         group: process group over which the amax is reduced by maximum; None: not reduced.
         pad_columnwise: pad columnwise copies ``[cols, rows]`` with zeros to a multiple of 16 rows.
     """

@@ -40,10 +40,7 @@ class FirstStep:
     whether they are empty.
 
     Args:
-        slots: views of the module's FP8 state.
-        slot: the slot.
         fp8_max: largest value of the element type.
-        recipe: the recipe, whose formula gives the scale.
     """
 
     __slots__ = (
@@ -117,7 +114,6 @@ class DelayedScalingQuantizer(Quantizer):
     """Casts a matrix to FP8 with the scale of a slot in the FP8 state.
 
     Args:
-        dtype: ``torch.float8_e4m3fn`` or ``torch.float8_e5m2``, or their fnuz forms.
         scale: fp32 ``[1]``, a view of the state.
         amax: fp32 ``[1]``, the slot's element of the staging row, into which the amax is folded;
             None to stage nothing.
@@ -449,12 +445,6 @@ def _build_gemm(
     recipe: DelayedScaling, slots: Slots, backend: FP8Gemm, gemm: GemmSlots
 ) -> tuple[GemmQuantizers, ...]:
     """Builds the quantizers of one GEMM for each kind of forward.
-
-    Args:
-        recipe: the recipe.
-        slots: the module's slots.
-        backend: the GEMM's backend.
-        gemm: the GEMM's slots.
 
     Returns:
         A ``GemmQuantizers`` for each field of ``QuantizerSets``, in the order of these fields.

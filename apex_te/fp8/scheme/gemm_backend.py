@@ -58,7 +58,6 @@ class GemmBackend:
         """Returns the product ``a @ b.T``, ``[M, N]``.
 
         Args:
-            product: FPROP, DGRAD or WGRAD.
             a: FP8 data ``[M, K]``.
             b: FP8 data ``[N, K]``.
             a_scale_inv, b_scale_inv: multipliers of the operands, in the scheme's shape.
@@ -79,7 +78,6 @@ class GemmBackend:
         """Returns ``x [rows, in] @ weight [out, in].T + bias + c``, from both rowwise copies.
 
         Args:
-            x, weight: the quantized operands.
             out_dtype: dtype of the result.
             bias: ``[out]`` or None.
             out: tensor ``[rows, out]`` to write to, or None for a new one.
@@ -106,7 +104,6 @@ class GemmBackend:
         """Returns ``dy [rows, out] @ weight [out, in] + c``, from the weight's columnwise copy.
 
         Args:
-            dy, weight: the quantized operands.
             out_dtype: dtype of the result.
             out: tensor ``[rows, in]`` to write to, or None for a new one.
             c: tensor ``[rows, in]`` of ``out_dtype`` to add, only if ``adds``; or None.
@@ -132,11 +129,8 @@ class GemmBackend:
         """Returns ``dy [rows, out].T @ x [rows, in]``, from both columnwise copies.
 
         Args:
-            dy: gradient of the output.
-            x: input.
             out_dtype: dtype of the result.
             out: tensor ``[out, in]`` to write to, or None for a new one.
-            accumulate: add the product to ``out``.
         """
         return self.multiply(
             WGRAD, dy.columnwise, x.columnwise, dy.columnwise_scale_inv, x.columnwise_scale_inv,
@@ -156,8 +150,6 @@ class GemmBackend:
         to write, which it returns. It may be called until the caller returns.
 
         Args:
-            product: FPROP or DGRAD.
-            weight: the quantized weight.
             out_dtype: dtype of the results.
             bias: ``[out]``, only for FPROP; or None.
         """
@@ -183,7 +175,6 @@ class GemmBackend:
         """Returns ``b[g] @ a[r]`` for each row ``r`` of ``a``, of group ``g``: bf16 ``[rows, N]``.
 
         Args:
-            product: FPROP or DGRAD.
             a: FP8 data ``[rows, K]``.
             b: FP8 data ``[groups, N, K]``.
             a_scale_inv: fp32 ``[rows]``.
@@ -218,7 +209,6 @@ def warn_emulated(what: str, needed: str) -> None:
 
     Args:
         what: the products, in the plural, e.g. "FP8 matrix products".
-        needed: the hardware that would compute them.
     """
     if what not in _warned:
         _warned.add(what)

@@ -66,11 +66,7 @@ class GroupMatrices(NamedTuple):
 
 
 class GroupQuantizer:
-    """Quantizes the rows, or the weights, of all groups at once; a scheme defines ``scaling``.
-
-    Args:
-        dtype: ``torch.float8_e4m3fn`` or ``torch.float8_e5m2``.
-    """
+    """Quantizes the rows, or the weights, of all groups at once; a scheme defines ``scaling``."""
 
     __slots__ = ("dtype",)
 

@@ -28,9 +28,7 @@ class HiF8Quantizer(CurrentScalingQuantizer):
     """Casts a matrix to HiF8 with ``scale = target / max |x|``; the data are uint8.
 
     Args:
-        target: the value to which the amax is scaled.
         pow2: round the scale down to a power of two.
-        eps: lower bound of the amax from which the scale is computed.
         group: process group over which the amax is reduced by maximum; None: not reduced.
         pad_columnwise: pad columnwise copies ``[cols, rows]`` with zeros to a multiple of 16 rows.
     """

@@ -26,8 +26,6 @@ class MXQuantizer(Quantizer):
     """Casts a matrix to MXFP8, with a power-of-two scale for every 32 elements.
 
     Args:
-        dtype: ``torch.float8_e4m3fn`` or ``torch.float8_e5m2``.
-        rounding: how the scale's exponent is rounded, ``"up"`` or ``"floor"``.
         pad_columnwise: pad columnwise copies ``[cols, rows]`` with zeros to a multiple of 16 rows.
     """
 

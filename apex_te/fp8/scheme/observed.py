@@ -51,7 +51,6 @@ class ObservedQuantizer(Quantizer):
     sizes only the device knows.
 
     Args:
-        inner: the quantizer that does the work.
         twin: a quantizer that makes equal FP8 data but stages nothing; it quantizes tensors of
             which ``inner`` only records the amax (calibration).
         note: called with the tensor, its quantized copies and the quantizer that made them.
@@ -166,7 +165,6 @@ def observed_sets(
     ``previewed`` stay as they are.
 
     Args:
-        sets: a module's quantizers.
         note: called with the GEMM's index, the role ("input", "weight" or "grad_output"), the
             tensor, its quantized copies and the quantizer that made them.
     """
@@ -199,7 +197,6 @@ def measure(
     Args:
         x: ``[rows, cols]`` in high precision.
         quantized: FP8 copies of ``x``.
-        quantizer: the quantizer that made them.
 
     Returns:
         float64 ``[len(FIELDS)]`` on the device of ``x``; None if ``x`` is empty or has no FP8 data,

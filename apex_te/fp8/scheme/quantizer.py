@@ -85,7 +85,6 @@ class FusedCast(Protocol):
         The bits are those of ``block_quantize`` of what ``plain`` returns.
 
         Args:
-            options: what all casts of the quantizer have in common.
             rowwise, columnwise: the copies to write.
         """
 
@@ -149,7 +148,6 @@ class Quantizer:
         Column sums that ``producer.with_dbias`` asks for are left in ``producer.dbias``.
 
         Args:
-            producer: the op, ready to run.
             rowwise, columnwise: the copies to make.
         """
         x = producer.plain()
@@ -167,8 +165,6 @@ class Quantizer:
         Args:
             weight: ``[groups * (repeats + 2) * size, in]``, group by group: ``repeats`` query
                 heads, a key head and a value head, each of ``size`` rows.
-            repeats: query heads of a group.
-            groups: the number of groups.
             columnwise: make the columnwise copy, too, which keeps the weight's order.
 
         Returns:
@@ -187,8 +183,6 @@ class Quantizer:
 
         Args:
             quantized: the weight's copies, of which the rowwise one is there.
-            repeats: query heads of a group.
-            groups: the number of groups.
 
         Returns:
             The copies, the columnwise one as it is; None if the rows cannot be sorted.
@@ -241,7 +235,6 @@ class Quantizer:
         Args:
             x: ``[rows, cols]``, the rows.
             amax: fp32 ``[1]``, of the whole matrix; None if ``needs_whole_amax`` is False.
-            keep: True to write a scale that is computed from ``amax`` into the FP8 state.
 
         Returns:
             fp8_data: rowwise FP8 data ``[rows, cols]``.
@@ -262,7 +255,6 @@ class Quantizer:
         The data are those that ``quantize_rows`` makes of each.
 
         Args:
-            quantizers: one for each matrix; this one is the first.
             amaxes: fp32 ``[len(quantizers)]``, of the whole matrices; None for a scheme with state,
                 which does not use them.
 
@@ -280,7 +272,6 @@ class Quantizer:
 
         Args:
             amax: fp32 ``[1]``.
-            group: process group over which the matrix is sharded.
         """
 
     def grouped(self, quantizers: Sequence[Any]) -> GroupQuantizer | None:
@@ -376,7 +367,6 @@ class Quantizer:
 
         Args:
             x: ``[rows, cols]``.
-            snapshot: what ``snapshot`` returned at the earlier cast.
         """
         return self.quantize(x, False, True)[0]
 
@@ -385,7 +375,6 @@ def shared_scale(out: Any, dtype: torch.dtype) -> QuantizedTensor:
     """Returns an op's output, in which one scale serves both copies, as a QuantizedTensor.
 
     Args:
-        out: ``FP8Output`` or a similar tuple with ``rowwise``, ``columnwise`` and ``scale_inv``.
         dtype: element type of the FP8 data.
     """
     return QuantizedTensor(out.rowwise, out.scale_inv, out.columnwise, out.scale_inv, dtype)

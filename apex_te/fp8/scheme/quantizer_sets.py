@@ -74,11 +74,7 @@ class QuantizerSets(NamedTuple):
 
 
 def group_quantizers(sets: Sequence[GemmQuantizers]) -> GroupQuantizers | None:
-    """Returns the group quantizers of a grouped module's GEMMs; None if the scheme has none.
-
-    Args:
-        sets: the quantizers of each GEMM, for one kind of forward.
-    """
+    """Returns the group quantizers of a grouped module's GEMMs; None if the scheme has none."""
     made: dict[str, Any] = {}
     for role in ("input", "weight", "weight_recast", "grad_output"):
         quantizers = [getattr(gemm, role) for gemm in sets]

@@ -47,9 +47,7 @@ class Scheme:
         """Builds a module's quantizers; here all GEMMs and kinds of forward share stateless ones.
 
         Args:
-            recipe: a recipe whose ``quantizer`` is this scheme's name.
             slots: views of the module's FP8 state; None for a recipe without state.
-            gemms: number of GEMMs of the module.
             device: the module's device.
         """
         inp, weight, grad_output = self.gemm_quantizers(recipe, device)
@@ -61,13 +59,7 @@ class Scheme:
     def gemm_quantizers(
         self, recipe: Any, device: torch.device
     ) -> tuple[Quantizer, Quantizer, Quantizer]:
-        """Makes the quantizers of a GEMM, for a scheme without state.
-
-        Returns:
-            input: quantizer of inputs.
-            weight: quantizer of weights.
-            grad_output: quantizer of gradients.
-        """
+        """Makes the quantizers of a GEMM, for a scheme without state."""
         raise NotImplementedError
 
     def stored_recipe(self, recipe: Any) -> Recipe:
@@ -79,11 +71,7 @@ _schemes: dict[str, Scheme] = {}
 
 
 def scheme_of(recipe: Recipe) -> Scheme:
-    """Returns the scheme of ``recipe``; imports the scheme's file if that was not imported yet.
-
-    Raises:
-        ValueError: the recipe's ``quantizer`` is the name of no scheme.
-    """
+    """Returns the scheme of ``recipe``; imports the scheme's file if that was not imported yet."""
     name = recipe.quantizer
     if name not in _schemes:
         where = f"{__package__}.{name}"
@@ -106,9 +94,7 @@ def build_quantizers(
     """Builds the quantizers of ``recipe`` for a module.
 
     Args:
-        recipe: recipe of a region.
         slots: views of the module's FP8 state; None for a recipe that keeps no state.
-        gemms: number of GEMMs of the module.
         device: the module's device.
     """
     return scheme_of(recipe).build(recipe, slots, gemms, device)
@@ -124,14 +110,7 @@ def stored_recipe(recipe: Recipe) -> Recipe:
 
 
 def layout_of(recipe: Recipe) -> Layout:
-    """Returns the form in which weights are stored that ``recipe`` quantizes.
-
-    Args:
-        recipe: what ``stored_recipe`` returned.
-
-    Raises:
-        NotImplementedError: the scheme stores no weights.
-    """
+    """Returns the form in which weights are stored that ``recipe`` quantizes."""
     layout = scheme_of(recipe).layout
     if layout is None:
         raise NotImplementedError(

@@ -38,19 +38,13 @@ class Layout:
         raise NotImplementedError
 
     def quantize(self, quantizer: Any, x: torch.Tensor) -> QuantizedTensor:
-        """Returns the rowwise copy of ``x`` ``[rows, cols]``.
-
-        Args:
-            quantizer: the scheme's quantizer of weights.
-            x: high-precision values.
-        """
+        """Returns the rowwise copy of ``x`` ``[rows, cols]``."""
         return quantizer.quantize(x, True, False)[0]
 
     def quantize_part(self, quantizer: Any, x: torch.Tensor, amax: torch.Tensor) -> QuantizedTensor:
         """Returns the rowwise copy of a part of a weight, for a form with one scale.
 
         Args:
-            quantizer: the scheme's quantizer of weights.
             x: high-precision values ``[rows, cols]``.
             amax: fp32 ``[1]``, the amax of the whole weight.
         """
@@ -62,7 +56,6 @@ class Layout:
         """Makes the columnwise copy of a stored weight, here by quantizing its values again.
 
         Args:
-            quantizer: the scheme's quantizer of weights.
             held: the weight's rowwise copy.
 
         Returns:
@@ -112,8 +105,6 @@ class Layout:
 
         Args:
             fp8_data: ``[rows, cols]``, the shards' data.
-            scale_inv: the shards' scales, one after the other; of a form with one scale this
-                rank's, which all shards have.
             dtype: element type of the data.
         """
         return QuantizedTensor(fp8_data, scale_inv, None, None, dtype)

@@ -116,13 +116,7 @@ def advise(
 
 
 def _check(model: Any, sample: Any, repeats: Any, **limits: Any) -> None:
-    """Checks the arguments of ``advise``.
-
-    Raises:
-        TypeError: an argument has a wrong type.
-        ValueError: a number is out of range, or weights are on the meta device.
-        NotImplementedError: the model is sharded.
-    """
+    """Checks the arguments of ``advise``."""
     check_model("advise", model)
     known = isinstance(sample, (torch.Tensor, tuple, list, Mapping))
     if not known and (not callable(sample) or isinstance(sample, nn.Module)):
@@ -218,10 +212,7 @@ def _against(
     """Returns the reasons to keep a layer in high precision.
 
     Args:
-        layer: the layer.
-        times: its times.
         roles: its statistics by role.
-        min_gain: least gain.
         limits: least SQNR in dB by role.
     """
     reasons = []

@@ -35,9 +35,6 @@ class ExactName:
     """Predicate for ``exclude`` of ``from_torch`` that is true for the layer with one name alone.
 
     A name as text would also leave layers in whose names it is a part.
-
-    Args:
-        name: dotted name of the layer.
     """
 
     def __init__(self, name: str) -> None:

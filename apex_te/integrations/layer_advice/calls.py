@@ -58,17 +58,11 @@ def record_calls(model: nn.Module, sample: Any, layers: dict[str, nn.Module]) ->
     of parameters.
 
     Args:
-        model: the model, run in the mode that it is in.
-        sample: arguments of the model, or a function of it; see ``advise``.
         layers: layers by name.
 
     Returns:
         The ``LayerCall`` of each layer that ran, by name. Without a gradient anywhere only the
         forward ran.
-
-    Raises:
-        ValueError: the sample enters ``fp8_autocast``, or makes no tensor.
-        NotImplementedError: the model uses reentrant checkpointing.
     """
     calls: dict[str, LayerCall] = {}
     handles = []
@@ -138,9 +132,6 @@ def _loss(output: Any) -> torch.Tensor:
     """Returns the loss of an output: its ``loss``, itself if it is one number, else a made-up one.
 
     That is the sum of the mean squares of the floating-point tensors with a gradient.
-
-    Raises:
-        ValueError: the output has no floating-point tensor.
     """
     given = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
     if isinstance(given, torch.Tensor) and given.numel() == 1:
@@ -158,11 +149,7 @@ def _loss(output: Any) -> torch.Tensor:
 
 
 def _backward(loss: torch.Tensor, leaves: list[nn.Parameter]) -> None:
-    """Computes gradients, which the hooks of the recorded outputs see, and drops them.
-
-    Raises:
-        NotImplementedError: a part of the model uses reentrant checkpointing.
-    """
+    """Computes gradients, which the hooks of the recorded outputs see, and drops them."""
     try:
         torch.autograd.grad(loss, leaves, allow_unused=True)
     except RuntimeError as error:

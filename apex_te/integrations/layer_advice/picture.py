@@ -15,17 +15,7 @@ _ROLES = {"input": "o", "weight": "s", "grad_output": "^"}
 
 
 def draw(advised: Iterable[LayerAdvice], title: str, path: str | os.PathLike[str]) -> None:
-    """Draws times and SQNR of the layers that ran into the file ``path``.
-
-    Args:
-        advised: the layers.
-        title: heading of the picture.
-        path: the file.
-
-    Raises:
-        ImportError: matplotlib is missing.
-        ValueError: no layer ran.
-    """
+    """Draws times and SQNR of the layers that ran into the file ``path``."""
     try:
         from matplotlib.figure import Figure
     except ImportError as error:

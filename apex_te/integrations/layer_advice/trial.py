@@ -70,8 +70,6 @@ class Runner:
     """Repeats one call of a layer, forward and backward, with copies of its arguments.
 
     Args:
-        layer: the layer.
-        call: the recorded call.
         recipe: recipe of the region around the call; None for high precision.
         grad: True to run the forward with gradients enabled even if there is no backward.
     """
@@ -150,11 +148,6 @@ def observe(layer: nn.Module, call: LayerCall, recipe: Recipe) -> dict[str, Role
     """Returns the statistics of a layer's tensors in one step in FP8, by role.
 
     The roles are "input", "weight" and, if the call has a gradient, "grad_output".
-
-    Args:
-        layer: a layer that ``from_torch`` converts, or one of apex_te's; it stays as it is.
-        call: its recorded call.
-        recipe: the FP8 recipe.
     """
     found: dict[str, list[torch.Tensor]] = {}
 
@@ -202,14 +195,7 @@ def _summed(parts: torch.Tensor) -> RoleStatistics:
 
 
 def measure_times(layer: nn.Module, call: LayerCall, recipe: Recipe, repeats: int) -> Times:
-    """Measures a call of a layer in high precision and in FP8, in turns, on the layer's device.
-
-    Args:
-        layer: a layer that ``from_torch`` converts, or one of apex_te's; it stays as it is.
-        call: its recorded call.
-        recipe: the FP8 recipe.
-        repeats: number of rounds, whose median counts.
-    """
+    """Measures a call of a layer in high precision and in FP8, in turns, on the layer's device."""
     plain, converted = _twins(layer)
     runners = Runner(plain, call, None), Runner(converted, call, _alone(recipe))
     high, fp8 = _milliseconds(runners, runners[0].device, repeats)

@@ -48,10 +48,7 @@ def refuse(owner: str, name: str, wanted: object, got: object) -> NotImplemented
     """Returns the error for an argument that must have another value.
 
     Args:
-        owner: the layer's class name.
-        name: the argument.
         wanted: the value that it must have.
-        got: the value that it has.
     """
     return NotImplementedError(f"{owner}: {name} must be {wanted}, got {got}")
 
@@ -79,16 +76,8 @@ class Reader:
 
     An attribute that is not listed here is that of ``config``, or its default in ``DEFAULTS``.
 
-    Args:
-        owner: the layer's class name, for error messages.
-        config: any object with attributes.
-
     Attributes:
         recipe: the recipe's command-line name, such as ``"delayed"``; None without FP8.
-
-    Raises:
-        TypeError: ``config`` is None, a dict, a string or a number.
-        ValueError: the recipe does not have the format.
     """
 
     def __init__(self, owner: str, config: Any) -> None:
@@ -124,10 +113,6 @@ class Reader:
             tp_group: the process group. None takes that of ``config``, or else that of Megatron's
                 ``parallel_state`` if the program has initialised it; without any of these it must
                 be set before forward.
-            is_expert: True for the layer of an expert.
-
-        Raises:
-            ValueError: the size in ``config`` is not that of the group.
         """
         group = tp_group
         if group is None:
@@ -170,12 +155,6 @@ class Reader:
         Args:
             init_method: function that fills a tensor; None takes that of ``config``, else
                 N(0, 0.023).
-            dim: dimension along which the weight is split.
-            layout: split of the layer over ranks.
-
-        Raises:
-            TypeError: ``init_method`` is not a function.
-            ValueError: a shard is to be cut from a whole weight, and no process group is known.
         """
         if init_method is None:
             init_method = self.init_method
@@ -229,12 +208,7 @@ class Reader:
         return random.get_cuda_rng_tracker
 
     def shared(self, layout: Layout, is_expert: bool) -> dict[str, Any]:
-        """Returns keyword arguments that all linear modules of apex_te take.
-
-        Args:
-            layout: split of the layer over ranks.
-            is_expert: True for the layer of an expert.
-        """
+        """Returns keyword arguments that all linear modules of apex_te take."""
         ranks = 1 if layout.explicit else layout.ranks
         return {
             "sequence_parallel": bool(self.sequence_parallel) and not layout.explicit,
@@ -250,11 +224,6 @@ class Reader:
 
     def part(self, name: str, value: int, layout: Layout) -> int:
         """Returns ``value`` divided by the number of ranks, for an expert's split layer.
-
-        Args:
-            name: the argument that ``value`` was given as, for error messages.
-            value: input or output size of the whole layer.
-            layout: split of the layer over ranks.
 
         Raises:
             ValueError: the ranks do not divide ``value``.
@@ -277,10 +246,8 @@ def _plain(value: Any) -> Any:
 
 
 def _megatron_group(is_expert: bool) -> Any:
-    """Returns the tensor-parallel group of Megatron's ``parallel_state``, None if not initialised.
-
-    Args:
-        is_expert: True for the group of experts.
+    """Returns the tensor-parallel group of Megatron's ``parallel_state``, None if not
+    initialised.
     """
     state: Any = sys.modules.get("megatron.core.parallel_state")
     if state is None or not state.model_parallel_is_initialized():

@@ -18,13 +18,8 @@ def check_flags(owner: str, required: dict[str, tuple[Any, Any]], **flags: Any) 
     """Checks arguments of which only one value is available, and flags.
 
     Args:
-        owner: the layer's class name, for error messages.
         required: ``(wanted, got)`` by the argument's name.
         flags: values that must be bools, by the argument's name.
-
-    Raises:
-        TypeError: a flag is not a bool.
-        NotImplementedError: an argument of ``required`` has another value than the wanted one.
     """
     for name, value in flags.items():
         if not isinstance(value, bool):
@@ -55,7 +50,6 @@ class MegatronLayer(torch.nn.Module):
 
         Args:
             read: the layer's view of ``config``.
-            layout: split of the layer over ranks.
             axes: dimension along which a parameter is split if there are several ranks, by the
                 name of the parameter.
         """

@@ -40,9 +40,6 @@ class _ParallelLinear(MegatronLayer, Linear):
 
         Args:
             mode: ``"column"`` or ``"row"``.
-            sizes: ``(input_size, output_size)`` of the whole layer.
-            config, init_method, bias, skip_bias_add, is_expert, tp_group: as for
-                ``TEColumnParallelLinear``.
         """
         owner = type(self).__name__
         read = Reader(owner, config)

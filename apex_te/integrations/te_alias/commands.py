@@ -71,11 +71,7 @@ def remove(args: argparse.Namespace) -> int:
 
 
 def _folder(command: str, prefix: str | None) -> Path:
-    """Returns the folder of packages to write to.
-
-    Raises:
-        AliasError: ``prefix`` is empty, or a link leads the folder out of it.
-    """
+    """Returns the folder of packages to write to."""
     if prefix == "":
         raise AliasError(f"{command}: --prefix must be the folder of an environment, got ''")
     folder = purelib(prefix)

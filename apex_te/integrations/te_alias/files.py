@@ -177,12 +177,7 @@ def _refuse_links(command: str, folder: Path) -> None:
 
 
 def _text(path: Path) -> str:
-    """Returns the text of a regular file of at most a MiB.
-
-    Raises:
-        OSError: the file cannot be read.
-        ValueError: it is not a file of that size, or not UTF-8.
-    """
+    """Returns the text of a regular file of at most a MiB."""
     fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     with open(fd, encoding="utf-8") as file:
         status = os.fstat(fd)
@@ -226,9 +221,7 @@ def _move_into(folder: Path, files: dict[str, bytes], info: Path) -> None:
     """Writes files to a temporary folder beside their places, and moves them there.
 
     Args:
-        folder: the folder of packages.
         files: contents by path below ``folder``.
-        info: the dist-info folder, which is moved last.
     """
     for stale in folder.glob(f"{_TEMPORARY}*"):  # of a process that was killed
         shutil.rmtree(stale, ignore_errors=True)

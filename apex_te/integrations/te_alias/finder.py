@@ -105,12 +105,8 @@ class SubmoduleFinder:
 
 
 def _spec(name: str, shim: str, loaded: Callable[[], None] | None = None) -> ModuleSpec | None:
-    """Returns the import spec of a shim module by its second name; None if there is no such shim.
-
-    Args:
-        name: full second name.
-        shim: full name of the shim module.
-        loaded: called when the module has been imported.
+    """Returns the import spec of a shim module by its second name; None if there is no such
+    shim.
     """
     found = importlib.util.find_spec(shim)
     if found is None:

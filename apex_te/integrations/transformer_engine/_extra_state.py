@@ -61,12 +61,7 @@ class ExtraState(torch.nn.Module):
         assert not errors, errors  # what saved_state has checked is as save_state has it
 
     def _entries(self, state: Any, prefix: str) -> dict[str, Any]:
-        """Returns the entries ``fp8_state.*`` of a state dict that equal an ``_extra_state``.
-
-        Args:
-            state: the value of ``_extra_state``.
-            prefix: prefix of the keys.
-        """
+        """Returns the entries ``fp8_state.*`` of a state dict that equal an ``_extra_state``."""
         assert isinstance(self, FP8Module)
         found = saved_state(state, self)
         if found is None:

@@ -497,16 +497,7 @@ class MultiHeadAttention(TransformerEngineBase):
     def _cached(
         self, key: jax.Array, value: jax.Array, mask: jax.Array | None, index: Any
     ) -> tuple[Any, Any, Any, str]:
-        """Writes keys and values into the cache.
-
-        Args:
-            key, value: those of this call.
-            mask: the call's mask, of the cache's length.
-            index: the variable with the number of tokens in the cache.
-
-        Returns:
-            ``(keys, values, mask, mask type)`` of all tokens so far.
-        """
+        """Writes keys and values into the cache."""
         made = [
             self.variable("cache", name, lambda x=x: jnp.zeros_like(self._sequence_first(x)))
             for name, x in (("cached_key", key), ("cached_value", value))

@@ -52,9 +52,6 @@ def make_dot_general_cls(recipe: Recipe | str | None = None) -> type[nn.Module]:
             """Returns ``jax.lax.dot_general`` of an array and a kernel, without batch dimensions.
 
             Args:
-                lhs: the array.
-                rhs: the kernel.
-                dimension_numbers: as in ``jax.lax.dot_general``.
                 precision, preferred_element_type: ignored; the result has lhs's dtype.
                 out_sharding: must be None.
             """

@@ -64,12 +64,7 @@ def placed(x: jax.Array, axes: Axes | None) -> jax.Array:
 
 
 def last_dimension_parts(x: jax.Array, axes: Axes | None) -> int:
-    """Returns how many parts of an array's last dimension devices have, as far as that is known.
-
-    Args:
-        x: the array.
-        axes: its logical axes, which Flax's rules place.
-    """
+    """Returns how many parts of an array's last dimension devices have, as far as that is known."""
     rules = nn.get_logical_axis_rules()
     spec = nn.logical_to_mesh_axes(axes, rules) if axes and rules else PartitionSpec()
     return _partition.last_dimension_parts(x, spec)
@@ -89,13 +84,7 @@ def contracted_axes(owner: str, axis: Any, shape: Sequence[int]) -> tuple[int, .
     """Returns the dimensions of an input that a layer contracts, in ascending order.
 
     Args:
-        owner: name of the layer's class, for errors.
-        axis: the layer's field.
         shape: the input's shape.
-
-    Raises:
-        TypeError: ``axis`` is not an int or a sequence of these.
-        ValueError: no such dimension, one given twice, or one without an element.
     """
     given = tuple(axis) if isinstance(axis, Sequence) and not isinstance(axis, str) else (axis,)
     found = []
@@ -272,7 +261,6 @@ def dense_parameters(layer: Any, inner: Sequence[int]) -> tuple[jax.Array, jax.A
 
     Args:
         layer: the module, whose parameters are [*inner, *features] and [*features].
-        inner: extents of the input that are contracted.
     """
     given = layer.features
     features = tuple(given) if isinstance(given, Sequence) else (given,)
@@ -317,7 +305,6 @@ class _Normed(TransformerEngineBase):
         """Returns the norm, its scale, and its bias, which an RMS norm has none of.
 
         Args:
-            width: the last extent of the input.
             dtype: the input's dtype; parameters come in it or in float32.
         """
 

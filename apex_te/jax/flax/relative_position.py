@@ -20,10 +20,6 @@ def _buckets(
     """Returns the bucket of each pair of a query and a key, int32 [q_seqlen, k_seqlen].
 
     Half of the buckets are for single distances, the others grow with the distance's logarithm.
-
-    Args:
-        q_seqlen, k_seqlen, bidirectional: as in ``RelativePositionBiases.__call__``.
-        num_buckets, max_distance: as in ``RelativePositionBiases``.
     """
     distance = np.arange(q_seqlen)[:, None] - np.arange(k_seqlen)
     first = np.zeros_like(distance)

@@ -242,12 +242,7 @@ class TransformerLayer(TransformerEngineBase):
         return module(length, length, not is_decoder)
 
     def _attention(self, name: str, **options: Any) -> MultiHeadAttention:
-        """Makes a self or cross attention.
-
-        Args:
-            name: its name in the layer.
-            options: fields of this ``MultiHeadAttention`` alone.
-        """
+        """Makes a self or cross attention."""
         return self._kind(MultiHeadAttention)(
             head_dim=self.hidden_size // self.num_attention_heads,
             num_attention_heads=self.num_attention_heads,
@@ -313,10 +308,7 @@ class TransformerLayer(TransformerEngineBase):
         """Returns residual + drop_path(dropout(x)).
 
         Args:
-            x: a branch's result.
-            residual: the branch's input.
             normed: the norm's result, which is the residual instead if it is given.
-            deterministic: True for no dropout.
         """
         x = self._dropout(self.hidden_dropout, tuple(self.hidden_dropout_dims), x, deterministic)
         batch = 1 if self.transpose_batch_sequence else 0

@@ -64,14 +64,8 @@ def gated_arrays(
     """Checks the arrays of a gated activation and returns them as its C function reads them.
 
     Args:
-        function: name of the C function.
-        activation, axis, input, up, bias, up_bias: as in ``swiglu``.
         grad_output: gradient of the output, or None.
         to_fp8: an input with axis -1 is taken as a matrix.
-
-    Raises:
-        TypeError: a dtype that is not listed or differs.
-        ValueError: a shape, activation or axis that does not match.
     """
     code = gated_activation_number(function, activation)
     rows, shape = _gate_and_up(function, input, up, axis, to_fp8)
@@ -139,11 +133,7 @@ def _biases(
     """Returns the biases that are given, by parameter.
 
     Args:
-        function: name of the C function.
-        bias, up_bias, axis: as in ``swiglu``.
         dtype: dtype of the input.
-        cols: F.
-        dims: dimensions of a bias for gate and up in the rule.
     """
     found = {}
     if up_bias is not None:
@@ -171,7 +161,6 @@ def call_swiglu(
     """Calls a C function of the op ``swiglu`` and returns its results.
 
     Args:
-        given: what it reads.
         results: dimensions of the results in the rule, by parameter.
         extra: further tensors that it reads, of one element.
         fp8_dtype: FP8 dtype of the copies.

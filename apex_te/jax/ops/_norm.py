@@ -104,10 +104,7 @@ def norm_fwd(
     """Calls a norm's forward.
 
     Args:
-        op: "rms_norm" or "layer_norm".
-        x, weight, bias, eps, zero_centered_gamma, residual: as in ``layer_norm``.
         fp8: for the function with FP8 output (scale, dtype, rowwise, columnwise, amax).
-        any_rank: True for an x of two or more dimensions, all but the last of which are rows.
 
     Returns:
         Its results by the names of the C function's parameters.
@@ -158,12 +155,7 @@ def norm_bwd(
     """Calls a norm's backward.
 
     Args:
-        op: "rms_norm" or "layer_norm".
-        dy, x, weight, d_residual, with_dweight, with_dbias: as in ``layer_norm_bwd``.
         bias: the bias, whose dtype its gradient has where there is no weight; None for none.
-        statistics: "rstd" and, for ``layer_norm``, "mean", from the forward.
-        zero_centered_gamma: as in ``layer_norm``.
-        any_rank: as in ``norm_fwd``.
     """
     function = f"{op}_bwd"
     dy = _checks.as_rows(function, "dy", dy) if any_rank else _checks.matrix(function, "dy", dy)

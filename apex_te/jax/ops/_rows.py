@@ -34,18 +34,10 @@ def rowwise(
     """Returns ``body`` as a function that ``jax.vmap`` can map, and that devices compute by parts.
 
     Args:
-        function: name of the C function, for errors.
-        rule: the rule of its arguments and results.
-        body: function of arrays that returns a tuple of arrays, for any number of rows.
-        split: names of the dimensions that devices may share.
         ranks: numbers of dimensions that names stand for, where it is not 1; ``body`` sees one.
         reduced: function to call instead where devices must combine results in between. Its first
             argument is a function of a result's name and an array, which combines the array. A
             function with one is of one matrix: it cannot be mapped.
-        one_matrix: True for another function that cannot be mapped.
-
-    Raises:
-        NotImplementedError: later, where the rule does not say how to map an argument or result.
     """
     parsed = parse(function, rule, split, ranks or {})
     operands, results = parsed.operands, parsed.results

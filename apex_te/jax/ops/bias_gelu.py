@@ -228,10 +228,7 @@ def _inputs(
     """Returns the tensors that a function reads by parameter.
 
     Args:
-        function: name of the C function.
-        x, bias: as in ``bias_gelu``.
         dy: gradient of the output, of x's shape, or None.
-        as_rows: function of ``_checks`` that makes rows of x.
     """
     rows = as_rows(function, "x", x)
     found = {}

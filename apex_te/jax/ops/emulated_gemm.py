@@ -103,14 +103,9 @@ def _product(
     """Computes a @ b.T of decoded operands, times their scales where those are one for each.
 
     Args:
-        name: the function, for errors.
-        operands: a, b and the scales of both.
-        dims: dimensions of the scales in a rule.
         decoded: function of a dtype and the operands that returns the values of a and b.
-        is_scaled: the scales are left to the product.
         out_dtype: dtype of the result.
         bias: [N] or None.
-        inner: number of dimensions that K stands for.
     """
     a, b = (_checks.array(name, each, x) for each, x in zip("ab", operands, strict=False))
     if min(a.ndim, b.ndim) <= inner or a.shape[-inner:] != b.shape[-inner:]:

@@ -113,13 +113,7 @@ def _contracted(a: jax.Array, b: jax.Array, ends: jax.Array, wide: bool) -> jax.
 
 
 def _check_operands(name: str, a: Any, b: Any, groups: Groups) -> None:
-    """Raises ValueError unless a is [rows, K] and b [groups, N, K], with ``groups``' extents.
-
-    Args:
-        name: the calling function's, for the error.
-        a, b: the operands.
-        groups: places of the groups.
-    """
+    """Raises ValueError unless a is [rows, K] and b [groups, N, K], with ``groups``' extents."""
     a, b = _checks.array(name, "a", a), _checks.array(name, "b", b)
     if a.ndim != 2 or b.ndim != 3 or b.shape[0] != groups.num_groups or b.shape[2] != a.shape[1]:
         raise ValueError(

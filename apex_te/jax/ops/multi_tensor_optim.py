@@ -253,8 +253,6 @@ def _columns(
     """Returns the lists of a step by parameter, after checks of lengths, dtypes and shapes.
 
     Args:
-        function: name of the C function.
-        params, grads: parameters and gradients.
         moments: float32 arrays of the step's state, by parameter.
         masters: master weights, or None for an empty list.
     """
@@ -335,12 +333,10 @@ def _run(
     """Calls a step's function for some arrays at a time and returns the lists that it updates.
 
     Args:
-        function: name of the C function.
         lists: parameters, gradients, state and master weights, by parameter; lists that a step does
             without are empty.
         arrays: further arrays, of one element, by parameter.
         numbers: scalars by parameter.
-        sums: number of values that the function sums over whole arrays.
     """
     given = {name: every for name, every in lists.items() if every}
     made: dict[str, list[Any]] = {n: [None] * len(v) for n, v in lists.items() if n != "grads"}

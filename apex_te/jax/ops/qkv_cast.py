@@ -185,21 +185,13 @@ def _rule(
 
     Args:
         given: what the function reads, by parameter.
-        read: dimensions of those that devices may share.
-        names: parameters of the results.
-        dims: dimensions of the results.
     """
     operands = ", ".join(f"{name}: {read.get(name, '_')}" for name in given)
     return f"{operands} -> {', '.join(f'{name}: {dims[name]}' for name in names)}"
 
 
 def _heads(function: str, queries: Any, keys: Any, values: Any) -> dict[str, jax.Array]:
-    """Returns the gradients of the heads as [tokens, heads, size] by parameter.
-
-    Raises:
-        TypeError: a dtype that is not listed or differs.
-        ValueError: a shape that does not match.
-    """
+    """Returns the gradients of the heads as [tokens, heads, size] by parameter."""
     found = {}
     for name, x in (("keys", keys), ("values", values), ("queries", queries)):
         if x is None and name == "queries":

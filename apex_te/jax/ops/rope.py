@@ -130,10 +130,7 @@ def _check_places(
     """Checks what says where sequences begin.
 
     Args:
-        x: the array that is rotated.
         places: ``starts`` and ``cu_seqlens``, if they are given.
-        length: number of the tables' positions.
-        layout, start: as in ``rope``.
     """
     name = "rope_fwd"
     if ("cu_seqlens" in places) != (layout == "thd"):

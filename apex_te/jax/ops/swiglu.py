@@ -261,9 +261,7 @@ def _run_to_fp8(
     """Calls a function with FP8 output and returns the FP8 data and the bias gradient or None.
 
     Args:
-        given: what the function reads.
         sides: dimensions of both copies, None for one that is not wanted.
-        scale, fp8_dtype, amax, with_dbias: as in ``swiglu_bwd_fp8``.
     """
     name = given.function
     dtype = _checks.fp8_dtype_of(name, fp8_dtype)

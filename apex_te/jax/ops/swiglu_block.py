@@ -120,10 +120,7 @@ def _run(
     """Calls the C function.
 
     Args:
-        given: what it reads, as ``gated_arrays`` has checked it.
         dims: dimensions of the rowwise copy in the rule.
-        fp8_dtype, rowwise, columnwise, padded: as in ``swiglu_fwd_block``.
-        options: ``pow2`` and ``eps``.
     """
     function = given.function
     dtype = _checks.fp8_dtype_of(function, fp8_dtype)

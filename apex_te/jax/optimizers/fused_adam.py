@@ -102,9 +102,6 @@ def moments_transformation(
     """Makes the transformation of an optimizer that keeps two moments of the gradients.
 
     Args:
-        name: name of the optimizer, for errors.
-        op: its step over lists of arrays, without learning rate, weight decay and step count.
-        learning_rate, weight_decay, mask, master_weights: as in ``fused_adam``.
         prepare: function of all gradients that returns further arguments of ``op``, or None.
     """
     if not callable(learning_rate):

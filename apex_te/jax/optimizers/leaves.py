@@ -22,11 +22,7 @@ __all__ = [
 
 
 def with_dtypes(name: str, params: Any) -> Any:
-    """Returns a tree of parameters, of which all must be float32, float16 or bfloat16.
-
-    Raises:
-        TypeError: a leaf has another dtype.
-    """
+    """Returns a tree of parameters, of which all must be float32, float16 or bfloat16."""
     for path, leaf in jax.tree_util.tree_leaves_with_path(params):
         dtype = getattr(leaf, "dtype", None)
         if dtype is None or jnp.dtype(dtype).name not in FLOATS:
@@ -47,7 +43,6 @@ def master_weights_of(params: Any, wanted: bool) -> Any:
     """Returns a tree of float32 copies of 16-bit parameters; None for what has no copy.
 
     Args:
-        params: tree of parameters.
         wanted: False for no copies.
     """
 
@@ -61,14 +56,7 @@ def number(name: str, option: str, value: Any, below: float | None = None) -> fl
     """Returns a number that is at least 0.
 
     Args:
-        name: name of the optimizer, for errors.
-        option: name of the option.
-        value: its value.
         below: what it must be below, or None.
-
-    Raises:
-        TypeError: ``value`` is not a number.
-        ValueError: it is out of range.
     """
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise TypeError(
@@ -85,9 +73,7 @@ def rate_at(name: str, learning_rate: Any, count: jax.Array) -> Any:
     """Returns the learning rate of a step: a number, or an array [1].
 
     Args:
-        name: name of the optimizer, for errors.
         learning_rate: a number, an array of one element, or a function of the steps so far.
-        count: number of steps so far.
     """
     rate = learning_rate(count) if callable(learning_rate) else learning_rate
     if isinstance(rate, (int, float)):
@@ -113,17 +99,12 @@ def updated(
     """Steps all leaves, in one call for leaves that are alike.
 
     Args:
-        params: tree of parameters.
-        grads: tree of gradients, of the parameters' structure.
         moments: trees of moments, by their name in the result of ``step``.
         masters: tree of master weights, with None for leaves without.
         decays: tree of bools, or of the first levels of the parameters' tree, that says which
             leaves decay; a function of the parameters that returns one; None for all.
         step: function of lists of parameters, gradients and each moments, with ``masters``, a list
             or None, and ``decays``, one bool for all of them.
-
-    Returns:
-        Trees "params", "masters" and those of the moments, after the step.
     """
     tree = jax.tree.structure(params)
     mask = decays(params) if callable(decays) else True if decays is None else decays

@@ -66,7 +66,6 @@ class Quantizer:
 
         Args:
             x: [rows..., cols...].
-            role: "input", "weight" or "grad".
             scale: one float32 element for schemes that keep state, else None.
             with_dbias: sum the columns.
             wanted: ``rowwise`` and ``columnwise``, True to make [rows, cols] and [cols, rows], and
@@ -87,7 +86,6 @@ class Quantizer:
 
         Args:
             source: the op, ready to run, which says whether the columns are summed.
-            role, scale: as in ``cast``.
             rowwise, columnwise: the copies to make.
         """
         x, dbias = source.plain()
@@ -104,7 +102,6 @@ class Quantizer:
         """Computes a[M..., K...] @ b[N..., K...].T + bias.
 
         Args:
-            product: "fprop", "dgrad" or "wgrad".
             a: FP8 data and scales of a copy.
             b: FP8 data and scales of a copy.
             options: ``out_dtype``, dtype of the result; ``bias``, [N...] or None; and ``inner``,
@@ -125,7 +122,6 @@ def one_scale(made: Any, amax: jax.Array | None = None) -> Quantized:
     """Returns what an op has cast with one scale for both copies.
 
     Args:
-        made: the op's result, with ``rowwise``, ``columnwise`` and ``scale_inv``.
         amax: amax for the FP8 state, or None.
     """
     inverse = made.scale_inv

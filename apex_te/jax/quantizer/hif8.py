@@ -15,11 +15,7 @@ __all__ = ["make"]
 
 
 class _HiF8(Quantizer):
-    """Quantizer with one scale for each tensor, from the tensor itself; its data are uint8.
-
-    Args:
-        recipe: the recipe.
-    """
+    """Quantizer with one scale for each tensor, from the tensor itself; its data are uint8."""
 
     def __init__(self, recipe: CurrentScaling) -> None:
         limits = recipe.fp8_format.value

@@ -15,10 +15,8 @@ __all__ = ["make"]
 
 
 class _MX(Quantizer):
-    """Quantizer with a power-of-two scale for every 32 elements along a product's inner dimension.
-
-    Args:
-        recipe: the recipe.
+    """Quantizer with a power-of-two scale for every 32 elements along a product's inner
+    dimension.
     """
 
     block = 32

@@ -38,13 +38,7 @@ def params_dtype_of(
     """Returns the dtype of a module's parameters, by default ``torch.get_default_dtype()``.
 
     Args:
-        owner: the name of the module in errors.
-        params_dtype: the argument of that name.
         dtype: the argument ``dtype``, another name of ``params_dtype``.
-
-    Raises:
-        TypeError: the argument is not a dtype that parameters can have.
-        ValueError: both are given and differ.
     """
     if params_dtype is not None and dtype is not None and params_dtype != dtype:
         raise ValueError(f"{owner}: dtype must equal params_dtype, got {dtype} and {params_dtype}")
@@ -65,16 +59,7 @@ def params_dtype_of(
 
 
 def autocast_dtype(owner: str, name: str, x: torch.Tensor) -> torch.dtype | None:
-    """Returns the dtype of ``torch.autocast`` on the device of ``x``; None if autocast is off.
-
-    Args:
-        owner: the name of the module in errors.
-        name: the name of the argument ``x`` in errors.
-        x: a tensor that the module was given.
-
-    Raises:
-        TypeError: autocast is on, and ``x`` is no floating-point tensor.
-    """
+    """Returns the dtype of ``torch.autocast`` on the device of ``x``; None if autocast is off."""
     device_type = x.device.type
     if device_type == "meta" or not torch.is_autocast_enabled(device_type):
         return None
@@ -92,7 +77,6 @@ def parameter(
     """Makes a parameter with no values yet, a GEMM weight inside ``fp8_model_init`` as FP8 data.
 
     Args:
-        shape, dtype, device: of the parameter.
         gemm_weight: the parameter is the weight of a GEMM; None takes every matrix for one.
     """
     kept = model_init.settings()
@@ -129,17 +113,10 @@ def split_names(owner: str, parameters_split: Any, out_features: int) -> dict[st
     """Returns the names of a weight's parts with the number of rows of each.
 
     Args:
-        owner: the name of the module in errors.
         parameters_split: names of equal parts, a dict from name to rows, or None.
-        out_features: the rows of all parts together.
 
     Returns:
         The parts in order; None for a weight that is not split.
-
-    Raises:
-        TypeError: ``parameters_split`` is neither a list of names nor a dict.
-        ValueError: a name is no identifier or occurs twice, or the rows of the parts do not add up
-            to ``out_features``.
     """
     if parameters_split is None:
         return None
@@ -184,13 +161,7 @@ def checked_groups(owner: str, num_attention_heads: Any, num_gqa_groups: Any) ->
     """Returns the number of key heads, which is also that of value heads, after checks.
 
     Args:
-        owner: the name of the module in errors.
-        num_attention_heads: the number of query heads.
         num_gqa_groups: the number of key heads; None stands for ``num_attention_heads``.
-
-    Raises:
-        TypeError: a number is not an int.
-        ValueError: a number is below 1, or the groups do not divide the heads.
     """
     check_count(owner, "num_attention_heads", num_attention_heads)
     if num_gqa_groups is None:
@@ -208,15 +179,6 @@ def checked_eps(owner: str, name: str, eps: Any) -> float:
     """Returns the epsilon of a norm as a float.
 
     An epsilon of 1 or more is refused: it is most likely another argument in the wrong place.
-
-    Args:
-        owner: the name of the module in errors.
-        name: the name of the argument ``eps`` in errors.
-        eps: the argument.
-
-    Raises:
-        TypeError: ``eps`` is not a number.
-        ValueError: ``eps`` is below 0, at least 1, or NaN.
     """
     value = checked_number(owner, name, eps)
     if not 0.0 <= value < 1.0:
@@ -237,15 +199,7 @@ def checked_splits(
     """Returns the checked ``m_splits``, the number of input rows of each group.
 
     Args:
-        owner: the name of the module in errors.
-        num_gemms: the number of groups.
-        m_splits: list or tuple of ints.
         rows: the most that ``m_splits`` may add up to; None allows any sum.
-
-    Raises:
-        TypeError: ``m_splits`` is not a list of ints. A tensor is refused, too, because reading a
-            tensor would wait for the device.
-        ValueError: ``m_splits`` has another length, a negative number or too large a sum.
     """
     if not isinstance(m_splits, (list, tuple)):
         raise TypeError(f"{owner}: m_splits must be a list of ints, got {type(m_splits).__name__}")

@@ -35,16 +35,9 @@ def explain(
     """Raises a better error for a failed call of a module, if an input is wrong; else returns.
 
     Args:
-        module: the module that the user called.
-        error: the error of the call.
         inputs: tensors that the call needs, by the name of the argument.
         optional: further tensors of the call, each or None.
         names: the module's name of each argument that a function inside knows by another.
-
-    Raises:
-        TypeError: an input is not a tensor, or not a dense one with a real dtype.
-        ValueError: an input is on another device than the parameters, or these have no values; or
-            an error of a function inside, about an argument of the call.
     """
     if not is_vague(module, error):
         return
@@ -96,19 +89,7 @@ def explain_attention(
     call: dict[str, Any],
     **names: str,
 ) -> None:
-    """Raises a better error for a failed call of a module around attention; else returns.
-
-    Args:
-        module: the ``MultiheadAttention`` or ``TransformerLayer`` that the user called.
-        error: the error of the call.
-        layout: name and value of the module's argument that says the layout of its input.
-        call: the arguments ``hidden_states``, ``encoder_output``, ``attention_mask``,
-            ``rotary_pos_emb``, ``core_attention_bias`` and ``inference_params`` of the call.
-        names: as for ``explain``.
-
-    Raises:
-        TypeError, ValueError: as ``explain``, or an argument does not fit the others.
-    """
+    """Raises a better error for a failed call of a module around attention; else returns."""
     if not is_vague(module, error):
         return
     owner, (layout_name, form) = type(module).__name__, layout

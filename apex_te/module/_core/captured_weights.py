@@ -43,11 +43,8 @@ class CapturedWeights:
     weight itself keep nothing: each replay casts the weight, to the same FP8 data.
 
     Args:
-        owner: the name of the module in errors.
         known: ids of the parameters and inputs that stay where they are from run to run; a weight
             that is made of other tensors is cast in each replay.
-        is_shared: several graphs read the weights; one may cast them between another's forward and
-            backward.
 
     Attributes:
         kept: the weights that replays keep, by number of the GEMM and ids of the sources.
@@ -78,13 +75,11 @@ class CapturedWeights:
         """Returns both FP8 copies of ``weight`` for this run.
 
         Args:
-            gemm: the number of the GEMM in its module.
             weight: ``[out, in]``.
-            sources: the parameters and inputs that ``weight`` is made of.
-            quantizers: the GEMM's quantizers.
 
         Returns:
             The copies; None if the GEMM is to cast the weight itself, because the weight is held in
+
         FP8 or has a source that is not ``known``.
         """
         if type(weight) is FP8Parameter and fp8_operands(weight, quantizers, False) is not None:
@@ -107,7 +102,6 @@ class CapturedWeights:
 
         Args:
             weights: one ``[out, in]`` for each group.
-            quantizer: the ``GroupQuantizer`` of the weights.
 
         Returns:
             A ``GroupedOutput``; None if the caller is to cast the weights itself, because one of
@@ -130,8 +124,6 @@ class CapturedWeights:
         """Returns this run's copies of a weight, made on the first request.
 
         Args:
-            gemm: the number of the GEMM in its module.
-            sources: the parameters and inputs that the weight is made of.
             quantize: makes new copies.
             rewrite: called as ``rewrite(copies, noop)``; casts the weight into copies that
                 ``quantize`` made unless the tensor ``noop`` is 1. Returns False for a scheme that
@@ -156,11 +148,7 @@ class CapturedWeights:
         quantize: Callable[[], Any],
         rewrite: Callable[[Any, torch.Tensor | None], bool],
     ) -> Any:
-        """Casts a weight for this run, into its kept copies if there are any.
-
-        Raises:
-            RuntimeError: the capture uses a weight that the warm-up did not.
-        """
+        """Casts a weight for this run, into its kept copies if there are any."""
         kept = self.kept.get(key)
         if kept is not None:
             rewrite(kept.held, kept.noop)
@@ -177,11 +165,7 @@ class CapturedWeights:
 
 
 def _alias(held: Any) -> Any:
-    """Returns FP8 copies over the same memory, whose versions a later cast does not change.
-
-    Args:
-        held: a ``QuantizedTensor`` or a ``GroupedOutput``.
-    """
+    """Returns FP8 copies over the same memory, whose versions a later cast does not change."""
     names = getattr(held, "_fields", ("rowwise", "rowwise_scale_inv", "columnwise",
                                       "columnwise_scale_inv"))  # fmt: skip
     values = [getattr(held, name) for name in names]

@@ -43,12 +43,7 @@ class CompositeModule(torch.nn.Module):
             raise better from error.__cause__
 
     def _call_children(self, method: str, *args: Any) -> None:
-        """Calls the method named ``method`` on each child module that has one.
-
-        Args:
-            method: name of the method.
-            args: arguments of the call.
-        """
+        """Calls the method named ``method`` on each child module that has one."""
         for child in self.children():
             call: Any = getattr(child, method, None)
             if call is not None:

@@ -18,11 +18,6 @@ def without_autocast(backward: Any, ctx: Any, *grads: Any) -> Any:
     """Returns ``backward(ctx, *grads)``, run with ``torch.autocast`` off.
 
     Autocast would run torch's ops in another dtype than the forward did.
-
-    Args:
-        backward: the function that computes the gradients.
-        ctx: autograd's context, with ``device_type`` set.
-        grads: gradients of the outputs.
     """
     device_type = ctx.device_type
     if not is_autocast(device_type):
@@ -36,12 +31,6 @@ def take_saved(ctx: Any) -> tuple:
 
     Each tensor is then freed with the caller's last reference, not when backward returns. A graph
     retained for a second backward keeps all saved tensors.
-
-    Args:
-        ctx: autograd's context in a backward.
-
-    Returns:
-        A tuple as ``ctx.saved_tensors``.
 
     Raises:
         RuntimeError: an earlier backward has taken them.
@@ -71,9 +60,7 @@ def without_autograd(function: Any, inputs: tuple[torch.Tensor | None, ...], *re
     """Returns the outputs of an autograd function's ``forward``, run without autograd.
 
     Args:
-        function: the ``OpFunction``.
         inputs: tensors, or None, that ``forward`` takes first.
-        rest: the other arguments of ``forward``.
     """
     return function.forward(_NoContext(len(inputs)), *inputs, *rest)
 

@@ -152,8 +152,6 @@ class FP8Module(torch.nn.Module):
                 ``torch.autocast``; the first is a tensor.
             weights: the weights whose FP8 copies may be cached, one for each GEMM; empty if the
                 module caches them itself.
-            is_first_microbatch: as in ``Linear.forward``.
-            args: further arguments of ``_run``.
         """
         device_type = inp.device.type
         autocast = is_autocast(device_type)
@@ -174,7 +172,6 @@ class FP8Module(torch.nn.Module):
         The settings are those that ``_call`` would prepare at more cost.
 
         Args:
-            inp: the input.
             features: the size that the input's last dimension must have.
             parameters: tensors, or None, that must have the dtype of ``inp``.
 
@@ -263,22 +260,14 @@ class FP8Module(torch.nn.Module):
         return call
 
     def _programs(self, quantizers: tuple[GemmQuantizers, ...]) -> Programs | None:
-        """Returns the ``Programs`` for a call with default options; None if ops must be called.
-
-        Args:
-            quantizers: a ``GemmQuantizers`` for each GEMM.
-        """
+        """Returns the ``Programs`` for a call with default options; None if ops must be called."""
         if torch.compiler.is_compiling() or not torch.is_grad_enabled():
             return None
         modes = self._modes
         return None if modes.captured is not None else programs_of(modes.programs, quantizers)
 
     def _keeps_columnwise(self, recomputed: bool) -> bool:
-        """Returns True if forward makes the weights' columnwise copies for backward.
-
-        Args:
-            recomputed: True for a recompute, which does as the repeated call did.
-        """
+        """Returns True if forward makes the weights' columnwise copies for backward."""
         modes = self._modes
         if recomputed:
             return modes.recompute_keeps
@@ -356,11 +345,7 @@ class FP8Module(torch.nn.Module):
         Its forward has recorded nothing: torch's reentrant checkpoint runs it under no_grad.
 
         Args:
-            region: the region that the recompute has entered.
             device: the device of the parameters.
-
-        Returns:
-            What ``_select`` returns.
         """
         if not region.enabled or device.type == "meta":
             return None, False, True
@@ -382,10 +367,6 @@ class FP8Module(torch.nn.Module):
             features: the size that the input's last dimension must have.
             parameters: tensors, or None, that must have the dtype of ``inp`` outside autocast.
             autocast: ``torch.autocast`` is on for the input's device.
-
-        Raises:
-            TypeError: ``inp`` has not the dtype of the parameters, or is no floating-point tensor.
-            ValueError: the last dimension of ``inp`` is not ``features``.
         """
         shape = inp.shape
         if not shape or shape[-1] != features:
@@ -405,12 +386,7 @@ class FP8Module(torch.nn.Module):
         return dtype
 
     def _options(self, is_first_microbatch: bool | None) -> GemmOptions:
-        """Returns the options that all GEMMs of this call share, without collectives.
-
-        Raises:
-            TypeError: ``is_first_microbatch`` is neither None nor a bool.
-            NotImplementedError: torch.compile traces a module with ``delay_wgrad_compute``.
-        """
+        """Returns the options that all GEMMs of this call share, without collectives."""
         if is_first_microbatch is not None and not isinstance(is_first_microbatch, bool):
             raise TypeError(  # 1, taken for True here and not there, would mix gradients
                 f"{type(self).__name__}: is_first_microbatch must be None or a bool, "
@@ -475,7 +451,6 @@ class FP8Module(torch.nn.Module):
             weight: ``[out, in]``.
             bias: ``[out]`` or None.
             call: the call's settings; its quantizers, if any, record amaxes.
-            gemm: the number of the GEMM in its module.
         """
         dtype, options = call.dtype, call.options[gemm]
         quantizers = None if call.quantizers is None else call.quantizers[gemm]
@@ -503,9 +478,7 @@ class FP8Module(torch.nn.Module):
         Args:
             weight: ``[out, in]``; an ``FP8Parameter`` gives its own FP8 data if the GEMM backend
                 reads them.
-            quantizers: the GEMM's quantizers.
             fill: cast the weight even if it has not changed since it was cached.
-            gemm: the number of the GEMM in its module.
         """
         if type(weight) is FP8Parameter:
             held = fp8_operands(weight, quantizers, True, keep=True)
@@ -530,9 +503,7 @@ class FP8Module(torch.nn.Module):
         """Returns both FP8 copies of ``weight`` that compiled code keeps from call to call.
 
         Args:
-            gemm: the number of the GEMM in its module.
             weight: ``[out, in]``.
-            quantizer: the ``Quantizer`` of the weight.
             fill: cast the weight even if it has not changed since it was kept.
 
         Returns:
@@ -566,8 +537,6 @@ class FP8Module(torch.nn.Module):
 
         Args:
             weights: one ``[out, in]`` for each GEMM.
-            quantizers: one set for each GEMM.
-            fill: as ``FP8Call.fill``.
 
         Returns:
             For each GEMM the copies, or None if the GEMM casts its weight itself.

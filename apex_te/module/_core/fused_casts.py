@@ -87,16 +87,7 @@ class TorchActivation(NamedTuple):
 
 
 def activation_of(owner: str, name: str, params: Mapping[str, float] | None) -> Any:
-    """Returns an activation as the functions here take it: a name, or a ``TorchActivation``.
-
-    Args:
-        owner: the name of the module in errors.
-        name, params: the arguments ``activation`` and ``activation_params``.
-
-    Raises:
-        TypeError: ``params`` is not a dict of floats.
-        ValueError: an unknown activation, or a parameter that it does not have.
-    """
+    """Returns an activation as the functions here take it: a name, or a ``TorchActivation``."""
     if name not in ACTIVATIONS:
         raise ValueError(
             f"{owner}: activation must be one of {', '.join(ACTIVATIONS)}, got {name!r}"
@@ -132,7 +123,6 @@ def activate(name: Any, x: torch.Tensor) -> torch.Tensor:
     """Applies an activation, differentiably.
 
     Args:
-        name: what ``activation_of`` has returned.
         x: ``[..., F]``, or ``[..., 2F]`` for a gated activation.
 
     Returns:
@@ -149,7 +139,6 @@ def activation_gradient(name: Any, dy: torch.Tensor, x: torch.Tensor) -> torch.T
     """Computes the gradient of an activation's input, as backward of ``activate`` does.
 
     Args:
-        name: what ``activation_of`` has returned.
         dy: gradient of the result ``[..., F]``.
         x: the activation's input ``[..., F]``, or ``[..., 2F]`` for a gated activation.
 
@@ -199,9 +188,6 @@ class NormForward(BaseFusedCast):
         x: ``[rows, cols]``.
         weight: gamma ``[cols]``.
         bias: beta ``[cols]``, None for RMSNorm.
-        is_rms: compute RMSNorm.
-        eps: added to the variance (the mean square).
-        zero_centered_gamma: gamma is ``1 + weight``.
         residual: ``[rows, cols]``, added to ``x`` first; or None.
 
     Attributes:
@@ -294,9 +280,7 @@ def norm_backward(
         weight: gamma ``[cols]``.
         mean: ``[rows]``; None for RMSNorm.
         rstd: ``[rows]``.
-        zero_centered_gamma: gamma is ``1 + weight``.
         d_residual: gradient that ``x`` has besides ``dy``, added to ``dx``; or None.
-        need_weight, need_bias: compute ``dweight``, ``dbias``.
 
     Returns:
         ``(dx, dweight, dbias)``: ``[rows, cols]``, ``[cols]`` and ``[cols]``. ``dweight`` and
@@ -319,7 +303,6 @@ class ActivationForward(BaseFusedCast):
     """Activation of ``x`` as a fused cast.
 
     Args:
-        name: what ``activation_of`` has returned.
         x: ``[rows, F]``, or ``[rows, 2F]`` for a gated activation.
     """
 
@@ -373,7 +356,6 @@ class ActivationBackward(BaseFusedCast):
     """Gradient of an activation's input, as a fused cast.
 
     Args:
-        name: what ``activation_of`` has returned.
         dy: gradient of the activation's result ``[rows, F]``.
         x: the activation's input ``[rows, F]``, or ``[rows, 2F]`` for a gated activation.
         with_dbias: sum the columns of the result into ``dbias``.

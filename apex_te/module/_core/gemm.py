@@ -147,10 +147,7 @@ def gemm_plan(
     """Returns the plan of one GEMM of a call.
 
     Args:
-        call: the call's settings.
-        gemm: the number of the GEMM in its module.
         weight: ``[out, in]``.
-        need_input, need_weight: the gradients that backward computes.
         keep_columnwise: as ``FP8Call.keep_columnwise``; True only if the caller gets the weight
             from ``weight_operand``, which makes the columnwise copy.
     """
@@ -179,7 +176,6 @@ def weight_operand(
     """Returns the FP8 copies of a weight for fprop, or None if ``multiply`` is to cast the weight.
 
     Args:
-        plan: the GEMM's plan.
         weight: ``[out, in]``.
         cached: FP8 copies of ``weight`` that outlive the call, or None.
         heads: the layout of the heads in ``weight``'s rows, if the output is to be split into
@@ -234,7 +230,6 @@ def quantized_input(
     """Quantizes the input of a GEMM.
 
     Args:
-        plan: the GEMM's plan.
         source: this rank's rows ``[rows, in]``, or the op that computes them.
 
     Returns:
@@ -269,12 +264,10 @@ def shaped_product(
     The output is no view: autograd refuses to change a view made in a Function in place.
 
     Args:
-        plan: the GEMM's plan.
         x: the quantized input ``[rows, in]``.
         weight: ``[out, in]``.
         cached: FP8 copies of ``weight``; None quantizes it here.
         bias: ``[out]`` or None.
-        dtype: of the output.
         shape: the shape ``[..., in]`` that this rank's input had.
         c: matrix ``[rows, out]`` to add, only if ``adds_in_product`` is True; or None.
 
@@ -319,8 +312,6 @@ def adds_in_product(call: FP8Call, gemm: int, c: torch.Tensor) -> bool:
     """Returns True if a GEMM of a call can add ``c`` to the product before it rounds the sum.
 
     Args:
-        call: the call's settings.
-        gemm: the number of the GEMM in its module.
         c: a tensor in the output's shape.
     """
     if not call.is_fp8 or c.dtype is not call.dtype or call.options[gemm].parallel is not None:
@@ -362,12 +353,10 @@ def multiply(
     """Computes ``x @ weight.T + bias + c`` [rows, out].
 
     Args:
-        quantizers: the GEMM's quantizers.
         x: the quantized input ``[rows, in]``.
         weight: ``[out, in]``.
         cached: FP8 copies of ``weight``; None quantizes it here.
         bias: ``[out]`` or None.
-        out_dtype: of the result.
         out: memory for the result ``[rows, out]``; None makes a new tensor.
         c: matrix ``[rows, out]`` to add, only if ``adds_in_product`` is True; or None.
     """
@@ -388,7 +377,6 @@ def quantized_weight(
 
     Args:
         quantizers: the GEMM's quantizers, whose backend must be able to read held data.
-        quantizer: ``quantizers.weight`` or ``quantizers.weight_recast``, which casts the weight.
         weight: ``[out, in]``.
         columnwise: return the columnwise copy instead of the rowwise one.
     """
@@ -410,7 +398,6 @@ def saved_by(
     """Returns the four tensors of a GEMM that backward needs, for ``save_for_backward``.
 
     Args:
-        plan: the GEMM's plan.
         x: this rank's high-precision input ``[rows, in]``; read only if ``saves_values(plan)``.
         part: FP8 copies of this rank's input, which ``quantized_input`` returned.
         weight: ``[out, in]``.
@@ -447,10 +434,6 @@ def saved_by(
 def start_saved_input(plan: GemmPlan, saved: tuple) -> Pending | None:
     """Begins to gather the other ranks' rows of the saved input for the weight gradient.
 
-    Args:
-        plan: the GEMM's plan.
-        saved: the tensors that ``saved_by`` returned.
-
     Returns:
         The gathering, for ``weight_gradient``; None if this rank has all rows or needs none.
     """
@@ -475,10 +458,7 @@ def input_gradient(
     Frees the rowwise copy of ``dy``, whose memory the weight gradient may then have.
 
     Args:
-        plan: the GEMM's plan.
-        saved: the tensors that ``saved_by`` returned.
         dy: the quantized gradient of the output ``[rows, out]``.
-        out_dtype: of the result.
         out: memory for the result; None makes a new tensor.
         c: matrix ``[rows, in]`` of ``out_dtype`` to add, only if the backend ``adds`` and no rows
             are gathered; or None.
@@ -501,10 +481,7 @@ def reduced_input_gradient(
     """Computes the input's gradient, and begins to sum it over ranks if the ranks have parts.
 
     Args:
-        plan: the GEMM's plan.
-        saved: the tensors that ``saved_by`` returned.
         dy: the quantized gradient of the output ``[rows, out]``.
-        out_dtype: of the result.
 
     Returns:
         ``(gradient, None)`` if no sum over ranks is needed, else ``(None, pending)``; the gradient,
@@ -527,12 +504,7 @@ def reduced_input_gradient(
 
 
 def weight_recast(plan: GemmPlan, saved: tuple) -> QuantizedTensor:
-    """Returns the columnwise copy of the weight, as saved or cast from the saved weight.
-
-    Args:
-        plan: the GEMM's plan.
-        saved: the tensors that ``saved_by`` returned.
-    """
+    """Returns the columnwise copy of the weight, as saved or cast from the saved weight."""
     _, _, w, w_scale = saved
     quantizers = plan.quantizers
     if plan.weight_cached:
@@ -555,12 +527,8 @@ def _product_of_rows(
     """Returns the function that multiplies some rows of ``x``, all of them or several slices.
 
     Args:
-        backend: multiplies.
-        which: FPROP or DGRAD.
         x: the left operand, whose rowwise copy is read; slices of fewer rows than all are allowed
             only if ``x`` has one scale.
-        weight: the right operand.
-        out_dtype: of the results.
     """
     fp8_data, scale_inv = x.rowwise, x.rowwise_scale_inv
     assert fp8_data is not None
@@ -586,7 +554,6 @@ def quantized_gradient(
     """Quantizes the gradient of a GEMM's output, and sums its columns for the bias.
 
     Args:
-        plan: the GEMM's plan.
         dy: this rank's gradient ``[rows, out]``, or the op that computes it.
         bias_dtype: dtype of the bias gradient; None computes none.
 

@@ -36,7 +36,6 @@ def filled_gradients(shapes: Sequence[Any], grads: Sequence[Any], *others: Any) 
     Args:
         shapes: the outputs' shapes.
         grads: for each output its gradient, or None.
-        others: as in ``output_gradient``.
     """
     return [
         output_gradient(shape, grad, *others) for grad, shape in zip(grads, shapes, strict=True)
@@ -47,7 +46,6 @@ class HeadGradients(BaseFusedCast):
     """Fused cast that joins the gradients of heads to the gradient of a projection's output.
 
     Args:
-        layout: the layout of the heads in the projection's weight, and so in the joined gradient.
         heads: gradients of the queries, keys and values, each [..., heads, size]; none of queries
             if ``layout.repeats`` is 0.
     """

@@ -125,7 +125,6 @@ def sorted_bias(bias: torch.Tensor | None, layout: Any) -> torch.Tensor | None:
 
     Args:
         bias: ``[features]``, or None.
-        layout: the ``HeadLayout`` of the bias, with ``interleaved`` True.
 
     Returns:
         A new tensor ``[features]``; None without a bias.
@@ -142,7 +141,6 @@ def split_output(
 
     Args:
         out: [..., features].
-        layout: the layout of the heads in the projection's weight.
         is_sorted: True if ``out`` has all queries, then all keys, then all values, whatever
             ``layout`` says.
 

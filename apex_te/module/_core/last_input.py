@@ -81,10 +81,6 @@ class LastInput:
         The layer that took the input first begins anew when it takes it again: the input may then
         be a buffer with the next batch, which a collective or the replay of a CUDA graph writes
         without raising its version.
-
-        Args:
-            inp: the input, as the caller passed it.
-            weight: the weight of the layer that takes it.
         """
         entry = self.entry
         if entry is None or entry.inp() is not inp or inp._version != entry.version:
@@ -144,7 +140,6 @@ def cast_once(entry: Entry | None, quantizer: Any, x: torch.Tensor) -> Quantized
 
     Args:
         entry: the input's ``Entry``, or None.
-        quantizer: the ``Quantizer`` of the input.
         x: the input as a matrix ``[rows, in]``.
     """
     if entry is not None and entry.quantized is not None:

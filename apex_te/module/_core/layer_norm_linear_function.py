@@ -53,8 +53,6 @@ def normalized(
 
     Args:
         norm: the norm, which has not run.
-        plan: the plan of the GEMM behind it.
-        options: the norm's options.
 
     Returns:
         operand: the quantized operand of fprop, with the rows of all ranks.
@@ -72,7 +70,6 @@ def saved_norm(norm: NormForward, inp: torch.Tensor) -> tuple[torch.Tensor | Non
     """Returns the tensors to save for the backward of a norm that has run.
 
     Args:
-        norm: the norm.
         inp: the function's input, of which ``norm.x`` is a view or a contiguous copy.
 
     Returns:
@@ -91,8 +88,6 @@ def norm_gradients(
     """Computes the norm's gradients from those of all outputs of the function.
 
     Args:
-        ctx: autograd's context with the attributes that ``forward`` has set.
-        saved: the tensors that ``saved_norm`` returned.
         d_norm: gradient of the norm's result ``[rows, cols]`` from the GEMM.
         extra: gradient of the norm's result as an output of the function, or None.
         d_residual: gradient of the normalised tensor as an output of the function, or None.

@@ -220,7 +220,6 @@ def _quantized_hidden(plan: Any, d_hidden: ActivationBackward) -> tuple:
     """Quantizes the gradient of the first GEMM's output, the activation's input.
 
     Args:
-        plan: the ``GemmPlan`` of the first GEMM.
         d_hidden: the op that computes the gradient. Its ``dbias`` is set if its ``with_dbias`` is
             True.
 

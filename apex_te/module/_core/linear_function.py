@@ -216,8 +216,6 @@ def _gathered_product(
     """Computes ``rows @ w.T + bias`` of all ranks' rows, piece by piece as these arrive.
 
     Args:
-        gathered: the gathering of the ranks' rows of ``x``.
-        ranks: the number of ranks.
         x: this rank's rows ``[s, ..., in]``.
         w: ``[out, in]``.
         bias: ``[out]`` or None.

@@ -51,18 +51,7 @@ class LowRank(NamedTuple):
 def check_low_rank(
     name: str, inp: torch.Tensor, low: LowRank, in_features: int, out_features: int
 ) -> None:
-    """Checks types, devices and shapes of a low-rank product's arguments.
-
-    Args:
-        name: the layer's class, for messages.
-        inp: the layer's input.
-        low: the product.
-        in_features, out_features: sizes of the layer's weight.
-
-    Raises:
-        TypeError: an operand is not a tensor, or ``scaling`` not a number.
-        ValueError: a shape or device.
-    """
+    """Checks types, devices and shapes of a low-rank product's arguments."""
     if not isinstance(low.scaling, (float, int)):
         raise TypeError(f"{name}: scaling must be a float, got {type(low.scaling).__name__}")
     down, up, low_inp = low.down, low.up, inp if low.inp is None else low.inp
@@ -102,8 +91,6 @@ def fits(call: FP8Call, weight: torch.Tensor, bias: torch.Tensor | None) -> bool
     It computes FP8 products of whole weights that are frozen, and only where no tracer looks on.
 
     Args:
-        call: the call's settings.
-        weight: the layer's weight.
         bias: the layer's bias, or None.
     """
     if not call.is_fp8 or call.options[0].parallel is not None:
@@ -128,7 +115,6 @@ def fused_product(
     keeps no state, and each adds its gradient of the input to that of the layer called after it.
 
     Args:
-        call: the call's settings.
         inp: the input ``[..., in]``.
         weight: ``[out, in]``.
         bias: ``[out]`` or None.
@@ -267,8 +253,6 @@ def _low_rank_backward(ctx: Any, grad: torch.Tensor, later: torch.Tensor | None)
     """Returns the gradients of ``LowRankLinearFunction``'s arguments.
 
     Args:
-        ctx: autograd's context.
-        grad: the gradient of the output.
         later: the gradient of the input from functions that took it later, or None.
     """
     needs, scaling = ctx.needs_input_grad, ctx.scaling
@@ -302,8 +286,6 @@ def _input_gradient(
     """Computes ``dy @ weight + product + c`` [rows, in].
 
     Args:
-        ctx: autograd's context.
-        saved: the tensors that ``gemm.saved_by`` returned.
         dy: the gradient of the output ``[rows, out]``.
         product: factors of a product ``[rows, in]`` of low rank, or None.
         c: ``[rows, in]`` or None.

@@ -91,13 +91,8 @@ class NormModule(torch.nn.Module):
         """Checks ``inp`` and applies the op to its last dimensions.
 
         Args:
-            op: ``layer_norm`` or ``rms_norm``.
             inp: ``[..., *normalized_shape]``.
             parameters: the module's parameters, in the op's order.
-
-        Raises:
-            TypeError: ``inp`` has not the dtype of the parameters, outside ``torch.autocast``.
-            ValueError: the last dimensions of ``inp`` are not ``normalized_shape``.
         """
         shape, normalized = inp.shape, self.normalized_shape
         if shape[len(shape) - len(normalized) :] != normalized:
@@ -139,13 +134,8 @@ def _resolved_shape(
     """Returns ``normalized_shape`` as a tuple of ints.
 
     Args:
-        name: the name of the module in errors.
         normalized_shape: an int or several; None if ``hidden_size`` is given.
         hidden_size: the same argument under its other name, or None.
-
-    Raises:
-        TypeError: the given argument is neither an int nor a non-empty sequence of ints.
-        ValueError: none or both were given, or a size is below 1.
     """
     if (normalized_shape is None) == (hidden_size is None):
         raise ValueError(

@@ -53,14 +53,7 @@ class NormedModule(ParallelModule):
         dtype: torch.dtype,
         device: Any,
     ) -> None:
-        """Registers the norm's parameters, with no values yet, and sets its options.
-
-        Args:
-            features: size of the last dimension of the input.
-            eps, normalization, zero_centered_gamma, return_layernorm_output: as in
-                ``LayerNormLinear``.
-            dtype, device: of the parameters.
-        """
+        """Registers the norm's parameters, with no values yet, and sets its options."""
         owner = type(self).__name__
         check_normalization(owner, normalization)
         eps = _arguments.checked_eps(owner, "eps", eps)
@@ -115,12 +108,7 @@ class NormedModule(ParallelModule):
         return weight.to(dtype), None if bias is None else bias.to(dtype)
 
     def _check_residual(self, inp: torch.Tensor, residual: torch.Tensor) -> None:
-        """Checks that ``residual`` has the shape and dtype of ``inp``.
-
-        Raises:
-            TypeError: another dtype outside ``torch.autocast``.
-            ValueError: another shape.
-        """
+        """Checks that ``residual`` has the shape and dtype of ``inp``."""
         if residual.shape != inp.shape:
             raise ValueError(
                 f"{type(self).__name__}: residual must have shape {list(inp.shape)}, "
@@ -136,7 +124,6 @@ class NormedModule(ParallelModule):
         """Joins the results of the module's ``forward`` into its return value.
 
         Args:
-            out: the output of the last GEMM.
             bias: the bias that the module has not added, or None.
             norm: the norm's result, or None.
 

@@ -36,11 +36,7 @@ _COMPARED = (
 
 
 def checked_mode(owner: str, parallel_mode: Any) -> str | None:
-    """Returns ``parallel_mode`` in lower case: None, ``"column"`` or ``"row"``.
-
-    Raises:
-        ValueError: another value.
-    """
+    """Returns ``parallel_mode`` in lower case: None, ``"column"`` or ``"row"``."""
     mode = parallel_mode.lower() if isinstance(parallel_mode, str) else parallel_mode
     if mode not in (None, "column", "row"):
         raise ValueError(
@@ -54,13 +50,7 @@ def checked_tp_size(owner: str, tp_group: Any, tp_size: Any) -> int:
     """Returns the number of tensor-parallel ranks: that of ``tp_group`` if given, else ``tp_size``.
 
     Args:
-        owner: the name of the module in errors.
         tp_group: a ``torch.distributed.ProcessGroup`` or None.
-        tp_size: with a group, the number of its ranks or 1.
-
-    Raises:
-        TypeError: a wrong type.
-        ValueError: a number below 1, or one that is not the group's.
     """
     if isinstance(tp_size, bool) or not isinstance(tp_size, int):
         raise TypeError(f"{owner}: tp_size must be an int, got {type(tp_size).__name__}")
@@ -173,12 +163,7 @@ class ParallelModule(FP8Module):
         get_rng_state_tracker: Callable[[], Any] | None = None,
         rng_tracker_name: str | None = None,
     ) -> None:
-        """Checks and sets the attributes; the arguments are those of ``Linear``.
-
-        Raises:
-            TypeError: a wrong type.
-            ValueError: a ``tp_size`` below 1 or not that of the group.
-        """
+        """Checks and sets the attributes; the arguments are those of ``Linear``."""
         owner = type(self).__name__
         if not isinstance(sequence_parallel, bool):
             raise TypeError(
@@ -229,11 +214,7 @@ class ParallelModule(FP8Module):
         self._compared = self.tp_size == 1
 
     def _parallel(self, mode: str | None) -> TensorParallel | None:
-        """Returns the collectives of a GEMM with parallel mode ``mode``; None if it has none.
-
-        Raises:
-            ValueError: there are several ranks and no group of them.
-        """
+        """Returns the collectives of a GEMM with parallel mode ``mode``; None if it has none."""
         if mode is None or self.tp_size == 1:
             return None
         column = mode == "column"
@@ -272,9 +253,6 @@ class ParallelModule(FP8Module):
         """Returns the dtype to compute in, after comparing ranks in the first call with gradients.
 
         The arguments are those of ``_compute_dtype``.
-
-        Raises:
-            RankMismatchError: on all ranks, if they are about to compute different things.
         """
         # Asked in this order, compiled code does not depend on what only eager code changes.
         if torch.compiler.is_compiling() or self._compared or not self._may_compare(inp):
@@ -301,8 +279,6 @@ class ParallelModule(FP8Module):
         """Returns the values that must be equal on all ranks for their collectives to fit together.
 
         Args:
-            inp: the input.
-            parameters: the parameters, or tensors given in their place, of the call.
             dtype: the dtype to compute in.
 
         Returns:

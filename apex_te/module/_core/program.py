@@ -39,10 +39,6 @@ class Program:
 
     Attributes:
         is_native: True if all ops are C functions, so that one call from Python runs them.
-
-    Raises:
-        Unrecordable: the ops cannot be run again: C does not take an argument, an output is no
-            plain contiguous tensor or view of one, or intermediate tensors need too much memory.
     """
 
     __slots__ = ("_later", "_parts", "_places", "_run", "is_native")
@@ -66,9 +62,6 @@ class Program:
             One tensor or None for each of the constructor's ``outputs``, in their order. None
             instead of a sequence, with nothing run, if an input differs from the recorded one in
             shape, strides, dtype, device or alignment to 16 bytes.
-
-        Raises:
-            RuntimeError: an intermediate tensor differs in that way from the recorded one.
         """
         outputs = self._run(*inputs)
         if outputs is False:
@@ -87,11 +80,7 @@ class Program:
 
 
 def _known(recorder: Recorder, tensor: torch.Tensor) -> Slot | Made | Part:
-    """Returns the stand-in of an output of the recorded run.
-
-    Raises:
-        Unrecordable: the output is a tensor of the FP8 state, or unknown to the recorder.
-    """
+    """Returns the stand-in of an output of the recorded run."""
     source = recorder.source(tensor)
     if isinstance(source, torch.Tensor):
         raise Unrecordable("an output that is part of the state")
@@ -106,7 +95,6 @@ class _Layout:
     steps.
 
     Args:
-        recorder: the ``Recorder`` that has noted the ops.
         outputs: the ``Slot``, ``Made`` or ``Part`` of each output of the program, or None.
 
     Attributes:
@@ -114,9 +102,6 @@ class _Layout:
         scratch: bytes of the scratch tensor, in which all intermediate tensors lie.
         workspace: index of the GEMM workspace in the list.
         size: length of the list at the end of a run.
-
-    Raises:
-        Unrecordable: an output is not contiguous or shares memory, or ``scratch`` is too large.
     """
 
     def __init__(self, recorder: Recorder, outputs: Sequence[Any]) -> None:
@@ -166,9 +151,6 @@ class _Layout:
     def place(self, source: Any) -> tuple[int, int, Any, Any, torch.dtype] | tuple[int]:
         """Returns where a tensor lies in the list of a program's tensors.
 
-        Args:
-            source: the tensor's ``Slot``, ``Made`` or ``Part``.
-
         Returns:
             ``(index,)`` if the tensor is the one at ``index`` of the list; else ``(index, offset,
             shape, strides, dtype)`` of a part of the tensor at ``index``, ``offset`` in bytes.
@@ -188,12 +170,7 @@ class _Layout:
         return base[0], offset, source.shape, source.strides, source.dtype
 
     def check_words(self, part: Part) -> None:
-        """Checks that ``part``, if it has another dtype than its base, can be made in each run.
-
-        Raises:
-            Unrecordable: the base is an input that does not begin at a multiple of 16 bytes, so
-                that another such input may begin where no element of the part's dtype can.
-        """
+        """Checks that ``part``, if it has another dtype than its base, can be made in each run."""
         base = self._inputs[part.base.index] if isinstance(part.base, Slot) else None
         if base is not None and base.dtype is not part.dtype and base.data_ptr() % 16:
             raise Unrecordable("another dtype than that of a misaligned input")
@@ -201,14 +178,8 @@ class _Layout:
     def part(self, source: Any) -> _View | None:
         """Returns the view by which an output is made of the list's tensor at the output's place.
 
-        Args:
-            source: the output's ``Slot``, ``Made`` or ``Part``.
-
         Returns:
             The view; None if the output is the whole tensor at that place.
-
-        Raises:
-            Unrecordable: the output has another dtype than the tensor at that place.
         """
         if isinstance(source, Made) and source.index in self._given:
             return _View(tuple(self._shapes[source.index].shape), None, 0)
@@ -263,7 +234,6 @@ class _Maker(NamedTuple):
         """Returns the calls for a contiguous tensor.
 
         Args:
-            shape, dtype, device: of the tensor.
             zeroed: fill the tensor with zeros; else it is not initialised.
         """
         # All elements share one element's memory; tensors are made like this one.
@@ -292,7 +262,6 @@ def _given_shapes(recorder: Recorder, outputs: Sequence[Any]) -> dict[int, tuple
     """Returns shapes in which a run allocates tensors, so that outputs are no views of these.
 
     Args:
-        recorder: the ``Recorder`` that has noted the ops.
         outputs: the ``Slot``, ``Made`` or ``Part`` of each output of the program, or None.
 
     Returns:
@@ -319,19 +288,11 @@ def _bound(
 ) -> tuple[Any, list[Callable[[list], None]]]:
     """Groups the steps of a program into as few calls from Python as possible.
 
-    Args:
-        recorder: the ``Recorder`` that has noted the steps.
-        layout: the places of the tensors.
-        places: the outputs' places in the list of tensors.
-
     Returns:
         ``(first, later)``: a ``runtime.core().Program`` that runs the C functions before the first
         Python step, and returns False if an input does not fit; functions that run all other steps
         in order, each called with the list of tensors. If there are none of these, ``first``
         returns the tensors at ``places``, else all tensors that exist then.
-
-    Raises:
-        Unrecordable: C cannot take an argument of a step.
     """
     groups: list[list[Step]] = [[]]
     between: list[PythonStep] = []
@@ -374,11 +335,6 @@ def _program(forms: tuple[Any, ...], steps: list[Step], layout: _Layout, *option
         forms: for each place of the list a tensor like the one that must come there, None if None
             must come, or ``...`` if nothing is checked.
         steps: the calls of C functions, in order.
-        layout: the places of the tensors.
-        options: the constructor's further arguments.
-
-    Raises:
-        Unrecordable: C cannot take an argument of a step.
     """
     try:
         return runtime.core().Program(forms, tuple(
@@ -402,10 +358,6 @@ _like: dict[torch.dtype, torch.Tensor] = {}
 
 def _argument(value: Any, layout: _Layout) -> Any:
     """Converts an argument of a ``Step`` to what ``runtime.core().Program`` takes.
-
-    Args:
-        value: an argument as in ``Step.args``.
-        layout: the places of the tensors.
 
     Returns:
         For a stand-in or the workspace its place as ``_Layout.place`` returns it, with an empty
@@ -440,10 +392,6 @@ def _checked(program: Any) -> Callable[[list], None]:
 def _python(step: PythonStep, layout: _Layout) -> Callable[[list], None]:
     """Makes the function that runs a Python step of a program.
 
-    Args:
-        step: the noted call.
-        layout: the places of the tensors.
-
     Returns:
         A function of the list of tensors; it appends the step's result, if any, to the list.
     """
@@ -462,11 +410,7 @@ def _python(step: PythonStep, layout: _Layout) -> Callable[[list], None]:
 
 
 def _placed(value: Any, layout: _Layout) -> Any:
-    """Returns the place of a stand-in, a list of them for a list; None for any other value.
-
-    Raises:
-        Unrecordable: as ``_Layout.check_words``.
-    """
+    """Returns the place of a stand-in, a list of them for a list; None for any other value."""
     if isinstance(value, list) and any(isinstance(v, (Slot, Made, Part)) for v in value):
         return [_placed(v, layout) for v in value]
     if isinstance(value, Part):
@@ -482,12 +426,7 @@ def _tensors(made: list, place: Any) -> Any:
 
 
 def _tensor(made: list, place: tuple) -> torch.Tensor:
-    """Returns the tensor, or the view of a part of it, at a place of the list of tensors.
-
-    Args:
-        made: the list of tensors.
-        place: a place in it, as ``_Layout.place`` returns it.
-    """
+    """Returns the tensor, or the view of a part of it, at a place of the list of tensors."""
     if len(place) == 1:
         return made[place[0]]
     index, offset, shape, strides, dtype = place

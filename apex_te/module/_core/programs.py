@@ -28,14 +28,7 @@ _ONE_GIVEN: tuple[bool, ...] = (False,)  # the key of a backward that gets one g
 
 
 def set_enabled(enabled: bool) -> bool:
-    """Switches the use of programs by all modules on, which is the default, or off.
-
-    Args:
-        enabled: True lets modules record and run programs; False has them call each op.
-
-    Returns:
-        The former setting.
-    """
+    """Switches the use of programs by all modules on, which is the default, or off."""
     global _enabled
     before, _enabled = _enabled, enabled
     return before
@@ -43,9 +36,6 @@ def set_enabled(enabled: bool) -> bool:
 
 class _Known:
     """Program of one forward or backward for calls with one key, and how often it has run.
-
-    Args:
-        runs: number of runs that count as done already.
 
     Attributes:
         program: the program; None until one is recorded, or if the ops cannot be repeated.
@@ -85,9 +75,6 @@ class _Known:
 
 class Programs:
     """Programs of one module's forwards and backwards with one set of quantizers.
-
-    Args:
-        quantizers: a ``GemmQuantizers`` for each GEMM of the module.
 
     Attributes:
         calls: ``FP8Call`` objects of calls that may use programs. The key is the dtype to compute
@@ -149,15 +136,10 @@ class Programs:
         is set for ``repeatable``.
 
         Args:
-            ctx: autograd's context.
             function: the forward; its ops read only ``tensors`` and the FP8 state.
             tensors: tensors or None, the first arguments of ``function``.
-            rest: the other arguments of ``function``.
             key: hashable; equal for calls in which ``function`` runs the same ops on tensors of
                 equal shapes and dtypes.
-
-        Returns:
-            The output of ``function``: a tensor or a tuple.
         """
         known = self._known.get(key)
         if known is None:
@@ -206,9 +188,6 @@ def repeatable(backward: Callable[..., tuple]) -> Callable[..., tuple]:
         backward: called as ``backward(ctx, *grads)``. ``ctx.programs`` is None, or set by
             ``Programs.forward``. The ops read only ``grads``, tensors from ``take_saved`` and the
             FP8 state.
-
-    Returns:
-        A function with the arguments and result of ``backward``.
     """
 
     @functools.wraps(backward)
@@ -265,7 +244,6 @@ def _made(recorder: Recorder, outputs: Sequence[torch.Tensor | None]) -> Program
     """Makes the program of a recorded run; returns None if the run cannot be repeated.
 
     Args:
-        recorder: the ``Recorder`` after the run.
         outputs: tensors, or None, that the program is to return.
     """
     if recorder.problem is not None:
@@ -283,7 +261,6 @@ def programs_of(
 
     Args:
         cache: the module's ``Programs`` by ``id`` of their quantizers; changed in place.
-        quantizers: a ``GemmQuantizers`` for each GEMM.
 
     Returns:
         The ``Programs``; None if programs may not be used now, or not with this scheme.

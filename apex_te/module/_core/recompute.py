@@ -43,14 +43,7 @@ _FIRST = Repeated()
 def run_repeatable(
     module: FP8Module, function: Callable[..., Any], args: tuple[Any, ...]
 ) -> tuple[Any, Any]:
-    """Returns ``function(*args, repeated)``, of which only the arguments are saved for backward.
-
-    Args:
-        module: the module.
-        function: its forward, which returns ``(result, residual)``, draws no random numbers and
-            takes a ``Repeated`` last.
-        args: the other arguments.
-    """
+    """Returns ``function(*args, repeated)``, of which only the arguments are saved for backward."""
     if torch.compiler.is_compiling():  # the compiler repeats a region by itself
 
         def call(*args: Any) -> Any:

@@ -161,10 +161,6 @@ class Recorder(TorchDispatchMode):
 
         Returns:
             A ``Slot``, ``Made`` or ``Part``; ``tensor`` itself if it belongs to ``state``.
-
-        Raises:
-            Unrecordable: the tensor has no memory of an input, of ``made`` or of ``state``, or of
-                inputs that share memory.
         """
         if id(tensor) in self._slots:
             return self._slots[id(tensor)]
@@ -186,16 +182,7 @@ class Recorder(TorchDispatchMode):
         return of if isinstance(of, Made) and part[1:] == whole else part
 
     def _note(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
-        """Notes one op that has run.
-
-        Args:
-            func: the op.
-            args, kwargs: arguments of the op.
-            result: what the op returned.
-
-        Raises:
-            Unrecordable: the op cannot be repeated.
-        """
+        """Notes one op that has run."""
         self._alive += _tensors_of((*args, result))
         if func.namespace == "apex_te":
             self._note_own(func, args, kwargs)
@@ -211,12 +198,7 @@ class Recorder(TorchDispatchMode):
         # else a view, which is described where it is used
 
     def _note_own(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Notes an op of apex_te, as a call of its C function if it has one.
-
-        Raises:
-            Unrecordable: the op has keyword arguments, a tensor without a stand-in, or writes to
-                tensors of a list.
-        """
+        """Notes an op of apex_te, as a call of its C function if it has one."""
         name = func._schema.name.partition("::")[2]
         if kwargs:
             raise Unrecordable("keyword arguments")
@@ -235,12 +217,7 @@ class Recorder(TorchDispatchMode):
     def _note_computed(
         self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
     ) -> None:
-        """Notes an op of torch that computes a tensor or writes to one, as a ``PythonStep``.
-
-        Raises:
-            Unrecordable: the op returns no single tensor, draws random numbers or has a tensor as
-                a keyword argument.
-        """
+        """Notes an op of torch that computes a tensor or writes to one, as a ``PythonStep``."""
         if not isinstance(result, torch.Tensor) or torch.Tag.nondeterministic_seeded in func.tags:
             raise Unrecordable(f"{func} has another result")
         if any(isinstance(value, torch.Tensor) for value in kwargs.values()):
@@ -253,11 +230,7 @@ class Recorder(TorchDispatchMode):
         self.steps.append(PythonStep(func, sources, kwargs, made))
 
     def _make(self, tensor: torch.Tensor) -> Made:
-        """Adds a newly allocated tensor to ``made`` and returns its stand-in.
-
-        Raises:
-            Unrecordable: all tensors of ``made`` together exceed ``MAX_BYTES``.
-        """
+        """Adds a newly allocated tensor to ``made`` and returns its stand-in."""
         self._bytes += tensor.untyped_storage().nbytes()
         if self._bytes > MAX_BYTES:
             raise Unrecordable("too much memory")
@@ -273,10 +246,8 @@ class Recorder(TorchDispatchMode):
         return self.source(value) if isinstance(value, torch.Tensor) else value
 
     def _sources(self, args: Sequence[Any]) -> tuple[Any, ...]:
-        """Returns the arguments of an op with stand-ins for tensors, as a step's ``args`` has them.
-
-        Raises:
-            Unrecordable: a tensor without a stand-in.
+        """Returns the arguments of an op with stand-ins for tensors, as a step's ``args`` has
+        them.
         """
         return tuple(value if value is WORKSPACE else self._sourced(value) for value in args)
 

@@ -52,8 +52,6 @@ def takes(
     so that a recompute and an evaluation have the products of the training step.
 
     Args:
-        plan1, plan2: plans of FC1 and FC2.
-        activation: name of the activation.
         x: matrix ``[rows, in]`` that is normalised.
         w1: FC1's weight ``[2F, in]``.
         b1: FC1's bias or None.
@@ -83,7 +81,6 @@ def activated_product(
     """Computes FC1 and the activation.
 
     Args:
-        plan1, plan2: plans of FC1 and FC2.
         x: FC1's quantized input ``[rows, in]``.
         w1: FC1's weight ``[2F, in]``.
         weight: FP8 copies of ``w1``; None quantizes it here.
@@ -120,12 +117,6 @@ def hidden_gradient(
     """Computes FC2's dgrad and the activation's gradient, and the activation once more.
 
     Frees the rowwise copy of ``dy``, whose memory the weight gradient may then have.
-
-    Args:
-        plan1, plan2: plans of FC1 and FC2.
-        saved: the tensors that ``saved_by`` returned for FC2.
-        dy: the quantized gradient of the output.
-        hidden, act_scale: as ``activated_product`` returned them.
 
     Returns:
         ``(d_hidden, act)``: the FP8 gradient of ``hidden``; the columnwise FP8 data of the

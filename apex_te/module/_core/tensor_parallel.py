@@ -43,7 +43,6 @@ class TensorParallel:
 
     Args:
         column: True if the weight's rows are split over the ranks, False if its columns are.
-        group: the ``torch.distributed.ProcessGroup``.
         sequence_parallel: the rows of the input (column) or of the output (row) are split over the
             ranks.
 
@@ -89,11 +88,8 @@ class TensorParallel:
         """Sums the output of a row-parallel GEMM over ranks.
 
         Args:
-            product: computes some rows of this rank's output.
-            rows: the number of rows of the whole output.
             out: memory for this rank's result ``[..., out]``: all rows, or a share of them with
                 sequence parallelism.
-            divisible: ``product`` can compute some rows without the others.
 
         Returns:
             ``out``, or in a graph of torch.compile a new tensor of its shape.
@@ -111,13 +107,7 @@ class TensorParallel:
         """Begins to sum the gradient of a column-parallel GEMM's input over ranks.
 
         Args:
-            product: computes some rows of this rank's gradient.
-            rows: the number of rows of the whole gradient.
             like: a tensor with the gradient's columns, dtype and device; its rows do not count.
-            divisible: ``product`` can compute some rows without the others.
-
-        Returns:
-            The sum: all rows, or this rank's share of them with sequence parallelism.
         """
         if self.sequence_parallel:
             return self._scattered(product, rows, None, like, divisible)
@@ -134,7 +124,6 @@ class TensorParallel:
         """Begins to sum products over ranks, each of which gets its share of the rows.
 
         Args:
-            product, rows, like, divisible: as in ``start_input_gradient``.
             out: memory for this rank's rows of the sum; None makes a new tensor.
         """
         if divisible and rows % self.ranks == 0:
@@ -172,7 +161,6 @@ class TensorParallel:
         """Quantizes the input's rows of all ranks.
 
         Args:
-            quantizer: the GEMM's quantizer of the input.
             shared: a quantizer whose scale all ranks share, which ``quantizer.shared(group)``
                 returned; or None.
             source: this rank's rows ``[rows, in]``, or the op that computes them.
@@ -204,7 +192,6 @@ class TensorParallel:
         """Quantizes the output gradient's rows of all ranks.
 
         Args:
-            quantizers: the GEMM's quantizers.
             dy: this rank's rows ``[rows, out]``.
             rowwise, columnwise: the copies to make.
             need_bias: also sum the columns.
@@ -234,9 +221,6 @@ class TensorParallel:
                 element.
             rowwise, columnwise: the copies that are wanted of the gathered matrix.
             pad_columnwise: pad the columnwise copy for the weight gradient.
-
-        Returns:
-            The rows on their way, or in a graph of torch.compile the gathered matrix.
         """
         assert local.rowwise is not None
         gathered = GatheredRows(
@@ -250,9 +234,7 @@ class GatheredRows:
     """Quantized operand whose rows, all of one scale, are on their way from the ranks.
 
     Args:
-        fp8_data: the gathering of all ranks' FP8 data.
         local: the rowwise copy of this rank's rows.
-        ranks: the number of ranks.
         columnwise: True if ``arrived`` will be called after the products, for a columnwise copy.
         pad_columnwise: pad the columnwise copy for the weight gradient, to a multiple of 16 rows.
 
@@ -286,9 +268,6 @@ class GatheredRows:
             product: what ``GemmBackend.bound`` returns; writes the result for a piece, given by its
                 FP8 data and their scale, into the tensor it is given.
             out: ``[rows, ...]`` for the results of all pieces.
-
-        Returns:
-            ``out``.
         """
         scale_inv = self._local.rowwise_scale_inv
         for rows, fp8_data in self._fp8_data.pieces():

@@ -36,7 +36,6 @@ class WeightCache(dict[Any, tuple[tuple, Any]]):
         """Returns FP8 copies of a weight for a call, kept ones if they are up to date.
 
         Args:
-            gemm: number of the GEMM in its module, or another name of the weight.
             key: the key of copies that are up to date.
             fill: make copies even if those that are kept are up to date.
             make: returns new copies.

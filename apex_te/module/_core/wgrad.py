@@ -32,8 +32,6 @@ def weight_gradient(
     """Computes ``dy.T @ x`` [out, in] now, or passes the computation to ``wgrad_store``.
 
     Args:
-        plan: the GEMM's plan.
-        saved: the tensors that ``saved_by`` returned.
         dy: the output's gradient ``[rows, out]`` in high precision, read if the recipe has wgrad in
             high precision.
         quantized: the output's gradient ``[rows, out]`` in FP8, read if wgrad runs in FP8.
@@ -67,8 +65,6 @@ def plain_weight_gradient(
         parameter: the weight whose ``main_grad`` or ``.grad`` may be written.
         dy: the output's gradient ``[rows, out]``.
         x: the input ``[rows, in]``.
-        dtype: of the gradient that autograd gets.
-        options: the GEMM's options.
 
     Returns:
         The gradient ``[out, in]`` for autograd. If the gradient went into ``main_grad`` or is
@@ -86,9 +82,6 @@ def is_wanted(parameter: torch.Tensor) -> bool:
     ``torch.autograd.grad`` of a layer's input, as pipeline schedules call it, runs the layer's
     whole backward. Autograd drops what it was not asked for; what goes into ``main_grad``, or is
     delayed, must not be there.
-
-    Args:
-        parameter: the weight that the forward got.
     """
     if torch.compiler.is_compiling() or torch._C._current_graph_task_id() == -1:
         return True
@@ -140,16 +133,7 @@ def _of_rows(
     quantized: QuantizedTensor | None,
     rowwise: bool,
 ) -> torch.Tensor | None:
-    """Computes the weight gradient from the saved input, with the rows of all ranks.
-
-    Args:
-        plan: the GEMM's plan.
-        x: the saved input: high-precision values, or rowwise or columnwise FP8 data.
-        x_scale: ``scale_inv`` of the FP8 data, or the scale with which to cast the values again.
-        dy: the output's gradient in high precision.
-        quantized: the output's gradient in FP8.
-        rowwise: FP8 data in ``x`` are rowwise.
-    """
+    """Computes the weight gradient from the saved input, with the rows of all ranks."""
     quantizers, options = plan.quantizers, plan.options
     if quantizers.high_precision_wgrad:
         return _plain_wgrad(dy, x, plan.parameter, plan.weight_dtype, options)
@@ -185,15 +169,10 @@ def main_grad_of(parameter: Any, options: GemmOptions) -> tuple[torch.Tensor, bo
 
     Args:
         parameter: the weight ``[out, in]``, with ``main_grad`` or ``get_main_grad()``.
-        options: the GEMM's options.
 
     Returns:
         ``(main_grad, accumulate)``: the buffer ``[out, in]``, and True to add the gradient to the
         buffer, False to overwrite the buffer.
-
-    Raises:
-        ValueError: there is no buffer; the buffer has another size or is not contiguous; or
-            DistributedDataParallel waits for a gradient that only the buffer would get.
     """
     get_main_grad = getattr(parameter, "get_main_grad", None)
     if options.in_ddp and get_main_grad is None:
@@ -220,11 +199,7 @@ def main_grad_of(parameter: Any, options: GemmOptions) -> tuple[torch.Tensor, bo
 
 
 def _check_owner(parameter: Any) -> None:
-    """Checks that DistributedDataParallel waits for no gradient that only ``main_grad`` gets.
-
-    Raises:
-        ValueError: DistributedDataParallel neither ignores the weight nor gets a dummy gradient.
-    """
+    """Checks that DistributedDataParallel waits for no gradient that only ``main_grad`` gets."""
     if hasattr(parameter, "grad_added_to_main_grad") or hasattr(parameter, "_ddp_ignored"):
         return
     raise ValueError(

@@ -44,11 +44,7 @@ def standard_slopes(
     those of the power of 2 below, and every second one of the next.
 
     Args:
-        owner: the name of the module in errors.
-        heads: the heads of this rank; all ranks together have ``ranks * heads``.
-        ranks: the number of ranks that heads are split over.
         group: the ``torch.distributed.ProcessGroup`` of these ranks; None with one rank.
-        device: of the slopes.
 
     Raises:
         ValueError: there are several ranks, and ``group`` does not say which of them this one is.
@@ -72,18 +68,7 @@ def standard_slopes(
 
 
 def checked_slopes(owner: str, slopes: Any, heads: int, batch: int) -> torch.Tensor:
-    """Returns the argument ``alibi_slopes``, [heads] or [batch, heads], as float32.
-
-    Args:
-        owner: the name of the module in errors.
-        slopes: the argument.
-        heads: the number of query heads.
-        batch: the number of sequences.
-
-    Raises:
-        TypeError: ``slopes`` is no floating-point tensor.
-        ValueError: ``slopes`` has another shape.
-    """
+    """Returns the argument ``alibi_slopes``, [heads] or [batch, heads], as float32."""
     if not isinstance(slopes, torch.Tensor) or not slopes.is_floating_point():
         actual = slopes.dtype if isinstance(slopes, torch.Tensor) else type(slopes).__name__
         raise TypeError(f"{owner}: alibi_slopes must be a floating-point tensor, got {actual}")

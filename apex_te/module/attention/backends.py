@@ -207,9 +207,7 @@ def choose(
 
     Args:
         q, k, v: [b, h, sq, d], [b, g, sk, d] and [b, g, sk, dv].
-        seen: the keys that each query sees.
         bias: broadcasts to [b, h, sq, sk] (or ALiBi's slopes); or None.
-        options: the options of attention.
     """
     attention = _Attention(q, k, v, seen, bias, options)
     for path, takes in _PATHS:
@@ -239,9 +237,6 @@ def attend(
         q, k, v: [b, h, sq, d], [b, g, sk, d] and [b, g, sk, dv].
         bias: broadcasts to [b, h, sq, sk]; with ``alibi`` its slopes, float32 [h] or [b, h]; or
             None.
-        path: what ``choose`` returned.
-        seen: the keys that each query sees.
-        options: the options of attention.
         alibi: makes the bias of the slopes; or None.
 
     Returns:
@@ -316,7 +311,6 @@ def varlen_obstacle(q: torch.Tensor, v: torch.Tensor, options: Options) -> str |
 
     Args:
         q, v: queries and values [..., d].
-        options: the options of attention.
     """
     if not _varlen_takes("scale", "window_size"):
         return "this PyTorch has no varlen_attn with a scale and a window"
@@ -343,9 +337,7 @@ def varlen(
     Args:
         q, k, v: [t, h, d], [u, g, d] and [u, g, d].
         starts: ``cu_seqlens`` of queries and of keys, int32 [n + 1].
-        longest: the longest sequences of queries and of keys.
         window: (left, right), -1 = no limit.
-        options: the options of attention.
     """
     from torch.nn.attention.varlen import varlen_attn
 

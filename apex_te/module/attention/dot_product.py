@@ -281,14 +281,7 @@ class DotProductAttention(torch.nn.Module):
         self, error: Exception, inputs: dict[str, Any], optional: dict[str, Any], mask: Any,
         lengths: dict[str, Any],
     ) -> None:  # fmt: skip
-        """Raises a better error for a failed call if an argument is wrong; else returns.
-
-        Args:
-            error: the error of the call.
-            inputs, optional: as for ``call_errors.explain``.
-            mask: the argument ``attention_mask``.
-            lengths: the arguments ``max_seqlen_q`` and ``max_seqlen_kv``.
-        """
+        """Raises a better error for a failed call if an argument is wrong; else returns."""
         if isinstance(mask, torch.Tensor):
             optional["attention_mask"] = mask
         elif isinstance(mask, tuple):
@@ -459,14 +452,9 @@ class DotProductAttention(torch.nn.Module):
 
         Args:
             q, k: [b, h, sq, d] and [b, g, sk, d].
-            kind: the mask type.
             size: the window (left, right) or None.
             bias: must broadcast to [b, h, sq, sk]; or None.
-            mask: the argument ``attention_mask``.
             cu: ``cu_seqlens_q`` and ``cu_seqlens_kv``, each or None.
-
-        Returns:
-            ``(seen, mask)``: the visible keys, and ``mask`` joined with the masks that ``cu`` give.
         """
         batch, heads, queries, _ = q.shape
         keys = k.shape[2]

@@ -42,19 +42,11 @@ def gaps_of(
     """Returns where the tokens of packed sequences with gaps are.
 
     Args:
-        owner: the name of the module in errors.
-        name: ``"q"`` or ``"kv"``, for errors.
         cu: int32 [n + 1], where sequences begin and end without gaps.
         padded: int32 [n + 1], the same with gaps, which are behind the sequences' tokens; or None.
-        tokens: the number of tokens with gaps.
 
     Returns:
         The places; None if ``padded`` is None or ``cu``.
-
-    Raises:
-        TypeError: ``padded`` is not an int32 tensor.
-        ValueError: ``padded`` has another shape than ``cu``, or leaves a sequence no room, which is
-            checked on the CPU only.
     """
     if padded is None or padded is cu:
         return None

@@ -279,11 +279,6 @@ class InferenceParams:
 class Step:
     """Numbers of tokens that one call adds to the sequences of a cache, and their places in it.
 
-    Args:
-        before: tokens of each sequence that are cached already.
-        new: tokens of each sequence that the call adds.
-        room: tokens that a row of the cache has room for.
-
     Attributes:
         is_even: all sequences have the same two numbers.
         longest, longest_new: tokens of the longest sequence, with those added; the most added.
@@ -430,15 +425,7 @@ class Cached(NamedTuple):
     key_starts: torch.Tensor | None = None
 
     def mask_type(self, owner: str, name: str) -> str:
-        """Returns the mask type by which the new tokens attend to those cached, too.
-
-        Args:
-            owner: the name of the module in errors.
-            name: the mask type of a call without a cache.
-
-        Raises:
-            ValueError: ``pre_step`` has announced the tokens, and ``name`` is ``"arbitrary"``.
-        """
+        """Returns the mask type by which the new tokens attend to those cached, too."""
         if self.step is None:
             return f"{name}_bottom_right" if name in ("causal", "padding_causal") else name
         if name == "arbitrary":
@@ -471,18 +458,8 @@ def extended(
     """Caches new keys and values of a layer, and returns them behind those of earlier tokens.
 
     Args:
-        owner: the name of the module in errors.
-        params: the cache.
-        layer: the layer's number in the cache.
         keys, values: of the new tokens, [s, b, g, d] or [b, s, g, d]; after ``pre_step`` also
             [t, g, d].
-        qkv_format: ``"sbhd"``, ``"bshd"`` or ``"thd"``.
-        training: the module is in training mode.
-
-    Raises:
-        ValueError: the tokens do not fit, need a gradient in training mode, are packed without
-            ``pre_step``, or lack a layer number.
-        RuntimeError: a CUDA graph is captured without ``pre_step``, or before a first call.
     """
     if layer is None:
         raise ValueError(f"{owner}: layer_number must be given for inference_params, got None")
@@ -594,10 +571,7 @@ def _memory(
     """Returns the cached keys and values of a layer, in new memory on its first call.
 
     Args:
-        params: the cache.
-        layer: the layer's number in the cache.
         keys, values: of the new tokens; give device, dtype and the last two extents.
-        time: the memory's dimension of tokens, 0 or 1; the other one is that of sequences.
     """
     memory = params.key_value_memory_dict.get(layer)
     if memory is None:

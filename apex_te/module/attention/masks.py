@@ -90,17 +90,7 @@ _BOTTOM_RIGHT = Visibility("bottom_right")
 
 
 def mask_type(owner: str, name: str, argument: str = "attn_mask_type") -> MaskType:
-    """Returns the mask type called ``name``.
-
-    Args:
-        owner: the name of the module in errors.
-        name: the name of the type.
-        argument: the name of the argument in errors.
-
-    Raises:
-        TypeError: ``name`` is not a string.
-        ValueError: there is no mask type of that name.
-    """
+    """Returns the mask type called ``name``."""
     if not isinstance(name, str):
         raise TypeError(f"{owner}: {argument} must be a string, got {type(name).__name__}")
     found = MASK_TYPES.get(name)
@@ -115,17 +105,7 @@ def mask_type(owner: str, name: str, argument: str = "attn_mask_type") -> MaskTy
 def window(
     owner: str, size: Sequence[int] | None, argument: str = "window_size"
 ) -> tuple[int, int] | None:
-    """Returns the checked window (left, right), -1 = no limit; None if neither side has a limit.
-
-    Args:
-        owner: the name of the module in errors.
-        size: the argument ``window_size``.
-        argument: the name of the argument in errors.
-
-    Raises:
-        TypeError: ``size`` is not two ints.
-        ValueError: an int is below -1.
-    """
+    """Returns the checked window (left, right), -1 = no limit; None if neither side has a limit."""
     if size is None:
         return None
     pair = tuple(size) if isinstance(size, Iterable) else ()
@@ -151,18 +131,9 @@ def visibility(
     under a padding mask are the last that are not padded.
 
     Args:
-        owner: the name of the module in errors.
-        kind: the mask type.
-        mask: the argument ``attention_mask``.
         size: the window (left, right) or None.
-        cross: attention is cross attention.
         scores: the shape [b, h, sq, sk] of the scores.
         device: the device of the queries.
-
-    Raises:
-        TypeError: a mask that is not bool.
-        ValueError: a mask has another shape, is missing for a type that reads masks, or is given
-            for a type that reads none.
     """
     left, right = (-1, -1) if size is None else size
     if kind.causal:
@@ -258,9 +229,6 @@ def _padding_visibility(
 ) -> Visibility:
     """Returns the keys that each query sees under masks of padded tokens and a window.
 
-    Args:
-        limits: the window with the causal limit of ``kind``.
-
     The other arguments are those of ``visibility``.
     """
     batch, _, queries, keys = scores
@@ -289,10 +257,7 @@ def band(
     """Returns a mask that hides the keys outside of a window around each query.
 
     Args:
-        queries, keys: their numbers.
-        offset: position of the first query among the keys.
         left, right: the numbers of keys before and after a query's position, -1 = no limit.
-        device: of the mask.
 
     Returns:
         bool [1, 1, queries, keys], False where i + offset - left <= j <= i + offset + right.
@@ -305,7 +270,6 @@ def _band(q: torch.Tensor, k: torch.Tensor, left: int, right: int) -> torch.Tens
     """Returns a mask that hides the keys outside of a window around each query's position.
 
     Args:
-        q, k: positions of queries and of keys, which broadcast together.
         left, right: the numbers of keys before and after a query's position, -1 = no limit.
 
     Returns:
@@ -322,12 +286,6 @@ def distances(
     kind: MaskType, mask: Mask, queries: int, keys: int, device: torch.device
 ) -> torch.Tensor:
     """Returns the distances of queries and keys by the positions that ``visibility`` counts.
-
-    Args:
-        kind: the mask type.
-        mask: the argument ``attention_mask``.
-        queries, keys: their numbers.
-        device: of the distances.
 
     Returns:
         float32 [1 or b, 1, queries, keys].
@@ -353,10 +311,6 @@ def joined_masks(
     """Joins the user's padding mask with masks made of the sequences' lengths.
 
     Args:
-        owner: the name of the module in errors.
-        kind: the mask type.
-        mask: the argument ``attention_mask``.
-        cross: attention is cross attention.
         scores: the shape [b, h, sq, sk] of the scores.
         by_length: masks of queries [b, 1, 1, sq] and of keys [b, 1, 1, sk].
 
@@ -424,21 +378,10 @@ def _padding(
 ) -> tuple[torch.Tensor | None, torch.Tensor]:
     """Checks the masks of a padding type and splits them into those of queries and of keys.
 
-    Args:
-        owner: the name of the module in errors.
-        kind: the mask type.
-        mask: the argument ``attention_mask``.
-        cross: attention is cross attention.
-        batch, queries, keys: the numbers of sequences, and of queries and keys in each.
-
     Returns:
         ``(queries, keys)``: bool [b, 1, 1, sq] and [b, 1, 1, sk], in self attention perhaps the
         same tensor twice. A single tensor in cross attention is a mask of the scores, [b, 1, sq or
         1, sk], and returned as ``(None, mask)``.
-
-    Raises:
-        TypeError: a mask that is not bool.
-        ValueError: no mask, or one of another shape.
     """
     if isinstance(mask, (tuple, list)):
         if len(mask) != 2:

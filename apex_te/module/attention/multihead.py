@@ -65,10 +65,6 @@ class _Projections(NamedTuple):
     def to_heads(self, attention_type: str, has_norm: bool) -> dict[str, torch.nn.Module]:
         """Makes the linear layers from inputs to heads.
 
-        Args:
-            attention_type: ``"self"`` or ``"cross"``.
-            has_norm: the layer that computes queries begins with a norm.
-
         Returns:
             The layers by the names of the submodules.
         """
@@ -115,12 +111,7 @@ class _Projections(NamedTuple):
 
 
 def _checked_head_size(hidden_size: Any, heads: int, kv_channels: Any) -> int:
-    """Returns the size of a head: ``kv_channels``, else ``hidden_size / heads``.
-
-    Raises:
-        TypeError: a size that is not an int.
-        ValueError: a size below 1, or heads that do not divide ``hidden_size``.
-    """
+    """Returns the size of a head: ``kv_channels``, else ``hidden_size / heads``."""
     check_count(_NAME, "hidden_size", hidden_size)
     if kv_channels is not None:
         check_count(_NAME, "kv_channels", kv_channels)
@@ -532,16 +523,7 @@ class MultiheadAttention(CompositeModule):
         cu_seqlens: torch.Tensor | None,
         hidden_states: torch.Tensor,
     ) -> Rotation | None:
-        """Returns the rotation of the tokens of a call.
-
-        Args:
-            rotary_pos_emb, params: the arguments ``rotary_pos_emb`` and ``inference_params``.
-            cu_seqlens: for thd, the starts of sequences.
-            hidden_states: the input.
-
-        Raises:
-            ValueError: the angles do not reach the last token that ``pre_step`` has announced.
-        """
+        """Returns the rotation of the tokens of a call."""
         packed = cu_seqlens if self.qkv_format == "thd" else None
         interleaved = self.rotary_pos_interleaved
         if params is None:
@@ -577,10 +559,7 @@ class MultiheadAttention(CompositeModule):
         """Calls a projection to heads, and has it split its output if no hook is to see the output.
 
         Args:
-            module: a linear layer, or what a user has put in its place.
-            x: the input.
             heads: the layout of the heads in the output; None does not split it.
-            is_first_microbatch: as in ``Linear.forward``.
 
         Returns:
             The output [..., features], or its ``(queries, keys, values)``, each [..., heads, size].
@@ -594,7 +573,6 @@ def residual_of(hidden_states: torch.Tensor, total: torch.Tensor | None) -> torc
     """Returns the tensor to add as residual: ``total``, if it can stand for ``hidden_states``.
 
     Args:
-        hidden_states: the input of a norm.
         total: the same values as an output of the norm's autograd node, or None.
 
     Returns:

@@ -55,13 +55,8 @@ def packing(
     """Checks ``cu_seqlens`` and joins them to a ``Packing``.
 
     Args:
-        owner: the name of the module in errors.
         cu_seqlens_q, cu_seqlens_kv: int32 [n + 1]; None for keys takes that of the queries.
         max_seqlen_q, max_seqlen_kv: longest sequences; None reads them from the device.
-
-    Raises:
-        TypeError: a tensor has another dtype than those above.
-        ValueError: a shape, a missing tensor or a wrong maximum.
     """
     if cu_seqlens_q is None:
         raise ValueError(f"{owner}: cu_seqlens_q must be given with qkv_format 'thd', got None")
@@ -125,10 +120,6 @@ def choose_packed(
 
     Args:
         q, v: queries [t, h, d] and values [u, g, dv].
-        where: the sequences.
-        kind: the mask type.
-        has_bias, has_mask: scores get a bias, a mask hides tokens.
-        options: the options of attention.
 
     Returns:
         The path ``"varlen"``, PyTorch's kernel for packed sequences, if that applies, else
@@ -170,16 +161,9 @@ def attend_packed(
         q, k, v: [t, h, d], [u, g, d] and [u, g, dv].
         bias: broadcasts to [n, h, longest_query, longest_key]; with ``has_alibi`` the slopes [h] or
             [n, h]; or None.
-        path: what ``choose_packed`` returned.
-        owner: the name of the module in errors.
-        where: the n sequences.
-        kind: the mask type.
         size: the window (left, right) or None.
-        options: the options of attention.
         mask: padding masks of the sequences' tokens, for the longest sequence or more, or None; in
             cross attention also one mask of the scores.
-        cross: attention is cross attention.
-        has_alibi: ``bias`` are ALiBi's slopes.
         gaps: the gaps between the sequences of queries and of keys, or None where there are none.
 
     Returns:
@@ -210,14 +194,6 @@ def _within(owner: str, where: Packing, queries: int, keys: int) -> Packing:
     """Returns the packing with sequences that end within the tokens.
 
     Ends that the host does not know are cut on the device.
-
-    Args:
-        owner: the name of the module in errors.
-        where: the sequences.
-        queries, keys: the numbers of tokens.
-
-    Raises:
-        ValueError: sequences that are known to end behind the tokens.
     """
     for name, end, tokens in zip(("q", "kv"), where.ends, (queries, keys), strict=True):
         if end is not None and end > tokens:

@@ -39,12 +39,8 @@ def qk_norms(
     """Makes the norms of query and key heads.
 
     Args:
-        owner: the name of the module in errors.
         kind: ``"RMSNorm"``, ``"LayerNorm"``, ``"L2Normalization"`` or None.
         size: elements of a head.
-        eps: the norms' epsilon.
-        params_dtype, device: of the parameters.
-        split: heads are split over ranks, so the gradients have to be summed over these.
         norms: the classes of norms by their names.
 
     Returns:

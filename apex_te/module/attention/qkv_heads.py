@@ -54,15 +54,10 @@ def rotation_of(
     """Returns the rotation that ``rotary_pos_emb`` means.
 
     Args:
-        owner: the name of the module in errors.
         rotary_pos_emb: a tensor of angles [max_seq, 1, 1, c], two (of queries, of keys), or None.
-        interleaved, start, cu_seqlens: as in ``Rotation``.
 
     Returns:
         The rotation, whose angles ``rope`` checks later; None without angles.
-
-    Raises:
-        TypeError: neither a tensor nor two.
     """
     if rotary_pos_emb is None:
         return None
@@ -84,7 +79,6 @@ def split_heads(
 
     Args:
         x: the output [..., features].
-        layout: its layout.
         rotation: the rotation, or None.
 
     Returns:
@@ -141,11 +135,7 @@ def _rotate(
     """Rotates queries and keys into ``out`` and copies the values.
 
     Args:
-        op: the forward or the backward of ``rope``.
-        parts: what ``HeadLayout.parts`` returned.
         out: memory of the same shapes.
-        layout: the layout of the heads.
-        rotation: the rotation.
     """
     angles = (rotation.queries, rotation.keys)[3 - len(parts) :]
     for x, y, freqs in zip(parts[:-1], out[:-1], angles, strict=True):
@@ -167,8 +157,6 @@ def _slices(
 
     Args:
         x, y: [..., heads, size] or [..., groups, repeats, size].
-        qkv_format: the layout of their other dimensions.
-        starts: as in ``Rotation``.
 
     Returns:
         ``(x, y, layout, starts)`` for each pair of views: the views, their qkv_format and the

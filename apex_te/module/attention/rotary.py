@@ -225,18 +225,11 @@ def apply_fused_qkv_rotary_pos_emb(
     Args:
         qkv: [s, b, g, n], [b, s, g, n] or [t, g, n] for g groups, each with the elements of its
             query heads, its key head and its value head.
-        q_freqs, k_freqs: angles of queries and of keys, as ``freqs`` of ``apply_rotary_pos_emb``.
         qkv_split_arg_list: elements of a group's queries, of its key and of its value. A head has
             as many elements as the key.
-        tensor_format, start_positions, interleaved, cu_seqlens, cp_size, cp_rank: as in
-            ``apply_rotary_pos_emb``.
 
     Returns:
         ``(queries, keys, values)``, each [..., heads, size].
-
-    Raises:
-        ValueError: as in ``apply_rotary_pos_emb``, or sizes that do not fit ``qkv``.
-        NotImplementedError: ``cp_size`` above 1 with ``"thd"``.
     """
     owner = "apply_fused_qkv_rotary_pos_emb"
     if cp_size > 1 and tensor_format == "thd":
@@ -317,15 +310,7 @@ def _own_angles(
     """Returns the angles of the positions that a rank has.
 
     Args:
-        owner: the name of the function in errors.
         freqs: angles of all positions, [positions, ...].
-        t: this rank's part of the tensor to rotate.
-        tensor_format: its layout.
-        cp_size: the number of ranks that each sequence is split over.
-        rank: the number of this rank.
-
-    Raises:
-        ValueError: the rank does not have two equal chunks, or there are too few angles.
     """
     if cp_size == 1:
         return freqs
@@ -342,17 +327,8 @@ def _own_angles(
 def _own_chunks(
     owner: str, t: torch.Tensor, time: int, cp_size: int, rank: int
 ) -> list[tuple[int, torch.Tensor]]:
-    """Returns the rank's two chunks of each sequence, each after its distance from the first token.
-
-    Args:
-        owner: the name of the function in errors.
-        t: this rank's part of the tensor to rotate.
-        time: its dimension of tokens.
-        cp_size: the number of ranks that each sequence is split over.
-        rank: the number of this rank.
-
-    Raises:
-        ValueError: the rank does not have two equal chunks.
+    """Returns the rank's two chunks of each sequence, each after its distance from the first
+    token.
     """
     tokens = t.shape[time]
     if tokens % 2 or not 0 <= rank < cp_size:
@@ -375,10 +351,7 @@ def _own_positions(
     """Returns the positions [tokens] of the packed tokens that a rank has, int64.
 
     Args:
-        tokens: the number of the rank's tokens.
         cu_seqlens: where sequences begin and end, on all ranks together.
-        cp_size: the number of ranks that each sequence is split over.
-        rank: the number of this rank.
         start_positions: the position of each sequence's first token; None for 0.
     """
     starts = cu_seqlens // cp_size

@@ -306,8 +306,6 @@ def grouped_forward(
 
     Args:
         inp: the input ``[..., in]``.
-        splits: the rows of each group.
-        call: the call's settings, with quantizers.
         weights: one ``[out, in]`` for each group.
         biases: one ``[out]`` for each group, or empty.
         keep: True for each group whose columnwise copy is made for backward; None makes none.
@@ -423,7 +421,6 @@ def _without_rows(
     stage.
 
     Args:
-        plan: the plan of the group's GEMM.
         dy: the output's gradient ``[0, out]``.
         in_features: columns of the weight.
         bias_dtype: dtype of the bias gradient; None computes none.

@@ -49,7 +49,6 @@ def run(
     """Computes the output of all groups.
 
     Args:
-        call: the call's settings.
         quantizers: the quantizers of all groups; None if nothing is quantized or recorded.
         cached: FP8 copies of all weights that outlive the call, or None.
         x: the input ``[rows, in]``.
@@ -91,14 +90,7 @@ def check_splits(owner: str, splits: torch.Tensor, groups: int, device: torch.de
     """Checks the dtype, shape and device of a tensor ``m_splits``.
 
     Args:
-        owner: the name of the module in errors.
-        splits: the argument ``m_splits``.
-        groups: the number of groups.
         device: the device of the input.
-
-    Raises:
-        TypeError: another dtype than int32 and int64.
-        ValueError: another shape or device.
     """
     if splits.dtype not in (torch.int32, torch.int64):
         raise TypeError(f"{owner}: m_splits must be int32 or int64, got {splits.dtype}")
@@ -115,13 +107,8 @@ def read_splits(owner: str, splits: torch.Tensor, rows: int) -> tuple[int, ...]:
     """Returns the rows of each group as ints, from a tensor that the host can read.
 
     Args:
-        owner: the name of the module in errors.
         splits: the argument ``m_splits``. On the meta device, without values, all rows count as the
             first group's.
-        rows: the number of rows of the input.
-
-    Raises:
-        ValueError: a negative count, or more rows than the input has.
     """
     if not rows:
         return (0,) * splits.numel()
@@ -137,12 +124,7 @@ def read_splits(owner: str, splits: torch.Tensor, rows: int) -> tuple[int, ...]:
 
 
 def check_supported(module: FP8Module, weights: Tensors) -> None:
-    """Checks that the module supports ``m_splits`` on a GPU, before anything runs.
-
-    Raises:
-        NotImplementedError: an option of the module, or the number of weights, allows ``m_splits``
-            only as a list of ints.
-    """
+    """Checks that the module supports ``m_splits`` on a GPU, before anything runs."""
     what = None
     if torch.compiler.is_compiling():
         what = "torch.compile"
@@ -167,12 +149,7 @@ def checked_quantizers(
     """Returns ``quantizers`` if there are FP8 products of groups whose sizes only the device knows.
 
     Args:
-        owner: the name of the module in errors.
         quantizers: the quantizers of all groups; None for a scheme without such products.
-        in_features, out_features: sizes of the weights.
-
-    Raises:
-        NotImplementedError: the scheme, or a size, allows ``m_splits`` only as a list of ints.
     """
     if quantizers is None:
         name = type(get_fp8_recipe()).__name__
@@ -195,9 +172,7 @@ def cached_weights(
     """Returns both FP8 copies of all weights, from the module's cache if they are up to date.
 
     Args:
-        modes: memory of the module between its calls.
         weights: one ``[out, in]`` for each group.
-        quantizers: those of all groups.
         fill: ``is_first_microbatch``. True casts all weights and caches the copies; False takes the
             cached copies, and casts anew if a weight has changed; None caches nothing.
 
@@ -357,16 +332,7 @@ def _remember(
     need_input: bool,
     needs: tuple[bool, ...],
 ) -> None:
-    """Sets the attributes of ``ctx`` that both backwards read, besides saved tensors.
-
-    Args:
-        ctx: autograd's context.
-        inp: the input.
-        options: the GEMMs' options.
-        weights, biases: the parameters of all groups.
-        need_input: backward computes the input's gradient.
-        needs: which weights, then which biases, need a gradient.
-    """
+    """Sets the attributes of ``ctx`` that both backwards read, besides saved tensors."""
     ctx.count = len(weights)
     ctx.need_input = need_input
     ctx.needs = needs[: len(weights)]
@@ -409,7 +375,6 @@ def _weight_gradients(ctx: Any, grads: torch.Tensor | None) -> list[torch.Tensor
     """Returns what autograd gets for each weight, and writes ``main_grad`` if options say so.
 
     Args:
-        ctx: autograd's context with the attributes that ``_remember`` has set.
         grads: ``[groups, out, in]``; None if no weight needs a gradient.
 
     Returns:

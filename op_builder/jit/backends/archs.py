@@ -85,9 +85,6 @@ def parse_arch(text: str) -> Arch:
 
     Target features of an AMD arch, as in ``gfx90a:xnack-``, are dropped: code compiled without them
     runs with any.
-
-    Raises:
-        ArchError: the text is not an arch.
     """
     gfx = _GFX.fullmatch(text.strip())
     if gfx is not None:
@@ -108,10 +105,6 @@ def parse_arch_list(
 
     Args:
         text: the list; a word may be an arch, a generation such as "hopper", or "native".
-        native: returns the capabilities of the visible GPUs, which the word "native" stands for.
-
-    Raises:
-        ArchError: a word is not an arch, or one of the other GPU platform.
     """
     gpu = gpu_platform()
     found: set[Arch] = set()
@@ -141,10 +134,6 @@ def specialise(archs: Iterable[Arch], specific: Iterable[Capability]) -> tuple[A
     """Replaces each plain arch by its ``a`` form if the op has a source for exactly that arch.
 
     The PTX of an ``a`` arch runs nowhere else, so "9.0+PTX" stays, and "9.0a" is added to it.
-
-    Args:
-        archs: archs to build for.
-        specific: capabilities that the op has sources for, from ``OpSpec.specific_archs``.
     """
     wanted = set(specific)
     result: set[Arch] = set()
@@ -316,15 +305,9 @@ def choose(
     """Returns the archs to build ``op`` for: those of a list, or else of the GPUs.
 
     Args:
-        op: name of the op, for messages.
-        min_arch: least capability of an NVIDIA GPU that the op runs on; lower archs are left out.
-        specific: capabilities that the op has sources for, as in ``specialise``.
         capability: GPU that the result must run on; None if there is no such GPU.
         named: a list and its source as ``(source, list)``, such as an option's or a variable's
             name; by default the environment's list, and without one the GPUs.
-
-    Raises:
-        ArchError: no arch can be chosen, or none of the list runs on ``capability``.
     """
     floor = f"{min_arch[0]}.{min_arch[1]}"
     if capability is not None and len(capability) == 2 and capability < min_arch:

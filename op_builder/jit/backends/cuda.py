@@ -40,20 +40,12 @@ class Cuda:
         return []
 
     def compiler_version(self, archs: Sequence[Arch]) -> str:
-        """Returns the version text of nvcc and of the C++ compiler, separated by a comma.
-
-        Raises:
-            BuildError: a compiler is missing, or nvcc does not know one of ``archs``.
-        """
+        """Returns the version text of nvcc and of the C++ compiler, separated by a comma."""
         toolchain.check_archs(toolchain.find_nvcc(), [arch.number for arch in archs])
         return f"{toolchain.nvcc_version()}, {toolchain.cxx_version()}"
 
     def blas_include(self) -> list[str]:
-        """Returns the include folder of cuBLASLt's header, none if nvcc finds the header itself.
-
-        Raises:
-            HeaderNotFoundError: neither the toolkit nor a wheel has the header.
-        """
+        """Returns the include folder of cuBLASLt's header, none if nvcc finds the header itself."""
         return toolchain.find_header("cublasLt.h", "cublas", toolchain.find_nvcc())
 
     def steps(
@@ -65,19 +57,7 @@ class Cuda:
         archs: Sequence[Arch],
         folder: str,
     ) -> tuple[list[Step], list[str]]:
-        """Returns the commands that compile an op's ``.cu`` sources, without running them.
-
-        Args:
-            spec: the op.
-            names: the sources, relative to ``spec.root``.
-            flags: compiler flags without archs and include folders.
-            system_folders: include folders outside of the project.
-            archs: archs to compile for.
-            folder: folder for object files.
-
-        Returns:
-            One step per source, and the beginning of the command that links their object files.
-        """
+        """Returns the commands that compile an op's ``.cu`` sources, without running them."""
         nvcc = [toolchain.find_nvcc().path, *toolchain.nvcc_host_flags()]
         includes = include_flags(spec, system_folders)
         steps = []

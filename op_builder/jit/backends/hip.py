@@ -69,19 +69,11 @@ class Hip:
         return ["hip", f"runtime {runtime_major()}", f"hipify {hipify.digest()}"]
 
     def compiler_version(self, archs: Sequence[Arch]) -> str:
-        """Returns the version text of hipcc and its clang, whatever the archs.
-
-        Raises:
-            BuildError: there is no hipcc.
-        """
+        """Returns the version text of hipcc and its clang, whatever the archs."""
         return toolchain.hipcc_version()
 
     def blas_include(self) -> list[str]:
-        """Returns no folder for hipBLASLt's header, which hipcc finds in its own ROCm.
-
-        Raises:
-            HeaderNotFoundError: that ROCm lacks the header.
-        """
+        """Returns no folder for hipBLASLt's header, which hipcc finds in its own ROCm."""
         home, header = toolchain.find_hipcc().home, "hipblaslt/hipblaslt.h"
         if os.path.isfile(os.path.join(home, "include", header)):
             return []
@@ -104,18 +96,7 @@ class Hip:
         compile.
 
         Args:
-            spec: the op.
-            names: the sources, relative to ``spec.root``.
-            flags: compiler flags without archs and include folders.
-            system_folders: include folders outside of the project.
-            archs: archs to compile for.
             folder: folder for copies and object files.
-
-        Returns:
-            One step per source, and the beginning of the command that links their object files.
-
-        Raises:
-            BuildError: the op is a pybind11 extension, which includes torch's headers.
         """
         if spec.BINDING == "pybind11":
             raise BuildError(

@@ -106,7 +106,6 @@ def copies(sources: Iterable[str], include_paths: Sequence[str], folder: str) ->
 
     Args:
         sources: paths of the sources, which are only read.
-        include_paths: the project's include folders.
         folder: folder for the copies, each at the path that ``copied`` returns.
     """
     for path in sorted(closure(sources, include_paths)):

@@ -38,12 +38,7 @@ def gpu_backend() -> Cuda | Hip:
 
 
 def compile_flags(spec: OpSpec, kind: str) -> list[str]:
-    """Returns the suite's base flags and the op's own for compiling one kind of source.
-
-    Args:
-        spec: the op.
-        kind: "cpu" for ``.cpp`` sources, "cuda" for ``.cu`` ones.
-    """
+    """Returns the suite's base flags and the op's own for compiling one kind of source."""
     if spec.BINDING == "pybind11":
         own = spec.nvcc_args() if kind == "cuda" else [*spec.cxx_args(), *env.sanitizers()]
         return [*pybind.compile_flags(spec, kind), *own]
@@ -53,12 +48,7 @@ def compile_flags(spec: OpSpec, kind: str) -> list[str]:
 
 
 def link_flags(spec: OpSpec, kind: str) -> list[str]:
-    """Returns the op's own linker flags and then the suite's base ones.
-
-    Args:
-        spec: the op.
-        kind: "cuda" for a library with GPU code, else "cpu".
-    """
+    """Returns the op's own linker flags and then the suite's base ones."""
     binding = pybind.link_flags(spec) if spec.BINDING == "pybind11" else []
     base = gpu_backend().link_flags if kind == "cuda" else ["-ldl", *env.sanitizers()]
     return [*spec.libraries_args(), *binding, *base]
@@ -83,11 +73,7 @@ def key_extras(spec: OpSpec, device: str) -> list[str]:
 
 
 def system_folders(spec: OpSpec, device: str) -> list[str]:
-    """Returns the include folders outside of the project that the library for ``device`` needs.
-
-    Raises:
-        HeaderNotFoundError: a header that should lie in one of them is missing.
-    """
+    """Returns the include folders outside of the project that the library for ``device`` needs."""
     binding = pybind.include_paths(spec) if spec.BINDING == "pybind11" else []
     return [*spec.system_include_paths(device), *binding]
 
@@ -97,9 +83,6 @@ def compiler_version(spec: OpSpec, device: str, archs: Sequence[Arch] = ()) -> s
 
     A manifest records it and a stored failure holds for it alone; it is not part of the key.
     The dispatcher's includes pybind11's version.
-
-    Raises:
-        BuildError: a compiler is missing, or does not know one of ``archs``.
     """
     if spec.needs_archs(device):
         return gpu_backend().compiler_version(archs)
@@ -118,10 +101,8 @@ def cpu_features(spec: OpSpec) -> list[str]:
 
 
 def check(spec: OpSpec, device: str, archs: Sequence[Arch]) -> None:
-    """Raises the error of a build that lacks a compiler, header, arch or ninja, without building.
-
-    Raises:
-        BuildError: something is missing.
+    """Raises the error of a build that lacks a compiler, header, arch or ninja, without
+    building.
     """
     compiler_version(spec, device, archs)
     system_folders(spec, device)
@@ -131,15 +112,7 @@ def check(spec: OpSpec, device: str, archs: Sequence[Arch]) -> None:
 def build_steps(
     spec: OpSpec, device: str, archs: Sequence[Arch], folder: str, output: str
 ) -> list[Step]:
-    """Returns the commands that compile the library and link it, without running them.
-
-    Args:
-        spec: the op.
-        device: "cpu" or "cuda".
-        archs: archs to compile GPU code for.
-        folder: folder for object files.
-        output: path of the linked library.
-    """
+    """Returns the commands that compile the library and link it, without running them."""
     names = spec.device_sources(device)
     on_gpu = [name for name in names if name.endswith(".cu")]
     others = [name for name in names if not name.endswith(".cu")]

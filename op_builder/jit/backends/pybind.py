@@ -53,14 +53,7 @@ class Exports(NamedTuple):
 
 
 def installed_torch(op: str) -> Any:
-    """Returns the module torch, imported, which an extension is compiled against.
-
-    Args:
-        op: name of the op, for the message.
-
-    Raises:
-        HeaderNotFoundError: torch cannot be imported.
-    """
+    """Returns the module torch, imported, which an extension is compiled against."""
     try:
         import torch
     except ImportError as error:
@@ -89,12 +82,7 @@ def key_extras(spec: OpSpec) -> list[str]:
 
 
 def compile_flags(spec: OpSpec, kind: str) -> list[str]:
-    """Returns the base flags for compiling one kind of source, without the op's own.
-
-    Args:
-        spec: the op.
-        kind: "cpu" for ``.cpp`` sources, "cuda" for ``.cu`` ones.
-    """
+    """Returns the base flags for compiling one kind of source, without the op's own."""
     abi = int(installed_torch(spec.NAME)._C._GLIBCXX_USE_CXX11_ABI)
     return [
         *(NVCC_ARGS if kind == "cuda" else CXX_ARGS),
@@ -141,10 +129,8 @@ def _cuda_include_paths() -> list[str]:
 
 
 def read_exports(texts: Iterable[str]) -> Exports:
-    """Returns the names that ``PYBIND11_MODULE`` defines, read off sources without compiling them.
-
-    Args:
-        texts: contents of the sources.
+    """Returns the names that ``PYBIND11_MODULE`` defines, read off sources without compiling
+    them.
     """
     module, functions, values = "", set(), set()
     for text in texts:

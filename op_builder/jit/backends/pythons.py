@@ -41,11 +41,7 @@ class Python(NamedTuple):
 
 
 def own() -> Python:
-    """Returns version, suffix and headers of the running Python.
-
-    Raises:
-        HeaderNotFoundError: its headers are missing.
-    """
+    """Returns version, suffix and headers of the running Python."""
     return Python(name_of(soabi()), soabi(), toolchain.python_include())
 
 
@@ -64,15 +60,7 @@ def suffix_for(version: str) -> str:
 
 
 def _query(program: str) -> Python:
-    """Runs an interpreter and returns its version, extension suffix and header folder.
-
-    Args:
-        program: path of the interpreter.
-
-    Raises:
-        PythonNotFoundError: it does not run, is too old, no CPython or for another platform.
-        HeaderNotFoundError: its headers are missing.
-    """
+    """Runs an interpreter and returns its version, extension suffix and header folder."""
     import sysconfig
 
     try:
@@ -115,11 +103,7 @@ def _programs(version: str) -> list[str]:
 
 
 def _by_version(version: str) -> Python:
-    """Returns the Python of a version: the running one, another interpreter, or bare headers.
-
-    Raises:
-        PythonNotFoundError: there is none; the message lists the places that were searched.
-    """
+    """Returns the Python of a version: the running one, another interpreter, or bare headers."""
     if version == name_of(soabi()):
         return own()
     looked = []
@@ -150,11 +134,6 @@ def find(text: str) -> Python:
 
     Args:
         text: a version such as "3.12", or name or path of an interpreter.
-
-    Raises:
-        PythonNotFoundError: there is no such Python, or it is not usable.
-        HeaderNotFoundError: its headers are missing.
-        SettingError: the version is too old.
     """
     match = _VERSION.fullmatch(text)
     if match is not None:

@@ -34,14 +34,7 @@ def include_flags(spec: OpSpec, system_folders: Sequence[str]) -> list[str]:
 
 
 def compile_step(command: Sequence[str], name: str, path: str, folder: str) -> Step:
-    """Returns the step that compiles one source to an object file in ``folder``.
-
-    Args:
-        command: compiler and flags.
-        name: name of the source, from which the object file's is made.
-        path: path of the source.
-        folder: folder for the object file.
-    """
+    """Returns the step that compiles one source to an object file in ``folder``."""
     made = os.path.join(folder, re.sub(r"[^\w.]", "_", name) + ".o")
     line = (*command, "-c", path, "-o", made)
     return Step(made, (path,), line, f"compiling {os.path.basename(name)}")
@@ -50,13 +43,8 @@ def compile_step(command: Sequence[str], name: str, path: str, folder: str) -> S
 def link_step(
     command: Sequence[str], compiled: Sequence[Step], output: str, flags: list[str]
 ) -> Step:
-    """Returns the step that links the outputs of ``compiled`` into the shared library ``output``.
-
-    Args:
-        command: linker and its first arguments.
-        compiled: steps that compile the sources.
-        output: path of the library.
-        flags: arguments behind the object files.
+    """Returns the step that links the outputs of ``compiled`` into the shared library
+    ``output``.
     """
     objects = tuple(step.output for step in compiled)
     line = (*command, "-shared", "-o", output, *objects, *flags)

@@ -93,11 +93,7 @@ def unfit_flag(words: Sequence[str]) -> str:
 
 
 def _words(variable: str) -> list[str]:
-    """Splits an environment variable into words as a shell does.
-
-    Raises:
-        SettingError: the variable cannot be split, or a word is an unfit flag.
-    """
+    """Splits an environment variable into words as a shell does."""
     text = os.environ.get(variable, "")
     try:
         words = shlex.split(text)
@@ -114,10 +110,6 @@ def find_cxx() -> list[str]:
     """Returns the C++ compiler as a command: the words of ``CXX``, else g++, c++ or clang++.
 
     For another architecture than this machine's the default is ``<architecture>-linux-gnu-g++``.
-
-    Raises:
-        CompilerNotFoundError: there is no C++ compiler.
-        SettingError: ``CXX`` cannot be split into words or has an unfit flag.
     """
     named = _words("CXX")
     whole = os.environ.get("CXX", "").strip()
@@ -150,12 +142,7 @@ def _cxx_version(command: tuple[str, ...]) -> str:
 
 @functools.cache
 def _without_launcher(command: tuple[str, ...], path: str) -> list[str]:
-    """Returns a C++ compiler's command without the words of ccache or of another launcher.
-
-    Args:
-        command: the command.
-        path: ``PATH``, on which the compiler is searched.
-    """
+    """Returns a C++ compiler's command without the words of ccache or of another launcher."""
     for index, word in enumerate(command):
         found = None if word.startswith("-") else shutil.which(word, path=path)
         if found is None or os.path.basename(found) in _LAUNCHERS:
@@ -211,13 +198,10 @@ def _find_toolkit(
     """Returns a GPU compiler: of the toolkit that a variable names, on PATH, or in a usual place.
 
     Args:
-        program: name of the compiler, "nvcc" or "hipcc".
         flags: environment variables with flags that the compiler itself reads, which must be fit.
         homes: environment variables that name a toolkit's folder; if the first is set, that folder
             must hold the compiler.
-        usual: returns the folders of toolkits that are searched last.
         missing: class of the error for a compiler that is not found.
-        advice: text of that error.
     """
     for variable in flags:
         _words(variable)
@@ -253,12 +237,7 @@ ROCM_HOMES = ("APEX_TE_ROCM_HOME", "ROCM_HOME", "ROCM_PATH")
 
 
 def find_nvcc() -> Nvcc:
-    """Returns nvcc: of ``CUDA_HOMES``, on PATH, of NVIDIA's wheels or in /usr/local/cuda*.
-
-    Raises:
-        NvccNotFoundError: there is no nvcc.
-        SettingError: a variable that nvcc itself reads has unfit flags.
-    """
+    """Returns nvcc: of ``CUDA_HOMES``, on PATH, of NVIDIA's wheels or in /usr/local/cuda*."""
     return _find_toolkit(
         "nvcc",
         ("NVCC_PREPEND_FLAGS", "NVCC_APPEND_FLAGS"),
@@ -271,12 +250,7 @@ def find_nvcc() -> Nvcc:
 
 
 def find_hipcc() -> Nvcc:
-    """Returns hipcc: of ``ROCM_HOMES``, on PATH or in /opt/rocm*.
-
-    Raises:
-        HipccNotFoundError: there is no hipcc.
-        SettingError: a variable that hipcc itself reads has unfit flags.
-    """
+    """Returns hipcc: of ``ROCM_HOMES``, on PATH or in /opt/rocm*."""
     return _find_toolkit(
         "hipcc",
         ("HIPCC_COMPILE_FLAGS_APPEND", "HIPCC_LINK_FLAGS_APPEND"),
@@ -331,11 +305,7 @@ def check_archs(nvcc: Nvcc, numbers: list[str]) -> None:
     """Checks that nvcc knows GPU archs.
 
     Args:
-        nvcc: the compiler.
         numbers: archs as ``Arch.number`` writes them, such as "90a".
-
-    Raises:
-        ArchError: nvcc does not know one of them.
     """
     known = _gpu_codes(nvcc.path)
     for number in numbers:
@@ -348,11 +318,7 @@ def check_archs(nvcc: Nvcc, numbers: list[str]) -> None:
 
 
 def find_ninja() -> str:
-    """Returns the path of ninja: of the Python package ``ninja``, else on PATH.
-
-    Raises:
-        NinjaNotFoundError: there is no ninja.
-    """
+    """Returns the path of ninja: of the Python package ``ninja``, else on PATH."""
     import sysconfig  # here, because it is slow to import and a look-up does not need it
 
     spec = importlib.util.find_spec("ninja")
@@ -372,11 +338,7 @@ def find_ninja() -> str:
 
 
 def python_include() -> str:
-    """Returns the folder of the running Python's ``Python.h``.
-
-    Raises:
-        HeaderNotFoundError: the header is missing.
-    """
+    """Returns the folder of the running Python's ``Python.h``."""
     import sysconfig
 
     folder = sysconfig.get_paths()["include"]
@@ -390,11 +352,7 @@ def python_include() -> str:
 
 
 def pybind11_include() -> str:
-    """Returns the folder of pybind11's headers, found without importing pybind11.
-
-    Raises:
-        HeaderNotFoundError: the headers are missing.
-    """
+    """Returns the folder of pybind11's headers, found without importing pybind11."""
     spec = importlib.util.find_spec("pybind11")
     for package in (spec.submodule_search_locations or ()) if spec is not None else ():
         folder = os.path.join(package, "include")
@@ -419,15 +377,10 @@ def find_header(header: str, package: str, nvcc: Nvcc) -> list[str]:
     """Returns the include folder that a header of CUDA's needs on the command line.
 
     Args:
-        header: file name of the header.
         package: folder of the header's wheel below ``nvidia``, such as "cublas".
-        nvcc: compiler whose toolkit may have the header.
 
     Returns:
         An empty list if a toolkit has the header, else a list with the folder of a wheel.
-
-    Raises:
-        HeaderNotFoundError: neither a toolkit nor a wheel has the header.
     """
     toolkits = [nvcc.home, *glob.glob(os.path.join(nvcc.home, "targets", "*")), "/usr/local/cuda"]
     if any(os.path.isfile(os.path.join(home, "include", header)) for home in toolkits):

@@ -20,10 +20,6 @@ from ..find.entry import OpenedLibrary
 def import_module(name: str, opened: OpenedLibrary) -> ModuleType:
     """Imports an opened library as module ``name`` and adds it to ``sys.modules``.
 
-    Args:
-        name: import name of the module.
-        opened: the library.
-
     Returns:
         The module of this name in ``sys.modules``: an existing one is not replaced.
     """
@@ -41,11 +37,7 @@ _modules: dict[str, tuple[OpSpec, ModuleType]] = {}
 
 
 def _refuse_taken(spec: OpSpec, name: str) -> None:
-    """Checks that the import name of an extension is not that of another module.
-
-    Raises:
-        ImportError: a module ``name`` is imported or could be.
-    """
+    """Checks that the import name of an extension is not that of another module."""
     module = sys.modules.get(name)
     found = None
     if module is None:
@@ -79,12 +71,6 @@ def load(spec: OpSpec, force: bool = False, verbose: bool = False) -> ModuleType
     Args:
         spec: the op, with ``BINDING = "pybind11"``.
         force: compiles and imports it even if it is imported already.
-        verbose: shows the compiler commands.
-
-    Raises:
-        BuildError: the library cannot be found or built.
-        ImportError: the library cannot be imported, or another module has its import name.
-        DuplicateOpError: another op's extension has its import name.
     """
     from ..build.service import load_library
 

@@ -22,12 +22,8 @@ NEXT_TRY = (
 
 
 def store(path: str, error: CompileError, compiler: str) -> None:
-    """Writes a compile error to a file in the folder of the library's key; ignores an ``OSError``.
-
-    Args:
-        path: the file.
-        error: the error.
-        compiler: version text of the compiler, for which alone the error holds.
+    """Writes a compile error to a file in the folder of the library's key; ignores an
+    ``OSError``.
     """
     record = {
         "message": str(error),
@@ -64,7 +60,6 @@ def recall(path: str, compiler: str, since: float | None) -> CompileError | None
     """Returns the compile error that is stored in a file, or None if none applies.
 
     Args:
-        path: the file.
         compiler: version text of the present compiler; an error of another one does not apply.
         since: seconds since the epoch before which an error does not apply; None for no limit.
     """

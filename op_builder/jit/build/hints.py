@@ -251,9 +251,6 @@ def load_error(
     """Returns the error to raise for a library that dlopen refuses, with advice in its message.
 
     Args:
-        what: op or module, for the message.
-        path: path of the library.
-        problem: error that the import raised.
         is_extension: the library may rightly need symbols of libraries that its owner must name.
     """
     own = is_extension and "undefined symbol" in str(problem)

@@ -71,15 +71,8 @@ def _is_named(fd: int, path: str) -> bool:
 def _try_lock(path: str, locked: list[int]) -> bool:
     """Locks a file, which is created if it is missing, without waiting.
 
-    Args:
-        path: the lock file.
-        locked: list to which the locked descriptor is appended.
-
     Returns:
         True if the file is locked, False if another process holds the lock.
-
-    Raises:
-        OSError: the file cannot be opened, or its file system has no locks.
     """
     for _ in range(_ATTEMPTS):
         with _guard:
@@ -198,10 +191,6 @@ def is_abandoned(folder: str, now: float) -> bool:
 
     A lock that is held proves that it lives. One that is free proves nothing, since locks may not
     reach other machines: the process id tells on this machine, the folder's age on others.
-
-    Args:
-        folder: the build folder, which ``marked`` marks.
-        now: present time of the clock that gives the folder's times.
     """
     mark = os.path.join(folder, _MARK)
     if os.path.lexists(mark) and not is_free(mark):
@@ -221,13 +210,7 @@ def _wait(path: str, what: str, timeout: float, locked: list[int]) -> None:
     """Waits until the lock is taken, and says on stderr every 10 s which process holds it.
 
     Args:
-        path: the lock file.
-        what: description of the library, for messages.
         timeout: seconds to wait.
-        locked: list to which the locked descriptor is appended.
-
-    Raises:
-        LockTimeoutError: ``timeout`` seconds have passed.
     """
     start = time.monotonic()
     next_message = MESSAGE_EVERY
@@ -254,14 +237,8 @@ def _wait_elsewhere(
     If no usable folder is there, no lock is taken. A warning is given in both cases.
 
     Args:
-        path: the lock file that cannot be locked.
-        problem: error of the attempt to lock it.
-        what: description of the library, for messages.
         timeout: seconds to wait.
         locked: list to which the locked descriptor is appended, if there is one.
-
-    Raises:
-        LockTimeoutError: ``timeout`` seconds have passed.
     """
     text = f"file locks do not work in {os.path.dirname(path)} ({problem.strerror})"
     session = cache.runtime_cache()
@@ -282,17 +259,12 @@ def held(path: str, what: str, timeout: float, doing: str = "building") -> Itera
     """Holds the lock file ``path`` while the block runs; waits for another process that holds it.
 
     Args:
-        path: the lock file.
         what: description of what the lock protects, for messages of processes that wait.
         timeout: seconds to wait.
-        doing: verb for those messages.
 
     Yields:
         True if no other process can hold the lock; False on a file system without locks, where two
         processes may build, and the one rename that publishes an entry still keeps it whole.
-
-    Raises:
-        LockTimeoutError: ``timeout`` seconds have passed.
     """
     locked: list[int] = []
     try:

@@ -52,11 +52,6 @@ def _check_paths(what: str, folder: str, steps: Sequence[Step]) -> None:
 
     Args:
         what: op and device, for the message.
-        folder: folder of the build.
-        steps: commands whose sources' paths are checked, too.
-
-    Raises:
-        BuildError: a path has such a character.
     """
     sources = [path for step in steps for path in step.inputs if not path.startswith(folder)]
     with_nvcc = any(os.path.basename(step.command[0]) == "nvcc" for step in steps)
@@ -87,10 +82,6 @@ def first_line(output: str, pattern: re.Pattern[str]) -> str:
     """Returns the first line of ``output`` with a match, shortened to 600 characters.
 
     Lines of ninja itself do not count. The result is "" without a match.
-
-    Args:
-        output: output of ninja and the compilers.
-        pattern: pattern to search for.
     """
     for line in output.splitlines():
         if not line.startswith(("ninja:", "FAILED:")) and pattern.search(line):
@@ -120,8 +111,6 @@ def disk_full(what: str, folder: str, detail: str = "") -> DiskFullError:
 
     Args:
         what: op and device, for the message.
-        folder: folder on that disk.
-        detail: text of the system's error.
     """
     free = "an unknown number of"
     with contextlib.suppress(OSError):
@@ -141,10 +130,6 @@ def disk_errors(what: str, folder: str) -> Iterator[None]:
     Args:
         what: op and device, for the message.
         folder: folder that the block writes to.
-
-    Raises:
-        DiskFullError: no space is left.
-        NoPermissionError: a file may not be read or written.
     """
     try:
         yield
@@ -247,10 +232,6 @@ def _finished(lines: Sequence[str], steps: int) -> bool:
 
     ninja's exit status does not tell: Python reports 0 if the program ignores SIGCHLD or waits
     itself.
-
-    Args:
-        lines: output of ninja.
-        steps: number of steps.
     """
     last = f"[{steps}/{steps}] "
     failed = any(line.startswith("FAILED: ") for line in lines)
@@ -276,11 +257,7 @@ def _ignores_children() -> bool:
 
 
 def _start(command: list[str], folder: str) -> tuple[subprocess.Popen[str], _Watch]:
-    """Starts ninja in ``folder`` and the shell that stops it if this process dies.
-
-    Returns:
-        The process of ninja, whose output is a pipe, and the object that controls the shell.
-    """
+    """Starts ninja in ``folder`` and the shell that stops it if this process dies."""
     # LC_ALL: messages are searched for "error:"; TMPDIR: a killed build leaves nothing elsewhere
     if _ignores_children() and (python := python_program()) is not None:
         # ninja before 1.12 and some compilers never see their children end
@@ -313,16 +290,9 @@ def run(
 
     Args:
         what: op and device, for messages.
-        folder: folder for ninja's files.
-        steps: the commands.
         log: path to which the whole output of a failed build is written.
-        verbose: shows the commands and their output.
         jobs: number of compilers at once; by default as many as the machine's limits allow.
         estimate: seconds that the library's last build took, None if that is not known.
-
-    Raises:
-        CompileError: the compiler refused the sources.
-        BuildError: ninja is missing, a path is unfit, or the build was stopped for another reason.
     """
     _check_paths(what, folder, steps)
     write_graph(folder, steps)
@@ -356,15 +326,7 @@ def run(
 
 
 def _details(error: str, hint: str, command: str = "", log: str = "", next_try: str = "") -> str:
-    """Returns the text of a build's error: a first line, and indented lines for what is known.
-
-    Args:
-        error: first line.
-        hint: advice.
-        command: command that failed.
-        log: path of the whole output.
-        next_try: the moment from which on the build is tried again.
-    """
+    """Returns the text of a build's error: a first line, and indented lines for what is known."""
     more = {"hint": hint, "command": command, "log": log, "next try": next_try}
     return "\n".join([error, *(f"  {name}: {text}" for name, text in more.items() if text)])
 
@@ -374,10 +336,6 @@ def _raise_failure(what: str, folder: str, output: str, code: int, log: str) -> 
 
     Args:
         what: op and device, for the message.
-        folder: folder of the build.
-        output: output of ninja and the compilers.
-        code: exit status of ninja, negative for a signal.
-        log: path for the output.
     """
     if hints.NO_SPACE.search(output):
         raise disk_full(what, folder)

@@ -49,12 +49,7 @@ class _Screen:
                 self._wake.set()
 
     def say(self, text: str, stream: TextIO) -> None:
-        """Writes lines of text above the live lines.
-
-        Args:
-            text: whole lines, each with its line break.
-            stream: standard error.
-        """
+        """Writes lines of text above the live lines."""
         with self._lock, contextlib.suppress(Exception):  # whatever has replaced sys.stderr
             live = self._lines()
             stream.write(self._erase() + text + "".join(live))

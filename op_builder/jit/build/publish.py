@@ -47,9 +47,6 @@ def _sync_folder(path: str) -> None:
 
     Files that were created in the folder, or renamed to lie in it, then survive a crash. If this
     fails, a crash can lose a whole cache entry, but never leaves a broken one.
-
-    Args:
-        path: path of the folder.
     """
     with contextlib.suppress(OSError):
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
@@ -64,10 +61,6 @@ def remove_leftovers(root: str, name: str) -> None:
 
     A builder may be dead if nobody holds its library's lock, or the caller does; ``is_abandoned``
     knows.
-
-    Args:
-        root: path of the cache.
-        name: name of the library lock that the caller holds.
     """
     temporary, locks = os.path.join(root, cache.TEMPORARY), os.path.join(root, cache.LOCKS)
     with contextlib.suppress(OSError):
@@ -87,10 +80,6 @@ def _write_entry(
 
     Args:
         entry: descriptor of the new entry's folder, which holds the library.
-        library: descriptor of the library.
-        request: the library's request.
-        seconds: duration of the build.
-        commands: command lines of the build.
     """
     with open(library, "rb", closefd=False) as file:
         file.seek(0)
@@ -127,14 +116,6 @@ def _open_linked(entry: int, name: str, path: str) -> int:
     """Opens a library that was just linked, before anything of it runs; returns its descriptor.
 
     Linkers leave the mode to the umask; it becomes 0644.
-
-    Args:
-        entry: descriptor of the entry's folder, opened before the compilers were started.
-        name: file name of the library.
-        path: its path, for messages.
-
-    Raises:
-        Unsafe: the library is a link, or belongs to another user.
     """
     fd = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=entry)
     try:
@@ -150,16 +131,6 @@ def _own_copy(parent: int, folder: str, target: str, request: Request, kind: str
 
     Whatever becomes of the published entry, through another builder, a clean-up or a network file
     system, this process can load what it built.
-
-    Args:
-        parent: descriptor of the build folder, which holds the entry as "entry".
-        folder: path of the build folder.
-        target: path to which the entry will be renamed.
-        request: the library's request.
-        kind: kind of the cache folder.
-
-    Returns:
-        The library, with the path it will have below ``target``.
     """
     location = cache.Location(folder, True, kind)
     opened = open_entry(parent, f"{folder}/entry", location, request.library, request.key)
@@ -178,8 +149,6 @@ def _publish(
 
     Args:
         entry: path of the new entry.
-        target: path of its place.
-        folder: folder into which an invalid entry is moved.
         winner: returns the opened library of a valid entry at ``target``, None if there is none.
 
     Returns:
@@ -215,15 +184,6 @@ def _compile(request: Request, location: cache.Location, parent: str, folder: st
 
     What was linked is looked for in the folder that was there when the compilers were started,
     whatever has been put in its place.
-
-    Args:
-        request: the library's request.
-        location: the cache folder.
-        parent: folder of the library's key, which gets the log of a failed build.
-        folder: folder of the build, in which the entry is made.
-
-    Returns:
-        The opened library.
     """
     entry = os.path.join(folder, "entry")
     os.mkdir(entry, 0o755)
@@ -269,17 +229,7 @@ def build(
     """Compiles a library and publishes it in a cache; the caller holds the library's lock.
 
     Args:
-        request: the library's request.
-        location: the cache folder, which is prepared.
-        name: name of the library's lock and of the folder of its key.
         winner: returns the opened library if another builder has published it, else None.
-
-    Returns:
-        The opened library, this process's or the one published first.
-
-    Raises:
-        Vanished: the build folder was removed meanwhile.
-        BuildError: the build failed.
     """
     temporary = os.path.join(location.path, cache.TEMPORARY)
     parent = os.path.join(location.path, name)

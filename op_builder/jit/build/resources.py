@@ -41,12 +41,7 @@ def _stat(text: str, name: str) -> int:
 
 
 def _mounts() -> Iterator[tuple[str, str, set[str]]]:
-    """Yields the control group mounts of this process, from mountinfo of proc(5).
-
-    Yields:
-        The group that is mounted, the mount point, and the controllers, which are {"2"} for version
-        2.
-    """
+    """Yields the control group mounts of this process, from mountinfo of proc(5)."""
     for line in _read(f"{_SELF}/mountinfo").splitlines():
         own, _, rest = line.partition(" - ")
         fields, kind = own.split(), rest.split()
@@ -120,11 +115,7 @@ def free_memory() -> int | None:
 
 
 def jobs() -> int:
-    """Returns the number of compilers that CPUs, free memory and ``MAX_JOBS`` allow, at least 1.
-
-    Raises:
-        SettingError: ``MAX_JOBS`` is no positive integer.
-    """
+    """Returns the number of compilers that CPUs, free memory and ``MAX_JOBS`` allow, at least 1."""
     count = cpus()
     memory = free_memory()
     if memory is not None:

@@ -87,23 +87,14 @@ def build(
     """Compiles and publishes a library, unless a cache holds it once the lock is taken.
 
     Args:
-        spec: the op.
-        device: "cpu" or "cuda".
         capability: ``(major, minor)`` of the GPU that the library must run on, None for any.
         force: compiles even if a cache holds the library.
-        verbose: shows the compiler commands.
         location: cache folder to build in; by default the user's.
         archs: archs to compile for; by default the environment's or those of the GPUs.
         jobs: number of compilers at once; by default as many as the machine's limits allow.
         started: seconds since the epoch at which the caller began to wait, by default now. A
             compile error that another process has stored since, or in the minute before, is raised
             instead of compiling; with ``force`` only one stored since.
-
-    Returns:
-        The opened library.
-
-    Raises:
-        BuildError: the library cannot be built, or compiling is forbidden.
     """
     from .ninja import disk_errors
     from .publish import Vanished
@@ -149,20 +140,10 @@ def _build_in(
     """Compiles a library in one cache under its lock, unless the cache holds it by then.
 
     Args:
-        target: the cache folder, in which all needed folders exist.
-        request: the library's request.
-        name: name of the library's lock and of the folder of its key.
         capability: ``(major, minor)`` of the GPU that the library must run on, None for any.
         started: seconds since the epoch at which the caller began to wait.
         force: compiles even if the cache holds the library, or a compile error from before
             ``started``.
-
-    Returns:
-        The opened library.
-
-    Raises:
-        BuildError: the library cannot be built.
-        CompileError: the compiler refuses the sources, or did so in another process.
     """
     from . import failure, lock, publish
     from .ninja import disk_errors
@@ -231,14 +212,8 @@ def open_library(
     the same error.
 
     Args:
-        spec: the op.
-        device: "cpu" or "cuda".
         capability: GPU that the library must run on; by default a GPU in use, if there is one.
         force: compiles even if a library is opened or cached.
-        verbose: shows the compiler commands.
-
-    Raises:
-        BuildError: the library cannot be found or built.
     """
     identity = (str(spec.root), spec.NAME, device)
     if not force and (kept := _kept(identity, capability)):
@@ -293,16 +268,8 @@ def load_library(
     in a shared home, is set aside for this process and built again.
 
     Args:
-        spec: the op.
-        device: "cpu" or "cuda".
         capability: GPU that the library must run on, None for any.
-        use: loads the library; raises ImportError with ld.so's words.
         force: compiles even if a library is opened or cached.
-        verbose: shows the compiler commands.
-
-    Raises:
-        BuildError: the library cannot be found or built.
-        ImportError: the library cannot be loaded; with a hint what to do.
     """
     opened = open_library(spec, device, capability, force=force, verbose=verbose)
     try:

@@ -43,10 +43,6 @@ print("ok")
 def _load_problem(fd: int, expected: list[str]) -> str:
     """Loads a library in a process of its own and compares the functions' signatures in it.
 
-    Args:
-        fd: descriptor of the library.
-        expected: name and signature of each function, one after the other.
-
     Returns:
         The reason why it must not be published; "" if it loads, or if no process could be started.
     """
@@ -83,12 +79,6 @@ def problem(spec: OpSpec, device: str, fd: int) -> str:
     Every library must be a complete file. One that exports plain C functions is loaded, too, and
     the signatures in it are compared with the header's. Extension modules need a Python or torch of
     their own and are not loaded here, nor are libraries for another CPU architecture.
-
-    Args:
-        spec: the op.
-        device: "cpu" or "cuda".
-        fd: descriptor of the library, whose owner was checked. Whatever is put in its place, the
-            code that runs is that of this file.
     """
     found = file_problem(fd)
     if found or not spec.exports_c_functions or is_cross_compiling():

@@ -60,14 +60,8 @@ def find(
     machine's CPU or C library cannot run, is passed over with one warning.
 
     Args:
-        location: the cache folder.
-        library: file name of the library without ``.so``.
-        key: the library's cache key.
         capability: ``(major, minor)`` of the GPU that the library must run on, None for any.
         wanted: archs that the library must hold if ``capability`` is None.
-
-    Raises:
-        CacheError: owner or mode of the cache folder, or of a file or folder in it, is not safe.
     """
     try:
         root = open_folder(location)
@@ -136,15 +130,8 @@ def make_private(path: str) -> None:
 
 
 def prepare(location: Location, *inside: str) -> None:
-    """Creates a cache folder and folders in it if they are missing, and checks that they are safe.
-
-    Args:
-        location: the cache folder.
-        inside: names of folders to create in the cache folder.
-
-    Raises:
-        OSError: a folder cannot be created.
-        CacheError: the cache is not writable, or owner or mode of a folder is not safe.
+    """Creates a cache folder and folders in it if they are missing, and checks that they are
+    safe.
     """
     for attempt in range(3):
         try:
@@ -155,17 +142,7 @@ def prepare(location: Location, *inside: str) -> None:
 
 
 def _prepare(location: Location, inside: Sequence[str]) -> None:
-    """Creates and checks the folders of ``prepare`` once.
-
-    Args:
-        location: the cache folder.
-        inside: names of folders to create in the cache folder.
-
-    Raises:
-        FileNotFoundError: a folder vanished meanwhile.
-        OSError: a folder cannot be created.
-        CacheError: the cache is not writable, or owner or mode of a folder is not safe.
-    """
+    """Creates and checks the folders of ``prepare`` once."""
     make_private(location.path)
     root = open_folder(location)
     try:
@@ -204,13 +181,6 @@ def fall_back(reason: str, *inside: str) -> Location:
 
     The folder lies in ``XDG_RUNTIME_DIR``, or else is a temporary folder, which is removed when the
     process ends.
-
-    Args:
-        reason: the reason why the user cache cannot be used, for the warning.
-        inside: names of folders to create in the returned cache folder.
-
-    Raises:
-        CacheError: a temporary folder would not be safe either.
     """
     global _fallback
     if _fallback is None:
@@ -232,15 +202,7 @@ def fall_back(reason: str, *inside: str) -> Location:
 
 
 def _fresh_folder(reason: str) -> str:
-    """Creates a temporary folder that is removed when this process ends.
-
-    Args:
-        reason: the reason why a temporary folder is needed, for the error.
-
-    Raises:
-        CacheError: there is no place for temporary folders, or another user could replace the
-            folder.
-    """
+    """Creates a temporary folder that is removed when this process ends."""
     import atexit
     import shutil
     import tempfile
@@ -279,13 +241,6 @@ def writable_cache(*inside: str) -> Location:
     If the default user cache cannot be used, or others could exchange a folder above it, the folder
     that ``fall_back`` returns takes its place. A folder that ``APEX_TE_CACHE_DIR`` names gets a
     warning in the second case.
-
-    Args:
-        inside: names of folders to create in the cache.
-
-    Raises:
-        CacheError: the folder that ``APEX_TE_CACHE_DIR`` names cannot be used.
-        OSError: no space is left.
     """
     location = user_cache()
     if _fallback is None and (problem := parent_problem(location.path)):
@@ -309,9 +264,6 @@ def locations(package: str) -> Iterator[Location]:
 
     The order is: the folder of the libraries that were installed prebuilt, the user cache, the
     session's cache in ``XDG_RUNTIME_DIR``, and the folders of ``APEX_TE_CACHE_PATH``.
-
-    Args:
-        package: folder of the libraries that were installed prebuilt.
     """
     yield Location(package, False, "prebuilt")
     yield user_cache()
@@ -336,14 +288,8 @@ def look_up(
     An unsafe folder is skipped with one warning.
 
     Args:
-        package: folder of the libraries that were installed prebuilt.
-        library: file name of the library without ``.so``.
-        key: the library's cache key.
         capability: ``(major, minor)`` of the GPU that the library must run on, None for any.
         wanted: archs that the library must hold if ``capability`` is None.
-
-    Raises:
-        CacheError: the folder that ``APEX_TE_CACHE_DIR`` names is unsafe.
     """
     for location in locations(package):
         try:

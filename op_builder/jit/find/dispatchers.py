@@ -18,10 +18,6 @@ from .key import key_of
 def key_for(spec: DispatcherSpec, manifest: dict[str, Any]) -> tuple[str, str]:
     """Returns the cache key of an up-to-date dispatcher for the Python that a manifest names.
 
-    Args:
-        spec: the dispatcher.
-        manifest: manifest of a cached dispatcher, which names the Python.
-
     Returns:
         The key and the Python's version, such as "3.12"; both are "" if the manifest names no
         Python.

@@ -25,7 +25,6 @@ def _truncation(file_size: int, content: bytes) -> str:
 
     Args:
         file_size: bytes of the file.
-        content: the file's content.
     """
     if len(content) < _HEADER.size or content[:4] != b"\x7fELF":
         return f"it is no ELF file ({file_size} bytes)"
@@ -63,11 +62,7 @@ def _truncation(file_size: int, content: bytes) -> str:
 
 
 def file_problem(path: str | int) -> str:
-    """Returns the reason why a file is no complete shared library for this CPU, "" if it is one.
-
-    Args:
-        path: path of the file, or a descriptor, which stays open.
-    """
+    """Returns the reason why a file is no complete shared library for this CPU, "" if it is one."""
     try:
         with open(path, "rb", closefd=isinstance(path, str)) as file:
             content = file.read()
@@ -96,14 +91,7 @@ def _text(content: bytes, offset: int) -> str:
 
 
 def _version_names(content: bytes, offset: int, count: int, strings: int) -> Iterator[str]:
-    """Yields the names in a table of needed versions, such as "GLIBC_2.34".
-
-    Args:
-        content: the library.
-        offset: offset of the table, a list of ``Elf64_Verneed`` with ``Elf64_Vernaux`` each.
-        count: number of entries.
-        strings: offset of the table's strings.
-    """
+    """Yields the names in a table of needed versions, such as "GLIBC_2.34"."""
     for _ in range(count):
         _, auxiliaries, _, first, following = struct.unpack_from("<HHIII", content, offset)
         at = offset + first
@@ -115,14 +103,7 @@ def _version_names(content: bytes, offset: int, count: int, strings: int) -> Ite
 
 
 def needs(content: bytes) -> Needs:
-    """Returns what a shared library needs of the system.
-
-    Args:
-        content: content of the file.
-
-    Raises:
-        ValueError: the file is no 64-bit shared library for x86-64 or aarch64.
-    """
+    """Returns what a shared library needs of the system."""
     if content[:6] != b"\x7fELF\x02\x01":
         raise ValueError("not a 64-bit ELF file")
     header = _HEADER.unpack_from(content)

@@ -105,7 +105,6 @@ def _proc_path(fd: int, file: tuple[int, int]) -> str:
     identity, one binary digit for each of the separators "/" and "/./", which the kernel ignores.
 
     Args:
-        fd: the descriptor.
         file: device and inode number of its file.
     """
     device, inode = file
@@ -146,10 +145,6 @@ def _as_safe_as_code(status: os.stat_result, path: str) -> bool:
 
     pip installs with the user's umask: with 002, modules and libraries alike belong to a user's own
     group that may write them. A file that all users may write is never safe.
-
-    Args:
-        status: status of the file.
-        path: path of the file.
     """
     if not path.startswith(_PACKAGE + os.sep) or status.st_mode & 0o002:
         return False
@@ -159,14 +154,7 @@ def _as_safe_as_code(status: os.stat_result, path: str) -> bool:
 
 
 def _check(status: os.stat_result, path: str, private: bool, folder: bool) -> None:
-    """Raises ``Unsafe`` if another user may write a file or folder.
-
-    Args:
-        status: status of the file or folder.
-        path: path for the message.
-        private: also refuses a file or folder that belongs to root.
-        folder: expects a folder instead of a regular file.
-    """
+    """Raises ``Unsafe`` if another user may write a file or folder."""
     kind = stat.S_ISDIR if folder else stat.S_ISREG
     if not kind(status.st_mode):
         raise Unsafe(f"{path} must be a {'real folder' if folder else 'regular file'}")
@@ -181,12 +169,7 @@ def _check(status: os.stat_result, path: str, private: bool, folder: bool) -> No
 
 
 def open_folder(location: Location) -> int:
-    """Checks owner and mode of a cache folder and returns its descriptor.
-
-    Raises:
-        FileNotFoundError: the folder does not exist.
-        CacheError: the folder cannot be opened, or its owner or mode is not safe.
-    """
+    """Checks owner and mode of a cache folder and returns its descriptor."""
     try:
         fd = os.open(location.path, _FOLDER)
     except OSError as error:
@@ -211,19 +194,7 @@ def open_folder(location: Location) -> int:
 
 
 def open_inside(parent: int, name: str, path: str, private: bool, folder: bool) -> int:
-    """Checks owner and mode of a file or folder in a checked folder and returns its descriptor.
-
-    Args:
-        parent: descriptor of the checked folder.
-        name: name of the file or folder in it.
-        path: full path for messages.
-        private: refuses a file or folder that belongs to root.
-        folder: opens a folder instead of a file.
-
-    Raises:
-        OSError: the file or folder cannot be opened.
-        Unsafe: the file or folder is a link, or its owner or mode is not safe.
-    """
+    """Checks owner and mode of a file or folder in a checked folder and returns its descriptor."""
     try:
         fd = os.open(name, _FOLDER if folder else _FILE, dir_fd=parent)
     except OSError as error:
@@ -239,18 +210,7 @@ def open_inside(parent: int, name: str, path: str, private: bool, folder: bool) 
 
 
 def read_text(parent: int, name: str, path: str, private: bool) -> str:
-    """Returns the text of a file in a checked folder, at most its first MiB.
-
-    Args:
-        parent: descriptor of the checked folder.
-        name: name of the file in it.
-        path: full path for messages.
-        private: refuses a file that belongs to root.
-
-    Raises:
-        OSError: the file cannot be opened.
-        Unsafe: the file is a link, or its owner or mode is not safe.
-    """
+    """Returns the text of a file in a checked folder, at most its first MiB."""
     fd = open_inside(parent, name, path, private, folder=False)
     try:
         return os.read(fd, _LARGEST_TEXT).decode("utf-8", "replace")
@@ -292,11 +252,7 @@ class _Manifest(NamedTuple):
 
 
 def _parse(text: str) -> _Manifest:
-    """Returns the parsed text of a manifest.
-
-    Raises:
-        ValueError: the text is not what ``publish`` writes.
-    """
+    """Returns the parsed text of a manifest."""
     try:
         data = json.loads(text)
         found = _Manifest(**{name: data[name] for name in _Manifest._fields if name in data})
@@ -330,11 +286,7 @@ def _checksum(fd: int, size: int) -> int | None:
 
 
 def _open_library(parent: int, name: str, path: str, private: bool, manifest: _Manifest) -> int:
-    """Returns the descriptor of a library after comparing it with its manifest.
-
-    Raises:
-        Damaged: size or checksum is not the manifest's.
-    """
+    """Returns the descriptor of a library after comparing it with its manifest."""
     fd = open_inside(parent, name, path, private, folder=False)
     try:
         size = os.fstat(fd).st_size
@@ -360,20 +312,8 @@ def open_entry(
     """Returns the opened library of a cache entry; None for another key or without a needed arch.
 
     Args:
-        parent: descriptor of the folder that the entry's folder lies in.
-        folder: path of the entry's folder.
-        location: the cache folder.
-        library: file name of the library without ``.so``.
-        key: the library's cache key.
         capability: ``(major, minor)`` of the GPU that the library must run on, None for any.
         wanted: archs that the library must hold if ``capability`` is None.
-
-    Raises:
-        Unsafe: owner or mode of a file is not safe.
-        Damaged: the library is not what its manifest describes.
-        Unfit: this machine cannot run the library, or ld.so has refused it.
-        OSError: a file cannot be opened.
-        ValueError: the manifest is broken.
     """
     private = location.private
     fd = open_inside(parent, os.path.basename(folder), folder, private, folder=True)

@@ -98,12 +98,7 @@ def _fits(name: str, value: Any) -> bool:
 
 
 def _parsed(text: str) -> dict[str, Any]:
-    """Returns the parsed text of a manifest.
-
-    Raises:
-        ValueError: the text is not JSON, or an entry has another type than ``publish`` writes.
-        RecursionError: it is nested too deeply.
-    """
+    """Returns the parsed text of a manifest."""
     found = json.loads(text)
     if not isinstance(found, dict) or not all(_fits(*item) for item in found.items()):
         raise ValueError("not a manifest")
@@ -113,14 +108,8 @@ def _parsed(text: str) -> dict[str, Any]:
 def _entry(
     parent: int, location: cache.Location, folder: str, tag: str, check: bool
 ) -> Entry | None:
-    """Returns the cache entry ``tag`` of a key's folder; None if ``tag`` is a file, such as a log.
-
-    Args:
-        parent: descriptor of the folder of the key.
-        location: the cache folder.
-        folder: name of the folder of the key.
-        tag: name of the entry's folder.
-        check: reads the library, too, to find damage.
+    """Returns the cache entry ``tag`` of a key's folder; None if ``tag`` is a file, such as a
+    log.
     """
     match = FOLDER.fullmatch(folder)
     assert match is not None
@@ -161,13 +150,9 @@ def entries(
     """Returns the cache entries in a cache folder, an empty list if the folder does not exist.
 
     Args:
-        location: the cache folder.
         library: returns only entries of this library.
         check: reads the libraries, too, to find damage; else ``problem`` tells only of manifests.
         key: returns only entries in this folder, ``<library>-<first digits of the key>``.
-
-    Raises:
-        CacheError: owner or mode of the cache folder is not safe.
     """
     try:
         root = open_folder(location)
@@ -207,11 +192,6 @@ def last_seconds(location: cache.Location, library: str, tag: str) -> float | No
     """Returns the duration of a library's newest build in seconds, None if no entry records one.
 
     It is an estimate for the next build, whatever its sources are.
-
-    Args:
-        location: the cache folder.
-        library: file name of the library without ``.so``.
-        tag: folder name of the archs; builds for these archs are preferred to builds for others.
     """
     try:
         found = entries(location, library, check=False)

@@ -24,7 +24,6 @@ def normalise(flags: Iterable[str], root: str) -> list[str]:
     """Returns compiler flags without absolute paths, so that keys do not depend on places.
 
     Args:
-        flags: the flags.
         root: the project's root, replaced by "<root>"; other folders become "<system>".
     """
     result = []
@@ -52,11 +51,7 @@ def _named_sources(spec: OpSpec, device: str) -> dict[str, bytes]:
 
 
 def key_of(spec: OpSpec, device: str) -> str:
-    """Returns the cache key of the library for ``device``, 64 hexadecimal digits.
-
-    Raises:
-        UnknownOpError: a source does not exist.
-    """
+    """Returns the cache key of the library for ``device``, 64 hexadecimal digits."""
     try:
         sources = _named_sources(spec, device)
     except FileNotFoundError as error:

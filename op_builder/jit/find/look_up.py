@@ -15,12 +15,7 @@ def wanted_archs(spec: OpSpec, device: str, capability: Capability | None) -> tu
     """Returns the archs to build a library for, none if it has no GPU code.
 
     Args:
-        spec: the op.
-        device: "cpu" or "cuda".
         capability: ``(major, minor)`` of the GPU that the library must run on, None for any.
-
-    Raises:
-        ArchError: no arch can be chosen, or the environment's list does not serve ``capability``.
     """
     if not spec.needs_archs(device):
         return ()
@@ -33,13 +28,8 @@ def look_up(
     """Returns the opened library for ``device`` if a cache folder holds it, else None.
 
     Args:
-        spec: the op.
-        device: "cpu" or "cuda".
         capability: ``(major, minor)`` of the GPU that the library must run on; by default the
             library must hold the archs that the environment lists, if it lists any.
-
-    Raises:
-        CacheError: the folder that ``APEX_TE_CACHE_DIR`` names is unsafe.
     """
     key = key_of(spec, device)
     library = spec.library_name(device)

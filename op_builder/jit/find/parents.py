@@ -62,9 +62,6 @@ def parent_problem(path: str) -> str:
 
     Each folder on the way counts, also behind links. ``path`` itself is not looked at, nor is what
     does not exist.
-
-    Args:
-        path: an absolute path.
     """
     owners, folder, links = _trusted_owners(), "/", 0
     rest = [name for name in reversed(path.split("/")) if name not in ("", ".")]

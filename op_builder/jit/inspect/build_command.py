@@ -37,9 +37,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Compiles the libraries and prints a table of them; progress goes to stderr.
 
-    Args:
-        args: options, as ``add_arguments`` declares them.
-
     Returns:
         Exit status: 0 if all libraries are ready, 1 if a build failed, 2 for a bad request.
     """

@@ -52,11 +52,7 @@ class Removed(NamedTuple):
 
 
 def folders() -> list[cache.Location]:
-    """Returns the existing caches that belong to this user: the user cache and the session's.
-
-    Raises:
-        CacheError: owner or mode of one of them is not safe.
-    """
+    """Returns the existing caches that belong to this user: the user cache and the session's."""
     found = [cache.user_cache()]
     session = cache.runtime_cache()
     if session is not None and session.path != found[0].path:
@@ -70,12 +66,7 @@ def folders() -> list[cache.Location]:
 
 
 def strangers(folder: str, library: str) -> list[str]:
-    """Returns the paths, in the folder of a key, of files that no build wrote.
-
-    Args:
-        folder: path of the folder of the key.
-        library: file name of the key's library without ``.so``.
-    """
+    """Returns the paths, in the folder of a key, of files that no build wrote."""
     found = []
     for name in sorted(os.listdir(folder)):
         path = os.path.join(folder, name)
@@ -150,10 +141,6 @@ class Cleaner:
         """Moves a folder into ``tmp`` with one rename and removes it there.
 
         No look-up finds half of it. If the process dies in between, a later build removes the rest.
-
-        Args:
-            name: name of the folder's key, from which that in ``tmp`` is made.
-            path: path of the folder.
         """
         if self.dry:
             return
@@ -163,13 +150,7 @@ class Cleaner:
         shutil.rmtree(aside)
 
     def key(self, folder: str, reason_of: Callable[[Entry], str], unused: str) -> None:
-        """Removes the entries of one key that there is a reason to remove.
-
-        Args:
-            folder: name of the folder of the key.
-            reason_of: returns the reason to remove an entry, "" to leave it.
-            unused: reason to remove a folder that holds no entry but logs, "" to leave it.
-        """
+        """Removes the entries of one key that there is a reason to remove."""
         path = self._path(folder)
         if os.path.islink(path) or not os.path.isdir(path):
             self._note(path, folder, "it is no folder of ours", left=True)
@@ -203,12 +184,7 @@ class Cleaner:
         return f"{found[0]} in it is not ours" if found else ""
 
     def _remove_entries(self, folder: str, doomed: list[tuple[str, str, str]]) -> None:
-        """Removes entries of one key, and the whole folder with its logs if no entry remains.
-
-        Args:
-            folder: name of the folder of the key.
-            doomed: ``(path, name, reason)`` of each entry to remove.
-        """
+        """Removes entries of one key, and the whole folder with its logs if no entry remains."""
         for path, name, reason in doomed:
             self._note(path, name, reason)
         path = self._path(folder)
@@ -269,11 +245,7 @@ def remove_all(place: cache.Location, dry: bool = False) -> list[Removed]:
     """Removes all that this project wrote to a cache: entries, leftovers, locks and GEMM tables.
 
     Args:
-        place: the cache.
         dry: removes nothing and only lists what would be removed.
-
-    Returns:
-        The files and folders that were removed or left.
     """
     cleaner = Cleaner(place, dry)
     for folder in _keys(place):
@@ -292,12 +264,7 @@ def remove_stale(place: cache.Location, now: Current, dry: bool = False) -> list
     """Removes stale entries, as ``Current.stale`` defines them, and leftovers over an hour old.
 
     Args:
-        place: the cache.
-        now: keys and compilers of up-to-date entries.
         dry: removes nothing and only lists what would be removed.
-
-    Returns:
-        The files and folders that were removed or left.
     """
     cleaner = Cleaner(place, dry)
     for folder in _keys(place):
@@ -316,12 +283,7 @@ def remove_ops(place: cache.Location, ops: Iterable[str], dry: bool = False) -> 
     """Removes all entries of some ops, up to date or not.
 
     Args:
-        place: the cache.
-        ops: names of the ops.
         dry: removes nothing and only lists what would be removed.
-
-    Returns:
-        The files and folders that were removed or left.
     """
     wanted = set(ops)
     cleaner = Cleaner(place, dry)
@@ -336,16 +298,7 @@ def remove_ops(place: cache.Location, ops: Iterable[str], dry: bool = False) -> 
 
 
 def check_names(ops: Iterable[str], known: Iterable[str], places: Iterable[cache.Location]) -> None:
-    """Checks that each name belongs to an installed op or to an op that has cache entries.
-
-    Args:
-        ops: names to check.
-        known: names of the ops that are installed.
-        places: caches whose entries count.
-
-    Raises:
-        UnknownOpError: a name belongs to neither.
-    """
+    """Checks that each name belongs to an installed op or to an op that has cache entries."""
     names = set(known) | {op_of(entry) for place in places for entry in entries(place, check=False)}
     for op in ops:
         if op not in names:

@@ -30,9 +30,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Removes the libraries asked for and prints a line for each.
 
-    Args:
-        args: options, as ``add_arguments`` declares them.
-
     Returns:
         Exit status: 0 if all were removed, 1 if any was left, 2 if the request is not clear.
     """
@@ -73,8 +70,6 @@ def _print(found: list[Removed], places: list[str], dry: bool) -> None:
     """Prints the files and folders removed or left, and the sum.
 
     Args:
-        found: the files and folders.
-        places: paths of the caches.
         dry: True if nothing was removed.
     """
     word = "would go" if dry else "removed"

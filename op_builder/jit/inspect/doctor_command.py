@@ -18,9 +18,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Prints the verdict, and below it every problem.
 
-    Args:
-        args: options, as ``add_arguments`` declares them.
-
     Returns:
         Exit status: 0 if apex_te is ready, 1 if something is in the way.
     """

@@ -33,9 +33,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Prints the entries of each cache folder, with a note at those that are stale.
 
-    Args:
-        args: options, as ``add_arguments`` declares them.
-
     Returns:
         Exit status: 0, or 1 if a cache folder is unsafe.
     """

@@ -97,15 +97,7 @@ def torch() -> Facts:
 
 
 def _cxx() -> tuple[str, str, str]:
-    """Finds the C++ compiler.
-
-    Returns:
-        ``(path, version, origin)``: the command with its arguments, the first line of
-        ``--version``, and "CXX" or "PATH", which named the compiler.
-
-    Raises:
-        BuildError: no compiler was found, or ``CXX`` is bad.
-    """
+    """Finds the C++ compiler."""
     origin = "CXX" if os.environ.get("CXX", "").strip() else "PATH"
     return " ".join(toolchain.find_cxx()), toolchain.cxx_version(), origin
 
@@ -113,18 +105,7 @@ def _cxx() -> tuple[str, str, str]:
 def _gpu_compiler(
     name: str, found: toolchain.Nvcc, version: str, homes: Sequence[str]
 ) -> tuple[str, str, str]:
-    """Finds out what led to the nvcc or hipcc that builds use.
-
-    Args:
-        name: "nvcc" or "hipcc".
-        found: path and toolkit folder of the compiler.
-        version: version text of the compiler.
-        homes: environment variables that may name a toolkit's folder, the most important first.
-
-    Returns:
-        ``(path, version, origin)``: the origin is the variable whose folder has the compiler,
-        "PATH", or "the usual places".
-    """
+    """Finds out what led to the nvcc or hipcc that builds use."""
     origin = "PATH" if shutil.which(name) == found.path else "the usual places"
     for variable in reversed(homes):
         home = os.environ.get(variable, "").strip(": \t")
@@ -165,9 +146,6 @@ def _cublaslt() -> tuple[str, str, str]:
     Returns:
         ``(folder, "", "")``: the folder of the wheel that has the header, or that of the CUDA
         toolkit if the toolkit has it.
-
-    Raises:
-        BuildError: nvcc or the header is missing.
     """
     nvcc = toolchain.find_nvcc()
     folders = toolchain.find_header("cublasLt.h", "cublas", nvcc)
@@ -267,12 +245,7 @@ _READ: dict[str, Callable[[], object] | None] = {
 
 
 def settings() -> list[Facts]:
-    """Returns the variables that are set and that look-ups or builds read, with their problems.
-
-    Returns:
-        A dict for each: "name", "value" and "problem", the error that its value causes or "". For a
-        variable ``APEX_TE_*`` that nothing reads, a likely typo, it is ``UNREAD``.
-    """
+    """Returns the variables that are set and that look-ups or builds read, with their problems."""
     found = []
     for name in sorted(os.environ):
         ours = name.startswith("APEX_TE_")

@@ -70,11 +70,6 @@ def found_entry(
 ) -> tuple[str, str] | None:
     """Returns the entry that a process with the visible GPUs would load, None if there is none.
 
-    Args:
-        spec: the op.
-        device: "cpu" or "cuda".
-        capabilities: capabilities of the visible GPUs.
-
     Returns:
         Two strings: the kind of the cache folder ("prebuilt", "cache" or "extra") and the path of
         the entry's folder. None if a GPU that is new enough for the op has no library.
@@ -95,11 +90,7 @@ def found_entry(
 
 
 def archs_to_build(spec: OpSpec, device: str, here: Here) -> tuple[Arch, ...]:
-    """Returns the archs that a build of the library would be for, none without GPU code.
-
-    Raises:
-        BuildError: no arch is known, none runs the op, or the environment's list is bad.
-    """
+    """Returns the archs that a build of the library would be for, none without GPU code."""
     if not spec.needs_archs(device):
         return ()
     if here.targets is None:
@@ -108,12 +99,7 @@ def archs_to_build(spec: OpSpec, device: str, here: Here) -> tuple[Arch, ...]:
 
 
 def check_build(spec: OpSpec, device: str, archs: Sequence[Arch]) -> None:
-    """Raises the error that a build would end with before its first command; changes nothing.
-
-    Raises:
-        BuildError: compiling is forbidden, a program or header is missing, or the cache that
-            ``APEX_TE_CACHE_DIR`` names is not writable.
-    """
+    """Raises the error that a build would end with before its first command; changes nothing."""
     spec.check_device(device)
     if env.jit_disabled():
         raise BuildError("APEX_TE_DISABLE_JIT forbids compiling")
@@ -127,11 +113,6 @@ def recent_failure(
     spec: OpSpec, device: str, archs: Sequence[Arch]
 ) -> tuple[CompileError, float] | None:
     """Returns a stored compile error that a call would raise instead of compiling, or None.
-
-    Args:
-        spec: the op.
-        device: "cpu" or "cuda".
-        archs: archs that a build would be for.
 
     Returns:
         The error and its age in seconds; None instead of both if none applies.
@@ -200,13 +181,7 @@ def broken_builder(name: str, reason: str) -> Facts:
 
 
 def _entry_facts(spec: OpSpec, name: str, folder: str) -> Facts:
-    """Returns what the manifest of an entry says, as a dict for JSON.
-
-    Args:
-        spec: the op.
-        name: file name of the library without ``.so``.
-        folder: path of the entry's folder.
-    """
+    """Returns what the manifest of an entry says, as a dict for JSON."""
     for location in cache.locations(spec.prebuilt_folder):
         if os.path.dirname(os.path.dirname(folder)) != location.path:
             continue
@@ -277,7 +252,6 @@ def collect(builders: Iterable[OpSpec], problems: Mapping[str, str] | None = Non
     """Returns the whole report as a dict for JSON.
 
     Args:
-        builders: ops to report on; the dispatcher and the handlers for JAX are added.
         problems: names of ops whose builders do not load, with the reasons.
     """
     core = DispatcherSpec()

@@ -23,9 +23,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Prints the report.
 
-    Args:
-        args: options, as ``add_arguments`` declares them, and ``sections``, as ``cli.main`` has it.
-
     Returns:
         Exit status: 0, or 1 if the settings are such that a call would raise an error.
     """
@@ -181,8 +178,6 @@ def lines(
     """Yields the lines of the report as text; only paths may exceed ``WIDTH``.
 
     Args:
-        facts: the report.
-        paths: adds the path of each library.
         more: lines of further sections by their labels.
     """
     yield from _machine(facts)

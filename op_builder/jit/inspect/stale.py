@@ -35,9 +35,6 @@ class Current:
         """Takes the attributes and the dispatcher.
 
         Args:
-            keys: see the attribute.
-            compilers: see the attribute.
-            machine: see the attribute.
             dispatcher: dispatcher whose entries for other Pythons are up to date, too; None if they
                 are not to be recognised.
         """

@@ -35,9 +35,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Prints key, look-up and next call of each library of an op.
 
-    Args:
-        args: options, as ``add_arguments`` declares them.
-
     Returns:
         Exit status: 0 if the next call finds or builds the libraries, 1 if it would raise an error,
         2 if no op is named.
@@ -71,17 +68,7 @@ def _devices(spec: OpSpec, device: str | None, here: report.Here) -> list[str]:
 
 
 def explain(spec: OpSpec, device: str, here: report.Here) -> Facts:
-    """Returns the explanation of one library's look-up as a dict for JSON.
-
-    Args:
-        spec: the op.
-        device: "cpu" or "cuda".
-        here: GPUs and archs of this machine.
-
-    Returns:
-        Key and what it is made of, the "steps" of the look-up, one per cache folder, and "next",
-        the outcome of the next call.
-    """
+    """Returns the explanation of one library's look-up as a dict for JSON."""
     made = made_of(spec, device)
     facts: Facts = {
         "op": spec.NAME,
@@ -110,15 +97,7 @@ def explain(spec: OpSpec, device: str, here: report.Here) -> Facts:
 def _step(
     place: cache.Location, spec: OpSpec, device: str, here: report.Here, facts: Facts
 ) -> Facts:
-    """Returns the entries of a library in one cache folder with verdicts, as a dict for JSON.
-
-    Args:
-        place: the cache folder.
-        spec: the op.
-        device: "cpu" or "cuda".
-        here: GPUs and archs of this machine.
-        facts: key, flags, compiler and archs of the library, from ``explain``.
-    """
+    """Returns the entries of a library in one cache folder with verdicts, as a dict for JSON."""
     step: Facts = {"kind": place.kind, "path": place.path, "found": [], "problem": ""}
     step["exists"] = os.path.lexists(place.path)
     try:
@@ -144,13 +123,6 @@ def _verdict(
     entry: Entry, spec: OpSpec, device: str, here: report.Here, facts: Facts
 ) -> tuple[str, bool]:
     """Judges if a look-up would use an entry.
-
-    Args:
-        entry: the entry.
-        spec: the op.
-        device: "cpu" or "cuda".
-        here: GPUs and archs of this machine.
-        facts: key, flags, compiler and archs of the library, from ``explain``.
 
     Returns:
         The verdict as text, and True if a look-up would use the entry.
@@ -209,7 +181,6 @@ def _changed_flags(old: list[str], new: list[str]) -> list[str]:
 
     Args:
         old: flags in the entry's manifest; empty if none are recorded.
-        new: present flags.
 
     Returns:
         A list of one text, such as "flags: now -O3, not -O2"; an empty list if the flags are equal
@@ -252,11 +223,7 @@ _STEP = {"prebuilt": "prebuilt", "cache": "user cache", "extra": "read-only"}
 
 
 def lines(facts: Facts) -> Iterator[str]:
-    """Yields the lines of an explanation as text; only paths may exceed ``WIDTH``.
-
-    Args:
-        facts: the explanation, from ``explain``.
-    """
+    """Yields the lines of an explanation as text; only paths may exceed ``WIDTH``."""
     yield f"{facts['op']} ({facts['device']})"
     yield from field("key", facts["key"])
     yield from field("settings", _settings(facts))

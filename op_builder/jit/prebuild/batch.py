@@ -58,25 +58,14 @@ class Wanted(NamedTuple):
         return bool(self.label), len(self.archs) * len(sources), read
 
     def report(self, state: str, **values: Any) -> LibraryReport:
-        """Returns the row of this library in a build's report.
-
-        Args:
-            state: one of ``build_report.STATES``.
-            values: other fields of ``LibraryReport``.
-        """
+        """Returns the row of this library in a build's report."""
         archs = tuple(str(arch) for arch in self.archs)
         row = LibraryReport(self.op, self.device, state, archs)
         return row._replace(**values)
 
 
 def manifest_report(wanted: Wanted, state: str, path: str) -> LibraryReport:
-    """Returns the row of a library in a build's report, with the facts of its manifest.
-
-    Args:
-        wanted: the library.
-        state: one of ``build_report.STATES``.
-        path: path of the library; its manifest lies beside it.
-    """
+    """Returns the row of a library in a build's report, with the facts of its manifest."""
     with open(os.path.join(os.path.dirname(path), cache.MANIFEST), encoding="utf-8") as file:
         manifest = json.load(file)
     return wanted.report(
@@ -94,11 +83,9 @@ def _build_one(
     """Compiles one library and returns its row, whose state is "built" or "failed"; raises nothing.
 
     Args:
-        wanted: the library.
         location: cache folder to build in; None for the user's.
         jobs: number of compilers at once.
         started: seconds since the epoch at which the caller began to wait.
-        verbose: shows the compiler commands.
     """
     from ..build.service import build
 
@@ -146,11 +133,9 @@ def build_all(
     A build that fails stops no other.
 
     Args:
-        wanted: the libraries.
         location: cache folder to build in; None for the user's.
         jobs: number of compilers at once, in all builds together.
         started: seconds since the epoch at which the caller began to wait, by default now.
-        verbose: shows the compiler commands.
 
     Returns:
         The report, with one row per library in the order of ``wanted``.
@@ -192,10 +177,6 @@ def _fitting(pending: list[Wanted], free: int) -> Iterator[tuple[Wanted, int]]:
 
     Args:
         pending: libraries not yet started, in order.
-        free: number of compilers that may be started.
-
-    Yields:
-        A library, and the number of compilers that its build may run.
     """
     while pending and free:
         item = pending.pop(0)

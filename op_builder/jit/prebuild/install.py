@@ -77,9 +77,6 @@ def _asked_by_apex(builders: Mapping[str, OpSpec]) -> dict[str, str]:
 
     Returns:
         The variable by the op's name.
-
-    Raises:
-        SettingError: a variable's value is no boolean, or asks for what is not served.
     """
     own = {spec.BUILD_VAR for spec in builders.values()}
     asked = {}
@@ -105,10 +102,6 @@ def select(builders: Mapping[str, OpSpec]) -> list[Choice]:
 
     Args:
         builders: ops by name.
-
-    Raises:
-        SettingError: the value of a variable is no boolean, or asks for an extension of apex that
-            is not served.
     """
     asked = _asked_by_apex(builders)
     cpp, cuda = env.boolean(CPP_OPS, False), env.boolean(CUDA_OPS, False)
@@ -153,12 +146,6 @@ def check_install(builders: Mapping[str, OpSpec], arguments: Iterable[str] = ())
 
     Args:
         builders: ops by name.
-        arguments: options given to the installation.
-
-    Raises:
-        SettingError: an ``APEX_BUILD_*`` variable is set that no op reads, an option is one that
-            only apex's installation knows, or libraries are to be compiled although
-            ``APEX_TE_DISABLE_JIT`` forbids compiling.
     """
     choices = select(builders)
     for name in unknown_variables(builders):
@@ -183,11 +170,7 @@ def check_install(builders: Mapping[str, OpSpec], arguments: Iterable[str] = ())
 
 
 def named_machine() -> str:
-    """Returns the CPU architecture that ``APEX_BUILD_MACHINE`` names, else this machine's.
-
-    Raises:
-        SettingError: the variable names an architecture that apex_te does not run on.
-    """
+    """Returns the CPU architecture that ``APEX_BUILD_MACHINE`` names, else this machine's."""
     name = os.environ.get(MACHINE, "").strip() or machine()
     if name not in _MACHINES and name != machine():
         raise SettingError(f"{MACHINE} must be one of {', '.join(_MACHINES)}, got {name!r}")
@@ -195,10 +178,8 @@ def named_machine() -> str:
 
 
 def version_label() -> str:
-    """Returns what ``APEX_BUILD_LABEL`` adds to the version: "+cpu" for "cpu", "" if it is unset.
-
-    Raises:
-        SettingError: the label is no local version label of a Python package.
+    """Returns what ``APEX_BUILD_LABEL`` adds to the version: "+cpu" for "cpu", "" if it is
+    unset.
     """
     label = os.environ.get(LABEL, "").strip()
     if label and re.fullmatch(r"[a-z0-9]+(\.[a-z0-9]+)*", label) is None:
@@ -209,11 +190,7 @@ def version_label() -> str:
 
 
 def _check_machine(choices: Iterable[Choice]) -> None:
-    """Checks that what is asked for can be compiled for the CPU architecture that is named.
-
-    Raises:
-        SettingError: the architecture is unknown, or CUDA libraries are asked for another one.
-    """
+    """Checks that what is asked for can be compiled for the CPU architecture that is named."""
     name = named_machine()
     if name != machine() and any(each.wanted and each.device == "cuda" for each in choices):
         raise SettingError(
@@ -233,15 +210,6 @@ def into_package(
 
     Args:
         builders: ops by name.
-        choices: decisions of ``check_install``.
-        target: the folder.
-
-    Returns:
-        The report, with the skipped libraries.
-
-    Raises:
-        PrebuildError: a build failed, or lacks a program, a header or an arch.
-        SettingError: a flag, or the compiler by itself, is for one kind of CPU alone.
     """
     with compile_for(named_machine()):
         return _into_package(builders, choices, target)
@@ -275,12 +243,7 @@ def _into_package(
 
 
 def _check_portable(wanted: Wanted) -> None:
-    """Checks that the flags of a library are for other machines' CPUs, too.
-
-    Raises:
-        SettingError: a flag is for this machine's CPU alone, or the compiler uses instructions
-            that not every CPU of the architecture has, as some distributions' compilers do.
-    """
+    """Checks that the flags of a library are for other machines' CPUs, too."""
     for flag in library.key_flags(wanted.spec, wanted.device):
         if toolchain.is_for_this_machine(flag):
             raise SettingError(

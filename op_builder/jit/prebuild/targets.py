@@ -57,10 +57,8 @@ class Targets(NamedTuple):
 
     @classmethod
     def find(cls, text: str | None = None) -> Targets:
-        """Returns the archs of the list ``text``, else of the environment's list, else of the GPUs.
-
-        Raises:
-            ArchError: a word of the list is not an arch, or the list is empty.
+        """Returns the archs of the list ``text``, else of the environment's list, else of the
+        GPUs.
         """
         named = ("arch", text) if text is not None else named_arch_list()
         if named is None:
@@ -76,11 +74,7 @@ class Targets(NamedTuple):
         return self.named is not None or bool(self.capabilities)
 
     def of(self, spec: OpSpec) -> tuple[Arch, ...]:
-        """Returns the archs to compile the op ``spec`` for.
-
-        Raises:
-            ArchError: no arch is known, or none runs the op.
-        """
+        """Returns the archs to compile the op ``spec`` for."""
         named = self.named
         if named is None and self.capabilities:
             named = ("the visible GPUs", ";".join(str(Arch(*c)) for c in self.capabilities))
@@ -94,14 +88,6 @@ def plan(
 
     Args:
         builders: ops by name.
-        choices: the decisions.
-        targets: archs to compile for.
-
-    Returns:
-        The libraries to compile, and the report's rows of those that are skipped.
-
-    Raises:
-        ArchError: no arch is known, or none runs an op that was asked for by name.
     """
     wanted: list[Wanted] = []
     rows: list[LibraryReport] = []

@@ -30,9 +30,6 @@ def check_ops(ops: str | Iterable[str] | None, builders: Mapping[str, OpSpec]) -
     Args:
         ops: one name or several; None for all ops.
         builders: ops by name.
-
-    Raises:
-        UnknownOpError: there is no op of a name.
     """
     if ops is None:
         return sorted(builders)
@@ -55,11 +52,6 @@ def choose_ops(
         builders: ops by name.
         ops: one name or several; None for all ops.
         device: "cpu" or "cuda"; None for both, without GPU libraries if no arch is known.
-        targets: archs to compile for.
-
-    Raises:
-        UnknownOpError: there is no op of a name.
-        SettingError: the device is neither "cpu" nor "cuda".
     """
     if device is not None and device not in DEVICES:
         raise SettingError(f"device must be one of {', '.join(DEVICES)}, got {device!r}")
@@ -76,12 +68,7 @@ def choose_ops(
 
 
 def _found(wanted: Wanted, targets: Targets) -> LibraryReport | None:
-    """Returns the report's row of a library that the caches hold, None if it must be compiled.
-
-    Args:
-        wanted: the library.
-        targets: archs; without a list it is enough that a library runs on each visible GPU.
-    """
+    """Returns the report's row of a library that the caches hold, None if it must be compiled."""
     spec, device = wanted.spec, wanted.device
     key, name = key_of(spec, device), spec.library_name(device)
     gpus: Sequence[Capability | None] = [None]
@@ -101,13 +88,7 @@ def _found(wanted: Wanted, targets: Targets) -> LibraryReport | None:
 def _missing(
     wanted: Iterable[Wanted], targets: Targets, rows: dict[Wanted, LibraryReport]
 ) -> list[Wanted]:
-    """Returns the libraries that the caches do not hold.
-
-    Args:
-        wanted: the libraries.
-        targets: archs to compile for.
-        rows: report rows, to which those of the libraries found are added.
-    """
+    """Returns the libraries that the caches do not hold."""
     missing = []
     for item in wanted:
         row = _found(item, targets)
@@ -133,19 +114,7 @@ def into_cache(
 
     Args:
         builders: ops by name.
-        choices: decisions of ``choose_ops``.
-        targets: archs to compile for.
         jobs: number of compilers at once; by default as many as the machine's limits allow.
-        verbose: shows the compiler commands.
-        jax: compiles the handlers for JAX, too.
-
-    Returns:
-        The report, with the libraries that were cached or skipped.
-
-    Raises:
-        PrebuildError: a build failed.
-        JitDisabledError: compiling is forbidden and a library is missing.
-        SettingError: ``jobs`` is less than 1.
     """
     started, begin = time.time(), time.monotonic()
     if jobs is not None and jobs < 1:

@@ -144,7 +144,6 @@ class Recipe(native.Recipe):
 
         Args:
             values: the arguments that Transformer Engine has, by name.
-            others: further keywords; unknown ones are ignored with one warning each.
         """
         kind = type(self).__name__
         for name in [name for name in others if name not in self._options]:

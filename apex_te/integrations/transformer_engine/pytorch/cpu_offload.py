@@ -152,9 +152,6 @@ def _copy(host: torch.Tensor, tensor: torch.Tensor) -> None:
 class _Saved:
     """Tensor that is on its device, on the CPU, or on both.
 
-    Args:
-        tensor: the tensor.
-
     Attributes:
         host: the copy on the CPU; None before ``store``.
         device: device that the tensor was on.
@@ -410,9 +407,6 @@ class ActivationOffload:
 
         They are None for the CPU, and where a CUDA graph is captured: a graph must not wait for the
         copies of another one.
-
-        Raises:
-            RuntimeError: a graph is captured without ``retain``.
         """
         if device.type != "cuda":
             return None, None
@@ -455,12 +449,7 @@ class ActivationOffload:
         saved.release()
 
     def _host(self, saved: _Saved, index: int, number: int) -> torch.Tensor | None:
-        """Returns the retained memory for a tensor of a layer; None if none is to be retained.
-
-        Args:
-            saved: the tensor.
-            index, number: of the layer, and of the tensor in the layer.
-        """
+        """Returns the retained memory for a tensor of a layer; None if none is to be retained."""
         tensor = saved.value
         if not self.retain or tensor is None:
             return None

@@ -221,14 +221,9 @@ def _either(name: str, value: Any, earlier_name: str, earlier: Any, default: Any
     """Returns the argument that was given under its name or its earlier one.
 
     Args:
-        name: name of the argument.
         value: its value, None if it was not given.
-        earlier_name: its earlier name.
         earlier: the value under the earlier name, None if it was not given.
         default: value if neither was given.
-
-    Raises:
-        TypeError: both were given, with values that differ.
     """
     if value is None:
         return default if earlier is None else earlier

@@ -255,10 +255,7 @@ def _chosen(
     """Returns the experts of each token, [tokens, topk], by largest score.
 
     Args:
-        owner: name of the function, for errors.
         scores: [tokens, experts].
-        topk: number of experts of each token.
-        num_groups, group_topk: as in ``fused_topk_with_score_function``.
     """
     scores = scores.detach()
     if not group_topk:

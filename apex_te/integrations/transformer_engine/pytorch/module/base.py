@@ -180,11 +180,7 @@ class TransformerEngineBaseModule(ExtraState):
             )
 
     def _validate_name(self) -> None:
-        """Gives the module a name if it has none, and checks it.
-
-        Raises:
-            TypeError: the attribute ``name`` is not a string.
-        """
+        """Gives the module a name if it has none, and checks it."""
         if self.name is None:
             number = self._fp8.number if isinstance(self, FP8Module) else id(self)
             self.name = f"{type(self).__name__}_{number}"

@@ -90,7 +90,6 @@ class FusedAdam(_fused_adam.FusedAdam):
         """Adds 1 to the step count of a group unless the step is skipped.
 
         Args:
-            group: the parameter group.
             scalars: loss scale and skip flag of this step.
         """
         device = self._device_of(group)
@@ -122,21 +121,14 @@ class FusedAdam(_fused_adam.FusedAdam):
         """Makes one state of a parameter, zeros; frameworks override it.
 
         Args:
-            param: one of the parameters.
-            state_name: "exp_avg", "exp_avg_sq" or "master_param".
             zero_buffer: has no effect; the state is zero.
-            store_param_remainders: ``state_name`` is the low half of a master weight.
         """
         dtype = torch.int16 if store_param_remainders else torch.float32
         zeros = torch.zeros(param.shape, dtype=dtype, device=param.device)
         self.set_scaled_state(param, state_name, zeros)
 
     def _adapted(self, state_dict: dict[str, Any]) -> dict[str, Any]:
-        """Returns a state dict with the step counts of parameters moved to their groups.
-
-        Raises:
-            ValueError: parameters of a group have taken different numbers of steps.
-        """
+        """Returns a state dict with the step counts of parameters moved to their groups."""
         states = {k: dict(v) if isinstance(v, dict) else v for k, v in state_dict["state"].items()}
         groups = []
         for group in state_dict["param_groups"]:
