@@ -87,7 +87,7 @@ def reduce_main_grads(
     if not isinstance(average, bool):
         raise TypeError(f"reduce_main_grads: average must be a bool, got {type(average).__name__}")
     started = os.environ.get("WORLD_SIZE", "1")  # by torchrun
-    if group is None and started != "1" and not distributed.is_initialized():
+    if group is None and started not in ("", "1") and not distributed.is_initialized():
         raise RuntimeError(
             f"reduce_main_grads: torch.distributed must be initialized on the {started} ranks of"
             " WORLD_SIZE; call torch.distributed.init_process_group first"

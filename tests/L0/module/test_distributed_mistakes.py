@@ -236,7 +236,9 @@ def test_mistake_has_an_error_with_the_users_names(name):
 
 def test_ranks_without_a_process_group_are_not_left_apart(monkeypatch):
     """torchrun's ranks that forgot init_process_group would train on their own."""
-    distributed.reduce_main_grads(linear())
+    for alone in ("", "1"):
+        monkeypatch.setenv("WORLD_SIZE", alone)
+        distributed.reduce_main_grads(linear())
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(RuntimeError, match=r"^reduce_main_grads: .* 2 ranks .*init_process_group"):
         distributed.reduce_main_grads(linear())
