@@ -23,6 +23,7 @@ sys.path.insert(0, str(ROOT))  # op_builder, as setup.py finds it: no torch is n
 
 from jit_templates import names, record, render  # noqa: E402
 from jit_templates.names import Refusal  # noqa: E402
+from jit_templates.tree import parsed  # noqa: E402
 
 NAME = "What is the name of the module? "
 CUDA = "Is this a CUDA module? (Y/n) "
@@ -76,12 +77,7 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
         help="include folders of the extension, relative to the root",
     )  # fmt: skip
     parser.add_argument("--yes", "-y", action="store_true", help="take the defaults, ask nothing")
-    parser.add_argument("--dry-run", action="store_true", help="say what would be done")
-    parser.add_argument("--remove", action="store_true", help="remove what was generated")
-    parser.add_argument("--force", action="store_true", help="remove files changed since, too")
-    options = parser.parse_args(arguments)
-    if options.force and not options.remove:
-        parser.error("--force goes with --remove: what exists is never overwritten")
+    options = parsed(parser, arguments)
     if options.remove:
         given = (options.sources, options.exports, options.include, options.cuda is not None)
         if any(given):

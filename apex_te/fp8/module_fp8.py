@@ -318,7 +318,7 @@ def init_fp8_state(model: torch.nn.Module, recipe: Recipe | str | None = None) -
     inits = [getattr(module, "_init_fp8_state", None) for module in model.modules()]
     if not any(inits):
         warnings.warn(
-            f"init_fp8_state: model has no layer that computes in FP8, got {type(model).__name__};"
+            f"init_fp8_state: model must contain FP8 layers, got {type(model).__name__};"
             " convert it with apex_te.from_torch first",
             stacklevel=3,
         )

@@ -58,8 +58,8 @@ _REPLACING = (Linear, LayerNorm, RMSNorm, Conv1DLinear, StackedExperts, JoinedNo
 # Attributes that every nn.Module has; a converted module keeps the values it had.
 _KEPT = frozenset(vars(nn.Module()))
 _NOTHING = (
-    "nothing was converted: the model has no torch.nn.Linear, LayerNorm or RMSNorm, and no Conv1D,"
-    " RMS norm or experts of Hugging Face"
+    "nothing was converted: the model does not contain torch.nn.Linear, LayerNorm or RMSNorm, nor"
+    " Hugging Face's Conv1D, RMS norms or experts"
 )
 _NOT_JOINED = (
     "fuse=True joined no layers, since it knows blocks of Hugging Face's models only; layers were"

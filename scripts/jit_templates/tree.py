@@ -82,12 +82,7 @@ class Template(NamedTuple):
             description=description, formatter_class=argparse.RawDescriptionHelpFormatter
         )
         parser.add_argument("name", help=f"name of the {self.noun}, in snake_case")
-        parser.add_argument("--dry-run", action="store_true", help="say what would be done")
-        parser.add_argument("--remove", action="store_true", help="remove what was generated")
-        parser.add_argument("--force", action="store_true", help="remove files changed since, too")
-        options = parser.parse_args(arguments)
-        if options.force and not options.remove:
-            parser.error("--force goes with --remove: what exists is never overwritten")
+        options = parsed(parser, arguments)
         try:
             if options.remove:
                 self.remove(options.name, root, options.force, options.dry_run)
@@ -109,3 +104,14 @@ def _check_word(name: str) -> None:
         raise Refusal(f"name must have at most {LONGEST} characters, got {len(name)}: {name!r}")
     if keyword.iskeyword(name) or hasattr(builtins, name):
         raise Refusal(f"name must not be a word of Python, got {name!r}")
+
+
+def parsed(parser: argparse.ArgumentParser, arguments: Sequence[str] | None) -> argparse.Namespace:
+    """Returns the options of a generator: those of ``parser``, --dry-run, --remove and --force."""
+    parser.add_argument("--dry-run", action="store_true", help="say what would be done")
+    parser.add_argument("--remove", action="store_true", help="remove what was generated")
+    parser.add_argument("--force", action="store_true", help="remove files changed since, too")
+    options = parser.parse_args(arguments)
+    if options.force and not options.remove:
+        parser.error("--force goes with --remove: what exists is never overwritten")
+    return options

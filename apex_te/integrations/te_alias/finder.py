@@ -105,9 +105,7 @@ class SubmoduleFinder:
 
 
 def _spec(name: str, shim: str, loaded: Callable[[], None] | None = None) -> ModuleSpec | None:
-    """Returns the import spec of a shim module by its second name; None if there is no such
-    shim.
-    """
+    """Returns the import spec of a shim module by its second name, None for any other name."""
     found = importlib.util.find_spec(shim)
     if found is None:
         return None

@@ -22,7 +22,7 @@ __all__ = [
 
 
 def with_dtypes(name: str, params: Any) -> Any:
-    """Returns a tree of parameters, of which all must be float32, float16 or bfloat16."""
+    """Returns a tree of parameters, which must all be float32, float16 or bfloat16."""
     for path, leaf in jax.tree_util.tree_leaves_with_path(params):
         dtype = getattr(leaf, "dtype", None)
         if dtype is None or jnp.dtype(dtype).name not in FLOATS:

@@ -177,7 +177,7 @@ class ParallelModule(FP8Module):
         self.tp_size = checked_tp_size(owner, tp_group, tp_size)
         if tp_size > 1 and vars(self).get("parallel_mode", "") is None:
             warnings.warn(
-                f"{owner}: tp_size={tp_size} has no effect without parallel_mode='column' or 'row'",
+                f"{owner}: tp_size={tp_size} is ignored without parallel_mode='column' or 'row'",
                 stacklevel=4,
             )
         self.tp_group = tp_group

@@ -43,7 +43,7 @@ _FIRST = Repeated()
 def run_repeatable(
     module: FP8Module, function: Callable[..., Any], args: tuple[Any, ...]
 ) -> tuple[Any, Any]:
-    """Returns ``function(*args, repeated)``, of which only the arguments are saved for backward."""
+    """Returns ``function(*args, repeated)`` and saves only the arguments for backward."""
     if torch.compiler.is_compiling():  # the compiler repeats a region by itself
 
         def call(*args: Any) -> Any:

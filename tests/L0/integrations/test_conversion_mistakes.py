@@ -268,7 +268,9 @@ def test_warning_of_layers_left_is_about_the_line_of_the_call():
 
 
 def test_model_without_any_layer_is_answered_once_and_an_excluded_one_not():
-    with pytest.warns(UserWarning, match="^from_torch: nothing was converted: the model has no"):
+    with pytest.warns(
+        UserWarning, match="^from_torch: nothing was converted: the model does not contain"
+    ):
         from_torch(nn.Sequential(nn.ReLU(), nn.Embedding(4, 4)))
     with warnings.catch_warnings():
         warnings.simplefilter("error")

@@ -784,9 +784,11 @@ def test_second_backward_says_what_to_do():
 
 
 def test_warnings_of_calls_without_effect():
-    with pytest.warns(UserWarning, match=r"^Linear: tp_size=2 has no effect without parallel_mode"):
+    with pytest.warns(UserWarning, match=r"^Linear: tp_size=2 is ignored without parallel_mode"):
         linear(tp_size=2)
-    with pytest.warns(UserWarning, match=r"^init_fp8_state: model has no layer .*, got ReLU"):
+    with pytest.warns(
+        UserWarning, match=r"^init_fp8_state: model must contain FP8 layers, got ReLU"
+    ):
         apex_te.init_fp8_state(torch.nn.ReLU())
 
 
