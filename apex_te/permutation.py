@@ -109,7 +109,7 @@ def moe_permute_and_pad_with_probs(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Permutes tokens and probs so that each expert's rows begin at a multiple of ``align_size``.
 
-    FP8 products need multiples of 16. Padding rows, and their probs, are zero.
+    FP8 GEMMs need multiples of 16. Padding rows, and their probs, are zero.
 
     Args:
         inp: [tokens, hidden], as in ``moe_permute``.

@@ -51,7 +51,7 @@ class _Part:
         self._group = group
         self._shape = tensor.shape
         self._numel = numel = tensor.numel()
-        # The order of memory is kept: a product of another layout could round differently.
+        # The order of memory is kept: a GEMM of another layout could round differently.
         self._stride = torch.empty_like(tensor, device="meta").stride()
         dense = tensor if tensor.stride() == self._stride else tensor.clone()
         size = -(-numel // world_size(group))

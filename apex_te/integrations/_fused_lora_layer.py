@@ -27,7 +27,7 @@ def is_fusable(module: nn.Module) -> bool:
 
 
 class FusedLoraLinear(LoraLinear):
-    """PEFT's LoRA layer over an ``apex_te.Linear``, whose product adds the adapter's."""
+    """PEFT's LoRA layer over an ``apex_te.Linear``, whose GEMM adds the adapter's."""
 
     def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Applies base and adapters to ``x`` as PEFT's layer does; see ``fuse_lora``."""
@@ -46,7 +46,7 @@ class FusedLoraLinear(LoraLinear):
         )
 
     def _one_adapter(self, x: torch.Tensor) -> str | None:
-        """Returns the name of the active adapter if the base's product can add it.
+        """Returns the name of the active adapter if the base's GEMM can add it.
 
         Returns:
             The name; None if PEFT's own forward is to run, which then has more to do than to add

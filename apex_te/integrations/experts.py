@@ -150,7 +150,7 @@ class StackedExperts(nn.Module):
 
         Returns:
             ``(out, rows)``: ``[rows, 2 ffn]``; the number of tokens of each expert as the second
-            product must have them, a list where a GPU has no products for such a tensor.
+            GEMM must have them, a list where a GPU has no GEMMs for such a tensor.
         """
         gemm, weight = self.gate_up_gemm, self.gate_up_proj
         if x.is_cuda and not self.down_proj.shape[2] % 16:

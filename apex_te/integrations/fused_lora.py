@@ -20,7 +20,7 @@ def fuse_lora(model: _Model) -> _Model:
     """Has PEFT's LoRA layers over ``apex_te.Linear`` add the adapter inside the base's FP8 product.
 
     Each such layer gets a subclass of its class, whose forward calls ``Linear.forward_low_rank``:
-    inside FP8 regions the base's products add the adapter's, in forward and backward, and layers
+    inside FP8 regions the base's GEMMs add the adapter's, in forward and backward, and layers
     with the same input share its cast if the recipe keeps no state. Results are those of the
     model before, with fewer roundings. Parameters, state dicts, saving, merging and adding adapters
     stay PEFT's.

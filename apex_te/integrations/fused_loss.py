@@ -143,7 +143,7 @@ class _LossInPlace(_InPlace):
 
 
 class _LazyHead(_InPlace):
-    """Callable in place of a head's ``forward``, which leaves the product to the loss.
+    """Callable in place of a head's ``forward``, which leaves the GEMM to the loss.
 
     Attributes:
         has_multiplied: True after a call that gave logits, since the loss could not compute them.
@@ -199,7 +199,7 @@ def _plain_loss() -> Callable[..., torch.Tensor]:
 
 
 def _head_to_fuse(model: Any) -> Any:
-    """Returns the model's head if it is nothing but a product now, else None.
+    """Returns the model's head if it is nothing but a GEMM now, else None.
 
     Adapters, hooks, shards and parametrizations need the head to be called, and so do options of
     ``apex_te.Linear`` by which its gradients go elsewhere.
@@ -263,13 +263,13 @@ def fuse_loss(
     files stay; copies and pickles of the model compute their loss so, too.
 
     Everything else runs as before: evaluation, generation, ``torch.compile``, a head with adapters,
-    hooks or a sharded weight, a head whose products are in FP8 or float64, another loss function,
+    hooks or a sharded weight, a head whose GEMMs are in FP8 or float64, another loss function,
     and, with a warning, models that scale or cap their logits (Gemma 2 and 3, Cohere, Granite) or
     compute their loss in their forward (T5, BART, Whisper).
 
     Args:
         model: a model such as ``LlamaForCausalLM``, or PEFT's around one.
-        fp8_recipe: recipe without state, or its name, by which the head's products run in FP8; None
+        fp8_recipe: recipe without state, or its name, by which the head's GEMMs run in FP8; None
             computes them in the head's dtype, also inside ``fp8_autocast``.
         chunk_rows, weight_grad_dtype: as for ``linear_cross_entropy``.
 

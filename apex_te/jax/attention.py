@@ -217,7 +217,7 @@ def _plain(
     dropout_rate: float,
     dropout_key: jax.Array | None,
 ) -> jax.Array:
-    """Attends by two products around a softmax in float32."""
+    """Attends by two GEMMs around a softmax in float32."""
     b, sq, h, d = query.shape
     g = key.shape[2]
     grouped = query.reshape(b, sq, g, h // g, d)

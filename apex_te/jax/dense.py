@@ -32,7 +32,7 @@ def dense(
     gemm: int = 0,
     inner: int = 1,
 ) -> jax.Array:
-    """Computes x @ kernel + bias, with FP8 products where an ``fp8_autocast`` region is enabled.
+    """Computes x @ kernel + bias, with FP8 GEMMs where an ``fp8_autocast`` region is enabled.
 
     Differentiable. The gradient with respect to ``state`` is the state after the step. Devices of a
     mesh compute their parts, whichever dimensions they share; what is a sum over a dimension that
@@ -43,7 +43,7 @@ def dense(
         kernel: [in..., out...] in x's dtype.
         bias: [out...] or None.
         state: FP8 state of the layer, as ``state.initial`` makes it; needed for delayed scaling.
-        gemm: number of this product among those of the state.
+        gemm: number of this GEMM among those of the state.
         inner: number of dimensions that are contracted, the last of x and the first of the kernel.
 
     Raises:

@@ -1,7 +1,7 @@
 """First scales from the first tensors, with ``DelayedScaling(first_step="current")``.
 
 The state of a module then has the leaf ``first_due``, a 1 for each slot whose scale has not been
-set yet: the slots of forward of all products, then those of backward.
+set yet: the slots of forward of all GEMMs, then those of backward.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from .ops.amax_scale_update import amax_scale_update
 __all__ = ["FIRST_DUE", "SLOTS", "initial", "numbers_of_gemm", "of_slots", "with_first_scale"]
 
 FIRST_DUE = "first_due"
-# Slots of each product's three tensors in forward and two in backward, as on PyTorch's side.
+# Slots of each GEMM's three tensors in forward and two in backward, as on PyTorch's side.
 SLOTS = {"fwd": 3, "bwd": 2}
 
 
@@ -32,7 +32,7 @@ def initial(recipe: DelayedScaling, gemms: int) -> dict[str, jax.Array]:
 
 
 def numbers_of_gemm(leaf: Any, gemm: int) -> list[int]:
-    """Returns the places of one product's slots in ``first_due`` of a module."""
+    """Returns the places of one GEMM's slots in ``first_due`` of a module."""
     forward = SLOTS["fwd"] * (leaf.shape[-1] // sum(SLOTS.values()))
     first = {"fwd": SLOTS["fwd"] * gemm, "bwd": forward + SLOTS["bwd"] * gemm}
     return [number for way in SLOTS for number in range(first[way], first[way] + SLOTS[way])]
@@ -46,10 +46,10 @@ def of_slots(of_gemms: jax.Array) -> jax.Array:
 def with_first_scale(
     state: Mapping[str, Any] | None, way: str, slot: int, x: jax.Array, recipe: Any
 ) -> Any:
-    """Returns the state of a product in which a slot that is due has the scale of its tensor.
+    """Returns the state of a GEMM in which a slot that is due has the scale of its tensor.
 
     Args:
-        state: the product's state, or None.
+        state: the GEMM's state, or None.
         way: "fwd" or "bwd".
         slot: number of the slot in forward or backward.
         x: the tensor that is about to be cast with the slot's scale.

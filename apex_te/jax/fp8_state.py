@@ -54,7 +54,7 @@ def initial(recipe: DelayedScaling, gemms: int = 1) -> dict[str, jax.Array]:
 
     Args:
         recipe: the recipe, for the length of the histories.
-        gemms: number of the module's products with a weight.
+        gemms: number of the module's GEMMs with a weight.
     """
     state = {}
     for way, slots in SLOTS.items():
@@ -167,7 +167,7 @@ def as_floats(state: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def cotangent(part: Mapping[str, Any], gemm: int, like: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the gradient with respect to a state: the next one of a product, nothing elsewhere.
+    """Returns the gradient with respect to a state: the next one of a GEMM, nothing elsewhere.
 
     Args:
         part: next state of the product.
@@ -317,7 +317,7 @@ def update_collections(new: Mapping[str, Any], original: Mapping[str, Any]) -> A
 
 
 def _with_unused(new: Any, original: Any) -> Any:
-    """Returns a tree of states with the original ones of products that were not used."""
+    """Returns a tree of states with the original ones of GEMMs that were not used."""
     if not isinstance(new, Mapping) or not isinstance(original, Mapping):
         return new
     if not is_state(new) or any(np.shape(new[n]) != np.shape(original.get(n, ())) for n in new):

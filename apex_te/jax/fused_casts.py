@@ -1,4 +1,4 @@
-"""Ops before a product, norms and activations, whose results are cast to FP8."""
+"""Ops before a GEMM, norms and activations, whose results are cast to FP8."""
 
 from __future__ import annotations
 

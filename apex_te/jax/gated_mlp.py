@@ -38,7 +38,7 @@ def gated_mlp(
         parameters: scale and bias [in] of the norm, each or both None, in x's dtype or float32;
             then in x's dtype wi [in, 2, F], gate first, and its bias [2, F] or None; wo [F, out]
             and its bias [out] or None.
-        state: FP8 state of both layers, as ``state.initial`` makes it for two products; empty for a
+        state: FP8 state of both layers, as ``state.initial`` makes it for two GEMMs; empty for a
             recipe whose layers have none.
         activation: of the gate; one of ``ops.swiglu.ACTIVATIONS``.
         norm: the norm, or None.
@@ -46,7 +46,7 @@ def gated_mlp(
     recipe = active_recipe()
     assert recipe is not None
     whole = dict(state)
-    # One argument for each product, whose gradients JAX adds as those of two uses.
+    # One argument for each GEMM, whose gradients JAX adds as those of two uses.
     return _layer(recipe, activation, norm)(x, *parameters, whole, whole)
 
 
@@ -63,7 +63,7 @@ class _Wanted(NamedTuple):
 
     @property
     def in_front(self) -> bool:
-        """Returns True if a gradient before the first product is wanted."""
+        """Returns True if a gradient before the first GEMM is wanted."""
         return any(map(is_wanted, (self.x, self.scale, self.ln_bias)))
 
     @property

@@ -23,7 +23,7 @@ _S = jax.ShapeDtypeStruct
 
 
 class HeadGradients(FusedCast):
-    """Fused cast that joins the gradients of a product's kernels as their columns are.
+    """Fused cast that joins the gradients of a GEMM's kernels as their columns are.
 
     Args:
         columns: layout of the columns.

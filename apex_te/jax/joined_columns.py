@@ -55,7 +55,7 @@ class JoinedColumns(NamedTuple):
         return jnp.concatenate(flat, axis=-1)
 
     def split(self, product: jax.Array) -> list[jax.Array]:
-        """Returns the columns of each kernel, [..., width], of a product with the joined kernel."""
+        """Returns the columns of each kernel, [..., width], of a GEMM with the joined kernel."""
         if len(self.widths) == 1:
             return [product]
         if self.parts is None:

@@ -24,7 +24,7 @@ _INPUT, _WEIGHT, _GRAD = 0, 1, 0
 def can_fuse_activation(state: Mapping[str, jax.Array]) -> bool:
     """Returns True if the region's recipe has gated activations write FP8 themselves.
 
-    All products of a ``Product`` are then in FP8, and its casts know their scales.
+    All GEMMs of a ``Product`` are then in FP8, and its casts know their scales.
 
     Args:
         state: FP8 state of the layer; empty for a recipe whose layers have none.
@@ -44,7 +44,7 @@ def can_fuse_norm(state: Mapping[str, jax.Array]) -> bool:
 
 
 def _fits(recipe: Any, state: Mapping[str, jax.Array]) -> bool:
-    """Returns True if no product is in high precision and no scale waits for its first tensor."""
+    """Returns True if no GEMM is in high precision and no scale waits for its first tensor."""
     return FIRST_DUE not in state and not any(recipe.override_linear_precision)
 
 
@@ -64,8 +64,8 @@ class Product:
     ``part`` is its part of the FP8 state; None for a recipe whose layers have none.
 
     Args:
-        recipe: recipe of the region, with all products in FP8.
-        gemm: number of the layer among the products of a state.
+        recipe: recipe of the region, with all GEMMs in FP8.
+        gemm: number of the layer among the GEMMs of a state.
     """
 
     def __init__(self, recipe: Recipe, gemm: int) -> None:

@@ -185,7 +185,7 @@ def get_delayed_scaling() -> DelayedScaling:
 
 
 def is_fp8_available(gpu_id: int | None = None) -> tuple[bool, str]:
-    """Returns whether FP8 products can be computed, and if not, why.
+    """Returns whether FP8 GEMMs can be computed, and if not, why.
 
     Args:
         gpu_id: number of the GPU; None for JAX's first device. A CPU always can.

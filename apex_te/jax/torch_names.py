@@ -38,7 +38,7 @@ class Leaf(NamedTuple):
         name: its name.
         keys: names of the tensors in PyTorch's module; several lie side by side in the parameter's
             first dimension of features.
-        inputs: number of its first dimensions that a product contracts, which are PyTorch's last
+        inputs: number of its first dimensions that a GEMM contracts, which are PyTorch's last
             dimension; 0 for a vector; None for a parameter that PyTorch's side has as it is.
     """
 
@@ -74,7 +74,7 @@ def parts(params: Mapping[str, Any], prefix: str = "") -> Iterator[Part]:
 def _walk(
     params: Mapping[str, Any], path: tuple[str, ...], prefix: str, rows: tuple[str, ...]
 ) -> Iterator[Part]:
-    """Returns a module and those below it; ``rows``: whose rows its product computes."""
+    """Returns a module and those below it; ``rows``: whose rows its GEMM computes."""
     yield Part(path, prefix, tuple(_leaves(params, rows)))
     children = {name: value for name, value in params.items() if isinstance(value, Mapping)}
     is_attention = "out" in children and ("qkv" in children or "query" in children)
@@ -93,7 +93,7 @@ def _walk(
 def _projection(
     name: str, children: Mapping[str, Any], is_cross: bool
 ) -> tuple[str, tuple[str, ...]]:
-    """Returns the name of a child of attention, and whose rows its product computes."""
+    """Returns the name of a child of attention, and whose rows its GEMM computes."""
     if name not in _PROJECTIONS:
         return ("proj" if name == "out" else name), ()
     first = "qkv" if "qkv" in children else "query"

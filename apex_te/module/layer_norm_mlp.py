@@ -203,14 +203,14 @@ class LayerNormMLP(NormedModule):
             residual: a tensor of the shape and dtype of ``inp``, or None.
             is_first_microbatch: as in ``Linear.forward``.
             return_residual: False lets a call in FP8 return None instead of the sum.
-            add_residual: let FC2's product add the sum to the result, if the product can; the
+            add_residual: let FC2's GEMM add the sum to the result, if the GEMM can; the
                 result is then rounded once. Only with ``return_residual`` and without a bias to
                 return.
             repeated: what a call that ``checkpoint`` made is told of its first run.
 
         Returns:
             ``(out, total)``: what ``forward`` returns, and the sum (``inp`` without a residual).
-            ``total`` is None if FC2's product has added the sum to ``out``.
+            ``total`` is None if FC2's GEMM has added the sum to ``out``.
         """
         if residual is not None:
             self._check_residual(inp, residual)

@@ -345,9 +345,9 @@ class LinearLayer(LinearParameters):
         residual: torch.Tensor,
         is_first_microbatch: bool | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Applies the layer, with its bias, and adds a residual if the product can.
+        """Applies the layer, with its bias, and adds a residual if the GEMM can.
 
-        An FP8 product adds the residual before rounding, so that the sum is rounded once.
+        An FP8 GEMM adds the residual before rounding, so that the sum is rounded once.
 
         Args:
             inp: as in ``forward``.
@@ -355,13 +355,13 @@ class LinearLayer(LinearParameters):
             is_first_microbatch: as in ``forward``.
 
         Returns:
-            ``(out, rest)``: the sum [..., out_features] and None; or, if the product cannot add,
+            ``(out, rest)``: the sum [..., out_features] and None; or, if the GEMM cannot add,
             what ``forward`` returns, and ``residual`` for the caller to add.
 
         Raises:
             ValueError: ``residual`` has not the shape of the output of a layer that is whole.
         """
-        if self.parallel_mode is not None:  # the ranks' products are summed first
+        if self.parallel_mode is not None:  # the ranks' GEMMs are summed first
             return self(inp, is_first_microbatch=is_first_microbatch), residual
         weight, bias = self._linear_operands()
         if residual.shape[:-1] != inp.shape[:-1] or residual.shape[-1] != self.out_features:
@@ -423,7 +423,7 @@ class LinearLayer(LinearParameters):
     ) -> Any:
         """Computes the output; with a residual, what ``forward_adding`` returns.
 
-        A ``LowRank`` in place of a residual is the product that ``forward_low_rank`` adds.
+        A ``LowRank`` in place of a residual is the GEMM that ``forward_low_rank`` adds.
         """
         if residual is not None:
             if isinstance(residual, LowRank):
@@ -472,7 +472,7 @@ class Linear(LinearLayer, torch.nn.Linear):  # type: ignore[misc]
     ) -> torch.Tensor:
         """Applies the layer and adds a product of low rank, as an adapter of LoRA does.
 
-        In FP8, over a weight and bias that are frozen, the layer's product adds the other one
+        In FP8, over a weight and bias that are frozen, the layer's GEMM adds the other one
         before it rounds, and so in backward for the input's gradient. Layers that take the same
         tensor one after another in a region, such as the projections to queries, keys and values,
         then cast it once if the recipe keeps no state, and add up its gradient in their products.
@@ -486,7 +486,7 @@ class Linear(LinearLayer, torch.nn.Linear):  # type: ignore[misc]
             down: ``[rank, in_features]``.
             up: ``[out_features, rank]``.
             scaling: factor of the added product.
-            low_rank_inp: input of the added product, ``inp`` after a dropout, say; None is ``inp``.
+            low_rank_inp: input of the added GEMM, ``inp`` after a dropout, say; None is ``inp``.
 
         Returns:
             ``forward(inp) + scaling * (low_rank_inp @ down.T) @ up.T``, [..., out_features].

@@ -48,7 +48,7 @@ from ._core.context import is_autocast, without_autocast
 
 __all__ = ["linear_cross_entropy"]
 
-# Fewer rows make the products slow: the weight's gradient is read and written for each chunk.
+# Fewer rows make the GEMMs slow: the weight's gradient is read and written for each chunk.
 _CHUNK_BYTES = 320 << 20
 _LEAST_ROWS, _ROW_MULTIPLE = 256, 128
 # Logits of a split vocabulary that have a float32 copy at a time.
@@ -74,7 +74,7 @@ def linear_cross_entropy(
 ) -> torch.Tensor:
     """Computes ``cross_entropy(hidden @ weight.T + bias, target)`` a chunk of rows at a time.
 
-    Loss and gradients are those of the product followed by ``apex_te.ops.cross_entropy``, but the
+    Loss and gradients are those of the GEMM followed by ``apex_te.ops.cross_entropy``, but the
     weight's gradient, which is a sum over chunks, is rounded once a chunk. With reductions "mean"
     and "sum" of float32 and bfloat16 the gradients are computed in forward, and backward may run
     only once. Under ``torch.autocast`` hidden states, weight and bias are cast to its dtype.
@@ -117,7 +117,7 @@ def linear_cross_entropy(
         dtype = torch.get_autocast_dtype(device_type)
         hidden, weight = hidden.to(dtype), weight.to(dtype)
         bias = None if bias is None else bias.to(dtype)
-        with torch.autocast(device_type, enabled=False):  # the products choose their own dtypes
+        with torch.autocast(device_type, enabled=False):  # the GEMMs choose their own dtypes
             return linear_cross_entropy(
                 hidden, weight, target, bias,
                 ignore_index=ignore_index, label_smoothing=label_smoothing, reduction=reduction,
@@ -224,7 +224,7 @@ class _Options(NamedTuple):
 
 
 class _Head:
-    """The products of a head with chunks of rows, and the gradients that they add up to.
+    """The GEMMs of a head with chunks of rows, and the gradients that they add up to.
 
     Args:
         hidden: ``[rows, in]``.

@@ -465,9 +465,9 @@ class TransformerLayer(CompositeModule):
         explain_attention(self, error, layout, call, **names)
 
     def _adds(self, returns_bias: bool, has_bias: bool) -> bool:
-        """Returns True if the last product of attention or of the MLP may add the residual.
+        """Returns True if the last GEMM of attention or of the MLP may add the residual.
 
-        The product may if the result goes into the sum as it is (no bias, dropout or drop path),
+        The GEMM may if the result goes into the sum as it is (no bias, dropout or drop path),
         and the layer has neither parallel branches nor norms' results as residuals.
 
         Args:

@@ -1,4 +1,4 @@
-"""Checks of the arguments that the ops of FP8 products share, and allocation of their outputs."""
+"""Checks of the arguments that the ops of FP8 GEMMs share, and allocation of their outputs."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ _E5M2 = (torch.float8_e5m2, torch.float8_e5m2fnuz)
 
 
 def bias_dtype(out_dtype: torch.dtype) -> torch.dtype:
-    """Returns the dtype of the bias for a product whose output has ``out_dtype``.
+    """Returns the dtype of the bias for a GEMM whose output has ``out_dtype``.
 
-    That is ``out_dtype`` itself, except bfloat16 for a float32 output. cuBLASLt's FP8 products take
-    a bias of no other dtype, and the products of all formats follow this rule.
+    That is ``out_dtype`` itself, except bfloat16 for a float32 output. cuBLASLt's FP8 GEMMs take
+    a bias of no other dtype, and the GEMMs of all formats follow this rule.
     """
     return torch.bfloat16 if out_dtype is torch.float32 else out_dtype
 
 
 def prepare(name, a, b, out, out_dtype, bias, accumulate, spare=0):
-    """Checks the arguments of a product, allocates its output and converts its bias.
+    """Checks the arguments of a GEMM, allocates its output and converts its bias.
 
     Args:
-        name: name of the product's function, for errors.
+        name: name of the GEMM's function, for errors.
         a: [M, K].
         b: [N, K].
         out: [M, N] to write, or None for a new tensor.
@@ -64,13 +64,13 @@ def prepare(name, a, b, out, out_dtype, bias, accumulate, spare=0):
 
 
 def check_addend(name, c, out, accumulate, gelu):
-    """Checks the argument ``c`` of a product, a tensor that is added to its result.
+    """Checks the argument ``c`` of a GEMM, a tensor that is added to its result.
 
     Args:
-        name: name of the product's function, for errors.
+        name: name of the GEMM's function, for errors.
         c: the tensor, which must have the output's shape and dtype.
         out: the output [M, N], whose values are not read.
-        accumulate, gelu: the product's options, neither of which may be True with ``c``.
+        accumulate, gelu: the GEMM's options, neither of which may be True with ``c``.
 
     Raises:
         TypeError: ``c`` has another dtype than ``out``.

@@ -152,6 +152,11 @@ def _problem(place: str, wanted: str, value: Any, scope: dict[str, Any]) -> Exce
         return _tensor_problem(place, value)
     if any(kind in ("Tensors", "Sequence[torch.Tensor]") for kind in kinds):
         return _list_problem(place, value)
+    if "tuple[float, float]" in kinds:
+        is_pair = isinstance(value, (list, tuple)) and len(value) == 2
+        if not is_pair or any(_number_problem(place, ["float"], v) for v in value):
+            return TypeError(f"{place} must be a tuple of two floats, got {value!r}")
+        return None
     if "list[float]" in kinds:
         if not isinstance(value, (list, tuple)):
             return TypeError(f"{place} must be a list of floats, got {_type(value)}")

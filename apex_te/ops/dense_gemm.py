@@ -1,4 +1,4 @@
-"""FP8 matrix products by the suite's own kernel for sm_90; by ``fp8_gemm`` on other devices."""
+"""FP8 GEMMs by the suite's own kernel for sm_90; by ``fp8_gemm`` on other devices."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ STREAM_RESULTS = 4  # `cache` of the kernels: operands stay in the L2 cache rath
 
 
 def has_dense_fp8(device: torch.device) -> bool:
-    """Returns True if the suite has a kernel for products of FP8 data on the device."""
+    """Returns True if the suite has a kernel for GEMMs of FP8 data on the device."""
     return nvidia_capability(device) == (9, 0)
 
 
@@ -129,7 +129,7 @@ def multiply_into(a, b, a_scale_inv, b_scale_inv, out, bias, residual, accumulat
             STREAM_RESULTS,
         )  # fmt: skip
         return
-    # Products in float32, so that a residual is added before rounding.
+    # GEMMs in float32, so that a residual is added before rounding.
     total = out if residual is None else torch.empty_like(out, dtype=torch.float32)
     fp8_gemm.multiply_into(
         a, b, a_scale_inv, b_scale_inv, total, bias, None, None, accumulate, promotion > 0

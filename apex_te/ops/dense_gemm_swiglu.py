@@ -1,6 +1,6 @@
-"""FP8 products of a gated MLP with the activation or its gradient in the same kernel (sm_90).
+"""FP8 GEMMs of a gated MLP with the activation or its gradient in the same kernel (sm_90).
 
-Elsewhere the products and ``swiglu`` run one after the other.
+Elsewhere the GEMMs and ``swiglu`` run one after the other.
 """
 
 from __future__ import annotations
@@ -171,7 +171,7 @@ def _check_rows(name: str, rows: int, multiple: int) -> None:
 
 
 def fuses(a: torch.Tensor, b: torch.Tensor, activation: str = "silu") -> bool:
-    """Returns True if one kernel makes a product of the operands and the activation.
+    """Returns True if one kernel makes a GEMM of the operands and the activation.
 
     Args:
         a: FP8 operand [M, K].
@@ -184,7 +184,7 @@ def fuses(a: torch.Tensor, b: torch.Tensor, activation: str = "silu") -> bool:
 
 
 def gains(rows: int, features: int, depth: int) -> bool:
-    """Returns True if the kernels take an MLP's products and are faster than products and ops.
+    """Returns True if the kernels take an MLP's GEMMs and are faster than GEMMs and ops.
 
     Always False while ``is_active`` is False, as ``APEX_TE_FUSED_SWIGLU=0`` sets it.
 

@@ -1,10 +1,10 @@
-"""Matrix products of FP8 operands for devices without matrix units for the operands' format.
+"""GEMMs of FP8 operands for devices without matrix units for the operands' format.
 
 The formats: MXFP8 (no matrix units before sm_100), HiF8 (none anywhere), FP8 with one scale for
 each tensor (none before sm_89) and FP8 with a scale for each block (on sm_90 alone).
 
 Operands are decoded and multiplied by ``torch.mm``. On a GPU they are decoded to bfloat16, which
-holds their values exactly. They are decoded to float32 on the CPU, where products in bfloat16 are
+holds their values exactly. They are decoded to float32 on the CPU, where GEMMs in bfloat16 are
 slow, and in block scaling, where a value times its scale need not fit in bfloat16.
 """
 
@@ -187,7 +187,7 @@ def _prepare(name, a, b, a_scale, b_scale, out, out_dtype, bias, accumulate):
 
 
 def _issue(kind, a, b, a_scale, b_scale, out, bias, accumulate):
-    """Runs the product as one registered op, whose rounding a compiler cannot change.
+    """Runs the GEMM as one registered op, whose rounding a compiler cannot change.
 
     The other arguments are those that ``_prepare`` checked or returned.
 
@@ -203,7 +203,7 @@ def _issue(kind, a, b, a_scale, b_scale, out, bias, accumulate):
 
 def _run(kind, a, b, a_scale, b_scale, out, bias, accumulate):
     product_count.add()
-    # A product in bfloat16 would be slow on the CPU, and in blocks inexact for any scale.
+    # A GEMM in bfloat16 would be slow on the CPU, and in blocks inexact for any scale.
     dtype = torch.bfloat16 if a.is_cuda else torch.float32
     scale = None
     if kind == "mx":
@@ -223,7 +223,7 @@ def _run(kind, a, b, a_scale, b_scale, out, bias, accumulate):
     if out.dtype is a.dtype and scale is None and bias is None and not accumulate:
         product_into(a, b.t(), out)
         return
-    # Whatever follows the product works on its float32 sums, which are rounded once.
+    # Whatever follows the GEMM works on its float32 sums, which are rounded once.
     if a.dtype is torch.float32:
         product = float32_product(a, b.t())
     else:

@@ -1,4 +1,4 @@
-"""FP8 matrix products with one scale for each tensor or block: fprop, dgrad and wgrad."""
+"""FP8 GEMMs with one scale for each tensor or block: fprop, dgrad and wgrad."""
 
 from __future__ import annotations
 
@@ -150,7 +150,7 @@ def bound_product(
     bias: torch.Tensor | None,
     use_split_accumulator: bool,
 ) -> Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor] | None:
-    """Prepares products of several left operands with one right operand, to save host time.
+    """Prepares GEMMs of several left operands with one right operand, to save host time.
 
     What only depends on the right operand is checked and looked up here, once.
 
@@ -161,7 +161,7 @@ def bound_product(
     Returns:
         A function ``product(a, a_scale_inv, out)`` that does what ``fp8_gemm`` does with these
         arguments and returns ``out``, to be called only on the stream that is current now, before
-        anything is traced. None if a product takes more than one launch of a kernel, or is traced.
+        anything is traced. None if a GEMM takes more than one launch of a kernel, or is traced.
     """
     if is_traced() or forward_ad._current_level >= 0:
         return None  # first, since a traced tensor may have no address
@@ -238,7 +238,7 @@ def _left_is_taken(a, out) -> bool:
 
 
 def _launches_at_once(b) -> bool:
-    """Returns True if products run on a GPU and by an algorithm that needs no timing."""
+    """Returns True if GEMMs run on a GPU and by an algorithm that needs no timing."""
     return b.is_cuda and not gemm_tuning.is_active
 
 
@@ -272,9 +272,9 @@ def _run_cuda(operands, out, bias, c, aux, accumulate, use_split_accumulator):
 
 
 def _key(operands, out, bias, accumulate) -> str:
-    """Returns the beginning of the key under which ``gemm_tuning`` stores a product's algorithm.
+    """Returns the beginning of the key under which ``gemm_tuning`` stores a GEMM's algorithm.
 
-    It names sizes, dtypes, bias and accumulation. Products with and without ``c`` share it.
+    It names sizes, dtypes, bias and accumulation. GEMMs with and without ``c`` share it.
     """
     a, b = operands[:2]
     return (
@@ -309,7 +309,7 @@ def tune(
     device: torch.device | str = "cuda",
     block_seconds: float = 0.3,
 ) -> None:
-    """Times cuBLASLt's algorithms for products of linear layers, and uses the fastest ones later.
+    """Times cuBLASLt's algorithms for GEMMs of linear layers, and uses the fastest ones later.
 
     Args:
         shapes: (tokens, in_features, out_features) of each layer.
@@ -317,7 +317,7 @@ def tune(
             into float32.
         grad_dtype: FP8 dtype of output gradients, float8_e5m2 (HYBRID) or float8_e4m3fn.
         device: a CUDA device.
-        block_seconds: how long an algorithm runs in each of its turns under load; a product takes
+        block_seconds: how long an algorithm runs in each of its turns under load; a GEMM takes
             about 15 times as long.
 
     Later processes take the choices from the user's cache if ``APEX_TE_GEMM_TUNE=1`` is set.
@@ -360,7 +360,7 @@ def _padded(x: torch.Tensor, rows: int) -> torch.Tensor:
 
 
 def _run_padded(operands, out, bias, c, aux, accumulate, use_split_accumulator):
-    """Runs a product with K and N padded with zeros to multiples of 16, and copies the result.
+    """Runs a GEMM with K and N padded with zeros to multiples of 16, and copies the result.
 
     Zeros along K change no sum; the columns that they add to the result are dropped.
     """
@@ -370,7 +370,7 @@ def _run_padded(operands, out, bias, c, aux, accumulate, use_split_accumulator):
     wide = out.new_empty((out.shape[0], cols + pad_n))
     wide_aux = None if aux is None else torch.empty_like(wide)
     wide_bias = None if bias is None else F.pad(bias, (0, pad_n))
-    # Not the start of an accumulation: cuBLASLt rounds a product before it adds it in place.
+    # Not the start of an accumulation: cuBLASLt rounds a GEMM before it adds it in place.
     wide_c = None if c is None else F.pad(c, (0, pad_n))
     if accumulate:
         wide[:, :cols].copy_(out)
@@ -383,7 +383,7 @@ def _run_padded(operands, out, bias, c, aux, accumulate, use_split_accumulator):
 
 
 def _decoded(op: str, a: torch.Tensor, b: torch.Tensor) -> Iterator[torch.Tensor]:
-    """Yields the float32 values, without scale_inv, of both operands of a product on the CPU."""
+    """Yields the float32 values, without scale_inv, of both operands of a GEMM on the CPU."""
     for name, operand in (("a", a), ("b", b)):
         if not operand.is_contiguous():
             raise ValueError(
@@ -403,7 +403,7 @@ def _run_cpu(a, b, a_scale_inv, b_scale_inv, out, bias, c, aux, accumulate):
 def _run_block(
     a, b, a_scale_inv, b_scale_inv, out, bias, c, a_block_rows, b_block_rows, accumulate
 ):
-    """Runs a block-scaled product on the CPU, on a GPU, or on a GPU with padded operands.
+    """Runs a block-scaled GEMM on the CPU, on a GPU, or on a GPU with padded operands.
 
     ``out`` is [M, N], or [M rounded up to ``ROW_MULTIPLE``, N], whose last rows mean nothing.
     """
@@ -462,10 +462,10 @@ def _run_block_cuda(operands, out, bias, c, blocks, accumulate):
 
 
 def _run_block_rows(operands, out, bias, c, blocks, accumulate):
-    """Runs a block-scaled product with M rounded up to ``ROW_MULTIPLE``, as cuBLASLt needs it.
+    """Runs a block-scaled GEMM with M rounded up to ``ROW_MULTIPLE``, as cuBLASLt needs it.
 
     The added rows of ``a`` are the bytes behind it in its storage, or zeros in a copy if the
-    storage ends earlier. They reach only the added rows of the product, which nobody reads.
+    storage ends earlier. They reach only the added rows of the GEMM, which nobody reads.
     """
     a, b, a_scale_inv, b_scale_inv = operands
     rows, k = a.shape
@@ -489,7 +489,7 @@ def _run_block_rows(operands, out, bias, c, blocks, accumulate):
 
 
 def _run_block_padded(operands, out, bias, c, blocks, accumulate):
-    """Runs a block-scaled product with M, N and K padded with zeros to multiples of 16."""
+    """Runs a block-scaled GEMM with M, N and K padded with zeros to multiples of 16."""
     a, b, a_scale_inv, b_scale_inv = operands
     rows, cols = out.shape
     pad_m, pad_n = -rows % _MULTIPLE, -cols % _MULTIPLE
@@ -526,7 +526,7 @@ def _run_block_cpu(operands, out, bias, c, blocks, accumulate):
 
 
 def _run_empty(out, bias, c, aux, accumulate):
-    """Writes the result of a product with K = 0 or without elements: bias + c, or zeros."""
+    """Writes the result of a GEMM with K = 0 or without elements: bias + c, or zeros."""
     if accumulate or out.numel() == 0:
         return
     value = torch.zeros_like(out) if bias is None else bias.to(out.dtype).expand_as(out)

@@ -16,7 +16,7 @@ FP8_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
 FNUZ_DTYPES = (torch.float8_e4m3fnuz, torch.float8_e5m2fnuz)
 
 
-# Products read FP8 data in units of 16 bytes along K (csrc/common/numerics/columnwise.h).
+# GEMMs read FP8 data in units of 16 bytes along K (csrc/common/numerics/columnwise.h).
 COLUMNWISE_MULTIPLE = 16
 
 
@@ -95,7 +95,7 @@ def columnwise_length(rows: int, pad_columnwise: bool) -> int:
     """Returns the number of columns of the columnwise copy of a matrix with ``rows`` rows.
 
     That is ``rows``, or with ``pad_columnwise`` the next multiple of 16. Ops fill the added columns
-    with zeros, so that wgrad is a product of two padded copies for any number of rows.
+    with zeros, so that wgrad is a GEMM of two padded copies for any number of rows.
     """
     return rows + -rows % COLUMNWISE_MULTIPLE if pad_columnwise else rows
 

@@ -1,8 +1,8 @@
-"""Chooses cuBLASLt's algorithm for a product by timing the proposals of its heuristic.
+"""Chooses cuBLASLt's algorithm for a GEMM by timing the proposals of its heuristic.
 
 It is off by default: then every process uses the heuristic's first proposal. With
-``APEX_TE_GEMM_TUNE=1`` a product without a stored choice is timed at its first call, except during
-capture and inside autograd's backward; ``fp8_gemm.tune`` times the products of given layers ahead.
+``APEX_TE_GEMM_TUNE=1`` a GEMM without a stored choice is timed at its first call, except during
+capture and inside autograd's backward; ``fp8_gemm.tune`` times the GEMMs of given layers ahead.
 Choices are stored in the user's cache, in one file for each GPU model and cuBLASLt version.
 
 A GPU that has rested ranks algorithms by their pipelines; in training it is at its power limit,
@@ -34,16 +34,16 @@ _ROUNDS = 7
 # Slower ones than this, of the fastest on a cool GPU, are not timed under load.
 _NEAR = 1.15
 _FINALISTS = 6
-# Launches of shorter products cannot load the GPU: the host issues them more slowly.
+# Launches of shorter GEMMs cannot load the GPU: the host issues them more slowly.
 _LOADING_MS = 0.05
 _LOAD_ROUNDS = 2
 _WARMUP_SECONDS = 1.0
-_REST_SECONDS = 0.1  # after less than this between two products the GPU is still warm
+_REST_SECONDS = 0.1  # after less than this between two GEMMs the GPU is still warm
 # A later proposal must beat the first by this much: less is noise.
 _GAIN = 0.01
 
 is_active: bool = env.boolean("APEX_TE_GEMM_TUNE", False)
-# Length of a block under load: a product takes at most 1 s and 2 blocks for each of 6 algorithms.
+# Length of a block under load: a GEMM takes at most 1 s and 2 blocks for each of 6 algorithms.
 block_seconds: float = 0.1
 _loaded_at = float("-inf")
 _tables: dict[int, dict[str, int]] = {}
@@ -53,9 +53,9 @@ def algorithm(key: str, device: torch.device, launch: Callable[[int], None]) -> 
     """Returns the number of the algorithm to use for a product.
 
     Args:
-        key: text that identifies the product: sizes, dtypes, epilogue, accumulation.
+        key: text that identifies the GEMM: sizes, dtypes, epilogue, accumulation.
         device: device of the operands.
-        launch: runs the product on scratch outputs with the algorithm of a given number; raises
+        launch: runs the GEMM on scratch outputs with the algorithm of a given number; raises
             NotImplementedError if there is none of that number.
 
     Returns:

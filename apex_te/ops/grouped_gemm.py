@@ -1,4 +1,4 @@
-"""Matrix products of groups of rows, such as an expert's tokens, whose sizes are on the device.
+"""GEMMs of groups of rows, such as an expert's tokens, whose sizes are on the device.
 
 The host never waits for the sizes. There are three ways to multiply:
 
@@ -45,7 +45,7 @@ def has_grouped_products(device: torch.device) -> bool:
 
 
 def has_grouped_fp8(device: torch.device) -> bool:
-    """Returns True if the suite has a kernel for grouped products of FP8 data on the device."""
+    """Returns True if the suite has a kernel for grouped GEMMs of FP8 data on the device."""
     return nvidia_capability(device) == _GROUPED_FP8
 
 

@@ -82,7 +82,7 @@ def layer_norm_fwd(
     weight, bias = norm_common.contiguous(weight), norm_common.contiguous(bias)
     residual = norm_common.contiguous(residual)
     _fwd(
-        x, weight, bias, residual, out.y, out.residual_sum, out.mean, out.rstd, float(eps),
+        x, weight, bias, residual, out.y, out.residual_sum, out.mean, out.rstd, eps,
         zero_centered_gamma,
     )  # fmt: skip
     return out
@@ -133,7 +133,7 @@ def layer_norm_fwd_fp8(
     residual = norm_common.contiguous(residual)
     _fwd_fp8(
         x, weight, bias, residual, scale, y.rowwise, y.columnwise, amax, y.scale_inv, total, mean,
-        rstd, float(eps), zero_centered_gamma,
+        rstd, eps, zero_centered_gamma,
     )  # fmt: skip
     note_written(amax, scale_inv)
     return NormFP8Output(y, mean, rstd, total)

@@ -1,4 +1,4 @@
-"""Count of the matrix products of quantized operands that this process has issued."""
+"""Count of the GEMMs of quantized operands that this process has issued."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ _count = 0
 
 
 def add(products: int = 1) -> None:
-    """Counts products; one that torch.compile traces into a graph is not seen."""
+    """Counts GEMMs; one that torch.compile traces into a graph is not seen."""
     global _count
     if not is_compiling():
         _count += products
 
 
 def fp8_gemm_count() -> int:
-    """Returns the number of products of quantized operands that this process has issued."""
+    """Returns the number of GEMMs of quantized operands that this process has issued."""
     return _count

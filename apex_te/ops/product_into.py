@@ -1,4 +1,4 @@
-"""Matrix products of PyTorch that ops make: into a given tensor, and of float32 numbers."""
+"""GEMMs of PyTorch that ops make: into a given tensor, and of float32 numbers."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ def product_into(
 ) -> torch.Tensor:
     """Computes ``a [M, K] @ b [K, N] + bias [N]`` in ``out`` [M, N], or in a new tensor.
 
-    Under a dispatch mode the product is a new tensor, which is then copied to ``out``. Selective
-    activation checkpointing is such a mode: in the recompute it returns the product that it saved
+    Under a dispatch mode the GEMM is a new tensor, which is then copied to ``out``. Selective
+    activation checkpointing is such a mode: in the recompute it returns the result that it saved
     instead of running the op, so that an ``out`` argument would never be written.
 
     Returns:

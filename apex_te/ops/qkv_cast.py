@@ -1,7 +1,7 @@
 """Casts a fused QKV projection's weight, and the gradient of its output, to FP8.
 
 The rows of such a weight are heads. Interleaved they go group by group: the query heads of the
-group, its key head and its value head; else all queries, all keys and all values. A product with
+group, its key head and its value head; else all queries, all keys and all values. A GEMM with
 the weight's rows in the latter order has queries, keys and values that are views of it.
 """
 

@@ -29,7 +29,7 @@ class Launch(NamedTuple):
     Attributes:
         function: the callable of ``runtime.function``.
         args: its arguments; ``WORKSPACE`` stands for scratch memory of the current stream.
-        products: matrix products of quantized operands that it counts for.
+        products: GEMMs of quantized operands that it counts for.
     """
 
     function: Any

@@ -78,7 +78,7 @@ def rms_norm_fwd(
     )
     weight, residual = norm_common.contiguous(weight), norm_common.contiguous(residual)
     _fwd(
-        x, weight, residual, out.y, out.residual_sum, out.rstd, float(eps),
+        x, weight, residual, out.y, out.residual_sum, out.rstd, eps,
         zero_centered_gamma,
     )  # fmt: skip
     return out
@@ -127,7 +127,7 @@ def rms_norm_fwd_fp8(
     weight, residual = norm_common.contiguous(weight), norm_common.contiguous(residual)
     _fwd_fp8(
         x, weight, residual, scale, y.rowwise, y.columnwise, amax, y.scale_inv, total, rstd,
-        float(eps), zero_centered_gamma,
+        eps, zero_centered_gamma,
     )  # fmt: skip
     note_written(amax, scale_inv)
     return NormFP8Output(y, None, rstd, total)

@@ -59,13 +59,13 @@ def _run(dy: torch.Tensor, x: torch.Tensor, out: torch.Tensor, accumulate: bool)
         if not accumulate:
             out.zero_()
         return
-    # cuBLASLt rounds a product to a 16-bit output before it adds it to the output.
+    # cuBLASLt rounds a GEMM to a 16-bit output before it adds it to the output.
     once = out.dtype is torch.float32 or (out.dtype is dy.dtype and not accumulate)
     if dy.is_cuda and dy.dtype in _SHORT and once:
         try:
             _run_cuda(dy, x, out, accumulate)
             return
-        except NotImplementedError:  # cuBLASLt has no such product for this shape or GPU
+        except NotImplementedError:  # cuBLASLt has no such GEMM for this shape or GPU
             pass
     _refuse_overlap(out, dy=dy, x=x)
     if not dy.is_cuda and dy.dtype in _SHORT:
@@ -96,7 +96,7 @@ def _refuse_overlap(out: torch.Tensor, **operands: torch.Tensor) -> None:
 
 
 def _write(product: torch.Tensor, out: torch.Tensor, accumulate: bool) -> None:
-    """Copies or adds a product to ``out``; a sum of two dtypes is computed in the wider one."""
+    """Copies or adds a GEMM to ``out``; a sum of two dtypes is computed in the wider one."""
     if accumulate:
         out.add_(product)
     else:

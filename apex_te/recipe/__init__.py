@@ -456,7 +456,7 @@ class BlockScaling(Recipe, name="blockwise"):
 
 @dataclass(frozen=True)
 class MXFP8Scaling(Recipe, name="mxfp8"):
-    """Recipe with a power-of-two scale for every 32 elements along a product's inner dimension.
+    """Recipe with a power-of-two scale for every 32 elements along a GEMM's inner dimension.
 
     Source: OCP MX v1.0.
 

@@ -55,7 +55,7 @@ class GemmBackend:
         b_scale_inv: Any,
         **options: Any,
     ) -> torch.Tensor:
-        """Returns the product ``a @ b.T``, ``[M, N]``.
+        """Returns the GEMM ``a @ b.T``, ``[M, N]``.
 
         Args:
             a: FP8 data ``[M, K]``.
@@ -192,7 +192,7 @@ class GemmBackend:
         groups: Groups,
         wide: bool = False,
     ) -> torch.Tensor:
-        """Returns the wgrad product of each group, ``[groups, M, N]``.
+        """Returns the wgrad GEMM of each group, ``[groups, M, N]``.
 
         Args:
             a: FP8 data ``[M, K]``, columns of a group behind those of the group before.
@@ -205,10 +205,10 @@ class GemmBackend:
 
 
 def warn_emulated(what: str, needed: str) -> None:
-    """Warns, once for each ``what``, that products are emulated.
+    """Warns, once for each ``what``, that GEMMs are emulated.
 
     Args:
-        what: the products, in the plural, e.g. "FP8 matrix products".
+        what: the GEMMs, in the plural, e.g. "FP8 GEMMs".
     """
     if what not in _warned:
         _warned.add(what)
@@ -227,7 +227,7 @@ class FP8Gemm(GemmBackend):
     def __init__(self, split: tuple[bool, bool, bool], device: torch.device) -> None:
         super().__init__(split, device)
         self.native = has_fp8_products(device)
-        # A subclass's own product may not know the option.
+        # A subclass's own GEMM may not know the option.
         self.adds = self.native and type(self).multiply is FP8Gemm.multiply
         sums = split[FPROP], split[DGRAD]  # the kernels have no others
         self.fuses_swiglu = self.adds and has_dense_fp8(device) and sums == (False, True)
@@ -242,7 +242,7 @@ class FP8Gemm(GemmBackend):
         )
 
     def bound(self, product, weight, out_dtype, bias=None):
-        if self.adds:  # the product is that of ``multiply`` here
+        if self.adds:  # the GEMM is that of ``multiply`` here
             found = fp8_gemm.bound_product(
                 weight.rowwise if product == FPROP else weight.columnwise,
                 weight.rowwise_scale_inv if product == FPROP else weight.columnwise_scale_inv,
@@ -266,7 +266,7 @@ class FP8Gemm(GemmBackend):
 
 
 def _check_grouped(a: torch.Tensor, b: torch.Tensor) -> None:
-    """Warns if grouped products of ``a`` and ``b`` are emulated."""
+    """Warns if grouped GEMMs of ``a`` and ``b`` are emulated."""
     if not grouped_gemm.multiplies_codes(a, b):
         what = "FP8 matrix products of groups whose sizes are on the device"
         warn_emulated(what, "sm_90 and sizes that are multiples of 16")

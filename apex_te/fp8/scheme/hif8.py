@@ -76,7 +76,7 @@ class HiF8Quantizer(CurrentScalingQuantizer):
 
 
 class HiF8Gemm(GemmBackend):
-    """Emulates products of HiF8 operands with one scale each, which no supported GPU multiplies."""
+    """Emulates GEMMs of HiF8 operands with one scale each, which no supported GPU multiplies."""
 
     __slots__ = ()
 

@@ -57,7 +57,7 @@ class MXQuantizer(Quantizer):
 
 
 class MXGemm(GemmBackend):
-    """Emulates products of MXFP8 operands."""
+    """Emulates GEMMs of MXFP8 operands."""
 
     __slots__ = ()
 

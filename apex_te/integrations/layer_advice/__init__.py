@@ -24,7 +24,7 @@ from .trial import RoleStatistics, Times, has_fp8, measure_times, observe
 
 __all__ = ["Advice", "ExactName", "LayerAdvice", "RoleStatistics", "Times", "advise"]
 
-_MULTIPLE = 16  # of sizes that FP8 products take without padding
+_MULTIPLE = 16  # of sizes that FP8 GEMMs take without padding
 
 
 @named_arguments()
@@ -144,7 +144,7 @@ def _check(model: Any, sample: Any, repeats: Any, **limits: Any) -> None:
 
 
 def _layers(model: nn.Module) -> dict[str, tuple[nn.Module, str | None]]:
-    """Returns the layers that compute products, by name.
+    """Returns the layers that compute GEMMs, by name.
 
     Returns:
         Each with the reason why ``from_torch`` leaves it in high precision, None if it does not.

@@ -33,7 +33,7 @@ class RoleStatistics(NamedTuple):
 
     Attributes:
         amax: largest absolute value of the finite elements.
-        sqnr: ``10 log10(sum x^2 / sum (x - FP8 of x)^2)`` in dB, the worst of the layer's products;
+        sqnr: ``10 log10(sum x^2 / sum (x - FP8 of x)^2)`` in dB, the worst of the layer's GEMMs;
             infinite if nothing is lost.
         underflow: share of the non-zero elements that FP8 makes zero.
         saturated: share of the elements beyond FP8's largest value.

@@ -159,7 +159,7 @@ class _Projected(NamedTuple):
 
 
 class _Kernel(DenseGeneral):
-    """Parameters of a ``DenseGeneral``, for a product that another layer computes."""
+    """Parameters of a ``DenseGeneral``, for a GEMM that another layer computes."""
 
     @nn.compact
     def __call__(self, width: Any) -> Any:
@@ -177,7 +177,7 @@ class _Projection(LayerNormDenseGeneral):
     def __call__(
         self, inputs: jax.Array, beside: Sequence[Any] = ()
     ) -> tuple[list[jax.Array], jax.Array | None]:
-        """Returns each kernel's product [..., width], and the norm's output.
+        """Returns each kernel's GEMM [..., width], and the norm's output.
 
         That is the input without a norm, and None if it is only made in FP8.
 
@@ -204,7 +204,7 @@ class MultiHeadAttention(TransformerEngineBase):
 
     Parameters are those of the submodules "qkv", or "query" and "kv" in cross attention and with
     ``num_gqa_groups``, or "query", "key" and "value" without ``fuse_qkv_params``; and of "out".
-    One product computes all heads that have the same input, and the first of these submodules has
+    One GEMM computes all heads that have the same input, and the first of these submodules has
     its FP8 state.
 
     Attributes:

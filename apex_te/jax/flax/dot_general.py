@@ -1,4 +1,4 @@
-"""FP8 products for Flax models that exist: a class for ``nn.Dense(dot_general_cls=...)``."""
+"""FP8 GEMMs for Flax models that exist: a class for ``nn.Dense(dot_general_cls=...)``."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _COLLECTION = "_overwrite_with_gradient"
 def make_dot_general_cls(recipe: Recipe | str | None = None) -> type[nn.Module]:
     """Returns a class for ``dot_general_cls`` of ``nn.Dense`` and other layers of Flax.
 
-    Its products are those of ``DenseGeneral``. With ``DelayedScaling`` it keeps FP8 state in Flax's
+    Its GEMMs are those of ``DenseGeneral``. With ``DelayedScaling`` it keeps FP8 state in Flax's
     collection "_overwrite_with_gradient", which ``TrainState`` moves. With another recipe an object
     of it is also a ``dot_general`` for ``nnx.Linear``.
 
@@ -38,7 +38,7 @@ def make_dot_general_cls(recipe: Recipe | str | None = None) -> type[nn.Module]:
     chosen = checked_recipe("make_dot_general_cls", recipe, "recipe")
 
     class DotGeneral(nn.Module):
-        """Product of an array and a kernel in FP8."""
+        """GEMM of an array and a kernel in FP8."""
 
         def __call__(
             self,

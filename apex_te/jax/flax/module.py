@@ -362,10 +362,10 @@ class LayerNorm(_Normed):
 
 
 class Prepared(NamedTuple):
-    """Operands of the product of a ``LayerNormDenseGeneral``.
+    """Operands of the GEMM of a ``LayerNormDenseGeneral``.
 
     Attributes:
-        x: the product's input; that of the norm if ``norm`` is given.
+        x: the GEMM's input; that of the norm if ``norm`` is given.
         normed: the norm's output, or the input without a norm; None if ``norm`` is given.
         norm: a norm that writes FP8 itself, its scale and its bias or None; None for none.
         kernel: [in, out...].
@@ -437,7 +437,7 @@ class LayerNormDenseGeneral(_Normed):
     def _fused(
         self, found: Prepared, state: Mapping[str, jax.Array], columns: JoinedColumns | None = None
     ) -> Any:
-        """Returns the product, or those of several kernels; see ``fused_dense``."""
+        """Returns the GEMM, or those of several kernels; see ``fused_dense``."""
         norm, *of_norm = found.norm or (None, None, None)
         given = (None if p is None else p.astype(found.x.dtype) for p in (found.kernel, found.bias))
         return fused_dense(found.x, (*of_norm, *given), state, norm, columns)
@@ -448,7 +448,7 @@ class LayerNormDenseGeneral(_Normed):
         return self.return_layernorm_output and self.enable_layernorm
 
     def _prepared(self, inputs: jax.Array, state: Mapping[str, jax.Array]) -> Prepared:
-        """Returns what the product needs; the norm has run unless it writes FP8 itself.
+        """Returns what the GEMM needs; the norm has run unless it writes FP8 itself.
 
         Args:
             inputs: [..., in].

@@ -77,7 +77,7 @@ class RelativePositionBiases(TransformerEngineBase):
         shape = (self.num_attention_heads, self.num_buckets)
         table = self._parameter("rel_embedding", self.embedding_init, shape, self.embedding_axes)
         found = _buckets(q_seqlen, k_seqlen, bidirectional, self.num_buckets, self.max_distance)
-        # A product, whose gradient is the same in every run, not a gather with added gradients.
+        # A GEMM, whose gradient is the same in every run, not a gather with added gradients.
         chosen = jax.nn.one_hot(jnp.asarray(found), self.num_buckets, axis=0, dtype=jnp.float32)
         biases = jnp.einsum("hn,nqk->hqk", table, chosen, precision=jax.lax.Precision.HIGHEST)
         return biases[None].astype(self._dtype())

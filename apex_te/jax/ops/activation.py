@@ -13,6 +13,7 @@ from ...runtime.named_arguments import named_arguments
 from ...runtime.op_options import KINDS, activation_number
 from .._call import call
 from . import _checks
+from ._checked import checked
 from ._gradient import materialised
 from ._rows import rowwise as over_rows
 from .fp8_output import FP8Output, fused_cast
@@ -29,6 +30,7 @@ __all__ = [
 _S = jax.ShapeDtypeStruct
 
 
+@checked
 def activation(x: jax.Array, kind: str) -> jax.Array:
     """Applies an activation function to every element, differentiably, in float32 arithmetic.
 
@@ -59,6 +61,7 @@ def _differentiable(kind: str) -> Callable[[Any], Any]:
     return act
 
 
+@checked
 def activation_fwd(x: jax.Array, kind: str) -> jax.Array:
     """Computes ``activation``, whose arguments it takes, without a gradient."""
     number = activation_number("activation_fwd", kind)
@@ -74,6 +77,7 @@ def activation_fwd(x: jax.Array, kind: str) -> jax.Array:
     return y.reshape(jnp.shape(x))
 
 
+@checked
 def activation_bwd(grad_output: jax.Array, x: jax.Array, kind: str) -> jax.Array:
     """Computes the gradient with respect to x, grad_output * f'(x).
 

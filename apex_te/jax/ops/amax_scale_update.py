@@ -12,6 +12,7 @@ from jax.custom_batching import custom_vmap
 
 from ...runtime.op_options import is_most_recent
 from .._call import call
+from ._checked import checked
 
 __all__ = ["MOST_HISTORIES", "amax_scale_update"]
 
@@ -19,6 +20,7 @@ __all__ = ["MOST_HISTORIES", "amax_scale_update"]
 MOST_HISTORIES = 64
 
 
+@checked
 def amax_scale_update(
     histories: Sequence[jax.Array],
     scales: Sequence[jax.Array],

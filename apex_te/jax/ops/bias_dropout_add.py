@@ -14,6 +14,7 @@ from ...runtime import scratch_sizes
 from .._call import call
 from .._partition import Kind
 from . import _checks
+from ._checked import checked
 from ._gradient import flag, gradient_of, is_wanted, materialised
 from ._rows import rowwise
 
@@ -26,6 +27,7 @@ _DIMS = {
 _S = jax.ShapeDtypeStruct
 
 
+@checked
 def bias_dropout_add(
     x: jax.Array,
     bias: jax.Array | None,
@@ -123,6 +125,7 @@ def _fwd(p: float, x: Any, bias: Any, residual: Any, seed: Any) -> jax.Array:
     return out.reshape(shape)
 
 
+@checked
 def bias_dropout_add_bwd(
     dout: jax.Array,
     seed: jax.Array | None,

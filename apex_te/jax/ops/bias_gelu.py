@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from ...runtime import op_options, scratch_sizes
 from .._call import call
 from . import _checks
+from ._checked import checked
 from ._gradient import flag, gradient_of, is_wanted, materialised
 from ._rows import rowwise as over_rows
 from .fp8_output import FP8Output, fused_cast
@@ -54,6 +55,7 @@ class BiasGeluFP8Grads(NamedTuple):
     dbias: jax.Array | None
 
 
+@checked
 def bias_gelu(x: jax.Array, bias: jax.Array | None = None, *, form: str = "tanh") -> jax.Array:
     """Computes gelu(x + bias), differentiably; the sum is not rounded to x's dtype.
 
@@ -96,6 +98,7 @@ def _differentiable(form: str) -> Callable[[Any, Any], Any]:
     return gelu
 
 
+@checked
 def bias_gelu_fwd(x: jax.Array, bias: jax.Array | None = None, *, form: str = "tanh") -> jax.Array:
     """Computes ``bias_gelu``, whose arguments it takes, without a gradient."""
     name = "bias_gelu_fwd"
@@ -113,6 +116,7 @@ def bias_gelu_fwd(x: jax.Array, bias: jax.Array | None = None, *, form: str = "t
     return y.reshape(jnp.shape(x))
 
 
+@checked
 def bias_gelu_bwd(
     grad_output: jax.Array,
     x: jax.Array,
@@ -152,6 +156,7 @@ def bias_gelu_bwd(
     return BiasGeluGrads(found[0].reshape(jnp.shape(x)), found[1] if with_dbias else None)
 
 
+@checked
 def bias_gelu_fwd_fp8(
     x: jax.Array,
     bias: jax.Array | None,
@@ -186,6 +191,7 @@ def bias_gelu_fwd_fp8(
     return fused_cast(_OP, name, inputs, options, scale, fp8_dtype, rowwise, columnwise, amax)[0]
 
 
+@checked
 def bias_gelu_bwd_fp8(
     grad_output: jax.Array,
     x: jax.Array,

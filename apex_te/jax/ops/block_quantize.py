@@ -11,6 +11,7 @@ import jax.numpy as jnp
 
 from .._call import call
 from . import _checks
+from ._checked import checked
 from ._rows import rowwise as over_rows
 from .fp8_output import copies, sides
 
@@ -46,6 +47,7 @@ class BlockQuantized(NamedTuple):
     columnwise_scale_inv: jax.Array | None
 
 
+@checked
 def scale_shape(rows: int, cols: int, block_rows: int) -> tuple[int, int]:
     """Returns the shape of the scale_inv tensor of FP8 data [rows, cols], as cuBLASLt reads it.
 
@@ -64,6 +66,7 @@ def scale_shape(rows: int, cols: int, block_rows: int) -> tuple[int, int]:
     return -(-rows // _BLOCK), -(-blocks // _MULTIPLE) * _MULTIPLE
 
 
+@checked
 def block_quantize(
     x: jax.Array,
     fp8_dtype: Any,
@@ -135,17 +138,20 @@ def block_quantize(
     return BlockQuantized(*(made.get(each) for each in BlockQuantized._fields))
 
 
+@checked
 def scale_dims(rows: str, cols: str, block_rows: int) -> str:
     """Returns the dimensions of scales in a rule, for FP8 data with dimensions "rows cols"."""
     return f"{cols}/{_BLOCK} {rows}" if block_rows == 1 else f"{rows}/{_BLOCK} {cols}/{_BLOCK}"
 
 
+@checked
 def unpadded(scale_inv: jax.Array, shape: Sequence[int], block_rows: int) -> jax.Array:
     """Returns the scales of FP8 data of a shape [rows, cols] without what ``scale_shape`` adds."""
     rows, cols = shape
     return scale_inv[:, : rows if block_rows == 1 else -(-cols // _BLOCK)]
 
 
+@checked
 def scales_of_matrix(
     made: Mapping[str, jax.Array], rows: int, cols: int, block_rows: int
 ) -> dict[str, jax.Array]:
@@ -169,6 +175,7 @@ def scales_of_matrix(
     return found
 
 
+@checked
 def with_padding(scale_inv: jax.Array) -> jax.Array:
     """Returns scales in the shape of ``scale_shape``, with ones added as the C function does."""
     missing = -scale_inv.shape[1] % _MULTIPLE
@@ -177,6 +184,7 @@ def with_padding(scale_inv: jax.Array) -> jax.Array:
     return jnp.pad(scale_inv, ((0, 0), (0, missing)), constant_values=1.0)
 
 
+@checked
 def block_dequantize(
     fp8_data: jax.Array, scale_inv: jax.Array, out_dtype: Any, *, block_rows: int = 1
 ) -> jax.Array:

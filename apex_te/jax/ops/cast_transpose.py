@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from ...runtime import scratch_sizes
 from .._call import call
 from . import _checks
+from ._checked import checked
 from ._rows import rowwise as over_rows
 from .fp8_output import copies, sides
 
@@ -37,6 +38,7 @@ class CastTransposeOutput(NamedTuple):
     amax: jax.Array | None
 
 
+@checked
 def cast_transpose(
     x: jax.Array,
     scale: jax.Array,

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 
 from .._call import call
 from . import _checks
+from ._checked import checked
 from ._gradient import flag, is_wanted, materialised
 from ._rows import rowwise
 
@@ -52,6 +53,7 @@ class CrossEntropyOutput(NamedTuple):
     stats: jax.Array | None
 
 
+@checked
 def cross_entropy(
     logits: jax.Array,
     target: jax.Array,
@@ -157,6 +159,7 @@ def _checked_targets(function: str, target: Any) -> jax.Array:
     return _checks.has_ndim(function, "target", target, 1, ["int64", "int32"])
 
 
+@checked
 def cross_entropy_fwd(
     logits: jax.Array,
     target: jax.Array,
@@ -209,6 +212,7 @@ def _rule(inputs: Any, names: Any, **other: str) -> str:
     return " -> ".join(sides)
 
 
+@checked
 def cross_entropy_bwd(
     logits: jax.Array,
     target: jax.Array,
@@ -264,6 +268,7 @@ def cross_entropy_bwd(
     return found
 
 
+@checked
 def count_valid(target: jax.Array, ignore_index: int = -100) -> jax.Array:
     """Returns the number of targets [rows] other than ``ignore_index``, one int32 element."""
     name = "cross_entropy_count"
@@ -278,6 +283,7 @@ def count_valid(target: jax.Array, ignore_index: int = -100) -> jax.Array:
     return count
 
 
+@checked
 def sum_losses(loss: jax.Array, num_valid: jax.Array | None = None) -> jax.Array:
     """Sums losses in a fixed order, and divides by ``num_valid`` if it is given.
 

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from ...runtime import scratch_sizes
 from .._call import call
 from . import _checks
+from ._checked import checked
 from ._rows import rowwise as over_rows
 from .fp8_output import copies, sides
 
@@ -45,6 +46,7 @@ class CurrentScaleOutput(NamedTuple):
     amax: jax.Array
 
 
+@checked
 def current_scale(
     x: jax.Array,
     fp8_dtype: Any,
@@ -106,6 +108,7 @@ def current_scale(
     return _output({**dict(zip(names, found, strict=True)), "amax": amax})
 
 
+@checked
 def scale_of(
     amax: jax.Array, fp8_dtype: Any, *, eps: float = 0.0, pow2: bool = False
 ) -> tuple[jax.Array, jax.Array]:
@@ -134,16 +137,19 @@ def _output(made: dict[str, jax.Array]) -> CurrentScaleOutput:
     return CurrentScaleOutput(*(made.get(name) for name in CurrentScaleOutput._fields))
 
 
+@checked
 def amax_results() -> dict[str, Any]:
     """Returns what a call that computes an amax writes for it."""
     return {"amax": _ONE, "workspace": _S((scratch_sizes.MAX_AMAXES,), jnp.float32)}
 
 
+@checked
 def local_amax(x: jax.Array) -> tuple[jax.Array]:
     """Returns max |x| of one device's part of a matrix."""
     return (call("current_scale", "current_scale_amax", amax_results(), x=x)["amax"],)
 
 
+@checked
 def tensor_amax(x: jax.Array) -> jax.Array:
     """Computes max |x| as one float32 element; NaN counts above infinity, an empty x gives 0.
 

@@ -1,4 +1,4 @@
-"""Matrix products of MXFP8 and HiF8 operands, for which no supported device has matrix units.
+"""GEMMs of MXFP8 and HiF8 operands, for which no supported device has matrix units.
 
 Operands are decoded and multiplied in high precision: in bfloat16, which holds their values, with
 float32 sums on a GPU, and in float32 on a CPU.
@@ -14,11 +14,13 @@ import jax.numpy as jnp
 
 from .._call import call
 from . import _checks, hif8, mx_quantize
+from ._checked import checked
 from .fp8_gemm import bias_dtype, shared_product
 
 __all__ = ["hif8_gemm", "mx_gemm"]
 
 
+@checked
 def mx_gemm(
     a: jax.Array,
     b: jax.Array,
@@ -54,6 +56,7 @@ def mx_gemm(
     return _product("mx_gemm", operands, dims, decoded, False, out_dtype, bias, inner)
 
 
+@checked
 def hif8_gemm(
     a: jax.Array,
     b: jax.Array,

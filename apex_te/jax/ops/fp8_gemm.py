@@ -1,4 +1,4 @@
-"""FP8 matrix products with one scale for each tensor or block: fprop, dgrad and wgrad.
+"""FP8 GEMMs with one scale for each tensor or block: fprop, dgrad and wgrad.
 
 On a GPU cuBLASLt multiplies; on a CPU the operands are decoded and multiplied in float32.
 """
@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from ...runtime import scratch_sizes
 from .._call import call
 from . import _checks
+from ._checked import checked
 from ._rows import rowwise
 from .block_quantize import scale_dims, unpadded, with_padding
 
@@ -25,6 +26,7 @@ _ROWS = 4  # it multiplies block-scaled operands in units of so many rows
 _SLICE = 128
 
 
+@checked
 def bias_dtype(out_dtype: Any) -> Any:
     """Returns the dtype of the bias: the output's, except bfloat16 for a float32 output."""
     dtype = jnp.dtype(out_dtype)
@@ -84,7 +86,7 @@ def _padded(x: jax.Array, *multiples: int) -> jax.Array:
 
 
 def _sum_of(total: jax.Array, rest: dict[str, jax.Array]) -> jax.Array:
-    """Returns a finished product plus bias and c, in its dtype."""
+    """Returns a finished GEMM plus bias and c, in its dtype."""
     out = total.astype(jnp.float32)
     for each in rest.values():
         out = out + each.astype(jnp.float32)
@@ -92,13 +94,14 @@ def _sum_of(total: jax.Array, rest: dict[str, jax.Array]) -> jax.Array:
 
 
 def _empty(a: Any, b: Any, rest: dict[str, jax.Array], dtype: Any, inner: int) -> jax.Array:
-    """Returns the result of a product with K = 0 or without elements: bias + c, or zeros."""
+    """Returns the result of a GEMM with K = 0 or without elements: bias + c, or zeros."""
     shape = (*a.shape[: a.ndim - inner], *b.shape[: b.ndim - inner])
     bias = rest["bias"].astype(dtype) if "bias" in rest else jnp.zeros((), dtype)
     out = jnp.broadcast_to(bias, shape)
     return _sum_of(out, {"c": rest["c"]}) if "c" in rest else out
 
 
+@checked
 def shared_product(
     name: str,
     product: Callable[..., jax.Array],
@@ -143,6 +146,7 @@ def shared_product(
     return run(*inputs.values())[0]
 
 
+@checked
 def fp8_gemm(
     a: jax.Array,
     b: jax.Array,
@@ -210,6 +214,7 @@ def fp8_gemm(
     return shared_product("fp8_gemm", product, {"a": a, "b": b}, whole, rest, inner)
 
 
+@checked
 def block_scaled_gemm(
     a: jax.Array,
     b: jax.Array,

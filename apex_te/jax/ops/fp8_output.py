@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from ...runtime import scratch_sizes
 from .._call import call
 from . import _checks
+from ._checked import checked
 from ._rows import rowwise as over_rows
 
 __all__ = ["FP8Output", "copies", "fused_cast", "sides"]
@@ -37,6 +38,7 @@ class FP8Output(NamedTuple):
     amax: jax.Array | None
 
 
+@checked
 def sides(
     function: str, x: jax.Array, flatten_axis: int | None
 ) -> tuple[jax.Array, dict[str, int]]:
@@ -62,6 +64,7 @@ def sides(
     return x, {"r": rows, "c": x.ndim - rows}
 
 
+@checked
 def copies(
     function: str,
     shape: tuple[int, ...],
@@ -90,6 +93,7 @@ def copies(
     return {n: jax.ShapeDtypeStruct(s, dtype) for n, s in wanted.items() if s is not None}
 
 
+@checked
 def fused_cast(
     op: str,
     function: str,

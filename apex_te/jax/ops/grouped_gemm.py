@@ -1,4 +1,4 @@
-"""Matrix products of groups of rows, such as an expert's tokens, whose sizes are on the device.
+"""GEMMs of groups of rows, such as an expert's tokens, whose sizes are on the device.
 
 On sm_90 kernels of the suite multiply FP8 data, E4M3 and E5M2 in any pair. Elsewhere, and in high
 precision, every group is multiplied with all rows, of which those of other groups are masked: the
@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from .. import _library
 from .._call import call
 from . import _checks
+from ._checked import checked
 from .grouped_quantize import ALIGN, Groups, check_rows, decode, scale_rows
 
 __all__ = [
@@ -28,6 +29,7 @@ _GROUPED_FP8 = (9, 0)
 _S = jax.ShapeDtypeStruct
 
 
+@checked
 def multiply_groups(a: jax.Array, b: jax.Array, groups: Groups) -> jax.Array:
     """Multiplies each row by the matrix of its group: ``out[r] = b[g] @ a[r]``, row r in group g.
 
@@ -72,6 +74,7 @@ def _dot(a: jax.Array, b: jax.Array) -> jax.Array:
     return jnp.dot(a, b, precision=exact, preferred_element_type=jnp.float32)
 
 
+@checked
 def contract_groups(a: jax.Array, b: jax.Array, groups: Groups, wide: bool = False) -> jax.Array:
     """Multiplies each group's slices of two matrices: ``out[g] = a[:, i:j] @ b[i:j]``.
 
@@ -134,6 +137,7 @@ def _multiplies_codes(a: jax.Array, b: jax.Array) -> bool:
     return has_kernel and a.shape[-1] % ALIGN == 0 and b.shape[-2] % 8 == 0
 
 
+@checked
 def scaled_multiply_groups(
     a: jax.Array,
     a_scale_inv: jax.Array,
@@ -181,6 +185,7 @@ def scaled_multiply_groups(
     return jax.lax.platform_dependent(*operands, groups.ends, cpu=decoded, cuda=on_gpu)
 
 
+@checked
 def scaled_contract_groups(
     a: jax.Array,
     a_scale_inv: jax.Array,

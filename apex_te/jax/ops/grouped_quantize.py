@@ -15,6 +15,7 @@ import jax.numpy as jnp
 
 from .._call import Stacked, call
 from . import _checks
+from ._checked import checked
 
 __all__ = [
     "ALIGN",
@@ -93,6 +94,7 @@ class GroupedOutput(NamedTuple):
     amax: jax.Array | None
 
 
+@checked
 def groups_of(splits: jax.Array, rows: int) -> Groups:
     """Returns the places of groups in a matrix of ``rows`` rows.
 
@@ -123,6 +125,7 @@ def groups_of(splits: jax.Array, rows: int) -> Groups:
     return Groups(call(_OP, name, results, splits=splits, rows=rows)["table"], rows, count)
 
 
+@checked
 def check_rows(name: str, rows: int, groups: Groups) -> None:
     """Raises ValueError unless ``groups`` was made for a matrix of ``rows`` rows.
 
@@ -145,6 +148,7 @@ def _of_groups(name: str, groups: int, **values: Any) -> dict[str, jax.Array]:
     return found
 
 
+@checked
 def quantize_groups(
     x: jax.Array,
     groups: Groups,
@@ -204,6 +208,7 @@ def _quantized(
     return GroupedOutput(*(made.get(name) for name in GroupedOutput._fields))
 
 
+@checked
 def quantize_matrices(
     matrices: jax.Array | Sequence[jax.Array],
     scale: jax.Array,
@@ -248,6 +253,7 @@ def quantize_matrices(
     return _quantized(name, results, {**given, "matrices": passed}, count)
 
 
+@checked
 def scales_of(
     amax: jax.Array, fp8_dtype: Any, *, eps: float = 0.0, pow2: bool = False
 ) -> tuple[jax.Array, jax.Array]:
@@ -271,6 +277,7 @@ def scales_of(
     return made["scale"], made["scale_inv"]
 
 
+@checked
 def first_scales(
     amax: jax.Array,
     groups: Groups,
@@ -307,6 +314,7 @@ def first_scales(
     return made["due"], made["scale"], made["scale_inv"]
 
 
+@checked
 def finish_rows(out: jax.Array, groups: Groups, bias: jax.Array | None = None) -> jax.Array:
     """Returns ``out`` with ``bias`` added to the groups' rows, and zeros in rows of no group.
 
@@ -329,12 +337,14 @@ def finish_rows(out: jax.Array, groups: Groups, bias: jax.Array | None = None) -
     return call(_OP, name, **given)["out"]
 
 
+@checked
 def zero_unused(out: jax.Array, groups: Groups) -> jax.Array:
     """Returns ``out`` [groups, ...] with zeros in ``out[g]`` for each group g without rows."""
     rows = jnp.asarray(out).reshape(groups.num_groups, -1)
     return call(_OP, "grouped_clear", out=rows, table=groups.table)["out"].reshape(jnp.shape(out))
 
 
+@checked
 def decode(fp8_data: jax.Array) -> jax.Array:
     """Returns the values, without scale_inv, of FP8 data of any shape in bfloat16; exact."""
     name = "grouped_decode"
@@ -344,6 +354,7 @@ def decode(fp8_data: jax.Array) -> jax.Array:
     return made["out"].reshape(fp8_data.shape)
 
 
+@checked
 def scale_rows(out: jax.Array, factor: jax.Array) -> jax.Array:
     """Returns ``out`` with each row multiplied by its factor in float32.
 
@@ -359,6 +370,7 @@ def scale_rows(out: jax.Array, factor: jax.Array) -> jax.Array:
     return call(_OP, name, out=rows, factor=factor)["out"].reshape(out.shape)
 
 
+@checked
 def column_sums(x: jax.Array, groups: Groups) -> jax.Array:
     """Sums the rows of each group of ``x`` [rows, cols] in float32, deterministically.
 

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 
 from .._call import call
 from . import _checks
+from ._checked import checked
 from ._rows import rowwise as over_rows
 from .current_scale import amax_results, local_amax
 from .fp8_output import copies, sides
@@ -61,6 +62,7 @@ class HiF8Output(NamedTuple):
     amax: jax.Array | None
 
 
+@checked
 def encode(x: jax.Array, *, saturate: bool = True) -> jax.Array:
     """Returns the HiF8 data of x without a scale, rounded half away from zero.
 
@@ -78,6 +80,7 @@ def encode(x: jax.Array, *, saturate: bool = True) -> jax.Array:
     return made["rowwise"].reshape(x.shape)
 
 
+@checked
 def decode(
     fp8_data: jax.Array, dtype: Any = jnp.bfloat16, *, scale_inv: jax.Array | None = None
 ) -> jax.Array:
@@ -97,6 +100,7 @@ def decode(
     return call("hif8", name, results, **given)["out"].reshape(fp8_data.shape)
 
 
+@checked
 def quantize(
     x: jax.Array,
     scale: jax.Array,
@@ -145,6 +149,7 @@ def quantize(
     return HiF8Output(*(made.get(each) for each in HiF8Output._fields))
 
 
+@checked
 def quantize_current(
     x: jax.Array,
     target: float = HIF8_15,

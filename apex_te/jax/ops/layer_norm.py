@@ -7,12 +7,14 @@ from typing import Any
 import jax
 
 from . import _norm
+from ._checked import checked
 from ._norm import NormFP8Output, NormGradients, NormOutput
 from .fp8_output import FP8Output
 
 __all__ = ["layer_norm", "layer_norm_bwd", "layer_norm_fwd", "layer_norm_fwd_fp8"]
 
 
+@checked
 def layer_norm(
     x: jax.Array,
     weight: jax.Array | None,
@@ -45,6 +47,7 @@ def layer_norm(
     return y if total is None else (y, total)
 
 
+@checked
 def layer_norm_fwd(
     x: jax.Array,
     weight: jax.Array | None,
@@ -59,6 +62,7 @@ def layer_norm_fwd(
     return NormOutput(made["y"], made["mean"], made["rstd"], made.get("residual_sum"))
 
 
+@checked
 def layer_norm_fwd_fp8(
     x: jax.Array,
     weight: jax.Array | None,
@@ -85,6 +89,7 @@ def layer_norm_fwd_fp8(
     return NormFP8Output(y, made["mean"], made["rstd"], made.get("residual_sum"))
 
 
+@checked
 def layer_norm_bwd(
     dy: jax.Array,
     x: jax.Array,

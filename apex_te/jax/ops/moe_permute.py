@@ -18,6 +18,7 @@ from jax.custom_derivatives import SymbolicZero
 
 from .._call import call
 from . import _checks
+from ._checked import checked
 from ._gradient import flag, is_wanted, materialised
 
 __all__ = [
@@ -85,6 +86,7 @@ class _Routing(NamedTuple):
         return RowMap(table, table[-2][own], table[-2][padded], offsets)
 
 
+@checked
 def make_map(
     routing_map: jax.Array,
     *,
@@ -186,6 +188,7 @@ def _routes(routing_map: jax.Array, is_index: bool) -> jax.Array:
     return routing_map != 0 if not is_index and dtype == "int64" else routing_map
 
 
+@checked
 def permute(
     inp: jax.Array, row_id_map: jax.Array, num_rows: int, probs: jax.Array | None = None
 ) -> tuple[jax.Array, jax.Array | None]:
@@ -218,6 +221,7 @@ def permute(
     return out, permuted
 
 
+@checked
 def permute_by(
     inp: jax.Array,
     routing_map: jax.Array,
@@ -357,6 +361,7 @@ def _check_differentiable(op: str, inp: jax.Array) -> None:
         )
 
 
+@checked
 def permute_bwd(
     grad_permuted: jax.Array,
     row_id_map: jax.Array,
@@ -393,6 +398,7 @@ def _summed(inp: Any, row_id_map: Any, probs: Any, grad_permuted_probs: Any) -> 
     return call(_OP, name, results, **given)
 
 
+@checked
 def unpermute(inp: jax.Array, row_id_map: jax.Array, probs: jax.Array | None = None) -> jax.Array:
     """Sums each token's copies, times their probs, in float32 and always in one order.
 
@@ -439,6 +445,7 @@ def _unpermutation_bwd(kept: Any, grad_output: Any) -> Any:
 _unpermutation.defvjp(_unpermutation_fwd, _unpermutation_bwd, symbolic_zeros=True)
 
 
+@checked
 def unpermute_bwd(
     grad_output: jax.Array, inp: jax.Array, row_id_map: jax.Array, probs: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
@@ -467,6 +474,7 @@ def unpermute_bwd(
     return made["grad_inp"], made["grad_probs"]
 
 
+@checked
 def make_chunk_map(split_sizes: jax.Array, sorted_index: jax.Array, num_rows: int) -> jax.Array:
     """Makes the map by which ``sort_chunks`` reorders chunks of rows.
 
@@ -496,6 +504,7 @@ def make_chunk_map(split_sizes: jax.Array, sorted_index: jax.Array, num_rows: in
     return call(_OP, name, results, split_sizes=sizes, sorted_index=index)["chunk_map"]
 
 
+@checked
 def sort_chunks(
     inp: jax.Array,
     chunk_map: jax.Array,

@@ -24,6 +24,7 @@ from .._call import call
 from .._partition import shared, varying_along
 from .._rule import parse
 from . import _checks
+from ._checked import checked
 
 __all__ = ["AdamStep", "SgdStep", "adam", "lamb", "sgd"]
 
@@ -63,6 +64,7 @@ class SgdStep(NamedTuple):
     masters: list[jax.Array]
 
 
+@checked
 def adam(
     params: _Arrays,
     grads: _Arrays,
@@ -116,6 +118,7 @@ def adam(
     return AdamStep(*(made.get(each, []) for each in AdamStep._fields))
 
 
+@checked
 def sgd(
     params: _Arrays,
     grads: _Arrays,
@@ -163,6 +166,7 @@ def sgd(
     return SgdStep(*(made.get(each, []) for each in SgdStep._fields))
 
 
+@checked
 def lamb(
     params: _Arrays,
     grads: _Arrays,

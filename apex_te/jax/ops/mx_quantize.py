@@ -9,6 +9,7 @@ import jax.numpy as jnp
 
 from .._call import call
 from . import _checks
+from ._checked import checked
 from ._rows import rowwise as over_rows
 from .fp8_output import sides
 
@@ -35,6 +36,7 @@ class MXQuantized(NamedTuple):
     columnwise_scale: jax.Array | None
 
 
+@checked
 def mx_quantize(
     x: jax.Array,
     fp8_dtype: Any = jnp.float8_e4m3fn,
@@ -98,6 +100,7 @@ def _scale_shape(rows: int, cols: int) -> tuple[int, int]:
     return rows, -(-cols // _BLOCK)
 
 
+@checked
 def mx_dequantize(fp8_data: jax.Array, scale: jax.Array, *, dtype: Any = jnp.bfloat16) -> jax.Array:
     """Computes the values of MXFP8 data, rounded to nearest even; exact within dtype's range.
 

@@ -1,7 +1,7 @@
 """Casts a fused QKV projection's weight, and the gradient of its output, to FP8.
 
 The rows of such a weight are heads. Interleaved they go group by group: the query heads of the
-group, its key head and its value head; else all queries, all keys and all values. A product with
+group, its key head and its value head; else all queries, all keys and all values. A GEMM with
 the weight's rows in the latter order has queries, keys and values that are slices of it.
 """
 
@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from ...runtime import scratch_sizes
 from .._call import call
 from . import _checks
+from ._checked import checked
 from ._rows import rowwise as over_rows
 from .fp8_output import FP8Output, copies
 
@@ -38,6 +39,7 @@ class QkvGradOutput(NamedTuple):
     dbias: jax.Array | None
 
 
+@checked
 def qkv_cast_weight(
     weight: jax.Array,
     scale: jax.Array,
@@ -103,6 +105,7 @@ def qkv_cast_weight(
     )
 
 
+@checked
 def qkv_cast_grad(
     queries: jax.Array | None,
     keys: jax.Array,

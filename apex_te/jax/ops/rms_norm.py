@@ -7,12 +7,14 @@ from typing import Any
 import jax
 
 from . import _norm
+from ._checked import checked
 from ._norm import NormFP8Output, NormGradients, NormOutput
 from .fp8_output import FP8Output
 
 __all__ = ["rms_norm", "rms_norm_bwd", "rms_norm_fwd", "rms_norm_fwd_fp8"]
 
 
+@checked
 def rms_norm(
     x: jax.Array,
     weight: jax.Array | None,
@@ -43,6 +45,7 @@ def rms_norm(
     return y if total is None else (y, total)
 
 
+@checked
 def rms_norm_fwd(
     x: jax.Array,
     weight: jax.Array | None,
@@ -56,6 +59,7 @@ def rms_norm_fwd(
     return NormOutput(made["y"], None, made["rstd"], made.get("residual_sum"))
 
 
+@checked
 def rms_norm_fwd_fp8(
     x: jax.Array,
     weight: jax.Array | None,
@@ -85,6 +89,7 @@ def rms_norm_fwd_fp8(
     return NormFP8Output(y, None, made["rstd"], made.get("residual_sum"))
 
 
+@checked
 def rms_norm_bwd(
     dy: jax.Array,
     x: jax.Array,

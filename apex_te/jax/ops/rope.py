@@ -11,6 +11,7 @@ import jax.numpy as jnp
 
 from .._call import call
 from . import _checks
+from ._checked import checked
 from ._gradient import materialised
 from ._rows import rowwise
 
@@ -23,6 +24,7 @@ _FARTHEST = 1 << 40
 _RULES = {"sbhd": "s r h d", "bshd": "r s h d", "thd": "t r d"}
 
 
+@checked
 def rope(
     x: jax.Array,
     freqs: jax.Array | None = None,

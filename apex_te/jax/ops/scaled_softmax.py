@@ -11,6 +11,7 @@ import jax.numpy as jnp
 
 from .._call import call
 from . import _checks
+from ._checked import checked
 from ._gradient import materialised
 from ._rows import rowwise
 
@@ -23,6 +24,7 @@ _BROADCAST = {"r": "1", "h": "g", "q": "p"}
 _S = jax.ShapeDtypeStruct
 
 
+@checked
 def scaled_softmax(
     x: jax.Array, scale: float, mask: jax.Array | None = None, *, causal: str | None = None
 ) -> jax.Array:
@@ -68,6 +70,7 @@ def _differentiable(scale: float, causal: str | None) -> Callable[..., Any]:
     return softmax
 
 
+@checked
 def scaled_softmax_fwd(
     x: jax.Array, scale: float, mask: jax.Array | None = None, *, causal: str | None = None
 ) -> jax.Array:
@@ -97,6 +100,7 @@ def scaled_softmax_fwd(
     return y
 
 
+@checked
 def scaled_softmax_bwd(
     dy: jax.Array, y: jax.Array, scale: float, *, causal: str | None = None
 ) -> jax.Array:

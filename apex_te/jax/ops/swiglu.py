@@ -11,6 +11,7 @@ import jax.numpy as jnp
 
 from ...runtime.op_options import ACTIVATIONS, gated_activation_number
 from . import _checks
+from ._checked import checked
 from ._gated_arrays import GatedArrays, call_swiglu, gated_arrays
 from ._gradient import flag, gradient_of, is_wanted, materialised
 from .fp8_output import FP8Output
@@ -57,6 +58,7 @@ class SwigluFP8Grads(NamedTuple):
     dbias: jax.Array | None
 
 
+@checked
 def swiglu(
     input: jax.Array,
     up: jax.Array | None = None,
@@ -122,6 +124,7 @@ def _differentiable(activation: str, axis: int) -> Callable[..., Any]:
     return gated
 
 
+@checked
 def swiglu_fwd(
     input: jax.Array,
     up: jax.Array | None = None,
@@ -136,6 +139,7 @@ def swiglu_fwd(
     return call_swiglu(given, {"out": "r f"})["out"].reshape(given.shape)
 
 
+@checked
 def swiglu_fwd_fp8(
     input: jax.Array,
     up: jax.Array | None,
@@ -171,6 +175,7 @@ def swiglu_fwd_fp8(
     return _run_to_fp8(given, sides, scale, fp8_dtype, amax, False)[0]
 
 
+@checked
 def swiglu_bwd(
     grad_output: jax.Array,
     input: jax.Array,
@@ -198,6 +203,7 @@ def swiglu_bwd(
     return made.input if up is None and not with_dbias else made
 
 
+@checked
 def swiglu_bwd_fp8(
     grad_output: jax.Array,
     input: jax.Array,

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 
 from .._call import call
 from . import _checks
+from ._checked import checked
 from ._gated_arrays import GatedArrays, call_swiglu, gated_arrays
 from ._rows import rowwise as over_rows
 from .block_quantize import BlockQuantized, block_quantize, scale_shape, scales_of_matrix, unpadded
@@ -22,6 +23,7 @@ _S = jax.ShapeDtypeStruct
 _BLOCK = 128
 
 
+@checked
 def swiglu_fwd_block(
     input: jax.Array,
     up: jax.Array | None,
@@ -66,6 +68,7 @@ def swiglu_fwd_block(
     return _run(given, "r f", fp8_dtype, **options)
 
 
+@checked
 def swiglu_bwd_block(
     grad_output: jax.Array,
     input: jax.Array,

@@ -1,4 +1,4 @@
-"""Quantizers: how a scheme casts the tensors of a product and multiplies them."""
+"""Quantizers: how a scheme casts the tensors of a GEMM and multiplies them."""
 
 from __future__ import annotations
 

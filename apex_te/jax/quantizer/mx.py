@@ -15,7 +15,7 @@ __all__ = ["make"]
 
 
 class _MX(Quantizer):
-    """Quantizer with a power-of-two scale for every 32 elements along a product's inner
+    """Quantizer with a power-of-two scale for every 32 elements along a GEMM's inner
     dimension.
     """
 

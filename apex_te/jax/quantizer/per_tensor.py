@@ -1,4 +1,4 @@
-"""Products of operands with one scale for each tensor."""
+"""GEMMs of operands with one scale for each tensor."""
 
 from __future__ import annotations
 

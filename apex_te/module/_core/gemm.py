@@ -283,7 +283,7 @@ def shaped_product(
         out_shape = parallel.output_shape(shape, features)
     is_whole = parallel is None or parallel.column
     if is_whole and _computes_more_rows(quantizers.backend, x):
-        # The product makes room for them; resizing keeps it and makes no view.
+        # The GEMM makes room for them; resizing keeps it and makes no view.
         return multiply(quantizers, x, weight, cached, bias, dtype, None, c).resize_(out_shape)
     out = torch.empty(out_shape, dtype=dtype, device=weight.device)
     if is_whole:
@@ -309,7 +309,7 @@ def _computes_more_rows(backend: GemmBackend, x: Operand) -> bool:
 
 
 def adds_in_product(call: FP8Call, gemm: int, c: torch.Tensor) -> bool:
-    """Returns True if a GEMM of a call can add ``c`` to the product before it rounds the sum.
+    """Returns True if a GEMM of a call can add ``c`` to the GEMM before it rounds the sum.
 
     Args:
         c: a tensor in the output's shape.

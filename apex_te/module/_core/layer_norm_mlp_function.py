@@ -35,9 +35,9 @@ __all__ = ["LayerNormMLPFunction"]
 class LayerNormMLPFunction(OpFunction):
     """``act(norm(inp [+ residual]) @ w1.T + b1) @ w2.T + b2`` in FP8.
 
-    If ``adds`` is True, the second product adds the tensor that was normalised; the caller has
+    If ``adds`` is True, the second GEMM adds the tensor that was normalised; the caller has
     checked this by ``adds_in_product``. A recompute gives the shape of ``out`` in ``known``: the
-    second product, which nothing in backward needs, is then left out, and ``out`` has no values.
+    second GEMM, which nothing in backward needs, is then left out, and ``out`` has no values.
 
     Returns:
         ``(out, norm, total)``: the output; the norm's result and the normalised tensor, each in the

@@ -1,4 +1,4 @@
-"""A frozen layer's product with a product of low rank added to it, as adapters of LoRA do."""
+"""A frozen layer's GEMM with a product of low rank added to it, as adapters of LoRA do."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ __all__ = [
 
 
 class LowRank(NamedTuple):
-    """Named tuple of a product ``scaling * (inp @ down.T) @ up.T`` that a layer adds to its own.
+    """Named tuple of a GEMM ``scaling * (inp @ down.T) @ up.T`` that a layer adds to its own.
 
     Attributes:
         down: ``[rank, in]``.
         up: ``[out, rank]``.
         scaling: factor of the product.
-        inp: the product's input ``[..., in]``, the layer's own input after a dropout, say; None if
+        inp: the GEMM's input ``[..., in]``, the layer's own input after a dropout, say; None if
             it is the layer's own.
     """
 
@@ -43,7 +43,7 @@ class LowRank(NamedTuple):
     inp: torch.Tensor | None
 
     def cast_to(self, dtype: torch.dtype) -> LowRank:
-        """Returns the low-rank product with all tensors in ``dtype``, known to autograd."""
+        """Returns the low-rank GEMM with all tensors in ``dtype``, known to autograd."""
         inp = None if self.inp is None else self.inp.to(dtype)
         return LowRank(self.down.to(dtype), self.up.to(dtype), self.scaling, inp)
 
@@ -51,7 +51,7 @@ class LowRank(NamedTuple):
 def check_low_rank(
     name: str, inp: torch.Tensor, low: LowRank, in_features: int, out_features: int
 ) -> None:
-    """Checks types, devices and shapes of a low-rank product's arguments."""
+    """Checks types, devices and shapes of a low-rank GEMM's arguments."""
     if not isinstance(low.scaling, (float, int)):
         raise TypeError(f"{name}: scaling must be a float, got {type(low.scaling).__name__}")
     down, up, low_inp = low.down, low.up, inp if low.inp is None else low.inp
@@ -75,11 +75,11 @@ def check_low_rank(
 
 
 def low_rank_product(low: LowRank, inp: torch.Tensor) -> torch.Tensor:
-    """Computes a low-rank product ``[..., out]`` by torch's ops.
+    """Computes a low-rank GEMM ``[..., out]`` by torch's ops.
 
     Args:
-        low: the product, in the dtype to compute in.
-        inp: the layer's input, which the product takes if it has none of its own.
+        low: the GEMM, in the dtype to compute in.
+        inp: the layer's input, which the GEMM takes if it has none of its own.
     """
     x = inp if low.inp is None else low.inp
     return functional.linear(functional.linear(x, low.down), low.up) * low.scaling
@@ -88,7 +88,7 @@ def low_rank_product(low: LowRank, inp: torch.Tensor) -> torch.Tensor:
 def fits(call: FP8Call, weight: torch.Tensor, bias: torch.Tensor | None) -> bool:
     """Returns True if ``fused_product`` can compute a call of a layer.
 
-    It computes FP8 products of whole weights that are frozen, and only where no tracer looks on.
+    It computes FP8 GEMMs of whole weights that are frozen, and only where no tracer looks on.
 
     Args:
         bias: the layer's bias, or None.
@@ -109,7 +109,7 @@ def fused_product(
     bias: torch.Tensor | None,
     low: LowRank,
 ) -> torch.Tensor:
-    """Computes ``inp @ weight.T + bias`` plus a low-rank product, for a call that ``fits``.
+    """Computes ``inp @ weight.T + bias`` plus a low-rank GEMM, for a call that ``fits``.
 
     Layers that are called one after another with the same input share its cast, where the recipe
     keeps no state, and each adds its gradient of the input to that of the layer called after it.
@@ -118,7 +118,7 @@ def fused_product(
         inp: the input ``[..., in]``.
         weight: ``[out, in]``.
         bias: ``[out]`` or None.
-        low: the low-rank product, in any dtype.
+        low: the low-rank GEMM, in any dtype.
 
     Returns:
         ``[..., out]`` in ``call.dtype``.
@@ -150,7 +150,7 @@ def fused_product(
 class LowRankLinearFunction(OpFunction):
     """``inp @ weight.T + bias + scaling * (low_inp @ down.T) @ up.T`` with quantized products.
 
-    Weight and bias are frozen. The low-rank products are in the dtype of ``down``; their factor is
+    Weight and bias are frozen. The low-rank GEMMs are in the dtype of ``down``; their factor is
     applied before they are rounded.
 
     Returns:
@@ -287,7 +287,7 @@ def _input_gradient(
 
     Args:
         dy: the gradient of the output ``[rows, out]``.
-        product: factors of a product ``[rows, in]`` of low rank, or None.
+        product: factors of a GEMM ``[rows, in]`` of low rank, or None.
         c: ``[rows, in]`` or None.
     """
     plan, dtype = ctx.plan, ctx.input_dtype

@@ -79,7 +79,7 @@ class Programs:
     Attributes:
         calls: ``FP8Call`` objects of calls that may use programs. The key is the dtype to compute
             in, or ``(dtype, keep_columnwise, save_original)`` if one of these options is True.
-        is_possible: False if the scheme's casts or products cannot run in a program.
+        is_possible: False if the scheme's casts or GEMMs cannot run in a program.
         state: the tensors of the FP8 state that casts read or write.
     """
 

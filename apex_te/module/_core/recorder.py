@@ -65,7 +65,7 @@ class Step(NamedTuple):
         function: callable that ``runtime.function`` returned.
         args: arguments of the call. A ``Slot``, ``Made`` or ``Part`` stands for each tensor, except
             for tensors of the FP8 state, which are there themselves.
-        products: number of products of quantized operands that the call computes.
+        products: number of GEMMs of quantized operands that the call computes.
     """
 
     function: Any

@@ -1,4 +1,4 @@
-"""FP8 products of a SwiGLU MLP by the suite's own kernels, with the activation in the epilogue.
+"""FP8 GEMMs of a SwiGLU MLP by the suite's own kernels, with the activation in the epilogue.
 
 Where a tensor that an epilogue would quantize must be there before its scale is known, the same
 kernels multiply and the activation follows by itself: the bits are equal.
@@ -49,7 +49,7 @@ def takes(
     """Returns True if the kernels here compute FC1 and FC2's dgrad of a call.
 
     The answer depends on shapes, dtypes, recipe and options alone, not on what needs a gradient,
-    so that a recompute and an evaluation have the products of the training step.
+    so that a recompute and an evaluation have the GEMMs of the training step.
 
     Args:
         x: matrix ``[rows, in]`` that is normalised.

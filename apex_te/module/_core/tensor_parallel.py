@@ -34,7 +34,7 @@ from ...ops.byte_transpose import byte_transpose
 
 __all__ = ["GatheredRows", "TensorParallel"]
 
-# Computes the product [rows, ...] of the rows of a slice, into a tensor if one is given.
+# Computes the GEMM [rows, ...] of the rows of a slice, into a tensor if one is given.
 Product = Callable[[slice, torch.Tensor | None], torch.Tensor]
 
 
@@ -121,7 +121,7 @@ class TensorParallel:
         like: torch.Tensor,
         divisible: bool,
     ) -> Pending:
-        """Begins to sum products over ranks, each of which gets its share of the rows.
+        """Begins to sum GEMMs over ranks, each of which gets its share of the rows.
 
         Args:
             out: memory for this rank's rows of the sum; None makes a new tensor.
@@ -235,7 +235,7 @@ class GatheredRows:
 
     Args:
         local: the rowwise copy of this rank's rows.
-        columnwise: True if ``arrived`` will be called after the products, for a columnwise copy.
+        columnwise: True if ``arrived`` will be called after the GEMMs, for a columnwise copy.
         pad_columnwise: pad the columnwise copy for the weight gradient, to a multiple of 16 rows.
 
     Attributes:

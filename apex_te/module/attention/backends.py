@@ -390,14 +390,14 @@ def _softmax(
     hidden, causal = seen.hidden, seen.causal
     if seen.window is not None or (causal == "upper_left" and queries != keys):
         hidden, causal = _all_hidden(seen, queries, keys, q.device), None
-    # The heads of a group are rows of one product with the group's keys.
+    # The heads of a group are rows of one GEMM with the group's keys.
     shape = (batch * groups, heads // groups * queries, size)
     rows, columns = q.reshape(shape), k.reshape(batch * groups, keys, size).transpose(1, 2)
     scale = options.scale
     if bias is None and q.dtype is not torch.float16:
         scores = torch.bmm(rows, columns).view(batch, heads, queries, keys)
     else:
-        # Scaled inside the product, before its rounding, so that fp16 does not overflow.
+        # Scaled inside the GEMM, before its rounding, so that fp16 does not overflow.
         alpha, scale = scale / options.layer_scale, options.layer_scale
         scores = torch.baddbmm(q.new_empty(1, 1, 1), rows, columns, beta=0.0, alpha=alpha)
         scores = scores.view(batch, heads, queries, keys)

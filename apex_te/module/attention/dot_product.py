@@ -147,7 +147,7 @@ class DotProductAttention(torch.nn.Module):
 
     @property
     def softmax_scale(self) -> float:
-        """Multiplier of the products of queries and keys; setting it counts from then on."""
+        """Multiplier of the GEMMs of queries and keys; setting it counts from then on."""
         return self._training.scale
 
     @softmax_scale.setter

@@ -382,7 +382,7 @@ class MultiheadAttention(CompositeModule):
             return_residual: the caller adds the residual. With ``input_layernorm`` the residual is
                 then an output of the norm's autograd node, whose backward adds the residual's
                 gradient in the norm's kernel.
-            add_residual: let the last product add the residual to the result, if the product can;
+            add_residual: let the last GEMM add the residual to the result, if the GEMM can;
                 the result is then rounded once. Only if no bias and no norm are returned beside
                 the result.
 
@@ -390,7 +390,7 @@ class MultiheadAttention(CompositeModule):
 
         Returns:
             ``(result, residual)``: what ``forward`` returns, and a tensor with the values of
-            ``hidden_states``. ``residual`` is None if the last product has added it to the result.
+            ``hidden_states``. ``residual`` is None if the last GEMM has added it to the result.
         """
         if (encoder_output is None) != (self.attention_type == "self"):
             raise ValueError(

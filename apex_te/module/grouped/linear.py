@@ -166,11 +166,11 @@ class GroupedLinear(ParallelModule):
         exceed the rows are an error; in a tensor on a GPU, where only the device sees them, all
         outputs and gradients become NaN.
 
-        On a GPU the products for such a tensor differ in rounding and cost. FP8 products are
+        On a GPU the GEMMs for such a tensor differ in rounding and cost. FP8 GEMMs are
         rounded to bfloat16 before they get another dtype; they multiply FP8 data on sm_90,
-        elsewhere decoded data in bfloat16. Products in fp16 and fp32 cost as much as ``num_gemms``
+        elsewhere decoded data in bfloat16. GEMMs in fp16 and fp32 cost as much as ``num_gemms``
         layers over all rows. What is added to ``main_grad`` is rounded to 16 bits only if torch's
-        grouped product multiplies bfloat16. ``fp8_statistics`` does not record these
+        grouped GEMM multiplies bfloat16. ``fp8_statistics`` does not record these
         products.
 
         Args:

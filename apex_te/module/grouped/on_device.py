@@ -31,8 +31,8 @@ __all__ = [
     "stays_on_device",
 ]
 
-MULTIPLE = 16  # of extents, as products of FP8 codes need them
-LARGEST = 1023  # groups of one product
+MULTIPLE = 16  # of extents, as GEMMs of FP8 codes need them
+LARGEST = 1023  # groups of one GEMM
 CACHE = -1  # in place of the number of a GEMM: the weights of all groups as one
 Tensors = tuple[torch.Tensor, ...]
 
@@ -146,7 +146,7 @@ def check_supported(module: FP8Module, weights: Tensors) -> None:
 def checked_quantizers(
     owner: str, quantizers: GroupQuantizers | None, in_features: int, out_features: int
 ) -> GroupQuantizers:
-    """Returns ``quantizers`` if there are FP8 products of groups whose sizes only the device knows.
+    """Returns ``quantizers`` if there are FP8 GEMMs of groups whose sizes only the device knows.
 
     Args:
         quantizers: the quantizers of all groups; None for a scheme without such products.
@@ -355,7 +355,7 @@ def _stacked(weights: Any, dtype: torch.dtype) -> torch.Tensor:
 def _finished(
     out: torch.Tensor, groups: Groups, dtype: torch.dtype, biases: Tensors = ()
 ) -> torch.Tensor:
-    """Returns a product [rows, out] in ``dtype``, with biases, and zeros in rows of no group."""
+    """Returns a GEMM [rows, out] in ``dtype``, with biases, and zeros in rows of no group."""
     out = out.to(dtype)
     op.finish_rows(out, groups, _stacked(biases, dtype) if biases else None)
     return out

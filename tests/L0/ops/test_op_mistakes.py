@@ -112,6 +112,9 @@ NORMS = {
     "infinite eps": (
         lambda: rms_norm.rms_norm_fwd(X, W, float("inf")), ValueError,
         "rms_norm_fwd: eps must be zero or more and finite", "got inf"),
+    "eps as text": (lambda: rms(eps="1e-5"), TypeError, "rms_norm: eps must be a float", "got str"),
+    "eps of a layer norm as text": (
+        lambda: layer(eps="1e-5"), TypeError, "layer_norm: eps must be a float", "got str"),
     "weight and eps exchanged": (
         lambda: rms(weight=1e-5, eps=W), TypeError, "rms_norm: weight must be a torch.Tensor",
         "got float"),
@@ -327,6 +330,15 @@ QUANTIZED = {
 }  # fmt: skip
 
 LISTS_AND_ROUTES = {
+    "one beta": (
+        lambda: adam(betas=(0.9,)), TypeError, "adam: betas must be a tuple of two floats",
+        r"got \(0.9,\)"),
+    "three betas": (
+        lambda: adam(betas=(0.9, 0.99, 0.999)), TypeError,
+        "adam: betas must be a tuple of two floats", r"got \(0.9, 0.99, 0.999\)"),
+    "betas as a number": (
+        lambda: adam(betas=0.9), TypeError, "adam: betas must be a tuple of two floats",
+        "got 0.9"),
     "tensor for a list": (
         lambda: multi_tensor.l2norm(X), TypeError,
         "multi_tensor.l2norm: tensors must be a list or tuple", "got Tensor"),
