@@ -242,9 +242,10 @@ def _held_out_losses(data: dict[str, Any]) -> str:
     last = {name: run["held_out"][str(max(steps))] for name, run in runs.items()}
     over = {name: f"{loss / last['bf16'] - 1:.2%}" for name, loss in last.items()}
     return (
-        f"- **Loss {over['delayed']} above bf16's** (held out; tensorwise {over['tensorwise']}, "
-        f"blockwise {over['blockwise']}): 350 M parameters, {max(steps) * millions:.0f} M tokens, "
-        f"the last {len(steps) * millions:.0f} M in FP8; one run each, 2.3 epochs of Python sources"
+        f"- **Held-out loss {over['delayed']} above bf16** with delayed scaling (tensorwise "
+        f"{over['tensorwise']}, blockwise {over['blockwise']}): 350M parameters, "
+        f"{max(steps) * millions:.0f}M tokens, the last {len(steps) * millions:.0f}M in FP8 from a "
+        "shared bf16 start; one run each, 2.3 epochs of Python sources"
     )
 
 
@@ -268,17 +269,18 @@ def headline() -> str:
     lines = [
         f"- **A training step {_gains(steps, 'torch bf16 compiled')} as fast as compiled PyTorch "
         f"in bf16** ({', '.join(steps)}), {_gains(steps, 'torchao tensorwise compiled')} as fast "
-        f"as torchao's FP8, with {ours['peak GiB']:.1f} GiB at the peak instead of "
-        f"{compiled['peak GiB']:.1f}: 1.3 G parameters, 8 x 4096 tokens, delayed "
-        f"scaling. Machines as below.",
+        f"as torchao's FP8; peak memory {ours['peak GiB']:.1f} GiB, compiled PyTorch "
+        f"{compiled['peak GiB']:.1f}: 1.3B parameters, 8 x 4096 tokens, delayed scaling; same "
+        f"machines as below.",
         f"{_held_out_losses(training)}. {source_line({'': training})}.",
         f"- **`pip install` in {seconds:.1f} s**: nothing is compiled until an op is used. "
         f"2 x86-64 cores, {source_line({'': install})}.",
     ]
     bullets = [textwrap.fill(line, 100, subsequent_indent="  ") for line in lines]
     about = (
-        f"One layer, forward and backward, 2 x 4096 tokens, libraries interleaved, sustained load; "
-        f"GiB above what is allocated before the step (Transformer Engine "
+        f"One layer, forward and backward, 2 x 4096 tokens, libraries in turns under sustained "
+        f"load; J: energy of a step; GiB: peak above what is allocated before it (Transformer "
+        f"Engine "
         f"{cards['H100']['transformer_engine']}, torchao {cards['H100']['torchao']}; "
         f"{source_line({**cards, **{f'step {card}': data for card, data in steps.items()}})}):"
     )

@@ -36,8 +36,8 @@ def checkpoint(
 
     The recompute has the random states (CPU, CUDA, tracker), the ``torch.autocast`` and
     ``fp8_autocast`` regions and the FP8 scales of the first run, even if an update has changed the
-    scales in between (several microbatches in flight). It records no amaxes, so that FP8 state is
-    what it would be without a checkpoint. The earlier order ``checkpoint(function,
+    scales in between (several microbatches in flight). It records no amax values, so that FP8 state
+    is what it would be without a checkpoint. The earlier order ``checkpoint(function,
     distribute_saved_activations, get_cuda_rng_tracker, tp_group, *args)`` still works, with a
     warning.
 

@@ -60,8 +60,8 @@ class TokenDispatcher:
         copies: largest number of experts on one rank that a token is assumed to have.
 
     The gradients of experts' parameters must not be reduced over ``group``, as they already stem
-    from the tokens of all its ranks. Delayed scaling reduces amaxes over ``fp8_group``: if that
-    contains ranks of ``group``, the ``i``-th local experts of these ranks share scales.
+    from the tokens of all its ranks. Delayed scaling reduces amax values over ``fp8_group``: if
+    that contains ranks of ``group``, the ``i``-th local experts of these ranks share scales.
 
     Raises:
         TypeError: an argument of a wrong type.

@@ -70,7 +70,7 @@ def reduce_main_grads(
     Args:
         model: a module or parameters. Parameters of a module that carry ``allreduce=False``, as
             expert-parallel ones do in Megatron, are left out; given parameters are all reduced.
-        group: process group of the data-parallel ranks, all of which have the same parameters;
+        group: process group of the data-parallel ranks, which all have the same parameters;
             None is the whole world.
         average: divide by the number of ranks, as DistributedDataParallel does; False sums.
 

@@ -44,7 +44,7 @@ class Region(Entered):
         grad: True if the outermost region was entered with grad enabled.
         in_fp8: True if this region or a region around it is enabled or calibrating.
         in_backward: True if the region was entered while a backward ran, by what is computed again.
-        records: True if modules stage amaxes in this region.
+        records: True if modules stage amax values in this region.
         amax_group: the amax group whose pending regions include this region; None in evaluation, in
             a recompute, with a recipe without state, and in traced code, whose graph enters the
             region by an op.
@@ -129,16 +129,18 @@ class fp8_autocast:
         fp8_recipe: a recipe or its name (``"delayed"``, ``"tensorwise"``, ``"blockwise"``,
             ``"mxfp8"``), default ``DelayedScaling()``. A bool here is taken as ``calibrating``, and
             the arguments that follow as recipe and group.
-        fp8_group: process group over which amaxes are reduced by maximum; None is the whole world.
-            The outermost region's group counts. Its ranks must have the same FP8 modules: data-,
-            tensor- and expert-parallel ranks may share a group, pipeline stages may not. Ranks
-            whose modules differ in number, size, class, the ``layer_number`` of their
+        fp8_group: process group over which amax values are reduced by maximum; None is the whole
+            world. The outermost region's group counts. Its ranks must have the same FP8 modules:
+            data-, tensor- and expert-parallel ranks may share a group, pipeline stages may not.
+            Ranks whose modules differ in number, size, class, the ``layer_number`` of their
             ``TransformerLayer`` or ``MultiheadAttention``, or the pipeline stage that Megatron
             knows get a ``RankMismatchError`` at the first update. Stages that are equal in all of
-            these go unnoticed: the amaxes of one would then make the scales of the other too small.
+            these go unnoticed: the amax values of one would then make the scales of the other too
+            small.
         amax_reduction_group: another name of ``fp8_group``.
         enabled: run in FP8; False inside an enabled region switches FP8 off there.
-        calibrating: collect amaxes also if ``enabled`` is False; results are high precision then.
+        calibrating: collect amax values also if ``enabled`` is False; results are bf16 or fp32
+            then.
         recipe: another name of ``fp8_recipe``.
         keep_columnwise_weights: cast each weight once, to both copies, in forward, and hold the
             columnwise copy until backward, which else casts the weight again. This costs a byte
@@ -238,7 +240,7 @@ class fp8_autocast:
 
         Args:
             recipe: a recipe, its name, or None for the default.
-            group: process group of the amaxes, or None for the whole world.
+            group: process group of the amax values, or None for the whole world.
         """
         owner = type(self).__name__
         if not (type(enabled) is type(calibrating) is type(keep_columnwise_weights) is bool):

@@ -143,7 +143,7 @@ class ModuleFP8:
 
         Args:
             device: device of the module's weights.
-            records: True if the region's modules stage amaxes.
+            records: True if the region's modules stage amax values.
             amax_group: the region's amax group; None if the region counts in none.
         """
         if torch.compiler.is_compiling():
@@ -184,7 +184,7 @@ class ModuleFP8:
 
         Args:
             device: device of the module's weights.
-            records: True if the region's modules stage amaxes.
+            records: True if the region's modules stage amax values.
         """
         state = self.state
         exists = state.allocated and state.device.type != "meta"

@@ -126,7 +126,7 @@ class fp8_statistics:
         """Adds the measurements of a tensor to the current step.
 
         Args:
-            x: the tensor in high precision, ``[rows, cols]``.
+            x: the tensor in bf16 or fp32, ``[rows, cols]``.
             quantized: its FP8 copies.
 
         An input or weight of a region not seen before begins a new step. Gradients, which come

@@ -476,8 +476,8 @@ def preserved(
 ) -> Iterator[None]:
     """Restores, after the ``with`` block, the state that is changed by running modules inside.
 
-    That is their FP8 state, the amaxes' pending updates, buffers, ``main_grad`` tensors and random
-    generators.
+    That is their FP8 state, the amax values' pending updates, buffers, ``main_grad`` tensors and
+    random generators.
     """
     states = [SavedState(child.fp8_state) for module in modules for child in fp8_modules(module)]
     parameters = [p for module in modules for p in module.parameters()]

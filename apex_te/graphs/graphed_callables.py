@@ -47,7 +47,7 @@ def make_graphed_callables(
     """Captures the forward and the backward of modules, and replaces ``forward`` by the graphs.
 
     Scales move outside of the graphs, on entering ``fp8_autocast``; the graphs read FP8 state and
-    stage amaxes where the state lies, so training goes on as without graphs, bitwise. Changes
+    stage amax values where the state lies, so training goes on as without graphs, bitwise. Changes
     that the capture makes to FP8 state, ``main_grad``, buffers and random generators are undone.
 
     Args:

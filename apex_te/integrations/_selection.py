@@ -133,7 +133,7 @@ def _outer_blocks(model: nn.Module, first: int, last: int) -> dict[str, str]:
     children, itself not inside a block.
 
     Returns:
-        The reason to keep a block in high precision, by the block's dotted name.
+        The reason to keep a block in bf16 or fp32, by the block's dotted name.
     """
     if not first and not last:
         return {}
@@ -199,7 +199,7 @@ def _routers(model: nn.Module) -> dict[int, str]:
     """Finds the layers that choose experts or weight them, and all layers inside of routers.
 
     Returns:
-        The reason to keep such a layer in high precision, by ``id`` of the layer.
+        The reason to keep such a layer in bf16 or fp32, by ``id`` of the layer.
     """
     found: dict[int, str] = {}
     for owner in model.modules():
@@ -258,7 +258,7 @@ def _adapters(model: nn.Module) -> dict[int, str]:
     """Finds the layers that PEFT has added to a model.
 
     Returns:
-        The reason to keep such a layer in high precision, by ``id`` of the layer.
+        The reason to keep such a layer in bf16 or fp32, by ``id`` of the layer.
     """
     found = {}
     for module in model.modules():

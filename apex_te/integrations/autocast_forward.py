@@ -45,7 +45,7 @@ def autocast_forward(
             part of it.
         recipe: the recipe or its name, default ``DelayedScaling()``.
         during_eval: also run in FP8 in evaluation (``model.eval()``), as in ``generate``; by
-            default evaluation is in high precision.
+            default evaluation does not run in FP8.
 
     Returns:
         An object whose ``remove()`` undoes it.

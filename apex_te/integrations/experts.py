@@ -130,7 +130,8 @@ class StackedExperts(nn.Module):
         return getattr(self, "_is_expert_parallel", False) or held != self.gate_up_gemm.num_gemms
 
     def _in_fp8(self) -> bool:
-        """Returns True if the GEMMs run in FP8 or record amaxes; a recompute does as before."""
+        """Returns True if the GEMMs run in FP8 or record amax values; a recompute does as
+        before."""
         gemms = self.gate_up_gemm, self.down_gemm
         if not torch.compiler.is_compiling() and graph_task_id() != -1:
             return gemms[0]._modes.recompute is not None

@@ -191,7 +191,7 @@ class _Entry(NamedTuple):
 
     Attributes:
         key: its name.
-        value: its values in high precision.
+        value: its values in bf16 or fp32.
         part: the weight that is quantized in its place, or None.
     """
 

@@ -88,14 +88,14 @@ def from_torch(
     1 to 3 and T5, and experts with stacked weights change their class where they are: the module
     objects, Parameters, keys, hooks, modes, dtypes and devices (``meta`` included) stay, and
     outputs are equal outside FP8. A Parameter that two layers share stays shared. Optimizers made
-    before or after see the same Parameters. Routers stay in high precision, with all in them:
+    before or after see the same Parameters. Routers are not converted, with all in them:
     layers called router, layers beside experts called gate, layers of a router's class, and linear
     layers with an output for each of the experts beside them.
 
-    Linear layers that make the model's output stay in high precision: those that
+    Linear layers that make the model's output are not converted: those that
     ``get_output_embeddings`` returns, that share an embedding's weight, that have an output for
     each token of the vocabulary, or that have the name of a head (``lm_head``, ``classifier``,
-    ``score``, ...) outside blocks. PEFT's adapters stay in high precision, too. Layers of either
+    ``score``, ...) outside blocks. PEFT's adapters are not converted either. Layers of either
     kind are converted if ``include`` names them.
 
     Some layers cannot be converted, and are named with the reason in one warning: instances of

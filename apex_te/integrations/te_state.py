@@ -10,12 +10,12 @@ A release of TransformerEngine saves this for a module:
 The format, by the values ``fp8_max``, and the margin of a recipe of 2.x are kept with the scales,
 which so move with those of the next recipe. Scales of releases before are taken to fit it.
 
-Scales and amaxes are fp32. Each GEMM has 3 forward slots (input, weight, output) and 2 backward
-slots (grad_output, grad_input); releases 0.x have 2 and 1, without output and grad_input.
+Scales and amax values are fp32. Each GEMM has 3 forward slots (input, weight, output) and 2
+backward slots (grad_output, grad_input); releases 0.x have 2 and 1, without output and grad_input.
 
 The rows of an amax history are in apex_te's order. Slots are sorted by GEMM, except in the
 ``GroupedLinear`` of earlier releases, which has the inputs of all GEMMs first, then their weights,
-then their outputs. The slots of outputs, whose amaxes are all 0, tell the two orders apart.
+then their outputs. The slots of outputs, whose amax values are all 0, tell the two orders apart.
 
 Bytes that apex_te itself has saved under the same key (``_extra_state_bytes.py``) are read, too.
 """
@@ -60,7 +60,7 @@ class TEStateError(ValueError):
 class TEState(NamedTuple):
     """Delayed-scaling state of one module of TransformerEngine, fp32 on the CPU.
 
-    ``L`` is the history length, row 0 with the staged amaxes included; ``F`` and ``B`` are the
+    ``L`` is the history length, row 0 with the staged amax values included; ``F`` and ``B`` are the
     numbers of forward and backward slots. An amax that was saved as Inf or NaN is 0.
 
     Attributes:
@@ -68,8 +68,8 @@ class TEState(NamedTuple):
         amax_history_fwd: ``[L, F]``, their amax histories.
         scale_bwd: ``[B]``, scales of the backward slots.
         amax_history_bwd: ``[L, B]``, their amax histories.
-        pending: True if the staged amaxes are still to be used by an update, before the next
-            forward: in releases with a global buffer of amaxes, as a key of the dict tells.
+        pending: True if the staged amax values are still to be used by an update, before the next
+            forward: in releases with a global buffer of amax values, as a key of the dict tells.
     """
 
     scale_fwd: torch.Tensor
@@ -87,7 +87,7 @@ def _unfit(name: str, wanted: str, got: object) -> TEStateError:
 def read_te_extra_state(extra_state: Any) -> TEState | None:
     """Reads the FP8 state out of an ``_extra_state`` of any release of TransformerEngine.
 
-    Nothing in the object is imported or called. Amaxes that are not finite become 0, with a
+    Nothing in the object is imported or called. Amax values that are not finite become 0, with a
     warning.
 
     Args:
@@ -99,7 +99,7 @@ def read_te_extra_state(extra_state: Any) -> TEState | None:
     Raises:
         TypeError: no release saves such an object.
         TEStateError: the object is damaged (scales or their inverses that are not finite and above
-            0; negative amaxes; histories of more than 16384 rows), or asks for code.
+            0; negative amax values; histories of more than 16384 rows), or asks for code.
     """
     return _te_state(_decoded(extra_state))
 
@@ -369,7 +369,7 @@ def _converted(found: TEState, gemms: int, by_kind: bool) -> FP8State:
 
     Returns:
         State of a module with ``gemms`` GEMMs, on the CPU. Slots that releases 0.x do not have hold
-        no amaxes.
+        no amax values.
     """
     directions = (("fwd", FORWARD_SLOTS), ("bwd", BACKWARD_SLOTS))
     for direction, slots in directions:

@@ -82,7 +82,7 @@ class FP8LinearConverter(QuantizationConverter):
 
         Attributes:
             recipe_name: name of the recipe, as in ``FP8Linear.Config``.
-            filter_fqns: parts of the names of layers to leave in high precision; by default the
+            filter_fqns: parts of the names of layers to leave in bf16 or fp32; by default the
                 output layer and routers. Layers with a size that is not a multiple of 16 and
                 subclasses of torchtitan's linear layer are left, too.
         """

@@ -258,7 +258,7 @@ def _on_one_device(
 
 
 def _amax_axes(mesh: Any, args: Sequence[Any]) -> _Axes:
-    """Returns the axes of a ``shard_map`` over which amaxes are combined.
+    """Returns the axes of a ``shard_map`` over which amax values are combined.
 
     They are those that the region's mesh resource names, without those along which no operand
     varies.
@@ -286,8 +286,8 @@ def shared(
 
     Under ``jit`` with Auto axes XLA asks for the part while it partitions the program; on Explicit
     axes it is known from the operands' types; in a ``jax.shard_map`` arrays are parts already, and
-    only amaxes are combined, over the axes that the region's mesh resource names. Axes that are
-    Auto beside Explicit or Manual ones are gathered.
+    only amax values are combined, over the axes that the region's mesh resource names. Axes that
+    are Auto beside Explicit or Manual ones are gathered.
 
     Args:
         reduced: function to call instead where results must be combined between devices. Its first

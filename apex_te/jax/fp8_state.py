@@ -1,8 +1,8 @@
 """FP8 state of delayed scaling as a pytree of fp32 arrays, the Flax collection "fp8_metas".
 
 A module's part has the six tensors of PyTorch's FP8 state under their names, and ``uses``. The
-gradient with respect to the collection is the next state: backward returns it with the amaxes of
-the step staged in row 0 of the histories.
+gradient with respect to the collection is the next state: backward returns it with the amax values
+of the step staged in row 0 of the histories.
 """
 
 from __future__ import annotations
@@ -68,9 +68,10 @@ def initial(recipe: DelayedScaling, gemms: int = 1) -> dict[str, jax.Array]:
 def _of_one_use(state: Mapping[str, Any]) -> dict[str, Any]:
     """Returns a state whose scales were summed over several uses of a module in one loss.
 
-    JAX adds the cotangents of all uses. Scales, their inverses and old amaxes are equal in all, so
-    that the sum is divided by the number of uses; staged amaxes keep their sum, an upper bound.
-    Without any use all is zero, and the state begins anew unless ``update_collections`` kept it.
+    JAX adds the cotangents of all uses. Scales, their inverses and old amax values are equal in
+    all, so that the sum is divided by the number of uses; staged amax values keep their sum, an
+    upper bound. Without any use all is zero, and the state begins anew unless
+    ``update_collections`` kept it.
     """
     uses = jnp.maximum(state["uses"], 1.0)
     found = {}
@@ -113,7 +114,8 @@ def checked(owner: str, state: Mapping[str, Any], like: Mapping[str, Any]) -> di
 
 
 def entered(state: Mapping[str, Any], recipe: DelayedScaling) -> dict[str, Any]:
-    """Returns a state with its scales moved by the amaxes that are staged; without any, the same.
+    """Returns a state with its scales moved by the amax values that are staged; without any, the
+    same.
 
     Args:
         state: a module's state.
@@ -217,9 +219,9 @@ def max_over_uses(state: Any) -> Any:
     """Returns variables whose FP8 state is right for modules that one loss uses several times.
 
     JAX adds the gradients of all uses. The returned collection has Flax's dtype whose gradients are
-    combined by maximum instead, which staged amaxes need. Call it inside of the function that is
-    differentiated, on the variables that are passed to ``apply``, and that inside of ``jax.jit``.
-    Without it the scales are right, too, but the staged amax is the sum over the uses.
+    combined by maximum instead, which staged amax values need. Call it inside of the function that
+    is differentiated, on the variables that are passed to ``apply``, and that inside of
+    ``jax.jit``. Without it the scales are right, too, but the staged amax is the sum over the uses.
 
     Args:
         state: the collection "fp8_metas" itself, or a dict of collections or modules that holds it.
@@ -254,7 +256,7 @@ def update_fp8_metas(state: Any, axis_names: str | Iterable[str] = ()) -> Any:
     Args:
         state: the collection itself, or a dict of collections or modules that holds it. A module
             that ``nn.scan`` or ``nn.vmap`` stacks has its layers in the first dimension.
-        axis_names: in a ``jax.shard_map``, mesh axes along which staged amaxes differ between
+        axis_names: in a ``jax.shard_map``, mesh axes along which staged amax values differ between
             devices; the scales are those of the largest.
 
     Raises:
@@ -295,7 +297,7 @@ def _moved(
 
 
 def _largest_staged(state: Mapping[str, Any], axis_names: tuple[str, ...]) -> dict[str, Any]:
-    """Returns the histories with the maximum of all devices' staged amaxes."""
+    """Returns the histories with the maximum of all devices' staged amax values."""
     histories = {name: state[name] for name in state if name.startswith("amax_history")}
     return {
         name: history.at[0].set(maximum_over(history[0], axis_names))

@@ -35,7 +35,7 @@ class FusedCast:
         """Runs the op without a cast to FP8.
 
         Returns:
-            The result in high precision, and its column sums or None if they are not asked for or
+            The result in bf16 or fp32, and its column sums or None if they are not asked for or
             the op does not compute them.
         """
         raise NotImplementedError

@@ -44,7 +44,7 @@ def can_fuse_norm(state: Mapping[str, jax.Array]) -> bool:
 
 
 def _fits(recipe: Any, state: Mapping[str, jax.Array]) -> bool:
-    """Returns True if no GEMM is in high precision and no scale waits for its first tensor."""
+    """Returns True if no GEMM is in bf16 or fp32 and no scale waits for its first tensor."""
     return FIRST_DUE not in state and not any(recipe.override_linear_precision)
 
 
@@ -122,7 +122,7 @@ class Product:
     def with_forward_amaxes(
         self, part: dict[str, Any] | None, qx: Quantized, qkernel: Quantized
     ) -> dict[str, Any] | None:
-        """Returns the part with the amaxes of x and kernel staged."""
+        """Returns the part with the amax values of x and kernel staged."""
         return self._staged(part, "fwd", qx.amax, qkernel.amax)
 
     def cast_gradient(
@@ -193,7 +193,7 @@ class Product:
         return None if part is None else part[f"scale_{way}"][slot : slot + 1]
 
     def _staged(self, part: dict[str, Any] | None, way: str, *amaxes: Any) -> dict[str, Any] | None:
-        """Returns the part with the amaxes of its first slots staged."""
+        """Returns the part with the amax values of its first slots staged."""
         if part is None:
             return None
         name = f"amax_history_{way}"

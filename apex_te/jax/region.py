@@ -119,8 +119,8 @@ def fp8_autocast(
         fp8_recipe: the recipe, or its name as in ``apex_te.recipe.make_recipe``; None stands for
             ``DelayedScaling()``.
         mesh_resource: names of mesh axes, for ``extend_logical_axis_rules``, and in a
-            ``jax.shard_map`` for the axes over which amaxes are combined; None stands for those of
-            the region around it.
+            ``jax.shard_map`` for the axes over which amax values are combined; None stands for
+            those of the region around it.
         sharding_resource: former name of ``mesh_resource``.
 
     Raises:

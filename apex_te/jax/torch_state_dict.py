@@ -53,8 +53,8 @@ def to_torch(variables: Mapping[str, Any], prefix: str = "") -> dict[str, np.nda
     """Returns a state dict for PyTorch, as numpy arrays, of a tree of Flax's layers.
 
     Kernels [in, out] become weights [out, in]. FP8 state goes along, with a header that names the
-    region's recipe; its staged amaxes are an update that is still to come. Attention becomes that
-    of PyTorch's layers with ``fuse_qkv_params=False``.
+    region's recipe; its staged amax values are an update that is still to come. Attention becomes
+    that of PyTorch's layers with ``fuse_qkv_params=False``.
 
     Args:
         variables: "params" and perhaps "fp8_metas", as ``init`` returns them.

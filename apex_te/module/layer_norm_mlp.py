@@ -252,7 +252,7 @@ class LayerNormMLP(NormedModule):
         return self._returned(out, b2, norm), total
 
     def _activated(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Applies the activation in high precision to FC1's output."""
+        """Applies the activation in bf16 or fp32 to FC1's output."""
         function = self._function or self.activation
         programs = self._plain_programs() if hidden.requires_grad else None
         if programs is None:

@@ -172,7 +172,7 @@ class LinearLayer(LinearParameters):
         parameters_split: names (equal parts) or a dict name -> rows: the weight and the bias are
             then parameters ``<name>_weight``, ``<name>_bias``, joined in each forward.
         delay_wgrad_compute: leave the weight gradient out of backward; ``backward_dw()`` makes it.
-        save_original_input: save the input in high precision for backward instead of its FP8 copy,
+        save_original_input: save the input in bf16 or fp32 for backward instead of its FP8 copy,
             and cast it again there: less memory if the op that made the input saves it anyway.
         name: names the module in reports.
         device: where the parameters live; on ``"meta"`` until ``reset_parameters()``.

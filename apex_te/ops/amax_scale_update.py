@@ -1,4 +1,4 @@
-"""Updates delayed scaling: appends staged amaxes to the histories and computes new scales."""
+"""Updates delayed scaling: appends staged amax values to the histories and computes new scales."""
 
 from __future__ import annotations
 
@@ -34,10 +34,11 @@ def amax_scale_update(
 ) -> None:
     """Updates every history, scale and scale_inv in place; one launch per 1,000 histories.
 
-    Row 0 of a history holds the staged amaxes. For each slot the staged amax is taken and row 0 set
-    to 0. If it is 0, infinite or NaN, nothing else changes, except that an infinity or NaN adds 1
-    to ``nonfinite_count``. Otherwise the other rows move up by one, the oldest amax drops out, and
-    the staged amax becomes the last row; then scale = fp8_max * 2**-margin / amax, at most the
+    Row 0 of a history holds the staged amax values. For each slot the staged amax is taken and row
+    0 set to 0. If it is 0, infinite or NaN, nothing else changes, except that an infinity or NaN
+    adds 1 to ``nonfinite_count``. Otherwise the other rows move up by one, the oldest amax drops
+    out, and the staged amax becomes the last row; then scale = fp8_max * 2**-margin / amax, at most
+    the
     largest float32. ``algo`` chooses this amax: "max" takes the maximum of the staged amax and of
     the history before the update, "most_recent" the staged amax.
 
@@ -51,7 +52,7 @@ def amax_scale_update(
         margin: exponent of a power of two that scales are divided by, as headroom.
         algo: "max" or "most_recent".
         pow2: round fp8_max / amax down to a power of two; the scale is 2**127 at most.
-        nonfinite_count: one int32 element, increased by the number of infinite and NaN amaxes.
+        nonfinite_count: one int32 element, increased by the number of infinite and NaN amax values.
 
     Raises:
         TypeError: a dtype that does not match.

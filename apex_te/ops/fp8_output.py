@@ -174,7 +174,7 @@ def outputs(
         pad_columnwise: allocate the columnwise copy with rows of ``columnwise_length``.
 
     Returns:
-        (rowwise copy, columnwise copy), of which new ones are uninitialised; None for a copy
+        (rowwise copy, columnwise copy), where new ones are uninitialised; None for a copy
         neither asked for nor given.
 
     Raises:

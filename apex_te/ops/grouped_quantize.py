@@ -99,7 +99,7 @@ class GroupedOutput(NamedTuple):
 def groups_of(splits: torch.Tensor, rows: int) -> Groups:
     """Returns the places of groups in a matrix of ``rows`` rows.
 
-    Invalid splits, of which one is negative or whose sum exceeds ``rows``, raise nothing, as only
+    Invalid splits (one is negative, or their sum exceeds ``rows``) raise nothing, as only
     the device knows them. With them no group has rows, every scale_inv is NaN, and ``finish_rows``,
     ``zero_unused`` and ``column_sums`` write NaN.
 
@@ -288,7 +288,7 @@ def first_scales(
     margin: int = 0,
     pow2: bool = False,
 ) -> None:
-    """Writes the first scales of delayed scaling, from amaxes instead of an amax history.
+    """Writes the first scales of delayed scaling, from amax values instead of an amax history.
 
     Only groups that are due and have rows get a scale; their ``due`` is set to 0. An amax of 0,
     infinity or NaN leaves the group's scale as it is.

@@ -40,7 +40,7 @@ class SwigluGrads(NamedTuple):
 
 
 class SwigluFP8Grads(NamedTuple):
-    """Gradients of ``swiglu``, of which the inputs' are in FP8.
+    """Gradients of ``swiglu``, with the inputs' in FP8.
 
     Attributes:
         output: FP8 data of the gradients of gate and up side by side, a matrix [M, 2F].

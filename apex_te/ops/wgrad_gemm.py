@@ -1,4 +1,4 @@
-"""Computes wgrad in high precision into a given tensor, optionally added to it, rounded once."""
+"""Computes wgrad in bf16 or fp32 into a given tensor, optionally added to it, rounded once."""
 
 from __future__ import annotations
 

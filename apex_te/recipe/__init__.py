@@ -59,7 +59,7 @@ class _FormatFields(NamedTuple):
 
 
 class FormatValue(_FormatFields):
-    """Named tuple of the element types of a format and the values to which amaxes are scaled.
+    """Named tuple of the element types of a format and the values to which amax values are scaled.
 
     torch is imported when a dtype is first read, so that other frameworks can do without it.
 
@@ -101,7 +101,7 @@ def _torch_dtype(dtype: torch.dtype | str) -> torch.dtype:
 class Format(enum.Enum):
     """Enum of the FP8 element formats of a recipe; each member's value is a ``FormatValue``.
 
-    Amaxes are scaled to the largest finite value of the element type (448 for E4M3, 57344 for
+    Amax values are scaled to the largest finite value of the element type (448 for E4M3, 57344 for
     E5M2), with HiFloat8 to 15 in forward and 224 in backward, up to which its mantissa has 3 and 2
     bits.
 
@@ -173,7 +173,7 @@ class Recipe:
 
     Attributes:
         quantizer: name of the scheme, a module of ``apex_te.fp8.scheme``.
-        keeps_state: True if scales and amaxes are kept from one region to the next.
+        keeps_state: True if scales and amax values are kept from one region to the next.
         formats: the values that the field ``fp8_format`` may have.
         mutable: True if attributes can be set; a region then uses what ``plain()`` returns.
     """
@@ -284,7 +284,8 @@ class Recipe:
 
 @dataclass(frozen=True)
 class DelayedScaling(Recipe, name="delayed"):
-    """Recipe that computes a tensor's scale from its amaxes in the last steps (delayed scaling).
+    """Recipe that computes a tensor's scale from its amax values in the last steps (delayed
+    scaling).
 
     Args:
         margin: the scale is divided by ``2 ** margin``; from -16 to 16.
@@ -298,12 +299,12 @@ class DelayedScaling(Recipe, name="delayed"):
         scaling_factor_compute_algo: None (``fp8_max / amax / 2**margin``), ``"pow2"`` (that ratio
             rounded down to a power of two) or a callable ``(amax [slots], old_scale [slots],
             fp8_max, recipe) -> scale [slots]``. A callable must be hashable. If it raises, its
-            modules keep their scales, drop the amaxes staged since the last update, and the region
-            with this recipe that needed the update raises; modules with other recipes are updated
-            all the same.
+            modules keep their scales, drop the amax values staged since the last update, and the
+            region with this recipe that needed the update raises; modules with other recipes are
+            updated all the same.
         override_linear_precision: three bools, True to compute (fprop, dgrad, wgrad) in high
             precision; only that of wgrad may be True.
-        reduce_amax: reduce the amaxes by maximum over ``fp8_group`` before an update.
+        reduce_amax: reduce the amax values by maximum over ``fp8_group`` before an update.
         first_step: ``"scale_one"`` starts with scale 1; ``"current"`` takes the first scale of each
             tensor from that tensor itself.
         use_split_accumulator: three bools, True to keep partial sums of (fprop, dgrad, wgrad) in

@@ -1,11 +1,11 @@
 """FSDP2 whose all-gathers carry weights as FP8 data, of one byte per element.
 
-The shards stay in high precision. Before an all-gather each rank casts its rows with the scale of
+The shards stay in bf16 or fp32. Before an all-gather each rank casts its rows with the scale of
 the whole weight; the gathered FP8 data are the weight's rowwise copy, of which each rank makes the
 columnwise copy. With delayed scaling the scale is that of the module's FP8 state: the forward that
 reads the weight stages the amax of this rank's rows, which the update reduces over ranks with all
-other amaxes. With current scaling and HiF8 the amaxes of all weights are computed in one pass and
-reduced in one collective, at the first all-gather after weights have changed.
+other amax values. With current scaling and HiF8 the amax values of all weights are computed in one
+pass and reduced in one collective, at the first all-gather after weights have changed.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def enable_fp8_all_gather(model: torch.nn.Module, recipe: Recipe | str | None = 
     """Makes ``fully_shard`` gather the weights of FP8 GEMMs as FP8 data, one byte per element.
 
     Call it once, on the whole model, before ``fully_shard`` and before an optimizer is made.
-    Sharded parameters, their gradients and state dicts stay in high precision. ``fp8_autocast``
+    Sharded parameters, their gradients and state dicts stay in bf16 or fp32. ``fp8_autocast``
     must quantize weights as ``recipe`` does, and should be entered before the sharded modules run:
     its GEMMs then get the FP8 data and scales that they would get from weights gathered in high
     precision. Weights that were gathered before the region, or that FSDP2 keeps over several
@@ -52,7 +52,7 @@ def enable_fp8_all_gather(model: torch.nn.Module, recipe: Recipe | str | None = 
         TypeError: an argument of a wrong type, or a weight that is not float32, float16 or
             bfloat16.
         ValueError: a model that is sharded or enabled already, or that has no FP8 module with a
-            weight in high precision; in forward, an ``fp8_autocast`` whose recipe quantizes weights
+            weight in bf16 or fp32; in forward, an ``fp8_autocast`` whose recipe quantizes weights
             otherwise, or whose ``fp8_group`` lacks ranks that have shards.
         NotImplementedError: a recipe such as MXFP8, whose columnwise copy cannot be made of FP8
             data; in forward, shards that cut a block, or

@@ -43,11 +43,11 @@ class GatherGroup:
     """Parameters that FSDP2 gathers together and that are quantized in one launch.
 
     FSDP2 calls their hooks one after the other before each gather. The first hook quantizes all of
-    them, the others return what is ready. ``scale_inv`` and amaxes are computed when a weight or a
-    scale has changed, and reused by all gathers until the next change, so that a gather allocates
-    no tensor that two streams use. Their memory belongs to FSDP2's copy stream, which waits for the
-    stream of GEMMs before it reads changed weights, and so never overwrites memory that a GEMM
-    still reads.
+    them, the others return what is ready. ``scale_inv`` and amax values are computed when a weight
+    or a scale has changed, and reused by all gathers until the next change, so that a gather
+    allocates no tensor that two streams use. Their memory belongs to FSDP2's copy stream, which
+    waits for the stream of GEMMs before it reads changed weights, and so never overwrites memory
+    that a GEMM still reads.
 
     Args:
         params: the parameters, in the order in which FSDP2 calls their hooks.

@@ -1,4 +1,5 @@
-"""Bookkeeping for weights that FSDP2 gathers as FP8 data: shards, quantizers, amaxes and scales.
+"""Bookkeeping for weights that FSDP2 gathers as FP8 data: shards, quantizers, amax values and
+scales.
 
 A ``GatherSet`` holds the weights of one call of ``enable_fp8_all_gather``. A ``GatherUnit`` is the
 weight of one GEMM, and a ``GatheredParam`` one of the parameters that make up this weight.
@@ -57,7 +58,7 @@ class GatheredParam:
         return None if module is None else module._parameters.get(self.name)
 
     def shard(self) -> ShardedWeight | None:
-        """Returns this rank's rows in high precision.
+        """Returns this rank's rows in bf16 or fp32.
 
         None while FSDP2 has put the gathered parameter into the module.
         """
@@ -112,7 +113,7 @@ class GatherUnit:
         Returns:
             ``(quantizer, keep)``: the quantizer, and the argument ``keep`` of ``quantize_rows``:
             True if a first scale that the cast computes is stored in the module's FP8 state, False
-            if it serves this cast alone, as in a region that records no amaxes.
+            if it serves this cast alone, as in a region that records no amax values.
         """
         gather_set, region = self.gather_set, local.region
         keep = region is None or region.records or not region.in_fp8
@@ -205,7 +206,7 @@ class GatherSet:
         layout: layout of FP8 data and scales of ``stored``.
         name: name of the recipe in messages.
         units: the weights, in the order of the model.
-        passes: number of times that the amaxes of all weights were computed.
+        passes: number of times that the amax values of all weights were computed.
     """
 
     def __init__(self, recipe: Recipe) -> None:
@@ -233,7 +234,7 @@ class GatherSet:
     def amax_of(self, param: GatheredParam, device: torch.device) -> torch.Tensor:
         """Returns the amax, fp32 ``[1]``, of the whole weight that ``param`` is in.
 
-        If the weight was written to, the amaxes of all weights are computed first, which is
+        If the weight was written to, the amax values of all weights are computed first, which is
         collective. All ranks decide alike whether to do so, as all run the same writes. Version
         counters also show writes to a shard's storage, but not on a rank without rows of the
         weight; if there is such a rank, a write to any weight counts.

@@ -1,4 +1,4 @@
-"""Tensor subclass for weights in high precision that FSDP2 gathers as FP8 data.
+"""Tensor subclass for weights in bf16 or fp32 that FSDP2 gathers as FP8 data.
 
 A ``ShardedWeight`` has a storage of its own, as a plain tensor has, and the two hooks of FSDP2's
 extension for all-gathers. Shards, moves to other devices and casts of it are ``ShardedWeight``s
@@ -50,7 +50,7 @@ class _BeforeGather:
 
 
 class ShardedWeight(torch.Tensor):
-    """Weight in high precision, whole or this rank's rows, that FSDP2 gathers as FP8 data.
+    """Weight in bf16 or fp32, whole or this rank's rows, that FSDP2 gathers as FP8 data.
 
     ``copy.deepcopy`` and ``pickle`` make plain tensors of it.
 

@@ -1,9 +1,10 @@
 """FP8 states of modules that ranks split, in a state dict that is saved once for all ranks.
 
-Tensor-parallel ranks that split a GEMM save one state for it: the largest of their amaxes and the
-smallest of their scales, which all of them have anyway if their amaxes are reduced. The ranks of an
-expert group save one state with the slots of all experts, each rank the slots of its experts. A
-state is some tensors (``TENSORS``) and a header, an encoded dict with the history's length and
+Tensor-parallel ranks that split a GEMM save one state for it: the largest of their amax values and
+the smallest of their scales, which all of them have anyway if their amax values are reduced. The
+ranks of an expert group save one state with the slots of all experts, each rank the slots of its
+experts. A state is some tensors (``TENSORS``) and a header, an encoded dict with the history's
+length and
 ``first_due``, a bool for each slot: its first scale is still to be computed.
 """
 
@@ -77,7 +78,8 @@ def share_states(owner: str, split: SplitModel, values: dict[str, Any]) -> None:
     Collective.
 
     Args:
-        values: the model's state dict on this rank, whose amaxes and scales are changed in place.
+        values: the model's state dict on this rank, whose amax values and scales are changed in
+            place.
 
     Raises:
         ValueError: on all ranks, if a state is allocated on some of them only, or with another

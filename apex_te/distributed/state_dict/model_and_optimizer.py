@@ -64,14 +64,14 @@ def get_state_dict(
         )
 
     Names and shapes are those of the unsplit model on one rank. So the checkpoint loads on any
-    number of ranks, and into the model in one process. A tensor of which this rank has a part is a
+    number of ranks, and into the model in one process. A tensor that this rank has a part of is a
     ``SplitTensor`` of the whole tensor's shape, which shares memory with the model or optimizer.
 
-    FP8 weights are saved in high precision. The ranks that split a module save one FP8 state: the
-    largest of their amaxes, the smallest of their scales. If amaxes are reduced over these ranks,
-    that equals each rank's state after ``flush_fp8_state()``; with ``reduce_amax=False`` the ranks'
-    scales differ, and all continue from the smallest. To load, call ``init_fp8_state`` first, as
-    the state dicts contain FP8 state only once it is allocated.
+    FP8 weights are saved dequantized. The ranks that split a module save one FP8 state: the
+    largest of their amax values, the smallest of their scales. If amax values are reduced over
+    these ranks, that equals each rank's state after ``flush_fp8_state()``; with
+    ``reduce_amax=False`` the ranks' scales differ, and all continue from the smallest. To load,
+    call ``init_fp8_state`` first, as the state dicts contain FP8 state only once it is allocated.
 
     Args:
         model: the model.

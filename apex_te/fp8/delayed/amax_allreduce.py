@@ -1,4 +1,4 @@
-"""All-reduce of staged amaxes, the one collective of a scale update; it takes the maximum.
+"""All-reduce of staged amax values, the one collective of a scale update; it takes the maximum.
 
 Its buffer has an element for each slot of every FP8 module that the process has constructed, in the
 order of construction: 0 if the module has not run or is gone. So the ranks' buffers agree
@@ -106,7 +106,7 @@ _channels: weakref.WeakKeyDictionary[Any, _Channel] = weakref.WeakKeyDictionary(
 
 
 class RankReduction:
-    """Reduces staged amaxes over ranks, and checks that all ranks have the same modules.
+    """Reduces staged amax values over ranks, and checks that all ranks have the same modules.
 
     Args:
         sizes: number of slots of each module of the process, in the order of construction.
@@ -145,7 +145,7 @@ class RankReduction:
         self._agreed: _Channel | None = None  # the channel whose ranks were found to agree
 
     def run(self, group: Any) -> bool:
-        """Reduces the staged amaxes over ``group`` by one collective.
+        """Reduces the staged amax values over ``group`` by one collective.
 
         The header is checked at once if the group is new, else in the next call, so that no step
         waits. If some rank is unsure, the next call makes scales and histories equal on all ranks
@@ -185,7 +185,7 @@ class RankReduction:
         return equalise
 
     def _fill(self, equalise: bool) -> torch.Tensor:
-        """Writes the header and the staged amaxes into the buffer.
+        """Writes the header and the staged amax values into the buffer.
 
         Args:
             equalise: True if scales are to be made equal after this collective.
@@ -225,7 +225,8 @@ class RankReduction:
 def _equalise(
     slots: Sequence[SlotRange], total: int, length: int, device: torch.device, group: Any
 ) -> None:
-    """Gives all ranks each slot's smallest scale and largest amaxes, row by row, by one collective.
+    """Gives all ranks each slot's smallest scale and largest amax values, row by row, by one
+    collective.
 
     Histories shorter than ``length`` are aligned by their newest rows. Slots that were never set,
     with scale 1 and an empty history, do not count.

@@ -1,8 +1,8 @@
 """Amax groups: process groups over which scales are updated together, and stay equal.
 
 One amax group stands for all regions with one ``fp8_group``; all regions whose recipe does not
-reduce amaxes form one, too. Each amax group has its own clock, the number of regions since its last
-update, and its own updates of the states that last ran in one of its regions. Amax groups are
+reduce amax values form one, too. Each amax group has its own clock, the number of regions since its
+last update, and its own updates of the states that last ran in one of its regions. Amax groups are
 numbered by first use, an order that is equal on all ranks.
 """
 
@@ -24,7 +24,7 @@ class AmaxGroup:
 
     Attributes:
         number: index in the order of first use.
-        key: the ranks, ``"world"``, or ``"own"`` if amaxes are not reduced; None while only a
+        key: the ranks, ``"world"``, or ``"own"`` if amax values are not reduced; None while only a
             loaded state has mentioned ``number``, and no region has claimed it.
         group: process group as the last region passed it; None is the whole world.
         pending: number of regions since the last update.
@@ -45,7 +45,7 @@ class AmaxGroup:
 
     @property
     def reduces(self) -> bool:
-        """Returns True if amaxes are reduced over ranks, False if each rank keeps its own."""
+        """Returns True if amax values are reduced over ranks, False if each rank keeps its own."""
         return self.key != "own"
 
     def fingerprint(self) -> int:
@@ -120,7 +120,8 @@ class AmaxGroups:
         """Makes the amax group of a region that is being entered the ``current`` one.
 
         Args:
-            group: the region's ``fp8_group``; None is the whole world. Ignored if amaxes are not
+            group: the region's ``fp8_group``; None is the whole world. Ignored if amax values are
+                not
                 reduced: all such regions share one amax group.
         """
         last = self.current
@@ -136,7 +137,7 @@ class AmaxGroups:
     def reduced_over(self, group: Any) -> list[AmaxGroup]:
         """Returns the amax groups, with pending regions, that ``flush_fp8_state(group)`` updates.
 
-        These are the amax group of ``group``, the amax group whose amaxes are not reduced, and
+        These are the amax group of ``group``, the amax group whose amax values are not reduced, and
         amax groups whose process group is not known.
         """
         waiting, key = self.waiting(), _key(group)
@@ -208,7 +209,7 @@ _EVERYWHERE, _NOWHERE = "everywhere", "nowhere"
 
 
 class ScaleSync:
-    """Record of the ranks that reduce a state's amaxes, and of the ranks with equal scales.
+    """Record of the ranks that reduce a state's amax values, and of the ranks with equal scales.
 
     Attributes:
         amax_group: amax group of the last region that the module ran in; None before the first.
@@ -227,7 +228,7 @@ class ScaleSync:
         return self.equal and self.reduced_over(group)
 
     def reduced_over(self, group: Any) -> bool:
-        """Returns True if the next scales come from the amaxes of all ranks of ``group``."""
+        """Returns True if the next scales come from the amax values of all ranks of ``group``."""
         own = self.amax_group
         return own is not None and own.reduces and covers(own.group, group)
 
@@ -255,7 +256,7 @@ class ScaleSync:
         """Notes that scales were updated.
 
         Args:
-            reduced: True if the state's amaxes were reduced over the ranks of ``amax_group``.
+            reduced: True if the state's amax values were reduced over the ranks of ``amax_group``.
             equalised: True if scales and histories were made equal on these ranks.
         """
         where = self._where

@@ -2,7 +2,8 @@
 
 A graph may work on copies of the tensors it changes, which are written back when it ends. Therefore
 the graph names the tensors of each FP8 state that it uses: after it has entered a region, an op
-copies the state's new scales into them; when it leaves the region, an op copies the staged amaxes
+copies the state's new scales into them; when it leaves the region, an op copies the staged amax
+values
 back. Tensors for gradients need neither: backward reads and writes the state itself.
 """
 
@@ -63,7 +64,7 @@ def follow_traced_region(
 
 
 def leave_traced_region(used: list[tuple[ModuleFP8, str]]) -> None:
-    """Adds ops to the traced graph that copy amaxes staged in the graph to the modules' FP8
+    """Adds ops to the traced graph that copy amax values staged in the graph to the modules' FP8
     states.
     """
     for module, key in used:
@@ -73,8 +74,8 @@ def leave_traced_region(used: list[tuple[ModuleFP8, str]]) -> None:
 def _update_first(key: str, group: str | None, may_update: bool) -> bool:
     """Runs a due update while torch.compile traces, if modules have a state of another recipe.
 
-    Their states are then adapted to the region's recipe, before which amaxes staged under the old
-    one must be used.
+    Their states are then adapted to the region's recipe, before which amax values staged under the
+    old one must be used.
     """
     recipe: Any = recipe_named(key)
     if recipe.keeps_state:

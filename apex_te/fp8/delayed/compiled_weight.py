@@ -49,7 +49,7 @@ class TracedWeight:
         """Returns the copies, cast anew if asked for or if a parameter has changed.
 
         Args:
-            weight: ``[rows, cols]``, the weight in high precision.
+            weight: ``[rows, cols]``, the weight in bf16 or fp32.
             scale: fp32 ``[1]``.
             amax: fp32 ``[1]``, into which a cast stages its amax, or None.
         """

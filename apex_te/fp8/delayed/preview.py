@@ -45,7 +45,7 @@ class PendingScales:
     """Computes forward scales as the next update will, into tensors that only evaluations read.
 
     So an evaluation between two steps, or between a forward and its backward, reads scales from the
-    newest amaxes and changes nothing. A state whose update takes a collective gets its present
+    newest amax values and changes nothing. A state whose update takes a collective gets its present
     scales.
     """
 

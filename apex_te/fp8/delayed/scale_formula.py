@@ -17,10 +17,10 @@ _nonfinite: dict[torch.device, torch.Tensor] = {}
 
 
 def nonfinite_count(device: torch.device | str = "cpu") -> torch.Tensor:
-    """Returns the running number of Inf and NaN amaxes found by scale updates, int32 ``[1]``.
+    """Returns the running number of Inf and NaN amax values found by scale updates, int32 ``[1]``.
 
     Args:
-        device: device whose amaxes are counted, and on which the tensor lives.
+        device: device whose amax values are counted, and on which the tensor lives.
     """
     device = torch.device(device)
     if device.type == "cuda" and device.index is None:
@@ -45,13 +45,14 @@ def update_scales(
     recipe: DelayedScaling,
     nonfinite: torch.Tensor | None,
 ) -> None:
-    """Appends staged amaxes to histories and sets the new scales, in place.
+    """Appends staged amax values to histories and sets the new scales, in place.
 
     Args:
-        histories: fp32 ``[length, slots]`` each, with the staged amaxes in row 0, which becomes 0.
+        histories: fp32 ``[length, slots]`` each, with the staged amax values in row 0, which
+            becomes 0.
         scales, scale_invs: fp32 ``[slots]``, one of each for each history.
         fp8_max: largest value of the element type, for each history.
-        nonfinite: int32 ``[1]``, to which the number of Inf and NaN amaxes is added; None: not
+        nonfinite: int32 ``[1]``, to which the number of Inf and NaN amax values is added; None: not
             counted.
     """
     if not recipe.uses_callables:
@@ -95,7 +96,7 @@ class UserUpdate(NamedTuple):
     Attributes:
         history: amax history to write, fp32 ``[length, slots]``.
         scale, scale_inv: tensors to write, fp32 ``[slots]``.
-        last: staged amaxes, fp32 ``[slots]``.
+        last: staged amax values, fp32 ``[slots]``.
         new: new scales, fp32 ``[slots]``.
         keep: bool ``[slots]``, True for a slot whose scale is not to change.
     """
@@ -119,7 +120,7 @@ class UserUpdate(NamedTuple):
         """Computes the update of one history; a slot with amax 0, Inf or NaN keeps its scale.
 
         Args:
-            history: fp32 ``[length, slots]``, with the staged amaxes in row 0.
+            history: fp32 ``[length, slots]``, with the staged amax values in row 0.
             scale, scale_inv: fp32 ``[slots]``.
             fp8_max: largest value of the element type.
         """
@@ -140,8 +141,8 @@ class UserUpdate(NamedTuple):
         """Writes the update to the tensors.
 
         Args:
-            nonfinite: int32 ``[1]``, to which the number of Inf and NaN amaxes is added; None: not
-                counted.
+            nonfinite: int32 ``[1]``, to which the number of Inf and NaN amax values is added; None:
+                not counted.
         """
         history, scale, scale_inv, last, new, keep = self
         finite = torch.isfinite(last)

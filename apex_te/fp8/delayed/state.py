@@ -144,7 +144,7 @@ class FP8State:
         """Allocates, resizes or rescales the tensors if a recipe needs it.
 
         Args:
-            recipe: recipe of the forward that will stage amaxes.
+            recipe: recipe of the forward that will stage amax values.
             device: device on which missing tensors are allocated.
         """
         if not self.allocated or self.device.type == "meta":
@@ -210,7 +210,8 @@ class FP8State:
         self._replaced()
 
     def resize(self, length: int) -> None:
-        """Trims or pads the histories to ``length`` rows, keeping the newest amaxes; warns once."""
+        """Trims or pads the histories to ``length`` rows, keeping the newest amax values; warns
+        once."""
         old = self.history_length
         if length == old:
             return
@@ -281,7 +282,7 @@ def warn_resized(old: int, new: int) -> None:
 
 
 def resized_history(history: torch.Tensor, length: int) -> torch.Tensor:
-    """Returns a copy of an amax history with another length, keeping the newest amaxes.
+    """Returns a copy of an amax history with another length, keeping the newest amax values.
 
     Args:
         history: ``[old length, slots]``; its staging row is kept, too.

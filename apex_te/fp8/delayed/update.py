@@ -1,6 +1,6 @@
 """Clock and update of delayed scaling: when scales are updated, and how, by amax group.
 
-An update all-reduces the staged amaxes over the amax group's ranks (``amax_allreduce``), and
+An update all-reduces the staged amax values over the amax group's ranks (``amax_allreduce``), and
 computes the new scales of all states by one call for each device and kind of recipe
 (``scale_formula``).
 """
@@ -44,7 +44,8 @@ _failures: dict[Recipe, UpdateFailure] = {}  # that no region has raised yet
 def enter_region(
     recipe: Any, group: Any, may_update: bool, thread: int | None = None
 ) -> AmaxGroup | None:
-    """Counts a region that stages amaxes, after an update if ``recipe.interval`` regions passed.
+    """Counts a region that stages amax values, after an update if ``recipe.interval`` regions
+    passed.
 
     Args:
         may_update: True if the region was entered with grad enabled; only then a due update runs.
@@ -121,7 +122,7 @@ def flush_fp8_state(group: Any = None) -> None:
 
     Raises:
         TypeError: ``group`` is not a process group.
-        ValueError: no region had this ``group``, but others that reduce amaxes are pending.
+        ValueError: no region had this ``group``, but others that reduce amax values are pending.
         Exception: the error of a recipe's function, after all other modules were updated.
     """
     if group is not None and not is_process_group(group):
@@ -175,7 +176,7 @@ def _raise_failure(recipe: Recipe) -> None:
 class UpdateFailure(NamedTuple):
     """Named tuple of what an error says of the states with one recipe whose update failed.
 
-    Their scales stay as they were, and their staged amaxes are dropped.
+    Their scales stay as they were, and their staged amax values are dropped.
 
     Attributes:
         recipe: recipe of the states.
@@ -253,7 +254,7 @@ class UpdatePlan:
         self.groups.of(state.device, recipe).add(module, *slots)
 
     def run(self) -> list[UpdateFailure]:
-        """Reduces amaxes over the ranks, if there are several, then updates every slot.
+        """Reduces amax values over the ranks, if there are several, then updates every slot.
 
         Returns:
             The failures, at most one for each group of states with equal recipes.
@@ -274,7 +275,8 @@ class UpdatePlan:
         return failures
 
     def _reduce(self) -> bool:
-        """All-reduces staged amaxes; returns True if all ranks' scales were also made equal."""
+        """All-reduces staged amax values; returns True if all ranks' scales were also made
+        equal."""
         group = self.amax_group.group
         if self._reduction is None:
             unsure = any(reduced and not s.sure_in(self.amax_group) for s, reduced in self._syncs)
@@ -320,7 +322,7 @@ class ScaleGroup:
     """Slots of states on one device that one call updates, since their recipes are equal in effect.
 
     Args:
-        nonfinite: the device's count of Inf and NaN amaxes, int32 ``[1]``.
+        nonfinite: the device's count of Inf and NaN amax values, int32 ``[1]``.
     """
 
     def __init__(self, recipe: DelayedScaling, nonfinite: torch.Tensor) -> None:
@@ -360,8 +362,8 @@ class ScaleGroup:
         """Updates every slot; a state whose update raises keeps its scales.
 
         Args:
-            nonfinite: int32 ``[1]``, to which the number of Inf and NaN amaxes is added; None: not
-                counted.
+            nonfinite: int32 ``[1]``, to which the number of Inf and NaN amax values is added; None:
+                not counted.
 
         Returns:
             The failure of the states whose update raised; None if none did.
@@ -434,7 +436,7 @@ class ScaleGroup:
             self._suspects.discard(index)
 
     def _failure(self, failed: Sequence[int], cause: Exception) -> UpdateFailure:
-        """Drops staged amaxes of modules, marks these as failed, and returns the failure."""
+        """Drops staged amax values of modules, marks these as failed, and returns the failure."""
         modules, syncs = [], []
         for index in failed:
             with torch.no_grad():

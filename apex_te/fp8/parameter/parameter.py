@@ -362,8 +362,8 @@ class FP8Parameter(torch.Tensor):
     def copy_all(weights: Sequence[FP8Parameter], sources: Sequence[torch.Tensor]) -> None:
         """Writes to each weight the source in its place, as ``copy_`` does.
 
-        The amaxes of FSDP2's shards are reduced over the ranks in one collective for all weights
-        of a process group.
+        The amax values of FSDP2's shards are reduced over the ranks in one collective for all
+        weights of a process group.
 
         Args:
             weights: the weights; the same on all ranks where they are shards.

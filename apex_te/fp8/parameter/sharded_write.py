@@ -54,9 +54,9 @@ def write_parts(
 ) -> None:
     """Quantizes the part of each weight that this rank has, with the scales of the whole weights.
 
-    The ranks exchange amaxes in one all-reduce by maximum. Each rank then has the scales of all the
-    weights, and its own parts of their data; the other parts are left as they are, to be gathered.
-    Once they are there, data and scales are those of ``weight.copy_(whole)``.
+    The ranks exchange amax values in one all-reduce by maximum. Each rank then has the scales of
+    all the weights, and its own parts of their data; the other parts are left as they are, to be
+    gathered. Once they are there, data and scales are those of ``weight.copy_(whole)``.
 
     Args:
         weights: the weights, the same on all ranks, each with the whole data.

@@ -1,4 +1,5 @@
-"""Delayed scaling: scales computed from the amaxes of earlier steps; each cast stages an amax."""
+"""Delayed scaling: scales computed from the amax values of earlier steps; each cast stages an
+amax."""
 
 from __future__ import annotations
 
@@ -119,7 +120,7 @@ class DelayedScalingQuantizer(Quantizer):
             None to stage nothing.
         first: computes the slot's first scale from data; None if the first scale is 1, or is not
             computed by this quantizer.
-        sync: knows the ranks whose amaxes give the scale; None if amaxes are not reduced.
+        sync: knows the ranks whose amax values give the scale; None if amax values are not reduced.
         pad_columnwise: pad columnwise copies ``[cols, rows]`` with zeros to a multiple of 16 rows.
     """
 
@@ -235,7 +236,7 @@ class DelayedScalingQuantizer(Quantizer):
             group: process group over which the matrix is sharded; None if it is not.
 
         Raises:
-            ValueError: the scale is not computed from the amaxes of all ranks of ``group``.
+            ValueError: the scale is not computed from the amax values of all ranks of ``group``.
         """
         if self.amax is None:
             return
@@ -358,7 +359,7 @@ class DelayedGroups(GroupQuantizer):
         self._record(GroupMatrices(matrices, groups))
 
     def _record(self, source: GroupRows | GroupMatrices) -> None:
-        """Stages the groups' amaxes without quantizing ``source``."""
+        """Stages the groups' amax values without quantizing ``source``."""
         self._set_first(source)
         if self.amax is not None:
             source.measure(self.amax, self.dtype)

@@ -127,10 +127,10 @@ class GroupQuantizer:
         return False
 
     def record(self, x: torch.Tensor, groups: Groups) -> None:
-        """Stages the amaxes of the groups' rows; does nothing for a scheme without state."""
+        """Stages the amax values of the groups' rows; does nothing for a scheme without state."""
 
     def record_matrices(self, matrices: Sequence[torch.Tensor], groups: Groups) -> None:
-        """Stages amaxes of the matrices of groups with rows; does nothing without a state."""
+        """Stages amax values of the matrices of groups with rows; does nothing without a state."""
 
     def scaling(
         self, source: GroupRows | GroupMatrices
@@ -140,6 +140,6 @@ class GroupQuantizer:
         Returns:
             scales: fp32 ``[groups]``.
             scale_invs: fp32 ``[groups]``, or None if each is ``1 / scale``.
-            amaxes: fp32 ``[groups]``, into which to stage the groups' amaxes, or None.
+            amaxes: fp32 ``[groups]``, into which to stage the groups' amax values, or None.
         """
         raise NotImplementedError

@@ -195,7 +195,7 @@ def measure(
     non-zero elements whose FP8 value is zero; neither counts NaN and infinities, nor does the amax.
 
     Args:
-        x: ``[rows, cols]`` in high precision.
+        x: ``[rows, cols]`` in bf16 or fp32.
         quantized: FP8 copies of ``x``.
 
     Returns:

@@ -58,7 +58,7 @@ class FusedCast(Protocol):
         """Returns three fp32 tensors ``[1]`` on the op's device: one zero, two uninitialized."""
 
     def plain(self) -> torch.Tensor:
-        """Returns the result ``[rows, cols]`` in high precision."""
+        """Returns the result ``[rows, cols]`` in bf16 or fp32."""
 
     def fp8(
         self,
@@ -199,7 +199,7 @@ class Quantizer:
         """Returns a quantizer like this one whose scale is equal on all ranks of ``group``.
 
         Rows that several ranks quantize with it can be gathered as FP8 data. None for a scheme
-        without such a scale: the caller then gathers values in high precision.
+        without such a scale: the caller then gathers values in bf16 or fp32.
         """
         return None
 
@@ -212,7 +212,8 @@ class Quantizer:
         return None
 
     def settings(self) -> tuple:
-        """Returns the settings that, together with amaxes, determine the FP8 data of a matrix."""
+        """Returns the settings that, together with amax values, determine the FP8 data of a
+        matrix."""
         return (type(self).__name__, self.dtype)
 
     def cast_key(self) -> tuple | None:

@@ -61,7 +61,7 @@ class QuantizerSets(NamedTuple):
 
     Attributes:
         recording: for training and calibration; every cast stages its amax.
-        recompute: for a recompute of a recorded forward; only gradients stage amaxes.
+        recompute: for a recompute of a recorded forward; only gradients stage amax values.
         frozen: for evaluation; no cast stages an amax.
         previewed: for evaluation with an update pending; as ``frozen``, with the scales that the
             update will give.

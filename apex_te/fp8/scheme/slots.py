@@ -18,7 +18,7 @@ class ScaleSharing(Protocol):
         """Returns True if all ranks of ``group`` have equal scales, and updates keep them equal."""
 
     def reduced_over(self, group: Any) -> bool:
-        """Returns True if the next scales come from the amaxes of all ranks of ``group``."""
+        """Returns True if the next scales come from the amax values of all ranks of ``group``."""
 
 
 class Slot(NamedTuple):

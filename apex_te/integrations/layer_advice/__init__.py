@@ -40,10 +40,10 @@ def advise(
 ) -> Advice:
     """Tries each linear layer of a model in FP8, and says what that gains and costs.
 
-    The model runs once with ``sample``, forward and backward, in high precision. Then a copy of
+    The model runs once with ``sample``, forward and backward, in bf16 or fp32. Then a copy of
     each layer that ``from_torch`` converts, or that is one of apex_te's, repeats its part of the
     run on its device: one step in FP8 for the statistics of input, weight and output gradient, and
-    timed steps in high precision and FP8 in turns, once for all layers of the same sizes. A layer
+    timed steps in bf16 or fp32 and FP8 in turns, once for all layers of the same sizes. A layer
     of apex_te that joins several, such as ``TransformerLayer``, is tried as a whole.
 
     The model, its gradients, buffers and FP8 state, and random states are left as they were. The
@@ -59,7 +59,7 @@ def advise(
             the output's ``loss``, the output if it is one number, or else the mean of its squares.
         recipe: FP8 recipe or its name; None is ``DelayedScaling()``.
         repeats: timed rounds for each size of layers, whose median counts.
-        min_gain: advise against FP8 for layers whose time in high precision is less than so many
+        min_gain: advise against FP8 for layers whose time in bf16 or fp32 is less than so many
             times that in FP8. None is 1.0 on a GPU; on a CPU, which emulates FP8, times then do not
             count.
         min_sqnr: likewise for an SQNR of input or weight below this, in dB.
@@ -147,7 +147,7 @@ def _layers(model: nn.Module) -> dict[str, tuple[nn.Module, str | None]]:
     """Returns the layers that compute GEMMs, by name.
 
     Returns:
-        Each with the reason why ``from_torch`` leaves it in high precision, None if it does not.
+        Each with the reason why ``from_torch`` leaves it in bf16 or fp32, None if it does not.
     """
     selection = Selection(model, None, None, 0, 0, 0, 1)
     found: dict[str, tuple[nn.Module, str | None]] = {}
@@ -209,7 +209,7 @@ def _against(
     min_gain: float,
     limits: dict[str, float],
 ) -> tuple[str, ...]:
-    """Returns the reasons to keep a layer in high precision.
+    """Returns the reasons to keep a layer in bf16 or fp32.
 
     Args:
         roles: its statistics by role.

@@ -84,7 +84,7 @@ class Advice:
 
     @property
     def exclude(self) -> list[str | Callable[[str, nn.Module], bool]]:
-        """Layers to keep in high precision, for ``from_torch(model, exclude=...)``.
+        """Layers to keep in bf16 or fp32, for ``from_torch(model, exclude=...)``.
 
         These are names; where a name is also a part of the name of a layer that FP8 serves, a
         predicate takes its place. Layers that ``from_torch`` leaves anyway are not in it.
@@ -98,7 +98,7 @@ class Advice:
         """Returns milliseconds of one call of the sample, summed over the measured layers.
 
         Returns:
-            "high": all in high precision; "fp8": all that ``from_torch`` converts in FP8;
+            "high": all in bf16 or fp32; "fp8": all that ``from_torch`` converts in FP8;
             "advised": those in FP8 that the advice leaves to FP8.
         """
         found = dict.fromkeys(("high", "fp8", "advised"), 0.0)

@@ -22,7 +22,7 @@ class LayerAdvice(NamedTuple):
         times: milliseconds of one call, None if it was not measured.
         roles: statistics by role, "input", "weight" and "grad_output"; a role is missing if it was
             not cast to FP8.
-        against: reasons to keep the layer in high precision.
+        against: reasons to keep the layer in bf16 or fp32.
         kept: reason why ``from_torch`` leaves the layer anyway; None if it converts it.
     """
 
@@ -39,7 +39,7 @@ class LayerAdvice(NamedTuple):
 
     @property
     def gain(self) -> float:
-        """Time in high precision over time in FP8; NaN if they were not measured."""
+        """Time in bf16 or fp32 over time in FP8; NaN if they were not measured."""
         return self.times.high / self.times.fp8 if self.times else math.nan
 
     def advice(self) -> str:

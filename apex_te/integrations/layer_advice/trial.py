@@ -1,4 +1,4 @@
-"""Trial of one layer in high precision and FP8: times, amaxes and losses by quantization."""
+"""Trial of one layer in bf16 or fp32 and FP8: times, amax values and losses by quantization."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ class Runner:
     """Repeats one call of a layer, forward and backward, with copies of its arguments.
 
     Args:
-        recipe: recipe of the region around the call; None for high precision.
+        recipe: recipe of the region around the call; None for none.
         grad: True to run the forward with gradients enabled even if there is no backward.
     """
 
@@ -118,7 +118,7 @@ def _detached(value: Any) -> Any:
 
 
 def _twins(layer: nn.Module) -> tuple[nn.Module, nn.Module]:
-    """Returns a copy of a layer in high precision, and one that computes in FP8 in a region."""
+    """Returns a copy of a layer in bf16 or fp32, and one that computes in FP8 in a region."""
     plain = copy.deepcopy(layer)
     for module in plain.modules():
         for name in _HOOKS:
@@ -137,7 +137,7 @@ def _alone(recipe: Recipe) -> Recipe:
     """Returns a recipe whose scales are those of the tensors that it is tried with, on this rank.
 
     Delayed scaling takes the first scales from the tensors themselves; this is what the scales are
-    after some steps, while amaxes stay about the same.
+    after some steps, while amax values stay about the same.
     """
     if isinstance(recipe, DelayedScaling):
         return dataclasses.replace(recipe, reduce_amax=False, first_step="current")
@@ -195,7 +195,7 @@ def _summed(parts: torch.Tensor) -> RoleStatistics:
 
 
 def measure_times(layer: nn.Module, call: LayerCall, recipe: Recipe, repeats: int) -> Times:
-    """Measures a call of a layer in high precision and in FP8, in turns, on the layer's device."""
+    """Measures a call of a layer in bf16 or fp32 and in FP8, in turns, on the layer's device."""
     plain, converted = _twins(layer)
     runners = Runner(plain, call, None), Runner(converted, call, _alone(recipe))
     high, fp8 = _milliseconds(runners, runners[0].device, repeats)

@@ -30,7 +30,7 @@ class MindSpeedTEGroupedLinear(MegatronLayer, GroupedLinear):
         parallel_mode: None, ``"column"`` (each weight is split by rows over ranks) or ``"row"`` (by
             columns). The layer runs no collectives: Megatron's dispatcher of tokens does.
         config: any object; ``_config.DEFAULTS`` lists the attributes that are read.
-            ``use_gmm_fp8=False`` keeps the layer in high precision.
+            ``use_gmm_fp8=False`` keeps the layer in bf16 or fp32.
         init_method: fills new weights in place; None: config's, else N(0, 0.023).
         bias: must be False.
         skip_bias_add: a bool that has no effect.
@@ -38,11 +38,11 @@ class MindSpeedTEGroupedLinear(MegatronLayer, GroupedLinear):
             then have the attribute ``allreduce=False``.
         tp_comm_buffer_name: not used.
         tp_group: process group over which weights are split, as in ``TEColumnParallelLinear``.
-        pg_collection: an object with the groups ``expt_tp`` and ``tp``, of which one is taken if
+        pg_collection: an object with the groups ``expt_tp`` and ``tp``; one is taken if
             ``tp_group`` is None.
 
     Attributes:
-        weight0, weight1, ...: ``[output_size, input_size]``, one for each layer, of which a rank
+        weight0, weight1, ...: ``[output_size, input_size]``, one for each layer; a rank
             has a shard with ``parallel_mode``.
 
     Raises:

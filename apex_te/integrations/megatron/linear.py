@@ -95,7 +95,7 @@ class TEColumnParallelLinear(_ParallelLinear):
         config: any object; ``_config.DEFAULTS`` lists the attributes that are read.
         init_method: fills a new weight in place; None: config's, else N(0, 0.023).
         gather_output: must be False.
-        bias: learn a bias, of which a rank has ``[output_size / ranks]``.
+        bias: learn a bias; a rank has ``[output_size / ranks]``.
         skip_bias_add: return the bias instead of adding it.
         is_expert: True for the layer of an expert. If it is split, or
             ``config.expert_model_parallel_size`` is above 1, it runs no collectives: Megatron's

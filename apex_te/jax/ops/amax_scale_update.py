@@ -1,4 +1,4 @@
-"""Updates delayed scaling: appends staged amaxes to the histories and computes new scales."""
+"""Updates delayed scaling: appends staged amax values to the histories and computes new scales."""
 
 from __future__ import annotations
 

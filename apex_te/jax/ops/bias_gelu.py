@@ -44,7 +44,7 @@ class BiasGeluGrads(NamedTuple):
 
 
 class BiasGeluFP8Grads(NamedTuple):
-    """Gradients of ``bias_gelu``, of which x's is in FP8.
+    """Gradients of ``bias_gelu``, with x's in FP8.
 
     Attributes:
         output: FP8 data of x's gradient, as a matrix [rows, cols].

@@ -1,6 +1,6 @@
 """GEMMs of MXFP8 and HiF8 operands, for which no supported device has matrix units.
 
-Operands are decoded and multiplied in high precision: in bfloat16, which holds their values, with
+Operands are decoded and multiplied in bf16 or fp32: in bfloat16, which holds their values, with
 float32 sums on a GPU, and in float32 on a CPU.
 """
 

@@ -76,7 +76,7 @@ class Groups:
 
 
 class GroupedOutput(NamedTuple):
-    """FP8 data of groups with scales and amaxes; None for what was not asked for.
+    """FP8 data of groups with scales and amax values; None for what was not asked for.
 
     Attributes:
         rowwise: [rows, cols] of ``quantize_groups``, [groups, rows, cols] of ``quantize_matrices``.
@@ -84,7 +84,7 @@ class GroupedOutput(NamedTuple):
         scale_inv: float32 [groups].
         row_scale_inv: float32 [rows], for each row its group's scale_inv; None without a rowwise
             copy and from ``quantize_matrices``.
-        amax: float32 [groups], the given amaxes or the groups' own, whichever are larger.
+        amax: float32 [groups], the given amax values or the groups' own, whichever are larger.
     """
 
     rowwise: jax.Array | None
@@ -98,7 +98,7 @@ class GroupedOutput(NamedTuple):
 def groups_of(splits: jax.Array, rows: int) -> Groups:
     """Returns the places of groups in a matrix of ``rows`` rows.
 
-    Invalid splits, of which one is negative or whose sum exceeds ``rows``, raise nothing, as only
+    Invalid splits (one is negative, or their sum exceeds ``rows``) raise nothing, as only
     the device knows them. With them no group has rows, every scale_inv is NaN, and ``finish_rows``,
     ``zero_unused`` and ``column_sums`` write NaN.
 
@@ -289,7 +289,7 @@ def first_scales(
     margin: int = 0,
     pow2: bool = False,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Computes the first scales of delayed scaling, from amaxes instead of an amax history.
+    """Computes the first scales of delayed scaling, from amax values instead of an amax history.
 
     Only groups that are due and have rows get a scale. An amax of 0, infinity or NaN leaves the
     group's scale as it is.

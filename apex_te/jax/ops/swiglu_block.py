@@ -41,7 +41,7 @@ def swiglu_fwd_block(
 ) -> BlockQuantized:
     """Computes ``swiglu`` and casts its result [M, F] with ``block_quantize`` in one kernel.
 
-    Bits equal those of the two ops, of which the first rounds to the input's dtype; its result is
+    Bits equal those of the two ops; the first rounds to the input's dtype; its result is
     not written to memory. For float32 the two ops run. Devices may share the rows and, where gate
     and up have dimensions of their own, F.
 
@@ -87,7 +87,7 @@ def swiglu_bwd_block(
 ) -> BlockQuantized:
     """Computes the gradients of gate and up side by side and casts them with ``block_quantize``.
 
-    One kernel writes the bits of the two ops, of which the first, ``swiglu_bwd``, rounds to the
+    One kernel writes the bits of the two ops; the first, ``swiglu_bwd``, rounds to the
     input's dtype. For float32, and if F is not a multiple of 128, the two ops run. The matrix has
     this form if gate and up are given as two arrays, too.
 

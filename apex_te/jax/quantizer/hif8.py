@@ -1,4 +1,4 @@
-"""Quantizer of current scaling to HiFloat8, with scales that bring amaxes to 15 or 224."""
+"""Quantizer of current scaling to HiFloat8, with scales that bring amax values to 15 or 224."""
 
 from __future__ import annotations
 

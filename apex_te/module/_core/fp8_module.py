@@ -64,11 +64,11 @@ class Modes:
             of ``weight_cache``; else None.
         gathered: ``HookedParam`` objects, by parameter name, of the parameters that FSDP2 gathers
             as FP8 data; ``renew(module)`` has such an object follow a moved or loaded parameter.
-        plain: ``Programs`` of ops in high precision.
+        plain: ``Programs`` of ops in bf16 or fp32.
         programs: ``Programs`` by the id of the quantizers that they hold.
         in_ddp: True if the last call that was no recompute ran under DistributedDataParallel.
-        recompute: quantizers for a recompute of the last call that recorded amaxes; None after a
-            call that used no quantizers.
+        recompute: quantizers for a recompute of the last call that recorded amax values; None after
+            a call that used no quantizers.
         recompute_fp8: True if the call that ``recompute`` repeats ran in FP8.
         recompute_keeps: True if that call kept columnwise copies of its weights.
         weight_cache: FP8 copies of weights by number of the GEMM, filled by
@@ -297,7 +297,7 @@ class FP8Module(torch.nn.Module):
 
         Returns:
             quantizers: a ``GemmQuantizers`` for each GEMM; None if nothing is quantized or staged.
-            is_fp8: True if the GEMMs run in FP8. If False, quantizers only stage amaxes.
+            is_fp8: True if the GEMMs run in FP8. If False, quantizers only stage amax values.
             is_recompute: True if the call is a recompute inside backward.
         """
         compiling = torch.compiler.is_compiling()
@@ -444,13 +444,14 @@ class FP8Module(torch.nn.Module):
         call: FP8Call,
         gemm: int = 0,
     ) -> torch.Tensor:
-        """Computes ``inp @ weight.T + bias`` in high precision; records amaxes while calibrating.
+        """Computes ``inp @ weight.T + bias`` in bf16 or fp32; records amax values while
+        calibrating.
 
         Args:
             inp: ``[..., in]``.
             weight: ``[out, in]``.
             bias: ``[out]`` or None.
-            call: the call's settings; its quantizers, if any, record amaxes.
+            call: the call's settings; its quantizers, if any, record amax values.
         """
         dtype, options = call.dtype, call.options[gemm]
         quantizers = None if call.quantizers is None else call.quantizers[gemm]

@@ -79,7 +79,7 @@ class FP8Call(NamedTuple):
     Attributes:
         dtype: the dtype to compute in, and that of the output.
         is_fp8: the GEMMs run in FP8. False with ``quantizers`` is calibrating: the GEMMs run in
-            high precision and the quantizers only record amaxes.
+            high precision and the quantizers only record amax values.
         quantizers: a ``GemmQuantizers`` for each GEMM; None if nothing is quantized or recorded.
         cached: for each GEMM, FP8 copies of its weight that outlive the call; None for a GEMM that
             casts its weight itself.
@@ -114,7 +114,7 @@ class GemmPlan(NamedTuple):
         weight_cached: True if the weight among the saved tensors is a columnwise copy; False if it
             is the weight itself.
         shared_input: ``Quantizer`` with a scale that all ranks share; it casts this rank's rows of
-            the input, and the FP8 data are gathered. None if rows are gathered in high precision,
+            the input, and the FP8 data are gathered. None if rows are gathered in bf16 or fp32,
             or no rows are gathered. It is chosen in forward, because scales may change until
             backward.
     """
@@ -211,7 +211,7 @@ def gathers_input(plan: GemmPlan) -> bool:
 
 
 def saves_values(plan: GemmPlan) -> bool:
-    """Returns True if the input is saved for backward in high precision."""
+    """Returns True if the input is saved for backward in bf16 or fp32."""
     if not plan.need_weight:
         return False
     if plan.options.save_original or plan.quantizers.high_precision_wgrad:
@@ -235,7 +235,7 @@ def quantized_input(
     Returns:
         ``(operand, local)``: the operand of fprop with the rows of all ranks, and the FP8 copies of
         this rank's rows, to be passed to ``saved_by``. If no rows are gathered, both are one
-        object. If rows are gathered in high precision, ``local`` is None.
+        object. If rows are gathered in bf16 or fp32, ``local`` is None.
     """
     parallel = plan.options.parallel
     if parallel is not None and parallel.gathers_input:
@@ -562,7 +562,7 @@ def quantized_gradient(
         grad_bias: the bias gradient ``[out]``; or None.
         dy: the high-precision gradient ``[rows, out]``; None if the op that computes the gradient
             wrote FP8 alone. It has the rows of all ranks if rows are split over ranks and wgrad
-            runs in high precision, else this rank's rows.
+            runs in bf16 or fp32, else this rank's rows.
     """
     quantizers, parallel = plan.quantizers, plan.options.parallel
     fp8_wgrad = plan.need_weight and not quantizers.high_precision_wgrad

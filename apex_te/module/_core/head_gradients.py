@@ -59,7 +59,7 @@ class HeadGradients(BaseFusedCast):
         self.heads = tuple(heads)
 
     def plain(self) -> torch.Tensor:
-        """Returns the gradient ``[tokens, features]`` in high precision."""
+        """Returns the gradient ``[tokens, features]`` in bf16 or fp32."""
         x = self.x
         features = sum(head.shape[-2] for head in self.heads) * x.shape[-1]
         return self.layout.joined(self.heads, (math.prod(x.shape[:-2]), features))

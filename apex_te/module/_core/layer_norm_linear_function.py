@@ -34,7 +34,7 @@ class NormOptions(NamedTuple):
         is_rms: compute RMSNorm, not LayerNorm.
         eps: added to the variance (the mean square).
         zero_centered_gamma: gamma is ``1 + weight``.
-        return_norm: the function also returns the norm's result in high precision.
+        return_norm: the function also returns the norm's result in bf16 or fp32.
         return_residual: the function also returns the normalised tensor: the input, or the sum of
             input and residual.
     """
@@ -56,8 +56,8 @@ def normalized(
 
     Returns:
         operand: the quantized operand of fprop, with the rows of all ranks.
-        local: the FP8 copies of this rank's rows; None if rows are gathered in high precision.
-        y: the norm's result ``[rows, cols]`` in high precision; None if it is neither returned nor
+        local: the FP8 copies of this rank's rows; None if rows are gathered in bf16 or fp32.
+        y: the norm's result ``[rows, cols]`` in bf16 or fp32; None if it is neither returned nor
             saved.
     """
     if not options.return_norm and not saves_values(plan):

@@ -225,7 +225,7 @@ def _quantized_hidden(plan: Any, d_hidden: ActivationBackward) -> tuple:
 
     Returns:
         ``(quantized, plain)``: the FP8 gradient, None if neither dgrad nor wgrad reads it; the
-        gradient ``[rows, F]`` or ``[rows, 2F]`` in high precision, None if it was not needed.
+        gradient ``[rows, F]`` or ``[rows, 2F]`` in bf16 or fp32, None if it was not needed.
     """
     quantizer = plan.quantizers.grad_output
     need_plain = plan.need_weight and plan.quantizers.high_precision_wgrad

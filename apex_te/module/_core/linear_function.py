@@ -1,4 +1,4 @@
-"""Autograd functions of a linear layer, in FP8 and in high precision."""
+"""Autograd functions of a linear layer, in FP8 and in bf16 or fp32."""
 
 from __future__ import annotations
 

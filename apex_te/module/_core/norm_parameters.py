@@ -142,7 +142,7 @@ class NormedModule(ParallelModule):
         return tuple(result)
 
     def _plain_programs(self) -> Programs | None:
-        """Returns the programs of the module's ops in high precision; None if not usable now."""
+        """Returns the programs of the module's ops in bf16 or fp32; None if not usable now."""
         if torch.compiler.is_compiling() or not torch.is_grad_enabled():
             return None
         programs = self._modes.plain
@@ -151,7 +151,7 @@ class NormedModule(ParallelModule):
     def _plain_norm(
         self, inp: torch.Tensor, residual: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Normalises ``inp`` [..., features], or ``inp + residual``, in high precision.
+        """Normalises ``inp`` [..., features], or ``inp + residual``, in bf16 or fp32.
 
         Returns:
             ``(y, x)``: the norm's result, and the tensor that was normalised, ``inp`` or the sum.

@@ -1,4 +1,4 @@
-"""Autograd functions of a norm and an activation in high precision, which programs run again.
+"""Autograd functions of a norm and an activation in bf16 or fp32, which programs run again.
 
 They compute what ``ops.rms_norm``, ``ops.layer_norm`` and the activations' ops compute, by the same
 kernels, in less host time.

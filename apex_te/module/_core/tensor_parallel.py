@@ -167,7 +167,7 @@ class TensorParallel:
 
         Returns:
             ``(operand, local)``: the operand of fprop with all rows, and the rowwise copy of this
-            rank's rows; ``local`` is None if rows were gathered in high precision.
+            rank's rows; ``local`` is None if rows were gathered in bf16 or fp32.
         """
         if shared is None:
             values = source if isinstance(source, torch.Tensor) else source.plain()

@@ -32,7 +32,7 @@ def weight_gradient(
     """Computes ``dy.T @ x`` [out, in] now, or passes the computation to ``wgrad_store``.
 
     Args:
-        dy: the output's gradient ``[rows, out]`` in high precision, read if the recipe has wgrad in
+        dy: the output's gradient ``[rows, out]`` in bf16 or fp32, read if the recipe has wgrad in
             high precision.
         quantized: the output's gradient ``[rows, out]`` in FP8, read if wgrad runs in FP8.
         gathered: the gathering that ``start_saved_input`` began, or None.
@@ -59,7 +59,7 @@ def plain_weight_gradient(
     dtype: torch.dtype,
     options: GemmOptions,
 ) -> torch.Tensor | None:
-    """Computes ``dy.T @ x`` [out, in] in high precision, now or later by ``wgrad_store``.
+    """Computes ``dy.T @ x`` [out, in] in bf16 or fp32, now or later by ``wgrad_store``.
 
     Args:
         parameter: the weight whose ``main_grad`` or ``.grad`` may be written.
@@ -155,7 +155,7 @@ def _of_rows(
 def _plain_wgrad(
     dy: Any, x: Any, parameter: Any, dtype: torch.dtype, options: GemmOptions
 ) -> torch.Tensor | None:
-    """Computes the weight gradient in high precision, for autograd or into ``main_grad``."""
+    """Computes the weight gradient in bf16 or fp32, for autograd or into ``main_grad``."""
     x = x.to(dy.dtype)
     if options.accumulate is None:
         return torch.mm(dy.t(), x).to(dtype)

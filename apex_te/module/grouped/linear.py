@@ -44,7 +44,7 @@ class GroupedLinear(ParallelModule):
             ``dtype``.
         delay_wgrad_compute: leave the weight gradients out of backward; ``backward_dw()`` makes
             them.
-        save_original_input: save the input in high precision for backward instead of its FP8
+        save_original_input: save the input in bf16 or fp32 for backward instead of its FP8
             copies, and cast it again there.
         name: names the module in reports.
         device: where the parameters live; on ``"meta"`` until ``reset_parameters()``.

@@ -276,7 +276,7 @@ def _backward(ctx: Any, grad_output: torch.Tensor) -> tuple:
 
 
 class HighPrecisionGroupsFunction(OpFunction):
-    """Autograd function of the linear layers of all groups at once in high precision."""
+    """Autograd function of the linear layers of all groups at once in bf16 or fp32."""
 
     LABEL = "GroupedLinear"
 
