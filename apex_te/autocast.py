@@ -17,6 +17,4 @@ from .fp8.autocast import is_fp8_enabled as is_fp8_enabled
 from .fp8.autocast import is_process_group as is_process_group
 from .fp8.autocast import local as local
 
-__all__ = ["autocast", "fp8_autocast", "get_fp8_recipe", "is_fp8_enabled"]
-
 sys.modules[__name__] = autocast  # type: ignore[assignment]

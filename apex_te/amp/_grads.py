@@ -12,8 +12,6 @@ from ..optimizers._bucket import dense_order
 from ..optimizers._sharded import local, placed, with_part
 from ..runtime import moved
 
-__all__ = ["Flags", "move_grads", "unscale_grads"]
-
 Pair = tuple[torch.Tensor, torch.Tensor]  # (parameter, master weight)
 
 

@@ -15,8 +15,6 @@ from ..optimizers._bucket import needs_copy
 from ..recipe import Recipe
 from .levels import Properties
 
-__all__ = ["prepare_model", "release_model"]
-
 
 @dataclasses.dataclass(frozen=True)
 class Casts:

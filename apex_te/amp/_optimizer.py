@@ -14,8 +14,6 @@ from ..optimizers._base import FusedOptimizer
 from ..optimizers._bucket import MASTER, has_master, needs_copy, new_master
 from ._grads import Flags, Pair, move_grads
 
-__all__ = ["OptimizerAmp", "amp_of", "prepare_optimizer", "release_optimizer"]
-
 
 class OptimizerAmp:
     """State that amp keeps for one optimizer, in the optimizer's attribute ``_amp``.

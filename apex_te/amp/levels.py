@@ -26,8 +26,6 @@ import torch
 from .. import recipe
 from ..runtime.named_arguments import did_you_mean
 
-__all__ = ["LEVELS", "Properties", "choose", "describe"]
-
 _CAST_TYPES = (torch.float32, torch.float16, torch.bfloat16)
 _BOOLS = {"True": True, "False": False}
 

@@ -31,8 +31,6 @@ from torch import distributed
 
 from .collectives import world_size
 
-__all__ = ["HEADER", "TOP", "Comparison", "RankMismatchError", "check_same", "compared", "header"]
-
 HEADER = 5
 TOP = 0x7FFFFFFF  # the largest int32; a maximum of TOP - x tells the smallest x
 _BYTES = 4096  # of a description, its header included

@@ -14,18 +14,6 @@ from typing import Any
 import torch
 from torch import distributed
 
-__all__ = [
-    "ALL_GATHER",
-    "REDUCE_SCATTER",
-    "Pending",
-    "all_gather_rows",
-    "all_reduce",
-    "all_to_all_rows",
-    "max_over_ranks",
-    "reduce_scatter_rows",
-    "world_size",
-]
-
 # torch 2.13 has new names for these.
 ALL_GATHER = "all_gather_single"
 REDUCE_SCATTER = "reduce_scatter_single"

@@ -9,8 +9,6 @@ from typing import Any
 import torch
 from torch import distributed
 
-__all__ = ["check_process_group", "covers", "is_process_group", "pipeline_stage", "ranks_of"]
-
 _Covered = weakref.WeakKeyDictionary[Any, bool]
 _covered: weakref.WeakKeyDictionary[Any, _Covered] = weakref.WeakKeyDictionary()
 

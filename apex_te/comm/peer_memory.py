@@ -29,8 +29,6 @@ from ..ops.peer_exchange import HEADER, await_rank, join, send, sum_pieces
 from ..runtime import is_traced
 from .collectives import Pending
 
-__all__ = ["PeerMemory", "peer_memory"]
-
 # Bytes of a rank's piece below which a step with collectives takes less time, because of the host's
 # time for one more GEMM and copy (figures: benchmarks/layers/bench_tensor_parallel.py).
 SMALLEST = 16 << 20

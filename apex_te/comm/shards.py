@@ -10,8 +10,6 @@ from torch import distributed
 
 from .collectives import max_over_ranks, world_size
 
-__all__ = ["max_over_shards", "mesh_groups", "note_group", "part_groups"]
-
 _NAME = "tensor_parallel_group"  # attribute of a parameter; a name, as a group cannot be pickled
 
 

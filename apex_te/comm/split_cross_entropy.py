@@ -10,9 +10,6 @@ from torch import distributed
 from ..ops.cross_entropy import cross_entropy_fwd
 from .collectives import world_size
 
-__all__ = ["Columns", "SplitTargets", "own_columns", "split_gradient", "split_losses",
-           "split_targets"]  # fmt: skip
-
 
 class Columns(NamedTuple):
     """Columns of the vocabulary that a rank has.

@@ -8,8 +8,6 @@ import torch
 
 from ..comm.collectives import all_gather_rows, world_size
 
-__all__ = ["SavedInParts"]
-
 
 class SavedInParts:
     """Pair of hooks for ``torch.autograd.graph.saved_tensors_hooks``: ``pack`` and ``unpack``.

@@ -7,8 +7,6 @@ import torch
 from ..recipe import Format, FormatValue
 from ..runtime.gpu_arch import multiplies_fnuz
 
-__all__ = ["formats_of"]
-
 _FNUZ = {
     torch.float8_e4m3fn: (torch.float8_e4m3fnuz, 240.0),
     torch.float8_e5m2: (torch.float8_e5m2fnuz, 57344.0),

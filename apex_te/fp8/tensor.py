@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import torch
 
-__all__ = ["QuantizedTensor"]
-
 
 class QuantizedTensor:
     """FP8 copies of one matrix ``[rows, cols]`` with their scales; internal, never given to users.

@@ -21,8 +21,6 @@ from ..module._core.fp8_module import FP8Module, Modes
 from ..module.attention.inference_params import InferenceParams
 from ..runtime.stamp import stamp
 
-__all__ = ["Capture", "SavedState", "fp8_modules", "no_collection", "preserved", "substituted"]
-
 
 def fp8_modules(module: torch.nn.Module) -> list[FP8Module]:
     """Returns ``module`` and its descendants that are FP8 modules."""

@@ -13,8 +13,6 @@ from . import graphed_callables
 from .capture import Capture
 from .graphed_callables import GraphedForward, capture_in_order
 
-__all__ = ["graph_microbatches"]
-
 _NAME = "make_graphed_callables"
 
 

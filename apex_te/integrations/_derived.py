@@ -6,8 +6,6 @@ from typing import Any
 
 from torch import nn
 
-__all__ = ["Derived", "derived"]
-
 _CLASSES: dict[tuple[type, type, str], Any] = {}
 
 

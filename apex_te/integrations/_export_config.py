@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-__all__ = ["BLOCK", "Export", "quantization_config"]
-
 BLOCK = 128
 _CHOICES = {
     "quant_method": ("compressed-tensors", "fp8"),

@@ -29,8 +29,6 @@ from ..recipe import (
     Recipe,
 )
 
-__all__ = ["OwnHeader", "encoded", "no_bytes", "own_header"]
-
 OWN = "apex_te"  # key of the header in extra_fp8_variables
 _DIRECTIONS = (("fwd", FORWARD_SLOTS), ("bwd", BACKWARD_SLOTS))
 _RECIPES = "transformer_engine.common.recipe"

@@ -8,8 +8,6 @@ from torch import nn
 
 from . import _matching as matching
 
-__all__ = ["Apart", "MLPLayers", "Projections", "layers_to_join"]
-
 
 class Projections(NamedTuple):
     """Linear layers that read one tensor, with the norm that makes it, to be one layer.

@@ -15,8 +15,6 @@ from . import _matching as matching
 from .conv1d import Conv1DLinear
 from .experts import StackedExperts
 
-__all__ = ["count_fp8_weights", "hold_in_fp8"]
-
 
 def hold_in_fp8(
     model: nn.Module, names: Iterable[str], settings: Settings

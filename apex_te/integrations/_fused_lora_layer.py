@@ -10,8 +10,6 @@ from torch import nn
 
 from ..module.linear import Linear
 
-__all__ = ["FusedLoraLinear", "is_fusable"]
-
 # Attributes of a module that has more to do in a call than its class's forward.
 _HOOKS = (
     "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks", "forward",

@@ -10,8 +10,6 @@ from torch import nn
 from . import _matching as matching
 from ._joined_state import PartView
 
-__all__ = ["ORIGINAL", "Original", "init_joined_layers"]
-
 ORIGINAL = "_apex_te_original"
 
 

@@ -15,18 +15,6 @@ from torch import nn
 
 from ..fp8.parameter.parameter import FP8Parameter, dequantized
 
-__all__ = [
-    "KEYS",
-    "JoinedKey",
-    "JoinedState",
-    "PartParameters",
-    "PartView",
-    "joined",
-    "original_part",
-    "read_original_keys",
-]
-
-
 # Attribute of a joined layer: its dotted name in the block and a period, and its joined parameters.
 KEYS = "_apex_te_keys"
 

@@ -14,24 +14,6 @@ from torch.nn.utils import parametrize
 
 from ..fp8.parameter.parameter import FP8Parameter
 
-__all__ = [
-    "EXPERTS",
-    "activation_name",
-    "family_class",
-    "hooked",
-    "is_class",
-    "is_conv1d",
-    "is_experts",
-    "is_plain",
-    "is_rms_norm",
-    "is_t5_norm",
-    "is_zero_centered",
-    "norm_eps",
-    "pretrained_models",
-    "resembles_norm",
-    "unsupported",
-]
-
 # Families of Hugging Face whose RMS norm multiplies by its weight, and those that multiply by
 # 1 + weight: the name of their Python module, and the prefix of their classes' names.
 RMS_NORM_FAMILIES = {

@@ -11,8 +11,6 @@ from torch import nn
 
 from ..runtime.named_arguments import did_you_mean
 
-__all__ = ["Selection"]
-
 Choice = Any  # a name, a pattern, a predicate, or several
 
 # Parts of dotted names, outside of blocks, under which models keep the layers of their output.

@@ -21,8 +21,6 @@ import torch
 
 from ..op_builder.jit.text import printable
 
-__all__ = ["TensorPickleError", "read_pickle", "read_saved"]
-
 # Packages whose objects a file may contain (a recipe, say); they are read as ``Inert``.
 INERT_PACKAGES = ("transformer_engine", "megatron", "apex_te")
 LEGACY_MAGIC = 0x1950A86A20F9469CFC6C

@@ -9,8 +9,6 @@ from typing import Any
 
 from torch import nn
 
-__all__ = ["WrappedForward", "wrapped_forwards"]
-
 
 class WrappedForward:
     """Callable in place of a model's ``forward``, which runs that with something around it.

@@ -9,8 +9,6 @@ from torch import nn
 
 from ..module.linear import LinearLayer
 
-__all__ = ["Conv1DLinear", "conv1d_linear"]
-
 
 class Conv1DLinear(LinearLayer):
     """Hugging Face's Conv1D in FP8: ``y = x @ weight + bias`` with ``weight`` ``[in, out]``.

@@ -13,8 +13,6 @@ from ..module._core.shown_name import shown_name
 from ..module.grouped.linear import GroupedLinear
 from . import _matching as matching
 
-__all__ = ["ExpertGemm", "StackedExperts", "stacked_experts"]
-
 
 class ExpertGemm(GroupedLinear):
     """``GroupedLinear`` whose weights are those of a stacked Parameter, passed to each call.

@@ -14,8 +14,6 @@ from ..fp8.autocast import fp8_autocast, is_fp8_enabled
 from ..runtime.stamp import watch_fused_optimizers
 from ..runtime.tracing import is_transformed
 
-__all__ = ["LazyLogits"]
-
 # Names of the operators of tensors, without their underscores.
 _OPERATORS = (
     "add", "radd", "sub", "rsub", "mul", "rmul", "truediv", "rtruediv", "floordiv", "rfloordiv",

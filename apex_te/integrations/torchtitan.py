@@ -20,8 +20,6 @@ except ImportError as error:
         "apex_te.integrations.torchtitan: torchtitan must be installed: pip install torchtitan"
     ) from error
 
-__all__ = ["FP8Linear", "FP8LinearConverter"]
-
 RECIPES = ("tensorwise", "blockwise", "mxfp8")
 
 

@@ -14,8 +14,6 @@ from jax.interpreters import mlir
 from . import _library, _partition
 from ._signature import Parameter, parameters_of
 
-__all__ = ["Stacked", "call", "primitive"]
-
 _NONE = -1
 
 

@@ -19,20 +19,6 @@ from jax.sharding import AxisType, ManualAxisType, NamedSharding, PartitionSpec
 from ._rule import Factor, Rule, Term
 from .region import active_mesh_resource
 
-__all__ = [
-    "Kind",
-    "constrained",
-    "gradient_like",
-    "last_dimension_parts",
-    "maximum_over",
-    "product_sharding",
-    "result_type",
-    "same_on_all",
-    "shared",
-    "vary_alike",
-    "varying_along",
-]
-
 _Axes = tuple[str, ...]
 _COMBINE: dict[str, Any] = {"+": jax.lax.psum, "^": jax.lax.pmax}
 

@@ -18,8 +18,6 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-__all__ = ["Factor", "Rule", "Term", "parse"]
-
 _WORDS = {"r": "rows", "c": "columns", "m": "rows of the product", "n": "columns of the product"}
 
 

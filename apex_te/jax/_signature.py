@@ -7,8 +7,6 @@ from typing import NamedTuple
 
 from ..op_builder import get_builder
 
-__all__ = ["Parameter", "parameters_of", "parse"]
-
 
 class Parameter(NamedTuple):
     """One parameter of a C function.

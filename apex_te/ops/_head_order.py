@@ -6,8 +6,6 @@ from collections.abc import Sequence
 
 import torch
 
-__all__ = ["in_words", "sorted_heads"]
-
 
 def sorted_heads(x: torch.Tensor, *, repeats: int, groups: int) -> torch.Tensor:
     """Copies rows that lie group by group in the order of all queries, all keys and all values.

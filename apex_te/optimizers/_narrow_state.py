@@ -15,21 +15,6 @@ import torch
 
 from ..ops import multi_tensor
 
-__all__ = [
-    "SCALED",
-    "Halves",
-    "Rounded",
-    "Scaled",
-    "StateList",
-    "Stored",
-    "master_of_halves",
-    "remainder_of",
-    "scaled",
-    "state_list",
-    "stored_dtype",
-    "unscaled",
-]
-
 # Exponent of the power of two that stored magnitudes do not exceed, by dtype.
 SCALED = {torch.float16: 15, torch.float8_e4m3fn: 8}
 _NAN_HALF = 0x7FC0  # bfloat16's NaN

@@ -13,8 +13,6 @@ import torch
 from ..comm.collectives import all_reduce
 from ..comm.shards import mesh_groups
 
-__all__ = ["ShardSums", "local", "placed", "with_part"]
-
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
     """Returns the local tensor of a DTensor, which shares its memory; a plain tensor itself."""

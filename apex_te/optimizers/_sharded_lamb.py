@@ -11,8 +11,6 @@ from ..ops import multi_tensor, multi_tensor_optim
 from ._bucket import Bucket
 from ._sharded import ShardSums
 
-__all__ = ["ShardedLamb"]
-
 _ALIGNMENT = 4  # float32 elements: 16-byte starts
 
 

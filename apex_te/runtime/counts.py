@@ -5,8 +5,6 @@ from __future__ import annotations
 import numbers
 from typing import Any
 
-__all__ = ["check_count"]
-
 
 def check_count(owner: str, name: str, value: Any) -> None:
     """Checks that the argument ``name`` of the module ``owner`` is an int of at least 1."""

@@ -9,8 +9,6 @@ from __future__ import annotations
 
 from typing import Any
 
-__all__ = ["Entered", "leave"]
-
 
 class Entered:
     """Base of an entered context manager: one link of its thread's list.

@@ -7,8 +7,6 @@ import sys
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 
-__all__ = ["find"]
-
 # Present names by former ones, without "apex_te."; private ones stand for pickles that name them.
 _NOW = {
     "arguments": "fp8.arguments",

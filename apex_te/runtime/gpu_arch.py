@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import torch
 
-__all__ = ["amd_arch", "has_fp8_products", "multiplies_fnuz", "nvidia_capability"]
-
 
 def amd_arch(device: torch.device) -> str | None:
     """Returns the name of an AMD GPU's arch, such as "gfx942"; None for other devices."""

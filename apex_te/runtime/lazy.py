@@ -7,8 +7,6 @@ import sys
 from collections.abc import Callable, Iterable
 from typing import Any
 
-__all__ = ["attach", "attach_submodules"]
-
 
 def attach(
     package: str, names: dict[str, str], beside: str = ""

@@ -6,8 +6,6 @@ from typing import Any
 
 from torch import nn
 
-__all__ = ["check_model"]
-
 
 def check_model(owner: str, model: Any) -> None:
     """Raises TypeError if ``model``, an argument of ``owner``, is not a module."""

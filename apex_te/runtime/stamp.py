@@ -11,8 +11,6 @@ from torch.autograd.graph import increment_version
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-__all__ = ["stamp", "watch_fused_optimizers"]
-
 _numbers: dict[int, tuple[StorageWeakRef, int]] = {}  # by the address of the storage object
 _count = itertools.count(1)
 _limit = 256  # entries above which those of freed storages are dropped

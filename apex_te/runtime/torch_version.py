@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-__all__ = ["check_torch"]
-
 
 def check_torch() -> None:
     """Imports torch and checks that its tensors can be exchanged through DLPack's C interface."""

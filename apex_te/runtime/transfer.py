@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import torch
 
-__all__ = ["moved"]
-
 
 def moved(x: torch.Tensor, device: torch.device, dtype: torch.dtype | None = None) -> torch.Tensor:
     """Returns ``x`` on ``device``, in ``dtype`` if given, waiting only for copies to the CPU.

@@ -12,8 +12,6 @@ from torch.distributed.tensor import DTensor
 from ...comm.collectives import all_reduce
 from .stacked_rows import Exchange, rows_of_matrices
 
-__all__ = ["local_parameters"]
-
 
 def local_parameters(
     module: torch.nn.Module,

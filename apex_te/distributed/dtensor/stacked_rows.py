@@ -17,8 +17,6 @@ import torch
 from ...comm.collectives import all_to_all_rows
 from ...ops.op_function import once_differentiable
 
-__all__ = ["Exchange", "exchange_of", "rows_of_matrices", "shares_of"]
-
 
 class Exchange(NamedTuple):
     """Plan of one rank for the all-to-all that forward runs on its rows of a parameter.

@@ -14,8 +14,6 @@ from ...ops import multi_tensor
 from .gather_set import GatheredParam
 from .sharded_weight import ShardedWeight
 
-__all__ = ["GatherGroup", "params_gathered_with"]
-
 _ALIGNED = 4  # numbers between values of scale_inv, which GEMMs read at 16 bytes
 
 

@@ -22,8 +22,6 @@ from ...ops import multi_tensor
 from ...recipe import Recipe
 from .sharded_weight import ShardedWeight, local_of
 
-__all__ = ["GatherSet", "GatherUnit", "GatheredParam"]
-
 
 class GatheredParam:
     """State of one parameter of a module that FSDP2 gathers as FP8 data.

@@ -15,8 +15,6 @@ import torch
 
 from ...fp8.parameter.parameter import FP8Parameter
 
-__all__ = ["ShardedWeight", "local_of"]
-
 _aten = torch.ops.aten
 # Ops whose result is a ShardedWeight again: FSDP2's shards, padding and copies; a module's moves.
 _KEEPING = {

@@ -23,11 +23,6 @@ from ...module._core.fp8_module import STATE_PREFIX, FP8Module
 from .split_model import SplitModel, SplitModule, state_name
 from .split_tensor import Parts, parts_of
 
-__all__ = [
-    "parts_of_states", "share_headers", "share_states", "take_headers", "use_own_keys",
-    "use_raw_names",
-]  # fmt: skip
-
 _SCALES = tuple(name for name in TENSORS if name in ("scale_fwd", "scale_bwd"))
 _LARGEST = tuple(name for name in TENSORS if name not in _SCALES)
 

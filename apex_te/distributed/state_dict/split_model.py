@@ -20,10 +20,6 @@ from ...module.grouped.linear import GroupedLinear
 from ...module.layer_norm_mlp import LayerNormMLP
 from .split_tensor import Parts, parts_of
 
-__all__ = [
-    "Entry", "SplitModel", "SplitModule", "groups_of_parts", "split_model", "state_name",
-]  # fmt: skip
-
 
 class Entry(NamedTuple):
     """Layout of a parameter that is split over tensor-parallel ranks or belongs to an expert.

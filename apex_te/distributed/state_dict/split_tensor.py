@@ -21,8 +21,6 @@ from torch.distributed.tensor import DTensor
 
 from ..dtensor.stacked_rows import shares_of
 
-__all__ = ["Parts", "SplitTensor", "parts_of"]
-
 _aten = torch.ops.aten
 # Ops whose result has the same parts: copies, and moves to another device.
 _KEEPING = {

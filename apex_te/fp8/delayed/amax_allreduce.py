@@ -24,8 +24,6 @@ from ...comm.agreement import HEADER, TOP, Comparison, compared, header
 from ...comm.collectives import max_over_ranks
 from ...comm.groups import ranks_of
 
-__all__ = ["RankReduction", "SlotRange"]
-
 _QUANTUM = 16384
 
 

@@ -16,8 +16,6 @@ from ...comm.groups import covers, ranks_of
 from ...recipe import DelayedScaling, Recipe
 from .registry import registry
 
-__all__ = ["AmaxGroup", "AmaxGroups", "ScaleSync", "amax_groups"]
-
 
 class AmaxGroup:
     """All regions of one process group, with their clock.

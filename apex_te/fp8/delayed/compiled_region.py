@@ -22,8 +22,6 @@ from .update import enter_region, update_if_due
 if TYPE_CHECKING:
     from ..module_fp8 import ModuleFP8
 
-__all__ = ["enter_traced_region", "follow_traced_region", "leave_traced_region"]
-
 # Written and read by the ops, which keeps them in order.
 _token = torch.zeros(1, dtype=torch.int32, device="cpu")
 

@@ -11,8 +11,6 @@ from ...ops.registration import register
 from ...runtime.stamp import stamp
 from ..tensor import QuantizedTensor
 
-__all__ = ["TracedWeight"]
-
 _lib = runtime.ops("cast_transpose")
 
 

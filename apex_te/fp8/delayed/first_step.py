@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import torch
 
-__all__ = ["FirstSteps"]
-
 
 class FirstSteps:
     """Flags of the slots of one FP8 state whose first scale is due, on the host and the device.

@@ -10,8 +10,6 @@ import torch
 
 from ...recipe import DelayedScaling, Format
 
-__all__ = ["Header", "check_readable", "decode_header", "encode_header", "recipe_entries"]
-
 VERSION = 1
 # Fixed for a number of slots, so that checkpoints of one model always have the same shapes.
 _BYTES = 512

@@ -14,8 +14,6 @@ from .scale_formula import nonfinite_counts
 from .state import TENSORS
 from .update import update_lock
 
-__all__ = ["preserved_fp8_state"]
-
 
 @contextlib.contextmanager
 def preserved_fp8_state() -> Iterator[None]:

@@ -19,8 +19,6 @@ if TYPE_CHECKING:
     from ..module_fp8 import ModuleFP8
     from .amax_group import AmaxGroup
 
-__all__ = ["preview_scales"]
-
 
 def preview_scales(recipe: Recipe) -> bool:
     """Computes the scales that pending updates will give into each state's ``pending_scale_fwd``.

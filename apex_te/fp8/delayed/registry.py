@@ -14,9 +14,6 @@ from ...comm.groups import pipeline_stage
 if TYPE_CHECKING:
     from ...recipe import Recipe
 
-__all__ = ["Registry", "intern", "label_of", "number_layer", "recipe_named", "registry",
-           "traced_key"]  # fmt: skip
-
 _interned: dict[Recipe, tuple[str, Recipe]] = {}
 _by_key: dict[str, Recipe] = {}
 # The recipe object last asked for with its name, because hashing a recipe takes a while.

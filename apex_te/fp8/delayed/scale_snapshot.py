@@ -7,8 +7,6 @@ from contextlib import contextmanager
 
 import torch
 
-__all__ = ["ScaleSnapshot"]
-
 
 class ScaleSnapshot:
     """Copies of scales.

@@ -18,8 +18,6 @@ from .state import BACKWARD_SLOTS, FORWARD_SLOTS, TENSORS, FP8State, resized_his
 if TYPE_CHECKING:
     from ..module_fp8 import ModuleFP8
 
-__all__ = ["NAMES", "LoadedState", "load_state", "read_state", "save_state"]
-
 NAMES = (*TENSORS, "header")
 # Inverses off by more than a copy in bf16 makes them are no inverses.
 _SAME, _ROUNDED = 1e-5, 2.0**-6

@@ -7,8 +7,6 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-__all__ = ["run_collective"]
-
 # Ops that write to their first argument what a weight can take: as many values as it has.
 _WRITING = ("allreduce_", "allreduce_coalesced_", "broadcast_", "reduce_")
 

@@ -12,8 +12,6 @@ from ..scheme import GemmQuantizers, build_quantizers
 from ..scheme.registry import layout_of
 from ..tensor import QuantizedTensor
 
-__all__ = ["columnwise", "quantizers_of", "values"]
-
 # Ops that take fake tensors, too: torch traces an FP8Parameter's ops where
 # torch.compiler.is_compiling() is False.
 _library = torch.library.Library("apex_te", "FRAGMENT")

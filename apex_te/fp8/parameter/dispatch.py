@@ -13,8 +13,6 @@ from .collective import run_collective
 from .fsdp_gather import GatheredPart, joined
 from .values_view import guarded
 
-__all__ = ["DTYPES", "KERNEL_DTYPES", "HeldWeight", "attributes_of", "cloned", "dispatch"]
-
 # dtypes that casts read and write, and nominal dtypes of a parameter.
 KERNEL_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 DTYPES = (*KERNEL_DTYPES, torch.float64)

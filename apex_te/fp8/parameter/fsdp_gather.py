@@ -20,11 +20,6 @@ if TYPE_CHECKING:
     from ..scheme import GemmQuantizers
     from ..scheme.stored_layout import Layout
 
-__all__ = [
-    "Gathered", "GatheredPart", "check_resharding", "fsdp_groups", "gathered_fp8_data", "joined",
-    "replace", "shard_fp8_data", "shard_groups",
-]  # fmt: skip
-
 _checked: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
 
 

@@ -14,8 +14,6 @@ from ..tensor import QuantizedTensor
 from .decode import quantizers_of
 from .parameter import FP8Parameter
 
-__all__ = ["drop_columnwise", "replace_data", "write_parts"]
-
 
 def replace_data(weight: FP8Parameter, data: torch.Tensor) -> None:
     """Moves the FP8 data of a weight to other memory, with the values that they have.

@@ -10,8 +10,6 @@ import torch
 
 from ...runtime.tracing import is_traced
 
-__all__ = ["ValuesView", "guarded"]
-
 # Methods whose names end as those of writes do, and which leave the values alone.
 _HARMLESS = frozenset({"requires_grad_", "detach_", "share_memory_"})
 _OPERATORS = frozenset({"__setitem__", *(f"__i{name}__" for name in (

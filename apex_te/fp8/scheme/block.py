@@ -24,8 +24,6 @@ from .stored_layout import Layout
 if TYPE_CHECKING:
     from ...recipe import BlockScaling
 
-__all__ = ["BlockGemm", "BlockQuantizer", "Blocks"]
-
 _BLOCK = 128
 
 

@@ -24,8 +24,6 @@ from .stored_layout import Layout
 if TYPE_CHECKING:
     from ...recipe import CurrentScaling
 
-__all__ = ["CurrentGroups", "CurrentScalingQuantizer", "OneScale"]
-
 
 class CurrentScalingQuantizer(Quantizer):
     """Casts a matrix to FP8 with ``scale = fp8_max / max |x|``.

@@ -30,8 +30,6 @@ from .quantizer_sets import GemmQuantizers, QuantizerSets
 from .registry import Scheme
 from .slots import GemmSlots, ScaleSharing, Slot, Slots
 
-__all__ = ["DelayedGroups", "DelayedScalingQuantizer", "FirstStep"]
-
 
 class FirstStep:
     """Computes a slot's first scale from the first tensor cast with it (``first_step="current"``).

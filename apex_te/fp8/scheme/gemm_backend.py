@@ -16,8 +16,6 @@ from ..tensor import QuantizedTensor
 if TYPE_CHECKING:
     from ...ops.grouped_quantize import Groups
 
-__all__ = ["DGRAD", "FPROP", "WGRAD", "FP8Gemm", "GemmBackend", "warn_emulated"]
-
 FPROP, DGRAD, WGRAD = range(3)
 _warned: set[str] = set()
 

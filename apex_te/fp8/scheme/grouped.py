@@ -9,8 +9,6 @@ import torch
 
 from ...ops.grouped_quantize import GroupedOutput, Groups, quantize_groups, quantize_matrices
 
-__all__ = ["GroupMatrices", "GroupQuantizer", "GroupRows"]
-
 
 class GroupRows(NamedTuple):
     """Named tuple of the rows of all groups, to be quantized with one scale for each group.

@@ -21,8 +21,6 @@ from .registry import Scheme
 if TYPE_CHECKING:
     from ...recipe import CurrentScaling
 
-__all__ = ["HiF8Gemm", "HiF8Quantizer"]
-
 
 class HiF8Quantizer(CurrentScalingQuantizer):
     """Casts a matrix to HiF8 with ``scale = target / max |x|``; the data are uint8.

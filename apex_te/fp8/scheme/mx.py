@@ -17,8 +17,6 @@ from .stored_layout import Layout
 if TYPE_CHECKING:
     from ...recipe import MXFP8Scaling
 
-__all__ = ["MXBlocks", "MXGemm", "MXQuantizer"]
-
 _BLOCK = 32  # elements with one scale
 
 

@@ -17,8 +17,6 @@ from .quantizer_sets import QuantizerSets
 if TYPE_CHECKING:
     from .grouped import GroupQuantizer
 
-__all__ = ["COUNTS", "FIELDS", "Note", "ObservedQuantizer", "measure", "observed_sets"]
-
 # Fields of a measurement: the first COUNTS add up over several tensors, of the others the largest
 # counts.
 FIELDS = (

@@ -15,8 +15,6 @@ from ..tensor import QuantizedTensor
 if TYPE_CHECKING:
     from .grouped import GroupQuantizer
 
-__all__ = ["BlockOptions", "FusedCast", "Quantizer", "Repeatable", "shared_scale"]
-
 
 class BlockOptions(NamedTuple):
     """Arguments of ``block_quantize`` that all casts of a quantizer to blocks of 1x128 share.

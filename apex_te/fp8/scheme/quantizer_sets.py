@@ -10,8 +10,6 @@ from .gemm_backend import GemmBackend
 if TYPE_CHECKING:
     from .grouped import GroupQuantizer
 
-__all__ = ["GemmQuantizers", "GroupQuantizers", "QuantizerSets", "group_quantizers"]
-
 
 class GemmQuantizers(NamedTuple):
     """Named tuple of the quantizers of one GEMM's operands, and the backend of its products.

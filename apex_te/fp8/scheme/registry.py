@@ -16,8 +16,6 @@ from .stored_layout import Layout
 if TYPE_CHECKING:
     from ...recipe import Recipe
 
-__all__ = ["Scheme", "build_quantizers", "layout_of", "scheme_of", "stored_recipe"]
-
 
 class Scheme:
     """Base class of a scheme, which makes the quantizers of a recipe.

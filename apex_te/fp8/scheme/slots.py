@@ -8,8 +8,6 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-__all__ = ["GemmSlots", "ScaleSharing", "Slot", "Slots"]
-
 
 class ScaleSharing(Protocol):
     """Protocol of an object that knows which ranks compute a state's scales together."""

@@ -8,8 +8,6 @@ import torch
 
 from ..tensor import QuantizedTensor
 
-__all__ = ["Layout"]
-
 
 class Layout:
     """Form in which a scheme stores a weight ``[rows, cols]`` in FP8 only: rowwise data and scales.

@@ -14,8 +14,6 @@ from torch import nn
 
 from ...fp8.autocast import fp8_autocast, is_fp8_enabled
 
-__all__ = ["LayerCall", "record_calls", "restored_random_states", "tensors_of"]
-
 
 @dataclasses.dataclass
 class LayerCall:

@@ -7,8 +7,6 @@ from typing import NamedTuple
 
 from .trial import RoleStatistics, Times
 
-__all__ = ["LayerAdvice"]
-
 
 class LayerAdvice(NamedTuple):
     """Measurements of one layer, and the advice that follows.

@@ -8,8 +8,6 @@ from typing import Any
 
 from .layer import LayerAdvice
 
-__all__ = ["draw"]
-
 _LABELS = 150  # rows that can be told apart
 _ROLES = {"input": "o", "weight": "s", "grad_output": "^"}
 

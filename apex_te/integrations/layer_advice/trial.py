@@ -20,8 +20,6 @@ from ...recipe import DelayedScaling, Recipe
 from ..from_torch import convert_layer
 from .calls import LayerCall, tensors_of
 
-__all__ = ["RoleStatistics", "Times", "has_fp8", "measure_times", "observe"]
-
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _WARM_UP = 4  # the second call of a layer records its program, which later ones run
 _ROUND_SECONDS = 5e-3

@@ -12,8 +12,6 @@ from ...module._core.arguments import INIT_STD
 from ...module._core.parallel import checked_tp_size, divided
 from ...recipe import make_recipe
 
-__all__ = ["DEFAULTS", "Layout", "Reader", "refuse"]
-
 # Attributes of ``config`` that are read, each with its default. The comments say what None means.
 DEFAULTS: dict[str, Any] = {
     "params_dtype": None,  # torch.get_default_dtype()

@@ -11,8 +11,6 @@ from .conflicts import AliasError
 from .files import on_path, purelib, remove_files, write_files
 from .version import LEVEL, claimed_version
 
-__all__ = ["add_install_arguments", "add_remove_arguments", "install", "remove"]
-
 
 def add_install_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the options of the command ``install-alias`` to its parser."""

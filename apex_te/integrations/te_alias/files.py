@@ -22,8 +22,6 @@ from .conflicts import AliasError, alias_made_for, find_real
 from .finder import MARK, NAME
 from .metadata import INSTALLER, metadata_text
 
-__all__ = ["Written", "installed_in", "purelib", "remove_files", "write_files"]
-
 _TEMPORARY = ".apex_te_alias-"
 _SHOWN = 200  # characters of a line of RECORD
 _LONGEST = 1 << 20  # bytes of a text file; those of the alias have a few hundred

@@ -18,8 +18,6 @@ from typing import Any
 from .metadata import AliasDistribution, named_in
 from .version import claimed_version
 
-__all__ = ["MARK", "NAME", "SHIMS", "AliasLoader", "PackageFinder", "SubmoduleFinder", "share"]
-
 NAME = "transformer_engine"
 SHIMS = __name__.rpartition(".te_alias")[0] + ".transformer_engine"
 # Attribute that tells the alias's package, the shim or a stub, from a real one.

@@ -7,8 +7,6 @@ import re
 from importlib.metadata import Distribution, DistributionFinder
 from pathlib import Path
 
-__all__ = ["DISTRIBUTION", "INSTALLER", "AliasDistribution", "is_ours", "metadata_text", "named_in"]
-
 DISTRIBUTION = "transformer-engine"
 INSTALLER = "apex_te"
 

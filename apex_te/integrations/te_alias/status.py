@@ -9,8 +9,6 @@ from . import files, process
 from .conflicts import find_real
 from .version import claimed_version
 
-__all__ = ["facts", "lines"]
-
 
 def facts() -> dict[str, Any]:
     """Returns the state of the alias as plain values.

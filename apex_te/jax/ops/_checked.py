@@ -9,8 +9,6 @@ from typing import Any, TypeVar
 
 from ...runtime.named_arguments import binding_error
 
-__all__ = ["checked"]
-
 _F = TypeVar("_F", bound=Callable[..., Any])
 
 

@@ -10,17 +10,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-__all__ = [
-    "FLOATS",
-    "FP8",
-    "as_matrix",
-    "as_rows",
-    "fp8_dtype_of",
-    "is_scalar",
-    "matrix",
-    "same_shape",
-]
-
 FLOATS = ("float32", "float16", "bfloat16")
 FP8 = ("float8_e4m3fn", "float8_e5m2")
 _FNUZ = ("float8_e4m3fnuz", "float8_e5m2fnuz")

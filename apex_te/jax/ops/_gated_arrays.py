@@ -15,8 +15,6 @@ from .._call import call
 from . import _checks
 from ._rows import rowwise as over_rows
 
-__all__ = ["GatedArrays", "call_swiglu", "gated_arrays"]
-
 _S = jax.ShapeDtypeStruct
 
 

@@ -10,8 +10,6 @@ from jax.custom_derivatives import SymbolicZero
 
 from .._partition import Kind, gradient_like
 
-__all__ = ["flag", "gradient_of", "is_wanted", "materialised"]
-
 
 def flag(primal: Any) -> tuple[()] | None:
     """Returns a residual that says whether a primal's gradient is wanted, and costs nothing.

@@ -17,8 +17,6 @@ from ._gradient import flag, gradient_of, is_wanted, materialised
 from ._rows import rowwise
 from .fp8_output import FP8Output, copies
 
-__all__ = ["NormFP8Output", "NormGradients", "NormOutput", "differentiable", "norm_bwd", "norm_fwd"]
-
 _S = jax.ShapeDtypeStruct
 
 

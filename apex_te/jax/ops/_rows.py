@@ -18,8 +18,6 @@ from jax.custom_batching import custom_vmap
 from .._partition import shared
 from .._rule import parse
 
-__all__ = ["rowwise"]
-
 
 def rowwise(
     function: str,

@@ -10,16 +10,6 @@ import jax.numpy as jnp
 
 from ..ops._checks import FLOATS
 
-__all__ = [
-    "master_weights_of",
-    "next_count",
-    "number",
-    "rate_at",
-    "updated",
-    "with_dtypes",
-    "zeros_of",
-]
-
 
 def with_dtypes(name: str, params: Any) -> Any:
     """Returns a tree of parameters, which must all be float32, float16 or bfloat16."""

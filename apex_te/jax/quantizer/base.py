@@ -11,8 +11,6 @@ from ..fused_casts import FusedCast
 from ..ops._rows import rowwise as over_rows
 from ..ops.fp8_output import sides
 
-__all__ = ["Quantized", "Quantizer", "column_sums", "fp8_dtypes", "one_scale"]
-
 
 class Quantized(NamedTuple):
     """FP8 data of an array as a matrix [rows, cols]; None for what was not asked for.

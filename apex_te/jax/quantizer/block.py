@@ -12,8 +12,6 @@ from ..ops.block_quantize import block_quantize
 from ..ops.fp8_gemm import block_scaled_gemm
 from .base import Quantized, Quantizer, fp8_dtypes
 
-__all__ = ["make"]
-
 
 class _Block(Quantizer):
     """Quantizer with a scale for each block."""

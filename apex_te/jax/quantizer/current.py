@@ -13,8 +13,6 @@ from ..ops.current_scale import current_scale, scale_of
 from .base import Quantized, fp8_dtypes, one_scale
 from .per_tensor import PerTensorProducts
 
-__all__ = ["make"]
-
 
 class _Current(PerTensorProducts):
     """Quantizer with one scale for each tensor, from the tensor itself."""

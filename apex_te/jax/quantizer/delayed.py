@@ -13,8 +13,6 @@ from ..ops.cast_transpose import cast_transpose
 from .base import Quantized, fp8_dtypes, one_scale
 from .per_tensor import PerTensorProducts
 
-__all__ = ["make"]
-
 
 class _Delayed(PerTensorProducts):
     """Quantizer with one scale for each tensor, from earlier steps."""

@@ -11,8 +11,6 @@ from ..ops import hif8
 from ..ops.emulated_gemm import hif8_gemm
 from .base import Quantized, Quantizer, one_scale
 
-__all__ = ["make"]
-
 
 class _HiF8(Quantizer):
     """Quantizer with one scale for each tensor, from the tensor itself; its data are uint8."""

@@ -11,8 +11,6 @@ from ..ops.emulated_gemm import mx_gemm
 from ..ops.mx_quantize import mx_quantize
 from .base import Quantized, Quantizer, fp8_dtypes
 
-__all__ = ["make"]
-
 
 class _MX(Quantizer):
     """Quantizer with a power-of-two scale for every 32 elements along a GEMM's inner

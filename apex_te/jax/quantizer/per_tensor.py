@@ -9,8 +9,6 @@ import jax
 from ..ops.fp8_gemm import fp8_gemm
 from .base import Quantizer
 
-__all__ = ["PerTensorProducts"]
-
 
 class PerTensorProducts(Quantizer):
     """Base of quantizers whose operands have one scale each.

@@ -13,21 +13,6 @@ from ...fp8.parameter.parameter import FP8Parameter
 from ...runtime.counts import check_count
 from ...runtime.named_arguments import nearest
 
-__all__ = [
-    "INIT_STD",
-    "autocast_dtype",
-    "check_count",
-    "check_num_gemms",
-    "checked_eps",
-    "checked_groups",
-    "checked_number",
-    "checked_splits",
-    "fill",
-    "parameter",
-    "params_dtype_of",
-    "split_names",
-]
-
 INIT_STD = 0.023
 _DTYPES = ("float32", "float16", "bfloat16", "float64")
 

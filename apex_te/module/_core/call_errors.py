@@ -10,8 +10,6 @@ from ...ops.argument_errors import check_dense
 from ...runtime.named_arguments import argument_names, renamed
 from ...runtime.tracing import is_traced
 
-__all__ = ["VAGUE", "explain", "explain_attention", "has_passed", "is_vague"]
-
 # What torch and Python raise for an input that does not fit.
 VAGUE = (
     AssertionError, AttributeError, IndexError, NotImplementedError, RuntimeError, TypeError,

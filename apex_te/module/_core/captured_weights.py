@@ -11,8 +11,6 @@ from ...fp8.parameter.parameter import FP8Parameter, dequantized, fp8_operands
 from ...fp8.scheme import GemmQuantizers
 from ...fp8.tensor import QuantizedTensor
 
-__all__ = ["CapturedWeights", "KeptWeight"]
-
 _ALL = -1  # in place of the number of a GEMM: the weights of all of them as one
 
 

@@ -6,8 +6,6 @@ from typing import Any
 
 import torch
 
-__all__ = ["is_autocast", "take_saved", "without_autocast", "without_autograd"]
-
 
 def is_autocast(device_type: str) -> bool:
     """Returns True if ``torch.autocast`` is on for a device type; never for the meta device."""

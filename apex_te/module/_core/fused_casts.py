@@ -15,20 +15,6 @@ from ...ops.fp8_output import FP8Output
 from ...runtime.named_arguments import did_you_mean
 from .arguments import checked_number
 
-__all__ = [
-    "ACTIVATIONS",
-    "ActivationBackward",
-    "ActivationForward",
-    "BaseFusedCast",
-    "NormForward",
-    "TorchActivation",
-    "activate",
-    "activation_gradient",
-    "activation_of",
-    "is_gated",
-    "norm_backward",
-]
-
 # Names of LayerNormMLP's activations: the gated ones by the function of their gate, the others by
 # their kind in ops.activation.
 GATED = {"geglu": "gelu", "glu": "sigmoid", "reglu": "relu", "swiglu": "silu"}

@@ -20,31 +20,6 @@ from .tensor_parallel import GatheredRows, Product, TensorParallel
 if TYPE_CHECKING:
     from .programs import Programs
 
-__all__ = [
-    "FP8Call",
-    "GemmOptions",
-    "GemmPlan",
-    "adds_in_product",
-    "as_matrix",
-    "cast_to",
-    "gathers_input",
-    "gemm_plan",
-    "input_gradient",
-    "keeps_input",
-    "multiply",
-    "plus_bias",
-    "quantized_gradient",
-    "quantized_input",
-    "quantized_weight",
-    "reduced_input_gradient",
-    "saved_by",
-    "saves_values",
-    "shaped_product",
-    "start_saved_input",
-    "weight_operand",
-    "weight_recast",
-]
-
 SAVED = 4  # tensors that `saved_by` returns for a GEMM
 
 Operand = QuantizedTensor | GatheredRows

@@ -13,8 +13,6 @@ from ...ops.qkv_cast import qkv_cast_grad
 from .fused_casts import BaseFusedCast
 from .head_layout import HeadLayout
 
-__all__ = ["HeadGradients", "filled_gradients", "output_gradient"]
-
 
 def output_gradient(shape: Any, grad: Any, *others: Any) -> Any:
     """Returns an output's gradient, or zeros of the output's shape if the gradient is None.

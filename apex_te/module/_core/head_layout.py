@@ -9,8 +9,6 @@ import torch
 
 from ...ops._head_order import in_words, sorted_heads
 
-__all__ = ["HeadLayout", "flat_heads", "sorted_bias", "split_output"]
-
 
 class HeadLayout(NamedTuple):
     """Layout of attention heads in the last dimension of a fused projection's output.

@@ -11,8 +11,6 @@ import torch
 from ...fp8.autocast import local
 from ...fp8.tensor import QuantizedTensor
 
-__all__ = ["Entry", "LastInput", "cast_once", "last_input"]
-
 
 class Entry(NamedTuple):
     """Named tuple of an input and what was made of it.

@@ -17,15 +17,6 @@ from .head_layout import HeadLayout, sorted_bias, split_output
 from .programs import repeatable
 from .wgrad import weight_gradient
 
-__all__ = [
-    "LayerNormLinearFunction",
-    "NormOptions",
-    "norm_gradients",
-    "normalized",
-    "residual_output",
-    "saved_norm",
-]
-
 
 class NormOptions(NamedTuple):
     """Options of the norm before a linear layer or an MLP.

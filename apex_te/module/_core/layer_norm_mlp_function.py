@@ -29,8 +29,6 @@ from .layer_norm_linear_function import (
 from .programs import repeatable
 from .wgrad import weight_gradient
 
-__all__ = ["LayerNormMLPFunction"]
-
 
 class LayerNormMLPFunction(OpFunction):
     """``act(norm(inp [+ residual]) @ w1.T + b1) @ w2.T + b2`` in FP8.

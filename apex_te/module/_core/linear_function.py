@@ -19,8 +19,6 @@ from .programs import repeatable
 from .tensor_parallel import TensorParallel
 from .wgrad import plain_weight_gradient, weight_gradient
 
-__all__ = ["HighPrecisionLinearFunction", "LinearFunction"]
-
 
 class LinearFunction(OpFunction):
     """``inp @ weight.T + bias [+ residual]`` [..., out] with quantized fprop, dgrad and wgrad.

@@ -16,15 +16,6 @@ from .context import take_saved, without_autocast, without_autograd
 from .gemm import FP8Call, as_matrix
 from .last_input import LastInput, cast_once, last_input
 
-__all__ = [
-    "LowRank",
-    "LowRankLinearFunction",
-    "check_low_rank",
-    "fits",
-    "fused_product",
-    "low_rank_product",
-]
-
 
 class LowRank(NamedTuple):
     """Named tuple of a GEMM ``scaling * (inp @ down.T) @ up.T`` that a layer adds to its own.

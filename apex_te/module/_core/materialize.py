@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import torch
 
-__all__ = ["initialize", "materialize"]
-
 
 def initialize(module: torch.nn.Module) -> None:
     """Gives a new module's parameters their first values, unless they are on the meta device."""

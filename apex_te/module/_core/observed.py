@@ -5,8 +5,6 @@ from __future__ import annotations
 import torch
 from torch.nn.modules.module import _has_any_global_hook as has_global_hook
 
-__all__ = ["is_observed", "takes_residual"]
-
 
 def is_observed(module: torch.nn.Module) -> bool:
     """Returns True if a hook or a replaced ``forward`` is to see the module's calls."""

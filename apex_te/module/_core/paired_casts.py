@@ -8,8 +8,6 @@ from typing import Any
 from ... import runtime
 from .recorder import Part, PythonStep, Slot, Step
 
-__all__ = ["with_paired_casts"]
-
 _casts = runtime.ops("cast_transpose")
 _OPERANDS = 6  # arguments of cast_transpose up to scale_inv
 

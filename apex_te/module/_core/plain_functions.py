@@ -17,8 +17,6 @@ from .gemm import as_matrix
 from .layer_norm_linear_function import NormOptions
 from .programs import Programs, repeatable
 
-__all__ = ["PlainActivationFunction", "PlainNormFunction"]
-
 
 class PlainNormFunction(OpFunction):
     """LayerNorm or RMSNorm of ``inp``, or of ``inp + residual``, over the last dimension.

@@ -15,8 +15,6 @@ from ...ops.registration import WORKSPACE
 from .paired_casts import with_paired_casts
 from .recorder import Made, Part, PythonStep, Recorder, Slot, Step, Unrecordable
 
-__all__ = ["Program"]
-
 _empty_like: Any = functools.partial(torch.empty_like, memory_format=torch.contiguous_format)
 # What code that torch.compile has made calls for its tensors: half the time of torch.empty.
 _guards = getattr(getattr(torch._C, "_dynamo", None), "guards", None)

@@ -18,8 +18,6 @@ from .recorder import Recorder, Unrecordable
 if TYPE_CHECKING:
     from ...fp8.scheme import GemmQuantizers
 
-__all__ = ["Programs", "programs_of", "repeatable", "set_enabled"]
-
 MAX_PROGRAMS = 128  # of one module; more shapes than that do not return soon
 MAX_MISSES = 4  # programs made anew for one key, because tensors had another form
 

@@ -16,8 +16,6 @@ from torch.utils.checkpoint import checkpoint
 from ...fp8.delayed.scale_snapshot import ScaleSnapshot
 from .fp8_module import FP8Module
 
-__all__ = ["Repeated", "run_repeatable"]
-
 
 class Repeated:
     """Memory of the first run of a forward, for the runs that repeat it in backward.

@@ -11,8 +11,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ...ops.registration import WORKSPACE, function_of, launch_of
 
-__all__ = ["Made", "Part", "PythonStep", "Recorder", "Slot", "Step", "Unrecordable"]
-
 _aten = torch.ops.aten
 _ALLOCATIONS = (
     _aten.empty, _aten.empty_like, _aten.empty_strided, _aten.new_empty, _aten.new_empty_strided,

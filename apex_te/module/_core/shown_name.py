@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import torch
 
-__all__ = ["class_name", "shown_name"]
-
 
 def class_name(kind: type) -> str:
     """Returns ``apex_te.Linear``, ``torch.nn.Linear``, or the bare name of any other class."""

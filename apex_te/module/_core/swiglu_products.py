@@ -17,8 +17,6 @@ from ...ops.dense_gemm import dense_gemm
 from .fused_casts import ActivationBackward, ActivationForward
 from .gemm import GemmPlan, Operand, keeps_input, quantized_weight, weight_recast
 
-__all__ = ["ActivatedProduct", "activated_product", "hidden_gradient", "takes"]
-
 _SWIGLU = "swiglu"
 _Operands = tuple[Any, Any, Any, Any]
 

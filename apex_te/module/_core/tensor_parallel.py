@@ -32,8 +32,6 @@ from ...fp8.scheme.quantizer import FusedCast, Quantizer
 from ...fp8.tensor import QuantizedTensor
 from ...ops.byte_transpose import byte_transpose
 
-__all__ = ["GatheredRows", "TensorParallel"]
-
 # Computes the GEMM [rows, ...] of the rows of a slice, into a tensor if one is given.
 Product = Callable[[slice, torch.Tensor | None], torch.Tensor]
 

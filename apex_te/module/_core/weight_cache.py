@@ -7,8 +7,6 @@ from typing import Any
 
 from ...fp8.autocast import graph_task_id, local
 
-__all__ = ["WeightCache"]
-
 
 class WeightCache(dict[Any, tuple[tuple, Any]]):
     """Dict of ``(key, copies)`` by number of the GEMM: a weight's FP8 copies, made in training.

@@ -15,10 +15,6 @@ from ...ops.wgrad_gemm import wgrad_gemm
 from .gemm import GemmOptions, GemmPlan, Operand, saves_values
 from .tensor_parallel import GatheredRows
 
-__all__ = [
-    "dummy_gradient", "is_wanted", "main_grad_of", "plain_weight_gradient", "weight_gradient",
-]  # fmt: skip
-
 _dummies: dict[tuple, torch.Tensor] = {}
 
 

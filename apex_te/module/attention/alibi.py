@@ -9,8 +9,6 @@ from torch import distributed
 
 from .masks import Mask, MaskType, distances
 
-__all__ = ["Alibi", "checked_slopes", "standard_slopes"]
-
 
 class Alibi(NamedTuple):
     """Positions of queries and keys, from which ALiBi's bias is made.

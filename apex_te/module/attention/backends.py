@@ -16,11 +16,6 @@ from ...runtime.gpu_arch import nvidia_capability
 from .alibi import Alibi
 from .masks import Visibility, band
 
-__all__ = [
-    "Options", "Path", "attend", "choose", "path_settings", "to_visible", "varlen",
-    "varlen_obstacle",
-]  # fmt: skip
-
 # In this order: on Hopper and later cuDNN's kernels are the fastest.
 _CUDNN_FIRST = [
     SDPBackend.CUDNN_ATTENTION,

@@ -8,8 +8,6 @@ import torch
 
 from ...ops.op_function import OpFunction
 
-__all__ = ["Gaps", "gaps_of"]
-
 
 class Gaps(NamedTuple):
     """Places of tokens in memory with gaps between the sequences, and in memory without.

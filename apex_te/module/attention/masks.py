@@ -9,20 +9,6 @@ import torch
 
 from ...runtime.named_arguments import did_you_mean
 
-__all__ = [
-    "MASK_TYPES",
-    "MaskType",
-    "Visibility",
-    "band",
-    "broadcasts",
-    "distances",
-    "joined_masks",
-    "lengths_mask",
-    "mask_type",
-    "visibility",
-    "window",
-]
-
 Mask = torch.Tensor | tuple[torch.Tensor, torch.Tensor] | None
 
 

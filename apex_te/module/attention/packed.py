@@ -13,8 +13,6 @@ from .backends import Options, Path, attend, choose, varlen, varlen_obstacle
 from .gaps import Gaps
 from .masks import MASK_TYPES, Mask, MaskType, joined_masks, lengths_mask, visibility
 
-__all__ = ["Packing", "attend_packed", "choose_packed", "packing"]
-
 # Sequences are always told apart, whatever the type says.
 _KINDS = {
     "no_mask": MASK_TYPES["padding"],

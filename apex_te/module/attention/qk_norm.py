@@ -11,8 +11,6 @@ from ...runtime.named_arguments import did_you_mean
 from .._core.arguments import checked_eps
 from .._core.parallel import tag
 
-__all__ = ["qk_norms"]
-
 
 class _L2Normalization(torch.nn.Module):
     """L2 normalisation ``x / sqrt(sum(x ** 2) + eps)`` over the last dimension."""

@@ -12,8 +12,6 @@ from ...ops.op_function import OpFunction, once_differentiable
 from ...ops.rope import LAYOUTS, angle_table, bwd_into, fwd_into, rope
 from .._core.head_layout import HeadLayout, flat_heads
 
-__all__ = ["HeadLayout", "Rotation", "rotation_of", "split_heads"]
-
 
 class Rotation(NamedTuple):
     """Rotary embedding of queries and keys.

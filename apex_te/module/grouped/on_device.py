@@ -21,16 +21,6 @@ from .._core.fp8_module import FP8Module, Modes
 from .._core.gemm import FP8Call, GemmOptions
 from .._core.wgrad import dummy_gradient, is_wanted, main_grad_of
 
-__all__ = [
-    "cached_weights",
-    "check_splits",
-    "check_supported",
-    "checked_quantizers",
-    "read_splits",
-    "run",
-    "stays_on_device",
-]
-
 MULTIPLE = 16  # of extents, as GEMMs of FP8 codes need them
 LARGEST = 1023  # groups of one GEMM
 CACHE = -1  # in place of the number of a GEMM: the weights of all groups as one
