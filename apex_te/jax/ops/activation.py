@@ -34,14 +34,10 @@ _S = jax.ShapeDtypeStruct
 def activation(x: jax.Array, kind: str) -> jax.Array:
     """Applies an activation function to every element, differentiably, in float32 arithmetic.
 
+    The rest is as in ``apex_te.ops.activation.activation``.
+
     Args:
         x: any shape but [], float32, float16 or bfloat16.
-        kind: "gelu" (tanh form), "gelu_erf" (exact), "quick_gelu" (x sigmoid(1.702 x)), "relu",
-            "squared_relu" or "silu".
-
-    Raises:
-        TypeError: a dtype that is not listed.
-        ValueError: a kind that is not listed.
     """
     activation_number("activation_fwd", kind)
     return _differentiable(kind)(x)
@@ -112,12 +108,10 @@ def activation_fwd_fp8(
 ) -> FP8Output:
     """Quantizes an activation's float32 result f(x): q = saturating_cast(f(x) * scale).
 
+    The rest is as in ``apex_te.ops.activation.activation_fwd_fp8``.
+
     Args:
         x, kind: as in ``activation``; [rows, cols] is x with all dimensions but the last as rows.
-        scale: one float32 element.
-        fp8_dtype: float8_e4m3fn or float8_e5m2.
-        rowwise: make [rows, cols].
-        columnwise: make [cols, rows].
         amax: one float32 element, of which and of max |f(x)| the result's ``amax`` is the larger.
     """
     name = "activation_fwd_fp8"

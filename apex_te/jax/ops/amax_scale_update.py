@@ -35,20 +35,14 @@ def amax_scale_update(
 
     ``jax.vmap`` updates all elements of the batch in the same call.
 
+    The rest is as in ``apex_te.ops.amax_scale_update.amax_scale_update``.
+
     Args:
         histories: [length, slots] float32 each; row 0 is staging, the last row the newest amax.
-        scales: [slots] float32, one array for each history.
-        scale_invs: [slots] float32, one array for each history.
-        fp8_max: the format's largest value for each history, 448 (E4M3) or 57344 (E5M2).
-        margin: exponent of a power of two that scales are divided by, as headroom.
         algo: "max" or "most_recent": the amax of all history, or the staged one.
-        pow2: round fp8_max / amax down to a power of two; the scale is 2**127 at most.
 
     Returns:
         New histories, scales and scale_invs.
-
-    Raises:
-        ValueError: list lengths that do not match, or an unknown ``algo``.
     """
     most_recent = is_most_recent("amax_scale_update", algo)
     for name, given in (("scales", scales), ("scale_invs", scale_invs), ("fp8_max", fp8_max)):

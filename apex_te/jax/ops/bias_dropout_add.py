@@ -46,21 +46,16 @@ def bias_dropout_add(
     residual's gradient is that of the output. The mask is a function of the seed and of the place
     of an element; ``jax.vmap`` gives each element of the batch the mask that it has alone.
 
+    The rest is as in ``apex_te.ops.bias_dropout_add.bias_dropout_add``.
+
     Args:
         x: [..., cols] float32, float16 or bfloat16.
-        bias: [cols] of x's dtype or float32, or None.
         residual: x's shape, of x's dtype or float32.
-        p: probability of an element to be dropped, 0 to 1.
-        training: False has the effect of p = 0.
         seed: a key such as ``jax.random.key(0)``, its data uint32 [2], or one int64. Needed where
             0 < p < 1, otherwise not read.
 
     Returns:
         An array of x's shape and residual's dtype.
-
-    Raises:
-        TypeError: a dtype that is not listed.
-        ValueError: a shape, p or seed that does not fit.
     """
     name = "bias_dropout_add"
     if not 0.0 <= p <= 1.0:
@@ -136,15 +131,10 @@ def bias_dropout_add_bwd(
 ) -> tuple[jax.Array | None, jax.Array | None]:
     """Computes ``bias_dropout_add``'s gradients with respect to x and bias; residual's is ``dout``.
 
+    The rest is as in ``apex_te.ops.bias_dropout_add.bias_dropout_add_bwd``.
+
     Args:
         dout: [..., cols], the gradient of the output, in its dtype.
-        seed: the forward's seed; None for p = 0 and p = 1.
-        p: the forward's p.
-        x_dtype: dtype of dx; None to leave dx out.
-        bias_dtype: dtype of dbias; None to leave dbias out.
-
-    Returns:
-        (dx of dout's shape, dbias [cols] summed in a fixed order), with None for one left out.
     """
     name = "bias_dropout_add_bwd"
     rows = _checks.as_matrix(name, "dout", dout)

@@ -34,9 +34,7 @@ _S = jax.ShapeDtypeStruct
 class BiasGeluGrads(NamedTuple):
     """Gradients of ``bias_gelu``.
 
-    Attributes:
-        input: gradient of x, of its shape and dtype.
-        dbias: gradient of the bias, [cols] in x's dtype; None if not asked for.
+    Its fields are those of ``apex_te.ops.bias_gelu.BiasGeluGrads``.
     """
 
     input: jax.Array
@@ -46,9 +44,7 @@ class BiasGeluGrads(NamedTuple):
 class BiasGeluFP8Grads(NamedTuple):
     """Gradients of ``bias_gelu``, with x's in FP8.
 
-    Attributes:
-        output: FP8 data of x's gradient, as a matrix [rows, cols].
-        dbias: gradient of the bias, [cols] in x's dtype; None if not asked for.
+    Its fields are those of ``apex_te.ops.bias_gelu.BiasGeluFP8Grads``.
     """
 
     output: FP8Output
@@ -62,17 +58,13 @@ def bias_gelu(x: jax.Array, bias: jax.Array | None = None, *, form: str = "tanh"
     Arithmetic is in float32. A sum of NaN gives NaN, in the value and in the gradient. A sum of
     -Inf gives the value NaN, and an infinite sum the gradient NaN.
 
+    The rest is as in ``apex_te.ops.bias_gelu.bias_gelu``.
+
     Args:
         x: [..., cols] float32, float16 or bfloat16.
-        bias: [cols] in x's dtype.
-        form: "tanh" or "erf" (exact).
 
     Returns:
         An array of x's shape and dtype. Backward keeps x and bias.
-
-    Raises:
-        TypeError: a dtype that is not listed or differs.
-        ValueError: a shape or form that does not match.
     """
     op_options.is_tanh("bias_gelu_fwd", form)
     return _differentiable(form)(x, bias)
@@ -127,11 +119,7 @@ def bias_gelu_bwd(
 ) -> BiasGeluGrads:
     """Computes the gradients of ``bias_gelu``: grad_output * gelu'(x + bias) and its column sums.
 
-    Args:
-        grad_output: gradient of the output, of x's shape and dtype.
-        x, bias, form: as in ``bias_gelu``.
-        with_dbias: also return the column sums, the bias's gradient, added in float32 in a fixed
-            order.
+    Arguments, results and errors are those of ``apex_te.ops.bias_gelu.bias_gelu_bwd``.
     """
     name = "bias_gelu_bwd"
     is_tanh = op_options.is_tanh(name, form)
@@ -170,20 +158,12 @@ def bias_gelu_fwd_fp8(
 ) -> FP8Output:
     """Quantizes the float32 result of gelu: q = saturating_cast(gelu(x + bias) * scale).
 
+    The rest is as in ``apex_te.ops.bias_gelu.bias_gelu_fwd_fp8``.
+
     Args:
         x: [..., cols] float32, float16 or bfloat16. rows is the product of its sizes but the last.
-        bias: [cols] in x's dtype.
-        scale: one float32 element.
-        fp8_dtype: float8_e4m3fn or float8_e5m2.
-        form: "tanh" or "erf" (exact).
-        rowwise: make [rows, cols].
-        columnwise: make [cols, rows].
         amax: one float32 element, of which and of max |gelu(x + bias)| the result's ``amax`` is the
             larger.
-
-    Raises:
-        TypeError: a dtype that is not listed or differs.
-        ValueError: a shape or form that does not match.
     """
     name = "bias_gelu_fwd_fp8"
     options = {"is_tanh": op_options.is_tanh(name, form)}

@@ -34,11 +34,10 @@ _MULTIPLE = 4
 class BlockQuantized(NamedTuple):
     """FP8 data of a matrix [rows, cols] with its scales; None for what was not asked for.
 
+    The rest is as in ``apex_te.ops.block_quantize.BlockQuantized``.
+
     Attributes:
-        rowwise: FP8 [rows, cols].
-        rowwise_scale_inv: float32 of shape scale_shape(rows, cols, block_rows).
         columnwise: FP8 [cols, rows].
-        columnwise_scale_inv: float32 of shape scale_shape(cols, rows, block_rows).
     """
 
     rowwise: jax.Array | None
@@ -51,14 +50,7 @@ class BlockQuantized(NamedTuple):
 def scale_shape(rows: int, cols: int, block_rows: int) -> tuple[int, int]:
     """Returns the shape of the scale_inv tensor of FP8 data [rows, cols], as cuBLASLt reads it.
 
-    Args:
-        rows: rows of the copy, rowwise or columnwise.
-        cols: columns of the copy, the inner dimension K of a product.
-        block_rows: 1 (blocks of 1x128) or 128 (128x128).
-
-    Returns:
-        For 1x128 (ceil(cols / 128), rows rounded up to a multiple of 4), which is the transposed
-        order; for 128x128 (ceil(rows / 128), ceil(cols / 128) rounded up to a multiple of 4).
+    Arguments, results and errors are those of ``apex_te.ops.block_quantize.scale_shape``.
     """
     blocks = -(-cols // _BLOCK)
     if block_rows == 1:
@@ -84,23 +76,14 @@ def block_quantize(
     With 1x128 blocks the blocks of the columnwise copy are 128 elements of a column of x, with
     scales of their own; with 128x128 blocks it is the transposed rowwise copy.
 
+    The rest is as in ``apex_te.ops.block_quantize.block_quantize``.
+
     Args:
         x: [rows, cols] float32, float16 or bfloat16.
-        fp8_dtype: float8_e4m3fn or float8_e5m2.
-        block_rows: 1 (blocks of 1x128) or 128 (128x128).
-        rowwise: make [rows, cols] and its scale_inv.
-        columnwise: make [cols, rows] and its scale_inv.
-        pow2: round scales down to powers of two.
-        eps: smallest amax.
         flatten_axis: as in ``cast_transpose``.
         padded: make scale_inv of shape ``scale_shape`` of the flattened matrix. If False, it lacks
             the rows or columns that ``scale_shape`` adds, keeps x's dimensions and devices' parts,
             and ``block_scaled_gemm`` takes it, too.
-
-    Raises:
-        TypeError: a dtype that is not listed.
-        ValueError: a shape, block_rows or eps that does not fit, neither copy asked for, or a part
-            of x on a device that ends within a block.
     """
     name = "block_quantize"
     dtype = _checks.fp8_dtype_of(name, fp8_dtype)

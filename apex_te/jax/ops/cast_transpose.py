@@ -23,11 +23,10 @@ _S = jax.ShapeDtypeStruct
 class CastTransposeOutput(NamedTuple):
     """FP8 data of a matrix [rows, cols]; None for what was not asked for.
 
+    The rest is as in ``apex_te.ops.cast_transpose.CastTransposeOutput``.
+
     Attributes:
-        rowwise: FP8 [rows, cols].
         columnwise: FP8 [cols, rows].
-        scale_inv: one float32 element.
-        dbias: [cols] in the matrix's dtype, the sums of its columns.
         amax: one float32 element, the given amax or the matrix's own, whichever is larger.
     """
 
@@ -52,21 +51,14 @@ def cast_transpose(
 ) -> CastTransposeOutput:
     """Quantizes q = saturating_cast(float(x) * scale), rounded to nearest even; NaN stays NaN.
 
+    The rest is as in ``apex_te.ops.cast_transpose.cast_transpose``.
+
     Args:
         x: [rows, cols] float32, float16 or bfloat16.
-        scale: one float32 element.
-        fp8_dtype: float8_e4m3fn or float8_e5m2; on a CPU also their fnuz forms.
-        rowwise: make [rows, cols].
-        columnwise: make [cols, rows].
         amax: one float32 element, of which and of max |x| the result's ``amax`` is the larger; NaN
             counts as largest.
-        with_dbias: also return the column sums of x, [cols] in x's dtype (deterministic).
         flatten_axis: number of x's first dimension of columns, for an x of more than two
             dimensions, which the results have, too, the columnwise copy those of columns first.
-
-    Raises:
-        TypeError: a dtype that is not listed.
-        ValueError: a shape that does not match.
     """
     dtype = _checks.fp8_dtype_of(_NAME, fp8_dtype, fnuz=True)
     x, ranks = sides(_NAME, x, flatten_axis)

@@ -67,20 +67,11 @@ def cross_entropy(
     Backward multiplies by the incoming gradient in float32 before it rounds to the dtype of the
     logits. ``jax.vmap`` needs reduction "none".
 
+    The rest is as in ``apex_te.ops.cross_entropy.cross_entropy``.
+
     Args:
-        logits: [..., V] float32, float16 or bfloat16.
         target: [...] int64 or int32; an index outside [0, V) that is not ``ignore_index`` raises on
             the CPU, when the program runs, and gives NaN on the GPU.
-        ignore_index: rows with this target have loss 0 and gradient 0 and do not count.
-        label_smoothing: in [0, 1], share of the target's probability spread over all V.
-        reduction: "mean" over rows that are not ignored, "sum" or "none".
-
-    Returns:
-        The loss in float32: a scalar, or with "none" the losses in the shape of ``target``.
-
-    Raises:
-        TypeError: a dtype that does not match.
-        ValueError: a shape or option that does not match.
     """
     name = "cross_entropy"
     if reduction not in REDUCTIONS:
@@ -172,14 +163,13 @@ def cross_entropy_fwd(
 ) -> CrossEntropyOutput:
     """Computes the loss of each row, and the gradient of the logits if it is asked for.
 
+    The rest is as in ``apex_te.ops.cross_entropy.cross_entropy_fwd``.
+
     Args:
         logits: [rows, V] float32, float16 or bfloat16.
         target: [rows] int64 or int32.
         with_grad: make the gradient of the logits.
         with_stats: make what ``cross_entropy_bwd`` needs.
-        num_valid: one int32 element by which the gradient is divided.
-        ignore_index: as in ``cross_entropy``.
-        label_smoothing: as in ``cross_entropy``.
     """
     name = "cross_entropy_fwd"
     logits, target = _checked_rows(name, logits, target, label_smoothing)
@@ -226,16 +216,11 @@ def cross_entropy_bwd(
 ) -> jax.Array:
     """Computes ``grad_output`` times the gradient of the losses, each element rounded once.
 
+    The rest is as in ``apex_te.ops.cross_entropy.cross_entropy_bwd``.
+
     Args:
-        logits: as in ``cross_entropy_fwd``.
-        target: as in ``cross_entropy_fwd``.
-        stats: [rows, 2] float32, as ``cross_entropy_fwd`` made it for these logits.
-        grad_output: gradient of the losses, float32, one element or [rows].
         grad: gradient that ``cross_entropy_fwd`` made for the same arguments; it is the result
             where ``grad_output``, one element, is 1.
-        num_valid: one int32 element by which the gradient is divided.
-        ignore_index: as in ``cross_entropy``.
-        label_smoothing: as in ``cross_entropy``.
     """
     name = "cross_entropy_bwd"
     logits, target = _checked_rows(name, logits, target, label_smoothing)
@@ -287,12 +272,7 @@ def count_valid(target: jax.Array, ignore_index: int = -100) -> jax.Array:
 def sum_losses(loss: jax.Array, num_valid: jax.Array | None = None) -> jax.Array:
     """Sums losses in a fixed order, and divides by ``num_valid`` if it is given.
 
-    Args:
-        loss: float32 [rows].
-        num_valid: one int32 element, as ``count_valid`` returns it.
-
-    Returns:
-        A float32 scalar.
+    Arguments, results and errors are those of ``apex_te.ops.cross_entropy.sum_losses``.
     """
     name = "cross_entropy_sum"
     inputs = {"loss": _checks.has_ndim(name, "loss", loss, 1, ["float32"])}

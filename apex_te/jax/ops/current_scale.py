@@ -31,12 +31,10 @@ _ONE = _S((1,), jnp.float32)
 class CurrentScaleOutput(NamedTuple):
     """FP8 data of a matrix [rows, cols]; None for a copy that was not asked for.
 
+    The rest is as in ``apex_te.ops.current_scale.CurrentScaleOutput``.
+
     Attributes:
-        rowwise: FP8 [rows, cols].
         columnwise: FP8 [cols, rows].
-        scale: one float32 element, the scale that was used.
-        scale_inv: one float32 element, 1 / scale, but infinite if the amax is.
-        amax: one float32 element, the amax that gave the scale.
     """
 
     rowwise: jax.Array | None
@@ -60,19 +58,12 @@ def current_scale(
 ) -> CurrentScaleOutput:
     """Quantizes q = saturating_cast(float(x) * scale), scale = fp8_max / max |x|.
 
+    The rest is as in ``apex_te.ops.current_scale.current_scale``.
+
     Args:
         x: [rows, cols] float32, float16 or bfloat16.
-        fp8_dtype: float8_e4m3fn or float8_e5m2; on a CPU also their fnuz forms.
-        rowwise: make [rows, cols].
-        columnwise: make [cols, rows].
-        eps: smallest amax, zero or more.
-        pow2: round the scale down to a power of two.
         amax: one float32 element to use instead of max |x|.
         flatten_axis: as in ``cast_transpose``.
-
-    Raises:
-        TypeError: a dtype that is not listed.
-        ValueError: a shape that does not match, or neither copy asked for.
     """
     dtype = _checks.fp8_dtype_of("current_scale", fp8_dtype, fnuz=True)
     x, ranks = sides("current_scale", x, flatten_axis)
@@ -114,9 +105,7 @@ def scale_of(
 ) -> tuple[jax.Array, jax.Array]:
     """Computes the scale that ``current_scale`` computes from ``amax``, and scale_inv.
 
-    Args:
-        amax: one float32 element.
-        fp8_dtype, eps, pow2: as in ``current_scale``.
+    Arguments, results and errors are those of ``apex_te.ops.current_scale.scale_of``.
     """
     dtype = _checks.fp8_dtype_of("current_scale", fp8_dtype, fnuz=True)
     amax = _checks.is_scalar("current_scale_cast", "amax", amax)

@@ -35,18 +35,13 @@ def mx_gemm(
 
     An operand's value below 2^-126, the smallest normal number, may be rounded when it is decoded.
 
+    The rest is as in ``apex_te.ops.emulated_gemm.mx_gemm``.
+
     Args:
         a: [M, K] FP8.
         b: [N, K] FP8.
-        a_scale: [M, ceil(K / 32)] float8_e8m0fnu.
-        b_scale: [N, ceil(K / 32)] float8_e8m0fnu.
         out_dtype: float32, float16 or bfloat16.
-        bias: [N], converted to the output's dtype, or to bfloat16 for a float32 output.
         inner: as in ``fp8_gemm``.
-
-    Raises:
-        TypeError: an argument of another dtype.
-        ValueError: an argument of another shape.
     """
 
     def decoded(dtype: Any, a: Any, b: Any, a_scale: Any, b_scale: Any) -> tuple[Any, Any]:
@@ -69,18 +64,15 @@ def hif8_gemm(
 ) -> jax.Array:
     """Computes out[M, N] = (a @ b.T) * a_scale_inv * b_scale_inv + bias of HiF8 data.
 
+    The rest is as in ``apex_te.ops.emulated_gemm.hif8_gemm``.
+
     Args:
         a: [M, K] uint8 HiF8 data.
         b: [N, K] uint8.
         a_scale_inv: one float32 element.
         b_scale_inv: one float32 element.
         out_dtype: float32, float16 or bfloat16.
-        bias: [N], converted to the output's dtype, or to bfloat16 for a float32 output.
         inner: as in ``fp8_gemm``.
-
-    Raises:
-        TypeError: an argument of another dtype.
-        ValueError: an argument of another shape.
     """
 
     def decoded(dtype: Any, a: Any, b: Any, *_: Any) -> tuple[Any, Any]:

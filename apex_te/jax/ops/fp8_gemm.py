@@ -161,6 +161,8 @@ def fp8_gemm(
 ) -> jax.Array:
     """Computes out[M, N] = (a[M, K] @ b[N, K].T) * a_scale_inv * b_scale_inv + bias + c.
 
+    The rest is as in ``apex_te.ops.fp8_gemm.fp8_gemm``.
+
     Args:
         a: [M, K] FP8. fprop: x; dgrad: dy; wgrad of a kernel [in, out]: x columnwise.
         b: [N, K] FP8. fprop: the weight [out, in]; dgrad: the weight [in, out]; wgrad: dy
@@ -168,16 +170,9 @@ def fp8_gemm(
         a_scale_inv: one float32 element.
         b_scale_inv: one float32 element.
         out_dtype: bfloat16, float16 or float32.
-        bias: [N], converted to the output's dtype, or to bfloat16 for a float32 output.
-        use_split_accumulator: keep partial sums in float32 (slower, more exact); a CPU always does.
         c: [M, N] of the output's dtype, which is added before the sum is rounded.
         inner: number of dimensions that K stands for; M and N may stand for several, too, which
             the result then has.
-
-    Raises:
-        TypeError: an argument of another dtype.
-        ValueError: an argument of another shape.
-        NotImplementedError: E5M2 x E5M2.
     """
     a, b, rest, dtype = _prepare("fp8_gemm", a, b, out_dtype, bias, c, inner)
     scales = {
@@ -230,22 +225,13 @@ def block_scaled_gemm(
 ) -> jax.Array:
     """Computes out[M, N] = a @ b.T + bias + c of operands that ``block_quantize`` has made.
 
+    The rest is as in ``apex_te.ops.fp8_gemm.block_scaled_gemm``.
+
     Args:
         a: [M, K] FP8.
         b: [N, K] FP8.
-        a_scale_inv: float32 of shape block_quantize.scale_shape(M, K, a_block_rows).
-        b_scale_inv: float32 of shape block_quantize.scale_shape(N, K, b_block_rows).
-        a_block_rows: 1 (blocks of 1x128) or 128 (128x128).
-        b_block_rows: 1 or 128; not both may be 128.
         out_dtype: bfloat16, float16 or float32.
-        bias: [N], converted to the output's dtype, or to bfloat16 for a float32 output.
         c, inner: as in ``fp8_gemm``.
-
-    Raises:
-        TypeError: an argument of another dtype.
-        ValueError: an argument of another shape.
-        NotImplementedError: E5M2 x E5M2; when the program runs, 128x128 x 128x128 and a GPU other
-            than sm_90.
     """
     name = "block_scaled_gemm"
     a, b, rest, dtype = _prepare(name, a, b, out_dtype, bias, c, inner)

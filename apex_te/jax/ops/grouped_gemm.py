@@ -33,16 +33,10 @@ _S = jax.ShapeDtypeStruct
 def multiply_groups(a: jax.Array, b: jax.Array, groups: Groups) -> jax.Array:
     """Multiplies each row by the matrix of its group: ``out[r] = b[g] @ a[r]``, row r in group g.
 
-    Args:
-        a: [rows, K].
-        b: [groups, N, K] in the dtype of ``a``, a matrix for each group.
-        groups: places of the groups in the rows of ``a``.
+    The rest is as in ``apex_te.ops.grouped_gemm.multiply_groups``.
 
     Returns:
         [rows, N] in the dtype of ``a``; rows that belong to no group are zeros.
-
-    Raises:
-        ValueError: shapes that do not match, or ``groups`` made for another number of rows.
     """
     _check_operands("multiply_groups", a, b, groups)
     return _multiplied(jnp.asarray(a), jnp.asarray(b), groups.ends)
@@ -80,18 +74,14 @@ def contract_groups(a: jax.Array, b: jax.Array, groups: Groups, wide: bool = Fal
 
     Group g is at the places i to j of the inner dimension. This is wgrad of a grouped linear layer.
 
+    The rest is as in ``apex_te.ops.grouped_gemm.contract_groups``.
+
     Args:
-        a: [M, rows].
-        b: [rows, N] in the dtype of ``a``.
-        groups: places of the groups in the inner dimension.
         wide: return 16-bit operands' sums in float32, not rounded.
 
     Returns:
         [groups, M, N] in the dtype of the operands, or in float32 with ``wide``; zeros for a group
         without rows.
-
-    Raises:
-        ValueError: shapes that do not match, or ``groups`` made for another number of rows.
     """
     a, b = _checks.array("contract_groups", "a", a), _checks.array("contract_groups", "b", b)
     if a.ndim != 2 or b.ndim != 2 or a.shape[1] != b.shape[0]:
@@ -148,22 +138,7 @@ def scaled_multiply_groups(
 ) -> jax.Array:
     """Computes ``multiply_groups`` of FP8 data, times the scale_inv of the row and of the group.
 
-    Args:
-        a: [rows, K] FP8.
-        a_scale_inv: float32 [rows].
-        b: [groups, N, K] FP8.
-        b_scale_inv: float32 [groups].
-        groups: places of the groups in the rows of ``a``.
-        fast: sum all products in the matrix units, which keep fewer bits than float32. Otherwise
-            sums of 128 products are added up in float32. It makes no difference if FP8 data is
-            decoded.
-
-    Returns:
-        [rows, N] bfloat16; rows that belong to no group have no defined values.
-
-    Raises:
-        TypeError: a dtype that does not match.
-        ValueError: shapes that do not match, or ``groups`` made for another number of rows.
+    Arguments, results and errors are those of ``apex_te.ops.grouped_gemm.scaled_multiply_groups``.
     """
     name = "scaled_multiply_groups"
     _check_operands(name, a, b, groups)
@@ -197,22 +172,10 @@ def scaled_contract_groups(
 ) -> jax.Array:
     """Computes ``contract_groups`` of columnwise FP8 data, times both scale_inv of the group.
 
+    The rest is as in ``apex_te.ops.grouped_gemm.scaled_contract_groups``.
+
     Args:
-        a: [M, K] FP8. In K each group begins at a multiple of 16, and none is empty, as in the
-            columnwise copy of ``quantize_groups``.
-        a_scale_inv: float32 [groups].
-        b: [N, K] FP8, with the groups at the same places of K.
-        b_scale_inv: float32 [groups].
-        ends: int32 [groups], the place in K after each group's last: ``Groups.column_ends``.
-        fast: as in ``scaled_multiply_groups``.
         wide: return the sums in float32, not rounded to bfloat16.
-
-    Returns:
-        [groups, M, N] in bfloat16 or float32.
-
-    Raises:
-        TypeError: ``ends`` is not int32 with one dimension, or another dtype does not match.
-        ValueError: shapes that do not match.
     """
     name = "scaled_contract_groups"
     ends = _checks.array(name, "ends", ends)

@@ -48,11 +48,7 @@ _S = jax.ShapeDtypeStruct
 class Groups:
     """Places of groups in the rows of a matrix, as ``groups_of`` returns them.
 
-    Attributes:
-        table: int32 [3 * num_groups + 1]: ``ends``; ``column_ends``; 1 for each group that has
-            rows, else 0; and last 1 if the numbers of rows were invalid.
-        rows: number of rows of the matrix.
-        num_groups: number of groups.
+    Its fields are those of ``apex_te.ops.grouped_quantize.Groups``.
     """
 
     table: jax.Array
@@ -78,12 +74,9 @@ class Groups:
 class GroupedOutput(NamedTuple):
     """FP8 data of groups with scales and amax values; None for what was not asked for.
 
+    The rest is as in ``apex_te.ops.grouped_quantize.GroupedOutput``.
+
     Attributes:
-        rowwise: [rows, cols] of ``quantize_groups``, [groups, rows, cols] of ``quantize_matrices``.
-        columnwise: [cols, ``Groups.columns``] or [groups, cols, rows].
-        scale_inv: float32 [groups].
-        row_scale_inv: float32 [rows], for each row its group's scale_inv; None without a rowwise
-            copy and from ``quantize_matrices``.
         amax: float32 [groups], the given amax values or the groups' own, whichever are larger.
     """
 
@@ -102,15 +95,11 @@ def groups_of(splits: jax.Array, rows: int) -> Groups:
     the device knows them. With them no group has rows, every scale_inv is NaN, and ``finish_rows``,
     ``zero_unused`` and ``column_sums`` write NaN.
 
+    The rest is as in ``apex_te.ops.grouped_quantize.groups_of``.
+
     Args:
         splits: int32 or int64 [groups] with 1 to 1023 groups: the number of rows of each group, in
             order.
-        rows: number of rows of the matrix.
-
-    Raises:
-        TypeError: ``splits`` has another dtype.
-        ValueError: ``splits`` has another number of dimensions.
-        NotImplementedError: ``splits`` has another number of groups.
     """
     name = "grouped_offsets"
     splits = _checks.has_ndim(name, "splits", splits, 1, ["int32", "int64"])
@@ -164,22 +153,13 @@ def quantize_groups(
 
     Values are rounded to nearest even.
 
+    The rest is as in ``apex_te.ops.grouped_quantize.quantize_groups``.
+
     Args:
         x: [rows, cols] float32, float16 or bfloat16.
-        groups: places of the groups in the rows of x.
         scale: float32 [groups].
-        fp8_dtype: float8_e4m3fn or float8_e5m2.
-        rowwise: make [rows, cols]; rows behind the last group have no defined values.
-        columnwise: make [cols, groups.columns]. Each group begins at a multiple of 16 columns and
-            has at least 16 of them, those beyond its rows zeros. Columns behind the last group
-            have no defined values.
         amax: float32 [groups], of which and of max |x| of the groups the result's ``amax`` has the
             larger; NaN counts as largest.
-        scale_inv: float32 [groups] to be used instead of 1 / scale.
-
-    Raises:
-        TypeError: a dtype that does not match.
-        ValueError: a shape that does not match, or neither copy asked for.
     """
     x = _checks.matrix_to_cast(_OP, x)
     rows, cols = x.shape
@@ -221,16 +201,14 @@ def quantize_matrices(
 ) -> GroupedOutput:
     """Quantizes one matrix for each group, all of one shape and dtype, in one launch.
 
+    The rest is as in ``apex_te.ops.grouped_quantize.quantize_matrices``.
+
     Args:
         matrices: [groups, rows, cols] float32, float16 or bfloat16, such as the experts' weights,
             or a list of [rows, cols].
         rowwise: make [groups, rows, cols].
         columnwise: make [groups, cols, rows].
         scale, fp8_dtype, amax, scale_inv: as in ``quantize_groups``.
-
-    Raises:
-        TypeError: a dtype that does not match.
-        ValueError: a shape that does not match, or neither copy asked for.
     """
     name = "grouped_quantize_matrices"
     if isinstance(matrices, (list, tuple)):
@@ -259,14 +237,7 @@ def scales_of(
 ) -> tuple[jax.Array, jax.Array]:
     """Computes each group's scale from its amax, by the rules of ``current_scale``.
 
-    Args:
-        amax: float32 [groups].
-        fp8_dtype: float8_e4m3fn or float8_e5m2.
-        eps: smallest amax, as in ``current_scale``.
-        pow2: round scales down to powers of two.
-
-    Returns:
-        ``(scale, scale_inv)``, each float32 [groups].
+    Arguments, results and errors are those of ``apex_te.ops.grouped_quantize.scales_of``.
     """
     name = "grouped_scales"
     amax = _checks.has_ndim(name, "amax", amax, 1, ["float32"])
@@ -294,13 +265,11 @@ def first_scales(
     Only groups that are due and have rows get a scale. An amax of 0, infinity or NaN leaves the
     group's scale as it is.
 
+    The rest is as in ``apex_te.ops.grouped_quantize.first_scales``.
+
     Args:
-        amax: float32 [groups].
-        groups: places of the groups.
-        due: int32 [groups], not 0 for groups without a first scale.
         scale: float32 [groups].
         scale_inv: float32 [groups].
-        fp8_max, margin, pow2: as in ``amax_scale_update``.
 
     Returns:
         due with 0 for the groups that have got a scale, scale and scale_inv.
@@ -318,14 +287,10 @@ def first_scales(
 def finish_rows(out: jax.Array, groups: Groups, bias: jax.Array | None = None) -> jax.Array:
     """Returns ``out`` with ``bias`` added to the groups' rows, and zeros in rows of no group.
 
+    The rest is as in ``apex_te.ops.grouped_quantize.finish_rows``.
+
     Args:
         out: [rows, cols] float32, float16 or bfloat16.
-        groups: places of the groups in the rows of ``out``.
-        bias: [groups, cols] in ``out``'s dtype; None adds nothing.
-
-    Raises:
-        TypeError: a dtype that does not match.
-        ValueError: a shape that does not match, or ``groups`` of another number of rows.
     """
     name = "grouped_finish"
     out = _checks.matrix(name, "out", out)
@@ -374,15 +339,14 @@ def scale_rows(out: jax.Array, factor: jax.Array) -> jax.Array:
 def column_sums(x: jax.Array, groups: Groups) -> jax.Array:
     """Sums the rows of each group of ``x`` [rows, cols] in float32, deterministically.
 
+    The rest is as in ``apex_te.ops.grouped_quantize.column_sums``.
+
     Args:
         x: float32, float16 or bfloat16.
         groups: places of the groups in the rows of ``x``.
 
     Returns:
         The sums [groups, cols] in the dtype of ``x``.
-
-    Raises:
-        ValueError: ``groups`` was made for another number of rows.
     """
     name = "grouped_sum"
     x = _checks.matrix_to_cast(name, x)

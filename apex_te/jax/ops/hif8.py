@@ -46,11 +46,10 @@ _DIMS = {
 class HiF8Output(NamedTuple):
     """HiF8 data of a matrix [rows, cols]; None for a copy that was not asked for.
 
+    The rest is as in ``apex_te.ops.hif8.HiF8Output``.
+
     Attributes:
-        rowwise: uint8 [rows, cols].
         columnwise: uint8 [cols, rows].
-        scale: one float32 element, the scale that was used.
-        scale_inv: one float32 element, 1 / scale.
         amax: one float32 element: of ``quantize`` the given amax or the matrix's own, whichever is
             larger, None unless given; of ``quantize_current`` the amax that gave the scale.
     """
@@ -66,12 +65,10 @@ class HiF8Output(NamedTuple):
 def encode(x: jax.Array, *, saturate: bool = True) -> jax.Array:
     """Returns the HiF8 data of x without a scale, rounded half away from zero.
 
+    The rest is as in ``apex_te.ops.hif8.encode``.
+
     Args:
         x: any shape, float32, float16 or bfloat16.
-        saturate: make magnitudes of 40960 and above, also infinity, 32768 instead of infinity.
-
-    Returns:
-        uint8 of x's shape. NaN of either sign is 0x80, magnitudes below 2^-23 are 0x00.
     """
     x = _checks.has_dtype("hif8_quantize", "x", x, _checks.FLOATS)
     results = copies("hif8_quantize", (1, x.size), "uint8", True, False)
@@ -113,19 +110,13 @@ def quantize(
 ) -> HiF8Output:
     """Quantizes q = encode(float(x) * scale) with a given scale, in one pass.
 
+    The rest is as in ``apex_te.ops.hif8.quantize``.
+
     Args:
         x: [rows, cols] float32, float16 or bfloat16.
-        scale: one float32 element.
-        rowwise: make [rows, cols].
-        columnwise: make [cols, rows].
         amax: one float32 element, of which and of max |x| the result's ``amax`` is the larger; NaN
             counts as largest.
-        saturate: as in ``encode``.
         flatten_axis: as in ``cast_transpose``.
-
-    Raises:
-        TypeError: a dtype that is not listed.
-        ValueError: a shape that does not match, or neither copy asked for.
     """
     name = "hif8_quantize"
     x, ranks = sides(name, x, flatten_axis)
@@ -168,22 +159,12 @@ def quantize_current(
     infinity and NaN give scale 1; an infinite scale becomes float32's largest number; an infinite
     amax makes scale_inv infinite, so that no saturated infinity is hidden.
 
+    The rest is as in ``apex_te.ops.hif8.quantize_current``.
+
     Args:
         x: [rows, cols] float32, float16 or bfloat16.
-        target: value that amax is scaled to: HIF8_15 for inputs and weights, HIF8_224 for
-            gradients.
-        rowwise: make [rows, cols].
-        columnwise: make [cols, rows].
-        eps: smallest amax, zero or more.
-        pow2: round the scale down to a power of two.
         amax: one float32 element to use instead of max |x|.
-        saturate: as in ``encode``.
         flatten_axis: as in ``cast_transpose``.
-
-    Raises:
-        TypeError: a dtype that is not listed.
-        ValueError: a shape that does not match, neither copy asked for, or a target or eps out of
-            range.
     """
     name = "hif8_current" if amax is None else "hif8_cast"
     x, ranks = sides("hif8_current", x, flatten_axis)

@@ -26,21 +26,12 @@ def layer_norm(
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
     """Normalises (x - mean) / sqrt(variance + eps) * gamma + bias, differentiably.
 
+    The rest is as in ``apex_te.ops.layer_norm.layer_norm``.
+
     Args:
         x: [..., cols] float32, float16 or bfloat16; the last dimension is normalised.
-        weight: [cols] in x's dtype or float32; None stands for ones.
-        bias: [cols] in the weight's dtype; None stands for zeros.
-        eps: added to the variance.
-        zero_centered_gamma: gamma is 1 + weight instead of weight.
         residual: array of x's shape and dtype; x + residual is normalised instead of x, and
             returned, too.
-
-    Returns:
-        y in x's shape and dtype; with a residual (y, x + residual).
-
-    Raises:
-        TypeError: a dtype that is not listed.
-        ValueError: a shape that does not match.
     """
     norm = _norm.differentiable("layer_norm", float(eps), zero_centered_gamma, residual is not None)
     y, total = norm(x, weight, bias, residual)
@@ -104,14 +95,11 @@ def layer_norm_bwd(
 ) -> NormGradients:
     """Computes the gradients of ``layer_norm_fwd``, deterministically.
 
+    The rest is as in ``apex_te.ops.layer_norm.layer_norm_bwd``.
+
     Args:
-        dy: [rows, cols], y's gradient.
-        x: [rows, cols], the matrix that was normalised: x, or with a residual the residual sum.
         weight, zero_centered_gamma: as in ``layer_norm``.
         mean, rstd: [rows] float32, from ``layer_norm_fwd``.
-        d_residual: [rows, cols], gradient of the residual sum as an output, to add to dx.
-        with_dweight: make the weight's gradient, in the weight's dtype (x's if weight is None).
-        with_dbias: make the bias's gradient, in the same dtype.
     """
     return _norm.norm_bwd(
         "layer_norm", dy, x, weight, None, {"mean": mean, "rstd": rstd}, zero_centered_gamma,

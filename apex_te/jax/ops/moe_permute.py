@@ -47,14 +47,11 @@ _OP = "moe_permute"
 class RowMap(NamedTuple):
     """Map from tokens to rows of the permuted matrix, int32 arrays.
 
+    The rest is as in ``apex_te.ops.moe_permute.RowMap``.
+
     Attributes:
         row_id_map: [tokens + 2, 1 + 2 * width], with one column more if experts are padded; opaque,
             for ``permute``, ``unpermute`` and their backwards.
-        tokens_per_expert: [experts], number of each expert's rows, without dropped copies.
-        padded_tokens_per_expert: [experts], number of each expert's rows with padding, which equals
-            ``tokens_per_expert`` without padding.
-        pad_offsets: [experts], number of padding rows before each expert's first row; None without
-            padding.
     """
 
     row_id_map: jax.Array
@@ -97,22 +94,12 @@ def make_map(
 ) -> RowMap:
     """Makes the map of a permutation: copies in the order of experts, then of tokens.
 
+    The rest is as in ``apex_te.ops.moe_permute.make_map``.
+
     Args:
-        routing_map: for "mask" [tokens, experts] bool, uint8, int8, int32 or int64, not zero if
-            the token goes to the expert; for "index" [tokens, k] int32 or int64 indices of experts,
-            negative for no expert.
-        map_type: "mask" or "index".
         num_experts: number of experts for "index", at most 1024; None stands for 1024. An index
             that is no expert raises on the CPU, when the program runs. On a GPU it makes the
             token's row NaN in ``unpermute``.
-        align_size: each expert's rows begin at a multiple of it; for "mask" alone.
-        num_rows: number of rows of the permuted matrix; copies that would lie behind them are
-            dropped. None: no copy is dropped.
-
-    Raises:
-        TypeError: a dtype that is not listed.
-        ValueError: a shape or option that does not match.
-        NotImplementedError: more than 1024 experts, or 2^31 elements.
     """
     routing = _routing("moe_permute_map", routing_map, map_type, num_experts, align_size)
     rows = _ANY_ROWS if num_rows is None else num_rows
@@ -196,19 +183,7 @@ def permute(
 
     Differentiable with respect to ``inp`` and ``probs``.
 
-    Args:
-        inp: [tokens, hidden] float32, float16, bfloat16 or any dtype of one byte.
-        row_id_map: ``RowMap.row_id_map``.
-        num_rows: number of rows of the result; rows that no copy goes to are zeros.
-        probs: [tokens, width] float32 or the dtype of ``inp``; width is the number of experts for a
-            mask and k for indices.
-
-    Returns:
-        (permuted rows [num_rows, hidden], permuted probs [num_rows] or None without probs).
-
-    Raises:
-        TypeError: a dtype that is not listed.
-        ValueError: a shape that does not match.
+    Arguments, results and errors are those of ``apex_te.ops.moe_permute.permute``.
     """
 
     def forward(inp: Any, probs: Any, row_id_map: Any) -> tuple[Any, Any, Any]:
@@ -236,8 +211,7 @@ def permute_by(
 
     Arguments are those of the two functions; copies behind ``num_rows`` are dropped.
 
-    Returns:
-        (permuted rows [num_rows, hidden], permuted probs [num_rows] or None, the map).
+    Arguments, results and errors are those of ``apex_te.ops.moe_permute.permute_by``.
     """
     name = "moe_permute_fwd"
 
@@ -369,14 +343,7 @@ def permute_bwd(
 ) -> tuple[jax.Array, jax.Array | None]:
     """Computes the gradients of ``permute``.
 
-    Args:
-        grad_permuted: [num_rows, hidden], gradient of the permuted rows.
-        row_id_map: ``RowMap.row_id_map``.
-        grad_permuted_probs: [num_rows], gradient of the permuted probs, if there are any.
-
-    Returns:
-        (gradient of ``inp`` [tokens, hidden], the sum over each token's copies; gradient of probs
-        [tokens, width], or None without ``grad_permuted_probs``).
+    Arguments, results and errors are those of ``apex_te.ops.moe_permute.permute_bwd``.
     """
     made = _summed(grad_permuted, row_id_map, None, grad_permuted_probs)
     return made["out"], made.get("grad_probs")
@@ -404,19 +371,7 @@ def unpermute(inp: jax.Array, row_id_map: jax.Array, probs: jax.Array | None = N
 
     Differentiable with respect to ``inp`` and ``probs``.
 
-    Args:
-        inp: [rows, hidden] float32, float16 or bfloat16: the permuted matrix, as the experts have
-            changed it.
-        row_id_map: ``RowMap.row_id_map`` of the permutation.
-        probs: [tokens, width] float32 or the dtype of ``inp``, factors of the copies; None stands
-            for ones. Width is the number of experts for a mask and k for indices.
-
-    Returns:
-        [tokens, hidden] in the dtype of ``inp``; zeros for a token without copies.
-
-    Raises:
-        TypeError: a dtype that is not listed.
-        ValueError: a shape that does not match.
+    Arguments, results and errors are those of ``apex_te.ops.moe_permute.unpermute``.
     """
     return _unpermutation(_matrix("moe_unpermute", inp), row_id_map, probs)
 
@@ -453,14 +408,7 @@ def unpermute_bwd(
 
     Without probs the gradient of ``inp`` is ``permute(grad_output, ...)``.
 
-    Args:
-        grad_output: [tokens, hidden].
-        inp: as in ``unpermute``.
-        row_id_map: as in ``unpermute``.
-        probs: as in ``unpermute``, not None.
-
-    Returns:
-        (gradient of ``inp`` [rows, hidden], gradient of ``probs`` [tokens, width]).
+    Arguments, results and errors are those of ``apex_te.ops.moe_permute.unpermute_bwd``.
     """
     name = "moe_unpermute_bwd"
     inp = _checks.matrix(name, "inp", inp)
@@ -481,15 +429,7 @@ def make_chunk_map(split_sizes: jax.Array, sorted_index: jax.Array, num_rows: in
     There are at most 2048 chunks. Values of the arguments that do not fit raise on the CPU, when
     the program runs. On a GPU ``sort_chunks`` then writes zeros to rows that get none.
 
-    Args:
-        split_sizes: int32 or int64 [chunks], the number of rows of each chunk, at most ``num_rows``
-            in all.
-        sorted_index: int32 or int64 [chunks], the chunk that comes i-th in the result; each chunk
-            stands there once.
-        num_rows: number of rows of the matrix.
-
-    Returns:
-        int32 [2, num_rows], opaque.
+    Arguments, results and errors are those of ``apex_te.ops.moe_permute.make_chunk_map``.
     """
     name = "moe_sort_chunks_map"
     integers = ["int32", "int64"]
@@ -516,15 +456,7 @@ def sort_chunks(
 
     Differentiable with respect to ``inp`` and ``probs``.
 
-    Args:
-        inp: [rows, hidden] float32, float16, bfloat16 or any dtype of one byte.
-        chunk_map: from ``make_chunk_map``.
-        probs: [rows] float32, float16 or bfloat16.
-        is_backward: apply the inverse of the map, as backward does to gradients.
-
-    Returns:
-        (reordered rows [rows, hidden], reordered probs [rows] or None); rows behind the last chunk
-        are zeros.
+    Arguments, results and errors are those of ``apex_te.ops.moe_permute.sort_chunks``.
     """
     inp = _matrix("moe_sort_chunks", inp)
 

@@ -85,26 +85,10 @@ def adam(
 ) -> AdamStep:
     """Steps AdamW (decoupled weight decay) or Adam (L2).
 
+    The rest is as in ``apex_te.ops.multi_tensor_optim.adam``.
+
     Args:
         params: float32, float16 or bfloat16.
-        grads: of params' shapes; each of any of the three dtypes.
-        exp_avgs: float32, of params' shapes.
-        exp_avg_sqs: float32, of params' shapes.
-        step: the number of this update, 1 for the first; or one float32 or int32 element.
-        lr: learning rate; or one float32 element.
-        betas: decay rates of ``exp_avgs`` and ``exp_avg_sqs``, each in [0, 1).
-        eps: added to the denominator.
-        weight_decay: coefficient of weight decay.
-        adamw: decay the weights directly (AdamW) instead of adding the decay to the gradient (L2).
-        bias_correction: divide the averages by 1 - beta**step.
-        maximize: follow the gradient up instead of down.
-        masters: master weights, float32, of params' shapes.
-        inv_scale: one float32 element, multiplies every gradient: 1 / loss scale.
-        found_inf: one float32 or int32 element; not zero skips the step.
-
-    Raises:
-        TypeError: a dtype that does not match.
-        ValueError: a shape, length or option that does not match.
     """
     name = "multi_tensor_adam"
     columns = {"exp_avgs": exp_avgs, "exp_avg_sqs": exp_avg_sqs}
@@ -137,18 +121,10 @@ def sgd(
 ) -> SgdStep:
     """Steps stochastic gradient descent.
 
+    The rest is as in ``apex_te.ops.multi_tensor_optim.sgd``.
+
     Args:
         params, grads, lr, maximize, masters, inv_scale, found_inf: as in ``adam``.
-        momentums: momentum buffers, float32, of params' shapes; needed if ``momentum`` is not 0.
-        momentum: factor of the momentum buffers.
-        dampening: the gradient enters the momentum buffers with weight 1 - dampening.
-        weight_decay: L2 coefficient.
-        nesterov: use Nesterov momentum.
-        first_step: overwrite the momentum buffers with the gradient, without reading them.
-
-    Raises:
-        TypeError: a dtype that does not match.
-        ValueError: a shape, length or option that does not match.
     """
     name = "multi_tensor_sgd"
     if momentum and not momentums and params:
@@ -193,20 +169,10 @@ def lamb(
     A tensor's rate is lr * |param| / |update| if neither norm is 0, and ``weight_decay`` is not 0
     or ``nvlamb`` is set; otherwise it is lr.
 
-    Args:
-        params, grads, exp_avgs, exp_avg_sqs, step, lr, betas, eps, weight_decay, bias_correction,
-        masters, inv_scale, found_inf: as in ``adam``.
-        adamw: add weight decay to the update instead of the gradient.
-        grad_averaging: the gradient enters exp_avg with weight 1 - betas[0] instead of 1.
-        nvlamb: apply the trust ratio |param| / |update| without weight decay, too.
-        max_grad_norm: largest global norm of the gradients times ``inv_scale``, to which they are
-            clipped; 0 does not clip.
-        grad_norm: global norm of ``grads`` before ``inv_scale``, one float32 element; computed
-            unless given.
+    The rest is as in ``apex_te.ops.multi_tensor_optim.lamb``.
 
-    Raises:
-        TypeError: a dtype that does not match.
-        ValueError: a shape, length or option that does not match.
+    Args:
+        masters, inv_scale, found_inf: as in ``adam``.
     """
     name = "multi_tensor_lamb"
     columns = {"exp_avgs": exp_avgs, "exp_avg_sqs": exp_avg_sqs}

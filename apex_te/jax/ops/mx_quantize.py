@@ -23,11 +23,10 @@ _S = jax.ShapeDtypeStruct
 class MXQuantized(NamedTuple):
     """MXFP8 data and scales of a matrix [rows, cols]; None for a copy that was not asked for.
 
+    The rest is as in ``apex_te.ops.mx_quantize.MXQuantized``.
+
     Attributes:
-        rowwise: FP8 [rows, cols].
-        rowwise_scale: float8_e8m0fnu [rows, ceil(cols / 32)].
         columnwise: FP8 [cols, rows].
-        columnwise_scale: float8_e8m0fnu [cols, ceil(rows / 32)].
     """
 
     rowwise: jax.Array | None
@@ -55,19 +54,12 @@ def mx_quantize(
     saturates an amax just below a power of two. A block with a NaN has the scale NaN (0xFF), one
     with an infinity 2^127 (0xFE), one of zeros 2^-127 (0x00).
 
+    The rest is as in ``apex_te.ops.mx_quantize.mx_quantize``.
+
     Args:
         x: [rows, cols] float32, float16 or bfloat16. Extents need not be multiples of 32: the last
             block of a row or column may be shorter.
-        fp8_dtype: float8_e4m3fn or float8_e5m2.
-        rowwise: make [rows, cols], blocks along cols, and its scales.
-        columnwise: make [cols, rows], blocks along rows of x, and its scales.
-        rounding: "up" or "floor".
         flatten_axis: as in ``cast_transpose``.
-
-    Raises:
-        TypeError: a dtype that is not listed.
-        ValueError: a shape or rounding that does not fit, neither copy asked for, or a part of x
-            on a device that ends within a block.
     """
     name = "mx_quantize"
     dtype = jnp.dtype(_checks.fp8_dtype_of(name, fp8_dtype))
@@ -104,17 +96,13 @@ def _scale_shape(rows: int, cols: int) -> tuple[int, int]:
 def mx_dequantize(fp8_data: jax.Array, scale: jax.Array, *, dtype: Any = jnp.bfloat16) -> jax.Array:
     """Computes the values of MXFP8 data, rounded to nearest even; exact within dtype's range.
 
+    The rest is as in ``apex_te.ops.mx_quantize.mx_dequantize``.
+
     Args:
-        fp8_data: [rows, cols] FP8, a rowwise or a columnwise copy.
-        scale: [rows, ceil(cols / 32)] float8_e8m0fnu, of that copy.
         dtype: dtype of the result: float32, float16 or bfloat16.
 
     Returns:
         [rows, cols]. A columnwise copy gives the transpose of the quantized matrix.
-
-    Raises:
-        TypeError: a dtype that does not match.
-        ValueError: a shape that does not match.
     """
     name = "mx_dequantize"
     scale = _checks.has_dtype(name, "scale", scale, [_SCALE_DTYPE])

@@ -30,9 +30,7 @@ _S = jax.ShapeDtypeStruct
 class QkvGradOutput(NamedTuple):
     """FP8 data of a projection's output gradient.
 
-    Attributes:
-        output: the FP8 copies of [tokens, features].
-        dbias: [features] in the gradient's dtype, the sums of its columns; None if not asked for.
+    Its fields are those of ``apex_te.ops.qkv_cast.QkvGradOutput``.
     """
 
     output: FP8Output
@@ -54,22 +52,13 @@ def qkv_cast_weight(
 
     Devices may share the columns of the weight.
 
+    The rest is as in ``apex_te.ops.qkv_cast.qkv_cast_weight``.
+
     Args:
         weight: [groups * (repeats + 2) * size, cols] float32, float16 or bfloat16, group by group.
         scale: one float32 element.
-        fp8_dtype: float8_e4m3fn or float8_e5m2; on a CPU also their fnuz forms.
-        repeats: query heads of a group.
-        groups: number of groups, each with one key head and one value head.
-        columnwise: make the columnwise copy, too, whose columns have the weight's own order.
         amax: one float32 element, of which and of max |weight| the result's ``amax`` is the larger;
             NaN counts as largest.
-
-    Returns:
-        The copies. Rows of the rowwise one are all queries, all keys, all values.
-
-    Raises:
-        TypeError: a dtype that is not listed.
-        ValueError: a shape that does not match.
     """
     name = "qkv_cast_weight"
     dtype = jnp.dtype(_checks.fp8_dtype_of(name, fp8_dtype, fnuz=True))
@@ -124,23 +113,13 @@ def qkv_cast_grad(
     The copies are those that ``cast_transpose`` makes of the joined matrix [tokens, features].
     Devices may share the tokens.
 
+    The rest is as in ``apex_te.ops.qkv_cast.qkv_cast_grad``.
+
     Args:
-        queries: [..., repeats * groups, size] float32, float16 or bfloat16, with one or two leading
-            dimensions of tokens; None for a projection to keys and values.
         keys: [..., groups, size], like values.
-        values: [..., groups, size].
         scale: one float32 element.
-        fp8_dtype: float8_e4m3fn or float8_e5m2; on a CPU also their fnuz forms.
-        interleaved: the features go group by group; else all queries, all keys, all values.
-        rowwise: make [tokens, features].
-        columnwise: make [features, tokens].
         amax: one float32 element, of which and of the gradient's magnitudes the result's ``amax``
             is the largest; NaN counts as largest.
-        with_dbias: also return the sums of columns (deterministic).
-
-    Raises:
-        TypeError: a dtype that is not listed.
-        ValueError: a shape that does not match.
     """
     name = "qkv_cast_grad"
     dtype = _checks.fp8_dtype_of(name, fp8_dtype, fnuz=True)

@@ -25,20 +25,12 @@ def rms_norm(
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
     """Normalises x / sqrt(mean(x^2) + eps) * gamma over the last dimension, differentiably.
 
+    The rest is as in ``apex_te.ops.rms_norm.rms_norm``.
+
     Args:
         x: [..., cols] float32, float16 or bfloat16.
-        weight: [cols] in x's dtype or float32; None stands for ones.
-        eps: added to the mean square.
-        zero_centered_gamma: gamma is 1 + weight instead of weight.
         residual: array of x's shape and dtype; x + residual is normalised instead of x, and
             returned, too.
-
-    Returns:
-        y in x's shape and dtype; with a residual (y, x + residual).
-
-    Raises:
-        TypeError: a dtype that is not listed.
-        ValueError: a shape that does not match.
     """
     norm = _norm.differentiable("rms_norm", float(eps), zero_centered_gamma, residual is not None)
     y, total = norm(x, weight, None, residual)
@@ -75,12 +67,10 @@ def rms_norm_fwd_fp8(
 ) -> NormFP8Output:
     """Quantizes the float32 result y of ``rms_norm_fwd``: q = saturating_cast(y * scale).
 
+    The rest is as in ``apex_te.ops.rms_norm.rms_norm_fwd_fp8``.
+
     Args:
         x, weight, eps, zero_centered_gamma, residual: as in ``rms_norm_fwd``.
-        scale: one float32 element.
-        fp8_dtype: float8_e4m3fn or float8_e5m2.
-        rowwise: make [rows, cols].
-        columnwise: make [cols, rows].
         amax: one float32 element, of which and of max |y| the result's ``amax`` is the larger.
     """
     fp8 = (scale, fp8_dtype, rowwise, columnwise, amax)
@@ -102,13 +92,10 @@ def rms_norm_bwd(
 ) -> NormGradients:
     """Computes the gradients of ``rms_norm_fwd``, deterministically.
 
+    The rest is as in ``apex_te.ops.rms_norm.rms_norm_bwd``.
+
     Args:
-        dy: [rows, cols], y's gradient.
-        x: [rows, cols], the matrix that was normalised: x, or with a residual the residual sum.
         weight, zero_centered_gamma: as in ``rms_norm``.
-        rstd: [rows] float32, from ``rms_norm_fwd``.
-        d_residual: [rows, cols], gradient of the residual sum as an output, to add to dx.
-        with_dweight: make the weight's gradient, in the weight's dtype (x's if weight is None).
     """
     return _norm.norm_bwd(
         "rms_norm", dy, x, weight, None, {"rstd": rstd}, zero_centered_gamma, d_residual,

@@ -48,33 +48,14 @@ def rope(
     ``starts`` or ``cu_seqlens`` a position outside the table gives NaN; a token in "thd" that is in
     no sequence is rotated by 0.
 
+    The rest is as in ``apex_te.ops.rope.rope``.
+
     Args:
         x: float32, float16 or bfloat16 of shape [s, b, h, d] (sbhd), [b, s, h, d] (bshd) or
             [t, h, d] (thd).
-        freqs: angles in radians, float32, float16 or bfloat16 [max_seq, c] or [max_seq, 1, 1, c].
-            If c is rotary_dim / 2, there is a column for each pair. If c is rotary_dim, there is
-            one for each element: that of a pair's first element is read, and that of its second
-            must be equal.
-        cos, sin: cosines and sines of the angles, to give both instead of ``freqs``, in its shape.
-        layout: "sbhd", "bshd" or "thd", which says what the dimensions of x are.
-        interleaved: pair neighbours, (2i, 2i + 1), instead of (i, i + rotary_dim / 2).
-        rotary_dim: number of a head's elements that are rotated, even, at most d and 8192; c unless
-            given.
-        start: position of each sequence's first token.
-        starts: int32 or int64 [batch], added to ``start`` for each sequence.
-        cu_seqlens: int32 [batch + 1], ascending, for "thd": sequence i is tokens cu_seqlens[i] to
-            cu_seqlens[i + 1]; positions restart in each sequence.
 
     Returns:
         An array of x's shape and dtype.
-
-    Raises:
-        TypeError: a dtype that is not listed.
-        ValueError: an unknown ``layout``; a shape that does not fit it; an odd ``rotary_dim``, or
-            one above d or other than c and 2 c; not exactly one of ``freqs`` and the pair ``cos``,
-            ``sin`` given; ``cu_seqlens`` missing for "thd", or given for another layout; ``start``
-            below 0; more positions than the table has, if ``starts`` and ``cu_seqlens`` are None.
-        NotImplementedError: a ``rotary_dim`` above 8192, or angles that require a gradient.
     """
     if layout not in _LAYOUTS:
         raise ValueError(f"rope: layout must be 'sbhd', 'bshd' or 'thd', got {layout!r}")

@@ -35,19 +35,13 @@ def scaled_softmax(
     elements, or whose visible elements are all -Inf, gives zeros and a zero gradient. A visible NaN
     or +Inf (with a negative scale -Inf) makes the row's visible elements NaN.
 
+    The rest is as in ``apex_te.ops.scaled_softmax.scaled_softmax``.
+
     Args:
         x: [B, H, Sq, Sk] or [N, Sq, Sk] float32, float16 or bfloat16.
-        scale: number that x is multiplied by.
-        mask: bool, True = hidden; of x's shape, with 1 for any extent that it broadcasts over.
-        causal: "upper_left" hides column > row, and needs Sq == Sk; "bottom_right" hides
-            column > row + Sk - Sq; None hides nothing. Elements hidden by it are not read.
 
     Returns:
         An array of x's shape and dtype, which backward keeps, and nothing else.
-
-    Raises:
-        TypeError: a dtype that is not listed.
-        ValueError: a shape or option that does not match.
     """
     _causal_mode("scaled_softmax_fwd", causal)
     return _differentiable(float(scale), causal)(x, mask)
@@ -108,11 +102,7 @@ def scaled_softmax_bwd(
 
     An element with y = 0 has gradient 0, whatever its dy is, so that no mask is needed.
 
-    Args:
-        dy: gradient of the output, of y's shape and dtype.
-        y: output of ``scaled_softmax``.
-        scale: as in ``scaled_softmax``.
-        causal: as in ``scaled_softmax``; elements hidden by it are not read.
+    Arguments, results and errors are those of ``apex_te.ops.scaled_softmax.scaled_softmax_bwd``.
     """
     name = "scaled_softmax_bwd"
     mode = _causal_mode(name, causal)

@@ -33,11 +33,7 @@ _S = jax.ShapeDtypeStruct
 class SwigluGrads(NamedTuple):
     """Gradients of ``swiglu``.
 
-    Attributes:
-        input: gradient of ``input``, of its shape and dtype.
-        up: gradient of ``up``; None if ``up`` was not given.
-        dbias: [2F] in the input's dtype, the gradients of the gate's and up's biases side by side,
-            or [2, F] with axis -2; None if not asked for.
+    Its fields are those of ``apex_te.ops.swiglu.SwigluGrads``.
     """
 
     input: jax.Array
@@ -70,23 +66,17 @@ def swiglu(
 ) -> jax.Array:
     """Computes the gated activation act(gate) * up in float32, differentiably.
 
+    The rest is as in ``apex_te.ops.swiglu.swiglu``.
+
     Args:
         input: gate and up, gate first. float32, float16 or bfloat16. [..., 2F] side by side, or
             [..., 2, F], of which devices can share F. With ``up`` the gate alone, [..., F].
-        up: [..., F], of the gate's shape and dtype.
         bias: in the input's dtype, added before: [F] for the gate if ``up_bias`` is given, else
             [2F] for gate and up, [2, F] with axis -2.
-        up_bias: [F] for up, in the input's dtype.
-        activation: "silu" (SwiGLU), "gelu" (GeGLU, tanh form), "gelu_erf", "relu" (ReGLU) or
-            "sigmoid" (GLU).
         axis: -1 for [..., 2F], -2 for [..., 2, F], which goes without ``up`` and ``up_bias``.
 
     Returns:
         [..., F] in the input's dtype.
-
-    Raises:
-        TypeError: a dtype that is not listed or differs.
-        ValueError: a shape, activation or axis that does not match.
     """
     gated_activation_number("swiglu_fwd", activation)
     return _differentiable(activation, axis)(input, up, bias, up_bias)
@@ -156,19 +146,15 @@ def swiglu_fwd_fp8(
 ) -> FP8Output:
     """Quantizes the float32 result y of ``swiglu``: q = saturating_cast(y * scale).
 
+    The rest is as in ``apex_te.ops.swiglu.swiglu_fwd_fp8``.
+
     Args:
         input, up, bias, up_bias, activation, axis: as in ``swiglu``. M is the product of the sizes
             of y but the last.
-        scale: one float32 element.
-        fp8_dtype: float8_e4m3fn or float8_e5m2.
         rowwise: make [M, F]; with axis -2 [..., F].
         columnwise: make [F, M]; with axis -2 [F, ...].
         amax: one float32 element, of which and of max |y| the result's ``amax`` is the larger; NaN
             counts as largest. With it ``rowwise`` and ``columnwise`` may both be False.
-
-    Raises:
-        TypeError: the cases of ``swiglu``.
-        ValueError: the cases of ``swiglu``.
     """
     given = gated_arrays("swiglu_fwd_fp8", activation, axis, input, up, bias, up_bias, to_fp8=True)
     sides = {"rowwise": "r f" if rowwise else None, "columnwise": "f r" if columnwise else None}
@@ -189,11 +175,10 @@ def swiglu_bwd(
 ) -> jax.Array | SwigluGrads:
     """Computes the gradients of ``swiglu`` with respect to gate, up and biases.
 
+    The rest is as in ``apex_te.ops.swiglu.swiglu_bwd``.
+
     Args:
-        grad_output: [..., F], gradient of the output.
         input, up, bias, up_bias, activation, axis: as in ``swiglu``.
-        with_dbias: also return the gradients of the biases, even if none are given: the column
-            sums of the gradients of gate and up, added in float32 in a fixed order.
 
     Returns:
         The gradients, where ``up`` is given or ``with_dbias`` set; else the input's alone.

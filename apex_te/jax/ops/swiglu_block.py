@@ -45,17 +45,14 @@ def swiglu_fwd_block(
     not written to memory. For float32 the two ops run. Devices may share the rows and, where gate
     and up have dimensions of their own, F.
 
+    The rest is as in ``apex_te.ops.swiglu_block.swiglu_fwd_block``.
+
     Args:
         input, up, bias, up_bias, activation, axis: as in ``swiglu``. M is the product of the sizes
             of the result but the last.
-        fp8_dtype: float8_e4m3fn or float8_e5m2.
         rowwise: make [M, F], with axis -2 [..., F], and its scale_inv.
         columnwise: make [F, M], with axis -2 [F, ...], and its scale_inv.
         pow2, eps, padded: as in ``block_quantize``.
-
-    Raises:
-        TypeError: the cases of ``swiglu`` and ``block_quantize``.
-        ValueError: the cases of ``swiglu`` and ``block_quantize``.
     """
     name = "swiglu_fwd_block"
     given = gated_arrays(name, activation, axis, input, up, bias, up_bias, to_fp8=True)
@@ -91,16 +88,13 @@ def swiglu_bwd_block(
     input's dtype. For float32, and if F is not a multiple of 128, the two ops run. The matrix has
     this form if gate and up are given as two arrays, too.
 
+    The rest is as in ``apex_te.ops.swiglu_block.swiglu_bwd_block``.
+
     Args:
-        grad_output: [..., F], gradient of the output.
         input, up, bias, up_bias, activation, axis, fp8_dtype, pow2, eps, padded: as in
             ``swiglu_fwd_block``.
         rowwise: make [M, 2F], with axis -2 [..., 2, F], and its scale_inv.
         columnwise: make [2F, M], with axis -2 [2, F, ...], and its scale_inv.
-
-    Raises:
-        TypeError: the cases of ``swiglu`` and ``block_quantize``.
-        ValueError: the cases of ``swiglu`` and ``block_quantize``.
     """
     name = "swiglu_bwd_block"
     given = gated_arrays(name, activation, axis, input, up, bias, up_bias, grad_output, to_fp8=True)
