@@ -43,13 +43,11 @@ def part_groups(parameter: torch.Tensor) -> list[Any]:
 
 
 def max_over_shards(flag: torch.Tensor, params: Iterable[torch.Tensor]) -> torch.Tensor:
-    """Reduces ``flag`` by maximum over all ranks that hold parts of ``params``.
+    """Reduces ``flag`` (fp32, at least 0) by maximum over all ranks with parts of ``params``, in
+    place.
 
-    Each process group of ``part_groups`` runs one collective, whatever the flag's value is, so that
-    all ranks run the same ones.
-
-    Args:
-        flag: fp32, at least 0; changed in place.
+    The number of collectives does not depend on the flag's value, so that all ranks run the same
+    ones.
     """
     for group in dict.fromkeys(group for param in params for group in part_groups(param)):
         max_over_ranks(flag, group)
