@@ -35,12 +35,10 @@ class JoinedKey(NamedTuple):
     """Keys of a joined parameter and of the original parameters that it is stacked from.
 
     Attributes:
-        key: key of the joined parameter in a state dict.
         parts: ``(key, rows)`` of each original parameter, in the order in which they are stacked.
-        transposed: True if the original parameters are stored ``[in, out]``, as Conv1D's weights;
-            the joined one is ``[out, in]``.
-        former: True if only earlier releases had the parameter under ``key``, a norm's; today it
-            has the original name.
+        transposed: True if the original parameters are ``[in, out]``; the joined one is ``[out,
+            in]``.
+        former: True for a norm's parameter that only earlier releases had under ``key``.
     """
 
     key: str
@@ -54,9 +52,8 @@ class JoinedKey(NamedTuple):
         return JoinedKey(prefix + self.key, parts, self.transposed, self.former)
 
     def split(self, value: torch.Tensor) -> list[torch.Tensor]:
-        """Returns views of a joined parameter ``value``, one for each original parameter.
-
-        Of a parameter that is held in FP8 they are views of its values.
+        """Returns views of a joined parameter, or of an FP8 one's values, one per original
+        parameter.
         """
         value = dequantized(value)
         rows = [count for _, count in self.parts]
@@ -64,24 +61,14 @@ class JoinedKey(NamedTuple):
 
 
 def original_part(part: torch.Tensor, transposed: bool) -> torch.Tensor:
-    """Returns rows of a joined parameter in the layout of the original parameter.
-
-    Args:
-        part: rows of the joined parameter, ``[out, in]`` or ``[out]``.
-        transposed: True if the original parameter is ``[in, out]``.
-
-    Returns:
-        A view of ``part``.
-    """
+    """Returns a view of joined rows ``[out, in]`` or ``[out]`` in the layout of the original."""
     return part.t() if transposed else part
 
 
 def joined(values: list[torch.Tensor], transposed: bool) -> torch.Tensor:
-    """Returns original parameters, stacked by rows.
+    """Returns original weights, ``[in, out]`` if ``transposed``, or biases, stacked by rows.
 
-    Args:
-        values: weights ``[out, in]`` or biases ``[out]`` with one number of columns.
-        transposed: True if the weights are ``[in, out]`` instead.
+    A single one that is not transposed is returned itself.
     """
     if len(values) == 1 and not transposed:
         return values[0]
@@ -91,10 +78,8 @@ def joined(values: list[torch.Tensor], transposed: bool) -> torch.Tensor:
 class PartView:
     """Weight and bias of one original layer, read as views of the joined parameters.
 
-    Attributes:
-        rows: ``(name, start, rows, transposed)`` for ``"weight"`` and ``"bias"``: name of the
-            joined parameter in ``module``, first row and number of rows of the original parameter
-            in it, True if the original parameter is ``[in, out]``.
+    ``rows`` has ``(name, start, rows, transposed)`` for each: name in ``module`` and place of the
+    original in it.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -102,10 +87,8 @@ class PartView:
         self.rows: dict[str, tuple[str, int, int, bool]] = {}
 
     def part(self, attribute: str) -> torch.Tensor | None:
-        """Returns a view with the values of an original parameter.
-
-        Returns:
-            The view, in the original layout; None if the layer had no such parameter.
+        """Returns a view of an original parameter, in the original layout; None if the layer had
+        none.
         """
         if attribute not in self.rows:
             return None
@@ -147,9 +130,7 @@ class PartView:
     def write(self, attribute: str, value: torch.Tensor) -> None:
         """Sets an original parameter; a joined one on the meta device waits for all its parts.
 
-        Args:
-            value: the new values, in the original layout; their dtype and device become those of
-                the joined parameter.
+        The joined parameter takes the dtype and device of ``value``, which has the original layout.
         """
         name, start, rows, transposed = self.rows[attribute]
         whole = getattr(self.module, name)
@@ -237,8 +218,7 @@ def read_original_keys(hook: Any, keys: tuple[str, tuple[JoinedKey, ...]]) -> No
 class JoinedState:
     """State dict hooks of one block, which give and take the keys of the original layers.
 
-    Args:
-        order: keys of the block's state dict before any layer was joined, whose order is kept.
+    The keys keep ``order``, that of the state dict before any layer was joined.
     """
 
     def __init__(self, entries: Iterable[JoinedKey], order: list[str]) -> None:
@@ -279,10 +259,10 @@ class JoinedState:
         unexpected: list[str],
         errors: list[str],
     ) -> None:
-        """Replaces original keys of ``state_dict`` by joined ones, which torch then loads.
+        """Replaces original keys of ``state_dict`` by joined ones, which torch then loads (a
+        pre-hook).
 
-        A pre-hook of ``load_state_dict``; torch describes the arguments. Joined keys that
-        ``state_dict`` has already stay.
+        Joined keys that ``state_dict`` has already stay.
         """
         self._prefix = prefix
         for entry in self.entries:
@@ -326,10 +306,8 @@ class JoinedState:
         return shape == own.shape and shape != entry.split(own)[0].shape
 
     def after_load(self, block: nn.Module, incompatible: Any) -> None:
-        """Replaces joined keys by the original ones among the missing keys (a post-hook).
-
-        Args:
-            incompatible: torch's result of ``load_state_dict``, changed in place.
+        """Replaces joined keys by the original ones among the missing keys, in place (a
+        post-hook).
         """
         missing: list[str] = incompatible.missing_keys
         for entry in self.entries:
@@ -350,11 +328,8 @@ def _mismatch(key: str, value: Any, current: torch.Tensor) -> str:
 
 
 def _like(own: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-    """Returns a tensor to be loaded, distributed like the model's parameter.
-
-    Returns:
-        ``value`` with the mesh and placements of ``own``; ``value`` itself if ``own`` is no
-        DTensor.
+    """Returns ``value`` with the mesh and placements of ``own``, itself if ``own`` is not a
+    DTensor.
     """
     if type(own) is torch.Tensor or not torch.distributed.is_available():
         return value
@@ -368,9 +343,9 @@ def _like(own: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
 def _own_storage(part: torch.Tensor) -> torch.Tensor:
     """Returns a tensor with the memory of ``part`` and another ``torch.UntypedStorage`` object.
 
-    Tools that write safetensors drop all but one of the tensors that share a storage. A copy would
-    not show later changes of the parameter, as other entries of a state dict do. DTensors, meta and
-    fake tensors, and views that require grad are returned as they are.
+    Tools that write safetensors drop all but one of the tensors that share a storage; a copy would
+    not show later changes of the parameter. DTensors, meta and fake tensors, and views that require
+    grad are returned as they are.
     """
     if type(part) is not torch.Tensor or part.is_meta or part.requires_grad:
         return part  # DTensors, fake tensors, and views that keep_vars=True wants differentiable

@@ -17,11 +17,7 @@ __all__ = ["ExpertGemm", "StackedExperts", "stacked_experts"]
 
 
 class ExpertGemm(GroupedLinear):
-    """``GroupedLinear`` whose weights are those of a stacked Parameter, passed to each call.
-
-    Args:
-        dtype: dtype of the weights.
-    """
+    """``GroupedLinear`` whose weights are those of a stacked Parameter, passed to each call."""
 
     def __init__(
         self, num_gemms: int, in_features: int, out_features: int, dtype: torch.dtype
@@ -39,14 +35,9 @@ class ExpertGemm(GroupedLinear):
     def forward(  # type: ignore[override]
         self, inp: torch.Tensor, m_splits: Any, stacked: torch.Tensor
     ) -> torch.Tensor:
-        """Applies each expert's weight to its group of rows.
+        """Applies each expert's weight to its group of ``[rows, in_features]``.
 
-        Args:
-            inp: ``[rows, in_features]``.
-            stacked: the weights, ``[num_gemms, out_features, in_features]``.
-
-        Returns:
-            ``[rows, out_features]``.
+        ``stacked`` is ``[num_gemms, out_features, in_features]``.
         """
         self._stacked = stacked
         try:
@@ -71,7 +62,6 @@ class StackedExperts(nn.Module):
     Attributes:
         gate_up_proj: ``[experts, 2 ffn, hidden]``.
         down_proj: ``[experts, hidden, ffn]``.
-        gate_up_gemm, down_gemm: the layers that multiply by them.
     """
 
     gate_up_proj: nn.Parameter
@@ -92,18 +82,9 @@ class StackedExperts(nn.Module):
     def forward(
         self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
     ) -> torch.Tensor:
-        """Applies to each token the experts that its router chose, and sums their results.
+        """Applies to each token the ``k`` experts that its router chose, and sums their results.
 
-        Args:
-            hidden_states: ``[tokens, hidden]``.
-            top_k_index: ``[tokens, k]``, the experts of each token.
-            top_k_weights: ``[tokens, k]``, the factors of their results.
-
-        Returns:
-            ``[tokens, hidden]``.
-
-        Raises:
-            NotImplementedError: transformers has spread the experts over ranks.
+        The tokens are ``[tokens, hidden]``, the experts' indices and factors ``[tokens, k]``.
         """
         if not self._in_fp8():
             out: torch.Tensor = super().forward(hidden_states, top_k_index, top_k_weights)
@@ -131,7 +112,8 @@ class StackedExperts(nn.Module):
 
     def _in_fp8(self) -> bool:
         """Returns True if the GEMMs run in FP8 or record amax values; a recompute does as
-        before."""
+        before.
+        """
         gemms = self.gate_up_gemm, self.down_gemm
         if not torch.compiler.is_compiling() and graph_task_id() != -1:
             return gemms[0]._modes.recompute is not None
@@ -143,15 +125,10 @@ class StackedExperts(nn.Module):
         return found
 
     def _gate_and_up(self, x: torch.Tensor, rows: torch.Tensor) -> tuple[torch.Tensor, Any]:
-        """Multiplies the tokens by the first weights of their experts.
+        """Multiplies ``[rows, hidden]``, sorted by expert, by the first weights of their experts.
 
-        Args:
-            x: ``[rows, hidden]``, the tokens in the order of their experts.
-            rows: the number of tokens of each expert, ``[experts]``.
-
-        Returns:
-            ``(out, rows)``: ``[rows, 2 ffn]``; the number of tokens of each expert as the second
-            GEMM must have them, a list where a GPU has no GEMMs for such a tensor.
+        Returns ``[rows, 2 ffn]`` and the experts' numbers of tokens for the second GEMM: a list
+        where a GPU has no GEMMs for a tensor of them.
         """
         gemm, weight = self.gate_up_gemm, self.gate_up_proj
         if x.is_cuda and not self.down_proj.shape[2] % 16:
@@ -181,10 +158,8 @@ _CLASSES: dict[type, type[StackedExperts]] = {}
 
 
 def stacked_experts(base: type[nn.Module]) -> type[StackedExperts]:
-    """Returns the subclass of ``StackedExperts`` and ``base`` that converted experts have.
-
-    Returns:
-        The class, which is made once for each ``base``.
+    """Returns the subclass of ``StackedExperts`` and ``base`` for converted experts, cached by
+    ``base``.
     """
     if base not in _CLASSES:
         namespace = {"__module__": __name__, "__doc__": StackedExperts.__doc__}
