@@ -42,7 +42,11 @@ _SHOWN = 16  # ranks in a message
 
 
 class RankMismatchError(RuntimeError):
-    """Ranks of a process group differ in something that a collective needs to be equal."""
+    """Ranks of a process group differ in something that a collective needs to be equal.
+
+    They differ, for example, in FP8 modules, in trained parameters, in the arguments of a
+    tensor-parallel layer, or in the dtype of an expert-parallel layer's tokens.
+    """
 
 
 def header(count: int, content: bytes, flag: int = 0) -> list[int]:

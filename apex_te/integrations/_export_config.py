@@ -54,10 +54,8 @@ class Export(_Options):
 
 
 def quantization_config(export: Export, ignored: list[str]) -> dict[str, Any]:
-    """Returns the entry ``quantization_config`` of the model's ``config.json``.
-
-    Args:
-        ignored: names of the linear layers that are not quantized.
+    """Returns the entry ``quantization_config`` of ``config.json``; ``ignored`` layers stay as they
+    are.
     """
     if export.quant_method == "compressed-tensors":
         return _compressed_tensors(export, ignored)
@@ -107,9 +105,8 @@ def _compressed_tensors(export: Export, ignored: list[str]) -> dict[str, Any]:
 def _arguments(strategy: str, dynamic: bool) -> dict[str, Any]:
     """Returns how one tensor is quantized, in the terms of compressed-tensors.
 
-    Args:
-        strategy: which elements share a scale: ``"tensor"``, ``"token"``, ``"group"``, ``"block"``.
-        dynamic: True if the scales are found when the tensor is quantized.
+    ``strategy`` is ``"tensor"``, ``"token"``, ``"group"`` or ``"block"``; scales are found when the
+    tensor is quantized if ``dynamic``.
     """
     return {
         "num_bits": 8,

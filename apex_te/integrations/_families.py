@@ -30,17 +30,14 @@ class Projections(NamedTuple):
 class MLPLayers(NamedTuple):
     """Norm, first linear layers, activation and second linear layer, to be one ``LayerNormMLP``.
 
+    ``norm`` and ``path`` (the MLP's) are dotted names in the block, the others names in the MLP.
+    With two layers in ``first``, the first one is the gate.
+
     Attributes:
-        norm: dotted name in the block of the norm.
-        path: dotted name of the MLP, which the new layer replaces.
-        first: names in the MLP of the linear layers before the activation; with two of them the
-            first is the gate.
-        second: name in the MLP of the linear layer behind the activation.
-        activation: name in the MLP of the activation.
-        gated: True if half of what the first linear layers make is multiplied with the activation
-            of the other half.
-        dropout: name in the MLP of the dropout that ends it, or None.
-        inner_dropout: name in the MLP of the dropout behind the activation, or None.
+        gated: True if half of the first layers' output is multiplied with the other half's
+            activation.
+        dropout: dropout that ends the MLP, or None.
+        inner_dropout: dropout behind the activation, or None.
         transposed: True if the weights are ``[in, out]``, as Conv1D's.
     """
 
@@ -56,11 +53,7 @@ class MLPLayers(NamedTuple):
 
 
 class Apart(NamedTuple):
-    """Layers of a block that cannot be joined, and why.
-
-    Attributes:
-        reason: the reason, for the warning of ``from_torch``.
-    """
+    """Layers of a block that cannot be joined, and why."""
 
     reason: str
 
@@ -116,10 +109,8 @@ _BLOCKS: dict[tuple[str, str], tuple[Layers, ...]] = {
 
 
 def layers_to_join(block: Any) -> tuple[Layers, ...]:
-    """Returns the groups of layers of a block that are each to become one layer.
-
-    Returns:
-        The groups; empty if ``block`` is no block that is known.
+    """Returns the groups of a block's layers that each become one layer; empty for unknown
+    blocks.
     """
     if not isinstance(block, nn.Module):
         return ()

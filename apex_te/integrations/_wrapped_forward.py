@@ -17,9 +17,6 @@ class WrappedForward:
 
     A subclass defines ``_run``, which calls ``_forward``. A copy or pickle of the model contains an
     object that runs the copy.
-
-    Attributes:
-        active: False after ``remove``; a call then is one of the forward alone.
     """
 
     def __init__(self, model: Any) -> None:
@@ -72,7 +69,7 @@ class WrappedForward:
     def remove(self) -> None:
         """Takes this away from the model, whose forward then runs as before.
 
-        Where another library has wrapped the forward in turn, this stays inside and does nothing.
+        If another library has wrapped the forward in turn, this stays inside and does nothing.
         """
         self.active = False
         own = vars(self.model)

@@ -114,11 +114,10 @@ class FusedLoss(WrappedForward):
 
 
 class _InPlace:
-    """Callable in place of a module's attribute while forwards run.
+    """Callable in place of a module's attribute while ``users`` forwards run, perhaps in several
+    threads.
 
-    Attributes:
-        users: number of these forwards, in one or several threads.
-        before: the attribute before, by its name, if the module had one of its own.
+    ``before`` has the module's own attribute before, by name, if there was one.
     """
 
     def __init__(self) -> None:
@@ -145,8 +144,7 @@ class _LossInPlace(_InPlace):
 class _LazyHead(_InPlace):
     """Callable in place of a head's ``forward``, which leaves the GEMM to the loss.
 
-    Attributes:
-        has_multiplied: True after a call that gave logits, since the loss could not compute them.
+    ``has_multiplied`` is True after a call that gave logits, since the loss could not compute them.
     """
 
     def __init__(self, head: nn.Module) -> None:

@@ -33,20 +33,14 @@ _OWN = frozenset(
 
 
 class LazyLogits:
-    """Logits of a head, which the first use computes and which then stay.
+    """Logits of a head on ``hidden`` ``[..., in]``, which the first use computes and which then
+    stay.
 
-    An object of this class can be used as the tensor of logits: in operators, as an argument of
-    functions of torch, and through every attribute and method of a tensor; it only is not an
-    instance of ``torch.Tensor``: functions that ask for one, such as accelerate's ``gather`` and
-    ``pad_across_processes``, need ``logits.compute()``. ``shape``, ``dtype``, ``device`` and
-    ``float()`` compute nothing. A pickle of it is a tensor. The loss was computed without it, so
-    that a backward of the loss gives it no gradient.
-
-    Args:
-        hidden: hidden states ``[..., in]`` that the head is applied to.
-
-    Attributes:
-        head, hidden: the arguments.
+    An object can be used as the tensor of logits: in operators, in functions of torch, and through
+    every attribute and method of a tensor. It is not an instance of ``torch.Tensor``: functions
+    that ask for one, such as accelerate's ``gather``, need ``logits.compute()``. ``shape``,
+    ``dtype``, ``device`` and ``float()`` compute nothing. A pickle of it is a tensor. A backward of
+    the loss gives it no gradient.
     """
 
     __array_priority__ = 1000  # as a tensor's, by which NumPy leaves operators to it

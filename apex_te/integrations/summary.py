@@ -23,10 +23,8 @@ class Layer(NamedTuple):
     """Layer that ``from_torch`` converted or kept, as the summary lists it.
 
     Attributes:
-        name: the layer's dotted name in the model.
-        before: name of its class before, as ``torch.nn.Linear``; for a joined layer, names of the
-            layers it is made of.
-        after: name of its class after, as ``apex_te.Linear``, None if the layer was kept.
+        before: name of its class before; for a joined layer, names of the layers it is made of.
+        after: name of its class after, None if the layer was kept.
         reason: reason why the layer was kept, None if it was converted.
     """
 
@@ -45,7 +43,6 @@ class Share(NamedTuple):
     """Numbers of a model's elements by whether matmuls take them in FP8 inside ``fp8_autocast``.
 
     Attributes:
-        fp8: elements of weights of layers that compute in FP8.
         matmul: elements of all weights of linear layers and experts.
         total: elements of all parameters; shared ones count once.
         padded: names of layers in FP8 with a size that is not a multiple of 16.

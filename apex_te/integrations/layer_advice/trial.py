@@ -69,9 +69,7 @@ def has_fp8(module: nn.Module) -> bool:
 class Runner:
     """Repeats one call of a layer, forward and backward, with copies of its arguments.
 
-    Args:
-        recipe: recipe of the region around the call; None for none.
-        grad: True to run the forward with gradients enabled even if there is no backward.
+    ``grad`` runs the forward with gradients enabled even if there is no backward.
     """
 
     def __init__(
@@ -136,8 +134,8 @@ def _twins(layer: nn.Module) -> tuple[nn.Module, nn.Module]:
 def _alone(recipe: Recipe) -> Recipe:
     """Returns a recipe whose scales are those of the tensors that it is tried with, on this rank.
 
-    Delayed scaling takes the first scales from the tensors themselves; this is what the scales are
-    after some steps, while amax values stay about the same.
+    Delayed scaling takes its first scales from the tensors; scales after some steps are about
+    these.
     """
     if isinstance(recipe, DelayedScaling):
         return dataclasses.replace(recipe, reduce_amax=False, first_step="current")
@@ -167,9 +165,8 @@ def observe(layer: nn.Module, call: LayerCall, recipe: Recipe) -> dict[str, Role
 
 
 def _signal_and_noise(x: torch.Tensor, decoded: torch.Tensor) -> torch.Tensor:
-    """Returns the sums of squares of ``x`` and of what its FP8 form loses, float64 ``[2]``.
-
-    Elements that are not finite do not count.
+    """Returns sums of squares of ``x`` and of its FP8 error, float64 ``[2]``, over finite
+    elements.
     """
     values = x.detach().float()
     decoded = decoded[: values.shape[0], : values.shape[1]]
