@@ -50,17 +50,13 @@ class RankMismatchError(RuntimeError):
 
 
 def header(count: int, content: bytes, flag: int = 0) -> list[int]:
-    """Returns this rank's header of int32 numbers, to be reduced by MAX and read by
-    ``compared``.
-    """
+    """Returns this rank's int32 numbers, to be reduced by MAX and read by ``compared``."""
     digest = zlib.crc32(content) & TOP
     return [count, TOP - count, digest, TOP - digest, flag]
 
 
 class Comparison(NamedTuple):
-    """Outcome of comparing the headers of all ranks: smallest and largest ``count``, largest
-    ``flag``.
-    """
+    """Outcome of comparing all ranks' headers; ``flag`` is the largest one."""
 
     least: int
     most: int
@@ -133,9 +129,8 @@ def _description(values: Mapping[str, object], has_error: bool) -> bytes:
 
 
 def _word(value: object) -> object:
-    """Returns an object whose ``str`` is the same on all ranks that have an equal ``value``.
-
-    A callable's own ``str`` may hold a memory address.
+    """Returns an object whose ``str`` is the same on all ranks: a callable's own may hold an
+    address.
     """
     if isinstance(value, enum.Enum):
         return value.name

@@ -68,9 +68,8 @@ class Pending:
         return self._result
 
     def pieces(self) -> Iterator[tuple[slice, torch.Tensor]]:
-        """Yields slices of the first dimension and the rows there, in the order of their arrival.
-
-        The rows are valid until ``release``, which must follow.
+        """Yields slices of dimension 0 and their rows, in order of arrival, valid until
+        ``release``.
         """
         result = self.wait()
         yield slice(0, result.shape[0]), result
@@ -87,10 +86,7 @@ class Pending:
 
 
 class _Traced(Pending):
-    """Handle of a functional collective's result in a graph of ``torch.compile``.
-
-    ``dtype`` is the one to view the result in, if FP8 data travelled as uint8.
-    """
+    """Handle of a functional collective's result in a graph, viewed in ``dtype`` if not None."""
 
     __slots__ = ("_dtype",)
 
@@ -147,8 +143,7 @@ def reduce_scatter_rows(x: torch.Tensor, group: Any, out: torch.Tensor | None = 
 def all_to_all_rows(
     x: torch.Tensor, sent: Sequence[int], received: Sequence[int], group: Any
 ) -> Pending:
-    """Begins to send ``sent[r]`` rows to each rank ``r``, and to receive ``received[r]`` rows from
-    it.
+    """Begins to send ``sent[r]`` rows to each rank ``r``, and to receive ``received[r]`` rows.
 
     The rows of ``x`` are ordered by receiving rank, those of the result by sending rank.
     """

@@ -95,11 +95,8 @@ class PeerMemory:
 
     Buffers are allocated when an exchange first needs them or larger ones. If that fails on one
     rank, ``works`` is False, and all ranks use collectives from then on. If a peer's piece does not
-    arrive within the group's timeout, the process ends with a CUDA error.
-
-    Attributes:
-        stream: CUDA stream of the copies to peers.
-        fork: event by which ``stream`` waits for the current stream before a copy.
+    arrive within the group's timeout, the process ends with a CUDA error. Copies to peers run on
+    ``stream``.
     """
 
     def __init__(self, group: Any, device: torch.device) -> None:
@@ -127,13 +124,11 @@ class PeerMemory:
     def reduce(
         self, out: torch.Tensor, produce: Callable[[slice, torch.Tensor], Any]
     ) -> Pending | None:
-        """Begins to sum a matrix ``[rows, cols]`` over ranks; each gets a share of the rows in
-        ``out``.
+        """Begins to sum a matrix ``[rows, cols]`` over ranks; each rank's ``out`` gets a share of
+        rows.
 
         ``produce(rows, into)`` writes the slice ``rows`` of this rank's summand to ``into``. It is
-        called here, once for the rows of each rank, this rank's last. The answer is None on all
-        ranks if an earlier sum has not ended or a rank has no buffers: the caller then uses a
-        collective.
+        called here, once for the rows of each rank, this rank's last. None is as in ``gather``.
         """
         buffer = self._sums.begin(out.nbytes * self.ranks)
         return None if buffer is None else _Reduced(self._sums, buffer, out, produce)
@@ -191,13 +186,9 @@ def _event(stream: torch.cuda.Stream) -> torch.cuda.Event:
 class _Buffer:
     """Symmetric buffer of all ranks: this rank's memory, and that of its peers mapped here.
 
-    The memory of each rank has ``HEADER`` bytes with arrival counters, then one piece per rank.
-
-    Attributes:
-        own: uint8 ``[HEADER + size]``, this rank's memory, which peers write to.
-        peers: memory of each peer, like ``own``, from the next rank on.
-        sent: event recorded behind this rank's copies to peers.
-        number: number of the exchange that the buffer serves, modulo 2^32.
+    The memory of each rank is uint8 ``[HEADER + size]``: arrival counters, then one piece per rank.
+    ``peers`` begins with the next rank's memory. ``sent`` is recorded behind this rank's copies to
+    peers; ``number`` counts exchanges modulo 2^32.
     """
 
     __slots__ = ("_pieces", "handle", "number", "own", "peers", "ranks", "sent")
@@ -228,12 +219,8 @@ class _Buffer:
 
 
 class _Pieces(NamedTuple):
-    """Views of a buffer's pieces.
-
-    Attributes:
-        whole: ``[ranks * rows, ..]``, all pieces.
-        places: slice of each rank's rows in ``whole``.
-        parts: ``[rows, ..]`` for each rank, its piece.
+    """Views of a buffer's pieces, ``[ranks * rows, ..]`` as a ``whole`` and ``[rows, ..]`` by
+    rank.
     """
 
     whole: torch.Tensor
@@ -270,7 +257,7 @@ class _Turns:
     def begin(self, size: int) -> _Buffer | None:
         """Begins an exchange of ``size`` bytes of pieces, those of all ranks together.
 
-        The buffer may be used until ``end``. None means that the caller must use a collective.
+        The buffer may be used until ``end``; without one the caller must use a collective.
         """
         memory = self.memory
         if self.busy or not memory.works:
@@ -343,9 +330,8 @@ class _Gathered(Pending):
             yield pieces.places[rank], pieces.parts[rank]
 
     def _await_next(self) -> int:
-        """Makes the current stream wait for the next peer's piece, and returns the peer's rank.
-
-        Pieces are sent in this order: from the rank before this one downwards.
+        """Makes the stream wait for the next piece, and returns its rank, from the one before
+        downwards.
         """
         memory, buffer = self._turns.memory, self._buffer
         self._awaited += 1
@@ -376,9 +362,8 @@ class _Gathered(Pending):
 
 
 class _Reduced(Pending):
-    """Handle of a sum: each peer's summand of this rank's rows arrives in this rank's buffer.
-
-    Making it calls ``produce`` and starts the copies to peers; ``wait`` adds up what arrived.
+    """Handle of a sum, which is computed and sent here and added up from peers' pieces in
+    ``wait``.
     """
 
     __slots__ = ("_buffer", "_turns")

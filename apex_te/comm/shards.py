@@ -43,11 +43,9 @@ def part_groups(parameter: torch.Tensor) -> list[Any]:
 
 
 def max_over_shards(flag: torch.Tensor, params: Iterable[torch.Tensor]) -> torch.Tensor:
-    """Reduces ``flag`` (fp32, at least 0) by maximum over all ranks with parts of ``params``, in
-    place.
+    """Reduces ``flag`` (fp32, at least 0) by maximum over the ranks of ``params``, in place.
 
-    The number of collectives does not depend on the flag's value, so that all ranks run the same
-    ones.
+    All ranks run the same collectives whatever the flag's value is.
     """
     for group in dict.fromkeys(group for param in params for group in part_groups(param)):
         max_over_ranks(flag, group)

@@ -42,9 +42,7 @@ class SplitTargets(NamedTuple):
 def own_columns(
     name: str, count: int, group: Any, first_index: int | None, vocab_size: int | None
 ) -> Columns:
-    """Returns this rank's columns; without ``first_index``, equally many per rank, ordered by
-    rank.
-    """
+    """Returns this rank's columns; without ``first_index``, equally many per rank, in order."""
     if (first_index is None) != (vocab_size is None):
         raise ValueError(
             f"{name}: vocab_size must be given with first_index and only then, "
@@ -119,7 +117,7 @@ def split_gradient(
     """Writes the gradient of this rank's logits ``[rows, width]``, without a collective.
 
     ``out`` may be ``rows``. ``factor``, fp32 ``[rows]`` or ``[1]``, is the gradient of the losses.
-    At most ``wide_elements`` logits have an fp32 copy at a time. Ignored rows get 0.
+    At most ``wide_elements`` logits have an fp32 copy at a time. Rows without a valid target get 0.
     """
     without = targets.ignored | targets.invalid
     factor = factor.float().expand(len(rows)).masked_fill(without, 0.0).unsqueeze(1)

@@ -54,9 +54,7 @@ class Export(_Options):
 
 
 def quantization_config(export: Export, ignored: list[str]) -> dict[str, Any]:
-    """Returns the entry ``quantization_config`` of ``config.json``; ``ignored`` layers stay as they
-    are.
-    """
+    """Returns the entry ``quantization_config`` of ``config.json``, without ``ignored`` layers."""
     if export.quant_method == "compressed-tensors":
         return _compressed_tensors(export, ignored)
     config: dict[str, Any] = {
@@ -103,11 +101,7 @@ def _compressed_tensors(export: Export, ignored: list[str]) -> dict[str, Any]:
 
 
 def _arguments(strategy: str, dynamic: bool) -> dict[str, Any]:
-    """Returns how one tensor is quantized, in the terms of compressed-tensors.
-
-    ``strategy`` is ``"tensor"``, ``"token"``, ``"group"`` or ``"block"``; scales are found when the
-    tensor is quantized if ``dynamic``.
-    """
+    """Returns how one tensor is quantized, in the terms of compressed-tensors."""
     return {
         "num_bits": 8,
         "type": "float",

@@ -45,9 +45,8 @@ _CLASSES: tuple[tuple[type[Recipe], str], ...] = (
 def encoded(state: FP8State, recipe: Recipe | None, by_kind: bool) -> torch.Tensor:
     """Returns the bytes of an ``_extra_state``, a uint8 vector on the CPU, empty without state.
 
-    Its length depends on the recipe, the number of GEMMs and the length of the histories only.
-    Slots are sorted ``by_kind`` (inputs, weights, outputs), as frameworks expect of a
-    ``GroupedLinear``, or by GEMM.
+    Its length depends on recipe, number of GEMMs and history length only. Frameworks expect slots
+    sorted ``by_kind`` (inputs, weights, outputs), not by GEMM, of a ``GroupedLinear``.
     """
     has_state = state.allocated and state.device.type != "meta"
     if not has_state and recipe is None:

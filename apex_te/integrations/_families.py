@@ -14,11 +14,8 @@ __all__ = ["Apart", "MLPLayers", "Projections", "layers_to_join"]
 class Projections(NamedTuple):
     """Linear layers that read one tensor, with the norm that makes it, to be one layer.
 
-    Attributes:
-        linears: dotted names in the block of the linear layers.
-        path: dotted name in the block of the new layer; with a single linear layer its own name.
-        norm: dotted name of the norm; None where the tensor comes from elsewhere.
-        transposed: True if the weights are ``[in, out]``, as Conv1D's.
+    Names are dotted and in the block. ``path`` is the new layer's, with a single linear layer its
+    own. Weights are ``[in, out]`` if ``transposed``.
     """
 
     linears: tuple[str, ...]
@@ -31,14 +28,9 @@ class MLPLayers(NamedTuple):
     """Norm, first linear layers, activation and second linear layer, to be one ``LayerNormMLP``.
 
     ``norm`` and ``path`` (the MLP's) are dotted names in the block, the others names in the MLP.
-    With two layers in ``first``, the first one is the gate.
-
-    Attributes:
-        gated: True if half of the first layers' output is multiplied with the other half's
-            activation.
-        dropout: dropout that ends the MLP, or None.
-        inner_dropout: dropout behind the activation, or None.
-        transposed: True if the weights are ``[in, out]``, as Conv1D's.
+    With two layers in ``first``, the first one is the gate; if ``gated``, one half of their output
+    is multiplied with the activation of the other. ``dropout`` ends the MLP, ``inner_dropout`` is
+    behind the activation. Weights are ``[in, out]`` if ``transposed``.
     """
 
     norm: str
@@ -109,9 +101,7 @@ _BLOCKS: dict[tuple[str, str], tuple[Layers, ...]] = {
 
 
 def layers_to_join(block: Any) -> tuple[Layers, ...]:
-    """Returns the groups of a block's layers that each become one layer; empty for unknown
-    blocks.
-    """
+    """Returns the groups of a block's layers that each become one layer, if the block is known."""
     if not isinstance(block, nn.Module):
         return ()
     groups = _BLOCKS.get(matching.family_class(block), ())

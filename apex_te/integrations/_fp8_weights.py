@@ -47,8 +47,8 @@ def _hold(
 ) -> str | None:
     """Replaces the weights of one layer; returns the reason why one stays, or None.
 
-    ``made`` has the new Parameters so far by ``id`` of the old ones, and is added to; ``outside``
-    has names of modules that must not change by ``id`` of their Parameters.
+    ``made`` has the new Parameters by ``id`` of the old ones, and is added to; ``outside`` has
+    names of modules that must not change by ``id`` of their Parameters.
     """
     reason = None
     for name, weight in list(layer._parameters.items()):
@@ -79,9 +79,7 @@ def _held(weight: nn.Parameter, settings: Settings) -> nn.Parameter:
 
 
 class MemoryFootprint:
-    """Callable in place of a model's ``get_memory_footprint``, which counts what FP8 weights
-    hold.
-    """
+    """Replacement of a model's ``get_memory_footprint``, which counts what FP8 weights hold."""
 
     def __init__(self, model: Any) -> None:
         # A copy or pickle of the model contains one of these that counts the copy.

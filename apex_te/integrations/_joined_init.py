@@ -16,8 +16,8 @@ ORIGINAL = "_apex_te_original"
 
 
 class Original(NamedTuple):
-    """Layer that a joined one replaces, without parameters; ``views`` has these, by dotted name in
-    it.
+    """Layer that a joined one replaces, with its parameters in ``views`` instead, by dotted
+    name.
     """
 
     module: nn.Module

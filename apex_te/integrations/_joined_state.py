@@ -34,11 +34,8 @@ KEYS = "_apex_te_keys"
 class JoinedKey(NamedTuple):
     """Keys of a joined parameter and of the original parameters that it is stacked from.
 
-    Attributes:
-        parts: ``(key, rows)`` of each original parameter, in the order in which they are stacked.
-        transposed: True if the original parameters are ``[in, out]``; the joined one is ``[out,
-            in]``.
-        former: True for a norm's parameter that only earlier releases had under ``key``.
+    ``parts`` has ``(key, rows)`` of each, which is ``[in, out]`` if ``transposed``. ``former``
+    marks a norm's parameter that only earlier releases had under ``key``.
     """
 
     key: str
@@ -52,9 +49,7 @@ class JoinedKey(NamedTuple):
         return JoinedKey(prefix + self.key, parts, self.transposed, self.former)
 
     def split(self, value: torch.Tensor) -> list[torch.Tensor]:
-        """Returns views of a joined parameter, or of an FP8 one's values, one per original
-        parameter.
-        """
+        """Returns views of a joined parameter's values, one per original parameter."""
         value = dequantized(value)
         rows = [count for _, count in self.parts]
         return [original_part(part, self.transposed) for part in value.split(rows)]
@@ -66,9 +61,8 @@ def original_part(part: torch.Tensor, transposed: bool) -> torch.Tensor:
 
 
 def joined(values: list[torch.Tensor], transposed: bool) -> torch.Tensor:
-    """Returns original weights, ``[in, out]`` if ``transposed``, or biases, stacked by rows.
-
-    A single one that is not transposed is returned itself.
+    """Returns weights, ``[in, out]`` if ``transposed``, or biases, stacked by rows, without need
+    uncopied.
     """
     if len(values) == 1 and not transposed:
         return values[0]
@@ -78,8 +72,7 @@ def joined(values: list[torch.Tensor], transposed: bool) -> torch.Tensor:
 class PartView:
     """Weight and bias of one original layer, read as views of the joined parameters.
 
-    ``rows`` has ``(name, start, rows, transposed)`` for each: name in ``module`` and place of the
-    original in it.
+    ``rows`` has the joined parameter's name and the place in it of the original one.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -87,7 +80,7 @@ class PartView:
         self.rows: dict[str, tuple[str, int, int, bool]] = {}
 
     def part(self, attribute: str) -> torch.Tensor | None:
-        """Returns a view of an original parameter, in the original layout; None if the layer had
+        """Returns a view of an original parameter, in the original layout; None if there was
         none.
         """
         if attribute not in self.rows:
@@ -188,8 +181,8 @@ class PartParameters(dict[str, Any]):
 
 
 class _OriginalWeights:
-    """Weights by which accelerate's hook of a joined layer finds parameters, stacked from
-    others.
+    """Weights, stacked from others, by which accelerate's hook of a joined layer finds
+    parameters.
     """
 
     def __init__(self, weights: Any, block: str, entries: Iterable[JoinedKey]) -> None:
@@ -216,9 +209,8 @@ def read_original_keys(hook: Any, keys: tuple[str, tuple[JoinedKey, ...]]) -> No
 
 
 class JoinedState:
-    """State dict hooks of one block, which give and take the keys of the original layers.
-
-    The keys keep ``order``, that of the state dict before any layer was joined.
+    """State dict hooks of one block, by which it has the original layers' keys in their
+    ``order``.
     """
 
     def __init__(self, entries: Iterable[JoinedKey], order: list[str]) -> None:
@@ -259,8 +251,7 @@ class JoinedState:
         unexpected: list[str],
         errors: list[str],
     ) -> None:
-        """Replaces original keys of ``state_dict`` by joined ones, which torch then loads (a
-        pre-hook).
+        """Replaces original keys of ``state_dict`` by joined ones, which torch then loads.
 
         Joined keys that ``state_dict`` has already stay.
         """
@@ -306,9 +297,7 @@ class JoinedState:
         return shape == own.shape and shape != entry.split(own)[0].shape
 
     def after_load(self, block: nn.Module, incompatible: Any) -> None:
-        """Replaces joined keys by the original ones among the missing keys, in place (a
-        post-hook).
-        """
+        """Replaces joined keys by the original ones among the missing keys, in place."""
         missing: list[str] = incompatible.missing_keys
         for entry in self.entries:
             entry = entry.prefixed(self._prefix)
@@ -328,9 +317,7 @@ def _mismatch(key: str, value: Any, current: torch.Tensor) -> str:
 
 
 def _like(own: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-    """Returns ``value`` with the mesh and placements of ``own``, itself if ``own`` is not a
-    DTensor.
-    """
+    """Returns ``value`` with mesh and placements of ``own``; itself if that is not a DTensor."""
     if type(own) is torch.Tensor or not torch.distributed.is_available():
         return value
     from torch.distributed.tensor import DTensor, distribute_tensor
@@ -344,8 +331,8 @@ def _own_storage(part: torch.Tensor) -> torch.Tensor:
     """Returns a tensor with the memory of ``part`` and another ``torch.UntypedStorage`` object.
 
     Tools that write safetensors drop all but one of the tensors that share a storage; a copy would
-    not show later changes of the parameter. DTensors, meta and fake tensors, and views that require
-    grad are returned as they are.
+    not show later changes. DTensors, meta and fake tensors, and views that require grad stay as
+    they are.
     """
     if type(part) is not torch.Tensor or part.is_meta or part.requires_grad:
         return part  # DTensors, fake tensors, and views that keep_vars=True wants differentiable

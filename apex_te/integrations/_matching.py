@@ -54,8 +54,8 @@ _HOOKS = (
 
 
 def is_class(module: object, path: str, *names: str) -> bool:
-    """Returns True if a Python module ``path`` defines the class of ``module`` under one of
-    ``names``.
+    """Returns True if the class of ``module`` has one of ``names`` in the Python module
+    ``path``.
     """
     kind = type(module)
     return kind.__module__ == path and kind.__name__ in names
@@ -67,9 +67,7 @@ def is_conv1d(module: nn.Module) -> bool:
 
 
 def is_plain(module: nn.Module, *kinds: type[nn.Module]) -> bool:
-    """Returns True if ``module`` has one of the classes ``kinds`` itself, and no forward of its
-    own.
-    """
+    """Returns True if ``type(module)`` is one of ``kinds``, and the instance has no forward."""
     return type(module) in kinds and "forward" not in vars(module)
 
 
@@ -91,18 +89,14 @@ def activation_name(module: object, gated: bool) -> str | None:
 
 
 def norm_eps(module: nn.Module) -> float:
-    """Returns the eps of a norm of torch or Hugging Face.
-
-    None, as in ``nn.RMSNorm``, stands for that of fp32, in which apex_te computes norms of all
-    dtypes.
-    """
+    """Returns the eps of a norm; None stands for fp32's, as apex_te computes all norms in fp32."""
     eps = getattr(module, "variance_epsilon" if hasattr(module, "variance_epsilon") else "eps")
     return torch.finfo(torch.float32).eps if eps is None else eps
 
 
 def family_class(module: object) -> tuple[str, str]:
-    """Returns Hugging Face's family and class name, such as ``("llama", "LlamaMLP")``; "" for no
-    family.
+    """Returns Hugging Face's family and class name, such as ``("llama", "LlamaMLP")``, or "" for
+    none.
     """
     kind = type(module)
     found = re.fullmatch(r"transformers\.models\.(\w+)\.modeling_(\w+)", kind.__module__)

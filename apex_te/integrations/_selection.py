@@ -66,8 +66,7 @@ class Selection:
     def reason(self, name: str, module: nn.Module, sizes: tuple[int, ...] = ()) -> str | None:
         """Returns the reason why ``module`` is to stay as it is, or None.
 
-        ``sizes`` are input and output features; () for a norm, to which only ``include`` and
-        ``exclude`` apply.
+        ``sizes`` is () for a norm, to which only ``include`` and ``exclude`` apply.
         """
         if any(matches(name, module) for matches in self._exclude):
             return "excluded"
@@ -123,8 +122,7 @@ def _pattern(argument: str, pattern: str, names: list[str]) -> Callable[[str, nn
 
 
 def _outer_blocks(model: nn.Module, first: int, last: int) -> dict[str, str]:
-    """Returns the reason to keep a block, by dotted name, for the first and last of each list of
-    blocks.
+    """Returns the reason to keep the first and last of each list of blocks, by dotted name.
 
     A list of blocks is a ``ModuleList`` or ``Sequential`` of modules of one class that have
     children, itself not inside a block.

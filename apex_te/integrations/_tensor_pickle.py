@@ -63,9 +63,7 @@ class Global(NamedTuple):
 
 
 class Inert:
-    """Placeholder for an object of another library; ``state`` has its attributes, tensors not
-    read.
-    """
+    """Placeholder for an object of another library, with its attributes, tensors not read."""
 
     __slots__ = ("kind", "state")
 
@@ -78,10 +76,7 @@ class Inert:
 
 
 class Storage:
-    """Storage of tensors in a file, whose bytes follow after the pickle that refers to it.
-
-    ``data`` is None until the bytes are read, ``values`` until ``flat`` is called.
-    """
+    """Storage of tensors in a file; ``data`` is None until the bytes after the pickle are read."""
 
     __slots__ = ("data", "dtype", "key", "numel", "values")
 
@@ -93,9 +88,8 @@ class Storage:
         self.values: torch.Tensor | None = None
 
     def flat(self) -> torch.Tensor:
-        """Returns the elements as a vector, which is made once and shared by all tensors.
-
-        So the memory that a file can ask for is bounded by its size.
+        """Returns the elements as one vector for all tensors, which bounds memory by the file's
+        size.
         """
         if self.data is None:
             raise TensorPickleError("a storage has no bytes")
@@ -127,9 +121,7 @@ class _Stream(io.BytesIO):
 
 
 class _Allowance:
-    """Count of what may still be read of a file of ``size`` bytes, by all readers of its parts
-    together.
-    """
+    """Count of what may still be read of one file, by all readers of its parts together."""
 
     def __init__(self, size: int) -> None:
         self.opcodes = _MAX_OPCODES
@@ -149,10 +141,7 @@ class _Allowance:
 
 
 class _Reader:
-    """Interpreter of one pickle, by the tables ``_PUSHES`` and ``_ACTS``.
-
-    If it ``nests``, the pickle may contain files of ``torch.save``, which may contain none.
-    """
+    """Interpreter of one pickle; only one that ``nests`` may contain files of ``torch.save``."""
 
     def __init__(self, allowance: _Allowance, nests: bool = False) -> None:
         self.allowance = allowance
@@ -228,9 +217,7 @@ class _Reader:
             target.state = state
 
     def storage(self, description: Any) -> Storage:
-        """Returns the storage that a persistent id ``("storage", type, key, location, elements)``
-        names.
-        """
+        """Returns the storage of a persistent id ``("storage", type, key, location, elements)``."""
         if type(description) is not tuple or len(description) < 5 or description[0] != "storage":
             raise TensorPickleError(f"a reference must be to a storage, got {_kind(description)}")
         kind, key, numel = description[1], description[2], description[4]
@@ -244,10 +231,7 @@ class _Reader:
 
 
 def _call(reader: _Reader, function: Any, arguments: Any) -> Any:
-    """Returns a stand-in for the result of a call in a pickle, which does not take place.
-
-    That is a ``Strided``, the content of a nested file, an empty dict or an ``Inert``.
-    """
+    """Returns a stand-in for the result of a call in a pickle, which does not take place."""
     if not isinstance(function, Global) or type(arguments) is not tuple:
         raise TensorPickleError(f"a call must be of a global, got {_kind(function)}")
     if function == ("torch._utils", "_rebuild_tensor_v2"):
@@ -296,7 +280,7 @@ def _allowed(name: Global) -> Global:
 def _pairs(items: Sequence[Any]) -> dict[Any, Any]:
     """Returns a dict of keys and values that come in turn.
 
-    A tuple as a key could take exponential time to hash, and numbers can be made to share a hash.
+    A tuple as a key could take exponential time to hash; numbers can be made to share a hash.
     """
     for key in items[::2]:
         small = isinstance(key, int) and 0 <= key < _MAX_KEY
@@ -313,9 +297,7 @@ def _number(value: Any) -> Any:
 
 
 def _kind(value: Any) -> str:
-    """Returns a short text for messages, of containers their type: their ``repr`` can be of any
-    length.
-    """
+    """Returns a short text for messages, of containers the type: ``repr`` can be of any length."""
     plain = isinstance(value, (Global, Inert, Storage, bool, float, type(None)))
     if plain or (isinstance(value, int) and abs(value) < 1 << 64):
         return repr(value)
@@ -358,8 +340,8 @@ def _strided(storage: Any, offset: Any, size: Any, stride: Any) -> Strided:
 def _legacy(data: bytes, allowance: _Allowance) -> Any:
     """Returns the value in a ``torch.save`` file of the format before zip files.
 
-    Such a file is five pickles (magic number, version, system, value, storage keys) and then the
-    bytes of the storages.
+    It is five pickles (magic number, version, system, value, storage keys), then the storages'
+    bytes.
     """
     stream = _Stream(data)
     if _Reader(allowance).read(stream) != LEGACY_MAGIC:
@@ -412,10 +394,7 @@ def _fill(storage: Storage, data: bytes) -> None:
 
 
 def _resolved(value: Any) -> Any:
-    """Replaces each ``Strided`` by its tensor: ``value`` itself, or the items of a dict or list.
-
-    A ``Strided`` in a deeper container stays. Items that are the same ``Strided`` get one tensor.
-    """
+    """Replaces a ``Strided``, or those right in a dict or list, each by its tensor, once."""
     made: dict[int, torch.Tensor] = {}
 
     def tensor(item: Any) -> Any:

@@ -13,10 +13,9 @@ __all__ = ["WrappedForward", "wrapped_forwards"]
 
 
 class WrappedForward:
-    """Callable in place of a model's ``forward``, which runs that with something around it.
+    """Callable in place of a model's ``forward``, which runs that by a subclass's ``_run``.
 
-    A subclass defines ``_run``, which calls ``_forward``. A copy or pickle of the model contains an
-    object that runs the copy.
+    A copy or pickle of the model contains an object that runs the copy.
     """
 
     def __init__(self, model: Any) -> None:
@@ -38,7 +37,7 @@ class WrappedForward:
         """Puts this, or one like it for a copy of the model, in the place of a method made of it.
 
         ``Accelerator.unwrap_model(keep_fp32_wrapper=False)`` binds what it finds to the model, like
-        a function, and a copy of the model then has a method that is bound to the copy.
+        a function.
         """
         own = self
         if model is not self.model:
@@ -67,9 +66,8 @@ class WrappedForward:
         return self.active and any(forward is self for forward in wrapped_forwards(model))
 
     def remove(self) -> None:
-        """Takes this away from the model, whose forward then runs as before.
-
-        If another library has wrapped the forward in turn, this stays inside and does nothing.
+        """Takes this away, or leaves it without effect if another library has wrapped the
+        forward.
         """
         self.active = False
         own = vars(self.model)

@@ -15,11 +15,9 @@ __all__ = ["Conv1DLinear", "conv1d_linear"]
 class Conv1DLinear(LinearLayer):
     """Hugging Face's Conv1D in FP8: ``y = x @ weight + bias`` with ``weight`` ``[in, out]``.
 
-    Keys, shapes and gradients stay Conv1D's. In FP8 each call copies ``weight.t()`` to contiguous
-    memory; ``from_torch(fuse=True)`` stores the weight transposed instead.
-
-    Converted layers have a subclass of this class and of Conv1D: libraries that read or change a
-    weight (PEFT's merging) tell by Conv1D which dimension is which.
+    In FP8 each call copies ``weight.t()`` to contiguous memory; ``from_torch(fuse=True)`` stores
+    the weight transposed instead. Converted layers have a subclass of this class and of Conv1D, by
+    which libraries such as PEFT tell which dimension is which.
     """
 
     weight: nn.Parameter
@@ -55,7 +53,7 @@ _CLASSES: dict[type, type[Conv1DLinear]] = {}
 
 
 def conv1d_linear(base: type[nn.Module]) -> type[Conv1DLinear]:
-    """Returns the subclass of ``Conv1DLinear`` and ``base`` for converted layers, cached by
+    """Returns the subclass of ``Conv1DLinear`` and ``base``, which is made once for each
     ``base``.
     """
     if base not in _CLASSES:

@@ -35,10 +35,7 @@ class ExpertGemm(GroupedLinear):
     def forward(  # type: ignore[override]
         self, inp: torch.Tensor, m_splits: Any, stacked: torch.Tensor
     ) -> torch.Tensor:
-        """Applies each expert's weight to its group of ``[rows, in_features]``.
-
-        ``stacked`` is ``[num_gemms, out_features, in_features]``.
-        """
+        """Applies ``stacked``, ``[num_gemms, out_features, in_features]``, to groups of rows."""
         self._stacked = stacked
         try:
             out = super().forward(inp, m_splits)
@@ -56,12 +53,8 @@ class StackedExperts(nn.Module):
     """Experts with the weights of each linear layer in one Parameter, in FP8 inside a region.
 
     A layer that ``from_torch`` converts has a subclass of this class and of the experts' own, whose
-    forward computes outside of ``fp8_autocast``. Inside, tokens are sorted by expert and each
-    linear layer is one ``GroupedLinear``, whose FP8 state has the experts in order.
-
-    Attributes:
-        gate_up_proj: ``[experts, 2 ffn, hidden]``.
-        down_proj: ``[experts, hidden, ffn]``.
+    forward computes outside of ``fp8_autocast``. Inside, tokens are sorted by expert. The weights
+    are ``[experts, 2 ffn, hidden]`` and ``[experts, hidden, ffn]``.
     """
 
     gate_up_proj: nn.Parameter
@@ -82,9 +75,8 @@ class StackedExperts(nn.Module):
     def forward(
         self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
     ) -> torch.Tensor:
-        """Applies to each token the ``k`` experts that its router chose, and sums their results.
-
-        The tokens are ``[tokens, hidden]``, the experts' indices and factors ``[tokens, k]``.
+        """Sums the results of the experts that its router chose, ``[tokens, k]``, for each
+        token.
         """
         if not self._in_fp8():
             out: torch.Tensor = super().forward(hidden_states, top_k_index, top_k_weights)
@@ -111,9 +103,7 @@ class StackedExperts(nn.Module):
         return getattr(self, "_is_expert_parallel", False) or held != self.gate_up_gemm.num_gemms
 
     def _in_fp8(self) -> bool:
-        """Returns True if the GEMMs run in FP8 or record amax values; a recompute does as
-        before.
-        """
+        """Returns True if GEMMs run in FP8 or record amax values; a recompute does as before."""
         gemms = self.gate_up_gemm, self.down_gemm
         if not torch.compiler.is_compiling() and graph_task_id() != -1:
             return gemms[0]._modes.recompute is not None
@@ -125,10 +115,9 @@ class StackedExperts(nn.Module):
         return found
 
     def _gate_and_up(self, x: torch.Tensor, rows: torch.Tensor) -> tuple[torch.Tensor, Any]:
-        """Multiplies ``[rows, hidden]``, sorted by expert, by the first weights of their experts.
+        """Multiplies ``[rows, hidden]``, sorted by expert, by the experts' first weights.
 
-        Returns ``[rows, 2 ffn]`` and the experts' numbers of tokens for the second GEMM: a list
-        where a GPU has no GEMMs for a tensor of them.
+        The second result is ``rows`` as the second GEMM takes them, on some GPUs a list.
         """
         gemm, weight = self.gate_up_gemm, self.gate_up_proj
         if x.is_cuda and not self.down_proj.shape[2] % 16:
@@ -158,7 +147,7 @@ _CLASSES: dict[type, type[StackedExperts]] = {}
 
 
 def stacked_experts(base: type[nn.Module]) -> type[StackedExperts]:
-    """Returns the subclass of ``StackedExperts`` and ``base`` for converted experts, cached by
+    """Returns the subclass of ``StackedExperts`` and ``base``, which is made once for each
     ``base``.
     """
     if base not in _CLASSES:

@@ -104,9 +104,8 @@ def export_fp8(
 
 
 class _Source:
-    """Weight of a GEMM, quantized once for all the original weights that it was joined from.
-
-    ``input_scale`` is the input's ``scale_inv``, ``[1]``; None with dynamic activations.
+    """GEMM's weight, quantized once for all originals; ``input_scale`` is the input's
+    ``scale_inv``.
     """
 
     def __init__(self, weight: torch.Tensor, input_scale: torch.Tensor | None) -> None:
@@ -115,9 +114,7 @@ class _Source:
         self._whole: tuple[torch.Tensor, torch.Tensor] | None = None
 
     def quantized(self, start: int, rows: int, blocks: bool) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns FP8 data of rows of the weight, and fp32 scales, ``[1]`` or by blocks of rows and
-        columns.
-        """
+        """Returns FP8 data of rows and fp32 scales, ``[1]`` or by blocks of rows and columns."""
         if not blocks:
             if self._whole is None:
                 self._whole = _quantized(self.weight, blocks)
@@ -178,9 +175,7 @@ class _Part(NamedTuple):
 
 
 class _Entry(NamedTuple):
-    """Tensor of the checkpoint, in bf16 or fp32, and the weight to be quantized in its place, or
-    None.
-    """
+    """Tensor of the checkpoint, and the weight that is quantized in its place, or None."""
 
     key: str
     value: torch.Tensor
@@ -228,9 +223,7 @@ def _check_model(model: Any) -> None:
 
 
 def _entries(model: nn.Module, export: Export) -> tuple[list[_Entry], list[str]]:
-    """Returns the tensors of the checkpoint, and names of the linear layers that are not
-    quantized.
-    """
+    """Returns the checkpoint's tensors, and names of the linear layers that are not quantized."""
     parts, experts = _parts(model, export)
     if not parts and not experts:
         raise ValueError(
@@ -280,10 +273,9 @@ def _original_format(model: nn.Module, state: dict[str, torch.Tensor]) -> dict[s
 def _parts(
     model: nn.Module, export: Export
 ) -> tuple[dict[str, _Part], dict[str, tuple[StackedExperts, bool]]]:
-    """Finds the weights that are to be quantized, by keys of the model's state dict.
+    """Finds weights to be quantized, by key, and layers of stacked experts, by dotted name.
 
-    Also returns layers of stacked experts by dotted name, with True if their state gives scales of
-    the inputs.
+    The latter have True if their state gives scales of the inputs.
     """
     static = export.activations == "static"
     parts: dict[str, _Part] = {}

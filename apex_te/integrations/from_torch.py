@@ -221,8 +221,8 @@ def _converted(
 
 
 def _together(left: list[tuple[str, str]]) -> list[tuple[str, str]]:
-    """Joins entries of the warning that differ by numbers in names only, with ``*`` for the
-    numbers.
+    """Joins entries of the warning that differ by numbers in their names only, with ``*`` for
+    these.
     """
     groups: dict[tuple[str, str], list[str]] = {}
     for name, reason in left:

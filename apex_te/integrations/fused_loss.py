@@ -114,11 +114,7 @@ class FusedLoss(WrappedForward):
 
 
 class _InPlace:
-    """Callable in place of a module's attribute while ``users`` forwards run, perhaps in several
-    threads.
-
-    ``before`` has the module's own attribute before, by name, if there was one.
-    """
+    """Callable in place of a module's attribute while ``users`` forwards of any threads run."""
 
     def __init__(self) -> None:
         self.users = 0
@@ -144,7 +140,7 @@ class _LossInPlace(_InPlace):
 class _LazyHead(_InPlace):
     """Callable in place of a head's ``forward``, which leaves the GEMM to the loss.
 
-    ``has_multiplied`` is True after a call that gave logits, since the loss could not compute them.
+    After ``has_multiplied`` calls that gave logits, the loss could not compute the GEMM.
     """
 
     def __init__(self, head: nn.Module) -> None:

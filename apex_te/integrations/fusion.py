@@ -127,10 +127,9 @@ def key_map(model: nn.Module) -> KeyMap:
 
 
 def refuse_optimized(model: nn.Module, optimizer: Any, must: str = "fuse must be False") -> None:
-    """Raises an error if ``optimizer``, or any existing torch optimizer, holds a parameter of
-    ``model``.
+    """Raises an error if ``optimizer``, or any torch optimizer, holds a parameter of ``model``.
 
-    ``optimizer`` may be a list or None; ``must`` says in the error which argument must be what.
+    ``must`` says in the error which argument must be what.
     """
     given = [] if optimizer is None else optimizer
     given = list(given) if isinstance(given, (list, tuple)) else [given]
@@ -159,11 +158,7 @@ def _living_optimizers() -> list[Any]:
 
 
 def _held(names: dict[int, str], optimizers: list[Any]) -> tuple[str, str] | None:
-    """Returns the class name of the first optimizer that holds a parameter, and the parameter's
-    name.
-
-    ``names`` has the parameters' names by ``id`` of the parameter.
-    """
+    """Returns an optimizer's class name and the name of a parameter that it holds, by ``id``."""
     for optimizer in optimizers:
         for group in getattr(optimizer, "param_groups", ()):
             for parameter in group["params"]:
@@ -173,9 +168,7 @@ def _held(names: dict[int, str], optimizers: list[Any]) -> tuple[str, str] | Non
 
 
 class _NotFusable(Exception):
-    """Raised for layers that cannot be joined; no warning is needed if an option keeps one
-    (``chosen``).
-    """
+    """Raised for layers that cannot be joined, with a warning unless ``chosen`` by an option."""
 
     def __init__(self, reason: str, chosen: bool = False) -> None:
         super().__init__(reason)
@@ -221,10 +214,7 @@ class _Joint:
 
 
 class JointPart(nn.Module):
-    """Module in the place of a query, key or value projection, which the joint layer computes.
-
-    Its parameters are views of the joined ones.
-    """
+    """Module in the place of a query, key or value projection, which the joint layer computes."""
 
     view: PartView
 
@@ -299,9 +289,7 @@ class JoinedProjections(_Joined, Linear):  # type: ignore[misc]
 
 
 class _NormApart(_Joined, NormedModule):
-    """Base of joined layers, whose norm stays in the block under its old name, not as their
-    submodule.
-    """
+    """Base of joined layers, whose ``norm`` stays a submodule of the block, and is not theirs."""
 
     norm: JoinedNorm
 
@@ -370,9 +358,8 @@ Chosen = Callable[[str, nn.Module], "str | None"]
 def fuse_blocks(model: nn.Module, chosen: Chosen) -> tuple[list[Layer], list[tuple[str, str]]]:
     """Joins layers of Hugging Face's blocks in ``model``, in place, if the layers allow it.
 
-    Returns:
-        ``(layers, left)``: entries of the summary; for the warning, the name of each block with
-        layers that cannot be joined, and the reason.
+    Returns entries of the summary; and for the warning the names of blocks with layers that cannot
+    be joined, with reasons.
     """
     uses = Counter(id(p) for m in model.modules() for p in m._parameters.values() if p is not None)
     entries: list[JoinedKey] = []
@@ -444,9 +431,8 @@ def _unknown_blocks(model: nn.Module) -> list[tuple[str, str]]:
 
 
 class _Source(NamedTuple):
-    """Norm and linear layers of a block that are to become one layer, by dotted name in the block.
-
-    Weights are ``[in, out]`` if ``transposed``, as in GPT-2.
+    """Layers, by dotted name in the block, to become one; ``[in, out]`` weights if
+    ``transposed``.
     """
 
     norm_name: str | None
@@ -468,9 +454,7 @@ class _Source(NamedTuple):
         }
 
     def parts(self, attribute: str, *names: str) -> list[tuple[str, Any]]:
-        """Returns keys in the block's state dict and Parameters of ``names``; None for an absent
-        bias.
-        """
+        """Returns the Parameters ``attribute`` of layers, or None, with keys in the block."""
         return [(f"{name}.{attribute}", getattr(self.linears[name], attribute)) for name in names]
 
     def former_entries(self, path: str) -> list[JoinedKey]:
@@ -607,12 +591,10 @@ def _projection_layer(source: _Source, inner: int, outer: int) -> JoinedLinear |
 def _placed(
     block: nn.Module, source: _Source, path: str, module: nn.Module, parts: dict[str, tuple]
 ) -> tuple[_Step, dict[str, PartView]]:
-    """Gives ``module``, on the meta device, parameters and puts it in the place of ``source``'s
-    layers.
+    """Gives ``module``, on the meta device, parameters and puts it in its place in the block.
 
-    ``parts`` has the linear layers that a weight and a bias of ``module`` are joined from, by the
-    prefix of the two, such as ``"fc1_"``. The second result has the parameters of each original
-    linear layer, by its dotted name in the block.
+    ``parts`` has the linear layers that a weight and a bias are joined from, by prefix, such as
+    ``"fc1_"``. The second result has the original layers' parameters, by dotted name in the block.
     """
     linear = {
         f"{prefix}{attribute}": source.parts(attribute, *names)
@@ -697,9 +679,8 @@ def _fill(
 def _show_originals(
     block: nn.Module, module: nn.Module, entries: list[JoinedKey]
 ) -> dict[str, PartView]:
-    """Makes the original parameters readable under their names, such as ``q_proj.weight``.
-
-    Returns the parameters of each original layer, by its dotted name in the block.
+    """Makes originals such as ``q_proj.weight`` readable under their names; returns them by
+    layer.
     """
     views: dict[str, PartView] = {}
     for entry in entries:

@@ -33,14 +33,12 @@ _OWN = frozenset(
 
 
 class LazyLogits:
-    """Logits of a head on ``hidden`` ``[..., in]``, which the first use computes and which then
-    stay.
+    """Logits of a head on ``hidden`` ``[..., in]``, which the first use computes and then keeps.
 
-    An object can be used as the tensor of logits: in operators, in functions of torch, and through
-    every attribute and method of a tensor. It is not an instance of ``torch.Tensor``: functions
-    that ask for one, such as accelerate's ``gather``, need ``logits.compute()``. ``shape``,
-    ``dtype``, ``device`` and ``float()`` compute nothing. A pickle of it is a tensor. A backward of
-    the loss gives it no gradient.
+    An object can be used as the tensor of logits, but is not an instance of ``torch.Tensor``:
+    functions that ask for one, such as accelerate's ``gather``, need ``logits.compute()``.
+    ``shape``, ``dtype``, ``device`` and ``float()`` compute nothing. A pickle of it is a tensor. A
+    backward of the loss gives it no gradient.
     """
 
     __array_priority__ = 1000  # as a tensor's, by which NumPy leaves operators to it
@@ -87,10 +85,7 @@ class LazyLogits:
         return self if self.is_unused and not options else self.compute().contiguous(**options)
 
     def float(self, **options: Any) -> Any:
-        """Returns these logits in fp32, as yet not computed either; or what their tensor returns.
-
-        Accelerate calls this on all that a model returns in mixed precision.
-        """
+        """Returns these logits in fp32, not computed either; accelerate calls this on outputs."""
         if not self.is_unused or options:
             return self.compute().float(**options)
         if self.dtype is torch.float32:

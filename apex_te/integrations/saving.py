@@ -150,7 +150,7 @@ def _remove_fp8_state(folder: str | os.PathLike[str]) -> None:
 class SavePretrained:
     """Callable in place of a model's ``save_pretrained``, which writes FP8 state to its own file.
 
-    With ``fp8_state=False`` a call writes none. In a directory ``checkpoint-<step>``, as
+    ``fp8_state=False`` writes none. In a directory ``checkpoint-<step>``, as
     ``transformers.Trainer`` makes it, FP8 state is in the file of the weights, too, since resuming
     reads only that.
     """

@@ -61,9 +61,8 @@ class TEState(NamedTuple):
     """Delayed-scaling state of one module of TransformerEngine, fp32 on the CPU.
 
     Scales are ``[slots]``, histories ``[length, slots]``, row 0 with the staged amax values
-    included. An amax that was saved as Inf or NaN is 0. If ``pending``, the next update is still to
-    use the staged amax values: in releases with a global buffer of amax values, as a key of the
-    dict tells.
+    included. Saved amax values of Inf or NaN are 0. If ``pending``, an update before the next
+    forward is still to use the staged ones, as in releases with a global buffer of amax values.
     """
 
     scale_fwd: torch.Tensor
@@ -150,9 +149,7 @@ def _decoded(extra_state: Any) -> Any:
 def _direction(
     saved: dict[str, Any], direction: str, is_own: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns scales ``[slots]`` and amax histories ``[length, slots]``, checked, fp32 on the
-    CPU.
-    """
+    """Returns checked scales ``[slots]`` and histories ``[length, slots]``, fp32 on the CPU."""
     scale = _checked_tensor(saved, f"scale_{direction}", 1)
     history = _checked_tensor(saved, f"amax_history_{direction}", 2)
     if not ((scale > 0) & torch.isfinite(scale) & torch.isfinite(scale.reciprocal())).all():
@@ -282,9 +279,7 @@ class SavedState(NamedTuple):
 
 
 def saved_state(extra_state: Any, module: FP8Module) -> SavedState | None:
-    """Returns the FP8 state that an ``_extra_state``, TransformerEngine's or apex_te's, holds, or
-    None.
-    """
+    """Returns the FP8 state that an ``_extra_state`` (TransformerEngine's or apex_te's) holds."""
     saved = _decoded(extra_state)
     found = _te_state(saved)
     if found is None:
@@ -338,7 +333,7 @@ def _saves_its_own(module: torch.nn.Module) -> bool:
 
 
 def _converted(found: TEState, gemms: int, by_kind: bool) -> FP8State:
-    """Converts TransformerEngine's state to that of a module with ``gemms`` GEMMs, on the CPU.
+    """Converts TransformerEngine's state to that of ``gemms`` GEMMs, on the CPU.
 
     The slots are sorted ``by_kind`` (inputs, weights, outputs) or by GEMM. Slots that releases 0.x
     do not have hold no amax values.
@@ -371,7 +366,7 @@ def _converted(found: TEState, gemms: int, by_kind: bool) -> FP8State:
 
 
 def _goes_by_kind(history: torch.Tensor, gemms: int) -> bool:
-    """Returns True if slots are sorted by kind (inputs, weights, outputs), not by GEMM."""
+    """Returns True if forward slots are sorted by kind (inputs, weights, outputs), not by GEMM."""
     if gemms == 1 or history.shape[1] != FORWARD_SLOTS * gemms:
         return False
     used = history.any(0)

@@ -144,9 +144,7 @@ def _check(model: Any, sample: Any, repeats: Any, **limits: Any) -> None:
 
 
 def _layers(model: nn.Module) -> dict[str, tuple[nn.Module, str | None]]:
-    """Returns the layers that compute GEMMs, with the reason why ``from_torch`` keeps one, or
-    None.
-    """
+    """Returns the layers that compute GEMMs, with the reason why ``from_torch`` keeps one."""
     selection = Selection(model, None, None, 0, 0, 0, 1)
     found: dict[str, tuple[nn.Module, str | None]] = {}
     inside: list[str] = []

@@ -21,10 +21,7 @@ __all__ = ["LayerCall", "record_calls", "restored_random_states", "tensors_of"]
 class LayerCall:
     """First call of a layer in a forward of the sample; its tensors are those of the model's graph.
 
-    Attributes:
-        autocast: dtype of ``torch.autocast`` around the call, None outside of it.
-        gradients: gradients of the output's tensors, by their index among ``tensors_of(output)``.
-        count: number of calls in the forward.
+    ``gradients`` has those of the output's tensors, by their index among ``tensors_of(output)``.
     """
 
     args: tuple[Any, ...]
@@ -120,9 +117,7 @@ def _run(model: nn.Module, sample: Any) -> Any:
 
 
 def _loss(output: Any) -> torch.Tensor:
-    """Returns an output's ``loss``, itself if it is one number, else the sum of its mean
-    squares.
-    """
+    """Returns an output's ``loss``, or itself if it is one number, or the sum of mean squares."""
     given = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
     if isinstance(given, torch.Tensor) and given.numel() == 1:
         return given.sum()

@@ -67,10 +67,7 @@ def has_fp8(module: nn.Module) -> bool:
 
 
 class Runner:
-    """Repeats one call of a layer, forward and backward, with copies of its arguments.
-
-    ``grad`` runs the forward with gradients enabled even if there is no backward.
-    """
+    """Repeats one call of a layer, forward and, with gradients, backward, with copied arguments."""
 
     def __init__(
         self, layer: nn.Module, call: LayerCall, recipe: Recipe | None, grad: bool = False
@@ -132,10 +129,9 @@ def _twins(layer: nn.Module) -> tuple[nn.Module, nn.Module]:
 
 
 def _alone(recipe: Recipe) -> Recipe:
-    """Returns a recipe whose scales are those of the tensors that it is tried with, on this rank.
+    """Returns a recipe with scales of the tensors themselves, on this rank.
 
-    Delayed scaling takes its first scales from the tensors; scales after some steps are about
-    these.
+    Those of delayed scaling are about these after some steps.
     """
     if isinstance(recipe, DelayedScaling):
         return dataclasses.replace(recipe, reduce_amax=False, first_step="current")
@@ -143,10 +139,7 @@ def _alone(recipe: Recipe) -> Recipe:
 
 
 def observe(layer: nn.Module, call: LayerCall, recipe: Recipe) -> dict[str, RoleStatistics]:
-    """Returns the statistics of a layer's tensors in one step in FP8, by role.
-
-    The roles are "input", "weight" and, if the call has a gradient, "grad_output".
-    """
+    """Returns the statistics of a layer's tensors in one step in FP8, by role."""
     found: dict[str, list[torch.Tensor]] = {}
 
     def note(gemm: int, role: str, x: Any, quantized: Any, quantizer: Any) -> None:
@@ -165,9 +158,7 @@ def observe(layer: nn.Module, call: LayerCall, recipe: Recipe) -> dict[str, Role
 
 
 def _signal_and_noise(x: torch.Tensor, decoded: torch.Tensor) -> torch.Tensor:
-    """Returns sums of squares of ``x`` and of its FP8 error, float64 ``[2]``, over finite
-    elements.
-    """
+    """Returns sums of squares of finite elements and of their FP8 errors, float64 ``[2]``."""
     values = x.detach().float()
     decoded = decoded[: values.shape[0], : values.shape[1]]
     finite = torch.isfinite(values) & torch.isfinite(decoded)

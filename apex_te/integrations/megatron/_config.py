@@ -52,11 +52,9 @@ def refuse(owner: str, name: str, wanted: object, got: object) -> NotImplemented
 class Layout(NamedTuple):
     """Split of a layer over tensor-parallel ranks; a ``group`` of None is to be set before forward.
 
-    Attributes:
-        explicit: True for the layer of an expert that runs no collectives itself, because
-            Megatron's dispatcher of tokens runs them.
-        allreduce: attribute of the parameters that Megatron reads: False if experts are spread over
-            ranks, so that their gradients are reduced over fewer.
+    An expert's layer is ``explicit`` if Megatron's dispatcher runs its collectives. ``allreduce``
+    is False if experts are spread over ranks, so that gradients are reduced over fewer; Megatron
+    reads it.
     """
 
     group: Any
@@ -66,10 +64,7 @@ class Layout(NamedTuple):
 
 
 class Reader:
-    """View of ``config`` for one layer, which adds defaults (``DEFAULTS``) and checks.
-
-    ``recipe`` is the recipe's command-line name, such as ``"delayed"``; None without FP8.
-    """
+    """View of ``config`` for one layer, which adds defaults (``DEFAULTS``) and checks."""
 
     def __init__(self, owner: str, config: Any) -> None:
         if config is None or isinstance(config, (dict, str, int, float)):
@@ -138,8 +133,8 @@ class Reader:
     ) -> Callable[[torch.Tensor], Any]:
         """Returns the function that fills this rank's shard of a new weight, in place.
 
-        With ``use_cpu_initialization`` all ranks draw the same whole weight in fp32, and each keeps
-        its shard. Without ``init_method`` and one in ``config``, values are N(0, 0.023).
+        With ``use_cpu_initialization`` all ranks draw the same whole weight in fp32. The default is
+        N(0, 0.023).
         """
         if init_method is None:
             init_method = self.init_method
@@ -179,8 +174,7 @@ class Reader:
     def tracker(self) -> Callable[[], Any] | None:
         """Returns a function that returns the tracker of random states for split weights, or None.
 
-        It is that of ``config``, or else Megatron's if initialised. None with
-        ``use_cpu_initialization``, where all ranks draw alike.
+        ``use_cpu_initialization`` needs none, as all ranks draw alike.
         """
         if self.use_cpu_initialization:
             return None

@@ -15,9 +15,7 @@ __all__ = ["MegatronLayer", "check_flags"]
 
 
 def check_flags(owner: str, required: dict[str, tuple[Any, Any]], **flags: Any) -> None:
-    """Checks arguments with one available value, ``(wanted, got)``, and ``flags``, which must be
-    bools.
-    """
+    """Checks arguments that must be as ``wanted``, not as ``got``, and ``flags`` for bools."""
     for name, value in flags.items():
         if not isinstance(value, bool):
             raise TypeError(f"{owner}: {name} must be a bool, got {type(value).__name__}")
@@ -43,10 +41,7 @@ class MegatronLayer(torch.nn.Module):
     _several = False  # True for layers with the weights of several experts
 
     def _finish(self, read: Reader, layout: Layout, axes: dict[str, int]) -> None:
-        """Sets attributes of the layer and its parameters, after the module's constructor.
-
-        ``axes`` has the dimension along which a parameter is split, by the parameter's name.
-        """
+        """Sets attributes of the layer and its parameters, which are split along ``axes``."""
         self.is_first_microbatch = True
         self.disable_parameter_transpose_cache = bool(read.disable_parameter_transpose_cache)
         self.sharded_axes = axes if layout.ranks > 1 else {}
@@ -59,10 +54,8 @@ class MegatronLayer(torch.nn.Module):
             parameter.allreduce = layout.allreduce  # type: ignore[attr-defined]
 
     def _first(self, is_first_microbatch: bool | None) -> bool | None:
-        """Returns the argument ``is_first_microbatch`` for the module's forward.
-
-        If ``config`` says so and the caller gives None, the layer's attribute is used, and then
-        False.
+        """Returns the argument ``is_first_microbatch``, by default the attribute, False
+        afterwards.
         """
         if is_first_microbatch is None and not self.disable_parameter_transpose_cache:
             is_first_microbatch = self.is_first_microbatch
