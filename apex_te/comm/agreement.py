@@ -56,7 +56,7 @@ def header(count: int, content: bytes, flag: int = 0) -> list[int]:
 
 
 class Comparison(NamedTuple):
-    """Outcome of comparing all ranks' headers; ``flag`` is the largest one."""
+    """Outcome of comparing all ranks' headers: the range of counts, and the largest flag."""
 
     least: int
     most: int
@@ -129,9 +129,7 @@ def _description(values: Mapping[str, object], has_error: bool) -> bytes:
 
 
 def _word(value: object) -> object:
-    """Returns an object whose ``str`` is the same on all ranks: a callable's own may hold an
-    address.
-    """
+    """Returns what to compare ``value`` by: a callable's own ``str`` may hold an address."""
     if isinstance(value, enum.Enum):
         return value.name
     return getattr(value, "__qualname__", type(value).__name__) if callable(value) else value

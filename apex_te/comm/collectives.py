@@ -68,9 +68,7 @@ class Pending:
         return self._result
 
     def pieces(self) -> Iterator[tuple[slice, torch.Tensor]]:
-        """Yields slices of dimension 0 and their rows, in order of arrival, valid until
-        ``release``.
-        """
+        """Yields the result's rows, with their slice, as they arrive; valid until ``release``."""
         result = self.wait()
         yield slice(0, result.shape[0]), result
 

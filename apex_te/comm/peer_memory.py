@@ -219,9 +219,7 @@ class _Buffer:
 
 
 class _Pieces(NamedTuple):
-    """Views of a buffer's pieces, ``[ranks * rows, ..]`` as a ``whole`` and ``[rows, ..]`` by
-    rank.
-    """
+    """Views of a buffer's pieces: ``[ranks * rows, ..]`` as a whole, and each rank's part."""
 
     whole: torch.Tensor
     places: list[slice]
@@ -330,9 +328,7 @@ class _Gathered(Pending):
             yield pieces.places[rank], pieces.parts[rank]
 
     def _await_next(self) -> int:
-        """Makes the stream wait for the next piece, and returns its rank, from the one before
-        downwards.
-        """
+        """Makes the current stream wait for the next peer's piece, and returns the peer's rank."""
         memory, buffer = self._turns.memory, self._buffer
         self._awaited += 1
         rank = (memory.rank - self._awaited) % memory.ranks
@@ -362,8 +358,9 @@ class _Gathered(Pending):
 
 
 class _Reduced(Pending):
-    """Handle of a sum, which is computed and sent here and added up from peers' pieces in
-    ``wait``.
+    """Handle of a sum: each peer's summand of this rank's rows arrives in this rank's buffer.
+
+    Making it calls ``produce`` and starts the copies to peers; ``wait`` adds up what arrived.
     """
 
     __slots__ = ("_buffer", "_turns")

@@ -16,9 +16,7 @@ ORIGINAL = "_apex_te_original"
 
 
 class Original(NamedTuple):
-    """Layer that a joined one replaces, with its parameters in ``views`` instead, by dotted
-    name.
-    """
+    """Layer that a joined one replaces; ``views`` has its parameters, by dotted name in it."""
 
     module: nn.Module
     views: dict[str, PartView]

@@ -61,8 +61,9 @@ def original_part(part: torch.Tensor, transposed: bool) -> torch.Tensor:
 
 
 def joined(values: list[torch.Tensor], transposed: bool) -> torch.Tensor:
-    """Returns weights, ``[in, out]`` if ``transposed``, or biases, stacked by rows, without need
-    uncopied.
+    """Returns weights (``[in, out]`` if ``transposed``) or biases, stacked by rows.
+
+    A single one that is not transposed is returned itself.
     """
     if len(values) == 1 and not transposed:
         return values[0]
@@ -80,9 +81,7 @@ class PartView:
         self.rows: dict[str, tuple[str, int, int, bool]] = {}
 
     def part(self, attribute: str) -> torch.Tensor | None:
-        """Returns a view of an original parameter, in the original layout; None if there was
-        none.
-        """
+        """Returns a view of an original parameter, in its own layout; None if there was none."""
         if attribute not in self.rows:
             return None
         name, start, rows, transposed = self.rows[attribute]
@@ -181,9 +180,7 @@ class PartParameters(dict[str, Any]):
 
 
 class _OriginalWeights:
-    """Weights, stacked from others, by which accelerate's hook of a joined layer finds
-    parameters.
-    """
+    """Weights for accelerate's hook of a joined layer, stacked from the original ones."""
 
     def __init__(self, weights: Any, block: str, entries: Iterable[JoinedKey]) -> None:
         self.dataset, self.prefix = weights.dataset, weights.prefix
@@ -209,8 +206,9 @@ def read_original_keys(hook: Any, keys: tuple[str, tuple[JoinedKey, ...]]) -> No
 
 
 class JoinedState:
-    """State dict hooks of one block, by which it has the original layers' keys in their
-    ``order``.
+    """State dict hooks of one block, which give and take the keys of the original layers.
+
+    The keys keep ``order``, that of the state dict before any layer was joined.
     """
 
     def __init__(self, entries: Iterable[JoinedKey], order: list[str]) -> None:

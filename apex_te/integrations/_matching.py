@@ -54,9 +54,7 @@ _HOOKS = (
 
 
 def is_class(module: object, path: str, *names: str) -> bool:
-    """Returns True if the class of ``module`` has one of ``names`` in the Python module
-    ``path``.
-    """
+    """Returns True if the Python module ``path`` defines the class under one of ``names``."""
     kind = type(module)
     return kind.__module__ == path and kind.__name__ in names
 
@@ -95,8 +93,8 @@ def norm_eps(module: nn.Module) -> float:
 
 
 def family_class(module: object) -> tuple[str, str]:
-    """Returns Hugging Face's family and class name, such as ``("llama", "LlamaMLP")``, or "" for
-    none.
+    """Returns the family of Hugging Face ("" for none) and the class name, such as ``("llama",
+    "LlamaMLP")``.
     """
     kind = type(module)
     found = re.fullmatch(r"transformers\.models\.(\w+)\.modeling_(\w+)", kind.__module__)

@@ -88,9 +88,7 @@ class Storage:
         self.values: torch.Tensor | None = None
 
     def flat(self) -> torch.Tensor:
-        """Returns the elements as one vector for all tensors, which bounds memory by the file's
-        size.
-        """
+        """Returns the elements as a vector that all tensors share, which bounds the memory."""
         if self.data is None:
             raise TensorPickleError("a storage has no bytes")
         if self.values is None:
@@ -394,7 +392,10 @@ def _fill(storage: Storage, data: bytes) -> None:
 
 
 def _resolved(value: Any) -> Any:
-    """Replaces a ``Strided``, or those right in a dict or list, each by its tensor, once."""
+    """Replaces each ``Strided`` by its tensor: ``value`` itself, or the items of a dict or list.
+
+    A ``Strided`` in a deeper container stays. Items that are the same ``Strided`` get one tensor.
+    """
     made: dict[int, torch.Tensor] = {}
 
     def tensor(item: Any) -> Any:

@@ -13,7 +13,7 @@ __all__ = ["WrappedForward", "wrapped_forwards"]
 
 
 class WrappedForward:
-    """Callable in place of a model's ``forward``, which runs that by a subclass's ``_run``.
+    """Callable in place of a model's ``forward``, which runs that in a subclass's ``_run``.
 
     A copy or pickle of the model contains an object that runs the copy.
     """
@@ -66,9 +66,7 @@ class WrappedForward:
         return self.active and any(forward is self for forward in wrapped_forwards(model))
 
     def remove(self) -> None:
-        """Takes this away, or leaves it without effect if another library has wrapped the
-        forward.
-        """
+        """Takes this away, or makes it do nothing if another library wrapped the forward."""
         self.active = False
         own = vars(self.model)
         if own.get("forward") is self:

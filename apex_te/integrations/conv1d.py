@@ -53,9 +53,7 @@ _CLASSES: dict[type, type[Conv1DLinear]] = {}
 
 
 def conv1d_linear(base: type[nn.Module]) -> type[Conv1DLinear]:
-    """Returns the subclass of ``Conv1DLinear`` and ``base``, which is made once for each
-    ``base``.
-    """
+    """Returns the subclass of ``Conv1DLinear`` and ``base``, one for each ``base``."""
     if base not in _CLASSES:
         namespace = {"__module__": __name__, "__doc__": Conv1DLinear.__doc__}
         _CLASSES[base] = type("Conv1DLinear", (Conv1DLinear, base), namespace)

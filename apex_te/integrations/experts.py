@@ -75,9 +75,7 @@ class StackedExperts(nn.Module):
     def forward(
         self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
     ) -> torch.Tensor:
-        """Sums the results of the experts that its router chose, ``[tokens, k]``, for each
-        token.
-        """
+        """Sums, for each token, the results of its ``k`` experts; indices are ``[tokens, k]``."""
         if not self._in_fp8():
             out: torch.Tensor = super().forward(hidden_states, top_k_index, top_k_weights)
             return out
@@ -147,9 +145,7 @@ _CLASSES: dict[type, type[StackedExperts]] = {}
 
 
 def stacked_experts(base: type[nn.Module]) -> type[StackedExperts]:
-    """Returns the subclass of ``StackedExperts`` and ``base``, which is made once for each
-    ``base``.
-    """
+    """Returns the subclass of ``StackedExperts`` and ``base``, one for each ``base``."""
     if base not in _CLASSES:
         namespace = {"__module__": __name__, "__doc__": StackedExperts.__doc__}
         _CLASSES[base] = type("StackedExperts", (StackedExperts, base), namespace)

@@ -104,8 +104,9 @@ def export_fp8(
 
 
 class _Source:
-    """GEMM's weight, quantized once for all originals; ``input_scale`` is the input's
-    ``scale_inv``.
+    """Weight of a GEMM, quantized once for all the original weights that it was joined from.
+
+    ``input_scale`` is the input's ``scale_inv``, ``[1]``; None with dynamic activations.
     """
 
     def __init__(self, weight: torch.Tensor, input_scale: torch.Tensor | None) -> None:

@@ -221,9 +221,7 @@ def _converted(
 
 
 def _together(left: list[tuple[str, str]]) -> list[tuple[str, str]]:
-    """Joins entries of the warning that differ by numbers in their names only, with ``*`` for
-    these.
-    """
+    """Joins entries of the warning whose names differ by numbers only, shown as ``*``."""
     groups: dict[tuple[str, str], list[str]] = {}
     for name, reason in left:
         groups.setdefault((numbered(name), reason), []).append(name)

@@ -114,7 +114,7 @@ class FusedLoss(WrappedForward):
 
 
 class _InPlace:
-    """Callable in place of a module's attribute while ``users`` forwards of any threads run."""
+    """Callable in place of a module's attribute while ``users`` forwards (of any thread) run."""
 
     def __init__(self) -> None:
         self.users = 0
@@ -140,7 +140,7 @@ class _LossInPlace(_InPlace):
 class _LazyHead(_InPlace):
     """Callable in place of a head's ``forward``, which leaves the GEMM to the loss.
 
-    After ``has_multiplied`` calls that gave logits, the loss could not compute the GEMM.
+    ``has_multiplied`` is True after a call that gave logits, since the loss could not compute them.
     """
 
     def __init__(self, head: nn.Module) -> None:

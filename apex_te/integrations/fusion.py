@@ -158,7 +158,9 @@ def _living_optimizers() -> list[Any]:
 
 
 def _held(names: dict[int, str], optimizers: list[Any]) -> tuple[str, str] | None:
-    """Returns an optimizer's class name and the name of a parameter that it holds, by ``id``."""
+    """Returns class name and parameter's name for the first optimizer with an ``id`` in
+    ``names``.
+    """
     for optimizer in optimizers:
         for group in getattr(optimizer, "param_groups", ()):
             for parameter in group["params"]:
@@ -168,7 +170,7 @@ def _held(names: dict[int, str], optimizers: list[Any]) -> tuple[str, str] | Non
 
 
 class _NotFusable(Exception):
-    """Raised for layers that cannot be joined, with a warning unless ``chosen`` by an option."""
+    """Raised for layers that cannot be joined; ``chosen`` if by an option, so without a warning."""
 
     def __init__(self, reason: str, chosen: bool = False) -> None:
         super().__init__(reason)
@@ -289,7 +291,7 @@ class JoinedProjections(_Joined, Linear):  # type: ignore[misc]
 
 
 class _NormApart(_Joined, NormedModule):
-    """Base of joined layers, whose ``norm`` stays a submodule of the block, and is not theirs."""
+    """Base of joined layers; their ``norm`` is a submodule of the block, not theirs."""
 
     norm: JoinedNorm
 
@@ -431,8 +433,9 @@ def _unknown_blocks(model: nn.Module) -> list[tuple[str, str]]:
 
 
 class _Source(NamedTuple):
-    """Layers, by dotted name in the block, to become one; ``[in, out]`` weights if
-    ``transposed``.
+    """Norm and linear layers of a block that are to become one layer, by dotted name in the block.
+
+    Weights are ``[in, out]`` if ``transposed``, as in GPT-2.
     """
 
     norm_name: str | None
@@ -454,7 +457,7 @@ class _Source(NamedTuple):
         }
 
     def parts(self, attribute: str, *names: str) -> list[tuple[str, Any]]:
-        """Returns the Parameters ``attribute`` of layers, or None, with keys in the block."""
+        """Returns key in the block and Parameter of ``names``; None for an absent bias."""
         return [(f"{name}.{attribute}", getattr(self.linears[name], attribute)) for name in names]
 
     def former_entries(self, path: str) -> list[JoinedKey]:
@@ -679,9 +682,7 @@ def _fill(
 def _show_originals(
     block: nn.Module, module: nn.Module, entries: list[JoinedKey]
 ) -> dict[str, PartView]:
-    """Makes originals such as ``q_proj.weight`` readable under their names; returns them by
-    layer.
-    """
+    """Makes original parameters readable under their names, and returns them by layer."""
     views: dict[str, PartView] = {}
     for entry in entries:
         start = 0

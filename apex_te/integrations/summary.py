@@ -20,7 +20,7 @@ ATTRIBUTE = "_apex_te_conversion"
 
 
 class Layer(NamedTuple):
-    """Layer that ``from_torch`` converted (``before`` to ``after``) or kept (for ``reason``).
+    """Layer that ``from_torch`` converted, or kept for ``reason`` (``after`` is then None).
 
     ``before`` has the class's name or, of a joined layer, the names of its parts.
     """
@@ -37,9 +37,9 @@ def numbered(name: str) -> str:
 
 
 class Share(NamedTuple):
-    """Numbers of elements by whether matmuls take them in FP8; ``matmul`` counts all their weights.
+    """Numbers of a model's elements: of weights in FP8, of all weights of matmuls, in total.
 
-    ``padded`` names layers in FP8 with a size that is not a multiple of 16.
+    Shared ones count once. ``padded`` names layers in FP8 with a size that is not a multiple of 16.
     """
 
     fp8: int

@@ -67,7 +67,10 @@ def has_fp8(module: nn.Module) -> bool:
 
 
 class Runner:
-    """Repeats one call of a layer, forward and, with gradients, backward, with copied arguments."""
+    """Repeats one call of a layer, forward and backward, with copies of its arguments.
+
+    ``grad`` runs the forward with gradients enabled even if there is no backward.
+    """
 
     def __init__(
         self, layer: nn.Module, call: LayerCall, recipe: Recipe | None, grad: bool = False
@@ -129,9 +132,9 @@ def _twins(layer: nn.Module) -> tuple[nn.Module, nn.Module]:
 
 
 def _alone(recipe: Recipe) -> Recipe:
-    """Returns a recipe with scales of the tensors themselves, on this rank.
+    """Returns a recipe whose scales are those of the tensors themselves, on this rank.
 
-    Those of delayed scaling are about these after some steps.
+    Delayed scaling comes to about these scales after some steps.
     """
     if isinstance(recipe, DelayedScaling):
         return dataclasses.replace(recipe, reduce_amax=False, first_step="current")
@@ -158,7 +161,9 @@ def observe(layer: nn.Module, call: LayerCall, recipe: Recipe) -> dict[str, Role
 
 
 def _signal_and_noise(x: torch.Tensor, decoded: torch.Tensor) -> torch.Tensor:
-    """Returns sums of squares of finite elements and of their FP8 errors, float64 ``[2]``."""
+    """Returns sums of squares of ``x`` and of its FP8 error over finite elements, float64
+    ``[2]``.
+    """
     values = x.detach().float()
     decoded = decoded[: values.shape[0], : values.shape[1]]
     finite = torch.isfinite(values) & torch.isfinite(decoded)

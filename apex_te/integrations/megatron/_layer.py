@@ -15,7 +15,7 @@ __all__ = ["MegatronLayer", "check_flags"]
 
 
 def check_flags(owner: str, required: dict[str, tuple[Any, Any]], **flags: Any) -> None:
-    """Checks arguments that must be as ``wanted``, not as ``got``, and ``flags`` for bools."""
+    """Checks that arguments are as wanted, ``(wanted, got)`` by name, and that flags are bools."""
     for name, value in flags.items():
         if not isinstance(value, bool):
             raise TypeError(f"{owner}: {name} must be a bool, got {type(value).__name__}")
@@ -54,8 +54,9 @@ class MegatronLayer(torch.nn.Module):
             parameter.allreduce = layout.allreduce  # type: ignore[attr-defined]
 
     def _first(self, is_first_microbatch: bool | None) -> bool | None:
-        """Returns the argument ``is_first_microbatch``, by default the attribute, False
-        afterwards.
+        """Returns the argument ``is_first_microbatch`` for the module's forward.
+
+        If ``config`` says so, the attribute replaces None. It is False afterwards.
         """
         if is_first_microbatch is None and not self.disable_parameter_transpose_cache:
             is_first_microbatch = self.is_first_microbatch
