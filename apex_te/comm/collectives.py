@@ -104,10 +104,7 @@ def _name(group: Any) -> str:
 
 
 def all_gather_rows(x: torch.Tensor, group: Any) -> Pending:
-    """Begins to gather the rows of all ranks to ``[ranks * rows, ..]``, ordered by rank.
-
-    All ranks have an ``x`` of one shape and dtype.
-    """
+    """Begins to gather ``x``, of one shape on all ranks, to ``[ranks * rows, ..]`` by rank."""
     x = x.contiguous()
     if torch.compiler.is_compiling():
         ranks, name = world_size(group), _name(group)

@@ -93,7 +93,7 @@ def norm_eps(module: nn.Module) -> float:
 
 
 def family_class(module: object) -> tuple[str, str]:
-    """Returns the family of Hugging Face ("" for none) and the class name, such as ``("llama",
+    """Returns the family of Hugging Face's, or "", and the class name: ``("llama",
     "LlamaMLP")``.
     """
     kind = type(module)

@@ -310,8 +310,7 @@ def _parts(
 def _tied_to_others(model: nn.Module, parts: dict[str, _Part]) -> list[str]:
     """Returns the keys of ``parts`` whose weight another module uses that reads no FP8.
 
-    A tied head's is its embedding's, and is in the checkpoint once. A module under several names
-    counts once.
+    A tied head's is its embedding's, which the checkpoint has once.
     """
     holders: dict[int, list[str]] = {}
     for name, module in model.named_modules():

@@ -158,9 +158,7 @@ def _living_optimizers() -> list[Any]:
 
 
 def _held(names: dict[int, str], optimizers: list[Any]) -> tuple[str, str] | None:
-    """Returns class name and parameter's name for the first optimizer with an ``id`` in
-    ``names``.
-    """
+    """Returns class name and parameter's name for an optimizer with an ``id`` in ``names``."""
     for optimizer in optimizers:
         for group in getattr(optimizer, "param_groups", ()):
             for parameter in group["params"]:
@@ -433,9 +431,8 @@ def _unknown_blocks(model: nn.Module) -> list[tuple[str, str]]:
 
 
 class _Source(NamedTuple):
-    """Norm and linear layers of a block that are to become one layer, by dotted name in the block.
-
-    Weights are ``[in, out]`` if ``transposed``, as in GPT-2.
+    """Layers of a block to become one, by dotted name; weights are ``[in, out]`` if
+    ``transposed``.
     """
 
     norm_name: str | None

@@ -161,9 +161,7 @@ def observe(layer: nn.Module, call: LayerCall, recipe: Recipe) -> dict[str, Role
 
 
 def _signal_and_noise(x: torch.Tensor, decoded: torch.Tensor) -> torch.Tensor:
-    """Returns sums of squares of ``x`` and of its FP8 error over finite elements, float64
-    ``[2]``.
-    """
+    """Returns sums of squares of ``x`` and its FP8 error, float64 ``[2]``; only finite elements."""
     values = x.detach().float()
     decoded = decoded[: values.shape[0], : values.shape[1]]
     finite = torch.isfinite(values) & torch.isfinite(decoded)

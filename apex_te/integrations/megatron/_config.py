@@ -172,10 +172,7 @@ class Reader:
         return part_of_whole
 
     def tracker(self) -> Callable[[], Any] | None:
-        """Returns a function that returns the tracker of random states for split weights, or None.
-
-        ``use_cpu_initialization`` needs none, as all ranks draw alike.
-        """
+        """Returns a function for the tracker of random states; None if all ranks draw alike."""
         if self.use_cpu_initialization:
             return None
         if self.get_rng_state_tracker is not None:
