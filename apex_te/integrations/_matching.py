@@ -93,9 +93,7 @@ def norm_eps(module: nn.Module) -> float:
 
 
 def family_class(module: object) -> tuple[str, str]:
-    """Returns the family of Hugging Face's, or "", and the class name: ``("llama",
-    "LlamaMLP")``.
-    """
+    """Returns Hugging Face's family ("" for none) and the class name of ``module``."""
     kind = type(module)
     found = re.fullmatch(r"transformers\.models\.(\w+)\.modeling_(\w+)", kind.__module__)
     return (found[1] if found and found[1] == found[2] else "", kind.__name__)

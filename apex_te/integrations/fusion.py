@@ -431,9 +431,7 @@ def _unknown_blocks(model: nn.Module) -> list[tuple[str, str]]:
 
 
 class _Source(NamedTuple):
-    """Layers of a block to become one, by dotted name; weights are ``[in, out]`` if
-    ``transposed``.
-    """
+    """Layers of a block to become one, by dotted name; weights ``[in, out]`` if ``transposed``."""
 
     norm_name: str | None
     norm: Any

@@ -172,7 +172,10 @@ class Reader:
         return part_of_whole
 
     def tracker(self) -> Callable[[], Any] | None:
-        """Returns a function for the tracker of random states; None if all ranks draw alike."""
+        """Returns ``config``'s or Megatron's function for the tracker of random states, or None.
+
+        ``use_cpu_initialization`` needs none, as all ranks draw alike.
+        """
         if self.use_cpu_initialization:
             return None
         if self.get_rng_state_tracker is not None:
