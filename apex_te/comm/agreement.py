@@ -48,28 +48,13 @@ class RankMismatchError(RuntimeError):
 
 
 def header(count: int, content: bytes, flag: int = 0) -> list[int]:
-    """Returns this rank's header, to be reduced by MAX over ranks and read by ``compared``.
-
-    Args:
-        count: number of things (parameters, FP8 modules) that every rank must have as many of.
-        content: description of these things, whose digest (CRC-32) must be equal on all ranks.
-
-    Returns:
-        ``HEADER`` ints, each of which fits an int32.
-    """
+    """Returns this rank's int32 numbers, to be reduced by MAX and read by ``compared``."""
     digest = zlib.crc32(content) & TOP
     return [count, TOP - count, digest, TOP - digest, flag]
 
 
 class Comparison(NamedTuple):
-    """Outcome of comparing the headers of all ranks of a group.
-
-    Attributes:
-        least: the smallest ``count`` that a rank gave to ``header``.
-        most: the largest ``count`` that a rank gave.
-        same_digest: True if the digests of ``content`` are equal on all ranks.
-        flag: the largest ``flag`` that a rank gave.
-    """
+    """Outcome of comparing all ranks' headers: the range of counts, and the largest flag."""
 
     least: int
     most: int
@@ -90,11 +75,7 @@ class Comparison(NamedTuple):
 
 
 def compared(numbers: Sequence[int]) -> Comparison:
-    """Compares the headers of all ranks.
-
-    Args:
-        numbers: ``HEADER`` ints, the element-wise maximum of all ranks' headers.
-    """
+    """Reads the element-wise maximum of all ranks' headers."""
     most, least, largest, smallest, flag = numbers
     return Comparison(TOP - least, most, largest == TOP - smallest, flag)
 
@@ -107,23 +88,11 @@ def check_same(
     device: torch.device,
     error: Exception | None = None,
 ) -> None:
-    """Checks that ``values`` are equal on all ranks of ``group``.
+    """Checks that ``values`` are equal on all ranks of ``group``; None is the whole world.
 
-    Collective: every rank of ``group`` calls it at the same point. The host waits for the result.
-
-    Args:
-        group_name: name of the argument by which the user gave ``group``, for messages.
-        group: process group; None is the whole world.
-        values: values to compare, by the names that messages give them. They are compared as text:
-            enums by name, callables by qualified name, others by ``str``.
-        device: device on which the descriptions are gathered; "gloo" gathers them on the CPU.
-        error: exception that this rank found in its arguments, or None. It is raised after the
-            collective, so that the other ranks raise, too, instead of waiting for this one.
-
-    Raises:
-        Exception: ``error``, on the rank that gave it.
-        RankMismatchError: on every rank, if values differ; if some ranks gave an ``error``, on the
-            other ranks.
+    Collective, and the host waits. An ``error`` of this rank's arguments is raised after the
+    collective, while the other ranks raise ``RankMismatchError`` instead of waiting for this one.
+    Values are compared as text: enums by name, callables by qualified name, others by ``str``.
     """
     if error is not None:
         values = {_REFUSED: f"{type(error).__name__}: {error}"}
@@ -150,14 +119,7 @@ def check_same(
 
 
 def _description(values: Mapping[str, object], has_error: bool) -> bytes:
-    """Returns this rank's description for ``check_same``, ``_BYTES`` bytes long.
-
-    Args:
-        values: values to compare, by name.
-
-    Returns:
-        The header, then as many lines ``name=value`` as fit, then zero bytes.
-    """
+    """Returns the header and as many lines ``name=value`` as fit, padded to ``_BYTES`` bytes."""
     lines = [f"{key}={' '.join(str(_word(value)).split())}" for key, value in values.items()]
     text = "\n".join(lines).encode()
     numbers = header(len(text), text, int(has_error))
@@ -165,27 +127,14 @@ def _description(values: Mapping[str, object], has_error: bool) -> bytes:
 
 
 def _word(value: object) -> object:
-    """Returns an object whose ``str`` is the same on all ranks that have an equal ``value``.
-
-    That is the name of an enum, the qualified name of a callable, whose own ``str`` may hold a
-    memory address, and ``value`` itself otherwise.
-    """
+    """Returns what to compare ``value`` by: a callable's own ``str`` may hold an address."""
     if isinstance(value, enum.Enum):
         return value.name
     return getattr(value, "__qualname__", type(value).__name__) if callable(value) else value
 
 
 def _gathered(description: bytes, group: Any, device: torch.device) -> list[bytes]:
-    """Gathers the descriptions of all ranks; the host waits for them.
-
-    Args:
-        description: this rank's bytes, equally many on all ranks.
-        group: process group; None is the whole world.
-        device: device of the gathered tensors; the CPU instead for "gloo".
-
-    Returns:
-        The bytes of each rank, in the order of the group's ranks.
-    """
+    """Gathers the ``_BYTES`` bytes of each rank, by rank in the group; the host waits."""
     if distributed.get_backend(group) == "gloo":
         device = torch.device("cpu")
     row = torch.frombuffer(bytearray(description), dtype=torch.uint8).to(device)
@@ -195,22 +144,13 @@ def _gathered(description: bytes, group: Any, device: torch.device) -> list[byte
 
 
 def _read(description: bytes) -> dict[str, str]:
-    """Parses a rank's description, the bytes that ``_description`` made on that rank.
-
-    Returns:
-        The text of each value by the value's name. A text is cut off, and later values are missing,
-        if the description did not hold them all.
-    """
+    """Parses a rank's description; what did not fit in it is cut off or missing."""
     text = description[_HEADER_BYTES:].rstrip(b"\0").decode(errors="replace")
     return {key: value for key, _, value in (line.partition("=") for line in text.split("\n"))}
 
 
 def _by_value(key: str, ranks: list[int], known: list[dict[str, str]]) -> str:
-    """Returns text for a message: each value of ``key``, and the ranks that sent it.
-
-    Args:
-        known: values by name of each of these ranks, in their order, as ``_read`` returns them.
-    """
+    """Returns text for a message: each value of ``key``, and the ranks that sent it."""
     found: dict[str, list[int]] = {}
     for rank, values in zip(ranks, known, strict=True):
         if key in values:

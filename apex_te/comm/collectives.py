@@ -33,12 +33,8 @@ class Pending:
     """Handle of a tensor that a collective is still writing.
 
     A reader calls ``wait`` for a tensor of its own. To avoid a copy of a shared buffer, it may
-    instead read by ``pieces`` or ``borrow``, and call ``release`` afterwards.
-
-    Args:
-        result: tensor that the collective writes.
-        work: the collective's ``torch.distributed.Work``; None if nothing is to be waited for.
-        keep: tensor that the collective reads, kept alive until ``wait``.
+    instead read by ``pieces`` or ``borrow``, and call ``release`` afterwards. ``keep``, which the
+    collective reads, is kept alive until ``wait``.
     """
 
     __slots__ = ("_keep", "_result", "_work")
@@ -60,12 +56,7 @@ class Pending:
         return self._result
 
     def pieces(self) -> Iterator[tuple[slice, torch.Tensor]]:
-        """Yields the result's rows in the order of their arrival; ``release`` must follow.
-
-        Yields:
-            ``(place, rows)``: the slice of the result's first dimension, and the rows there, valid
-            until ``release``.
-        """
+        """Yields the result's rows, with their slice, as they arrive; valid until ``release``."""
         result = self.wait()
         yield slice(0, result.shape[0]), result
 
@@ -81,11 +72,7 @@ class Pending:
 
 
 class _Traced(Pending):
-    """Handle of a functional collective's result in a graph of ``torch.compile``.
-
-    Args:
-        dtype: dtype to view the result in, if FP8 data travelled as uint8; None for no view.
-    """
+    """Handle of a functional collective's result in a graph, viewed in ``dtype`` if not None."""
 
     __slots__ = ("_dtype",)
 
@@ -105,15 +92,7 @@ def _name(group: Any) -> str:
 
 
 def all_gather_rows(x: torch.Tensor, group: Any) -> Pending:
-    """Begins to gather the rows of all ranks.
-
-    Args:
-        x: ``[rows, ..]``, this rank's rows, of one shape and dtype on all ranks.
-        group: process group; None is the whole world.
-
-    Returns:
-        Handle of ``[ranks * rows, ..]``, ordered by rank.
-    """
+    """Begins to gather ``x``, of one shape on all ranks, to ``[ranks * rows, ..]`` by rank."""
     x = x.contiguous()
     if torch.compiler.is_compiling():
         ranks, name = world_size(group), _name(group)
@@ -124,19 +103,10 @@ def all_gather_rows(x: torch.Tensor, group: Any) -> Pending:
 
 
 def reduce_scatter_rows(x: torch.Tensor, group: Any, out: torch.Tensor | None = None) -> Pending:
-    """Begins to sum ``x`` over ranks; each rank gets an equal share of the sum's rows.
+    """Begins to sum ``x`` over ranks; rank ``r`` gets rows ``r * rows / ranks`` onwards.
 
-    Args:
-        x: ``[rows, ..]``, this rank's summand.
-        group: process group; None is the whole world.
-        out: contiguous ``[rows / ranks, ..]`` for the result; None allocates it. It is ignored in a
-            graph of ``torch.compile``, where torch 2.11 loses the gradient of a copy.
-
-    Returns:
-        Handle of ``[rows / ranks, ..]``: rank ``r`` gets rows ``r * rows / ranks`` onwards.
-
-    Raises:
-        ValueError: the number of ranks does not divide ``rows``.
+    The result is ``out``, contiguous ``[rows / ranks, ..]``, if given. A graph of ``torch.compile``
+    ignores ``out``, because torch 2.11 loses the gradient of a copy there.
     """
     ranks = world_size(group)
     if x.shape[0] % ranks:
@@ -156,16 +126,9 @@ def reduce_scatter_rows(x: torch.Tensor, group: Any, out: torch.Tensor | None = 
 def all_to_all_rows(
     x: torch.Tensor, sent: Sequence[int], received: Sequence[int], group: Any
 ) -> Pending:
-    """Begins to send some rows to each rank, and to receive some from each.
+    """Begins to send ``sent[r]`` rows to each rank ``r``, and to receive ``received[r]`` rows.
 
-    Args:
-        x: ``[sum(sent), ..]``, the rows that this rank sends, ordered by receiving rank.
-        sent: number of rows to send to each rank, possibly 0.
-        received: number of rows to receive from each rank, possibly 0.
-        group: process group; None is the whole world.
-
-    Returns:
-        Handle of ``[sum(received), ..]``, ordered by sending rank.
+    The rows of ``x`` are ordered by receiving rank, those of the result by sending rank.
     """
     x = x.contiguous()
     if torch.compiler.is_compiling():
@@ -179,25 +142,17 @@ def all_to_all_rows(
 
 
 def all_reduce(x: torch.Tensor, group: Any) -> Pending:
-    """Begins to sum ``x`` over the ranks of ``group``; None is the whole world.
-
-    Returns:
-        Handle of the sum: ``x`` itself, or a new tensor in a graph of ``torch.compile``.
-    """
+    """Begins to sum ``x`` over ranks, in place except in a graph of ``torch.compile``."""
     if torch.compiler.is_compiling():
         return _Traced(_traced.all_reduce(x, "sum", _name(group)))
     return Pending(x, distributed.all_reduce(x, group=group, async_op=True))
 
 
 def max_over_ranks(amax: torch.Tensor, group: Any) -> torch.Tensor:
-    """Reduces ``amax`` by maximum over ranks, element by element, in place.
+    """Reduces ``amax`` (fp32, no element negative) by maximum over ranks, in place.
 
-    The bits of the numbers are reduced as int32. These order as non-negative floats do, with Inf
-    above every finite number and NaN above Inf, so that a NaN on one rank reaches all ranks.
-
-    Args:
-        amax: fp32, no element negative; overwritten by the maximum.
-        group: process group; None is the whole world.
+    The bits are reduced as int32, which order like non-negative floats with NaN above Inf, so that
+    a NaN on one rank reaches all ranks.
     """
     bits = amax.view(torch.int32)
     if torch.compiler.is_compiling():

@@ -32,11 +32,7 @@ def ranks_of(group: Any) -> tuple[int, ...]:
 
 
 def pipeline_stage() -> int | None:
-    """Returns this rank's pipeline stage, from 0, as Megatron's ``parallel_state`` gives it.
-
-    None if Megatron is not imported, has not initialised model parallelism, or has no function
-    that tells the stage.
-    """
+    """Returns this rank's pipeline stage, from 0, or None if Megatron does not tell it."""
     state: Any = sys.modules.get("megatron.core.parallel_state")
     if state is None or not state.model_parallel_is_initialized():
         return None
@@ -45,9 +41,9 @@ def pipeline_stage() -> int | None:
 
 
 def covers(outer: Any, inner: Any) -> bool:
-    """Returns True if every rank of the process group ``inner`` is also one of ``outer``.
+    """Returns True if every rank of ``inner`` is also one of ``outer``; None is the whole world.
 
-    None stands for the whole world. Answers are cached for as long as both groups live.
+    Answers are cached for as long as both groups live.
     """
     if outer is None or outer is inner:
         return True

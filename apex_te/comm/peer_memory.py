@@ -42,18 +42,9 @@ _known: WeakKeyDictionary[Any, PeerMemory | None] = WeakKeyDictionary()
 def peer_memory(group: Any, x: torch.Tensor, piece_bytes: int) -> PeerMemory | None:
     """Returns the ``PeerMemory`` of ``group``, or None if the caller must use a collective.
 
-    All ranks get the same answer. The first call for a group is collective: ranks tell each other
-    whether they are on one host, and whether ``APEX_TE_PEER_MEMORY`` allows peer memory. The answer
-    is None for pieces below ``SMALLEST`` bytes, on the CPU, in graphs (CUDA's and
-    ``torch.compile``'s), and for groups that are not of NCCL on one host.
-
-    Args:
-        group: process group; None is the whole world.
-        x: tensor on the device of the exchange; only its device is read.
-        piece_bytes: size of one rank's piece, the same on all ranks.
-
-    Raises:
-        ValueError: on all ranks, ``APEX_TE_PEER_MEMORY`` is no boolean on one of them.
+    All ranks get the same answer, so ``piece_bytes`` must be the same on all. The first call for a
+    group is collective. The answer is None for pieces below ``SMALLEST`` bytes, on the CPU, in
+    graphs (CUDA's and ``torch.compile``'s), and for groups that are not NCCL groups on one host.
     """
     if not x.is_cuda or piece_bytes < SMALLEST or is_traced():
         return None
@@ -70,8 +61,7 @@ def peer_memory(group: Any, x: torch.Tensor, piece_bytes: int) -> PeerMemory | N
 def _found(group: Any, device: torch.device) -> PeerMemory | None:
     """Returns a new ``PeerMemory`` if all ranks are on one host and none has it switched off.
 
-    Otherwise returns None, on all ranks. Collective for a group of NCCL; a group of another backend
-    gets None at once.
+    Collective for an NCCL group; all ranks get the same answer.
     """
     if "nccl" not in distributed.get_backend(group) or torch.version.hip is not None:
         return None
@@ -102,17 +92,9 @@ class PeerMemory:
     """Runs the exchanges of one process group, and owns the buffers for them.
 
     Buffers are allocated when an exchange first needs them or larger ones. If that fails on one
-    rank, all ranks use collectives from then on. If a peer's piece does not arrive within the
-    group's timeout, the process ends with a CUDA error.
-
-    Attributes:
-        device: this rank's GPU.
-        rank: this rank's number in the group.
-        ranks: number of ranks of the group.
-        stream: CUDA stream of the copies to peers.
-        fork: event by which ``stream`` waits for the current stream before a copy.
-        timeout_ms: timeout of the group's collectives, in milliseconds.
-        works: False once buffers could not be had; ``gather`` and ``reduce`` then return None.
+    rank, ``works`` is False, and all ranks use collectives from then on. If a peer's piece does not
+    arrive within the group's timeout, the process ends with a CUDA error. Copies to peers run on
+    ``stream``.
     """
 
     def __init__(self, group: Any, device: torch.device) -> None:
@@ -128,17 +110,11 @@ class PeerMemory:
         self._sums = _Turns(self)
 
     def gather(self, x: torch.Tensor, whole: bool) -> Pending | None:
-        """Begins to gather the rows of all ranks.
+        """Begins to gather the rows of all ranks to ``[ranks * rows, ..]``, ordered by rank.
 
-        Args:
-            x: contiguous ``[rows, ..]``, this rank's rows, of one shape and dtype on all ranks.
-            whole: the caller reads the gathered tensor as one (``borrow``, ``wait``). False allows
-                ``pieces`` only, and saves the copy of ``x`` into this rank's buffer.
-
-        Returns:
-            Handle of ``[ranks * rows, ..]``, ordered by rank, on which ``wait`` or ``release`` must
-            be called before the next gather. None, on all ranks, if an earlier gather has not ended
-            or a rank has no buffers: the caller then uses a collective.
+        Without ``whole`` the handle allows ``pieces`` only, which saves a copy of the contiguous
+        ``x``. ``wait`` or ``release`` must be called before the next gather: until then the answer
+        is None on all ranks, as it is without buffers, and the caller uses a collective.
         """
         buffer = self._gathers.begin(x.nbytes * self.ranks)
         return None if buffer is None else _Gathered(self._gathers, buffer, x, whole)
@@ -146,17 +122,11 @@ class PeerMemory:
     def reduce(
         self, out: torch.Tensor, produce: Callable[[slice, torch.Tensor], Any]
     ) -> Pending | None:
-        """Begins to sum a matrix ``[rows, cols]`` over ranks; each gets a share of the rows.
+        """Begins to sum a matrix ``[rows, cols]`` over ranks; each rank's ``out`` gets a share of
+        rows.
 
-        Args:
-            out: contiguous ``[rows / ranks, cols]``, which gets this rank's rows of the sum.
-            produce: function ``produce(rows, into)`` that computes the slice ``rows`` of this
-                rank's summand and writes it to ``into``, ``[rows / ranks, cols]``. It is called
-                here, once for the rows of each rank, this rank's last.
-
-        Returns:
-            Handle whose ``wait`` returns ``out``. None, on all ranks, if an earlier sum has not
-            ended or a rank has no buffers: the caller then uses a collective.
+        ``produce(rows, into)`` writes the slice ``rows`` of this rank's summand to ``into``. It is
+        called here, once for the rows of each rank, this rank's last. None is as in ``gather``.
         """
         buffer = self._sums.begin(out.nbytes * self.ranks)
         return None if buffer is None else _Reduced(self._sums, buffer, out, produce)
@@ -164,11 +134,7 @@ class PeerMemory:
     def _buffers(self, size: int) -> list[_Buffer] | None:
         """Allocates two symmetric buffers with ``size`` bytes for the pieces of all ranks.
 
-        Collective; the host waits.
-
-        Returns:
-            The buffers. None on all ranks, with a warning, if one of them could not allocate;
-            ``works`` is then False.
+        Collective, and the host waits. If one rank cannot allocate, all ranks warn and get None.
         """
         from torch.distributed import _symmetric_memory as symmetric
 
@@ -218,19 +184,9 @@ def _event(stream: torch.cuda.Stream) -> torch.cuda.Event:
 class _Buffer:
     """Symmetric buffer of all ranks: this rank's memory, and that of its peers mapped here.
 
-    The memory of each rank has ``HEADER`` bytes with arrival counters, then one piece per rank.
-
-    Attributes:
-        own: uint8 ``[HEADER + size]``, this rank's memory, which peers write to.
-        handle: torch's symmetric-memory handle, which keeps the memory of the peers mapped.
-        ranks: number of ranks.
-        peers: memory of each peer, as uint8 tensors like ``own``, from the next rank on.
-        sent: event recorded behind this rank's copies to peers.
-        number: number of the exchange that the buffer serves, modulo 2^32.
-
-    Args:
-        own: uint8 ``[HEADER + size]`` from ``symmetric_memory.empty``.
-        handle: what ``symmetric_memory.rendezvous`` returned for ``own``.
+    The memory of each rank is uint8 ``[HEADER + size]``: arrival counters, then one piece per rank.
+    ``peers`` begins with the next rank's memory. ``sent`` is recorded behind this rank's copies to
+    peers; ``number`` counts exchanges modulo 2^32.
     """
 
     __slots__ = ("_pieces", "handle", "number", "own", "peers", "ranks", "sent")
@@ -248,13 +204,7 @@ class _Buffer:
         self._pieces: dict[tuple[torch.dtype, torch.Size], _Pieces] = {}
 
     def pieces_like(self, x: torch.Tensor) -> _Pieces:
-        """Returns views of the pieces in ``own`` for an exchange of pieces like ``x``.
-
-        They are made once for each shape and dtype: the memory stays where it is.
-
-        Args:
-            x: contiguous ``[rows, ..]``, a piece; its values are not read.
-        """
+        """Returns views of ``own`` for pieces like ``x``, cached by shape and dtype."""
         key = x.dtype, x.shape
         try:
             return self._pieces[key]
@@ -267,13 +217,7 @@ class _Buffer:
 
 
 class _Pieces(NamedTuple):
-    """Named tuple of views of a buffer's pieces.
-
-    Attributes:
-        whole: ``[ranks * rows, ..]``, all pieces.
-        places: slice of each rank's rows in ``whole``.
-        parts: ``[rows, ..]`` for each rank, its piece.
-    """
+    """Views of a buffer's pieces: ``[ranks * rows, ..]`` as a whole, and each rank's part."""
 
     whole: torch.Tensor
     places: list[slice]
@@ -289,12 +233,7 @@ class _Pieces(NamedTuple):
 
 
 class _Turns:
-    """The two buffers of one kind of exchange, gathers or sums, which take turns.
-
-    Attributes:
-        memory: the ``PeerMemory`` that owns the buffers.
-        busy: an exchange was begun and has not ended.
-    """
+    """Two buffers of one kind of exchange, gathers or sums, which take turns."""
 
     __slots__ = (
         "_buffers", "_device", "_last_address", "_last_stream", "_size", "_turn", "busy", "memory",
@@ -314,9 +253,7 @@ class _Turns:
     def begin(self, size: int) -> _Buffer | None:
         """Begins an exchange of ``size`` bytes of pieces, those of all ranks together.
 
-        Returns:
-            The buffer to use until ``end``; None if the last exchange has not ended or a rank has
-            no buffers, and the caller must use a collective.
+        The buffer may be used until ``end``; without one the caller must use a collective.
         """
         memory = self.memory
         if self.busy or not memory.works:
@@ -351,10 +288,8 @@ class _Turns:
     ) -> None:
         """Starts copies of this rank's ``piece``, behind the work queued on the current stream.
 
-        Args:
-            piece: contiguous tensor with a dimension, alive until the copies are done.
-            own: this rank's memory, if the piece is to be copied there, too; no arrival is
-                signalled for that copy.
+        ``piece`` must stay alive until the copies are done. For the copy to this rank's memory
+        ``own``, no arrival is signalled.
         """
         memory = self.memory
         send(
@@ -370,13 +305,7 @@ class _Turns:
 
 
 class _Gathered(Pending):
-    """Handle of a gather whose pieces arrive in this rank's buffer; starts the copies to peers.
-
-    Args:
-        turns: buffers of gathers, where ``buffer`` was begun.
-        x: contiguous ``[rows, ..]``, this rank's piece.
-        whole: copy ``x`` into this rank's buffer, so that ``borrow`` and ``wait`` work.
-    """
+    """Handle of a gather whose pieces arrive in this rank's buffer; starts the copies to peers."""
 
     __slots__ = ("_awaited", "_buffer", "_is_whole", "_pieces", "_turns")
 
@@ -397,10 +326,7 @@ class _Gathered(Pending):
             yield pieces.places[rank], pieces.parts[rank]
 
     def _await_next(self) -> int:
-        """Makes the current stream wait for the next peer's piece, and returns the peer's rank.
-
-        The order is that in which pieces are sent, from the rank before this one downwards.
-        """
+        """Makes the current stream wait for the next peer's piece, and returns the peer's rank."""
         memory, buffer = self._turns.memory, self._buffer
         self._awaited += 1
         rank = (memory.rank - self._awaited) % memory.ranks
@@ -432,12 +358,7 @@ class _Gathered(Pending):
 class _Reduced(Pending):
     """Handle of a sum: each peer's summand of this rank's rows arrives in this rank's buffer.
 
-    Making it computes this rank's summand by ``produce`` and starts the copies to peers; ``wait``
-    adds up the pieces that arrived.
-
-    Args:
-        turns: buffers of sums, where ``buffer`` was begun.
-        like: contiguous ``[rows / ranks, cols]``, which gets the sum.
+    Making it calls ``produce`` and starts the copies to peers; ``wait`` adds up what arrived.
     """
 
     __slots__ = ("_buffer", "_turns")

@@ -41,13 +41,9 @@ def part_groups(parameter: torch.Tensor) -> list[Any]:
 
 
 def max_over_shards(flag: torch.Tensor, params: Iterable[torch.Tensor]) -> torch.Tensor:
-    """Reduces ``flag`` by maximum over all ranks that hold parts of ``params``.
+    """Reduces ``flag`` (fp32, at least 0) by maximum over the ranks of ``params``, in place.
 
-    Each process group of ``part_groups`` runs one collective, whatever the flag's value is, so that
-    all ranks run the same ones.
-
-    Args:
-        flag: fp32, at least 0; changed in place.
+    All ranks run the same collectives whatever the flag's value is.
     """
     for group in dict.fromkeys(group for param in params for group in part_groups(param)):
         max_over_ranks(flag, group)

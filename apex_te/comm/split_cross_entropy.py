@@ -12,14 +12,7 @@ from .collectives import world_size
 
 
 class Columns(NamedTuple):
-    """Columns of the vocabulary that a rank has.
-
-    Attributes:
-        first: index in the vocabulary of the rank's first column.
-        width: number of the rank's columns.
-        vocabulary: number of columns of all ranks.
-        group: process group of the ranks.
-    """
+    """Columns of the vocabulary that a rank has: ``width``, from ``first``, of ``vocabulary``."""
 
     first: int
     width: int
@@ -31,8 +24,7 @@ class SplitTargets(NamedTuple):
     """Targets of rows, as a rank with some of the columns sees them.
 
     Attributes:
-        column: ``[rows, 1]`` int64, the target's column on this rank; any column where the rank has
-            not got it.
+        column: ``[rows, 1]`` int64, the target's column on this rank; any column unless ``own``.
         own: ``[rows]`` bool, True where this rank has the target's column.
         ignored: ``[rows]`` bool, True for rows without loss.
         invalid: ``[rows]`` bool, True for targets outside of the vocabulary.
@@ -47,14 +39,7 @@ class SplitTargets(NamedTuple):
 def own_columns(
     name: str, count: int, group: Any, first_index: int | None, vocab_size: int | None
 ) -> Columns:
-    """Returns this rank's columns.
-
-    Args:
-        count: number of this rank's columns.
-        first_index: index in the vocabulary of this rank's first column; None: all ranks have as
-            many columns, in the order of ranks.
-        vocab_size: number of columns of all ranks; to be given with ``first_index``.
-    """
+    """Returns this rank's columns; without ``first_index``, equally many per rank, in order."""
     if (first_index is None) != (vocab_size is None):
         raise ValueError(
             f"{name}: vocab_size must be given with first_index and only then, "
@@ -76,12 +61,7 @@ def own_columns(
 def split_targets(
     name: str, target: torch.Tensor, columns: Columns, ignore_index: int
 ) -> SplitTargets:
-    """Returns the targets as this rank sees them.
-
-    Args:
-        target: ``[rows]``, indices into the whole vocabulary.
-        columns: this rank's columns.
-    """
+    """Returns targets ``[rows]``, indices into the whole vocabulary, as this rank sees them."""
     target = target.long()
     ignored = target == ignore_index
     invalid = ~ignored & ((target < 0) | (target >= columns.vocabulary))
@@ -98,17 +78,12 @@ def split_targets(
 def split_losses(
     rows: torch.Tensor, targets: SplitTargets, label_smoothing: float, columns: Columns
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Computes losses by one all-reduce by maximum and one by sum.
-
-    Args:
-        rows: ``[rows, columns]``, this rank's logits.
-        label_smoothing: in [0, 1].
-        columns: this rank's columns.
+    """Computes losses of logits ``[rows, width]`` by one all-reduce by maximum and one by sum.
 
     Returns:
-        losses: ``[rows]`` float32, 0 for ignored rows, NaN for invalid targets.
-        largest: ``[rows]`` float32, the largest logit of each row on any rank.
-        exp_sum: ``[rows]`` float32, the sum of exp(logit - largest) over all ranks.
+        losses: ``[rows]`` fp32, 0 for ignored rows, NaN for invalid targets.
+        largest: ``[rows]`` fp32, the largest logit of each row on any rank.
+        exp_sum: ``[rows]`` fp32, the sum of exp(logit - largest) over all ranks.
     """
     own_largest, sums = _local_sums(rows, targets, label_smoothing > 0)
     largest = own_largest.clone()
@@ -136,16 +111,10 @@ def split_gradient(
     out: torch.Tensor,
     wide_elements: int = 1 << 26,
 ) -> None:
-    """Writes the gradient of this rank's logits, 0 for rows without a valid target.
+    """Writes the gradient of this rank's logits ``[rows, width]``, without a collective.
 
-    Nothing is exchanged.
-
-    Args:
-        rows: ``[rows, columns]``, this rank's logits.
-        factor: float32 ``[rows]`` or ``[1]``, gradients of the losses.
-        columns: this rank's columns.
-        out: ``[rows, columns]``, which may be ``rows``.
-        wide_elements: logits that have a float32 copy at a time.
+    ``out`` may be ``rows``. ``factor``, fp32 ``[rows]`` or ``[1]``, is the gradient of the losses.
+    At most ``wide_elements`` logits have an fp32 copy at a time. Rows without a valid target get 0.
     """
     without = targets.ignored | targets.invalid
     factor = factor.float().expand(len(rows)).masked_fill(without, 0.0).unsqueeze(1)
@@ -165,15 +134,12 @@ def split_gradient(
 def _local_sums(
     rows: torch.Tensor, targets: SplitTargets, with_sum: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns what this rank's columns contribute to the losses.
-
-    Args:
-        rows: ``[rows, columns]``, the logits.
+    """Returns what the logits ``[rows, width]`` of this rank contribute to the losses.
 
     Returns:
-        largest: ``[rows]`` float32, the largest logit of each row.
-        sums: ``[3, rows]`` float32: the sum of exp(logit - largest), the target's logit or 0, and
-            the sum of the logits or 0.
+        largest: ``[rows]`` fp32, the largest logit of each row.
+        sums: ``[3, rows]`` fp32: the sum of exp(logit - largest), the target's logit or 0, and the
+            sum of the logits or 0.
     """
     stats = rows.new_empty(len(rows), 2, dtype=torch.float32)
     # The op leaves ignored rows out; here the statistics of all rows are wanted, for any target.

@@ -20,12 +20,7 @@ class Derived(nn.Module):
 
 
 def derived(kind: Any, base: Any, name: str | None = None) -> Any:
-    """Returns the subclass of ``kind``, ``Derived`` and ``base``, which is made once.
-
-    Args:
-        kind: the class of apex_te, which is first in the order of resolution.
-        name: the subclass's name, default that of ``kind``.
-    """
+    """Returns the subclass of ``kind``, ``Derived`` and ``base``, in this order, cached."""
     key = (kind, base, name or kind.__name__)
     if key not in _CLASSES:
         namespace = {"__module__": kind.__module__, "__doc__": kind.__doc__}

@@ -52,11 +52,7 @@ class Export(_Options):
 
 
 def quantization_config(export: Export, ignored: list[str]) -> dict[str, Any]:
-    """Returns the entry ``quantization_config`` of the model's ``config.json``.
-
-    Args:
-        ignored: names of the linear layers that are not quantized.
-    """
+    """Returns the entry ``quantization_config`` of ``config.json``, without ``ignored`` layers."""
     if export.quant_method == "compressed-tensors":
         return _compressed_tensors(export, ignored)
     config: dict[str, Any] = {
@@ -103,12 +99,7 @@ def _compressed_tensors(export: Export, ignored: list[str]) -> dict[str, Any]:
 
 
 def _arguments(strategy: str, dynamic: bool) -> dict[str, Any]:
-    """Returns how one tensor is quantized, in the terms of compressed-tensors.
-
-    Args:
-        strategy: which elements share a scale: ``"tensor"``, ``"token"``, ``"group"``, ``"block"``.
-        dynamic: True if the scales are found when the tensor is quantized.
-    """
+    """Returns how one tensor is quantized, in the terms of compressed-tensors."""
     return {
         "num_bits": 8,
         "type": "float",

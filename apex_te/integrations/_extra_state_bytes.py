@@ -41,16 +41,10 @@ _CLASSES: tuple[tuple[type[Recipe], str], ...] = (
 
 
 def encoded(state: FP8State, recipe: Recipe | None, by_kind: bool) -> torch.Tensor:
-    """Returns the bytes of an ``_extra_state``.
+    """Returns the bytes of an ``_extra_state``, a uint8 vector on the CPU, empty without state.
 
-    Args:
-        recipe: recipe of the module's last forward in FP8; None if there was none.
-        by_kind: sort the slots by kind (inputs, weights, outputs), as frameworks expect of a
-            ``GroupedLinear``, instead of by GEMM.
-
-    Returns:
-        A uint8 vector on the CPU, whose length depends on the recipe, the number of GEMMs and the
-        length of the histories only; empty for a module without state and recipe.
+    Its length depends on recipe, number of GEMMs and history length only. Frameworks expect slots
+    sorted ``by_kind`` (inputs, weights, outputs), not by GEMM, of a ``GroupedLinear``.
     """
     has_state = state.allocated and state.device.type != "meta"
     if not has_state and recipe is None:
@@ -72,8 +66,8 @@ def encoded(state: FP8State, recipe: Recipe | None, by_kind: bool) -> torch.Tens
 def no_bytes() -> torch.Tensor:
     """Returns an empty uint8 vector with an empty storage at an address of its own.
 
-    Of tools that write safetensors some take tensors at address 0 for one shared tensor and drop
-    them, and others refuse tensors that are smaller than their storages.
+    Some tools that write safetensors take tensors at address 0 for one shared tensor and drop them;
+    others refuse tensors that are smaller than their storages.
     """
     try:
         import numpy
@@ -84,26 +78,17 @@ def no_bytes() -> torch.Tensor:
 
 
 class OwnHeader(NamedTuple):
-    """Named tuple of what apex_te has saved in an ``_extra_state`` beside the four tensors.
-
-    Attributes:
-        blob: the header, as in apex_te's own state dicts.
-        checksum: checksum of the four tensors.
-    """
+    """Header that apex_te has saved in an ``_extra_state``, with a checksum of the four tensors."""
 
     blob: torch.Tensor
     checksum: int
 
     def fitted(self, tensors: Iterable[torch.Tensor], due: list[bool]) -> torch.Tensor:
-        """Returns a header that fits the state beside it.
+        """Returns a header that fits the four tensors beside it.
 
         A framework may have split a state by GEMM, and merged such parts again, perhaps of other
         ranks. The header is then that of the first part's whole, and only what holds for any part
-        of it is taken over.
-
-        Args:
-            tensors: the four tensors, in the order in which they are saved.
-            due: for each slot of the state, True if it has seen no amax and has no scale.
+        of it is taken over. ``due`` is True for each slot that has seen no amax and has no scale.
         """
         entries = decode_header(self.blob)
         if _checksum(_flat(tensors)) == self.checksum:
@@ -146,12 +131,7 @@ def _checksum(flat: torch.Tensor) -> int:
 
 
 def _tensors(parts: dict[str, torch.Tensor], flat: torch.Tensor) -> list[tuple[bytes, bytes]]:
-    """Returns the pickled items of tensors that are views of one storage.
-
-    Args:
-        parts: vectors and matrices by name.
-        flat: the elements of all of them.
-    """
+    """Returns the pickled items of tensors that are views of one storage, ``flat``."""
     storage = _call("torch.storage", "_load_from_bytes", _bytes(_storage_file(flat))) + b"q\x00"
     items, offset = [], 0
     for name, value in parts.items():

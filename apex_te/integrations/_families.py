@@ -12,11 +12,8 @@ from . import _matching as matching
 class Projections(NamedTuple):
     """Linear layers that read one tensor, with the norm that makes it, to be one layer.
 
-    Attributes:
-        linears: dotted names in the block of the linear layers.
-        path: dotted name in the block of the new layer; with a single linear layer its own name.
-        norm: dotted name of the norm; None where the tensor comes from elsewhere.
-        transposed: True if the weights are ``[in, out]``, as Conv1D's.
+    Names are dotted and in the block. ``path`` is the new layer's, with a single linear layer its
+    own. Weights are ``[in, out]`` if ``transposed``.
     """
 
     linears: tuple[str, ...]
@@ -28,18 +25,10 @@ class Projections(NamedTuple):
 class MLPLayers(NamedTuple):
     """Norm, first linear layers, activation and second linear layer, to be one ``LayerNormMLP``.
 
-    Attributes:
-        norm: dotted name in the block of the norm.
-        path: dotted name of the MLP, which the new layer replaces.
-        first: names in the MLP of the linear layers before the activation; with two of them the
-            first is the gate.
-        second: name in the MLP of the linear layer behind the activation.
-        activation: name in the MLP of the activation.
-        gated: True if half of what the first linear layers make is multiplied with the activation
-            of the other half.
-        dropout: name in the MLP of the dropout that ends it, or None.
-        inner_dropout: name in the MLP of the dropout behind the activation, or None.
-        transposed: True if the weights are ``[in, out]``, as Conv1D's.
+    ``norm`` and ``path`` (the MLP's) are dotted names in the block, the others names in the MLP.
+    With two layers in ``first``, the first one is the gate; if ``gated``, one half of their output
+    is multiplied with the activation of the other. ``dropout`` ends the MLP, ``inner_dropout`` is
+    behind the activation. Weights are ``[in, out]`` if ``transposed``.
     """
 
     norm: str
@@ -54,11 +43,7 @@ class MLPLayers(NamedTuple):
 
 
 class Apart(NamedTuple):
-    """Layers of a block that cannot be joined, and why.
-
-    Attributes:
-        reason: the reason, for the warning of ``from_torch``.
-    """
+    """Layers of a block that cannot be joined, and why."""
 
     reason: str
 
@@ -114,11 +99,7 @@ _BLOCKS: dict[tuple[str, str], tuple[Layers, ...]] = {
 
 
 def layers_to_join(block: Any) -> tuple[Layers, ...]:
-    """Returns the groups of layers of a block that are each to become one layer.
-
-    Returns:
-        The groups; empty if ``block`` is no block that is known.
-    """
+    """Returns the groups of a block's layers that each become one layer, if the block is known."""
     if not isinstance(block, nn.Module):
         return ()
     groups = _BLOCKS.get(matching.family_class(block), ())

@@ -43,14 +43,10 @@ def hold_in_fp8(
 def _hold(
     layer: FP8Module, outside: dict[int, str], made: dict[int, nn.Parameter], settings: Settings
 ) -> str | None:
-    """Replaces the weights of one layer.
+    """Replaces the weights of one layer; returns the reason why one stays, or None.
 
-    Args:
-        outside: names of modules that are not to be changed, by ``id`` of their Parameters.
-        made: the new Parameters so far, by ``id`` of those that they replace; added to.
-
-    Returns:
-        The reason why a weight stays; None if all were replaced.
+    ``made`` has the new Parameters by ``id`` of the old ones, and is added to; ``outside`` has
+    names of modules that must not change by ``id`` of their Parameters.
     """
     reason = None
     for name, weight in list(layer._parameters.items()):
@@ -81,9 +77,7 @@ def _held(weight: nn.Parameter, settings: Settings) -> nn.Parameter:
 
 
 class MemoryFootprint:
-    """Callable in place of a model's ``get_memory_footprint``, which counts what FP8 weights
-    hold.
-    """
+    """Replacement of a model's ``get_memory_footprint``, which counts what FP8 weights hold."""
 
     def __init__(self, model: Any) -> None:
         # A copy or pickle of the model contains one of these that counts the copy.

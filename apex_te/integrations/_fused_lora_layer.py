@@ -44,11 +44,9 @@ class FusedLoraLinear(LoraLinear):
         )
 
     def _one_adapter(self, x: torch.Tensor) -> str | None:
-        """Returns the name of the active adapter if the base's GEMM can add it.
+        """Returns the name of the active adapter if the base's GEMM can add it, else None.
 
-        Returns:
-            The name; None if PEFT's own forward is to run, which then has more to do than to add
-            one product of low rank in the dtype of the base.
+        PEFT's own forward then has more to do than to add one low-rank product in the base's dtype.
         """
         if torch.compiler.is_compiling() or self.disable_adapters or self.merged:
             return None

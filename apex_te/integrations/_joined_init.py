@@ -14,12 +14,7 @@ ORIGINAL = "_apex_te_original"
 
 
 class Original(NamedTuple):
-    """Layer that a joined one replaces.
-
-    Attributes:
-        module: the layer, without parameters: a linear layer or an MLP.
-        views: the parameters of ``module`` and its children, by dotted name in ``module``.
-    """
+    """Layer that a joined one replaces; ``views`` has its parameters, by dotted name in it."""
 
     module: nn.Module
     views: dict[str, PartView]

@@ -22,13 +22,8 @@ KEYS = "_apex_te_keys"
 class JoinedKey(NamedTuple):
     """Keys of a joined parameter and of the original parameters that it is stacked from.
 
-    Attributes:
-        key: key of the joined parameter in a state dict.
-        parts: ``(key, rows)`` of each original parameter, in the order in which they are stacked.
-        transposed: True if the original parameters are stored ``[in, out]``, as Conv1D's weights;
-            the joined one is ``[out, in]``.
-        former: True if only earlier releases had the parameter under ``key``, a norm's; today it
-            has the original name.
+    ``parts`` has ``(key, rows)`` of each, which is ``[in, out]`` if ``transposed``. ``former``
+    marks a norm's parameter that only earlier releases had under ``key``.
     """
 
     key: str
@@ -42,34 +37,21 @@ class JoinedKey(NamedTuple):
         return JoinedKey(prefix + self.key, parts, self.transposed, self.former)
 
     def split(self, value: torch.Tensor) -> list[torch.Tensor]:
-        """Returns views of a joined parameter ``value``, one for each original parameter.
-
-        Of a parameter that is held in FP8 they are views of its values.
-        """
+        """Returns views of a joined parameter's values, one per original parameter."""
         value = dequantized(value)
         rows = [count for _, count in self.parts]
         return [original_part(part, self.transposed) for part in value.split(rows)]
 
 
 def original_part(part: torch.Tensor, transposed: bool) -> torch.Tensor:
-    """Returns rows of a joined parameter in the layout of the original parameter.
-
-    Args:
-        part: rows of the joined parameter, ``[out, in]`` or ``[out]``.
-        transposed: True if the original parameter is ``[in, out]``.
-
-    Returns:
-        A view of ``part``.
-    """
+    """Returns a view of joined rows ``[out, in]`` or ``[out]`` in the layout of the original."""
     return part.t() if transposed else part
 
 
 def joined(values: list[torch.Tensor], transposed: bool) -> torch.Tensor:
-    """Returns original parameters, stacked by rows.
+    """Returns weights (``[in, out]`` if ``transposed``) or biases, stacked by rows.
 
-    Args:
-        values: weights ``[out, in]`` or biases ``[out]`` with one number of columns.
-        transposed: True if the weights are ``[in, out]`` instead.
+    A single one that is not transposed is returned itself.
     """
     if len(values) == 1 and not transposed:
         return values[0]
@@ -79,10 +61,7 @@ def joined(values: list[torch.Tensor], transposed: bool) -> torch.Tensor:
 class PartView:
     """Weight and bias of one original layer, read as views of the joined parameters.
 
-    Attributes:
-        rows: ``(name, start, rows, transposed)`` for ``"weight"`` and ``"bias"``: name of the
-            joined parameter in ``module``, first row and number of rows of the original parameter
-            in it, True if the original parameter is ``[in, out]``.
+    ``rows`` has the joined parameter's name and the place in it of the original one.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -90,11 +69,7 @@ class PartView:
         self.rows: dict[str, tuple[str, int, int, bool]] = {}
 
     def part(self, attribute: str) -> torch.Tensor | None:
-        """Returns a view with the values of an original parameter.
-
-        Returns:
-            The view, in the original layout; None if the layer had no such parameter.
-        """
+        """Returns a view of an original parameter, in its own layout; None if there was none."""
         if attribute not in self.rows:
             return None
         name, start, rows, transposed = self.rows[attribute]
@@ -135,9 +110,7 @@ class PartView:
     def write(self, attribute: str, value: torch.Tensor) -> None:
         """Sets an original parameter; a joined one on the meta device waits for all its parts.
 
-        Args:
-            value: the new values, in the original layout; their dtype and device become those of
-                the joined parameter.
+        The joined parameter takes the dtype and device of ``value``, which has the original layout.
         """
         name, start, rows, transposed = self.rows[attribute]
         whole = getattr(self.module, name)
@@ -195,9 +168,7 @@ class PartParameters(dict[str, Any]):
 
 
 class _OriginalWeights:
-    """Weights by which accelerate's hook of a joined layer finds parameters, stacked from
-    others.
-    """
+    """Weights for accelerate's hook of a joined layer, stacked from the original ones."""
 
     def __init__(self, weights: Any, block: str, entries: Iterable[JoinedKey]) -> None:
         self.dataset, self.prefix = weights.dataset, weights.prefix
@@ -225,8 +196,7 @@ def read_original_keys(hook: Any, keys: tuple[str, tuple[JoinedKey, ...]]) -> No
 class JoinedState:
     """State dict hooks of one block, which give and take the keys of the original layers.
 
-    Args:
-        order: keys of the block's state dict before any layer was joined, whose order is kept.
+    The keys keep ``order``, that of the state dict before any layer was joined.
     """
 
     def __init__(self, entries: Iterable[JoinedKey], order: list[str]) -> None:
@@ -269,8 +239,7 @@ class JoinedState:
     ) -> None:
         """Replaces original keys of ``state_dict`` by joined ones, which torch then loads.
 
-        A pre-hook of ``load_state_dict``; torch describes the arguments. Joined keys that
-        ``state_dict`` has already stay.
+        Joined keys that ``state_dict`` has already stay.
         """
         self._prefix = prefix
         for entry in self.entries:
@@ -314,11 +283,7 @@ class JoinedState:
         return shape == own.shape and shape != entry.split(own)[0].shape
 
     def after_load(self, block: nn.Module, incompatible: Any) -> None:
-        """Replaces joined keys by the original ones among the missing keys (a post-hook).
-
-        Args:
-            incompatible: torch's result of ``load_state_dict``, changed in place.
-        """
+        """Replaces joined keys by the original ones among the missing keys, in place."""
         missing: list[str] = incompatible.missing_keys
         for entry in self.entries:
             entry = entry.prefixed(self._prefix)
@@ -338,12 +303,7 @@ def _mismatch(key: str, value: Any, current: torch.Tensor) -> str:
 
 
 def _like(own: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-    """Returns a tensor to be loaded, distributed like the model's parameter.
-
-    Returns:
-        ``value`` with the mesh and placements of ``own``; ``value`` itself if ``own`` is no
-        DTensor.
-    """
+    """Returns ``value`` with mesh and placements of ``own``; itself if that is not a DTensor."""
     if type(own) is torch.Tensor or not torch.distributed.is_available():
         return value
     from torch.distributed.tensor import DTensor, distribute_tensor
@@ -356,9 +316,9 @@ def _like(own: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
 def _own_storage(part: torch.Tensor) -> torch.Tensor:
     """Returns a tensor with the memory of ``part`` and another ``torch.UntypedStorage`` object.
 
-    Tools that write safetensors drop all but one of the tensors that share a storage. A copy would
-    not show later changes of the parameter, as other entries of a state dict do. DTensors, meta and
-    fake tensors, and views that require grad are returned as they are.
+    Tools that write safetensors drop all but one of the tensors that share a storage; a copy would
+    not show later changes. DTensors, meta and fake tensors, and views that require grad stay as
+    they are.
     """
     if type(part) is not torch.Tensor or part.is_meta or part.requires_grad:
         return part  # DTensors, fake tensors, and views that keep_vars=True wants differentiable

@@ -36,11 +36,7 @@ _HOOKS = (
 
 
 def is_class(module: object, path: str, *names: str) -> bool:
-    """Returns True if the class of ``module`` has a given name and defining Python module.
-
-    Args:
-        path: dotted name of the Python module that must define the class.
-    """
+    """Returns True if the Python module ``path`` defines the class under one of ``names``."""
     kind = type(module)
     return kind.__module__ == path and kind.__name__ in names
 
@@ -51,10 +47,7 @@ def is_conv1d(module: nn.Module) -> bool:
 
 
 def is_plain(module: nn.Module, *kinds: type[nn.Module]) -> bool:
-    """Returns True if ``module`` has one of the classes ``kinds``, and no forward of the instance.
-
-    An instance of a subclass does not count.
-    """
+    """Returns True if ``type(module)`` is one of ``kinds``, and the instance has no forward."""
     return type(module) in kinds and "forward" not in vars(module)
 
 
@@ -64,14 +57,7 @@ def hooked(module: nn.Module) -> bool:
 
 
 def activation_name(module: object, gated: bool) -> str | None:
-    """Returns the ``activation`` argument of ``LayerNormMLP`` that computes as ``module`` does.
-
-    Args:
-        gated: True if a second projection is multiplied with the activation's result.
-
-    Returns:
-        The name; None for any other module, such as the exact GELU.
-    """
+    """Returns the ``activation`` of ``LayerNormMLP`` that computes as ``module`` does, or None."""
     if type(module) is nn.SiLU or is_class(module, _ACTIVATIONS, "SiLUActivation"):
         return "swiglu" if gated else "silu"
     if type(module) is nn.ReLU:
@@ -83,22 +69,13 @@ def activation_name(module: object, gated: bool) -> str | None:
 
 
 def norm_eps(module: nn.Module) -> float:
-    """Returns the eps of a norm of torch or Hugging Face.
-
-    An eps of None, as ``nn.RMSNorm`` has it, stands for that of fp32, in which apex_te computes
-    norms of all dtypes.
-    """
+    """Returns the eps of a norm; None stands for fp32's, as apex_te computes all norms in fp32."""
     eps = getattr(module, "variance_epsilon" if hasattr(module, "variance_epsilon") else "eps")
     return torch.finfo(torch.float32).eps if eps is None else eps
 
 
 def family_class(module: object) -> tuple[str, str]:
-    """Returns the family of Hugging Face's that defines the class of ``module``, and its name.
-
-    Returns:
-        ``(family, name)``, such as ``("llama", "LlamaMLP")``; the family is "" for classes that are
-        not of a family's file.
-    """
+    """Returns Hugging Face's family ("" for none) and the class name of ``module``."""
     kind = type(module)
     found = re.fullmatch(r"transformers\.models\.(\w+)\.modeling_(\w+)", kind.__module__)
     return (found[1] if found and found[1] == found[2] else "", kind.__name__)
@@ -134,7 +111,7 @@ def is_experts(module: Any) -> bool:
     """Returns True for experts of Hugging Face with their weights in two stacked Parameters.
 
     These are ``gate_up_proj`` ``[experts, 2 ffn, hidden]`` and ``down_proj`` ``[experts, hidden,
-    ffn]`` without biases, which models give to transformers' own grouped products.
+    ffn]`` without biases, for transformers' own grouped GEMMs.
     """
     named = type(module).__module__.startswith("transformers.models.")
     if not named or not hasattr(type(module), "_apply_gate") or "forward" in vars(module):
@@ -164,11 +141,7 @@ def pretrained_models(model: nn.Module) -> list[Any]:
 
 
 def unsupported(module: Any) -> str | None:
-    """Returns the reason why a linear layer or norm cannot become one of apex_te's.
-
-    Returns:
-        The reason, for the warning of ``from_torch``; None if the layer can be converted.
-    """
+    """Returns the reason why a linear layer or norm cannot become one of apex_te's, or None."""
     own = vars(module)
     if "_hf_hook" in own:
         return (

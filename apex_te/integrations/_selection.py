@@ -62,14 +62,9 @@ class Selection:
         self._defaults = {**_heads(model), **_adapters(model), **_routers(model)}
 
     def reason(self, name: str, module: nn.Module, sizes: tuple[int, ...] = ()) -> str | None:
-        """Returns the reason why ``module`` is to stay as it is.
+        """Returns the reason why ``module`` is to stay as it is, or None.
 
-        Args:
-            sizes: input and output features of a linear layer or experts; () for a norm, which only
-                ``include`` and ``exclude`` are about.
-
-        Returns:
-            The reason, for the summary; None if the module is to be converted.
+        ``sizes`` is () for a norm, to which only ``include`` and ``exclude`` apply.
         """
         if any(matches(name, module) for matches in self._exclude):
             return "excluded"
@@ -125,13 +120,10 @@ def _pattern(argument: str, pattern: str, names: list[str]) -> Callable[[str, nn
 
 
 def _outer_blocks(model: nn.Module, first: int, last: int) -> dict[str, str]:
-    """Finds the first and last blocks of each list of blocks.
+    """Returns the reason to keep the first and last of each list of blocks, by dotted name.
 
     A list of blocks is a ``ModuleList`` or ``Sequential`` of modules of one class that have
     children, itself not inside a block.
-
-    Returns:
-        The reason to keep a block in bf16 or fp32, by the block's dotted name.
     """
     if not first and not last:
         return {}
@@ -161,11 +153,7 @@ def _outer_blocks(model: nn.Module, first: int, last: int) -> dict[str, str]:
 
 
 def _heads(model: nn.Module) -> dict[int, str]:
-    """Finds the layers that make the model's output.
-
-    Returns:
-        The reason why a layer counts as one, by ``id`` of the layer.
-    """
+    """Returns the reason why a layer makes the model's output, by ``id`` of the layer."""
     found: dict[int, str] = {}
     tied = {id(m.weight): name for name, m in model.named_modules() if isinstance(m, nn.Embedding)}
     size = getattr(getattr(model, "config", None), "vocab_size", None)
@@ -194,11 +182,7 @@ def _heads(model: nn.Module) -> dict[int, str]:
 
 
 def _routers(model: nn.Module) -> dict[int, str]:
-    """Finds the layers that choose experts or weight them, and all layers inside of routers.
-
-    Returns:
-        The reason to keep such a layer in bf16 or fp32, by ``id`` of the layer.
-    """
+    """Returns reasons to keep the layers inside of routers or that weight experts, by ``id``."""
     found: dict[int, str] = {}
     for owner in model.modules():
         children = dict(owner.named_children())
@@ -253,11 +237,7 @@ def _output_embeddings(module: Any) -> Any:
 
 
 def _adapters(model: nn.Module) -> dict[int, str]:
-    """Finds the layers that PEFT has added to a model.
-
-    Returns:
-        The reason to keep such a layer in bf16 or fp32, by ``id`` of the layer.
-    """
+    """Returns reasons to keep the layers that PEFT has added, by ``id`` of the layer."""
     found = {}
     for module in model.modules():
         kinds = type(module).__mro__

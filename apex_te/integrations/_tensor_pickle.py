@@ -54,24 +54,14 @@ class TensorPickleError(ValueError):
 
 
 class Global(NamedTuple):
-    """Name that unpickling would import.
-
-    Attributes:
-        module: dotted name of the Python module.
-        name: name in the module.
-    """
+    """Name that unpickling would import."""
 
     module: str
     name: str
 
 
 class Inert:
-    """Placeholder for an object of another library.
-
-    Attributes:
-        state: the object's attributes by name, tensors among them not read; empty if the file sets
-            none.
-    """
+    """Placeholder for an object of another library, with its attributes, tensors not read."""
 
     __slots__ = ("kind", "state")
 
@@ -84,16 +74,7 @@ class Inert:
 
 
 class Storage:
-    """Storage of tensors in a file, whose bytes follow after the pickle that refers to it.
-
-    Args:
-        dtype: dtype of the elements.
-        numel: number of elements.
-
-    Attributes:
-        data: the bytes, None until they are read.
-        values: the elements as a vector on the CPU, None until ``flat`` is called.
-    """
+    """Storage of tensors in a file; ``data`` is None until the bytes after the pickle are read."""
 
     __slots__ = ("data", "dtype", "key", "numel", "values")
 
@@ -105,10 +86,7 @@ class Storage:
         self.values: torch.Tensor | None = None
 
     def flat(self) -> torch.Tensor:
-        """Returns the elements as a vector, which is made once and shared by all tensors.
-
-        So the memory that a file can ask for is bounded by its size.
-        """
+        """Returns the elements as a vector that all tensors share, which bounds the memory."""
         if self.data is None:
             raise TensorPickleError("a storage has no bytes")
         if self.values is None:
@@ -117,14 +95,7 @@ class Storage:
 
 
 class Strided(NamedTuple):
-    """Stand-in for a tensor whose storage is not read yet, with all that makes the tensor.
-
-    Attributes:
-        storage: the storage that has the tensor's elements.
-        offset: position of the tensor's first element in the storage.
-        size: the tensor's shape.
-        stride: the tensor's strides, in elements.
-    """
+    """Stand-in for a tensor whose storage is not read yet; offset and strides count elements."""
 
     storage: Storage
     offset: int
@@ -146,11 +117,7 @@ class _Stream(io.BytesIO):
 
 
 class _Allowance:
-    """Count of what may still be read of one file, by all readers of its parts together.
-
-    Args:
-        size: bytes of the file.
-    """
+    """Count of what may still be read of one file, by all readers of its parts together."""
 
     def __init__(self, size: int) -> None:
         self.opcodes = _MAX_OPCODES
@@ -170,16 +137,7 @@ class _Allowance:
 
 
 class _Reader:
-    """Interpreter of one pickle, by the tables ``_PUSHES`` and ``_ACTS``.
-
-    Args:
-        nests: True if the pickle may contain files of ``torch.save``, which may contain none.
-
-    Attributes:
-        stack: values that opcodes have pushed and none has taken.
-        memo: values to which later opcodes refer by number.
-        storages: storages that the pickle's tensors refer to, by key.
-    """
+    """Interpreter of one pickle; only one that ``nests`` may contain files of ``torch.save``."""
 
     def __init__(self, allowance: _Allowance, nests: bool = False) -> None:
         self.allowance = allowance
@@ -255,11 +213,7 @@ class _Reader:
             target.state = state
 
     def storage(self, description: Any) -> Storage:
-        """Returns the storage that a persistent id of ``torch.save`` refers to.
-
-        Args:
-            description: ``("storage", type, key, location, elements, ...)`` if the file is valid.
-        """
+        """Returns the storage of a persistent id ``("storage", type, key, location, elements)``."""
         if type(description) is not tuple or len(description) < 5 or description[0] != "storage":
             raise TensorPickleError(f"a reference must be to a storage, got {_kind(description)}")
         kind, key, numel = description[1], description[2], description[4]
@@ -273,15 +227,7 @@ class _Reader:
 
 
 def _call(reader: _Reader, function: Any, arguments: Any) -> Any:
-    """Returns a stand-in for the result of a call in a pickle, which does not take place.
-
-    Args:
-        function: the ``Global`` to be called if the file is valid.
-        arguments: a tuple of its arguments if the file is valid.
-
-    Returns:
-        A ``Strided``, the content of a nested file, an empty dict or an ``Inert``.
-    """
+    """Returns a stand-in for the result of a call in a pickle, which does not take place."""
     if not isinstance(function, Global) or type(arguments) is not tuple:
         raise TensorPickleError(f"a call must be of a global, got {_kind(function)}")
     if function == ("torch._utils", "_rebuild_tensor_v2"):
@@ -330,7 +276,7 @@ def _allowed(name: Global) -> Global:
 def _pairs(items: Sequence[Any]) -> dict[Any, Any]:
     """Returns a dict of keys and values that come in turn.
 
-    A tuple as a key could take exponential time to hash, and numbers can be made to share a hash.
+    A tuple as a key could take exponential time to hash; numbers can be made to share a hash.
     """
     for key in items[::2]:
         small = isinstance(key, int) and 0 <= key < _MAX_KEY
@@ -347,10 +293,7 @@ def _number(value: Any) -> Any:
 
 
 def _kind(value: Any) -> str:
-    """Returns a short text for messages; containers give their type alone.
-
-    The ``repr`` of containers that share items can be of any length.
-    """
+    """Returns a short text for messages, of containers the type: ``repr`` can be of any length."""
     plain = isinstance(value, (Global, Inert, Storage, bool, float, type(None)))
     if plain or (isinstance(value, int) and abs(value) < 1 << 64):
         return repr(value)
@@ -393,8 +336,8 @@ def _strided(storage: Any, offset: Any, size: Any, stride: Any) -> Strided:
 def _legacy(data: bytes, allowance: _Allowance) -> Any:
     """Returns the value in a ``torch.save`` file of the format before zip files.
 
-    Such a file is five pickles (magic number, version, system, value, storage keys) and then the
-    bytes of the storages.
+    It is five pickles (magic number, version, system, value, storage keys), then the storages'
+    bytes.
     """
     stream = _Stream(data)
     if _Reader(allowance).read(stream) != LEGACY_MAGIC:
@@ -475,11 +418,7 @@ def _tensor(item: Strided) -> torch.Tensor:
 
 
 def _guarded(parse: Any, data: bytes) -> Any:
-    """Returns the value of a file, turning every error of a damaged one into TensorPickleError.
-
-    Args:
-        data: the file's bytes.
-    """
+    """Returns the value of a file, turning every error of a damaged one into TensorPickleError."""
     try:
         return _resolved(parse(data, _Allowance(len(data))))
     except TensorPickleError:
@@ -494,11 +433,7 @@ def read_pickle(data: bytes) -> Any:
 
 
 def read_saved(data: bytes) -> Any:
-    """Returns the value in a file of ``torch.save``, as ``read_pickle`` does.
-
-    Args:
-        data: the file's bytes, in the zip format or the earlier one.
-    """
+    """Returns the value in a file of ``torch.save``, in the zip format or the earlier one."""
     return _guarded(_zipped if data[:4] == b"PK\x03\x04" else _legacy, data)
 
 

@@ -11,13 +11,9 @@ from torch import nn
 
 
 class WrappedForward:
-    """Callable in place of a model's ``forward``, which runs that with something around it.
+    """Callable in place of a model's ``forward``, which runs that in a subclass's ``_run``.
 
-    A subclass defines ``_run``, which calls ``_forward``. A copy or pickle of the model contains an
-    object that runs the copy.
-
-    Attributes:
-        active: False after ``remove``; a call then is one of the forward alone.
+    A copy or pickle of the model contains an object that runs the copy.
     """
 
     def __init__(self, model: Any) -> None:
@@ -39,7 +35,7 @@ class WrappedForward:
         """Puts this, or one like it for a copy of the model, in the place of a method made of it.
 
         ``Accelerator.unwrap_model(keep_fp32_wrapper=False)`` binds what it finds to the model, like
-        a function, and a copy of the model then has a method that is bound to the copy.
+        a function.
         """
         own = self
         if model is not self.model:
@@ -68,10 +64,7 @@ class WrappedForward:
         return self.active and any(forward is self for forward in wrapped_forwards(model))
 
     def remove(self) -> None:
-        """Takes this away from the model, whose forward then runs as before.
-
-        Where another library has wrapped the forward in turn, this stays inside and does nothing.
-        """
+        """Takes this away, or makes it do nothing if another library wrapped the forward."""
         self.active = False
         own = vars(self.model)
         if own.get("forward") is self:

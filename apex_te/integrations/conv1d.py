@@ -13,15 +13,9 @@ from ..module.linear import LinearLayer
 class Conv1DLinear(LinearLayer):
     """Hugging Face's Conv1D in FP8: ``y = x @ weight + bias`` with ``weight`` ``[in, out]``.
 
-    The layer computes with ``weight.t()``, so that keys, shapes and gradients stay Conv1D's. In FP8
-    each call copies that view to contiguous memory, one more pass over the weight than ``Linear``
-    makes; ``from_torch(fuse=True)`` stores the weight transposed instead.
-
-    A layer that ``from_torch`` converts has a subclass of this class and of Conv1D: libraries that
-    read or change a weight (PEFT's merging) tell by Conv1D which dimension is which.
-
-    Attributes:
-        weight: ``[in_features, out_features]``.
+    In FP8 each call copies ``weight.t()`` to contiguous memory; ``from_torch(fuse=True)`` stores
+    the weight transposed instead. Converted layers have a subclass of this class and of Conv1D, by
+    which libraries such as PEFT tell which dimension is which.
     """
 
     weight: nn.Parameter
@@ -29,14 +23,7 @@ class Conv1DLinear(LinearLayer):
     def forward(  # type: ignore[override]
         self, inp: torch.Tensor, is_first_microbatch: bool | None = None
     ) -> Any:
-        """Applies the layer as ``Linear.forward`` does, with the weight transposed.
-
-        Args:
-            inp: ``[..., in_features]``.
-
-        Returns:
-            ``[..., out_features]``.
-        """
+        """Applies the layer as ``Linear.forward`` does, with the weight transposed."""
         return super().forward(inp, self.weight.t(), None, is_first_microbatch)
 
     # Conv1D's own __repr__ names its two sizes only.
@@ -64,11 +51,7 @@ _CLASSES: dict[type, type[Conv1DLinear]] = {}
 
 
 def conv1d_linear(base: type[nn.Module]) -> type[Conv1DLinear]:
-    """Returns the subclass of ``Conv1DLinear`` and ``base`` that converted layers have.
-
-    Returns:
-        The class, which is made once for each ``base``.
-    """
+    """Returns the subclass of ``Conv1DLinear`` and ``base``, one for each ``base``."""
     if base not in _CLASSES:
         namespace = {"__module__": __name__, "__doc__": Conv1DLinear.__doc__}
         _CLASSES[base] = type("Conv1DLinear", (Conv1DLinear, base), namespace)

@@ -15,11 +15,7 @@ from . import _matching as matching
 
 
 class ExpertGemm(GroupedLinear):
-    """``GroupedLinear`` whose weights are those of a stacked Parameter, passed to each call.
-
-    Args:
-        dtype: dtype of the weights.
-    """
+    """``GroupedLinear`` whose weights are those of a stacked Parameter, passed to each call."""
 
     def __init__(
         self, num_gemms: int, in_features: int, out_features: int, dtype: torch.dtype
@@ -37,15 +33,7 @@ class ExpertGemm(GroupedLinear):
     def forward(  # type: ignore[override]
         self, inp: torch.Tensor, m_splits: Any, stacked: torch.Tensor
     ) -> torch.Tensor:
-        """Applies each expert's weight to its group of rows.
-
-        Args:
-            inp: ``[rows, in_features]``.
-            stacked: the weights, ``[num_gemms, out_features, in_features]``.
-
-        Returns:
-            ``[rows, out_features]``.
-        """
+        """Applies ``stacked``, ``[num_gemms, out_features, in_features]``, to groups of rows."""
         self._stacked = stacked
         try:
             out = super().forward(inp, m_splits)
@@ -63,13 +51,8 @@ class StackedExperts(nn.Module):
     """Experts with the weights of each linear layer in one Parameter, in FP8 inside a region.
 
     A layer that ``from_torch`` converts has a subclass of this class and of the experts' own, whose
-    forward computes outside of ``fp8_autocast``. Inside, tokens are sorted by expert and each
-    linear layer is one ``GroupedLinear``, whose FP8 state has the experts in order.
-
-    Attributes:
-        gate_up_proj: ``[experts, 2 ffn, hidden]``.
-        down_proj: ``[experts, hidden, ffn]``.
-        gate_up_gemm, down_gemm: the layers that multiply by them.
+    forward computes outside of ``fp8_autocast``. Inside, tokens are sorted by expert. The weights
+    are ``[experts, 2 ffn, hidden]`` and ``[experts, hidden, ffn]``.
     """
 
     gate_up_proj: nn.Parameter
@@ -90,19 +73,7 @@ class StackedExperts(nn.Module):
     def forward(
         self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
     ) -> torch.Tensor:
-        """Applies to each token the experts that its router chose, and sums their results.
-
-        Args:
-            hidden_states: ``[tokens, hidden]``.
-            top_k_index: ``[tokens, k]``, the experts of each token.
-            top_k_weights: ``[tokens, k]``, the factors of their results.
-
-        Returns:
-            ``[tokens, hidden]``.
-
-        Raises:
-            NotImplementedError: transformers has spread the experts over ranks.
-        """
+        """Sums, for each token, the results of its ``k`` experts; indices are ``[tokens, k]``."""
         if not self._in_fp8():
             out: torch.Tensor = super().forward(hidden_states, top_k_index, top_k_weights)
             return out
@@ -128,8 +99,7 @@ class StackedExperts(nn.Module):
         return getattr(self, "_is_expert_parallel", False) or held != self.gate_up_gemm.num_gemms
 
     def _in_fp8(self) -> bool:
-        """Returns True if the GEMMs run in FP8 or record amax values; a recompute does as
-        before."""
+        """Returns True if GEMMs run in FP8 or record amax values; a recompute does as before."""
         gemms = self.gate_up_gemm, self.down_gemm
         if not torch.compiler.is_compiling() and graph_task_id() != -1:
             return gemms[0]._modes.recompute is not None
@@ -141,15 +111,9 @@ class StackedExperts(nn.Module):
         return found
 
     def _gate_and_up(self, x: torch.Tensor, rows: torch.Tensor) -> tuple[torch.Tensor, Any]:
-        """Multiplies the tokens by the first weights of their experts.
+        """Multiplies ``[rows, hidden]``, sorted by expert, by the experts' first weights.
 
-        Args:
-            x: ``[rows, hidden]``, the tokens in the order of their experts.
-            rows: the number of tokens of each expert, ``[experts]``.
-
-        Returns:
-            ``(out, rows)``: ``[rows, 2 ffn]``; the number of tokens of each expert as the second
-            GEMM must have them, a list where a GPU has no GEMMs for such a tensor.
+        The second result is ``rows`` as the second GEMM takes them, on some GPUs a list.
         """
         gemm, weight = self.gate_up_gemm, self.gate_up_proj
         if x.is_cuda and not self.down_proj.shape[2] % 16:
@@ -179,11 +143,7 @@ _CLASSES: dict[type, type[StackedExperts]] = {}
 
 
 def stacked_experts(base: type[nn.Module]) -> type[StackedExperts]:
-    """Returns the subclass of ``StackedExperts`` and ``base`` that converted experts have.
-
-    Returns:
-        The class, which is made once for each ``base``.
-    """
+    """Returns the subclass of ``StackedExperts`` and ``base``, one for each ``base``."""
     if base not in _CLASSES:
         namespace = {"__module__": __name__, "__doc__": StackedExperts.__doc__}
         _CLASSES[base] = type("StackedExperts", (StackedExperts, base), namespace)

@@ -106,9 +106,7 @@ def export_fp8(
 class _Source:
     """Weight of a GEMM, quantized once for all the original weights that it was joined from.
 
-    Args:
-        weight: ``[rows, cols]``.
-        input_scale: ``[1]``, the input's ``scale_inv``; None with dynamic activations.
+    ``input_scale`` is the input's ``scale_inv``, ``[1]``; None with dynamic activations.
     """
 
     def __init__(self, weight: torch.Tensor, input_scale: torch.Tensor | None) -> None:
@@ -117,11 +115,7 @@ class _Source:
         self._whole: tuple[torch.Tensor, torch.Tensor] | None = None
 
     def quantized(self, start: int, rows: int, blocks: bool) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns FP8 data and scales of rows of the weight.
-
-        Returns:
-            FP8 data ``[rows, cols]`` and fp32 scales, ``[1]`` or ``[blocks of rows, of columns]``.
-        """
+        """Returns FP8 data of rows and fp32 scales, ``[1]`` or by blocks of rows and columns."""
         if not blocks:
             if self._whole is None:
                 self._whole = _quantized(self.weight, blocks)
@@ -174,12 +168,7 @@ def _trimmed(scale: torch.Tensor, data: torch.Tensor) -> torch.Tensor:
 
 
 class _Part(NamedTuple):
-    """Rows of a weight that are to be one original weight.
-
-    Attributes:
-        source: the weight.
-        start, rows: first row and number of rows.
-    """
+    """Rows of a weight that are to be one original weight."""
 
     source: _Source
     start: int
@@ -187,13 +176,7 @@ class _Part(NamedTuple):
 
 
 class _Entry(NamedTuple):
-    """Tensor of the checkpoint, with its scales if it is quantized.
-
-    Attributes:
-        key: its name.
-        value: its values in bf16 or fp32.
-        part: the weight that is quantized in its place, or None.
-    """
+    """Tensor of the checkpoint, and the weight that is quantized in its place, or None."""
 
     key: str
     value: torch.Tensor
@@ -241,11 +224,7 @@ def _check_model(model: Any) -> None:
 
 
 def _entries(model: nn.Module, export: Export) -> tuple[list[_Entry], list[str]]:
-    """Lists what the checkpoint has.
-
-    Returns:
-        ``(entries, ignored)``: its tensors; names of the linear layers that are not quantized.
-    """
+    """Returns the checkpoint's tensors, and names of the linear layers that are not quantized."""
     parts, experts = _parts(model, export)
     if not parts and not experts:
         raise ValueError(
@@ -295,11 +274,9 @@ def _original_format(model: nn.Module, state: dict[str, torch.Tensor]) -> dict[s
 def _parts(
     model: nn.Module, export: Export
 ) -> tuple[dict[str, _Part], dict[str, tuple[StackedExperts, bool]]]:
-    """Finds the weights that are to be quantized.
+    """Finds weights to be quantized, by key, and layers of stacked experts, by dotted name.
 
-    Returns:
-        ``(parts, experts)``: parts by keys of the model's state dict; layers of stacked experts by
-        their dotted names, with True if their state gives scales of the inputs.
+    The latter have True if their state gives scales of the inputs.
     """
     static = export.activations == "static"
     parts: dict[str, _Part] = {}
@@ -331,10 +308,9 @@ def _parts(
 
 
 def _tied_to_others(model: nn.Module, parts: dict[str, _Part]) -> list[str]:
-    """Returns the keys of ``parts`` whose weight is that of a module that reads no FP8, too.
+    """Returns the keys of ``parts`` whose weight another module uses that reads no FP8.
 
-    A head's is its embedding's where they are tied, and is in the checkpoint once. A module that is
-    in the model under several names counts once.
+    A tied head's is its embedding's, which the checkpoint has once.
     """
     holders: dict[int, list[str]] = {}
     for name, module in model.named_modules():
@@ -347,11 +323,7 @@ def _tied_to_others(model: nn.Module, parts: dict[str, _Part]) -> list[str]:
 def _expert_part(
     key: str, value: torch.Tensor, experts: dict[str, tuple[StackedExperts, bool]]
 ) -> _Part | None:
-    """Returns the part for one expert's weight, None for any other tensor.
-
-    Args:
-        experts: the layers of experts, by name.
-    """
+    """Returns the part for one expert's weight, None for any other tensor."""
     found = re.search(r"(?:^|\.)(\d+)\.(?:.*\.)?experts\.(\d+)\.", key)
     if found is None or value.dim() != 2 or not key.endswith(".weight"):
         return None

@@ -194,12 +194,7 @@ def _has_our_layers(model: nn.Module) -> bool:
 def _converted(
     model: nn.Module, fuse: bool, selection: Selection
 ) -> tuple[list[Layer], list[tuple[str, str]]]:
-    """Joins and converts layers of ``model``.
-
-    Returns:
-        ``(layers, left)``: an entry of the summary for each layer; for the warning, the name of
-        each layer or block that could not be changed, and the reason.
-    """
+    """Joins and converts layers of ``model``; returns entries of the summary and of the warning."""
     layers: list[Layer] = []
     left: list[tuple[str, str]] = []
     if fuse:
@@ -226,12 +221,7 @@ def _converted(
 
 
 def _together(left: list[tuple[str, str]]) -> list[tuple[str, str]]:
-    """Joins the entries of the warning that differ by numbers in their names only.
-
-    Returns:
-        The same for each group of them: the name with ``*`` for its numbers, and how many there
-        are, if there are several.
-    """
+    """Joins entries of the warning whose names differ by numbers only, shown as ``*``."""
     groups: dict[tuple[str, str], list[str]] = {}
     for name, reason in left:
         groups.setdefault((numbered(name), reason), []).append(name)
@@ -324,11 +314,7 @@ def _become_norm(module: Any, kind: Any, shape: tuple[int, ...]) -> None:
 
 
 def _become(module: nn.Module, kind: type[nn.Module], template: nn.Module) -> None:
-    """Changes the class of ``module``, in place, so that references to it stay valid.
-
-    Args:
-        kind: its new class.
-    """
+    """Changes the class of ``module``, in place, so that references to it stay valid."""
     attributes = vars(module)
     attributes.update({k: v for k, v in vars(template).items() if k not in _KEPT})
     module.__class__ = kind

@@ -114,12 +114,7 @@ class FusedLoss(WrappedForward):
 
 
 class _InPlace:
-    """Callable in place of a module's attribute while forwards run.
-
-    Attributes:
-        users: number of these forwards, in one or several threads.
-        before: the attribute before, by its name, if the module had one of its own.
-    """
+    """Callable in place of a module's attribute while ``users`` forwards (of any thread) run."""
 
     def __init__(self) -> None:
         self.users = 0
@@ -145,8 +140,7 @@ class _LossInPlace(_InPlace):
 class _LazyHead(_InPlace):
     """Callable in place of a head's ``forward``, which leaves the GEMM to the loss.
 
-    Attributes:
-        has_multiplied: True after a call that gave logits, since the loss could not compute them.
+    ``has_multiplied`` is True after a call that gave logits, since the loss could not compute them.
     """
 
     def __init__(self, head: nn.Module) -> None:

@@ -127,12 +127,9 @@ def key_map(model: nn.Module) -> KeyMap:
 
 
 def refuse_optimized(model: nn.Module, optimizer: Any, must: str = "fuse must be False") -> None:
-    """Raises an error if an optimizer holds a parameter of ``model``, which may be replaced.
+    """Raises an error if ``optimizer``, or any torch optimizer, holds a parameter of ``model``.
 
-    Args:
-        optimizer: an optimizer, several, or None. All existing instances of
-            ``torch.optim.Optimizer`` are checked, too.
-        must: the argument or region that replaces parameters, and what it must be, for the error.
+    ``must`` says in the error which argument must be what.
     """
     given = [] if optimizer is None else optimizer
     given = list(given) if isinstance(given, (list, tuple)) else [given]
@@ -161,15 +158,7 @@ def _living_optimizers() -> list[Any]:
 
 
 def _held(names: dict[int, str], optimizers: list[Any]) -> tuple[str, str] | None:
-    """Searches optimizers for parameters of the model.
-
-    Args:
-        names: the parameters' names, by ``id`` of the parameter.
-
-    Returns:
-        ``(optimizer, parameter)`` for the first one found: the optimizer's class name and the
-        parameter's name. None if no optimizer holds any.
-    """
+    """Returns class name and parameter's name for an optimizer with an ``id`` in ``names``."""
     for optimizer in optimizers:
         for group in getattr(optimizer, "param_groups", ()):
             for parameter in group["params"]:
@@ -179,11 +168,7 @@ def _held(names: dict[int, str], optimizers: list[Any]) -> tuple[str, str] | Non
 
 
 class _NotFusable(Exception):
-    """Raised for layers of a block that cannot be joined.
-
-    Args:
-        chosen: True if an option of ``from_torch`` keeps a layer, so that no warning is needed.
-    """
+    """Raised for layers that cannot be joined; ``chosen`` if by an option, so without a warning."""
 
     def __init__(self, reason: str, chosen: bool = False) -> None:
         super().__init__(reason)
@@ -193,12 +178,8 @@ class _NotFusable(Exception):
 class _Joint:
     """Several projections of one tensor, with its norm, in one layer, which runs once for all.
 
-    The block still calls as many layers, ``JointPart``; the first one called runs the joint layer,
-    the others fetch their parts of its output.
-
-    Attributes:
-        seen: input for which ``parts`` were computed, None without any.
-        parts: output of each projection, ``[..., rows]``, None once it was fetched.
+    The block still calls as many layers, ``JointPart``; the first one called runs the joint layer
+    and stores its output, ``[..., rows]`` per projection; the others fetch their parts.
     """
 
     __slots__ = ("linear", "parts", "rows", "seen")
@@ -214,11 +195,7 @@ class _Joint:
         self.parts: list[Any] = [None] * len(self.rows)
 
     def part(self, inp: torch.Tensor, index: int) -> torch.Tensor:
-        """Returns the output of one projection, and drops it.
-
-        Args:
-            inp: input of the joint layer, ``[..., in_features]``.
-        """
+        """Returns the output of one projection for ``inp``, and drops it."""
         if self.seen is not inp or self.parts[index] is None:
             self.parts = list(self.linear(inp).split(self.rows, -1))
             self.seen = inp
@@ -237,11 +214,7 @@ class _Joint:
 
 
 class JointPart(nn.Module):
-    """Module in the place of a query, key or value projection, which the joint layer computes.
-
-    Attributes:
-        view: the projection's original parameters, as views of the joined ones.
-    """
+    """Module in the place of a query, key or value projection, which the joint layer computes."""
 
     view: PartView
 
@@ -262,14 +235,7 @@ class JointPart(nn.Module):
         return self.view.bias
 
     def forward(self, inp: torch.Tensor) -> torch.Tensor:
-        """Applies the projection and, if it was joined with a norm, that norm before.
-
-        Args:
-            inp: ``[..., in_features]``, the input of the joint layer.
-
-        Returns:
-            ``[..., out_features]`` of the projection that this module replaces.
-        """
+        """Applies the projection and, if it was joined with a norm, that norm before."""
         return self.joint.part(inp, self.index)
 
     def requires_grad_(self, requires_grad: bool = True) -> JointPart:
@@ -323,11 +289,7 @@ class JoinedProjections(_Joined, Linear):  # type: ignore[misc]
 
 
 class _NormApart(_Joined, NormedModule):
-    """Base of joined layers, whose norm's parameters stay in the block's own norm.
-
-    Attributes:
-        norm: that norm. It is not a submodule: the block has it under its old name.
-    """
+    """Base of joined layers; their ``norm`` is a submodule of the block, not theirs."""
 
     norm: JoinedNorm
 
@@ -368,11 +330,7 @@ class JoinedLinear(_NormApart, LayerNormLinear):
 
 
 class JoinedMLP(_NormApart, LayerNormMLP):
-    """``LayerNormMLP`` of a norm and an MLP that ``from_torch(fuse=True)`` has joined.
-
-    Attributes:
-        dropout: the dropout that ended the MLP (GPT-2's), or None.
-    """
+    """``LayerNormMLP`` of a norm and an MLP, with the dropout that ended it (GPT-2's) or None."""
 
     dropout: nn.Module | None
 
@@ -400,14 +358,8 @@ Chosen = Callable[[str, nn.Module], "str | None"]
 def fuse_blocks(model: nn.Module, chosen: Chosen) -> tuple[list[Layer], list[tuple[str, str]]]:
     """Joins layers of Hugging Face's blocks in ``model``, in place, if the layers allow it.
 
-    Args:
-        chosen: function of a layer's name in the model and the layer; returns the reason why the
-            caller wants the layer to stay, None if it may be joined.
-
-    Returns:
-        ``(layers, left)``: entries of the summary for the joined layers and for blocks whose layers
-        were not joined; for the warning, the name of each block with layers that cannot be joined,
-        and the reason.
+    Returns entries of the summary; and for the warning the names of blocks with layers that cannot
+    be joined, with reasons.
     """
     uses = Counter(id(p) for m in model.modules() for p in m._parameters.values() if p is not None)
     entries: list[JoinedKey] = []
@@ -460,9 +412,7 @@ def _mixed_stacks(model: nn.Module) -> set[int]:
 
 
 def _unknown_blocks(model: nn.Module) -> list[tuple[str, str]]:
-    """Finds Hugging Face's blocks of which no layers can be joined, since their class is not
-    known.
-    """
+    """Finds Hugging Face's blocks that have a norm and are of a class without layers to join."""
     found: list[tuple[str, str]] = []
     for name, blocks in model.named_modules():
         if not isinstance(blocks, nn.ModuleList) or any(name.startswith(f"{b}.") for b, _ in found):
@@ -481,14 +431,7 @@ def _unknown_blocks(model: nn.Module) -> list[tuple[str, str]]:
 
 
 class _Source(NamedTuple):
-    """Norm and linear layers of a block that are to become one layer.
-
-    Attributes:
-        norm_name: the norm's dotted name in the block; None without a norm.
-        norm: the norm, or None.
-        linears: the linear layers, by dotted name in the block.
-        transposed: True if their weights are ``[in, out]``, as in GPT-2.
-    """
+    """Layers of a block to become one, by dotted name; weights ``[in, out]`` if ``transposed``."""
 
     norm_name: str | None
     norm: Any
@@ -509,21 +452,11 @@ class _Source(NamedTuple):
         }
 
     def parts(self, attribute: str, *names: str) -> list[tuple[str, Any]]:
-        """Returns the Parameters of linear layers that are joined into one.
-
-        Args:
-            names: keys of ``linears``, in the order in which the Parameters are stacked.
-
-        Returns:
-            A list of ``(key, Parameter)``: key in the block's state dict; the Parameter, None for a
-            bias that the layer does not have.
-        """
+        """Returns key in the block and Parameter of ``names``; None for an absent bias."""
         return [(f"{name}.{attribute}", getattr(self.linears[name], attribute)) for name in names]
 
     def former_entries(self, path: str) -> list[JoinedKey]:
-        """Returns keys of the norm's parameters, which were the joined layer's in earlier
-        releases.
-        """
+        """Returns keys that the norm's parameters had as the joined layer's in earlier releases."""
         own = {} if self.norm is None else self.norm._parameters
         rows = {name: len(value) for name, value in own.items() if value is not None}
         return [
@@ -539,12 +472,7 @@ _Step = tuple[_Source, str, list[JoinedKey]]
 def _join(block: Any, layers: Layers, prefix: str, uses: Counter[int], chosen: Chosen) -> _Step:
     """Joins layers of a block into one.
 
-    Args:
-        uses: number of modules of the model that have a Parameter, by ``id`` of the Parameter.
-
-    Returns:
-        ``(source, path, entries)``: the layers that were joined; dotted name in the block of the
-        new layer; keys of the joined parameters.
+    ``uses`` counts the modules of the model that have a Parameter, by ``id`` of the Parameter.
     """
     if isinstance(layers, Apart):
         raise _NotFusable(layers.reason)
@@ -646,11 +574,7 @@ def _sizes(linear: Any, transposed: bool) -> tuple[int, int]:
 
 
 def _projection_layer(source: _Source, inner: int, outer: int) -> JoinedLinear | JoinedProjections:
-    """Returns a layer on the meta device for the projections of ``source`` and their norm.
-
-    Args:
-        source: layers that give eps, bias, dtype and mode.
-    """
+    """Returns a layer on the meta device for the projections of ``source`` and their norm."""
     some = next(iter(source.linears.values()))
     options: dict[str, Any] = {"params_dtype": some.weight.dtype, "device": "meta"}
     bias = some.bias is not None
@@ -665,16 +589,10 @@ def _projection_layer(source: _Source, inner: int, outer: int) -> JoinedLinear |
 def _placed(
     block: nn.Module, source: _Source, path: str, module: nn.Module, parts: dict[str, tuple]
 ) -> tuple[_Step, dict[str, PartView]]:
-    """Gives ``module`` its parameters and puts it in the place of the layers of ``source``.
+    """Gives ``module``, on the meta device, parameters and puts it in its place in the block.
 
-    Args:
-        module: the joined layer, its parameters still on the meta device.
-        parts: names of the linear layers that a weight and a bias of ``module`` are joined from,
-            by the prefix of this weight and bias, such as ``"fc1_"``.
-
-    Returns:
-        ``((source, path, entries), views)``: the first two arguments; keys of the joined
-        parameters; the parameters of each original linear layer, by its dotted name in the block.
+    ``parts`` has the linear layers that a weight and a bias are joined from, by prefix, such as
+    ``"fc1_"``. The second result has the original layers' parameters, by dotted name in the block.
     """
     linear = {
         f"{prefix}{attribute}": source.parts(attribute, *names)
@@ -692,11 +610,7 @@ def _placed(
 
 
 def _check(source: _Source, prefix: str, uses: Counter[int], chosen: Chosen) -> None:
-    """Raises ``_NotFusable`` unless one layer can replace those of ``source``.
-
-    Args:
-        uses: number of modules of the model that have a Parameter, by ``id`` of the Parameter.
-    """
+    """Raises ``_NotFusable`` unless one layer can replace those of ``source``."""
     norm, linears = source.norm, list(source.linears.values())
     named = dict(source.linears)
     if source.norm_name is not None:
@@ -735,13 +649,9 @@ def _check(source: _Source, prefix: str, uses: Counter[int], chosen: Chosen) -> 
 def _fill(
     module: nn.Module, source: _Source, path: str, linear: dict[str, list[tuple[str, Any]]]
 ) -> list[JoinedKey]:
-    """Gives the joined layer its parameters.
+    """Gives the joined layer its parameters, from ``(key, Parameter)`` of the originals of each.
 
     A parameter that is made of a single one in the same layout is that Parameter object itself.
-
-    Args:
-        linear: ``(key, Parameter)`` of the Parameters that each parameter is joined from, by its
-            name in ``module``.
     """
     entries = []
     for name, parts in linear.items():
@@ -767,13 +677,7 @@ def _fill(
 def _show_originals(
     block: nn.Module, module: nn.Module, entries: list[JoinedKey]
 ) -> dict[str, PartView]:
-    """Makes the original parameters readable under their names, for tools that look up keys.
-
-    So ``block.self_attn.q_proj.weight`` still is a tensor with the values of that weight.
-
-    Returns:
-        The parameters of each original layer, by its dotted name in the block.
-    """
+    """Makes original parameters readable under their names, and returns them by layer."""
     views: dict[str, PartView] = {}
     for entry in entries:
         start = 0

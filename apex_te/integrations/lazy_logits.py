@@ -31,20 +31,12 @@ _OWN = frozenset(
 
 
 class LazyLogits:
-    """Logits of a head, which the first use computes and which then stay.
+    """Logits of a head on ``hidden`` ``[..., in]``, which the first use computes and then keeps.
 
-    An object of this class can be used as the tensor of logits: in operators, as an argument of
-    functions of torch, and through every attribute and method of a tensor; it only is not an
-    instance of ``torch.Tensor``: functions that ask for one, such as accelerate's ``gather`` and
-    ``pad_across_processes``, need ``logits.compute()``. ``shape``, ``dtype``, ``device`` and
-    ``float()`` compute nothing. A pickle of it is a tensor. The loss was computed without it, so
-    that a backward of the loss gives it no gradient.
-
-    Args:
-        hidden: hidden states ``[..., in]`` that the head is applied to.
-
-    Attributes:
-        head, hidden: the arguments.
+    An object can be used as the tensor of logits, but is not an instance of ``torch.Tensor``:
+    functions that ask for one, such as accelerate's ``gather``, need ``logits.compute()``.
+    ``shape``, ``dtype``, ``device`` and ``float()`` compute nothing. A pickle of it is a tensor. A
+    backward of the loss gives it no gradient.
     """
 
     __array_priority__ = 1000  # as a tensor's, by which NumPy leaves operators to it
@@ -91,10 +83,7 @@ class LazyLogits:
         return self if self.is_unused and not options else self.compute().contiguous(**options)
 
     def float(self, **options: Any) -> Any:
-        """Returns these logits in fp32, as yet not computed either; or what their tensor returns.
-
-        Accelerate calls this on all that a model returns in mixed precision.
-        """
+        """Returns these logits in fp32, not computed either; accelerate calls this on outputs."""
         if not self.is_unused or options:
             return self.compute().float(**options)
         if self.dtype is torch.float32:

@@ -150,9 +150,9 @@ def _remove_fp8_state(folder: str | os.PathLike[str]) -> None:
 class SavePretrained:
     """Callable in place of a model's ``save_pretrained``, which writes FP8 state to its own file.
 
-    A call takes the arguments of the class's ``save_pretrained``, and ``fp8_state``: False writes
-    no FP8 state. In a directory ``checkpoint-<step>``, as ``transformers.Trainer`` makes it, FP8
-    state is in the file of the weights, too, since resuming reads only that.
+    ``fp8_state=False`` writes none. In a directory ``checkpoint-<step>``, as
+    ``transformers.Trainer`` makes it, FP8 state is in the file of the weights, too, since resuming
+    reads only that.
     """
 
     def __init__(self, model: Any) -> None:
@@ -198,8 +198,7 @@ class SavePretrained:
 def save_without_fp8_state(model: nn.Module) -> None:
     """Replaces ``save_pretrained`` on the instances of Hugging Face's models in ``model``.
 
-    The files of weights that it writes then have the keys of the plain model; FP8 state is in a
-    file beside them.
+    The files of weights then have the keys of the plain model; FP8 state is in a file beside them.
     """
     for module in matching.pretrained_models(model):
         if "save_pretrained" not in vars(module):

@@ -20,14 +20,9 @@ ATTRIBUTE = "_apex_te_conversion"
 
 
 class Layer(NamedTuple):
-    """Layer that ``from_torch`` converted or kept, as the summary lists it.
+    """Layer that ``from_torch`` converted, or kept for ``reason`` (``after`` is then None).
 
-    Attributes:
-        name: the layer's dotted name in the model.
-        before: name of its class before, as ``torch.nn.Linear``; for a joined layer, names of the
-            layers it is made of.
-        after: name of its class after, as ``apex_te.Linear``, None if the layer was kept.
-        reason: reason why the layer was kept, None if it was converted.
+    ``before`` has the class's name or, of a joined layer, the names of its parts.
     """
 
     name: str
@@ -42,13 +37,9 @@ def numbered(name: str) -> str:
 
 
 class Share(NamedTuple):
-    """Numbers of a model's elements by whether matmuls take them in FP8 inside ``fp8_autocast``.
+    """Numbers of a model's elements: of weights in FP8, of all weights of matmuls, in total.
 
-    Attributes:
-        fp8: elements of weights of layers that compute in FP8.
-        matmul: elements of all weights of linear layers and experts.
-        total: elements of all parameters; shared ones count once.
-        padded: names of layers in FP8 with a size that is not a multiple of 16.
+    Shared ones count once. ``padded`` names layers in FP8 with a size that is not a multiple of 16.
     """
 
     fp8: int

@@ -60,16 +60,9 @@ class TEStateError(ValueError):
 class TEState(NamedTuple):
     """Delayed-scaling state of one module of TransformerEngine, fp32 on the CPU.
 
-    ``L`` is the history length, row 0 with the staged amax values included; ``F`` and ``B`` are the
-    numbers of forward and backward slots. An amax that was saved as Inf or NaN is 0.
-
-    Attributes:
-        scale_fwd: ``[F]``, scales of the forward slots.
-        amax_history_fwd: ``[L, F]``, their amax histories.
-        scale_bwd: ``[B]``, scales of the backward slots.
-        amax_history_bwd: ``[L, B]``, their amax histories.
-        pending: True if the staged amax values are still to be used by an update, before the next
-            forward: in releases with a global buffer of amax values, as a key of the dict tells.
+    Scales are ``[slots]``, histories ``[length, slots]``, row 0 with the staged amax values
+    included. Saved amax values of Inf or NaN are 0. If ``pending``, an update before the next
+    forward is still to use the staged ones, as in releases with a global buffer of amax values.
     """
 
     scale_fwd: torch.Tensor
@@ -156,11 +149,7 @@ def _decoded(extra_state: Any) -> Any:
 def _direction(
     saved: dict[str, Any], direction: str, is_own: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns the scales and amax histories of forward or backward, after checks of their values.
-
-    Returns:
-        ``(scale, history)``, ``[slots]`` and ``[length, slots]``, fp32 on the CPU.
-    """
+    """Returns checked scales ``[slots]`` and histories ``[length, slots]``, fp32 on the CPU."""
     scale = _checked_tensor(saved, f"scale_{direction}", 1)
     history = _checked_tensor(saved, f"amax_history_{direction}", 2)
     if not ((scale > 0) & torch.isfinite(scale) & torch.isfinite(scale.reciprocal())).all():
@@ -187,11 +176,7 @@ def _direction(
 
 
 def _checked_tensor(saved: dict[str, Any], name: str, dims: int) -> torch.Tensor:
-    """Returns a tensor of the saved dict, in fp32 on the CPU.
-
-    Args:
-        dims: number of dimensions that it must have.
-    """
+    """Returns a tensor of the saved dict with ``dims`` dimensions, in fp32 on the CPU."""
     value = saved.get(name)
     if not isinstance(value, torch.Tensor) or not value.is_floating_point():
         raise _unfit(name, "be a floating-point tensor", type(value).__name__)
@@ -272,12 +257,9 @@ def load_te_extra_state(
 
 
 class SavedState(NamedTuple):
-    """Named tuple of the FP8 state that an ``_extra_state`` holds for one module of apex_te.
+    """FP8 state, on the CPU, that an ``_extra_state`` holds for one module of apex_te.
 
-    Attributes:
-        state: the state, on the CPU.
-        header: the header that apex_te has saved with it; None if TransformerEngine has saved it.
-        pending: as in ``TEState``.
+    ``header`` is None if TransformerEngine has saved it; ``pending`` is as in ``TEState``.
     """
 
     state: FP8State
@@ -297,14 +279,7 @@ class SavedState(NamedTuple):
 
 
 def saved_state(extra_state: Any, module: FP8Module) -> SavedState | None:
-    """Returns the FP8 state that an ``_extra_state`` holds for ``module``, which is not changed.
-
-    Args:
-        extra_state: as for ``read_te_extra_state``, or bytes that apex_te has saved.
-
-    Returns:
-        The state; None if there is none.
-    """
+    """Returns the FP8 state that an ``_extra_state`` (TransformerEngine's or apex_te's) holds."""
     saved = _decoded(extra_state)
     found = _te_state(saved)
     if found is None:
@@ -334,11 +309,7 @@ def saved_state(extra_state: Any, module: FP8Module) -> SavedState | None:
 
 
 def _recipe(saved: Any, length: int) -> DelayedScaling | None:
-    """Returns a recipe with the format and margin to which saved scales belong.
-
-    Returns:
-        The recipe; None if format or margin are not known, or a function has computed the scales.
-    """
+    """Returns a recipe with the format and margin of saved scales, None if these are not known."""
     recipe = saved.get("recipe") if isinstance(saved, dict) else None
     extra = saved.get("extra_fp8_variables") if isinstance(saved, dict) else None
     if not isinstance(recipe, Inert) or not isinstance(extra, dict):
@@ -362,14 +333,10 @@ def _saves_its_own(module: torch.nn.Module) -> bool:
 
 
 def _converted(found: TEState, gemms: int, by_kind: bool) -> FP8State:
-    """Converts TransformerEngine's state to apex_te's.
+    """Converts TransformerEngine's state to that of ``gemms`` GEMMs, on the CPU.
 
-    Args:
-        by_kind: the slots are sorted by kind (inputs, weights, outputs), not by GEMM.
-
-    Returns:
-        State of a module with ``gemms`` GEMMs, on the CPU. Slots that releases 0.x do not have hold
-        no amax values.
+    The slots are sorted ``by_kind`` (inputs, weights, outputs) or by GEMM. Slots that releases 0.x
+    do not have hold no amax values.
     """
     directions = (("fwd", FORWARD_SLOTS), ("bwd", BACKWARD_SLOTS))
     for direction, slots in directions:
@@ -399,11 +366,7 @@ def _converted(found: TEState, gemms: int, by_kind: bool) -> FP8State:
 
 
 def _goes_by_kind(history: torch.Tensor, gemms: int) -> bool:
-    """Returns True if the slots are sorted by kind (inputs, weights, outputs), not by GEMM.
-
-    Args:
-        history: ``[length, slots]``, amax histories of the forward slots.
-    """
+    """Returns True if forward slots are sorted by kind (inputs, weights, outputs), not by GEMM."""
     if gemms == 1 or history.shape[1] != FORWARD_SLOTS * gemms:
         return False
     used = history.any(0)

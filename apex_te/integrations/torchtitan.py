@@ -45,14 +45,7 @@ class FP8Linear(Linear, Module):
         self.recipe = make_recipe(config.recipe_name)
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
-        """Applies the layer in FP8.
-
-        Args:
-            input: ``[..., in_features]``.
-
-        Returns:
-            ``[..., out_features]``.
-        """
+        """Applies the layer in FP8."""
         with fp8_autocast(enabled=True, fp8_recipe=self.recipe):
             out = super().forward(input)
         assert isinstance(out, torch.Tensor)

@@ -144,11 +144,7 @@ def _check(model: Any, sample: Any, repeats: Any, **limits: Any) -> None:
 
 
 def _layers(model: nn.Module) -> dict[str, tuple[nn.Module, str | None]]:
-    """Returns the layers that compute GEMMs, by name.
-
-    Returns:
-        Each with the reason why ``from_torch`` leaves it in bf16 or fp32, None if it does not.
-    """
+    """Returns the layers that compute GEMMs, with the reason why ``from_torch`` keeps one."""
     selection = Selection(model, None, None, 0, 0, 0, 1)
     found: dict[str, tuple[nn.Module, str | None]] = {}
     inside: list[str] = []
@@ -209,12 +205,7 @@ def _against(
     min_gain: float,
     limits: dict[str, float],
 ) -> tuple[str, ...]:
-    """Returns the reasons to keep a layer in bf16 or fp32.
-
-    Args:
-        roles: its statistics by role.
-        limits: least SQNR in dB by role.
-    """
+    """Returns reasons to keep a layer in bf16 or fp32; ``limits`` are least SQNR in dB by role."""
     reasons = []
     gain = times.high / times.fp8
     if gain < min_gain:

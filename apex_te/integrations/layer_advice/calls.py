@@ -17,14 +17,9 @@ from ...fp8.autocast import fp8_autocast, is_fp8_enabled
 
 @dataclasses.dataclass
 class LayerCall:
-    """First call of a layer in a forward of the sample.
+    """First call of a layer in a forward of the sample; its tensors are those of the model's graph.
 
-    Attributes:
-        args: positional arguments; tensors are those of the model's graph.
-        kwargs: keyword arguments, likewise.
-        autocast: dtype of ``torch.autocast`` around the call, None outside of it.
-        gradients: gradients of the output's tensors, by their index among ``tensors_of(output)``.
-        count: number of calls in the forward.
+    ``gradients`` has those of the output's tensors, by their index among ``tensors_of(output)``.
     """
 
     args: tuple[Any, ...]
@@ -50,17 +45,10 @@ def tensors_of(value: Any) -> list[torch.Tensor]:
 
 
 def record_calls(model: nn.Module, sample: Any, layers: dict[str, nn.Module]) -> dict[str, Any]:
-    """Runs forward and backward of a model with a sample, and records the calls of layers.
+    """Runs forward and backward of a model with a sample, and records the calls of layers that ran.
 
-    Parameters, their gradients and buffers are as before; gradients are computed without the hooks
-    of parameters.
-
-    Args:
-        layers: layers by name.
-
-    Returns:
-        The ``LayerCall`` of each layer that ran, by name. Without a gradient anywhere only the
-        forward ran.
+    Parameters, their gradients and buffers are as before. Hooks of parameters do not run. Without a
+    gradient anywhere only the forward runs.
     """
     calls: dict[str, LayerCall] = {}
     handles = []
@@ -127,10 +115,7 @@ def _run(model: nn.Module, sample: Any) -> Any:
 
 
 def _loss(output: Any) -> torch.Tensor:
-    """Returns the loss of an output: its ``loss``, itself if it is one number, else a made-up one.
-
-    That is the sum of the mean squares of the floating-point tensors with a gradient.
-    """
+    """Returns an output's ``loss``, or itself if it is one number, or the sum of mean squares."""
     given = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
     if isinstance(given, torch.Tensor) and given.numel() == 1:
         return given.sum()

@@ -67,9 +67,7 @@ def has_fp8(module: nn.Module) -> bool:
 class Runner:
     """Repeats one call of a layer, forward and backward, with copies of its arguments.
 
-    Args:
-        recipe: recipe of the region around the call; None for none.
-        grad: True to run the forward with gradients enabled even if there is no backward.
+    ``grad`` runs the forward with gradients enabled even if there is no backward.
     """
 
     def __init__(
@@ -132,10 +130,9 @@ def _twins(layer: nn.Module) -> tuple[nn.Module, nn.Module]:
 
 
 def _alone(recipe: Recipe) -> Recipe:
-    """Returns a recipe whose scales are those of the tensors that it is tried with, on this rank.
+    """Returns a recipe whose scales are those of the tensors themselves, on this rank.
 
-    Delayed scaling takes the first scales from the tensors themselves; this is what the scales are
-    after some steps, while amax values stay about the same.
+    Delayed scaling comes to about these scales after some steps.
     """
     if isinstance(recipe, DelayedScaling):
         return dataclasses.replace(recipe, reduce_amax=False, first_step="current")
@@ -143,10 +140,7 @@ def _alone(recipe: Recipe) -> Recipe:
 
 
 def observe(layer: nn.Module, call: LayerCall, recipe: Recipe) -> dict[str, RoleStatistics]:
-    """Returns the statistics of a layer's tensors in one step in FP8, by role.
-
-    The roles are "input", "weight" and, if the call has a gradient, "grad_output".
-    """
+    """Returns the statistics of a layer's tensors in one step in FP8, by role."""
     found: dict[str, list[torch.Tensor]] = {}
 
     def note(gemm: int, role: str, x: Any, quantized: Any, quantizer: Any) -> None:
@@ -165,10 +159,7 @@ def observe(layer: nn.Module, call: LayerCall, recipe: Recipe) -> dict[str, Role
 
 
 def _signal_and_noise(x: torch.Tensor, decoded: torch.Tensor) -> torch.Tensor:
-    """Returns the sums of squares of ``x`` and of what its FP8 form loses, float64 ``[2]``.
-
-    Elements that are not finite do not count.
-    """
+    """Returns sums of squares of ``x`` and its FP8 error, float64 ``[2]``; only finite elements."""
     values = x.detach().float()
     decoded = decoded[: values.shape[0], : values.shape[1]]
     finite = torch.isfinite(values) & torch.isfinite(decoded)

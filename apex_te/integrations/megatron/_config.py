@@ -43,24 +43,16 @@ EXPERT_RNG = "expert-parallel-rng"
 
 
 def refuse(owner: str, name: str, wanted: object, got: object) -> NotImplementedError:
-    """Returns the error for an argument that must have another value.
-
-    Args:
-        wanted: the value that it must have.
-    """
+    """Returns the error for an argument that must have another value."""
     return NotImplementedError(f"{owner}: {name} must be {wanted}, got {got}")
 
 
 class Layout(NamedTuple):
-    """Split of a layer over tensor-parallel ranks.
+    """Split of a layer over tensor-parallel ranks; a ``group`` of None is to be set before forward.
 
-    Attributes:
-        group: the process group of these ranks, None if it is to be set before forward.
-        ranks: their number.
-        explicit: True for the layer of an expert that runs no collectives itself, because
-            Megatron's dispatcher of tokens runs them.
-        allreduce: value of the attribute ``allreduce`` of the parameters, which Megatron reads:
-            False if experts are spread over ranks, so that their gradients are reduced over fewer.
+    An expert's layer is ``explicit`` if Megatron's dispatcher runs its collectives. ``allreduce``
+    is False if experts are spread over ranks, so that gradients are reduced over fewer; Megatron
+    reads it.
     """
 
     group: Any
@@ -70,13 +62,7 @@ class Layout(NamedTuple):
 
 
 class Reader:
-    """View of ``config`` for one layer, which adds defaults and checks.
-
-    An attribute that is not listed here is that of ``config``, or its default in ``DEFAULTS``.
-
-    Attributes:
-        recipe: the recipe's command-line name, such as ``"delayed"``; None without FP8.
-    """
+    """View of ``config`` for one layer, which adds defaults (``DEFAULTS``) and checks."""
 
     def __init__(self, owner: str, config: Any) -> None:
         if config is None or isinstance(config, (dict, str, int, float)):
@@ -105,12 +91,10 @@ class Reader:
         return recipe
 
     def layout(self, tp_group: Any, is_expert: bool) -> Layout:
-        """Returns the split of the layer over ranks.
+        """Returns the split of the layer over the ranks of ``tp_group``.
 
-        Args:
-            tp_group: the process group. None takes that of ``config``, or else that of Megatron's
-                ``parallel_state`` if the program has initialised it; without any of these it must
-                be set before forward.
+        None takes that of ``config``, or else that of Megatron's ``parallel_state`` if initialised;
+        without any of these it must be set before forward.
         """
         group = tp_group
         if group is None:
@@ -147,12 +131,8 @@ class Reader:
     ) -> Callable[[torch.Tensor], Any]:
         """Returns the function that fills this rank's shard of a new weight, in place.
 
-        With ``use_cpu_initialization`` all ranks draw the same whole weight in float32, and each
-        keeps its shard.
-
-        Args:
-            init_method: function that fills a tensor; None takes that of ``config``, else
-                N(0, 0.023).
+        With ``use_cpu_initialization`` all ranks draw the same whole weight in fp32. The default is
+        N(0, 0.023).
         """
         if init_method is None:
             init_method = self.init_method
@@ -190,11 +170,9 @@ class Reader:
         return part_of_whole
 
     def tracker(self) -> Callable[[], Any] | None:
-        """Returns a function that returns the tracker of random states for split weights.
+        """Returns ``config``'s or Megatron's function for the tracker of random states, or None.
 
-        Returns:
-            The function of ``config``, or else Megatron's if its tracker is initialised; None
-            without either, and with ``use_cpu_initialization``, where all ranks draw alike.
+        ``use_cpu_initialization`` needs none, as all ranks draw alike.
         """
         if self.use_cpu_initialization:
             return None
@@ -221,11 +199,7 @@ class Reader:
         }
 
     def part(self, name: str, value: int, layout: Layout) -> int:
-        """Returns ``value`` divided by the number of ranks, for an expert's split layer.
-
-        Raises:
-            ValueError: the ranks do not divide ``value``.
-        """
+        """Returns ``value`` divided by the number of ranks, for an expert's split layer."""
         return divided(self.owner, name, value, layout.ranks)
 
 
@@ -244,9 +218,7 @@ def _plain(value: Any) -> Any:
 
 
 def _megatron_group(is_expert: bool) -> Any:
-    """Returns the tensor-parallel group of Megatron's ``parallel_state``, None if not
-    initialised.
-    """
+    """Returns Megatron's tensor-parallel group, None if ``parallel_state`` is not initialised."""
     state: Any = sys.modules.get("megatron.core.parallel_state")
     if state is None or not state.model_parallel_is_initialized():
         return None

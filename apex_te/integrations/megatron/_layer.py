@@ -15,12 +15,7 @@ __all__ = ["MegatronLayer", "check_flags"]
 
 
 def check_flags(owner: str, required: dict[str, tuple[Any, Any]], **flags: Any) -> None:
-    """Checks arguments of which only one value is available, and flags.
-
-    Args:
-        required: ``(wanted, got)`` by the argument's name.
-        flags: values that must be bools, by the argument's name.
-    """
+    """Checks that arguments are as wanted, ``(wanted, got)`` by name, and that flags are bools."""
     for name, value in flags.items():
         if not isinstance(value, bool):
             raise TypeError(f"{owner}: {name} must be a bool, got {type(value).__name__}")
@@ -46,13 +41,7 @@ class MegatronLayer(torch.nn.Module):
     _several = False  # True for layers with the weights of several experts
 
     def _finish(self, read: Reader, layout: Layout, axes: dict[str, int]) -> None:
-        """Sets attributes of the layer and its parameters, after the module's constructor.
-
-        Args:
-            read: the layer's view of ``config``.
-            axes: dimension along which a parameter is split if there are several ranks, by the
-                name of the parameter.
-        """
+        """Sets attributes of the layer and its parameters, which are split along ``axes``."""
         self.is_first_microbatch = True
         self.disable_parameter_transpose_cache = bool(read.disable_parameter_transpose_cache)
         self.sharded_axes = axes if layout.ranks > 1 else {}
@@ -67,11 +56,7 @@ class MegatronLayer(torch.nn.Module):
     def _first(self, is_first_microbatch: bool | None) -> bool | None:
         """Returns the argument ``is_first_microbatch`` for the module's forward.
 
-        The attribute ``is_first_microbatch`` is used if ``config`` says so and the caller has given
-        no flag, and is False afterwards.
-
-        Args:
-            is_first_microbatch: the flag that the caller has given to forward, or None.
+        If ``config`` says so, the attribute replaces None. It is False afterwards.
         """
         if is_first_microbatch is None and not self.disable_parameter_transpose_cache:
             is_first_microbatch = self.is_first_microbatch

@@ -36,11 +36,7 @@ class _ParallelLinear(MegatronLayer, Linear):
         is_expert: bool,
         tp_group: Any,
     ) -> None:
-        """Constructs the layer.
-
-        Args:
-            mode: ``"column"`` or ``"row"``.
-        """
+        """Constructs the layer; ``mode`` is ``"column"`` or ``"row"``."""
         owner = type(self).__name__
         read = Reader(owner, config)
         layout = read.layout(tp_group, is_expert)
