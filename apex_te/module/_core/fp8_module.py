@@ -61,15 +61,11 @@ class Modes:
 
     Attributes:
         captured: FP8 weights of a CUDA graph in warm-up and capture, instead of ``weight_cache``.
-        gathered: ``HookedParam`` objects by name, for parameters that FSDP2 gathers as FP8 data;
-            ``renew(module)`` has one follow a moved or loaded parameter.
+        gathered: ``HookedParam`` by name; ``renew(module)`` has it follow a moved parameter.
         plain: ``Programs`` of ops in bf16 or fp32.
         programs: ``Programs`` by the id of the quantizers that they hold.
         in_ddp: the last call except recomputes ran under DistributedDataParallel.
-        recompute: quantizers for a recompute of the last call that recorded amax values; None after
-            a call without quantizers.
-        weight_cache: by number of the GEMM; keys are stamps of the sources, quantizer type and
-            dtype.
+        recompute: quantizers for a recompute of the last call, if that recorded amax values.
     """
 
     __slots__ = (
@@ -156,8 +152,7 @@ class FP8Module(torch.nn.Module):
     def _known_call(
         self, inp: torch.Tensor, features: int, parameters: tuple[torch.Tensor | None, ...]
     ) -> FP8Call | None:
-        """Returns in a few steps the settings that ``_call`` would prepare for a call with default
-        options.
+        """Returns in a few steps the settings that ``_call`` would prepare for default options.
 
         ``_PLAIN`` stands for a call outside of FP8; None means that ``_call`` must be used.
         """
@@ -277,8 +272,8 @@ class FP8Module(torch.nn.Module):
     def _select(self, device: torch.device) -> tuple[tuple[GemmQuantizers, ...] | None, bool, bool]:
         """Returns ``(quantizers, is_fp8, is_recompute)`` of this call.
 
-        ``quantizers`` has one item for each GEMM; None if nothing is quantized or staged. Without
-        ``is_fp8`` they only stage amax values.
+        Without ``is_fp8`` quantizers only stage amax values; they are None if nothing is staged,
+        either.
         """
         compiling = torch.compiler.is_compiling()
         modes = self._modes
@@ -436,11 +431,7 @@ class FP8Module(torch.nn.Module):
     def _cached_weight(
         self, weight: torch.Tensor, quantizers: GemmQuantizers, fill: bool, gemm: int = 0
     ) -> QuantizedTensor:
-        """Returns both FP8 copies of ``weight``, from the module's cache if they are up to date.
-
-        An ``FP8Parameter`` gives its own FP8 data if the GEMM backend reads them. ``fill`` casts
-        anew.
-        """
+        """Returns both FP8 copies of ``weight``, cached ones if up to date, or its own FP8 data."""
         if type(weight) is FP8Parameter:
             held = fp8_operands(weight, quantizers, True, keep=True)
             if held is not None:
@@ -461,8 +452,7 @@ class FP8Module(torch.nn.Module):
     def _traced_weight(
         self, gemm: int, weight: torch.Tensor, quantizer: Any, fill: bool
     ) -> QuantizedTensor | None:
-        """Returns both FP8 copies of ``weight`` that compiled code keeps from call to call;
-        ``fill`` recasts.
+        """Returns both FP8 copies of ``weight`` that compiled code keeps; ``fill`` casts again.
 
         None lets the GEMM cast the weight: it is held in FP8, or its scale comes from the weight
         itself, so that a new cast gives the same FP8 data.
@@ -604,11 +594,7 @@ class FP8Module(torch.nn.Module):
 
 
 def _plain_entry(value: torch.Tensor) -> torch.Tensor | None:
-    """Returns the high-precision tensor to store for a parameter; None if it is stored as it is.
-
-    A parameter may hold FP8 data, be a DTensor, or be gathered as FP8 data by FSDP2, and then gives
-    its values by ``plain()``.
-    """
+    """Returns the high-precision tensor to store for a parameter; None if it is stored as it is."""
     local = getattr(value, "_local_tensor", None)
     held = value if local is None else local
     if type(held) is FP8Parameter:

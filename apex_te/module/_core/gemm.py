@@ -57,7 +57,7 @@ class GemmOptions(NamedTuple):
         accumulate: None returns the weight gradient to autograd, True adds it to ``main_grad``,
             False overwrites ``main_grad``.
         save_original: save the high-precision input for backward instead of its FP8 copy.
-        wgrad_store: takes a function that computes the weight gradient later; None: in backward.
+        wgrad_store: takes a function that computes the weight gradient later.
         in_ddp: DistributedDataParallel runs this forward and waits for gradients.
     """
 
@@ -72,15 +72,13 @@ class FP8Call(NamedTuple):
     """Settings of one call of a module, made by ``FP8Module.prepare`` before it computes anything.
 
     Attributes:
-        is_fp8: the GEMMs run in FP8. False with ``quantizers`` is calibrating: GEMMs in high
-            precision.
+        dtype: the dtype to compute in, and that of the output.
+        is_fp8: the GEMMs run in FP8; False with ``quantizers`` is calibrating, in high precision.
         quantizers: one for each GEMM; None if nothing is quantized or recorded.
-        cached: for each GEMM, FP8 copies of its weight that outlive the call; None casts the
-            weight.
+        cached: FP8 copies of each GEMM's weight that outlive the call; None casts the weight.
         fill: None uses no weight cache, True casts all weights into it, False the changed ones.
         programs: the ``Programs`` that may run the call's ops; None has each op called.
-        keep_columnwise: save the weight's columnwise copy; False has backward cast the weight
-            again.
+        keep_columnwise: save the weight's columnwise copy; False casts again in backward.
     """
 
     dtype: torch.dtype
@@ -198,12 +196,10 @@ def keeps_input(plan: GemmPlan) -> bool:
 def quantized_input(
     plan: GemmPlan, source: torch.Tensor | FusedCast
 ) -> tuple[Operand, QuantizedTensor | None]:
-    """Quantizes this rank's rows ``[rows, in]`` of a GEMM's input, or the result of the op
-    ``source``.
+    """Quantizes this rank's rows ``[rows, in]`` of a GEMM's input, a tensor or an op.
 
     Returns ``(operand, local)``: all ranks' rows for fprop, and this rank's rows for ``saved_by``.
-    They are one object if no rows are gathered; ``local`` is None if rows are gathered in bf16 or
-    fp32.
+    They are one object if no rows are gathered; ``local`` is None if these are bf16 or fp32.
     """
     parallel = plan.options.parallel
     if parallel is not None and parallel.gathers_input:
@@ -230,8 +226,7 @@ def shaped_product(
     """Computes the layer's output ``[..., out]`` with its tensor-parallel collective.
 
     The output is not a view: autograd refuses in-place changes of a view made in a Function.
-    ``shape`` is that of this rank's input; ``c`` ``[rows, out]`` is added only if
-    ``adds_in_product`` is True.
+    ``shape`` is that of this rank's input; ``c`` ``[rows, out]`` requires ``adds_in_product``.
     """
     quantizers, parallel, features = plan.quantizers, plan.options.parallel, weight.shape[0]
     if parallel is None:
@@ -399,8 +394,7 @@ def input_gradient(
 def reduced_input_gradient(
     plan: GemmPlan, saved: tuple, dy: Operand, out_dtype: torch.dtype
 ) -> tuple[torch.Tensor | None, Pending | None]:
-    """Computes the input's gradient ``[rows, in]``, and begins to sum it over ranks if they have
-    parts.
+    """Computes the input's gradient ``[rows, in]``, and begins to sum it over ranks if needed.
 
     Returns ``(gradient, None)`` if no sum is needed, else ``(None, pending)``.
     """
@@ -465,9 +459,8 @@ def quantized_gradient(
 ) -> tuple[Any, torch.Tensor | None, Any]:
     """Quantizes the gradient ``[rows, out]`` of a GEMM's output, and sums its columns for the bias.
 
-    Returns ``(quantized, grad_bias, dy)``, each None if not needed; ``dy`` in high precision is
-    None if the op wrote only FP8, and has all ranks' rows if rows are split and wgrad runs in bf16
-    or fp32.
+    Returns ``(quantized, grad_bias, dy)``, each None if not needed, ``dy`` also if the op wrote
+    only FP8. It has all ranks' rows if rows are split and wgrad runs in bf16 or fp32.
     """
     quantizers, parallel = plan.quantizers, plan.options.parallel
     fp8_wgrad = plan.need_weight and not quantizers.high_precision_wgrad

@@ -31,10 +31,9 @@ _ALIGNMENT = 256
 
 
 class Program:
-    """Noted ops of a forward or backward, which ``run`` runs again in order with other tensors.
+    """Noted ops of a forward or backward, which ``run`` runs again with other tensors.
 
-    ``outputs`` are those of the recorded run, whose counterparts ``run`` returns. ``is_native``:
-    all ops are C functions, so that one call from Python runs them.
+    If ``is_native``, all ops are C functions, and one call from Python runs them.
     """
 
     __slots__ = ("_later", "_parts", "_places", "_run", "is_native")
@@ -131,10 +130,8 @@ class _Layout:
         self._computed = recorder.computed
 
     def place(self, source: Any) -> tuple[int, int, Any, Any, torch.dtype] | tuple[int]:
-        """Returns ``(index,)`` of a tensor in the list, or ``(index, offset, shape, strides,
-        dtype)`` of a part.
-
-        ``offset`` is in bytes.
+        """Returns ``(index,)`` of a tensor in the list that is whole, else ``(index, offset, shape,
+        strides, dtype)``, with the offset in bytes.
         """
         if isinstance(source, Slot):
             return (source.index,)
@@ -188,10 +185,7 @@ class _View(NamedTuple):
 
 
 class _Maker(NamedTuple):
-    """Two calls that allocate a tensor, as ``runtime.core().Program`` takes calls.
-
-    ``here`` is faster, and requires that the program's device is the current one.
-    """
+    """Calls that allocate a tensor; ``here`` is faster, but requires the current device."""
 
     here: tuple[Any, ...]
     anywhere: tuple[Any, ...]
@@ -224,9 +218,9 @@ def _is_reshaped(part: Part, base: torch.Tensor) -> bool:
 
 
 def _given_shapes(recorder: Recorder, outputs: Sequence[Any]) -> dict[int, tuple[int, ...]]:
-    """Returns, by index in ``recorder.made``, the shapes of tensors that are outputs reshaped.
+    """Returns shapes, by index in ``recorder.made``, of tensors that are outputs reshaped.
 
-    A run allocates a tensor in the shape of its first such output, which then is not a view.
+    A run allocates each in the shape of its first such output, which then is not a view.
     """
     shapes: dict[int, tuple[int, ...]] = {}
     for source in outputs:
@@ -249,9 +243,8 @@ def _bound(
     """Groups the steps of a program into as few calls from Python as possible.
 
     Returns ``(first, later)``: a ``runtime.core().Program`` of the C functions before the first
-    Python step, which returns False if an input does not fit, and functions of the list of tensors
-    for the other steps. Without those ``first`` returns the tensors at ``places``, else all
-    tensors.
+    Python step, and functions of the list of tensors for the other steps. Without the latter
+    ``first`` returns the tensors at ``places``, else all.
     """
     groups: list[list[Step]] = [[]]
     between: list[PythonStep] = []
@@ -288,10 +281,9 @@ def _bound(
 
 
 def _program(forms: tuple[Any, ...], steps: list[Step], layout: _Layout, *options: Any) -> Any:
-    """Returns a ``runtime.core().Program``, which runs successive C functions in one call.
+    """Returns a ``runtime.core().Program`` of successive C functions.
 
-    ``forms`` has for each place a tensor like the one expected, None for None, ``...`` for no
-    check.
+    ``forms`` has for each place a tensor like the one expected, None, or ``...`` for no check.
     """
     try:
         return runtime.core().Program(forms, tuple(
@@ -314,10 +306,7 @@ _like: dict[torch.dtype, torch.Tensor] = {}
 
 
 def _argument(value: Any, layout: _Layout) -> Any:
-    """Returns what ``runtime.core().Program`` takes for an argument of a ``Step``.
-
-    A stand-in or the workspace becomes its place, with an empty tensor of the dtype for the dtype.
-    """
+    """Returns what ``runtime.core().Program`` takes for an argument of a ``Step``."""
     if value is WORKSPACE:
         return (layout.workspace,)
     if not isinstance(value, (Slot, Made, Part)):

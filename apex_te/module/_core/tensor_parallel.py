@@ -74,8 +74,7 @@ class TensorParallel:
     def reduced_output(
         self, product: Product, rows: int, out: torch.Tensor, divisible: bool
     ) -> torch.Tensor:
-        """Sums the output of a row-parallel GEMM over ranks into ``out``, this rank's share of the
-        rows.
+        """Sums a row-parallel GEMM over ranks into ``out``, this rank's share of the rows.
 
         Without sequence parallelism that is all rows. A graph of torch.compile gets a new tensor.
         """
@@ -132,8 +131,7 @@ class TensorParallel:
     def gathered_input(
         self, quantizer: Quantizer, shared: Quantizer | None, source: torch.Tensor | FusedCast
     ) -> tuple[QuantizedTensor | GatheredRows, QuantizedTensor | None]:
-        """Returns the quantized input ``[rows, in]`` of all ranks, and the rowwise copy of this
-        rank's rows.
+        """Returns all ranks' quantized input ``[rows, in]``, and this rank's rowwise copy.
 
         With ``shared``, a quantizer of one scale for all ranks, FP8 data are gathered. Without it
         rows are gathered in bf16 or fp32, and the second item is None.
@@ -160,8 +158,7 @@ class TensorParallel:
     ) -> tuple[QuantizedTensor | GatheredRows, torch.Tensor | None]:
         """Quantizes the output gradient's rows of all ranks, given this rank's ``[rows, out]``.
 
-        With ``need_bias`` also returns the column sums ``[out]``, which are of this rank's rows
-        only.
+        With ``need_bias`` also returns the column sums ``[out]`` of this rank's rows.
         """
         quantizer = quantizers.grad_output
         shared = quantizer.shared(self.group)
@@ -216,11 +213,7 @@ class GatheredRows:
     def multiplied(
         self, product: Callable[[Any, Any, torch.Tensor], Any], out: torch.Tensor
     ) -> torch.Tensor:
-        """Multiplies the rows piece by piece as they arrive, and writes the results to ``out``.
-
-        ``product``, from ``GemmBackend.bound``, takes a piece's FP8 data, their scale and the
-        output.
-        """
+        """Multiplies the rows piece by piece as they arrive, and writes the results to ``out``."""
         scale_inv = self._local.rowwise_scale_inv
         for rows, fp8_data in self._fp8_data.pieces():
             product(fp8_data, scale_inv, out[rows])

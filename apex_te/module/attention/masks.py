@@ -29,10 +29,8 @@ Mask = torch.Tensor | tuple[torch.Tensor, torch.Tensor] | None
 class MaskType(NamedTuple):
     """Type of an attention mask: the masks that it reads, and the keys that it hides.
 
-    Attributes:
-        padding: it reads masks of padded tokens.
-        bottom_right: positions are aligned at the last query and key, not at the first ones.
-        arbitrary: it reads a mask that broadcasts to the scores.
+    With ``bottom_right`` positions are aligned at the last query and key, else at the first ones.
+    An ``arbitrary`` mask broadcasts to the scores.
     """
 
     name: str
@@ -65,12 +63,10 @@ class Visibility(NamedTuple):
     """Keys that each query sees, of scores ``[b, h, sq, sk]``.
 
     Attributes:
-        causal: ``"upper_left"``, query i sees keys up to i; ``"bottom_right"``, up to i + sk - sq;
-            or None.
-        hidden: bool, broadcasts to the scores, True = masked out in addition to ``causal``; or
-            None.
-        fully_masked_queries: bool [b or 1, 1, sq, 1], True for padded queries, whose output is 0;
-            or None.
+        causal: query i sees keys up to i with ``"upper_left"``, to i + sk - sq with
+            ``"bottom_right"``.
+        hidden: bool, broadcasts to the scores, True = masked out in addition to ``causal``.
+        fully_masked_queries: bool [b or 1, 1, sq, 1], True for padded queries, whose output is 0.
         window: (left, right) around key i + sk - sq, -1 = no limit; the other fields are then None.
     """
 
@@ -247,10 +243,7 @@ def _band(q: torch.Tensor, k: torch.Tensor, left: int, right: int) -> torch.Tens
 def distances(
     kind: MaskType, mask: Mask, queries: int, keys: int, device: torch.device
 ) -> torch.Tensor:
-    """Returns the distances of queries and keys as ``visibility`` counts positions.
-
-    They are float32 [1 or b, 1, queries, keys].
-    """
+    """Returns distances, float32 [1 or b, 1, queries, keys], by the positions of ``visibility``."""
     pair = kind.padding and kind.bottom_right and isinstance(mask, (tuple, list))
     if pair and mask[0] is not mask[1]:  # type: ignore[index]
         q, k = _positions_from_the_end(*mask)  # type: ignore[misc]
@@ -269,7 +262,7 @@ def joined_masks(
     scores: tuple[int, int, int, int],
     by_length: tuple[torch.Tensor, torch.Tensor],
 ) -> tuple[tuple[torch.Tensor, torch.Tensor], torch.Tensor | None]:
-    """Joins the user's padding mask with masks [b, 1, 1, sq] and [b, 1, 1, sk] of sequence lengths.
+    """Joins the user's padding mask with masks [b, 1, 1, s] of sequence lengths.
 
     Returns ``((queries, keys), hidden)``; ``hidden`` is the user's mask if that is one of the
     scores, bool [b, 1, sq or 1, sk], to be hidden besides, else None.
@@ -314,11 +307,7 @@ def _ranks(mask: torch.Tensor, last: torch.Tensor) -> torch.Tensor:
 def _positions_from_the_end(
     query_mask: torch.Tensor, key_mask: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns positions [b, 1, sq, 1] of queries and [b, 1, 1, sk] of keys from masks of padded
-    tokens.
-
-    They are equal for the last query and key that are not padded.
-    """
+    """Returns positions of queries and keys, equal for the last ones that are not padded."""
     last = _lengths(key_mask)
     return _ranks(query_mask, last).transpose(-1, -2), _ranks(key_mask, last)
 
@@ -326,8 +315,7 @@ def _positions_from_the_end(
 def _padding(
     owner: str, kind: MaskType, mask: Mask, cross: bool, batch: int, queries: int, keys: int
 ) -> tuple[torch.Tensor | None, torch.Tensor]:
-    """Checks a padding type's masks and returns ``(queries, keys)``, bool [b, 1, 1, sq] and [b, 1,
-    1, sk].
+    """Checks the masks of a padding type; returns those [b, 1, 1, s] of queries and of keys.
 
     In self attention they may be one tensor. A single tensor in cross attention is a mask of the
     scores, [b, 1, sq or 1, sk], and returned as ``(None, mask)``.
