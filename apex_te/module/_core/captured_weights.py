@@ -19,9 +19,8 @@ _ALL = -1  # in place of the number of a GEMM: the weights of all of them as one
 class KeptWeight:
     """FP8 copies of one weight that a graph's replays either write anew or leave as they are.
 
-    ``held`` is allocated outside of the graph, whose replays may overwrite its memory. ``noop``,
-    int32 ``[1]`` on the device, is 1 to leave the copies, 0 to cast; None in the warm-up, which
-    casts.
+    ``held`` is allocated outside of the graph: a replay may overwrite any memory of the graph.
+    ``noop``, int32 ``[1]`` on the device, is 1 to leave the copies, 0 to cast; None in the warm-up.
     """
 
     __slots__ = ("held", "noop", "sources")

@@ -171,7 +171,7 @@ class _Layout:
 
 
 class _View(NamedTuple):
-    """View of a tensor, ``strides`` and ``offset`` in elements; no strides: the whole, reshaped."""
+    """View of a tensor, ``strides`` and ``offset`` in elements; no strides: the reshaped whole."""
 
     shape: tuple[int, ...]
     strides: tuple[int, ...] | None
