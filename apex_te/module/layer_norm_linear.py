@@ -194,12 +194,11 @@ class LayerNormLinear(NormedModule, LinearParameters):
         heads: HeadLayout | None,
         is_direct: bool = False,
     ) -> tuple[Any, Any, Any]:
-        """Computes the outputs as ``call`` says; ``is_direct``: it is of ``_known_call``.
+        """Computes ``(out, norm, total)`` as ``call`` says, which with ``is_direct`` is a known
+        call.
 
-        Returns:
-            ``(out, norm, total)``: the output [..., out_features], or its queries, keys and values;
-            the norm's result and the tensor that was normalised, each in the shape of ``inp``. In
-            FP8 ``norm`` and ``total`` are None if the caller does not ask for them.
+        ``out`` may be queries, keys and values. In FP8 ``norm`` and ``total``, the tensor that was
+        normalised, are None if the caller does not ask for them.
         """
         inp, residual = cast_to(inp, call.dtype), cast_to(residual, call.dtype)
         if not call.is_fp8:

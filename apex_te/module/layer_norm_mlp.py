@@ -276,12 +276,11 @@ class LayerNormMLP(NormedModule):
         known: torch.Size | None,
         is_direct: bool = False,
     ) -> tuple[Any, Any, Any]:
-        """Computes the outputs as ``call`` says; ``is_direct``: it is of ``_known_call``.
+        """Computes ``(out, norm, total)`` as ``call`` says, which with ``is_direct`` is a known
+        call.
 
-        Returns:
-            ``(out, norm, total)``: the output, the norm's result and the tensor that was
-            normalised, all in the shape of ``inp``. In FP8 ``norm`` and ``total`` are None if the
-            caller does not ask for them; ``total`` is None, too, if it has been added to ``out``.
+        In FP8 ``norm`` and ``total``, the tensor that was normalised, are None if not asked for;
+        ``total`` also if it has been added to ``out``.
         """
         inp, residual = cast_to(inp, call.dtype), cast_to(residual, call.dtype)
         if not call.is_fp8:

@@ -46,11 +46,7 @@ class LinearParameters(ParallelModule):
     def _make_linear(
         self, parameters_split: Any, dtype: torch.dtype, device: Any, own: bool = True
     ) -> None:
-        """Registers the parameters of weight and bias, with no values yet.
-
-        Args:
-            own: False registers None for each, for modules that are passed their weights.
-        """
+        """Registers weight and bias, with no values yet; both as None unless ``own``."""
         owner = type(self).__name__
         column = self.parallel_mode == "column"
         if column:
@@ -87,10 +83,7 @@ class LinearParameters(ParallelModule):
             self.register_parameter(f"{prefix}bias", bias)
 
     def _split_over_ranks(self, parameters_split: Any) -> Any:
-        """Returns ``parameters_split`` with this rank's rows of each part.
-
-        Names without rows stay as they are: they divide this rank's rows equally.
-        """
+        """Returns ``parameters_split`` with this rank's rows; names without rows are kept."""
         if self.parallel_mode != "column" or not isinstance(parameters_split, dict):
             return parameters_split
         owner = type(self).__name__
@@ -127,10 +120,7 @@ class LinearParameters(ParallelModule):
         return weight, self._required("bias") if bias is None else bias
 
     def _required(self, name: str) -> torch.Tensor:
-        """Returns the weight [out, in] or bias [out], joined from its parts if there are several.
-
-        A weight or bias that a parametrization makes is read from the module's attribute.
-        """
+        """Returns a weight or bias, joined from its parts, or made by a parametrization."""
         if self.split is not None:
             return torch.cat([getattr(self, part) for part in self._linear_names(name)])
         value = getattr(self, name, None)
@@ -386,15 +376,7 @@ class LinearLayer(LinearParameters):
     def _operands(
         self, weight: torch.Tensor | None, bias: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Returns the weight and bias of a call that is given one of them, or both.
-
-        Args:
-            weight: [out, in], or None for the module's own.
-            bias: [out], or None for the module's own.
-
-        Returns:
-            ``(weight, bias)``; the bias is None with ``bias=False``.
-        """
+        """Returns the weight and bias of a call that is given one of them, or both."""
         if weight is None:
             weight = self._parameters.get("weight")
             weight = self._required("weight") if weight is None else weight
@@ -421,10 +403,7 @@ class LinearLayer(LinearParameters):
         heads: HeadLayout | None = None,
         residual: torch.Tensor | LowRank | None = None,
     ) -> Any:
-        """Computes the output; with a residual, what ``forward_adding`` returns.
-
-        A ``LowRank`` in place of a residual is the GEMM that ``forward_low_rank`` adds.
-        """
+        """Computes the output; with a residual or ``LowRank``, that of the method that adds it."""
         if residual is not None:
             if isinstance(residual, LowRank):
                 if fits(call, weight, bias):
@@ -444,11 +423,7 @@ class LinearLayer(LinearParameters):
         return without_autograd(LinearFunction, (inp, weight, bias), call, heads)
 
     def _check_given(self, name: str, value: torch.Tensor, shape: tuple[int, ...]) -> None:
-        """Checks that an argument of ``forward`` is a tensor of a given shape.
-
-        Args:
-            shape: the shape that the argument must have.
-        """
+        """Checks that an argument of ``forward`` is a tensor of a given shape."""
         if not isinstance(value, torch.Tensor):
             raise TypeError(f"Linear: {name} must be a tensor, got {type(value).__name__}")
         if tuple(value.shape) != shape:

@@ -204,10 +204,9 @@ def _check(
 
 
 class _Options(NamedTuple):
-    """Options of ``linear_cross_entropy`` after they were checked.
+    """Checked options of ``linear_cross_entropy``.
 
     Attributes:
-        ignore_index, label_smoothing, reduction, recipe, chunk_rows: the arguments.
         weight_grad_dtype: dtype in which the chunks' weight gradients are summed.
         differentiated: autograd may ask for a gradient.
         columns: this rank's part of a vocabulary that is split over ranks; None if it is not.
@@ -224,13 +223,7 @@ class _Options(NamedTuple):
 
 
 class _Head:
-    """The GEMMs of a head with chunks of rows, and the gradients that they add up to.
-
-    Args:
-        hidden: ``[rows, in]``.
-        weight: ``[vocabulary, in]``.
-        bias: ``[vocabulary]`` or None.
-    """
+    """GEMMs of a head with chunks of rows, and the gradients that they add up to."""
 
     def __init__(
         self,
@@ -306,10 +299,7 @@ class _Head:
             self.dweight.addmm_(dlogits.t(), x)
 
     def gradients(self) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
-        """Returns the gradients of hidden, weight and bias; None for each that is not wanted.
-
-        That of hidden is summed over the ranks that have parts of the vocabulary.
-        """
+        """Returns the wanted gradients, else None; that of hidden is summed over the ranks."""
         if self.columns is not None and self.dhidden is not None:
             distributed.all_reduce(self.dhidden, group=self.columns.group)
         return self.dhidden, self.dweight if self.wanted[1] else None, self.dbias
@@ -414,14 +404,10 @@ def _losses(
     num_valid: torch.Tensor | None,
     options: _Options,
 ) -> torch.Tensor:
-    """Returns the losses of a chunk, float32 ``[rows]``.
+    """Returns the losses of a chunk, float32 ``[rows]``, from this rank's columns of the logits.
 
-    Args:
-        logits: ``[rows, vocabulary]``, this rank's columns.
-        target: ``[rows]``.
-        grad: where to write the gradient of the logits, the logits themselves; or None.
-        stats: float32 ``[rows, 2]``, written for ``_gradient``; or None.
-        num_valid: the number of rows that count, by which the gradient is divided; or None.
+    ``grad``, which may be the logits, gets their gradient, divided by ``num_valid``, the number of
+    rows that count; float32 ``stats`` ``[rows, 2]`` is written for ``_gradient``.
     """
     columns, smoothing = options.columns, options.label_smoothing
     if columns is None:
@@ -454,12 +440,9 @@ def _gradient(
     num_valid: torch.Tensor | None,
     options: _Options,
 ) -> None:
-    """Writes the gradient of a chunk's logits in their place.
+    """Overwrites a chunk's logits, this rank's columns, with their gradient.
 
-    Args:
-        logits: ``[rows, vocabulary]``, this rank's columns.
-        target: ``[rows]``.
-        factor: gradient of the losses, float32, one element or ``[rows]``.
+    ``factor`` is the gradient of the losses, float32, one element or ``[rows]``.
     """
     columns, smoothing = options.columns, options.label_smoothing
     if columns is None:
@@ -491,13 +474,7 @@ def _recomputed(
     factor: torch.Tensor,
     options: _Options,
 ) -> tuple[torch.Tensor | None, ...]:
-    """Computes the logits again and returns the gradients of hidden, weight and bias.
-
-    Args:
-        target: ``[rows]``.
-        stats: ``[rows, 2]``, as forward wrote them.
-        factor: gradient of the losses, float32, one element or ``[rows]``.
-    """
+    """Computes the logits again and returns the gradients of hidden, weight and bias."""
     rows = len(head.hidden)
     buffer = head.hidden.new_empty(min(options.chunk_rows, rows), len(head.weight))
     for begin in range(0, rows, options.chunk_rows):

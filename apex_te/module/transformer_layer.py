@@ -34,13 +34,9 @@ _Init = Callable[[torch.Tensor], Any] | None
 
 
 class _Blocks(NamedTuple):
-    """Arguments of the modules that a layer is made of.
+    """Arguments of the modules that a layer is made of; ``shared`` is for attention and MLP.
 
-    Attributes:
-        hidden_size, num_attention_heads, layernorm_epsilon, name: as in ``TransformerLayer``.
-        shared: further arguments of attention and of the MLP.
-        attention: further arguments of attention alone.
-        classes: the classes of the modules, by ``"attention"``, ``"mlp"`` and the norm's name.
+    ``classes`` has the modules' classes by ``"attention"``, ``"mlp"`` and the norm's name.
     """
 
     hidden_size: int
@@ -467,11 +463,8 @@ class TransformerLayer(CompositeModule):
     def _adds(self, returns_bias: bool, has_bias: bool) -> bool:
         """Returns True if the last GEMM of attention or of the MLP may add the residual.
 
-        The GEMM may if the result goes into the sum as it is (no bias, dropout or drop path),
-        and the layer has neither parallel branches nor norms' results as residuals.
-
-        Args:
-            returns_bias: the branch returns its bias, if the branch has one, instead of adding it.
+        Its result must go into the sum as it is (no bias, dropout or drop path), and the layer have
+        neither parallel branches nor norms' results as residuals.
         """
         between = self.parallel_attention_mlp or self.apply_residual_connection_post_layernorm
         return not between and not (returns_bias and has_bias) and not self._drops()
@@ -491,13 +484,7 @@ class TransformerLayer(CompositeModule):
         residual: torch.Tensor,
         cu_seqlens: torch.Tensor | None,
     ) -> torch.Tensor:
-        """Returns ``residual + drop_path(dropout(x + bias))``.
-
-        Args:
-            x, residual: of one shape.
-            bias: ``[hidden_size]`` or None.
-            cu_seqlens: for thd, the starts of the samples that drop path skips, int32 [n + 1].
-        """
+        """Returns ``residual + drop_path(dropout(x + bias))``; drop path skips samples of thd."""
         p = self.hidden_dropout if self.training else 0.0
         if self.training and self.drop_path_rate > 0.0:
             x = x if bias is None else x + bias
@@ -519,14 +506,9 @@ class TransformerLayer(CompositeModule):
         return self.get_rng_state_tracker().fork()
 
     def _kept_samples(self, x: torch.Tensor, cu_seqlens: torch.Tensor | None) -> torch.Tensor:
-        """Draws the samples that skip a branch.
+        """Draws a factor for samples: 0 if they skip the branch, else 1 / (1 - rate).
 
-        Args:
-            cu_seqlens: for thd, the starts of the samples, int32 [n + 1].
-
-        Returns:
-            A factor that broadcasts over ``x``: 0 for samples that skip the branch, 1 / (1 - rate)
-            for the others.
+        For thd ``cu_seqlens`` has the starts of the samples.
         """
         keep = 1.0 - self.drop_path_rate
         layout = self.attn_input_format
@@ -547,11 +529,7 @@ class TransformerLayer(CompositeModule):
 def _attended(
     attention: Any, arguments: tuple[Any, ...], return_residual: bool, add_residual: bool
 ) -> tuple[Any, torch.Tensor | None]:
-    """Calls ``forward_with_residual`` of an attention module, or the module if that must see it.
-
-    Args:
-        arguments: those of ``MultiheadAttention.forward``, in order.
-    """
+    """Calls ``forward_with_residual`` of an attention module, or the module if that must see it."""
     if takes_residual(attention):
         return attention.forward_with_residual(
             *arguments, return_residual=return_residual, add_residual=add_residual
@@ -565,12 +543,7 @@ def _attended(
 def _unpacked(
     out: Any, module: MultiheadAttention | LayerNormMLP
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
-    """Returns the parts of what ``module`` returned.
-
-    Returns:
-        ``(result, bias, norm)``: the output, the bias that is still to be added or None, and the
-        norm's result or None.
-    """
+    """Returns ``(result, bias, norm)`` of a module; a bias is still to be added."""
     if isinstance(out, torch.Tensor):
         return out, None, None
     bias = out[1] if module.return_bias else None

@@ -20,11 +20,7 @@ _DTYPES = ("float32", "float16", "bfloat16", "float64")
 def params_dtype_of(
     owner: str, params_dtype: torch.dtype | None, dtype: torch.dtype | None
 ) -> torch.dtype:
-    """Returns the dtype of a module's parameters, by default ``torch.get_default_dtype()``.
-
-    Args:
-        dtype: the argument ``dtype``, another name of ``params_dtype``.
-    """
+    """Returns ``params_dtype`` or its other name ``dtype``, by default torch's."""
     if params_dtype is not None and dtype is not None and params_dtype != dtype:
         raise ValueError(f"{owner}: dtype must equal params_dtype, got {dtype} and {params_dtype}")
     name, chosen = ("params_dtype", params_dtype) if dtype is None else ("dtype", dtype)
@@ -59,10 +55,9 @@ def parameter(
     device: torch.device | str | int | None,
     gemm_weight: bool | None = None,
 ) -> torch.nn.Parameter:
-    """Makes a parameter with no values yet, a GEMM weight inside ``fp8_model_init`` as FP8 data.
+    """Makes a parameter without values, in FP8 if it is a GEMM weight inside ``fp8_model_init``.
 
-    Args:
-        gemm_weight: the parameter is the weight of a GEMM; None takes every matrix for one.
+    ``gemm_weight=None`` takes every matrix for a GEMM weight.
     """
     kept = model_init.settings()
     if kept is not None and (len(shape) == 2 if gemm_weight is None else gemm_weight):
@@ -73,12 +68,7 @@ def parameter(
 
 
 def fill(weight: torch.Tensor | None, init_method: Callable[[torch.Tensor], Any] | None) -> None:
-    """Fills a weight in place.
-
-    Args:
-        weight: None does nothing.
-        init_method: function that fills the tensor it is given; None draws from N(0, 0.023).
-    """
+    """Fills a weight in place; without ``init_method`` from N(0, 0.023)."""
     if weight is None:
         return
     if init_method is None:
@@ -95,14 +85,7 @@ def _normal(weight: torch.Tensor) -> None:
 
 
 def split_names(owner: str, parameters_split: Any, out_features: int) -> dict[str, int] | None:
-    """Returns the names of a weight's parts with the number of rows of each.
-
-    Args:
-        parameters_split: names of equal parts, a dict from name to rows, or None.
-
-    Returns:
-        The parts in order; None for a weight that is not split.
-    """
+    """Returns a weight's parts with the number of rows of each; None if it is not split."""
     if parameters_split is None:
         return None
     if isinstance(parameters_split, dict):
@@ -143,11 +126,7 @@ def check_num_gemms(owner: str, num_gemms: Any) -> None:
 
 
 def checked_groups(owner: str, num_attention_heads: Any, num_gqa_groups: Any) -> int:
-    """Returns the number of key heads, which is also that of value heads, after checks.
-
-    Args:
-        num_gqa_groups: the number of key heads; None stands for ``num_attention_heads``.
-    """
+    """Returns the number of key heads, by default ``num_attention_heads``, after checks."""
     check_count(owner, "num_attention_heads", num_attention_heads)
     if num_gqa_groups is None:
         return num_attention_heads
@@ -161,10 +140,7 @@ def checked_groups(owner: str, num_attention_heads: Any, num_gqa_groups: Any) ->
 
 
 def checked_eps(owner: str, name: str, eps: Any) -> float:
-    """Returns the epsilon of a norm as a float.
-
-    An epsilon of 1 or more is refused: it is most likely another argument in the wrong place.
-    """
+    """Returns the epsilon of a norm; 1 or more is refused, as most likely another argument."""
     value = checked_number(owner, name, eps)
     if not 0.0 <= value < 1.0:
         raise ValueError(f"{owner}: {name} must be at least 0 and below 1, got {eps}")
@@ -181,11 +157,7 @@ def checked_number(owner: str, name: str, value: Any) -> float:
 def checked_splits(
     owner: str, num_gemms: int, m_splits: Any, rows: int | None = None
 ) -> tuple[int, ...]:
-    """Returns the checked ``m_splits``, the number of input rows of each group.
-
-    Args:
-        rows: the most that ``m_splits`` may add up to; None allows any sum.
-    """
+    """Returns the checked ``m_splits``, which may add up to at most ``rows``, if given."""
     if not isinstance(m_splits, (list, tuple)):
         raise TypeError(f"{owner}: m_splits must be a list of ints, got {type(m_splits).__name__}")
     for split in m_splits:

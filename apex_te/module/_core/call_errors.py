@@ -32,10 +32,7 @@ def explain(
 ) -> None:
     """Raises a better error for a failed call of a module, if an input is wrong; else returns.
 
-    Args:
-        inputs: tensors that the call needs, by the name of the argument.
-        optional: further tensors of the call, each or None.
-        names: the module's name of each argument that a function inside knows by another.
+    ``names`` has the module's names of arguments that a function inside calls otherwise.
     """
     if not is_vague(module, error):
         return

@@ -17,13 +17,8 @@ _ALL = -1  # in place of the number of a GEMM: the weights of all of them as one
 class KeptWeight:
     """FP8 copies of one weight that a graph's replays either write anew or leave as they are.
 
-    Attributes:
-        held: the FP8 data and ``scale_inv``, a ``QuantizedTensor``; for all groups of a
-            ``GroupedLinear`` a ``GroupedOutput``. Their memory is allocated outside of the graph,
-            because a replay may write other tensors to any memory of the graph.
-        sources: the parameters and inputs that the weight is made of.
-        noop: int32 ``[1]`` on the device; 1 makes a replay leave ``held`` as it is, 0 cast the
-            weight. None until the warm-up is over, which casts.
+    ``held`` is allocated outside of the graph: a replay may overwrite any memory of the graph.
+    ``noop``, int32 ``[1]`` on the device, is 1 to leave the copies, 0 to cast; None in the warm-up.
     """
 
     __slots__ = ("held", "noop", "sources")
@@ -38,15 +33,8 @@ class CapturedWeights:
     """FP8 weights of one module while it is warmed up for a CUDA graph and captured.
 
     The first run allocates the FP8 copies that replays keep. Schemes whose scale comes from the
-    weight itself keep nothing: each replay casts the weight, to the same FP8 data.
-
-    Args:
-        known: ids of the parameters and inputs that stay where they are from run to run; a weight
-            that is made of other tensors is cast in each replay.
-
-    Attributes:
-        kept: the weights that replays keep, by number of the GEMM and ids of the sources.
-        is_settled: the warm-up is over, and no further weight can be kept.
+    weight itself keep nothing: each replay casts the weight, to the same FP8 data. So does each
+    replay for a weight that is made of tensors not ``known``, which may move from run to run.
     """
 
     __slots__ = ("_made", "is_settled", "is_shared", "kept", "known", "owner")
@@ -70,16 +58,7 @@ class CapturedWeights:
         sources: Sequence[torch.Tensor],
         quantizers: GemmQuantizers,
     ) -> QuantizedTensor | None:
-        """Returns both FP8 copies of ``weight`` for this run.
-
-        Args:
-            weight: ``[out, in]``.
-
-        Returns:
-            The copies; None if the GEMM is to cast the weight itself, because the weight is held in
-
-        FP8 or has a source that is not ``known``.
-        """
+        """Returns both FP8 copies of ``weight``; None if it is held in FP8 or not ``known``."""
         if type(weight) is FP8Parameter and fp8_operands(weight, quantizers, False) is not None:
             return None
 
@@ -96,15 +75,7 @@ class CapturedWeights:
         return self._once(gemm, sources, quantize, rewrite)
 
     def quantized_matrices(self, weights: Sequence[torch.Tensor], quantizer: Any) -> Any:
-        """Returns both FP8 copies of the weights of all groups of a ``GroupedLinear``.
-
-        Args:
-            weights: one ``[out, in]`` for each group.
-
-        Returns:
-            A ``GroupedOutput``; None if the caller is to cast the weights itself, because one of
-            them is not ``known``.
-        """
+        """Returns both FP8 copies of all groups' weights; None if one is not ``known``."""
         return self._once(
             _ALL,
             weights,
@@ -119,16 +90,10 @@ class CapturedWeights:
         quantize: Callable[[], Any],
         rewrite: Callable[[Any, torch.Tensor | None], bool],
     ) -> Any:
-        """Returns this run's copies of a weight, made on the first request.
+        """Returns this run's copies of a weight, made once; None if a source is not ``known``.
 
-        Args:
-            quantize: makes new copies.
-            rewrite: called as ``rewrite(copies, noop)``; casts the weight into copies that
-                ``quantize`` made unless the tensor ``noop`` is 1. Returns False for a scheme that
-                needs no rewriting.
-
-        Returns:
-            The copies; None if a source is not ``known``.
+        ``rewrite(copies, noop)`` casts the weight into ``copies`` unless ``noop`` is 1, and returns
+        False for a scheme that needs no rewriting.
         """
         key = (gemm, *[id(source) for source in sources])
         if not all(known in self.known for known in key[1:]):

@@ -13,10 +13,7 @@ def is_autocast(device_type: str) -> bool:
 
 
 def without_autocast(backward: Any, ctx: Any, *grads: Any) -> Any:
-    """Returns ``backward(ctx, *grads)``, run with ``torch.autocast`` off.
-
-    Autocast would run torch's ops in another dtype than the forward did.
-    """
+    """Returns ``backward(ctx, *grads)``, run in the dtypes of forward, not autocast's."""
     device_type = ctx.device_type
     if not is_autocast(device_type):
         return backward(ctx, *grads)
@@ -25,13 +22,10 @@ def without_autocast(backward: Any, ctx: Any, *grads: Any) -> Any:
 
 
 def take_saved(ctx: Any) -> tuple:
-    """Returns the tensors saved in forward, in order, and drops autograd's references to them.
+    """Returns the tensors saved in forward, and drops autograd's references to them.
 
-    Each tensor is then freed with the caller's last reference, not when backward returns. A graph
-    retained for a second backward keeps all saved tensors.
-
-    Raises:
-        RuntimeError: an earlier backward has taken them.
+    Each is then freed with the caller's last reference. A graph retained for a second backward
+    keeps all; without it that raises RuntimeError.
     """
     if torch.compiler.is_compiling() or not isinstance(ctx, torch._C._FunctionBase):
         return ctx.saved_tensors
@@ -55,20 +49,12 @@ def take_saved(ctx: Any) -> tuple:
 
 
 def without_autograd(function: Any, inputs: tuple[torch.Tensor | None, ...], *rest: Any) -> Any:
-    """Returns the outputs of an autograd function's ``forward``, run without autograd.
-
-    Args:
-        inputs: tensors, or None, that ``forward`` takes first.
-    """
+    """Returns the outputs of an autograd function's ``forward``, run without autograd."""
     return function.forward(_NoContext(len(inputs)), *inputs, *rest)
 
 
 class _NoContext:
-    """Stand-in for autograd's ``ctx`` that needs no gradients and saves no tensors.
-
-    Args:
-        inputs: the number of tensors, or None, that ``forward`` takes.
-    """
+    """Stand-in for autograd's ``ctx`` that needs no gradients and saves no tensors."""
 
     def __init__(self, inputs: int) -> None:
         self.needs_input_grad = (False,) * inputs

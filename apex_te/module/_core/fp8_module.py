@@ -60,21 +60,12 @@ class Modes:
     """Memory of an FP8 module between its calls; slots, because nn.Module's setattr is slow.
 
     Attributes:
-        captured: the FP8 weights of a CUDA graph while it is warmed up and captured, used instead
-            of ``weight_cache``; else None.
-        gathered: ``HookedParam`` objects, by parameter name, of the parameters that FSDP2 gathers
-            as FP8 data; ``renew(module)`` has such an object follow a moved or loaded parameter.
+        captured: FP8 weights of a CUDA graph in warm-up and capture, instead of ``weight_cache``.
+        gathered: ``HookedParam`` by name; ``renew(module)`` has it follow a moved parameter.
         plain: ``Programs`` of ops in bf16 or fp32.
         programs: ``Programs`` by the id of the quantizers that they hold.
-        in_ddp: True if the last call that was no recompute ran under DistributedDataParallel.
-        recompute: quantizers for a recompute of the last call that recorded amax values; None after
-            a call that used no quantizers.
-        recompute_fp8: True if the call that ``recompute`` repeats ran in FP8.
-        recompute_keeps: True if that call kept columnwise copies of its weights.
-        weight_cache: FP8 copies of weights by number of the GEMM, filled by
-            ``is_first_microbatch``; their keys are the stamps of a weight's sources, quantizer
-            type and dtype.
-        wgrad_store: functions that compute the delayed weight gradients when ``backward_dw`` runs.
+        in_ddp: the last call except recomputes ran under DistributedDataParallel.
+        recompute: quantizers for a recompute of the last call, if that recorded amax values.
     """
 
     __slots__ = (
@@ -143,15 +134,9 @@ class FP8Module(torch.nn.Module):
     ) -> Any:
         """Returns ``self._run(call, inp, *args)``, computed without ``torch.autocast``.
 
-        Every call of every FP8 module passes here.
-
-        Args:
-            inp: the input ``[..., features]``.
-            features: the size that the input's last dimension must have.
-            parameters: tensors, or None, that must have the dtype of ``inp`` outside
-                ``torch.autocast``; the first is a tensor.
-            weights: the weights whose FP8 copies may be cached, one for each GEMM; empty if the
-                module caches them itself.
+        Every call of every FP8 module passes here. Outside of autocast ``parameters``, of which the
+        first is a tensor, must have the dtype of ``inp``. ``weights`` are those whose FP8 copies
+        may be cached, one for each GEMM; empty if the module caches them itself.
         """
         device_type = inp.device.type
         autocast = is_autocast(device_type)
@@ -167,17 +152,9 @@ class FP8Module(torch.nn.Module):
     def _known_call(
         self, inp: torch.Tensor, features: int, parameters: tuple[torch.Tensor | None, ...]
     ) -> FP8Call | None:
-        """Returns the settings of a call with default options if they are known in a few steps.
+        """Returns in a few steps the settings that ``_call`` would prepare for default options.
 
-        The settings are those that ``_call`` would prepare at more cost.
-
-        Args:
-            features: the size that the input's last dimension must have.
-            parameters: tensors, or None, that must have the dtype of ``inp``.
-
-        Returns:
-            ``_PLAIN`` outside of FP8, the settings of an earlier call that programs can run, or
-            None: use ``_call``.
+        ``_PLAIN`` stands for a call outside of FP8; None means that ``_call`` must be used.
         """
         if torch.compiler.is_compiling():  # must not come to depend on earlier calls
             return None
@@ -293,12 +270,10 @@ class FP8Module(torch.nn.Module):
         return (options,) * gemms
 
     def _select(self, device: torch.device) -> tuple[tuple[GemmQuantizers, ...] | None, bool, bool]:
-        """Chooses the quantizers of this call.
+        """Returns ``(quantizers, is_fp8, is_recompute)`` of this call.
 
-        Returns:
-            quantizers: a ``GemmQuantizers`` for each GEMM; None if nothing is quantized or staged.
-            is_fp8: True if the GEMMs run in FP8. If False, quantizers only stage amax values.
-            is_recompute: True if the call is a recompute inside backward.
+        Without ``is_fp8`` quantizers only stage amax values; they are None if nothing is staged,
+        either.
         """
         compiling = torch.compiler.is_compiling()
         modes = self._modes
@@ -343,9 +318,6 @@ class FP8Module(torch.nn.Module):
         """Chooses the quantizers of a recompute that enters its region itself.
 
         Its forward has recorded nothing: torch's reentrant checkpoint runs it under no_grad.
-
-        Args:
-            device: the device of the parameters.
         """
         if not region.enabled or device.type == "meta":
             return None, False, True
@@ -360,14 +332,7 @@ class FP8Module(torch.nn.Module):
         parameters: tuple[torch.Tensor | None, ...],
         autocast: bool,
     ) -> torch.dtype:
-        """Returns the dtype to compute in: ``torch.autocast``'s, else that of input and parameters.
-
-        Args:
-            inp: the input ``[..., features]``.
-            features: the size that the input's last dimension must have.
-            parameters: tensors, or None, that must have the dtype of ``inp`` outside autocast.
-            autocast: ``torch.autocast`` is on for the input's device.
-        """
+        """Returns ``torch.autocast``'s dtype, else that of the input and all parameters."""
         shape = inp.shape
         if not shape or shape[-1] != features:
             raise ValueError(
@@ -444,15 +409,7 @@ class FP8Module(torch.nn.Module):
         call: FP8Call,
         gemm: int = 0,
     ) -> torch.Tensor:
-        """Computes ``inp @ weight.T + bias`` in bf16 or fp32; records amax values while
-        calibrating.
-
-        Args:
-            inp: ``[..., in]``.
-            weight: ``[out, in]``.
-            bias: ``[out]`` or None.
-            call: the call's settings; its quantizers, if any, record amax values.
-        """
+        """Computes ``inp @ weight.T + bias`` in bf16 or fp32; calibrating records amax values."""
         dtype, options = call.dtype, call.options[gemm]
         quantizers = None if call.quantizers is None else call.quantizers[gemm]
         if quantizers is not None:
@@ -474,13 +431,7 @@ class FP8Module(torch.nn.Module):
     def _cached_weight(
         self, weight: torch.Tensor, quantizers: GemmQuantizers, fill: bool, gemm: int = 0
     ) -> QuantizedTensor:
-        """Returns both FP8 copies of ``weight``, from the module's cache if they are up to date.
-
-        Args:
-            weight: ``[out, in]``; an ``FP8Parameter`` gives its own FP8 data if the GEMM backend
-                reads them.
-            fill: cast the weight even if it has not changed since it was cached.
-        """
+        """Returns both FP8 copies of ``weight``, cached ones if up to date, or its own FP8 data."""
         if type(weight) is FP8Parameter:
             held = fp8_operands(weight, quantizers, True, keep=True)
             if held is not None:
@@ -501,16 +452,10 @@ class FP8Module(torch.nn.Module):
     def _traced_weight(
         self, gemm: int, weight: torch.Tensor, quantizer: Any, fill: bool
     ) -> QuantizedTensor | None:
-        """Returns both FP8 copies of ``weight`` that compiled code keeps from call to call.
+        """Returns both FP8 copies of ``weight`` that compiled code keeps; ``fill`` casts again.
 
-        Args:
-            weight: ``[out, in]``.
-            fill: cast the weight even if it has not changed since it was kept.
-
-        Returns:
-            The copies; None if the GEMM is to cast the weight itself, because the weight is held in
-            FP8 or the scheme takes the scale from the weight, so that a new cast gives the same FP8
-            data.
+        None lets the GEMM cast the weight: it is held in FP8, or its scale comes from the weight
+        itself, so that a new cast gives the same FP8 data.
         """
         if type(weight) is FP8Parameter:
             return None
@@ -534,14 +479,7 @@ class FP8Module(torch.nn.Module):
         quantizers: tuple[GemmQuantizers, ...],
         fill: bool | None,
     ) -> tuple[QuantizedTensor | None, ...]:
-        """Returns, for each GEMM, FP8 copies of its weight that outlive the call.
-
-        Args:
-            weights: one ``[out, in]`` for each GEMM.
-
-        Returns:
-            For each GEMM the copies, or None if the GEMM casts its weight itself.
-        """
+        """Returns for each GEMM FP8 copies of its weight that outlive the call, or None."""
         captured = self._modes.captured
         if captured is not None:
             return tuple(
@@ -656,15 +594,7 @@ class FP8Module(torch.nn.Module):
 
 
 def _plain_entry(value: torch.Tensor) -> torch.Tensor | None:
-    """Returns the plain high-precision tensor under which a state dict stores a parameter.
-
-    Args:
-        value: a parameter, which may hold FP8 data, be a DTensor, or be gathered as FP8 data by
-            FSDP2, in which case it gives its values by ``plain()``.
-
-    Returns:
-        The tensor; None if the parameter is plain already, and is stored as it is.
-    """
+    """Returns the high-precision tensor to store for a parameter; None if it is stored as it is."""
     local = getattr(value, "_local_tensor", None)
     held = value if local is None else local
     if type(held) is FP8Parameter:

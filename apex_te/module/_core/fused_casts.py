@@ -33,11 +33,9 @@ ACTIVATIONS = (*sorted((*GATED, *PLAIN, *TORCH)),)
 class TorchActivation(NamedTuple):
     """Gated activation ``act(gate) * up`` by PyTorch's ops, in float32.
 
-    Attributes:
-        kind: ``"sreglu"``, ``relu(gate) ** 2 * up``; or another of ``TORCH``, ``gate *
-            sigmoid(alpha * gate) * (up + offset)``, in which the gate is at most ``limit``, and
-            ``up`` from ``-limit`` to ``limit``.
-        limit, alpha, offset: the numbers above.
+    ``"sreglu"`` is ``relu(gate) ** 2 * up``; the others of ``TORCH`` are ``gate * sigmoid(alpha *
+    gate) * (up + offset)``, with ``gate`` at most ``limit``, and ``up`` from ``-limit`` to
+    ``limit``.
     """
 
     kind: str
@@ -106,14 +104,7 @@ def is_gated(name: Any) -> bool:
 
 
 def activate(name: Any, x: torch.Tensor) -> torch.Tensor:
-    """Applies an activation, differentiably.
-
-    Args:
-        x: ``[..., F]``, or ``[..., 2F]`` for a gated activation.
-
-    Returns:
-        ``[..., F]`` in the dtype of ``x``.
-    """
+    """Applies an activation to ``[..., F]``, or ``[..., 2F]`` if gated, differentiably."""
     if isinstance(name, TorchActivation):
         return name.of(x)
     if name in GATED:
@@ -122,15 +113,7 @@ def activate(name: Any, x: torch.Tensor) -> torch.Tensor:
 
 
 def activation_gradient(name: Any, dy: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-    """Computes the gradient of an activation's input, as backward of ``activate`` does.
-
-    Args:
-        dy: gradient of the result ``[..., F]``.
-        x: the activation's input ``[..., F]``, or ``[..., 2F]`` for a gated activation.
-
-    Returns:
-        The gradient in the shape and dtype of ``x``.
-    """
+    """Computes the gradient of an activation's input ``x`` from ``dy`` ``[..., F]``."""
     if isinstance(name, TorchActivation):
         return name.gradient(dy, x)
     if name in GATED:
@@ -141,9 +124,7 @@ def activation_gradient(name: Any, dy: torch.Tensor, x: torch.Tensor) -> torch.T
 class BaseFusedCast:
     """Base of the modules' fused casts, which follow ``fp8.scheme.quantizer.FusedCast``.
 
-    Args:
-        x: the op's input ``[rows, ...]``.
-        with_dbias: True asks for the column sums of the result in the attribute ``dbias``.
+    ``with_dbias`` asks for the column sums of the result in the attribute ``dbias``.
     """
 
     __slots__ = ("dbias", "with_dbias", "x")
@@ -168,17 +149,10 @@ class BaseFusedCast:
 
 
 class NormForward(BaseFusedCast):
-    """LayerNorm or RMSNorm, as a fused cast, of ``x`` or of ``x + residual``.
+    """LayerNorm or RMSNorm of ``x`` ``[rows, cols]``, or of ``x + residual``, as a fused cast.
 
-    Args:
-        x: ``[rows, cols]``.
-        weight: gamma ``[cols]``.
-        bias: beta ``[cols]``, None for RMSNorm.
-        residual: ``[rows, cols]``, added to ``x`` first; or None.
-
-    Attributes:
-        mean, rstd: fp32 statistics ``[rows]``, set when the norm runs; RMSNorm has no mean.
-        residual_sum: ``x + residual``, set when the norm runs with a residual.
+    Running it sets fp32 ``mean`` and ``rstd`` ``[rows]`` (RMSNorm has no mean), and
+    ``residual_sum`` if there is a residual.
     """
 
     __slots__ = ("bias", "eps", "is_rms", "mean", "residual", "residual_sum", "rstd", "weight",
@@ -203,11 +177,7 @@ class NormForward(BaseFusedCast):
         self.residual_sum: torch.Tensor | None = None
 
     def plain(self) -> torch.Tensor:
-        """Runs the norm without a cast to FP8, and sets ``mean``, ``rstd`` and ``residual_sum``.
-
-        Returns:
-            The normalised rows ``[rows, cols]`` in the dtype of ``x``.
-        """
+        """Runs the norm without a cast, and sets ``mean``, ``rstd`` and ``residual_sum``."""
         options: dict[str, Any] = {
             "zero_centered_gamma": self.zero_centered_gamma,
             "residual": self.residual,
@@ -258,19 +228,9 @@ def norm_backward(
     need_weight: bool,
     need_bias: bool,
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
-    """Computes the gradients of LayerNorm or RMSNorm.
+    """Computes ``(dx, dweight, dbias)`` of LayerNorm, or of RMSNorm if ``mean`` is None.
 
-    Args:
-        dy: gradient of the norm's result ``[rows, cols]``.
-        x: the tensor that was normalised ``[rows, cols]``.
-        weight: gamma ``[cols]``.
-        mean: ``[rows]``; None for RMSNorm.
-        rstd: ``[rows]``.
-        d_residual: gradient that ``x`` has besides ``dy``, added to ``dx``; or None.
-
-    Returns:
-        ``(dx, dweight, dbias)``: ``[rows, cols]``, ``[cols]`` and ``[cols]``. ``dweight`` and
-        ``dbias`` are None if not asked for.
+    ``x`` ``[rows, cols]`` is the tensor that was normalised; ``d_residual`` is added to ``dx``.
     """
     if mean is None:
         grads = rms_norm.rms_norm_bwd(
@@ -286,11 +246,7 @@ def norm_backward(
 
 
 class ActivationForward(BaseFusedCast):
-    """Activation of ``x`` as a fused cast.
-
-    Args:
-        x: ``[rows, F]``, or ``[rows, 2F]`` for a gated activation.
-    """
+    """Activation of ``x`` ``[rows, F]``, or ``[rows, 2F]`` if gated, as a fused cast."""
 
     __slots__ = ("can_fuse", "can_fuse_blocks", "name")
 
@@ -339,13 +295,7 @@ class ActivationForward(BaseFusedCast):
 
 
 class ActivationBackward(BaseFusedCast):
-    """Gradient of an activation's input, as a fused cast.
-
-    Args:
-        dy: gradient of the activation's result ``[rows, F]``.
-        x: the activation's input ``[rows, F]``, or ``[rows, 2F]`` for a gated activation.
-        with_dbias: sum the columns of the result into ``dbias``.
-    """
+    """Gradient of an activation's input ``x`` as a fused cast, from ``dy`` ``[rows, F]``."""
 
     __slots__ = ("can_fuse", "can_fuse_blocks", "dy", "name")
 
@@ -359,7 +309,7 @@ class ActivationBackward(BaseFusedCast):
         self.can_fuse_blocks = name in GATED and not with_dbias
 
     def plain(self) -> torch.Tensor:
-        """Returns the gradient in the shape and dtype of ``x``, without a cast to FP8.
+        """Returns the gradient in the dtype of ``x``, without a cast to FP8.
 
         Sets ``dbias`` if the op computes column sums and they are wanted.
         """

@@ -29,13 +29,10 @@ class GemmOptions(NamedTuple):
     """Options of one GEMM of a module.
 
     Attributes:
-        accumulate: where backward puts the weight gradient: None returns it to autograd, for
-            ``weight.grad``; True adds it to ``weight.main_grad``; False overwrites
-            ``weight.main_grad``.
+        accumulate: None returns the weight gradient to autograd, True adds it to ``main_grad``,
+            False overwrites ``main_grad``.
         save_original: save the high-precision input for backward instead of its FP8 copy.
-        wgrad_store: takes a function without arguments that computes the weight gradient later;
-            None computes it in backward.
-        parallel: the tensor-parallel collectives around the GEMM; None for a weight that is whole.
+        wgrad_store: takes a function that computes the weight gradient later.
         in_ddp: DistributedDataParallel runs this forward and waits for gradients.
     """
 
@@ -47,23 +44,16 @@ class GemmOptions(NamedTuple):
 
 
 class FP8Call(NamedTuple):
-    """Settings of one call of a module, decided before it computes anything.
-
-    ``FP8Module.prepare`` makes them, once for each call.
+    """Settings of one call of a module, made by ``FP8Module.prepare`` before it computes anything.
 
     Attributes:
         dtype: the dtype to compute in, and that of the output.
-        is_fp8: the GEMMs run in FP8. False with ``quantizers`` is calibrating: the GEMMs run in
-            high precision and the quantizers only record amax values.
-        quantizers: a ``GemmQuantizers`` for each GEMM; None if nothing is quantized or recorded.
-        cached: for each GEMM, FP8 copies of its weight that outlive the call; None for a GEMM that
-            casts its weight itself.
-        options: a ``GemmOptions`` for each GEMM.
-        fill: what the call does to a cache of FP8 weights: None uses none, True casts all weights
-            anew into the cache, False only those that changed since they were cast.
+        is_fp8: the GEMMs run in FP8; False with ``quantizers`` is calibrating, in high precision.
+        quantizers: one for each GEMM; None if nothing is quantized or recorded.
+        cached: FP8 copies of each GEMM's weight that outlive the call; None casts the weight.
+        fill: None uses no weight cache, True casts all weights into it, False the changed ones.
         programs: the ``Programs`` that may run the call's ops; None has each op called.
-        keep_columnwise: True if forward makes both copies of a weight and saves the columnwise
-            copy for backward; False if backward casts the weight again.
+        keep_columnwise: save the weight's columnwise copy; False casts again in backward.
     """
 
     dtype: torch.dtype
@@ -80,17 +70,11 @@ class GemmPlan(NamedTuple):
     """Everything that the backward of one GEMM needs besides tensors.
 
     Attributes:
-        quantizers: the GEMM's quantizers and GEMM backend.
-        need_input: backward computes the input's gradient.
-        need_weight: backward computes the weight gradient.
         weight_dtype: dtype of the weight gradient that autograd gets.
-        options: the GEMM's options.
         parameter: the weight if backward writes its ``main_grad`` or ``.grad`` itself, else None.
-        weight_cached: True if the weight among the saved tensors is a columnwise copy; False if it
-            is the weight itself.
-        shared_input: ``Quantizer`` with a scale that all ranks share; it casts this rank's rows of
-            the input, and the FP8 data are gathered. None if rows are gathered in bf16 or fp32,
-            or no rows are gathered. It is chosen in forward, because scales may change until
+        weight_cached: the saved weight is a columnwise copy, not the weight itself.
+        shared_input: casts this rank's rows of the input by a scale that all ranks share, so that
+            FP8 data are gathered; None otherwise. Chosen in forward: scales may change until
             backward.
     """
 
@@ -119,13 +103,7 @@ def gemm_plan(
     need_weight: bool,
     keep_columnwise: bool = False,
 ) -> GemmPlan:
-    """Returns the plan of one GEMM of a call.
-
-    Args:
-        weight: ``[out, in]``.
-        keep_columnwise: as ``FP8Call.keep_columnwise``; True only if the caller gets the weight
-            from ``weight_operand``, which makes the columnwise copy.
-    """
+    """Returns the plan of one GEMM of a call; ``keep_columnwise`` requires ``weight_operand``."""
     assert call.quantizers is not None
     quantizers, options = call.quantizers[gemm], call.options[gemm]
     in_place = options.accumulate is not None or options.wgrad_store is not None
@@ -148,20 +126,11 @@ def weight_operand(
     cached: QuantizedTensor | None,
     heads: HeadLayout | None = None,
 ) -> tuple[QuantizedTensor | None, bool]:
-    """Returns the FP8 copies of a weight for fprop, or None if ``multiply`` is to cast the weight.
+    """Returns ``(operand, is_sorted)``: the FP8 copies of a weight ``[out, in]`` for fprop.
 
-    Args:
-        weight: ``[out, in]``.
-        cached: FP8 copies of ``weight`` that outlive the call, or None.
-        heads: the layout of the heads in ``weight``'s rows, if the output is to be split into
-            heads; else None.
-
-    Returns:
-        operand: the FP8 copies; None if ``multiply`` is to cast the weight. If
-            ``plan.weight_cached``, the copies are never None and include the columnwise copy, whose
-            heads are in the order of ``weight``.
-        is_sorted: True if the rows of the rowwise copy are sorted: all queries, then all keys, then
-            all values.
+    ``operand`` is None if ``multiply`` is to cast the weight, but never with
+    ``plan.weight_cached``: it then has the columnwise copy, with heads in the order of ``weight``.
+    With ``is_sorted`` the rowwise copy has all queries, then all keys, then all values.
     """
     quantizers = plan.quantizers
     if heads is None or not heads.needs_sorting:
@@ -202,15 +171,10 @@ def keeps_input(plan: GemmPlan) -> bool:
 def quantized_input(
     plan: GemmPlan, source: torch.Tensor | FusedCast
 ) -> tuple[Operand, QuantizedTensor | None]:
-    """Quantizes the input of a GEMM.
+    """Quantizes this rank's rows ``[rows, in]`` of a GEMM's input, a tensor or an op.
 
-    Args:
-        source: this rank's rows ``[rows, in]``, or the op that computes them.
-
-    Returns:
-        ``(operand, local)``: the operand of fprop with the rows of all ranks, and the FP8 copies of
-        this rank's rows, to be passed to ``saved_by``. If no rows are gathered, both are one
-        object. If rows are gathered in bf16 or fp32, ``local`` is None.
+    Returns ``(operand, local)``: all ranks' rows for fprop, and this rank's rows for ``saved_by``.
+    They are one object if no rows are gathered; ``local`` is None if these are bf16 or fp32.
     """
     parallel = plan.options.parallel
     if parallel is not None and parallel.gathers_input:
@@ -236,18 +200,8 @@ def shaped_product(
 ) -> torch.Tensor:
     """Computes the layer's output ``[..., out]`` with its tensor-parallel collective.
 
-    The output is no view: autograd refuses to change a view made in a Function in place.
-
-    Args:
-        x: the quantized input ``[rows, in]``.
-        weight: ``[out, in]``.
-        cached: FP8 copies of ``weight``; None quantizes it here.
-        bias: ``[out]`` or None.
-        shape: the shape ``[..., in]`` that this rank's input had.
-        c: matrix ``[rows, out]`` to add, only if ``adds_in_product`` is True; or None.
-
-    Returns:
-        ``[..., out]``, this rank's rows and features of the output.
+    The output is not a view: autograd refuses in-place changes of a view made in a Function.
+    ``shape`` is that of this rank's input; ``c`` ``[rows, out]`` requires ``adds_in_product``.
     """
     quantizers, parallel, features = plan.quantizers, plan.options.parallel, weight.shape[0]
     if parallel is None:
@@ -284,11 +238,7 @@ def _computes_more_rows(backend: GemmBackend, x: Operand) -> bool:
 
 
 def adds_in_product(call: FP8Call, gemm: int, c: torch.Tensor) -> bool:
-    """Returns True if a GEMM of a call can add ``c`` to the GEMM before it rounds the sum.
-
-    Args:
-        c: a tensor in the output's shape.
-    """
+    """Returns True if a GEMM can add ``c``, in the output's shape, before it rounds the sum."""
     if not call.is_fp8 or c.dtype is not call.dtype or call.options[gemm].parallel is not None:
         return False
     assert call.quantizers is not None
@@ -296,14 +246,10 @@ def adds_in_product(call: FP8Call, gemm: int, c: torch.Tensor) -> bool:
 
 
 def plus_bias(out: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    """Adds ``bias`` [out] to an output that has been summed over ranks, in place in eager mode.
+    """Adds ``bias`` [out] to an output already reduced over ranks, in place in eager mode.
 
     In a graph the sum is a new tensor: torch 2.11 loses the gradient of a Function's result that is
     changed in place.
-
-    Args:
-        out: the output ``[..., out]`` after its reduction, so that the bias counts once.
-        bias: None adds nothing.
     """
     if bias is None:
         return out
@@ -325,15 +271,9 @@ def multiply(
     out: torch.Tensor | None = None,
     c: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Computes ``x @ weight.T + bias + c`` [rows, out].
+    """Computes ``x @ weight.T + bias + c`` [rows, out], written to ``out`` if that is given.
 
-    Args:
-        x: the quantized input ``[rows, in]``.
-        weight: ``[out, in]``.
-        cached: FP8 copies of ``weight``; None quantizes it here.
-        bias: ``[out]`` or None.
-        out: memory for the result ``[rows, out]``; None makes a new tensor.
-        c: matrix ``[rows, out]`` to add, only if ``adds_in_product`` is True; or None.
+    ``cached=None`` quantizes ``weight`` here; ``c`` [rows, out] requires ``adds_in_product``.
     """
     if cached is None:
         cached = quantized_weight(quantizers, quantizers.weight, weight, False)
@@ -348,13 +288,7 @@ def multiply(
 def quantized_weight(
     quantizers: GemmQuantizers, quantizer: Any, weight: torch.Tensor, columnwise: bool
 ) -> QuantizedTensor:
-    """Returns one FP8 copy of a weight: the data of an ``FP8Parameter`` if they fit, else a cast.
-
-    Args:
-        quantizers: the GEMM's quantizers, whose backend must be able to read held data.
-        weight: ``[out, in]``.
-        columnwise: return the columnwise copy instead of the rowwise one.
-    """
+    """Returns one FP8 copy of a weight: the data of an ``FP8Parameter`` if they fit, or a cast."""
     if type(weight) is FP8Parameter:
         held = fp8_operands(weight, quantizers, columnwise)
         if held is not None:
@@ -370,20 +304,11 @@ def saved_by(
     weight: torch.Tensor,
     cached: QuantizedTensor | None,
 ) -> tuple[torch.Tensor | None, ...]:
-    """Returns the four tensors of a GEMM that backward needs, for ``save_for_backward``.
+    """Returns ``(input, input_scale, weight, weight_scale)`` for backward, each None if not needed.
 
-    Args:
-        x: this rank's high-precision input ``[rows, in]``; read only if ``saves_values(plan)``.
-        part: FP8 copies of this rank's input, which ``quantized_input`` returned.
-        weight: ``[out, in]``.
-        cached: FP8 copies of ``weight``, read only if ``plan.weight_cached``; or None.
-
-    Returns:
-        ``(input, input_scale, weight, weight_scale)``, each None if backward does not need it.
-        ``input`` is the columnwise FP8 data ``[in, rows]``; or this rank's rowwise FP8 data
-        ``[rows, in]`` if rows are gathered; or ``x``, with the scale by which backward casts it, if
-        any. ``weight`` is the columnwise FP8 data ``[in, out]``; or the weight itself, without a
-        scale, which backward casts again.
+    ``input`` is the columnwise FP8 data ``[in, rows]``; this rank's rowwise data ``[rows, in]`` if
+    rows are gathered; or ``x``, with the scale of backward's cast, if any. ``weight`` is the
+    columnwise data ``[in, out]``, or the weight itself without a scale, which backward casts again.
     """
     saved_x = saved_w = x_scale = w_scale = None
     if plan.need_weight:
@@ -407,11 +332,7 @@ def saved_by(
 
 
 def start_saved_input(plan: GemmPlan, saved: tuple) -> Pending | None:
-    """Begins to gather the other ranks' rows of the saved input for the weight gradient.
-
-    Returns:
-        The gathering, for ``weight_gradient``; None if this rank has all rows or needs none.
-    """
+    """Begins to gather the saved input's rows for wgrad; None if there is nothing to gather."""
     if not plan.need_weight or not gathers_input(plan):
         return None
     assert plan.options.parallel is not None
@@ -430,13 +351,8 @@ def input_gradient(
 ) -> torch.Tensor:
     """Computes ``dy @ weight + c`` [rows, in] of this rank, without a reduction over ranks.
 
-    Frees the rowwise copy of ``dy``, whose memory the weight gradient may then have.
-
-    Args:
-        dy: the quantized gradient of the output ``[rows, out]``.
-        out: memory for the result; None makes a new tensor.
-        c: matrix ``[rows, in]`` of ``out_dtype`` to add, only if the backend ``adds`` and no rows
-            are gathered; or None.
+    Frees the rowwise copy of ``dy``, whose memory wgrad may then reuse. ``c`` has ``out_dtype``,
+    and requires a backend that ``adds`` and rows that are not gathered.
     """
     weight, backend = weight_recast(plan, saved), plan.quantizers.backend
     if isinstance(dy, QuantizedTensor):
@@ -453,14 +369,9 @@ def input_gradient(
 def reduced_input_gradient(
     plan: GemmPlan, saved: tuple, dy: Operand, out_dtype: torch.dtype
 ) -> tuple[torch.Tensor | None, Pending | None]:
-    """Computes the input's gradient, and begins to sum it over ranks if the ranks have parts.
+    """Computes the input's gradient ``[rows, in]``, and begins to sum it over ranks if needed.
 
-    Args:
-        dy: the quantized gradient of the output ``[rows, out]``.
-
-    Returns:
-        ``(gradient, None)`` if no sum over ranks is needed, else ``(None, pending)``; the gradient,
-        or what ``pending.wait()`` returns, is ``[rows, in]``.
+    Returns ``(gradient, None)`` if no sum is needed, else ``(None, pending)``.
     """
     parallel = plan.options.parallel
     if parallel is None or not parallel.column:
@@ -499,12 +410,7 @@ def _product_of_rows(
     weight: QuantizedTensor,
     out_dtype: torch.dtype,
 ) -> Product:
-    """Returns the function that multiplies some rows of ``x``, all of them or several slices.
-
-    Args:
-        x: the left operand, whose rowwise copy is read; slices of fewer rows than all are allowed
-            only if ``x`` has one scale.
-    """
+    """Returns the function that multiplies rows of ``x``; slices only if it has one scale."""
     fp8_data, scale_inv = x.rowwise, x.rowwise_scale_inv
     assert fp8_data is not None
     every = fp8_data.shape[0]
@@ -526,18 +432,10 @@ def _product_of_rows(
 def quantized_gradient(
     plan: GemmPlan, dy: torch.Tensor | FusedCast, bias_dtype: torch.dtype | None
 ) -> tuple[Any, torch.Tensor | None, Any]:
-    """Quantizes the gradient of a GEMM's output, and sums its columns for the bias.
+    """Quantizes the gradient ``[rows, out]`` of a GEMM's output, and sums its columns for the bias.
 
-    Args:
-        dy: this rank's gradient ``[rows, out]``, or the op that computes it.
-        bias_dtype: dtype of the bias gradient; None computes none.
-
-    Returns:
-        quantized: the FP8 gradient ``[rows, out]`` for dgrad and wgrad; None if neither reads FP8.
-        grad_bias: the bias gradient ``[out]``; or None.
-        dy: the high-precision gradient ``[rows, out]``; None if the op that computes the gradient
-            wrote FP8 alone. It has the rows of all ranks if rows are split over ranks and wgrad
-            runs in bf16 or fp32, else this rank's rows.
+    Returns ``(quantized, grad_bias, dy)``, each None if not needed, ``dy`` also if the op wrote
+    only FP8. It has all ranks' rows if rows are split and wgrad runs in bf16 or fp32.
     """
     quantizers, parallel = plan.quantizers, plan.options.parallel
     fp8_wgrad = plan.need_weight and not quantizers.high_precision_wgrad
@@ -573,5 +471,5 @@ def quantized_gradient(
 
 
 def cast_to(x: Any, dtype: torch.dtype | None) -> Any:
-    """Returns a tensor in ``dtype``, the tensor itself if it has that dtype; None for None."""
+    """Returns ``x`` in ``dtype``, itself if it has that dtype; None for None."""
     return x if x is None or x.dtype is dtype else x.to(dtype)

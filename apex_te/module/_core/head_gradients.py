@@ -15,38 +15,21 @@ from .head_layout import HeadLayout
 
 
 def output_gradient(shape: Any, grad: Any, *others: Any) -> Any:
-    """Returns an output's gradient, or zeros of the output's shape if the gradient is None.
-
-    Args:
-        shape: the output's shape.
-        grad: the output's gradient; None if nothing used the output.
-        others: gradients of all outputs of the function, at least one not None; they give dtype
-            and device of the zeros.
-    """
+    """Returns an output's gradient, or zeros like one of ``others`` if it is None."""
     if grad is not None:
         return grad
     return next(other for other in others if other is not None).new_zeros(shape)
 
 
 def filled_gradients(shapes: Sequence[Any], grads: Sequence[Any], *others: Any) -> list[Any]:
-    """Returns the gradients of several outputs, with zeros for each gradient that is None.
-
-    Args:
-        shapes: the outputs' shapes.
-        grads: for each output its gradient, or None.
-    """
+    """Returns the gradients of several outputs, with zeros for each gradient that is None."""
     return [
         output_gradient(shape, grad, *others) for grad, shape in zip(grads, shapes, strict=True)
     ]
 
 
 class HeadGradients(BaseFusedCast):
-    """Fused cast that joins the gradients of heads to the gradient of a projection's output.
-
-    Args:
-        heads: gradients of the queries, keys and values, each [..., heads, size]; none of queries
-            if ``layout.repeats`` is 0.
-    """
+    """Fused cast that joins the gradients of heads to the gradient of a projection's output."""
 
     copies = True
     __slots__ = ("heads", "layout")

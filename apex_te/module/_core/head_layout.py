@@ -11,17 +11,10 @@ from ...ops._head_order import in_words, sorted_heads
 
 
 class HeadLayout(NamedTuple):
-    """Layout of attention heads in the last dimension of a fused projection's output.
+    """Layout of attention heads in the ``(repeats + 2) * groups * size`` features of a projection.
 
-    That dimension has ``features = (repeats + 2) * groups * size`` elements.
-
-    Attributes:
-        qkv_format: layout of the other dimensions, ``"sbhd"``, ``"bshd"`` or ``"thd"``.
-        repeats: query heads of each group; 0 for a projection to keys and values only.
-        groups: the number of groups, each with one key head and one value head.
-        size: elements of a head.
-        interleaved: True if heads lie group by group, in each group the queries, the key and the
-            value; False for all queries, then all keys, then all values.
+    ``repeats`` is 0 for keys and values only. With ``interleaved`` heads lie group by group, each
+    with queries, key and value; else all queries come first, then all keys, then all values.
     """
 
     qkv_format: str
@@ -34,8 +27,8 @@ class HeadLayout(NamedTuple):
     def needs_sorting(self) -> bool:
         """Returns True if groups of several queries are interleaved with keys and values.
 
-        The queries [..., heads, size] are then no view of the output. They are one after the rows
-        of the projection's weight, and so the heads of the output, are sorted as in ``sorted``.
+        Queries [..., heads, size] are views of the output only if the weight's rows were sorted
+        before.
         """
         return self.interleaved and self.repeats > 1
 
@@ -44,14 +37,9 @@ class HeadLayout(NamedTuple):
         return self._replace(interleaved=False)
 
     def parts(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Returns views of the queries, keys and values in a projection's output.
+        """Returns views of queries, keys and values, each [..., heads, size].
 
-        Args:
-            x: [..., features].
-
-        Returns:
-            ``(queries, keys, values)``, without queries if ``repeats`` is 0, each [..., heads,
-            size]; queries of several heads in interleaved groups are [..., groups, repeats, size].
+        Queries of several heads in interleaved groups are [..., groups, repeats, size].
         """
         lead, groups, repeats = x.shape[:-1], self.groups, self.repeats
         if not self.interleaved:
@@ -64,40 +52,21 @@ class HeadLayout(NamedTuple):
         return heads.narrow(-2, 0, repeats), keys, values
 
     def heads(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Splits a projection's output into queries, keys and values.
+        """Splits ``x`` into queries, keys and values, each [..., heads, size].
 
-        Args:
-            x: [..., features].
-
-        Returns:
-            ``(queries, keys, values)``, without queries if ``repeats`` is 0, each [..., heads,
-            size]. All are views of ``x``, except that queries are a copy if ``needs_sorting``.
+        All are views of ``x``, except that queries are a copy if ``needs_sorting``.
         """
         return tuple(flat_heads(part, x.dim()) for part in self.parts(x))
 
     def by_group(self, heads: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Returns views of queries, keys and values in the shapes that ``parts`` returns.
-
-        Args:
-            heads: queries, keys and values, each [..., heads, size]; no queries if ``repeats`` is
-                0.
-        """
+        """Returns views of queries, keys and values in the shapes that ``parts`` returns."""
         parts = list(heads)
         if self.needs_sorting:
             parts[0] = parts[0].unflatten(-2, (self.groups, self.repeats))
         return parts
 
     def joined(self, heads: Sequence[torch.Tensor], shape: Sequence[int]) -> torch.Tensor:
-        """Copies queries, keys and values into one tensor; the inverse of the method ``heads``.
-
-        Args:
-            heads: queries, keys and values, each [..., heads, size]; no queries if ``repeats`` is
-                0.
-            shape: the shape [..., features] of the result.
-
-        Returns:
-            A new tensor of ``shape`` in this layout.
-        """
+        """Copies queries, keys and values into a tensor [..., features]; inverse of ``heads``."""
         dtype, parts = heads[0].dtype, in_words(self.by_group(heads))
         if self.interleaved and self.repeats < 2:
             x = torch.stack(parts, -2)
@@ -108,25 +77,12 @@ class HeadLayout(NamedTuple):
 
 
 def flat_heads(part: torch.Tensor, dims: int) -> torch.Tensor:
-    """Returns queries, keys or values as [..., heads, size].
-
-    Args:
-        part: one tensor that ``HeadLayout.parts`` returned, [..., heads, size] or [..., groups,
-            repeats, size].
-        dims: the number of dimensions of the projection's output [..., features].
-    """
+    """Returns a part as [..., heads, size]; ``dims`` are those of the projection's output."""
     return part if part.dim() == dims + 1 else part.flatten(-3, -2)
 
 
 def sorted_bias(bias: torch.Tensor | None, layout: Any) -> torch.Tensor | None:
-    """Reorders a projection's bias from interleaved groups to all queries, all keys, all values.
-
-    Args:
-        bias: ``[features]``, or None.
-
-    Returns:
-        A new tensor ``[features]``; None without a bias.
-    """
+    """Returns a copy of a bias, reordered from interleaved groups to queries, keys, values."""
     if bias is None:
         return None
     return sorted_heads(bias, repeats=layout.repeats, groups=layout.groups)
@@ -135,15 +91,5 @@ def sorted_bias(bias: torch.Tensor | None, layout: Any) -> torch.Tensor | None:
 def split_output(
     out: torch.Tensor, layout: HeadLayout, is_sorted: bool
 ) -> tuple[torch.Tensor, ...]:
-    """Splits a projection's output into queries, keys and values.
-
-    Args:
-        out: [..., features].
-        is_sorted: True if ``out`` has all queries, then all keys, then all values, whatever
-            ``layout`` says.
-
-    Returns:
-        ``(queries, keys, values)``, without queries if ``layout.repeats`` is 0, each [..., heads,
-        size].
-    """
+    """Splits a projection's output into queries, keys and values; see ``HeadLayout.heads``."""
     return (layout.sorted() if is_sorted else layout).heads(out)

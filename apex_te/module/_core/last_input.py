@@ -13,14 +13,11 @@ from ...fp8.tensor import QuantizedTensor
 
 
 class Entry(NamedTuple):
-    """Named tuple of an input and what was made of it.
+    """Input and what was made of it.
 
     Attributes:
         inp: reference to the input, as the caller passed it, which does not keep it alive.
-        version: autograd's version of the input, which a write to the input raises.
-        stream: the CUDA stream on which the copies were made; 0 on a CPU.
-        key: ``Quantizer.cast_key()`` of the quantizer that made ``quantized``, or None.
-        quantized: the rowwise copy of the input, or None.
+        key: ``Quantizer.cast_key()`` of the quantizer that made the rowwise copy ``quantized``.
         alias: the input as an output of the autograd function that took it last, or None.
         grad_fn: the input's node in autograd's graph when ``alias`` was made.
         first: the weight of the layer that took the input first.
@@ -36,10 +33,7 @@ class Entry(NamedTuple):
     first: torch.Tensor
 
     def taken(self, inp: torch.Tensor) -> torch.Tensor:
-        """Returns the tensor whose gradient is that of ``inp``: the alias, if there is one.
-
-        An input that was detached since the alias was made has another place in the graph.
-        """
+        """Returns the alias, unless the input was detached since it was made, else ``inp``."""
         alias = self.alias
         if alias is None or not inp.requires_grad or inp.grad_fn is not self.grad_fn:
             return inp
@@ -63,9 +57,8 @@ def _forget(ref: Any) -> None:
 class LastInput:
     """Holder of one ``Entry``, that of the input which was noted last.
 
-    The entry ends with its region, with the next input, with the first backward of a layer that
-    noted its input here, and with the input. A layer that another thread runs has another holder,
-    but a backward may drop the entry in any thread.
+    The entry ends with its region, the next input, the first backward of a layer that noted it, or
+    the input. Each thread has its own holder, but a backward may drop the entry in any thread.
     """
 
     __slots__ = ("__weakref__", "entry")
@@ -76,9 +69,8 @@ class LastInput:
     def find(self, inp: torch.Tensor, weight: torch.Tensor) -> Entry | None:
         """Returns the entry if it is that of ``inp``, not written to since, on this stream.
 
-        The layer that took the input first begins anew when it takes it again: the input may then
-        be a buffer with the next batch, which a collective or the replay of a CUDA graph writes
-        without raising its version.
+        The layer that took the input first gets None: a collective or the replay of a CUDA graph
+        may have written the next batch without raising the version.
         """
         entry = self.entry
         if entry is None or entry.inp() is not inp or inp._version != entry.version:
@@ -117,11 +109,10 @@ _recompute = _Recompute()
 
 
 def last_input(inp: torch.Tensor) -> LastInput | None:
-    """Returns the holder for an input in this thread and region.
+    """Returns the holder for an input in this thread and region; None if nothing may be shared.
 
-    Returns:
-        The holder; None if nothing may be shared: the input's version is not counted (inference
-        mode), or a CUDA graph is captured, whose replays run without what was computed before.
+    That is so in inference mode, which counts no versions, and while a CUDA graph is captured,
+    whose replays run without what was computed before.
     """
     if inp.is_inference() or (inp.is_cuda and torch.cuda.is_current_stream_capturing()):
         return None
@@ -134,12 +125,7 @@ def last_input(inp: torch.Tensor) -> LastInput | None:
 
 
 def cast_once(entry: Entry | None, quantizer: Any, x: torch.Tensor) -> QuantizedTensor:
-    """Returns the rowwise copy of an input: that of its entry if a cast would give the same bits.
-
-    Args:
-        entry: the input's ``Entry``, or None.
-        x: the input as a matrix ``[rows, in]``.
-    """
+    """Returns the rowwise copy of an input: its entry's if a cast would give the same bits."""
     if entry is not None and entry.quantized is not None:
         key = quantizer.cast_key()
         if key is not None and key == entry.key:

@@ -22,12 +22,10 @@ class NormOptions(NamedTuple):
     """Options of the norm before a linear layer or an MLP.
 
     Attributes:
-        is_rms: compute RMSNorm, not LayerNorm.
         eps: added to the variance (the mean square).
         zero_centered_gamma: gamma is ``1 + weight``.
-        return_norm: the function also returns the norm's result in bf16 or fp32.
-        return_residual: the function also returns the normalised tensor: the input, or the sum of
-            input and residual.
+        return_norm: also return the norm's result in bf16 or fp32.
+        return_residual: also return what was normalised: the input, or its sum with a residual.
     """
 
     is_rms: bool
@@ -40,16 +38,10 @@ class NormOptions(NamedTuple):
 def normalized(
     norm: NormForward, plan: GemmPlan, options: NormOptions
 ) -> tuple[Operand, QuantizedTensor | None, torch.Tensor | None]:
-    """Runs the norm and quantizes its result for fprop.
+    """Runs the norm and quantizes its result for fprop; returns ``(operand, local, y)``.
 
-    Args:
-        norm: the norm, which has not run.
-
-    Returns:
-        operand: the quantized operand of fprop, with the rows of all ranks.
-        local: the FP8 copies of this rank's rows; None if rows are gathered in bf16 or fp32.
-        y: the norm's result ``[rows, cols]`` in bf16 or fp32; None if it is neither returned nor
-            saved.
+    ``operand`` has the rows of all ranks, ``local`` this rank's FP8 copies, None if rows are
+    gathered in bf16 or fp32. ``y``, the norm's result, is None if it is neither returned nor saved.
     """
     if not options.return_norm and not saves_values(plan):
         return *quantized_input(plan, norm), None
@@ -58,15 +50,7 @@ def normalized(
 
 
 def saved_norm(norm: NormForward, inp: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-    """Returns the tensors to save for the backward of a norm that has run.
-
-    Args:
-        inp: the function's input, of which ``norm.x`` is a view or a contiguous copy.
-
-    Returns:
-        ``(x, weight, mean, rstd)``: the contiguous tensor that was normalised ``[..., cols]``,
-        gamma ``[cols]``, and the statistics ``[rows]``; ``mean`` is None for RMSNorm.
-    """
+    """Returns ``(x, weight, mean, rstd)`` for backward; ``x`` [..., cols] is contiguous."""
     x = norm.residual_sum
     if x is None:
         x = inp if inp.is_contiguous() else norm.x
@@ -76,15 +60,10 @@ def saved_norm(norm: NormForward, inp: torch.Tensor) -> tuple[torch.Tensor | Non
 def norm_gradients(
     ctx: Any, saved: tuple, d_norm: torch.Tensor, extra: Any, d_residual: Any
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
-    """Computes the norm's gradients from those of all outputs of the function.
+    """Returns ``(dx, dweight, dbias)`` of the norm, ``dx`` in the input's shape.
 
-    Args:
-        d_norm: gradient of the norm's result ``[rows, cols]`` from the GEMM.
-        extra: gradient of the norm's result as an output of the function, or None.
-        d_residual: gradient of the normalised tensor as an output of the function, or None.
-
-    Returns:
-        ``(dx, dweight, dbias)``: ``dx`` in the input's shape, the others ``[cols]`` or None.
+    ``d_norm`` comes from the GEMM; ``extra`` and ``d_residual`` are the gradients of the norm's
+    result and of the normalised tensor as outputs of the function, or None.
     """
     x, weight, mean, rstd = saved
     x = as_matrix(x)
@@ -108,10 +87,8 @@ def residual_output(inp: torch.Tensor, norm: NormForward) -> torch.Tensor:
 class LayerNormLinearFunction(OpFunction):
     """``norm(inp [+ residual]) @ weight.T + bias`` in FP8.
 
-    Returns:
-        ``(out, norm, total)``: the output ``[..., out]``; the norm's result and the tensor that was
-        normalised, each in the input's shape, or None unless ``NormOptions`` ask for it. If
-        ``heads`` is not None, the queries, keys and values replace ``out`` in the tuple.
+    Returns ``(out, norm, total)``; the norm's result and the normalised tensor are None unless
+    ``NormOptions`` ask for them. With ``heads`` queries, keys and values replace ``out``.
     """
 
     LABEL = "LayerNormLinear"

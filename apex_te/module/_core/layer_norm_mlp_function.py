@@ -33,13 +33,9 @@ from .wgrad import weight_gradient
 class LayerNormMLPFunction(OpFunction):
     """``act(norm(inp [+ residual]) @ w1.T + b1) @ w2.T + b2`` in FP8.
 
-    If ``adds`` is True, the second GEMM adds the tensor that was normalised; the caller has
-    checked this by ``adds_in_product``. A recompute gives the shape of ``out`` in ``known``: the
-    second GEMM, which nothing in backward needs, is then left out, and ``out`` has no values.
-
-    Returns:
-        ``(out, norm, total)``: the output; the norm's result and the normalised tensor, each in the
-        input's shape, or None unless ``NormOptions`` ask for them.
+    If ``adds``, which requires ``adds_in_product``, the second GEMM adds the normalised tensor. A
+    recompute gives the shape of ``out`` as ``known``: that GEMM, which backward does not need, is
+    then left out, and ``out`` has no values. ``norm`` and ``total`` are None unless asked for.
     """
 
     LABEL = "LayerNormMLP"
@@ -215,15 +211,9 @@ def _backward(ctx: Any, grad_output: Any, grad_norm: Any, grad_residual: Any) ->
 
 
 def _quantized_hidden(plan: Any, d_hidden: ActivationBackward) -> tuple:
-    """Quantizes the gradient of the first GEMM's output, the activation's input.
+    """Returns the gradient of the first GEMM's output in FP8, and in bf16 or fp32, or None.
 
-    Args:
-        d_hidden: the op that computes the gradient. Its ``dbias`` is set if its ``with_dbias`` is
-            True.
-
-    Returns:
-        ``(quantized, plain)``: the FP8 gradient, None if neither dgrad nor wgrad reads it; the
-        gradient ``[rows, F]`` or ``[rows, 2F]`` in bf16 or fp32, None if it was not needed.
+    Sets ``d_hidden.dbias`` if its ``with_dbias`` is True.
     """
     quantizer = plan.quantizers.grad_output
     need_plain = plan.need_weight and plan.quantizers.high_precision_wgrad

@@ -23,11 +23,7 @@ from .wgrad import plain_weight_gradient, weight_gradient
 class LinearFunction(OpFunction):
     """``inp @ weight.T + bias [+ residual]`` [..., out] with quantized fprop, dgrad and wgrad.
 
-    A residual has the output's shape; it may be given only if ``adds_in_product`` is True.
-
-    Returns:
-        The output; if ``heads`` gives a layout of heads, the tuple of the output's queries, keys
-        and values instead.
+    A residual requires ``adds_in_product``. ``heads`` returns queries, keys and values instead.
     """
 
     LABEL = "Linear"
@@ -115,11 +111,7 @@ def _linear_backward(ctx: Any, *grads: Any) -> tuple:
 
 
 class HighPrecisionLinearFunction(OpFunction):
-    """``inp @ weight.T + bias`` in ``out_dtype``, not quantized, by ``GemmOptions``.
-
-    The function runs tensor-parallel collectives, and in backward puts the weight gradient into
-    ``main_grad`` or delays it, if the options say so.
-    """
+    """``inp @ weight.T + bias`` in ``out_dtype`` with collectives, and wgrad by ``GemmOptions``."""
 
     LABEL = "Linear"
 
@@ -211,16 +203,7 @@ def _gathered_product(
     w: torch.Tensor,
     bias: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Computes ``rows @ w.T + bias`` of all ranks' rows, piece by piece as these arrive.
-
-    Args:
-        x: this rank's rows ``[s, ..., in]``.
-        w: ``[out, in]``.
-        bias: ``[out]`` or None.
-
-    Returns:
-        ``[s * ranks, ..., out]``.
-    """
+    """Computes ``rows @ w.T + bias`` of all ranks' rows, piece by piece as these arrive."""
     if torch.compiler.is_compiling():
         return functional.linear(gathered.wait(), w, bias)
     out = x.new_empty(x.shape[0] * ranks, *x.shape[1:-1], w.shape[0])

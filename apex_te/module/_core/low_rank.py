@@ -18,14 +18,10 @@ from .last_input import LastInput, cast_once, last_input
 
 
 class LowRank(NamedTuple):
-    """Named tuple of a GEMM ``scaling * (inp @ down.T) @ up.T`` that a layer adds to its own.
+    """GEMM ``scaling * (inp @ down.T) @ up.T`` that a layer adds to its own.
 
-    Attributes:
-        down: ``[rank, in]``.
-        up: ``[out, rank]``.
-        scaling: factor of the product.
-        inp: the GEMM's input ``[..., in]``, the layer's own input after a dropout, say; None if
-            it is the layer's own.
+    ``down`` is ``[rank, in]``, ``up`` ``[out, rank]``. ``inp`` is the layer's input after a
+    dropout, say; None if it is the layer's own.
     """
 
     down: torch.Tensor
@@ -66,12 +62,7 @@ def check_low_rank(
 
 
 def low_rank_product(low: LowRank, inp: torch.Tensor) -> torch.Tensor:
-    """Computes a low-rank GEMM ``[..., out]`` by torch's ops.
-
-    Args:
-        low: the GEMM, in the dtype to compute in.
-        inp: the layer's input, which the GEMM takes if it has none of its own.
-    """
+    """Computes a low-rank GEMM ``[..., out]`` by torch's ops; ``inp`` is the layer's own input."""
     x = inp if low.inp is None else low.inp
     return functional.linear(functional.linear(x, low.down), low.up) * low.scaling
 
@@ -79,10 +70,7 @@ def low_rank_product(low: LowRank, inp: torch.Tensor) -> torch.Tensor:
 def fits(call: FP8Call, weight: torch.Tensor, bias: torch.Tensor | None) -> bool:
     """Returns True if ``fused_product`` can compute a call of a layer.
 
-    It computes FP8 GEMMs of whole weights that are frozen, and only where no tracer looks on.
-
-    Args:
-        bias: the layer's bias, or None.
+    It computes FP8 GEMMs of whole, frozen weights, and only outside of tracing.
     """
     if not call.is_fp8 or call.options[0].parallel is not None:
         return False
@@ -102,17 +90,8 @@ def fused_product(
 ) -> torch.Tensor:
     """Computes ``inp @ weight.T + bias`` plus a low-rank GEMM, for a call that ``fits``.
 
-    Layers that are called one after another with the same input share its cast, where the recipe
-    keeps no state, and each adds its gradient of the input to that of the layer called after it.
-
-    Args:
-        inp: the input ``[..., in]``.
-        weight: ``[out, in]``.
-        bias: ``[out]`` or None.
-        low: the low-rank GEMM, in any dtype.
-
-    Returns:
-        ``[..., out]`` in ``call.dtype``.
+    Layers called one after another with the same input share its cast, where the recipe keeps no
+    state, and each adds its gradient of the input to that of the layer called after it.
     """
     low = low.cast_to(call.dtype)
     if low.inp is None and inp.dtype is not call.dtype:
@@ -139,15 +118,11 @@ def fused_product(
 
 
 class LowRankLinearFunction(OpFunction):
-    """``inp @ weight.T + bias + scaling * (low_inp @ down.T) @ up.T`` with quantized products.
+    """``inp @ weight.T + bias + scaling * (low_inp @ down.T) @ up.T`` with a quantized first GEMM.
 
-    Weight and bias are frozen. The low-rank GEMMs are in the dtype of ``down``; their factor is
-    applied before they are rounded.
-
-    Returns:
-        ``(out, alias)``: the output [..., out], and ``inp`` as an output of this function. Where a
-        later function takes that instead of ``inp``, the input's gradient passes from function to
-        function, and each adds its own in a product.
+    Weight and bias are frozen; the low-rank GEMMs are in the dtype of ``down``, scaled before
+    rounding. The second output is ``inp``: a later function that takes it passes on the input's
+    gradient, to which this one adds its own in a GEMM.
     """
 
     LABEL = "Linear"
@@ -210,10 +185,9 @@ class LowRankLinearFunction(OpFunction):
 
 
 def _keep_saved(ctx: Any) -> None:
-    """Keeps the saved tensors for a backward of the output that comes later.
+    """Keeps the saved tensors for a later backward of the output.
 
-    The backward that runs passes only the input's gradient on, and autograd frees what was saved
-    behind it, although the output's own graph was not asked for.
+    The backward that runs passes only the input's gradient on, and autograd would free them.
     """
     if torch.compiler.is_compiling():
         return
@@ -241,11 +215,7 @@ def _take_unchanged(ctx: Any) -> tuple:
 
 
 def _low_rank_backward(ctx: Any, grad: torch.Tensor, later: torch.Tensor | None) -> tuple:
-    """Returns the gradients of ``LowRankLinearFunction``'s arguments.
-
-    Args:
-        later: the gradient of the input from functions that took it later, or None.
-    """
+    """Returns the gradients of the arguments; ``later`` is that of the second output."""
     needs, scaling = ctx.needs_input_grad, ctx.scaling
     x, small, down, up, *saved = _take_unchanged(ctx)
     dy = as_matrix(grad)
@@ -274,13 +244,7 @@ def _input_gradient(
     product: tuple[torch.Tensor, torch.Tensor] | None,
     c: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Computes ``dy @ weight + product + c`` [rows, in].
-
-    Args:
-        dy: the gradient of the output ``[rows, out]``.
-        product: factors of a GEMM ``[rows, in]`` of low rank, or None.
-        c: ``[rows, in]`` or None.
-    """
+    """Computes ``dy @ weight + product + c`` [rows, in]; ``product`` has two low-rank factors."""
     plan, dtype = ctx.plan, ctx.input_dtype
     quantized = _gemm.quantized_gradient(plan, dy, None)[0]
     adds = plan.quantizers.backend.adds

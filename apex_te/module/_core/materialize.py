@@ -14,8 +14,7 @@ def initialize(module: torch.nn.Module) -> None:
 def materialize(module: torch.nn.Module) -> None:
     """Moves a module's own parameters, not its children's, from the meta device to a real one.
 
-    They get memory and no values. The device is PyTorch's default device, but the current GPU where
-    the default is the CPU and there is a GPU. If the default device is ``"meta"``, nothing happens.
+    They get memory without values on the default device, but on a GPU, if any, instead of the CPU.
     """
     if not _is_on_meta(module):
         return

@@ -88,12 +88,7 @@ class NormModule(torch.nn.Module):
     def _normalize(
         self, op: Callable[..., Any], inp: torch.Tensor, *parameters: torch.Tensor | None
     ) -> torch.Tensor:
-        """Checks ``inp`` and applies the op to its last dimensions.
-
-        Args:
-            inp: ``[..., *normalized_shape]``.
-            parameters: the module's parameters, in the op's order.
-        """
+        """Checks ``inp`` and applies the op, with parameters in its order, to the last dims."""
         shape, normalized = inp.shape, self.normalized_shape
         if shape[len(shape) - len(normalized) :] != normalized:
             raise ValueError(
@@ -131,12 +126,7 @@ class NormModule(torch.nn.Module):
 def _resolved_shape(
     name: str, normalized_shape: int | Sequence[int] | None, hidden_size: int | None
 ) -> tuple[int, ...]:
-    """Returns ``normalized_shape`` as a tuple of ints.
-
-    Args:
-        normalized_shape: an int or several; None if ``hidden_size`` is given.
-        hidden_size: the same argument under its other name, or None.
-    """
+    """Returns ``normalized_shape``, or its other name ``hidden_size``, as a tuple of ints."""
     if (normalized_shape is None) == (hidden_size is None):
         raise ValueError(
             f"{name}: normalized_shape (or hidden_size) must be given once, "

@@ -97,11 +97,7 @@ class NormedModule(ParallelModule):
         return self.layer_norm_weight, self.layer_norm_bias
 
     def _norm_operands(self, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Returns the norm's parameters in a dtype that its op takes beside an input of ``dtype``.
-
-        Returns:
-            ``(gamma, beta)``, both ``[features]``; ``beta`` is None for RMSNorm.
-        """
+        """Returns gamma and beta in a dtype that the op takes beside an input of ``dtype``."""
         weight, bias = self._gamma_and_beta()
         if weight.dtype is dtype or weight.dtype is torch.float32:
             return weight, bias
@@ -123,14 +119,7 @@ class NormedModule(ParallelModule):
     def _returned(self, out: torch.Tensor, bias: torch.Tensor | None, norm: Any) -> Any:
         """Joins the results of the module's ``forward`` into its return value.
 
-        Args:
-            bias: the bias that the module has not added, or None.
-            norm: the norm's result, or None.
-
-        Returns:
-            ``out`` alone, or a tuple: ``out``; then, if ``return_bias``, the bias in the dtype of
-            ``out`` (an empty tensor if there is no bias); then, if ``return_layernorm_output``,
-            ``norm``.
+        A missing bias is an empty tensor with ``return_bias``.
         """
         if not self.return_bias and not self.return_layernorm_output:
             return out
@@ -151,12 +140,7 @@ class NormedModule(ParallelModule):
     def _plain_norm(
         self, inp: torch.Tensor, residual: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Normalises ``inp`` [..., features], or ``inp + residual``, in bf16 or fp32.
-
-        Returns:
-            ``(y, x)``: the norm's result, and the tensor that was normalised, ``inp`` or the sum.
-            Both have the shape of ``inp``.
-        """
+        """Returns the norm of ``inp`` or ``inp + residual`` in bf16 or fp32, and that tensor."""
         weight, bias = self._norm_operands(inp.dtype)
         programs, known = self._plain_programs(), self._norm_options[0]
         if programs is not None and known.zero_centered_gamma == self.zero_centered_gamma:

@@ -21,7 +21,6 @@ def is_observed(module: torch.nn.Module) -> bool:
 def takes_residual(module: torch.nn.Module) -> bool:
     """Returns True if ``module.forward_with_residual`` may be called in place of the module.
 
-    Wrappers (for activation checkpointing, sharding, compiling) hand on attributes of the module in
-    them, this method included, and would be passed by.
+    Wrappers (for checkpointing, sharding, compiling) hand on this method, and would be bypassed.
     """
     return hasattr(type(module), "forward_with_residual") and not is_observed(module)

@@ -17,9 +17,6 @@ def with_paired_casts(steps: Sequence[Step | PythonStep]) -> list[Step | PythonS
 
     A cast moves to an earlier one if it casts an input of the program, which no step between them
     uses, and sums no columns. No cast moves over a Python step that writes to its arguments.
-
-    Args:
-        steps: the steps that a ``Recorder`` has noted, in order.
     """
     found: list[Step | PythonStep] = []
     waiting: int | None = None  # place in `found` of a cast without a partner

@@ -47,11 +47,7 @@ def checked_mode(owner: str, parallel_mode: Any) -> str | None:
 
 
 def checked_tp_size(owner: str, tp_group: Any, tp_size: Any) -> int:
-    """Returns the number of tensor-parallel ranks: that of ``tp_group`` if given, else ``tp_size``.
-
-    Args:
-        tp_group: a ``torch.distributed.ProcessGroup`` or None.
-    """
+    """Returns the number of tensor-parallel ranks: that of ``tp_group``, or ``tp_size``."""
     if isinstance(tp_size, bool) or not isinstance(tp_size, int):
         raise TypeError(f"{owner}: tp_size must be an int, got {type(tp_size).__name__}")
     if tp_size < 1:
@@ -72,11 +68,7 @@ def checked_tp_size(owner: str, tp_group: Any, tp_size: Any) -> int:
 
 
 def divided(owner: str, name: str, value: int, ranks: int) -> int:
-    """Returns ``value / ranks``, this rank's share of the size ``name`` of the module ``owner``.
-
-    Raises:
-        ValueError: ``ranks`` does not divide the size.
-    """
+    """Returns ``value / ranks``; ValueError if ``ranks`` does not divide the size ``name``."""
     if value % ranks:
         raise ValueError(
             f"{owner}: {name} must be a multiple of the {ranks} tensor-parallel ranks, got {value}"
@@ -89,15 +81,8 @@ def tag(
 ) -> None:
     """Sets the attributes of a parameter that Megatron-style trainers read.
 
-    They say how the parameter is split over tensor-parallel ranks, and whether its gradient has to
-    be summed over these.
-
-    Args:
-        parameter: None does nothing.
-        dim: the dimension that is split; None for a parameter that every rank has whole.
-        sequence_parallel: a whole parameter sees only this rank's rows, so that each rank's
-            gradient is a part of the sum.
-        group: process group that splits the parameter, or None if it is not known yet.
+    ``dim`` is split over ranks. With ``sequence_parallel`` a whole parameter sees only this rank's
+    rows, so that each rank's gradient is a part of the sum.
     """
     if parameter is None:
         return
@@ -116,11 +101,7 @@ _TAGS = (
 
 
 class GroupHolder:
-    """Holder of a process group in a module's copied attributes.
-
-    ``copy.deepcopy`` returns the holder itself, with its group. Pickle stores a holder of None: a
-    process group cannot be pickled.
-    """
+    """Holder of a process group, which ``copy.deepcopy`` shares and pickle replaces by None."""
 
     def __init__(self, group: Any) -> None:
         self.group = group
@@ -250,10 +231,7 @@ class ParallelModule(FP8Module):
         parameters: tuple[torch.Tensor | None, ...],
         autocast: bool,
     ) -> torch.dtype:
-        """Returns the dtype to compute in, after comparing ranks in the first call with gradients.
-
-        The arguments are those of ``_compute_dtype``.
-        """
+        """Returns the dtype to compute in; the first call with gradients compares it over ranks."""
         # Asked in this order, compiled code does not depend on what only eager code changes.
         if torch.compiler.is_compiling() or self._compared or not self._may_compare(inp):
             return self._compute_dtype(inp, features, parameters, autocast)
@@ -276,14 +254,7 @@ class ParallelModule(FP8Module):
     def _description(
         self, inp: torch.Tensor, parameters: tuple[torch.Tensor | None, ...], dtype: torch.dtype
     ) -> dict[str, object]:
-        """Returns the values that must be equal on all ranks for their collectives to fit together.
-
-        Args:
-            dtype: the dtype to compute in.
-
-        Returns:
-            The values by the names under which an error reports them.
-        """
+        """Returns, by name, the values that must be equal on all ranks for collectives to fit."""
         own = self._parameters
         trained = [name for name, p in own.items() if p is not None and p.requires_grad]
         given = [p for p in parameters if p is not None and not any(p is q for q in own.values())]
@@ -322,12 +293,7 @@ class ParallelModule(FP8Module):
         return result
 
     def _forked(self, split: bool) -> AbstractContextManager[Any]:
-        """Returns a context in which to draw a new parameter's values.
-
-        Args:
-            split: the parameter is split over ranks, which must draw different values: the context
-                forks the tracker, if there is one.
-        """
+        """Returns a context in which a parameter's values are drawn; split ones use the tracker."""
         make = self.get_rng_state_tracker
         if make is None or not split:
             return contextlib.nullcontext()
@@ -335,11 +301,7 @@ class ParallelModule(FP8Module):
         return tracker.fork(self.rng_tracker_name) if self.rng_tracker_name else tracker.fork()
 
     def __getstate__(self) -> dict[str, Any]:
-        """Returns the attributes for ``copy.deepcopy`` or pickle.
-
-        ``tp_group`` is wrapped in a ``GroupHolder``, so that a copy has the same process group and
-        a pickle None: a process group cannot be pickled.
-        """
+        """Returns the attributes for a copy or pickle, ``tp_group`` in a ``GroupHolder``."""
         kept = super().__getstate__()
         kept["tp_group"] = GroupHolder(self.tp_group)
         kept["_collectives"] = {}

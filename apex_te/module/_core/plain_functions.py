@@ -19,11 +19,7 @@ from .programs import Programs, repeatable
 
 
 class PlainNormFunction(OpFunction):
-    """LayerNorm or RMSNorm of ``inp``, or of ``inp + residual``, over the last dimension.
-
-    Returns:
-        The norm's result in the shape of ``inp``; with a residual a tuple of it and the sum.
-    """
+    """LayerNorm or RMSNorm of ``inp``, or of ``inp + residual``, which it then returns, too."""
 
     LABEL = "norm"
 

@@ -29,14 +29,9 @@ _ALIGNMENT = 256
 
 
 class Program:
-    """Noted ops of a forward or backward, which ``run`` runs again in order with other tensors.
+    """Noted ops of a forward or backward, which ``run`` runs again with other tensors.
 
-    Args:
-        recorder: the ``Recorder`` that has noted the ops; its ``problem`` is None.
-        outputs: tensors, or None, of the recorded run; ``run`` returns their counterparts.
-
-    Attributes:
-        is_native: True if all ops are C functions, so that one call from Python runs them.
+    If ``is_native``, all ops are C functions, and one call from Python runs them.
     """
 
     __slots__ = ("_later", "_parts", "_places", "_run", "is_native")
@@ -51,15 +46,10 @@ class Program:
         self._parts = [(i, part) for i, part in enumerate(parts) if part is not None]
 
     def run(self, inputs: Sequence[torch.Tensor | None]) -> Sequence[torch.Tensor | None] | None:
-        """Runs the ops of the program on new inputs.
+        """Runs the program on ``inputs`` and returns the tensors that stand for its ``outputs``.
 
-        Args:
-            inputs: tensors, or None, in the order of the recorder's ``inputs``.
-
-        Returns:
-            One tensor or None for each of the constructor's ``outputs``, in their order. None
-            instead of a sequence, with nothing run, if an input differs from the recorded one in
-            shape, strides, dtype, device or alignment to 16 bytes.
+        Returns None, with nothing run, if an input differs from the recorded one in shape, strides,
+        dtype, device or alignment to 16 bytes.
         """
         outputs = self._run(*inputs)
         if outputs is False:
@@ -86,20 +76,11 @@ def _known(recorder: Recorder, tensor: torch.Tensor) -> Slot | Made | Part:
 
 
 class _Layout:
-    """Places of a program's tensors in the list of tensors that the program's steps index.
+    """Places of a program's tensors in the list that its steps index.
 
-    The list has, in this order, the inputs, memory of outputs and tensors of zeros, one scratch
-    tensor if ``scratch`` is not 0, the GEMM workspace if a step uses it, and the results of Python
-    steps.
-
-    Args:
-        outputs: the ``Slot``, ``Made`` or ``Part`` of each output of the program, or None.
-
-    Attributes:
-        makers: a ``_Maker`` for each tensor that a run allocates, in the order of the list.
-        scratch: bytes of the scratch tensor, in which all intermediate tensors lie.
-        workspace: index of the GEMM workspace in the list.
-        size: length of the list at the end of a run.
+    The list has inputs, memory of outputs and zeros, a scratch tensor of ``scratch`` bytes that
+    holds all intermediate tensors, the GEMM workspace if used, and the results of Python steps.
+    Unused entries are left out; ``makers`` has one item for each tensor that a run allocates.
     """
 
     def __init__(self, recorder: Recorder, outputs: Sequence[Any]) -> None:
@@ -147,11 +128,8 @@ class _Layout:
         self._computed = recorder.computed
 
     def place(self, source: Any) -> tuple[int, int, Any, Any, torch.dtype] | tuple[int]:
-        """Returns where a tensor lies in the list of a program's tensors.
-
-        Returns:
-            ``(index,)`` if the tensor is the one at ``index`` of the list; else ``(index, offset,
-            shape, strides, dtype)`` of a part of the tensor at ``index``, ``offset`` in bytes.
+        """Returns ``(index,)`` of a tensor in the list that is whole, else ``(index, offset, shape,
+        strides, dtype)``, with the offset in bytes.
         """
         if isinstance(source, Slot):
             return (source.index,)
@@ -174,11 +152,7 @@ class _Layout:
             raise Unrecordable("another dtype than that of a misaligned input")
 
     def part(self, source: Any) -> _View | None:
-        """Returns the view by which an output is made of the list's tensor at the output's place.
-
-        Returns:
-            The view; None if the output is the whole tensor at that place.
-        """
+        """Returns the view of its base that an output is; None if it is the whole tensor."""
         if isinstance(source, Made) and source.index in self._given:
             return _View(tuple(self._shapes[source.index].shape), None, 0)
         if not isinstance(source, Part):
@@ -195,13 +169,7 @@ class _Layout:
 
 
 class _View(NamedTuple):
-    """Named tuple that describes a view of a tensor.
-
-    Attributes:
-        shape: shape of the view.
-        strides: strides of the view in elements; None if the view is the whole tensor reshaped.
-        offset: number of elements of the tensor before the view's first element.
-    """
+    """View of a tensor, ``strides`` and ``offset`` in elements; no strides: the reshaped whole."""
 
     shape: tuple[int, ...]
     strides: tuple[int, ...] | None
@@ -215,12 +183,7 @@ class _View(NamedTuple):
 
 
 class _Maker(NamedTuple):
-    """Named tuple of two calls that allocate a tensor, as ``runtime.core().Program`` takes calls.
-
-    Attributes:
-        here: allocates the tensor on the current device, which must be the program's; in less time.
-        anywhere: allocates the tensor on the program's device, whichever is current.
-    """
+    """Calls that allocate a tensor; ``here`` is faster, but requires the current device."""
 
     here: tuple[Any, ...]
     anywhere: tuple[Any, ...]
@@ -229,11 +192,7 @@ class _Maker(NamedTuple):
     def of(
         cls, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, zeroed: bool = False
     ) -> _Maker:
-        """Returns the calls for a contiguous tensor.
-
-        Args:
-            zeroed: fill the tensor with zeros; else it is not initialised.
-        """
+        """Returns the calls for a contiguous tensor, uninitialised unless ``zeroed``."""
         # All elements share one element's memory; tensors are made like this one.
         like = torch.empty(1, dtype=dtype, device=device).expand(shape)
         anywhere = (_zeros_like if zeroed else _empty_like, like)
@@ -257,14 +216,9 @@ def _is_reshaped(part: Part, base: torch.Tensor) -> bool:
 
 
 def _given_shapes(recorder: Recorder, outputs: Sequence[Any]) -> dict[int, tuple[int, ...]]:
-    """Returns shapes in which a run allocates tensors, so that outputs are no views of these.
+    """Returns shapes, by index in ``recorder.made``, of tensors that are outputs reshaped.
 
-    Args:
-        outputs: the ``Slot``, ``Made`` or ``Part`` of each output of the program, or None.
-
-    Returns:
-        By index in ``recorder.made``, for each tensor that is an output reshaped, the shape of the
-        first such output.
+    A run allocates each in the shape of its first such output, which then is not a view.
     """
     shapes: dict[int, tuple[int, ...]] = {}
     for source in outputs:
@@ -286,11 +240,9 @@ def _bound(
 ) -> tuple[Any, list[Callable[[list], None]]]:
     """Groups the steps of a program into as few calls from Python as possible.
 
-    Returns:
-        ``(first, later)``: a ``runtime.core().Program`` that runs the C functions before the first
-        Python step, and returns False if an input does not fit; functions that run all other steps
-        in order, each called with the list of tensors. If there are none of these, ``first``
-        returns the tensors at ``places``, else all tensors that exist then.
+    Returns ``(first, later)``: a ``runtime.core().Program`` of the C functions before the first
+    Python step, and functions of the list of tensors for the other steps. Without the latter
+    ``first`` returns the tensors at ``places``, else all.
     """
     groups: list[list[Step]] = [[]]
     between: list[PythonStep] = []
@@ -327,12 +279,9 @@ def _bound(
 
 
 def _program(forms: tuple[Any, ...], steps: list[Step], layout: _Layout, *options: Any) -> Any:
-    """Returns a ``runtime.core().Program``, which runs successive C functions in one call.
+    """Returns a ``runtime.core().Program`` of successive C functions.
 
-    Args:
-        forms: for each place of the list a tensor like the one that must come there, None if None
-            must come, or ``...`` if nothing is checked.
-        steps: the calls of C functions, in order.
+    ``forms`` has for each place a tensor like the one expected, None, or ``...`` for no check.
     """
     try:
         return runtime.core().Program(forms, tuple(
@@ -355,12 +304,7 @@ _like: dict[torch.dtype, torch.Tensor] = {}
 
 
 def _argument(value: Any, layout: _Layout) -> Any:
-    """Converts an argument of a ``Step`` to what ``runtime.core().Program`` takes.
-
-    Returns:
-        For a stand-in or the workspace its place as ``_Layout.place`` returns it, with an empty
-        tensor of the dtype instead of the dtype; any other ``value`` itself.
-    """
+    """Returns what ``runtime.core().Program`` takes for an argument of a ``Step``."""
     if value is WORKSPACE:
         return (layout.workspace,)
     if not isinstance(value, (Slot, Made, Part)):
@@ -375,10 +319,7 @@ def _argument(value: Any, layout: _Layout) -> Any:
 
 
 def _checked(program: Any) -> Callable[[list], None]:
-    """Returns a function of the list of tensors that runs ``program`` and requires it to fit.
-
-    The function raises RuntimeError if ``program``, a ``runtime.core().Program``, returns False.
-    """
+    """Returns a function that runs ``program``; RuntimeError if an input does not fit."""
 
     def run(made: list) -> None:
         if not program(*made):
@@ -388,11 +329,7 @@ def _checked(program: Any) -> Callable[[list], None]:
 
 
 def _python(step: PythonStep, layout: _Layout) -> Callable[[list], None]:
-    """Makes the function that runs a Python step of a program.
-
-    Returns:
-        A function of the list of tensors; it appends the step's result, if any, to the list.
-    """
+    """Returns a function that runs a Python step, and appends its result, if any, to the list."""
     function, kwargs, returns = step.function, step.kwargs, step.result is not None
     function = _SHORTER.get(function, function)
     # Of each argument its place, or its places; not the layout, which holds recorded tensors.

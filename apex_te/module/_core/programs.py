@@ -36,13 +36,10 @@ class _Known:
     """Program of one forward or backward for calls with one key, and how often it has run.
 
     Attributes:
-        program: the program; None until one is recorded, or if the ops cannot be repeated.
-        runs: number of calls of ``is_next_recorded``, and ``runs`` of the constructor.
+        program: None until one is recorded, or if the ops cannot be repeated.
         misses: number of times that a tensor did not fit the program.
         count: of a forward that returns a tuple, its length; else 0.
-        attributes: attributes that a forward set on autograd's context, by name.
-        backwards: of a forward, the ``_Known`` of its backward; the key is a tuple with, for each
-            gradient that the backward gets, True if the gradient is None.
+        backwards: ``_Known`` of the backward, by a tuple that says which gradients are None.
     """
 
     __slots__ = ("attributes", "backwards", "count", "misses", "program", "runs")
@@ -61,10 +58,7 @@ class _Known:
         return self.runs == 2
 
     def missed(self) -> None:
-        """Drops the program, into which a tensor did not fit, so that the next run is recorded.
-
-        After ``MAX_MISSES`` calls no further run is recorded.
-        """
+        """Drops the program; the next run is recorded unless ``MAX_MISSES`` calls did so."""
         self.program = None
         self.misses += 1
         if self.misses < MAX_MISSES:
@@ -75,10 +69,9 @@ class Programs:
     """Programs of one module's forwards and backwards with one set of quantizers.
 
     Attributes:
-        calls: ``FP8Call`` objects of calls that may use programs. The key is the dtype to compute
-            in, or ``(dtype, keep_columnwise, save_original)`` if one of these options is True.
+        calls: ``FP8Call`` by the dtype to compute in, or ``(dtype, keep_columnwise,
+            save_original)`` if one of these is True.
         is_possible: False if the scheme's casts or GEMMs cannot run in a program.
-        state: the tensors of the FP8 state that casts read or write.
     """
 
     __slots__ = ("_due", "_known", "calls", "is_possible", "quantizers", "state")
@@ -105,8 +98,8 @@ class Programs:
     def is_usable(self) -> bool:
         """Returns True if programs may run or be recorded now.
 
-        Programs must not run while ``set_enabled(False)`` holds, GEMMs are tuned, ops are traced,
-        forward-mode differentiation is active, or a slot has no first scale yet.
+        They must not while GEMMs are tuned, ops are traced, forward-mode differentiation is active,
+        or a slot has no first scale yet.
         """
         if (
             not _enabled
@@ -130,14 +123,8 @@ class Programs:
     ) -> Any:
         """Returns ``function(ctx, *tensors, *rest)``, run by a program if there is one.
 
-        The second call with a key is recorded. After a recorded or repeated call ``ctx.programs``
-        is set for ``repeatable``.
-
-        Args:
-            function: the forward; its ops read only ``tensors`` and the FP8 state.
-            tensors: tensors or None, the first arguments of ``function``.
-            key: hashable; equal for calls in which ``function`` runs the same ops on tensors of
-                equal shapes and dtypes.
+        The second call with a key is recorded; the key must differ for calls with other ops, shapes
+        or dtypes. The ops may read only ``tensors`` and the FP8 state. Sets ``ctx.programs``.
         """
         known = self._known.get(key)
         if known is None:
@@ -177,15 +164,10 @@ class Programs:
 
 
 def repeatable(backward: Callable[..., tuple]) -> Callable[..., tuple]:
-    """Decorates a backward so that a program may run it.
+    """Decorates a backward so that a program may run it, if one recorded or ran the forward.
 
-    A program runs the backward only after a forward that ``Programs.forward`` recorded or ran with
-    a program. ``torch.autocast`` is off inside the backward.
-
-    Args:
-        backward: called as ``backward(ctx, *grads)``. ``ctx.programs`` is None, or set by
-            ``Programs.forward``. The ops read only ``grads``, tensors from ``take_saved`` and the
-            FP8 state.
+    The ops read only ``grads``, tensors from ``take_saved`` and the FP8 state; ``torch.autocast``
+    is off. ``ctx.programs`` is None, or set by ``Programs.forward``.
     """
 
     @functools.wraps(backward)
@@ -239,11 +221,7 @@ def _run(_: Any, program: Program, tensors: tuple[torch.Tensor | None, ...]) -> 
 
 
 def _made(recorder: Recorder, outputs: Sequence[torch.Tensor | None]) -> Program | None:
-    """Makes the program of a recorded run; returns None if the run cannot be repeated.
-
-    Args:
-        outputs: tensors, or None, that the program is to return.
-    """
+    """Returns the program of a recorded run; None if the run cannot be repeated."""
     if recorder.problem is not None:
         return None
     try:
@@ -255,13 +233,9 @@ def _made(recorder: Recorder, outputs: Sequence[torch.Tensor | None]) -> Program
 def programs_of(
     cache: dict[int, Programs], quantizers: tuple[GemmQuantizers, ...]
 ) -> Programs | None:
-    """Returns a module's ``Programs`` for the quantizers of a call, which are made if missing.
+    """Returns a module's ``Programs`` for some quantizers, made in ``cache`` if missing.
 
-    Args:
-        cache: the module's ``Programs`` by ``id`` of their quantizers; changed in place.
-
-    Returns:
-        The ``Programs``; None if programs may not be used now, or not with this scheme.
+    None means that programs may not be used now, or not with this scheme.
     """
     found = cache.get(id(quantizers))
     if found is None:

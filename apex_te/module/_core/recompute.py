@@ -20,12 +20,7 @@ from .fp8_module import FP8Module
 class Repeated:
     """Memory of the first run of a forward, for the runs that repeat it in backward.
 
-    Attributes:
-        shape: the shape of the result, whose values a recompute may leave out; None in the first
-            run.
-        modes: the quantizers for a recompute and the flags beside them, as in ``Modes``.
-        scales: the scales that the first run has used, or None.
-        parameters: the module's parameters in the first run, by name.
+    ``shape`` is that of the result, whose values a recompute may leave out; None in the first run.
     """
 
     def __init__(self) -> None:
@@ -84,7 +79,7 @@ def _call(
 
 @contextmanager
 def _parameters_restored(module: FP8Module, before: dict[str, Any]) -> Iterator[None]:
-    """Gives the module the parameters of its first run, which functional_call takes away after it.
+    """Gives the module its parameters of the first run, which functional_call has taken away.
 
     Sharded parameters stay: whatever gathers them does so for each run.
     """

@@ -41,13 +41,7 @@ class Made:
 
 
 class Part(NamedTuple):
-    """Stand-in for a tensor that shares the memory of an input or of an allocated tensor.
-
-    Attributes:
-        base: stand-in of the tensor that has the memory.
-        offset: bytes from the first element of the base to the first element of the part.
-        shape, strides, dtype: of the part.
-    """
+    """Stand-in for a tensor in the memory of ``base``, ``offset`` bytes from its first element."""
 
     base: Slot | Made
     offset: int
@@ -57,13 +51,9 @@ class Part(NamedTuple):
 
 
 class Step(NamedTuple):
-    """Noted call of a C function.
+    """Noted call of a C function; ``products`` is the number of quantized GEMMs in it.
 
-    Attributes:
-        function: callable that ``runtime.function`` returned.
-        args: arguments of the call. A ``Slot``, ``Made`` or ``Part`` stands for each tensor, except
-            for tensors of the FP8 state, which are there themselves.
-        products: number of GEMMs of quantized operands that the call computes.
+    Stand-ins replace all tensors in ``args`` except those of the FP8 state.
     """
 
     function: Any
@@ -74,12 +64,7 @@ class Step(NamedTuple):
 class PythonStep(NamedTuple):
     """Noted call of a Python function, such as an op of torch.
 
-    Attributes:
-        function: the function.
-        args: arguments as in ``Step``; a list of tensors is a list of their stand-ins.
-        kwargs: keyword arguments, none of them a tensor.
-        result: stand-in of the new tensor that the call returns; None if the call writes to its
-            arguments instead.
+    ``result`` is None if the call writes to its arguments; ``kwargs`` has no tensors.
     """
 
     function: Callable[..., Any]
@@ -91,17 +76,12 @@ class PythonStep(NamedTuple):
 class Recorder(TorchDispatchMode):
     """Context manager that notes all ops run inside it, without changing what the ops do.
 
-    Args:
-        inputs: tensors, or None, that the ops read; a program takes other tensors in their place.
-        state: tensors of the FP8 state that ops may read or write; a program uses the same ones.
+    A program replaces ``inputs`` by other tensors, but keeps those of ``state``.
 
     Attributes:
         problem: the reason why the noted ops cannot be repeated; None if they can.
-        steps: the noted calls, ``Step`` and ``PythonStep`` objects, in order.
         made: tensors that ops allocated, empty or of zeros, and results of Python steps.
-        computed: indices in ``made`` of the results of Python steps.
-        zeroed: indices in ``made`` of the tensors of zeros.
-        written: tensors of ``state`` that ops have written to.
+        computed, zeroed: indices in ``made`` of results of Python steps, and of zeros.
     """
 
     def __init__(
@@ -135,8 +115,8 @@ class Recorder(TorchDispatchMode):
     def _should_skip_dynamo(cls) -> bool:
         """Returns False, since Dynamo skips frames under this mode anyway.
 
-        True imports Dynamo at the first recorded op, and torch.fx then keeps the frames of that
-        import and of all callers, with their tensors, until the next garbage collection.
+        True imports Dynamo at the first recorded op, and torch.fx then keeps the frames of all
+        callers of that import, with their tensors, until the next garbage collection.
         """
         return False
 
@@ -155,11 +135,7 @@ class Recorder(TorchDispatchMode):
         return result
 
     def source(self, tensor: torch.Tensor) -> Slot | Made | Part | torch.Tensor:
-        """Returns the stand-in of a tensor that an op has read, written or returned.
-
-        Returns:
-            A ``Slot``, ``Made`` or ``Part``; ``tensor`` itself if it belongs to ``state``.
-        """
+        """Returns the stand-in of a tensor; ``tensor`` itself if it belongs to ``state``."""
         if id(tensor) in self._slots:
             return self._slots[id(tensor)]
         key = _storage(tensor)
@@ -244,9 +220,7 @@ class Recorder(TorchDispatchMode):
         return self.source(value) if isinstance(value, torch.Tensor) else value
 
     def _sources(self, args: Sequence[Any]) -> tuple[Any, ...]:
-        """Returns the arguments of an op with stand-ins for tensors, as a step's ``args`` has
-        them.
-        """
+        """Returns an op's arguments with stand-ins for tensors, for a step's ``args``."""
         return tuple(value if value is WORKSPACE else self._sourced(value) for value in args)
 
 

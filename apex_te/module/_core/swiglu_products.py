@@ -22,13 +22,10 @@ _Operands = tuple[Any, Any, Any, Any]
 
 
 class ActivatedProduct(NamedTuple):
-    """Named tuple of FC1's output and the activation's result.
+    """FC1's output ``[rows, 2F]`` in bf16, and FP8 copies of the activation's result.
 
-    Attributes:
-        hidden: FC1's output, bf16 ``[rows, 2F]``.
-        act: FP8 copies of the activation's result, the input of FC2.
-        act_scale: scale with which backward makes the columnwise copy, fp32 ``[1]``; None if
-            backward needs no such copy, or ``act`` has it.
+    ``act_scale``, fp32 ``[1]``, is the scale by which backward makes the columnwise copy; None if
+    it needs none, or ``act`` has it.
     """
 
     hidden: torch.Tensor
@@ -46,13 +43,8 @@ def takes(
 ) -> bool:
     """Returns True if the kernels here compute FC1 and FC2's dgrad of a call.
 
-    The answer depends on shapes, dtypes, recipe and options alone, not on what needs a gradient,
-    so that a recompute and an evaluation have the GEMMs of the training step.
-
-    Args:
-        x: matrix ``[rows, in]`` that is normalised.
-        w1: FC1's weight ``[2F, in]``.
-        b1: FC1's bias or None.
+    That depends on shapes, dtypes, recipe and options, not on what needs a gradient, so that a
+    recompute and an evaluation have the GEMMs of the training step.
     """
     first, second = plan1.quantizers, plan2.quantizers
     if not (first.backend.fuses_swiglu and second.backend.fuses_swiglu) or activation != _SWIGLU:
@@ -76,13 +68,7 @@ def activated_product(
     w1: torch.Tensor,
     weight: QuantizedTensor | None,
 ) -> ActivatedProduct:
-    """Computes FC1 and the activation.
-
-    Args:
-        x: FC1's quantized input ``[rows, in]``.
-        w1: FC1's weight ``[2F, in]``.
-        weight: FP8 copies of ``w1``; None quantizes it here.
-    """
+    """Computes FC1 and the activation; ``weight``, FP8 copies of ``w1``, are made here if None."""
     assert isinstance(x, QuantizedTensor)  # no rows are gathered
     if weight is None:
         weight = quantized_weight(plan1.quantizers, plan1.quantizers.weight, w1, False)
@@ -114,11 +100,8 @@ def hidden_gradient(
 ) -> tuple[QuantizedTensor, torch.Tensor | None]:
     """Computes FC2's dgrad and the activation's gradient, and the activation once more.
 
-    Frees the rowwise copy of ``dy``, whose memory the weight gradient may then have.
-
-    Returns:
-        ``(d_hidden, act)``: the FP8 gradient of ``hidden``; the columnwise FP8 data of the
-        activation's result, None without ``act_scale``.
+    Returns ``(d_hidden, act)``; ``act`` has columnwise FP8 data, None without ``act_scale``. Frees
+    the rowwise copy of ``dy``, whose memory wgrad may then reuse.
     """
     weight, quantizer = weight_recast(plan2, saved), plan1.quantizers.grad_output
     operands: _Operands = (

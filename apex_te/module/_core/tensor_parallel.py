@@ -39,15 +39,8 @@ Product = Callable[[slice, torch.Tensor | None], torch.Tensor]
 class TensorParallel:
     """Collectives of one GEMM over a group of ranks.
 
-    Args:
-        column: True if the weight's rows are split over the ranks, False if its columns are.
-        sequence_parallel: the rows of the input (column) or of the output (row) are split over the
-            ranks.
-
-    Attributes:
-        gathers_input: this rank has only some rows of the input, and gathers the others.
-        gathers_gradient: this rank has only some rows of the output's gradient.
-        ranks: number of ranks.
+    ``column``: the weight's rows are split over ranks, else its columns. ``sequence_parallel``: so
+    are the rows of the input (column) or of the output (row).
     """
 
     __slots__ = (
@@ -63,11 +56,7 @@ class TensorParallel:
         self.gathers_gradient = not column and sequence_parallel
 
     def output_shape(self, shape: tuple[int, ...], features: int) -> tuple[int, ...]:
-        """Returns the shape of this rank's output ``[..., features]`` for an input of ``shape``.
-
-        Raises:
-            ValueError: the ranks do not divide the rows.
-        """
+        """Returns this rank's output shape; ValueError if ranks do not divide the rows."""
         first = shape[0]
         if self.gathers_input:
             first *= self.ranks
@@ -83,14 +72,9 @@ class TensorParallel:
     def reduced_output(
         self, product: Product, rows: int, out: torch.Tensor, divisible: bool
     ) -> torch.Tensor:
-        """Sums the output of a row-parallel GEMM over ranks.
+        """Sums a row-parallel GEMM over ranks into ``out``, this rank's share of the rows.
 
-        Args:
-            out: memory for this rank's result ``[..., out]``: all rows, or a share of them with
-                sequence parallelism.
-
-        Returns:
-            ``out``, or in a graph of torch.compile a new tensor of its shape.
+        Without sequence parallelism that is all rows. A graph of torch.compile gets a new tensor.
         """
         into = out.view(-1, out.shape[-1])
         if self.sequence_parallel:
@@ -104,8 +88,7 @@ class TensorParallel:
     ) -> Pending:
         """Begins to sum the gradient of a column-parallel GEMM's input over ranks.
 
-        Args:
-            like: a tensor with the gradient's columns, dtype and device; its rows do not count.
+        ``like`` gives columns, dtype and device; its rows do not count.
         """
         if self.sequence_parallel:
             return self._scattered(product, rows, None, like, divisible)
@@ -119,11 +102,7 @@ class TensorParallel:
         like: torch.Tensor,
         divisible: bool,
     ) -> Pending:
-        """Begins to sum GEMMs over ranks, each of which gets its share of the rows.
-
-        Args:
-            out: memory for this rank's rows of the sum; None makes a new tensor.
-        """
+        """Begins to sum GEMMs over ranks, each of which gets its rows, in ``out`` if given."""
         if divisible and rows % self.ranks == 0:
             part = rows // self.ranks
             memory = peer_memory(self.group, like, part * like.shape[1] * like.element_size())
@@ -137,14 +116,8 @@ class TensorParallel:
     def gathered_rows(self, x: torch.Tensor, whole: bool = True, late: bool = False) -> Pending:
         """Begins to gather all ranks' rows of ``x``, high-precision values or FP8 data.
 
-        Args:
-            x: this rank's rows ``[rows, ...]``.
-            whole: True if the result is read as one tensor, not only by ``Pending.pieces``.
-            late: True if other gatherings may begin before the result is read; the result then
-                does not occupy the buffers of peer memory.
-
-        Returns:
-            The gathering of a tensor ``[rows * ranks, ...]``.
+        Without ``whole`` the result is read only by ``Pending.pieces``. With ``late`` other
+        gatherings may begin before it is read, and it does not occupy the buffers of peer memory.
         """
         memory = None if late else peer_memory(self.group, x, x.nbytes)
         if memory is not None:
@@ -156,16 +129,10 @@ class TensorParallel:
     def gathered_input(
         self, quantizer: Quantizer, shared: Quantizer | None, source: torch.Tensor | FusedCast
     ) -> tuple[QuantizedTensor | GatheredRows, QuantizedTensor | None]:
-        """Quantizes the input's rows of all ranks.
+        """Returns all ranks' quantized input ``[rows, in]``, and this rank's rowwise copy.
 
-        Args:
-            shared: a quantizer whose scale all ranks share, which ``quantizer.shared(group)``
-                returned; or None.
-            source: this rank's rows ``[rows, in]``, or the op that computes them.
-
-        Returns:
-            ``(operand, local)``: the operand of fprop with all rows, and the rowwise copy of this
-            rank's rows; ``local`` is None if rows were gathered in bf16 or fp32.
+        With ``shared``, a quantizer of one scale for all ranks, FP8 data are gathered. Without it
+        rows are gathered in bf16 or fp32, and the second item is None.
         """
         if shared is None:
             values = source if isinstance(source, torch.Tensor) else source.plain()
@@ -187,16 +154,9 @@ class TensorParallel:
         columnwise: bool,
         need_bias: bool,
     ) -> tuple[QuantizedTensor | GatheredRows, torch.Tensor | None]:
-        """Quantizes the output gradient's rows of all ranks.
+        """Quantizes the output gradient's rows of all ranks, given this rank's ``[rows, out]``.
 
-        Args:
-            dy: this rank's rows ``[rows, out]``.
-            rowwise, columnwise: the copies to make.
-            need_bias: also sum the columns.
-
-        Returns:
-            ``(quantized, sums)``: the gradient in FP8 with the rows of all ranks, and the column
-            sums ``[out]`` of this rank's rows; ``sums`` is None without ``need_bias``.
+        With ``need_bias`` also returns the column sums ``[out]`` of this rank's rows.
         """
         quantizer = quantizers.grad_output
         shared = quantizer.shared(self.group)
@@ -212,13 +172,9 @@ class TensorParallel:
     def _gathering(
         self, local: QuantizedTensor, rowwise: bool, columnwise: bool, pad_columnwise: bool
     ) -> QuantizedTensor | GatheredRows:
-        """Begins to gather all ranks' rows of a matrix that was quantized with one scale.
+        """Begins to gather all ranks' rows of a matrix of one scale; only its FP8 data travel.
 
-        Args:
-            local: the rowwise copy of this rank's rows; only its FP8 data travel, a byte for each
-                element.
-            rowwise, columnwise: the copies that are wanted of the gathered matrix.
-            pad_columnwise: pad the columnwise copy for the weight gradient.
+        ``rowwise`` and ``columnwise`` are the copies wanted of the gathered matrix.
         """
         assert local.rowwise is not None
         gathered = GatheredRows(
@@ -231,13 +187,8 @@ class TensorParallel:
 class GatheredRows:
     """Quantized operand whose rows, all of one scale, are on their way from the ranks.
 
-    Args:
-        local: the rowwise copy of this rank's rows.
-        columnwise: True if ``arrived`` will be called after the GEMMs, for a columnwise copy.
-        pad_columnwise: pad the columnwise copy for the weight gradient, to a multiple of 16 rows.
-
-    Attributes:
-        rows: the number of rows of all ranks.
+    ``columnwise``: ``arrived`` will be called after the GEMMs, for a columnwise copy, padded with
+    ``pad_columnwise`` to a multiple of 16 rows.
     """
 
     __slots__ = ("_fp8_data", "_local", "_pad", "_transposed", "rows")
@@ -260,13 +211,7 @@ class GatheredRows:
     def multiplied(
         self, product: Callable[[Any, Any, torch.Tensor], Any], out: torch.Tensor
     ) -> torch.Tensor:
-        """Multiplies the rows piece by piece as they arrive.
-
-        Args:
-            product: what ``GemmBackend.bound`` returns; writes the result for a piece, given by its
-                FP8 data and their scale, into the tensor it is given.
-            out: ``[rows, ...]`` for the results of all pieces.
-        """
+        """Multiplies the rows piece by piece as they arrive, and writes the results to ``out``."""
         scale_inv = self._local.rowwise_scale_inv
         for rows, fp8_data in self._fp8_data.pieces():
             product(fp8_data, scale_inv, out[rows])
@@ -275,14 +220,7 @@ class GatheredRows:
         return out
 
     def arrived(self, rowwise: bool) -> QuantizedTensor:
-        """Waits for all rows, and returns them as one quantized operand.
-
-        Args:
-            rowwise: True to return the rowwise copy.
-
-        Returns:
-            The operand, with the columnwise copy if the constructor's ``columnwise`` is True.
-        """
+        """Waits for all rows; adds a columnwise copy if the constructor asked for it."""
         local = self._local
         scale_inv = local.rowwise_scale_inv
         fp8_data = self._fp8_data.borrow()

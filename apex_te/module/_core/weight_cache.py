@@ -11,12 +11,8 @@ from ...fp8.autocast import graph_task_id, local
 class WeightCache(dict[Any, tuple[tuple, Any]]):
     """Dict of ``(key, copies)`` by number of the GEMM: a weight's FP8 copies, made in training.
 
-    The key tells if the copies are up to date; its first item tells if the weight is. Evaluations
-    read copies of training, but keep those that they make themselves apart: the later microbatches
-    of a step find the scales of its first one, whatever is evaluated between them.
-
-    Attributes:
-        evaluated: ``(key, copies)`` by number of the GEMM, made in evaluations.
+    The key's first item tells if the weight is up to date. Evaluations read these copies, but keep
+    their own in ``evaluated``: the later microbatches of a step find the scales of its first one.
     """
 
     __slots__ = ("evaluated",)
@@ -31,13 +27,7 @@ class WeightCache(dict[Any, tuple[tuple, Any]]):
         self.evaluated.clear()
 
     def copies(self, gemm: Any, key: tuple, fill: bool | None, make: Callable[[], Any]) -> Any:
-        """Returns FP8 copies of a weight for a call, kept ones if they are up to date.
-
-        Args:
-            key: the key of copies that are up to date.
-            fill: make copies even if those that are kept are up to date.
-            make: returns new copies.
-        """
+        """Returns FP8 copies of a weight, kept ones if their key is ``key``, unless ``fill``."""
         region = local.region
         evaluates = region is not None and not region.records
         own, other = (self.evaluated, self) if evaluates else (self, self.evaluated)

@@ -27,15 +27,8 @@ def weight_gradient(
 ) -> torch.Tensor | None:
     """Computes ``dy.T @ x`` [out, in] now, or passes the computation to ``wgrad_store``.
 
-    Args:
-        dy: the output's gradient ``[rows, out]`` in bf16 or fp32, read if the recipe has wgrad in
-            high precision.
-        quantized: the output's gradient ``[rows, out]`` in FP8, read if wgrad runs in FP8.
-        gathered: the gathering that ``start_saved_input`` began, or None.
-
-    Returns:
-        The gradient ``[out, in]`` for autograd. If the gradient went into ``main_grad`` or is
-        delayed, None or what ``dummy_gradient`` returns; None if it is not wanted.
+    Reads ``dy`` if wgrad runs in bf16 or fp32, else ``quantized``. Returns None or
+    ``dummy_gradient`` if the gradient went into ``main_grad`` or is delayed.
     """
     operand = quantized.arrived(False) if isinstance(quantized, GatheredRows) else quantized
     if plan.parameter is not None and not is_wanted(plan.parameter):
@@ -57,14 +50,7 @@ def plain_weight_gradient(
 ) -> torch.Tensor | None:
     """Computes ``dy.T @ x`` [out, in] in bf16 or fp32, now or later by ``wgrad_store``.
 
-    Args:
-        parameter: the weight whose ``main_grad`` or ``.grad`` may be written.
-        dy: the output's gradient ``[rows, out]``.
-        x: the input ``[rows, in]``.
-
-    Returns:
-        The gradient ``[out, in]`` for autograd. If the gradient went into ``main_grad`` or is
-        delayed, None or what ``dummy_gradient`` returns; None if it is not wanted.
+    Returns what ``weight_gradient`` returns.
     """
     in_place = options.accumulate is not None or options.wgrad_store is not None
     if in_place and not is_wanted(parameter):
@@ -75,9 +61,9 @@ def plain_weight_gradient(
 def is_wanted(parameter: torch.Tensor) -> bool:
     """Returns True unless the running backward leaves out the gradient of this weight.
 
-    ``torch.autograd.grad`` of a layer's input, as pipeline schedules call it, runs the layer's
-    whole backward. Autograd drops what it was not asked for; what goes into ``main_grad``, or is
-    delayed, must not be there.
+    ``torch.autograd.grad`` of a layer's input, as pipeline schedules call it, runs the whole
+    backward. Autograd drops what was not asked for; ``main_grad`` and delayed gradients must not
+    get it.
     """
     if torch.compiler.is_compiling() or torch._C._current_graph_task_id() == -1:
         return True
@@ -161,15 +147,7 @@ def _plain_wgrad(
 
 
 def main_grad_of(parameter: Any, options: GemmOptions) -> tuple[torch.Tensor, bool]:
-    """Finds the buffer in which a weight's gradient is accumulated.
-
-    Args:
-        parameter: the weight ``[out, in]``, with ``main_grad`` or ``get_main_grad()``.
-
-    Returns:
-        ``(main_grad, accumulate)``: the buffer ``[out, in]``, and True to add the gradient to the
-        buffer, False to overwrite the buffer.
-    """
+    """Returns a weight's gradient buffer, and True to add to it, False to overwrite it."""
     get_main_grad = getattr(parameter, "get_main_grad", None)
     if options.in_ddp and get_main_grad is None:
         _check_owner(parameter)
@@ -211,14 +189,8 @@ def _check_owner(parameter: Any) -> None:
 def dummy_gradient(parameter: Any) -> torch.Tensor | None:
     """Returns the gradient that autograd gets for a weight whose gradient is in ``main_grad``.
 
-    Args:
-        parameter: the weight. The attribute ``grad_added_to_main_grad``, if there is one, is set to
-            True.
-
-    Returns:
-        None, which leaves ``.grad`` at None. If the weight has ``grad_added_to_main_grad``, a
-        dummy in the weight's shape and dtype instead, so that gradient hooks run; weights of one
-        shape, dtype and device share its memory.
+    It is None, or a dummy that runs gradient hooks if the weight has ``grad_added_to_main_grad``,
+    which is set to True. Weights of one shape, dtype and device share the dummy's memory.
     """
     if not hasattr(parameter, "grad_added_to_main_grad"):
         return None

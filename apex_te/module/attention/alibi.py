@@ -11,24 +11,13 @@ from .masks import Mask, MaskType, distances
 
 
 class Alibi(NamedTuple):
-    """Positions of queries and keys, from which ALiBi's bias is made.
-
-    Attributes:
-        kind: the mask type, which says from which end positions count.
-        mask: the masks of padded tokens, which do not count in types that count from the end; or
-            None.
-    """
+    """Positions for ALiBi's bias; types that count from the end leave out padded tokens."""
 
     kind: MaskType
     mask: Mask
 
     def bias(self, slopes: torch.Tensor, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
-        """Returns the bias ``-slope * |i - j|`` [1 or b, h, sq, sk] in the dtype of ``q``.
-
-        Args:
-            slopes: float32 [h] or [b, h].
-            q, k: [b, h, sq, d] and [b, g, sk, d].
-        """
+        """Returns the bias ``-slope * |i - j|`` [1 or b, h, sq, sk] in the dtype of ``q``."""
         apart = distances(self.kind, self.mask, q.shape[2], k.shape[2], q.device)
         return (apart * -slopes[..., None, None]).to(q.dtype)
 
@@ -40,12 +29,6 @@ def standard_slopes(
 
     For ``n`` heads, a power of 2, they are ``2 ** (-8 i / n)`` for ``i`` from 1; for other numbers
     those of the power of 2 below, and every second one of the next.
-
-    Args:
-        group: the ``torch.distributed.ProcessGroup`` of these ranks; None with one rank.
-
-    Raises:
-        ValueError: there are several ranks, and ``group`` does not say which of them this one is.
     """
     if ranks > 1 and group is None:
         raise ValueError(

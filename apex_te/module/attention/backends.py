@@ -53,11 +53,7 @@ _varlen_takes._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def _is_flash_replaced() -> bool:
-    """Returns True if the user has put another FlashAttention in the place of PyTorch's own.
-
-    ``torch.nn.attention.activate_flash_attention_impl`` does that, with "FA3" or "FA4", from torch
-    2.11 on.
-    """
+    """Returns True if ``activate_flash_attention_impl`` (torch 2.11) has replaced PyTorch's own."""
     current = getattr(torch.nn.attention, "current_flash_attention_impl", None)
     return current is not None and current() is not None
 
@@ -68,10 +64,8 @@ _is_flash_replaced._dynamo_marked_constant = True  # type: ignore[attr-defined]
 class Options(NamedTuple):
     """Numbers that attention needs besides tensors.
 
-    Attributes:
-        scale: multiplier of ``q k^T``.
-        dropout: probability that a weight is dropped; 0 in evaluation.
-        layer_scale: scores are stored divided by it, and multiplied by it in the softmax.
+    ``scale`` multiplies ``q k^T``. Scores are stored divided by ``layer_scale``, and multiplied by
+    it in the softmax.
     """
 
     scale: float
@@ -80,13 +74,7 @@ class Options(NamedTuple):
 
 
 class Path(NamedTuple):
-    """Way to compute attention, as ``DotProductAttention.explain`` shows it.
-
-    Attributes:
-        name: ``"sdpa"``, ``"sdpa_cudnn"``, ``"sdpa_flash"``, ``"varlen"``, ``"softmax"``, or
-            ``"padded"`` for packed sequences that are attended to as padded ones.
-        reason: why this way was chosen.
-    """
+    """Way to compute attention, as ``DotProductAttention.explain`` shows it."""
 
     name: str
     reason: str
@@ -146,8 +134,7 @@ def _takes_flash(a: _Attention) -> bool:
 def _takes_cudnn(a: _Attention) -> bool:
     """Returns True if cuDNN's kernel is right and faster than flash.
 
-    It is not used with masks: queries that see nothing would not give zeros, and their gradients
-    would be NaN.
+    It is not used with masks: queries that see nothing would get nonzero outputs and NaN gradients.
     """
     queries, size = a.q.shape[2:]
     return (
@@ -198,12 +185,7 @@ def choose(
     bias: torch.Tensor | None,
     options: Options,
 ) -> Path:
-    """Chooses how to compute an attention.
-
-    Args:
-        q, k, v: [b, h, sq, d], [b, g, sk, d] and [b, g, sk, dv].
-        bias: broadcasts to [b, h, sq, sk] (or ALiBi's slopes); or None.
-    """
+    """Chooses how to compute an attention; ``bias`` may be ALiBi's slopes."""
     attention = _Attention(q, k, v, seen, bias, options)
     for path, takes in _PATHS:
         if takes(attention):
@@ -226,16 +208,9 @@ def attend(
     options: Options,
     alibi: Alibi | None = None,
 ) -> torch.Tensor:
-    """Computes ``softmax(scale * q k^T + bias) v`` on a path.
+    """Computes ``softmax(scale * q k^T + bias) v`` [b, h, sq, dv]; 0 for queries that see nothing.
 
-    Args:
-        q, k, v: [b, h, sq, d], [b, g, sk, d] and [b, g, sk, dv].
-        bias: broadcasts to [b, h, sq, sk]; with ``alibi`` its slopes, float32 [h] or [b, h]; or
-            None.
-        alibi: makes the bias of the slopes; or None.
-
-    Returns:
-        [b, h, sq, dv], zeros for a query that sees nothing.
+    With ``alibi``, ``bias`` has its slopes, float32 [h] or [b, h].
     """
     if alibi is not None:
         assert bias is not None
@@ -258,15 +233,9 @@ def attend(
 
 
 def to_visible(hidden: torch.Tensor | None, bias: torch.Tensor | None) -> torch.Tensor | None:
-    """Returns the ``attn_mask`` of scaled_dot_product_attention for a mask and a bias.
+    """Returns scaled_dot_product_attention's ``attn_mask``, bool with True = visible, or the bias.
 
-    Args:
-        hidden: bool, True = masked out; or None.
-        bias: added to the scores; or None.
-
-    Returns:
-        The mask, bool with True = visible, or the bias with -inf for hidden scores; None if both
-        arguments are None.
+    The bias is -inf for scores that are ``hidden``. Returns None if both arguments are None.
     """
     if hidden is None:
         return bias
@@ -302,11 +271,7 @@ def _sdpa(
 
 
 def varlen_obstacle(q: torch.Tensor, v: torch.Tensor, options: Options) -> str | None:
-    """Returns why PyTorch's packed kernel cannot be used, as ``Path.reason``; None if it can.
-
-    Args:
-        q, v: queries and values [..., d].
-    """
+    """Returns why PyTorch's packed kernel cannot be used, as ``Path.reason``; None if it can."""
     if not _varlen_takes("scale", "window_size"):
         return "this PyTorch has no varlen_attn with a scale and a window"
     if not q.is_cuda or q.dtype not in _HALF:
@@ -327,13 +292,7 @@ def varlen(
     window: tuple[int, int],
     options: Options,
 ) -> torch.Tensor:
-    """Attends within packed sequences by PyTorch's kernel for them.
-
-    Args:
-        q, k, v: [t, h, d], [u, g, d] and [u, g, d].
-        starts: ``cu_seqlens`` of queries and of keys, int32 [n + 1].
-        window: (left, right), -1 = no limit.
-    """
+    """Attends within packed sequences by PyTorch's kernel; -1 in ``window`` = no limit."""
     from torch.nn.attention.varlen import varlen_attn
 
     more: dict[str, Any] = {}
@@ -348,10 +307,7 @@ def varlen(
 def _windowed(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, seen: Visibility, options: Options
 ) -> torch.Tensor:
-    """Attends in a sliding window by PyTorch's kernel for packed sequences; see ``attend``.
-
-    Each sequence of the batch is passed as one packed sequence.
-    """
+    """Attends in a sliding window, with each sequence of the batch as one packed sequence."""
     batch, _, queries, _ = q.shape
     keys = k.shape[2]
     assert seen.window is not None

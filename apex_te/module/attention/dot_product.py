@@ -367,12 +367,10 @@ class DotProductAttention(torch.nn.Module):
         cu_seqlens_q_padded: torch.Tensor | None = None,
         cu_seqlens_kv_padded: torch.Tensor | None = None,
     ) -> tuple[Path, Callable[..., torch.Tensor], tuple[Any, ...], tuple[int, ...] | None]:
-        """Checks the arguments of ``forward`` and chooses how to attend.
+        """Checks the arguments of ``forward`` and returns ``(path, run, inputs, order)``.
 
-        Returns:
-            ``(path, run, inputs, order)``: the chosen path; the function that attends; its
-            arguments, q, k and v in its layout and the bias or ALiBi's slopes or None; the
-            permutation of its result's dimensions to the layout of the queries, None for thd.
+        ``inputs`` are the arguments of ``run``; ``order`` permutes its result to the queries'
+        layout.
         """
         layout = self.qkv_format if qkv_format is None else _checked_format(qkv_format)
         kind = self.mask_type
@@ -448,14 +446,7 @@ class DotProductAttention(torch.nn.Module):
         mask: _masks.Mask,
         cu: tuple[torch.Tensor | None, torch.Tensor | None],
     ) -> tuple[_masks.Visibility, _masks.Mask]:
-        """Checks the masks and returns the keys that each query sees.
-
-        Args:
-            q, k: [b, h, sq, d] and [b, g, sk, d].
-            size: the window (left, right) or None.
-            bias: must broadcast to [b, h, sq, sk]; or None.
-            cu: ``cu_seqlens_q`` and ``cu_seqlens_kv``, each or None.
-        """
+        """Checks the masks and returns the keys that queries [b, h, sq, d] see."""
         batch, heads, queries, _ = q.shape
         keys = k.shape[2]
         cross = self.attention_type == "cross"
@@ -502,12 +493,7 @@ class DotProductAttention(torch.nn.Module):
         bias_type: str,
         bias: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
-        """Checks q, k, v and the bias of ``forward``.
-
-        Returns:
-            ``(q, k, v, bias)`` in the dtype to compute in. With ``"pre_scale_bias"`` the bias is
-            multiplied by the softmax scale; ``bias`` is None if there is none.
-        """
+        """Returns q, k, v and bias to compute with; ``"pre_scale_bias"`` is scaled."""
         dims = 3 if layout == "thd" else 4
         heads, groups = self.num_attention_heads, self.num_gqa_groups
         for what, x, tail in (

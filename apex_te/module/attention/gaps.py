@@ -12,12 +12,8 @@ from ...ops.op_function import OpFunction
 class Gaps(NamedTuple):
     """Places of tokens in memory with gaps between the sequences, and in memory without.
 
-    Attributes:
-        sources: int64 [t], for each place without gaps the place of its token with gaps. Places
-            behind the last sequence have that of any token.
-        targets: int64 [t], for each place with gaps the place of its token without.
-        is_gap: bool [t, 1, 1], True for places with gaps that no sequence has a token in.
-        is_behind: bool [t, 1, 1], True for places without gaps behind the last sequence.
+    ``sources``, int64 [t], maps places without gaps to those with gaps, ``targets`` back.
+    ``is_gap`` and ``is_behind``, bool [t, 1, 1], mark places of no sequence, with gaps and without.
     """
 
     sources: torch.Tensor
@@ -37,15 +33,7 @@ class Gaps(NamedTuple):
 def gaps_of(
     owner: str, name: str, cu: torch.Tensor, padded: torch.Tensor | None, tokens: int
 ) -> Gaps | None:
-    """Returns where the tokens of packed sequences with gaps are.
-
-    Args:
-        cu: int32 [n + 1], where sequences begin and end without gaps.
-        padded: int32 [n + 1], the same with gaps, which are behind the sequences' tokens; or None.
-
-    Returns:
-        The places; None if ``padded`` is None or ``cu``.
-    """
+    """Returns the places of packed tokens with gaps; None if ``padded`` is None or ``cu``."""
     if padded is None or padded is cu:
         return None
     argument = f"{owner}: cu_seqlens_{name}_padded"

@@ -277,12 +277,7 @@ class InferenceParams:
 
 
 class Step:
-    """Numbers of tokens that one call adds to the sequences of a cache, and their places in it.
-
-    Attributes:
-        is_even: all sequences have the same two numbers.
-        longest, longest_new: tokens of the longest sequence, with those added; the most added.
-    """
+    """Numbers of tokens that one call adds to the sequences of a cache, and their places."""
 
     def __init__(self, before: tuple[int, ...], new: tuple[int, ...], room: int) -> None:
         self.before, self.new = before, new
@@ -344,10 +339,9 @@ class Step:
 class PaddedStep:
     """``Step`` of inputs with padding, whose numbers are read on the device alone.
 
-    Args:
-        table: int32 [4, sequences + 1]: tokens of each sequence that are cached already, and that
-            the call adds, each followed by one 0; where the new tokens, and all tokens, begin.
-        longest_new, longest: at most so many tokens are added to a sequence, and are in one then.
+    ``table`` is int32 [4, sequences + 1]: cached tokens and new tokens of each sequence, each
+    followed by one 0; where the new tokens, and all tokens, begin. The longest sequences are upper
+    bounds.
     """
 
     is_even = False
@@ -378,10 +372,6 @@ class PaddedStep:
 
         A padded token repeats the write of its sequence's last new token, or in a sequence without
         tokens writes what is there, so that every write of a place has the same value.
-
-        Args:
-            kept: cached keys or values [b, s, g, d].
-            new: [b, s, g, d] or, packed, [t, g, d].
         """
         device = new.device
         if new.dim() == 3:
@@ -409,13 +399,9 @@ class PaddedStep:
 
 
 class Cached(NamedTuple):
-    """Keys and values of all tokens so far, and what attention needs to know of their lengths.
+    """Keys and values of all tokens so far, views of the cache, or packed [t, g, d].
 
-    Attributes:
-        keys, values: [s, b, g, d] or [b, s, g, d], views of the cache; or [t, g, d], packed.
-        step: what ``pre_step`` has announced, a ``Step`` or ``PaddedStep``, or None.
-        has_lengths: the sequences are packed or have several lengths.
-        key_starts: ``cu_seqlens_kv_padded`` for packed keys with gaps; else None.
+    ``key_starts`` is ``cu_seqlens_kv_padded`` for packed keys with gaps, else None.
     """
 
     keys: torch.Tensor
@@ -455,12 +441,7 @@ def extended(
     qkv_format: str,
     training: bool = True,
 ) -> Cached:
-    """Caches new keys and values of a layer, and returns them behind those of earlier tokens.
-
-    Args:
-        keys, values: of the new tokens, [s, b, g, d] or [b, s, g, d]; after ``pre_step`` also
-            [t, g, d].
-    """
+    """Caches new keys and values of a layer; returns them behind those of earlier tokens."""
     if layer is None:
         raise ValueError(f"{owner}: layer_number must be given for inference_params, got None")
     if training and torch.is_grad_enabled() and keys.requires_grad:
@@ -498,10 +479,7 @@ def extended(
 
 
 def without_gradient(owner: str, queries: torch.Tensor, training: bool) -> torch.Tensor:
-    """Returns queries that attend to a cache, whose backward raises RuntimeError.
-
-    A gradient would lack what belongs to the keys and values, which are cached without history.
-    """
+    """Returns queries whose backward raises RuntimeError: the cache holds keys without history."""
     if training or not (torch.is_grad_enabled() and queries.requires_grad):
         return queries
     guarded: torch.Tensor = _NoGradient.apply(queries, owner)
@@ -568,11 +546,7 @@ def _rows(kept: torch.Tensor) -> torch.Tensor:
 def _memory(
     params: InferenceParams, layer: int, keys: torch.Tensor, values: torch.Tensor, time: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns the cached keys and values of a layer, in new memory on its first call.
-
-    Args:
-        keys, values: of the new tokens; give device, dtype and the last two extents.
-    """
+    """Returns a layer's cached keys and values, allocated on its first call."""
     memory = params.key_value_memory_dict.get(layer)
     if memory is None:
         shape = [params.max_batch_size, params.max_batch_size]

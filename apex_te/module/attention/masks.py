@@ -15,13 +15,8 @@ Mask = torch.Tensor | tuple[torch.Tensor, torch.Tensor] | None
 class MaskType(NamedTuple):
     """Type of an attention mask: the masks that it reads, and the keys that it hides.
 
-    Attributes:
-        name: the value of ``attn_mask_type``.
-        padding: it reads masks of padded tokens.
-        causal: it hides keys behind a query's position.
-        bottom_right: True if positions are aligned so that the last query sees the last key, False
-            if the first query sees the first key.
-        arbitrary: it reads a mask that broadcasts to the scores.
+    With ``bottom_right`` positions are aligned at the last query and key, else at the first ones.
+    An ``arbitrary`` mask broadcasts to the scores.
     """
 
     name: str
@@ -54,14 +49,11 @@ class Visibility(NamedTuple):
     """Keys that each query sees, of scores ``[b, h, sq, sk]``.
 
     Attributes:
-        causal: ``"upper_left"``, query i sees keys up to i; ``"bottom_right"``, up to i + sk - sq;
-            None, all keys.
-        hidden: bool, broadcasts to the scores, True = masked out in addition to ``causal``; or
-            None.
-        fully_masked_queries: bool [b, 1, sq, 1] or [1, 1, sq, 1], True for padded queries, whose
-            output is 0; or None.
-        window: (left, right), query i sees the keys from i + sk - sq - left to i + sk - sq + right,
-            -1 = no limit; the other fields are then None. None: no window beside them.
+        causal: query i sees keys up to i with ``"upper_left"``, to i + sk - sq with
+            ``"bottom_right"``.
+        hidden: bool, broadcasts to the scores, True = masked out in addition to ``causal``.
+        fully_masked_queries: bool [b or 1, 1, sq, 1], True for padded queries, whose output is 0.
+        window: (left, right) around key i + sk - sq, -1 = no limit; the other fields are then None.
     """
 
     causal: str | None = None
@@ -115,11 +107,6 @@ def visibility(
 
     Positions count from the first tokens, or with ``bottom_right`` back from the last ones, which
     under a padding mask are the last that are not padded.
-
-    Args:
-        size: the window (left, right) or None.
-        scores: the shape [b, h, sq, sk] of the scores.
-        device: the device of the queries.
     """
     left, right = (-1, -1) if size is None else size
     if kind.causal:
@@ -143,12 +130,9 @@ def visibility(
 
 
 class _Window(NamedTuple):
-    """Sliding window: the keys that a query sees around its own position.
+    """Sliding window of ``left`` and ``right`` keys around a query's position, -1 = no limit.
 
-    Attributes:
-        left, right: the numbers of keys before and after the position, -1 = no limit.
-        bottom_right: True if the last query has the position of the last key, False if the first
-            query has the position of the first key.
+    With ``bottom_right`` positions are aligned at the last query and key, else at the first ones.
     """
 
     left: int
@@ -156,26 +140,14 @@ class _Window(NamedTuple):
     bottom_right: bool
 
     def past_single_query(self, scores: tuple[int, int, int, int]) -> _Window:
-        """Returns the window without its right end if there is one query, at the last key.
-
-        A causal window then hides nothing, and needs no mask.
-
-        Args:
-            scores: the shape [b, h, sq, sk] of the scores.
-        """
+        """Drops the right end for a single query at the last key, as it hides nothing."""
         is_last = self.bottom_right and scores[2] == 1 and self.right == 0
         return self._replace(right=-1) if is_last else self
 
     def hide_more(
         self, hidden: torch.Tensor | None, scores: tuple[int, int, int, int], device: torch.device
     ) -> Visibility:
-        """Returns the keys that each query sees under this window and the mask ``hidden`` together.
-
-        Args:
-            hidden: bool, broadcasts to the scores, True = masked out; or None.
-            scores: the shape [b, h, sq, sk] of the scores.
-            device: the device of the queries.
-        """
+        """Returns the keys that each query sees under this window and ``hidden``, True = hidden."""
         left, right, bottom_right = self
         queries, keys = scores[2:]
         causal = None
@@ -213,10 +185,7 @@ def _padding_visibility(
     scores: tuple[int, int, int, int],
     device: torch.device,
 ) -> Visibility:
-    """Returns the keys that each query sees under masks of padded tokens and a window.
-
-    The other arguments are those of ``visibility``.
-    """
+    """Returns ``visibility`` for mask types that read masks of padded tokens."""
     batch, _, queries, keys = scores
     query_mask, hidden = _padding(owner, kind, mask, cross, batch, queries, keys)
     left, right, _ = limits
@@ -240,27 +209,16 @@ def _padding_visibility(
 def band(
     queries: int, keys: int, offset: int, left: int, right: int, device: torch.device
 ) -> torch.Tensor:
-    """Returns a mask that hides the keys outside of a window around each query.
+    """Returns bool [1, 1, queries, keys], True where a key is outside of a query's window.
 
-    Args:
-        left, right: the numbers of keys before and after a query's position, -1 = no limit.
-
-    Returns:
-        bool [1, 1, queries, keys], False where i + offset - left <= j <= i + offset + right.
+    It is False where i + offset - left <= j <= i + offset + right; -1 = no limit.
     """
     q = torch.arange(offset, queries + offset, device=device)[:, None]
     return _band(q, torch.arange(keys, device=device), left, right)[None, None]
 
 
 def _band(q: torch.Tensor, k: torch.Tensor, left: int, right: int) -> torch.Tensor:
-    """Returns a mask that hides the keys outside of a window around each query's position.
-
-    Args:
-        left, right: the numbers of keys before and after a query's position, -1 = no limit.
-
-    Returns:
-        bool in the shape of ``q - k``, True = masked out.
-    """
+    """Returns bool in the shape of ``q - k``, True outside of the window, whose -1 = no limit."""
     if left < 0:
         return k > q + right
     if right < 0:
@@ -271,11 +229,7 @@ def _band(q: torch.Tensor, k: torch.Tensor, left: int, right: int) -> torch.Tens
 def distances(
     kind: MaskType, mask: Mask, queries: int, keys: int, device: torch.device
 ) -> torch.Tensor:
-    """Returns the distances of queries and keys by the positions that ``visibility`` counts.
-
-    Returns:
-        float32 [1 or b, 1, queries, keys].
-    """
+    """Returns distances, float32 [1 or b, 1, queries, keys], by the positions of ``visibility``."""
     pair = kind.padding and kind.bottom_right and isinstance(mask, (tuple, list))
     if pair and mask[0] is not mask[1]:  # type: ignore[index]
         q, k = _positions_from_the_end(*mask)  # type: ignore[misc]
@@ -294,16 +248,10 @@ def joined_masks(
     scores: tuple[int, int, int, int],
     by_length: tuple[torch.Tensor, torch.Tensor],
 ) -> tuple[tuple[torch.Tensor, torch.Tensor], torch.Tensor | None]:
-    """Joins the user's padding mask with masks made of the sequences' lengths.
+    """Joins the user's padding mask with masks [b, 1, 1, s] of sequence lengths.
 
-    Args:
-        scores: the shape [b, h, sq, sk] of the scores.
-        by_length: masks of queries [b, 1, 1, sq] and of keys [b, 1, 1, sk].
-
-    Returns:
-        ``((queries, keys), hidden)``: padding masks that hide what either mask hides; and the
-        user's mask if it is one of the scores, bool [b, 1, sq or 1, sk], to be hidden besides, else
-        None.
+    Returns ``((queries, keys), hidden)``; ``hidden`` is the user's mask if that is one of the
+    scores, bool [b, 1, sq or 1, sk], to be hidden besides, else None.
     """
     if mask is None:
         return by_length, None
@@ -335,10 +283,8 @@ def _lengths(mask: torch.Tensor) -> torch.Tensor:
 def _ranks(mask: torch.Tensor, last: torch.Tensor) -> torch.Tensor:
     """Returns the positions [b, 1, 1, s] of tokens, counted without padded ones.
 
-    Args:
-        mask: bool [b, 1, 1, s], True = padded.
-        last: [b, 1, 1, 1], for each sequence one more than the position of its last token that
-            is not padded. A padded token has the position of the token before it.
+    ``last`` [b, 1, 1, 1] is one more than the position of the last token that is not padded. A
+    padded token has the position of the token before it.
     """
     valid = ~mask
     return valid.cumsum(-1) - valid.sum(-1, keepdim=True) + last - 1
@@ -347,14 +293,7 @@ def _ranks(mask: torch.Tensor, last: torch.Tensor) -> torch.Tensor:
 def _positions_from_the_end(
     query_mask: torch.Tensor, key_mask: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns positions of queries and keys, equal for the last ones that are not padded.
-
-    Args:
-        query_mask, key_mask: bool [b, 1, 1, sq] and [b, 1, 1, sk], True = padded.
-
-    Returns:
-        ``(queries, keys)``: [b, 1, sq, 1] and [b, 1, 1, sk].
-    """
+    """Returns positions of queries and keys, equal for the last ones that are not padded."""
     last = _lengths(key_mask)
     return _ranks(query_mask, last).transpose(-1, -2), _ranks(key_mask, last)
 
@@ -362,12 +301,10 @@ def _positions_from_the_end(
 def _padding(
     owner: str, kind: MaskType, mask: Mask, cross: bool, batch: int, queries: int, keys: int
 ) -> tuple[torch.Tensor | None, torch.Tensor]:
-    """Checks the masks of a padding type and splits them into those of queries and of keys.
+    """Checks the masks of a padding type; returns those [b, 1, 1, s] of queries and of keys.
 
-    Returns:
-        ``(queries, keys)``: bool [b, 1, 1, sq] and [b, 1, 1, sk], in self attention perhaps the
-        same tensor twice. A single tensor in cross attention is a mask of the scores, [b, 1, sq or
-        1, sk], and returned as ``(None, mask)``.
+    In self attention they may be one tensor. A single tensor in cross attention is a mask of the
+    scores, [b, 1, sq or 1, sk], and returned as ``(None, mask)``.
     """
     if isinstance(mask, (tuple, list)):
         if len(mask) != 2:

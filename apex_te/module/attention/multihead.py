@@ -34,19 +34,10 @@ _Init = Callable[[torch.Tensor], Any] | None
 
 
 class _Projections(NamedTuple):
-    """Arguments of the linear layers around attention, checked.
+    """Checked arguments of the linear layers around attention.
 
-    Attributes:
-        hidden_size: features of the module's input and output.
-        rows, kv_rows: features of the queries, and of the keys or values, on all ranks.
-        is_fused: all projections of an input are one parameter.
-        init_method, output_layer_init_method: fill the weights of the projections to heads, and of
-            the one back.
-        is_split: the heads are split over ranks.
-        name: the module's name in reports, or None.
-        norm: further arguments of ``LayerNormLinear`` for the norm in front.
-        shared: further arguments of every linear layer.
-        linear, layer_norm_linear: the classes of the layers without and with a norm.
+    ``rows`` and ``kv_rows`` are features of queries, and of keys or values, on all ranks. ``norm``
+    has further arguments of ``LayerNormLinear``, ``shared`` of all layers.
     """
 
     hidden_size: int
@@ -63,11 +54,7 @@ class _Projections(NamedTuple):
     layer_norm_linear: type[Any]
 
     def to_heads(self, attention_type: str, has_norm: bool) -> dict[str, torch.nn.Module]:
-        """Makes the linear layers from inputs to heads.
-
-        Returns:
-            The layers by the names of the submodules.
-        """
+        """Makes the linear layers from inputs to heads, by the names of the submodules."""
         query, keys_values = {"query": self.rows}, {"key": self.kv_rows, "value": self.kv_rows}
         if attention_type == "self":
             key = "layernorm_qkv" if has_norm else "qkv"
@@ -463,11 +450,8 @@ class MultiheadAttention(CompositeModule):
     ) -> tuple[Any, ...]:
         """Projects the inputs to heads, and normalises and rotates queries and keys.
 
-        Returns:
-            q, k, v: queries, keys and values, each [..., heads, size].
-            norm: the result of the norm in front, in the shape of ``hidden_states``; or None.
-            residual: ``hidden_states``, or the same values as an output of the norm's autograd
-                node.
+        Returns ``(q, k, v, norm, residual)``: heads [..., heads, size]; the norm's result or None;
+        ``hidden_states``, or the same values as an output of the norm's autograd node.
         """
         modules, layout = self._modules, self._heads
         q_norm: Any = modules["q_norm"]
@@ -556,29 +540,14 @@ class MultiheadAttention(CompositeModule):
         heads: HeadLayout | None,
         is_first_microbatch: bool | None,
     ) -> Any:
-        """Calls a projection to heads, and has it split its output if no hook is to see the output.
-
-        Args:
-            heads: the layout of the heads in the output; None does not split it.
-
-        Returns:
-            The output [..., features], or its ``(queries, keys, values)``, each [..., heads, size].
-        """
+        """Calls a projection to heads; it splits its output if no hook is to see the output."""
         if heads is not None and type(module) is self._linear and not is_observed(module):
             return module.forward_to_heads(x, heads, is_first_microbatch)
         return module(x, is_first_microbatch=is_first_microbatch)
 
 
 def residual_of(hidden_states: torch.Tensor, total: torch.Tensor | None) -> torch.Tensor:
-    """Returns the tensor to add as residual: ``total``, if it can stand for ``hidden_states``.
-
-    Args:
-        total: the same values as an output of the norm's autograd node, or None.
-
-    Returns:
-        ``total``; ``hidden_states`` if ``total`` is None or has another dtype, as under
-        ``torch.autocast``.
-    """
+    """Returns ``total``, which has the same values, if its dtype is that of ``hidden_states``."""
     if total is None or total.dtype is not hidden_states.dtype:
         return hidden_states
     return total

@@ -24,11 +24,8 @@ _KINDS = {
 class Packing(NamedTuple):
     """Boundaries of packed sequences: sequence i is the tokens ``cu[i]`` to ``cu[i + 1] - 1``.
 
-    Attributes:
-        queries, keys: ``cu`` of the queries and of the keys, int32 [n + 1] for n sequences; one
-            tensor in self attention.
-        longest_query, longest_key: tokens of the longest sequence, or more.
-        ends: ``cu[n]`` of queries and ``cu[n]`` of keys, each None if only the device knows it.
+    ``queries`` and ``keys`` are ``cu``, one tensor in self attention; the longest sequences may be
+    upper bounds. ``ends`` are their last elements, each None if only the device knows it.
     """
 
     queries: torch.Tensor
@@ -50,12 +47,7 @@ def packing(
     max_seqlen_q: int | None,
     max_seqlen_kv: int | None,
 ) -> Packing:
-    """Checks ``cu_seqlens`` and joins them to a ``Packing``.
-
-    Args:
-        cu_seqlens_q, cu_seqlens_kv: int32 [n + 1]; None for keys takes that of the queries.
-        max_seqlen_q, max_seqlen_kv: longest sequences; None reads them from the device.
-    """
+    """Checks ``cu_seqlens`` and joins them; reads a maximum that is None from the device."""
     if cu_seqlens_q is None:
         raise ValueError(f"{owner}: cu_seqlens_q must be given with qkv_format 'thd', got None")
     if cu_seqlens_kv is None:
@@ -114,15 +106,7 @@ def choose_packed(
     has_mask: bool,
     options: Options,
 ) -> Path:
-    """Chooses how to attend within packed sequences.
-
-    Args:
-        q, v: queries [t, h, d] and values [u, g, dv].
-
-    Returns:
-        The path ``"varlen"``, PyTorch's kernel for packed sequences, if that applies, else
-        ``"padded"``.
-    """
+    """Chooses ``"varlen"``, PyTorch's packed kernel, if that applies, else ``"padded"``."""
     obstacle = varlen_obstacle(q, v, options)
     if obstacle is not None:
         return Path("padded", obstacle)
@@ -153,19 +137,10 @@ def attend_packed(
     has_alibi: bool,
     gaps: tuple[Gaps | None, Gaps | None] = (None, None),
 ) -> torch.Tensor:
-    """Computes attention within each packed sequence.
+    """Computes attention [t, h, dv] within packed sequences; zeros for tokens of no sequence.
 
-    Args:
-        q, k, v: [t, h, d], [u, g, d] and [u, g, dv].
-        bias: broadcasts to [n, h, longest_query, longest_key]; with ``has_alibi`` the slopes [h] or
-            [n, h]; or None.
-        size: the window (left, right) or None.
-        mask: padding masks of the sequences' tokens, for the longest sequence or more, or None; in
-            cross attention also one mask of the scores.
-        gaps: the gaps between the sequences of queries and of keys, or None where there are none.
-
-    Returns:
-        [t, h, dv], zeros for tokens of no sequence.
+    With ``has_alibi`` ``bias`` has the slopes [h] or [n, h], else it broadcasts to [n, h,
+    longest_query, longest_key]. In cross attention ``mask`` may be one mask of the scores.
     """
     if gaps[1] is not None:
         k, v = gaps[1].close(k), gaps[1].close(v)
@@ -189,10 +164,7 @@ def attend_packed(
 
 
 def _within(owner: str, where: Packing, queries: int, keys: int) -> Packing:
-    """Returns the packing with sequences that end within the tokens.
-
-    Ends that the host does not know are cut on the device.
-    """
+    """Returns the packing with ends within the tokens, cut on the device if the host knows none."""
     for name, end, tokens in zip(("q", "kv"), where.ends, (queries, keys), strict=True):
         if end is not None and end > tokens:
             raise ValueError(
@@ -283,10 +255,7 @@ class _ZeroGradientOutside(OpFunction):
 
 
 def _pad(x: torch.Tensor, cu: torch.Tensor, longest: int) -> torch.Tensor:
-    """Copies packed tokens [t, h, d] to padded sequences [n, h, longest, d].
-
-    Elements behind a sequence's end hold some other token.
-    """
+    """Copies packed tokens to [n, h, longest, d]; elements behind a sequence are arbitrary."""
     if not x.shape[0]:
         x = functional.pad(x, (0, 0, 0, 0, 0, 1))
     index = cu[:-1, None] + torch.arange(longest, dtype=torch.int32, device=x.device)

@@ -34,17 +34,7 @@ def qk_norms(
     split: bool,
     norms: dict[str, type[Any]],
 ) -> tuple[torch.nn.Module | None, torch.nn.Module | None]:
-    """Makes the norms of query and key heads.
-
-    Args:
-        kind: ``"RMSNorm"``, ``"LayerNorm"``, ``"L2Normalization"`` or None.
-        size: elements of a head.
-        norms: the classes of norms by their names.
-
-    Returns:
-        ``(q_norm, k_norm)``: one module for both with L2 normalisation, which has no parameters;
-        twice None without a kind.
-    """
+    """Makes the norms of query and key heads; L2 normalisation is one module for both."""
     eps = checked_eps(owner, "qk_norm_eps", eps)
     if kind is None:
         return None, None

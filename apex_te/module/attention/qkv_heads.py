@@ -14,14 +14,10 @@ from .._core.head_layout import HeadLayout, flat_heads
 
 
 class Rotation(NamedTuple):
-    """Rotary embedding of queries and keys.
+    """Rotary embedding of queries and keys by angles float32 [max_seq, c], of c elements of a head.
 
-    Attributes:
-        queries, keys: angles float32 [max_seq, c], of the first c elements of a head.
-        interleaved: the elements of a rotated pair are neighbours, not c / 2 apart.
-        start: position of the first token.
-        cu_seqlens: for thd, the starts of sequences, int32 [n + 1]; else None.
-        starts: position of each sequence's first token, int32 [n], added to ``start``; or None.
+    ``interleaved``: the elements of a rotated pair are neighbours, not c / 2 apart. ``starts``, the
+    positions of sequences' first tokens, int32 [n], are added to ``start``.
     """
 
     queries: torch.Tensor
@@ -49,14 +45,7 @@ def rotation_of(
     start: int,
     cu_seqlens: torch.Tensor | None,
 ) -> Rotation | None:
-    """Returns the rotation that ``rotary_pos_emb`` means.
-
-    Args:
-        rotary_pos_emb: a tensor of angles [max_seq, 1, 1, c], two (of queries, of keys), or None.
-
-    Returns:
-        The rotation, whose angles ``rope`` checks later; None without angles.
-    """
+    """Returns the rotation by angles [max_seq, 1, 1, c], or two of them; None without angles."""
     if rotary_pos_emb is None:
         return None
     both = rotary_pos_emb if isinstance(rotary_pos_emb, (tuple, list)) else (rotary_pos_emb,) * 2
@@ -75,14 +64,8 @@ def split_heads(
 ) -> tuple[torch.Tensor, ...]:
     """Splits a projection's output into heads, and rotates queries and keys.
 
-    Args:
-        x: the output [..., features].
-        rotation: the rotation, or None.
-
-    Returns:
-        ``(queries, keys, values)``, without queries if ``layout.repeats`` is 0, each [..., heads,
-        size]. Without a rotation they are views, but for queries of several heads in interleaved
-        groups. With one they are new tensors, the values too: nothing then keeps ``x`` alive.
+    Without a rotation they are views, but for queries of several heads in interleaved groups. With
+    one all three are new tensors, so that nothing keeps ``x`` alive.
     """
     if torch.compiler.is_compiling():  # the compiler joins the gradients by itself
         *parts, values = layout.heads(x)
@@ -130,11 +113,7 @@ def _rotate(
     layout: HeadLayout,
     rotation: Rotation,
 ) -> None:
-    """Rotates queries and keys into ``out`` and copies the values.
-
-    Args:
-        out: memory of the same shapes.
-    """
+    """Rotates queries and keys into ``out`` and copies the values."""
     angles = (rotation.queries, rotation.keys)[3 - len(parts) :]
     for x, y, freqs in zip(parts[:-1], out[:-1], angles, strict=True):
         if x.stride(-1) != 1:
@@ -151,15 +130,7 @@ def _rotate(
 def _slices(
     x: torch.Tensor, y: torch.Tensor, qkv_format: str, starts: torch.Tensor | None
 ) -> Sequence[tuple[torch.Tensor, torch.Tensor, str, torch.Tensor | None]]:
-    """Splits ``x`` and ``y`` into views with one dimension of heads, not two, as ``rope`` needs.
-
-    Args:
-        x, y: [..., heads, size] or [..., groups, repeats, size].
-
-    Returns:
-        ``(x, y, layout, starts)`` for each pair of views: the views, their qkv_format and the
-        positions of the first tokens of the sequences that they hold, or None.
-    """
+    """Splits ``x`` and ``y`` into views with one dimension of heads, not two, for ``rope``."""
     if x.dim() == len(qkv_format):
         return ((x, y, qkv_format, starts),)
     groups = x.shape[-3]

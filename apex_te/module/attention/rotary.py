@@ -220,16 +220,10 @@ def apply_fused_qkv_rotary_pos_emb(
     cp_size: int = 1,
     cp_rank: int = 0,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Splits a joined tensor of queries, keys and values into heads, and rotates queries and keys.
+    """Splits a joined tensor into heads [..., heads, size], and rotates queries and keys.
 
-    Args:
-        qkv: [s, b, g, n], [b, s, g, n] or [t, g, n] for g groups, each with the elements of its
-            query heads, its key head and its value head.
-        qkv_split_arg_list: elements of a group's queries, of its key and of its value. A head has
-            as many elements as the key.
-
-    Returns:
-        ``(queries, keys, values)``, each [..., heads, size].
+    ``qkv`` is [s, b, g, n], [b, s, g, n] or [t, g, n] for g groups; ``qkv_split_arg_list`` has the
+    elements of a group's queries, key and value. A head has as many elements as the key.
     """
     owner = "apply_fused_qkv_rotary_pos_emb"
     if cp_size > 1 and tensor_format == "thd":
@@ -307,11 +301,7 @@ def _options(
 def _own_angles(
     owner: str, freqs: torch.Tensor, t: torch.Tensor, tensor_format: str, cp_size: int, rank: int
 ) -> torch.Tensor:
-    """Returns the angles of the positions that a rank has.
-
-    Args:
-        freqs: angles of all positions, [positions, ...].
-    """
+    """Returns the angles of the positions that a rank has, from those of all positions."""
     if cp_size == 1:
         return freqs
     tokens = t.shape[tensor_format.index("s")]
@@ -327,9 +317,7 @@ def _own_angles(
 def _own_chunks(
     owner: str, t: torch.Tensor, time: int, cp_size: int, rank: int
 ) -> list[tuple[int, torch.Tensor]]:
-    """Returns the rank's two chunks of each sequence, each after its distance from the first
-    token.
-    """
+    """Returns a rank's two chunks of each sequence, with distances from the first token."""
     tokens = t.shape[time]
     if tokens % 2 or not 0 <= rank < cp_size:
         raise ValueError(
@@ -348,12 +336,7 @@ def _own_positions(
     rank: int,
     start_positions: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Returns the positions [tokens] of the packed tokens that a rank has, int64.
-
-    Args:
-        cu_seqlens: where sequences begin and end, on all ranks together.
-        start_positions: the position of each sequence's first token; None for 0.
-    """
+    """Returns the positions, int64 [tokens], of the packed tokens that a rank has."""
     starts = cu_seqlens // cp_size
     token = torch.arange(tokens, dtype=starts.dtype, device=starts.device)
     own = (torch.searchsorted(starts, token, right=True) - 1).clamp(0, len(starts) - 2)

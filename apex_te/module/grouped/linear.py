@@ -277,11 +277,10 @@ class GroupedLinear(ParallelModule):
         return out if inp.dim() == 2 else out.view(*inp.shape[:-1], self.out_features)
 
     def _quantizers_of_groups(self, call: FP8Call) -> GroupQuantizers | None:
-        """Returns the ``GroupQuantizers`` of a call, made once for each ``call.quantizers``.
+        """Returns a call's ``GroupQuantizers``, made once for each ``call.quantizers``, or None.
 
-        Returns:
-            The quantizers of all groups at once; None if nothing is quantized or recorded, or the
-            scheme has no quantizers for groups whose sizes only the device knows.
+        None: nothing is quantized or recorded, or the scheme needs to know the groups' sizes on the
+        host.
         """
         sets, known = call.quantizers, self._group_quantizers
         if sets is None:
@@ -302,19 +301,9 @@ def grouped_forward(
     biases: tuple[torch.Tensor, ...],
     keep: tuple[bool, ...] | None = None,
 ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...], list[QuantizedTensor | None]]:
-    """Computes the output group by group.
+    """Returns the output ``[..., out]``, and for each group its rows, plain and in FP8.
 
-    Args:
-        inp: the input ``[..., in]``.
-        weights: one ``[out, in]`` for each group.
-        biases: one ``[out]`` for each group, or empty.
-        keep: True for each group whose columnwise copy is made for backward; None makes none.
-
-    Returns:
-        out: the output ``[..., out]``.
-        groups: for each group its rows of the input, ``[rows, in]``.
-        quantized: for each group its rows in FP8; None for a group without rows, which stages no
-            amax.
+    A group without rows is not quantized, and stages no amax.
     """
     assert call.quantizers is not None
     quantizers, out_dtype = call.quantizers, call.dtype
@@ -415,19 +404,7 @@ def _grouped_backward(ctx: Any, grad_output: torch.Tensor) -> tuple:
 def _without_rows(
     plan: _gemm.GemmPlan, dy: torch.Tensor, in_features: int, bias_dtype: torch.dtype | None
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """Returns the gradients of weight and bias of an empty group: zeros.
-
-    They overwrite ``main_grad`` as any gradient does. Nothing is quantized: there is no amax to
-    stage.
-
-    Args:
-        dy: the output's gradient ``[0, out]``.
-        in_features: columns of the weight.
-        bias_dtype: dtype of the bias gradient; None computes none.
-
-    Returns:
-        ``(grad_weight, grad_bias)``, as autograd gets them, each None if not needed.
-    """
+    """Returns zeros, also for ``main_grad``, as gradients of an empty group; stages no amax."""
     grad_weight = grad_bias = None
     if plan.need_weight:
         x = dy.new_empty((0, in_features))

@@ -36,19 +36,7 @@ def run(
     weights: Tensors,
     biases: Tensors,
 ) -> torch.Tensor:
-    """Computes the output of all groups.
-
-    Args:
-        quantizers: the quantizers of all groups; None if nothing is quantized or recorded.
-        cached: FP8 copies of all weights that outlive the call, or None.
-        x: the input ``[rows, in]``.
-        splits: int32 or int64 ``[groups]`` on the device, the rows of each group.
-        weights: one ``[out, in]`` for each group.
-        biases: one ``[out]`` for each group, or empty.
-
-    Returns:
-        ``[rows, out]``, zeros behind the last group.
-    """
+    """Computes the output ``[rows, out]`` of all groups; rows behind the last one are zeros."""
     groups = op.groups_of(splits, x.shape[0])
     options = call.options[0]
     if call.is_fp8:
@@ -77,11 +65,7 @@ def stays_on_device(device: torch.device) -> bool:
 
 
 def check_splits(owner: str, splits: torch.Tensor, groups: int, device: torch.device) -> None:
-    """Checks the dtype, shape and device of a tensor ``m_splits``.
-
-    Args:
-        device: the device of the input.
-    """
+    """Checks the dtype, shape and device of ``m_splits``, which must be the input's device."""
     if splits.dtype not in (torch.int32, torch.int64):
         raise TypeError(f"{owner}: m_splits must be int32 or int64, got {splits.dtype}")
     if splits.shape != (groups,):
@@ -96,9 +80,7 @@ def check_splits(owner: str, splits: torch.Tensor, groups: int, device: torch.de
 def read_splits(owner: str, splits: torch.Tensor, rows: int) -> tuple[int, ...]:
     """Returns the rows of each group as ints, from a tensor that the host can read.
 
-    Args:
-        splits: the argument ``m_splits``. On the meta device, without values, all rows count as the
-            first group's.
+    On the meta device, without values, all rows count as the first group's.
     """
     if not rows:
         return (0,) * splits.numel()
@@ -136,11 +118,7 @@ def check_supported(module: FP8Module, weights: Tensors) -> None:
 def checked_quantizers(
     owner: str, quantizers: GroupQuantizers | None, in_features: int, out_features: int
 ) -> GroupQuantizers:
-    """Returns ``quantizers`` if there are FP8 GEMMs of groups whose sizes only the device knows.
-
-    Args:
-        quantizers: the quantizers of all groups; None for a scheme without such products.
-    """
+    """Returns ``quantizers`` if they have FP8 GEMMs of groups whose sizes only the device knows."""
     if quantizers is None:
         name = type(get_fp8_recipe()).__name__
         raise NotImplementedError(
@@ -161,14 +139,8 @@ def cached_weights(
 ) -> GroupedOutput | None:
     """Returns both FP8 copies of all weights, from the module's cache if they are up to date.
 
-    Args:
-        weights: one ``[out, in]`` for each group.
-        fill: ``is_first_microbatch``. True casts all weights and caches the copies; False takes the
-            cached copies, and casts anew if a weight has changed; None caches nothing.
-
-    Returns:
-        Rowwise and columnwise copies; None with ``fill=None`` and under transforms of torch.func:
-        the caller then casts the weights.
+    ``fill`` True casts all weights, False only if one has changed. With None, and under transforms
+    of torch.func, returns None: the caller casts the weights.
     """
     if modes.captured is not None:
         return modes.captured.quantized_matrices(weights, quantizers.weight)
@@ -362,14 +334,7 @@ def _high_precision_wgrad(
 
 
 def _weight_gradients(ctx: Any, grads: torch.Tensor | None) -> list[torch.Tensor | None]:
-    """Returns what autograd gets for each weight, and writes ``main_grad`` if options say so.
-
-    Args:
-        grads: ``[groups, out, in]``; None if no weight needs a gradient.
-
-    Returns:
-        For each weight its gradient, ``dummy_gradient`` for one in ``main_grad``, or None.
-    """
+    """Returns what autograd gets for each weight, and writes ``main_grad`` if asked to."""
     if grads is None:
         return [None] * ctx.count
     if ctx.parameters is None:

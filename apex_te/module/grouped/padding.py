@@ -41,11 +41,7 @@ class _RowGroups(torch.nn.Module):
         return f"num_gemms={self.num_gemms}, align_size={self.align_size}"
 
     def _padded(self, m_splits: Sequence[int]) -> tuple[list[int], list[int]]:
-        """Returns the rows of each group, without and with padding.
-
-        Returns:
-            ``(splits, padded)``: the checked ``m_splits``, and each rounded up to the multiple.
-        """
+        """Returns the checked rows of each group, and each rounded up to the multiple."""
         splits = list(_arguments.checked_splits(type(self).__name__, self.num_gemms, m_splits))
         align = self.align_size
         if align is None:
