@@ -30,12 +30,10 @@ _QUANTUM = 16384
 
 
 class SlotRange(NamedTuple):
-    """Named tuple of neighbouring slots of one FP8 state.
+    """Named tuple of neighbouring slots of one FP8 state, with scales fp32 ``[slots]``.
 
-    Attributes:
-        at: index of the range's first slot among all slots of the process.
-        history: amax history, fp32 ``[length, slots]``; row 0 is the staging row.
-        scale, scale_inv: fp32 ``[slots]``.
+    ``at`` counts all slots of the process. ``history`` is fp32 ``[length, slots]``; row 0 is
+    staging.
     """
 
     at: int
@@ -47,12 +45,10 @@ class SlotRange(NamedTuple):
 class _Channel:
     """Facts that one amax reduction over a process group leaves for the next one.
 
-    Each rank sends a header with its amaxes: what it asks of the others, and how many it has.
-
     Attributes:
         capacity: number of elements that each rank sends in one collective, equal on all ranks.
-        wanted: 0; or, if a rank's header asks for equal scales and histories on all ranks, the
-            length of the longest amax history of such ranks.
+        wanted: length of the longest amax history of ranks that ask for equal scales; 0 if none
+            does.
     """
 
     __slots__ = ("_copied", "_found", "capacity", "wanted")
@@ -66,12 +62,7 @@ class _Channel:
 
     @staticmethod
     def of(group: Any, device: torch.device) -> _Channel:
-        """Returns the channel of a process group; it is made if missing.
-
-        Args:
-            group: process group; None is the whole world.
-            device: device of the collective, for a new channel.
-        """
+        """Returns the channel of a process group (None: the world); it is made if missing."""
         key = distributed.group.WORLD if group is None else group
         channel = _channels.get(key)
         if channel is None:
@@ -88,9 +79,7 @@ class _Channel:
     def read(self) -> Comparison | None:
         """Compares the ranks by the last header that was stored; waits for its copy.
 
-        Returns:
-            The comparison; None if the header has been read already, so that there is nothing to
-            check.
+        None if the header has been read already.
         """
         if self._copied is None:
             return None
@@ -110,7 +99,7 @@ class RankReduction:
 
     Args:
         sizes: number of slots of each module of the process, in the order of construction.
-        slots: slots whose staging row, row 0 of the history, is reduced in place.
+        slots: slots whose staging row is reduced in place.
         device: device of the collective if ``slots`` is empty.
         unsure: True if scales and histories may differ between ranks, as after loading.
     """
@@ -145,14 +134,11 @@ class RankReduction:
         self._agreed: _Channel | None = None  # the channel whose ranks were found to agree
 
     def run(self, group: Any) -> bool:
-        """Reduces the staged amax values over ``group`` by one collective.
+        """Reduces the staged amax values over ``group``; returns True if it made all scales equal.
 
         The header is checked at once if the group is new, else in the next call, so that no step
-        waits. If some rank is unsure, the next call makes scales and histories equal on all ranks
-        by one more collective.
-
-        Returns:
-            True if this call made scales and histories equal.
+        waits. If some rank is unsure, the next call equalises scales and histories by one more
+        collective.
 
         Raises:
             RankMismatchError: on every rank, if the ranks have different modules.
@@ -185,14 +171,7 @@ class RankReduction:
         return equalise
 
     def _fill(self, equalise: bool) -> torch.Tensor:
-        """Writes the header and the staged amax values into the buffer.
-
-        Args:
-            equalise: True if scales are to be made equal after this collective.
-
-        Returns:
-            The view of the buffer that holds the header, int32 ``[HEADER]``.
-        """
+        """Writes header and staged amax values into the buffer; returns the header's view."""
         self._buffer.zero_()
         said = self._buffer[:HEADER].view(torch.int32)
         said.copy_(self._own)
@@ -225,16 +204,10 @@ class RankReduction:
 def _equalise(
     slots: Sequence[SlotRange], total: int, length: int, device: torch.device, group: Any
 ) -> None:
-    """Gives all ranks each slot's smallest scale and largest amax values, row by row, by one
-    collective.
+    """Gives all ranks each slot's smallest scale and largest amax values, by one collective.
 
     Histories shorter than ``length`` are aligned by their newest rows. Slots that were never set,
     with scale 1 and an empty history, do not count.
-
-    Args:
-        slots: the slots, whose scales and histories are written in place.
-        device: device of the collective.
-        group: process group, None for the whole world.
     """
     rows = max(length, 1) + 1  # the staging row, which is not sent, gives way to two of scales
     buffer = torch.zeros(rows, total, dtype=torch.float32, device=device)

@@ -23,14 +23,13 @@ class AmaxGroup:
     """All regions of one process group, with their clock.
 
     Attributes:
-        number: index in the order of first use.
         key: the ranks, ``"world"``, or ``"own"`` if amax values are not reduced; None while only a
             loaded state has mentioned ``number``, and no region has claimed it.
         group: process group as the last region passed it; None is the whole world.
         pending: number of regions since the last update.
-        training: True if a pending region was entered with grad enabled. Its backward may still
+        training: True if a pending region was entered with grad enabled: its backward may still
             come, and until then scales must not move.
-        inside: the threads, by a number of each, that are in one of these regions.
+        inside: numbers of the threads that are in one of these regions.
     """
 
     __slots__ = ("group", "inside", "key", "number", "pending", "training")
@@ -60,10 +59,8 @@ class AmaxGroup:
 class AmaxGroups:
     """All amax groups of the process, in the order of their first use.
 
-    Attributes:
-        current: the amax group of the last region; None before any.
-        recipe: the recipe of the last region that counted; None after a state was loaded.
-        several: True if there is more than one amax group.
+    ``current`` is that of the last region. ``recipe`` is of the last region that counted; None
+    after a state was loaded.
     """
 
     def __init__(self) -> None:
@@ -84,12 +81,7 @@ class AmaxGroups:
 
     @property
     def clocks(self) -> tuple[int, list[int]]:
-        """Numbers of pending regions in all amax groups, to be saved and restored by assignment.
-
-        Returns:
-            future: number of pending regions with which new amax groups begin.
-            known: number of pending regions of each existing amax group.
-        """
+        """Pending regions of new amax groups, and of each existing one; can be assigned."""
         return self._pending, [group.pending for group in self._groups]
 
     @clocks.setter
@@ -119,10 +111,7 @@ class AmaxGroups:
     def enter(self, recipe: DelayedScaling, group: Any) -> AmaxGroup:
         """Makes the amax group of a region that is being entered the ``current`` one.
 
-        Args:
-            group: the region's ``fp8_group``; None is the whole world. Ignored if amax values are
-                not
-                reduced: all such regions share one amax group.
+        If amax values are not reduced, ``group`` is ignored: all such regions share one amax group.
         """
         last = self.current
         if last is not None and last.group is group and last.reduces == recipe.reduce_amax:
@@ -137,8 +126,8 @@ class AmaxGroups:
     def reduced_over(self, group: Any) -> list[AmaxGroup]:
         """Returns the amax groups, with pending regions, that ``flush_fp8_state(group)`` updates.
 
-        These are the amax group of ``group``, the amax group whose amax values are not reduced, and
-        amax groups whose process group is not known.
+        These are that of ``group``, that whose amax values are not reduced, and those of unknown
+        ranks.
         """
         waiting, key = self.waiting(), _key(group)
         known = self._keyed(key) or self._keyed(None)
@@ -154,12 +143,8 @@ class AmaxGroups:
     ) -> None:
         """Sets the number of pending regions to that of a saved state.
 
-        Args:
-            sync: the ``ScaleSync`` of the state, which gets the amax group if it has none.
-            number: number of the amax group in which the state was saved; None if the state was in
-                none, for which all amax groups are set.
-            is_copy: True if the state was unpickled or copied, perhaps in a process that has itself
-                trained: then the larger of the present number and ``pending`` is set.
+        ``number`` None, of a state that was in no amax group, sets all. With ``is_copy`` the
+        process may have trained itself: the larger of the present number and ``pending`` is set.
         """
         if is_copy and number is None:
             pending = max(pending, self.pending)
@@ -209,12 +194,7 @@ _EVERYWHERE, _NOWHERE = "everywhere", "nowhere"
 
 
 class ScaleSync:
-    """Record of the ranks that reduce a state's amax values, and of the ranks with equal scales.
-
-    Attributes:
-        amax_group: amax group of the last region that the module ran in; None before the first.
-        equal: True if all ranks of ``amax_group`` have equal scales and histories.
-    """
+    """Record of the ranks that reduce a state's amax values, and of the ranks with equal scales."""
 
     __slots__ = ("_where", "amax_group", "equal")
 
@@ -243,21 +223,15 @@ class ScaleSync:
         self._find_equal()
 
     def loaded(self, fingerprint: int | None) -> None:
-        """Notes that scales were loaded.
-
-        Args:
-            fingerprint: ``AmaxGroup.fingerprint`` of the ranks on which scales were equal when
-                saved; None if these are not known, or if scales may differ for another reason.
+        """Notes that scales were loaded, equal on the ranks of ``fingerprint``; None if
+        not known.
         """
         self._where = _NOWHERE if fingerprint is None else fingerprint
         self._find_equal()
 
     def updated(self, amax_group: AmaxGroup, reduced: bool, equalised: bool) -> None:
-        """Notes that scales were updated.
-
-        Args:
-            reduced: True if the state's amax values were reduced over the ranks of ``amax_group``.
-            equalised: True if scales and histories were made equal on these ranks.
+        """Notes that scales were updated, from amax values ``reduced`` over
+        ``amax_group`` or not.
         """
         where = self._where
         if reduced and (equalised or self._equal_in(amax_group)):
