@@ -178,8 +178,8 @@ class Capture:
                 module._modes.wgrad_store[:] = delayed
 
     def _run(self, graph: Any) -> tuple[list[Any], Any]:
-        """Runs one forward inside ``graph``, in an ``fp8_autocast`` region with no
-        update pending.
+        """Runs one forward inside ``graph``, in an ``fp8_autocast`` region without
+        pending update.
         """
         for captured in self.weights:
             captured.begin()
@@ -311,8 +311,7 @@ class Capture:
         return self.run
 
     def replay_backward(self, run: int, overwrite: bool, grads: Sequence[Any]) -> list[Any]:
-        """Replays the backward; returns gradients of all inputs, then of parameters that require
-        grad.
+        """Replays the backward; returns gradients of inputs, then of parameters that require grad.
 
         Later replays overwrite them. ``overwrite``: ``main_grad`` tensors start from zero.
 
@@ -345,9 +344,7 @@ class Capture:
 
 
 class WeightCache:
-    """Decides which FP8 weights a replay casts, by the rule of a module's own cache of
-    FP8 weights.
-    """
+    """Decides which FP8 weights a replay casts, by the rule of a module's cache of FP8 weights."""
 
     def __init__(
         self, kept: Sequence[KeptWeight], sources: Sequence[Sequence[torch.Tensor | int]]

@@ -55,9 +55,7 @@ def follow_traced_region(
 
 
 def leave_traced_region(used: list[tuple[ModuleFP8, str]]) -> None:
-    """Adds ops to the traced graph that copy amax values staged in it to the modules'
-    FP8 states.
-    """
+    """Adds ops to the traced graph that copy amax values staged in it to modules' FP8 states."""
     for module, key in used:
         torch.ops.apex_te.leave_region(_token, module.handle, module.staging(key), key)
 

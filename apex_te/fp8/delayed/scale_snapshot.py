@@ -11,14 +11,7 @@ __all__ = ["ScaleSnapshot"]
 
 
 class ScaleSnapshot:
-    """Copies of scales.
-
-    Attributes:
-        tensors: the scales themselves.
-        versions: version counter of each tensor when it was copied; another one means that the
-            tensor was written to since.
-        copies: a copy of each tensor.
-    """
+    """Copies of scales, with the version counters that tell later writes to these."""
 
     __slots__ = ("__weakref__", "copies", "tensors", "versions")
 
@@ -37,9 +30,8 @@ class ScaleSnapshot:
 
     @contextmanager
     def restored(self) -> Iterator[None]:
-        """Gives the scales that were written to since the snapshot its values, inside a block.
-
-        At the block's end they have the values from before the block.
+        """Gives scales written to since the snapshot its values, inside a block, and then theirs
+        back.
         """
         moved = []
         with torch.no_grad():
