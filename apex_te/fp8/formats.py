@@ -16,9 +16,9 @@ _FNUZ = {
 
 
 def formats_of(fp8_format: Format, device: torch.device) -> FormatValue:
-    """Returns the element types and ``fp8_max`` of a format on ``device``, for one scale a tensor.
+    """Returns a format's element types and ``fp8_max``, for one scale a tensor.
 
-    If the device multiplies fnuz types only, the result has these in place of OCP's.
+    They are fnuz types if the device multiplies these only.
 
     Source: AMD CDNA3 instruction set (fnuz), OCP OFP8 1.0.
     """

@@ -303,9 +303,8 @@ _LABELS = 150  # rows that can be told apart
 
 
 def _cells(series: dict[str, dict[str, list]], steps: list[int], key: str) -> list[list[float]]:
-    """Returns the values of ``key`` as a matrix: a row for each tensor, a column for each step.
-
-    A step in which the tensor was not recorded has NaN.
+    """Returns ``key`` with a row for each tensor and a column for each step; NaN if not
+    recorded.
     """
     column = {step: i for i, step in enumerate(steps)}
     cells = [[math.nan] * len(steps) for _ in series]
@@ -326,11 +325,7 @@ def _owners(modules: list[tuple[str, Any]]) -> list[str]:
 
 
 def _names(owner: str, module: Any) -> list[str]:
-    """Returns the labels of a module's slots, ``<owner>.<role>`` or ``<owner>.<gemm>.<role>``.
-
-    Args:
-        module: the module; names of its weights such as ``fc1_weight`` give the names of its GEMMs.
-    """
+    """Returns the labels of a module's slots, ``<owner>.<role>`` or ``<owner>.<gemm>.<role>``."""
     gemms = module.fp8_state.gemms
     weights = module._gemm_weights()
     named = [names[0] for names in weights if len(names) == 1 and names[0].endswith("_weight")]
@@ -344,12 +339,7 @@ def _names(owner: str, module: Any) -> list[str]:
 
 
 def _append(series: dict[str, list], values: dict[str, float]) -> None:
-    """Appends the figures of a step to ``series``, with rates in place of counts.
-
-    Args:
-        series: lists by the names in ``SERIES``.
-        values: sums and maxima over the step by the names in ``FIELDS``.
-    """
+    """Appends the figures of a step to ``series``, with rates in place of counts."""
     inverse, nonzero = values["scale_inv_max"], values["nonzero"]
     series["amax"].append(values["amax"])
     series["scale_min"].append(1.0 / inverse if inverse else math.inf)

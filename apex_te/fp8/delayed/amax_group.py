@@ -223,15 +223,15 @@ class ScaleSync:
         self._find_equal()
 
     def loaded(self, fingerprint: int | None) -> None:
-        """Notes that scales were loaded, equal on the ranks of ``fingerprint``, None if
-        not known.
+        """Notes that scales were loaded, equal on the ranks of ``fingerprint`` or on
+        unknown ones.
         """
         self._where = _NOWHERE if fingerprint is None else fingerprint
         self._find_equal()
 
     def updated(self, amax_group: AmaxGroup, reduced: bool, equalised: bool) -> None:
-        """Notes an update of scales, by amax values ``reduced`` over ``amax_group``'s
-        ranks or not.
+        """Notes an update of scales, by amax values of all ranks of ``amax_group`` if
+        ``reduced``.
         """
         where = self._where
         if reduced and (equalised or self._equal_in(amax_group)):

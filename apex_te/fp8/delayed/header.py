@@ -21,8 +21,8 @@ _MAX_GROUPS = 256  # the most amax groups that a file may ask for
 
 
 def encode_header(header: dict[str, Any]) -> torch.Tensor:
-    """Returns ``header`` as JSON text, padded to a size that only the number of slots sets, as
-    uint8.
+    """Returns ``header`` as JSON text in uint8, of a size that depends on the number of
+    slots only.
     """
     size = _BYTES + _BYTES_PER_SLOT * len(header["first_due"])
     text = json.dumps(header, separators=(",", ":")).encode().ljust(size)

@@ -11,7 +11,7 @@ __all__ = ["ScaleSnapshot"]
 
 
 class ScaleSnapshot:
-    """Copies of scales, with the version counters that tell later writes to these."""
+    """Copies of scales, with version counters that show which scales were written to since."""
 
     __slots__ = ("__weakref__", "copies", "tensors", "versions")
 
@@ -30,9 +30,7 @@ class ScaleSnapshot:
 
     @contextmanager
     def restored(self) -> Iterator[None]:
-        """Gives scales written to since the snapshot its values, inside a block, and then theirs
-        back.
-        """
+        """Gives scales that were written to since the snapshot its values, inside a block."""
         moved = []
         with torch.no_grad():
             for tensor, version, copy in zip(self.tensors, self.versions, self.copies, strict=True):

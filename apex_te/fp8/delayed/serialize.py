@@ -81,7 +81,7 @@ def _warn_of_left_out(wanted: Iterable[str], saved: Iterable[str]) -> None:
 
 
 class LoadedState(NamedTuple):
-    """Named tuple of a state dict's checked entries for one FP8 state; None for initial values."""
+    """Named tuple of a state dict's checked entries for one FP8 state; all None if it has none."""
 
     tensors: dict[str, torch.Tensor] | None = None
     header: Header | None = None

@@ -110,9 +110,7 @@ class FP8State:
         )
 
     def _clock(self) -> tuple[int | None, int]:
-        """Returns the number of the amax group, None before the first region, and its pending
-        regions.
-        """
+        """Returns the number of the amax group, or None, and of regions since its last update."""
         group = self.sync.amax_group
         return (None, amax_groups.pending) if group is None else (group.number, group.pending)
 
@@ -279,9 +277,7 @@ def warn_resized(old: int, new: int) -> None:
 
 
 def resized_history(history: torch.Tensor, length: int) -> torch.Tensor:
-    """Returns an amax history of another length, with its staging row and newest rows,
-    then zeros.
-    """
+    """Returns an amax history of another length, with the newest rows and the staging row."""
     new = history.new_zeros(length, history.shape[1])
     new[0] = history[0]
     kept = min(history.shape[0], length) - 1

@@ -44,10 +44,9 @@ _failures: dict[Recipe, UpdateFailure] = {}  # that no region has raised yet
 def enter_region(
     recipe: Any, group: Any, may_update: bool, thread: int | None = None
 ) -> AmaxGroup | None:
-    """Counts a region that stages amax values, after an update if ``recipe.interval`` regions
-    passed.
+    """Counts a region that stages amax values, after an update that is due.
 
-    Only a region entered with grad (``may_update``) runs a due update. Returns None for a recipe
+    Only a region entered with grad (``may_update``) runs the update. Returns None for a recipe
     without state, whose regions do not count. ``thread`` is in ``AmaxGroup.inside`` until the
     region is left.
 
@@ -183,9 +182,7 @@ class UpdateFailure(NamedTuple):
     where: str
 
     def error(self) -> Exception:
-        """Returns the exception to raise: TypeError, ValueError, NotImplementedError or
-        RuntimeError.
-        """
+        """Returns the exception to raise, a RuntimeError for most types of ``cause``."""
         names = ", ".join(self.modules[:3])
         if len(self.modules) > 3:
             names += f" and {len(self.modules) - 3} more"
@@ -258,9 +255,7 @@ class UpdatePlan:
         return failures
 
     def _reduce(self) -> bool:
-        """All-reduces staged amax values; returns True if all ranks' scales were also
-        made equal.
-        """
+        """All-reduces staged amax values; returns True if this made all ranks' scales equal."""
         group = self.amax_group.group
         if self._reduction is None:
             unsure = any(reduced and not s.sure_in(self.amax_group) for s, reduced in self._syncs)
@@ -303,9 +298,7 @@ class ScaleGroups(dict[tuple, "ScaleGroup"]):
 
 
 class ScaleGroup:
-    """Slots of states on one device that one call updates, since their recipes are
-    equal in effect.
-    """
+    """Slots of states on one device that one call updates, as their recipes are equal in effect."""
 
     def __init__(self, recipe: DelayedScaling, nonfinite: torch.Tensor) -> None:
         self.recipe = recipe
@@ -337,9 +330,7 @@ class ScaleGroup:
         self._owners.append((weakref.ref(module), len(self.histories)))
 
     def run(self, nonfinite: torch.Tensor | None) -> UpdateFailure | None:
-        """Updates every slot; a state whose update raises keeps its scales, and is in
-        the failure.
-        """
+        """Updates every slot; a state whose update raises keeps its scales and is returned."""
         prepared = self._prepared.get(nonfinite is None)
         if prepared is not None and not self._suspects and not torch.compiler.is_compiling():
             try:

@@ -123,9 +123,7 @@ def attributes_of(x: HeldWeight) -> dict[str, Any]:
 
 
 def _with_attributes(new: HeldWeight, x: HeldWeight) -> Any:
-    """Copies users' attributes of ``x`` to ``new``, as aliases carry them when a module
-    is moved.
-    """
+    """Copies users' attributes of ``x`` to ``new``: a moved module takes the data of an alias."""
     new.__dict__.update(attributes_of(x))
     return new
 

@@ -129,9 +129,7 @@ class GatheredPart(Protocol):
 
 
 def fsdp_groups() -> Iterator[Any]:
-    """Yields FSDP2's groups of parameters gathered at once, of all models, by private
-    attributes.
-    """
+    """Yields all models' groups of parameters that FSDP2 gathers at once, by private attributes."""
     from torch.distributed import _composable_state
 
     for reference in list(_composable_state._module_state_mapping.values()):
@@ -179,8 +177,7 @@ def check_resharding(owner: str, module: torch.nn.Module | None) -> None:
 def shard_fp8_data(
     shard: GatheredPart, mesh: Any, outer_size: Any, module: Any, mp_policy: Any
 ) -> tuple:
-    """Returns what FSDP2 is to gather of a shard that is held in FP8, and ``gathered_fp8_data``'s
-    context.
+    """Returns what FSDP2 is to gather of a shard that is held in FP8, and a context.
 
     The data are uint8, padded to as many rows on each rank; of a weight with several scales,
     ``scale_inv`` follows. FSDP2 takes no further tensor of uneven shards. ``mp_policy.param_dtype``

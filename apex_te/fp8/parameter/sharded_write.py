@@ -18,8 +18,8 @@ __all__ = ["drop_columnwise", "replace_data", "write_parts"]
 
 
 def replace_data(weight: FP8Parameter, data: torch.Tensor) -> None:
-    """Moves the FP8 data of a weight, with their values, to the memory ``data``, now
-    the weight's.
+    """Moves a weight's FP8 data to the memory ``data``, such as a part of a buffer,
+    which it keeps.
     """
     held = _held("replace_data", weight)
     old = held.rowwise
@@ -135,8 +135,8 @@ class _Piece:
         return torch.nn.functional.pad(values.view(rows, cols), padding).view(self.shape)
 
     def write(self, amax: torch.Tensor) -> None:
-        """Writes this rank's part, and all scales, by ``amax`` fp32 ``[blocks]`` of the whole
-        weight.
+        """Writes this rank's part, and all scales; ``amax`` is of all blocks of the
+        whole weight.
         """
         if not self.layout.block_rows:
             x = torch.zeros(16, device=self.device) if self.part is None else self.part
@@ -154,9 +154,7 @@ class _Piece:
         self._store(self.layout.quantize(self.quantizer, values), self.start)
 
     def _store(self, made: QuantizedTensor, first: int) -> None:
-        """Copies scales, and the part of the data, from index ``first`` of ``made``, to
-        the weight.
-        """
+        """Copies scales, and this rank's part of the data, from index ``first``, to the weight."""
         held = self.weight._held
         assert held.rowwise is not None
         assert held.rowwise_scale_inv is not None

@@ -55,9 +55,7 @@ class ValuesView(torch.Tensor):
 
 
 def _as_given(out: Any, given: list[ValuesView]) -> Any:
-    """Returns a plain tensor over the memory of one of ``given`` as a ValuesView, all
-    else as is.
-    """
+    """Returns a plain tensor over the memory of one of ``given`` as a ValuesView, else ``out``."""
     alias: Any = torch._C._is_alias_of  # type: ignore[attr-defined]
     if type(out) is torch.Tensor and any(alias(out, view) for view in given):
         return out.as_subclass(ValuesView)
