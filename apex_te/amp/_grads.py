@@ -18,10 +18,7 @@ Pair = tuple[torch.Tensor, torch.Tensor]  # (parameter, master weight)
 
 
 class Flags:
-    """Unscales gradients, and keeps a flag on each device: 1 if a gradient was not finite, else 0.
-
-    ``inv_scale`` None is for gradients that are not scaled, of which no flag is kept.
-    """
+    """Unscales gradients, and keeps a flag on each device: 1 if one was not finite, else 0."""
 
     def __init__(self, inv_scale: torch.Tensor | None) -> None:
         self._inv_scale = inv_scale
@@ -64,9 +61,7 @@ class Flags:
 
 
 def move_grads(pairs: list[Pair], flags: Flags) -> None:
-    """Moves the gradients of parameters, unscaled, to their master weights, adding to
-    those there.
-    """
+    """Moves gradients, unscaled, to their master weights, and adds them to those already there."""
     pairs = [(param, master) for param, master in pairs if param.grad is not None]
     grads = [_placed_grad(param) for param, _ in pairs]
     fresh = [torch.empty_like(master) for _, master in pairs]
@@ -77,9 +72,7 @@ def move_grads(pairs: list[Pair], flags: Flags) -> None:
 
 
 def unscale_grads(params: list[torch.Tensor], kept: dict[int, torch.Tensor], flags: Flags) -> None:
-    """Unscales gradients in place, and adds ``kept`` ones of earlier backwards, by ``id``,
-    unscaled.
-    """
+    """Unscales gradients in place, and adds ``kept`` ones of earlier backwards, not scaled."""
     grads = []
     for param in params:
         if param.grad is not None:

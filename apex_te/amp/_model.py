@@ -20,9 +20,8 @@ __all__ = ["prepare_model", "release_model"]
 
 @dataclasses.dataclass(frozen=True)
 class Casts:
-    """Casts and contexts around a model's forward; None leaves one out.
-
-    ``autocast`` is a dtype of ``torch.autocast``, and excludes ``recipe``.
+    """Casts and contexts around a model's forward; ``autocast`` and ``recipe`` exclude
+    each other.
     """
 
     inputs: torch.dtype | None
@@ -35,8 +34,7 @@ class AmpForward:
     """Callable that replaces ``model.forward`` on the instance, and adds casts.
 
     A copy or pickle of the model contains one that calls the copy. ``inner`` is a ``forward`` that
-    the instance had before, None if its class's is called. ``probe`` is a parameter whose device
-    ``torch.autocast`` is for.
+    the instance had before, or None; ``torch.autocast`` is for the device of ``probe``.
     """
 
     __slots__ = ("__weakref__", "casts", "handles", "inner", "model", "probe")

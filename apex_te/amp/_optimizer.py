@@ -73,8 +73,8 @@ class OptimizerAmp:
     def refresh(self) -> None:
         """Copies parameters that have changed since their master weights were made to these, once.
 
-        So weights may be loaded between ``amp.initialize`` and the first step. A loaded state dict
-        that lacks master weights makes the next call copy again.
+        So weights may be loaded before the first step; a state dict without master weights repeats
+        it.
         """
         if self._versions is None:
             return
@@ -89,9 +89,8 @@ class OptimizerAmp:
         self._loading = masters
 
     def loaded(self) -> list[int]:
-        """Copies saved master weights of ``load_later`` to master weights and parameters.
-
-        The next ``refresh`` copies master weights that were not saved from their parameters.
+        """Copies saved master weights to master weights and parameters; ``refresh`` sets the
+        others.
         """
         masters, self._loading = self._loading, []
         with torch.no_grad():
@@ -138,9 +137,7 @@ class OptimizerAmp:
         self._versions = [*known, *(param._version for param, _ in self.pairs[before:])]
 
     def restore_params(self, optimizer: torch.optim.Optimizer) -> None:
-        """Puts the parameters, with the state of their master weights, back into
-        ``param_groups``.
-        """
+        """Puts the parameters, with their master weights' state, back into ``param_groups``."""
         params = {id(master): param for param, master in self.pairs}
         for group in optimizer.param_groups:
             for i, master in enumerate(group["params"]):
@@ -213,9 +210,8 @@ def _step(self: Any, inner: Callable[..., Any], *args: Any, **kwargs: Any) -> An
 
 
 def _zero_grad(self: Any, inner: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
-    """Calls ``inner``, the optimizer's own ``zero_grad``, and drops what amp keeps of gradients.
-
-    That is gradients of parameters that a master weight replaces, and flags.
+    """Calls ``inner``, the optimizer's ``zero_grad``, and drops flags and gradients
+    that amp keeps.
     """
     inner(*args, **kwargs)
     kept = amp_of(self)
@@ -293,9 +289,7 @@ def _add_masters(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -
 
 
 def _take_masters(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
-    """Takes the master weights out of a state dict, for ``_set_masters`` (a pre-hook of
-    loading).
-    """
+    """Takes the master weights out of a state dict, for ``_set_masters`` (a pre-hook)."""
     states = dict(state_dict["state"])
     found: list[tuple[torch.Tensor, Pair]] = []
     for i, param, master in _index(optimizer):
@@ -321,10 +315,7 @@ def _take_masters(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) 
 
 
 def _set_masters(optimizer: torch.optim.Optimizer) -> None:
-    """Sets the master weights after the optimizer has loaded the other state (a post-hook).
-
-    Only a state dict with some, but not all, of the master weights causes a warning.
-    """
+    """Sets master weights after loading (a post-hook); warns if some, but not all, were saved."""
     kept = amp_of(optimizer)
     missing = kept.loaded() if kept is not None else []
     if kept is None or not 0 < len(missing) < len(kept.pairs):

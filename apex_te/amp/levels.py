@@ -36,8 +36,7 @@ _BOOLS = {"True": True, "False": False}
 class Properties:
     """Properties of an opt level, of which a caller of ``amp.initialize`` may have replaced some.
 
-    A dtype of None leaves tensors as they are. ``loss_scale`` is "dynamic" or a fixed number.
-    ``make_recipe`` makes the recipe of ``fp8_autocast``, None for levels without FP8.
+    A dtype of None leaves tensors as they are; ``loss_scale`` is "dynamic" or a number.
     """
 
     cast_model_type: torch.dtype | None

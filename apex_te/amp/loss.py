@@ -108,8 +108,7 @@ def _enter(
 ) -> None:
     """Sets gradients of earlier backwards aside, so that only new ones are unscaled on exit.
 
-    Those of parameters with master weights move to the masters' ``.grad``, others to ``kept`` by
-    ``id``.
+    They move to ``.grad`` of the master weights, or to ``kept`` by ``id`` of the parameter.
     """
     if amp.scaled or (scaler.is_one and not amp.pairs):
         return
@@ -148,10 +147,10 @@ def _report(
     found_inf: torch.Tensor,
     delayed: bool,
 ) -> None:
-    """Hands the flag of non-finite gradients to the optimizers, and to the scaler.
+    """Hands the flag of non-finite gradients to the optimizers, which then skip a step, and the
+    scaler.
 
-    If it is not 0 the optimizers skip their next step. With ``delayed`` the scaler keeps it for its
-    next update.
+    With ``delayed`` the scaler keeps it for its next update.
     """
     for optimizer in optimizers:
         before = getattr(optimizer, "found_inf", None)

@@ -35,16 +35,14 @@ class Region(Entered):
 
     Attributes:
         last_input: the input that a layer of this region cast last, for one that takes the same.
-        recipe_key: name of the recipe (``registry.intern``), by which modules find quantizers.
         grad: True if the outermost region was entered with grad enabled.
         in_fp8: True if this region or a region around it is enabled or calibrating.
         in_backward: True if it was entered while a backward ran, by what is computed again.
-        records: True if modules stage amax values in this region.
         amax_group: the amax group that counts this region; None in evaluation, in a recompute,
             without state, and in traced code, whose graph enters the region by an op.
         previewed: True in an evaluation that reads ``FP8State.pending_scale_fwd``.
-        calibrated: the amax group to update when an outermost calibrating region without grad is
-            left.
+        calibrated: the amax group to update on leaving an outermost calibrating region without
+            grad.
         traced: pairs of a ``ModuleFP8`` and a recipe key that a graph of torch.compile has used, if
             the graph itself entered the outermost region; else None.
     """
@@ -211,9 +209,7 @@ class fp8_autocast:
         )  # fmt: skip
 
     def _refuse_both(self, name: str, value: object, other: str) -> None:
-        """Raises the TypeError of an argument that is given by both its names, unless
-        it is None.
-        """
+        """Raises the TypeError of an argument that is given by both its names."""
         if value is not None:
             raise TypeError(
                 f"{type(self).__name__}: {name} and {other} mean the same; pass only one of them, "

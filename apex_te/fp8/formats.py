@@ -16,9 +16,7 @@ _FNUZ = {
 
 
 def formats_of(fp8_format: Format, device: torch.device) -> FormatValue:
-    """Returns a format's element types and ``fp8_max``, for one scale a tensor.
-
-    They are fnuz types if the device multiplies these only.
+    """Returns a format's element types, fnuz if the device multiplies these only, and ``fp8_max``.
 
     Source: AMD CDNA3 instruction set (fnuz), OCP OFP8 1.0.
     """

@@ -100,8 +100,6 @@ class quantized_model_init(fp8_model_init):
 
 
 def settings() -> Settings | None:
-    """Returns the settings of this thread's ``fp8_model_init``; None if weights are
-    high-precision.
-    """
+    """Returns the thread's ``fp8_model_init`` settings; None if weights are high-precision."""
     region = _local.region
     return region.settings if region is not None and region.settings.enabled else None

@@ -35,12 +35,8 @@ class _Compiled:
 class ModuleFP8:
     """FP8 state of a module and the quantizers over it, which are built once for each recipe.
 
-    Attributes:
-        label: name equal on all ranks: the module's class, and its layer or pipeline stage if
-            known.
-        number: place among all FP8 modules that the process has constructed.
-        observer: passes new ``QuantizerSets`` before modules get them; None if there is none.
-        handle: ``number`` as int64 ``[1]`` on the CPU, for ops in compiled code.
+    ``label`` is equal on all ranks: the module's class, and its layer or pipeline stage if known.
+    ``handle`` is ``number`` as int64 ``[1]`` on the CPU, for ops in compiled code.
     """
 
     number: int
@@ -132,9 +128,7 @@ class ModuleFP8:
         records: bool = True,
         amax_group: AmaxGroup | None = None,
     ) -> QuantizerSets:
-        """Returns the quantizers for one forward; builds them, and allocates the state,
-        if needed.
-        """
+        """Returns the quantizers for one forward; builds them and allocates the state if needed."""
         if torch.compiler.is_compiling():
             if torch.compiler.is_dynamo_compiling():  # which runs the marked function by itself
                 self._prepare(key, device.type, device.index, records)
@@ -163,9 +157,8 @@ class ModuleFP8:
     def adapt(
         self, key: str, recipe: Recipe, device: torch.device, records: bool = True
     ) -> QuantizerSets:
-        """Returns the quantizers for ``recipe``, after fitting the state to the recipe.
-
-        A forward that does not record changes no state that exists.
+        """Returns quantizers for ``recipe``; fits the state to it, if new or the
+        forward records.
         """
         state = self.state
         exists = state.allocated and state.device.type != "meta"
@@ -225,7 +218,7 @@ class ModuleFP8:
         self._sets_first_scales |= records and recipe.keeps_state
 
     def staging(self, key: str) -> list[torch.Tensor]:
-        """Returns the state's tensors for inputs and weights that compiled code reads
+        """Returns the state's tensors, for inputs and weights, that compiled code reads
         and writes.
         """
         return getattr(self._compiled, key)[1]
@@ -245,10 +238,7 @@ class ModuleFP8:
             self._active = None
 
     def traced_weight(self, gemm: int, dtype: torch.dtype, *sizes: int) -> TracedWeight:
-        """Returns the FP8 copies of a GEMM's weight that compiled code keeps between calls.
-
-        ``sizes`` are the rows, columns and number of parameters of the weight.
-        """
+        """Returns the FP8 copies of a GEMM's weight that compiled code keeps between calls."""
         name = f"weight_{gemm}"  # of one dtype, the same in all formats
         self._prepare_weight(name, dtype, *sizes)
         return getattr(self._compiled, name)

@@ -125,13 +125,8 @@ class fp8_statistics:
     ) -> None:
         """Adds the measurements of a tensor to the current step.
 
-        Args:
-            x: the tensor in bf16 or fp32, ``[rows, cols]``.
-            quantized: its FP8 copies.
-
-        An input or weight of a region not seen before begins a new step. Gradients, which come
-
-        after their region was left, belong to the current step.
+        An input or weight of a new region begins a step. Gradients, which come after their region
+        was left, belong to the current step.
         """
         if slot % len(ROLES) != ROLES.index("grad_output"):
             self._enter(local.region)
@@ -303,9 +298,7 @@ _LABELS = 150  # rows that can be told apart
 
 
 def _cells(series: dict[str, dict[str, list]], steps: list[int], key: str) -> list[list[float]]:
-    """Returns ``key`` with a row for each tensor and a column for each step; NaN if not
-    recorded.
-    """
+    """Returns ``key`` as a row for each tensor and a column for each step, NaN if missing."""
     column = {step: i for i, step in enumerate(steps)}
     cells = [[math.nan] * len(steps) for _ in series]
     for row, values in zip(cells, series.values(), strict=True):

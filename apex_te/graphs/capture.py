@@ -31,9 +31,8 @@ def fp8_modules(module: torch.nn.Module) -> list[FP8Module]:
 
 @contextlib.contextmanager
 def no_collection() -> Iterator[None]:
-    """Collects garbage before the ``with`` block and not inside.
-
-    An older graph that is collected during a capture breaks the capture.
+    """Collects garbage before the ``with`` block; collecting a graph would break a
+    capture inside.
     """
     gc.collect()
     enabled = gc.isenabled()
@@ -92,14 +91,11 @@ class Capture:
     capture of the same module's first microbatch, whose FP8 weights this one shares.
 
     Attributes:
-        caches: KV caches among the arguments, with what the graph has room for; only without
-            gradients.
+        caches: KV caches among the arguments, with what the graph has room for; without gradients.
         outputs: flat outputs of ``forward``; ``results`` are the tensors among them.
         fixed: positions in ``results`` of tensors that need no gradient.
-        grad_outputs: for each tensor of ``results``, where the backward reads its gradient, or
-            None.
+        grad_outputs: where the backward reads gradients of ``results``, or None for each.
         stand_ins: by id of a parameter, the parameter that replaces it in the capture.
-        cache: decides which FP8 weights a replay casts; None without ``keeps_weights``.
         delayed: the weight gradients that ``backward_dw`` computes after a replay.
         run: the number of forwards replayed so far, recomputes not counted.
     """
@@ -296,10 +292,10 @@ class Capture:
         self.weights, self.cache, self.delayed = [], None, []
 
     def replay_forward(self, inputs: Sequence[torch.Tensor], again: bool) -> int:
-        """Copies ``inputs``, ordered as ``self.inputs``, to the graph's and replays the forward.
+        """Copies ``inputs`` to the graph's and replays the forward; returns its number.
 
-        Returns the forward's number, by which ``replay_backward`` checks that none came between. A
-        recompute (``again``) gets the same number.
+        A recompute (``again``) gets the same number, by which ``replay_backward`` sees if others
+        came.
         """
         for static, value in zip(self.inputs, inputs, strict=True):
             static.copy_(value)
@@ -359,11 +355,7 @@ class WeightCache:
                 weight.noop = noop
 
     def choose(self, first: bool | None, recomputed: bool, inputs: Sequence[torch.Tensor]) -> None:
-        """Sets the ``noop`` flags that the graph reads, before the replay of a call.
-
-        ``first`` True casts all weights; None casts all, for this call only; False casts weights
-        that changed.
-        """
+        """Sets the graph's ``noop`` flags; ``first`` None casts all weights, for this call only."""
         self.is_filled = True
         if recomputed or self._noop is None:
             keeps = [True] * len(self._keeps)
@@ -428,9 +420,8 @@ def _path_name(path: Any) -> str:
 def preserved(
     modules: Sequence[torch.nn.Module], devices: Sequence[torch.device]
 ) -> Iterator[None]:
-    """Restores, after the ``with`` block, the state that is changed by running modules inside.
-
-    That is FP8 state, pending updates, buffers, ``main_grad`` tensors and random generators.
+    """Restores FP8 state, pending updates, buffers, ``main_grad`` and generators after
+    the block.
     """
     states = [SavedState(child.fp8_state) for module in modules for child in fp8_modules(module)]
     parameters = [p for module in modules for p in module.parameters()]

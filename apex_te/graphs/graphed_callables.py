@@ -356,9 +356,8 @@ class GraphedForward:
         return pytree.tree_unflatten(outputs, capture.output_spec)
 
     def _captured_keywords(self, kwargs: dict[str, Any]) -> dict[str, Any]:
-        """Returns keyword arguments in the order of the capture, in a graph of a microbatch.
-
-        Those that the capture had not are left out if they are None: Megatron passes them all.
+        """Returns keyword arguments as captured; drops further ones that are None, as Megatron
+        passes.
         """
         if self.schedule is None:
             return kwargs

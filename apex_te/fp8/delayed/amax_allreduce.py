@@ -30,10 +30,9 @@ _QUANTUM = 16384
 
 
 class SlotRange(NamedTuple):
-    """Named tuple of neighbouring slots of one FP8 state, with scales fp32 ``[slots]``.
+    """Named tuple of neighbouring slots, from ``at`` among all of the process, of one FP8 state.
 
-    ``at`` counts all slots of the process. ``history`` is fp32 ``[length, slots]``; row 0 is
-    staging.
+    ``history`` is fp32 ``[length, slots]``, its row 0 staging; scales are fp32 ``[slots]``.
     """
 
     at: int
@@ -45,10 +44,7 @@ class SlotRange(NamedTuple):
 class _Channel:
     """Facts that one amax reduction over a process group leaves for the next one.
 
-    Attributes:
-        capacity: number of elements that each rank sends in one collective, equal on all ranks.
-        wanted: length of the longest amax history of ranks that ask for equal scales; 0 if none
-            does.
+    ``wanted`` is the longest amax history of ranks that ask for equal scales; 0 if none does.
     """
 
     __slots__ = ("_copied", "_found", "capacity", "wanted")
@@ -77,9 +73,8 @@ class _Channel:
             self._copied.record()
 
     def read(self) -> Comparison | None:
-        """Compares the ranks by the last header that was stored; waits for its copy.
-
-        None if the header has been read already.
+        """Compares the ranks by the last header stored, after waiting for it; None if
+        already read.
         """
         if self._copied is None:
             return None
@@ -97,11 +92,8 @@ _channels: weakref.WeakKeyDictionary[Any, _Channel] = weakref.WeakKeyDictionary(
 class RankReduction:
     """Reduces staged amax values over ranks, and checks that all ranks have the same modules.
 
-    Args:
-        sizes: number of slots of each module of the process, in the order of construction.
-        slots: slots whose staging row is reduced in place.
-        device: device of the collective if ``slots`` is empty.
-        unsure: True if scales and histories may differ between ranks, as after loading.
+    ``unsure`` is True if scales and histories may differ between ranks, as after loading. ``sizes``
+    are numbers of slots, in the order of modules' construction.
     """
 
     def __init__(
@@ -134,11 +126,10 @@ class RankReduction:
         self._agreed: _Channel | None = None  # the channel whose ranks were found to agree
 
     def run(self, group: Any) -> bool:
-        """Reduces the staged amax values over ``group``; returns True if it made all scales equal.
+        """Reduces staged amax values over ``group``; returns True if it made all scales equal.
 
-        The header is checked at once if the group is new, else in the next call, so that no step
-        waits. If some rank is unsure, the next call equalises scales and histories by one more
-        collective.
+        A new group's header is checked at once, others in the next call, so that no step waits. If
+        some rank is unsure, the next call equalises scales and histories by one more collective.
 
         Raises:
             RankMismatchError: on every rank, if the ranks have different modules.

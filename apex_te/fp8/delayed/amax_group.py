@@ -24,12 +24,11 @@ class AmaxGroup:
 
     Attributes:
         key: the ranks, ``"world"``, or ``"own"`` if amax values are not reduced; None while only a
-            loaded state has mentioned ``number``, and no region has claimed it.
+            loaded state has mentioned ``number``.
         group: process group as the last region passed it; None is the whole world.
         pending: number of regions since the last update.
         training: True if a pending region was entered with grad enabled: its backward may still
             come, and until then scales must not move.
-        inside: numbers of the threads that are in one of these regions.
     """
 
     __slots__ = ("group", "inside", "key", "number", "pending", "training")
@@ -57,10 +56,9 @@ class AmaxGroup:
 
 
 class AmaxGroups:
-    """All amax groups of the process, in the order of their first use.
+    """All amax groups of the process, in the order of their first use; ``current`` was used last.
 
-    ``current`` is that of the last region. ``recipe`` is of the last region that counted; None
-    after a state was loaded.
+    ``recipe`` is of the last region that counted; None after a state was loaded.
     """
 
     def __init__(self) -> None:
@@ -109,10 +107,7 @@ class AmaxGroups:
         return [group for group in self._groups if group.pending]
 
     def enter(self, recipe: DelayedScaling, group: Any) -> AmaxGroup:
-        """Makes the amax group of a region that is being entered the ``current`` one.
-
-        If amax values are not reduced, ``group`` is ignored: all such regions share one amax group.
-        """
+        """Makes a region's amax group ``current``; all regions without reduction share one."""
         last = self.current
         if last is not None and last.group is group and last.reduces == recipe.reduce_amax:
             return last
@@ -124,11 +119,7 @@ class AmaxGroups:
         return found
 
     def reduced_over(self, group: Any) -> list[AmaxGroup]:
-        """Returns the amax groups, with pending regions, that ``flush_fp8_state(group)`` updates.
-
-        These are that of ``group``, that whose amax values are not reduced, and those of unknown
-        ranks.
-        """
+        """Returns the pending amax groups of ``group``, without reduction or of unknown ranks."""
         waiting, key = self.waiting(), _key(group)
         known = self._keyed(key) or self._keyed(None)
         if not known and any(found.reduces for found in waiting):
@@ -223,16 +214,12 @@ class ScaleSync:
         self._find_equal()
 
     def loaded(self, fingerprint: int | None) -> None:
-        """Notes that scales were loaded, equal on the ranks of ``fingerprint`` or on
-        unknown ones.
-        """
+        """Notes that scales were loaded, equal on the ranks of ``fingerprint``, or unknown."""
         self._where = _NOWHERE if fingerprint is None else fingerprint
         self._find_equal()
 
     def updated(self, amax_group: AmaxGroup, reduced: bool, equalised: bool) -> None:
-        """Notes an update of scales, by amax values of all ranks of ``amax_group`` if
-        ``reduced``.
-        """
+        """Notes an update of scales, from all amax values of ``amax_group`` if ``reduced``."""
         where = self._where
         if reduced and (equalised or self._equal_in(amax_group)):
             self._where = amax_group

@@ -40,9 +40,8 @@ def follow_traced_region(
 ) -> None:
     """Adds to the traced graph an op that copies a module's current scales to the graph's tensors.
 
-    If the region was entered outside of the graph (``used`` is None), the graph uses the FP8
-    state's tensors and nothing is copied; with several amax groups an op then makes the module
-    enter the current one, as layers that share the graph may run in different groups.
+    If the region was entered outside of the graph (``used`` is None), the graph uses the FP8 state
+    itself; with several amax groups an op makes the module enter the current one.
     """
     if used is None:
         if amax_groups.several:
@@ -61,10 +60,7 @@ def leave_traced_region(used: list[tuple[ModuleFP8, str]]) -> None:
 
 
 def _update_first(key: str, group: str | None, may_update: bool) -> bool:
-    """Runs a due update while torch.compile traces, if modules have a state of another recipe.
-
-    Amax values staged under the old recipe must be used before their states are adapted.
-    """
+    """Runs a due update while torch.compile traces, before states get another recipe."""
     recipe: Any = recipe_named(key)
     if recipe.keeps_state:
         amax_group = amax_groups.enter(recipe, _group(group))
@@ -93,10 +89,10 @@ def _enter(token: torch.Tensor, key: str, group: str | None, may_update: bool) -
 def _follow(
     token: torch.Tensor, handle: torch.Tensor, tensors: Sequence[torch.Tensor], key: str
 ) -> None:
-    """Copies a module's scales to the tensors that compiled code reads; op ``follow_region``.
+    """Copies scales of module ``handle``, int64 ``[1]`` on the CPU, to the tensors of compiled
+    code.
 
-    ``token`` orders this op after entering. ``handle`` is int64 ``[1]`` on the CPU, the module's
-    number in the registry.
+    ``token`` orders this op, ``follow_region``, after the one that entered the region.
     """
     module = registry.member(int(handle))
     if module.state.sync.amax_group is not amax_groups.current:

@@ -21,9 +21,7 @@ _MAX_GROUPS = 256  # the most amax groups that a file may ask for
 
 
 def encode_header(header: dict[str, Any]) -> torch.Tensor:
-    """Returns ``header`` as JSON text in uint8, of a size that depends on the number of
-    slots only.
-    """
+    """Returns ``header`` as JSON text in uint8; its size depends on the number of slots only."""
     size = _BYTES + _BYTES_PER_SLOT * len(header["first_due"])
     text = json.dumps(header, separators=(",", ":")).encode().ljust(size)
     return torch.frombuffer(bytearray(text), dtype=torch.uint8)

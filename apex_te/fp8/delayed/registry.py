@@ -65,10 +65,7 @@ def _field_names(kind: type) -> str:
 
 
 def _key_of_values(kind: Any, integers: str, floats: str, /, **values: Any) -> str:
-    """Returns the interned name of the recipe ``kind(**values)``, a constant to torch.compile.
-
-    Its numbers are ``name=digits`` separated by spaces, in ``float.hex`` digits.
-    """
+    """Returns the name of ``kind(**values)``, a constant to torch.compile, from numbers as text."""
     for numbers, type_of in ((integers, int), (floats, float)):
         for number in numbers.split():
             name, _, digits = number.partition("=")
@@ -85,9 +82,8 @@ _key_of_values._dynamo_marked_constant = True  # type: ignore[attr-defined]
 class Registry:
     """All ``ModuleFP8`` objects of the process, held weakly and numbered.
 
-    ``sizes``, numbers of slots, and ``labels`` keep the entries of dead objects, because other
-    ranks may still have theirs. ``plans`` caches what updates prepare, until a member comes, goes
-    or changes.
+    Entries of dead objects in ``sizes`` and ``labels`` stay, as other ranks may still have theirs.
+    ``plans`` caches what updates prepare, until a member comes, goes or changes.
     """
 
     def __init__(self) -> None:

@@ -83,11 +83,7 @@ def _options(recipe: DelayedScaling, nonfinite: torch.Tensor | None) -> dict[str
 
 
 class UserUpdate(NamedTuple):
-    """Named tuple of one history's update by a user's functions, computed but not yet written.
-
-    ``last`` are the staged amax values, ``new`` the scales, fp32 ``[slots]``; slots in ``keep``
-    keep their scale.
-    """
+    """Named tuple of one history's update by a user's functions, computed but not yet written."""
 
     history: torch.Tensor
     scale: torch.Tensor

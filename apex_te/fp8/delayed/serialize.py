@@ -161,10 +161,9 @@ def load_state(
     missing_keys: list[str],
     error_msgs: list[str],
 ) -> None:
-    """Sets a module's FP8 state from the entries of a state dict.
+    """Sets a module's FP8 state from a state dict; wrong entries are reported and change nothing.
 
-    Without entries it gets initial values. Entries that do not fit are reported and leave the state
-    as it was.
+    Without entries it gets initial values.
     """
     loaded = read_state(module, tensors, prefix, missing_keys, error_msgs)
     if loaded is not None:

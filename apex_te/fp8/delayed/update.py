@@ -139,8 +139,7 @@ def flush_fp8_state(group: Any = None) -> None:
 def _update(recipe: Any, amax_group: AmaxGroup) -> None:
     """Updates the states of ``amax_group``, and keeps failures for the next region to raise.
 
-    ``recipe`` is for states that were loaded without one; failures with another recipe cause a
-    warning. None in a flush.
+    ``recipe`` is for states loaded without one; failures with another recipe cause a warning.
     """
     plan = registry.plans.get(amax_group)
     if plan is None:
@@ -197,10 +196,7 @@ class UpdateFailure(NamedTuple):
 
 
 class UpdatePlan:
-    """Tensors of the states of an amax group, grouped for updates; used until a module changes.
-
-    ``recipe`` is for states that were loaded without one; None leaves such states out.
-    """
+    """Tensors of an amax group's states, grouped for updates; used until a module changes."""
 
     def __init__(self, amax_group: AmaxGroup, recipe: Recipe | None) -> None:
         """Groups the tensors of all states that are updated with ``amax_group``."""
@@ -317,9 +313,7 @@ class ScaleGroup:
     def add(
         self, module: ModuleFP8, *slots: tuple[torch.Tensor, torch.Tensor, torch.Tensor, float]
     ) -> None:
-        """Adds slots of ``module``, held weakly, as tuples
-        ``(history, scale, scale_inv, fp8_max)``.
-        """
+        """Adds slots, as ``(history, scale, scale_inv, fp8_max)``, of ``module``, held weakly."""
         for history, scale, scale_inv, fp8_max in slots:
             self.histories.append(history)
             self.scales.append(scale)

@@ -42,14 +42,12 @@ class Gathered:
     """Record of how the FP8 data of a gathered weight were quantized; all its aliases share it.
 
     Attributes:
-        settings: ``Quantizer.settings`` of the quantizer that made the data; None if the shards
-            themselves are held in FP8.
+        settings: ``Quantizer.settings``; None if the shards themselves are held in FP8.
         amax: fp32 ``[1]``, of this rank's shard, to be staged by a forward, or None.
         group: process group of the ranks that have the shards; None if it is one rank.
         stamp: value that is equal for parts that were quantized with one scale, for ``joined``.
         source: gathers the weight again once its scales are older than those of a region; None for
             schemes whose scales belong to the data.
-        region: region of the gather, in which scales do not change.
         reader: the quantizer that ``read_by`` last found to have equal settings, or None.
     """
 
@@ -83,10 +81,7 @@ class Gathered:
         self.source, self.scales, self.region = other.source, other.scales, other.region
 
     def refresh(self) -> None:
-        """Gathers the weight again if FSDP2 has kept it since before an update of the scales.
-
-        Collective then: all ranks have kept it, and update scales together.
-        """
+        """Gathers a weight again, on all ranks, that FSDP2 has kept since before a scale update."""
         region = local.region
         if self.source is None or region is None or region is self.region or not region.in_fp8:
             return
@@ -237,10 +232,8 @@ def replace(weight: Any, held: QuantizedTensor, gathered: Gathered) -> None:
 
 
 def joined(parts: Sequence[GatheredPart]) -> tuple[QuantizedTensor, Gathered] | None:
-    """Joins the rows of gathered weights, ordered as in ``parts``, into one weight.
-
-    None if they cannot be joined in FP8: not gathered, shards held in FP8, or of different recipes
-    or dtypes.
+    """Joins the rows of gathered weights, in the order of ``parts``; None if not
+    possible in FP8.
     """
     first = parts[0]
     if any(p._gathered is None or not p._is_matrix for p in parts):

@@ -496,9 +496,8 @@ class FP8Parameter(torch.Tensor):
 def fp8_operands(
     weight: FP8Parameter, quantizers: GemmQuantizers, with_columnwise: bool, keep: bool = False
 ) -> QuantizedTensor | None:
-    """Returns the FP8 copies of a weight for a GEMM; None if the GEMM's backend cannot read them.
-
-    ``keep`` keeps the columnwise copy until the next write to ``weight``.
+    """Returns the FP8 copies of a weight for a GEMM; None if the GEMM's backend cannot
+    read them.
     """
     if weight._gathered is not None:
         if torch.compiler.is_compiling():
@@ -568,10 +567,8 @@ def _rebuild(
     attributes: dict[str, Any] | None = None,
     shape: tuple[int, ...] | None = None,
 ) -> FP8Parameter:
-    """Rebuilds a pickled FP8Parameter from values that ``torch.load(weights_only=True)`` accepts.
-
-    ``tensors`` are uint8 data and ``scale_inv``, float8_e8m0fnu as uint8. ``shape`` is that of a
-    view.
+    """Rebuilds a pickled FP8Parameter from what ``torch.load(weights_only=True)`` accepts, as
+    uint8.
     """
     recipe = unpack_recipe(packed)
     rowwise, scale_inv = _checked_tensors(recipe, tensors)

@@ -18,9 +18,7 @@ __all__ = ["drop_columnwise", "replace_data", "write_parts"]
 
 
 def replace_data(weight: FP8Parameter, data: torch.Tensor) -> None:
-    """Moves a weight's FP8 data to the memory ``data``, such as a part of a buffer,
-    which it keeps.
-    """
+    """Moves a weight's FP8 data to the memory ``data``, which it then keeps."""
     held = _held("replace_data", weight)
     old = held.rowwise
     assert old is not None
@@ -51,9 +49,9 @@ def write_parts(
 ) -> None:
     """Quantizes the part of each weight that this rank has, with the scales of the whole weights.
 
-    The ranks exchange amax values in one all-reduce. Each has then all scales and its own parts of
-    the data; the rest must be gathered, and then equals ``weight.copy_(whole)``. A part is of
-    consecutive elements of the flattened weight, from ``starts``; None if the rank has none.
+    After one all-reduce of amax values, each rank has all scales and its own parts of the data;
+    with the rest gathered they equal ``weight.copy_(whole)``. A part is consecutive elements of the
+    flattened weight, from ``starts``.
     """
     _check(weights, parts, starts)
     if not weights:
@@ -135,9 +133,7 @@ class _Piece:
         return torch.nn.functional.pad(values.view(rows, cols), padding).view(self.shape)
 
     def write(self, amax: torch.Tensor) -> None:
-        """Writes this rank's part, and all scales; ``amax`` is of all blocks of the
-        whole weight.
-        """
+        """Writes this rank's part, and all scales, given the amax of each whole block."""
         if not self.layout.block_rows:
             x = torch.zeros(16, device=self.device) if self.part is None else self.part
             self._store(self.layout.quantize_part(self.quantizer, x.view(1, -1), amax), 0)

@@ -100,8 +100,8 @@ class FirstStep:
 class DelayedScalingQuantizer(Quantizer):
     """Casts a matrix to FP8 with the scale of a slot in the FP8 state.
 
-    ``scale`` and ``amax`` are views of the state; a cast folds its amax into ``amax``, None stages
-    nothing. ``first`` computes the first scale; None if that is 1, or computed elsewhere.
+    ``scale`` and ``amax`` are views of the state; a cast folds its amax into ``amax`` unless None.
+    ``first`` computes the first scale; None if that is 1, or computed elsewhere.
     """
 
     __slots__ = ("amax", "first", "pad_columnwise", "scale", "sync")
@@ -209,11 +209,7 @@ class DelayedScalingQuantizer(Quantizer):
         return [q.scale for q in quantizers], None
 
     def stage(self, amax: torch.Tensor, group: Any) -> None:
-        """Stages the amax of this rank's rows of a matrix that is sharded over ``group``.
-
-        Raises:
-            ValueError: the scale is not computed from the amax values of all ranks of ``group``.
-        """
+        """Stages the amax of this rank's rows of a matrix that is sharded over ``group``."""
         if self.amax is None:
             return
         sync = self.sync
@@ -294,8 +290,7 @@ class DelayedScalingQuantizer(Quantizer):
 class DelayedGroups(GroupQuantizer):
     """Quantizes groups of rows, each with the slot of one GEMM in the module's FP8 state.
 
-    The device computes first scales, because it alone knows whether a group has rows; a group
-    without rows stays due. The host copies its list of due slots to the device once.
+    The device computes first scales, as it alone knows whether a group has rows; else it stays due.
     """
 
     __slots__ = ("amax", "firsts", "scale", "slots")

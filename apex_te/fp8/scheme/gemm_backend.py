@@ -114,8 +114,8 @@ class GemmBackend:
     ) -> Callable[[Any, Any, torch.Tensor], torch.Tensor]:
         """Returns a function that computes fprop or dgrad with one weight for some rows at a time.
 
-        It takes rowwise FP8 data, their scale and the tensor to write, which it returns. It must
-        not be called after the caller has returned.
+        It gets rowwise FP8 data, their scale and the output. It is invalid once the caller has
+        returned.
         """
         if product == FPROP:
             return lambda rows, scale_inv, out: self.multiply(
@@ -136,10 +136,8 @@ class GemmBackend:
         b_scale_inv: Any,
         groups: Groups,
     ) -> torch.Tensor:
-        """Returns ``b[g] @ a[r]`` for each row ``r`` of ``a``, of group ``g``: bf16 ``[rows, N]``.
-
-        ``a`` is ``[rows, K]`` with a scale for each row, ``b`` is ``[groups, N, K]`` with one for
-        each group.
+        """Returns ``b[g] @ a[r]`` for each row ``r`` of ``a``, of group ``g``: bf16
+        ``[rows, N]``.
         """
         raise NotImplementedError
 
@@ -152,10 +150,7 @@ class GemmBackend:
         groups: Groups,
         wide: bool = False,
     ) -> torch.Tensor:
-        """Returns the wgrad GEMM of each group, ``[groups, M, N]``, in fp32 if ``wide``, else bf16.
-
-        Columns of ``a`` ``[M, K]`` and ``b`` ``[N, K]`` are sorted by group.
-        """
+        """Returns ``[groups, M, N]``, the groups' wgrads, in fp32 if ``wide``, else bf16."""
         raise NotImplementedError
 
 

@@ -21,10 +21,7 @@ class GroupRows(NamedTuple):
     def measure(
         self, amax: torch.Tensor, dtype: torch.dtype, due: torch.Tensor | None = None
     ) -> None:
-        """Folds the amax of each group's rows into ``amax``, fp32 ``[groups]``, by maximum.
-
-        ``due``, int32 ``[groups]``, is non-zero for the groups to measure; None: all.
-        """
+        """Folds the amax of rows of groups, if ``due`` is non-zero, into ``amax`` by maximum."""
         quantize_groups(
             self.x, self.groups, amax, dtype, rowwise=False, columnwise=False, amax=amax, due=due
         )
@@ -93,8 +90,7 @@ class GroupQuantizer:
     def scaling(
         self, source: GroupRows | GroupMatrices
     ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
-        """Returns scales, their reciprocals, and where to stage amax values, fp32 ``[groups]``.
-
-        The reciprocals are None if each is ``1 / scale``; the last is None if nothing is staged.
+        """Returns scales, reciprocals or None, and where to stage amax values, fp32
+        ``[groups]``.
         """
         raise NotImplementedError

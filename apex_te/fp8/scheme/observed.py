@@ -157,9 +157,8 @@ def observed_sets(
 ) -> QuantizerSets:
     """Returns ``sets`` with recording quantizers that report what they quantize.
 
-    In recompute only gradients are reported, because the forward was already; ``frozen`` and
-    ``previewed`` stay as they are. ``note`` also gets the GEMM's index and the role ("input",
-    "weight" or "grad_output").
+    In recompute only gradients are reported, because the forward was already. ``note`` also gets
+    the GEMM's index and the role.
     """
     recording, recompute = [], []
     for gemm, (new, again, frozen, _) in enumerate(zip(*sets, strict=True)):

@@ -19,10 +19,7 @@ __all__ = ["BlockOptions", "FusedCast", "Quantizer", "Repeatable", "shared_scale
 
 
 class BlockOptions(NamedTuple):
-    """Arguments of ``block_quantize`` that all casts of a quantizer to blocks of 1x128 share.
-
-    ``eps`` is the lower bound of the amax from which a block's scale is computed.
-    """
+    """Arguments of ``block_quantize`` that all casts of a quantizer to blocks of 1x128 share."""
 
     dtype: torch.dtype
     pad_columnwise: bool
@@ -33,11 +30,8 @@ class BlockOptions(NamedTuple):
 class FusedCast(Protocol):
     """Protocol of an op whose result a quantizer wants, and which may write that in FP8 itself.
 
-    Attributes:
-        can_fuse: True if the op has ``fp8``; otherwise it has only ``plain``.
-        copies: True if ``plain`` only copies its inputs to one tensor and computes nothing.
-        dbias: column sums ``[cols]``, or None; set by ``plain`` or ``fp8`` if the op can compute
-            them, else by the quantizer.
+    ``copies`` is True if ``plain`` only copies its inputs. The quantizer sets ``dbias``, column
+    sums ``[cols]``, if the op does not.
     """
 
     x: torch.Tensor
@@ -62,10 +56,8 @@ class FusedCast(Protocol):
         amax: torch.Tensor | None,
         pad_columnwise: bool = False,
     ) -> FP8Output:
-        """Returns the result ``[rows, cols]`` quantized with the ``scale``, fp32 ``[1]``.
-
-        With neither copy the op only computes the amax. ``amax``, fp32 ``[1]``, is replaced by its
-        maximum with the result's amax.
+        """Returns the quantized result; folds its amax into ``amax``, which is all
+        without copies.
         """
 
     def blocks(self, options: BlockOptions, rowwise: bool, columnwise: bool) -> BlockQuantized:
@@ -75,8 +67,7 @@ class FusedCast(Protocol):
 class Repeatable(NamedTuple):
     """Named tuple of the FP8 state that a quantizer's casts use, if all casts run the same ops.
 
-    ``due`` is a list of flags and an index: while that flag is True, the next cast first computes
-    its scale.
+    While the flag, in a list at an index, of ``due`` is True, the next cast computes its scale.
     """
 
     tensors: tuple[torch.Tensor, ...]
@@ -112,11 +103,7 @@ class Quantizer:
     def produce(
         self, producer: FusedCast, rowwise: bool = True, columnwise: bool = True
     ) -> QuantizedTensor:
-        """Runs an op and quantizes its result ``[rows, cols]``.
-
-        The op writes the FP8 data itself if op and scheme both can, else its result is cast. Column
-        sums are left in ``producer.dbias``.
-        """
+        """Runs an op and quantizes its result, in the op itself if possible; sets ``dbias``."""
         x = producer.plain()
         sums = producer.with_dbias and producer.dbias is None
         quantized, dbias = self.quantize(x, rowwise, columnwise, sums)
@@ -150,9 +137,8 @@ class Quantizer:
         )
 
     def shared(self, group: Any) -> Quantizer | None:
-        """Returns a quantizer like this one whose scale is equal on all ranks of ``group``.
-
-        None for a scheme without such a scale: the caller then gathers bf16 or fp32, not FP8 data.
+        """Returns a quantizer like this one with an equal scale on all ranks of
+        ``group``, or None.
         """
         return None
 
@@ -196,8 +182,7 @@ class Quantizer:
     ) -> tuple[Sequence[torch.Tensor], torch.Tensor | None] | None:
         """Computes scales for ``quantize_rows`` of several matrices by ``multi_tensor.quantize``.
 
-        ``amaxes``, fp32 ``[len(quantizers)]``, are of whole matrices. ``scale_invs`` are None if
-        each is ``1 / scale``. None in place of the pair if one launch cannot quantize the rows.
+        ``amaxes`` are of whole matrices. None if one launch cannot quantize the rows.
         """
         return None
 
@@ -205,9 +190,8 @@ class Quantizer:
         """Stages the amax, fp32 ``[1]``, of this rank's rows of a sharded matrix."""
 
     def grouped(self, quantizers: Sequence[Any]) -> GroupQuantizer | None:
-        """Returns a quantizer for groups of rows whose sizes only the device knows, or None.
-
-        ``quantizers`` are those of one role in all GEMMs of a module; this one is the first.
+        """Returns a quantizer for groups, in all GEMMs, whose sizes only the device
+        knows, or None.
         """
         return None
 
@@ -221,10 +205,7 @@ class Quantizer:
     def dequantize(
         self, quantized: QuantizedTensor, dtype: torch.dtype = torch.float32
     ) -> torch.Tensor:
-        """Returns the values ``[rows, cols]`` of ``quantized``, decoded from one of its copies.
-
-        If the only copy is a padded columnwise one, rows of zeros follow.
-        """
+        """Returns the values; rows of zeros follow if the only copy is a padded columnwise one."""
         if quantized.rowwise is not None:
             return self._decode(quantized.rowwise, quantized.rowwise_scale_inv, dtype)
         if quantized.columnwise is None:
@@ -252,9 +233,8 @@ class Quantizer:
     def rewrite(self, x: torch.Tensor, held: QuantizedTensor, noop: torch.Tensor | None) -> bool:
         """Quantizes ``x`` into the copies ``held`` of an earlier ``quantize``, as a capture needs.
 
-        If ``noop``, int32 ``[1]`` on the device, is not zero, neither ``held`` nor a staged amax
-        changes. Returns False, with nothing written, for a scheme without state: its casts of one
-        ``x`` are all equal.
+        If ``noop``, int32 ``[1]``, is not zero on the device, nothing changes. Returns False, with
+        nothing written, for a scheme without state: its casts of one ``x`` are all equal.
         """
         return False
 

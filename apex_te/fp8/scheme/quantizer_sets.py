@@ -28,10 +28,7 @@ class GemmQuantizers(NamedTuple):
 
 
 class GroupQuantizers(NamedTuple):
-    """Named tuple like ``GemmQuantizers``, for all GEMMs of a grouped module at once.
-
-    It is used if only the device knows the sizes of the groups of rows.
-    """
+    """Named tuple like ``GemmQuantizers``, for groups of rows whose sizes only the device knows."""
 
     input: GroupQuantizer
     weight: GroupQuantizer

@@ -24,9 +24,8 @@ class ScaleSharing(Protocol):
 class Slot(NamedTuple):
     """Named tuple of the views, fp32 ``[1]``, of what an FP8 state keeps for one tensor of a GEMM.
 
-    ``amax`` is the staging row's element; a cast replaces it by its maximum with the tensor's amax.
-    ``pending_scale``, which a pending update will give, is None for gradients. ``number`` counts
-    all forward slots before the backward ones.
+    ``amax`` is in the staging row. ``pending_scale``, which a pending update will give, is None for
+    gradients. ``number`` counts all forward slots before the backward ones.
     """
 
     scale: torch.Tensor
@@ -48,12 +47,8 @@ class GemmSlots(NamedTuple):
 class Slots:
     """Views of a module's FP8 state, over which a scheme with state builds quantizers.
 
-    Attributes:
-        first_due: True for each slot while its first scale has still to be computed from data.
-        first_on_device: int32 flags by a tuple of slot numbers, for groups of rows of which only
-            the device knows whether they are empty; non-zero while the slot's first scale is due.
-        sync: knows the ranks that compute the scales together.
-        update_scales: ``scale_formula.update_scales``.
+    ``first_due`` is True for slots whose first scale is still to be computed. ``first_on_device``
+    has such flags, int32, for groups of rows of which only the device knows whether they are empty.
     """
 
     gemms: tuple[GemmSlots, ...]
