@@ -18,7 +18,7 @@ Pair = tuple[torch.Tensor, torch.Tensor]  # (parameter, master weight)
 
 
 class Flags:
-    """Unscales gradients, and keeps a flag on each device: 1 if one was not finite, else 0."""
+    """Unscales gradients, and keeps a flag on each device: 1 if a gradient was not finite."""
 
     def __init__(self, inv_scale: torch.Tensor | None) -> None:
         self._inv_scale = inv_scale

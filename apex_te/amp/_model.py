@@ -20,9 +20,7 @@ __all__ = ["prepare_model", "release_model"]
 
 @dataclasses.dataclass(frozen=True)
 class Casts:
-    """Casts and contexts around a model's forward; ``autocast`` and ``recipe`` exclude
-    each other.
-    """
+    """Casts and contexts around a forward; ``autocast`` and ``recipe`` exclude each other."""
 
     inputs: torch.dtype | None
     outputs: torch.dtype | None

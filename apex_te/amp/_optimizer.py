@@ -89,9 +89,7 @@ class OptimizerAmp:
         self._loading = masters
 
     def loaded(self) -> list[int]:
-        """Copies saved master weights to master weights and parameters; ``refresh`` sets the
-        others.
-        """
+        """Restores saved master weights and their parameters; ``refresh`` sets the others."""
         masters, self._loading = self._loading, []
         with torch.no_grad():
             for saved, (param, master) in masters:
@@ -198,7 +196,7 @@ def _wrap(optimizer: torch.optim.Optimizer, name: str, around: Callable[..., Any
 
 
 def _step(self: Any, inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Calls the optimizer's own ``step`` unless the flag of ``scale_loss`` is set; host waits."""
+    """Calls the optimizer's ``step`` unless the flag is set, for which the host waits."""
     # torch's optimizers refuse a flag that they cannot use.
     found_inf = self.__dict__.pop("found_inf", None) if amp_of(self) is not None else None
     if found_inf is not None:
@@ -210,9 +208,7 @@ def _step(self: Any, inner: Callable[..., Any], *args: Any, **kwargs: Any) -> An
 
 
 def _zero_grad(self: Any, inner: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
-    """Calls ``inner``, the optimizer's ``zero_grad``, and drops flags and gradients
-    that amp keeps.
-    """
+    """Calls the optimizer's own ``zero_grad``, and drops flags and gradients that amp keeps."""
     inner(*args, **kwargs)
     kept = amp_of(self)
     if kept is not None:

@@ -147,8 +147,7 @@ def _report(
     found_inf: torch.Tensor,
     delayed: bool,
 ) -> None:
-    """Hands the flag of non-finite gradients to the optimizers, which then skip a step, and the
-    scaler.
+    """Hands the flag of non-finite gradients to the scaler, and to optimizers that skip a step.
 
     With ``delayed`` the scaler keeps it for its next update.
     """

@@ -157,9 +157,7 @@ class ModuleFP8:
     def adapt(
         self, key: str, recipe: Recipe, device: torch.device, records: bool = True
     ) -> QuantizerSets:
-        """Returns quantizers for ``recipe``; fits the state to it, if new or the
-        forward records.
-        """
+        """Returns quantizers for ``recipe``; only recording forwards refit an existing state."""
         state = self.state
         exists = state.allocated and state.device.type != "meta"
         if recipe.keeps_state and (records or not exists):
@@ -218,9 +216,7 @@ class ModuleFP8:
         self._sets_first_scales |= records and recipe.keeps_state
 
     def staging(self, key: str) -> list[torch.Tensor]:
-        """Returns the state's tensors, for inputs and weights, that compiled code reads
-        and writes.
-        """
+        """Returns the input and weight state tensors that compiled code reads and writes."""
         return getattr(self._compiled, key)[1]
 
     def follow(self, key: str, recipe: DelayedScaling) -> None:

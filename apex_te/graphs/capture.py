@@ -31,9 +31,7 @@ def fp8_modules(module: torch.nn.Module) -> list[FP8Module]:
 
 @contextlib.contextmanager
 def no_collection() -> Iterator[None]:
-    """Collects garbage before the ``with`` block; collecting a graph would break a
-    capture inside.
-    """
+    """Collects garbage before the block, not inside: collecting a graph breaks a capture."""
     gc.collect()
     enabled = gc.isenabled()
     gc.disable()
@@ -294,8 +292,8 @@ class Capture:
     def replay_forward(self, inputs: Sequence[torch.Tensor], again: bool) -> int:
         """Copies ``inputs`` to the graph's and replays the forward; returns its number.
 
-        A recompute (``again``) gets the same number, by which ``replay_backward`` sees if others
-        came.
+        A recompute (``again``) keeps the number, by which ``replay_backward`` detects later
+        forwards.
         """
         for static, value in zip(self.inputs, inputs, strict=True):
             static.copy_(value)
@@ -355,7 +353,10 @@ class WeightCache:
                 weight.noop = noop
 
     def choose(self, first: bool | None, recomputed: bool, inputs: Sequence[torch.Tensor]) -> None:
-        """Sets the graph's ``noop`` flags; ``first`` None casts all weights, for this call only."""
+        """Sets the ``noop`` flags that the graph reads, before the replay of a call.
+
+        ``first`` True or None, for this call only, casts all weights, False those that changed.
+        """
         self.is_filled = True
         if recomputed or self._noop is None:
             keeps = [True] * len(self._keeps)
@@ -420,9 +421,7 @@ def _path_name(path: Any) -> str:
 def preserved(
     modules: Sequence[torch.nn.Module], devices: Sequence[torch.device]
 ) -> Iterator[None]:
-    """Restores FP8 state, pending updates, buffers, ``main_grad`` and generators after
-    the block.
-    """
+    """Restores FP8 state, pending updates, buffers, ``main_grad`` and generators afterwards."""
     states = [SavedState(child.fp8_state) for module in modules for child in fp8_modules(module)]
     parameters = [p for module in modules for p in module.parameters()]
     held = [b for module in modules for b in module.buffers()]

@@ -356,9 +356,7 @@ class GraphedForward:
         return pytree.tree_unflatten(outputs, capture.output_spec)
 
     def _captured_keywords(self, kwargs: dict[str, Any]) -> dict[str, Any]:
-        """Returns keyword arguments as captured; drops further ones that are None, as Megatron
-        passes.
-        """
+        """Returns keyword arguments as captured, without the None that Megatron also passes."""
         if self.schedule is None:
             return kwargs
         found = {name: kwargs[name] for name in self.keywords if name in kwargs}

@@ -73,9 +73,7 @@ class _Channel:
             self._copied.record()
 
     def read(self) -> Comparison | None:
-        """Compares the ranks by the last header stored, after waiting for it; None if
-        already read.
-        """
+        """Waits for the last header stored and compares the ranks by it; None if already read."""
         if self._copied is None:
             return None
         if self._copied is not True:

@@ -89,10 +89,9 @@ def _enter(token: torch.Tensor, key: str, group: str | None, may_update: bool) -
 def _follow(
     token: torch.Tensor, handle: torch.Tensor, tensors: Sequence[torch.Tensor], key: str
 ) -> None:
-    """Copies scales of module ``handle``, int64 ``[1]`` on the CPU, to the tensors of compiled
-    code.
+    """Copies a module's scales to the tensors that compiled code reads; op ``follow_region``.
 
-    ``token`` orders this op, ``follow_region``, after the one that entered the region.
+    ``token`` orders it after entering the region; ``handle`` is int64 ``[1]`` on the CPU.
     """
     module = registry.member(int(handle))
     if module.state.sync.amax_group is not amax_groups.current:

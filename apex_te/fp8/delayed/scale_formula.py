@@ -83,7 +83,10 @@ def _options(recipe: DelayedScaling, nonfinite: torch.Tensor | None) -> dict[str
 
 
 class UserUpdate(NamedTuple):
-    """Named tuple of one history's update by a user's functions, computed but not yet written."""
+    """Named tuple of one history's update by a user's functions, computed but not yet written.
+
+    ``last`` are the staged amax values; the scales of slots in ``keep`` are not to change.
+    """
 
     history: torch.Tensor
     scale: torch.Tensor

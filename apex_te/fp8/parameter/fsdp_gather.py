@@ -232,9 +232,7 @@ def replace(weight: Any, held: QuantizedTensor, gathered: Gathered) -> None:
 
 
 def joined(parts: Sequence[GatheredPart]) -> tuple[QuantizedTensor, Gathered] | None:
-    """Joins the rows of gathered weights, in the order of ``parts``; None if not
-    possible in FP8.
-    """
+    """Joins the rows of gathered weights, in the order of ``parts``; None if FP8 cannot be kept."""
     first = parts[0]
     if any(p._gathered is None or not p._is_matrix for p in parts):
         return None

@@ -496,8 +496,9 @@ class FP8Parameter(torch.Tensor):
 def fp8_operands(
     weight: FP8Parameter, quantizers: GemmQuantizers, with_columnwise: bool, keep: bool = False
 ) -> QuantizedTensor | None:
-    """Returns the FP8 copies of a weight for a GEMM; None if the GEMM's backend cannot
-    read them.
+    """Returns a weight's FP8 copies for a GEMM; None if the GEMM's backend cannot read them.
+
+    ``keep`` keeps the columnwise copy until the next write to ``weight``.
     """
     if weight._gathered is not None:
         if torch.compiler.is_compiling():
@@ -567,9 +568,7 @@ def _rebuild(
     attributes: dict[str, Any] | None = None,
     shape: tuple[int, ...] | None = None,
 ) -> FP8Parameter:
-    """Rebuilds a pickled FP8Parameter from what ``torch.load(weights_only=True)`` accepts, as
-    uint8.
-    """
+    """Rebuilds a pickled FP8Parameter from values that ``weights_only=True`` loading accepts."""
     recipe = unpack_recipe(packed)
     rowwise, scale_inv = _checked_tensors(recipe, tensors)
     if own := sorted(OWN & set(attributes or ())):

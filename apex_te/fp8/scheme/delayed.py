@@ -290,7 +290,7 @@ class DelayedScalingQuantizer(Quantizer):
 class DelayedGroups(GroupQuantizer):
     """Quantizes groups of rows, each with the slot of one GEMM in the module's FP8 state.
 
-    The device computes first scales, as it alone knows whether a group has rows; else it stays due.
+    The device computes first scales, as it alone knows which groups have rows; others stay due.
     """
 
     __slots__ = ("amax", "firsts", "scale", "slots")

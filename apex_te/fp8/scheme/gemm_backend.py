@@ -136,8 +136,9 @@ class GemmBackend:
         b_scale_inv: Any,
         groups: Groups,
     ) -> torch.Tensor:
-        """Returns ``b[g] @ a[r]`` for each row ``r`` of ``a``, of group ``g``: bf16
-        ``[rows, N]``.
+        """Returns ``b[g] @ a[r]`` for each row ``r`` of ``a``, of group ``g``: bf16 ``[rows, N]``.
+
+        ``scale_inv`` is fp32 ``[rows]`` for ``a``, ``[groups]`` for ``b`` ``[groups, N, K]``.
         """
         raise NotImplementedError
 
@@ -150,7 +151,10 @@ class GemmBackend:
         groups: Groups,
         wide: bool = False,
     ) -> torch.Tensor:
-        """Returns ``[groups, M, N]``, the groups' wgrads, in fp32 if ``wide``, else bf16."""
+        """Returns the groups' wgrads ``[groups, M, N]``, in fp32 if ``wide``, else bf16.
+
+        Columns of ``a`` ``[M, K]`` and ``b`` ``[N, K]`` are sorted by group.
+        """
         raise NotImplementedError
 
 

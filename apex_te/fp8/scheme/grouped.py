@@ -21,7 +21,7 @@ class GroupRows(NamedTuple):
     def measure(
         self, amax: torch.Tensor, dtype: torch.dtype, due: torch.Tensor | None = None
     ) -> None:
-        """Folds the amax of rows of groups, if ``due`` is non-zero, into ``amax`` by maximum."""
+        """Folds the groups' amax values into ``amax`` by maximum, where ``due`` is not 0."""
         quantize_groups(
             self.x, self.groups, amax, dtype, rowwise=False, columnwise=False, amax=amax, due=due
         )
@@ -90,7 +90,5 @@ class GroupQuantizer:
     def scaling(
         self, source: GroupRows | GroupMatrices
     ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
-        """Returns scales, reciprocals or None, and where to stage amax values, fp32
-        ``[groups]``.
-        """
+        """Returns scales, their reciprocals or None, and where to stage amax values or None."""
         raise NotImplementedError

@@ -56,8 +56,8 @@ class FusedCast(Protocol):
         amax: torch.Tensor | None,
         pad_columnwise: bool = False,
     ) -> FP8Output:
-        """Returns the quantized result; folds its amax into ``amax``, which is all
-        without copies.
+        """Returns the FP8 result and folds its amax into ``amax``, without copies only
+        the latter.
         """
 
     def blocks(self, options: BlockOptions, rowwise: bool, columnwise: bool) -> BlockQuantized:
@@ -67,7 +67,7 @@ class FusedCast(Protocol):
 class Repeatable(NamedTuple):
     """Named tuple of the FP8 state that a quantizer's casts use, if all casts run the same ops.
 
-    While the flag, in a list at an index, of ``due`` is True, the next cast computes its scale.
+    While the flag at the index in ``due`` is True, the next cast first computes its scale.
     """
 
     tensors: tuple[torch.Tensor, ...]
@@ -137,9 +137,7 @@ class Quantizer:
         )
 
     def shared(self, group: Any) -> Quantizer | None:
-        """Returns a quantizer like this one with an equal scale on all ranks of
-        ``group``, or None.
-        """
+        """Returns a quantizer with an equal scale on all ranks of ``group``, if there is one."""
         return None
 
     def repeatable(self) -> Repeatable | None:
@@ -190,9 +188,7 @@ class Quantizer:
         """Stages the amax, fp32 ``[1]``, of this rank's rows of a sharded matrix."""
 
     def grouped(self, quantizers: Sequence[Any]) -> GroupQuantizer | None:
-        """Returns a quantizer for groups, in all GEMMs, whose sizes only the device
-        knows, or None.
-        """
+        """Returns a quantizer for groups of rows whose sizes only the device knows, or None."""
         return None
 
     def can_fuse(self, producer: FusedCast) -> bool:

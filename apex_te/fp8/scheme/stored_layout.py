@@ -62,8 +62,9 @@ class Layout:
         return QuantizedTensor(fp8_data[start:stop], scale_inv, None, None, held.dtype)
 
     def joined(self, parts: list[QuantizedTensor]) -> QuantizedTensor | None:
-        """Returns copies of the rows of ``parts``, of one scale if whole weights have
-        one; or None.
+        """Returns copies of the rows of ``parts`` as one weight; None if a part ends in a block.
+
+        If all rows of a weight share a scale, the caller ensures that all parts have that scale.
         """
         dtype = parts[0].dtype
         fp8_data: list[torch.Tensor] = []
