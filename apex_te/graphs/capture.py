@@ -172,7 +172,7 @@ class Capture:
                 module._modes.wgrad_store[:] = delayed
 
     def _run(self, graph: Any) -> tuple[list[Any], Any]:
-        """Runs one forward inside ``graph``, in an ``fp8_autocast`` region with none pending."""
+        """Runs one forward inside ``graph``, in its FP8 region with no update pending."""
         for captured in self.weights:
             captured.begin()
         args, kwargs = pytree.tree_unflatten(self.leaves, self.spec)

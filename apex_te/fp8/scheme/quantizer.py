@@ -56,9 +56,7 @@ class FusedCast(Protocol):
         amax: torch.Tensor | None,
         pad_columnwise: bool = False,
     ) -> FP8Output:
-        """Returns the FP8 result and folds its amax into ``amax``, without copies only
-        the latter.
-        """
+        """Returns the FP8 result and folds its amax into ``amax``, or does only the latter."""
 
     def blocks(self, options: BlockOptions, rowwise: bool, columnwise: bool) -> BlockQuantized:
         """Returns bitwise what ``block_quantize`` makes of ``plain``'s result, in 1x128 blocks."""
