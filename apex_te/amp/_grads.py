@@ -16,25 +16,17 @@ Pair = tuple[torch.Tensor, torch.Tensor]  # (parameter, master weight)
 
 
 class Flags:
-    """Unscales gradients, and keeps a flag on each device: 1 if a gradient was not finite, else 0.
-
-    Args:
-        inv_scale: inverse loss scale, a float32 scalar; None for gradients that are not scaled, of
-            which no flag is kept.
-    """
+    """Unscales gradients, and keeps a flag on each device: 1 if a gradient was not finite."""
 
     def __init__(self, inv_scale: torch.Tensor | None) -> None:
         self._inv_scale = inv_scale
         self._flags: dict[torch.device, torch.Tensor] = {}
 
     def scale(self, inputs: list[torch.Tensor], outputs: list[torch.Tensor]) -> None:
-        """Writes each input, divided by the loss scale, to its output.
+        """Writes each dense input, divided by the loss scale, to its output.
 
-        Args:
-            inputs: gradients of any floating-point dtypes, dense.
-            outputs: for each input a tensor of its shape, without gaps in memory, in the dtype to
-                convert to; for a DTensor a DTensor with its placements. An output may be the input
-                itself.
+        An output, without gaps in memory, sets the dtype, and may be the input itself; for a
+        DTensor it is a DTensor with its placements.
         """
         by_device: dict[torch.device, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
         for x, out in zip(inputs, outputs, strict=True):
@@ -59,14 +51,7 @@ class Flags:
             multi_tensor.scale(xs, outs, factor, found_inf=self._flags[device])
 
     def combined(self, device: torch.device, params: Iterable[torch.Tensor]) -> torch.Tensor:
-        """Reduces the flags of all devices by maximum, also over ranks with shards of ``params``.
-
-        Args:
-            device: device of the result.
-
-        Returns:
-            A float32 scalar, 1 if any gradient was not finite.
-        """
+        """Returns the maximum of all devices' flags, also over ranks with shards of ``params``."""
         total = torch.zeros((), dtype=torch.float32, device=device)
         for flag in self._flags.values():
             total = torch.maximum(total, moved(flag, device))
@@ -74,13 +59,7 @@ class Flags:
 
 
 def move_grads(pairs: list[Pair], flags: Flags) -> None:
-    """Moves the gradients of parameters, unscaled, to the ``.grad`` of their master weights.
-
-    A gradient that the master weight has already is added to.
-
-    Args:
-        flags: divides by the loss scale, and receives the flags.
-    """
+    """Moves gradients, unscaled, to their master weights, and adds them to those already there."""
     pairs = [(param, master) for param, master in pairs if param.grad is not None]
     grads = [_placed_grad(param) for param, _ in pairs]
     fresh = [torch.empty_like(master) for _, master in pairs]
@@ -91,12 +70,7 @@ def move_grads(pairs: list[Pair], flags: Flags) -> None:
 
 
 def unscale_grads(params: list[torch.Tensor], kept: dict[int, torch.Tensor], flags: Flags) -> None:
-    """Unscales the gradients of parameters in place, and adds gradients of earlier backwards.
-
-    Args:
-        kept: gradients of earlier backwards, not scaled, by ``id`` of the parameter.
-        flags: divides by the loss scale, and receives the flags.
-    """
+    """Unscales gradients in place, and adds ``kept`` ones of earlier backwards, not scaled."""
     grads = []
     for param in params:
         if param.grad is not None:

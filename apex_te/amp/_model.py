@@ -18,15 +18,7 @@ from .levels import Properties
 
 @dataclasses.dataclass(frozen=True)
 class Casts:
-    """Casts and contexts around a model's forward.
-
-    Attributes:
-        inputs: dtype that floating-point inputs are cast to, None to leave them.
-        outputs: dtype that floating-point outputs are cast to, None to leave them.
-        autocast: dtype of ``torch.autocast`` around the forward, None for no autocast.
-        recipe: recipe of ``fp8_autocast`` around the forward, None for no FP8; not used with
-            ``autocast``.
-    """
+    """Casts and contexts around a forward; ``autocast`` and ``recipe`` exclude each other."""
 
     inputs: torch.dtype | None
     outputs: torch.dtype | None
@@ -37,15 +29,8 @@ class Casts:
 class AmpForward:
     """Callable that replaces ``model.forward`` on the instance, and adds casts.
 
-    A copy or pickle of the model contains one that calls the copy.
-
-    Args:
-        model: the model, its ``forward`` not yet replaced.
-
-    Attributes:
-        inner: a ``forward`` that the instance had before, None if its class's is called.
-        probe: a parameter whose device ``torch.autocast`` is for, None for a model without any.
-        handles: handles of hooks, which ``release_model`` removes.
+    A copy or pickle of the model contains one that calls the copy. ``inner`` is a ``forward`` that
+    the instance had before, or None; ``torch.autocast`` is for the device of ``probe``.
     """
 
     __slots__ = ("__weakref__", "casts", "handles", "inner", "model", "probe")
@@ -123,10 +108,7 @@ def prepare_model(model: torch.nn.Module, chosen: Properties) -> torch.nn.Module
 
 
 def release_model(model: torch.nn.Module) -> None:
-    """Removes the forward and hooks that ``prepare_model`` gave ``model``, if it did.
-
-    Parameters keep their dtypes, and layers their classes.
-    """
+    """Removes the forward and hooks of ``prepare_model``; dtypes and layers' classes stay."""
     forward = model.__dict__.get("forward")
     if not isinstance(forward, AmpForward):
         return

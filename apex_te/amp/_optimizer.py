@@ -18,19 +18,12 @@ from ._grads import Flags, Pair, move_grads
 class OptimizerAmp:
     """State that amp keeps for one optimizer, in the optimizer's attribute ``_amp``.
 
-    Args:
-        master_weights: give the optimizer float32 master weights. apex_te's optimizers make master
-            weights themselves; in other optimizers they replace the parameters in
-            ``param_groups``.
-
     Attributes:
-        pairs: ``(parameter, master)`` for each master weight in ``param_groups``; empty for
-            apex_te's optimizers.
-        scaled: True if the gradients are still multiplied by the loss scale, after a
-            ``scale_loss(delay_unscale=True)``.
-        skips_on_device: True if the optimizer's ``step`` reads ``found_inf`` on the device; for
-            others the host reads it and skips the step.
-        handles: handles of the hooks.
+        pairs: ``(parameter, master)`` for each master weight that replaces a parameter in
+            ``param_groups``; empty for apex_te's optimizers, which make master weights themselves.
+        scaled: True if gradients are still scaled, after ``scale_loss(delay_unscale=True)``.
+        skips_on_device: True if ``step`` reads ``found_inf`` on the device; else the host reads it
+            and skips the step.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, master_weights: bool) -> None:
@@ -62,12 +55,7 @@ class OptimizerAmp:
             ]
 
     def split(self, optimizer: torch.optim.Optimizer) -> tuple[list[Pair], list[torch.Tensor]]:
-        """Splits the parameters of ``optimizer`` into those with a master weight and those without.
-
-        Returns:
-            ``(pairs, own)``: ``(parameter, master)`` for each master weight, which gradients are
-            moved to; parameters without one, whose gradients stay.
-        """
+        """Returns pairs ``(parameter, master)``, and the parameters without a master weight."""
         if isinstance(optimizer, FusedOptimizer):
             pairs, own = [], []
             for param in _params(optimizer):
@@ -81,10 +69,10 @@ class OptimizerAmp:
         return self.pairs, [p for p in _params(optimizer) if id(p) not in masters]
 
     def refresh(self) -> None:
-        """Copies each parameter that has changed since its master weight was made to that weight.
+        """Copies parameters that have changed since their master weights were made to these, once.
 
-        Weights may thus be loaded between ``amp.initialize`` and the first step. Later calls do
-        nothing, until a state dict that lacks master weights is loaded.
+        So weights may be loaded before the first step; a state dict without master weights repeats
+        it.
         """
         if self._versions is None:
             return
@@ -99,12 +87,7 @@ class OptimizerAmp:
         self._loading = masters
 
     def loaded(self) -> list[int]:
-        """Finishes the loading of a state dict: restores the master weights that it has.
-
-        Each saved tensor given to ``load_later`` is copied to its master weight, and from there to
-        the parameter. A master weight without a saved tensor is copied from its parameter by the
-        next ``refresh``.
-        """
+        """Restores saved master weights and their parameters; ``refresh`` sets the others."""
         masters, self._loading = self._loading, []
         with torch.no_grad():
             for saved, (param, master) in masters:
@@ -150,9 +133,7 @@ class OptimizerAmp:
         self._versions = [*known, *(param._version for param, _ in self.pairs[before:])]
 
     def restore_params(self, optimizer: torch.optim.Optimizer) -> None:
-        """Puts the parameters, with the state of their master weights, back into
-        ``param_groups``.
-        """
+        """Puts the parameters, with their master weights' state, back into ``param_groups``."""
         params = {id(master): param for param, master in self.pairs}
         for group in optimizer.param_groups:
             for i, master in enumerate(group["params"]):
@@ -169,11 +150,7 @@ def amp_of(optimizer: torch.optim.Optimizer) -> OptimizerAmp | None:
 
 
 def prepare_optimizer(optimizer: torch.optim.Optimizer, master_weights: bool) -> None:
-    """Makes ``optimizer`` work with ``scale_loss``: hooks, wrapped methods, master weights.
-
-    Args:
-        master_weights: give 16-bit and FP8 parameters float32 master weights.
-    """
+    """Makes ``optimizer`` work with ``scale_loss``: hooks, wrapped methods, master weights."""
     release_optimizer(optimizer)
     kept = OptimizerAmp(optimizer, master_weights)
     optimizer._amp = kept  # type: ignore[attr-defined]
@@ -217,10 +194,7 @@ def _wrap(optimizer: torch.optim.Optimizer, name: str, around: Callable[..., Any
 
 
 def _step(self: Any, inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Calls ``inner``, the optimizer's own ``step``, unless the flag of ``scale_loss`` is set.
-
-    The host reads the flag, and so waits for the device.
-    """
+    """Calls the optimizer's ``step`` unless the flag is set, for which the host waits."""
     # torch's optimizers refuse a flag that they cannot use.
     found_inf = self.__dict__.pop("found_inf", None) if amp_of(self) is not None else None
     if found_inf is not None:
@@ -232,11 +206,7 @@ def _step(self: Any, inner: Callable[..., Any], *args: Any, **kwargs: Any) -> An
 
 
 def _zero_grad(self: Any, inner: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
-    """Calls ``inner``, the optimizer's own ``zero_grad``, and drops what amp keeps of gradients.
-
-    Dropped are the gradients of parameters that a master weight replaces in ``param_groups``, the
-    flag ``found_inf``, and the note that gradients are scaled.
-    """
+    """Calls the optimizer's own ``zero_grad``, and drops flags and gradients that amp keeps."""
     inner(*args, **kwargs)
     kept = amp_of(self)
     if kept is not None:
@@ -313,9 +283,7 @@ def _add_masters(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -
 
 
 def _take_masters(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
-    """Takes the master weights out of a state dict, for ``_set_masters`` (a pre-hook of
-    loading).
-    """
+    """Takes the master weights out of a state dict, for ``_set_masters`` (a pre-hook)."""
     states = dict(state_dict["state"])
     found: list[tuple[torch.Tensor, Pair]] = []
     for i, param, master in _index(optimizer):
@@ -341,11 +309,7 @@ def _take_masters(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) 
 
 
 def _set_masters(optimizer: torch.optim.Optimizer) -> None:
-    """Sets the master weights after the optimizer has loaded the other state (a post-hook).
-
-    A state dict with some of the master weights loads with a warning; a state dict without any, as
-    an optimizer without amp saves, loads without a warning.
-    """
+    """Sets master weights after loading (a post-hook); warns if some, but not all, were saved."""
     kept = amp_of(optimizer)
     missing = kept.loaded() if kept is not None else []
     if kept is None or not 0 < len(missing) < len(kept.pairs):

@@ -34,16 +34,7 @@ _BOOLS = {"True": True, "False": False}
 class Properties:
     """Properties of an opt level, of which a caller of ``amp.initialize`` may have replaced some.
 
-    Attributes:
-        cast_model_type: dtype of the model's parameters, buffers and inputs, None to leave them.
-        patch_torch_functions: True to run the forward under ``torch.autocast``.
-        keep_batchnorm_fp32: True to keep batch norms in float32 if the model is cast.
-        master_weights: True to give optimizers float32 master weights; None counts as False.
-        loss_scale: "dynamic" or a fixed number.
-        autocast_type: dtype of ``torch.autocast``, None for levels without.
-        make_recipe: makes the recipe of ``fp8_autocast`` around the forward, None for levels
-            without FP8.
-        cast_model_outputs: dtype of floating-point outputs, None to leave them.
+    A dtype of None leaves tensors as they are; ``loss_scale`` is "dynamic" or a number.
     """
 
     cast_model_type: torch.dtype | None
@@ -78,11 +69,7 @@ LEVELS = {
 
 
 def choose(opt_level: str, overrides: dict[str, Any]) -> Properties:
-    """Returns the properties of a level after the caller's overrides.
-
-    Args:
-        overrides: arguments of ``amp.initialize`` by name; None keeps the level's property.
-    """
+    """Returns the properties of a level, replaced by the ``overrides`` that are not None."""
     if not isinstance(opt_level, str):
         raise TypeError(
             f"amp.initialize: opt_level must be a string, got {type(opt_level).__name__}"

@@ -20,12 +20,7 @@ _PREFIX = "loss_scaler"
 
 
 class _State:
-    """Global state of amp.
-
-    Attributes:
-        scalers: loss scalers of the last ``amp.initialize``, empty after ``enabled=False``; None
-            before any call.
-    """
+    """Global state of amp; ``scalers`` is None before ``amp.initialize``, empty if not enabled."""
 
     scalers: list[LossScaler] | None = None
 
@@ -113,10 +108,7 @@ def _enter(
 ) -> None:
     """Sets gradients of earlier backwards aside, so that only new ones are unscaled on exit.
 
-    Gradients of parameters with master weights move to the ``.grad`` of these.
-
-    Args:
-        kept: receives the gradients of other parameters, by ``id`` of the parameter.
+    They move to ``.grad`` of the master weights, or to ``kept`` by ``id`` of the parameter.
     """
     if amp.scaled or (scaler.is_one and not amp.pairs):
         return
@@ -138,12 +130,7 @@ def _unscale(
     kept: dict[int, torch.Tensor],
     flags: Flags,
 ) -> None:
-    """Unscales the gradients of ``optimizer`` and adds the gradients that ``_enter`` set aside.
-
-    Args:
-        kept: gradients that were set aside, by ``id`` of the parameter.
-        flags: divides by the loss scale, and receives the flags.
-    """
+    """Unscales the gradients of ``optimizer`` and adds the gradients that ``_enter`` set aside."""
     amp.scaled = False
     # Gradients that need no unscaling stay where they are: a fused optimizer reads them there.
     if scaler.is_one and not amp.pairs:
@@ -160,12 +147,9 @@ def _report(
     found_inf: torch.Tensor,
     delayed: bool,
 ) -> None:
-    """Hands the flag of non-finite gradients to the optimizers and to the loss scaler.
+    """Hands the flag of non-finite gradients to the scaler, and to optimizers that skip a step.
 
-    Args:
-        optimizers: optimizers that are to skip their next step if the flag is not 0.
-        found_inf: the flag, a float32 scalar.
-        delayed: True if the scaler is to keep the flag for its next update.
+    With ``delayed`` the scaler keeps it for its next update.
     """
     for optimizer in optimizers:
         before = getattr(optimizer, "found_inf", None)
@@ -180,12 +164,7 @@ def _report(
 def _arguments(
     loss: Any, optimizers: Any, loss_id: Any, model: Any
 ) -> tuple[LossScaler | None, list[torch.optim.Optimizer]]:
-    """Checks the arguments of ``scale_loss``.
-
-    Returns:
-        ``(scaler, optimizers)``: the loss scaler of ``loss_id``, None if amp is not enabled; the
-        optimizers as a list, empty if amp is not enabled.
-    """
+    """Checks ``scale_loss``'s arguments; returns None and no optimizers if amp is not enabled."""
     if state.scalers is None:
         raise RuntimeError("amp.scale_loss: amp.initialize must be called before")
     if not isinstance(loss, torch.Tensor):

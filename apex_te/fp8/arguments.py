@@ -110,11 +110,7 @@ def recipe_from_arguments(args: argparse.Namespace) -> Recipe | None:
 
 
 def _value(args: argparse.Namespace, name: str, choices: tuple[str | None, ...]) -> str | None:
-    """Returns the value of a switch after a check, as users may build a Namespace themselves.
-
-    Args:
-        name: attribute of ``args``, e.g. "fp8_format".
-    """
+    """Returns the value of a switch after a check, as users may build a Namespace themselves."""
     switch = "--" + name.replace("_", "-")
     if not hasattr(args, name):
         raise TypeError(

@@ -34,26 +34,17 @@ class Region(Entered):
     """One entered ``fp8_autocast`` block, which modules that run inside read.
 
     Attributes:
-        outer: the region around this one in the same thread, or None.
-        enabled, calibrating, recipe: arguments of ``fp8_autocast``.
-        keep_columnwise_weights: argument of ``fp8_autocast``.
-        last_input: the input that a layer of this region cast last, for a layer that takes the same
-            one; made by the first layer that looks for one.
-        recipe_key: process-wide name of the recipe's value (``registry.intern``), by which modules
-            find their quantizers.
+        last_input: the input that a layer of this region cast last, for one that takes the same.
         grad: True if the outermost region was entered with grad enabled.
         in_fp8: True if this region or a region around it is enabled or calibrating.
-        in_backward: True if the region was entered while a backward ran, by what is computed again.
-        records: True if modules stage amax values in this region.
-        amax_group: the amax group whose pending regions include this region; None in evaluation, in
-            a recompute, with a recipe without state, and in traced code, whose graph enters the
-            region by an op.
-        previewed: True in an evaluation that reads ``FP8State.pending_scale_fwd``, the scales that
-            a pending update will give.
-        calibrated: the amax group to update when the region is left; None unless it is an outermost
-            calibrating region without grad.
-        traced: pairs of a ``ModuleFP8`` and a recipe key for the modules that a graph of
-            torch.compile has used, if the graph itself entered the outermost region; else None.
+        in_backward: True if it was entered while a backward ran, by what is computed again.
+        amax_group: the amax group that counts this region; None in evaluation, in a recompute,
+            without state, and in traced code, whose graph enters the region by an op.
+        previewed: True in an evaluation that reads ``FP8State.pending_scale_fwd``.
+        calibrated: the amax group to update on leaving an outermost calibrating region without
+            grad.
+        traced: pairs of a ``ModuleFP8`` and a recipe key that a graph of torch.compile has used, if
+            the graph itself entered the outermost region; else None.
     """
 
     __slots__ = (
@@ -218,9 +209,7 @@ class fp8_autocast:
         )  # fmt: skip
 
     def _refuse_both(self, name: str, value: object, other: str) -> None:
-        """Raises the TypeError of an argument that is given by both its names, unless it is
-        None.
-        """
+        """Raises the TypeError of an argument that is given by both its names."""
         if value is not None:
             raise TypeError(
                 f"{type(self).__name__}: {name} and {other} mean the same; pass only one of them, "
@@ -236,12 +225,7 @@ class fp8_autocast:
         names: tuple[str, str],
         keep_columnwise_weights: bool = False,
     ) -> None:
-        """Checks and stores the arguments of this class's constructor and of its subclasses'.
-
-        Args:
-            recipe: a recipe, its name, or None for the default.
-            group: process group of the amax values, or None for the whole world.
-        """
+        """Checks and stores the arguments of this class's constructor and of its subclasses'."""
         owner = type(self).__name__
         if not (type(enabled) is type(calibrating) is type(keep_columnwise_weights) is bool):
             _refuse_flags(
@@ -325,21 +309,14 @@ class fp8_autocast:
 
 
 def _refuse_flags(owner: str, **flags: Any) -> None:
-    """Raises the TypeError for the first of the arguments that is not a bool.
-
-    Args:
-        flags: its arguments that must be bools.
-    """
+    """Raises the TypeError for the first of the arguments that is not a bool."""
     for name, value in flags.items():
         if not isinstance(value, bool):
             raise TypeError(f"{owner}: {name} must be a bool, got {type(value).__name__}")
 
 
 def _leave_traced() -> None:
-    """Leaves the innermost region in code that torch.compile traces.
-
-    The order of blocks cannot differ there, since the code has no other threads.
-    """
+    """Leaves the innermost region in traced code, where no other threads can change the order."""
     region = local.region
     if region is None:
         return
@@ -350,11 +327,10 @@ def _leave_traced() -> None:
 
 
 def _run_eagerly(*functions: Any) -> None:
-    """Keeps torch.compile from compiling functions, and what they call, on their own.
+    """Keeps torch.compile from compiling functions by themselves, not as parts of traced callers.
 
-    It goes on tracing them as parts of its caller's code. Where a graph breaks inside of a ``with``
-    block, Python runs the block and torch.compile would compile ``__enter__`` by itself: for traced
-    code, although no graph holds the region.
+    Where a graph breaks in a ``with`` block, it would compile ``__enter__`` as traced code,
+    although no graph holds the region.
     """
     try:
         frames: Any = torch._C._dynamo.eval_frame
@@ -374,10 +350,7 @@ def _run_eagerly(*functions: Any) -> None:
 
 
 class _ModuleNames(type):
-    """Metaclass that gives a class the names of this module as attributes.
-
-    The class can then stand for the module ``apex_te.autocast`` in ``sys.modules``.
-    """
+    """Metaclass that gives a class this module's names, to replace it in ``sys.modules``."""
 
     def __getattr__(cls, name: str) -> Any:
         try:

@@ -14,9 +14,7 @@ _FNUZ = {
 
 
 def formats_of(fp8_format: Format, device: torch.device) -> FormatValue:
-    """Returns the element types and ``fp8_max`` of a format on ``device``, for one scale a tensor.
-
-    If the device multiplies fnuz types only, the result has these in place of OCP's.
+    """Returns a format's element types, fnuz if the device multiplies these only, and ``fp8_max``.
 
     Source: AMD CDNA3 instruction set (fnuz), OCP OFP8 1.0.
     """

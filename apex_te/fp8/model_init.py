@@ -13,13 +13,7 @@ __all__ = ["fp8_model_init", "quantized_model_init", "settings"]
 
 
 class Settings(NamedTuple):
-    """Named tuple of the arguments of one ``fp8_model_init``.
-
-    Attributes:
-        enabled: True to hold weights in low precision.
-        recipe: recipe by which the weights are quantized.
-        preserve_high_precision_init_val: True to keep the weights' values before quantization.
-    """
+    """Named tuple of the arguments of one ``fp8_model_init``."""
 
     enabled: bool
     recipe: Recipe
@@ -106,10 +100,6 @@ class quantized_model_init(fp8_model_init):
 
 
 def settings() -> Settings | None:
-    """Returns the settings by which a module's constructor is to make GEMM weights in FP8.
-
-    None if this thread's innermost ``fp8_model_init`` is disabled or there is none: the constructor
-    then makes high-precision weights.
-    """
+    """Returns the thread's ``fp8_model_init`` settings; None if weights are high-precision."""
     region = _local.region
     return region.settings if region is not None and region.settings.enabled else None

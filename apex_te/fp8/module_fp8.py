@@ -27,25 +27,16 @@ __all__ = ["ModuleFP8", "init_fp8_state"]
 class _Compiled:
     """Empty object to which attributes are added for code that torch.compile traces.
 
-    Each recipe's key names a pair ``(sets, tensors)``: the module's ``QuantizerSets`` and the
-    tensors that ``ModuleFP8.staging`` returns. ``weight_<gemm>`` names a ``TracedWeight``. A dict
-    would not do: torch.compile does not see entries that are added to one while it traces.
+    A recipe's key names the pair of ``QuantizerSets`` and ``staging`` tensors, ``weight_<gemm>`` a
+    ``TracedWeight``. torch.compile does not see entries added to a dict while it traces.
     """
 
 
 class ModuleFP8:
     """FP8 state of a module and the quantizers over it, which are built once for each recipe.
 
-    Attributes:
-        state: the module's ``FP8State``, its scales and amax histories.
-        label: name of the module that is equal on all ranks: its class, and its layer or pipeline
-            stage if known.
-        number: the module's place among all FP8 modules that the process has constructed.
-        update_failed: True if the last update of this state raised.
-        observer: function through which new ``QuantizerSets`` pass before modules get them, for
-            ``fp8_statistics``; None if there is none.
-        handle: ``number`` as an int64 tensor ``[1]`` on the CPU, by which ops in compiled code name
-            the module.
+    ``label`` is equal on all ranks: the module's class, and its layer or pipeline stage if known.
+    ``handle`` is ``number`` as int64 ``[1]`` on the CPU, for ops in compiled code.
     """
 
     number: int
@@ -137,15 +128,7 @@ class ModuleFP8:
         records: bool = True,
         amax_group: AmaxGroup | None = None,
     ) -> QuantizerSets:
-        """Returns the quantizers of the module's GEMMs for one forward.
-
-        Quantizers that are missing are built; the state is allocated or resized if needed.
-
-        Args:
-            device: device of the module's weights.
-            records: True if the region's modules stage amax values.
-            amax_group: the region's amax group; None if the region counts in none.
-        """
+        """Returns the quantizers for one forward; builds them and allocates the state if needed."""
         if torch.compiler.is_compiling():
             if torch.compiler.is_dynamo_compiling():  # which runs the marked function by itself
                 self._prepare(key, device.type, device.index, records)
@@ -160,11 +143,7 @@ class ModuleFP8:
         return self.adapt(key, recipe, device, records)
 
     def active(self, key: str, amax_group: AmaxGroup | None) -> QuantizerSets | None:
-        """Returns the quantizers of the last recording forward, if a forward may use them as is.
-
-        Args:
-            amax_group: the region's amax group; None if the region counts in none.
-        """
+        """Returns the quantizers of the last recording forward, if a forward may use them as is."""
         entered = amax_group is None or amax_group is self._sync.amax_group
         return self._active if entered and self._active_key == key else None
 
@@ -178,14 +157,7 @@ class ModuleFP8:
     def adapt(
         self, key: str, recipe: Recipe, device: torch.device, records: bool = True
     ) -> QuantizerSets:
-        """Returns the quantizers for ``recipe``, after fitting the state to the recipe.
-
-        A forward that does not record changes no state that exists.
-
-        Args:
-            device: device of the module's weights.
-            records: True if the region's modules stage amax values.
-        """
+        """Returns quantizers for ``recipe``; only recording forwards refit an existing state."""
         state = self.state
         exists = state.allocated and state.device.type != "meta"
         if recipe.keeps_state and (records or not exists):
@@ -211,11 +183,9 @@ class ModuleFP8:
     def _prepare(self, key: str, device: str, index: int | None, records: bool) -> bool:
         """Adapts the state while torch.compile traces, which cannot trace the allocations.
 
-        The arguments are those of ``adapt``, with the device given as its type and its index.
-
-        It is a method of simple arguments, so that nothing of one module becomes a guard of the
-        compiled code, which the layers of a model then share. Modules on the device that have not
-        run yet are adapted, too, as each would otherwise cause a recompilation.
+        Its simple arguments make nothing of one module a guard of the compiled code, which layers
+        share. Modules on the device that have not run yet are adapted, too, or each would cause a
+        recompilation.
         """
         where = torch.device(device) if index is None else torch.device(device, index)
         recipe = recipe_named(key)
@@ -246,20 +216,14 @@ class ModuleFP8:
         self._sets_first_scales |= records and recipe.keeps_state
 
     def staging(self, key: str) -> list[torch.Tensor]:
-        """Returns the state's tensors for inputs and weights that compiled code reads and
-        writes.
-        """
+        """Returns the input and weight state tensors that compiled code reads and writes."""
         return getattr(self._compiled, key)[1]
 
     def follow(self, key: str, recipe: DelayedScaling) -> None:
         """Prepares the FP8 state of a module whose forward is compiled for the region's recipe.
 
-        An eager forward does this itself. First scales that a compiled forward has computed cease
-        to be due; if the recipe is another one than before, the state gets its histories and
-        formats.
-
-        Args:
-            key: interned name of the region's recipe, by which the compiled forward knows it.
+        First scales that a compiled forward has computed cease to be due; for another recipe than
+        before, the state is adapted.
         """
         state = self.state
         if self._sets_first_scales:
@@ -270,12 +234,7 @@ class ModuleFP8:
             self._active = None
 
     def traced_weight(self, gemm: int, dtype: torch.dtype, *sizes: int) -> TracedWeight:
-        """Returns the FP8 copies of a GEMM's weight that compiled code keeps between calls.
-
-        Args:
-            dtype: FP8 dtype of the copies.
-            sizes: rows and columns of the weight, and the number of parameters that it is made of.
-        """
+        """Returns the FP8 copies of a GEMM's weight that compiled code keeps between calls."""
         name = f"weight_{gemm}"  # of one dtype, the same in all formats
         self._prepare_weight(name, dtype, *sizes)
         return getattr(self._compiled, name)

@@ -125,13 +125,8 @@ class fp8_statistics:
     ) -> None:
         """Adds the measurements of a tensor to the current step.
 
-        Args:
-            x: the tensor in bf16 or fp32, ``[rows, cols]``.
-            quantized: its FP8 copies.
-
-        An input or weight of a region not seen before begins a new step. Gradients, which come
-
-        after their region was left, belong to the current step.
+        An input or weight of a new region begins a step. Gradients, which come after their region
+        was left, belong to the current step.
         """
         if slot % len(ROLES) != ROLES.index("grad_output"):
             self._enter(local.region)
@@ -303,10 +298,7 @@ _LABELS = 150  # rows that can be told apart
 
 
 def _cells(series: dict[str, dict[str, list]], steps: list[int], key: str) -> list[list[float]]:
-    """Returns the values of ``key`` as a matrix: a row for each tensor, a column for each step.
-
-    A step in which the tensor was not recorded has NaN.
-    """
+    """Returns ``key`` as a row for each tensor and a column for each step, NaN if missing."""
     column = {step: i for i, step in enumerate(steps)}
     cells = [[math.nan] * len(steps) for _ in series]
     for row, values in zip(cells, series.values(), strict=True):
@@ -326,11 +318,7 @@ def _owners(modules: list[tuple[str, Any]]) -> list[str]:
 
 
 def _names(owner: str, module: Any) -> list[str]:
-    """Returns the labels of a module's slots, ``<owner>.<role>`` or ``<owner>.<gemm>.<role>``.
-
-    Args:
-        module: the module; names of its weights such as ``fc1_weight`` give the names of its GEMMs.
-    """
+    """Returns the labels of a module's slots, ``<owner>.<role>`` or ``<owner>.<gemm>.<role>``."""
     gemms = module.fp8_state.gemms
     weights = module._gemm_weights()
     named = [names[0] for names in weights if len(names) == 1 and names[0].endswith("_weight")]
@@ -344,12 +332,7 @@ def _names(owner: str, module: Any) -> list[str]:
 
 
 def _append(series: dict[str, list], values: dict[str, float]) -> None:
-    """Appends the figures of a step to ``series``, with rates in place of counts.
-
-    Args:
-        series: lists by the names in ``SERIES``.
-        values: sums and maxima over the step by the names in ``FIELDS``.
-    """
+    """Appends the figures of a step to ``series``, with rates in place of counts."""
     inverse, nonzero = values["scale_inv_max"], values["nonzero"]
     series["amax"].append(values["amax"])
     series["scale_min"].append(1.0 / inverse if inverse else math.inf)

@@ -8,17 +8,15 @@ import torch
 class QuantizedTensor:
     """FP8 copies of one matrix ``[rows, cols]`` with their scales; internal, never given to users.
 
+    ``value = data * scale_inv``. Scales are written together with the data, not views of a state,
+    so that a later update cannot change the values.
+
     Attributes:
-        rowwise: FP8 data ``[rows, cols]`` in ``dtype``, or None.
-        rowwise_scale_inv: multipliers of ``rowwise`` to high precision, ``value = data *
-            scale_inv``, in the scheme's shape: ``[1]``, or one for each block. They are written
-            together with the data, not views of a state, so that a later scale update cannot change
-            the values.
-        columnwise: FP8 data ``[cols, rows]`` in ``dtype``, or None. ``rows``, over which a weight
-            gradient contracts, may be padded with zeros to a multiple of 16.
-        columnwise_scale_inv: multipliers of ``columnwise``; the same tensor as
-            ``rowwise_scale_inv`` if one scale serves both.
-        dtype: an FP8 dtype of torch, e.g. ``torch.float8_e4m3fn``, or ``torch.uint8`` (HiF8).
+        rowwise_scale_inv: ``[1]``, or one for each block.
+        columnwise: FP8 data ``[cols, rows]``; ``rows`` may be padded with zeros to a multiple of
+            16.
+        columnwise_scale_inv: the tensor ``rowwise_scale_inv`` itself if one scale serves both.
+        dtype: an FP8 dtype of torch, or ``torch.uint8`` (HiF8).
     """
 
     __slots__ = ("columnwise", "columnwise_scale_inv", "dtype", "rowwise", "rowwise_scale_inv")

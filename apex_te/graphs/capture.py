@@ -29,10 +29,7 @@ def fp8_modules(module: torch.nn.Module) -> list[FP8Module]:
 
 @contextlib.contextmanager
 def no_collection() -> Iterator[None]:
-    """Collects garbage before the ``with`` block and not inside.
-
-    An older graph that is collected during a capture breaks the capture.
-    """
+    """Collects garbage before the block, not inside: collecting a graph breaks a capture."""
     gc.collect()
     enabled = gc.isenabled()
     gc.disable()
@@ -53,12 +50,6 @@ def recorded(graph: Any, pool: Any) -> Iterator[None]:
 
     PyTorch itself leaves a capture that CUDA has ended half open: the capture's stream is current,
     its pool takes allocations, and random generators refuse to draw outside of a capture.
-
-    Args:
-        graph: a new ``torch.cuda.CUDAGraph``.
-
-    Raises:
-        ValueError: an earlier capture into ``pool`` has failed.
     """
     if pool in _failed_pools:
         raise ValueError(
@@ -92,31 +83,17 @@ def _close_failed(pool: Any) -> None:
 class Capture:
     """CUDA graphs of one module's forward and backward, with the tensors that they read and write.
 
-    Those tensors stay where they are, so only one replay at a time is possible.
-
-    Args:
-        args: positional arguments of ``forward``. Tensors are copied to where replays read them.
-        first: the capture of the same module's first microbatch, whose FP8 weights this one shares;
-            None for that capture, and for a module with one capture.
+    Those tensors stay where they are, so only one replay at a time is possible. ``first`` is the
+    capture of the same module's first microbatch, whose FP8 weights this one shares.
 
     Attributes:
-        caches: KV caches among the arguments, each with what the graph has room for. Without
-            gradients then, as generation has none.
-        is_shared: captures of further microbatches share the FP8 weights.
-        inputs: the tensors among the arguments, where replays read them.
-        outputs: what ``forward`` returned in the capture, flat; tensors lie where replays write
-            them.
-        results: the tensors among ``outputs``.
+        caches: KV caches among the arguments, with what the graph has room for; without gradients.
+        outputs: flat outputs of ``forward``; ``results`` are the tensors among them.
         fixed: positions in ``results`` of tensors that need no gradient.
-        grad_outputs: for each tensor of ``results``, where the backward reads its gradient, or
-            None.
-        input_grads, parameter_grads: where the backward writes gradients; None for those that get
-            none.
-        stand_ins: by id of a parameter, the parameter that takes its place in the capture.
-        cache: decides which FP8 weights a replay casts; None without ``keeps_weights``.
+        grad_outputs: where the backward reads gradients of ``results``, or None for each.
+        stand_ins: by id of a parameter, the parameter that replaces it in the capture.
         delayed: the weight gradients that ``backward_dw`` computes after a replay.
         run: the number of forwards replayed so far, recomputes not counted.
-        has_run_backward: the last forward's backward has been replayed.
     """
 
     def __init__(
@@ -193,9 +170,7 @@ class Capture:
                 module._modes.wgrad_store[:] = delayed
 
     def _run(self, graph: Any) -> tuple[list[Any], Any]:
-        """Runs one forward inside ``graph``, in the ``fp8_autocast`` region with no update
-        pending.
-        """
+        """Runs one forward inside ``graph``, in its FP8 region with no update pending."""
         for captured in self.weights:
             captured.begin()
         args, kwargs = pytree.tree_unflatten(self.leaves, self.spec)
@@ -214,11 +189,7 @@ class Capture:
             return self.forward(*args, **kwargs)
 
     def _gradients(self, outputs: list[Any], grads: list[Any]) -> list[Any]:
-        """Returns the gradients of ``_sources()``, in the order of these; None if unused.
-
-        Args:
-            grads: the gradient of each output, None for one that needs none.
-        """
+        """Returns the gradients of ``_sources()``, in the order of these; None if unused."""
         sources = self._sources()
         pairs = [(o, g) for o, g in zip(outputs, grads, strict=True) if g is not None]
         outs, given = [o for o, _ in pairs], [g for _, g in pairs]
@@ -278,11 +249,7 @@ class Capture:
         self._keep_tensors(needs)
 
     def _check_used(self, sources: list[torch.Tensor], grads: list[Any], delayed: set[int]) -> None:
-        """Checks that each source has a gradient, unless ``allow_unused``.
-
-        Args:
-            grads: the gradient of each that autograd returned, or None.
-        """
+        """Checks that each source has a gradient, unless ``allow_unused``."""
         for source, grad in zip(sources, grads, strict=True):
             has_own = getattr(source, "main_grad", None) is not None or id(source) in delayed
             if grad is None and not has_own and not self.allow_unused:
@@ -292,11 +259,7 @@ class Capture:
                 )
 
     def _keep_tensors(self, needs: list[bool]) -> None:
-        """Sets ``results``, ``fixed`` and ``grad_outputs`` from the captured outputs.
-
-        Args:
-            needs: for each output, True if it needs a gradient.
-        """
+        """Sets ``results``, ``fixed`` and ``grad_outputs`` from the captured outputs."""
         self.outputs = [o.detach() if isinstance(o, torch.Tensor) else o for o in self.outputs]
         tensors = [isinstance(o, torch.Tensor) for o in self.outputs]
         self.results = list(compress(self.outputs, tensors))
@@ -325,14 +288,10 @@ class Capture:
         self.weights, self.cache, self.delayed = [], None, []
 
     def replay_forward(self, inputs: Sequence[torch.Tensor], again: bool) -> int:
-        """Copies the inputs to where the graph reads them, and replays the forward.
+        """Copies ``inputs`` to the graph's and replays the forward; returns its number.
 
-        Args:
-            inputs: the tensors of a call, in the order of ``self.inputs``.
-            again: the call is a recompute of the last forward, and gets the same number.
-
-        Returns:
-            The number of this forward, by which ``replay_backward`` checks that none came between.
+        A recompute (``again``) keeps the number, by which ``replay_backward`` detects later
+        forwards.
         """
         for static, value in zip(self.inputs, inputs, strict=True):
             static.copy_(value)
@@ -342,14 +301,9 @@ class Capture:
         return self.run
 
     def replay_backward(self, run: int, overwrite: bool, grads: Sequence[Any]) -> list[Any]:
-        """Replays the backward.
+        """Replays the backward; returns gradients of inputs, then of parameters that require grad.
 
-        Args:
-            overwrite: ``main_grad`` tensors start from zero.
-
-        Returns:
-            The gradients of all inputs, then of the parameters that require grad, None for those
-            without one. Later replays overwrite the gradients.
+        Later replays overwrite them. ``overwrite``: ``main_grad`` tensors start from zero.
 
         Raises:
             RuntimeError: a later forward, or an earlier backward, overwrote what the forward saved.
@@ -380,11 +334,7 @@ class Capture:
 
 
 class WeightCache:
-    """Decides which FP8 weights a replay casts, by the rule of a module's own cache of FP8 weights.
-
-    Attributes:
-        is_filled: a replay has run, so that the kept weights have values.
-    """
+    """Decides which FP8 weights a replay casts, by the rule of a module's cache of FP8 weights."""
 
     def __init__(
         self, kept: Sequence[KeptWeight], sources: Sequence[Sequence[torch.Tensor | int]]
@@ -403,10 +353,7 @@ class WeightCache:
     def choose(self, first: bool | None, recomputed: bool, inputs: Sequence[torch.Tensor]) -> None:
         """Sets the ``noop`` flags that the graph reads, before the replay of a call.
 
-        Args:
-            first: ``is_first_microbatch``: True casts all weights; None casts all, for this call
-                only; False casts weights that changed.
-            inputs: the tensors of the call, in the order of ``Capture.inputs``.
+        ``first`` True or None, for this call only, casts all weights, False those that changed.
         """
         self.is_filled = True
         if recomputed or self._noop is None:
@@ -472,11 +419,7 @@ def _path_name(path: Any) -> str:
 def preserved(
     modules: Sequence[torch.nn.Module], devices: Sequence[torch.device]
 ) -> Iterator[None]:
-    """Restores, after the ``with`` block, the state that is changed by running modules inside.
-
-    That is their FP8 state, the amax values' pending updates, buffers, ``main_grad`` tensors and
-    random generators.
-    """
+    """Restores FP8 state, pending updates, buffers, ``main_grad`` and generators afterwards."""
     states = [SavedState(child.fp8_state) for module in modules for child in fp8_modules(module)]
     parameters = [p for module in modules for p in module.parameters()]
     held = [b for module in modules for b in module.buffers()]
@@ -500,11 +443,8 @@ def preserved(
 def substituted(modules: Sequence[torch.nn.Module]) -> Iterator[dict[int, torch.nn.Parameter]]:
     """Replaces the modules' parameters, inside the block, by stand-ins over the same memory.
 
-    A parameter's node in an autograd graph that is still alive belongs to the stream of that graph,
-    and a capture must not wait for another stream.
-
-    Yields:
-        The stand-ins, by the ids of the parameters that they replace.
+    Yields the stand-ins by the ids of the parameters. A parameter's node in a live autograd graph
+    belongs to the stream of that graph, for which a capture must not wait.
     """
     children = [child for module in modules for child in module.modules()]
     owned = [

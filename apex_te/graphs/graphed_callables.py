@@ -121,12 +121,7 @@ def capture_in_order(
     warmup_iters: int,
     pool: Any,
 ) -> None:
-    """Warms up all graphs, then captures them in memory of one pool.
-
-    Args:
-        graphs: the forwards, not yet installed; several may be of one module.
-        pool: memory pool from ``torch.cuda.graph_pool_handle()``; None makes one.
-    """
+    """Warms up all graphs, then captures them in memory of one pool; ``pool`` None makes one."""
     pool = torch.cuda.graph_pool_handle() if pool is None else pool
     modules = list({id(graph.module): graph.module for graph in graphs}.values())
     with contextlib.ExitStack() as stack:
@@ -251,21 +246,15 @@ def device_of(module: torch.nn.Module, args: tuple, kwargs: dict[str, Any]) -> t
 
 
 class GraphedForward:
-    """Callable in place of a module's ``forward`` that replays its graph or runs it eagerly.
-
-    Args:
-        first: the graph of the same module's first microbatch; None for that graph, and for a
-            module with one graph.
+    """Callable that replaces a module's ``forward``, and replays its graph or runs it eagerly.
 
     Attributes:
-        eager: the module's ``forward`` without a graph.
-        keywords: names of the keyword arguments in the capture.
+        first: the graph of the same module's first microbatch; None for that graph itself.
         replayed: the last call outside a recompute replayed the graph, so a recompute does, too.
         first_steps: ``(state, slot)`` of each slot whose scale was found before the capture; calls
             in which one needs its first scale run eagerly.
         states: the FP8 states with their amax histories, by which a moved state is noticed.
         schedule: checks the order of replays among several microbatches; None with one.
-        is_reset: ``reset`` has freed the graph, so that calls run eagerly.
     """
 
     def __init__(
@@ -367,10 +356,7 @@ class GraphedForward:
         return pytree.tree_unflatten(outputs, capture.output_spec)
 
     def _captured_keywords(self, kwargs: dict[str, Any]) -> dict[str, Any]:
-        """Returns the keyword arguments in the order of the capture, in a graph of a microbatch.
-
-        Those that the capture had not are left out if they are None: Megatron passes them all.
-        """
+        """Returns keyword arguments as captured, without the None that Megatron also passes."""
         if self.schedule is None:
             return kwargs
         found = {name: kwargs[name] for name in self.keywords if name in kwargs}

@@ -35,19 +35,14 @@ def graph_microbatches(
     """Captures a forward and a backward of each module for each microbatch of a schedule.
 
     A graph has memory for one microbatch in flight, so a module gets as many graphs as the schedule
-    has microbatches. Graphs of one module share its FP8 weights.
+    has microbatches; they share its FP8 weights. The callables returned, ordered as
+    ``sample_args``, are called in place of the modules, which keep their ``forward``, in the order
+    of the schedule. Hooks of the modules are part of the graphs.
 
     Args:
-        modules: the layers, chunk by chunk.
-        sample_args: a tuple of positional arguments for each graph: chunk by chunk, within a chunk
-            microbatch by microbatch, within a microbatch layer by layer.
+        sample_args: positional arguments of each graph: chunk by chunk, within a chunk microbatch
+            by microbatch, within a microbatch layer by layer.
         layers_per_chunk: number of layers of each chunk; None divides them equally.
-
-    Returns:
-        A callable for each graph, ordered as ``sample_args``, to call in place of the module, in
-        the order of the schedule. Hooks of the modules are part of the graphs. The modules keep
-        their ``forward``, which a callable runs where its graph does not fit the call. ``reset()``
-        of a callable frees its graph.
     """
     graphed_callables.check_options(num_warmup_iters, allow_unused_input, fp8_weight_caching)
     _check_modules(modules)
@@ -94,12 +89,7 @@ def graph_microbatches(
 
 
 class Event(NamedTuple):
-    """Named tuple of the forward or backward of one graph.
-
-    Attributes:
-        graph: the graph.
-        is_backward: False for its forward.
-    """
+    """Named tuple of the forward or backward of one graph."""
 
     graph: GraphedForward
     is_backward: bool
@@ -108,11 +98,8 @@ class Event(NamedTuple):
 class Schedule:
     """Check that graphs are replayed in the order of their capture, in which they share memory.
 
-    Forwards and backwards may be left out, such as those of a graph whose module runs eagerly. One
-    that comes before the last one in the order begins the schedule anew.
-
-    Args:
-        events: forwards and backwards in that order.
+    Forwards and backwards may be left out, such as those of a module that runs eagerly. One that
+    comes before the last one in the order begins the schedule anew.
     """
 
     def __init__(self, events: Sequence[Event]) -> None:
@@ -210,9 +197,7 @@ def _each(name: str, values: Any, wanted: type, count: int) -> list[Any]:
 
 
 def _events(chunks: Sequence[range], order: Sequence[int]) -> list[tuple[int, bool]]:
-    """Returns the index of the graph, and whether it is its backward, of each step of a
-    schedule.
-    """
+    """Returns each step of a schedule as the index of its graph and True for the backward."""
     microbatches = len(order) // (2 * len(chunks))
     done = dict.fromkeys(order, 0)
     found = []

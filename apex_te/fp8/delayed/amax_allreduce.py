@@ -28,12 +28,9 @@ _QUANTUM = 16384
 
 
 class SlotRange(NamedTuple):
-    """Named tuple of neighbouring slots of one FP8 state.
+    """Named tuple of neighbouring slots, from ``at`` among all of the process, of one FP8 state.
 
-    Attributes:
-        at: index of the range's first slot among all slots of the process.
-        history: amax history, fp32 ``[length, slots]``; row 0 is the staging row.
-        scale, scale_inv: fp32 ``[slots]``.
+    ``history`` is fp32 ``[length, slots]``, its row 0 staging; scales are fp32 ``[slots]``.
     """
 
     at: int
@@ -45,12 +42,7 @@ class SlotRange(NamedTuple):
 class _Channel:
     """Facts that one amax reduction over a process group leaves for the next one.
 
-    Each rank sends a header with its amaxes: what it asks of the others, and how many it has.
-
-    Attributes:
-        capacity: number of elements that each rank sends in one collective, equal on all ranks.
-        wanted: 0; or, if a rank's header asks for equal scales and histories on all ranks, the
-            length of the longest amax history of such ranks.
+    ``wanted`` is the longest amax history of ranks that ask for equal scales; 0 if none does.
     """
 
     __slots__ = ("_copied", "_found", "capacity", "wanted")
@@ -64,12 +56,7 @@ class _Channel:
 
     @staticmethod
     def of(group: Any, device: torch.device) -> _Channel:
-        """Returns the channel of a process group; it is made if missing.
-
-        Args:
-            group: process group; None is the whole world.
-            device: device of the collective, for a new channel.
-        """
+        """Returns the channel of a process group (None: the world); it is made if missing."""
         key = distributed.group.WORLD if group is None else group
         channel = _channels.get(key)
         if channel is None:
@@ -84,12 +71,7 @@ class _Channel:
             self._copied.record()
 
     def read(self) -> Comparison | None:
-        """Compares the ranks by the last header that was stored; waits for its copy.
-
-        Returns:
-            The comparison; None if the header has been read already, so that there is nothing to
-            check.
-        """
+        """Waits for the last header stored and compares the ranks by it; None if already read."""
         if self._copied is None:
             return None
         if self._copied is not True:
@@ -106,11 +88,8 @@ _channels: weakref.WeakKeyDictionary[Any, _Channel] = weakref.WeakKeyDictionary(
 class RankReduction:
     """Reduces staged amax values over ranks, and checks that all ranks have the same modules.
 
-    Args:
-        sizes: number of slots of each module of the process, in the order of construction.
-        slots: slots whose staging row, row 0 of the history, is reduced in place.
-        device: device of the collective if ``slots`` is empty.
-        unsure: True if scales and histories may differ between ranks, as after loading.
+    ``unsure`` is True if scales and histories may differ between ranks, as after loading. ``sizes``
+    are numbers of slots, in the order of modules' construction.
     """
 
     def __init__(
@@ -143,14 +122,10 @@ class RankReduction:
         self._agreed: _Channel | None = None  # the channel whose ranks were found to agree
 
     def run(self, group: Any) -> bool:
-        """Reduces the staged amax values over ``group`` by one collective.
+        """Reduces staged amax values over ``group``; returns True if it made all scales equal.
 
-        The header is checked at once if the group is new, else in the next call, so that no step
-        waits. If some rank is unsure, the next call makes scales and histories equal on all ranks
-        by one more collective.
-
-        Returns:
-            True if this call made scales and histories equal.
+        A new group's header is checked at once, others in the next call, so that no step waits. If
+        some rank is unsure, the next call equalises scales and histories by one more collective.
 
         Raises:
             RankMismatchError: on every rank, if the ranks have different modules.
@@ -183,14 +158,7 @@ class RankReduction:
         return equalise
 
     def _fill(self, equalise: bool) -> torch.Tensor:
-        """Writes the header and the staged amax values into the buffer.
-
-        Args:
-            equalise: True if scales are to be made equal after this collective.
-
-        Returns:
-            The view of the buffer that holds the header, int32 ``[HEADER]``.
-        """
+        """Writes header and staged amax values into the buffer; returns the header's view."""
         self._buffer.zero_()
         said = self._buffer[:HEADER].view(torch.int32)
         said.copy_(self._own)
@@ -223,16 +191,10 @@ class RankReduction:
 def _equalise(
     slots: Sequence[SlotRange], total: int, length: int, device: torch.device, group: Any
 ) -> None:
-    """Gives all ranks each slot's smallest scale and largest amax values, row by row, by one
-    collective.
+    """Gives all ranks each slot's smallest scale and largest amax values, by one collective.
 
     Histories shorter than ``length`` are aligned by their newest rows. Slots that were never set,
     with scale 1 and an empty history, do not count.
-
-    Args:
-        slots: the slots, whose scales and histories are written in place.
-        device: device of the collective.
-        group: process group, None for the whole world.
     """
     rows = max(length, 1) + 1  # the staging row, which is not sent, gives way to two of scales
     buffer = torch.zeros(rows, total, dtype=torch.float32, device=device)

@@ -21,14 +21,12 @@ class AmaxGroup:
     """All regions of one process group, with their clock.
 
     Attributes:
-        number: index in the order of first use.
         key: the ranks, ``"world"``, or ``"own"`` if amax values are not reduced; None while only a
-            loaded state has mentioned ``number``, and no region has claimed it.
+            loaded state has mentioned ``number``.
         group: process group as the last region passed it; None is the whole world.
         pending: number of regions since the last update.
-        training: True if a pending region was entered with grad enabled. Its backward may still
+        training: True if a pending region was entered with grad enabled: its backward may still
             come, and until then scales must not move.
-        inside: the threads, by a number of each, that are in one of these regions.
     """
 
     __slots__ = ("group", "inside", "key", "number", "pending", "training")
@@ -56,12 +54,9 @@ class AmaxGroup:
 
 
 class AmaxGroups:
-    """All amax groups of the process, in the order of their first use.
+    """All amax groups of the process, in the order of their first use; ``current`` was used last.
 
-    Attributes:
-        current: the amax group of the last region; None before any.
-        recipe: the recipe of the last region that counted; None after a state was loaded.
-        several: True if there is more than one amax group.
+    ``recipe`` is of the last region that counted; None after a state was loaded.
     """
 
     def __init__(self) -> None:
@@ -82,12 +77,7 @@ class AmaxGroups:
 
     @property
     def clocks(self) -> tuple[int, list[int]]:
-        """Numbers of pending regions in all amax groups, to be saved and restored by assignment.
-
-        Returns:
-            future: number of pending regions with which new amax groups begin.
-            known: number of pending regions of each existing amax group.
-        """
+        """Pending regions of new amax groups, and of each existing one; can be assigned."""
         return self._pending, [group.pending for group in self._groups]
 
     @clocks.setter
@@ -115,13 +105,7 @@ class AmaxGroups:
         return [group for group in self._groups if group.pending]
 
     def enter(self, recipe: DelayedScaling, group: Any) -> AmaxGroup:
-        """Makes the amax group of a region that is being entered the ``current`` one.
-
-        Args:
-            group: the region's ``fp8_group``; None is the whole world. Ignored if amax values are
-                not
-                reduced: all such regions share one amax group.
-        """
+        """Makes a region's amax group ``current``; all regions without reduction share one."""
         last = self.current
         if last is not None and last.group is group and last.reduces == recipe.reduce_amax:
             return last
@@ -133,11 +117,7 @@ class AmaxGroups:
         return found
 
     def reduced_over(self, group: Any) -> list[AmaxGroup]:
-        """Returns the amax groups, with pending regions, that ``flush_fp8_state(group)`` updates.
-
-        These are the amax group of ``group``, the amax group whose amax values are not reduced, and
-        amax groups whose process group is not known.
-        """
+        """Returns the pending amax groups of ``group``, without reduction or of unknown ranks."""
         waiting, key = self.waiting(), _key(group)
         known = self._keyed(key) or self._keyed(None)
         if not known and any(found.reduces for found in waiting):
@@ -152,12 +132,8 @@ class AmaxGroups:
     ) -> None:
         """Sets the number of pending regions to that of a saved state.
 
-        Args:
-            sync: the ``ScaleSync`` of the state, which gets the amax group if it has none.
-            number: number of the amax group in which the state was saved; None if the state was in
-                none, for which all amax groups are set.
-            is_copy: True if the state was unpickled or copied, perhaps in a process that has itself
-                trained: then the larger of the present number and ``pending`` is set.
+        ``number`` None, of a state that was in no amax group, sets all. With ``is_copy`` the
+        process may have trained itself: the larger of the present number and ``pending`` is set.
         """
         if is_copy and number is None:
             pending = max(pending, self.pending)
@@ -207,12 +183,7 @@ _EVERYWHERE, _NOWHERE = "everywhere", "nowhere"
 
 
 class ScaleSync:
-    """Record of the ranks that reduce a state's amax values, and of the ranks with equal scales.
-
-    Attributes:
-        amax_group: amax group of the last region that the module ran in; None before the first.
-        equal: True if all ranks of ``amax_group`` have equal scales and histories.
-    """
+    """Record of the ranks that reduce a state's amax values, and of the ranks with equal scales."""
 
     __slots__ = ("_where", "amax_group", "equal")
 
@@ -241,22 +212,12 @@ class ScaleSync:
         self._find_equal()
 
     def loaded(self, fingerprint: int | None) -> None:
-        """Notes that scales were loaded.
-
-        Args:
-            fingerprint: ``AmaxGroup.fingerprint`` of the ranks on which scales were equal when
-                saved; None if these are not known, or if scales may differ for another reason.
-        """
+        """Notes that scales were loaded, equal on the ranks of ``fingerprint``, or unknown."""
         self._where = _NOWHERE if fingerprint is None else fingerprint
         self._find_equal()
 
     def updated(self, amax_group: AmaxGroup, reduced: bool, equalised: bool) -> None:
-        """Notes that scales were updated.
-
-        Args:
-            reduced: True if the state's amax values were reduced over the ranks of ``amax_group``.
-            equalised: True if scales and histories were made equal on these ranks.
-        """
+        """Notes an update of scales, from all amax values of ``amax_group`` if ``reduced``."""
         where = self._where
         if reduced and (equalised or self._equal_in(amax_group)):
             self._where = amax_group

@@ -27,12 +27,7 @@ _token = torch.zeros(1, dtype=torch.int32, device="cpu")
 
 
 def enter_traced_region(key: str, group: Any, may_update: bool) -> None:
-    """Adds to the traced graph an op that runs ``enter_region`` each time the graph runs.
-
-    Args:
-        group: the region's ``fp8_group``, or None.
-        may_update: True if the region is entered with grad enabled.
-    """
+    """Adds to the traced graph an op that runs ``enter_region`` each time the graph runs."""
     name = None if group is None else group.group_name
     _update_first(key, name, may_update)
     torch.ops.apex_te.enter_region(_token, key, name, may_update)
@@ -43,13 +38,8 @@ def follow_traced_region(
 ) -> None:
     """Adds to the traced graph an op that copies a module's current scales to the graph's tensors.
 
-    If the region was entered outside of the graph, the graph uses the tensors of the FP8 state
-    themselves, and nothing is copied. If there are several amax groups, an op then makes the module
-    enter the current one: layers that share the graph may run in different groups.
-
-    Args:
-        used: pairs of a module and a recipe key that already have their op in the region's graph;
-            a new pair is appended. None if the region was entered outside of the graph.
+    If the region was entered outside of the graph (``used`` is None), the graph uses the FP8 state
+    itself; with several amax groups an op makes the module enter the current one.
     """
     if used is None:
         if amax_groups.several:
@@ -62,19 +52,13 @@ def follow_traced_region(
 
 
 def leave_traced_region(used: list[tuple[ModuleFP8, str]]) -> None:
-    """Adds ops to the traced graph that copy amax values staged in the graph to the modules' FP8
-    states.
-    """
+    """Adds ops to the traced graph that copy amax values staged in it to modules' FP8 states."""
     for module, key in used:
         torch.ops.apex_te.leave_region(_token, module.handle, module.staging(key), key)
 
 
 def _update_first(key: str, group: str | None, may_update: bool) -> bool:
-    """Runs a due update while torch.compile traces, if modules have a state of another recipe.
-
-    Their states are then adapted to the region's recipe, before which amax values staged under the
-    old one must be used.
-    """
+    """Runs a due update while torch.compile traces, before states get another recipe."""
     recipe: Any = recipe_named(key)
     if recipe.keeps_state:
         amax_group = amax_groups.enter(recipe, _group(group))
@@ -105,10 +89,7 @@ def _follow(
 ) -> None:
     """Copies a module's scales to the tensors that compiled code reads; op ``follow_region``.
 
-    Args:
-        token: orders this op after the op that entered the region; not read.
-        handle: int64 ``[1]`` on the CPU, the module's number in the registry.
-        tensors: targets, in the order of ``ModuleFP8.staging``.
+    ``token`` orders it after entering the region; ``handle`` is int64 ``[1]`` on the CPU.
     """
     module = registry.member(int(handle))
     if module.state.sync.amax_group is not amax_groups.current:
@@ -125,13 +106,7 @@ def _note(token: torch.Tensor, handle: torch.Tensor, key: str) -> None:
 def _leave(
     token: torch.Tensor, handle: torch.Tensor, tensors: Sequence[torch.Tensor], key: str
 ) -> None:
-    """Copies the graph's tensors back to a module's FP8 state; op ``leave_region``.
-
-    Args:
-        token: orders this op among the region's ops; not read.
-        handle: int64 ``[1]`` on the CPU, the module's number in the registry.
-        tensors: sources, in the order of ``ModuleFP8.staging``.
-    """
+    """Copies the graph's tensors back to a module's FP8 state; op ``leave_region``."""
     _copy(registry.member(int(handle)).staging(key), tensors)
 
 

@@ -17,12 +17,8 @@ _lib = runtime.ops("cast_transpose")
 class TracedWeight:
     """FP8 copies of a weight ``[rows, cols]``, and a stamp of the parameters they were cast from.
 
-    Attributes:
-        rowwise: FP8 data ``[rows, cols]``.
-        columnwise: FP8 data ``[cols, rows]``.
-        scale_inv: fp32 ``[1]``, for both copies.
-        seen: the stamp, int64 ``[1 + 3 * parameters]`` on the CPU: 1 once there are copies, then
-            the ``stamp`` of each parameter.
+    ``seen``, int64 ``[1 + 3 * parameters]`` on the CPU, is 1 once there are copies, then the
+    ``stamp`` of each parameter.
     """
 
     __slots__ = ("columnwise", "rowwise", "scale_inv", "seen")
@@ -44,13 +40,7 @@ class TracedWeight:
         amax: torch.Tensor | None,
         fill: bool,
     ) -> QuantizedTensor:
-        """Returns the copies, cast anew if asked for or if a parameter has changed.
-
-        Args:
-            weight: ``[rows, cols]``, the weight in bf16 or fp32.
-            scale: fp32 ``[1]``.
-            amax: fp32 ``[1]``, into which a cast stages its amax, or None.
-        """
+        """Returns the copies, cast anew if asked for or if a parameter has changed."""
         torch.ops.apex_te.keep_weight(
             weight, list(sources), scale, self.rowwise, self.columnwise, self.scale_inv, amax,
             self.seen, fill,
@@ -71,10 +61,7 @@ def _keep(
     seen: torch.Tensor,
     fill: bool,
 ) -> None:
-    """Casts ``weight`` into the kept copies if ``fill`` is True or ``seen`` is out of date.
-
-    Arguments are those of ``TracedWeight.quantized`` and the attributes of ``TracedWeight``.
-    """
+    """Casts ``weight`` into the kept copies if ``fill`` is True or ``seen`` is out of date."""
     now = [1]
     for source in sources:
         now += stamp(source)

@@ -8,11 +8,8 @@ import torch
 class FirstSteps:
     """Flags of the slots of one FP8 state whose first scale is due, on the host and the device.
 
-    Attributes:
-        due: a bool per slot, True while the host does not know that its first scale is set.
-        on_device: dict from a tuple of slots to int32 flags, one for each slot, for groups of rows
-            of which only the device knows whether they are empty. A slot with a flag is due while
-            ``due`` is True and the flag is non-zero.
+    A slot is due while ``due`` is True and its int32 flag in ``on_device``, by tuples of slots, if
+    it has one, is non-zero: only the device knows whether groups of rows are empty.
     """
 
     __slots__ = ("due", "on_device")

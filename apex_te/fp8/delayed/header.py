@@ -19,21 +19,14 @@ _MAX_GROUPS = 256  # the most amax groups that a file may ask for
 
 
 def encode_header(header: dict[str, Any]) -> torch.Tensor:
-    """Returns ``header`` as JSON text in a uint8 tensor.
-
-    The text is padded, so that its size depends on the number of slots only.
-    """
+    """Returns ``header`` as JSON text in uint8; its size depends on the number of slots only."""
     size = _BYTES + _BYTES_PER_SLOT * len(header["first_due"])
     text = json.dumps(header, separators=(",", ":")).encode().ljust(size)
     return torch.frombuffer(bytearray(text), dtype=torch.uint8)
 
 
 def decode_header(blob: torch.Tensor) -> dict[str, Any]:
-    """Returns the dict that ``encode_header`` was given.
-
-    Args:
-        blob: uint8 tensor from a state dict.
-    """
+    """Returns the dict that ``encode_header`` was given."""
     if not isinstance(blob, torch.Tensor) or blob.dtype != torch.uint8 or blob.numel() > 65536:
         raise ValueError("header must be a uint8 tensor of at most 65536 bytes")
     check_readable("header", blob)
@@ -65,12 +58,9 @@ class Header(NamedTuple):
     """Named tuple of the checked entries of a header.
 
     Attributes:
-        pending: number of regions since the last update.
-        first_due: a bool per slot, True if its first scale is due.
-        recipe: recipe under which the values were computed; None if it is not known or holds
-            functions, which cannot be saved.
+        recipe: recipe under which the values were computed; None if unknown or with functions.
         group_number: number of the state's amax group; None if it was in none.
-        equal: checksum of the ranks with equal scales (``ScaleSync.fingerprint``), or None.
+        equal: ``ScaleSync.fingerprint`` of the ranks with equal scales, or None.
     """
 
     pending: int

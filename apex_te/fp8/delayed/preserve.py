@@ -19,8 +19,8 @@ from .update import update_lock
 def preserved_fp8_state() -> Iterator[None]:
     """Restores all FP8 state that exists, and its clocks, at the end of a ``with`` block.
 
-    FP8 modules that were made inside of the block must be dropped before its end: their places in
-    the collective of updates are given up, so that ranks agree that did not enter such a block.
+    FP8 modules made inside must be dropped before its end: their places in the collective of
+    updates are given up, so that ranks agree that did not enter such a block.
     """
     with update_lock:
         kept = [tensor for member in registry.living() for tensor in _tensors(member.state)]

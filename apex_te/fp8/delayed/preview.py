@@ -21,12 +21,10 @@ if TYPE_CHECKING:
 
 
 def preview_scales(recipe: Recipe) -> bool:
-    """Computes the scales that pending updates will give into each state's ``pending_scale_fwd``.
+    """Computes the scales that pending updates will give into each ``pending_scale_fwd``.
 
-    Returns:
-        True if the evaluation is to read ``pending_scale_fwd``. False if it is to read the present
-        scales: no update is pending that this process can compute alone. An update over several
-        ranks would be a collective, in which other ranks may not take part.
+    False if the evaluation is to read the present scales: no update is pending, or it would be a
+    collective, in which other ranks may not take part.
     """
     if not amax_groups.any_pending():
         return False
@@ -42,9 +40,8 @@ def preview_scales(recipe: Recipe) -> bool:
 class PendingScales:
     """Computes forward scales as the next update will, into tensors that only evaluations read.
 
-    So an evaluation between two steps, or between a forward and its backward, reads scales from the
-    newest amax values and changes nothing. A state whose update takes a collective gets its present
-    scales.
+    So an evaluation changes nothing, even between a forward and its backward. A state whose update
+    takes a collective gets its present scales.
     """
 
     def __init__(self, modules: Sequence[ModuleFP8], recipe: Recipe) -> None:
@@ -96,11 +93,7 @@ class PendingScales:
 
 
 def _is_local(amax_group: AmaxGroup | None, recipe: DelayedScaling) -> bool:
-    """Returns True if an update of ``amax_group`` needs no other rank.
-
-    Args:
-        amax_group: amax group of a state; None if the state has not run yet.
-    """
+    """Returns True if an update of ``amax_group``, None before any forward, needs no other rank."""
     if amax_group is None:
         return not recipe.reduce_amax or world_size(None) == 1
     return not amax_group.reduces or world_size(amax_group.group) == 1

@@ -21,12 +21,7 @@ _last: tuple[Recipe, tuple[str, Recipe]] | None = None
 
 
 def intern(recipe: Recipe) -> tuple[str, Recipe]:
-    """Gives a recipe a process-wide name, one for all equal recipes.
-
-    Returns:
-        key: the name, such as "recipe0".
-        recipe: the first of the equal recipes.
-    """
+    """Returns a process-wide name, one for all equal recipes, and the first of these."""
     global _last
     last = _last
     if last is not None and last[0] is recipe:
@@ -46,10 +41,7 @@ def recipe_named(key: str) -> Recipe:
 
 
 def traced_key(recipe: Recipe) -> str:
-    """Returns the interned name of a recipe, in a form that torch.compile can trace.
-
-    The recipe's fields become constants of the compiled code.
-    """
+    """Returns the interned name of a recipe, by code that torch.compile can trace."""
     kind = type(recipe)
     # Numbers are variables to torch.compile(dynamic=True); their digits are a text that it guards.
     values, integers, floats = {}, "", ""
@@ -65,19 +57,12 @@ def traced_key(recipe: Recipe) -> str:
 
 
 def _field_names(kind: type) -> str:
-    """Returns the names of a recipe class's fields, separated by spaces.
-
-    torch.compile takes the text as a constant instead of tracing this function.
-    """
+    """Returns the names of a recipe class's fields, a constant for torch.compile."""
     return " ".join(field.name for field in dataclasses.fields(kind))
 
 
 def _key_of_values(kind: Any, integers: str, floats: str, /, **values: Any) -> str:
-    """Returns the interned name of the recipe ``kind(**values)``, a constant to torch.compile.
-
-    Args:
-        integers, floats: its numbers, ``name=digits`` separated by spaces, in ``float.hex`` digits.
-    """
+    """Returns the name of ``kind(**values)``, a constant to torch.compile, from numbers as text."""
     for numbers, type_of in ((integers, int), (floats, float)):
         for number in numbers.split():
             name, _, digits = number.partition("=")
@@ -94,13 +79,8 @@ _key_of_values._dynamo_marked_constant = True  # type: ignore[attr-defined]
 class Registry:
     """All ``ModuleFP8`` objects of the process, held weakly and numbered.
 
-    Attributes:
-        sizes: number of slots of each object that was ever added, by its number. Entries of dead
-            objects stay, because other ranks may still have theirs.
-        labels: label of each object that was ever added, likewise.
-        plans: cache of what updates prepare from the members: an ``UpdatePlan`` by ``AmaxGroup``,
-            and one ``PendingScales`` by its class. Dropped when a member comes, goes, or gets other
-            tensors, another recipe or another amax group.
+    Entries of dead objects in ``sizes`` and ``labels`` stay, as other ranks may still have theirs.
+    ``plans`` caches what updates prepare, until a member comes, goes or changes.
     """
 
     def __init__(self) -> None:
@@ -162,11 +142,7 @@ def label_of(owner: Any) -> str:
 
 
 def number_layer(layer: torch.nn.Module, number: int | None, kind: str = "layer") -> None:
-    """Labels the FP8 modules in ``layer`` with a number.
-
-    Args:
-        number: number of the layer or pipeline stage; None leaves the labels as they are.
-    """
+    """Labels the FP8 modules in ``layer`` with a number; None leaves the labels as they are."""
     if number is None:
         return
     for module in layer.modules():

@@ -47,13 +47,8 @@ def update_scales(
 ) -> None:
     """Appends staged amax values to histories and sets the new scales, in place.
 
-    Args:
-        histories: fp32 ``[length, slots]`` each, with the staged amax values in row 0, which
-            becomes 0.
-        scales, scale_invs: fp32 ``[slots]``, one of each for each history.
-        fp8_max: largest value of the element type, for each history.
-        nonfinite: int32 ``[1]``, to which the number of Inf and NaN amax values is added; None: not
-            counted.
+    Row 0 of a history, fp32 ``[length, slots]``, has the staged amax values, and becomes 0.
+    ``nonfinite``, int32 ``[1]``, counts Inf and NaN amax values.
     """
     if not recipe.uses_callables:
         options = _options(recipe, nonfinite)
@@ -72,10 +67,7 @@ def prepared_update(
     recipe: DelayedScaling,
     nonfinite: torch.Tensor | None,
 ) -> PreparedUpdate:
-    """Returns an object whose ``run`` does what ``update_scales`` does, for repeated updates.
-
-    The arguments are those of ``update_scales``; the recipe has no functions of a user.
-    """
+    """Returns an object whose ``run`` is ``update_scales``, for a recipe without user functions."""
     options = _options(recipe, nonfinite)
     return PreparedUpdate(histories, scales, scale_invs, fp8_max, **options)
 
@@ -93,12 +85,7 @@ def _options(recipe: DelayedScaling, nonfinite: torch.Tensor | None) -> dict[str
 class UserUpdate(NamedTuple):
     """Named tuple of one history's update by a user's functions, computed but not yet written.
 
-    Attributes:
-        history: amax history to write, fp32 ``[length, slots]``.
-        scale, scale_inv: tensors to write, fp32 ``[slots]``.
-        last: staged amax values, fp32 ``[slots]``.
-        new: new scales, fp32 ``[slots]``.
-        keep: bool ``[slots]``, True for a slot whose scale is not to change.
+    ``last`` are the staged amax values; the scales of slots in ``keep`` are not to change.
     """
 
     history: torch.Tensor
@@ -117,13 +104,7 @@ class UserUpdate(NamedTuple):
         fp8_max: float,
         recipe: DelayedScaling,
     ) -> UserUpdate:
-        """Computes the update of one history; a slot with amax 0, Inf or NaN keeps its scale.
-
-        Args:
-            history: fp32 ``[length, slots]``, with the staged amax values in row 0.
-            scale, scale_inv: fp32 ``[slots]``.
-            fp8_max: largest value of the element type.
-        """
+        """Computes the update of one history; a slot with amax 0, Inf or NaN keeps its scale."""
         last = history[0].clone()
         algo = recipe.amax_compute_algo
         if callable(algo):
@@ -138,12 +119,7 @@ class UserUpdate(NamedTuple):
         return cls(history, scale, scale_inv, last, new, keep)
 
     def commit(self, nonfinite: torch.Tensor | None) -> None:
-        """Writes the update to the tensors.
-
-        Args:
-            nonfinite: int32 ``[1]``, to which the number of Inf and NaN amax values is added; None:
-                not counted.
-        """
+        """Writes the update; ``nonfinite``, int32 ``[1]``, counts Inf and NaN amax values."""
         history, scale, scale_inv, last, new, keep = self
         finite = torch.isfinite(last)
         if nonfinite is not None:

@@ -9,14 +9,7 @@ import torch
 
 
 class ScaleSnapshot:
-    """Copies of scales.
-
-    Attributes:
-        tensors: the scales themselves.
-        versions: version counter of each tensor when it was copied; another one means that the
-            tensor was written to since.
-        copies: a copy of each tensor.
-    """
+    """Copies of scales, with version counters that show which scales were written to since."""
 
     __slots__ = ("__weakref__", "copies", "tensors", "versions")
 
@@ -35,10 +28,7 @@ class ScaleSnapshot:
 
     @contextmanager
     def restored(self) -> Iterator[None]:
-        """Gives the scales that were written to since the snapshot its values, inside a block.
-
-        At the block's end they have the values from before the block.
-        """
+        """Gives scales that were written to since the snapshot its values, inside a block."""
         moved = []
         with torch.no_grad():
             for tensor, version, copy in zip(self.tensors, self.versions, self.copies, strict=True):

@@ -24,10 +24,7 @@ _SAME, _ROUNDED = 1e-5, 2.0**-6
 
 
 def save_state(state: FP8State, destination: dict[str, Any], prefix: str) -> None:
-    """Puts copies of the state's tensors, and its header, into a state dict.
-
-    A state that is not allocated, or on the meta device, adds nothing.
-    """
+    """Puts copies of the state's tensors, if any have values, and its header into a state dict."""
     if not state.allocated:
         _watch_distributed_loads(prefix)
     if not state.allocated or state.device.type == "meta":
@@ -42,10 +39,7 @@ _unallocated: set[str] = set()
 
 
 def _watch_distributed_loads(prefix: str) -> None:
-    """Has ``torch.distributed.checkpoint`` warn of saved FP8 state that it is not asked to load.
-
-    It loads the keys of the state dict that it is given and ignores all others of the checkpoint.
-    """
+    """Has ``torch.distributed.checkpoint`` warn of saved FP8 state that it is not asked to load."""
     planners: Any = sys.modules.get("torch.distributed.checkpoint.default_planner")
     _unallocated.add(prefix)
     if planners is None or hasattr(planners.DefaultLoadPlanner.set_up_planner, "__wrapped__"):
@@ -85,23 +79,13 @@ def _warn_of_left_out(wanted: Iterable[str], saved: Iterable[str]) -> None:
 
 
 class LoadedState(NamedTuple):
-    """Named tuple of a state dict's checked entries for one FP8 state.
-
-    Attributes:
-        tensors: fp32 tensors on the CPU by their names in ``TENSORS``; None if the state dict has
-            none of them: the state then gets its initial values.
-        header: the checked header; None without tensors.
-    """
+    """Named tuple of a state dict's checked entries for one FP8 state; all None if it has none."""
 
     tensors: dict[str, torch.Tensor] | None = None
     header: Header | None = None
 
     def commit(self, module: ModuleFP8, device: torch.device) -> None:
-        """Writes the entries to a module's FP8 state.
-
-        Args:
-            device: device of the state, on which it is allocated if it is not yet.
-        """
+        """Writes the entries to a module's FP8 state, which is allocated if it is not yet."""
         state, found, header = module.state, self.tensors, self.header
         if found is None or header is None:
             state.reset()
@@ -137,15 +121,8 @@ def read_state(
 ) -> LoadedState | None:
     """Reads and checks the entries for a module's FP8 state, which is not changed.
 
-    A ``scale_inv`` that was rounded, as in a copy of the state dict in 16 bits, is computed from
-    the scale again, with a warning.
-
-    Args:
-        missing_keys: list to which missing keys are added, if others of the state are there.
-
-    Returns:
-        The entries, to be committed; None if some are missing or wrong, so that the state must stay
-        as it is.
+    A rounded ``scale_inv``, as in a 16-bit copy, is computed anew with a warning. Missing keys are
+    added to ``missing_keys`` only if others are there. None if some are missing or wrong.
     """
     found = {name: tensors[prefix + name] for name in NAMES if prefix + name in tensors}
     if not found:
@@ -182,14 +159,9 @@ def load_state(
     missing_keys: list[str],
     error_msgs: list[str],
 ) -> None:
-    """Sets a module's FP8 state from the entries of a state dict.
+    """Sets a module's FP8 state from a state dict; wrong entries are reported and change nothing.
 
-    The state is allocated on ``device`` if it is not yet. Without entries it gets initial values.
-    Entries that do not fit are reported and leave the state as it was.
-
-    Args:
-        device: device of the state.
-        missing_keys: list to which missing keys are added, if others of the state are there.
+    Without entries it gets initial values.
     """
     loaded = read_state(module, tensors, prefix, missing_keys, error_msgs)
     if loaded is not None:
@@ -212,11 +184,7 @@ def _on_cpu(name: str, value: torch.Tensor) -> torch.Tensor:
 
 
 def _check_shapes(found: dict[str, Any], gemms: int) -> int:
-    """Checks the types and shapes of a state's tensors, and returns the history length.
-
-    Args:
-        found: entries of the state dict by name.
-    """
+    """Checks the types and shapes of a state's tensors, and returns the history length."""
     history = found["amax_history_fwd"]
     length = history.shape[0] if isinstance(history, torch.Tensor) and history.dim() else 0
     for name in TENSORS:
@@ -234,11 +202,7 @@ def _check_shapes(found: dict[str, Any], gemms: int) -> int:
 
 
 def _check_values(values: dict[str, torch.Tensor], way: str, prefix: str) -> None:
-    """Checks one direction's values, and recomputes a ``scale_inv`` that was rounded, in place.
-
-    Args:
-        values: tensors by name.
-    """
+    """Checks one direction's values, and recomputes a ``scale_inv`` that was rounded, in place."""
     scale, inverse = values[f"scale_{way}"], values[f"scale_inv_{way}"]
     history = values[f"amax_history_{way}"]
     for name, value in ((f"scale_{way}", scale), (f"scale_inv_{way}", inverse)):

@@ -110,12 +110,7 @@ class FP8State:
         )
 
     def _clock(self) -> tuple[int | None, int]:
-        """Returns the state's amax group and its clock.
-
-        Returns:
-            number: number of the amax group; None before the first region.
-            pending: number of regions since its last update.
-        """
+        """Returns the number of the amax group, or None, and of regions since its last update."""
         group = self.sync.amax_group
         return (None, amax_groups.pending) if group is None else (group.number, group.pending)
 
@@ -282,12 +277,7 @@ def warn_resized(old: int, new: int) -> None:
 
 
 def resized_history(history: torch.Tensor, length: int) -> torch.Tensor:
-    """Returns a copy of an amax history with another length, keeping the newest amax values.
-
-    Args:
-        history: ``[old length, slots]``; its staging row is kept, too.
-        length: rows of the copy; rows that are added are zero.
-    """
+    """Returns an amax history of another length, with the newest rows and the staging row."""
     new = history.new_zeros(length, history.shape[1])
     new[0] = history[0]
     kept = min(history.shape[0], length) - 1

@@ -44,15 +44,11 @@ _failures: dict[Recipe, UpdateFailure] = {}  # that no region has raised yet
 def enter_region(
     recipe: Any, group: Any, may_update: bool, thread: int | None = None
 ) -> AmaxGroup | None:
-    """Counts a region that stages amax values, after an update if ``recipe.interval`` regions
-    passed.
+    """Counts a region that stages amax values, after an update that is due.
 
-    Args:
-        may_update: True if the region was entered with grad enabled; only then a due update runs.
-        thread: number of the thread, which ``AmaxGroup.inside`` has until the region is left.
-
-    Returns:
-        The region's amax group; None for a recipe that keeps no state, whose regions do not count.
+    Only a region entered with grad (``may_update``) runs the update. Returns None for a recipe
+    without state, whose regions do not count. ``thread`` is in ``AmaxGroup.inside`` until the
+    region is left.
 
     Raises:
         Exception: an update of states with this recipe failed, here or earlier; raised once, and
@@ -94,8 +90,8 @@ def _warn_of_threads() -> None:
 def leave_calibration(recipe: Any, amax_group: AmaxGroup) -> None:
     """Updates scales on leaving a calibrating region without grad.
 
-    It does nothing if a pending region was entered with grad: backward of that region may still
-    come, and would find other scales than its forward had.
+    It does nothing if a pending region was entered with grad: its backward may still come, and
+    would find other scales than its forward had.
     """
     with update_lock:
         if amax_group.pending and not amax_group.training:
@@ -143,9 +139,7 @@ def flush_fp8_state(group: Any = None) -> None:
 def _update(recipe: Any, amax_group: AmaxGroup) -> None:
     """Updates the states of ``amax_group``, and keeps failures for the next region to raise.
 
-    Args:
-        recipe: recipe of the region that is being entered or left, for states that were loaded
-            without one; failures with another recipe cause a warning. None in a flush.
+    ``recipe`` is for states loaded without one; failures with another recipe cause a warning.
     """
     plan = registry.plans.get(amax_group)
     if plan is None:
@@ -176,14 +170,8 @@ def _raise_failure(recipe: Recipe) -> None:
 class UpdateFailure(NamedTuple):
     """Named tuple of what an error says of the states with one recipe whose update failed.
 
-    Their scales stay as they were, and their staged amax values are dropped.
-
-    Attributes:
-        recipe: recipe of the states.
-        modules: label and constructor arguments of each module, as text.
-        syncs: the ``ScaleSync`` of each state.
-        cause: the exception, without its traceback, which would keep the callers' models alive.
-        where: ``<file>:<line>`` that raised.
+    Their scales stay as they were, and their staged amax values are dropped. ``cause`` has no
+    traceback, which would keep the callers' models alive.
     """
 
     recipe: DelayedScaling
@@ -193,11 +181,7 @@ class UpdateFailure(NamedTuple):
     where: str
 
     def error(self) -> Exception:
-        """Returns the exception to raise for these states.
-
-        It has the cause's type if that is TypeError, ValueError or NotImplementedError, else it is
-        a RuntimeError.
-        """
+        """Returns the exception to raise, a RuntimeError for most types of ``cause``."""
         names = ", ".join(self.modules[:3])
         if len(self.modules) > 3:
             names += f" and {len(self.modules) - 3} more"
@@ -212,11 +196,7 @@ class UpdateFailure(NamedTuple):
 
 
 class UpdatePlan:
-    """Tensors of the states of an amax group, grouped for updates; used until a module changes.
-
-    Args:
-        recipe: used for states that were loaded without one; None leaves such states out.
-    """
+    """Tensors of an amax group's states, grouped for updates; used until a module changes."""
 
     def __init__(self, amax_group: AmaxGroup, recipe: Recipe | None) -> None:
         """Groups the tensors of all states that are updated with ``amax_group``."""
@@ -254,11 +234,7 @@ class UpdatePlan:
         self.groups.of(state.device, recipe).add(module, *slots)
 
     def run(self) -> list[UpdateFailure]:
-        """Reduces amax values over the ranks, if there are several, then updates every slot.
-
-        Returns:
-            The failures, at most one for each group of states with equal recipes.
-        """
+        """Reduces amax values over the ranks, then updates every slot; returns the failures."""
         amax_group, equalised = self.amax_group, False
         if amax_group.reduces and world_size(amax_group.group) > 1:
             equalised = self._reduce()
@@ -275,8 +251,7 @@ class UpdatePlan:
         return failures
 
     def _reduce(self) -> bool:
-        """All-reduces staged amax values; returns True if all ranks' scales were also made
-        equal."""
+        """All-reduces staged amax values; returns True if this made all ranks' scales equal."""
         group = self.amax_group.group
         if self._reduction is None:
             unsure = any(reduced and not s.sure_in(self.amax_group) for s, reduced in self._syncs)
@@ -319,11 +294,7 @@ class ScaleGroups(dict[tuple, "ScaleGroup"]):
 
 
 class ScaleGroup:
-    """Slots of states on one device that one call updates, since their recipes are equal in effect.
-
-    Args:
-        nonfinite: the device's count of Inf and NaN amax values, int32 ``[1]``.
-    """
+    """Slots of states on one device that one call updates, as their recipes are equal in effect."""
 
     def __init__(self, recipe: DelayedScaling, nonfinite: torch.Tensor) -> None:
         self.recipe = recipe
@@ -342,13 +313,7 @@ class ScaleGroup:
     def add(
         self, module: ModuleFP8, *slots: tuple[torch.Tensor, torch.Tensor, torch.Tensor, float]
     ) -> None:
-        """Adds slots of ``module`` to those that ``run`` updates.
-
-        Args:
-            module: the ``ModuleFP8``, held weakly.
-            slots: tuples ``(history, scale, scale_inv, fp8_max)``, of shapes ``[length, slots]``,
-                ``[slots]``, ``[slots]`` and a float.
-        """
+        """Adds slots, as ``(history, scale, scale_inv, fp8_max)``, of ``module``, held weakly."""
         for history, scale, scale_inv, fp8_max in slots:
             self.histories.append(history)
             self.scales.append(scale)
@@ -359,15 +324,7 @@ class ScaleGroup:
         self._owners.append((weakref.ref(module), len(self.histories)))
 
     def run(self, nonfinite: torch.Tensor | None) -> UpdateFailure | None:
-        """Updates every slot; a state whose update raises keeps its scales.
-
-        Args:
-            nonfinite: int32 ``[1]``, to which the number of Inf and NaN amax values is added; None:
-                not counted.
-
-        Returns:
-            The failure of the states whose update raised; None if none did.
-        """
+        """Updates every slot; a state whose update raises keeps its scales and is returned."""
         prepared = self._prepared.get(nonfinite is None)
         if prepared is not None and not self._suspects and not torch.compiler.is_compiling():
             try:
@@ -418,10 +375,7 @@ class ScaleGroup:
         return range(self._owners[index - 1][1] if index else 0, self._owners[index][1])
 
     def _has_staged(self, index: int) -> bool:
-        """Returns True if module ``index`` of ``_owners`` has a staged amax; waits for the device.
-
-        Returns True also during a capture, in which the host cannot wait.
-        """
+        """Returns True if a module has a staged amax, or in a capture; waits for the device."""
         histories = [self.histories[i] for i in self._entries(index)]
         if histories[0].is_cuda and torch.cuda.is_current_stream_capturing():
             return True

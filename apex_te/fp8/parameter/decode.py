@@ -30,12 +30,7 @@ def quantizers_of(recipe: Recipe, device: torch.device) -> GemmQuantizers:
 
 
 def values(recipe: Recipe, held: QuantizedTensor, dtype: torch.dtype) -> torch.Tensor:
-    """Returns the values of a stored weight, ``[rows, cols]``.
-
-    Args:
-        held: its rowwise copy.
-        dtype: float32, float16 or bfloat16.
-    """
+    """Returns the values ``[rows, cols]`` of a stored weight from its rowwise copy."""
     fp8_data = held.rowwise
     assert fp8_data is not None
     if fp8_data.device.type == "meta":
@@ -47,15 +42,7 @@ def values(recipe: Recipe, held: QuantizedTensor, dtype: torch.dtype) -> torch.T
 
 
 def columnwise(recipe: Recipe, held: QuantizedTensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Makes the columnwise copy of a stored weight.
-
-    Args:
-        held: its rowwise copy.
-
-    Returns:
-        fp8_data: ``[cols, rows]``.
-        scale_inv: multipliers of these data.
-    """
+    """Returns the columnwise data ``[cols, rows]`` and ``scale_inv`` of a stored weight."""
     fp8_data = held.rowwise
     assert fp8_data is not None
     if type(fp8_data) is torch.Tensor:

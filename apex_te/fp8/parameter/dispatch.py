@@ -57,14 +57,7 @@ class HeldWeight(GatheredPart, Protocol):
 
     @classmethod
     def empty(cls, shape: Any, recipe: Any, dtype: Any, device: Any = None) -> Any:
-        """Makes a weight with uninitialized FP8 data.
-
-        Args:
-            shape: (rows, cols).
-            recipe: recipe by which its values will be quantized.
-            dtype: nominal dtype, that of the values.
-            device: device of the data.
-        """
+        """Makes a weight with uninitialized FP8 data; ``dtype`` is that of the values."""
 
     def _like(self, held: QuantizedTensor, *args: Any, **kwargs: Any) -> Any:
         """Returns another weight over the data ``held``, with the recipe of this weight."""
@@ -86,11 +79,7 @@ class HeldWeight(GatheredPart, Protocol):
 
 
 def dispatch(cls: type[HeldWeight], func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
-    """Runs an op of torch for ``FP8Parameter.__torch_dispatch__``.
-
-    Args:
-        func: the op's overload, e.g. ``torch.ops.aten.detach.default``.
-    """
+    """Runs an op of torch for ``FP8Parameter.__torch_dispatch__``."""
     if torch.is_inference_mode_enabled():
         return _in_inference_mode(cls, func, args, kwargs)
     return _run(cls, func, args, kwargs)
@@ -132,11 +121,7 @@ def attributes_of(x: HeldWeight) -> dict[str, Any]:
 
 
 def _with_attributes(new: HeldWeight, x: HeldWeight) -> Any:
-    """Copies users' attributes of ``x`` to ``new``, and returns ``new``.
-
-    When a module is moved or converted, its parameter takes the data of a converted alias of the
-    parameter; so aliases carry the attributes.
-    """
+    """Copies users' attributes of ``x`` to ``new``: a moved module takes the data of an alias."""
     new.__dict__.update(attributes_of(x))
     return new
 
@@ -177,10 +162,7 @@ def _returns_view(func: Any) -> bool:
 
 
 def _on_values(cls: type[HeldWeight], func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
-    """Runs an op on the values of its FP8Parameters, and quantizes values that the op writes.
-
-    Arguments and result are as in ``dispatch``.
-    """
+    """Runs an op on the values of its FP8Parameters, and quantizes values that the op writes."""
     arguments = func._schema.arguments
     writes, views = _writes(func), _returns_view(func)
     if views and func not in _READING_VIEWS:
@@ -221,10 +203,7 @@ def _detach(cls: type[HeldWeight], x: HeldWeight) -> Any:
 
 @_handles(_aten.cat.default)
 def _cat(cls: type[HeldWeight], tensors: Any, dim: int = 0) -> torch.Tensor:
-    """Concatenates tensors; weights gathered by FSDP2 become one weight without leaving FP8.
-
-    A module with several parameters for one GEMM, such as query, key and value, joins them so.
-    """
+    """Concatenates tensors; weights gathered by FSDP2 become one weight without leaving FP8."""
     if dim == 0 and all(type(t) is cls for t in tensors):
         whole = joined(tensors)
         if whole is not None:
@@ -296,10 +275,10 @@ def _as_strided(
 
 
 def _rows(cls: type[HeldWeight], x: HeldWeight, start: int, stop: int) -> Any:
-    """Returns a part of the weight, rows ``start`` to ``stop``, which cannot be written to.
+    """Returns rows ``start`` to ``stop`` of the weight, which cannot be written to.
 
-    Rows of a flattened weight are its elements. The first rows of a shard that FSDP2 has padded
-    are this rank's rows, which can be written to.
+    Rows of a flattened weight are its elements. Of a shard that FSDP2 has padded, the first rows
+    are this rank's, and writable.
     """
     if start == 0 and stop == x.shape[0]:
         return _detach(cls, x)
@@ -380,10 +359,7 @@ def _new_zeros(
     device: torch.device | None = None,
     **options: Any,
 ) -> torch.Tensor:
-    """Returns zeros as an FP8Parameter, as FSDP2 makes a shard.
-
-    The result is a plain tensor if ``size`` or ``dtype`` does not allow an FP8Parameter.
-    """
+    """Returns zeros as an FP8Parameter, or as a plain tensor if size or dtype allows none."""
     dtype = x.dtype if dtype is None else dtype
     device = x.device if device is None else device
     if len(size) != 2 or dtype not in DTYPES:
@@ -415,10 +391,7 @@ def _empty_like(
     device: torch.device | None = None,
     **options: Any,
 ) -> torch.Tensor:
-    """Returns an uninitialized FP8Parameter, as a module makes one that leaves the meta device.
-
-    The result is a plain tensor if ``dtype`` or the shape does not allow an FP8Parameter.
-    """
+    """Returns an uninitialized FP8Parameter, or a plain tensor if dtype or shape allows none."""
     dtype = x.dtype if dtype is None else dtype
     device = x.device if device is None else device
     if dtype not in DTYPES or not x._is_matrix:

@@ -34,22 +34,15 @@ class GatherSource(Protocol):
 
 
 class Gathered:
-    """Record of how the FP8 data of a gathered weight were quantized; the weight carries it.
-
-    Aliases of the weight share it.
+    """Record of how the FP8 data of a gathered weight were quantized; all its aliases share it.
 
     Attributes:
-        settings: ``Quantizer.settings`` of the quantizer that made the data; None if the shards
-            themselves are held in FP8, so that nothing was quantized for the gather.
-        name: description of the recipe, for errors.
-        amax: fp32 ``[1]``, of this rank's shard, to be staged by a forward; None for schemes that
-            stage none.
+        settings: ``Quantizer.settings``; None if the shards themselves are held in FP8.
+        amax: fp32 ``[1]``, of this rank's shard, to be staged by a forward, or None.
         group: process group of the ranks that have the shards; None if it is one rank.
         stamp: value that is equal for parts that were quantized with one scale, for ``joined``.
-        source: what gathers the weight again once its scales are older than those of a region;
-            None for schemes whose scales belong to the data.
-        scales: version of the scales.
-        region: region of the gather, in which scales do not change.
+        source: gathers the weight again once its scales are older than those of a region; None for
+            schemes whose scales belong to the data.
         reader: the quantizer that ``read_by`` last found to have equal settings, or None.
     """
 
@@ -83,10 +76,7 @@ class Gathered:
         self.source, self.scales, self.region = other.source, other.scales, other.region
 
     def refresh(self) -> None:
-        """Gathers the weight again if FSDP2 has kept it since before an update of the scales.
-
-        Collective then: all ranks have kept it, and update scales together.
-        """
+        """Gathers a weight again, on all ranks, that FSDP2 has kept since before a scale update."""
         region = local.region
         if self.source is None or region is None or region is self.region or not region.in_fp8:
             return
@@ -114,10 +104,7 @@ class Gathered:
 
 
 class GatheredPart(Protocol):
-    """Protocol of an FP8Parameter, as the gathering of shards needs it.
-
-    It is a shard that FSDP2 gathers, or a weight that it has gathered.
-    """
+    """Protocol of an FP8Parameter that is a shard that FSDP2 gathers, or a gathered weight."""
 
     _held: QuantizedTensor
     _recipe: Recipe
@@ -132,10 +119,7 @@ class GatheredPart(Protocol):
 
 
 def fsdp_groups() -> Iterator[Any]:
-    """Yields FSDP2's groups of parameters that are gathered at once, of all models in the process.
-
-    torch has no public way to list them, so private attributes are read.
-    """
+    """Yields all models' groups of parameters that FSDP2 gathers at once, by private attributes."""
     from torch.distributed import _composable_state
 
     for reference in list(_composable_state._module_state_mapping.values()):
@@ -147,10 +131,7 @@ def fsdp_groups() -> Iterator[Any]:
 
 
 def shard_groups(weight: GatheredPart) -> tuple[Any, ...]:
-    """Returns the process groups whose ranks hold the other shards of a weight; usually one.
-
-    The tuple is empty for a weight that is not a shard of FSDP2.
-    """
+    """Returns the process groups, usually one, whose ranks hold the other shards of a weight."""
     if weight._shard_groups or weight._gathered is not None:
         return weight._shard_groups
     if not distributed.is_available() or not distributed.is_initialized():
@@ -167,12 +148,8 @@ def shard_groups(weight: GatheredPart) -> tuple[Any, ...]:
 def check_resharding(owner: str, module: torch.nn.Module | None) -> None:
     """Checks, once for each module, that FSDP2 does not reshard its weights to fewer ranks.
 
-    After a forward FSDP2 frees or keeps the gathered weights, or, if ``reshard_after_forward`` is
-    an int, spreads them over that many ranks; then it would take FP8 data for values. The check
-    comes before anything is gathered, and fails on all ranks.
-
-    Args:
-        module: the module that has the weights; None is not checked.
+    With an int ``reshard_after_forward`` FSDP2 would take FP8 data for values. The check comes
+    before anything is gathered, and fails on all ranks.
     """
     if module is None or module in _checked:
         return
@@ -190,17 +167,11 @@ def check_resharding(owner: str, module: torch.nn.Module | None) -> None:
 def shard_fp8_data(
     shard: GatheredPart, mesh: Any, outer_size: Any, module: Any, mp_policy: Any
 ) -> tuple:
-    """Returns what FSDP2 is to gather of a shard that is held in FP8.
+    """Returns what FSDP2 is to gather of a shard that is held in FP8, and a context.
 
-    Args:
-        mesh: device mesh of the shards, or None.
-        mp_policy: FSDP2's mixed-precision policy; its ``param_dtype``, if set, becomes the nominal
-            dtype of the gathered weight.
-
-    Returns:
-        tensors: the data as uint8, padded to as many rows on each rank, and, of a weight with
-            several scales, ``scale_inv``. FSDP2 takes no further tensor of uneven shards.
-        context: ``(recipe, dtype, fp8_dtype, rows)`` for ``gathered_fp8_data``.
+    The data are uint8, padded to as many rows on each rank; of a weight with several scales,
+    ``scale_inv`` follows. FSDP2 takes no further tensor of uneven shards. ``mp_policy.param_dtype``
+    becomes the nominal dtype.
 
     Raises:
         NotImplementedError: on all ranks, if shards are not rows, or cut a block, or are uneven
@@ -235,13 +206,7 @@ def shard_fp8_data(
 def gathered_fp8_data(
     shard: GatheredPart, outputs: tuple[torch.Tensor, ...], context: Any
 ) -> tuple[QuantizedTensor, Recipe, torch.dtype]:
-    """Makes one weight of the gathered data of shards that are held in FP8.
-
-    Returns:
-        held: the whole weight's rowwise copy.
-        recipe: its recipe.
-        dtype: its nominal dtype.
-    """
+    """Returns the rowwise copy, recipe and nominal dtype of the weight made of all shards."""
     recipe, dtype, fp8_dtype, rows = context
     layout = layout_of(recipe)
     # All shards have one scale, or, with one rank, FSDP2 hands over the first tensor only.
@@ -252,12 +217,7 @@ def gathered_fp8_data(
 
 
 def replace(weight: Any, held: QuantizedTensor, gathered: Gathered) -> None:
-    """Gives a weight of an earlier gather, and its aliases, the data of a new gather.
-
-    Args:
-        held: the new rowwise copy.
-        gathered: the new record of how it was quantized.
-    """
+    """Gives a weight of an earlier gather, and its aliases, the data of a new gather."""
     whole: GatheredPart = getattr(weight, "_local_tensor", weight)
     target = whole._held
     target.rowwise, target.rowwise_scale_inv = held.rowwise, held.rowwise_scale_inv
@@ -267,19 +227,7 @@ def replace(weight: Any, held: QuantizedTensor, gathered: Gathered) -> None:
 
 
 def joined(parts: Sequence[GatheredPart]) -> tuple[QuantizedTensor, Gathered] | None:
-    """Joins the rows of gathered weights into one weight.
-
-    Args:
-        parts: the weights, in the order of their rows.
-
-    Returns:
-        held: the rowwise copy of all rows.
-        gathered: the record of how they were quantized.
-
-        None in place of the pair if the parts cannot be joined in FP8, as they were not gathered,
-        are shards that are held in FP8, or differ in recipe or dtype; the caller then joins their
-        values.
-    """
+    """Joins the rows of gathered weights, in the order of ``parts``; None if FP8 cannot be kept."""
     first = parts[0]
     if any(p._gathered is None or not p._is_matrix for p in parts):
         return None

@@ -25,11 +25,7 @@ __all__ = ["FP8Parameter", "dequantized", "fp8_operands", "record_weight"]
 
 
 class _Initial:
-    """Values before quantization, an object that all aliases of a parameter share.
-
-    Args:
-        value: the values on the CPU, or None.
-    """
+    """Values before quantization, on the CPU, which all aliases of a parameter share."""
 
     __slots__ = ("value", "wanted")
 
@@ -500,15 +496,9 @@ class FP8Parameter(torch.Tensor):
 def fp8_operands(
     weight: FP8Parameter, quantizers: GemmQuantizers, with_columnwise: bool, keep: bool = False
 ) -> QuantizedTensor | None:
-    """Returns the FP8 copies of a weight for a GEMM.
+    """Returns a weight's FP8 copies for a GEMM; None if the GEMM's backend cannot read them.
 
-    Args:
-        with_columnwise: return the columnwise copy, too, as backward needs it; False in a forward.
-        keep: keep the columnwise copy until the next write to ``weight``.
-
-    Returns:
-        The copies; None if the GEMM's backend cannot read them: the caller then quantizes the
-        weight's values.
+    ``keep`` keeps the columnwise copy until the next write to ``weight``.
     """
     if weight._gathered is not None:
         if torch.compiler.is_compiling():
@@ -578,14 +568,7 @@ def _rebuild(
     attributes: dict[str, Any] | None = None,
     shape: tuple[int, ...] | None = None,
 ) -> FP8Parameter:
-    """Rebuilds a pickled FP8Parameter from values that ``torch.load(weights_only=True)`` accepts.
-
-    Args:
-        dtype: nominal dtype.
-        tensors: the rowwise data as uint8, and their ``scale_inv``, float8_e8m0fnu as uint8.
-        attributes: attributes that users have set, by name.
-        shape: shape of a view of the weight; None for a whole one.
-    """
+    """Rebuilds a pickled FP8Parameter from values that ``weights_only=True`` loading accepts."""
     recipe = unpack_recipe(packed)
     rowwise, scale_inv = _checked_tensors(recipe, tensors)
     if own := sorted(OWN & set(attributes or ())):

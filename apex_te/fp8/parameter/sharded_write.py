@@ -16,12 +16,7 @@ from .parameter import FP8Parameter
 
 
 def replace_data(weight: FP8Parameter, data: torch.Tensor) -> None:
-    """Moves the FP8 data of a weight to other memory, with the values that they have.
-
-    Args:
-        data: uint8 or the weight's FP8 dtype, contiguous, of the weight's number of elements and on
-            its device. It becomes the weight's memory, such as a part of a buffer.
-    """
+    """Moves a weight's FP8 data to the memory ``data``, which it then keeps."""
     held = _held("replace_data", weight)
     old = held.rowwise
     assert old is not None
@@ -52,16 +47,9 @@ def write_parts(
 ) -> None:
     """Quantizes the part of each weight that this rank has, with the scales of the whole weights.
 
-    The ranks exchange amax values in one all-reduce by maximum. Each rank then has the scales of
-    all the weights, and its own parts of their data; the other parts are left as they are, to be
-    gathered. Once they are there, data and scales are those of ``weight.copy_(whole)``.
-
-    Args:
-        weights: the weights, the same on all ranks, each with the whole data.
-        parts: for each weight this rank's part of the new values, consecutive elements of the
-            flattened weight in float32, float16 or bfloat16; None if it has none.
-        starts: for each weight the index of the part's first element; None without a part.
-        group: process group of the ranks; None is the whole world.
+    After one all-reduce of amax values, each rank has all scales and its own parts of the data;
+    with the rest gathered they equal ``weight.copy_(whole)``. A part is consecutive elements of the
+    flattened weight, from ``starts``.
     """
     _check(weights, parts, starts)
     if not weights:
@@ -83,7 +71,7 @@ def write_parts(
 
 
 def _held(owner: str, weight: Any) -> QuantizedTensor:
-    """Returns the rowwise copy of ``weight``; raises TypeError if it is no FP8Parameter."""
+    """Returns the rowwise copy of ``weight``; raises TypeError if it is not an FP8Parameter."""
     if not isinstance(weight, FP8Parameter):
         raise TypeError(f"{owner}: weight must be an FP8Parameter, got {type(weight).__name__}")
     return weight._held
@@ -108,12 +96,7 @@ def _check(weights: Sequence[Any], parts: Sequence[Any], starts: Sequence[Any]) 
 
 
 class _Piece:
-    """This rank's part of one weight, and the scales of the whole.
-
-    Attributes:
-        blocks: number of scales.
-        device: device of the weight.
-    """
+    """This rank's part of one weight, and the scales of the whole."""
 
     def __init__(self, weight: FP8Parameter, part: torch.Tensor | None, start: int | None) -> None:
         self.weight = weight
@@ -148,11 +131,7 @@ class _Piece:
         return torch.nn.functional.pad(values.view(rows, cols), padding).view(self.shape)
 
     def write(self, amax: torch.Tensor) -> None:
-        """Writes this rank's part of the data, and all scales.
-
-        Args:
-            amax: fp32 ``[blocks]``, the amax of each block of the whole weight.
-        """
+        """Writes this rank's part, and all scales, given the amax of each whole block."""
         if not self.layout.block_rows:
             x = torch.zeros(16, device=self.device) if self.part is None else self.part
             self._store(self.layout.quantize_part(self.quantizer, x.view(1, -1), amax), 0)
@@ -169,11 +148,7 @@ class _Piece:
         self._store(self.layout.quantize(self.quantizer, values), self.start)
 
     def _store(self, made: QuantizedTensor, first: int) -> None:
-        """Copies scales, and this rank's part of the data, to the weight.
-
-        Args:
-            first: index in ``made`` of the part's first element.
-        """
+        """Copies scales, and this rank's part of the data, from index ``first``, to the weight."""
         held = self.weight._held
         assert held.rowwise is not None
         assert held.rowwise_scale_inv is not None

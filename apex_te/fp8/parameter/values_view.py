@@ -21,9 +21,8 @@ _OPERATORS = frozenset({"__setitem__", *(f"__i{name}__" for name in (
 class ValuesView(torch.Tensor):
     """Values of an FP8 weight, transposed, expanded or with a further dimension.
 
-    Of a plain weight, ``t()`` and the like are views, and writing to them writes to the weight.
-    Here the values are a copy, so that a write would be lost: it raises NotImplementedError.
-    Results of ops that only read are plain tensors.
+    They are a copy, though of a plain weight they would be a view, so a write raises
+    NotImplementedError.
     """
 
     @classmethod
@@ -54,10 +53,7 @@ class ValuesView(torch.Tensor):
 
 
 def _as_given(out: Any, given: list[ValuesView]) -> Any:
-    """Returns a plain tensor over the memory of one of ``given`` as a ValuesView, all else as is.
-
-    ``data`` and ``detach()`` need not be views.
-    """
+    """Returns a plain tensor over the memory of one of ``given`` as a ValuesView, else ``out``."""
     alias: Any = torch._C._is_alias_of  # type: ignore[attr-defined]
     if type(out) is torch.Tensor and any(alias(out, view) for view in given):
         return out.as_subclass(ValuesView)

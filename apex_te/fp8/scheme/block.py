@@ -30,10 +30,7 @@ _BLOCK = 128
 class BlockQuantizer(Quantizer):
     """Casts a matrix to FP8 with a scale for each block.
 
-    Args:
-        block_rows: 1 for 1x128 blocks, or 128 for 128x128 blocks; with 1 the blocks of the
-            columnwise copy lie along the other axis.
-        pad_columnwise: pad columnwise copies ``[cols, rows]`` with zeros to a multiple of 16 rows.
+    With ``block_rows=1`` the blocks of the columnwise copy lie along the other axis.
     """
 
     __slots__ = ("block_rows", "options", "pad_columnwise")

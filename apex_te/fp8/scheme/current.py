@@ -26,13 +26,7 @@ if TYPE_CHECKING:
 
 
 class CurrentScalingQuantizer(Quantizer):
-    """Casts a matrix to FP8 with ``scale = fp8_max / max |x|``.
-
-    Args:
-        pow2: round the scale down to a power of two.
-        group: process group over which the amax is reduced by maximum; None: not reduced.
-        pad_columnwise: pad columnwise copies ``[cols, rows]`` with zeros to a multiple of 16 rows.
-    """
+    """Casts a matrix to FP8 with ``scale = fp8_max / max |x|``, reduced over ``group`` if given."""
 
     __slots__ = ("eps", "group", "pad_columnwise", "pow2")
 
@@ -101,15 +95,7 @@ class CurrentScalingQuantizer(Quantizer):
         return out.rowwise, out.scale_inv, None
 
     def cast_rows(self, x: torch.Tensor, amax: torch.Tensor | None) -> Any:
-        """Returns the rowwise copy of ``x`` with the scale that ``amax`` gives.
-
-        Args:
-            x: ``[rows, cols]``.
-            amax: fp32 ``[1]``; None stands for the amax of ``x``.
-
-        Returns:
-            An op's output tuple: ``rowwise``, ``[rows, cols]``, and ``scale_inv``, fp32 ``[1]``.
-        """
+        """Returns the rowwise copy of ``x``, with the scale of ``amax``, fp32 ``[1]``, if given."""
         return current_scale(
             x, self.dtype, columnwise=False, eps=self.eps, pow2=self.pow2, amax=amax
         )
@@ -150,11 +136,7 @@ class CurrentScalingQuantizer(Quantizer):
 
 
 class CurrentGroups(GroupQuantizer):
-    """Quantizes groups with one scale each, computed from the group's amax.
-
-    Args:
-        quantizers: one for each group, each from another GEMM and all of one role (such as input).
-    """
+    """Quantizes groups with one scale each, computed from the group's amax."""
 
     __slots__ = ("eps", "groups", "pow2")
 

@@ -35,11 +35,7 @@ class FirstStep:
     """Computes a slot's first scale from the first tensor cast with it (``first_step="current"``).
 
     Until then the slot is due: its flag in ``due`` is True, and its flag in ``on_device``, if there
-    is one, is non-zero. Flags on the device exist for groups of rows of which only the device knows
-    whether they are empty.
-
-    Args:
-        fp8_max: largest value of the element type.
+    is one, is non-zero. Only the device knows whether a group of rows is empty.
     """
 
     __slots__ = (
@@ -65,12 +61,7 @@ class FirstStep:
         return other
 
     def run(self, measure: Callable[[torch.Tensor], object]) -> None:
-        """Sets the slot's first scale, after which the slot is no longer due.
-
-        Args:
-            measure: function that writes the tensor's amax into the fp32 tensor ``[1]`` it is
-                given.
-        """
+        """Sets the slot's first scale from the amax that ``measure`` writes to its argument."""
         amax = torch.zeros(1, 1, dtype=torch.float32, device=self.scale.device)
         measure(amax[0])
         if self.group is not None:
@@ -99,12 +90,7 @@ class FirstStep:
         return None
 
     def take(self, amax: torch.Tensor, scale: torch.Tensor, scale_inv: torch.Tensor) -> None:
-        """Computes a scale from an amax by the recipe's formula, with the guards of an update.
-
-        Args:
-            amax: fp32 ``[1, 1]``; overwritten.
-            scale, scale_inv: fp32 ``[1]``, set to the new scale and its reciprocal.
-        """
+        """Computes a scale from ``amax``, fp32 ``[1, 1]``, as an update does; overwrites it."""
         # A history of one row is this tensor alone: the same formula and guards as an update.
         self.update_scales([amax], [scale], [scale_inv], [self.fp8_max], self.recipe, None)
 
@@ -112,14 +98,8 @@ class FirstStep:
 class DelayedScalingQuantizer(Quantizer):
     """Casts a matrix to FP8 with the scale of a slot in the FP8 state.
 
-    Args:
-        scale: fp32 ``[1]``, a view of the state.
-        amax: fp32 ``[1]``, the slot's element of the staging row, into which the amax is folded;
-            None to stage nothing.
-        first: computes the slot's first scale from data; None if the first scale is 1, or is not
-            computed by this quantizer.
-        sync: knows the ranks whose amax values give the scale; None if amax values are not reduced.
-        pad_columnwise: pad columnwise copies ``[cols, rows]`` with zeros to a multiple of 16 rows.
+    ``scale`` and ``amax`` are views of the state; a cast folds its amax into ``amax`` unless None.
+    ``first`` computes the first scale; None if that is 1, or computed elsewhere.
     """
 
     __slots__ = ("amax", "first", "pad_columnwise", "scale", "sync")
@@ -227,15 +207,7 @@ class DelayedScalingQuantizer(Quantizer):
         return [q.scale for q in quantizers], None
 
     def stage(self, amax: torch.Tensor, group: Any) -> None:
-        """Stages the amax of this rank's rows of a sharded matrix.
-
-        Args:
-            amax: fp32 ``[1]``.
-            group: process group over which the matrix is sharded; None if it is not.
-
-        Raises:
-            ValueError: the scale is not computed from the amax values of all ranks of ``group``.
-        """
+        """Stages the amax of this rank's rows of a matrix that is sharded over ``group``."""
         if self.amax is None:
             return
         sync = self.sync
@@ -316,12 +288,7 @@ class DelayedScalingQuantizer(Quantizer):
 class DelayedGroups(GroupQuantizer):
     """Quantizes groups of rows, each with the slot of one GEMM in the module's FP8 state.
 
-    The device computes first scales (``first_step="current"``), because it alone knows whether a
-    group has rows; a group without rows stays due. The host copies its list of due slots to flags
-    on the device once; the state keeps the flags.
-
-    Args:
-        quantizers: one for each group, each from another GEMM and all of one role (such as input).
+    The device computes first scales, as it alone knows which groups have rows; others stay due.
     """
 
     __slots__ = ("amax", "firsts", "scale", "slots")
@@ -388,11 +355,7 @@ class DelayedGroups(GroupQuantizer):
         )  # fmt: skip
 
     def _hand_over(self) -> torch.Tensor:
-        """Copies the host's list of due slots to new flags on the device.
-
-        Returns:
-            The flags, int32 ``[groups]``.
-        """
+        """Copies the host's list of due slots to new flags on the device, int32 ``[groups]``."""
         firsts = self.firsts
         if self.scale.is_cuda and torch.cuda.is_current_stream_capturing():
             raise NotImplementedError(
@@ -443,11 +406,7 @@ class DelayedScheme(Scheme):
 def _build_gemm(
     recipe: DelayedScaling, slots: Slots, backend: FP8Gemm, gemm: GemmSlots
 ) -> tuple[GemmQuantizers, ...]:
-    """Builds the quantizers of one GEMM for each kind of forward.
-
-    Returns:
-        A ``GemmQuantizers`` for each field of ``QuantizerSets``, in the order of these fields.
-    """
+    """Builds the quantizers of one GEMM for each field of ``QuantizerSets``, in their order."""
     formats = formats_of(recipe.fp8_format, gemm.input.scale.device)
     forward = (formats.fwd_dtype, formats.max_fwd)
     sync = slots.sync if recipe.reduce_amax else None

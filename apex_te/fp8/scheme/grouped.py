@@ -11,12 +11,7 @@ from ...ops.grouped_quantize import GroupedOutput, Groups, quantize_groups, quan
 
 
 class GroupRows(NamedTuple):
-    """Named tuple of the rows of all groups, to be quantized with one scale for each group.
-
-    Attributes:
-        x: ``[rows, cols]``; the groups lie one behind the other.
-        groups: which rows belong to which group, on the device.
-    """
+    """Named tuple of the rows ``[rows, cols]`` of all groups, sorted by group."""
 
     x: torch.Tensor
     groups: Groups
@@ -24,25 +19,14 @@ class GroupRows(NamedTuple):
     def measure(
         self, amax: torch.Tensor, dtype: torch.dtype, due: torch.Tensor | None = None
     ) -> None:
-        """Replaces each element of ``amax`` by its maximum with the amax of that group's rows.
-
-        Args:
-            amax: fp32 ``[groups]``.
-            dtype: FP8 dtype, which does not matter for the result.
-            due: int32 ``[groups]``, non-zero for the groups to measure; None: all.
-        """
+        """Folds the groups' amax values into ``amax`` by maximum, where ``due`` is not 0."""
         quantize_groups(
             self.x, self.groups, amax, dtype, rowwise=False, columnwise=False, amax=amax, due=due
         )
 
 
 class GroupMatrices(NamedTuple):
-    """Named tuple of matrices to quantize, one weight for each group of rows.
-
-    Attributes:
-        matrices: one ``[rows, cols]`` for each group.
-        groups: the groups of rows; matrices of groups without rows are skipped. None: cast all.
-    """
+    """Named tuple of matrices, one weight for each group; those of empty groups are skipped."""
 
     matrices: Sequence[torch.Tensor]
     groups: Groups | None
@@ -50,13 +34,7 @@ class GroupMatrices(NamedTuple):
     def measure(
         self, amax: torch.Tensor, dtype: torch.dtype, due: torch.Tensor | None = None
     ) -> None:
-        """Replaces each element of ``amax`` by its maximum with the amax of that group's matrix.
-
-        Args:
-            amax: fp32 ``[groups]``.
-            dtype: FP8 dtype, which does not matter for the result.
-            due: int32 ``[groups]``, non-zero for the matrices to measure; None: all.
-        """
+        """Folds each matrix's amax into ``amax``, fp32 ``[groups]``, as ``GroupRows.measure``."""
         quantize_matrices(
             self.matrices, amax, dtype, groups=self.groups, rowwise=False, columnwise=False,
             amax=amax, due=due,
@@ -74,13 +52,7 @@ class GroupQuantizer:
     def quantize(
         self, x: torch.Tensor, groups: Groups, rowwise: bool = True, columnwise: bool = True
     ) -> GroupedOutput:
-        """Returns FP8 copies of rows, with one scale for each group.
-
-        Args:
-            x: ``[rows, cols]``; the groups lie one behind the other.
-            groups: which rows belong to which group, on the device.
-            rowwise, columnwise: the copies to make.
-        """
+        """Returns FP8 copies of rows, sorted by group, with one scale for each group."""
         scale, scale_inv, amax = self.scaling(GroupRows(x, groups))
         return quantize_groups(
             x, groups, scale, self.dtype, rowwise=rowwise, columnwise=columnwise, amax=amax,
@@ -94,13 +66,7 @@ class GroupQuantizer:
         rowwise: bool = True,
         columnwise: bool = True,
     ) -> GroupedOutput:
-        """Returns FP8 copies of one matrix for each group.
-
-        Args:
-            matrices: one ``[rows, cols]`` for each group.
-            groups: the groups of rows; matrices of groups without rows are skipped. None: cast all.
-            rowwise, columnwise: the copies to make.
-        """
+        """Returns FP8 copies of matrices, of groups with rows only unless ``groups`` is None."""
         scale, scale_inv, amax = self.scaling(GroupMatrices(matrices, groups))
         return quantize_matrices(
             matrices, scale, self.dtype, groups=groups, rowwise=rowwise, columnwise=columnwise,
@@ -110,18 +76,7 @@ class GroupQuantizer:
     def rewrite_matrices(
         self, matrices: Sequence[torch.Tensor], held: GroupedOutput, noop: torch.Tensor | None
     ) -> bool:
-        """Quantizes matrices into the copies that an earlier ``quantize_matrices`` made.
-
-        Args:
-            matrices: one ``[rows, cols]`` for each group.
-            held: rowwise and columnwise copies, which are overwritten with their scales.
-            noop: int32 ``[1]`` on the device; if it is not zero, nothing changes. None: always
-                write.
-
-        Returns:
-            True if the copies were written, or are when a capture replays; False, with nothing
-            written, for a scheme without state, as in ``Quantizer.rewrite``.
-        """
+        """Quantizes into the copies of ``quantize_matrices``, as ``Quantizer.rewrite`` does."""
         return False
 
     def record(self, x: torch.Tensor, groups: Groups) -> None:
@@ -133,11 +88,5 @@ class GroupQuantizer:
     def scaling(
         self, source: GroupRows | GroupMatrices
     ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
-        """Finds the scales with which to quantize ``source``.
-
-        Returns:
-            scales: fp32 ``[groups]``.
-            scale_invs: fp32 ``[groups]``, or None if each is ``1 / scale``.
-            amaxes: fp32 ``[groups]``, into which to stage the groups' amax values, or None.
-        """
+        """Returns scales, their reciprocals or None, and where to stage amax values or None."""
         raise NotImplementedError

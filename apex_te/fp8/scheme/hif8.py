@@ -23,13 +23,7 @@ if TYPE_CHECKING:
 
 
 class HiF8Quantizer(CurrentScalingQuantizer):
-    """Casts a matrix to HiF8 with ``scale = target / max |x|``; the data are uint8.
-
-    Args:
-        pow2: round the scale down to a power of two.
-        group: process group over which the amax is reduced by maximum; None: not reduced.
-        pad_columnwise: pad columnwise copies ``[cols, rows]`` with zeros to a multiple of 16 rows.
-    """
+    """Casts a matrix to HiF8 with ``scale = target / max |x|``; the data are uint8."""
 
     __slots__ = ("target",)
 

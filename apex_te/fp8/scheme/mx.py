@@ -21,11 +21,7 @@ _BLOCK = 32  # elements with one scale
 
 
 class MXQuantizer(Quantizer):
-    """Casts a matrix to MXFP8, with a power-of-two scale for every 32 elements.
-
-    Args:
-        pad_columnwise: pad columnwise copies ``[cols, rows]`` with zeros to a multiple of 16 rows.
-    """
+    """Casts a matrix to MXFP8, with a power-of-two scale for every 32 elements."""
 
     __slots__ = ("pad_columnwise", "rounding")
 

@@ -45,13 +45,9 @@ _ROUNDINGS = 1 + 2.0**-22
 class ObservedQuantizer(Quantizer):
     """Quantizes with ``inner``, unchanged, and reports each tensor to ``note``.
 
-    Tensors that torch.compile traces or a CUDA graph captures are not reported, nor groups whose
-    sizes only the device knows.
-
-    Args:
-        twin: a quantizer that makes equal FP8 data but stages nothing; it quantizes tensors of
-            which ``inner`` only records the amax (calibration).
-        note: called with the tensor, its quantized copies and the quantizer that made them.
+    Not reported are tensors that torch.compile traces or a CUDA graph captures, and groups whose
+    sizes only the device knows. ``twin`` makes equal FP8 data but stages nothing; it casts tensors
+    of which ``inner`` only records the amax (calibration).
     """
 
     __slots__ = ("inner", "keeps_scale", "note", "pad_columnwise", "twin")
@@ -159,12 +155,8 @@ def observed_sets(
 ) -> QuantizerSets:
     """Returns ``sets`` with recording quantizers that report what they quantize.
 
-    In recompute only gradients are reported, because the forward was already; ``frozen`` and
-    ``previewed`` stay as they are.
-
-    Args:
-        note: called with the GEMM's index, the role ("input", "weight" or "grad_output"), the
-            tensor, its quantized copies and the quantizer that made them.
+    In recompute only gradients are reported, because the forward was already. ``note`` also gets
+    the GEMM's index and the role.
     """
     recording, recompute = [], []
     for gemm, (new, again, frozen, _) in enumerate(zip(*sets, strict=True)):
@@ -187,18 +179,10 @@ def observed_sets(
 def measure(
     x: torch.Tensor, quantized: QuantizedTensor, quantizer: Quantizer
 ) -> torch.Tensor | None:
-    """Measures ``FIELDS`` of a tensor and its FP8 data.
+    """Returns ``FIELDS`` of a tensor as float64 on its device; None without elements or FP8 data.
 
     Saturated are elements with ``|x * scale|`` above the format's largest value, underflowed are
     non-zero elements whose FP8 value is zero; neither counts NaN and infinities, nor does the amax.
-
-    Args:
-        x: ``[rows, cols]`` in bf16 or fp32.
-        quantized: FP8 copies of ``x``.
-
-    Returns:
-        float64 ``[len(FIELDS)]`` on the device of ``x``; None if ``x`` is empty or has no FP8 data,
-        so that there is nothing to record.
     """
     fp8_data, scale_inv = quantized.rowwise, quantized.rowwise_scale_inv
     if fp8_data is None:
@@ -239,14 +223,7 @@ def measure(
 def _elementwise(
     fp8_data: torch.Tensor, scale_inv: torch.Tensor, quantizer: Quantizer, one: int
 ) -> torch.Tensor:
-    """Returns ``scale_inv`` for each element, ``[rows, cols]``, or ``[1]`` if one serves all.
-
-    Args:
-        fp8_data: ``[rows, cols]``.
-        scale_inv: multipliers of the data, in the scheme's shape.
-        quantizer: decodes data of ones, which gives each element's ``scale_inv``.
-        one: the byte of an FP8 1.0.
-    """
+    """Returns each element's ``scale_inv``, or ``[1]``; ``one`` is the byte of an FP8 1.0."""
     if scale_inv.dtype is torch.float32 and scale_inv.numel() == 1:
         return scale_inv
     ones = torch.full(fp8_data.shape, one, dtype=torch.uint8, device=fp8_data.device)

@@ -12,16 +12,9 @@ if TYPE_CHECKING:
 
 
 class GemmQuantizers(NamedTuple):
-    """Named tuple of the quantizers of one GEMM's operands, and the backend of its products.
+    """Named tuple of the quantizers of one GEMM's operands, and the backend that multiplies these.
 
-    Attributes:
-        input: quantizer of the input.
-        weight: quantizer of the weight in forward.
-        weight_recast: quantizer that casts the weight again in backward, and stages no amax because
-            the forward has.
-        grad_output: quantizer of the output's gradient.
-        backend: multiplies what the quantizers make.
-        high_precision_wgrad: True if wgrad is computed from unquantized operands.
+    ``weight_recast`` casts the weight in backward and stages no amax, as the forward has.
     """
 
     input: Any
@@ -33,18 +26,7 @@ class GemmQuantizers(NamedTuple):
 
 
 class GroupQuantizers(NamedTuple):
-    """Named tuple like ``GemmQuantizers``, for all GEMMs of a grouped module at once.
-
-    It is used if only the device knows the sizes of the groups of rows.
-
-    Attributes:
-        input: quantizer of the groups' rows of the input.
-        weight: quantizer of all weights in forward.
-        weight_recast: quantizer of all weights in backward, which stages no amax.
-        grad_output: quantizer of the groups' rows of the output's gradient.
-        backend: multiplies what the quantizers make.
-        high_precision_wgrad: True if wgrad is computed from unquantized operands.
-    """
+    """Named tuple like ``GemmQuantizers``, for groups of rows whose sizes only the device knows."""
 
     input: GroupQuantizer
     weight: GroupQuantizer
@@ -61,8 +43,7 @@ class QuantizerSets(NamedTuple):
         recording: for training and calibration; every cast stages its amax.
         recompute: for a recompute of a recorded forward; only gradients stage amax values.
         frozen: for evaluation; no cast stages an amax.
-        previewed: for evaluation with an update pending; as ``frozen``, with the scales that the
-            update will give.
+        previewed: as ``frozen``, with the scales that the pending update will give.
     """
 
     recording: tuple[GemmQuantizers, ...]

@@ -20,12 +20,10 @@ if TYPE_CHECKING:
 class Scheme:
     """Base class of a scheme, which makes the quantizers of a recipe.
 
-    A scheme's file defines one subclass, which registers itself by its ``name``. A scheme without
-    state defines ``gemm_quantizers``, one with state ``build``.
+    A subclass registers itself by its ``name``, the recipes' ``quantizer`` and the name of its
+    file. It defines ``gemm_quantizers`` if it has no state, else ``build``.
 
     Attributes:
-        name: the ``quantizer`` of the recipes that use the scheme, and the name of its file.
-        backend: multiplies what the quantizers make.
         layout: form of weights held in FP8 only; None if ``stored_recipe`` gives a recipe of
             another scheme, or such weights are not supported.
         row_alignment: multiple to which ``Fp8Padding`` fills the rows of a group by default.
@@ -42,12 +40,7 @@ class Scheme:
     def build(
         self, recipe: Any, slots: Slots | None, gemms: int, device: torch.device
     ) -> QuantizerSets:
-        """Builds a module's quantizers; here all GEMMs and kinds of forward share stateless ones.
-
-        Args:
-            slots: views of the module's FP8 state; None for a recipe without state.
-            device: the module's device.
-        """
+        """Builds a module's quantizers; here all GEMMs and kinds of forward share them."""
         inp, weight, grad_output = self.gemm_quantizers(recipe, device)
         backend = self.backend(recipe.use_split_accumulator, device)
         override = recipe.override_linear_precision[2]
@@ -89,20 +82,15 @@ def scheme_of(recipe: Recipe) -> Scheme:
 def build_quantizers(
     recipe: Recipe, slots: Slots | None, gemms: int, device: torch.device
 ) -> QuantizerSets:
-    """Builds the quantizers of ``recipe`` for a module.
-
-    Args:
-        slots: views of the module's FP8 state; None for a recipe that keeps no state.
-        device: the module's device.
-    """
+    """Builds a module's quantizers; ``slots`` is None for a recipe without state."""
     return scheme_of(recipe).build(recipe, slots, gemms, device)
 
 
 def stored_recipe(recipe: Recipe) -> Recipe:
     """Returns the recipe by which a weight that is held in FP8 only is quantized when written.
 
-    Delayed scaling becomes current scaling: such a weight is written once a step, from its master
-    weight, and is scaled by its amax at that time. Block scaling gets power-of-two scales.
+    Delayed scaling becomes current scaling, as such a weight is written once a step, from its
+    master weight. Block scaling gets power-of-two scales.
     """
     return scheme_of(recipe).stored_recipe(recipe)
 

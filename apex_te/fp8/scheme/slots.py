@@ -22,12 +22,8 @@ class ScaleSharing(Protocol):
 class Slot(NamedTuple):
     """Named tuple of the views, fp32 ``[1]``, of what an FP8 state keeps for one tensor of a GEMM.
 
-    Attributes:
-        scale, scale_inv: multiplier to FP8 and its reciprocal.
-        amax: element of the staging row of the amax history; a cast replaces it by its maximum with
-            max |x|.
-        pending_scale: the scale that a pending update will give; None for gradients.
-        number: index of the slot in the module, all forward slots before the backward ones.
+    ``amax`` is in the staging row. ``pending_scale``, which a pending update will give, is None for
+    gradients. ``number`` counts all forward slots before the backward ones.
     """
 
     scale: torch.Tensor
@@ -49,16 +45,8 @@ class GemmSlots(NamedTuple):
 class Slots:
     """Views of a module's FP8 state, over which a scheme with state builds quantizers.
 
-    Attributes:
-        gemms: one ``GemmSlots`` for each GEMM of the module.
-        first_due: a bool for each slot, True while its first scale has still to be computed from
-            data (``first_step="current"``).
-        first_on_device: dict from a tuple of slot numbers to int32 flags, one for each slot, for
-            groups of rows of which only the device knows whether they are empty; non-zero while the
-            slot's first scale is due.
-        sync: knows the ranks that compute the scales together.
-        update_scales: ``scale_formula.update_scales``, which computes scales by the recipe's
-            formula: ``(histories, scales, scale_invs, fp8_max, recipe, nonfinite_count)``.
+    ``first_due`` is True for slots whose first scale is still to be computed. ``first_on_device``
+    has such flags, int32, for groups of rows of which only the device knows whether they are empty.
     """
 
     gemms: tuple[GemmSlots, ...]

@@ -12,16 +12,12 @@ from ..tensor import QuantizedTensor
 class Layout:
     """Form in which a scheme stores a weight ``[rows, cols]`` in FP8 only: rowwise data and scales.
 
-    The weight's values are those of its rowwise data. Quantizing these values again, from any dtype
-    in which they were read, gives data and scales of equal values: a weight that is saved as values
-    and loaded is unchanged.
+    Quantizing the data's values again, from any dtype in which they were read, gives equal values:
+    a weight that is saved as values and loaded is unchanged.
 
     Attributes:
-        name: name of the form, for messages.
-        block_rows: number of rows that share a scale; 0 if all do.
-        block_cols: number of columns that share a scale; 0 if all do.
-        exact: True if columnwise data made from the rowwise data equal those made from the
-            high-precision values.
+        block_rows, block_cols: number of rows and columns that share a scale; 0 if all do.
+        exact: True if the values give the same columnwise data as the original weight.
         decoded: dtype that represents the values exactly, from which columnwise data are made.
     """
 
@@ -40,26 +36,13 @@ class Layout:
         return quantizer.quantize(x, True, False)[0]
 
     def quantize_part(self, quantizer: Any, x: torch.Tensor, amax: torch.Tensor) -> QuantizedTensor:
-        """Returns the rowwise copy of a part of a weight, for a form with one scale.
-
-        Args:
-            x: high-precision values ``[rows, cols]``.
-            amax: fp32 ``[1]``, the amax of the whole weight.
-        """
+        """Returns the rowwise copy of a part of a weight, with the amax of the whole weight."""
         raise NotImplementedError
 
     def columnwise(
         self, quantizer: Any, held: QuantizedTensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Makes the columnwise copy of a stored weight, here by quantizing its values again.
-
-        Args:
-            held: the weight's rowwise copy.
-
-        Returns:
-            fp8_data: ``[cols, rows]``.
-            scale_inv: multipliers of these data.
-        """
+        """Returns the columnwise data ``[cols, rows]`` and ``scale_inv`` of a stored weight."""
         made = quantizer.quantize(quantizer.dequantize(held, self.decoded), False, True)[0]
         assert made.columnwise is not None
         assert made.columnwise_scale_inv is not None
@@ -79,9 +62,7 @@ class Layout:
     def joined(self, parts: list[QuantizedTensor]) -> QuantizedTensor | None:
         """Returns copies of the rows of ``parts`` as one weight; None if a part ends in a block.
 
-        Args:
-            parts: rowwise copies; if all rows of a weight share a scale, the caller ensures that
-                all parts have that scale.
+        If all rows of a weight share a scale, the caller ensures that all parts have that scale.
         """
         dtype = parts[0].dtype
         fp8_data: list[torch.Tensor] = []
@@ -99,10 +80,5 @@ class Layout:
     def gathered(
         self, fp8_data: torch.Tensor, scale_inv: torch.Tensor, dtype: torch.dtype
     ) -> QuantizedTensor:
-        """Returns the rowwise copy of the weight that is made of all ranks' shards.
-
-        Args:
-            fp8_data: ``[rows, cols]``, the shards' data.
-            dtype: element type of the data.
-        """
+        """Returns the rowwise copy of the weight that is made of all ranks' shards."""
         return QuantizedTensor(fp8_data, scale_inv, None, None, dtype)
