@@ -26,7 +26,10 @@ if TYPE_CHECKING:
 
 
 class CurrentScalingQuantizer(Quantizer):
-    """Casts a matrix to FP8 with ``scale = fp8_max / max |x|``, reduced over ``group`` if given."""
+    """Casts a matrix to FP8 with ``scale = fp8_max / max |x|``, reduced over ``group`` if given.
+
+    ``pow2`` rounds the scale down to a power of two.
+    """
 
     __slots__ = ("eps", "group", "pad_columnwise", "pow2")
 

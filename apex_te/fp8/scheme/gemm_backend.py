@@ -23,11 +23,17 @@ _warned: set[str] = set()
 class GemmBackend:
     """Multiplies operands quantized by one scheme; a subclass defines ``multiply``.
 
+    Args:
+        split: True to keep partial sums in fp32, for (fprop, dgrad, wgrad); ignored by a scheme
+            without that choice.
+        device: the operands' device.
+
     Attributes:
         row_multiple: multiple to which fprop and dgrad round the number of rows that they compute.
             A new output gets room for the added rows; an output that is passed costs a copy.
         adds: ``multiply`` takes the option ``c``, a tensor that it adds before rounding.
-        fuses_swiglu: ``ops.dense_gemm_swiglu`` computes fprop and dgrad in the same way.
+        fuses_swiglu: the kernels of ``ops.dense_gemm_swiglu`` compute fprop and dgrad of the
+            operands in the same way.
     """
 
     __slots__ = ("adds", "fuses_swiglu", "split")
@@ -47,7 +53,15 @@ class GemmBackend:
         b_scale_inv: Any,
         **options: Any,
     ) -> torch.Tensor:
-        """Returns the GEMM ``a [M, K] @ b [N, K].T``, with the options of ``fp8_gemm``."""
+        """Returns the GEMM ``a @ b.T``, ``[M, N]``.
+
+        Args:
+            a: FP8 data ``[M, K]``.
+            b: FP8 data ``[N, K]``.
+            a_scale_inv, b_scale_inv: multipliers of the operands, in the scheme's shape.
+            options: ``out``, ``out_dtype``, ``bias`` and ``accumulate``, as for ``fp8_gemm``, and
+                ``c`` if ``adds`` is True.
+        """
         raise NotImplementedError
 
     def fprop(
@@ -59,7 +73,14 @@ class GemmBackend:
         out: torch.Tensor | None = None,
         c: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Returns ``x [rows, in] @ weight [out, in].T + bias + c``, from both rowwise copies."""
+        """Returns ``x [rows, in] @ weight [out, in].T + bias + c``, from both rowwise copies.
+
+        Args:
+            out_dtype: dtype of the result.
+            bias: ``[out]`` or None.
+            out: tensor ``[rows, out]`` to write to, or None for a new one.
+            c: tensor ``[rows, out]`` of ``out_dtype`` to add, only if ``adds``; or None.
+        """
         if c is not None:
             return self.multiply(
                 FPROP, x.rowwise, weight.rowwise, x.rowwise_scale_inv, weight.rowwise_scale_inv,
@@ -78,7 +99,13 @@ class GemmBackend:
         out: torch.Tensor | None = None,
         c: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Returns ``dy [rows, out] @ weight [out, in] + c``, from the weight's columnwise copy."""
+        """Returns ``dy [rows, out] @ weight [out, in] + c``, from the weight's columnwise copy.
+
+        Args:
+            out_dtype: dtype of the result.
+            out: tensor ``[rows, in]`` to write to, or None for a new one.
+            c: tensor ``[rows, in]`` of ``out_dtype`` to add, only if ``adds``; or None.
+        """
         if c is not None:
             return self.multiply(
                 DGRAD, dy.rowwise, weight.columnwise, dy.rowwise_scale_inv,
@@ -97,7 +124,12 @@ class GemmBackend:
         out: torch.Tensor | None = None,
         accumulate: bool = False,
     ) -> torch.Tensor:
-        """Returns ``dy [rows, out].T @ x [rows, in]``, from both columnwise copies."""
+        """Returns ``dy [rows, out].T @ x [rows, in]``, from both columnwise copies.
+
+        Args:
+            out_dtype: dtype of the result.
+            out: tensor ``[out, in]`` to write to, or None for a new one.
+        """
         return self.multiply(
             WGRAD, dy.columnwise, x.columnwise, dy.columnwise_scale_inv, x.columnwise_scale_inv,
             out=out, out_dtype=out_dtype, accumulate=accumulate,
@@ -112,8 +144,12 @@ class GemmBackend:
     ) -> Callable[[Any, Any, torch.Tensor], torch.Tensor]:
         """Returns a function that computes fprop or dgrad with one weight for some rows at a time.
 
-        It gets rowwise FP8 data, their scale and the output. It is invalid once the caller has
-        returned.
+        The function ``f(rows, scale_inv, out)`` takes rowwise FP8 data, their scale and the tensor
+        to write, which it returns. It may be called until the caller returns.
+
+        Args:
+            out_dtype: dtype of the results.
+            bias: ``[out]``, only for FPROP; or None.
         """
         if product == FPROP:
             return lambda rows, scale_inv, out: self.multiply(
@@ -136,7 +172,12 @@ class GemmBackend:
     ) -> torch.Tensor:
         """Returns ``b[g] @ a[r]`` for each row ``r`` of ``a``, of group ``g``: bf16 ``[rows, N]``.
 
-        ``scale_inv`` is fp32 ``[rows]`` for ``a``, ``[groups]`` for ``b`` ``[groups, N, K]``.
+        Args:
+            a: FP8 data ``[rows, K]``.
+            b: FP8 data ``[groups, N, K]``.
+            a_scale_inv: fp32 ``[rows]``.
+            b_scale_inv: fp32 ``[groups]``.
+            groups: which rows belong to which group, on the device.
         """
         raise NotImplementedError
 
@@ -149,15 +190,24 @@ class GemmBackend:
         groups: Groups,
         wide: bool = False,
     ) -> torch.Tensor:
-        """Returns the groups' wgrads ``[groups, M, N]``, in fp32 if ``wide``, else bf16.
+        """Returns the wgrad GEMM of each group, ``[groups, M, N]``.
 
-        Columns of ``a`` ``[M, K]`` and ``b`` ``[N, K]`` are sorted by group.
+        Args:
+            a: FP8 data ``[M, K]``, columns of a group behind those of the group before.
+            b: FP8 data ``[N, K]``, with the columns of ``a``.
+            a_scale_inv, b_scale_inv: fp32 ``[groups]``.
+            groups: which columns belong to which group, on the device.
+            wide: return fp32, else bf16.
         """
         raise NotImplementedError
 
 
 def warn_emulated(what: str, needed: str) -> None:
-    """Warns, once for each ``what``, a plural such as "FP8 GEMMs", that GEMMs are emulated."""
+    """Warns, once for each ``what``, that GEMMs are emulated.
+
+    Args:
+        what: the GEMMs, in the plural, e.g. "FP8 GEMMs".
+    """
     if what not in _warned:
         _warned.add(what)
         warnings.warn(
@@ -168,7 +218,7 @@ def warn_emulated(what: str, needed: str) -> None:
 
 
 class FP8Gemm(GemmBackend):
-    """Multiplies operands with one scale each by cuBLASLt's FP8 GEMMs, or emulates these."""
+    """Multiplies operands with one scale each by cuBLASLt's FP8 GEMMs, or emulates the product."""
 
     __slots__ = ("native",)
 

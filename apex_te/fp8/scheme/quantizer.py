@@ -17,7 +17,14 @@ if TYPE_CHECKING:
 
 
 class BlockOptions(NamedTuple):
-    """Arguments of ``block_quantize`` that all casts of a quantizer to blocks of 1x128 share."""
+    """Arguments of ``block_quantize`` that all casts of a quantizer to blocks of 1x128 share.
+
+    Attributes:
+        dtype: FP8 dtype of the data.
+        pad_columnwise: pad the columnwise copy with zeros to a multiple of 16 rows.
+        pow2: round scales down to powers of two.
+        eps: lower bound of the amax from which a block's scale is computed.
+    """
 
     dtype: torch.dtype
     pad_columnwise: bool
@@ -28,8 +35,14 @@ class BlockOptions(NamedTuple):
 class FusedCast(Protocol):
     """Protocol of an op whose result a quantizer wants, and which may write that in FP8 itself.
 
-    ``copies`` is True if ``plain`` only copies its inputs. The quantizer sets ``dbias``, column
-    sums ``[cols]``, if the op does not.
+    Attributes:
+        x: the op's input, ``[rows, ...]``.
+        can_fuse: True if the op has ``fp8``; otherwise it has only ``plain``.
+        can_fuse_blocks: True if the op has ``blocks``.
+        copies: True if ``plain`` only copies its inputs to one tensor and computes nothing.
+        with_dbias: True if the column sums of the result are wanted in ``dbias``.
+        dbias: column sums ``[cols]``, or None; set by ``plain`` or ``fp8`` if the op can compute
+            them, else by the quantizer.
     """
 
     x: torch.Tensor
@@ -54,16 +67,33 @@ class FusedCast(Protocol):
         amax: torch.Tensor | None,
         pad_columnwise: bool = False,
     ) -> FP8Output:
-        """Returns the FP8 result and folds its amax into ``amax``, or does only the latter."""
+        """Returns the result ``[rows, cols]`` quantized with one scale.
+
+        Args:
+            scale: fp32 ``[1]``.
+            dtype: FP8 dtype of the data.
+            rowwise, columnwise: the copies to write; with neither the op only computes the amax.
+            amax: fp32 ``[1]``, replaced by its maximum with the result's amax; None: not computed.
+            pad_columnwise: pad the columnwise copy with zeros to a multiple of 16 rows.
+        """
 
     def blocks(self, options: BlockOptions, rowwise: bool, columnwise: bool) -> BlockQuantized:
-        """Returns bitwise what ``block_quantize`` makes of ``plain``'s result, in 1x128 blocks."""
+        """Returns the result ``[rows, cols]`` with a scale for each block of 1x128.
+
+        The bits are those of ``block_quantize`` of what ``plain`` returns.
+
+        Args:
+            rowwise, columnwise: the copies to write.
+        """
 
 
 class Repeatable(NamedTuple):
     """Named tuple of the FP8 state that a quantizer's casts use, if all casts run the same ops.
 
-    While the flag at the index in ``due`` is True, the next cast first computes its scale.
+    Attributes:
+        tensors: tensors of the FP8 state that casts read or write.
+        due: a list of flags and an index: while that flag is True, the next cast first computes its
+            scale. None if no cast does.
     """
 
     tensors: tuple[torch.Tensor, ...]
@@ -75,9 +105,10 @@ class Quantizer:
 
     Attributes:
         dtype: element type of the FP8 data; ``torch.uint8`` for HiF8.
-        pad_columnwise: pad columnwise copies ``[cols, rows]`` with zeros to a multiple of 16 rows,
-            over which weight gradients contract.
-        keeps_scale: only the first scale may depend on the matrix that is cast.
+        pad_columnwise: columnwise copies ``[cols, rows]`` are padded with zeros to a multiple of 16
+            rows, as weight gradients want them, which contract over the rows.
+        keeps_scale: the scale is part of the FP8 state; only the first one may depend on the matrix
+            that is cast.
     """
 
     __slots__ = ("dtype",)
@@ -93,13 +124,30 @@ class Quantizer:
         columnwise: bool = True,
         with_dbias: bool = False,
     ) -> tuple[QuantizedTensor, torch.Tensor | None]:
-        """Returns FP8 copies of ``x`` ``[rows, cols]``, and its column sums ``[cols]`` or None."""
+        """Quantizes a matrix.
+
+        Args:
+            x: ``[rows, cols]``, contiguous fp32, fp16 or bf16.
+            rowwise, columnwise: the copies to make.
+            with_dbias: also sum the columns.
+
+        Returns:
+            quantized: the copies with their scales.
+            sums: column sums ``[cols]`` in the dtype of ``x``, or None without ``with_dbias``.
+        """
         raise NotImplementedError
 
     def produce(
         self, producer: FusedCast, rowwise: bool = True, columnwise: bool = True
     ) -> QuantizedTensor:
-        """Runs an op and quantizes its result, in the op itself if possible; sets ``dbias``."""
+        """Runs an op and quantizes its result ``[rows, cols]``.
+
+        The op writes the FP8 data itself if op and scheme both can, else its result is cast.
+        Column sums that ``producer.with_dbias`` asks for are left in ``producer.dbias``.
+
+        Args:
+            rowwise, columnwise: the copies to make.
+        """
         x = producer.plain()
         sums = producer.with_dbias and producer.dbias is None
         quantized, dbias = self.quantize(x, rowwise, columnwise, sums)
@@ -112,9 +160,15 @@ class Quantizer:
     ) -> tuple[QuantizedTensor, bool]:
         """Quantizes the weight of a fused QKV projection, with rows sorted by kind if possible.
 
-        Each group of ``weight`` has the rows of ``repeats`` query heads, a key head and a value
-        head. The flag returned is False if the rowwise copy keeps that order, because a block of
-        the scheme has rows of two heads. The columnwise copy always keeps it.
+        Args:
+            weight: ``[groups * (repeats + 2) * size, in]``, group by group: ``repeats`` query
+                heads, a key head and a value head, each of ``size`` rows.
+            columnwise: make the columnwise copy, too, which keeps the weight's order.
+
+        Returns:
+            quantized: the copies.
+            is_sorted: True if the rowwise copy has all queries, all keys and all values; False if
+                it keeps the weight's order, because a block of the scheme has rows of two heads.
         """
         quantized = self.quantize(weight, True, columnwise)[0]
         by_kind = self.sort_heads(quantized, repeats, groups)
@@ -123,7 +177,14 @@ class Quantizer:
     def sort_heads(
         self, quantized: QuantizedTensor, repeats: int, groups: int
     ) -> QuantizedTensor | None:
-        """Sorts the rowwise copy of a weight as ``quantize_heads`` does; None if it cannot."""
+        """Returns what ``quantize_heads`` makes of a weight that is quantized in its own order.
+
+        Args:
+            quantized: the weight's copies, of which the rowwise one is there.
+
+        Returns:
+            The copies, the columnwise one as it is; None if the rows cannot be sorted.
+        """
         scale_inv = quantized.rowwise_scale_inv
         if quantized.rowwise is None or scale_inv is None or scale_inv.numel() != 1:
             return None
@@ -133,24 +194,31 @@ class Quantizer:
         )
 
     def shared(self, group: Any) -> Quantizer | None:
-        """Returns a quantizer with an equal scale on all ranks of ``group``, if there is one."""
+        """Returns a quantizer like this one whose scale is equal on all ranks of ``group``.
+
+        Rows that several ranks quantize with it can be gathered as FP8 data. None for a scheme
+        without such a scale: the caller then gathers values in bf16 or fp32.
+        """
         return None
 
     def repeatable(self) -> Repeatable | None:
         """Returns the FP8 state that casts use, if they can be repeated without this quantizer.
 
-        None if a cast does more than call ops on its arguments and on tensors of an FP8 state.
+        None, the default, means that they cannot: a cast does more than call ops on its arguments
+        and on tensors of an FP8 state, so the next forward may have to make other calls.
         """
         return None
 
     def settings(self) -> tuple:
-        """Returns the settings that, with amax values, determine the FP8 data of a matrix."""
+        """Returns the settings that, together with amax values, determine the FP8 data of a
+        matrix."""
         return (type(self).__name__, self.dtype)
 
     def cast_key(self) -> tuple | None:
         """Returns a value that is equal for quantizers that make equal rowwise copies of a matrix.
 
-        None if a cast cannot replace another: its scale is FP8 state, or it also stages an amax.
+        None, the default, means that a cast cannot stand for another one: its scale is part of an
+        FP8 state, or it does more than casting, such as staging an amax.
         """
         return None
 
@@ -161,10 +229,17 @@ class Quantizer:
     def quantize_rows(
         self, x: torch.Tensor, amax: torch.Tensor | None, keep: bool
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-        """Quantizes rows of a matrix bitwise as a cast of the whole matrix would.
+        """Quantizes some rows of a matrix to equal data as a cast of the whole matrix would.
 
-        ``amax``, fp32 ``[1]``, is that of the whole matrix. The amax returned is that of ``x``, for
-        ``stage``; None for a scheme that stages none.
+        Args:
+            x: ``[rows, cols]``, the rows.
+            amax: fp32 ``[1]``, of the whole matrix; None if ``needs_whole_amax`` is False.
+
+        Returns:
+            fp8_data: rowwise FP8 data ``[rows, cols]``.
+            scale_inv: multipliers of the data to high precision.
+            amax: fp32 ``[1]``, that of ``x``, to be passed to ``stage``; None for a scheme that
+                stages none.
         """
         raise NotImplementedError(
             f"{type(self).__name__}: rows of a weight can not be quantized before they are "
@@ -174,21 +249,48 @@ class Quantizer:
     def scales_of_rows(
         self, quantizers: Sequence[Any], amaxes: torch.Tensor | None
     ) -> tuple[Sequence[torch.Tensor], torch.Tensor | None] | None:
-        """Computes scales for ``quantize_rows`` of several matrices by ``multi_tensor.quantize``.
+        """Computes scales by which ``multi_tensor.quantize`` casts several matrices' rows at once.
 
-        ``amaxes`` are of whole matrices. None if one launch cannot quantize the rows.
+        The data are those that ``quantize_rows`` makes of each.
+
+        Args:
+            amaxes: fp32 ``[len(quantizers)]``, of the whole matrices; None for a scheme with state,
+                which does not use them.
+
+        Returns:
+            scales: fp32 ``[1]`` for each matrix.
+            scale_invs: fp32 ``[len(quantizers)]``, or None if each is ``1 / scale``.
+
+            None in place of the pair if one launch cannot quantize the rows; the caller then
+            calls ``quantize_rows`` for each matrix.
         """
         return None
 
     def stage(self, amax: torch.Tensor, group: Any) -> None:
-        """Stages the amax, fp32 ``[1]``, of this rank's rows of a sharded matrix."""
+        """Stages the amax of this rank's rows of a sharded matrix; does nothing without a state.
+
+        Args:
+            amax: fp32 ``[1]``.
+        """
 
     def grouped(self, quantizers: Sequence[Any]) -> GroupQuantizer | None:
-        """Returns a quantizer for groups of rows whose sizes only the device knows, or None."""
+        """Returns a quantizer for groups of rows whose sizes only the device knows.
+
+        Args:
+            quantizers: those of one role (such as input) of all GEMMs of a module; this one is the
+                first.
+
+        Returns:
+            The quantizer; None for a scheme that has none, with which the caller needs sizes on the
+            host.
+        """
         return None
 
     def can_fuse(self, producer: FusedCast) -> bool:
-        """Returns True if ``producer`` can write this dtype itself; no op writes fnuz formats."""
+        """Returns True if ``producer`` can write FP8 data of this quantizer's dtype itself.
+
+        No op writes fnuz formats.
+        """
         return producer.can_fuse and self.dtype in FP8_DTYPES
 
     def record(self, x: torch.Tensor) -> None:
@@ -197,7 +299,10 @@ class Quantizer:
     def dequantize(
         self, quantized: QuantizedTensor, dtype: torch.dtype = torch.float32
     ) -> torch.Tensor:
-        """Returns the values; rows of zeros follow if the only copy is a padded columnwise one."""
+        """Returns the values ``[rows, cols]`` of ``quantized``, decoded from one of its copies.
+
+        If the only copy is a padded columnwise one, rows of zeros follow.
+        """
         if quantized.rowwise is not None:
             return self._decode(quantized.rowwise, quantized.rowwise_scale_inv, dtype)
         if quantized.columnwise is None:
@@ -209,24 +314,42 @@ class Quantizer:
         return (fp8_data.to(torch.float32) * scale_inv).to(dtype)
 
     def known_scale(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None] | None:
-        """Returns the scale for ``x`` and the element to stage its amax in or None, fp32 ``[1]``.
+        """Returns the scale with which to cast ``x``, for code that keeps the copies between calls.
 
-        None for a scheme that computes the scale from ``x``: all its casts of one ``x`` are equal.
+        Returns:
+            scale: fp32 ``[1]``.
+            amax: fp32 ``[1]``, the element into which to stage the amax of ``x``, or None.
+
+            None in place of the pair for a scheme that computes the scale from ``x``: its casts of
+            one ``x`` are all equal, so the caller need not keep copies.
         """
         return None
 
     def scale_in_advance(self) -> tuple[torch.Tensor, torch.Tensor | None] | None:
-        """Returns the next scale and the element to stage the amax in or None, fp32 ``[1]``.
+        """Returns the scale with which the next matrix is cast, for an op that computes the matrix.
 
-        None if the matrix must exist first: the scale depends on it, or this quantizer reads it.
+        Returns:
+            scale: fp32 ``[1]``.
+            amax: fp32 ``[1]``, the element into which to stage the matrix's amax, or None.
+
+            None in place of the pair if the matrix must be there first: the scale depends on it, or
+            this quantizer reads it.
         """
         return None
 
     def rewrite(self, x: torch.Tensor, held: QuantizedTensor, noop: torch.Tensor | None) -> bool:
-        """Quantizes ``x`` into the copies ``held`` of an earlier ``quantize``, as a capture needs.
+        """Quantizes ``x`` into the copies that an earlier ``quantize`` made, as a capture needs.
 
-        If ``noop``, int32 ``[1]``, is not zero on the device, nothing changes. Returns False, with
-        nothing written, for a scheme without state: its casts of one ``x`` are all equal.
+        Args:
+            x: ``[rows, cols]``.
+            held: rowwise and columnwise copies, which are overwritten with their scales.
+            noop: int32 ``[1]`` on the device; if it is not zero, neither ``held`` nor a staged amax
+                changes. None: always write.
+
+        Returns:
+            True if the copies were written, or are when a capture replays. False, with nothing
+            written, for a scheme without state: its casts of one ``x`` are all equal, so the caller
+            need not keep copies between replays.
         """
         return False
 
@@ -239,10 +362,18 @@ class Quantizer:
         return None
 
     def requantize(self, x: torch.Tensor, snapshot: torch.Tensor | None) -> QuantizedTensor:
-        """Returns the columnwise copy that ``quantize`` made of ``x`` ``[rows, cols]`` earlier."""
+        """Returns the columnwise copy that ``quantize`` made of ``x`` earlier.
+
+        Args:
+            x: ``[rows, cols]``.
+        """
         return self.quantize(x, False, True)[0]
 
 
 def shared_scale(out: Any, dtype: torch.dtype) -> QuantizedTensor:
-    """Returns an op's output, in which one scale serves both copies, as a QuantizedTensor."""
+    """Returns an op's output, in which one scale serves both copies, as a QuantizedTensor.
+
+    Args:
+        dtype: element type of the FP8 data.
+    """
     return QuantizedTensor(out.rowwise, out.scale_inv, out.columnwise, out.scale_inv, dtype)
