@@ -8,7 +8,6 @@ report carries CPU, GPU, driver, torch, commit, date and the SM clock before and
 from __future__ import annotations
 
 import functools
-import json
 import os
 import statistics
 import sys
@@ -23,6 +22,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 from provenance import output_of, provenance
+from result_file import result_text
 
 _FLUSH_BYTES = 256 << 20
 _flush: torch.Tensor | None = None
@@ -225,5 +225,5 @@ def save(name: str, rows: list[dict[str, Any]], **extra: Any) -> None:
     info = environment()
     folder = Path(os.environ.get("OUT") or Path(__file__).resolve().parent / "results")
     folder.mkdir(parents=True, exist_ok=True)
-    text = json.dumps({"environment": info, **extra, "rows": rows}, indent=1)
-    (folder / f"{name}.json").write_text(text + "\n")
+    text = result_text({"environment": info, **extra, "rows": rows})
+    (folder / f"{name}.json").write_text(text)

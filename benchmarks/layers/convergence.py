@@ -15,7 +15,6 @@ another device) and draws a picture beside it. Ends with status 1 where a requir
 from __future__ import annotations
 
 import argparse
-import json
 import multiprocessing
 import os
 import statistics
@@ -35,6 +34,7 @@ import data
 import harness
 import report
 import train
+from result_file import result_text
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -235,7 +235,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     own.out.mkdir(parents=True, exist_ok=True)
     name = content["environment"].get("gpu", "cpu") if args.device.startswith("cuda") else "cpu"
     path = own.out / f"char_gpt_{name.split()[-1].lower()}.json"
-    path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    path.write_text(result_text(content), encoding="utf-8")
     print(f"figures: {path}")
     if picture(ordered, own.tolerance, path.with_suffix(".png")):
         print(f"curves: {path.with_suffix('.png')}")

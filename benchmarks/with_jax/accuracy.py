@@ -7,7 +7,6 @@ python benchmarks/with_jax/accuracy.py
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import platform
 import sys
@@ -24,6 +23,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples" / "jax")
 import encoder
 import mnist
 from provenance import provenance
+from result_file import result_text
 from training import RECIPES
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -80,7 +80,7 @@ def main() -> None:
         "seeds": args.seeds,
     }
     content = {"environment": provenance(), "settings": settings, "results": figures}
-    args.out.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    args.out.write_text(result_text(content), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -6,7 +6,6 @@ that name below $OUT where it is set.
 
 from __future__ import annotations
 
-import json
 import os
 import resource
 import statistics
@@ -26,6 +25,7 @@ import jax.numpy as jnp
 from apex_te.op_builder import get_builder
 from apex_te.op_builder.jit.backends import toolchain
 from provenance import provenance
+from result_file import result_text
 
 from apex_te.jax._call import call
 
@@ -149,8 +149,7 @@ def main() -> None:
     folder = Path(os.environ.get("OUT") or ROOT / "benchmarks" / "results")
     keys = ("figure", "value", "unit", "bar")
     table = [dict(zip(keys, row, strict=True)) for row in rows]
-    text = json.dumps({"environment": told, "rows": table}, indent=1)
-    (folder / "jax_call.json").write_text(text + "\n")
+    (folder / "jax_call.json").write_text(result_text({"environment": told, "rows": table}))
 
 
 if __name__ == "__main__":
