@@ -27,7 +27,7 @@ CXX_FILES = $(shell find csrc tests/cpp tests/hip tests/L0/with_jax \( -name '*.
 
 help:
 	@echo "make demo       train a small GPT in fp32 and FP8 and compare them"
-	@echo "make test       unit tests and the C++ program"
+	@echo "make test       unit tests and the C++ program; FILES=\"...\" runs these tests alone"
 	@echo "make test-l1    convergence tests (minutes)"
 	@echo "make jax        tests of the front end for JAX, which is installed into build/jax (minutes)"
 	@echo "make frameworks tests with Accelerate, Lightning, Megatron-Core and others, in an environment"
@@ -50,9 +50,14 @@ env:
 demo: env
 	$(PY) examples/char_gpt/train.py --fp8-recipe delayed --out build/char_gpt $(DEMOFLAGS)
 
+# FILES="tests/L0/ops/test_rope.py ..." runs these alone.
 test: env
+ifdef FILES
+	$(PY) -m pytest $(FILES)
+else
 	$(PY) -m pytest $(TESTFLAGS) tests/L0
 	$(PY) tests/cpp/run.py
+endif
 
 test-l1: env
 	$(PY) -m pytest tests/L1
