@@ -112,7 +112,7 @@ def make_stack(
             ``dtype``.
         rank: rank of the adapters.
         device: device of the weights.
-        dtype: dtype of the weights in high precision.
+        dtype: dtype of the weights in bf16 or fp32.
         fused: have apex_te's layers add the adapters' products.
     """
     torch.manual_seed(0)

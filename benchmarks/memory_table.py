@@ -30,7 +30,7 @@ class Choice(NamedTuple):
 
     Attributes:
         name: text for the table.
-        dtype: dtype of the parameter in high precision, the nominal one of an FP8 parameter.
+        dtype: dtype of the parameter in bf16 or fp32, the nominal one of an FP8 parameter.
         held: recipe by which the parameter is held in FP8; None for ``dtype``.
         options: arguments of ``FusedAdam``.
     """

@@ -264,7 +264,7 @@ def layer_collectives(model: Model, layout: Layout, recipe: Recipe) -> list[Coll
 
 
 def step_collectives(model: Model, layout: Layout, recipe: Recipe) -> list[Collective]:
-    """Once in a step: the root's, and the amaxes."""
+    """Once in a step: the root's, and the amax values."""
     weights = root_weights(model, layout)
     found = sharded(weights, layout, recipe, layout.tp, layout.shard, root=True)
     fp8 = len([w for w in layer_weights(model, layout) if w.fp8])

@@ -50,6 +50,9 @@ IDIOMS = {
     r"\bwant of\b": "lack of",
     r"\bin front of\b": "before",
     r"\bsuch a name\b": "this name",
+    r"(?<!each )(?<!all )(?<!none )(?<!neither )\bof which\b": "whose, or a second sentence",
+    r"\bamaxes\b(?!:)": "amax values",
+    r"\bin high precision\b": "in bf16 or fp32",
 }
 # Methods that torch and importlib describe.
 INHERITED = {"extra_repr", "find_spec", "create_module", "exec_module"}

@@ -32,7 +32,7 @@ _BOOLS = {"True": True, "False": False}
 
 @dataclasses.dataclass(frozen=True)
 class Properties:
-    """Properties of an opt level, of which a caller of ``amp.initialize`` may have replaced some.
+    """Properties of an opt level; a caller of ``amp.initialize`` may have replaced some.
 
     A dtype of None leaves tensors as they are; ``loss_scale`` is "dynamic" or a number.
     """

@@ -33,8 +33,8 @@ def add_fp8_arguments(parser: argparse.ArgumentParser) -> Any:
     - ``--fp8-format e4m3|hybrid|hif8`` (``args.fp8_format``) and ``--fp8-recipe
       delayed|tensorwise|blockwise|mxfp8`` (``args.fp8_recipe``): None if not given;
       ``recipe_from_arguments`` reads both.
-    - ``--no-use-gmm-fp8`` (``args.use_gmm_fp8``, default True): keeps grouped linear layers in high
-      precision. The switch only sets the attribute; the model must call these layers in
+    - ``--no-use-gmm-fp8`` (``args.use_gmm_fp8``, default True): keeps grouped linear layers in bf16
+      or fp32. The switch only sets the attribute; the model must call these layers in
       ``fp8_autocast(enabled=False)``.
 
     Raises:

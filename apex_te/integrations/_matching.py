@@ -1,4 +1,4 @@
-"""Tests of which modules ``from_torch`` can replace: torch's by type, Hugging Face's by class name.
+"""Finds modules that ``from_torch`` can replace: torch's by type, Hugging Face's by class name.
 
 ``transformers`` is not imported for that.
 """

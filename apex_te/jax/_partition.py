@@ -268,7 +268,7 @@ def shared(
     body: Callable[..., tuple[Any, ...]],
     reduced: Callable[..., tuple[Any, ...]] | None = None,
 ) -> Callable[..., tuple[Any, ...]]:
-    """Returns a function of which each device of a mesh computes the part that it holds.
+    """Returns a function that each device of a mesh computes for the part that it holds.
 
     Under ``jit`` with Auto axes XLA asks for the part while it partitions the program; on Explicit
     axes it is known from the operands' types; in a ``jax.shard_map`` arrays are parts already, and

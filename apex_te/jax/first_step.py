@@ -79,7 +79,7 @@ def _amax(x: jax.Array, scale: jax.Array) -> jax.Array:
     """Returns max |x| in float32, NaN above infinity; XLA would flush a subnormal one to zero.
 
     Args:
-        x: the tensor, of which each device of a mesh has a part.
+        x: the tensor, split over the devices of a mesh.
     """
 
     def body(x: jax.Array) -> tuple[jax.Array]:

@@ -49,8 +49,8 @@ class FusedCast:
             scale: one float32 element.
             dtype: FP8 dtype.
             rowwise, columnwise: the copies to make; neither for the amax alone.
-            amax: one float32 element, of which and of the result's amax the output's ``amax`` is
-                the larger; or None.
+            amax: one float32 element; the output's ``amax`` is the maximum of it and the result's
+                amax; or None.
 
         Returns:
             The FP8 data, and the column sums if they are asked for and a copy is made.

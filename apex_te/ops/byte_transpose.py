@@ -1,4 +1,4 @@
-"""Transposes FP8 data: the columnwise copy of data of which a rank received the rowwise copy."""
+"""Transposes FP8 data: the columnwise copy of data that a rank received as rowwise copy."""
 
 from __future__ import annotations
 

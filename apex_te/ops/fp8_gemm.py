@@ -99,7 +99,7 @@ def block_scaled_gemm(
 ) -> torch.Tensor:
     """Computes out[M, N] = a @ b.T + bias + c of operands that ``block_quantize`` has made.
 
-    The product is a sum over slices of 128 along K, in each of which it is (a @ b.T) * a_scale_inv
+    The GEMM is a sum over slices of 128 along K; in each of these it is (a @ b.T) * a_scale_inv
     * b_scale_inv with the scales of the slice's blocks; slices are summed in float32.
 
     fprop multiplies x (blocks of 1x128) by the weight (128x128), dgrad dy (1x128) by the columnwise

@@ -5,7 +5,7 @@ The host never waits for the sizes. There are three ways to multiply:
 - on sm_90 kernels of the suite multiply FP8 data, E4M3 and E5M2 in any pair;
 - on sm_90 and sm_100 ``torch._grouped_mm`` multiplies bfloat16; FP8 data that the kernels do not
   take is decoded to bfloat16 first;
-- elsewhere every group is multiplied with all rows, of which those of other groups are masked. The
+- elsewhere every group is multiplied with all rows, and those of other groups are masked. The
   result is the same, but the work grows with the number of groups.
 
 ``grouped_quantize.Groups`` holds the places of the groups.

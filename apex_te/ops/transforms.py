@@ -356,7 +356,7 @@ def refuse_tangents(name: str, args: tuple[Any, ...]) -> None:
 def refuse_derivatives(name: str, args: tuple[Any, ...]) -> None:
     """Raises NotImplementedError if a transform would differentiate an op that has no derivative.
 
-    ``OpFunction``s call such ops, too, but with tensors of which no derivative is tracked.
+    ``OpFunction``s call such ops, too, but with tensors without tracked derivatives.
 
     Args:
         name: the op's name, for the error.

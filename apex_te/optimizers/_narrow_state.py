@@ -95,7 +95,7 @@ class Scaled(Stored):
 
 
 class Halves(Stored):
-    """List of float32 numbers of which bfloat16 parameters hold one half, int16 tensors the other.
+    """List of float32 numbers; bfloat16 parameters hold one half, int16 tensors the other.
 
     The bits of the number, an integer, are those of the parameter times 2**16, plus the remainder,
     which has a sign: the parameter is the number rounded to nearest, ties away from zero.
@@ -197,7 +197,7 @@ def scaled(number: torch.Tensor, stored: torch.Tensor, scale: torch.Tensor) -> N
 
 
 def master_of_halves(param: torch.Tensor, remainder: torch.Tensor) -> torch.Tensor:
-    """Returns the float32 number of which a bfloat16 tensor and an int16 one hold the halves."""
+    """Returns the float32 number whose halves a bfloat16 and an int16 tensor hold."""
     high = param.detach().view(torch.int16).to(torch.int32)
     return ((high << 16) + remainder.to(torch.int32)).view(torch.float32)
 

@@ -48,7 +48,7 @@ class ShardedLamb:
         return self._norms(grads).square_().sum().sqrt_().float()
 
     def _norms(self, *lists: Any) -> torch.Tensor:
-        """Returns the norms of whole tensors, of which each rank has its local tensors.
+        """Returns the norms of whole tensors from the local tensors of each rank.
 
         Returns:
             ``[len(lists), parameters]``, float64; ``[parameters]`` for a single list.

@@ -302,8 +302,8 @@ class DelayedScaling(Recipe, name="delayed"):
             modules keep their scales, drop the amax values staged since the last update, and the
             region with this recipe that needed the update raises; modules with other recipes are
             updated all the same.
-        override_linear_precision: three bools, True to compute (fprop, dgrad, wgrad) in high
-            precision; only that of wgrad may be True.
+        override_linear_precision: three bools, True to compute (fprop, dgrad, wgrad) in bf16
+            or fp32; only that of wgrad may be True.
         reduce_amax: reduce the amax values by maximum over ``fp8_group`` before an update.
         first_step: ``"scale_one"`` starts with scale 1; ``"current"`` takes the first scale of each
             tensor from that tensor itself.

@@ -1,6 +1,6 @@
 """Accelerate's ``mixed_precision="fp8"`` switch on a Hugging Face Llama of 1B shapes, end to end.
 
-A training step of ``LlamaForCausalLM`` (hidden 2048, 16 layers, 32 heads of which 8 are keys', feed
+A training step of ``LlamaForCausalLM`` (hidden 2048, 16 layers, 32 heads, 8 of them keys', feed
 forward 8192, vocabulary 128256; fp32 parameters under bf16 autocast, torch's fused AdamW, 4096
 tokens a sequence), prepared by ``Accelerator`` with bf16, with FP8 through apex_te's alias of
 ``transformer_engine``, and with FP8 through Transformer Engine itself where PEER_SITE names a

@@ -1,6 +1,6 @@
 """Forward and backward of a Hugging Face Llama of 1B shapes, with its own loss and with fuse_loss.
 
-``LlamaForCausalLM`` (hidden 2048, 16 layers, 32 heads of which 8 are keys', feed forward 8192,
+``LlamaForCausalLM`` (hidden 2048, 16 layers, 32 heads, 8 of them keys', feed forward 8192,
 vocabulary 128256, tied head) in bfloat16 with its gradients, two sequences of 4096 tokens, with and
 without transformers' gradient checkpointing. Contenders take turns. Memory: the peak of a forward
 and backward with weights and gradients, and what of it is above them.

@@ -1,6 +1,6 @@
 """GroupedLinear of 8 experts, m_splits on the device, against a list and torch's product in bf16.
 
-Floor: 2 rows in out operations a product, of which there are three in a step. Bytes that are cast
+Floor: 2 rows in out operations a GEMM, and three GEMMs in a step. Bytes that are cast
 in a step of FP8: 4 for each element of x and of dy, 3 for each of the weights in each direction.
 The host's time for a step is beside the GPU's. "torch bf16": torch._grouped_mm with its own
 gradients, of weights that lie in one tensor, without main_grad or padding.

@@ -3,7 +3,7 @@
     python benchmarks/layers/convergence.py
     python benchmarks/layers/convergence.py --device cpu --jobs 2 --layers 2 --tolerance 0.015
 
-Every run is a process's own, ``--jobs`` of which share the device. Switches that ``--help`` does
+Every run has a process, and ``--jobs`` runs share the device. Switches that ``--help`` does
 not list go to examples/char_gpt/train.py. Prints a table, writes char_gpt_h200.json (or the name of
 another device) and draws a picture beside it. Ends with status 1 where a requirement fails:
 

@@ -1,11 +1,12 @@
 """grouped_quantize: 8 groups of rows, their sizes on the device, against a cast for each group.
 
 Bytes counted: 4 an element for bf16 to both outputs (read 2, write 1 + 1), 3 for rowwise only, 2
-for the amaxes alone; of the weights the same. The peer runs cast_transpose for each group, whose
-sizes the host knows; its columnwise copies do not lie in one matrix, as grouped products need them.
+for the amax values alone; of the weights the same. The peer runs cast_transpose for each group,
+whose sizes the host knows; its columnwise copies do not lie in one matrix, as grouped products need
+them.
 
-Amaxes alone take the same tiles (75% of a copy of the bytes read), where the other kernels of
-amaxes go through rows as one long vector: a group's rows would have to be found for each part.
+Amax values alone take the same tiles (75% of a copy of the bytes read), where the other kernels of
+amax values go through rows as one long vector: a group's rows would have to be found for each part.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """FSDP2 whose all-gathers carry weights as FP8 data, of one byte per element.
 
-The shards stay in bf16 or fp32. Before an all-gather each rank casts its rows with the scale of
-the whole weight; the gathered FP8 data are the weight's rowwise copy, of which each rank makes the
+The shards stay in bf16 or fp32. Before an all-gather each rank casts its rows with the scale of the
+whole weight; the gathered FP8 data are the weight's rowwise copy, from which each rank makes the
 columnwise copy. With delayed scaling the scale is that of the module's FP8 state: the forward that
 reads the weight stages the amax of this rank's rows, which the update reduces over ranks with all
 other amax values. With current scaling and HiF8 the amax values of all weights are computed in one
@@ -35,8 +35,8 @@ def enable_fp8_all_gather(model: torch.nn.Module, recipe: Recipe | str | None = 
     Call it once, on the whole model, before ``fully_shard`` and before an optimizer is made.
     Sharded parameters, their gradients and state dicts stay in bf16 or fp32. ``fp8_autocast``
     must quantize weights as ``recipe`` does, and should be entered before the sharded modules run:
-    its GEMMs then get the FP8 data and scales that they would get from weights gathered in high
-    precision. Weights that were gathered before the region, or that FSDP2 keeps over several
+    its GEMMs then get the FP8 data and scales that they would get from weights gathered in bf16
+    or fp32. Weights that were gathered before the region, or that FSDP2 keeps over several
     regions, have the scales of the time of their gather. Outside ``fp8_autocast`` modules compute
     with the values that the FP8 data represent. Weights held in FP8 (``fp8_model_init``) travel as
     FP8 data anyway, without this call. A deep copy of a model needs a call of its own.

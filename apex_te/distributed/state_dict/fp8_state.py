@@ -30,8 +30,8 @@ _LARGEST = tuple(name for name in TENSORS if name not in _SCALES)
 def use_own_keys(model: torch.nn.Module, values: dict[str, Any], on_cpu: bool) -> None:
     """Puts FP8 states that a class saves in another form under the keys of ``FP8Module``.
 
-    Modules of the Transformer Engine alias save bytes, ``_extra_state``, of which a rank could not
-    take its part. They load both.
+    Modules of the Transformer Engine alias save bytes, ``_extra_state``, which cannot be split over
+    ranks. They load both.
 
     Args:
         values: the model's state dict on this rank, changed in place.
@@ -196,7 +196,7 @@ def _gathered_headers(
     """Gathers the decoded headers of modules' FP8 states from all ranks of ``group``; collective.
 
     Args:
-        modules: modules of which each rank of ``group`` has one in the same place.
+        modules: modules that each rank of ``group`` has in the same places.
 
     Returns:
         For each rank a list with the header of each module, None for a state not allocated.

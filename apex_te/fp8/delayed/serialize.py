@@ -57,7 +57,7 @@ def _watch_distributed_loads(prefix: str) -> None:
 
 
 def _warn_of_left_out(wanted: Iterable[str], saved: Iterable[str]) -> None:
-    """Warns if a checkpoint has FP8 state of modules of which only the weights are wanted."""
+    """Warns if a checkpoint has FP8 state of modules whose weights alone are wanted."""
     wanted = set(wanted)
     parents = {key.rpartition(".")[0] for key in wanted}
     left_out = []

@@ -47,7 +47,7 @@ class ObservedQuantizer(Quantizer):
 
     Not reported are tensors that torch.compile traces or a CUDA graph captures, and groups whose
     sizes only the device knows. ``twin`` makes equal FP8 data but stages nothing; it casts tensors
-    of which ``inner`` only records the amax (calibration).
+    whose amax alone ``inner`` records (calibration).
     """
 
     __slots__ = ("inner", "keeps_scale", "note", "pad_columnwise", "twin")

@@ -180,7 +180,7 @@ class Quantizer:
         """Returns what ``quantize_heads`` makes of a weight that is quantized in its own order.
 
         Args:
-            quantized: the weight's copies, of which the rowwise one is there.
+            quantized: the weight's copies, with the rowwise one.
 
         Returns:
             The copies, the columnwise one as it is; None if the rows cannot be sorted.

@@ -46,7 +46,7 @@ class Slots:
     """Views of a module's FP8 state, over which a scheme with state builds quantizers.
 
     ``first_due`` is True for slots whose first scale is still to be computed. ``first_on_device``
-    has such flags, int32, for groups of rows of which only the device knows whether they are empty.
+    has such flags, int32, for groups of rows that only the device knows to be empty.
     """
 
     gemms: tuple[GemmSlots, ...]

@@ -25,7 +25,7 @@ def check_overlap(owner: str, symmetric_ar_type: Any = None, **userbuffers: Any)
 
 
 def checked_forward(owner: str, fp8_output: Any = False, fp8_grad: Any = False) -> None:
-    """Checks that a forward is asked for outputs and gradients in high precision.
+    """Checks that a forward is asked for outputs and gradients in bf16 or fp32.
 
     Raises:
         NotImplementedError: an argument is not False.

@@ -1,4 +1,4 @@
-"""Arguments for context parallelism, of which apex_te serves one rank."""
+"""Arguments for context parallelism; apex_te serves one rank."""
 
 from __future__ import annotations
 

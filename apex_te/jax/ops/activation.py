@@ -112,7 +112,7 @@ def activation_fwd_fp8(
 
     Args:
         x, kind: as in ``activation``; [rows, cols] is x with all dimensions but the last as rows.
-        amax: one float32 element, of which and of max |f(x)| the result's ``amax`` is the larger.
+        amax: one float32 element; the result's ``amax`` is the maximum of it and max |f(x)|.
     """
     name = "activation_fwd_fp8"
     options = {"kind": activation_number(name, kind)}

@@ -162,8 +162,8 @@ def bias_gelu_fwd_fp8(
 
     Args:
         x: [..., cols] float32, float16 or bfloat16. rows is the product of its sizes but the last.
-        amax: one float32 element, of which and of max |gelu(x + bias)| the result's ``amax`` is the
-            larger.
+        amax: one float32 element; the result's ``amax`` is the maximum of it and max |gelu(x +
+            bias)|.
     """
     name = "bias_gelu_fwd_fp8"
     options = {"is_tanh": op_options.is_tanh(name, form)}
@@ -192,8 +192,8 @@ def bias_gelu_bwd_fp8(
     Args:
         grad_output, with_dbias: as in ``bias_gelu_bwd``.
         x, bias, scale, fp8_dtype, form, rowwise, columnwise: as in ``bias_gelu_fwd_fp8``.
-        amax: one float32 element, of which and of the magnitudes of x's gradient the result's
-            ``amax`` is the largest.
+        amax: one float32 element; the result's ``amax`` is the maximum of it and the magnitudes of
+            x's gradient.
     """
     name = "bias_gelu_bwd_fp8"
     options = {"is_tanh": op_options.is_tanh(name, form)}

@@ -55,7 +55,7 @@ def cast_transpose(
 
     Args:
         x: [rows, cols] float32, float16 or bfloat16.
-        amax: one float32 element, of which and of max |x| the result's ``amax`` is the larger; NaN
+        amax: one float32 element; the result's ``amax`` is the maximum of it and max |x|; NaN
             counts as largest.
         flatten_axis: number of x's first dimension of columns, for an x of more than two
             dimensions, which the results have, too, the columnwise copy those of columns first.

@@ -1,7 +1,7 @@
 """GEMMs of groups of rows, such as an expert's tokens, whose sizes are on the device.
 
-On sm_90 kernels of the suite multiply FP8 data, E4M3 and E5M2 in any pair. Elsewhere, and in high
-precision, every group is multiplied with all rows, of which those of other groups are masked: the
+On sm_90 kernels of the suite multiply FP8 data, E4M3 and E5M2 in any pair. Elsewhere, and in bf16
+or fp32, every group is multiplied with all rows, and those of other groups are masked: the
 result is the same, but the work grows with the number of groups.
 """
 

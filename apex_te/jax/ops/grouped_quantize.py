@@ -158,8 +158,8 @@ def quantize_groups(
     Args:
         x: [rows, cols] float32, float16 or bfloat16.
         scale: float32 [groups].
-        amax: float32 [groups], of which and of max |x| of the groups the result's ``amax`` has the
-            larger; NaN counts as largest.
+        amax: float32 [groups]; the result's ``amax`` is the maximum of it and max |x| of the
+            groups; NaN counts as largest.
     """
     x = _checks.matrix_to_cast(_OP, x)
     rows, cols = x.shape

@@ -114,7 +114,7 @@ def quantize(
 
     Args:
         x: [rows, cols] float32, float16 or bfloat16.
-        amax: one float32 element, of which and of max |x| the result's ``amax`` is the larger; NaN
+        amax: one float32 element; the result's ``amax`` is the maximum of it and max |x|; NaN
             counts as largest.
         flatten_axis: as in ``cast_transpose``.
     """

@@ -57,8 +57,8 @@ def qkv_cast_weight(
     Args:
         weight: [groups * (repeats + 2) * size, cols] float32, float16 or bfloat16, group by group.
         scale: one float32 element.
-        amax: one float32 element, of which and of max |weight| the result's ``amax`` is the larger;
-            NaN counts as largest.
+        amax: one float32 element; the result's ``amax`` is the maximum of it and max |weight|; NaN
+            counts as largest.
     """
     name = "qkv_cast_weight"
     dtype = jnp.dtype(_checks.fp8_dtype_of(name, fp8_dtype, fnuz=True))
@@ -118,8 +118,8 @@ def qkv_cast_grad(
     Args:
         keys: [..., groups, size], like values.
         scale: one float32 element.
-        amax: one float32 element, of which and of the gradient's magnitudes the result's ``amax``
-            is the largest; NaN counts as largest.
+        amax: one float32 element; the result's ``amax`` is the maximum of it and the gradient's
+            magnitudes; NaN counts as largest.
     """
     name = "qkv_cast_grad"
     dtype = _checks.fp8_dtype_of(name, fp8_dtype, fnuz=True)

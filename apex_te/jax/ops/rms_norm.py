@@ -71,7 +71,7 @@ def rms_norm_fwd_fp8(
 
     Args:
         x, weight, eps, zero_centered_gamma, residual: as in ``rms_norm_fwd``.
-        amax: one float32 element, of which and of max |y| the result's ``amax`` is the larger.
+        amax: one float32 element; the result's ``amax`` is the maximum of it and max |y|.
     """
     fp8 = (scale, fp8_dtype, rowwise, columnwise, amax)
     made = _norm.norm_fwd("rms_norm", x, weight, None, eps, zero_centered_gamma, residual, fp8)

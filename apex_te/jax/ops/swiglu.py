@@ -70,7 +70,7 @@ def swiglu(
 
     Args:
         input: gate and up, gate first. float32, float16 or bfloat16. [..., 2F] side by side, or
-            [..., 2, F], of which devices can share F. With ``up`` the gate alone, [..., F].
+            [..., 2, F], whose F can be sharded. With ``up`` the gate alone, [..., F].
         bias: in the input's dtype, added before: [F] for the gate if ``up_bias`` is given, else
             [2F] for gate and up, [2, F] with axis -2.
         axis: -1 for [..., 2F], -2 for [..., 2, F], which goes without ``up`` and ``up_bias``.
@@ -153,7 +153,7 @@ def swiglu_fwd_fp8(
             of y but the last.
         rowwise: make [M, F]; with axis -2 [..., F].
         columnwise: make [F, M]; with axis -2 [F, ...].
-        amax: one float32 element, of which and of max |y| the result's ``amax`` is the larger; NaN
+        amax: one float32 element; the result's ``amax`` is the maximum of it and max |y|; NaN
             counts as largest. With it ``rowwise`` and ``columnwise`` may both be False.
     """
     given = gated_arrays("swiglu_fwd_fp8", activation, axis, input, up, bias, up_bias, to_fp8=True)
@@ -214,8 +214,8 @@ def swiglu_bwd_fp8(
         input, up, bias, up_bias, activation, axis, scale, fp8_dtype: as in ``swiglu_fwd_fp8``.
         rowwise: make [M, 2F]; with axis -2 [..., 2, F].
         columnwise: make [2F, M]; with axis -2 [2, F, ...].
-        amax: one float32 element, of which and of the gradients' magnitudes the result's ``amax``
-            is the largest.
+        amax: one float32 element; the result's ``amax`` is the maximum of it and the gradients'
+            magnitudes.
     """
     given = gated_arrays(
         "swiglu_bwd_fp8", activation, axis, input, up, bias, up_bias, grad_output, to_fp8=True

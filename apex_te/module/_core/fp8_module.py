@@ -134,9 +134,9 @@ class FP8Module(torch.nn.Module):
     ) -> Any:
         """Returns ``self._run(call, inp, *args)``, computed without ``torch.autocast``.
 
-        Every call of every FP8 module passes here. Outside of autocast ``parameters``, of which the
-        first is a tensor, must have the dtype of ``inp``. ``weights`` are those whose FP8 copies
-        may be cached, one for each GEMM; empty if the module caches them itself.
+        Every call of every FP8 module passes here. Outside of autocast ``parameters``, whose
+        first one is a tensor, must have the dtype of ``inp``. ``weights`` are those whose FP8
+        copies may be cached, one for each GEMM; empty if the module caches them itself.
         """
         device_type = inp.device.type
         autocast = is_autocast(device_type)

@@ -48,7 +48,7 @@ class FP8Call(NamedTuple):
 
     Attributes:
         dtype: the dtype to compute in, and that of the output.
-        is_fp8: the GEMMs run in FP8; False with ``quantizers`` is calibrating, in high precision.
+        is_fp8: the GEMMs run in FP8; False with ``quantizers`` is calibrating, in bf16 or fp32.
         quantizers: one for each GEMM; None if nothing is quantized or recorded.
         cached: FP8 copies of each GEMM's weight that outlive the call; None casts the weight.
         fill: None uses no weight cache, True casts all weights into it, False the changed ones.

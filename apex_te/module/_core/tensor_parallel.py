@@ -102,7 +102,7 @@ class TensorParallel:
         like: torch.Tensor,
         divisible: bool,
     ) -> Pending:
-        """Begins to sum GEMMs over ranks, each of which gets its rows, in ``out`` if given."""
+        """Begins to sum GEMMs over ranks; each rank gets its rows, in ``out`` if given."""
         if divisible and rows % self.ranks == 0:
             part = rows // self.ranks
             memory = peer_memory(self.group, like, part * like.shape[1] * like.element_size())

@@ -217,7 +217,7 @@ class Recipe(native.Recipe):
 
 @named(_MODULE)
 class DelayedScaling(Recipe, native.DelayedScaling):
-    """Recipe that computes a tensor's scale from its amaxes in the last steps.
+    """Recipe that computes a tensor's scale from its amax values in the last steps.
 
     Args:
         margin, fp8_format, amax_history_len, amax_compute_algo, scaling_factor_compute_algo,

@@ -211,9 +211,9 @@ class autocast(_regions.fp8_autocast):
 
     Args:
         enabled: run in FP8.
-        calibrating: collect amaxes also if ``enabled`` is False.
+        calibrating: collect amax values also if ``enabled`` is False.
         recipe: a recipe; None for ``get_default_recipe()``.
-        amax_reduction_group: process group over which amaxes are reduced; None is the world.
+        amax_reduction_group: process group over which amax values are reduced; None is the world.
 
     Raises:
         TypeError: an argument has a wrong type.
@@ -241,9 +241,9 @@ class fp8_autocast(_regions.fp8_autocast):
 
     Args:
         enabled: run in FP8.
-        calibrating: collect amaxes also if ``enabled`` is False.
+        calibrating: collect amax values also if ``enabled`` is False.
         fp8_recipe: a recipe; None for ``get_default_recipe()``.
-        fp8_group: process group over which amaxes are reduced; None is the world.
+        fp8_group: process group over which amax values are reduced; None is the world.
 
     Raises:
         TypeError: an argument has a wrong type.
@@ -404,9 +404,9 @@ class FP8GlobalStateManager:
 
     @classmethod
     def get_fp8_group(cls) -> dist_group_type | None:
-        """Returns the process group over which the present region reduces amaxes.
+        """Returns the process group over which the present region reduces amax values.
 
-        None stands for the whole world, and for regions that record no amaxes.
+        None stands for the whole world, and for regions that record no amax values.
         """
         region = _regions.local.region
         amax_group = None if region is None else region.amax_group
@@ -434,7 +434,7 @@ class FP8GlobalStateManager:
             enabled: True if the region is enabled.
             recipe: its recipe, None outside a region.
             calibrating: True if it is calibrating.
-            group: process group of its amaxes, or None.
+            group: process group of its amax values, or None.
             is_first_fp8_module: True if no module has asked ``is_first_fp8_module`` yet.
             graph_capturing: True while a CUDA graph is captured.
         """

@@ -52,7 +52,7 @@ class ParameterMeta(NamedTuple):
 
 
 class Scaling:
-    """Scales and amaxes of a module's delayed scaling, to be read.
+    """Scales and amax values of a module's delayed scaling, to be read.
 
     ``constants.FP8FwdTensorIdx`` and ``FP8BwdTensorIdx`` say which tensor each number is of. Scales
     are updated on entering a region, so that they are those of the region entered last.
@@ -78,7 +78,8 @@ class Scaling:
 
     @property
     def amax_history(self) -> torch.Tensor:
-        """Returns a copy of the amaxes, float32 [length, scales]; row 0 is that of this region."""
+        """Returns a copy of the amax values, float32 [length, scales]; row 0 is that of this
+        region."""
         return self._read("amax_history")
 
     def _read(self, name: str) -> torch.Tensor:
@@ -136,7 +137,7 @@ class TransformerEngineBaseModule(ExtraState):
 
     @property
     def fp8(self) -> bool:
-        """Returns True if the module's last forward that recorded amaxes ran in FP8."""
+        """Returns True if the module's last forward that recorded amax values ran in FP8."""
         return (
             isinstance(self, FP8Module)
             and self._modes.recompute_fp8
@@ -145,7 +146,7 @@ class TransformerEngineBaseModule(ExtraState):
 
     @property
     def fp8_calibration(self) -> bool:
-        """Returns True if the module's last forward recorded amaxes without FP8."""
+        """Returns True if the module's last forward recorded amax values without FP8."""
         return isinstance(self, FP8Module) and self._modes.recompute is not None and not self.fp8
 
     @property
@@ -214,8 +215,8 @@ class TransformerEngineBaseModule(ExtraState):
 def _after_update(method: Callable[..., Any]) -> Callable[..., Any]:
     """Returns a method that all ranks call together, with the pending scale update before it.
 
-    Megatron saves the FP8 state of one tensor-parallel rank for all; amaxes that are staged differ
-    by rank until an update has reduced them.
+    Megatron saves the FP8 state of one tensor-parallel rank for all; amax values that are staged
+    differ by rank until an update has reduced them.
     """
 
     @functools.wraps(method)

@@ -45,7 +45,7 @@ def quantize_master_weights(
 
     The master weights are rounded to the weights' nominal dtypes first, as Transformer Engine does,
     so that training equals that with high-precision weights. One all-reduce by maximum exchanges
-    the amaxes.
+    the amax values.
 
     Args:
         model_weights: the FP8 weights, whole, the same on all ranks.

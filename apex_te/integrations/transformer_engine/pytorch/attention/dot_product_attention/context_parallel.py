@@ -1,4 +1,4 @@
-"""Packed sequences padded for context parallelism, of which apex_te serves no more."""
+"""Packed sequences padded for context parallelism, the part that apex_te supports."""
 
 from __future__ import annotations
 

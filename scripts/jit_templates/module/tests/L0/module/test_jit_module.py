@@ -1,4 +1,4 @@
-"""JitModule against its parts, in high precision and in FP8."""
+"""JitModule against its parts, in bf16 or fp32 and in FP8."""
 
 import copy
 import pickle
