@@ -24,8 +24,6 @@ from ..op_builder.jit.find.key import OP_ABI
 from ..op_builder.spec import JAX_HANDLERS
 from ._signature import parameters_of
 
-__all__ = ["PLATFORMS", "bind", "gpu_capability", "load", "target_name"]
-
 HANDLERS_ABI = 1
 PLATFORMS = {"cpu": "cpu", "cuda": "CUDA"}  # JAX's names of platforms, and XLA's for targets
 _DEVICE_TYPES = {"cpu": 1, "cuda": 2}  # DLPack's

@@ -6,8 +6,6 @@ import math
 
 import torch
 
-__all__ = ["dense_biases", "input_matrices", "output_gradient", "result_extents"]
-
 
 def input_matrices(
     op: str, input: torch.Tensor, up: torch.Tensor | None

@@ -6,8 +6,6 @@ import torch
 
 from .fp8_output import FP8_DTYPES
 
-__all__ = ["bias_dtype", "check_addend", "check_operands", "prepare"]
-
 _E5M2 = (torch.float8_e5m2, torch.float8_e5m2fnuz)
 
 

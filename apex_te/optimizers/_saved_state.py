@@ -18,8 +18,6 @@ from ._narrow_state import (
 )
 from ._sharded import local, placed, with_part
 
-__all__ = ["SavingOptimizer"]
-
 # Attributes that are pickled besides those of ``torch.optim.Optimizer``.
 _OPTIONS = ("capturable", "master_weights", "set_grad_none", "_moment_dtypes", "_master_dtype",
             "_scales", "_given", "use_decoupled_grad", "store_param_remainders")  # fmt: skip

@@ -226,3 +226,14 @@ def test_the_checks_see_what_they_forbid() -> None:
     loop = {"apex_te.ops.a": {"apex_te.fp8.b"}, "apex_te.fp8.b": {"apex_te.ops.a"}}
     assert _circles(loop) == {frozenset(loop)}
     assert _upward(loop) == {("apex_te.ops.a", "apex_te.fp8.b")}
+
+
+def test_internal_modules_have_no_all() -> None:
+    internal = [
+        path
+        for path in (ROOT / "apex_te").rglob("*.py")
+        if re.search(r"/_[a-z]", path.relative_to(ROOT).as_posix())
+        and "transformer_engine" not in path.parts
+    ]
+    assert len(internal) > 50
+    assert [p for p in internal if re.search(r"^__all__", p.read_text(), re.MULTILINE)] == []

@@ -11,8 +11,6 @@ from ...fp8.delayed.registry import number_layer
 from ...module._core.parallel import GroupHolder, tag
 from ._config import Layout, Reader, refuse
 
-__all__ = ["MegatronLayer", "check_flags"]
-
 
 def check_flags(owner: str, required: dict[str, tuple[Any, Any]], **flags: Any) -> None:
     """Checks that arguments are as wanted, ``(wanted, got)`` by name, and that flags are bools."""

@@ -9,8 +9,6 @@ import torch
 from ...runtime.named_arguments import renamed
 from .shown_name import shown_name
 
-__all__ = ["CompositeModule"]
-
 
 class CompositeModule(torch.nn.Module):
     """Module without parameters of its own, whose child modules have them."""

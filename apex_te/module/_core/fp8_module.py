@@ -34,8 +34,6 @@ if TYPE_CHECKING:
     from ...fp8.scheme import GemmQuantizers
     from ...recipe import Recipe
 
-__all__ = ["FP8Module"]
-
 STATE_PREFIX = "fp8_state."
 _DEFAULTS = GemmOptions()
 _SAVES_INPUT = GemmOptions(save_original=True)

@@ -11,8 +11,6 @@ from .arguments import autocast_dtype, checked_eps, parameter, params_dtype_of
 from .materialize import initialize, materialize
 from .shown_name import shown_name
 
-__all__ = ["NormModule"]
-
 
 class NormModule(torch.nn.Module):
     """Base of LayerNormLayer and RMSNormLayer.

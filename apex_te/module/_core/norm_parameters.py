@@ -16,8 +16,6 @@ from .parallel import ParallelModule, tag
 from .plain_functions import PlainNormFunction
 from .programs import Programs
 
-__all__ = ["NormedModule", "check_normalization"]
-
 NORMALIZATIONS = ("LayerNorm", "RMSNorm")
 
 

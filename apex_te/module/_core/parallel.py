@@ -19,15 +19,6 @@ from .fp8_module import FP8Module
 from .gemm import GemmOptions
 from .tensor_parallel import TensorParallel
 
-__all__ = [
-    "ParallelModule",
-    "checked_mode",
-    "checked_tp_size",
-    "divided",
-    "tag",
-]
-
-
 # Attributes of a module that decide on its collectives.
 _COMPARED = (
     "parallel_mode", "set_parallel_mode", "sequence_parallel", "activation", "normalization",
