@@ -7,10 +7,9 @@ from .jit.backends.archs import Capability
 
 
 class GroupedGemmBuilder(CUDAOpBuilder):
-    """Builder of FP8 matrix products over groups of rows, for GPUs of arch 9.0 alone.
+    """Builder of FP8 GEMMs over groups of rows, for GPUs of arch 9.0 alone.
 
-    The sizes of the groups lie in device memory. There is no library for the CPU; on the CPU, FP8
-    data is dequantized before the product.
+    The group sizes lie in device memory. On the CPU, callers dequantize FP8 data instead.
     """
 
     NAME = "grouped_gemm"

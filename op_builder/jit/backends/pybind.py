@@ -41,10 +41,7 @@ _MODULE = re.compile(r"\bPYBIND11_MODULE\s*\(\s*(\w+)\s*,\s*(\w+)")
 class Exports(NamedTuple):
     """Names that the sources of a pybind11 extension module define.
 
-    Attributes:
-        module: name in ``PYBIND11_MODULE``, "" if the sources have none.
-        functions: names of functions.
-        values: names of classes, enums, exceptions, submodules and other attributes.
+    ``module`` is "" without ``PYBIND11_MODULE``; ``values`` are all names but functions.
     """
 
     module: str
@@ -129,9 +126,7 @@ def _cuda_include_paths() -> list[str]:
 
 
 def read_exports(texts: Iterable[str]) -> Exports:
-    """Returns the names that ``PYBIND11_MODULE`` defines, read off sources without compiling
-    them.
-    """
+    """Returns the names that ``PYBIND11_MODULE`` defines, read off sources without compiling."""
     module, functions, values = "", set(), set()
     for text in texts:
         code = without_comments(text)
@@ -147,10 +142,9 @@ def read_exports(texts: Iterable[str]) -> Exports:
 
 
 def exports(spec: OpSpec) -> Exports:
-    """Returns the names that an op's extension module defines.
+    """Returns the names that an op's extension module defines: ``EXPORTS``, else the sources'.
 
-    ``EXPORTS`` lists them if it is set; a name counts as a function unless the sources define it as
-    a value. Else all names come from the sources.
+    A name in ``EXPORTS`` counts as a function unless the sources define it as a value.
     """
     texts = []
     for source in spec.sources():

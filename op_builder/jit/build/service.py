@@ -34,12 +34,8 @@ _T = TypeVar("_T")
 class _Turn:
     """State of the loading of one library, shared by the threads that ask for it.
 
-    Attributes:
-        lock: held by the thread that loads the library.
-        owner: identifier of that thread; None if no thread loads it.
-        failures: number of loads that have failed.
-        error: error of the last failed load, which the threads that waited for the load raise, too.
-        asked: capability and ``force`` of the last failed load; ``error`` holds for them alone.
+    ``owner`` is the loading thread's identifier. Threads that waited for a load that failed raise
+    ``error``, too, if they asked for the capability and ``force`` in ``asked``.
     """
 
     def __init__(self) -> None:
@@ -86,15 +82,9 @@ def build(
 ) -> OpenedLibrary:
     """Compiles and publishes a library, unless a cache holds it once the lock is taken.
 
-    Args:
-        capability: ``(major, minor)`` of the GPU that the library must run on, None for any.
-        force: compiles even if a cache holds the library.
-        location: cache folder to build in; by default the user's.
-        archs: archs to compile for; by default the environment's or those of the GPUs.
-        jobs: number of compilers at once; by default as many as the machine's limits allow.
-        started: seconds since the epoch at which the caller began to wait, by default now. A
-            compile error that another process has stored since, or in the minute before, is raised
-            instead of compiling; with ``force`` only one stored since.
+    ``force`` compiles even then. Else a compile error stored in the minute before ``started``
+    (seconds since the epoch) or later is raised instead; with ``APEX_TE_JIT_RETRY`` only a later
+    one.
     """
     from .ninja import disk_errors
     from .publish import Vanished
@@ -137,14 +127,7 @@ def _build_in(
     started: float,
     force: bool,
 ) -> OpenedLibrary:
-    """Compiles a library in one cache under its lock, unless the cache holds it by then.
-
-    Args:
-        capability: ``(major, minor)`` of the GPU that the library must run on, None for any.
-        started: seconds since the epoch at which the caller began to wait.
-        force: compiles even if the cache holds the library, or a compile error from before
-            ``started``.
-    """
+    """Compiles a library in one cache under its lock, if it is still missing or with ``force``."""
     from . import failure, lock, publish
     from .ninja import disk_errors
 
@@ -208,12 +191,8 @@ def open_library(
 ) -> OpenedLibrary:
     """Returns the opened library for ``device``, looked up and, if need be, compiled; thread-safe.
 
-    If several threads ask for a library, one thread loads it; the others get the same library, or
-    the same error.
-
-    Args:
-        capability: GPU that the library must run on; by default a GPU in use, if there is one.
-        force: compiles even if a library is opened or cached.
+    One thread loads it; others that ask meanwhile get the same library or the same error. By
+    default ``capability`` is that of a GPU in use, if there is one.
     """
     identity = (str(spec.root), spec.NAME, device)
     if not force and (kept := _kept(identity, capability)):
@@ -264,12 +243,8 @@ def load_library(
 ) -> _T:
     """Opens a library and returns what ``use``, which loads it, returns.
 
-    One that ld.so refuses although a build here would be accepted, such as one of a newer system
-    in a shared home, is set aside for this process and built again.
-
-    Args:
-        capability: GPU that the library must run on, None for any.
-        force: compiles even if a library is opened or cached.
+    A library that ld.so refuses although a build here would load, such as one of a newer system in
+    a shared home, is set aside for this process and built again.
     """
     opened = open_library(spec, device, capability, force=force, verbose=verbose)
     try:
