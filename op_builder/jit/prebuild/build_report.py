@@ -15,17 +15,12 @@ STATES = ("built", "present", "skipped", "failed")
 
 
 class LibraryReport(NamedTuple):
-    """One library of a prebuild.
+    """One library of a prebuild: "built", "present" before, "skipped" or "failed".
 
     Attributes:
         op: name of the op, or "dispatcher" and a Python version.
-        device: "cpu" or "cuda".
-        state: "built", "present" if it was there already, "skipped" if it was not to be built, or
-            "failed".
-        archs: names of the GPU archs it holds; none without GPU code.
         seconds: duration of its build, 0 if it is not known.
         size: bytes of the library, 0 without one.
-        path: path of the library, "" without one.
         reason: reason why it was skipped or failed, else "".
     """
 
@@ -40,12 +35,9 @@ class LibraryReport(NamedTuple):
 
 
 class BuildReport(NamedTuple):
-    """Result of a prebuild; ``str()`` of it is a table.
+    """Result of a prebuild, with one row per library; ``str()`` of it is a table.
 
-    Attributes:
-        libraries: one row per library.
-        seconds: duration of the whole prebuild.
-        jobs: number of compilers that may have run at once.
+    ``seconds`` is the whole duration, ``jobs`` the number of compilers allowed at once.
     """
 
     libraries: tuple[LibraryReport, ...]

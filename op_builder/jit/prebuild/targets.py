@@ -28,12 +28,7 @@ DEVICES = ("cpu", "cuda")
 class Choice(NamedTuple):
     """Decision about one library of a prebuild.
 
-    Attributes:
-        op: name of the op.
-        device: "cpu" or "cuda".
-        wanted: True to compile it, False to skip it.
-        insisted: True if the op was asked for by name, so that it is an error if no arch serves it.
-        reason: reason why it is skipped, "" if it is wanted.
+    ``insisted`` is True if the op was asked for by name: it is an error if no arch serves it.
     """
 
     op: str
@@ -44,12 +39,9 @@ class Choice(NamedTuple):
 
 
 class Targets(NamedTuple):
-    """Archs that a prebuild compiles GPU code for.
+    """Archs that a prebuild compiles GPU code for: a list or, without one, the visible GPUs'.
 
-    Attributes:
-        named: an arch list and its source as ``(source, list)``, such as a variable's name or
-            "arch"; None if there is no list.
-        capabilities: capabilities of the visible GPUs, which count if there is no list.
+    ``named`` is the list and its source as ``(source, list)``.
     """
 
     named: tuple[str, str] | None
@@ -57,9 +49,7 @@ class Targets(NamedTuple):
 
     @classmethod
     def find(cls, text: str | None = None) -> Targets:
-        """Returns the archs of the list ``text``, else of the environment's list, else of the
-        GPUs.
-        """
+        """Returns the archs of ``text``, else of the environment's list, else of the GPUs."""
         named = ("arch", text) if text is not None else named_arch_list()
         if named is None:
             return cls(None, tuple(visible_capabilities()))
@@ -84,11 +74,7 @@ class Targets(NamedTuple):
 def plan(
     builders: Mapping[str, OpSpec], choices: Iterable[Choice], targets: Targets
 ) -> tuple[list[Wanted], list[LibraryReport]]:
-    """Turns decisions into libraries to compile and rows of those skipped.
-
-    Args:
-        builders: ops by name.
-    """
+    """Turns decisions into libraries to compile and rows of those skipped."""
     wanted: list[Wanted] = []
     rows: list[LibraryReport] = []
     for choice in choices:
