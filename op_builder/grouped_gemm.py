@@ -7,10 +7,7 @@ from .jit.backends.archs import Capability
 
 
 class GroupedGemmBuilder(CUDAOpBuilder):
-    """Builder of FP8 GEMMs over groups of rows, for GPUs of arch 9.0 alone.
-
-    The group sizes lie in device memory. On the CPU, callers dequantize FP8 data instead.
-    """
+    """Builder of FP8 GEMMs over groups of rows, whose sizes lie on the GPU; for arch 9.0 alone."""
 
     NAME = "grouped_gemm"
     DEVICES = ("cuda",)

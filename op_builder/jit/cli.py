@@ -65,10 +65,9 @@ def main(
     more: Mapping[str, Command] | None = None,
     sections: Mapping[str, Callable[[], tuple[Any, list[str]]]] | None = None,
 ) -> int:
-    """Runs one command and returns the exit status of the process.
+    """Runs one command and returns 0, 1 for a problem, 2 for a bad request or 130 for Ctrl-C.
 
-    0 is success, 1 a problem found or met, 2 a bad request, 130 Ctrl-C. ``sections`` maps labels of
-    further sections of the report to functions that return their JSON and their lines of text.
+    Each function in ``sections`` returns a section of the report as JSON and as lines of text.
     """
     given = list(sys.argv[1:] if arguments is None else arguments)
     command = next((word for word in given if not word.startswith("-")), None)

@@ -41,10 +41,7 @@ _MACROS = {
 
 
 def compiled_for(command: Sequence[str]) -> list[str]:
-    """Returns the features beyond the baseline that a compiler uses wherever it likes, sorted.
-
-    Functions with a ``target`` attribute, called after asking the CPU, do not count.
-    """
+    """Returns features beyond the baseline that a compiler uses wherever it likes, sorted."""
     return list(_compiled_for(tuple(command)))
 
 

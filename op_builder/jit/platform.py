@@ -28,10 +28,7 @@ class Torch(NamedTuple):
 
 
 class GpuPlatform(NamedTuple):
-    """A maker's GPU platform, CUDA or ROCm.
-
-    The first of ``arch_variables`` that is set lists the archs to compile for.
-    """
+    """CUDA or ROCm; the first of ``arch_variables`` that is set lists archs."""
 
     name: str
     arch_variables: tuple[str, ...]
@@ -188,8 +185,7 @@ def _find_python(executable: str, frozen: bool) -> str | None:
 def python_program() -> str | None:
     """Returns the path of an interpreter of the running Python's version, None if there is none.
 
-    A program that embeds Python, or is frozen, is never started, even if ``sys.executable`` names
-    it.
+    It is never a program that embeds Python, or is frozen, even if ``sys.executable`` names one.
     """
     return _find_python(sys.executable or "", bool(getattr(sys, "frozen", False)))
 

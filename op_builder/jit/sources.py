@@ -35,11 +35,7 @@ def _scan(path: str) -> tuple[bytes, tuple[str, ...]] | None:
 
 
 def closure(sources: Iterable[str], include_paths: Sequence[str]) -> dict[str, bytes]:
-    """Returns the SHA-256 digests, by path, of sources and of all project headers they include.
-
-    Quoted includes that are in no folder of the project, nor beside the including file, are left
-    out.
-    """
+    """Returns the SHA-256 digests, by path, of sources and of all project headers they include."""
     found: dict[str, bytes] = {}
     pending = [os.path.normpath(source) for source in sources]
     while pending:

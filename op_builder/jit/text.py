@@ -91,10 +91,7 @@ def size(number: float) -> str:
 
 
 class Column(NamedTuple):
-    """One column of a table, whose cells are cut beyond the width ``most``.
-
-    ``ending`` are the characters that end a cell that was cut.
-    """
+    """One column of a table; cells wider than ``most`` are cut, and get the ``ending``."""
 
     title: str
     width: int = 0

@@ -94,11 +94,7 @@ def parse_arch(text: str) -> Arch:
 def parse_arch_list(
     text: str, native: Callable[[], Sequence[Capability]] | None = None
 ) -> tuple[Arch, ...]:
-    """Returns the archs of a list separated by ``;``, ``,`` or blanks, each once and sorted.
-
-    A word may be an arch, a generation such as "hopper", or "native", which stands for
-    ``native()``.
-    """
+    """Returns the sorted archs of a list of archs, generations such as "hopper", or "native"."""
     gpu = gpu_platform()
     found: set[Arch] = set()
     for token in re.split(r"[;,\s]+", text.strip()):
@@ -286,8 +282,7 @@ def choose(
 ) -> tuple[Arch, ...]:
     """Returns the archs to build ``op`` for: those of a list, or else of the GPUs.
 
-    The result must run on ``capability``, unless that is None. ``named`` is a list and its source
-    as ``(source, list)``, by default the environment's list, if any.
+    They must cover ``capability``. ``named`` is ``(source, list)``, by default the environment's.
     """
     floor = f"{min_arch[0]}.{min_arch[1]}"
     if capability is not None and len(capability) == 2 and capability < min_arch:

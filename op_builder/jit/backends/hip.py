@@ -83,10 +83,7 @@ class Hip:
         archs: Sequence[Arch],
         folder: str,
     ) -> tuple[list[Step], list[str]]:
-        """Returns the commands that compile an op's ``.cu`` sources, without running them.
-
-        The sources are translated to HIP at once, into copies below ``folder``.
-        """
+        """Translates the ``.cu`` sources into ``folder``; returns the commands to compile them."""
         if spec.BINDING == "pybind11":
             raise BuildError(
                 f'{spec.NAME}: an op with BINDING = "pybind11" and .cu files cannot be built for'

@@ -76,10 +76,7 @@ def system_folders(spec: OpSpec, device: str) -> list[str]:
 
 
 def compiler_version(spec: OpSpec, device: str, archs: Sequence[Arch] = ()) -> str:
-    """Returns the version text of the compilers, which is not part of the cache key.
-
-    A manifest records it, and a stored failure holds for it alone.
-    """
+    """Returns the compilers' version text, for manifests and stored failures but not for keys."""
     if spec.needs_archs(device):
         return gpu_backend().compiler_version(archs)
     if spec.NAME == DISPATCHER:

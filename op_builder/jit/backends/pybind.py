@@ -39,10 +39,7 @@ _MODULE = re.compile(r"\bPYBIND11_MODULE\s*\(\s*(\w+)\s*,\s*(\w+)")
 
 
 class Exports(NamedTuple):
-    """Names that the sources of a pybind11 extension module define.
-
-    ``module`` is "" without ``PYBIND11_MODULE``; ``values`` are all names but functions.
-    """
+    """Names that sources define; ``module`` is "" without ``PYBIND11_MODULE``."""
 
     module: str
     functions: tuple[str, ...]
@@ -142,10 +139,7 @@ def read_exports(texts: Iterable[str]) -> Exports:
 
 
 def exports(spec: OpSpec) -> Exports:
-    """Returns the names that an op's extension module defines: ``EXPORTS``, else the sources'.
-
-    A name in ``EXPORTS`` counts as a function unless the sources define it as a value.
-    """
+    """Returns an extension's names: those in ``EXPORTS``, or else all that the sources define."""
     texts = []
     for source in spec.sources():
         with open(spec.root / source, encoding="utf-8", errors="replace") as file:

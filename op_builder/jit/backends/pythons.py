@@ -27,11 +27,7 @@ print(json.dumps([sys.implementation.name, sys.version_info[0], sys.version_info
 
 
 class Python(NamedTuple):
-    """A Python to compile a dispatcher for.
-
-    ``version`` is "3.12", or "3.13t" without the GIL; ``include`` is the folder of its
-    ``Python.h``.
-    """
+    """A Python, such as "3.12" or "3.13t" without the GIL, to compile a dispatcher for."""
 
     version: str
     suffix: str

@@ -69,9 +69,9 @@ def is_for_this_machine(flag: str) -> bool:
 def unfit_flag(words: Sequence[str]) -> str:
     """Returns the first flag that a shared library must not have, with the reason, or "".
 
-    Such flags are for one kind of CPU or relax floating-point arithmetic. The cache key holds those
-    of a builder, but not those that a compiler reads from the environment: processes that did not
-    ask for them would load the library.
+    Such flags are for one kind of CPU or relax floating-point arithmetic. Those that a compiler
+    reads from the environment are not in the cache key: processes that did not ask for them would
+    load the library.
     """
     for flag in words:
         if is_for_this_machine(flag):
@@ -99,7 +99,7 @@ def _words(variable: str) -> list[str]:
 
 
 def find_cxx() -> list[str]:
-    """Returns the C++ compiler as a command: the words of ``CXX``, else g++, c++ or clang++.
+    """Returns the C++ compiler's command: the words of ``CXX``, else g++, c++ or clang++.
 
     For another architecture than this machine's the default is ``<architecture>-linux-gnu-g++``.
     """
@@ -189,8 +189,8 @@ def _find_toolkit(
 ) -> Nvcc:
     """Returns a GPU compiler: of the toolkit that a variable names, on PATH, or in a usual place.
 
-    ``flags`` are variables that the compiler itself reads and whose flags must be fit. If the first
-    variable of ``homes`` is set, its folder must hold the compiler.
+    If the first of ``homes`` is set, that folder must hold it. The variables ``flags``, which the
+    compiler itself reads, must be fit.
     """
     for variable in flags:
         _words(variable)
@@ -359,10 +359,7 @@ def pybind11_version() -> str:
 
 
 def find_header(header: str, package: str, nvcc: Nvcc) -> list[str]:
-    """Returns the folder of a CUDA wheel that has a header, none if a toolkit has the header.
-
-    ``package`` is the wheel's folder below ``nvidia``, such as "cublas".
-    """
+    """Returns the folder of a CUDA wheel that has a header, none if a toolkit has the header."""
     toolkits = [nvcc.home, *glob.glob(os.path.join(nvcc.home, "targets", "*")), "/usr/local/cuda"]
     if any(os.path.isfile(os.path.join(home, "include", header)) for home in toolkits):
         return []

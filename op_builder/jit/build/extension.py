@@ -59,10 +59,7 @@ def _capability(spec: OpSpec) -> Capability | None:
 
 
 def load(spec: OpSpec, force: bool = False, verbose: bool = False) -> ModuleType:
-    """Returns the extension module of a pybind11 op, looked up or compiled, and imported once.
-
-    ``force`` compiles and imports it even if it is imported already.
-    """
+    """Returns a pybind11 op's module, imported once; ``force`` compiles and imports it anew."""
     from ..build.service import load_library
 
     name = spec.absolute_name()

@@ -232,7 +232,7 @@ def rebuild_helps(text: str) -> bool:
 def load_error(
     what: str, path: str, problem: ImportError, is_extension: bool = False
 ) -> ImportError:
-    """Returns the error to raise for a library that dlopen refuses, with advice in its message.
+    """Returns the error, with advice, to raise for a library that dlopen refuses.
 
     An extension may rightly need symbols of libraries that its owner must name.
     """

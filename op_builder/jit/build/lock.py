@@ -218,10 +218,7 @@ def _wait(path: str, what: str, timeout: float, locked: list[int]) -> None:
 def _wait_elsewhere(
     path: str, problem: OSError, what: str, timeout: float, locked: list[int]
 ) -> None:
-    """Waits for a lock in ``XDG_RUNTIME_DIR``, where ``path`` has no locks, and warns.
-
-    Takes no lock, and leaves ``locked`` empty, if there is no usable folder.
-    """
+    """Waits for a lock in ``XDG_RUNTIME_DIR`` instead, and warns; without one takes no lock."""
     text = f"file locks do not work in {os.path.dirname(path)} ({problem.strerror})"
     session = cache.runtime_cache()
     try:
@@ -240,9 +237,8 @@ def _wait_elsewhere(
 def held(path: str, what: str, timeout: float, doing: str = "building") -> Iterator[bool]:
     """Holds the lock file ``path`` while the block runs; waits ``timeout`` seconds for its holder.
 
-    Yields:
-        True if no other process can hold the lock; False on a file system without locks, where two
-        processes may build, and the one rename that publishes an entry still keeps it whole.
+    Yields False on a file system without locks, where two processes may build, and the one rename
+    that publishes an entry still keeps it whole; else True.
     """
     locked: list[int] = []
     try:

@@ -265,10 +265,7 @@ def run(
     jobs: int | None = None,
     estimate: float | None = None,
 ) -> None:
-    """Runs build steps with ninja in ``folder``; a failed build's output goes to the file ``log``.
-
-    ``jobs`` is by default what the machine's limits allow, ``estimate`` the last build's seconds.
-    """
+    """Runs build steps with ninja in ``folder``; a failed build's output goes to ``log``."""
     _check_paths(what, folder, steps)
     write_graph(folder, steps)
     command = [find_ninja(), "-C", folder, "-j", str(jobs or resources.jobs())]

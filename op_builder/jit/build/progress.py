@@ -99,10 +99,7 @@ os.register_at_fork(after_in_child=_forked)
 
 
 class Progress:
-    """Context manager that reports one build on stderr: a redrawn line if ``live``, else a log.
-
-    ``labels`` are those of the steps in order, ``estimate`` is the last build's seconds or None.
-    """
+    """Context manager that reports one build on stderr; ``estimate`` is in seconds."""
 
     def __init__(self, what: str, labels: list[str], estimate: float | None = None) -> None:
         self.what = what

@@ -56,10 +56,7 @@ def _sync_folder(path: str) -> None:
 
 
 def remove_leftovers(root: str, name: str) -> None:
-    """Removes the build folders of dead processes from a cache.
-
-    Only those of ``name``, whose lock the caller holds, and of libraries whose lock is free.
-    """
+    """Removes dead processes' build folders; the caller holds the lock of the library ``name``."""
     temporary, locks = os.path.join(root, cache.TEMPORARY), os.path.join(root, cache.LOCKS)
     with contextlib.suppress(OSError):
         os.utime(temporary)  # by the clock of the file system's server
@@ -118,10 +115,7 @@ def _open_linked(entry: int, name: str, path: str) -> int:
 
 
 def _own_copy(parent: int, folder: str, target: str, request: Request, kind: str) -> OpenedLibrary:
-    """Opens a library just compiled before its entry is renamed.
-
-    So this process can load what it built, whatever becomes of the published entry.
-    """
+    """Opens a library before its entry is renamed: later removal does not affect this process."""
     location = cache.Location(folder, True, kind)
     opened = open_entry(parent, f"{folder}/entry", location, request.library, request.key)
     if opened is None:
@@ -207,10 +201,7 @@ def build(
     name: str,
     winner: Callable[[], OpenedLibrary | None],
 ) -> OpenedLibrary:
-    """Compiles a library and publishes it in a cache; the caller holds the library's lock.
-
-    ``winner`` returns the opened library if another builder has published it, else None.
-    """
+    """Compiles a library and publishes it in a cache; the caller holds the library's lock."""
     temporary = os.path.join(location.path, cache.TEMPORARY)
     parent = os.path.join(location.path, name)
     folder = tempfile.mkdtemp(prefix=f"{name}.{builder_name()}-", dir=temporary)

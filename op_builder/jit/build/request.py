@@ -10,10 +10,7 @@ from ..find.entry import entry_tag
 
 
 class Request(NamedTuple):
-    """One library to build, and the decisions made before its build.
-
-    ``compiler`` and ``flags`` are for the manifest; ``jobs`` None is what the machine allows.
-    """
+    """One library to build, and the decisions made before its build."""
 
     spec: OpSpec
     device: str

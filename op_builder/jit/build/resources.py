@@ -51,10 +51,7 @@ def _mounts() -> Iterator[tuple[str, str, set[str]]]:
 
 
 def _groups(controller: str) -> Iterator[str]:
-    """Yields the folders of this process's control group and its parents, innermost first.
-
-    ``controller`` is the name of a version-1 controller, or "2" for version 2.
-    """
+    """Yields the folders of this process's control group and its parents, innermost first."""
     for line in _read(f"{_SELF}/cgroup").splitlines():
         _, names, path = [*line.split(":", 2), "", ""][:3]
         if controller not in (names.split(",") if names else ["2"]):

@@ -34,8 +34,7 @@ _T = TypeVar("_T")
 class _Turn:
     """State of the loading of one library, shared by the threads that ask for it.
 
-    ``owner`` is the loading thread's identifier. Threads that waited for a load that failed raise
-    ``error``, too, if they asked for the capability and ``force`` in ``asked``.
+    Threads that waited for a failed load with the same ``asked`` raise its ``error``, too.
     """
 
     def __init__(self) -> None:
@@ -82,9 +81,9 @@ def build(
 ) -> OpenedLibrary:
     """Compiles and publishes a library, unless a cache holds it once the lock is taken.
 
-    ``force`` compiles even then. Else a compile error stored in the minute before ``started``
-    (seconds since the epoch) or later is raised instead; with ``APEX_TE_JIT_RETRY`` only a later
-    one.
+    ``force`` compiles even then. Else a compile error stored since 60 s before ``started`` is
+    raised instead; with ``APEX_TE_JIT_RETRY`` only one stored since ``started`` (seconds since the
+    epoch).
     """
     from .ninja import disk_errors
     from .publish import Vanished
@@ -189,10 +188,10 @@ def open_library(
     force: bool = False,
     verbose: bool = False,
 ) -> OpenedLibrary:
-    """Returns the opened library for ``device``, looked up and, if need be, compiled; thread-safe.
+    """Returns the opened library for ``device``, looked up or compiled; thread-safe.
 
-    One thread loads it; others that ask meanwhile get the same library or the same error. By
-    default ``capability`` is that of a GPU in use, if there is one.
+    Threads that ask while another loads it get the same library or error. By default it must run on
+    a GPU in use, if there is one.
     """
     identity = (str(spec.root), spec.NAME, device)
     if not force and (kept := _kept(identity, capability)):

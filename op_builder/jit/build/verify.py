@@ -41,9 +41,9 @@ print("ok")
 
 
 def _load_problem(fd: int, expected: list[str]) -> str:
-    """Loads a library in a process of its own and compares the functions' signatures in it.
+    """Returns why a library must not be published, "" if it loads or no process can be started.
 
-    Returns the reason not to publish it; "" if it loads, or if no process could be started.
+    It is loaded in a process of its own, and its functions' signatures are compared.
     """
     python = python_program()
     if python is None:

@@ -57,7 +57,7 @@ def find(
     """Returns the opened library that a cache folder holds for a key, None if it holds none.
 
     It must run on ``capability`` or, if that is None, hold the archs ``wanted``. A library that is
-    damaged, or that this machine's CPU or C library cannot run, is passed over with one warning.
+    damaged or cannot run on this machine is passed over with one warning.
     """
     try:
         root = open_folder(location)
@@ -245,11 +245,7 @@ def writable_cache(*inside: str) -> Location:
 
 
 def locations(package: str) -> Iterator[Location]:
-    """Yields the cache folders that a look-up searches, in order.
-
-    These are the installed package's, the user's, the session's in ``XDG_RUNTIME_DIR``, and those
-    of ``APEX_TE_CACHE_PATH``.
-    """
+    """Yields the cache folders to search: prebuilt, user's, session's, ``APEX_TE_CACHE_PATH``."""
     yield Location(package, False, "prebuilt")
     yield user_cache()
     if named_cache() is None and _fallback is None:

@@ -16,8 +16,7 @@ from .key import key_of
 
 
 def key_for(spec: DispatcherSpec, manifest: dict[str, Any]) -> tuple[str, str]:
-    """Returns an up-to-date dispatcher's key and the Python of a manifest; two "" if it names none.
-    """
+    """Returns the up-to-date key and the Python of a manifest's dispatcher; "" for unknown ones."""
     extras = manifest.get("extras")
     if not (isinstance(extras, list) and len(extras) == 1 and isinstance(extras[0], str)):
         return "", ""

@@ -68,10 +68,7 @@ def file_problem(path: str | int) -> str:
 
 
 class Needs(NamedTuple):
-    """Libraries and symbol versions that a shared library needs of the system.
-
-    ``versions`` holds the highest of each kind of symbols, such as ``{"GLIBC": (2, 34)}``.
-    """
+    """Libraries and highest symbol versions, as ``{"GLIBC": (2, 34)}``, that a library needs."""
 
     machine: str
     libraries: frozenset[str]

@@ -31,10 +31,9 @@ CPU_ENTRY = "cpu"
 
 
 class Location(NamedTuple):
-    """A cache folder: "prebuilt", "cache" (the user's) or "extra" (of ``APEX_TE_CACHE_PATH``).
+    """A cache folder of ``kind`` "prebuilt", "cache" (the user's) or "extra".
 
-    Attributes:
-        private: True if all its files must belong to this user; False if root may own files, too.
+    If ``private``, all its files must belong to this user; else root may own files, too.
     """
 
     path: str
@@ -136,8 +135,7 @@ _PACKAGE = os.path.abspath(os.path.join(os.path.dirname(__file__), "..", "..", "
 def _as_safe_as_code(status: os.stat_result, path: str) -> bool:
     """Returns True if a file of this package has no more writers than this module has.
 
-    With umask 002, pip makes files that the user's own group may write. Those that all may write
-    are never safe.
+    With umask 002, pip makes files that the user's own group may write.
     """
     if not path.startswith(_PACKAGE + os.sep) or status.st_mode & 0o002:
         return False
@@ -214,9 +212,8 @@ def read_text(parent: int, name: str, path: str, private: bool) -> str:
 class _Manifest(NamedTuple):
     """Part of a manifest that a look-up reads; "" stands for what it does not say.
 
-    Attributes:
-        cpu_features: features that a CPU of ``machine`` needs to have beyond the baseline.
-        glibc: oldest glibc that the library loads with.
+    ``cpu_features`` are those beyond the baseline of ``machine``; ``glibc`` is the oldest that
+    works.
     """
 
     key: str

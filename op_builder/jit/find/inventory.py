@@ -24,12 +24,9 @@ _MOST = 1e15  # above any size or time
 
 
 class Entry(NamedTuple):
-    """One entry of a cache folder: a library and its manifest.
+    """One entry of a cache folder: a library and its manifest, empty if that cannot be read.
 
-    Attributes:
-        folder: name of the folder of the entry's key, which holds the entry's folder ``tag``.
-        manifest: content of the manifest, empty if it cannot be read.
-        problem: reason why a look-up would refuse the entry, "" if it would not.
+    ``tag`` is the folder in the key's ``folder``; ``problem`` says why a look-up would refuse it.
     """
 
     location: cache.Location
@@ -143,8 +140,7 @@ def entries(
 ) -> list[Entry]:
     """Returns the cache entries in a cache folder, an empty list if the folder does not exist.
 
-    ``check`` reads the libraries, too, to find damage; else ``problem`` tells only of manifests.
-    ``key`` names a folder, ``<library>-<first digits of the key>``.
+    ``check`` reads libraries, too, to find damage. ``key`` names the one folder to read.
     """
     try:
         root = open_folder(location)

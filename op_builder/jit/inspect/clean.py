@@ -30,10 +30,7 @@ _TUNING = "gemm"  # tables of chosen GEMM algorithms, beside the libraries
 
 
 class Removed(NamedTuple):
-    """One file or folder of a cache that a clean-up removed, or left although it was to go.
-
-    ``bytes`` is 0 if it was left.
-    """
+    """File or folder that a clean-up removed, or ``left``, with 0 bytes, although it was to go."""
 
     path: str
     what: str
@@ -125,10 +122,7 @@ class Cleaner:
                     os.unlink(path)
 
     def _remove(self, name: str, path: str) -> None:
-        """Moves a folder into ``tmp`` with one rename and removes it there.
-
-        So no look-up finds half of it, and a later build removes what a dying process leaves.
-        """
+        """Removes a folder after one rename into ``tmp``, so that no look-up finds half of it."""
         if self.dry:
             return
         aside = self._path(cache.TEMPORARY, f"{name}.removed{os.getpid()}")
@@ -152,8 +146,7 @@ class Cleaner:
     def _doomed(
         self, folder: str, reason_of: Callable[[Entry], str], unused: str
     ) -> list[tuple[str, str, str]]:
-        """Returns ``(path, name, reason)`` of each entry of a key to remove, or of a bare folder.
-        """
+        """Returns ``(path, name, reason)`` of each entry of a key to remove, or of a bare key."""
         mine = entries(self.place, key=folder)
         found = [(entry.path, entry.name, reason_of(entry)) for entry in mine]
         if not mine and unused:

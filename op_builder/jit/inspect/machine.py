@@ -38,10 +38,7 @@ def suite_version() -> str:
 
 
 def gpus(known: Sequence[str]) -> Facts:
-    """Returns the facts of the driver and the visible GPUs, with the keys of ``archs.ask_driver``.
-
-    The archs ``known`` stand in where NVIDIA's driver names no GPU: for AMD's.
-    """
+    """Returns the facts of ``archs.ask_driver``; ``known`` archs stand in for AMD's GPUs."""
     answer = archs.ask_driver()
     if not answer["devices"] and known:
         answer["devices"] = [{"name": "GPU", "arch": arch, "memory": None} for arch in known]
@@ -59,10 +56,7 @@ def _cpu_name() -> str:
 
 
 def machine() -> Facts:
-    """Returns the facts of the computer that builds depend on, as a dict for JSON.
-
-    "memory_free" is in bytes; "jobs" is None if ``MAX_JOBS`` is bad.
-    """
+    """Returns facts of the computer; "memory_free" in bytes, "jobs" None for a bad ``MAX_JOBS``."""
     libc = "-".join(part for part in platform.libc_ver() if part)
     facts = {
         "system": f"{platform.system()} {platform.release()}",

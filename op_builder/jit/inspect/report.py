@@ -40,10 +40,7 @@ Facts = dict[str, Any]
 
 
 class Here(NamedTuple):
-    """GPUs and archs of this machine, which the state of a library depends on beside its op.
-
-    ``targets`` is None, and ``problem`` says why, if the environment's arch list is bad.
-    """
+    """GPUs and archs of this machine; if its arch list is bad, ``targets`` is None."""
 
     capabilities: tuple[Capability, ...]
     targets: Targets | None
@@ -119,10 +116,7 @@ def recent_failure(
 
 
 def library_facts(spec: OpSpec, device: str, here: Here) -> Facts:
-    """Returns the facts of one library as a dict for JSON, with its state and the reason for it.
-
-    "state" is "prebuilt", "cached", "can build", "failed" (a stored compile error) or "cannot".
-    """
+    """Returns the facts of one library as a dict for JSON, with its state and the reason for it."""
     facts: Facts = {"op": spec.NAME, "device": device, "state": "", "reason": ""}
     facts.update(key="", path="", archs=[], seconds=None, size=None, built=None, compiler="")
     facts["min_arch"] = list(spec.min_arch) if spec.needs_archs(device) else None

@@ -16,10 +16,7 @@ from ..find.key import key_of
 
 
 class Current:
-    """First digits of the up-to-date keys, and compilers, by library.
-
-    A library that ``keys`` lacks belongs to an op that is not installed.
-    """
+    """First digits of up-to-date keys, and compilers, by library; only of installed ops."""
 
     def __init__(
         self,
@@ -59,10 +56,7 @@ class Current:
         return ""
 
     def use(self, entry: Entry) -> str:
-        """Returns the use, such as "Python 3.12", of an entry that this process would not look up.
-
-        The text is "" for an entry that this process looks up, and for a stale entry.
-        """
+        """Returns whom an entry serves other than this process, such as "Python 3.12", or ""."""
         keys = self.keys.get(entry.library)
         if keys is None:
             return "an op that is not installed here"

@@ -13,10 +13,7 @@ _BUILT, _USABLE = ("prebuilt", "cached"), ("prebuilt", "cached", "can build")
 
 
 class Verdict(NamedTuple):
-    """Judgement on whether calls work on this machine.
-
-    ``ready`` is False if calls on a device that torch could use would raise an error.
-    """
+    """Judgement on whether calls on each device that torch could use would work."""
 
     ready: bool
     text: str

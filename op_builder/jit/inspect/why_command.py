@@ -33,10 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Prints key, look-up and next call of each library of an op.
-
-    Returns 1 if the next call would raise an error, 2 if no op is named, else 0.
-    """
+    """Explains an op's libraries; returns 1 if the next call would raise, 2 if no op is named."""
     from ... import get_builder
 
     specs = [get_builder(name) for name in ops_of(args)]

@@ -113,8 +113,7 @@ def build_all(
 ) -> BuildReport:
     """Compiles all libraries, those with long builds first; a build that fails stops no other.
 
-    ``location`` None is the user's cache, ``jobs`` the number of compilers in all builds together.
-    The report's rows are in the order of ``wanted``.
+    All builds share ``jobs`` compilers. The report's rows are in the order of ``wanted``.
     """
     since = time.time() if started is None else started
     begin = time.monotonic()

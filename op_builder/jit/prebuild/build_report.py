@@ -17,11 +17,8 @@ STATES = ("built", "present", "skipped", "failed")
 class LibraryReport(NamedTuple):
     """One library of a prebuild: "built", "present" before, "skipped" or "failed".
 
-    Attributes:
-        op: name of the op, or "dispatcher" and a Python version.
-        seconds: duration of its build, 0 if it is not known.
-        size: bytes of the library, 0 without one.
-        reason: reason why it was skipped or failed, else "".
+    ``op`` may be "dispatcher" and a Python version; ``seconds`` and ``size``, in bytes, are 0 if
+    not known.
     """
 
     op: str
@@ -35,10 +32,7 @@ class LibraryReport(NamedTuple):
 
 
 class BuildReport(NamedTuple):
-    """Result of a prebuild, with one row per library; ``str()`` of it is a table.
-
-    ``seconds`` is the whole duration, ``jobs`` the number of compilers allowed at once.
-    """
+    """Result of a prebuild, with one row per library; ``str()`` of it is a table."""
 
     libraries: tuple[LibraryReport, ...]
     seconds: float = 0.0

@@ -86,9 +86,8 @@ def _asked_by_apex(builders: Mapping[str, OpSpec]) -> dict[str, str]:
 def select(builders: Mapping[str, OpSpec]) -> list[Choice]:
     """Returns a decision for each library of the ops, from ``APEX_BUILD_*`` variables.
 
-    ``APEX_BUILD_<OP>``, or apex's variable for an extension that the op serves, decides for one op;
-    else ``APEX_BUILD_CUDA_OPS`` asks for both libraries of every op and ``APEX_BUILD_CPP_OPS`` for
-    the CPU ones.
+    Variables for one op, also apex's, come first; ``APEX_BUILD_CUDA_OPS`` asks for both libraries
+    of every other op, ``APEX_BUILD_CPP_OPS`` for the CPU ones.
     """
     asked = _asked_by_apex(builders)
     cpp, cuda = env.boolean(CPP_OPS, False), env.boolean(CUDA_OPS, False)

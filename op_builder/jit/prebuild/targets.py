@@ -26,10 +26,7 @@ DEVICES = ("cpu", "cuda")
 
 
 class Choice(NamedTuple):
-    """Decision about one library of a prebuild.
-
-    ``insisted`` is True if the op was asked for by name: it is an error if no arch serves it.
-    """
+    """Decision about one library of a prebuild; if ``insisted``, it is an error if no arch fits."""
 
     op: str
     device: str
@@ -39,10 +36,7 @@ class Choice(NamedTuple):
 
 
 class Targets(NamedTuple):
-    """Archs that a prebuild compiles GPU code for: a list or, without one, the visible GPUs'.
-
-    ``named`` is the list and its source as ``(source, list)``.
-    """
+    """Archs that a prebuild compiles for: those ``named``, as ``(source, list)``, or the GPUs'."""
 
     named: tuple[str, str] | None
     capabilities: tuple[Capability, ...] = ()

@@ -39,10 +39,7 @@ def choose_ops(
     device: str | None,
     targets: Targets,
 ) -> list[Choice]:
-    """Returns a decision for each library of the ops asked for; None asks for all of them.
-
-    ``device`` None is both, without GPU libraries if no arch is known.
-    """
+    """Returns a decision for each library of ``ops`` on ``device``; None stands for all of them."""
     if device is not None and device not in DEVICES:
         raise SettingError(f"device must be one of {', '.join(DEVICES)}, got {device!r}")
     choices = []
