@@ -7,10 +7,7 @@ from .jit.backends.archs import Capability
 
 
 class DenseGemmBuilder(CUDAOpBuilder):
-    """Builder of FP8 matrix products by apex_te's own kernels, for GPUs of arch 9.0 alone.
-
-    There is no library for the CPU; the op ``fp8_gemm`` has one.
-    """
+    """Builder of FP8 GEMMs by apex_te's own kernels; only for GPUs of arch 9.0, not for the CPU."""
 
     NAME = "dense_gemm"
     DEVICES = ("cuda",)

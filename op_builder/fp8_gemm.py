@@ -5,11 +5,7 @@ from .jit.backends.library import gpu_backend
 
 
 class Fp8GemmBuilder(CUDAOpBuilder):
-    """Builder of FP8 matrix products.
-
-    ``min_arch`` is the default, 8.0, although only GPUs from arch 8.9 on have FP8 units: the op
-    checks the arch when it is called.
-    """
+    """Builder of FP8 GEMMs, which check for arch 8.9 in each call: ``min_arch`` is only 8.0."""
 
     NAME = "fp8_gemm"
 

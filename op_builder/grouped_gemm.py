@@ -7,11 +7,7 @@ from .jit.backends.archs import Capability
 
 
 class GroupedGemmBuilder(CUDAOpBuilder):
-    """Builder of FP8 matrix products over groups of rows, for GPUs of arch 9.0 alone.
-
-    The sizes of the groups lie in device memory. There is no library for the CPU; on the CPU, FP8
-    data is dequantized before the product.
-    """
+    """Builder of FP8 GEMMs over groups of rows, whose sizes lie on the GPU; for arch 9.0 alone."""
 
     NAME = "grouped_gemm"
     DEVICES = ("cuda",)

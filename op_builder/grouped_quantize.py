@@ -4,9 +4,6 @@ from .builder import CUDAOpBuilder
 
 
 class GroupedQuantizeBuilder(CUDAOpBuilder):
-    """Builder of the cast to FP8 of groups of rows with a scale for each group.
-
-    The sizes of the groups lie in device memory.
-    """
+    """Builder of the cast to FP8 of groups of rows, one scale each; their sizes lie on the GPU."""
 
     NAME = "grouped_quantize"

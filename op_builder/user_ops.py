@@ -22,10 +22,7 @@ _warned: set[str] = set()
 
 
 def _entry_points() -> dict[str, list[EntryPoint]]:
-    """Returns the entry points of the group ``apex_te.op_builders`` by name.
-
-    An entry point that a distribution lists twice counts once.
-    """
+    """Returns ``apex_te.op_builders`` entry points by name, without a distribution's doubles."""
     from importlib.metadata import entry_points
 
     found: dict[str, dict[tuple[str, str], EntryPoint]] = {}
@@ -46,11 +43,7 @@ def _where(entry: EntryPoint) -> str:
 
 
 def _load(name: str, entries: list[EntryPoint]) -> OpBuilder:
-    """Imports and registers the builder that entry points name for op ``name``.
-
-    Args:
-        name: NAME that the builder must have.
-    """
+    """Imports and registers the builder, with NAME ``name``, that entry points name."""
     if name in suite_names():
         raise DuplicateOpError(f"{_where(entries[0])}: the suite has an op {name!r} already")
     if len(entries) > 1:
@@ -81,10 +74,7 @@ def _load(name: str, entries: list[EntryPoint]) -> OpBuilder:
 
 
 def find(name: str) -> OpBuilder | None:
-    """Returns another package's builder of op ``name``, None if there is none.
-
-    Registered builders come first, then entry points.
-    """
+    """Returns another package's builder, registered or of an entry point, or None."""
     known = builder_module.registered.get(name)
     if known is not None:
         return known

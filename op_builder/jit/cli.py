@@ -30,13 +30,7 @@ _COMMANDS = {
 
 
 class Command(NamedTuple):
-    """Named tuple of a command's help and functions.
-
-    Attributes:
-        text: what the command does, for the help.
-        add_arguments: adds the command's options to its parser.
-        run: takes the parsed options and returns the exit status.
-    """
+    """Help text of a command, adder of its options, and function that returns the exit status."""
 
     text: str
     add_arguments: Callable[[argparse.ArgumentParser], None]
@@ -51,14 +45,7 @@ def _own(command: str) -> Command:
 
 
 def _parser(command: str | None, more: Mapping[str, Command]) -> argparse.ArgumentParser:
-    """Returns a parser that knows all commands, but only the options of ``command``.
-
-    The modules of other commands are not imported.
-
-    Args:
-        command: name of the command; None if there is none on the command line.
-        more: commands besides those of this file, by name.
-    """
+    """Returns a parser of all commands that imports, and has the options of, ``command`` alone."""
     parser = argparse.ArgumentParser(
         prog="python -m apex_te", description="What is compiled, where, and why."
     )
@@ -78,17 +65,9 @@ def main(
     more: Mapping[str, Command] | None = None,
     sections: Mapping[str, Callable[[], tuple[Any, list[str]]]] | None = None,
 ) -> int:
-    """Runs one command and returns the exit status of the process.
+    """Runs one command and returns 0, 1 for a problem, 2 for a bad request or 130 for Ctrl-C.
 
-    Args:
-        arguments: words of the command line; by default those of ``sys.argv``.
-        more: further commands by name.
-        sections: further sections of the report by their labels; each function returns what the
-            report has as JSON, and its lines as text.
-
-    Returns:
-        0 if the command succeeded, 1 if the command found or ended with a problem, 2 for a bad
-        request, 130 after Ctrl-C.
+    Each function in ``sections`` returns a section of the report as JSON and as lines of text.
     """
     given = list(sys.argv[1:] if arguments is None else arguments)
     command = next((word for word in given if not word.startswith("-")), None)

@@ -41,13 +41,7 @@ _MACROS = {
 
 
 def compiled_for(command: Sequence[str]) -> list[str]:
-    """Returns the features beyond the baseline that a compiler uses wherever it likes.
-
-    Functions with a ``target`` attribute, called after asking the CPU, do not count.
-
-    Returns:
-        Names as in /proc/cpuinfo, sorted; none if the compiler does not tell.
-    """
+    """Returns features beyond the baseline that a compiler uses wherever it likes, sorted."""
     return list(_compiled_for(tuple(command)))
 
 

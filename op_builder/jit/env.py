@@ -55,9 +55,7 @@ def jit_retry() -> bool:
 
 
 def sanitizers() -> list[str]:
-    """Returns the compiler flags for the sanitizers in ``APEX_TE_SANITIZE``, none if it is
-    unset.
-    """
+    """Returns the compiler flags for the sanitizers in ``APEX_TE_SANITIZE``, none if unset."""
     text = os.environ.get("APEX_TE_SANITIZE", "").strip()
     names = [name.strip() for name in text.split(",") if name.strip()]
     if not set(names) <= {"address", "undefined"}:

@@ -17,14 +17,7 @@ def did_you_mean(given: Any, known: Iterable[str]) -> str:
 
 
 def nearest(given: Any, known: Iterable[str], near: float = _NEAR) -> str | None:
-    """Returns the name that the user may have meant.
-
-    Args:
-        given: the name that the user wrote; not always a string.
-
-    Returns:
-        The most similar name, None if none is similar.
-    """
+    """Returns the most similar name, None if none is; ``given`` is not always a string."""
     if not isinstance(given, str):
         return None
     wanted = given.lower()

@@ -19,14 +19,7 @@ from .errors import SettingError
 
 
 class Torch(NamedTuple):
-    """Facts of the installed torch, read from its files; each field is None if it is not known.
-
-    Attributes:
-        path: folder of the package.
-        version: version of torch.
-        cuda: CUDA version that torch was built for, such as "13.0"; None for other builds.
-        hip: HIP version that torch was built for; None for other builds.
-    """
+    """Facts of the installed torch, read from its files; each field is None if it is not known."""
 
     path: str | None = None
     version: str | None = None
@@ -35,14 +28,7 @@ class Torch(NamedTuple):
 
 
 class GpuPlatform(NamedTuple):
-    """A maker's GPU platform, CUDA or ROCm.
-
-    Attributes:
-        name: name for messages.
-        arch_variables: environment variables that list archs to compile for; the first variable
-            that is set counts.
-        example: example of a variable with its value, for messages.
-    """
+    """CUDA or ROCm; the first of ``arch_variables`` that is set lists archs."""
 
     name: str
     arch_variables: tuple[str, ...]
@@ -94,10 +80,7 @@ def torch_hip_version() -> str | None:
 
 
 def is_hip() -> bool:
-    """Returns True if GPU code is to be compiled for AMD GPUs.
-
-    ``APEX_TE_GPU_PLATFORM`` ("hip" or "cuda") decides, else the platform that torch was built for.
-    """
+    """Returns True if GPU code is for AMD: by ``APEX_TE_GPU_PLATFORM``, else by torch's build."""
     named = os.environ.get("APEX_TE_GPU_PLATFORM", "").strip().lower()
     if not named:
         return torch_hip_version() is not None
@@ -115,10 +98,7 @@ _other_machine: str | None = None
 
 
 def machine() -> str:
-    """Returns the CPU architecture that libraries are for, such as "x86_64".
-
-    It is this machine's, except in a block of ``compile_for``.
-    """
+    """Returns the CPU architecture that libraries are for, which ``compile_for`` may set."""
     return _other_machine or os.uname().machine
 
 
@@ -205,15 +185,11 @@ def _find_python(executable: str, frozen: bool) -> str | None:
 def python_program() -> str | None:
     """Returns the path of an interpreter of the running Python's version, None if there is none.
 
-    A program that embeds Python, or is frozen, is never started, although ``sys.executable`` may
-    name it.
+    It is never a program that embeds Python, or is frozen, even if ``sys.executable`` names one.
     """
     return _find_python(sys.executable or "", bool(getattr(sys, "frozen", False)))
 
 
 def soabi() -> str:
-    """Returns the suffix of this Python's extension modules.
-
-    An example is ".cpython-312-x86_64-linux-gnu.so".
-    """
+    """Returns this Python's extension suffix, such as ".cpython-312-x86_64-linux-gnu.so"."""
     return suffix_on(importlib.machinery.EXTENSION_SUFFIXES[0])

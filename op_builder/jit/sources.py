@@ -14,12 +14,7 @@ _files: dict[str, tuple[tuple[int, int, int], bytes, tuple[str, ...]]] = {}
 
 
 def _scan(path: str) -> tuple[bytes, tuple[str, ...]] | None:
-    """Reads a source file or header, once for each version of it.
-
-    Returns:
-        SHA-256 digest of the file, and the names in its ``#include "..."`` lines; None instead of
-        both if the file cannot be read.
-    """
+    """Returns SHA-256 digest and quoted includes of a file, None if unreadable; caches them."""
     try:
         status = os.stat(path)
     except OSError:
@@ -40,14 +35,7 @@ def _scan(path: str) -> tuple[bytes, tuple[str, ...]] | None:
 
 
 def closure(sources: Iterable[str], include_paths: Sequence[str]) -> dict[str, bytes]:
-    """Returns the SHA-256 digests of the sources and of every project header they include, by path.
-
-    Headers that headers include count, too. A quoted include that is found in no folder of the
-    project is a system header and is left out.
-
-    Args:
-        include_paths: the project's include folders, searched after the including file's own.
-    """
+    """Returns the SHA-256 digests, by path, of sources and of all project headers they include."""
     found: dict[str, bytes] = {}
     pending = [os.path.normpath(source) for source in sources]
     while pending:

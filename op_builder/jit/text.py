@@ -30,9 +30,7 @@ def printable(text: str) -> str:
 
 
 class Printable:
-    """Text stream for output with names from elsewhere: all but line ends goes through
-    printable.
-    """
+    """Text stream for output with names from elsewhere: ``printable``, except for line ends."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
@@ -59,10 +57,7 @@ def short(path: str) -> str:
 
 
 def field(name: str, text: str) -> Iterator[str]:
-    """Yields the lines of ``name`` followed by ``text``, wrapped at ``WIDTH`` and indented.
-
-    A word longer than a line, such as a path, is not broken.
-    """
+    """Yields lines of ``name`` and ``text``, wrapped at ``WIDTH``; long words are not broken."""
     yield from textwrap.wrap(
         text,
         WIDTH,
@@ -82,11 +77,7 @@ def age(seconds: float) -> str:
 
 
 def since(moment: float) -> str:
-    """Returns the time since ``moment`` as text such as "3 h", "" if ``moment`` is 0.
-
-    Args:
-        moment: seconds since the epoch; 0 if the moment is not known.
-    """
+    """Returns the time since ``moment``, in seconds since the epoch, such as "3 h"; "" for 0."""
     return age(time.time() - moment) if moment else ""
 
 
@@ -100,15 +91,7 @@ def size(number: float) -> str:
 
 
 class Column(NamedTuple):
-    """One column of a table.
-
-    Attributes:
-        title: heading.
-        width: least width in characters.
-        most: largest width, beyond which cells are cut; None for no limit.
-        right: aligns cells on the right instead of the left.
-        ending: characters that end a cell that was cut.
-    """
+    """One column of a table; cells wider than ``most`` are cut, and get the ``ending``."""
 
     title: str
     width: int = 0
@@ -131,13 +114,7 @@ class Column(NamedTuple):
 def table(
     columns: Sequence[Column], rows: Sequence[Sequence[str]], gap: str = " "
 ) -> Iterator[str]:
-    """Yields the lines of a table: the titles, then one line for each row.
-
-    Args:
-        columns: the columns.
-        rows: cells of each row, one per column.
-        gap: text between columns.
-    """
+    """Yields the lines of a table: the titles, then one line for each row."""
     widths = [column.fit([row[i] for row in rows]) for i, column in enumerate(columns)]
     for row in ([column.title for column in columns], *rows):
         shown = zip(columns, row, widths, strict=True)

@@ -33,11 +33,8 @@ _NAMES = {
 class Arch(NamedTuple):
     """Target of GPU code; ``str()`` of it is its name in arch lists, such as "9.0a" or "gfx90a".
 
-    Attributes:
-        major: major compute capability; the first number of an AMD arch.
-        minor: minor compute capability; the second number of an AMD arch.
-        suffix: "a", "f" or "" for NVIDIA; for AMD the stepping, an int: gfx90a is (9, 0, 10).
-        ptx: True to add PTX, which later NVIDIA GPUs compile when they load it.
+    ``suffix`` is "a", "f" or "" for NVIDIA, the stepping as an int for AMD: gfx90a is (9, 0, 10).
+    ``ptx`` adds PTX, which later NVIDIA GPUs compile when they load it.
     """
 
     major: int
@@ -81,11 +78,7 @@ class Arch(NamedTuple):
 
 
 def parse_arch(text: str) -> Arch:
-    """Returns the arch that a name such as ``9.0a``, ``8.0+PTX`` or ``gfx90a`` stands for.
-
-    Target features of an AMD arch, as in ``gfx90a:xnack-``, are dropped: code compiled without them
-    runs with any.
-    """
+    """Parses "9.0a", "8.0+PTX" or "gfx90a"; drops features of AMD archs, as in "gfx90a:xnack-"."""
     gfx = _GFX.fullmatch(text.strip())
     if gfx is not None:
         return Arch(int(gfx[1]), int(gfx[2]), int(gfx[3], 16))
@@ -101,11 +94,7 @@ def parse_arch(text: str) -> Arch:
 def parse_arch_list(
     text: str, native: Callable[[], Sequence[Capability]] | None = None
 ) -> tuple[Arch, ...]:
-    """Returns the archs of a list separated by ``;``, ``,`` or blanks, each once and sorted.
-
-    Args:
-        text: the list; a word may be an arch, a generation such as "hopper", or "native".
-    """
+    """Returns the sorted archs of a list of archs, generations such as "hopper", or "native"."""
     gpu = gpu_platform()
     found: set[Arch] = set()
     for token in re.split(r"[;,\s]+", text.strip()):
@@ -152,10 +141,7 @@ def covered(archs: Iterable[str], capability: Capability) -> bool:
 
 
 def initialised_capabilities() -> list[Capability]:
-    """Returns the capabilities of torch's GPUs, none before torch has initialised CUDA.
-
-    This function itself never initialises CUDA.
-    """
+    """Returns the capabilities of torch's GPUs, none before torch has initialised CUDA itself."""
     torch = sys.modules.get("torch")
     cuda = getattr(torch, "cuda", None)
     if cuda is None or not cuda.is_initialized():
@@ -236,9 +222,8 @@ def ask_driver() -> dict[str, Any]:
     """Asks NVIDIA's driver, in a process of its own, for its version and the visible GPUs.
 
     Returns:
-        A dict with "driver", the driver's version, and "cuda", the latest CUDA that the driver
-        runs, or None for each; "devices", a list of dicts with "name", "memory" in bytes and
-        "arch"; "problem", the reason why there are no devices, or "".
+        A dict with "driver" and "cuda", the latest CUDA that the driver runs, or None for each;
+        "devices", dicts with "name", "memory" in bytes and "arch"; "problem", "" if there are any.
     """
     answer: dict[str, Any] = {"driver": None, "cuda": None, "problem": "", "devices": []}
     python = python_program()
@@ -263,10 +248,7 @@ def ask_driver() -> dict[str, Any]:
 
 
 def visible_capabilities() -> list[Capability]:
-    """Returns the capabilities of the visible GPUs, sorted, each once.
-
-    Before torch has initialised CUDA, the driver is asked for them.
-    """
+    """Returns the visible GPUs' capabilities, each once; before torch starts CUDA, the driver's."""
     known = initialised_capabilities()
     if known:
         return known
@@ -277,11 +259,7 @@ def visible_capabilities() -> list[Capability]:
 
 
 def named_arch_list() -> tuple[str, str] | None:
-    """Returns the arch list that the environment sets.
-
-    Returns:
-        The variable's name and its value, two strings; None if no such variable is set.
-    """
+    """Returns name and value of the variable that lists archs, None if none is set."""
     for variable in gpu_platform().arch_variables:
         text = os.environ.get(variable, "").strip()
         if text:
@@ -304,10 +282,7 @@ def choose(
 ) -> tuple[Arch, ...]:
     """Returns the archs to build ``op`` for: those of a list, or else of the GPUs.
 
-    Args:
-        capability: GPU that the result must run on; None if there is no such GPU.
-        named: a list and its source as ``(source, list)``, such as an option's or a variable's
-            name; by default the environment's list, and without one the GPUs.
+    They must cover ``capability``. ``named`` is ``(source, list)``, by default the environment's.
     """
     floor = f"{min_arch[0]}.{min_arch[1]}"
     if capability is not None and len(capability) == 2 and capability < min_arch:

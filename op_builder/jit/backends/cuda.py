@@ -23,11 +23,7 @@ BASE_LIBRARIES = ["-Xlinker=--exclude-libs=ALL", "-ldl"]
 
 
 class Cuda:
-    """Backend that compiles ``.cu`` files with nvcc, with the same methods as ``Hip``.
-
-    Attributes:
-        link_flags: the suite's linker flags for a library with CUDA code.
-    """
+    """Backend that compiles ``.cu`` files with nvcc, with the same methods as ``Hip``."""
 
     link_flags = BASE_LIBRARIES
 

@@ -11,11 +11,7 @@ from .pythons import Python
 
 
 class DispatcherSpec(OpSpec):
-    """Declaration of the dispatcher, which is made of ``csrc/core/*.cpp``.
-
-    Attributes:
-        python: Python to compile the dispatcher for; None for the running Python.
-    """
+    """Declaration of the dispatcher for ``python``, or for the running Python if that is None."""
 
     NAME = DISPATCHER
     BUILD_VAR = "APEX_BUILD_CPP_OPS"  # whatever is prebuilt, the dispatcher goes along

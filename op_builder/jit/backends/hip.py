@@ -35,10 +35,7 @@ BASE_LIBRARIES = ["-Wl,--exclude-libs,ALL", "-ldl"]
 
 
 def runtime_major() -> str:
-    """Returns the major version of the HIP runtime that a library is linked with, as text.
-
-    It is the version torch was built for, else that of the installed headers, else "unknown".
-    """
+    """Returns the HIP runtime's major version: torch's, else the headers', else "unknown"."""
     version = platform.torch_hip_version()
     if version is not None:
         return version.partition(".")[0]
@@ -52,11 +49,7 @@ def runtime_major() -> str:
 
 
 class Hip:
-    """Backend that compiles ``.cu`` files with hipcc, with the same methods as ``Cuda``.
-
-    Attributes:
-        link_flags: the suite's linker flags for a library with HIP code.
-    """
+    """Backend that compiles ``.cu`` files with hipcc, with the same methods as ``Cuda``."""
 
     link_flags = BASE_LIBRARIES
 
@@ -90,14 +83,7 @@ class Hip:
         archs: Sequence[Arch],
         folder: str,
     ) -> tuple[list[Step], list[str]]:
-        """Returns the commands that compile an op's ``.cu`` sources, without running them.
-
-        The sources are translated to HIP at once, into copies below ``folder``, which the commands
-        compile.
-
-        Args:
-            folder: folder for copies and object files.
-        """
+        """Translates the ``.cu`` sources into ``folder``; returns the commands to compile them."""
         if spec.BINDING == "pybind11":
             raise BuildError(
                 f'{spec.NAME}: an op with BINDING = "pybind11" and .cu files cannot be built for'

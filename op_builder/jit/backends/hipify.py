@@ -74,10 +74,7 @@ def _word(match: re.Match[str]) -> str:
 
 
 def translate(text: str) -> str:
-    """Returns the text of a source or header with CUDA's names and headers replaced by HIP's.
-
-    A translated text is returned unchanged.
-    """
+    """Replaces CUDA's names and headers in a text by HIP's; idempotent."""
     pieces, position = [], 0
     for match in _INCLUDE.finditer(text):  # a path is no place for a name's mapping
         pieces.append(_WORD.sub(_word, text[position : match.start()]))
@@ -102,12 +99,7 @@ def copied(path: str, folder: str) -> str:
 
 
 def copies(sources: Iterable[str], include_paths: Sequence[str], folder: str) -> None:
-    """Writes translated copies of ``sources`` and of the project headers that they include.
-
-    Args:
-        sources: paths of the sources, which are only read.
-        folder: folder for the copies, each at the path that ``copied`` returns.
-    """
+    """Writes translations of ``sources`` and their project headers to the paths of ``copied``."""
     for path in sorted(closure(sources, include_paths)):
         target = Path(copied(path, folder))
         target.parent.mkdir(parents=True, exist_ok=True)

@@ -6,10 +6,7 @@ from ...spec import JAX_HANDLERS, OpSpec
 
 
 class JaxHandlersSpec(OpSpec):
-    """Declaration of the handler library, which is made of ``csrc/jax_ffi/jax_ffi.cpp``.
-
-    It needs neither Python's nor jaxlib's headers, so one library serves all of their versions.
-    """
+    """Declaration of the handler library, which serves all versions of Python and jaxlib."""
 
     NAME = JAX_HANDLERS
     BUILD_VAR = "APEX_BUILD_CPP_OPS"  # as the dispatcher, it goes along with whatever is prebuilt

@@ -55,10 +55,7 @@ def link_flags(spec: OpSpec, kind: str) -> list[str]:
 
 
 def key_flags(spec: OpSpec, device: str) -> list[str]:
-    """Returns the compiler and linker flags that take part in the library's cache key.
-
-    GPU archs and include folders outside of the project are left out.
-    """
+    """Returns the flags of the cache key, without archs and folders outside the project."""
     kinds = spec.source_kinds(device) or ["cpu"]
     flags = [flag for kind in kinds for flag in compile_flags(spec, kind)]
     includes = [f"-I{path}" for path in spec.project_includes()]
@@ -79,11 +76,7 @@ def system_folders(spec: OpSpec, device: str) -> list[str]:
 
 
 def compiler_version(spec: OpSpec, device: str, archs: Sequence[Arch] = ()) -> str:
-    """Returns the version text of the compilers that would build the library for ``device``.
-
-    A manifest records it and a stored failure holds for it alone; it is not part of the key.
-    The dispatcher's includes pybind11's version.
-    """
+    """Returns the compilers' version text, for manifests and stored failures but not for keys."""
     if spec.needs_archs(device):
         return gpu_backend().compiler_version(archs)
     if spec.NAME == DISPATCHER:
@@ -101,9 +94,7 @@ def cpu_features(spec: OpSpec) -> list[str]:
 
 
 def check(spec: OpSpec, device: str, archs: Sequence[Arch]) -> None:
-    """Raises the error of a build that lacks a compiler, header, arch or ninja, without
-    building.
-    """
+    """Raises the error of a build that lacks a compiler, header, arch or ninja; builds nothing."""
     compiler_version(spec, device, archs)
     system_folders(spec, device)
     toolchain.find_ninja()

@@ -39,13 +39,7 @@ _MODULE = re.compile(r"\bPYBIND11_MODULE\s*\(\s*(\w+)\s*,\s*(\w+)")
 
 
 class Exports(NamedTuple):
-    """Names that the sources of a pybind11 extension module define.
-
-    Attributes:
-        module: name in ``PYBIND11_MODULE``, "" if the sources have none.
-        functions: names of functions.
-        values: names of classes, enums, exceptions, submodules and other attributes.
-    """
+    """Names that sources define; ``module`` is "" without ``PYBIND11_MODULE``."""
 
     module: str
     functions: tuple[str, ...]
@@ -129,9 +123,7 @@ def _cuda_include_paths() -> list[str]:
 
 
 def read_exports(texts: Iterable[str]) -> Exports:
-    """Returns the names that ``PYBIND11_MODULE`` defines, read off sources without compiling
-    them.
-    """
+    """Returns the names that ``PYBIND11_MODULE`` defines, read off sources without compiling."""
     module, functions, values = "", set(), set()
     for text in texts:
         code = without_comments(text)
@@ -147,11 +139,7 @@ def read_exports(texts: Iterable[str]) -> Exports:
 
 
 def exports(spec: OpSpec) -> Exports:
-    """Returns the names that an op's extension module defines.
-
-    ``EXPORTS`` lists them if it is set; a name counts as a function unless the sources define it as
-    a value. Else all names come from the sources.
-    """
+    """Returns an extension's names: those in ``EXPORTS``, or else all that the sources define."""
     texts = []
     for source in spec.sources():
         with open(spec.root / source, encoding="utf-8", errors="replace") as file:

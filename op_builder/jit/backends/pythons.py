@@ -27,13 +27,7 @@ print(json.dumps([sys.implementation.name, sys.version_info[0], sys.version_info
 
 
 class Python(NamedTuple):
-    """A Python to compile a dispatcher for.
-
-    Attributes:
-        version: "3.12", or "3.13t" for a free-threaded Python.
-        suffix: file suffix of its extension modules, such as ".cpython-312-x86_64-linux-gnu.so".
-        include: folder of its ``Python.h``.
-    """
+    """A Python, such as "3.12" or "3.13t" without the GIL, to compile a dispatcher for."""
 
     version: str
     suffix: str
@@ -46,10 +40,7 @@ def own() -> Python:
 
 
 def name_of(suffix: str) -> str:
-    """Returns the Python version in a suffix of extension modules: "3.13t" for ".cpython-313t-...".
-
-    If the suffix has no version, the result is the running Python's version.
-    """
+    """Returns "3.13t" for ".cpython-313t-...", the running Python's version for a bare suffix."""
     found = re.search(r"cpython-3(\d+)(t?)", suffix)
     return f"3.{found[1]}{found[2]}" if found else f"3.{sys.version_info[1]}"
 
@@ -130,11 +121,7 @@ def _by_version(version: str) -> Python:
 
 
 def find(text: str) -> Python:
-    """Returns the Python that a part of ``APEX_BUILD_PYTHONS`` names.
-
-    Args:
-        text: a version such as "3.12", or name or path of an interpreter.
-    """
+    """Returns the Python of a version such as "3.12", or of an interpreter's name or path."""
     match = _VERSION.fullmatch(text)
     if match is not None:
         if (3, int(match[1])) < OLDEST:

@@ -11,14 +11,7 @@ from ...spec import OpSpec
 
 
 class Step(NamedTuple):
-    """One command of a build graph, which ninja runs once the steps that make its inputs are done.
-
-    Attributes:
-        output: path of the file that the command makes.
-        inputs: paths of the files that it needs.
-        command: program and arguments.
-        label: text for progress lines, such as "compiling rms_norm_cpu.cpp".
-    """
+    """One command of a build graph, run by ninja after the steps that make its inputs."""
 
     output: str
     inputs: tuple[str, ...]
@@ -43,9 +36,7 @@ def compile_step(command: Sequence[str], name: str, path: str, folder: str) -> S
 def link_step(
     command: Sequence[str], compiled: Sequence[Step], output: str, flags: list[str]
 ) -> Step:
-    """Returns the step that links the outputs of ``compiled`` into the shared library
-    ``output``.
-    """
+    """Returns the step that links the outputs of ``compiled`` into the library ``output``."""
     objects = tuple(step.output for step in compiled)
     line = (*command, "-shared", "-o", output, *objects, *flags)
     return Step(output, objects, line, f"linking {os.path.basename(output)}")

@@ -41,12 +41,7 @@ _LAUNCHERS = frozenset(("ccache", "sccache", "distcc", "icecc", "buildcache"))
 
 
 class Nvcc(NamedTuple):
-    """nvcc or hipcc.
-
-    Attributes:
-        path: path of the compiler.
-        home: folder of its toolkit, which holds ``bin`` and ``include``.
-    """
+    """nvcc or hipcc, and the folder of its toolkit, which holds ``bin`` and ``include``."""
 
     path: str
     home: str
@@ -72,14 +67,11 @@ def is_for_this_machine(flag: str) -> bool:
 
 
 def unfit_flag(words: Sequence[str]) -> str:
-    """Returns the first flag of ``words`` that a shared library must not have.
+    """Returns the first flag that a shared library must not have, with the reason, or "".
 
-    Flags for one kind of CPU and flags that relax floating-point arithmetic are unfit. Such flags
-    of a builder are part of the cache key; those that a compiler reads from the environment are
-    not, so a library made with them would be loaded by processes that did not ask for them.
-
-    Returns:
-        The flag and the reason in one text for messages; "" if all flags are fit.
+    Such flags are for one kind of CPU or relax floating-point arithmetic. Those that a compiler
+    reads from the environment are not in the cache key: processes that did not ask for them would
+    load the library.
     """
     for flag in words:
         if is_for_this_machine(flag):
@@ -107,7 +99,7 @@ def _words(variable: str) -> list[str]:
 
 
 def find_cxx() -> list[str]:
-    """Returns the C++ compiler as a command: the words of ``CXX``, else g++, c++ or clang++.
+    """Returns the C++ compiler's command: the words of ``CXX``, else g++, c++ or clang++.
 
     For another architecture than this machine's the default is ``<architecture>-linux-gnu-g++``.
     """
@@ -197,11 +189,8 @@ def _find_toolkit(
 ) -> Nvcc:
     """Returns a GPU compiler: of the toolkit that a variable names, on PATH, or in a usual place.
 
-    Args:
-        flags: environment variables with flags that the compiler itself reads, which must be fit.
-        homes: environment variables that name a toolkit's folder; if the first is set, that folder
-            must hold the compiler.
-        missing: class of the error for a compiler that is not found.
+    If the first of ``homes`` is set, that folder must hold it. The variables ``flags``, which the
+    compiler itself reads, must be fit.
     """
     for variable in flags:
         _words(variable)
@@ -302,11 +291,7 @@ def _gpu_codes(path: str) -> frozenset[str]:
 
 
 def check_archs(nvcc: Nvcc, numbers: list[str]) -> None:
-    """Checks that nvcc knows GPU archs.
-
-    Args:
-        numbers: archs as ``Arch.number`` writes them, such as "90a".
-    """
+    """Checks that nvcc knows GPU archs, written as ``Arch.number`` does: "90a"."""
     known = _gpu_codes(nvcc.path)
     for number in numbers:
         if known and number.rstrip("af") not in known:
@@ -374,14 +359,7 @@ def pybind11_version() -> str:
 
 
 def find_header(header: str, package: str, nvcc: Nvcc) -> list[str]:
-    """Returns the include folder that a header of CUDA's needs on the command line.
-
-    Args:
-        package: folder of the header's wheel below ``nvidia``, such as "cublas".
-
-    Returns:
-        An empty list if a toolkit has the header, else a list with the folder of a wheel.
-    """
+    """Returns the folder of a CUDA wheel that has a header, none if a toolkit has the header."""
     toolkits = [nvcc.home, *glob.glob(os.path.join(nvcc.home, "targets", "*")), "/usr/local/cuda"]
     if any(os.path.isfile(os.path.join(home, "include", header)) for home in toolkits):
         return []

@@ -18,11 +18,7 @@ from ..find.entry import OpenedLibrary
 
 
 def import_module(name: str, opened: OpenedLibrary) -> ModuleType:
-    """Imports an opened library as module ``name`` and adds it to ``sys.modules``.
-
-    Returns:
-        The module of this name in ``sys.modules``: an existing one is not replaced.
-    """
+    """Imports an opened library as module ``name``; one already in ``sys.modules`` is returned."""
     loader = importlib.machinery.ExtensionFileLoader(name, opened.proc_path)
     found = importlib.util.spec_from_file_location(name, opened.proc_path, loader=loader)
     if found is None:
@@ -54,10 +50,7 @@ def _refuse_taken(spec: OpSpec, name: str) -> None:
 
 
 def _capability(spec: OpSpec) -> Capability | None:
-    """Returns the capability of a visible GPU on which a CUDA extension must run, None without one.
-
-    An extension is loaded before any tensor can tell the device.
-    """
+    """Returns a visible GPU's capability for an extension: no tensor tells the device yet."""
     torch = installed_torch(spec.NAME)
     if not spec.needs_archs("cpu") or (torch.version.cuda or torch.version.hip) is None:
         return None
@@ -66,12 +59,7 @@ def _capability(spec: OpSpec) -> Capability | None:
 
 
 def load(spec: OpSpec, force: bool = False, verbose: bool = False) -> ModuleType:
-    """Returns the extension module of an op, which is looked up or compiled, and imported once.
-
-    Args:
-        spec: the op, with ``BINDING = "pybind11"``.
-        force: compiles and imports it even if it is imported already.
-    """
+    """Returns a pybind11 op's module, imported once; ``force`` compiles and imports it anew."""
     from ..build.service import load_library
 
     name = spec.absolute_name()

@@ -22,9 +22,7 @@ NEXT_TRY = (
 
 
 def store(path: str, error: CompileError, compiler: str) -> None:
-    """Writes a compile error to a file in the folder of the library's key; ignores an
-    ``OSError``.
-    """
+    """Writes a compile error to a file in the folder of the library's key; ignores OSError."""
     record = {
         "message": str(error),
         **{name: getattr(error, name) for name in _PARTS},
@@ -44,11 +42,7 @@ def store(path: str, error: CompileError, compiler: str) -> None:
 
 
 def stamp(path: str) -> tuple[int, int] | None:
-    """Returns a value that changes whenever an error is stored in ``path``, None without the file.
-
-    Returns:
-        Inode number and time of modification in ns; None if nothing is stored.
-    """
+    """Returns a value that changes whenever an error is stored in ``path``, None without one."""
     try:
         status = os.stat(path, follow_symlinks=False)
     except OSError:
@@ -57,12 +51,7 @@ def stamp(path: str) -> tuple[int, int] | None:
 
 
 def recall(path: str, compiler: str, since: float | None) -> CompileError | None:
-    """Returns the compile error that is stored in a file, or None if none applies.
-
-    Args:
-        compiler: version text of the present compiler; an error of another one does not apply.
-        since: seconds since the epoch before which an error does not apply; None for no limit.
-    """
+    """Returns the stored error of this ``compiler``, not older than ``since``, or None."""
     try:
         fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
         with os.fdopen(fd, encoding="utf-8") as file:

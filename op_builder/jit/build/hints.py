@@ -94,11 +94,7 @@ def _memory(_: re.Match[str]) -> str:
 
 
 def _header(match: re.Match[str]) -> str:
-    """Returns advice for a missing header: the package to install, or to set ``CPATH``.
-
-    Args:
-        match: match of ``_HEADER``, whose group "host" or "device" is the header's name.
-    """
+    """Returns advice for a missing header: the package to install, or to set ``CPATH``."""
     name = match["host"] or match["device"]
     for pattern, owner in _HEADERS:
         if re.fullmatch(pattern, name):
@@ -138,13 +134,7 @@ def _arch(match: re.Match[str]) -> str:
 
 
 class _Rule(NamedTuple):
-    """Rule that turns a message of a compiler or of ld.so into advice.
-
-    Attributes:
-        name: name of the kind of problem.
-        pattern: finds the problem in the output.
-        advice: returns the advice from the pattern's match.
-    """
+    """Rule that turns a message of a compiler or of ld.so into advice."""
 
     name: str
     pattern: re.Pattern[str]
@@ -215,10 +205,7 @@ def _first(rules: tuple[_Rule, ...], text: str) -> str:
 
 
 def was_stopped(output: str) -> bool:
-    """Returns True if the output tells of a signal, a compiler crash or lack of memory.
-
-    The sources are then not to blame, and no compile error is stored.
-    """
+    """Returns True if a signal, compiler crash or lack of memory, not the sources, is to blame."""
     return bool(_KILLED.search(output) or _STOPPED.search(output))
 
 
@@ -228,10 +215,7 @@ def building(output: str) -> str:
 
 
 def loading(text: str) -> str:
-    """Returns advice on the message of a failed dlopen, "" if there is none for it.
-
-    Messages of the CUDA runtime are explained in csrc/common/gpu/device.h.
-    """
+    """Returns advice on the message of a failed dlopen, "" if there is none for it."""
     return _first(_LOAD_RULES, text)
 
 
@@ -248,10 +232,9 @@ def rebuild_helps(text: str) -> bool:
 def load_error(
     what: str, path: str, problem: ImportError, is_extension: bool = False
 ) -> ImportError:
-    """Returns the error to raise for a library that dlopen refuses, with advice in its message.
+    """Returns the error, with advice, to raise for a library that dlopen refuses.
 
-    Args:
-        is_extension: the library may rightly need symbols of libraries that its owner must name.
+    An extension may rightly need symbols of libraries that its owner must name.
     """
     own = is_extension and "undefined symbol" in str(problem)
     advice = "" if own else loading(str(problem))

@@ -69,11 +69,7 @@ def _is_named(fd: int, path: str) -> bool:
 
 
 def _try_lock(path: str, locked: list[int]) -> bool:
-    """Locks a file, which is created if it is missing, without waiting.
-
-    Returns:
-        True if the file is locked, False if another process holds the lock.
-    """
+    """Locks a file, created if missing, without waiting; False if another process holds it."""
     for _ in range(_ATTEMPTS):
         with _guard:
             try:
@@ -102,12 +98,7 @@ def _try_lock(path: str, locked: list[int]) -> bool:
 
 
 def holder(path: str, what: str) -> str:
-    """Returns text about the process that holds a lock and what it builds, for messages.
-
-    Args:
-        path: the lock file, in which the holder has written that text.
-        what: description of the library, added if the text does not have it.
-    """
+    """Returns what a lock's holder has written about itself, with ``what`` if that is missing."""
     text = ""
     with contextlib.suppress(OSError):
         fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
@@ -160,8 +151,7 @@ def builder_name() -> str:
 def marked(folder: str) -> Iterator[None]:
     """Shows other processes, while the block runs, that the builder in ``folder`` lives.
 
-    A file in it is locked, where locks work, and its time is kept fresh: locks may not reach other
-    machines.
+    A file in it is locked, and its time kept fresh, since locks may not reach other machines.
     """
     locked: list[int] = []
     done = threading.Event()
@@ -187,10 +177,10 @@ def marked(folder: str) -> Iterator[None]:
 
 
 def is_abandoned(folder: str, now: float) -> bool:
-    """Returns True if the builder that made the build folder ``folder`` lives no more.
+    """Returns True if the process that made the build folder ``folder`` has died.
 
-    A lock that is held proves that it lives. One that is free proves nothing, since locks may not
-    reach other machines: the process id tells on this machine, the folder's age on others.
+    A held lock proves that it lives. A free one proves nothing, since locks may not reach other
+    machines: the process id tells on this machine, the folder's age on others.
     """
     mark = os.path.join(folder, _MARK)
     if os.path.lexists(mark) and not is_free(mark):
@@ -207,11 +197,7 @@ def is_abandoned(folder: str, now: float) -> bool:
 
 
 def _wait(path: str, what: str, timeout: float, locked: list[int]) -> None:
-    """Waits until the lock is taken, and says on stderr every 10 s which process holds it.
-
-    Args:
-        timeout: seconds to wait.
-    """
+    """Takes the lock within ``timeout`` s; says on stderr every 10 s which process holds it."""
     start = time.monotonic()
     next_message = MESSAGE_EVERY
     pause = 0.02
@@ -232,14 +218,7 @@ def _wait(path: str, what: str, timeout: float, locked: list[int]) -> None:
 def _wait_elsewhere(
     path: str, problem: OSError, what: str, timeout: float, locked: list[int]
 ) -> None:
-    """Waits for a lock file in ``XDG_RUNTIME_DIR`` in place of one whose file system has no locks.
-
-    If no usable folder is there, no lock is taken. A warning is given in both cases.
-
-    Args:
-        timeout: seconds to wait.
-        locked: list to which the locked descriptor is appended, if there is one.
-    """
+    """Waits for a lock in ``XDG_RUNTIME_DIR`` instead, and warns; without one takes no lock."""
     text = f"file locks do not work in {os.path.dirname(path)} ({problem.strerror})"
     session = cache.runtime_cache()
     try:
@@ -256,15 +235,10 @@ def _wait_elsewhere(
 
 @contextlib.contextmanager
 def held(path: str, what: str, timeout: float, doing: str = "building") -> Iterator[bool]:
-    """Holds the lock file ``path`` while the block runs; waits for another process that holds it.
+    """Holds the lock file ``path`` while the block runs; waits ``timeout`` seconds for its holder.
 
-    Args:
-        what: description of what the lock protects, for messages of processes that wait.
-        timeout: seconds to wait.
-
-    Yields:
-        True if no other process can hold the lock; False on a file system without locks, where two
-        processes may build, and the one rename that publishes an entry still keeps it whole.
+    Yields False on a file system without locks, where two processes may build, and the one rename
+    that publishes an entry still keeps it whole; else True.
     """
     locked: list[int] = []
     try:

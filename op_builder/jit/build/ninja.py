@@ -48,11 +48,7 @@ def _escape(path: str) -> str:
 
 
 def _check_paths(what: str, folder: str, steps: Sequence[Step]) -> None:
-    """Refuses paths with characters that ninja, a shell or nvcc cannot handle.
-
-    Args:
-        what: op and device, for the message.
-    """
+    """Refuses paths with characters that ninja, a shell or nvcc cannot handle."""
     sources = [path for step in steps for path in step.inputs if not path.startswith(folder)]
     with_nvcc = any(os.path.basename(step.command[0]) == "nvcc" for step in steps)
     refused = _REFUSED_BY_NVCC if with_nvcc else ""
@@ -79,10 +75,7 @@ def write_graph(folder: str, steps: Sequence[Step]) -> None:
 
 
 def first_line(output: str, pattern: re.Pattern[str]) -> str:
-    """Returns the first line of ``output`` with a match, shortened to 600 characters.
-
-    Lines of ninja itself do not count. The result is "" without a match.
-    """
+    """Returns the first matching line, cut to 600 characters, that is not ninja's own, or ""."""
     for line in output.splitlines():
         if not line.startswith(("ninja:", "FAILED:")) and pattern.search(line):
             line = line.strip()
@@ -107,11 +100,7 @@ def _failed_command(output: str) -> str:
 
 
 def disk_full(what: str, folder: str, detail: str = "") -> DiskFullError:
-    """Returns an error that says how many bytes are free on a full disk.
-
-    Args:
-        what: op and device, for the message.
-    """
+    """Returns an error that says how many bytes are free on a full disk."""
     free = "an unknown number of"
     with contextlib.suppress(OSError):
         status = os.statvfs(folder)
@@ -125,12 +114,7 @@ def disk_full(what: str, folder: str, detail: str = "") -> DiskFullError:
 
 @contextlib.contextmanager
 def disk_errors(what: str, folder: str) -> Iterator[None]:
-    """Turns the ``OSError`` of a full disk or a refused access in the block into a ``BuildError``.
-
-    Args:
-        what: op and device, for the message.
-        folder: folder that the block writes to.
-    """
+    """Turns the ``OSError`` of a full disk or a refused access into a ``BuildError``."""
     try:
         yield
     except OSError as error:
@@ -145,13 +129,9 @@ def disk_errors(what: str, folder: str) -> Iterator[None]:
 class _Watch:
     """Shell process that stops ninja, and so the compilers, if this process dies in any way.
 
-    A process that a signal kills cannot stop them itself, and ninja is in a session of its own. The
-    shell reads a pipe whose other end this process holds: it ends with a line when ninja is done,
-    without one when this process has died.
-
-    Attributes:
-        process: the shell; None if it could not be started.
-        pipe: writing end of the pipe, -1 once it is closed.
+    A process that a signal kills cannot stop ninja, which is in a session of its own. The shell
+    reads a pipe whose other end this process holds: it ends with a line when ninja is done, without
+    one when this process has died. ``pipe`` is -1 once closed.
     """
 
     _SCRIPT = 'read -r done || kill -TERM "$1"'
@@ -230,8 +210,7 @@ def stop_all() -> bool:
 def _finished(lines: Sequence[str], steps: int) -> bool:
     """Returns True if ninja's output says that all steps are done and none failed.
 
-    ninja's exit status does not tell: Python reports 0 if the program ignores SIGCHLD or waits
-    itself.
+    Its exit status does not tell: Python reports 0 if the program ignores SIGCHLD or waits itself.
     """
     last = f"[{steps}/{steps}] "
     failed = any(line.startswith("FAILED: ") for line in lines)
@@ -286,14 +265,7 @@ def run(
     jobs: int | None = None,
     estimate: float | None = None,
 ) -> None:
-    """Runs build steps with ninja in ``folder``.
-
-    Args:
-        what: op and device, for messages.
-        log: path to which the whole output of a failed build is written.
-        jobs: number of compilers at once; by default as many as the machine's limits allow.
-        estimate: seconds that the library's last build took, None if that is not known.
-    """
+    """Runs build steps with ninja in ``folder``; a failed build's output goes to ``log``."""
     _check_paths(what, folder, steps)
     write_graph(folder, steps)
     command = [find_ninja(), "-C", folder, "-j", str(jobs or resources.jobs())]
@@ -332,11 +304,7 @@ def _details(error: str, hint: str, command: str = "", log: str = "", next_try: 
 
 
 def _raise_failure(what: str, folder: str, output: str, code: int, log: str) -> None:
-    """Raises the error that ninja's output tells of, and writes the output to ``log``.
-
-    Args:
-        what: op and device, for the message.
-    """
+    """Raises the error that ninja's output tells of, and writes the output to ``log``."""
     if hints.NO_SPACE.search(output):
         raise disk_full(what, folder)
     with contextlib.suppress(OSError), open(log, "w", encoding="utf-8") as file:

@@ -99,17 +99,7 @@ os.register_at_fork(after_in_child=_forked)
 
 
 class Progress:
-    """Context manager that reports one build on stderr while its block runs.
-
-    Args:
-        what: op and device, for the lines.
-        labels: labels of the steps, in order.
-        estimate: seconds that the library's last build took, None if that is not known.
-
-    Attributes:
-        what: op and device, for the lines.
-        live: True if the build's line is redrawn on a terminal; False for a log.
-    """
+    """Context manager that reports one build on stderr; ``estimate`` is in seconds."""
 
     def __init__(self, what: str, labels: list[str], estimate: float | None = None) -> None:
         self.what = what
@@ -130,10 +120,7 @@ class Progress:
             _screen.say(text, sys.stderr)
 
     def line(self) -> str:
-        """Returns a line with the build's duration, its present step and the number of steps done.
-
-        The duration comes first, since a narrow terminal cuts the end off.
-        """
+        """Returns the duration, first since narrow terminals cut the end, step and count."""
         seconds = time.monotonic() - self._start
         known = self._estimate
         if known is None:

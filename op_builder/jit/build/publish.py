@@ -45,8 +45,7 @@ def _sync(fd: int) -> None:
 def _sync_folder(path: str) -> None:
     """Writes a folder's list of files through to the disk (``fsync``), and ignores errors.
 
-    Files that were created in the folder, or renamed to lie in it, then survive a crash. If this
-    fails, a crash can lose a whole cache entry, but never leaves a broken one.
+    Without it, a crash can lose a whole cache entry, but never leaves a broken one.
     """
     with contextlib.suppress(OSError):
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
@@ -57,11 +56,7 @@ def _sync_folder(path: str) -> None:
 
 
 def remove_leftovers(root: str, name: str) -> None:
-    """Removes the build folders of dead processes from a cache.
-
-    A builder may be dead if nobody holds its library's lock, or the caller does; ``is_abandoned``
-    knows.
-    """
+    """Removes dead processes' build folders; the caller holds the lock of the library ``name``."""
     temporary, locks = os.path.join(root, cache.TEMPORARY), os.path.join(root, cache.LOCKS)
     with contextlib.suppress(OSError):
         os.utime(temporary)  # by the clock of the file system's server
@@ -76,11 +71,7 @@ def remove_leftovers(root: str, name: str) -> None:
 def _write_entry(
     entry: int, library: int, request: Request, seconds: float, commands: list[str]
 ) -> None:
-    """Writes the manifest beside a library that was just compiled, and both through to the disk.
-
-    Args:
-        entry: descriptor of the new entry's folder, which holds the library.
-    """
+    """Writes the manifest beside a library just compiled, and both through to the disk."""
     with open(library, "rb", closefd=False) as file:
         file.seek(0)
         content = file.read()
@@ -113,10 +104,7 @@ def _write_entry(
 
 
 def _open_linked(entry: int, name: str, path: str) -> int:
-    """Opens a library that was just linked, before anything of it runs; returns its descriptor.
-
-    Linkers leave the mode to the umask; it becomes 0644.
-    """
+    """Opens a library just linked, before anything of it runs, and sets its mode to 0644."""
     fd = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=entry)
     try:
         if os.fstat(fd).st_uid == os.geteuid():
@@ -127,11 +115,7 @@ def _open_linked(entry: int, name: str, path: str) -> int:
 
 
 def _own_copy(parent: int, folder: str, target: str, request: Request, kind: str) -> OpenedLibrary:
-    """Opens a library just compiled, before its entry is renamed to its place.
-
-    Whatever becomes of the published entry, through another builder, a clean-up or a network file
-    system, this process can load what it built.
-    """
+    """Opens a library before its entry is renamed: later removal does not affect this process."""
     location = cache.Location(folder, True, kind)
     opened = open_entry(parent, f"{folder}/entry", location, request.library, request.key)
     if opened is None:
@@ -144,16 +128,8 @@ def _publish(
 ) -> OpenedLibrary | None:
     """Renames the new entry to its place, unless another builder has put a valid one there.
 
-    An invalid entry in its place is moved away. If all attempts fail, it warns that only this
-    process has the library.
-
-    Args:
-        entry: path of the new entry.
-        winner: returns the opened library of a valid entry at ``target``, None if there is none.
-
-    Returns:
-        The other builder's library, which the caller uses instead of its own; None if there is
-        none.
+    That builder's library, which ``winner`` opens, is returned, else None. An invalid entry in the
+    place is moved away. If all attempts fail, only this process has the library; a warning says so.
     """
     problem = None
     for attempt in range(_ATTEMPTS):
@@ -182,8 +158,7 @@ def _publish(
 def _compile(request: Request, location: cache.Location, parent: str, folder: str) -> OpenedLibrary:
     """Compiles and checks a library and writes its manifest.
 
-    What was linked is looked for in the folder that was there when the compilers were started,
-    whatever has been put in its place.
+    The output is opened through the folder that the compilers were started in, even if replaced.
     """
     entry = os.path.join(folder, "entry")
     os.mkdir(entry, 0o755)
@@ -226,11 +201,7 @@ def build(
     name: str,
     winner: Callable[[], OpenedLibrary | None],
 ) -> OpenedLibrary:
-    """Compiles a library and publishes it in a cache; the caller holds the library's lock.
-
-    Args:
-        winner: returns the opened library if another builder has published it, else None.
-    """
+    """Compiles a library and publishes it in a cache; the caller holds the library's lock."""
     temporary = os.path.join(location.path, cache.TEMPORARY)
     parent = os.path.join(location.path, name)
     folder = tempfile.mkdtemp(prefix=f"{name}.{builder_name()}-", dir=temporary)

@@ -10,18 +10,7 @@ from ..find.entry import entry_tag
 
 
 class Request(NamedTuple):
-    """One library to build, and the decisions made before its build.
-
-    Attributes:
-        spec: the op.
-        device: "cpu" or "cuda".
-        key: the library's cache key.
-        archs: GPU archs to compile for; none without GPU code.
-        compiler: version text of the compilers, for the manifest.
-        flags: flags of the key, for the manifest.
-        verbose: shows the compiler commands.
-        jobs: number of compilers at once; None for as many as the machine's limits allow.
-    """
+    """One library to build, and the decisions made before its build."""
 
     spec: OpSpec
     device: str

@@ -51,11 +51,7 @@ def _mounts() -> Iterator[tuple[str, str, set[str]]]:
 
 
 def _groups(controller: str) -> Iterator[str]:
-    """Yields the folders of this process's control group and of its parents, innermost first.
-
-    Args:
-        controller: name of a version-1 controller, or "2" for version 2.
-    """
+    """Yields the folders of this process's control group and its parents, innermost first."""
     for line in _read(f"{_SELF}/cgroup").splitlines():
         _, names, path = [*line.split(":", 2), "", ""][:3]
         if controller not in (names.split(",") if names else ["2"]):
@@ -83,10 +79,7 @@ def _cpu_limits() -> Iterator[float]:
 
 
 def cpus() -> int:
-    """Returns the number of CPUs that this process may use, at least 1.
-
-    It is the least of the CPU affinity and of the control groups' quotas, which are rounded up.
-    """
+    """Returns the CPUs that affinity and control groups' quotas, rounded up, allow, at least 1."""
     count = float(len(os.sched_getaffinity(0)))
     return max(1, math.ceil(min([count, *_cpu_limits()])))
 

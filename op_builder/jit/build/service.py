@@ -34,12 +34,7 @@ _T = TypeVar("_T")
 class _Turn:
     """State of the loading of one library, shared by the threads that ask for it.
 
-    Attributes:
-        lock: held by the thread that loads the library.
-        owner: identifier of that thread; None if no thread loads it.
-        failures: number of loads that have failed.
-        error: error of the last failed load, which the threads that waited for the load raise, too.
-        asked: capability and ``force`` of the last failed load; ``error`` holds for them alone.
+    Threads that waited for a failed load with the same ``asked`` raise its ``error``, too.
     """
 
     def __init__(self) -> None:
@@ -86,15 +81,9 @@ def build(
 ) -> OpenedLibrary:
     """Compiles and publishes a library, unless a cache holds it once the lock is taken.
 
-    Args:
-        capability: ``(major, minor)`` of the GPU that the library must run on, None for any.
-        force: compiles even if a cache holds the library.
-        location: cache folder to build in; by default the user's.
-        archs: archs to compile for; by default the environment's or those of the GPUs.
-        jobs: number of compilers at once; by default as many as the machine's limits allow.
-        started: seconds since the epoch at which the caller began to wait, by default now. A
-            compile error that another process has stored since, or in the minute before, is raised
-            instead of compiling; with ``force`` only one stored since.
+    ``force`` compiles even then. Else a compile error stored since 60 s before ``started`` is
+    raised instead; with ``APEX_TE_JIT_RETRY`` only one stored since ``started`` (seconds since the
+    epoch).
     """
     from .ninja import disk_errors
     from .publish import Vanished
@@ -137,14 +126,7 @@ def _build_in(
     started: float,
     force: bool,
 ) -> OpenedLibrary:
-    """Compiles a library in one cache under its lock, unless the cache holds it by then.
-
-    Args:
-        capability: ``(major, minor)`` of the GPU that the library must run on, None for any.
-        started: seconds since the epoch at which the caller began to wait.
-        force: compiles even if the cache holds the library, or a compile error from before
-            ``started``.
-    """
+    """Compiles a library in one cache under its lock, if it is still missing or with ``force``."""
     from . import failure, lock, publish
     from .ninja import disk_errors
 
@@ -206,14 +188,10 @@ def open_library(
     force: bool = False,
     verbose: bool = False,
 ) -> OpenedLibrary:
-    """Returns the opened library for ``device``, looked up and, if need be, compiled; thread-safe.
+    """Returns the opened library for ``device``, looked up or compiled; thread-safe.
 
-    If several threads ask for a library, one thread loads it; the others get the same library, or
-    the same error.
-
-    Args:
-        capability: GPU that the library must run on; by default a GPU in use, if there is one.
-        force: compiles even if a library is opened or cached.
+    Threads that ask while another loads it get the same library or error. By default it must run on
+    a GPU in use, if there is one.
     """
     identity = (str(spec.root), spec.NAME, device)
     if not force and (kept := _kept(identity, capability)):
@@ -264,12 +242,8 @@ def load_library(
 ) -> _T:
     """Opens a library and returns what ``use``, which loads it, returns.
 
-    One that ld.so refuses although a build here would be accepted, such as one of a newer system
-    in a shared home, is set aside for this process and built again.
-
-    Args:
-        capability: GPU that the library must run on, None for any.
-        force: compiles even if a library is opened or cached.
+    A library that ld.so refuses although a build here would load, such as one of a newer system in
+    a shared home, is set aside for this process and built again.
     """
     opened = open_library(spec, device, capability, force=force, verbose=verbose)
     try:

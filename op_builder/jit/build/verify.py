@@ -41,10 +41,9 @@ print("ok")
 
 
 def _load_problem(fd: int, expected: list[str]) -> str:
-    """Loads a library in a process of its own and compares the functions' signatures in it.
+    """Returns why a library must not be published, "" if it loads or no process can be started.
 
-    Returns:
-        The reason why it must not be published; "" if it loads, or if no process could be started.
+    It is loaded in a process of its own, and its functions' signatures are compared.
     """
     python = python_program()
     if python is None:
@@ -76,9 +75,8 @@ def _load_problem(fd: int, expected: list[str]) -> str:
 def problem(spec: OpSpec, device: str, fd: int) -> str:
     """Returns the reason why a library must not be published, "" if it may be.
 
-    Every library must be a complete file. One that exports plain C functions is loaded, too, and
-    the signatures in it are compared with the header's. Extension modules need a Python or torch of
-    their own and are not loaded here, nor are libraries for another CPU architecture.
+    A library for this CPU architecture that exports plain C functions is loaded, too; an extension,
+    which needs a Python or torch of its own, is only checked to be a complete file.
     """
     found = file_problem(fd)
     if found or not spec.exports_c_functions or is_cross_compiling():

@@ -56,12 +56,8 @@ def find(
 ) -> OpenedLibrary | None:
     """Returns the opened library that a cache folder holds for a key, None if it holds none.
 
-    A library that lacks a needed arch does not count. A library that is damaged, or that this
-    machine's CPU or C library cannot run, is passed over with one warning.
-
-    Args:
-        capability: ``(major, minor)`` of the GPU that the library must run on, None for any.
-        wanted: archs that the library must hold if ``capability`` is None.
+    It must run on ``capability`` or, if that is None, hold the archs ``wanted``. A library that is
+    damaged or cannot run on this machine is passed over with one warning.
     """
     try:
         root = open_folder(location)
@@ -106,9 +102,7 @@ def named_cache() -> str | None:
 def default_cache() -> str:
     """Returns the path of the user cache that is used if ``APEX_TE_CACHE_DIR`` is not set.
 
-    The path lies in ``XDG_CACHE_HOME`` if that is an absolute path, else in ``~/.cache``. For a
-    user without a home folder the path is one that only root can make, never one relative to the
-    current folder.
+    For a user without a home folder it is one that only root can make, never a relative path.
     """
     base = os.environ.get("XDG_CACHE_HOME", "")
     if not os.path.isabs(base):
@@ -130,9 +124,7 @@ def make_private(path: str) -> None:
 
 
 def prepare(location: Location, *inside: str) -> None:
-    """Creates a cache folder and folders in it if they are missing, and checks that they are
-    safe.
-    """
+    """Creates a cache folder and folders in it if missing, and checks that they are safe."""
     for attempt in range(3):
         try:
             return _prepare(location, inside)
@@ -157,12 +149,7 @@ def _prepare(location: Location, inside: Sequence[str]) -> None:
 
 
 def runtime_cache() -> Location | None:
-    """Returns the cache folder in ``XDG_RUNTIME_DIR``, the substitute for an unusable user cache.
-
-    Returns:
-        The cache folder, which need not exist; None if ``XDG_RUNTIME_DIR`` is unset or the folder
-        that it names is not safe.
-    """
+    """Returns the cache folder in ``XDG_RUNTIME_DIR``, perhaps missing; None if unset or unsafe."""
     runtime = os.environ.get("XDG_RUNTIME_DIR", "")
     if not os.path.isabs(runtime) or parent_problem(runtime):
         return None
@@ -179,8 +166,7 @@ _fallback: Location | None = None
 def fall_back(reason: str, *inside: str) -> Location:
     """Returns a cache folder to build in instead of the user cache, with one warning per process.
 
-    The folder lies in ``XDG_RUNTIME_DIR``, or else is a temporary folder, which is removed when the
-    process ends.
+    It lies in ``XDG_RUNTIME_DIR``, or is a temporary folder that is removed when the process ends.
     """
     global _fallback
     if _fallback is None:
@@ -238,9 +224,8 @@ def user_cache() -> Location:
 def writable_cache(*inside: str) -> Location:
     """Returns the user cache to build in, created and checked.
 
-    If the default user cache cannot be used, or others could exchange a folder above it, the folder
-    that ``fall_back`` returns takes its place. A folder that ``APEX_TE_CACHE_DIR`` names gets a
-    warning in the second case.
+    If the default one cannot be used, or others could exchange a folder above it, it is that of
+    ``fall_back``; a folder that ``APEX_TE_CACHE_DIR`` names gets a warning in the second case.
     """
     location = user_cache()
     if _fallback is None and (problem := parent_problem(location.path)):
@@ -260,11 +245,7 @@ def writable_cache(*inside: str) -> Location:
 
 
 def locations(package: str) -> Iterator[Location]:
-    """Yields the cache folders that a look-up searches, in order.
-
-    The order is: the folder of the libraries that were installed prebuilt, the user cache, the
-    session's cache in ``XDG_RUNTIME_DIR``, and the folders of ``APEX_TE_CACHE_PATH``.
-    """
+    """Yields the cache folders to search: prebuilt, user's, session's, ``APEX_TE_CACHE_PATH``."""
     yield Location(package, False, "prebuilt")
     yield user_cache()
     if named_cache() is None and _fallback is None:
@@ -283,14 +264,7 @@ def look_up(
     capability: Capability | None = None,
     wanted: Sequence[str] = (),
 ) -> OpenedLibrary | None:
-    """Returns the opened library from the first cache folder that has a usable one, else None.
-
-    An unsafe folder is skipped with one warning.
-
-    Args:
-        capability: ``(major, minor)`` of the GPU that the library must run on, None for any.
-        wanted: archs that the library must hold if ``capability`` is None.
-    """
+    """Returns the opened library of the first cache folder with a usable one, else None."""
     for location in locations(package):
         try:
             found = find(location, library, key, capability, wanted)

@@ -16,12 +16,7 @@ from .key import key_of
 
 
 def key_for(spec: DispatcherSpec, manifest: dict[str, Any]) -> tuple[str, str]:
-    """Returns the cache key of an up-to-date dispatcher for the Python that a manifest names.
-
-    Returns:
-        The key and the Python's version, such as "3.12"; both are "" if the manifest names no
-        Python.
-    """
+    """Returns the up-to-date key and the Python of a manifest's dispatcher; "" for unknown ones."""
     extras = manifest.get("extras")
     if not (isinstance(extras, list) and len(extras) == 1 and isinstance(extras[0], str)):
         return "", ""
@@ -43,12 +38,7 @@ def prebuilt_for(spec: DispatcherSpec) -> list[str]:
 
 
 def why_missing(spec: OpSpec) -> str:
-    """Returns the reason why no dispatcher is prebuilt for this Python although others are.
-
-    Returns:
-        The reason as text; "" if no dispatcher is prebuilt at all, or if ``spec`` is not this
-        Python's dispatcher.
-    """
+    """Returns why ``spec``, this Python's dispatcher, is not prebuilt but others are, or ""."""
     if not isinstance(spec, DispatcherSpec) or spec.python is not None:
         return ""
     others = prebuilt_for(spec)

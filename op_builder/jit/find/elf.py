@@ -21,11 +21,7 @@ Version = tuple[int, ...]
 
 
 def _truncation(file_size: int, content: bytes) -> str:
-    """Returns the reason why a file is no complete shared library, "" if it is one.
-
-    Args:
-        file_size: bytes of the file.
-    """
+    """Returns the reason why a file is not a complete shared library, "" if it is one."""
     if len(content) < _HEADER.size or content[:4] != b"\x7fELF":
         return f"it is no ELF file ({file_size} bytes)"
     header = _HEADER.unpack_from(content)
@@ -62,7 +58,7 @@ def _truncation(file_size: int, content: bytes) -> str:
 
 
 def file_problem(path: str | int) -> str:
-    """Returns the reason why a file is no complete shared library for this CPU, "" if it is one."""
+    """Returns why a file is not a complete shared library for this CPU, "" if it is one."""
     try:
         with open(path, "rb", closefd=isinstance(path, str)) as file:
             content = file.read()
@@ -72,13 +68,7 @@ def file_problem(path: str | int) -> str:
 
 
 class Needs(NamedTuple):
-    """Libraries and symbol versions that a shared library needs of the system.
-
-    Attributes:
-        machine: CPU architecture, such as "x86_64".
-        libraries: names of the libraries that it is linked with.
-        versions: the highest version of each kind of symbols, such as ``{"GLIBC": (2, 34)}``.
-    """
+    """Libraries and highest symbol versions, as ``{"GLIBC": (2, 34)}``, that a library needs."""
 
     machine: str
     libraries: frozenset[str]

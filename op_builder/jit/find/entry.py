@@ -31,14 +31,9 @@ CPU_ENTRY = "cpu"
 
 
 class Location(NamedTuple):
-    """A cache folder.
+    """A cache folder of ``kind`` "prebuilt", "cache" (the user's) or "extra".
 
-    Attributes:
-        path: absolute path.
-        private: True if all files in the cache folder must belong to this user; False if root may
-            own files, too.
-        kind: "prebuilt" for an installed package, "cache" for the user's, "extra" for a folder of
-            ``APEX_TE_CACHE_PATH``.
+    If ``private``, all its files must belong to this user; else root may own files, too.
     """
 
     path: str
@@ -103,9 +98,6 @@ def _proc_path(fd: int, file: tuple[int, int]) -> str:
     dlopen returns a library that it has loaded under the same path without opening the file, even
     if the descriptor's number belongs to another file by now. So the path spells the file's
     identity, one binary digit for each of the separators "/" and "/./", which the kernel ignores.
-
-    Args:
-        file: device and inode number of its file.
     """
     device, inode = file
     digits = f"{device:b}{inode:064b}"
@@ -143,8 +135,7 @@ _PACKAGE = os.path.abspath(os.path.join(os.path.dirname(__file__), "..", "..", "
 def _as_safe_as_code(status: os.stat_result, path: str) -> bool:
     """Returns True if a file of this package has no more writers than this module has.
 
-    pip installs with the user's umask: with 002, modules and libraries alike belong to a user's own
-    group that may write them. A file that all users may write is never safe.
+    With umask 002, pip makes files that the user's own group may write.
     """
     if not path.startswith(_PACKAGE + os.sep) or status.st_mode & 0o002:
         return False
@@ -219,16 +210,10 @@ def read_text(parent: int, name: str, path: str, private: bool) -> str:
 
 
 class _Manifest(NamedTuple):
-    """Part of a manifest that a look-up reads.
+    """Part of a manifest that a look-up reads; "" stands for what it does not say.
 
-    Attributes:
-        key: the library's whole cache key.
-        archs: names of the GPU archs that the library holds.
-        size: bytes of the library.
-        crc32: checksum of the library.
-        machine: CPU architecture that the library is for; "" if the manifest does not say.
-        cpu_features: features that a CPU of that architecture needs to have beyond the baseline.
-        glibc: oldest glibc that the library loads with; "" if the manifest does not say.
+    ``cpu_features`` are those beyond the baseline of ``machine``; ``glibc`` is the oldest that
+    works.
     """
 
     key: str
@@ -272,8 +257,8 @@ def _parse(text: str) -> _Manifest:
 def _checksum(fd: int, size: int) -> int | None:
     """Returns the CRC-32 of the first ``size`` bytes of a file, None if the file is shorter.
 
-    A CRC takes a third of a SHA-256's time, and against somebody who can write the library no
-    checksum beside it helps. Reading, unlike mapping, cannot crash when the file shrinks meanwhile.
+    A CRC takes a third of a SHA-256's time, and no checksum helps against those who can write the
+    library. Reading, unlike mapping, cannot crash when the file shrinks meanwhile.
     """
     value = offset = 0
     while offset < size:
@@ -309,12 +294,7 @@ def open_entry(
     capability: Capability | None = None,
     wanted: Sequence[str] = (),
 ) -> OpenedLibrary | None:
-    """Returns the opened library of a cache entry; None for another key or without a needed arch.
-
-    Args:
-        capability: ``(major, minor)`` of the GPU that the library must run on, None for any.
-        wanted: archs that the library must hold if ``capability`` is None.
-    """
+    """Returns the opened library of a cache entry; None if key or archs are not those wanted."""
     private = location.private
     fd = open_inside(parent, os.path.basename(folder), folder, private, folder=True)
     try:

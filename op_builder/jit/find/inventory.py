@@ -24,16 +24,9 @@ _MOST = 1e15  # above any size or time
 
 
 class Entry(NamedTuple):
-    """One entry of a cache folder: a library and its manifest.
+    """One entry of a cache folder: a library and its manifest, empty if that cannot be read.
 
-    Attributes:
-        location: the cache folder.
-        folder: name of the folder of the entry's key.
-        tag: name of the entry's folder inside ``folder``: the library's archs, or "cpu".
-        library: file name of the library without ``.so``.
-        digits: first 24 digits of the key.
-        manifest: content of the manifest, empty if it cannot be read.
-        problem: reason why a look-up would refuse the entry, "" if it would not.
+    ``tag`` is the folder in the key's ``folder``; ``problem`` says why a look-up would refuse it.
     """
 
     location: cache.Location
@@ -108,9 +101,7 @@ def _parsed(text: str) -> dict[str, Any]:
 def _entry(
     parent: int, location: cache.Location, folder: str, tag: str, check: bool
 ) -> Entry | None:
-    """Returns the cache entry ``tag`` of a key's folder; None if ``tag`` is a file, such as a
-    log.
-    """
+    """Returns the cache entry ``tag`` of a key's folder; None for a file, such as a log."""
     match = FOLDER.fullmatch(folder)
     assert match is not None
     library, path = match["library"], f"{location.path}/{folder}/{tag}"
@@ -149,10 +140,7 @@ def entries(
 ) -> list[Entry]:
     """Returns the cache entries in a cache folder, an empty list if the folder does not exist.
 
-    Args:
-        library: returns only entries of this library.
-        check: reads the libraries, too, to find damage; else ``problem`` tells only of manifests.
-        key: returns only entries in this folder, ``<library>-<first digits of the key>``.
+    ``check`` reads libraries, too, to find damage. ``key`` names the one folder to read.
     """
     try:
         root = open_folder(location)
@@ -189,10 +177,7 @@ def op_of(entry: Entry) -> str:
 
 
 def last_seconds(location: cache.Location, library: str, tag: str) -> float | None:
-    """Returns the duration of a library's newest build in seconds, None if no entry records one.
-
-    It is an estimate for the next build, whatever its sources are.
-    """
+    """Returns the seconds of a library's newest build, of ``tag`` if possible, or None."""
     try:
         found = entries(location, library, check=False)
         known = [entry for entry in found if entry.seconds() is not None]

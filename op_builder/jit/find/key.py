@@ -21,11 +21,7 @@ OP_ABI = 1  # the number in csrc/common/abi/op.h
 
 
 def normalise(flags: Iterable[str], root: str) -> list[str]:
-    """Returns compiler flags without absolute paths, so that keys do not depend on places.
-
-    Args:
-        root: the project's root, replaced by "<root>"; other folders become "<system>".
-    """
+    """Returns flags with "<root>" and "<system>" for absolute paths, so that keys do not differ."""
     result = []
     for flag in flags:
         flag = flag.replace(root, "<root>")
@@ -36,8 +32,7 @@ def normalise(flags: Iterable[str], root: str) -> list[str]:
 def _named_sources(spec: OpSpec, device: str) -> dict[str, bytes]:
     """Returns the SHA-256 digests of a library's sources and headers by name, sorted.
 
-    A name is a path relative to the op's root; apex_te's headers that another package's op uses are
-    named ``<suite>/...``.
+    Names are relative to the op's root, or ``<suite>/...`` for apex_te's headers in others' ops.
     """
     root, suite = str(spec.root), spec.suite_root
 
@@ -65,12 +60,7 @@ def key_of(spec: OpSpec, device: str) -> str:
 
 
 def made_of(spec: OpSpec, device: str) -> dict[str, Any]:
-    """Returns the parts of a cache key, other than the flags, that a manifest records.
-
-    Returns:
-        "machine", the architecture of the CPU; "extras", the texts of ``key_extras``; "sources",
-        the first digits of the digest of each source and header by name.
-    """
+    """Returns the parts of a cache key, other than the flags, that a manifest records."""
     sources = _named_sources(spec, device)
     return {
         "machine": machine(),

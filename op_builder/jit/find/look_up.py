@@ -12,11 +12,7 @@ from .key import key_of
 
 
 def wanted_archs(spec: OpSpec, device: str, capability: Capability | None) -> tuple[Arch, ...]:
-    """Returns the archs to build a library for, none if it has no GPU code.
-
-    Args:
-        capability: ``(major, minor)`` of the GPU that the library must run on, None for any.
-    """
+    """Returns the archs to build a library for, none if it has no GPU code."""
     if not spec.needs_archs(device):
         return ()
     return choose(spec.NAME, spec.min_arch, spec.specific_archs(), capability)
@@ -27,9 +23,7 @@ def look_up(
 ) -> OpenedLibrary | None:
     """Returns the opened library for ``device`` if a cache folder holds it, else None.
 
-    Args:
-        capability: ``(major, minor)`` of the GPU that the library must run on; by default the
-            library must hold the archs that the environment lists, if it lists any.
+    Without ``capability`` it must hold the archs that the environment lists, if any.
     """
     key = key_of(spec, device)
     library = spec.library_name(device)

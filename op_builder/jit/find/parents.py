@@ -13,9 +13,9 @@ _WHOLE_NAMESPACE = ["0", "0", "4294967295"]
 
 
 def _trusted_owners() -> set[int]:
-    """Returns this user, root, and the number that stands for users outside of a user namespace.
+    """Returns this user, root, and the number of users outside of a user namespace.
 
-    In a container without privileges the host's root, too, has that number.
+    The host's root has that number, too, in a container without privileges.
     """
     owners = {os.geteuid(), 0}
     with contextlib.suppress(OSError, ValueError), open("/proc/self/uid_map") as file:
@@ -60,8 +60,7 @@ def _problem(path: str, owners: set[int]) -> str:
 def parent_problem(path: str) -> str:
     """Returns the reason why another user could exchange a folder above ``path``, "" if none could.
 
-    Each folder on the way counts, also behind links. ``path`` itself is not looked at, nor is what
-    does not exist.
+    Folders behind links count. ``path`` itself is not checked, nor are missing folders.
     """
     owners, folder, links = _trusted_owners(), "/", 0
     rest = [name for name in reversed(path.split("/")) if name not in ("", ".")]

@@ -30,15 +30,7 @@ _TUNING = "gemm"  # tables of chosen GEMM algorithms, beside the libraries
 
 
 class Removed(NamedTuple):
-    """One file or folder of a cache that a clean-up removed or left.
-
-    Attributes:
-        path: path of the file or folder.
-        what: name for messages, such as library and archs.
-        bytes: size of all its files, 0 if it was left.
-        reason: reason why it was removed or left.
-        left: True if it was to be removed and is still there.
-    """
+    """File or folder that a clean-up removed, or ``left``, with 0 bytes, although it was to go."""
 
     path: str
     what: str
@@ -88,13 +80,7 @@ def strangers(folder: str, library: str) -> list[str]:
 
 
 class Cleaner:
-    """One clean-up of one cache.
-
-    Attributes:
-        place: the cache.
-        dry: True to remove nothing and only list what would be removed.
-        found: files and folders removed or left so far.
-    """
+    """Clean-up of one cache, which collects in ``found`` what goes; with ``dry`` only lists it."""
 
     def __init__(self, place: cache.Location, dry: bool) -> None:
         self.place = place
@@ -111,12 +97,10 @@ class Cleaner:
 
     @contextlib.contextmanager
     def _locked(self, name: str) -> Iterator[str]:
-        """Holds the lock of the library ``name`` while the block runs, if no process builds it.
+        """Holds the lock of the library ``name`` while the block runs; with ``dry`` only probes it.
 
-        With ``dry`` the lock is only probed. A lock file without a library is removed at the end.
-
-        Yields:
-            "" if no process can be building the library, else the reason to leave it alone.
+        Yields the reason to leave the library alone, "" if no process can be building it. At the
+        end, a lock file without a library is removed.
         """
         path = self._path(cache.LOCKS, name)
         if self.dry:
@@ -138,10 +122,7 @@ class Cleaner:
                     os.unlink(path)
 
     def _remove(self, name: str, path: str) -> None:
-        """Moves a folder into ``tmp`` with one rename and removes it there.
-
-        No look-up finds half of it. If the process dies in between, a later build removes the rest.
-        """
+        """Removes a folder after one rename into ``tmp``, so that no look-up finds half of it."""
         if self.dry:
             return
         aside = self._path(cache.TEMPORARY, f"{name}.removed{os.getpid()}")
@@ -165,12 +146,7 @@ class Cleaner:
     def _doomed(
         self, folder: str, reason_of: Callable[[Entry], str], unused: str
     ) -> list[tuple[str, str, str]]:
-        """Returns the entries of one key that are to be removed; takes the arguments of ``key``.
-
-        Returns:
-            ``(path, name, reason)``, three strings, for each entry; for a folder without entries
-            one such tuple for the folder itself.
-        """
+        """Returns ``(path, name, reason)`` of each entry of a key to remove, or of a bare key."""
         mine = entries(self.place, key=folder)
         found = [(entry.path, entry.name, reason_of(entry)) for entry in mine]
         if not mine and unused:
@@ -242,11 +218,7 @@ def _keys(place: cache.Location) -> list[str]:
 
 
 def remove_all(place: cache.Location, dry: bool = False) -> list[Removed]:
-    """Removes all that this project wrote to a cache: entries, leftovers, locks and GEMM tables.
-
-    Args:
-        dry: removes nothing and only lists what would be removed.
-    """
+    """Removes all that this project wrote to a cache: entries, leftovers, locks and GEMM tables."""
     cleaner = Cleaner(place, dry)
     for folder in _keys(place):
         cleaner.key(folder, lambda entry: "all", "all")
@@ -261,11 +233,7 @@ def remove_all(place: cache.Location, dry: bool = False) -> list[Removed]:
 
 
 def remove_stale(place: cache.Location, now: Current, dry: bool = False) -> list[Removed]:
-    """Removes stale entries, as ``Current.stale`` defines them, and leftovers over an hour old.
-
-    Args:
-        dry: removes nothing and only lists what would be removed.
-    """
+    """Removes stale entries, as ``Current.stale`` defines them, and leftovers over an hour old."""
     cleaner = Cleaner(place, dry)
     for folder in _keys(place):
         match = FOLDER.fullmatch(folder)
@@ -280,11 +248,7 @@ def remove_stale(place: cache.Location, now: Current, dry: bool = False) -> list
 
 
 def remove_ops(place: cache.Location, ops: Iterable[str], dry: bool = False) -> list[Removed]:
-    """Removes all entries of some ops, up to date or not.
-
-    Args:
-        dry: removes nothing and only lists what would be removed.
-    """
+    """Removes all entries of some ops, up to date or not."""
     wanted = set(ops)
     cleaner = Cleaner(place, dry)
     found = {entry.folder: op_of(entry) for entry in entries(place, check=False)}

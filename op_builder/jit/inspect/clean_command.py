@@ -28,11 +28,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Removes the libraries asked for and prints a line for each.
-
-    Returns:
-        Exit status: 0 if all were removed, 1 if any was left, 2 if the request is not clear.
-    """
+    """Removes the libraries asked for; returns 1 if any was left, 2 if the request is unclear."""
     ops = ops_of(args)
     if sum((bool(ops), args.all, args.stale)) != 1:
         complain("clean: name ops, or one of --all and --stale")
@@ -67,11 +63,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _print(found: list[Removed], places: list[str], dry: bool) -> None:
-    """Prints the files and folders removed or left, and the sum.
-
-    Args:
-        dry: True if nothing was removed.
-    """
+    """Prints the files and folders removed or left, and the sum."""
     word = "would go" if dry else "removed"
     for item in found:
         if not item.left:

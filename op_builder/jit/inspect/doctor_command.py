@@ -16,11 +16,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Prints the verdict, and below it every problem.
-
-    Returns:
-        Exit status: 0 if apex_te is ready, 1 if something is in the way.
-    """
+    """Prints the verdict and every problem; returns 0 if apex_te is ready, else 1."""
     found = verdict(report.of_all_ops())
     if args.json:
         print(json.dumps(found._asdict(), indent=1))

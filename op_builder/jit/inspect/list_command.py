@@ -31,11 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Prints the entries of each cache folder, with a note at those that are stale.
-
-    Returns:
-        Exit status: 0, or 1 if a cache folder is unsafe.
-    """
+    """Prints each cache folder's entries, and which are stale; returns 1 if a folder is unsafe."""
     from ... import all_builders, get_builder, user_builders
 
     ops = ops_of(args)

@@ -38,12 +38,7 @@ def suite_version() -> str:
 
 
 def gpus(known: Sequence[str]) -> Facts:
-    """Returns the facts of the driver and the visible GPUs, with the keys of ``archs.ask_driver``.
-
-    Args:
-        known: archs of the visible GPUs, which stand in where NVIDIA's driver names none: for
-            AMD's.
-    """
+    """Returns the facts of ``archs.ask_driver``; ``known`` archs stand in for AMD's GPUs."""
     answer = archs.ask_driver()
     if not answer["devices"] and known:
         answer["devices"] = [{"name": "GPU", "arch": arch, "memory": None} for arch in known]
@@ -61,11 +56,7 @@ def _cpu_name() -> str:
 
 
 def machine() -> Facts:
-    """Returns the facts of the computer that builds depend on, as a dict for JSON.
-
-    "memory_free" is in bytes; "jobs", the number of compilers at once, is None if ``MAX_JOBS`` is
-    bad.
-    """
+    """Returns facts of the computer; "memory_free" in bytes, "jobs" None for a bad ``MAX_JOBS``."""
     libc = "-".join(part for part in platform.libc_ver() if part)
     facts = {
         "system": f"{platform.system()} {platform.release()}",
@@ -127,10 +118,7 @@ def _hipcc() -> tuple[str, str, str]:
 
 
 def _ninja() -> tuple[str, str, str]:
-    """Returns ``(path, version, "")`` of ninja; raises BuildError if it is missing.
-
-    The version is "unknown" if ninja cannot be run.
-    """
+    """Returns ``(path, version or "unknown", "")`` of ninja; raises BuildError if missing."""
     path = toolchain.find_ninja()
     try:
         done = subprocess.run([path, "--version"], capture_output=True, text=True, timeout=60)
@@ -141,12 +129,7 @@ def _ninja() -> tuple[str, str, str]:
 
 
 def _cublaslt() -> tuple[str, str, str]:
-    """Finds the header ``cublasLt.h``.
-
-    Returns:
-        ``(folder, "", "")``: the folder of the wheel that has the header, or that of the CUDA
-        toolkit if the toolkit has it.
-    """
+    """Returns ``(folder, "", "")`` of the toolkit or wheel that has the header ``cublasLt.h``."""
     nvcc = toolchain.find_nvcc()
     folders = toolchain.find_header("cublasLt.h", "cublas", nvcc)
     return (folders[0] if folders else nvcc.home), "", ""
@@ -176,11 +159,8 @@ def _for_amd() -> bool:
 def tools() -> list[Facts]:
     """Returns the compilers, programs and headers that builds need, in the order of their need.
 
-    hipcc is left out if it is missing and GPU code is not for AMD GPUs.
-
-    Returns:
-        A dict for each: "name"; "path", "version" and "origin", the variable or place that led to
-        it, all None if it is missing; "missing", the error that a build would raise, else None.
+    Each is a dict: "name"; "path", "version" and "origin", all None if missing; "missing", the
+    error of a build, else None. A missing hipcc is left out unless GPU code is for AMD GPUs.
     """
     found = []
     for name, find in _TOOLS.items():

@@ -40,13 +40,7 @@ Facts = dict[str, Any]
 
 
 class Here(NamedTuple):
-    """GPUs and archs of this machine, which the state of a library depends on beside its op.
-
-    Attributes:
-        capabilities: capabilities of the visible GPUs.
-        targets: archs that a build would be for; None if the environment's arch list is bad.
-        problem: error in the environment's arch list, "" if there is none.
-    """
+    """GPUs and archs of this machine; if its arch list is bad, ``targets`` is None."""
 
     capabilities: tuple[Capability, ...]
     targets: Targets | None
@@ -68,11 +62,9 @@ def here() -> Here:
 def found_entry(
     spec: OpSpec, device: str, capabilities: Sequence[Capability]
 ) -> tuple[str, str] | None:
-    """Returns the entry that a process with the visible GPUs would load, None if there is none.
+    """Returns kind of cache folder, and path, of the entry that a process here would load.
 
-    Returns:
-        Two strings: the kind of the cache folder ("prebuilt", "cache" or "extra") and the path of
-        the entry's folder. None if a GPU that is new enough for the op has no library.
+    None if there is none, or if a GPU that is new enough for the op has no library.
     """
     gpus: Sequence[Capability | None] = [None]
     if spec.needs_archs(device) and capabilities:
@@ -112,11 +104,7 @@ def check_build(spec: OpSpec, device: str, archs: Sequence[Arch]) -> None:
 def recent_failure(
     spec: OpSpec, device: str, archs: Sequence[Arch]
 ) -> tuple[CompileError, float] | None:
-    """Returns a stored compile error that a call would raise instead of compiling, or None.
-
-    Returns:
-        The error and its age in seconds; None instead of both if none applies.
-    """
+    """Returns the stored compile error that a call would raise, and its age in seconds, or None."""
     if env.jit_retry():
         return None
     folder = cache.entry_folder(spec.library_name(device), key_of(spec, device))
@@ -128,12 +116,7 @@ def recent_failure(
 
 
 def library_facts(spec: OpSpec, device: str, here: Here) -> Facts:
-    """Returns the facts of one library as a dict for JSON, with its state and the reason for it.
-
-    Returns:
-        "state" is "prebuilt", "cached", "can build", "failed" (a stored compile error) or "cannot".
-        The other facts are those of the entry, or of a build where there is none.
-    """
+    """Returns the facts of one library as a dict for JSON, with its state and the reason for it."""
     facts: Facts = {"op": spec.NAME, "device": device, "state": "", "reason": ""}
     facts.update(key="", path="", archs=[], seconds=None, size=None, built=None, compiler="")
     facts["min_arch"] = list(spec.min_arch) if spec.needs_archs(device) else None
@@ -249,11 +232,7 @@ def cache_folder(location: cache.Location) -> Facts:
 
 
 def collect(builders: Iterable[OpSpec], problems: Mapping[str, str] | None = None) -> Facts:
-    """Returns the whole report as a dict for JSON.
-
-    Args:
-        problems: names of ops whose builders do not load, with the reasons.
-    """
+    """Returns the whole report for JSON; ``problems`` maps ops whose builders fail to reasons."""
     core = DispatcherSpec()
     now = here()
     builders = [core, JaxHandlersSpec(), *builders]

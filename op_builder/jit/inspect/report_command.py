@@ -21,11 +21,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Prints the report.
-
-    Returns:
-        Exit status: 0, or 1 if the settings are such that a call would raise an error.
-    """
+    """Prints the report; returns 1 if the settings are such that a call would raise an error."""
     facts = report.of_all_ops()
     found = verdict.verdict(facts)
     more = {label: section() for label, section in args.sections.items()}
@@ -175,11 +171,7 @@ def _summary(rows: list[Facts]) -> Iterator[str]:
 def lines(
     facts: Facts, paths: bool = False, more: Mapping[str, list[str]] | None = None
 ) -> Iterator[str]:
-    """Yields the lines of the report as text; only paths may exceed ``WIDTH``.
-
-    Args:
-        more: lines of further sections by their labels.
-    """
+    """Yields the lines of the report as text; only paths may exceed ``WIDTH``."""
     yield from _machine(facts)
     yield from _gpus(facts)
     yield ""

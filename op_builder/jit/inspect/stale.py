@@ -16,14 +16,7 @@ from ..find.key import key_of
 
 
 class Current:
-    """Keys and compilers that up-to-date entries have.
-
-    Attributes:
-        keys: first digits of the up-to-date keys by library; a library that is missing here belongs
-            to an op that is not installed.
-        compilers: version text of the compiler that a build would use, by library.
-        machine: architecture of the CPU.
-    """
+    """First digits of up-to-date keys, and compilers, by library; only of installed ops."""
 
     def __init__(
         self,
@@ -32,12 +25,7 @@ class Current:
         machine: str,
         dispatcher: DispatcherSpec | None = None,
     ) -> None:
-        """Takes the attributes and the dispatcher.
-
-        Args:
-            dispatcher: dispatcher whose entries for other Pythons are up to date, too; None if they
-                are not to be recognised.
-        """
+        """Takes the attributes; entries of ``dispatcher`` for other Pythons are up to date, too."""
         self.keys, self.compilers, self.machine = keys, compilers, machine
         self._dispatcher = dispatcher
 
@@ -51,10 +39,8 @@ class Current:
     def stale(self, entry: Entry) -> str:
         """Returns the reason why an entry is stale, "" if it is not.
 
-        An entry is stale if it is damaged, if its sources or flags are not the present ones, or if
-        another compiler than the present one built it. A look-up still loads an entry of another
-        compiler.
-        Entries for another kind of CPU and of ops that are not installed are not stale.
+        It is if damaged, of other sources or flags, or built by another compiler; a look-up still
+        loads the last kind. Entries for other CPUs and of ops that are not installed are not stale.
         """
         if entry.problem:
             return entry.problem
@@ -70,10 +56,7 @@ class Current:
         return ""
 
     def use(self, entry: Entry) -> str:
-        """Returns the use of an entry that this process would not look up, such as "Python 3.12".
-
-        The text is "" for an entry that this process looks up, and for a stale entry.
-        """
+        """Returns whom an entry serves other than this process, such as "Python 3.12", or ""."""
         keys = self.keys.get(entry.library)
         if keys is None:
             return "an op that is not installed here"
@@ -85,10 +68,7 @@ class Current:
 
 
 def current(specs: Iterable[OpSpec]) -> Current:
-    """Returns keys and compilers of the up-to-date entries of ``specs``.
-
-    The compilers are run for their versions.
-    """
+    """Returns keys and compilers of the up-to-date entries of ``specs``; runs the compilers."""
     keys: dict[str, set[str]] = {}
     compilers: dict[str, str] = {}
     dispatcher = None

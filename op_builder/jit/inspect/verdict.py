@@ -13,13 +13,7 @@ _BUILT, _USABLE = ("prebuilt", "cached"), ("prebuilt", "cached", "can build")
 
 
 class Verdict(NamedTuple):
-    """Judgement on whether calls work on this machine.
-
-    Attributes:
-        ready: False if calls on a device that torch could use would raise an error.
-        text: the verdict, one sentence.
-        problems: what is in the way, each with what to do.
-    """
+    """Judgement on whether calls on each device that torch could use would work."""
 
     ready: bool
     text: str

@@ -33,12 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Prints key, look-up and next call of each library of an op.
-
-    Returns:
-        Exit status: 0 if the next call finds or builds the libraries, 1 if it would raise an error,
-        2 if no op is named.
-    """
+    """Explains an op's libraries; returns 1 if the next call would raise, 2 if no op is named."""
     from ... import get_builder
 
     specs = [get_builder(name) for name in ops_of(args)]
@@ -122,11 +117,7 @@ def _step(
 def _verdict(
     entry: Entry, spec: OpSpec, device: str, here: report.Here, facts: Facts
 ) -> tuple[str, bool]:
-    """Judges if a look-up would use an entry.
-
-    Returns:
-        The verdict as text, and True if a look-up would use the entry.
-    """
+    """Returns the verdict on an entry, and True if a look-up would use it."""
     if not facts["key"].startswith(entry.digits):
         return f"another key: {_difference(entry, spec, facts)}", False
     if entry.problem:
@@ -158,12 +149,7 @@ def _difference(entry: Entry, spec: OpSpec, facts: Facts) -> str:
 
 
 def _changed_sources(old: dict[str, str], new: dict[str, str]) -> list[str]:
-    """Returns texts that name changed, new and vanished sources, one text for each kind.
-
-    Args:
-        old: digest of each source by name, from the entry's manifest.
-        new: present digest of each source by name.
-    """
+    """Returns texts that name changed, new and vanished sources, one text for each kind."""
     changes = {
         "changed": [name for name in new if name in old and old[name] != new[name]],
         "new": [name for name in new if name not in old],
@@ -177,15 +163,7 @@ def _changed_sources(old: dict[str, str], new: dict[str, str]) -> list[str]:
 
 
 def _changed_flags(old: list[str], new: list[str]) -> list[str]:
-    """Returns text on how the compiler flags of a cached library differ from the present ones.
-
-    Args:
-        old: flags in the entry's manifest; empty if none are recorded.
-
-    Returns:
-        A list of one text, such as "flags: now -O3, not -O2"; an empty list if the flags are equal
-        or ``old`` is empty.
-    """
+    """Returns text such as "flags: now -O3, not -O2" in a list; none if equal or unrecorded."""
     if not old or old == new:
         return []
     added = " ".join(flag for flag in new if flag not in old)
@@ -194,12 +172,7 @@ def _changed_flags(old: list[str], new: list[str]) -> list[str]:
 
 
 def _next(spec: OpSpec, device: str, here: report.Here) -> Facts:
-    """Returns the outcome of the next call as a dict for JSON.
-
-    Returns:
-        "state" and "archs" of ``library_facts``; "raises", True if the call raises an error;
-        "text", a sentence on what it does.
-    """
+    """Returns the outcome of the next call as a dict for JSON."""
     row = report.library_facts(spec, device, here)
     state, where = row["state"], cache.user_cache().path
     raises = state in ("failed", "cannot")

@@ -27,14 +27,7 @@ _STOP_PAUSE = 0.1  # seconds
 
 
 class Wanted(NamedTuple):
-    """One library to compile.
-
-    Attributes:
-        spec: the op.
-        device: "cpu" or "cuda".
-        archs: GPU archs to compile for; none without GPU code.
-        label: name for reports, by default the op's; set for dispatchers alone.
-    """
+    """One library to compile; ``label``, set for dispatchers alone, replaces its op in reports."""
 
     spec: OpSpec
     device: str
@@ -47,11 +40,7 @@ class Wanted(NamedTuple):
         return self.label or self.spec.NAME
 
     def cost(self) -> tuple[bool, int, int]:
-        """Returns an estimate of the build's length, to sort by; the longest has the greatest.
-
-        Returns:
-            True for a dispatcher, the number of compilations, and the bytes of sources and headers.
-        """
+        """Returns a sort key of the build's length: is a dispatcher, compilations, source bytes."""
         spec = self.spec
         sources = [os.path.join(spec.root, name) for name in spec.device_sources(self.device)]
         read = sum(os.path.getsize(path) for path in closure(sources, spec.include_folders()))
@@ -80,13 +69,7 @@ def manifest_report(wanted: Wanted, state: str, path: str) -> LibraryReport:
 def _build_one(
     wanted: Wanted, location: Location | None, jobs: int, started: float, verbose: bool
 ) -> LibraryReport:
-    """Compiles one library and returns its row, whose state is "built" or "failed"; raises nothing.
-
-    Args:
-        location: cache folder to build in; None for the user's.
-        jobs: number of compilers at once.
-        started: seconds since the epoch at which the caller began to wait.
-    """
+    """Compiles one library and returns its row, "built" or "failed"; raises no ``Exception``."""
     from ..build.service import build
 
     try:
@@ -128,17 +111,9 @@ def build_all(
     started: float | None = None,
     verbose: bool = False,
 ) -> BuildReport:
-    """Compiles all libraries of ``wanted``, those with long builds first.
+    """Compiles all libraries, those with long builds first; a build that fails stops no other.
 
-    A build that fails stops no other.
-
-    Args:
-        location: cache folder to build in; None for the user's.
-        jobs: number of compilers at once, in all builds together.
-        started: seconds since the epoch at which the caller began to wait, by default now.
-
-    Returns:
-        The report, with one row per library in the order of ``wanted``.
+    All builds share ``jobs`` compilers. The report's rows are in the order of ``wanted``.
     """
     since = time.time() if started is None else started
     begin = time.monotonic()
@@ -172,11 +147,7 @@ def build_all(
 def _fitting(pending: list[Wanted], free: int) -> Iterator[tuple[Wanted, int]]:
     """Removes from ``pending`` the libraries whose builds can start now.
 
-    A library gets one compiler while others wait: its sources differ in length, and more would let
-    some idle.
-
-    Args:
-        pending: libraries not yet started, in order.
+    One gets one compiler while others wait: its sources differ in length, and more would idle.
     """
     while pending and free:
         item = pending.pop(0)

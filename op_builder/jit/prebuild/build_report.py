@@ -15,18 +15,10 @@ STATES = ("built", "present", "skipped", "failed")
 
 
 class LibraryReport(NamedTuple):
-    """One library of a prebuild.
+    """One library of a prebuild: "built", "present" before, "skipped" or "failed".
 
-    Attributes:
-        op: name of the op, or "dispatcher" and a Python version.
-        device: "cpu" or "cuda".
-        state: "built", "present" if it was there already, "skipped" if it was not to be built, or
-            "failed".
-        archs: names of the GPU archs it holds; none without GPU code.
-        seconds: duration of its build, 0 if it is not known.
-        size: bytes of the library, 0 without one.
-        path: path of the library, "" without one.
-        reason: reason why it was skipped or failed, else "".
+    ``op`` may be "dispatcher" and a Python version; ``seconds`` and ``size``, in bytes, are 0 if
+    not known.
     """
 
     op: str
@@ -40,13 +32,7 @@ class LibraryReport(NamedTuple):
 
 
 class BuildReport(NamedTuple):
-    """Result of a prebuild; ``str()`` of it is a table.
-
-    Attributes:
-        libraries: one row per library.
-        seconds: duration of the whole prebuild.
-        jobs: number of compilers that may have run at once.
-    """
+    """Result of a prebuild, with one row per library; ``str()`` of it is a table."""
 
     libraries: tuple[LibraryReport, ...]
     seconds: float = 0.0

@@ -62,22 +62,12 @@ def torch_has_cuda() -> bool:
 
 
 def cuda_expected() -> bool:
-    """Returns True if there are signs that CUDA libraries will be used on this machine.
-
-    They are an arch list in the environment, a visible GPU, or a torch with CUDA.
-    """
+    """Returns True given an arch list in the environment, a visible GPU, or a torch with CUDA."""
     return named_arch_list() is not None or bool(visible_capabilities()) or torch_has_cuda()
 
 
 def _asked_by_apex(builders: Mapping[str, OpSpec]) -> dict[str, str]:
-    """Returns the ops that apex's variables ask for by the extensions that they serve.
-
-    Args:
-        builders: ops by name, whose own variables come first.
-
-    Returns:
-        The variable by the op's name.
-    """
+    """Returns the variables of apex that ask for ops, by op, unless an op has that variable."""
     own = {spec.BUILD_VAR for spec in builders.values()}
     asked = {}
     for extension in (*_APEX_SERVED, *sorted(_APEX_UNSERVED)):
@@ -96,12 +86,8 @@ def _asked_by_apex(builders: Mapping[str, OpSpec]) -> dict[str, str]:
 def select(builders: Mapping[str, OpSpec]) -> list[Choice]:
     """Returns a decision for each library of the ops, from ``APEX_BUILD_*`` variables.
 
-    ``APEX_BUILD_<OP>`` decides for one op, as apex's variable for an extension that the op serves
-    does; else ``APEX_BUILD_CUDA_OPS`` asks for both libraries of every op and
-    ``APEX_BUILD_CPP_OPS`` for the CPU ones. The dispatcher is not among them.
-
-    Args:
-        builders: ops by name.
+    Variables for one op, also apex's, come first; ``APEX_BUILD_CUDA_OPS`` asks for both libraries
+    of every other op, ``APEX_BUILD_CPP_OPS`` for the CPU ones.
     """
     asked = _asked_by_apex(builders)
     cpp, cuda = env.boolean(CPP_OPS, False), env.boolean(CUDA_OPS, False)
@@ -128,11 +114,7 @@ def select(builders: Mapping[str, OpSpec]) -> list[Choice]:
 
 
 def unknown_variables(builders: Mapping[str, OpSpec]) -> list[str]:
-    """Returns the sorted names of ``APEX_BUILD_*`` variables that nothing reads.
-
-    Args:
-        builders: ops by name, whose ``BUILD_VAR`` are read.
-    """
+    """Returns the sorted names of ``APEX_BUILD_*`` variables that nothing reads."""
     known = {spec.BUILD_VAR for spec in builders.values()}
     known.update((*GROUPS, pythons.VARIABLE, MACHINE, LABEL))
     known.update(f"APEX_BUILD_{name}" for name in (*_APEX_SERVED, *_APEX_UNSERVED))
@@ -142,11 +124,7 @@ def unknown_variables(builders: Mapping[str, OpSpec]) -> list[str]:
 
 
 def check_install(builders: Mapping[str, OpSpec], arguments: Iterable[str] = ()) -> list[Choice]:
-    """Returns which libraries an installation compiles, after checking its settings.
-
-    Args:
-        builders: ops by name.
-    """
+    """Returns which libraries an installation compiles, after checking its settings."""
     choices = select(builders)
     for name in unknown_variables(builders):
         known = [
@@ -178,9 +156,7 @@ def named_machine() -> str:
 
 
 def version_label() -> str:
-    """Returns what ``APEX_BUILD_LABEL`` adds to the version: "+cpu" for "cpu", "" if it is
-    unset.
-    """
+    """Returns what ``APEX_BUILD_LABEL`` adds to the version: "+cpu" for "cpu", "" if unset."""
     label = os.environ.get(LABEL, "").strip()
     if label and re.fullmatch(r"[a-z0-9]+(\.[a-z0-9]+)*", label) is None:
         raise SettingError(
@@ -202,14 +178,9 @@ def _check_machine(choices: Iterable[Choice]) -> None:
 def into_package(
     builders: Mapping[str, OpSpec], choices: Sequence[Choice], target: str
 ) -> BuildReport:
-    """Compiles the wanted libraries, and dispatchers, into a folder of a package.
+    """Compiles the wanted libraries, for ``APEX_BUILD_MACHINE``, into a folder of a package.
 
-    The CPU architecture is the one that ``APEX_BUILD_MACHINE`` names. There is a dispatcher for
-    each Python that ``APEX_BUILD_PYTHONS`` lists, and one library of
-    handlers for JAX.
-
-    Args:
-        builders: ops by name.
+    Adds a dispatcher for each of ``APEX_BUILD_PYTHONS``, and one library of handlers for JAX.
     """
     with compile_for(named_machine()):
         return _into_package(builders, choices, target)

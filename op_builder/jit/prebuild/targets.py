@@ -26,15 +26,7 @@ DEVICES = ("cpu", "cuda")
 
 
 class Choice(NamedTuple):
-    """Decision about one library of a prebuild.
-
-    Attributes:
-        op: name of the op.
-        device: "cpu" or "cuda".
-        wanted: True to compile it, False to skip it.
-        insisted: True if the op was asked for by name, so that it is an error if no arch serves it.
-        reason: reason why it is skipped, "" if it is wanted.
-    """
+    """Decision about one library of a prebuild; if ``insisted``, it is an error if no arch fits."""
 
     op: str
     device: str
@@ -44,22 +36,14 @@ class Choice(NamedTuple):
 
 
 class Targets(NamedTuple):
-    """Archs that a prebuild compiles GPU code for.
-
-    Attributes:
-        named: an arch list and its source as ``(source, list)``, such as a variable's name or
-            "arch"; None if there is no list.
-        capabilities: capabilities of the visible GPUs, which count if there is no list.
-    """
+    """Archs that a prebuild compiles for: those ``named``, as ``(source, list)``, or the GPUs'."""
 
     named: tuple[str, str] | None
     capabilities: tuple[Capability, ...] = ()
 
     @classmethod
     def find(cls, text: str | None = None) -> Targets:
-        """Returns the archs of the list ``text``, else of the environment's list, else of the
-        GPUs.
-        """
+        """Returns the archs of ``text``, else of the environment's list, else of the GPUs."""
         named = ("arch", text) if text is not None else named_arch_list()
         if named is None:
             return cls(None, tuple(visible_capabilities()))
@@ -84,11 +68,7 @@ class Targets(NamedTuple):
 def plan(
     builders: Mapping[str, OpSpec], choices: Iterable[Choice], targets: Targets
 ) -> tuple[list[Wanted], list[LibraryReport]]:
-    """Turns decisions into libraries to compile and rows of those skipped.
-
-    Args:
-        builders: ops by name.
-    """
+    """Turns decisions into libraries to compile and rows of those skipped."""
     wanted: list[Wanted] = []
     rows: list[LibraryReport] = []
     for choice in choices:

@@ -23,14 +23,7 @@ _DISPATCHER = "apex_te_core"
 
 
 def check_ops(ops: str | Iterable[str] | None, builders: Mapping[str, OpSpec]) -> list[str]:
-    """Returns the names of the ops asked for, each once.
-
-    The dispatcher's name is allowed and adds nothing: it goes along with whatever is built.
-
-    Args:
-        ops: one name or several; None for all ops.
-        builders: ops by name.
-    """
+    """Returns the ops asked for, each once, all for None; drops the dispatcher, always built."""
     if ops is None:
         return sorted(builders)
     names = [ops] if isinstance(ops, str) else list(ops)
@@ -46,13 +39,7 @@ def choose_ops(
     device: str | None,
     targets: Targets,
 ) -> list[Choice]:
-    """Returns a decision for each library of the ops asked for.
-
-    Args:
-        builders: ops by name.
-        ops: one name or several; None for all ops.
-        device: "cpu" or "cuda"; None for both, without GPU libraries if no arch is known.
-    """
+    """Returns a decision for each library of ``ops`` on ``device``; None stands for all of them."""
     if device is not None and device not in DEVICES:
         raise SettingError(f"device must be one of {', '.join(DEVICES)}, got {device!r}")
     choices = []
@@ -111,10 +98,6 @@ def into_cache(
     """Compiles the wanted libraries and the dispatcher that no cache holds into the user's cache.
 
     One process builds; others that ask meanwhile wait and find its result.
-
-    Args:
-        builders: ops by name.
-        jobs: number of compilers at once; by default as many as the machine's limits allow.
     """
     started, begin = time.time(), time.monotonic()
     if jobs is not None and jobs < 1:
