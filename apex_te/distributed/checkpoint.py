@@ -204,9 +204,6 @@ class _Repeatable:
 
     It is made where ``checkpoint`` is called, and takes the conditions there.
 
-    Args:
-        tracker: object with ``get_states`` and ``set_states``, or None.
-
     Attributes:
         parts: hooks that save the first tensor in parts, if it is to be distributed.
         stack: with ``parts``, the stack that the hooks are entered into after the first call, when
@@ -266,10 +263,6 @@ class RunConditions:
 
     These are the ``fp8_autocast`` region and tracked random states of the place where this object
     is made, and the FP8 scales at the time of ``note_scales``.
-
-    Args:
-        tracker: object with ``get_states`` and ``set_states``, such as a ``CudaRNGStatesTracker``,
-            or None.
     """
 
     def __init__(self, tracker: Any = None) -> None:

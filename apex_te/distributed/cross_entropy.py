@@ -126,7 +126,6 @@ class _SplitCrossEntropy(torch.autograd.Function):
 
         Args:
             logits: [..., V], this rank's columns.
-            columns: this rank's columns.
         """
         rows = logits.detach().reshape(-1, columns.width).contiguous()
         losses, largest, exp_sum = split_losses(rows, targets, label_smoothing, columns)

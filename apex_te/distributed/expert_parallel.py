@@ -174,11 +174,7 @@ class TokenDispatcher:
         return None
 
     def _compare(self, tokens: torch.Tensor, probs: torch.Tensor, error: Exception | None) -> None:
-        """Checks that the ranks call ``dispatch`` alike; collective, and the host waits.
-
-        Args:
-            error: error for this rank's arguments, or None.
-        """
+        """Checks that the ranks call ``dispatch`` alike; collective, and the host waits."""
         values: dict[str, object] = {}
         if error is None:
             named = zip(_COMPARED, _kind(tokens, probs), strict=True)
@@ -285,9 +281,6 @@ class TokenDispatcher:
 
         The ranks are compared in this dispatcher's first call with gradients enabled and in its
         first without; further calls only raise ``error``.
-
-        Args:
-            error: error for ``results``, or None.
         """
         grad = torch.is_grad_enabled()
         known = self.ranks == 1 or grad in self._combined
@@ -379,7 +372,6 @@ def _by_expert(
     Args:
         rows: ``[rows, hidden]``, each for one of this rank's experts.
         owners: bool ``[rows, local_experts]``, True at the expert of each row.
-        align: multiple to which each expert's rows are padded.
 
     Returns:
         ``(ordered, ids)``: the padded rows ``[total, hidden]``, and the row map with which

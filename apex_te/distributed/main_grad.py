@@ -190,12 +190,6 @@ def _complete(
     the same parameters and that none has an ``error``. Its size is what the ranks last agreed on
     (``_Agreed.capacity``), so that ranks that differ still take part in the same collective; a
     second all-reduce carries numbers beyond this size once the ranks are known to agree.
-
-    Args:
-        gradients: gradient of each parameter, None if this rank has none. Zeros replace None if
-            another rank has a gradient.
-        group: process group, not None.
-        error: error that this rank found in its gradients, or None.
     """
     present = [int(gradient is not None) for gradient in gradients]
     is_usual = all(present) and error is None
@@ -254,7 +248,6 @@ def _check_agreement(numbers: torch.Tensor, count: int, group: Any) -> None:
     Args:
         numbers: int32, the MAX all-reduce of what each rank sends; its first ``HEADER`` numbers are
             those of ``comm.agreement.header``, by which ``compared`` sees differences and errors.
-        group: process group, not None.
     """
     found = compared(numbers[:HEADER].tolist())
     ranks = distributed.get_process_group_ranks(group)
@@ -278,7 +271,6 @@ def _add_zeros(
 
     Args:
         gradients: gradient of each parameter or None; changed in place.
-        anywhere: for each parameter, 1 if any rank has its gradient, else 0.
     """
     for i, parameter in enumerate(parameters):
         if gradients[i] is None and anywhere[i]:
@@ -304,11 +296,7 @@ def _reduce(gradients: list[torch.Tensor], group: Any, factor: float) -> None:
 
 
 def _land(work: Any, flat: torch.Tensor, bucket: list[torch.Tensor]) -> None:
-    """Waits for the all-reduce of a bucket and copies the sums to its gradients.
-
-    Args:
-        bucket: gradients to copy to; empty if ``flat`` is the gradient itself.
-    """
+    """Waits for the all-reduce of a bucket and copies the sums to its gradients."""
     work.wait()  # on a GPU the stream waits, not the host
     if bucket:
         parts = flat.split([gradient.numel() for gradient in bucket])

@@ -158,11 +158,6 @@ def call(
     is still needed and shares the memory of one that is not.
 
     Args:
-        op: stem of the op, e.g. "cast_transpose".
-        results: ``jax.ShapeDtypeStruct`` of each result by its parameter's name; a list of them, or
-            ``Stacked``, for a list.
-        only_read: parameters that the function's other arguments keep it from writing, though its
-            signature says that it writes them.
         arguments: the other parameters by name: arrays, lists of arrays or ``Stacked``, Python
             scalars. Optional tensors may be left out.
 

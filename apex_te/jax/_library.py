@@ -151,11 +151,7 @@ def _register(op: str, function: str, platform: str) -> None:
 
 
 def bind(op: str, function: str, platform: str) -> str:
-    """Returns XLA's name of a function, whose library is opened or built on the first call.
-
-    Args:
-        op: stem of the op, e.g. "cast_transpose".
-    """
+    """Returns XLA's name of a function, whose library is opened or built on the first call."""
     known = _bound.get((platform, function))
     if known != op:
         with _lock:

@@ -46,12 +46,7 @@ def varying_along(arrays: Iterable[Any]) -> frozenset[str]:
 
 
 def result_type(operands: Sequence[Any], shape: tuple[int, ...], dtype: Any) -> Any:
-    """Returns the abstract value of a result, which varies along the axes of the operands.
-
-    Args:
-        shape: shape of the result.
-        dtype: its dtype.
-    """
+    """Returns the abstract value of a result, which varies along the axes of the operands."""
     union = frozenset[str]().union(*map(_varying_axes, operands))
     mesh = next((x.sharding.mesh for x in operands if not x.sharding.mesh.empty), None)
     if mesh is None:
@@ -79,9 +74,6 @@ def gradient_like(primal: Any, gradient: Any) -> Any:
 
     It is summed over the axes of a ``shard_map`` along which its primal is one, and on Explicit
     axes it gets the primal's sharding.
-
-    Args:
-        gradient: the gradient, of the same shape; None for one that is not wanted.
     """
     if gradient is None:
         return None
@@ -168,10 +160,6 @@ class _Split:
 
     Of dimensions that arrays tie to each other a mesh axis splits one at most: the first that it
     splits in the order of the operands and then of the results, if it divides that.
-
-    Args:
-        values: shapes and shardings of the operands, or of the operands and the results.
-        usable: mesh axes that may split dimensions; None for all.
     """
 
     def __init__(

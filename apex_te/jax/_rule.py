@@ -149,12 +149,7 @@ class Rule(NamedTuple):
 
 
 def blocks_of(extents: Sequence[int], block: int) -> tuple[int, tuple[int, ...]]:
-    """Returns the dimensions of an array with an entry for each block of flattened elements.
-
-    Args:
-        extents: the dimensions of the elements.
-        block: elements in a block.
-    """
+    """Returns the dimensions of an array with an entry for each block of flattened elements."""
     for kept in reversed(range(len(extents))):
         rest = math.prod(extents[kept:])
         if rest % block == 0:
@@ -163,12 +158,7 @@ def blocks_of(extents: Sequence[int], block: int) -> tuple[int, tuple[int, ...]]
 
 
 def parse(function: str, text: str, split: str, ranks: Mapping[str, int]) -> Rule:
-    """Returns the rule that a text describes.
-
-    Args:
-        split: names of the dimensions that devices may share, such as "r c".
-        ranks: numbers of dimensions that names stand for, where it is not 1.
-    """
+    """Returns the rule that a text describes."""
 
     def term(part: str) -> Term:
         name, _, text = part.partition(":")

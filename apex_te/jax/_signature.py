@@ -45,11 +45,7 @@ def parse(function: str, signature: str) -> tuple[Parameter, ...]:
 
 @functools.cache
 def parameters_of(op: str, function: str) -> tuple[Parameter, ...]:
-    """Returns the parameters of a function that an op's header declares.
-
-    Args:
-        op: stem of the op, e.g. "cast_transpose".
-    """
+    """Returns the parameters of a function that an op's header declares."""
     spec = get_builder(op).functions().get(function)
     if spec is None:
         raise AttributeError(f"op {op} has no function {function}")

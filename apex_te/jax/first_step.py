@@ -76,11 +76,7 @@ def with_first_scale(
 
 
 def _amax(x: jax.Array, scale: jax.Array) -> jax.Array:
-    """Returns max |x| in float32, NaN above infinity; XLA would flush a subnormal one to zero.
-
-    Args:
-        x: the tensor, split over the devices of a mesh.
-    """
+    """Returns max |x| in float32, NaN above infinity; XLA would flush a subnormal one to zero."""
 
     def body(x: jax.Array) -> tuple[jax.Array]:
         bits = 8 * x.dtype.itemsize

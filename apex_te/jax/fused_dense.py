@@ -76,12 +76,7 @@ class _Steps:
     def backward(
         self, gradients: list[Any], normed: Any, copies: Any, part: Any, columns: int, wanted: Any
     ) -> tuple[list[Any], Any]:
-        """Returns the gradients of the primals, None for those not wanted, and the state.
-
-        Args:
-            copies: columnwise copy of x, rowwise copy of the kernel.
-            columns: number of dimensions of the kernel's columns.
-        """
+        """Returns the gradients of the primals, None for those not wanted, and the state."""
         with_x, with_scale, with_ln_bias, with_kernel, with_bias = map(is_wanted, wanted)
         in_front = with_x or with_scale or with_ln_bias
         dy: Any = gradients[0]

@@ -101,11 +101,7 @@ class _Steps:
     def backward(
         self, dy: Any, normed: Any, h: Any, copies: Any, first: Any, second: Any, wanted: _Wanted
     ) -> tuple[list[Any], Any, Any]:
-        """Returns the gradients of the primals, None for those not wanted, and both states.
-
-        Args:
-            copies: columnwise copies of x and the activation, rowwise copies of both weights.
-        """
+        """Returns the gradients of the primals, None for those not wanted, and both states."""
         x_columns, a_columns, wi_rows, wo_rows = copies
         dx = dwi = dwi_bias = dwo = None
         of_norm: list[Any] = [None, None]

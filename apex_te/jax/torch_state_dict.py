@@ -206,12 +206,7 @@ def _check_separate(state_dict: Mapping[str, Any], prefix: str, key: str) -> Non
 
 
 def _joined(leaf: Leaf, shape: tuple[int, ...], prefix: str, read: Any) -> np.ndarray:
-    """Returns a parameter of ``shape`` from the tensors of PyTorch that it is made of.
-
-    Args:
-        shape: its shape.
-        read: function that returns the tensor of a key and shape.
-    """
+    """Returns a parameter of ``shape`` from the tensors of PyTorch that it is made of."""
     if leaf.inputs is None:
         return read(prefix + leaf.keys[0], shape)
     several = len(leaf.keys) > 1

@@ -10,9 +10,6 @@ import torch
 def sorted_heads(x: torch.Tensor, *, repeats: int, groups: int) -> torch.Tensor:
     """Copies rows that lie group by group in the order of all queries, all keys and all values.
 
-    Args:
-        x: [groups * (repeats + 2) * size, ...], of any dtype.
-
     Returns:
         A new tensor of the shape and dtype of x.
     """
@@ -26,12 +23,7 @@ def sorted_heads(x: torch.Tensor, *, repeats: int, groups: int) -> torch.Tensor:
 
 
 def in_words(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Returns views of tensors with elements of 8 bytes, so that a GPU copies them faster.
-
-    Args:
-        tensors: tensors of one dtype. If one of them cannot be viewed so, all are returned as they
-            are.
-    """
+    """Returns views of tensors with elements of 8 bytes, so that a GPU copies them faster."""
     per_word = 8 // tensors[0].element_size()
     if all(
         t.stride(-1) == 1

@@ -27,7 +27,6 @@ def run(
     Args:
         inp: [tokens, hidden].
         probs: [tokens, width], as in ``moe_permute.permute``.
-        routing_map: as in ``moe_permute.make_map``; not read if ``row_id_map`` is given.
 
     Returns:
         (permuted rows [rows, hidden], permuted probs [rows] or None without probs, the row_id_map

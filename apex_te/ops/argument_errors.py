@@ -189,10 +189,8 @@ def _class(kind: str, scope: dict[str, Any]) -> Any:
 
 
 def _tensor_problem(place: str, value: Any, may_be_meta: bool = False) -> Exception | None:
-    """Returns the error for an argument that is not a dense tensor of a real dtype; None if it is.
-
-    Args:
-        may_be_meta: allow a tensor on the meta device.
+    """Returns the error for an argument that is not a dense tensor of a real dtype; None if it
+    is.
     """
     actual = None
     if not isinstance(value, torch.Tensor):

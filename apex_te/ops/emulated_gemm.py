@@ -190,10 +190,6 @@ def _issue(kind, a, b, a_scale, b_scale, out, bias, accumulate):
     """Runs the GEMM as one registered op, whose rounding a compiler cannot change.
 
     The other arguments are those that ``_prepare`` checked or returned.
-
-    Args:
-        kind: format of the operands: "mx", "hif8", "fp8", or "block" followed by the block rows of
-            ``a`` and of ``b``, e.g. "block 1 128".
     """
     if kind == "mx" and torch.compiler.is_compiling():  # inductor does not support float8_e8m0fnu
         a_scale, b_scale = a_scale.view(torch.uint8), b_scale.view(torch.uint8)

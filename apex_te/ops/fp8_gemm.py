@@ -194,9 +194,6 @@ def _first_rows(out: torch.Tensor, rows: int) -> torch.Tensor:
 
     ``out`` itself is resized, or under a tracer or a transform copied. A view would not do:
     autograd refuses in-place changes of a view that an autograd function returned.
-
-    Args:
-        out: tensor that only the caller has.
     """
     if transforms_active() or dispatch_modes() or jit_tracing():
         return out[:rows].clone()
@@ -354,7 +351,6 @@ def _padded(x: torch.Tensor, rows: int) -> torch.Tensor:
 
     Args:
         x: the operand [M, K].
-        rows: number of rows of zeros to append.
     """
     return F.pad(x.view(torch.uint8), (0, -x.shape[1] % _MULTIPLE, 0, rows)).view(x.dtype)
 

@@ -129,9 +129,6 @@ def _loaded_times(launch: Callable[[int], None], cool: dict[int, float]) -> dict
     """Returns the mean milliseconds of each algorithm, by its number, on a GPU under load.
 
     Each algorithm runs in blocks of launches, which take turns with those of the others.
-
-    Args:
-        cool: milliseconds of a launch of each algorithm to time, by its number.
     """
     global _loaded_at
 

@@ -206,10 +206,6 @@ def _observed(registered: Any, args: tuple[Any, ...]) -> None:
 
     For calls under a dispatch mode, a torch.func transform, forward-mode AD or ``torch.jit.trace``.
     The call is refused if one of these would lose results or need a derivative.
-
-    Args:
-        args: arguments of the op by position; prepared lists (``runtime.tensor_list``) are
-            passed on as plain lists.
     """
     name = registered.__name__
     if jit_tracing() and any(_writes_list(a) for a in registered.default._schema.arguments):

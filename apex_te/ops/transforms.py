@@ -199,9 +199,6 @@ def _each_sample(
 ) -> Any:
     """Applies ``_Forward`` or ``_Backward`` to each sample of a batch: its rule for ``vmap``.
 
-    Args:
-        in_dims: the batch dimension of each argument, of ``call`` first; None for one without.
-
     Returns:
         (results stacked along dimension 0, the dimensions of the batch in them); None for a None.
     """
@@ -309,11 +306,7 @@ def _samples(value: Any, level: int) -> Any:
 
 
 def _take(value: Any, i: int, copies: list[tuple[torch.Tensor, torch.Tensor]]) -> Any:
-    """Returns sample ``i`` of a ``_Samples`` as a contiguous, aligned tensor; else the value.
-
-    Args:
-        copies: gets the pair (sample, copy) if the sample had to be copied.
-    """
+    """Returns sample ``i`` of a ``_Samples`` as a contiguous, aligned tensor; else the value."""
     if not isinstance(value, _Samples):
         return value
     sample = value.value[i]

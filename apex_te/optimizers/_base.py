@@ -443,11 +443,7 @@ class FusedOptimizer(SavingOptimizer):
     def _options(
         self, group: dict[str, Any], bucket: Bucket, scalars: Scalars, *names: str
     ) -> dict[str, Any]:
-        """Adds 1 to the step count of ``bucket`` and returns keyword arguments for its op.
-
-        Args:
-            scalars: loss scale and skip flag of this step.
-        """
+        """Adds 1 to the step count of ``bucket`` and returns keyword arguments for its op."""
         inv_scale, found_inf = scalars.on(bucket.device)
         bucket.advance(found_inf)
         return {
@@ -556,11 +552,7 @@ class FusedOptimizer(SavingOptimizer):
         return buckets
 
     def _state_of(self, param: torch.Tensor, names: tuple[str, ...], counts: bool) -> State:
-        """Returns the state of ``param`` after adding the entries that are missing.
-
-        Args:
-            counts: True if the state needs a step count.
-        """
+        """Returns the state of ``param`` after adding the entries that are missing."""
         state = self.state[param]
         if counts and STEP not in state:
             # torch.optim's SGD counts no steps: a loaded buffer has taken at least one.

@@ -42,12 +42,7 @@ def has_master(param: torch.Tensor) -> bool:
 
 
 def new_state(param: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Returns zeros for a moment or master weight of ``param``.
-
-    Args:
-        param: the parameter, which gives shape, device and memory format.
-        dtype: dtype of the zeros.
-    """
+    """Returns zeros for a moment or master weight of ``param``."""
     part = local(param)
     if needs_copy(part):
         zeros = torch.zeros(part.shape, dtype=dtype, device=part.device)
@@ -100,11 +95,7 @@ def dense_order(tensor: torch.Tensor) -> tuple[int, ...] | None:
 
 
 def follow_format(stored: torch.Tensor, param: torch.Tensor) -> None:
-    """Gives a moment or master weight of ``param`` the memory format that ``param`` has now.
-
-    Args:
-        stored: the state, of any dtype; it gets other memory if its format is another.
-    """
+    """Gives a moment or master weight of ``param`` the memory format that ``param`` has now."""
     part, kept = local(param), local(stored)
     if dense_order(kept) != (None if needs_copy(part) else dense_order(part)):
         with torch.no_grad():
@@ -149,10 +140,6 @@ class Bucket:
     The lists ``params``, ``masters`` and each list of ``moments`` have a tensor for each parameter,
     in one order. The tensors share memory with parameter and state; for a DTensor they are this
     rank's part.
-
-    Args:
-        scales: for each of ``params`` the scales of its scaled state, by key.
-        is_decoupled: True if gradients are ``param.decoupled_grad``.
 
     Attributes:
         params: list of the tensors that the op updates: the parameters, or the master weights of
@@ -270,12 +257,7 @@ class Bucket:
             state[STEP] = step
 
     def advance(self, found_inf: torch.Tensor | None) -> None:
-        """Adds 1 to the step count unless ``found_inf`` says that the step is skipped.
-
-        Args:
-            found_inf: one element on the device, not 0 if the step is skipped; an int count becomes
-                a tensor, so that nothing waits for it. None if the step is taken in any case.
-        """
+        """Adds 1 to the step count unless ``found_inf`` says that the step is skipped."""
         before = self.step
         if before is None:
             return

@@ -99,10 +99,6 @@ class Halves(Stored):
 
     The bits of the number, an integer, are those of the parameter times 2**16, plus the remainder,
     which has a sign: the parameter is the number rounded to nearest, ties away from zero.
-
-    Args:
-        params: contiguous bfloat16 tensors.
-        remainders: int16 tensors of their shapes.
     """
 
     def __init__(self, params: Sequence[torch.Tensor], remainders: Any) -> None:
@@ -136,7 +132,6 @@ def _pieces(
     """Returns zeros of the shapes of some tensors that share one allocation, and the allocation.
 
     Args:
-        like: tensors that give shapes and device.
         dtype: dtype of 4 bytes.
 
     Returns:
@@ -162,7 +157,6 @@ def state_list(tensors: Any, scales: Sequence[torch.Tensor] | None) -> StateList
     """Returns the list of stored tensors by their dtype.
 
     Args:
-        tensors: prepared list of tensors of one dtype.
         scales: for each a float32 scalar, for a dtype in ``SCALED``; else None.
     """
     dtype = tensors[0].dtype
@@ -190,7 +184,6 @@ def scaled(number: torch.Tensor, stored: torch.Tensor, scale: torch.Tensor) -> N
     """Stores float32 numbers in a float16 or FP8 tensor, and writes its scale.
 
     Args:
-        number: the numbers, which are not changed.
         scale: float32 scalar to write.
     """
     Scaled([stored], [scale]).store([number.to(torch.float32, copy=True).contiguous()])

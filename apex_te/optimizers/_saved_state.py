@@ -108,11 +108,7 @@ class SavingOptimizer(torch.optim.Optimizer):
     def _put(
         self, param: torch.Tensor, name: str, number: torch.Tensor, dtype: torch.dtype
     ) -> None:
-        """Stores float32 numbers as new state of ``param``.
-
-        Args:
-            dtype: dtype to store them in.
-        """
+        """Stores float32 numbers as new state of ``param``."""
         part = local(number)
         if dtype in SCALED:
             stored = torch.zeros_like(part, dtype=dtype)
@@ -229,11 +225,7 @@ class SavingOptimizer(torch.optim.Optimizer):
         return _steps_of_groups(state_dict)
 
     def _take(self, param: torch.Tensor, kept: State) -> None:
-        """Converts the loaded state of ``param`` to the dtypes of this optimizer, in place.
-
-        Args:
-            param: the parameter, which gives shape, device and placement.
-        """
+        """Converts the loaded state of ``param`` to the dtypes of this optimizer, in place."""
         if "max_exp_avg_sq" in kept:
             raise ValueError(f"{self._name}: state_dict must be without amsgrad, got its state")
         for name in (n for n in self._required_state if n not in kept):
@@ -287,11 +279,7 @@ class SavingOptimizer(torch.optim.Optimizer):
     def _load(
         self, param: torch.Tensor, name: str, value: torch.Tensor, dtype: torch.dtype
     ) -> None:
-        """Stores loaded state of ``param`` in new memory.
-
-        Args:
-            dtype: dtype to store them in.
-        """
+        """Stores loaded state of ``param`` in new memory."""
         self._check_shape(param, name, value)
         with torch.no_grad():
             state = new_state(param, torch.float32 if dtype in SCALED else dtype)

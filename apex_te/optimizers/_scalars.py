@@ -14,11 +14,7 @@ from ..runtime import moved
 class Scalars:
     """Inverse loss scale and skip flag of one step, copied to each device that asks for them.
 
-    Args:
-        grad_scale: the loss scale, a number or a tensor of one element, by which gradients are to
-            be divided; None if they are not scaled.
-        found_inf: a tensor of one element, not 0 if the step is to be skipped; None if it is taken
-            in any case, also 0, which a ``GradScaler`` passes that has found no gradient.
+    A ``GradScaler`` without gradients passes 0 instead of a tensor as ``found_inf``.
     """
 
     def __init__(self, grad_scale: Any = None, found_inf: Any = None) -> None:
@@ -50,10 +46,6 @@ class Scalars:
     @classmethod
     def of(cls, optimizer: torch.optim.Optimizer, scaler: Any = None) -> Scalars:
         """Returns the scalars for one step of ``optimizer``.
-
-        Args:
-            scaler: the ``torch.amp.GradScaler`` that ``step`` was given, or None. It is asked as
-                its own ``step`` would do, and notes that ``optimizer`` has stepped.
 
         Raises:
             RuntimeError: ``scaler.update()`` was not called since the last step, or

@@ -26,10 +26,6 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
 def with_part(tensor: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
     """Wraps a local tensor as ``tensor`` is wrapped.
 
-    Args:
-        tensor: DTensor that gives mesh, placements and whole shape, or a plain tensor.
-        part: this rank's part of the new tensor.
-
     Returns:
         A DTensor around ``part``; ``part`` itself if ``tensor`` is plain.
     """
@@ -46,9 +42,6 @@ def placed(owner: str, what: str, tensor: torch.Tensor, param: torch.Tensor) -> 
 
     A DTensor with other placements, Partial among them, is redistributed by collectives, as torch's
     ops do it; a tensor that is placed alike is returned as it is.
-
-    Args:
-        what: noun for ``tensor`` in error messages, such as ``"gradients"``.
     """
     spec, wanted = getattr(tensor, "_spec", None), getattr(param, "_spec", None)
     if spec is wanted:
@@ -77,9 +70,6 @@ class ShardSums:
     A number that belongs to a sharded DTensor, such as its square sum, is summed over the ranks
     that hold other shards of it. A number that belongs to a tensor that the rank has whole is left
     as it is.
-
-    Args:
-        device: device of the numbers.
     """
 
     def __init__(self, tensors: Sequence[torch.Tensor], device: torch.device) -> None:

@@ -22,9 +22,6 @@ class ShardedLamb:
     in place of the parameters, with a learning rate of 1, and gives the moments and the unscaled
     update. The norms are then summed over ranks, and the updates scaled, outside the op. Nothing
     waits for the device. A step needs memory for two float32 copies of this rank's shards.
-
-    Args:
-        buckets: the buckets, at least one.
     """
 
     def __init__(self, buckets: Sequence[Bucket]) -> None:
@@ -40,11 +37,7 @@ class ShardedLamb:
         return bool(self._sums)
 
     def norm(self, grads: list[torch.Tensor]) -> torch.Tensor:
-        """Returns the norm of all gradients together, a float32 scalar on the device.
-
-        Args:
-            grads: this rank's gradients of all buckets, in order.
-        """
+        """Returns the norm of all gradients together, a float32 scalar on the device."""
         return self._norms(grads).square_().sum().sqrt_().float()
 
     def _norms(self, *lists: Any) -> torch.Tensor:
@@ -92,7 +85,6 @@ def _direct(
     """Updates the moments of ``bucket``, and writes the update for a learning rate of 1.
 
     Args:
-        base: tensors that weight decay reads: master weights if there are any, else parameters.
         update: float32 zeros in the shapes of ``base``, which receive the update.
     """
     decay = options["weight_decay"]

@@ -124,10 +124,6 @@ class FusedLAMB(FusedOptimizer):
     def _sharded_steps(self, device: torch.device, items: list[Work]) -> ShardedLamb | None:
         """Returns the object that updates sharded parameters, kept until the buckets change.
 
-        Args:
-            device: device of the buckets.
-            items: all buckets of the step on this device.
-
         Returns:
             The object; None if no bucket has a DTensor. A falsy one means that the DTensors are
             replicated, and the op can update all buckets itself.

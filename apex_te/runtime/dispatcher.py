@@ -115,9 +115,6 @@ def function(op: str, name: str) -> Any:
     """Returns a callable for one C function of an op; it takes torch tensors and scalars.
 
     The library for a device is opened, or built, when the callable first meets a tensor there.
-
-    Args:
-        op: stem of the op, e.g. "cast_transpose".
     """
     bound = _functions.get((op, name))
     if bound is None:

@@ -28,11 +28,6 @@ class Entered:
 def leave(entered: list[Any], holder: dict[str, Any], name: str) -> Any:
     """Removes from its thread's list the link that a context manager entered last.
 
-    Args:
-        entered: all links that the context manager has entered and not left, from which the link is
-            removed. Links of the calling thread are preferred, because threads may share the
-            context manager.
-
     Returns:
         The link that was removed; None if ``entered`` is empty, so that there is nothing to leave.
     """

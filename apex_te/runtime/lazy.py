@@ -11,12 +11,7 @@ from typing import Any
 def attach(
     package: str, names: dict[str, str], beside: str = ""
 ) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
-    """Returns ``__getattr__`` and ``__dir__`` for a package that import its names on first use.
-
-    Args:
-        names: for each lazy name the submodule that defines it; an empty string if the name is
-            itself a submodule. Without any, a package only gets hints for misspelt names.
-    """
+    """Returns ``__getattr__`` and ``__dir__`` for a package that import its names on first use."""
 
     def get(name: str) -> Any:
         where = names.get(name)

@@ -31,9 +31,6 @@ def named_arguments(owner: str = "", **names: str) -> Callable[[_F], _F]:
     An error of a function called inside, about an argument that was passed on, is raised again with
     the outer names. Constructors also check the types of flags, functions and devices; other calls
     that succeed cost no checks.
-
-    Args:
-        owner: the function's name in errors, by default its own; a constructor's is its class's.
     """
 
     def decorate(function: _F) -> _F:
@@ -67,10 +64,6 @@ def renamed(
     error: Exception, owner: str, arguments: Iterable[str], names: dict[str, str]
 ) -> Exception | None:
     """Returns the error of a function called inside as one of the function that the user called.
-
-    Args:
-        error: the error, whose text begins with "function: argument" if the suite raised it.
-        names: its name of each argument that the inner function knows by another.
 
     Returns:
         An error of the same type with the outer names in its text; None if the text has the outer

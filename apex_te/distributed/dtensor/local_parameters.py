@@ -82,7 +82,6 @@ def _locals(
     """Returns the tensors that forward reads in place of the parameters, by name.
 
     Args:
-        parameters: parameters of the module, DTensors, plain or None.
         stacked: exchanges of rows by name of a parameter.
     """
     found: dict[str, torch.Tensor | None] = {}

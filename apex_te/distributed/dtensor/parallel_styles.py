@@ -227,7 +227,6 @@ def _refuse(split: _Split, what: str, wanted: str, got: Any) -> NotImplementedEr
     """Returns the error for a module that styles do not support.
 
     Args:
-        what: what is not supported, such as a module's option.
         wanted: what it must be instead.
     """
     return NotImplementedError(f"{split.owner}: {what} must be {wanted}, got {got}")
@@ -282,13 +281,7 @@ def _divided(split: _Split, module: torch.nn.Module, name: str, value: int) -> i
 def _linear_changes(
     module: Any, split: _Split, mode: str, matrices: tuple[int, ...] = ()
 ) -> list[Change]:
-    """Returns functions that split a linear layer over the ranks, which is unchanged until then.
-
-    Args:
-        mode: "column" or "row", as ``parallel_mode``.
-        matrices: number of rows of each matrix, if the weight holds several one after the other;
-            the ranks divide each.
-    """
+    """Returns functions that split a linear layer over the ranks, which is unchanged until then."""
     _check_gemms(module, split)
     column = mode == "column"
     weights, biases = (module._linear_names(kind) for kind in ("weight", "bias"))
@@ -323,9 +316,6 @@ def _linear_changes(
 
 def _stacked(names: Iterable[str], matrices: tuple[int, ...], split: _Split) -> dict[str, Exchange]:
     """Returns the exchange of rows for each parameter that holds several matrices.
-
-    Args:
-        names: names of parameters with the same rows: a weight and its bias.
 
     Returns:
         Exchanges by name; empty for one matrix or one rank, which need no exchange.
@@ -438,12 +428,7 @@ def _make_parallel(module: Any, split: _Split) -> None:
 def _distribute(
     module: torch.nn.Module, split: _Split, names: Iterable[str], placement: Placement
 ) -> None:
-    """Replaces parameters of ``module`` by DTensors.
-
-    Args:
-        split: arguments of the style. All ranks get the values of ``src_data_rank``; with None each
-            keeps its values.
-    """
+    """Replaces parameters of ``module`` by DTensors."""
     dim = placement.dim if isinstance(placement, Shard) else None
     for name in names:
         whole = module._parameters.get(name)

@@ -35,11 +35,7 @@ class Exchange(NamedTuple):
 
 
 def shares_of(matrices: tuple[int, ...], rank: int, ranks: int) -> list[tuple[int, int]]:
-    """Finds the rows of each matrix that ``rank`` computes with.
-
-    Args:
-        matrices: number of rows of each matrix, multiples of ``ranks``.
-    """
+    """Finds the rows of each matrix that ``rank`` computes with."""
     found, top = [], 0
     for rows in matrices:
         own = rows // ranks
@@ -49,11 +45,7 @@ def shares_of(matrices: tuple[int, ...], rank: int, ranks: int) -> list[tuple[in
 
 
 def exchange_of(matrices: tuple[int, ...], rank: int, ranks: int) -> Exchange:
-    """Returns the plan of ``rank`` for the rows of a parameter that holds several matrices.
-
-    Args:
-        matrices: number of rows of each matrix, multiples of ``ranks``.
-    """
+    """Returns the plan of ``rank`` for the rows of a parameter that holds several matrices."""
     kept = sum(matrices) // ranks
 
     def pieces(source: int, receiver: int) -> list[tuple[int, int]]:

@@ -168,7 +168,6 @@ class HookedParam(GatheredParam):
         """Quantizes this rank's rows; body of the hook ``fsdp_pre_all_gather``.
 
         Args:
-            mesh: device mesh over which FSDP2 gathers.
             size: shape ``[rows, cols]`` of the whole parameter.
 
         Returns:
@@ -211,11 +210,7 @@ class HookedParam(GatheredParam):
     def _payload_alone(
         self, x: torch.Tensor, dtype: torch.dtype | None
     ) -> tuple[tuple[torch.Tensor, ...], Any]:
-        """Does what ``payload`` does, for this parameter alone.
-
-        Args:
-            dtype: dtype to cast ``x`` to before it is quantized; None keeps that of ``x``.
-        """
+        """Does what ``payload`` does, for this parameter alone."""
         self._check_shard(x)
         if dtype is not None and dtype is not x.dtype:
             x = x.to(dtype)
@@ -243,11 +238,6 @@ class HookedParam(GatheredParam):
         self, outputs: tuple[torch.Tensor, ...], context: Any, dtype: torch.dtype, out: Any
     ) -> Any:
         """Makes the weight from the gathered FP8 data; body of ``fsdp_post_all_gather``.
-
-        Args:
-            outputs: gathered tensors in the order of ``payload``'s ``inputs``.
-            dtype: nominal dtype of the weight, in which autograd and modules see it.
-            out: weight of an earlier gather, which gets the new FP8 data; None makes a new one.
 
         Returns:
             None with ``out``; else ``(weight, ())``: an ``FP8Parameter`` ``[rows, cols]`` without

@@ -46,9 +46,6 @@ class GatherGroup:
     allocates no tensor that two streams use. Their memory belongs to FSDP2's copy stream, which
     waits for the stream of GEMMs before it reads changed weights, and so never overwrites memory
     that a GEMM still reads.
-
-    Args:
-        params: the parameters, in the order in which FSDP2 calls their hooks.
     """
 
     def __init__(self, params: list[GatheredParam]) -> None:
@@ -61,9 +58,6 @@ class GatherGroup:
 
     def quantize(self, first: torch.Tensor, dtype: torch.dtype | None) -> bool:
         """Quantizes this rank's rows of all parameters into the ``ready`` of each.
-
-        Args:
-            dtype: dtype to which values are cast before they are quantized; None casts nothing.
 
         Returns:
             False, with nothing stored, if the caller must quantize each parameter alone.
@@ -123,8 +117,6 @@ class GatherGroup:
 
         Args:
             amaxes: fp32 ``[1]`` of each whole weight; None with delayed scaling.
-            dtype: dtype of the values that will be quantized.
-            device: device of the shards.
 
         Returns:
             False if the scheme cannot quantize several parameters in one launch, or must compute
@@ -159,7 +151,6 @@ class GatherGroup:
 
         Args:
             values: this rank's rows ``[rows, cols]`` of each parameter.
-            dtype: FP8 dtype.
 
         Returns:
             FP8 data of each parameter as uint8, with FSDP2's padding rows as zeros.

@@ -164,7 +164,6 @@ class GatherUnit:
         Args:
             amax: fp32 ``[1]`` of this rank's rows, for delayed scaling to stage in forward; None
                 for other schemes.
-            group: process group of the ranks that have shards; None for one rank.
         """
         stamp = (id(self), self.gather_set.passes, self.scales)
         source = self if self.gather_set.recipe.keeps_state else None

@@ -127,10 +127,6 @@ class ShardedWeight(torch.Tensor):
     ) -> Any:
         """Makes the whole weight from the gathered FP8 data; FSDP2 calls it after an all-gather.
 
-        Args:
-            param_dtype: nominal dtype of the weight.
-            out: the weight that the first gather returned, to be filled anew; None the first time.
-
         Returns:
             ``(weight, ())``; None with ``out``.
         """

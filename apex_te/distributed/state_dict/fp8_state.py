@@ -72,10 +72,6 @@ def share_states(owner: str, split: SplitModel, values: dict[str, Any]) -> None:
 
     Collective.
 
-    Args:
-        values: the model's state dict on this rank, whose amax values and scales are changed in
-            place.
-
     Raises:
         ValueError: on all ranks, if a state is allocated on some of them only, or with another
             history length.
@@ -104,8 +100,6 @@ def _reduced(tensors: list[torch.Tensor], device: torch.device, reduce: Any) -> 
     """Reduces several tensors over ranks in one collective, in place.
 
     Args:
-        tensors: tensors of one dtype.
-        device: device on which they are reduced.
         reduce: function that reduces a 1-D tensor over ranks, in place.
     """
     flat = torch.cat([tensor.reshape(-1) for tensor in tensors]).to(device)
@@ -194,9 +188,6 @@ def _gathered_headers(
     owner: str, modules: list[SplitModule], group: Any, values: dict[str, Any]
 ) -> list[list[dict[str, Any] | None]]:
     """Gathers the decoded headers of modules' FP8 states from all ranks of ``group``; collective.
-
-    Args:
-        modules: modules that each rank of ``group`` has in the same places.
 
     Returns:
         For each rank a list with the header of each module, None for a state not allocated.

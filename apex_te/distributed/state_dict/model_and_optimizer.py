@@ -403,13 +403,7 @@ def _renamed(
     dropped: set[str],
     change: Callable[[Entry, str, Any], Any],
 ) -> dict[str, Any]:
-    """Returns a copy of an optimizer's state dict with parameters renamed and values changed.
-
-    Args:
-        targets: by old name of a parameter, its new name and its entry.
-        change: function ``change(entry, name, value)`` that returns the new value for the state
-            ``value`` called ``name`` (for messages) of the parameter of ``entry``.
-    """
+    """Returns a copy of an optimizer's state dict with parameters renamed and values changed."""
     found: dict[str, Any]
     if "state" in state:
         found = {**state, "state": {}}

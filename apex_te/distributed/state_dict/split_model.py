@@ -82,11 +82,7 @@ def split_model(
     expert_group: Any,
     stacked: Mapping[str, Sequence[int]] | None,
 ) -> SplitModel:
-    """Finds how ranks split ``model``.
-
-    Args:
-        expert_group: as in ``get_state_dict``; ``...`` if it was not given.
-    """
+    """Finds how ranks split ``model``."""
     if expert_group is not None and expert_group is not ... and not is_process_group(expert_group):
         raise TypeError(
             f"{owner}: expert_group must be a torch.distributed.ProcessGroup or None, "
@@ -140,12 +136,7 @@ def groups_of_parts(owner: str, model: torch.nn.Module) -> dict[int, tuple[Any, 
 
 
 class _Patterns:
-    """Checked argument ``stacked`` of ``get_state_dict``, which remembers the patterns that fit.
-
-    Args:
-        stacked: relative sizes of the matrices in a parameter, by ``fnmatch`` patterns of
-            parameters' names, or None.
-    """
+    """Checked argument ``stacked`` of ``get_state_dict``, which remembers the patterns that fit."""
 
     def __init__(self, owner: str, stacked: Mapping[str, Sequence[int]] | None) -> None:
         self._owner = owner
@@ -159,12 +150,7 @@ class _Patterns:
                 )
 
     def sizes(self, name: str, dim: int, default: tuple[int, ...]) -> tuple[int, ...]:
-        """Returns the relative sizes of the matrices in a parameter.
-
-        Args:
-            dim: dimension over which ranks split it; patterns apply to 0 only.
-            default: sizes if no pattern fits; the last pattern that fits is taken.
-        """
+        """Returns the relative sizes of the matrices in a parameter."""
         found = default
         for pattern, sizes in self._sizes.items() if dim == 0 else ():
             if fnmatch.fnmatchcase(name, pattern):
@@ -184,11 +170,7 @@ class _Patterns:
 def _own_parts(
     owner: str, name: str, shape: torch.Size, dim: int, sizes: tuple[int, ...], group: Any
 ) -> Parts:
-    """Returns the place of this rank's part in the whole parameter.
-
-    Args:
-        shape: shape of this rank's part.
-    """
+    """Returns the place of this rank's part in the whole parameter."""
     length = shape[dim]
     if length % sum(sizes):
         raise ValueError(
@@ -232,11 +214,7 @@ def state_name(model: torch.nn.Module, raw: str) -> str:
 
 
 def _has_own_experts(owner: str, prefix: str, module: Any, expert_group: Any) -> bool:
-    """Returns True if the ranks of ``expert_group`` have different experts in ``module``.
-
-    Args:
-        expert_group: process group, None, or ``...`` if the user gave none.
-    """
+    """Returns True if the ranks of ``expert_group`` have different experts in ``module``."""
     if not isinstance(module, GroupedLinear):
         if getattr(module, "_spread", False):
             raise NotImplementedError(
@@ -261,10 +239,6 @@ def _parallel_modules(
     module: torch.nn.Module, prefix: str, matrices: Mapping[str, tuple[int, ...]]
 ) -> Iterator[tuple[str, Any, dict[str, tuple[int, ...]]]]:
     """Walks over the parallel modules of apex_te below ``module``, under each of their names.
-
-    Args:
-        matrices: relative sizes of the matrices in the weights of projections that an enclosing
-            ``MultiheadAttention`` fuses, by the projection's prefix.
 
     Yields:
         ``(prefix, module, sizes)``: prefix and module, and by its parameter's name the relative

@@ -52,7 +52,6 @@ def make_dot_general_cls(recipe: Recipe | str | None = None) -> type[nn.Module]:
             """Returns ``jax.lax.dot_general`` of an array and a kernel, without batch dimensions.
 
             Args:
-                precision, preferred_element_type: ignored; the result has lhs's dtype.
                 out_sharding: must be None.
             """
             (left, right), (batch_left, batch_right) = dimension_numbers

@@ -81,11 +81,7 @@ class LogicallyPartitioned(nn.LogicallyPartitioned):
 
 
 def contracted_axes(owner: str, axis: Any, shape: Sequence[int]) -> tuple[int, ...]:
-    """Returns the dimensions of an input that a layer contracts, in ascending order.
-
-    Args:
-        shape: the input's shape.
-    """
+    """Returns the dimensions of an input that a layer contracts, in ascending order."""
     given = tuple(axis) if isinstance(axis, Sequence) and not isinstance(axis, str) else (axis,)
     found = []
     for each in given:
@@ -452,7 +448,6 @@ class LayerNormDenseGeneral(_Normed):
 
         Args:
             inputs: [..., in].
-            state: FP8 state of the layer; empty without one.
         """
         if self.enable_low_rank_adaptation:
             raise NotImplementedError(

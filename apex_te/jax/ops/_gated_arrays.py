@@ -59,12 +59,7 @@ def gated_arrays(
     grad_output: Any = None,
     to_fp8: bool = False,
 ) -> GatedArrays:
-    """Checks the arrays of a gated activation and returns them as its C function reads them.
-
-    Args:
-        grad_output: gradient of the output, or None.
-        to_fp8: an input with axis -1 is taken as a matrix.
-    """
+    """Checks the arrays of a gated activation and returns them as its C function reads them."""
     code = gated_activation_number(function, activation)
     rows, shape = _gate_and_up(function, input, up, axis, to_fp8)
     dims = {"grad_output": "r f", "input": "r g f" if axis == -2 else "r c", "up": "r f"}
@@ -128,11 +123,7 @@ def _gate_and_up(
 def _biases(
     function: str, bias: Any, up_bias: Any, dtype: Any, cols: int, axis: int, dims: str
 ) -> dict[str, jax.Array]:
-    """Returns the biases that are given, by parameter.
-
-    Args:
-        dtype: dtype of the input.
-    """
+    """Returns the biases that are given, by parameter."""
     found = {}
     if up_bias is not None:
         if bias is None:
@@ -156,13 +147,7 @@ def call_swiglu(
     extra: Mapping[str, jax.Array] | None = None,
     fp8_dtype: Any = None,
 ) -> dict[str, jax.Array]:
-    """Calls a C function of the op ``swiglu`` and returns its results.
-
-    Args:
-        results: dimensions of the results in the rule, by parameter.
-        extra: further tensors that it reads, of one element.
-        fp8_dtype: FP8 dtype of the copies.
-    """
+    """Calls a C function of the op ``swiglu`` and returns its results."""
     extra = extra or {}
     inputs = {**given.arrays, **extra}
     halves = 1 if "up" in given.arrays else 2

@@ -12,11 +12,7 @@ from .._partition import Kind, gradient_like
 
 
 def flag(primal: Any) -> tuple[()] | None:
-    """Returns a residual that says whether a primal's gradient is wanted, and costs nothing.
-
-    Args:
-        primal: argument of the rule's forward, with ``value`` and ``perturbed``; None for none.
-    """
+    """Returns a residual that says whether a primal's gradient is wanted, and costs nothing."""
     return () if primal is not None and primal.perturbed else None
 
 

@@ -101,9 +101,6 @@ def norm_fwd(
 ) -> dict[str, Any]:  # fmt: skip
     """Calls a norm's forward.
 
-    Args:
-        fp8: for the function with FP8 output (scale, dtype, rowwise, columnwise, amax).
-
     Returns:
         Its results by the names of the C function's parameters.
     """
@@ -150,11 +147,7 @@ def norm_bwd(
     zero_centered_gamma: bool, d_residual: Any, with_dweight: bool, with_dbias: bool = False,
     any_rank: bool = False,
 ) -> NormGradients:  # fmt: skip
-    """Calls a norm's backward.
-
-    Args:
-        bias: the bias, whose dtype its gradient has where there is no weight; None for none.
-    """
+    """Calls a norm's backward."""
     function = f"{op}_bwd"
     dy = _checks.as_rows(function, "dy", dy) if any_rank else _checks.matrix(function, "dy", dy)
     x = _checks.same_shape(function, "x", x, dy)

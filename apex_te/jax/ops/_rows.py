@@ -32,7 +32,6 @@ def rowwise(
     """Returns ``body`` as a function that ``jax.vmap`` can map, and that devices compute by parts.
 
     Args:
-        ranks: numbers of dimensions that names stand for, where it is not 1; ``body`` sees one.
         reduced: function to call instead where devices must combine results in between. Its first
             argument is a function of a result's name and an array, which combines the array. A
             function with one is of one matrix: it cannot be mapped.

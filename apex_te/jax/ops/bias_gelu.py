@@ -211,11 +211,7 @@ def _inputs(
     dy: Any = None,
     as_rows: Callable[..., jax.Array] = _checks.as_matrix,
 ) -> dict[str, jax.Array]:
-    """Returns the tensors that a function reads by parameter.
-
-    Args:
-        dy: gradient of the output, of x's shape, or None.
-    """
+    """Returns the tensors that a function reads by parameter."""
     rows = as_rows(function, "x", x)
     found = {}
     if dy is not None:

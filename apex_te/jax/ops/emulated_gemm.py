@@ -98,8 +98,6 @@ def _product(
     """Computes a @ b.T of decoded operands, times their scales where those are one for each.
 
     Args:
-        decoded: function of a dtype and the operands that returns the values of a and b.
-        out_dtype: dtype of the result.
         bias: [N] or None.
     """
     a, b = (_checks.array(name, each, x) for each, x in zip("ab", operands, strict=False))

@@ -228,11 +228,7 @@ def permute_by(
 
 
 def _permutation(forward: Any) -> Any:
-    """Returns a differentiable function (inp, probs or None, map) -> (rows, probs, map).
-
-    Args:
-        forward: the same function without a gradient; its last result is the map or a ``RowMap``.
-    """
+    """Returns a differentiable function (inp, probs or None, map) -> (rows, probs, map)."""
     run = jax.custom_vjp(forward)
 
     def fwd(inp: Any, probs: Any, routes: Any) -> tuple[Any, Any]:

@@ -224,7 +224,6 @@ def _columns(
 
     Args:
         moments: float32 arrays of the step's state, by parameter.
-        masters: master weights, or None for an empty list.
     """
     lists = {"params": params, "grads": grads, **moments, "masters": masters or []}
     found: dict[str, list[jax.Array]] = {name: [] for name in lists}
@@ -300,14 +299,7 @@ def _run(
     numbers: Mapping[str, Any],
     sums: int = 0,
 ) -> dict[str, list[jax.Array]]:
-    """Calls a step's function for some arrays at a time and returns the lists that it updates.
-
-    Args:
-        lists: parameters, gradients, state and master weights, by parameter; lists that a step does
-            without are empty.
-        arrays: further arrays, of one element, by parameter.
-        numbers: scalars by parameter.
-    """
+    """Calls a step's function for some arrays at a time and returns the lists that it updates."""
     given = {name: every for name, every in lists.items() if every}
     made: dict[str, list[Any]] = {n: [None] * len(v) for n, v in lists.items() if n != "grads"}
     groups: dict[frozenset[str], list[int]] = {}

@@ -163,11 +163,7 @@ def _scalars(function: str, scale: Any, amax: Any) -> dict[str, jax.Array]:
 def _rule(
     given: Mapping[str, Any], read: Mapping[str, str], names: list[str], dims: Mapping[str, str]
 ) -> str:
-    """Returns the rule of a call.
-
-    Args:
-        given: what the function reads, by parameter.
-    """
+    """Returns the rule of a call."""
     operands = ", ".join(f"{name}: {read.get(name, '_')}" for name in given)
     return f"{operands} -> {', '.join(f'{name}: {dims[name]}' for name in names)}"
 

@@ -110,11 +110,7 @@ def _check_tables(x: jax.Array, tables: dict[str, jax.Array], rotary_dim: int) -
 def _check_places(
     x: jax.Array, places: dict[str, jax.Array], length: int, layout: str, start: int
 ) -> None:
-    """Checks what says where sequences begin.
-
-    Args:
-        places: ``starts`` and ``cu_seqlens``, if they are given.
-    """
+    """Checks what says where sequences begin."""
     name = "rope_fwd"
     if ("cu_seqlens" in places) != (layout == "thd"):
         raise ValueError(f"{name}: cu_seqlens must be given with layout thd and with no other")

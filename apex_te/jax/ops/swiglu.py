@@ -249,11 +249,7 @@ def _run_to_fp8(
     amax: Any,
     with_dbias: bool,
 ) -> tuple[FP8Output, jax.Array | None]:
-    """Calls a function with FP8 output and returns the FP8 data and the bias gradient or None.
-
-    Args:
-        sides: dimensions of both copies, None for one that is not wanted.
-    """
+    """Calls a function with FP8 output and returns the FP8 data and the bias gradient or None."""
     name = given.function
     dtype = _checks.fp8_dtype_of(name, fp8_dtype)
     if amax is None and not any(sides.values()):

@@ -114,11 +114,7 @@ def _run(
     given: GatedArrays, dims: str, fp8_dtype: Any, *, rowwise: bool, columnwise: bool, padded: bool,
     **options: Any,
 ) -> BlockQuantized:  # fmt: skip
-    """Calls the C function.
-
-    Args:
-        dims: dimensions of the rowwise copy in the rule.
-    """
+    """Calls the C function."""
     function = given.function
     dtype = _checks.fp8_dtype_of(function, fp8_dtype)
     lines, *columns = dims.split()

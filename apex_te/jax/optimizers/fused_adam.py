@@ -99,11 +99,7 @@ def moments_transformation(
     master_weights: bool,
     prepare: Callable[[list[Any]], dict[str, Any]] | None = None,
 ) -> FusedTransformation:
-    """Makes the transformation of an optimizer that keeps two moments of the gradients.
-
-    Args:
-        prepare: function of all gradients that returns further arguments of ``op``, or None.
-    """
+    """Makes the transformation of an optimizer that keeps two moments of the gradients."""
     if not callable(learning_rate):
         rate_at(name, learning_rate, jnp.zeros([], jnp.int32))  # checks a number
 

@@ -30,11 +30,7 @@ def zeros_of(params: Any) -> Any:
 
 
 def master_weights_of(params: Any, wanted: bool) -> Any:
-    """Returns a tree of float32 copies of 16-bit parameters; None for what has no copy.
-
-    Args:
-        wanted: False for no copies.
-    """
+    """Returns a tree of float32 copies of 16-bit parameters; None for what has no copy."""
 
     def copy(p: jax.Array) -> jax.Array | None:
         return p.astype(jnp.float32) if wanted and p.dtype != jnp.float32 else None
@@ -60,11 +56,7 @@ def number(name: str, option: str, value: Any, below: float | None = None) -> fl
 
 
 def rate_at(name: str, learning_rate: Any, count: jax.Array) -> Any:
-    """Returns the learning rate of a step: a number, or an array [1].
-
-    Args:
-        learning_rate: a number, an array of one element, or a function of the steps so far.
-    """
+    """Returns the learning rate of a step: a number, or an array [1]."""
     rate = learning_rate(count) if callable(learning_rate) else learning_rate
     if isinstance(rate, (int, float)):
         return number(name, "learning_rate", rate)
@@ -86,16 +78,7 @@ def updated(
     decays: Any,
     step: Callable[..., Any],
 ) -> dict[str, Any]:
-    """Steps all leaves, in one call for leaves that are alike.
-
-    Args:
-        moments: trees of moments, by their name in the result of ``step``.
-        masters: tree of master weights, with None for leaves without.
-        decays: tree of bools, or of the first levels of the parameters' tree, that says which
-            leaves decay; a function of the parameters that returns one; None for all.
-        step: function of lists of parameters, gradients and each moments, with ``masters``, a list
-            or None, and ``decays``, one bool for all of them.
-    """
+    """Steps all leaves, in one call for leaves that are alike."""
     tree = jax.tree.structure(params)
     mask = decays(params) if callable(decays) else True if decays is None else decays
     flags = jax.tree.leaves(

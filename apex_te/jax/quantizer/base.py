@@ -65,7 +65,6 @@ class Quantizer:
         Args:
             x: [rows..., cols...].
             scale: one float32 element for schemes that keep state, else None.
-            with_dbias: sum the columns.
             wanted: ``rowwise`` and ``columnwise``, True to make [rows, cols] and [cols, rows], and
                 ``flatten_axis``, the number of x's first dimension of columns.
         """
@@ -81,10 +80,6 @@ class Quantizer:
         """Runs an op and casts its result as a matrix.
 
         The op writes the FP8 data itself if op and scheme both can, else its result is cast.
-
-        Args:
-            source: the op, ready to run, which says whether the columns are summed.
-            rowwise, columnwise: the copies to make.
         """
         x, dbias = source.plain()
         made = self.cast(
@@ -100,8 +95,6 @@ class Quantizer:
         """Computes a[M..., K...] @ b[N..., K...].T + bias.
 
         Args:
-            a: FP8 data and scales of a copy.
-            b: FP8 data and scales of a copy.
             options: ``out_dtype``, dtype of the result; ``bias``, [N...] or None; and ``inner``,
                 the number of dimensions of K.
         """
@@ -117,11 +110,7 @@ class Quantizer:
 
 
 def one_scale(made: Any, amax: jax.Array | None = None) -> Quantized:
-    """Returns what an op has cast with one scale for both copies.
-
-    Args:
-        amax: amax for the FP8 state, or None.
-    """
+    """Returns what an op has cast with one scale for both copies."""
     inverse = made.scale_inv
     return Quantized(made.rowwise, inverse, made.columnwise, inverse, amax, None)
 
@@ -131,7 +120,6 @@ def column_sums(x: jax.Array, flatten_axis: int = -1) -> jax.Array:
 
     Args:
         x: [rows..., cols...].
-        flatten_axis: number of x's first dimension of columns.
     """
 
     def body(x: jax.Array) -> tuple[jax.Array]:
