@@ -189,9 +189,7 @@ def _class(kind: str, scope: dict[str, Any]) -> Any:
 
 
 def _tensor_problem(place: str, value: Any, may_be_meta: bool = False) -> Exception | None:
-    """Returns the error for an argument that is not a dense tensor of a real dtype; None if it
-    is.
-    """
+    """Returns the error for what is not a dense tensor of a real dtype; None if it is one."""
     actual = None
     if not isinstance(value, torch.Tensor):
         return TypeError(f"{place} must be a torch.Tensor, got {_type(value)}")
@@ -219,9 +217,7 @@ def _list_problem(place: str, value: Any) -> Exception | None:
 
 
 def _number_problem(place: str, kinds: list[str], value: Any) -> Exception | None:
-    """Returns the error for an argument that is of none of some plain types; None if it is of
-    one.
-    """
+    """Returns the error for a value of none of the plain types ``kinds``; None if it fits."""
     expected = " or ".join(_NUMBER_OF.get(kind, kind) for kind in kinds)
     is_int = isinstance(value, int) and not isinstance(value, bool)
     if is_int and "float" in kinds:

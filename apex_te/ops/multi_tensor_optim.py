@@ -54,9 +54,7 @@ def _dense_grads(name: str, grads: Tensors, are_written: bool) -> Tensors:
 
 
 def _wrote_grads(given: Tensors, read: Tensors) -> None:
-    """Copies unscaled gradients from contiguous copies to the caller's, and tells autograd of
-    it.
-    """
+    """Copies unscaled gradients from contiguous copies to the caller's, for autograd too."""
     if given is not read:
         for grad, copy in zip(given, read, strict=True):
             if copy is not grad:

@@ -144,9 +144,7 @@ def bind_call(schema: str, function: Callable[..., None]) -> Callable[..., None]
 
 
 def _schema(name: str, signature: str, without: Sequence[str] = ()) -> str:
-    """Returns the torch.library schema of a C signature: "out: Tensor!" becomes "Tensor(a!)
-    out".
-    """
+    """Returns torch.library's schema of a C signature: "Tensor(a!) out" for "out: Tensor!"."""
     aliases = iter(string.ascii_lowercase)
     arguments = []
     for parameter in signature.split(","):
