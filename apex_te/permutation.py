@@ -231,7 +231,7 @@ def moe_sort_chunks_by_index(
     Args:
         inp: [rows, hidden] float32, float16, bfloat16, or a dtype of one byte without gradient.
         split_sizes: [chunks] int32 or int64, the number of rows of each chunk, for at most 2048
-            chunks. Rows behind the last chunk become zeros.
+            chunks. Rows after the last chunk become zeros.
         sorted_index: [chunks] int32 or int64, a permutation of the chunks.
 
     Returns:

@@ -185,7 +185,7 @@ class _Buffer:
     """Symmetric buffer of all ranks: this rank's memory, and that of its peers mapped here.
 
     The memory of each rank is uint8 ``[HEADER + size]``: arrival counters, then one piece per rank.
-    ``peers`` begins with the next rank's memory. ``sent`` is recorded behind this rank's copies to
+    ``peers`` begins with the next rank's memory. ``sent`` is recorded after this rank's copies to
     peers; ``number`` counts exchanges modulo 2^32.
     """
 
@@ -225,7 +225,7 @@ class _Pieces(NamedTuple):
 
     @classmethod
     def of(cls, own: torch.Tensor, x: torch.Tensor, ranks: int) -> _Pieces:
-        """Returns the views of ``own``, a buffer of ``ranks`` pieces like ``x`` behind a header."""
+        """Returns the views of ``own``, a buffer of ``ranks`` pieces like ``x`` after a header."""
         data, rows = own[HEADER : HEADER + x.nbytes * ranks], x.shape[0]
         whole = data.view(x.dtype).view(rows * ranks, *x.shape[1:])
         places = [slice(rank * rows, (rank + 1) * rows) for rank in range(ranks)]
@@ -286,7 +286,7 @@ class _Turns:
         targets: Sequence[torch.Tensor],
         own: torch.Tensor | None = None,
     ) -> None:
-        """Starts copies of this rank's ``piece``, behind the work queued on the current stream.
+        """Starts copies of this rank's ``piece``, after the work queued on the current stream.
 
         ``piece`` must stay alive until the copies are done. For the copy to this rank's memory
         ``own``, no arrival is signalled.

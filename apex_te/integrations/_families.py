@@ -28,7 +28,7 @@ class MLPLayers(NamedTuple):
     ``norm`` and ``path`` (the MLP's) are dotted names in the block, the others names in the MLP.
     With two layers in ``first``, the first one is the gate; if ``gated``, one half of their output
     is multiplied with the activation of the other. ``dropout`` ends the MLP, ``inner_dropout`` is
-    behind the activation. Weights are ``[in, out]`` if ``transposed``.
+    after the activation. Weights are ``[in, out]`` if ``transposed``.
     """
 
     norm: str

@@ -114,7 +114,7 @@ def activation_fwd_fp8(
         rowwise: make [rows, cols].
         columnwise: make [cols, rows].
         pad_columnwise: make the columnwise copy [cols, rows rounded up to 16] instead, with zeros
-            behind the last row, as a GEMM over the rows needs it.
+            after the last row, as a GEMM over the rows needs it.
         amax: one float32 element, becomes max(amax, max |f(x)|), before scaling; NaN counts as
             largest.
         out: result of an earlier call to write instead of new tensors; ``rowwise``, ``columnwise``

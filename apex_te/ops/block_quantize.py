@@ -87,7 +87,7 @@ def block_quantize(
     their own; with 128x128 blocks the columnwise copy is the transposed rowwise copy.
 
     A new rowwise copy in blocks of 1x128 is the beginning of a storage that holds its rows rounded
-    up to 4, those behind the last being zeros: ``block_scaled_gemm`` then needs no copy of it.
+    up to 4, those after the last being zeros: ``block_scaled_gemm`` then needs no copy of it.
 
     Args:
         x: [rows, cols] float32, float16 or bfloat16; made contiguous if it is not.
@@ -95,7 +95,7 @@ def block_quantize(
         block_rows: 1 (blocks of 1x128) or 128 (128x128).
         rowwise: make [rows, cols] and its scale_inv.
         columnwise: make [cols, rows] and its scale_inv.
-        pad_columnwise: make [cols, rows rounded up to 16], with zeros behind the last row; its
+        pad_columnwise: make [cols, rows rounded up to 16], with zeros after the last row; its
             scale_inv is the same.
         pow2: round scales down to powers of two.
         eps: smallest amax.

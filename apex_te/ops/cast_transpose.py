@@ -58,7 +58,7 @@ def cast_transpose(
             fnuz forms.
         rowwise: make [rows, cols].
         columnwise: make [cols, rows].
-        pad_columnwise: make [cols, rows rounded up to 16], with zeros behind the last row.
+        pad_columnwise: make [cols, rows rounded up to 16], with zeros after the last row.
         amax: one float32 element, becomes max(amax, max |x|), before scaling; NaN counts as
             largest.
         scale_inv: one float32 element to receive 1 / scale; a new one unless given.

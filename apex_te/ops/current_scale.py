@@ -62,7 +62,7 @@ def current_scale(
             fnuz forms.
         rowwise: make [rows, cols].
         columnwise: make [cols, rows].
-        pad_columnwise: make [cols, rows rounded up to 16], with zeros behind the last row.
+        pad_columnwise: make [cols, rows rounded up to 16], with zeros after the last row.
         eps: smallest amax, zero or more.
         pow2: round the scale down to a power of two.
         amax: one float32 element to use instead of max |x|, e.g. the maximum over ranks of what

@@ -460,7 +460,7 @@ def _run_block_cuda(operands, out, bias, c, blocks, accumulate):
 def _run_block_rows(operands, out, bias, c, blocks, accumulate):
     """Runs a block-scaled GEMM with M rounded up to ``ROW_MULTIPLE``, as cuBLASLt needs it.
 
-    The added rows of ``a`` are the bytes behind it in its storage, or zeros in a copy if the
+    The added rows of ``a`` are the bytes after it in its storage, or zeros in a copy if the
     storage ends earlier. They reach only the added rows of the GEMM, which nobody reads.
     """
     a, b, a_scale_inv, b_scale_inv = operands

@@ -1,7 +1,7 @@
 """Casts groups of rows, such as each expert's tokens, to FP8, with a scale for each group.
 
 The numbers of rows are on the device, and the host never waits for them. The groups lie one after
-the other in a matrix; its rows behind the last group are padding, which no function here reads.
+the other in a matrix; its rows after the last group are padding, which no function here reads.
 """
 
 from __future__ import annotations
@@ -150,9 +150,9 @@ def quantize_groups(
         groups: places of the groups in the rows of x.
         scale: float32 [groups], of any stride.
         fp8_dtype: torch.float8_e4m3fn or torch.float8_e5m2.
-        rowwise: make [rows, cols]; rows behind the last group have no defined values.
+        rowwise: make [rows, cols]; rows after the last group have no defined values.
         columnwise: make [cols, groups.columns]. Each group begins at a multiple of 16 columns and
-            has at least 16 of them, those beyond its rows zeros. Columns behind the last group
+            has at least 16 of them, those beyond its rows zeros. Columns after the last group
             have no defined values.
         amax: float32 [groups], of any stride, becomes max(amax, max |x| of the group); NaN counts
             as largest.

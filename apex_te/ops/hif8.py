@@ -120,7 +120,7 @@ def quantize(
         scale: one float32 element on x's device.
         rowwise: make [rows, cols].
         columnwise: make [cols, rows].
-        pad_columnwise: make [cols, rows rounded up to 16], with zeros behind the last row.
+        pad_columnwise: make [cols, rows rounded up to 16], with zeros after the last row.
         amax: one float32 element, becomes max(amax, max |x|), before scaling; NaN counts as
             largest.
         saturate: as in ``encode``.
@@ -176,7 +176,7 @@ def quantize_current(
             gradients.
         rowwise: make [rows, cols].
         columnwise: make [cols, rows].
-        pad_columnwise: make [cols, rows rounded up to 16], with zeros behind the last row.
+        pad_columnwise: make [cols, rows rounded up to 16], with zeros after the last row.
         eps: smallest amax, zero or more.
         pow2: round the scale down to a power of two.
         amax: one float32 element to use instead of max |x|, which saves one launch.

@@ -114,7 +114,7 @@ def layer_norm_fwd_fp8(
         fp8_dtype: torch.float8_e4m3fn or torch.float8_e5m2.
         rowwise: make [rows, cols].
         columnwise: make [cols, rows].
-        pad_columnwise: make [cols, rows rounded up to 16], with zeros behind the last row.
+        pad_columnwise: make [cols, rows rounded up to 16], with zeros after the last row.
         amax: one float32 element, becomes max(amax, max |y|), before scaling; NaN counts as
             largest.
         scale_inv: one float32 element to receive 1 / scale; a new one unless given.

@@ -108,7 +108,7 @@ def make_map(
             that is no expert raises on the CPU. On a GPU, which the host does not wait for, it
             makes the token's row NaN in ``unpermute``.
         align_size: each expert's rows begin at a multiple of it; for "mask" alone.
-        num_rows: number of rows of the permuted matrix; copies that would lie behind them are
+        num_rows: number of rows of the permuted matrix; copies that would lie after them are
             dropped. None: no copy is dropped.
 
     Raises:
@@ -162,7 +162,7 @@ def permute_by(
 ) -> tuple[torch.Tensor, torch.Tensor | None, RowMap]:
     """Computes ``make_map`` and then ``permute`` in one call, whose kernels overlap.
 
-    Arguments are those of the two functions; copies behind ``num_rows`` are dropped.
+    Arguments are those of the two functions; copies after ``num_rows`` are dropped.
 
     Returns:
         (permuted rows [num_rows, hidden], permuted probs [num_rows] or None, the map).
@@ -294,7 +294,7 @@ def sort_chunks(
         is_backward: apply the inverse of the map, as backward does to gradients.
 
     Returns:
-        (reordered rows [rows, hidden], reordered probs [rows] or None); rows behind the last chunk
+        (reordered rows [rows, hidden], reordered probs [rows] or None); rows after the last chunk
         are zeros.
     """
     _check_matrix("sort_chunks", inp)

@@ -102,7 +102,7 @@ def sort_chunks(
         sorted_index: [chunks] integers, each chunk once.
 
     Returns:
-        [rows, hidden]; rows behind the last chunk are zeros.
+        [rows, hidden]; rows after the last chunk are zeros.
     """
     sizes, order = split_sizes.long(), sorted_index.long()
     chunks = torch.arange(int(sizes.sum()), device=inp.device).split(sizes.tolist())

@@ -62,7 +62,7 @@ def mx_quantize(
         fp8_dtype: torch.float8_e4m3fn or torch.float8_e5m2.
         rowwise: make [rows, cols], blocks along cols, and its scales.
         columnwise: make [cols, rows], blocks along rows of x, and its scales.
-        pad_columnwise: make [cols, rows rounded up to 16], with zeros behind the last row; its
+        pad_columnwise: make [cols, rows rounded up to 16], with zeros after the last row; its
             scales are the same.
         rounding: "up" or "floor".
         out: result of an earlier call to write instead of new tensors; the copies that it has are

@@ -45,7 +45,7 @@ def send(
         stream: side stream for the copies.
         fork: event by which ``stream`` waits for the current stream; recorded at least once before,
             so that it exists.
-        sent: event that is recorded on ``stream`` behind the copies; recorded before, like
+        sent: event that is recorded on ``stream`` after the copies; recorded before, like
             ``fork``.
 
     Raises:

@@ -130,7 +130,7 @@ def swiglu_fwd_fp8(
         rowwise: make [M, F].
         columnwise: make [F, M].
         pad_columnwise: make the columnwise copy [F, M rounded up to 16] instead, with zeros
-            behind the last row, as a GEMM over the rows needs it.
+            after the last row, as a GEMM over the rows needs it.
         amax: one float32 element, becomes max(amax, max |y|), before scaling; NaN counts as
             largest.
 
@@ -213,7 +213,7 @@ def swiglu_bwd_fp8(
         rowwise: make [M, 2F].
         columnwise: make [2F, M].
         pad_columnwise: make the columnwise copy [2F, M rounded up to 16] instead, with zeros
-            behind the last row, as a GEMM over the rows needs it.
+            after the last row, as a GEMM over the rows needs it.
         amax: one float32 element, becomes the maximum of itself and of the gradients' magnitudes
             before scaling; NaN counts as largest.
     """

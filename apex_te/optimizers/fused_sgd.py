@@ -30,7 +30,7 @@ class FusedSGD(FusedOptimizer):
             first step with weight 1.
         weight_decay: coefficient of the L2 term that is added to the gradient.
         nesterov: look ahead by one momentum step; needs momentum and no dampening.
-        wd_after_momentum: add the L2 term to the update, behind the momentum, in place of the
+        wd_after_momentum: add the L2 term to the update, after the momentum, in place of the
             gradient: ``param -= lr * (update + weight_decay * param)``.
         momentum_dtype: dtype in which momentum buffers are kept between steps, torch.float32 or
             torch.bfloat16; ``FusedAdam``'s ``exp_avg_dtype`` says more.
@@ -122,7 +122,7 @@ def _decay_last(
     found_inf: torch.Tensor | None,
     **options: Any,
 ) -> None:
-    """Steps SGD with the weight decay behind the momentum.
+    """Steps SGD with the weight decay after the momentum.
 
     ``p - lr (m + wd p)`` is ``(1 - lr wd) p - lr m``: the weights are scaled before the step, in
     float32, so that they are rounded once.

@@ -198,7 +198,7 @@ def _cast(shards: list[ShardedWeight], dtype: torch.dtype) -> list[torch.Tensor]
 
 
 def _padding(param: GatheredParam, value: torch.Tensor) -> int:
-    """Returns the number of padding rows that FSDP2 expects behind this rank's rows.
+    """Returns the number of padding rows that FSDP2 expects after this rank's rows.
 
     It is 0 for a parameter split by columns, which FSDP2 splits evenly only.
 

@@ -215,9 +215,9 @@ class GatherSet:
         self.passes = 0
 
     def wait_for_scales(self, unit: GatherUnit) -> None:
-        """Orders FSDP2's copy stream, the current one, behind an update of the scales.
+        """Orders FSDP2's copy stream, the current one, after an update of the scales.
 
-        FSDP2 orders its copy stream behind that of GEMMs as a forward begins only; the region whose
+        FSDP2 orders its copy stream after that of GEMMs as a forward begins only; the region whose
         entry updates scales may be entered later. Nothing happens if ``unit`` has no new scales.
         """
         if unit.scales == unit._state().scale_fwd._version:

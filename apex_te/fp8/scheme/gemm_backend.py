@@ -193,7 +193,7 @@ class GemmBackend:
         """Returns the wgrad GEMM of each group, ``[groups, M, N]``.
 
         Args:
-            a: FP8 data ``[M, K]``, columns of a group behind those of the group before.
+            a: FP8 data ``[M, K]``, columns of a group after those of the group before.
             b: FP8 data ``[N, K]``, with the columns of ``a``.
             a_scale_inv, b_scale_inv: fp32 ``[groups]``.
             groups: which columns belong to which group, on the device.

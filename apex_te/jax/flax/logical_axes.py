@@ -57,7 +57,7 @@ _RESOURCES: dict[str, tuple[str, ...]] = {
 
 
 def extend_logical_axis_rules(rules: Sequence[Rule]) -> tuple[Rule, ...]:
-    """Returns Flax's logical axis rules with those of the Transformer layers behind them.
+    """Returns Flax's logical axis rules with those of the Transformer layers after them.
 
     The layers' axes lie on the mesh axes that ``mesh_resource`` of the ``fp8_autocast`` region
     names.

@@ -478,7 +478,7 @@ class LayerNormMLP(_Normed):
         return_layernorm_output: also return the norm's output.
         activations: one activation, or one and "linear" for a gated MLP.
         intermediate_dropout_rng_name: name of the random numbers of dropout.
-        intermediate_dropout_rate: probability of dropout behind the activation.
+        intermediate_dropout_rate: probability of dropout after the activation.
         intermediate_hidden_dropout_dims: dimensions that share one mask.
         axis: must be the last dimension.
         dtype: dtype of the parameters; the layer computes in that of its input.

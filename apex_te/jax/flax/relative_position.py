@@ -61,7 +61,7 @@ class RelativePositionBiases(TransformerEngineBase):
 
         Args:
             q_seqlen, k_seqlen: numbers of queries and keys.
-            bidirectional: keys behind the query have buckets of their own.
+            bidirectional: keys after the query have buckets of their own.
         """
         self._check_counts("num_buckets", "num_attention_heads")
         if self.num_buckets < (4 if bidirectional else 2):

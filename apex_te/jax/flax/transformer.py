@@ -51,7 +51,7 @@ class TransformerLayer(TransformerEngineBase):
             before it is added to the residual.
         hidden_dropout_dims: dimensions that share one mask of it.
         attention_dropout: probability that an attention weight is dropped.
-        intermediate_dropout: probability that an element behind the activation is dropped.
+        intermediate_dropout: probability that an element after the activation is dropped.
         intermediate_dropout_dims: dimensions that share one mask of it.
         dropout_rng_name: name of the random numbers of dropout.
         mha_kernel_init: initializer of attention's kernels; None: variance_scaling(1.0, fan_in,

@@ -1,7 +1,7 @@
 """Casts groups of rows, such as each expert's tokens, to FP8, with a scale for each group.
 
 The numbers of rows are on the device. The groups lie one after the other in a matrix; its rows
-behind the last group are padding, which no function here reads.
+after the last group are padding, which no function here reads.
 """
 
 from __future__ import annotations

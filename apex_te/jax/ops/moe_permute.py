@@ -209,7 +209,7 @@ def permute_by(
 ) -> tuple[jax.Array, jax.Array | None, RowMap]:
     """Computes ``make_map`` and then ``permute`` in one call, whose kernels overlap.
 
-    Arguments are those of the two functions; copies behind ``num_rows`` are dropped.
+    Arguments are those of the two functions; copies after ``num_rows`` are dropped.
 
     Arguments, results and errors are those of ``apex_te.ops.moe_permute.permute_by``.
     """

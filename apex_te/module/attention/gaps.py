@@ -22,7 +22,7 @@ class Gaps(NamedTuple):
     is_behind: torch.Tensor
 
     def close(self, x: torch.Tensor) -> torch.Tensor:
-        """Returns the tokens of ``x`` [t, h, d] without gaps, zeros behind the last sequence."""
+        """Returns the tokens of ``x`` [t, h, d] without gaps, zeros after the last sequence."""
         return _Moved.apply(x, self.sources, self.is_behind, self.targets, self.is_gap)
 
     def open(self, x: torch.Tensor) -> torch.Tensor:

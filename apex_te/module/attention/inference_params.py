@@ -441,7 +441,7 @@ def extended(
     qkv_format: str,
     training: bool = True,
 ) -> Cached:
-    """Caches new keys and values of a layer; returns them behind those of earlier tokens."""
+    """Caches new keys and values of a layer; returns them after those of earlier tokens."""
     if layer is None:
         raise ValueError(f"{owner}: layer_number must be given for inference_params, got None")
     if training and torch.is_grad_enabled() and keys.requires_grad:

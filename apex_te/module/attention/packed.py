@@ -234,12 +234,12 @@ def _cut(mask: Mask, where: Packing, cross: bool) -> Mask:
 
 
 def _outside(x: torch.Tensor, cu: torch.Tensor) -> torch.Tensor:
-    """Returns bool [t, 1, 1], True for tokens of ``x`` [t, h, d] behind the last sequence."""
+    """Returns bool [t, 1, 1], True for tokens of ``x`` [t, h, d] after the last sequence."""
     return (torch.arange(x.shape[0], device=x.device) >= cu[-1])[:, None, None]
 
 
 class _ZeroGradientOutside(OpFunction):
-    """Identity whose backward sets gradients of tokens behind the last sequence to 0."""
+    """Identity whose backward sets gradients of tokens after the last sequence to 0."""
 
     LABEL = "DotProductAttention"
 

@@ -158,7 +158,7 @@ def apply_rotary_pos_emb(
     Raises:
         TypeError: a tensor has another dtype than those above.
         ValueError: an unknown format; ``cu_seqlens`` missing for thd, or, which is checked on the
-            CPU only, descending, below 0 or ending behind the tokens; a shape that does not fit.
+            CPU only, descending, below 0 or ending after the tokens; a shape that does not fit.
     """
     owner = "apply_rotary_pos_emb"
     options = _options(owner, t, tensor_format, start_positions, cu_seqlens, cp_size)

@@ -36,7 +36,7 @@ def run(
     weights: Tensors,
     biases: Tensors,
 ) -> torch.Tensor:
-    """Computes the output ``[rows, out]`` of all groups; rows behind the last one are zeros."""
+    """Computes the output ``[rows, out]`` of all groups; rows after the last one are zeros."""
     groups = op.groups_of(splits, x.shape[0])
     options = call.options[0]
     if call.is_fp8:

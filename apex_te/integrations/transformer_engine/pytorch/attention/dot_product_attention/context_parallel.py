@@ -21,7 +21,7 @@ def pad_thd_sequences_for_cp(
         input_ids, labels: tokens and labels of all sequences, [t] or [1, t].
         cu_seqlens: where sequences begin and end, [n + 1].
         divisibility_factor: the number that divides the new lengths.
-        padding_token_id, padding_label_id: token and label behind each sequence.
+        padding_token_id, padding_label_id: token and label after each sequence.
 
     Returns:
         ``(input_ids, labels, cu_seqlens)`` of the padded sequences, the first two of shape [t'].
