@@ -56,7 +56,8 @@ class InitWeights:
 def _parameter(view: PartView, attribute: str) -> nn.Parameter:
     """Returns a Parameter that shares its memory with a part of a joined one.
 
-    One in another layout is a copy: random values are drawn in the order of memory.
+    If the part's memory is laid out otherwise than the original parameter's, it is a copy: random
+    values are drawn in the order of memory.
     """
     whole = getattr(view.module, view.rows[attribute][0])
     if type(whole) is not nn.Parameter:

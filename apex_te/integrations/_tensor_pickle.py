@@ -274,9 +274,9 @@ def _allowed(name: Global) -> Global:
 
 
 def _pairs(items: Sequence[Any]) -> dict[Any, Any]:
-    """Returns a dict of keys and values that come in turn.
+    """Returns a dict of alternating keys and values, with keys of text, small ints or None.
 
-    A tuple as a key could take exponential time to hash; numbers can be made to share a hash.
+    Nested tuples could take exponential time to hash, and numbers can be crafted to collide.
     """
     for key in items[::2]:
         small = isinstance(key, int) and 0 <= key < _MAX_KEY

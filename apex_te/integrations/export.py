@@ -168,7 +168,7 @@ def _trimmed(scale: torch.Tensor, data: torch.Tensor) -> torch.Tensor:
 
 
 class _Part(NamedTuple):
-    """Rows of a weight that are to be one original weight."""
+    """Rows of a joined weight that are exported as one weight of the original model."""
 
     source: _Source
     start: int
@@ -308,9 +308,9 @@ def _parts(
 
 
 def _tied_to_others(model: nn.Module, parts: dict[str, _Part]) -> list[str]:
-    """Returns the keys of ``parts`` whose weight another module uses that reads no FP8.
+    """Returns the keys of ``parts`` whose weight is shared with a module that cannot read FP8.
 
-    A tied head's is its embedding's, which the checkpoint has once.
+    A tied head shares the embedding's weight, which the checkpoint has once.
     """
     holders: dict[int, list[str]] = {}
     for name, module in model.named_modules():

@@ -175,7 +175,7 @@ def _has_labels(model: type, args: tuple[Any, ...], kwargs: dict[str, Any]) -> b
 
 @functools.cache
 def _place_of_labels(model: type) -> int | None:
-    """Returns the number of ``labels`` among the positional arguments of a model's forward."""
+    """Returns the index of ``labels`` among a forward's positional arguments; None without it."""
     forward: Any = model.forward  # type: ignore[attr-defined]
     positional = [
         name

@@ -28,9 +28,10 @@ _QUANTUM = 16384
 
 
 class SlotRange(NamedTuple):
-    """Named tuple of neighbouring slots, from ``at`` among all of the process, of one FP8 state.
+    """Adjacent slots of one FP8 state; ``at`` is the first one's index among the process's slots.
 
-    ``history`` is fp32 ``[length, slots]``, its row 0 staging; scales are fp32 ``[slots]``.
+    ``history`` is fp32 ``[length, slots]``, whose row 0 collects the amax values of now; scales are
+    fp32 ``[slots]``.
     """
 
     at: int

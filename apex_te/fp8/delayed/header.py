@@ -55,12 +55,13 @@ def check_readable(name: str, value: torch.Tensor) -> None:
 
 
 class Header(NamedTuple):
-    """Named tuple of the checked entries of a header.
+    """Checked entries of the header of a saved FP8 state.
 
     Attributes:
-        recipe: recipe under which the values were computed; None if unknown or with functions.
+        recipe: recipe under which the values were computed; None if unknown, or if it contains
+            functions, which are not saved.
         group_number: number of the state's amax group; None if it was in none.
-        equal: ``ScaleSync.fingerprint`` of the ranks with equal scales, or None.
+        equal: ``ScaleSync.fingerprint`` of the ranks whose scales are kept equal, or None.
     """
 
     pending: int

@@ -74,7 +74,7 @@ class LogicallyPartitioned(nn.LogicallyPartitioned):
     """Flax's box of a parameter, which ``nnx.bridge.ToNNX`` takes without a mesh, too."""
 
     def to_nnx_metadata(self) -> dict[str, Any]:
-        """Returns the metadata of an ``nnx.Variable``, which is not placed where no mesh is."""
+        """Returns an ``nnx.Variable``'s metadata; without a mesh it is not placed on devices."""
         found = {"value": self.value, "out_sharding": self.names, "sharding_rules": self.rules}
         is_placed = not jax.sharding.get_abstract_mesh().empty
         return {**found, "mesh": self.mesh} | ({} if is_placed else {"eager_sharding": False})

@@ -15,7 +15,7 @@ from .head_layout import HeadLayout
 
 
 def output_gradient(shape: Any, grad: Any, *others: Any) -> Any:
-    """Returns an output's gradient, or zeros like one of ``others`` if it is None."""
+    """Returns ``grad``; if it is None, zeros of ``shape`` like the first tensor of ``others``."""
     if grad is not None:
         return grad
     return next(other for other in others if other is not None).new_zeros(shape)

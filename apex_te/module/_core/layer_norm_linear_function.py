@@ -87,8 +87,8 @@ def residual_output(inp: torch.Tensor, norm: NormForward) -> torch.Tensor:
 class LayerNormLinearFunction(OpFunction):
     """``norm(inp [+ residual]) @ weight.T + bias`` in FP8.
 
-    Returns ``(out, norm, total)``; the norm's result and the normalised tensor are None unless
-    ``NormOptions`` ask for them. With ``heads`` queries, keys and values replace ``out``.
+    Returns ``(out, norm, total)``: ``norm`` is the norm's output and ``total`` its input, both None
+    unless ``NormOptions`` ask for them. With ``heads`` queries, keys and values replace ``out``.
     """
 
     LABEL = "LayerNormLinear"

@@ -33,9 +33,10 @@ from .wgrad import weight_gradient
 class LayerNormMLPFunction(OpFunction):
     """``act(norm(inp [+ residual]) @ w1.T + b1) @ w2.T + b2`` in FP8.
 
-    If ``adds``, which requires ``adds_in_product``, the second GEMM adds the normalised tensor. A
-    recompute gives the shape of ``out`` as ``known``: that GEMM, which backward does not need, is
-    then left out, and ``out`` has no values. ``norm`` and ``total`` are None unless asked for.
+    With ``adds``, which requires ``adds_in_product``, the second GEMM adds the norm's input. A
+    recompute passes the shape of ``out`` as ``known``: backward does not need the second GEMM, so
+    it is skipped, and ``out`` is uninitialised. Returns ``(out, norm, total)``: ``norm`` is the
+    norm's output and ``total`` its input, both None unless asked for.
     """
 
     LABEL = "LayerNormMLP"
