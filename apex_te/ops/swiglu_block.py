@@ -137,11 +137,7 @@ def swiglu_bwd_block(
 def _by_two_ops(
     op: str, compute: Callable[[], torch.Tensor], fp8_dtype: torch.dtype, **options: Any
 ) -> BlockQuantized:
-    """Casts a matrix that another op computes, where the kernel that does both does not serve.
-
-    Args:
-        fp8_dtype: FP8 dtype of the copies.
-    """
+    """Casts a matrix that another op computes, where the kernel that does both does not serve."""
     try:
         return block_quantize(compute(), fp8_dtype, **options)
     except (TypeError, ValueError) as error:

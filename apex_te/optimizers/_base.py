@@ -36,13 +36,7 @@ _GRAD, _LAYOUT = operator.attrgetter("grad"), operator.attrgetter("layout")
 
 
 class Work(NamedTuple):
-    """Bucket that a step updates, with its options and gradients.
-
-    Attributes:
-        group: the parameter group of the bucket, an entry of ``param_groups``.
-        bucket: parameters of the group that one call of an op updates.
-        grads: this rank's gradients, in the order of ``bucket.params``.
-    """
+    """Bucket that a step updates, its parameter group, and this rank's gradients in its order."""
 
     group: dict[str, Any]
     bucket: Bucket
@@ -443,11 +437,7 @@ class FusedOptimizer(SavingOptimizer):
     def _options(
         self, group: dict[str, Any], bucket: Bucket, scalars: Scalars, *names: str
     ) -> dict[str, Any]:
-        """Adds 1 to the step count of ``bucket`` and returns keyword arguments for its op.
-
-        Args:
-            scalars: loss scale and skip flag of this step.
-        """
+        """Adds 1 to the step count of ``bucket`` and returns keyword arguments for its op."""
         inv_scale, found_inf = scalars.on(bucket.device)
         bucket.advance(found_inf)
         return {
@@ -556,11 +546,7 @@ class FusedOptimizer(SavingOptimizer):
         return buckets
 
     def _state_of(self, param: torch.Tensor, names: tuple[str, ...], counts: bool) -> State:
-        """Returns the state of ``param`` after adding the entries that are missing.
-
-        Args:
-            counts: True if the state needs a step count.
-        """
+        """Returns the state of ``param`` after adding the entries that are missing."""
         state = self.state[param]
         if counts and STEP not in state:
             # torch.optim's SGD counts no steps: a loaded buffer has taken at least one.
@@ -587,10 +573,7 @@ class FusedOptimizer(SavingOptimizer):
     # Options of groups.
 
     def _prepare_group(self, group: dict[str, Any]) -> None:
-        """Fills in missing options of ``group`` and checks options and parameters.
-
-        With ``capturable``, ``group["lr"]`` becomes a float32 tensor on the device.
-        """
+        """Fills in and checks ``group``; ``capturable`` makes ``lr`` a float32 device tensor."""
         for name, value in self.defaults.items():
             group.setdefault(name, value)
         self._check_group(group)

@@ -13,9 +13,8 @@ def attach(
 ) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
     """Returns ``__getattr__`` and ``__dir__`` for a package that import its names on first use.
 
-    Args:
-        names: for each lazy name the submodule that defines it; an empty string if the name is
-            itself a submodule. Without any, a package only gets hints for misspelt names.
+    ``names`` gives the submodule that defines each name, "" for a submodule itself. Without any, a
+    package only gets hints for misspelt names.
     """
 
     def get(name: str) -> Any:
