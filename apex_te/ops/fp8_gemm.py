@@ -403,7 +403,7 @@ def _run_block(
 
 
 def _blocks_are_taken(operands, c, out) -> bool:
-    """Returns True if cuBLASLt takes the operands for any M: also scale_inv must be aligned."""
+    """Returns True if cuBLASLt takes operands and scales, aligned to 16 bytes, whatever M is."""
     a, b, a_scale_inv, b_scale_inv = operands
     scales = a_scale_inv.data_ptr() | b_scale_inv.data_ptr()
     return _is_taken(a, b, c, out) and not scales % _MULTIPLE

@@ -78,7 +78,7 @@ def algorithm(key: str, device: torch.device, launch: Callable[[int], None]) -> 
 
 
 def _fastest(launch: Callable[[int], None]) -> int:
-    """Returns the fastest algorithm, timed cool, then under load; 0 unless one gains ``_GAIN``."""
+    """Returns the fastest algorithm, timed cool, then under load; 0 unless it gains > ``_GAIN``."""
     usable = []
     for index in range(_MAX_ALGORITHMS):
         try:

@@ -49,7 +49,7 @@ def watch_fused_optimizers() -> None:
 
 
 def _raise_versions(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-    """Raises the versions of parameters that a ``fused=True`` step wrote, as torch does not."""
+    """Raises the versions of parameters that a ``fused=True`` step wrote, which torch omits."""
     if torch.compiler.is_compiling():
         return
     for group in optimizer.param_groups:
