@@ -368,7 +368,7 @@ def _check_matrix(op: str, inp: torch.Tensor) -> None:
 def _outputs(
     inp: torch.Tensor, num_rows: int, probs: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
-    """Returns contiguous (input, new output, probs, new output for them) of ``permute``, checked."""
+    """Checks and returns (input, new output, probs, new output for them) of ``permute``."""
     _check_matrix("permute", inp)
     if num_rows < 0:
         raise ValueError(f"moe_permute: num_out_tokens must be at least 0, got {num_rows}")
