@@ -8,11 +8,7 @@ import torch
 
 
 def sorted_heads(x: torch.Tensor, *, repeats: int, groups: int) -> torch.Tensor:
-    """Copies rows that lie group by group in the order of all queries, all keys and all values.
-
-    Returns:
-        A new tensor of the shape and dtype of x.
-    """
+    """Copies rows [groups * (repeats + 2) * size, ...] to the order queries, keys, values."""
     heads, queries = groups * (repeats + 2), groups * repeats
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
     rows, to = in_words((x.contiguous(), out))
@@ -23,7 +19,7 @@ def sorted_heads(x: torch.Tensor, *, repeats: int, groups: int) -> torch.Tensor:
 
 
 def in_words(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Returns views of tensors with elements of 8 bytes, so that a GPU copies them faster."""
+    """Returns 8-byte views of tensors of one dtype, or all of them as they are if one has none."""
     per_word = 8 // tensors[0].element_size()
     if all(
         t.stride(-1) == 1

@@ -24,13 +24,8 @@ def run(
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
     """Permutes tokens without autograd, by a given map or by a routing map.
 
-    Args:
-        inp: [tokens, hidden].
-        probs: [tokens, width], as in ``moe_permute.permute``.
-
-    Returns:
-        (permuted rows [rows, hidden], permuted probs [rows] or None without probs, the row_id_map
-        that was made or None if one was given).
+    Returns (rows [rows, hidden], their probs [rows] or None, row_id_map if made here or None).
+    ``routing_map`` is not read if ``row_id_map`` is given.
     """
     if row_id_map is not None:
         return *_op.permute(inp, row_id_map, rows, probs), None

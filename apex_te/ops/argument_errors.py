@@ -101,12 +101,7 @@ def _explained(
     kwargs: dict[str, Any],
     error: Exception,
 ) -> Exception | None:
-    """Returns an error that names the wrong argument of a failed call.
-
-    Returns:
-        The error to raise in place of ``error``, or None if ``error`` is to be raised as it is: it
-        names an argument already, or no argument caused it.
-    """
+    """Returns an error that names a failed call's wrong argument, or None to keep ``error``."""
     if isinstance(error, RuntimeError) and type(error) not in (RuntimeError, NotImplementedError):
         return None  # of a build, a device or its memory: no argument's doing
     try:
@@ -189,7 +184,7 @@ def _class(kind: str, scope: dict[str, Any]) -> Any:
 
 
 def _tensor_problem(place: str, value: Any, may_be_meta: bool = False) -> Exception | None:
-    """Returns the error for what is not a dense tensor of a real dtype; None if it is one."""
+    """Returns the error for a value that is not a dense tensor of a real dtype, else None."""
     actual = None
     if not isinstance(value, torch.Tensor):
         return TypeError(f"{place} must be a torch.Tensor, got {_type(value)}")
@@ -217,7 +212,7 @@ def _list_problem(place: str, value: Any) -> Exception | None:
 
 
 def _number_problem(place: str, kinds: list[str], value: Any) -> Exception | None:
-    """Returns the error for a value of none of the plain types ``kinds``; None if it fits."""
+    """Returns the error for a value that is of none of some plain types, else None."""
     expected = " or ".join(_NUMBER_OF.get(kind, kind) for kind in kinds)
     is_int = isinstance(value, int) and not isinstance(value, bool)
     if is_int and "float" in kinds:

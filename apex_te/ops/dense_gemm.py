@@ -84,13 +84,7 @@ def dense_gemm(
 
 
 def _check_residual(residual: torch.Tensor, out: torch.Tensor, accumulate: bool) -> None:
-    """Checks the argument ``residual`` of ``dense_gemm``.
-
-    Args:
-        residual: must be bfloat16 of the shape of ``out``.
-        out: the output [M, N], whose values are not read.
-        accumulate: must be False.
-    """
+    """Checks that ``residual`` is bfloat16 of the shape of ``out``, without ``accumulate``."""
     if accumulate:
         raise ValueError("dense_gemm: accumulate must be False with residual, got True")
     if residual.dtype is not torch.bfloat16:

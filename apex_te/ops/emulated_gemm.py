@@ -159,11 +159,7 @@ def emulated_block_gemm(
 
 
 def _prepare(name, a, b, a_scale, b_scale, out, out_dtype, bias, accumulate):
-    """Checks shapes and dtypes that all formats share, and allocates the output if none is given.
-
-    Returns:
-        ``(out, bias)``: ``out [M, N]``, and the bias in the dtype of ``bias_dtype`` or None.
-    """
+    """Checks what all formats share; returns ``out`` [M, N] and the bias in its dtype, or None."""
     check_dense(name, a=a, b=b, a_scale=a_scale, b_scale=b_scale, out=out, bias=bias)
     if a.dim() != 2 or b.dim() != 2 or a.shape[1] != b.shape[1]:
         raise ValueError(
@@ -189,7 +185,7 @@ def _prepare(name, a, b, a_scale, b_scale, out, out_dtype, bias, accumulate):
 def _issue(kind, a, b, a_scale, b_scale, out, bias, accumulate):
     """Runs the GEMM as one registered op, whose rounding a compiler cannot change.
 
-    The other arguments are those that ``_prepare`` checked or returned.
+    ``kind`` is "mx", "hif8", "fp8", or "block" and the block rows of a and b, e.g. "block 1 128".
     """
     if kind == "mx" and torch.compiler.is_compiling():  # inductor does not support float8_e8m0fnu
         a_scale, b_scale = a_scale.view(torch.uint8), b_scale.view(torch.uint8)

@@ -190,10 +190,10 @@ def bound_product(
 
 
 def _first_rows(out: torch.Tensor, rows: int) -> torch.Tensor:
-    """Returns the first rows of ``out`` [more rows, N] as a tensor [rows, N] that is no view.
+    """Returns the first rows of ``out``, which only the caller may have, but not as a view.
 
-    ``out`` itself is resized, or under a tracer or a transform copied. A view would not do:
-    autograd refuses in-place changes of a view that an autograd function returned.
+    ``out`` is resized, or copied under a tracer or a transform: autograd refuses in-place changes
+    of a view that an autograd function returned.
     """
     if transforms_active() or dispatch_modes() or jit_tracing():
         return out[:rows].clone()
@@ -221,10 +221,7 @@ def _is_taken(a, b, c, out) -> bool:
 
 
 def _right_is_taken(b) -> bool:
-    """Returns True if cuBLASLt takes the right operand, and with it K and N, as they are.
-
-    K and N must be multiples of 16, K above 0, and b must begin at a multiple of 16 bytes.
-    """
+    """Returns True if cuBLASLt takes ``b``: address, N and K divisible by 16, and K above 0."""
     cols, depth = b.shape
     return depth > 0 and not (cols | depth | b.data_ptr()) % _MULTIPLE
 
@@ -240,10 +237,9 @@ def _launches_at_once(b) -> bool:
 
 
 def _launch(a, b, a_scale_inv, b_scale_inv, out, bias, c, aux, accumulate, use_split_accumulator):
-    """Returns the ``Launch`` of the one C function that ``_run`` would call for these arguments.
+    """Returns the ``Launch`` of the one C function that ``_run`` would call; None if it does more.
 
-    None if ``_run`` does more: pads, applies GELU, writes an empty result, chooses an algorithm by
-    timing, or runs on the CPU.
+    That is padding, GELU, an empty result, an algorithm chosen by timing, or the CPU.
     """
     if aux is not None or not _launches_at_once(b) or not _is_taken(a, b, c, out):
         return None
@@ -269,10 +265,7 @@ def _run_cuda(operands, out, bias, c, aux, accumulate, use_split_accumulator):
 
 
 def _key(operands, out, bias, accumulate) -> str:
-    """Returns the beginning of the key under which ``gemm_tuning`` stores a GEMM's algorithm.
-
-    It names sizes, dtypes, bias and accumulation. GEMMs with and without ``c`` share it.
-    """
+    """Returns the beginning of a GEMM's key in ``gemm_tuning``, the same with and without ``c``."""
     a, b = operands[:2]
     return (
         f"{a.shape[0]}x{b.shape[0]}x{a.shape[1]} {a.dtype} {b.dtype} {out.dtype} "
@@ -347,19 +340,12 @@ def tune(
 
 
 def _padded(x: torch.Tensor, rows: int) -> torch.Tensor:
-    """Returns a copy of an FP8 operand [M, K], padded with zeros to [M + rows, K rounded up to 16].
-
-    Args:
-        x: the operand [M, K].
-    """
+    """Returns a copy of an FP8 operand [M, K], zero-padded to [M + rows, K rounded up to 16]."""
     return F.pad(x.view(torch.uint8), (0, -x.shape[1] % _MULTIPLE, 0, rows)).view(x.dtype)
 
 
 def _run_padded(operands, out, bias, c, aux, accumulate, use_split_accumulator):
-    """Runs a GEMM with K and N padded with zeros to multiples of 16, and copies the result.
-
-    Zeros along K change no sum; the columns that they add to the result are dropped.
-    """
+    """Runs a GEMM with K and N zero-padded to multiples of 16, and drops the added columns."""
     a, b, a_scale_inv, b_scale_inv = operands
     cols = b.shape[0]
     pad_n = -cols % _MULTIPLE
@@ -399,7 +385,7 @@ def _run_cpu(a, b, a_scale_inv, b_scale_inv, out, bias, c, aux, accumulate):
 def _run_block(
     a, b, a_scale_inv, b_scale_inv, out, bias, c, a_block_rows, b_block_rows, accumulate
 ):
-    """Runs a block-scaled GEMM on the CPU, on a GPU, or on a GPU with padded operands.
+    """Runs a block-scaled GEMM, on a GPU with padded operands if needed.
 
     ``out`` is [M, N], or [M rounded up to ``ROW_MULTIPLE``, N], whose last rows mean nothing.
     """
@@ -417,10 +403,7 @@ def _run_block(
 
 
 def _blocks_are_taken(operands, c, out) -> bool:
-    """Returns True if cuBLASLt takes operands and scales as they are, whatever M is.
-
-    Besides the conditions of ``_is_taken`` both scale_inv must begin at multiples of 16 bytes.
-    """
+    """Returns True if cuBLASLt takes operands and scales, aligned to 16 bytes, whatever M is."""
     a, b, a_scale_inv, b_scale_inv = operands
     scales = a_scale_inv.data_ptr() | b_scale_inv.data_ptr()
     return _is_taken(a, b, c, out) and not scales % _MULTIPLE
@@ -429,11 +412,7 @@ def _blocks_are_taken(operands, c, out) -> bool:
 def _launch_block(
     a, b, a_scale_inv, b_scale_inv, out, bias, c, a_block_rows, b_block_rows, accumulate
 ):
-    """Returns the ``Launch`` of the one C function that ``_run_block`` would call.
-
-    None if ``_run_block`` does more: pads, writes an empty result, chooses an algorithm by timing,
-    or runs on the CPU.
-    """
+    """Returns the ``Launch`` of the one C function of ``_run_block``; None if it does more."""
     operands, blocks = (a, b, a_scale_inv, b_scale_inv), (a_block_rows, b_block_rows)
     if not _launches_at_once(b) or not _blocks_are_taken(operands, c, out):
         return None
@@ -460,8 +439,8 @@ def _run_block_cuda(operands, out, bias, c, blocks, accumulate):
 def _run_block_rows(operands, out, bias, c, blocks, accumulate):
     """Runs a block-scaled GEMM with M rounded up to ``ROW_MULTIPLE``, as cuBLASLt needs it.
 
-    The added rows of ``a`` are the bytes after it in its storage, or zeros in a copy if the
-    storage ends earlier. They reach only the added rows of the GEMM, which nobody reads.
+    The added rows of ``a`` are bytes behind it in its storage, or zeros; no one reads their
+    results.
     """
     a, b, a_scale_inv, b_scale_inv = operands
     rows, k = a.shape

@@ -78,12 +78,7 @@ def algorithm(key: str, device: torch.device, launch: Callable[[int], None]) -> 
 
 
 def _fastest(launch: Callable[[int], None]) -> int:
-    """Times all algorithms on a cool GPU, and the best of these under load.
-
-    Returns:
-        The number of the algorithm with the least time; 0 unless another one is faster by more than
-        ``_GAIN``.
-    """
+    """Returns the fastest algorithm, timed cool, then under load; 0 unless it gains > ``_GAIN``."""
     usable = []
     for index in range(_MAX_ALGORITHMS):
         try:
@@ -126,10 +121,7 @@ def _cool_times(launch: Callable[[int], None], usable: list[int]) -> dict[int, f
 
 
 def _loaded_times(launch: Callable[[int], None], cool: dict[int, float]) -> dict[int, float]:
-    """Returns the mean milliseconds of each algorithm, by its number, on a GPU under load.
-
-    Each algorithm runs in blocks of launches, which take turns with those of the others.
-    """
+    """Returns mean milliseconds of ``cool``'s algorithms under load, in blocks that take turns."""
     global _loaded_at
 
     def launches(index: int, seconds: float) -> int:
@@ -150,10 +142,7 @@ def _loaded_times(launch: Callable[[int], None], cool: dict[int, float]) -> dict
 
 
 def _path(index: int) -> Path:
-    """Returns the file of stored choices for CUDA device ``index``, in the user's cache.
-
-    An example of its name is ``gemm/NVIDIA_H200-cublaslt130100.json``.
-    """
+    """Returns the user's file of choices, e.g. ``gemm/NVIDIA_H200-cublaslt130100.json``."""
     probe = torch.empty(0, device=torch.device("cuda", index))
     gpu = re.sub(r"[^A-Za-z0-9]+", "_", torch.cuda.get_device_name(index))
     version = _lib.cublaslt_version(probe)

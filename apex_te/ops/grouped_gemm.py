@@ -116,14 +116,7 @@ def contract_groups(
 def _contract_values(
     a: torch.Tensor, b: torch.Tensor, ends: torch.Tensor, wide: bool
 ) -> torch.Tensor:
-    """Computes ``contract_groups``, without its checks, from the ends of the groups.
-
-    Args:
-        ends: int32 [groups], the place in the inner dimension after each group's last.
-
-    Returns:
-        [groups, M, N], as ``contract_groups``.
-    """
+    """Computes ``contract_groups`` unchecked, from the groups' ends in K, int32 [groups]."""
     if _has_kernel(a, b):
         return torch._grouped_mm(a, b, offs=ends)
     group = _group_of_rows(ends, a.shape[1])
@@ -142,10 +135,7 @@ def _contract_values(
 
 
 def _check_operands(name: str, a: torch.Tensor, b: torch.Tensor, groups: Groups) -> None:
-    """Raises ValueError unless a is [rows, K] and b [groups, N, K], with ``groups``' extents.
-
-    ``name`` is the calling function's, for the error.
-    """
+    """Raises ValueError unless a is [rows, K] and b [groups, N, K], with ``groups``' extents."""
     if a.dim() != 2 or b.dim() != 3 or b.shape[0] != groups.num_groups or b.shape[2] != a.shape[1]:
         raise ValueError(
             f"{name}: a and b must be [rows, K] and [{groups.num_groups}, N, K], "
@@ -155,10 +145,7 @@ def _check_operands(name: str, a: torch.Tensor, b: torch.Tensor, groups: Groups)
 
 
 def _has_kernel(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Returns True if ``torch._grouped_mm`` takes operands of this device, dtype and shape.
-
-    The rows of both operands and of the result must begin at multiples of 16 bytes.
-    """
+    """Returns True if ``torch._grouped_mm`` takes the operands, with rows aligned to 16 bytes."""
     if a.dtype is not torch.bfloat16 or not has_grouped_products(a.device):
         return False
     fixed = (a.shape[0], b.shape[1]) if b.dim() == 2 else b.shape[1:]

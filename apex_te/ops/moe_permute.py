@@ -54,15 +54,9 @@ class RowMap(NamedTuple):
 class _Routing(NamedTuple):
     """Arguments of the kernels that make a map from a routing map.
 
-    Attributes:
-        routes: the routing map [tokens, width] in a dtype that the kernels read.
-        workspace: int32 [tiles of tokens, experts] scratch, in which the kernels count.
-        row_id_map: uninitialised, as in ``RowMap``.
-        tokens_per_expert: uninitialised [experts] for indices; None for a mask, whose row_id_map
-            has the counts.
-        num_experts: number of experts.
-        align_size: each expert's rows begin at a multiple of it.
-        is_index: True for type "index", False for "mask".
+    ``workspace`` is int32 [tiles of tokens, experts]. ``row_id_map`` and ``tokens_per_expert`` are
+    uninitialised; the latter is [experts] for indices, None for a mask, whose row_id_map has the
+    counts. Each expert's rows begin at a multiple of ``align_size``.
     """
 
     routes: torch.Tensor
@@ -374,12 +368,7 @@ def _check_matrix(op: str, inp: torch.Tensor) -> None:
 def _outputs(
     inp: torch.Tensor, num_rows: int, probs: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
-    """Checks the input of ``permute`` and allocates its outputs.
-
-    Returns:
-        (input as a contiguous matrix that the kernels take, uninitialised output, contiguous probs
-        or None, uninitialised permuted probs or None).
-    """
+    """Checks and returns (input, new output, probs, new output for them) of ``permute``."""
     _check_matrix("permute", inp)
     if num_rows < 0:
         raise ValueError(f"moe_permute: num_out_tokens must be at least 0, got {num_rows}")

@@ -36,11 +36,7 @@ def _written(*lists: Tensors) -> None:
 
 
 def _dense_grads(name: str, grads: Tensors, are_written: bool) -> Tensors:
-    """Returns the gradients made contiguous.
-
-    Args:
-        are_written: True if they will be unscaled in place.
-    """
+    """Returns the gradients made contiguous; with ``are_written`` refuses expanded ones."""
     read = dense(grads)
     if are_written and read is not grads:
         for i, (grad, copy) in enumerate(zip(grads, read, strict=True)):
@@ -54,7 +50,7 @@ def _dense_grads(name: str, grads: Tensors, are_written: bool) -> Tensors:
 
 
 def _wrote_grads(given: Tensors, read: Tensors) -> None:
-    """Copies unscaled gradients from contiguous copies to the caller's, for autograd too."""
+    """Copies unscaled gradients from contiguous copies to the caller's, and tells autograd."""
     if given is not read:
         for grad, copy in zip(given, read, strict=True):
             if copy is not grad:

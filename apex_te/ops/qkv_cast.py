@@ -157,7 +157,7 @@ def qkv_cast_grad(
 
 
 def _heads(name: str, x: torch.Tensor) -> torch.Tensor:
-    """Returns heads [..., heads, size] as [outer, inner, heads, size], dense in ``size``."""
+    """Returns [..., heads, size] as [outer, inner, heads, size], dense in the last dimension."""
     if x.dim() not in (3, 4):
         raise ValueError(
             f"qkv_cast_grad: {name} must have 3 or 4 dimensions, got shape {list(x.shape)}"

@@ -144,7 +144,7 @@ def bind_call(schema: str, function: Callable[..., None]) -> Callable[..., None]
 
 
 def _schema(name: str, signature: str, without: Sequence[str] = ()) -> str:
-    """Returns torch.library's schema of a C signature: "Tensor(a!) out" for "out: Tensor!"."""
+    """Returns a C signature's torch.library schema: "out: Tensor!" becomes "Tensor(a!) out"."""
     aliases = iter(string.ascii_lowercase)
     arguments = []
     for parameter in signature.split(","):
@@ -158,8 +158,7 @@ def _schema(name: str, signature: str, without: Sequence[str] = ()) -> str:
 def _bind(schema: str, functions: Any) -> Callable[..., None]:
     """Registers a function and returns a callable that skips ``torch.ops`` in plain eager mode.
 
-    Calls in a compiled region, under a dispatch mode, under ``torch.jit.trace`` or under a
-    transform go through ``torch.ops``; all others call the function directly.
+    Compiled regions, dispatch modes, ``torch.jit.trace`` and transforms go through ``torch.ops``.
     """
     name = schema.partition("(")[0]
     registered = register(schema, lambda *args: getattr(functions, name)(*args))
@@ -187,11 +186,7 @@ def _bind(schema: str, functions: Any) -> Callable[..., None]:
 
 
 class _Runs(threading.local):
-    """Counter, for each thread, of registered ops that were run with real or with fake tensors.
-
-    Attributes:
-        count: number of ops run by the current thread.
-    """
+    """Count, for each thread, of registered ops that were run with real or with fake tensors."""
 
     count = 0
 
@@ -202,8 +197,8 @@ _runs = _Runs()
 def _observed(registered: Any, args: tuple[Any, ...]) -> None:
     """Calls a registered op through ``torch.ops``, so that active tracers and transforms see it.
 
-    For calls under a dispatch mode, a torch.func transform, forward-mode AD or ``torch.jit.trace``.
-    The call is refused if one of these would lose results or need a derivative.
+    Refuses a call whose results would be lost or that needs a derivative. Prepared lists
+    (``runtime.tensor_list``) are passed on as plain lists.
     """
     name = registered.__name__
     if jit_tracing() and any(_writes_list(a) for a in registered.default._schema.arguments):

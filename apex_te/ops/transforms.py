@@ -40,16 +40,11 @@ class _Call:
     """Record of one call of an ``OpFunction``, which its forward fills and its backward reads.
 
     Attributes:
-        function: the subclass of ``OpFunction``.
         rest: the arguments of its forward, with None in place of the tensors.
-        is_tensor: for each argument of the forward, True if it is a tensor.
-        needs: for each argument, True if it needs a gradient: ctx.needs_input_grad.
+        needs: ctx.needs_input_grad.
         attributes: attributes that the forward set on ctx.
-        has_output: for each output of the forward, True if it is a tensor and not None.
-        has_saved: for each argument of ctx.save_for_backward, True if it is a tensor and not None.
-        is_tuple: True if the forward returned a tuple.
+        has_output, has_saved: for each output, saved value: True if it is a tensor and not None.
         outputs: (shape, dtype, device) of each output that is a tensor.
-        materializes: False if the forward called ctx.set_materialize_grads(False).
         has_grad: in a backward, for each output that is a tensor, True if it got a gradient.
     """
 
@@ -90,12 +85,7 @@ class _Call:
 
 
 class _Context:
-    """Substitute for autograd's ctx in a forward or a backward that a transform runs.
-
-    Attributes:
-        needs_input_grad: as in autograd's ctx.
-        saved_tensors: as in autograd's ctx.
-    """
+    """Substitute for autograd's ctx in a forward or a backward that a transform runs."""
 
     def __init__(self, call: _Call, saved: tuple[torch.Tensor | None, ...] = ()) -> None:
         vars(self).update(call.attributes)
@@ -199,8 +189,8 @@ def _each_sample(
 ) -> Any:
     """Applies ``_Forward`` or ``_Backward`` to each sample of a batch: its rule for ``vmap``.
 
-    Returns:
-        (results stacked along dimension 0, the dimensions of the batch in them); None for a None.
+    Returns (results stacked along dimension 0, their batch dimensions), None for a None. The first
+    of ``in_dims`` is that of ``call``.
     """
     if not info.batch_size:
         raise call.refuse("torch.func.vmap over no samples")
@@ -221,10 +211,7 @@ def _each_sample(
 
 
 def _aligned(sample: torch.Tensor) -> torch.Tensor:
-    """Returns a sample of a batch, copied if it does not begin at a multiple of 16 bytes.
-
-    A separately allocated tensor always does, and cuBLASLt refuses other scales.
-    """
+    """Returns a sample, copied unless aligned to 16 bytes: cuBLASLt refuses other scales."""
     t = sample
     while _functorch.is_functorch_wrapped_tensor(t):
         if _functorch.is_batchedtensor(t):
@@ -279,11 +266,7 @@ def run_samples(op: Any, args: tuple[Any, ...]) -> None:
 
 
 class _Samples:
-    """Batched tensor of an op's arguments.
-
-    Attributes:
-        value: the tensor with its batch dimension moved to the front.
-    """
+    """Batched argument of an op, ``value`` with its batch dimension moved to the front."""
 
     def __init__(self, value: torch.Tensor) -> None:
         self.value = value
@@ -306,7 +289,7 @@ def _samples(value: Any, level: int) -> Any:
 
 
 def _take(value: Any, i: int, copies: list[tuple[torch.Tensor, torch.Tensor]]) -> Any:
-    """Returns sample ``i`` of a ``_Samples`` as a contiguous, aligned tensor; else the value."""
+    """Returns sample ``i``, contiguous and aligned; ``copies`` gets (sample, copy) if copied."""
     if not isinstance(value, _Samples):
         return value
     sample = value.value[i]

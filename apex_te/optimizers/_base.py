@@ -36,13 +36,7 @@ _GRAD, _LAYOUT = operator.attrgetter("grad"), operator.attrgetter("layout")
 
 
 class Work(NamedTuple):
-    """Bucket that a step updates, with its options and gradients.
-
-    Attributes:
-        group: the parameter group of the bucket, an entry of ``param_groups``.
-        bucket: parameters of the group that one call of an op updates.
-        grads: this rank's gradients, in the order of ``bucket.params``.
-    """
+    """Bucket that a step updates, its parameter group, and this rank's gradients in its order."""
 
     group: dict[str, Any]
     bucket: Bucket
@@ -579,10 +573,7 @@ class FusedOptimizer(SavingOptimizer):
     # Options of groups.
 
     def _prepare_group(self, group: dict[str, Any]) -> None:
-        """Fills in missing options of ``group`` and checks options and parameters.
-
-        With ``capturable``, ``group["lr"]`` becomes a float32 tensor on the device.
-        """
+        """Fills in and checks ``group``; ``capturable`` makes ``lr`` a float32 device tensor."""
         for name, value in self.defaults.items():
             group.setdefault(name, value)
         self._check_group(group)

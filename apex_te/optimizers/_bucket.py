@@ -29,10 +29,7 @@ State = dict[str, Any]
 
 
 def needs_copy(param: torch.Tensor) -> bool:
-    """Returns True if ``param`` is a tensor subclass without plain storage, such as FP8.
-
-    No op can write to such a parameter: its new values go in by ``param.copy_(master)``.
-    """
+    """Returns True for a subclass without plain storage, such as FP8, to which no op can write."""
     return is_traceable_wrapper_subclass(local(param))
 
 
@@ -42,7 +39,7 @@ def has_master(param: torch.Tensor) -> bool:
 
 
 def new_state(param: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Returns zeros for a moment or master weight of ``param``."""
+    """Returns zeros for state of ``param``: of its shape, device, memory format and placements."""
     part = local(param)
     if needs_copy(part):
         zeros = torch.zeros(part.shape, dtype=dtype, device=part.device)
@@ -52,15 +49,11 @@ def new_state(param: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def new_master(param: torch.Tensor) -> torch.Tensor:
-    """Returns a new master weight of ``param``, a float32 copy of its value.
+    """Returns a float32 copy of ``param``; the value an FP8 weight was quantized from, if kept.
 
-    An FP8 parameter that still holds the value it was quantized from gives that value, and frees
-    it.
-
-    Raises:
-        NotImplementedError: ``param`` is a flattened view of an FP8 weight. Megatron's distributed
-            optimizer steps such views on the rank that owns them, and gathers FP8 data alone: the
-            other ranks would read the data with the scale from before.
+    That value is freed. A flattened view of an FP8 weight is refused: Megatron's distributed
+    optimizer steps it on one rank and gathers FP8 data alone, so that the other ranks would read
+    the data with the scale from before.
     """
     part = local(param)
     source: torch.Tensor | None = None
@@ -82,12 +75,7 @@ def new_master(param: torch.Tensor) -> torch.Tensor:
 
 
 def dense_order(tensor: torch.Tensor) -> tuple[int, ...] | None:
-    """Returns the order of dimensions in which the memory of ``tensor`` is contiguous.
-
-    Returns:
-        Arguments for ``tensor.permute``; None for a tensor that is contiguous as it is, and for one
-        that no permutation makes contiguous.
-    """
+    """Returns the permutation that makes ``tensor`` contiguous; None if it is, or if none does."""
     if tensor.is_contiguous():
         return None
     order = tuple(sorted(range(tensor.dim()), key=tensor.stride, reverse=True))
@@ -95,7 +83,7 @@ def dense_order(tensor: torch.Tensor) -> tuple[int, ...] | None:
 
 
 def follow_format(stored: torch.Tensor, param: torch.Tensor) -> None:
-    """Gives a moment or master weight of ``param`` the memory format that ``param`` has now."""
+    """Gives state of ``param`` the memory format of ``param``, in new memory if it had another."""
     part, kept = local(param), local(stored)
     if dense_order(kept) != (None if needs_copy(part) else dense_order(part)):
         with torch.no_grad():
@@ -105,14 +93,8 @@ def follow_format(stored: torch.Tensor, param: torch.Tensor) -> None:
 class Source(NamedTuple):
     """A parameter with what it takes to find its gradient at each step.
 
-    Attributes:
-        param: the parameter in the optimizer's ``param_groups``.
-        master: its master weight, whose ``.grad`` replaces ``param.grad`` if it is set;
-            None without a master weight.
-        order: permutation of the dimensions that makes the parameter contiguous, applied to the
-            gradient, too; None if the op takes both as they are.
-        is_sharded: True if ``param`` is a DTensor.
-        is_decoupled: True if the gradient is ``param.decoupled_grad``.
+    ``master.grad`` replaces ``param.grad`` if it is set. ``order`` is the permutation that makes
+    parameter and gradient contiguous; None if the op takes both as they are.
     """
 
     param: torch.Tensor
@@ -137,22 +119,18 @@ class Source(NamedTuple):
 class Bucket:
     """Arguments of an optimizer op for some parameters, prepared once and used at each step.
 
-    The lists ``params``, ``masters`` and each list of ``moments`` have a tensor for each parameter,
-    in one order. The tensors share memory with parameter and state; for a DTensor they are this
-    rank's part.
+    The lists ``params``, ``masters`` and each of ``moments`` are in one order. Their tensors share
+    memory with parameters and state; for a DTensor they are this rank's part.
+
+    Args:
+        scales: for each of ``params`` the scales of its scaled state, by key.
 
     Attributes:
-        params: list of the tensors that the op updates: the parameters, or the master weights of
-            FP8 parameters.
-        masters: list of the master weights that the op updates beside ``params``, or None; in
-            float32.
-        moments: a list for each of ``names``, as stored.
-        step: the step count, an int or a float32 scalar on the device; None if steps are not
-            counted.
+        params: what the op updates: the parameters, or the master weights of FP8 parameters.
+        masters: float32 master weights that the op updates beside ``params``, or None.
+        step: an int or a float32 scalar on the device; None if steps are not counted.
         owners: the parameters as ``param_groups`` has them.
-        sharded: the DTensors among ``owners``.
         wrapped: ``(param, master)`` for each FP8 parameter, which ``finish`` copies the master to.
-        device: device of all the tensors.
     """
 
     __slots__ = ("_advanced", "_graded", "_kept_masters", "_kept_moments", "_listed", "_parts",
@@ -223,13 +201,9 @@ class Bucket:
             return False
 
     def watched(self) -> Iterator[tuple[Callable[[], int], int]]:
-        """Yields checks that tell when the lists no longer view the memory of the parameters.
+        """Yields ``(function, value)``: once ``function()`` differs, the bucket must be made anew.
 
-        Yields:
-            ``(function, value)``: the bucket must be prepared anew once ``function()`` returns
-            anything but ``value``. The function reads the address of a parameter, or of a tensor
-            of its state, that the lists hold as a permuted view, or compares the local tensors of
-            DTensors.
+        They watch addresses behind permuted views, and the local tensors of DTensors.
         """
         for i, (part, source) in enumerate(zip(self._parts, self._sources, strict=True)):
             if source.order is not None:
@@ -248,16 +222,16 @@ class Bucket:
         return [source.grad(owner) for source in self._sources]
 
     def set_step(self, step: int | torch.Tensor) -> None:
-        """Sets the step count of the bucket and, in the optimizer's state, of its parameters.
-
-        A tensor is not copied: all of them share it, so that adding to it in place counts for all.
-        """
+        """Sets the step count; a tensor is shared, not copied, by the states of all parameters."""
         self.step = step
         for state in self._states:
             state[STEP] = step
 
     def advance(self, found_inf: torch.Tensor | None) -> None:
-        """Adds 1 to the step count unless ``found_inf`` says that the step is skipped."""
+        """Adds 1 to the step count unless ``found_inf``, one element on the device, is not 0.
+
+        With a ``found_inf`` an int count becomes a tensor, so that nothing waits for the device.
+        """
         before = self.step
         if before is None:
             return
@@ -287,11 +261,9 @@ class Bucket:
         self.finish()
 
     def update(self, op: Callable[..., None], grads: list[torch.Tensor], options: State) -> None:
-        """Runs an optimizer op on the lists, leaving FP8 parameters for ``finish``.
+        """Runs a function of ``ops.multi_tensor_optim``, leaving FP8 parameters for ``finish``.
 
-        Args:
-            op: a function of ``ops.multi_tensor_optim``; state that is not float32 reaches it as
-                float32 copies and is stored afterwards.
+        State that is not float32 reaches it as float32 copies and is stored afterwards.
         """
         moments = [moment.wide() for moment in self._kept_moments]
         params, masters = self.params, self.masters
@@ -308,10 +280,7 @@ class Bucket:
             moment.store(wide)
 
     def finish(self) -> None:
-        """Copies master weights to FP8 parameters, and stores master weights that are not float32.
-
-        It also tells autograd that DTensors changed.
-        """
+        """Writes FP8 parameters, stores narrow master weights, and marks DTensors as changed."""
         wide, self._wide_masters = self._wide_masters, None
         together: dict[Any, list[tuple[Any, torch.Tensor]]] = {}
         for i, (param, master) in enumerate(self.wrapped):
@@ -333,9 +302,9 @@ class Bucket:
 
 
 def refuse_shared(owner: str, buckets: list[Bucket]) -> None:
-    """Raises ValueError if two parameters that a step updates have memory in common.
+    """Raises ValueError if two parameters of a step share memory.
 
-    The blocks of a kernel would update it in no order, and of two master weights one is lost.
+    A kernel's blocks would update it in no order, and one of two master weights would be lost.
     """
     spans = []
     for bucket in buckets:
@@ -357,12 +326,10 @@ def refuse_shared(owner: str, buckets: list[Bucket]) -> None:
 def partition(
     params: list[torch.Tensor], states: list[State], names: tuple[str, ...]
 ) -> Iterator[list[int]]:
-    """Splits the parameters of a group into buckets.
+    """Yields indices into ``params`` of each bucket: of one device, step count and master dtype.
 
-    Yields:
-        Indices into ``params`` of one bucket: parameters on one device and with one step count, all
-        with master weights of one dtype or none, all FP8 or none. With state that is not float32 a
-        bucket of several parameters has at most ``WIDE_ELEMENTS`` elements.
+    FP8 parameters have buckets of their own. With state that is not float32 a bucket of several
+    parameters has at most ``WIDE_ELEMENTS`` elements.
     """
     together: dict[Any, list[int]] = {}
     sizes: dict[Any, int] = {}

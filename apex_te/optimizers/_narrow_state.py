@@ -65,11 +65,7 @@ class Rounded(Stored):
 
 
 class Scaled(Stored):
-    """List of float16 or FP8 tensors, each with a scale, a power of two.
-
-    Args:
-        scales: for each a float32 scalar; the number is the stored value times the scale.
-    """
+    """List of float16 or FP8 tensors; the numbers are these times ``scales``, powers of two."""
 
     def __init__(self, tensors: Any, scales: Sequence[torch.Tensor]) -> None:
         super().__init__(tensors)
@@ -95,10 +91,10 @@ class Scaled(Stored):
 
 
 class Halves(Stored):
-    """List of float32 numbers; bfloat16 parameters hold one half, int16 tensors the other.
+    """List of float32 numbers, halves in contiguous bfloat16 parameters and in int16 remainders.
 
-    The bits of the number, an integer, are those of the parameter times 2**16, plus the remainder,
-    which has a sign: the parameter is the number rounded to nearest, ties away from zero.
+    A number's bits are the parameter's times 2**16, plus the signed remainder: the parameter is the
+    number rounded to nearest, ties away from zero.
     """
 
     def __init__(self, params: Sequence[torch.Tensor], remainders: Any) -> None:
@@ -129,15 +125,7 @@ class Halves(Stored):
 def _pieces(
     like: Any, dtype: torch.dtype = torch.float32
 ) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    """Returns zeros of the shapes of some tensors that share one allocation, and the allocation.
-
-    Args:
-        dtype: dtype of 4 bytes.
-
-    Returns:
-        flat: the allocation, ``[n]``.
-        pieces: contiguous tensors, each at a multiple of 16 bytes.
-    """
+    """Returns 4-byte zeros [n], and views in the shapes of ``like``, aligned to 16 bytes."""
     sizes = [-(-t.numel() // 4) * 4 for t in like]
     flat = torch.zeros(sum(sizes), dtype=dtype, device=like[0].device)
     parts = zip(flat.split(sizes), like, strict=True)
@@ -154,11 +142,7 @@ def _halves(number: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def state_list(tensors: Any, scales: Sequence[torch.Tensor] | None) -> StateList:
-    """Returns the list of stored tensors by their dtype.
-
-    Args:
-        scales: for each a float32 scalar, for a dtype in ``SCALED``; else None.
-    """
+    """Returns the list that serves the tensors' dtype; ``scales`` is None outside ``SCALED``."""
     dtype = tensors[0].dtype
     if dtype is torch.float32:
         return StateList(tensors)
@@ -170,22 +154,13 @@ def state_list(tensors: Any, scales: Sequence[torch.Tensor] | None) -> StateList
 def unscaled(
     stored: torch.Tensor, scale: torch.Tensor, out: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Returns the numbers of a scaled tensor in float32, exactly.
-
-    Args:
-        scale: its scale, a float32 scalar.
-        out: float32 tensor to write; None makes one.
-    """
+    """Returns the numbers of a scaled tensor in float32, exactly, in ``out`` if given."""
     out = torch.empty_like(stored, dtype=torch.float32) if out is None else out
     return out.copy_(stored).mul_(scale)
 
 
 def scaled(number: torch.Tensor, stored: torch.Tensor, scale: torch.Tensor) -> None:
-    """Stores float32 numbers in a float16 or FP8 tensor, and writes its scale.
-
-    Args:
-        scale: float32 scalar to write.
-    """
+    """Stores float32 numbers in a float16 or FP8 tensor, and writes its scale."""
     Scaled([stored], [scale]).store([number.to(torch.float32, copy=True).contiguous()])
 
 
@@ -198,11 +173,7 @@ def master_of_halves(param: torch.Tensor, remainder: torch.Tensor) -> torch.Tens
 def remainder_of(owner: str, param: torch.Tensor, master: torch.Tensor) -> torch.Tensor:
     """Returns the int16 remainder of a float32 master weight whose rounded value is ``param``.
 
-    A master weight halfway between two bfloat16 numbers whose parameter was rounded down moves by
-    one bit of float32.
-
-    Args:
-        master: float32 master weight.
+    A master weight halfway between two bfloat16 numbers, rounded down, moves by one bit.
     """
     high = param.detach().view(torch.int16).to(torch.int32)
     low = master.contiguous().view(torch.int32).to(torch.int64) - (high.to(torch.int64) << 16)

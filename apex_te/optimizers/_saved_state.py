@@ -24,10 +24,7 @@ _OPTIONS = ("capturable", "master_weights", "set_grad_none", "_moment_dtypes", "
 
 
 class _Kept:
-    """Box around a tensor of a state dict.
-
-    ``torch.optim.Optimizer.load_state_dict`` casts bare tensors to the dtype of the parameter.
-    """
+    """Box that keeps torch's ``load_state_dict`` from casting a tensor to the parameter's dtype."""
 
     __slots__ = ("tensor",)
 
@@ -89,11 +86,7 @@ class SavingOptimizer(torch.optim.Optimizer):
     # State as it is stored.
 
     def _master_dtype_of(self, param: torch.Tensor) -> torch.dtype | None:
-        """Returns the dtype in which the master weight of ``param`` is stored.
-
-        Returns:
-            A dtype, torch.int16 for the low half of a number; None if there is no master weight.
-        """
+        """Returns the stored dtype of the master weight, int16 for a low half, None without one."""
         if not self.master_weights or not has_master(param):
             return None
         if self._keeps_remainder(param):
@@ -108,7 +101,7 @@ class SavingOptimizer(torch.optim.Optimizer):
     def _put(
         self, param: torch.Tensor, name: str, number: torch.Tensor, dtype: torch.dtype
     ) -> None:
-        """Stores float32 numbers as new state of ``param``."""
+        """Stores float32 numbers as new state of ``param``, in ``dtype``."""
         part = local(number)
         if dtype in SCALED:
             stored = torch.zeros_like(part, dtype=dtype)
@@ -250,11 +243,7 @@ class SavingOptimizer(torch.optim.Optimizer):
                 kept[name] = tensor
 
     def _load_master(self, param: torch.Tensor, value: torch.Tensor) -> None:
-        """Stores a loaded master weight of ``param``, or the low half of one.
-
-        Args:
-            value: float32, or int16 for a low half.
-        """
+        """Stores a loaded float32 master weight of ``param``, or the int16 low half of one."""
         self._check_shape(param, MASTER, value)
         dtype = self._master_dtype_of(param)
         assert dtype is not None
@@ -279,7 +268,7 @@ class SavingOptimizer(torch.optim.Optimizer):
     def _load(
         self, param: torch.Tensor, name: str, value: torch.Tensor, dtype: torch.dtype
     ) -> None:
-        """Stores loaded state of ``param`` in new memory."""
+        """Stores loaded state of ``param`` in new memory, in ``dtype``."""
         self._check_shape(param, name, value)
         with torch.no_grad():
             state = new_state(param, torch.float32 if dtype in SCALED else dtype)

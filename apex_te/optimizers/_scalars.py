@@ -14,7 +14,8 @@ from ..runtime import moved
 class Scalars:
     """Inverse loss scale and skip flag of one step, copied to each device that asks for them.
 
-    A ``GradScaler`` without gradients passes 0 instead of a tensor as ``found_inf``.
+    Gradients are divided by ``grad_scale``. A ``found_inf`` of one element that is not 0 skips the
+    step; None never does, nor does the 0 of a ``GradScaler`` that has found no gradient.
     """
 
     def __init__(self, grad_scale: Any = None, found_inf: Any = None) -> None:
@@ -31,12 +32,7 @@ class Scalars:
         self._on: dict[torch.device, tuple[torch.Tensor | None, torch.Tensor | None]] = {}
 
     def on(self, device: torch.device) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """Returns the scalars on ``device``.
-
-        Returns:
-            ``(inv_scale, found_inf)``: the float32 factor that unscales gradients; the flag, not 0
-            if the step is to be skipped. Both have one element; each is None if there is none.
-        """
+        """Returns ``(inv_scale, found_inf)`` on ``device``, each of one element or None."""
         found = self._on.get(device)
         if found is None:
             inv_scale, found_inf = (None if v is None else moved(v, device) for v in self._values)
@@ -45,11 +41,10 @@ class Scalars:
 
     @classmethod
     def of(cls, optimizer: torch.optim.Optimizer, scaler: Any = None) -> Scalars:
-        """Returns the scalars for one step of ``optimizer``.
+        """Returns the scalars for one step; ``scaler`` notes that ``optimizer`` has stepped.
 
-        Raises:
-            RuntimeError: ``scaler.update()`` was not called since the last step, or
-                ``GradScaler.step`` has not asked all ranks that hold parts of the parameters.
+        Raises RuntimeError if ``scaler.update()`` was not called since the last step, or if
+        ``GradScaler.step`` has not asked all ranks that hold parts of the parameters.
         """
         is_reduced = optimizer.__dict__.pop("found_inf_is_reduced", False)
         if scaler is None:

@@ -24,11 +24,7 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def with_part(tensor: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
-    """Wraps a local tensor as ``tensor`` is wrapped.
-
-    Returns:
-        A DTensor around ``part``; ``part`` itself if ``tensor`` is plain.
-    """
+    """Returns this rank's ``part`` as a DTensor like ``tensor``; as it is if that is plain."""
     if not hasattr(tensor, "_local_tensor"):
         return part
     of: Any = tensor
@@ -38,11 +34,7 @@ def with_part(tensor: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
 
 
 def placed(owner: str, what: str, tensor: torch.Tensor, param: torch.Tensor) -> torch.Tensor:
-    """Returns ``tensor`` with the placements of ``param``.
-
-    A DTensor with other placements, Partial among them, is redistributed by collectives, as torch's
-    ops do it; a tensor that is placed alike is returned as it is.
-    """
+    """Returns ``tensor`` with the placements of ``param``, by collectives if it has others."""
     spec, wanted = getattr(tensor, "_spec", None), getattr(param, "_spec", None)
     if spec is wanted:
         return tensor
@@ -67,9 +59,8 @@ def placed(owner: str, what: str, tensor: torch.Tensor, param: torch.Tensor) -> 
 class ShardSums:
     """Sums over ranks of numbers that each rank has computed from its local tensors.
 
-    A number that belongs to a sharded DTensor, such as its square sum, is summed over the ranks
-    that hold other shards of it. A number that belongs to a tensor that the rank has whole is left
-    as it is.
+    Numbers of sharded DTensors are summed over the ranks that hold other shards; those of tensors
+    that the rank has whole are left as they are.
     """
 
     def __init__(self, tensors: Sequence[torch.Tensor], device: torch.device) -> None:

@@ -17,11 +17,10 @@ _ALIGNMENT = 4  # float32 elements: 16-byte starts
 class ShardedLamb:
     """LAMB step of buckets on one device that have DTensors among their parameters.
 
-    LAMB scales the update of each tensor by the norm of the tensor over the norm of the update, and
-    ``multi_tensor_optim.lamb`` would take both norms of a rank's shards. Here the op runs on zeros
-    in place of the parameters, with a learning rate of 1, and gives the moments and the unscaled
-    update. The norms are then summed over ranks, and the updates scaled, outside the op. Nothing
-    waits for the device. A step needs memory for two float32 copies of this rank's shards.
+    LAMB scales an update by the norm of the tensor over that of the update, but the op sees shards.
+    So it runs on zeros with a learning rate of 1, for moments and unscaled updates, and the norms
+    are summed over ranks outside it. Nothing waits for the device. A step needs memory for two
+    float32 copies of this rank's shards.
     """
 
     def __init__(self, buckets: Sequence[Bucket]) -> None:
@@ -41,11 +40,7 @@ class ShardedLamb:
         return self._norms(grads).square_().sum().sqrt_().float()
 
     def _norms(self, *lists: Any) -> torch.Tensor:
-        """Returns the norms of whole tensors from the local tensors of each rank.
-
-        Returns:
-            ``[len(lists), parameters]``, float64; ``[parameters]`` for a single list.
-        """
+        """Returns whole tensors' norms, float64 [len(lists), parameters]; [parameters] for one."""
         found = [multi_tensor.l2norm(tensors, per_tensor=True)[1] for tensors in lists]
         squares = (torch.stack(found) if len(found) > 1 else found[0]).double().square_()
         return self._sums.add(squares).sqrt_()
@@ -84,8 +79,7 @@ def _direct(
 ) -> None:
     """Updates the moments of ``bucket``, and writes the update for a learning rate of 1.
 
-    Args:
-        update: float32 zeros in the shapes of ``base``, which receive the update.
+    Weight decay reads ``base``, master weights or parameters; ``update`` must be float32 zeros.
     """
     decay = options["weight_decay"]
     chosen = {**options, "lr": 1.0, "weight_decay": 0.0, "nvlamb": False}
@@ -108,23 +102,13 @@ def _direct(
 
 
 def _unscaling(options: dict[str, Any]) -> torch.Tensor:
-    """Returns the factor that unscales gradients, ``inv_scale``, or 1 if the step is skipped.
-
-    Whether it is, ``found_inf`` says on the device, and the host does not wait to learn of it.
-
-    Returns:
-        A float32 tensor of one element on the device.
-    """
+    """Returns ``inv_scale``, or 1 if the device's flag skips the step, a float32 tensor [1]."""
     skip, inv_scale = options["found_inf"], options["inv_scale"]
     return inv_scale if skip is None else torch.where(skip.reshape(()) == 0, inv_scale, 1.0)
 
 
 def _factor(options: dict[str, Any], device: torch.device) -> torch.Tensor:
-    """Returns the factor that unscales every gradient and clips the norm of all of them.
-
-    Args:
-        device: device of the factor, a float32 scalar.
-    """
+    """Returns the factor, a float32 scalar, that unscales all gradients and clips their norm."""
     factor = options["inv_scale"]
     if factor is None:
         factor = torch.ones((), dtype=torch.float32, device=device)

@@ -122,11 +122,9 @@ class FusedLAMB(FusedOptimizer):
                 item.bucket.run(multi_tensor_optim.lamb, item.grads, chosen)
 
     def _sharded_steps(self, device: torch.device, items: list[Work]) -> ShardedLamb | None:
-        """Returns the object that updates sharded parameters, kept until the buckets change.
+        """Returns what updates DTensors, kept until the buckets change; None without DTensors.
 
-        Returns:
-            The object; None if no bucket has a DTensor. A falsy one means that the DTensors are
-            replicated, and the op can update all buckets itself.
+        A falsy one means that they are replicated, and the op can update all buckets itself.
         """
         if not any(item.bucket.sharded for item in items):
             return None
@@ -140,11 +138,7 @@ class FusedLAMB(FusedOptimizer):
         return kept
 
     def _norms(self, by_device: dict[torch.device, list[Work]]) -> dict[torch.device, torch.Tensor]:
-        """Returns the norm of the gradients of all devices together, as they are before unscaling.
-
-        Returns:
-            The norm, a float32 scalar, on each of the devices.
-        """
+        """Returns the norm of all devices' gradients before unscaling, float32, on each device."""
         parts: dict[torch.device, torch.Tensor] = {}
         for device, items in by_device.items():
             grads = [grad for item in items for grad in item.grads]

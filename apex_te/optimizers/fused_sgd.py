@@ -124,8 +124,7 @@ def _decay_last(
 ) -> None:
     """Steps SGD with the weight decay after the momentum.
 
-    ``p - lr (m + wd p)`` is ``(1 - lr wd) p - lr m``: the weights are scaled before the step, in
-    float32, so that they are rounded once.
+    ``p - lr (m + wd p) = (1 - lr wd) p - lr m``: weights are scaled first, and so rounded once.
     """
     weights, copies = params if masters is None else masters, None
     if masters is None and any(p.dtype is not torch.float32 for p in params):

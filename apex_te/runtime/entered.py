@@ -13,10 +13,9 @@ from typing import Any
 class Entered:
     """Base of an entered context manager: one link of its thread's list.
 
-    Attributes:
-        outer: the link that was innermost when this one was entered, or None.
-        holder: ``__dict__`` of the ``threading.local()`` of the entering thread. One of its entries
-            is the thread's innermost link; other threads can reach it through this attribute only.
+    ``outer`` is the link that was innermost on entry, or None. ``holder`` is the ``__dict__`` of
+    the entering thread's ``threading.local()``, the only way for other threads to its innermost
+    link.
     """
 
     __slots__ = ("holder", "outer")
@@ -26,10 +25,9 @@ class Entered:
 
 
 def leave(entered: list[Any], holder: dict[str, Any], name: str) -> Any:
-    """Removes from its thread's list the link that a context manager entered last.
+    """Removes the link entered last from ``entered`` and its thread's list; None without one.
 
-    Returns:
-        The link that was removed; None if ``entered`` is empty, so that there is nothing to leave.
+    Links of the calling thread are preferred, because threads may share the context manager.
     """
     if not entered:
         return None

@@ -29,13 +29,10 @@ def _warn(former: str, name: str, stacklevel: int) -> None:
 def former_keywords(
     function: Callable[..., Any], kwargs: dict[str, Any], owner: str
 ) -> dict[str, Any] | None:
-    """Translates former names of keyword arguments; to be called after a call has failed.
+    """Returns a failed call's keyword arguments with former names translated, or None.
 
-    Calls by present names thus pay nothing.
-
-    Returns:
-        The keyword arguments to repeat the call with; None if none has a former name, or both names
-        of one are given, so that the error of the call stands.
+    None if none has a former name, or both names of one are given. Calls by present names thus pay
+    nothing.
     """
     taken = function.__annotations__
     given = [name for name in kwargs if name in _KEYWORDS and name not in taken]

@@ -33,10 +33,7 @@ def multiplies_fnuz(device: torch.device) -> bool:
 
 
 def has_fp8_products(device: torch.device) -> bool:
-    """Returns True if FP8 matrices with one scale each can be multiplied on the device.
-
-    The CPU counts as such a device.
-    """
+    """Returns True if the device, the CPU too, multiplies FP8 matrices with one scale each."""
     arch = amd_arch(device)
     if arch is not None:
         return arch.startswith(("gfx94", "gfx95", "gfx12"))

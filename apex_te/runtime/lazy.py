@@ -11,7 +11,11 @@ from typing import Any
 def attach(
     package: str, names: dict[str, str], beside: str = ""
 ) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
-    """Returns ``__getattr__`` and ``__dir__`` for a package that import its names on first use."""
+    """Returns ``__getattr__`` and ``__dir__`` for a package that import its names on first use.
+
+    ``names`` gives the submodule that defines each name, "" for a submodule itself. Without any, a
+    package only gets hints for misspelt names.
+    """
 
     def get(name: str) -> Any:
         where = names.get(name)

@@ -27,10 +27,9 @@ _OWN_ERROR = re.compile(r"([A-Za-z_][\w.]*): ")
 def named_arguments(owner: str = "", **names: str) -> Callable[[_F], _F]:
     """Returns a decorator whose function raises errors that name the function and its arguments.
 
-    A call that Python refuses, with an unknown, missing or repeated argument, gets such an error.
-    An error of a function called inside, about an argument that was passed on, is raised again with
-    the outer names. Constructors also check the types of flags, functions and devices; other calls
-    that succeed cost no checks.
+    That goes for calls that Python refuses, and for errors of inner functions about an argument
+    that was passed on. Constructors, whose ``owner`` is their class, also check the types of flags,
+    functions and devices; other calls that succeed cost no checks.
     """
 
     def decorate(function: _F) -> _F:
@@ -63,11 +62,10 @@ def named_arguments(owner: str = "", **names: str) -> Callable[[_F], _F]:
 def renamed(
     error: Exception, owner: str, arguments: Iterable[str], names: dict[str, str]
 ) -> Exception | None:
-    """Returns the error of a function called inside as one of the function that the user called.
+    """Returns an inner function's error with the names of the function that the user called.
 
-    Returns:
-        An error of the same type with the outer names in its text; None if the text has the outer
-        names already, or is about no argument of the outer function.
+    None if ``owner`` raised it, or if it is not about one of ``arguments``. ``names`` gives the
+    outer name of each argument that the inner function knows by another.
     """
     text = str(error)
     own = _OWN_ERROR.match(text)
@@ -135,11 +133,7 @@ def binding_error(
 def _check_types(
     owner: str, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> None:
-    """Checks the types of a constructor's flags, functions and device.
-
-    A wrong flag still has a truth value, and a wrong function is called later: neither fails where
-    the mistake is.
-    """
+    """Checks a constructor's flags, functions and device, which would fail late or never."""
     given = {**dict(zip(_signature(function).parameters, args, strict=False)), **kwargs}
     for name, value in given.items():
         kind = str(function.__annotations__.get(name, ""))

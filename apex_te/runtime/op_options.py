@@ -49,7 +49,7 @@ def gated_activation_number(op: str, activation: str) -> int:
 
 
 def is_tanh(op: str, form: str) -> bool:
-    """Returns True for the form "tanh" of GELU, False for "erf"; others raise ValueError."""
+    """Returns True for GELU's form "tanh", False for "erf"; raises ValueError otherwise."""
     if form not in ("tanh", "erf"):
         raise ValueError(f"{op}: form must be 'tanh' or 'erf', got {form!r}")
     return form == "tanh"

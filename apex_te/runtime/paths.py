@@ -9,10 +9,7 @@ from typing import Any
 
 
 def extend(package_path: MutableSequence[str]) -> str:
-    """Makes op_builder and compatibility importable as subpackages of apex_te.
-
-    An installed package holds them; in a checkout (also an editable install) they lie one level up.
-    """
+    """Makes op_builder and compatibility subpackages; in a checkout they lie one level up."""
     package = os.path.dirname(os.path.dirname(os.path.realpath(__file__)))
     parts = ("op_builder", "compatibility", "csrc")
     for root in (package, os.path.dirname(package)):
@@ -44,8 +41,7 @@ class FormerNames:
 def find_former_names() -> None:
     """Installs ``FormerNames`` in ``sys.meta_path``, once, behind all other finders.
 
-    For a package that is gone the finder stands first instead: an upgraded checkout may still have
-    the package's folder, empty but for ``__pycache__``, which Python takes for a namespace package.
+    Before them for a package that is gone: its leftover folder would pass as a namespace package.
     """
     if not any(isinstance(finder, FormerNames) for finder in sys.meta_path):
         sys.meta_path.insert(0, FormerNames("apex_te.quantizer"))

@@ -17,11 +17,10 @@ _limit = 256  # entries above which those of freed storages are dropped
 
 
 def stamp(x: torch.Tensor) -> tuple[int, int, int]:
-    """Returns the version and address of ``x``, and the number of its storage.
+    """Returns the version and address of ``x``, and its storage's number, new for reused memory.
 
-    Two stamps are equal only if they are of the same values. Memory that was freed and allocated
-    again, as for a weight that a parametrization makes in each call, has another number. Writes
-    that a version does not count (through ``.data``, or to tensors of inference mode) do not show.
+    Equal stamps mean equal values, except after writes that a version does not count: through
+    ``.data``, or to tensors of inference mode.
     """
     return (0 if x.is_inference() else x._version), x.data_ptr(), _number(x.untyped_storage())
 
@@ -50,10 +49,7 @@ def watch_fused_optimizers() -> None:
 
 
 def _raise_versions(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-    """Raises the versions of the parameters that a step updated, where torch does not.
-
-    Its kernels for ``fused=True`` write to lists of tensors whose versions they leave.
-    """
+    """Raises the versions of parameters that a ``fused=True`` step wrote, which torch omits."""
     if torch.compiler.is_compiling():
         return
     for group in optimizer.param_groups:

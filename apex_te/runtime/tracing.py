@@ -49,11 +49,10 @@ def is_transformed(tensors: Iterable[torch.Tensor]) -> bool:
 
 
 def refuse_state(owner: str) -> None:
-    """Raises NotImplementedError if a tracer is active under which an FP8 state cannot be written.
+    """Raises NotImplementedError under a tracer whose tensors must not be kept as FP8 state.
 
-    Tensors made under torch.export, a torch.func transform, torch.jit.trace or FakeTensorMode
-    belong to that tracer: kept as FP8 state, they would break every later call. torch.compile, and
-    modes that see real tensors, are fine.
+    Those of torch.export, torch.func, torch.jit.trace and FakeTensorMode would break every later
+    call. torch.compile, and modes that see real tensors, are fine.
     """
     if is_compiling():
         # Not is_exporting(): before torch 2.13, Dynamo takes it for True under torch.compile, too.

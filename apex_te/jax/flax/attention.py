@@ -168,10 +168,7 @@ class _Kernel(DenseGeneral):
 
 
 class _Projection(LayerNormDenseGeneral):
-    """Norm and projection to heads, for all heads that have one input in one product.
-
-    So that one scale covers all of them, as on PyTorch's side, and their input is cast once.
-    """
+    """Norm and projection to heads, with one GEMM, cast and scale for all heads of one input."""
 
     @nn.compact
     def __call__(
@@ -179,11 +176,8 @@ class _Projection(LayerNormDenseGeneral):
     ) -> tuple[list[jax.Array], jax.Array | None]:
         """Returns each kernel's GEMM [..., width], and the norm's output.
 
-        That is the input without a norm, and None if it is only made in FP8.
-
-        Args:
-            inputs: [..., in].
-            beside: further kernels [in, width] or [in, kernels, width] and their biases or None.
+        That is ``inputs`` [..., in] without a norm, and None if it is only made in FP8. ``beside``
+        are pairs of a kernel, [in, width] or [in, kernels, width], and its bias or None.
         """
         state = self._fp8_state() or {}
         found = self._prepared(inputs, state)

@@ -298,11 +298,7 @@ class _Normed(TransformerEngineBase):
     def _norm_with_parameters(
         self, width: int, dtype: Any
     ) -> tuple[Norm, jax.Array, jax.Array | None]:
-        """Returns the norm, its scale, and its bias, which an RMS norm has none of.
-
-        Args:
-            dtype: the input's dtype; parameters come in it or in float32.
-        """
+        """Returns norm, scale, and bias, None for an RMS norm, in ``dtype`` or float32."""
 
         def in_dtype(p: jax.Array) -> jax.Array:
             return p if p.dtype == jnp.float32 else p.astype(dtype)
@@ -444,11 +440,7 @@ class LayerNormDenseGeneral(_Normed):
         return self.return_layernorm_output and self.enable_layernorm
 
     def _prepared(self, inputs: jax.Array, state: Mapping[str, jax.Array]) -> Prepared:
-        """Returns what the GEMM needs; the norm has run unless it writes FP8 itself.
-
-        Args:
-            inputs: [..., in].
-        """
+        """Returns what the GEMM needs; the norm has run unless it writes FP8 itself."""
         if self.enable_low_rank_adaptation:
             raise NotImplementedError(
                 "LayerNormDenseGeneral: enable_low_rank_adaptation must be False, got True"

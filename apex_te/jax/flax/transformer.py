@@ -305,7 +305,7 @@ class TransformerLayer(TransformerEngineBase):
     def _add(
         self, x: jax.Array, residual: jax.Array, normed: jax.Array | None, deterministic: bool
     ) -> jax.Array:
-        """Returns residual + drop_path(dropout(x))."""
+        """Returns residual + drop_path(dropout(x)), where ``normed``, if given, is the residual."""
         x = self._dropout(self.hidden_dropout, tuple(self.hidden_dropout_dims), x, deterministic)
         batch = 1 if self.transpose_batch_sequence else 0
         others = tuple(i for i in range(x.ndim) if i != batch)

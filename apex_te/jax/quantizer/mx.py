@@ -13,7 +13,7 @@ from .base import Quantized, Quantizer, fp8_dtypes
 
 
 class _MX(Quantizer):
-    """Quantizer with a power-of-two scale for every 32 elements along a GEMM's K."""
+    """Quantizer with a power-of-two scale per 32 elements along a GEMM's inner dimension."""
 
     block = 32
 
