@@ -439,7 +439,7 @@ def _run_block_cuda(operands, out, bias, c, blocks, accumulate):
 def _run_block_rows(operands, out, bias, c, blocks, accumulate):
     """Runs a block-scaled GEMM with M rounded up to ``ROW_MULTIPLE``, as cuBLASLt needs it.
 
-    The added rows of ``a`` are bytes behind it in its storage, or zeros; no one reads their
+    The added rows of ``a`` are bytes after it in its storage, or zeros; no one reads their
     results.
     """
     a, b, a_scale_inv, b_scale_inv = operands
