@@ -183,7 +183,8 @@ class LossScaler:
         """Checks a state dict as ``load_state_dict`` does, without loading it.
 
         Returns:
-            The four numbers by name, defaults added, for ``take``.
+            ``loss_scale``, ``unskipped``, ``hysteresis`` and ``skipped``, with defaults for missing
+            ones; ``take`` loads them.
         """
         if not isinstance(state_dict, dict):
             raise TypeError(

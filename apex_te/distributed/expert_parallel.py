@@ -36,7 +36,7 @@ class TokenDispatcher:
 
     Rank ``r`` of ``group`` has ``num_experts / ranks`` experts, from number
     ``r * num_experts / ranks`` on. ``dispatch`` and ``combine`` are differentiable in tokens, probs
-    and results; no token is dropped.
+    and results. No token is dropped, unless it exceeds ``max_experts_per_token``.
 
     Args:
         num_experts: number of experts on all ranks, a multiple of the number of ranks.
@@ -50,9 +50,9 @@ class TokenDispatcher:
             captured in a CUDA graph, and ``m_splits`` is an int32 tensor on the device. The number
             of tokens must be equal on all ranks and in all calls. Compared with "all_to_all" it
             moves ``ranks / experts per token`` times the bytes.
-        max_experts_per_token: largest number of experts that a token is routed to, which sizes the
-            buffers of "all_gather"; None stands for ``num_experts``. Tokens that have more experts
-            on one rank may lose some of them.
+        max_experts_per_token: upper bound on the experts of one token, which sizes the buffers of
+            "all_gather"; None stands for ``num_experts``. A token with more experts on one rank may
+            silently lose some of them.
 
     Attributes:
         ranks: number of ranks of ``group``.
@@ -65,7 +65,7 @@ class TokenDispatcher:
 
     Raises:
         TypeError: an argument of a wrong type.
-        ValueError: a number that is too small or that the ranks do not divide.
+        ValueError: a number is below 1, or ``num_experts`` is not a multiple of the ranks.
     """
 
     @named_arguments()

@@ -341,7 +341,7 @@ class LinearLayer(LinearParameters):
 
         Args:
             inp: as in ``forward``.
-            residual: ``[..., out_features]``, of the output's shape.
+            residual: ``[..., out_features]``, in the output's shape and dtype.
             is_first_microbatch: as in ``forward``.
 
         Returns:
@@ -349,7 +349,8 @@ class LinearLayer(LinearParameters):
             what ``forward`` returns, and ``residual`` for the caller to add.
 
         Raises:
-            ValueError: ``residual`` has not the shape of the output of a layer that is whole.
+            ValueError: ``residual`` does not have the output's shape; not checked with
+                ``parallel_mode``, which never adds it.
         """
         if self.parallel_mode is not None:  # the ranks' GEMMs are summed first
             return self(inp, is_first_microbatch=is_first_microbatch), residual

@@ -327,15 +327,16 @@ class TransformerLayer(CompositeModule):
         """Applies the layer; returns a tensor of the shape of ``hidden_states``.
 
         Args:
-            hidden_states: [s, b, h], [b, s, h] or [t, h], as ``attn_input_format`` says, of the
-                dtype of the parameters; or of any under ``torch.autocast``, whose dtype the result
-                then has.
-            attention_mask: bool, True = masked out, read with padding types and ``"arbitrary"``;
-                see ``DotProductAttention.forward``.
+            hidden_states: [s, b, h], [b, s, h] or [t, h], as ``attn_input_format`` says, in the
+                parameters' dtype. Under ``torch.autocast`` any floating dtype is allowed, and the
+                result has autocast's.
+            attention_mask: bool, True = masked out; used only if the mask type is ``"arbitrary"``
+                or a padding type; see ``DotProductAttention.forward``.
             encoder_output: hidden states that a decoder's cross attention reads, in the same
                 layout.
-            enc_dec_attn_mask: padding masks (of decoder tokens, of encoder tokens), each [b, 1, 1,
-                s], or one tensor of the scores, [b, 1, sq, sk]; None hides nothing.
+            enc_dec_attn_mask: bool, True = masked out: a tuple of padding masks (decoder's,
+                encoder's), each [b, 1, 1, s], or one mask of the scores' shape, [b, 1, sq, sk].
+                None masks nothing.
             enc_dec_attn_mask_type, enc_dec_window_size: replace the module's own in this call.
             is_first_microbatch: as in ``Linear.forward``.
             rotary_pos_emb, core_attention_bias_type, core_attention_bias, alibi_slopes: of self

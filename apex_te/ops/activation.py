@@ -112,9 +112,9 @@ def activation_fwd_fp8(
         scale: one float32 element on x's device.
         fp8_dtype: torch.float8_e4m3fn or torch.float8_e5m2.
         rowwise: make [rows, cols].
-        columnwise: make [cols, rows].
+        columnwise: make the transpose, [cols, rows].
         pad_columnwise: make the columnwise copy [cols, rows rounded up to 16] instead, with zeros
-            after the last row, as a GEMM over the rows needs it.
+            in the added columns, as a GEMM over the rows needs it.
         amax: one float32 element, becomes max(amax, max |f(x)|), before scaling; NaN counts as
             largest.
         out: result of an earlier call to write instead of new tensors; ``rowwise``, ``columnwise``

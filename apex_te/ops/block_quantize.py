@@ -29,8 +29,10 @@ class BlockQuantized(NamedTuple):
 
     Attributes:
         rowwise: FP8 [rows, cols].
-        rowwise_scale_inv: float32 of shape ``scale_shape(rows, cols, block_rows)``.
-        columnwise: FP8 [cols, rows], or padded as asked for.
+        rowwise_scale_inv: float32 of shape ``scale_shape(rows, cols, block_rows)``, with the
+            ``block_rows``, 1 or 128, of the call.
+        columnwise: FP8 [cols, rows], the transpose; [cols, rows rounded up to 16] with
+            ``pad_columnwise``.
         columnwise_scale_inv: float32 of shape ``scale_shape(cols, rows, block_rows)``.
     """
 
@@ -95,7 +97,7 @@ def block_quantize(
         block_rows: 1 (blocks of 1x128) or 128 (128x128).
         rowwise: make [rows, cols] and its scale_inv.
         columnwise: make [cols, rows] and its scale_inv.
-        pad_columnwise: make [cols, rows rounded up to 16], with zeros after the last row; its
+        pad_columnwise: make [cols, rows rounded up to 16], with zeros in the added columns; its
             scale_inv is the same.
         pow2: round scales down to powers of two.
         eps: smallest amax.

@@ -20,7 +20,7 @@ def byte_transpose(
     Args:
         fp8_data: [rows, cols] of any dtype of one byte (FP8, uint8 for HiF8); made contiguous if it
             is not.
-        pad_columnwise: make [cols, rows rounded up to 16], with zero bytes after the last row.
+        pad_columnwise: make [cols, rows rounded up to 16], with zero bytes in the added columns.
         out: contiguous [cols, rows], padded or not, to write, of the dtype of ``fp8_data``; a new
             tensor unless given.
 

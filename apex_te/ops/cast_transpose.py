@@ -57,8 +57,8 @@ def cast_transpose(
         fp8_dtype: torch.float8_e4m3fn or torch.float8_e5m2; on a CPU or an AMD GPU also their
             fnuz forms.
         rowwise: make [rows, cols].
-        columnwise: make [cols, rows].
-        pad_columnwise: make [cols, rows rounded up to 16], with zeros after the last row.
+        columnwise: make the transpose, [cols, rows].
+        pad_columnwise: make [cols, rows rounded up to 16], with zeros in the added columns.
         amax: one float32 element, becomes max(amax, max |x|), before scaling; NaN counts as
             largest.
         scale_inv: one float32 element to receive 1 / scale; a new one unless given.

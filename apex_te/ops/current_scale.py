@@ -61,8 +61,8 @@ def current_scale(
         fp8_dtype: torch.float8_e4m3fn or torch.float8_e5m2; on a CPU or an AMD GPU also their
             fnuz forms.
         rowwise: make [rows, cols].
-        columnwise: make [cols, rows].
-        pad_columnwise: make [cols, rows rounded up to 16], with zeros after the last row.
+        columnwise: make the transpose, [cols, rows].
+        pad_columnwise: make [cols, rows rounded up to 16], with zeros in the added columns.
         eps: smallest amax, zero or more.
         pow2: round the scale down to a power of two.
         amax: one float32 element to use instead of max |x|, e.g. the maximum over ranks of what

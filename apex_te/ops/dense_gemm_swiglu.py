@@ -184,14 +184,14 @@ def fuses(a: torch.Tensor, b: torch.Tensor, activation: str = "silu") -> bool:
 
 
 def gains(rows: int, features: int, depth: int) -> bool:
-    """Returns True if the kernels take an MLP's GEMMs and are faster than GEMMs and ops.
+    """Returns True if the fused kernels support an MLP of these sizes and are faster than ops.
 
-    Always False while ``is_active`` is False, as ``APEX_TE_FUSED_SWIGLU=0`` sets it.
+    Always False while ``is_active`` is False; ``APEX_TE_FUSED_SWIGLU=0`` sets that.
 
     Args:
         rows: M, the number of tokens.
-        features: F, the length of the activation's rows.
-        depth: K, the length of the MLP's rows.
+        features: F, the width of the activation's output.
+        depth: K, the MLP's input size.
     """
     if not is_active or features % 16 or depth % 16:
         return False

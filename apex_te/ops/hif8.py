@@ -119,8 +119,8 @@ def quantize(
         x: [rows, cols] float32, float16 or bfloat16; made contiguous if it is not.
         scale: one float32 element on x's device.
         rowwise: make [rows, cols].
-        columnwise: make [cols, rows].
-        pad_columnwise: make [cols, rows rounded up to 16], with zeros after the last row.
+        columnwise: make the transpose, [cols, rows].
+        pad_columnwise: make [cols, rows rounded up to 16], with zeros in the added columns.
         amax: one float32 element, becomes max(amax, max |x|), before scaling; NaN counts as
             largest.
         saturate: as in ``encode``.
@@ -175,8 +175,8 @@ def quantize_current(
         target: value that amax is scaled to: HIF8_15 for inputs and weights, HIF8_224 for
             gradients.
         rowwise: make [rows, cols].
-        columnwise: make [cols, rows].
-        pad_columnwise: make [cols, rows rounded up to 16], with zeros after the last row.
+        columnwise: make the transpose, [cols, rows].
+        pad_columnwise: make [cols, rows rounded up to 16], with zeros in the added columns.
         eps: smallest amax, zero or more.
         pow2: round the scale down to a power of two.
         amax: one float32 element to use instead of max |x|, which saves one launch.

@@ -61,8 +61,8 @@ def mx_quantize(
             be multiples of 32: the last block of a row or column may be shorter.
         fp8_dtype: torch.float8_e4m3fn or torch.float8_e5m2.
         rowwise: make [rows, cols], blocks along cols, and its scales.
-        columnwise: make [cols, rows], blocks along rows of x, and its scales.
-        pad_columnwise: make [cols, rows rounded up to 16], with zeros after the last row; its
+        columnwise: make the transpose, [cols, rows], blocks along rows of x, and its scales.
+        pad_columnwise: make [cols, rows rounded up to 16], with zeros in the added columns; its
             scales are the same.
         rounding: "up" or "floor".
         out: result of an earlier call to write instead of new tensors; the copies that it has are

@@ -137,13 +137,10 @@ class OpFunction(torch.autograd.Function):
 def second_backward_is_refused(ctx: Any) -> bool:
     """Returns True if autograd will see that a backward overwrote what this forward saves.
 
-    It compares versions then, and refuses a second backward. It does not where hooks such as those
-    of ``torch.autograd.graph.save_on_cpu`` unpack the saved tensors, nor under torch.func's
-    transforms, whose ``vjp`` gives a function that may be called any number of times: a backward
-    that writes over saved tensors has to copy them there.
-
-    Args:
-        ctx: that of the forward which is running.
+    Autograd compares version counters and refuses a second backward. It makes no such check if
+    hooks, such as those of ``torch.autograd.graph.save_on_cpu``, unpack the saved tensors, or under
+    torch.func's transforms, whose ``vjp`` function may be called repeatedly. A backward must then
+    copy saved tensors instead of overwriting them. ``ctx`` is that of the running forward.
     """
     if torch.compiler.is_compiling():  # a compiler makes functions of its own without writes
         return True

@@ -108,8 +108,8 @@ def rms_norm_fwd_fp8(
         scale: one float32 element on x's device.
         fp8_dtype: torch.float8_e4m3fn or torch.float8_e5m2.
         rowwise: make [rows, cols].
-        columnwise: make [cols, rows].
-        pad_columnwise: make [cols, rows rounded up to 16], with zeros after the last row.
+        columnwise: make the transpose, [cols, rows].
+        pad_columnwise: make [cols, rows rounded up to 16], with zeros in the added columns.
         amax: one float32 element, becomes max(amax, max |y|), before scaling; NaN counts as
             largest.
         scale_inv: one float32 element to receive 1 / scale; a new one unless given.

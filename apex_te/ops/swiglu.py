@@ -63,9 +63,9 @@ def swiglu(
     """Computes the gated activation act(gate) * up in float32, differentiable once.
 
     Args:
-        input: the gate [..., F]; without ``up`` gate and up side by side, [..., 2F], gate first.
-            float32, float16 or bfloat16. Rows may have gaps between them; other strides are made
-            contiguous.
+        input: the gate, [..., F]; if ``up`` is None, gate and up side by side, [..., 2F], gate
+            first. float32, float16 or bfloat16. Rows may have gaps between them; other strides are
+            made contiguous.
         up: [..., F], of the gate's shape and dtype.
         bias: in the input's dtype: [F] for the gate if ``up_bias`` is given, else [2F] for gate and
             up.
@@ -128,9 +128,9 @@ def swiglu_fwd_fp8(
         scale: one float32 element on the input's device.
         fp8_dtype: torch.float8_e4m3fn or torch.float8_e5m2.
         rowwise: make [M, F].
-        columnwise: make [F, M].
+        columnwise: make the transpose, [F, M].
         pad_columnwise: make the columnwise copy [F, M rounded up to 16] instead, with zeros
-            after the last row, as a GEMM over the rows needs it.
+            in the added columns, as a GEMM over the rows needs it.
         amax: one float32 element, becomes max(amax, max |y|), before scaling; NaN counts as
             largest.
 
@@ -205,15 +205,15 @@ def swiglu_bwd_fp8(
 ) -> SwigluFP8Grads:
     """Quantizes the float32 gradients of gate and up, side by side in a matrix [M, 2F].
 
-    The matrix has this form if gate and up are given as two tensors, too.
+    The matrix has this form even if gate and up are given as two tensors.
 
     Args:
         grad_output, with_dbias: as in ``swiglu_bwd``.
         input, up, bias, up_bias, activation, scale, fp8_dtype: as in ``swiglu_fwd_fp8``.
         rowwise: make [M, 2F].
-        columnwise: make [2F, M].
+        columnwise: make the transpose, [2F, M].
         pad_columnwise: make the columnwise copy [2F, M rounded up to 16] instead, with zeros
-            after the last row, as a GEMM over the rows needs it.
+            in the added columns, as a GEMM over the rows needs it.
         amax: one float32 element, becomes the maximum of itself and of the gradients' magnitudes
             before scaling; NaN counts as largest.
     """

@@ -144,9 +144,9 @@ class SavingOptimizer(torch.optim.Optimizer):
             self._prepare_group(group)
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the state as ``torch.optim`` does; state that is stored with scales in float32.
+        """Returns the state dict in ``torch.optim``'s form, with scaled state as float32.
 
-        A low half of a master weight is an int16 tensor.
+        A master weight stored as a bf16 parameter plus the low 16 bits saves these bits as int16.
         """
         found = super().state_dict()
         states = found["state"]

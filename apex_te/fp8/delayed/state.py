@@ -136,11 +136,10 @@ class FP8State:
         return Slots(gemms, first.due, first.on_device, self.sync, update_scales)
 
     def fit(self, recipe: DelayedScaling, device: torch.device) -> None:
-        """Allocates, resizes or rescales the tensors if a recipe needs it.
+        """Makes scales and amax histories fit ``recipe``, which is about to record amax values.
 
-        Args:
-            recipe: recipe of the forward that will stage amax values.
-            device: device on which missing tensors are allocated.
+        Missing tensors are allocated on ``device``; histories of another length are resized, and
+        scales are converted if format or margin changed.
         """
         if not self.allocated or self.device.type == "meta":
             self.allocate(recipe.amax_history_len, device)

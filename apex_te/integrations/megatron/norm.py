@@ -22,8 +22,8 @@ class MindSpeedTELayernorm(LayerNorm):
             ``sequence_parallel`` of the parameters, by which Megatron sums their gradients over
             ranks.
         zero_centered_gamma: must be False.
-        config: any object; its ``params_dtype`` and options of the device are read. None if it is
-            not used.
+        config: optional, any object; its ``params_dtype``, ``use_cpu_initialization`` and
+            ``init_model_with_meta_device`` are defaults of the next two arguments.
         params_dtype, device: as in ``apex_te.LayerNorm``; None takes those of ``config``.
 
     Raises:

@@ -129,7 +129,7 @@ def scale_dims(rows: str, cols: str, block_rows: int) -> str:
 
 @checked
 def unpadded(scale_inv: jax.Array, shape: Sequence[int], block_rows: int) -> jax.Array:
-    """Returns the scales of FP8 data of a shape [rows, cols] without what ``scale_shape`` adds."""
+    """Removes the padding that ``scale_shape`` adds to scales, for FP8 data of ``shape``."""
     rows, cols = shape
     return scale_inv[:, : rows if block_rows == 1 else -(-cols // _BLOCK)]
 

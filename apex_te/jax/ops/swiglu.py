@@ -152,7 +152,7 @@ def swiglu_fwd_fp8(
         input, up, bias, up_bias, activation, axis: as in ``swiglu``. M is the product of the sizes
             of y but the last.
         rowwise: make [M, F]; with axis -2 [..., F].
-        columnwise: make [F, M]; with axis -2 [F, ...].
+        columnwise: make the transpose, [F, M]; with axis -2 [F, ...].
         amax: one float32 element; the result's ``amax`` is the maximum of it and max |y|; NaN
             counts as largest. With it ``rowwise`` and ``columnwise`` may both be False.
     """
@@ -213,7 +213,7 @@ def swiglu_bwd_fp8(
         grad_output, with_dbias: as in ``swiglu_bwd``.
         input, up, bias, up_bias, activation, axis, scale, fp8_dtype: as in ``swiglu_fwd_fp8``.
         rowwise: make [M, 2F]; with axis -2 [..., 2, F].
-        columnwise: make [2F, M]; with axis -2 [2, F, ...].
+        columnwise: make the transpose, [2F, M]; with axis -2 [2, F, ...].
         amax: one float32 element; the result's ``amax`` is the maximum of it and the gradients'
             magnitudes.
     """

@@ -51,7 +51,7 @@ def swiglu_fwd_block(
         input, up, bias, up_bias, activation, axis: as in ``swiglu``. M is the product of the sizes
             of the result but the last.
         rowwise: make [M, F], with axis -2 [..., F], and its scale_inv.
-        columnwise: make [F, M], with axis -2 [F, ...], and its scale_inv.
+        columnwise: make the transpose, [F, M], with axis -2 [F, ...], and its scale_inv.
         pow2, eps, padded: as in ``block_quantize``.
     """
     name = "swiglu_fwd_block"
@@ -94,7 +94,7 @@ def swiglu_bwd_block(
         input, up, bias, up_bias, activation, axis, fp8_dtype, pow2, eps, padded: as in
             ``swiglu_fwd_block``.
         rowwise: make [M, 2F], with axis -2 [..., 2, F], and its scale_inv.
-        columnwise: make [2F, M], with axis -2 [2, F, ...], and its scale_inv.
+        columnwise: make the transpose, [2F, M], with axis -2 [2, F, ...], and its scale_inv.
     """
     name = "swiglu_bwd_block"
     given = gated_arrays(name, activation, axis, input, up, bias, up_bias, grad_output, to_fp8=True)

@@ -166,12 +166,12 @@ class GroupedLinear(ParallelModule):
         exceed the rows are an error; in a tensor on a GPU, where only the device sees them, all
         outputs and gradients become NaN.
 
-        On a GPU the GEMMs for such a tensor differ in rounding and cost. FP8 GEMMs are
-        rounded to bfloat16 before they get another dtype; they multiply FP8 data on sm_90,
-        elsewhere decoded data in bfloat16. GEMMs in fp16 and fp32 cost as much as ``num_gemms``
-        layers over all rows. What is added to ``main_grad`` is rounded to 16 bits only if torch's
-        grouped GEMM multiplies bfloat16. ``fp8_statistics`` does not record these
-        products.
+        If ``m_splits`` is a tensor on a GPU, the GEMMs differ in rounding and cost. Results of FP8
+        GEMMs are rounded to bfloat16 before they are converted to another dtype; FP8 data is
+        multiplied on sm_90, elsewhere it is decoded to bfloat16. GEMMs in fp16 and fp32 cost as
+        much as ``num_gemms`` layers over all rows. Sums for ``main_grad`` are rounded to 16 bits
+        only if torch's grouped GEMM multiplies bfloat16. ``fp8_statistics`` does not record these
+        GEMMs.
 
         Args:
             inp: [..., in_features] in the dtype of the parameters (fp32, fp16 or bf16 for FP8), or
@@ -185,12 +185,13 @@ class GroupedLinear(ParallelModule):
             ``out``, or with ``return_bias`` a tuple of it and the list of biases.
 
         Raises:
-            TypeError: a dtype, or ``m_splits`` that are not ints.
-            ValueError: a shape, another device, or ``m_splits`` that add up to more than the rows
-                of ``inp``.
-            NotImplementedError: before anything runs, for a tensor on a GPU with FP8 in blocks or
-                HiF8, FP8 with sizes that are not multiples of 16, ``delay_wgrad_compute``,
-                ``save_original_input``, FP8 weights, more than 1023 groups or ``torch.compile``.
+            TypeError: ``inp`` has another dtype, or ``m_splits`` are not ints.
+            ValueError: a shape does not fit, ``m_splits`` are on another device, or they add up to
+                more than the rows of ``inp``.
+            NotImplementedError: before anything runs, if ``m_splits`` is a tensor on a GPU, for
+                FP8 in blocks or HiF8, FP8 with sizes that are not multiples of 16,
+                ``delay_wgrad_compute``, ``save_original_input``, FP8 weights, more than 1023 groups
+                or ``torch.compile``.
         """
         try:
             weights, biases = self._weights_and_biases()
