@@ -143,15 +143,7 @@ def _explain(
 def _distributes(
     function: Any, wanted: bool, group: Any, use_reentrant: bool, args: tuple[Any, ...]
 ) -> bool:
-    """Checks the arguments of ``checkpoint`` that concern ``distribute_saved_activations``.
-
-    Args:
-        function: the function to checkpoint; modules in it must not be sequence-parallel.
-
-    Returns:
-        True if the first tensor must be distributed over ``group``; False if not wanted, or if
-        ``group`` has one rank.
-    """
+    """Checks ``distribute_saved_activations``, and returns True to split the first tensor."""
     if not isinstance(wanted, bool):
         raise TypeError(
             f"checkpoint: distribute_saved_activations must be a bool, got {type(wanted).__name__}"
@@ -187,10 +179,7 @@ def _distributes(
 
 
 def _is_earlier_order(args: tuple[Any, ...]) -> bool:
-    """Returns True if ``args`` are of the earlier order: they begin with flag, tracker and group.
-
-    The flag is a bool, the tracker a callable or None, and the group a process group or None.
-    """
+    """Returns True if ``args`` are of the earlier order and begin with flag, tracker and group."""
     return (
         len(args) > 3
         and isinstance(args[0], bool)
@@ -202,12 +191,8 @@ def _is_earlier_order(args: tuple[Any, ...]) -> bool:
 class _Repeatable:
     """Callable around a function: calls after the first are recomputes, under the same conditions.
 
-    It is made where ``checkpoint`` is called, and takes the conditions there.
-
-    Attributes:
-        parts: hooks that save the first tensor in parts, if it is to be distributed.
-        stack: with ``parts``, the stack that the hooks are entered into after the first call, when
-            torch saves the inputs.
+    These are the conditions at its creation. The hooks ``parts`` enter ``stack`` only after the
+    first call, when torch saves the inputs.
     """
 
     def __init__(
@@ -246,7 +231,7 @@ class _Repeatable:
 def _with_aliases(out: Any, args: tuple[Any, ...]) -> Any:
     """Returns a function's result with aliases of the parameters in it, such as a returned bias.
 
-    Autograd takes what a reentrant checkpoint returns for computed by it. A parameter would stop
+    Autograd takes results of a reentrant checkpoint for computed by it: a parameter would stop
     being a leaf, and a later backward from it would recompute the function without end.
     """
     if isinstance(out, tuple):
@@ -261,8 +246,7 @@ def _with_aliases(out: Any, args: tuple[Any, ...]) -> Any:
 class RunConditions:
     """Conditions of a run, in which a recompute is to repeat it.
 
-    These are the ``fp8_autocast`` region and tracked random states of the place where this object
-    is made, and the FP8 scales at the time of ``note_scales``.
+    Region and tracked random states are those at creation, FP8 scales those at ``note_scales``.
     """
 
     def __init__(self, tracker: Any = None) -> None:
@@ -277,10 +261,7 @@ class RunConditions:
 
     @contextmanager
     def restored(self) -> Iterator[None]:
-        """Sets region, tracked random states and scales of the run inside the block.
-
-        At the block's end the states from before the block are restored.
-        """
+        """Sets region, tracked random states and scales of the run inside the block only."""
         region, states = local.region, None
         local.region = self.region
         if self.tracker is not None:

@@ -122,11 +122,7 @@ class _SplitCrossEntropy(torch.autograd.Function):
         label_smoothing: float,
         columns: Columns,
     ) -> torch.Tensor:
-        """Computes the losses.
-
-        Args:
-            logits: [..., V], this rank's columns.
-        """
+        """Computes the losses from ``logits``, this rank's columns ``[..., V]``."""
         rows = logits.detach().reshape(-1, columns.width).contiguous()
         losses, largest, exp_sum = split_losses(rows, targets, label_smoothing, columns)
         ctx.save_for_backward(rows, largest, exp_sum, *targets)

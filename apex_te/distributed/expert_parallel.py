@@ -190,10 +190,7 @@ class TokenDispatcher:
         routing_map: torch.Tensor,
         error: Exception | None,
     ) -> Dispatch:
-        """Dispatches with "all_to_all": each rank gets only the tokens of its experts.
-
-        ``error``: from ``_refusal``, raised once the other ranks have been told.
-        """
+        """Dispatches with "all_to_all"; raises ``error`` once the other ranks have been told."""
         ranks, local = self.ranks, self.local_experts
         if ranks > 1 and not self._compared:  # the counts would not fit together
             self._compare(tokens, probs, error)
@@ -242,10 +239,7 @@ class TokenDispatcher:
         routing_map: torch.Tensor,
         error: Exception | None,
     ) -> Dispatch:
-        """Dispatches with "all_gather": each rank gets all tokens and picks those of its experts.
-
-        ``error``: from ``_refusal``, raised once the other ranks have been told.
-        """
+        """Dispatches with "all_gather"; raises ``error`` once the other ranks have been told."""
         # On a GPU the host would wait for the other ranks' values.
         if self.ranks > 1 and not (tokens.is_cuda and (self._compared or _capturing())):
             self._compare(tokens, probs, error)
@@ -279,8 +273,7 @@ class TokenDispatcher:
     def _compare_results(self, results: torch.Tensor, error: Exception | None) -> None:
         """Checks that the ranks call ``combine`` alike, and raises this rank's ``error``.
 
-        The ranks are compared in this dispatcher's first call with gradients enabled and in its
-        first without; further calls only raise ``error``.
+        Only the first call with gradients enabled and the first without compare ranks.
         """
         grad = torch.is_grad_enabled()
         known = self.ranks == 1 or grad in self._combined
@@ -297,12 +290,7 @@ class TokenDispatcher:
 
 
 def _kind(tokens: torch.Tensor, probs: torch.Tensor) -> tuple:
-    """Returns what must be equal on all ranks in the arguments of a call.
-
-    Returns:
-        Hidden size, dtypes of ``tokens`` and of ``probs``, and for each of the two a bool, True
-        if it needs a gradient; ``_COMPARED`` has their names in this order.
-    """
+    """Returns what arguments must have in common on all ranks, in the order of ``_COMPARED``."""
     grad = torch.is_grad_enabled()
     return (
         tokens.shape[1],
@@ -367,15 +355,10 @@ class Dispatch:
 def _by_expert(
     rows: torch.Tensor, owners: torch.Tensor, counts: list[int], align: int, total: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Orders rows by expert, and pads each expert's rows with zeros.
+    """Orders ``[rows, hidden]`` by expert, and pads each expert's rows with zeros.
 
-    Args:
-        rows: ``[rows, hidden]``, each for one of this rank's experts.
-        owners: bool ``[rows, local_experts]``, True at the expert of each row.
-
-    Returns:
-        ``(ordered, ids)``: the padded rows ``[total, hidden]``, and the row map with which
-        ``moe_unpermute`` restores the order of ``rows``.
+    ``owners`` is bool ``[rows, local_experts]``. Returns the padded rows ``[total, hidden]``, and
+    the row map with which ``moe_unpermute`` restores the order of ``rows``.
     """
     if align == 1:
         return moe_permute(rows, owners, total)

@@ -28,11 +28,9 @@ class _Agreed:
     """Cache, for one process group, of what earlier calls found its ranks to agree on.
 
     Attributes:
-        capacity: number of int32 elements of the group's first all-reduce in a call, equal on all
-            ranks and so large that it holds the numbers of all models so far.
+        capacity: number of int32 elements of the first all-reduce in a call, equal on all ranks.
         sent: device tensors of the numbers (header, then a 1 for each gradient) that this rank sent
-            in calls in which it had all gradients, by device and header. A repeated call sends the
-            tensor without a copy from the host.
+            with all gradients, by device and header; they save a repeated call the copy.
     """
 
     def __init__(self) -> None:
@@ -129,10 +127,9 @@ def _parameters(model: Any) -> list[torch.Tensor]:
 
 
 def _gradient(parameter: Any, group: Any) -> torch.Tensor | None:
-    """Returns the tensor that holds the whole local gradient of ``parameter``.
+    """Returns the tensor that holds the whole local gradient of ``parameter``; None without one.
 
-    That is ``main_grad``, to which ``.grad`` is added here, or ``.grad`` of a parameter without
-    ``main_grad``; None if there is neither. Raises the errors of ``reduce_main_grads``.
+    That is ``main_grad``, to which ``.grad`` is added here, or else ``.grad``.
     """
     mesh = getattr(parameter, "device_mesh", None)
     if mesh is not None:
@@ -186,10 +183,9 @@ def _complete(
 ) -> list[torch.Tensor]:
     """Finds the gradients to reduce: those that at least one rank has, in one order on all ranks.
 
-    A small MAX all-reduce tells which gradients any rank has. It also checks that all ranks have
-    the same parameters and that none has an ``error``. Its size is what the ranks last agreed on
-    (``_Agreed.capacity``), so that ranks that differ still take part in the same collective; a
-    second all-reduce carries numbers beyond this size once the ranks are known to agree.
+    A small MAX all-reduce finds them, and compares parameters and errors. Its size is what the
+    ranks last agreed on, so that ranks that differ still take part in the same collective; numbers
+    beyond it follow in a second one once the ranks are known to agree.
     """
     present = [int(gradient is not None) for gradient in gradients]
     is_usual = all(present) and error is None
@@ -218,10 +214,7 @@ def _complete(
 
 
 def _described(parameters: list[torch.Tensor], gradients: list[torch.Tensor | None]) -> bytes:
-    """Returns text with each parameter's size, gradient dtype, and whether it has a ``main_grad``.
-
-    These must be equal on all ranks.
-    """
+    """Returns text that must be equal on all ranks: sizes, dtypes, who has ``main_grad``."""
     facts = [
         (p.numel(), str(p.dtype if g is None else g.dtype), hasattr(p, "main_grad"))
         for p, g in zip(parameters, gradients, strict=True)
@@ -230,11 +223,7 @@ def _described(parameters: list[torch.Tensor], gradients: list[torch.Tensor | No
 
 
 def _device(parameters: list[torch.Tensor], group: Any) -> torch.device:
-    """Returns the device on which the ranks' numbers are reduced.
-
-    That is the first parameter's device, or on a rank without parameters one that the backend of
-    ``group`` can use.
-    """
+    """Returns the first parameter's device; without parameters, one that ``group`` can use."""
     if parameters:
         return parameters[0].device
     if distributed.get_backend(group) == "nccl":
@@ -245,9 +234,7 @@ def _device(parameters: list[torch.Tensor], group: Any) -> torch.device:
 def _check_agreement(numbers: torch.Tensor, count: int, group: Any) -> None:
     """Raises RankMismatchError if the ranks differ or one has an error; the host waits.
 
-    Args:
-        numbers: int32, the MAX all-reduce of what each rank sends; its first ``HEADER`` numbers are
-            those of ``comm.agreement.header``, by which ``compared`` sees differences and errors.
+    ``numbers`` begins with the MAX all-reduce of ``comm.agreement.header``.
     """
     found = compared(numbers[:HEADER].tolist())
     ranks = distributed.get_process_group_ranks(group)
@@ -267,11 +254,7 @@ def _check_agreement(numbers: torch.Tensor, count: int, group: Any) -> None:
 def _add_zeros(
     parameters: list[torch.Tensor], gradients: list[torch.Tensor | None], anywhere: list[int]
 ) -> None:
-    """Puts zeros, also into ``.grad``, for gradients that only other ranks have.
-
-    Args:
-        gradients: gradient of each parameter or None; changed in place.
-    """
+    """Puts zeros into ``gradients`` and ``.grad`` for gradients that only other ranks have."""
     for i, parameter in enumerate(parameters):
         if gradients[i] is None and anywhere[i]:
             parameter.grad = torch.zeros_like(parameter)
@@ -307,9 +290,7 @@ def _land(work: Any, flat: torch.Tensor, bucket: list[torch.Tensor]) -> None:
 def _buckets(gradients: list[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
     """Groups gradients for one all-reduce each: the same groups in each call.
 
-    Yields:
-        A gradient of ``_SMALL`` bytes or more alone, or smaller ones of one dtype and device, up
-        to about ``_BUCKET`` bytes together. Empty gradients are left out.
+    A gradient of ``_SMALL`` bytes or more is alone; empty ones are left out.
     """
     open_buckets: dict[tuple, tuple[int, list[torch.Tensor]]] = {}
     for gradient in gradients:

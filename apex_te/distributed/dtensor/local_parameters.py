@@ -20,15 +20,10 @@ def local_parameters(
 ) -> None:
     """Makes ``module`` compute on the local tensors of its DTensor parameters.
 
-    The module's class is replaced by a subclass, whose forward puts the local tensors in the place
-    of the DTensors while it runs. Modules with plain parameters are not touched, and so pay no
-    host time for this.
-
-    Args:
-        summed: names of replicated parameters whose gradient must be summed over the mesh, because
-            each rank computes it from its rows or heads only.
-        stacked: by name of a parameter that holds several matrices and is placed as ``Shard(0)``,
-            the exchange by which forward gets this rank's rows of each matrix.
+    The module's class becomes a subclass, whose forward puts the local tensors in place while it
+    runs; modules with plain parameters pay no host time. ``summed`` names replicated parameters
+    whose gradient each rank computes from its rows or heads only, so that it must be summed over
+    the mesh. ``stacked`` has, by name, the exchange of rows for parameters of several matrices.
     """
     kind: Any = type(module)
     module.__class__ = _local_class(kind)
@@ -39,10 +34,7 @@ def local_parameters(
 
 @functools.cache
 def _local_class(kind: Any) -> type:
-    """Returns a subclass of the module class ``kind`` that computes on local tensors.
-
-    It has the name of ``kind``, so that messages and ``repr`` look alike.
-    """
+    """Returns a subclass of the module class ``kind``, of its name, to compute on local tensors."""
     # The modules that have both call the second from the first.
     entry = "forward_with_residual" if hasattr(kind, "forward_with_residual") else "forward"
     inner: Callable[..., Any] = getattr(kind, entry)
@@ -79,11 +71,7 @@ def _local_class(kind: Any) -> type:
 def _locals(
     kind: type, parameters: dict[str, Any], summed: set[str], stacked: dict[str, Exchange]
 ) -> dict[str, torch.Tensor | None]:
-    """Returns the tensors that forward reads in place of the parameters, by name.
-
-    Args:
-        stacked: exchanges of rows by name of a parameter.
-    """
+    """Returns the tensors that forward reads in place of the parameters, by name."""
     found: dict[str, torch.Tensor | None] = {}
     for name, parameter in parameters.items():
         if not isinstance(parameter, DTensor):

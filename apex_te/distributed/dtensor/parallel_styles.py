@@ -44,10 +44,8 @@ class _Split(NamedTuple):
 
     Attributes:
         owner: name of the style, for messages.
-        mesh: device mesh of one dimension, over whose ranks modules are split.
-        sequence_parallel: True if inputs and outputs not split by features are split by rows.
-        src_data_rank: rank of the mesh whose values of whole parameters all ranks get; None if
-            each rank keeps its values.
+        src_data_rank: rank of the mesh whose values of whole parameters all ranks get; None if each
+            rank keeps its values.
     """
 
     owner: str
@@ -224,11 +222,7 @@ class Replicated(_Style):
 
 
 def _refuse(split: _Split, what: str, wanted: str, got: Any) -> NotImplementedError:
-    """Returns the error for a module that styles do not support.
-
-    Args:
-        wanted: what it must be instead.
-    """
+    """Returns the error for a module that styles do not support; ``wanted`` is what it must be."""
     return NotImplementedError(f"{split.owner}: {what} must be {wanted}, got {got}")
 
 
@@ -315,11 +309,7 @@ def _linear_changes(
 
 
 def _stacked(names: Iterable[str], matrices: tuple[int, ...], split: _Split) -> dict[str, Exchange]:
-    """Returns the exchange of rows for each parameter that holds several matrices.
-
-    Returns:
-        Exchanges by name; empty for one matrix or one rank, which need no exchange.
-    """
+    """Returns the exchange of rows for each parameter of several matrices; none for one rank."""
     if len(matrices) < 2 or split.ranks == 1:
         return {}
     exchange = exchange_of(matrices, split.mesh.get_local_rank(), split.ranks)
@@ -401,7 +391,7 @@ def _layer_changes(layer: Any, split: _Split) -> list[Change]:
 def _whole_changes(module: Any, split: _Split, summed: bool) -> list[Change]:
     """Checks a module, and returns the functions that make its parameters replicated DTensors.
 
-    ``summed``: True to sum the parameters' gradients over the ranks in backward.
+    With ``summed`` backward sums the parameters' gradients over the ranks.
     """
     _check_parameters(module, split)
     names = tuple(module._parameters)

@@ -22,11 +22,10 @@ class Exchange(NamedTuple):
     """Plan of one rank for the all-to-all that forward runs on its rows of a parameter.
 
     Attributes:
-        pieces: ``(first, rows)`` of each piece of the stored rows that goes to one rank, ordered by
-            receiving rank: its first row among the stored ones, and its number of rows. None if the
-            stored rows are in that order already, and need not be copied.
-        sent: number of rows sent to each rank.
-        received: number of rows received from each rank; they arrive in the parameter's order.
+        pieces: ``(first, rows)`` of each piece to send: its first stored row and number of rows,
+            ordered by receiving rank; None if the stored rows are in that order already.
+        sent: number of rows to each rank.
+        received: number of rows from each rank; they arrive in the parameter's order.
     """
 
     pieces: tuple[tuple[int, int], ...] | None
@@ -49,10 +48,7 @@ def exchange_of(matrices: tuple[int, ...], rank: int, ranks: int) -> Exchange:
     kept = sum(matrices) // ranks
 
     def pieces(source: int, receiver: int) -> list[tuple[int, int]]:
-        """Returns the ranges of rows that rank ``source`` stores and ``receiver`` computes with.
-
-        Ranges are ``(first, last)`` in the whole parameter, without ``last``.
-        """
+        """Returns row ranges, without ``last``, that ``source`` stores and ``receiver`` needs."""
         found = []
         for top, own in shares_of(matrices, receiver, ranks):
             first, last = max(top, source * kept), min(top + own, (source + 1) * kept)
@@ -77,12 +73,8 @@ def exchange_of(matrices: tuple[int, ...], rank: int, ranks: int) -> Exchange:
 def rows_of_matrices(local: torch.Tensor, exchange: Exchange, group: Any) -> torch.Tensor:
     """Returns the rows of each matrix that this rank computes with; collective, as is backward.
 
-    Args:
-        local: ``[rows / ranks, ..]``, this rank's piece of a parameter ``[rows, ..]``.
-
-    Returns:
-        ``[rows / ranks, ..]``: this rank's share of the first matrix, then of the second, and so
-        on.
+    ``local`` is this rank's piece ``[rows / ranks, ..]`` of the parameter. The result has the same
+    shape: this rank's share of the first matrix, then of the second, and so on.
     """
     rows: torch.Tensor = _RowsOfMatrices.apply(local, exchange, group)
     return rows

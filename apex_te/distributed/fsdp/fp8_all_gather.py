@@ -88,11 +88,7 @@ def enable_fp8_all_gather(model: torch.nn.Module, recipe: Recipe | str | None = 
 def _add_weights(
     gather_set: GatherSet, module: Any, found: dict[torch.Tensor, HookedParam]
 ) -> None:
-    """Registers the weight parameters of an FP8 module to be gathered as FP8 data.
-
-    Args:
-        module: FP8 module, whose ``_modes.gathered`` gets the parameters by name.
-    """
+    """Registers the weights of an FP8 module, also in its ``_modes.gathered``, to be gathered."""
     block = gather_set.layout.block_rows
     for gemm, names in enumerate(module._gemm_weights()):
         unit = GatherUnit(gather_set, module, gemm)
@@ -114,10 +110,7 @@ def _add_weights(
 
 
 def _parameter(old: torch.Tensor, param: HookedParam) -> torch.nn.Parameter:
-    """Returns a parameter to replace ``old``: its values and attributes as a ``ShardedWeight``.
-
-    ``param``: the ``HookedParam`` whose hooks FSDP2 will call for the new parameter.
-    """
+    """Returns a ``ShardedWeight`` parameter of ``param`` with values and attributes of ``old``."""
     new = torch.nn.Parameter(ShardedWeight.of(old.detach(), param), old.requires_grad)
     for name, value in vars(old).items():
         setattr(new, name, value)
@@ -142,10 +135,7 @@ def _check(name: str, weight: torch.Tensor) -> None:
 
 
 class HookedParam(GatheredParam):
-    """Weight parameter gathered as FP8 data, with the bodies of FSDP2's two all-gather hooks.
-
-    Its ``ShardedWeight`` calls ``payload`` before and ``whole`` after an all-gather.
-    """
+    """Weight parameter gathered as FP8 data, with the bodies of FSDP2's two all-gather hooks."""
 
     _together: GatherGroup | None = None
 
@@ -167,13 +157,8 @@ class HookedParam(GatheredParam):
     ) -> tuple[tuple[torch.Tensor, ...], Any]:
         """Quantizes this rank's rows; body of the hook ``fsdp_pre_all_gather``.
 
-        Args:
-            size: shape ``[rows, cols]`` of the whole parameter.
-
-        Returns:
-            ``(inputs, context)``: the tensors that FSDP2 gathers, which are the FP8 data as uint8,
-            padded to as many rows on each rank, and with block scaling also ``scale_inv``; and an
-            object that FSDP2 hands to ``whole``.
+        Returns ``(inputs, context)``: the tensors to gather, uint8 FP8 data padded to as many rows
+        on each rank and with block scaling ``scale_inv``; and what FSDP2 hands to ``whole``.
         """
         ready = self.ready
         if ready is not None:  # made as the first of those that are gathered with it was asked
@@ -195,9 +180,9 @@ class HookedParam(GatheredParam):
         return self._payload_alone(shard.plain(), dtype)
 
     def _meet(self, mesh: Any, size: Any) -> None:
-        """Stores mesh, process group and whole shape in the first gather, or the first on a mesh.
+        """Stores mesh, process group and whole shape in the first gather on a mesh.
 
-        It also finds the parameters that FSDP2 gathers together with this one.
+        The first of all also finds the parameters that FSDP2 gathers together with this one.
         """
         check_resharding("enable_fp8_all_gather", self.unit.module())
         self.mesh, self.size, self.ranks = mesh, size, mesh.size()
@@ -239,9 +224,8 @@ class HookedParam(GatheredParam):
     ) -> Any:
         """Makes the weight from the gathered FP8 data; body of ``fsdp_post_all_gather``.
 
-        Returns:
-            None with ``out``; else ``(weight, ())``: an ``FP8Parameter`` ``[rows, cols]`` without
-            FSDP2's padding, and the inner tensors whose memory FSDP2 must manage, none.
+        Returns None with ``out``; else the weight without FSDP2's padding, and the inner tensors
+        whose memory FSDP2 must manage: none.
         """
         note, scale_inv, size, kept = context
         if len(outputs) > 1:  # with one rank FSDP2 hands over the first only

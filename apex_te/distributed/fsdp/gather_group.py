@@ -20,8 +20,7 @@ _ALIGNED = 4  # numbers between values of scale_inv, which GEMMs read at 16 byte
 def params_gathered_with(param: GatheredParam) -> list[GatheredParam]:
     """Returns the parameters that FSDP2 gathers in one all-gather with ``param``, in its order.
 
-    Parameters of other ``GatherSet``s are left out. The list is ``[param]`` if ``param`` is in no
-    parameter group that torch knows of.
+    Parameters of other ``GatherSet``s are left out. ``[param]`` if torch knows of no group with it.
     """
     module = param.unit.module()
     for group in fsdp_groups():
@@ -40,12 +39,10 @@ def params_gathered_with(param: GatheredParam) -> list[GatheredParam]:
 class GatherGroup:
     """Parameters that FSDP2 gathers together and that are quantized in one launch.
 
-    FSDP2 calls their hooks one after the other before each gather. The first hook quantizes all of
-    them, the others return what is ready. ``scale_inv`` and amax values are computed when a weight
-    or a scale has changed, and reused by all gathers until the next change, so that a gather
-    allocates no tensor that two streams use. Their memory belongs to FSDP2's copy stream, which
-    waits for the stream of GEMMs before it reads changed weights, and so never overwrites memory
-    that a GEMM still reads.
+    FSDP2 calls their hooks one by one before each gather; the first quantizes all of them. Gathers
+    reuse scales and contexts until a weight or a scale changes, and so allocate no tensor that two
+    streams use. That memory belongs to FSDP2's copy stream, which waits for GEMMs before it reads
+    changed weights, and so never overwrites what a GEMM still reads.
     """
 
     def __init__(self, params: list[GatheredParam]) -> None:
@@ -59,8 +56,7 @@ class GatherGroup:
     def quantize(self, first: torch.Tensor, dtype: torch.dtype | None) -> bool:
         """Quantizes this rank's rows of all parameters into the ``ready`` of each.
 
-        Returns:
-            False, with nothing stored, if the caller must quantize each parameter alone.
+        Returns False, with nothing stored, if the caller must quantize each parameter alone.
         """
         shards = self._shards(first)
         if shards is None:
@@ -94,8 +90,8 @@ class GatherGroup:
     def _shards(self, first: torch.Tensor) -> list[ShardedWeight] | None:
         """Returns this rank's rows of each parameter, and resets all ``ready`` to None.
 
-        None if they cannot be quantized in one launch: a parameter has no rows here or was never
-        gathered, or ``first`` is not the first parameter's shard.
+        Returns None if one launch cannot quantize them: a parameter has no rows here or was never
+        gathered, or ``first`` is not the first shard.
         """
         shards = []
         for param in self.params:
@@ -113,14 +109,9 @@ class GatherGroup:
         dtype: torch.dtype,
         device: torch.device,
     ) -> bool:
-        """Computes scales and contexts anew, after a weight or a scale has changed.
+        """Computes scales and contexts anew; False if parameters must be quantized one by one.
 
-        Args:
-            amaxes: fp32 ``[1]`` of each whole weight; None with delayed scaling.
-
-        Returns:
-            False if the scheme cannot quantize several parameters in one launch, or must compute
-            first scales.
+        ``amaxes`` are fp32 ``[1]`` of each whole weight, None with delayed scaling.
         """
         params = self.params
         of_values = None if amaxes is None else torch.cat(amaxes).to(dtype).float()
@@ -147,14 +138,7 @@ class GatherGroup:
     def _fp8_data(
         self, values: Sequence[torch.Tensor], dtype: torch.dtype, with_amaxes: bool
     ) -> list[torch.Tensor]:
-        """Casts the values of all parameters in one launch.
-
-        Args:
-            values: this rank's rows ``[rows, cols]`` of each parameter.
-
-        Returns:
-            FP8 data of each parameter as uint8, with FSDP2's padding rows as zeros.
-        """
+        """Casts ``[rows, cols]`` values to uint8 in one launch; FSDP2's padding is zeros."""
         written: dict[str, Any] = {}
         if with_amaxes:
             written["amaxes"] = [note.amax for note, *_ in self._contexts]
@@ -170,10 +154,7 @@ class GatherGroup:
         return sent
 
     def _order(self, is_new: bool) -> None:
-        """Makes the current stream wait for scales that an earlier gather made on another stream.
-
-        ``is_new``: this gather made them, so that later ones on other streams have to wait for it.
-        """
+        """Makes the current stream wait for scales that an earlier gather made on another."""
         stream = torch.cuda.current_stream()
         if is_new or self._made is None:
             self._made = (stream, stream.record_event())
@@ -198,12 +179,9 @@ def _cast(shards: list[ShardedWeight], dtype: torch.dtype) -> list[torch.Tensor]
 
 
 def _padding(param: GatheredParam, value: torch.Tensor) -> int:
-    """Returns the number of padding rows that FSDP2 expects after this rank's rows.
+    """Returns the number of padding rows that FSDP2 expects after this rank's ``[rows, cols]``.
 
     It is 0 for a parameter split by columns, which FSDP2 splits evenly only.
-
-    Args:
-        value: ``[rows, cols]``, this rank's part.
     """
     if value.shape[1] != param.size[1]:
         return 0
@@ -211,10 +189,7 @@ def _padding(param: GatheredParam, value: torch.Tensor) -> int:
 
 
 def _buffer(param: GatheredParam, value: torch.Tensor) -> torch.Tensor:
-    """Returns a uint8 buffer for the FP8 data of ``value``, followed by zeros as FSDP2's padding.
-
-    Its shape is ``[rows + padding, cols]``; the first ``rows`` rows are not initialised.
-    """
+    """Returns uint8 ``[rows + padding, cols]``: uninitialised rows, then zeros as padding."""
     rows, padding = value.shape[0], _padding(param, value)
     buffer = torch.empty(rows + padding, value.shape[1], dtype=torch.uint8, device=value.device)
     if padding:

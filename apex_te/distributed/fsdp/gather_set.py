@@ -27,15 +27,11 @@ class GatheredParam:
     """State of one parameter of a module that FSDP2 gathers as FP8 data.
 
     Attributes:
-        unit: the GEMM's weight, whose rows this parameter holds, alone or with other parameters.
-        name: name of the parameter in the unit's module.
         changes: number of ops that wrote to the parameter, equal on all ranks.
-        seen: ``version()`` of the parameter when the unit's amax was last computed; None before.
-        ready: ``(inputs, context)`` for the next gather, if a ``GatherGroup`` has already quantized
-            the parameter; else None.
+        seen: ``version()`` when the unit's amax was last computed; None before.
+        ready: ``(inputs, context)`` for the next gather if a ``GatherGroup`` has made it, or None.
         size: shape ``[rows, cols]`` of the whole parameter; None before the first gather.
-        mesh: device mesh over which the parameter is sharded; None before the first gather.
-        ranks: number of ranks of ``mesh``.
+        mesh: device mesh over which it is sharded; None before the first gather.
         group: process group of ``mesh``; None for one rank.
     """
 
@@ -56,17 +52,14 @@ class GatheredParam:
         return None if module is None else module._parameters.get(self.name)
 
     def shard(self) -> ShardedWeight | None:
-        """Returns this rank's rows in bf16 or fp32.
-
-        None while FSDP2 has put the gathered parameter into the module.
-        """
+        """Returns this rank's rows in bf16 or fp32; None while the module has all rows."""
         shard = local_of(self.parameter())
         return cast(ShardedWeight, shard) if type(shard) is ShardedWeight else None
 
     def version(self) -> tuple[int, int] | None:
         """Returns a stamp that changes when this rank's rows are written to.
 
-        ``(changes, version counter of the shard)``; ``seen`` while the module has all rows.
+        It is ``seen`` while the module has all rows.
         """
         shard = self.shard()
         return self.seen if shard is None else (self.changes, shard._version)
@@ -75,17 +68,11 @@ class GatheredParam:
 class GatherUnit:
     """Weight of one GEMM for FSDP2's gathers in FP8: its parameters, amax and scale versions.
 
-    The weight is made up of one or more parameters, which are quantized with one scale.
-
     Attributes:
-        gather_set: the set that the weight is in.
-        module: weak reference to the FP8 module.
-        gemm: index of the GEMM in the module.
-        params: the parameters; their rows, one parameter after the other, are the weight.
-        amax: fp32 ``[1]``, amax of the whole weight, over all ranks; None before it was first
-            computed, and for recipes whose scales need no such amax.
-        taken: value of ``gather_set.passes`` when delayed scaling computed the weight's first scale
-            from ``amax``; 0 if that has not happened.
+        params: their rows, one parameter after the other, are the weight; they share one scale.
+        amax: fp32 ``[1]`` of the whole weight, over all ranks; None before it was first computed,
+            and for recipes whose scales need no such amax.
+        taken: ``gather_set.passes`` when delayed scaling made a first scale from ``amax``; else 0.
         scales: version counter of ``fp8_state.scale_fwd`` up to which writes to that tensor come
             before all further work on FSDP2's copy stream; -1 at first.
     """
@@ -106,12 +93,10 @@ class GatherUnit:
         )
 
     def quantizer(self, device: torch.device) -> tuple[Any, bool]:
-        """Finds the quantizer with which the present region quantizes the weight.
+        """Returns the present region's quantizer of the weight, and ``keep`` for ``quantize_rows``.
 
-        Returns:
-            ``(quantizer, keep)``: the quantizer, and the argument ``keep`` of ``quantize_rows``:
-            True if a first scale that the cast computes is stored in the module's FP8 state, False
-            if it serves this cast alone, as in a region that records no amax values.
+        With ``keep`` a first scale that the cast computes is stored in the module's FP8 state. It
+        is False in a region that records no amax values.
         """
         gather_set, region = self.gather_set, local.region
         keep = region is None or region.records or not region.in_fp8
@@ -133,14 +118,10 @@ class GatherUnit:
     def quantized(
         self, param: GatheredParam, x: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, Gathered]:
-        """Casts this rank's rows of one parameter with the scale of the whole weight.
+        """Casts this rank's rows ``x`` of one parameter with the scale of the whole weight.
 
-        Args:
-            x: this rank's rows of it, ``[rows, cols]``, in the dtype to quantize.
-
-        Returns:
-            ``(fp8_data, scale_inv, origin)``: the rowwise copy, and the ``Gathered`` that the
-            gathered weight carries, for GEMMs to check that they can read it.
+        Returns ``(fp8_data, scale_inv, origin)``; GEMMs check by the origin that they can read the
+        weight.
         """
         keeps_state = self.gather_set.recipe.keeps_state
         quantizer, keep = self.quantizer(x.device)
@@ -161,9 +142,8 @@ class GatherUnit:
     def note(self, quantizer: Any, amax: torch.Tensor | None, group: Any) -> Gathered:
         """Returns the origin that a gathered parameter of this weight carries.
 
-        Args:
-            amax: fp32 ``[1]`` of this rank's rows, for delayed scaling to stage in forward; None
-                for other schemes.
+        ``amax`` is fp32 ``[1]`` of this rank's rows, which forward records for delayed scaling;
+        else None.
         """
         stamp = (id(self), self.gather_set.passes, self.scales)
         source = self if self.gather_set.recipe.keeps_state else None
@@ -197,11 +177,7 @@ class GatherSet:
     """State of all weights of one call of ``enable_fp8_all_gather``.
 
     Attributes:
-        key: hashable key that stands for ``recipe``.
-        recipe: recipe by which weights are quantized.
-        stored: recipe of the ``FP8Parameter``s that gathered weights become.
-        layout: layout of FP8 data and scales of ``stored``.
-        name: name of the recipe in messages.
+        stored: recipe of the ``FP8Parameter``s that gathered weights become; ``layout`` is theirs.
         units: the weights, in the order of the model.
         passes: number of times that the amax values of all weights were computed.
     """
@@ -217,8 +193,8 @@ class GatherSet:
     def wait_for_scales(self, unit: GatherUnit) -> None:
         """Orders FSDP2's copy stream, the current one, after an update of the scales.
 
-        FSDP2 orders its copy stream after that of GEMMs as a forward begins only; the region whose
-        entry updates scales may be entered later. Nothing happens if ``unit`` has no new scales.
+        FSDP2 orders it after the stream of GEMMs only as a forward begins, but the region whose
+        entry updates scales may be entered later.
         """
         if unit.scales == unit._state().scale_fwd._version:
             return
@@ -231,10 +207,10 @@ class GatherSet:
     def amax_of(self, param: GatheredParam, device: torch.device) -> torch.Tensor:
         """Returns the amax, fp32 ``[1]``, of the whole weight that ``param`` is in.
 
-        If the weight was written to, the amax values of all weights are computed first, which is
-        collective. All ranks decide alike whether to do so, as all run the same writes. Version
-        counters also show writes to a shard's storage, but not on a rank without rows of the
-        weight; if there is such a rank, a write to any weight counts.
+        After a write to the weight this is collective: the amax values of all weights are computed.
+        All ranks decide alike, as all run the same ops. But the version counter of a rank without
+        rows of a weight shows no write to storage, so if there is such a rank, a write to any
+        weight counts.
         """
         unit, ranks = param.unit, 1 if param.group is None else param.group.size()
         rows = -(-param.size[0] // ranks)
@@ -246,10 +222,7 @@ class GatherSet:
         return unit.amax
 
     def _measure(self, param: GatheredParam, device: torch.device) -> None:
-        """Computes the amax of every weight sharded over the mesh of ``param``.
-
-        Takes one launch over this rank's shards and one collective over the ranks of ``param``.
-        """
+        """Computes the amax of every weight on the mesh of ``param`` in one collective."""
         mesh = param.parameter().device_mesh
         shards: list[torch.Tensor] = []
         measured: list[tuple[GatherUnit, int, int]] = []

@@ -50,11 +50,8 @@ class _BeforeGather:
 class ShardedWeight(torch.Tensor):
     """Weight in bf16 or fp32, whole or this rank's rows, that FSDP2 gathers as FP8 data.
 
-    ``copy.deepcopy`` and ``pickle`` make plain tensors of it.
-
-    Attributes:
-        source: the ``HookedParam`` of the parameter, which quantizes its shards and assembles the
-            gathered weight. Each op that writes to the weight increments ``source.changes``.
+    Each op that writes to it increments ``source.changes``. ``copy.deepcopy`` and ``pickle`` make
+    plain tensors of it.
     """
 
     source: Any
@@ -63,10 +60,7 @@ class ShardedWeight(torch.Tensor):
 
     @staticmethod
     def of(plain: torch.Tensor, source: Any) -> ShardedWeight:
-        """Returns a ``ShardedWeight`` that shares the storage of ``plain``.
-
-        ``source``: the ``HookedParam`` of the parameter.
-        """
+        """Returns a weight with the storage of ``plain``; ``source`` is its ``HookedParam``."""
         weight = torch.Tensor._make_subclass(ShardedWeight, plain)
         weight.source = source
         return weight
@@ -125,11 +119,7 @@ class ShardedWeight(torch.Tensor):
         *,
         out: torch.Tensor | None = None,
     ) -> Any:
-        """Makes the whole weight from the gathered FP8 data; FSDP2 calls it after an all-gather.
-
-        Returns:
-            ``(weight, ())``; None with ``out``.
-        """
+        """Makes ``(weight, ())``, the whole weight, from gathered FP8 data; None with ``out``."""
         return self.source.whole(all_gather_outputs, metadata, param_dtype, out)
 
 

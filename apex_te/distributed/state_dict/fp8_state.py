@@ -28,13 +28,10 @@ _LARGEST = tuple(name for name in TENSORS if name not in _SCALES)
 
 
 def use_own_keys(model: torch.nn.Module, values: dict[str, Any], on_cpu: bool) -> None:
-    """Puts FP8 states that a class saves in another form under the keys of ``FP8Module``.
+    """Puts FP8 states that a class saves in another form under the keys of ``FP8Module``, in place.
 
     Modules of the Transformer Engine alias save bytes, ``_extra_state``, which cannot be split over
     ranks. They load both.
-
-    Args:
-        values: the model's state dict on this rank, changed in place.
     """
     for name, module in model.named_modules(remove_duplicate=False):
         if not isinstance(module, FP8Module):
@@ -50,12 +47,9 @@ def use_own_keys(model: torch.nn.Module, values: dict[str, Any], on_cpu: bool) -
 
 
 def use_raw_names(model: torch.nn.Module, values: dict[str, Any]) -> None:
-    """Renames FP8 states to the model's own names, which have the prefixes of DDP and compile.
+    """Renames FP8 states, in place, to the model's own names, with the prefixes of DDP and compile.
 
     torch adds these prefixes to the names of parameters and buffers only.
-
-    Args:
-        values: the state dict that the model is to load, changed in place.
     """
     for name, module in model.named_modules(remove_duplicate=False):
         if not isinstance(module, FP8Module):
@@ -68,13 +62,9 @@ def use_raw_names(model: torch.nn.Module, values: dict[str, Any]) -> None:
 
 
 def share_states(owner: str, split: SplitModel, values: dict[str, Any]) -> None:
-    """Makes the FP8 states of tensor-parallel modules equal on all ranks of a ``tp_group``.
+    """Makes FP8 states of tensor-parallel modules equal on all ranks of a ``tp_group``; collective.
 
-    Collective.
-
-    Raises:
-        ValueError: on all ranks, if a state is allocated on some of them only, or with another
-            history length.
+    Raises ValueError on all ranks if they differ in allocation or history length.
     """
     groups: list[Any] = []
     for module in split.modules:
@@ -97,11 +87,7 @@ def share_states(owner: str, split: SplitModel, values: dict[str, Any]) -> None:
 
 
 def _reduced(tensors: list[torch.Tensor], device: torch.device, reduce: Any) -> None:
-    """Reduces several tensors over ranks in one collective, in place.
-
-    Args:
-        reduce: function that reduces a 1-D tensor over ranks, in place.
-    """
+    """Reduces several tensors, in place, by one in-place ``reduce`` of a 1-D tensor."""
     flat = torch.cat([tensor.reshape(-1) for tensor in tensors]).to(device)
     reduce(flat)
     sizes = [tensor.numel() for tensor in tensors]
@@ -110,12 +96,7 @@ def _reduced(tensors: list[torch.Tensor], device: torch.device, reduce: Any) -> 
 
 
 def parts_of_states(split: SplitModel) -> dict[str, Parts]:
-    """Finds the place of this rank's slots in the FP8 states that hold all experts' slots.
-
-    Returns:
-        A dict by the tensor's name in the model's state dict: the tensor's place in the whole.
-        Modules without experts of their own are left out.
-    """
+    """Returns the place of this rank's slots in FP8 states of all experts, by state dict key."""
     found = {}
     for each in split.modules:
         if each.experts:
@@ -128,16 +109,9 @@ def parts_of_states(split: SplitModel) -> dict[str, Parts]:
 
 
 def share_headers(owner: str, split: SplitModel, values: dict[str, Any]) -> None:
-    """Replaces the header of each expert layer's state by one for all experts' slots.
+    """Replaces, in place, the header of each expert layer's state by one for all experts' slots.
 
-    Collective; to be called before the state dict is saved.
-
-    Args:
-        values: the model's state dict on this rank, changed in place.
-
-    Raises:
-        ValueError: on all ranks, if a state is allocated on some of them only, or with another
-            history length.
+    Collective; raises ValueError on all ranks if they differ in allocation or history length.
     """
     modules = [module for module in split.modules if module.experts]
     if not modules:
@@ -153,13 +127,7 @@ def share_headers(owner: str, split: SplitModel, values: dict[str, Any]) -> None
 
 
 def take_headers(owner: str, split: SplitModel, values: dict[str, Any]) -> None:
-    """Replaces the header of each expert layer's state by one for this rank's experts' slots.
-
-    It undoes ``share_headers``, and is to be called before the model loads the state dict.
-
-    Args:
-        values: loaded state dict, by this rank's names, changed in place.
-    """
+    """Undoes ``share_headers``, in place, in a loaded state dict: own experts' slots remain."""
     for each in split.modules:
         key = _key(each, "header")
         if not each.experts or key not in values:
@@ -187,11 +155,7 @@ def _key(module: SplitModule, name: str) -> str:
 def _gathered_headers(
     owner: str, modules: list[SplitModule], group: Any, values: dict[str, Any]
 ) -> list[list[dict[str, Any] | None]]:
-    """Gathers the decoded headers of modules' FP8 states from all ranks of ``group``; collective.
-
-    Returns:
-        For each rank a list with the header of each module, None for a state not allocated.
-    """
+    """Gathers decoded headers, by rank and module; None for a state not allocated; collective."""
     keys = [_key(module, "header") for module in modules]
     own = [decode_header(values[key]) if key in values else None for key in keys]
     every: list[Any] = [None] * world_size(group)

@@ -25,11 +25,11 @@ class Entry(NamedTuple):
     """Layout of a parameter that is split over tensor-parallel ranks or belongs to an expert.
 
     Attributes:
-        every: for each rank of the expert group, the name in a checkpoint of that rank's parameter
-            with this local name; just ``(name,)`` for a parameter of no expert.
+        every: for each rank of the expert group, the name in a checkpoint of its parameter with
+            this local name; ``(name,)`` for a parameter of no expert.
         name: name of this rank's parameter in a checkpoint.
         shape: shape of this rank's part.
-        parts: place of this rank's part in the whole; None if this rank has the whole parameter.
+        parts: place of this rank's part; None if this rank has the whole parameter.
     """
 
     every: tuple[str, ...]
@@ -42,10 +42,9 @@ class SplitModule(NamedTuple):
     """Module with FP8 state whose GEMMs or experts are divided among ranks.
 
     Attributes:
-        prefix: prefix of the module's names in a state dict, with a final dot; "" for the model.
-        module: the module.
-        tp_group: process group whose ranks split the module's GEMMs; None if they are not split.
-        experts: True if the ranks of the expert group have different experts in this module.
+        prefix: prefix of its names in a state dict, with a final dot; "" for the model.
+        tp_group: group whose ranks split its GEMMs; None if they are not split.
+        experts: True if the ranks of the expert group have different experts in it.
     """
 
     prefix: str
@@ -63,11 +62,9 @@ class SplitModel(NamedTuple):
     """Layout of a model: all parameters and FP8 states that are divided among ranks.
 
     Attributes:
-        entries: layout of each divided parameter, by its name in this rank's state dict.
+        entries: by name in this rank's state dict.
         others: names in a checkpoint of parameters of other ranks' experts.
-        modules: modules whose FP8 state is divided or saved once for several ranks, in the order of
-            the model.
-        expert_group: process group over which experts are spread; None if every rank has all.
+        expert_group: group over which experts are spread; None if every rank has all.
     """
 
     entries: dict[str, Entry]
@@ -185,9 +182,8 @@ def _add_others(
 ) -> None:
     """Adds entries for further names of divided parameters, such as those of tied weights.
 
-    Args:
-        known: by ``id`` of each parameter of apex_te's parallel modules, its entry, or None for one
-            that is not divided.
+    ``known`` has an entry by ``id`` of each parameter of parallel modules, None for one not
+    divided.
     """
     for raw, parameter in model.named_parameters(remove_duplicate=False):
         entry = known.get(id(parameter))
@@ -205,10 +201,7 @@ def _add_others(
 
 
 def state_name(model: torch.nn.Module, raw: str) -> str:
-    """Returns the name of a parameter in torch's state dicts.
-
-    ``raw``: its name among the model's, in which prefixes of wrappers such as DDP's are removed.
-    """
+    """Returns a parameter's name in torch's state dicts: ``raw`` without prefixes such as DDP's."""
     (name,) = _get_fqns(model, raw)
     return name
 
@@ -238,11 +231,9 @@ def _has_own_experts(owner: str, prefix: str, module: Any, expert_group: Any) ->
 def _parallel_modules(
     module: torch.nn.Module, prefix: str, matrices: Mapping[str, tuple[int, ...]]
 ) -> Iterator[tuple[str, Any, dict[str, tuple[int, ...]]]]:
-    """Walks over the parallel modules of apex_te below ``module``, under each of their names.
+    """Yields prefix and module of the parallel modules below ``module``, under each of their names.
 
-    Yields:
-        ``(prefix, module, sizes)``: prefix and module, and by its parameter's name the relative
-        sizes of matrices that lie one after the other in the rows.
+    The third value has, by parameter name, the relative sizes of matrices that its rows hold.
     """
     if isinstance(module, ParallelModule):
         sizes: dict[str, tuple[int, ...]] = {}
@@ -259,10 +250,9 @@ def _parallel_modules(
 
 
 def _fused_projections(attention: Any, prefix: str) -> dict[str, tuple[int, ...]]:
-    """Returns relative sizes of query, key and value rows in an attention's fused projections.
+    """Returns relative sizes of query, key and value rows, by prefix of the fused projection.
 
-    Returns:
-        Sizes by the projection's prefix; empty if the rows are interleaved by heads.
+    They are empty if the rows are interleaved by heads.
     """
     heads = attention._heads
     if heads.interleaved:
@@ -275,12 +265,7 @@ def _fused_projections(attention: Any, prefix: str) -> dict[str, tuple[int, ...]
 
 
 def _split_dims(owner: str, prefix: str, module: Any) -> tuple[dict[str, int], Any]:
-    """Finds which parameters of a parallel module are split over ranks.
-
-    Returns:
-        ``(dims, group)``: the split dimension of each split parameter by name, and the process
-        group of the ranks that have its parts; ``({}, None)`` if none is split.
-    """
+    """Returns the dimension of each split parameter, and the ranks' group; or ``({}, None)``."""
     # fully_shard makes new parameters, which do not say how they are split.
     axes = getattr(module, "sharded_axes", None)  # of Megatron's names
     if axes:
@@ -309,12 +294,7 @@ def _split_dims(owner: str, prefix: str, module: Any) -> tuple[dict[str, int], A
 
 
 def _expert_names(module: Any, group: Any) -> dict[str, tuple[str, ...]]:
-    """Returns the names in a checkpoint of a ``GroupedLinear``'s parameters on each rank.
-
-    Returns:
-        A dict by local name (``weight0``): for each rank of ``group`` the name, without prefix,
-        that the rank's parameter of this local name has in a checkpoint.
-    """
+    """Returns, by local name (``weight0``), the parameter's name in a checkpoint for each rank."""
     gemms, ranks = module.num_gemms, world_size(group)
     return {
         f"{kind}{i}": tuple(f"{kind}{rank * gemms + i}" for rank in range(ranks))

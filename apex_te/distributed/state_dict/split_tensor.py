@@ -33,10 +33,9 @@ class Parts(NamedTuple):
     """Place of a rank's part of a tensor in the whole tensor.
 
     Attributes:
-        dim: dimension that is split over ranks.
         size: size of the whole tensor in ``dim``.
-        pieces: ``(first, length, place)`` of each contiguous piece: its first index in the part,
-            its length, and its first index in the whole, all along ``dim``.
+        pieces: ``(first, length, place)`` of each contiguous piece along ``dim``: first index in
+            the part, length, and first index in the whole.
     """
 
     dim: int
@@ -68,14 +67,9 @@ def parts_of(
 class SplitTensor(torch.Tensor):
     """Tensor of the whole tensor's shape that holds the data of this rank's part only.
 
-    ``torch.distributed.checkpoint`` saves the part at its place in the whole, and loads the part
-    from a checkpoint that any number of ranks has saved, into the memory of ``local``. Copies and
-    moves to other devices are supported; other ops raise NotImplementedError.
-
-    Attributes:
-        local: this rank's part: a plain tensor, or a DTensor that ``fully_shard`` has sharded over
-            further ranks.
-        parts: place of ``local`` in the whole.
+    ``torch.distributed.checkpoint`` saves ``local`` at its place in the whole, and loads into its
+    memory from a checkpoint of any number of ranks. ``local`` may be a DTensor of ``fully_shard``.
+    Ops other than copies and moves raise NotImplementedError.
     """
 
     local: torch.Tensor
@@ -120,12 +114,7 @@ class SplitTensor(torch.Tensor):
     # The protocol of torch.distributed.checkpoint.
 
     def _chunks(self) -> list[tuple[ChunkStorageMetadata, torch.Tensor]]:
-        """Finds the contiguous pieces of the whole tensor that this rank has.
-
-        Returns:
-            ``(chunk, piece)`` for each: offsets and sizes in the whole, and the piece as a view of
-            ``local``. Empty on a rank without elements.
-        """
+        """Returns each contiguous piece as a view of ``local``, after its place in the whole."""
         local: Any = self.local
         held, offsets = local, [0] * local.dim()
         if isinstance(local, DTensor):
