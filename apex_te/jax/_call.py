@@ -18,11 +18,7 @@ _NONE = -1
 
 
 class Stacked(NamedTuple):
-    """A list of equal tensors as one array, whose leading dimension is the list.
-
-    Attributes:
-        array: the array, or the shape and dtype of a result.
-    """
+    """Stack of equal tensors as one array, or its shape and dtype; dimension 0 is the list."""
 
     array: Any
 
@@ -30,14 +26,9 @@ class Stacked(NamedTuple):
 class _Plan:
     """Operands, results and attributes of one call, collected parameter by parameter.
 
-    Attributes:
-        operands: the arrays.
-        outputs: shape and dtype of each result.
-        aliases: pairs of an operand and the result that overwrites it.
-        buffers: entries that tell the handler where each tensor is (``csrc/jax_ffi``).
-        scalars: name and value of each scalar.
-        places: for each written parameter its name, its first result and its number of results;
-            the number is None for one that is not a list.
+    ``aliases`` pairs an operand with the result that overwrites it. ``buffers`` tells the handler
+    where each tensor is (``csrc/jax_ffi``). ``places`` has the name, the first result and the
+    number of results of each written parameter; the number is None for a single array.
     """
 
     def __init__(self, function: str) -> None:
@@ -151,18 +142,11 @@ def call(
     only_read: Any = (),
     **arguments: Any,
 ) -> dict[str, Any]:
-    """Calls a C function of an op; in ``jax.jit`` the call becomes part of the program.
+    """Calls a C function of an op and returns what it wrote, by parameter.
 
-    A parameter that the function writes is either a result, which the call allocates, or an
-    argument, whose content the function may read and which is overwritten: XLA copies an array that
-    is still needed and shares the memory of one that is not.
-
-    Args:
-        arguments: the other parameters by name: arrays, lists of arrays or ``Stacked``, Python
-            scalars. Optional tensors may be left out.
-
-    Returns:
-        What the function wrote, by parameter.
+    A written parameter is allocated if it is in ``results``. Given as an argument, it may be read
+    and is overwritten: XLA copies an array that is still needed and shares the memory of one that
+    is not. A list of tensors may be ``Stacked``. Optional tensors may be left out.
     """
     parameters, made = parameters_of(op, function), results or {}
     plan = _Plan(function)

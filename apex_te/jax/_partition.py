@@ -70,10 +70,8 @@ def _type(x: Any) -> Any:
 
 
 def gradient_like(primal: Any, gradient: Any) -> Any:
-    """Returns a gradient summed and placed as its primal is.
-
-    It is summed over the axes of a ``shard_map`` along which its primal is one, and on Explicit
-    axes it gets the primal's sharding.
+    """Returns a gradient summed over ``shard_map`` axes along which its primal does not vary, or
+    resharded as its primal on Explicit axes.
     """
     if gradient is None:
         return None
@@ -127,11 +125,8 @@ def last_dimension_parts(x: jax.Array, spec: PartitionSpec) -> int:
 
 
 def product_sharding(x: jax.Array, kernel: jax.Array, inner: int) -> Any:
-    """Returns the sharding of x @ kernel on Explicit axes, which JAX cannot choose; else None.
-
-    Args:
-        x: [..., in...].
-        kernel: [in..., out...].
+    """Returns the sharding of x [..., in...] @ kernel [in..., out...] on Explicit axes, where JAX
+    cannot choose it; None elsewhere.
     """
     mesh = _explicit_mesh([x, kernel])
     if mesh is None:
@@ -158,8 +153,8 @@ def _names(entry: Any) -> _Axes:
 class _Split:
     """Mesh axes that split the dimensions of a rule's arrays.
 
-    Of dimensions that arrays tie to each other a mesh axis splits one at most: the first that it
-    splits in the order of the operands and then of the results, if it divides that.
+    A mesh axis splits at most one of the dimensions that arrays tie together: the first, in the
+    order of operands and then results, that is sharded along it and that it divides.
     """
 
     def __init__(
@@ -207,11 +202,7 @@ def _on_one_device(
     reduced: Callable[..., tuple[Any, ...]] | None,
     axes: Sequence[_Axes],
 ) -> Callable[..., tuple[Any, ...]]:
-    """Returns the function that one device computes on its part of the arrays.
-
-    Args:
-        reduced: the function to call instead where a result must be combined, or None.
-    """
+    """Returns one device's function: ``reduced`` if a result must be combined, else ``body``."""
     by_name = {t.name: (t.reduction, a) for t, a in zip(rule.results, axes, strict=True)}
 
     def reduce(name: str, x: Any) -> Any:
@@ -232,11 +223,7 @@ def _on_one_device(
 
 
 def _amax_axes(mesh: Any, args: Sequence[Any]) -> _Axes:
-    """Returns the axes of a ``shard_map`` over which amax values are combined.
-
-    They are those that the region's mesh resource names, without those along which no operand
-    varies.
-    """
+    """Returns the region's amax axes that are Manual and along which an operand varies."""
     resource = active_mesh_resource()
     names = resource.amax_axes
     manual = {n for n, kind in zip(mesh.axis_names, mesh.axis_types, strict=True)
@@ -258,14 +245,11 @@ def shared(
 ) -> Callable[..., tuple[Any, ...]]:
     """Returns a function that each device of a mesh computes for the part that it holds.
 
-    Under ``jit`` with Auto axes XLA asks for the part while it partitions the program; on Explicit
-    axes it is known from the operands' types; in a ``jax.shard_map`` arrays are parts already, and
-    only amax values are combined, over the axes that the region's mesh resource names. Axes that
-    are Auto beside Explicit or Manual ones are gathered.
-
-    Args:
-        reduced: function to call instead where results must be combined between devices. Its first
-            argument is a function of a result's name and an array that combines the array.
+    On Auto axes XLA asks for the part, on Explicit axes the operands' types give it. In a
+    ``jax.shard_map`` arrays are parts already, and only amax values are combined, over the axes of
+    the region's mesh resource. Auto axes beside Explicit or Manual ones are gathered. Where results
+    must be combined, ``reduced(combine, *parts)`` replaces ``body``; ``combine(name, x)`` combines
+    ``x`` as the result ``name``.
     """
 
     def run(*args: Any) -> tuple[Any, ...]:

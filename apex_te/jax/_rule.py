@@ -22,12 +22,7 @@ _WORDS = {"r": "rows", "c": "columns", "m": "rows of the product", "n": "columns
 
 
 class Factor(NamedTuple):
-    """One dimension that several arrays may share.
-
-    Attributes:
-        name: name in the rule.
-        place: number among the dimensions that the name stands for.
-    """
+    """Dimension that arrays may share: number ``place`` of those that ``name`` stands for."""
 
     name: str
     place: int
@@ -36,11 +31,9 @@ class Factor(NamedTuple):
 class Term(NamedTuple):
     """One argument or result of a rule.
 
-    Attributes:
-        name: its name.
-        dims: names of its dimensions, each with the number of elements that share an entry.
-        reduction: "^" for a maximum over the dimensions it lacks, "+" for a sum, else "".
-        axis: number of the array's first dimension of rows; None without one.
+    ``dims`` has each dimension's name and the number of elements that share an entry. ``reduction``
+    over the dimensions that the term lacks is "^" for a maximum, "+" for a sum, else "". ``axis``
+    is the array's first dimension of rows, or None.
     """
 
     name: str
@@ -50,14 +43,9 @@ class Term(NamedTuple):
 
 
 class Rule(NamedTuple):
-    """A parsed rule.
+    """Parsed rule, whose dimensions in ``split`` devices may share.
 
-    Attributes:
-        function: name of the C function, for errors.
-        operands: the arguments.
-        results: the results.
-        split: names of the dimensions that devices may share.
-        ranks: numbers of dimensions that names stand for, where it is not 1.
+    ``ranks`` has the number of dimensions that a name stands for, where it is not 1.
     """
 
     function: str
@@ -81,9 +69,9 @@ class Rule(NamedTuple):
         return found
 
     def islands(self) -> dict[str, str]:
-        """Returns for every name one of the names that arrays tie it to, the same for all of them.
+        """Returns the island of each name, called by one of its names.
 
-        A mesh axis may split one dimension of each island: no array has dimensions of two.
+        Names of one array are in one island, so a mesh axis may split one dimension of each island.
         """
         found: dict[str, str] = {}
         for term in (*self.operands, *self.results):

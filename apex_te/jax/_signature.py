@@ -11,11 +11,7 @@ from ..op_builder import get_builder
 class Parameter(NamedTuple):
     """One parameter of a C function.
 
-    Attributes:
-        name: its name.
-        kind: "Tensor", "Tensor[]", "int", "float", "float[]" or "bool".
-        is_optional: True for a tensor that may be None.
-        is_written: True if the function writes the tensor or the list's tensors.
+    ``kind`` is "Tensor", "Tensor[]", "int", "float", "float[]" or "bool".
     """
 
     name: str

@@ -188,12 +188,7 @@ def _fp8_dense(recipe: Recipe, gemm: int, inner: int) -> Callable[..., jax.Array
 
 
 def _precise_wgrad(x: jax.Array, dy: jax.Array, inner: int, columns: int) -> jax.Array:
-    """Computes x.T @ dy in float32, in dy's dtype.
-
-    Args:
-        x: [..., in...].
-        dy: [..., out...].
-    """
+    """Computes x.T @ dy of x [..., in...] and dy [..., out...] in float32, in dy's dtype."""
 
     def body(x: jax.Array, dy: jax.Array) -> tuple[jax.Array]:
         exact = jax.lax.Precision.HIGHEST

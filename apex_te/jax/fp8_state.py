@@ -66,12 +66,11 @@ def initial(recipe: DelayedScaling, gemms: int = 1) -> dict[str, jax.Array]:
 
 
 def _of_one_use(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns a state whose scales were summed over several uses of a module in one loss.
+    """Returns a module's state as of one use, from one summed over several uses in one loss.
 
     JAX adds the cotangents of all uses. Scales, their inverses and old amax values are equal in
-    all, so that the sum is divided by the number of uses; staged amax values keep their sum, an
-    upper bound. Without any use all is zero, and the state begins anew unless
-    ``update_collections`` kept it.
+    all, so their sums are divided by the number of uses; staged amax values keep their sum, an
+    upper bound. An unused state is zero and begins anew unless ``update_collections`` kept it.
     """
     uses = jnp.maximum(state["uses"], 1.0)
     found = {}

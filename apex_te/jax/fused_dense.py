@@ -52,11 +52,7 @@ def fused_dense(
 
 
 class _Steps:
-    """Forward and backward of a recipe, a norm and a layout of columns.
-
-    Attributes:
-        product: the dense layer.
-    """
+    """Forward and backward of a recipe, a norm and a layout of columns."""
 
     def __init__(self, recipe: Recipe, norm: Norm | None, columns: JoinedColumns | None) -> None:
         self.product = Product(recipe, 0)

@@ -73,11 +73,7 @@ class _Wanted(NamedTuple):
 
 
 class _Steps:
-    """Forward and backward of a recipe, an activation and a norm.
-
-    Attributes:
-        products: both dense layers.
-    """
+    """Forward and backward of both dense layers, for a recipe, an activation and a norm."""
 
     def __init__(self, recipe: Recipe, activation: str, norm: Norm | None) -> None:
         self.products = Product(recipe, 0), Product(recipe, 1)

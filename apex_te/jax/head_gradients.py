@@ -98,11 +98,9 @@ class HeadGradients(FusedCast):
         return FP8Output(*(made.get(n) for n in FP8Output._fields)), made.get("dbias")
 
     def _operands(self, lead: int) -> tuple[dict[str, jax.Array], dict[str, str], str, str]:
-        """Returns what the op reads in a form that devices can share as they share the kernels.
+        """Returns gradients, their dimensions, those of the joined columns, and the names to split.
 
-        Returns:
-            The gradients by parameter, their dimensions in the rule, those of the joined columns,
-            and the names that devices may share.
+        The gradients are in a form that devices can share as they share the kernels.
         """
         heads = dict(zip(_NAMES[-len(self._gradients) :], self._gradients, strict=True))
         parts = self._columns.parts

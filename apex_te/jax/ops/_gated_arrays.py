@@ -21,16 +21,10 @@ _S = jax.ShapeDtypeStruct
 class GatedArrays(NamedTuple):
     """Checked arrays that a C function of gated activations reads, with their dimensions in a rule.
 
-    Attributes:
-        function: name of the C function.
-        code: number of the activation.
-        arrays: by the function's parameter.
-        dims: their dimensions in a rule: "r" rows, "f" F, "c" 2F, "g f" [2, F].
-        options: "split" and "ranks" of the rule.
-        shape: shape of the output.
-        dtype: dtype of the tensors.
-        bias_dims: dimensions of a bias, or its gradient, for gate and up.
-        is_flat: True if a bias for gate and up that the caller gives is [2F] and not [2, F].
+    In ``dims`` and ``bias_dims``, "r" stands for rows, "f" for F, "c" for 2F and "g f" for [2, F].
+    ``bias_dims`` are those of a bias, or its gradient, for gate and up; the caller's is [2F] if
+    ``is_flat``, else [2, F]. ``options`` are "split" and "ranks" of the rule. ``shape`` is the
+    output's.
     """
 
     function: str

@@ -21,13 +21,10 @@ _S = jax.ShapeDtypeStruct
 
 
 class NormOutput(NamedTuple):
-    """Results of a norm's forward over the rows of x [rows, cols].
+    """Results of a norm's forward: ``y`` [rows, cols] in x's dtype, and float32 [rows] statistics.
 
-    Attributes:
-        y: [rows, cols] in x's dtype, the normalised rows.
-        mean: [rows] float32; None for ``rms_norm``.
-        rstd: [rows] float32, 1 / sqrt(variance + eps).
-        residual_sum: [rows, cols], x + residual, which was normalised; None without a residual.
+    ``mean`` is None for ``rms_norm``; ``rstd`` is 1 / sqrt(variance + eps). ``residual_sum`` [rows,
+    cols] is x + residual, which was normalised; None without a residual.
     """
 
     y: jax.Array
@@ -37,12 +34,7 @@ class NormOutput(NamedTuple):
 
 
 class NormFP8Output(NamedTuple):
-    """Results of a norm's forward with FP8 output.
-
-    Attributes:
-        y: FP8 copies of the normalised rows.
-        mean, rstd, residual_sum: as in ``NormOutput``.
-    """
+    """Results of a norm's forward as in ``NormOutput``, with FP8 copies of the rows as ``y``."""
 
     y: FP8Output
     mean: jax.Array | None
@@ -51,13 +43,7 @@ class NormFP8Output(NamedTuple):
 
 
 class NormGradients(NamedTuple):
-    """Gradients of a norm.
-
-    Attributes:
-        dx: [rows, cols] in x's dtype.
-        dweight: [cols] in the weight's dtype; None if not asked for.
-        dbias: [cols] in the bias's dtype; None if not asked for.
-    """
+    """Gradients of x [rows, cols], and of weight and bias [cols] or None, each in its own dtype."""
 
     dx: jax.Array
     dweight: jax.Array | None
@@ -99,11 +85,7 @@ def norm_fwd(
     op: str, x: Any, weight: Any, bias: Any, eps: float, zero_centered_gamma: bool, residual: Any,
     fp8: tuple[Any, Any, bool, bool, Any] | None = None, any_rank: bool = False,
 ) -> dict[str, Any]:  # fmt: skip
-    """Calls a norm's forward.
-
-    Returns:
-        Its results by the names of the C function's parameters.
-    """
+    """Calls a norm's forward and returns its results by the C function's parameters."""
     function = f"{op}_fwd" if fp8 is None else f"{op}_fwd_fp8"
     x = _checks.as_rows(function, "x", x) if any_rank else _checks.matrix(function, "x", x)
     inputs = {"x": x, **_parameters(function, x, weight=weight, bias=bias)}
@@ -184,9 +166,9 @@ def norm_bwd(
 def differentiable(
     op: str, eps: float, zero_centered_gamma: bool, has_residual: bool
 ) -> Callable[..., Any]:
-    """Returns a differentiable function of (x, weight, bias, residual), all but x perhaps None.
+    """Returns a differentiable function (x, weight, bias, residual) -> (y, residual sum or None).
 
-    It returns (y, residual sum or None). Its gradient computes only what is wanted.
+    All arguments but x may be None. Gradients of weight and bias are computed only if wanted.
     """
 
     def forward(x: Any, weight: Any, bias: Any, residual: Any) -> dict[str, Any]:

@@ -31,10 +31,7 @@ def rowwise(
 ) -> Callable[..., Any]:
     """Returns ``body`` as a function that ``jax.vmap`` can map, and that devices compute by parts.
 
-    Args:
-        reduced: function to call instead where devices must combine results in between. Its first
-            argument is a function of a result's name and an array, which combines the array. A
-            function with one is of one matrix: it cannot be mapped.
+    ``reduced`` is as in ``shared``; a function with one is of one matrix and cannot be mapped.
     """
     parsed = parse(function, rule, split, ranks or {})
     operands, results = parsed.operands, parsed.results

@@ -95,11 +95,7 @@ def _product(
     bias: Any,
     inner: int,
 ) -> jax.Array:
-    """Computes a @ b.T of decoded operands, times their scales where those are one for each.
-
-    Args:
-        bias: [N] or None.
-    """
+    """Computes a @ b.T of decoded operands, times both scales if ``is_scaled``, plus bias [N]."""
     a, b = (_checks.array(name, each, x) for each, x in zip("ab", operands, strict=False))
     if min(a.ndim, b.ndim) <= inner or a.shape[-inner:] != b.shape[-inner:]:
         raise ValueError(

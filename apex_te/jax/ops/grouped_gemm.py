@@ -117,10 +117,9 @@ def _check_operands(name: str, a: Any, b: Any, groups: Groups) -> None:
 
 
 def _multiplies_codes(a: jax.Array, b: jax.Array) -> bool:
-    """Returns True if the suite's kernel multiplies the FP8 data on GPUs, False if not.
+    """Returns True if the suite's kernel multiplies the FP8 data on GPUs.
 
-    The kernel needs sm_90, and rows of the operands and of the result that begin at multiples of
-    16 bytes.
+    It needs sm_90, and rows of the operands and of the result that begin at multiples of 16 bytes.
     """
     found = _library.gpu_capability()
     has_kernel = found is None or found == _GROUPED_FP8

@@ -61,12 +61,7 @@ class RowMap(NamedTuple):
 
 
 class _Routing(NamedTuple):
-    """Arguments of the C functions that make a map from a routing map.
-
-    Attributes:
-        given: what they read.
-        results: what they write.
-    """
+    """Arguments of the C functions that make a map: ``given`` to read, ``results`` to write."""
 
     given: dict[str, Any]
     results: dict[str, Any]

@@ -193,11 +193,7 @@ def lamb(
 def l2norm(tensors: _Arrays) -> jax.Array:
     """Computes the L2 norm over all arrays, deterministically, as ``multi_tensor.l2norm`` does.
 
-    Args:
-        tensors: float32, float16 or bfloat16, any shapes.
-
-    Returns:
-        One float32 element. Devices of a mesh compute it whole.
+    It is one float32 element, which devices of a mesh compute whole.
     """
     name = "multi_tensor_l2norm"
     found = [
@@ -220,11 +216,7 @@ def _columns(
     moments: Mapping[str, _Arrays],
     masters: _Arrays | None,
 ) -> dict[str, list[jax.Array]]:
-    """Returns the lists of a step by parameter, after checks of lengths, dtypes and shapes.
-
-    Args:
-        moments: float32 arrays of the step's state, by parameter.
-    """
+    """Returns the lists of a step by parameter, after checks; ``moments`` must be float32."""
     lists = {"params": params, "grads": grads, **moments, "masters": masters or []}
     found: dict[str, list[jax.Array]] = {name: [] for name in lists}
     for name in ("masters", "momentums"):
