@@ -151,7 +151,7 @@ def _register(op: str, function: str, platform: str) -> None:
 
 
 def bind(op: str, function: str, platform: str) -> str:
-    """Returns XLA's name of a function, whose library is opened or built on the first call."""
+    """Returns XLA's name of a function; the first call opens or builds and registers it."""
     known = _bound.get((platform, function))
     if known != op:
         with _lock:

@@ -24,7 +24,7 @@ def rebox(box: Any, change: Callable[[Any], Any], names: Callable[[tuple[Any, ..
     """Returns a copy of a box with another array and other names of its axes.
 
     Args:
-        box: the box, or an array without a box, for which an array is returned.
+        box: the box, or an array without a box; the result is then an array, too.
         change: function that computes the new array from the old one.
         names: function that computes the axes' new names from the old ones.
     """

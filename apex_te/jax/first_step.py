@@ -49,7 +49,7 @@ def with_first_scale(
     """Returns a GEMM's state; a slot that has no scale yet gets one from the amax of ``x``.
 
     Args:
-        state: the GEMM's state, or None, which is returned.
+        state: the GEMM's state; None gives None.
         way: "fwd" or "bwd".
         slot: number of the slot in that direction.
         x: the tensor that is about to be cast with the slot's scale.

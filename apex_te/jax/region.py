@@ -43,8 +43,8 @@ class MeshResource:
         dp_resource: axis along which devices hold different parts of the batch.
         tp_resource: axis along which they hold different parts of the weights, for tensor
             parallelism.
-        fsdp_resource: axis along which they hold different parts of the batch, and of the weights,
-            which are gathered where they are used.
+        fsdp_resource: axis along which they hold different parts of the batch and of the weights;
+            the weights are gathered for each use.
         pp_resource: axis along which they hold different layers.
         cp_resource: axis along which they hold different parts of the sequence.
     """

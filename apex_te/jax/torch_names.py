@@ -38,8 +38,8 @@ class Leaf(NamedTuple):
         name: its name.
         keys: names of its tensors in the PyTorch module; several tensors are stacked in the
             parameter's first dimension of features.
-        inputs: number of its leading dimensions that a GEMM contracts, which are the last dimension
-            in PyTorch; 0 for a vector; None for a parameter that is equal in PyTorch.
+        inputs: number of its leading dimensions that a GEMM contracts; PyTorch has them as the last
+            dimension. 0 for a vector; None for a parameter that PyTorch has in the same form.
     """
 
     name: str

@@ -364,8 +364,8 @@ class Prepared(NamedTuple):
     Attributes:
         x: the GEMM's input, or the norm's input if ``norm`` is given.
         normed: the norm's output, or the input without a norm; None if ``norm`` is given.
-        norm: a norm still to run, which writes FP8 itself, with its scale and its bias or None;
-            None if there is none or it has run.
+        norm: None, or a norm that has not run yet because it writes FP8 itself, with its scale and
+            its bias or None.
         kernel: [in, out...].
         bias: [out...] or None.
     """

@@ -171,8 +171,8 @@ def fp8_gemm(
         a_scale_inv, b_scale_inv: one float32 element each.
         out_dtype: bfloat16, float16 or float32.
         c: [M, N] in the output's dtype; it is added before the result is rounded.
-        inner: number of dimensions of K, the last ones of a and b. M and N may have several
-            dimensions, too, which the result keeps.
+        inner: number of dimensions of K, the last ones of a and b. M and N may also stand for
+            several dimensions; the result keeps them.
     """
     a, b, rest, dtype = _prepare("fp8_gemm", a, b, out_dtype, bias, c, inner)
     scales = {

@@ -78,7 +78,7 @@ def contract_groups(a: jax.Array, b: jax.Array, groups: Groups, wide: bool = Fal
     Other arguments and errors are as in ``apex_te.ops.grouped_gemm.contract_groups``.
 
     Args:
-        wide: return float32 for 16-bit operands, too, without rounding.
+        wide: return float32 sums of 16-bit operands, instead of rounding to their dtype.
 
     Returns:
         [groups, M, N] in the dtype of the operands, or in float32 with ``wide``; zeros for a group

@@ -100,6 +100,7 @@ def layer_norm_bwd(
     Other arguments and errors are as in ``apex_te.ops.layer_norm.layer_norm_bwd``.
 
     Args:
+        x: [rows, cols], the matrix that was normalised: x, or x + residual.
         weight, zero_centered_gamma: as in ``layer_norm``.
         mean, rstd: [rows] float32, from ``layer_norm_fwd``.
     """

@@ -207,7 +207,7 @@ def permute_by(
     num_experts: int | None = None,
     align_size: int | None = None,
 ) -> tuple[jax.Array, jax.Array | None, RowMap]:
-    """Computes ``make_map`` and then ``permute`` in one call, whose kernels overlap.
+    """Computes ``make_map`` and then ``permute`` in one call with overlapping kernels.
 
     Copies that do not fit into ``num_rows`` rows are dropped.
 

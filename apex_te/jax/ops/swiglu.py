@@ -125,7 +125,7 @@ def swiglu_fwd(
     activation: str = "silu",
     axis: int = -1,
 ) -> jax.Array:
-    """Computes ``swiglu``, whose arguments it takes, without a gradient."""
+    """Computes ``swiglu`` with the same arguments, but is not differentiable."""
     given = gated_arrays("swiglu_fwd", activation, axis, input, up, bias, up_bias)
     return call_swiglu(given, {"out": "r f"})["out"].reshape(given.shape)
 

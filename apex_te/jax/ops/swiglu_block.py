@@ -41,9 +41,9 @@ def swiglu_fwd_block(
 ) -> BlockQuantized:
     """Computes ``swiglu`` and casts its result [M, F] with ``block_quantize`` in one kernel.
 
-    The result equals that of the two ops bitwise, whose intermediate result is rounded to the
-    input's dtype. For float32 input the two ops run. Rows may be sharded over devices, and F
-    too unless gate and up are concatenated to [..., 2F].
+    The result is bitwise that of the two ops, which round the intermediate result to the input's
+    dtype. For float32 input the two ops run. Rows may be sharded over devices, and F, too, unless
+    gate and up are concatenated to [..., 2F].
 
     Other arguments and errors are as in ``apex_te.ops.swiglu_block.swiglu_fwd_block``.
 
