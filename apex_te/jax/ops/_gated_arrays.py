@@ -24,7 +24,7 @@ class GatedArrays(NamedTuple):
     Attributes:
         function: name of the C function.
         code: number of the activation.
-        arrays: by the function's parameter.
+        arrays: the arrays by the function's parameters.
         dims: their dimensions in a rule: "r" rows, "f" F, "c" 2F, "g f" [2, F].
         options: "split" and "ranks" of the rule.
         shape: shape of the output.
@@ -44,7 +44,7 @@ class GatedArrays(NamedTuple):
     is_flat: bool
 
     def bias_gradient(self, dbias: jax.Array | None) -> jax.Array | None:
-        """Returns the gradient of the biases of gate and up in the caller's shape."""
+        """Returns the gradient of the biases in the caller's shape; None gives None."""
         return dbias if dbias is None or not self.is_flat else dbias.reshape(-1)
 
 

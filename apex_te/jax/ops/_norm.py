@@ -27,7 +27,8 @@ class NormOutput(NamedTuple):
         y: [rows, cols] in x's dtype, the normalised rows.
         mean: [rows] float32; None for ``rms_norm``.
         rstd: [rows] float32, 1 / sqrt(variance + eps).
-        residual_sum: [rows, cols], x + residual, which was normalised; None without a residual.
+        residual_sum: [rows, cols], the sum x + residual that was normalised; None without a
+            residual.
     """
 
     y: jax.Array
