@@ -59,8 +59,8 @@ def moe_permute(
         row_id_map: opaque int32 tensor to pass to ``moe_unpermute``.
 
     Raises:
-        TypeError: a dtype that is not listed.
-        ValueError: a shape or option that does not match. An index that is no expert raises on the
+        TypeError: an argument has a dtype that is not listed.
+        ValueError: a shape or option does not match. An index that is no expert raises on the
             CPU; on the GPU, which is not waited for, it makes the token's row NaN after
             ``moe_unpermute``, and its gradient, too.
         NotImplementedError: more than 1024 experts or 2^31 elements of routing_map.
@@ -133,8 +133,8 @@ def moe_permute_and_pad_with_probs(
             dtype of ``tokens_per_expert``: the ``m_splits`` of ``GroupedLinear``.
 
     Raises:
-        TypeError: a dtype that is not listed.
-        ValueError: a shape or option that does not match, or ``tokens_per_expert`` was checked and
+        TypeError: an argument has a dtype that is not listed.
+        ValueError: a shape or option does not match, or ``tokens_per_expert`` was checked and
             differs from the counts of ``routing_map``.
         NotImplementedError: more than 1024 experts or 2^31 elements of ``routing_map``.
     """
@@ -195,8 +195,8 @@ def moe_unpermute(
         [tokens, hidden] in the dtype of ``inp``; zeros for a token without rows.
 
     Raises:
-        TypeError: a dtype that is not listed.
-        ValueError: a shape or option that does not match. A row_id_map that names rows ``inp`` does
+        TypeError: an argument has a dtype that is not listed.
+        ValueError: a shape or option does not match. A row_id_map that names rows ``inp`` does
             not have raises on the CPU and gives NaN on the GPU.
     """
     if map_type not in ("mask", "index"):
@@ -238,8 +238,8 @@ def moe_sort_chunks_by_index(
         [rows, hidden] in the dtype of ``inp``.
 
     Raises:
-        TypeError: a dtype that is not listed.
-        ValueError: a shape that does not match, and on the CPU sizes or indices out of range; on
+        TypeError: an argument has a dtype that is not listed.
+        ValueError: a shape does not match, and on the CPU sizes or indices out of range; on
             the GPU these leave rows zero.
     """
     return _sorted(inp, None, split_sizes, sorted_index)[0]

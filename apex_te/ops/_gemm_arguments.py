@@ -36,7 +36,7 @@ def prepare(name, a, b, out, out_dtype, bias, accumulate, spare=0):
 
     Raises:
         TypeError: a complex bias.
-        ValueError: shapes that do not match, or ``accumulate`` without ``out``.
+        ValueError: shapes do not match, or ``accumulate`` without ``out``.
         NotImplementedError: E5M2 x E5M2.
     """
     if a.dim() != 2 or b.dim() != 2 or a.shape[1] != b.shape[1]:

@@ -38,7 +38,7 @@ def activation(x: torch.Tensor, kind: str) -> torch.Tensor:
         A tensor of x's shape and dtype. Backward needs x, which autograd keeps until then.
 
     Raises:
-        TypeError: a dtype that is not listed.
+        TypeError: an argument has a dtype that is not listed.
         ValueError: a kind that is not listed.
     """
     if needs_autograd(x):
@@ -111,10 +111,10 @@ def activation_fwd_fp8(
         kind: as in ``activation``.
         scale: one float32 element on x's device.
         fp8_dtype: torch.float8_e4m3fn or torch.float8_e5m2.
-        rowwise: make [rows, cols].
-        columnwise: make [cols, rows].
-        pad_columnwise: make the columnwise copy [cols, rows rounded up to 16] instead, with zeros
-            after the last row, as a GEMM over the rows needs it.
+        rowwise: make the rowwise copy, [rows, cols].
+        columnwise: make the columnwise copy, the transpose [cols, rows].
+        pad_columnwise: make the columnwise copy [cols, rows rounded up to 16]; the added columns
+            are zeros. A GEMM that sums over the rows needs this.
         amax: one float32 element, becomes max(amax, max |f(x)|), before scaling; NaN counts as
             largest.
         out: result of an earlier call to write instead of new tensors; ``rowwise``, ``columnwise``
@@ -124,8 +124,8 @@ def activation_fwd_fp8(
         The FP8 copies and their scale_inv: ``out`` or new tensors.
 
     Raises:
-        TypeError: a dtype that is not listed.
-        ValueError: a shape, device or kind that does not match.
+        TypeError: an argument has a dtype that is not listed.
+        ValueError: a shape, device or kind does not match.
     """
     number = activation_number("activation_fwd_fp8", kind)
     x = as_matrix("activation_fwd_fp8", x)
@@ -233,7 +233,7 @@ class _Activation(OpFunction):
 
 
 def reference(x: torch.Tensor, kind: str) -> torch.Tensor:
-    """Computes ``activation`` in plain PyTorch in x's dtype, differentiably; the specification."""
+    """Computes ``activation`` in plain PyTorch in x's dtype, differentiably, as its specification."""
     functional = torch.nn.functional
     if kind in ("gelu", "gelu_erf"):
         return reference_gelu(x, kind == "gelu")

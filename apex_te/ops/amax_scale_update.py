@@ -55,8 +55,8 @@ def amax_scale_update(
         nonfinite_count: one int32 element, increased by the number of infinite and NaN amax values.
 
     Raises:
-        TypeError: a dtype that does not match.
-        ValueError: a shape or list length that does not match.
+        TypeError: an argument has a dtype that is not listed.
+        ValueError: a shape or list length does not match.
     """
     most_recent = is_most_recent("amax_scale_update", algo)
     if not len(histories) and not len(scales) and not len(scale_invs):

@@ -70,8 +70,8 @@ def bias_dropout_add(
         A contiguous tensor of x's shape and residual's dtype.
 
     Raises:
-        TypeError: a dtype that is not listed.
-        ValueError: a shape or p that does not fit, or both ``seed`` and ``generator`` are given.
+        TypeError: an argument has a dtype that is not listed.
+        ValueError: a shape or p does not fit, or both ``seed`` and ``generator`` are given.
     """
     if not 0.0 <= p <= 1.0:
         raise ValueError(f"bias_dropout_add: p must be from 0 to 1, got {p}")
@@ -182,7 +182,7 @@ def reference(
     p: float,
     seed: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Computes ``bias_dropout_add`` in plain PyTorch in residual's dtype; the specification.
+    """Computes ``bias_dropout_add`` in plain PyTorch in residual's dtype, as its specification.
 
     ``seed``, one int64, must be given if 0 < p < 1.
     """

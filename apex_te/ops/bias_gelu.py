@@ -66,7 +66,7 @@ def bias_gelu(
 
     Raises:
         TypeError: a dtype that is not listed or differs.
-        ValueError: a shape, device or form that does not match.
+        ValueError: a shape, device or form does not match.
     """
     if needs_autograd(x, bias):
         return _BiasGelu.apply(x, bias, form)
@@ -149,10 +149,10 @@ def bias_gelu_fwd_fp8(
         scale: one float32 element on x's device.
         fp8_dtype: torch.float8_e4m3fn or torch.float8_e5m2.
         form: "tanh" or "erf" (exact).
-        rowwise: make [rows, cols].
-        columnwise: make [cols, rows].
-        pad_columnwise: make the columnwise copy [cols, rows rounded up to 16] instead, with zeros
-            after the last row, as a GEMM over the rows needs it.
+        rowwise: make the rowwise copy, [rows, cols].
+        columnwise: make the columnwise copy, the transpose [cols, rows].
+        pad_columnwise: make the columnwise copy [cols, rows rounded up to 16]; the added columns
+            are zeros. A GEMM that sums over the rows needs this.
         amax: one float32 element, becomes max(amax, max |gelu(x + bias)|), before scaling; NaN
             counts as largest.
         out: result of an earlier call to write instead of new tensors; ``rowwise``, ``columnwise``
@@ -160,7 +160,7 @@ def bias_gelu_fwd_fp8(
 
     Raises:
         TypeError: a dtype that is not listed or differs.
-        ValueError: a shape, device or form that does not match.
+        ValueError: a shape, device or form does not match.
     """
     is_tanh = op_options.is_tanh("bias_gelu_fwd_fp8", form)
     x = as_matrix("bias_gelu_fwd_fp8", x)
@@ -247,5 +247,5 @@ class _BiasGelu(OpFunction):
 def reference(
     x: torch.Tensor, bias: torch.Tensor | None = None, *, form: str = "tanh"
 ) -> torch.Tensor:
-    """Computes ``bias_gelu`` in plain PyTorch in x's dtype, differentiably; the specification."""
+    """Computes ``bias_gelu`` in plain PyTorch in x's dtype, differentiably, as its specification."""
     return reference_gelu(x if bias is None else x + bias, form == "tanh")

@@ -30,7 +30,8 @@ class BlockQuantized(NamedTuple):
     Attributes:
         rowwise: FP8 [rows, cols].
         rowwise_scale_inv: float32 of shape ``scale_shape(rows, cols, block_rows)``.
-        columnwise: FP8 [cols, rows], or padded as asked for.
+        columnwise: FP8 [cols, rows], the transpose; [cols, rows rounded up to 16] with
+            ``pad_columnwise``.
         columnwise_scale_inv: float32 of shape ``scale_shape(cols, rows, block_rows)``.
     """
 
@@ -108,8 +109,8 @@ def block_quantize(
         block's amax is; places beyond the matrix hold 1. Blocks at its edges may be smaller.
 
     Raises:
-        TypeError: a dtype that is not listed.
-        ValueError: a shape, device, block_rows or eps that does not fit.
+        TypeError: an argument has a dtype that is not listed.
+        ValueError: a shape, device, block_rows or eps does not fit.
     """
     check_fp8_dtype("block_quantize", fp8_dtype)
     given = out
@@ -183,8 +184,8 @@ def block_dequantize(
         quantized matrix.
 
     Raises:
-        TypeError: a dtype that does not match.
-        ValueError: a shape or device that does not match.
+        TypeError: an argument has a dtype that is not listed.
+        ValueError: a shape or device does not match.
     """
     given = out
     if out is None:
@@ -202,7 +203,7 @@ def reference(
     pow2: bool = True,
     eps: float = 0.0,
 ) -> BlockQuantized:
-    """Computes ``block_quantize`` in plain PyTorch with integer rounding; the specification."""
+    """Computes ``block_quantize`` in plain PyTorch with integer rounding, as its specification."""
     rowwise = _reference_rowwise(x, fp8_dtype, block_rows, pow2, eps)
     return BlockQuantized(*rowwise, *_reference_rowwise(x.t(), fp8_dtype, block_rows, pow2, eps))
 

@@ -29,7 +29,7 @@ def byte_transpose(
 
     Raises:
         TypeError: ``fp8_data`` has a dtype of more than one byte, or ``out`` has another dtype.
-        ValueError: a shape or device that does not match.
+        ValueError: a shape or device does not match.
     """
     dtype, shape = fp8_data.dtype, fp8_data.shape
     if dtype.itemsize != 1:
@@ -52,5 +52,5 @@ def byte_transpose(
 
 
 def reference(fp8_data: torch.Tensor) -> torch.Tensor:
-    """Computes ``byte_transpose`` in plain PyTorch; the specification."""
+    """Computes ``byte_transpose`` in plain PyTorch, as its specification."""
     return fp8_data.view(torch.uint8).t().contiguous().view(fp8_data.dtype)

@@ -22,7 +22,8 @@ class CastTransposeOutput(NamedTuple):
 
     Attributes:
         rowwise: FP8 [rows, cols].
-        columnwise: FP8 [cols, rows], or padded as asked for.
+        columnwise: FP8 [cols, rows], the transpose; [cols, rows rounded up to 16] with
+            ``pad_columnwise``.
         scale_inv: one float32 element.
         dbias: [cols] in the matrix's dtype, the sums of its columns.
     """
@@ -56,9 +57,10 @@ def cast_transpose(
         scale: one float32 element on x's device.
         fp8_dtype: torch.float8_e4m3fn or torch.float8_e5m2; on a CPU or an AMD GPU also their
             fnuz forms.
-        rowwise: make [rows, cols].
-        columnwise: make [cols, rows].
-        pad_columnwise: make [cols, rows rounded up to 16], with zeros after the last row.
+        rowwise: make the rowwise copy, [rows, cols].
+        columnwise: make the columnwise copy, the transpose [cols, rows].
+        pad_columnwise: make the columnwise copy [cols, rows rounded up to 16]; the added columns
+            are zeros.
         amax: one float32 element, becomes max(amax, max |x|), before scaling; NaN counts as
             largest.
         scale_inv: one float32 element to receive 1 / scale; a new one unless given.
@@ -68,8 +70,8 @@ def cast_transpose(
         out_columnwise: [cols, rows], padded or not, to write instead of a new tensor.
 
     Raises:
-        TypeError: a dtype that is not listed.
-        ValueError: a shape or device that does not match.
+        TypeError: an argument has a dtype that is not listed.
+        ValueError: a shape or device does not match.
     """
     if fp8_dtype not in FP8_DTYPES:
         check_fp8_dtype("cast_transpose", fp8_dtype, fnuz=True)
@@ -101,7 +103,7 @@ def reference(
     *,
     amax: torch.Tensor | None = None,
 ) -> CastTransposeOutput:
-    """Computes ``cast_transpose`` in plain PyTorch with integer rounding; the specification.
+    """Computes ``cast_transpose`` in plain PyTorch with integer rounding, as its specification.
 
     All four results are computed; ``amax`` is updated in place if given.
     """

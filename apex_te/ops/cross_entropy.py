@@ -59,8 +59,8 @@ def cross_entropy(
         The loss in float32: a scalar, or with "none" the losses in the shape of ``target``.
 
     Raises:
-        TypeError: a dtype that does not match.
-        ValueError: a shape or option that does not match.
+        TypeError: an argument has a dtype that is not listed.
+        ValueError: a shape or option does not match.
     """
     if reduction not in REDUCTIONS:
         raise ValueError(

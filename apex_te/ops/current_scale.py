@@ -23,7 +23,8 @@ class CurrentScaleOutput(NamedTuple):
 
     Attributes:
         rowwise: FP8 [rows, cols].
-        columnwise: FP8 [cols, rows], or padded as asked for.
+        columnwise: FP8 [cols, rows], the transpose; [cols, rows rounded up to 16] with
+            ``pad_columnwise``.
         scale: one float32 element, the scale that was used.
         scale_inv: one float32 element, 1 / scale, but infinite if the amax is.
         amax: one float32 element, the amax that gave the scale.
@@ -60,9 +61,10 @@ def current_scale(
         x: [rows, cols] float32, float16 or bfloat16; made contiguous if it is not.
         fp8_dtype: torch.float8_e4m3fn or torch.float8_e5m2; on a CPU or an AMD GPU also their
             fnuz forms.
-        rowwise: make [rows, cols].
-        columnwise: make [cols, rows].
-        pad_columnwise: make [cols, rows rounded up to 16], with zeros after the last row.
+        rowwise: make the rowwise copy, [rows, cols].
+        columnwise: make the columnwise copy, the transpose [cols, rows].
+        pad_columnwise: make the columnwise copy [cols, rows rounded up to 16]; the added columns
+            are zeros.
         eps: smallest amax, zero or more.
         pow2: round the scale down to a power of two.
         amax: one float32 element to use instead of max |x|, e.g. the maximum over ranks of what
@@ -71,8 +73,8 @@ def current_scale(
         out_columnwise: [cols, rows], padded or not, to write instead of a new tensor.
 
     Raises:
-        TypeError: a dtype that is not listed.
-        ValueError: a shape or device that does not match, neither copy asked for or given, or a
+        TypeError: an argument has a dtype that is not listed.
+        ValueError: a shape or device does not match, neither copy asked for or given, or a
             negative eps.
     """
     check_fp8_dtype("current_scale", fp8_dtype, fnuz=True)
@@ -146,7 +148,7 @@ def reference(
     pow2: bool = False,
     amax: torch.Tensor | None = None,
 ) -> CurrentScaleOutput:
-    """Computes ``current_scale`` in plain PyTorch with integer rounding; the specification."""
+    """Computes ``current_scale`` in plain PyTorch with integer rounding, as its specification."""
     if amax is None:
         amax = reference_codec.amax_of(x)
     scale = reference_codec.scale_of(amax, torch.finfo(fp8_dtype).max, eps, pow2)

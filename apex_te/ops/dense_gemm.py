@@ -63,8 +63,8 @@ def dense_gemm(
         The output [M, N]: ``out`` or the new tensor.
 
     Raises:
-        TypeError: an argument of another dtype.
-        ValueError: an argument of another shape or device, or another ``promotion``.
+        TypeError: an argument has a dtype that is not listed.
+        ValueError: the shape or device of an argument does not match, or another ``promotion``.
         NotImplementedError: E5M2 x E5M2, or hardware without FP8 matrix units (below sm_89).
     """
     check_operands("dense_gemm", a, b)

@@ -82,8 +82,8 @@ def dense_gemm_swiglu(
             counts as largest.
 
     Raises:
-        TypeError: an argument of another dtype.
-        ValueError: an argument of another shape or device, or another activation.
+        TypeError: an argument has a dtype that is not listed.
+        ValueError: the shape or device of an argument does not match, or another activation.
     """
     code = gated_activation_number("dense_gemm_swiglu", activation)
     check_operands("dense_gemm_swiglu", a, b)
@@ -132,8 +132,8 @@ def dense_gemm_swiglu_bwd(
             made columnwise, in E4M3.
 
     Raises:
-        TypeError: an argument of another dtype.
-        ValueError: an argument of another shape or device, or another activation.
+        TypeError: an argument has a dtype that is not listed.
+        ValueError: the shape or device of an argument does not match, or another activation.
     """
     name = "dense_gemm_swiglu_bwd"
     code = gated_activation_number(name, activation)

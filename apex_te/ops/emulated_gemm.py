@@ -54,8 +54,8 @@ def mx_gemm(
         The output [M, N]: ``out`` or the new tensor.
 
     Raises:
-        TypeError: an argument of another dtype.
-        ValueError: an argument of another shape or device.
+        TypeError: an argument has a dtype that is not listed.
+        ValueError: the shape or device of an argument does not match.
     """
     out, bias = _prepare("mx_gemm", a, b, a_scale, b_scale, out, out_dtype, bias, accumulate)
     return _issue("mx", a, b, a_scale, b_scale, out, bias, accumulate)
@@ -89,8 +89,8 @@ def hif8_gemm(
         The output [M, N]: ``out`` or the new tensor.
 
     Raises:
-        TypeError: an argument of another dtype.
-        ValueError: an argument of another shape or device.
+        TypeError: an argument has a dtype that is not listed.
+        ValueError: the shape or device of an argument does not match.
     """
     out, bias = _prepare(
         "hif8_gemm", a, b, a_scale_inv, b_scale_inv, out, out_dtype, bias, accumulate

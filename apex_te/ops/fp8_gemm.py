@@ -65,8 +65,8 @@ def fp8_gemm(
         the output's dtype).
 
     Raises:
-        TypeError: an argument of another dtype.
-        ValueError: an argument of another shape or device.
+        TypeError: an argument has a dtype that is not listed.
+        ValueError: the shape or device of an argument does not match.
         NotImplementedError: E5M2 x E5M2, or hardware without FP8 matrix units (below sm_89).
     """
     is_given = out is not None
@@ -126,8 +126,8 @@ def block_scaled_gemm(
         The output [M, N]: ``out`` or the new tensor.
 
     Raises:
-        TypeError: an argument of another dtype.
-        ValueError: an argument of another shape or device.
+        TypeError: an argument has a dtype that is not listed.
+        ValueError: the shape or device of an argument does not match.
         NotImplementedError: E5M2 x E5M2, 128x128 x 128x128, or a GPU other than sm_90.
     """
     rows, is_given = a.shape[0], out is not None

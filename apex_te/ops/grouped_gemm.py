@@ -62,7 +62,7 @@ def multiply_groups(a: torch.Tensor, b: torch.Tensor, groups: Groups) -> torch.T
         [rows, N] in the dtype of ``a``; rows that belong to no group have no defined values.
 
     Raises:
-        ValueError: shapes that do not match, or ``groups`` made for another number of rows.
+        ValueError: shapes do not match, or ``groups`` made for another number of rows.
     """
     check_dense("multiply_groups", a=a, b=b, groups=groups.table)
     _check_operands("multiply_groups", a, b, groups)
@@ -101,7 +101,7 @@ def contract_groups(
         group without rows has no defined values.
 
     Raises:
-        ValueError: shapes that do not match, or ``groups`` made for another number of rows.
+        ValueError: shapes do not match, or ``groups`` made for another number of rows.
     """
     check_dense("contract_groups", a=a, b=b, groups=groups.table)
     if a.dim() != 2 or b.dim() != 2 or a.shape[1] != b.shape[0]:
@@ -196,7 +196,7 @@ def scaled_multiply_groups(
         [rows, N] bfloat16; rows that belong to no group have no defined values.
 
     Raises:
-        ValueError: shapes that do not match, or ``groups`` made for another number of rows.
+        ValueError: shapes do not match, or ``groups`` made for another number of rows.
     """
     check_dense(
         "scaled_multiply_groups", a=a, b=b, a_scale_inv=a_scale_inv, b_scale_inv=b_scale_inv,

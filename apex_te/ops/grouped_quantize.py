@@ -160,8 +160,8 @@ def quantize_groups(
         due: int32 [groups]; groups with 0 are neither read nor written. None: all groups are done.
 
     Raises:
-        TypeError: a dtype that does not match.
-        ValueError: a shape or device that does not match.
+        TypeError: an argument has a dtype that is not listed.
+        ValueError: a shape or device does not match.
     """
     x = fp8_output.contiguous_matrix("grouped_quantize", x)
     rows, cols = x.shape
@@ -206,8 +206,8 @@ def quantize_matrices(
         FP8 data of all matrices: ``out`` or new tensors.
 
     Raises:
-        TypeError: a dtype that does not match.
-        ValueError: a shape or device that does not match, or ``rowwise``, ``columnwise`` or
+        TypeError: an argument has a dtype that is not listed.
+        ValueError: a shape or device does not match, or ``rowwise``, ``columnwise`` or
             ``scale_inv`` that are not those of ``out``.
     """
     matrices = [matrix.contiguous() for matrix in matrices]
@@ -383,7 +383,7 @@ def reference_table(splits: torch.Tensor, rows: int) -> torch.Tensor:
 def reference(
     x: torch.Tensor, splits: Sequence[int], scale: torch.Tensor, fp8_dtype: torch.dtype
 ) -> list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
-    """Computes ``quantize_groups`` in plain PyTorch with integer rounding; the specification.
+    """Computes ``quantize_groups`` in plain PyTorch with integer rounding, as its specification.
 
     Returns:
         For each group (rowwise copy [rows of the group, cols], columnwise copy [cols, columns of

@@ -32,7 +32,8 @@ class HiF8Output(NamedTuple):
 
     Attributes:
         rowwise: uint8 [rows, cols].
-        columnwise: uint8 [cols, rows], or padded as asked for.
+        columnwise: uint8 [cols, rows], the transpose; [cols, rows rounded up to 16] with
+            ``pad_columnwise``.
         scale: one float32 element, the scale that was used.
         scale_inv: one float32 element, 1 / scale.
         amax: one float32 element, the amax given to ``quantize``, if any, or used by
@@ -118,9 +119,10 @@ def quantize(
     Args:
         x: [rows, cols] float32, float16 or bfloat16; made contiguous if it is not.
         scale: one float32 element on x's device.
-        rowwise: make [rows, cols].
-        columnwise: make [cols, rows].
-        pad_columnwise: make [cols, rows rounded up to 16], with zeros after the last row.
+        rowwise: make the rowwise copy, [rows, cols].
+        columnwise: make the columnwise copy, the transpose [cols, rows].
+        pad_columnwise: make the columnwise copy [cols, rows rounded up to 16]; the added columns
+            are zeros.
         amax: one float32 element, becomes max(amax, max |x|), before scaling; NaN counts as
             largest.
         saturate: as in ``encode``.
@@ -128,8 +130,8 @@ def quantize(
         out_columnwise: [cols, rows], padded or not, to write instead of a new tensor.
 
     Raises:
-        TypeError: a dtype that is not listed.
-        ValueError: a shape or device that does not match, neither copy asked for or given.
+        TypeError: an argument has a dtype that is not listed.
+        ValueError: a shape or device does not match, neither copy asked for or given.
     """
     x = fp8_output.contiguous_matrix("hif8_quantize", x)
     given = [t for t in (out_rowwise, out_columnwise, amax) if t is not None]
@@ -174,9 +176,10 @@ def quantize_current(
         x: [rows, cols] float32, float16 or bfloat16; made contiguous if it is not.
         target: value that amax is scaled to: HIF8_15 for inputs and weights, HIF8_224 for
             gradients.
-        rowwise: make [rows, cols].
-        columnwise: make [cols, rows].
-        pad_columnwise: make [cols, rows rounded up to 16], with zeros after the last row.
+        rowwise: make the rowwise copy, [rows, cols].
+        columnwise: make the columnwise copy, the transpose [cols, rows].
+        pad_columnwise: make the columnwise copy [cols, rows rounded up to 16]; the added columns
+            are zeros.
         eps: smallest amax, zero or more.
         pow2: round the scale down to a power of two.
         amax: one float32 element to use instead of max |x|, which saves one launch.
@@ -185,8 +188,8 @@ def quantize_current(
         out_columnwise: [cols, rows], padded or not, to write instead of a new tensor.
 
     Raises:
-        TypeError: a dtype that is not listed.
-        ValueError: a shape or device that does not match, neither copy asked for or given, or a
+        TypeError: an argument has a dtype that is not listed.
+        ValueError: a shape or device does not match, neither copy asked for or given, or a
             target or eps out of range.
     """
     x = fp8_output.contiguous_matrix("hif8_current", x)
@@ -213,7 +216,7 @@ def quantize_current(
 
 
 def reference_encode(values: torch.Tensor, *, saturate: bool = True) -> torch.Tensor:
-    """Computes ``encode`` of float32 values in plain PyTorch; the specification."""
+    """Computes ``encode`` of float32 values in plain PyTorch, as its specification."""
     table = _values().to(values.device)
     # Positive finite values in order, their codes, and the midpoints between neighbours: a value
     # at a midpoint or above belongs to the upper one.
@@ -235,7 +238,7 @@ def reference_decode(fp8_data: torch.Tensor) -> torch.Tensor:
 def reference_quantize(
     x: torch.Tensor, scale: torch.Tensor, *, saturate: bool = True
 ) -> HiF8Output:
-    """Computes ``quantize`` in plain PyTorch, with max |x| as the amax; the specification."""
+    """Computes ``quantize`` in plain PyTorch, with max |x| as the amax, as its specification."""
     codes = reference_encode(x.float() * scale, saturate=saturate)
     amax = reference_codec.amax_of(x)
     return HiF8Output(codes, codes.t().contiguous(), scale, 1.0 / scale, amax)
@@ -250,7 +253,7 @@ def reference_quantize_current(
     amax: torch.Tensor | None = None,
     saturate: bool = True,
 ) -> HiF8Output:
-    """Computes ``quantize_current`` in plain PyTorch; the specification."""
+    """Computes ``quantize_current`` in plain PyTorch, as its specification."""
     if amax is None:
         amax = reference_codec.amax_of(x)
     scale = reference_codec.scale_of(amax, target, eps, pow2)

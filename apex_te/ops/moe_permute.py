@@ -112,8 +112,8 @@ def make_map(
             dropped. None: no copy is dropped.
 
     Raises:
-        TypeError: a dtype that is not listed.
-        ValueError: a shape or option that does not match.
+        TypeError: an argument has a dtype that is not listed.
+        ValueError: a shape or option does not match.
         NotImplementedError: more than 1024 experts, or 2^31 elements.
     """
     routing = _prepare(routing_map, map_type, num_experts, align_size)

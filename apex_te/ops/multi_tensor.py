@@ -67,8 +67,8 @@ def amax(tensors: Tensors, *, out: torch.Tensor | None = None) -> torch.Tensor:
         [len(tensors)] float32: ``out`` or the new tensor.
 
     Raises:
-        TypeError: a dtype that does not match.
-        ValueError: a shape or device that does not match.
+        TypeError: an argument has a dtype that is not listed.
+        ValueError: a shape or device does not match.
     """
     if not len(tensors):
         return torch.zeros(0) if out is None else out
@@ -97,8 +97,8 @@ def l2norm(
         The total, a float32 scalar; with ``per_tensor`` also the norms, [len(tensors)] float32.
 
     Raises:
-        TypeError: a dtype that does not match.
-        ValueError: a device that does not match.
+        TypeError: an argument has a dtype that is not listed.
+        ValueError: a device does not match.
     """
     count = len(tensors)
     if not count:
@@ -127,8 +127,8 @@ def scale(
             and is left alone otherwise.
 
     Raises:
-        TypeError: a dtype that does not match.
-        ValueError: a shape, device or length that does not match.
+        TypeError: an argument has a dtype that is not listed.
+        ValueError: a shape, device or length does not match.
     """
     if not len(inputs) and not len(outputs):
         return
@@ -162,8 +162,8 @@ def axpby(
             left alone otherwise.
 
     Raises:
-        TypeError: a dtype that does not match.
-        ValueError: a shape, device, length or ``check`` that does not match.
+        TypeError: an argument has a dtype that is not listed.
+        ValueError: a shape, device, length or ``check`` does not match.
     """
     if check not in _CHECKS:
         raise ValueError(f"multi_tensor_axpby: check must be 'result', 'x' or 'y', got {check!r}")
@@ -199,8 +199,8 @@ def quantize(
         The FP8 tensors: ``outputs`` or the new ones.
 
     Raises:
-        TypeError: a dtype that does not match.
-        ValueError: a shape, device or length that does not match.
+        TypeError: an argument has a dtype that is not listed.
+        ValueError: a shape, device or length does not match.
     """
     check_fp8_dtype("multi_tensor_quantize", fp8_dtype)
     made = outputs
@@ -256,5 +256,5 @@ def reference_axpby(x: torch.Tensor, y: torch.Tensor, a: float, b: float) -> tor
 def reference_quantize(
     x: torch.Tensor, scale: torch.Tensor, fp8_dtype: torch.dtype
 ) -> torch.Tensor:
-    """Computes ``quantize`` of one tensor with integer rounding; the specification."""
+    """Computes ``quantize`` of one tensor with integer rounding, as its specification."""
     return reference_codec.encode_fp8(x.float() * scale, fp8_dtype)

@@ -104,8 +104,8 @@ def adam(
             given and the step is not skipped.
 
     Raises:
-        TypeError: a dtype that does not match.
-        ValueError: a shape, device, length or option that does not match.
+        TypeError: an argument has a dtype that is not listed.
+        ValueError: a shape, device, length or option does not match.
     """
     if not len(params) and not len(grads):
         return
@@ -161,8 +161,8 @@ def sgd(
             given and the step is not skipped.
 
     Raises:
-        TypeError: a dtype that does not match.
-        ValueError: a shape, device, length or option that does not match.
+        TypeError: an argument has a dtype that is not listed.
+        ValueError: a shape, device, length or option does not match.
     """
     if not len(params) and not len(grads):
         return
@@ -220,8 +220,8 @@ def lamb(
             unless given.
 
     Raises:
-        TypeError: a dtype that does not match.
-        ValueError: a shape, device, length or option that does not match.
+        TypeError: an argument has a dtype that is not listed.
+        ValueError: a shape, device, length or option does not match.
     """
     if not len(params) and not len(grads):
         return

@@ -26,7 +26,8 @@ class MXQuantized(NamedTuple):
     Attributes:
         rowwise: FP8 [rows, cols].
         rowwise_scale: float8_e8m0fnu [rows, ceil(cols / 32)].
-        columnwise: FP8 [cols, rows], or padded as asked for.
+        columnwise: FP8 [cols, rows], the transpose; [cols, rows rounded up to 16] with
+            ``pad_columnwise``.
         columnwise_scale: float8_e8m0fnu [cols, ceil(rows / 32)].
     """
 
@@ -73,8 +74,8 @@ def mx_quantize(
         sm_100 read them in a tiled order instead.
 
     Raises:
-        TypeError: a dtype that is not listed.
-        ValueError: a shape, device or rounding that does not fit.
+        TypeError: an argument has a dtype that is not listed.
+        ValueError: a shape, device or rounding does not fit.
     """
     check_fp8_dtype("mx_quantize", fp8_dtype)
     given = out
@@ -156,8 +157,8 @@ def mx_dequantize(
         quantized matrix.
 
     Raises:
-        TypeError: a dtype that does not match.
-        ValueError: a shape or device that does not match.
+        TypeError: an argument has a dtype that is not listed.
+        ValueError: a shape or device does not match.
     """
     _check_scale("mx_dequantize", "scale", scale)
     given = out
@@ -180,7 +181,7 @@ _dequantize = bind("mx_quantize", "mx_dequantize", _dequantize_in_library)
 def reference(
     x: torch.Tensor, fp8_dtype: torch.dtype = torch.float8_e4m3fn, *, rounding: str = "up"
 ) -> MXQuantized:
-    """Computes ``mx_quantize`` in plain PyTorch with integer rounding; the specification."""
+    """Computes ``mx_quantize`` in plain PyTorch with integer rounding, as its specification."""
     rowwise = _reference_rowwise(x, fp8_dtype, rounding)
     return MXQuantized(*rowwise, *_reference_rowwise(x.t(), fp8_dtype, rounding))
 

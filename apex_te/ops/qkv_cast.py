@@ -72,8 +72,8 @@ def qkv_cast_weight(
         The copies. Rows of the rowwise one are all queries, all keys, all values.
 
     Raises:
-        TypeError: a dtype that is not listed.
-        ValueError: a shape or device that does not match.
+        TypeError: an argument has a dtype that is not listed.
+        ValueError: a shape or device does not match.
     """
     check_fp8_dtype("qkv_cast_weight", fp8_dtype, fnuz=True)
     if weight.dim() != 2:
@@ -130,8 +130,8 @@ def qkv_cast_grad(
         pad_columnwise: make the columnwise copy [features, tokens rounded up to 16], with zeros.
 
     Raises:
-        TypeError: a dtype that is not listed.
-        ValueError: a shape or device that does not match.
+        TypeError: an argument has a dtype that is not listed.
+        ValueError: a shape or device does not match.
     """
     check_fp8_dtype("qkv_cast_grad", fp8_dtype, fnuz=True)
     keys, values = _heads("keys", keys), _heads("values", values)
@@ -176,7 +176,7 @@ def reference_weight(
     groups: int,
     amax: torch.Tensor | None = None,
 ) -> FP8Output:
-    """Computes ``qkv_cast_weight`` in plain PyTorch; the specification."""
+    """Computes ``qkv_cast_weight`` in plain PyTorch, as its specification."""
     out = _cast_transpose.reference(weight, scale, fp8_dtype, amax=amax)
     assert out.rowwise is not None
     heads = out.rowwise.view(torch.uint8).view(groups, repeats + 2, -1, weight.shape[1])
@@ -195,7 +195,7 @@ def reference_grad(
     interleaved: bool,
     amax: torch.Tensor | None = None,
 ) -> QkvGradOutput:
-    """Computes ``qkv_cast_grad`` in plain PyTorch, with all copies and sums; the specification."""
+    """Computes ``qkv_cast_grad`` in plain PyTorch, with all copies and sums, as its specification."""
     parts = [keys, values] if queries is None else [queries, keys, values]
     if interleaved:
         parts = [part.unflatten(-2, (keys.shape[-2], -1)) for part in parts]

@@ -43,8 +43,8 @@ def rms_norm(
         y in x's shape and dtype; with a residual (y, x + residual).
 
     Raises:
-        TypeError: a dtype that is not listed.
-        ValueError: a shape or device that does not match.
+        TypeError: an argument has a dtype that is not listed.
+        ValueError: a shape or device does not match.
     """
     if residual is None:
         return _RMSNorm.apply(x, weight, eps, zero_centered_gamma)
@@ -107,16 +107,17 @@ def rms_norm_fwd_fp8(
         weight, eps, zero_centered_gamma: as in ``rms_norm``.
         scale: one float32 element on x's device.
         fp8_dtype: torch.float8_e4m3fn or torch.float8_e5m2.
-        rowwise: make [rows, cols].
-        columnwise: make [cols, rows].
-        pad_columnwise: make [cols, rows rounded up to 16], with zeros after the last row.
+        rowwise: make the rowwise copy, [rows, cols].
+        columnwise: make the columnwise copy, the transpose [cols, rows].
+        pad_columnwise: make the columnwise copy [cols, rows rounded up to 16]; the added columns
+            are zeros.
         amax: one float32 element, becomes max(amax, max |y|), before scaling; NaN counts as
             largest.
         scale_inv: one float32 element to receive 1 / scale; a new one unless given.
 
     Raises:
-        TypeError: a dtype that is not listed.
-        ValueError: a shape or device that does not match.
+        TypeError: an argument has a dtype that is not listed.
+        ValueError: a shape or device does not match.
     """
     x = x.contiguous()
     y = norm_common.allocate_fp8(
@@ -156,8 +157,8 @@ def rms_norm_bwd(
         with_dweight: make the weight's gradient, in the weight's dtype (x's if weight is None).
 
     Raises:
-        TypeError: a dtype that is not listed.
-        ValueError: a shape or device that does not match.
+        TypeError: an argument has a dtype that is not listed.
+        ValueError: a shape or device does not match.
     """
     dy, x, weight = dy.contiguous(), x.contiguous(), norm_common.contiguous(weight)
     like = x if weight is None else weight
@@ -230,7 +231,7 @@ def reference(
     zero_centered_gamma: bool = False,
     residual: torch.Tensor | None = None,
 ) -> NormOutput:
-    """Computes ``rms_norm_fwd`` in plain PyTorch, differentiably; the specification."""
+    """Computes ``rms_norm_fwd`` in plain PyTorch, differentiably, as its specification."""
     return norm_common.reference(
         x, weight, None, eps, centre=False, zero_centered_gamma=zero_centered_gamma,
         residual=residual,

@@ -64,7 +64,7 @@ def rope(
         A contiguous tensor of x's shape and dtype, or x with ``inplace``.
 
     Raises:
-        TypeError: a dtype that is not listed.
+        TypeError: an argument has a dtype that is not listed.
         ValueError: an unknown ``layout``; a shape that does not fit it; an odd ``rotary_dim``, or
             one above d or other than c and 2 c; not exactly one of ``freqs`` and the pair ``cos``,
             ``sin`` given; ``cu_seqlens`` missing for "thd", or given for another layout; ``start``
@@ -149,7 +149,7 @@ def reference(
     starts: torch.Tensor | None = None,
     cu_seqlens: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Computes ``rope`` in plain PyTorch in x's dtype (float64 too); the specification."""
+    """Computes ``rope`` in plain PyTorch in x's dtype (float64 too), as its specification."""
     table: Any = freqs if freqs is not None else cos
     dim = table.shape[-1] if rotary_dim is None else rotary_dim
     position = torch.arange(x.shape[0 if layout != "bshd" else 1], device=x.device)

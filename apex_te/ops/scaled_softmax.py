@@ -43,8 +43,8 @@ def scaled_softmax(
         A tensor of x's shape and dtype. Of the tensors autograd keeps only this one for backward.
 
     Raises:
-        TypeError: a dtype that is not listed.
-        ValueError: a shape, device or option that does not match.
+        TypeError: an argument has a dtype that is not listed.
+        ValueError: a shape, device or option does not match.
     """
     if needs_autograd(x):
         return _ScaledSoftmax.apply(x, mask, scale, causal)

@@ -79,7 +79,7 @@ def swiglu(
 
     Raises:
         TypeError: a dtype that is not listed or differs.
-        ValueError: a shape, device or activation that does not match.
+        ValueError: a shape, device or activation does not match.
     """
     if needs_autograd(input, up, bias, up_bias):
         return _Swiglu.apply(input, up, bias, up_bias, activation)
@@ -129,8 +129,8 @@ def swiglu_fwd_fp8(
         fp8_dtype: torch.float8_e4m3fn or torch.float8_e5m2.
         rowwise: make [M, F].
         columnwise: make [F, M].
-        pad_columnwise: make the columnwise copy [F, M rounded up to 16] instead, with zeros
-            after the last row, as a GEMM over the rows needs it.
+        pad_columnwise: make the columnwise copy [F, M rounded up to 16]; the added columns
+            are zeros. A GEMM that sums over the rows needs this.
         amax: one float32 element, becomes max(amax, max |y|), before scaling; NaN counts as
             largest.
 
@@ -212,8 +212,8 @@ def swiglu_bwd_fp8(
         input, up, bias, up_bias, activation, scale, fp8_dtype: as in ``swiglu_fwd_fp8``.
         rowwise: make [M, 2F].
         columnwise: make [2F, M].
-        pad_columnwise: make the columnwise copy [2F, M rounded up to 16] instead, with zeros
-            after the last row, as a GEMM over the rows needs it.
+        pad_columnwise: make the columnwise copy [2F, M rounded up to 16]; the added columns
+            are zeros. A GEMM that sums over the rows needs this.
         amax: one float32 element, becomes the maximum of itself and of the gradients' magnitudes
             before scaling; NaN counts as largest.
     """

@@ -36,7 +36,7 @@ def wgrad_gemm(
 
     Raises:
         TypeError: ``dy`` and ``x`` differ in dtype.
-        ValueError: shapes that do not match.
+        ValueError: shapes do not match.
     """
     check_dense("wgrad_gemm", dy=dy, x=x, out=out)
     if dy.dtype is not x.dtype:
