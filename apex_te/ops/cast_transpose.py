@@ -59,7 +59,7 @@ def cast_transpose(
             fnuz forms.
         rowwise: make the rowwise copy, [rows, cols].
         columnwise: make the columnwise copy, the transpose [cols, rows].
-        pad_columnwise: make the columnwise copy [cols, rows rounded up to 16]; the added columns
+        pad_columnwise: pad the columnwise copy to [cols, rows rounded up to 16]; the added columns
             are zeros.
         amax: one float32 element, becomes max(amax, max |x|), before scaling; NaN counts as
             largest.

@@ -63,7 +63,7 @@ def current_scale(
             fnuz forms.
         rowwise: make the rowwise copy, [rows, cols].
         columnwise: make the columnwise copy, the transpose [cols, rows].
-        pad_columnwise: make the columnwise copy [cols, rows rounded up to 16]; the added columns
+        pad_columnwise: pad the columnwise copy to [cols, rows rounded up to 16]; the added columns
             are zeros.
         eps: smallest amax, zero or more.
         pow2: round the scale down to a power of two.

@@ -121,7 +121,7 @@ def quantize(
         scale: one float32 element on x's device.
         rowwise: make the rowwise copy, [rows, cols].
         columnwise: make the columnwise copy, the transpose [cols, rows].
-        pad_columnwise: make the columnwise copy [cols, rows rounded up to 16]; the added columns
+        pad_columnwise: pad the columnwise copy to [cols, rows rounded up to 16]; the added columns
             are zeros.
         amax: one float32 element, becomes max(amax, max |x|), before scaling; NaN counts as
             largest.
@@ -178,7 +178,7 @@ def quantize_current(
             gradients.
         rowwise: make the rowwise copy, [rows, cols].
         columnwise: make the columnwise copy, the transpose [cols, rows].
-        pad_columnwise: make the columnwise copy [cols, rows rounded up to 16]; the added columns
+        pad_columnwise: pad the columnwise copy to [cols, rows rounded up to 16]; the added columns
             are zeros.
         eps: smallest amax, zero or more.
         pow2: round the scale down to a power of two.

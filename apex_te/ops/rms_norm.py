@@ -109,7 +109,7 @@ def rms_norm_fwd_fp8(
         fp8_dtype: torch.float8_e4m3fn or torch.float8_e5m2.
         rowwise: make the rowwise copy, [rows, cols].
         columnwise: make the columnwise copy, the transpose [cols, rows].
-        pad_columnwise: make the columnwise copy [cols, rows rounded up to 16]; the added columns
+        pad_columnwise: pad the columnwise copy to [cols, rows rounded up to 16]; the added columns
             are zeros.
         amax: one float32 element, becomes max(amax, max |y|), before scaling; NaN counts as
             largest.

@@ -129,7 +129,7 @@ def swiglu_fwd_fp8(
         fp8_dtype: torch.float8_e4m3fn or torch.float8_e5m2.
         rowwise: make [M, F].
         columnwise: make [F, M].
-        pad_columnwise: make the columnwise copy [F, M rounded up to 16]; the added columns
+        pad_columnwise: pad the columnwise copy to [F, M rounded up to 16]; the added columns
             are zeros. A GEMM that sums over the rows needs this.
         amax: one float32 element, becomes max(amax, max |y|), before scaling; NaN counts as
             largest.
@@ -212,7 +212,7 @@ def swiglu_bwd_fp8(
         input, up, bias, up_bias, activation, scale, fp8_dtype: as in ``swiglu_fwd_fp8``.
         rowwise: make [M, 2F].
         columnwise: make [2F, M].
-        pad_columnwise: make the columnwise copy [2F, M rounded up to 16]; the added columns
+        pad_columnwise: pad the columnwise copy to [2F, M rounded up to 16]; the added columns
             are zeros. A GEMM that sums over the rows needs this.
         amax: one float32 element, becomes the maximum of itself and of the gradients' magnitudes
             before scaling; NaN counts as largest.
