@@ -233,7 +233,7 @@ class _Activation(OpFunction):
 
 
 def reference(x: torch.Tensor, kind: str) -> torch.Tensor:
-    """Computes ``activation`` in plain PyTorch in x's dtype, as its specification; differentiable."""
+    """Computes ``activation`` in plain PyTorch in x's dtype, as a differentiable specification."""
     functional = torch.nn.functional
     if kind in ("gelu", "gelu_erf"):
         return reference_gelu(x, kind == "gelu")

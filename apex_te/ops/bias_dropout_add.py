@@ -64,8 +64,8 @@ def bias_dropout_add(
             first; None draws it.
         generator: generator of x's device to draw the seed from; None takes the device's default
             one. ``torch.utils.checkpoint`` restores only the default generator, and none during
-            capture of a CUDA graph. In other cases draw the seed outside of the checkpointed
-            function and pass it.
+            capture of a CUDA graph. With another generator or in a capture, draw the seed outside
+            of the checkpointed function and pass it.
 
     Returns:
         A contiguous tensor of x's shape and residual's dtype.

@@ -252,5 +252,5 @@ class _BiasGelu(OpFunction):
 def reference(
     x: torch.Tensor, bias: torch.Tensor | None = None, *, form: str = "tanh"
 ) -> torch.Tensor:
-    """Computes ``bias_gelu`` in plain PyTorch in x's dtype, as its specification; differentiable."""
+    """Computes ``bias_gelu`` in plain PyTorch in x's dtype, as a differentiable specification."""
     return reference_gelu(x if bias is None else x + bias, form == "tanh")

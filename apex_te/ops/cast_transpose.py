@@ -18,14 +18,14 @@ _call = bind("cast_transpose", "cast_transpose")
 
 @former_fields(transposed="columnwise")
 class CastTransposeOutput(NamedTuple):
-    """FP8 data of a matrix [rows, cols]; None for what was not asked for.
+    """FP8 data of a matrix [rows, cols]; None for a result that was not asked for.
 
     Attributes:
         rowwise: FP8 [rows, cols].
         columnwise: FP8 [cols, rows], the transpose; [cols, rows rounded up to 16] with
             ``pad_columnwise``.
         scale_inv: one float32 element.
-        dbias: [cols] in the matrix's dtype, the sums of its columns.
+        dbias: [cols] in the matrix's dtype, its column sums.
     """
 
     rowwise: torch.Tensor | None
@@ -62,10 +62,10 @@ def cast_transpose(
         pad_columnwise: pad the columnwise copy to [cols, rows rounded up to 16]; the added columns
             are zeros.
         amax: one float32 element, becomes max(amax, max |x|), before scaling; NaN counts as
-            largest.
+            largest. None: it is not computed.
         scale_inv: one float32 element to receive 1 / scale; a new one unless given.
         with_dbias: also return the column sums of x, [cols] in x's dtype (deterministic).
-        noop: one int32 element on the device; non-zero leaves every output unwritten.
+        noop: one int32 element on x's device; if it is not 0, no output is written.
         out_rowwise: [rows, cols] to write instead of a new tensor.
         out_columnwise: [cols, rows], padded or not, to write instead of a new tensor.
 

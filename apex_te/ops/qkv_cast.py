@@ -64,7 +64,7 @@ def qkv_cast_weight(
         amax: one float32 element, becomes max(amax, max |weight|), before scaling; NaN counts as
             largest.
         scale_inv: one float32 element to receive 1 / scale; a new one unless given.
-        noop: one int32 element on the device; non-zero leaves every output unwritten.
+        noop: one int32 element on the device; if it is not 0, no output is written.
         out_rowwise: [rows, cols] to write instead of a new tensor.
         out_columnwise: [cols, rows] to write instead of a new tensor.
 
@@ -195,7 +195,10 @@ def reference_grad(
     interleaved: bool,
     amax: torch.Tensor | None = None,
 ) -> QkvGradOutput:
-    """Computes ``qkv_cast_grad`` in plain PyTorch, with all copies and sums, as its specification."""
+    """Computes ``qkv_cast_grad`` in plain PyTorch, as its specification.
+
+    Arguments are as in ``qkv_cast_grad``. Both copies and ``dbias`` are always returned.
+    """
     parts = [keys, values] if queries is None else [queries, keys, values]
     if interleaved:
         parts = [part.unflatten(-2, (keys.shape[-2], -1)) for part in parts]
