@@ -39,8 +39,8 @@ def cross_entropy(
     """Computes the cross entropy of softmax(logits) and targets, as ``torch.nn.functional`` does.
 
     Backward multiplies by the incoming gradient in float32 and then rounds to the dtype of the
-    logits, so that a loss scale keeps float16 gradients from vanishing. It reads the logits, so they
-    must not change before it. For a mean of float32 or bfloat16 logits the forward pass computes
+    logits, so that a loss scale keeps float16 gradients from vanishing. It reads the logits, which
+    must not change until then. For a mean of float32 or bfloat16 logits the forward pass computes
     the gradient. Backward then does nothing if the incoming gradient is 1, and may run only once.
     With ``overwrite_logits`` the gradient is rounded twice if the incoming gradient is not 1.
 
