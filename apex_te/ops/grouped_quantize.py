@@ -202,7 +202,7 @@ def quantize_matrices(
             that ``out`` has.
         columnwise: make [groups, cols, rows]; None as for ``rowwise``.
         scale, fp8_dtype, amax, scale_inv, due: as in ``quantize_groups``.
-        out: result of an earlier call, whose tensors are overwritten. Matrices that ``due`` excludes
+        out: result of an earlier call, whose tensors are overwritten. Matrices excluded by ``due``
             keep their FP8 data and scale_inv.
 
     Returns:

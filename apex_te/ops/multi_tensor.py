@@ -57,7 +57,7 @@ def workspace(like: torch.Tensor, count: int, sums: int) -> torch.Tensor:
 
 @checked
 def amax(tensors: Tensors, *, out: torch.Tensor | None = None) -> torch.Tensor:
-    """Computes the amax of each tensor; NaN counts as largest, an empty tensor gives 0.
+    """Computes the amax of each tensor; NaN counts as largest, and an empty tensor gives 0.
 
     Args:
         tensors: float32, float16 or bfloat16, any shapes, on one device.
@@ -86,8 +86,8 @@ def l2norm(
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Computes the L2 norm over all tensors and, if asked for, of each one, deterministically.
 
-    Squares are added in float32, 2,048 elements or more at a time, these sums in float64: a
-    magnitude above 1.8e19 overflows to infinity.
+    Squares are added in float32 over blocks of 2,048 elements or more, and the blocks' sums in
+    float64. A magnitude above 1.8e19 overflows to infinity.
 
     Args:
         tensors: float32, float16 or bfloat16, any shapes, on one device.
@@ -124,7 +124,7 @@ def scale(
         outputs: tensors to write, of the inputs' shapes; each of any of the three dtypes.
         factor: a number, or one float32 element on the device, such as 1 / loss scale.
         found_inf: one float32 or int32 element; becomes 1 if a result, as stored, is not finite,
-            and is left alone otherwise.
+            and is not written otherwise.
 
     Raises:
         TypeError: an argument has a dtype that is not listed.
@@ -159,7 +159,7 @@ def axpby(
         b: factor of each y.
         check: the values to check for NaN and infinity: "result" (as stored), "x" or "y".
         found_inf: one float32 or int32 element; becomes 1 if a checked value is not finite, and is
-            left alone otherwise.
+            not written otherwise.
 
     Raises:
         TypeError: an argument has a dtype that is not listed.
@@ -183,7 +183,9 @@ def quantize(
     scale_invs: Tensors | None = None,
     outputs: Tensors | None = None,
 ) -> Tensors:
-    """Quantizes each tensor: q = saturating_cast(float(x) * scale), to nearest even, NaN kept.
+    """Quantizes each tensor: q = saturating_cast(float(x) * scale).
+
+    Values are rounded to nearest even; NaN stays NaN.
 
     Args:
         tensors: float32, float16 or bfloat16, any shapes.
@@ -192,8 +194,8 @@ def quantize(
         amaxes: one float32 element for each tensor x; becomes max(amax, max |x|), before scaling;
             NaN counts as largest.
         scale_invs: one float32 element for each tensor; receives 1 / scale.
-        outputs: FP8 tensors to write, of the tensors' shapes and of either format; new ones unless
-            given.
+        outputs: tensors of the same shapes to write, each float8_e4m3fn or float8_e5m2; new
+            ones unless given.
 
     Returns:
         The FP8 tensors: ``outputs`` or the new ones.
@@ -218,7 +220,7 @@ def quantize(
 def mark_written(tensors: Tensors, flag: torch.Tensor | None) -> None:
     """Increments the version counters of overwritten tensors, for autograd.
 
-    In a compiled region, where torch derives writes from the op's schema, it does nothing.
+    In a compiled region it does nothing, since torch derives writes from the op's schema.
 
     Args:
         tensors: list of written tensors.
@@ -247,7 +249,7 @@ def reference_l2norm(tensors: Tensors) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def reference_axpby(x: torch.Tensor, y: torch.Tensor, a: float, b: float) -> torch.Tensor:
-    """Computes a * x + b * y in float32, rounded to x's dtype; in float64 for a float64 x."""
+    """Computes a * x + b * y in float32 (float64 for a float64 x), rounded to x's dtype."""
     if x.dtype is torch.float64:
         return a * x + b * y
     return (a * x.float() + b * y.float()).to(x.dtype)

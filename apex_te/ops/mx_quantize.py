@@ -50,28 +50,28 @@ def mx_quantize(
 ) -> MXQuantized:
     """Quantizes q = saturating_cast(float(x) / 2^e), with one e for each block of 32 elements.
 
-    A block is 32 elements of a row in the rowwise copy, of a column in the columnwise copy; both
-    copies are quantized from x. ``rounding`` chooses the stored scale 2^e from the block's amax:
-    "up" takes the smallest 2^e with amax / fp8_max <= 2^e (in float32), so that nothing saturates;
-    "floor" (OCP MX v1.0, section 6.3) takes e = floor(log2 amax) - 8 for E4M3, - 15 for E5M2, which
-    saturates an amax just below a power of two. A block with a NaN has the scale NaN (0xFF), one
-    with an infinity 2^127 (0xFE), one of zeros 2^-127 (0x00).
+    A block of the rowwise copy is 32 elements of a row of x, one of the columnwise copy 32 elements
+    of a column; both copies are quantized from x. The scale 2^e is computed from the block's amax.
+    With ``rounding="up"`` it is the smallest 2^e that is at least amax / fp8_max (in float32), so
+    that nothing saturates. With "floor" (OCP MX v1.0, section 6.3) e is floor(log2 amax) - 8 for
+    E4M3, and - 15 for E5M2; an amax just below a power of two then saturates. The scale is NaN
+    (0xFF) for a block with a NaN, 2^127 (0xFE) for one with an infinity, 2^-127 (0x00) for zeros.
 
     Args:
         x: [rows, cols] float32, float16 or bfloat16; made contiguous if it is not. Extents need not
             be multiples of 32: the last block of a row or column may be shorter.
         fp8_dtype: torch.float8_e4m3fn or torch.float8_e5m2.
-        rowwise: make [rows, cols], blocks along cols, and its scales.
-        columnwise: make [cols, rows], blocks along rows of x, and its scales.
-        pad_columnwise: make [cols, rows rounded up to 16], with zeros after the last row; its
-            scales are the same.
+        rowwise: make the rowwise copy, [rows, cols], and its scales.
+        columnwise: make the columnwise copy, the transpose [cols, rows], and its scales.
+        pad_columnwise: pad the columnwise copy to [cols, rows rounded up to 16]; the added columns
+            are zeros. Its scales are the same.
         rounding: "up" or "floor".
-        out: result of an earlier call to write instead of new tensors; the copies that it has are
-            made, whatever ``rowwise`` and ``columnwise`` say.
+        out: result of an earlier call, whose tensors are overwritten. It determines which copies
+            are made; ``rowwise`` and ``columnwise`` are ignored.
 
     Returns:
-        The copies and their scales. Scales are row-major, one for each block; the matrix units of
-        sm_100 read them in a tiled order instead.
+        The copies and their scales. Scales are row-major, one for each block, not in the tiled
+        order that the matrix units of sm_100 read.
 
     Raises:
         TypeError: an argument has a dtype that is not listed.
@@ -144,7 +144,7 @@ def mx_dequantize(
     dtype: torch.dtype = torch.bfloat16,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Computes the values of MXFP8 data, rounded to nearest even; exact within dtype's range.
+    """Multiplies MXFP8 data by its scales and rounds to nearest even; exact in dtype's range.
 
     Args:
         fp8_data: [rows, cols] FP8, a rowwise or a columnwise copy.
