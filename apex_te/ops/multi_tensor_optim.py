@@ -101,8 +101,8 @@ def adam(
         masters: master weights, float32, of params' shapes; None updates ``params`` directly.
         inv_scale: one float32 element, multiplies every gradient: 1 / loss scale.
         found_inf: one float32 or int32 element; a value other than 0 skips the step.
-        unscale_grads: also overwrite the gradients with their values times ``inv_scale``, if that is
-            given and the step is not skipped.
+        unscale_grads: also overwrite the gradients with the unscaled gradients, if ``inv_scale``
+            is given and the step is not skipped.
 
     Raises:
         TypeError: an argument has a dtype that is not listed.
@@ -158,8 +158,8 @@ def sgd(
         masters: master weights, float32, of params' shapes; None updates ``params`` directly.
         inv_scale: one float32 element, multiplies every gradient: 1 / loss scale.
         found_inf: one float32 or int32 element; a value other than 0 skips the step.
-        unscale_grads: also overwrite the gradients with their values times ``inv_scale``, if that is
-            given and the step is not skipped.
+        unscale_grads: also overwrite the gradients with the unscaled gradients, if ``inv_scale``
+            is given and the step is not skipped.
 
     Raises:
         TypeError: an argument has a dtype that is not listed.

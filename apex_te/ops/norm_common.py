@@ -60,7 +60,7 @@ class NormGradients(NamedTuple):
 
 
 def as_rows(op: str, name: str, t: torch.Tensor, like: torch.Tensor | None = None) -> torch.Tensor:
-    """Returns ``t`` as a contiguous matrix [rows, cols], where cols is the size of its last dimension.
+    """Returns ``t`` as a contiguous matrix [rows, cols]; cols is the size of its last dimension.
 
     Args:
         op: the op's name, for errors.
