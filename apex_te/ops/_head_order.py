@@ -8,7 +8,7 @@ import torch
 
 
 def sorted_heads(x: torch.Tensor, *, repeats: int, groups: int) -> torch.Tensor:
-    """Copies rows that lie group by group in the order of all queries, all keys and all values.
+    """Copies rows of heads ordered by group into the order all queries, all keys, all values.
 
     Returns:
         A new tensor of the shape and dtype of x.
@@ -23,7 +23,7 @@ def sorted_heads(x: torch.Tensor, *, repeats: int, groups: int) -> torch.Tensor:
 
 
 def in_words(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Returns views of tensors with elements of 8 bytes, so that a GPU copies them faster."""
+    """Returns views of the tensors with 8-byte elements, which a GPU copies faster."""
     per_word = 8 // tensors[0].element_size()
     if all(
         t.stride(-1) == 1

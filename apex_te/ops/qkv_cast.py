@@ -53,9 +53,9 @@ def qkv_cast_weight(
     """Casts an interleaved QKV weight to FP8 and sorts the rowwise copy into queries, keys, values.
 
     Args:
-        weight: [groups * (repeats + 2) * size, cols] float32, float16 or bfloat16, where size is the
-            rows of a head. Heads are ordered by group: query heads, key head, value head. Made
-            contiguous if it is not.
+        weight: [groups * (repeats + 2) * size, cols] float32, float16 or bfloat16; size is the
+            number of rows of a head. Heads are ordered by group: query heads, key head, value
+            head. Made contiguous if it is not.
         scale: one float32 element on the weight's device.
         fp8_dtype: torch.float8_e4m3fn or torch.float8_e5m2; on a CPU or an AMD GPU also their
             fnuz forms.

@@ -39,7 +39,7 @@ def rope(
     elements from rotary_dim on are copied. Arithmetic is float32, rounded once; angles of any size
     are reduced exactly. It is differentiable in x, but not in the angles. With ``starts`` or
     ``cu_seqlens`` a position outside the table gives NaN. With "thd" a token that is in no sequence
-    is not rotated.
+    is rotated by the angle 0.
 
     Args:
         x: float32, float16 or bfloat16 of shape [s, b, h, d] (sbhd), [b, s, h, d] (bshd) or
@@ -65,8 +65,8 @@ def rope(
 
     Raises:
         TypeError: an argument has a dtype that is not listed.
-        ValueError: ``layout`` is unknown or does not fit a shape; ``rotary_dim`` is odd, above d, or
-            neither c nor 2 c; not exactly one of ``freqs`` and the pair ``cos``, ``sin`` is given;
+        ValueError: ``layout`` is unknown; a shape does not fit it; ``rotary_dim`` is odd, above d
+            or neither c nor 2 c; not exactly one of ``freqs`` and the pair ``cos``, ``sin`` is given;
             ``cu_seqlens`` is missing for "thd", or given for another layout; ``start`` is below 0;
             ``starts`` and ``cu_seqlens`` are None and the table has fewer positions than x; or
             ``inplace`` is True and the last dimension of x is not dense.
