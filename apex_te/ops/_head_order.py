@@ -23,7 +23,10 @@ def sorted_heads(x: torch.Tensor, *, repeats: int, groups: int) -> torch.Tensor:
 
 
 def in_words(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Returns views of the tensors with 8-byte elements, which a GPU copies faster."""
+    """Returns views with 8-byte elements, which a GPU copies faster, or else the given tensors.
+
+    Views are returned if the strides, offsets and last dimensions of all tensors allow them.
+    """
     per_word = 8 // tensors[0].element_size()
     if all(
         t.stride(-1) == 1

@@ -91,7 +91,7 @@ def swiglu_bwd_block(
     eps: float = 0.0,
     amax: torch.Tensor | None = None,
 ) -> BlockQuantized:
-    """Computes ``swiglu_bwd`` and casts its gradients with ``block_quantize`` as one matrix [M, 2F].
+    """Computes ``swiglu_bwd`` and casts its gradients, one matrix [M, 2F], by ``block_quantize``.
 
     One kernel computes this. Results equal those of the two ops bitwise, including the first op's
     rounding to the input's dtype. For float32, and if F is not a multiple of 128, the two ops run.
