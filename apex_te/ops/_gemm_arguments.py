@@ -71,8 +71,8 @@ def check_addend(name, c, out, accumulate, gelu):
         accumulate, gelu: the GEMM's options, neither of which may be True with ``c``.
 
     Raises:
-        TypeError: ``c`` has another dtype than ``out``.
-        ValueError: ``c`` has another shape than ``out``, or ``accumulate`` or ``gelu`` is True.
+        TypeError: ``c`` does not have the dtype of ``out``.
+        ValueError: ``c`` does not have the shape of ``out``, or ``accumulate`` or ``gelu`` is True.
     """
     for option, given in (("accumulate", accumulate), ("gelu", gelu)):
         if given:

@@ -125,7 +125,7 @@ def activation_fwd_fp8(
 
     Raises:
         TypeError: an argument has a dtype that is not listed.
-        ValueError: a shape, device or kind does not match.
+        ValueError: a shape or device does not match, or ``kind`` is not listed.
     """
     number = activation_number("activation_fwd_fp8", kind)
     x = as_matrix("activation_fwd_fp8", x)
@@ -158,7 +158,7 @@ def activation_bwd_fp8(
         x, kind, scale, fp8_dtype, rowwise, columnwise, pad_columnwise, out: as in
             ``activation_fwd_fp8``.
         amax: one float32 element, becomes max(amax, max |gradient|), before scaling; NaN counts
-            as largest.
+            as largest. None computes no amax.
 
     Returns:
         FP8 copies of the gradient, a matrix [rows, cols]: ``out`` or new tensors.

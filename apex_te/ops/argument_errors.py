@@ -63,7 +63,7 @@ def check_dense(owner: str, **tensors: torch.Tensor | None) -> None:
 
     Raises:
         TypeError: an argument is not a dense tensor with a real dtype.
-        ValueError: an argument is on another device than the first.
+        ValueError: an argument is on another device than the first one.
     """
     if torch.compiler.is_compiling():
         return  # a compiler refuses layouts in a backward, and traces tensors that it checks itself

@@ -28,7 +28,7 @@ class BiasGeluGrads(NamedTuple):
 
     Attributes:
         input: gradient of x, of its shape and dtype.
-        dbias: gradient of the bias, [cols] in x's dtype; None if not asked for.
+        dbias: gradient of the bias, [cols] in x's dtype; None if not requested.
     """
 
     input: torch.Tensor
@@ -40,7 +40,7 @@ class BiasGeluFP8Grads(NamedTuple):
 
     Attributes:
         output: FP8 data of x's gradient, as a matrix [rows, cols].
-        dbias: gradient of the bias, [cols] in x's dtype; None if not asked for.
+        dbias: gradient of the bias, [cols] in x's dtype; None if not requested.
     """
 
     output: FP8Output
@@ -66,7 +66,7 @@ def bias_gelu(
 
     Raises:
         TypeError: x has a dtype that is not listed, or another argument's dtype does not match.
-        ValueError: a shape, device or form does not match.
+        ValueError: a shape or device does not match, or ``form`` is not listed.
     """
     if needs_autograd(x, bias):
         return _BiasGelu.apply(x, bias, form)
@@ -156,7 +156,7 @@ def bias_gelu_fwd_fp8(
         pad_columnwise: pad the columnwise copy to [cols, rows rounded up to 16]; the added columns
             are zeros. A GEMM that sums over the rows needs this.
         amax: one float32 element, becomes max(amax, max |gelu(x + bias)|), before scaling; NaN
-            counts as largest.
+            counts as largest. None computes no amax.
         out: result of an earlier call, whose tensors are overwritten. ``rowwise``, ``columnwise``
             and ``pad_columnwise`` are then ignored.
 
@@ -165,7 +165,7 @@ def bias_gelu_fwd_fp8(
 
     Raises:
         TypeError: x has a dtype that is not listed, or another argument's dtype does not match.
-        ValueError: a shape, device or form does not match.
+        ValueError: a shape or device does not match, or ``form`` is not listed.
     """
     is_tanh = op_options.is_tanh("bias_gelu_fwd_fp8", form)
     x = as_matrix("bias_gelu_fwd_fp8", x)
@@ -203,7 +203,7 @@ def bias_gelu_bwd_fp8(
         x, bias, scale, fp8_dtype, form, rowwise, columnwise, pad_columnwise, out: as in
             ``bias_gelu_fwd_fp8``.
         amax: one float32 element, becomes max(amax, max |gradient of x|), before scaling; NaN
-            counts as largest.
+            counts as largest. None computes no amax.
     """
     is_tanh = op_options.is_tanh("bias_gelu_bwd_fp8", form)
     grad_output = as_matrix("bias_gelu_bwd_fp8", grad_output)

@@ -25,7 +25,7 @@ ROW_MULTIPLE = 4
 
 @former_fields(transposed="columnwise", transposed_scale_inv="columnwise_scale_inv")
 class BlockQuantized(NamedTuple):
-    """FP8 data and scale_inv of a matrix [rows, cols]; None for a copy that was not asked for.
+    """FP8 data and scale_inv of a matrix [rows, cols]; None for a copy that was not requested.
 
     ``block_rows`` below is the rows of a scaling block, 1 or 128, as given to ``block_quantize``.
 
@@ -103,6 +103,7 @@ def block_quantize(
         pow2: round scales down to powers of two.
         eps: smallest amax.
         amax: one float32 element, becomes max(amax, max |x| of the matrix); NaN counts as largest.
+            None computes no amax.
         out: result of an earlier call, whose tensors are overwritten. It determines which copies
             are made; ``rowwise`` and ``columnwise`` are ignored.
 
@@ -113,7 +114,7 @@ def block_quantize(
 
     Raises:
         TypeError: an argument has a dtype that is not listed.
-        ValueError: a shape, device, block_rows or eps does not fit.
+        ValueError: a shape or device does not match, or ``block_rows`` or ``eps`` is out of range.
     """
     check_fp8_dtype("block_quantize", fp8_dtype)
     given = out

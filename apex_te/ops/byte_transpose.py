@@ -29,7 +29,8 @@ def byte_transpose(
         tensor.
 
     Raises:
-        TypeError: ``fp8_data`` has a dtype of more than one byte, or ``out`` has another dtype.
+        TypeError: ``fp8_data`` has a dtype of more than one byte, or ``out`` does not have
+            its dtype.
         ValueError: a shape or device does not match.
     """
     dtype, shape = fp8_data.dtype, fp8_data.shape

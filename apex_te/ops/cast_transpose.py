@@ -18,7 +18,7 @@ _call = bind("cast_transpose", "cast_transpose")
 
 @former_fields(transposed="columnwise")
 class CastTransposeOutput(NamedTuple):
-    """FP8 data of a matrix [rows, cols]; None for a result that was not asked for.
+    """FP8 data of a matrix [rows, cols]; None for a result that was not requested.
 
     Attributes:
         rowwise: FP8 [rows, cols].

@@ -19,7 +19,7 @@ _amax = bind("current_scale", "current_scale_amax")
 
 @former_fields(transposed="columnwise")
 class CurrentScaleOutput(NamedTuple):
-    """FP8 data of a matrix [rows, cols]; None for a copy that was not asked for.
+    """FP8 data of a matrix [rows, cols]; None for a copy that was not requested.
 
     Attributes:
         rowwise: FP8 [rows, cols].

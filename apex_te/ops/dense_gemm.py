@@ -51,7 +51,7 @@ def dense_gemm(
             weight and x.
         a_scale_inv: one float32 element on the device.
         b_scale_inv: one float32 element on the device.
-        out: [M, N] to write; a new tensor unless given.
+        out: [M, N] to write, in a dtype listed for ``out_dtype``; a new tensor unless given.
         out_dtype: dtype of a new tensor: bfloat16 or float32.
         bias: [N], converted to bfloat16.
         residual: [M, N] bfloat16, contiguous; not with ``accumulate``.

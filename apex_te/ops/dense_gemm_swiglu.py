@@ -46,7 +46,7 @@ class GatedGradient(NamedTuple):
     Attributes:
         output: FP8 data of the gradient of ``hidden``: rowwise [M, 2F] and columnwise
             [2F, M rounded up to 16].
-        act_columnwise: FP8 data of the activation, [F, M rounded up to 16]; None if not asked for.
+        act_columnwise: FP8 data of the activation, [F, M rounded up to 16]; None if not requested.
     """
 
     output: FP8Output
@@ -79,7 +79,7 @@ def dense_gemm_swiglu(
         bias: [2F], converted to bfloat16; None adds nothing.
         activation: as in ``swiglu``.
         amax: one float32 element, becomes max(amax, max |act(gate) * up|), before scaling; NaN
-            counts as largest.
+            counts as largest. None computes no amax.
 
     Raises:
         TypeError: an argument has a dtype that is not listed.
@@ -129,7 +129,7 @@ def dense_gemm_swiglu_bwd(
         activation: as in ``swiglu``.
         columnwise: also make the gradient's columnwise copy.
         amax: one float32 element, becomes max(amax, max |gradient|), before scaling; NaN counts
-            as largest.
+            as largest. None computes no amax.
         act_scale: one float32 element, the scale for the activation's FP8 data. If given, their
             columnwise copy is made in E4M3, too.
 

@@ -22,7 +22,7 @@ COLUMNWISE_MULTIPLE = 16
 
 @former_fields(transposed="columnwise")
 class FP8Output(NamedTuple):
-    """FP8 data of a matrix [rows, cols]; None for a copy that was not asked for.
+    """FP8 data of a matrix [rows, cols]; None for a copy that was not requested.
 
     Attributes:
         rowwise: FP8 [rows, cols].

@@ -79,7 +79,7 @@ class Groups(NamedTuple):
 
 @former_fields(transposed="columnwise")
 class GroupedOutput(NamedTuple):
-    """FP8 data of groups and its scale_inv; None for a copy that was not asked for.
+    """FP8 data of groups and its scale_inv; None for a copy that was not requested.
 
     Attributes:
         rowwise: [rows, cols] from ``quantize_groups``, [groups, rows, cols] from
@@ -157,7 +157,7 @@ def quantize_groups(
             multiple of 16 columns and has at least 16; columns beyond its rows are zeros. Columns
             after the last group have undefined values.
         amax: float32 [groups], of any stride, becomes max(amax, max |x| of the group); NaN counts
-            as largest.
+            as largest. None computes no amax.
         scale_inv: float32 [groups] to use instead of 1 / scale.
         due: int32 [groups]; groups with 0 are neither read nor written. None: all are quantized.
 

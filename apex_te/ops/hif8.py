@@ -28,7 +28,7 @@ _decode = bind("hif8", "hif8_decode")
 
 @former_fields(transposed="columnwise")
 class HiF8Output(NamedTuple):
-    """HiF8 data of a matrix [rows, cols]; None for a copy that was not asked for.
+    """HiF8 data of a matrix [rows, cols]; None for a copy that was not requested.
 
     Attributes:
         rowwise: uint8 [rows, cols].
@@ -125,7 +125,7 @@ def quantize(
         pad_columnwise: pad the columnwise copy to [cols, rows rounded up to 16]; the added columns
             are zeros.
         amax: one float32 element, becomes max(amax, max |x|), before scaling; NaN counts as
-            largest.
+            largest. None computes no amax.
         saturate: as in ``encode``.
         out_rowwise: [rows, cols] to write instead of a new tensor.
         out_columnwise: [cols, rows], padded or not, to write instead of a new tensor.

@@ -163,7 +163,7 @@ def permute_by(
 ) -> tuple[torch.Tensor, torch.Tensor | None, RowMap]:
     """Computes ``make_map`` and then ``permute`` in one call; their kernels overlap.
 
-    Arguments are those of the two functions; copies beyond row ``num_rows`` are dropped.
+    Arguments are those of the two functions; copies beyond the last row are dropped.
 
     Returns:
         (permuted rows [num_rows, hidden], permuted probs [num_rows] or None, the map).

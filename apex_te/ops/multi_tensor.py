@@ -128,7 +128,7 @@ def scale(
 
     Raises:
         TypeError: an argument has a dtype that is not listed.
-        ValueError: a shape, device or length does not match.
+        ValueError: a shape, device or list length does not match.
     """
     if not len(inputs) and not len(outputs):
         return
@@ -163,7 +163,7 @@ def axpby(
 
     Raises:
         TypeError: an argument has a dtype that is not listed.
-        ValueError: a shape, device, length or ``check`` does not match.
+        ValueError: a shape, device or list length does not match, or ``check`` is not listed.
     """
     if check not in _CHECKS:
         raise ValueError(f"multi_tensor_axpby: check must be 'result', 'x' or 'y', got {check!r}")
@@ -192,7 +192,7 @@ def quantize(
         scales: one float32 element for each tensor.
         fp8_dtype: dtype of new outputs, torch.float8_e4m3fn or torch.float8_e5m2.
         amaxes: one float32 element for each tensor x; becomes max(amax, max |x|), before scaling;
-            NaN counts as largest.
+            NaN counts as largest. None computes no amax.
         scale_invs: one float32 element for each tensor; receives 1 / scale.
         outputs: tensors of the same shapes to write, each float8_e4m3fn or float8_e5m2; new
             ones unless given.
@@ -202,7 +202,7 @@ def quantize(
 
     Raises:
         TypeError: an argument has a dtype that is not listed.
-        ValueError: a shape, device or length does not match.
+        ValueError: a shape, device or list length does not match.
     """
     check_fp8_dtype("multi_tensor_quantize", fp8_dtype)
     made = outputs

@@ -106,7 +106,7 @@ def adam(
 
     Raises:
         TypeError: an argument has a dtype that is not listed.
-        ValueError: a shape, device, length or option does not match.
+        ValueError: a shape, device or list length does not match, or an option is out of range.
     """
     if not len(params) and not len(grads):
         return
@@ -163,7 +163,7 @@ def sgd(
 
     Raises:
         TypeError: an argument has a dtype that is not listed.
-        ValueError: a shape, device, length or option does not match.
+        ValueError: a shape, device or list length does not match, or an option is out of range.
     """
     if not len(params) and not len(grads):
         return
@@ -222,7 +222,7 @@ def lamb(
 
     Raises:
         TypeError: an argument has a dtype that is not listed.
-        ValueError: a shape, device, length or option does not match.
+        ValueError: a shape, device or list length does not match, or an option is out of range.
     """
     if not len(params) and not len(grads):
         return

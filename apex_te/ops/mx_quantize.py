@@ -21,7 +21,7 @@ _SCALE_DTYPE = torch.float8_e8m0fnu
 
 @former_fields(transposed="columnwise", transposed_scale="columnwise_scale")
 class MXQuantized(NamedTuple):
-    """MXFP8 data and scales of a matrix [rows, cols]; None for a copy that was not asked for.
+    """MXFP8 data and scales of a matrix [rows, cols]; None for a copy that was not requested.
 
     Attributes:
         rowwise: FP8 [rows, cols].
@@ -75,7 +75,7 @@ def mx_quantize(
 
     Raises:
         TypeError: an argument has a dtype that is not listed.
-        ValueError: a shape, device or rounding does not fit.
+        ValueError: a shape or device does not match, or ``rounding`` is not listed.
     """
     check_fp8_dtype("mx_quantize", fp8_dtype)
     given = out

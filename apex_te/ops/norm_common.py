@@ -50,7 +50,7 @@ class NormGradients(NamedTuple):
 
     Attributes:
         dx: [rows, cols] in x's dtype, the gradient of both x and the residual.
-        dweight: [cols] in the weight's dtype; None if not asked for.
+        dweight: [cols] in the weight's dtype; None if not requested.
         dbias: [cols] in the weight's dtype; None if not asked for, and for ``rms_norm``.
     """
 
@@ -121,7 +121,7 @@ def allocate_fp8(
 def bwd_workspace(x: torch.Tensor, gradients: int) -> torch.Tensor:
     """Returns scratch for partial sums of weight gradients, float32 [lines, gradients * cols].
 
-    The number of lines is that of csrc/common/norm/arguments.h.
+    csrc/common/norm/arguments.h defines the number of lines.
 
     Args:
         x: [rows, cols], the matrix that was normalised.

@@ -101,7 +101,7 @@ class OpFunction(torch.autograd.Function):
     ``jvp`` raise NotImplementedError.
 
     Attributes:
-        LABEL: the op's name in error messages, which each subclass sets.
+        LABEL: the op's name in error messages; each subclass sets it.
         direct: like ``apply`` in less host time. Only for calls without an active transform of
             torch.func or forward-mode differentiation, and without tensors that have left a
             transform.

@@ -28,7 +28,7 @@ class QkvGradOutput(NamedTuple):
 
     Attributes:
         output: FP8 copies of the gradient, a matrix [tokens, features].
-        dbias: [features] in the gradient's dtype, its column sums; None if not asked for.
+        dbias: [features] in the gradient's dtype, its column sums; None if not requested.
     """
 
     output: FP8Output
@@ -63,7 +63,7 @@ def qkv_cast_weight(
         groups: number of groups, each with one key head and one value head.
         columnwise: also make the transpose, [cols, rows], whose columns keep the weight's order.
         amax: one float32 element, becomes max(amax, max |weight|), before scaling; NaN counts as
-            largest.
+            largest. None computes no amax.
         scale_inv: one float32 element to receive 1 / scale; a new one unless given.
         noop: one int32 element on the device; if it is not 0, no output is written.
         out_rowwise: [rows, cols] to write instead of a new tensor.
@@ -127,7 +127,7 @@ def qkv_cast_grad(
         rowwise: make the rowwise copy, [tokens, features].
         columnwise: make the columnwise copy, the transpose [features, tokens].
         amax: one float32 element, becomes max(amax, max |gradient|), before scaling; NaN counts
-            as largest.
+            as largest. None computes no amax.
         with_dbias: also return the column sums (deterministic).
         pad_columnwise: pad the columnwise copy to [features, tokens rounded up to 16]; the added
             columns are zeros.

@@ -111,7 +111,7 @@ def rms_norm_fwd_fp8(
         pad_columnwise: pad the columnwise copy to [cols, rows rounded up to 16]; the added columns
             are zeros.
         amax: one float32 element, becomes max(amax, max |y|), before scaling; NaN counts as
-            largest.
+            largest. None computes no amax.
         scale_inv: one float32 element to receive 1 / scale; a new one unless given.
 
     Returns:

@@ -45,7 +45,7 @@ def scaled_softmax(
 
     Raises:
         TypeError: an argument has a dtype that is not listed.
-        ValueError: a shape, device or option does not match.
+        ValueError: a shape or device does not match, or an option is not supported.
     """
     if needs_autograd(x):
         return _ScaledSoftmax.apply(x, mask, scale, causal)
@@ -145,7 +145,7 @@ def reference(
     *,
     causal: str | None = None,
 ) -> torch.Tensor:
-    """Computes ``scaled_softmax`` in plain PyTorch in x's dtype, differentiably."""
+    """Computes ``scaled_softmax`` in plain PyTorch in x's dtype, as a differentiable reference."""
     queries, cols = x.shape[-2:]
     hidden = torch.zeros(1, 1, dtype=torch.bool, device=x.device) if mask is None else mask
     if causal is not None:

@@ -79,8 +79,8 @@ def swiglu(
 
     Raises:
         TypeError: ``input`` has a dtype that is not listed, or another argument's dtype differs.
-        ValueError: a shape, device or activation does not match, or ``up_bias`` is given without
-            ``bias``.
+        ValueError: a shape or device does not match, ``activation`` is not listed, or ``up_bias`` is
+            given without ``bias``.
     """
     if needs_autograd(input, up, bias, up_bias):
         return _Swiglu.apply(input, up, bias, up_bias, activation)
@@ -133,7 +133,7 @@ def swiglu_fwd_fp8(
         pad_columnwise: pad the columnwise copy to [F, M rounded up to 16]; the added columns
             are zeros. A GEMM that sums over the rows needs this.
         amax: one float32 element, becomes max(amax, max |y|), before scaling; NaN counts as
-            largest.
+            largest. None computes no amax.
 
     Returns:
         The FP8 copies of y and their scale_inv.
@@ -220,7 +220,7 @@ def swiglu_bwd_fp8(
         pad_columnwise: pad the columnwise copy to [2F, M rounded up to 16]; the added columns
             are zeros. A GEMM that sums over the rows needs this.
         amax: one float32 element, becomes max(amax, max |gradient|), before scaling; NaN counts
-            as largest.
+            as largest. None computes no amax.
 
     Returns:
         The FP8 copies of the matrix, and the biases' gradients or None.
