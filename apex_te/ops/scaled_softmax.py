@@ -27,10 +27,10 @@ def scaled_softmax(
     """Computes softmax(scale * x) over the visible elements of the last dimension, 0 elsewhere.
 
     Elements hidden by ``mask`` or ``causal`` have no influence, even if they are NaN. Arithmetic is
-    in float32. If a row has no visible elements, or all of them are -Inf, result and gradient are
-    zeros, as in ``scaled_dot_product_attention``. If ``scale * x`` is NaN or +Inf in a visible
-    element, the row's visible elements are NaN, as in ``torch.softmax``. It is differentiable
-    in x.
+    in float32. If a row has no visible elements, or they are all -Inf once scaled, its result and
+    gradient are zeros, as in ``scaled_dot_product_attention``. A visible NaN or +Inf (-Inf if
+    ``scale`` is negative) makes the row's visible elements NaN, as in ``torch.softmax``. It is
+    differentiable once, in x.
 
     Args:
         x: [B, H, Sq, Sk] or [N, Sq, Sk] float32, float16 or bfloat16; made contiguous if it is not.

@@ -79,8 +79,8 @@ def swiglu(
 
     Raises:
         TypeError: ``input`` has a dtype that is not listed, or another argument's dtype differs.
-        ValueError: a shape or device does not match, ``activation`` is not listed, or ``up_bias`` is
-            given without ``bias``.
+        ValueError: a shape or device does not match, ``activation`` is not listed, or ``up_bias``
+            is given without ``bias``.
     """
     if needs_autograd(input, up, bias, up_bias):
         return _Swiglu.apply(input, up, bias, up_bias, activation)
