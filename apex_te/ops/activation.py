@@ -116,7 +116,7 @@ def activation_fwd_fp8(
         pad_columnwise: pad the columnwise copy to [cols, rows rounded up to 16]; the added columns
             are zeros. A GEMM that sums over the rows needs this.
         amax: one float32 element, becomes max(amax, max |f(x)|), before scaling; NaN counts as
-            largest. None: it is not computed.
+            largest. None computes no amax.
         out: result of an earlier call, whose tensors are overwritten. ``rowwise``, ``columnwise``
             and ``pad_columnwise`` are then ignored.
 

@@ -38,7 +38,7 @@ def amax_scale_update(
     casts have recorded since the last update; row 1 is the oldest amax, the last row the newest.
     For each slot the update reads the recorded amax and sets row 0 to 0. An amax of 0, infinity or
     NaN changes nothing else, except that infinity and NaN add 1 to ``nonfinite_count``. Any other
-    amax is appended as the last row: rows above it move up by one, and the oldest drops out. Then
+    amax becomes the last row, after the oldest has dropped out and later rows moved up. Then
     scale = fp8_max * 2**-margin / amax, at most the largest float32. For "max" this amax is the
     maximum of the recorded amax and the history before the update, for "most_recent" the
     recorded one.
@@ -67,7 +67,7 @@ def amax_scale_update(
 
 
 class PreparedUpdate:
-    """Calls of ``amax_scale_update`` with the same arguments, prepared once to cost less host time.
+    """Prepares repeated calls of ``amax_scale_update`` with the same arguments, to save host time.
 
     The constructor's arguments are those of ``amax_scale_update``.
     """

@@ -83,7 +83,7 @@ def check_dense(owner: str, **tensors: torch.Tensor | None) -> None:
 
 
 def under_name(owner: str, error: Exception) -> Exception:
-    """Returns a copy of an op's error that names ``owner``, for which the op ran, instead.
+    """Returns the error of an op that ran in place of ``owner``, with ``owner`` as the op's name.
 
     Args:
         owner: the op that the user called.

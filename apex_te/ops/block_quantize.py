@@ -81,7 +81,7 @@ def block_quantize(
     amax: torch.Tensor | None = None,
     out: BlockQuantized | None = None,
 ) -> BlockQuantized:
-    """Quantizes q = saturating_cast(float(x) * scale), scale = fp8_max / amax of each block.
+    """Quantizes x: q = saturating_cast(float(x) * scale), scale = fp8_max / amax of each block.
 
     A block's amax below ``eps`` counts as ``eps``. An amax of 0, infinity or NaN gives scale 1, so
     that NaN stays NaN. An infinity saturates, but its block's scale_inv is infinite, and so are
@@ -150,7 +150,7 @@ def allocate(
 
     Args:
         x: a tensor on the device on which the outputs are allocated.
-        rows, cols: the matrix's extents.
+        rows, cols: shape of the matrix.
         fp8_dtype, block_rows, rowwise, columnwise, pad_columnwise: as in ``block_quantize``.
     """
     row_data = row_scales = column_data = column_scales = None

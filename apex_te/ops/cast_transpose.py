@@ -50,7 +50,7 @@ def cast_transpose(
     out_rowwise: torch.Tensor | None = None,
     out_columnwise: torch.Tensor | None = None,
 ) -> CastTransposeOutput:
-    """Quantizes q = saturating_cast(float(x) * scale), rounded to nearest even; NaN stays NaN.
+    """Quantizes x: q = saturating_cast(float(x) * scale), rounded to nearest even; NaN stays NaN.
 
     Args:
         x: [rows, cols] float32, float16 or bfloat16; made contiguous if it is not.
@@ -62,7 +62,7 @@ def cast_transpose(
         pad_columnwise: pad the columnwise copy to [cols, rows rounded up to 16]; the added columns
             are zeros.
         amax: one float32 element, becomes max(amax, max |x|), before scaling; NaN counts as
-            largest. None: it is not computed.
+            largest. None computes no amax.
         scale_inv: one float32 element to receive 1 / scale; a new one unless given.
         with_dbias: also return the column sums of x, [cols] in x's dtype (deterministic).
         noop: one int32 element on x's device; if it is not 0, no output is written.

@@ -51,7 +51,7 @@ def current_scale(
     out_rowwise: torch.Tensor | None = None,
     out_columnwise: torch.Tensor | None = None,
 ) -> CurrentScaleOutput:
-    """Quantizes q = saturating_cast(float(x) * scale), scale = fp8_max / max |x|.
+    """Quantizes x: q = saturating_cast(float(x) * scale), scale = fp8_max / max |x|.
 
     An amax below ``eps`` counts as ``eps``. An amax of 0, infinity or NaN gives scale 1. An
     infinite scale becomes float32's largest number. Infinities become fp8_max in the FP8 data, but

@@ -164,7 +164,7 @@ def bound_product(
     Returns:
         A function ``product(a, a_scale_inv, out)`` that computes ``fp8_gemm`` into ``out`` and
         returns ``out``. Call it only on the stream that is current now, and not in traced code.
-        None if such a GEMM takes more than one kernel launch, or if this call is traced.
+        It is None if such a GEMM takes more than one kernel launch, or if this call is traced.
     """
     if is_traced() or forward_ad._current_level >= 0:
         return None  # first, since a traced tensor may have no address

@@ -115,7 +115,7 @@ def quantize(
     out_rowwise: torch.Tensor | None = None,
     out_columnwise: torch.Tensor | None = None,
 ) -> HiF8Output:
-    """Quantizes q = encode(float(x) * scale) with a given scale, in one pass.
+    """Quantizes x: q = encode(float(x) * scale) with a given scale, in one pass.
 
     Args:
         x: [rows, cols] float32, float16 or bfloat16; made contiguous if it is not.
@@ -167,7 +167,7 @@ def quantize_current(
     out_rowwise: torch.Tensor | None = None,
     out_columnwise: torch.Tensor | None = None,
 ) -> HiF8Output:
-    """Quantizes q = encode(float(x) * scale), scale = target / max |x|, in two launches.
+    """Quantizes x: q = encode(float(x) * scale), scale = target / max |x|, in two launches.
 
     The scale follows the rules of ``current_scale``. An amax below ``eps`` counts as ``eps``. An
     amax of 0, infinity or NaN gives scale 1. An infinite scale becomes float32's largest number. If

@@ -61,7 +61,7 @@ def amax(tensors: Tensors, *, out: torch.Tensor | None = None) -> torch.Tensor:
 
     Args:
         tensors: float32, float16 or bfloat16, any shapes, on one device.
-        out: [len(tensors)] float32, becomes max(out, amax); a new tensor unless given.
+        out: [len(tensors)] float32, updated to max(out, amax); a new tensor unless given.
 
     Returns:
         [len(tensors)] float32: ``out`` or the new tensor.

@@ -48,7 +48,7 @@ def mx_quantize(
     rounding: str = "up",
     out: MXQuantized | None = None,
 ) -> MXQuantized:
-    """Quantizes q = saturating_cast(float(x) / 2^e), with one e for each block of 32 elements.
+    """Quantizes x: q = saturating_cast(float(x) / 2^e), with one e for each block of 32 elements.
 
     A block of the rowwise copy is 32 elements of a row of x, one of the columnwise copy 32 elements
     of a column; both copies are quantized from x. The scale 2^e is computed from the block's amax.

@@ -43,7 +43,7 @@ _functions: dict[str, Any] = {}
 
 
 def launch_of(name: str, args: Sequence[Any]) -> Launch | None:
-    """Returns the one C call that a registered op would make for ``args``; None if it does more.
+    """Returns the one C call that a registered op makes for ``args``; None if it does more.
 
     Args:
         name: the op's name without its namespace.
