@@ -117,7 +117,7 @@ def block_scaled_gemm(
         a_scale_inv: float32 of shape block_quantize.scale_shape(M, K, a_block_rows).
         b_scale_inv: float32 of shape block_quantize.scale_shape(N, K, b_block_rows).
         a_block_rows: 1 (blocks of 1x128) or 128 (128x128).
-        b_block_rows: 1 or 128; not both may be 128.
+        b_block_rows: 1 or 128, but not 128 if ``a_block_rows`` is 128.
         out: [M, N] to write, in a dtype listed for ``out_dtype``; a new tensor unless given.
         out_dtype: dtype of a new tensor: bfloat16, float16 or float32.
         bias: [N], converted to out's dtype, or to bfloat16 for a float32 out.

@@ -121,7 +121,7 @@ def allocate(
         fp8_dtype: dtype of the copies.
         rowwise: allocate the rowwise copy.
         columnwise: allocate the columnwise copy.
-        pad_columnwise: allocate the columnwise copy with rows of ``columnwise_length``.
+        pad_columnwise: allocate the columnwise copy with ``columnwise_length`` columns, padded.
 
     Raises:
         TypeError: ``fp8_dtype`` is neither float8_e4m3fn nor float8_e5m2.
@@ -172,7 +172,7 @@ def outputs(
         columnwise: allocate the columnwise copy unless it is given.
         out_rowwise: [rows, cols] or None.
         out_columnwise: [cols, rows] or None.
-        pad_columnwise: allocate the columnwise copy with rows of ``columnwise_length``.
+        pad_columnwise: allocate the columnwise copy with ``columnwise_length`` columns, padded.
 
     Returns:
         (rowwise copy, columnwise copy); new ones are uninitialised. None for a copy that is neither

@@ -108,7 +108,7 @@ def allocate_fp8(
         rowwise: allocate the rowwise copy.
         columnwise: allocate the columnwise copy.
         scale_inv: one float32 element that replaces a new one, if given.
-        pad_columnwise: allocate the columnwise copy with rows of ``columnwise_length``.
+        pad_columnwise: allocate the columnwise copy with ``columnwise_length`` columns, padded.
 
     Raises:
         TypeError: ``fp8_dtype`` is neither float8_e4m3fn nor float8_e5m2.
