@@ -36,20 +36,20 @@ def moe_permute(
     *,
     num_experts: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Copies each token to a row of each of its experts; differentiable in ``inp``.
+    """Copies each token to one row for each of its experts; differentiable in ``inp``.
 
-    Rows are sorted by expert, rows of one expert by token.
+    Rows are sorted by expert, and rows of one expert by token.
 
     Args:
-        inp: [tokens, hidden] float32, float16, bfloat16; or any dtype of one byte (FP8), which has
-            no gradient.
-        routing_map: for "mask" [tokens, experts] bool, uint8, int8, int32 or int64, not zero where
-            a token goes to an expert; for "index" [tokens, k] int32 or int64, the k experts of each
-            token, negative for a copy that is dropped.
-        num_out_tokens: number of rows of the result. Rows left over are zero; copies for which
-            there is no row are dropped. None or -1: ``tokens * k`` for "index"; for "mask" the
-            number of copies, for which the host waits for the GPU once.
-        max_token_num: ignored; accepted for compatibility, since there is no workspace to size.
+        inp: [tokens, hidden] float32, float16 or bfloat16; or any dtype of one byte (FP8), which
+            has no gradient.
+        routing_map: for "mask" [tokens, experts] bool, uint8, int8, int32 or int64, not zero if the
+            token goes to the expert. For "index" [tokens, k] int32 or int64, the k experts of each
+            token; a negative index makes no copy.
+        num_out_tokens: number of rows of the result. Unused rows are zero; copies beyond the last
+            row are dropped. None or -1: ``tokens * k`` for "index"; for "mask" the number of
+            copies, which makes the host wait for the GPU once.
+        max_token_num: ignored; accepted for compatibility.
         map_type: "mask" or "index", the form of ``routing_map``.
         num_experts: number of experts for "index", at most 1024; None stands for 1024, and a
             smaller number is faster. Must be None for "mask".
@@ -59,11 +59,12 @@ def moe_permute(
         row_id_map: opaque int32 tensor to pass to ``moe_unpermute``.
 
     Raises:
-        TypeError: a dtype that is not listed.
-        ValueError: a shape or option that does not match. An index that is no expert raises on the
-            CPU; on the GPU, which is not waited for, it makes the token's row NaN after
-            ``moe_unpermute``, and its gradient, too.
-        NotImplementedError: more than 1024 experts or 2^31 elements of routing_map.
+        TypeError: an argument has a dtype that is not listed.
+        ValueError: a shape or option does not match, or, on the CPU, an index is out of range. On
+            the GPU such an index raises nothing, because the host does not wait: the token's row
+            after ``moe_unpermute`` is NaN, and so is its gradient.
+        NotImplementedError: there are more than 1024 experts, or ``routing_map`` has 2^31 elements
+            or more.
     """
     if num_experts is not None and map_type != "index":
         raise ValueError(
@@ -92,7 +93,8 @@ def moe_permute_with_probs(
 
     Returns:
         out: [num_out_tokens, hidden] in the dtype of ``inp``.
-        permuted_probs: [num_out_tokens], for each row the prob of its token and expert.
+        permuted_probs: [num_out_tokens] in the dtype of ``probs``, for each row the prob of its
+            token and expert.
         row_id_map: opaque int32 tensor to pass to ``moe_unpermute``.
     """
     return _permuted(inp, probs, routing_map, num_out_tokens)
@@ -109,34 +111,37 @@ def moe_permute_and_pad_with_probs(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Permutes tokens and probs so that each expert's rows begin at a multiple of ``align_size``.
 
-    FP8 GEMMs need multiples of 16. Padding rows, and their probs, are zero.
+    FP8 GEMMs need multiples of 16. Padding rows and their probs are zero.
 
     Args:
         inp: [tokens, hidden], as in ``moe_permute``.
         probs: [tokens, experts] float32 or the dtype of ``inp``.
         routing_map: [tokens, experts] mask, as in ``moe_permute``.
-        tokens_per_expert: [experts] int32 or int64, the tokens of each expert, on any device. Read
-            only to find the number of rows if ``num_out_tokens`` is None; the kernel counts the
-            tokens itself.
+        tokens_per_expert: [experts] int32 or int64, the number of tokens of each expert, on any
+            device. It is read only to find the number of rows if ``num_out_tokens`` is None; the
+            kernel counts the tokens itself.
         align_size: at least 1.
-        num_out_tokens: number of rows of the result, at least all rows with padding, a multiple of
-            ``align_size``: ``tokens * k + experts * (align_size - 1)`` rounded up always suffices.
-            None: exactly the rows with padding. The host then waits for the GPU once and checks
-            ``tokens_per_expert``, unless these are on the host and ``inp`` is on a GPU.
+        num_out_tokens: number of rows of the result, a multiple of ``align_size`` that holds all
+            rows with padding. ``tokens * k + experts * (align_size - 1)`` rounded up always
+            suffices if a token has at most k experts. None or -1: exactly the rows with padding.
+            This makes the host wait for the GPU once and check ``tokens_per_expert``; if
+            ``tokens_per_expert`` is on the CPU and ``inp`` on a GPU, it does neither.
 
     Returns:
-        permuted: [num_out_tokens, hidden].
-        permuted_probs: [num_out_tokens].
+        permuted: [num_out_tokens, hidden] in the dtype of ``inp``.
+        permuted_probs: [num_out_tokens] in the dtype of ``probs``.
         row_id_map: opaque int32 tensor to pass to ``moe_unpermute``; it includes the padding.
         pad_offsets: [experts] int32, padding rows before each expert's first row.
-        padded_tokens_per_expert: [experts] rows of each expert with padding, on the device in the
-            dtype of ``tokens_per_expert``: the ``m_splits`` of ``GroupedLinear``.
+        padded_tokens_per_expert: [experts], rows of each expert with padding, on the device of
+            ``inp`` in the dtype of ``tokens_per_expert``. Pass it to ``GroupedLinear`` as
+            ``m_splits``.
 
     Raises:
-        TypeError: a dtype that is not listed.
-        ValueError: a shape or option that does not match, or ``tokens_per_expert`` was checked and
+        TypeError: an argument has a dtype that is not listed.
+        ValueError: a shape or option does not match, or ``tokens_per_expert`` was checked and
             differs from the counts of ``routing_map``.
-        NotImplementedError: more than 1024 experts or 2^31 elements of ``routing_map``.
+        NotImplementedError: there are more than 1024 experts, or ``routing_map`` has 2^31 elements
+            or more.
     """
     experts = routing_map.shape[-1] if routing_map.dim() else 0
     _check_counts(tokens_per_expert, experts)
@@ -175,8 +180,8 @@ def moe_unpermute(
 ) -> torch.Tensor:
     """Sums the rows of each token, times their probs if given; differentiable in both.
 
-    The sum is taken in fp32 in the order of experts (for "index" in that of the k), so every run
-    gives the same bits.
+    Rows are added in fp32 in a fixed order (by expert; for "index" by position among the k), so
+    results of all runs are bitwise equal.
 
     Args:
         inp: [rows, hidden] float32, float16 or bfloat16, the experts' results for the permuted
@@ -184,20 +189,20 @@ def moe_unpermute(
         row_id_map: as returned by the function that permuted the tokens.
         merging_probs: [tokens, experts] for "mask", [tokens, k] for "index", float32 or the dtype
             of ``inp``; None adds the rows unweighted.
-        restore_shape: (tokens, hidden) of the result. Not needed, because ``row_id_map`` has it; an
-            error if it differs.
+        restore_shape: (tokens, hidden) of the result. Not needed, because ``row_id_map`` contains
+            it; only checked.
         map_type: "mask" or "index", as given to the function that permuted.
         pad_offsets: as returned by ``moe_permute_and_pad_with_probs``. Not needed, because
-            ``row_id_map`` includes the padding; an error with the ``row_id_map`` of another
-            function.
+            ``row_id_map`` contains the padding; only checked.
 
     Returns:
         [tokens, hidden] in the dtype of ``inp``; zeros for a token without rows.
 
     Raises:
-        TypeError: a dtype that is not listed.
-        ValueError: a shape or option that does not match. A row_id_map that names rows ``inp`` does
-            not have raises on the CPU and gives NaN on the GPU.
+        TypeError: an argument has a dtype that is not listed.
+        ValueError: a shape or option does not match; ``pad_offsets`` is given with a ``row_id_map``
+            without padding; or, on the CPU, ``row_id_map`` refers to rows that ``inp`` does not
+            have. On the GPU such rows give NaN.
     """
     if map_type not in ("mask", "index"):
         raise ValueError(f"moe_unpermute: map_type must be 'mask' or 'index', got {map_type!r}")
@@ -225,22 +230,23 @@ def moe_sort_chunks_by_index(
 ) -> torch.Tensor:
     """Reorders chunks of consecutive rows so that chunk ``sorted_index[i]`` comes i-th.
 
-    Differentiable in ``inp``; the host does not wait for the GPU. After an all-to-all it brings
-    rows from the order [source rank, local expert] into [local expert, source rank].
+    It is differentiable in ``inp``, and the host does not wait for the GPU. After an all-to-all it
+    can reorder rows from [source rank, local expert] to [local expert, source rank].
 
     Args:
-        inp: [rows, hidden] float32, float16, bfloat16, or a dtype of one byte without gradient.
-        split_sizes: [chunks] int32 or int64, the number of rows of each chunk, for at most 2048
-            chunks. Rows after the last chunk become zeros.
+        inp: [rows, hidden] float32, float16 or bfloat16; or any dtype of one byte, which has no
+            gradient.
+        split_sizes: [chunks] int32 or int64, the number of rows of each chunk; at most 2048 chunks.
+            Rows after the last chunk become zeros.
         sorted_index: [chunks] int32 or int64, a permutation of the chunks.
 
     Returns:
         [rows, hidden] in the dtype of ``inp``.
 
     Raises:
-        TypeError: a dtype that is not listed.
-        ValueError: a shape that does not match, and on the CPU sizes or indices out of range; on
-            the GPU these leave rows zero.
+        TypeError: an argument has a dtype that is not listed.
+        ValueError: a shape does not match, or, on the CPU, a size or index is out of range. On the
+            GPU these raise nothing but leave rows zero.
     """
     return _sorted(inp, None, split_sizes, sorted_index)[0]
 
@@ -252,13 +258,11 @@ def moe_sort_chunks_by_index_with_probs(
     split_sizes: torch.Tensor,
     sorted_index: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Reorders chunks of rows, as ``moe_sort_chunks_by_index`` does, and the probs of the rows.
+    """Reorders chunks of rows and the rows' probs; see ``moe_sort_chunks_by_index``.
 
     Args:
-        inp: [rows, hidden].
-        probs: [rows] float32, float16 or bfloat16.
-        split_sizes: [chunks], the number of rows of each chunk.
-        sorted_index: [chunks], a permutation of the chunks.
+        inp, split_sizes, sorted_index: as in ``moe_sort_chunks_by_index``.
+        probs: [rows] float32, float16 or bfloat16; differentiable.
 
     Returns:
         out: [rows, hidden] in the dtype of ``inp``.

@@ -151,7 +151,7 @@ def _register(op: str, function: str, platform: str) -> None:
 
 
 def bind(op: str, function: str, platform: str) -> str:
-    """Returns XLA's name of a function, whose library is opened or built on the first call."""
+    """Returns XLA's name of a function; the first call opens or builds and registers it."""
     known = _bound.get((platform, function))
     if known != op:
         with _lock:
@@ -171,17 +171,17 @@ def load(
 ) -> None:
     """Opens, or builds, op libraries and registers their functions with XLA, ahead of their use.
 
-    A program that this process traces and compiles needs no call: its ops are found while it is
-    lowered. A program that was exported or deserialized is not lowered here, so its ops must be
-    loaded first. Call it, too, before the processes of a job start, so that none waits for a build.
+    Programs that this process compiles load their ops themselves. Ops of a deserialized program
+    must be loaded before it runs. A call before the processes of a job start keeps them from
+    waiting for a build.
 
     Args:
         ops: names of ops, e.g. "rms_norm" or ["rms_norm", "fp8_gemm"]; None means all.
-        platforms: "cpu", "cuda" or both; None means those of JAX's devices, and the CPU.
+        platforms: "cpu", "cuda" or both; None means the CPU and the platforms of JAX's devices.
 
     Raises:
-        UnknownOpError: ``ops`` names no op.
-        ValueError: ``platforms`` names another platform.
+        UnknownOpError: ``ops`` contains a name that is not an op's.
+        ValueError: ``platforms`` contains another name.
         BuildError: a library cannot be found or compiled.
     """
     names = [ops] if isinstance(ops, str) else ops

@@ -29,7 +29,7 @@ def _varying_axes(aval: Any) -> frozenset[str]:
 
 
 def vary_alike(operands: Sequence[Any]) -> list[Any]:
-    """Returns the operands, all varying along every axis along which any of them varies."""
+    """Returns the operands, each cast to vary along all axes along which any of them varies."""
     axes = [_varying_axes(jax.typeof(x)) for x in operands]
     union = varying_along(operands)
     if not union:
@@ -70,8 +70,10 @@ def _type(x: Any) -> Any:
 
 
 def gradient_like(primal: Any, gradient: Any) -> Any:
-    """Returns a gradient summed over ``shard_map`` axes along which its primal does not vary, or
-    resharded as its primal on Explicit axes.
+    """Returns a gradient summed and sharded to match its primal; None gives None.
+
+    It is summed over the axes of a ``shard_map`` along which the gradient varies and the primal
+    does not. On Explicit axes it gets the primal's sharding.
     """
     if gradient is None:
         return None
@@ -85,13 +87,16 @@ def gradient_like(primal: Any, gradient: Any) -> Any:
 
 
 def same_on_all(primal: Any, amax: Any) -> Any:
-    """Returns the maximum over the axes of a ``shard_map`` along which an amax's primal is one."""
+    """Returns the maximum of ``amax`` over axes of a ``shard_map`` that ``primal`` lacks.
+
+    These are the axes along which the amax varies and the primal does not.
+    """
     extra = _varying_axes(jax.typeof(amax)) - _varying_axes(_type(primal))
     return jax.lax.pmax(amax, tuple(sorted(extra))) if extra else amax
 
 
 def maximum_over(x: jax.Array, axis_names: tuple[str, ...]) -> jax.Array:
-    """Returns the maximum over axes of the ``shard_map`` in which the call is."""
+    """Returns the maximum over axes of the enclosing ``shard_map``."""
     return jax.lax.pmax(x, axis_names)
 
 
@@ -106,7 +111,11 @@ def _explicit_mesh(arrays: Iterable[Any]) -> Any:
 
 
 def constrained(x: jax.Array, spec: PartitionSpec, otherwise: Callable[..., Any]) -> jax.Array:
-    """Returns an array placed by a PartitionSpec."""
+    """Returns an array with the sharding of a PartitionSpec.
+
+    Inside of ``shard_map`` it is returned unchanged; without Explicit axes the result is
+    ``otherwise(x)``.
+    """
     mesh = _explicit_mesh([x])
     if mesh is not None:
         return jax.sharding.reshard(x, NamedSharding(mesh, spec))
@@ -114,7 +123,7 @@ def constrained(x: jax.Array, spec: PartitionSpec, otherwise: Callable[..., Any]
 
 
 def last_dimension_parts(x: jax.Array, spec: PartitionSpec) -> int:
-    """Returns how many parts of an array's last dimension devices have, as far as that is known."""
+    """Returns the number of shards of an array's last dimension, as far as it is known."""
     own = jax.typeof(x).sharding
     mesh = own.mesh if not own.mesh.empty else jax.sharding.get_abstract_mesh()
     if mesh.empty or AxisType.Manual in set(mesh.axis_types):
@@ -243,13 +252,18 @@ def shared(
     body: Callable[..., tuple[Any, ...]],
     reduced: Callable[..., tuple[Any, ...]] | None = None,
 ) -> Callable[..., tuple[Any, ...]]:
-    """Returns a function that each device of a mesh computes for the part that it holds.
+    """Returns a function that each device of a mesh computes for its shards.
 
-    On Auto axes XLA asks for the part, on Explicit axes the operands' types give it. In a
-    ``jax.shard_map`` arrays are parts already, and only amax values are combined, over the axes of
-    the region's mesh resource. Auto axes beside Explicit or Manual ones are gathered. Where results
-    must be combined, ``reduced(combine, *parts)`` replaces ``body``; ``combine(name, x)`` combines
-    ``x`` as the result ``name``.
+    Under ``jit`` with Auto axes XLA chooses the shards while it partitions the program. On Explicit
+    axes they follow from the operands' types. Inside of ``jax.shard_map`` arrays are shards
+    already; only amax values are combined, over the axes that the region's mesh resource names.
+    Auto axes beside Explicit or Manual ones are gathered.
+
+    Args:
+        rule: dimensions of the arguments and results.
+        body: function of one device's arrays.
+        reduced: function that replaces ``body`` if results must be combined between devices. Its
+            first argument is a function of a result's name and an array that combines the array.
     """
 
     def run(*args: Any) -> tuple[Any, ...]:

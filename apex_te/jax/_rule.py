@@ -22,7 +22,12 @@ _WORDS = {"r": "rows", "c": "columns", "m": "rows of the product", "n": "columns
 
 
 class Factor(NamedTuple):
-    """Dimension that arrays may share: number ``place`` of those that ``name`` stands for."""
+    """One dimension, which several arrays may have.
+
+    Attributes:
+        name: name in the rule.
+        place: index among the dimensions that the name stands for.
+    """
 
     name: str
     place: int
@@ -31,9 +36,11 @@ class Factor(NamedTuple):
 class Term(NamedTuple):
     """One argument or result of a rule.
 
-    ``dims`` has each dimension's name and the number of elements that share an entry. ``reduction``
-    over the dimensions that the term lacks is "^" for a maximum, "+" for a sum, else "". ``axis``
-    is the array's first dimension of rows, or None.
+    Attributes:
+        name: its name.
+        dims: (name, block) of each dimension: it has an entry for each ``block`` elements.
+        reduction: "^" for a maximum over the dimensions it lacks, "+" for a sum, else "".
+        axis: index of the array's first dimension of rows; None without one.
     """
 
     name: str
@@ -43,9 +50,14 @@ class Term(NamedTuple):
 
 
 class Rule(NamedTuple):
-    """Parsed rule, whose dimensions in ``split`` devices may share.
+    """A parsed rule.
 
-    ``ranks`` has the number of dimensions that a name stands for, where it is not 1.
+    Attributes:
+        function: name of the C function, for errors.
+        operands: the arguments.
+        results: the results.
+        split: names of the dimensions that may be sharded over devices.
+        ranks: number of dimensions that a name stands for; names with one may be left out.
     """
 
     function: str
@@ -55,7 +67,11 @@ class Rule(NamedTuple):
     ranks: Mapping[str, int]
 
     def extents(self, shapes: Iterable[Sequence[int]]) -> dict[str, tuple[int, ...]]:
-        """Returns the extents behind every name, from shapes of the operands or of all arrays."""
+        """Returns the extents of the dimensions of every name.
+
+        Args:
+            shapes: shapes of the operands, or of the operands and then the results.
+        """
         found: dict[str, tuple[int, ...]] = {}
         for term, shape in zip((*self.operands, *self.results), shapes, strict=False):
             at = 0
@@ -69,9 +85,9 @@ class Rule(NamedTuple):
         return found
 
     def islands(self) -> dict[str, str]:
-        """Returns the island of each name, called by one of its names.
+        """Maps every name to the representative of its island: names that share arrays.
 
-        Names of one array are in one island, so a mesh axis may split one dimension of each island.
+        No array has dimensions of two islands, so that a mesh axis may split one dimension of each.
         """
         found: dict[str, str] = {}
         for term in (*self.operands, *self.results):
@@ -101,7 +117,7 @@ class Rule(NamedTuple):
         return array.reshape([math.prod(self._shape(dim, extents)) for dim in term.dims])
 
     def unflat(self, term: Term, array: Any, extents: Mapping[str, tuple[int, ...]]) -> Any:
-        """Returns an array in its own dimensions again, from one that ``flat`` reshaped."""
+        """Inverts ``flat``: returns an array in its original dimensions."""
         if all(self.ranks.get(name, 1) == 1 for name, _ in term.dims):
             return array
         shape: list[int] = []
@@ -137,7 +153,11 @@ class Rule(NamedTuple):
 
 
 def blocks_of(extents: Sequence[int], block: int) -> tuple[int, tuple[int, ...]]:
-    """Returns the dimensions of an array with an entry for each block of flattened elements."""
+    """Computes the shape of an array with an entry for each block of flattened elements.
+
+    Returns:
+        The number of leading dimensions that are kept, and the shape.
+    """
     for kept in reversed(range(len(extents))):
         rest = math.prod(extents[kept:])
         if rest % block == 0:
@@ -146,7 +166,14 @@ def blocks_of(extents: Sequence[int], block: int) -> tuple[int, tuple[int, ...]]
 
 
 def parse(function: str, text: str, split: str, ranks: Mapping[str, int]) -> Rule:
-    """Returns the rule that a text describes."""
+    """Parses a rule.
+
+    Args:
+        function: name of the C function, for errors.
+        text: the rule, in the notation of this module.
+        split: names of the dimensions that may be sharded, separated by spaces.
+        ranks: as in ``Rule``.
+    """
 
     def term(part: str) -> Term:
         name, _, text = part.partition(":")

@@ -26,7 +26,11 @@ class Parameter(NamedTuple):
 
 
 def parse(function: str, signature: str) -> tuple[Parameter, ...]:
-    """Returns the parameters of a signature such as "x: Tensor, out: Tensor!"."""
+    """Returns the parameters of a signature such as "x: Tensor, out: Tensor!".
+
+    Raises:
+        NotImplementedError: the function returns a value.
+    """
     if "->" in signature:
         raise NotImplementedError(
             f"{function}: the function must return nothing to be called from JAX, got {signature!r}"
@@ -41,7 +45,7 @@ def parse(function: str, signature: str) -> tuple[Parameter, ...]:
 
 @functools.cache
 def parameters_of(op: str, function: str) -> tuple[Parameter, ...]:
-    """Returns the parameters of a function that an op's header declares."""
+    """Returns the parameters of a C function from the op's header."""
     spec = get_builder(op).functions().get(function)
     if spec is None:
         raise AttributeError(f"op {op} has no function {function}")

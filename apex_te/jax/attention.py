@@ -46,33 +46,34 @@ def dot_product_attention(
 ) -> jax.Array:
     """Computes softmax(scale * query key^T + bias) value for each head; differentiable.
 
-    A query without visible keys gives zeros and has zero gradients.
+    The result of a query that sees no key is zero, and so are its gradients.
 
     Args:
         query: [b, sq, h, d] float32, float16 or bfloat16.
         key, value: [b, sk, g, d] and [b, sk, g, dv] in query's dtype; g divides h.
-        mask: bool or integer, True = hidden, broadcast to [b, h, sq, sk]; read by padding types.
-        bias: added to the scores, broadcast to [b, h, sq, sk].
-        attn_mask_type: "no_mask", "padding", "causal" or "padding_causal" ("causal_padding"). The
-            first query of causal types sees the first key.
-        attn_bias_type: "no_bias", "pre_scale_bias" (scaled as the scores are) or
-            "post_scale_bias"; None is "post_scale_bias" with a bias, else "no_bias".
-        scale: multiplier of the scores; None is 1 / sqrt(d).
-        window_size: (left, right): a query sees only so many keys before and after its own
-            position, -1 = no limit; None is no limit.
-        dropout_rate: probability that an attention weight is dropped.
-        dropout_key: random key of the dropout.
+        mask: bool or integer, True = masked out, 4 dimensions that broadcast to [b, h, sq, sk];
+            required with the padding types, ignored with the others.
+        bias: added to the scores, 4 dimensions that broadcast to [b, h, sq, sk].
+        attn_mask_type: "no_mask", "padding", "causal" or "padding_causal" ("causal_padding"). With
+            the causal types query i sees the keys 0 to ``query_start`` + i.
+        attn_bias_type: "no_bias", "pre_scale_bias" (scaled like the scores) or
+            "post_scale_bias"; None means "post_scale_bias" with a bias, else "no_bias".
+        scale: multiplier of the scores; None means 1 / sqrt(d).
+        window_size: (left, right), numbers of keys before and after its own position that a query
+            sees; -1 means no limit, None no limits.
+        dropout_rate: probability that an attention weight is dropped, below 1.
+        dropout_key: random key of the dropout; required with ``dropout_rate`` > 0.
         float32_logits: multiply queries and keys in float32; scores are float32 either way.
         query_start: position of the first query, for calls with a cache of keys.
-        implementation: "cudnn", "xla", or None for cuDNN's fused kernels where JAX runs on a GPU
+        implementation: "cudnn", "xla" or None. None uses cuDNN's fused kernels if JAX runs on a GPU
             and ``jax.nn.dot_product_attention`` has one for these arguments, else "xla".
 
     Returns:
         [b, sq, h, dv] in query's dtype.
 
     Raises:
-        TypeError: a dtype that is not listed.
-        ValueError: a shape or option that does not fit.
+        TypeError: an array has a dtype that is not listed.
+        ValueError: a shape or an option does not fit.
     """
     shape = _checked_shapes(query, key, value)
     scale = query.shape[-1] ** -0.5 if scale is None else float(scale)

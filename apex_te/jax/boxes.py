@@ -16,17 +16,17 @@ def is_box(value: Any) -> bool:
 
 
 def unbox(tree: Any) -> Any:
-    """Returns a tree with the arrays in place of their boxes, wherever they lie."""
+    """Returns a tree in which every box is replaced by its array."""
     return jax.tree.map(lambda x: unbox(x.value) if is_box(x) else x, tree, is_leaf=is_box)
 
 
 def rebox(box: Any, change: Callable[[Any], Any], names: Callable[[tuple[Any, ...]], Any]) -> Any:
-    """Returns a box, or an array without one, with another array and other names of its axes.
+    """Returns a copy of a box with another array and other names of its axes.
 
     Args:
-        box: the box or the array.
-        change: function of the array.
-        names: function of the axes' names.
+        box: the box, or an array without a box; the result is then an array, too.
+        change: function that computes the new array from the old one.
+        names: function that computes the axes' new names from the old ones.
     """
     if not is_box(box):
         return change(box)

@@ -32,24 +32,28 @@ def dense(
     gemm: int = 0,
     inner: int = 1,
 ) -> jax.Array:
-    """Computes x @ kernel + bias, with FP8 GEMMs where an ``fp8_autocast`` region is enabled.
+    """Computes x @ kernel + bias, with FP8 GEMMs inside of an enabled ``fp8_autocast`` region.
 
-    Differentiable. The gradient with respect to ``state`` is the state after the step. Devices of a
-    mesh compute their parts, whichever dimensions they share; what is a sum over a dimension that
-    they share is added up, and an amax is that of the whole array.
+    Differentiable. The gradient with respect to ``state`` is the state after the step. Any
+    dimension may be sharded over a mesh: each device computes its shard, sums over a sharded
+    dimension are completed across devices, and an amax is that of the whole array.
 
     Args:
         x: [..., in...] float32, float16 or bfloat16.
         kernel: [in..., out...] in x's dtype.
         bias: [out...] or None.
-        state: FP8 state of the layer, as ``state.initial`` makes it; needed for delayed scaling.
+        state: FP8 state of the layer, as ``state.initial`` makes it; needed for delayed scaling,
+            otherwise ignored.
         gemm: number of this GEMM among those of the state.
-        inner: number of dimensions that are contracted, the last of x and the first of the kernel.
+        inner: number of contracted dimensions, the last ones of x and the first ones of the kernel.
+
+    Returns:
+        [..., out...] in x's dtype.
 
     Raises:
-        TypeError: a dtype that is not listed.
-        ValueError: a shape that does not match, no state for delayed scaling, or a device's part
-            that ends within a block of scales.
+        TypeError: ``x`` has a dtype that is not listed, or ``kernel`` another one.
+        ValueError: a shape does not match, ``state`` is None with delayed scaling, or a device's
+            shard ends within a block that shares a scale.
     """
     fits = 0 < inner <= min(x.ndim, kernel.ndim - 1)
     if not fits or x.shape[x.ndim - inner :] != kernel.shape[:inner]:

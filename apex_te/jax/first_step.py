@@ -25,33 +25,33 @@ SLOTS = {"fwd": 3, "bwd": 2}
 
 
 def initial(recipe: DelayedScaling, gemms: int) -> dict[str, jax.Array]:
-    """Returns the leaf of a state before its first step; nothing for another ``first_step``."""
+    """Returns a dict with the initial ``first_due``; empty unless ``first_step`` is "current"."""
     if recipe.first_step != "current":
         return {}
     return {FIRST_DUE: jnp.ones(sum(SLOTS.values()) * gemms, jnp.float32)}
 
 
 def numbers_of_gemm(leaf: Any, gemm: int) -> list[int]:
-    """Returns the places of one GEMM's slots in ``first_due`` of a module."""
+    """Returns the indices of one GEMM's slots in a module's ``first_due``."""
     forward = SLOTS["fwd"] * (leaf.shape[-1] // sum(SLOTS.values()))
     first = {"fwd": SLOTS["fwd"] * gemm, "bwd": forward + SLOTS["bwd"] * gemm}
     return [number for way in SLOTS for number in range(first[way], first[way] + SLOTS[way])]
 
 
 def of_slots(of_gemms: jax.Array) -> jax.Array:
-    """Returns a value for each slot of ``first_due``, from one for each product."""
+    """Returns a value for each slot of ``first_due``, repeated from one for each GEMM."""
     return jnp.concatenate([jnp.repeat(of_gemms, n, axis=-1) for n in SLOTS.values()], axis=-1)
 
 
 def with_first_scale(
     state: Mapping[str, Any] | None, way: str, slot: int, x: jax.Array, recipe: Any
 ) -> Any:
-    """Returns the state of a GEMM in which a slot that is due has the scale of its tensor.
+    """Returns a GEMM's state; a slot that has no scale yet gets one from the amax of ``x``.
 
     Args:
-        state: the GEMM's state, or None.
+        state: the GEMM's state; None gives None.
         way: "fwd" or "bwd".
-        slot: number of the slot in forward or backward.
+        slot: number of the slot in that direction.
         x: the tensor that is about to be cast with the slot's scale.
         recipe: recipe of the region.
     """

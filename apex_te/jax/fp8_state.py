@@ -53,8 +53,8 @@ def initial(recipe: DelayedScaling, gemms: int = 1) -> dict[str, jax.Array]:
     """Returns the state of a module before its first step: scales 1, histories 0.
 
     Args:
-        recipe: the recipe, for the length of the histories.
-        gemms: number of the module's GEMMs with a weight.
+        recipe: the recipe, which gives the length of the histories.
+        gemms: number of the module's GEMMs that have a weight.
     """
     state = {}
     for way, slots in SLOTS.items():
@@ -89,16 +89,16 @@ def _of_one_use(state: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def checked(owner: str, state: Mapping[str, Any], like: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns a state, which must be that of one module.
+    """Returns ``state`` as a dict after checking its shapes.
 
     Args:
         owner: name of the module's class, for errors.
-        state: the state.
-        like: the module's initial state. The length of histories may differ: it is checked when
-            scales are moved.
+        state: FP8 state of one module.
+        like: the module's initial state. The length of histories may differ from it; the update of
+            the scales checks that length.
 
     Raises:
-        ValueError: a leaf has another shape.
+        ValueError: an array has another shape than in ``like``.
     """
     for name, leaf in state.items():
         found, wanted = list(jnp.shape(leaf)), list(jnp.shape(like[name]))
@@ -113,12 +113,14 @@ def checked(owner: str, state: Mapping[str, Any], like: Mapping[str, Any]) -> di
 
 
 def entered(state: Mapping[str, Any], recipe: DelayedScaling) -> dict[str, Any]:
-    """Returns a state with its scales moved by the amax values that are staged; without any, the
-    same.
+    """Returns a state whose scales are updated from the recorded amax values, if there are any.
 
     Args:
         state: a module's state.
         recipe: recipe of the region.
+
+    Raises:
+        ValueError: the histories do not have the length that the recipe asks for.
     """
     state = _of_one_use(state)
     limits = recipe.fp8_format.value
@@ -147,7 +149,7 @@ def entered(state: Mapping[str, Any], recipe: DelayedScaling) -> dict[str, Any]:
 
 
 def of_gemm(state: Mapping[str, Any], gemm: int) -> dict[str, Any]:
-    """Returns the part of a module's state that belongs to one of its products."""
+    """Returns the part of a module's state that belongs to its GEMM with the number ``gemm``."""
     found = {"uses": state["uses"][gemm : gemm + 1]}
     for way, slots in SLOTS.items():
         part = slice(slots * gemm, slots * (gemm + 1))
@@ -160,7 +162,7 @@ def of_gemm(state: Mapping[str, Any], gemm: int) -> dict[str, Any]:
 
 
 def as_floats(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns a state in float32, whatever dtype ``max_over_uses`` has given it."""
+    """Returns a state in float32, also if ``max_over_uses`` has changed its dtype."""
     return {
         name: leaf if leaf.dtype == jnp.float32 else jax.lax.convert_element_type(leaf, jnp.float32)
         for name, leaf in state.items()
@@ -168,13 +170,15 @@ def as_floats(state: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def cotangent(part: Mapping[str, Any], gemm: int, like: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the gradient with respect to a state: the next one of a GEMM, nothing elsewhere.
+    """Returns the gradient with respect to a module's state, as one of its GEMMs contributes it.
+
+    The slots of this GEMM have their next state. The other slots are zero, or -inf if
+    ``max_over_uses`` has given ``like`` the dtype whose gradients are combined by maximum.
 
     Args:
-        part: next state of the product.
-        gemm: its number.
-        like: the whole state. Where ``max_over_uses`` has given it the dtype whose gradients are
-            combined by maximum, nothing is -inf.
+        part: next state of the GEMM, in the form of ``of_gemm``.
+        gemm: number of the GEMM.
+        like: the module's state.
     """
     found = {}
     for name, leaf in like.items():
@@ -195,14 +199,16 @@ def cotangent(part: Mapping[str, Any], gemm: int, like: Mapping[str, Any]) -> di
 
 
 def differentiated(state: Mapping[str, Any], parameters: Iterable[Any]) -> dict[str, Any]:
-    """Returns the arrays of a state; its gradient must be wanted where that of a parameter is.
+    """Returns the arrays of a state after checking that the state is differentiated, too.
 
     Args:
-        state: leaves of the state as a rule of ``jax.custom_vjp`` with symbolic zeros gets them.
-        parameters: the parameters of the layer, likewise, each or None.
+        state: leaves of the state, as the forward rule of a ``jax.custom_vjp`` with symbolic zeros
+            receives them.
+        parameters: the parameters of the layer in the same form, each or None.
 
     Raises:
-        ValueError: a parameter is differentiated, the state is not, and would never move.
+        ValueError: a parameter is differentiated and the state is not, so that it would never be
+            updated.
     """
     wanted = any(p is not None and p.perturbed for p in parameters)
     if wanted and not all(leaf.perturbed for leaf in state.values()):
@@ -215,12 +221,13 @@ def differentiated(state: Mapping[str, Any], parameters: Iterable[Any]) -> dict[
 
 
 def max_over_uses(state: Any) -> Any:
-    """Returns variables whose FP8 state is right for modules that one loss uses several times.
+    """Returns variables whose amax values are combined by maximum if a loss uses a module twice.
 
-    JAX adds the gradients of all uses. The returned collection has Flax's dtype whose gradients are
-    combined by maximum instead, which staged amax values need. Call it inside of the function that
-    is differentiated, on the variables that are passed to ``apply``, and that inside of
-    ``jax.jit``. Without it the scales are right, too, but the staged amax is the sum over the uses.
+    JAX adds the gradients of all uses. Without this function the recorded amax is thus the sum of
+    the uses' amax values, an upper bound; scales are the same either way. The returned FP8 state
+    has a dtype of Flax whose gradients are combined by maximum. Call the function inside of the
+    function that is differentiated, on the variables that are passed to ``apply``. All of this
+    must run inside of ``jax.jit``.
 
     Args:
         state: the collection "fp8_metas" itself, or a dict of collections or modules that holds it.
@@ -237,30 +244,30 @@ def max_over_uses(state: Any) -> Any:
 
 
 def is_state(value: Any) -> bool:
-    """Returns whether a node of a tree is a module's FP8 state."""
+    """Returns True if a node of a tree is a module's FP8 state."""
     return isinstance(value, Mapping) and all(name in value for name in TENSORS)
 
 
 def like_mapping(original: Any, made: dict[str, Any]) -> Any:
-    """Returns a dict as the mapping type of ``original``, such as Flax's FrozenDict."""
+    """Returns a dict converted to the mapping type of ``original``, such as Flax's FrozenDict."""
     return made if isinstance(original, dict) else type(original)(made)
 
 
 def update_fp8_metas(state: Any, axis_names: str | Iterable[str] = ()) -> Any:
-    """Returns a dict with the collection "fp8_metas", whose scales are moved; others are untouched.
+    """Returns ``state`` with the scales of its FP8 state updated; other collections are unchanged.
 
-    Layers move their scales themselves when they are next used, so a loop may leave this call out;
-    moving them twice changes nothing.
+    Calling it is optional, since layers update their scales when they are next used. A second
+    update changes nothing.
 
     Args:
-        state: the collection itself, or a dict of collections or modules that holds it. A module
-            that ``nn.scan`` or ``nn.vmap`` stacks has its layers in the first dimension.
-        axis_names: in a ``jax.shard_map``, mesh axes along which staged amax values differ between
-            devices; the scales are those of the largest.
+        state: the collection "fp8_metas" itself, or a dict of collections or modules that holds it.
+            Layers that ``nn.scan`` or ``nn.vmap`` stacks must be stacked in the first dimension.
+        axis_names: inside of ``jax.shard_map``, mesh axes along which the devices' recorded amax
+            values differ. The scales come from their maximum.
 
     Raises:
-        ValueError: a history of another length than the recipe's, or layers that are stacked along
-            another dimension than the first.
+        ValueError: a history does not have the length that the region's recipe asks for, or layers
+            are stacked along another dimension than the first.
     """
     recipe = get_delayed_scaling()
     names = (axis_names,) if isinstance(axis_names, str) else tuple(axis_names)
@@ -305,13 +312,14 @@ def _largest_staged(state: Mapping[str, Any], axis_names: tuple[str, ...]) -> di
 
 
 def update_collections(new: Mapping[str, Any], original: Mapping[str, Any]) -> Any:
-    """Returns a dict of collections: those of ``new``, and those of ``original`` that it lacks.
+    """Returns ``original`` with its collections replaced by those of ``new``.
 
-    A layer that the loss did not use keeps its FP8 state, whose gradient is zero.
+    GEMMs that the loss did not use keep the FP8 state of ``original``, since their gradient is
+    zero.
 
     Args:
-        new: collections to take, such as the gradient's FP8 state.
-        original: the collections so far; a FrozenDict gives a FrozenDict.
+        new: collections to take, such as the gradient with respect to "fp8_metas".
+        original: the collections so far; the result has its mapping type.
     """
     kept = {name: _with_unused(new[name], original.get(name)) for name in new}
     return like_mapping(original, {**original, **kept})

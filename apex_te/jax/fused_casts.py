@@ -15,14 +15,14 @@ __all__ = ["ActivationBackward", "ActivationForward", "FusedCast", "Norm", "Norm
 
 
 class FusedCast:
-    """Base of ops, ready to run, that can write their result in FP8 themselves.
+    """Base of ops with bound inputs that can write their result in FP8 themselves.
 
     Attributes:
-        can_fuse: True if the op has ``fp8``; otherwise it has only ``plain``.
-        can_fuse_blocks: True if the op has ``blocks``.
-        copies: True if the op computes nothing: its result has elements of what it reads.
-        flatten_axis: number of the result's first dimension of columns.
-        with_dbias: True asks for the column sums of the result.
+        can_fuse: True if ``fp8`` is supported; ``plain`` always is.
+        can_fuse_blocks: True if ``blocks`` is supported.
+        copies: True if the op only copies elements of its inputs.
+        flatten_axis: index of the first dimension that counts as columns of the result.
+        with_dbias: True if the column sums of the result are wanted.
     """
 
     can_fuse = True
@@ -35,8 +35,8 @@ class FusedCast:
         """Runs the op without a cast to FP8.
 
         Returns:
-            The result in bf16 or fp32, and its column sums or None if they are not asked for or
-            the op does not compute them.
+            The result in its own dtype, and its column sums. The sums are None if they are not
+            wanted or the op does not compute them.
         """
         raise NotImplementedError
 
@@ -46,14 +46,14 @@ class FusedCast:
         """Runs the op and quantizes its float32 result.
 
         Args:
-            scale: one float32 element.
+            scale: one float32 element, the multiplier of the cast.
             dtype: FP8 dtype.
-            rowwise, columnwise: the copies to make; neither for the amax alone.
-            amax: one float32 element; the output's ``amax`` is the maximum of it and the result's
-                amax; or None.
+            rowwise, columnwise: the copies to make; both may be False if ``amax`` is given.
+            amax: one float32 element or None. If given, the output's ``amax`` is the maximum of it
+                and the result's amax.
 
         Returns:
-            The FP8 data, and the column sums if they are asked for and a copy is made.
+            The FP8 data, and the column sums; None if they are not wanted or no copy is made.
         """
         raise NotImplementedError
 
@@ -69,7 +69,7 @@ class FusedCast:
 
 
 class Norm(NamedTuple):
-    """Norm before a layer.
+    """Options of the norm before a layer.
 
     Attributes:
         op: "rms_norm" or "layer_norm".
@@ -84,12 +84,12 @@ class Norm(NamedTuple):
     def gradients(
         self, dy: jax.Array, kept: tuple[Any, ...], with_scale: bool, with_bias: bool
     ) -> list[Any]:
-        """Computes the gradients of x, of the scale and of the bias; None for one not asked for.
+        """Computes the gradients of x, scale and bias; one that is not asked for is None.
 
         Args:
             dy: gradient of the norm's result.
-            kept: x, scale, bias and statistics of the norm that has run.
-            with_scale, with_bias: compute the gradients of the scale, of the bias.
+            kept: x, scale, bias and ``NormForward.statistics`` of the forward.
+            with_scale, with_bias: compute the gradient of the scale, of the bias.
         """
         x, scale, bias, statistics = kept
         made = norm_bwd(
@@ -103,12 +103,12 @@ class NormForward(FusedCast):
     """Norm of x, as a fused cast.
 
     Args:
-        norm: the norm.
-        x: [..., cols], of two dimensions or more.
+        norm: the norm's options.
+        x: [..., cols] with two dimensions or more.
         scale, bias: [cols]; the bias of an RMS norm is None.
 
     Attributes:
-        statistics: "rstd" and for a layer norm "mean", set when the norm has run.
+        statistics: dict with "rstd", and "mean" for a layer norm; empty until the norm has run.
     """
 
     def __init__(self, norm: Norm, x: jax.Array, scale: jax.Array, bias: jax.Array | None) -> None:
@@ -139,8 +139,8 @@ class ActivationForward(FusedCast):
     """Gated activation as a fused cast.
 
     Args:
-        activation: of the gate; one of ``ops.swiglu.ACTIVATIONS``.
-        x: [..., 2, F], gate and up.
+        activation: the gate's activation, one of ``ops.swiglu.ACTIVATIONS``.
+        x: [..., 2, F], gate first and then up.
     """
 
     can_fuse_blocks = True
@@ -164,7 +164,7 @@ class ActivationForward(FusedCast):
         return made, None
 
     def blocks(self, dtype: Any, **options: Any) -> BlockQuantized:
-        """Returns act(gate) * up in blocks; see ``FusedCast.blocks``."""
+        """Returns act(gate) * up, quantized in blocks; see ``FusedCast.blocks``."""
         return swiglu_block.swiglu_fwd_block(self._x, None, dtype, **self._gate, **options)
 
 
@@ -172,7 +172,7 @@ class ActivationBackward(FusedCast):
     """Gradient of a gated activation's input, as a fused cast.
 
     Args:
-        activation: of the gate; one of ``ops.swiglu.ACTIVATIONS``.
+        activation: the gate's activation, one of ``ops.swiglu.ACTIVATIONS``.
         dy: [..., F], gradient of the activation's result.
         x: [..., 2, F], the activation's input.
         with_dbias: also compute the column sums [2, F] of the result.
@@ -205,7 +205,7 @@ class ActivationBackward(FusedCast):
         return made.output, made.dbias
 
     def blocks(self, dtype: Any, **options: Any) -> BlockQuantized:
-        """Returns the gradient in blocks; see ``FusedCast.blocks``."""
+        """Returns the gradient, quantized in blocks; see ``FusedCast.blocks``."""
         return swiglu_block.swiglu_bwd_block(
             self._dy, self._x, None, dtype, **self._gate, **options
         )

@@ -30,20 +30,22 @@ def fused_dense(
 ) -> Any:
     """Computes norm(x) @ kernel + bias.
 
-    Differentiable. The norm's result and, with ``columns``, the joined gradient are cast to FP8 by
-    their ops, the former from float32 values. The gradient with respect to ``state`` is the state
-    after the step. A region must be enabled for which ``can_fuse_norm`` is True.
+    Differentiable. The norm's op writes its result in FP8, from float32 values. With ``columns``
+    one op joins the outputs' gradients and casts them to FP8. The gradient with respect to
+    ``state`` is the state after the step. Must be called inside of a region, and
+    ``can_fuse_norm(state)`` must be True.
 
     Args:
-        x: [..., in] of two dimensions or more, float32, float16 or bfloat16.
-        parameters: scale and bias [in] of the norm, each or both None, in x's dtype or float32;
-            then in x's dtype the kernel [in, out...] and its bias [out...] or None.
-        state: FP8 state of the layer; empty for a recipe whose layers have none.
+        x: [..., in] with two dimensions or more, float32, float16 or bfloat16.
+        parameters: scale [in] and bias [in] of the norm, in x's dtype or float32; kernel
+            [in, out...] and its bias [out...] in x's dtype. All but the kernel may be None.
+        state: FP8 state of the layer; empty for a recipe without state.
         norm: the norm, or None.
-        columns: layout of the columns of several kernels in the kernel; None for one kernel.
+        columns: layout of several kernels whose columns are joined in the kernel; None for one
+            kernel.
 
     Returns:
-        The output [..., out...]; with ``columns`` a list with that of each kernel, [..., width].
+        The output [..., out...]; with ``columns`` a list of the kernels' outputs, [..., width].
     """
     recipe = active_recipe()
     assert recipe is not None

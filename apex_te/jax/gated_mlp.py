@@ -28,20 +28,23 @@ def gated_mlp(
 ) -> jax.Array:
     """Computes (act(gate) * up) @ wo + wo_bias, with gate and up of norm(x) @ wi + wi_bias.
 
-    Differentiable. Results of the norm and the activation, and in backward the gradient of the
-    activation's input, are cast to FP8 by their ops: with one scale from their float32 values, in
-    blocks from values rounded to x's dtype. The gradient with respect to ``state`` is the state
-    after the step. A region must be enabled for which ``can_fuse_activation`` is True.
+    Differentiable. The ops of the norm, of the activation and of its backward write their results
+    in FP8: recipes with one scale per tensor quantize float32 values, recipes with blocks quantize
+    values rounded to x's dtype. The gradient with respect to ``state`` is the state after the
+    step. Must be called inside of a region, and ``can_fuse_activation(state)`` must be True.
 
     Args:
-        x: [..., in] of two dimensions or more, float32, float16 or bfloat16.
-        parameters: scale and bias [in] of the norm, each or both None, in x's dtype or float32;
-            then in x's dtype wi [in, 2, F], gate first, and its bias [2, F] or None; wo [F, out]
-            and its bias [out] or None.
+        x: [..., in] with two dimensions or more, float32, float16 or bfloat16.
+        parameters: scale [in] and bias [in] of the norm, in x's dtype or float32; wi [in, 2, F]
+            with the gate first, its bias [2, F], wo [F, out] and its bias [out] in x's dtype.
+            All but wi and wo may be None.
         state: FP8 state of both layers, as ``state.initial`` makes it for two GEMMs; empty for a
-            recipe whose layers have none.
-        activation: of the gate; one of ``ops.swiglu.ACTIVATIONS``.
+            recipe without state.
+        activation: the gate's activation, one of ``ops.swiglu.ACTIVATIONS``.
         norm: the norm, or None.
+
+    Returns:
+        [..., out] in x's dtype.
     """
     recipe = active_recipe()
     assert recipe is not None

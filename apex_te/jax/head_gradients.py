@@ -23,11 +23,12 @@ _S = jax.ShapeDtypeStruct
 
 
 class HeadGradients(FusedCast):
-    """Fused cast that joins the gradients of a GEMM's kernels as their columns are.
+    """Fused cast that joins the output gradients of several kernels in their columns' layout.
 
     Args:
-        columns: layout of the columns.
-        gradients: [..., width] of each kernel.
+        columns: layout of the joined columns.
+        gradients: output gradients of queries, keys and values, or of keys and values, [..., width]
+            each.
         with_dbias: also sum the columns.
     """
 

@@ -22,22 +22,25 @@ __all__ = ["JoinedColumns", "joined_columns"]
 
 
 class JoinedColumns(NamedTuple):
-    """Layout of the columns of several kernels in one.
+    """Layout of several kernels in one joined kernel.
 
     Attributes:
         widths: numbers of columns of the kernels.
-        parts: number of parts that have a share of every kernel; None for a dimension of kernels.
+        parts: number of equal parts of the columns, each with a share of every kernel: the joined
+            kernel is [in, columns] for 1, else [in, parts, columns of a part]. None for kernels of
+            equal width that are stacked, [in, kernels, width].
     """
 
     widths: tuple[int, ...]
     parts: int | None
 
     def join(self, arrays: Sequence[jax.Array], lead: int) -> jax.Array:
-        """Returns kernels, or their biases, as one array.
+        """Joins kernels, or their biases, to one array.
 
         Args:
-            arrays: [..., width] or [..., kernels, width] each; together, all widths in order.
-            lead: number of dimensions before the columns: 1 of kernels, 0 of biases.
+            arrays: [..., width] or [..., kernels, width] each; their widths in order are
+                ``widths``.
+            lead: number of dimensions before the columns: 1 for kernels, 0 for biases.
         """
         if self.parts is None and len(arrays) == 1:
             return arrays[0]
@@ -55,7 +58,7 @@ class JoinedColumns(NamedTuple):
         return jnp.concatenate(flat, axis=-1)
 
     def split(self, product: jax.Array) -> list[jax.Array]:
-        """Returns the columns of each kernel, [..., width], of a GEMM with the joined kernel."""
+        """Splits the result of a GEMM with the joined kernel: [..., width] for each kernel."""
         if len(self.widths) == 1:
             return [product]
         if self.parts is None:
@@ -73,13 +76,13 @@ class JoinedColumns(NamedTuple):
 def joined_columns(
     kernels: Sequence[jax.Array], parts: int, recipe: Recipe | None
 ) -> JoinedColumns:
-    """Returns the layout of the columns of several kernels for devices that share them.
+    """Returns the layout in which several kernels are joined.
 
     Args:
         kernels: [in, width] or [in, kernels, width] each.
-        parts: number of parts into which devices cut the columns of each kernel.
-        recipe: recipe of the region. Where a part of a kernel would end within a block of its
-            scales the kernels lie side by side, and XLA gathers them.
+        parts: number of devices over which the columns of each kernel are sharded.
+        recipe: recipe of the region, or None. If a shard would end within a block that shares a
+            scale, the kernels are concatenated unsharded, and XLA gathers them.
     """
     widths = tuple(
         kernel.shape[-1] for kernel in kernels for _ in range(math.prod(kernel.shape[1:-1]))

@@ -22,19 +22,19 @@ _INPUT, _WEIGHT, _GRAD = 0, 1, 0
 
 
 def can_fuse_activation(state: Mapping[str, jax.Array]) -> bool:
-    """Returns True if the region's recipe has gated activations write FP8 themselves.
+    """Returns True if gated activations write FP8 themselves under the region's recipe.
 
-    All GEMMs of a ``Product`` are then in FP8, and its casts know their scales.
+    If so, all GEMMs of the layer are in FP8, and no scale waits for its first tensor.
 
     Args:
-        state: FP8 state of the layer; empty for a recipe whose layers have none.
+        state: FP8 state of the layer; empty for a recipe without state.
     """
     recipe = active_recipe()
     return recipe is not None and quantizer_of(recipe).fuses_activations and _fits(recipe, state)
 
 
 def can_fuse_norm(state: Mapping[str, jax.Array]) -> bool:
-    """Returns True if the region's recipe has norms write FP8 themselves.
+    """Returns True if norms write FP8 themselves under the region's recipe.
 
     Args:
         state: as in ``can_fuse_activation``.
@@ -59,13 +59,14 @@ def columns_of(q: Quantized) -> tuple[Any, Any]:
 
 
 class Product:
-    """Dense layer x @ kernel + bias with an x of one contracted dimension, without a gradient rule.
+    """Dense layer x @ kernel + bias without a gradient rule; contracts the last dimension of x.
 
-    ``part`` is its part of the FP8 state; None for a recipe whose layers have none.
+    In the methods, ``part`` is the FP8 state of this layer's GEMM, as ``entered`` returns it; None
+    for a recipe without state.
 
     Args:
         recipe: recipe of the region, with all GEMMs in FP8.
-        gemm: number of the layer among the GEMMs of a state.
+        gemm: number of this layer's GEMM among those of a module's state.
     """
 
     def __init__(self, recipe: Recipe, gemm: int) -> None:
@@ -74,7 +75,7 @@ class Product:
         self._quantizer = quantizer_of(recipe)
 
     def entered(self, state: Mapping[str, Any]) -> dict[str, Any] | None:
-        """Returns the layer's part of a state, its scales moved."""
+        """Returns this GEMM's part of a module's state with updated scales, or None."""
         if not self._quantizer.keeps_state:
             return None
         part = fp8_state.of_gemm(fp8_state.as_floats(state), self._gemm)
@@ -83,7 +84,12 @@ class Product:
     def state_gradient(
         self, part: Mapping[str, Any] | None, before: Mapping[str, Any]
     ) -> dict[str, Any]:
-        """Returns the gradient with respect to the state ``before``: that after the step."""
+        """Returns the gradient with respect to a module's state: the state after the step.
+
+        Args:
+            part: this GEMM's state after the step, or None.
+            before: the module's state before the step.
+        """
         return {} if part is None else fp8_state.cotangent(part, self._gemm, before)
 
     def forward(
@@ -103,7 +109,8 @@ class Product:
             kernel: [in, out...].
             bias: [out...] or None.
             part: as in the class.
-            for_dx, for_dkernel: True to make the copies for the gradient of x, of the kernel.
+            for_dx: also make the rowwise copy of the kernel, for the gradient of x.
+            for_dkernel: also make the columnwise copy of x, for the gradient of the kernel.
 
         Returns:
             The output [..., out...] in the kernel's dtype, and the casts of x and kernel.
@@ -122,7 +129,12 @@ class Product:
     def with_forward_amaxes(
         self, part: dict[str, Any] | None, qx: Quantized, qkernel: Quantized
     ) -> dict[str, Any] | None:
-        """Returns the part with the amax values of x and kernel staged."""
+        """Returns ``part`` with the amax values of x and kernel recorded for the next update.
+
+        Args:
+            part: as in the class; None gives None.
+            qx, qkernel: casts of x and kernel, from ``forward``.
+        """
         return self._staged(part, "fwd", qx.amax, qkernel.amax)
 
     def cast_gradient(
@@ -138,14 +150,15 @@ class Product:
         """Casts the output's gradient.
 
         Args:
-            dy: [..., out...], or the op that computes it, which knows whether it sums the columns.
+            dy: [..., out...], or the op that computes it.
             columns: number of dimensions of "out".
             part: as in the class.
-            for_dx, for_dkernel: True to make the copies for the gradient of x, of the kernel.
-            with_dbias: sum the columns.
+            for_dx: make the rowwise copy, for the gradient of x.
+            for_dkernel: make the columnwise copy, for the gradient of the kernel.
+            with_dbias: also sum the columns of an array; an op has its own ``with_dbias``.
 
         Returns:
-            The cast, and the part with its amax staged.
+            The cast, and ``part`` with its amax recorded for the next update.
         """
         options = {} if isinstance(dy, FusedCast) else {"with_dbias": with_dbias}
         qdy = self._cast(
@@ -159,7 +172,7 @@ class Product:
 
         Args:
             qdy: the cast of the output's gradient.
-            kernel: rowwise copy of the kernel.
+            kernel: rowwise copy of the kernel and its scales, from ``rows_of``.
             columns: number of dimensions of "out".
             dtype: dtype of the result.
         """
@@ -171,9 +184,9 @@ class Product:
         """Computes x.T @ dy.
 
         Args:
-            x: columnwise copy of x.
+            x: columnwise copy of x and its scales, from ``columns_of``.
             qdy: the cast of the output's gradient.
-            rows: number of dimensions of rows.
+            rows: number of dimensions before "out" in dy.
             dtype: dtype of the result.
         """
         return self._quantizer.multiply(

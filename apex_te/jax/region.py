@@ -43,8 +43,8 @@ class MeshResource:
         dp_resource: axis along which devices hold different parts of the batch.
         tp_resource: axis along which they hold different parts of the weights, for tensor
             parallelism.
-        fsdp_resource: axis along which they hold different parts of the batch, and of the weights,
-            which are gathered where they are used.
+        fsdp_resource: axis along which they hold different parts of the batch and of the weights;
+            the weights are gathered for each use.
         pp_resource: axis along which they hold different layers.
         cp_resource: axis along which they hold different parts of the sequence.
     """
@@ -65,7 +65,7 @@ class MeshResource:
 
     @property
     def amax_axes(self) -> tuple[str, ...]:
-        """Axes along which devices hold parts of one tensor, which has one amax: not pipeline's."""
+        """Axes over which amax values are combined: all axes but that of pipeline parallelism."""
         names = (self.dp_resource, self.tp_resource, self.fsdp_resource, self.cp_resource)
         return tuple(dict.fromkeys(name for name in names if name is not None))
 
@@ -77,12 +77,16 @@ _mesh: Any = jax.make_user_context(default_value=MeshResource())
 
 
 def checked_recipe(owner: str, recipe: Any, argument: str = "fp8_recipe") -> Recipe:
-    """Returns a recipe, given by itself or its name, or ``DelayedScaling()`` for None.
+    """Returns ``recipe``, the recipe with this name, or ``DelayedScaling()`` for None.
+
+    Args:
+        owner, argument: names of the caller and of its argument, for errors.
+        recipe: a recipe, its name or None.
 
     Raises:
-        TypeError: it is not a recipe.
+        TypeError: ``recipe`` is not a recipe.
         ValueError: no recipe has this name.
-        NotImplementedError: it asks for what JAX's side does not have.
+        NotImplementedError: the recipe or one of its options is not available in JAX.
     """
     found = chosen_recipe(owner, argument, recipe)
     if not isinstance(found, _KINDS) or found.quantizer not in _SCHEMES:
@@ -111,22 +115,25 @@ def fp8_autocast(
     *,
     sharding_resource: MeshResource | None = None,
 ) -> contextlib.AbstractContextManager[None]:
-    """Context manager in which layers multiply in FP8, where a function is traced or called.
+    """Context manager in which layers multiply in FP8.
+
+    A jitted function uses the region in which it is called: the recipe is part of jit's cache key,
+    so that a call with another recipe traces the function again.
 
     Args:
-        enabled: False for a region in which layers multiply in their own dtype; a recipe or its
+        enabled: False for a region in which layers multiply in their own dtype. A recipe or its
             name means True and that recipe.
-        fp8_recipe: the recipe, or its name as in ``apex_te.recipe.make_recipe``; None stands for
+        fp8_recipe: the recipe, or its name as in ``apex_te.recipe.make_recipe``; None means
             ``DelayedScaling()``.
-        mesh_resource: names of mesh axes, for ``extend_logical_axis_rules``, and in a
-            ``jax.shard_map`` for the axes over which amax values are combined; None stands for
-            those of the region around it.
-        sharding_resource: former name of ``mesh_resource``.
+        mesh_resource: names of mesh axes. ``extend_logical_axis_rules`` reads them, and inside of
+            ``jax.shard_map`` amax values are combined over them. None means those of the enclosing
+            region.
+        sharding_resource: former name of ``mesh_resource``, used if that is None.
 
     Raises:
-        TypeError: an argument has a wrong type, or there are two recipes.
-        ValueError: a recipe's name is unknown.
-        NotImplementedError: JAX's side does not have what an argument asks for.
+        TypeError: an argument has a wrong type, or both ``enabled`` and ``fp8_recipe`` are recipes.
+        ValueError: no recipe has this name.
+        NotImplementedError: the recipe or one of its options is not available in JAX.
     """
     name = "sharding_resource" if mesh_resource is None else "mesh_resource"
     resource = sharding_resource if mesh_resource is None else mesh_resource
@@ -138,11 +145,11 @@ def autocast(
     recipe: Recipe | str | None = None,
     mesh_resource: MeshResource | None = None,
 ) -> contextlib.AbstractContextManager[None]:
-    """Returns an ``fp8_autocast`` region; the name and arguments are Transformer Engine's new ones.
+    """Returns an ``fp8_autocast`` region, under Transformer Engine's new names.
 
     Args:
         enabled, mesh_resource: as in ``fp8_autocast``.
-        recipe: as ``fp8_recipe``.
+        recipe: as ``fp8_recipe`` in ``fp8_autocast``.
     """
     return _entered("autocast", enabled, ("recipe", recipe), ("mesh_resource", mesh_resource))
 
@@ -174,7 +181,7 @@ def active_recipe() -> Recipe | None:
 
 
 def active_mesh_resource() -> MeshResource:
-    """Returns the innermost region's names of mesh axes; none outside."""
+    """Returns the innermost region's names of mesh axes; outside of regions all are None."""
     return _mesh.value
 
 
@@ -185,10 +192,10 @@ def get_delayed_scaling() -> DelayedScaling:
 
 
 def is_fp8_available(gpu_id: int | None = None) -> tuple[bool, str]:
-    """Returns whether FP8 GEMMs can be computed, and if not, why.
+    """Returns ``(True, "")`` if the device can compute FP8 GEMMs, else ``(False, reason)``.
 
     Args:
-        gpu_id: number of the GPU; None for JAX's first device. A CPU always can.
+        gpu_id: number of the GPU; None means JAX's first device. A CPU always can.
     """
     device = jax.devices()[0] if gpu_id is None else jax.devices("cuda")[gpu_id]
     if device.platform == "cpu":

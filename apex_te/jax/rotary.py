@@ -21,16 +21,16 @@ def rotary_pos_emb(
 ) -> jax.Array:
     """Rotates each pair of a head's elements by an angle that grows with the position.
 
-    Pair i of d / 2 turns by position / (low * (high / low) ** (2 i / d)). Arithmetic is float32.
+    The angle of pair i is position / (low * (high / low) ** (2 i / d)). Arithmetic is float32.
 
     Args:
-        x: [b, s, h, d], d even.
-        windows: (low, high), the time scales of the first pair and, nearly, of the last.
+        x: [b, s, h, d], d even; float32, float16 or bfloat16.
+        windows: (low, high), the range of the pairs' time scales; i = 0 has low.
         group_method: "consecutive" for pairs (2 i, 2 i + 1), "alternate" for (i, i + d / 2).
         start: position of the first token.
 
     Raises:
-        ValueError: an unknown ``group_method``, or an odd d.
+        ValueError: ``group_method`` is unknown, ``x`` does not have 4 dimensions, or d is odd.
     """
     if group_method not in GROUP_METHODS:
         raise ValueError(

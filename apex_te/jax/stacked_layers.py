@@ -16,22 +16,22 @@ __all__ = ["stack_layers", "unstack_layers"]
 
 
 def unstack_layers(variables: Mapping[str, Any], stack: str, layers: str | None = None) -> Any:
-    """Returns variables with one module for each layer in the place of a module that stacks them.
+    """Returns variables in which a module of stacked layers is replaced by a module per layer.
 
     Args:
-        variables: collections, all with the layers in the first dimension of the module's arrays,
+        variables: collections whose arrays in the module have the layers in the first dimension,
             such as "params" and "fp8_metas" of an ``nn.scan`` with
             ``variable_axes={"params": 0, "fp8_metas": 0}``.
-        stack: the module's name; below others a path such as "decoder/layers".
-        layers: names of the layers' modules, which ``str.format`` makes from their numbers; None
-            stands for Flax's names of a list, "layers_{}" of "layers". For a state dict of a
-            ``torch.nn.ModuleList`` take "layers.{}".
+        stack: the module's name, or its path such as "decoder/layers".
+        layers: format string that makes a layer's name from its number; None means "layers_{}" for
+            a module "layers", as Flax names modules of a list. For a state dict of a
+            ``torch.nn.ModuleList`` use "layers.{}".
 
     Raises:
         KeyError: no collection has the module.
-        TypeError: a leaf is no array.
-        ValueError: arrays that do not have the same number of layers first, or a module that has
-            the name of a layer.
+        TypeError: a leaf of the module is not an array.
+        ValueError: the arrays differ in the number of layers, a module already has the name of a
+            layer, or ``stack`` or ``layers`` is malformed.
     """
     path, name = _place("unstack_layers", stack, layers)
     found = dict(variables)
@@ -72,18 +72,20 @@ def stack_layers(
     layers: str | None = None,
     partition_name: str | None = None,
 ) -> Any:
-    """Returns variables with one module that stacks layers, each a module so far; the inverse.
+    """Returns variables in which a module per layer is replaced by a module of stacked layers.
+
+    It is the inverse of ``unstack_layers``.
 
     Args:
         variables: collections such as "params" and "fp8_metas".
         stack, layers: as in ``unstack_layers``.
-        partition_name: logical axis of the layers in Flax's boxes, as ``metadata_params`` of
-            ``nn.scan`` gives it for ``nn.PARTITION_NAME``.
+        partition_name: name of the layers' logical axis in Flax's boxes, which ``nn.scan`` reads
+            from ``metadata_params[nn.PARTITION_NAME]``.
 
     Raises:
-        KeyError: no collection has the layer 0.
-        ValueError: layers with other parameters, shapes or dtypes than the first has, or a module
-            that has the name of the stack.
+        KeyError: no collection has a layer 0.
+        ValueError: layers differ in their parameters, shapes or dtypes, collections differ in the
+            number of layers, or a module already has the name of the stack.
     """
     path, name = _place("stack_layers", stack, layers)
     found, number = dict(variables), 0

@@ -36,10 +36,10 @@ class Leaf(NamedTuple):
 
     Attributes:
         name: its name.
-        keys: names of the tensors in PyTorch's module; several lie side by side in the parameter's
-            first dimension of features.
-        inputs: number of its first dimensions that a GEMM contracts, which are PyTorch's last
-            dimension; 0 for a vector; None for a parameter that PyTorch's side has as it is.
+        keys: names of its tensors in the PyTorch module; several tensors are stacked in the
+            parameter's first dimension of features.
+        inputs: number of its leading dimensions that a GEMM contracts; PyTorch has them as the last
+            dimension. 0 for a vector; None for a parameter that PyTorch has in the same form.
     """
 
     name: str
@@ -52,7 +52,7 @@ class Part(NamedTuple):
 
     Attributes:
         path: names of the nodes above it and its own.
-        prefix: prefix of the keys of PyTorch's module; several nodes may be parts of one.
+        prefix: prefix of the PyTorch module's keys; several Flax modules may share one.
         leaves: its parameters.
     """
 
@@ -62,7 +62,7 @@ class Part(NamedTuple):
 
 
 def parts(params: Mapping[str, Any], prefix: str = "") -> Iterator[Part]:
-    """Returns all modules of a tree of parameters.
+    """Yields each module of a tree of parameters.
 
     Args:
         params: the collection "params".

@@ -50,19 +50,18 @@ def _header(state: Mapping[str, Any], recipe: DelayedScaling) -> np.ndarray:
 
 
 def to_torch(variables: Mapping[str, Any], prefix: str = "") -> dict[str, np.ndarray]:
-    """Returns a state dict for PyTorch, as numpy arrays, of a tree of Flax's layers.
+    """Converts variables of Flax layers to a PyTorch state dict of numpy arrays.
 
-    Kernels [in, out] become weights [out, in]. FP8 state goes along, with a header that names the
-    region's recipe; its staged amax values are an update that is still to come. Attention becomes
-    that of PyTorch's layers with ``fuse_qkv_params=False``.
+    Kernels [in, out] become weights [out, in]. Attention has the form of PyTorch layers with
+    ``fuse_qkv_params=False``. FP8 state gets a header that names the region's recipe; its recorded
+    amax values stay pending for the next update.
 
     Args:
-        variables: "params" and perhaps "fp8_metas", as ``init`` returns them.
+        variables: dict with "params" and optionally "fp8_metas", as ``init`` returns it.
         prefix: prefix of all keys.
 
     Raises:
-        ValueError: parameters of several layers are stacked, as ``nn.scan`` does; take them apart
-            by ``unstack_layers``.
+        ValueError: layers are stacked, as by ``nn.scan``; call ``unstack_layers`` first.
     """
     recipe = get_delayed_scaling()
     found: dict[str, np.ndarray] = {}
@@ -128,18 +127,18 @@ def _split(leaf: Leaf, array: np.ndarray) -> Iterator[tuple[str, np.ndarray]]:
 def from_torch(
     state_dict: Mapping[str, Any], variables: Mapping[str, Any], prefix: str = ""
 ) -> dict[str, Any]:
-    """Returns variables with the values of a state dict of PyTorch.
+    """Returns a copy of ``variables`` with the values of a PyTorch state dict.
 
     Args:
-        state_dict: tensors or arrays by key; those of modules that ``variables`` has are read.
-        variables: variables of the model, from ``init``, for names, shapes and dtypes.
+        state_dict: tensors or arrays by key. Keys of modules that ``variables`` lacks are ignored.
+        variables: variables of the model, from ``init``, which give names, shapes and dtypes.
         prefix: prefix of all keys.
 
     Raises:
         KeyError: a key is missing.
-        ValueError: a value has another shape, one parameter is fused of queries, keys and values,
-            or ``variables`` have stacked layers: read those of ``unstack_layers`` and stack them
-            by ``stack_layers``.
+        ValueError: a value has another shape, queries, keys and values are fused in one parameter
+            of the state dict, or ``variables`` have stacked layers: pass the result of
+            ``unstack_layers`` and call ``stack_layers`` afterwards.
     """
 
     def read(key: str, shape: tuple[int, ...]) -> np.ndarray:

@@ -10,7 +10,7 @@ import torch
 def input_matrices(
     op: str, input: torch.Tensor, up: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Returns the inputs as matrices with contiguous rows, copied only if they have none.
+    """Returns the inputs as matrices with contiguous rows, copied only if their rows are not.
 
     Args:
         op: the op's name, for errors.
@@ -21,7 +21,7 @@ def input_matrices(
         (input [M, F] or [M, 2F], up [M, F] or None).
 
     Raises:
-        ValueError: ``input`` has no dimension, or ``up`` another shape.
+        ValueError: ``input`` has no dimension, or ``up`` does not have its shape.
     """
     if input.dim() == 0:
         raise ValueError(f"{op}: input must have at least 1 dimension, got shape []")
@@ -40,7 +40,7 @@ def _matrix(x: torch.Tensor) -> torch.Tensor:
 def dense_biases(
     bias: torch.Tensor | None, up_bias: torch.Tensor | None
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """Returns both biases, copied if they are not contiguous; None for one that is not given."""
+    """Returns both biases, each copied if it is not contiguous; None for a bias not given."""
     return (
         None if bias is None else bias.contiguous(),
         None if up_bias is None else up_bias.contiguous(),
@@ -48,7 +48,7 @@ def dense_biases(
 
 
 def result_extents(matrix: torch.Tensor, up_matrix: torch.Tensor | None) -> tuple[int, int]:
-    """Returns the extents (M, F) of the result, for an input [M, F] with up or [M, 2F] without."""
+    """Returns (M, F), the shape of the result; the matrix is [M, F], or [M, 2F] without up."""
     rows, cols = matrix.shape
     return rows, cols // 2 if up_matrix is None else cols
 
@@ -56,13 +56,16 @@ def result_extents(matrix: torch.Tensor, up_matrix: torch.Tensor | None) -> tupl
 def output_gradient(
     op: str, grad_output: torch.Tensor, input: torch.Tensor, cols: int
 ) -> torch.Tensor:
-    """Returns the output's gradient as a contiguous matrix [M, cols]; ValueError if it cannot fit.
+    """Returns the output's gradient as a contiguous matrix [M, cols].
 
     Args:
         op: the op's name, for errors.
         grad_output: gradient of the output, [..., cols].
-        input: the op's input, with the same sizes but the last.
-        cols: F, the extent of the output's last dimension.
+        input: the op's input, of the same shape except the last dimension.
+        cols: F, the size of the output's last dimension.
+
+    Raises:
+        ValueError: ``grad_output`` has another shape.
     """
     expected = (*input.shape[:-1], cols)
     if grad_output.shape != expected:

@@ -12,8 +12,8 @@ _E5M2 = (torch.float8_e5m2, torch.float8_e5m2fnuz)
 def bias_dtype(out_dtype: torch.dtype) -> torch.dtype:
     """Returns the dtype of the bias for a GEMM whose output has ``out_dtype``.
 
-    That is ``out_dtype`` itself, except bfloat16 for a float32 output. cuBLASLt's FP8 GEMMs take
-    a bias of no other dtype, and the GEMMs of all formats follow this rule.
+    This is ``out_dtype``, but bfloat16 for a float32 output. cuBLASLt's FP8 GEMMs support no other
+    dtype of the bias, and the GEMMs of all formats follow this rule.
     """
     return torch.bfloat16 if out_dtype is torch.float32 else out_dtype
 
@@ -28,16 +28,16 @@ def prepare(name, a, b, out, out_dtype, bias, accumulate, spare=0):
         out: [M, N] to write, or None for a new tensor.
         out_dtype: dtype of a new output.
         bias: [N] or None.
-        accumulate: the result is to be added to ``out``, which must then be given.
-        spare: number of rows that a new output has beyond M.
+        accumulate: the GEMM will add to ``out``, which must then be given.
+        spare: number of rows of a new output in addition to M.
 
     Returns:
         ``(out, bias)``: ``out`` or a new tensor [M + spare, N]; the bias in ``bias_dtype`` or None.
 
     Raises:
-        TypeError: a complex bias.
-        ValueError: shapes that do not match, or ``accumulate`` without ``out``.
-        NotImplementedError: E5M2 x E5M2.
+        TypeError: ``bias`` is complex.
+        ValueError: shapes do not match, or ``accumulate`` is True without ``out``.
+        NotImplementedError: both operands are E5M2.
     """
     if a.dim() != 2 or b.dim() != 2 or a.shape[1] != b.shape[1]:
         raise ValueError(
@@ -71,8 +71,8 @@ def check_addend(name, c, out, accumulate, gelu):
         accumulate, gelu: the GEMM's options, neither of which may be True with ``c``.
 
     Raises:
-        TypeError: ``c`` has another dtype than ``out``.
-        ValueError: ``c`` has another shape than ``out``, or ``accumulate`` or ``gelu`` is True.
+        TypeError: ``c`` does not have the dtype of ``out``.
+        ValueError: ``c`` does not have the shape of ``out``, or ``accumulate`` or ``gelu`` is True.
     """
     for option, given in (("accumulate", accumulate), ("gelu", gelu)):
         if given:

@@ -8,7 +8,11 @@ import torch
 
 
 def sorted_heads(x: torch.Tensor, *, repeats: int, groups: int) -> torch.Tensor:
-    """Copies rows [groups * (repeats + 2) * size, ...] to the order queries, keys, values."""
+    """Copies rows of heads ordered by group into the order all queries, all keys, all values.
+
+    Returns:
+        A new tensor of the shape and dtype of x.
+    """
     heads, queries = groups * (repeats + 2), groups * repeats
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
     rows, to = in_words((x.contiguous(), out))
@@ -19,7 +23,10 @@ def sorted_heads(x: torch.Tensor, *, repeats: int, groups: int) -> torch.Tensor:
 
 
 def in_words(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Returns 8-byte views of tensors of one dtype, or all of them as they are if one has none."""
+    """Returns views with 8-byte elements, which a GPU copies faster, or else the given tensors.
+
+    Views are returned if the strides, offsets and last dimensions of all tensors allow them.
+    """
     per_word = 8 // tensors[0].element_size()
     if all(
         t.stride(-1) == 1

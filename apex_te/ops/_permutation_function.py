@@ -22,10 +22,15 @@ def run(
     align_size: int | None,
     row_id_map: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
-    """Permutes tokens without autograd, by a given map or by a routing map.
+    """Permutes tokens without autograd, by ``row_id_map`` if given, or else by ``routing_map``.
 
-    Returns (rows [rows, hidden], their probs [rows] or None, row_id_map if made here or None).
-    ``routing_map`` is not read if ``row_id_map`` is given.
+    Args:
+        inp: [tokens, hidden].
+        probs: [tokens, width], as in ``moe_permute.permute``.
+
+    Returns:
+        (permuted rows [rows, hidden], permuted probs [rows] or None without probs, new row_id_map
+        or None if one was given).
     """
     if row_id_map is not None:
         return *_op.permute(inp, row_id_map, rows, probs), None

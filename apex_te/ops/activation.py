@@ -23,11 +23,11 @@ _bwd_fp8 = bind("activation", "activation_bwd_fp8")
 
 @checked
 def activation(x: torch.Tensor, kind: str) -> torch.Tensor:
-    """Applies an activation function to every element, differentiably, in float32 arithmetic.
+    """Applies an activation function to every element in float32 arithmetic; differentiable.
 
-    NaN gives NaN, in the value and in the gradient. -Inf gives NaN, but 0 for relu and
-    squared_relu. The gradient is NaN where x is infinite, except for relu and squared_relu, whose
-    gradient is 0 where x <= 0, whatever the output's gradient is.
+    NaN gives a NaN value and gradient. -Inf gives NaN, but 0 for relu and squared_relu. An infinite
+    x has the gradient NaN, except with relu and squared_relu. The gradient of these two is 0
+    if x <= 0, even if the output's gradient is NaN or infinite.
 
     Args:
         x: any shape, float32, float16 or bfloat16; made contiguous if it is not.
@@ -35,11 +35,11 @@ def activation(x: torch.Tensor, kind: str) -> torch.Tensor:
             "squared_relu" or "silu".
 
     Returns:
-        A tensor of x's shape and dtype. Backward needs x, which autograd keeps until then.
+        A tensor of x's shape and dtype. Autograd keeps x for backward.
 
     Raises:
-        TypeError: a dtype that is not listed.
-        ValueError: a kind that is not listed.
+        TypeError: an argument has a dtype that is not listed.
+        ValueError: ``kind`` is not listed.
     """
     if needs_autograd(x):
         return _Activation.apply(x, kind)
@@ -101,31 +101,31 @@ def activation_fwd_fp8(
     amax: torch.Tensor | None = None,
     out: FP8Output | None = None,
 ) -> FP8Output:
-    """Quantizes an activation's float32 result f(x): q = saturating_cast(f(x) * scale).
+    """Applies an activation function and quantizes: q = saturating_cast(f(x) * scale).
 
-    Values are rounded to nearest even, and NaN stays NaN.
+    f(x) is float32 and not rounded before the cast, which rounds to nearest even. NaN stays NaN.
 
     Args:
         x: [..., cols] float32, float16 or bfloat16; made contiguous if it is not. rows is the
-            product of its sizes but the last.
+            product of all dimensions but the last.
         kind: as in ``activation``.
         scale: one float32 element on x's device.
         fp8_dtype: torch.float8_e4m3fn or torch.float8_e5m2.
-        rowwise: make [rows, cols].
-        columnwise: make the transpose, [cols, rows].
-        pad_columnwise: make the columnwise copy [cols, rows rounded up to 16] instead, with zeros
-            in the added columns, as a GEMM over the rows needs it.
+        rowwise: make the rowwise copy, [rows, cols].
+        columnwise: make the columnwise copy, the transpose [cols, rows].
+        pad_columnwise: pad the columnwise copy to [cols, rows rounded up to 16]; the added columns
+            are zeros. A GEMM that sums over the rows needs this.
         amax: one float32 element, becomes max(amax, max |f(x)|), before scaling; NaN counts as
-            largest.
-        out: result of an earlier call to write instead of new tensors; ``rowwise``, ``columnwise``
+            largest. None computes no amax.
+        out: result of an earlier call, whose tensors are overwritten. ``rowwise``, ``columnwise``
             and ``pad_columnwise`` are then ignored.
 
     Returns:
         The FP8 copies and their scale_inv: ``out`` or new tensors.
 
     Raises:
-        TypeError: a dtype that is not listed.
-        ValueError: a shape, device or kind that does not match.
+        TypeError: an argument has a dtype that is not listed.
+        ValueError: a shape or device does not match, or ``kind`` is not listed.
     """
     number = activation_number("activation_fwd_fp8", kind)
     x = as_matrix("activation_fwd_fp8", x)
@@ -151,17 +151,17 @@ def activation_bwd_fp8(
     amax: torch.Tensor | None = None,
     out: FP8Output | None = None,
 ) -> FP8Output:
-    """Quantizes the float32 gradient that ``activation_bwd`` computes.
+    """Computes ``activation_bwd`` and quantizes its gradient, which is float32 before the cast.
 
     Args:
         grad_output: gradient of the output, of x's shape and dtype.
         x, kind, scale, fp8_dtype, rowwise, columnwise, pad_columnwise, out: as in
             ``activation_fwd_fp8``.
-        amax: one float32 element, becomes the maximum of itself and of the gradient's magnitudes
-            before scaling; NaN counts as largest.
+        amax: one float32 element, becomes max(amax, max |gradient|), before scaling; NaN counts
+            as largest. None computes no amax.
 
     Returns:
-        FP8 copies of the gradient as a matrix [rows, cols]: ``out`` or new tensors.
+        FP8 copies of the gradient, a matrix [rows, cols]: ``out`` or new tensors.
     """
     number = activation_number("activation_bwd_fp8", kind)
     grad_output = as_matrix("activation_bwd_fp8", grad_output)
@@ -177,7 +177,7 @@ def activation_bwd_fp8(
 
 
 def as_matrix(op: str, x: torch.Tensor) -> torch.Tensor:
-    """Returns x as contiguous [rows, cols], cols being the extent of its last dimension.
+    """Returns x as a contiguous matrix [rows, cols], where cols is the size of its last dimension.
 
     Raises:
         ValueError: x has no dimension.
@@ -233,7 +233,7 @@ class _Activation(OpFunction):
 
 
 def reference(x: torch.Tensor, kind: str) -> torch.Tensor:
-    """Computes ``activation`` in plain PyTorch in x's dtype, differentiably; the specification."""
+    """Computes ``activation`` in plain PyTorch in x's dtype, as a differentiable specification."""
     functional = torch.nn.functional
     if kind in ("gelu", "gelu_erf"):
         return reference_gelu(x, kind == "gelu")
@@ -259,10 +259,10 @@ def reference_gelu(x: torch.Tensor, is_tanh: bool) -> torch.Tensor:
 def reference_fp8(
     values: torch.Tensor, scale: torch.Tensor, fp8_dtype: torch.dtype
 ) -> tuple[FP8Output, torch.Tensor]:
-    """Quantizes a result [rows, cols], such as a float64 one, in plain PyTorch.
+    """Quantizes a matrix [rows, cols] of floating-point values in plain PyTorch.
 
     Returns:
-        (both FP8 copies with scale_inv, amax as one float32 element).
+        (both FP8 copies and scale_inv, amax as one float32 element).
     """
     rounded = values.float()
     codes = reference_codec.encode_fp8(rounded * scale, fp8_dtype)

@@ -34,29 +34,30 @@ def amax_scale_update(
 ) -> None:
     """Updates every history, scale and scale_inv in place; one launch per 1,000 histories.
 
-    Row 0 of a history holds the staged amax values. For each slot the staged amax is taken and row
-    0 set to 0. If it is 0, infinite or NaN, nothing else changes, except that an infinity or NaN
-    adds 1 to ``nonfinite_count``. Otherwise the other rows move up by one, the oldest amax drops
-    out, and the staged amax becomes the last row; then scale = fp8_max * 2**-margin / amax, at most
-    the
-    largest float32. ``algo`` chooses this amax: "max" takes the maximum of the staged amax and of
-    the history before the update, "most_recent" the staged amax.
+    A slot (column) belongs to one quantized tensor. Row 0 of a history holds the amax values that
+    casts have recorded since the last update; row 1 is the oldest amax, the last row the newest.
+    For each slot the update reads the recorded amax and sets row 0 to 0. An amax of 0, infinity or
+    NaN changes nothing else, except that infinity and NaN add 1 to ``nonfinite_count``. Any other
+    amax becomes the last row, after the oldest has dropped out and later rows moved up. Then
+    scale = fp8_max * 2**-margin / amax, at most the largest float32. For "max" this amax is the
+    maximum of the recorded amax and the history before the update, for "most_recent" the
+    recorded one.
 
     Args:
-        histories: [length, slots] float32 each; row 0 is staging, the last row the newest amax.
-            ``histories``, ``scales`` and ``scale_invs`` may also be prepared lists
-            (``apex_te.runtime.tensor_list``).
+        histories: [length, slots] float32 each. ``histories``, ``scales`` and ``scale_invs`` may
+            also be prepared lists (``apex_te.runtime.tensor_list``).
         scales: [slots] float32, one tensor for each history.
         scale_invs: [slots] float32, one tensor for each history.
         fp8_max: the format's largest value for each history, 448 (E4M3) or 57344 (E5M2).
         margin: exponent of a power of two that scales are divided by, as headroom.
         algo: "max" or "most_recent".
-        pow2: round fp8_max / amax down to a power of two; the scale is 2**127 at most.
-        nonfinite_count: one int32 element, increased by the number of infinite and NaN amax values.
+        pow2: round fp8_max / amax down to a power of two; the scale is at most 2**127.
+        nonfinite_count: one int32 element, increased by the number of infinite and NaN amax values;
+            None does not count them.
 
     Raises:
-        TypeError: a dtype that does not match.
-        ValueError: a shape or list length that does not match.
+        TypeError: an argument has a dtype that is not listed.
+        ValueError: a shape or list length does not match.
     """
     most_recent = is_most_recent("amax_scale_update", algo)
     if not len(histories) and not len(scales) and not len(scale_invs):
@@ -66,7 +67,7 @@ def amax_scale_update(
 
 
 class PreparedUpdate:
-    """Calls of ``amax_scale_update`` with the same arguments, prepared once to cost less host time.
+    """Prepares repeated calls of ``amax_scale_update`` with the same arguments, to save host time.
 
     The constructor's arguments are those of ``amax_scale_update``.
     """

@@ -26,11 +26,11 @@ _VAGUE = (
 
 
 def checked(function: _F) -> _F:
-    """Decorates a public function: a failed call raises an error that names the bad argument.
+    """Decorates a public function so that a failed call raises an error naming the bad argument.
 
-    An argument that the function does not check makes it fail somewhere, with an error of torch or
-    of Python. The decorator catches that error and compares the arguments with their annotations. A
-    call that succeeds costs no checks. A former keyword of an argument is accepted, too.
+    A bad argument that the function does not check itself causes some error of torch or Python. The
+    decorator catches it and compares the arguments with their annotations. A call that succeeds
+    is not checked. Former keywords of arguments are accepted, too.
     """
     stem = function.__module__.rpartition(".")[2]
     name = function.__name__
@@ -53,9 +53,9 @@ def checked(function: _F) -> _F:
 
 
 def check_dense(owner: str, **tensors: torch.Tensor | None) -> None:
-    """Checks tensors of a function that passes them to torch, not to a kernel with its own checks.
+    """Checks tensors that a function passes to torch instead of a kernel with its own checks.
 
-    In a compiled region, where torch checks them, it does nothing.
+    In a compiled region it does nothing, because torch checks them there.
 
     Args:
         owner: name of the function, for errors.
@@ -63,7 +63,7 @@ def check_dense(owner: str, **tensors: torch.Tensor | None) -> None:
 
     Raises:
         TypeError: an argument is not a dense tensor with a real dtype.
-        ValueError: an argument is not on the device of the first.
+        ValueError: an argument is on another device than the first one.
     """
     if torch.compiler.is_compiling():
         return  # a compiler refuses layouts in a backward, and traces tensors that it checks itself
@@ -83,11 +83,11 @@ def check_dense(owner: str, **tensors: torch.Tensor | None) -> None:
 
 
 def under_name(owner: str, error: Exception) -> Exception:
-    """Returns the error of an op that ran in place of another with the name of that other op.
+    """Returns the error of an op that ran in place of ``owner``, with ``owner`` as the op's name.
 
     Args:
         owner: the op that the user called.
-        error: error of the op that ran, about an argument that ``owner`` has, too.
+        error: error about an argument that both ops have.
     """
     text = str(error)
     own = _OWN_ERROR.match(text)

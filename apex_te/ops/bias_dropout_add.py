@@ -47,12 +47,12 @@ def bias_dropout_add(
 ) -> torch.Tensor:
     """Computes residual + dropout(x + bias, p) in float32, rounded once.
 
-    An element is dropped (multiplied by 0, so NaN and infinity show as NaN) with probability q,
-    which is p rounded to a multiple of 1/65536, from 1/65536 to 65535/65536. The others are
-    multiplied by 1 / (1 - q), so that the expectation is exact. No random number is drawn for
-    p = 0, for training=False and for p = 1, which drops everything. The gradients of x and bias
-    pass through the mask of the forward pass, bias's as a deterministic sum over rows; residual's
-    gradient is that of the output.
+    An element is dropped with probability q: p rounded to a multiple of 1/65536, at least 1/65536
+    and at most 65535/65536. Dropping multiplies by 0, so NaN and infinity give NaN. Other elements
+    are multiplied by 1 / (1 - q), which keeps the expectation exact. No random number is drawn if
+    p = 0, if p = 1 (everything is dropped) or if ``training`` is False. Backward applies the
+    forward's mask to the gradients of x and bias, and sums the bias's over rows
+    deterministically. The residual's gradient is the output's.
 
     Args:
         x: [..., cols] float32, float16 or bfloat16; made contiguous if it is not.
@@ -60,18 +60,19 @@ def bias_dropout_add(
         residual: x's shape, of x's dtype or float32; made contiguous if it is not.
         p: probability of an element to be dropped, 0 to 1.
         training: False has the effect of p = 0.
-        seed: one int64 on x's device, or its halves as int32 [2], the low one first, that
-            determines the mask; drawn unless given.
-        generator: generator of x's device to draw the seed from; the device's default one unless
-            given. ``torch.utils.checkpoint`` restores only the default one, and none while a CUDA
-            graph is captured: there draw the seed outside of the checkpointed function and pass it.
+        seed: determines the mask: one int64 on x's device, or its halves as int32 [2], the low one
+            first; None draws it.
+        generator: generator of x's device to draw the seed from; None takes the device's default
+            one. ``torch.utils.checkpoint`` restores only the default generator, and none during
+            capture of a CUDA graph. With another generator or in a capture, draw the seed outside
+            of the checkpointed function and pass it.
 
     Returns:
         A contiguous tensor of x's shape and residual's dtype.
 
     Raises:
-        TypeError: a dtype that is not listed.
-        ValueError: a shape or p that does not fit, or both ``seed`` and ``generator`` are given.
+        TypeError: an argument has a dtype that is not listed.
+        ValueError: a shape or p does not fit, or both ``seed`` and ``generator`` are given.
     """
     if not 0.0 <= p <= 1.0:
         raise ValueError(f"bias_dropout_add: p must be from 0 to 1, got {p}")
@@ -104,19 +105,20 @@ def bias_dropout_add_bwd(
     bias_dtype: torch.dtype | None = None,
     mask: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """Computes ``bias_dropout_add``'s gradients with respect to x and bias; residual's is ``dout``.
+    """Computes the gradients of ``bias_dropout_add`` in x and bias; the residual's is ``dout``.
 
     Args:
-        dout: [..., cols], the gradient of the output, in its dtype; made contiguous if it is not.
+        dout: [..., cols], gradient of the output, in the output's dtype; made contiguous if it is
+            not.
         seed: the forward's seed; None for p = 0 and p = 1.
         p: the forward's p.
         x_dtype: dtype of dx; None to leave dx out.
         bias_dtype: dtype of dbias; None to leave dbias out.
-        mask: CPU only: the forward's mask, uint8 [rows, ceil(cols / 8)] with one bit for each
-            element; computed from ``seed`` if it is None.
+        mask: CPU only: the forward's mask, uint8 [rows, ceil(cols / 8)], one bit per element; None
+            computes it from ``seed``.
 
     Returns:
-        (dx of dout's shape, dbias [cols] summed in a fixed order), with None for one left out.
+        (dx of dout's shape, dbias [cols] summed in a fixed order); None for one left out.
     """
     dense = _rows(dout)
     rows, cols = dense.shape
@@ -182,7 +184,7 @@ def reference(
     p: float,
     seed: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Computes ``bias_dropout_add`` in plain PyTorch in residual's dtype; the specification.
+    """Computes ``bias_dropout_add`` in plain PyTorch in residual's dtype, as its specification.
 
     ``seed``, one int64, must be given if 0 < p < 1.
     """

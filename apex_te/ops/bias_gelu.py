@@ -28,7 +28,7 @@ class BiasGeluGrads(NamedTuple):
 
     Attributes:
         input: gradient of x, of its shape and dtype.
-        dbias: gradient of the bias, [cols] in x's dtype; None if not asked for.
+        dbias: gradient of the bias, [cols] in x's dtype; None if not requested.
     """
 
     input: torch.Tensor
@@ -40,7 +40,7 @@ class BiasGeluFP8Grads(NamedTuple):
 
     Attributes:
         output: FP8 data of x's gradient, as a matrix [rows, cols].
-        dbias: gradient of the bias, [cols] in x's dtype; None if not asked for.
+        dbias: gradient of the bias, [cols] in x's dtype; None if not requested.
     """
 
     output: FP8Output
@@ -51,22 +51,22 @@ class BiasGeluFP8Grads(NamedTuple):
 def bias_gelu(
     x: torch.Tensor, bias: torch.Tensor | None = None, *, form: str = "tanh"
 ) -> torch.Tensor:
-    """Computes gelu(x + bias), differentiably; the sum is not rounded to x's dtype.
+    """Computes gelu(x + bias) in float32, rounded once; differentiable.
 
-    Arithmetic is in float32. A sum of NaN gives NaN, in the value and in the gradient. A sum of
-    -Inf gives the value NaN, and an infinite sum the gradient NaN.
+    If x + bias is NaN, value and gradient are NaN. If it is -Inf, the value is NaN; if it is
+    +Inf or -Inf, the gradient is NaN.
 
     Args:
         x: [..., cols] float32, float16 or bfloat16; made contiguous if it is not.
-        bias: [cols] in x's dtype.
+        bias: [cols] in x's dtype; None adds nothing.
         form: "tanh" or "erf" (exact).
 
     Returns:
-        A tensor of x's shape and dtype. Backward needs x and bias, which autograd keeps until then.
+        A tensor of x's shape and dtype. Autograd keeps x and bias for backward.
 
     Raises:
-        TypeError: a dtype that is not listed or differs.
-        ValueError: a shape, device or form that does not match.
+        TypeError: x has a dtype that is not listed, or another argument's dtype does not match.
+        ValueError: a shape or device does not match, or ``form`` is not listed.
     """
     if needs_autograd(x, bias):
         return _BiasGelu.apply(x, bias, form)
@@ -113,7 +113,7 @@ def bias_gelu_bwd(
     Args:
         grad_output: gradient of the output, of x's shape and dtype.
         x, bias, form: as in ``bias_gelu``.
-        with_dbias: also return the column sums, the bias's gradient, added in float32 in a fixed
+        with_dbias: also return the bias's gradient, the column sums, added in float32 in a fixed
             order.
         out: tensor of x's shape and dtype to write x's gradient to; may be ``grad_output``.
     """
@@ -140,27 +140,32 @@ def bias_gelu_fwd_fp8(
     amax: torch.Tensor | None = None,
     out: FP8Output | None = None,
 ) -> FP8Output:
-    """Quantizes the float32 result of gelu: q = saturating_cast(gelu(x + bias) * scale).
+    """Computes ``bias_gelu`` and quantizes: q = saturating_cast(gelu(x + bias) * scale).
+
+    The result of gelu is float32 and not rounded before the cast.
 
     Args:
         x: [..., cols] float32, float16 or bfloat16; made contiguous if it is not. rows is the
-            product of its sizes but the last.
-        bias: [cols] in x's dtype.
+            product of all dimensions but the last.
+        bias: [cols] in x's dtype; None adds nothing.
         scale: one float32 element on x's device.
         fp8_dtype: torch.float8_e4m3fn or torch.float8_e5m2.
         form: "tanh" or "erf" (exact).
-        rowwise: make [rows, cols].
-        columnwise: make the transpose, [cols, rows].
-        pad_columnwise: make the columnwise copy [cols, rows rounded up to 16] instead, with zeros
-            in the added columns, as a GEMM over the rows needs it.
+        rowwise: make the rowwise copy, [rows, cols].
+        columnwise: make the columnwise copy, the transpose [cols, rows].
+        pad_columnwise: pad the columnwise copy to [cols, rows rounded up to 16]; the added columns
+            are zeros. A GEMM that sums over the rows needs this.
         amax: one float32 element, becomes max(amax, max |gelu(x + bias)|), before scaling; NaN
-            counts as largest.
-        out: result of an earlier call to write instead of new tensors; ``rowwise``, ``columnwise``
+            counts as largest. None computes no amax.
+        out: result of an earlier call, whose tensors are overwritten. ``rowwise``, ``columnwise``
             and ``pad_columnwise`` are then ignored.
 
+    Returns:
+        FP8 copies of the result, a matrix [rows, cols], and their scale_inv.
+
     Raises:
-        TypeError: a dtype that is not listed or differs.
-        ValueError: a shape, device or form that does not match.
+        TypeError: x has a dtype that is not listed, or another argument's dtype does not match.
+        ValueError: a shape or device does not match, or ``form`` is not listed.
     """
     is_tanh = op_options.is_tanh("bias_gelu_fwd_fp8", form)
     x = as_matrix("bias_gelu_fwd_fp8", x)
@@ -189,16 +194,16 @@ def bias_gelu_bwd_fp8(
     with_dbias: bool = False,
     out: FP8Output | None = None,
 ) -> BiasGeluFP8Grads:
-    """Computes ``bias_gelu_bwd`` with the gradient of x quantized from its float32 values.
+    """Computes ``bias_gelu_bwd`` and quantizes the gradient of x, which is float32 before the cast.
 
-    The bias's gradient is the sum of these float32 values.
+    The bias's gradient is the column sum of the float32 gradient.
 
     Args:
         grad_output, with_dbias: as in ``bias_gelu_bwd``.
         x, bias, scale, fp8_dtype, form, rowwise, columnwise, pad_columnwise, out: as in
             ``bias_gelu_fwd_fp8``.
-        amax: one float32 element, becomes the maximum of itself and of the magnitudes of x's
-            gradient before scaling; NaN counts as largest.
+        amax: one float32 element, becomes max(amax, max |gradient of x|), before scaling; NaN
+            counts as largest. None computes no amax.
     """
     is_tanh = op_options.is_tanh("bias_gelu_bwd_fp8", form)
     grad_output = as_matrix("bias_gelu_bwd_fp8", grad_output)
@@ -247,5 +252,5 @@ class _BiasGelu(OpFunction):
 def reference(
     x: torch.Tensor, bias: torch.Tensor | None = None, *, form: str = "tanh"
 ) -> torch.Tensor:
-    """Computes ``bias_gelu`` in plain PyTorch in x's dtype, differentiably; the specification."""
+    """Computes ``bias_gelu`` in plain PyTorch in x's dtype, as a differentiable specification."""
     return reference_gelu(x if bias is None else x + bias, form == "tanh")

@@ -25,12 +25,13 @@ ROW_MULTIPLE = 4
 
 @former_fields(transposed="columnwise", transposed_scale_inv="columnwise_scale_inv")
 class BlockQuantized(NamedTuple):
-    """FP8 data and scale_inv of a matrix [rows, cols]; None for a copy that was not asked for.
+    """FP8 data and scale_inv of a matrix [rows, cols]; None for a copy that was not requested.
+
+    ``block_rows`` below is the rows of a scaling block, 1 or 128, as given to ``block_quantize``.
 
     Attributes:
         rowwise: FP8 [rows, cols].
-        rowwise_scale_inv: float32 of shape ``scale_shape(rows, cols, block_rows)``, with the
-            ``block_rows``, 1 or 128, of the call.
+        rowwise_scale_inv: float32 of shape ``scale_shape(rows, cols, block_rows)``.
         columnwise: FP8 [cols, rows], the transpose; [cols, rows rounded up to 16] with
             ``pad_columnwise``.
         columnwise_scale_inv: float32 of shape ``scale_shape(cols, rows, block_rows)``.
@@ -42,7 +43,7 @@ class BlockQuantized(NamedTuple):
     columnwise_scale_inv: torch.Tensor | None
 
     def of_rows(self, rows: int) -> BlockQuantized:
-        """Returns these copies, with the first ``rows`` rows of a rowwise copy that has more."""
+        """Returns these copies with the rowwise copy cut to its first ``rows`` rows."""
         if self.rowwise is None or self.rowwise.shape[0] == rows:
             return self
         return self._replace(rowwise=self.rowwise[:rows])
@@ -53,12 +54,12 @@ def scale_shape(rows: int, cols: int, block_rows: int) -> tuple[int, int]:
 
     Args:
         rows: rows of the copy, rowwise or columnwise.
-        cols: columns of the copy, the inner dimension K of a product.
+        cols: columns of the copy, the inner dimension K of a GEMM.
         block_rows: 1 (blocks of 1x128) or 128 (128x128).
 
     Returns:
-        For 1x128 (ceil(cols / 128), rows rounded up to a multiple of 4), which is the transposed
-        order; for 128x128 (ceil(rows / 128), ceil(cols / 128) rounded up to a multiple of 4).
+        For 1x128 (ceil(cols / 128), rows rounded up to a multiple of 4): scales are stored
+        transposed. For 128x128 (ceil(rows / 128), ceil(cols / 128) rounded up to a multiple of 4).
     """
     blocks = -(-cols // _BLOCK)
     if block_rows == 1:
@@ -80,38 +81,40 @@ def block_quantize(
     amax: torch.Tensor | None = None,
     out: BlockQuantized | None = None,
 ) -> BlockQuantized:
-    """Quantizes q = saturating_cast(float(x) * scale), scale = fp8_max / amax of each block.
+    """Quantizes x: q = saturating_cast(float(x) * scale), scale = fp8_max / amax of each block.
 
     A block's amax below ``eps`` counts as ``eps``. An amax of 0, infinity or NaN gives scale 1, so
-    that NaN stays NaN. An infinity saturates, but makes its block's scale_inv infinite, and with it
-    all values of the block. An infinite scale becomes the largest finite value of x's dtype. With
-    1x128 blocks the blocks of the columnwise copy are 128 elements of a column of x, with scales of
-    their own; with 128x128 blocks the columnwise copy is the transposed rowwise copy.
+    that NaN stays NaN. An infinity saturates, but its block's scale_inv is infinite, and so are
+    the block's dequantized values. An infinite scale becomes the largest finite value of x's dtype.
+    With blocks of 1x128 the columnwise copy has blocks of 128 elements of a column of x, and its
+    own scales. With blocks of 128x128 it is the transposed rowwise copy.
 
-    A new rowwise copy in blocks of 1x128 is the beginning of a storage that holds its rows rounded
-    up to 4, those after the last being zeros: ``block_scaled_gemm`` then needs no copy of it.
+    With blocks of 1x128 the storage of a new rowwise copy holds up to 3 further rows of zeros, to a
+    multiple of 4 rows, so that ``block_scaled_gemm`` does not have to copy it.
 
     Args:
         x: [rows, cols] float32, float16 or bfloat16; made contiguous if it is not.
         fp8_dtype: torch.float8_e4m3fn or torch.float8_e5m2.
         block_rows: 1 (blocks of 1x128) or 128 (128x128).
-        rowwise: make [rows, cols] and its scale_inv.
-        columnwise: make [cols, rows] and its scale_inv.
-        pad_columnwise: make [cols, rows rounded up to 16], with zeros in the added columns; its
-            scale_inv is the same.
+        rowwise: make the rowwise copy, [rows, cols], and its scale_inv.
+        columnwise: make the columnwise copy, the transpose [cols, rows], and its scale_inv.
+        pad_columnwise: pad the columnwise copy to [cols, rows rounded up to 16]; the added columns
+            are zeros. Its scale_inv is the same.
         pow2: round scales down to powers of two.
         eps: smallest amax.
         amax: one float32 element, becomes max(amax, max |x| of the matrix); NaN counts as largest.
-        out: result of an earlier call to write instead of new tensors; the copies that it has are
-            made, whatever ``rowwise`` and ``columnwise`` say.
+            None computes no amax.
+        out: result of an earlier call, whose tensors are overwritten. It determines which copies
+            are made; ``rowwise`` and ``columnwise`` are ignored.
 
     Returns:
-        FP8 data, and scale_inv in the layout of ``scale_shape``: 1 / scale, but infinite if the
-        block's amax is; places beyond the matrix hold 1. Blocks at its edges may be smaller.
+        FP8 data, and scale_inv in the layout of ``scale_shape``: 1 / scale, or infinity if the
+        block's amax is infinite. Padding of scale_inv is 1. Blocks at the matrix's edges may be
+        smaller.
 
     Raises:
-        TypeError: a dtype that is not listed.
-        ValueError: a shape, device, block_rows or eps that does not fit.
+        TypeError: an argument has a dtype that is not listed.
+        ValueError: a shape or device does not match, or ``block_rows`` or ``eps`` is out of range.
     """
     check_fp8_dtype("block_quantize", fp8_dtype)
     given = out
@@ -142,12 +145,12 @@ def allocate(
 ) -> BlockQuantized:
     """Returns uninitialised outputs of ``block_quantize`` for a matrix [rows, cols].
 
-    With ``block_rows`` of 1 the rowwise copy has its rows rounded up to ``ROW_MULTIPLE``, as
-    ``block_scaled_gemm`` reads them.
+    If ``block_rows`` is 1, the rowwise copy has rows rounded up to a multiple of ``ROW_MULTIPLE``,
+    as ``block_scaled_gemm`` reads them.
 
     Args:
         x: a tensor on the device on which the outputs are allocated.
-        rows, cols: the matrix's extents.
+        rows, cols: shape of the matrix.
         fp8_dtype, block_rows, rowwise, columnwise, pad_columnwise: as in ``block_quantize``.
     """
     row_data = row_scales = column_data = column_scales = None
@@ -171,7 +174,7 @@ def block_dequantize(
     dtype: torch.dtype = torch.bfloat16,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Computes the values of FP8 data, each times its block's scale_inv, rounded to nearest even.
+    """Multiplies FP8 data by its blocks' scale_inv and rounds to nearest even.
 
     Args:
         fp8_data: [rows, cols] FP8, a rowwise or a columnwise copy.
@@ -185,8 +188,8 @@ def block_dequantize(
         quantized matrix.
 
     Raises:
-        TypeError: a dtype that does not match.
-        ValueError: a shape or device that does not match.
+        TypeError: an argument has a dtype that is not listed.
+        ValueError: a shape or device does not match.
     """
     given = out
     if out is None:
@@ -204,7 +207,7 @@ def reference(
     pow2: bool = True,
     eps: float = 0.0,
 ) -> BlockQuantized:
-    """Computes ``block_quantize`` in plain PyTorch with integer rounding; the specification."""
+    """Computes ``block_quantize`` in plain PyTorch with integer rounding, as its specification."""
     rowwise = _reference_rowwise(x, fp8_dtype, block_rows, pow2, eps)
     return BlockQuantized(*rowwise, *_reference_rowwise(x.t(), fp8_dtype, block_rows, pow2, eps))
 

@@ -15,21 +15,23 @@ _transpose = bind("byte_transpose", "byte_transpose")
 def byte_transpose(
     fp8_data: torch.Tensor, *, pad_columnwise: bool = False, out: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Returns the transpose of a matrix of bytes: the columnwise copy made from a rowwise copy.
+    """Transposes a matrix of bytes, to make the columnwise copy from a rowwise copy.
 
     Args:
         fp8_data: [rows, cols] of any dtype of one byte (FP8, uint8 for HiF8); made contiguous if it
             is not.
-        pad_columnwise: make [cols, rows rounded up to 16], with zero bytes in the added columns.
-        out: contiguous [cols, rows], padded or not, to write, of the dtype of ``fp8_data``; a new
+        pad_columnwise: pad the result to [cols, rows rounded up to 16] with zero bytes.
+        out: contiguous [cols, rows], padded or not, to write, in the dtype of ``fp8_data``; a new
             tensor unless given.
 
     Returns:
-        [cols, rows] or its padded form, of the dtype of ``fp8_data``, contiguous.
+        The transpose, padded or not, contiguous, in the dtype of ``fp8_data``: ``out`` or the new
+        tensor.
 
     Raises:
-        TypeError: ``fp8_data`` has a dtype of more than one byte, or ``out`` has another dtype.
-        ValueError: a shape or device that does not match.
+        TypeError: ``fp8_data`` has a dtype of more than one byte, or ``out`` does not have
+            its dtype.
+        ValueError: a shape or device does not match.
     """
     dtype, shape = fp8_data.dtype, fp8_data.shape
     if dtype.itemsize != 1:
@@ -52,5 +54,5 @@ def byte_transpose(
 
 
 def reference(fp8_data: torch.Tensor) -> torch.Tensor:
-    """Computes ``byte_transpose`` in plain PyTorch; the specification."""
+    """Computes ``byte_transpose`` in plain PyTorch, as its specification."""
     return fp8_data.view(torch.uint8).t().contiguous().view(fp8_data.dtype)

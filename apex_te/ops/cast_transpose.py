@@ -18,13 +18,14 @@ _call = bind("cast_transpose", "cast_transpose")
 
 @former_fields(transposed="columnwise")
 class CastTransposeOutput(NamedTuple):
-    """FP8 data of a matrix [rows, cols]; None for what was not asked for.
+    """FP8 data of a matrix [rows, cols]; None for a result that was not requested.
 
     Attributes:
         rowwise: FP8 [rows, cols].
-        columnwise: FP8 [cols, rows], or padded as asked for.
+        columnwise: FP8 [cols, rows], the transpose; [cols, rows rounded up to 16] with
+            ``pad_columnwise``.
         scale_inv: one float32 element.
-        dbias: [cols] in the matrix's dtype, the sums of its columns.
+        dbias: [cols] in the matrix's dtype, its column sums.
     """
 
     rowwise: torch.Tensor | None
@@ -49,27 +50,28 @@ def cast_transpose(
     out_rowwise: torch.Tensor | None = None,
     out_columnwise: torch.Tensor | None = None,
 ) -> CastTransposeOutput:
-    """Quantizes q = saturating_cast(float(x) * scale), rounded to nearest even; NaN stays NaN.
+    """Quantizes x: q = saturating_cast(float(x) * scale), rounded to nearest even; NaN stays NaN.
 
     Args:
         x: [rows, cols] float32, float16 or bfloat16; made contiguous if it is not.
         scale: one float32 element on x's device.
         fp8_dtype: torch.float8_e4m3fn or torch.float8_e5m2; on a CPU or an AMD GPU also their
             fnuz forms.
-        rowwise: make [rows, cols].
-        columnwise: make the transpose, [cols, rows].
-        pad_columnwise: make [cols, rows rounded up to 16], with zeros in the added columns.
+        rowwise: make the rowwise copy, [rows, cols].
+        columnwise: make the columnwise copy, the transpose [cols, rows].
+        pad_columnwise: pad the columnwise copy to [cols, rows rounded up to 16]; the added columns
+            are zeros.
         amax: one float32 element, becomes max(amax, max |x|), before scaling; NaN counts as
-            largest.
+            largest. None computes no amax.
         scale_inv: one float32 element to receive 1 / scale; a new one unless given.
         with_dbias: also return the column sums of x, [cols] in x's dtype (deterministic).
-        noop: one int32 element on the device; non-zero leaves every output unwritten.
+        noop: one int32 element on x's device; if it is not 0, no output is written.
         out_rowwise: [rows, cols] to write instead of a new tensor.
         out_columnwise: [cols, rows], padded or not, to write instead of a new tensor.
 
     Raises:
-        TypeError: a dtype that is not listed.
-        ValueError: a shape or device that does not match.
+        TypeError: an argument has a dtype that is not listed.
+        ValueError: a shape or device does not match.
     """
     if fp8_dtype not in FP8_DTYPES:
         check_fp8_dtype("cast_transpose", fp8_dtype, fnuz=True)
@@ -101,7 +103,7 @@ def reference(
     *,
     amax: torch.Tensor | None = None,
 ) -> CastTransposeOutput:
-    """Computes ``cast_transpose`` in plain PyTorch with integer rounding; the specification.
+    """Computes ``cast_transpose`` in plain PyTorch with integer rounding, as its specification.
 
     All four results are computed; ``amax`` is updated in place if given.
     """

@@ -38,29 +38,28 @@ def cross_entropy(
 ) -> torch.Tensor:
     """Computes the cross entropy of softmax(logits) and targets, as ``torch.nn.functional`` does.
 
-    Backward multiplies by the incoming gradient in float32 before it rounds to the dtype of the
+    Backward multiplies by the incoming gradient in float32 and then rounds to the dtype of the
     logits, so that a loss scale keeps float16 gradients from vanishing. It reads the logits, which
-    must not be changed before. For a mean of float32 or bfloat16 logits the forward pass computes
-    the gradient; backward then has nothing to do if the incoming gradient is 1, and may run only
-    once. With ``overwrite_logits`` an incoming gradient other than 1 rounds the gradient a second
-    time.
+    must not change until then. For a mean of float32 or bfloat16 logits the forward pass computes
+    the gradient. Backward then does nothing if the incoming gradient is 1, and may run only once.
+    With ``overwrite_logits`` the gradient is rounded twice if the incoming gradient is not 1.
 
     Args:
         logits: [..., V] float32, float16 or bfloat16.
-        target: [...] int64 or int32; an index outside [0, V) that is not ``ignore_index`` raises on
-            the CPU and gives NaN on the GPU, which is not waited for.
-        ignore_index: rows with this target have loss 0 and gradient 0 and do not count.
-        label_smoothing: in [0, 1], share of the target's probability spread over all V.
+        target: [...] int64 or int32. An index outside [0, V) other than ``ignore_index`` raises on
+            the CPU. On the GPU it gives NaN, because the host does not wait for the GPU.
+        ignore_index: rows with this target have loss 0 and gradient 0 and do not count in the mean.
+        label_smoothing: in [0, 1], the part of the target's probability that is spread over all V.
         reduction: "mean" over rows that are not ignored, "sum" or "none".
-        overwrite_logits: write the gradient to the memory of the logits, which are lost; backward
-            may run only once. torch.compile ignores it.
+        overwrite_logits: write the gradient to the memory of the logits, whose values are lost;
+            backward may run only once. torch.compile ignores it.
 
     Returns:
-        The loss in float32: a scalar, or with "none" the losses in the shape of ``target``.
+        The loss in float32: a scalar, or with "none" one loss per row, in the shape of ``target``.
 
     Raises:
-        TypeError: a dtype that does not match.
-        ValueError: a shape or option that does not match.
+        TypeError: an argument has a dtype that is not listed.
+        ValueError: a shape or option does not match.
     """
     if reduction not in REDUCTIONS:
         raise ValueError(
@@ -101,7 +100,7 @@ def cross_entropy_fwd(
         grad: contiguous tensor of the shape and dtype of ``logits`` to write; may be ``logits``.
         stats: [rows, 2] float32, written for ``cross_entropy_bwd``: the largest logit of each row
             and the sum of exp(logit - largest).
-        num_valid: one int32 element by which the gradient is divided.
+        num_valid: one int32 element by which the gradient is divided; None divides by nothing.
         ignore_index: as in ``cross_entropy``.
         label_smoothing: as in ``cross_entropy``.
 
@@ -137,11 +136,11 @@ def cross_entropy_bwd(
         stats: [rows, 2] float32, as ``cross_entropy_fwd`` wrote it for these logits.
         grad_output: gradient of the losses, float32, one element or [rows].
         grad: contiguous tensor of the shape and dtype of ``logits`` to write; may be ``logits``.
-        num_valid: one int32 element by which the gradient is divided.
+        num_valid: one int32 element by which the gradient is divided; None divides by nothing.
         ignore_index: as in ``cross_entropy``.
         label_smoothing: as in ``cross_entropy``.
-        made: True if ``grad`` holds what ``cross_entropy_fwd`` wrote for the same arguments; it is
-            then left as it is if ``grad_output``, one element, is 1.
+        made: True if ``grad`` holds the gradient that ``cross_entropy_fwd`` wrote for the same
+            arguments. If ``grad_output``, which must have one element, is 1, nothing is written.
     """
     _bwd(logits, target, stats, grad_output, grad, num_valid, ignore_index, label_smoothing, made)
     note_written(grad)
@@ -181,18 +180,18 @@ def scale_gradient(
     num_valid: torch.Tensor | None = None,
     ignore_index: int = -100,
 ) -> torch.Tensor:
-    """Multiplies ``grad`` in place by ``grad_output``, one element; a factor of 1 touches nothing.
+    """Multiplies ``grad`` in place by ``grad_output``, one element; a factor of 1 writes nothing.
 
-    The gradient of ignored rows is 0 and stays 0, also if ``grad_output`` is infinite or NaN.
+    The gradient of ignored rows is 0 and stays 0, even if ``grad_output`` is infinite or NaN.
 
     Args:
         grad: contiguous float32, float16 or bfloat16, of any shape; [rows, columns] with
             ``target``.
         grad_output: float32, one element, on the device of ``grad``.
-        target: [rows] int64 or int32; rows of ``grad`` whose target is ``ignore_index`` are left as
-            they are.
+        target: [rows] int64 or int32; rows of ``grad`` whose target is ``ignore_index`` are not
+            changed. None: every row is multiplied.
         num_valid: one int32 element, the number of rows that ``grad`` is a sum over; if it is 0,
-            ``grad`` is left as it is.
+            ``grad`` is not changed.
         ignore_index: as in ``cross_entropy``.
 
     Returns:

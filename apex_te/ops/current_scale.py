@@ -19,14 +19,15 @@ _amax = bind("current_scale", "current_scale_amax")
 
 @former_fields(transposed="columnwise")
 class CurrentScaleOutput(NamedTuple):
-    """FP8 data of a matrix [rows, cols]; None for a copy that was not asked for.
+    """FP8 data of a matrix [rows, cols]; None for a copy that was not requested.
 
     Attributes:
         rowwise: FP8 [rows, cols].
-        columnwise: FP8 [cols, rows], or padded as asked for.
+        columnwise: FP8 [cols, rows], the transpose; [cols, rows rounded up to 16] with
+            ``pad_columnwise``.
         scale: one float32 element, the scale that was used.
-        scale_inv: one float32 element, 1 / scale, but infinite if the amax is.
-        amax: one float32 element, the amax that gave the scale.
+        scale_inv: one float32 element: 1 / scale, or infinity if the amax is infinite.
+        amax: one float32 element, the amax from which the scale was computed.
     """
 
     rowwise: torch.Tensor | None
@@ -50,30 +51,31 @@ def current_scale(
     out_rowwise: torch.Tensor | None = None,
     out_columnwise: torch.Tensor | None = None,
 ) -> CurrentScaleOutput:
-    """Quantizes q = saturating_cast(float(x) * scale), scale = fp8_max / max |x|.
+    """Quantizes x: q = saturating_cast(float(x) * scale), scale = fp8_max / max |x|.
 
-    An amax below ``eps`` counts as ``eps``; an amax of 0, infinity or NaN gives scale 1; an
-    infinite scale becomes float32's largest number. Infinities become fp8_max, but an infinite amax
-    makes scale_inv infinite and with it every value of the FP8 data.
+    An amax below ``eps`` counts as ``eps``. An amax of 0, infinity or NaN gives scale 1. An
+    infinite scale becomes float32's largest number. Infinities become fp8_max in the FP8 data, but
+    scale_inv is then infinite, and so are the dequantized values.
 
     Args:
         x: [rows, cols] float32, float16 or bfloat16; made contiguous if it is not.
         fp8_dtype: torch.float8_e4m3fn or torch.float8_e5m2; on a CPU or an AMD GPU also their
             fnuz forms.
-        rowwise: make [rows, cols].
-        columnwise: make the transpose, [cols, rows].
-        pad_columnwise: make [cols, rows rounded up to 16], with zeros in the added columns.
+        rowwise: make the rowwise copy, [rows, cols].
+        columnwise: make the columnwise copy, the transpose [cols, rows].
+        pad_columnwise: pad the columnwise copy to [cols, rows rounded up to 16]; the added columns
+            are zeros.
         eps: smallest amax, zero or more.
         pow2: round the scale down to a power of two.
-        amax: one float32 element to use instead of max |x|, e.g. the maximum over ranks of what
-            ``tensor_amax`` gave; it saves one launch.
+        amax: one float32 element to use instead of max |x|, e.g. the maximum of ``tensor_amax``
+            over ranks; it saves one launch. None: max |x| is computed.
         out_rowwise: [rows, cols] to write instead of a new tensor.
         out_columnwise: [cols, rows], padded or not, to write instead of a new tensor.
 
     Raises:
-        TypeError: a dtype that is not listed.
-        ValueError: a shape or device that does not match, neither copy asked for or given, or a
-            negative eps.
+        TypeError: an argument has a dtype that is not listed.
+        ValueError: a shape or device does not match, ``eps`` is negative, or no copy is asked for
+            or given.
     """
     check_fp8_dtype("current_scale", fp8_dtype, fnuz=True)
     x = fp8_output.contiguous_matrix("current_scale", x)
@@ -101,7 +103,7 @@ def current_scale(
 
 @checked
 def tensor_amax(x: torch.Tensor) -> torch.Tensor:
-    """Computes max |x| as one float32 element; NaN counts above infinity, an empty x gives 0.
+    """Computes max |x| as one float32 element; NaN exceeds infinity, and an empty x gives 0.
 
     Args:
         x: [rows, cols] float32, float16 or bfloat16; made contiguous if it is not.
@@ -122,7 +124,7 @@ def scale_of(
     eps: float = 0.0,
     pow2: bool = False,
 ) -> None:
-    """Writes the scale that ``current_scale`` computes from ``amax``, and scale_inv.
+    """Computes scale and scale_inv from ``amax`` by the rules of ``current_scale``.
 
     Args:
         amax: one float32 element.
@@ -146,7 +148,7 @@ def reference(
     pow2: bool = False,
     amax: torch.Tensor | None = None,
 ) -> CurrentScaleOutput:
-    """Computes ``current_scale`` in plain PyTorch with integer rounding; the specification."""
+    """Computes ``current_scale`` in plain PyTorch with integer rounding, as its specification."""
     if amax is None:
         amax = reference_codec.amax_of(x)
     scale = reference_codec.scale_of(amax, torch.finfo(fp8_dtype).max, eps, pow2)

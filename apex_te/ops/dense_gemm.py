@@ -46,26 +46,29 @@ def dense_gemm(
     Bias and residual are optional, and added in float32.
 
     Args:
-        a: [M, K] FP8, contiguous. fprop: x; dgrad: dy; wgrad: dy columnwise.
-        b: [N, K] FP8, contiguous. fprop: weight; dgrad: weight columnwise; wgrad: x columnwise.
+        a: [M, K] FP8, contiguous. fprop: x; dgrad: dy; wgrad: the columnwise copy of dy.
+        b: [N, K] FP8, contiguous. fprop: the weight; dgrad and wgrad: the columnwise copies of the
+            weight and x.
         a_scale_inv: one float32 element on the device.
         b_scale_inv: one float32 element on the device.
-        out: [M, N] to write; a new tensor unless given.
+        out: [M, N] to write, in a dtype listed for ``out_dtype``; a new tensor unless given.
         out_dtype: dtype of a new tensor: bfloat16 or float32.
         bias: [N], converted to bfloat16.
-        residual: [M, N] bfloat16, contiguous.
+        residual: [M, N] bfloat16, contiguous; not with ``accumulate``.
         accumulate: add the result to ``out``, which must be given, instead of overwriting it.
-        use_split_accumulator: add sums of ``promotion`` products up in float32 (slower, more
+        use_split_accumulator: add partial sums of ``promotion`` terms in float32 (slower, more
             exact); a CPU always adds in float32.
-        promotion: 128, 256 or 512; fewer are more exact and slower.
+        promotion: 128, 256 or 512 terms along K; fewer are more exact and slower.
 
     Returns:
         The output [M, N]: ``out`` or the new tensor.
 
     Raises:
-        TypeError: an argument of another dtype.
-        ValueError: an argument of another shape or device, or another ``promotion``.
-        NotImplementedError: E5M2 x E5M2, or hardware without FP8 matrix units (below sm_89).
+        TypeError: an argument has a dtype that is not listed.
+        ValueError: the shape or device of an argument does not match, ``promotion`` has another
+            value, or ``residual`` and ``accumulate`` are both given.
+        NotImplementedError: both operands are E5M2, or the GPU has no FP8 matrix units (below
+            sm_89).
     """
     check_operands("dense_gemm", a, b)
     is_given = out is not None
@@ -98,8 +101,7 @@ def _check_residual(residual: torch.Tensor, out: torch.Tensor, accumulate: bool)
 def multiplies(a: torch.Tensor, b: torch.Tensor) -> bool:
     """Returns True if the suite's kernel multiplies the operands, False if ``fp8_gemm`` does.
 
-    The kernel needs sm_90, and rows of the operands and of the result that begin at multiples of
-    16 bytes.
+    The kernel needs sm_90. Rows of the operands and the result must begin at multiples of 16 bytes.
 
     Args:
         a: FP8 operand [M, K].
@@ -111,7 +113,7 @@ def multiplies(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 def multiply_into(a, b, a_scale_inv, b_scale_inv, out, bias, residual, accumulate, promotion):
-    """Writes what ``dense_gemm`` computes into ``out``; its arguments must have been checked.
+    """Computes ``dense_gemm`` into ``out`` without checking the arguments.
 
     A ``promotion`` of 0 stands for ``use_split_accumulator=False``.
     """
@@ -142,7 +144,7 @@ def reference(
     bias: torch.Tensor | None = None,
     residual: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Computes ``dense_gemm``, [M, N], from the decoded operands in float64."""
+    """Computes ``dense_gemm`` in float64 from the decoded operands; returns [M, N]."""
     return fp8_gemm.reference(a, b, a_scale_inv, b_scale_inv, bias=bias, c=residual)
 
 

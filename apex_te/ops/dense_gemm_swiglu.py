@@ -46,7 +46,7 @@ class GatedGradient(NamedTuple):
     Attributes:
         output: FP8 data of the gradient of ``hidden``: rowwise [M, 2F] and columnwise
             [2F, M rounded up to 16].
-        act_columnwise: FP8 data of the activation, [F, M rounded up to 16]; None if not asked for.
+        act_columnwise: FP8 data of the activation, [F, M rounded up to 16]; None if not requested.
     """
 
     output: FP8Output
@@ -65,10 +65,10 @@ def dense_gemm_swiglu(
     activation: str = "silu",
     amax: torch.Tensor | None = None,
 ) -> GatedHidden:
-    """Computes hidden = a @ b.T + bias and the FP8 data of act(gate) * up of its values.
+    """Computes hidden = a @ b.T + bias, and act(gate) * up of ``hidden`` as FP8 data.
 
-    ``hidden`` has the bits of ``dense_gemm`` without ``use_split_accumulator``, and the FP8 data
-    those of ``swiglu_fwd_fp8`` to E4M3 of these values.
+    Results equal those of two ops bitwise: ``dense_gemm`` without ``use_split_accumulator``, and
+    ``swiglu_fwd_fp8`` of its result with E4M3 as ``fp8_dtype``.
 
     Args:
         a: [M, K] E4M3, contiguous; the input.
@@ -76,14 +76,15 @@ def dense_gemm_swiglu(
         a_scale_inv: one float32 element on the device.
         b_scale_inv: one float32 element on the device.
         scale: one float32 element, the scale of the activation's FP8 data.
-        bias: [2F], converted to bfloat16.
+        bias: [2F], converted to bfloat16; None adds nothing.
         activation: as in ``swiglu``.
         amax: one float32 element, becomes max(amax, max |act(gate) * up|), before scaling; NaN
-            counts as largest.
+            counts as largest. None computes no amax.
 
     Raises:
-        TypeError: an argument of another dtype.
-        ValueError: an argument of another shape or device, or another activation.
+        TypeError: an argument has a dtype that is not listed.
+        ValueError: the shape or device of an argument does not match, or ``activation`` is not
+            supported.
     """
     code = gated_activation_number("dense_gemm_swiglu", activation)
     check_operands("dense_gemm_swiglu", a, b)
@@ -111,29 +112,31 @@ def dense_gemm_swiglu_bwd(
     amax: torch.Tensor | None = None,
     act_scale: torch.Tensor | None = None,
 ) -> GatedGradient:
-    """Computes the FP8 data of the gradient of ``hidden`` from dy, the MLP output's gradient.
+    """Computes the gradient of ``hidden`` as FP8 data from dy, the gradient of the MLP's output.
 
-    Their bits are those of ``dense_gemm`` to bfloat16 with ``use_split_accumulator``, followed by
-    ``swiglu_bwd_fp8``.
+    Results equal those of two ops bitwise: ``dense_gemm`` to bfloat16 with
+    ``use_split_accumulator``, and ``swiglu_bwd_fp8``.
 
     Args:
         a: [M, K] FP8, contiguous; dy.
-        b: [F, K] E4M3, contiguous; the second weight columnwise. F must be a multiple of 16.
+        b: [F, K] E4M3, contiguous; the columnwise copy of the second weight. F must be a multiple
+            of 16.
         a_scale_inv: one float32 element on the device.
         b_scale_inv: one float32 element on the device.
         hidden: bfloat16 [M, 2F], contiguous, as ``dense_gemm_swiglu`` made it.
         scale: one float32 element, the scale of the gradient's FP8 data.
         fp8_dtype: dtype of the gradient's FP8 data.
         activation: as in ``swiglu``.
-        columnwise: make the gradient's columnwise copy, too.
-        amax: one float32 element, becomes the maximum of itself and of the gradient's magnitudes
-            before scaling; NaN counts as largest.
-        act_scale: one float32 element, the scale of the activation's FP8 data; if given, they are
-            made columnwise, in E4M3.
+        columnwise: also make the gradient's columnwise copy.
+        amax: one float32 element, becomes max(amax, max |gradient|), before scaling; NaN counts
+            as largest. None computes no amax.
+        act_scale: one float32 element, the scale for the activation's FP8 data. If given, their
+            columnwise copy is made in E4M3, too.
 
     Raises:
-        TypeError: an argument of another dtype.
-        ValueError: an argument of another shape or device, or another activation.
+        TypeError: an argument has a dtype that is not listed.
+        ValueError: the shape or device of an argument does not match, or ``activation`` is not
+            supported.
     """
     name = "dense_gemm_swiglu_bwd"
     code = gated_activation_number(name, activation)
@@ -171,7 +174,7 @@ def _check_rows(name: str, rows: int, multiple: int) -> None:
 
 
 def fuses(a: torch.Tensor, b: torch.Tensor, activation: str = "silu") -> bool:
-    """Returns True if one kernel makes a GEMM of the operands and the activation.
+    """Returns True if one kernel computes the GEMM of the operands and the activation.
 
     Args:
         a: FP8 operand [M, K].
@@ -184,14 +187,14 @@ def fuses(a: torch.Tensor, b: torch.Tensor, activation: str = "silu") -> bool:
 
 
 def gains(rows: int, features: int, depth: int) -> bool:
-    """Returns True if the fused kernels support an MLP of these sizes and are faster than ops.
+    """Returns True if fused kernels support an MLP and are faster than separate GEMMs and ops.
 
-    Always False while ``is_active`` is False; ``APEX_TE_FUSED_SWIGLU=0`` sets that.
+    Always False while ``is_active`` is False, which ``APEX_TE_FUSED_SWIGLU=0`` causes.
 
     Args:
         rows: M, the number of tokens.
         features: F, the width of the activation's output.
-        depth: K, the MLP's input size.
+        depth: K, the width of the MLP's input.
     """
     if not is_active or features % 16 or depth % 16:
         return False

@@ -38,11 +38,12 @@ def mx_gemm(
 ) -> torch.Tensor:
     """Computes out[M, N] = a @ b.T + bias of MXFP8 operands as ``mx_quantize`` makes them.
 
-    An operand's value below 2^-126, the smallest normal number, may be rounded when it is decoded.
+    Decoding may round operands' values below 2^-126, the smallest normal number.
 
     Args:
-        a: [M, K] FP8. fprop: x; dgrad: dy; wgrad: dy columnwise.
-        b: [N, K] FP8. fprop: weight; dgrad: weight columnwise; wgrad: x columnwise.
+        a: [M, K] FP8. fprop: x; dgrad: dy; wgrad: the columnwise copy of dy.
+        b: [N, K] FP8. fprop: the weight; dgrad and wgrad: the columnwise copies of the weight
+            and x.
         a_scale: [M, ceil(K / 32)] float8_e8m0fnu.
         b_scale: [N, ceil(K / 32)] float8_e8m0fnu.
         out: [M, N] float32, float16 or bfloat16 to write; a new tensor unless given.
@@ -54,8 +55,8 @@ def mx_gemm(
         The output [M, N]: ``out`` or the new tensor.
 
     Raises:
-        TypeError: an argument of another dtype.
-        ValueError: an argument of another shape or device.
+        TypeError: an argument has a dtype that is not listed.
+        ValueError: the shape or device of an argument does not match.
     """
     out, bias = _prepare("mx_gemm", a, b, a_scale, b_scale, out, out_dtype, bias, accumulate)
     return _issue("mx", a, b, a_scale, b_scale, out, bias, accumulate)
@@ -76,8 +77,9 @@ def hif8_gemm(
     """Computes out[M, N] = (a @ b.T) * a_scale_inv * b_scale_inv + bias of HiF8 data.
 
     Args:
-        a: [M, K] uint8 HiF8 data. fprop: x; dgrad: dy; wgrad: dy columnwise.
-        b: [N, K] uint8. fprop: weight; dgrad: weight columnwise; wgrad: x columnwise.
+        a: [M, K] uint8 HiF8 data. fprop: x; dgrad: dy; wgrad: the columnwise copy of dy.
+        b: [N, K] uint8 HiF8 data. fprop: the weight; dgrad and wgrad: the columnwise copies of
+            the weight and x.
         a_scale_inv: one float32 element on the device.
         b_scale_inv: one float32 element on the device.
         out: [M, N] float32, float16 or bfloat16 to write; a new tensor unless given.
@@ -89,8 +91,8 @@ def hif8_gemm(
         The output [M, N]: ``out`` or the new tensor.
 
     Raises:
-        TypeError: an argument of another dtype.
-        ValueError: an argument of another shape or device.
+        TypeError: an argument has a dtype that is not listed.
+        ValueError: the shape or device of an argument does not match.
     """
     out, bias = _prepare(
         "hif8_gemm", a, b, a_scale_inv, b_scale_inv, out, out_dtype, bias, accumulate
@@ -117,8 +119,8 @@ def emulated_fp8_gemm(
 ) -> torch.Tensor:
     """Computes ``fp8_gemm`` without FP8 matrix units, by decoding the operands.
 
-    Arguments, result and errors are those of ``fp8_gemm.fp8_gemm``, except that there is no GELU
-    and no split accumulator, and that E5M2 times E5M2 is computed.
+    Arguments, result and errors are those of ``fp8_gemm.fp8_gemm``, but two E5M2 operands are
+    supported, and the options ``gelu``, ``use_split_accumulator`` and ``c`` are not.
     """
     out, bias = _prepare(
         "emulated_fp8_gemm", a, b, a_scale_inv, b_scale_inv, out, out_dtype, bias, accumulate
@@ -148,8 +150,8 @@ def emulated_block_gemm(
 ) -> torch.Tensor:
     """Computes ``block_scaled_gemm`` without FP8 matrix units, in float32.
 
-    Arguments, result and errors are those of ``fp8_gemm.block_scaled_gemm``, except that E5M2
-    times E5M2 and any two ``block_rows`` are computed.
+    Arguments, result and errors are those of ``fp8_gemm.block_scaled_gemm``, but two E5M2 operands
+    and every pair of ``block_rows`` are supported, and ``c`` is not.
     """
     out, bias = _prepare(
         "emulated_block_gemm", a, b, a_scale_inv, b_scale_inv, out, out_dtype, bias, accumulate

@@ -47,27 +47,29 @@ def fp8_gemm(
     Bias, GELU and ``c`` are optional.
 
     Args:
-        a: [M, K] FP8, contiguous. fprop: x; dgrad: dy; wgrad: dy columnwise.
-        b: [N, K] FP8, contiguous. fprop: weight; dgrad: weight columnwise; wgrad: x columnwise.
+        a: [M, K] FP8, contiguous. fprop: x; dgrad: dy; wgrad: the columnwise copy of dy.
+        b: [N, K] FP8, contiguous. fprop: the weight; dgrad and wgrad: the columnwise copies of the
+            weight and x.
         a_scale_inv: one float32 element on the device.
         b_scale_inv: one float32 element on the device.
-        out: [M, N] to write; a new tensor unless given.
+        out: [M, N] to write, in a dtype listed for ``out_dtype``; a new tensor unless given.
         out_dtype: dtype of a new tensor: bfloat16, float16 or float32.
         bias: [N], converted to out's dtype, or to bfloat16 for a float32 out.
-        gelu: apply GELU (tanh form), and return its input, too.
+        gelu: apply GELU (tanh form) and also return its input.
         accumulate: add the result to ``out``, which must be given, instead of overwriting it.
         use_split_accumulator: keep partial sums in float32 (slower, more exact); a CPU always does.
-        c: [M, N] of the output's dtype, contiguous: a tensor that is added before the sum is
-            rounded, such as a residual; not with ``gelu`` or ``accumulate``.
+        c: [M, N] in the output's dtype, contiguous: a tensor such as a residual, added before
+            rounding; not with ``gelu`` or ``accumulate``.
 
     Returns:
-        The output [M, N], ``out`` or a new tensor; with ``gelu`` (output, input of GELU [M, N] in
-        the output's dtype).
+        The output [M, N], ``out`` or a new tensor. With ``gelu`` a tuple (output, input of GELU),
+        both of one shape and dtype.
 
     Raises:
-        TypeError: an argument of another dtype.
-        ValueError: an argument of another shape or device.
-        NotImplementedError: E5M2 x E5M2, or hardware without FP8 matrix units (below sm_89).
+        TypeError: an argument has a dtype that is not listed.
+        ValueError: the shape or device of an argument does not match.
+        NotImplementedError: both operands are E5M2, or the GPU has no FP8 matrix units (below
+            sm_89).
     """
     is_given = out is not None
     out, bias = prepare("fp8_gemm", a, b, out, out_dtype, bias, accumulate)
@@ -99,15 +101,15 @@ def block_scaled_gemm(
 ) -> torch.Tensor:
     """Computes out[M, N] = a @ b.T + bias + c of operands that ``block_quantize`` has made.
 
-    The GEMM is a sum over slices of 128 along K; in each of these it is (a @ b.T) * a_scale_inv
-    * b_scale_inv with the scales of the slice's blocks; slices are summed in float32.
+    The GEMM is split into slices of 128 along K. Each slice is (a @ b.T) * a_scale_inv *
+    b_scale_inv with the scales of its blocks, and slices are summed in float32.
 
-    fprop multiplies x (blocks of 1x128) by the weight (128x128), dgrad dy (1x128) by the columnwise
-    weight (128x128), and wgrad the columnwise copies of dy and x (both 1x128).
+    fprop multiplies x (blocks of 1x128) by the weight (128x128). dgrad multiplies dy (1x128) by the
+    weight's columnwise copy (128x128). wgrad multiplies columnwise copies of dy and x (both 1x128).
 
-    cuBLASLt multiplies M rounded up to a multiple of 4 rows. Another M costs no copies if ``out``
-    is not given and the storage of ``a`` holds the added rows, as that of a rowwise copy which
-    ``block_quantize`` made does.
+    cuBLASLt needs M to be a multiple of 4. Another M is padded. This takes no copies if ``out`` is
+    None and the storage of ``a`` includes the added rows, as in a rowwise copy from
+    ``block_quantize``.
 
     Args:
         a: [M, K] FP8, contiguous.
@@ -115,8 +117,8 @@ def block_scaled_gemm(
         a_scale_inv: float32 of shape block_quantize.scale_shape(M, K, a_block_rows).
         b_scale_inv: float32 of shape block_quantize.scale_shape(N, K, b_block_rows).
         a_block_rows: 1 (blocks of 1x128) or 128 (128x128).
-        b_block_rows: 1 or 128; not both may be 128.
-        out: [M, N] to write; a new tensor unless given.
+        b_block_rows: 1 or 128, but not 128 if ``a_block_rows`` is 128.
+        out: [M, N] to write, in a dtype listed for ``out_dtype``; a new tensor unless given.
         out_dtype: dtype of a new tensor: bfloat16, float16 or float32.
         bias: [N], converted to out's dtype, or to bfloat16 for a float32 out.
         accumulate: add the result to ``out``, which must be given, instead of overwriting it.
@@ -126,9 +128,10 @@ def block_scaled_gemm(
         The output [M, N]: ``out`` or the new tensor.
 
     Raises:
-        TypeError: an argument of another dtype.
-        ValueError: an argument of another shape or device.
-        NotImplementedError: E5M2 x E5M2, 128x128 x 128x128, or a GPU other than sm_90.
+        TypeError: an argument has a dtype that is not listed.
+        ValueError: the shape or device of an argument does not match.
+        NotImplementedError: both operands are E5M2, both have blocks of 128x128, or the GPU is not
+            sm_90.
     """
     rows, is_given = a.shape[0], out is not None
     spare = 0 if is_given or torch.compiler.is_compiling() else -rows % ROW_MULTIPLE
@@ -152,16 +155,16 @@ def bound_product(
 ) -> Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor] | None:
     """Prepares GEMMs of several left operands with one right operand, to save host time.
 
-    What only depends on the right operand is checked and looked up here, once.
+    Checks and look-ups that depend only on the right operand are done once, here.
 
     Args:
         b, b_scale_inv, bias, use_split_accumulator: as in ``fp8_gemm``.
         out_dtype: dtype of the outputs.
 
     Returns:
-        A function ``product(a, a_scale_inv, out)`` that does what ``fp8_gemm`` does with these
-        arguments and returns ``out``, to be called only on the stream that is current now, before
-        anything is traced. None if a GEMM takes more than one launch of a kernel, or is traced.
+        A function ``product(a, a_scale_inv, out)`` that computes ``fp8_gemm`` into ``out`` and
+        returns ``out``. Call it only on the stream that is current now, and not in traced code.
+        It is None if such a GEMM takes more than one kernel launch, or if this call is traced.
     """
     if is_traced() or forward_ad._current_level >= 0:
         return None  # first, since a traced tensor may have no address
@@ -299,7 +302,7 @@ def tune(
     device: torch.device | str = "cuda",
     block_seconds: float = 0.3,
 ) -> None:
-    """Times cuBLASLt's algorithms for GEMMs of linear layers, and uses the fastest ones later.
+    """Times cuBLASLt's algorithms for GEMMs of linear layers; later GEMMs use the fastest ones.
 
     Args:
         shapes: (tokens, in_features, out_features) of each layer.
@@ -307,10 +310,10 @@ def tune(
             into float32.
         grad_dtype: FP8 dtype of output gradients, float8_e5m2 (HYBRID) or float8_e4m3fn.
         device: a CUDA device.
-        block_seconds: how long an algorithm runs in each of its turns under load; a GEMM takes
-            about 15 times as long.
+        block_seconds: time for which an algorithm runs in each of its turns under load. Tuning one
+            GEMM takes about 15 times as long.
 
-    Later processes take the choices from the user's cache if ``APEX_TE_GEMM_TUNE=1`` is set.
+    Later processes read the choices from the user's cache if ``APEX_TE_GEMM_TUNE=1`` is set.
     """
     if not block_seconds > 0.0:
         raise ValueError(f"tune: block_seconds must be above 0, got {block_seconds}")
@@ -520,7 +523,7 @@ def reference(
     bias: torch.Tensor | None = None,
     c: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Computes ``fp8_gemm`` without GELU, [M, N], from the decoded operands in float64."""
+    """Computes ``fp8_gemm`` without GELU in float64 from the decoded operands; returns [M, N]."""
     product = reference_codec.decode_fp8(a).double() @ reference_codec.decode_fp8(b).double().t()
     product = product * (a_scale_inv.double() * b_scale_inv.double())
     product = product if bias is None else product + bias.double()

@@ -22,12 +22,13 @@ COLUMNWISE_MULTIPLE = 16
 
 @former_fields(transposed="columnwise")
 class FP8Output(NamedTuple):
-    """FP8 data of a matrix [rows, cols]; None for a copy that was not asked for.
+    """FP8 data of a matrix [rows, cols]; None for a copy that was not requested.
 
     Attributes:
         rowwise: FP8 [rows, cols].
-        columnwise: FP8 [cols, rows].
-        scale_inv: one float32 element.
+        columnwise: FP8 [cols, rows], the transpose; [cols, rows rounded up to 16] if the op was
+            called with ``pad_columnwise``.
+        scale_inv: one float32 element, 1 / scale.
     """
 
     rowwise: torch.Tensor | None
@@ -38,7 +39,7 @@ class FP8Output(NamedTuple):
 def check_fp8_dtype(op: str, fp8_dtype: torch.dtype, fnuz: bool = False) -> None:
     """Raises TypeError unless ``fp8_dtype`` is float8_e4m3fn or float8_e5m2.
 
-    ``op`` is the op's name for the error; ``fnuz`` allows the fnuz forms of both dtypes, too.
+    ``op`` is the op's name, for the error. ``fnuz`` also allows the fnuz forms of both dtypes.
     """
     if fp8_dtype in FP8_DTYPES or (fnuz and fp8_dtype in FNUZ_DTYPES):
         return
@@ -74,8 +75,8 @@ def reinterpreted(op: str, t: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         dtype: dtype of the view.
 
     Raises:
-        NotImplementedError: the call is traced by ``torch.jit.trace``, which has no such view, or
-            runs under ``torch.func.vmap`` in a torch that cannot batch it, such as 2.11.
+        NotImplementedError: ``torch.jit.trace`` traces the call and does not support the view, or
+            it runs under ``torch.func.vmap`` in a torch that cannot batch it, such as 2.11.
     """
     if t.dtype is dtype:
         return t
@@ -94,8 +95,8 @@ def reinterpreted(op: str, t: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 def columnwise_length(rows: int, pad_columnwise: bool) -> int:
     """Returns the number of columns of the columnwise copy of a matrix with ``rows`` rows.
 
-    That is ``rows``, or with ``pad_columnwise`` the next multiple of 16. Ops fill the added columns
-    with zeros, so that wgrad is a GEMM of two padded copies for any number of rows.
+    That is ``rows``, rounded up to a multiple of 16 with ``pad_columnwise``. Ops fill the added
+    columns with zeros, so that wgrad is a GEMM of two padded copies for any number of rows.
     """
     return rows + -rows % COLUMNWISE_MULTIPLE if pad_columnwise else rows
 
@@ -120,7 +121,7 @@ def allocate(
         fp8_dtype: dtype of the copies.
         rowwise: allocate the rowwise copy.
         columnwise: allocate the columnwise copy.
-        pad_columnwise: allocate the columnwise copy with rows of ``columnwise_length``.
+        pad_columnwise: allocate the columnwise copy with ``columnwise_length`` columns, padded.
 
     Raises:
         TypeError: ``fp8_dtype`` is neither float8_e4m3fn nor float8_e5m2.
@@ -171,14 +172,14 @@ def outputs(
         columnwise: allocate the columnwise copy unless it is given.
         out_rowwise: [rows, cols] or None.
         out_columnwise: [cols, rows] or None.
-        pad_columnwise: allocate the columnwise copy with rows of ``columnwise_length``.
+        pad_columnwise: allocate the columnwise copy with ``columnwise_length`` columns, padded.
 
     Returns:
-        (rowwise copy, columnwise copy), where new ones are uninitialised; None for a copy
-        neither asked for nor given.
+        (rowwise copy, columnwise copy); new ones are uninitialised. None for a copy that is neither
+        asked for nor given.
 
     Raises:
-        ValueError: neither copy was asked for or given.
+        ValueError: no copy is asked for or given.
     """
     if rowwise and out_rowwise is None:
         out_rowwise = torch.empty_like(x, dtype=dtype)

@@ -40,7 +40,7 @@ _contract = bind("grouped_gemm", "grouped_gemm_contract")
 
 
 def has_grouped_products(device: torch.device) -> bool:
-    """Returns True if ``torch._grouped_mm`` multiplies groups of bfloat16 rows on the device."""
+    """Returns True if ``torch._grouped_mm`` supports groups of bfloat16 rows on the device."""
     return hasattr(torch, "_grouped_mm") and nvidia_capability(device) in _GROUPED
 
 
@@ -55,14 +55,14 @@ def multiply_groups(a: torch.Tensor, b: torch.Tensor, groups: Groups) -> torch.T
 
     Args:
         a: [rows, K].
-        b: [groups, N, K] in the dtype of ``a``, a matrix for each group.
+        b: [groups, N, K] in the dtype of ``a``, one matrix for each group.
         groups: places of the groups in the rows of ``a``.
 
     Returns:
-        [rows, N] in the dtype of ``a``; rows that belong to no group have no defined values.
+        [rows, N] in the dtype of ``a``; rows that belong to no group have undefined values.
 
     Raises:
-        ValueError: shapes that do not match, or ``groups`` made for another number of rows.
+        ValueError: shapes do not match, or ``groups`` was made for another number of rows.
     """
     check_dense("multiply_groups", a=a, b=b, groups=groups.table)
     _check_operands("multiply_groups", a, b, groups)
@@ -87,21 +87,21 @@ def contract_groups(
 ) -> torch.Tensor:
     """Multiplies each group's slices of two matrices: ``out[g] = a[:, i:j] @ b[i:j]``.
 
-    Group g is at the places i to j of the inner dimension. This is wgrad of a grouped linear layer.
+    Group g occupies i to j - 1 of the inner dimension. This is wgrad of a grouped linear layer.
 
     Args:
         a: [M, rows].
         b: [rows, N] in the dtype of ``a``.
         groups: places of the groups in the inner dimension.
-        wide: return 16-bit operands' sums in float32, not rounded. If ``torch._grouped_mm``
-            multiplies, the result is bfloat16 all the same.
+        wide: return sums of 16-bit operands in float32, not rounded. Has no effect if
+            ``torch._grouped_mm`` multiplies: its result is bfloat16.
 
     Returns:
         [groups, M, N] in the dtype of the operands, or in float32 with ``wide``; the matrix of a
-        group without rows has no defined values.
+        group without rows has undefined values.
 
     Raises:
-        ValueError: shapes that do not match, or ``groups`` made for another number of rows.
+        ValueError: shapes do not match, or ``groups`` was made for another number of rows.
     """
     check_dense("contract_groups", a=a, b=b, groups=groups.table)
     if a.dim() != 2 or b.dim() != 2 or a.shape[1] != b.shape[0]:
@@ -167,7 +167,7 @@ def scaled_multiply_groups(
     groups: Groups,
     fast: bool,
 ) -> torch.Tensor:
-    """Computes ``multiply_groups`` of FP8 data, times the scale_inv of the row and of the group.
+    """Computes ``multiply_groups`` of FP8 data, times the scale_inv of each row and each group.
 
     Args:
         a: [rows, K] FP8.
@@ -175,15 +175,14 @@ def scaled_multiply_groups(
         b: [groups, N, K] FP8.
         b_scale_inv: float32 [groups].
         groups: places of the groups in the rows of ``a``.
-        fast: sum all products in the matrix units, which keep fewer bits than float32. Otherwise
-            sums of 128 products are added up in float32. It makes no difference if FP8 data is
-            decoded.
+        fast: sum along K in the matrix units only, which keep fewer bits than float32. If False,
+            partial sums of 128 terms are added in float32. Has no effect if FP8 data is decoded.
 
     Returns:
-        [rows, N] bfloat16; rows that belong to no group have no defined values.
+        [rows, N] bfloat16; rows that belong to no group have undefined values.
 
     Raises:
-        ValueError: shapes that do not match, or ``groups`` made for another number of rows.
+        ValueError: shapes do not match, or ``groups`` was made for another number of rows.
     """
     check_dense(
         "scaled_multiply_groups", a=a, b=b, a_scale_inv=a_scale_inv, b_scale_inv=b_scale_inv,
@@ -212,18 +211,18 @@ def scaled_contract_groups(
     fast: bool,
     wide: bool = False,
 ) -> torch.Tensor:
-    """Computes ``contract_groups`` of columnwise FP8 data, times both scale_inv of the group.
+    """Computes ``contract_groups`` of columnwise FP8 data, times both scale_inv of each group.
 
     Args:
-        a: [M, K] FP8. In K each group begins at a multiple of 16, and none is empty, as in the
-            columnwise copy of ``quantize_groups``.
+        a: [M, K] FP8. Along K each group begins at a multiple of 16 and is not empty, as in a
+            columnwise copy from ``quantize_groups``.
         a_scale_inv: float32 [groups].
-        b: [N, K] FP8, with the groups at the same places of K.
+        b: [N, K] FP8, with the same groups along K.
         b_scale_inv: float32 [groups].
-        ends: int32 [groups], the place in K after each group's last: ``Groups.column_ends``.
+        ends: int32 [groups], the position in K after each group's last: ``Groups.column_ends``.
         fast: as in ``scaled_multiply_groups``.
-        wide: return the sums in float32, not rounded to bfloat16. If FP8 data is decoded,
-            ``wide`` has the limits of ``contract_groups``.
+        wide: return the sums in float32, not rounded to bfloat16. If FP8 data is decoded, this is
+            subject to the limits of ``wide`` in ``contract_groups``.
 
     Returns:
         [groups, M, N] in bfloat16 or float32.
@@ -256,11 +255,10 @@ def scaled_contract_groups(
 def multiplies_codes(a: torch.Tensor, b: torch.Tensor) -> bool:
     """Returns True if the suite's kernel multiplies the FP8 data, False if it must be decoded.
 
-    The kernel needs sm_90, and rows of the operands and of the result that begin at multiples of
-    16 bytes.
+    The kernel needs sm_90. Rows of the operands and the result must begin at multiples of 16 bytes.
 
     Args:
-        a: FP8 operand whose last dimension is K, as in the two ``scaled_`` products.
+        a: FP8 operand whose last dimension is K, as in both ``scaled_`` functions.
         b: FP8 operand whose last two dimensions are [N, K].
     """
     if a.dtype not in _FP8 or b.dtype not in _FP8 or not has_grouped_fp8(a.device):

@@ -51,8 +51,8 @@ class Groups(NamedTuple):
     """Places of groups in the rows of a matrix, as ``groups_of`` returns them.
 
     Attributes:
-        table: int32 [3 * num_groups + 1] on the device: ``ends``; ``column_ends``; 1 for each group
-            that has rows, else 0; and last 1 if the numbers of rows were invalid.
+        table: int32 [3 * num_groups + 1] on the device: ``ends``; ``column_ends``; for each group
+            1 if it has rows, else 0; and at last 1 if the numbers of rows are invalid, else 0.
         rows: number of rows of the matrix.
         num_groups: number of groups.
     """
@@ -63,30 +63,31 @@ class Groups(NamedTuple):
 
     @property
     def ends(self) -> torch.Tensor:
-        """The row after each group's last, int32 [num_groups]."""
+        """The row after each group's last row, int32 [num_groups]."""
         return self.table[: self.num_groups]
 
     @property
     def column_ends(self) -> torch.Tensor:
-        """The column after each group's last in the columnwise copy, int32 [num_groups]."""
+        """The column after each group's last column of the columnwise copy, int32 [num_groups]."""
         return self.table[self.num_groups : 2 * self.num_groups]
 
     @property
     def columns(self) -> int:
-        """Number of columns of the columnwise copy, which suffices however the rows are grouped."""
+        """Number of columns of the columnwise copy, enough for any sizes of the groups."""
         return -(-self.rows // ALIGN) * ALIGN + self.num_groups * ALIGN
 
 
 @former_fields(transposed="columnwise")
 class GroupedOutput(NamedTuple):
-    """FP8 data of groups and its scale_inv; None for a copy that was not asked for.
+    """FP8 data of groups and its scale_inv; None for a copy that was not requested.
 
     Attributes:
-        rowwise: [rows, cols] of ``quantize_groups``, [groups, rows, cols] of ``quantize_matrices``.
+        rowwise: [rows, cols] from ``quantize_groups``, [groups, rows, cols] from
+            ``quantize_matrices``.
         columnwise: [cols, ``Groups.columns``] or [groups, cols, rows].
         scale_inv: float32 [groups].
-        row_scale_inv: float32 [rows], for each row its group's scale_inv; None without a rowwise
-            copy and from ``quantize_matrices``.
+        row_scale_inv: float32 [rows], each row's scale_inv; None without a rowwise copy and from
+            ``quantize_matrices``.
     """
 
     rowwise: torch.Tensor | None
@@ -99,9 +100,9 @@ class GroupedOutput(NamedTuple):
 def groups_of(splits: torch.Tensor, rows: int) -> Groups:
     """Returns the places of groups in a matrix of ``rows`` rows.
 
-    Invalid splits (one is negative, or their sum exceeds ``rows``) raise nothing, as only
-    the device knows them. With them no group has rows, every scale_inv is NaN, and ``finish_rows``,
-    ``zero_unused`` and ``column_sums`` write NaN.
+    Splits are invalid if one is negative or their sum exceeds ``rows``. They raise no error, since
+    the host does not read them. Instead no group has rows, every scale_inv is NaN, and
+    ``finish_rows``, ``zero_unused`` and ``column_sums`` write NaN.
 
     Args:
         splits: int32 or int64 [groups] with 1 to 1023 groups: the number of rows of each group, in
@@ -109,9 +110,9 @@ def groups_of(splits: torch.Tensor, rows: int) -> Groups:
         rows: number of rows of the matrix.
 
     Raises:
-        TypeError: ``splits`` has another dtype.
-        ValueError: ``splits`` has another number of dimensions.
-        NotImplementedError: ``splits`` has another number of groups.
+        TypeError: ``splits`` is neither int32 nor int64.
+        ValueError: ``splits`` does not have one dimension.
+        NotImplementedError: ``splits`` does not have 1 to 1023 groups.
     """
     count = int(splits.numel())  # torch.jit.trace gives a tensor
     table = splits.new_empty(3 * count + 1, dtype=torch.int32)
@@ -122,7 +123,7 @@ def groups_of(splits: torch.Tensor, rows: int) -> Groups:
 def check_rows(name: str, rows: int, groups: Groups) -> None:
     """Raises ValueError unless ``groups`` was made for a matrix of ``rows`` rows.
 
-    ``name`` is the calling function's, for the error.
+    ``name`` is the name of the calling function, for the error.
     """
     if rows != groups.rows:
         raise ValueError(f"{name}: groups must be of {rows} rows, got groups of {groups.rows} rows")
@@ -141,7 +142,7 @@ def quantize_groups(
     scale_inv: torch.Tensor | None = None,
     due: torch.Tensor | None = None,
 ) -> GroupedOutput:
-    """Quantizes groups of rows in one pass: q = saturating_cast(float(x) * scale[g]) in group g.
+    """Quantizes groups of rows in one pass: q = saturating_cast(float(x) * scale[g]) for group g.
 
     Values are rounded to nearest even.
 
@@ -150,18 +151,19 @@ def quantize_groups(
         groups: places of the groups in the rows of x.
         scale: float32 [groups], of any stride.
         fp8_dtype: torch.float8_e4m3fn or torch.float8_e5m2.
-        rowwise: make [rows, cols]; rows after the last group have no defined values.
-        columnwise: make [cols, groups.columns]. Each group begins at a multiple of 16 columns and
-            has at least 16 of them, those beyond its rows zeros. Columns after the last group
-            have no defined values.
+        rowwise: make the rowwise copy, [rows, cols]; rows after the last group have undefined
+            values.
+        columnwise: make the columnwise copy, [cols, groups.columns]. Each group begins at a
+            multiple of 16 columns and has at least 16; columns beyond its rows are zeros. Columns
+            after the last group have undefined values.
         amax: float32 [groups], of any stride, becomes max(amax, max |x| of the group); NaN counts
-            as largest.
-        scale_inv: float32 [groups] to be used instead of 1 / scale.
-        due: int32 [groups]; groups with 0 are neither read nor written. None: all groups are done.
+            as largest. None computes no amax.
+        scale_inv: float32 [groups] to use instead of 1 / scale.
+        due: int32 [groups]; groups with 0 are neither read nor written. None: all are quantized.
 
     Raises:
-        TypeError: a dtype that does not match.
-        ValueError: a shape or device that does not match.
+        TypeError: an argument has a dtype that is not listed.
+        ValueError: a shape or device does not match.
     """
     x = fp8_output.contiguous_matrix("grouped_quantize", x)
     rows, cols = x.shape
@@ -196,19 +198,20 @@ def quantize_matrices(
     Args:
         matrices: [rows, cols] each, such as the experts' weights; made contiguous if they are not.
         groups: if given, only the matrices of groups that have rows are quantized.
-        rowwise: make [groups, rows, cols]; None: True, or with ``out`` what that has.
+        rowwise: make [groups, rows, cols]. None stands for True, or with ``out`` for the copies
+            that ``out`` has.
         columnwise: make [groups, cols, rows]; None as for ``rowwise``.
         scale, fp8_dtype, amax, scale_inv, due: as in ``quantize_groups``.
-        out: result of an earlier call to write instead of new tensors; matrices that ``due`` leaves
-            out keep their FP8 data and scale_inv.
+        out: result of an earlier call, whose tensors are overwritten. Matrices excluded by ``due``
+            keep their FP8 data and scale_inv.
 
     Returns:
         FP8 data of all matrices: ``out`` or new tensors.
 
     Raises:
-        TypeError: a dtype that does not match.
-        ValueError: a shape or device that does not match, or ``rowwise``, ``columnwise`` or
-            ``scale_inv`` that are not those of ``out``.
+        TypeError: an argument has a dtype that is not listed.
+        ValueError: a shape or device does not match, or ``rowwise``, ``columnwise`` or
+            ``scale_inv`` differs from that of ``out``.
     """
     matrices = [matrix.contiguous() for matrix in matrices]
     like, count = matrices[0], len(matrices)
@@ -288,15 +291,15 @@ def first_scales(
     margin: int = 0,
     pow2: bool = False,
 ) -> None:
-    """Writes the first scales of delayed scaling, from amax values instead of an amax history.
+    """Computes the first scales of delayed scaling, from amax values instead of an amax history.
 
-    Only groups that are due and have rows get a scale; their ``due`` is set to 0. An amax of 0,
-    infinity or NaN leaves the group's scale as it is.
+    Only groups that are due and have rows get a scale; their ``due`` is set to 0. If a group's amax
+    is 0, infinite or NaN, its scale is not changed.
 
     Args:
         amax: float32 [groups].
         groups: places of the groups.
-        due: int32 [groups], not 0 for groups without a first scale; written.
+        due: int32 [groups]; 0 for each group that already has a scale; written.
         scale: float32 [groups], of any stride; written.
         scale_inv: float32 [groups], of any stride; written.
         fp8_max, margin, pow2: as in ``amax_scale_update``.
@@ -307,7 +310,7 @@ def first_scales(
 
 @checked
 def finish_rows(out: torch.Tensor, groups: Groups, bias: torch.Tensor | None = None) -> None:
-    """Adds ``bias`` [groups, cols] to the groups' rows of ``out``, and zeroes rows of no group.
+    """Adds each group's bias to its rows of ``out``, and zeroes rows that belong to no group.
 
     Args:
         out: [rows, cols], contiguous float32, float16 or bfloat16; written.
@@ -331,7 +334,7 @@ def zero_unused(out: torch.Tensor, groups: Groups) -> None:
 
 @checked
 def decode(fp8_data: torch.Tensor) -> torch.Tensor:
-    """Returns the values, without scale_inv, of FP8 data of any shape in bfloat16; exact."""
+    """Converts FP8 data of any shape to bfloat16, exactly and without a scale_inv."""
     fp8_data = fp8_data.contiguous()
     out = torch.empty_like(fp8_data, dtype=torch.bfloat16)
     _decode(fp8_data.view(-1), out.view(-1))
@@ -383,11 +386,11 @@ def reference_table(splits: torch.Tensor, rows: int) -> torch.Tensor:
 def reference(
     x: torch.Tensor, splits: Sequence[int], scale: torch.Tensor, fp8_dtype: torch.dtype
 ) -> list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
-    """Computes ``quantize_groups`` in plain PyTorch with integer rounding; the specification.
+    """Computes ``quantize_groups`` in plain PyTorch with integer rounding, as its specification.
 
     Returns:
-        For each group (rowwise copy [rows of the group, cols], columnwise copy [cols, columns of
-        the group] padded with zeros, amax as one float32 element).
+        For each group a tuple (rowwise copy [rows of the group, cols], columnwise copy [cols,
+        columns of the group] padded with zeros, amax as one float32 element).
     """
     results = []
     for part, factor in zip(x[: sum(splits)].split(list(splits)), scale, strict=True):

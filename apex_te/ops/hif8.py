@@ -28,15 +28,16 @@ _decode = bind("hif8", "hif8_decode")
 
 @former_fields(transposed="columnwise")
 class HiF8Output(NamedTuple):
-    """HiF8 data of a matrix [rows, cols]; None for a copy that was not asked for.
+    """HiF8 data of a matrix [rows, cols]; None for a copy that was not requested.
 
     Attributes:
         rowwise: uint8 [rows, cols].
-        columnwise: uint8 [cols, rows], or padded as asked for.
+        columnwise: uint8 [cols, rows], the transpose; [cols, rows rounded up to 16] with
+            ``pad_columnwise``.
         scale: one float32 element, the scale that was used.
         scale_inv: one float32 element, 1 / scale.
-        amax: one float32 element, the amax given to ``quantize``, if any, or used by
-            ``quantize_current``.
+        amax: one float32 element: from ``quantize`` the given tensor or None, from
+            ``quantize_current`` the amax that was used.
     """
 
     rowwise: torch.Tensor | None
@@ -48,11 +49,12 @@ class HiF8Output(NamedTuple):
 
 @checked
 def encode(x: torch.Tensor, *, saturate: bool = True) -> torch.Tensor:
-    """Returns the HiF8 data of x without a scale, rounded half away from zero.
+    """Converts x to HiF8 without a scale, rounding halves away from zero.
 
     Args:
         x: any shape, float32, float16 or bfloat16; made contiguous if it is not.
-        saturate: make magnitudes of 40960 and above, also infinity, 32768 instead of infinity.
+        saturate: convert magnitudes of 40960 and above, including infinity, to 32768. If False,
+            they become infinity.
 
     Returns:
         uint8 of x's shape. NaN of either sign is 0x80, magnitudes below 2^-23 are 0x00.
@@ -71,20 +73,20 @@ def decode(
     scale_inv: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Returns the values of HiF8 data, exactly, or times a scale_inv, rounded once.
+    """Converts HiF8 data to ``dtype``, times ``scale_inv`` if given, rounding once.
 
     Args:
         fp8_data: any shape, uint8; made contiguous if it is not.
         dtype: dtype of a new tensor: float32, float16 or bfloat16.
         scale_inv: one float32 element on the device of ``fp8_data``; None stands for 1.
-        out: contiguous tensor of the shape of ``fp8_data`` to write instead of a new one, in any of
-            the three dtypes.
+        out: contiguous tensor of the shape of ``fp8_data`` to write instead of a new one, in one of
+            these dtypes.
 
     Returns:
         The values, in the shape of ``fp8_data``: ``out`` or the new tensor.
 
     Raises:
-        ValueError: ``out`` has another shape or is not contiguous.
+        ValueError: ``out`` does not have the shape of ``fp8_data`` or is not contiguous.
     """
     given = out is not None
     if out is None:
@@ -113,23 +115,24 @@ def quantize(
     out_rowwise: torch.Tensor | None = None,
     out_columnwise: torch.Tensor | None = None,
 ) -> HiF8Output:
-    """Quantizes q = encode(float(x) * scale) with a given scale, in one pass.
+    """Quantizes x: q = encode(float(x) * scale) with a given scale, in one pass.
 
     Args:
         x: [rows, cols] float32, float16 or bfloat16; made contiguous if it is not.
         scale: one float32 element on x's device.
-        rowwise: make [rows, cols].
-        columnwise: make the transpose, [cols, rows].
-        pad_columnwise: make [cols, rows rounded up to 16], with zeros in the added columns.
+        rowwise: make the rowwise copy, [rows, cols].
+        columnwise: make the columnwise copy, the transpose [cols, rows].
+        pad_columnwise: pad the columnwise copy to [cols, rows rounded up to 16]; the added columns
+            are zeros.
         amax: one float32 element, becomes max(amax, max |x|), before scaling; NaN counts as
-            largest.
+            largest. None computes no amax.
         saturate: as in ``encode``.
         out_rowwise: [rows, cols] to write instead of a new tensor.
         out_columnwise: [cols, rows], padded or not, to write instead of a new tensor.
 
     Raises:
-        TypeError: a dtype that is not listed.
-        ValueError: a shape or device that does not match, neither copy asked for or given.
+        TypeError: an argument has a dtype that is not listed.
+        ValueError: a shape or device does not match, or no copy is asked for or given.
     """
     x = fp8_output.contiguous_matrix("hif8_quantize", x)
     given = [t for t in (out_rowwise, out_columnwise, amax) if t is not None]
@@ -164,30 +167,32 @@ def quantize_current(
     out_rowwise: torch.Tensor | None = None,
     out_columnwise: torch.Tensor | None = None,
 ) -> HiF8Output:
-    """Quantizes q = encode(float(x) * scale), scale = target / max |x|, in two launches.
+    """Quantizes x: q = encode(float(x) * scale), scale = target / max |x|, in two launches.
 
-    The scale follows ``current_scale``'s rules: an amax below ``eps`` counts as ``eps``; 0,
-    infinity and NaN give scale 1; an infinite scale becomes float32's largest number; an infinite
-    amax makes scale_inv infinite, so that no saturated infinity is hidden.
+    The scale follows the rules of ``current_scale``. An amax below ``eps`` counts as ``eps``. An
+    amax of 0, infinity or NaN gives scale 1. An infinite scale becomes float32's largest number. If
+    the amax is infinite, scale_inv is infinite, so that saturation does not hide the infinity.
 
     Args:
         x: [rows, cols] float32, float16 or bfloat16; made contiguous if it is not.
-        target: value that amax is scaled to: HIF8_15 for inputs and weights, HIF8_224 for
+        target: value to which the amax is scaled: HIF8_15 for inputs and weights, HIF8_224 for
             gradients.
-        rowwise: make [rows, cols].
-        columnwise: make the transpose, [cols, rows].
-        pad_columnwise: make [cols, rows rounded up to 16], with zeros in the added columns.
+        rowwise: make the rowwise copy, [rows, cols].
+        columnwise: make the columnwise copy, the transpose [cols, rows].
+        pad_columnwise: pad the columnwise copy to [cols, rows rounded up to 16]; the added columns
+            are zeros.
         eps: smallest amax, zero or more.
         pow2: round the scale down to a power of two.
-        amax: one float32 element to use instead of max |x|, which saves one launch.
+        amax: one float32 element to use instead of max |x|, which saves one launch; None computes
+            max |x|.
         saturate: as in ``encode``.
         out_rowwise: [rows, cols] to write instead of a new tensor.
         out_columnwise: [cols, rows], padded or not, to write instead of a new tensor.
 
     Raises:
-        TypeError: a dtype that is not listed.
-        ValueError: a shape or device that does not match, neither copy asked for or given, or a
-            target or eps out of range.
+        TypeError: an argument has a dtype that is not listed.
+        ValueError: a shape or device does not match, ``target`` or ``eps`` is out of range, or no
+            copy is asked for or given.
     """
     x = fp8_output.contiguous_matrix("hif8_current", x)
     given = [t for t in (out_rowwise, out_columnwise) if t is not None]
@@ -213,7 +218,7 @@ def quantize_current(
 
 
 def reference_encode(values: torch.Tensor, *, saturate: bool = True) -> torch.Tensor:
-    """Computes ``encode`` of float32 values in plain PyTorch; the specification."""
+    """Computes ``encode`` of float32 values in plain PyTorch, as its specification."""
     table = _values().to(values.device)
     # Positive finite values in order, their codes, and the midpoints between neighbours: a value
     # at a midpoint or above belongs to the upper one.
@@ -228,14 +233,14 @@ def reference_encode(values: torch.Tensor, *, saturate: bool = True) -> torch.Te
 
 
 def reference_decode(fp8_data: torch.Tensor) -> torch.Tensor:
-    """Returns the float32 values of HiF8 data by a table made from the format's definition."""
+    """Converts HiF8 data to float32 by a table made from the format's definition."""
     return _values().to(fp8_data.device)[fp8_data.to(torch.int64)]
 
 
 def reference_quantize(
     x: torch.Tensor, scale: torch.Tensor, *, saturate: bool = True
 ) -> HiF8Output:
-    """Computes ``quantize`` in plain PyTorch, with max |x| as the amax; the specification."""
+    """Computes ``quantize`` in plain PyTorch, with max |x| as the amax, as its specification."""
     codes = reference_encode(x.float() * scale, saturate=saturate)
     amax = reference_codec.amax_of(x)
     return HiF8Output(codes, codes.t().contiguous(), scale, 1.0 / scale, amax)
@@ -250,7 +255,7 @@ def reference_quantize_current(
     amax: torch.Tensor | None = None,
     saturate: bool = True,
 ) -> HiF8Output:
-    """Computes ``quantize_current`` in plain PyTorch; the specification."""
+    """Computes ``quantize_current`` in plain PyTorch, as its specification."""
     if amax is None:
         amax = reference_codec.amax_of(x)
     scale = reference_codec.scale_of(amax, target, eps, pow2)

@@ -29,8 +29,8 @@ def layer_norm(
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Normalises (x - mean) / sqrt(variance + eps) * gamma + bias over the last dimension.
 
-    Differentiable. Statistics and arithmetic are float32; the variance is that of the centred
-    values. A row with a NaN or an infinity becomes NaN.
+    It is differentiable. Statistics and arithmetic are float32; the variance is computed
+    from x - mean. A row with a NaN or an infinity becomes NaN.
 
     Args:
         x: [..., cols] float32, float16 or bfloat16; made contiguous if it is not.
@@ -38,15 +38,15 @@ def layer_norm(
         bias: [cols] in the weight's dtype; None stands for zeros.
         eps: added to the variance.
         zero_centered_gamma: gamma is 1 + weight instead of weight.
-        residual: tensor of x's shape and dtype; x + residual is normalised instead of x, and
-            returned, too. The sum is rounded to x's dtype first, as backward has the rounded sum.
+        residual: tensor of x's shape and dtype, added to x before the norm. The sum is first
+            rounded to x's dtype, since backward reads the rounded sum, and is returned, too.
 
     Returns:
         y in x's shape and dtype; with a residual (y, x + residual).
 
     Raises:
-        TypeError: a dtype that is not listed.
-        ValueError: a shape or device that does not match.
+        TypeError: an argument has a dtype that is not listed.
+        ValueError: a shape or device does not match.
     """
     if residual is None:
         return _LayerNorm.apply(x, weight, bias, eps, zero_centered_gamma)
@@ -66,8 +66,7 @@ def layer_norm_fwd(
     """Computes ``layer_norm`` of a matrix without autograd.
 
     Args:
-        x: [rows, cols]; ``residual``, if given, has its shape. Other arguments are as in
-            ``layer_norm``.
+        x: [rows, cols]; other arguments are as in ``layer_norm``.
 
     Returns:
         The output and mean and rstd, which ``layer_norm_bwd`` needs.
@@ -105,24 +104,27 @@ def layer_norm_fwd_fp8(
     zero_centered_gamma: bool = False,
     residual: torch.Tensor | None = None,
 ) -> NormFP8Output:
-    """Quantizes the float32 result y of ``layer_norm_fwd``: q = saturating_cast(y * scale).
+    """Computes ``layer_norm_fwd`` and quantizes its float32 y: q = saturating_cast(y * scale).
 
     Args:
         x: [rows, cols] float32, float16 or bfloat16.
-        weight, bias, eps, zero_centered_gamma: as in ``layer_norm``.
-        residual: of x's shape and dtype; x + residual is normalised, and returned too.
+        weight, bias, eps, zero_centered_gamma, residual: as in ``layer_norm``.
         scale: one float32 element on x's device.
         fp8_dtype: torch.float8_e4m3fn or torch.float8_e5m2.
-        rowwise: make [rows, cols].
-        columnwise: make the transpose, [cols, rows].
-        pad_columnwise: make [cols, rows rounded up to 16], with zeros in the added columns.
+        rowwise: make the rowwise copy, [rows, cols].
+        columnwise: make the columnwise copy, the transpose [cols, rows].
+        pad_columnwise: pad the columnwise copy to [cols, rows rounded up to 16]; the added columns
+            are zeros.
         amax: one float32 element, becomes max(amax, max |y|), before scaling; NaN counts as
-            largest.
+            largest. None computes no amax.
         scale_inv: one float32 element to receive 1 / scale; a new one unless given.
 
+    Returns:
+        FP8 copies of y, the statistics, and x + residual if a residual is given.
+
     Raises:
-        TypeError: a dtype that is not listed.
-        ValueError: a shape or device that does not match.
+        TypeError: an argument has a dtype that is not listed.
+        ValueError: a shape or device does not match.
     """
     x = x.contiguous()
     y = norm_common.allocate_fp8(
@@ -157,18 +159,19 @@ def layer_norm_bwd(
 
     Args:
         dy: [rows, cols], y's gradient.
-        x: [rows, cols], the matrix that was normalised: x, or with a residual the residual sum.
+        x: [rows, cols], the matrix that was normalised: the forward's x, or with a residual the
+            sum x + residual.
         weight: as in ``layer_norm``.
         mean: [rows] float32, from ``layer_norm_fwd``.
         rstd: [rows] float32, from ``layer_norm_fwd``.
         zero_centered_gamma: as in ``layer_norm``.
-        d_residual: [rows, cols], gradient of the residual sum as an output, to add to dx.
-        with_dweight: make the weight's gradient, in the weight's dtype (x's if weight is None).
-        with_dbias: make the bias's gradient, in the weight's dtype.
+        d_residual: [rows, cols], gradient of the returned residual sum; added to dx.
+        with_dweight: compute the weight's gradient, in the weight's dtype (x's if weight is None).
+        with_dbias: compute the bias's gradient, in the weight's dtype.
 
     Raises:
-        TypeError: a dtype that is not listed.
-        ValueError: a shape or device that does not match.
+        TypeError: an argument has a dtype that is not listed.
+        ValueError: a shape or device does not match.
     """
     dy, x, weight = dy.contiguous(), x.contiguous(), norm_common.contiguous(weight)
     like = x if weight is None else weight
@@ -243,7 +246,7 @@ def reference(
     zero_centered_gamma: bool = False,
     residual: torch.Tensor | None = None,
 ) -> NormOutput:
-    """Computes ``layer_norm_fwd`` in plain PyTorch, differentiably; the specification."""
+    """Computes ``layer_norm_fwd`` in plain PyTorch, as a differentiable specification."""
     return norm_common.reference(
         x, weight, bias, eps, centre=True, zero_centered_gamma=zero_centered_gamma,
         residual=residual,

@@ -35,12 +35,12 @@ class RowMap(NamedTuple):
     """Map from tokens to rows of the permuted matrix: int32 tensors on the routing map's device.
 
     Attributes:
-        row_id_map: [tokens + 2, 1 + 2 * width], with one column more if experts are padded; opaque,
-            for ``permute``, ``unpermute`` and their backwards. csrc/moe_permute/moe_permute.h has
-            its layout.
+        row_id_map: [tokens + 2, 1 + 2 * width], with one more column if experts are padded; opaque,
+            for ``permute``, ``unpermute`` and their backwards. csrc/moe_permute/moe_permute.h
+            describes its layout.
         tokens_per_expert: [experts], number of each expert's rows, without dropped copies.
-        padded_tokens_per_expert: [experts], number of each expert's rows with padding, which equals
-            ``tokens_per_expert`` without padding.
+        padded_tokens_per_expert: [experts], number of each expert's rows including padding; equal
+            to ``tokens_per_expert`` without padding.
         pad_offsets: [experts], number of padding rows before each expert's first row; None without
             padding.
     """
@@ -91,24 +91,25 @@ def make_map(
     align_size: int | None = None,
     num_rows: int | None = None,
 ) -> RowMap:
-    """Makes the map of a permutation: copies in the order of experts, then of tokens.
+    """Makes the map of a permutation, which orders copies by expert and then by token.
 
     Args:
         routing_map: for "mask" [tokens, experts] bool, uint8, int8, int32 or int64, not zero if
-            the token goes to the expert; for "index" [tokens, k] int32 or int64 indices of experts,
-            negative for no expert.
+            the token goes to the expert. For "index" [tokens, k] int32 or int64 indices of experts;
+            a negative index makes no copy.
         map_type: "mask" or "index".
         num_experts: number of experts for "index", at most 1024; None stands for 1024. An index
-            that is no expert raises on the CPU. On a GPU, which the host does not wait for, it
-            makes the token's row NaN in ``unpermute``.
-        align_size: each expert's rows begin at a multiple of it; for "mask" alone.
-        num_rows: number of rows of the permuted matrix; copies that would lie after them are
-            dropped. None: no copy is dropped.
+            out of range raises on the CPU. On a GPU it makes the token's row NaN in ``unpermute``,
+            because the host does not wait.
+        align_size: each expert's rows begin at a multiple of it; only for "mask". None: no padding.
+        num_rows: number of rows of the permuted matrix; copies beyond the last row are dropped.
+            None: no copy is dropped.
 
     Raises:
-        TypeError: a dtype that is not listed.
-        ValueError: a shape or option that does not match.
-        NotImplementedError: more than 1024 experts, or 2^31 elements.
+        TypeError: an argument has a dtype that is not listed.
+        ValueError: a shape or option does not match.
+        NotImplementedError: there are more than 1024 experts, or ``routing_map`` has 2^31 elements
+            or more.
     """
     routing = _prepare(routing_map, map_type, num_experts, align_size)
     rows = _ANY_ROWS if num_rows is None else num_rows
@@ -131,7 +132,7 @@ def permute(
     Args:
         inp: [tokens, hidden] float32, float16, bfloat16 or any dtype of one byte.
         row_id_map: ``RowMap.row_id_map``.
-        num_rows: number of rows of the result; rows that no copy goes to are zeros.
+        num_rows: number of rows of the result; rows without a copy are zeros.
         probs: [tokens, width] float32 or the dtype of ``inp``; width is the number of experts for a
             mask and k for indices.
 
@@ -154,9 +155,9 @@ def permute_by(
     num_experts: int | None = None,
     align_size: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None, RowMap]:
-    """Computes ``make_map`` and then ``permute`` in one call, whose kernels overlap.
+    """Computes ``make_map`` and then ``permute`` in one call; their kernels overlap.
 
-    Arguments are those of the two functions; copies after ``num_rows`` are dropped.
+    Arguments are those of the two functions; copies beyond the last row are dropped.
 
     Returns:
         (permuted rows [num_rows, hidden], permuted probs [num_rows] or None, the map).
@@ -184,8 +185,8 @@ def permute_bwd(
         grad_permuted_probs: [num_rows], gradient of the permuted probs, if there are any.
 
     Returns:
-        (gradient of ``inp`` [tokens, hidden], the sum over each token's copies; gradient of probs
-        [tokens, width], or None without ``grad_permuted_probs``).
+        (gradient of ``inp`` [tokens, hidden], gradient of probs [tokens, width] or None without
+        ``grad_permuted_probs``). The former is the sum over each token's copies.
     """
     width = (row_id_map.shape[1] - 1) // 2
     tokens = row_id_map.shape[0] - 2
@@ -203,11 +204,11 @@ def permute_bwd(
 def unpermute(
     inp: torch.Tensor, row_id_map: torch.Tensor, probs: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Sums each token's copies, times their probs, in float32 and always in one order.
+    """Sums each token's copies, times their probs, in float32 in a fixed order.
 
     Args:
-        inp: [rows, hidden] float32, float16 or bfloat16: the permuted matrix, as the experts have
-            changed it.
+        inp: [rows, hidden] float32, float16 or bfloat16: the experts' results for the permuted
+            rows.
         row_id_map: ``RowMap.row_id_map`` of the permutation.
         probs: [tokens, width] float32 or the dtype of ``inp``, factors of the copies; None stands
             for ones. Width is the number of experts for a mask and k for indices.
@@ -253,14 +254,14 @@ def make_chunk_map(
 ) -> torch.Tensor:
     """Makes the map by which ``sort_chunks`` reorders chunks of rows.
 
-    There are at most 2048 chunks. Values of the arguments that do not fit raise on the CPU. On a
-    GPU, which the host does not wait for, ``sort_chunks`` then writes zeros to rows that get none.
+    Invalid sizes or indices raise on the CPU. On a GPU they do not, because the host does not wait:
+    ``sort_chunks`` then writes zeros to rows that get no source row.
 
     Args:
         split_sizes: int32 or int64 [chunks], the number of rows of each chunk, at most ``num_rows``
-            in all.
-        sorted_index: int32 or int64 [chunks], the chunk that comes i-th in the result; each chunk
-            stands there once.
+            in total; at most 2048 chunks.
+        sorted_index: int32 or int64 [chunks], a permutation; chunk ``sorted_index[i]`` comes i-th
+            in the result.
         num_rows: number of rows of the matrix.
 
     Returns:
@@ -279,7 +280,7 @@ def sort_chunks(
     *,
     is_backward: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Reorders rows, and their probs, by a map of chunks.
+    """Reorders rows and their probs by a map of chunks.
 
     Args:
         inp: [rows, hidden] float32, float16, bfloat16 or any dtype of one byte.

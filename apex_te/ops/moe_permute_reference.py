@@ -17,14 +17,15 @@ def rows_of(
     align_size: int = 1,
     num_rows: int | None = None,
 ) -> torch.Tensor:
-    """Returns the row in the permuted matrix that each copy of a token goes to.
+    """Returns, for each copy of a token, its row in the permuted matrix.
 
     Args:
         routing_map: [tokens, experts] mask or [tokens, k] expert indices, as in
             ``moe_permute.make_map``.
         map_type: "mask" or "index".
         align_size: each expert's rows begin at a multiple of it.
-        num_rows: number of rows of the permuted matrix; copies that come later are dropped.
+        num_rows: number of rows of the permuted matrix; copies beyond the last row are dropped.
+            None: no copy is dropped.
 
     Returns:
         int64 [tokens, width], width being experts or k; -1 for a place without a copy.
@@ -57,7 +58,7 @@ def permute(
     Args:
         inp: [tokens, hidden].
         rows: [tokens, width], from ``rows_of``.
-        num_rows: number of rows of the results; rows that no copy goes to are zeros.
+        num_rows: number of rows of the results; rows without a copy are zeros.
         probs: [tokens, width].
 
     Returns:

@@ -57,18 +57,18 @@ def workspace(like: torch.Tensor, count: int, sums: int) -> torch.Tensor:
 
 @checked
 def amax(tensors: Tensors, *, out: torch.Tensor | None = None) -> torch.Tensor:
-    """Computes the amax of each tensor; NaN counts as largest, an empty tensor gives 0.
+    """Computes the amax of each tensor; NaN counts as largest, and an empty tensor gives 0.
 
     Args:
         tensors: float32, float16 or bfloat16, any shapes, on one device.
-        out: [len(tensors)] float32, becomes max(out, amax); a new tensor unless given.
+        out: [len(tensors)] float32, updated to max(out, amax); a new tensor unless given.
 
     Returns:
         [len(tensors)] float32: ``out`` or the new tensor.
 
     Raises:
-        TypeError: a dtype that does not match.
-        ValueError: a shape or device that does not match.
+        TypeError: an argument has a dtype that is not listed.
+        ValueError: a shape or device does not match.
     """
     if not len(tensors):
         return torch.zeros(0) if out is None else out
@@ -86,8 +86,8 @@ def l2norm(
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Computes the L2 norm over all tensors and, if asked for, of each one, deterministically.
 
-    Squares are added in float32, 2,048 elements or more at a time, these sums in float64: a
-    magnitude above 1.8e19 overflows to infinity.
+    Squares are added in float32 over blocks of 2,048 elements or more, and the blocks' sums in
+    float64. A magnitude above 1.8e19 overflows to infinity.
 
     Args:
         tensors: float32, float16 or bfloat16, any shapes, on one device.
@@ -97,8 +97,8 @@ def l2norm(
         The total, a float32 scalar; with ``per_tensor`` also the norms, [len(tensors)] float32.
 
     Raises:
-        TypeError: a dtype that does not match.
-        ValueError: a device that does not match.
+        TypeError: an argument has a dtype that is not listed.
+        ValueError: a device does not match.
     """
     count = len(tensors)
     if not count:
@@ -124,11 +124,11 @@ def scale(
         outputs: tensors to write, of the inputs' shapes; each of any of the three dtypes.
         factor: a number, or one float32 element on the device, such as 1 / loss scale.
         found_inf: one float32 or int32 element; becomes 1 if a result, as stored, is not finite,
-            and is left alone otherwise.
+            and is not written otherwise.
 
     Raises:
-        TypeError: a dtype that does not match.
-        ValueError: a shape, device or length that does not match.
+        TypeError: an argument has a dtype that is not listed.
+        ValueError: a shape, device or list length does not match.
     """
     if not len(inputs) and not len(outputs):
         return
@@ -159,11 +159,11 @@ def axpby(
         b: factor of each y.
         check: the values to check for NaN and infinity: "result" (as stored), "x" or "y".
         found_inf: one float32 or int32 element; becomes 1 if a checked value is not finite, and is
-            left alone otherwise.
+            not written otherwise.
 
     Raises:
-        TypeError: a dtype that does not match.
-        ValueError: a shape, device, length or ``check`` that does not match.
+        TypeError: an argument has a dtype that is not listed.
+        ValueError: a shape, device or list length does not match, or ``check`` is not listed.
     """
     if check not in _CHECKS:
         raise ValueError(f"multi_tensor_axpby: check must be 'result', 'x' or 'y', got {check!r}")
@@ -183,24 +183,26 @@ def quantize(
     scale_invs: Tensors | None = None,
     outputs: Tensors | None = None,
 ) -> Tensors:
-    """Quantizes each tensor: q = saturating_cast(float(x) * scale), to nearest even, NaN kept.
+    """Quantizes each tensor: q = saturating_cast(float(x) * scale).
+
+    Values are rounded to nearest even; NaN stays NaN.
 
     Args:
         tensors: float32, float16 or bfloat16, any shapes.
         scales: one float32 element for each tensor.
         fp8_dtype: dtype of new outputs, torch.float8_e4m3fn or torch.float8_e5m2.
         amaxes: one float32 element for each tensor x; becomes max(amax, max |x|), before scaling;
-            NaN counts as largest.
+            NaN counts as largest. None computes no amax.
         scale_invs: one float32 element for each tensor; receives 1 / scale.
-        outputs: FP8 tensors to write, of the tensors' shapes and of either format; new ones unless
-            given.
+        outputs: tensors of the same shapes to write, each float8_e4m3fn or float8_e5m2; new
+            ones unless given.
 
     Returns:
         The FP8 tensors: ``outputs`` or the new ones.
 
     Raises:
-        TypeError: a dtype that does not match.
-        ValueError: a shape, device or length that does not match.
+        TypeError: an argument has a dtype that is not listed.
+        ValueError: a shape, device or list length does not match.
     """
     check_fp8_dtype("multi_tensor_quantize", fp8_dtype)
     made = outputs
@@ -218,7 +220,7 @@ def quantize(
 def mark_written(tensors: Tensors, flag: torch.Tensor | None) -> None:
     """Increments the version counters of overwritten tensors, for autograd.
 
-    In a compiled region, where torch derives writes from the op's schema, it does nothing.
+    In a compiled region it does nothing, since torch derives writes from the op's schema.
 
     Args:
         tensors: list of written tensors.
@@ -247,7 +249,7 @@ def reference_l2norm(tensors: Tensors) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def reference_axpby(x: torch.Tensor, y: torch.Tensor, a: float, b: float) -> torch.Tensor:
-    """Computes a * x + b * y in float32, rounded to x's dtype; in float64 for a float64 x."""
+    """Computes a * x + b * y in float32 (float64 for a float64 x), rounded to x's dtype."""
     if x.dtype is torch.float64:
         return a * x + b * y
     return (a * x.float() + b * y.float()).to(x.dtype)
@@ -256,5 +258,5 @@ def reference_axpby(x: torch.Tensor, y: torch.Tensor, a: float, b: float) -> tor
 def reference_quantize(
     x: torch.Tensor, scale: torch.Tensor, fp8_dtype: torch.dtype
 ) -> torch.Tensor:
-    """Computes ``quantize`` of one tensor with integer rounding; the specification."""
+    """Computes ``quantize`` of one tensor with integer rounding, as its specification."""
     return reference_codec.encode_fp8(x.float() * scale, fp8_dtype)

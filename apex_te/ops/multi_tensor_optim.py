@@ -85,23 +85,24 @@ def adam(
         grads: of params' shapes; each of any of the three dtypes.
         exp_avgs: float32, of params' shapes.
         exp_avg_sqs: float32, of params' shapes.
-        step: the number of this update, 1 for the first; or one float32 or int32 element.
-        lr: learning rate; or one float32 element.
+        step: the number of this update, 1 for the first: a Python number, or one float32 or int32
+            element on the device.
+        lr: learning rate: a Python number, or one float32 element on the device.
         betas: decay rates of ``exp_avgs`` and ``exp_avg_sqs``, each in [0, 1).
         eps: added to the denominator.
         weight_decay: coefficient of weight decay.
         adamw: decay the weights directly (AdamW) instead of adding the decay to the gradient (L2).
         bias_correction: divide the averages by 1 - beta**step.
         maximize: follow the gradient up instead of down.
-        masters: master weights, float32, of params' shapes.
+        masters: master weights, float32, of params' shapes; None updates ``params`` directly.
         inv_scale: one float32 element, multiplies every gradient: 1 / loss scale.
-        found_inf: one float32 or int32 element; not zero skips the step.
-        unscale_grads: also overwrite the gradients with the unscaled ones, if ``inv_scale`` is
-            given and the step is not skipped.
+        found_inf: one float32 or int32 element; a value other than 0 skips the step.
+        unscale_grads: also overwrite the gradients with the unscaled gradients, if ``inv_scale``
+            is given and the step is not skipped.
 
     Raises:
-        TypeError: a dtype that does not match.
-        ValueError: a shape, device, length or option that does not match.
+        TypeError: an argument has a dtype that is not listed.
+        ValueError: a shape, device or list length does not match, or an option is out of range.
     """
     if not len(params) and not len(grads):
         return
@@ -143,22 +144,22 @@ def sgd(
         params: float32, float16 or bfloat16; only written if ``masters`` are given.
         grads: of params' shapes; each of any of the three dtypes.
         momentums: momentum buffers, float32, of params' shapes; needed if ``momentum`` is not 0.
-        lr: learning rate; or one float32 element.
+        lr: learning rate: a Python number, or one float32 element on the device.
         momentum: factor of the momentum buffers.
         dampening: the gradient enters the momentum buffers with weight 1 - dampening.
         weight_decay: L2 coefficient.
         nesterov: use Nesterov momentum.
         first_step: overwrite the momentum buffers with the gradient, without reading them.
         maximize: follow the gradient up instead of down.
-        masters: master weights, float32, of params' shapes.
+        masters: master weights, float32, of params' shapes; None updates ``params`` directly.
         inv_scale: one float32 element, multiplies every gradient: 1 / loss scale.
-        found_inf: one float32 or int32 element; not zero skips the step.
-        unscale_grads: also overwrite the gradients with the unscaled ones, if ``inv_scale`` is
-            given and the step is not skipped.
+        found_inf: one float32 or int32 element; a value other than 0 skips the step.
+        unscale_grads: also overwrite the gradients with the unscaled gradients, if ``inv_scale``
+            is given and the step is not skipped.
 
     Raises:
-        TypeError: a dtype that does not match.
-        ValueError: a shape, device, length or option that does not match.
+        TypeError: an argument has a dtype that is not listed.
+        ValueError: a shape, device or list length does not match, or an option is out of range.
     """
     if not len(params) and not len(grads):
         return
@@ -198,26 +199,26 @@ def lamb(
     found_inf: torch.Tensor | None = None,
     unscale_grads: bool = False,
 ) -> None:
-    """Steps LAMB (arXiv 1904.00962) in place: Adam's update with a rate for each tensor.
+    """Steps LAMB (arXiv 1904.00962) in place: Adam's update with a learning rate for each tensor.
 
-    A tensor's rate is lr * |param| / |update| if neither norm is 0, and ``weight_decay`` is not 0
-    or ``nvlamb`` is set; otherwise it is lr. A step is three launches, and two more if the norm of
-    the gradients is computed.
+    A tensor's learning rate is lr * |param| / |update|. It is lr if one of these norms is 0, or if
+    ``weight_decay`` is 0 and ``nvlamb`` is False. A step takes three launches, and two more if it
+    computes the norm of the gradients.
 
     Args:
         params, grads, exp_avgs, exp_avg_sqs, step, lr, betas, eps, weight_decay, bias_correction,
         masters, inv_scale, found_inf, unscale_grads: as in ``adam``.
         adamw: add weight decay to the update instead of the gradient.
         grad_averaging: the gradient enters exp_avg with weight 1 - betas[0] instead of 1.
-        nvlamb: apply the trust ratio |param| / |update| without weight decay, too.
-        max_grad_norm: largest global norm of the gradients times ``inv_scale``, to which they are
-            clipped; 0 does not clip.
-        grad_norm: global norm of ``grads`` before ``inv_scale``, one float32 element; computed
-            unless given.
+        nvlamb: apply the trust ratio |param| / |update| even if ``weight_decay`` is 0.
+        max_grad_norm: global norm to which the gradients, after ``inv_scale``, are clipped; 0 does
+            not clip.
+        grad_norm: global norm of ``grads`` before ``inv_scale``, one float32 element; None
+            computes it if needed.
 
     Raises:
-        TypeError: a dtype that does not match.
-        ValueError: a shape, device, length or option that does not match.
+        TypeError: an argument has a dtype that is not listed.
+        ValueError: a shape, device or list length does not match, or an option is out of range.
     """
     if not len(params) and not len(grads):
         return
@@ -323,7 +324,7 @@ def reference_lamb(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Computes ``lamb`` for one parameter in plain PyTorch.
 
-    ``clip`` is a factor that the gradient is multiplied by first.
+    The gradient is first multiplied by ``clip``.
 
     Returns:
         New tensors (param, exp_avg, exp_avg_sq) after the step.

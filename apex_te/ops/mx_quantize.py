@@ -21,12 +21,13 @@ _SCALE_DTYPE = torch.float8_e8m0fnu
 
 @former_fields(transposed="columnwise", transposed_scale="columnwise_scale")
 class MXQuantized(NamedTuple):
-    """MXFP8 data and scales of a matrix [rows, cols]; None for a copy that was not asked for.
+    """MXFP8 data and scales of a matrix [rows, cols]; None for a copy that was not requested.
 
     Attributes:
         rowwise: FP8 [rows, cols].
         rowwise_scale: float8_e8m0fnu [rows, ceil(cols / 32)].
-        columnwise: FP8 [cols, rows], or padded as asked for.
+        columnwise: FP8 [cols, rows], the transpose; [cols, rows rounded up to 16] with
+            ``pad_columnwise``.
         columnwise_scale: float8_e8m0fnu [cols, ceil(rows / 32)].
     """
 
@@ -47,34 +48,34 @@ def mx_quantize(
     rounding: str = "up",
     out: MXQuantized | None = None,
 ) -> MXQuantized:
-    """Quantizes q = saturating_cast(float(x) / 2^e), with one e for each block of 32 elements.
+    """Quantizes x: q = saturating_cast(float(x) / 2^e), with one e for each block of 32 elements.
 
-    A block is 32 elements of a row in the rowwise copy, of a column in the columnwise copy; both
-    copies are quantized from x. ``rounding`` chooses the stored scale 2^e from the block's amax:
-    "up" takes the smallest 2^e with amax / fp8_max <= 2^e (in float32), so that nothing saturates;
-    "floor" (OCP MX v1.0, section 6.3) takes e = floor(log2 amax) - 8 for E4M3, - 15 for E5M2, which
-    saturates an amax just below a power of two. A block with a NaN has the scale NaN (0xFF), one
-    with an infinity 2^127 (0xFE), one of zeros 2^-127 (0x00).
+    A block of the rowwise copy is 32 elements of a row of x, one of the columnwise copy 32 elements
+    of a column; both copies are quantized from x. The scale 2^e is computed from the block's amax.
+    With ``rounding="up"`` it is the smallest 2^e that is at least amax / fp8_max (in float32), so
+    that nothing saturates. With "floor" (OCP MX v1.0, section 6.3) e is floor(log2 amax) - 8 for
+    E4M3, and - 15 for E5M2; an amax just below a power of two then saturates. The scale is NaN
+    (0xFF) for a block with a NaN, 2^127 (0xFE) for one with an infinity, 2^-127 (0x00) for zeros.
 
     Args:
         x: [rows, cols] float32, float16 or bfloat16; made contiguous if it is not. Extents need not
             be multiples of 32: the last block of a row or column may be shorter.
         fp8_dtype: torch.float8_e4m3fn or torch.float8_e5m2.
-        rowwise: make [rows, cols], blocks along cols, and its scales.
-        columnwise: make the transpose, [cols, rows], blocks along rows of x, and its scales.
-        pad_columnwise: make [cols, rows rounded up to 16], with zeros in the added columns; its
-            scales are the same.
+        rowwise: make the rowwise copy, [rows, cols], and its scales.
+        columnwise: make the columnwise copy, the transpose [cols, rows], and its scales.
+        pad_columnwise: pad the columnwise copy to [cols, rows rounded up to 16]; the added columns
+            are zeros. Its scales are the same.
         rounding: "up" or "floor".
-        out: result of an earlier call to write instead of new tensors; the copies that it has are
-            made, whatever ``rowwise`` and ``columnwise`` say.
+        out: result of an earlier call, whose tensors are overwritten. It determines which copies
+            are made; ``rowwise`` and ``columnwise`` are ignored.
 
     Returns:
-        The copies and their scales. Scales are row-major, one for each block; the matrix units of
-        sm_100 read them in a tiled order instead.
+        The copies and their scales. Scales are row-major, one for each block, not in the tiled
+        order that the matrix units of sm_100 read.
 
     Raises:
-        TypeError: a dtype that is not listed.
-        ValueError: a shape, device or rounding that does not fit.
+        TypeError: an argument has a dtype that is not listed.
+        ValueError: a shape or device does not match, or ``rounding`` is not listed.
     """
     check_fp8_dtype("mx_quantize", fp8_dtype)
     given = out
@@ -143,7 +144,7 @@ def mx_dequantize(
     dtype: torch.dtype = torch.bfloat16,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Computes the values of MXFP8 data, rounded to nearest even; exact within dtype's range.
+    """Multiplies MXFP8 data by its scales and rounds to nearest even; exact in dtype's range.
 
     Args:
         fp8_data: [rows, cols] FP8, a rowwise or a columnwise copy.
@@ -156,8 +157,8 @@ def mx_dequantize(
         quantized matrix.
 
     Raises:
-        TypeError: a dtype that does not match.
-        ValueError: a shape or device that does not match.
+        TypeError: an argument has a dtype that is not listed.
+        ValueError: a shape or device does not match.
     """
     _check_scale("mx_dequantize", "scale", scale)
     given = out
@@ -180,7 +181,7 @@ _dequantize = bind("mx_quantize", "mx_dequantize", _dequantize_in_library)
 def reference(
     x: torch.Tensor, fp8_dtype: torch.dtype = torch.float8_e4m3fn, *, rounding: str = "up"
 ) -> MXQuantized:
-    """Computes ``mx_quantize`` in plain PyTorch with integer rounding; the specification."""
+    """Computes ``mx_quantize`` in plain PyTorch with integer rounding, as its specification."""
     rowwise = _reference_rowwise(x, fp8_dtype, rounding)
     return MXQuantized(*rowwise, *_reference_rowwise(x.t(), fp8_dtype, rounding))
 

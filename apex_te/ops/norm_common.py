@@ -17,9 +17,10 @@ class NormOutput(NamedTuple):
     Attributes:
         y: [rows, cols] in x's dtype, the normalised rows.
         mean: [rows] float32; None for ``rms_norm``.
-        rstd: [rows] float32, 1 / sqrt(variance + eps); ``rms_norm`` has mean(x^2) for the variance.
-        residual_sum: [rows, cols] in x's dtype: x + residual, which was normalised instead of x;
-            None without a residual.
+        rstd: [rows] float32: 1 / sqrt(variance + eps), or 1 / sqrt(mean(x^2) + eps) for
+            ``rms_norm``.
+        residual_sum: [rows, cols] in x's dtype: x + residual, the norm's input; None without a
+            residual.
     """
 
     y: torch.Tensor
@@ -48,8 +49,8 @@ class NormGradients(NamedTuple):
     """Results of a norm's backward.
 
     Attributes:
-        dx: [rows, cols], the gradient of x and also of the residual.
-        dweight: [cols] in the weight's dtype; None if not asked for.
+        dx: [rows, cols] in x's dtype, the gradient of both x and the residual.
+        dweight: [cols] in the weight's dtype; None if not requested.
         dbias: [cols] in the weight's dtype; None if not asked for, and for ``rms_norm``.
     """
 
@@ -59,16 +60,16 @@ class NormGradients(NamedTuple):
 
 
 def as_rows(op: str, name: str, t: torch.Tensor, like: torch.Tensor | None = None) -> torch.Tensor:
-    """Returns ``t`` as contiguous [rows, cols], cols being the extent of its last dimension.
+    """Returns ``t`` as a contiguous matrix [rows, cols]; cols is the size of its last dimension.
 
     Args:
         op: the op's name, for errors.
         name: the argument's name, for errors.
-        t: tensor of any number of dimensions but 0.
+        t: tensor with at least one dimension.
         like: tensor whose shape ``t`` must have, if given.
 
     Raises:
-        ValueError: ``t`` has no dimension, or not the shape of ``like``.
+        ValueError: ``t`` has no dimension, or does not have the shape of ``like``.
     """
     if t.dim() == 0:
         raise ValueError(f"{op}: {name} must have at least 1 dimension, got shape []")
@@ -107,10 +108,10 @@ def allocate_fp8(
         rowwise: allocate the rowwise copy.
         columnwise: allocate the columnwise copy.
         scale_inv: one float32 element that replaces a new one, if given.
-        pad_columnwise: allocate the columnwise copy with rows of ``columnwise_length``.
+        pad_columnwise: allocate the columnwise copy with ``columnwise_length`` columns, padded.
 
     Raises:
-        TypeError: ``fp8_dtype`` is another dtype.
+        TypeError: ``fp8_dtype`` is neither float8_e4m3fn nor float8_e5m2.
     """
     rows, cols = x.shape
     out = allocate(op, x, rows, cols, fp8_dtype, rowwise, columnwise, pad_columnwise)
@@ -120,7 +121,7 @@ def allocate_fp8(
 def bwd_workspace(x: torch.Tensor, gradients: int) -> torch.Tensor:
     """Returns scratch for partial sums of weight gradients, float32 [lines, gradients * cols].
 
-    The number of lines is that of csrc/common/norm/arguments.h.
+    csrc/common/norm/arguments.h defines the number of lines.
 
     Args:
         x: [rows, cols], the matrix that was normalised.
@@ -141,7 +142,7 @@ def reference(
     zero_centered_gamma: bool = False,
     residual: torch.Tensor | None = None,
 ) -> NormOutput:
-    """Computes layer norm or RMS norm over x's last dimension in plain PyTorch, differentiably.
+    """Computes layer norm or RMS norm over x's last dimension in plain, differentiable PyTorch.
 
     Arithmetic is float32, or float64 for float64; y and the residual sum are rounded to x's dtype.
 

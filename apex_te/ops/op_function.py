@@ -17,17 +17,17 @@ __all__ = ["OpFunction", "eager_apply", "needs_autograd", "once_differentiable",
 
 
 def unwrapped(value: Any) -> Any:
-    """Returns a tensor without the wrapper of a transform that has ended; other values as is.
+    """Removes from a tensor the wrapper of a transform that has ended; returns other values as is.
 
-    Such a wrapper stays around a tensor that has left the transform until the tensor is used.
+    A tensor that has left a transform keeps its wrapper until the tensor is used.
     """
     return unwrap_if_dead(value) if isinstance(value, torch.Tensor) else value
 
 
 def eager_apply(cls: Any, *args: Any) -> Any:
-    """Calls an autograd function, for the case that no transform of torch.func is active.
+    """Calls an autograd function if no transform of torch.func is active.
 
-    It does what ``torch.autograd.Function.apply`` does then, in half the host time.
+    In this case it does the work of ``torch.autograd.Function.apply`` in half the host time.
 
     Args:
         cls: the ``OpFunction``.
@@ -39,10 +39,10 @@ def eager_apply(cls: Any, *args: Any) -> Any:
 def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
     """Decorates a ``backward`` that has no derivative, so that asking for one raises an error.
 
-    Where autograd records the backward (``create_graph=True``), what it returns depends on a node
-    that raises NotImplementedError. torch's decorator of this name adds one only if a gradient of
-    an output requires a derivative: a penalty on the gradient of ``op(x).sum()`` would count
-    nothing silently.
+    If autograd records the backward (``create_graph=True``), its results depend on a node that
+    raises NotImplementedError. torch's decorator of this name adds the node only if an output's
+    gradient requires a derivative. A penalty on the gradient of ``op(x).sum()`` would then
+    silently have no gradient.
     """
     recorded = torch.autograd.function.once_differentiable(backward)
 
@@ -101,9 +101,9 @@ class OpFunction(torch.autograd.Function):
     ``jvp`` raise NotImplementedError.
 
     Attributes:
-        LABEL: the op's name in error messages, which each subclass sets.
-        direct: does what ``apply`` does, in less host time, where neither a transform of torch.func
-            nor forward-mode differentiation is active, and no argument is a tensor that has left a
+        LABEL: the op's name in error messages; each subclass sets it.
+        direct: like ``apply`` in less host time. Only for calls without an active transform of
+            torch.func or forward-mode differentiation, and without tensors that have left a
             transform.
     """
 
@@ -116,7 +116,7 @@ class OpFunction(torch.autograd.Function):
 
     @classmethod
     def apply(cls, *args: Any) -> Any:
-        """Calls the function on its forward's arguments, under torch.func's transforms as well.
+        """Calls the function with its forward's arguments, also under torch.func's transforms.
 
         Returns:
             The outputs of the subclass's ``forward``.
@@ -135,12 +135,15 @@ class OpFunction(torch.autograd.Function):
 
 
 def second_backward_is_refused(ctx: Any) -> bool:
-    """Returns True if autograd will see that a backward overwrote what this forward saves.
+    """Returns True if autograd will detect that backward overwrote a tensor saved by this forward.
 
-    Autograd compares version counters and refuses a second backward. It makes no such check if
-    hooks, such as those of ``torch.autograd.graph.save_on_cpu``, unpack the saved tensors, or under
-    torch.func's transforms, whose ``vjp`` function may be called repeatedly. A backward must then
-    copy saved tensors instead of overwriting them. ``ctx`` is that of the running forward.
+    Normally autograd compares version counters and refuses a second backward. It makes no such
+    check if hooks such as ``torch.autograd.graph.save_on_cpu`` unpack the saved tensors, or under
+    torch.func's transforms, whose ``vjp`` function may be called repeatedly. This then returns
+    False, and backward must copy saved tensors instead of overwriting them.
+
+    Args:
+        ctx: context of the forward that is running.
     """
     if torch.compiler.is_compiling():  # a compiler makes functions of its own without writes
         return True

@@ -31,25 +31,25 @@ def send(
     fork: torch.cuda.Event,
     sent: torch.cuda.Event,
 ) -> None:
-    """Copies ``source`` into the piece of ``rank`` in the peers' buffers, then sets its flag there.
+    """Copies ``source`` to the place of ``rank`` in the peers' buffers, then sets its flags there.
 
-    The copies run on ``stream``, after the work that the current stream holds at the call.
-    ``source`` must stay allocated until they have run. The host does not wait.
+    The copies run on ``stream`` after all work queued so far on the current stream. ``source``
+    must stay allocated until they have run. The host does not wait.
 
     Args:
         source: uint8, contiguous, of any shape.
         targets: buffers of the peers.
-        own: the sender's buffer, which gets the bytes without a flag; None to leave it out.
-        rank: the sender, this process.
+        own: the sender's buffer, to which the bytes are copied, too, but no flag; None skips it.
+        rank: the sender's rank, that of this process.
         number: number of this exchange: one more than the last one's, modulo 2^32.
         stream: side stream for the copies.
-        fork: event by which ``stream`` waits for the current stream; recorded at least once before,
-            so that it exists.
-        sent: event that is recorded on ``stream`` after the copies; recorded before, like
+        fork: event by which ``stream`` waits for the current stream. It must have been recorded
+            before, so that it exists.
+        sent: event to record on ``stream`` after the copies; must have been recorded, like
             ``fork``.
 
     Raises:
-        ValueError: a buffer that is too small.
+        ValueError: a buffer is too small.
     """
     _lib.peer_send(
         source, targets, own, rank, number, stream.cuda_stream, fork.cuda_event, sent.cuda_event
@@ -57,14 +57,14 @@ def send(
 
 
 def await_rank(buffer: torch.Tensor, rank: int, number: int, timeout_ms: int) -> None:
-    """Makes the current stream wait until the piece of ``rank`` has arrived in ``buffer``.
+    """Makes the current stream wait until the bytes of ``rank`` have arrived in ``buffer``.
 
-    After ``timeout_ms`` without it a device-side assert fails, and the process cannot use the GPU
-    any more.
+    If they have not arrived after ``timeout_ms``, a device-side assert fails; the process can then
+    no longer use the GPU.
 
     Args:
         buffer: this rank's buffer.
-        rank: the rank that sends the piece.
+        rank: the rank that sends the bytes.
         number: number of the exchange to wait for.
         timeout_ms: time to wait, in milliseconds.
     """
@@ -76,15 +76,16 @@ def sum_pieces(
 ) -> None:
     """Writes the sum of all ranks' pieces to ``out``, once the other ranks' pieces have arrived.
 
-    Elements are added in float32 in the order of ranks. A time-out is that of ``await_rank``.
+    A piece is the bytes that one rank sent. Elements are added in float32 in the order of ranks. A
+    time-out has the effect described in ``await_rank``.
 
     Args:
-        buffer: this rank's buffer, which holds its own piece, too (``own`` of ``send``).
+        buffer: this rank's buffer, which must contain its own piece (see ``own`` of ``send``).
         ranks: number of ranks.
-        rank: this rank, whose piece is not waited for.
+        rank: this rank; its piece is not waited for.
         number: number of the exchange.
         timeout_ms: time to wait, in milliseconds.
-        out: contiguous float32, float16 or bfloat16, as large as a piece and of its dtype.
+        out: contiguous float32, float16 or bfloat16, of a piece's size and dtype.
     """
     _lib.peer_sum(buffer, ranks, rank, number, timeout_ms, out)
 
@@ -93,7 +94,7 @@ def join(buffer: torch.Tensor, sent: torch.cuda.Event) -> None:
     """Makes the current stream wait for an event that ``send`` recorded.
 
     Args:
-        buffer: any tensor of uint8 on the device of the stream.
+        buffer: any uint8 tensor on the stream's device.
         sent: the event.
     """
     _lib.peer_join(buffer, sent.cuda_event)

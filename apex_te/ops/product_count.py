@@ -8,7 +8,7 @@ _count = 0
 
 
 def add(products: int = 1) -> None:
-    """Counts GEMMs; one that torch.compile traces into a graph is not seen."""
+    """Adds to the count of GEMMs; GEMMs that torch.compile traces into a graph are not counted."""
     global _count
     if not is_compiling():
         _count += products

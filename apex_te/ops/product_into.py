@@ -12,9 +12,9 @@ def product_into(
 ) -> torch.Tensor:
     """Computes ``a [M, K] @ b [K, N] + bias [N]`` in ``out`` [M, N], or in a new tensor.
 
-    Under a dispatch mode the GEMM is a new tensor, which is then copied to ``out``. Selective
-    activation checkpointing is such a mode: in the recompute it returns the result that it saved
-    instead of running the op, so that an ``out`` argument would never be written.
+    Under a dispatch mode the GEMM writes a new tensor, which is then copied to ``out``. Selective
+    activation checkpointing is such a mode: its recompute returns the saved result instead of
+    running the op, so an ``out`` argument would not be written.
 
     Returns:
         ``out``, or the new tensor if ``out`` is None.
@@ -27,7 +27,7 @@ def product_into(
 
 
 def float32_product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """Returns ``a @ b`` of float32 matrices in float32, also where ``torch.autocast`` is on."""
+    """Returns ``a @ b`` of float32 matrices in float32, even under ``torch.autocast``."""
     device = a.device.type
     if device == "meta" or not torch.is_autocast_enabled(device):
         return torch.mm(a, b)

@@ -27,8 +27,8 @@ class QkvGradOutput(NamedTuple):
     """FP8 data of a projection's output gradient.
 
     Attributes:
-        output: the FP8 copies of [tokens, features].
-        dbias: [features] in the gradient's dtype, the sums of its columns; None if not asked for.
+        output: FP8 copies of the gradient, a matrix [tokens, features].
+        dbias: [features] in the gradient's dtype, its column sums; None if not requested.
     """
 
     output: FP8Output
@@ -50,30 +50,31 @@ def qkv_cast_weight(
     out_rowwise: torch.Tensor | None = None,
     out_columnwise: torch.Tensor | None = None,
 ) -> FP8Output:
-    """Casts an interleaved weight as ``cast_transpose`` does, its rowwise copy sorted by kind.
+    """Casts an interleaved QKV weight to FP8 and sorts the rowwise copy into queries, keys, values.
 
     Args:
-        weight: [groups * (repeats + 2) * size, cols] float32, float16 or bfloat16, group by group;
-            made contiguous if it is not.
+        weight: [groups * (repeats + 2) * size, cols] float32, float16 or bfloat16; size is the
+            number of rows of a head. Heads are ordered by group: query heads, key head, value
+            head. Made contiguous if it is not.
         scale: one float32 element on the weight's device.
         fp8_dtype: torch.float8_e4m3fn or torch.float8_e5m2; on a CPU or an AMD GPU also their
             fnuz forms.
-        repeats: query heads of a group.
+        repeats: number of query heads in a group.
         groups: number of groups, each with one key head and one value head.
-        columnwise: make the columnwise copy, too, whose columns have the weight's own order.
+        columnwise: also make the transpose, [cols, rows], whose columns keep the weight's order.
         amax: one float32 element, becomes max(amax, max |weight|), before scaling; NaN counts as
-            largest.
+            largest. None computes no amax.
         scale_inv: one float32 element to receive 1 / scale; a new one unless given.
-        noop: one int32 element on the device; non-zero leaves every output unwritten.
+        noop: one int32 element on the device; if it is not 0, no output is written.
         out_rowwise: [rows, cols] to write instead of a new tensor.
         out_columnwise: [cols, rows] to write instead of a new tensor.
 
     Returns:
-        The copies. Rows of the rowwise one are all queries, all keys, all values.
+        The copies. Rows of the rowwise copy are all query heads, all key heads, all value heads.
 
     Raises:
-        TypeError: a dtype that is not listed.
-        ValueError: a shape or device that does not match.
+        TypeError: an argument has a dtype that is not listed.
+        ValueError: a shape or device does not match.
     """
     check_fp8_dtype("qkv_cast_weight", fp8_dtype, fnuz=True)
     if weight.dim() != 2:
@@ -108,30 +109,32 @@ def qkv_cast_grad(
     with_dbias: bool = False,
     pad_columnwise: bool = False,
 ) -> QkvGradOutput:
-    """Casts the gradient of a projection's output, which is read from the gradients of its heads.
+    """Casts the gradient of a QKV projection's output to FP8, from the gradients of its heads.
 
-    The copies are those that ``cast_transpose`` makes of the joined matrix [tokens, features].
+    The copies equal those that ``cast_transpose`` makes of the joined matrix [tokens, features].
 
     Args:
         queries: [..., repeats * groups, size] float32, float16 or bfloat16, with one or two leading
             dimensions of tokens; None for a projection to keys and values.
-        keys: [..., groups, size], like values. Queries, keys and values may have any strides, and
-            are copied if their last dimension is not dense.
+        keys: [..., groups, size] in the dtype of the others. Queries, keys and values may have any
+            strides; a tensor whose last dimension is not dense is copied.
         values: [..., groups, size].
         scale: one float32 element on their device.
         fp8_dtype: torch.float8_e4m3fn or torch.float8_e5m2; on a CPU or an AMD GPU also their
             fnuz forms.
-        interleaved: the features go group by group; else all queries, all keys, all values.
-        rowwise: make [tokens, features].
-        columnwise: make [features, tokens].
-        amax: one float32 element, becomes the maximum of itself and of the gradient's magnitudes
-            before scaling; NaN counts as largest.
-        with_dbias: also return the sums of columns (deterministic).
-        pad_columnwise: make the columnwise copy [features, tokens rounded up to 16], with zeros.
+        interleaved: order the features by group (query heads, key head, value head). If False, the
+            order is all queries, all keys, all values.
+        rowwise: make the rowwise copy, [tokens, features].
+        columnwise: make the columnwise copy, the transpose [features, tokens].
+        amax: one float32 element, becomes max(amax, max |gradient|), before scaling; NaN counts
+            as largest. None computes no amax.
+        with_dbias: also return the column sums (deterministic).
+        pad_columnwise: pad the columnwise copy to [features, tokens rounded up to 16]; the added
+            columns are zeros.
 
     Raises:
-        TypeError: a dtype that is not listed.
-        ValueError: a shape or device that does not match.
+        TypeError: an argument has a dtype that is not listed.
+        ValueError: a shape or device does not match.
     """
     check_fp8_dtype("qkv_cast_grad", fp8_dtype, fnuz=True)
     keys, values = _heads("keys", keys), _heads("values", values)
@@ -176,7 +179,7 @@ def reference_weight(
     groups: int,
     amax: torch.Tensor | None = None,
 ) -> FP8Output:
-    """Computes ``qkv_cast_weight`` in plain PyTorch; the specification."""
+    """Computes ``qkv_cast_weight`` in plain PyTorch, as its specification."""
     out = _cast_transpose.reference(weight, scale, fp8_dtype, amax=amax)
     assert out.rowwise is not None
     heads = out.rowwise.view(torch.uint8).view(groups, repeats + 2, -1, weight.shape[1])
@@ -195,7 +198,10 @@ def reference_grad(
     interleaved: bool,
     amax: torch.Tensor | None = None,
 ) -> QkvGradOutput:
-    """Computes ``qkv_cast_grad`` in plain PyTorch, with all copies and sums; the specification."""
+    """Computes ``qkv_cast_grad`` in plain PyTorch, as its specification.
+
+    Arguments are as in ``qkv_cast_grad``. Both copies and ``dbias`` are always returned.
+    """
     parts = [keys, values] if queries is None else [queries, keys, values]
     if interleaved:
         parts = [part.unflatten(-2, (keys.shape[-2], -1)) for part in parts]

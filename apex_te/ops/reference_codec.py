@@ -18,15 +18,14 @@ _FNUZ = (torch.float8_e4m3fnuz, torch.float8_e5m2fnuz)
 
 
 def encode_fp8(values: torch.Tensor, fp8_dtype: torch.dtype) -> torch.Tensor:
-    """Rounds float32 values to nearest even in an FP8 format; saturates, NaN becomes 0x7F.
+    """Converts float32 values to FP8, rounding to nearest even and saturating; NaN becomes 0x7F.
 
-    The rules are those of OCP OFP8 1.0 in saturating mode, for fnuz forms of AMD's CDNA3
-    instruction set.
+    The rules are those of OCP OFP8 1.0 in saturating mode. Fnuz forms follow AMD's CDNA3
+    instruction set: NaN becomes 0x80, and a value that rounds to zero loses its sign.
 
     Args:
         values: any shape, float32.
-        fp8_dtype: torch.float8_e4m3fn or torch.float8_e5m2, or their fnuz forms, in which NaN
-            becomes 0x80 and a value that rounds to zero loses its sign.
+        fp8_dtype: torch.float8_e4m3fn or torch.float8_e5m2, or their fnuz forms.
 
     Returns:
         FP8 data in ``fp8_dtype``, of the shape of ``values``.
@@ -54,11 +53,11 @@ def decode_fp8(fp8_data: torch.Tensor) -> torch.Tensor:
     """Decodes FP8 data to float32, exactly, by a table built from the format's definition.
 
     Args:
-        fp8_data: FP8 data of any shape in their format's dtype, float8_e4m3fn or float8_e5m2 or its
-            fnuz form; not uint8, which names no format.
+        fp8_data: any shape, float8_e4m3fn, float8_e5m2 or their fnuz forms; not uint8, which
+            does not tell the format.
 
     Raises:
-        KeyError: another dtype.
+        KeyError: ``fp8_data`` has another dtype.
     """
     return _table(fp8_data.dtype).to(fp8_data.device)[fp8_data.view(torch.uint8).to(torch.int64)]
 
@@ -90,7 +89,7 @@ def _table(fp8_dtype: torch.dtype) -> torch.Tensor:
 
 
 def amax_of(x: torch.Tensor) -> torch.Tensor:
-    """Returns max |x| as one float32 element, NaN above infinity; 0 for an empty x."""
+    """Returns max |x| as one float32 element; NaN exceeds infinity, and an empty x gives 0."""
     bits = x.float().abs().reshape(-1).view(torch.int32)
     found = bits.max() if bits.numel() else torch.zeros((), dtype=torch.int32, device=x.device)
     return found.reshape(1).view(torch.float32)
@@ -101,7 +100,7 @@ def scale_of(amax: torch.Tensor, target: float, eps: float, pow2: bool) -> torch
 
     Args:
         amax: float32, any shape.
-        target: value that amax is scaled to, such as the format's largest.
+        target: value to which the amax is scaled, such as the format's largest.
         eps: smallest amax.
         pow2: round down to a power of two.
     """

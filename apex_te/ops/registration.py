@@ -29,7 +29,7 @@ class Launch(NamedTuple):
     Attributes:
         function: the callable of ``runtime.function``.
         args: its arguments; ``WORKSPACE`` stands for scratch memory of the current stream.
-        products: GEMMs of quantized operands that it counts for.
+        products: number of GEMMs of quantized operands in the call.
     """
 
     function: Any
@@ -43,11 +43,11 @@ _functions: dict[str, Any] = {}
 
 
 def launch_of(name: str, args: Sequence[Any]) -> Launch | None:
-    """Returns the one C call that a registered op would make for ``args``; None if it does more.
+    """Returns the one C call that a registered op makes for ``args``; None if it does more.
 
     Args:
-        name: the op, without its namespace.
-        args: its arguments by position.
+        name: the op's name without its namespace.
+        args: the op's arguments by position.
     """
     launch = _launches.get(name)
     return None if launch is None else launch(*args)
@@ -108,9 +108,9 @@ def bind(
     Args:
         op: name of the op, such as "rms_norm", whose library has the function.
         name: name of a function that the op's header declares, or a whole torch.library schema.
-        function: Python function to call in place of the C function, which it calls itself.
-        without: parameters of the C function that ``function`` supplies, and that the registered
-            schema therefore leaves out.
+        function: Python function to call instead of the C function; it calls the C function itself.
+        without: parameters of the C function that ``function`` supplies; the registered schema
+            omits them.
         launch: function that returns the ``Launch`` for the arguments of ``function``, or None
             if ``function`` does more than launch one kernel.
 
@@ -131,7 +131,7 @@ def bind(
 
 
 def bind_call(schema: str, function: Callable[..., None]) -> Callable[..., None]:
-    """Registers a Python function by a torch.library schema, for which no header is read.
+    """Registers a Python function by a torch.library schema; no header is read.
 
     Args:
         schema: torch.library schema that ends in ``-> ()``.
@@ -244,10 +244,10 @@ def _is_fake(t: torch.Tensor) -> bool:
 def note_written(*tensors: torch.Tensor | None) -> None:
     """Increments the version counters of tensors that an op has overwritten, for autograd.
 
-    Under torch.compile, which derives writes from the op's schema, it does nothing.
+    Under torch.compile it does nothing, since torch derives writes from the op's schema.
 
     Args:
-        tensors: the written tensors of the caller; None is skipped.
+        tensors: the written tensors; None is skipped.
     """
     given = [t for t in tensors if t is not None]
     if given and not is_compiling():

@@ -28,23 +28,23 @@ def rms_norm(
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Normalises x / sqrt(mean(x^2) + eps) * gamma over the last dimension.
 
-    Differentiable. Statistics and arithmetic are float32. A row with a NaN becomes NaN; in a row
-    with an infinity that element becomes NaN and the finite ones zero.
+    It is differentiable. Statistics and arithmetic are float32. A row with a NaN becomes NaN. In
+    a row with an infinity, infinite elements become NaN and finite ones zero.
 
     Args:
         x: [..., cols] float32, float16 or bfloat16; made contiguous if it is not.
         weight: [cols] in x's dtype or float32; None stands for ones.
         eps: added to the mean square.
         zero_centered_gamma: gamma is 1 + weight instead of weight.
-        residual: tensor of x's shape and dtype; x + residual is normalised instead of x, and
-            returned, too. The sum is rounded to x's dtype first, as backward has the rounded sum.
+        residual: tensor of x's shape and dtype, added to x before the norm. The sum is first
+            rounded to x's dtype, since backward reads the rounded sum, and is returned, too.
 
     Returns:
         y in x's shape and dtype; with a residual (y, x + residual).
 
     Raises:
-        TypeError: a dtype that is not listed.
-        ValueError: a shape or device that does not match.
+        TypeError: an argument has a dtype that is not listed.
+        ValueError: a shape or device does not match.
     """
     if residual is None:
         return _RMSNorm.apply(x, weight, eps, zero_centered_gamma)
@@ -63,8 +63,7 @@ def rms_norm_fwd(
     """Computes ``rms_norm`` of a matrix without autograd.
 
     Args:
-        x: [rows, cols]; ``residual``, if given, has its shape. Other arguments are as in
-            ``rms_norm``.
+        x: [rows, cols]; other arguments are as in ``rms_norm``.
 
     Returns:
         The output and rstd, which ``rms_norm_bwd`` needs.
@@ -100,23 +99,27 @@ def rms_norm_fwd_fp8(
     zero_centered_gamma: bool = False,
     residual: torch.Tensor | None = None,
 ) -> NormFP8Output:
-    """Quantizes the float32 result y of ``rms_norm_fwd``: q = saturating_cast(y * scale).
+    """Computes ``rms_norm_fwd`` and quantizes its float32 y: q = saturating_cast(y * scale).
 
     Args:
-        x: [rows, cols]; ``residual``, if given, has its shape.
-        weight, eps, zero_centered_gamma: as in ``rms_norm``.
+        x: [rows, cols] float32, float16 or bfloat16.
+        weight, eps, zero_centered_gamma, residual: as in ``rms_norm``.
         scale: one float32 element on x's device.
         fp8_dtype: torch.float8_e4m3fn or torch.float8_e5m2.
-        rowwise: make [rows, cols].
-        columnwise: make the transpose, [cols, rows].
-        pad_columnwise: make [cols, rows rounded up to 16], with zeros in the added columns.
+        rowwise: make the rowwise copy, [rows, cols].
+        columnwise: make the columnwise copy, the transpose [cols, rows].
+        pad_columnwise: pad the columnwise copy to [cols, rows rounded up to 16]; the added columns
+            are zeros.
         amax: one float32 element, becomes max(amax, max |y|), before scaling; NaN counts as
-            largest.
+            largest. None computes no amax.
         scale_inv: one float32 element to receive 1 / scale; a new one unless given.
 
+    Returns:
+        FP8 copies of y, the statistics, and x + residual if a residual is given.
+
     Raises:
-        TypeError: a dtype that is not listed.
-        ValueError: a shape or device that does not match.
+        TypeError: an argument has a dtype that is not listed.
+        ValueError: a shape or device does not match.
     """
     x = x.contiguous()
     y = norm_common.allocate_fp8(
@@ -148,16 +151,17 @@ def rms_norm_bwd(
 
     Args:
         dy: [rows, cols], y's gradient.
-        x: [rows, cols], the matrix that was normalised: x, or with a residual the residual sum.
+        x: [rows, cols], the matrix that was normalised: the forward's x, or with a residual the
+            sum x + residual.
         weight: as in ``rms_norm``.
         rstd: [rows] float32, from ``rms_norm_fwd``.
         zero_centered_gamma: as in ``rms_norm``.
-        d_residual: [rows, cols], gradient of the residual sum as an output, to add to dx.
-        with_dweight: make the weight's gradient, in the weight's dtype (x's if weight is None).
+        d_residual: [rows, cols], gradient of the returned residual sum; added to dx.
+        with_dweight: compute the weight's gradient, in the weight's dtype (x's if weight is None).
 
     Raises:
-        TypeError: a dtype that is not listed.
-        ValueError: a shape or device that does not match.
+        TypeError: an argument has a dtype that is not listed.
+        ValueError: a shape or device does not match.
     """
     dy, x, weight = dy.contiguous(), x.contiguous(), norm_common.contiguous(weight)
     like = x if weight is None else weight
@@ -230,7 +234,7 @@ def reference(
     zero_centered_gamma: bool = False,
     residual: torch.Tensor | None = None,
 ) -> NormOutput:
-    """Computes ``rms_norm_fwd`` in plain PyTorch, differentiably; the specification."""
+    """Computes ``rms_norm_fwd`` in plain PyTorch, as a differentiable specification."""
     return norm_common.reference(
         x, weight, None, eps, centre=False, zero_centered_gamma=zero_centered_gamma,
         residual=residual,

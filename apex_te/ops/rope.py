@@ -37,40 +37,40 @@ def rope(
 
     Pairs are elements (i, i + rotary_dim / 2) of a head, or (2i, 2i + 1) if ``interleaved``;
     elements from rotary_dim on are copied. Arithmetic is float32, rounded once; angles of any size
-    are reduced exactly. The gradient of x is the rotation by -t; the angles get no gradient. With
-    ``starts`` or ``cu_seqlens`` a position outside the table gives NaN; a token in "thd" that is in
-    no sequence is rotated by 0.
+    are reduced exactly. It is differentiable in x, but not in the angles. With ``starts`` or
+    ``cu_seqlens`` a position outside the table gives NaN. With "thd" a token that is in no sequence
+    is rotated by the angle 0.
 
     Args:
         x: float32, float16 or bfloat16 of shape [s, b, h, d] (sbhd), [b, s, h, d] (bshd) or
-            [t, h, d] (thd), of any strides but a dense last dimension: views of a fused qkv
-            tensor are read where they are.
+            [t, h, d] (thd). Only the last dimension must be dense, so that views of a fused QKV
+            tensor need no copy.
         freqs: angles in radians, float32, float16 or bfloat16 [max_seq, c] or [max_seq, 1, 1, c].
-            If c is rotary_dim / 2, there is a column for each pair. If c is rotary_dim, there is
-            one for each element: that of a pair's first element is read, and that of its second
-            must be equal.
-        cos, sin: cosines and sines of the angles, to give both instead of ``freqs``, in its shape.
-        layout: "sbhd", "bshd" or "thd", which says what the dimensions of x are.
+            If c is rotary_dim / 2, it has one column for each pair. If c is rotary_dim, it has one
+            for each element; both elements of a pair must have equal angles, and the first is read.
+        cos, sin: cosines and sines of the angles, in the shape of ``freqs``; give both instead of
+            ``freqs``.
+        layout: order of the dimensions of x: "sbhd", "bshd" or "thd".
         interleaved: pair neighbours, (2i, 2i + 1), instead of (i, i + rotary_dim / 2).
-        rotary_dim: number of a head's elements that are rotated, even, at most d and 8192; c unless
-            given.
+        rotary_dim: number of elements of a head that are rotated, even, at most d and 8192; None
+            stands for c.
         start: position of each sequence's first token.
         starts: int32 or int64 [batch], added to ``start`` for each sequence.
         cu_seqlens: int32 [batch + 1], ascending, for "thd": sequence i is tokens cu_seqlens[i] to
-            cu_seqlens[i + 1]; positions restart in each sequence.
+            cu_seqlens[i + 1] - 1; positions restart in each sequence.
         inplace: overwrite x.
 
     Returns:
         A contiguous tensor of x's shape and dtype, or x with ``inplace``.
 
     Raises:
-        TypeError: a dtype that is not listed.
-        ValueError: an unknown ``layout``; a shape that does not fit it; an odd ``rotary_dim``, or
-            one above d or other than c and 2 c; not exactly one of ``freqs`` and the pair ``cos``,
-            ``sin`` given; ``cu_seqlens`` missing for "thd", or given for another layout; ``start``
-            below 0; more positions than the table has, if ``starts`` and ``cu_seqlens`` are None;
-            ``inplace`` of an ``x`` that is not dense in its last dimension.
-        NotImplementedError: a ``rotary_dim`` above 8192, or angles that require a gradient.
+        TypeError: an argument has a dtype that is not listed.
+        ValueError: ``layout`` is unknown; a shape does not fit it; ``rotary_dim`` is odd, above d
+            or neither c nor 2 c; both or neither of ``freqs`` and the pair ``cos``, ``sin`` given;
+            ``cu_seqlens`` is missing for "thd", or given for another layout; ``start`` is below 0;
+            ``starts`` and ``cu_seqlens`` are None and the table has fewer positions than x; or
+            ``inplace`` is True and the last dimension of x is not dense.
+        NotImplementedError: ``rotary_dim`` is above 8192, or the angles require a gradient.
     """
     if layout not in LAYOUTS:
         raise ValueError(f"rope: layout must be 'sbhd', 'bshd' or 'thd', got {layout!r}")
@@ -97,7 +97,7 @@ def angle_table(name: str, table: torch.Tensor | None) -> torch.Tensor | None:
         table: [max_seq, c] or [max_seq, 1, 1, c]; or None.
 
     Returns:
-        [max_seq, c] contiguous, in float32 if it had 16 bits; None for None.
+        [max_seq, c] contiguous, in float32 if the table has 16-bit elements; None for None.
 
     Raises:
         NotImplementedError: the table requires a gradient.
@@ -149,7 +149,7 @@ def reference(
     starts: torch.Tensor | None = None,
     cu_seqlens: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Computes ``rope`` in plain PyTorch in x's dtype (float64 too); the specification."""
+    """Computes ``rope`` in plain PyTorch in x's dtype, also float64, as its specification."""
     table: Any = freqs if freqs is not None else cos
     dim = table.shape[-1] if rotary_dim is None else rotary_dim
     position = torch.arange(x.shape[0 if layout != "bshd" else 1], device=x.device)

@@ -26,25 +26,26 @@ def scaled_softmax(
 ) -> torch.Tensor:
     """Computes softmax(scale * x) over the visible elements of the last dimension, 0 elsewhere.
 
-    Elements that ``mask`` or ``causal`` hides are not visible and have no influence, not even if
-    they are NaN. Arithmetic is in float32. A row without visible elements, or whose visible
-    elements are all -Inf, gives zeros and a zero gradient, as in ``scaled_dot_product_attention``.
-    A visible NaN or +Inf (with a negative scale -Inf) makes the row's visible elements NaN, as in
-    ``torch.softmax``.
+    Elements hidden by ``mask`` or ``causal`` have no influence, even if they are NaN. Arithmetic is
+    in float32. If a row has no visible elements, or they are all -Inf once scaled, its result and
+    gradient are zeros, as in ``scaled_dot_product_attention``. A visible NaN or +Inf (-Inf if
+    ``scale`` is negative) makes the row's visible elements NaN, as in ``torch.softmax``. It is
+    differentiable once, in x.
 
     Args:
         x: [B, H, Sq, Sk] or [N, Sq, Sk] float32, float16 or bfloat16; made contiguous if it is not.
-        scale: number that x is multiplied by.
-        mask: bool, True = hidden; of x's shape, with 1 for any extent that it broadcasts over.
+        scale: factor of x.
+        mask: bool, True = hidden, with as many dimensions as x, each of x's size or 1 (broadcast).
+            None hides nothing.
         causal: "upper_left" hides column > row, and needs Sq == Sk; "bottom_right" hides
             column > row + Sk - Sq; None hides nothing. Elements hidden by it are not read.
 
     Returns:
-        A tensor of x's shape and dtype. Of the tensors autograd keeps only this one for backward.
+        A tensor of x's shape and dtype. Autograd keeps only this tensor for backward.
 
     Raises:
-        TypeError: a dtype that is not listed.
-        ValueError: a shape, device or option that does not match.
+        TypeError: an argument has a dtype that is not listed.
+        ValueError: a shape or device does not match, or an option is not supported.
     """
     if needs_autograd(x):
         return _ScaledSoftmax.apply(x, mask, scale, causal)
@@ -60,9 +61,10 @@ def scaled_softmax_fwd(
     causal: str | None = None,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Computes ``scaled_softmax``, whose arguments it takes, without autograd.
+    """Computes ``scaled_softmax`` without autograd.
 
-    ``out``, of x's shape and dtype, is written and returned if it is given.
+    Arguments are as in ``scaled_softmax``. If ``out``, of x's shape and dtype, is given, it is
+    written and returned.
     """
     mode = _causal_mode("scaled_softmax_fwd", causal)
     x = x.contiguous()
@@ -88,7 +90,7 @@ def scaled_softmax_bwd(
 ) -> torch.Tensor:
     """Computes the gradient with respect to x from the output y: scale * y * (dy - sum(dy * y)).
 
-    An element with y = 0 has gradient 0, whatever its dy is, so that no mask is needed.
+    An element with y = 0 has gradient 0 for every dy, so no mask is needed.
 
     Args:
         dy: gradient of the output, of y's shape and dtype.
@@ -143,7 +145,7 @@ def reference(
     *,
     causal: str | None = None,
 ) -> torch.Tensor:
-    """Computes ``scaled_softmax`` in plain PyTorch in x's dtype, differentiably."""
+    """Computes ``scaled_softmax`` in plain PyTorch in x's dtype, as a differentiable reference."""
     queries, cols = x.shape[-2:]
     hidden = torch.zeros(1, 1, dtype=torch.bool, device=x.device) if mask is None else mask
     if causal is not None:

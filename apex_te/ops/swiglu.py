@@ -30,8 +30,8 @@ class SwigluGrads(NamedTuple):
     Attributes:
         input: gradient of ``input``, of its shape and dtype.
         up: gradient of ``up``; None if ``up`` was not given.
-        dbias: [2F] in the input's dtype, the gradients of the gate's and up's biases side by side;
-            None if not asked for.
+        dbias: [2F] in the input's dtype: the gradients of the gate's bias, then of up's bias; None
+            if not asked for.
     """
 
     input: torch.Tensor
@@ -40,10 +40,10 @@ class SwigluGrads(NamedTuple):
 
 
 class SwigluFP8Grads(NamedTuple):
-    """Gradients of ``swiglu``, with the inputs' in FP8.
+    """Gradients of ``swiglu``, those of gate and up in FP8.
 
     Attributes:
-        output: FP8 data of the gradients of gate and up side by side, a matrix [M, 2F].
+        output: FP8 data of the gradients of gate and up, one matrix [M, 2F] with the gate's first.
         dbias: [2F] in the input's dtype, as in ``SwigluGrads``, not in FP8.
     """
 
@@ -63,23 +63,24 @@ def swiglu(
     """Computes the gated activation act(gate) * up in float32, differentiable once.
 
     Args:
-        input: the gate, [..., F]; if ``up`` is None, gate and up side by side, [..., 2F], gate
-            first. float32, float16 or bfloat16. Rows may have gaps between them; other strides are
-            made contiguous.
-        up: [..., F], of the gate's shape and dtype.
-        bias: in the input's dtype: [F] for the gate if ``up_bias`` is given, else [2F] for gate and
-            up.
-        up_bias: [F] for up, in the input's dtype.
+        input: float32, float16 or bfloat16. The gate, [..., F]; if ``up`` is None, gate and up
+            concatenated along the last dimension, gate first, [..., 2F]. Rows may be apart in
+            memory; other strides are made contiguous.
+        up: [..., F], of the gate's shape and dtype, or None.
+        bias: added before the activation, in the input's dtype: [F] for the gate if ``up_bias`` is
+            given, otherwise [2F] for gate and up. None adds nothing.
+        up_bias: [F], added to up, in the input's dtype; needs ``bias``.
         activation: "silu" (SwiGLU), "gelu" (GeGLU, tanh form), "gelu_erf", "relu" (ReGLU) or
             "sigmoid" (GLU).
 
     Returns:
-        [..., F] in the input's dtype. NaN gives NaN; csrc/common/activation/functions.h says what
-        infinities give.
+        [..., F] in the input's dtype. NaN gives NaN. act(-Inf) is NaN, but 0 for "relu" and
+        "sigmoid".
 
     Raises:
-        TypeError: a dtype that is not listed or differs.
-        ValueError: a shape, device or activation that does not match.
+        TypeError: ``input`` has a dtype that is not listed, or another argument's dtype differs.
+        ValueError: a shape or device does not match, ``activation`` is not listed, or ``up_bias``
+            is given without ``bias``.
     """
     if needs_autograd(input, up, bias, up_bias):
         return _Swiglu.apply(input, up, bias, up_bias, activation)
@@ -95,7 +96,7 @@ def swiglu_fwd(
     *,
     activation: str = "silu",
 ) -> torch.Tensor:
-    """Computes ``swiglu``, whose arguments it takes, without autograd."""
+    """Computes ``swiglu`` without autograd; arguments and result are the same."""
     code = gated_activation_number("swiglu_fwd", activation)
     matrix, up_matrix = input_matrices("swiglu_fwd", input, up)
     rows, cols = result_extents(matrix, up_matrix)
@@ -120,23 +121,26 @@ def swiglu_fwd_fp8(
     pad_columnwise: bool = False,
     amax: torch.Tensor | None = None,
 ) -> FP8Output:
-    """Quantizes the float32 result y of ``swiglu``: q = saturating_cast(y * scale).
+    """Computes ``swiglu`` and quantizes its float32 result y: q = saturating_cast(y * scale).
 
     Args:
-        input, up, bias, up_bias, activation: as in ``swiglu``. M is the product of the input's
-            sizes but the last.
+        input, up, bias, up_bias, activation: as in ``swiglu``. M is the product of all
+            dimensions of ``input`` but the last.
         scale: one float32 element on the input's device.
         fp8_dtype: torch.float8_e4m3fn or torch.float8_e5m2.
-        rowwise: make [M, F].
-        columnwise: make the transpose, [F, M].
-        pad_columnwise: make the columnwise copy [F, M rounded up to 16] instead, with zeros
-            in the added columns, as a GEMM over the rows needs it.
+        rowwise: make the rowwise copy, [M, F].
+        columnwise: make the columnwise copy, the transpose [F, M].
+        pad_columnwise: pad the columnwise copy to [F, M rounded up to 16]; the added columns
+            are zeros. A GEMM that sums over the rows needs this.
         amax: one float32 element, becomes max(amax, max |y|), before scaling; NaN counts as
-            largest.
+            largest. None computes no amax.
+
+    Returns:
+        The FP8 copies of y and their scale_inv.
 
     Raises:
-        TypeError: the cases of ``swiglu``.
-        ValueError: the cases of ``swiglu``.
+        TypeError: as in ``swiglu``.
+        ValueError: as in ``swiglu``.
     """
     code = gated_activation_number("swiglu_fwd_fp8", activation)
     matrix, up_matrix = input_matrices("swiglu_fwd_fp8", input, up)
@@ -167,9 +171,9 @@ def swiglu_bwd(
     """Computes the gradients of ``swiglu`` with respect to gate, up and biases.
 
     Args:
-        grad_output: [..., F], gradient of the output.
+        grad_output: [..., F], gradient of the output, in the input's dtype.
         input, up, bias, up_bias, activation: as in ``swiglu``.
-        with_dbias: also return the gradients of the biases, even if none are given: the column
+        with_dbias: also return the gradients of the biases, even if no biases are given: the column
             sums of the gradients of gate and up, added in float32 in a fixed order.
     """
     code = gated_activation_number("swiglu_bwd", activation)
@@ -203,19 +207,23 @@ def swiglu_bwd_fp8(
     amax: torch.Tensor | None = None,
     with_dbias: bool = False,
 ) -> SwigluFP8Grads:
-    """Quantizes the float32 gradients of gate and up, side by side in a matrix [M, 2F].
+    """Computes ``swiglu_bwd`` and quantizes the float32 gradients as one matrix [M, 2F].
 
-    The matrix has this form even if gate and up are given as two tensors.
+    The matrix has the gate's gradient in its first F columns and up's in its last F, even if gate
+    and up are two tensors.
 
     Args:
         grad_output, with_dbias: as in ``swiglu_bwd``.
         input, up, bias, up_bias, activation, scale, fp8_dtype: as in ``swiglu_fwd_fp8``.
-        rowwise: make [M, 2F].
-        columnwise: make the transpose, [2F, M].
-        pad_columnwise: make the columnwise copy [2F, M rounded up to 16] instead, with zeros
-            in the added columns, as a GEMM over the rows needs it.
-        amax: one float32 element, becomes the maximum of itself and of the gradients' magnitudes
-            before scaling; NaN counts as largest.
+        rowwise: make the rowwise copy, [M, 2F].
+        columnwise: make the columnwise copy, the transpose [2F, M].
+        pad_columnwise: pad the columnwise copy to [2F, M rounded up to 16]; the added columns
+            are zeros. A GEMM that sums over the rows needs this.
+        amax: one float32 element, becomes max(amax, max |gradient|), before scaling; NaN counts
+            as largest. None computes no amax.
+
+    Returns:
+        The FP8 copies of the matrix, and the biases' gradients or None.
     """
     code = gated_activation_number("swiglu_bwd_fp8", activation)
     matrix, up_matrix = input_matrices("swiglu_bwd_fp8", input, up)
@@ -329,9 +337,9 @@ def reference_fp8(
     *,
     amax: torch.Tensor | None = None,
 ) -> FP8Output:
-    """Quantizes a result or gradient [M, N], such as a float64 one, in plain PyTorch.
+    """Quantizes a result or gradient [M, N] of floating-point values in plain PyTorch.
 
-    Both copies are made; ``amax``, one float32 element, is updated in place if given.
+    Both copies are made. ``amax``, one float32 element, is updated in place if given.
     """
     rounded = values.float()
     codes = reference_codec.encode_fp8(rounded * scale, fp8_dtype)

@@ -39,21 +39,21 @@ def swiglu_fwd_block(
 ) -> BlockQuantized:
     """Computes ``swiglu`` and casts its result [M, F] with ``block_quantize`` in one kernel.
 
-    Bits equal those of the two ops; the first rounds to the input's dtype; its result is
-    not written to memory. For float32 the two ops run.
+    Results equal those of the two ops bitwise, including the first op's rounding to the input's
+    dtype, but its result is not written to memory. For float32 the two ops run.
 
     Args:
-        input, up, bias, up_bias, activation: as in ``swiglu.swiglu``. M is the product of the
-            input's sizes but the last.
+        input, up, bias, up_bias, activation: as in ``swiglu.swiglu``. M is the product of
+            all dimensions of ``input`` but the last.
         fp8_dtype: torch.float8_e4m3fn or torch.float8_e5m2.
         rowwise, columnwise, pad_columnwise, pow2, eps, amax: as in ``block_quantize``.
 
     Returns:
-        The copies [M, F] and [F, M] that are asked for, with their scale_inv.
+        The requested copies, rowwise [M, F] and columnwise [F, M], with their scale_inv.
 
     Raises:
-        TypeError: the cases of ``swiglu.swiglu`` and ``block_quantize``.
-        ValueError: the cases of ``swiglu.swiglu`` and ``block_quantize``.
+        TypeError: as in ``swiglu.swiglu`` and ``block_quantize``.
+        ValueError: as in ``swiglu.swiglu`` and ``block_quantize``.
     """
     code = gated_activation_number("swiglu_fwd_block", activation)
     check_fp8_dtype("swiglu_fwd_block", fp8_dtype)
@@ -91,23 +91,23 @@ def swiglu_bwd_block(
     eps: float = 0.0,
     amax: torch.Tensor | None = None,
 ) -> BlockQuantized:
-    """Computes the gradients of gate and up side by side and casts them with ``block_quantize``.
+    """Computes ``swiglu_bwd`` and casts its gradients, one matrix [M, 2F], by ``block_quantize``.
 
-    One kernel writes the bits of the two ops; the first, ``swiglu_bwd``, rounds to the
-    input's dtype. For float32, and if F is not a multiple of 128, the two ops run.
+    One kernel computes this. Results equal those of the two ops bitwise, including the first op's
+    rounding to the input's dtype. For float32, and if F is not a multiple of 128, the two ops run.
 
     Args:
-        grad_output: [..., F], gradient of the output.
+        grad_output: [..., F], gradient of the output, in the input's dtype.
         input, up, bias, up_bias, activation, fp8_dtype, rowwise, columnwise, pad_columnwise, pow2,
             eps, amax: as in ``swiglu_fwd_block``.
 
     Returns:
-        The copies [M, 2F] and [2F, M] that are asked for, with their scale_inv, also if gate and
-        up are given as two tensors.
+        The requested copies, rowwise [M, 2F] and columnwise [2F, M], with their scale_inv. The
+        matrix has the gate's gradient first, even if gate and up are two tensors.
 
     Raises:
-        TypeError: the cases of ``swiglu.swiglu`` and ``block_quantize``.
-        ValueError: the cases of ``swiglu.swiglu`` and ``block_quantize``.
+        TypeError: as in ``swiglu.swiglu`` and ``block_quantize``.
+        ValueError: as in ``swiglu.swiglu`` and ``block_quantize``.
     """
     code = gated_activation_number("swiglu_bwd_block", activation)
     check_fp8_dtype("swiglu_bwd_block", fp8_dtype)

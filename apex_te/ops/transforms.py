@@ -236,14 +236,14 @@ def _requires_grad(t: torch.Tensor) -> bool:
 
 
 def run_samples(op: Any, args: tuple[Any, ...]) -> None:
-    """Runs a registered op once for each sample of a batch: its rule for ``torch.func.vmap``.
+    """Runs a registered op once for each sample of a batch, as its ``torch.func.vmap`` rule.
 
     Args:
         op: the registered op, ``torch.ops.apex_te.<name>``.
         args: its arguments; tensors may be batched by the innermost vmap.
 
     Raises:
-        NotImplementedError: the op would write a tensor that is not batched.
+        NotImplementedError: the op would write to a tensor that is not batched.
     """
     interpreter: Any = retrieve_current_functorch_interpreter()
     level = interpreter.level()
@@ -332,7 +332,7 @@ def refuse_tangents(name: str, args: tuple[Any, ...]) -> None:
 def refuse_derivatives(name: str, args: tuple[Any, ...]) -> None:
     """Raises NotImplementedError if a transform would differentiate an op that has no derivative.
 
-    ``OpFunction``s call such ops, too, but with tensors without tracked derivatives.
+    An ``OpFunction`` also calls such ops, but with tensors whose derivatives are not tracked.
 
     Args:
         name: the op's name, for the error.

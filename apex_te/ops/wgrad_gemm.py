@@ -19,16 +19,16 @@ _SHORT = (torch.float16, torch.bfloat16)
 def wgrad_gemm(
     dy: torch.Tensor, x: torch.Tensor, out: torch.Tensor, *, accumulate: bool = False
 ) -> torch.Tensor:
-    """Computes ``out[M, N] = dy[rows, M].T @ x[rows, N]``, plus ``out`` with ``accumulate``.
+    """Computes ``out[M, N] = dy[rows, M].T @ x[rows, N]``, or adds it to ``out``.
 
-    Products of float16 and bfloat16 are summed in float32, together with ``out``, and rounded once
-    to out's dtype: a float32 ``out`` gets sums that were never rounded to 16 bits. Wider operands
-    are multiplied as torch multiplies their dtype.
+    For float16 and bfloat16 operands everything, including ``out``, is summed in float32 and
+    rounded once to out's dtype: a float32 ``out`` gets sums that were never rounded to 16 bits.
+    Wider operands are multiplied as torch multiplies their dtype.
 
     Args:
-        dy: ``[rows, M]`` in a floating-point dtype, contiguous.
-        x: ``[rows, N]`` in dy's dtype, contiguous.
-        out: ``[M, N]`` in any floating-point dtype, contiguous; written.
+        dy: [rows, M] in a floating-point dtype, contiguous.
+        x: [rows, N] in dy's dtype, contiguous.
+        out: [M, N] in any floating-point dtype, contiguous; written.
         accumulate: add to ``out`` instead of overwriting it.
 
     Returns:
@@ -36,7 +36,7 @@ def wgrad_gemm(
 
     Raises:
         TypeError: ``dy`` and ``x`` differ in dtype.
-        ValueError: shapes that do not match.
+        ValueError: the shapes do not match.
     """
     check_dense("wgrad_gemm", dy=dy, x=x, out=out)
     if dy.dtype is not x.dtype:

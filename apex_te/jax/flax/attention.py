@@ -37,25 +37,26 @@ _LAYOUTS = ("bs3hd", "bshd_bs2hd", "bshd_bshd_bshd")
 class DotProductAttention(TransformerEngineBase):
     """Core of attention, softmax(scale * query key^T + bias) value for each head.
 
-    cuDNN's fused kernels compute it on GPUs where they can, which dropout excludes.
+    On GPUs cuDNN's fused kernels compute it if they support the arguments, never with dropout.
 
     Attributes:
         head_dim: size of a head.
-        num_attention_heads: heads of the queries.
-        num_gqa_groups: heads of keys and values, a divisor; None is ``num_attention_heads``.
+        num_attention_heads: number of the queries' heads.
+        num_gqa_groups: number of the keys' and values' heads, a divisor of
+            ``num_attention_heads``; None means as many.
         attention_dropout: probability that an attention weight is dropped.
         attn_mask_type: "no_mask", "padding", "causal" or "padding_causal" ("causal_padding").
         attn_bias_type: "no_bias", "pre_scale_bias" or "post_scale_bias"; None is
             "post_scale_bias" in calls with a bias, else "no_bias".
         dtype: not used; the core computes in the dtype of its inputs.
-        dropout_rng_name: name of the random numbers of dropout.
+        dropout_rng_name: name of Flax's random number stream for dropout.
         float32_logits: multiply queries and keys in float32; scores are float32 either way.
         qkv_layout: "bs3hd" (all in ``query``, [b, s, 3, h, d]), "bshd_bs2hd" (keys and values in
-            ``key``, [b, s, 2, g, d]) or "bshd_bshd_bshd".
-        scale_factor: multiplier of the scores; None is 1 / sqrt(head_dim).
+            ``key``, [b, s, 2, g, d]) or "bshd_bshd_bshd" (three arrays).
+        scale_factor: multiplier of the scores; None means 1 / sqrt(head_dim).
         transpose_batch_sequence: inputs and results are [s, b, ...] instead of [b, s, ...].
-        window_size: (left, right): a query sees only so many keys before and after its own
-            position, -1 = no limit; None is no limit.
+        window_size: (left, right), numbers of keys before and after its own position that a query
+            sees; -1 means no limit, None no limits.
     """
 
     head_dim: int
@@ -84,14 +85,15 @@ class DotProductAttention(TransformerEngineBase):
         deterministic: bool = False,
         query_start: int | jax.Array = 0,
     ) -> jax.Array:
-        """Attends; returns [b, s, h, d] or, as the queries are, [s, b, h, d].
+        """Computes attention; the result has the layout of the queries, [b, s, h, d] by default.
 
         Args:
-            query, key, value: heads, as ``qkv_layout`` and ``transpose_batch_sequence`` say.
-            mask: bool or integer, True = hidden, broadcast to [b, h, sq, sk]; must be given with
-                the padding types and is ignored with the others.
-            bias: added to the scores, broadcast to [b, h, sq, sk].
-            deterministic: True for no dropout.
+            query, key, value: heads in the layout that ``qkv_layout`` and
+                ``transpose_batch_sequence`` name; an array that it lacks is ignored.
+            mask: bool or integer, True = masked out, 4 dimensions that broadcast to
+                [b, h, sq, sk]; required with the padding types, ignored with the others.
+            bias: added to the scores, 4 dimensions that broadcast to [b, h, sq, sk].
+            deterministic: True turns dropout off.
             query_start: position of the first query, for calls with a cache of keys.
         """
         self._check_counts("head_dim", "num_attention_heads", "num_gqa_groups")
@@ -194,18 +196,18 @@ class _Projection(LayerNormDenseGeneral):
 
 
 class MultiHeadAttention(TransformerEngineBase):
-    """Projections to heads, attention and the projection back, with a norm in front.
+    """Norm, projections to heads, attention and output projection.
 
-    Parameters are those of the submodules "qkv", or "query" and "kv" in cross attention and with
-    ``num_gqa_groups``, or "query", "key" and "value" without ``fuse_qkv_params``; and of "out".
-    One GEMM computes all heads that have the same input, and the first of these submodules has
-    its FP8 state.
+    The parameters belong to submodules: "out", and "qkv" in self attention. "query" and "kv"
+    replace "qkv" in cross attention and with fewer ``num_gqa_groups`` than heads; "query", "key"
+    and "value" replace it without ``fuse_qkv_params``. One GEMM computes all heads that have the
+    same input; the first of its submodules has its FP8 state.
 
     Attributes:
         head_dim, num_attention_heads, num_gqa_groups, attention_dropout, attn_mask_type,
         attn_bias_type, dropout_rng_name, float32_logits, window_size: as in
             ``DotProductAttention``.
-        input_layernorm: normalise the input of the queries, and in self attention of all.
+        input_layernorm: normalise ``inputs_q``, which in self attention is the only input.
         layernorm_type, zero_centered_gamma: as in ``LayerNorm``.
         layernorm_epsilon: added to the variance.
         return_layernorm_output: also return the norm's output.
@@ -213,7 +215,8 @@ class MultiHeadAttention(TransformerEngineBase):
         use_bias: add biases.
         bias_init: initializer of the biases.
         enable_rotary_pos_emb: rotate queries and keys by their positions.
-        rotary_pos_emb_windows: time scales of the first pair and, nearly, of the last.
+        rotary_pos_emb_windows: time scales (min, max): pair i of n rotates by
+            position / (min * (max / min) ** (i / n)).
         rotary_pos_emb_group_method: "consecutive" for pairs (2 i, 2 i + 1), "alternate" for
             (i, i + head_dim / 2).
         low_rank_adaptation_scope: must be "none".
@@ -221,12 +224,12 @@ class MultiHeadAttention(TransformerEngineBase):
         dtype: dtype of the parameters; the layer computes in that of its inputs.
         fuse_qkv_params: one kernel for queries, keys and values, or for keys and values.
         transpose_batch_sequence: inputs and results are [s, b, ...] instead of [b, s, ...].
-        enable_sequence_parallel: sequences outside of the projections lie on the logical axis of
-            tensor parallelism.
+        enable_sequence_parallel: shard the sequence dimension of the norm's input over the logical
+            axis of tensor parallelism.
         scale_attn_logits: divide the scores by sqrt(head_dim).
-        scaled_query_init: divide the queries' new kernel by sqrt(head_dim).
+        scaled_query_init: divide the queries' kernel by sqrt(head_dim) at initialization.
         num_heads, dropout_rate, fuse_qkv: old names of ``num_attention_heads``,
-            ``attention_dropout`` and ``fuse_qkv_params``, which go before them.
+            ``attention_dropout`` and ``fuse_qkv_params``. They take precedence unless None.
     """
 
     head_dim: int
@@ -273,21 +276,21 @@ class MultiHeadAttention(TransformerEngineBase):
         decode: bool = False,
         deterministic: bool = False,
     ) -> tuple[jax.Array, jax.Array | None]:
-        """Attends; returns the output in the layout of ``inputs_q``, and the norm's or None.
+        """Returns the output in the layout of ``inputs_q``, and the norm's output or None.
 
         Args:
             inputs_q: [b, s, embed], or [s, b, embed] with ``transpose_batch_sequence``.
-            inputs_kv: None or the same object for self attention, another array for cross
-                attention. ``jax.jit`` and ``jax.checkpoint`` make two of an object that is passed
-                twice.
-            mask: bool or integer, True = hidden, broadcast to [b, h, sq, sk]; must be given with
-                the padding types and is ignored with the others.
-            bias: added to the scores, broadcast to [b, h, sq, sk].
-            decode: keep keys and values in the collection "cache", and attend to those of earlier
-                calls, too. ``init`` with inputs of the largest length makes the cache. sk is then
-                that length, and a bias has the rows of all positions or of these queries. Tokens
-                beyond the cache give NaN.
-            deterministic: True for no dropout.
+            inputs_kv: None or ``inputs_q`` itself for self attention, another array of its dtype
+                for cross attention. Inside of ``jax.jit`` or ``jax.checkpoint`` an array that was
+                passed to them twice counts as two.
+            mask: bool or integer, True = masked out, 4 dimensions that broadcast to
+                [b, h, sq, sk]; required with the padding types, ignored with the others.
+            bias: added to the scores, 4 dimensions that broadcast to [b, h, sq, sk].
+            decode: append keys and values to the collection "cache", and attend to all of them;
+                only in self attention. ``init`` with ``decode=True`` and inputs of the maximum
+                length makes the cache. sk is then that length, and a bias has rows for all
+                positions or for these queries. Tokens beyond the cache give NaN.
+            deterministic: True turns dropout off.
         """
         heads = self._heads
         inputs_q, inputs_kv = self._inputs(inputs_q, inputs_kv)

@@ -23,17 +23,17 @@ def make_dot_general_cls(recipe: Recipe | str | None = None) -> type[nn.Module]:
     """Returns a class for ``dot_general_cls`` of ``nn.Dense`` and other layers of Flax.
 
     Its GEMMs are those of ``DenseGeneral``. With ``DelayedScaling`` it keeps FP8 state in Flax's
-    collection "_overwrite_with_gradient", which ``TrainState`` moves. With another recipe an object
-    of it is also a ``dot_general`` for ``nnx.Linear``.
+    collection "_overwrite_with_gradient", which ``TrainState`` replaces by its gradient, the next
+    state. With other recipes, an instance can also be the ``dot_general`` of an ``nnx.Linear``.
 
     Args:
-        recipe: the recipe, or its name, whatever region the layer is called in; None stands for
-            ``DelayedScaling()``, as in ``fp8_autocast``.
+        recipe: the recipe, or its name. It is used in any ``fp8_autocast`` region and outside of
+            them. None means ``DelayedScaling()``.
 
     Raises:
         TypeError: ``recipe`` is not a recipe.
         ValueError: no recipe has this name.
-        NotImplementedError: JAX's side does not have what the recipe asks for.
+        NotImplementedError: the recipe has an option that is not available in JAX.
     """
     chosen = checked_recipe("make_dot_general_cls", recipe, "recipe")
 

@@ -57,17 +57,17 @@ _RESOURCES: dict[str, tuple[str, ...]] = {
 
 
 def extend_logical_axis_rules(rules: Sequence[Rule]) -> tuple[Rule, ...]:
-    """Returns Flax's logical axis rules with those of the Transformer layers after them.
+    """Returns ``rules`` followed by Flax's logical axis rules for the Transformer layers.
 
-    The layers' axes lie on the mesh axes that ``mesh_resource`` of the ``fp8_autocast`` region
-    names.
+    These rules map the layers' axes to the mesh axes that are named in ``mesh_resource`` of the
+    ``fp8_autocast`` region.
 
     Args:
-        rules: pairs of a logical axis and the mesh axis, or axes, or None, that it lies on.
+        rules: pairs of a logical axis and its mesh axis, several mesh axes, or None.
 
     Raises:
-        TypeError: a rule is no pair of names.
-        ValueError: a rule for an axis of the layers differs from theirs.
+        TypeError: a rule is not a pair that begins with a name.
+        ValueError: a rule maps one of the layers' axes to other mesh axes than the layers do.
     """
     resource = active_mesh_resource()
     for rule in rules:

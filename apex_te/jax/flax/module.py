@@ -55,7 +55,7 @@ def _is_placed(axes: Axes | None) -> bool:
 
 
 def placed(x: jax.Array, axes: Axes | None) -> jax.Array:
-    """Returns ``x`` on the mesh axes of logical axes, if they and Flax's rules are given."""
+    """Constrains ``x`` to the mesh axes of logical axes; no-op without them or Flax's rules."""
     rules = nn.get_logical_axis_rules()
     if axes is None or not rules:
         return x
@@ -64,24 +64,24 @@ def placed(x: jax.Array, axes: Axes | None) -> jax.Array:
 
 
 def last_dimension_parts(x: jax.Array, axes: Axes | None) -> int:
-    """Returns how many parts of an array's last dimension devices have, as far as that is known."""
+    """Returns the number of shards of an array's last dimension, as far as it is known."""
     rules = nn.get_logical_axis_rules()
     spec = nn.logical_to_mesh_axes(axes, rules) if axes and rules else PartitionSpec()
     return _partition.last_dimension_parts(x, spec)
 
 
 class LogicallyPartitioned(nn.LogicallyPartitioned):
-    """Flax's box of a parameter, which ``nnx.bridge.ToNNX`` takes without a mesh, too."""
+    """Flax's box of a parameter, changed so that ``nnx.bridge.ToNNX`` works without a mesh."""
 
     def to_nnx_metadata(self) -> dict[str, Any]:
-        """Returns an ``nnx.Variable``'s metadata; without a mesh it is not placed on devices."""
+        """Returns the metadata of an ``nnx.Variable``; without a mesh, it is not sharded."""
         found = {"value": self.value, "out_sharding": self.names, "sharding_rules": self.rules}
         is_placed = not jax.sharding.get_abstract_mesh().empty
         return {**found, "mesh": self.mesh} | ({} if is_placed else {"eager_sharding": False})
 
 
 def contracted_axes(owner: str, axis: Any, shape: Sequence[int]) -> tuple[int, ...]:
-    """Returns the dimensions of an input that a layer contracts, in ascending order."""
+    """Returns the checked dimensions of an input that a layer contracts, in ascending order."""
     given = tuple(axis) if isinstance(axis, Sequence) and not isinstance(axis, str) else (axis,)
     found = []
     for each in given:
@@ -209,7 +209,7 @@ class DenseGeneral(TransformerEngineBase):
     """Linear layer over one or several dimensions: x @ kernel + bias.
 
     Attributes:
-        features: extents of the output's new dimensions.
+        features: sizes of the output's new last dimensions; an int for one.
         kernel_init: initializer of the kernel; None: variance_scaling(1.0, fan_in,
             truncated_normal).
         kernel_axes: logical axes of the kernel.
@@ -220,7 +220,7 @@ class DenseGeneral(TransformerEngineBase):
         low_rank_adaptation_dim, low_rank_adaptation_alpha: not used.
         axis: dimensions of the input that are contracted.
         dtype: dtype of the parameters; the layer computes in that of its input.
-        transpose_batch_sequence: accepted; the layer is the same for both layouts.
+        transpose_batch_sequence: no effect; the layer is the same for both layouts.
     """
 
     features: int | Sequence[int]
@@ -238,7 +238,7 @@ class DenseGeneral(TransformerEngineBase):
 
     @nn.compact
     def __call__(self, inputs: jax.Array) -> jax.Array:
-        """Returns the layer's output, with the new dimensions last."""
+        """Returns the output: dimensions of ``inputs`` that are not contracted, then new ones."""
         if self.enable_low_rank_adaptation:
             raise NotImplementedError(
                 "DenseGeneral: enable_low_rank_adaptation must be False, got True"
@@ -256,7 +256,8 @@ def dense_parameters(layer: Any, inner: Sequence[int]) -> tuple[jax.Array, jax.A
     """Returns the kernel of a dense layer and its bias or None.
 
     Args:
-        layer: the module, whose parameters are [*inner, *features] and [*features].
+        layer: the module; its kernel is [*inner, *features], its bias [*features].
+        inner: sizes of the contracted dimensions.
     """
     given = layer.features
     features = tuple(given) if isinstance(given, Sequence) else (given,)
@@ -326,13 +327,13 @@ class LayerNorm(_Normed):
     Attributes:
         epsilon: added to the variance.
         layernorm_type: "layernorm" or "rmsnorm".
-        zero_centered_gamma: the factor is 1 + scale.
-        scale_init: initializer of the scale; None: ones, or zeros if zero-centred.
+        zero_centered_gamma: multiply by 1 + scale instead of scale.
+        scale_init: initializer of the scale; None: ones, or zeros with ``zero_centered_gamma``.
         scale_axes: logical axes of the scale.
-        bias_init: initializer of the bias.
+        bias_init: initializer of the bias, which "rmsnorm" does not have.
         bias_axes: logical axes of the bias.
         dtype: dtype of the parameters; the layer computes in that of its input.
-        transpose_batch_sequence: accepted; the layer is the same for both layouts.
+        transpose_batch_sequence: no effect; the layer is the same for both layouts.
     """
 
     epsilon: float = 1e-6
@@ -357,9 +358,10 @@ class Prepared(NamedTuple):
     """Operands of the GEMM of a ``LayerNormDenseGeneral``.
 
     Attributes:
-        x: the GEMM's input; that of the norm if ``norm`` is given.
+        x: the GEMM's input, or the norm's input if ``norm`` is given.
         normed: the norm's output, or the input without a norm; None if ``norm`` is given.
-        norm: a norm that writes FP8 itself, its scale and its bias or None; None for none.
+        norm: None, or a norm that has not run yet because it writes FP8 itself, with its scale and
+            its bias or None.
         kernel: [in, out...].
         bias: [out...] or None.
     """
@@ -372,7 +374,7 @@ class Prepared(NamedTuple):
 
 
 class LayerNormDenseGeneral(_Normed):
-    """Norm and linear layer.
+    """Norm followed by a linear layer.
 
     Attributes:
         features, kernel_init, kernel_axes, use_bias, bias_init, bias_axes, axis,
@@ -383,9 +385,10 @@ class LayerNormDenseGeneral(_Normed):
         ln_bias_init, ln_bias_axes: initializer and logical axes of the norm's bias.
         return_layernorm_output: also return the norm's output.
         dtype: dtype of the parameters; the layer computes in that of its input.
-        transpose_batch_sequence: accepted; the layer is the same for both layouts.
-        layernorm_input_axes, dot_input_axes: logical axes to constrain the inputs to.
-        depth_scaling: divisor of the output; None: none.
+        transpose_batch_sequence: no effect; the layer is the same for both layouts.
+        layernorm_input_axes, dot_input_axes: logical axes to which the inputs of the norm and of
+            the GEMM are constrained; None does not constrain them.
+        depth_scaling: divisor of the output; None does not divide.
     """
 
     features: int | Sequence[int]
@@ -415,7 +418,7 @@ class LayerNormDenseGeneral(_Normed):
 
     @nn.compact
     def __call__(self, inputs: jax.Array) -> tuple[jax.Array, jax.Array | None]:
-        """Returns the output, and the norm's output or None."""
+        """Returns the output, and the norm's output or None; ``inputs`` are [..., in]."""
         state = self._fp8_state() or {}
         found = self._prepared(inputs, state)
         if found.norm is None:
@@ -456,7 +459,7 @@ class LayerNormDenseGeneral(_Normed):
 
 
 class LayerNormMLP(_Normed):
-    """Norm, linear layer, activation, dropout and linear layer.
+    """Norm, linear layer, activation, dropout and linear layer; the output has the input's width.
 
     Attributes:
         intermediate_dim: width between the linear layers.
@@ -468,15 +471,15 @@ class LayerNormMLP(_Normed):
         use_bias: add biases.
         bias_init, bias_axes_1, bias_axes_2: initializer and logical axes of the biases.
         return_layernorm_output: also return the norm's output.
-        activations: one activation, or one and "linear" for a gated MLP.
-        intermediate_dropout_rng_name: name of the random numbers of dropout.
+        activations: one activation; for a gated MLP the gate's activation and "linear".
+        intermediate_dropout_rng_name: name of Flax's random number stream for dropout.
         intermediate_dropout_rate: probability of dropout after the activation.
-        intermediate_hidden_dropout_dims: dimensions that share one mask.
+        intermediate_hidden_dropout_dims: dimensions along which the dropout mask is broadcast.
         axis: must be the last dimension.
         dtype: dtype of the parameters; the layer computes in that of its input.
-        transpose_batch_sequence: accepted; the layer is the same for both layouts.
-        layernorm_input_axes, dot_1_input_axes, dot_2_input_axes: logical axes to constrain the
-            inputs of the norm and of the linear layers to.
+        transpose_batch_sequence: no effect; the layer is the same for both layouts.
+        layernorm_input_axes, dot_1_input_axes, dot_2_input_axes: logical axes to which the inputs
+            of the norm and of both GEMMs are constrained; None does not constrain them.
     """
 
     intermediate_dim: int = 2048
@@ -537,7 +540,7 @@ class LayerNormMLP(_Normed):
 
         Args:
             inputs: [..., embed].
-            deterministic: True for no dropout.
+            deterministic: True turns dropout off.
         """
         x = placed(self._last_axis_input(inputs), self.layernorm_input_axes)
         state, width = self._fp8_state(2) or {}, x.shape[-1]

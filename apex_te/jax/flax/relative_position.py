@@ -37,14 +37,14 @@ def _buckets(
 
 
 class RelativePositionBiases(TransformerEngineBase):
-    """Biases of attention scores by the distance of query and key, learned per head and bucket.
+    """Biases of attention scores, learned per head and per bucket of the query-key distance.
 
     Attributes:
-        num_buckets: number of buckets that distances fall into.
-        max_distance: distance from which on all fall into the last bucket.
+        num_buckets: number of buckets into which distances fall.
+        max_distance: all distances from this one on fall into the last bucket.
         num_attention_heads: number of heads.
         embedding_init: initializer of ``rel_embedding`` [heads, buckets].
-        embedding_axes: logical axes of it.
+        embedding_axes: logical axes of ``rel_embedding``.
         dtype: dtype of the parameter and of the result.
     """
 
@@ -61,7 +61,8 @@ class RelativePositionBiases(TransformerEngineBase):
 
         Args:
             q_seqlen, k_seqlen: numbers of queries and keys.
-            bidirectional: keys after the query have buckets of their own.
+            bidirectional: use half of the buckets for keys after the query. Otherwise all of
+                these keys share the bucket of distance 0.
         """
         self._check_counts("num_buckets", "num_attention_heads")
         if self.num_buckets < (4 if bidirectional else 2):

@@ -33,25 +33,28 @@ __all__ = [
 
 
 class TransformerEngineBase(module.TransformerEngineBase):
-    """``TransformerEngineBase`` as in Transformer Engine 1."""
+    """Base of the modules with the parameters and dtypes of Transformer Engine 1."""
 
     _is_v1: ClassVar[bool] = True
 
 
 class DenseGeneral(module.DenseGeneral):
-    """``DenseGeneral`` as in Transformer Engine 1."""
+    """``apex_te.jax.flax.DenseGeneral`` with float32 parameters and output in ``dtype``."""
 
     _is_v1: ClassVar[bool] = True
 
 
 class LayerNorm(module.LayerNorm):
-    """``LayerNorm`` as in Transformer Engine 1."""
+    """``apex_te.jax.flax.LayerNorm`` with float32 parameters and output in ``dtype``."""
 
     _is_v1: ClassVar[bool] = True
 
 
 class LayerNormDenseGeneral(module.LayerNormDenseGeneral):
-    """``LayerNormDenseGeneral`` as in Transformer Engine 1."""
+    """``apex_te.jax.flax.LayerNormDenseGeneral`` with float32 parameters and output in ``dtype``.
+
+    By default it also returns the norm's output.
+    """
 
     _is_v1: ClassVar[bool] = True
     return_layernorm_output: bool = True
@@ -59,7 +62,11 @@ class LayerNormDenseGeneral(module.LayerNormDenseGeneral):
 
 
 class LayerNormMLP(module.LayerNormMLP):
-    """``LayerNormMLP`` as in Transformer Engine 1."""
+    """``apex_te.jax.flax.LayerNormMLP`` with float32 parameters and output in ``dtype``.
+
+    By default it uses ReLU, drops activations with probability 0.1 and also returns the norm's
+    output.
+    """
 
     _is_v1: ClassVar[bool] = True
     return_layernorm_output: bool = True
@@ -69,27 +76,37 @@ class LayerNormMLP(module.LayerNormMLP):
 
 
 class DotProductAttention(attention.DotProductAttention):
-    """``DotProductAttention`` as in Transformer Engine 1."""
+    """``apex_te.jax.flax.DotProductAttention`` with inputs cast to ``dtype``.
+
+    By default inputs and results are [s, b, ...].
+    """
 
     _is_v1: ClassVar[bool] = True
     transpose_batch_sequence: bool = True
 
 
 class MultiHeadAttention(attention.MultiHeadAttention):
-    """``MultiHeadAttention`` as in Transformer Engine 1."""
+    """``apex_te.jax.flax.MultiHeadAttention`` with float32 parameters and output in ``dtype``.
+
+    By default inputs and results are [s, b, ...].
+    """
 
     _is_v1: ClassVar[bool] = True
     transpose_batch_sequence: bool = True
 
 
 class RelativePositionBiases(relative_position.RelativePositionBiases):
-    """``RelativePositionBiases`` as in Transformer Engine 1."""
+    """``apex_te.jax.flax.RelativePositionBiases`` with a float32 parameter."""
 
     _is_v1: ClassVar[bool] = True
 
 
 class TransformerLayer(transformer.TransformerLayer):
-    """``TransformerLayer`` as in Transformer Engine 1."""
+    """``apex_te.jax.flax.TransformerLayer`` with float32 parameters and output in ``dtype``.
+
+    Inputs must have the width ``hidden_size``. By default the MLP uses ReLU and drops activations
+    with probability 0.1.
+    """
 
     _is_v1: ClassVar[bool] = True
     mlp_activations: Sequence[str] = ("relu",)

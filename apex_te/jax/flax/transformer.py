@@ -28,7 +28,7 @@ _zeros = nn.initializers.zeros
 
 
 class TransformerLayerType(enum.Enum):
-    """Kinds of ``TransformerLayer``: a DECODER also has cross attention."""
+    """Kind of a ``TransformerLayer``: only a DECODER has cross attention."""
 
     ENCODER = "encoder"
     DECODER = "decoder"
@@ -41,34 +41,37 @@ class TransformerLayer(TransformerEngineBase):
     "mlp", "relpos_bias" with ``enable_relative_embedding``, "output_layernorm".
 
     Attributes:
-        hidden_size: width of all heads together; the output is as wide as the input.
+        hidden_size: width of all heads together, a multiple of ``num_attention_heads``. The
+            width of the output is the input's.
         mlp_hidden_size: width of the MLP between its linear layers.
-        num_attention_heads: heads of the queries.
-        num_gqa_groups: heads of keys and values, a divisor; None is ``num_attention_heads``.
-        layernorm_type, zero_centered_gamma: as in ``LayerNorm``, of every norm.
+        num_attention_heads: number of the queries' heads.
+        num_gqa_groups: number of the keys' and values' heads, a divisor of
+            ``num_attention_heads``; None means as many.
+        layernorm_type, zero_centered_gamma: as in ``LayerNorm``, for every norm.
         layernorm_epsilon: added to the variance.
-        hidden_dropout: probability that an element of attention's or the MLP's result is dropped
+        hidden_dropout: probability that an element of attention's or the MLP's output is dropped
             before it is added to the residual.
-        hidden_dropout_dims: dimensions that share one mask of it.
+        hidden_dropout_dims: dimensions along which its mask is broadcast.
         attention_dropout: probability that an attention weight is dropped.
         intermediate_dropout: probability that an element after the activation is dropped.
-        intermediate_dropout_dims: dimensions that share one mask of it.
-        dropout_rng_name: name of the random numbers of dropout.
+        intermediate_dropout_dims: dimensions along which its mask is broadcast.
+        dropout_rng_name: name of Flax's random number stream for dropout.
         mha_kernel_init: initializer of attention's kernels; None: variance_scaling(1.0, fan_in,
             normal).
-        mlp_kernel_init: initializer of the MLP's; None: variance_scaling(1.0, fan_in,
+        mlp_kernel_init: initializer of the MLP's kernels; None: variance_scaling(1.0, fan_in,
             truncated_normal).
         mlp_activations: as ``activations`` in ``LayerNormMLP``.
         use_bias: add biases in all linear layers.
         bias_init: initializer of the biases.
-        apply_residual_connection_post_layernorm: residuals are the norms' results.
-        output_layernorm: normalise the result instead of attention's input.
+        apply_residual_connection_post_layernorm: add the norm's output, instead of its input, as
+            the residual.
+        output_layernorm: normalise the layer's output instead of self attention's input.
         float32_attention_logits: as ``float32_logits`` in ``DotProductAttention``.
         layer_type: ``TransformerLayerType``.
         self_attn_mask_type, self_attn_bias_type: as in ``DotProductAttention``.
         enable_relative_embedding: add relative position biases to the scores of self attention.
-        relative_embedding: the module of these; None: ``RelativePositionBiases`` with 32 buckets up
-            to the distance 128.
+        relative_embedding: the module that computes them; None: ``RelativePositionBiases`` with 32
+            buckets up to the distance 128.
         enable_rotary_pos_emb, rotary_pos_emb_windows, rotary_pos_emb_group_method,
         low_rank_adaptation_scope, low_rank_adaptation_dim, low_rank_adaptation_alpha,
         fuse_qkv_params, enable_sequence_parallel, scale_attn_logits, scaled_query_init: as in
@@ -76,7 +79,7 @@ class TransformerLayer(TransformerEngineBase):
         dtype: dtype of the parameters; the layer computes in that of its inputs.
         drop_path: probability that a sample skips a branch (attention, cross attention, MLP).
         transpose_batch_sequence: inputs and results are [s, b, h] instead of [b, s, h].
-        window_size: as in ``DotProductAttention``, of self and cross attention.
+        window_size: as in ``DotProductAttention``, for self and cross attention.
     """
 
     hidden_size: int = 512
@@ -136,13 +139,15 @@ class TransformerLayer(TransformerEngineBase):
         Args:
             inputs: [b, s, h], or [s, b, h] with ``transpose_batch_sequence``.
             encoded: hidden states that a decoder's cross attention reads, in the same layout.
-            attention_mask: bool or integer, True = hidden, broadcast to [b, heads, s, s]; must be
-                given with the padding types and is ignored with the others.
-            encoder_decoder_mask: the same for cross attention; None hides nothing.
-            deterministic: True for no dropout.
+            attention_mask: bool or integer, True = masked out, 4 dimensions that broadcast to
+                [b, heads, s, s]; required with the padding types, ignored with the others.
+            encoder_decoder_mask: likewise for cross attention, [b, heads, s, length of
+                ``encoded``]; None masks nothing.
+            deterministic: True turns dropout off.
             decode: keep keys and values of self attention in the collection "cache"; see
-                ``MultiHeadAttention``. For decoders.
-            max_decode_length: largest length, which relative position biases need with ``decode``.
+                ``MultiHeadAttention``. Only for decoders.
+            max_decode_length: length of the cache, which relative position biases need with
+                ``decode``.
         """
         x = self._input(inputs)
         self._check(x, encoded, encoder_decoder_mask, decode)

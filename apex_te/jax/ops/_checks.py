@@ -65,7 +65,7 @@ def matrix_to_cast(function: str, value: Any) -> jax.Array:
 
 
 def as_matrix(function: str, name: str, value: Any) -> jax.Array:
-    """Returns an array of any number of dimensions but 0 as [rows, cols], cols being its last."""
+    """Returns an array with at least one dimension as [rows, cols]; cols is its last dimension."""
     found = has_dtype(function, name, value, FLOATS)
     if found.ndim == 0:
         raise ValueError(f"{function}: {name} must have at least 1 dimension, got shape []")
@@ -73,7 +73,7 @@ def as_matrix(function: str, name: str, value: Any) -> jax.Array:
 
 
 def as_rows(function: str, name: str, value: Any) -> jax.Array:
-    """Returns an array of any number of dimensions but 0 as [..., cols], of two or more."""
+    """Returns an array with at least one dimension; one of [cols] becomes [1, cols]."""
     found = has_dtype(function, name, value, FLOATS)
     if found.ndim == 0:
         raise ValueError(f"{function}: {name} must have at least 1 dimension, got shape []")

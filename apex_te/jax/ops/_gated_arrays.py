@@ -21,10 +21,16 @@ _S = jax.ShapeDtypeStruct
 class GatedArrays(NamedTuple):
     """Checked arrays that a C function of gated activations reads, with their dimensions in a rule.
 
-    In ``dims`` and ``bias_dims``, "r" stands for rows, "f" for F, "c" for 2F and "g f" for [2, F].
-    ``bias_dims`` are those of a bias, or its gradient, for gate and up; the caller's is [2F] if
-    ``is_flat``, else [2, F]. ``options`` are "split" and "ranks" of the rule. ``shape`` is the
-    output's.
+    Attributes:
+        function: name of the C function.
+        code: number of the activation.
+        arrays: the arrays by the function's parameters.
+        dims: their dimensions in a rule: "r" rows, "f" F, "c" 2F, "g f" [2, F].
+        options: "split" and "ranks" of the rule.
+        shape: shape of the output.
+        dtype: dtype of the tensors.
+        bias_dims: dimensions of a bias, or its gradient, for gate and up.
+        is_flat: True if a bias for gate and up that the caller gives is [2F] and not [2, F].
     """
 
     function: str
@@ -38,7 +44,7 @@ class GatedArrays(NamedTuple):
     is_flat: bool
 
     def bias_gradient(self, dbias: jax.Array | None) -> jax.Array | None:
-        """Returns the gradient of the biases of gate and up in the caller's shape."""
+        """Returns the gradient of the biases in the caller's shape; None gives None."""
         return dbias if dbias is None or not self.is_flat else dbias.reshape(-1)
 
 

@@ -12,7 +12,7 @@ from .._partition import Kind, gradient_like
 
 
 def flag(primal: Any) -> tuple[()] | None:
-    """Returns a residual that says whether a primal's gradient is wanted, and costs nothing."""
+    """Returns () if the gradient of a primal is wanted, else None; a residual without memory."""
     return () if primal is not None and primal.perturbed else None
 
 
@@ -22,14 +22,14 @@ def is_wanted(flag: tuple[()] | None) -> bool:
 
 
 def materialised(cotangent: Any) -> jax.Array:
-    """Returns a cotangent as an array, which it is not where it is known to be zero."""
+    """Returns a cotangent as an array; a symbolic zero becomes an array of zeros."""
     if isinstance(cotangent, SymbolicZero):
         return jnp.zeros(cotangent.shape, cotangent.dtype)
     return cotangent
 
 
 def gradient_of(primal: Any, gradient: Any) -> Any:
-    """Returns a gradient of the shape of its primal, an array or ``Kind``, on the mesh as it."""
+    """Returns a gradient with the shape and sharding of its primal, an array or ``Kind``."""
     if gradient is None:
         return None
     shape = primal.aval.shape if isinstance(primal, Kind) else primal.shape

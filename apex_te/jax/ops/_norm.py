@@ -21,10 +21,14 @@ _S = jax.ShapeDtypeStruct
 
 
 class NormOutput(NamedTuple):
-    """Results of a norm's forward: ``y`` [rows, cols] in x's dtype, and float32 [rows] statistics.
+    """Results of a norm's forward over the rows of x [rows, cols].
 
-    ``mean`` is None for ``rms_norm``; ``rstd`` is 1 / sqrt(variance + eps). ``residual_sum`` [rows,
-    cols] is x + residual, which was normalised; None without a residual.
+    Attributes:
+        y: [rows, cols] in x's dtype, the normalised rows.
+        mean: [rows] float32; None for ``rms_norm``.
+        rstd: [rows] float32, 1 / sqrt(variance + eps).
+        residual_sum: [rows, cols], the sum x + residual that was normalised; None without a
+            residual.
     """
 
     y: jax.Array

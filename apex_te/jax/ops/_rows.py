@@ -29,9 +29,15 @@ def rowwise(
     reduced: Callable[..., tuple[Any, ...]] | None = None,
     one_matrix: bool = False,
 ) -> Callable[..., Any]:
-    """Returns ``body`` as a function that ``jax.vmap`` can map, and that devices compute by parts.
+    """Returns ``body`` as a function that ``jax.vmap`` can map and that can be sharded.
 
-    ``reduced`` is as in ``shared``; a function with one is of one matrix and cannot be mapped.
+    Args:
+        function, rule, split, ranks: as in ``apex_te.jax._rule.parse``.
+        body: function of one device's arrays.
+        reduced: function that replaces ``body`` if devices must combine results in between. Its
+            first argument is a function of a result's name and an array that combines the array.
+            ``jax.vmap`` is then refused.
+        one_matrix: refuse ``jax.vmap``.
     """
     parsed = parse(function, rule, split, ranks or {})
     operands, results = parsed.operands, parsed.results

@@ -34,10 +34,11 @@ _S = jax.ShapeDtypeStruct
 def activation(x: jax.Array, kind: str) -> jax.Array:
     """Applies an activation function to every element, differentiably, in float32 arithmetic.
 
-    The rest is as in ``apex_te.ops.activation.activation``.
+    Other arguments and errors are as in ``apex_te.ops.activation.activation``.
 
     Args:
-        x: any shape but [], float32, float16 or bfloat16.
+        x: one dimension or more, float32, float16 or bfloat16.
+        kind: one of ``KINDS``.
     """
     activation_number("activation_fwd", kind)
     return _differentiable(kind)(x)
@@ -59,7 +60,7 @@ def _differentiable(kind: str) -> Callable[[Any], Any]:
 
 @checked
 def activation_fwd(x: jax.Array, kind: str) -> jax.Array:
-    """Computes ``activation``, whose arguments it takes, without a gradient."""
+    """Computes ``activation`` with the same arguments, but is not differentiable."""
     number = activation_number("activation_fwd", kind)
     rows = _checks.as_rows("activation_fwd", "x", x)
 
@@ -108,11 +109,13 @@ def activation_fwd_fp8(
 ) -> FP8Output:
     """Quantizes an activation's float32 result f(x): q = saturating_cast(f(x) * scale).
 
-    The rest is as in ``apex_te.ops.activation.activation_fwd_fp8``.
+    Other arguments and errors are as in ``apex_te.ops.activation.activation_fwd_fp8``.
 
     Args:
-        x, kind: as in ``activation``; [rows, cols] is x with all dimensions but the last as rows.
-        amax: one float32 element; the result's ``amax`` is the maximum of it and max |f(x)|.
+        x, kind: as in ``activation``. x is read as a matrix [rows, cols], with its last dimension
+            as columns.
+        amax: one float32 element or None; the result's ``amax`` is the maximum of it and
+            max |f(x)|.
     """
     name = "activation_fwd_fp8"
     options = {"kind": activation_number(name, kind)}

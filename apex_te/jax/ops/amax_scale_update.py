@@ -35,11 +35,13 @@ def amax_scale_update(
 
     ``jax.vmap`` updates all elements of the batch in the same call.
 
-    The rest is as in ``apex_te.ops.amax_scale_update.amax_scale_update``.
+    Other arguments and errors are as in ``apex_te.ops.amax_scale_update.amax_scale_update``.
 
     Args:
-        histories: [length, slots] float32 each; row 0 is staging, the last row the newest amax.
-        algo: "max" or "most_recent": the amax of all history, or the staged one.
+        histories: [length, slots] float32 each. Row 0 has the amax values recorded since the last
+            update, the last row the newest values of the history.
+        algo: amax that gives the scale: "max" for the maximum of recorded amax and history,
+            "most_recent" for the recorded amax.
 
     Returns:
         New histories, scales and scale_invs.

@@ -39,20 +39,22 @@ def bias_dropout_add(
 ) -> jax.Array:
     """Computes residual + dropout(x + bias, p) in float32, rounded once.
 
-    Differentiable. An element is dropped (multiplied by 0, so NaN and infinity show as NaN) with
-    probability q, which is p rounded to a multiple of 1/65536, from 1/65536 to 65535/65536. The
-    others are multiplied by 1 / (1 - q), so that the expectation is exact. The gradients of x and
-    bias pass through the mask of the forward pass, bias's as a deterministic sum over rows;
-    residual's gradient is that of the output. The mask is a function of the seed and of the place
-    of an element; ``jax.vmap`` gives each element of the batch the mask that it has alone.
+    Differentiable. An element is dropped with probability q: p rounded to a multiple of 1/65536,
+    from 1/65536 to 65535/65536. Dropped elements are multiplied by 0, so that NaN and infinity
+    give NaN. The others are multiplied by 1 / (1 - q), so that the expectation is exact. In
+    backward the same mask applies to the gradients of x and bias, and the sum over rows for bias
+    is deterministic. The mask depends on the seed and the index of an element; under ``jax.vmap``
+    each element of the batch has the mask that it would have alone.
 
-    The rest is as in ``apex_te.ops.bias_dropout_add.bias_dropout_add``.
+    Other arguments and errors are as in ``apex_te.ops.bias_dropout_add.bias_dropout_add``.
 
     Args:
         x: [..., cols] float32, float16 or bfloat16.
-        residual: x's shape, of x's dtype or float32.
-        seed: a key such as ``jax.random.key(0)``, its data uint32 [2], or one int64. Needed where
-            0 < p < 1, otherwise not read.
+        bias: [cols] in x's dtype or float32; None adds nothing.
+        residual: array of x's shape, in x's dtype or float32.
+        training: False means p = 0.
+        seed: a key such as ``jax.random.key(0)``, its data (uint32 [2]), or one int64 element.
+            Required if 0 < p < 1, otherwise not read.
 
     Returns:
         An array of x's shape and residual's dtype.
@@ -129,12 +131,18 @@ def bias_dropout_add_bwd(
     x_dtype: Any,
     bias_dtype: Any = None,
 ) -> tuple[jax.Array | None, jax.Array | None]:
-    """Computes ``bias_dropout_add``'s gradients with respect to x and bias; residual's is ``dout``.
+    """Computes the gradients of ``bias_dropout_add`` with respect to x and bias.
 
-    The rest is as in ``apex_te.ops.bias_dropout_add.bias_dropout_add_bwd``.
+    The gradient with respect to residual is ``dout``.
+
+    Other arguments and errors are as in ``apex_te.ops.bias_dropout_add.bias_dropout_add_bwd``.
 
     Args:
-        dout: [..., cols], the gradient of the output, in its dtype.
+        dout: [..., cols], gradient of the output, in the output's dtype.
+        x_dtype, bias_dtype: dtypes of the gradients; None for one that is not wanted.
+
+    Returns:
+        The gradients of x and bias, each None if it is not wanted.
     """
     name = "bias_dropout_add_bwd"
     rows = _checks.as_matrix(name, "dout", dout)

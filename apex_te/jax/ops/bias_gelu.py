@@ -34,7 +34,7 @@ _S = jax.ShapeDtypeStruct
 class BiasGeluGrads(NamedTuple):
     """Gradients of ``bias_gelu``.
 
-    Its fields are those of ``apex_te.ops.bias_gelu.BiasGeluGrads``.
+    The fields are those of ``apex_te.ops.bias_gelu.BiasGeluGrads``.
     """
 
     input: jax.Array
@@ -42,9 +42,9 @@ class BiasGeluGrads(NamedTuple):
 
 
 class BiasGeluFP8Grads(NamedTuple):
-    """Gradients of ``bias_gelu``, with x's in FP8.
+    """Gradients of ``bias_gelu``, that of x in FP8.
 
-    Its fields are those of ``apex_te.ops.bias_gelu.BiasGeluFP8Grads``.
+    The fields are those of ``apex_te.ops.bias_gelu.BiasGeluFP8Grads``.
     """
 
     output: FP8Output
@@ -55,16 +55,16 @@ class BiasGeluFP8Grads(NamedTuple):
 def bias_gelu(x: jax.Array, bias: jax.Array | None = None, *, form: str = "tanh") -> jax.Array:
     """Computes gelu(x + bias), differentiably; the sum is not rounded to x's dtype.
 
-    Arithmetic is in float32. A sum of NaN gives NaN, in the value and in the gradient. A sum of
-    -Inf gives the value NaN, and an infinite sum the gradient NaN.
+    Arithmetic is in float32. If the sum is NaN, value and gradient are NaN. If it is -Inf, the
+    value is NaN; if it is infinite, the gradient is NaN.
 
-    The rest is as in ``apex_te.ops.bias_gelu.bias_gelu``.
+    Other arguments and errors are as in ``apex_te.ops.bias_gelu.bias_gelu``.
 
     Args:
         x: [..., cols] float32, float16 or bfloat16.
 
     Returns:
-        An array of x's shape and dtype. Backward keeps x and bias.
+        An array of x's shape and dtype; x and bias are kept for backward.
     """
     op_options.is_tanh("bias_gelu_fwd", form)
     return _differentiable(form)(x, bias)
@@ -92,7 +92,7 @@ def _differentiable(form: str) -> Callable[[Any, Any], Any]:
 
 @checked
 def bias_gelu_fwd(x: jax.Array, bias: jax.Array | None = None, *, form: str = "tanh") -> jax.Array:
-    """Computes ``bias_gelu``, whose arguments it takes, without a gradient."""
+    """Computes ``bias_gelu`` with the same arguments, but is not differentiable."""
     name = "bias_gelu_fwd"
     is_tanh = op_options.is_tanh(name, form)
     inputs = _inputs(name, x, bias, as_rows=_checks.as_rows)
@@ -158,12 +158,12 @@ def bias_gelu_fwd_fp8(
 ) -> FP8Output:
     """Quantizes the float32 result of gelu: q = saturating_cast(gelu(x + bias) * scale).
 
-    The rest is as in ``apex_te.ops.bias_gelu.bias_gelu_fwd_fp8``.
+    Other arguments and errors are as in ``apex_te.ops.bias_gelu.bias_gelu_fwd_fp8``.
 
     Args:
-        x: [..., cols] float32, float16 or bfloat16. rows is the product of its sizes but the last.
-        amax: one float32 element; the result's ``amax`` is the maximum of it and max |gelu(x +
-            bias)|.
+        x: [..., cols] float32, float16 or bfloat16, read as a matrix [rows, cols].
+        amax: one float32 element or None; the result's ``amax`` is the maximum of it and
+            max |gelu(x + bias)|.
     """
     name = "bias_gelu_fwd_fp8"
     options = {"is_tanh": op_options.is_tanh(name, form)}
@@ -192,8 +192,8 @@ def bias_gelu_bwd_fp8(
     Args:
         grad_output, with_dbias: as in ``bias_gelu_bwd``.
         x, bias, scale, fp8_dtype, form, rowwise, columnwise: as in ``bias_gelu_fwd_fp8``.
-        amax: one float32 element; the result's ``amax`` is the maximum of it and the magnitudes of
-            x's gradient.
+        amax: one float32 element or None; the result's ``amax`` is the maximum of it and the
+            magnitudes of x's gradient.
     """
     name = "bias_gelu_bwd_fp8"
     options = {"is_tanh": op_options.is_tanh(name, form)}

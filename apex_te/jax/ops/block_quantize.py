@@ -32,12 +32,12 @@ _MULTIPLE = 4
 
 
 class BlockQuantized(NamedTuple):
-    """FP8 data of a matrix [rows, cols] with its scales; None for what was not asked for.
+    """FP8 data of a matrix [rows, cols] with its scale_inv; a copy not asked for is None.
 
-    The rest is as in ``apex_te.ops.block_quantize.BlockQuantized``.
+    Other fields are as in ``apex_te.ops.block_quantize.BlockQuantized``.
 
     Attributes:
-        columnwise: FP8 [cols, rows].
+        columnwise: the transpose, FP8 [cols, rows].
     """
 
     rowwise: jax.Array | None
@@ -73,17 +73,18 @@ def block_quantize(
 ) -> BlockQuantized:
     """Quantizes q = saturating_cast(float(x) * scale), scale = fp8_max / amax of each block.
 
-    With 1x128 blocks the blocks of the columnwise copy are 128 elements of a column of x, with
-    scales of their own; with 128x128 blocks it is the transposed rowwise copy.
+    With 1x128 blocks the rowwise copy has a scale for 128 elements of a row of x, the columnwise
+    copy another for 128 elements of a column. With 128x128 blocks the columnwise copy is the
+    transposed rowwise copy.
 
-    The rest is as in ``apex_te.ops.block_quantize.block_quantize``.
+    Other arguments and errors are as in ``apex_te.ops.block_quantize.block_quantize``.
 
     Args:
         x: [rows, cols] float32, float16 or bfloat16.
         flatten_axis: as in ``cast_transpose``.
-        padded: make scale_inv of shape ``scale_shape`` of the flattened matrix. If False, it lacks
-            the rows or columns that ``scale_shape`` adds, keeps x's dimensions and devices' parts,
-            and ``block_scaled_gemm`` takes it, too.
+        padded: return scale_inv in the shape ``scale_shape`` of the flattened matrix. If False, it
+            has no padding, keeps x's dimensions and stays sharded over devices.
+            ``block_scaled_gemm`` accepts both forms.
     """
     name = "block_quantize"
     dtype = _checks.fp8_dtype_of(name, fp8_dtype)
@@ -123,13 +124,22 @@ def block_quantize(
 
 @checked
 def scale_dims(rows: str, cols: str, block_rows: int) -> str:
-    """Returns the dimensions of scales in a rule, for FP8 data with dimensions "rows cols"."""
+    """Returns the dimensions of unpadded scale_inv in a rule, for FP8 data "rows cols"."""
     return f"{cols}/{_BLOCK} {rows}" if block_rows == 1 else f"{rows}/{_BLOCK} {cols}/{_BLOCK}"
 
 
 @checked
 def unpadded(scale_inv: jax.Array, shape: Sequence[int], block_rows: int) -> jax.Array:
-    """Removes the padding that ``scale_shape`` adds to scales, for FP8 data of ``shape``."""
+    """Removes the padding that ``scale_shape`` adds from ``scale_inv``.
+
+    Args:
+        scale_inv: array of shape ``scale_shape(*shape, block_rows)``.
+        shape: (rows, cols) of the FP8 data.
+        block_rows: 1 (blocks of 1x128) or 128 (128x128).
+
+    Returns:
+        [ceil(cols / 128), rows] for 1x128, [ceil(rows / 128), ceil(cols / 128)] for 128x128.
+    """
     rows, cols = shape
     return scale_inv[:, : rows if block_rows == 1 else -(-cols // _BLOCK)]
 
@@ -138,12 +148,11 @@ def unpadded(scale_inv: jax.Array, shape: Sequence[int], block_rows: int) -> jax
 def scales_of_matrix(
     made: Mapping[str, jax.Array], rows: int, cols: int, block_rows: int
 ) -> dict[str, jax.Array]:
-    """Returns the copies of an array with scale_inv of the flattened matrix's ``scale_shape``.
+    """Returns ``made`` with each scale_inv in the shape ``scale_shape`` of the flattened matrix.
 
     Args:
-        made: fields of ``BlockQuantized`` that were asked for, their scale_inv without padding.
-        rows: rows of the flattened matrix.
-        cols: its columns.
+        made: fields of ``BlockQuantized`` that were asked for; each scale_inv has no padding.
+        rows, cols: shape of the flattened matrix.
         block_rows: 1 (blocks of 1x128) or 128 (128x128).
     """
     found = dict(made)
@@ -160,7 +169,7 @@ def scales_of_matrix(
 
 @checked
 def with_padding(scale_inv: jax.Array) -> jax.Array:
-    """Returns scales in the shape of ``scale_shape``, with ones added as the C function does."""
+    """Returns unpadded scale_inv padded with ones to ``scale_shape``, as the C function does."""
     missing = -scale_inv.shape[1] % _MULTIPLE
     if not missing:
         return scale_inv
@@ -171,13 +180,16 @@ def with_padding(scale_inv: jax.Array) -> jax.Array:
 def block_dequantize(
     fp8_data: jax.Array, scale_inv: jax.Array, out_dtype: Any, *, block_rows: int = 1
 ) -> jax.Array:
-    """Returns the values of FP8 data [rows, cols] in float32, float16 or bfloat16.
+    """Computes the values of FP8 data, each times its block's scale_inv, rounded to nearest even.
 
     Args:
-        fp8_data: a copy that ``block_quantize`` has made, with ``scale_inv``.
-        scale_inv: its scales.
-        out_dtype: dtype of the result.
+        fp8_data: FP8 [rows, cols], a rowwise or columnwise copy from ``block_quantize``.
+        scale_inv: float32 of shape ``scale_shape(rows, cols, block_rows)``, of that copy.
+        out_dtype: dtype of the result: float32, float16 or bfloat16.
         block_rows: as in ``block_quantize``.
+
+    Returns:
+        [rows, cols]. A columnwise copy gives the transpose of the quantized matrix.
     """
     name = "block_dequantize"
     fp8_data = _checks.matrix(name, "fp8_data", fp8_data, _checks.FP8)

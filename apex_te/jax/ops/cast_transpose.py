@@ -21,13 +21,13 @@ _S = jax.ShapeDtypeStruct
 
 
 class CastTransposeOutput(NamedTuple):
-    """FP8 data of a matrix [rows, cols]; None for what was not asked for.
+    """FP8 data of a matrix [rows, cols]; a field that was not asked for is None.
 
-    The rest is as in ``apex_te.ops.cast_transpose.CastTransposeOutput``.
+    Other fields are as in ``apex_te.ops.cast_transpose.CastTransposeOutput``.
 
     Attributes:
-        columnwise: FP8 [cols, rows].
-        amax: one float32 element, the given amax or the matrix's own, whichever is larger.
+        columnwise: the transpose, FP8 [cols, rows].
+        amax: one float32 element, the maximum of the given amax and max |x|; None unless given.
     """
 
     rowwise: jax.Array | None
@@ -51,14 +51,15 @@ def cast_transpose(
 ) -> CastTransposeOutput:
     """Quantizes q = saturating_cast(float(x) * scale), rounded to nearest even; NaN stays NaN.
 
-    The rest is as in ``apex_te.ops.cast_transpose.cast_transpose``.
+    Other arguments and errors are as in ``apex_te.ops.cast_transpose.cast_transpose``.
 
     Args:
         x: [rows, cols] float32, float16 or bfloat16.
-        amax: one float32 element; the result's ``amax`` is the maximum of it and max |x|; NaN
-            counts as largest.
-        flatten_axis: number of x's first dimension of columns, for an x of more than two
-            dimensions, which the results have, too, the columnwise copy those of columns first.
+        amax: one float32 element or None; the result's ``amax`` is the maximum of it and max |x|,
+            where NaN counts as largest.
+        flatten_axis: index of the first dimension that counts as columns, for an x with more than
+            two dimensions; None requires two. The copies keep x's dimensions; in the columnwise
+            copy those of the columns come first.
     """
     dtype = _checks.fp8_dtype_of(_NAME, fp8_dtype, fnuz=True)
     x, ranks = sides(_NAME, x, flatten_axis)

@@ -39,11 +39,11 @@ _S = jax.ShapeDtypeStruct
 
 
 class CrossEntropyOutput(NamedTuple):
-    """Results of ``cross_entropy_fwd``; None for what was not asked for.
+    """Results of ``cross_entropy_fwd``; a field that was not asked for is None.
 
     Attributes:
-        loss: [rows] float32, the losses.
-        grad: [rows, V] in the dtype of the logits, their gradient.
+        loss: [rows] float32.
+        grad: [rows, V] in the dtype of the logits, the gradient of the logits.
         stats: [rows, 2] float32, for ``cross_entropy_bwd``: the largest logit of each row and the
             sum of exp(logit - largest).
     """
@@ -64,14 +64,14 @@ def cross_entropy(
 ) -> jax.Array:
     """Computes the cross entropy of softmax(logits) and targets, differentiably.
 
-    Backward multiplies by the incoming gradient in float32 before it rounds to the dtype of the
-    logits. ``jax.vmap`` needs reduction "none".
+    Backward multiplies by the incoming gradient in float32 and then rounds to the dtype of the
+    logits. Under ``jax.vmap`` the reduction must be "none".
 
-    The rest is as in ``apex_te.ops.cross_entropy.cross_entropy``.
+    Other arguments and errors are as in ``apex_te.ops.cross_entropy.cross_entropy``.
 
     Args:
-        target: [...] int64 or int32; an index outside [0, V) that is not ``ignore_index`` raises on
-            the CPU, when the program runs, and gives NaN on the GPU.
+        target: [...] int64 or int32. An index outside [0, V) other than ``ignore_index`` raises an
+            error on the CPU, when the program runs, and gives NaN on the GPU.
     """
     name = "cross_entropy"
     if reduction not in REDUCTIONS:
@@ -163,13 +163,13 @@ def cross_entropy_fwd(
 ) -> CrossEntropyOutput:
     """Computes the loss of each row, and the gradient of the logits if it is asked for.
 
-    The rest is as in ``apex_te.ops.cross_entropy.cross_entropy_fwd``.
+    Other arguments and errors are as in ``apex_te.ops.cross_entropy.cross_entropy_fwd``.
 
     Args:
         logits: [rows, V] float32, float16 or bfloat16.
         target: [rows] int64 or int32.
-        with_grad: make the gradient of the logits.
-        with_stats: make what ``cross_entropy_bwd`` needs.
+        with_grad: also compute the gradient of the logits.
+        with_stats: also compute the statistics that ``cross_entropy_bwd`` needs.
     """
     name = "cross_entropy_fwd"
     logits, target = _checked_rows(name, logits, target, label_smoothing)
@@ -216,11 +216,11 @@ def cross_entropy_bwd(
 ) -> jax.Array:
     """Computes ``grad_output`` times the gradient of the losses, each element rounded once.
 
-    The rest is as in ``apex_te.ops.cross_entropy.cross_entropy_bwd``.
+    Other arguments and errors are as in ``apex_te.ops.cross_entropy.cross_entropy_bwd``.
 
     Args:
-        grad: gradient that ``cross_entropy_fwd`` made for the same arguments; it is the result
-            where ``grad_output``, one element, is 1.
+        grad: gradient that ``cross_entropy_fwd`` made for the same arguments, or None. If it is
+            given, ``grad_output`` must have one element, and if that is 1, the result is ``grad``.
     """
     name = "cross_entropy_bwd"
     logits, target = _checked_rows(name, logits, target, label_smoothing)

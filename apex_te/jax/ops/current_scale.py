@@ -29,12 +29,12 @@ _ONE = _S((1,), jnp.float32)
 
 
 class CurrentScaleOutput(NamedTuple):
-    """FP8 data of a matrix [rows, cols]; None for a copy that was not asked for.
+    """FP8 data of a matrix [rows, cols]; a copy that was not asked for is None.
 
-    The rest is as in ``apex_te.ops.current_scale.CurrentScaleOutput``.
+    Other fields are as in ``apex_te.ops.current_scale.CurrentScaleOutput``.
 
     Attributes:
-        columnwise: FP8 [cols, rows].
+        columnwise: the transpose, FP8 [cols, rows].
     """
 
     rowwise: jax.Array | None
@@ -58,7 +58,7 @@ def current_scale(
 ) -> CurrentScaleOutput:
     """Quantizes q = saturating_cast(float(x) * scale), scale = fp8_max / max |x|.
 
-    The rest is as in ``apex_te.ops.current_scale.current_scale``.
+    Other arguments and errors are as in ``apex_te.ops.current_scale.current_scale``.
 
     Args:
         x: [rows, cols] float32, float16 or bfloat16.
@@ -128,19 +128,19 @@ def _output(made: dict[str, jax.Array]) -> CurrentScaleOutput:
 
 @checked
 def amax_results() -> dict[str, Any]:
-    """Returns what a call that computes an amax writes for it."""
+    """Returns shapes and dtypes of the results of a call that computes an amax, by name."""
     return {"amax": _ONE, "workspace": _S((scratch_sizes.MAX_AMAXES,), jnp.float32)}
 
 
 @checked
 def local_amax(x: jax.Array) -> tuple[jax.Array]:
-    """Returns max |x| of one device's part of a matrix."""
+    """Returns max |x| of one device's shard of a matrix, as a tuple of one float32 element."""
     return (call("current_scale", "current_scale_amax", amax_results(), x=x)["amax"],)
 
 
 @checked
 def tensor_amax(x: jax.Array) -> jax.Array:
-    """Computes max |x| as one float32 element; NaN counts above infinity, an empty x gives 0.
+    """Computes max |x| as one float32 element; NaN counts as largest, and an empty x gives 0.
 
     Args:
         x: [rows, cols] float32, float16 or bfloat16.

@@ -31,11 +31,11 @@ def mx_gemm(
     bias: jax.Array | None = None,
     inner: int = 1,
 ) -> jax.Array:
-    """Computes out[M, N] = a @ b.T + bias of MXFP8 operands as ``mx_quantize`` makes them.
+    """Computes out[M, N] = a @ b.T + bias from MXFP8 operands that ``mx_quantize`` has made.
 
-    An operand's value below 2^-126, the smallest normal number, may be rounded when it is decoded.
+    Values of operands below 2^-126, the smallest normal number, may be rounded in decoding.
 
-    The rest is as in ``apex_te.ops.emulated_gemm.mx_gemm``.
+    Other arguments and errors are as in ``apex_te.ops.emulated_gemm.mx_gemm``.
 
     Args:
         a: [M, K] FP8.
@@ -64,7 +64,7 @@ def hif8_gemm(
 ) -> jax.Array:
     """Computes out[M, N] = (a @ b.T) * a_scale_inv * b_scale_inv + bias of HiF8 data.
 
-    The rest is as in ``apex_te.ops.emulated_gemm.hif8_gemm``.
+    Other arguments and errors are as in ``apex_te.ops.emulated_gemm.hif8_gemm``.
 
     Args:
         a: [M, K] uint8 HiF8 data.

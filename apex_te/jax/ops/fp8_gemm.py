@@ -110,14 +110,14 @@ def shared_product(
     rest: dict[str, jax.Array],
     inner: int,
 ) -> jax.Array:
-    """Multiplies, each device its part; parts of K are multiplied where they are and then added.
+    """Multiplies sharded operands: each device multiplies its shard; sums over a sharded K follow.
 
     Args:
         name: name of the function, for errors.
-        product: function of a, b, their scales and a dict of bias and c, all of matrices.
-        operands: a and b.
-        scales: dimensions in the rule, and arrays, of their scales.
-        rest: bias and c, where they are given.
+        product: function of a, b, their scales and a dict of bias and c, all as matrices.
+        operands: a and b by name.
+        scales: the scales by name, each with its dimensions in the rule.
+        rest: bias and c by name, if given.
         inner: number of dimensions that are contracted.
     """
     inputs = {**operands, **{n: x for n, (_, x) in scales.items()}, **rest}
@@ -161,18 +161,18 @@ def fp8_gemm(
 ) -> jax.Array:
     """Computes out[M, N] = (a[M, K] @ b[N, K].T) * a_scale_inv * b_scale_inv + bias + c.
 
-    The rest is as in ``apex_te.ops.fp8_gemm.fp8_gemm``.
+    Other arguments and errors are as in ``apex_te.ops.fp8_gemm.fp8_gemm``.
 
     Args:
-        a: [M, K] FP8. fprop: x; dgrad: dy; wgrad of a kernel [in, out]: x columnwise.
-        b: [N, K] FP8. fprop: the weight [out, in]; dgrad: the weight [in, out]; wgrad: dy
-            columnwise.
-        a_scale_inv: one float32 element.
-        b_scale_inv: one float32 element.
+        a: [M, K] FP8. For fprop x, for dgrad dy, for wgrad of a kernel [in, out] the columnwise
+            copy of x.
+        b: [N, K] FP8. For fprop the weight [out, in], for dgrad the weight [in, out], for wgrad the
+            columnwise copy of dy.
+        a_scale_inv, b_scale_inv: one float32 element each.
         out_dtype: bfloat16, float16 or float32.
-        c: [M, N] of the output's dtype, which is added before the sum is rounded.
-        inner: number of dimensions that K stands for; M and N may stand for several, too, which
-            the result then has.
+        c: [M, N] in the output's dtype; it is added before the result is rounded.
+        inner: number of dimensions of K, the last ones of a and b. M and N may also stand for
+            several dimensions; the result keeps them.
     """
     a, b, rest, dtype = _prepare("fp8_gemm", a, b, out_dtype, bias, c, inner)
     scales = {
@@ -223,9 +223,9 @@ def block_scaled_gemm(
     c: jax.Array | None = None,
     inner: int = 1,
 ) -> jax.Array:
-    """Computes out[M, N] = a @ b.T + bias + c of operands that ``block_quantize`` has made.
+    """Computes out[M, N] = a @ b.T + bias + c from operands that ``block_quantize`` has made.
 
-    The rest is as in ``apex_te.ops.fp8_gemm.block_scaled_gemm``.
+    Other arguments and errors are as in ``apex_te.ops.fp8_gemm.block_scaled_gemm``.
 
     Args:
         a: [M, K] FP8.

@@ -23,13 +23,14 @@ _DIMS = {
 
 
 class FP8Output(NamedTuple):
-    """FP8 data of a matrix [rows, cols]; None for what was not asked for.
+    """FP8 data of a matrix [rows, cols]; a field that was not asked for is None.
 
     Attributes:
         rowwise: FP8 [rows, cols].
-        columnwise: FP8 [cols, rows].
+        columnwise: the transpose, FP8 [cols, rows].
         scale_inv: one float32 element, 1 / scale.
-        amax: one float32 element, the given amax or the matrix's own, whichever is larger.
+        amax: one float32 element, the maximum of the given amax and the matrix's own; None unless
+            an amax was given.
     """
 
     rowwise: jax.Array | None
@@ -42,15 +43,21 @@ class FP8Output(NamedTuple):
 def sides(
     function: str, x: jax.Array, flatten_axis: int | None
 ) -> tuple[jax.Array, dict[str, int]]:
-    """Returns an array that is cast as a matrix, and how many of its dimensions are rows, columns.
+    """Checks an array that is cast as a matrix, and counts its dimensions of rows and columns.
 
     Args:
         function: name of the C function, for errors.
-        x: the array.
-        flatten_axis: number of the first dimension of columns; None for an x of two dimensions.
+        x: the array, float32, float16 or bfloat16.
+        flatten_axis: index of the first dimension that counts as columns; None requires an x with
+            two dimensions.
+
+    Returns:
+        The array, and the numbers of dimensions as {"r": rows, "c": columns}.
 
     Raises:
-        ValueError: ``flatten_axis`` leaves no rows or no columns.
+        TypeError: ``x`` has a dtype that is not listed.
+        ValueError: ``flatten_axis`` leaves no dimension for rows or for columns, or is None and
+            ``x`` does not have two dimensions.
     """
     if flatten_axis is None:
         return _checks.matrix_to_cast(function, x), {"r": 1, "c": 1}
@@ -73,17 +80,17 @@ def copies(
     columnwise: bool,
     amax: Any = None,
 ) -> dict[str, Any]:
-    """Returns the copies to ask for as results of a call, of a matrix of ``shape``.
+    """Returns shapes and dtypes of the wanted copies of a matrix, by name.
 
     Args:
         function: name of the C function, for errors.
-        shape: [rows, cols].
+        shape: (rows, cols) of the matrix.
         fp8_dtype: FP8 dtype of the copies.
-        rowwise, columnwise: the copies that are wanted.
-        amax: what the call folds the matrix's amax into, for which alone it may run; or None.
+        rowwise, columnwise: True for each copy that is wanted.
+        amax: the amax that the call updates, or None. If it is given, no copy need be wanted.
 
     Raises:
-        ValueError: neither copy and no amax is wanted.
+        ValueError: ``rowwise`` and ``columnwise`` are False and ``amax`` is None.
     """
     if not (rowwise or columnwise or amax is not None):
         raise ValueError(f"{function}: rowwise or columnwise must be True, got False for both")
@@ -109,10 +116,10 @@ def fused_cast(
     """Calls an activation's function with FP8 output.
 
     Args:
-        op: stem of the op.
+        op: name of the op's library.
         function: name of the C function.
-        inputs: "x", and what else the function reads of "dy" and "bias", by parameter.
-        options: its scalars, by parameter.
+        inputs: the arrays "x" and, if the function reads them, "dy" and "bias", by name.
+        options: the function's scalars, by name.
         scale, fp8_dtype, rowwise, columnwise, amax: as in ``activation_fwd_fp8``.
         with_dbias: also return the sums of the result's columns.
 

@@ -33,10 +33,10 @@ _S = jax.ShapeDtypeStruct
 def multiply_groups(a: jax.Array, b: jax.Array, groups: Groups) -> jax.Array:
     """Multiplies each row by the matrix of its group: ``out[r] = b[g] @ a[r]``, row r in group g.
 
-    The rest is as in ``apex_te.ops.grouped_gemm.multiply_groups``.
+    Other arguments and errors are as in ``apex_te.ops.grouped_gemm.multiply_groups``.
 
     Returns:
-        [rows, N] in the dtype of ``a``; rows that belong to no group are zeros.
+        [rows, N] in the dtype of ``a``; rows outside all groups are zeros.
     """
     _check_operands("multiply_groups", a, b, groups)
     return _multiplied(jnp.asarray(a), jnp.asarray(b), groups.ends)
@@ -72,12 +72,13 @@ def _dot(a: jax.Array, b: jax.Array) -> jax.Array:
 def contract_groups(a: jax.Array, b: jax.Array, groups: Groups, wide: bool = False) -> jax.Array:
     """Multiplies each group's slices of two matrices: ``out[g] = a[:, i:j] @ b[i:j]``.
 
-    Group g is at the places i to j of the inner dimension. This is wgrad of a grouped linear layer.
+    Group g has the indices i to j - 1 of the inner dimension. This is wgrad of a grouped linear
+    layer.
 
-    The rest is as in ``apex_te.ops.grouped_gemm.contract_groups``.
+    Other arguments and errors are as in ``apex_te.ops.grouped_gemm.contract_groups``.
 
     Args:
-        wide: return 16-bit operands' sums in float32, not rounded.
+        wide: return float32 sums of 16-bit operands, instead of rounding to their dtype.
 
     Returns:
         [groups, M, N] in the dtype of the operands, or in float32 with ``wide``; zeros for a group
@@ -135,7 +136,7 @@ def scaled_multiply_groups(
     groups: Groups,
     fast: bool,
 ) -> jax.Array:
-    """Computes ``multiply_groups`` of FP8 data, times the scale_inv of the row and of the group.
+    """Computes ``multiply_groups`` of FP8 data, times scale_inv of each row and of its group.
 
     Arguments, results and errors are those of ``apex_te.ops.grouped_gemm.scaled_multiply_groups``.
     """
@@ -169,12 +170,12 @@ def scaled_contract_groups(
     fast: bool,
     wide: bool = False,
 ) -> jax.Array:
-    """Computes ``contract_groups`` of columnwise FP8 data, times both scale_inv of the group.
+    """Computes ``contract_groups`` of columnwise FP8 data, times both operands' scale_inv.
 
-    The rest is as in ``apex_te.ops.grouped_gemm.scaled_contract_groups``.
+    Other arguments and errors are as in ``apex_te.ops.grouped_gemm.scaled_contract_groups``.
 
     Args:
-        wide: return the sums in float32, not rounded to bfloat16.
+        wide: return float32 instead of rounding to bfloat16.
     """
     name = "scaled_contract_groups"
     ends = _checks.array(name, "ends", ends)

@@ -48,7 +48,7 @@ _S = jax.ShapeDtypeStruct
 class Groups:
     """Places of groups in the rows of a matrix, as ``groups_of`` returns them.
 
-    Its fields are those of ``apex_te.ops.grouped_quantize.Groups``.
+    The fields are those of ``apex_te.ops.grouped_quantize.Groups``.
     """
 
     table: jax.Array
@@ -57,27 +57,28 @@ class Groups:
 
     @property
     def ends(self) -> jax.Array:
-        """The row after each group's last, int32 [num_groups]."""
+        """Index of the row after each group's last row, int32 [num_groups]."""
         return self.table[: self.num_groups]
 
     @property
     def column_ends(self) -> jax.Array:
-        """The column after each group's last in the columnwise copy, int32 [num_groups]."""
+        """Index after each group's last column in the columnwise copy, int32 [num_groups]."""
         return self.table[self.num_groups : 2 * self.num_groups]
 
     @property
     def columns(self) -> int:
-        """Number of columns of the columnwise copy, which suffices however the rows are grouped."""
+        """Number of columns of the columnwise copy, enough for any split of the rows."""
         return -(-self.rows // ALIGN) * ALIGN + self.num_groups * ALIGN
 
 
 class GroupedOutput(NamedTuple):
-    """FP8 data of groups with scales and amax values; None for what was not asked for.
+    """FP8 data of groups with scale_inv and amax values; a field not asked for is None.
 
-    The rest is as in ``apex_te.ops.grouped_quantize.GroupedOutput``.
+    Other fields are as in ``apex_te.ops.grouped_quantize.GroupedOutput``.
 
     Attributes:
-        amax: float32 [groups], the given amax values or the groups' own, whichever are larger.
+        amax: float32 [groups], the maximum of each group's given amax and its own; None unless
+            given.
     """
 
     rowwise: jax.Array | None
@@ -91,15 +92,15 @@ class GroupedOutput(NamedTuple):
 def groups_of(splits: jax.Array, rows: int) -> Groups:
     """Returns the places of groups in a matrix of ``rows`` rows.
 
-    Invalid splits (one is negative, or their sum exceeds ``rows``) raise nothing, as only
-    the device knows them. With them no group has rows, every scale_inv is NaN, and ``finish_rows``,
-    ``zero_unused`` and ``column_sums`` write NaN.
+    Splits are invalid if one is negative or their sum exceeds ``rows``. They raise no error, since
+    only the device knows them. Instead no group has rows, every scale_inv is NaN, and the results
+    of ``finish_rows``, ``zero_unused`` and ``column_sums`` are NaN.
 
-    The rest is as in ``apex_te.ops.grouped_quantize.groups_of``.
+    Other arguments and errors are as in ``apex_te.ops.grouped_quantize.groups_of``.
 
     Args:
-        splits: int32 or int64 [groups] with 1 to 1023 groups: the number of rows of each group, in
-            order.
+        splits: int32 or int64 [groups], the number of rows of each group in order; 1 to 1023
+            groups.
     """
     name = "grouped_offsets"
     splits = _checks.has_ndim(name, "splits", splits, 1, ["int32", "int64"])
@@ -153,13 +154,13 @@ def quantize_groups(
 
     Values are rounded to nearest even.
 
-    The rest is as in ``apex_te.ops.grouped_quantize.quantize_groups``.
+    Other arguments and errors are as in ``apex_te.ops.grouped_quantize.quantize_groups``.
 
     Args:
         x: [rows, cols] float32, float16 or bfloat16.
         scale: float32 [groups].
-        amax: float32 [groups]; the result's ``amax`` is the maximum of it and max |x| of the
-            groups; NaN counts as largest.
+        amax: float32 [groups] or None; the result's ``amax`` is the maximum of it and max |x| of
+            each group, where NaN counts as largest.
     """
     x = _checks.matrix_to_cast(_OP, x)
     rows, cols = x.shape
@@ -201,13 +202,13 @@ def quantize_matrices(
 ) -> GroupedOutput:
     """Quantizes one matrix for each group, all of one shape and dtype, in one launch.
 
-    The rest is as in ``apex_te.ops.grouped_quantize.quantize_matrices``.
+    Other arguments and errors are as in ``apex_te.ops.grouped_quantize.quantize_matrices``.
 
     Args:
         matrices: [groups, rows, cols] float32, float16 or bfloat16, such as the experts' weights,
             or a list of [rows, cols].
         rowwise: make [groups, rows, cols].
-        columnwise: make [groups, cols, rows].
+        columnwise: make the transposes, [groups, cols, rows].
         scale, fp8_dtype, amax, scale_inv: as in ``quantize_groups``.
     """
     name = "grouped_quantize_matrices"
@@ -262,17 +263,18 @@ def first_scales(
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Computes the first scales of delayed scaling, from amax values instead of an amax history.
 
-    Only groups that are due and have rows get a scale. An amax of 0, infinity or NaN leaves the
-    group's scale as it is.
+    A group gets a scale if its ``due`` is not 0 and it has rows. An amax of 0, infinity or NaN
+    leaves the group's scale as it is.
 
-    The rest is as in ``apex_te.ops.grouped_quantize.first_scales``.
+    Other arguments and errors are as in ``apex_te.ops.grouped_quantize.first_scales``.
 
     Args:
+        due: int32 [groups], not 0 for each group that has no scale yet.
         scale: float32 [groups].
         scale_inv: float32 [groups].
 
     Returns:
-        due with 0 for the groups that have got a scale, scale and scale_inv.
+        The new ``(due, scale, scale_inv)``; ``due`` is 0 for each group that got a scale.
     """
     name = "grouped_first_scales"
     count = groups.num_groups
@@ -285,9 +287,9 @@ def first_scales(
 
 @checked
 def finish_rows(out: jax.Array, groups: Groups, bias: jax.Array | None = None) -> jax.Array:
-    """Returns ``out`` with ``bias`` added to the groups' rows, and zeros in rows of no group.
+    """Returns ``out`` with ``bias`` added to the groups' rows; rows outside all groups are zeros.
 
-    The rest is as in ``apex_te.ops.grouped_quantize.finish_rows``.
+    Other arguments and errors are as in ``apex_te.ops.grouped_quantize.finish_rows``.
 
     Args:
         out: [rows, cols] float32, float16 or bfloat16.
@@ -311,7 +313,7 @@ def zero_unused(out: jax.Array, groups: Groups) -> jax.Array:
 
 @checked
 def decode(fp8_data: jax.Array) -> jax.Array:
-    """Returns the values, without scale_inv, of FP8 data of any shape in bfloat16; exact."""
+    """Returns the exact values of FP8 data of any shape as bfloat16, not times scale_inv."""
     name = "grouped_decode"
     fp8_data = _checks.has_dtype(name, "fp8_data", fp8_data, _checks.FP8)
     results = {"out": _S((fp8_data.size,), jnp.bfloat16)}
@@ -339,11 +341,11 @@ def scale_rows(out: jax.Array, factor: jax.Array) -> jax.Array:
 def column_sums(x: jax.Array, groups: Groups) -> jax.Array:
     """Sums the rows of each group of ``x`` [rows, cols] in float32, deterministically.
 
-    The rest is as in ``apex_te.ops.grouped_quantize.column_sums``.
+    Other arguments and errors are as in ``apex_te.ops.grouped_quantize.column_sums``.
 
     Args:
-        x: float32, float16 or bfloat16.
-        groups: places of the groups in the rows of ``x``.
+        x: [rows, cols] float32, float16 or bfloat16.
+        groups: the groups in the rows of ``x``.
 
     Returns:
         The sums [groups, cols] in the dtype of ``x``.

@@ -44,14 +44,14 @@ _DIMS = {
 
 
 class HiF8Output(NamedTuple):
-    """HiF8 data of a matrix [rows, cols]; None for a copy that was not asked for.
+    """HiF8 data of a matrix [rows, cols]; a copy that was not asked for is None.
 
-    The rest is as in ``apex_te.ops.hif8.HiF8Output``.
+    Other fields are as in ``apex_te.ops.hif8.HiF8Output``.
 
     Attributes:
-        columnwise: uint8 [cols, rows].
-        amax: one float32 element: of ``quantize`` the given amax or the matrix's own, whichever is
-            larger, None unless given; of ``quantize_current`` the amax that gave the scale.
+        columnwise: the transpose, uint8 [cols, rows].
+        amax: one float32 element. From ``quantize``, the maximum of the given amax and max |x|;
+            None unless given. From ``quantize_current``, the amax that gave the scale.
     """
 
     rowwise: jax.Array | None
@@ -65,7 +65,7 @@ class HiF8Output(NamedTuple):
 def encode(x: jax.Array, *, saturate: bool = True) -> jax.Array:
     """Returns the HiF8 data of x without a scale, rounded half away from zero.
 
-    The rest is as in ``apex_te.ops.hif8.encode``.
+    Other arguments and errors are as in ``apex_te.ops.hif8.encode``.
 
     Args:
         x: any shape, float32, float16 or bfloat16.
@@ -81,12 +81,12 @@ def encode(x: jax.Array, *, saturate: bool = True) -> jax.Array:
 def decode(
     fp8_data: jax.Array, dtype: Any = jnp.bfloat16, *, scale_inv: jax.Array | None = None
 ) -> jax.Array:
-    """Returns the values of HiF8 data, exactly, or times a scale_inv, rounded once.
+    """Returns the values of HiF8 data times scale_inv, rounded once; exact without scale_inv.
 
     Args:
         fp8_data: any shape, uint8.
         dtype: dtype of the result: float32, float16 or bfloat16.
-        scale_inv: one float32 element; None stands for 1.
+        scale_inv: one float32 element; None means 1.
     """
     name = "hif8_decode"
     fp8_data = _checks.has_dtype(name, "fp8_data", fp8_data, ["uint8"])
@@ -110,12 +110,12 @@ def quantize(
 ) -> HiF8Output:
     """Quantizes q = encode(float(x) * scale) with a given scale, in one pass.
 
-    The rest is as in ``apex_te.ops.hif8.quantize``.
+    Other arguments and errors are as in ``apex_te.ops.hif8.quantize``.
 
     Args:
         x: [rows, cols] float32, float16 or bfloat16.
-        amax: one float32 element; the result's ``amax`` is the maximum of it and max |x|; NaN
-            counts as largest.
+        amax: one float32 element or None; the result's ``amax`` is the maximum of it and max |x|,
+            where NaN counts as largest.
         flatten_axis: as in ``cast_transpose``.
     """
     name = "hif8_quantize"
@@ -155,11 +155,11 @@ def quantize_current(
 ) -> HiF8Output:
     """Quantizes q = encode(float(x) * scale), scale = target / max |x|.
 
-    The scale follows ``current_scale``'s rules: an amax below ``eps`` counts as ``eps``; 0,
-    infinity and NaN give scale 1; an infinite scale becomes float32's largest number; an infinite
-    amax makes scale_inv infinite, so that no saturated infinity is hidden.
+    The scale follows the rules of ``current_scale``. An amax below ``eps`` counts as ``eps``. An
+    amax of 0, infinity or NaN gives scale 1. An infinite scale becomes float32's largest number. An
+    infinite amax makes scale_inv infinite, so that saturation does not hide it.
 
-    The rest is as in ``apex_te.ops.hif8.quantize_current``.
+    Other arguments and errors are as in ``apex_te.ops.hif8.quantize_current``.
 
     Args:
         x: [rows, cols] float32, float16 or bfloat16.

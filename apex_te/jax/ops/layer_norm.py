@@ -26,12 +26,14 @@ def layer_norm(
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
     """Normalises (x - mean) / sqrt(variance + eps) * gamma + bias, differentiably.
 
-    The rest is as in ``apex_te.ops.layer_norm.layer_norm``.
+    Other arguments and errors are as in ``apex_te.ops.layer_norm.layer_norm``.
 
     Args:
         x: [..., cols] float32, float16 or bfloat16; the last dimension is normalised.
-        residual: array of x's shape and dtype; x + residual is normalised instead of x, and
-            returned, too.
+        residual: array of x's shape and dtype, added to x before the norm.
+
+    Returns:
+        y in x's shape and dtype; with a residual (y, x + residual).
     """
     norm = _norm.differentiable("layer_norm", float(eps), zero_centered_gamma, residual is not None)
     y, total = norm(x, weight, bias, residual)
@@ -48,7 +50,7 @@ def layer_norm_fwd(
     zero_centered_gamma: bool = False,
     residual: jax.Array | None = None,
 ) -> NormOutput:
-    """Computes ``layer_norm`` of a matrix [rows, cols], with what ``layer_norm_bwd`` needs."""
+    """Computes ``layer_norm`` of a matrix [rows, cols], and the statistics for backward."""
     made = _norm.norm_fwd("layer_norm", x, weight, bias, eps, zero_centered_gamma, residual)
     return NormOutput(made["y"], made["mean"], made["rstd"], made.get("residual_sum"))
 
@@ -95,9 +97,10 @@ def layer_norm_bwd(
 ) -> NormGradients:
     """Computes the gradients of ``layer_norm_fwd``, deterministically.
 
-    The rest is as in ``apex_te.ops.layer_norm.layer_norm_bwd``.
+    Other arguments and errors are as in ``apex_te.ops.layer_norm.layer_norm_bwd``.
 
     Args:
+        x: [rows, cols], the matrix that was normalised: x, or x + residual.
         weight, zero_centered_gamma: as in ``layer_norm``.
         mean, rstd: [rows] float32, from ``layer_norm_fwd``.
     """

@@ -47,11 +47,11 @@ _OP = "moe_permute"
 class RowMap(NamedTuple):
     """Map from tokens to rows of the permuted matrix, int32 arrays.
 
-    The rest is as in ``apex_te.ops.moe_permute.RowMap``.
+    Other fields are as in ``apex_te.ops.moe_permute.RowMap``.
 
     Attributes:
-        row_id_map: [tokens + 2, 1 + 2 * width], with one column more if experts are padded; opaque,
-            for ``permute``, ``unpermute`` and their backwards.
+        row_id_map: [tokens + 2, 1 + 2 * width], with one more column if experts are padded. Opaque;
+            an argument of ``permute``, ``unpermute`` and their backward functions.
     """
 
     row_id_map: jax.Array
@@ -87,14 +87,14 @@ def make_map(
     align_size: int | None = None,
     num_rows: int | None = None,
 ) -> RowMap:
-    """Makes the map of a permutation: copies in the order of experts, then of tokens.
+    """Makes the map of a permutation that sorts copies of tokens by expert, then by token.
 
-    The rest is as in ``apex_te.ops.moe_permute.make_map``.
+    Other arguments and errors are as in ``apex_te.ops.moe_permute.make_map``.
 
     Args:
-        num_experts: number of experts for "index", at most 1024; None stands for 1024. An index
-            that is no expert raises on the CPU, when the program runs. On a GPU it makes the
-            token's row NaN in ``unpermute``.
+        num_experts: number of experts for "index", at most 1024; None means 1024. An index that is
+            too large raises an error on the CPU, when the program runs. On a GPU the token's row in
+            the result of ``unpermute`` is NaN.
     """
     routing = _routing("moe_permute_map", routing_map, map_type, num_experts, align_size)
     rows = _ANY_ROWS if num_rows is None else num_rows
@@ -202,9 +202,9 @@ def permute_by(
     num_experts: int | None = None,
     align_size: int | None = None,
 ) -> tuple[jax.Array, jax.Array | None, RowMap]:
-    """Computes ``make_map`` and then ``permute`` in one call, whose kernels overlap.
+    """Computes ``make_map`` and then ``permute`` in one call with overlapping kernels.
 
-    Arguments are those of the two functions; copies after ``num_rows`` are dropped.
+    Copies that do not fit into ``num_rows`` rows are dropped.
 
     Arguments, results and errors are those of ``apex_te.ops.moe_permute.permute_by``.
     """
@@ -358,7 +358,7 @@ def _summed(inp: Any, row_id_map: Any, probs: Any, grad_permuted_probs: Any) -> 
 
 @checked
 def unpermute(inp: jax.Array, row_id_map: jax.Array, probs: jax.Array | None = None) -> jax.Array:
-    """Sums each token's copies, times their probs, in float32 and always in one order.
+    """Sums each token's copies, times their probs, in float32 and in a fixed order.
 
     Differentiable with respect to ``inp`` and ``probs``.
 
@@ -417,8 +417,8 @@ def unpermute_bwd(
 def make_chunk_map(split_sizes: jax.Array, sorted_index: jax.Array, num_rows: int) -> jax.Array:
     """Makes the map by which ``sort_chunks`` reorders chunks of rows.
 
-    There are at most 2048 chunks. Values of the arguments that do not fit raise on the CPU, when
-    the program runs. On a GPU ``sort_chunks`` then writes zeros to rows that get none.
+    There may be at most 2048 chunks. Invalid values in the arguments raise an error on the CPU,
+    when the program runs. On a GPU ``sort_chunks`` then writes zeros to rows that receive no row.
 
     Arguments, results and errors are those of ``apex_te.ops.moe_permute.make_chunk_map``.
     """

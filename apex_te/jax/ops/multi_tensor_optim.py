@@ -40,7 +40,7 @@ class AdamStep(NamedTuple):
     Attributes:
         params: the parameters.
         exp_avgs: averages of the gradients.
-        exp_avg_sqs: averages of their squares.
+        exp_avg_sqs: averages of the gradients' squares.
         masters: master weights; empty if none were given.
     """
 
@@ -85,7 +85,7 @@ def adam(
 ) -> AdamStep:
     """Steps AdamW (decoupled weight decay) or Adam (L2).
 
-    The rest is as in ``apex_te.ops.multi_tensor_optim.adam``.
+    Other arguments and errors are as in ``apex_te.ops.multi_tensor_optim.adam``.
 
     Args:
         params: float32, float16 or bfloat16.
@@ -121,7 +121,7 @@ def sgd(
 ) -> SgdStep:
     """Steps stochastic gradient descent.
 
-    The rest is as in ``apex_te.ops.multi_tensor_optim.sgd``.
+    Other arguments and errors are as in ``apex_te.ops.multi_tensor_optim.sgd``.
 
     Args:
         params, grads, lr, maximize, masters, inv_scale, found_inf: as in ``adam``.
@@ -166,10 +166,10 @@ def lamb(
 ) -> AdamStep:
     """Steps LAMB (arXiv 1904.00962): Adam's update with a rate for each tensor.
 
-    A tensor's rate is lr * |param| / |update| if neither norm is 0, and ``weight_decay`` is not 0
-    or ``nvlamb`` is set; otherwise it is lr.
+    A tensor's rate is lr * |param| / |update| if neither norm is 0 and either ``weight_decay`` is
+    not 0 or ``nvlamb`` is True. Otherwise it is lr.
 
-    The rest is as in ``apex_te.ops.multi_tensor_optim.lamb``.
+    Other arguments and errors are as in ``apex_te.ops.multi_tensor_optim.lamb``.
 
     Args:
         masters, inv_scale, found_inf: as in ``adam``.
@@ -193,7 +193,13 @@ def lamb(
 def l2norm(tensors: _Arrays) -> jax.Array:
     """Computes the L2 norm over all arrays, deterministically, as ``multi_tensor.l2norm`` does.
 
-    It is one float32 element, which devices of a mesh compute whole.
+    On a mesh every device computes the whole norm.
+
+    Args:
+        tensors: float32, float16 or bfloat16, any shapes.
+
+    Returns:
+        One float32 element.
     """
     name = "multi_tensor_l2norm"
     found = [

@@ -21,12 +21,12 @@ _S = jax.ShapeDtypeStruct
 
 
 class MXQuantized(NamedTuple):
-    """MXFP8 data and scales of a matrix [rows, cols]; None for a copy that was not asked for.
+    """MXFP8 data and scales of a matrix [rows, cols]; a copy that was not asked for is None.
 
-    The rest is as in ``apex_te.ops.mx_quantize.MXQuantized``.
+    Other fields are as in ``apex_te.ops.mx_quantize.MXQuantized``.
 
     Attributes:
-        columnwise: FP8 [cols, rows].
+        columnwise: the transpose, FP8 [cols, rows].
     """
 
     rowwise: jax.Array | None
@@ -47,17 +47,17 @@ def mx_quantize(
 ) -> MXQuantized:
     """Quantizes q = saturating_cast(float(x) / 2^e), with one e for each block of 32 elements.
 
-    A block is 32 elements of a row in the rowwise copy, of a column in the columnwise copy; both
-    copies are quantized from x. ``rounding`` chooses the stored scale 2^e from the block's amax:
-    "up" takes the smallest 2^e with amax / fp8_max <= 2^e (in float32), so that nothing saturates;
-    "floor" (OCP MX v1.0, section 6.3) takes e = floor(log2 amax) - 8 for E4M3, - 15 for E5M2, which
-    saturates an amax just below a power of two. A block with a NaN has the scale NaN (0xFF), one
-    with an infinity 2^127 (0xFE), one of zeros 2^-127 (0x00).
+    A block is 32 elements of a row of x for the rowwise copy, and 32 elements of a column for the
+    columnwise copy. ``rounding`` chooses the stored scale 2^e from the block's amax. "up" takes the
+    smallest 2^e with amax / fp8_max <= 2^e (in float32), so that nothing saturates. "floor" (OCP MX
+    v1.0, section 6.3) takes e = floor(log2 amax) - 8 for E4M3, - 15 for E5M2, so that an amax just
+    below a power of two saturates. The scale of a block is NaN (0xFF) if it contains a NaN, 2^127
+    (0xFE) if it contains an infinity, and 2^-127 (0x00) if all elements are zero.
 
-    The rest is as in ``apex_te.ops.mx_quantize.mx_quantize``.
+    Other arguments and errors are as in ``apex_te.ops.mx_quantize.mx_quantize``.
 
     Args:
-        x: [rows, cols] float32, float16 or bfloat16. Extents need not be multiples of 32: the last
+        x: [rows, cols] float32, float16 or bfloat16. Sizes need not be multiples of 32: the last
             block of a row or column may be shorter.
         flatten_axis: as in ``cast_transpose``.
     """
@@ -96,7 +96,7 @@ def _scale_shape(rows: int, cols: int) -> tuple[int, int]:
 def mx_dequantize(fp8_data: jax.Array, scale: jax.Array, *, dtype: Any = jnp.bfloat16) -> jax.Array:
     """Computes the values of MXFP8 data, rounded to nearest even; exact within dtype's range.
 
-    The rest is as in ``apex_te.ops.mx_quantize.mx_dequantize``.
+    Other arguments and errors are as in ``apex_te.ops.mx_quantize.mx_dequantize``.
 
     Args:
         dtype: dtype of the result: float32, float16 or bfloat16.
@@ -118,6 +118,6 @@ def mx_dequantize(fp8_data: jax.Array, scale: jax.Array, *, dtype: Any = jnp.bfl
 
 
 def decoded(fp8_data: jax.Array, scale: jax.Array, dtype: Any) -> jax.Array:
-    """Returns the values of one device's part of MXFP8 data."""
+    """Returns the values of one device's shard of MXFP8 data [rows, cols] in ``dtype``."""
     results = {"out": _S(fp8_data.shape, jnp.dtype(dtype))}
     return call("mx_quantize", "mx_dequantize", results, fp8_data=fp8_data, scale=scale)["out"]

@@ -30,7 +30,7 @@ _S = jax.ShapeDtypeStruct
 class QkvGradOutput(NamedTuple):
     """FP8 data of a projection's output gradient.
 
-    Its fields are those of ``apex_te.ops.qkv_cast.QkvGradOutput``.
+    The fields are those of ``apex_te.ops.qkv_cast.QkvGradOutput``.
     """
 
     output: FP8Output
@@ -48,17 +48,18 @@ def qkv_cast_weight(
     columnwise: bool = False,
     amax: jax.Array | None = None,
 ) -> FP8Output:
-    """Casts an interleaved weight as ``cast_transpose`` does, its rowwise copy sorted by kind.
+    """Casts an interleaved weight as ``cast_transpose`` does, and sorts the rowwise copy's rows.
 
-    Devices may share the columns of the weight.
+    The rows of the rowwise copy are all queries, then all keys, then all values. The columns of
+    the weight may be sharded over devices.
 
-    The rest is as in ``apex_te.ops.qkv_cast.qkv_cast_weight``.
+    Other arguments and errors are as in ``apex_te.ops.qkv_cast.qkv_cast_weight``.
 
     Args:
         weight: [groups * (repeats + 2) * size, cols] float32, float16 or bfloat16, group by group.
         scale: one float32 element.
-        amax: one float32 element; the result's ``amax`` is the maximum of it and max |weight|; NaN
-            counts as largest.
+        amax: one float32 element or None; the result's ``amax`` is the maximum of it and
+            max |weight|, where NaN counts as largest.
     """
     name = "qkv_cast_weight"
     dtype = jnp.dtype(_checks.fp8_dtype_of(name, fp8_dtype, fnuz=True))
@@ -108,18 +109,18 @@ def qkv_cast_grad(
     amax: jax.Array | None = None,
     with_dbias: bool = False,
 ) -> QkvGradOutput:
-    """Casts the gradient of a projection's output, which is read from the gradients of its heads.
+    """Joins the gradients of queries, keys and values and casts them as ``cast_transpose`` does.
 
-    The copies are those that ``cast_transpose`` makes of the joined matrix [tokens, features].
-    Devices may share the tokens.
+    The copies are those of the joined matrix [tokens, features], the gradient of a fused
+    projection's output. Tokens may be sharded over devices.
 
-    The rest is as in ``apex_te.ops.qkv_cast.qkv_cast_grad``.
+    Other arguments and errors are as in ``apex_te.ops.qkv_cast.qkv_cast_grad``.
 
     Args:
-        keys: [..., groups, size], like values.
+        keys, values: [..., groups, size].
         scale: one float32 element.
-        amax: one float32 element; the result's ``amax`` is the maximum of it and the gradient's
-            magnitudes; NaN counts as largest.
+        amax: one float32 element or None; the result's ``amax`` is the maximum of it and the
+            gradient's magnitudes, where NaN counts as largest.
     """
     name = "qkv_cast_grad"
     dtype = _checks.fp8_dtype_of(name, fp8_dtype, fnuz=True)

@@ -25,12 +25,15 @@ def rms_norm(
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
     """Normalises x / sqrt(mean(x^2) + eps) * gamma over the last dimension, differentiably.
 
-    The rest is as in ``apex_te.ops.rms_norm.rms_norm``.
+    Other arguments and errors are as in ``apex_te.ops.rms_norm.rms_norm``.
 
     Args:
         x: [..., cols] float32, float16 or bfloat16.
-        residual: array of x's shape and dtype; x + residual is normalised instead of x, and
-            returned, too.
+        weight: [cols] in x's dtype or float32; None means ones.
+        residual: array of x's shape and dtype, added to x before the norm.
+
+    Returns:
+        y in x's shape and dtype; with a residual (y, x + residual).
     """
     norm = _norm.differentiable("rms_norm", float(eps), zero_centered_gamma, residual is not None)
     y, total = norm(x, weight, None, residual)
@@ -46,7 +49,7 @@ def rms_norm_fwd(
     zero_centered_gamma: bool = False,
     residual: jax.Array | None = None,
 ) -> NormOutput:
-    """Computes ``rms_norm`` of a matrix [rows, cols], with what ``rms_norm_bwd`` needs."""
+    """Computes ``rms_norm`` of a matrix [rows, cols], and the rstd that ``rms_norm_bwd`` needs."""
     made = _norm.norm_fwd("rms_norm", x, weight, None, eps, zero_centered_gamma, residual)
     return NormOutput(made["y"], None, made["rstd"], made.get("residual_sum"))
 
@@ -67,11 +70,12 @@ def rms_norm_fwd_fp8(
 ) -> NormFP8Output:
     """Quantizes the float32 result y of ``rms_norm_fwd``: q = saturating_cast(y * scale).
 
-    The rest is as in ``apex_te.ops.rms_norm.rms_norm_fwd_fp8``.
+    Other arguments and errors are as in ``apex_te.ops.rms_norm.rms_norm_fwd_fp8``.
 
     Args:
         x, weight, eps, zero_centered_gamma, residual: as in ``rms_norm_fwd``.
-        amax: one float32 element; the result's ``amax`` is the maximum of it and max |y|.
+        amax: one float32 element or None; the result's ``amax`` is the maximum of it and max |y|.
+            If it is given, ``rowwise`` and ``columnwise`` may both be False.
     """
     fp8 = (scale, fp8_dtype, rowwise, columnwise, amax)
     made = _norm.norm_fwd("rms_norm", x, weight, None, eps, zero_centered_gamma, residual, fp8)
@@ -92,9 +96,10 @@ def rms_norm_bwd(
 ) -> NormGradients:
     """Computes the gradients of ``rms_norm_fwd``, deterministically.
 
-    The rest is as in ``apex_te.ops.rms_norm.rms_norm_bwd``.
+    Other arguments and errors are as in ``apex_te.ops.rms_norm.rms_norm_bwd``.
 
     Args:
+        x: [rows, cols], the matrix that was normalised: x, or x + residual.
         weight, zero_centered_gamma: as in ``rms_norm``.
     """
     return _norm.norm_bwd(

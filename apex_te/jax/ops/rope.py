@@ -42,13 +42,13 @@ def rope(
 
     The angle is ``freqs[position, pair]``, where position is the token's position in its sequence.
 
-    Pairs are elements (i, i + rotary_dim / 2) of a head, or (2i, 2i + 1) if ``interleaved``;
-    elements from rotary_dim on are copied. Arithmetic is float32, rounded once; angles of any size
-    are reduced exactly. The gradient of x is the rotation by -t; the angles get no gradient. With
-    ``starts`` or ``cu_seqlens`` a position outside the table gives NaN; a token in "thd" that is in
-    no sequence is rotated by 0.
+    Pairs are elements (i, i + rotary_dim / 2) of a head, or (2i, 2i + 1) if ``interleaved``.
+    Elements from rotary_dim on are copied. Arithmetic is float32, rounded once; angles of any size
+    are reduced exactly. Differentiable with respect to x only. With ``starts`` or ``cu_seqlens`` a
+    position outside the table gives NaN. In layout "thd" a token outside all sequences is rotated
+    by 0.
 
-    The rest is as in ``apex_te.ops.rope.rope``.
+    Other arguments and errors are as in ``apex_te.ops.rope.rope``.
 
     Args:
         x: float32, float16 or bfloat16 of shape [s, b, h, d] (sbhd), [b, s, h, d] (bshd) or

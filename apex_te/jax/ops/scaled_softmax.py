@@ -30,18 +30,18 @@ def scaled_softmax(
 ) -> jax.Array:
     """Computes softmax(scale * x) over the visible elements of the last dimension, 0 elsewhere.
 
-    Differentiable with respect to x. Elements that ``mask`` or ``causal`` hides are not visible and
-    have no influence, not even if they are NaN. Arithmetic is in float32. A row without visible
-    elements, or whose visible elements are all -Inf, gives zeros and a zero gradient. A visible NaN
-    or +Inf (with a negative scale -Inf) makes the row's visible elements NaN.
+    Differentiable with respect to x. Elements that ``mask`` or ``causal`` hides have no influence,
+    even if they are NaN. Arithmetic is in float32. The result and gradient of a row are zero if it
+    has no visible elements or all of them are -Inf. A visible NaN or +Inf (-Inf with a negative
+    scale) makes all visible elements of the row NaN.
 
-    The rest is as in ``apex_te.ops.scaled_softmax.scaled_softmax``.
+    Other arguments and errors are as in ``apex_te.ops.scaled_softmax.scaled_softmax``.
 
     Args:
         x: [B, H, Sq, Sk] or [N, Sq, Sk] float32, float16 or bfloat16.
 
     Returns:
-        An array of x's shape and dtype, which backward keeps, and nothing else.
+        An array of x's shape and dtype; no other array is kept for backward.
     """
     _causal_mode("scaled_softmax_fwd", causal)
     return _differentiable(float(scale), causal)(x, mask)
@@ -68,7 +68,7 @@ def _differentiable(scale: float, causal: str | None) -> Callable[..., Any]:
 def scaled_softmax_fwd(
     x: jax.Array, scale: float, mask: jax.Array | None = None, *, causal: str | None = None
 ) -> jax.Array:
-    """Computes ``scaled_softmax``, whose arguments it takes, without a gradient."""
+    """Computes ``scaled_softmax`` with the same arguments, but is not differentiable."""
     name = "scaled_softmax_fwd"
     mode = _causal_mode(name, causal)
     x = _scores(name, "x", x)
@@ -100,7 +100,7 @@ def scaled_softmax_bwd(
 ) -> jax.Array:
     """Computes the gradient with respect to x from the output y: scale * y * (dy - sum(dy * y)).
 
-    An element with y = 0 has gradient 0, whatever its dy is, so that no mask is needed.
+    No mask is needed: an element with y = 0 has gradient 0 for any dy.
 
     Arguments, results and errors are those of ``apex_te.ops.scaled_softmax.scaled_softmax_bwd``.
     """

@@ -33,7 +33,7 @@ _S = jax.ShapeDtypeStruct
 class SwigluGrads(NamedTuple):
     """Gradients of ``swiglu``.
 
-    Its fields are those of ``apex_te.ops.swiglu.SwigluGrads``.
+    The fields are those of ``apex_te.ops.swiglu.SwigluGrads``.
     """
 
     input: jax.Array
@@ -42,12 +42,12 @@ class SwigluGrads(NamedTuple):
 
 
 class SwigluFP8Grads(NamedTuple):
-    """Gradients of ``swiglu``, with the inputs' in FP8.
+    """Gradients of ``swiglu``, those of gate and up in FP8.
 
     Attributes:
-        output: FP8 data of the gradients of gate and up side by side, a matrix [M, 2F]; with axis
-            -2 copies [..., 2, F] and [2, F, ...].
-        dbias: as in ``SwigluGrads``, not in FP8.
+        output: FP8 data of the gradients of gate and up, concatenated to a matrix [M, 2F]. With
+            axis -2 the rowwise copy is [..., 2, F], the columnwise copy [2, F, ...].
+        dbias: as in ``SwigluGrads``, in the input's dtype.
     """
 
     output: FP8Output
@@ -66,14 +66,15 @@ def swiglu(
 ) -> jax.Array:
     """Computes the gated activation act(gate) * up in float32, differentiably.
 
-    The rest is as in ``apex_te.ops.swiglu.swiglu``.
+    Other arguments and errors are as in ``apex_te.ops.swiglu.swiglu``.
 
     Args:
-        input: gate and up, gate first. float32, float16 or bfloat16. [..., 2F] side by side, or
-            [..., 2, F], whose F can be sharded. With ``up`` the gate alone, [..., F].
-        bias: in the input's dtype, added before: [F] for the gate if ``up_bias`` is given, else
-            [2F] for gate and up, [2, F] with axis -2.
-        axis: -1 for [..., 2F], -2 for [..., 2, F], which goes without ``up`` and ``up_bias``.
+        input: float32, float16 or bfloat16. Gate and up, gate first: [..., 2F], or with axis -2
+            [..., 2, F], whose F can be sharded. If ``up`` is given, only the gate, [..., F].
+        bias: in the input's dtype, added to gate and up before the activation: [2F], or [2, F] with
+            axis -2. If ``up_bias`` is given, only the gate's bias, [F].
+        up_bias: [F] in the input's dtype; requires ``bias``.
+        axis: -1 for [..., 2F]; -2 for [..., 2, F], without ``up`` and ``up_bias``.
 
     Returns:
         [..., F] in the input's dtype.
@@ -124,7 +125,7 @@ def swiglu_fwd(
     activation: str = "silu",
     axis: int = -1,
 ) -> jax.Array:
-    """Computes ``swiglu``, whose arguments it takes, without a gradient."""
+    """Computes ``swiglu`` with the same arguments, but is not differentiable."""
     given = gated_arrays("swiglu_fwd", activation, axis, input, up, bias, up_bias)
     return call_swiglu(given, {"out": "r f"})["out"].reshape(given.shape)
 
@@ -146,15 +147,16 @@ def swiglu_fwd_fp8(
 ) -> FP8Output:
     """Quantizes the float32 result y of ``swiglu``: q = saturating_cast(y * scale).
 
-    The rest is as in ``apex_te.ops.swiglu.swiglu_fwd_fp8``.
+    Other arguments and errors are as in ``apex_te.ops.swiglu.swiglu_fwd_fp8``.
 
     Args:
-        input, up, bias, up_bias, activation, axis: as in ``swiglu``. M is the product of the sizes
-            of y but the last.
+        input, up, bias, up_bias, activation, axis: as in ``swiglu``. M is the product of all
+            dimensions of y but the last.
         rowwise: make [M, F]; with axis -2 [..., F].
-        columnwise: make the transpose, [F, M]; with axis -2 [F, ...].
-        amax: one float32 element; the result's ``amax`` is the maximum of it and max |y|; NaN
-            counts as largest. With it ``rowwise`` and ``columnwise`` may both be False.
+        columnwise: make the transpose [F, M]; with axis -2 [F, ...].
+        amax: one float32 element or None; the result's ``amax`` is the maximum of it and max |y|,
+            where NaN counts as largest. If it is given, ``rowwise`` and ``columnwise`` may both be
+            False.
     """
     given = gated_arrays("swiglu_fwd_fp8", activation, axis, input, up, bias, up_bias, to_fp8=True)
     sides = {"rowwise": "r f" if rowwise else None, "columnwise": "f r" if columnwise else None}
@@ -175,13 +177,14 @@ def swiglu_bwd(
 ) -> jax.Array | SwigluGrads:
     """Computes the gradients of ``swiglu`` with respect to gate, up and biases.
 
-    The rest is as in ``apex_te.ops.swiglu.swiglu_bwd``.
+    Other arguments and errors are as in ``apex_te.ops.swiglu.swiglu_bwd``.
 
     Args:
         input, up, bias, up_bias, activation, axis: as in ``swiglu``.
 
     Returns:
-        The gradients, where ``up`` is given or ``with_dbias`` set; else the input's alone.
+        ``SwigluGrads`` if ``up`` is given or ``with_dbias`` is True; otherwise only the gradient of
+        ``input``.
     """
     given = gated_arrays("swiglu_bwd", activation, axis, input, up, bias, up_bias, grad_output)
     made = _gradients(given, with_dbias)
@@ -205,17 +208,17 @@ def swiglu_bwd_fp8(
     amax: jax.Array | None = None,
     with_dbias: bool = False,
 ) -> SwigluFP8Grads:
-    """Quantizes the float32 gradients of gate and up, side by side in a matrix [M, 2F].
+    """Quantizes the float32 gradients of gate and up, concatenated to a matrix [M, 2F].
 
-    The matrix has this form if gate and up are given as two arrays, too.
+    The matrix has this form even if gate and up are given as two arrays.
 
     Args:
         grad_output, with_dbias: as in ``swiglu_bwd``.
         input, up, bias, up_bias, activation, axis, scale, fp8_dtype: as in ``swiglu_fwd_fp8``.
         rowwise: make [M, 2F]; with axis -2 [..., 2, F].
-        columnwise: make the transpose, [2F, M]; with axis -2 [2, F, ...].
-        amax: one float32 element; the result's ``amax`` is the maximum of it and the gradients'
-            magnitudes.
+        columnwise: make the transpose [2F, M]; with axis -2 [2, F, ...].
+        amax: one float32 element or None; the result's ``amax`` is the maximum of it and the
+            gradients' magnitudes.
     """
     given = gated_arrays(
         "swiglu_bwd_fp8", activation, axis, input, up, bias, up_bias, grad_output, to_fp8=True

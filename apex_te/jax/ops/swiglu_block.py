@@ -41,17 +41,17 @@ def swiglu_fwd_block(
 ) -> BlockQuantized:
     """Computes ``swiglu`` and casts its result [M, F] with ``block_quantize`` in one kernel.
 
-    Bits equal those of the two ops; the first rounds to the input's dtype; its result is
-    not written to memory. For float32 the two ops run. Devices may share the rows and, where gate
-    and up have dimensions of their own, F.
+    The result is bitwise that of the two ops, which round the intermediate result to the input's
+    dtype. For float32 input the two ops run. Rows may be sharded over devices, and F, too, unless
+    gate and up are concatenated to [..., 2F].
 
-    The rest is as in ``apex_te.ops.swiglu_block.swiglu_fwd_block``.
+    Other arguments and errors are as in ``apex_te.ops.swiglu_block.swiglu_fwd_block``.
 
     Args:
-        input, up, bias, up_bias, activation, axis: as in ``swiglu``. M is the product of the sizes
-            of the result but the last.
-        rowwise: make [M, F], with axis -2 [..., F], and its scale_inv.
-        columnwise: make the transpose, [F, M], with axis -2 [F, ...], and its scale_inv.
+        input, up, bias, up_bias, activation, axis: as in ``swiglu``. M is the product of all
+            dimensions of the result but the last.
+        rowwise: make [M, F], or [..., F] with axis -2, and its scale_inv.
+        columnwise: make the transpose [F, M], or [F, ...] with axis -2, and its scale_inv.
         pow2, eps, padded: as in ``block_quantize``.
     """
     name = "swiglu_fwd_block"
@@ -82,19 +82,19 @@ def swiglu_bwd_block(
     eps: float = 0.0,
     padded: bool = True,
 ) -> BlockQuantized:
-    """Computes the gradients of gate and up side by side and casts them with ``block_quantize``.
+    """Computes the gradients of gate and up as one matrix and casts it with ``block_quantize``.
 
-    One kernel writes the bits of the two ops; the first, ``swiglu_bwd``, rounds to the
-    input's dtype. For float32, and if F is not a multiple of 128, the two ops run. The matrix has
-    this form if gate and up are given as two arrays, too.
+    One kernel does both. Its result equals that of ``swiglu_bwd`` and ``block_quantize`` bitwise;
+    these two run for float32 input and if F is not a multiple of 128. The matrix is [M, 2F], even
+    if gate and up are given as two arrays.
 
-    The rest is as in ``apex_te.ops.swiglu_block.swiglu_bwd_block``.
+    Other arguments and errors are as in ``apex_te.ops.swiglu_block.swiglu_bwd_block``.
 
     Args:
         input, up, bias, up_bias, activation, axis, fp8_dtype, pow2, eps, padded: as in
             ``swiglu_fwd_block``.
-        rowwise: make [M, 2F], with axis -2 [..., 2, F], and its scale_inv.
-        columnwise: make the transpose, [2F, M], with axis -2 [2, F, ...], and its scale_inv.
+        rowwise: make [M, 2F], or [..., 2, F] with axis -2, and its scale_inv.
+        columnwise: make the transpose [2F, M], or [2, F, ...] with axis -2, and its scale_inv.
     """
     name = "swiglu_bwd_block"
     given = gated_arrays(name, activation, axis, input, up, bias, up_bias, grad_output, to_fp8=True)

@@ -28,10 +28,10 @@ class FusedAdamState(NamedTuple):
     """State of ``fused_adam`` and ``fused_lamb``; its trees have the parameters' structure.
 
     Attributes:
-        count: int32 [], the steps so far.
+        count: int32 [], number of steps so far.
         mu: float32 averages of the gradients.
-        nu: float32 averages of their squares.
-        master: float32 master weights; None for parameters without one.
+        nu: float32 averages of the gradients' squares.
+        master: float32 master weights; None for each parameter without one.
     """
 
     count: jax.Array
@@ -55,28 +55,30 @@ def fused_adam(
     """Makes AdamW (decoupled weight decay) or Adam, with the steps of ``apex_te``'s ``FusedAdam``.
 
     A step reads and writes every array once, in a launch for up to 64 parameters. Parameters and
-    gradients are float32, float16 or bfloat16, mixed.
+    gradients may be float32, float16 and bfloat16, also mixed.
 
     Args:
-        learning_rate: a number; an array of one element; or a schedule, a function of the number of
-            steps so far, such as optax's.
+        learning_rate: a number, an array of one element, or a schedule such as optax's: a function
+            of the number of steps so far.
         b1: decay of the averages of gradients, in [0, 1).
         b2: decay of the averages of their squares, in [0, 1).
         eps: added to the denominator.
         weight_decay: coefficient of weight decay.
-        mask: which parameters decay: a tree of bools of the parameters' structure or of its first
-            levels, or a function of the parameters that returns one; None for all.
+        mask: tree of bools, True for parameters with weight decay, in the parameters' structure or
+            a prefix of it; or a function that returns it for the parameters. None means all True.
         bias_correction: divide the averages by 1 - b**step.
         adam_w_mode: decoupled weight decay (AdamW); False adds it to the gradient (Adam).
-        master_weights: keep a float32 copy of every 16-bit parameter in the state, which the steps
-            update; the parameter is the copy's rounded value.
+        master_weights: keep a float32 copy of every 16-bit parameter in the state. Steps update the
+            copy; the parameter is its rounded value.
 
     Returns:
         The transformation, with ``step`` beside optax's ``init`` and ``update``.
 
     Raises:
-        TypeError: an option is not a number; later, a parameter or gradient has another dtype.
-        ValueError: an option is out of range; later, a shape or structure does not match.
+        TypeError: an option is not a number. ``init`` and steps raise it if a parameter or
+            gradient has a dtype that is not listed.
+        ValueError: an option is out of range. Steps raise it if a shape or structure does not
+            match.
     """
     name = "fused_adam"
     op = functools.partial(
@@ -99,7 +101,14 @@ def moments_transformation(
     master_weights: bool,
     prepare: Callable[[list[Any]], dict[str, Any]] | None = None,
 ) -> FusedTransformation:
-    """Makes the transformation of an optimizer that keeps two moments of the gradients."""
+    """Makes the transformation of an optimizer that keeps two moments of the gradients.
+
+    Args:
+        name: name of the optimizer, for errors.
+        op: step over lists of arrays, such as ``multi_tensor_optim.adam``.
+        learning_rate, weight_decay, mask, master_weights: as in ``fused_adam``.
+        prepare: function of the list of gradients that returns more arguments for ``op``.
+    """
     if not callable(learning_rate):
         rate_at(name, learning_rate, jnp.zeros([], jnp.int32))  # checks a number
 

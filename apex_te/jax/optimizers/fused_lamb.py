@@ -33,22 +33,22 @@ def fused_lamb(
 ) -> FusedTransformation:
     """Makes LAMB (arXiv 1904.00962), with the steps of ``apex_te``'s ``FusedLAMB``.
 
-    Its norms are those of whole arrays: on a mesh every device runs the whole step.
+    It needs norms of whole arrays, so that on a mesh every device runs the whole step.
 
     Args:
         learning_rate, b1, b2, eps, weight_decay, mask, bias_correction, master_weights: as in
             ``fused_adam``; the defaults of ``eps`` and ``weight_decay`` are LAMB's.
         adam_w_mode: add weight decay to the update instead of the gradient.
-        grad_averaging: the gradient enters the averages with weight 1 - b1 instead of 1.
+        grad_averaging: weight the gradient by 1 - b1 in the average of gradients, instead of 1.
         max_grad_norm: clip the norm of all gradients together to this value; 0 does not clip.
-        use_nvlamb: scale the updates of parameters without weight decay by |param| / |update|, too.
+        use_nvlamb: also scale updates of parameters without weight decay by |param| / |update|.
 
     Returns:
         The transformation, whose state is a ``FusedAdamState``.
 
     Raises:
-        TypeError: an option is not a number; later, a parameter or gradient has another dtype.
-        ValueError: an option is out of range; later, a shape or structure does not match.
+        TypeError: as in ``fused_adam``.
+        ValueError: as in ``fused_adam``.
     """
     name = "fused_lamb"
     limit = number(name, "max_grad_norm", max_grad_norm)

@@ -28,9 +28,9 @@ class FusedSGDState(NamedTuple):
     """State of ``fused_sgd``; its trees have the parameters' structure.
 
     Attributes:
-        count: int32 [], the steps so far.
+        count: int32 [], number of steps so far.
         trace: float32 momentum buffers; None without momentum.
-        master: float32 master weights; None for parameters without one.
+        master: float32 master weights; None for each parameter without one.
     """
 
     count: jax.Array
@@ -53,17 +53,17 @@ def fused_sgd(
     Args:
         learning_rate, mask, master_weights: as in ``fused_adam``.
         momentum: factor of the momentum buffer at each step; 0 keeps no buffers.
-        nesterov: look ahead by one momentum step; needs momentum and no dampening.
+        nesterov: use Nesterov momentum; requires momentum and no dampening.
         weight_decay: coefficient of the L2 term that is added to the gradient.
-        dampening: the gradient enters the momentum buffer with weight 1 - dampening, at the first
-            step with weight 1.
+        dampening: weight the gradient by 1 - dampening in the momentum buffer, except at the first
+            step.
 
     Returns:
         The transformation, with ``step`` beside optax's ``init`` and ``update``.
 
     Raises:
-        TypeError: an option is not a number; later, a parameter or gradient has another dtype.
-        ValueError: an option is out of range; later, a shape or structure does not match.
+        TypeError: as in ``fused_adam``.
+        ValueError: as in ``fused_adam``, or ``nesterov`` without momentum or with dampening.
     """
     name = "fused_sgd"
     momentum, decay = number(name, "momentum", momentum), number(name, "weight_decay", weight_decay)

@@ -12,7 +12,7 @@ from ..ops._checks import FLOATS
 
 
 def with_dtypes(name: str, params: Any) -> Any:
-    """Returns a tree of parameters, which must all be float32, float16 or bfloat16."""
+    """Returns ``params`` after checking that all are float32, float16 or bfloat16."""
     for path, leaf in jax.tree_util.tree_leaves_with_path(params):
         dtype = getattr(leaf, "dtype", None)
         if dtype is None or jnp.dtype(dtype).name not in FLOATS:
@@ -30,7 +30,10 @@ def zeros_of(params: Any) -> Any:
 
 
 def master_weights_of(params: Any, wanted: bool) -> Any:
-    """Returns a tree of float32 copies of 16-bit parameters; None for what has no copy."""
+    """Returns a tree of float32 copies of the 16-bit parameters; other leaves are None.
+
+    All leaves are None if ``wanted`` is False.
+    """
 
     def copy(p: jax.Array) -> jax.Array | None:
         return p.astype(jnp.float32) if wanted and p.dtype != jnp.float32 else None
@@ -39,10 +42,12 @@ def master_weights_of(params: Any, wanted: bool) -> Any:
 
 
 def number(name: str, option: str, value: Any, below: float | None = None) -> float:
-    """Returns a number that is at least 0.
+    """Returns an option as a float after checking that it is a number of at least 0.
 
     Args:
-        below: what it must be below, or None.
+        name, option: names of the optimizer and of the option, for errors.
+        value: the option.
+        below: exclusive upper bound, or None.
     """
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise TypeError(
@@ -56,7 +61,7 @@ def number(name: str, option: str, value: Any, below: float | None = None) -> fl
 
 
 def rate_at(name: str, learning_rate: Any, count: jax.Array) -> Any:
-    """Returns the learning rate of a step: a number, or an array [1]."""
+    """Returns the learning rate after ``count`` steps: a number, or a float32 array [1]."""
     rate = learning_rate(count) if callable(learning_rate) else learning_rate
     if isinstance(rate, (int, float)):
         return number(name, "learning_rate", rate)
@@ -64,7 +69,7 @@ def rate_at(name: str, learning_rate: Any, count: jax.Array) -> Any:
 
 
 def next_count(count: jax.Array, found_inf: jax.Array | None) -> jax.Array:
-    """Returns the number of steps with one that ``found_inf``, if given, skips."""
+    """Returns ``count`` + 1, or ``count`` if ``found_inf`` is given and skips the step."""
     if found_inf is None:
         return count + 1
     return count + (found_inf.reshape(count.shape) == 0).astype(count.dtype)
@@ -78,7 +83,18 @@ def updated(
     decays: Any,
     step: Callable[..., Any],
 ) -> dict[str, Any]:
-    """Steps all leaves, in one call for leaves that are alike."""
+    """Steps all leaves, in one call for leaves that agree in master weight and weight decay.
+
+    Args:
+        params, grads, masters: trees of the parameters' structure.
+        moments: further trees of the optimizer's state, by name.
+        decays: the option ``mask`` of ``fused_adam``.
+        step: function of lists of parameters, gradients and moments, with ``masters`` and
+            ``decays`` by name.
+
+    Returns:
+        The new trees by name: "params", "masters" and those of ``moments``.
+    """
     tree = jax.tree.structure(params)
     mask = decays(params) if callable(decays) else True if decays is None else decays
     flags = jax.tree.leaves(

@@ -18,15 +18,16 @@ class FusedTransformation(optax.GradientTransformationExtraArgs):
     """optax transformation that can also step the parameters themselves.
 
     ``init(params)`` and ``update(grads, state, params)`` are optax's. The updates are new minus old
-    parameters in float32, for ``optax.apply_updates``, which may lose a last bit where a parameter
-    changes to less than half or more than twice itself. Instead of both calls,
-    ``step(params, state, grads)`` returns the new parameters and the next state; in ``jax.jit`` it
-    updates donated ones in place, if the jitted function returns them in the order in which it
-    takes them, for JAX pairs donated buffers with results of their shape in order.
+    parameters in float32. Adding them by ``optax.apply_updates`` may be off by the last bit if a
+    parameter shrinks to less than half or grows to more than twice its value.
 
-    ``update`` and ``step`` take two more arguments by name: ``inv_scale``, a factor of all
-    gradients, 1 / loss scale, and ``found_inf``, not zero to skip the step; a number or an array of
-    one element each.
+    ``step(params, state, grads)`` replaces both calls: it returns the new parameters and the next
+    state. In ``jax.jit`` it updates donated arrays in place if the jitted function returns them in
+    the order of its arguments, since JAX pairs donated buffers with results in order.
+
+    ``update`` and ``step`` take two more arguments by name, each a number or an array of one
+    element: ``inv_scale`` (1 / loss scale) multiplies all gradients, and a nonzero ``found_inf``
+    skips the step.
 
     Args:
         name: name of the optimizer, for errors.

@@ -13,16 +13,16 @@ from ..ops.fp8_output import sides
 
 
 class Quantized(NamedTuple):
-    """FP8 data of an array as a matrix [rows, cols]; None for what was not asked for.
+    """FP8 data of an array as a matrix [rows, cols]; a field that was not asked for is None.
 
     Rows and columns may stand for several dimensions each.
 
     Attributes:
         rowwise: FP8 [rows, cols].
-        rowwise_scale_inv: its scales.
-        columnwise: FP8 [cols, rows].
-        columnwise_scale_inv: its scales.
-        amax: one float32 element, for schemes that keep state.
+        rowwise_scale_inv: scale_inv of ``rowwise``.
+        columnwise: the transpose, FP8 [cols, rows].
+        columnwise_scale_inv: scale_inv of ``columnwise``.
+        amax: one float32 element; None for schemes without state.
         dbias: [cols] in the matrix's dtype, the sums of its columns.
     """
 
@@ -35,15 +35,15 @@ class Quantized(NamedTuple):
 
 
 class Quantizer:
-    """Base of schemes: casts of inputs, weights and gradients, and their products.
+    """Base of quantizers, which cast inputs, weights and gradients and multiply the results.
 
     A subclass defines ``_cast`` and ``_multiply``.
 
     Attributes:
         keeps_state: True if ``cast`` needs a scale and returns an amax.
-        block: neighbouring elements that share a scale, where devices must not part them.
-        fuses_activations, fuses_norms: True if ``produce`` has gated activations, norms, write
-            their result in FP8 themselves.
+        block: number of adjacent elements that share a scale and must be on one device.
+        fuses_activations: True if gated activations write FP8 themselves in ``produce``.
+        fuses_norms: True if norms write FP8 themselves in ``produce``.
     """
 
     keeps_state = False
@@ -64,9 +64,11 @@ class Quantizer:
 
         Args:
             x: [rows..., cols...].
+            role: "input", "weight" or "grad".
             scale: one float32 element for schemes that keep state, else None.
-            wanted: ``rowwise`` and ``columnwise``, True to make [rows, cols] and [cols, rows], and
-                ``flatten_axis``, the number of x's first dimension of columns.
+            with_dbias: also sum the columns of x.
+            wanted: ``rowwise``, to make [rows, cols]; ``columnwise``, to make [cols, rows]; and
+                ``flatten_axis``, the index of x's first dimension that counts as columns.
         """
         made = self._cast(x, role, scale, **wanted)
         if not with_dbias:
@@ -79,7 +81,12 @@ class Quantizer:
     ) -> Quantized:  # fmt: skip
         """Runs an op and casts its result as a matrix.
 
-        The op writes the FP8 data itself if op and scheme both can, else its result is cast.
+        The op writes the FP8 data itself if both op and scheme support this. Otherwise its result
+        is cast.
+
+        Args:
+            source: the op.
+            role, scale, rowwise, columnwise: as in ``cast``.
         """
         x, dbias = source.plain()
         made = self.cast(
@@ -95,6 +102,8 @@ class Quantizer:
         """Computes a[M..., K...] @ b[N..., K...].T + bias.
 
         Args:
+            product: "fprop", "dgrad" or "wgrad".
+            a, b: FP8 data with its scale_inv.
             options: ``out_dtype``, dtype of the result; ``bias``, [N...] or None; and ``inner``,
                 the number of dimensions of K.
         """
@@ -110,7 +119,7 @@ class Quantizer:
 
 
 def one_scale(made: Any, amax: jax.Array | None = None) -> Quantized:
-    """Returns what an op has cast with one scale for both copies."""
+    """Returns the output of an op that casts with one scale as a ``Quantized``."""
     inverse = made.scale_inv
     return Quantized(made.rowwise, inverse, made.columnwise, inverse, amax, None)
 
@@ -120,6 +129,7 @@ def column_sums(x: jax.Array, flatten_axis: int = -1) -> jax.Array:
 
     Args:
         x: [rows..., cols...].
+        flatten_axis: index of x's first dimension that counts as columns.
     """
 
     def body(x: jax.Array) -> tuple[jax.Array]:
@@ -131,6 +141,6 @@ def column_sums(x: jax.Array, flatten_axis: int = -1) -> jax.Array:
 
 
 def fp8_dtypes(recipe: Any) -> dict[str, str]:
-    """Returns the names of the FP8 dtypes of a recipe by role."""
+    """Returns the names of a recipe's FP8 dtypes for "input", "weight" and "grad"."""
     forward, backward = recipe.fp8_format.value.dtype_names
     return {"input": forward, "weight": forward, "grad": backward}

@@ -29,7 +29,10 @@ class _Current(PerTensorProducts):
         return one_scale(current_scale(x, self._dtypes[role], **self._options, **wanted))
 
     def produce(self, source: FusedCast, role: str, scale: Any, **wanted: bool) -> Quantized:
-        """Runs an op twice, first for the amax alone, which is cheaper than storing its result."""
+        """Runs an op twice, the first time only for its result's amax; see ``Quantizer.produce``.
+
+        This is cheaper than storing the result in bf16 or fp32.
+        """
         # As on PyTorch's side the columns of what is only copied are added in high precision.
         if not source.can_fuse or (source.copies and source.with_dbias):
             return super().produce(source, role, scale, **wanted)

@@ -14,7 +14,7 @@ class PerTensorProducts(Quantizer):
     """Base of quantizers whose operands have one scale each.
 
     Args:
-        recipe: the recipe, which says where partial sums are kept in float32.
+        recipe: the recipe; its ``use_split_accumulator`` applies to fprop, dgrad and wgrad.
     """
 
     def __init__(self, recipe: Any) -> None:
