@@ -2,6 +2,7 @@
 
 from ..._names import not_served
 from ..quantized_tensor import QuantizedTensor, QuantizedTensorStorage, Quantizer
+from . import utils as utils
 from .float8_blockwise_tensor import Float8BlockQuantizer, Float8BlockwiseQTensor
 from .float8_tensor import Float8CurrentScalingQuantizer, Float8Quantizer, Float8Tensor
 from .grouped_tensor import GroupedTensor
