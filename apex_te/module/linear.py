@@ -341,15 +341,18 @@ class LinearLayer(LinearParameters):
 
         Args:
             inp: as in ``forward``.
-            residual: ``[..., out_features]``, of the output's shape.
+            residual: ``[..., out_features]``, of the output's shape, any dtype; a GEMM adds it only
+                in the output's dtype.
             is_first_microbatch: as in ``forward``.
 
         Returns:
-            ``(out, rest)``: the sum [..., out_features] and None; or, if the GEMM cannot add,
-            what ``forward`` returns, and ``residual`` for the caller to add.
+            ``(out, rest)``: the sum [..., out_features] and None. If the GEMM cannot add, as in a
+            layer split over ranks, what ``forward`` returns, and ``residual`` for the caller to
+            add.
 
         Raises:
-            ValueError: ``residual`` has not the shape of the output of a layer that is whole.
+            ValueError: ``residual`` does not have the output's shape; not checked for a layer that
+                is split over ranks.
         """
         if self.parallel_mode is not None:  # the ranks' GEMMs are summed first
             return self(inp, is_first_microbatch=is_first_microbatch), residual

@@ -327,29 +327,30 @@ class TransformerLayer(CompositeModule):
         """Applies the layer; returns a tensor of the shape of ``hidden_states``.
 
         Args:
-            hidden_states: [s, b, h], [b, s, h] or [t, h], as ``attn_input_format`` says, of the
-                dtype of the parameters; or of any under ``torch.autocast``, whose dtype the result
-                then has.
-            attention_mask: bool, True = masked out, read with padding types and ``"arbitrary"``;
-                see ``DotProductAttention.forward``.
+            hidden_states: [s, b, h], [b, s, h] or [t, h], depending on ``attn_input_format``, in
+                the parameters' dtype. Under ``torch.autocast`` any floating dtype is allowed, and
+                the result has autocast's dtype.
+            attention_mask: bool, True = masked out; only for padding mask types and
+                ``"arbitrary"``. See ``DotProductAttention.forward``.
             encoder_output: hidden states that a decoder's cross attention reads, in the same
-                layout.
-            enc_dec_attn_mask: padding masks (of decoder tokens, of encoder tokens), each [b, 1, 1,
-                s], or one tensor of the scores, [b, 1, sq, sk]; None hides nothing.
+                layout. Decoders only, as are the arguments that begin with ``enc_dec``.
+            enc_dec_attn_mask: bool, True = masked out: a tuple of padding masks (decoder tokens [b,
+                1, 1, sq], encoder tokens [b, 1, 1, sk]), or one mask of the scores, [b, 1, sq, sk].
+                None masks nothing.
             enc_dec_attn_mask_type, enc_dec_window_size: replace the module's own in this call.
             is_first_microbatch: as in ``Linear.forward``.
-            rotary_pos_emb, core_attention_bias_type, core_attention_bias, alibi_slopes: of self
-                attention; see ``MultiheadAttention.forward``.
+            rotary_pos_emb, core_attention_bias_type, core_attention_bias, alibi_slopes: options of
+                self attention; see ``MultiheadAttention.forward``.
             cu_seqlens_q, cu_seqlens_kv, max_seqlen_q, max_seqlen_kv, cu_seqlens_q_padded,
-                cu_seqlens_kv_padded: see ``DotProductAttention.forward``; in a decoder kv are the
-                encoder's tokens.
+                cu_seqlens_kv_padded: see ``DotProductAttention.forward``. In a decoder those of kv
+                describe the encoder's tokens.
             checkpoint_core_attention: see ``DotProductAttention.forward``.
             inference_params: see ``MultiheadAttention.forward``.
             self_attn_mask_type, window_size: replace the module's own in this call.
 
         Raises:
             TypeError: a tensor has another dtype than those above.
-            ValueError: a shape, mask or option that does not fit.
+            ValueError: a shape, mask or option does not fit.
         """
         try:
             decoder = self.layer_type == "decoder"

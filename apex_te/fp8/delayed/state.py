@@ -136,10 +136,13 @@ class FP8State:
         return Slots(gemms, first.due, first.on_device, self.sync, update_scales)
 
     def fit(self, recipe: DelayedScaling, device: torch.device) -> None:
-        """Allocates, resizes or rescales the tensors if a recipe needs it.
+        """Makes scales and amax histories fit ``recipe``.
+
+        Allocates them if missing, changes the length of the histories to the recipe's, and
+        multiplies the scales by the ratio that a change of format or margin makes.
 
         Args:
-            recipe: recipe of the forward that will stage amax values.
+            recipe: recipe of the forward that is about to record amax values.
             device: device on which missing tensors are allocated.
         """
         if not self.allocated or self.device.type == "meta":

@@ -161,36 +161,38 @@ class GroupedLinear(ParallelModule):
     ) -> torch.Tensor | tuple[torch.Tensor, list[torch.Tensor]]:
         """Applies layer i to the i-th group of rows; returns [..., out_features].
 
-        ``inp`` may have more rows than the groups, as a padded buffer has: rows after the last
-        group are not read, and their outputs and gradients are zeros. Splits that are negative or
-        exceed the rows are an error; in a tensor on a GPU, where only the device sees them, all
-        outputs and gradients become NaN.
+        ``inp`` may have more rows than the groups, like a padded buffer. Rows after the last group
+        are not read, and their outputs and gradients are zeros. Splits that are negative or exceed
+        the rows are an error. If they are in a tensor on a GPU, the host does not see them: all
+        outputs and gradients then become NaN instead.
 
-        On a GPU the GEMMs for such a tensor differ in rounding and cost. FP8 GEMMs are
-        rounded to bfloat16 before they get another dtype; they multiply FP8 data on sm_90,
-        elsewhere decoded data in bfloat16. GEMMs in fp16 and fp32 cost as much as ``num_gemms``
-        layers over all rows. What is added to ``main_grad`` is rounded to 16 bits only if torch's
-        grouped GEMM multiplies bfloat16. ``fp8_statistics`` does not record these
-        products.
+        If ``m_splits`` is a tensor on a GPU, the GEMMs differ in rounding and cost. Results of FP8
+        GEMMs are rounded to bfloat16 before they are cast to another dtype. FP8 GEMMs multiply FP8
+        data on sm_90, elsewhere decoded data in bfloat16. GEMMs in fp16 and fp32 cost as much as
+        ``num_gemms`` layers over all rows. Weight gradients are rounded to 16 bits before they are
+        added to ``main_grad`` only if torch's grouped GEMM multiplies bfloat16. ``fp8_statistics``
+        does not record these GEMMs.
 
         Args:
-            inp: [..., in_features] in the dtype of the parameters (fp32, fp16 or bf16 for FP8), or
-                any of these under ``torch.autocast``, whose dtype the output then has.
-            m_splits: the rows of each group, in order, 0 included: ints, or an int32 or int64
-                tensor [num_gemms] on the device of ``inp``, for which the host does not wait on a
-                GPU.
+            inp: [..., in_features] in the dtype of the parameters (fp32, fp16 or bf16 for FP8).
+                Under ``torch.autocast`` it may have any of these, and the output has autocast's
+                dtype.
+            m_splits: number of rows of each group, which may be 0: ints, or an int32 or int64
+                tensor [num_gemms] on the device of ``inp``. On a GPU the host does not wait for the
+                tensor.
             is_first_microbatch: as in ``Linear.forward``.
 
         Returns:
-            ``out``, or with ``return_bias`` a tuple of it and the list of biases.
+            ``out``, or with ``return_bias`` a tuple ``(out, biases)``, the latter a list.
 
         Raises:
-            TypeError: a dtype, or ``m_splits`` that are not ints.
-            ValueError: a shape, another device, or ``m_splits`` that add up to more than the rows
-                of ``inp``.
-            NotImplementedError: before anything runs, for a tensor on a GPU with FP8 in blocks or
-                HiF8, FP8 with sizes that are not multiples of 16, ``delay_wgrad_compute``,
-                ``save_original_input``, FP8 weights, more than 1023 groups or ``torch.compile``.
+            TypeError: ``inp`` has another dtype, or ``m_splits`` are not ints.
+            ValueError: a shape does not match, ``m_splits`` is on another device than ``inp``, or
+                its sum exceeds the rows of ``inp``.
+            NotImplementedError: ``m_splits`` is a tensor on a GPU, together with a block-scaled
+                recipe or HiF8, FP8 with sizes that are not multiples of 16,
+                ``delay_wgrad_compute``, ``save_original_input``, FP8 weights, more than 1023 groups
+                or ``torch.compile``. Raised before anything runs.
         """
         try:
             weights, biases = self._weights_and_biases()
