@@ -104,10 +104,11 @@ def _check_kind(layer_type: str, parallel_attention_mlp: bool, post_norm: bool) 
 class TransformerLayer(CompositeModule):
     """One layer of a Transformer, in FP8 inside an enabled ``fp8_autocast`` region.
 
-    GPT: the defaults. BERT: ``apply_residual_connection_post_layernorm`` and ``output_layernorm``.
-    Attention then has no norm in front, and the residual added to its result is its input; the
-    residual of the MLP is the result of the MLP's norm; a norm ends the layer. T5: encoders as GPT
-    with ``self_attn_mask_type="padding"``, decoders with ``layer_type="decoder"``.
+    The defaults make a GPT layer. For BERT set ``apply_residual_connection_post_layernorm`` and
+    ``output_layernorm``: attention then has no norm before it, and its input is the residual; the
+    output of the MLP's norm is the residual of the MLP; and a norm ends the layer. For T5 use GPT
+    layers with ``self_attn_mask_type="padding"`` as encoders, and ``layer_type="decoder"`` for
+    decoders.
 
     Submodules (prefixes of the state dict): ``self_attention``, ``inter_attention`` (decoders),
     ``layernorm_mlp``, ``layernorm`` (with ``output_layernorm``).
@@ -125,18 +126,18 @@ class TransformerLayer(CompositeModule):
         layer_number: position in the model, from 1; names the layer in ``inference_params``.
         self_attn_mask_type, window_size: as in ``DotProductAttention``.
         enc_dec_attn_mask_type, enc_dec_window_size: mask type and window of a decoder's cross
-            attention; a type of None is ``"padding"`` in calls with ``enc_dec_attn_mask`` or
+            attention. Type None means ``"padding"`` in calls with ``enc_dec_attn_mask`` or
             ``cu_seqlens_kv``, else ``"no_mask"``.
-        apply_query_key_layer_scaling: see ``DotProductAttention``: neutral to the maths, acts only
-            with a ``layer_number`` and if scores are stored in fp16.
-        attention_softmax_in_fp32: accepted; the softmax always computes in fp32.
+        apply_query_key_layer_scaling: see ``DotProductAttention``. It changes only roundings.
+        attention_softmax_in_fp32: accepted without effect; the softmax always computes in fp32.
         seq_length, micro_batch_size: accepted hints without effect.
-        apply_residual_connection_post_layernorm: residuals are the norms' results.
+        apply_residual_connection_post_layernorm: take the outputs of the norms, instead of their
+            inputs, as residuals.
         output_layernorm: normalise the result instead of attention's input.
         parallel_attention_mlp: attention and MLP both read the layer's input.
         layer_type: ``"encoder"`` or ``"decoder"``, which has cross attention.
         drop_path_rate: probability that a sample skips a branch (attention, cross attention, MLP)
-            while training; the others are divided by 1 - rate.
+            while training; the branch's results for other samples are divided by 1 - rate.
         fuse_qkv_params, qkv_weight_interleaved, qk_norm_type, qk_norm_eps, qk_norm_before_rope,
             rotary_pos_interleaved: as in ``MultiheadAttention``.
         bias: linear layers have biases.
@@ -144,11 +145,13 @@ class TransformerLayer(CompositeModule):
         attn_input_format: layout of the hidden states, ``"sbhd"``: [s, b, h], ``"bshd"``: [b, s,
             h], ``"thd"``: [t, h], packed sequences.
         fuse_wgrad_accumulation, params_dtype, device: as in ``Linear``.
-        get_rng_state_tracker: returns a tracker in whose ``fork()`` attention dropout draws.
+        get_rng_state_tracker: function that returns a tracker of random states; attention dropout
+            draws inside its ``fork()``.
         name: names the module in reports.
         set_parallel_mode: split heads and ``ffn_hidden_size`` over the ranks of ``tp_group``.
         sequence_parallel, tp_group, tp_size: as in ``Linear``. With sequence_parallel the hidden
-            states are this rank's part of dimension 0, and hidden dropout draws from the tracker.
+            states are this rank's part of dimension 0, and hidden dropout, too, draws from the
+            tracker.
 
     Interface, defaults and the order of arguments follow TransformerEngine's TransformerLayer.
     """

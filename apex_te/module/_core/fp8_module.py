@@ -392,7 +392,11 @@ class FP8Module(torch.nn.Module):
     _has_ddp_hooks._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
     def backward_dw(self) -> None:
-        """Computes the weight gradients that ``delay_wgrad_compute=True`` left out of backward."""
+        """Computes the weight gradients that ``delay_wgrad_compute=True`` left out of backward.
+
+        Adds them to ``.grad``, or with ``fuse_wgrad_accumulation`` to ``main_grad``. Does nothing
+        if none are pending, such as in a second call.
+        """
         store = self._modes.wgrad_store  # the same list for forwards whose backward is to come
         waiting = store.copy()
         store.clear()

@@ -29,35 +29,37 @@ _NAME = "GroupedLinear"
 
 
 class GroupedLinear(ParallelModule):
-    """Linear layers of one shape, layer i applied to the i-th group of rows of the input.
+    """Linear layers of one shape; layer i is applied to the i-th group of rows of the input.
 
     Args:
         num_gemms: number of linear layers.
-        in_features, out_features: sizes of each layer; any, multiples of 16 are fastest.
+        in_features, out_features: sizes of each layer. Any size works; multiples of 16 are fastest.
         bias: learn a bias ``[out_features]`` for each layer.
-        fuse_wgrad_accumulation: add each weight gradient to ``weight{i}.main_grad`` (preallocated
-            ``[out_features, in_features]``, its own dtype) instead of making ``weight{i}.grad``;
-            ``is_first_microbatch=True`` overwrites it.
+        fuse_wgrad_accumulation: add each weight gradient to ``weight{i}.main_grad`` instead of
+            ``weight{i}.grad``; with ``is_first_microbatch=True`` overwrite it. The caller allocates
+            ``main_grad``, ``[out_features, in_features]`` of a dtype of its own.
         init_method: fills a new weight in place; default N(0, 0.023). The biases start at 0.
-        return_bias: return ``(y, biases)``, a list, with no bias added, in the dtype of ``y``.
+        return_bias: return ``(y, biases)``; the biases, a list in the dtype of ``y``, are not
+            added.
         params_dtype: dtype of the parameters, default ``torch.get_default_dtype()``; another name:
             ``dtype``.
-        delay_wgrad_compute: leave the weight gradients out of backward; ``backward_dw()`` makes
+        delay_wgrad_compute: leave the weight gradients out of backward; ``backward_dw()`` computes
             them.
         save_original_input: save the input in bf16 or fp32 for backward instead of its FP8
             copies, and cast it again there.
         name: names the module in reports.
-        device: where the parameters live; on ``"meta"`` until ``reset_parameters()``.
+        device: device of the parameters; those on ``"meta"`` get memory by ``reset_parameters()``.
         parallel_mode: ``"column"`` splits ``out_features`` over the ranks of ``tp_group``,
-            ``"row"`` splits ``in_features``. There is no collective here: gathering tokens and
-            reducing results is the work of their dispatcher. Without biases only.
+            ``"row"`` splits ``in_features``. The module runs no collective: the dispatcher of the
+            tokens gathers them and reduces the results. Only without biases.
         tp_group, tp_size, sequence_parallel, get_rng_state_tracker, rng_tracker_name: as in
             ``Linear``.
 
     Its parameters are ``weight0`` ``[out_features, in_features]``, ``bias0`` ``[out_features]``,
-    ``weight1``, ``bias1`` .. in this order. Optimizers number their states by it: for a state saved
-    when all weights came first, see ``apex_te.integrations.reorder_grouped_linear_state``.
-    Interface and defaults follow TransformerEngine's GroupedLinear.
+    ``weight1``, ``bias1`` .. in this order. Optimizers number their states by this order. To load a
+    state that was saved when all weights came first, see
+    ``apex_te.integrations.reorder_grouped_linear_state``. Interface and defaults follow
+    TransformerEngine's GroupedLinear.
     """
 
     @named_arguments()
@@ -131,7 +133,7 @@ class GroupedLinear(ParallelModule):
     def reset_parameters(self) -> None:
         """Fills the weights by ``init_method`` (default N(0, 0.023)) and the biases with 0.
 
-        Parameters on the meta device are made first; see ``Linear.reset_parameters``.
+        Parameters on the meta device get memory first; see ``Linear.reset_parameters``.
         """
         materialize(self)
         with self._forked(self.parallel_mode is not None):
@@ -189,8 +191,8 @@ class GroupedLinear(ParallelModule):
             TypeError: ``inp`` has another dtype, or ``m_splits`` are not ints.
             ValueError: a shape does not match, ``m_splits`` is on another device than ``inp``, or
                 its sum exceeds the rows of ``inp``.
-            NotImplementedError: ``m_splits`` is a tensor on a GPU, together with a block-scaled
-                recipe or HiF8, FP8 with sizes that are not multiples of 16,
+            NotImplementedError: ``m_splits`` is a tensor on a GPU, together with the recipe
+                ``"blockwise"`` or ``"mxfp8"``, HiF8, FP8 with sizes that are not multiples of 16,
                 ``delay_wgrad_compute``, ``save_original_input``, FP8 weights, more than 1023 groups
                 or ``torch.compile``. Raised before anything runs.
         """
@@ -303,9 +305,9 @@ def grouped_forward(
     biases: tuple[torch.Tensor, ...],
     keep: tuple[bool, ...] | None = None,
 ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...], list[QuantizedTensor | None]]:
-    """Returns the output ``[..., out]``, and for each group its rows, plain and in FP8.
+    """Returns the output ``[..., out]``, and each group's rows, plain and in FP8.
 
-    A group without rows is not quantized, and stages no amax.
+    A group without rows is not quantized, and records no amax.
     """
     assert call.quantizers is not None
     quantizers, out_dtype = call.quantizers, call.dtype
