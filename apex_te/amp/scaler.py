@@ -180,11 +180,11 @@ class LossScaler:
         self.take(self.checked(state_dict))
 
     def checked(self, state_dict: dict[str, Any]) -> dict[str, float]:
-        """Checks a state dict as ``load_state_dict`` does, without loading it.
+        """Checks a state dict without loading it; raises what ``load_state_dict`` raises.
 
         Returns:
-            ``loss_scale``, ``unskipped``, ``hysteresis`` and ``skipped``, with defaults for missing
-            ones; ``take`` loads them.
+            ``loss_scale``, ``unskipped``, ``hysteresis`` and ``skipped`` by name, missing ones with
+            their defaults; ``take`` loads them.
         """
         if not isinstance(state_dict, dict):
             raise TypeError(
@@ -213,7 +213,7 @@ class LossScaler:
         return found
 
     def take(self, values: dict[str, float]) -> None:
-        """Sets the state to the numbers that ``checked`` has returned."""
+        """Sets the state to the numbers that ``checked`` returned."""
         self._scale.fill_(values["loss_scale"])
         self._unskipped.fill_(values["unskipped"])
         self._remaining.fill_(min(values["hysteresis"], self.hysteresis))

@@ -28,13 +28,14 @@ class LayerNormLinear(NormedModule, LinearParameters):
     """``y = norm(x) @ weight.T + bias``, in FP8 inside an enabled ``fp8_autocast`` region.
 
     Args:
-        in_features, out_features: sizes; any, multiples of 16 are fastest.
+        in_features, out_features: sizes of input and output. Any size works; multiples of 16 are
+            fastest.
         eps: added to the variance (for RMSNorm, to the mean square).
         bias: learn a bias ``[out_features]``.
         normalization: ``"LayerNorm"`` or ``"RMSNorm"``.
         zero_centered_gamma: gamma is ``1 + layer_norm_weight``, which starts at 0.
-        return_layernorm_output: return the norm's result too, in the compute dtype.
-        return_bias: return the bias instead of adding it.
+        return_layernorm_output: also return the norm's output, in the compute dtype.
+        return_bias: also return the bias, which is then not added.
         fuse_wgrad_accumulation, init_method, params_dtype, dtype, parameters_split,
             delay_wgrad_compute, name, device: as in ``Linear``.
         sequence_parallel, tp_group, tp_size, get_rng_state_tracker, rng_tracker_name: as in
@@ -103,7 +104,7 @@ class LayerNormLinear(NormedModule, LinearParameters):
     def reset_parameters(self) -> None:
         """Sets gamma to 1, beta and the bias to 0, and the weight by ``init_method`` (N(0, 0.023)).
 
-        Parameters on the meta device are made first; see ``Linear.reset_parameters``.
+        Parameters on the meta device get memory first; see ``Linear.reset_parameters``.
         """
         materialize(self)
         self.reset_layer_norm_parameters()
@@ -119,16 +120,17 @@ class LayerNormLinear(NormedModule, LinearParameters):
         """Applies the norm and the linear layer.
 
         Args:
-            inp: [..., in_features] of a dtype as in ``Linear.forward``.
+            inp: [..., in_features], of the dtypes that ``Linear.forward`` takes.
             is_first_microbatch: as in ``Linear.forward``.
 
         Returns:
             ``out`` [..., out_features]; ``(out, bias)`` with ``return_bias``, ``(out, norm)`` with
-            ``return_layernorm_output``, ``(out, bias, norm)`` with both.
+            ``return_layernorm_output``, ``(out, bias, norm)`` with both. ``norm`` is the norm's
+            output.
 
         Raises:
             TypeError: a tensor has another dtype than those above.
-            ValueError: an argument has another shape or length than that above.
+            ValueError: an argument has another shape than that above.
         """
         try:
             return self.forward_with_residual(inp, None, is_first_microbatch, False)[0]
@@ -146,20 +148,21 @@ class LayerNormLinear(NormedModule, LinearParameters):
     ) -> tuple[Any, torch.Tensor | None]:
         """Applies the norm and the linear layer to ``inp + residual``.
 
-        The addition, and that of the sum's own gradient in backward, happen in the norm's kernels.
+        The norm's kernels do the addition, and in backward add the gradient of ``total``.
 
         Args:
             inp: as in ``forward``.
             residual: a tensor of the shape and dtype of ``inp``, or None.
             is_first_microbatch: as in ``Linear.forward``.
-            return_residual: False lets a call in FP8 return None instead of the sum.
-            heads: the layout of the attention heads in the output, which splits the output in FP8;
-                or None.
+            return_residual: the caller needs ``total``. With False a call in FP8 may return None
+                instead.
+            heads: the layout of the attention heads in the output, by which a call in FP8 splits
+                it; None does not split it.
 
         Returns:
-            ``(out, total)``: what ``forward`` returns, and the sum (``inp`` without a residual). In
-            FP8 with ``heads``, ``(queries, keys, values)``, each [..., heads, size], replaces
-            the output [..., out_features].
+            ``(out, total)``: what ``forward`` returns, and the sum ``inp + residual`` (``inp``
+            without a residual). In FP8 with ``heads``, ``(queries, keys, values)``, each [...,
+            heads, size], replaces the output [..., out_features].
         """
         weight, bias = self._linear_operands()
         if residual is not None:

@@ -36,26 +36,28 @@ class LayerNormMLP(NormedModule):
         eps: added to the variance (for RMSNorm, to the mean square).
         bias: learn both biases.
         normalization: ``"LayerNorm"`` or ``"RMSNorm"``.
-        activation: ``"gelu"`` (tanh form), ``"qgelu"``, ``"relu"``, ``"srelu"``, ``"silu"``, or
-            gated: ``"geglu"``, ``"glu"``, ``"reglu"``, ``"swiglu"``; gated and without kernels of
-            their own: ``"qgeglu"``, ``"sreglu"``, ``"clamped_swiglu"``.
-        activation_params: of ``"clamped_swiglu"``, ``gate * sigmoid(alpha * gate) * (up +
-            glu_linear_offset)`` of halves clamped to ``limit``: a dict of some of ``limit`` (7.0),
-            ``alpha`` (1.702) and ``glu_linear_offset`` (1.0); None for these.
+        activation: ``"gelu"`` (tanh form), ``"qgelu"``, ``"relu"``, ``"srelu"``, ``"silu"``; or
+            gated: ``"geglu"``, ``"glu"``, ``"reglu"``, ``"swiglu"``; or gated and computed by
+            PyTorch's ops: ``"qgeglu"``, ``"sreglu"``, ``"clamped_swiglu"``.
+        activation_params: dict of parameters of ``"clamped_swiglu"``, which is ``gate *
+            sigmoid(alpha * gate) * (up + glu_linear_offset)`` with gate and up clamped to
+            ``limit``. Keys: ``limit`` (default 7.0), ``alpha`` (1.702) and ``glu_linear_offset``
+            (1.0).
         init_method, output_layer_init_method: fill FC1's and FC2's weight; default N(0, 0.023).
         zero_centered_gamma, return_layernorm_output: as in ``LayerNormLinear``.
-        return_bias: return FC2's bias instead of adding it.
+        return_bias: also return FC2's bias, which is then not added.
         checkpoint: save only the input, and compute the norm, FC1 and the activation again in
             backward, with the same results and FP8 scales.
         fuse_wgrad_accumulation, params_dtype, dtype, delay_wgrad_compute, name, device: as in
             ``Linear``.
         seq_length, micro_batch_size: accepted for interface compatibility; nothing is warmed up.
         set_parallel_mode: split ``ffn_hidden_size`` over the ranks of ``tp_group``: FC1 is
-            column-parallel, FC2 row-parallel; of a gated activation a rank has rows of both halves.
+            column-parallel, FC2 row-parallel. With a gated activation each rank has rows of both
+            halves.
         sequence_parallel, tp_group, tp_size, get_rng_state_tracker: as in ``Linear``.
 
-    Its parameters are ``layer_norm_weight``, ``layer_norm_bias``, ``fc1_weight``
-    ``[ffn (or 2 ffn), hidden]`` (gate first), ``fc1_bias``, ``fc2_weight`` ``[hidden, ffn]``,
+    Its parameters are ``layer_norm_weight``, ``layer_norm_bias``, ``fc1_weight`` ``[ffn, hidden]``
+    (gated: ``[2 ffn, hidden]``, gate first), ``fc1_bias``, ``fc2_weight`` ``[hidden, ffn]``,
     ``fc2_bias``. Interface and defaults follow TransformerEngine's LayerNormMLP.
     """
 
@@ -145,7 +147,7 @@ class LayerNormMLP(NormedModule):
     def reset_parameters(self) -> None:
         """Sets gamma to 1, beta and biases to 0, and the weights by their methods (N(0, 0.023)).
 
-        Parameters on the meta device are made first; see ``Linear.reset_parameters``.
+        Parameters on the meta device get memory first; see ``Linear.reset_parameters``.
         """
         materialize(self)
         self.reset_layer_norm_parameters()
@@ -168,16 +170,17 @@ class LayerNormMLP(NormedModule):
         """Applies the norm and the MLP.
 
         Args:
-            inp: [..., hidden_size] of a dtype as in ``Linear.forward``.
+            inp: [..., hidden_size], of the dtypes that ``Linear.forward`` takes.
             is_first_microbatch: as in ``Linear.forward``.
 
         Returns:
             ``out`` in the shape of ``inp``; ``(out, bias)`` with ``return_bias``, ``(out, norm)``
-            with ``return_layernorm_output``, ``(out, bias, norm)`` with both.
+            with ``return_layernorm_output``, ``(out, bias, norm)`` with both. ``norm`` is the
+            norm's output.
 
         Raises:
             TypeError: a tensor has another dtype than those above.
-            ValueError: an argument has another shape or length than that above.
+            ValueError: an argument has another shape than that above.
         """
         try:
             return self.forward_with_residual(inp, None, is_first_microbatch, False)[0]
@@ -196,21 +199,22 @@ class LayerNormMLP(NormedModule):
     ) -> tuple[Any, torch.Tensor | None]:
         """Applies the norm and the MLP to ``inp + residual``.
 
-        The addition, and that of the sum's own gradient in backward, happen in the norm's kernels.
+        The norm's kernels do the addition, and in backward add the gradient of ``total``.
 
         Args:
             inp: as in ``forward``.
             residual: a tensor of the shape and dtype of ``inp``, or None.
             is_first_microbatch: as in ``Linear.forward``.
-            return_residual: False lets a call in FP8 return None instead of the sum.
-            add_residual: let FC2's GEMM add the sum to the result, if the GEMM can; the
-                result is then rounded once. Only with ``return_residual`` and without a bias to
-                return.
-            repeated: what a call that ``checkpoint`` made is told of its first run.
+            return_residual: the caller needs ``total``. With False a call in FP8 may return None
+                instead.
+            add_residual: let FC2's GEMM add the sum to the result, if the GEMM can; the result is
+                then rounded once. Requires ``return_residual``, and that no bias is returned.
+            repeated: record of the first run, passed to the calls that ``checkpoint`` makes; None
+                in others.
 
         Returns:
-            ``(out, total)``: what ``forward`` returns, and the sum (``inp`` without a residual).
-            ``total`` is None if FC2's GEMM has added the sum to ``out``.
+            ``(out, total)``: what ``forward`` returns, and the sum ``inp + residual`` (``inp``
+            without a residual). ``total`` is None if FC2's GEMM has added the sum to ``out``.
         """
         if residual is not None:
             self._check_residual(inp, residual)

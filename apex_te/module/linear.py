@@ -24,16 +24,17 @@ __all__ = ["Linear", "LinearLayer", "LinearParameters"]
 
 
 class LinearParameters(ParallelModule):
-    """FP8 module with a weight [out, in] and a bias [out], each one parameter or several.
+    """FP8 module with a weight [out, in] and a bias [out], each of one parameter or several.
 
-    Split over ranks, the weight is [out / ranks, in] (column) or [out, in / ranks] (row).
+    If the layer is split over ranks, the weight is [out / ranks, in] (``"column"``) or [out, in /
+    ranks] (``"row"``).
 
     Attributes:
         in_features, out_features: columns and rows of this rank's weight.
         parallel_mode: ``"column"``, ``"row"`` or None.
         use_bias: the module has a bias.
         init_method: fills a new weight in place; None draws from N(0, 0.023).
-        split: names of the parts with the number of rows of each; None for one parameter.
+        split: names of the parameters with the rows of each; None for one parameter.
     """
 
     in_features: int
@@ -143,40 +144,43 @@ class LinearParameters(ParallelModule):
 class LinearLayer(LinearParameters):
     """``y = x @ weight.T + bias``, in FP8 inside an enabled ``fp8_autocast`` region.
 
-    Elsewhere it computes as ``torch.nn.Linear`` does. Its initial values are not that class's but
-    TransformerEngine's: the weight is drawn from N(0, 0.023), the bias is 0.
+    Elsewhere it computes as ``torch.nn.Linear`` does. Its initial values are those of
+    TransformerEngine, not of torch: the weight is drawn from N(0, 0.023), the bias is 0.
 
     Args:
-        in_features, out_features: sizes of input and output, on all ranks together; any, multiples
-            of 16 are fastest.
+        in_features, out_features: sizes of input and output, on all ranks together. Any size works;
+            multiples of 16 are fastest.
         bias: learn a bias ``[out_features]``.
-        fuse_wgrad_accumulation: add the weight gradient to ``weight.main_grad`` (preallocated
-            ``[out_features, in_features]``, its own dtype) instead of making ``weight.grad``;
-            ``is_first_microbatch=True`` overwrites it.
+        fuse_wgrad_accumulation: add the weight gradient to ``weight.main_grad`` instead of
+            ``weight.grad``; with ``is_first_microbatch=True`` overwrite it. The caller allocates
+            ``main_grad``, ``[out_features, in_features]`` of a dtype of its own.
         init_method: fills a new weight in place; default N(0, 0.023). The bias starts at 0.
-        return_bias: return ``(y, bias)`` with the bias not added, in the dtype of ``y``.
+        return_bias: return ``(y, bias)``; the bias, in the dtype of ``y``, is not added.
         params_dtype: dtype of the parameters, default ``torch.get_default_dtype()``; another name:
             ``dtype``.
         skip_weight_param_allocation: own no parameters; ``weight`` (and ``bias``) must then be
             passed to ``forward``.
-        parameters_split: names (equal parts) or a dict name -> rows: the weight and the bias are
-            then parameters ``<name>_weight``, ``<name>_bias``, joined in each forward.
-        delay_wgrad_compute: leave the weight gradient out of backward; ``backward_dw()`` makes it.
+        parameters_split: names (of equal parts) or a dict from names to numbers of rows. The layer
+            then has parameters ``<name>_weight`` and ``<name>_bias``, and joins them in each
+            forward.
+        delay_wgrad_compute: leave the weight gradient out of backward; ``backward_dw()`` computes
+            it.
         save_original_input: save the input in bf16 or fp32 for backward instead of its FP8 copy,
-            and cast it again there: less memory if the op that made the input saves it anyway.
+            and cast it again there. This takes less memory if the op that made the input saves it
+            anyway.
         name: names the module in reports.
-        device: where the parameters live; on ``"meta"`` until ``reset_parameters()``.
+        device: device of the parameters; those on ``"meta"`` get memory by ``reset_parameters()``.
         parallel_mode: None, ``"column"`` (the rank has out_features / ranks rows of the weight) or
             ``"row"`` (in_features / ranks columns).
         tp_group: the ``ProcessGroup`` of the ranks that the layer is split over.
-        tp_size: the number of ranks; needed without ``tp_group`` only, if
-            ``set_tensor_parallel_group`` is to be called before forward.
-        sequence_parallel: dimension 0 of a column-parallel layer's input, or of a row-parallel
-            layer's output, is split over the ranks, too. The input's rows are gathered as FP8 data
+        tp_size: the number of ranks; needed only without ``tp_group``, if
+            ``set_tensor_parallel_group`` will be called before forward.
+        sequence_parallel: also split dimension 0 of a column-parallel layer's input, or of a
+            row-parallel layer's output, over the ranks. The input's rows are gathered as FP8 data
             if all ranks have the same scale (delayed scaling reduced over the ranks, tensorwise
             recipes).
-        get_rng_state_tracker: returns a tracker of random states, as Megatron-LM's, in whose
-            ``fork(name)`` new values of split weights are drawn.
+        get_rng_state_tracker: function that returns a tracker of random states like Megatron-LM's.
+            Initial values of split weights are drawn inside its ``fork(name)``.
         rng_tracker_name: the name of the random state to fork; None takes the tracker's default.
 
     Its parameters are ``weight`` ``[out_features, in_features]``, ``bias`` ``[out_features]``.
@@ -234,8 +238,8 @@ class LinearLayer(LinearParameters):
     def reset_parameters(self) -> None:
         """Fills the weight by ``init_method`` (default N(0, 0.023)) and the bias with 0.
 
-        Parameters on the meta device are first made on PyTorch's default device, or on the current
-        GPU if the default device is the CPU and there is a GPU. To have the parameters elsewhere,
+        Parameters on the meta device first get memory on PyTorch's default device, or on the
+        current GPU if the default device is the CPU and there is a GPU. To choose another device,
         call ``to_empty`` before.
         """
         materialize(self)
@@ -264,22 +268,23 @@ class LinearLayer(LinearParameters):
         """Applies the layer to ``inp`` [..., in_features].
 
         Args:
-            inp: in the dtype of the parameters (fp32, fp16 or bf16 for FP8), or in any of these
-                under ``torch.autocast``, whose dtype the output then has. FP8 data are made of
-                ``inp`` as it is, without rounding it to that dtype first.
-            weight, bias: replace the module's own.
+            inp: in the dtype of the parameters (fp32, fp16 or bf16 for FP8). Under
+                ``torch.autocast`` it may have any of these, and the output has autocast's dtype;
+                FP8 data are then cast directly from ``inp``, without rounding it to autocast's
+                dtype first.
+            weight, bias: replace the module's own, and have their shapes.
             is_first_microbatch: None quantizes the weight on each call, True caches its FP8 copies,
-                False reuses these while the weight is unchanged. Writes to ``weight.data`` or
-                through other memory of the weight do not count in its version and are not noticed:
-                call with True or None after them.
+                False reuses these while the weight is unchanged. Writes to ``weight.data``, or
+                through another tensor that shares its memory, are not noticed: call with True or
+                None after them.
 
         Returns:
-            ``out`` [..., out_features], or with ``return_bias`` a tuple of it and the bias (empty
-            if there is none).
+            ``out`` [..., out_features], or ``(out, bias)`` with ``return_bias``. A layer without a
+            bias returns an empty tensor for it.
 
         Raises:
             TypeError: a tensor has another dtype than those above.
-            ValueError: a shape, or a missing weight or bias.
+            ValueError: a shape does not match, or a weight or bias is missing.
         """
         try:
             if weight is None and bias is None:
@@ -320,8 +325,8 @@ class LinearLayer(LinearParameters):
             heads: the layout of the heads in the output.
 
         Returns:
-            In FP8 ``(queries, keys, values)``, without queries if ``heads.repeats`` is 0, each
-            [..., heads, size]; else the output [..., out_features], not split.
+            In FP8 ``(queries, keys, values)``, each [..., heads, size], or ``(keys, values)`` if
+            ``heads.repeats`` is 0. In bf16 or fp32 the output [..., out_features], not split.
         """
         weight, bias = self._linear_operands()
         return self._call(
@@ -341,16 +346,18 @@ class LinearLayer(LinearParameters):
 
         Args:
             inp: as in ``forward``.
-            residual: ``[..., out_features]``, in the output's shape and dtype.
+            residual: ``[..., out_features]``, of the output's shape, any dtype; a GEMM adds it only
+                in the output's dtype.
             is_first_microbatch: as in ``forward``.
 
         Returns:
-            ``(out, rest)``: the sum [..., out_features] and None; or, if the GEMM cannot add,
-            what ``forward`` returns, and ``residual`` for the caller to add.
+            ``(out, rest)``: the sum [..., out_features] and None. If the GEMM cannot add, as in a
+            layer split over ranks, what ``forward`` returns, and ``residual`` for the caller to
+            add.
 
         Raises:
-            ValueError: ``residual`` does not have the output's shape; not checked with
-                ``parallel_mode``, which never adds it.
+            ValueError: ``residual`` does not have the output's shape; not checked for a layer that
+                is split over ranks.
         """
         if self.parallel_mode is not None:  # the ranks' GEMMs are summed first
             return self(inp, is_first_microbatch=is_first_microbatch), residual
@@ -446,31 +453,33 @@ class Linear(LinearLayer, torch.nn.Linear):  # type: ignore[misc]
         scaling: float = 1.0,
         low_rank_inp: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Applies the layer and adds a product of low rank, as an adapter of LoRA does.
+        """Applies the layer and adds a low-rank GEMM, as a LoRA adapter does.
 
-        In FP8, over a weight and bias that are frozen, the layer's GEMM adds the other one
-        before it rounds, and so in backward for the input's gradient. Layers that take the same
-        tensor one after another in a region, such as the projections to queries, keys and values,
-        then cast it once if the recipe keeps no state, and add up its gradient in their products.
-        A write to the tensor between the calls ends that, and so does a second call of the layer
-        that took it first; a write through ``data``, by a collective or to other memory of the
-        tensor does not count in its version and is not noticed before. Elsewhere the result is that
-        of torch's ops.
+        In FP8 with a frozen weight and bias, the layer's GEMM adds the low-rank result before it
+        rounds, and does so in backward for the input's gradient. Otherwise torch's ops add it.
+
+        Layers that take the same tensor one after another in a region, such as the projections to
+        queries, keys and values, also share work in this case: they cast the tensor once if the
+        recipe keeps no state, and add up its gradient in their GEMMs. A write to the tensor between
+        the calls ends the sharing, as does a second call of the layer that took it first. A write
+        through ``data``, by a collective, or through another tensor that shares its memory is not
+        noticed until then.
 
         Args:
             inp: as in ``forward``.
             down: ``[rank, in_features]``.
             up: ``[out_features, rank]``.
-            scaling: factor of the added product.
-            low_rank_inp: input of the added GEMM, ``inp`` after a dropout, say; None is ``inp``.
+            scaling: factor of the added result.
+            low_rank_inp: input of the added GEMM, of the shape of ``inp``, for example ``inp``
+                after a dropout; None takes ``inp``.
 
         Returns:
             ``forward(inp) + scaling * (low_rank_inp @ down.T) @ up.T``, [..., out_features].
 
         Raises:
-            TypeError: an argument's type, or a tensor has another dtype than ``forward`` allows for
-                the parameters.
-            ValueError: a shape or device.
+            TypeError: an argument has a wrong type, or a tensor has a dtype that ``forward`` does
+                not allow with these parameters.
+            ValueError: a shape does not match, or a tensor is on another device than ``inp``.
             NotImplementedError: the layer returns its bias, or is split over ranks.
         """
         name = type(self).__name__

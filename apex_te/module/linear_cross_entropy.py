@@ -74,42 +74,44 @@ def linear_cross_entropy(
 ) -> torch.Tensor:
     """Computes ``cross_entropy(hidden @ weight.T + bias, target)`` a chunk of rows at a time.
 
-    Loss and gradients are those of the GEMM followed by ``apex_te.ops.cross_entropy``, but the
-    weight's gradient, which is a sum over chunks, is rounded once a chunk. With reductions "mean"
-    and "sum" of float32 and bfloat16 the gradients are computed in forward, and backward may run
-    only once. Under ``torch.autocast`` hidden states, weight and bias are cast to its dtype.
+    Loss and gradients are those of the GEMM followed by ``apex_te.ops.cross_entropy``, except that
+    the weight's gradient, a sum over chunks, is rounded after each chunk. In float32 and bfloat16
+    with reduction "mean" or "sum", forward computes the gradients, and backward may run only once.
+    Under ``torch.autocast`` hidden states, weight and bias are cast to its dtype.
 
     With ``tp_group`` each rank has the weight's rows for a part of the vocabulary; hidden states
-    and targets are equal on all ranks. The ranks exchange three float32 numbers for each row, in
-    two all-reduces a chunk, and sum the gradient of the hidden states in one more.
+    and targets are equal on all ranks. For each chunk the ranks exchange three float32 numbers per
+    row in two all-reduces, and sum the gradient of the hidden states in one more.
 
     Args:
         hidden: hidden states ``[..., in]`` in float32, float16 or bfloat16.
         weight: the head's weight ``[vocabulary, in]`` in the dtype of ``hidden``, plain or held in
             FP8.
-        target: class indices ``[...]``, int64 or int32; an index outside the vocabulary that is not
-            ``ignore_index`` raises on the CPU and gives NaN on the GPU.
+        target: class indices ``[...]``, int64 or int32. An index outside the vocabulary, other than
+            ``ignore_index``, raises on the CPU and gives NaN on the GPU.
         bias: ``[vocabulary]`` in the dtype of ``hidden``, or None.
         ignore_index: rows with this target have loss 0 and gradient 0 and do not count.
         label_smoothing: in [0, 1], share of the target's probability spread over the vocabulary.
         reduction: "mean" over rows that are not ignored, "sum" or "none".
         fp8_recipe: recipe without state, or its name, such as ``"tensorwise"`` or ``"blockwise"``,
-            by which the three matmuls run in FP8; None, the default, computes them in the dtype of
-            ``hidden``, also inside ``fp8_autocast``.
-        chunk_rows: rows of a chunk; None picks as many as take 320 MiB of logits.
-        weight_grad_dtype: dtype in which the chunks' weight gradients are summed, that of
-            ``hidden`` or float32; None is that of ``hidden``.
-        tp_group: process group over which the vocabulary is split; None: this rank has all of it.
-        first_index: index in the vocabulary of this rank's first row of ``weight``; None: all ranks
-            have as many rows, in the order of ranks.
-        vocab_size: number of rows of all ranks; to be given with ``first_index``.
+            with which the three GEMMs run in FP8. None computes them in the dtype of ``hidden``,
+            even inside ``fp8_autocast``.
+        chunk_rows: rows of a chunk; None takes as many as have 320 MiB of logits.
+        weight_grad_dtype: dtype in which the weight gradients of the chunks are summed: that of
+            ``hidden`` (the default) or float32.
+        tp_group: process group over which the vocabulary is split; None means that this rank has
+            all of it.
+        first_index: index in the vocabulary of this rank's first row of ``weight``. None means that
+            all ranks have equally many rows, in the order of ranks.
+        vocab_size: number of rows of all ranks together; required with ``first_index``.
 
     Returns:
         The loss in float32: a scalar, or with "none" the losses in the shape of ``target``.
 
     Raises:
-        TypeError: dtypes that do not match, or ``tp_group`` is not a process group.
-        ValueError: a shape or option that does not match, or a recipe with state.
+        TypeError: dtypes do not match, or ``tp_group`` is not a process group.
+        ValueError: a shape or option does not match, tensors are on different devices, or the
+            recipe keeps state.
     """
     _check_tensors(hidden=hidden, weight=weight, target=target, bias=bias)
     device_type = hidden.device.type

@@ -21,11 +21,12 @@ class RMSNormLayer(NormModule):
         normalized_shape: the last dimension(s) of the input, an int or several.
         eps: added to the mean square.
         hidden_size: another name of ``normalized_shape``.
-        sequence_parallel: only sets the attribute of that name on the parameters.
+        sequence_parallel: sets the attribute of this name on the parameters, for trainers; it
+            changes no computation.
         params_dtype: dtype of the parameters, default ``torch.get_default_dtype()``; another name:
             ``dtype``.
         zero_centered_gamma: gamma is ``1 + weight``, and the weight starts at 0.
-        device: where the parameters live; on ``"meta"`` until ``reset_parameters()``.
+        device: device of the parameters; those on ``"meta"`` get memory by ``reset_parameters()``.
 
     Its parameter is ``weight`` of ``normalized_shape``. Interface and defaults follow
     TransformerEngine's RMSNorm.
@@ -62,12 +63,12 @@ class RMSNormLayer(NormModule):
         """Normalises ``inp`` [..., *normalized_shape]; returns a tensor of its shape.
 
         Args:
-            inp: fp32, fp16 or bf16, the dtype of the parameters; or any of these under
-                ``torch.autocast``, whose dtype the output then has. ``RMSNorm`` takes inputs of
-                another dtype than its parameters, too, as torch's does.
+            inp: fp32, fp16 or bf16, in the dtype of the parameters. Under ``torch.autocast`` it may
+                have any of these, and the output has autocast's dtype. Like torch's, ``RMSNorm``
+                also takes inputs of another dtype than its parameters.
 
         Raises:
-            TypeError: ``inp`` has another dtype.
+            TypeError: ``inp`` has another dtype than those above.
             ValueError: the last dimensions of ``inp`` are not ``normalized_shape``.
         """
         try:

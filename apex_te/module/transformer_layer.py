@@ -104,10 +104,11 @@ def _check_kind(layer_type: str, parallel_attention_mlp: bool, post_norm: bool) 
 class TransformerLayer(CompositeModule):
     """One layer of a Transformer, in FP8 inside an enabled ``fp8_autocast`` region.
 
-    GPT: the defaults. BERT: ``apply_residual_connection_post_layernorm`` and ``output_layernorm``.
-    Attention then has no norm in front, and the residual added to its result is its input; the
-    residual of the MLP is the result of the MLP's norm; a norm ends the layer. T5: encoders as GPT
-    with ``self_attn_mask_type="padding"``, decoders with ``layer_type="decoder"``.
+    The defaults make a GPT layer. For BERT set ``apply_residual_connection_post_layernorm`` and
+    ``output_layernorm``: attention then has no norm before it, and its input is the residual; the
+    output of the MLP's norm is the residual of the MLP; and a norm ends the layer. For T5 use GPT
+    layers with ``self_attn_mask_type="padding"`` as encoders, and ``layer_type="decoder"`` for
+    decoders.
 
     Submodules (prefixes of the state dict): ``self_attention``, ``inter_attention`` (decoders),
     ``layernorm_mlp``, ``layernorm`` (with ``output_layernorm``).
@@ -125,18 +126,18 @@ class TransformerLayer(CompositeModule):
         layer_number: position in the model, from 1; names the layer in ``inference_params``.
         self_attn_mask_type, window_size: as in ``DotProductAttention``.
         enc_dec_attn_mask_type, enc_dec_window_size: mask type and window of a decoder's cross
-            attention; a type of None is ``"padding"`` in calls with ``enc_dec_attn_mask`` or
+            attention. Type None means ``"padding"`` in calls with ``enc_dec_attn_mask`` or
             ``cu_seqlens_kv``, else ``"no_mask"``.
-        apply_query_key_layer_scaling: see ``DotProductAttention``: neutral to the maths, acts only
-            with a ``layer_number`` and if scores are stored in fp16.
-        attention_softmax_in_fp32: accepted; the softmax always computes in fp32.
+        apply_query_key_layer_scaling: see ``DotProductAttention``. It changes only roundings.
+        attention_softmax_in_fp32: accepted without effect; the softmax always computes in fp32.
         seq_length, micro_batch_size: accepted hints without effect.
-        apply_residual_connection_post_layernorm: residuals are the norms' results.
+        apply_residual_connection_post_layernorm: take the outputs of the norms, instead of their
+            inputs, as residuals.
         output_layernorm: normalise the result instead of attention's input.
         parallel_attention_mlp: attention and MLP both read the layer's input.
         layer_type: ``"encoder"`` or ``"decoder"``, which has cross attention.
         drop_path_rate: probability that a sample skips a branch (attention, cross attention, MLP)
-            while training; the others are divided by 1 - rate.
+            while training; the branch's results for other samples are divided by 1 - rate.
         fuse_qkv_params, qkv_weight_interleaved, qk_norm_type, qk_norm_eps, qk_norm_before_rope,
             rotary_pos_interleaved: as in ``MultiheadAttention``.
         bias: linear layers have biases.
@@ -144,11 +145,13 @@ class TransformerLayer(CompositeModule):
         attn_input_format: layout of the hidden states, ``"sbhd"``: [s, b, h], ``"bshd"``: [b, s,
             h], ``"thd"``: [t, h], packed sequences.
         fuse_wgrad_accumulation, params_dtype, device: as in ``Linear``.
-        get_rng_state_tracker: returns a tracker in whose ``fork()`` attention dropout draws.
+        get_rng_state_tracker: function that returns a tracker of random states; attention dropout
+            draws inside its ``fork()``.
         name: names the module in reports.
         set_parallel_mode: split heads and ``ffn_hidden_size`` over the ranks of ``tp_group``.
         sequence_parallel, tp_group, tp_size: as in ``Linear``. With sequence_parallel the hidden
-            states are this rank's part of dimension 0, and hidden dropout draws from the tracker.
+            states are this rank's part of dimension 0, and hidden dropout, too, draws from the
+            tracker.
 
     Interface, defaults and the order of arguments follow TransformerEngine's TransformerLayer.
     """
@@ -327,30 +330,30 @@ class TransformerLayer(CompositeModule):
         """Applies the layer; returns a tensor of the shape of ``hidden_states``.
 
         Args:
-            hidden_states: [s, b, h], [b, s, h] or [t, h], as ``attn_input_format`` says, in the
-                parameters' dtype. Under ``torch.autocast`` any floating dtype is allowed, and the
-                result has autocast's.
-            attention_mask: bool, True = masked out; used only if the mask type is ``"arbitrary"``
-                or a padding type; see ``DotProductAttention.forward``.
+            hidden_states: [s, b, h], [b, s, h] or [t, h], depending on ``attn_input_format``, in
+                the parameters' dtype. Under ``torch.autocast`` any floating dtype is allowed, and
+                the result has autocast's dtype.
+            attention_mask: bool, True = masked out; only for padding mask types and
+                ``"arbitrary"``. See ``DotProductAttention.forward``.
             encoder_output: hidden states that a decoder's cross attention reads, in the same
-                layout.
-            enc_dec_attn_mask: bool, True = masked out: a tuple of padding masks (decoder's,
-                encoder's), each [b, 1, 1, s], or one mask of the scores' shape, [b, 1, sq, sk].
+                layout. Decoders only, as are the arguments that begin with ``enc_dec``.
+            enc_dec_attn_mask: bool, True = masked out: a tuple of padding masks (decoder tokens [b,
+                1, 1, sq], encoder tokens [b, 1, 1, sk]), or one mask of the scores, [b, 1, sq, sk].
                 None masks nothing.
             enc_dec_attn_mask_type, enc_dec_window_size: replace the module's own in this call.
             is_first_microbatch: as in ``Linear.forward``.
-            rotary_pos_emb, core_attention_bias_type, core_attention_bias, alibi_slopes: of self
-                attention; see ``MultiheadAttention.forward``.
+            rotary_pos_emb, core_attention_bias_type, core_attention_bias, alibi_slopes: options of
+                self attention; see ``MultiheadAttention.forward``.
             cu_seqlens_q, cu_seqlens_kv, max_seqlen_q, max_seqlen_kv, cu_seqlens_q_padded,
-                cu_seqlens_kv_padded: see ``DotProductAttention.forward``; in a decoder kv are the
-                encoder's tokens.
+                cu_seqlens_kv_padded: see ``DotProductAttention.forward``. In a decoder those of kv
+                describe the encoder's tokens.
             checkpoint_core_attention: see ``DotProductAttention.forward``.
             inference_params: see ``MultiheadAttention.forward``.
             self_attn_mask_type, window_size: replace the module's own in this call.
 
         Raises:
             TypeError: a tensor has another dtype than those above.
-            ValueError: a shape, mask or option that does not fit.
+            ValueError: a shape, mask or option does not fit.
         """
         try:
             decoder = self.layer_type == "decoder"

@@ -203,10 +203,9 @@ class FusedOptimizer(SavingOptimizer):
 
         Args:
             closure: evaluates the model again and returns the loss.
-            grad_scaler: keyword only; a ``torch.amp.GradScaler``. Gradients are divided by its
-                scale, and the step is skipped if it found non-finite gradients; both happen on the
-                device.
-                ``grad_scaler.step(optimizer)`` has the same effect. As with torch's fused
+            grad_scaler: keyword only; a ``torch.amp.GradScaler``. The gradients are divided by its
+                scale, and the step is skipped if it found non-finite gradients; the host waits for
+                neither. ``grad_scaler.step(optimizer)`` has the same effect. As with torch's fused
                 optimizers, a step that is taken leaves the gradients unscaled, and one that is
                 skipped leaves them scaled.
 
@@ -216,12 +215,12 @@ class FusedOptimizer(SavingOptimizer):
         Raises:
             NotImplementedError: a gradient is sparse, or ``grad_scaler`` is given with
                 ``use_decoupled_grad``.
-            RuntimeError: a CUDA graph is being captured but ``capturable`` is False or no step has
-                run outside the graph, or ``grad_scaler.update()`` was not called since the last
+            RuntimeError: a CUDA graph is being captured, but ``capturable`` is False or no step has
+                run outside the graph; or ``grad_scaler.update()`` was not called since the last
                 step.
             TypeError: an argument is unknown, or a gradient is a DTensor but its parameter is not.
             ValueError: a gradient is on another mesh than its parameter, FP8 parameters have no
-                master weights, or parameters share memory or are on the meta device.
+                master weights, parameters share memory, or a parameter is on the meta device.
         """
         # Not in the signature: GradScaler would hand itself over, and warn that it stops doing so.
         grad_scaler = options.pop("grad_scaler", None)

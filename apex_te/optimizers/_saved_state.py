@@ -144,9 +144,11 @@ class SavingOptimizer(torch.optim.Optimizer):
             self._prepare_group(group)
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the state dict in ``torch.optim``'s form, with scaled state as float32.
+        """Returns the state dict in the form of ``torch.optim``.
 
-        A master weight stored as a bf16 parameter plus the low 16 bits saves these bits as int16.
+        State that is stored scaled in a narrower dtype is returned as float32. If a bf16 parameter
+        holds the high half of its master weight (``store_param_remainders``), ``master_param`` is
+        the low half as an int16 tensor.
         """
         found = super().state_dict()
         states = found["state"]
@@ -171,20 +173,22 @@ class SavingOptimizer(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Loads a state dict of this class, or of the same algorithm in ``torch.optim``.
 
-        Moments and master weights are converted to the dtypes that this optimizer was made with,
-        also from and to the low halves of ``store_param_remainders``, for which the model's weights
-        must be loaded first. A step count may be that of a group, as in Transformer Engine. A
-        missing master weight is made from its parameter at the next step. The state of a
-        DTensor parameter must be DTensors; ``torch.distributed.checkpoint.state_dict`` loads whole
-        tensors. After an error the optimizer is unchanged.
+        Moments and master weights are converted to the dtypes that this optimizer was made with.
+        That includes conversion from and to the low halves of ``store_param_remainders``, for which
+        the model's weights must be loaded first. A step count may be that of a group, as in
+        Transformer Engine. A missing master weight is made from its parameter at the next step. The
+        state of a DTensor parameter must be DTensors; use
+        ``torch.distributed.checkpoint.state_dict`` to load whole tensors. After an error the
+        optimizer is unchanged.
 
         Args:
             state_dict: result of ``state_dict()``.
 
         Raises:
-            TypeError: ``state_dict`` is not a dict; the state is a DTensor and its parameter is
-                none, or the other way round.
-            ValueError: the state is of another shape, mesh, number of parameters or optimizer.
+            TypeError: ``state_dict`` is not a dict, or the state is a DTensor but its parameter is
+                not, or the reverse.
+            ValueError: the state has another shape, mesh or number of parameters, or is that of
+                another optimizer.
         """
         self._check_saved(state_dict)
         # The last of the hooks, so that the others see tensors.

@@ -136,10 +136,14 @@ class FP8State:
         return Slots(gemms, first.due, first.on_device, self.sync, update_scales)
 
     def fit(self, recipe: DelayedScaling, device: torch.device) -> None:
-        """Makes scales and amax histories fit ``recipe``, which is about to record amax values.
+        """Makes scales and amax histories fit ``recipe``.
 
-        Missing tensors are allocated on ``device``; histories of another length are resized, and
-        scales are converted if format or margin changed.
+        Allocates them if missing, changes the length of the histories to the recipe's, and
+        multiplies the scales by the ratio that a change of format or margin makes.
+
+        Args:
+            recipe: recipe of the forward that is about to record amax values.
+            device: device on which missing tensors are allocated.
         """
         if not self.allocated or self.device.type == "meta":
             self.allocate(recipe.amax_history_len, device)

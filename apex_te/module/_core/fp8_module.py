@@ -392,9 +392,10 @@ class FP8Module(torch.nn.Module):
     _has_ddp_hooks._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
     def backward_dw(self) -> None:
-        """Computes the weight gradients that backward postponed for ``delay_wgrad_compute=True``.
+        """Computes the weight gradients that ``delay_wgrad_compute=True`` left out of backward.
 
-        They are added to ``.grad`` or ``main_grad``. Nothing happens if none are pending.
+        Adds them to ``.grad``, or with ``fuse_wgrad_accumulation`` to ``main_grad``. Does nothing
+        if none are pending, such as in a second call.
         """
         store = self._modes.wgrad_store  # the same list for forwards whose backward is to come
         waiting = store.copy()

@@ -29,35 +29,37 @@ _NAME = "GroupedLinear"
 
 
 class GroupedLinear(ParallelModule):
-    """Linear layers of one shape, layer i applied to the i-th group of rows of the input.
+    """Linear layers of one shape; layer i is applied to the i-th group of rows of the input.
 
     Args:
         num_gemms: number of linear layers.
-        in_features, out_features: sizes of each layer; any, multiples of 16 are fastest.
+        in_features, out_features: sizes of each layer. Any size works; multiples of 16 are fastest.
         bias: learn a bias ``[out_features]`` for each layer.
-        fuse_wgrad_accumulation: add each weight gradient to ``weight{i}.main_grad`` (preallocated
-            ``[out_features, in_features]``, its own dtype) instead of making ``weight{i}.grad``;
-            ``is_first_microbatch=True`` overwrites it.
+        fuse_wgrad_accumulation: add each weight gradient to ``weight{i}.main_grad`` instead of
+            ``weight{i}.grad``; with ``is_first_microbatch=True`` overwrite it. The caller allocates
+            ``main_grad``, ``[out_features, in_features]`` of a dtype of its own.
         init_method: fills a new weight in place; default N(0, 0.023). The biases start at 0.
-        return_bias: return ``(y, biases)``, a list, with no bias added, in the dtype of ``y``.
+        return_bias: return ``(y, biases)``; the biases, a list in the dtype of ``y``, are not
+            added.
         params_dtype: dtype of the parameters, default ``torch.get_default_dtype()``; another name:
             ``dtype``.
-        delay_wgrad_compute: leave the weight gradients out of backward; ``backward_dw()`` makes
+        delay_wgrad_compute: leave the weight gradients out of backward; ``backward_dw()`` computes
             them.
         save_original_input: save the input in bf16 or fp32 for backward instead of its FP8
             copies, and cast it again there.
         name: names the module in reports.
-        device: where the parameters live; on ``"meta"`` until ``reset_parameters()``.
+        device: device of the parameters; those on ``"meta"`` get memory by ``reset_parameters()``.
         parallel_mode: ``"column"`` splits ``out_features`` over the ranks of ``tp_group``,
-            ``"row"`` splits ``in_features``. There is no collective here: gathering tokens and
-            reducing results is the work of their dispatcher. Without biases only.
+            ``"row"`` splits ``in_features``. The module runs no collective: the dispatcher of the
+            tokens gathers them and reduces the results. Only without biases.
         tp_group, tp_size, sequence_parallel, get_rng_state_tracker, rng_tracker_name: as in
             ``Linear``.
 
     Its parameters are ``weight0`` ``[out_features, in_features]``, ``bias0`` ``[out_features]``,
-    ``weight1``, ``bias1`` .. in this order. Optimizers number their states by it: for a state saved
-    when all weights came first, see ``apex_te.integrations.reorder_grouped_linear_state``.
-    Interface and defaults follow TransformerEngine's GroupedLinear.
+    ``weight1``, ``bias1`` .. in this order. Optimizers number their states by this order. To load a
+    state that was saved when all weights came first, see
+    ``apex_te.integrations.reorder_grouped_linear_state``. Interface and defaults follow
+    TransformerEngine's GroupedLinear.
     """
 
     @named_arguments()
@@ -131,7 +133,7 @@ class GroupedLinear(ParallelModule):
     def reset_parameters(self) -> None:
         """Fills the weights by ``init_method`` (default N(0, 0.023)) and the biases with 0.
 
-        Parameters on the meta device are made first; see ``Linear.reset_parameters``.
+        Parameters on the meta device get memory first; see ``Linear.reset_parameters``.
         """
         materialize(self)
         with self._forked(self.parallel_mode is not None):
@@ -161,37 +163,38 @@ class GroupedLinear(ParallelModule):
     ) -> torch.Tensor | tuple[torch.Tensor, list[torch.Tensor]]:
         """Applies layer i to the i-th group of rows; returns [..., out_features].
 
-        ``inp`` may have more rows than the groups, as a padded buffer has: rows after the last
-        group are not read, and their outputs and gradients are zeros. Splits that are negative or
-        exceed the rows are an error; in a tensor on a GPU, where only the device sees them, all
-        outputs and gradients become NaN.
+        ``inp`` may have more rows than the groups, like a padded buffer. Rows after the last group
+        are not read, and their outputs and gradients are zeros. Splits that are negative or exceed
+        the rows are an error. If they are in a tensor on a GPU, the host does not see them: all
+        outputs and gradients then become NaN instead.
 
         If ``m_splits`` is a tensor on a GPU, the GEMMs differ in rounding and cost. Results of FP8
-        GEMMs are rounded to bfloat16 before they are converted to another dtype; FP8 data is
-        multiplied on sm_90, elsewhere it is decoded to bfloat16. GEMMs in fp16 and fp32 cost as
-        much as ``num_gemms`` layers over all rows. Sums for ``main_grad`` are rounded to 16 bits
-        only if torch's grouped GEMM multiplies bfloat16. ``fp8_statistics`` does not record these
-        GEMMs.
+        GEMMs are rounded to bfloat16 before they are cast to another dtype. FP8 GEMMs multiply FP8
+        data on sm_90, elsewhere decoded data in bfloat16. GEMMs in fp16 and fp32 cost as much as
+        ``num_gemms`` layers over all rows. Weight gradients are rounded to 16 bits before they are
+        added to ``main_grad`` only if torch's grouped GEMM multiplies bfloat16. ``fp8_statistics``
+        does not record these GEMMs.
 
         Args:
-            inp: [..., in_features] in the dtype of the parameters (fp32, fp16 or bf16 for FP8), or
-                any of these under ``torch.autocast``, whose dtype the output then has.
-            m_splits: the rows of each group, in order, 0 included: ints, or an int32 or int64
-                tensor [num_gemms] on the device of ``inp``, for which the host does not wait on a
-                GPU.
+            inp: [..., in_features] in the dtype of the parameters (fp32, fp16 or bf16 for FP8).
+                Under ``torch.autocast`` it may have any of these, and the output has autocast's
+                dtype.
+            m_splits: number of rows of each group, which may be 0: ints, or an int32 or int64
+                tensor [num_gemms] on the device of ``inp``. On a GPU the host does not wait for the
+                tensor.
             is_first_microbatch: as in ``Linear.forward``.
 
         Returns:
-            ``out``, or with ``return_bias`` a tuple of it and the list of biases.
+            ``out``, or with ``return_bias`` a tuple ``(out, biases)``, the latter a list.
 
         Raises:
             TypeError: ``inp`` has another dtype, or ``m_splits`` are not ints.
-            ValueError: a shape does not fit, ``m_splits`` are on another device, or they add up to
-                more than the rows of ``inp``.
-            NotImplementedError: before anything runs, if ``m_splits`` is a tensor on a GPU, for
-                FP8 in blocks or HiF8, FP8 with sizes that are not multiples of 16,
+            ValueError: a shape does not match, ``m_splits`` is on another device than ``inp``, or
+                its sum exceeds the rows of ``inp``.
+            NotImplementedError: ``m_splits`` is a tensor on a GPU, together with the recipe
+                ``"blockwise"`` or ``"mxfp8"``, HiF8, FP8 with sizes that are not multiples of 16,
                 ``delay_wgrad_compute``, ``save_original_input``, FP8 weights, more than 1023 groups
-                or ``torch.compile``.
+                or ``torch.compile``. Raised before anything runs.
         """
         try:
             weights, biases = self._weights_and_biases()
@@ -302,9 +305,9 @@ def grouped_forward(
     biases: tuple[torch.Tensor, ...],
     keep: tuple[bool, ...] | None = None,
 ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...], list[QuantizedTensor | None]]:
-    """Returns the output ``[..., out]``, and for each group its rows, plain and in FP8.
+    """Returns the output ``[..., out]``, and each group's rows, plain and in FP8.
 
-    A group without rows is not quantized, and stages no amax.
+    A group without rows is not quantized, and records no amax.
     """
     assert call.quantizers is not None
     quantizers, out_dtype = call.quantizers, call.dtype

@@ -118,7 +118,9 @@ def check_supported(module: FP8Module, weights: Tensors) -> None:
 def checked_quantizers(
     owner: str, quantizers: GroupQuantizers | None, in_features: int, out_features: int
 ) -> GroupQuantizers:
-    """Returns ``quantizers`` if they have FP8 GEMMs of groups whose sizes only the device knows."""
+    """Returns ``quantizers``, after checks that its scheme and the sizes allow ``m_splits`` on a
+    GPU.
+    """
     if quantizers is None:
         name = type(get_fp8_recipe()).__name__
         raise NotImplementedError(
@@ -139,8 +141,8 @@ def cached_weights(
 ) -> GroupedOutput | None:
     """Returns both FP8 copies of all weights, from the module's cache if they are up to date.
 
-    ``fill`` True casts all weights, False only if one has changed. With None, and under transforms
-    of torch.func, returns None: the caller casts the weights.
+    ``fill=True`` casts all weights, ``False`` does so only if one has changed. With None, and under
+    torch.func transforms, returns None, and the caller casts the weights.
     """
     if modes.captured is not None:
         return modes.captured.quantized_matrices(weights, quantizers.weight)

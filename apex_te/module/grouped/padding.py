@@ -61,27 +61,27 @@ class _RowGroups(torch.nn.Module):
 
 
 class Fp8Padding(_RowGroups):
-    """Module that adds rows of zeros to each group, up to a multiple of rows.
+    """Module that adds rows of zeros to each group, up to a multiple of ``align_size`` rows.
 
-    ``GroupedLinear`` does not need it; groups of such a multiple are multiplied without copies.
+    ``GroupedLinear`` does not need it, but multiplies groups of such a size without copying them.
 
     Args:
         num_gemms: number of groups.
-        align_size: the multiple; None takes that of the recipe in use: 16, or 32 with MXFP8.
+        align_size: the multiple; None takes that of the current recipe: 16, or 32 with MXFP8.
     """
 
     def forward(self, inp: torch.Tensor, m_splits: Sequence[int]) -> tuple[torch.Tensor, list[int]]:
-        """Pads each group of rows; an input that needs no padding is returned as it is.
+        """Pads each group of rows; returns ``inp`` itself if it needs no padding.
 
         Args:
             inp: [sum(m_splits), features] in any dtype.
-            m_splits: the rows of each group.
+            m_splits: number of rows of each group.
 
         Returns:
-            ``(rows, m_splits)``: the padded rows, and how many each group has.
+            ``(rows, m_splits)``: the padded rows, and the number of rows of each group, a list.
 
         Raises:
-            TypeError: ``m_splits`` that are not ints.
+            TypeError: ``m_splits`` is not a list or tuple of ints.
             ValueError: an argument has another shape or length than that above.
         """
         splits, padded = self._padded(m_splits)
@@ -101,18 +101,18 @@ class Fp8Unpadding(_RowGroups):
 
     Args:
         num_gemms: number of groups.
-        align_size: the multiple; None takes that of the recipe in use: 16, or 32 with MXFP8.
+        align_size: as passed to ``Fp8Padding``.
     """
 
     def forward(self, inp: torch.Tensor, m_splits: Sequence[int]) -> torch.Tensor:
         """Removes the padding of each group; returns [sum(m_splits), features].
 
         Args:
-            inp: the padded rows.
-            m_splits: the rows of each group without padding.
+            inp: the padded rows, [rows, features].
+            m_splits: number of rows of each group without padding.
 
         Raises:
-            TypeError: ``m_splits`` that are not ints.
+            TypeError: ``m_splits`` is not a list or tuple of ints.
             ValueError: an argument has another shape or length than that above.
         """
         splits, padded = self._padded(m_splits)
