@@ -16,7 +16,7 @@ Pair = tuple[torch.Tensor, torch.Tensor]  # (parameter, master weight)
 
 
 class Flags:
-    """Unscales gradients, and keeps a flag on each device: 1 if a gradient was not finite."""
+    """Unscales gradients; keeps a flag on each device, which is 1 if a gradient was not finite."""
 
     def __init__(self, inv_scale: torch.Tensor | None) -> None:
         self._inv_scale = inv_scale
@@ -25,8 +25,8 @@ class Flags:
     def scale(self, inputs: list[torch.Tensor], outputs: list[torch.Tensor]) -> None:
         """Writes each dense input, divided by the loss scale, to its output.
 
-        An output, without gaps in memory, sets the dtype, and may be the input itself; for a
-        DTensor it is a DTensor with its placements.
+        The result has the output's dtype. An output has no gaps in memory, and may be the input
+        itself. For a DTensor it is a DTensor with the same placements.
         """
         by_device: dict[torch.device, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
         for x, out in zip(inputs, outputs, strict=True):
@@ -70,7 +70,7 @@ def move_grads(pairs: list[Pair], flags: Flags) -> None:
 
 
 def unscale_grads(params: list[torch.Tensor], kept: dict[int, torch.Tensor], flags: Flags) -> None:
-    """Unscales gradients in place, and adds ``kept`` ones of earlier backwards, not scaled."""
+    """Unscales gradients in place, and adds ``kept``, unscaled gradients of earlier backwards."""
     grads = []
     for param in params:
         if param.grad is not None:

@@ -29,8 +29,8 @@ class Casts:
 class AmpForward:
     """Callable that replaces ``model.forward`` on the instance, and adds casts.
 
-    A copy or pickle of the model contains one that calls the copy. ``inner`` is a ``forward`` that
-    the instance had before, or None; ``torch.autocast`` is for the device of ``probe``.
+    In a copy or pickle of the model it calls the copy. ``inner`` is the ``forward`` that the
+    instance had before, or None. ``torch.autocast`` applies to the device of ``probe``.
     """
 
     __slots__ = ("__weakref__", "casts", "handles", "inner", "model", "probe")

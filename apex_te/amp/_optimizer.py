@@ -20,7 +20,7 @@ class OptimizerAmp:
 
     Attributes:
         pairs: ``(parameter, master)`` for each master weight that replaces a parameter in
-            ``param_groups``; empty for apex_te's optimizers, which make master weights themselves.
+            ``param_groups``; empty for apex_te's optimizers, which keep master weights themselves.
         scaled: True if gradients are still scaled, after ``scale_loss(delay_unscale=True)``.
         skips_on_device: True if ``step`` reads ``found_inf`` on the device; else the host reads it
             and skips the step.
@@ -69,10 +69,10 @@ class OptimizerAmp:
         return self.pairs, [p for p in _params(optimizer) if id(p) not in masters]
 
     def refresh(self) -> None:
-        """Copies parameters that have changed since their master weights were made to these, once.
+        """Copies parameters to their master weights, once, if they changed after these were made.
 
-        So weights may be loaded before the first step; a state dict without master weights repeats
-        it.
+        Thus weights may be loaded before the first step. Loading a state dict without master
+        weights makes the next call copy again.
         """
         if self._versions is None:
             return
@@ -110,7 +110,7 @@ class OptimizerAmp:
             )
 
     def take_group(self, optimizer: torch.optim.Optimizer) -> None:
-        """Gives the parameters of the last group, which was added just now, master weights."""
+        """Gives master weights to the parameters of the last group, which was just added."""
         self._replace_params(optimizer, optimizer.param_groups[-1:])
 
     def _replace_params(
@@ -145,7 +145,7 @@ class OptimizerAmp:
 
 
 def amp_of(optimizer: torch.optim.Optimizer) -> OptimizerAmp | None:
-    """Returns amp's state of ``optimizer``, None if ``amp.initialize`` has not prepared it."""
+    """Returns amp's state of ``optimizer``; None if ``amp.initialize`` has not prepared it."""
     return optimizer.__dict__.get("_amp")
 
 

@@ -36,12 +36,12 @@ def initialize(
     *,
     hysteresis: int = 1,
 ) -> Any:
-    """Makes models and optimizers compute in mixed precision, in place.
+    """Prepares models and optimizers, in place, for mixed precision by an opt level.
 
-    Call it once, with the models on their device, before wrapping them in DDP, after
-    ``fully_shard`` (whose parameters the optimizers have), and before loading a checkpoint. A
-    second call undoes the first, except that weights keep their dtypes unless the new level casts
-    them.
+    Call it once, with the models on their device: before wrapping them in DDP and before loading a
+    checkpoint, but after ``fully_shard`` and after the optimizers were given the sharded
+    parameters. A second call undoes the first, except that weights keep their dtypes unless the new
+    level casts them.
 
     ``opt_level`` sets the properties from ``cast_model_type`` to ``cast_model_outputs``, and the
     FP8 recipe; ``apex_te/amp/levels.py`` has the table. An argument that is not None replaces the
@@ -49,36 +49,36 @@ def initialize(
 
     Args:
         models: a module or a list of modules.
-        optimizers: an optimizer, a list or None.
+        optimizers: an optimizer, a list of optimizers, or None.
         enabled: False undoes an earlier call and prepares nothing; ``scale_loss`` then yields the
-            loss itself.
+            unscaled loss.
         opt_level: "O0" to "O7".
-        cast_model_type: dtype of parameters, buffers and inputs.
+        cast_model_type: dtype to which parameters, buffers and inputs are cast.
         patch_torch_functions: run the forward under ``torch.autocast``; False turns off the
             autocast of O1 and O4, True is an error with any other level.
-        keep_batchnorm_fp32: batch norms keep float32 parameters and buffers; "True" and "False"
-            count as bools.
+        keep_batchnorm_fp32: batch norms keep float32 parameters and buffers; the strings "True" and
+            "False" are accepted.
         master_weights: the optimizers update float32 copies of 16-bit parameters. apex_te's
-            optimizers keep the copies in their state; in any other optimizer the copies
-            replace the parameters in ``param_groups``. Either has them in its state dict as
-            ``master_param``.
-        loss_scale: "dynamic" or a number, which may come as a string.
-        cast_model_outputs: dtype of floating-point outputs; None is float32 with a
-            ``cast_model_type``, else leaves them.
-        num_losses: number of loss scalers, among which ``scale_loss(loss_id=...)`` chooses.
+            optimizers keep the copies in their state; in any other optimizer the copies replace the
+            parameters in ``param_groups``. State dicts have them as ``master_param`` in either
+            case.
+        loss_scale: "dynamic" or a number, which may be a string.
+        cast_model_outputs: dtype of floating-point outputs. None stands for float32 if
+            ``cast_model_type`` is set, and otherwise leaves outputs as they are.
+        num_losses: number of loss scalers, chosen by ``scale_loss(loss_id=...)``.
         verbosity: 1 prints the chosen properties on the first rank, 0 nothing.
         min_loss_scale: floor of a dynamic scale; None is 2**-24.
         max_loss_scale: cap of a dynamic scale.
-        hysteresis: number of steps in a row with non-finite gradients after which a dynamic scale
+        hysteresis: number of successive steps with non-finite gradients after which a dynamic scale
             is halved.
 
     Returns:
         ``models``, or ``(models, optimizers)`` if optimizers are given: the objects that were
-        passed, in a list if they came in a list or tuple of models.
+        passed; models that came in a list or tuple are in a list.
 
     Raises:
         TypeError: an argument has a wrong type.
-        ValueError: a value is out of range, or arguments do not go together.
+        ValueError: a value is out of range, or arguments exclude each other.
     """
     all_models = _as_models(models)
     all_optimizers = [] if optimizers is None else as_optimizers("amp.initialize", optimizers)

@@ -32,7 +32,7 @@ _BOOLS = {"True": True, "False": False}
 
 @dataclasses.dataclass(frozen=True)
 class Properties:
-    """Properties of an opt level; a caller of ``amp.initialize`` may have replaced some.
+    """Properties of an opt level, some of them perhaps replaced by arguments of ``amp.initialize``.
 
     A dtype of None leaves tensors as they are; ``loss_scale`` is "dynamic" or a number.
     """
@@ -69,7 +69,7 @@ LEVELS = {
 
 
 def choose(opt_level: str, overrides: dict[str, Any]) -> Properties:
-    """Returns the properties of a level, replaced by the ``overrides`` that are not None."""
+    """Returns the properties of a level; ``overrides`` that are not None replace the level's."""
     if not isinstance(opt_level, str):
         raise TypeError(
             f"amp.initialize: opt_level must be a string, got {type(opt_level).__name__}"

@@ -38,31 +38,31 @@ def scale_loss(
     delay_unscale: bool = False,
     delay_overflow_check: bool = False,
 ) -> Iterator[torch.Tensor]:
-    """Context manager for a backward: scales the loss, then unscales gradients and moves the scale.
+    """Context manager that scales the loss, and on exit unscales gradients and updates the scale.
 
     On exit, gradients are divided by the scale in float32 and added to those of earlier backwards:
     in the ``.grad`` of master weights if there are any, else in place. If a gradient is not finite,
     the next step of all ``optimizers`` is skipped. apex_te's optimizers and torch's with
-    ``fused=True`` read the flag ``optimizer.found_inf`` on the device; for others the host reads it
-    in ``step``, and waits for the device there. Ranks that hold parts of DTensor parameters, or of
-    modules split over a ``tp_group``, share the flag, and skip the same steps.
+    ``fused=True`` read the flag ``optimizer.found_inf`` on the device. With others ``step`` waits
+    for the device, and the host reads the flag. Ranks that hold parts of DTensor parameters, or of
+    modules split over a ``tp_group``, share the flag and skip the same steps.
 
     Args:
         loss: a float tensor of one element.
         optimizers: all optimizers whose parameters get gradients from the loss.
         loss_id: number of the loss scaler to use, below ``num_losses`` of ``amp.initialize``.
-        model: not used, as in apex.
-        delay_unscale: True leaves the gradients scaled, for the next ``scale_loss`` with the same
-            ``loss_id``, which must come before the step, to unscale.
-        delay_overflow_check: True leaves the scale unchanged; the next ``scale_loss`` with the same
-            ``loss_id`` moves it for the gradients of both.
+        model: ignored, as in apex.
+        delay_unscale: True leaves the gradients scaled. The next ``scale_loss`` with the same
+            ``loss_id`` unscales them; it must come before the step.
+        delay_overflow_check: True leaves the scale unchanged. The next ``scale_loss`` with the same
+            ``loss_id`` updates it for the gradients of both.
 
     Yields:
         The tensor to call ``backward`` on: ``loss.float() * scale``, or ``loss`` after
         ``amp.initialize(enabled=False)``.
 
     Raises:
-        RuntimeError: ``amp.initialize`` was not called, or not given an optimizer.
+        RuntimeError: ``amp.initialize`` was not called, or did not get one of ``optimizers``.
         TypeError: an argument has a wrong type.
         ValueError: ``loss_id`` is unknown, or ``loss`` has several elements.
     """
@@ -210,13 +210,13 @@ def _amp(optimizer: torch.optim.Optimizer) -> OptimizerAmp:
 
 
 def master_params(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
-    """Yields the tensors whose ``.grad`` the next step reads, for clipping, say.
+    """Yields the tensors whose ``.grad`` the next step reads, for example to clip gradients.
 
     Yields:
-        For each parameter its master weight if the gradient is there, else the parameter.
+        For each parameter, its master weight if that has the gradient, else the parameter.
 
     Raises:
-        TypeError: ``optimizer`` is no optimizer.
+        TypeError: ``optimizer`` is not a ``torch.optim.Optimizer``.
     """
     (one,) = as_optimizers("amp.master_params", optimizer)
     for group in one.param_groups:
@@ -240,16 +240,16 @@ def state_dict() -> dict[str, Any]:
 def load_state_dict(state_dict: dict[str, Any]) -> None:
     """Loads the state of the loss scalers, in order.
 
-    If there are more or fewer scalers than were saved, a message is printed and the first ones are
-    loaded. After an error all scalers are unchanged.
+    If the number of scalers differs from the saved one, a message is printed, and as many as
+    possible are loaded, from the first on. After an error all scalers are unchanged.
 
     Args:
         state_dict: result of ``amp.state_dict()``.
 
     Raises:
-        RuntimeError: there are unknown keys, or ``amp.initialize`` was not called.
-        TypeError: ``state_dict`` is not a dict, or as for ``LossScaler.load_state_dict``.
-        ValueError: as for ``LossScaler.load_state_dict``.
+        RuntimeError: a key is unknown or missing, or ``amp.initialize`` was not called.
+        TypeError: ``state_dict`` is not a dict, or a value is not a number.
+        ValueError: a scale or count is out of range.
     """
     scalers = _scalers("load_state_dict")
     if not isinstance(state_dict, dict):

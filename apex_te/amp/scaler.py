@@ -22,26 +22,27 @@ def _is_number(value: Any) -> TypeGuard[int | float]:
 
 
 class LossScaler:
-    """Loss scale that is halved when gradients were not finite and doubled when they were for long.
+    """Loss scale that is halved after non-finite gradients, doubled after many finite ones.
 
     An update is clean if all gradients were finite. The algorithm is apex.amp's, with the
-    hysteresis of its ``update_scale_hysteresis``. The state is float32 scalars on the device of the
-    last loss: the scale, clean updates since the scale was doubled or an update was not clean
-    (``unskipped``), updates that are not clean to come before the scale is halved (``hysteresis``),
-    and all updates that were not clean (``skipped``). ``loss_scale()``, ``skipped()`` and
-    ``state_dict()`` read them, which waits for the device; no other method waits.
+    hysteresis of its ``update_scale_hysteresis``. The state consists of float32 scalars on the
+    device of the last loss: the scale; ``unskipped``, the number of clean updates since the scale
+    was last doubled or an update was not clean; ``hysteresis``, the number of further unclean
+    updates after which the scale is halved; and ``skipped``, the number of all unclean updates.
+    ``loss_scale()``, ``skipped()`` and ``state_dict()`` read them and wait for the device; no other
+    method waits.
 
     Args:
-        loss_scale: "dynamic" for a scale that starts at 2**16, or a number that stays.
-        scale_window: number of clean updates in a row after which the scale is doubled.
+        loss_scale: "dynamic" for a scale that starts at 2**16, or a number that stays fixed.
+        scale_window: number of successive clean updates after which the scale is doubled.
         min_loss_scale: lower bound of a dynamic scale; None is 2**-24.
         max_loss_scale: upper bound of a dynamic scale.
-        hysteresis: number of updates in a row that are not clean from which on each one halves the
-            scale; a clean one starts the count anew.
+        hysteresis: number of successive unclean updates from which on each one halves the scale; a
+            clean update restarts the count.
 
     Attributes:
-        dynamic: True if the scale moves.
-        is_one: True if the scale is 1 and does not move, so that nothing needs unscaling.
+        dynamic: True if the scale can change.
+        is_one: True if the scale is always 1, so that nothing needs unscaling.
 
     Raises:
         TypeError: an argument has a wrong type.
@@ -114,16 +115,16 @@ class LossScaler:
         """Keeps the flag of a step for the next ``update``, which then counts both as one update.
 
         Args:
-            found_inf: one element, not 0 if a gradient was not finite.
+            found_inf: tensor of one element, not 0 if a gradient was not finite.
         """
         self._held = found_inf if self._held is None else torch.maximum(self._held, found_inf)
 
     @torch.no_grad()
     def update(self, found_inf: torch.Tensor) -> None:
-        """Halves, doubles or keeps a dynamic scale; a fixed one stays.
+        """Halves, doubles or keeps a dynamic scale; a fixed scale stays as it is.
 
         Args:
-            found_inf: one element, not 0 if a gradient was not finite.
+            found_inf: tensor of one element, not 0 if a gradient was not finite.
         """
         if not self.dynamic:
             return
@@ -155,8 +156,7 @@ class LossScaler:
         """Returns the state as numbers; waits for the device.
 
         Returns:
-            ``loss_scale``, ``unskipped``, ``hysteresis`` and ``skipped``, which the class
-            describes.
+            ``loss_scale``, ``unskipped``, ``hysteresis`` and ``skipped`` by name; see the class.
         """
         return {
             "loss_scale": self.loss_scale(),
@@ -169,12 +169,12 @@ class LossScaler:
         """Sets the state from a state dict; after an error the scaler is unchanged.
 
         Args:
-            state_dict: result of ``state_dict()``, or apex.amp's, which has ``loss_scale`` and
-                ``unskipped`` alone.
+            state_dict: result of ``state_dict()``, or that of apex.amp, which has only
+                ``loss_scale`` and ``unskipped``.
 
         Raises:
-            RuntimeError: the state dict has other keys.
-            TypeError: a value is not a number.
+            RuntimeError: a key is missing or unknown.
+            TypeError: ``state_dict`` is not a dict, or a value is not a number.
             ValueError: a scale or count is out of range.
         """
         self.take(self.checked(state_dict))

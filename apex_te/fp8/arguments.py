@@ -74,16 +74,16 @@ def add_fp8_arguments(parser: argparse.ArgumentParser) -> Any:
 
 
 def recipe_from_arguments(args: argparse.Namespace) -> Recipe | None:
-    """Returns the recipe that the parsed switches ask for; None if they do not ask for FP8.
+    """Returns the recipe that the parsed switches choose; None if they do not turn FP8 on.
 
-    ``--fp8-format`` alone means delayed scaling; ``--fp8-recipe`` alone means that recipe's default
-    format.
+    ``--fp8-format`` alone chooses delayed scaling; ``--fp8-recipe`` alone chooses that recipe's
+    default format.
 
     Args:
         args: result of a parser to which ``add_fp8_arguments`` has added the switches.
 
     Raises:
-        ValueError: a switch has an unknown value, FP8 is asked for with ``--transformer-impl
+        ValueError: a switch has an unknown value, FP8 is combined with ``--transformer-impl
             local``, or the recipe does not have the format.
         TypeError: ``args`` does not come from a parser with these switches.
     """

@@ -34,10 +34,11 @@ class Region(Entered):
     """One entered ``fp8_autocast`` block, which modules that run inside read.
 
     Attributes:
-        last_input: the input that a layer of this region cast last, for one that takes the same.
+        last_input: the input that a layer of this region cast last, for the next layer with this
+            input.
         grad: True if the outermost region was entered with grad enabled.
         in_fp8: True if this region or a region around it is enabled or calibrating.
-        in_backward: True if it was entered while a backward ran, by what is computed again.
+        in_backward: True if it was entered during a backward, by a recompute.
         amax_group: the amax group that counts this region; None in evaluation, in a recompute,
             without state, and in traced code, whose graph enters the region by an op.
         previewed: True in an evaluation that reads ``FP8State.pending_scale_fwd``.
@@ -108,7 +109,7 @@ local = _Local()
 
 
 class fp8_autocast:
-    """Runs the modules inside in FP8; a context manager and a decorator, for one thread.
+    """Context manager and decorator that runs the modules inside in FP8, for one thread.
 
     ``fp8_autocast("tensorwise")``, ``fp8_autocast(fp8_recipe="tensorwise")`` and
     ``fp8_autocast(True, "tensorwise")`` are the same. Transformer Engine's order ``(enabled,
@@ -118,48 +119,47 @@ class fp8_autocast:
     Args:
         recipe_or_enabled: a recipe or its name, as ``fp8_recipe``; or a bool, as ``enabled``.
         fp8_recipe: a recipe or its name (``"delayed"``, ``"tensorwise"``, ``"blockwise"``,
-            ``"mxfp8"``), default ``DelayedScaling()``. A bool here is taken as ``calibrating``, and
-            the arguments that follow as recipe and group.
+            ``"mxfp8"``), default ``DelayedScaling()``. A bool here means ``calibrating``; the next
+            two positional arguments are then recipe and group.
         fp8_group: process group over which amax values are reduced by maximum; None is the whole
-            world. The outermost region's group counts. Its ranks must have the same FP8 modules:
-            data-, tensor- and expert-parallel ranks may share a group, pipeline stages may not.
-            Ranks whose modules differ in number, size, class, the ``layer_number`` of their
-            ``TransformerLayer`` or ``MultiheadAttention``, or the pipeline stage that Megatron
-            knows get a ``RankMismatchError`` at the first update. Stages that are equal in all of
-            these go unnoticed: the amax values of one would then make the scales of the other too
-            small.
+            world. Nested regions use the outermost region's group. Its ranks must have the same FP8
+            modules: data-, tensor- and expert-parallel ranks may share a group, pipeline stages may
+            not. The first update raises ``RankMismatchError`` if the ranks' modules differ in
+            number, size, class, the ``layer_number`` of their ``TransformerLayer`` or
+            ``MultiheadAttention``, or the pipeline stage that Megatron knows. Stages that are equal
+            in all of these are not detected: the amax values of one then make the scales of the
+            other too small.
         amax_reduction_group: another name of ``fp8_group``.
-        enabled: run in FP8; False inside an enabled region switches FP8 off there.
-        calibrating: collect amax values also if ``enabled`` is False; results are bf16 or fp32
-            then.
+        enabled: run in FP8; False inside an enabled region turns FP8 off there.
+        calibrating: record amax values even if ``enabled`` is False; results are then bf16 or fp32.
         recipe: another name of ``fp8_recipe``.
-        keep_columnwise_weights: cast each weight once, to both copies, in forward, and hold the
-            columnwise copy until backward, which else casts the weight again. This costs a byte
-            for each element of a weight from forward to backward and saves a third of the bytes
-            that casts of weights move. Weights that are cached, held in FP8, sharded by
-            ``fully_shard`` or those of ``GroupedLinear`` ignore the option.
+        keep_columnwise_weights: cast each weight only once, in forward, and keep the transpose of
+            its FP8 data (the columnwise copy) until backward. Otherwise backward casts the weight
+            again. This costs one byte for each element of a weight from forward to backward, and
+            saves a third of the bytes that casts of weights move. It has no effect on weights that
+            are cached, held in FP8, sharded by ``fully_shard``, or in a ``GroupedLinear``.
 
-    Regions may be nested. Scales are updated on entering an outermost region with grad, once
-    ``interval`` regions have passed since the last update, and on leaving an outermost calibrating
-    region without grad if no region with grad is pending. Both are collective over ``fp8_group``.
+    Regions may be nested. Scales are updated on entering an outermost region with grad enabled,
+    once ``interval`` regions have passed since the last update. They are also updated on leaving an
+    outermost calibrating region without grad, unless a region with grad awaits its update. Both are
+    collective over ``fp8_group``.
 
     An evaluation (an outermost region without grad) changes no state, but reads the scales that a
-    pending update will give. Over several ranks, which may not all enter an evaluation, and in code
-    that torch.compile or a CUDA graph captures together with the region, an evaluation reads the
-    scales of the last update; call ``apex_te.flush_fp8_state()`` on all ranks before it to apply a
-    pending update.
+    pending update will give. It reads the scales of the last update instead with several ranks,
+    which may not all enter an evaluation, and if torch.compile or a CUDA graph captures the region
+    with its code. To apply a pending update before it, call ``apex_te.flush_fp8_state()`` on all
+    ranks.
 
-    Regions with different groups, or with ``reduce_amax`` and without, are counted and updated
-    separately; an update takes in the modules that last ran in a region of its kind.
+    Regions with different groups, or with different ``reduce_amax``, are counted and updated
+    separately; an update covers the modules that last ran in a region of its kind.
 
-    A region ends where its ``with`` block does, in whichever order and thread blocks are left: a
-    suspended generator leaves its block when it is closed. While a generator is suspended, the
-    thread that ran it stays in the region; another thread that continues the generator is in no
-    region.
+    A region ends with its ``with`` block; blocks may be left in any order and thread. A suspended
+    generator leaves its block when it is closed. Until then the thread that ran it stays in the
+    region; another thread that continues the generator is in no region.
 
-    Delayed scaling counts the regions of all threads together, and an update takes in all models
-    of the process: only one thread at a time may train with it, which a warning says if two are in
-    a region at once. Evaluations, and recipes without state, may run in any number of threads.
+    Delayed scaling counts the regions of all threads together, and an update covers all models of
+    the process. Only one thread at a time may train with it; a warning tells if two are in a region
+    at once. Evaluations, and recipes without state, may run in any number of threads.
 
     Raises:
         TypeError: an argument has a wrong type, or is given twice.
@@ -363,7 +363,7 @@ class _ModuleNames(type):
 
 
 class autocast(fp8_autocast, metaclass=_ModuleNames):
-    """``fp8_autocast`` by Transformer Engine's newer name, with equal arguments."""
+    """``fp8_autocast`` under Transformer Engine's newer name, with the same arguments."""
 
     __slots__ = ()
 

@@ -14,7 +14,7 @@ _FNUZ = {
 
 
 def formats_of(fp8_format: Format, device: torch.device) -> FormatValue:
-    """Returns a format's element types, fnuz if the device multiplies these only, and ``fp8_max``.
+    """Returns a format's element types, fnuz if the device supports only these, and ``fp8_max``.
 
     Source: AMD CDNA3 instruction set (fnuz), OCP OFP8 1.0.
     """

@@ -41,19 +41,19 @@ _local = _Local()
 
 
 class fp8_model_init:
-    """Has modules constructed inside hold the weights of their GEMMs in low precision only.
+    """Context manager in which modules are constructed with the weights of their GEMMs in FP8 only.
 
     Such a weight is an ``apex_te.parameter.FP8Parameter``: a ``torch.nn.Parameter`` of the module's
-    ``params_dtype`` that takes one byte an element. Inside ``fp8_autocast`` GEMMs read its FP8
+    ``params_dtype`` that takes one byte per element. Inside ``fp8_autocast`` GEMMs read its FP8
     data; elsewhere, and with a recipe of another scheme, they read its values. State dicts hold the
-    values in ``params_dtype``; loading one quantizes. This is a context manager for one thread;
+    values in ``params_dtype``; loading one quantizes them. The context applies to one thread;
     blocks may be nested, and left in any order and by any thread.
 
     Args:
-        enabled: False switches an enabled ``fp8_model_init`` around this one off.
-        recipe: recipe, or its name, by which weights are quantized when they are made and whenever
-            they are written to; default ``DelayedScaling()``, which here scales a weight by the
-            weight's amax.
+        enabled: False turns off an enabled ``fp8_model_init`` around this one.
+        recipe: recipe, or its name, with which weights are quantized when they are created and
+            whenever they are written to. The default ``DelayedScaling()`` computes the scale of a
+            weight from its present amax here.
         preserve_high_precision_init_val: keep the values before quantization on the CPU, for an
             optimizer's master weight: ``weight.get_high_precision_init_val()`` returns them, and
             ``weight.clear_high_precision_init_val()`` frees them.
@@ -94,7 +94,7 @@ class fp8_model_init:
 
 
 class quantized_model_init(fp8_model_init):
-    """``fp8_model_init`` by Transformer Engine's newer name, with equal arguments."""
+    """``fp8_model_init`` under Transformer Engine's newer name, with the same arguments."""
 
     __slots__ = ()
 

@@ -33,10 +33,10 @@ class _Compiled:
 
 
 class ModuleFP8:
-    """FP8 state of a module and the quantizers over it, which are built once for each recipe.
+    """FP8 state of a module, and its quantizers, which are built once for each recipe.
 
-    ``label`` is equal on all ranks: the module's class, and its layer or pipeline stage if known.
-    ``handle`` is ``number`` as int64 ``[1]`` on the CPU, for ops in compiled code.
+    ``label`` is the module's class, with its layer or pipeline stage if known; it is equal on all
+    ranks. ``handle`` is ``number`` as int64 ``[1]`` on the CPU, for ops in compiled code.
     """
 
     number: int
@@ -82,31 +82,31 @@ class ModuleFP8:
 
     @property
     def recipe(self) -> Recipe | None:
-        """Recipe of the state, else of the last forward in FP8 that recorded; None if unknown."""
+        """Recipe of the state, else of the last forward that recorded an amax; None if unknown."""
         state = self.state
         if state.allocated and state.recipe is not None:
             return state.recipe
         return recipe_named(self._active_key) if self._active_key else None
 
     def forget(self) -> None:
-        """Drops all quantizers, which hold views of the state's tensors; forwards build others."""
+        """Drops all quantizers, which hold views of the state's tensors; forwards rebuild them."""
         self._sets: dict[str, QuantizerSets] = {}
         self._active_key = ""
         self._active: QuantizerSets | None = None
         self._compiled = _Compiled()
 
     def move(self, device: torch.device) -> None:
-        """Moves the state to ``device``, where the module is; to or from meta, values are lost."""
+        """Moves the state to ``device``, the module's device; to or from meta, values are lost."""
         self.forget()
         self.state.move(device)
 
     def observe(self, observer: Callable[[QuantizerSets], QuantizerSets] | None) -> None:
-        """Passes quantizers through ``observer`` before modules get them; None ends that."""
+        """Passes quantizers through ``observer`` before the module gets them; None stops this."""
         self.observer = observer
         self.forget()
 
     def belong_to(self, owner: Any) -> None:
-        """Remembers the ``torch.nn.Module`` that has this object, by a weak reference."""
+        """Stores a weak reference to the ``torch.nn.Module`` that owns this object."""
         self._owner = weakref.ref(owner)
 
     def owner_device(self) -> torch.device | None:
@@ -143,12 +143,12 @@ class ModuleFP8:
         return self.adapt(key, recipe, device, records)
 
     def active(self, key: str, amax_group: AmaxGroup | None) -> QuantizerSets | None:
-        """Returns the quantizers of the last recording forward, if a forward may use them as is."""
+        """Returns the quantizers of the last recording forward; None if they do not apply now."""
         entered = amax_group is None or amax_group is self._sync.amax_group
         return self._active if entered and self._active_key == key else None
 
     def enter(self, amax_group: AmaxGroup | None) -> None:
-        """Has updates of ``amax_group`` include this module from now on; None changes nothing."""
+        """Makes updates of ``amax_group`` include this module from now on; None changes nothing."""
         if amax_group is not None:
             if amax_group is not self._sync.amax_group:
                 registry.changed()
@@ -222,8 +222,8 @@ class ModuleFP8:
     def follow(self, key: str, recipe: DelayedScaling) -> None:
         """Prepares the FP8 state of a module whose forward is compiled for the region's recipe.
 
-        First scales that a compiled forward has computed cease to be due; for another recipe than
-        before, the state is adapted.
+        First scales that a compiled forward has computed are no longer due. If the recipe has
+        changed, the state is adapted.
         """
         state = self.state
         if self._sets_first_scales:
@@ -262,12 +262,12 @@ def init_fp8_state(model: torch.nn.Module, recipe: Recipe | str | None = None) -
 
     Args:
         model: a model or one module.
-        recipe: a recipe or its name, default ``DelayedScaling()``. Its ``amax_history_len`` gives
-            the length of the histories; a recipe that keeps no state allocates nothing.
+        recipe: a recipe or its name, default ``DelayedScaling()``. Its ``amax_history_len`` is the
+            length of the histories. A recipe that keeps no state allocates nothing.
 
     Raises:
-        ValueError: ``recipe`` is an unknown name.
-        TypeError: ``model`` is not a module, or ``recipe`` neither a recipe nor a name.
+        ValueError: the name ``recipe`` is unknown.
+        TypeError: ``model`` is not a module, or ``recipe`` is neither a recipe nor a name.
     """
     if not isinstance(model, torch.nn.Module):
         raise TypeError(

@@ -28,21 +28,21 @@ SERIES = (
 class fp8_statistics:
     """Context manager that records statistics of the tensors that a model casts to FP8.
 
-    For each recorded step there is one entry per module, GEMM and role (input, weight,
-    grad_output). A step is one outermost ``fp8_autocast`` region entered with grad enabled. Not
-    recorded are evaluation, recompute, weights that are cached or held in FP8, forwards run by
-    ``torch.compile`` or a CUDA graph, and a ``GroupedLinear`` on the GPU whose ``m_splits`` are a
-    tensor. The model's results do not change. The figures stay on the device, with no
-    synchronisation, until they are read; a recorded step reads each tensor a few times more.
+    Each recorded step has one entry per module, GEMM and role (input, weight, grad_output). A step
+    is one outermost ``fp8_autocast`` region entered with grad enabled. Evaluations, recomputes,
+    weights that are cached or held in FP8, forwards run by ``torch.compile`` or a CUDA graph, and a
+    ``GroupedLinear`` whose ``m_splits`` is a tensor on the GPU are not recorded. The model's
+    results do not change. The figures stay on the device, without synchronisation, until they are
+    read. A recorded step reads each tensor a few more times.
 
     Args:
         model: module whose FP8 modules are observed.
-        every: record every ``every``-th step, beginning with the first.
+        every: record one in this many steps, beginning with the first.
         capacity: number of recorded steps that are kept; newer ones overwrite the oldest.
 
     Raises:
-        TypeError: an argument of a wrong type.
-        ValueError: a number below 1, or a model without FP8 modules.
+        TypeError: an argument has a wrong type.
+        ValueError: a number is below 1, or the model has no FP8 modules.
         RuntimeError: on entering, another ``fp8_statistics`` observes the model.
     """
 
@@ -168,16 +168,16 @@ class fp8_statistics:
     def to_dict(self) -> dict[str, dict[str, list]]:
         """Returns the recorded series of each tensor, oldest step first; waits for the device.
 
-        Warns if nothing was recorded because the context manager was never entered.
+        Warns if the context manager was never entered, so that nothing was recorded.
 
         Returns:
-            A dict by ``"<module>.<role>"``, or ``"<module>.<gemm>.<role>"`` for a module with
-            several GEMMs: ``fc1`` and ``fc2`` of a ``LayerNormMLP``, ``gemm<n>`` of a
-            ``GroupedLinear``. Each value is a dict of lists of equal length: ``step``; ``amax`` of
+            A dict with keys ``"<module>.<role>"``, or ``"<module>.<gemm>.<role>"`` for a module
+            with several GEMMs (``fc1`` and ``fc2`` of a ``LayerNormMLP``, ``gemm<n>`` of a
+            ``GroupedLinear``). Each value is a dict of lists of equal length: ``step``; ``amax`` of
             the finite elements; ``scale_min`` and ``scale_max``, which differ if a tensor has a
             scale for each block; ``saturation_rate``, the share of elements with ``|x * scale|``
             above the format's largest value; ``underflow_rate``, the share of non-zero elements
-            whose FP8 data is zero; ``nonfinite``, the number of NaN and infinities, which count as
+            that become zero in FP8; ``nonfinite``, the number of NaN and infinities, which are
             neither saturated nor underflowed.
         """
         if not self._was_entered:
@@ -212,10 +212,10 @@ class fp8_statistics:
         )
 
     def table(self) -> str:
-        """Returns a text table with a line for each tensor; if it is empty, a line that says why.
+        """Returns a text table with a line for each tensor, or one line that says why it is empty.
 
-        Columns are the number of steps, the last amax and scale, mean and worst rates of saturation
-        and underflow over the steps that are kept, and the number of NaN and infinities.
+        The columns are the number of steps, the last amax and scale, the mean and worst rates of
+        saturation and underflow over the kept steps, and the number of NaN and infinities.
         """
         if not self._steps:
             return f"fp8_statistics: {self._nothing()}"
@@ -241,8 +241,8 @@ class fp8_statistics:
     def plot(self, path: str | os.PathLike) -> None:
         """Draws heat maps of amax, scale, saturation and underflow into the file ``path``.
 
-        Rows are tensors in the order of the model, columns are steps. The file's ending chooses the
-        format (png, svg, pdf).
+        Rows are tensors in the order of the model, columns are steps. The file's suffix determines
+        the format (png, svg, pdf).
 
         Raises:
             ImportError: matplotlib is missing.

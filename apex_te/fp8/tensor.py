@@ -6,16 +6,16 @@ import torch
 
 
 class QuantizedTensor:
-    """FP8 copies of one matrix ``[rows, cols]`` with their scales; internal, never given to users.
+    """FP8 copies of one matrix ``[rows, cols]`` with their scales; internal, not visible to users.
 
-    ``value = data * scale_inv``. Scales are written together with the data, not views of a state,
+    ``value = data * scale_inv``. Scales are stored with the data instead of being views of a state,
     so that a later update cannot change the values.
 
     Attributes:
         rowwise_scale_inv: ``[1]``, or one for each block.
-        columnwise: FP8 data ``[cols, rows]``; ``rows`` may be padded with zeros to a multiple of
-            16.
-        columnwise_scale_inv: the tensor ``rowwise_scale_inv`` itself if one scale serves both.
+        columnwise: FP8 data of the transpose, ``[cols, rows]``, possibly with ``rows`` padded by
+            zeros to a multiple of 16.
+        columnwise_scale_inv: the tensor ``rowwise_scale_inv`` itself if both copies have one scale.
         dtype: an FP8 dtype of torch, or ``torch.uint8`` (HiF8).
     """
 

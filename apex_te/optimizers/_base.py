@@ -69,8 +69,8 @@ class FusedOptimizer(SavingOptimizer):
     A subclass defines ``_update``, which updates the parameters.
 
     Args:
-        params: parameters or groups, as for ``FusedAdam``.
-        defaults: options of groups that do not set them, such as ``lr``, by name.
+        params: parameters or parameter groups, as for ``FusedAdam``.
+        defaults: default values of a group's options, such as ``lr``, by name.
         capturable, master_weights, master_weight_dtype, set_grad_none: as for ``FusedAdam``.
         moment_dtypes: dtype of each moment, by its key in a parameter's state.
 
@@ -297,8 +297,8 @@ class FusedOptimizer(SavingOptimizer):
         """Drops or zeroes the gradients of parameters and of their master weights.
 
         Args:
-            set_to_none: True drops, False zeroes; None does what the constructor's
-                ``set_grad_none`` says.
+            set_to_none: True drops them, False zeroes them; None takes the constructor's
+                ``set_grad_none``.
         """
         to_none = self.set_grad_none if set_to_none is None else set_to_none
         super().zero_grad(to_none)
@@ -315,11 +315,11 @@ class FusedOptimizer(SavingOptimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Adds a parameter group, a dict of ``params`` and options, as ``torch.optim`` does.
 
-        After an error the optimizer has the groups that it had before.
+        After an error the optimizer keeps the groups that it had before.
 
         Raises:
             TypeError: a parameter is not a tensor, or has a dtype that is not supported.
-            ValueError: an option is out of range or misspelt, or a parameter is in a group already
+            ValueError: an option is out of range or misspelt, or a parameter is already in a group
                 or is not a leaf.
         """
         self._check_new_group(param_group)
@@ -373,7 +373,7 @@ class FusedOptimizer(SavingOptimizer):
                 )
 
     def enable_master_weights(self) -> None:
-        """Turns on float32 master weights, as if the constructor had been told to keep them.
+        """Turns on float32 master weights, like ``master_weights=True`` of the constructor.
 
         They are made from the parameters at the next step, or earlier by ``master_weight``.
         """
@@ -381,20 +381,20 @@ class FusedOptimizer(SavingOptimizer):
         self.renew()
 
     def renew(self) -> None:
-        """Drops the prepared buckets, which the next step makes anew.
+        """Makes the next step prepare its buckets again.
 
-        It must be called after parameters have changed their dtype.
+        Call it after parameters have changed their dtype.
         """
         self._plans.clear()
 
     def master_weight(self, param: torch.Tensor) -> torch.Tensor | None:
-        """Returns the float32 master weight of ``param``, which the first call makes.
+        """Returns the float32 master weight of ``param``; makes it if it is missing.
 
         If the ``.grad`` of the master weight is set, the step reads that instead of ``param.grad``.
 
         Returns:
-            The master weight; None for a plain float32 parameter, with ``master_weights=False``,
-            and where the master weight is not stored in float32.
+            The master weight; None for a plain float32 parameter, with ``master_weights=False``, or
+            if the master weight is not stored in float32.
         """
         if self._master_dtype_of(param) is not torch.float32:
             return None

@@ -17,21 +17,20 @@ __all__ = ["FusedAdam"]
 
 
 class FusedAdam(FusedOptimizer):
-    """Adam with decoupled (AdamW) or L2 weight decay, equal to torch.optim's to fp32 rounding.
+    """Adam with decoupled (AdamW) or L2 weight decay, equal to torch.optim's up to fp32 rounding.
 
     Interface and defaults follow apex's and TransformerEngine's FusedAdam. State of each parameter:
     ``step``, ``exp_avg``, ``exp_avg_sq`` and, with master weights, ``master_param``. As in
     torch.optim, a parameter's step count leaves out the steps at which it has no gradient. Training
-    resumed from a loaded state dict is bitwise equal to training that went on.
+    resumed from a state dict is bitwise equal to uninterrupted training.
 
     Args:
-        params: parameters or groups, float32, float16 or bfloat16, mixed, on any devices; FP8
-            parameters, each updated by ``param.copy_(master)``, for which ``step`` wants master
-            weights.
-            Parameters may be DTensors, sharded or replicated over any meshes: a rank updates its
-            local tensor, bitwise as it would be in an update of the whole, and the state is
-            DTensors with the parameter's placements. A gradient with other placements is
-            redistributed.
+        params: parameters or parameter groups. Parameters may be float32, float16, bfloat16 and
+            FP8, in any mixture and on any devices. FP8 parameters need master weights;
+            ``param.copy_(master)`` updates them. Parameters may be DTensors, sharded or replicated
+            over any meshes. A rank then updates its local tensor, bitwise as in an update of the
+            whole tensor, and the state consists of DTensors with the parameter's placements. A
+            gradient with other placements is redistributed.
         lr: learning rate; a number or a tensor of one element.
         bias_correction: divide the moments by ``1 - beta**step``.
         betas: decay of the two moments, each in [0, 1).
@@ -39,31 +38,32 @@ class FusedAdam(FusedOptimizer):
         adam_w_mode: decoupled weight decay (AdamW); False adds it to the gradient (Adam).
         weight_decay: coefficient of the weight decay; 0 turns it off.
         amsgrad: not available; True raises NotImplementedError.
-        set_grad_none: True makes ``zero_grad()`` drop gradients, False fill them with 0.
+        set_grad_none: True makes ``zero_grad()`` drop gradients, False makes it fill them with 0.
         capturable: keep the step count and ``group["lr"]`` as float32 tensors on the device, so
-            that the step can be captured in a CUDA graph, after one outside it. Change the rate
-            by ``group["lr"].fill_``, as torch's schedulers do.
-        master_weights: keep a float32 copy of every 16-bit or FP8 parameter, which the step
-            updates; the parameter is the copy's rounded value. Copies are made at the first step:
-            load a model's weights before it, or load this optimizer's state with them. A list has
-            such a tensor for each parameter in their order, for plain float32 ones None or the
-            parameter; the step updates these tensors.
-        master_weight_dtype: torch.float32; or torch.float16, in which master weights are kept
-            between steps with a scale for each tensor.
-        exp_avg_dtype, exp_avg_sq_dtype: dtype in which the moments are kept between steps:
-            torch.float32, torch.bfloat16, or torch.float16 or torch.uint8 (FP8, E4M3) with a scale
-            for each tensor, the least power of two that keeps its amax in range. The arithmetic is
-            in float32 in any case, through float32 copies of at most 2**25 elements (or one
-            parameter) at a time; rounding is to nearest. A bfloat16 number cannot change by less
-            than 1/512 of itself, nor always by less than 1/256: ``exp_avg_sq`` in bfloat16 loses
-            small updates with ``betas[1]`` of 0.999 once gradients shrink; use 0.99 or less. FP8
-            keeps four bits, and nothing below 2**-17 of a tensor's amax.
-        use_decoupled_grad: read gradients from ``param.decoupled_grad``, of any of the dtypes, in
-            place of ``param.grad``. A ``torch.amp.GradScaler`` does not see them.
-        store_param_remainders: with float32 master weights, keep of that of a bfloat16 parameter
-            the low 16 bits alone, an int16 tensor. The parameter is the rest: the master weight
-            rounded to nearest, ties away from zero. Training equals that with whole master weights
-            but for parameters at ties. Write to such a parameter only together with its state.
+            that a CUDA graph can capture the step. One step must run before, outside the graph.
+            Change the rate by ``group["lr"].fill_``, as torch's schedulers do.
+        master_weights: True keeps a float32 copy of every 16-bit or FP8 parameter. The step updates
+            the copy, and the parameter is its rounded value. The first step makes the copies: load
+            a model's weights before it, or together with this optimizer's state. Alternatively, a
+            list of the caller's copies, one for each parameter in order, None or the parameter
+            itself for plain float32 ones; the step updates these tensors.
+        master_weight_dtype: dtype of master weights between steps: torch.float32, or torch.float16
+            with a scale for each tensor.
+        exp_avg_dtype, exp_avg_sq_dtype: dtypes of the moments between steps: torch.float32 or
+            torch.bfloat16; or torch.float16 or torch.uint8 (FP8, E4M3), with a scale for each
+            tensor, the least power of two that keeps its amax in range. The arithmetic is always in
+            float32, on float32 copies of at most 2**25 elements (or one parameter) at a time;
+            rounding is to nearest. A bfloat16 number loses changes below 1/512 of itself, and some
+            below 1/256: with ``betas[1]`` of 0.999, ``exp_avg_sq`` in bfloat16 loses small updates
+            once gradients shrink; use 0.99 or less. FP8 keeps four significant bits, and nothing
+            below 2**-17 of a tensor's amax.
+        use_decoupled_grad: read gradients from ``param.decoupled_grad``, in any of these dtypes,
+            instead of ``param.grad``. A ``torch.amp.GradScaler`` does not see them.
+        store_param_remainders: with float32 master weights, store only the low 16 bits of the
+            master weight of a bfloat16 parameter, in an int16 tensor. The parameter has the rest:
+            it is the master weight rounded to nearest, ties away from zero. Training equals that
+            with whole master weights, except for parameters at ties. Write to such a parameter only
+            together with its state.
 
     Raises:
         TypeError: a dtype is not supported.
@@ -123,14 +123,14 @@ class FusedAdam(FusedOptimizer):
     def initialize_state(
         self, param: torch.Tensor, store_param_remainders: bool | None = None
     ) -> None:
-        """Makes the state of a parameter that the first step would make.
+        """Makes the state of a parameter as the first step would make it.
 
         Args:
             param: one of the parameters.
-            store_param_remainders: None, or what the constructor was told.
+            store_param_remainders: None, or the value passed to the constructor.
 
         Raises:
-            ValueError: ``store_param_remainders`` is another than the constructor's.
+            ValueError: ``store_param_remainders`` differs from the constructor's.
         """
         keeps = self._keeps_remainder(param)
         if store_param_remainders is not None and bool(store_param_remainders) != keeps:
@@ -142,18 +142,19 @@ class FusedAdam(FusedOptimizer):
         self._plans.clear()
 
     def get_unscaled_state(self, param: torch.Tensor, state_name: str) -> torch.Tensor:
-        """Returns state of a parameter in float32, whatever dtype it is stored in.
+        """Returns a state tensor of a parameter as float32, from the dtype in which it is stored.
 
         Args:
             param: one of the parameters.
             state_name: "exp_avg", "exp_avg_sq" or "master_param".
 
         Returns:
-            The state itself if it is float32, else a copy; for the low half of a master weight the
-            int16 tensor itself.
+            The state tensor itself if it is float32, else a float32 copy. With
+            ``store_param_remainders``, a master weight's low half is the int16 tensor
+            itself.
 
         Raises:
-            ValueError: there is no such state.
+            ValueError: the parameter has no state of this name.
         """
         self._check_state_name(state_name)
         if state_name not in self.state.get(param, ()):
@@ -166,17 +167,17 @@ class FusedAdam(FusedOptimizer):
     def set_scaled_state(
         self, param: torch.Tensor, state_name: str, unscaled_state: torch.Tensor
     ) -> None:
-        """Sets state of a parameter from float32 numbers, and stores them in the state's dtype.
+        """Sets a state tensor of a parameter from float32 numbers, stored in the state's dtype.
 
         Args:
             param: one of the parameters.
             state_name: "exp_avg", "exp_avg_sq" or "master_param".
-            unscaled_state: the numbers; for the low half of a master weight int16 or, if the
-                parameter is the rounded master weight, float32.
+            unscaled_state: the numbers, in the parameter's shape. For a master weight whose low
+                half is stored: the low half as int16, or the float32 master weight, if the
+                parameter is its rounded value.
 
         Raises:
-            ValueError: a name, or a shape, that does not match, or a parameter that has no master
-                weight.
+            ValueError: the name or the shape does not match, or the parameter has no master weight.
         """
         self._check_state_name(state_name)
         if state_name == MASTER:

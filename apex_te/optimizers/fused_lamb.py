@@ -23,17 +23,18 @@ class FusedLAMB(FusedOptimizer):
     ``exp_avg_sq`` and, with master weights, ``master_param``.
 
     The norms of sharded DTensors are those of the whole tensors. Their step takes one collective
-    for each dimension of the mesh, one more each for ``max_grad_norm``, and memory for two float32
-    copies of a rank's shards.
+    for each dimension of the mesh, another for each with ``max_grad_norm``, and memory for two
+    float32 copies of a rank's shards.
 
     Args:
         params, lr, bias_correction, betas, eps, weight_decay, amsgrad, adam_w_mode, set_grad_none,
             capturable, master_weights, master_weight_dtype, exp_avg_dtype, exp_avg_sq_dtype: as
             for ``FusedAdam``; the defaults of ``eps`` and ``weight_decay`` are LAMB's.
-        grad_averaging: the gradient enters ``exp_avg`` with weight ``1 - betas[0]``, else 1.
-        max_grad_norm: clip the norm of all gradients of all groups together to this value; 0 does
-            not clip.
-        use_nvlamb: scale the updates of tensors without weight decay by |param| / |update|, too.
+        grad_averaging: add the gradient to ``exp_avg`` with weight ``1 - betas[0]``; False uses
+            weight 1.
+        max_grad_norm: clip the joint norm of all gradients of all groups to this value; 0 does not
+            clip.
+        use_nvlamb: also scale the updates of tensors without weight decay by |param| / |update|.
 
     Raises:
         TypeError: a dtype is not supported.

@@ -17,7 +17,7 @@ _BUFFER = "momentum_buffer"
 
 
 class FusedSGD(FusedOptimizer):
-    """Stochastic gradient descent, equal to ``torch.optim.SGD`` to fp32 rounding.
+    """Stochastic gradient descent, equal to ``torch.optim.SGD`` up to fp32 rounding.
 
     State of each parameter: ``momentum_buffer`` with momentum, ``step`` with momentum and
     dampening, ``master_param`` with master weights.
@@ -26,14 +26,14 @@ class FusedSGD(FusedOptimizer):
         params, lr, set_grad_none, capturable, master_weights, master_weight_dtype: as for
             ``FusedAdam``.
         momentum: factor of the momentum buffer at each step; 0 keeps no buffers.
-        dampening: the gradient enters the momentum buffer with weight ``1 - dampening``, at the
-            first step with weight 1.
+        dampening: the gradient is added to the momentum buffer with weight ``1 - dampening``; at
+            the first step with weight 1.
         weight_decay: coefficient of the L2 term that is added to the gradient.
         nesterov: look ahead by one momentum step; needs momentum and no dampening.
-        wd_after_momentum: add the L2 term to the update, after the momentum, in place of the
+        wd_after_momentum: add the L2 term to the update after the momentum, instead of to the
             gradient: ``param -= lr * (update + weight_decay * param)``.
-        momentum_dtype: dtype in which momentum buffers are kept between steps, torch.float32 or
-            torch.bfloat16; ``FusedAdam``'s ``exp_avg_dtype`` says more.
+        momentum_dtype: dtype of the momentum buffers between steps, torch.float32 or
+            torch.bfloat16; see ``exp_avg_dtype`` of ``FusedAdam``.
 
     Raises:
         TypeError: a dtype is not supported.

@@ -59,7 +59,7 @@ class _FormatFields(NamedTuple):
 
 
 class FormatValue(_FormatFields):
-    """Named tuple of the element types of a format and the values to which amax values are scaled.
+    """Named tuple of a format's element types, and of the values to which amax values are scaled.
 
     torch is imported when a dtype is first read, so that other frameworks can do without it.
 
@@ -102,14 +102,14 @@ class Format(enum.Enum):
     """Enum of the FP8 element formats of a recipe; each member's value is a ``FormatValue``.
 
     Amax values are scaled to the largest finite value of the element type (448 for E4M3, 57344 for
-    E5M2), with HiFloat8 to 15 in forward and 224 in backward, up to which its mantissa has 3 and 2
-    bits.
+    E5M2). With HiFloat8 they are scaled to 15 in forward and 224 in backward; up to these values
+    its mantissa has 3 and 2 bits.
 
     Attributes:
         E4M3: E4M3 for inputs, weights and gradients.
         E5M2: E5M2 for inputs, weights and gradients; no recipe accepts it.
         HYBRID: E4M3 for inputs and weights, E5M2 for gradients.
-        HIF8: HiFloat8 for inputs, weights and gradients, with one scale a tensor.
+        HIF8: HiFloat8 for inputs, weights and gradients, with one scale per tensor.
     """
 
     E4M3 = FormatValue(448.0, 448.0, "float8_e4m3fn", "float8_e4m3fn")
@@ -135,7 +135,7 @@ _FORMATS = dict(Format.__members__)  # the property itself does not trace in tor
 
 
 def chosen_format(owner: str, value: object, formats: tuple[Format, ...]) -> Format:
-    """Returns the format that the argument ``fp8_format`` of a public function stands for."""
+    """Returns the ``Format`` that ``value``, a ``Format`` or its name, stands for."""
     if not isinstance(value, (Format, str)):
         raise TypeError(
             f"{owner}: fp8_format must be a recipe.Format or its name, got {type(value).__name__}"
@@ -168,14 +168,15 @@ _kinds: dict[str, type[Recipe]] = {}
 class Recipe:
     """Base class of the recipes, frozen dataclasses that are passed to ``fp8_autocast``.
 
-    A subclass that is defined with a ``name``, as in ``class MyScaling(Recipe, name="mine")``, can
-    be chosen by that name, e.g. ``make_recipe("mine")``.
+    A subclass defined with a ``name``, as in ``class MyScaling(Recipe, name="mine")``, can be
+    chosen by that name: ``make_recipe("mine")``.
 
     Attributes:
         quantizer: name of the scheme, a module of ``apex_te.fp8.scheme``.
         keeps_state: True if scales and amax values are kept from one region to the next.
         formats: the values that the field ``fp8_format`` may have.
-        mutable: True if attributes can be set; a region then uses what ``plain()`` returns.
+        mutable: True if attributes can be set; a region then uses the copy that ``plain()``
+            returns.
     """
 
     quantizer: ClassVar[str]
@@ -184,7 +185,7 @@ class Recipe:
     mutable: ClassVar[bool] = False
 
     def plain(self) -> Recipe:
-        """Returns a recipe with the present values that never changes."""
+        """Returns an immutable recipe with the present values."""
         return self
 
     def __init_subclass__(cls, name: str | None = None) -> None:
@@ -284,33 +285,33 @@ class Recipe:
 
 @dataclass(frozen=True)
 class DelayedScaling(Recipe, name="delayed"):
-    """Recipe that computes a tensor's scale from its amax values in the last steps (delayed
-    scaling).
+    """Recipe that computes a tensor's scale from its amax values in earlier steps.
 
     Args:
         margin: the scale is divided by ``2 ** margin``; from -16 to 16.
-        interval: regions (microbatches) between two scale updates.
+        interval: number of regions (microbatches) from one scale update to the next.
         fp8_format: ``Format.HYBRID`` or ``Format.E4M3``, or its name, ``"hybrid"`` or ``"e4m3"``;
             pure E5M2 is refused.
-        amax_history_len: rows of the amax history, the staging row included; at most 16384.
+        amax_history_len: rows of the amax history; at most 16384. One row collects the amax values
+            of the current step.
         amax_compute_algo: ``"max"``, ``"most_recent"`` or a callable ``(history [length, slots]) ->
             amax [slots]``; row 0 of the history is the newest amax, row 1 the oldest, the last row
             the one before the newest.
         scaling_factor_compute_algo: None (``fp8_max / amax / 2**margin``), ``"pow2"`` (that ratio
             rounded down to a power of two) or a callable ``(amax [slots], old_scale [slots],
-            fp8_max, recipe) -> scale [slots]``. A callable must be hashable. If it raises, its
-            modules keep their scales, drop the amax values staged since the last update, and the
-            region with this recipe that needed the update raises; modules with other recipes are
-            updated all the same.
-        override_linear_precision: three bools, True to compute (fprop, dgrad, wgrad) in bf16
-            or fp32; only that of wgrad may be True.
+            fp8_max, recipe) -> scale [slots]``. A callable must be hashable. If a callable raises,
+            its modules keep their scales and drop the amax values recorded since the last update,
+            and the region with this recipe that caused the update raises. Modules with other
+            recipes are still updated.
+        override_linear_precision: three bools, for fprop, dgrad and wgrad: True computes this GEMM
+            in bf16 or fp32. Only that of wgrad may be True.
         reduce_amax: reduce the amax values by maximum over ``fp8_group`` before an update.
-        first_step: ``"scale_one"`` starts with scale 1; ``"current"`` takes the first scale of each
-            tensor from that tensor itself.
-        use_split_accumulator: three bools, True to keep partial sums of (fprop, dgrad, wgrad) in
-            fp32; False allows cuBLASLt's fast accumulation.
-        fp8_dpa: FP8 dot-product attention, which is not available yet; True raises.
-        fp8_mha: FP8 multi-head attention, which is not available yet; True raises.
+        first_step: ``"scale_one"`` starts with scale 1; ``"current"`` computes the first scale of
+            each tensor from the tensor itself.
+        use_split_accumulator: three bools, for fprop, dgrad and wgrad: True keeps partial sums in
+            fp32, False allows cuBLASLt's fast accumulation.
+        fp8_dpa: FP8 dot-product attention; not available yet, True raises.
+        fp8_mha: FP8 multi-head attention; not available yet, True raises.
 
     Raises:
         TypeError: an argument has a wrong type or is unknown.
@@ -351,7 +352,7 @@ class DelayedScaling(Recipe, name="delayed"):
 
     @property
     def uses_callables(self) -> bool:
-        """Returns True if one of the two algorithms is a user's function."""
+        """Returns True if the amax or the scale is computed by a user's function."""
         return callable(self.amax_compute_algo) or callable(self.scaling_factor_compute_algo)
 
     @staticmethod
@@ -417,7 +418,7 @@ class CurrentScaling(Recipe, name="tensorwise"):
 
 @dataclass(frozen=True)
 class BlockScaling(Recipe, name="blockwise"):
-    """Recipe with a scale for each 1x128 block of activations and gradients, 128x128 of weights.
+    """Recipe with a scale per 1x128 block of activations and gradients, 128x128 block of weights.
 
     Source: DeepSeek-V3.
 
@@ -516,10 +517,10 @@ def make_recipe(name: str, fp8_format: str | Format | None = None, **options: An
     """Makes a recipe by its registered name.
 
     Args:
-        name: ``"delayed"``, ``"tensorwise"``, ``"blockwise"``, ``"mxfp8"`` or that of another
+        name: ``"delayed"``, ``"tensorwise"``, ``"blockwise"``, ``"mxfp8"`` or the name of another
             registered recipe.
-        fp8_format: ``"e4m3"``, ``"hybrid"`` or ``"hif8"`` (tensorwise only) in any case, or a
-            ``Format``; None: the recipe's default.
+        fp8_format: ``"e4m3"``, ``"hybrid"`` or ``"hif8"`` (only for tensorwise), in upper or lower
+            case, or a ``Format``; None takes the recipe's default.
         options: further arguments of the recipe's class.
 
     Raises:
@@ -578,7 +579,7 @@ def chosen_recipe(owner: str, argument: str, value: Recipe | str | None) -> Reci
 
 
 def stateless_recipe(owner: str, argument: str, value: Recipe | str | None) -> Recipe | None:
-    """Returns the recipe that an argument stands for where no state can be kept; None for None."""
+    """Returns the recipe that an argument stands for, which must keep no state; None for None."""
     if value is None:
         return None
     found = chosen_recipe(owner, argument, value)

@@ -21,9 +21,9 @@ class AmaxGroup:
     """All regions of one process group, with their clock.
 
     Attributes:
-        key: the ranks, ``"world"``, or ``"own"`` if amax values are not reduced; None while only a
-            loaded state has mentioned ``number``.
-        group: process group as the last region passed it; None is the whole world.
+        key: the ranks, ``"world"``, or ``"own"`` if amax values are not reduced; None if ``number``
+            is known only from a loaded state.
+        group: process group that the last region passed; None is the whole world.
         pending: number of regions since the last update.
         training: True if a pending region was entered with grad enabled: its backward may still
             come, and until then scales must not move.
@@ -45,7 +45,7 @@ class AmaxGroup:
         return self.key != "own"
 
     def fingerprint(self) -> int:
-        """Returns a checksum of the ranks, equal in every process and job, to be saved."""
+        """Returns a checksum of the ranks for saved states, equal in every process and job."""
         return zlib.crc32(repr(self.key).encode())
 
     def covers(self, other: AmaxGroup) -> bool:
@@ -56,7 +56,7 @@ class AmaxGroup:
 class AmaxGroups:
     """All amax groups of the process, in the order of their first use; ``current`` was used last.
 
-    ``recipe`` is of the last region that counted; None after a state was loaded.
+    ``recipe`` is that of the last region that was counted; None after a state was loaded.
     """
 
     def __init__(self) -> None:
@@ -68,7 +68,7 @@ class AmaxGroups:
 
     @property
     def pending(self) -> int:
-        """Largest number of pending regions in any amax group; assign to set all amax groups."""
+        """Largest number of pending regions of any amax group; assigning sets all amax groups."""
         return max((group.pending for group in self._groups), default=self._pending)
 
     @pending.setter
@@ -117,7 +117,7 @@ class AmaxGroups:
         return found
 
     def reduced_over(self, group: Any) -> list[AmaxGroup]:
-        """Returns the pending amax groups of ``group``, without reduction or of unknown ranks."""
+        """Returns pending amax groups that reduce over ``group``, do not reduce, or are unknown."""
         waiting, key = self.waiting(), _key(group)
         known = self._keyed(key) or self._keyed(None)
         if not known and any(found.reduces for found in waiting):
@@ -132,8 +132,8 @@ class AmaxGroups:
     ) -> None:
         """Sets the number of pending regions to that of a saved state.
 
-        ``number`` None, of a state that was in no amax group, sets all. With ``is_copy`` the
-        process may have trained itself: the larger of the present number and ``pending`` is set.
+        ``number=None``, of a state that was in no amax group, sets all groups. With ``is_copy`` the
+        process itself may have trained, so the larger of the present number and ``pending`` is set.
         """
         if is_copy and number is None:
             pending = max(pending, self.pending)
@@ -212,12 +212,12 @@ class ScaleSync:
         self._find_equal()
 
     def loaded(self, fingerprint: int | None) -> None:
-        """Notes that scales were loaded, equal on the ranks of ``fingerprint``, or unknown."""
+        """Notes that scales were loaded; they are equal on the ranks of ``fingerprint``, if any."""
         self._where = _NOWHERE if fingerprint is None else fingerprint
         self._find_equal()
 
     def updated(self, amax_group: AmaxGroup, reduced: bool, equalised: bool) -> None:
-        """Notes an update of scales, from all amax values of ``amax_group`` if ``reduced``."""
+        """Notes an update of scales; ``reduced`` means from the amax values of all its ranks."""
         where = self._where
         if reduced and (equalised or self._equal_in(amax_group)):
             self._where = amax_group
@@ -226,11 +226,11 @@ class ScaleSync:
         self._find_equal()
 
     def sure_in(self, amax_group: AmaxGroup) -> bool:
-        """Returns True if scales are equal on ``amax_group``'s ranks, not only said by a file."""
+        """Returns True if scales on ``amax_group``'s ranks are equal, not just by a header."""
         return not isinstance(self._where, int) and self._equal_in(amax_group)
 
     def fingerprint(self) -> int | None:
-        """Returns a checksum of the ranks with equal scales, to be saved; None if not known."""
+        """Returns a checksum of the ranks with equal scales for saved states; None if unknown."""
         where = self._where
         if isinstance(where, AmaxGroup):
             return where.fingerprint()

@@ -38,8 +38,8 @@ def follow_traced_region(
 ) -> None:
     """Adds to the traced graph an op that copies a module's current scales to the graph's tensors.
 
-    If the region was entered outside of the graph (``used`` is None), the graph uses the FP8 state
-    itself; with several amax groups an op makes the module enter the current one.
+    If the region was entered outside the graph (``used`` is None), the graph uses the FP8 state
+    itself. With several amax groups, an op moves the module to the current one.
     """
     if used is None:
         if amax_groups.several:
@@ -52,7 +52,7 @@ def follow_traced_region(
 
 
 def leave_traced_region(used: list[tuple[ModuleFP8, str]]) -> None:
-    """Adds ops to the traced graph that copy amax values staged in it to modules' FP8 states."""
+    """Adds ops to the traced graph that copy its amax values to the modules' FP8 states."""
     for module, key in used:
         torch.ops.apex_te.leave_region(_token, module.handle, module.staging(key), key)
 

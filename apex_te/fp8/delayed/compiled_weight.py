@@ -15,10 +15,10 @@ _lib = runtime.ops("cast_transpose")
 
 
 class TracedWeight:
-    """FP8 copies of a weight ``[rows, cols]``, and a stamp of the parameters they were cast from.
+    """FP8 copies of a weight ``[rows, cols]``, with a stamp of the parameters it was made from.
 
-    ``seen``, int64 ``[1 + 3 * parameters]`` on the CPU, is 1 once there are copies, then the
-    ``stamp`` of each parameter.
+    ``seen``, int64 ``[1 + 3 * parameters]`` on the CPU, begins with 1 once there are copies; the
+    ``stamp`` of each parameter follows.
     """
 
     __slots__ = ("columnwise", "rowwise", "scale_inv", "seen")
@@ -40,7 +40,7 @@ class TracedWeight:
         amax: torch.Tensor | None,
         fill: bool,
     ) -> QuantizedTensor:
-        """Returns the copies, cast anew if asked for or if a parameter has changed."""
+        """Returns the copies, cast again if ``fill`` is True or a parameter has changed."""
         torch.ops.apex_te.keep_weight(
             weight, list(sources), scale, self.rowwise, self.columnwise, self.scale_inv, amax,
             self.seen, fill,

@@ -6,10 +6,11 @@ import torch
 
 
 class FirstSteps:
-    """Flags of the slots of one FP8 state whose first scale is due, on the host and the device.
+    """Flags of the slots of one FP8 state whose first scale is due (not computed yet).
 
-    A slot is due while ``due`` is True and its int32 flag in ``on_device``, by tuples of slots, if
-    it has one, is non-zero: only the device knows whether groups of rows are empty.
+    A slot is due while its flag in ``due`` is True, and its int32 flag in ``on_device``, if any, is
+    not 0. Only the device knows whether groups of rows are empty. ``on_device`` has tensors of
+    flags by tuples of slots.
     """
 
     __slots__ = ("due", "on_device")
@@ -21,12 +22,12 @@ class FirstSteps:
         self.begin(slots)
 
     def begin(self, slots: int) -> None:
-        """Makes all ``slots`` slots due, in a new list and without flags on the device."""
+        """Makes all ``slots`` slots due, with a new list ``due`` and no flags on the device."""
         self.due = [True] * slots
         self.on_device = {}
 
     def still_due(self) -> list[bool]:
-        """Returns a bool per slot, True while its first scale is missing; waits for the device."""
+        """Returns a bool per slot, True if its first scale is missing; waits for the device."""
         due = list(self.due)
         for slots, flags in self.on_device.items():
             if any(due[slot] for slot in slots):

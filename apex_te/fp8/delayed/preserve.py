@@ -17,10 +17,10 @@ from .update import update_lock
 
 @contextlib.contextmanager
 def preserved_fp8_state() -> Iterator[None]:
-    """Restores all FP8 state that exists, and its clocks, at the end of a ``with`` block.
+    """Context manager that restores the FP8 state of all modules, and its clocks, at its end.
 
-    FP8 modules made inside must be dropped before its end: their places in the collective of
-    updates are given up, so that ranks agree that did not enter such a block.
+    FP8 modules constructed inside must be deleted before the end. Their places in the collective of
+    updates are given up, so that this rank agrees with ranks that did not enter such a block.
     """
     with update_lock:
         kept = [tensor for member in registry.living() for tensor in _tensors(member.state)]

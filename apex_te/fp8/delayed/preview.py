@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 def preview_scales(recipe: Recipe) -> bool:
     """Computes the scales that pending updates will give into each ``pending_scale_fwd``.
 
-    False if the evaluation is to read the present scales: no update is pending, or it would be a
-    collective, in which other ranks may not take part.
+    Returns False if the evaluation is to read the present scales: no update is pending, or it would
+    be a collective in which other ranks may not take part.
     """
     if not amax_groups.any_pending():
         return False
@@ -40,8 +40,8 @@ def preview_scales(recipe: Recipe) -> bool:
 class PendingScales:
     """Computes forward scales as the next update will, into tensors that only evaluations read.
 
-    So an evaluation changes nothing, even between a forward and its backward. A state whose update
-    takes a collective gets its present scales.
+    So an evaluation changes nothing, even between a forward and its backward. For a state whose
+    update takes a collective, it reads the present scales.
     """
 
     def __init__(self, modules: Sequence[ModuleFP8], recipe: Recipe) -> None:
@@ -79,7 +79,7 @@ class PendingScales:
         self._local.append(amax_group)
 
     def run(self) -> bool:
-        """Computes the scales; returns False, with nothing done, if no such update is pending."""
+        """Computes the scales; returns False and does nothing if no such update is pending."""
         if not any(group is None or group.pending for group in self._local):
             return False
         for targets, sources in self._copied.values():

@@ -21,7 +21,7 @@ _last: tuple[Recipe, tuple[str, Recipe]] | None = None
 
 
 def intern(recipe: Recipe) -> tuple[str, Recipe]:
-    """Returns a process-wide name, one for all equal recipes, and the first of these."""
+    """Returns a process-wide name shared by all equal recipes, and the first of these recipes."""
     global _last
     last = _last
     if last is not None and last[0] is recipe:
@@ -79,8 +79,9 @@ _key_of_values._dynamo_marked_constant = True  # type: ignore[attr-defined]
 class Registry:
     """All ``ModuleFP8`` objects of the process, held weakly and numbered.
 
-    Entries of dead objects in ``sizes`` and ``labels`` stay, as other ranks may still have theirs.
-    ``plans`` caches what updates prepare, until a member comes, goes or changes.
+    Entries of dead objects in ``sizes`` and ``labels`` stay, because other ranks may still have
+    these objects. ``plans`` caches what updates prepare, until a member is added, removed or
+    changed.
     """
 
     def __init__(self) -> None:
@@ -122,14 +123,14 @@ class Registry:
         return [m for m in (ref() for ref in list(self._members.values())) if m is not None]
 
     def forget_dead(self, first: int) -> None:
-        """Gives the numbers from ``first`` on free again, if no object has one of them any more."""
+        """Frees the numbers from ``first`` on if no living object has one of them."""
         with self._lock:
             if all(number < first for number in self._members):
                 del self.sizes[first:], self.labels[first:]
                 self.changed()
 
     def changed(self) -> None:
-        """Drops the plans, after a change of a member."""
+        """Drops the plans; called after a change of a member."""
         self.plans.clear()
 
 

@@ -17,7 +17,7 @@ _nonfinite: dict[torch.device, torch.Tensor] = {}
 
 
 def nonfinite_count(device: torch.device | str = "cpu") -> torch.Tensor:
-    """Returns the running number of Inf and NaN amax values found by scale updates, int32 ``[1]``.
+    """Returns how many Inf and NaN amax values scale updates have found, int32 ``[1]``.
 
     Args:
         device: device whose amax values are counted, and on which the tensor lives.
@@ -33,7 +33,7 @@ def nonfinite_count(device: torch.device | str = "cpu") -> torch.Tensor:
 
 
 def nonfinite_counts() -> list[torch.Tensor]:
-    """Returns the numbers that ``nonfinite_count`` gives, of all devices that have one."""
+    """Returns the results of ``nonfinite_count`` for all devices that have one."""
     return list(_nonfinite.values())
 
 
@@ -45,10 +45,11 @@ def update_scales(
     recipe: DelayedScaling,
     nonfinite: torch.Tensor | None,
 ) -> None:
-    """Appends staged amax values to histories and sets the new scales, in place.
+    """Appends recorded amax values to histories and sets the new scales, in place.
 
-    Row 0 of a history, fp32 ``[length, slots]``, has the staged amax values, and becomes 0.
-    ``nonfinite``, int32 ``[1]``, counts Inf and NaN amax values.
+    Row 0 of a history, fp32 ``[length, slots]``, has the amax values recorded since the last
+    update, and becomes 0. ``nonfinite``, int32 ``[1]``, is increased by the number of Inf and NaN
+    amax values.
     """
     if not recipe.uses_callables:
         options = _options(recipe, nonfinite)
@@ -67,7 +68,7 @@ def prepared_update(
     recipe: DelayedScaling,
     nonfinite: torch.Tensor | None,
 ) -> PreparedUpdate:
-    """Returns an object whose ``run`` is ``update_scales``, for a recipe without user functions."""
+    """Returns an object whose ``run`` is ``update_scales``, for recipes without user functions."""
     options = _options(recipe, nonfinite)
     return PreparedUpdate(histories, scales, scale_invs, fp8_max, **options)
 
@@ -83,9 +84,9 @@ def _options(recipe: DelayedScaling, nonfinite: torch.Tensor | None) -> dict[str
 
 
 class UserUpdate(NamedTuple):
-    """Named tuple of one history's update by a user's functions, computed but not yet written.
+    """Named tuple of a history's update by user functions, computed but not yet written.
 
-    ``last`` are the staged amax values; the scales of slots in ``keep`` are not to change.
+    ``last`` has the recorded amax values; the scales of slots in ``keep`` do not change.
     """
 
     history: torch.Tensor
@@ -119,7 +120,7 @@ class UserUpdate(NamedTuple):
         return cls(history, scale, scale_inv, last, new, keep)
 
     def commit(self, nonfinite: torch.Tensor | None) -> None:
-        """Writes the update; ``nonfinite``, int32 ``[1]``, counts Inf and NaN amax values."""
+        """Writes the update; adds the number of Inf and NaN amax values to ``nonfinite``."""
         history, scale, scale_inv, last, new, keep = self
         finite = torch.isfinite(last)
         if nonfinite is not None:

@@ -9,7 +9,7 @@ import torch
 
 
 class ScaleSnapshot:
-    """Copies of scales, with version counters that show which scales were written to since."""
+    """Copies of scales, with version counters that show which scales were written later."""
 
     __slots__ = ("__weakref__", "copies", "tensors", "versions")
 
@@ -20,7 +20,7 @@ class ScaleSnapshot:
             self.copies = [tensor.clone() for tensor in tensors]
 
     def holds(self, tensors: list[torch.Tensor]) -> bool:
-        """Returns True if the snapshot is of exactly ``tensors`` and none was written to since."""
+        """Returns True if the snapshot is of exactly ``tensors``, and none was written since."""
         return len(tensors) == len(self.tensors) and all(
             new is old and new._version == version
             for new, old, version in zip(tensors, self.tensors, self.versions, strict=True)
@@ -28,7 +28,7 @@ class ScaleSnapshot:
 
     @contextmanager
     def restored(self) -> Iterator[None]:
-        """Gives scales that were written to since the snapshot its values, inside a block."""
+        """Context manager inside which scales have the values of the snapshot again."""
         moved = []
         with torch.no_grad():
             for tensor, version, copy in zip(self.tensors, self.versions, self.copies, strict=True):

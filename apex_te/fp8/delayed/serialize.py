@@ -24,7 +24,7 @@ _SAME, _ROUNDED = 1e-5, 2.0**-6
 
 
 def save_state(state: FP8State, destination: dict[str, Any], prefix: str) -> None:
-    """Puts copies of the state's tensors, if any have values, and its header into a state dict."""
+    """Puts copies of the state's tensors, if allocated, and its header into a state dict."""
     if not state.allocated:
         _watch_distributed_loads(prefix)
     if not state.allocated or state.device.type == "meta":
@@ -79,13 +79,13 @@ def _warn_of_left_out(wanted: Iterable[str], saved: Iterable[str]) -> None:
 
 
 class LoadedState(NamedTuple):
-    """Named tuple of a state dict's checked entries for one FP8 state; all None if it has none."""
+    """Named tuple of a state dict's checked entries for one FP8 state; all None without any."""
 
     tensors: dict[str, torch.Tensor] | None = None
     header: Header | None = None
 
     def commit(self, module: ModuleFP8, device: torch.device) -> None:
-        """Writes the entries to a module's FP8 state, which is allocated if it is not yet."""
+        """Writes the entries to a module's FP8 state; allocates the state if needed."""
         state, found, header = module.state, self.tensors, self.header
         if found is None or header is None:
             state.reset()
@@ -121,8 +121,8 @@ def read_state(
 ) -> LoadedState | None:
     """Reads and checks the entries for a module's FP8 state, which is not changed.
 
-    A rounded ``scale_inv``, as in a 16-bit copy, is computed anew with a warning. Missing keys are
-    added to ``missing_keys`` only if others are there. None if some are missing or wrong.
+    A rounded ``scale_inv``, as in a 16-bit copy, is recomputed with a warning. Missing keys are
+    added to ``missing_keys`` only if other keys exist. Returns None if some are missing or wrong.
     """
     found = {name: tensors[prefix + name] for name in NAMES if prefix + name in tensors}
     if not found:
@@ -161,7 +161,7 @@ def load_state(
 ) -> None:
     """Sets a module's FP8 state from a state dict; wrong entries are reported and change nothing.
 
-    Without entries it gets initial values.
+    If the state dict has no entries, the state gets initial values.
     """
     loaded = read_state(module, tensors, prefix, missing_keys, error_msgs)
     if loaded is not None:

@@ -45,16 +45,18 @@ class FP8State:
     Attributes:
         scale_fwd, scale_inv_fwd: ``[3 G]``.
         scale_bwd, scale_inv_bwd: ``[2 G]``.
-        amax_history_fwd, amax_history_bwd: ``[L, 3 G]`` and ``[L, 2 G]``. Row 0 is the staging row,
-            into which casts write; row 1 is the oldest amax, row ``L - 1`` the newest.
-        pending_scale_fwd: ``[3 G]``, the forward scales that the next update will give; written and
-            read by evaluations only (``preview.py``).
+        amax_history_fwd, amax_history_bwd: ``[L, 3 G]`` and ``[L, 2 G]``. Casts record their amax
+            values in row 0 until the next update. Row 1 is the oldest amax, row ``L - 1`` the
+            newest.
+        pending_scale_fwd: ``[3 G]``, the forward scales that the next update will give; only
+            evaluations write and read them (``preview.py``).
         gemms: ``G``.
         allocated: True once the tensors exist.
         device: device of the tensors; meta before they exist.
-        first_steps: the slots whose first scale is due with ``first_step="current"``.
-        recipe: recipe to which the scales belong; None if no forward or loaded file has set it.
-        sync: the ranks over which the scales are updated together, and on which they are equal.
+        first_steps: the slots whose first scale is still to be computed, with
+            ``first_step="current"``.
+        recipe: recipe of the scales; None until a forward or a loaded state sets it.
+        sync: the ranks that update the scales together, and those on which scales are equal.
     """
 
     scale_fwd: torch.Tensor
@@ -75,7 +77,7 @@ class FP8State:
         self.sync = ScaleSync()
 
     def on_replaced(self, drop_views: Callable[[], None]) -> None:
-        """Registers a method to be called when tensors are replaced, to drop views of them.
+        """Registers a method that is called when tensors are replaced, and drops views of them.
 
         Args:
             drop_views: bound method without arguments; its object is held weakly.
@@ -89,12 +91,12 @@ class FP8State:
 
     @property
     def history_length(self) -> int:
-        """Rows of the amax histories, the staging row included."""
+        """Rows of the amax histories, including row 0, which collects amax values."""
         return self.amax_history_fwd.shape[0]
 
     @property
     def header(self) -> torch.Tensor:
-        """Header that a state dict holds beside the tensors, JSON text as uint8."""
+        """Header that a state dict has beside the tensors: JSON text as a uint8 tensor."""
         number, pending = self._clock()
         recipe = {} if self.recipe is None else recipe_entries(self.recipe)
         return encode_header(
@@ -115,7 +117,7 @@ class FP8State:
         return (None, amax_groups.pending) if group is None else (group.number, group.pending)
 
     def slots(self) -> Slots:
-        """Returns the views of the tensors over which a scheme builds quantizers."""
+        """Returns the views of the tensors that a scheme's quantizers use."""
 
         def forward(i: int) -> Slot:
             scale, inverse = self.scale_fwd[i : i + 1], self.scale_inv_fwd[i : i + 1]
@@ -156,10 +158,10 @@ class FP8State:
         self.recipe = recipe
 
     def allocate(self, length: int, device: torch.device) -> None:
-        """Makes the tensors with initial values, scales 1 and histories 0.
+        """Allocates the tensors, with scales of 1 and histories of 0.
 
         Args:
-            length: rows of the histories, the staging row included.
+            length: rows of the histories, including row 0, which collects amax values.
             device: device of the tensors.
         """
 
@@ -208,8 +210,7 @@ class FP8State:
         self._replaced()
 
     def resize(self, length: int) -> None:
-        """Trims or pads the histories to ``length`` rows, keeping the newest amax values; warns
-        once."""
+        """Trims or pads the histories to ``length`` rows, with the newest amax values kept."""
         old = self.history_length
         if length == old:
             return
@@ -280,7 +281,7 @@ def warn_resized(old: int, new: int) -> None:
 
 
 def resized_history(history: torch.Tensor, length: int) -> torch.Tensor:
-    """Returns an amax history of another length, with the newest rows and the staging row."""
+    """Returns an amax history of another length, with row 0 and the newest rows."""
     new = history.new_zeros(length, history.shape[1])
     new[0] = history[0]
     kept = min(history.shape[0], length) - 1

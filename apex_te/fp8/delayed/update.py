@@ -44,15 +44,15 @@ _failures: dict[Recipe, UpdateFailure] = {}  # that no region has raised yet
 def enter_region(
     recipe: Any, group: Any, may_update: bool, thread: int | None = None
 ) -> AmaxGroup | None:
-    """Counts a region that stages amax values, after an update that is due.
+    """Counts a region that records amax values, after an update if one is due.
 
-    Only a region entered with grad (``may_update``) runs the update. Returns None for a recipe
-    without state, whose regions do not count. ``thread`` is in ``AmaxGroup.inside`` until the
-    region is left.
+    Only a region entered with grad enabled (``may_update``) runs the update. Returns the amax
+    group, or None for a recipe without state, whose regions are not counted. ``thread`` is in
+    ``AmaxGroup.inside`` until the region is left.
 
     Raises:
-        Exception: an update of states with this recipe failed, here or earlier; raised once, and
-            the region does not count.
+        Exception: an update of states with this recipe failed, here or earlier. It is raised once,
+            and the region is not counted.
     """
     if not recipe.keeps_state:
         return None
@@ -90,8 +90,8 @@ def _warn_of_threads() -> None:
 def leave_calibration(recipe: Any, amax_group: AmaxGroup) -> None:
     """Updates scales on leaving a calibrating region without grad.
 
-    It does nothing if a pending region was entered with grad: its backward may still come, and
-    would find other scales than its forward had.
+    It does nothing if a pending region was entered with grad enabled: the backward may still come,
+    and must find the scales of its forward.
     """
     with update_lock:
         if amax_group.pending and not amax_group.training:
@@ -107,19 +107,20 @@ def update_if_due(recipe: Any, amax_group: AmaxGroup) -> None:
 
 
 def flush_fp8_state(group: Any = None) -> None:
-    """Applies pending scale updates at once; collective over the ``fp8_group`` of the regions.
+    """Applies pending scale updates now; collective over the ``fp8_group`` of the regions.
 
-    Otherwise scales are updated on entering the next ``fp8_autocast``. Call this before saving if
+    Otherwise scales are updated on entering a later ``fp8_autocast``. Call this before saving if
     all ranks must save equal scales. It does nothing if no region has run since the last update.
 
     Args:
-        group: update only modules that last ran in regions with this ``fp8_group``; None: all
-            modules, each over the group of its regions.
+        group: update only modules that last ran in regions with this ``fp8_group``; None updates
+            all modules, each over the group of its regions.
 
     Raises:
         TypeError: ``group`` is not a process group.
-        ValueError: no region had this ``group``, but others that reduce amax values are pending.
-        Exception: the error of a recipe's function, after all other modules were updated.
+        ValueError: no region had this ``group``, but regions that reduce amax values over other
+            groups are pending.
+        Exception: a recipe's function raised it; all other modules were updated first.
     """
     if group is not None and not is_process_group(group):
         raise TypeError(
@@ -168,10 +169,10 @@ def _raise_failure(recipe: Recipe) -> None:
 
 
 class UpdateFailure(NamedTuple):
-    """Named tuple of what an error says of the states with one recipe whose update failed.
+    """Named tuple that describes the failed update of the states with one recipe.
 
-    Their scales stay as they were, and their staged amax values are dropped. ``cause`` has no
-    traceback, which would keep the callers' models alive.
+    Their scales stay as they were, and their recorded amax values are dropped. ``cause`` has no
+    traceback, because that would keep the callers' models alive.
     """
 
     recipe: DelayedScaling
@@ -181,7 +182,7 @@ class UpdateFailure(NamedTuple):
     where: str
 
     def error(self) -> Exception:
-        """Returns the exception to raise, a RuntimeError for most types of ``cause``."""
+        """Returns the exception to raise; a RuntimeError for most types of ``cause``."""
         names = ", ".join(self.modules[:3])
         if len(self.modules) > 3:
             names += f" and {len(self.modules) - 3} more"
@@ -196,7 +197,7 @@ class UpdateFailure(NamedTuple):
 
 
 class UpdatePlan:
-    """Tensors of an amax group's states, grouped for updates; used until a module changes."""
+    """Tensors of an amax group's states, grouped for updates; valid until a module changes."""
 
     def __init__(self, amax_group: AmaxGroup, recipe: Recipe | None) -> None:
         """Groups the tensors of all states that are updated with ``amax_group``."""
@@ -270,7 +271,7 @@ def _device_of(group: Any) -> torch.device:
 
 
 class ScaleGroups(dict[tuple, "ScaleGroup"]):
-    """Dict of ``ScaleGroup`` by device and by the recipe's fields on which an update depends."""
+    """Dict of ``ScaleGroup`` by device and by the recipe fields on which an update depends."""
 
     def of(self, device: torch.device, recipe: DelayedScaling) -> ScaleGroup:
         """Returns the group for states on ``device`` with ``recipe``, made if missing."""
@@ -294,7 +295,7 @@ class ScaleGroups(dict[tuple, "ScaleGroup"]):
 
 
 class ScaleGroup:
-    """Slots of states on one device that one call updates, as their recipes are equal in effect."""
+    """Slots of states on one device that one call updates, because their recipes act equally."""
 
     def __init__(self, recipe: DelayedScaling, nonfinite: torch.Tensor) -> None:
         self.recipe = recipe
@@ -324,7 +325,7 @@ class ScaleGroup:
         self._owners.append((weakref.ref(module), len(self.histories)))
 
     def run(self, nonfinite: torch.Tensor | None) -> UpdateFailure | None:
-        """Updates every slot; a state whose update raises keeps its scales and is returned."""
+        """Updates every slot; returns the failure, if any; failed states keep their scales."""
         prepared = self._prepared.get(nonfinite is None)
         if prepared is not None and not self._suspects and not torch.compiler.is_compiling():
             try:

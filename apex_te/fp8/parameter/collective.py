@@ -14,8 +14,8 @@ _WRITING = ("allreduce_", "allreduce_coalesced_", "broadcast_", "reduce_")
 def run_collective(cls: type[Any], func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
     """Runs an op of ``torch.ops.c10d`` on the values of its FP8Parameters.
 
-    These ops' schemas do not tell writes. Written values are quantized before this returns, also
-    for ``async_op=True``.
+    The schemas of these ops do not say what they write. Written values are quantized before this
+    returns, even with ``async_op=True``.
     """
     name = func._schema.name.removeprefix("c10d::")
     written = [x for x in tree_leaves(args[0]) if isinstance(x, cls)] if name[-1] == "_" else []

@@ -53,7 +53,7 @@ class HeldWeight(GatheredPart, Protocol):
 
     @staticmethod
     def copy_all(weights: Any, sources: Any) -> None:
-        """Writes to each weight what ``copy_`` of the source in its place would."""
+        """Copies each source to the weight at the same index, as ``copy_`` does."""
 
     @classmethod
     def empty(cls, shape: Any, recipe: Any, dtype: Any, device: Any = None) -> Any:

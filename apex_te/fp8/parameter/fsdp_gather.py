@@ -24,25 +24,26 @@ _checked: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
 
 
 class GatherSource(Protocol):
-    """Protocol of what quantizes a weight for gathers with scales that regions update."""
+    """Protocol of an object that casts a weight for gathers, with scales that regions update."""
 
     def is_outdated(self, scales: int) -> bool:
         """Returns True if scales were updated since their version was ``scales``."""
 
     def gather_again(self) -> None:
-        """Gathers the weight once more, with the scales of now; collective."""
+        """Gathers the weight once more, with the present scales; collective."""
 
 
 class Gathered:
-    """Record of how the FP8 data of a gathered weight were quantized; all its aliases share it.
+    """Record of how a gathered weight was quantized; all aliases of the weight share it.
 
     Attributes:
         settings: ``Quantizer.settings``; None if the shards themselves are held in FP8.
-        amax: fp32 ``[1]``, of this rank's shard, to be staged by a forward, or None.
-        group: process group of the ranks that have the shards; None if it is one rank.
-        stamp: value that is equal for parts that were quantized with one scale, for ``joined``.
-        source: gathers the weight again once its scales are older than those of a region; None for
-            schemes whose scales belong to the data.
+        amax: fp32 ``[1]``, amax of this rank's shard, which a forward records for the next update;
+            or None.
+        group: process group of the ranks that have the shards; None for a single rank.
+        stamp: value for ``joined``, equal for weights that were quantized with the same scale.
+        source: object that gathers the weight again once its scales are older than those of a
+            region; None for schemes without state.
         reader: the quantizer that ``read_by`` last found to have equal settings, or None.
     """
 
@@ -76,7 +77,7 @@ class Gathered:
         self.source, self.scales, self.region = other.source, other.scales, other.region
 
     def refresh(self) -> None:
-        """Gathers a weight again, on all ranks, that FSDP2 has kept since before a scale update."""
+        """Gathers the weight again, on all ranks, if FSDP2 gathered it before a scale update."""
         region = local.region
         if self.source is None or region is None or region is self.region or not region.in_fp8:
             return
@@ -85,7 +86,8 @@ class Gathered:
         self.region = region
 
     def read_by(self, quantizers: GemmQuantizers, forward: bool) -> None:
-        """Checks that a GEMM can read the gathered data; a forward also stages the shard's amax."""
+        """Checks that a GEMM can read the gathered data; ``forward`` also records the shard's
+        amax."""
         if self.settings is None:
             return
         if forward:
@@ -104,7 +106,7 @@ class Gathered:
 
 
 class GatheredPart(Protocol):
-    """Protocol of an FP8Parameter that is a shard that FSDP2 gathers, or a gathered weight."""
+    """Protocol of an FP8Parameter that is a shard for FSDP2 to gather, or a gathered weight."""
 
     _held: QuantizedTensor
     _recipe: Recipe
@@ -148,8 +150,8 @@ def shard_groups(weight: GatheredPart) -> tuple[Any, ...]:
 def check_resharding(owner: str, module: torch.nn.Module | None) -> None:
     """Checks, once for each module, that FSDP2 does not reshard its weights to fewer ranks.
 
-    With an int ``reshard_after_forward`` FSDP2 would take FP8 data for values. The check comes
-    before anything is gathered, and fails on all ranks.
+    With an int ``reshard_after_forward`` FSDP2 would misread FP8 data as values. The check precedes
+    all gathering, and fails on all ranks.
     """
     if module is None or module in _checked:
         return
@@ -167,15 +169,15 @@ def check_resharding(owner: str, module: torch.nn.Module | None) -> None:
 def shard_fp8_data(
     shard: GatheredPart, mesh: Any, outer_size: Any, module: Any, mp_policy: Any
 ) -> tuple:
-    """Returns what FSDP2 is to gather of a shard that is held in FP8, and a context.
+    """Returns the tensors of an FP8 shard that FSDP2 is to gather, and a context.
 
-    The data are uint8, padded to as many rows on each rank; of a weight with several scales,
-    ``scale_inv`` follows. FSDP2 takes no further tensor of uneven shards. ``mp_policy.param_dtype``
-    becomes the nominal dtype.
+    The data are uint8, padded to the same number of rows on each rank. For a weight with several
+    scales, ``scale_inv`` follows; FSDP2 does not accept it with uneven shards.
+    ``mp_policy.param_dtype`` becomes the nominal dtype.
 
     Raises:
-        NotImplementedError: on all ranks, if shards are not rows, or cut a block, or are uneven
-            where a weight has several scales, or ``reshard_after_forward`` is an int.
+        NotImplementedError: on all ranks: shards are not whole rows or cut a block, shards of a
+            weight with several scales are uneven, or ``reshard_after_forward`` is an int.
     """
     check_resharding("FP8Parameter", module)
     layout, held = shard._layout, shard._held
@@ -217,7 +219,7 @@ def gathered_fp8_data(
 
 
 def replace(weight: Any, held: QuantizedTensor, gathered: Gathered) -> None:
-    """Gives a weight of an earlier gather, and its aliases, the data of a new gather."""
+    """Replaces the data of a weight of an earlier gather, and of its aliases, by a new gather's."""
     whole: GatheredPart = getattr(weight, "_local_tensor", weight)
     target = whole._held
     target.rowwise, target.rowwise_scale_inv = held.rowwise, held.rowwise_scale_inv

@@ -39,27 +39,26 @@ class _Initial:
 
 
 class FP8Parameter(torch.Tensor):
-    """A weight ``[rows, cols]`` of a high-precision dtype that is held as FP8 data and scales.
+    """A weight ``[rows, cols]`` of a high-precision dtype that is stored as FP8 data and scales.
 
-    To its user it is a tensor of ``dtype`` (float32, float16, bfloat16 or float64), and a
-    ``torch.nn.Parameter`` once wrapped in one; its gradient has that dtype, too. GEMMs of modules
-    read the FP8 data, all other ops the values. Whatever writes to it (``copy_``, an optimizer's
-    in-place step, ``load_state_dict``) quantizes the new values, from the widest dtype at hand. The
-    scale comes from the new values, with delayed scaling, too; a scale for the whole weight comes
-    from the amax rounded to bfloat16, so that loading values that were saved restores the data. A
-    write to a shard of FSDP2 whose weight has one scale is collective: the amax is the maximum over
-    the ranks of the shards.
+    It behaves as a tensor of ``dtype`` (float32, float16, bfloat16 or float64), and becomes a
+    ``torch.nn.Parameter`` if wrapped in one; its gradient also has that dtype. GEMMs of modules
+    read the FP8 data, all other ops the values. Every write (``copy_``, an optimizer's in-place
+    step, ``load_state_dict``) quantizes the new values, from the widest dtype available. The scale
+    comes from the new values, even with delayed scaling. A single scale for the whole weight comes
+    from the amax rounded to bfloat16, so that loading saved values restores the data. A write to an
+    FSDP2 shard of a weight with one scale is collective: the amax is the maximum over the ranks
+    that have the shards.
 
-    Backward makes the columnwise copy that it needs from the rowwise copy, and drops the columnwise
-    copy unless a module's weight cache keeps it.
+    For its GEMMs, backward makes the transpose of the FP8 data (the columnwise copy, [cols, rows]),
+    and drops it afterwards unless a module's weight cache keeps it.
 
     ``float()``, ``half()``, ``bfloat16()``, ``double()`` and ``to(dtype)`` of a
     ``torch.nn.Parameter`` change its nominal dtype, as converting a module does. Called on any
-    other FP8Parameter, such as ``detach().clone()`` of one, they give plain values. Attributes that
-    are set on a parameter go with it when it or its module is moved, converted, deep-copied or
-    pickled.
+    other FP8Parameter, such as ``detach().clone()`` of one, they return plain values. Attributes
+    set on a parameter are kept when it or its module is moved, converted, deep-copied or pickled.
 
-    ``view`` shares the data, as do slices and splits of rows, which cannot be written to; take
+    ``view`` shares the data. So do slices and splits of rows, but they cannot be written to. Take
     other parts from ``dequantize()``.
     """
 
@@ -114,15 +113,16 @@ class FP8Parameter(torch.Tensor):
         """Makes a weight with uninitialized data.
 
         Args:
-            shape: (rows, cols).
-            recipe: recipe of the model or its name, whose ``stored_recipe`` quantizes the weight.
+            shape: ``(rows, cols)``.
+            recipe: recipe of the model, or its name; its ``stored_recipe`` quantizes the weight.
             dtype: nominal dtype: float32, float16, bfloat16 or float64.
             device: device of the data.
-            preserve_high_precision_init_val: keep the values that ``initialize`` quantizes.
+            preserve_high_precision_init_val: keep a copy of the values that ``initialize``
+                quantizes.
 
         Raises:
             ValueError: ``shape`` is not that of a matrix.
-            TypeError: ``dtype`` cannot be a parameter's.
+            TypeError: ``dtype`` is not one of these.
         """
         if len(shape) != 2:
             raise ValueError(f"FP8Parameter: shape must be [rows, cols], got {list(shape)}")
@@ -144,7 +144,7 @@ class FP8Parameter(torch.Tensor):
         ``get_high_precision_init_val`` returns.
 
         Args:
-            init_method: function that fills the plain tensor ``[rows, cols]`` it is given.
+            init_method: function that fills a plain tensor ``[rows, cols]`` in place.
         """
         value = torch.empty(self.shape, dtype=self.dtype, device=self.device)
         init_method(value)
@@ -157,7 +157,7 @@ class FP8Parameter(torch.Tensor):
         """Returns a function that returns the initial values before quantization, on the CPU.
 
         Raises:
-            AttributeError: no initial values are kept, which Megatron-Core asks by ``hasattr``.
+            AttributeError: no initial values are kept; Megatron-Core tests this by ``hasattr``.
         """
         value = self._kept("get_high_precision_init_val")
         return lambda: value
@@ -167,7 +167,7 @@ class FP8Parameter(torch.Tensor):
         """Returns a function that frees the initial values before quantization.
 
         Raises:
-            AttributeError: no initial values are kept, or not any more.
+            AttributeError: no initial values are kept, or they were freed already.
         """
         self._kept("clear_high_precision_init_val")
         return self._initial.clear
@@ -183,14 +183,14 @@ class FP8Parameter(torch.Tensor):
 
     @property
     def recipe(self) -> Recipe:
-        """Recipe by which the values are quantized."""
+        """Recipe with which the values are quantized."""
         return self._recipe
 
     def dequantize(self, dtype: torch.dtype | None = None) -> torch.Tensor:
         """Returns the values as a plain tensor; differentiable.
 
         Args:
-            dtype: dtype of the result; None: that of the parameter.
+            dtype: dtype of the result; None takes that of the parameter.
         """
         dtype = self.dtype if dtype is None else dtype
         if torch.is_grad_enabled() and self.requires_grad:
@@ -200,8 +200,8 @@ class FP8Parameter(torch.Tensor):
     def to(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Returns this weight with another dtype or on another device, as ``torch.Tensor.to`` does.
 
-        A ``torch.nn.Parameter`` stays an FP8Parameter. Any other FP8Parameter gives plain values if
-        a dtype, or a tensor with one, is passed, even the dtype that it has.
+        For a ``torch.nn.Parameter`` the result is an FP8Parameter. For any other FP8Parameter it is
+        plain values if a dtype, or a tensor with one, is passed, even if the dtype is its own.
         """
         dtype = kwargs.get("dtype")
         for arg in (*args, kwargs.get("other")):
@@ -220,8 +220,8 @@ class FP8Parameter(torch.Tensor):
             options: keyword arguments of ``to``, such as ``memory_format``.
 
         Returns:
-            For a ``torch.nn.Parameter`` an FP8Parameter with nominal dtype float32, for any other
-            FP8Parameter the values as a plain tensor.
+            For a ``torch.nn.Parameter``, an FP8Parameter with nominal dtype float32; for any other
+            FP8Parameter, the values as a plain tensor.
         """
         return self.to(torch.float32, **options)
 
@@ -232,8 +232,8 @@ class FP8Parameter(torch.Tensor):
             options: keyword arguments of ``to``, such as ``memory_format``.
 
         Returns:
-            For a ``torch.nn.Parameter`` an FP8Parameter with nominal dtype float16, for any other
-            FP8Parameter the values as a plain tensor.
+            For a ``torch.nn.Parameter``, an FP8Parameter with nominal dtype float16; for any other
+            FP8Parameter, the values as a plain tensor.
         """
         return self.to(torch.float16, **options)
 
@@ -244,8 +244,8 @@ class FP8Parameter(torch.Tensor):
             options: keyword arguments of ``to``, such as ``memory_format``.
 
         Returns:
-            For a ``torch.nn.Parameter`` an FP8Parameter with nominal dtype bfloat16, for any other
-            FP8Parameter the values as a plain tensor.
+            For a ``torch.nn.Parameter``, an FP8Parameter with nominal dtype bfloat16; for any other
+            FP8Parameter, the values as a plain tensor.
         """
         return self.to(torch.bfloat16, **options)
 
@@ -256,14 +256,14 @@ class FP8Parameter(torch.Tensor):
             options: keyword arguments of ``to``, such as ``memory_format``.
 
         Returns:
-            For a ``torch.nn.Parameter`` an FP8Parameter with nominal dtype float64, for any other
-            FP8Parameter the values as a plain tensor.
+            For a ``torch.nn.Parameter``, an FP8Parameter with nominal dtype float64; for any other
+            FP8Parameter, the values as a plain tensor.
         """
         return self.to(torch.float64, **options)
 
     @property
     def data(self) -> torch.Tensor:
-        """Alias without autograd history; a tensor assigned to it is quantized into the weight."""
+        """The weight without autograd history; assigning a tensor quantizes it into the weight."""
         return super().data
 
     @data.setter
@@ -290,7 +290,7 @@ class FP8Parameter(torch.Tensor):
         return self
 
     def is_shared(self) -> bool:
-        """Returns True if the FP8 data are in shared memory, as all memory of a GPU is."""
+        """Returns True if the FP8 data are in shared memory; always True on a GPU."""
         assert self._held.rowwise is not None
         return self._held.rowwise.is_shared()
 
@@ -356,17 +356,17 @@ class FP8Parameter(torch.Tensor):
 
     @staticmethod
     def copy_all(weights: Sequence[FP8Parameter], sources: Sequence[torch.Tensor]) -> None:
-        """Writes to each weight the source in its place, as ``copy_`` does.
+        """Copies each source to the weight at the same index, as ``copy_`` does.
 
-        The amax values of FSDP2's shards are reduced over the ranks in one collective for all
-        weights of a process group.
+        If weights are FSDP2 shards, one collective per process group reduces the amax values of all
+        its weights over the ranks.
 
         Args:
-            weights: the weights; the same on all ranks where they are shards.
+            weights: the weights; if they are shards, the same ones on all ranks.
             sources: values, or FP8Parameters, that broadcast to the weights' shapes.
 
         Raises:
-            NotImplementedError: a weight is a part of one.
+            NotImplementedError: a weight is a slice of another one.
         """
         shared: dict[Any, list[tuple[FP8Parameter, torch.Tensor]]] = {}
         for weight, source in zip(weights, sources, strict=True):
@@ -456,7 +456,7 @@ class FP8Parameter(torch.Tensor):
     def fsdp_pre_all_gather(
         self, mesh: Any, outer_size: Any, outer_stride: Any, module: Any, mp_policy: Any
     ) -> tuple[tuple[torch.Tensor, ...], Any]:
-        """Returns this shard's FP8 data and scales for FSDP2 to gather; a hook of FSDP2.
+        """Returns this shard's FP8 data and scales, which FSDP2 gathers; a hook of FSDP2.
 
         Returns:
             tensors: the data as uint8, and ``scale_inv`` if the weight has several scales.
@@ -472,17 +472,17 @@ class FP8Parameter(torch.Tensor):
         *,
         out: torch.Tensor | None = None,
     ) -> Any:
-        """Makes the whole weight of the gathered data; a hook of FSDP2.
+        """Makes the whole weight from the gathered data; a hook of FSDP2.
 
         Args:
             all_gather_outputs: the gathered tensors of ``fsdp_pre_all_gather``.
             metadata: the context that ``fsdp_pre_all_gather`` returned.
-            param_dtype: dtype of FSDP2's policy, not used: the context has it.
-            out: weight of an earlier gather, which then gets the data; None: make one.
+            param_dtype: dtype of FSDP2's policy; not used, as ``metadata`` has it.
+            out: weight of an earlier gather that gets the data; None makes a new one.
 
         Returns:
-            The weight and a tuple of the tensors whose memory FSDP2 is to manage; None with
-            ``out``.
+            The weight, and a tuple of the tensors whose memory FSDP2 manages; None if ``out`` is
+            given.
         """
         held, recipe, dtype = gathered_fp8_data(self, all_gather_outputs, metadata)
         if out is not None:
@@ -496,7 +496,7 @@ class FP8Parameter(torch.Tensor):
 def fp8_operands(
     weight: FP8Parameter, quantizers: GemmQuantizers, with_columnwise: bool, keep: bool = False
 ) -> QuantizedTensor | None:
-    """Returns a weight's FP8 copies for a GEMM; None if the GEMM's backend cannot read them.
+    """Returns a weight's FP8 copies for a GEMM; None if the GEMM backend cannot read them.
 
     ``keep`` keeps the columnwise copy until the next write to ``weight``.
     """
@@ -536,7 +536,7 @@ def dequantized(weight: torch.Tensor) -> torch.Tensor:
 
 
 def record_weight(weight: torch.Tensor, quantizer: Any) -> None:
-    """Stages the amax of ``weight`` in ``quantizer``, without a cast, for calibration."""
+    """Records the amax of ``weight`` in ``quantizer``, without a cast, for calibration."""
     gathered = weight._gathered if type(weight) is FP8Parameter else None
     if gathered is None or gathered.settings is None:
         quantizer.record(dequantized(weight).contiguous())

@@ -16,7 +16,7 @@ from .parameter import FP8Parameter
 
 
 def replace_data(weight: FP8Parameter, data: torch.Tensor) -> None:
-    """Moves a weight's FP8 data to the memory ``data``, which it then keeps."""
+    """Moves a weight's FP8 data to the memory of ``data``, where they stay."""
     held = _held("replace_data", weight)
     old = held.rowwise
     assert old is not None
@@ -33,7 +33,7 @@ def replace_data(weight: FP8Parameter, data: torch.Tensor) -> None:
 
 
 def drop_columnwise(weight: FP8Parameter) -> None:
-    """Frees the columnwise copy of a weight, whose rowwise data were written from outside."""
+    """Frees the columnwise copy of a weight after its rowwise data were written from outside."""
     held = _held("drop_columnwise", weight)
     held.columnwise = held.columnwise_scale_inv = None
     increment_version(weight)
@@ -45,11 +45,12 @@ def write_parts(
     starts: Sequence[int | None],
     group: Any,
 ) -> None:
-    """Quantizes the part of each weight that this rank has, with the scales of the whole weights.
+    """Quantizes this rank's part of each weight, with the scales of the whole weights.
 
-    After one all-reduce of amax values, each rank has all scales and its own parts of the data;
-    with the rest gathered they equal ``weight.copy_(whole)``. A part is consecutive elements of the
-    flattened weight, from ``starts``.
+    After one all-reduce of amax values over ``group``, each rank has all scales and its own parts
+    of the data. Once the other parts are gathered, the weight equals ``weight.copy_(whole)``. A
+    part is a range of the flattened weight that begins at ``starts``; None if this rank has no
+    part.
     """
     _check(weights, parts, starts)
     if not weights:

@@ -21,7 +21,7 @@ _OPERATORS = frozenset({"__setitem__", *(f"__i{name}__" for name in (
 class ValuesView(torch.Tensor):
     """Values of an FP8 weight, transposed, expanded or with a further dimension.
 
-    They are a copy, though of a plain weight they would be a view, so a write raises
+    They are a copy, although a plain weight would give a view; so a write raises
     NotImplementedError.
     """
 
@@ -61,7 +61,7 @@ def _as_given(out: Any, given: list[ValuesView]) -> Any:
 
 
 def guarded(values: torch.Tensor) -> torch.Tensor:
-    """Returns a ``ValuesView`` over plain values; the argument itself where code is traced."""
+    """Returns a ``ValuesView`` over plain values; in traced code the argument itself."""
     if type(values) is not torch.Tensor or is_traced():
         return values
     return values.as_subclass(ValuesView)

@@ -30,7 +30,7 @@ _BLOCK = 128
 class BlockQuantizer(Quantizer):
     """Casts a matrix to FP8 with a scale for each block.
 
-    With ``block_rows=1`` the blocks of the columnwise copy lie along the other axis.
+    With ``block_rows=1`` the blocks of the columnwise copy (the transpose) run along its rows, too.
     """
 
     __slots__ = ("block_rows", "options", "pad_columnwise")

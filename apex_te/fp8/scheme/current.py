@@ -98,7 +98,8 @@ class CurrentScalingQuantizer(Quantizer):
         return out.rowwise, out.scale_inv, None
 
     def cast_rows(self, x: torch.Tensor, amax: torch.Tensor | None) -> Any:
-        """Returns the rowwise copy of ``x``, with the scale of ``amax``, fp32 ``[1]``, if given."""
+        """Returns the rowwise copy of ``x``, scaled by ``amax``, fp32 ``[1]``, or by its own
+        amax."""
         return current_scale(
             x, self.dtype, columnwise=False, eps=self.eps, pow2=self.pow2, amax=amax
         )
@@ -115,7 +116,7 @@ class CurrentScalingQuantizer(Quantizer):
     def produce(
         self, producer: FusedCast, rowwise: bool = True, columnwise: bool = True
     ) -> QuantizedTensor:
-        """Runs the op twice, first for its result's amax alone: cheaper than storing the result."""
+        """Runs the op twice, first only for the amax; this is cheaper than storing the result."""
         # torch sums the columns of what this quantizer casts, so it does of what is only copied:
         # the sums are then those of compiled code, which does not fuse copies.
         if not self.can_fuse(producer) or (producer.copies and producer.with_dbias):
@@ -162,8 +163,7 @@ class CurrentGroups(GroupQuantizer):
 class OneScale(Layout):
     """Form of a stored weight with one scale, computed from the amax rounded to bfloat16.
 
-    The amax of the stored values, in whichever dtype they are read, then rounds to the same
-    bfloat16.
+    The amax of the stored values then rounds to the same bfloat16, whatever dtype they are read in.
     """
 
     name = "one scale"

@@ -34,8 +34,8 @@ from .slots import GemmSlots, ScaleSharing, Slot, Slots
 class FirstStep:
     """Computes a slot's first scale from the first tensor cast with it (``first_step="current"``).
 
-    Until then the slot is due: its flag in ``due`` is True, and its flag in ``on_device``, if there
-    is one, is non-zero. Only the device knows whether a group of rows is empty.
+    Until then the slot is due: its flag in ``due`` is True, and its flag in ``on_device``, if any,
+    is not 0. Only the device knows whether a group of rows is empty.
     """
 
     __slots__ = (
@@ -90,7 +90,8 @@ class FirstStep:
         return None
 
     def take(self, amax: torch.Tensor, scale: torch.Tensor, scale_inv: torch.Tensor) -> None:
-        """Computes a scale from ``amax``, fp32 ``[1, 1]``, as an update does; overwrites it."""
+        """Computes a scale from ``amax``, fp32 ``[1, 1]``, as an update does; overwrites
+        ``amax``."""
         # A history of one row is this tensor alone: the same formula and guards as an update.
         self.update_scales([amax], [scale], [scale_inv], [self.fp8_max], self.recipe, None)
 
@@ -98,8 +99,9 @@ class FirstStep:
 class DelayedScalingQuantizer(Quantizer):
     """Casts a matrix to FP8 with the scale of a slot in the FP8 state.
 
-    ``scale`` and ``amax`` are views of the state; a cast folds its amax into ``amax`` unless None.
-    ``first`` computes the first scale; None if that is 1, or computed elsewhere.
+    ``scale`` and ``amax`` are views of the state. A cast updates ``amax`` to the maximum with its
+    own amax, unless it is None. ``first`` computes the first scale; None if that is 1, or computed
+    elsewhere.
     """
 
     __slots__ = ("amax", "first", "pad_columnwise", "scale", "sync")
@@ -186,7 +188,7 @@ class DelayedScalingQuantizer(Quantizer):
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Quantizes rows, with the first scale computed from ``amax`` if that is not None.
 
-        The slot stays due until a forward stages an amax, as the weight may change before that.
+        The slot stays due until a forward records an amax, because the weight may change before.
         """
         scale = self.scale
         if amax is not None and self.first is not None:
@@ -207,7 +209,7 @@ class DelayedScalingQuantizer(Quantizer):
         return [q.scale for q in quantizers], None
 
     def stage(self, amax: torch.Tensor, group: Any) -> None:
-        """Stages the amax of this rank's rows of a matrix that is sharded over ``group``."""
+        """Records the amax of this rank's rows of a matrix that is sharded over ``group``."""
         if self.amax is None:
             return
         sync = self.sync
@@ -246,7 +248,7 @@ class DelayedScalingQuantizer(Quantizer):
         return DelayedGroups(quantizers) if self.dtype in FP8_DTYPES else None
 
     def record(self, x: torch.Tensor) -> None:
-        """Stages the amax of ``x`` ``[rows, cols]`` without quantizing it."""
+        """Records the amax of ``x`` ``[rows, cols]`` without quantizing ``x``."""
         first = self.first
         if first is not None and first.due[first.index] and x.numel():
             first.run(lambda amax: self._measure(x, amax))
@@ -288,7 +290,8 @@ class DelayedScalingQuantizer(Quantizer):
 class DelayedGroups(GroupQuantizer):
     """Quantizes groups of rows, each with the slot of one GEMM in the module's FP8 state.
 
-    The device computes first scales, as it alone knows which groups have rows; others stay due.
+    The device computes first scales, because only the device knows which groups have rows. Slots of
+    groups without rows stay due.
     """
 
     __slots__ = ("amax", "firsts", "scale", "slots")
@@ -385,7 +388,7 @@ def _column(slots: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 class DelayedScheme(Scheme):
-    """Scheme of delayed scaling; weights that are held in FP8 only use current scaling instead."""
+    """Scheme of delayed scaling; weights stored in FP8 only use current scaling instead."""
 
     name = "delayed"
     backend = FP8Gemm

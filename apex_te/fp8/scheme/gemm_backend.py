@@ -24,16 +24,17 @@ class GemmBackend:
     """Multiplies operands quantized by one scheme; a subclass defines ``multiply``.
 
     Args:
-        split: True to keep partial sums in fp32, for (fprop, dgrad, wgrad); ignored by a scheme
-            without that choice.
+        split: three bools, for fprop, dgrad and wgrad: True keeps partial sums in fp32. Ignored by
+            schemes without this choice.
         device: the operands' device.
 
     Attributes:
-        row_multiple: multiple to which fprop and dgrad round the number of rows that they compute.
-            A new output gets room for the added rows; an output that is passed costs a copy.
-        adds: ``multiply`` takes the option ``c``, a tensor that it adds before rounding.
-        fuses_swiglu: the kernels of ``ops.dense_gemm_swiglu`` compute fprop and dgrad of the
-            operands in the same way.
+        row_multiple: fprop and dgrad round the number of rows that they compute up to a multiple of
+            this. A new output gets room for the added rows; an output passed as ``out`` costs a
+            copy.
+        adds: True if ``multiply`` takes the option ``c``, a tensor that it adds before rounding.
+        fuses_swiglu: True if the kernels of ``ops.dense_gemm_swiglu`` can compute fprop and dgrad
+            of these operands, with equal results.
     """
 
     __slots__ = ("adds", "fuses_swiglu", "split")
@@ -58,7 +59,7 @@ class GemmBackend:
         Args:
             a: FP8 data ``[M, K]``.
             b: FP8 data ``[N, K]``.
-            a_scale_inv, b_scale_inv: multipliers of the operands, in the scheme's shape.
+            a_scale_inv, b_scale_inv: ``1 / scale`` of the operands, in the scheme's shape.
             options: ``out``, ``out_dtype``, ``bias`` and ``accumulate``, as for ``fp8_gemm``, and
                 ``c`` if ``adds`` is True.
         """
@@ -73,13 +74,13 @@ class GemmBackend:
         out: torch.Tensor | None = None,
         c: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Returns ``x [rows, in] @ weight [out, in].T + bias + c``, from both rowwise copies.
+        """Returns ``x [rows, in] @ weight [out, in].T + bias + c``, from their rowwise copies.
 
         Args:
             out_dtype: dtype of the result.
             bias: ``[out]`` or None.
             out: tensor ``[rows, out]`` to write to, or None for a new one.
-            c: tensor ``[rows, out]`` of ``out_dtype`` to add, only if ``adds``; or None.
+            c: tensor ``[rows, out]`` of ``out_dtype`` to add, or None; requires ``adds``.
         """
         if c is not None:
             return self.multiply(
@@ -104,7 +105,7 @@ class GemmBackend:
         Args:
             out_dtype: dtype of the result.
             out: tensor ``[rows, in]`` to write to, or None for a new one.
-            c: tensor ``[rows, in]`` of ``out_dtype`` to add, only if ``adds``; or None.
+            c: tensor ``[rows, in]`` of ``out_dtype`` to add, or None; requires ``adds``.
         """
         if c is not None:
             return self.multiply(
@@ -124,11 +125,12 @@ class GemmBackend:
         out: torch.Tensor | None = None,
         accumulate: bool = False,
     ) -> torch.Tensor:
-        """Returns ``dy [rows, out].T @ x [rows, in]``, from both columnwise copies.
+        """Returns ``dy [rows, out].T @ x [rows, in]``, from their columnwise copies.
 
         Args:
             out_dtype: dtype of the result.
             out: tensor ``[out, in]`` to write to, or None for a new one.
+            accumulate: add to ``out`` instead of overwriting it.
         """
         return self.multiply(
             WGRAD, dy.columnwise, x.columnwise, dy.columnwise_scale_inv, x.columnwise_scale_inv,
@@ -144,12 +146,12 @@ class GemmBackend:
     ) -> Callable[[Any, Any, torch.Tensor], torch.Tensor]:
         """Returns a function that computes fprop or dgrad with one weight for some rows at a time.
 
-        The function ``f(rows, scale_inv, out)`` takes rowwise FP8 data, their scale and the tensor
-        to write, which it returns. It may be called until the caller returns.
+        The function ``f(rows, scale_inv, out)`` takes rowwise FP8 data, their ``scale_inv``, and
+        the tensor to write to, which it returns. Call it only before the caller returns.
 
         Args:
             out_dtype: dtype of the results.
-            bias: ``[out]``, only for FPROP; or None.
+            bias: ``[out]`` or None; only for FPROP.
         """
         if product == FPROP:
             return lambda rows, scale_inv, out: self.multiply(
@@ -170,7 +172,8 @@ class GemmBackend:
         b_scale_inv: Any,
         groups: Groups,
     ) -> torch.Tensor:
-        """Returns ``b[g] @ a[r]`` for each row ``r`` of ``a``, of group ``g``: bf16 ``[rows, N]``.
+        """Returns ``b[g] @ a[r]`` for each row ``r`` of ``a`` and its group ``g``: bf16 ``[rows,
+        N]``.
 
         Args:
             a: FP8 data ``[rows, K]``.
@@ -193,11 +196,11 @@ class GemmBackend:
         """Returns the wgrad GEMM of each group, ``[groups, M, N]``.
 
         Args:
-            a: FP8 data ``[M, K]``, columns of a group after those of the group before.
-            b: FP8 data ``[N, K]``, with the columns of ``a``.
+            a: FP8 data ``[M, K]``, with the columns sorted by group.
+            b: FP8 data ``[N, K]``, with the columns in the order of ``a``.
             a_scale_inv, b_scale_inv: fp32 ``[groups]``.
             groups: which columns belong to which group, on the device.
-            wide: return fp32, else bf16.
+            wide: return fp32; False returns bf16.
         """
         raise NotImplementedError
 
@@ -218,7 +221,7 @@ def warn_emulated(what: str, needed: str) -> None:
 
 
 class FP8Gemm(GemmBackend):
-    """Multiplies operands with one scale each by cuBLASLt's FP8 GEMMs, or emulates the product."""
+    """Multiplies operands with one scale each by cuBLASLt's FP8 GEMMs, or emulates these."""
 
     __slots__ = ("native",)
 

@@ -19,7 +19,7 @@ class GroupRows(NamedTuple):
     def measure(
         self, amax: torch.Tensor, dtype: torch.dtype, due: torch.Tensor | None = None
     ) -> None:
-        """Folds the groups' amax values into ``amax`` by maximum, where ``due`` is not 0."""
+        """Updates ``amax`` to its maximum with the groups' amax values, where ``due`` is not 0."""
         quantize_groups(
             self.x, self.groups, amax, dtype, rowwise=False, columnwise=False, amax=amax, due=due
         )
@@ -34,7 +34,9 @@ class GroupMatrices(NamedTuple):
     def measure(
         self, amax: torch.Tensor, dtype: torch.dtype, due: torch.Tensor | None = None
     ) -> None:
-        """Folds each matrix's amax into ``amax``, fp32 ``[groups]``, as ``GroupRows.measure``."""
+        """Updates ``amax``, fp32 ``[groups]``, by each matrix's amax, as ``GroupRows.measure``
+        does.
+        """
         quantize_matrices(
             self.matrices, amax, dtype, groups=self.groups, rowwise=False, columnwise=False,
             amax=amax, due=due,
@@ -66,7 +68,7 @@ class GroupQuantizer:
         rowwise: bool = True,
         columnwise: bool = True,
     ) -> GroupedOutput:
-        """Returns FP8 copies of matrices, of groups with rows only unless ``groups`` is None."""
+        """Returns FP8 copies of matrices; with ``groups``, only of those whose groups have rows."""
         scale, scale_inv, amax = self.scaling(GroupMatrices(matrices, groups))
         return quantize_matrices(
             matrices, scale, self.dtype, groups=groups, rowwise=rowwise, columnwise=columnwise,
@@ -80,13 +82,13 @@ class GroupQuantizer:
         return False
 
     def record(self, x: torch.Tensor, groups: Groups) -> None:
-        """Stages the amax values of the groups' rows; does nothing for a scheme without state."""
+        """Records the amax values of the groups' rows; does nothing for a scheme without state."""
 
     def record_matrices(self, matrices: Sequence[torch.Tensor], groups: Groups) -> None:
-        """Stages amax values of the matrices of groups with rows; does nothing without a state."""
+        """Records amax values of the matrices of groups with rows; does nothing without a state."""
 
     def scaling(
         self, source: GroupRows | GroupMatrices
     ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
-        """Returns scales, their reciprocals or None, and where to stage amax values or None."""
+        """Returns scales, ``scale_inv`` or None, and the tensor for amax values or None."""
         raise NotImplementedError

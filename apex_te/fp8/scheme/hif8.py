@@ -68,7 +68,7 @@ class HiF8Quantizer(CurrentScalingQuantizer):
 
 
 class HiF8Gemm(GemmBackend):
-    """Emulates GEMMs of HiF8 operands with one scale each, which no supported GPU multiplies."""
+    """Emulates GEMMs of HiF8 operands with one scale each; no supported GPU has such GEMMs."""
 
     __slots__ = ()
 

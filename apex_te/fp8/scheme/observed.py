@@ -45,9 +45,9 @@ _ROUNDINGS = 1 + 2.0**-22
 class ObservedQuantizer(Quantizer):
     """Quantizes with ``inner``, unchanged, and reports each tensor to ``note``.
 
-    Not reported are tensors that torch.compile traces or a CUDA graph captures, and groups whose
-    sizes only the device knows. ``twin`` makes equal FP8 data but stages nothing; it casts tensors
-    whose amax alone ``inner`` records (calibration).
+    It does not report tensors that torch.compile traces or a CUDA graph captures, and groups whose
+    sizes only the device knows. ``twin`` makes equal FP8 data but records no amax; it casts the
+    tensors whose amax alone ``inner`` records (calibration).
     """
 
     __slots__ = ("inner", "keeps_scale", "note", "pad_columnwise", "twin")
@@ -155,8 +155,8 @@ def observed_sets(
 ) -> QuantizerSets:
     """Returns ``sets`` with recording quantizers that report what they quantize.
 
-    In recompute only gradients are reported, because the forward was already. ``note`` also gets
-    the GEMM's index and the role.
+    In a recompute only gradients are reported, because the forward has been reported already.
+    ``note`` also gets the GEMM's index and the role.
     """
     recording, recompute = [], []
     for gemm, (new, again, frozen, _) in enumerate(zip(*sets, strict=True)):
@@ -181,8 +181,8 @@ def measure(
 ) -> torch.Tensor | None:
     """Returns ``FIELDS`` of a tensor as float64 on its device; None without elements or FP8 data.
 
-    Saturated are elements with ``|x * scale|`` above the format's largest value, underflowed are
-    non-zero elements whose FP8 value is zero; neither counts NaN and infinities, nor does the amax.
+    Elements with ``|x * scale|`` above the format's largest value are saturated; non-zero elements
+    whose FP8 value is zero have underflowed. These counts and the amax ignore NaN and infinities.
     """
     fp8_data, scale_inv = quantized.rowwise, quantized.rowwise_scale_inv
     if fp8_data is None:

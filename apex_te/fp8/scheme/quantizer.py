@@ -21,7 +21,8 @@ class BlockOptions(NamedTuple):
 
     Attributes:
         dtype: FP8 dtype of the data.
-        pad_columnwise: pad the columnwise copy with zeros to a multiple of 16 rows.
+        pad_columnwise: pad the columnwise copy ``[cols, rows]`` to a multiple of 16 columns; the
+            added columns are zeros.
         pow2: round scales down to powers of two.
         eps: lower bound of the amax from which a block's scale is computed.
     """
@@ -33,7 +34,7 @@ class BlockOptions(NamedTuple):
 
 
 class FusedCast(Protocol):
-    """Protocol of an op whose result a quantizer wants, and which may write that in FP8 itself.
+    """Protocol of an op whose result is to be quantized, and that may write FP8 itself.
 
     Attributes:
         x: the op's input, ``[rows, ...]``.
@@ -73,14 +74,16 @@ class FusedCast(Protocol):
             scale: fp32 ``[1]``.
             dtype: FP8 dtype of the data.
             rowwise, columnwise: the copies to write; with neither the op only computes the amax.
-            amax: fp32 ``[1]``, replaced by its maximum with the result's amax; None: not computed.
-            pad_columnwise: pad the columnwise copy with zeros to a multiple of 16 rows.
+            amax: fp32 ``[1]``, updated to its maximum with the result's amax; None computes no
+                amax.
+            pad_columnwise: pad the columnwise copy ``[cols, rows]`` to a multiple of 16 columns;
+                the added columns are zeros.
         """
 
     def blocks(self, options: BlockOptions, rowwise: bool, columnwise: bool) -> BlockQuantized:
         """Returns the result ``[rows, cols]`` with a scale for each block of 1x128.
 
-        The bits are those of ``block_quantize`` of what ``plain`` returns.
+        The result is bitwise equal to ``block_quantize`` of the result of ``plain``.
 
         Args:
             rowwise, columnwise: the copies to write.
@@ -92,8 +95,8 @@ class Repeatable(NamedTuple):
 
     Attributes:
         tensors: tensors of the FP8 state that casts read or write.
-        due: a list of flags and an index: while that flag is True, the next cast first computes its
-            scale. None if no cast does.
+        due: a list of flags and an index. While the flag at the index is True, the next cast first
+            computes its scale. None if no cast does so.
     """
 
     tensors: tuple[torch.Tensor, ...]
@@ -105,10 +108,10 @@ class Quantizer:
 
     Attributes:
         dtype: element type of the FP8 data; ``torch.uint8`` for HiF8.
-        pad_columnwise: columnwise copies ``[cols, rows]`` are padded with zeros to a multiple of 16
-            rows, as weight gradients want them, which contract over the rows.
-        keeps_scale: the scale is part of the FP8 state; only the first one may depend on the matrix
-            that is cast.
+        pad_columnwise: columnwise copies ``[cols, rows]`` are padded with columns of zeros to a
+            multiple of 16 columns, as GEMMs for weight gradients need, which sum over the rows.
+        keeps_scale: the scale is part of the FP8 state; only the first scale may depend on the
+            matrix that is cast.
     """
 
     __slots__ = ("dtype",)
@@ -142,8 +145,8 @@ class Quantizer:
     ) -> QuantizedTensor:
         """Runs an op and quantizes its result ``[rows, cols]``.
 
-        The op writes the FP8 data itself if op and scheme both can, else its result is cast.
-        Column sums that ``producer.with_dbias`` asks for are left in ``producer.dbias``.
+        The op writes the FP8 data itself if op and scheme support it, else its result is cast. With
+        ``producer.with_dbias``, column sums are left in ``producer.dbias``.
 
         Args:
             rowwise, columnwise: the copies to make.
@@ -163,12 +166,13 @@ class Quantizer:
         Args:
             weight: ``[groups * (repeats + 2) * size, in]``, group by group: ``repeats`` query
                 heads, a key head and a value head, each of ``size`` rows.
-            columnwise: make the columnwise copy, too, which keeps the weight's order.
+            columnwise: also make the columnwise copy, which keeps the weight's order.
 
         Returns:
             quantized: the copies.
-            is_sorted: True if the rowwise copy has all queries, all keys and all values; False if
-                it keeps the weight's order, because a block of the scheme has rows of two heads.
+            is_sorted: True if the rowwise copy has all queries, then all keys, then all values;
+                False if it keeps the weight's order, because a block of the scheme has rows of two
+                heads.
         """
         quantized = self.quantize(weight, True, columnwise)[0]
         by_kind = self.sort_heads(quantized, repeats, groups)
@@ -177,13 +181,13 @@ class Quantizer:
     def sort_heads(
         self, quantized: QuantizedTensor, repeats: int, groups: int
     ) -> QuantizedTensor | None:
-        """Returns what ``quantize_heads`` makes of a weight that is quantized in its own order.
+        """Sorts a weight that was quantized in its own order, as ``quantize_heads`` does.
 
         Args:
             quantized: the weight's copies, with the rowwise one.
 
         Returns:
-            The copies, the columnwise one as it is; None if the rows cannot be sorted.
+            The copies, with an unchanged columnwise one; None if the rows cannot be sorted.
         """
         scale_inv = quantized.rowwise_scale_inv
         if quantized.rowwise is None or scale_inv is None or scale_inv.numel() != 1:
@@ -196,29 +200,28 @@ class Quantizer:
     def shared(self, group: Any) -> Quantizer | None:
         """Returns a quantizer like this one whose scale is equal on all ranks of ``group``.
 
-        Rows that several ranks quantize with it can be gathered as FP8 data. None for a scheme
-        without such a scale: the caller then gathers values in bf16 or fp32.
+        Rows that several ranks quantize with it can be gathered as FP8 data. Returns None for a
+        scheme without such a scale; the caller then gathers values in bf16 or fp32.
         """
         return None
 
     def repeatable(self) -> Repeatable | None:
         """Returns the FP8 state that casts use, if they can be repeated without this quantizer.
 
-        None, the default, means that they cannot: a cast does more than call ops on its arguments
-        and on tensors of an FP8 state, so the next forward may have to make other calls.
+        None, the default, means that they cannot: a cast does more than to call ops on its
+        arguments and on tensors of an FP8 state, so the next forward may need other calls.
         """
         return None
 
     def settings(self) -> tuple:
-        """Returns the settings that, together with amax values, determine the FP8 data of a
-        matrix."""
+        """Returns the settings that determine, with the amax values, a matrix's FP8 data."""
         return (type(self).__name__, self.dtype)
 
     def cast_key(self) -> tuple | None:
         """Returns a value that is equal for quantizers that make equal rowwise copies of a matrix.
 
-        None, the default, means that a cast cannot stand for another one: its scale is part of an
-        FP8 state, or it does more than casting, such as staging an amax.
+        None, the default, means that a cast cannot replace another one: its scale is part of an FP8
+        state, or it does more than casting, such as recording an amax.
         """
         return None
 
@@ -229,7 +232,7 @@ class Quantizer:
     def quantize_rows(
         self, x: torch.Tensor, amax: torch.Tensor | None, keep: bool
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-        """Quantizes some rows of a matrix to equal data as a cast of the whole matrix would.
+        """Quantizes some rows of a matrix to the data that a cast of the whole matrix would give.
 
         Args:
             x: ``[rows, cols]``, the rows.
@@ -237,9 +240,9 @@ class Quantizer:
 
         Returns:
             fp8_data: rowwise FP8 data ``[rows, cols]``.
-            scale_inv: multipliers of the data to high precision.
+            scale_inv: ``1 / scale``, by which the data are multiplied to decode them.
             amax: fp32 ``[1]``, that of ``x``, to be passed to ``stage``; None for a scheme that
-                stages none.
+                records none.
         """
         raise NotImplementedError(
             f"{type(self).__name__}: rows of a weight can not be quantized before they are "
@@ -249,9 +252,10 @@ class Quantizer:
     def scales_of_rows(
         self, quantizers: Sequence[Any], amaxes: torch.Tensor | None
     ) -> tuple[Sequence[torch.Tensor], torch.Tensor | None] | None:
-        """Computes scales by which ``multi_tensor.quantize`` casts several matrices' rows at once.
+        """Computes scales with which ``multi_tensor.quantize`` casts several matrices' rows at
+        once.
 
-        The data are those that ``quantize_rows`` makes of each.
+        The resulting data equal those of ``quantize_rows`` for each matrix.
 
         Args:
             amaxes: fp32 ``[len(quantizers)]``, of the whole matrices; None for a scheme with state,
@@ -261,13 +265,13 @@ class Quantizer:
             scales: fp32 ``[1]`` for each matrix.
             scale_invs: fp32 ``[len(quantizers)]``, or None if each is ``1 / scale``.
 
-            None in place of the pair if one launch cannot quantize the rows; the caller then
-            calls ``quantize_rows`` for each matrix.
+            None instead of the pair if one launch cannot quantize the rows; the caller then calls
+            ``quantize_rows`` for each matrix.
         """
         return None
 
     def stage(self, amax: torch.Tensor, group: Any) -> None:
-        """Stages the amax of this rank's rows of a sharded matrix; does nothing without a state.
+        """Records the amax of this rank's rows of a sharded matrix; does nothing without a state.
 
         Args:
             amax: fp32 ``[1]``.
@@ -277,12 +281,11 @@ class Quantizer:
         """Returns a quantizer for groups of rows whose sizes only the device knows.
 
         Args:
-            quantizers: those of one role (such as input) of all GEMMs of a module; this one is the
-                first.
+            quantizers: the quantizers of one role (such as input) for all GEMMs of a module, this
+                one first.
 
         Returns:
-            The quantizer; None for a scheme that has none, with which the caller needs sizes on the
-            host.
+            The quantizer; None for a scheme without one, for which the sizes must be on the host.
         """
         return None
 
@@ -294,14 +297,14 @@ class Quantizer:
         return producer.can_fuse and self.dtype in FP8_DTYPES
 
     def record(self, x: torch.Tensor) -> None:
-        """Stages the amax of ``x`` without quantizing it; does nothing without a state."""
+        """Records the amax of ``x`` without quantizing ``x``; does nothing without a state."""
 
     def dequantize(
         self, quantized: QuantizedTensor, dtype: torch.dtype = torch.float32
     ) -> torch.Tensor:
         """Returns the values ``[rows, cols]`` of ``quantized``, decoded from one of its copies.
 
-        If the only copy is a padded columnwise one, rows of zeros follow.
+        If the only copy is a padded columnwise one, rows of zeros are appended.
         """
         if quantized.rowwise is not None:
             return self._decode(quantized.rowwise, quantized.rowwise_scale_inv, dtype)
@@ -318,9 +321,9 @@ class Quantizer:
 
         Returns:
             scale: fp32 ``[1]``.
-            amax: fp32 ``[1]``, the element into which to stage the amax of ``x``, or None.
+            amax: fp32 ``[1]``, the element in which to record the amax of ``x``, or None.
 
-            None in place of the pair for a scheme that computes the scale from ``x``: its casts of
+            None instead of the pair for a scheme that computes the scale from ``x``: its casts of
             one ``x`` are all equal, so the caller need not keep copies.
         """
         return None
@@ -330,26 +333,26 @@ class Quantizer:
 
         Returns:
             scale: fp32 ``[1]``.
-            amax: fp32 ``[1]``, the element into which to stage the matrix's amax, or None.
+            amax: fp32 ``[1]``, the element in which to record the matrix's amax, or None.
 
-            None in place of the pair if the matrix must be there first: the scale depends on it, or
+            None instead of the pair if the matrix must exist first: the scale depends on it, or
             this quantizer reads it.
         """
         return None
 
     def rewrite(self, x: torch.Tensor, held: QuantizedTensor, noop: torch.Tensor | None) -> bool:
-        """Quantizes ``x`` into the copies that an earlier ``quantize`` made, as a capture needs.
+        """Quantizes ``x`` into the copies of an earlier ``quantize``, as a CUDA graph needs.
 
         Args:
             x: ``[rows, cols]``.
             held: rowwise and columnwise copies, which are overwritten with their scales.
-            noop: int32 ``[1]`` on the device; if it is not zero, neither ``held`` nor a staged amax
-                changes. None: always write.
+            noop: int32 ``[1]`` on the device; if it is not 0, neither ``held`` nor a recorded amax
+                changes. None always writes.
 
         Returns:
-            True if the copies were written, or are when a capture replays. False, with nothing
-            written, for a scheme without state: its casts of one ``x`` are all equal, so the caller
-            need not keep copies between replays.
+            True if the copies were written, or will be written by replays of a capture. False, with
+            nothing written, for a scheme without state: its casts of one ``x`` are all equal, so
+            the caller need not keep copies between replays.
         """
         return False
 
@@ -366,12 +369,13 @@ class Quantizer:
 
         Args:
             x: ``[rows, cols]``.
+            snapshot: the scale at that time, from ``snapshot()``.
         """
         return self.quantize(x, False, True)[0]
 
 
 def shared_scale(out: Any, dtype: torch.dtype) -> QuantizedTensor:
-    """Returns an op's output, in which one scale serves both copies, as a QuantizedTensor.
+    """Returns an op's output whose copies have one scale as a QuantizedTensor.
 
     Args:
         dtype: element type of the FP8 data.

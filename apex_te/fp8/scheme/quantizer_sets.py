@@ -12,9 +12,10 @@ if TYPE_CHECKING:
 
 
 class GemmQuantizers(NamedTuple):
-    """Named tuple of the quantizers of one GEMM's operands, and the backend that multiplies these.
+    """Named tuple of the quantizers of one GEMM's operands, and of the backend that multiplies
+    them.
 
-    ``weight_recast`` casts the weight in backward and stages no amax, as the forward has.
+    ``weight_recast`` casts the weight in backward and records no amax, because forward recorded it.
     """
 
     input: Any
@@ -37,13 +38,14 @@ class GroupQuantizers(NamedTuple):
 
 
 class QuantizerSets(NamedTuple):
-    """Named tuple of a module's quantizers: a tuple, by GEMM, for each of four kinds of forward.
+    """Named tuple of a module's quantizers: for each of four kinds of forward a tuple by GEMM.
 
     Attributes:
-        recording: for training and calibration; every cast stages its amax.
-        recompute: for a recompute of a recorded forward; only gradients stage amax values.
-        frozen: for evaluation; no cast stages an amax.
-        previewed: as ``frozen``, with the scales that the pending update will give.
+        recording: for training and calibration; every cast records its amax for the next update.
+        recompute: for a recompute of a recorded forward; only amax values of gradients are
+            recorded.
+        frozen: for evaluation; no cast records an amax.
+        previewed: like ``frozen``, with the scales that the pending update will give.
     """
 
     recording: tuple[GemmQuantizers, ...]

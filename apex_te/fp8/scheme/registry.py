@@ -20,11 +20,11 @@ if TYPE_CHECKING:
 class Scheme:
     """Base class of a scheme, which makes the quantizers of a recipe.
 
-    A subclass registers itself by its ``name``, the recipes' ``quantizer`` and the name of its
-    file. It defines ``gemm_quantizers`` if it has no state, else ``build``.
+    A subclass registers itself by its ``name``, which is also the recipes' ``quantizer`` and the
+    name of its file. It defines ``gemm_quantizers`` if it has no state, else ``build``.
 
     Attributes:
-        layout: form of weights held in FP8 only; None if ``stored_recipe`` gives a recipe of
+        layout: form of weights stored in FP8 only; None if ``stored_recipe`` returns a recipe of
             another scheme, or such weights are not supported.
         row_alignment: multiple to which ``Fp8Padding`` fills the rows of a group by default.
     """
@@ -87,16 +87,16 @@ def build_quantizers(
 
 
 def stored_recipe(recipe: Recipe) -> Recipe:
-    """Returns the recipe by which a weight that is held in FP8 only is quantized when written.
+    """Returns the recipe with which writes quantize a weight that is stored in FP8 only.
 
-    Delayed scaling becomes current scaling, as such a weight is written once a step, from its
-    master weight. Block scaling gets power-of-two scales.
+    Delayed scaling becomes current scaling, because such a weight is written once per step, from
+    its master weight. Block scaling gets power-of-two scales.
     """
     return scheme_of(recipe).stored_recipe(recipe)
 
 
 def layout_of(recipe: Recipe) -> Layout:
-    """Returns the form in which weights are stored that ``recipe`` quantizes."""
+    """Returns the form in which weights quantized with ``recipe`` are stored."""
     layout = scheme_of(recipe).layout
     if layout is None:
         raise NotImplementedError(

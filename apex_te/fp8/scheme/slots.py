@@ -20,10 +20,11 @@ class ScaleSharing(Protocol):
 
 
 class Slot(NamedTuple):
-    """Named tuple of the views, fp32 ``[1]``, of what an FP8 state keeps for one tensor of a GEMM.
+    """Named tuple of views, fp32 ``[1]``, of an FP8 state's entries for one tensor of a GEMM.
 
-    ``amax`` is in the staging row. ``pending_scale``, which a pending update will give, is None for
-    gradients. ``number`` counts all forward slots before the backward ones.
+    ``amax`` is in row 0 of the history, which collects amax values until the next update.
+    ``pending_scale`` is the scale that a pending update will give; None for gradients. ``number``
+    counts the forward slots first, then the backward ones.
     """
 
     scale: torch.Tensor
@@ -46,7 +47,7 @@ class Slots:
     """Views of a module's FP8 state, over which a scheme with state builds quantizers.
 
     ``first_due`` is True for slots whose first scale is still to be computed. ``first_on_device``
-    has such flags, int32, for groups of rows that only the device knows to be empty.
+    has such flags, int32, for groups of rows, since only the device knows which are empty.
     """
 
     gemms: tuple[GemmSlots, ...]

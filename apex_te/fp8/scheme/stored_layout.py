@@ -12,13 +12,13 @@ from ..tensor import QuantizedTensor
 class Layout:
     """Form in which a scheme stores a weight ``[rows, cols]`` in FP8 only: rowwise data and scales.
 
-    Quantizing the data's values again, from any dtype in which they were read, gives equal values:
-    a weight that is saved as values and loaded is unchanged.
+    Reading the values in any dtype and quantizing them again gives equal values, so that a weight
+    is unchanged if its values are saved and loaded.
 
     Attributes:
         block_rows, block_cols: number of rows and columns that share a scale; 0 if all do.
         exact: True if the values give the same columnwise data as the original weight.
-        decoded: dtype that represents the values exactly, from which columnwise data are made.
+        decoded: dtype that represents the values exactly; columnwise data are made from it.
     """
 
     name: ClassVar[str]
@@ -49,7 +49,7 @@ class Layout:
         return made.columnwise, made.columnwise_scale_inv
 
     def rows(self, held: QuantizedTensor, start: int, stop: int) -> QuantizedTensor | None:
-        """Returns views of rows ``start`` to ``stop`` and scales; None if the rows cut a block."""
+        """Returns views of rows ``start`` to ``stop - 1``; None if the rows cut a block."""
         fp8_data, scale_inv, block = held.rowwise, held.rowwise_scale_inv, self.block_rows
         assert fp8_data is not None
         assert scale_inv is not None
@@ -60,9 +60,9 @@ class Layout:
         return QuantizedTensor(fp8_data[start:stop], scale_inv, None, None, held.dtype)
 
     def joined(self, parts: list[QuantizedTensor]) -> QuantizedTensor | None:
-        """Returns copies of the rows of ``parts`` as one weight; None if a part ends in a block.
+        """Returns the rows of ``parts`` copied to one weight; None if a part ends inside a block.
 
-        If all rows of a weight share a scale, the caller ensures that all parts have that scale.
+        If a weight has one scale, the caller ensures that all parts have the same scale.
         """
         dtype = parts[0].dtype
         fp8_data: list[torch.Tensor] = []

@@ -35,37 +35,39 @@ _usual_plans: dict[tuple[Any, ...], Callable[..., torch.Tensor]] = {}
 
 
 class DotProductAttention(torch.nn.Module):
-    """``softmax(scale * q k^T + bias) v`` for each head; the core of attention, no parameters.
+    """``softmax(scale * q k^T + bias) v`` for each head; attention without parameters.
 
     PyTorch's scaled_dot_product_attention computes it if one of PyTorch's fused kernels applies,
     else GEMMs around the fused scaled_softmax; ``explain`` says which and why. On a GPU the
     gradients of PyTorch's kernels differ in their last bits from run to run, unless
-    ``torch.use_deterministic_algorithms(True)`` is set, which this module obeys.
+    ``torch.use_deterministic_algorithms(True)`` is set; the module obeys this setting.
 
     Args:
         num_attention_heads: heads ``h`` of the queries.
         kv_channels: size of a head, or (size of a key head, size of a value head).
         num_gqa_groups: heads ``g`` of keys and values, a divisor of ``h``; None is ``h``.
-        attention_dropout: probability that a weight is dropped while training.
+        attention_dropout: probability that an attention weight is dropped while training.
         qkv_format: ``"sbhd"``, ``"bshd"`` or ``"thd"`` (packed sequences, ``t`` tokens).
         attn_mask_type: ``"no_mask"``, ``"padding"``, ``"causal"``, ``"padding_causal"``,
             ``"causal_bottom_right"``, ``"padding_causal_bottom_right"`` or ``"arbitrary"``. A
-            causal mask lets the first query see the first key; with bottom_right the last (not
-            padded) query sees the last (not padded) key.
+            causal mask aligns queries and keys at the first ones: query i sees keys up to i. With
+            bottom_right it aligns them at the last ones that are not padded.
         window_size: (left, right): a query sees only so many keys before and after its own
-            position, -1 = no limit; right is 0 with causal types. Positions count as in the
+            position; -1 = no limit. right is 0 with causal types. Positions are aligned as in the
             bottom_right types, except with ``"causal"`` and ``"padding_causal"``.
-        attention_type: ``"self"`` or ``"cross"``, which takes padding masks of queries and keys.
+        attention_type: ``"self"``, or ``"cross"``, where queries and keys have padding masks of
+            their own.
         layer_number: position in the model, from 1; see ``apply_query_key_layer_scaling``.
         softmax_scale: multiplier of ``q k^T``; None is ``1 / sqrt(size of a key head)``.
         apply_query_key_layer_scaling: with a ``layer_number`` L, keep scores divided by L until the
-            softmax, so that fp16 does not overflow. The division changes roundings only, and none
+            softmax, so that fp16 does not overflow. This changes only roundings. It changes nothing
             in the fused kernels, which keep scores in fp32.
-        get_rng_state_tracker: returns a tracker in whose ``fork()`` dropout draws. A checkpoint
-            around the module must repeat the tracker's states, too: ``apex_te.checkpoint`` with
-            this argument, not ``torch.utils.checkpoint``, whose recompute would draw another mask.
-        tp_group, tp_size: the ranks, or their number, that heads and groups are split over: the
-            tensors have this rank's heads.
+        get_rng_state_tracker: function that returns a tracker of random states; dropout draws
+            inside its ``fork()``. To checkpoint the module, pass this argument to
+            ``apex_te.checkpoint``, which also repeats the tracker's states. The recompute of
+            ``torch.utils.checkpoint`` would draw another dropout mask.
+        tp_group, tp_size: process group, or number, of the ranks over which heads and groups are
+            split. The tensors that forward takes have this rank's heads.
         sequence_parallel: accepted without effect; attention sees whole sequences.
 
     Interface and the order of arguments follow TransformerEngine's DotProductAttention.
@@ -133,7 +135,7 @@ class DotProductAttention(torch.nn.Module):
 
     @property
     def attention_dropout(self) -> float:
-        """Probability that a weight is dropped while training; setting it counts from then on."""
+        """Probability that an attention weight is dropped in training; can be set at any time."""
         return self._training.dropout
 
     @attention_dropout.setter
@@ -147,7 +149,7 @@ class DotProductAttention(torch.nn.Module):
 
     @property
     def softmax_scale(self) -> float:
-        """Multiplier of the GEMMs of queries and keys; setting it counts from then on."""
+        """Multiplier of ``q k^T``; can be set at any time."""
         return self._training.scale
 
     @softmax_scale.setter
@@ -158,7 +160,7 @@ class DotProductAttention(torch.nn.Module):
 
     @property
     def attn_mask_type(self) -> str:
-        """Name of the mask type; setting it counts from then on."""
+        """Name of the mask type; can be set at any time."""
         return self.mask_type.name
 
     @attn_mask_type.setter
@@ -194,38 +196,39 @@ class DotProductAttention(torch.nn.Module):
         cu_seqlens_q_padded: torch.Tensor | None = None,
         cu_seqlens_kv_padded: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Attends; returns [..., h * dv] in the layout of the queries.
+        """Computes attention; returns [..., h * dv] in the layout of the queries.
 
         Args:
-            query_layer, key_layer, value_layer: [s, b, h, d], [b, s, h, d] or [t, h, d] of one
-                dtype and any strides but a dense last dimension; keys and values have g heads.
-            attention_mask: bool, True = masked out. Padding types: [b, 1, 1, s], or a tuple of two
-                for queries and keys; in cross attention that tuple, or one tensor of the scores,
-                [b, 1, sq, sk] with sq or 1 queries. Padded queries give zeros, and so does a query
-                that sees nothing. ``"arbitrary"``: broadcasts to [b, h, sq, sk]. Other types take
-                none. With thd the batch is the sequences, and s their longest or more; such a mask
-                costs padding them, which ``cu_seqlens_q`` alone does not.
-            cu_seqlens_q, cu_seqlens_kv: int32 [n + 1], where sequences begin and end (kv as q
-                unless given). For thd always; for padding types of the other formats instead of a
-                mask or beside one.
-            max_seqlen_q, max_seqlen_kv: longest sequences of thd; read from the device unless
-                given.
+            query_layer, key_layer, value_layer: [s, b, h, d], [b, s, h, d] or [t, h, d], of one
+                dtype; keys and values have g heads. The last dimension must be dense, other strides
+                are free.
+            attention_mask: bool, True = masked out. For padding types: [b, 1, 1, s], or a tuple of
+                two, for queries and keys. In cross attention it must be such a tuple, or one mask
+                of the scores, [b, 1, sq or 1, sk]. The output is 0 for padded queries, and for
+                queries that see no key. For ``"arbitrary"``: broadcasts to [b, h, sq, sk]. For
+                other types: None. With thd, b is the number of sequences, and s at least the length
+                of the longest one; the mask then costs padding the sequences, which
+                ``cu_seqlens_q`` alone does not.
+            cu_seqlens_q, cu_seqlens_kv: int32 [n + 1], where the n sequences begin and end; kv
+                defaults to q. Required for thd. With padding types in the other formats they may
+                replace or complement a mask.
+            max_seqlen_q, max_seqlen_kv: lengths of the longest sequences, or more, for thd; None
+                reads them from the device.
             qkv_format, attn_mask_type, window_size: replace the module's own in this call.
-            core_attention_bias_type: ``"no_bias"``, ``"pre_scale_bias"`` (scaled as the scores
-                are), ``"post_scale_bias"`` or ``"alibi"``, which adds ``-slope * |i - j|`` to the
-                scores of query i and key j, counted as by ``window_size``.
+            core_attention_bias_type: ``"no_bias"``, ``"pre_scale_bias"`` (added before the scores
+                are scaled), ``"post_scale_bias"`` or ``"alibi"``, which adds ``-slope * |i - j|``
+                to the score of query i and key j, with positions aligned as for ``window_size``.
             core_attention_bias: broadcasts to [b, h, sq, sk]; differentiable.
-            alibi_slopes: slopes [h] or [b, h] of ``"alibi"``; None takes those of the ALiBi paper.
-            checkpoint_core_attention: save only the inputs and attend again in backward, with the
-                same dropout mask, whether a tracker's or not.
-            cu_seqlens_q_padded, cu_seqlens_kv_padded: for thd, where sequences begin and end in
-                tensors that have tokens of no sequence between them: sequence i is the first
-                ``cu_seqlens_q[i + 1] - cu_seqlens_q[i]`` tokens from ``cu_seqlens_q_padded[i]`` on.
-                Outputs between the sequences are 0.
+            alibi_slopes: slopes [h] or [b, h] for ``"alibi"``; None takes those of the ALiBi paper.
+            checkpoint_core_attention: save only the inputs, and compute attention again in
+                backward, with the same dropout mask, also with a tracker.
+            cu_seqlens_q_padded, cu_seqlens_kv_padded: for thd with padding tokens between the
+                sequences, int32 [n + 1]: sequence i begins at ``cu_seqlens_q_padded[i]`` and has
+                ``cu_seqlens_q[i + 1] - cu_seqlens_q[i]`` tokens. Outputs of padding tokens are 0.
 
         Raises:
             TypeError: a tensor has another dtype than those above.
-            ValueError: a shape, mask or option that does not fit.
+            ValueError: a shape, mask or option does not fit.
         """
         try:
             is_usual = core_attention_bias_type == "no_bias" and (
@@ -308,7 +311,7 @@ class DotProductAttention(torch.nn.Module):
         *args: Any,
         **kwargs: Any,
     ) -> str:
-        """Returns ``"<path>: <reason>"`` for ``forward`` with these arguments; computes nothing."""
+        """Returns how ``forward`` would compute this, and why, as ``"<path>: <reason>"``."""
         kwargs.pop("checkpoint_core_attention", None)
         path = self._plan(query_layer, key_layer, value_layer, *args, **kwargs)[0]
         return f"{path.name}: {path.reason}"

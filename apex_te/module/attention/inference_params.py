@@ -18,25 +18,25 @@ __all__ = ["Cached", "InferenceParams", "PaddedStep", "Step", "extended", "witho
 
 
 class InferenceParams:
-    """Cache of keys and values of the tokens so far, for each layer; one object for a generation.
+    """Cache of the keys and values of all tokens so far, for each layer of a model that generates.
 
-    All sequences grow alike if the caller sets ``sequence_len_offset``. Sequences of several
-    lengths, and sequences that end or join, are announced before each call by ``pre_step``. CUDA
-    graphs need ``pre_step``: they read its numbers on the device, so a replay computes the step
-    that was announced last, in inputs padded to the sizes of the capture.
+    If all sequences grow alike, the caller sets ``sequence_len_offset``. If they have several
+    lengths, end or join, the caller announces them by ``pre_step`` before each call. CUDA graphs
+    need ``pre_step``: they read its numbers on the device, so that a replay computes the step that
+    was announced last, from inputs padded to the sizes of the capture.
 
     Args:
-        max_batch_size, max_sequence_length: sequences and tokens that there is room for.
+        max_batch_size, max_sequence_length: largest numbers of sequences, and of tokens of one.
 
     Attributes:
-        sequence_len_offset: tokens cached so far; the caller adds the number that it has passed to
-            the model after each call. Not read after ``pre_step``.
-        batch_size_offset: first sequence, of ``max_batch_size``, of the batch that is passed next.
+        sequence_len_offset: number of tokens cached so far. After each call of the model the caller
+            adds the number of tokens that it passed. Not read after ``pre_step``.
+        batch_size_offset: index, below ``max_batch_size``, of the first sequence in the next batch.
             Not read after ``pre_step``.
-        key_value_memory_dict: layer number -> (keys, values), allocated by the layer: [s, b, g, d]
-            or [b, s, g, d] as the layer's inputs are; after ``pre_step`` always [b, s, g, d].
-        sequences: the sequences of the latest ``pre_step`` with their numbers of tokens after it;
-            the i-th sequence is row i of the keys and values.
+        key_value_memory_dict: ``(keys, values)`` by layer number, which the layer allocates: [s, b,
+            g, d] or [b, s, g, d] like the layer's inputs; after ``pre_step`` always [b, s, g, d].
+        sequences: number of tokens, the new ones included, of each sequence of the latest
+            ``pre_step``; the i-th sequence is row i of the keys and values.
     """
 
     _is_batch_first = False  # memory is [b, s, g, d] before pre_step, too
@@ -69,16 +69,16 @@ class InferenceParams:
         """Announces the tokens of the next call of the model.
 
         The inputs of that call have these sequences, packed one after the other (thd) or each
-        padded after its tokens. They may have more tokens and sequences after them, as inputs of a
-        CUDA graph do, for which attention returns zeros.
+        padded after its tokens. Like inputs of a CUDA graph, they may have further tokens and
+        sequences at the end; attention returns zeros for these.
 
         Args:
-            step_dict: for each sequence, by any name, the number of its new tokens, in the order of
-                the batch. A name that is new begins a sequence, and one that is missing ends it.
+            step_dict: number of new tokens by sequence, in the order of the batch; any hashable
+                names a sequence. A new name begins a sequence, a missing one ends it.
 
         Raises:
             TypeError: ``step_dict`` is not a dict, or a number of tokens is not an int.
-            ValueError: a number below 1, or more sequences or tokens than there is room for.
+            ValueError: a number is below 1, or there is no room for so many sequences or tokens.
         """
         owner = "InferenceParams"
         if not isinstance(step_dict, Mapping):
@@ -118,7 +118,7 @@ class InferenceParams:
         return self._step
 
     def step_of(self, owner: str, name: str, x: torch.Tensor, layout: str) -> Any:
-        """Returns the announced step as a call with an input of the shape of ``x`` is to read it.
+        """Returns the announced step in the form that a call with an input like ``x`` reads.
 
         Args:
             owner, name: names of the module and of ``x`` in errors.
@@ -170,7 +170,7 @@ class InferenceParams:
         """Returns ``PaddedStep.table`` on a device, which later steps overwrite in place.
 
         Raises:
-            RuntimeError: it would have to be made while a CUDA graph is captured.
+            RuntimeError: the table would have to be allocated while a CUDA graph is captured.
         """
         if device not in self._tables:
             self._check_not_capturing(device)
@@ -182,10 +182,11 @@ class InferenceParams:
 
     @contextlib.contextmanager
     def captured(self, room: dict[str, int]) -> Iterator[None]:
-        """Has calls inside read the step on the device, as a CUDA graph has to.
+        """Makes calls inside the ``with`` block read the step on the device, as a CUDA graph must.
 
         Args:
-            room: gets the sizes that the calls' inputs have room for, for ``check_room``.
+            room: dict to which the calls write the sizes that their inputs have room for; pass it
+                to ``check_room``.
         """
         outer, self._room = self._room, room
         try:
@@ -195,7 +196,7 @@ class InferenceParams:
 
     @contextlib.contextmanager
     def preserved(self) -> Iterator[None]:
-        """Restores, after the ``with`` block, the cache at the announced step's new tokens."""
+        """Restores the cache at the announced step's new tokens after a ``with`` block."""
         kept = []
         if self._step is not None:
             for memory in self.key_value_memory_dict.values():
@@ -208,7 +209,7 @@ class InferenceParams:
                 rows.index_copy_(0, places, values)
 
     def note_room(self, **room: int) -> None:
-        """Notes that the graph that is captured has room for this and no more."""
+        """Notes the sizes, by name, for which the graph being captured has room."""
         if self._room is not None:
             for name, size in room.items():
                 self._room[name] = min(size, self._room.get(name, size))

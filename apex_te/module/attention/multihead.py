@@ -111,11 +111,11 @@ def _checked_head_size(hidden_size: Any, heads: int, kv_channels: Any) -> int:
 
 
 class MultiheadAttention(CompositeModule):
-    """Projections to heads, attention and the projection back.
+    """Projections to queries, keys and values, attention, and the output projection.
 
     Submodules (prefixes of the state dict): ``layernorm_qkv`` (with ``input_layernorm``) or
     ``qkv``; in cross attention ``layernorm_query`` or ``query_layer``, and ``key_value``; ``proj``;
-    ``q_norm`` and ``k_norm`` where they have parameters.
+    ``q_norm`` and ``k_norm`` if they have parameters.
 
     Args:
         hidden_size: features of the input and of the output.
@@ -125,24 +125,25 @@ class MultiheadAttention(CompositeModule):
         attention_dropout, attn_mask_type, window_size, layer_number, softmax_scale,
             get_rng_state_tracker, apply_query_key_layer_scaling, qkv_format: as in
             ``DotProductAttention``; layer_number also names the layer in ``inference_params``.
-        attention_type: ``"self"`` or ``"cross"``, whose keys and values come from
+        attention_type: ``"self"``, or ``"cross"``, where keys and values come from
             ``encoder_output``.
         input_layernorm: normalise the input first.
         normalization, layernorm_epsilon, zero_centered_gamma: that norm's options, as in
             ``LayerNormLinear``.
-        return_layernorm_output: also return that norm's result.
-        return_bias: return the last projection's bias instead of adding it.
+        return_layernorm_output: also return that norm's output.
+        return_bias: also return the output projection's bias, which is then not added.
         bias: projections have biases.
-        fuse_qkv_params: one parameter for all projections of an input; else one each
-            (``query_weight``, ``key_weight``, ``value_weight``, and so the biases).
-        qkv_weight_interleaved: the rows of a fused parameter go group by group, [g, h / g + 2, d]
-            (per head [h, 3, d] without groups); else all queries, all keys, all values.
-        qk_norm_type: ``"RMSNorm"``, ``"LayerNorm"`` or ``"L2Normalization"`` of each query and key
-            head, with ``qk_norm_eps``; after the rotation, or before with ``qk_norm_before_rope``.
-        rotary_pos_interleaved: a pair that is rotated is elements (2i, 2i + 1) of a head, not (i, i
-            + c / 2) for c rotated elements.
-        init_method, output_layer_init_method: fill the new weights of the projections to heads, and
-            of the one back; default N(0, 0.023).
+        fuse_qkv_params: one parameter for all projections of an input; else one for each
+            (``query_weight``, ``key_weight``, ``value_weight``, and ``query_bias`` etc.).
+        qkv_weight_interleaved: order the rows of a fused parameter group by group, [g, h / g + 2,
+            d] ([h, 3, d] without groups); else all queries, then all keys, then all values.
+        qk_norm_type: norm of each query and key head, ``"RMSNorm"``, ``"LayerNorm"`` or
+            ``"L2Normalization"``, with ``qk_norm_eps``; None has no norm. It follows the rotation,
+            or precedes it with ``qk_norm_before_rope``.
+        rotary_pos_interleaved: rotate pairs of elements (2i, 2i + 1) of a head; else pairs (i, i +
+            c / 2), for c rotated elements.
+        init_method, output_layer_init_method: fill the new weights of the QKV projections, and of
+            the output projection; default N(0, 0.023).
         fuse_wgrad_accumulation, params_dtype, device: as in ``Linear``.
         name: names the module in reports.
         set_parallel_mode: split the heads over the ranks of ``tp_group``.
@@ -296,19 +297,19 @@ class MultiheadAttention(CompositeModule):
         cu_seqlens_q_padded: torch.Tensor | None = None,
         cu_seqlens_kv_padded: torch.Tensor | None = None,
     ) -> Any:
-        """Attends; returns [..., hidden_size] in the layout of ``hidden_states``.
+        """Applies the module; returns [..., hidden_size] in the layout of ``hidden_states``.
 
         Args:
-            hidden_states: [s, b, hidden_size], [b, s, hidden_size] or [t, hidden_size], as
-                ``qkv_format`` says.
-            encoder_output: hidden states for keys and values, in the same layout; in cross
-                attention only.
-            rotary_pos_emb: angles [max_seq, 1, 1, c] in fp32, fp16 or bf16, or two such tensors (of
-                queries, of keys). The rotation computes in fp32.
-            inference_params: caches keys and values of earlier calls, to which the queries attend,
-                too; causal types then count back from the last token. In evaluation mode or without
-                gradients only. If its ``pre_step`` has announced this call's tokens, masks and
-                ``cu_seqlens`` are not read.
+            hidden_states: [s, b, hidden_size], [b, s, hidden_size] or [t, hidden_size], depending
+                on ``qkv_format``.
+            encoder_output: hidden states for keys and values, in the same layout; only in cross
+                attention.
+            rotary_pos_emb: angles [max_seq, 1, 1, c] in fp32, fp16 or bf16, or a tuple of two such
+                tensors, for queries and keys; None does not rotate. The rotation computes in fp32.
+            inference_params: cache of the keys and values of earlier calls, to which the queries
+                also attend. Causal types then align the last query with the last key. Only in
+                evaluation mode or without gradients. If its ``pre_step`` has announced this call's
+                tokens, masks and ``cu_seqlens`` are not read.
             is_first_microbatch: as in ``Linear.forward``.
             attention_mask, attn_mask_type, window_size, checkpoint_core_attention,
                 core_attention_bias_type, core_attention_bias, alibi_slopes, cu_seqlens_q,
@@ -316,12 +317,13 @@ class MultiheadAttention(CompositeModule):
                 cu_seqlens_kv_padded: as in ``DotProductAttention.forward``.
 
         Returns:
-            ``out``, or a tuple of it, the bias with ``return_bias``, and the norm's result with
-            ``return_layernorm_output`` and ``input_layernorm``.
+            ``out``; ``(out, bias)`` with ``return_bias``, ``(out, norm)`` with
+            ``return_layernorm_output`` and ``input_layernorm``, ``(out, bias, norm)`` with all
+            three.
 
         Raises:
             TypeError: a tensor has another dtype than those above.
-            ValueError: a shape, mask or option that does not fit.
+            ValueError: a shape, mask or option does not fit.
         """
         try:
             return self.forward_with_residual(
@@ -363,15 +365,15 @@ class MultiheadAttention(CompositeModule):
         return_residual: bool = True,
         add_residual: bool = False,
     ) -> tuple[Any, torch.Tensor | None]:
-        """Attends as ``forward`` does, and returns the residual for the caller to add, too.
+        """Applies the module, and also returns the residual for the caller to add.
 
         Args:
             return_residual: the caller adds the residual. With ``input_layernorm`` the residual is
-                then an output of the norm's autograd node, whose backward adds the residual's
-                gradient in the norm's kernel.
-            add_residual: let the last GEMM add the residual to the result, if the GEMM can;
-                the result is then rounded once. Only if no bias and no norm are returned beside
-                the result.
+                then an output of the norm's autograd node, so that the norm's backward kernel adds
+                the residual's gradient.
+            add_residual: let the last GEMM add the residual to the result, if the GEMM can; the
+                result is then rounded once. Requires that neither a bias nor a norm's output is
+                returned.
 
         The other arguments are those of ``forward``.
 
@@ -547,7 +549,7 @@ class MultiheadAttention(CompositeModule):
 
 
 def residual_of(hidden_states: torch.Tensor, total: torch.Tensor | None) -> torch.Tensor:
-    """Returns ``total``, which has the same values, if its dtype is that of ``hidden_states``."""
+    """Returns ``total`` if it has the dtype of ``hidden_states``, else ``hidden_states``."""
     if total is None or total.dtype is not hidden_states.dtype:
         return hidden_states
     return total

@@ -30,18 +30,18 @@ class RotaryPositionEmbedding(torch.nn.Module):
 
     Args:
         dim: elements of a head, even.
-        rotary_percent: the part of them that is rotated; ``dim`` is then ``int(dim *
+        rotary_percent: share of these elements that is rotated; ``dim`` below is ``int(dim *
             rotary_percent)``.
-        seq_len_interpolation_factor: with ``pretrained_max_position_embeddings`` positions are
-            divided by this factor, or by ``max_seq_len / pretrained_max_position_embeddings``
-            where that is more.
-        pretrained_max_position_embeddings: positions that the model was trained with.
-        rotary_base: the base of the angles.
-        interleaved: a pair is elements (2i, 2i + 1), and not (i, i + dim / 2).
-        device: where the angles are computed; None is PyTorch's default device.
+        seq_len_interpolation_factor: with ``pretrained_max_position_embeddings``, positions are
+            divided by this factor, or by ``max_seq_len / pretrained_max_position_embeddings`` if
+            that is larger.
+        pretrained_max_position_embeddings: number of positions that the model was trained with.
+        rotary_base: base in the formula above.
+        interleaved: pairs are elements (2i, 2i + 1); else (i, i + dim / 2).
+        device: device on which the angles are computed; None takes PyTorch's default device.
 
     Attributes:
-        inv_freq: buffer float32 [dim / 2], the angles of position 1.
+        inv_freq: float32 buffer [dim / 2], the angles of position 1.
     """
 
     inv_freq: torch.Tensor
@@ -89,8 +89,8 @@ class RotaryPositionEmbedding(torch.nn.Module):
     def forward(self, max_seq_len: int, offset: int = 0) -> torch.Tensor:
         """Returns the angles of ``max_seq_len`` positions from ``offset`` on, [s, 1, 1, dim].
 
-        Each angle stands twice, in the columns of both elements of its pair. The angles are
-        computed in float32, under ``torch.autocast``, too.
+        The columns of both elements of a pair have the pair's angle. The angles are computed in
+        float32, even under ``torch.autocast``.
 
         Args:
             max_seq_len: the number of positions.
@@ -140,25 +140,28 @@ def apply_rotary_pos_emb(
     cp_size: int = 1,
     cp_rank: int = 0,
 ) -> torch.Tensor:
-    """Rotates the first elements of each head by the angles of the head's position.
+    """Rotates the first elements of each head by the angles of its position; returns a new tensor.
 
     Args:
-        t: [s, b, h, d], [b, s, h, d] or [t, h, d]. Its gradient is the rotation backwards.
-        freqs: angles [positions, 1, 1, c] with c up to d, float32, float16 or bfloat16, without
-            gradient.
-        tensor_format: ``"sbhd"``, ``"bshd"`` or ``"thd"``, which says what the dimensions are.
-        start_positions: int32 or int64 [b], the position of each sequence's first token, on all
-            ranks together.
-        interleaved: a pair is elements (2i, 2i + 1), and not (i, i + c / 2).
-        fused: without effect: one kernel always rotates, computing in float32.
-        cu_seqlens: for thd, where sequences begin and end, int32 [b + 1], on all ranks together.
-        cp_size, cp_rank: the number of ranks that a sequence is split over, and this rank's number.
-            The rank has the chunks ``cp_rank`` and ``2 cp_size - 1 - cp_rank`` of ``2 cp_size``.
+        t: [s, b, h, d], [b, s, h, d] or [t, h, d]; differentiable.
+        freqs: angles [positions, 1, 1, c] with even c up to d, float32, float16 or bfloat16; it
+            gets no gradient.
+        tensor_format: the dimensions of ``t``: ``"sbhd"``, ``"bshd"`` or ``"thd"``.
+        start_positions: int32 or int64 [b], the position of each sequence's first token, counted
+            over all ranks; None starts at 0.
+        interleaved: pairs are elements (2i, 2i + 1); else (i, i + c / 2).
+        fused: without effect; one kernel always rotates, computing in float32.
+        cu_seqlens: required for thd: where sequences begin and end, int32 [b + 1], counted over all
+            ranks.
+        cp_size, cp_rank: the number of ranks over which a sequence is split, and this rank's
+            number. Of ``2 cp_size`` chunks, the rank has ``cp_rank`` and ``2 cp_size - 1 -
+            cp_rank``.
 
     Raises:
         TypeError: a tensor has another dtype than those above.
-        ValueError: an unknown format; ``cu_seqlens`` missing for thd, or, which is checked on the
-            CPU only, descending, below 0 or ending after the tokens; a shape that does not fit.
+        ValueError: the format is unknown, a shape does not fit, or ``cu_seqlens`` is missing for
+            thd. ``cu_seqlens`` on the CPU must also ascend from 0 or more to at most the number of
+            tokens.
     """
     owner = "apply_rotary_pos_emb"
     options = _options(owner, t, tensor_format, start_positions, cu_seqlens, cp_size)
@@ -222,8 +225,9 @@ def apply_fused_qkv_rotary_pos_emb(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Splits a joined tensor into heads [..., heads, size], and rotates queries and keys.
 
-    ``qkv`` is [s, b, g, n], [b, s, g, n] or [t, g, n] for g groups; ``qkv_split_arg_list`` has the
-    elements of a group's queries, key and value. A head has as many elements as the key.
+    ``qkv`` is [s, b, g, n], [b, s, g, n] or [t, g, n] for g groups. ``qkv_split_arg_list`` has the
+    number of elements of a group's queries, key and value. Every head has the size of the key. The
+    other arguments are those of ``apply_rotary_pos_emb``; thd requires ``cp_size=1``.
     """
     owner = "apply_fused_qkv_rotary_pos_emb"
     if cp_size > 1 and tensor_format == "thd":

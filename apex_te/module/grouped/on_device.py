@@ -118,9 +118,7 @@ def check_supported(module: FP8Module, weights: Tensors) -> None:
 def checked_quantizers(
     owner: str, quantizers: GroupQuantizers | None, in_features: int, out_features: int
 ) -> GroupQuantizers:
-    """Returns ``quantizers``, after checks that its scheme and the sizes allow ``m_splits`` on a
-    GPU.
-    """
+    """Returns ``quantizers`` after a check that scheme and sizes allow ``m_splits`` on a GPU."""
     if quantizers is None:
         name = type(get_fp8_recipe()).__name__
         raise NotImplementedError(
