@@ -81,7 +81,7 @@ def adam(
     """Steps AdamW (decoupled weight decay) or Adam (L2) in place, as ``torch.optim`` does.
 
     Args:
-        params: float32, float16 or bfloat16; only written if ``masters`` are given.
+        params: float32, float16 or bfloat16; with ``masters`` only written, not read.
         grads: of params' shapes; each of any of the three dtypes.
         exp_avgs: float32, of params' shapes.
         exp_avg_sqs: float32, of params' shapes.
@@ -141,7 +141,7 @@ def sgd(
     """Steps stochastic gradient descent in place, as ``torch.optim.SGD`` does.
 
     Args:
-        params: float32, float16 or bfloat16; only written if ``masters`` are given.
+        params: float32, float16 or bfloat16; with ``masters`` only written, not read.
         grads: of params' shapes; each of any of the three dtypes.
         momentums: momentum buffers, float32, of params' shapes; needed if ``momentum`` is not 0.
         lr: learning rate: a Python number, or one float32 element on the device.
