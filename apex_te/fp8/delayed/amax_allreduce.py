@@ -30,8 +30,8 @@ _QUANTUM = 16384
 class SlotRange(NamedTuple):
     """Adjacent slots of one FP8 state; ``at`` is the first one's index among the process's slots.
 
-    ``history`` is fp32 ``[length, slots]``, whose row 0 collects the amax values of now; scales are
-    fp32 ``[slots]``.
+    ``history`` is fp32 ``[length, slots]``, whose row 0 collects the current amax values; scales
+    are fp32 ``[slots]``.
     """
 
     at: int
@@ -87,7 +87,7 @@ _channels: weakref.WeakKeyDictionary[Any, _Channel] = weakref.WeakKeyDictionary(
 
 
 class RankReduction:
-    """Reduces staged amax values over ranks, and checks that all ranks have the same modules.
+    """Reduces recorded amax values over ranks; checks that all ranks have the same modules.
 
     ``unsure`` is True if scales and histories may differ between ranks, as after loading. ``sizes``
     are numbers of slots, in the order of modules' construction.
@@ -123,7 +123,7 @@ class RankReduction:
         self._agreed: _Channel | None = None  # the channel whose ranks were found to agree
 
     def run(self, group: Any) -> bool:
-        """Reduces staged amax values over ``group``; returns True if it made all scales equal.
+        """Reduces recorded amax values over ``group``; returns True if it made all scales equal.
 
         A new group's header is checked at once, others in the next call, so that no step waits. If
         some rank is unsure, the next call equalises scales and histories by one more collective.

@@ -86,8 +86,7 @@ class Gathered:
         self.region = region
 
     def read_by(self, quantizers: GemmQuantizers, forward: bool) -> None:
-        """Checks that a GEMM can read the gathered data; ``forward`` also records the shard's
-        amax."""
+        """Checks that a GEMM can read the gathered data; a forward records the shard's amax."""
         if self.settings is None:
             return
         if forward:

@@ -98,8 +98,7 @@ class CurrentScalingQuantizer(Quantizer):
         return out.rowwise, out.scale_inv, None
 
     def cast_rows(self, x: torch.Tensor, amax: torch.Tensor | None) -> Any:
-        """Returns the rowwise copy of ``x``, scaled by ``amax``, fp32 ``[1]``, or by its own
-        amax."""
+        """Returns the rowwise copy of ``x``, scaled by ``amax``, fp32 ``[1]``; None: its own."""
         return current_scale(
             x, self.dtype, columnwise=False, eps=self.eps, pow2=self.pow2, amax=amax
         )

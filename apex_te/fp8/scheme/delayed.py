@@ -90,8 +90,7 @@ class FirstStep:
         return None
 
     def take(self, amax: torch.Tensor, scale: torch.Tensor, scale_inv: torch.Tensor) -> None:
-        """Computes a scale from ``amax``, fp32 ``[1, 1]``, as an update does; overwrites
-        ``amax``."""
+        """Computes a scale as an update does; overwrites ``amax``, fp32 ``[1, 1]``."""
         # A history of one row is this tensor alone: the same formula and guards as an update.
         self.update_scales([amax], [scale], [scale_inv], [self.fp8_max], self.recipe, None)
 

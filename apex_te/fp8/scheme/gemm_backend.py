@@ -172,8 +172,7 @@ class GemmBackend:
         b_scale_inv: Any,
         groups: Groups,
     ) -> torch.Tensor:
-        """Returns ``b[g] @ a[r]`` for each row ``r`` of ``a`` and its group ``g``: bf16 ``[rows,
-        N]``.
+        """Returns ``b[g] @ a[r]`` for each row ``r`` and its group ``g``: bf16 ``[rows, N]``.
 
         Args:
             a: FP8 data ``[rows, K]``.

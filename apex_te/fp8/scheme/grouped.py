@@ -34,9 +34,7 @@ class GroupMatrices(NamedTuple):
     def measure(
         self, amax: torch.Tensor, dtype: torch.dtype, due: torch.Tensor | None = None
     ) -> None:
-        """Updates ``amax``, fp32 ``[groups]``, by each matrix's amax, as ``GroupRows.measure``
-        does.
-        """
+        """Updates ``amax``, fp32 ``[groups]``, for each matrix, like ``GroupRows.measure``."""
         quantize_matrices(
             self.matrices, amax, dtype, groups=self.groups, rowwise=False, columnwise=False,
             amax=amax, due=due,

@@ -252,8 +252,7 @@ class Quantizer:
     def scales_of_rows(
         self, quantizers: Sequence[Any], amaxes: torch.Tensor | None
     ) -> tuple[Sequence[torch.Tensor], torch.Tensor | None] | None:
-        """Computes scales with which ``multi_tensor.quantize`` casts several matrices' rows at
-        once.
+        """Computes scales for ``multi_tensor.quantize`` of several matrices' rows at once.
 
         The resulting data equal those of ``quantize_rows`` for each matrix.
 

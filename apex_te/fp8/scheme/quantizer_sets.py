@@ -12,8 +12,7 @@ if TYPE_CHECKING:
 
 
 class GemmQuantizers(NamedTuple):
-    """Named tuple of the quantizers of one GEMM's operands, and of the backend that multiplies
-    them.
+    """Named tuple of the quantizers of one GEMM's operands, and of their GEMM backend.
 
     ``weight_recast`` casts the weight in backward and records no amax, because forward recorded it.
     """

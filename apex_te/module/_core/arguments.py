@@ -20,7 +20,7 @@ _DTYPES = ("float32", "float16", "bfloat16", "float64")
 def params_dtype_of(
     owner: str, params_dtype: torch.dtype | None, dtype: torch.dtype | None
 ) -> torch.dtype:
-    """Returns ``params_dtype`` or its other name ``dtype``, by default torch's."""
+    """Returns ``params_dtype`` or its other name ``dtype``; None for both: torch's default."""
     if params_dtype is not None and dtype is not None and params_dtype != dtype:
         raise ValueError(f"{owner}: dtype must equal params_dtype, got {dtype} and {params_dtype}")
     name, chosen = ("params_dtype", params_dtype) if dtype is None else ("dtype", dtype)
@@ -57,7 +57,7 @@ def parameter(
 ) -> torch.nn.Parameter:
     """Makes a parameter without values, in FP8 if it is a GEMM weight inside ``fp8_model_init``.
 
-    ``gemm_weight=None`` takes every matrix for a GEMM weight.
+    ``gemm_weight=None`` treats every matrix as a GEMM weight.
     """
     kept = model_init.settings()
     if kept is not None and (len(shape) == 2 if gemm_weight is None else gemm_weight):
@@ -68,7 +68,7 @@ def parameter(
 
 
 def fill(weight: torch.Tensor | None, init_method: Callable[[torch.Tensor], Any] | None) -> None:
-    """Fills a weight in place; without ``init_method`` from N(0, 0.023)."""
+    """Fills a weight in place by ``init_method``; None draws from N(0, 0.023)."""
     if weight is None:
         return
     if init_method is None:
@@ -140,7 +140,7 @@ def checked_groups(owner: str, num_attention_heads: Any, num_gqa_groups: Any) ->
 
 
 def checked_eps(owner: str, name: str, eps: Any) -> float:
-    """Returns the epsilon of a norm; 1 or more is refused, as most likely another argument."""
+    """Returns the epsilon of a norm; refuses 1 or more, most likely a misplaced argument."""
     value = checked_number(owner, name, eps)
     if not 0.0 <= value < 1.0:
         raise ValueError(f"{owner}: {name} must be at least 0 and below 1, got {eps}")
@@ -157,7 +157,7 @@ def checked_number(owner: str, name: str, value: Any) -> float:
 def checked_splits(
     owner: str, num_gemms: int, m_splits: Any, rows: int | None = None
 ) -> tuple[int, ...]:
-    """Returns the checked ``m_splits``, which may add up to at most ``rows``, if given."""
+    """Returns ``m_splits`` as a tuple after checks; the sum must not exceed ``rows``, if given."""
     if not isinstance(m_splits, (list, tuple)):
         raise TypeError(f"{owner}: m_splits must be a list of ints, got {type(m_splits).__name__}")
     for split in m_splits:

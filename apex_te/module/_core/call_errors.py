@@ -32,7 +32,7 @@ def explain(
 ) -> None:
     """Raises a better error for a failed call of a module, if an input is wrong; else returns.
 
-    ``names`` has the module's names of arguments that a function inside calls otherwise.
+    ``names`` maps argument names of an inner function to the module's names for them.
     """
     if not is_vague(module, error):
         return

@@ -15,10 +15,11 @@ _ALL = -1  # in place of the number of a GEMM: the weights of all of them as one
 
 
 class KeptWeight:
-    """FP8 copies of one weight that a graph's replays either write anew or leave as they are.
+    """FP8 copies of one weight that a graph's replays either rewrite or leave unchanged.
 
-    ``held`` is allocated outside of the graph: a replay may overwrite any memory of the graph.
-    ``noop``, int32 ``[1]`` on the device, is 1 to leave the copies, 0 to cast; None in the warm-up.
+    ``held`` is allocated outside the graph, because a replay may overwrite any memory of the graph.
+    ``noop``, int32 ``[1]`` on the device, is 1 to leave the copies and 0 to cast; None in the
+    warm-up.
     """
 
     __slots__ = ("held", "noop", "sources")
@@ -33,8 +34,8 @@ class CapturedWeights:
     """FP8 weights of one module while it is warmed up for a CUDA graph and captured.
 
     The first run allocates the FP8 copies that replays keep. Schemes whose scale comes from the
-    weight itself keep nothing: each replay casts the weight, to the same FP8 data. So does each
-    replay for a weight that is made of tensors not ``known``, which may move from run to run.
+    weight itself keep nothing: each replay casts the weight, to the same FP8 data. Each replay also
+    casts a weight made of tensors that are not ``known``, as these may move from run to run.
     """
 
     __slots__ = ("_made", "is_settled", "is_shared", "kept", "known", "owner")
@@ -48,7 +49,7 @@ class CapturedWeights:
         self._made: dict[tuple, Any] = {}
 
     def begin(self) -> None:
-        """Begins a run of the module, in which every weight is cast at most once."""
+        """Begins a run of the module, which casts every weight at most once."""
         self._made.clear()
 
     def quantized(
@@ -58,7 +59,7 @@ class CapturedWeights:
         sources: Sequence[torch.Tensor],
         quantizers: GemmQuantizers,
     ) -> QuantizedTensor | None:
-        """Returns both FP8 copies of ``weight``; None if it is held in FP8 or not ``known``."""
+        """Returns both FP8 copies of ``weight``; None if it is stored in FP8 or not ``known``."""
         if type(weight) is FP8Parameter and fp8_operands(weight, quantizers, False) is not None:
             return None
 

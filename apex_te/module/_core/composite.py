@@ -11,14 +11,14 @@ from .shown_name import shown_name
 
 
 class CompositeModule(torch.nn.Module):
-    """Module without parameters of its own, whose child modules have them."""
+    """Module that has parameters only in its child modules."""
 
     _get_name = shown_name
 
     def reset_parameters(self) -> None:
-        """Gives the parameters of all child modules new initial values, in place.
+        """Sets the parameters of all child modules to new initial values, in place.
 
-        Parameters on the meta device first get memory; ``Linear.reset_parameters`` says where.
+        Parameters on the meta device first get memory; see ``Linear.reset_parameters``.
         """
         self._call_children("reset_parameters")
 

@@ -13,7 +13,7 @@ def is_autocast(device_type: str) -> bool:
 
 
 def without_autocast(backward: Any, ctx: Any, *grads: Any) -> Any:
-    """Returns ``backward(ctx, *grads)``, run in the dtypes of forward, not autocast's."""
+    """Returns ``backward(ctx, *grads)``, run without autocast, in the dtypes of forward."""
     device_type = ctx.device_type
     if not is_autocast(device_type):
         return backward(ctx, *grads)
@@ -24,8 +24,8 @@ def without_autocast(backward: Any, ctx: Any, *grads: Any) -> Any:
 def take_saved(ctx: Any) -> tuple:
     """Returns the tensors saved in forward, and drops autograd's references to them.
 
-    Each is then freed with the caller's last reference. A graph retained for a second backward
-    keeps all; without it that raises RuntimeError.
+    Each tensor is then freed with the caller's last reference. With ``retain_graph`` autograd keeps
+    them all; without it a second backward raises RuntimeError.
     """
     if torch.compiler.is_compiling() or not isinstance(ctx, torch._C._FunctionBase):
         return ctx.saved_tensors

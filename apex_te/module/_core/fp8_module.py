@@ -55,15 +55,15 @@ def _is_capturing(device: torch.device) -> bool:
 
 
 class Modes:
-    """Memory of an FP8 module between its calls; slots, because nn.Module's setattr is slow.
+    """State of an FP8 module between its calls; has slots, because nn.Module's setattr is slow.
 
     Attributes:
         captured: FP8 weights of a CUDA graph in warm-up and capture, instead of ``weight_cache``.
-        gathered: ``HookedParam`` by name; ``renew(module)`` has it follow a moved parameter.
+        gathered: ``HookedParam`` by name; its ``renew(module)`` follows a moved parameter.
         plain: ``Programs`` of ops in bf16 or fp32.
         programs: ``Programs`` by the id of the quantizers that they hold.
         in_ddp: the last call except recomputes ran under DistributedDataParallel.
-        recompute: quantizers for a recompute of the last call, if that recorded amax values.
+        recompute: quantizers for a recompute of the last call, if that call recorded amax values.
     """
 
     __slots__ = (
@@ -87,8 +87,8 @@ class Modes:
 class FP8Module(torch.nn.Module):
     """Base of modules with GEMMs, which gives a module one FP8 state for all its GEMMs.
 
-    A module's ``forward`` passes tensors to ``_call``, which prepares an ``FP8Call`` and then calls
-    the module's ``_run`` with these settings.
+    A module's ``forward`` passes tensors to ``_call``. That prepares an ``FP8Call``, the settings
+    of the call, and passes it to the module's ``_run``.
     """
 
     _get_name = shown_name
@@ -106,7 +106,7 @@ class FP8Module(torch.nn.Module):
 
     @property
     def fp8_state(self) -> FP8State:
-        """Returns the module's FP8 state, stored in state dicts as ``fp8_state.*``."""
+        """Returns the module's FP8 state; state dicts have it as ``fp8_state.*``."""
         return self._fp8.state
 
     def _state_device(self) -> torch.device:
@@ -206,7 +206,8 @@ class FP8Module(torch.nn.Module):
         Args:
             dtype: the dtype to compute in.
             device: the device of the parameters.
-            weights: the weights whose FP8 copies may be cached, one for each GEMM or none.
+            weights: the weights whose FP8 copies may be cached: one for each GEMM, or an empty
+                tuple.
             is_first_microbatch: as in ``Linear.forward``.
         """
         options = self._options(is_first_microbatch)

@@ -55,7 +55,7 @@ class TorchActivation(NamedTuple):
         return out.to(x.dtype)
 
     def gradient(self, dy: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-        """Returns the gradient of ``x`` by that of the result."""
+        """Returns the gradient of ``x``, given the gradient ``dy`` of the result."""
         gate, up = x.float().chunk(2, -1)
         dy = dy.float()
         if self.kind == "sreglu":
@@ -71,7 +71,7 @@ class TorchActivation(NamedTuple):
 
 
 def activation_of(owner: str, name: str, params: Mapping[str, float] | None) -> Any:
-    """Returns an activation as the functions here take it: a name, or a ``TorchActivation``."""
+    """Returns an activation in the form of this module's functions: name or ``TorchActivation``."""
     if name not in ACTIVATIONS:
         raise ValueError(
             f"{owner}: activation must be one of {', '.join(ACTIVATIONS)}, got {name!r}"
@@ -124,7 +124,7 @@ def activation_gradient(name: Any, dy: torch.Tensor, x: torch.Tensor) -> torch.T
 class BaseFusedCast:
     """Base of the modules' fused casts, which follow ``fp8.scheme.quantizer.FusedCast``.
 
-    ``with_dbias`` asks for the column sums of the result in the attribute ``dbias``.
+    With ``with_dbias``, the column sums of the result are put into the attribute ``dbias``.
     """
 
     __slots__ = ("dbias", "with_dbias", "x")
@@ -138,7 +138,7 @@ class BaseFusedCast:
         self.dbias: torch.Tensor | None = None
 
     def scalars(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Returns three fp32 tensors [1] on the op's device: a zero, and two without values."""
+        """Returns three fp32 tensors [1] on the op's device: one zero, two uninitialized."""
         x = self.x
         new = x.new_empty(2, dtype=torch.float32)
         return x.new_zeros(1, dtype=torch.float32), new[:1], new[1:]
@@ -151,8 +151,8 @@ class BaseFusedCast:
 class NormForward(BaseFusedCast):
     """LayerNorm or RMSNorm of ``x`` ``[rows, cols]``, or of ``x + residual``, as a fused cast.
 
-    Running it sets fp32 ``mean`` and ``rstd`` ``[rows]`` (RMSNorm has no mean), and
-    ``residual_sum`` if there is a residual.
+    Running it sets ``mean`` and ``rstd``, fp32 ``[rows]`` (RMSNorm has no mean), and with a
+    residual ``residual_sum``.
     """
 
     __slots__ = ("bias", "eps", "is_rms", "mean", "residual", "residual_sum", "rstd", "weight",
@@ -230,7 +230,7 @@ def norm_backward(
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
     """Computes ``(dx, dweight, dbias)`` of LayerNorm, or of RMSNorm if ``mean`` is None.
 
-    ``x`` ``[rows, cols]`` is the tensor that was normalised; ``d_residual`` is added to ``dx``.
+    ``x`` ``[rows, cols]`` is the norm's input; ``d_residual`` is added to ``dx``.
     """
     if mean is None:
         grads = rms_norm.rms_norm_bwd(

@@ -32,8 +32,9 @@ class GemmOptions(NamedTuple):
         accumulate: None returns the weight gradient to autograd, True adds it to ``main_grad``,
             False overwrites ``main_grad``.
         save_original: save the high-precision input for backward instead of its FP8 copy.
-        wgrad_store: takes a function that computes the weight gradient later.
-        in_ddp: DistributedDataParallel runs this forward and waits for gradients.
+        wgrad_store: function that stores a function which will compute the weight gradient; None
+            computes it in backward.
+        in_ddp: True if DistributedDataParallel runs this forward and waits for gradients.
     """
 
     accumulate: bool | None = None
@@ -48,12 +49,15 @@ class FP8Call(NamedTuple):
 
     Attributes:
         dtype: the dtype to compute in, and that of the output.
-        is_fp8: the GEMMs run in FP8; False with ``quantizers`` is calibrating, in bf16 or fp32.
+        is_fp8: True if GEMMs run in FP8; False with ``quantizers`` means calibrating, in bf16 or
+            fp32.
         quantizers: one for each GEMM; None if nothing is quantized or recorded.
-        cached: FP8 copies of each GEMM's weight that outlive the call; None casts the weight.
+        cached: FP8 copies of each GEMM's weight that are kept after the call; None casts the
+            weight.
         fill: None uses no weight cache, True casts all weights into it, False the changed ones.
-        programs: the ``Programs`` that may run the call's ops; None has each op called.
-        keep_columnwise: save the weight's columnwise copy; False casts again in backward.
+        programs: the ``Programs`` that may run the call's ops; None calls each op.
+        keep_columnwise: save the weight's columnwise copy; False casts the weight again in
+            backward.
     """
 
     dtype: torch.dtype
@@ -72,10 +76,10 @@ class GemmPlan(NamedTuple):
     Attributes:
         weight_dtype: dtype of the weight gradient that autograd gets.
         parameter: the weight if backward writes its ``main_grad`` or ``.grad`` itself, else None.
-        weight_cached: the saved weight is a columnwise copy, not the weight itself.
-        shared_input: casts this rank's rows of the input by a scale that all ranks share, so that
-            FP8 data are gathered; None otherwise. Chosen in forward: scales may change until
-            backward.
+        weight_cached: True if the saved weight is a columnwise copy, not the weight itself.
+        shared_input: quantizer that casts this rank's rows of the input with a scale that all ranks
+            share, so that FP8 data can be gathered; else None. Chosen in forward, because scales
+            may change before backward.
     """
 
     quantizers: GemmQuantizers
@@ -128,9 +132,9 @@ def weight_operand(
 ) -> tuple[QuantizedTensor | None, bool]:
     """Returns ``(operand, is_sorted)``: the FP8 copies of a weight ``[out, in]`` for fprop.
 
-    ``operand`` is None if ``multiply`` is to cast the weight, but never with
-    ``plan.weight_cached``: it then has the columnwise copy, with heads in the order of ``weight``.
-    With ``is_sorted`` the rowwise copy has all queries, then all keys, then all values.
+    ``operand`` is None if ``multiply`` is to cast the weight. With ``plan.weight_cached`` it is
+    never None, and has the columnwise copy, with heads in the order of ``weight``. If
+    ``is_sorted``, the rowwise copy has all queries, then all keys, then all values.
     """
     quantizers = plan.quantizers
     if heads is None or not heads.needs_sorting:
@@ -174,7 +178,8 @@ def quantized_input(
     """Quantizes this rank's rows ``[rows, in]`` of a GEMM's input, a tensor or an op.
 
     Returns ``(operand, local)``: all ranks' rows for fprop, and this rank's rows for ``saved_by``.
-    They are one object if no rows are gathered; ``local`` is None if these are bf16 or fp32.
+    They are one object if no rows are gathered; ``local`` is None if bf16 or fp32 rows are
+    gathered.
     """
     parallel = plan.options.parallel
     if parallel is not None and parallel.gathers_input:
@@ -200,8 +205,9 @@ def shaped_product(
 ) -> torch.Tensor:
     """Computes the layer's output ``[..., out]`` with its tensor-parallel collective.
 
-    The output is not a view: autograd refuses in-place changes of a view made in a Function.
-    ``shape`` is that of this rank's input; ``c`` ``[rows, out]`` requires ``adds_in_product``.
+    The output is not a view, because autograd refuses in-place changes of a view made in a
+    Function. ``shape`` is that of this rank's input; ``c`` ``[rows, out]`` requires
+    ``adds_in_product``.
     """
     quantizers, parallel, features = plan.quantizers, plan.options.parallel, weight.shape[0]
     if parallel is None:
@@ -306,9 +312,10 @@ def saved_by(
 ) -> tuple[torch.Tensor | None, ...]:
     """Returns ``(input, input_scale, weight, weight_scale)`` for backward, each None if not needed.
 
-    ``input`` is the columnwise FP8 data ``[in, rows]``; this rank's rowwise data ``[rows, in]`` if
-    rows are gathered; or ``x``, with the scale of backward's cast, if any. ``weight`` is the
-    columnwise data ``[in, out]``, or the weight itself without a scale, which backward casts again.
+    ``input`` is the columnwise FP8 data ``[in, rows]``; or this rank's rowwise data ``[rows, in]``
+    if rows are gathered; or ``x``, with the scale of backward's cast, if any. ``weight`` is the
+    columnwise data ``[in, out]``, or the weight itself, without a scale, for backward to cast
+    again.
     """
     saved_x = saved_w = x_scale = w_scale = None
     if plan.need_weight:
@@ -351,8 +358,8 @@ def input_gradient(
 ) -> torch.Tensor:
     """Computes ``dy @ weight + c`` [rows, in] of this rank, without a reduction over ranks.
 
-    Frees the rowwise copy of ``dy``, whose memory wgrad may then reuse. ``c`` has ``out_dtype``,
-    and requires a backend that ``adds`` and rows that are not gathered.
+    Frees the rowwise copy of ``dy``; wgrad may then reuse its memory. ``c`` has ``out_dtype``, and
+    requires that the backend ``adds`` and that rows are not gathered.
     """
     weight, backend = weight_recast(plan, saved), plan.quantizers.backend
     if isinstance(dy, QuantizedTensor):
@@ -390,7 +397,7 @@ def reduced_input_gradient(
 
 
 def weight_recast(plan: GemmPlan, saved: tuple) -> QuantizedTensor:
-    """Returns the columnwise copy of the weight, as saved or cast from the saved weight."""
+    """Returns the weight's columnwise copy: the saved copy, or a cast of the saved weight."""
     _, _, w, w_scale = saved
     quantizers = plan.quantizers
     if plan.weight_cached:
@@ -399,7 +406,7 @@ def weight_recast(plan: GemmPlan, saved: tuple) -> QuantizedTensor:
 
 
 def has_one_scale(x: QuantizedTensor) -> bool:
-    """Returns True if ``x`` has a single scale, so that some of its rows can be multiplied."""
+    """Returns True if ``x`` has a single scale, so that a GEMM can read some of its rows."""
     return x.rowwise_scale_inv is not None and x.rowwise_scale_inv.numel() == 1
 
 
@@ -434,8 +441,8 @@ def quantized_gradient(
 ) -> tuple[Any, torch.Tensor | None, Any]:
     """Quantizes the gradient ``[rows, out]`` of a GEMM's output, and sums its columns for the bias.
 
-    Returns ``(quantized, grad_bias, dy)``, each None if not needed, ``dy`` also if the op wrote
-    only FP8. It has all ranks' rows if rows are split and wgrad runs in bf16 or fp32.
+    Returns ``(quantized, grad_bias, dy)``, each None if not needed; ``dy`` is also None if the op
+    wrote only FP8. ``dy`` has all ranks' rows if rows are split and wgrad runs in bf16 or fp32.
     """
     quantizers, parallel = plan.quantizers, plan.options.parallel
     fp8_wgrad = plan.need_weight and not quantizers.high_precision_wgrad
@@ -471,5 +478,5 @@ def quantized_gradient(
 
 
 def cast_to(x: Any, dtype: torch.dtype | None) -> Any:
-    """Returns ``x`` in ``dtype``, itself if it has that dtype; None for None."""
+    """Returns ``x`` in ``dtype``, or ``x`` itself if it has this dtype; None for None."""
     return x if x is None or x.dtype is dtype else x.to(dtype)

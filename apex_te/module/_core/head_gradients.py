@@ -29,7 +29,7 @@ def filled_gradients(shapes: Sequence[Any], grads: Sequence[Any], *others: Any) 
 
 
 class HeadGradients(BaseFusedCast):
-    """Fused cast that joins the gradients of heads to the gradient of a projection's output."""
+    """Fused cast that joins gradients of heads into the gradient of a projection's output."""
 
     copies = True
     __slots__ = ("heads", "layout")

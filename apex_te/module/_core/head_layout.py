@@ -13,8 +13,9 @@ from ...ops._head_order import in_words, sorted_heads
 class HeadLayout(NamedTuple):
     """Layout of attention heads in the ``(repeats + 2) * groups * size`` features of a projection.
 
-    ``repeats`` is 0 for keys and values only. With ``interleaved`` heads lie group by group, each
-    with queries, key and value; else all queries come first, then all keys, then all values.
+    ``repeats`` is the number of query heads per group, 0 for keys and values only. With
+    ``interleaved``, heads are ordered by group, each with queries, key and value; else all queries
+    come first, then all keys, then all values.
     """
 
     qkv_format: str
@@ -27,8 +28,8 @@ class HeadLayout(NamedTuple):
     def needs_sorting(self) -> bool:
         """Returns True if groups of several queries are interleaved with keys and values.
 
-        Queries [..., heads, size] are views of the output only if the weight's rows were sorted
-        before.
+        Queries [..., heads, size] can then be views of the output only if the weight's rows were
+        sorted before.
         """
         return self.interleaved and self.repeats > 1
 

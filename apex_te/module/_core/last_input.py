@@ -13,10 +13,10 @@ from ...fp8.tensor import QuantizedTensor
 
 
 class Entry(NamedTuple):
-    """Input and what was made of it.
+    """An input, and the data that a layer made from it.
 
     Attributes:
-        inp: reference to the input, as the caller passed it, which does not keep it alive.
+        inp: weak reference to the input as the caller passed it.
         key: ``Quantizer.cast_key()`` of the quantizer that made the rowwise copy ``quantized``.
         alias: the input as an output of the autograd function that took it last, or None.
         grad_fn: the input's node in autograd's graph when ``alias`` was made.
@@ -33,7 +33,7 @@ class Entry(NamedTuple):
     first: torch.Tensor
 
     def taken(self, inp: torch.Tensor) -> torch.Tensor:
-        """Returns the alias, unless the input was detached since it was made, else ``inp``."""
+        """Returns the alias, or ``inp`` if the input was detached after the alias was made."""
         alias = self.alias
         if alias is None or not inp.requires_grad or inp.grad_fn is not self.grad_fn:
             return inp
@@ -55,10 +55,11 @@ def _forget(ref: Any) -> None:
 
 
 class LastInput:
-    """Holder of one ``Entry``, that of the input which was noted last.
+    """Holder of the ``Entry`` of the input that was noted last.
 
-    The entry ends with its region, the next input, the first backward of a layer that noted it, or
-    the input. Each thread has its own holder, but a backward may drop the entry in any thread.
+    The entry is dropped at the end of its region or of the input's life, by the next input, or by
+    the first backward of a layer that noted it. Each thread has its own holder, but a backward may
+    drop the entry in any thread.
     """
 
     __slots__ = ("__weakref__", "entry")
@@ -67,10 +68,10 @@ class LastInput:
         self.entry: Entry | None = None
 
     def find(self, inp: torch.Tensor, weight: torch.Tensor) -> Entry | None:
-        """Returns the entry if it is that of ``inp``, not written to since, on this stream.
+        """Returns the entry if it is for ``inp`` on this stream, and ``inp`` was not written since.
 
         The layer that took the input first gets None: a collective or the replay of a CUDA graph
-        may have written the next batch without raising the version.
+        may have written the next batch without a new version.
         """
         entry = self.entry
         if entry is None or entry.inp() is not inp or inp._version != entry.version:
@@ -111,8 +112,8 @@ _recompute = _Recompute()
 def last_input(inp: torch.Tensor) -> LastInput | None:
     """Returns the holder for an input in this thread and region; None if nothing may be shared.
 
-    That is so in inference mode, which counts no versions, and while a CUDA graph is captured,
-    whose replays run without what was computed before.
+    Nothing may be shared in inference mode, which counts no versions, and while a CUDA graph is
+    captured, because replays do not run what was computed before.
     """
     if inp.is_inference() or (inp.is_cuda and torch.cuda.is_current_stream_capturing()):
         return None
@@ -125,7 +126,7 @@ def last_input(inp: torch.Tensor) -> LastInput | None:
 
 
 def cast_once(entry: Entry | None, quantizer: Any, x: torch.Tensor) -> QuantizedTensor:
-    """Returns the rowwise copy of an input: its entry's if a cast would give the same bits."""
+    """Returns the rowwise copy of an input: the entry's if a cast would be bitwise equal."""
     if entry is not None and entry.quantized is not None:
         key = quantizer.cast_key()
         if key is not None and key == entry.key:

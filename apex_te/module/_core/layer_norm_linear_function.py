@@ -22,10 +22,10 @@ class NormOptions(NamedTuple):
     """Options of the norm before a linear layer or an MLP.
 
     Attributes:
-        eps: added to the variance (the mean square).
+        eps: added to the variance (RMSNorm: to the mean square).
         zero_centered_gamma: gamma is ``1 + weight``.
-        return_norm: also return the norm's result in bf16 or fp32.
-        return_residual: also return what was normalised: the input, or its sum with a residual.
+        return_norm: also return the norm's output in bf16 or fp32.
+        return_residual: also return the norm's input: the input, or its sum with a residual.
     """
 
     is_rms: bool
@@ -40,8 +40,8 @@ def normalized(
 ) -> tuple[Operand, QuantizedTensor | None, torch.Tensor | None]:
     """Runs the norm and quantizes its result for fprop; returns ``(operand, local, y)``.
 
-    ``operand`` has the rows of all ranks, ``local`` this rank's FP8 copies, None if rows are
-    gathered in bf16 or fp32. ``y``, the norm's result, is None if it is neither returned nor saved.
+    ``operand`` has the rows of all ranks. ``local`` has this rank's FP8 copies, or is None if rows
+    are gathered in bf16 or fp32. ``y``, the norm's output, is None if neither returned nor saved.
     """
     if not options.return_norm and not saves_values(plan):
         return *quantized_input(plan, norm), None
@@ -62,8 +62,8 @@ def norm_gradients(
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
     """Returns ``(dx, dweight, dbias)`` of the norm, ``dx`` in the input's shape.
 
-    ``d_norm`` comes from the GEMM; ``extra`` and ``d_residual`` are the gradients of the norm's
-    result and of the normalised tensor as outputs of the function, or None.
+    ``d_norm`` comes from the GEMM. ``extra`` and ``d_residual`` are the gradients of the function's
+    outputs ``norm`` and ``total`` (the norm's output and input), or None.
     """
     x, weight, mean, rstd = saved
     x = as_matrix(x)
@@ -78,7 +78,7 @@ def norm_gradients(
 
 
 def residual_output(inp: torch.Tensor, norm: NormForward) -> torch.Tensor:
-    """Returns the normalised tensor in the shape of ``inp``, as a new output."""
+    """Returns the norm's input in the shape of ``inp``, as a new output."""
     if norm.residual_sum is None:
         return inp.view_as(inp)
     return norm.residual_sum if inp.dim() == 2 else norm.residual_sum.view(inp.shape)

@@ -23,7 +23,7 @@ from .wgrad import plain_weight_gradient, weight_gradient
 class LinearFunction(OpFunction):
     """``inp @ weight.T + bias [+ residual]`` [..., out] with quantized fprop, dgrad and wgrad.
 
-    A residual requires ``adds_in_product``. ``heads`` returns queries, keys and values instead.
+    A residual requires ``adds_in_product``. With ``heads``, returns queries, keys and values.
     """
 
     LABEL = "Linear"

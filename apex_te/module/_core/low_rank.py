@@ -20,8 +20,8 @@ from .last_input import LastInput, cast_once, last_input
 class LowRank(NamedTuple):
     """GEMM ``scaling * (inp @ down.T) @ up.T`` that a layer adds to its own.
 
-    ``down`` is ``[rank, in]``, ``up`` ``[out, rank]``. ``inp`` is the layer's input after a
-    dropout, say; None if it is the layer's own.
+    ``down`` is ``[rank, in]``, ``up`` ``[out, rank]``. ``inp`` is for example the layer's input
+    after a dropout; None stands for the layer's input.
     """
 
     down: torch.Tensor
@@ -30,7 +30,7 @@ class LowRank(NamedTuple):
     inp: torch.Tensor | None
 
     def cast_to(self, dtype: torch.dtype) -> LowRank:
-        """Returns the low-rank GEMM with all tensors in ``dtype``, known to autograd."""
+        """Returns the low-rank GEMM with all tensors in ``dtype``; differentiable."""
         inp = None if self.inp is None else self.inp.to(dtype)
         return LowRank(self.down.to(dtype), self.up.to(dtype), self.scaling, inp)
 
@@ -70,7 +70,7 @@ def low_rank_product(low: LowRank, inp: torch.Tensor) -> torch.Tensor:
 def fits(call: FP8Call, weight: torch.Tensor, bias: torch.Tensor | None) -> bool:
     """Returns True if ``fused_product`` can compute a call of a layer.
 
-    It computes FP8 GEMMs of whole, frozen weights, and only outside of tracing.
+    It supports FP8 GEMMs of frozen weights that are not split over ranks, outside of tracing.
     """
     if not call.is_fp8 or call.options[0].parallel is not None:
         return False
@@ -90,8 +90,8 @@ def fused_product(
 ) -> torch.Tensor:
     """Computes ``inp @ weight.T + bias`` plus a low-rank GEMM, for a call that ``fits``.
 
-    Layers called one after another with the same input share its cast, where the recipe keeps no
-    state, and each adds its gradient of the input to that of the layer called after it.
+    Layers called one after another with the same input share its cast if the recipe keeps no state.
+    Each adds its gradient of the input to that of the next layer.
     """
     low = low.cast_to(call.dtype)
     if low.inp is None and inp.dtype is not call.dtype:
@@ -120,9 +120,9 @@ def fused_product(
 class LowRankLinearFunction(OpFunction):
     """``inp @ weight.T + bias + scaling * (low_inp @ down.T) @ up.T`` with a quantized first GEMM.
 
-    Weight and bias are frozen; the low-rank GEMMs are in the dtype of ``down``, scaled before
-    rounding. The second output is ``inp``: a later function that takes it passes on the input's
-    gradient, to which this one adds its own in a GEMM.
+    Weight and bias are frozen. The low-rank GEMMs are in the dtype of ``down``, and scaled before
+    rounding. The second output is ``inp``: a later function that takes it returns a gradient for
+    it, to which a GEMM of this function adds its own.
     """
 
     LABEL = "Linear"

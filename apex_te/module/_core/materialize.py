@@ -14,7 +14,7 @@ def initialize(module: torch.nn.Module) -> None:
 def materialize(module: torch.nn.Module) -> None:
     """Moves a module's own parameters, not its children's, from the meta device to a real one.
 
-    They get memory without values on the default device, but on a GPU, if any, instead of the CPU.
+    They get uninitialized memory on the default device, or on a GPU, if any, if that is the CPU.
     """
     if not _is_on_meta(module):
         return

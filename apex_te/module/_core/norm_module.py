@@ -52,8 +52,8 @@ class NormModule(torch.nn.Module):
     def reset_parameters(self) -> None:
         """Sets gamma to 1 and the bias, if the norm has one, to 0.
 
-        Parameters on the meta device are made first; see ``Linear.reset_parameters``. Parameters
-        that were replaced get their attribute ``sequence_parallel`` back.
+        Parameters on the meta device get memory first; see ``Linear.reset_parameters``. Parameters
+        that were replaced get the attribute ``sequence_parallel`` again.
         """
         materialize(self)
         for key in self._PARAMETERS:

@@ -34,7 +34,7 @@ class NormedModule(ParallelModule):
     Attributes:
         layer_norm_weight: parameter ``[features]``.
         layer_norm_bias: parameter ``[features]``, None for RMSNorm.
-        return_bias: the module returns its last bias instead of adding it.
+        return_bias: True if the module returns its last bias instead of adding it.
     """
 
     layer_norm_weight: torch.nn.Parameter
@@ -72,7 +72,7 @@ class NormedModule(ParallelModule):
 
     @property
     def eps(self) -> float:
-        """Returns what the norm adds to the variance (RMSNorm: to the mean square)."""
+        """Returns the number that the norm adds to the variance (RMSNorm: to the mean square)."""
         return self._norm_options[0].eps
 
     @eps.setter

@@ -7,7 +7,7 @@ from torch.nn.modules.module import _has_any_global_hook as has_global_hook
 
 
 def is_observed(module: torch.nn.Module) -> bool:
-    """Returns True if a hook or a replaced ``forward`` is to see the module's calls."""
+    """Returns True if the module has a hook or a replaced ``forward`` that must see its calls."""
     return bool(
         module._forward_hooks
         or module._forward_pre_hooks
@@ -19,8 +19,9 @@ def is_observed(module: torch.nn.Module) -> bool:
 
 
 def takes_residual(module: torch.nn.Module) -> bool:
-    """Returns True if ``module.forward_with_residual`` may be called in place of the module.
+    """Returns True if ``module.forward_with_residual`` may be called instead of the module.
 
-    Wrappers (for checkpointing, sharding, compiling) hand on this method, and would be bypassed.
+    Wrappers (for checkpointing, sharding, compiling) pass this method through, and a call of it
+    would bypass them.
     """
     return hasattr(type(module), "forward_with_residual") and not is_observed(module)

@@ -13,10 +13,10 @@ _OPERANDS = 6  # arguments of cast_transpose up to scale_inv
 
 
 def with_paired_casts(steps: Sequence[Step | PythonStep]) -> list[Step | PythonStep]:
-    """Returns steps of equal effect in which pairs of casts are one step each.
+    """Returns equivalent steps in which each pair of casts is one step.
 
-    A cast moves to an earlier one if it casts an input of the program, which no step between them
-    uses, and sums no columns. No cast moves over a Python step that writes to its arguments.
+    A cast is paired with an earlier one if it casts an input of the program that no step between
+    them uses, and sums no columns. No cast moves past a Python step that writes to its arguments.
     """
     found: list[Step | PythonStep] = []
     waiting: int | None = None  # place in `found` of a cast without a partner

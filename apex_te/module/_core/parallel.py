@@ -72,8 +72,8 @@ def tag(
 ) -> None:
     """Sets the attributes of a parameter that Megatron-style trainers read.
 
-    ``dim`` is split over ranks. With ``sequence_parallel`` a whole parameter sees only this rank's
-    rows, so that each rank's gradient is a part of the sum.
+    ``dim`` is the dimension split over ranks, or None. With ``sequence_parallel`` a parameter that
+    is not split sees only this rank's rows, so that each rank's gradient is a part of the sum.
     """
     if parameter is None:
         return
@@ -113,8 +113,8 @@ class ParallelModule(FP8Module):
     Attributes:
         tp_group: the ``torch.distributed.ProcessGroup`` of the ranks, None until it is known.
         tp_size: the number of the ranks.
-        sequence_parallel: with several ranks, dimension 0 of what enters or leaves the module is
-            split over them.
+        sequence_parallel: True if dimension 0 of the module's input or output is split over several
+            ranks.
         get_rng_state_tracker: returns the tracker from which split weights are drawn; or None.
         rng_tracker_name: the name of the sequence of random numbers in the tracker; or None.
     """
@@ -161,14 +161,14 @@ class ParallelModule(FP8Module):
         self._compared = self.tp_size == 1
 
     def set_tensor_parallel_group(self, tp_group: Any) -> None:
-        """Sets the ranks over which the module is split; to be called before the first forward.
+        """Sets the ranks over which the module is split; call it before the first forward.
 
         Args:
             tp_group: a ``torch.distributed.ProcessGroup`` of ``tp_size`` ranks, or None.
 
         Raises:
-            TypeError: neither a process group nor None.
-            ValueError: a group of another size.
+            TypeError: ``tp_group`` is neither a process group nor None.
+            ValueError: ``tp_group`` has another number of ranks.
         """
         owner = type(self).__name__
         if tp_group is not None:

@@ -19,7 +19,7 @@ from .programs import Programs, repeatable
 
 
 class PlainNormFunction(OpFunction):
-    """LayerNorm or RMSNorm of ``inp``, or of ``inp + residual``, which it then returns, too."""
+    """LayerNorm or RMSNorm of ``inp``, or of ``inp + residual``; it then also returns the sum."""
 
     LABEL = "norm"
 

@@ -29,7 +29,7 @@ _ALIGNMENT = 256
 
 
 class Program:
-    """Noted ops of a forward or backward, which ``run`` runs again with other tensors.
+    """Recorded ops of a forward or backward; ``run`` runs them again with other tensors.
 
     If ``is_native``, all ops are C functions, and one call from Python runs them.
     """

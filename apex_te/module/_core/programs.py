@@ -26,7 +26,7 @@ _ONE_GIVEN: tuple[bool, ...] = (False,)  # the key of a backward that gets one g
 
 
 def set_enabled(enabled: bool) -> bool:
-    """Switches the use of programs by all modules on, which is the default, or off."""
+    """Turns the use of programs by all modules on (the default) or off."""
     global _enabled
     before, _enabled = _enabled, enabled
     return before
@@ -98,7 +98,7 @@ class Programs:
     def is_usable(self) -> bool:
         """Returns True if programs may run or be recorded now.
 
-        They must not while GEMMs are tuned, ops are traced, forward-mode differentiation is active,
+        They may not while GEMMs are tuned, ops are traced, forward-mode differentiation is active,
         or a slot has no first scale yet.
         """
         if (
@@ -235,7 +235,7 @@ def programs_of(
 ) -> Programs | None:
     """Returns a module's ``Programs`` for some quantizers, made in ``cache`` if missing.
 
-    None means that programs may not be used now, or not with this scheme.
+    Returns None if programs may not be used now, or not with this scheme.
     """
     found = cache.get(id(quantizers))
     if found is None:

@@ -18,9 +18,10 @@ from .fp8_module import FP8Module
 
 
 class Repeated:
-    """Memory of the first run of a forward, for the runs that repeat it in backward.
+    """Record of the first run of a forward, for the runs that repeat it in backward.
 
-    ``shape`` is that of the result, whose values a recompute may leave out; None in the first run.
+    ``shape`` is that of the result; a recompute may skip the result's values. None in the first
+    run.
     """
 
     def __init__(self) -> None:

@@ -51,7 +51,7 @@ class Part(NamedTuple):
 
 
 class Step(NamedTuple):
-    """Noted call of a C function; ``products`` is the number of quantized GEMMs in it.
+    """Recorded call of a C function; ``products`` is the number of its quantized GEMMs.
 
     Stand-ins replace all tensors in ``args`` except those of the FP8 state.
     """
@@ -62,7 +62,7 @@ class Step(NamedTuple):
 
 
 class PythonStep(NamedTuple):
-    """Noted call of a Python function, such as an op of torch.
+    """Recorded call of a Python function, such as an op of torch.
 
     ``result`` is None if the call writes to its arguments; ``kwargs`` has no tensors.
     """
@@ -74,12 +74,12 @@ class PythonStep(NamedTuple):
 
 
 class Recorder(TorchDispatchMode):
-    """Context manager that notes all ops run inside it, without changing what the ops do.
+    """Context manager that records all ops run inside it, without changing what they do.
 
     A program replaces ``inputs`` by other tensors, but keeps those of ``state``.
 
     Attributes:
-        problem: the reason why the noted ops cannot be repeated; None if they can.
+        problem: the reason why the recorded ops cannot be repeated; None if they can.
         made: tensors that ops allocated, empty or of zeros, and results of Python steps.
         computed, zeroed: indices in ``made`` of results of Python steps, and of zeros.
     """

@@ -24,8 +24,8 @@ _Operands = tuple[Any, Any, Any, Any]
 class ActivatedProduct(NamedTuple):
     """FC1's output ``[rows, 2F]`` in bf16, and FP8 copies of the activation's result.
 
-    ``act_scale``, fp32 ``[1]``, is the scale by which backward makes the columnwise copy; None if
-    it needs none, or ``act`` has it.
+    ``act_scale``, fp32 ``[1]``, is the scale with which backward makes the columnwise copy; None if
+    backward needs no such copy, or ``act`` has it.
     """
 
     hidden: torch.Tensor
@@ -41,10 +41,10 @@ def takes(
     w1: torch.Tensor,
     b1: torch.Tensor | None,
 ) -> bool:
-    """Returns True if the kernels here compute FC1 and FC2's dgrad of a call.
+    """Returns True if the kernels of this module compute FC1 and FC2's dgrad for a call.
 
-    That depends on shapes, dtypes, recipe and options, not on what needs a gradient, so that a
-    recompute and an evaluation have the GEMMs of the training step.
+    This depends on shapes, dtypes, recipe and options, not on which tensors need a gradient, so
+    that a recompute and an evaluation run the same GEMMs as the training step.
     """
     first, second = plan1.quantizers, plan2.quantizers
     if not (first.backend.fuses_swiglu and second.backend.fuses_swiglu) or activation != _SWIGLU:
@@ -100,8 +100,8 @@ def hidden_gradient(
 ) -> tuple[QuantizedTensor, torch.Tensor | None]:
     """Computes FC2's dgrad and the activation's gradient, and the activation once more.
 
-    Returns ``(d_hidden, act)``; ``act`` has columnwise FP8 data, None without ``act_scale``. Frees
-    the rowwise copy of ``dy``, whose memory wgrad may then reuse.
+    Returns ``(d_hidden, act)``; ``act`` has columnwise FP8 data, and is None without ``act_scale``.
+    Frees the rowwise copy of ``dy``; wgrad may then reuse its memory.
     """
     weight, quantizer = weight_recast(plan2, saved), plan1.quantizers.grad_output
     operands: _Operands = (

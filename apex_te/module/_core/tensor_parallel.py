@@ -39,8 +39,8 @@ Product = Callable[[slice, torch.Tensor | None], torch.Tensor]
 class TensorParallel:
     """Collectives of one GEMM over a group of ranks.
 
-    ``column``: the weight's rows are split over ranks, else its columns. ``sequence_parallel``: so
-    are the rows of the input (column) or of the output (row).
+    With ``column``, the weight's rows are split over ranks, else its columns. With
+    ``sequence_parallel``, the rows of the input (column) or of the output (row) are also split.
     """
 
     __slots__ = (
@@ -74,7 +74,8 @@ class TensorParallel:
     ) -> torch.Tensor:
         """Sums a row-parallel GEMM over ranks into ``out``, this rank's share of the rows.
 
-        Without sequence parallelism that is all rows. A graph of torch.compile gets a new tensor.
+        Without sequence parallelism the share is all rows. In a torch.compile graph the result is a
+        new tensor.
         """
         into = out.view(-1, out.shape[-1])
         if self.sequence_parallel:
@@ -88,7 +89,7 @@ class TensorParallel:
     ) -> Pending:
         """Begins to sum the gradient of a column-parallel GEMM's input over ranks.
 
-        ``like`` gives columns, dtype and device; its rows do not count.
+        The result has the columns, dtype and device of ``like``, whose rows are ignored.
         """
         if self.sequence_parallel:
             return self._scattered(product, rows, None, like, divisible)
@@ -116,8 +117,8 @@ class TensorParallel:
     def gathered_rows(self, x: torch.Tensor, whole: bool = True, late: bool = False) -> Pending:
         """Begins to gather all ranks' rows of ``x``, high-precision values or FP8 data.
 
-        Without ``whole`` the result is read only by ``Pending.pieces``. With ``late`` other
-        gatherings may begin before it is read, and it does not occupy the buffers of peer memory.
+        Without ``whole``, read the result only by ``Pending.pieces``. With ``late``, other gathers
+        may begin before it is read, and it does not occupy the peer memory buffers.
         """
         memory = None if late else peer_memory(self.group, x, x.nbytes)
         if memory is not None:
@@ -131,8 +132,8 @@ class TensorParallel:
     ) -> tuple[QuantizedTensor | GatheredRows, QuantizedTensor | None]:
         """Returns all ranks' quantized input ``[rows, in]``, and this rank's rowwise copy.
 
-        With ``shared``, a quantizer of one scale for all ranks, FP8 data are gathered. Without it
-        rows are gathered in bf16 or fp32, and the second item is None.
+        With ``shared``, a quantizer that has one scale on all ranks, FP8 data are gathered. Without
+        it, rows are gathered in bf16 or fp32, and the second item is None.
         """
         if shared is None:
             values = source if isinstance(source, torch.Tensor) else source.plain()
@@ -185,10 +186,10 @@ class TensorParallel:
 
 
 class GatheredRows:
-    """Quantized operand whose rows, all of one scale, are on their way from the ranks.
+    """Quantized operand whose rows, which have one scale, are being gathered from the ranks.
 
-    ``columnwise``: ``arrived`` will be called after the GEMMs, for a columnwise copy, padded with
-    ``pad_columnwise`` to a multiple of 16 rows.
+    With ``columnwise``, ``arrived`` will be called after the GEMMs, for a columnwise copy ``[cols,
+    rows]``; ``pad_columnwise`` pads that with zeros to a multiple of 16 columns.
     """
 
     __slots__ = ("_fp8_data", "_local", "_pad", "_transposed", "rows")

@@ -9,10 +9,11 @@ from ...fp8.autocast import graph_task_id, local
 
 
 class WeightCache(dict[Any, tuple[tuple, Any]]):
-    """Dict of ``(key, copies)`` by number of the GEMM: a weight's FP8 copies, made in training.
+    """Dict of ``(key, copies)`` by GEMM index: FP8 copies of weights, made in training.
 
     The key's first item tells if the weight is up to date. Evaluations read these copies, but keep
-    their own in ``evaluated``: the later microbatches of a step find the scales of its first one.
+    their own in ``evaluated``, so that later microbatches of a step find the scales of the first
+    one.
     """
 
     __slots__ = ("evaluated",)
@@ -27,7 +28,7 @@ class WeightCache(dict[Any, tuple[tuple, Any]]):
         self.evaluated.clear()
 
     def copies(self, gemm: Any, key: tuple, fill: bool | None, make: Callable[[], Any]) -> Any:
-        """Returns FP8 copies of a weight, kept ones if their key is ``key``, unless ``fill``."""
+        """Returns FP8 copies of a weight: cached ones with key ``key``, unless ``fill`` is True."""
         region = local.region
         evaluates = region is not None and not region.records
         own, other = (self.evaluated, self) if evaluates else (self, self.evaluated)

@@ -59,11 +59,11 @@ def plain_weight_gradient(
 
 
 def is_wanted(parameter: torch.Tensor) -> bool:
-    """Returns True unless the running backward leaves out the gradient of this weight.
+    """Returns True unless the running backward does not need the gradient of this weight.
 
     ``torch.autograd.grad`` of a layer's input, as pipeline schedules call it, runs the whole
-    backward. Autograd drops what was not asked for; ``main_grad`` and delayed gradients must not
-    get it.
+    backward. Autograd drops the gradients that were not requested; they must not be added to
+    ``main_grad`` or delayed either.
     """
     if torch.compiler.is_compiling() or torch._C._current_graph_task_id() == -1:
         return True
@@ -147,7 +147,7 @@ def _plain_wgrad(
 
 
 def main_grad_of(parameter: Any, options: GemmOptions) -> tuple[torch.Tensor, bool]:
-    """Returns a weight's gradient buffer, and True to add to it, False to overwrite it."""
+    """Returns a weight's gradient buffer, and True to add to it or False to overwrite it."""
     get_main_grad = getattr(parameter, "get_main_grad", None)
     if options.in_ddp and get_main_grad is None:
         _check_owner(parameter)

@@ -11,7 +11,7 @@ from .masks import Mask, MaskType, distances
 
 
 class Alibi(NamedTuple):
-    """Positions for ALiBi's bias; types that count from the end leave out padded tokens."""
+    """Positions for ALiBi's bias; mask types that count from the end ignore padded tokens."""
 
     kind: MaskType
     mask: Mask
@@ -27,8 +27,9 @@ def standard_slopes(
 ) -> torch.Tensor:
     """Returns the slopes of the ALiBi paper for this rank's heads, float32 [heads].
 
-    For ``n`` heads, a power of 2, they are ``2 ** (-8 i / n)`` for ``i`` from 1; for other numbers
-    those of the power of 2 below, and every second one of the next.
+    If the number of heads ``n`` is a power of 2, they are ``2 ** (-8 i / n)`` for ``i`` from 1. For
+    other numbers they are those of the next lower power of 2, then every second one of the next
+    higher.
     """
     if ranks > 1 and group is None:
         raise ValueError(

@@ -64,8 +64,8 @@ _is_flash_replaced._dynamo_marked_constant = True  # type: ignore[attr-defined]
 class Options(NamedTuple):
     """Numbers that attention needs besides tensors.
 
-    ``scale`` multiplies ``q k^T``. Scores are stored divided by ``layer_scale``, and multiplied by
-    it in the softmax.
+    ``scale`` multiplies ``q k^T``. Scores are divided by ``layer_scale`` before they are stored,
+    and multiplied by it in the softmax.
     """
 
     scale: float
@@ -208,9 +208,9 @@ def attend(
     options: Options,
     alibi: Alibi | None = None,
 ) -> torch.Tensor:
-    """Computes ``softmax(scale * q k^T + bias) v`` [b, h, sq, dv]; 0 for queries that see nothing.
+    """Computes ``softmax(scale * q k^T + bias) v`` [b, h, sq, dv]; 0 for queries that see no key.
 
-    With ``alibi``, ``bias`` has its slopes, float32 [h] or [b, h].
+    With ``alibi``, ``bias`` has ALiBi's slopes, float32 [h] or [b, h].
     """
     if alibi is not None:
         assert bias is not None
@@ -233,9 +233,9 @@ def attend(
 
 
 def to_visible(hidden: torch.Tensor | None, bias: torch.Tensor | None) -> torch.Tensor | None:
-    """Returns scaled_dot_product_attention's ``attn_mask``, bool with True = visible, or the bias.
+    """Returns the ``attn_mask`` of scaled_dot_product_attention: bool, True = visible, or a bias.
 
-    The bias is -inf for scores that are ``hidden``. Returns None if both arguments are None.
+    The bias is -inf where ``hidden`` is True. Returns None if both arguments are None.
     """
     if hidden is None:
         return bias
@@ -292,7 +292,7 @@ def varlen(
     window: tuple[int, int],
     options: Options,
 ) -> torch.Tensor:
-    """Attends within packed sequences by PyTorch's kernel; -1 in ``window`` = no limit."""
+    """Computes attention within packed sequences by PyTorch's kernel; ``window`` -1 = no limit."""
     from torch.nn.attention.varlen import varlen_attn
 
     more: dict[str, Any] = {}

@@ -10,10 +10,11 @@ from ...ops.op_function import OpFunction
 
 
 class Gaps(NamedTuple):
-    """Places of tokens in memory with gaps between the sequences, and in memory without.
+    """Positions of tokens in memory with gaps between the sequences, and in memory without gaps.
 
-    ``sources``, int64 [t], maps places without gaps to those with gaps, ``targets`` back.
-    ``is_gap`` and ``is_behind``, bool [t, 1, 1], mark places of no sequence, with gaps and without.
+    ``sources``, int64 [t], maps positions without gaps to those with gaps; ``targets`` maps back.
+    ``is_gap`` (with gaps) and ``is_behind`` (without), bool [t, 1, 1], mark positions of no
+    sequence.
     """
 
     sources: torch.Tensor
@@ -33,7 +34,7 @@ class Gaps(NamedTuple):
 def gaps_of(
     owner: str, name: str, cu: torch.Tensor, padded: torch.Tensor | None, tokens: int
 ) -> Gaps | None:
-    """Returns the places of packed tokens with gaps; None if ``padded`` is None or ``cu``."""
+    """Returns the ``Gaps`` of packed tokens; None if ``padded`` is None or ``cu`` itself."""
     if padded is None or padded is cu:
         return None
     argument = f"{owner}: cu_seqlens_{name}_padded"

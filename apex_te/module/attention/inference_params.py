@@ -278,7 +278,7 @@ class InferenceParams:
 
 
 class Step:
-    """Numbers of tokens that one call adds to the sequences of a cache, and their places."""
+    """Numbers of tokens that one call adds to the sequences of a cache, and their positions."""
 
     def __init__(self, before: tuple[int, ...], new: tuple[int, ...], room: int) -> None:
         self.before, self.new = before, new
@@ -301,15 +301,15 @@ class Step:
         return self._made("cu_total", device)
 
     def new_places(self, device: torch.device) -> torch.Tensor:
-        """Returns the places of the new tokens among all rows of the cache, int64."""
+        """Returns the indices of the new tokens in the rows of the cache, int64."""
         return self._made("new_places", device)
 
     def all_places(self, device: torch.device) -> torch.Tensor:
-        """Returns the places of all tokens of the sequences among all rows of the cache, int64."""
+        """Returns the indices of all tokens of the sequences in the rows of the cache, int64."""
         return self._made("all_places", device)
 
     def inputs(self, device: torch.device) -> torch.Tensor:
-        """Returns the places of the new tokens in inputs padded to ``longest_new``, int64."""
+        """Returns the indices of the new tokens in inputs padded to ``longest_new``, int64."""
         return self._made("inputs", device)
 
     def _made(self, name: str, device: torch.device) -> torch.Tensor:
@@ -340,9 +340,9 @@ class Step:
 class PaddedStep:
     """``Step`` of inputs with padding, whose numbers are read on the device alone.
 
-    ``table`` is int32 [4, sequences + 1]: cached tokens and new tokens of each sequence, each
-    followed by one 0; where the new tokens, and all tokens, begin. The longest sequences are upper
-    bounds.
+    ``table`` is int32 [4, sequences + 1]. Its rows are the number of cached tokens and of new
+    tokens of each sequence, each row ending with a 0, and where the new tokens, and all tokens,
+    begin. The longest sequences are upper bounds.
     """
 
     is_even = False
@@ -352,7 +352,7 @@ class PaddedStep:
         self.longest_new, self.longest = longest_new, longest
 
     def starts(self, device: torch.device) -> torch.Tensor:
-        """Returns the tokens of each sequence that are cached already, int32 [sequences]."""
+        """Returns the number of cached tokens of each sequence, int32 [sequences]."""
         return self._starts[:-1]
 
     def cu_new(self, device: torch.device) -> torch.Tensor:
@@ -369,10 +369,10 @@ class PaddedStep:
         return rows * self.longest
 
     def write(self, kept: torch.Tensor, new: torch.Tensor) -> None:
-        """Writes new keys or values to their places in the cache, and padding nowhere.
+        """Writes new keys or values to their positions in the cache, and does not write padding.
 
-        A padded token repeats the write of its sequence's last new token, or in a sequence without
-        tokens writes what is there, so that every write of a place has the same value.
+        A padded token repeats the write of its sequence's last new token; in a sequence without
+        tokens it writes the value already there. So all writes to one position have the same value.
         """
         device = new.device
         if new.dim() == 3:
@@ -400,7 +400,7 @@ class PaddedStep:
 
 
 class Cached(NamedTuple):
-    """Keys and values of all tokens so far, views of the cache, or packed [t, g, d].
+    """Keys and values of all tokens so far: views of the cache, or packed [t, g, d].
 
     ``key_starts`` is ``cu_seqlens_kv_padded`` for packed keys with gaps, else None.
     """
@@ -412,7 +412,7 @@ class Cached(NamedTuple):
     key_starts: torch.Tensor | None = None
 
     def mask_type(self, owner: str, name: str) -> str:
-        """Returns the mask type by which the new tokens attend to those cached, too."""
+        """Returns the mask type with which the new tokens also attend to the cached tokens."""
         if self.step is None:
             return f"{name}_bottom_right" if name in ("causal", "padding_causal") else name
         if name == "arbitrary":

@@ -13,7 +13,7 @@ Mask = torch.Tensor | tuple[torch.Tensor, torch.Tensor] | None
 
 
 class MaskType(NamedTuple):
-    """Type of an attention mask: the masks that it reads, and the keys that it hides.
+    """Type of an attention mask: which masks it reads, and which keys it hides.
 
     With ``bottom_right`` positions are aligned at the last query and key, else at the first ones.
     An ``arbitrary`` mask broadcasts to the scores.
@@ -105,8 +105,8 @@ def visibility(
 ) -> Visibility:
     """Returns the keys that each query sees under a mask type, a mask and a window together.
 
-    Positions count from the first tokens, or with ``bottom_right`` back from the last ones, which
-    under a padding mask are the last that are not padded.
+    Positions count from the first tokens. With ``bottom_right`` they count back from the last
+    tokens, with a padding mask from the last that are not padded.
     """
     left, right = (-1, -1) if size is None else size
     if kind.causal:
@@ -209,9 +209,9 @@ def _padding_visibility(
 def band(
     queries: int, keys: int, offset: int, left: int, right: int, device: torch.device
 ) -> torch.Tensor:
-    """Returns bool [1, 1, queries, keys], True where a key is outside of a query's window.
+    """Returns bool [1, 1, queries, keys], True where a key is outside a query's window.
 
-    It is False where i + offset - left <= j <= i + offset + right; -1 = no limit.
+    It is False where i + offset - left <= j <= i + offset + right; left or right -1 = no limit.
     """
     q = torch.arange(offset, queries + offset, device=device)[:, None]
     return _band(q, torch.arange(keys, device=device), left, right)[None, None]
@@ -250,8 +250,8 @@ def joined_masks(
 ) -> tuple[tuple[torch.Tensor, torch.Tensor], torch.Tensor | None]:
     """Joins the user's padding mask with masks [b, 1, 1, s] of sequence lengths.
 
-    Returns ``((queries, keys), hidden)``; ``hidden`` is the user's mask if that is one of the
-    scores, bool [b, 1, sq or 1, sk], to be hidden besides, else None.
+    Returns ``((queries, keys), hidden)``. ``hidden`` is the user's mask if that is a mask of the
+    scores, bool [b, 1, sq or 1, sk], which hides further keys; else None.
     """
     if mask is None:
         return by_length, None
@@ -266,7 +266,7 @@ def joined_masks(
 
 
 def broadcasts(x: torch.Tensor, shape: tuple[int, int, int, int]) -> bool:
-    """Returns True if ``x`` has four dimensions, each that of ``shape`` or 1."""
+    """Returns True if ``x`` has four dimensions, each equal to that of ``shape`` or 1."""
     return x.dim() == 4 and all(n == m or n == 1 for n, m in zip(x.shape, shape, strict=True))
 
 

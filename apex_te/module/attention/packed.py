@@ -24,8 +24,9 @@ _KINDS = {
 class Packing(NamedTuple):
     """Boundaries of packed sequences: sequence i is the tokens ``cu[i]`` to ``cu[i + 1] - 1``.
 
-    ``queries`` and ``keys`` are ``cu``, one tensor in self attention; the longest sequences may be
-    upper bounds. ``ends`` are their last elements, each None if only the device knows it.
+    ``queries`` and ``keys`` are such ``cu`` tensors, one tensor in self attention.
+    ``longest_query`` and ``longest_key`` may be upper bounds. ``ends`` has the last elements of
+    both ``cu``, each None if only the device knows it.
     """
 
     queries: torch.Tensor
@@ -47,7 +48,7 @@ def packing(
     max_seqlen_q: int | None,
     max_seqlen_kv: int | None,
 ) -> Packing:
-    """Checks ``cu_seqlens`` and joins them; reads a maximum that is None from the device."""
+    """Checks ``cu_seqlens`` and makes a ``Packing``; reads missing maxima from the device."""
     if cu_seqlens_q is None:
         raise ValueError(f"{owner}: cu_seqlens_q must be given with qkv_format 'thd', got None")
     if cu_seqlens_kv is None:
@@ -106,7 +107,7 @@ def choose_packed(
     has_mask: bool,
     options: Options,
 ) -> Path:
-    """Chooses ``"varlen"``, PyTorch's packed kernel, if that applies, else ``"padded"``."""
+    """Chooses ``"varlen"``, PyTorch's packed kernel, if it can compute this, else ``"padded"``."""
     obstacle = varlen_obstacle(q, v, options)
     if obstacle is not None:
         return Path("padded", obstacle)
@@ -139,7 +140,7 @@ def attend_packed(
 ) -> torch.Tensor:
     """Computes attention [t, h, dv] within packed sequences; zeros for tokens of no sequence.
 
-    With ``has_alibi`` ``bias`` has the slopes [h] or [n, h], else it broadcasts to [n, h,
+    With ``has_alibi``, ``bias`` has the slopes [h] or [n, h]; else it broadcasts to [n, h,
     longest_query, longest_key]. In cross attention ``mask`` may be one mask of the scores.
     """
     if gaps[1] is not None:

@@ -14,10 +14,11 @@ from .._core.head_layout import HeadLayout, flat_heads
 
 
 class Rotation(NamedTuple):
-    """Rotary embedding of queries and keys by angles float32 [max_seq, c], of c elements of a head.
+    """Rotary embedding of queries and keys: float32 angles [max_seq, c] for c elements of a head.
 
-    ``interleaved``: the elements of a rotated pair are neighbours, not c / 2 apart. ``starts``, the
-    positions of sequences' first tokens, int32 [n], are added to ``start``.
+    With ``interleaved``, the elements of a rotated pair are neighbours, not c / 2 apart.
+    ``starts``, int32 [n], are the positions of the sequences' first tokens, which are added to
+    ``start``.
     """
 
     queries: torch.Tensor
@@ -45,7 +46,7 @@ def rotation_of(
     start: int,
     cu_seqlens: torch.Tensor | None,
 ) -> Rotation | None:
-    """Returns the rotation by angles [max_seq, 1, 1, c], or two of them; None without angles."""
+    """Returns the rotation by angles [max_seq, 1, 1, c] or a tuple of two; None without angles."""
     if rotary_pos_emb is None:
         return None
     both = rotary_pos_emb if isinstance(rotary_pos_emb, (tuple, list)) else (rotary_pos_emb,) * 2
@@ -64,8 +65,8 @@ def split_heads(
 ) -> tuple[torch.Tensor, ...]:
     """Splits a projection's output into heads, and rotates queries and keys.
 
-    Without a rotation they are views, but for queries of several heads in interleaved groups. With
-    one all three are new tensors, so that nothing keeps ``x`` alive.
+    Without a rotation they are views, except for queries of several heads in interleaved groups.
+    With a rotation all three are new tensors, so that they do not keep ``x`` alive.
     """
     if torch.compiler.is_compiling():  # the compiler joins the gradients by itself
         *parts, values = layout.heads(x)
