@@ -34,37 +34,38 @@ def checkpoint(
 ) -> Any:
     """Runs ``function(*args, **kwargs)``, saves only its inputs, and recomputes it in backward.
 
-    The recompute has the random states (CPU, CUDA, tracker), the ``torch.autocast`` and
-    ``fp8_autocast`` regions and the FP8 scales of the first run, even if an update has changed the
-    scales in between (several microbatches in flight). It records no amax values, so that FP8 state
-    is what it would be without a checkpoint. The earlier order ``checkpoint(function,
-    distribute_saved_activations, get_cuda_rng_tracker, tp_group, *args)`` still works, with a
-    warning.
+    The recompute uses the random states (CPU, CUDA, tracker), the ``torch.autocast`` and
+    ``fp8_autocast`` regions and the FP8 scales of the first run, even if the scales were updated in
+    between (several microbatches in flight). It records no amax values, so the FP8 state is the
+    same as without a checkpoint. The earlier order
+    ``checkpoint(function, distribute_saved_activations, get_cuda_rng_tracker, tp_group, *args)``
+    still works, with a warning.
 
     Args:
         function: any callable.
         args: positional arguments of ``function``.
         distribute_saved_activations: save the first tensor among the arguments only once per
-            ``tp_group``: it is flattened, each rank saves an equal part, and backward gathers the
-            parts. The tensor must be equal on all ranks, which excludes sequence parallelism.
+            ``tp_group``. The tensor is flattened, each rank saves an equal share, and backward
+            gathers the shares. It must be equal on all ranks, so sequence parallelism is excluded.
             Requires ``tp_group`` and ``use_reentrant=True``.
         get_rng_state_tracker: function that returns a tracker with ``get_states`` and
-            ``set_states``, such as a ``CudaRNGStatesTracker``; the earlier name
-            ``get_cuda_rng_tracker`` works, too.
+            ``set_states``, such as a ``CudaRNGStatesTracker``; None if there is none. The earlier
+            name ``get_cuda_rng_tracker`` works, too.
         tp_group: process group of the tensor-parallel ranks, for ``distribute_saved_activations``.
-        use_reentrant: as in ``torch.utils.checkpoint.checkpoint``. Its arguments ``context_fn``,
-            ``determinism_check``, ``debug`` and ``preserve_rng_state`` can be given, too.
+        use_reentrant: as in ``torch.utils.checkpoint.checkpoint``, whose arguments ``context_fn``,
+            ``determinism_check``, ``debug`` and ``preserve_rng_state`` are accepted, too.
         kwargs: keyword arguments of ``function``.
 
     Returns:
         The result of ``function``.
 
     Raises:
-        TypeError: an argument of a wrong type.
-        ValueError: ``distribute_saved_activations`` without a ``tp_group`` or a tensor, or with a
-            sequence-parallel module.
-        NotImplementedError: ``distribute_saved_activations`` with ``use_reentrant=False``, in a
-            graph of ``torch.compile``, or with a tensor subclass.
+        TypeError: an argument has a wrong type.
+        ValueError: ``distribute_saved_activations`` is set, but ``tp_group`` or a tensor among the
+            arguments is missing, or ``function`` is a sequence-parallel module; or ``context_fn``
+            or ``debug`` is given with ``use_reentrant=True``.
+        NotImplementedError: ``distribute_saved_activations`` is set with ``use_reentrant=False``,
+            in a graph of ``torch.compile``, or for a tensor subclass.
     """
     if _is_earlier_order(args):
         warnings.warn(
@@ -244,9 +245,10 @@ def _with_aliases(out: Any, args: tuple[Any, ...]) -> Any:
 
 
 class RunConditions:
-    """Conditions of a run, in which a recompute is to repeat it.
+    """Conditions of a run that a recompute has to restore.
 
-    Region and tracked random states are those at creation, FP8 scales those at ``note_scales``.
+    The region and the tracker's random states are those at creation; the FP8 scales are those at
+    ``note_scales``.
     """
 
     def __init__(self, tracker: Any = None) -> None:
@@ -261,7 +263,9 @@ class RunConditions:
 
     @contextmanager
     def restored(self) -> Iterator[None]:
-        """Sets region, tracked random states and scales of the run inside the block only."""
+        """Restores region, tracked random states and scales of the run inside the
+        ``with`` block.
+        """
         region, states = local.region, None
         local.region = self.region
         if self.tracker is not None:

@@ -39,31 +39,34 @@ def parallel_cross_entropy(
     first_index: int | None = None,
     vocab_size: int | None = None,
 ) -> torch.Tensor:
-    """Computes the cross entropy of softmax(logits) where each rank has some of the columns.
+    """Computes the cross entropy of softmax(logits), with the vocabulary's columns split over
+    ranks.
 
     The ranks exchange three float32 numbers for each row: one all-reduce by maximum and one by sum
-    in forward, nothing in backward. Backward reads the logits, which must not be changed before.
+    in forward, nothing in backward. Backward reads the logits, so they must not be changed before.
 
     Args:
         logits: [..., V] float32, float16 or bfloat16, this rank's columns of the vocabulary.
-        target: [...] int64 or int32, indices into the whole vocabulary, equal on all ranks. One
-            outside the vocabulary that is not ``ignore_index`` raises on the CPU and gives NaN on
-            the GPU, which is not waited for.
-        group: process group of the ranks; None: this rank has the whole vocabulary.
-        ignore_index: rows with this target have loss 0 and gradient 0 and do not count.
+        target: [...] int64 or int32, indices into the whole vocabulary, equal on all ranks. An
+            index outside the vocabulary that is not ``ignore_index`` raises ValueError on the CPU.
+            On a GPU its loss is NaN, because the check would make the host wait.
+        group: process group of the ranks; None if this rank has the whole vocabulary.
+        ignore_index: rows with this target have loss 0 and gradient 0, and "mean" does not count
+            them.
         label_smoothing: in [0, 1], share of the target's probability spread over the vocabulary.
-        reduction: "mean" over rows that are not ignored, "sum" or "none".
-        first_index: index in the vocabulary of this rank's first column; None: all ranks have as
-            many columns, in the order of ranks.
-        vocab_size: number of columns of all ranks; to be given with ``first_index``.
+        reduction: "mean" over the rows that are not ignored, "sum" or "none".
+        first_index: index in the vocabulary of this rank's first column. None if all ranks have
+            equally many columns, in the order of ranks.
+        vocab_size: number of columns on all ranks together; to be given exactly if ``first_index``
+            is.
 
     Returns:
-        The loss in float32, equal on all ranks: a scalar, or with "none" the losses in the shape of
-        ``target``.
+        The loss in float32, equal on all ranks: a scalar, or with "none" one loss for each target,
+            in the shape of ``target``.
 
     Raises:
-        TypeError: a dtype that does not match, or ``group`` is not a process group.
-        ValueError: a shape, index or option that does not match.
+        TypeError: an argument has a wrong dtype, or ``group`` is not a process group.
+        ValueError: a shape does not match, or an index or option is out of range.
     """
     check_process_group(_NAME, "group", group)
     _check(logits, target, label_smoothing, reduction)

@@ -34,38 +34,40 @@ class TokenDispatcher:
         rows = fc2(activation(fc1(dispatch.rows, dispatch.m_splits)), dispatch.m_splits)
         out = dispatch.combine(rows)
 
-    Rank ``r`` of ``group`` has ``num_experts / ranks`` experts, from number
-    ``r * num_experts / ranks`` on. ``dispatch`` and ``combine`` are differentiable in tokens, probs
+    Rank ``r`` of ``group`` has ``num_experts / ranks`` experts, starting at number
+    ``r * num_experts / ranks``. ``dispatch`` and ``combine`` are differentiable in tokens, probs
     and results. No token is dropped, unless it exceeds ``max_experts_per_token``.
 
     Args:
         num_experts: number of experts on all ranks, a multiple of the number of ranks.
-        group: the expert-parallel ranks; None is the whole world.
-        align: multiple to which each expert's rows are filled up with zeros: 16 for FP8 GEMMs, 32
-            for MXFP8, 1 for none.
-        exchange: "all_to_all" sends each copy of a token to its expert's rank; tokens and splits
-            may be uneven. The host waits for the GPU once, to learn how many rows travel, and
-            ``m_splits`` is a list. "all_gather" sends every token to every rank, in buffers sized
-            for the worst case. The host does not wait after the first call, so that calls can be
-            captured in a CUDA graph, and ``m_splits`` is an int32 tensor on the device. The number
-            of tokens must be equal on all ranks and in all calls. Compared with "all_to_all" it
-            moves ``ranks / experts per token`` times the bytes.
+        group: process group of the expert-parallel ranks; None is the whole world.
+        align: each expert's rows are padded with zeros to a multiple of this: 16 for FP8 GEMMs, 32
+            for MXFP8, 1 for no padding.
+        exchange: "all_to_all" sends each copy of a token to its expert's rank. The numbers of
+            tokens and of rows per expert may differ between ranks. The host waits for the GPU once,
+            to learn how many rows travel, and ``m_splits`` is a list. "all_gather" sends every
+            token to every rank, in buffers sized for the worst case. The host does not wait after
+            the first call, so calls can be captured in a CUDA graph, and ``m_splits`` is an int32
+            tensor on the device. The number of tokens must be equal on all ranks and in all calls.
+            It moves ``ranks / (experts per token)`` times as many bytes as "all_to_all".
         max_experts_per_token: upper bound on the experts of one token, which sizes the buffers of
-            "all_gather"; None stands for ``num_experts``. A token with more experts on one rank may
-            silently lose some of them.
+            "all_gather"; None stands for ``num_experts``. If a token has more experts on one rank,
+            some of them may be silently skipped.
 
     Attributes:
         ranks: number of ranks of ``group``.
         local_experts: number of experts on this rank.
         copies: largest number of experts on one rank that a token is assumed to have.
 
-    The gradients of experts' parameters must not be reduced over ``group``, as they already stem
-    from the tokens of all its ranks. Delayed scaling reduces amax values over ``fp8_group``: if
-    that contains ranks of ``group``, the ``i``-th local experts of these ranks share scales.
+    Do not reduce the gradients of experts' parameters over ``group``: they are already computed
+    from the tokens of all its ranks. Delayed scaling reduces amax values over ``fp8_group``. If
+    that contains several ranks of ``group``, the ``i``-th local experts of these ranks share
+    scales.
 
     Raises:
-        TypeError: an argument of a wrong type.
-        ValueError: a number is below 1, or ``num_experts`` is not a multiple of the ranks.
+        TypeError: an argument has a wrong type.
+        ValueError: a number is below 1, ``num_experts`` is not a multiple of the number of ranks,
+            or ``exchange`` is unknown.
     """
 
     @named_arguments()
@@ -123,17 +125,16 @@ class TokenDispatcher:
             routing_map: ``[tokens, num_experts]`` bool, True where a token goes to an expert.
 
         Returns:
-            The rows that this rank's experts are to compute on. Every rank must call ``combine`` of
-            this object.
+            The rows that this rank's experts compute on. Every rank must then call its ``combine``.
 
         Raises:
-            TypeError: a dtype that is not among those above.
-            ValueError: a shape that is not as above; with "all_gather", another number of tokens
-                than in the first call.
-            RankMismatchError: on all ranks, if they differ in ``num_experts``, ``exchange``, hidden
-                size, dtypes, ``requires_grad`` or, with "all_gather", number of tokens; on the
-                other ranks, if some raise one of the errors above. With "all_gather" on GPUs only
-                the first call checks this, as the check makes the host wait.
+            TypeError: an argument has another dtype than listed above.
+            ValueError: a shape is not as above, or with "all_gather" the number of tokens is not
+                that of the first call.
+            RankMismatchError: the ranks differ in ``num_experts``, ``exchange``, hidden size,
+                dtypes, ``requires_grad`` or, with "all_gather", number of tokens (raised on all
+                ranks); or another rank raises one of the errors above. With "all_gather" on GPUs
+                only the first call checks this, because the check makes the host wait.
         """
         error = self._refusal(tokens, probs, routing_map)
         if error is not None and self.ranks == 1:
@@ -310,8 +311,8 @@ class Dispatch:
     """Result of ``TokenDispatcher.dispatch``: the tokens that this rank's experts compute on.
 
     Attributes:
-        rows: ``[rows, hidden]``, a row for each pair of a token and one of this rank's experts,
-            ordered by expert. Each expert's rows are followed by zero rows up to a multiple of
+        rows: ``[rows, hidden]``, one row for each pair of a token and one of this rank's experts,
+            ordered by expert. Each expert's rows are padded with zero rows to a multiple of
             ``align``.
         m_splits: number of rows of each of this rank's experts, padding included: the argument of
             ``GroupedLinear``. A list of ints with "all_to_all", an int32 tensor with "all_gather".
@@ -328,19 +329,19 @@ class Dispatch:
     def combine(self, results: torch.Tensor) -> torch.Tensor:
         """Sends results back and computes ``sum(prob * result)`` over each token's experts.
 
-        Collective: every rank calls it, also one whose experts got no tokens.
+        Collective: every rank must call it, even if its experts got no tokens.
 
         Args:
             results: ``[rows, features]``, the experts' results for the attribute ``rows``.
 
         Returns:
-            ``[tokens, features]``, a row for each token that this rank gave to ``dispatch``.
+            ``[tokens, features]``, one row for each token that this rank gave to ``dispatch``.
 
         Raises:
-            ValueError: the number of rows is not that of ``rows``.
-            RankMismatchError: on all ranks, if features, dtypes or ``requires_grad`` differ; on the
-                other ranks, if some raise ``ValueError``. It is checked in the dispatcher's first
-                call with gradients enabled, and in its first without.
+            ValueError: ``results`` does not have as many rows as the attribute ``rows``.
+            RankMismatchError: the ranks differ in features, dtypes or ``requires_grad`` (raised on
+                all ranks), or another rank raises ValueError. Only the dispatcher's first call with
+                gradients enabled and its first without compare the ranks.
         """
         error = None
         if results.dim() != 2 or results.shape[0] != self.rows.shape[0]:

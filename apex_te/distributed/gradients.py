@@ -23,25 +23,26 @@ def clip_grad_norm_(
 ) -> torch.Tensor:
     """Clips the norm of all gradients of a model, as ``torch.nn.utils.clip_grad_norm_`` does.
 
-    The norm is that of the whole model: parts of a parameter that the ranks of a ``tp_group``, or
-    of a DTensor's mesh, have are counted once each, and so is a parameter that several ranks have
-    whole. Collective: all of these ranks call it, and get the same norm. It does not wait for the
-    device. Gradients must be complete: call it after ``reduce_main_grads`` and the like.
+    The norm is that of the whole model. If a parameter is split over the ranks of a ``tp_group`` or
+    of a DTensor's mesh, each part counts once. A parameter that several ranks hold in full also
+    counts once. Collective: all of these ranks must call it, and get the same norm. The host does
+    not wait for the device. Only ``.grad`` is read and scaled, so gradients must be complete there:
+    call it after ``reduce_main_grads`` and the like.
 
     Args:
         model: the model.
         max_norm: largest norm.
-        norm_type: which norm, a positive float; ``math.inf`` is the largest absolute value.
-        expert_group: process group over which the parameters with ``allreduce = False``, those of
-            experts, are spread; None if every rank has all experts.
+        norm_type: order of the norm, a positive float; ``math.inf`` is the largest absolute value.
+        expert_group: process group over which experts' parameters, those with
+            ``allreduce = False``, are spread; None if every rank has all experts.
 
     Returns:
-        The norm before clipping, fp32 ``[]``, on the device of the gradients.
+        The norm before clipping, an fp32 scalar on the device of the gradients.
 
     Raises:
-        TypeError: an argument of a wrong type.
-        ValueError: ``max_norm`` is negative or NaN, ``norm_type`` is not positive, or a module
-            with a ``tp_size`` above 1 lacks ``tp_group``.
+        TypeError: an argument has a wrong type.
+        ValueError: ``max_norm`` is negative or NaN, ``norm_type`` is not positive, or a module with
+            a ``tp_size`` above 1 lacks ``tp_group``.
     """
     owner = "clip_grad_norm_"
     _check_model(owner, model)
@@ -85,19 +86,20 @@ def reduce_found_inf(
 ) -> None:
     """Makes a ``torch.amp.GradScaler`` skip a step on all ranks that hold parts of the model.
 
-    Each rank checks the gradients that it has, so that a value that is not finite in one rank's
-    part would let the others step. Call it between the last backward and ``scaler.step``; it
-    unscales the gradients if ``scaler.unscale_`` has not. Collective over the ranks of the model's
-    ``tp_group``, those of DTensors' meshes, and ``expert_group``.
+    Each rank checks only its own gradients: without this call, the other ranks would step if one
+    rank found a non-finite value. Call it between the last backward and ``scaler.step``. It
+    unscales the gradients if ``scaler.unscale_`` has not been called. Collective over the ranks of
+    the model's ``tp_group``, of DTensors' meshes, and of ``expert_group``. Does nothing if the
+    scaler is disabled.
 
     Args:
         scaler: the scaler.
-        optimizer: the optimizer.
+        optimizer: the optimizer that ``scaler.step`` will be given.
         model: the model that has the optimizer's parameters.
         expert_group: as for ``clip_grad_norm_``.
 
     Raises:
-        TypeError: an argument of a wrong type.
+        TypeError: an argument has a wrong type.
         ValueError: a module with a ``tp_size`` above 1 lacks a ``tp_group``.
     """
     owner = "reduce_found_inf"

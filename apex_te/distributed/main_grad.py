@@ -49,37 +49,38 @@ def reduce_main_grads(
 
     Collective: every rank of ``group`` calls it once a step, after the last backward and before
     clipping and the optimizer. It is for trainers that own ``main_grad``
-    (``fuse_wgrad_accumulation``). For a parameter with ``main_grad``, that buffer is reduced: a
-    gradient that autograd put into ``.grad`` (of a bias, of an embedding tied to the weight) is
-    added to ``main_grad`` first, ``.grad`` becomes None and ``grad_added_to_main_grad`` False. For
-    any other parameter ``.grad`` is reduced; if only some ranks have one, the other ranks
-    contribute zeros and get the result as their ``.grad``.
+    (``fuse_wgrad_accumulation``). If a parameter has ``main_grad``, that buffer is reduced. If
+    autograd has put a gradient into its ``.grad`` (of a bias, of an embedding tied to the weight),
+    that is added to ``main_grad`` first. Then ``.grad`` becomes None and
+    ``grad_added_to_main_grad`` False. For any other parameter ``.grad`` is reduced; if only some
+    ranks have one, the other ranks contribute zeros and get the result as their ``.grad``.
 
     Gradients of 4 MiB and more are reduced without a copy, smaller ones in buckets, in the order of
-    the parameters. On GPUs the host waits in the first call for a model and, on ranks that lack a
-    gradient, in each call. The set of trained parameters may change between calls, on all ranks at
-    once.
+    the parameters. On GPUs the host waits in the first call for a model, and in each call on ranks
+    that lack a gradient. The set of trained parameters may change between calls if it changes on
+    all ranks at once.
 
-    Gradients of parameters that carry ``sequence_parallel=True`` have also to be summed over the
-    tensor-parallel ranks. The trainer does that, once a step; this function can serve:
+    Gradients of parameters with ``sequence_parallel=True`` must also be summed over the
+    tensor-parallel ranks, once a step. The trainer does that, for example by this function:
     ``reduce_main_grads([p for p in model.parameters() if getattr(p, "sequence_parallel", False)],
     tp_group, average=False)``.
 
     Args:
-        model: a module or parameters. Parameters of a module that carry ``allreduce=False``, as
-            expert-parallel ones do in Megatron, are left out; given parameters are all reduced.
-        group: process group of the data-parallel ranks, which all have the same parameters;
-            None is the whole world.
+        model: a module or parameters. Parameters of a module that have ``allreduce=False``, as
+            expert-parallel ones in Megatron, are left out. Parameters that are given directly are
+            all reduced.
+        group: process group of the data-parallel ranks, which all have the same parameters; None is
+            the whole world.
         average: divide by the number of ranks, as DistributedDataParallel does; False sums.
 
     Raises:
-        TypeError: an argument of a wrong type, or a DTensor that is sharded or replicated over
-            ranks of ``group`` (``fully_shard`` has reduced its gradient already).
-        ValueError: a ``main_grad`` whose size is not its parameter's, or that is not contiguous.
-        NotImplementedError: a sparse gradient.
-        RuntimeError: torchrun started several ranks, and no process group is initialized.
-        RankMismatchError: on every rank, if the ranks' trained parameters differ; on the other
-            ranks, if some raise one of the errors for a gradient.
+        TypeError: an argument has a wrong type, or a parameter is a DTensor that is sharded or
+            replicated over ranks of ``group`` (``fully_shard`` has already reduced its gradient).
+        ValueError: a ``main_grad`` does not have its parameter's size, or is not contiguous.
+        NotImplementedError: a gradient is sparse.
+        RuntimeError: torchrun started several ranks, but no process group is initialized.
+        RankMismatchError: the ranks' trained parameters differ (raised on every rank), or another
+            rank raises one of the errors for a gradient.
     """
     check_process_group("reduce_main_grads", "group", group)
     if not isinstance(average, bool):

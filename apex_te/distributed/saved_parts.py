@@ -12,9 +12,9 @@ from ..comm.collectives import all_gather_rows, world_size
 class SavedInParts:
     """Pair of hooks for ``torch.autograd.graph.saved_tensors_hooks``: ``pack`` and ``unpack``.
 
-    The first tensor saved is flattened and padded with zeros to equal parts, one for each rank of
-    ``group`` to save; further tensors are saved whole. The first must be equal on all ranks, and
-    all must unpack it at the same point, as the gather is collective.
+    The first tensor saved is flattened and padded with zeros, and each rank of ``group`` saves an
+    equal share of it; other tensors are saved in full. The first tensor must be equal on all ranks.
+    All ranks must unpack it at the same point, as the gather is collective.
     """
 
     def __init__(self, group: Any) -> None:

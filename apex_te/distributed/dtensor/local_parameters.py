@@ -20,10 +20,11 @@ def local_parameters(
 ) -> None:
     """Makes ``module`` compute on the local tensors of its DTensor parameters.
 
-    The module's class becomes a subclass, whose forward puts the local tensors in place while it
-    runs; modules with plain parameters pay no host time. ``summed`` names replicated parameters
-    whose gradient each rank computes from its rows or heads only, so that it must be summed over
-    the mesh. ``stacked`` has, by name, the exchange of rows for parameters of several matrices.
+    The module's class becomes a subclass whose forward uses the local tensors as parameters while
+    it runs. Modules with plain parameters pay no host time. ``summed`` names replicated parameters
+    whose gradient must be summed over the mesh, because each rank computes it from its own rows or
+    heads. ``stacked`` maps names of parameters that hold several matrices to the exchange of their
+    rows.
     """
     kind: Any = type(module)
     module.__class__ = _local_class(kind)

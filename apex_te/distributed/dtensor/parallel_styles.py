@@ -117,19 +117,19 @@ class ColumnParallel(_Style):
     """Style that splits the ``out_features`` (rows of the weight) of a linear layer over ranks.
 
     It applies to ``Linear`` and ``LayerNormLinear``, and makes them compute as with
-    ``parallel_mode="column"``: the input is the whole tensor, or with ``sequence_parallel`` this
-    rank's part of its dimension 0; the output has this rank's features. All errors are raised
-    before the module is changed.
+    ``parallel_mode="column"``. The input is the full tensor, or with ``sequence_parallel`` this
+    rank's slice of dimension 0. The output has this rank's features. All errors are raised before
+    the module is changed.
 
     Args:
-        sequence_parallel: True if the input is split along dimension 0; the layer gathers it.
+        sequence_parallel: True if the input is split along dimension 0; the layer then gathers it.
 
     Raises:
-        TypeError: a module that is no ``Linear`` or ``LayerNormLinear``.
-        ValueError: a mesh of several dimensions, a size that its ranks do not divide, or a module
-            that is split already.
-        NotImplementedError: a module with ``fuse_wgrad_accumulation`` or ``delay_wgrad_compute``,
-            or whose parameters are no plain ``torch.nn.Parameter``, as after ``fp8_model_init`` or
+        TypeError: the module is not a ``Linear`` or ``LayerNormLinear``.
+        ValueError: the mesh has several dimensions, its ranks do not divide a size, or the module
+            is already split.
+        NotImplementedError: the module has ``fuse_wgrad_accumulation`` or ``delay_wgrad_compute``,
+            or a parameter is not a plain ``torch.nn.Parameter``, as after ``fp8_model_init`` or
             ``enable_fp8_all_gather``.
     """
 
@@ -142,9 +142,9 @@ class ColumnParallel(_Style):
 class RowParallel(_Style):
     """Style that splits the ``in_features`` (columns of the weight) of a ``Linear`` over ranks.
 
-    It makes the layer compute as with ``parallel_mode="row"``: the input has this rank's features;
-    the output is the whole sum over ranks, or with ``sequence_parallel`` this rank's part of its
-    dimension 0. Errors are those of ``ColumnParallel``, with ``Linear`` as the only class.
+    It makes the layer compute as with ``parallel_mode="row"``. The input has this rank's features.
+    The output is the sum over ranks, or with ``sequence_parallel`` this rank's slice of its
+    dimension 0. Errors are those of ``ColumnParallel``, but only ``Linear`` is accepted.
 
     Args:
         sequence_parallel: True to split the output along dimension 0, by a reduce-scatter.
@@ -157,19 +157,19 @@ class RowParallel(_Style):
 
 
 class LayerParallel(_Style):
-    """Style that splits the inner features and heads of a whole layer over ranks.
+    """Style that splits the inner features and heads of an MLP, attention or Transformer layer.
 
     It applies to ``LayerNormMLP``, ``MultiheadAttention`` and ``TransformerLayer``, and makes them
-    compute as with ``set_parallel_mode=True``: input and output are whole tensors, or with
-    ``sequence_parallel`` this rank's part of their dimension 0. Errors are those of
-    ``ColumnParallel``, with these classes in place of linear layers.
+    compute as with ``set_parallel_mode=True``. Input and output are full tensors, or with
+    ``sequence_parallel`` this rank's slice of their dimension 0. Errors are those of
+    ``ColumnParallel``, but for these classes.
 
     Some parameters hold several matrices one after the other: a gated activation's ``fc1_weight``,
-    and fused projections with ``qkv_weight_interleaved=False``. They are placed as ``Shard(0)`` of
-    the whole parameter, too, because checkpoints, ``fully_shard`` and optimizers need one
-    contiguous piece on each rank. But a rank computes with its rows of each matrix. So forward
-    exchanges rows of the weight between ranks, and backward rows of its gradient, in an all-to-all
-    of at most the bytes of a rank's piece. The received rows take memory until backward.
+    and fused projections with ``qkv_weight_interleaved=False``. They are placed as ``Shard(0)``,
+    too, because checkpoints, ``fully_shard`` and optimizers need one contiguous piece on each rank.
+    But each rank computes with its rows of every matrix. So forward exchanges rows of the weight
+    between ranks, and backward rows of its gradient, in an all-to-all that sends at most one rank's
+    piece. The received rows take memory until backward.
 
     Args:
         sequence_parallel: True if input and output are split along dimension 0.
@@ -186,10 +186,10 @@ class LayerParallel(_Style):
 
 
 class SequenceParallel(_Style):
-    """Style for a ``LayerNorm`` or ``RMSNorm`` whose input is this rank's part of dimension 0.
+    """Style for a ``LayerNorm`` or ``RMSNorm`` whose input is this rank's slice of dimension 0.
 
-    The parameters become replicated DTensors, whose gradients backward sums over the ranks. Errors
-    are those of ``ColumnParallel``, with these classes in place of linear layers.
+    The parameters become replicated DTensors; backward sums their gradients over the ranks. Errors
+    are those of ``ColumnParallel``, but for these classes.
     """
 
     _kinds = (NormModule,)
@@ -202,12 +202,12 @@ class SequenceParallel(_Style):
 
 
 class Replicated(_Style):
-    """Style that keeps a norm, a linear layer or ``LayerNormMLP`` whole, with replicated DTensors.
+    """Style that replicates the parameters of a norm, linear layer or ``LayerNormMLP`` as DTensors.
 
-    The module's input must be equal on all ranks, as gradients are not summed. The style is of use
-    beside split modules, because an optimizer that updates several parameters in one call accepts
-    DTensors or plain tensors, not both. Errors are those of ``ColumnParallel``, with these classes
-    in place of linear layers.
+    The module's input must be equal on all ranks, because gradients are not summed. Use this style
+    in models that also have split modules: an optimizer that updates several parameters in one call
+    needs them to be all DTensors or all plain tensors. Errors are those of ``ColumnParallel``, but
+    for these classes.
     """
 
     _kinds = (NormModule, ParallelModule)

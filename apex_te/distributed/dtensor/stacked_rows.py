@@ -19,11 +19,11 @@ from ...ops.op_function import once_differentiable
 
 
 class Exchange(NamedTuple):
-    """Plan of one rank for the all-to-all that forward runs on its rows of a parameter.
+    """Plan of one rank for the all-to-all of a parameter's rows in forward.
 
     Attributes:
         pieces: ``(first, rows)`` of each piece to send: its first stored row and number of rows,
-            ordered by receiving rank; None if the stored rows are in that order already.
+            ordered by receiving rank; None if the stored rows are already in that order.
         sent: number of rows to each rank.
         received: number of rows from each rank; they arrive in the parameter's order.
     """
@@ -34,7 +34,7 @@ class Exchange(NamedTuple):
 
 
 def shares_of(matrices: tuple[int, ...], rank: int, ranks: int) -> list[tuple[int, int]]:
-    """Finds the rows of each matrix that ``rank`` computes with."""
+    """Returns ``(first, rows)`` of the rows of each matrix that ``rank`` computes with."""
     found, top = [], 0
     for rows in matrices:
         own = rows // ranks
@@ -71,10 +71,11 @@ def exchange_of(matrices: tuple[int, ...], rank: int, ranks: int) -> Exchange:
 
 
 def rows_of_matrices(local: torch.Tensor, exchange: Exchange, group: Any) -> torch.Tensor:
-    """Returns the rows of each matrix that this rank computes with; collective, as is backward.
+    """Returns the rows of each matrix that this rank computes with.
 
-    ``local`` is this rank's piece ``[rows / ranks, ..]`` of the parameter. The result has the same
-    shape: this rank's share of the first matrix, then of the second, and so on.
+    Forward and backward are collective. ``local`` is this rank's piece ``[rows / ranks, ..]`` of
+    the parameter. The result has the same shape: this rank's share of the first matrix, then of the
+    second, and so on.
     """
     rows: torch.Tensor = _RowsOfMatrices.apply(local, exchange, group)
     return rows

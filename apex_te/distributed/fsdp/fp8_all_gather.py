@@ -33,30 +33,29 @@ def enable_fp8_all_gather(model: torch.nn.Module, recipe: Recipe | str | None = 
     """Makes ``fully_shard`` gather the weights of FP8 GEMMs as FP8 data, one byte per element.
 
     Call it once, on the whole model, before ``fully_shard`` and before an optimizer is made.
-    Sharded parameters, their gradients and state dicts stay in bf16 or fp32. ``fp8_autocast``
-    must quantize weights as ``recipe`` does, and should be entered before the sharded modules run:
-    its GEMMs then get the FP8 data and scales that they would get from weights gathered in bf16
-    or fp32. Weights that were gathered before the region, or that FSDP2 keeps over several
-    regions, have the scales of the time of their gather. Outside ``fp8_autocast`` modules compute
-    with the values that the FP8 data represent. Weights held in FP8 (``fp8_model_init``) travel as
-    FP8 data anyway, without this call. A deep copy of a model needs a call of its own.
+    Sharded parameters, their gradients and state dicts stay in bf16 or fp32. ``fp8_autocast`` must
+    quantize weights as ``recipe`` does. Enter it before the sharded modules run: GEMMs then get the
+    same FP8 data and scales as from weights gathered in bf16 or fp32. Weights gathered before the
+    region, or kept by FSDP2 over several regions, have the scales of the time of their gather.
+    Outside ``fp8_autocast`` modules compute with the values that the FP8 data represent. Weights
+    held in FP8 (``fp8_model_init``) are always gathered as FP8 data, without this call. For a deep
+    copy of a model, call it again.
 
     Args:
         model: module that contains FP8 modules; their weight parameters are replaced.
         recipe: how weights are quantized, a recipe or its name; None is ``DelayedScaling()``.
             Delayed scaling needs ``reduce_amax=True`` and an ``fp8_group`` with all ranks of a
-            weight's shards. Block scaling needs shards of whole 128-row blocks, equally many on
-            each rank.
+            weight's shards. For block scaling, all shards must have the same number of rows, a
+            multiple of 128.
 
     Raises:
-        TypeError: an argument of a wrong type, or a weight that is not float32, float16 or
-            bfloat16.
-        ValueError: a model that is sharded or enabled already, or that has no FP8 module with a
-            weight in bf16 or fp32; in forward, an ``fp8_autocast`` whose recipe quantizes weights
-            otherwise, or whose ``fp8_group`` lacks ranks that have shards.
-        NotImplementedError: a recipe such as MXFP8, whose columnwise copy cannot be made of FP8
-            data; in forward, shards that cut a block, or
-            ``fully_shard(reshard_after_forward=<int>)``, which would shard FP8 data.
+        TypeError: an argument has a wrong type, or a weight is not float32, float16 or bfloat16.
+        ValueError: the model is already sharded or enabled, or has no FP8 module with a weight in
+            bf16 or fp32; in forward, the recipe of ``fp8_autocast`` quantizes weights differently,
+            or its ``fp8_group`` lacks ranks that have shards.
+        NotImplementedError: with a recipe such as MXFP8, the transpose cannot be made from FP8
+            data; in forward, shards cut a block, or ``fully_shard(reshard_after_forward=<int>)``
+            would shard FP8 data.
     """
     recipe = chosen_recipe("enable_fp8_all_gather", "recipe", recipe)
     if not isinstance(model, torch.nn.Module):
@@ -135,14 +134,15 @@ def _check(name: str, weight: torch.Tensor) -> None:
 
 
 class HookedParam(GatheredParam):
-    """Weight parameter gathered as FP8 data, with the bodies of FSDP2's two all-gather hooks."""
+    """Weight parameter that is gathered as FP8 data; implements FSDP2's two all-gather hooks."""
 
     _together: GatherGroup | None = None
 
     def renew(self, module: torch.nn.Module) -> None:
         """Makes the module's parameter a ``ShardedWeight`` again if torch has replaced it.
 
-        Called after ``module`` was moved, cast or loaded, which also counts as a write.
+        It is called after ``module`` was moved, cast or loaded, and counts as a write to the
+        weight.
         """
         self.changes += 1
         parameter: Any = module._parameters.get(self.name)
@@ -155,10 +155,11 @@ class HookedParam(GatheredParam):
     def payload(
         self, shard: ShardedWeight, mesh: Any, size: Any, mp_policy: Any
     ) -> tuple[tuple[torch.Tensor, ...], Any]:
-        """Quantizes this rank's rows; body of the hook ``fsdp_pre_all_gather``.
+        """Quantizes this rank's rows; implements the hook ``fsdp_pre_all_gather``.
 
-        Returns ``(inputs, context)``: the tensors to gather, uint8 FP8 data padded to as many rows
-        on each rank and with block scaling ``scale_inv``; and what FSDP2 hands to ``whole``.
+        Returns ``(inputs, context)``. ``inputs`` are the tensors to gather: uint8 FP8 data, padded
+        to equally many rows on each rank, and with block scaling ``scale_inv``. FSDP2 passes
+        ``context`` to ``whole``.
         """
         ready = self.ready
         if ready is not None:  # made as the first of those that are gathered with it was asked
@@ -222,10 +223,10 @@ class HookedParam(GatheredParam):
     def whole(
         self, outputs: tuple[torch.Tensor, ...], context: Any, dtype: torch.dtype, out: Any
     ) -> Any:
-        """Makes the weight from the gathered FP8 data; body of ``fsdp_post_all_gather``.
+        """Makes the weight from the gathered FP8 data; implements ``fsdp_post_all_gather``.
 
-        Returns None with ``out``; else the weight without FSDP2's padding, and the inner tensors
-        whose memory FSDP2 must manage: none.
+        Returns None if ``out`` is given. Otherwise it returns the weight without FSDP2's padding,
+        and ``()``, as FSDP2 has no inner tensors whose memory it must manage.
         """
         note, scale_inv, size, kept = context
         if len(outputs) > 1:  # with one rank FSDP2 hands over the first only

@@ -20,7 +20,8 @@ _ALIGNED = 4  # numbers between values of scale_inv, which GEMMs read at 16 byte
 def params_gathered_with(param: GatheredParam) -> list[GatheredParam]:
     """Returns the parameters that FSDP2 gathers in one all-gather with ``param``, in its order.
 
-    Parameters of other ``GatherSet``s are left out. ``[param]`` if torch knows of no group with it.
+    Parameters of other ``GatherSet``s are left out. If torch has no group for ``param``, the result
+    is ``[param]``.
     """
     module = param.unit.module()
     for group in fsdp_groups():
@@ -39,10 +40,10 @@ def params_gathered_with(param: GatheredParam) -> list[GatheredParam]:
 class GatherGroup:
     """Parameters that FSDP2 gathers together and that are quantized in one launch.
 
-    FSDP2 calls their hooks one by one before each gather; the first quantizes all of them. Gathers
-    reuse scales and contexts until a weight or a scale changes, and so allocate no tensor that two
-    streams use. That memory belongs to FSDP2's copy stream, which waits for GEMMs before it reads
-    changed weights, and so never overwrites what a GEMM still reads.
+    FSDP2 calls their hooks one by one before each gather; the first hook quantizes all of them.
+    Gathers reuse scales and contexts until a weight or a scale changes, so they allocate no tensor
+    that two streams use. That memory belongs to FSDP2's copy stream. This stream waits for GEMMs
+    before it reads changed weights, so it never overwrites data that a GEMM still reads.
     """
 
     def __init__(self, params: list[GatheredParam]) -> None:
@@ -54,7 +55,7 @@ class GatherGroup:
         self._made: tuple[Any, Any] | None = None  # stream, and event at which they are there
 
     def quantize(self, first: torch.Tensor, dtype: torch.dtype | None) -> bool:
-        """Quantizes this rank's rows of all parameters into the ``ready`` of each.
+        """Quantizes this rank's rows of all parameters into ``ready`` of each parameter.
 
         Returns False, with nothing stored, if the caller must quantize each parameter alone.
         """

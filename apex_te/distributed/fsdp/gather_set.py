@@ -69,12 +69,12 @@ class GatherUnit:
     """Weight of one GEMM for FSDP2's gathers in FP8: its parameters, amax and scale versions.
 
     Attributes:
-        params: their rows, one parameter after the other, are the weight; they share one scale.
+        params: parameters that share one scale; their rows, one after the other, are the weight.
         amax: fp32 ``[1]`` of the whole weight, over all ranks; None before it was first computed,
-            and for recipes whose scales need no such amax.
+            and for recipes whose scales do not need it.
         taken: ``gather_set.passes`` when delayed scaling made a first scale from ``amax``; else 0.
-        scales: version counter of ``fp8_state.scale_fwd`` up to which writes to that tensor come
-            before all further work on FSDP2's copy stream; -1 at first.
+        scales: version counter of ``fp8_state.scale_fwd``; writes to that tensor up to this version
+            come before all further work on FSDP2's copy stream. -1 at first.
     """
 
     def __init__(self, gather_set: GatherSet, module: torch.nn.Module, gemm: int) -> None:
@@ -93,10 +93,10 @@ class GatherUnit:
         )
 
     def quantizer(self, device: torch.device) -> tuple[Any, bool]:
-        """Returns the present region's quantizer of the weight, and ``keep`` for ``quantize_rows``.
+        """Returns the current region's quantizer of the weight, and ``keep`` for ``quantize_rows``.
 
-        With ``keep`` a first scale that the cast computes is stored in the module's FP8 state. It
-        is False in a region that records no amax values.
+        If ``keep``, a first scale that the cast computes is stored in the module's FP8 state. It is
+        False in a region that records no amax values.
         """
         gather_set, region = self.gather_set, local.region
         keep = region is None or region.records or not region.in_fp8
@@ -120,8 +120,8 @@ class GatherUnit:
     ) -> tuple[torch.Tensor, torch.Tensor, Gathered]:
         """Casts this rank's rows ``x`` of one parameter with the scale of the whole weight.
 
-        Returns ``(fp8_data, scale_inv, origin)``; GEMMs check by the origin that they can read the
-        weight.
+        Returns ``(fp8_data, scale_inv, origin)``; GEMMs check ``origin`` to know that they can read
+        the weight.
         """
         keeps_state = self.gather_set.recipe.keeps_state
         quantizer, keep = self.quantizer(x.device)
@@ -142,8 +142,8 @@ class GatherUnit:
     def note(self, quantizer: Any, amax: torch.Tensor | None, group: Any) -> Gathered:
         """Returns the origin that a gathered parameter of this weight carries.
 
-        ``amax`` is fp32 ``[1]`` of this rank's rows, which forward records for delayed scaling;
-        else None.
+        ``amax`` is fp32 ``[1]`` of this rank's rows, recorded by forward for delayed scaling; None
+        for other recipes.
         """
         stamp = (id(self), self.gather_set.passes, self.scales)
         source = self if self.gather_set.recipe.keeps_state else None
@@ -152,14 +152,14 @@ class GatherUnit:
         )
 
     def is_outdated(self, scales: int) -> bool:
-        """Returns True if scales were written since their version was ``scales``, or are to be."""
+        """Returns True if scales were written after version ``scales``, or are about to be."""
         state = self._state()
         if state.scale_fwd._version != scales:
             return True
         return self.quantizer(state.device)[0].needs_whole_amax()  # the first scale
 
     def gather_again(self) -> None:
-        """Makes FSDP2 gather the parameters again that it has gathered with this weight's."""
+        """Makes FSDP2 gather again the parameters that it gathered together with this weight's."""
         module, names = self.module(), {param.name for param in self.params}
         for group in fsdp_groups():
             infos = [parameter._module_info for parameter in group.fsdp_params]
@@ -177,7 +177,8 @@ class GatherSet:
     """State of all weights of one call of ``enable_fp8_all_gather``.
 
     Attributes:
-        stored: recipe of the ``FP8Parameter``s that gathered weights become; ``layout`` is theirs.
+        stored: recipe of the ``FP8Parameter``s that gathered weights become; ``layout`` is their
+            layout.
         units: the weights, in the order of the model.
         passes: number of times that the amax values of all weights were computed.
     """
@@ -191,10 +192,10 @@ class GatherSet:
         self.passes = 0
 
     def wait_for_scales(self, unit: GatherUnit) -> None:
-        """Orders FSDP2's copy stream, the current one, after an update of the scales.
+        """Makes FSDP2's copy stream, the current one, wait for an update of the scales.
 
-        FSDP2 orders it after the stream of GEMMs only as a forward begins, but the region whose
-        entry updates scales may be entered later.
+        FSDP2 makes it wait for the stream of GEMMs only when a forward begins, but the region that
+        updates scales may be entered later.
         """
         if unit.scales == unit._state().scale_fwd._version:
             return
@@ -205,12 +206,12 @@ class GatherSet:
                 other.scales = owner.fp8_state.scale_fwd._version
 
     def amax_of(self, param: GatheredParam, device: torch.device) -> torch.Tensor:
-        """Returns the amax, fp32 ``[1]``, of the whole weight that ``param`` is in.
+        """Returns the amax, fp32 ``[1]``, of the whole weight that contains ``param``.
 
         After a write to the weight this is collective: the amax values of all weights are computed.
-        All ranks decide alike, as all run the same ops. But the version counter of a rank without
-        rows of a weight shows no write to storage, so if there is such a rank, a write to any
-        weight counts.
+        All ranks decide alike, as all run the same ops. The version counter of a rank without rows
+        of a weight shows no write to storage. So if there is such a rank, a write to any weight
+        counts.
         """
         unit, ranks = param.unit, 1 if param.group is None else param.group.size()
         rows = -(-param.size[0] // ranks)

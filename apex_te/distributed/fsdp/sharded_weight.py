@@ -48,10 +48,10 @@ class _BeforeGather:
 
 
 class ShardedWeight(torch.Tensor):
-    """Weight in bf16 or fp32, whole or this rank's rows, that FSDP2 gathers as FP8 data.
+    """Weight in bf16 or fp32, complete or this rank's rows, that FSDP2 gathers as FP8 data.
 
-    Each op that writes to it increments ``source.changes``. ``copy.deepcopy`` and ``pickle`` make
-    plain tensors of it.
+    Each op that writes to it increments ``source.changes``. ``copy.deepcopy`` and ``pickle`` return
+    plain tensors.
     """
 
     source: Any
@@ -119,7 +119,7 @@ class ShardedWeight(torch.Tensor):
         *,
         out: torch.Tensor | None = None,
     ) -> Any:
-        """Makes ``(weight, ())``, the whole weight, from gathered FP8 data; None with ``out``."""
+        """Returns ``(weight, ())``, made from the gathered FP8 data; None if ``out`` is given."""
         return self.source.whole(all_gather_outputs, metadata, param_dtype, out)
 
 
