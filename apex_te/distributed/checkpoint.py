@@ -263,9 +263,7 @@ class RunConditions:
 
     @contextmanager
     def restored(self) -> Iterator[None]:
-        """Restores region, tracked random states and scales of the run inside the
-        ``with`` block.
-        """
+        """Restores the run's region, tracked random states and scales inside the ``with`` block."""
         region, states = local.region, None
         local.region = self.region
         if self.tracker is not None:

@@ -17,7 +17,9 @@ _HOOKS = (
 
 
 def is_fusable(module: nn.Module) -> bool:
-    """Returns True if a module is PEFT's LoRA layer over an ``apex_te.Linear``, no subclass."""
+    """Returns True if a module is PEFT's LoRA layer over an ``apex_te.Linear``, without
+    subclasses.
+    """
     if type(module) is not LoraLinear:
         return False
     base = module.base_layer
@@ -25,10 +27,10 @@ def is_fusable(module: nn.Module) -> bool:
 
 
 class FusedLoraLinear(LoraLinear):
-    """PEFT's LoRA layer over an ``apex_te.Linear``, whose GEMM adds the adapter's."""
+    """PEFT's LoRA layer over an ``apex_te.Linear`` whose GEMM also adds the adapter's result."""
 
     def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """Applies base and adapters to ``x`` as PEFT's layer does; see ``fuse_lora``."""
+        """Applies base and adapters to ``x`` like PEFT's layer; see ``fuse_lora``."""
         name = None if args or kwargs else self._one_adapter(x)
         if name is None:
             return super().forward(x, *args, **kwargs)

@@ -16,7 +16,9 @@ __all__ = ["AutocastForward", "autocast_forward"]
 
 
 class AutocastForward(WrappedForward):
-    """Callable in place of a model's ``forward``, which runs that inside ``fp8_autocast``."""
+    """Callable that replaces a model's ``forward`` and runs the original inside
+    ``fp8_autocast``.
+    """
 
     def __init__(self, model: Any, recipe: Recipe, during_eval: bool) -> None:
         super().__init__(model)
@@ -34,25 +36,26 @@ class AutocastForward(WrappedForward):
 def autocast_forward(
     model: nn.Module, recipe: Recipe | str | None = None, during_eval: bool = False
 ) -> AutocastForward:
-    """Has ``model`` run each forward inside ``fp8_autocast``, for trainers that call it themselves.
+    """Makes ``model`` run each forward inside ``fp8_autocast``, for trainers that call it
+    themselves.
 
-    Only the forward runs inside, with what it computes of the loss; backward belongs outside. The
-    model's class stays; copies and pickles of the model run in FP8, too, and ``torch.compile``
-    compiles the region with the model.
+    Only the forward runs inside the region, including the loss if the forward computes it. Call
+    backward outside. The model's class stays. Copies and pickles of the model run in FP8, too, and
+    ``torch.compile`` compiles the region with the model.
 
     Args:
-        model: a model with layers of apex_te, such as ``from_torch`` makes, which is called, not a
-            part of it.
-        recipe: the recipe or its name, default ``DelayedScaling()``.
-        during_eval: also run in FP8 in evaluation (``model.eval()``), as in ``generate``; by
-            default evaluation does not run in FP8.
+        model: a model with apex_te layers, such as ``from_torch`` makes. It must be the module that
+            the trainer calls, not a submodule.
+        recipe: the recipe or its name; None is ``DelayedScaling()``.
+        during_eval: also run in FP8 in evaluation mode (``model.eval()``), for example in
+            ``generate``.
 
     Returns:
         An object whose ``remove()`` undoes it.
 
     Raises:
         TypeError: an argument has a wrong type.
-        ValueError: a recipe's name is unknown, or the model has an active one already.
+        ValueError: a recipe's name is unknown, or the model already has an ``autocast_forward``.
     """
     check_model("autocast_forward", model)
     if not isinstance(during_eval, bool):

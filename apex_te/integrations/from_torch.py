@@ -33,7 +33,9 @@ __all__ = ["Conv1DLinear", "from_torch"]
 
 
 class FamilyRMSNorm(RMSNorm):
-    """RMS norm of a model of Hugging Face, by whose own forward it mixes dtypes."""
+    """RMS norm of a Hugging Face model; if dtypes are mixed, the model's own forward
+    computes it.
+    """
 
     def _plain_forward(self) -> Callable[[torch.Tensor], torch.Tensor]:
         forward: Callable[[torch.Tensor], torch.Tensor] = super(Derived, self).forward  # type: ignore
@@ -41,7 +43,7 @@ class FamilyRMSNorm(RMSNorm):
 
 
 class T5RMSNorm(RMSNorm):
-    """Class of T5's norms in models that an earlier release has pickled."""
+    """Class of T5's norms in models that were pickled by an earlier release."""
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
@@ -83,59 +85,63 @@ def from_torch(
 ) -> nn.Module:
     """Makes the layers of ``model`` compute in FP8 inside ``fp8_autocast``, in place.
 
-    ``nn.Linear``, ``nn.LayerNorm``, ``nn.RMSNorm`` and, in models of Hugging Face, GPT-2's Conv1D,
-    the RMS norms of Llama, Mistral, Mixtral, Qwen2, Qwen3, their mixtures of experts, Phi-3, Gemma
-    1 to 3 and T5, and experts with stacked weights change their class where they are: the module
-    objects, Parameters, keys, hooks, modes, dtypes and devices (``meta`` included) stay, and
-    outputs are equal outside FP8. A Parameter that two layers share stays shared. Optimizers made
-    before or after see the same Parameters. Routers are not converted, with all in them:
-    layers called router, layers beside experts called gate, layers of a router's class, and linear
-    layers with an output for each of the experts beside them.
+    These layers change their class: ``nn.Linear``, ``nn.LayerNorm``, ``nn.RMSNorm`` and, in models
+    of Hugging Face, GPT-2's Conv1D, experts with stacked weights, and the RMS norms of Llama,
+    Mistral, Mixtral, Qwen2, Qwen3, their mixtures of experts, Phi-3, Gemma 1 to 3 and T5. The
+    module objects, Parameters, keys, hooks, modes, dtypes and devices (``meta`` included) stay, and
+    outputs outside FP8 are the same. A Parameter that two layers share stays shared. Optimizers
+    made before or after see the same Parameters.
 
-    Linear layers that make the model's output are not converted: those that
-    ``get_output_embeddings`` returns, that share an embedding's weight, that have an output for
+    Routers and all layers inside them are not converted. These are layers called router, layers
+    called gate beside experts, layers of a router's class, and linear layers with one output for
+    each of the experts beside them.
+
+    Linear layers that compute the model's output are not converted, either. These are the ones that
+    ``get_output_embeddings`` returns, that share an embedding's weight, that have one output for
     each token of the vocabulary, or that have the name of a head (``lm_head``, ``classifier``,
-    ``score``, ...) outside blocks. PEFT's adapters are not converted either. Layers of either
-    kind are converted if ``include`` names them.
+    ``score``, ...) outside blocks. The same holds for PEFT's adapters. ``include`` converts any of
+    these if it names them.
 
-    Some layers cannot be converted, and are named with the reason in one warning: instances of
-    subclasses (they may have another forward; quantized layers are such), layers whose forward was
-    replaced on the instance (accelerate's hooks do that), parametrized layers, norms in a dtype
-    other than fp32, fp16 and bf16, and further classes of norms and experts of Hugging Face.
-    ``apex_te.conversion_summary(model)`` lists the layers that were converted and
-    those that were kept, with reasons; the list is logged, too.
+    Some layers cannot be converted; one warning names them, with reasons. These are instances of
+    subclasses, such as quantized layers (they may have another forward), layers whose forward was
+    replaced on the instance (as accelerate's hooks do), parametrized layers, norms whose dtype is
+    not fp32, fp16 or bf16, and other classes of norms and experts of Hugging Face.
+    ``apex_te.conversion_summary(model)`` lists the layers that were converted and those that were
+    kept, with reasons. The list is logged, too.
 
     Inside ``fp8_model_init`` the weights of converted layers become Parameters that hold them in
-    FP8 only; those of Conv1D and experts, which are transposed or stacked, and those shared with
-    layers that stay do not, which the warning says. Make optimizers afterwards.
+    FP8 only. Exceptions, named in the warning, are weights of Conv1D and experts, which are
+    transposed or stacked, and weights shared with layers that are not converted. Make optimizers
+    afterwards.
 
-    ``save_pretrained`` of a converted model of Hugging Face writes FP8 state to a separate file,
-    which ``load_fp8_state`` reads; ``save_pretrained(..., fp8_state=False)`` writes none.
+    ``save_pretrained`` of a converted model of Hugging Face writes FP8 state to a separate file for
+    ``load_fp8_state``; ``save_pretrained(..., fp8_state=False)`` writes none.
 
     Args:
         model: any model or layer.
-        fuse: also join, in blocks of Hugging Face's Llama, Mistral, Mixtral, Qwen2, Qwen3, their
-            mixtures of experts, Phi-3, Gemma 1 to 3, GPT-2, GPT-NeoX, BERT and T5, the input norm
-            with the query, key and value projections (one ``LayerNormLinear``; in BERT, without the
-            norm, a ``Linear``) and the norm before the MLP with the MLP (one ``LayerNormMLP``).
-            Joining makes new Parameters under new names, except for norms, which keep theirs; state
-            dicts go on having the original keys, and loading takes both.
-            ``apex_te.integrations.key_map(model)`` translates other dicts by parameter. Layers that
-            cannot be joined (hooks, shared or differing parameters, an activation that
-            ``LayerNormMLP`` has not, blocks of other models) are converted one to one and named in
-            the warning. Adapters (PEFT) need ``fuse=False``: no layer for them is left between a
-            norm and projections.
-        include: convert only these layers: a name or pattern (``*``, ``?``, ``[]``) that successive
-            parts of a layer's dotted name match, a predicate ``(name, module) -> bool``, or several
-            of them; None converts all. ``include="*"`` converts output heads and adapters, too.
-        exclude: leave these layers, named as in ``include``, even if ``include`` names them.
-        keep_first_blocks, keep_last_blocks: leave the linear layers of so many blocks at either end
-            of each list of blocks (a ``ModuleList`` or ``Sequential`` of modules of one class).
-        min_size: leave linear layers with fewer input or output features than this.
-        size_multiple: leave linear layers with features that are not multiples of this.
-        optimizer: an optimizer, or several, that ``fuse=True`` and ``fp8_model_init`` check for
-            parameters of the model. All existing optimizers of ``torch.optim`` are checked without
-            being given.
+        fuse: also join layers in blocks of Hugging Face's Llama, Mistral, Mixtral, Qwen2, Qwen3,
+            their mixtures of experts, Phi-3, Gemma 1 to 3, GPT-2, GPT-NeoX, BERT and T5. The input
+            norm and the query, key and value projections become one ``LayerNormLinear`` (in BERT a
+            ``Linear`` without the norm); the norm before the MLP and the MLP become one
+            ``LayerNormMLP``. Joining makes new Parameters under new names, except for norms, which
+            keep theirs. State dicts still have the original keys, and loading accepts both.
+            ``apex_te.integrations.key_map(model)`` translates other dicts whose keys are parameter
+            names. Layers that cannot be joined (hooks, shared or differing parameters, an
+            activation that ``LayerNormMLP`` does not have, blocks of other models) are converted
+            one to one and named in the warning. Adapters (PEFT) need ``fuse=False``, because joined
+            layers leave no projection to attach them to.
+        include: layers to convert: a name or pattern (``*``, ``?``, ``[]``) that successive parts
+            of a layer's dotted name match, a predicate ``(name, module) -> bool``, or several of
+            them; None converts all. ``include="*"`` converts output heads and adapters, too.
+        exclude: layers not to convert, given as in ``include``; takes precedence over it.
+        keep_first_blocks, keep_last_blocks: number of blocks at the start and end of each list of
+            blocks (a ``ModuleList`` or ``Sequential`` of modules of one class) whose linear layers
+            are not converted.
+        min_size: do not convert linear layers with fewer input or output features than this.
+        size_multiple: do not convert linear layers with features that are not multiples of this.
+        optimizer: an optimizer, or several, to check for parameters of the model, with
+            ``fuse=True`` and in ``fp8_model_init``. All existing optimizers of ``torch.optim`` are
+            checked anyway.
 
     Returns:
         ``model``.
@@ -232,7 +238,7 @@ def _together(left: list[tuple[str, str]]) -> list[tuple[str, str]]:
 
 
 def is_replaceable(module: nn.Module) -> bool:
-    """Returns True if ``module`` is a layer that ``from_torch`` may convert and has not yet."""
+    """Returns True if ``from_torch`` may convert ``module`` and has not converted it yet."""
     if isinstance(module, _REPLACING):
         return False
     return isinstance(module, _REPLACED) or _is_huggingface(module)
@@ -245,7 +251,9 @@ def _has_weights(module: nn.Module) -> bool:
 
 
 def feature_sizes(module: Any) -> tuple[int, ...]:
-    """Returns input and output features of a linear layer or experts, () for a norm."""
+    """Returns the numbers of input and output features of a linear layer or experts, ()
+    for a norm.
+    """
     if matching.is_conv1d(module):
         return tuple(module.weight.shape)
     if matching.is_experts(module):
@@ -256,7 +264,7 @@ def feature_sizes(module: Any) -> tuple[int, ...]:
 
 
 def reason_to_keep(module: Any) -> str | None:
-    """Returns the reason why ``module`` cannot become one of apex_te's layers, None if it can."""
+    """Returns the reason why ``module`` cannot become an apex_te layer; None if it can."""
     reason = matching.unsupported(module)
     known = matching.is_plain(module, *_REPLACED) or _is_huggingface(module)
     if reason is None and not known:
@@ -275,7 +283,7 @@ def _is_huggingface(module: nn.Module) -> bool:
 
 
 def convert_layer(module: Any) -> None:
-    """Changes the class of a linear layer or norm to apex_te's."""
+    """Changes the class of a linear layer or norm to the one of apex_te."""
     if matching.is_experts(module):
         module.__class__ = stacked_experts(type(module))
         module.make_gemms()

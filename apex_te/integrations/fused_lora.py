@@ -17,18 +17,18 @@ _Model = TypeVar("_Model", bound=nn.Module)
 
 @named_arguments()
 def fuse_lora(model: _Model) -> _Model:
-    """Has PEFT's LoRA layers over ``apex_te.Linear`` add the adapter inside the base's FP8 product.
+    """Makes PEFT's LoRA layers over ``apex_te.Linear`` add the adapter inside the base's FP8 GEMM.
 
-    Each such layer gets a subclass of its class, whose forward calls ``Linear.forward_low_rank``:
-    inside FP8 regions the base's GEMMs add the adapter's, in forward and backward, and layers
-    with the same input share its cast if the recipe keeps no state. Results are those of the
-    model before, with fewer roundings. Parameters, state dicts, saving, merging and adding adapters
-    stay PEFT's.
+    Each of these layers gets a subclass of its class, whose forward calls
+    ``Linear.forward_low_rank``. Inside FP8 regions the base's GEMMs then add the adapter's result,
+    in forward and backward. Layers with the same input share its cast to FP8 if the recipe keeps no
+    state. Results are as before, with fewer roundings. PEFT still handles parameters, state dicts,
+    saving, merging and adding adapters.
 
     A layer computes as before in code that torch.compile traces, and while it is merged or
     disabled, or has several active adapters, a variant such as DoRA, a bias of the adapter, or
-    hooks on its base or adapter. So it does without ``torch.autocast`` if the adapter is in another
-    dtype than the base: ``get_peft_model(autocast_adapter_dtype=False)`` makes it in the base's.
+    hooks on its base or adapter. The same holds without ``torch.autocast`` if the adapter's dtype
+    is not the base's: ``get_peft_model(autocast_adapter_dtype=False)`` gives both the same dtype.
 
     Args:
         model: a model after ``get_peft_model``, changed in place. Call again after adding adapters
@@ -39,7 +39,7 @@ def fuse_lora(model: _Model) -> _Model:
 
     Raises:
         TypeError: ``model`` is not a module.
-        ValueError: the model has no such layer.
+        ValueError: the model has no LoRA layer over an ``apex_te.Linear``.
     """
     check_model("fuse_lora", model)
     found = 0

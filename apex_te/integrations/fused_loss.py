@@ -37,7 +37,7 @@ class _Options(NamedTuple):
 
 
 class FusedLoss(WrappedForward):
-    """Callable in place of a causal language model's ``forward``, which fuses head and loss."""
+    """Callable that replaces a causal language model's ``forward`` and fuses head and loss."""
 
     def __init__(self, model: Any, options: _Options) -> None:
         super().__init__(model)
@@ -247,24 +247,24 @@ def fuse_loss(
     chunk_rows: int | None = None,
     weight_grad_dtype: torch.dtype | None = None,
 ) -> FusedLoss:
-    """Has a causal language model of transformers compute its loss by ``linear_cross_entropy``.
+    """Makes a causal language model of transformers compute its loss by ``linear_cross_entropy``.
 
-    Forwards in training mode that are given ``labels`` compute loss and gradients from the hidden
-    states and the head's weight, a chunk of rows at a time, so that logits ``[batch, tokens,
-    vocabulary]`` are never in memory. Loss and gradients are those of the model before, up to the
+    If a forward in training mode is given ``labels``, it computes loss and gradients from the
+    hidden states and the head's weight, a chunk of rows at a time. So the logits
+    ``[batch, tokens, vocabulary]`` are never in memory. Loss and gradients are as before, up to the
     order of sums. The output's ``logits`` are a ``LazyLogits``, which computes them if they are
-    used. Like that of ``linear_cross_entropy``, backward runs once. The model's class, keys and
-    files stay; copies and pickles of the model compute their loss so, too.
+    used. As with ``linear_cross_entropy``, backward can run only once. The model's class, keys and
+    files stay. Copies and pickles of the model compute their loss this way, too.
 
-    Everything else runs as before: evaluation, generation, ``torch.compile``, a head with adapters,
-    hooks or a sharded weight, a head whose GEMMs are in FP8 or float64, another loss function,
-    and, with a warning, models that scale or cap their logits (Gemma 2 and 3, Cohere, Granite) or
-    compute their loss in their forward (T5, BART, Whisper).
+    Everything else runs as before: evaluation, generation, ``torch.compile``, another loss
+    function, and a head that has adapters, hooks or a sharded weight, or whose GEMMs are in FP8 or
+    float64. The same holds, with a warning, for models that scale or cap their logits (Gemma 2 and
+    3, Cohere, Granite) or compute their loss in their forward (T5, BART, Whisper).
 
     Args:
         model: a model such as ``LlamaForCausalLM``, or PEFT's around one.
-        fp8_recipe: recipe without state, or its name, by which the head's GEMMs run in FP8; None
-            computes them in the head's dtype, also inside ``fp8_autocast``.
+        fp8_recipe: recipe without state, or its name, with which the head's GEMMs run in FP8. None
+            computes them in the head's dtype, even inside ``fp8_autocast``.
         chunk_rows, weight_grad_dtype: as for ``linear_cross_entropy``.
 
     Returns:
@@ -272,8 +272,8 @@ def fuse_loss(
 
     Raises:
         TypeError: an argument has a wrong type.
-        ValueError: the model is none of transformers with a head that is a linear layer and the
-            loss of causal language models, it has a fused loss already, or the recipe keeps state.
+        ValueError: the model is not a causal language model of transformers with that loss and a
+            linear layer as its head, it already has a fused loss, or the recipe keeps state.
     """
     check_model("fuse_loss", model)
     fp8_recipe = stateless_recipe("fuse_loss", "fp8_recipe", fp8_recipe)

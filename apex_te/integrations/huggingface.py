@@ -22,25 +22,25 @@ __all__ = ["FP8Callback"]
 
 
 class _FP8Training:
-    """Callback of ``transformers.Trainer``, and of trainers made of it, that trains in FP8.
+    """Callback that makes ``transformers.Trainer``, and trainers derived from it, train in FP8.
 
-    At the end of the trainer's construction, before it makes an optimizer, the model is converted
-    by ``from_torch`` and its forwards run in ``fp8_autocast``. Checkpoints get a file of FP8 state,
-    which a resumed training reads, besides what ``save_pretrained`` writes; adapters of PEFT are
-    saved without the layers under them, and so need it.
+    When the trainer is constructed, before it makes an optimizer, ``from_torch`` converts the
+    model, and its forwards run in ``fp8_autocast`` from then on. Checkpoints get a file of FP8
+    state, which is read when training is resumed. It is written in addition to what
+    ``save_pretrained`` writes, because PEFT saves adapters without the layers under them.
 
     A trainer with ``model_init`` makes a model and its optimizer before callbacks see them. With
     ``fuse=True`` it needs ``model_init=callback.converted(model_init)``.
 
     Args:
-        recipe: the recipe or its name, default ``DelayedScaling()``.
+        recipe: the recipe or its name; None is ``DelayedScaling()``.
         during_eval: evaluate in FP8, too.
-        convert: False leaves the model's layers as they are, for a model of apex_te's modules.
+        convert: False does not convert the model, for a model made of apex_te modules.
         options: keyword arguments of ``from_torch``, such as ``fuse`` and ``exclude``.
 
     Attributes:
-        handle: result of ``autocast_forward`` for the trainer's model; None before there is one.
-            Its ``remove()`` ends training in FP8.
+        handle: result of ``autocast_forward`` for the trainer's model; None before the trainer has
+            a model. Its ``remove()`` ends training in FP8.
 
     Raises:
         TypeError: an argument has a wrong type.
@@ -76,7 +76,7 @@ class _FP8Training:
         self.handle: AutocastForward | None = None
 
     def converted(self, model_init: Callable[..., nn.Module]) -> Callable[..., nn.Module]:
-        """Returns a ``model_init`` for a trainer, whose models are converted when they are made.
+        """Returns a ``model_init`` for a trainer that converts each model when it is made.
 
         Args:
             model_init: function without arguments or of a trial, as for ``transformers.Trainer``.
@@ -104,13 +104,14 @@ class _FP8Training:
     def on_train_begin(
         self, args: Any, state: Any, control: Any, model: nn.Module | None = None, **others: Any
     ) -> None:
-        """Prepares a model that the trainer has changed, and reads FP8 state when resuming.
+        """Prepares the model again if the trainer has changed it, and reads FP8 state when
+        resuming.
 
-        Warns if the optimizer decays norms of ``LayerNormLinear`` and ``LayerNormMLP``, whose names
-        Trainer's rule does not know.
+        The model may be a new one, or the trainer, such as TRL's, may have replaced the forward
+        that enters the region.
 
-        It may be a new one, or have a forward that the trainer has put in the place of that which
-        enters the region, as TRL's does.
+        Warns if the optimizer decays norms of ``LayerNormLinear`` and ``LayerNormMLP``, because
+        Trainer does not recognize the names of these parameters.
         """
         self._prepare(model)
         if model is not None and others.get("optimizer") is not None:

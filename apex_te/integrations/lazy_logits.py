@@ -31,12 +31,12 @@ _OWN = frozenset(
 
 
 class LazyLogits:
-    """Logits of a head on ``hidden`` ``[..., in]``, which the first use computes and then keeps.
+    """Logits of a head on ``hidden`` ``[..., in]``, computed on first use and then kept.
 
-    An object can be used as the tensor of logits, but is not an instance of ``torch.Tensor``:
+    An object can be used like the tensor of logits, but is not an instance of ``torch.Tensor``:
     functions that ask for one, such as accelerate's ``gather``, need ``logits.compute()``.
-    ``shape``, ``dtype``, ``device`` and ``float()`` compute nothing. A pickle of it is a tensor. A
-    backward of the loss gives it no gradient.
+    ``shape``, ``dtype``, ``device`` and ``float()`` compute nothing. Pickling it saves a tensor.
+    Backward of the loss does not give it a gradient.
     """
 
     __array_priority__ = 1000  # as a tensor's, by which NumPy leaves operators to it
@@ -60,7 +60,7 @@ class LazyLogits:
 
     @property
     def is_unused(self) -> bool:
-        """Returns True if the logits were not computed, so that nothing can have changed them."""
+        """Returns True if the logits were not computed yet, so nothing can have changed them."""
         return self._logits is None
 
     @property
@@ -79,11 +79,13 @@ class LazyLogits:
         return self.hidden.device
 
     def contiguous(self, **options: Any) -> Any:
-        """Returns these logits, since a head's are contiguous; or what their tensor returns."""
+        """Returns this object if logits are not computed yet and there are no options, else a
+        tensor.
+        """
         return self if self.is_unused and not options else self.compute().contiguous(**options)
 
     def float(self, **options: Any) -> Any:
-        """Returns these logits in fp32, not computed either; accelerate calls this on outputs."""
+        """Returns the logits in fp32 without computing them; accelerate calls this on outputs."""
         if not self.is_unused or options:
             return self.compute().float(**options)
         if self.dtype is torch.float32:
@@ -93,7 +95,7 @@ class LazyLogits:
         return result
 
     def compute(self) -> torch.Tensor:
-        """Returns the logits, ``[..., vocabulary]``, as the head gives them."""
+        """Returns the tensor of logits, ``[..., vocabulary]``, as the head computes it."""
         if self._logits is None:
             self._check_sources()
             kind = self.device.type

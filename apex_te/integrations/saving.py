@@ -38,9 +38,9 @@ def save_fp8_state(model: nn.Module, path: str | os.PathLike[str]) -> None:
     """Writes the FP8 state of ``model`` (scales, amax histories) to a safetensors file.
 
     Args:
-        model: a model with modules of apex_te. If none has FP8 state yet, no file is written, and
-            one that exists is removed.
-        path: the file, or a directory for a file ``fp8_state.apex_te``.
+        model: a model with apex_te modules. If none has FP8 state yet, no file is written, and an
+            existing file is removed.
+        path: the file, or a directory, in which the file ``fp8_state.apex_te`` is written.
 
     Raises:
         TypeError: an argument has a wrong type.
@@ -62,14 +62,13 @@ def save_fp8_state(model: nn.Module, path: str | os.PathLike[str]) -> None:
 def load_fp8_state(model: nn.Module, path: str | os.PathLike[str]) -> None:
     """Sets the FP8 state of ``model`` from a file of ``save_fp8_state`` or ``save_pretrained``.
 
-    Load the weights before: loading weights resets FP8 state that is not in the same file.
+    Load the weights first: loading weights resets FP8 state that is not in the same file. After an
+    error for the file, ``model`` is unchanged.
 
     Args:
         model: the model, converted (and fused) as the saved one was.
-        path: the file, or a directory with a file ``fp8_state.apex_te``, or of its former name
-            ``fp8_state.safetensors``.
-
-    A file that is refused changes nothing.
+        path: the file, or a directory that contains ``fp8_state.apex_te`` or, from an earlier
+            release, ``fp8_state.safetensors``.
 
     Raises:
         TypeError: an argument has a wrong type.
@@ -133,7 +132,7 @@ def _check(model: nn.Module, path: str, state: dict[str, torch.Tensor]) -> None:
 
 
 def find_fp8_state(folder: str | os.PathLike[str]) -> str | None:
-    """Returns the path of the file of FP8 state in a folder; None if it has none."""
+    """Returns the path of the FP8 state's file in a folder; None if there is none."""
     for name in (_FILE, _FORMER_FILE):
         path = os.path.join(folder, name)
         if os.path.exists(path):
@@ -148,11 +147,11 @@ def _remove_fp8_state(folder: str | os.PathLike[str]) -> None:
 
 
 class SavePretrained:
-    """Callable in place of a model's ``save_pretrained``, which writes FP8 state to its own file.
+    """Callable that replaces a model's ``save_pretrained`` and writes FP8 state to a separate file.
 
-    ``fp8_state=False`` writes none. In a directory ``checkpoint-<step>``, as
-    ``transformers.Trainer`` makes it, FP8 state is in the file of the weights, too, since resuming
-    reads only that.
+    ``fp8_state=False`` writes none. In a directory ``checkpoint-<step>``, as made by
+    ``transformers.Trainer``, the file of the weights contains the FP8 state, too, because resuming
+    reads only that file.
     """
 
     def __init__(self, model: Any) -> None:
@@ -196,9 +195,9 @@ class SavePretrained:
 
 
 def save_without_fp8_state(model: nn.Module) -> None:
-    """Replaces ``save_pretrained`` on the instances of Hugging Face's models in ``model``.
+    """Replaces ``save_pretrained`` on Hugging Face's models in ``model``, on the instances.
 
-    The files of weights then have the keys of the plain model; FP8 state is in a file beside them.
+    The files of weights then have the keys of the plain model; FP8 state is in a separate file.
     """
     for module in matching.pretrained_models(model):
         if "save_pretrained" not in vars(module):

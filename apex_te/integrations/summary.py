@@ -22,7 +22,7 @@ ATTRIBUTE = "_apex_te_conversion"
 class Layer(NamedTuple):
     """Layer that ``from_torch`` converted, or kept for ``reason`` (``after`` is then None).
 
-    ``before`` has the class's name or, of a joined layer, the names of its parts.
+    ``before`` is the name of its class or, for a joined layer, the names of its original layers.
     """
 
     name: str
@@ -32,14 +32,15 @@ class Layer(NamedTuple):
 
 
 def numbered(name: str) -> str:
-    """Returns a dotted name with ``*`` for each of its parts that is a number."""
+    """Returns a dotted name in which ``*`` replaces each part that is a number."""
     return re.sub(r"(?<![^.])\d+(?![^.])", "*", name)
 
 
 class Share(NamedTuple):
-    """Numbers of a model's elements: of weights in FP8, of all weights of matmuls, in total.
+    """Numbers of elements in a model: weights in FP8, all weights of GEMMs, all parameters.
 
-    Shared ones count once. ``padded`` names layers in FP8 with a size that is not a multiple of 16.
+    Shared elements count once. ``padded`` has the names of layers in FP8 with a size that is not a
+    multiple of 16.
     """
 
     fp8: int
@@ -58,13 +59,14 @@ class ConversionSummary:
     """Layers that ``from_torch`` converted and kept: joined ones first, then in the model's order.
 
     Args:
-        layers: an entry for each layer that was converted or kept.
-        share: the parts of the model's parameters, None if they were not counted.
+        layers: one entry for each layer that was converted or kept.
+        share: numbers of the model's elements; None if they were not counted.
 
     Attributes:
-        converted: the entries of layers that became modules of apex_te.
+        converted: the entries of layers that became apex_te modules.
         kept: the entries of layers that stayed as they were, with the reason.
-        share: elements of parameters that are in FP8 and in all, None if they were not counted.
+        share: numbers of elements: weights in FP8, all weights of GEMMs, all parameters; None if
+            they were not counted.
     """
 
     share: Share | None = None  # of summaries that an earlier release pickled
@@ -102,7 +104,7 @@ class ConversionSummary:
 
 
 def grouped(names: Iterable[str]) -> list[str]:
-    """Returns names with ``*`` for their numbers, each once, and its count if it is not 1."""
+    """Returns each name once, with ``*`` for numbers, and with its count if that is not 1."""
     counts: dict[str, list[str]] = {}
     for name in names:
         counts.setdefault(numbered(name), []).append(name)
@@ -117,8 +119,8 @@ def conversion_summary(model: nn.Module) -> ConversionSummary:
     """Returns the layers that ``from_torch`` has converted and kept in a model.
 
     Args:
-        model: the model that was given to ``from_torch``, or a wrapper of it such as PEFT's, DDP's
-            or one's own; without a converted model in it the summary is empty.
+        model: the model that was given to ``from_torch``, or a wrapper of it, such as PEFT's or
+            DDP's. If it contains no converted model, the summary is empty.
     """
     check_model("conversion_summary", model)
     converted, kept = {}, {}  # in order; a part may have been converted apart from the whole
