@@ -39,8 +39,7 @@ def parallel_cross_entropy(
     first_index: int | None = None,
     vocab_size: int | None = None,
 ) -> torch.Tensor:
-    """Computes the cross entropy of softmax(logits), with the vocabulary's columns split over
-    ranks.
+    """Computes the cross entropy of softmax(logits) if ranks have different columns of the logits.
 
     The ranks exchange three float32 numbers for each row: one all-reduce by maximum and one by sum
     in forward, nothing in backward. Backward reads the logits, so they must not be changed before.

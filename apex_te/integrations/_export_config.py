@@ -21,7 +21,7 @@ class _Options(NamedTuple):
 
 
 class Export(_Options):
-    """Checked options of ``export_fp8``, whose arguments they are."""
+    """Checked options of ``export_fp8``."""
 
     __slots__ = ()
 
@@ -41,18 +41,20 @@ class Export(_Options):
 
     @property
     def blocks(self) -> bool:
-        """True if each block of a weight has a scale."""
+        """True if each block of 128x128 of a weight has its own scale."""
         return self.weights == "block"
 
     @property
     def scale_key(self) -> str:
-        """Last part of the names of the weights' scales."""
+        """Last part of the key of a weight's scale."""
         deepseek = self.blocks and self.quant_method == "fp8"
         return "weight_scale_inv" if deepseek else "weight_scale"
 
 
 def quantization_config(export: Export, ignored: list[str]) -> dict[str, Any]:
-    """Returns the entry ``quantization_config`` of ``config.json``, without ``ignored`` layers."""
+    """Returns the entry ``quantization_config`` of ``config.json``; ``ignored`` names
+    plain layers.
+    """
     if export.quant_method == "compressed-tensors":
         return _compressed_tensors(export, ignored)
     config: dict[str, Any] = {

@@ -17,9 +17,7 @@ _HOOKS = (
 
 
 def is_fusable(module: nn.Module) -> bool:
-    """Returns True if a module is PEFT's LoRA layer over an ``apex_te.Linear``, without
-    subclasses.
-    """
+    """Returns True if a module is exactly PEFT's LoRA layer, over an ``apex_te.Linear``."""
     if type(module) is not LoraLinear:
         return False
     base = module.base_layer

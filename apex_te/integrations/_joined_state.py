@@ -96,7 +96,7 @@ class PartView:
         return {}
 
     def requires_grad_(self, requires_grad: bool = True) -> PartView:
-        """Raises an error unless the joined parameters are as they are to be."""
+        """Raises ValueError unless the joined parameters already have this ``requires_grad``."""
         for name, *_ in self.rows.values():
             parameter = getattr(self.module, name)
             if parameter.requires_grad != requires_grad:

@@ -16,9 +16,7 @@ __all__ = ["AutocastForward", "autocast_forward"]
 
 
 class AutocastForward(WrappedForward):
-    """Callable that replaces a model's ``forward`` and runs the original inside
-    ``fp8_autocast``.
-    """
+    """Callable that replaces a model's ``forward`` and runs it inside ``fp8_autocast``."""
 
     def __init__(self, model: Any, recipe: Recipe, during_eval: bool) -> None:
         super().__init__(model)
@@ -36,8 +34,7 @@ class AutocastForward(WrappedForward):
 def autocast_forward(
     model: nn.Module, recipe: Recipe | str | None = None, during_eval: bool = False
 ) -> AutocastForward:
-    """Makes ``model`` run each forward inside ``fp8_autocast``, for trainers that call it
-    themselves.
+    """Makes ``model`` run forwards in ``fp8_autocast``, for trainers that call it themselves.
 
     Only the forward runs inside the region, including the loss if the forward computes it. Call
     backward outside. The model's class stays. Copies and pickles of the model run in FP8, too, and

@@ -36,39 +36,42 @@ def export_fp8(
     activations: str = "dynamic",
     max_shard_size: int | str = "5GB",
 ) -> None:
-    """Writes ``model`` as a checkpoint with FP8 weights, as vLLM and transformers read it.
+    """Writes ``model`` as a checkpoint with FP8 weights that vLLM and transformers can load.
 
-    The weights of converted linear layers and experts, those that ``from_torch(fuse=True)`` joined
-    included, are quantized as ``CurrentScaling`` or ``BlockScaling`` quantizes them; what is held
-    in FP8 in that layout already is written as it is. They have the names of the plain model's
-    files, with their scales beside them. All else keeps its dtype; linear layers among it, such as
-    ``lm_head`` and GPT-2's Conv1D, are listed in the configuration as not quantized.
+    The weights of converted linear layers and experts are quantized as by ``CurrentScaling`` or
+    ``BlockScaling``. This includes layers that ``from_torch(fuse=True)`` joined. Weights that are
+    already held in FP8 in that layout are written as they are. Weights have the names of the plain
+    model's files, with their scales beside them. Everything else keeps its dtype; linear layers
+    among it, such as ``lm_head`` and GPT-2's Conv1D, are listed in the configuration as not
+    quantized.
 
     |``quant_method``|``weights``|keys beside a ``weight``|read by|
     |---|---|---|---|
     |``"compressed-tensors"``|``"tensor"``|``weight_scale`` ``[1]``|vLLM, compressed-tensors|
-    |``"compressed-tensors"``|``"block"``|``weight_scale``, one for 128x128|the same|
+    |``"compressed-tensors"``|``"block"``|``weight_scale`` per 128x128|vLLM, compressed-tensors|
     |``"fp8"``|``"tensor"``|``weight_scale`` ``[1]``|vLLM|
-    |``"fp8"``|``"block"``|``weight_scale_inv``, one for 128x128, as DeepSeek-V3's|both|
+    |``"fp8"``|``"block"``|``weight_scale_inv`` per 128x128 (DeepSeek-V3)|vLLM, transformers|
 
-    Each scale multiplies FP8 data to values. ``activations="static"`` adds ``input_scale`` ``[1]``.
+    A weight's values are its FP8 data times its scale. ``activations="static"`` adds
+    ``input_scale`` ``[1]``.
 
     Args:
         model: a model of Hugging Face after ``from_torch``, without adapters.
-        folder: where the files go; made if it is not there. Weights in it are replaced.
+        folder: directory for the files; created if missing. Weights in it are replaced.
         quant_method: layout of configuration and keys, ``"compressed-tensors"`` or ``"fp8"``.
-        weights: ``"tensor"`` for a scale a weight, ``"block"`` for one a block of 128x128; or the
-            recipe's name, ``"tensorwise"`` or ``"blockwise"``.
-        activations: ``"dynamic"``, or ``"static"`` for the scales that delayed scaling has found,
-            with ``weights="tensor"`` only. Call ``flush_fp8_state()`` before.
-        max_shard_size: largest size of a file in bytes, or as in ``"5GB"``; a larger model is
-            written to several, with an index.
+        weights: ``"tensor"`` for one scale per weight, ``"block"`` for one per block of 128x128; or
+            the recipe's name, ``"tensorwise"`` or ``"blockwise"``.
+        activations: ``"dynamic"``; or ``"static"`` to write the inputs' scales of delayed scaling,
+            only with ``weights="tensor"``. Call ``flush_fp8_state()`` before.
+        max_shard_size: largest size of a file, in bytes or like ``"5GB"``. A larger model is
+            written to several files, with an index.
 
     Raises:
         ImportError: safetensors is not installed.
-        TypeError: ``model`` is no model of Hugging Face, or an argument has a wrong type.
-        ValueError: an option is unknown or does not go with another; the model has no converted
-            layer, has adapters or is sharded; ``"static"`` without the state of delayed scaling.
+        TypeError: ``model`` is not a model of Hugging Face, or an argument has a wrong type.
+        ValueError: an option is unknown or cannot be combined with another; the model has no
+            converted layer, has adapters or is sharded; or ``"static"`` is given without state of
+            delayed scaling.
     """
     try:
         import safetensors.torch as safetensors

@@ -33,9 +33,7 @@ __all__ = ["Conv1DLinear", "from_torch"]
 
 
 class FamilyRMSNorm(RMSNorm):
-    """RMS norm of a Hugging Face model; if dtypes are mixed, the model's own forward
-    computes it.
-    """
+    """RMS norm of a Hugging Face model, whose own forward computes inputs of mixed dtypes."""
 
     def _plain_forward(self) -> Callable[[torch.Tensor], torch.Tensor]:
         forward: Callable[[torch.Tensor], torch.Tensor] = super(Derived, self).forward  # type: ignore
@@ -92,9 +90,9 @@ def from_torch(
     outputs outside FP8 are the same. A Parameter that two layers share stays shared. Optimizers
     made before or after see the same Parameters.
 
-    Routers and all layers inside them are not converted. These are layers called router, layers
-    called gate beside experts, layers of a router's class, and linear layers with one output for
-    each of the experts beside them.
+    Routers, and the linear layers in them, are not converted. Routers are layers called router,
+    layers called gate beside experts, layers of a router's class, and linear layers with one output
+    for each of the experts beside them.
 
     Linear layers that compute the model's output are not converted, either. These are the ones that
     ``get_output_embeddings`` returns, that share an embedding's weight, that have one output for
@@ -132,7 +130,8 @@ def from_torch(
             layers leave no projection to attach them to.
         include: layers to convert: a name or pattern (``*``, ``?``, ``[]``) that successive parts
             of a layer's dotted name match, a predicate ``(name, module) -> bool``, or several of
-            them; None converts all. ``include="*"`` converts output heads and adapters, too.
+            them; None converts all but the above. ``include="*"`` converts output heads, adapters
+            and routers, too.
         exclude: layers not to convert, given as in ``include``; takes precedence over it.
         keep_first_blocks, keep_last_blocks: number of blocks at the start and end of each list of
             blocks (a ``ModuleList`` or ``Sequential`` of modules of one class) whose linear layers
@@ -251,9 +250,7 @@ def _has_weights(module: nn.Module) -> bool:
 
 
 def feature_sizes(module: Any) -> tuple[int, ...]:
-    """Returns the numbers of input and output features of a linear layer or experts, ()
-    for a norm.
-    """
+    """Returns input and output features of a linear layer or experts; () for a norm."""
     if matching.is_conv1d(module):
         return tuple(module.weight.shape)
     if matching.is_experts(module):

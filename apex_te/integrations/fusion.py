@@ -42,13 +42,14 @@ _JOINED = "_apex_te_joined"
 class KeyMap:
     """Translation of dicts between parameter names before and after ``from_torch(fuse=True)``.
 
-    The map is for tensors by the names of ``named_parameters()``, such as gradients, and for state
-    dicts that an earlier release saved; today's state dicts have the original keys. Both methods
-    return a new dict, in which all other keys are unchanged. FP8 state (``fp8_state.*``) of joined
-    layers has no counterpart in the original model and is left out there.
+    The map is for dicts of tensors whose keys are the names of ``named_parameters()``, such as
+    gradients, and for state dicts that an earlier release saved. State dicts of this release have
+    the original keys anyway. Both methods return a new dict, in which all other keys are unchanged.
+    FP8 state (``fp8_state.*``) of joined layers has no counterpart in the original model, so
+    ``to_original`` leaves it out.
 
     Args:
-        entries: the joined parameters, by keys in the whole model.
+        entries: the joined parameters, with their keys in the whole model.
     """
 
     def __init__(self, entries: Iterable[JoinedKey]) -> None:
@@ -69,7 +70,7 @@ class KeyMap:
             state_dict: tensors by parameter names of the original model.
 
         Raises:
-            ValueError: some but not all of the parameters that are joined into one are there.
+            ValueError: some, but not all, of the parameters that are joined into one are missing.
         """
         new = dict(state_dict)
         for entry in self.entries:
@@ -94,7 +95,7 @@ class KeyMap:
             state_dict: tensors by parameter names of the fused model.
 
         Raises:
-            ValueError: a joined parameter has another number of rows than the model's.
+            ValueError: a joined parameter does not have the number of rows of the model's.
         """
         new = dict(state_dict)
         for entry in self.entries:
@@ -119,7 +120,7 @@ def key_map(model: nn.Module) -> KeyMap:
     """Returns the map of the parameters that ``from_torch(model, fuse=True)`` has joined.
 
     Args:
-        model: the model that was given to ``from_torch``; for any other the map is empty.
+        model: the model that was given to ``from_torch``; for any other model the map is empty.
     """
     check_model("key_map", model)
     found = vars(model).get(_ATTRIBUTE)
@@ -129,7 +130,7 @@ def key_map(model: nn.Module) -> KeyMap:
 def refuse_optimized(model: nn.Module, optimizer: Any, must: str = "fuse must be False") -> None:
     """Raises an error if ``optimizer``, or any torch optimizer, holds a parameter of ``model``.
 
-    ``must`` says in the error which argument must be what.
+    ``must`` is the part of the error that says which argument must have which value.
     """
     given = [] if optimizer is None else optimizer
     given = list(given) if isinstance(given, (list, tuple)) else [given]
@@ -214,7 +215,7 @@ class _Joint:
 
 
 class JointPart(nn.Module):
-    """Module in the place of a query, key or value projection, which the joint layer computes."""
+    """Module that replaces a query, key or value projection, which the joined layer computes."""
 
     view: PartView
 
@@ -235,7 +236,7 @@ class JointPart(nn.Module):
         return self.view.bias
 
     def forward(self, inp: torch.Tensor) -> torch.Tensor:
-        """Applies the projection and, if it was joined with a norm, that norm before."""
+        """Applies the projection, after the norm if it was joined with one."""
         return self.joint.part(inp, self.index)
 
     def requires_grad_(self, requires_grad: bool = True) -> JointPart:
@@ -254,14 +255,16 @@ class JointPart(nn.Module):
 
 
 class JoinedNorm(nn.Module):
-    """Norm that keeps its parameters, and passes its input to a joined layer, which applies it.
+    """Norm that keeps its parameters, but passes its input to a joined layer, which applies it.
 
     A norm that was joined has a subclass of this class and of its own class, so that trainers and
-    initialisation treat its parameters as before.
+    initialization treat its parameters as before.
     """
 
     def forward(self, inp: torch.Tensor | None) -> Any:
-        """Returns ``inp``; without one ``(weight, bias)``, where hooks bring the parameters."""
+        """Returns ``inp``; if it is None, ``(weight, bias)``, so that hooks can provide the
+        parameters.
+        """
         return inp if inp is not None else (self.weight, getattr(self, "bias", None))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
@@ -321,7 +324,7 @@ class _NormApart(_Joined, NormedModule):
 
 
 def norm_of(module: nn.Module) -> JoinedNorm | None:
-    """Returns the norm that a joined layer applies, None for any other module."""
+    """Returns the norm that a joined layer applies; None for any other module."""
     return module.norm if isinstance(module, _NormApart) else None
 
 
@@ -330,7 +333,7 @@ class JoinedLinear(_NormApart, LayerNormLinear):
 
 
 class JoinedMLP(_NormApart, LayerNormMLP):
-    """``LayerNormMLP`` of a norm and an MLP, with the dropout that ended it (GPT-2's) or None."""
+    """``LayerNormMLP`` of a norm and an MLP, with the MLP's final dropout (GPT-2's) or None."""
 
     dropout: nn.Module | None
 
@@ -341,7 +344,7 @@ class JoinedMLP(_NormApart, LayerNormMLP):
 
 
 class LayerNormMLPDropout(LayerNormMLP):
-    """Class of GPT-2's joined MLPs in models that an earlier release has pickled."""
+    """Class of GPT-2's joined MLPs in models that were pickled by an earlier release."""
 
     dropout: nn.Module
 
@@ -358,8 +361,8 @@ Chosen = Callable[[str, nn.Module], "str | None"]
 def fuse_blocks(model: nn.Module, chosen: Chosen) -> tuple[list[Layer], list[tuple[str, str]]]:
     """Joins layers of Hugging Face's blocks in ``model``, in place, if the layers allow it.
 
-    Returns entries of the summary; and for the warning the names of blocks with layers that cannot
-    be joined, with reasons.
+    Returns the entries of the summary, and ``(name, reason)`` of blocks with layers that cannot be
+    joined, for the warning.
     """
     uses = Counter(id(p) for m in model.modules() for p in m._parameters.values() if p is not None)
     entries: list[JoinedKey] = []

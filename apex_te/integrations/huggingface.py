@@ -104,8 +104,7 @@ class _FP8Training:
     def on_train_begin(
         self, args: Any, state: Any, control: Any, model: nn.Module | None = None, **others: Any
     ) -> None:
-        """Prepares the model again if the trainer has changed it, and reads FP8 state when
-        resuming.
+        """Prepares the model again if the trainer changed it; reads FP8 state when resuming.
 
         The model may be a new one, or the trainer, such as TRL's, may have replaced the forward
         that enters the region.

@@ -79,9 +79,7 @@ class LazyLogits:
         return self.hidden.device
 
     def contiguous(self, **options: Any) -> Any:
-        """Returns this object if logits are not computed yet and there are no options, else a
-        tensor.
-        """
+        """Returns this object, or a tensor if logits are computed or options are given."""
         return self if self.is_unused and not options else self.compute().contiguous(**options)
 
     def float(self, **options: Any) -> Any:

@@ -18,17 +18,18 @@ __all__ = ["reorder_fused_state", "reorder_grouped_linear_state"]
 def reorder_grouped_linear_state(
     state_dict: dict[str, Any], optimizer: torch.optim.Optimizer, model: torch.nn.Module
 ) -> dict[str, Any]:
-    """Reorders an optimizer's state dict of an earlier release, so that today's model can load it.
+    """Reorders an optimizer's state dict of an earlier release, so that the current model can load
+    it.
 
     A state dict of ``torch.optim`` numbers states by the order of parameters. Earlier releases
     registered the parameters of a ``GroupedLinear`` as weight0, weight1, .., bias0, bias1, ..; now
     their order is weight0, bias0, weight1, bias1, .., as in Transformer Engine. States by name, and
-    states of layers without biases, need no reordering. Groups of parameters must have been made in
-    the order of ``model.parameters()``.
+    states of layers without biases, need no reordering. Parameter groups must have been made in the
+    order of ``model.parameters()``.
 
     Args:
         state_dict: an earlier release's ``optimizer.state_dict()``; it is not changed.
-        optimizer: the optimizer that is to load it, over parameters of ``model``.
+        optimizer: the optimizer that will load it, over parameters of ``model``.
         model: the model, or the part of it with the ``GroupedLinear`` layers.
 
     Returns:
@@ -36,7 +37,8 @@ def reorder_grouped_linear_state(
         ``state_dict``.
 
     Raises:
-        ValueError: the groups have other sizes than those of the optimizer.
+        TypeError: an argument has a wrong type.
+        ValueError: the parameter groups do not have the sizes of the optimizer's.
     """
     _check("reorder_grouped_linear_state", state_dict, optimizer, model)
     saved = [list(group["params"]) for group in state_dict["param_groups"]]
@@ -72,13 +74,13 @@ def reorder_fused_state(
 ) -> dict[str, Any]:
     """Converts an earlier release's optimizer state for a model of ``from_torch(fuse=True)``.
 
-    Earlier releases had the norms' parameters in the joined layers, before the weights, and Trainer
-    decayed the norms' weights. Groups must have been made as today's in the order of
-    ``model.parameters()``, or as Trainer made them then.
+    In earlier releases the norms' parameters were in the joined layers, before the weights, and
+    Trainer applied weight decay to the norms' weights. Parameter groups must be in the order of
+    ``model.parameters()``, made like the current ones or like Trainer's at that time.
 
     Args:
         state_dict: an earlier release's ``optimizer.state_dict()``; it is not changed.
-        optimizer: the optimizer that is to load it, over parameters of ``model``.
+        optimizer: the optimizer that will load it, over parameters of ``model``.
         model: the fused model.
 
     Returns:
@@ -86,7 +88,8 @@ def reorder_fused_state(
         ``state_dict``.
 
     Raises:
-        ValueError: the groups have other sizes.
+        TypeError: an argument has a wrong type.
+        ValueError: the parameter groups have other sizes.
     """
     _check("reorder_fused_state", state_dict, optimizer, model)
     former: dict[int, int] = {}  # places in the former order, by id of the parameter

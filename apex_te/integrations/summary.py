@@ -37,7 +37,7 @@ def numbered(name: str) -> str:
 
 
 class Share(NamedTuple):
-    """Numbers of elements in a model: weights in FP8, all weights of GEMMs, all parameters.
+    """Numbers of elements in a model: weights of FP8 layers, all weights of GEMMs, all parameters.
 
     Shared elements count once. ``padded`` has the names of layers in FP8 with a size that is not a
     multiple of 16.
@@ -65,8 +65,8 @@ class ConversionSummary:
     Attributes:
         converted: the entries of layers that became apex_te modules.
         kept: the entries of layers that stayed as they were, with the reason.
-        share: numbers of elements: weights in FP8, all weights of GEMMs, all parameters; None if
-            they were not counted.
+        share: numbers of elements: weights of FP8 layers, all weights of GEMMs, all parameters;
+            None if they were not counted.
     """
 
     share: Share | None = None  # of summaries that an earlier release pickled

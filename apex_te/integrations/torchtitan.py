@@ -24,15 +24,15 @@ RECIPES = ("tensorwise", "blockwise", "mxfp8")
 
 
 class FP8Linear(Linear, Module):
-    """Linear layer of torchtitan's models that always runs in FP8, by a recipe without state.
+    """Linear layer of torchtitan's models that always runs in FP8, with a recipe without state.
 
-    Each forward enters a region of its own, so that blocks may be compiled, checkpointed and
-    sharded one by one.
+    Each forward enters a region of its own, so blocks may be compiled, checkpointed and sharded one
+    by one.
     """
 
     @dataclass(kw_only=True, slots=True)
     class Config(titan.Linear.Config):
-        """Configuration that builds ``FP8Linear`` in the place of torchtitan's linear layer.
+        """Configuration that builds ``FP8Linear`` instead of torchtitan's linear layer.
 
         Attributes:
             recipe_name: name of the recipe: ``"tensorwise"``, ``"blockwise"`` or ``"mxfp8"``.
@@ -64,7 +64,7 @@ class FP8Linear(Linear, Module):
 class FP8LinearConverter(QuantizationConverter):
     """Converter of a model's configuration that replaces linear layers by ``FP8Linear``.
 
-    It goes into the list ``converters`` of a model's registry, as torchtitan's own converters.
+    Put it into the list ``converters`` of a model's registry, like torchtitan's own converters.
     """
 
     @dataclass(kw_only=True, slots=True)
@@ -73,9 +73,9 @@ class FP8LinearConverter(QuantizationConverter):
 
         Attributes:
             recipe_name: name of the recipe, as in ``FP8Linear.Config``.
-            filter_fqns: parts of the names of layers to leave in bf16 or fp32; by default the
-                output layer and routers. Layers with a size that is not a multiple of 16 and
-                subclasses of torchtitan's linear layer are left, too.
+            filter_fqns: substrings of the names of layers to keep in bf16 or fp32; by default the
+                output layer and routers. Also kept are layers with a size that is not a multiple of
+                16, and subclasses of torchtitan's linear layer.
         """
 
         recipe_name: str = "tensorwise"
@@ -96,7 +96,7 @@ class FP8LinearConverter(QuantizationConverter):
             model_config: configuration of a model, changed in place.
 
         Returns:
-            ``model_config``; its replacement if it is that of a single linear layer.
+            ``model_config``; if it is the configuration of a single linear layer, its replacement.
         """
         for name, linear, parent, attribute in model_config.traverse(titan.Linear.Config):
             if not self._is_wanted(name, linear):

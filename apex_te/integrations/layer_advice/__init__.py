@@ -38,32 +38,32 @@ def advise(
     min_sqnr: float = 20.0,
     min_grad_sqnr: float = 15.0,
 ) -> Advice:
-    """Tries each linear layer of a model in FP8, and says what that gains and costs.
+    """Tries each linear layer of a model in FP8, and reports what that gains and costs.
 
-    The model runs once with ``sample``, forward and backward, in bf16 or fp32. Then a copy of
-    each layer that ``from_torch`` converts, or that is one of apex_te's, repeats its part of the
-    run on its device: one step in FP8 for the statistics of input, weight and output gradient, and
-    timed steps in bf16 or fp32 and FP8 in turns, once for all layers of the same sizes. A layer
-    of apex_te that joins several, such as ``TransformerLayer``, is tried as a whole.
+    The model runs once with ``sample``, forward and backward, in bf16 or fp32. Then a copy of each
+    layer repeats its part of the run on its device: one step in FP8 for the statistics of input,
+    weight and output gradient, and timed steps alternately in bf16 or fp32 and in FP8, once for all
+    layers of the same sizes. This covers the layers that ``from_torch`` converts, and those of
+    apex_te. An apex_te layer that contains several, such as ``TransformerLayer``, is tried as one.
 
-    The model, its gradients, buffers and FP8 state, and random states are left as they were. The
-    times are those of eager calls, without the model's other work beside them. Delayed scaling is
-    tried with scales from the tensors of the run. Without a gradient, as with frozen weights, the
-    forward alone is timed.
+    The model, its gradients, buffers and FP8 state, and random states are unchanged afterwards. The
+    times are those of eager calls, without the model's other work at the same time. Delayed scaling
+    is tried with scales from the tensors of the run. If a layer gets no gradient, as with frozen
+    weights, only the forward is timed.
 
     Args:
-        model: model of torch or Hugging Face, before or after ``from_torch``, on one device and
-            not sharded.
-        sample: arguments of the model, as a tensor, tuple, list or dict; or a function
+        model: model of torch or Hugging Face, before or after ``from_torch``, on one device and not
+            sharded.
+        sample: arguments of the model: a tensor, tuple, list or dict; or a function
             ``model -> output``, which may use ``torch.autocast`` and compute the loss. The loss is
             the output's ``loss``, the output if it is one number, or else the mean of its squares.
         recipe: FP8 recipe or its name; None is ``DelayedScaling()``.
-        repeats: timed rounds for each size of layers, whose median counts.
-        min_gain: advise against FP8 for layers whose time in bf16 or fp32 is less than so many
-            times that in FP8. None is 1.0 on a GPU; on a CPU, which emulates FP8, times then do not
-            count.
-        min_sqnr: likewise for an SQNR of input or weight below this, in dB.
-        min_grad_sqnr: likewise for that of the output's gradient, in dB.
+        repeats: timed rounds for each size of layers; the median counts.
+        min_gain: advise against FP8 for a layer if its time in bf16 or fp32, divided by its time in
+            FP8, is below this. None is 1.0 on a GPU; on a CPU, which emulates FP8, None ignores
+            times.
+        min_sqnr: advise against FP8 if the SQNR of input or weight is below this, in dB.
+        min_grad_sqnr: advise against FP8 if the SQNR of the output's gradient is below this, in dB.
 
     Returns:
         The ``Advice``: ``print`` it for the table, pass its ``exclude`` to ``from_torch``.
@@ -71,7 +71,7 @@ def advise(
     Raises:
         TypeError: an argument has a wrong type.
         ValueError: a number is out of range; the model has no layer to try, or has weights on the
-            meta device; the sample enters ``fp8_autocast`` or makes no tensor.
+            meta device; the sample enters ``fp8_autocast`` or produces no tensor.
         NotImplementedError: the model is sharded, or uses reentrant checkpointing.
     """
     least = 0.0 if min_gain is None else min_gain

@@ -32,9 +32,9 @@ _NAMES = {"DelayedScaling": "delayed", "CurrentScaling": "tensorwise",
 
 
 class ExactName:
-    """Predicate for ``exclude`` of ``from_torch`` that is true for the layer with one name alone.
+    """Predicate for ``exclude`` of ``from_torch`` that is true only for the layer with this name.
 
-    A name as text would also leave layers in whose names it is a part.
+    A name given as text would also exclude layers whose names contain it.
     """
 
     def __init__(self, name: str) -> None:
@@ -51,24 +51,24 @@ class ExactName:
 class Advice:
     """Result of ``apex_te.advise``.
 
-    ``str`` and ``print`` give the verdict, what SQNR says, and a table with a line for each layer:
-    sizes, calls, milliseconds of one call without FP8 and in FP8, forward and backward (where times
-    count), SQNR in dB of input, weight and output gradient, and the advice. Below it stand the
-    reasons, the time of all layers together, and the ``exclude`` list.
+    ``str`` and ``print`` give the verdict, a sentence on SQNR, and a table with one line per layer:
+    sizes, calls, milliseconds of one call (forward and backward, if times count) without FP8 and in
+    FP8, SQNR in dB of input, weight and output gradient, and the advice. Reasons, the time of all
+    layers together, and the ``exclude`` list follow.
 
     Args:
         layers: the layers, in the model's order.
         recipe: the recipe, as text.
         device: the device, as text.
         timed: True if times count for the advice.
-        apart: True if layers of torch ran, each alone.
+        apart: True if separate torch layers ran, which ``fuse=True`` could join.
 
     Attributes:
         layers: the layers, each a ``LayerAdvice``.
         recipe: the recipe, as text.
         device: the device on which times were measured, as text.
         timed: True if times count for the advice.
-        apart: True if layers of torch ran, each alone.
+        apart: as the argument.
     """
 
     def __init__(
@@ -86,8 +86,8 @@ class Advice:
     def exclude(self) -> list[str | Callable[[str, nn.Module], bool]]:
         """Layers to keep in bf16 or fp32, for ``from_torch(model, exclude=...)``.
 
-        These are names; where a name is also a part of the name of a layer that FP8 serves, a
-        predicate takes its place. Layers that ``from_torch`` leaves anyway are not in it.
+        Layers are listed by name, or by a predicate if the name is also part of the name of a layer
+        that should run in FP8. Layers that ``from_torch`` does not convert anyway are left out.
         """
         chosen = [layer.name for layer in self.layers if layer.against and layer.kept is None]
         others = [layer.name for layer in self.layers if layer.name not in chosen]
@@ -98,8 +98,8 @@ class Advice:
         """Returns milliseconds of one call of the sample, summed over the measured layers.
 
         Returns:
-            "high": all in bf16 or fp32; "fp8": all that ``from_torch`` converts in FP8;
-            "advised": those in FP8 that the advice leaves to FP8.
+            "high": all in bf16 or fp32; "fp8": all layers that ``from_torch`` converts in FP8;
+            "advised": in FP8 only the layers for which the advice is FP8.
         """
         found = dict.fromkeys(("high", "fp8", "advised"), 0.0)
         for layer in self.layers:
@@ -112,9 +112,9 @@ class Advice:
         return found
 
     def verdict(self) -> str:
-        """Returns one sentence: whether to use the recipe, what it gains, and which layers to keep.
+        """Returns one sentence: whether to use the recipe, its gain, and which layers to exclude.
 
-        Where times do not count, as on a CPU, it rests on sizes and SQNR.
+        If times do not count, as on a CPU, it is based on sizes and SQNR.
         """
         open_ = [x for x in self.layers if x.kept is None and x.rows]
         good = [x for x in open_ if not x.against]
@@ -181,9 +181,9 @@ class Advice:
         return f"Advice({len(self.layers)} layers, {len(self.exclude)} to exclude, {self.recipe})"
 
     def to_json(self, path: str | os.PathLike[str] | None = None) -> str:
-        """Returns all figures as JSON, and writes them to the file ``path`` if that is given.
+        """Returns all figures as JSON, and writes them to the file ``path`` if it is given.
 
-        Numbers that JSON has not, NaN and infinity, are null.
+        NaN and infinity, which JSON does not have, become null.
         """
         layers = []
         for layer in self.layers:
@@ -208,7 +208,7 @@ class Advice:
     def plot(self, path: str | os.PathLike[str]) -> None:
         """Draws times and SQNR of the layers that ran into the file ``path``.
 
-        The file's ending chooses the format (png, svg, pdf).
+        The file's extension chooses the format (png, svg, pdf).
 
         Raises:
             ImportError: matplotlib is missing.

@@ -19,7 +19,7 @@ from ...fp8.autocast import fp8_autocast, is_fp8_enabled
 class LayerCall:
     """First call of a layer in a forward of the sample; its tensors are those of the model's graph.
 
-    ``gradients`` has those of the output's tensors, by their index among ``tensors_of(output)``.
+    ``gradients`` maps the index of an output tensor in ``tensors_of(output)`` to its gradient.
     """
 
     args: tuple[Any, ...]
@@ -47,8 +47,8 @@ def tensors_of(value: Any) -> list[torch.Tensor]:
 def record_calls(model: nn.Module, sample: Any, layers: dict[str, nn.Module]) -> dict[str, Any]:
     """Runs forward and backward of a model with a sample, and records the calls of layers that ran.
 
-    Parameters, their gradients and buffers are as before. Hooks of parameters do not run. Without a
-    gradient anywhere only the forward runs.
+    Parameters, their gradients and buffers are unchanged afterwards. Hooks of parameters do not
+    run. If nothing requires a gradient, only the forward runs.
     """
     calls: dict[str, LayerCall] = {}
     handles = []
@@ -168,7 +168,7 @@ def _restored_buffers(model: nn.Module) -> Iterator[None]:
 
 @contextlib.contextmanager
 def restored_random_states(model: nn.Module) -> Iterator[None]:
-    """Restores random states at the end of a ``with`` block, and those of the model's trackers."""
+    """Restores random states, also those of the model's trackers, after a ``with`` block."""
     trackers = {}
     for module in model.modules():
         get: Any = getattr(module, "get_rng_state_tracker", None)

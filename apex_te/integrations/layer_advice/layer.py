@@ -9,7 +9,7 @@ from .trial import RoleStatistics, Times
 
 
 class LayerAdvice(NamedTuple):
-    """Measurements of one layer, and the advice that follows.
+    """Measurements of one layer, and the resulting advice.
 
     Attributes:
         name: dotted name of the layer in the model.
@@ -17,11 +17,11 @@ class LayerAdvice(NamedTuple):
         in_features, out_features: sizes of its weight; 0 if there are several.
         rows: number of rows of its input; 0 if it did not run.
         calls: number of calls in one forward of the sample.
-        times: milliseconds of one call, None if it was not measured.
-        roles: statistics by role, "input", "weight" and "grad_output"; a role is missing if it was
-            not cast to FP8.
+        times: milliseconds of one call; None if it was not measured.
+        roles: statistics by role, "input", "weight" and "grad_output"; a role is missing if its
+            tensor was not cast to FP8.
         against: reasons to keep the layer in bf16 or fp32.
-        kept: reason why ``from_torch`` leaves the layer anyway; None if it converts it.
+        kept: reason why ``from_torch`` does not convert the layer; None if it does.
     """
 
     name: str
@@ -37,11 +37,11 @@ class LayerAdvice(NamedTuple):
 
     @property
     def gain(self) -> float:
-        """Time in bf16 or fp32 over time in FP8; NaN if they were not measured."""
+        """Time in bf16 or fp32 divided by time in FP8; NaN if they were not measured."""
         return self.times.high / self.times.fp8 if self.times else math.nan
 
     def advice(self) -> str:
-        """Returns the advice as a phrase."""
+        """Returns the advice as a phrase, such as "FP8" or "keep: <reasons>"."""
         if self.kept is not None:
             return f"kept: {self.kept}"
         if self.times is None:

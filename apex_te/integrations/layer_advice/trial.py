@@ -27,14 +27,14 @@ _MOST_CALLS = 50
 
 
 class RoleStatistics(NamedTuple):
-    """Statistics of the tensors of one role, such as a layer's weights.
+    """Statistics of a layer's tensors of one role, such as its weights.
 
     Attributes:
         amax: largest absolute value of the finite elements.
-        sqnr: ``10 log10(sum x^2 / sum (x - FP8 of x)^2)`` in dB, the worst of the layer's GEMMs;
+        sqnr: ``10 log10(sum x^2 / sum (x - FP8 of x)^2)`` in dB, the lowest of the layer's GEMMs;
             infinite if nothing is lost.
-        underflow: share of the non-zero elements that FP8 makes zero.
-        saturated: share of the elements beyond FP8's largest value.
+        underflow: fraction of the non-zero elements that become zero in FP8.
+        saturated: fraction of the elements beyond FP8's largest value.
         nonfinite: number of NaN and infinite elements.
     """
 
@@ -46,7 +46,7 @@ class RoleStatistics(NamedTuple):
 
 
 class Times(NamedTuple):
-    """Milliseconds of a layer's forward, and of its backward if it has one, by median.
+    """Median milliseconds of a layer's forward, and of its backward if it has one.
 
     Attributes:
         high: in the precision of the model.
@@ -60,7 +60,7 @@ class Times(NamedTuple):
 
 
 def has_fp8(module: nn.Module) -> bool:
-    """Returns True if ``module`` itself is one of apex_te's that compute in FP8."""
+    """Returns True if ``module`` itself is an apex_te module that computes in FP8."""
     return isinstance(vars(module).get("_fp8"), ModuleFP8)
 
 
@@ -83,7 +83,7 @@ class Runner:
 
     @property
     def has_backward(self) -> bool:
-        """True if the call's output has a gradient that something needs."""
+        """True if the call's output has a gradient and something requires one."""
         return bool(self.leaves and self.call.gradients)
 
     def __call__(self) -> None:
@@ -184,7 +184,7 @@ def _summed(parts: torch.Tensor) -> RoleStatistics:
 
 
 def measure_times(layer: nn.Module, call: LayerCall, recipe: Recipe, repeats: int) -> Times:
-    """Measures a call of a layer in bf16 or fp32 and in FP8, in turns, on the layer's device."""
+    """Measures a layer's call alternately in bf16 or fp32 and in FP8, on the layer's device."""
     plain, converted = _twins(layer)
     runners = Runner(plain, call, None), Runner(converted, call, _alone(recipe))
     high, fp8 = _milliseconds(runners, runners[0].device, repeats)
