@@ -52,8 +52,8 @@ class Export(_Options):
 
 
 def quantization_config(export: Export, ignored: list[str]) -> dict[str, Any]:
-    """Returns the entry ``quantization_config`` of ``config.json``; ``ignored`` names
-    plain layers.
+    """Returns the entry ``quantization_config`` of ``config.json``; ``ignored`` layers
+    stay plain.
     """
     if export.quant_method == "compressed-tensors":
         return _compressed_tensors(export, ignored)

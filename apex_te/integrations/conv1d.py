@@ -13,9 +13,9 @@ from ..module.linear import LinearLayer
 class Conv1DLinear(LinearLayer):
     """Hugging Face's Conv1D in FP8: ``y = x @ weight + bias`` with ``weight`` ``[in, out]``.
 
-    In FP8 each call copies ``weight.t()`` to contiguous memory; ``from_torch(fuse=True)`` stores
-    the weight transposed instead. Converted layers have a subclass of this class and of Conv1D, by
-    which libraries such as PEFT tell which dimension is which.
+    In FP8 each call copies ``weight.t()`` to contiguous memory; ``from_torch(fuse=True)`` avoids
+    the copy by storing the weight transposed. Converted layers have a subclass of this class and of
+    Conv1D, so that libraries such as PEFT know the order of the weight's dimensions.
     """
 
     weight: nn.Parameter

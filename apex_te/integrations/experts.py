@@ -15,7 +15,7 @@ from . import _matching as matching
 
 
 class ExpertGemm(GroupedLinear):
-    """``GroupedLinear`` whose weights are those of a stacked Parameter, passed to each call."""
+    """``GroupedLinear`` whose weights are part of a stacked Parameter, passed to each call."""
 
     def __init__(
         self, num_gemms: int, in_features: int, out_features: int, dtype: torch.dtype
@@ -33,7 +33,9 @@ class ExpertGemm(GroupedLinear):
     def forward(  # type: ignore[override]
         self, inp: torch.Tensor, m_splits: Any, stacked: torch.Tensor
     ) -> torch.Tensor:
-        """Applies ``stacked``, ``[num_gemms, out_features, in_features]``, to groups of rows."""
+        """Applies the weights ``stacked``, ``[num_gemms, out_features, in_features]``, to groups of
+        rows.
+        """
         self._stacked = stacked
         try:
             out = super().forward(inp, m_splits)
@@ -48,11 +50,11 @@ class ExpertGemm(GroupedLinear):
 
 
 class StackedExperts(nn.Module):
-    """Experts with the weights of each linear layer in one Parameter, in FP8 inside a region.
+    """Experts that have the weights of each linear layer in one Parameter, in FP8 inside a region.
 
-    A layer that ``from_torch`` converts has a subclass of this class and of the experts' own, whose
-    forward computes outside of ``fp8_autocast``. Inside, tokens are sorted by expert. The weights
-    are ``[experts, 2 ffn, hidden]`` and ``[experts, hidden, ffn]``.
+    A layer that ``from_torch`` converts gets a subclass of this class and of the experts' own,
+    whose forward computes outside of ``fp8_autocast``. Inside, tokens are sorted by expert. The
+    weights are ``[experts, 2 ffn, hidden]`` and ``[experts, hidden, ffn]``.
     """
 
     gate_up_proj: nn.Parameter
@@ -64,7 +66,7 @@ class StackedExperts(nn.Module):
     _apply_gate: Any
 
     def make_gemms(self) -> None:
-        """Adds the layers that multiply by the weights."""
+        """Adds the ``ExpertGemm`` layers."""
         experts, outer, inner = self.gate_up_proj.shape
         dtype = self.gate_up_proj.dtype
         self.gate_up_gemm = ExpertGemm(experts, inner, outer, dtype).train(self.training)
@@ -73,7 +75,10 @@ class StackedExperts(nn.Module):
     def forward(
         self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
     ) -> torch.Tensor:
-        """Sums, for each token, the results of its ``k`` experts; indices are ``[tokens, k]``."""
+        """Returns, for each token, the weighted sum of its ``k`` experts' results.
+
+        ``top_k_index`` and ``top_k_weights`` are ``[tokens, k]``.
+        """
         if not self._in_fp8():
             out: torch.Tensor = super().forward(hidden_states, top_k_index, top_k_weights)
             return out

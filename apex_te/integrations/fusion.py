@@ -262,7 +262,7 @@ class JoinedNorm(nn.Module):
     """
 
     def forward(self, inp: torch.Tensor | None) -> Any:
-        """Returns ``inp``; if it is None, ``(weight, bias)``, so that hooks can provide the
+        """Returns ``inp``, or if it is None ``(weight, bias)``, after hooks provided the
         parameters.
         """
         return inp if inp is not None else (self.weight, getattr(self, "bias", None))

@@ -18,8 +18,7 @@ __all__ = ["reorder_fused_state", "reorder_grouped_linear_state"]
 def reorder_grouped_linear_state(
     state_dict: dict[str, Any], optimizer: torch.optim.Optimizer, model: torch.nn.Module
 ) -> dict[str, Any]:
-    """Reorders an optimizer's state dict of an earlier release, so that the current model can load
-    it.
+    """Reorders an optimizer's state dict of an earlier release for the current parameter order.
 
     A state dict of ``torch.optim`` numbers states by the order of parameters. Earlier releases
     registered the parameters of a ``GroupedLinear`` as weight0, weight1, .., bias0, bias1, ..; now

@@ -54,15 +54,16 @@ KEY = "_extra_state"
 
 
 class TEStateError(ValueError):
-    """Error for an ``_extra_state`` that is not TransformerEngine's, is damaged or does not fit."""
+    """Error for an ``_extra_state`` that is damaged, does not fit or is not TransformerEngine's."""
 
 
 class TEState(NamedTuple):
     """Delayed-scaling state of one module of TransformerEngine, fp32 on the CPU.
 
-    Scales are ``[slots]``, histories ``[length, slots]``, row 0 with the staged amax values
-    included. Saved amax values of Inf or NaN are 0. If ``pending``, an update before the next
-    forward is still to use the staged ones, as in releases with a global buffer of amax values.
+    Scales are ``[slots]``, histories ``[length, slots]``. Row 0 of a history has the amax values
+    recorded for the next update. Saved amax values of Inf or NaN are 0. If ``pending``, scales must
+    still be updated from these amax values before the next forward, as in releases with a global
+    buffer of amax values.
     """
 
     scale_fwd: torch.Tensor
@@ -90,9 +91,10 @@ def read_te_extra_state(extra_state: Any) -> TEState | None:
         The state; None if the module had not run in FP8 or its recipe keeps no state.
 
     Raises:
-        TypeError: no release saves such an object.
-        TEStateError: the object is damaged (scales or their inverses that are not finite and above
-            0; negative amax values; histories of more than 16384 rows), or asks for code.
+        TypeError: no release saves an object of this type.
+        TEStateError: unpickling the object would run code, or it is damaged: a scale or its inverse
+            is not finite and positive, an amax value is negative, or a history has more than 16384
+            rows.
     """
     return _te_state(_decoded(extra_state))
 
@@ -194,12 +196,12 @@ def _checked_tensor(saved: dict[str, Any], name: str, dims: int) -> torch.Tensor
 def load_te_extra_state(
     model: torch.nn.Module, state_dict: MutableMapping[str, Any], prefix: str = ""
 ) -> list[str]:
-    """Loads TransformerEngine's FP8 state into ``model``, and prepares the rest for loading.
+    """Loads TransformerEngine's FP8 state into ``model``, and prepares ``state_dict`` for loading.
 
-    Every ``<prefix><module>._extra_state`` is taken out of ``state_dict``, except for modules whose
-    class itself saves an extra state. If the module is one of apex_te's FP8 modules, its scales and
-    amax histories are set, histories trimmed or padded to the length that the module already has.
-    The state is also put into ``state_dict`` under apex_te's keys, so that a strict
+    Every ``<prefix><module>._extra_state`` is removed from ``state_dict``, except for modules whose
+    class itself saves an extra state. If the module is an FP8 module of apex_te, its scales and
+    amax histories are set. Histories are trimmed or padded to the length that the module already
+    has. The state is also added to ``state_dict`` under apex_te's keys, so a strict
     ``model.load_state_dict(state_dict)`` afterwards loads everything.
 
     Args:
@@ -215,7 +217,7 @@ def load_te_extra_state(
         TypeError: as for ``read_te_extra_state``. The message names the key; ``model`` and
             ``state_dict`` are unchanged.
         TEStateError: as for ``read_te_extra_state``, or the number of slots does not fit the
-            module. Message and arguments are as for TypeError.
+            module. The message names the key, and nothing is changed, as for TypeError.
     """
     check_model("load_te_extra_state", model)
     if not isinstance(state_dict, MutableMapping):
@@ -257,7 +259,7 @@ def load_te_extra_state(
 
 
 class SavedState(NamedTuple):
-    """FP8 state, on the CPU, that an ``_extra_state`` holds for one module of apex_te.
+    """FP8 state, on the CPU, of one apex_te module, read from an ``_extra_state``.
 
     ``header`` is None if TransformerEngine has saved it; ``pending`` is as in ``TEState``.
     """
@@ -267,9 +269,10 @@ class SavedState(NamedTuple):
     pending: bool
 
     def entries(self, prefix: str) -> dict[str, Any]:
-        """Returns the entries for the state in a state dict of apex_te, with keys after ``prefix``.
+        """Returns the state's entries in a state dict of apex_te, with keys that begin with
+        ``prefix``.
 
-        If ``pending``, ``amax_groups.pending`` must be set before: the entries hold it.
+        If ``pending``, set ``amax_groups.pending`` before, because the entries contain it.
         """
         found: dict[str, Any] = {}
         save_state(self.state, found, prefix)
@@ -279,7 +282,9 @@ class SavedState(NamedTuple):
 
 
 def saved_state(extra_state: Any, module: FP8Module) -> SavedState | None:
-    """Returns the FP8 state that an ``_extra_state`` (TransformerEngine's or apex_te's) holds."""
+    """Returns the FP8 state in an ``_extra_state`` of TransformerEngine or apex_te; None without
+    one.
+    """
     saved = _decoded(extra_state)
     found = _te_state(saved)
     if found is None:

@@ -48,11 +48,11 @@ def refuse(owner: str, name: str, wanted: object, got: object) -> NotImplemented
 
 
 class Layout(NamedTuple):
-    """Split of a layer over tensor-parallel ranks; a ``group`` of None is to be set before forward.
+    """Split of a layer over tensor-parallel ranks; a ``group`` of None must be set before forward.
 
-    An expert's layer is ``explicit`` if Megatron's dispatcher runs its collectives. ``allreduce``
-    is False if experts are spread over ranks, so that gradients are reduced over fewer; Megatron
-    reads it.
+    ``explicit`` is True for an expert's layer if Megatron's dispatcher runs its collectives.
+    ``allreduce`` is False if experts are spread over ranks, so that their gradients are reduced
+    over fewer ranks; Megatron reads it.
     """
 
     group: Any
@@ -62,7 +62,7 @@ class Layout(NamedTuple):
 
 
 class Reader:
-    """View of ``config`` for one layer, which adds defaults (``DEFAULTS``) and checks."""
+    """View of ``config`` for one layer that adds defaults (``DEFAULTS``) and checks."""
 
     def __init__(self, owner: str, config: Any) -> None:
         if config is None or isinstance(config, (dict, str, int, float)):
@@ -93,8 +93,8 @@ class Reader:
     def layout(self, tp_group: Any, is_expert: bool) -> Layout:
         """Returns the split of the layer over the ranks of ``tp_group``.
 
-        None takes that of ``config``, or else that of Megatron's ``parallel_state`` if initialised;
-        without any of these it must be set before forward.
+        None means the group of ``config``, or else that of Megatron's ``parallel_state`` if
+        initialised. Without any of these the group must be set before forward.
         """
         group = tp_group
         if group is None:
@@ -119,7 +119,7 @@ class Reader:
 
     @property
     def device(self) -> torch.device:
-        """Returns the device on which parameters are created, by the options of ``config``."""
+        """Returns the device on which parameters are created, according to ``config``."""
         if self.init_model_with_meta_device:
             return torch.device("meta")
         if self.use_cpu_initialization or not torch.cuda.is_available():
@@ -131,8 +131,8 @@ class Reader:
     ) -> Callable[[torch.Tensor], Any]:
         """Returns the function that fills this rank's shard of a new weight, in place.
 
-        With ``use_cpu_initialization`` all ranks draw the same whole weight in fp32. The default is
-        N(0, 0.023).
+        With ``use_cpu_initialization`` all ranks draw the same unsplit weight in fp32, and take
+        their shard of it. The default is N(0, 0.023).
         """
         if init_method is None:
             init_method = self.init_method
@@ -170,9 +170,10 @@ class Reader:
         return part_of_whole
 
     def tracker(self) -> Callable[[], Any] | None:
-        """Returns ``config``'s or Megatron's function for the tracker of random states, or None.
+        """Returns ``config``'s or Megatron's function that returns the tracker of random states, or
+        None.
 
-        ``use_cpu_initialization`` needs none, as all ranks draw alike.
+        With ``use_cpu_initialization`` it is None, because all ranks draw the same numbers.
         """
         if self.use_cpu_initialization:
             return None
@@ -199,7 +200,7 @@ class Reader:
         }
 
     def part(self, name: str, value: int, layout: Layout) -> int:
-        """Returns ``value`` divided by the number of ranks, for an expert's split layer."""
+        """Returns ``value`` divided by the number of ranks, for an expert's layer that is split."""
         return divided(self.owner, name, value, layout.ranks)
 
 

@@ -13,7 +13,10 @@ from ._config import Layout, Reader, refuse
 
 
 def check_flags(owner: str, required: dict[str, tuple[Any, Any]], **flags: Any) -> None:
-    """Checks that arguments are as wanted, ``(wanted, got)`` by name, and that flags are bools."""
+    """Checks that arguments have their required values, and that flags are bools.
+
+    ``required`` maps names to ``(wanted, got)``.
+    """
     for name, value in flags.items():
         if not isinstance(value, bool):
             raise TypeError(f"{owner}: {name} must be a bool, got {type(value).__name__}")
@@ -23,14 +26,14 @@ def check_flags(owner: str, required: dict[str, tuple[Any, Any]], **flags: Any) 
 
 
 class MegatronLayer(torch.nn.Module):
-    """Mixin for linear modules that makes them return ``(out, bias)`` and save sharded state dicts.
+    """Mixin that makes linear modules return ``(out, bias)`` and save sharded state dicts.
 
     Attributes:
-        sharded_axes: dimension along which a parameter is split over ranks, by the name of the
-            parameter; parameters that every rank has whole are left out.
+        sharded_axes: dimension along which each split parameter is split over ranks, by name;
+            parameters that every rank has in full are left out.
         is_first_microbatch: True until the first forward. A Megatron-style loop sets it to True
-            before the first microbatch of a step, so that FP8 weights are cast anew; it counts if
-            ``config.disable_parameter_transpose_cache`` is False.
+            before the first microbatch of a step, so that FP8 weights are cast anew. It is used
+            only if ``config.disable_parameter_transpose_cache`` is False.
         return_bias: True if forward returns a bias that it has not added.
     """
 
@@ -69,17 +72,18 @@ class MegatronLayer(torch.nn.Module):
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None
     ) -> dict[str, Any]:
-        """Returns a state dict in which split parameters are marked as shards of whole ones.
+        """Returns a state dict in which split parameters are marked as shards of the full ones.
 
-        In a program that has imported Megatron the entries are its sharded tensors, for
-        ``dist_checkpointing``; else split parameters are DTensors over the tensor-parallel ranks,
-        for ``torch.distributed.checkpoint``. Either shares memory with the parameters, so that
-        loading in place fills these; FP8 state does not, and is loaded by ``load_state_dict``.
+        If the program has imported Megatron, the entries are its sharded tensors, for
+        ``dist_checkpointing``. Otherwise split parameters are DTensors over the tensor-parallel
+        ranks, for ``torch.distributed.checkpoint``. Both share memory with the parameters, so
+        loading in place fills these. FP8 state does not share memory: load it by
+        ``load_state_dict``.
 
         Args:
             prefix: text before each key.
             sharded_offsets: as Megatron passes them; must be () without Megatron.
-            metadata: as Megatron passes it; the key ``dp_cp_group`` is read, if it is there.
+            metadata: as Megatron passes it; only the key ``dp_cp_group`` is read, if present.
 
         Raises:
             ValueError: ``sharded_offsets`` are given without Megatron, or no group is known.

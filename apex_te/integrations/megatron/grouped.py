@@ -22,31 +22,32 @@ Init = Callable[[torch.Tensor], Any] | None
 
 
 class MindSpeedTEGroupedLinear(MegatronLayer, GroupedLinear):
-    """``num_gemms`` linear layers without bias, each applied to some rows of the input.
+    """Group of ``num_gemms`` linear layers without bias, each applied to some rows of the input.
 
     Args:
         num_gemms: number of layers, one for each local expert.
-        input_size, output_size: features of each whole layer.
-        parallel_mode: None, ``"column"`` (each weight is split by rows over ranks) or ``"row"`` (by
-            columns). The layer runs no collectives: Megatron's dispatcher of tokens does.
+        input_size, output_size: features of each unsplit layer.
+        parallel_mode: ``"column"`` to split each weight by rows over ranks, ``"row"`` to split it
+            by columns, None for no split. The layer runs no collectives: Megatron's token
+            dispatcher does.
         config: any object; ``_config.DEFAULTS`` lists the attributes that are read.
             ``use_gmm_fp8=False`` keeps the layer in bf16 or fp32.
-        init_method: fills new weights in place; None: config's, else N(0, 0.023).
+        init_method: function that fills a new weight in place; None: config's, else N(0, 0.023).
         bias: must be False.
         skip_bias_add: a bool that has no effect.
         is_expert: True for experts; with ``config.expert_model_parallel_size`` above 1, weights
             then have the attribute ``allreduce=False``.
         tp_comm_buffer_name: not used.
         tp_group: process group over which weights are split, as in ``TEColumnParallelLinear``.
-        pg_collection: an object with the groups ``expt_tp`` and ``tp``; one is taken if
-            ``tp_group`` is None.
+        pg_collection: an object with the groups ``expt_tp`` (used if ``is_expert``) and ``tp``;
+            read only if ``tp_group`` is None.
 
     Attributes:
-        weight0, weight1, ...: ``[output_size, input_size]``, one for each layer; a rank
-            has a shard with ``parallel_mode``.
+        weight0, weight1, ...: ``[output_size, input_size]``, one for each layer; with
+        ``parallel_mode`` each rank has a shard.
 
     Raises:
-        NotImplementedError: a bias or block scaling is asked for.
+        NotImplementedError: ``bias`` is True, or the recipe is block scaling.
         TypeError: an argument is unknown or has a wrong type.
     """
 
@@ -99,7 +100,8 @@ class MindSpeedTEGroupedLinear(MegatronLayer, GroupedLinear):
     def forward(  # type: ignore[override]
         self, x: torch.Tensor, m_splits: Any, is_first_microbatch: bool | None = None
     ) -> tuple[torch.Tensor, None]:
-        """Applies the first layer to the first rows of ``x``, the second to those that follow, ...
+        """Applies the first layer to the first rows of ``x``, the second layer to the next rows,
+        etc.
 
         Args:
             x: ``[rows, in_features]``.
@@ -164,8 +166,8 @@ class _ParallelGroupedLinear(MindSpeedTEGroupedLinear):
 class MindSpeedTEColumnParallelGroupedLinear(_ParallelGroupedLinear):
     """Experts' linear layers, each weight split by rows over tensor-parallel ranks.
 
-    This is ``MindSpeedTEGroupedLinear`` with ``parallel_mode="column"``, whose other arguments it
-    takes. ``forward`` takes all input features and returns this rank's output features.
+    This is ``MindSpeedTEGroupedLinear`` with ``parallel_mode="column"``; the other arguments are
+    the same. ``forward`` takes all input features and returns this rank's output features.
     """
 
     _mode = "column"
@@ -174,8 +176,8 @@ class MindSpeedTEColumnParallelGroupedLinear(_ParallelGroupedLinear):
 class MindSpeedTERowParallelGroupedLinear(_ParallelGroupedLinear):
     """Experts' linear layers, each weight split by columns over tensor-parallel ranks.
 
-    This is ``MindSpeedTEGroupedLinear`` with ``parallel_mode="row"``, whose other arguments it
-    takes. ``forward`` takes this rank's input features and returns partial sums: it runs no
+    This is ``MindSpeedTEGroupedLinear`` with ``parallel_mode="row"``; the other arguments are the
+    same. ``forward`` takes this rank's input features and returns partial sums: it runs no
     all-reduce.
     """
 

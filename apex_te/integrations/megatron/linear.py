@@ -72,8 +72,8 @@ class _ParallelLinear(MegatronLayer, Linear):
             is_first_microbatch: as for ``Linear.forward``.
 
         Returns:
-            ``(out, bias)``: ``out`` is ``[..., out_features]``; with ``skip_bias_add`` the bias,
-            which is not added then, else None.
+            ``(out, bias)``: ``out`` is ``[..., out_features]``. With ``skip_bias_add`` the bias is
+            returned and not added; otherwise ``bias`` is None.
         """
         first = self._first(is_first_microbatch)
         return self._paired(Linear.forward(self, x, is_first_microbatch=first))
@@ -83,23 +83,23 @@ class TEColumnParallelLinear(_ParallelLinear):
     """Linear layer whose weight ``[output_size, input_size]`` is split by rows over ranks.
 
     With ``config.sequence_parallel`` the input's rows (dimension 0) are gathered and its gradient
-    is reduce-scattered; without it, the gradient is all-reduced. Output features stay split.
-    ``forward`` returns ``(out, bias or None)``.
+    is reduce-scattered; otherwise the gradient is all-reduced. Each rank returns its own output
+    features. ``forward`` returns ``(out, bias or None)``.
 
     Args:
-        input_size, output_size: features of the whole layer.
+        input_size, output_size: features of the unsplit layer.
         config: any object; ``_config.DEFAULTS`` lists the attributes that are read.
-        init_method: fills a new weight in place; None: config's, else N(0, 0.023).
+        init_method: function that fills a new weight in place; None: config's, else N(0, 0.023).
         gather_output: must be False.
-        bias: learn a bias; a rank has ``[output_size / ranks]``.
+        bias: learn a bias; each rank has ``[output_size / ranks]``.
         skip_bias_add: return the bias instead of adding it.
-        is_expert: True for the layer of an expert. If it is split, or
+        is_expert: True for the layer of an expert. If it is split, or if
             ``config.expert_model_parallel_size`` is above 1, it runs no collectives: Megatron's
-            dispatcher of tokens does.
+            token dispatcher does.
         skip_weight_param_allocation: must be False.
         tp_comm_buffer_name: not used.
-        tp_group: process group over which the weight is split. None takes that of ``config``, or
-            else that of Megatron's ``parallel_state`` if the program has initialised it; without
+        tp_group: process group over which the weight is split. None means the group of ``config``,
+            or else that of Megatron's ``parallel_state`` if the program has initialised it. Without
             any of these it must be set before forward.
         stride: must be 1.
 
@@ -109,9 +109,9 @@ class TEColumnParallelLinear(_ParallelLinear):
             ``sequence_parallel`` and ``allreduce`` (False for experts that are spread over ranks).
 
     Raises:
-        NotImplementedError: an argument has another value than the one it must have.
+        NotImplementedError: an argument does not have the value that it must have.
         TypeError: an argument is unknown or has a wrong type.
-        ValueError: the ranks do not divide a size.
+        ValueError: a size is not divisible by the number of ranks.
     """
 
     def __init__(
@@ -146,18 +146,18 @@ class TEColumnParallelLinear(_ParallelLinear):
 class TERowParallelLinear(_ParallelLinear):
     """Linear layer whose weight ``[output_size, input_size]`` is split by columns over ranks.
 
-    The output is all-reduced, or with ``config.sequence_parallel`` reduce-scattered along
-    dimension 0; then the bias is added.
+    The output is all-reduced, or with ``config.sequence_parallel`` reduce-scattered along dimension
+    0. Then the bias is added.
 
     Args:
-        input_is_parallel: must be True: a rank is given its features of the input only.
-        bias: learn a bias ``[output_size]``, whole on every rank.
+        input_is_parallel: must be True: each rank is given only its own features of the input.
+        bias: learn a bias ``[output_size]``, which every rank has in full.
 
     Other arguments, attributes and results are those of ``TEColumnParallelLinear``.
 
     Raises:
-        NotImplementedError: as for ``TEColumnParallelLinear``, and for an expert's split layer that
-            is to add a bias, which every rank would add.
+        NotImplementedError: as for ``TEColumnParallelLinear``; or an expert's layer that is split
+            would add its bias (every rank would add it).
         TypeError: as for ``TEColumnParallelLinear``.
         ValueError: as for ``TEColumnParallelLinear``.
     """
@@ -187,10 +187,10 @@ class TERowParallelLinear(_ParallelLinear):
 
 
 class MindSpeedTELayerNormColumnParallelLinear(MegatronLayer, LayerNormLinear):
-    """Norm and column-parallel linear layer; in FP8 the norm is a fused cast.
+    """Norm and column-parallel linear layer; in FP8 the norm also casts its output to FP8.
 
-    ``config.normalization`` is LayerNorm or RMSNorm, ``config.layernorm_epsilon`` its eps. Other
-    arguments, results and errors are those of ``TEColumnParallelLinear``.
+    ``config.normalization`` is "LayerNorm" or "RMSNorm", ``config.layernorm_epsilon`` its eps.
+    Other arguments, results and errors are those of ``TEColumnParallelLinear``.
 
     Args:
         is_expert: must be False.
@@ -253,8 +253,8 @@ class MindSpeedTELayerNormColumnParallelLinear(MegatronLayer, LayerNormLinear):
             is_first_microbatch: as for ``LayerNormLinear.forward``.
 
         Returns:
-            ``(out, bias)``: ``out`` is ``[..., output_size / ranks]``; with ``skip_bias_add`` the
-            bias, which is not added then, else None.
+            ``(out, bias)``: ``out`` is ``[..., output_size / ranks]``. With ``skip_bias_add`` the
+            bias is returned and not added; otherwise ``bias`` is None.
         """
         first = self._first(is_first_microbatch)
         return self._paired(LayerNormLinear.forward(self, inp, first))

@@ -18,13 +18,12 @@ class MindSpeedTELayernorm(LayerNorm):
     Args:
         hidden_size: size of the last dimension.
         eps: added to the variance.
-        sequence_parallel: True if a rank has only some rows of the input; stored in the attribute
-            ``sequence_parallel`` of the parameters, by which Megatron sums their gradients over
-            ranks.
+        sequence_parallel: True if a rank has only some rows of the input. The parameters get it as
+            their attribute ``sequence_parallel``; Megatron then sums their gradients over ranks.
         zero_centered_gamma: must be False.
-        config: optional, any object; its ``params_dtype``, ``use_cpu_initialization`` and
+        config: any object, or None; its ``params_dtype``, ``use_cpu_initialization`` and
             ``init_model_with_meta_device`` are defaults of the next two arguments.
-        params_dtype, device: as in ``apex_te.LayerNorm``; None takes those of ``config``.
+        params_dtype, device: as in ``apex_te.LayerNorm``; None means the default from ``config``.
 
     Raises:
         NotImplementedError: ``zero_centered_gamma`` is True.
