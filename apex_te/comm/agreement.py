@@ -40,7 +40,7 @@ _SHOWN = 16  # ranks in a message
 
 
 class RankMismatchError(RuntimeError):
-    """Ranks of a process group differ in something that a collective needs to be equal.
+    """Error for ranks of a process group that differ where a collective needs them to be equal.
 
     They differ, for example, in FP8 modules, in trained parameters, in the arguments of a
     tensor-parallel layer, or in the dtype of an expert-parallel layer's tokens.
@@ -48,7 +48,7 @@ class RankMismatchError(RuntimeError):
 
 
 def header(count: int, content: bytes, flag: int = 0) -> list[int]:
-    """Returns this rank's int32 numbers, to be reduced by MAX and read by ``compared``."""
+    """Returns this rank's ``HEADER`` int32 numbers, to reduce by MAX and pass to ``compared``."""
     digest = zlib.crc32(content) & TOP
     return [count, TOP - count, digest, TOP - digest, flag]
 
@@ -67,7 +67,7 @@ class Comparison(NamedTuple):
         return self.least == self.most and self.same_digest
 
     def error(self, message: str, count: int, hint: str = "") -> RankMismatchError:
-        """Returns the error for the caller to raise if the ranks differ."""
+        """Returns the error that the caller raises if the ranks differ."""
         return RankMismatchError(
             f"{message}; this rank has {count}, the ranks have from {self.least} to {self.most}"
             f"{hint}"
@@ -75,7 +75,7 @@ class Comparison(NamedTuple):
 
 
 def compared(numbers: Sequence[int]) -> Comparison:
-    """Reads the element-wise maximum of all ranks' headers."""
+    """Compares all ranks, given the element-wise maximum of their headers."""
     most, least, largest, smallest, flag = numbers
     return Comparison(TOP - least, most, largest == TOP - smallest, flag)
 
@@ -90,8 +90,8 @@ def check_same(
 ) -> None:
     """Checks that ``values`` are equal on all ranks of ``group``; None is the whole world.
 
-    Collective, and the host waits. An ``error`` of this rank's arguments is raised after the
-    collective, while the other ranks raise ``RankMismatchError`` instead of waiting for this one.
+    Collective; the host waits. If this rank has an ``error`` of its arguments, that is raised after
+    the collective, and the other ranks raise ``RankMismatchError`` instead of waiting forever.
     Values are compared as text: enums by name, callables by qualified name, others by ``str``.
     """
     if error is not None:

@@ -32,9 +32,9 @@ def world_size(group: Any) -> int:
 class Pending:
     """Handle of a tensor that a collective is still writing.
 
-    A reader calls ``wait`` for a tensor of its own. To avoid a copy of a shared buffer, it may
-    instead read by ``pieces`` or ``borrow``, and call ``release`` afterwards. ``keep``, which the
-    collective reads, is kept alive until ``wait``.
+    ``wait`` returns a tensor that the caller may keep. ``pieces`` and ``borrow`` avoid a copy of a
+    shared buffer; call ``release`` after them. ``keep`` is the tensor that the collective reads; it
+    is kept alive until ``wait``.
     """
 
     __slots__ = ("_keep", "_result", "_work")
@@ -52,20 +52,22 @@ class Pending:
         return self._result
 
     def unfinished(self) -> torch.Tensor:
-        """Returns the tensor that the collective writes, to be read after ``wait`` only."""
+        """Returns the tensor that the collective writes; do not read it before ``wait``."""
         return self._result
 
     def pieces(self) -> Iterator[tuple[slice, torch.Tensor]]:
-        """Yields the result's rows, with their slice, as they arrive; valid until ``release``."""
+        """Yields ``(slice, rows)`` of the result as rows arrive; they are valid until
+        ``release``.
+        """
         result = self.wait()
         yield slice(0, result.shape[0]), result
 
     def borrow(self) -> torch.Tensor:
-        """Returns the result without a copy, valid until the caller calls ``release``."""
+        """Returns the result without a copy; it is valid until the caller calls ``release``."""
         return self.wait()
 
     def release(self) -> None:
-        """Ends the use of tensors from ``pieces`` or ``borrow``, whose memory may then be reused.
+        """Ends the use of tensors from ``pieces`` or ``borrow``; their memory may then be reused.
 
         Work on these tensors that is already on the current stream still reads the right values.
         """
@@ -92,7 +94,7 @@ def _name(group: Any) -> str:
 
 
 def all_gather_rows(x: torch.Tensor, group: Any) -> Pending:
-    """Begins to gather ``x``, of one shape on all ranks, to ``[ranks * rows, ..]`` by rank."""
+    """Begins to gather ``x``, with equal shapes on all ranks, to ``[ranks * rows, ..]`` by rank."""
     x = x.contiguous()
     if torch.compiler.is_compiling():
         ranks, name = world_size(group), _name(group)
@@ -103,10 +105,10 @@ def all_gather_rows(x: torch.Tensor, group: Any) -> Pending:
 
 
 def reduce_scatter_rows(x: torch.Tensor, group: Any, out: torch.Tensor | None = None) -> Pending:
-    """Begins to sum ``x`` over ranks; rank ``r`` gets rows ``r * rows / ranks`` onwards.
+    """Begins to sum ``x`` over ranks; rank ``r`` gets the rows from ``r * rows / ranks`` on.
 
-    The result is ``out``, contiguous ``[rows / ranks, ..]``, if given. A graph of ``torch.compile``
-    ignores ``out``, because torch 2.11 loses the gradient of a copy there.
+    If ``out``, contiguous ``[rows / ranks, ..]``, is given, it is the result. A graph of
+    ``torch.compile`` ignores it, because torch 2.11 loses the gradient of a copy there.
     """
     ranks = world_size(group)
     if x.shape[0] % ranks:
@@ -151,8 +153,8 @@ def all_reduce(x: torch.Tensor, group: Any) -> Pending:
 def max_over_ranks(amax: torch.Tensor, group: Any) -> torch.Tensor:
     """Reduces ``amax`` (fp32, no element negative) by maximum over ranks, in place.
 
-    The bits are reduced as int32, which order like non-negative floats with NaN above Inf, so that
-    a NaN on one rank reaches all ranks.
+    The bits are reduced as int32: for non-negative floats the order is the same, with NaN above
+    Inf. So a NaN on one rank reaches all ranks.
     """
     bits = amax.view(torch.int32)
     if torch.compiler.is_compiling():

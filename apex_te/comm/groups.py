@@ -27,12 +27,12 @@ def check_process_group(owner: str, name: str, value: object) -> None:
 
 
 def ranks_of(group: Any) -> tuple[int, ...]:
-    """Returns the global ranks of ``group`` in rising order; None is the whole world."""
+    """Returns the global ranks of ``group`` in ascending order; None is the whole world."""
     return tuple(sorted(distributed.get_process_group_ranks(group)))
 
 
 def pipeline_stage() -> int | None:
-    """Returns this rank's pipeline stage, from 0, or None if Megatron does not tell it."""
+    """Returns this rank's pipeline stage, from 0; None if Megatron does not report it."""
     state: Any = sys.modules.get("megatron.core.parallel_state")
     if state is None or not state.model_parallel_is_initialized():
         return None
@@ -41,9 +41,9 @@ def pipeline_stage() -> int | None:
 
 
 def covers(outer: Any, inner: Any) -> bool:
-    """Returns True if every rank of ``inner`` is also one of ``outer``; None is the whole world.
+    """Returns True if every rank of ``inner`` is also in ``outer``; None is the whole world.
 
-    Answers are cached for as long as both groups live.
+    Answers are cached as long as both groups live.
     """
     if outer is None or outer is inner:
         return True

@@ -42,9 +42,10 @@ _known: WeakKeyDictionary[Any, PeerMemory | None] = WeakKeyDictionary()
 def peer_memory(group: Any, x: torch.Tensor, piece_bytes: int) -> PeerMemory | None:
     """Returns the ``PeerMemory`` of ``group``, or None if the caller must use a collective.
 
-    All ranks get the same answer, so ``piece_bytes`` must be the same on all. The first call for a
-    group is collective. The answer is None for pieces below ``SMALLEST`` bytes, on the CPU, in
-    graphs (CUDA's and ``torch.compile``'s), and for groups that are not NCCL groups on one host.
+    All ranks get the same answer if ``piece_bytes`` is the same on all, as it must be. The first
+    call for a group is collective. The answer is None for pieces below ``SMALLEST`` bytes, on the
+    CPU, in graphs (CUDA's and ``torch.compile``'s), and for groups that are not NCCL groups on one
+    host.
     """
     if not x.is_cuda or piece_bytes < SMALLEST or is_traced():
         return None
@@ -91,10 +92,10 @@ def _told(value: Any, group: Any) -> list[Any]:
 class PeerMemory:
     """Runs the exchanges of one process group, and owns the buffers for them.
 
-    Buffers are allocated when an exchange first needs them or larger ones. If that fails on one
-    rank, ``works`` is False, and all ranks use collectives from then on. If a peer's piece does not
-    arrive within the group's timeout, the process ends with a CUDA error. Copies to peers run on
-    ``stream``.
+    Buffers are allocated when an exchange first needs them, or needs larger ones. If that fails on
+    one rank, ``works`` becomes False, and all ranks use collectives from then on. If a peer's piece
+    does not arrive within the group's timeout, the process ends with a CUDA error. Copies to peers
+    run on ``stream``.
     """
 
     def __init__(self, group: Any, device: torch.device) -> None:
@@ -112,9 +113,10 @@ class PeerMemory:
     def gather(self, x: torch.Tensor, whole: bool) -> Pending | None:
         """Begins to gather the rows of all ranks to ``[ranks * rows, ..]``, ordered by rank.
 
-        Without ``whole`` the handle allows ``pieces`` only, which saves a copy of the contiguous
-        ``x``. ``wait`` or ``release`` must be called before the next gather: until then the answer
-        is None on all ranks, as it is without buffers, and the caller uses a collective.
+        If ``whole`` is False, the handle supports only ``pieces``, which saves a copy of the
+        contiguous ``x``. ``wait`` or ``release`` must be called before the next gather. Before
+        that, and without buffers, the result is None on all ranks, and the caller uses a
+        collective.
         """
         buffer = self._gathers.begin(x.nbytes * self.ranks)
         return None if buffer is None else _Gathered(self._gathers, buffer, x, whole)
@@ -122,11 +124,11 @@ class PeerMemory:
     def reduce(
         self, out: torch.Tensor, produce: Callable[[slice, torch.Tensor], Any]
     ) -> Pending | None:
-        """Begins to sum a matrix ``[rows, cols]`` over ranks; each rank's ``out`` gets a share of
-        rows.
+        """Begins to sum a matrix ``[rows, cols]`` over ranks; ``out`` gets this rank's rows.
 
         ``produce(rows, into)`` writes the slice ``rows`` of this rank's summand to ``into``. It is
-        called here, once for the rows of each rank, this rank's last. None is as in ``gather``.
+        called immediately, once for the rows of each rank, this rank's last. The result is None in
+        the same cases as for ``gather``.
         """
         buffer = self._sums.begin(out.nbytes * self.ranks)
         return None if buffer is None else _Reduced(self._sums, buffer, out, produce)

@@ -13,10 +13,10 @@ __all__ = ["CudaRNGStatesTracker"]
 class CudaRNGStatesTracker:
     """Several independent sequences of random numbers in one process, each with a name.
 
-    Random ops inside ``with tracker.fork(name):`` draw from the sequence called ``name``; each
-    block goes on where the last one with this name ended. The default sequence is left as it was.
-    Sequences are stored as states of torch's default generator, that of the current CUDA device,
-    or of the CPU without a GPU. The interface is that of Megatron and TransformerEngine.
+    Random ops inside ``with tracker.fork(name):`` draw from the sequence ``name``. Each block
+    continues where the last block with this name ended. The default sequence is not affected.
+    Sequences are stored as states of the default generator of the current CUDA device, or of the
+    CPU without a GPU. The interface is that of Megatron and TransformerEngine.
     """
 
     def __init__(self) -> None:
@@ -24,19 +24,19 @@ class CudaRNGStatesTracker:
         self._seeds: set[int] = set()
 
     def reset(self) -> None:
-        """Forgets every name and seed."""
+        """Removes all sequences and seeds."""
         self._states = {}
         self._seeds = set()
 
     def get_states(self) -> dict[str, torch.Tensor]:
         """Returns the generator state of each sequence by name, for ``set_states``.
 
-        States are uint8 tensors on the CPU, which later draws do not change.
+        States are uint8 tensors on the CPU; later draws do not change them.
         """
         return dict(self._states)
 
     def set_states(self, states: dict[str, torch.Tensor]) -> None:
-        """Replaces all sequences by ``states``, which ``get_states`` returned earlier.
+        """Replaces all sequences by ``states``, a result of ``get_states``.
 
         Raises:
             TypeError: ``states`` is not a dict of tensors.
@@ -54,7 +54,7 @@ class CudaRNGStatesTracker:
         """Starts a sequence called ``name`` from ``seed``.
 
         Raises:
-            TypeError: ``name`` is not a str, or ``seed`` not an int.
+            TypeError: ``name`` is not a str, or ``seed`` is not an int.
             ValueError: ``name`` or ``seed`` was added before.
         """
         for what, value, kind in (("name", name, str), ("seed", seed, int)):
@@ -75,7 +75,7 @@ class CudaRNGStatesTracker:
 
     @contextmanager
     def fork(self, name: str = "model-parallel-rng") -> Iterator[None]:
-        """Has random ops inside the ``with`` block draw from the sequence called ``name``.
+        """Makes random ops inside the ``with`` block draw from the sequence called ``name``.
 
         Raises:
             ValueError: no sequence called ``name`` was added.

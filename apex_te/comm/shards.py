@@ -14,13 +14,13 @@ _NAME = "tensor_parallel_group"  # attribute of a parameter; a name, as a group 
 
 
 def note_group(parameter: torch.Tensor, group: Any) -> None:
-    """Notes the process group that splits a plain parameter, for ``part_groups``."""
+    """Stores the process group that splits a plain parameter, for ``part_groups``."""
     if group is not None and world_size(group) > 1:
         setattr(parameter, _NAME, group.group_name)
 
 
 def mesh_groups(tensor: torch.Tensor) -> list[Any]:
-    """Returns the groups that shard a DTensor, one for each such dimension of its mesh."""
+    """Returns the groups that shard a DTensor, one for each mesh dimension that shards it."""
     spec: Any = getattr(tensor, "_spec", None)
     if spec is None:
         return []
@@ -43,7 +43,7 @@ def part_groups(parameter: torch.Tensor) -> list[Any]:
 def max_over_shards(flag: torch.Tensor, params: Iterable[torch.Tensor]) -> torch.Tensor:
     """Reduces ``flag`` (fp32, at least 0) by maximum over the ranks of ``params``, in place.
 
-    All ranks run the same collectives whatever the flag's value is.
+    All ranks run the same collectives, whatever the flag's value is.
     """
     for group in dict.fromkeys(group for param in params for group in part_groups(param)):
         max_over_ranks(flag, group)

@@ -12,7 +12,9 @@ from .collectives import world_size
 
 
 class Columns(NamedTuple):
-    """Columns of the vocabulary that a rank has: ``width``, from ``first``, of ``vocabulary``."""
+    """Columns of a vocabulary of size ``vocabulary`` on one rank: ``width``, starting
+    at ``first``.
+    """
 
     first: int
     width: int
@@ -21,11 +23,12 @@ class Columns(NamedTuple):
 
 
 class SplitTargets(NamedTuple):
-    """Targets of rows, as a rank with some of the columns sees them.
+    """Targets of rows, for a rank that has some of the columns.
 
     Attributes:
-        column: ``[rows, 1]`` int64, the target's column on this rank; any column unless ``own``.
-        own: ``[rows]`` bool, True where this rank has the target's column.
+        column: ``[rows, 1]`` int64, the target's column on this rank; an arbitrary column if
+            ``own`` is False.
+        own: ``[rows]`` bool, True if this rank has the target's column.
         ignored: ``[rows]`` bool, True for rows without loss.
         invalid: ``[rows]`` bool, True for targets outside of the vocabulary.
     """
@@ -39,7 +42,9 @@ class SplitTargets(NamedTuple):
 def own_columns(
     name: str, count: int, group: Any, first_index: int | None, vocab_size: int | None
 ) -> Columns:
-    """Returns this rank's columns; without ``first_index``, equally many per rank, in order."""
+    """Returns this rank's columns; without ``first_index``, all ranks have equally
+    many, in order.
+    """
     if (first_index is None) != (vocab_size is None):
         raise ValueError(
             f"{name}: vocab_size must be given with first_index and only then, "
@@ -61,7 +66,7 @@ def own_columns(
 def split_targets(
     name: str, target: torch.Tensor, columns: Columns, ignore_index: int
 ) -> SplitTargets:
-    """Returns targets ``[rows]``, indices into the whole vocabulary, as this rank sees them."""
+    """Converts targets ``[rows]``, indices into the whole vocabulary, for this rank's columns."""
     target = target.long()
     ignored = target == ignore_index
     invalid = ~ignored & ((target < 0) | (target >= columns.vocabulary))
@@ -111,7 +116,7 @@ def split_gradient(
     out: torch.Tensor,
     wide_elements: int = 1 << 26,
 ) -> None:
-    """Writes the gradient of this rank's logits ``[rows, width]``, without a collective.
+    """Writes the gradient of this rank's logits ``[rows, width]`` to ``out``, without a collective.
 
     ``out`` may be ``rows``. ``factor``, fp32 ``[rows]`` or ``[1]``, is the gradient of the losses.
     At most ``wide_elements`` logits have an fp32 copy at a time. Rows without a valid target get 0.

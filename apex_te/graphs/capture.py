@@ -29,7 +29,9 @@ def fp8_modules(module: torch.nn.Module) -> list[FP8Module]:
 
 @contextlib.contextmanager
 def no_collection() -> Iterator[None]:
-    """Collects garbage before the block, not inside: collecting a graph breaks a capture."""
+    """Collects garbage before the block and not inside it, because collecting a graph breaks a
+    capture.
+    """
     gc.collect()
     enabled = gc.isenabled()
     gc.disable()
@@ -46,10 +48,10 @@ _failed_pools: set[Any] = set()
 
 @contextlib.contextmanager
 def recorded(graph: Any, pool: Any) -> Iterator[None]:
-    """Captures what the ``with`` block runs; after an error PyTorch's state is as before the block.
+    """Captures what the ``with`` block runs; after an error, PyTorch's state is restored.
 
     PyTorch itself leaves a capture that CUDA has ended half open: the capture's stream is current,
-    its pool takes allocations, and random generators refuse to draw outside of a capture.
+    its pool takes allocations, and random generators cannot draw outside of a capture.
     """
     if pool in _failed_pools:
         raise ValueError(
@@ -83,17 +85,18 @@ def _close_failed(pool: Any) -> None:
 class Capture:
     """CUDA graphs of one module's forward and backward, with the tensors that they read and write.
 
-    Those tensors stay where they are, so only one replay at a time is possible. ``first`` is the
-    capture of the same module's first microbatch, whose FP8 weights this one shares.
+    Those tensors keep their addresses, so only one replay at a time is possible. ``first`` is the
+    capture of the same module's first microbatch, which shares its FP8 weights with this one.
 
     Attributes:
         caches: KV caches among the arguments, with what the graph has room for; without gradients.
         outputs: flat outputs of ``forward``; ``results`` are the tensors among them.
         fixed: positions in ``results`` of tensors that need no gradient.
-        grad_outputs: where the backward reads gradients of ``results``, or None for each.
-        stand_ins: by id of a parameter, the parameter that replaces it in the capture.
+        grad_outputs: tensors from which backward reads the gradients of ``results``; None for a
+            result without a gradient.
+        stand_ins: maps the id of a parameter to the parameter that replaces it in the capture.
         delayed: the weight gradients that ``backward_dw`` computes after a replay.
-        run: the number of forwards replayed so far, recomputes not counted.
+        run: number of forwards replayed so far, without recomputes.
     """
 
     def __init__(
@@ -143,7 +146,7 @@ class Capture:
 
     @contextlib.contextmanager
     def prepared(self) -> Iterator[None]:
-        """Has the modules cast FP8 weights, inside the block, to memory that replays read."""
+        """Makes the modules cast FP8 weights, inside the block, to memory that replays read."""
         for held in self.held:
             # A copy kept from before would be read by replays after it has been replaced.
             held.columnwise = held.columnwise_scale_inv = None
@@ -179,7 +182,7 @@ class Capture:
             return pytree.tree_flatten(self.call(args, kwargs))
 
     def call(self, args: Any, kwargs: Any) -> Any:
-        """Calls ``forward``, for which the numbers of tokens in KV caches are on the device."""
+        """Calls ``forward``; the numbers of tokens in KV caches are then read on the device."""
         if not self.caches:
             return self.forward(*args, **kwargs)
         with contextlib.ExitStack() as stack:
@@ -201,7 +204,9 @@ class Capture:
         return [x for x in self.inputs if x.requires_grad] + parameters
 
     def warm_up(self, count: int) -> None:
-        """Runs forward and backward ``count`` times eagerly, for what only first runs set up."""
+        """Runs forward and backward ``count`` times eagerly, to set up everything that first runs
+        set up.
+        """
         for _ in range(count):
             outputs, _ = self._run(contextlib.nullcontext())
             grads = [torch.ones_like(o) if _needs_grad(o) else None for o in outputs]
@@ -209,7 +214,7 @@ class Capture:
                 self._gradients(outputs, grads)
 
     def settle(self) -> None:
-        """Ends the warm-up and makes ``cache`` for the FP8 weights that it has allocated."""
+        """Ends the warm-up, and makes ``cache`` for the FP8 weights that were allocated in it."""
         if not self.keeps_weights:
             return
         if self.first is not None:
@@ -224,11 +229,11 @@ class Capture:
         self.cache = WeightCache(kept, [[given[id(s)] for s in w.sources] for w in kept])
 
     def capture_forward(self, pool: Any) -> None:
-        """Captures the forward, whose outputs stay where replays write them."""
+        """Captures the forward; replays write its outputs to the same memory."""
         self.outputs, self.output_spec = self._run(recorded(self.forward_graph, pool))
 
     def capture_backward(self, pool: Any) -> None:
-        """Captures the backward, whose gradients stay where replays write them."""
+        """Captures the backward; replays write its gradients to the same memory."""
         needs = [_needs_grad(o) for o in self.outputs]
         self.grad_outputs = [
             torch.zeros_like(o) if need else None
@@ -288,10 +293,11 @@ class Capture:
         self.weights, self.cache, self.delayed = [], None, []
 
     def replay_forward(self, inputs: Sequence[torch.Tensor], again: bool) -> int:
-        """Copies ``inputs`` to the graph's and replays the forward; returns its number.
+        """Copies ``inputs`` to the graph's inputs, replays the forward and returns its number,
+        ``run``.
 
-        A recompute (``again``) keeps the number, by which ``replay_backward`` detects later
-        forwards.
+        A recompute (``again``) does not count: ``replay_backward`` detects later forwards by the
+        number.
         """
         for static, value in zip(self.inputs, inputs, strict=True):
             static.copy_(value)
@@ -303,7 +309,8 @@ class Capture:
     def replay_backward(self, run: int, overwrite: bool, grads: Sequence[Any]) -> list[Any]:
         """Replays the backward; returns gradients of inputs, then of parameters that require grad.
 
-        Later replays overwrite them. ``overwrite``: ``main_grad`` tensors start from zero.
+        Later replays overwrite these gradients. If ``overwrite``, ``main_grad`` is set to zero
+        first.
 
         Raises:
             RuntimeError: a later forward, or an earlier backward, overwrote what the forward saved.
@@ -334,7 +341,7 @@ class Capture:
 
 
 class WeightCache:
-    """Decides which FP8 weights a replay casts, by the rule of a module's cache of FP8 weights."""
+    """Decides which FP8 weights a replay casts, by the rules of a module's cache of FP8 weights."""
 
     def __init__(
         self, kept: Sequence[KeptWeight], sources: Sequence[Sequence[torch.Tensor | int]]
@@ -353,7 +360,8 @@ class WeightCache:
     def choose(self, first: bool | None, recomputed: bool, inputs: Sequence[torch.Tensor]) -> None:
         """Sets the ``noop`` flags that the graph reads, before the replay of a call.
 
-        ``first`` True or None, for this call only, casts all weights, False those that changed.
+        With ``first`` True, or None for this call only, all weights are cast; with False, those
+        that changed.
         """
         self.is_filled = True
         if recomputed or self._noop is None:
@@ -419,7 +427,9 @@ def _path_name(path: Any) -> str:
 def preserved(
     modules: Sequence[torch.nn.Module], devices: Sequence[torch.device]
 ) -> Iterator[None]:
-    """Restores FP8 state, pending updates, buffers, ``main_grad`` and generators afterwards."""
+    """Restores FP8 state, pending updates, buffers, ``main_grad`` and generators after
+    the block.
+    """
     states = [SavedState(child.fp8_state) for module in modules for child in fp8_modules(module)]
     parameters = [p for module in modules for p in module.parameters()]
     held = [b for module in modules for b in module.buffers()]
@@ -441,10 +451,10 @@ def preserved(
 
 @contextlib.contextmanager
 def substituted(modules: Sequence[torch.nn.Module]) -> Iterator[dict[int, torch.nn.Parameter]]:
-    """Replaces the modules' parameters, inside the block, by stand-ins over the same memory.
+    """Replaces the modules' parameters, inside the block, by stand-ins that share their memory.
 
-    Yields the stand-ins by the ids of the parameters. A parameter's node in a live autograd graph
-    belongs to the stream of that graph, for which a capture must not wait.
+    Yields a dict that maps ids of parameters to stand-ins. A parameter's node in a live autograd
+    graph belongs to the stream of that graph, and a capture must not wait for that stream.
     """
     children = [child for module in modules for child in module.modules()]
     owned = [
@@ -479,7 +489,9 @@ class SavedState:
             self.tensors = {name: getattr(state, name).clone() for name in TENSORS}
 
     def restore(self) -> None:
-        """Writes the values back into the state; resets a state that then had no tensors."""
+        """Writes the values back into the state; resets a state that had no tensors when it was
+        copied.
+        """
         if not self.tensors:
             self.state.reset()  # it was allocated meanwhile
             return

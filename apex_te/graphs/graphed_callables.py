@@ -44,53 +44,55 @@ def make_graphed_callables(
     sample_kwargs: Any = None,
     pool: Any = None,
 ) -> Any:
-    """Captures the forward and the backward of modules, and replaces ``forward`` by the graphs.
+    """Captures forward and backward of modules, and replaces their ``forward`` by CUDA graphs.
 
-    Scales move outside of the graphs, on entering ``fp8_autocast``; the graphs read FP8 state and
-    stage amax values where the state lies, so training goes on as without graphs, bitwise. Changes
-    that the capture makes to FP8 state, ``main_grad``, buffers and random generators are undone.
+    The graphs read the FP8 state and record amax values in it. Scales are updated outside of the
+    graphs, on entering ``fp8_autocast``. So training gives the same results as without graphs,
+    bitwise. Changes that the capture makes to FP8 state, ``main_grad``, buffers and random
+    generators are undone.
 
     Args:
-        modules: a module or a sequence of modules, each with its parameters and inputs on a CUDA
-            device; a module need not have parameters.
+        modules: a module or a sequence of modules, whose parameters and inputs are on a CUDA
+            device. A module need not have parameters.
         sample_args: a tuple or list of positional arguments of ``forward``; for several modules a
-            sequence of these. Tensors give shape, dtype and ``requires_grad``; anything else is a
-            constant of the graph.
-        num_warmup_iters: forwards and backwards before the capture, at least 1.
+            sequence of these. Of tensors, shape, dtype and ``requires_grad`` are used; any other
+            value is a constant of the graph.
+        num_warmup_iters: number of forwards and backwards before the capture, at least 1.
         allow_unused_input: True to allow inputs and parameters that no output depends on.
-        fp8_enabled: ``enabled`` of the ``fp8_autocast`` region that modules are captured in. A call
-            outside any region enters such a region itself.
+        fp8_enabled: ``enabled`` of the ``fp8_autocast`` region for the capture. A later call
+            outside any region enters that region itself.
         fp8_calibrating: ``calibrating`` of that region.
         fp8_recipe: ``fp8_recipe`` of that region.
         fp8_group: ``fp8_group`` of that region.
-        fp8_weight_caching: calls take ``is_first_microbatch``: True and None cast the FP8 weights,
-            False reuses those that an earlier call cast with True, and their scales, as long as
-            their parameters do not change. Recipes other than delayed scaling cast them in each
-            call, to the same FP8 data, as every recipe does with weights that are neither
-            parameters nor arguments of the module. The FP8 weights that are kept have memory
-            outside of the graphs' pool.
+        fp8_weight_caching: True to make calls accept ``is_first_microbatch``. True and None cast
+            the FP8 weights. False reuses the FP8 weights and scales that an earlier call cast with
+            True, as long as the parameters do not change. Recipes other than delayed scaling cast
+            them in each call, to the same FP8 data; so does every recipe if a weight is neither a
+            parameter nor an argument of the module. The cached FP8 weights have memory outside of
+            the graphs' pool.
         sample_kwargs: a dict of keyword arguments of ``forward``; for several modules a sequence of
-            dicts. An ``InferenceParams`` in it must have announced a step by ``pre_step``. Each
-            replay computes the step that was announced last, of as many sequences and tokens as
-            the capture had at most, without gradients.
+            dicts. If it contains an ``InferenceParams``, call its ``pre_step`` before. Each replay
+            then computes, without gradients, the step of the last ``pre_step``; it can have at most
+            as many sequences and tokens as the captured one.
         pool: memory pool of other graphs to share, from ``torch.cuda.graph_pool_handle()``.
 
     Returns:
-        The module, or a tuple of the modules. The graph runs in calls that are like its capture: in
-        the same training or evaluation mode and ``torch.autocast``, and for FP8 in a region with an
-        equal recipe entered with grad enabled. In other calls, and until ``first_step="current"``
-        has its scales, the module runs its former ``forward``. Outputs are overwritten by the next
-        call. Several modules must be called in the order of their capture, their backwards in the
-        opposite one. The weight gradients that ``delay_wgrad_compute`` leaves out are not part of a
-        graph: ``backward_dw()`` computes them, before the next call. Copies of a module run without
-        the graph.
+        The module, or a tuple of the modules. A call runs the graph if it is like the capture: the
+        same training or evaluation mode and ``torch.autocast``, and for FP8 a region with an equal
+        recipe, entered with grad enabled. Other calls, and calls before ``first_step="current"``
+        has its scales, run the module's former ``forward``. Each call overwrites the outputs of the
+        last one. Call several modules in the order of their capture, and their backwards in the
+        opposite order. With ``delay_wgrad_compute``, weight gradients are not part of a graph:
+        ``backward_dw()`` computes them, before the next call. Copies of a module run without the
+        graph.
 
     Raises:
-        RuntimeError: there is no CUDA device, or the call is made inside ``fp8_autocast`` or
-            ``torch.autocast`` with its cache; in a later call, parameters or FP8 state have moved,
-            or a backward comes too late.
-        TypeError: an argument of a wrong type, here or in a call.
-        ValueError: an argument with a wrong value, here or in a call.
+        RuntimeError: there is no CUDA device; the call is made inside ``fp8_autocast`` or
+            ``torch.autocast`` with its cache; with ``allow_unused_input=False`` an input or
+            parameter gets no gradient; in a later call, parameters or FP8 state have moved, or a
+            backward runs twice or after a later forward.
+        TypeError: an argument has a wrong type, here or in a call.
+        ValueError: an argument has a wrong value, here or in a call.
     """
     given = _samples(modules, sample_args, sample_kwargs)
     check_options(num_warmup_iters, allow_unused_input, fp8_weight_caching)
@@ -121,7 +123,10 @@ def capture_in_order(
     warmup_iters: int,
     pool: Any,
 ) -> None:
-    """Warms up all graphs, then captures them in memory of one pool; ``pool`` None makes one."""
+    """Warms up all graphs, then captures them in ``order``, with one memory pool.
+
+    ``pool`` None makes a new one.
+    """
     pool = torch.cuda.graph_pool_handle() if pool is None else pool
     modules = list({id(graph.module): graph.module for graph in graphs}.values())
     with contextlib.ExitStack() as stack:
@@ -246,15 +251,16 @@ def device_of(module: torch.nn.Module, args: tuple, kwargs: dict[str, Any]) -> t
 
 
 class GraphedForward:
-    """Callable that replaces a module's ``forward``, and replays its graph or runs it eagerly.
+    """Callable that replaces a module's ``forward`` and replays its graph or runs it eagerly.
 
     Attributes:
         first: the graph of the same module's first microbatch; None for that graph itself.
-        replayed: the last call outside a recompute replayed the graph, so a recompute does, too.
-        first_steps: ``(state, slot)`` of each slot whose scale was found before the capture; calls
-            in which one needs its first scale run eagerly.
-        states: the FP8 states with their amax histories, by which a moved state is noticed.
-        schedule: checks the order of replays among several microbatches; None with one.
+        replayed: True if the last call, recomputes not counted, replayed the graph; a recompute
+            then does so, too.
+        first_steps: ``(state, slot)`` of each slot that had its first scale before the capture. If
+            a slot needs a first scale again, a call runs eagerly.
+        states: the FP8 states and their amax histories, to notice if a state has moved.
+        schedule: checks the order of replays among several microbatches; None if there is one.
     """
 
     def __init__(
@@ -295,7 +301,9 @@ class GraphedForward:
         )  # fmt: skip
 
     def note_first_steps(self) -> None:
-        """Sets ``first_steps``, for a recipe whose first step takes scales from its own tensors."""
+        """Sets ``first_steps``, for a recipe whose first scales come from the first
+        step's tensors.
+        """
         if getattr(self.region.recipe, "first_step", None) == "current":
             states = [module.fp8_state for module in self.capture.modules]
             self.first_steps = [
@@ -311,7 +319,7 @@ class GraphedForward:
         self.module.forward = self
 
     def hold_states(self) -> None:
-        """Notes the FP8 states that the graphs read, by which a moved one is noticed."""
+        """Keeps the FP8 states that the graphs read, to notice if one has moved."""
         states = [m.fp8_state for m in self.capture.modules if m.fp8_state.allocated]
         # Held, so that nobody else is given the memory that the graphs write to.
         self.states = [(state, state.amax_history_fwd) for state in states]

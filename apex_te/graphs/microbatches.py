@@ -34,15 +34,24 @@ def graph_microbatches(
 ) -> tuple[GraphedForward, ...]:
     """Captures a forward and a backward of each module for each microbatch of a schedule.
 
-    A graph has memory for one microbatch in flight, so a module gets as many graphs as the schedule
-    has microbatches; they share its FP8 weights. The callables returned, ordered as
-    ``sample_args``, are called in place of the modules, which keep their ``forward``, in the order
-    of the schedule. Hooks of the modules are part of the graphs.
+    The memory of a graph is for one microbatch in flight. So a module gets as many graphs as the
+    schedule has microbatches; they share its FP8 weights. Hooks of the modules are part of the
+    graphs.
 
     Args:
-        sample_args: positional arguments of each graph: chunk by chunk, within a chunk microbatch
-            by microbatch, within a microbatch layer by layer.
+        modules: tuple or list of different modules (layers), chunk by chunk.
+        sample_args: positional arguments of each graph: by chunk, then by microbatch, then by
+            layer.
+        order: the schedule, a chunk number from 1 on for each forward and its negative for each
+            backward. All chunks have equally many of both.
         layers_per_chunk: number of layers of each chunk; None divides them equally.
+        sample_kwargs: keyword arguments of each graph, ordered as ``sample_args``.
+
+    The other arguments are those of ``make_graphed_callables``.
+
+    Returns:
+        A callable for each graph, ordered as ``sample_args``. Call these instead of the modules,
+        which keep their ``forward``, in the order of the schedule.
     """
     graphed_callables.check_options(num_warmup_iters, allow_unused_input, fp8_weight_caching)
     _check_modules(modules)
@@ -89,17 +98,17 @@ def graph_microbatches(
 
 
 class Event(NamedTuple):
-    """Named tuple of the forward or backward of one graph."""
+    """Forward or backward of one graph."""
 
     graph: GraphedForward
     is_backward: bool
 
 
 class Schedule:
-    """Check that graphs are replayed in the order of their capture, in which they share memory.
+    """Check that graphs are replayed in the order of their capture, because they share memory.
 
-    Forwards and backwards may be left out, such as those of a module that runs eagerly. One that
-    comes before the last one in the order begins the schedule anew.
+    Forwards and backwards may be left out, such as those of a module that runs eagerly. A forward
+    that is not later in the order than the last event begins the schedule anew.
     """
 
     def __init__(self, events: Sequence[Event]) -> None:
@@ -111,7 +120,9 @@ class Schedule:
         self._rounds: dict[int, int] = {}  # of the last forward of each capture
 
     def check(self, capture: Capture, is_backward: bool) -> None:
-        """Notes that a forward or backward is about to be replayed."""
+        """Notes that a forward or backward will be replayed; raises RuntimeError for a
+        wrong order.
+        """
         place = self._places[id(capture), is_backward]
         if not is_backward:
             self._round += place <= self._last

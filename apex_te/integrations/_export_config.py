@@ -52,9 +52,7 @@ class Export(_Options):
 
 
 def quantization_config(export: Export, ignored: list[str]) -> dict[str, Any]:
-    """Returns the entry ``quantization_config`` of ``config.json``; ``ignored`` layers
-    stay plain.
-    """
+    """Returns ``quantization_config`` of ``config.json``; ``ignored`` names layers not in FP8."""
     if export.quant_method == "compressed-tensors":
         return _compressed_tensors(export, ignored)
     config: dict[str, Any] = {

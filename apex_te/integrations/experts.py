@@ -15,7 +15,7 @@ from . import _matching as matching
 
 
 class ExpertGemm(GroupedLinear):
-    """``GroupedLinear`` whose weights are part of a stacked Parameter, passed to each call."""
+    """``GroupedLinear`` whose weights are a stacked Parameter, which each call is given."""
 
     def __init__(
         self, num_gemms: int, in_features: int, out_features: int, dtype: torch.dtype
@@ -33,7 +33,7 @@ class ExpertGemm(GroupedLinear):
     def forward(  # type: ignore[override]
         self, inp: torch.Tensor, m_splits: Any, stacked: torch.Tensor
     ) -> torch.Tensor:
-        """Applies the weights ``stacked``, ``[num_gemms, out_features, in_features]``, to groups of
+        """Applies ``stacked``, weights ``[num_gemms, out_features, in_features]``, to groups of
         rows.
         """
         self._stacked = stacked

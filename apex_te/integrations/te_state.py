@@ -269,8 +269,7 @@ class SavedState(NamedTuple):
     pending: bool
 
     def entries(self, prefix: str) -> dict[str, Any]:
-        """Returns the state's entries in a state dict of apex_te, with keys that begin with
-        ``prefix``.
+        """Returns the state's entries in a state dict of apex_te; keys begin with ``prefix``.
 
         If ``pending``, set ``amax_groups.pending`` before, because the entries contain it.
         """
@@ -282,9 +281,7 @@ class SavedState(NamedTuple):
 
 
 def saved_state(extra_state: Any, module: FP8Module) -> SavedState | None:
-    """Returns the FP8 state in an ``_extra_state`` of TransformerEngine or apex_te; None without
-    one.
-    """
+    """Returns the FP8 state in an ``_extra_state`` of either library; None if it has none."""
     saved = _decoded(extra_state)
     found = _te_state(saved)
     if found is None:

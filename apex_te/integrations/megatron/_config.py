@@ -170,8 +170,7 @@ class Reader:
         return part_of_whole
 
     def tracker(self) -> Callable[[], Any] | None:
-        """Returns ``config``'s or Megatron's function that returns the tracker of random states, or
-        None.
+        """Returns ``config``'s or Megatron's function for the tracker of random states, or None.
 
         With ``use_cpu_initialization`` it is None, because all ranks draw the same numbers.
         """

@@ -100,8 +100,7 @@ class MindSpeedTEGroupedLinear(MegatronLayer, GroupedLinear):
     def forward(  # type: ignore[override]
         self, x: torch.Tensor, m_splits: Any, is_first_microbatch: bool | None = None
     ) -> tuple[torch.Tensor, None]:
-        """Applies the first layer to the first rows of ``x``, the second layer to the next rows,
-        etc.
+        """Applies the first layer to the first rows of ``x``, the second to the next rows, etc.
 
         Args:
             x: ``[rows, in_features]``.
