@@ -56,7 +56,7 @@ class Pending:
         return self._result
 
     def pieces(self) -> Iterator[tuple[slice, torch.Tensor]]:
-        """Yields ``(slice, rows)`` of the result as rows arrive; they are valid until
+        """Yields ``(slice, rows)`` of the result as they arrive; they are valid until
         ``release``.
         """
         result = self.wait()

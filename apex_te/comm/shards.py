@@ -33,7 +33,7 @@ def mesh_groups(tensor: torch.Tensor) -> list[Any]:
 
 
 def part_groups(parameter: torch.Tensor) -> list[Any]:
-    """Returns the groups of ``mesh_groups``, and the group that splits a plain parameter."""
+    """Returns the groups that split a parameter: a DTensor's by its mesh, or the noted group."""
     name = getattr(parameter, _NAME, None)
     if name is None or hasattr(parameter, "_spec") or not distributed.is_initialized():
         return mesh_groups(parameter)

@@ -12,8 +12,8 @@ from .collectives import world_size
 
 
 class Columns(NamedTuple):
-    """Columns of a vocabulary of size ``vocabulary`` on one rank: ``width``, starting
-    at ``first``.
+    """Columns of the vocabulary on one rank: ``width``, starting at ``first``, of
+    ``vocabulary``.
     """
 
     first: int
@@ -42,8 +42,8 @@ class SplitTargets(NamedTuple):
 def own_columns(
     name: str, count: int, group: Any, first_index: int | None, vocab_size: int | None
 ) -> Columns:
-    """Returns this rank's columns; without ``first_index``, all ranks have equally
-    many, in order.
+    """Returns this rank's columns; without ``first_index``, all ranks have equal shares
+    in order.
     """
     if (first_index is None) != (vocab_size is None):
         raise ValueError(

@@ -29,8 +29,8 @@ def fp8_modules(module: torch.nn.Module) -> list[FP8Module]:
 
 @contextlib.contextmanager
 def no_collection() -> Iterator[None]:
-    """Collects garbage before the block and not inside it, because collecting a graph breaks a
-    capture.
+    """Collects garbage before the block, not in it, where collecting a graph would
+    break a capture.
     """
     gc.collect()
     enabled = gc.isenabled()
@@ -204,9 +204,7 @@ class Capture:
         return [x for x in self.inputs if x.requires_grad] + parameters
 
     def warm_up(self, count: int) -> None:
-        """Runs forward and backward ``count`` times eagerly, to set up everything that first runs
-        set up.
-        """
+        """Runs forward and backward ``count`` times eagerly, which sets up what a capture needs."""
         for _ in range(count):
             outputs, _ = self._run(contextlib.nullcontext())
             grads = [torch.ones_like(o) if _needs_grad(o) else None for o in outputs]
@@ -293,11 +291,10 @@ class Capture:
         self.weights, self.cache, self.delayed = [], None, []
 
     def replay_forward(self, inputs: Sequence[torch.Tensor], again: bool) -> int:
-        """Copies ``inputs`` to the graph's inputs, replays the forward and returns its number,
-        ``run``.
+        """Copies ``inputs`` to the graph's inputs and replays the forward; returns ``run``.
 
-        A recompute (``again``) does not count: ``replay_backward`` detects later forwards by the
-        number.
+        A recompute (``again``) does not change ``run``, by which ``replay_backward`` detects later
+        forwards.
         """
         for static, value in zip(self.inputs, inputs, strict=True):
             static.copy_(value)
@@ -360,8 +357,8 @@ class WeightCache:
     def choose(self, first: bool | None, recomputed: bool, inputs: Sequence[torch.Tensor]) -> None:
         """Sets the ``noop`` flags that the graph reads, before the replay of a call.
 
-        With ``first`` True, or None for this call only, all weights are cast; with False, those
-        that changed.
+        ``first`` True and None cast all weights, False those that changed. After None, the next
+        False casts all.
         """
         self.is_filled = True
         if recomputed or self._noop is None:
@@ -427,9 +424,7 @@ def _path_name(path: Any) -> str:
 def preserved(
     modules: Sequence[torch.nn.Module], devices: Sequence[torch.device]
 ) -> Iterator[None]:
-    """Restores FP8 state, pending updates, buffers, ``main_grad`` and generators after
-    the block.
-    """
+    """Restores FP8 state, pending updates, buffers, ``main_grad`` and generators on exit."""
     states = [SavedState(child.fp8_state) for module in modules for child in fp8_modules(module)]
     parameters = [p for module in modules for p in module.parameters()]
     held = [b for module in modules for b in module.buffers()]
@@ -489,9 +484,7 @@ class SavedState:
             self.tensors = {name: getattr(state, name).clone() for name in TENSORS}
 
     def restore(self) -> None:
-        """Writes the values back into the state; resets a state that had no tensors when it was
-        copied.
-        """
+        """Writes the values back into the state; resets a state that had no tensors."""
         if not self.tensors:
             self.state.reset()  # it was allocated meanwhile
             return

@@ -301,7 +301,7 @@ class GraphedForward:
         )  # fmt: skip
 
     def note_first_steps(self) -> None:
-        """Sets ``first_steps``, for a recipe whose first scales come from the first
+        """Sets ``first_steps``, for a recipe that takes first scales from the first
         step's tensors.
         """
         if getattr(self.region.recipe, "first_step", None) == "current":

@@ -10,7 +10,9 @@ _CLASSES: dict[tuple[type, type, str], Any] = {}
 
 
 class Derived(nn.Module):
-    """Base of such subclasses, whose pickles name the two classes instead of the one made here."""
+    """Base of derived subclasses; their pickles name the two classes instead of the one
+    made here.
+    """
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         for names, kind in _CLASSES.items():
@@ -20,7 +22,7 @@ class Derived(nn.Module):
 
 
 def derived(kind: Any, base: Any, name: str | None = None) -> Any:
-    """Returns the subclass of ``kind``, ``Derived`` and ``base``, in this order, cached."""
+    """Returns the subclass of ``kind``, ``Derived`` and ``base``, in this order; cached."""
     key = (kind, base, name or kind.__name__)
     if key not in _CLASSES:
         namespace = {"__module__": kind.__module__, "__doc__": kind.__doc__}

@@ -43,8 +43,8 @@ _CLASSES: tuple[tuple[type[Recipe], str], ...] = (
 def encoded(state: FP8State, recipe: Recipe | None, by_kind: bool) -> torch.Tensor:
     """Returns the bytes of an ``_extra_state``, a uint8 vector on the CPU, empty without state.
 
-    Its length depends on recipe, number of GEMMs and history length only. Frameworks expect slots
-    sorted ``by_kind`` (inputs, weights, outputs), not by GEMM, of a ``GroupedLinear``.
+    Its length depends only on recipe, number of GEMMs and history length. Frameworks expect the
+    slots of a ``GroupedLinear`` to be sorted ``by_kind`` (inputs, weights, outputs), not by GEMM.
     """
     has_state = state.allocated and state.device.type != "meta"
     if not has_state and recipe is None:
@@ -64,10 +64,10 @@ def encoded(state: FP8State, recipe: Recipe | None, by_kind: bool) -> torch.Tens
 
 
 def no_bytes() -> torch.Tensor:
-    """Returns an empty uint8 vector with an empty storage at an address of its own.
+    """Returns an empty uint8 vector that has an empty storage at its own address.
 
-    Some tools that write safetensors take tensors at address 0 for one shared tensor and drop them;
-    others refuse tensors that are smaller than their storages.
+    Some tools that write safetensors mistake tensors at address 0 for one shared tensor and drop
+    them; others reject tensors that are smaller than their storages.
     """
     try:
         import numpy
@@ -84,11 +84,12 @@ class OwnHeader(NamedTuple):
     checksum: int
 
     def fitted(self, tensors: Iterable[torch.Tensor], due: list[bool]) -> torch.Tensor:
-        """Returns a header that fits the four tensors beside it.
+        """Returns a header that fits the four tensors saved with it.
 
-        A framework may have split a state by GEMM, and merged such parts again, perhaps of other
-        ranks. The header is then that of the first part's whole, and only what holds for any part
-        of it is taken over. ``due`` is True for each slot that has seen no amax and has no scale.
+        A framework may have split a state by GEMM, and merged the parts again, perhaps with parts
+        of other ranks. The header is then that of the state from which the first part came, so only
+        the entries that hold for any part of it are used. ``due`` is True for each slot that has
+        seen no amax and has no scale.
         """
         entries = decode_header(self.blob)
         if _checksum(_flat(tensors)) == self.checksum:
@@ -98,7 +99,9 @@ class OwnHeader(NamedTuple):
 
 
 def own_header(saved: Any) -> OwnHeader | None:
-    """Returns what apex_te has added to a decoded ``_extra_state``; None if it did not save it."""
+    """Returns apex_te's own header in a decoded ``_extra_state``; None if apex_te did
+    not save it.
+    """
     extra = saved.get("extra_fp8_variables") if isinstance(saved, dict) else None
     own = extra.get(OWN) if isinstance(extra, dict) else None
     if not isinstance(own, dict):

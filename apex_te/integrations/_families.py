@@ -10,10 +10,10 @@ from . import _matching as matching
 
 
 class Projections(NamedTuple):
-    """Linear layers that read one tensor, with the norm that makes it, to be one layer.
+    """Linear layers with a common input, and the norm before them, that can become one layer.
 
-    Names are dotted and in the block. ``path`` is the new layer's, with a single linear layer its
-    own. Weights are ``[in, out]`` if ``transposed``.
+    Names are dotted and relative to the block. ``path`` is the new layer's name; for a single
+    linear layer its own. Weights are ``[in, out]`` if ``transposed``.
     """
 
     linears: tuple[str, ...]
@@ -23,12 +23,13 @@ class Projections(NamedTuple):
 
 
 class MLPLayers(NamedTuple):
-    """Norm, first linear layers, activation and second linear layer, to be one ``LayerNormMLP``.
+    """Norm, first linear layers, activation and second linear layer that can be one
+    ``LayerNormMLP``.
 
-    ``norm`` and ``path`` (the MLP's) are dotted names in the block, the others names in the MLP.
-    With two layers in ``first``, the first one is the gate; if ``gated``, one half of their output
-    is multiplied with the activation of the other. ``dropout`` ends the MLP, ``inner_dropout`` is
-    after the activation. Weights are ``[in, out]`` if ``transposed``.
+    ``norm`` and ``path`` (the MLP's) are dotted names relative to the block, the others are
+    relative to the MLP. If ``first`` has two layers, the first one is the gate. If ``gated``, one
+    half of their output is multiplied by the activation of the other. ``dropout`` ends the MLP,
+    ``inner_dropout`` follows the activation. Weights are ``[in, out]`` if ``transposed``.
     """
 
     norm: str
@@ -43,7 +44,7 @@ class MLPLayers(NamedTuple):
 
 
 class Apart(NamedTuple):
-    """Layers of a block that cannot be joined, and why."""
+    """Layers of a block that cannot be joined, and the reason."""
 
     reason: str
 
@@ -99,7 +100,7 @@ _BLOCKS: dict[tuple[str, str], tuple[Layers, ...]] = {
 
 
 def layers_to_join(block: Any) -> tuple[Layers, ...]:
-    """Returns the groups of a block's layers that each become one layer, if the block is known."""
+    """Returns the groups of a block's layers that can each become one layer; empty if unknown."""
     if not isinstance(block, nn.Module):
         return ()
     groups = _BLOCKS.get(matching.family_class(block), ())

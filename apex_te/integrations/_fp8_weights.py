@@ -77,7 +77,7 @@ def _held(weight: nn.Parameter, settings: Settings) -> nn.Parameter:
 
 
 class MemoryFootprint:
-    """Replacement of a model's ``get_memory_footprint``, which counts what FP8 weights hold."""
+    """Replacement of a model's ``get_memory_footprint`` that counts the memory of FP8 weights."""
 
     def __init__(self, model: Any) -> None:
         # A copy or pickle of the model contains one of these that counts the copy.
@@ -98,6 +98,6 @@ def _bytes(weight: FP8Parameter) -> int:
 
 
 def count_fp8_weights(model: nn.Module) -> None:
-    """Replaces ``get_memory_footprint`` on the instances of Hugging Face's models in ``model``."""
+    """Replaces ``get_memory_footprint`` on Hugging Face's models in ``model``, on the instances."""
     for module in matching.pretrained_models(model):
         vars(module)["get_memory_footprint"] = MemoryFootprint(module)

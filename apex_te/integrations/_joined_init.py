@@ -14,16 +14,17 @@ ORIGINAL = "_apex_te_original"
 
 
 class Original(NamedTuple):
-    """Layer that a joined one replaces; ``views`` has its parameters, by dotted name in it."""
+    """Layer that a joined layer replaces; ``views`` has its parameters, by dotted name in it."""
 
     module: nn.Module
     views: dict[str, PartView]
 
 
 class InitWeights:
-    """Callable in place of a model's ``_init_weights``, which initialises joined layers, too.
+    """Callable that replaces a model's ``_init_weights`` and also initialises joined layers.
 
-    Each original layer is initialised as the model's class does, on views of the joined parameters.
+    Each original layer is initialised like the model's class does it, on views of the joined
+    parameters.
     """
 
     def __init__(self, model: Any) -> None:
@@ -74,7 +75,7 @@ def _parameter(view: PartView, attribute: str) -> nn.Parameter:
 
 
 def init_joined_layers(model: nn.Module) -> None:
-    """Replaces ``_init_weights`` on the instances of Hugging Face's models in ``model``."""
+    """Replaces ``_init_weights`` on Hugging Face's models in ``model``, on the instances."""
     for module in matching.pretrained_models(model):
         if "_init_weights" not in vars(module):
             vars(module)["_init_weights"] = InitWeights(module)

@@ -22,8 +22,9 @@ KEYS = "_apex_te_keys"
 class JoinedKey(NamedTuple):
     """Keys of a joined parameter and of the original parameters that it is stacked from.
 
-    ``parts`` has ``(key, rows)`` of each, which is ``[in, out]`` if ``transposed``. ``former``
-    marks a norm's parameter that only earlier releases had under ``key``.
+    ``parts`` has ``(key, rows)`` of each original parameter, which is ``[in, out]`` if
+    ``transposed``. ``former`` is True for a norm's parameter that had ``key`` only in earlier
+    releases.
     """
 
     key: str
@@ -37,21 +38,21 @@ class JoinedKey(NamedTuple):
         return JoinedKey(prefix + self.key, parts, self.transposed, self.former)
 
     def split(self, value: torch.Tensor) -> list[torch.Tensor]:
-        """Returns views of a joined parameter's values, one per original parameter."""
+        """Returns views of a joined parameter's values, one for each original parameter."""
         value = dequantized(value)
         rows = [count for _, count in self.parts]
         return [original_part(part, self.transposed) for part in value.split(rows)]
 
 
 def original_part(part: torch.Tensor, transposed: bool) -> torch.Tensor:
-    """Returns a view of joined rows ``[out, in]`` or ``[out]`` in the layout of the original."""
+    """Returns a view of joined rows ``[out, in]`` or ``[out]`` in the original layout."""
     return part.t() if transposed else part
 
 
 def joined(values: list[torch.Tensor], transposed: bool) -> torch.Tensor:
     """Returns weights (``[in, out]`` if ``transposed``) or biases, stacked by rows.
 
-    A single one that is not transposed is returned itself.
+    A single value that is not transposed is returned as it is.
     """
     if len(values) == 1 and not transposed:
         return values[0]
@@ -61,7 +62,7 @@ def joined(values: list[torch.Tensor], transposed: bool) -> torch.Tensor:
 class PartView:
     """Weight and bias of one original layer, read as views of the joined parameters.
 
-    ``rows`` has the joined parameter's name and the place in it of the original one.
+    ``rows`` has the joined parameter's name and the original parameter's place in it.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -69,7 +70,7 @@ class PartView:
         self.rows: dict[str, tuple[str, int, int, bool]] = {}
 
     def part(self, attribute: str) -> torch.Tensor | None:
-        """Returns a view of an original parameter, in its own layout; None if there was none."""
+        """Returns a view of an original parameter, in its own layout; None if it did not exist."""
         if attribute not in self.rows:
             return None
         name, start, rows, transposed = self.rows[attribute]
@@ -108,7 +109,8 @@ class PartView:
         return self
 
     def write(self, attribute: str, value: torch.Tensor) -> None:
-        """Sets an original parameter; a joined one on the meta device waits for all its parts.
+        """Sets an original parameter; if the joined one is on the meta device, it waits for all
+        parts.
 
         The joined parameter takes the dtype and device of ``value``, which has the original layout.
         """
@@ -144,7 +146,7 @@ class PartView:
 
 
 class PartParameters(dict[str, Any]):
-    """Parameters of an original layer, found and set by name; there are none to iterate over."""
+    """Parameters of an original layer, read and set by name; iterating yields none."""
 
     def __init__(self, view: PartView) -> None:
         super().__init__()
@@ -185,7 +187,7 @@ class _OriginalWeights:
 
 
 def read_original_keys(hook: Any, keys: tuple[str, tuple[JoinedKey, ...]]) -> None:
-    """Has a hook of accelerate's, made for a joined layer, find parameters by original keys."""
+    """Makes a hook of accelerate's, made for a joined layer, find parameters by original keys."""
     for one in getattr(hook, "hooks", (hook,)):
         weights, (path, entries) = getattr(one, "weights_map", None), keys
         prefix = getattr(weights, "prefix", "")
@@ -194,9 +196,9 @@ def read_original_keys(hook: Any, keys: tuple[str, tuple[JoinedKey, ...]]) -> No
 
 
 class JoinedState:
-    """State dict hooks of one block, which give and take the keys of the original layers.
+    """State dict hooks of one block that save and load the keys of the original layers.
 
-    The keys keep ``order``, that of the state dict before any layer was joined.
+    The keys have the ``order`` of the state dict before any layer was joined.
     """
 
     def __init__(self, entries: Iterable[JoinedKey], order: list[str]) -> None:
@@ -239,7 +241,7 @@ class JoinedState:
     ) -> None:
         """Replaces original keys of ``state_dict`` by joined ones, which torch then loads.
 
-        Joined keys that ``state_dict`` has already stay.
+        Joined keys that ``state_dict`` already has stay.
         """
         self._prefix = prefix
         for entry in self.entries:
@@ -283,7 +285,7 @@ class JoinedState:
         return shape == own.shape and shape != entry.split(own)[0].shape
 
     def after_load(self, block: nn.Module, incompatible: Any) -> None:
-        """Replaces joined keys by the original ones among the missing keys, in place."""
+        """Replaces joined keys by the original ones in the list of missing keys, in place."""
         missing: list[str] = incompatible.missing_keys
         for entry in self.entries:
             entry = entry.prefixed(self._prefix)

@@ -47,17 +47,17 @@ def is_conv1d(module: nn.Module) -> bool:
 
 
 def is_plain(module: nn.Module, *kinds: type[nn.Module]) -> bool:
-    """Returns True if ``type(module)`` is one of ``kinds``, and the instance has no forward."""
+    """Returns True if ``type(module)`` is in ``kinds`` and the instance has no own forward."""
     return type(module) in kinds and "forward" not in vars(module)
 
 
 def hooked(module: nn.Module) -> bool:
-    """Returns True if ``module`` has hooks or an instance forward, which joining would lose."""
+    """Returns True if ``module`` has hooks or its own forward, which joining would lose."""
     return any(getattr(module, name, None) for name in _HOOKS) or "forward" in vars(module)
 
 
 def activation_name(module: object, gated: bool) -> str | None:
-    """Returns the ``activation`` of ``LayerNormMLP`` that computes as ``module`` does, or None."""
+    """Returns the ``activation`` of ``LayerNormMLP`` that is equivalent to ``module``, or None."""
     if type(module) is nn.SiLU or is_class(module, _ACTIVATIONS, "SiLUActivation"):
         return "swiglu" if gated else "silu"
     if type(module) is nn.ReLU:
@@ -69,7 +69,7 @@ def activation_name(module: object, gated: bool) -> str | None:
 
 
 def norm_eps(module: nn.Module) -> float:
-    """Returns the eps of a norm; None stands for fp32's, as apex_te computes all norms in fp32."""
+    """Returns the eps of a norm; None means fp32's, because apex_te computes all norms in fp32."""
     eps = getattr(module, "variance_epsilon" if hasattr(module, "variance_epsilon") else "eps")
     return torch.finfo(torch.float32).eps if eps is None else eps
 
@@ -82,7 +82,7 @@ def family_class(module: object) -> tuple[str, str]:
 
 
 def is_rms_norm(module: nn.Module) -> bool:
-    """Returns True for an RMS norm of a family of Hugging Face's that apex_te can compute."""
+    """Returns True for an RMS norm of a Hugging Face family that apex_te can compute."""
     if "forward" in vars(module):
         return False
     family, name = family_class(module)
@@ -102,16 +102,16 @@ def is_t5_norm(module: nn.Module) -> bool:
 
 
 def resembles_norm(module: nn.Module) -> bool:
-    """Returns True for a norm or for experts of Hugging Face, judged by the name of the class."""
+    """Returns True if the class's name is like that of Hugging Face's norms or experts."""
     named = re.search("Norm|Experts", type(module).__name__) is not None
     return named and type(module).__module__.startswith("transformers.")
 
 
 def is_experts(module: Any) -> bool:
-    """Returns True for experts of Hugging Face with their weights in two stacked Parameters.
+    """Returns True for experts of Hugging Face that have their weights in two stacked Parameters.
 
-    These are ``gate_up_proj`` ``[experts, 2 ffn, hidden]`` and ``down_proj`` ``[experts, hidden,
-    ffn]`` without biases, for transformers' own grouped GEMMs.
+    These are ``gate_up_proj`` ``[experts, 2 ffn, hidden]`` and ``down_proj``
+    ``[experts, hidden, ffn]`` without biases, for transformers' own grouped GEMMs.
     """
     named = type(module).__module__.startswith("transformers.models.")
     if not named or not hasattr(type(module), "_apply_gate") or "forward" in vars(module):
@@ -132,7 +132,7 @@ def _has_post_expert_norm(module: Any) -> bool:
 
 
 def pretrained_models(model: nn.Module) -> list[Any]:
-    """Returns the modules in ``model`` that are models of Hugging Face, ``PreTrainedModel``."""
+    """Returns the modules in ``model`` that are Hugging Face's ``PreTrainedModel``."""
     return [
         module
         for module in model.modules()
@@ -141,7 +141,7 @@ def pretrained_models(model: nn.Module) -> list[Any]:
 
 
 def unsupported(module: Any) -> str | None:
-    """Returns the reason why a linear layer or norm cannot become one of apex_te's, or None."""
+    """Returns the reason why a linear layer or norm cannot become an apex_te layer, or None."""
     own = vars(module)
     if "_hf_hook" in own:
         return (

@@ -46,7 +46,7 @@ _MAX_TEXT = 200  # characters of an error
 
 
 class TensorPickleError(ValueError):
-    """Error for a pickle that is damaged, or that is not only tensors and plain values."""
+    """Error for a pickle that is damaged, or contains more than tensors and plain values."""
 
     def __init__(self, text: str) -> None:
         shown = printable(text[:_MAX_TEXT])
@@ -61,7 +61,9 @@ class Global(NamedTuple):
 
 
 class Inert:
-    """Placeholder for an object of another library, with its attributes, tensors not read."""
+    """Placeholder for an object of another library, with its attributes; its tensors
+    are not read.
+    """
 
     __slots__ = ("kind", "state")
 
@@ -86,7 +88,7 @@ class Storage:
         self.values: torch.Tensor | None = None
 
     def flat(self) -> torch.Tensor:
-        """Returns the elements as a vector that all tensors share, which bounds the memory."""
+        """Returns the elements as a vector that all tensors share, which limits memory use."""
         if self.data is None:
             raise TensorPickleError("a storage has no bytes")
         if self.values is None:
@@ -95,7 +97,7 @@ class Storage:
 
 
 class Strided(NamedTuple):
-    """Stand-in for a tensor whose storage is not read yet; offset and strides count elements."""
+    """Placeholder for a tensor whose storage is not read yet; offset and strides count elements."""
 
     storage: Storage
     offset: int
@@ -433,7 +435,7 @@ def read_pickle(data: bytes) -> Any:
 
 
 def read_saved(data: bytes) -> Any:
-    """Returns the value in a file of ``torch.save``, in the zip format or the earlier one."""
+    """Returns the value in a file of ``torch.save``, in the zip format or the earlier format."""
     return _guarded(_zipped if data[:4] == b"PK\x03\x04" else _legacy, data)
 
 

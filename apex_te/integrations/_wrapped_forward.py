@@ -11,7 +11,7 @@ from torch import nn
 
 
 class WrappedForward:
-    """Callable in place of a model's ``forward``, which runs that in a subclass's ``_run``.
+    """Callable that replaces a model's ``forward`` and runs it in ``_run`` of a subclass.
 
     A copy or pickle of the model contains an object that runs the copy.
     """
@@ -60,11 +60,11 @@ class WrappedForward:
         return self.inner(*args, **kwargs)
 
     def is_in_use(self, model: nn.Module) -> bool:
-        """Returns True if calls of ``model`` pass here, also through wrappers around it."""
+        """Returns True if calls of ``model`` run this object, even through wrappers around it."""
         return self.active and any(forward is self for forward in wrapped_forwards(model))
 
     def remove(self) -> None:
-        """Takes this away, or makes it do nothing if another library wrapped the forward."""
+        """Removes this object, or makes it do nothing if another library wrapped the forward."""
         self.active = False
         own = vars(self.model)
         if own.get("forward") is self:
@@ -75,7 +75,9 @@ class WrappedForward:
 
 
 def wrapped_forwards(model: nn.Module) -> Iterator[Any]:
-    """Yields the forward that ``model`` has of its own, and what each wraps in turn."""
+    """Yields the ``forward`` set on the instance ``model``, and those that it wraps, from outer to
+    inner.
+    """
     forward = vars(model).get("forward")
     while forward is not None:
         yield forward

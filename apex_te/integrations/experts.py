@@ -33,7 +33,7 @@ class ExpertGemm(GroupedLinear):
     def forward(  # type: ignore[override]
         self, inp: torch.Tensor, m_splits: Any, stacked: torch.Tensor
     ) -> torch.Tensor:
-        """Applies ``stacked``, weights ``[num_gemms, out_features, in_features]``, to groups of
+        """Applies weights ``stacked``, ``[num_gemms, out_features, in_features]``, to groups of
         rows.
         """
         self._stacked = stacked

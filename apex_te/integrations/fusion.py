@@ -262,8 +262,8 @@ class JoinedNorm(nn.Module):
     """
 
     def forward(self, inp: torch.Tensor | None) -> Any:
-        """Returns ``inp``; or ``(weight, bias)`` if it is None, so that hooks can load
-        them first.
+        """Returns ``inp``; if it is None, ``(weight, bias)``, which hooks may have to
+        load first.
         """
         return inp if inp is not None else (self.weight, getattr(self, "bias", None))
 

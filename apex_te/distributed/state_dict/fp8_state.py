@@ -28,10 +28,10 @@ _LARGEST = tuple(name for name in TENSORS if name not in _SCALES)
 
 
 def use_own_keys(model: torch.nn.Module, values: dict[str, Any], on_cpu: bool) -> None:
-    """Puts FP8 states that a class saves in another form under the keys of ``FP8Module``, in place.
+    """Moves FP8 states that a class saves in another form to the keys of ``FP8Module``, in place.
 
     Modules of the Transformer Engine alias save bytes, ``_extra_state``, which cannot be split over
-    ranks. They load both.
+    ranks. They load both forms.
     """
     for name, module in model.named_modules(remove_duplicate=False):
         if not isinstance(module, FP8Module):
@@ -47,9 +47,9 @@ def use_own_keys(model: torch.nn.Module, values: dict[str, Any], on_cpu: bool) -
 
 
 def use_raw_names(model: torch.nn.Module, values: dict[str, Any]) -> None:
-    """Renames FP8 states, in place, to the model's own names, with the prefixes of DDP and compile.
+    """Renames FP8 states, in place, to the model's own names, with prefixes of DDP and compile.
 
-    torch adds these prefixes to the names of parameters and buffers only.
+    torch adds these prefixes only to the names of parameters and buffers.
     """
     for name, module in model.named_modules(remove_duplicate=False):
         if not isinstance(module, FP8Module):
@@ -64,7 +64,7 @@ def use_raw_names(model: torch.nn.Module, values: dict[str, Any]) -> None:
 def share_states(owner: str, split: SplitModel, values: dict[str, Any]) -> None:
     """Makes FP8 states of tensor-parallel modules equal on all ranks of a ``tp_group``; collective.
 
-    Raises ValueError on all ranks if they differ in allocation or history length.
+    Raises ValueError on all ranks if their states differ in allocation or history length.
     """
     groups: list[Any] = []
     for module in split.modules:
@@ -96,7 +96,9 @@ def _reduced(tensors: list[torch.Tensor], device: torch.device, reduce: Any) -> 
 
 
 def parts_of_states(split: SplitModel) -> dict[str, Parts]:
-    """Returns the place of this rank's slots in FP8 states of all experts, by state dict key."""
+    """Returns, by state dict key, the place of this rank's slots in the FP8 states of
+    all experts.
+    """
     found = {}
     for each in split.modules:
         if each.experts:
@@ -111,7 +113,8 @@ def parts_of_states(split: SplitModel) -> dict[str, Parts]:
 def share_headers(owner: str, split: SplitModel, values: dict[str, Any]) -> None:
     """Replaces, in place, the header of each expert layer's state by one for all experts' slots.
 
-    Collective; raises ValueError on all ranks if they differ in allocation or history length.
+    Collective; raises ValueError on all ranks if their states differ in allocation or history
+    length.
     """
     modules = [module for module in split.modules if module.experts]
     if not modules:
@@ -127,7 +130,9 @@ def share_headers(owner: str, split: SplitModel, values: dict[str, Any]) -> None
 
 
 def take_headers(owner: str, split: SplitModel, values: dict[str, Any]) -> None:
-    """Undoes ``share_headers``, in place, in a loaded state dict: own experts' slots remain."""
+    """Undoes ``share_headers``, in place, in a loaded state dict: only this rank's
+    experts remain.
+    """
     for each in split.modules:
         key = _key(each, "header")
         if not each.experts or key not in values:

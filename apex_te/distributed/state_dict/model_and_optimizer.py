@@ -63,15 +63,16 @@ def get_state_dict(
             model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"]
         )
 
-    Names and shapes are those of the unsplit model on one rank. So the checkpoint loads on any
-    number of ranks, and into the model in one process. A tensor that this rank has a part of is a
-    ``SplitTensor`` of the whole tensor's shape, which shares memory with the model or optimizer.
+    Names and shapes are those of the unsplit model on one rank. So the checkpoint can be loaded on
+    any number of ranks, also into the model in one process. If this rank has only a part of a
+    tensor, the entry is a ``SplitTensor`` that has the full tensor's shape and shares memory with
+    the model or optimizer.
 
-    FP8 weights are saved dequantized. The ranks that split a module save one FP8 state: the
+    FP8 weights are saved dequantized. Ranks that split a module save one common FP8 state: the
     largest of their amax values, the smallest of their scales. If amax values are reduced over
-    these ranks, that equals each rank's state after ``flush_fp8_state()``; with
-    ``reduce_amax=False`` the ranks' scales differ, and all continue from the smallest. To load,
-    call ``init_fp8_state`` first, as the state dicts contain FP8 state only once it is allocated.
+    these ranks, that equals each rank's state after ``flush_fp8_state()``. With
+    ``reduce_amax=False`` the ranks' scales differ, and all continue from the smallest. Before
+    loading, call ``init_fp8_state``: the state dicts contain FP8 state only if it is allocated.
 
     Args:
         model: the model.
@@ -80,22 +81,22 @@ def get_state_dict(
             None if every rank has all experts. Rank ``r`` has the experts from ``r * num_gemms``
             on, as with ``TokenDispatcher``; the state dict numbers ``weight{i}`` and ``bias{i}``
             accordingly. Required for a model with a ``GroupedLinear`` on several ranks.
-        stacked: relative sizes of the matrices that lie one after the other in the rows of a
-            parameter, if each of these matrices is split over the ranks, by ``fnmatch`` patterns of
-            names: ``{"*.fc1.weight": (1, 1)}`` for a gate and its factor in a column-parallel
-            ``Linear``. Not needed for a gated ``LayerNormMLP`` and ``MultiheadAttention``.
+        stacked: for parameters whose rows hold several matrices, each of them split over the ranks:
+            the matrices' relative sizes, by ``fnmatch`` patterns of names. Example:
+            ``{"*.fc1.weight": (1, 1)}`` for a gate and its factor in a column-parallel ``Linear``.
+            Not needed for a gated ``LayerNormMLP`` and ``MultiheadAttention``.
         options: ``StateDictOptions``, as in ``torch.distributed.checkpoint.state_dict``.
 
     Returns:
         ``(model_state_dict, optim_state_dict)``.
 
     Raises:
-        TypeError: an argument of a wrong type.
-        ValueError: a missing ``expert_group`` or ``tp_group``; a pattern in ``stacked`` that fits
-            no parameter, or sizes that do not divide one; on all ranks, FP8 state that is allocated
-            on some of them only.
-        NotImplementedError: ``full_state_dict`` of a split model; optimizer state of a split
-            parameter other than ``step`` and tensors of its shape.
+        TypeError: an argument has a wrong type.
+        ValueError: ``expert_group`` or a ``tp_group`` is missing; a pattern in ``stacked`` matches
+            no parameter, or its sizes do not divide one; or only some ranks have allocated FP8
+            state (raised on all ranks).
+        NotImplementedError: ``full_state_dict`` is set for a split model, or the optimizer state of
+            a split parameter has anything but numbers and tensors of the parameter's shape.
     """
     shared: dict[str, Any] = {"expert_group": expert_group, "stacked": stacked, "options": options}
     return (
@@ -115,10 +116,10 @@ def set_state_dict(
     stacked: _Stacked = None,
     options: StateDictOptions | None = None,
 ) -> Any:
-    """Loads state dicts that ``get_state_dict`` returned and that hold a checkpoint's values.
+    """Loads state dicts from ``get_state_dict`` that have been filled with a checkpoint's values.
 
-    State dicts of the model on one rank load, too: each rank takes its part of each tensor.
-    Arguments and errors that are not listed are those of ``get_state_dict``.
+    State dicts of the unsplit model on one rank can be loaded, too: each rank takes its part of
+    each tensor. Arguments and errors that are not listed are those of ``get_state_dict``.
 
     Args:
         model: the model.
@@ -130,11 +131,11 @@ def set_state_dict(
         The missing and unexpected keys, as from ``torch.nn.Module.load_state_dict``.
 
     Raises:
-        TypeError: a value for a split parameter that is not a plain tensor and not of
+        TypeError: the value for a split parameter is neither a plain tensor nor from
             ``get_state_dict``.
-        ValueError: a plain tensor that has not the whole parameter's size, or a ``SplitTensor``
-            made for another layout of ranks.
-        NotImplementedError: ``broadcast_from_rank0`` for a split model.
+        ValueError: a plain tensor does not have the unsplit parameter's size, or a ``SplitTensor``
+            was made for another layout of ranks.
+        NotImplementedError: ``broadcast_from_rank0`` is set for a split model.
     """
     shared: dict[str, Any] = {"expert_group": expert_group, "stacked": stacked, "options": options}
     # The optimizer first, as in torch: its state is made by a step.
@@ -187,7 +188,7 @@ def set_model_state_dict(
     stacked: _Stacked = None,
     options: StateDictOptions | None = None,
 ) -> Any:
-    """Loads a model's state dict from ``get_model_state_dict``, or one of the model on one rank.
+    """Loads a model's state dict from ``get_model_state_dict``, or one of the unsplit model.
 
     Args:
         model: the model.
@@ -277,7 +278,7 @@ def set_optimizer_state_dict(
     stacked: _Stacked = None,
     options: StateDictOptions | None = None,
 ) -> None:
-    """Loads a state dict from ``get_optimizer_state_dict``, or one of the model on one rank.
+    """Loads a state dict from ``get_optimizer_state_dict``, or one for the unsplit model.
 
     Args:
         model: the model.

@@ -25,8 +25,8 @@ class Entry(NamedTuple):
     """Layout of a parameter that is split over tensor-parallel ranks or belongs to an expert.
 
     Attributes:
-        every: for each rank of the expert group, the name in a checkpoint of its parameter with
-            this local name; ``(name,)`` for a parameter of no expert.
+        every: the parameter's names in a checkpoint, one for each rank of the expert group;
+            ``(name,)`` if it does not belong to an expert.
         name: name of this rank's parameter in a checkpoint.
         shape: shape of this rank's part.
         parts: place of this rank's part; None if this rank has the whole parameter.
@@ -42,7 +42,7 @@ class SplitModule(NamedTuple):
     """Module with FP8 state whose GEMMs or experts are divided among ranks.
 
     Attributes:
-        prefix: prefix of its names in a state dict, with a final dot; "" for the model.
+        prefix: prefix of its names in a state dict, with a final dot; "" for the model itself.
         tp_group: group whose ranks split its GEMMs; None if they are not split.
         experts: True if the ranks of the expert group have different experts in it.
     """
@@ -54,7 +54,7 @@ class SplitModule(NamedTuple):
 
     @property
     def name(self) -> str:
-        """Name of the module in messages."""
+        """Name of the module in error messages."""
         return self.prefix[:-1] or "the model"
 
 
@@ -62,8 +62,8 @@ class SplitModel(NamedTuple):
     """Layout of a model: all parameters and FP8 states that are divided among ranks.
 
     Attributes:
-        entries: by name in this rank's state dict.
-        others: names in a checkpoint of parameters of other ranks' experts.
+        entries: layouts of parameters, by name in this rank's state dict.
+        others: names in a checkpoint of the parameters of other ranks' experts.
         expert_group: group over which experts are spread; None if every rank has all.
     """
 
@@ -79,7 +79,7 @@ def split_model(
     expert_group: Any,
     stacked: Mapping[str, Sequence[int]] | None,
 ) -> SplitModel:
-    """Finds how ranks split ``model``."""
+    """Returns the layout of ``model`` over ranks."""
     if expert_group is not None and expert_group is not ... and not is_process_group(expert_group):
         raise TypeError(
             f"{owner}: expert_group must be a torch.distributed.ProcessGroup or None, "
@@ -119,7 +119,9 @@ def split_model(
 
 
 def groups_of_parts(owner: str, model: torch.nn.Module) -> dict[int, tuple[Any, ...]]:
-    """Returns, by ``id`` of a parameter that a ``tp_group`` splits, that group in a tuple."""
+    """Returns ``(tp_group,)`` of each parameter that a ``tp_group`` splits, by the parameter's
+    ``id``.
+    """
     found = {}
     for raw, module, _ in _parallel_modules(model, "", {}):
         dims, group = _split_dims(owner, raw, module)

@@ -30,12 +30,12 @@ _KEEPING = {
 
 
 class Parts(NamedTuple):
-    """Place of a rank's part of a tensor in the whole tensor.
+    """Place of a rank's part of a tensor in the full tensor.
 
     Attributes:
-        size: size of the whole tensor in ``dim``.
+        size: size of the full tensor in ``dim``.
         pieces: ``(first, length, place)`` of each contiguous piece along ``dim``: first index in
-            the part, length, and first index in the whole.
+            the part, length, and first index in the full tensor.
     """
 
     dim: int
@@ -43,11 +43,13 @@ class Parts(NamedTuple):
     pieces: tuple[tuple[int, int, int], ...]
 
     def whole_shape(self, shape: Sequence[int]) -> torch.Size:
-        """Returns the shape of the whole tensor, given the ``shape`` of the part."""
+        """Returns the shape of the full tensor, given the ``shape`` of the part."""
         return torch.Size((*shape[: self.dim], self.size, *shape[self.dim + 1 :]))
 
     def cut(self, whole: torch.Tensor) -> torch.Tensor:
-        """Returns this rank's part of ``whole``, a plain tensor: a view if it is one piece."""
+        """Returns this rank's part of ``whole``, a plain tensor; a view if the part is
+        one piece.
+        """
         found = [whole.narrow(self.dim, first, length) for _, length, first in self.pieces]
         return found[0] if len(found) == 1 else torch.cat(found, self.dim)
 
@@ -55,7 +57,7 @@ class Parts(NamedTuple):
 def parts_of(
     dim: int, length: int, rank: int, ranks: int, matrices: tuple[int, ...] = (1,)
 ) -> Parts:
-    """Returns the place of one rank's part in the whole, if all ranks have equal shares."""
+    """Returns the place of one rank's part in the full tensor, if all ranks have equal shares."""
     unit, first, pieces = length // sum(matrices), 0, []
     rows = tuple(size * unit * ranks for size in matrices)
     for in_whole, own in shares_of(rows, rank, ranks):
@@ -65,11 +67,11 @@ def parts_of(
 
 
 class SplitTensor(torch.Tensor):
-    """Tensor of the whole tensor's shape that holds the data of this rank's part only.
+    """Tensor that has the full tensor's shape, but holds only this rank's part of its data.
 
-    ``torch.distributed.checkpoint`` saves ``local`` at its place in the whole, and loads into its
-    memory from a checkpoint of any number of ranks. ``local`` may be a DTensor of ``fully_shard``.
-    Ops other than copies and moves raise NotImplementedError.
+    ``torch.distributed.checkpoint`` saves ``local`` at its place in the full tensor, and loads into
+    its memory from a checkpoint of any number of ranks. ``local`` may be a DTensor of
+    ``fully_shard``. Ops other than copies and moves raise NotImplementedError.
     """
 
     local: torch.Tensor
