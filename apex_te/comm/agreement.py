@@ -40,9 +40,9 @@ _SHOWN = 16  # ranks in a message
 
 
 class RankMismatchError(RuntimeError):
-    """Error for ranks of a process group that differ where a collective needs them to be equal.
+    """Error raised if ranks of a process group differ in what a collective needs to be equal.
 
-    They differ, for example, in FP8 modules, in trained parameters, in the arguments of a
+    Ranks may differ, for example, in FP8 modules, in trained parameters, in the arguments of a
     tensor-parallel layer, or in the dtype of an expert-parallel layer's tokens.
     """
 

@@ -56,9 +56,7 @@ class Pending:
         return self._result
 
     def pieces(self) -> Iterator[tuple[slice, torch.Tensor]]:
-        """Yields ``(slice, rows)`` of the result as they arrive; they are valid until
-        ``release``.
-        """
+        """Yields ``(slice, rows)`` of the result as they arrive; valid until ``release``."""
         result = self.wait()
         yield slice(0, result.shape[0]), result
 

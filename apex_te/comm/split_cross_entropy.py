@@ -12,9 +12,7 @@ from .collectives import world_size
 
 
 class Columns(NamedTuple):
-    """Columns of the vocabulary on one rank: ``width``, starting at ``first``, of
-    ``vocabulary``.
-    """
+    """Columns on one rank: ``width``, starting at ``first``, of ``vocabulary`` columns in all."""
 
     first: int
     width: int
@@ -42,9 +40,7 @@ class SplitTargets(NamedTuple):
 def own_columns(
     name: str, count: int, group: Any, first_index: int | None, vocab_size: int | None
 ) -> Columns:
-    """Returns this rank's columns; without ``first_index``, all ranks have equal shares
-    in order.
-    """
+    """Returns this rank's columns; without ``first_index``, all ranks have equal shares."""
     if (first_index is None) != (vocab_size is None):
         raise ValueError(
             f"{name}: vocab_size must be given with first_index and only then, "

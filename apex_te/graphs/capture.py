@@ -29,9 +29,7 @@ def fp8_modules(module: torch.nn.Module) -> list[FP8Module]:
 
 @contextlib.contextmanager
 def no_collection() -> Iterator[None]:
-    """Collects garbage before the block, not in it, where collecting a graph would
-    break a capture.
-    """
+    """Collects garbage before the block, not in it: collecting a graph would break a capture."""
     gc.collect()
     enabled = gc.isenabled()
     gc.disable()

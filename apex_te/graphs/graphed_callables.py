@@ -260,7 +260,7 @@ class GraphedForward:
         first_steps: ``(state, slot)`` of each slot that had its first scale before the capture. If
             a slot needs a first scale again, a call runs eagerly.
         states: the FP8 states and their amax histories, to notice if a state has moved.
-        schedule: checks the order of replays among several microbatches; None if there is one.
+        schedule: checks the order of replays of several microbatches; None with a single one.
     """
 
     def __init__(
@@ -301,9 +301,7 @@ class GraphedForward:
         )  # fmt: skip
 
     def note_first_steps(self) -> None:
-        """Sets ``first_steps``, for a recipe that takes first scales from the first
-        step's tensors.
-        """
+        """Sets ``first_steps``, for a recipe whose first step takes scales from its own tensors."""
         if getattr(self.region.recipe, "first_step", None) == "current":
             states = [module.fp8_state for module in self.capture.modules]
             self.first_steps = [

@@ -10,9 +10,7 @@ _CLASSES: dict[tuple[type, type, str], Any] = {}
 
 
 class Derived(nn.Module):
-    """Base of derived subclasses; their pickles name the two classes instead of the one
-    made here.
-    """
+    """Base of derived subclasses, whose pickles name the two classes they were made of."""
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         for names, kind in _CLASSES.items():

@@ -99,9 +99,7 @@ class OwnHeader(NamedTuple):
 
 
 def own_header(saved: Any) -> OwnHeader | None:
-    """Returns apex_te's own header in a decoded ``_extra_state``; None if apex_te did
-    not save it.
-    """
+    """Returns apex_te's header in a decoded ``_extra_state``; None if apex_te did not save it."""
     extra = saved.get("extra_fp8_variables") if isinstance(saved, dict) else None
     own = extra.get(OWN) if isinstance(extra, dict) else None
     if not isinstance(own, dict):

@@ -23,8 +23,7 @@ class Projections(NamedTuple):
 
 
 class MLPLayers(NamedTuple):
-    """Norm, first linear layers, activation and second linear layer that can be one
-    ``LayerNormMLP``.
+    """Norm, first linear layers, activation and second linear layer, to be one ``LayerNormMLP``.
 
     ``norm`` and ``path`` (the MLP's) are dotted names relative to the block, the others are
     relative to the MLP. If ``first`` has two layers, the first one is the gate. If ``gated``, one
@@ -100,7 +99,7 @@ _BLOCKS: dict[tuple[str, str], tuple[Layers, ...]] = {
 
 
 def layers_to_join(block: Any) -> tuple[Layers, ...]:
-    """Returns the groups of a block's layers that can each become one layer; empty if unknown."""
+    """Returns the groups of a block's layers that can each become one layer; () if unknown."""
     if not isinstance(block, nn.Module):
         return ()
     groups = _BLOCKS.get(matching.family_class(block), ())

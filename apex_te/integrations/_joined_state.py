@@ -109,8 +109,7 @@ class PartView:
         return self
 
     def write(self, attribute: str, value: torch.Tensor) -> None:
-        """Sets an original parameter; if the joined one is on the meta device, it waits for all
-        parts.
+        """Sets an original parameter; a joined one on the meta device waits for all its parts.
 
         The joined parameter takes the dtype and device of ``value``, which has the original layout.
         """

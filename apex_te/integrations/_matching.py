@@ -102,7 +102,7 @@ def is_t5_norm(module: nn.Module) -> bool:
 
 
 def resembles_norm(module: nn.Module) -> bool:
-    """Returns True if the class's name is like that of Hugging Face's norms or experts."""
+    """Returns True if a class of transformers is named like a norm or experts."""
     named = re.search("Norm|Experts", type(module).__name__) is not None
     return named and type(module).__module__.startswith("transformers.")
 

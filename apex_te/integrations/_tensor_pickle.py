@@ -61,9 +61,7 @@ class Global(NamedTuple):
 
 
 class Inert:
-    """Placeholder for an object of another library, with its attributes; its tensors
-    are not read.
-    """
+    """Placeholder for an object of another library, with attributes; its tensors are not read."""
 
     __slots__ = ("kind", "state")
 

@@ -75,9 +75,7 @@ class WrappedForward:
 
 
 def wrapped_forwards(model: nn.Module) -> Iterator[Any]:
-    """Yields the ``forward`` set on the instance ``model``, and those that it wraps, from outer to
-    inner.
-    """
+    """Yields the ``forward`` set on the instance ``model``, then each one that it wraps."""
     forward = vars(model).get("forward")
     while forward is not None:
         yield forward

@@ -33,9 +33,7 @@ class ExpertGemm(GroupedLinear):
     def forward(  # type: ignore[override]
         self, inp: torch.Tensor, m_splits: Any, stacked: torch.Tensor
     ) -> torch.Tensor:
-        """Applies weights ``stacked``, ``[num_gemms, out_features, in_features]``, to groups of
-        rows.
-        """
+        """Applies ``stacked``, ``[num_gemms, out_features, in_features]``, to groups of rows."""
         self._stacked = stacked
         try:
             out = super().forward(inp, m_splits)

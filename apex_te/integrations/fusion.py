@@ -262,9 +262,7 @@ class JoinedNorm(nn.Module):
     """
 
     def forward(self, inp: torch.Tensor | None) -> Any:
-        """Returns ``inp``; if it is None, ``(weight, bias)``, which hooks may have to
-        load first.
-        """
+        """Returns ``inp``; if it is None, ``(weight, bias)``, so that hooks can fetch them."""
         return inp if inp is not None else (self.weight, getattr(self, "bias", None))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:

@@ -98,7 +98,7 @@ class _FP8Training:
     def on_init_end(
         self, args: Any, state: Any, control: Any, model: nn.Module | None = None, **others: Any
     ) -> None:
-        """Converts the trainer's model and has its forwards run in FP8."""
+        """Converts the trainer's model and makes its forwards run in FP8."""
         self._prepare(model)
 
     def on_train_begin(
@@ -123,7 +123,7 @@ class _FP8Training:
     def on_save(
         self, args: Any, state: Any, control: Any, model: nn.Module | None = None, **others: Any
     ) -> None:
-        """Writes the FP8 state beside the checkpoint that the trainer has written."""
+        """Writes the FP8 state to the folder of the checkpoint that the trainer has written."""
         if args.should_save and model is not None and os.path.isdir(_folder(args, state)):
             save_fp8_state(model, _folder(args, state))
 

@@ -96,9 +96,7 @@ def _reduced(tensors: list[torch.Tensor], device: torch.device, reduce: Any) -> 
 
 
 def parts_of_states(split: SplitModel) -> dict[str, Parts]:
-    """Returns, by state dict key, the place of this rank's slots in the FP8 states of
-    all experts.
-    """
+    """Returns, by state dict key, the place of this rank's slots in FP8 states of all experts."""
     found = {}
     for each in split.modules:
         if each.experts:
@@ -130,9 +128,7 @@ def share_headers(owner: str, split: SplitModel, values: dict[str, Any]) -> None
 
 
 def take_headers(owner: str, split: SplitModel, values: dict[str, Any]) -> None:
-    """Undoes ``share_headers``, in place, in a loaded state dict: only this rank's
-    experts remain.
-    """
+    """Undoes ``share_headers``, in place, in a loaded state dict: own experts' slots remain."""
     for each in split.modules:
         key = _key(each, "header")
         if not each.experts or key not in values:

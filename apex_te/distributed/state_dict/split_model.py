@@ -119,9 +119,7 @@ def split_model(
 
 
 def groups_of_parts(owner: str, model: torch.nn.Module) -> dict[int, tuple[Any, ...]]:
-    """Returns ``(tp_group,)`` of each parameter that a ``tp_group`` splits, by the parameter's
-    ``id``.
-    """
+    """Returns, by ``id`` of each parameter that a ``tp_group`` splits, ``(tp_group,)``."""
     found = {}
     for raw, module, _ in _parallel_modules(model, "", {}):
         dims, group = _split_dims(owner, raw, module)

@@ -47,9 +47,7 @@ class Parts(NamedTuple):
         return torch.Size((*shape[: self.dim], self.size, *shape[self.dim + 1 :]))
 
     def cut(self, whole: torch.Tensor) -> torch.Tensor:
-        """Returns this rank's part of ``whole``, a plain tensor; a view if the part is
-        one piece.
-        """
+        """Returns this rank's part of ``whole``, a plain tensor; a view if it is one piece."""
         found = [whole.narrow(self.dim, first, length) for _, length, first in self.pieces]
         return found[0] if len(found) == 1 else torch.cat(found, self.dim)
 
