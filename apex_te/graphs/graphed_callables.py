@@ -52,7 +52,7 @@ def make_graphed_callables(
     generators are undone.
 
     Args:
-        modules: a module or a sequence of modules, whose parameters and inputs are on a CUDA
+        modules: a module, or a tuple or list of modules, whose parameters and inputs are on a CUDA
             device. A module need not have parameters.
         sample_args: a tuple or list of positional arguments of ``forward``; for several modules a
             sequence of these. Of tensors, shape, dtype and ``requires_grad`` are used; any other

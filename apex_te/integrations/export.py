@@ -41,9 +41,8 @@ def export_fp8(
     The weights of converted linear layers and experts are quantized as by ``CurrentScaling`` or
     ``BlockScaling``. This includes layers that ``from_torch(fuse=True)`` joined. Weights that are
     already held in FP8 in that layout are written as they are. Weights have the names of the plain
-    model's files, with their scales beside them. Everything else keeps its dtype; linear layers
-    among it, such as ``lm_head`` and GPT-2's Conv1D, are listed in the configuration as not
-    quantized.
+    model's files, with their scales beside them. Everything else keeps its dtype. The configuration
+    lists linear layers that are not quantized, such as ``lm_head`` and GPT-2's Conv1D.
 
     |``quant_method``|``weights``|keys beside a ``weight``|read by|
     |---|---|---|---|

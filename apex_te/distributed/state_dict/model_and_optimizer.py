@@ -96,7 +96,7 @@ def get_state_dict(
             no parameter, or its sizes do not divide one; or only some ranks have allocated FP8
             state (raised on all ranks).
         NotImplementedError: ``full_state_dict`` is set for a split model, or the optimizer state of
-            a split parameter has anything but numbers and tensors of the parameter's shape.
+            a split parameter has entries other than ``step``, numbers and tensors of its shape.
     """
     shared: dict[str, Any] = {"expert_group": expert_group, "stacked": stacked, "options": options}
     return (
