@@ -136,7 +136,7 @@ class fp8_autocast:
         keep_columnwise_weights: cast each weight only once, in forward, and keep the transpose of
             its FP8 data (the columnwise copy) until backward. Otherwise backward casts the weight
             again. This costs one byte for each element of a weight from forward to backward, and
-            saves a third of the bytes that casts of weights move. It has no effect on weights that
+            saves a third of the bytes that casts of weights move. It does not affect weights that
             are cached, held in FP8, sharded by ``fully_shard``, or in a ``GroupedLinear``.
 
     Regions may be nested. Scales are updated on entering an outermost region with grad enabled,

@@ -222,7 +222,7 @@ class ModuleFP8:
     def follow(self, key: str, recipe: DelayedScaling) -> None:
         """Prepares the FP8 state of a module whose forward is compiled for the region's recipe.
 
-        First scales that a compiled forward has computed are no longer due. If the recipe has
+        First scales that a compiled forward computed are marked as set. If the recipe has
         changed, the state is adapted.
         """
         state = self.state

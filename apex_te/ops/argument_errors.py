@@ -12,7 +12,7 @@ import torch
 
 from .. import runtime
 from ..runtime.former_names import former_keywords
-from ..runtime.named_arguments import named_arguments
+from ..runtime.named_arguments import named_arguments, op_function_name
 
 __all__ = ["check_dense", "checked", "under_name"]
 
@@ -32,9 +32,7 @@ def checked(function: _F) -> _F:
     decorator catches it and compares the arguments with their annotations. A call that succeeds
     is not checked. Former keywords of arguments are accepted, too.
     """
-    stem = function.__module__.rpartition(".")[2]
-    name = function.__name__
-    owner = name if name.startswith(stem) else f"{stem}.{name}"
+    owner = op_function_name(function)
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:

@@ -17,6 +17,7 @@ __all__ = [
     "did_you_mean",
     "named_arguments",
     "nearest",
+    "op_function_name",
     "renamed",
 ]
 
@@ -83,6 +84,12 @@ def renamed(
 @functools.cache
 def _signature(function: Callable[..., Any]) -> inspect.Signature:
     return inspect.signature(function)
+
+
+def op_function_name(function: Callable[..., Any]) -> str:
+    """Returns an op function's name in errors: ``op.function`` unless it begins with the op's."""
+    stem, name = function.__module__.rpartition(".")[2], function.__name__
+    return name if name.startswith(stem) else f"{stem}.{name}"
 
 
 def argument_names(function: Callable[..., Any]) -> list[str]:

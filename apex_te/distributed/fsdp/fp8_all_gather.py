@@ -226,7 +226,7 @@ class HookedParam(GatheredParam):
         """Makes the weight from the gathered FP8 data; implements ``fsdp_post_all_gather``.
 
         Returns None if ``out`` is given. Otherwise it returns the weight without FSDP2's padding,
-        and ``()``, as FSDP2 has no inner tensors whose memory it must manage.
+        and ``()``, because FSDP2 need not manage memory of inner tensors.
         """
         note, scale_inv, size, kept = context
         if len(outputs) > 1:  # with one rank FSDP2 hands over the first only

@@ -20,8 +20,8 @@ _ALIGNED = 4  # numbers between values of scale_inv, which GEMMs read at 16 byte
 def params_gathered_with(param: GatheredParam) -> list[GatheredParam]:
     """Returns the parameters that FSDP2 gathers in one all-gather with ``param``, in its order.
 
-    Parameters of other ``GatherSet``s are left out. If torch has no group for ``param``, the result
-    is ``[param]``.
+    Parameters of other ``GatherSet``s are left out. Returns ``[param]`` if FSDP2
+    does not know ``param``.
     """
     module = param.unit.module()
     for group in fsdp_groups():
@@ -91,8 +91,8 @@ class GatherGroup:
     def _shards(self, first: torch.Tensor) -> list[ShardedWeight] | None:
         """Returns this rank's rows of each parameter, and resets all ``ready`` to None.
 
-        Returns None if one launch cannot quantize them: a parameter has no rows here or was never
-        gathered, or ``first`` is not the first shard.
+        Returns None if one launch cannot quantize them: this rank's shard of a parameter is
+        empty, a parameter was never gathered, or ``first`` is not the first shard.
         """
         shards = []
         for param in self.params:

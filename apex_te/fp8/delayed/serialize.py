@@ -161,7 +161,7 @@ def load_state(
 ) -> None:
     """Sets a module's FP8 state from a state dict; wrong entries are reported and change nothing.
 
-    If the state dict has no entries, the state gets initial values.
+    Without entries in the state dict, the state is initialised.
     """
     loaded = read_state(module, tensors, prefix, missing_keys, error_msgs)
     if loaded is not None:

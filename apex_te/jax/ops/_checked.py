@@ -7,16 +7,14 @@ import inspect
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from ...runtime.named_arguments import binding_error
+from ...runtime.named_arguments import binding_error, op_function_name
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 
 
 def checked(function: _F) -> _F:
     """Decorates a public function of an op as ``apex_te.ops.argument_errors.checked`` does."""
-    stem = function.__module__.rpartition(".")[2]
-    name = function.__name__
-    owner = name if name.startswith(stem) else f"{stem}.{name}"
+    owner = op_function_name(function)
     parameters = inspect.signature(function).parameters
     floats = {each for each, p in parameters.items() if p.annotation == "float"}
 

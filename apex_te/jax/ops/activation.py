@@ -9,7 +9,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ...runtime.named_arguments import named_arguments
 from ...runtime.op_options import KINDS, activation_number
 from .._call import call
 from . import _checks
@@ -96,7 +95,7 @@ def activation_bwd(grad_output: jax.Array, x: jax.Array, kind: str) -> jax.Array
     return dx.reshape(jnp.shape(x))
 
 
-@named_arguments()
+@checked
 def activation_fwd_fp8(
     x: jax.Array,
     kind: str,
@@ -125,7 +124,7 @@ def activation_fwd_fp8(
     )[0]
 
 
-@named_arguments()
+@checked
 def activation_bwd_fp8(
     grad_output: jax.Array,
     x: jax.Array,
