@@ -355,10 +355,24 @@ def test_verbose_and_live_lines_do_not_mix(
 # Those who wait -----------------------------------------------------------------------------------
 
 
+class Clock:
+    """Time that passes in ``sleep`` alone, so that a busy machine delays no message."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+
+
 def test_waiter_names_the_op_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(lock, "MESSAGE_EVERY", 0.1)
+    monkeypatch.setattr(lock, "time", Clock())
     path, me = str(tmp_path / "lock"), rf"pid {os.getpid()} on host \S+, building swiglu \(cpu\)"
     with (
         lock.held(path, "swiglu (cpu)", 1),
@@ -378,6 +392,7 @@ def test_waiter_names_the_op_where_the_holder_does_not(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(lock, "MESSAGE_EVERY", 0.1)
+    monkeypatch.setattr(lock, "time", Clock())
     path = tmp_path / "lock"
     with lock.held(str(path), "swiglu (cpu)", 1):
         path.write_text("")  # its disk was full
