@@ -44,7 +44,7 @@ class MindSpeedTEGroupedLinear(MegatronLayer, GroupedLinear):
 
     Attributes:
         weight0, weight1, ...: ``[output_size, input_size]``, one for each layer; with
-        ``parallel_mode`` each rank has a shard.
+            ``parallel_mode`` each rank has a shard.
 
     Raises:
         NotImplementedError: ``bias`` is True, or the recipe is block scaling.
