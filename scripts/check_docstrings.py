@@ -29,6 +29,8 @@ GLOSSARY = ROOT / "docs" / "glossary.md"
 SECTIONS = {
     "Args", "Attributes", "Returns", "Yields", "Raises", "Example", "Examples", "Note",
 }  # fmt: skip
+# Sections of "name: description" entries.
+ENTRIES = ("Args", "Attributes", "Raises")
 # Headings that stand for one of SECTIONS, also where text follows on their line.
 REFUSED_SECTIONS = {
     "Errors": "Raises", "Error": "Raises", "Throws": "Raises", "Arguments": "Args",
@@ -107,6 +109,16 @@ def _section_findings(text: str) -> Iterator[str]:
             yield f"section {name!r} must be one of {', '.join(sorted(SECTIONS))}"
 
 
+def _entry_findings(text: str) -> Iterator[str]:
+    """Yields lines that documentation generators read as entries although they name nothing."""
+    section = ""
+    for line in text.splitlines():
+        if line and not line.startswith(" "):
+            section = line.removesuffix(":")
+        elif section in ENTRIES and re.match(r" {4}\S(?!.*(:\s|[:,]$))", line):
+            yield f"section {section!r}: indent the continued line {line.strip()!r} by four more"
+
+
 def refused_words(prose: str, words: dict[str, str]) -> Iterator[str]:
     """Yields a finding for each phrase of the glossary's last column in a text without code."""
     prose = " ".join(prose.split())
@@ -135,6 +147,7 @@ def docstring_findings(text: str, words: dict[str, str]) -> Iterator[str]:
     """
     yield from _summary_findings(text)
     yield from _section_findings(text)
+    yield from _entry_findings(text)
     prose = _prose(text)
     if "`" in prose.replace("``", ""):
         yield "code must stand in double backticks"

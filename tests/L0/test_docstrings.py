@@ -91,6 +91,7 @@ def test_internals_list_no_errors(linter: ModuleType) -> None:
         ("Casts.\n\n    Errors: ValueError if empty.", "section 'Errors': write 'Raises'"),
         ("Casts.\n\n    Arguments:\n        x: input.", "section 'Arguments': write 'Args'"),
         ("Casts.\n\n    Returns: the FP8 data.", "section 'Returns' must stand alone"),
+        ("Casts.\n\n    Args:\n        x: of\n        two rows.", "indent the continued line"),
         ("Casts.\n\n    Remarks:\n        None.", "section 'Remarks' must be one of"),
         ("Writes the transposed copy.", "the glossary says 'columnwise copy'"),
         ("Writes\n    transposed\n    copies.", "the glossary says 'columnwise copy'"),
