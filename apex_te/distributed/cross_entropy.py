@@ -56,8 +56,8 @@ def parallel_cross_entropy(
         reduction: "mean" over the rows that are not ignored, "sum" or "none".
         first_index: index in the vocabulary of this rank's first column. None if all ranks have
             equally many columns, in the order of ranks.
-        vocab_size: number of columns on all ranks together; to be given exactly if ``first_index``
-            is.
+        vocab_size: number of columns on all ranks together; required with ``first_index``, and
+            refused without it.
 
     Returns:
         The loss in float32, equal on all ranks: a scalar, or with "none" one loss for each target,

@@ -49,10 +49,10 @@ class TokenDispatcher:
             token to every rank, in buffers sized for the worst case. The host does not wait after
             the first call, so calls can be captured in a CUDA graph, and ``m_splits`` is an int32
             tensor on the device. The number of tokens must be equal on all ranks and in all calls.
-            It moves ``ranks / (experts per token)`` times as many bytes as "all_to_all".
+            "all_gather" moves ``ranks / (experts per token)`` times the bytes of "all_to_all".
         max_experts_per_token: upper bound on the experts of one token, which sizes the buffers of
-            "all_gather"; None stands for ``num_experts``. If a token has more experts on one rank,
-            some of them may be silently skipped.
+            "all_gather"; None stands for ``num_experts``. If a token has more than this many
+            experts on one rank, some of them may be silently skipped.
 
     Attributes:
         ranks: number of ranks of ``group``.
@@ -311,9 +311,9 @@ class Dispatch:
     """Result of ``TokenDispatcher.dispatch``: the tokens that this rank's experts compute on.
 
     Attributes:
-        rows: ``[rows, hidden]``, one row for each pair of a token and one of this rank's experts,
-            ordered by expert. Each expert's rows are padded with zero rows to a multiple of
-            ``align``.
+        rows: ``[rows, hidden]`` in the dtype of the tokens, one row for each pair of a token and
+            one of this rank's experts, ordered by expert. Each expert's rows are padded with zero
+            rows to a multiple of ``align``.
         m_splits: number of rows of each of this rank's experts, padding included: the argument of
             ``GroupedLinear``. A list of ints with "all_to_all", an int32 tensor with "all_gather".
     """
@@ -332,10 +332,12 @@ class Dispatch:
         Collective: every rank must call it, even if its experts got no tokens.
 
         Args:
-            results: ``[rows, features]``, the experts' results for the attribute ``rows``.
+            results: ``[rows, features]``, the experts' results for the attribute ``rows``, in the
+                dtype of ``probs``; if that is float32, also float16 or bfloat16.
 
         Returns:
-            ``[tokens, features]``, one row for each token that this rank gave to ``dispatch``.
+            ``[tokens, features]`` in the dtype of ``results``, one row for each token that this
+            rank gave to ``dispatch``.
 
         Raises:
             ValueError: ``results`` does not have as many rows as the attribute ``rows``.

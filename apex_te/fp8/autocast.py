@@ -140,15 +140,15 @@ class fp8_autocast:
             are cached, held in FP8, sharded by ``fully_shard``, or in a ``GroupedLinear``.
 
     Regions may be nested. Scales are updated on entering an outermost region with grad enabled,
-    once ``interval`` regions have passed since the last update. They are also updated on leaving an
-    outermost calibrating region without grad, unless a region with grad awaits its update. Both are
-    collective over ``fp8_group``.
+    once as many regions as the recipe's ``interval`` have passed since the last update. They are
+    also updated on leaving an outermost calibrating region without grad, unless a region with grad
+    awaits its update. Both are collective over ``fp8_group``.
 
     An evaluation (an outermost region without grad) changes no state, but reads the scales that a
-    pending update will give. It reads the scales of the last update instead with several ranks,
-    which may not all enter an evaluation, and if torch.compile or a CUDA graph captures the region
-    with its code. To apply a pending update before it, call ``apex_te.flush_fp8_state()`` on all
-    ranks.
+    pending update will give. It reads those of the last update if the pending one is collective
+    over several ranks, because these may not all enter the evaluation. The same holds if
+    torch.compile or a CUDA graph captures the region with its code. To apply a pending update
+    before an evaluation, call ``apex_te.flush_fp8_state()`` on all ranks.
 
     Regions with different groups, or with different ``reduce_amax``, are counted and updated
     separately; an update covers the modules that last ran in a region of its kind.

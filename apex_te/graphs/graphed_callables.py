@@ -64,9 +64,9 @@ def make_graphed_callables(
         fp8_calibrating: ``calibrating`` of that region.
         fp8_recipe: ``fp8_recipe`` of that region.
         fp8_group: ``fp8_group`` of that region.
-        fp8_weight_caching: True to make calls accept ``is_first_microbatch``. True and None cast
-            the FP8 weights. False reuses the FP8 weights and scales that an earlier call cast with
-            True, as long as the parameters do not change. Recipes other than delayed scaling cast
+        fp8_weight_caching: True to make calls accept ``is_first_microbatch``. A call with True or
+            None casts the FP8 weights. One with False reuses the FP8 weights and scales of the last
+            call with True, until the parameters change. Recipes other than delayed scaling cast
             them in each call, to the same FP8 data; so does every recipe if a weight is neither a
             parameter nor an argument of the module. The cached FP8 weights have memory outside of
             the graphs' pool.
@@ -87,10 +87,10 @@ def make_graphed_callables(
         graph.
 
     Raises:
-        RuntimeError: there is no CUDA device; the call is made inside ``fp8_autocast`` or
-            ``torch.autocast`` with its cache; with ``allow_unused_input=False`` an input or
-            parameter gets no gradient; in a later call, parameters or FP8 state have moved, or a
-            backward runs twice or after a later forward.
+        RuntimeError: there is no CUDA device; the call is made inside ``fp8_autocast``, or inside
+            ``torch.autocast`` with ``cache_enabled=True``, its default; with
+            ``allow_unused_input=False`` an input or parameter gets no gradient; in a later call,
+            parameters or FP8 state have moved, or a backward runs twice or after a later forward.
         TypeError: an argument has a wrong type, here or in a call.
         ValueError: an argument has a wrong value, here or in a call.
     """

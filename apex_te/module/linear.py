@@ -268,10 +268,10 @@ class LinearLayer(LinearParameters):
         """Applies the layer to ``inp`` [..., in_features].
 
         Args:
-            inp: in the dtype of the parameters (fp32, fp16 or bf16 for FP8). Under
-                ``torch.autocast`` it may have any of these, and the output has autocast's dtype;
-                FP8 data are then cast directly from ``inp``, without rounding it to autocast's
-                dtype first.
+            inp: in the dtype of the parameters; in FP8 that must be fp32, fp16 or bf16. Under
+                ``torch.autocast`` it may have any floating-point dtype (in FP8 one of these three),
+                and the output has autocast's dtype; FP8 data are then cast directly from ``inp``,
+                without rounding it to autocast's dtype first.
             weight, bias: replace the module's own, and have their shapes.
             is_first_microbatch: None quantizes the weight on each call, True caches its FP8 copies,
                 False reuses these while the weight is unchanged. Writes to ``weight.data``, or
@@ -467,7 +467,7 @@ class Linear(LinearLayer, torch.nn.Linear):  # type: ignore[misc]
 
         Args:
             inp: as in ``forward``.
-            down: ``[rank, in_features]``.
+            down: ``[rank, in_features]``, of the dtypes that ``forward`` takes, as ``up``.
             up: ``[out_features, rank]``.
             scaling: factor of the added result.
             low_rank_inp: input of the added GEMM, of the shape of ``inp``, for example ``inp``

@@ -88,7 +88,7 @@ def linear_cross_entropy(
         weight: the head's weight ``[vocabulary, in]`` in the dtype of ``hidden``, plain or held in
             FP8.
         target: class indices ``[...]``, int64 or int32. An index outside the vocabulary, other than
-            ``ignore_index``, raises on the CPU and gives NaN on the GPU.
+            ``ignore_index``, raises ValueError on the CPU and gives NaN on the GPU.
         bias: ``[vocabulary]`` in the dtype of ``hidden``, or None.
         ignore_index: rows with this target have loss 0 and gradient 0 and do not count.
         label_smoothing: in [0, 1], share of the target's probability spread over the vocabulary.

@@ -210,7 +210,12 @@ def drop_threshold(p: float) -> int:
 
 
 def keep_mask(seed: torch.Tensor, rows: int, cols: int, p: float) -> torch.Tensor:
-    """Returns the mask that ``seed`` determines, bool [rows, cols], True for elements to keep."""
+    """Returns the mask that ``seed`` determines, bool [rows, cols], True for elements to keep.
+
+    Args:
+        seed: one int64 element; the mask is on its device.
+        p: probability of an element to be dropped, above 0 and below 1.
+    """
     row = torch.arange(rows, device=seed.device)[:, None]
     vec = torch.arange(-(-cols // 8), device=seed.device)
     row, vec = torch.broadcast_tensors(row, vec)

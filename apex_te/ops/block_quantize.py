@@ -58,8 +58,8 @@ def scale_shape(rows: int, cols: int, block_rows: int) -> tuple[int, int]:
         block_rows: 1 (blocks of 1x128) or 128 (128x128).
 
     Returns:
-        For 1x128 (ceil(cols / 128), rows rounded up to a multiple of 4): scales are stored
-        transposed. For 128x128 (ceil(rows / 128), ceil(cols / 128) rounded up to a multiple of 4).
+        1x128: (ceil(cols / 128), rows rounded up to a multiple of 4), as scales are stored
+        transposed. 128x128: (ceil(rows / 128), ceil(cols / 128) rounded up to a multiple of 4).
     """
     blocks = -(-cols // _BLOCK)
     if block_rows == 1:
@@ -181,7 +181,7 @@ def block_dequantize(
         scale_inv: float32 of shape scale_shape(rows, cols, block_rows), of that copy.
         block_rows: 1 or 128.
         dtype: dtype of a new tensor: float32, float16 or bfloat16.
-        out: [rows, cols] to write; a new tensor unless given.
+        out: [rows, cols] to write, in one of these dtypes; a new tensor unless given.
 
     Returns:
         [rows, cols]: ``out`` or the new tensor. A columnwise copy gives the transpose of the

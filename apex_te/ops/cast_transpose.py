@@ -66,8 +66,9 @@ def cast_transpose(
         scale_inv: one float32 element to receive 1 / scale; a new one unless given.
         with_dbias: also return the column sums of x, [cols] in x's dtype (deterministic).
         noop: one int32 element on x's device; if it is not 0, no output is written.
-        out_rowwise: [rows, cols] to write instead of a new tensor.
-        out_columnwise: [cols, rows], padded or not, to write instead of a new tensor.
+        out_rowwise: contiguous [rows, cols] in ``fp8_dtype``, to write instead of a new tensor.
+        out_columnwise: contiguous [cols, rows] in ``fp8_dtype``, padded or not, to write instead
+            of a new tensor.
 
     Raises:
         TypeError: an argument has a dtype that is not listed.

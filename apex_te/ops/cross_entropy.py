@@ -40,9 +40,11 @@ def cross_entropy(
 
     Backward multiplies by the incoming gradient in float32 and then rounds to the dtype of the
     logits, so that a loss scale keeps float16 gradients from vanishing. It reads the logits, which
-    must not change until then. For a mean of float32 or bfloat16 logits the forward pass computes
-    the gradient. Backward then does nothing if the incoming gradient is 1, and may run only once.
-    With ``overwrite_logits`` the gradient is rounded twice if the incoming gradient is not 1.
+    must not change until then.
+
+    With reduction "mean" and float32 or bfloat16 logits, forward also computes the gradient, and
+    backward may run only once. If the incoming gradient is 1, backward writes nothing. If it is
+    not, ``overwrite_logits`` costs a second rounding.
 
     Args:
         logits: [..., V] float32, float16 or bfloat16.
@@ -51,15 +53,15 @@ def cross_entropy(
         ignore_index: rows with this target have loss 0 and gradient 0 and do not count in the mean.
         label_smoothing: in [0, 1], the part of the target's probability that is spread over all V.
         reduction: "mean" over rows that are not ignored, "sum" or "none".
-        overwrite_logits: write the gradient to the memory of the logits, whose values are lost;
-            backward may run only once. torch.compile ignores it.
+        overwrite_logits: write the gradient to the memory of the logits, whose values are lost.
+            The logits must be contiguous, and backward may run only once. torch.compile ignores it.
 
     Returns:
         The loss in float32: a scalar, or with "none" one loss per row, in the shape of ``target``.
 
     Raises:
         TypeError: an argument has a dtype that is not listed.
-        ValueError: a shape or option does not match.
+        ValueError: a shape or option does not match, or logits to overwrite are not contiguous.
     """
     if reduction not in REDUCTIONS:
         raise ValueError(
@@ -139,8 +141,8 @@ def cross_entropy_bwd(
         num_valid: one int32 element by which the gradient is divided; None divides by nothing.
         ignore_index: as in ``cross_entropy``.
         label_smoothing: as in ``cross_entropy``.
-        made: True if ``grad`` holds the gradient that ``cross_entropy_fwd`` wrote for the same
-            arguments. If ``grad_output``, which must have one element, is 1, nothing is written.
+        made: True if ``grad`` already holds what ``cross_entropy_fwd`` wrote for the same
+            arguments. Then ``grad_output`` must have one element; if it is 1, nothing is written.
     """
     _bwd(logits, target, stats, grad_output, grad, num_valid, ignore_index, label_smoothing, made)
     note_written(grad)
@@ -149,7 +151,10 @@ def cross_entropy_bwd(
 
 @checked
 def count_valid(target: torch.Tensor, ignore_index: int = -100) -> torch.Tensor:
-    """Returns the number of targets other than ``ignore_index``, one int32 element."""
+    """Returns the number of targets other than ``ignore_index``, one int32 element.
+
+    ``target`` is int64 or int32 [rows].
+    """
     num_valid = target.new_empty(1, dtype=torch.int32)
     _count(target, num_valid, ignore_index)
     return num_valid
@@ -182,7 +187,7 @@ def scale_gradient(
 ) -> torch.Tensor:
     """Multiplies ``grad`` in place by ``grad_output``, one element; a factor of 1 writes nothing.
 
-    The gradient of ignored rows is 0 and stays 0, even if ``grad_output`` is infinite or NaN.
+    With ``target`` the zeros in ignored rows stay 0, even if ``grad_output`` is infinite or NaN.
 
     Args:
         grad: contiguous float32, float16 or bfloat16, of any shape; [rows, columns] with

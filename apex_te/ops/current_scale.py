@@ -69,8 +69,9 @@ def current_scale(
         pow2: round the scale down to a power of two.
         amax: one float32 element to use instead of max |x|, e.g. the maximum of ``tensor_amax``
             over ranks; it saves one launch. None: max |x| is computed.
-        out_rowwise: [rows, cols] to write instead of a new tensor.
-        out_columnwise: [cols, rows], padded or not, to write instead of a new tensor.
+        out_rowwise: contiguous [rows, cols] in ``fp8_dtype``, to write instead of a new tensor.
+        out_columnwise: contiguous [cols, rows] in ``fp8_dtype``, padded or not, to write instead
+            of a new tensor.
 
     Raises:
         TypeError: an argument has a dtype that is not listed.

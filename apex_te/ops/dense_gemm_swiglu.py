@@ -130,8 +130,8 @@ def dense_gemm_swiglu_bwd(
         columnwise: also make the gradient's columnwise copy.
         amax: one float32 element, becomes max(amax, max |gradient|), before scaling; NaN counts
             as largest. None computes no amax.
-        act_scale: one float32 element, the scale for the activation's FP8 data. If given, their
-            columnwise copy is made in E4M3, too.
+        act_scale: one float32 element, the scale of the activation's FP8 data. If given, the
+            activation's columnwise copy is made, too, in E4M3; None makes none.
 
     Raises:
         TypeError: an argument has a dtype that is not listed.

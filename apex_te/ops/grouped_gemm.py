@@ -54,7 +54,7 @@ def multiply_groups(a: torch.Tensor, b: torch.Tensor, groups: Groups) -> torch.T
     """Multiplies each row by the matrix of its group: ``out[r] = b[g] @ a[r]``, row r in group g.
 
     Args:
-        a: [rows, K].
+        a: [rows, K] in a dtype that ``torch.mm`` supports.
         b: [groups, N, K] in the dtype of ``a``, one matrix for each group.
         groups: places of the groups in the rows of ``a``.
 
@@ -90,7 +90,7 @@ def contract_groups(
     Group g occupies i to j - 1 of the inner dimension. This is wgrad of a grouped linear layer.
 
     Args:
-        a: [M, rows].
+        a: [M, rows] in a dtype that ``torch.mm`` supports.
         b: [rows, N] in the dtype of ``a``.
         groups: places of the groups in the inner dimension.
         wide: return sums of 16-bit operands in float32, not rounded. Has no effect if
@@ -258,8 +258,8 @@ def multiplies_codes(a: torch.Tensor, b: torch.Tensor) -> bool:
     The kernel needs sm_90. Rows of the operands and the result must begin at multiples of 16 bytes.
 
     Args:
-        a: FP8 operand whose last dimension is K, as in both ``scaled_`` functions.
-        b: FP8 operand whose last two dimensions are [N, K].
+        a: operand ``a`` of ``scaled_multiply_groups`` or ``scaled_contract_groups``.
+        b: operand ``b`` of the same function.
     """
     if a.dtype not in _FP8 or b.dtype not in _FP8 or not has_grouped_fp8(a.device):
         return False

@@ -196,7 +196,8 @@ def quantize_matrices(
     """Quantizes one matrix for each group, all of one shape and dtype, in one launch.
 
     Args:
-        matrices: [rows, cols] each, such as the experts' weights; made contiguous if they are not.
+        matrices: [rows, cols] float32, float16 or bfloat16 each, such as the experts' weights; made
+            contiguous if they are not.
         groups: if given, only the matrices of groups that have rows are quantized.
         rowwise: make [groups, rows, cols]. None stands for True, or with ``out`` for the copies
             that ``out`` has.
@@ -293,13 +294,13 @@ def first_scales(
 ) -> None:
     """Computes the first scales of delayed scaling, from amax values instead of an amax history.
 
-    Only groups that are due and have rows get a scale; their ``due`` is set to 0. If a group's amax
-    is 0, infinite or NaN, its scale is not changed.
+    Only groups that are due and have rows get a scale, and their ``due`` is set to 0. If the amax
+    is 0, infinite or NaN, ``due`` is set to 0, too, but scale and scale_inv are not changed.
 
     Args:
         amax: float32 [groups].
         groups: places of the groups.
-        due: int32 [groups]; 0 for each group that already has a scale; written.
+        due: int32 [groups]; 0 for each group that already has a scale, otherwise 1; written.
         scale: float32 [groups], of any stride; written.
         scale_inv: float32 [groups], of any stride; written.
         fp8_max, margin, pow2: as in ``amax_scale_update``.
@@ -327,14 +328,17 @@ def finish_rows(out: torch.Tensor, groups: Groups, bias: torch.Tensor | None = N
 
 @checked
 def zero_unused(out: torch.Tensor, groups: Groups) -> None:
-    """Zeroes ``out[g]`` for each group g without rows; ``out`` is contiguous [groups, ...]."""
+    """Zeroes ``out[g]`` for each group g without rows.
+
+    ``out`` is contiguous [groups, ...] in float32, float16 or bfloat16.
+    """
     _clear(out.flatten(1), groups.table)
     note_written(out)
 
 
 @checked
 def decode(fp8_data: torch.Tensor) -> torch.Tensor:
-    """Converts FP8 data of any shape to bfloat16, exactly and without a scale_inv."""
+    """Converts E4M3 or E5M2 data of any shape to bfloat16, exactly and without a scale_inv."""
     fp8_data = fp8_data.contiguous()
     out = torch.empty_like(fp8_data, dtype=torch.bfloat16)
     _decode(fp8_data.view(-1), out.view(-1))

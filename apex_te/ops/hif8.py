@@ -35,7 +35,8 @@ class HiF8Output(NamedTuple):
         columnwise: uint8 [cols, rows], the transpose; [cols, rows rounded up to 16] with
             ``pad_columnwise``.
         scale: one float32 element, the scale that was used.
-        scale_inv: one float32 element, 1 / scale.
+        scale_inv: one float32 element: 1 / scale, or infinity if ``quantize_current`` used an
+            infinite amax.
         amax: one float32 element: from ``quantize`` the given tensor or None, from
             ``quantize_current`` the amax that was used.
     """
@@ -86,6 +87,7 @@ def decode(
         The values, in the shape of ``fp8_data``: ``out`` or the new tensor.
 
     Raises:
+        TypeError: an argument has a dtype that is not listed.
         ValueError: ``out`` does not have the shape of ``fp8_data`` or is not contiguous.
     """
     given = out is not None
@@ -127,8 +129,12 @@ def quantize(
         amax: one float32 element, becomes max(amax, max |x|), before scaling; NaN counts as
             largest. None computes no amax.
         saturate: as in ``encode``.
-        out_rowwise: [rows, cols] to write instead of a new tensor.
-        out_columnwise: [cols, rows], padded or not, to write instead of a new tensor.
+        out_rowwise: contiguous uint8 [rows, cols] to write instead of a new tensor.
+        out_columnwise: contiguous uint8 [cols, rows], padded or not, to write instead of a new
+            tensor.
+
+    Returns:
+        The copies as uint8, ``scale``, 1 / scale, and ``amax``.
 
     Raises:
         TypeError: an argument has a dtype that is not listed.
@@ -186,8 +192,12 @@ def quantize_current(
         amax: one float32 element to use instead of max |x|, which saves one launch; None computes
             max |x|.
         saturate: as in ``encode``.
-        out_rowwise: [rows, cols] to write instead of a new tensor.
-        out_columnwise: [cols, rows], padded or not, to write instead of a new tensor.
+        out_rowwise: contiguous uint8 [rows, cols] to write instead of a new tensor.
+        out_columnwise: contiguous uint8 [cols, rows], padded or not, to write instead of a new
+            tensor.
+
+    Returns:
+        The copies as uint8, and the scale, scale_inv and amax that were used.
 
     Raises:
         TypeError: an argument has a dtype that is not listed.

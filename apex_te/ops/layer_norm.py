@@ -158,14 +158,15 @@ def layer_norm_bwd(
     """Computes the gradients of ``layer_norm_fwd``, deterministically.
 
     Args:
-        dy: [rows, cols], y's gradient.
+        dy: [rows, cols] in x's dtype, y's gradient.
         x: [rows, cols], the matrix that was normalised: the forward's x, or with a residual the
             sum x + residual.
         weight: as in ``layer_norm``.
         mean: [rows] float32, from ``layer_norm_fwd``.
         rstd: [rows] float32, from ``layer_norm_fwd``.
         zero_centered_gamma: as in ``layer_norm``.
-        d_residual: [rows, cols], gradient of the returned residual sum; added to dx.
+        d_residual: [rows, cols] in x's dtype, gradient of the returned residual sum; added to dx.
+            None adds nothing.
         with_dweight: compute the weight's gradient, in the weight's dtype (x's if weight is None).
         with_dbias: compute the bias's gradient, in the weight's dtype.
 

@@ -144,13 +144,15 @@ def mx_dequantize(
     dtype: torch.dtype = torch.bfloat16,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Multiplies MXFP8 data by its scales and rounds to nearest even; exact in dtype's range.
+    """Multiplies MXFP8 data by its scales, exactly within the normal range of ``dtype``.
+
+    Other values are rounded to nearest even.
 
     Args:
         fp8_data: [rows, cols] FP8, a rowwise or a columnwise copy.
         scale: [rows, ceil(cols / 32)] float8_e8m0fnu, of that copy.
         dtype: dtype of a new tensor: float32, float16 or bfloat16.
-        out: [rows, cols] to write; a new tensor unless given.
+        out: [rows, cols] to write, in one of these dtypes; a new tensor unless given.
 
     Returns:
         [rows, cols]: ``out`` or the new tensor. A columnwise copy gives the transpose of the

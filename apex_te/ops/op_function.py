@@ -25,9 +25,9 @@ def unwrapped(value: Any) -> Any:
 
 
 def eager_apply(cls: Any, *args: Any) -> Any:
-    """Calls an autograd function if no transform of torch.func is active.
+    """Calls an autograd function like ``torch.autograd.Function.apply`` in half the host time.
 
-    In this case it does the work of ``torch.autograd.Function.apply`` in half the host time.
+    The caller must have checked that no transform of torch.func is active.
 
     Args:
         cls: the ``OpFunction``.

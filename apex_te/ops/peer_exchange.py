@@ -38,7 +38,8 @@ def send(
 
     Args:
         source: uint8, contiguous, of any shape.
-        targets: buffers of the peers.
+        targets: the peers' buffers, uint8: ``HEADER`` bytes, then one piece for each rank, of the
+            size of ``source``.
         own: the sender's buffer, to which the bytes are copied, too, but no flag; None skips it.
         rank: the sender's rank, that of this process.
         number: number of this exchange: one more than the last one's, modulo 2^32.

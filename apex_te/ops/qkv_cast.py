@@ -52,6 +52,8 @@ def qkv_cast_weight(
 ) -> FP8Output:
     """Casts an interleaved QKV weight to FP8 and sorts the rowwise copy into queries, keys, values.
 
+    Each element becomes saturating_cast(float(weight) * scale), as in ``cast_transpose``.
+
     Args:
         weight: [groups * (repeats + 2) * size, cols] float32, float16 or bfloat16; size is the
             number of rows of a head. Heads are ordered by group: query heads, key head, value
@@ -66,8 +68,8 @@ def qkv_cast_weight(
             largest. None computes no amax.
         scale_inv: one float32 element to receive 1 / scale; a new one unless given.
         noop: one int32 element on the device; if it is not 0, no output is written.
-        out_rowwise: [rows, cols] to write instead of a new tensor.
-        out_columnwise: [cols, rows] to write instead of a new tensor.
+        out_rowwise: contiguous [rows, cols] in ``fp8_dtype``, to write instead of a new tensor.
+        out_columnwise: contiguous [cols, rows] in ``fp8_dtype``, to write instead of a new tensor.
 
     Returns:
         The copies. Rows of the rowwise copy are all query heads, all key heads, all value heads.
@@ -116,7 +118,7 @@ def qkv_cast_grad(
     Args:
         queries: [..., repeats * groups, size] float32, float16 or bfloat16, with one or two leading
             dimensions of tokens; None for a projection to keys and values.
-        keys: [..., groups, size] in the dtype of the others. Queries, keys and values may have any
+        keys: [..., groups, size]. Queries, keys and values have one dtype. They may have any
             strides; a tensor whose last dimension is not dense is copied.
         values: [..., groups, size].
         scale: one float32 element on their device.

@@ -330,9 +330,10 @@ def refuse_tangents(name: str, args: tuple[Any, ...]) -> None:
 
 
 def refuse_derivatives(name: str, args: tuple[Any, ...]) -> None:
-    """Raises NotImplementedError if a transform would differentiate an op that has no derivative.
+    """Raises NotImplementedError if an argument of an op without a derivative is differentiated.
 
-    An ``OpFunction`` also calls such ops, but with tensors whose derivatives are not tracked.
+    Transforms of torch.func and forward mode count, plain autograd does not. An ``OpFunction``
+    calls such ops with untracked tensors.
 
     Args:
         name: the op's name, for the error.

@@ -57,8 +57,8 @@ class FusedAdam(FusedOptimizer):
             below 1/256: with ``betas[1]`` of 0.999, ``exp_avg_sq`` in bfloat16 loses small updates
             once gradients shrink; use 0.99 or less. FP8 keeps four significant bits, and nothing
             below 2**-17 of a tensor's amax.
-        use_decoupled_grad: read gradients from ``param.decoupled_grad``, in any of these dtypes,
-            instead of ``param.grad``. A ``torch.amp.GradScaler`` does not see them.
+        use_decoupled_grad: read gradients from ``param.decoupled_grad`` (float32, float16 or
+            bfloat16) instead of ``param.grad``. A ``torch.amp.GradScaler`` does not see them.
         store_param_remainders: with float32 master weights, store only the low 16 bits of the
             master weight of a bfloat16 parameter, in an int16 tensor. The parameter has the rest:
             it is the master weight rounded to nearest, ties away from zero. Training equals that

@@ -386,7 +386,7 @@ class CurrentScaling(Recipe, name="tensorwise"):
         pow2: round scales down to powers of two.
         eps: lower bound of the amax from which a scale is computed.
         override_linear_precision, use_split_accumulator, fp8_dpa, fp8_mha: as in
-            ``DelayedScaling``.
+            ``DelayedScaling``; ``Format.HIF8`` ignores ``use_split_accumulator``.
         interval: ignored, accepted for interface compatibility; every cast computes its scale.
 
     Raises:
@@ -466,8 +466,8 @@ class MXFP8Scaling(Recipe, name="mxfp8"):
         fp8_format: ``Format.E4M3`` or ``Format.HYBRID``, or its name.
         rounding: how the scale's exponent is rounded: ``"up"`` (nothing saturates) or ``"floor"``
             (OCP's rule).
-        override_linear_precision, use_split_accumulator, interval, fp8_dpa, fp8_mha: as in
-            ``CurrentScaling``.
+        override_linear_precision, interval, fp8_dpa, fp8_mha: as in ``CurrentScaling``.
+        use_split_accumulator: ignored; GEMMs of MXFP8 data do not have this choice.
 
     Raises:
         TypeError, ValueError, NotImplementedError: as for ``DelayedScaling``.

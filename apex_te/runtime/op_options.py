@@ -56,7 +56,7 @@ def is_tanh(op: str, form: str) -> bool:
 
 
 def is_most_recent(op: str, algo: str) -> bool:
-    """Returns True if scales come from the staged amax, False for that of all history.
+    """Returns True for scales from the newest amax, False for scales from the whole history.
 
     Args:
         op: name of the function, for the error.

@@ -77,7 +77,7 @@ class FP8State:
         self.sync = ScaleSync()
 
     def on_replaced(self, drop_views: Callable[[], None]) -> None:
-        """Registers a method that is called when tensors are replaced, and drops views of them.
+        """Registers a method that drops views of the tensors; called when these are replaced.
 
         Args:
             drop_views: bound method without arguments; its object is held weakly.
@@ -140,8 +140,10 @@ class FP8State:
     def fit(self, recipe: DelayedScaling, device: torch.device) -> None:
         """Makes scales and amax histories fit ``recipe``.
 
-        Allocates them if missing, changes the length of the histories to the recipe's, and
-        multiplies the scales by the ratio that a change of format or margin makes.
+        Allocates them if missing, and changes the length of the histories to the recipe's. If
+        format or margin differ from those of the last recipe, each scale is multiplied by the new
+        ``fp8_max / 2**margin`` over the old one. Scales never set stay 1. All scales stay if
+        either recipe has a function as ``scaling_factor_compute_algo``.
 
         Args:
             recipe: recipe of the forward that is about to record amax values.

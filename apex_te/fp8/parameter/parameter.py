@@ -44,11 +44,11 @@ class FP8Parameter(torch.Tensor):
     It behaves as a tensor of ``dtype`` (float32, float16, bfloat16 or float64), and becomes a
     ``torch.nn.Parameter`` if wrapped in one; its gradient also has that dtype. GEMMs of modules
     read the FP8 data, all other ops the values. Every write (``copy_``, an optimizer's in-place
-    step, ``load_state_dict``) quantizes the new values, from the widest dtype available. The scale
-    comes from the new values, even with delayed scaling. A single scale for the whole weight comes
-    from the amax rounded to bfloat16, so that loading saved values restores the data. A write to an
-    FSDP2 shard of a weight with one scale is collective: the amax is the maximum over the ranks
-    that have the shards.
+    step, ``load_state_dict``) quantizes the new values; float32 values are not rounded to
+    ``dtype`` before. The scale comes from the new values, even with delayed scaling. A single scale
+    for the whole weight comes from the amax rounded to bfloat16, so that loading saved values
+    restores the data. A write to an FSDP2 shard of a weight with one scale is collective: the amax
+    is the maximum over the ranks that have the shards.
 
     For its GEMMs, backward makes the transpose of the FP8 data (the columnwise copy, [cols, rows]),
     and drops it afterwards unless a module's weight cache keeps it.

@@ -41,9 +41,9 @@ def advise(
     """Tries each linear layer of a model in FP8, and reports what that gains and costs.
 
     The model runs once with ``sample``, forward and backward, in bf16 or fp32. Then a copy of each
-    layer repeats its part of the run on its device: one step in FP8 for the statistics of input,
-    weight and output gradient, and timed steps alternately in bf16 or fp32 and in FP8, once for all
-    layers of the same sizes. This covers the layers that ``from_torch`` converts, and those of
+    layer repeats its part of the run on its device. One step in FP8 gives the statistics of input,
+    weight and output gradient. Timed steps alternate between bf16 or fp32 and FP8; layers of the
+    same sizes are timed once. This covers the layers that ``from_torch`` converts, and those of
     apex_te. An apex_te layer that contains several, such as ``TransformerLayer``, is tried as one.
 
     The model, its gradients, buffers and FP8 state, and random states are unchanged afterwards. The

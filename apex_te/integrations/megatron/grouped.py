@@ -103,7 +103,7 @@ class MindSpeedTEGroupedLinear(MegatronLayer, GroupedLinear):
         """Applies the first layer to the first rows of ``x``, the second to the next rows, etc.
 
         Args:
-            x: ``[rows, in_features]``.
+            x: ``[rows, in_features]``, of the dtypes that ``GroupedLinear.forward`` takes.
             m_splits: number of rows for each layer, as for ``GroupedLinear.forward``.
             is_first_microbatch: as for ``GroupedLinear.forward``.
 

@@ -68,7 +68,7 @@ class _ParallelLinear(MegatronLayer, Linear):
         """Applies the layer.
 
         Args:
-            x: ``[..., in_features]``.
+            x: ``[..., in_features]``, of the dtypes that ``Linear.forward`` takes.
             is_first_microbatch: as for ``Linear.forward``.
 
         Returns:
@@ -249,7 +249,7 @@ class MindSpeedTELayerNormColumnParallelLinear(MegatronLayer, LayerNormLinear):
         """Applies norm and linear layer.
 
         Args:
-            inp: ``[..., input_size]``.
+            inp: ``[..., input_size]``, of the dtypes that ``Linear.forward`` takes.
             is_first_microbatch: as for ``LayerNormLinear.forward``.
 
         Returns:

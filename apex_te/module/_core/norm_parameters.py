@@ -82,7 +82,7 @@ class NormedModule(ParallelModule):
         self._norm_options = (plain._replace(eps=eps), with_residual._replace(eps=eps))
 
     def reset_layer_norm_parameters(self) -> None:
-        """Sets gamma to 1 (0 with ``zero_centered_gamma``) and beta to 0."""
+        """Sets ``layer_norm_weight`` so that gamma is 1, and ``layer_norm_bias`` to 0."""
         torch.nn.init.constant_(self.layer_norm_weight, 0.0 if self.zero_centered_gamma else 1.0)
         if self.layer_norm_bias is not None:
             torch.nn.init.zeros_(self.layer_norm_bias)

@@ -164,7 +164,8 @@ class ParallelModule(FP8Module):
         """Sets the ranks over which the module is split; call it before the first forward.
 
         Args:
-            tp_group: a ``torch.distributed.ProcessGroup`` of ``tp_size`` ranks, or None.
+            tp_group: a ``torch.distributed.ProcessGroup`` of ``tp_size`` ranks. None removes the
+                group; forward then raises ValueError if it needs one.
 
         Raises:
             TypeError: ``tp_group`` is neither a process group nor None.

@@ -53,8 +53,9 @@ class DotProductAttention(torch.nn.Module):
             causal mask aligns queries and keys at the first ones: query i sees keys up to i. With
             bottom_right it aligns them at the last ones that are not padded.
         window_size: (left, right): a query sees only so many keys before and after its own
-            position; -1 = no limit. right is 0 with causal types. Positions are aligned as in the
-            bottom_right types, except with ``"causal"`` and ``"padding_causal"``.
+            position; -1 = no limit, None = (-1, -1). right is 0 with causal types. Positions are
+            aligned as in the bottom_right types, except with ``"causal"`` and
+            ``"padding_causal"``.
         attention_type: ``"self"``, or ``"cross"``, where queries and keys have padding masks of
             their own.
         layer_number: position in the model, from 1; see ``apply_query_key_layer_scaling``.
@@ -200,8 +201,8 @@ class DotProductAttention(torch.nn.Module):
 
         Args:
             query_layer, key_layer, value_layer: [s, b, h, d], [b, s, h, d] or [t, h, d], of one
-                dtype; keys and values have g heads. The last dimension must be dense, other strides
-                are free.
+                floating-point dtype, which the result gets; ``torch.autocast`` casts them. Keys and
+                values have g heads. The last dimension must be dense, other strides are free.
             attention_mask: bool, True = masked out. For padding types: [b, 1, 1, s], or a tuple of
                 two, for queries and keys. In cross attention it must be such a tuple, or one mask
                 of the scores, [b, 1, sq or 1, sk]. The output is 0 for padded queries, and for
@@ -218,8 +219,10 @@ class DotProductAttention(torch.nn.Module):
             core_attention_bias_type: ``"no_bias"``, ``"pre_scale_bias"`` (added before the scores
                 are scaled), ``"post_scale_bias"`` or ``"alibi"``, which adds ``-slope * |i - j|``
                 to the score of query i and key j, with positions aligned as for ``window_size``.
-            core_attention_bias: broadcasts to [b, h, sq, sk]; differentiable.
-            alibi_slopes: slopes [h] or [b, h] for ``"alibi"``; None takes those of the ALiBi paper.
+            core_attention_bias: floating-point, broadcasts to [b, h, sq, sk]; cast to the dtype of
+                the queries; differentiable.
+            alibi_slopes: floating-point [h] or [b, h] for ``"alibi"``; None takes the slopes of the
+                ALiBi paper.
             checkpoint_core_attention: save only the inputs, and compute attention again in
                 backward, with the same dropout mask, also with a tracker.
             cu_seqlens_q_padded, cu_seqlens_kv_padded: for thd with padding tokens between the

@@ -301,9 +301,9 @@ class MultiheadAttention(CompositeModule):
 
         Args:
             hidden_states: [s, b, hidden_size], [b, s, hidden_size] or [t, hidden_size], depending
-                on ``qkv_format``.
-            encoder_output: hidden states for keys and values, in the same layout; only in cross
-                attention.
+                on ``qkv_format``, of the dtypes that ``Linear.forward`` takes.
+            encoder_output: hidden states for keys and values, in the same layout and dtype; only
+                in cross attention.
             rotary_pos_emb: angles [max_seq, 1, 1, c] in fp32, fp16 or bf16, or a tuple of two such
                 tensors, for queries and keys; None does not rotate. The rotation computes in fp32.
             inference_params: cache of the keys and values of earlier calls, to which the queries

@@ -32,9 +32,9 @@ class RotaryPositionEmbedding(torch.nn.Module):
         dim: elements of a head, even.
         rotary_percent: share of these elements that is rotated; ``dim`` below is ``int(dim *
             rotary_percent)``.
-        seq_len_interpolation_factor: with ``pretrained_max_position_embeddings``, positions are
-            divided by this factor, or by ``max_seq_len / pretrained_max_position_embeddings`` if
-            that is larger.
+        seq_len_interpolation_factor: positions are divided by the larger of this factor and
+            ``max_seq_len / pretrained_max_position_embeddings``. If either argument is None, they
+            are not divided.
         pretrained_max_position_embeddings: number of positions that the model was trained with.
         rotary_base: base in the formula above.
         interleaved: pairs are elements (2i, 2i + 1); else (i, i + dim / 2).
@@ -143,7 +143,7 @@ def apply_rotary_pos_emb(
     """Rotates the first elements of each head by the angles of its position; returns a new tensor.
 
     Args:
-        t: [s, b, h, d], [b, s, h, d] or [t, h, d]; differentiable.
+        t: [s, b, h, d], [b, s, h, d] or [t, h, d], float32, float16 or bfloat16; differentiable.
         freqs: angles [positions, 1, 1, c] with even c up to d, float32, float16 or bfloat16; it
             gets no gradient.
         tensor_format: the dimensions of ``t``: ``"sbhd"``, ``"bshd"`` or ``"thd"``.

@@ -168,17 +168,18 @@ class GroupedLinear(ParallelModule):
         the rows are an error. If they are in a tensor on a GPU, the host does not see them: all
         outputs and gradients then become NaN instead.
 
-        If ``m_splits`` is a tensor on a GPU, the GEMMs differ in rounding and cost. Results of FP8
-        GEMMs are rounded to bfloat16 before they are cast to another dtype. FP8 GEMMs multiply FP8
-        data on sm_90, elsewhere decoded data in bfloat16. GEMMs in fp16 and fp32 cost as much as
-        ``num_gemms`` layers over all rows. Weight gradients are rounded to 16 bits before they are
-        added to ``main_grad`` only if torch's grouped GEMM multiplies bfloat16. ``fp8_statistics``
-        does not record these GEMMs.
+        If ``m_splits`` is a tensor on a GPU, the GEMMs differ in rounding and cost. On sm_90 FP8
+        GEMMs multiply the FP8 data; other GPUs decode them to bfloat16 first. Results of FP8 GEMMs
+        are rounded to bfloat16 before any cast to another dtype. Weight gradients for ``main_grad``
+        are not rounded, except where torch's grouped GEMM computes them: those of bf16 GEMMs on
+        sm_90 and sm_100, and of FP8 GEMMs on sm_100. GEMMs in fp16 and fp32, and all GEMMs on other
+        GPUs, cost as much as ``num_gemms`` layers over all rows. ``fp8_statistics`` does not record
+        these GEMMs.
 
         Args:
-            inp: [..., in_features] in the dtype of the parameters (fp32, fp16 or bf16 for FP8).
-                Under ``torch.autocast`` it may have any of these, and the output has autocast's
-                dtype.
+            inp: [..., in_features] in the dtype of the parameters; in FP8 that must be fp32, fp16
+                or bf16. Under ``torch.autocast`` it may have any floating-point dtype (in FP8 one
+                of these three), and the output has autocast's dtype.
             m_splits: number of rows of each group, which may be 0: ints, or an int32 or int64
                 tensor [num_gemms] on the device of ``inp``. On a GPU the host does not wait for the
                 tensor.

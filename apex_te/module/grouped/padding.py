@@ -108,7 +108,7 @@ class Fp8Unpadding(_RowGroups):
         """Removes the padding of each group; returns [sum(m_splits), features].
 
         Args:
-            inp: the padded rows, [rows, features].
+            inp: the padded rows, [rows, features] in any dtype.
             m_splits: number of rows of each group without padding.
 
         Raises:
