@@ -15,6 +15,7 @@ os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 import pytest
 import torch
+from covering import covering
 
 ROOT = Path(__file__).resolve().parent.parent
 GPU_MEMORY_OF_A_WORKER = 10 << 30  # bytes; 14 workers took 131 GiB
@@ -24,8 +25,30 @@ except ModuleNotFoundError:  # an uninstalled checkout
     sys.path.insert(0, str(ROOT))
 
 
-def pytest_configure(config):
-    config.addinivalue_line("markers", "cuda: runs on a GPU")
+def pytest_addoption(parser):
+    parser.addoption("--long", action="store_true", help="run all cases, also those left out")
+
+
+def pytest_collection_modifyitems(config, items):
+    """Leaves out long cases, unless ``--long`` or a node id asks for them.
+
+    They are those marked ``long``, and with ``cover(n)`` those besides a choice of cases in which
+    all combinations of values of n parameters occur, on each device.
+    """
+    if config.getoption("--long") or any("::" in arg for arg in config.args):
+        return
+    families = defaultdict(list)
+    left_out = {item for item in items if item.get_closest_marker("long")}
+    for item in items:
+        if (mark := item.get_closest_marker("cover")) and item not in left_out:
+            values = dict(item.callspec.params)
+            family = (item.nodeid.partition("[")[0], values.pop("device", None), mark.args[0])
+            families[family].append((item, tuple(map(id, values.values()))))
+    for (_, _, strength), family in families.items():
+        chosen = covering([case for _, case in family], strength)
+        left_out.update(item for i, (item, _) in enumerate(family) if i not in chosen)
+    config.hook.pytest_deselected(items=[item for item in items if item in left_out])
+    items[:] = [item for item in items if item not in left_out]
 
 
 @pytest.hookimpl(tryfirst=True)

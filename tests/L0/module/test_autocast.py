@@ -199,6 +199,7 @@ def test_refuses_ints(name, device):
         call(name, module, x)
 
 
+@pytest.mark.cover(1)
 @modules
 def test_compiles(name):
     module, x = make(name, "cpu"), batch("cpu")

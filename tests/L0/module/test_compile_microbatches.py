@@ -58,6 +58,7 @@ def compare(found, expected):
         assert torch.equal(value, expected[key]), key
 
 
+@pytest.mark.cover(1)
 @pytest.mark.parametrize(
     ("name", "recipe", "interval"),
     [("LayerNormMLP", "delayed", 1), ("Linear", "delayed", 3), *(("Linear", r, 1) for r in OTHERS)],
@@ -75,6 +76,7 @@ def test_equals_eager(device, name, recipe, interval):
     compare(found, expected)
 
 
+@pytest.mark.cover(1)
 @pytest.mark.parametrize("inside", [False, True])
 def test_regions_inside_and_first_steps(device, inside):
     recipe = dataclasses.replace(REGIONS["delayed"], first_step="current")

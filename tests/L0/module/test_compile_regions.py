@@ -99,6 +99,7 @@ def check(module, function, device, steps=4):
     return graphs
 
 
+@pytest.mark.cover(1)
 @pytest.mark.parametrize(
     ("name", "recipe"),
     [
@@ -247,7 +248,7 @@ def test_an_evaluation_moves_nothing(device, mode):
     assert all(torch.equal(value, before[key]) for key, value in states(module).items())
 
 
-@pytest.mark.parametrize("level", ["O6", "O7"])
+@pytest.mark.parametrize("level", ["O6", pytest.param("O7", marks=pytest.mark.long)])
 def test_amp(device, level):
     """An FP8 level's forward enters the region itself."""
 
@@ -300,6 +301,7 @@ def _branch_on_values(layer, x, region):
 BREAKS = [_break_before, _break_inside, _break_in_a_decorated_function, _branch_on_values]
 
 
+@pytest.mark.cover(1)
 @pytest.mark.parametrize("function", BREAKS)
 @pytest.mark.parametrize("name", ["delayed", "tensorwise"])
 def test_graphs_that_break_run_in_fp8(device, name, function):
@@ -329,7 +331,12 @@ def test_a_torch_without_the_switch_warns(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("name", "fullgraph"), [("delayed", True), ("tensorwise", False), ("blockwise", True)]
+    ("name", "fullgraph"),
+    [
+        ("delayed", True),
+        ("tensorwise", False),
+        pytest.param("blockwise", True, marks=pytest.mark.long),
+    ],
 )
 def test_dynamic_sizes(device, name, fullgraph):
     """Compiled with dynamic=True, where a recipe's numbers become variables, layers equal eager."""

@@ -27,6 +27,7 @@ KINDS = ["no_mask", "padding", "causal", "padding_causal", "causal_bottom_right"
 KINDS += ["padding_causal_bottom_right", "arbitrary"]
 
 
+@pytest.mark.cover(2)
 @pytest.mark.parametrize(
     ("kind", "window"),
     [
@@ -53,6 +54,7 @@ def test_mask_types(kind, queries, keys, window, groups, path, device):
     check(module, tensors(queries, keys, groups), hidden, fmt, mask=mask)
 
 
+@pytest.mark.cover(2)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("groups", [1, 2, 4])
 @pytest.mark.parametrize("fmt", ["sbhd", "bshd"])

@@ -85,6 +85,7 @@ def test_views_share_the_data():
     assert torch.equal(weight.grad, torch.ones(32, 32))
 
 
+@pytest.mark.cover(2)
 @pytest.mark.parametrize("name", RECIPES)
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if not kind.endswith("tensor")])
 def test_modules(kind, name, device):

@@ -97,6 +97,7 @@ def _graphs(request, device):
         request.getfixturevalue("graphs_on_cpu")
 
 
+@pytest.mark.cover(2)
 @pytest.mark.parametrize("caching", [False, True])
 @pytest.mark.parametrize("recipe", [None, "delayed", "tensorwise"])
 @pytest.mark.parametrize("order", ORDERS.values(), ids=ORDERS)

@@ -69,6 +69,7 @@ def _graphs(request, device, monkeypatch):
         yield
 
 
+@pytest.mark.cover(2)
 @pytest.mark.parametrize("microbatches", [1, 2, 3, 4])
 @pytest.mark.parametrize("caching", [True, False])
 @each_recipe

@@ -91,6 +91,7 @@ def test_without_fp8_it_is_linear_on_each_group(dtype, bias, device):
     assert not module.fp8_state.allocated
 
 
+@pytest.mark.cover(1)
 @pytest.mark.parametrize("count", [21, 22, 64, 200, 1023])
 def test_many_experts_update_their_scales(count, device):
     """Experts have the outputs and the state of a Linear of their own, step by step."""
@@ -295,8 +296,12 @@ def test_recompute_is_bitwise_equal(reentrant):
 
 
 @pytest.mark.parametrize(
-    "name", ["delayed", "tensorwise", "hif8", "blockwise", "mxfp8", "plain wgrad"]
-)
+    "name",
+    [
+        "delayed", "blockwise", "plain wgrad",
+        *(pytest.param(name, marks=pytest.mark.long) for name in ("tensorwise", "hif8", "mxfp8")),
+    ],
+)  # fmt: skip
 def test_compiles(name):
     module = GroupedLinear(4, 32, 16)
     other = copy.deepcopy(module)

@@ -50,6 +50,7 @@ def shapes(tensors):
     return [(t.shape, t.stride(), t.dtype) for t in tensors]
 
 
+@pytest.mark.cover(2)
 @modules
 @recipes
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -68,6 +69,7 @@ def test_shapes(name, recipe, dtype):
     assert found[0] == found[1]
 
 
+@pytest.mark.cover(1)
 @modules
 @recipes
 def test_a_run_on_meta_leaves_no_trace(name, recipe):

@@ -174,7 +174,9 @@ def test_autocast_and_inference(device) -> None:
         assert torch.equal(a, b)
 
 
-@pytest.mark.parametrize("scheme", [None, "delayed", "tensorwise"])
+@pytest.mark.parametrize(
+    "scheme", ["delayed", *(pytest.param(s, marks=pytest.mark.long) for s in (None, "tensorwise"))]
+)
 def test_it_compiles_in_one_graph(scheme) -> None:
     seen = []
     for compiled in (False, True):

@@ -213,8 +213,14 @@ def test_torch_autocast():
     assert all(p.grad.dtype == torch.float32 for p in module.parameters())
 
 
-@pytest.mark.parametrize("options", [{}, {"fuse_qkv_params": True}, {"attention_type": "cross",
-                         "attn_mask_type": "no_mask"}], ids=str)  # fmt: skip
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"attention_type": "cross", "attn_mask_type": "no_mask"},
+        *(pytest.param(o, marks=pytest.mark.long) for o in ({}, {"fuse_qkv_params": True})),
+    ],
+    ids=str,
+)
 def test_compiles(options):
     module, x = build(input_layernorm=True, **options), torch.randn(SHAPES["sbhd"])
     other = torch.randn(7, 2, HIDDEN) if "attention_type" in options else None

@@ -117,6 +117,7 @@ def test_equals_rows_of_zeros(device, name, recipe, tokens):
         assert_same_bits(found, expected)
 
 
+@pytest.mark.cover(2)
 @each_recipe
 @each_module
 @pytest.mark.parametrize("reentrant", [False, True])
@@ -128,6 +129,7 @@ def test_recomputed(device, name, recipe, reentrant):
     assert_same_bits(train(name, recipe, 33, device, ways=ways), expected)
 
 
+@pytest.mark.cover(1)
 @each_recipe
 @pytest.mark.parametrize("name", ["Linear", "RMSNorm", "swiglu"])
 def test_compiled(device, name, recipe):
@@ -138,6 +140,7 @@ def test_compiled(device, name, recipe):
     assert_same_bits(train(name, recipe, 33, device, ways=ways), expected)
 
 
+@pytest.mark.cover(1)
 @each_recipe
 @pytest.mark.parametrize("name", ["Linear", "LayerNormLinear", "swiglu"])
 def test_captured_with_its_weights(request, device, name, recipe):

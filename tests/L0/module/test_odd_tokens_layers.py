@@ -90,6 +90,7 @@ def with_zeros(t):
     return torch.cat([rows, rows.new_zeros(-rows.shape[0] % 16, rows.shape[1])])
 
 
+@pytest.mark.cover(2)
 @recipes
 @tokens
 @pytest.mark.parametrize("activation", ["swiglu", "gelu", "srelu", "geglu", "qgelu"])
@@ -112,6 +113,7 @@ def test_mlp_is_that_of_zeros_behind(device, poison, lengths, tokens, recipe, ac
     assert lengths
 
 
+@pytest.mark.cover(1)
 @tokens
 @pytest.mark.parametrize("activation", ["swiglu", "gelu", "silu"])
 def test_mlp_with_biases_is_that_of_single_tokens(device, poison, lengths, tokens, activation):
@@ -148,6 +150,7 @@ def make_layer(device, **options):
     )  # fmt: skip
 
 
+@pytest.mark.cover(2)
 @recipes
 @pytest.mark.parametrize("tokens", TOKENS[1:], ids=str)  # of one the scores have no gradient
 @pytest.mark.parametrize("options", LAYERS.values(), ids=LAYERS)
@@ -162,6 +165,7 @@ def test_transformer_layer(device, poison, lengths, tokens, recipe, options):
         assert sqnr(plain[name], found[name]) > 15, name
 
 
+@pytest.mark.cover(1)
 @recipes
 @pytest.mark.parametrize("tokens", [(2, 15), (3, 11)], ids=str)
 @pytest.mark.parametrize("reentrant", [True, False])

@@ -133,6 +133,7 @@ def assert_equal_ways(kind, recipe, shape, step=plain_step, uses=(1, 1), **optio
     return module
 
 
+@pytest.mark.cover(2)
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("shape", SHAPES)
@@ -319,6 +320,7 @@ USES = {
 }  # fmt: skip
 
 
+@pytest.mark.cover(2)
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("kind", ["linear", "saves input", "layer norm", "rms norm", "swiglu"])
 @pytest.mark.parametrize("use", USES)
@@ -364,6 +366,7 @@ def layer_steps(options, recipe, dtype, enabled, device="cpu"):
     return results, layer
 
 
+@pytest.mark.cover(2)
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("recipe", RECIPES)

@@ -120,6 +120,7 @@ def assert_equal(found, expected):
         assert torch.equal(a, b), f"tensor {i}: {(a - b).abs().max()}"
 
 
+@pytest.mark.cover(2)
 @pytest.mark.parametrize("interleaved", [True, False])
 @pytest.mark.parametrize("groups", [2, 8, 1])
 @pytest.mark.parametrize("norm", [True, False])

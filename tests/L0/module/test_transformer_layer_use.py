@@ -91,6 +91,7 @@ class TestDropout:
         assert not torch.equal(layer(x), first)
 
 
+@pytest.mark.cover(1)
 @pytest.mark.parametrize("which", ["ours", True, False, "core"])
 @pytest.mark.parametrize("fp8", [False, True])
 @pytest.mark.parametrize("options", [{}, {**LLAMA, "drop_path_rate": 0.2}], ids=str)
@@ -221,7 +222,14 @@ def test_frozen_parts():
     ]
 
 
-@pytest.mark.parametrize("options", [{}, BERT, {"layer_type": "decoder", **LLAMA}], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"layer_type": "decoder", **LLAMA},
+        *(pytest.param(options, marks=pytest.mark.long) for options in ({}, BERT)),
+    ],
+    ids=str,
+)
 def test_compiles(options):
     layer, x = build(**options), torch.randn(SHAPES["sbhd"])
     other = torch.randn(7, 2, HIDDEN) if "layer_type" in options else None

@@ -1,0 +1,63 @@
+"""Which cases of a parametrized test run without ``--long``."""
+
+import shutil
+import subprocess
+import sys
+from itertools import combinations, product
+from pathlib import Path
+
+import pytest
+from covering import covering
+
+TESTS = Path(__file__).resolve().parents[1]
+FILE = """
+import pytest
+
+@pytest.mark.cover(2)
+@pytest.mark.parametrize("a", range(4))
+@pytest.mark.parametrize("b", range(3))
+@pytest.mark.parametrize("c", range(2))
+@pytest.mark.parametrize("device", ["cpu", "other"])
+def test_product(a, b, c, device): pass
+
+@pytest.mark.cover(1)
+@pytest.mark.parametrize(("a", "b"), [(0, 0), (0, 1), (1, 0)])
+def test_rows(a, b): pass
+
+@pytest.mark.parametrize("a", [0, pytest.param(1, marks=pytest.mark.long)])
+def test_single(a): pass
+"""
+
+
+@pytest.mark.parametrize("strength", [1, 2, 3])
+@pytest.mark.parametrize("sizes", [(5,), (4, 3, 2), (7, 2, 2, 4, 3)])
+def test_every_combination_occurs(sizes, strength):
+    cases = list(product(*map(range, sizes)))
+    chosen = [cases[i] for i in covering(cases, strength)]
+    for columns in combinations(range(len(sizes)), min(strength, len(sizes))):
+        wanted = {tuple(case[i] for i in columns) for case in cases}
+        assert {tuple(case[i] for i in columns) for case in chosen} == wanted
+    if len(sizes) == 5 and strength == 2:
+        assert len(chosen) <= 32  # of 336; 28 are needed
+
+
+def test_cases_that_lack_combinations_are_covered():
+    assert covering([(0, 0), (0, 1), (1, 1)], 2) == {0, 1, 2}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "count"),
+    [
+        (["test_some.py"], 24 + 3 + 1),
+        (["test_some.py", "--long"], 48 + 3 + 2),
+        (["test_some.py::test_single"], 2),
+    ],
+)
+def test_what_runs(tmp_path, arguments, count):
+    for name in ("conftest.py", "covering.py"):
+        shutil.copy(TESTS / name, tmp_path)
+    shutil.copy(TESTS.parent / "pyproject.toml", tmp_path)
+    (tmp_path / "test_some.py").write_text(FILE)
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:xdist", *arguments]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    assert f"{count} passed" in done.stdout, done.stdout + done.stderr
