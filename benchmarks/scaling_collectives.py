@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 SLOTS = 5  # amaxes of a GEMM: apex_te.state
-HEADER, QUANTUM = 5, 16384  # numbers of the amax collective: apex_te.fp8.delayed.amax_allreduce
+HEADER, QUANTUM = 5, 16384  # numbers of the amax collective: apex_te.fp8.delayed.ranks
 
 
 class Group(NamedTuple):

@@ -15,8 +15,8 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 from ..comm.collectives import world_size
 from ..comm.groups import check_process_group, is_process_group
 from ..fp8.autocast import local
-from ..fp8.delayed.registry import registry
-from ..fp8.delayed.scale_snapshot import ScaleSnapshot
+from ..fp8.delayed.ranks import registry
+from ..fp8.delayed.state import ScaleSnapshot
 from ..runtime.named_arguments import argument_names, nearest
 from .saved_parts import SavedInParts
 

@@ -15,12 +15,11 @@ from ..recipe import Recipe, chosen_recipe
 from ..runtime.entered import Entered, leave
 from ..runtime.tracing import refuse_state
 from .delayed.compiled_region import enter_traced_region, leave_traced_region
-from .delayed.preview import preview_scales
-from .delayed.registry import intern, traced_key
-from .delayed.update import enter_region, leave_calibration
+from .delayed.ranks import intern, traced_key
+from .delayed.update import enter_region, leave_calibration, preview_scales
 
 if TYPE_CHECKING:
-    from .delayed.amax_group import AmaxGroup
+    from .delayed.ranks import AmaxGroup
 
 __all__ = ["autocast", "fp8_autocast", "get_fp8_recipe", "is_fp8_enabled"]
 

@@ -12,8 +12,7 @@ import torch
 from ..recipe import DelayedScaling, Recipe, chosen_recipe
 from ..runtime.named_arguments import named_arguments
 from ..runtime.tracing import untraced
-from .delayed.amax_group import AmaxGroup, amax_groups
-from .delayed.registry import label_of, recipe_named, registry
+from .delayed.ranks import AmaxGroup, amax_groups, label_of, recipe_named, registry
 from .delayed.state import FP8State
 from .scheme import build_quantizers
 

@@ -13,7 +13,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from ..fp8.autocast import fp8_autocast
-from ..fp8.delayed.amax_group import amax_groups
+from ..fp8.delayed.ranks import amax_groups
 from ..fp8.delayed.state import TENSORS, FP8State, resized_history
 from ..fp8.parameter.parameter import FP8Parameter
 from ..module._core.captured_weights import CapturedWeights, KeptWeight

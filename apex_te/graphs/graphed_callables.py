@@ -11,7 +11,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from ..fp8.autocast import fp8_autocast, graph_task_id, local
-from ..fp8.delayed.registry import intern
+from ..fp8.delayed.ranks import intern
 from ..ops.op_function import once_differentiable
 from ..recipe import Recipe, chosen_recipe
 from ..runtime.named_arguments import named_arguments

@@ -18,8 +18,13 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..fp8.delayed.header import decode_header, encode_header
-from ..fp8.delayed.state import BACKWARD_SLOTS, FORWARD_SLOTS, FP8State
+from ..fp8.delayed.state import (
+    BACKWARD_SLOTS,
+    FORWARD_SLOTS,
+    FP8State,
+    decode_header,
+    encode_header,
+)
 from ..recipe import (
     BlockScaling,
     CurrentScaling,

@@ -29,10 +29,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..fp8.delayed.amax_group import amax_groups
-from ..fp8.delayed.header import Header, decode_header
+from ..fp8.delayed.ranks import amax_groups
 from ..fp8.delayed.serialize import load_state, save_state
-from ..fp8.delayed.state import BACKWARD_SLOTS, FORWARD_SLOTS, FP8State
+from ..fp8.delayed.state import BACKWARD_SLOTS, FORWARD_SLOTS, FP8State, Header, decode_header
 from ..module._core.fp8_module import STATE_PREFIX, FP8Module
 from ..module.grouped.linear import GroupedLinear
 from ..recipe import MAX_HISTORY_LENGTH, DelayedScaling, Format

@@ -10,7 +10,7 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch.nn import functional
 
-from ..fp8.delayed.registry import number_layer
+from ..fp8.delayed.ranks import number_layer
 from ..ops.bias_dropout_add import bias_dropout_add
 from ..runtime.named_arguments import did_you_mean, named_arguments
 from ._core.arguments import autocast_dtype, checked_eps, checked_groups, checked_number

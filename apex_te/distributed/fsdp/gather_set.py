@@ -14,7 +14,7 @@ import torch
 
 from ...comm.collectives import max_over_ranks
 from ...fp8.autocast import local
-from ...fp8.delayed.registry import intern
+from ...fp8.delayed.ranks import intern
 from ...fp8.parameter.decode import quantizers_of
 from ...fp8.parameter.fsdp_gather import Gathered, fsdp_groups
 from ...fp8.scheme.registry import layout_of, stored_recipe

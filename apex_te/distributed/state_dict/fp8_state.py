@@ -16,9 +16,14 @@ import torch
 from torch import distributed
 
 from ...comm.collectives import max_over_ranks, world_size
-from ...fp8.delayed.header import decode_header, encode_header
 from ...fp8.delayed.serialize import NAMES
-from ...fp8.delayed.state import BACKWARD_SLOTS, FORWARD_SLOTS, TENSORS
+from ...fp8.delayed.state import (
+    BACKWARD_SLOTS,
+    FORWARD_SLOTS,
+    TENSORS,
+    decode_header,
+    encode_header,
+)
 from ...module._core.fp8_module import STATE_PREFIX, FP8Module
 from .split_model import SplitModel, SplitModule, state_name
 from .split_tensor import Parts, parts_of

@@ -15,8 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ...ops.registration import register
-from .amax_group import amax_groups
-from .registry import recipe_named, registry
+from .ranks import amax_groups, recipe_named, registry
 from .update import enter_region, update_if_due
 
 if TYPE_CHECKING:

@@ -11,9 +11,18 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from ...recipe import MAX_HISTORY_LENGTH
-from .amax_group import amax_groups
-from .header import Header, check_readable, decode_header
-from .state import BACKWARD_SLOTS, FORWARD_SLOTS, TENSORS, FP8State, resized_history, warn_resized
+from .ranks import amax_groups
+from .state import (
+    BACKWARD_SLOTS,
+    FORWARD_SLOTS,
+    TENSORS,
+    FP8State,
+    Header,
+    check_readable,
+    decode_header,
+    resized_history,
+    warn_resized,
+)
 
 if TYPE_CHECKING:
     from ..module_fp8 import ModuleFP8

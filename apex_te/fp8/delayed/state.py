@@ -1,25 +1,182 @@
-"""FP8State: the tensors of delayed scaling, which are a module's scales and amax histories."""
+"""FP8State: a module's scales and amax histories, and the header that they are saved with."""
 
 from __future__ import annotations
 
+import json
+import reprlib
 import warnings
 import weakref
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
 
 import torch
 
-from ...recipe import DelayedScaling
+from ...recipe import DelayedScaling, Format
 from ..formats import formats_of
 from ..scheme.slots import GemmSlots, Slot, Slots
-from .amax_group import ScaleSync, amax_groups
-from .first_step import FirstSteps
-from .header import VERSION, encode_header, recipe_entries
-from .registry import registry
+from .ranks import ScaleSync, amax_groups, registry
 from .scale_formula import update_scales
 
-__all__ = ["BACKWARD_SLOTS", "FORWARD_SLOTS", "TENSORS", "FP8State", "resized_history",
-           "warn_resized"]  # fmt: skip
+
+class FirstSteps:
+    """Flags of the slots of one FP8 state whose first scale is due (not computed yet).
+
+    A slot is due while its flag in ``due`` is True, and its int32 flag in ``on_device``, if any, is
+    not 0. Only the device knows whether groups of rows are empty. ``on_device`` has tensors of
+    flags by tuples of slots.
+    """
+
+    __slots__ = ("due", "on_device")
+
+    due: list[bool]
+    on_device: dict[tuple[int, ...], torch.Tensor]
+
+    def __init__(self, slots: int) -> None:
+        self.begin(slots)
+
+    def begin(self, slots: int) -> None:
+        """Makes all ``slots`` slots due, with a new list ``due`` and no flags on the device."""
+        self.due = [True] * slots
+        self.on_device = {}
+
+    def still_due(self) -> list[bool]:
+        """Returns a bool per slot, True if its first scale is missing; waits for the device."""
+        due = list(self.due)
+        for slots, flags in self.on_device.items():
+            if any(due[slot] for slot in slots):
+                for slot, flag in zip(slots, flags.tolist(), strict=True):
+                    due[slot] = due[slot] and flag != 0
+        return due
+
+    def set(self, due: list[bool]) -> None:
+        """Sets which slots are due; flags on the device keep their addresses."""
+        self.due[:] = due
+        with torch.inference_mode(False), torch.no_grad():
+            for slots, flags in self.on_device.items():
+                flags.copy_(torch.tensor([due[slot] for slot in slots], dtype=torch.int32))
+
+    def end(self) -> None:
+        """Marks the first scales of all slots as set, on the host."""
+        if True in self.due:
+            self.due[:] = [False] * len(self.due)
+
+    def move(self, device: torch.device) -> None:
+        """Moves the flags to ``device``."""
+        for slots, flags in self.on_device.items():
+            self.on_device[slots] = flags.to(device, copy=True)
+
+
+VERSION = 1
+# Fixed for a number of slots, so that checkpoints of one model always have the same shapes.
+_BYTES = 512
+_BYTES_PER_SLOT = 6
+_LONGEST = 200  # characters of a recipe's error
+_MAX_GROUPS = 256  # the most amax groups that a file may ask for
+
+
+def encode_header(header: dict[str, Any]) -> torch.Tensor:
+    """Returns ``header`` as JSON text in uint8; its size depends on the number of slots only."""
+    size = _BYTES + _BYTES_PER_SLOT * len(header["first_due"])
+    text = json.dumps(header, separators=(",", ":")).encode().ljust(size)
+    return torch.frombuffer(bytearray(text), dtype=torch.uint8)
+
+
+def decode_header(blob: torch.Tensor) -> dict[str, Any]:
+    """Returns the dict that ``encode_header`` was given."""
+    if not isinstance(blob, torch.Tensor) or blob.dtype != torch.uint8 or blob.numel() > 65536:
+        raise ValueError("header must be a uint8 tensor of at most 65536 bytes")
+    check_readable("header", blob)
+    try:
+        header = json.loads(bytes(blob.detach().cpu().reshape(-1).tolist()))
+    except (UnicodeDecodeError, RecursionError, ValueError) as error:
+        raise ValueError(f"header must be JSON text, got {error}") from error
+    if not isinstance(header, dict):
+        raise ValueError(f"header must be a JSON object, got {type(header).__name__}")
+    if header.get("version") != VERSION:
+        raise ValueError(
+            f"version must be {VERSION} (written by another release?), "
+            f"got {reprlib.repr(header.get('version'))}"
+        )
+    return header
+
+
+def check_readable(name: str, value: torch.Tensor) -> None:
+    """Raises ValueError for a tensor that is sparse, on the meta device or a DTensor."""
+    if value.layout is not torch.strided:
+        raise ValueError(f"{name} must be a dense tensor, got layout {value.layout}")
+    if value.device.type == "meta":
+        raise ValueError(f"{name} must have values, got a tensor on the meta device")
+    if hasattr(value, "device_mesh"):
+        raise ValueError(f"{name} must be a plain tensor, got {type(value).__name__}")
+
+
+class Header(NamedTuple):
+    """Checked entries of the header of a saved FP8 state.
+
+    Attributes:
+        recipe: recipe under which the values were computed; None if unknown, or if it contains
+            functions, which are not saved.
+        group_number: number of the state's amax group; None if it was in none.
+        equal: ``ScaleSync.fingerprint`` of the ranks whose scales are kept equal, or None.
+    """
+
+    pending: int
+    first_due: list[bool]
+    recipe: DelayedScaling | None
+    group_number: int | None
+    equal: int | None
+
+    @classmethod
+    def checked(cls, header: dict[str, Any], slots: int) -> Header:
+        """Checks the entries of a decoded header."""
+        pending, due = header.get("pending"), header.get("first_due")
+        if type(pending) is not int or pending < 0:
+            raise ValueError(f"pending must be a count, got {reprlib.repr(pending)}")
+        if not isinstance(due, list) or len(due) != slots or not all(type(d) is bool for d in due):
+            raise ValueError(f"first_due must be {slots} bools, got {reprlib.repr(due)}")
+        recipe, number = _recipe(header), _count(header, "scope", _MAX_GROUPS)
+        return cls(pending, due, recipe, number, _count(header, "equal", 1 << 32))
+
+
+def recipe_entries(recipe: DelayedScaling) -> dict[str, Any]:
+    """Returns the entries of a header from which ``Header.recipe`` is made on loading."""
+    entries: dict[str, Any] = {"format": recipe.fp8_format.name}
+    # A function, or what a derived class adds, cannot be saved: the recipe of the next region then
+    # finishes the update.
+    if type(recipe) is DelayedScaling and not recipe.uses_callables:
+        entries["recipe"] = {name: getattr(recipe, name) for name in _SAVED}
+    return entries
+
+
+_SAVED = (
+    "margin", "amax_compute_algo", "scaling_factor_compute_algo", "reduce_amax", "first_step"
+)  # fmt: skip
+
+
+def _recipe(header: dict[str, Any]) -> DelayedScaling | None:
+    """Returns the recipe that a header describes; None if it has none."""
+    saved = header.get("recipe")
+    if saved is None:
+        return None
+    try:
+        return DelayedScaling(
+            fp8_format=Format[header["format"]],
+            amax_history_len=header["history"],
+            **{name: saved[name] for name in _SAVED},
+        )
+    except (KeyError, TypeError, ValueError) as error:
+        text = repr(error)[:_LONGEST]
+        raise ValueError(f"recipe must be the one that was saved, got {text}") from error
+
+
+def _count(header: dict[str, Any], name: str, limit: int) -> int | None:
+    """Returns the entry ``name``, a count below ``limit``; None if the header has none."""
+    value = header.get(name)
+    if value is not None and not (type(value) is int and 0 <= value < limit):
+        raise ValueError(f"{name} must be a count below {limit}, got {reprlib.repr(value)}")
+    return value
+
 
 # Slots of each GEMM.
 FORWARD_SLOTS = 3  # input, weight, output
@@ -49,7 +206,7 @@ class FP8State:
             values in row 0 until the next update. Row 1 is the oldest amax, row ``L - 1`` the
             newest.
         pending_scale_fwd: ``[3 G]``, the forward scales that the next update will give; only
-            evaluations write and read them (``preview.py``).
+            evaluations write and read them (``preview_scales``).
         gemms: ``G``.
         allocated: True once the tensors exist.
         device: device of the tensors; meta before they exist.
@@ -290,3 +447,38 @@ def resized_history(history: torch.Tensor, length: int) -> torch.Tensor:
     if kept:
         new[-kept:] = history[-kept:]
     return new
+
+
+class ScaleSnapshot:
+    """Copies of scales, with version counters that show which scales were written later."""
+
+    __slots__ = ("__weakref__", "copies", "tensors", "versions")
+
+    def __init__(self, tensors: list[torch.Tensor]) -> None:
+        self.tensors = tensors
+        self.versions = [tensor._version for tensor in tensors]
+        with torch.inference_mode(False), torch.no_grad():
+            self.copies = [tensor.clone() for tensor in tensors]
+
+    def holds(self, tensors: list[torch.Tensor]) -> bool:
+        """Returns True if the snapshot is of exactly ``tensors``, and none was written since."""
+        return len(tensors) == len(self.tensors) and all(
+            new is old and new._version == version
+            for new, old, version in zip(tensors, self.tensors, self.versions, strict=True)
+        )
+
+    @contextmanager
+    def restored(self) -> Iterator[None]:
+        """Context manager inside which scales have the values of the snapshot again."""
+        moved = []
+        with torch.no_grad():
+            for tensor, version, copy in zip(self.tensors, self.versions, self.copies, strict=True):
+                if tensor._version != version:
+                    moved.append((tensor, tensor.clone()))
+                    tensor.copy_(copy)
+        try:
+            yield
+        finally:
+            with torch.no_grad():
+                for tensor, value in moved:
+                    tensor.copy_(value)

@@ -1,19 +1,20 @@
-"""Clock and update of delayed scaling: when scales are updated, and how, by amax group.
+"""Clock and update of delayed scaling, by amax group, and blocks without lasting updates.
 
-An update all-reduces the staged amax values over the amax group's ranks (``amax_allreduce``), and
-computes the new scales of all states by one call for each device and kind of recipe
-(``scale_formula``).
+An update all-reduces the recorded amax values over the amax group's ranks, and computes the new
+scales of all states by one call for each device and kind of recipe.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import gc
 import itertools
 import threading
 import traceback
 import warnings
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -22,19 +23,22 @@ from ...comm.collectives import world_size
 from ...comm.groups import is_process_group
 from ...recipe import DelayedScaling
 from ..formats import formats_of
-from .amax_allreduce import RankReduction, SlotRange
-from .amax_group import AmaxGroup, ScaleSync, amax_groups
-from .registry import intern, registry
-from .scale_formula import UserUpdate, nonfinite_count, prepared_update, update_scales
+from .ranks import AmaxGroup, RankReduction, ScaleSync, SlotRange, amax_groups, intern, registry
+from .scale_formula import (
+    UserUpdate,
+    nonfinite_count,
+    nonfinite_counts,
+    prepared_update,
+    update_scales,
+)
+from .state import TENSORS
 
 if TYPE_CHECKING:
     from ...ops.amax_scale_update import PreparedUpdate
     from ...recipe import Recipe
     from ..module_fp8 import ModuleFP8
-    from .first_step import FirstSteps
-
-__all__ = ["ScaleGroups", "enter_region", "flush_fp8_state", "leave_calibration", "update_if_due",
-           "update_lock"]  # fmt: skip
+    from .ranks import AmaxGroup
+    from .state import FirstSteps
 
 # Reentrant, as a recipe's function may enter a region.
 update_lock = threading.RLock()
@@ -416,3 +420,119 @@ class ScaleGroup:
         prepared = prepared_update(*lists, self.fp8_max, self.recipe, nonfinite)
         prepared.run()
         self._prepared[nonfinite is None] = prepared
+
+
+def preview_scales(recipe: Recipe) -> bool:
+    """Computes the scales that pending updates will give into each ``pending_scale_fwd``.
+
+    Returns False if the evaluation is to read the present scales: no update is pending, or it would
+    be a collective in which other ranks may not take part.
+    """
+    if not amax_groups.any_pending():
+        return False
+    # Inference tensors could not be written by a later evaluation outside of inference mode.
+    with update_lock, torch.inference_mode(False), torch.no_grad():
+        plan = registry.plans.get(PendingScales)
+        if plan is None:
+            allocated = [m for m in registry.living() if m.state.allocated]
+            plan = registry.plans[PendingScales] = PendingScales(allocated, recipe)
+        return plan.run()
+
+
+class PendingScales:
+    """Computes forward scales as the next update will, into tensors that only evaluations read.
+
+    So an evaluation changes nothing, even between a forward and its backward. For a state whose
+    update takes a collective, it reads the present scales.
+    """
+
+    def __init__(self, modules: Sequence[ModuleFP8], recipe: Recipe) -> None:
+        """Groups the tensors of ``modules``."""
+        self.groups = ScaleGroups()
+        # Copies to work on, and what is made of them, by device: targets and sources.
+        self._copied: dict[torch.device, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
+        self._results: dict[torch.device, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
+        self._local: list[AmaxGroup | None] = []  # of states that need no other rank
+        for module in modules:
+            if module.state.device.type != "meta":
+                self._add(module, recipe)
+
+    def _add(self, module: ModuleFP8, recipe: Recipe) -> None:
+        """Adds a module's state; its scales are only copied if an update takes a collective."""
+        state = module.state
+        chosen = recipe if state.recipe is None else state.recipe
+        scale = torch.empty_like(state.scale_fwd)
+        results = self._results.setdefault(state.device, ([], []))
+        results[0].append(state.pending_scale_fwd)
+        results[1].append(scale)
+        targets, sources = self._copied.setdefault(state.device, ([], []))
+        targets.append(scale)
+        sources.append(state.scale_fwd)
+        amax_group = state.sync.amax_group
+        if not isinstance(chosen, DelayedScaling) or not _is_local(amax_group, chosen):
+            return
+        history = torch.empty_like(state.amax_history_fwd)
+        inverse = torch.empty_like(state.scale_inv_fwd)
+        targets += [history, inverse]
+        sources += [state.amax_history_fwd, state.scale_inv_fwd]
+        limits = formats_of(chosen.fp8_format, state.device)
+        group = self.groups.of(state.device, chosen)
+        group.add(module, (history, scale, inverse, limits.max_fwd))
+        self._local.append(amax_group)
+
+    def run(self) -> bool:
+        """Computes the scales; returns False and does nothing if no such update is pending."""
+        if not any(group is None or group.pending for group in self._local):
+            return False
+        for targets, sources in self._copied.values():
+            torch._foreach_copy_(targets, sources)
+        self.groups.run(nonfinite=False)  # what fails here keeps its scale, and fails again
+        # Written once, with the same bits where nothing was staged since: another thread may be
+        # evaluating.
+        for targets, sources in self._results.values():
+            torch._foreach_copy_(targets, sources)
+        return True
+
+
+def _is_local(amax_group: AmaxGroup | None, recipe: DelayedScaling) -> bool:
+    """Returns True if an update of ``amax_group``, None before any forward, needs no other rank."""
+    if amax_group is None:
+        return not recipe.reduce_amax or world_size(None) == 1
+    return not amax_group.reduces or world_size(amax_group.group) == 1
+
+
+@contextlib.contextmanager
+def preserved_fp8_state() -> Iterator[None]:
+    """Context manager that restores the FP8 state of all modules, and its clocks, at its end.
+
+    FP8 modules constructed inside must be deleted before the end. Their places in the collective of
+    updates are given up, so that this rank agrees with ranks that did not enter such a block.
+    """
+    with update_lock:
+        kept = [tensor for member in registry.living() for tensor in _tensors(member.state)]
+        kept += nonfinite_counts()
+        values = [tensor.clone() for tensor in kept]
+        due = [(member.state, member.state.first_steps.still_due()) for member in registry.living()]
+        clocks, training = amax_groups.clocks, amax_groups.training
+        current, recipe = amax_groups.current, amax_groups.recipe
+        numbers = len(registry.sizes)
+    try:
+        yield  # without the lock, which a backward may want in another thread
+    finally:
+        with update_lock:
+            with torch.inference_mode(False), torch.no_grad():
+                for tensor, value in zip(kept, values, strict=True):
+                    tensor.copy_(value)
+            for state, flags in due:
+                state.first_steps.set(flags)
+            amax_groups.clocks, amax_groups.training = clocks, training
+            amax_groups.current, amax_groups.recipe = current, recipe
+            gc.collect()  # modules are parts of cycles
+            registry.forget_dead(numbers)
+
+
+def _tensors(state: object) -> list[torch.Tensor]:
+    """Returns the tensors of a module's FP8 state, none if they do not exist."""
+    if not state.allocated or state.device.type == "meta":  # type: ignore[attr-defined]
+        return []
+    return [getattr(state, name) for name in TENSORS]

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ...fp8.delayed.preserve import preserved_fp8_state
+from ...fp8.delayed.update import preserved_fp8_state
 from ...recipe import Recipe, chosen_recipe
 from ...runtime.model_argument import check_model
 from ...runtime.named_arguments import named_arguments

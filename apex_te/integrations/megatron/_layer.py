@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from ...fp8.delayed.registry import number_layer
+from ...fp8.delayed.ranks import number_layer
 from ...module._core.parallel import GroupHolder, tag
 from ._config import Layout, Reader, refuse
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from ...fp8.delayed.amax_group import amax_groups
+from ...fp8.delayed.ranks import amax_groups
 from ...fp8.delayed.serialize import load_state
 from ...module._core.fp8_module import STATE_PREFIX, FP8Module
 from ...module.grouped.linear import GroupedLinear

@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ...fp8.autocast import Region, graph_task_id, local
 from ...fp8.delayed.compiled_region import follow_traced_region
-from ...fp8.delayed.registry import intern
+from ...fp8.delayed.ranks import intern
 from ...fp8.delayed.serialize import NAMES, read_state, save_state
 from ...fp8.delayed.state import FP8State
 from ...fp8.module_fp8 import ModuleFP8

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from ...fp8.delayed.scale_snapshot import ScaleSnapshot
+from ...fp8.delayed.state import ScaleSnapshot
 from .fp8_module import FP8Module
 
 

@@ -7,7 +7,7 @@ from typing import Any, ClassVar, NamedTuple
 
 import torch
 
-from ...fp8.delayed.registry import number_layer
+from ...fp8.delayed.ranks import number_layer
 from ...ops.rope import rope
 from ...runtime.named_arguments import named_arguments
 from .._core.arguments import check_count, checked_eps, checked_groups

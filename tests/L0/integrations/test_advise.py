@@ -17,8 +17,7 @@ from torch import nn
 
 import apex_te
 from apex_te import recipe
-from apex_te.fp8.delayed.amax_group import amax_groups
-from apex_te.fp8.delayed.registry import registry
+from apex_te.fp8.delayed.ranks import amax_groups, registry
 from apex_te.integrations import conversion_summary, from_torch
 from apex_te.integrations.layer_advice import trial
 from apex_te.integrations.layer_advice.advice import ExactName

@@ -10,7 +10,7 @@ import torch
 from te_blobs import FORMS, NAMES, as_uint8, pickled_with_recipe, saved, tensors, v02
 
 from apex_te import Linear, fp8_autocast
-from apex_te.fp8.delayed.amax_group import amax_groups
+from apex_te.fp8.delayed.ranks import amax_groups
 from apex_te.fp8.delayed.state import _warned
 from apex_te.fp8.module_fp8 import init_fp8_state
 from apex_te.integrations.te_state import TEStateError, load_te_extra_state, read_te_extra_state

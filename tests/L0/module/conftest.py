@@ -4,7 +4,7 @@ import sys
 
 import pytest
 
-from apex_te.fp8.delayed.amax_group import amax_groups
+from apex_te.fp8.delayed.ranks import amax_groups
 
 
 @pytest.fixture(autouse=True)

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from apex_te import flush_fp8_state, fp8_autocast
 from apex_te.distributed import checkpoint
-from apex_te.fp8.delayed.amax_group import amax_groups
+from apex_te.fp8.delayed.ranks import amax_groups
 from apex_te.fp8.model_init import fp8_model_init
 from apex_te.module.grouped import on_device as _grouped_on_device
 from apex_te.recipe import DelayedScaling

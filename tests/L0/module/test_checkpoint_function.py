@@ -8,7 +8,7 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from apex_te import fp8_autocast, is_fp8_enabled
 from apex_te.distributed import CudaRNGStatesTracker, checkpoint
-from apex_te.fp8.delayed.amax_group import amax_groups
+from apex_te.fp8.delayed.ranks import amax_groups
 from apex_te.fp8.delayed.state import TENSORS
 from apex_te.module.linear import Linear
 from apex_te.ops.product_count import fp8_gemm_count

@@ -9,7 +9,7 @@ from module_cases import SCHEMES
 from test_compile_regions import REGIONS, H, build, compiled, counters, states
 
 from apex_te import flush_fp8_state, fp8_autocast
-from apex_te.fp8.delayed.amax_group import amax_groups
+from apex_te.fp8.delayed.ranks import amax_groups
 from apex_te.module.linear import Linear
 from apex_te.recipe import DelayedScaling
 

@@ -11,7 +11,7 @@ from torch._dynamo.utils import counters
 
 from apex_te import amp, flush_fp8_state, fp8_autocast, init_fp8_state, is_fp8_enabled
 from apex_te.fp8 import autocast
-from apex_te.fp8.delayed.amax_group import amax_groups
+from apex_te.fp8.delayed.ranks import amax_groups
 from apex_te.fp8.delayed.state import TENSORS
 from apex_te.module.layer_norm_mlp import LayerNormMLP
 from apex_te.module.linear import Linear

@@ -19,7 +19,7 @@ from apex_te import (
     fp8_autocast,
 )
 from apex_te.autocast import local
-from apex_te.fp8.delayed.amax_group import amax_groups
+from apex_te.fp8.delayed.ranks import amax_groups
 from apex_te.fp8.delayed.state import TENSORS
 from apex_te.recipe import BlockScaling, CurrentScaling, DelayedScaling
 

@@ -22,7 +22,7 @@ from graph_models import (
 )
 
 from apex_te import Linear, flush_fp8_state, fp8_autocast
-from apex_te.fp8.delayed.amax_group import amax_groups
+from apex_te.fp8.delayed.ranks import amax_groups
 from apex_te.fp8.model_init import fp8_model_init
 from apex_te.graphs.capture import no_collection
 from apex_te.graphs.graphed_callables import make_graphed_callables

@@ -20,7 +20,7 @@ from graph_models import (
 from graph_stand_in import graphs_on_cpu  # noqa: F401
 
 from apex_te import Linear, fp8_autocast
-from apex_te.fp8.delayed.amax_group import amax_groups
+from apex_te.fp8.delayed.ranks import amax_groups
 from apex_te.graphs.capture import recorded
 from apex_te.graphs.graphed_callables import make_graphed_callables
 from apex_te.recipe import DelayedScaling

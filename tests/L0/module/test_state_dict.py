@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from apex_te import Linear, flush_fp8_state, fp8_autocast, init_fp8_state
-from apex_te.fp8.delayed.amax_group import amax_groups
+from apex_te.fp8.delayed.ranks import amax_groups
 from apex_te.fp8.delayed.state import TENSORS
 from apex_te.recipe import DelayedScaling, Format
 

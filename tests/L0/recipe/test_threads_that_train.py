@@ -11,7 +11,7 @@ from schemes import SCHEMES, STATELESS
 
 from apex_te import LayerNormMLP, flush_fp8_state, fp8_autocast
 from apex_te.fp8.delayed import update
-from apex_te.fp8.delayed.amax_group import amax_groups
+from apex_te.fp8.delayed.ranks import amax_groups
 
 DELAYED = SCHEMES["delayed"]
 said = "two threads train with delayed scaling at once"

@@ -9,7 +9,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 
 import apex_te
 from apex_te import flush_fp8_state, fp8_autocast, fp8_model_init, init_fp8_state
-from apex_te.fp8.delayed.amax_group import amax_groups
+from apex_te.fp8.delayed.ranks import amax_groups
 from apex_te.fp8.delayed.state import TENSORS
 from apex_te.fp8.parameter.parameter import FP8Parameter
 from apex_te.recipe import DelayedScaling

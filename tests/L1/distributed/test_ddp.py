@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 import apex_te
 from apex_te import flush_fp8_state, fp8_autocast, fp8_model_init, init_fp8_state
 from apex_te.distributed import get_state_dict, set_model_state_dict, set_state_dict
-from apex_te.fp8.delayed.amax_group import amax_groups
+from apex_te.fp8.delayed.ranks import amax_groups
 from apex_te.fp8.delayed.state import TENSORS
 from apex_te.fp8.parameter.parameter import FP8Parameter
 from apex_te.recipe import DelayedScaling

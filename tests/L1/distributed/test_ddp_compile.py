@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import apex_te
 from apex_te import flush_fp8_state, fp8_autocast
-from apex_te.fp8.delayed.amax_group import amax_groups
+from apex_te.fp8.delayed.ranks import amax_groups
 
 HIDDEN, FFN, TOKENS, STEPS = 32, 64, 8, 3
 DELAYED = {"amax_history_len": 3}

@@ -10,8 +10,7 @@ from torch import distributed
 import apex_te
 from apex_te import flush_fp8_state, fp8_autocast
 from apex_te.comm.groups import _covered, covers
-from apex_te.fp8.delayed.amax_allreduce import _QUANTUM, RankReduction, SlotRange
-from apex_te.fp8.delayed.amax_group import amax_groups
+from apex_te.fp8.delayed.ranks import _QUANTUM, RankReduction, SlotRange, amax_groups
 from apex_te.fp8.delayed.state import TENSORS
 from apex_te.recipe import DelayedScaling
 

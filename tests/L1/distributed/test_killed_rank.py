@@ -20,7 +20,7 @@ import apex_te
 from apex_te import flush_fp8_state, fp8_autocast, init_fp8_state
 from apex_te.distributed.expert_parallel import TokenDispatcher
 from apex_te.distributed.fsdp.fp8_all_gather import enable_fp8_all_gather
-from apex_te.fp8.delayed.amax_group import amax_groups
+from apex_te.fp8.delayed.ranks import amax_groups
 from apex_te.recipe import DelayedScaling
 
 RECIPE = DelayedScaling(amax_history_len=4)

@@ -24,7 +24,7 @@ from apex_te.distributed.state_dict.model_and_optimizer import (
     set_state_dict,
 )
 from apex_te.distributed.state_dict.split_tensor import SplitTensor
-from apex_te.fp8.delayed.amax_group import amax_groups
+from apex_te.fp8.delayed.ranks import amax_groups
 from apex_te.fp8.delayed.state import TENSORS
 from apex_te.recipe import DelayedScaling
 

@@ -11,7 +11,7 @@ import apex_te
 from apex_te import fp8_autocast
 from apex_te.comm import agreement
 from apex_te.comm.agreement import RankMismatchError, check_same
-from apex_te.fp8.delayed.amax_group import amax_groups
+from apex_te.fp8.delayed.ranks import amax_groups
 from apex_te.recipe import CurrentScaling, DelayedScaling, Format
 
 IN, FFN, ROWS = 32, 64, 8

@@ -14,7 +14,7 @@ from torch import distributed
 import apex_te
 from apex_te import fp8_autocast
 from apex_te.comm.agreement import HEADER
-from apex_te.fp8.delayed.amax_allreduce import _QUANTUM, RankReduction
+from apex_te.fp8.delayed.ranks import _QUANTUM, RankReduction
 from apex_te.fp8.delayed.state import BACKWARD_SLOTS, FORWARD_SLOTS
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "benchmarks"))

@@ -14,7 +14,7 @@ os.environ.setdefault("DO_NOT_TRACK", "1")
 import pytest
 import torch
 
-from apex_te.fp8.delayed.amax_group import amax_groups
+from apex_te.fp8.delayed.ranks import amax_groups
 from apex_te.integrations import transformer_engine
 
 transformer_engine.install()

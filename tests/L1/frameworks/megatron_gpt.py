@@ -44,7 +44,7 @@ from megatron.core.transformer.moe import moe_utils
 from torch.overrides import TorchFunctionMode
 from transformer_engine.pytorch.optimizers import FusedAdam
 
-from apex_te.fp8.delayed.amax_group import amax_groups
+from apex_te.fp8.delayed.ranks import amax_groups
 from apex_te.fp8.delayed.serialize import NAMES
 from apex_te.module._core.fp8_module import FP8Module
 

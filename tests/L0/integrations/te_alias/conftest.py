@@ -6,7 +6,7 @@ import sys
 import pytest
 import torch
 
-from apex_te.fp8.delayed.amax_group import amax_groups
+from apex_te.fp8.delayed.ranks import amax_groups
 from apex_te.integrations.transformer_engine import _device
 
 OWN = "apex_te.integrations.transformer_engine"

@@ -28,7 +28,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions
 
 import apex_te
 from apex_te.distributed import get_model_state_dict, set_model_state_dict
-from apex_te.fp8.delayed.amax_group import amax_groups
+from apex_te.fp8.delayed.ranks import amax_groups
 from apex_te.integrations import load_te_extra_state
 from apex_te.integrations.transformer_engine.pytorch import module as te
 from apex_te.integrations.transformer_engine.pytorch.module import GroupedLinear, LayerNorm, Linear
