@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from apex_te.fp8.scheme.registry import build_quantizers, layout_of, stored_recipe
+from apex_te.fp8.scheme.base import build_quantizers, layout_of, stored_recipe
 from apex_te.recipe import (
     BlockScaling,
     CurrentScaling,

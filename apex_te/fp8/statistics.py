@@ -13,8 +13,8 @@ import torch
 from .autocast import Region, local
 from .module_fp8 import ModuleFP8
 from .scheme import QuantizerSets
+from .scheme.base import Quantizer
 from .scheme.observed import COUNTS, FIELDS, measure, observed_sets
-from .scheme.quantizer import Quantizer
 from .tensor import QuantizedTensor
 
 __all__ = ["fp8_statistics"]

@@ -25,7 +25,7 @@ from ..comm.split_cross_entropy import (
 )
 from ..fp8.parameter.parameter import dequantized
 from ..fp8.scheme import GemmQuantizers
-from ..fp8.scheme.registry import build_quantizers
+from ..fp8.scheme.base import build_quantizers
 from ..fp8.tensor import QuantizedTensor
 from ..ops.cross_entropy import (
     REDUCTIONS,

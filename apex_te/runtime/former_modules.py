@@ -19,7 +19,6 @@ _NOW = {
     "fp8.delayed.amax_group": "fp8.delayed.ranks",
     "fp8.delayed.first_step": "fp8.delayed.state",
     "fp8.delayed.registry": "fp8.delayed.ranks",
-    "fp8.scheme.base": "fp8.scheme",
     "integrations.t5_norm": "integrations.from_torch",
     "model_init": "fp8.model_init",
     "module._attention_backends": "module.attention.backends",

@@ -17,7 +17,7 @@ from ...fp8.autocast import local
 from ...fp8.delayed.ranks import intern
 from ...fp8.parameter.decode import quantizers_of
 from ...fp8.parameter.fsdp_gather import Gathered, fsdp_groups
-from ...fp8.scheme.registry import layout_of, stored_recipe
+from ...fp8.scheme.base import layout_of, stored_recipe
 from ...ops import multi_tensor
 from ...recipe import Recipe
 from .sharded_weight import ShardedWeight, local_of

@@ -14,7 +14,7 @@ import torch
 
 from ...recipe import DelayedScaling, Format
 from ..formats import formats_of
-from ..scheme.slots import GemmSlots, Slot, Slots
+from ..scheme.base import GemmSlots, Slot, Slots
 from .ranks import ScaleSync, amax_groups, registry
 from .scale_formula import update_scales
 

@@ -9,7 +9,7 @@ import torch
 
 from ...recipe import Recipe, pack_recipe, unpack_recipe
 from ..scheme import GemmQuantizers, build_quantizers
-from ..scheme.registry import layout_of
+from ..scheme.base import layout_of
 from ..tensor import QuantizedTensor
 
 # Ops that take fake tensors, too: torch traces an FP8Parameter's ops where

@@ -1,17 +1,121 @@
-"""Handlers of torch's ops on an FP8Parameter: on FP8 data where possible, else on the values."""
+"""Torch ops on FP8 parameters, also those of collectives and views."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import copy
+from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
 import torch
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 
+from ...runtime.tracing import is_traced
 from ..tensor import QuantizedTensor
-from .collective import run_collective
 from .fsdp_gather import GatheredPart, joined
-from .values_view import guarded
+
+# Ops that write to their first argument what a weight can take: as many values as it has.
+_WRITING = ("allreduce_", "allreduce_coalesced_", "broadcast_", "reduce_")
+
+
+def run_collective(cls: type[Any], func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+    """Runs an op of ``torch.ops.c10d`` on the values of its FP8Parameters.
+
+    The schemas of these ops do not say what they write. Written values are quantized before this
+    returns, even with ``async_op=True``.
+    """
+    name = func._schema.name.removeprefix("c10d::")
+    written = [x for x in tree_leaves(args[0]) if isinstance(x, cls)] if name[-1] == "_" else []
+    if written and name not in _WRITING:
+        raise NotImplementedError(
+            f"FP8Parameter: c10d.{name} must write to a plain tensor, of which copy_ makes an FP8 "
+            "weight, got an FP8Parameter"
+        )
+    values = {id(x): x._values() for x in tree_leaves((args, kwargs)) if isinstance(x, cls)}
+    originals = {id(values[id(x)]): x for x in written}
+    plain_args, plain_kwargs = tree_map_only(cls, lambda x: values[id(x)], (args, kwargs))
+    out = func(*plain_args, **plain_kwargs)
+    if written:
+        work = out[-1] if isinstance(out, tuple) else out
+        torch.distributed.Work.unbox(work).wait()
+        cls.copy_all(written, [values[id(x)] for x in written])
+    return tree_map_only(torch.Tensor, lambda t: originals.get(id(t), t), out)
+
+
+# Methods whose names end as those of writes do, and which leave the values alone.
+_HARMLESS = frozenset({"requires_grad_", "detach_", "share_memory_"})
+_OPERATORS = frozenset({"__setitem__", *(f"__i{name}__" for name in (
+    "add", "sub", "mul", "div", "truediv", "floordiv", "mod", "pow", "and", "or", "xor", "lshift",
+    "rshift",
+))})  # fmt: skip
+
+
+class ValuesView(torch.Tensor):
+    """Values of an FP8 weight, transposed, expanded or with a further dimension.
+
+    They are a copy, although a plain weight would give a view; so a write raises
+    NotImplementedError.
+    """
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if any(isinstance(written, cls) for written in _written(func, args, kwargs)):
+            raise NotImplementedError(
+                f"FP8Parameter: {func.__name__} must write to the whole weight, by copy_ for "
+                "example, got a transposed or expanded view of it, whose values are a copy"
+            )
+        with torch._C.DisableTorchFunctionSubclass():
+            out = func(*args, **kwargs)
+        if getattr(func, "__name__", "") == "numpy":
+            out.flags.writeable = False
+            return out
+        given = [arg for arg in (*args, *kwargs.values()) if isinstance(arg, cls)]
+        if type(out) in (list, tuple):  # views by chunk, split and unbind
+            return type(out)(_as_given(part, given) for part in out)
+        return _as_given(out, given)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
+        return copy.deepcopy(_plain(self), memo)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return _plain(self).__reduce_ex__(protocol)
+
+
+def _as_given(out: Any, given: list[ValuesView]) -> Any:
+    """Returns a plain tensor over the memory of one of ``given`` as a ValuesView, else ``out``."""
+    alias: Any = torch._C._is_alias_of  # type: ignore[attr-defined]
+    if type(out) is torch.Tensor and any(alias(out, view) for view in given):
+        return out.as_subclass(ValuesView)
+    return out
+
+
+def guarded(values: torch.Tensor) -> torch.Tensor:
+    """Returns a ``ValuesView`` over plain values; in traced code the argument itself."""
+    if type(values) is not torch.Tensor or is_traced():
+        return values
+    return values.as_subclass(ValuesView)
+
+
+def _written(func: Any, args: tuple, kwargs: dict[str, Any]) -> Iterator[Any]:
+    """Yields the arguments that a function of torch writes to, told by its name."""
+    name = getattr(func, "__name__", "").partition(".")[0]  # of an overload, its op
+    is_write = name in _OPERATORS or (
+        name.endswith("_") and not name.endswith("__") and name not in _HARMLESS
+    )
+    first = (*args[:1], kwargs.get("tensor")) if is_write else ()  # torch.nn.init names it
+    for given in (*first, kwargs.get("out")):
+        if isinstance(given, (list, tuple)):
+            yield from given
+        else:
+            yield given
+
+
+def _plain(values: torch.Tensor) -> torch.Tensor:
+    with torch._C.DisableTorchFunctionSubclass():
+        return values.as_subclass(torch.Tensor)
+
 
 # dtypes that casts read and write, and nominal dtypes of a parameter.
 KERNEL_DTYPES = (torch.float32, torch.float16, torch.bfloat16)

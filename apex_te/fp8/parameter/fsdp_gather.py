@@ -12,13 +12,13 @@ from torch.nn import functional
 
 from ...comm.shards import mesh_groups
 from ..autocast import local
-from ..scheme.registry import layout_of
+from ..scheme.base import layout_of
 from ..tensor import QuantizedTensor
 
 if TYPE_CHECKING:
     from ...recipe import Recipe
     from ..scheme import GemmQuantizers
-    from ..scheme.stored_layout import Layout
+    from ..scheme.base import Layout
 
 _checked: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
 

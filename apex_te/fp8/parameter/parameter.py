@@ -13,9 +13,8 @@ from ...ops import multi_tensor
 from ...ops.op_function import OpFunction
 from ...recipe import Recipe, chosen_recipe, pack_recipe, unpack_recipe
 from ..scheme import GemmQuantizers
+from ..scheme.base import Layout, layout_of, stored_recipe
 from ..scheme.gemm_backend import GemmBackend
-from ..scheme.registry import layout_of, stored_recipe
-from ..scheme.stored_layout import Layout
 from ..tensor import QuantizedTensor
 from .decode import columnwise, quantizers_of, values
 from .dispatch import DTYPES, KERNEL_DTYPES, OWN, attributes_of, cloned, dispatch

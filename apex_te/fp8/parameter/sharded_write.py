@@ -9,7 +9,7 @@ import torch
 from torch.autograd.graph import increment_version
 
 from ...comm.collectives import max_over_ranks, world_size
-from ..scheme.registry import layout_of
+from ..scheme.base import layout_of
 from ..tensor import QuantizedTensor
 from .decode import quantizers_of
 from .parameter import FP8Parameter

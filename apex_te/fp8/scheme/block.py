@@ -16,10 +16,8 @@ from ...ops.fp8_gemm import block_scaled_gemm
 from ...ops.fp8_output import FP8_DTYPES
 from ...runtime.gpu_arch import nvidia_capability
 from ..tensor import QuantizedTensor
+from .base import BlockOptions, FusedCast, Layout, Quantizer, Repeatable, Scheme
 from .gemm_backend import WGRAD, GemmBackend, warn_emulated
-from .quantizer import BlockOptions, FusedCast, Quantizer, Repeatable
-from .registry import Scheme
-from .stored_layout import Layout
 
 if TYPE_CHECKING:
     from ...recipe import BlockScaling

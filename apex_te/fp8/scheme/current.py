@@ -15,11 +15,18 @@ from ...ops.grouped_quantize import scales_of
 from ...ops.qkv_cast import qkv_cast_weight
 from ..formats import formats_of
 from ..tensor import QuantizedTensor
+from .base import (
+    FusedCast,
+    GroupMatrices,
+    GroupQuantizer,
+    GroupRows,
+    Layout,
+    Quantizer,
+    Repeatable,
+    Scheme,
+    shared_scale,
+)
 from .gemm_backend import FP8Gemm
-from .grouped import GroupMatrices, GroupQuantizer, GroupRows
-from .quantizer import FusedCast, Quantizer, Repeatable, shared_scale
-from .registry import Scheme
-from .stored_layout import Layout
 
 if TYPE_CHECKING:
     from ...recipe import CurrentScaling

@@ -23,12 +23,23 @@ from ...ops.qkv_cast import qkv_cast_weight
 from ...recipe import CurrentScaling, DelayedScaling
 from ..formats import formats_of
 from ..tensor import QuantizedTensor
+from .base import (
+    FusedCast,
+    GemmQuantizers,
+    GemmSlots,
+    GroupMatrices,
+    GroupQuantizer,
+    GroupRows,
+    Quantizer,
+    QuantizerSets,
+    Repeatable,
+    ScaleSharing,
+    Scheme,
+    Slot,
+    Slots,
+    shared_scale,
+)
 from .gemm_backend import FP8Gemm
-from .grouped import GroupMatrices, GroupQuantizer, GroupRows
-from .quantizer import FusedCast, Quantizer, Repeatable, shared_scale
-from .quantizer_sets import GemmQuantizers, QuantizerSets
-from .registry import Scheme
-from .slots import GemmSlots, ScaleSharing, Slot, Slots
 
 
 class FirstStep:

@@ -13,10 +13,9 @@ from ...comm.collectives import max_over_ranks
 from ...ops import emulated_gemm, hif8
 from ...ops.current_scale import tensor_amax
 from ..tensor import QuantizedTensor
+from .base import Quantizer, Scheme, shared_scale
 from .current import CurrentScalingQuantizer, OneScale
 from .gemm_backend import GemmBackend, warn_emulated
-from .quantizer import Quantizer, shared_scale
-from .registry import Scheme
 
 if TYPE_CHECKING:
     from ...recipe import CurrentScaling

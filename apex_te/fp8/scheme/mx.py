@@ -9,10 +9,8 @@ import torch
 from ...ops import emulated_gemm
 from ...ops.mx_quantize import mx_dequantize, mx_quantize
 from ..tensor import QuantizedTensor
+from .base import Layout, Quantizer, Scheme
 from .gemm_backend import GemmBackend, warn_emulated
-from .quantizer import Quantizer
-from .registry import Scheme
-from .stored_layout import Layout
 
 if TYPE_CHECKING:
     from ...recipe import MXFP8Scaling

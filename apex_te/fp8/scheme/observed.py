@@ -11,11 +11,10 @@ import torch
 from ... import runtime
 from ...ops._head_order import sorted_heads
 from ..tensor import QuantizedTensor
-from .quantizer import FusedCast, Quantizer
-from .quantizer_sets import QuantizerSets
+from .base import FusedCast, Quantizer, QuantizerSets
 
 if TYPE_CHECKING:
-    from .grouped import GroupQuantizer
+    from .base import GroupQuantizer
 
 # Fields of a measurement: the first COUNTS add up over several tensors, of the others the largest
 # counts.

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ...fp8.scheme.quantizer import BlockOptions
+from ...fp8.scheme.base import BlockOptions
 from ...ops import activation, bias_gelu, layer_norm, rms_norm, swiglu, swiglu_block
 from ...ops.block_quantize import BlockQuantized
 from ...ops.fp8_output import FP8Output

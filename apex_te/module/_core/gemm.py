@@ -11,8 +11,8 @@ import torch
 from ...comm.collectives import Pending
 from ...fp8.parameter.parameter import FP8Parameter, dequantized, fp8_operands
 from ...fp8.scheme import GemmQuantizers
+from ...fp8.scheme.base import FusedCast
 from ...fp8.scheme.gemm_backend import DGRAD, FPROP, GemmBackend
-from ...fp8.scheme.quantizer import FusedCast
 from ...fp8.tensor import QuantizedTensor
 from .head_layout import HeadLayout
 from .tensor_parallel import GatheredRows, Product, TensorParallel

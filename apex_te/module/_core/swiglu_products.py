@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ...fp8.scheme.quantizer import shared_scale
+from ...fp8.scheme.base import shared_scale
 from ...fp8.tensor import QuantizedTensor
 from ...ops import dense_gemm_swiglu
 from ...ops.dense_gemm import dense_gemm

@@ -28,7 +28,7 @@ from ...comm.collectives import (
 )
 from ...comm.peer_memory import peer_memory
 from ...fp8.scheme import GemmQuantizers
-from ...fp8.scheme.quantizer import FusedCast, Quantizer
+from ...fp8.scheme.base import FusedCast, Quantizer
 from ...fp8.tensor import QuantizedTensor
 from ...ops.byte_transpose import byte_transpose
 

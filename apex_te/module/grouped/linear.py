@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.nn import functional
 
-from ...fp8.scheme.quantizer_sets import GroupQuantizers, group_quantizers
+from ...fp8.scheme.base import GroupQuantizers, group_quantizers
 from ...fp8.tensor import QuantizedTensor
 from ...ops.op_function import OpFunction, once_differentiable
 from ...runtime.named_arguments import named_arguments

@@ -8,8 +8,8 @@ import torch
 
 from ...fp8.autocast import get_fp8_recipe
 from ...fp8.parameter.parameter import FP8Parameter
+from ...fp8.scheme.base import GroupQuantizers
 from ...fp8.scheme.gemm_backend import DGRAD, FPROP
-from ...fp8.scheme.quantizer_sets import GroupQuantizers
 from ...ops import grouped_quantize as op
 from ...ops.grouped_gemm import contract_groups, multiply_groups
 from ...ops.grouped_quantize import GroupedOutput, Groups

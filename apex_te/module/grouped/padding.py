@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from ...fp8.autocast import get_fp8_recipe
-from ...fp8.scheme.registry import scheme_of
+from ...fp8.scheme.base import scheme_of
 from ...runtime.named_arguments import named_arguments
 from .._core import arguments as _arguments
 

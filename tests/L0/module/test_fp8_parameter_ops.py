@@ -10,7 +10,7 @@ import torch
 from apex_te import Linear, fp8_autocast, fp8_model_init
 from apex_te.fp8.parameter import decode as parameter_ops
 from apex_te.fp8.parameter.parameter import FP8Parameter
-from apex_te.fp8.scheme.registry import layout_of
+from apex_te.fp8.scheme.base import layout_of
 from apex_te.recipe import BlockScaling
 from tests.checks import assert_same_bits
 from tests.fp8_weight_cases import RECIPES, build, run

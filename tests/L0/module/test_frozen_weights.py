@@ -7,7 +7,7 @@ from layer_kinds import KINDS, build, draw, repeatable, shape_of
 from schemes import PLAIN_WGRAD, SCHEMES, groups_on_device
 
 from apex_te import fp8_autocast
-from apex_te.fp8.scheme.grouped import GroupQuantizer
+from apex_te.fp8.scheme.base import GroupQuantizer
 from apex_te.module._core import fused_casts as _producers
 from apex_te.module.grouped import on_device as _grouped_on_device
 from apex_te.recipe import CurrentScaling, DelayedScaling

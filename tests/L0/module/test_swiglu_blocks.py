@@ -9,8 +9,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from apex_te import LayerNormMLP, fp8_autocast, fp8_model_init, fp8_statistics
+from apex_te.fp8.scheme.base import Quantizer
 from apex_te.fp8.scheme.block import BlockQuantizer
-from apex_te.fp8.scheme.quantizer import Quantizer
 from apex_te.module._core import programs
 from apex_te.ops import swiglu_block
 from apex_te.recipe import BlockScaling, Format

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import apex_te
-from apex_te.fp8.scheme.registry import scheme_of
+from apex_te.fp8.scheme.base import scheme_of
 from apex_te.recipe import DelayedScaling, Recipe, unpack_recipe
 
 

@@ -1,19 +1,146 @@
-"""Base class of quantizers, which cast matrices to FP8 by one scheme."""
+"""Base of all schemes: quantizers, their slots, stored layouts, and the registry of schemes."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+import importlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol
 
 import torch
 
 from ...ops._head_order import sorted_heads
 from ...ops.block_quantize import BlockQuantized
 from ...ops.fp8_output import FP8_DTYPES, FP8Output
+from ...ops.grouped_quantize import GroupedOutput, Groups, quantize_groups, quantize_matrices
 from ..tensor import QuantizedTensor
+from .gemm_backend import GemmBackend
 
 if TYPE_CHECKING:
-    from .grouped import GroupQuantizer
+    from ...recipe import Recipe
+
+
+class ScaleSharing(Protocol):
+    """Protocol of an object that knows which ranks compute a state's scales together."""
+
+    def over(self, group: Any) -> bool:
+        """Returns True if all ranks of ``group`` have equal scales, and updates keep them equal."""
+
+    def reduced_over(self, group: Any) -> bool:
+        """Returns True if the next scales come from the amax values of all ranks of ``group``."""
+
+
+class Slot(NamedTuple):
+    """Named tuple of views, fp32 ``[1]``, of an FP8 state's entries for one tensor of a GEMM.
+
+    ``amax`` is in row 0 of the history, which collects amax values until the next update.
+    ``pending_scale`` is the scale that a pending update will give; None for gradients. ``number``
+    counts the forward slots first, then the backward ones.
+    """
+
+    scale: torch.Tensor
+    scale_inv: torch.Tensor
+    amax: torch.Tensor
+    pending_scale: torch.Tensor | None
+    number: int
+
+
+class GemmSlots(NamedTuple):
+    """Named tuple of the slots of a GEMM's three quantized tensors in forward and backward."""
+
+    input: Slot
+    weight: Slot
+    grad_output: Slot
+
+
+@dataclass(frozen=True)
+class Slots:
+    """Views of a module's FP8 state, over which a scheme with state builds quantizers.
+
+    ``first_due`` is True for slots whose first scale is still to be computed. ``first_on_device``
+    has such flags, int32, for groups of rows, since only the device knows which are empty.
+    """
+
+    gemms: tuple[GemmSlots, ...]
+    first_due: list[bool]
+    first_on_device: dict[tuple[int, ...], torch.Tensor]
+    sync: ScaleSharing
+    update_scales: Callable[..., None]
+
+
+class Layout:
+    """Form in which a scheme stores a weight ``[rows, cols]`` in FP8 only: rowwise data and scales.
+
+    Reading the values in any dtype and quantizing them again gives equal values, so that a weight
+    is unchanged if its values are saved and loaded.
+
+    Attributes:
+        block_rows, block_cols: number of rows and columns that share a scale; 0 if all do.
+        exact: True if the values give the same columnwise data as the original weight.
+        decoded: dtype that represents the values exactly; columnwise data are made from it.
+    """
+
+    name: ClassVar[str]
+    block_rows: ClassVar[int]
+    block_cols: ClassVar[int] = 0
+    exact: ClassVar[bool] = True
+    decoded: ClassVar[torch.dtype] = torch.float32
+
+    def scale_inv(self, rows: int, cols: int, device: torch.device) -> torch.Tensor:
+        """Returns an uninitialized ``scale_inv`` for a weight ``[rows, cols]``."""
+        raise NotImplementedError
+
+    def quantize(self, quantizer: Any, x: torch.Tensor) -> QuantizedTensor:
+        """Returns the rowwise copy of ``x`` ``[rows, cols]``."""
+        return quantizer.quantize(x, True, False)[0]
+
+    def quantize_part(self, quantizer: Any, x: torch.Tensor, amax: torch.Tensor) -> QuantizedTensor:
+        """Returns the rowwise copy of a part of a weight, with the amax of the whole weight."""
+        raise NotImplementedError
+
+    def columnwise(
+        self, quantizer: Any, held: QuantizedTensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Returns the columnwise data ``[cols, rows]`` and ``scale_inv`` of a stored weight."""
+        made = quantizer.quantize(quantizer.dequantize(held, self.decoded), False, True)[0]
+        assert made.columnwise is not None
+        assert made.columnwise_scale_inv is not None
+        return made.columnwise, made.columnwise_scale_inv
+
+    def rows(self, held: QuantizedTensor, start: int, stop: int) -> QuantizedTensor | None:
+        """Returns views of rows ``start`` to ``stop - 1``; None if the rows cut a block."""
+        fp8_data, scale_inv, block = held.rowwise, held.rowwise_scale_inv, self.block_rows
+        assert fp8_data is not None
+        assert scale_inv is not None
+        if block:
+            if start % block or (stop % block and stop != fp8_data.shape[0]):
+                return None
+            scale_inv = scale_inv[start // block : -(-stop // block)]
+        return QuantizedTensor(fp8_data[start:stop], scale_inv, None, None, held.dtype)
+
+    def joined(self, parts: list[QuantizedTensor]) -> QuantizedTensor | None:
+        """Returns the rows of ``parts`` copied to one weight; None if a part ends inside a block.
+
+        If a weight has one scale, the caller ensures that all parts have the same scale.
+        """
+        dtype = parts[0].dtype
+        fp8_data: list[torch.Tensor] = []
+        scales: list[torch.Tensor] = []
+        for part in parts:
+            assert part.rowwise is not None
+            assert part.rowwise_scale_inv is not None
+            if self.block_rows and fp8_data and fp8_data[-1].shape[0] % self.block_rows:
+                return None
+            fp8_data.append(part.rowwise.view(torch.uint8))
+            scales.append(part.rowwise_scale_inv)
+        scale_inv = torch.cat(scales) if self.block_rows else scales[0]
+        return QuantizedTensor(torch.cat(fp8_data).view(dtype), scale_inv, None, None, dtype)
+
+    def gathered(
+        self, fp8_data: torch.Tensor, scale_inv: torch.Tensor, dtype: torch.dtype
+    ) -> QuantizedTensor:
+        """Returns the rowwise copy of the weight that is made of all ranks' shards."""
+        return QuantizedTensor(fp8_data, scale_inv, None, None, dtype)
 
 
 class BlockOptions(NamedTuple):
@@ -380,3 +507,230 @@ def shared_scale(out: Any, dtype: torch.dtype) -> QuantizedTensor:
         dtype: element type of the FP8 data.
     """
     return QuantizedTensor(out.rowwise, out.scale_inv, out.columnwise, out.scale_inv, dtype)
+
+
+class GroupRows(NamedTuple):
+    """Named tuple of the rows ``[rows, cols]`` of all groups, sorted by group."""
+
+    x: torch.Tensor
+    groups: Groups
+
+    def measure(
+        self, amax: torch.Tensor, dtype: torch.dtype, due: torch.Tensor | None = None
+    ) -> None:
+        """Updates ``amax`` to its maximum with the groups' amax values, where ``due`` is not 0."""
+        quantize_groups(
+            self.x, self.groups, amax, dtype, rowwise=False, columnwise=False, amax=amax, due=due
+        )
+
+
+class GroupMatrices(NamedTuple):
+    """Named tuple of matrices, one weight for each group; those of empty groups are skipped."""
+
+    matrices: Sequence[torch.Tensor]
+    groups: Groups | None
+
+    def measure(
+        self, amax: torch.Tensor, dtype: torch.dtype, due: torch.Tensor | None = None
+    ) -> None:
+        """Updates ``amax``, fp32 ``[groups]``, for each matrix, like ``GroupRows.measure``."""
+        quantize_matrices(
+            self.matrices, amax, dtype, groups=self.groups, rowwise=False, columnwise=False,
+            amax=amax, due=due,
+        )  # fmt: skip
+
+
+class GroupQuantizer:
+    """Quantizes the rows, or the weights, of all groups at once; a scheme defines ``scaling``."""
+
+    __slots__ = ("dtype",)
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self.dtype = dtype
+
+    def quantize(
+        self, x: torch.Tensor, groups: Groups, rowwise: bool = True, columnwise: bool = True
+    ) -> GroupedOutput:
+        """Returns FP8 copies of rows, sorted by group, with one scale for each group."""
+        scale, scale_inv, amax = self.scaling(GroupRows(x, groups))
+        return quantize_groups(
+            x, groups, scale, self.dtype, rowwise=rowwise, columnwise=columnwise, amax=amax,
+            scale_inv=scale_inv,
+        )  # fmt: skip
+
+    def quantize_matrices(
+        self,
+        matrices: Sequence[torch.Tensor],
+        groups: Groups | None,
+        rowwise: bool = True,
+        columnwise: bool = True,
+    ) -> GroupedOutput:
+        """Returns FP8 copies of matrices; with ``groups``, only of those whose groups have rows."""
+        scale, scale_inv, amax = self.scaling(GroupMatrices(matrices, groups))
+        return quantize_matrices(
+            matrices, scale, self.dtype, groups=groups, rowwise=rowwise, columnwise=columnwise,
+            amax=amax, scale_inv=scale_inv,
+        )  # fmt: skip
+
+    def rewrite_matrices(
+        self, matrices: Sequence[torch.Tensor], held: GroupedOutput, noop: torch.Tensor | None
+    ) -> bool:
+        """Quantizes into the copies of ``quantize_matrices``, as ``Quantizer.rewrite`` does."""
+        return False
+
+    def record(self, x: torch.Tensor, groups: Groups) -> None:
+        """Records the amax values of the groups' rows; does nothing for a scheme without state."""
+
+    def record_matrices(self, matrices: Sequence[torch.Tensor], groups: Groups) -> None:
+        """Records amax values of the matrices of groups with rows; does nothing without a state."""
+
+    def scaling(
+        self, source: GroupRows | GroupMatrices
+    ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+        """Returns scales, ``scale_inv`` or None, and the tensor for amax values or None."""
+        raise NotImplementedError
+
+
+class GemmQuantizers(NamedTuple):
+    """Named tuple of the quantizers of one GEMM's operands, and of their GEMM backend.
+
+    ``weight_recast`` casts the weight in backward and records no amax, because forward recorded it.
+    """
+
+    input: Any
+    weight: Any
+    weight_recast: Any
+    grad_output: Any
+    backend: GemmBackend
+    high_precision_wgrad: bool
+
+
+class GroupQuantizers(NamedTuple):
+    """Named tuple like ``GemmQuantizers``, for groups of rows whose sizes only the device knows."""
+
+    input: GroupQuantizer
+    weight: GroupQuantizer
+    weight_recast: GroupQuantizer
+    grad_output: GroupQuantizer
+    backend: GemmBackend
+    high_precision_wgrad: bool
+
+
+class QuantizerSets(NamedTuple):
+    """Named tuple of a module's quantizers: for each of four kinds of forward a tuple by GEMM.
+
+    Attributes:
+        recording: for training and calibration; every cast records its amax for the next update.
+        recompute: for a recompute of a recorded forward; only amax values of gradients are
+            recorded.
+        frozen: for evaluation; no cast records an amax.
+        previewed: like ``frozen``, with the scales that the pending update will give.
+    """
+
+    recording: tuple[GemmQuantizers, ...]
+    recompute: tuple[GemmQuantizers, ...]
+    frozen: tuple[GemmQuantizers, ...]
+    previewed: tuple[GemmQuantizers, ...]
+
+
+def group_quantizers(sets: Sequence[GemmQuantizers]) -> GroupQuantizers | None:
+    """Returns the group quantizers of a grouped module's GEMMs; None if the scheme has none."""
+    made: dict[str, Any] = {}
+    for role in ("input", "weight", "weight_recast", "grad_output"):
+        quantizers = [getattr(gemm, role) for gemm in sets]
+        made[role] = quantizers[0].grouped(quantizers)
+        if made[role] is None:
+            return None
+    first = sets[0]
+    return GroupQuantizers(
+        **made, backend=first.backend, high_precision_wgrad=first.high_precision_wgrad
+    )
+
+
+class Scheme:
+    """Base class of a scheme, which makes the quantizers of a recipe.
+
+    A subclass registers itself by its ``name``, which is also the recipes' ``quantizer`` and the
+    name of its file. It defines ``gemm_quantizers`` if it has no state, else ``build``.
+
+    Attributes:
+        layout: form of weights stored in FP8 only; None if ``stored_recipe`` returns a recipe of
+            another scheme, or such weights are not supported.
+        row_alignment: multiple to which ``Fp8Padding`` fills the rows of a group by default.
+    """
+
+    name: ClassVar[str]
+    backend: ClassVar[type[GemmBackend]]
+    layout: ClassVar[Layout | None] = None
+    row_alignment: ClassVar[int] = 16  # rows that cuBLASLt reads at a time
+
+    def __init_subclass__(cls) -> None:
+        _schemes[cls.name] = cls()
+
+    def build(
+        self, recipe: Any, slots: Slots | None, gemms: int, device: torch.device
+    ) -> QuantizerSets:
+        """Builds a module's quantizers; here all GEMMs and kinds of forward share them."""
+        inp, weight, grad_output = self.gemm_quantizers(recipe, device)
+        backend = self.backend(recipe.use_split_accumulator, device)
+        override = recipe.override_linear_precision[2]
+        same = (GemmQuantizers(inp, weight, weight, grad_output, backend, override),) * gemms
+        return QuantizerSets(same, same, same, same)
+
+    def gemm_quantizers(
+        self, recipe: Any, device: torch.device
+    ) -> tuple[Quantizer, Quantizer, Quantizer]:
+        """Makes the quantizers of a GEMM, for a scheme without state."""
+        raise NotImplementedError
+
+    def stored_recipe(self, recipe: Any) -> Recipe:
+        """Returns the recipe that quantizes weights held in FP8 only, given a region's recipe."""
+        return recipe
+
+
+_schemes: dict[str, Scheme] = {}
+
+
+def scheme_of(recipe: Recipe) -> Scheme:
+    """Returns the scheme of ``recipe``; imports the scheme's file if that was not imported yet."""
+    name = recipe.quantizer
+    if name not in _schemes:
+        where = f"{__package__}.{name}"
+        try:
+            importlib.import_module(where)
+        except ModuleNotFoundError as error:
+            if error.name != where:
+                raise
+        if name not in _schemes:
+            raise ValueError(
+                f"{type(recipe).__name__}: quantizer must be the name of a scheme, one of "
+                f"{', '.join(sorted(_schemes))} or a file of {__package__}, got {name!r}"
+            )
+    return _schemes[name]
+
+
+def build_quantizers(
+    recipe: Recipe, slots: Slots | None, gemms: int, device: torch.device
+) -> QuantizerSets:
+    """Builds a module's quantizers; ``slots`` is None for a recipe without state."""
+    return scheme_of(recipe).build(recipe, slots, gemms, device)
+
+
+def stored_recipe(recipe: Recipe) -> Recipe:
+    """Returns the recipe with which writes quantize a weight that is stored in FP8 only.
+
+    Delayed scaling becomes current scaling, because such a weight is written once per step, from
+    its master weight. Block scaling gets power-of-two scales.
+    """
+    return scheme_of(recipe).stored_recipe(recipe)
+
+
+def layout_of(recipe: Recipe) -> Layout:
+    """Returns the form in which weights quantized with ``recipe`` are stored."""
+    layout = scheme_of(recipe).layout
+    if layout is None:
+        raise NotImplementedError(
+            "FP8Parameter: recipe must have a stored form for weights that are held in FP8 only, "
+            f"got {type(recipe).__name__}"
+        )
+    return layout
