@@ -16,8 +16,8 @@ from ..fp8.autocast import fp8_autocast
 from ..fp8.delayed.ranks import amax_groups
 from ..fp8.delayed.state import TENSORS, FP8State, resized_history
 from ..fp8.parameter.parameter import FP8Parameter
-from ..module._core.captured_weights import CapturedWeights, KeptWeight
 from ..module._core.fp8_module import FP8Module, Modes
+from ..module._core.weight_cache import CapturedWeights, KeptWeight
 from ..module.attention.inference_params import InferenceParams
 from ..runtime.stamp import stamp
 

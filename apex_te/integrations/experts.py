@@ -8,8 +8,8 @@ import torch
 from torch import nn
 
 from ..fp8.autocast import graph_task_id, local
+from ..module._core.arguments import shown_name
 from ..module._core.fused_casts import activate
-from ..module._core.shown_name import shown_name
 from ..module.grouped.linear import GroupedLinear
 from . import _matching as matching
 

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from ..fp8.model_init import fp8_model_init, settings
-from ..module._core.shown_name import class_name
+from ..module._core.arguments import class_name
 from ..module.layer_norm import LayerNorm
 from ..module.linear import Linear
 from ..module.rms_norm import RMSNorm

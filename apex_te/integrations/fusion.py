@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from ..module._core.arguments import class_name
 from ..module._core.norm_parameters import NormedModule
-from ..module._core.shown_name import class_name
 from ..module.layer_norm_linear import LayerNormLinear
 from ..module.layer_norm_mlp import LayerNormMLP
 from ..module.linear import Linear

@@ -8,7 +8,7 @@ import torch
 
 from ..ops.layer_norm import layer_norm
 from ..runtime.named_arguments import named_arguments
-from ._core.call_errors import VAGUE, explain
+from ._core.arguments import VAGUE, explain
 from ._core.norm_module import NormModule
 
 __all__ = ["LayerNorm", "LayerNormLayer"]

@@ -11,10 +11,10 @@ from torch.nn import functional
 from ..ops.op_function import unwrapped
 from ..runtime.named_arguments import named_arguments
 from ._core import arguments as _arguments
-from ._core.call_errors import VAGUE, explain
+from ._core.arguments import VAGUE, explain
 from ._core.context import without_autograd
 from ._core.gemm import FP8Call, cast_to
-from ._core.head_layout import HeadLayout
+from ._core.heads import HeadLayout
 from ._core.layer_norm_linear_function import LayerNormLinearFunction
 from ._core.materialize import initialize, materialize
 from ._core.norm_parameters import NormedModule

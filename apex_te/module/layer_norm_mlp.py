@@ -11,7 +11,7 @@ from torch.nn import functional
 from ..ops.op_function import unwrapped
 from ..runtime.named_arguments import named_arguments
 from ._core import arguments as _arguments
-from ._core.call_errors import VAGUE, explain
+from ._core.arguments import VAGUE, explain
 from ._core.context import without_autograd
 from ._core.fused_casts import activate, activation_of, is_gated
 from ._core.gemm import FP8Call, adds_in_product, cast_to

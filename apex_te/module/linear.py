@@ -11,10 +11,10 @@ from torch.nn import functional
 from ..ops.op_function import unwrapped
 from ..runtime.named_arguments import named_arguments
 from ._core import arguments as _arguments
-from ._core.call_errors import VAGUE, explain
+from ._core.arguments import VAGUE, explain
 from ._core.context import without_autograd
 from ._core.gemm import FP8Call, adds_in_product
-from ._core.head_layout import HeadLayout
+from ._core.heads import HeadLayout
 from ._core.linear_function import LinearFunction
 from ._core.low_rank import LowRank, check_low_rank, fits, fused_product, low_rank_product
 from ._core.materialize import initialize, materialize

@@ -13,10 +13,16 @@ from torch.nn import functional
 from ..fp8.delayed.ranks import number_layer
 from ..ops.bias_dropout_add import bias_dropout_add
 from ..runtime.named_arguments import did_you_mean, named_arguments
-from ._core.arguments import autocast_dtype, checked_eps, checked_groups, checked_number
-from ._core.call_errors import VAGUE, explain_attention, has_passed
-from ._core.composite import CompositeModule
-from ._core.observed import takes_residual
+from ._core.arguments import (
+    VAGUE,
+    autocast_dtype,
+    checked_eps,
+    checked_groups,
+    checked_number,
+    explain_attention,
+    has_passed,
+)
+from ._core.composite import CompositeModule, takes_residual
 from ._core.parallel import checked_tp_size
 from .attention.inference_params import InferenceParams
 from .attention.masks import Mask, mask_type, window

@@ -16,7 +16,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import harness
 
-from apex_te.module._core.head_layout import HeadLayout
+from apex_te.module._core.heads import HeadLayout
 from apex_te.ops.cast_transpose import cast_transpose
 from apex_te.ops.qkv_cast import qkv_cast_grad, qkv_cast_weight
 

@@ -1,13 +1,14 @@
-"""Base class of modules that are made of other modules, and pass calls on to these children."""
+"""Modules made of other modules, and checks of whether these must be called as modules."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import torch
+from torch.nn.modules.module import _has_any_global_hook as has_global_hook
 
 from ...runtime.named_arguments import renamed
-from .shown_name import shown_name
+from .arguments import shown_name
 
 
 class CompositeModule(torch.nn.Module):
@@ -47,3 +48,24 @@ class CompositeModule(torch.nn.Module):
             call: Any = getattr(child, method, None)
             if call is not None:
                 call(*args)
+
+
+def is_observed(module: torch.nn.Module) -> bool:
+    """Returns True if the module has a hook or a replaced ``forward`` that must see its calls."""
+    return bool(
+        module._forward_hooks
+        or module._forward_pre_hooks
+        or module._backward_hooks
+        or module._backward_pre_hooks
+        or "forward" in module.__dict__
+        or has_global_hook()
+    )
+
+
+def takes_residual(module: torch.nn.Module) -> bool:
+    """Returns True if ``module.forward_with_residual`` may be called instead of the module.
+
+    Wrappers (for checkpointing, sharding, compiling) pass this method through, and a call of it
+    would bypass them.
+    """
+    return hasattr(type(module), "forward_with_residual") and not is_observed(module)

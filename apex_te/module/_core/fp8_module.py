@@ -21,14 +21,12 @@ from ...fp8.parameter.parameter import FP8Parameter, dequantized, fp8_operands, 
 from ...fp8.tensor import QuantizedTensor
 from ...runtime.stamp import stamp
 from ...runtime.tracing import is_transformed, refuse_state
-from .arguments import autocast_dtype
-from .captured_weights import CapturedWeights
+from .arguments import autocast_dtype, shown_name
 from .context import is_autocast
 from .gemm import FP8Call, GemmOptions, as_matrix
 from .linear_function import HighPrecisionLinearFunction
 from .programs import Programs, programs_of
-from .shown_name import shown_name
-from .weight_cache import WeightCache
+from .weight_cache import CapturedWeights, WeightCache
 
 if TYPE_CHECKING:
     from ...fp8.scheme import GemmQuantizers

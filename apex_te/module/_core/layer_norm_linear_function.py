@@ -11,11 +11,18 @@ from ...ops.op_function import OpFunction, once_differentiable
 from . import gemm as _gemm
 from .context import take_saved
 from .fused_casts import NormForward, norm_backward
-from .gemm import SAVED, FP8Call, GemmPlan, Operand, as_matrix, quantized_input, saves_values
-from .head_gradients import HeadGradients, filled_gradients
-from .head_layout import HeadLayout, sorted_bias, split_output
+from .gemm import (
+    SAVED,
+    FP8Call,
+    GemmPlan,
+    Operand,
+    as_matrix,
+    quantized_input,
+    saves_values,
+    weight_gradient,
+)
+from .heads import HeadGradients, HeadLayout, filled_gradients, sorted_bias, split_output
 from .programs import repeatable
-from .wgrad import weight_gradient
 
 
 class NormOptions(NamedTuple):

@@ -12,12 +12,10 @@ from ...ops.op_function import OpFunction, once_differentiable
 from ...ops.product_into import product_into
 from . import gemm as _gemm
 from .context import take_saved, without_autocast
-from .gemm import FP8Call, GemmOptions, as_matrix
-from .head_gradients import HeadGradients, filled_gradients
-from .head_layout import HeadLayout, sorted_bias, split_output
+from .gemm import FP8Call, GemmOptions, as_matrix, plain_weight_gradient, weight_gradient
+from .heads import HeadGradients, HeadLayout, filled_gradients, sorted_bias, split_output
 from .programs import repeatable
 from .tensor_parallel import TensorParallel
-from .wgrad import plain_weight_gradient, weight_gradient
 
 
 class LinearFunction(OpFunction):

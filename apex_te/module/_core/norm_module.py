@@ -7,9 +7,8 @@ from typing import Any
 
 import torch
 
-from .arguments import autocast_dtype, checked_eps, parameter, params_dtype_of
+from .arguments import autocast_dtype, checked_eps, parameter, params_dtype_of, shown_name
 from .materialize import initialize, materialize
-from .shown_name import shown_name
 
 
 class NormModule(torch.nn.Module):

@@ -12,8 +12,7 @@ from torch.utils.checkpoint import checkpoint
 from ...runtime.named_arguments import did_you_mean, named_arguments
 from ...runtime.tracing import is_traced
 from .._core import arguments as _arguments
-from .._core.arguments import autocast_dtype
-from .._core.call_errors import VAGUE, explain, is_vague
+from .._core.arguments import VAGUE, autocast_dtype, explain, is_vague
 from .._core.parallel import checked_tp_size, divided
 from . import masks as _masks
 from .alibi import Alibi, checked_slopes, standard_slopes

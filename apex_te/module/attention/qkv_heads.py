@@ -10,7 +10,7 @@ import torch
 from ...ops._head_order import in_words
 from ...ops.op_function import OpFunction, once_differentiable
 from ...ops.rope import LAYOUTS, angle_table, bwd_into, fwd_into, rope
-from .._core.head_layout import HeadLayout, flat_heads
+from .._core.heads import HeadLayout, flat_heads
 
 
 class Rotation(NamedTuple):

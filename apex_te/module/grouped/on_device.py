@@ -18,8 +18,7 @@ from ...runtime.stamp import stamp
 from ...runtime.tracing import is_transformed
 from .._core.context import take_saved, without_autocast, without_autograd
 from .._core.fp8_module import FP8Module, Modes
-from .._core.gemm import FP8Call, GemmOptions
-from .._core.wgrad import dummy_gradient, is_wanted, main_grad_of
+from .._core.gemm import FP8Call, GemmOptions, dummy_gradient, is_wanted, main_grad_of
 
 MULTIPLE = 16  # of extents, as GEMMs of FP8 codes need them
 LARGEST = 1023  # groups of one GEMM

@@ -26,7 +26,7 @@ from apex_te.fp8.delayed.ranks import amax_groups
 from apex_te.fp8.model_init import fp8_model_init
 from apex_te.graphs.capture import no_collection
 from apex_te.graphs.graphed_callables import make_graphed_callables
-from apex_te.module._core.captured_weights import CapturedWeights
+from apex_te.module._core.weight_cache import CapturedWeights
 from apex_te.module.layer_norm_linear import LayerNormLinear
 from apex_te.recipe import DelayedScaling
 

@@ -25,7 +25,7 @@ from apex_te.fp8.scheme.hif8 import HiF8Quantizer
 from apex_te.fp8.scheme.mx import MXQuantizer
 from apex_te.graphs.graphed_callables import make_graphed_callables
 from apex_te.module._core import programs
-from apex_te.module._core.last_input import LastInput, cast_once
+from apex_te.module._core.low_rank import LastInput, cast_once
 
 RECIPES = {
     "delayed": recipe.DelayedScaling(amax_history_len=4),

@@ -13,7 +13,7 @@ from apex_te.module import (
     MultiheadAttention,
     TransformerLayer,
 )
-from apex_te.module._core import wgrad as weight_gradients
+from apex_te.module._core import gemm as weight_gradients
 from apex_te.recipe import CurrentScaling, DelayedScaling
 
 SHORT = [torch.float16, torch.bfloat16]

@@ -6,7 +6,7 @@ from schemes import SCHEMES
 
 from apex_te import LayerNormMLP, Linear, fp8_autocast, runtime
 from apex_te.module._core import program
-from apex_te.module._core.paired_casts import with_paired_casts
+from apex_te.module._core.program import with_paired_casts
 from apex_te.module._core.recorder import Made, Part, PythonStep, Slot, Step
 
 casts = runtime.ops("cast_transpose")

@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 from apex_te import fp8_autocast, fp8_model_init, fp8_statistics
 from apex_te.fp8.scheme import block
-from apex_te.module._core import head_gradients, layer_norm_linear_function
+from apex_te.module._core import heads, layer_norm_linear_function
 from apex_te.module.attention import multihead
 from apex_te.module.attention.multihead import MultiheadAttention
 from apex_te.ops import qkv_cast
@@ -356,7 +356,7 @@ def test_statistics_of_sorted_weights(device):
 
 def test_gradients_of_one_part_only(monkeypatch, device):
     """Gradients that autograd leaves out count as zeros."""
-    gradients = head_gradients.HeadGradients
+    gradients = heads.HeadGradients
     made = []
 
     class Watched(gradients):

@@ -18,9 +18,8 @@ from ._core.fused_casts import (
     activate,
     is_gated,
 )
-from ._core.gemm import SAVED, FP8Call, as_matrix
+from ._core.gemm import SAVED, FP8Call, as_matrix, weight_gradient
 from ._core.materialize import initialize, materialize
-from ._core.wgrad import weight_gradient
 from .linear import LinearParameters
 
 __all__ = ["JitModule"]
