@@ -83,6 +83,9 @@ class GemmPlan(NamedTuple):
         shared_input: quantizer that casts this rank's rows of the input with a scale that all ranks
             share, so that FP8 data can be gathered; else None. Chosen in forward, because scales
             may change before backward.
+        gathers_input: True if this rank has only some rows of the input, and gathers the others.
+        saves_values: True if the input is saved for backward in bf16 or fp32.
+        keeps_input: True if forward makes the input's columnwise copy for the weight gradient.
     """
 
     quantizers: GemmQuantizers
@@ -93,6 +96,9 @@ class GemmPlan(NamedTuple):
     parameter: Any
     weight_cached: bool
     shared_input: Any
+    gathers_input: bool
+    saves_values: bool
+    keeps_input: bool
 
 
 def as_matrix(x: torch.Tensor) -> torch.Tensor:
@@ -116,14 +122,17 @@ def gemm_plan(
     in_place = options.accumulate is not None or options.wgrad_store is not None
     # main_grad is an attribute of this very parameter, which a saved copy could lose.
     parameter = weight if in_place and need_weight else None
-    parallel, shared = options.parallel, None
+    parallel, shared, gathers = options.parallel, None, False
     if parallel is not None and parallel.gathers_input:
-        shared = quantizers.input.shared(parallel.group)
+        shared, gathers = quantizers.input.shared(parallel.group), True
+    saves = options.save_original or quantizers.high_precision_wgrad
+    saves = need_weight and (saves or (gathers and shared is None))
     # A weight that is held in FP8 is not cast.
     kept = keep_columnwise and need_input and type(weight) is not FP8Parameter
     return GemmPlan(
         quantizers, need_input, need_weight, weight.dtype, options, parameter,
-        call.cached[gemm] is not None or kept, shared,
+        call.cached[gemm] is not None or kept, shared, gathers, saves,
+        need_weight and not saves and not gathers,
     )  # fmt: skip
 
 
@@ -155,26 +164,6 @@ def weight_operand(
     return (cached, False) if by_kind is None else (by_kind, True)
 
 
-def gathers_input(plan: GemmPlan) -> bool:
-    """Returns True if this rank has only some rows of the input, and gathers the others."""
-    parallel = plan.options.parallel
-    return parallel is not None and parallel.gathers_input
-
-
-def saves_values(plan: GemmPlan) -> bool:
-    """Returns True if the input is saved for backward in bf16 or fp32."""
-    if not plan.need_weight:
-        return False
-    if plan.options.save_original or plan.quantizers.high_precision_wgrad:
-        return True
-    return gathers_input(plan) and plan.shared_input is None
-
-
-def keeps_input(plan: GemmPlan) -> bool:
-    """Returns True if forward makes the columnwise copy of the input for the weight gradient."""
-    return plan.need_weight and not saves_values(plan) and not gathers_input(plan)
-
-
 def quantized_input(
     plan: GemmPlan, source: torch.Tensor | FusedCast
 ) -> tuple[Operand, QuantizedTensor | None]:
@@ -188,11 +177,10 @@ def quantized_input(
     if parallel is not None and parallel.gathers_input:
         quantized, local = parallel.gathered_input(plan.quantizers.input, plan.shared_input, source)
         return quantized, local
-    keep = keeps_input(plan)
     if isinstance(source, torch.Tensor):
-        quantized = plan.quantizers.input.quantize(source, True, keep)[0]
+        quantized = plan.quantizers.input.quantize(source, True, plan.keeps_input)[0]
     else:
-        quantized = plan.quantizers.input.produce(source, True, keep)
+        quantized = plan.quantizers.input.produce(source, True, plan.keeps_input)
     return quantized, quantized
 
 
@@ -322,11 +310,11 @@ def saved_by(
     """
     saved_x = saved_w = x_scale = w_scale = None
     if plan.need_weight:
-        if saves_values(plan):
+        if plan.saves_values:
             saved_x = x
             if not plan.quantizers.high_precision_wgrad:
                 x_scale = plan.quantizers.input.snapshot()
-        elif gathers_input(plan):
+        elif plan.gathers_input:
             assert part is not None
             saved_x, x_scale = part.rowwise, part.rowwise_scale_inv
         else:
@@ -343,7 +331,7 @@ def saved_by(
 
 def start_saved_input(plan: GemmPlan, saved: tuple) -> Pending | None:
     """Begins to gather the saved input's rows for wgrad; None if there is nothing to gather."""
-    if not plan.need_weight or not gathers_input(plan):
+    if not plan.need_weight or not plan.gathers_input:
         return None
     assert plan.options.parallel is not None
     # A gather that is read much later would keep others from the peers' memory.
@@ -590,7 +578,7 @@ def _of_rows(
     if quantizers.high_precision_wgrad:
         return _plain_wgrad(dy, x, plan.parameter, plan.weight_dtype, options)
     assert quantized is not None
-    if saves_values(plan):
+    if plan.saves_values:
         inp = quantizers.input.requantize(x, x_scale)
     else:
         columnwise = x

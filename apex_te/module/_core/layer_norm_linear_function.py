@@ -18,7 +18,6 @@ from .gemm import (
     Operand,
     as_matrix,
     quantized_input,
-    saves_values,
     weight_gradient,
 )
 from .heads import HeadGradients, HeadLayout, filled_gradients, sorted_bias, split_output
@@ -50,7 +49,7 @@ def normalized(
     ``operand`` has the rows of all ranks. ``local`` has this rank's FP8 copies, or is None if rows
     are gathered in bf16 or fp32. ``y``, the norm's output, is None if neither returned nor saved.
     """
-    if not options.return_norm and not saves_values(plan):
+    if not options.return_norm and not plan.saves_values:
         return *quantized_input(plan, norm), None
     y = norm.plain()
     return *quantized_input(plan, y), y

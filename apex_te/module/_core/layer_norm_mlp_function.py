@@ -28,7 +28,6 @@ from .gemm import (
     GemmPlan,
     Operand,
     as_matrix,
-    keeps_input,
     quantized_weight,
     weight_gradient,
     weight_recast,
@@ -103,8 +102,8 @@ def activated_product(
     )  # fmt: skip
     quantizer = plan2.quantizers.input
     # Backward makes the columnwise copy beside FC2's dgrad, if it computes that.
-    later = keeps_input(plan2) and plan2.need_input
-    now = keeps_input(plan2) and not later
+    later = plan2.keeps_input and plan2.need_input
+    now = plan2.keeps_input and not later
     known = None if now else quantizer.scale_in_advance()
     if known is None:
         hidden = dense_gemm(*operands)
@@ -234,7 +233,7 @@ def _forward(
         hidden = _gemm.multiply(plan1.quantizers, quantized, w1, weight1, b1, dtype)
         del quantized, part, weight1
         act = ActivationForward(activation, hidden)
-        plain = act.plain() if _gemm.saves_values(plan2) else None
+        plain = act.plain() if plan2.saves_values else None
         operand, part = _gemm.quantized_input(plan2, act if plain is None else plain)
     # With sequence parallelism the hidden rows are those of all ranks, and are split again.
     shape: tuple[int, ...] = inp.shape

@@ -350,7 +350,7 @@ class GroupedLinearFunction(OpFunction):
                 for i, weight in enumerate(weights)
             ]
         )
-        keep = tuple([_gemm.keeps_input(plan) for plan in plans])
+        keep = tuple([plan.keeps_input for plan in plans])
         out, groups, quantized = grouped_forward(inp, splits, call, weights, biases, keep)
         saved: list[torch.Tensor | None] = []
         for i, plan in enumerate(plans):

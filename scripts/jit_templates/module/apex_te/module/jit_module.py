@@ -121,7 +121,7 @@ class JitModuleFunction(OpFunction):
         x = as_matrix(inp)
         act = ActivationForward(activation, x)
         # In high precision only where backward wants it; else the op writes FP8 by itself.
-        plain = act.plain() if _gemm.saves_values(plan) else None
+        plain = act.plain() if plan.saves_values else None
         quantized, part = _gemm.quantized_input(plan, act if plain is None else plain)
         out = _gemm.shaped_product(plan, quantized, weight, cached, bias, call.dtype, inp.shape)
         saved = _gemm.saved_by(plan, plain, part, weight, cached)
