@@ -22,6 +22,7 @@ _NOW = {
     "integrations.t5_norm": "integrations.from_torch",
     "model_init": "fp8.model_init",
     "module._attention_backends": "module.attention.backends",
+    "module._core.head_layout": "module._core.heads",
     "module._layer_norm_linear_function": "module._core.layer_norm_linear_function",
     "module._masks": "module.attention.masks",
     "module._parallel_module": "module._core.parallel",
