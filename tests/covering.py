@@ -7,9 +7,9 @@ from itertools import combinations
 def covering(cases: Sequence[Sequence[int]], strength: int) -> set[int]:
     """Returns the numbers of some of the cases, among which all combinations of values occur.
 
-    A case has the id of its value of each parameter. Any ``strength`` parameters together have
-    no values in ``cases`` that they do not have in the choice. Greedy: the case with the most new
-    combinations comes next, the first one of several.
+    A case has the id of its value of each parameter. Any ``strength`` parameters together have no
+    values in ``cases`` that they do not have in the choice; with 0 it is the first case. Greedy:
+    the case with the most new combinations comes next, the first one of several.
     """
     strength = min(strength, *map(len, cases))
     having = [

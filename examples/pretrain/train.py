@@ -55,7 +55,7 @@ class Training:
     ) -> None:
         self.args, self.ranks, self.device = args, ranks, device
         self.tokenizer = tokens.tokenizer() if args.sample else None
-        self.built = built = build(args, ranks, device, tokens.meta["vocabulary"])
+        # Before the model, whose rotary angles of a mistyped --context might not fit.
         order = Order(tokens.train, args.context, args.seed)
         self.batches = TrainingBatches(
             order, args.batch, args.microbatch, ranks.dp, ranks.dp_rank, args.packed
@@ -65,6 +65,7 @@ class Training:
             self.held_out = held_out_batches(
                 tokens.held_out, args.context, args.eval_tokens, args.microbatch, args.packed
             )
+        self.built = built = build(args, ranks, device, tokens.meta["vocabulary"])
         settings = {name: getattr(args, name) for name in FIXED}
         self.checkpoints = Checkpoints(
             args.out, args.keep, settings, built.model, built.optimizer, built.recipe, ranks

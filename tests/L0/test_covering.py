@@ -41,6 +41,10 @@ def test_every_combination_occurs(sizes, strength):
         assert len(chosen) <= 32  # of 336; 28 are needed
 
 
+def test_strength_0_keeps_the_first_case():
+    assert covering([(0, 0), (0, 1)], 0) == {0}
+
+
 def test_cases_that_lack_combinations_are_covered():
     assert covering([(0, 0), (0, 1), (1, 1)], 2) == {0, 1, 2}
 

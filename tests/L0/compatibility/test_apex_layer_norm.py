@@ -63,6 +63,7 @@ def check(*draws, has_mean=False):
             assert_as_good_as_torch(actual, exact, same.to(actual.dtype))
 
 
+@pytest.mark.cover(2)
 @pytest.mark.parametrize("memory_efficient", [False, True])
 @pytest.mark.parametrize("rms", [False, True])
 @pytest.mark.parametrize(("x_dtype", "w_dtype"), PAIRS, ids=str)

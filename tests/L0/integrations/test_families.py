@@ -47,6 +47,7 @@ def backward(model, name):
     return out.detach(), key_map(model).to_original(grads)
 
 
+@pytest.mark.cover(1)
 @FUSE
 @NAMES
 def test_equal_logits_gradients_files_and_tokens(name, fuse, tmp_path):
@@ -96,6 +97,7 @@ def test_every_gemm_is_fp8_and_tied_weights_stay(name, fuse):
             assert norm.zero_centered_gamma == name.startswith("gemma")
 
 
+@pytest.mark.cover(1)
 @RECIPES
 @pytest.mark.parametrize("name", ["qwen3", "gemma2", "phi3", "gpt_neox_fast", "t5_gated", *MOE])
 def test_fp8(name, recipe):
@@ -167,6 +169,7 @@ def test_experts_after_fp8_recompute_in_high_precision():
     assert all(torch.equal(actual[1][key], grad) for key, grad in expected[1].items())
 
 
+@pytest.mark.cover(0)
 @RECIPES
 def test_experts_that_are_not_chosen_and_compiled_code(recipe):
     model = converted(build("qwen3_moe"), "qwen3_moe")

@@ -101,6 +101,7 @@ def logits(model, recipe=None):
         return model.eval()(input_ids=IDS).logits
 
 
+@pytest.mark.cover(1)
 @pytest.mark.parametrize("fuse", [False, True])
 @pytest.mark.parametrize("name", FAMILIES)
 def test_round_trips(name, fuse, tmp_path):

@@ -116,6 +116,7 @@ def initialised(model, way):
     return dict(model.state_dict())
 
 
+@pytest.mark.cover(1)
 @pytest.mark.parametrize("way", ["apply", "meta"])
 @CASES
 def test_initialisation_gives_the_plain_models_values(name, fuse, way):

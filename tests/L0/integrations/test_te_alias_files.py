@@ -106,6 +106,7 @@ def test_what_a_killed_process_left_is_mended(tmp_path: Path) -> None:
     assert not stale.exists()
 
 
+@pytest.mark.long
 def test_removal_leaves_no_file_but_those_of_others(tmp_path: Path) -> None:
     (tmp_path / "other_package").mkdir()
     (tmp_path / "other_package" / "__init__.py").touch()
@@ -264,6 +265,7 @@ def test_a_folder_that_cannot_be_written_is_an_error(tmp_path: Path) -> None:
         write_files(tmp_path / "file" / "site", VERSION)
 
 
+@pytest.mark.long
 def test_the_stub_says_that_apex_te_is_gone_or_another(tmp_path: Path) -> None:
     write_files(tmp_path, VERSION)
     gone = "import sys; sys.modules['apex_te'] = None; import transformer_engine"
@@ -359,6 +361,7 @@ def test_the_commands_write_and_remove(tmp_path: Path, monkeypatch, capsys) -> N
     assert not list(folder.iterdir())
 
 
+@pytest.mark.long
 def test_pip_lists_checks_and_uninstalls_the_alias(tmp_path: Path) -> None:
     pytest.importorskip("ensurepip")
     venv = tmp_path / "venv"

@@ -337,6 +337,7 @@ assert not [name for name in sys.modules if name.startswith("torch.")]
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.long
 def test_report_says_which_way_is_active(tmp_path: Path) -> None:
     def report(*folders: Path, **variables: str) -> tuple[dict, str]:
         # By one process: starting it takes longer than reporting.

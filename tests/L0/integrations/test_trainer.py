@@ -157,7 +157,9 @@ def test_adapters_resume(tmp_path):
     [
         {"bf16": True},
         {"gradient_checkpointing": True},
-        {"torch_compile": True, "torch_compile_backend": "aot_eager"},
+        pytest.param(
+            {"torch_compile": True, "torch_compile_backend": "aot_eager"}, marks=pytest.mark.long
+        ),
         {"gradient_accumulation_steps": 2},
     ],
     ids=lambda options: next(iter(options)),

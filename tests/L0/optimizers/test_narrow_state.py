@@ -335,6 +335,7 @@ def run(optimizer, params, count, first, decoupled):
         optimizer.step()
 
 
+@pytest.mark.cover(2)
 @pytest.mark.parametrize("capturable", [False, True])
 @pytest.mark.parametrize("decoupled", [False, True])
 @pytest.mark.parametrize(("state", "master"), list(itertools.product(STATES, MASTERS)))

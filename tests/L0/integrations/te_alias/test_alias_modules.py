@@ -374,6 +374,7 @@ def test_recomputed_layers_give_the_same_bits(kind, use_reentrant):
     same(states(layer), states(other))
 
 
+@pytest.mark.cover(0)
 @pytest.mark.parametrize("kind", KINDS)
 def test_compiled_layers(kind):
     layer = alias_layer(kind)

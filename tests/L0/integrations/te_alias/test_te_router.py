@@ -55,6 +55,7 @@ def expected_row(row, topk, pre, groups, group_topk, factor, name, bias):
     return out
 
 
+@pytest.mark.cover(2)
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("groups", [(None, None), (4, 2), (8, 4), (1, 1)])
 @pytest.mark.parametrize("factor", [None, 2.5])
