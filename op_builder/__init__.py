@@ -1,8 +1,9 @@
-"""Builders of the ops: each module of this folder defines the builder of the op of its own name.
+"""Builders of the ops: those in the table of builtin.py, and those in files of their own.
 
-A builder finds an op's compiled library in the caches, or compiles it, and opens it. Other packages
-add ops with ``register``, or as entry points (user_ops.py). Importing this package compiles nothing
-and does not import torch.
+A file that is added here defines the builder of the op of its name. A builder finds an op's
+compiled library in the caches, or compiles it, and opens it. Other packages add ops with
+``register``, or as entry points (user_ops.py). Importing this package compiles nothing and does not
+import torch.
 """
 
 from __future__ import annotations
@@ -10,9 +11,10 @@ from __future__ import annotations
 import importlib
 
 from .builder import CPUOpBuilder, CUDAOpBuilder, OpBuilder, builder_names, register
+from .core import BUILDERS
 from .jit.errors import BuildError, DuplicateOpError, UnknownOpError, unknown_op
 from .jit.find.entry import OpenedLibrary
-from .spec import DISPATCHER, JAX_HANDLERS, FunctionSpec
+from .spec import FunctionSpec
 from .user_ops import builders as user_builders
 from .user_ops import find as _find_user_builder
 from .user_ops import names as _user_names
@@ -43,17 +45,18 @@ def _suite_builder(name: str) -> OpBuilder | None:
     """Returns apex_te's builder of op ``name``, made once per process; None for any other name."""
     if name in _suite:
         return _suite[name]
-    module_name = {DISPATCHER: "core", JAX_HANDLERS: "jax_ffi"}.get(name, name)
-    if module_name == name and name not in builder_names():
+    if name in BUILDERS:
+        return _suite.setdefault(name, BUILDERS[name]())
+    if name not in builder_names():
         return None
     try:
-        module = importlib.import_module(f"{__name__}.{module_name}")
+        module = importlib.import_module(f"{__name__}.{name}")
         for value in vars(module).values():
             if isinstance(value, type) and issubclass(value, OpBuilder) and name == value.NAME:
                 return _suite.setdefault(name, value())
     except Exception as error:  # a file that a user added
         raise UnknownOpError(
-            f"{name}: its builder {__name__}.{module_name} cannot be imported:"
+            f"{name}: its builder {__name__}.{name} cannot be imported:"
             f" {type(error).__name__}: {error}"
         ) from error
     raise UnknownOpError(f"{module.__file__} must define a builder with NAME = {name!r}")

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from types import ModuleType
 from typing import ClassVar
 
+from .builtin import OPS
 from .jit.backends import library, pybind
 from .jit.backends.archs import Arch, Capability, initialised_capabilities
 from .jit.backends.steps import Step
@@ -226,14 +227,14 @@ class CUDAOpBuilder(OpBuilder):
     DEVICES: ClassVar[tuple[str, ...]] = ("cpu", "cuda")
 
 
-_NOT_OPS = frozenset(("__init__", "builder", "core", "jax_ffi", "spec", "user_ops"))
+_NOT_OPS = frozenset(("__init__", "builder", "builtin", "core", "spec", "user_ops"))
 registered: dict[str, OpBuilder] = {}  # ops outside of the suite that this process knows
 
 
 def builder_names() -> list[str]:
-    """Returns the sorted names of the suite's ops, which are those of this folder's modules."""
-    names = (os.path.splitext(entry) for entry in os.listdir(os.path.dirname(__file__)))
-    return sorted(stem for stem, ending in names if ending == ".py" and stem not in _NOT_OPS)
+    """Returns the sorted names of the suite's ops: the table's, and this folder's other modules."""
+    files = (os.path.splitext(entry) for entry in os.listdir(os.path.dirname(__file__)))
+    return sorted({*OPS, *(stem for stem, ending in files if ending == ".py")} - _NOT_OPS)
 
 
 def suite_names() -> list[str]:

@@ -1,12 +1,15 @@
-"""Builder of the dispatcher, ``apex_te_core``, the pybind11 module that calls op libraries."""
+"""Builders of the suite: of the ops in builtin.py, the dispatcher and the handlers for JAX."""
 
 from __future__ import annotations
 
 import sys
 from types import ModuleType
 
-from .builder import CPUOpBuilder
+from .builder import CPUOpBuilder, CUDAOpBuilder, OpBuilder
+from .builtin import OPS, Op
 from .jit.backends.dispatcher import DispatcherSpec
+from .jit.backends.jax_handlers import JaxHandlersSpec
+from .jit.backends.library import gpu_backend
 from .jit.build.extension import import_module
 from .jit.build.service import open_library
 
@@ -22,3 +25,46 @@ class CoreBuilder(DispatcherSpec, CPUOpBuilder):
         if self.NAME in sys.modules and not force:
             return sys.modules[self.NAME]
         return import_module(self.NAME, open_library(self, "cpu", force=force, verbose=verbose))
+
+
+class JaxBuilder(JaxHandlersSpec, CPUOpBuilder):
+    """Builder of the handler library, which is compiled and cached as ops are."""
+
+    NAME = JaxHandlersSpec.NAME
+    BUILD_VAR = JaxHandlersSpec.BUILD_VAR
+
+
+class _BuiltinBuilder(CUDAOpBuilder):
+    """Builder of an op in the table, whose line is ``op``."""
+
+    op: Op
+
+    def cxx_args(self) -> list[str]:
+        """Returns the flags in the op's line of the table."""
+        return list(self.op.cxx_args)
+
+    def system_include_paths(self, device: str) -> list[str]:
+        """Returns cuBLASLt's include folder for an op that needs it and a compiler without it."""
+        return gpu_backend().blas_include() if self.op.needs_blas and device == "cuda" else []
+
+
+def _builder_class(name: str, op: Op) -> type[OpBuilder]:
+    """Returns the builder class of an op in the table, such as ``RmsNormBuilder``."""
+    title = "".join(part.capitalize() for part in name.split("_"))
+    attributes = {
+        "__doc__": f"Builder of {op.text}.",
+        "__module__": __name__,
+        "NAME": name,
+        "DEVICES": op.devices,
+        "min_arch": op.min_arch,
+        "op": op,
+    }
+    return type(f"{title}Builder", (_BuiltinBuilder,), attributes)
+
+
+BUILDERS: dict[str, type[OpBuilder]] = {
+    CoreBuilder.NAME: CoreBuilder,
+    JaxBuilder.NAME: JaxBuilder,
+    **{name: _builder_class(name, op) for name, op in OPS.items()},
+}
+globals().update((each.__name__, each) for each in BUILDERS.values())  # for imports and pickles

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from op_builder import builder_names, user_ops
 from op_builder.builder import suite_names
+from op_builder.builtin import OPS
 from op_builder.jit.backends import pythons
 from op_builder.jit.backends.pybind import Exports, read_exports
 from op_builder.jit.prebuild import install
@@ -52,7 +53,8 @@ def check_name(name: str, root: Path, is_skeleton: bool) -> None:
         raise Refusal(f"name must not be a word of Python, got {name!r}")
     ops = builder_names()
     if name in ops:
-        raise Refusal(f"there is an op {name!r} already: op_builder/{name}.py")
+        where = "builtin" if name in OPS else name
+        raise Refusal(f"there is an op {name!r} already: op_builder/{where}.py")
     for op in ops:
         if render.class_name(op) == render.class_name(name):
             raise Refusal(f"{name!r} and {op!r} would both be {render.class_name(op)}Builder")

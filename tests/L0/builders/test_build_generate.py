@@ -214,7 +214,7 @@ def test_contradictions(
         ("json", "is a Python module already"),
         ("torch", "is a Python module already"),
         ("optimizers", "is a Python module already: .*apex_te/optimizers"),
-        ("rms_norm", "there is an op 'rms_norm' already: op_builder/rms_norm.py"),
+        ("rms_norm", "there is an op 'rms_norm' already: op_builder/builtin.py"),
         ("rmsNorm", "would both be RmsNormBuilder"),
         ("rms__norm", "would both be RmsNormBuilder"),
         ("RMS_Norm", "would both be APEX_BUILD_RMS_NORM"),

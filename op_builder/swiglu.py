@@ -1,9 +1,0 @@
-"""Builder of swiglu."""
-
-from .builder import CUDAOpBuilder
-
-
-class SwigluBuilder(CUDAOpBuilder):
-    """Builder of the gated activations SwiGLU, GeGLU, ReGLU and GLU."""
-
-    NAME = "swiglu"
