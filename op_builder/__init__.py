@@ -13,7 +13,7 @@ import importlib
 from .builder import CPUOpBuilder, CUDAOpBuilder, OpBuilder, builder_names, register
 from .core import BUILDERS
 from .jit.errors import BuildError, DuplicateOpError, UnknownOpError, unknown_op
-from .jit.find.entry import OpenedLibrary
+from .jit.find.cache import OpenedLibrary
 from .spec import FunctionSpec
 from .user_ops import builders as user_builders
 from .user_ops import find as _find_user_builder

@@ -16,9 +16,8 @@ from .jit.backends.steps import Step
 from .jit.build import extension
 from .jit.build.service import open_library
 from .jit.errors import DuplicateOpError, UnknownOpError
-from .jit.find.entry import OpenedLibrary
+from .jit.find.cache import OpenedLibrary, look_up
 from .jit.find.key import key_of
-from .jit.find.look_up import look_up
 from .jit.platform import is_hip
 from .jit.text import tell
 from .spec import DISPATCHER, JAX_HANDLERS, OpSpec

@@ -14,7 +14,7 @@ from ...spec import OpSpec
 from ..backends.archs import Capability, visible_capabilities
 from ..backends.pybind import installed_torch
 from ..errors import DuplicateOpError
-from ..find.entry import OpenedLibrary
+from ..find.cache import OpenedLibrary
 
 
 def import_module(name: str, opened: OpenedLibrary) -> ModuleType:

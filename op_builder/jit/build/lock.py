@@ -19,7 +19,6 @@ from collections.abc import Iterator
 
 from ..errors import CacheError, LockTimeoutError
 from ..find import cache
-from ..find.entry import warn_once
 from ..text import tell
 
 _FLAGS = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -225,12 +224,12 @@ def _wait_elsewhere(
         if session is not None:
             cache.prepare(session, cache.LOCKS)
             local = os.path.join(session.path, cache.LOCKS, os.path.basename(path))
-            warn_once(f"{text}: only the processes of this machine share a build")
+            cache.warn_once(f"{text}: only the processes of this machine share a build")
             _wait(local, what, timeout, locked)
             return
     except (OSError, CacheError):
         pass  # no lock at all, then
-    warn_once(f"{text}: processes that start together may each build")
+    cache.warn_once(f"{text}: processes that start together may each build")
 
 
 @contextlib.contextmanager

@@ -16,8 +16,8 @@ from collections.abc import Callable
 from ..backends.library import build_steps, cpu_features
 from ..errors import BuildInterruptedError, CompileError
 from ..find import cache, inventory
+from ..find.cache import OpenedLibrary, open_entry, open_folder, open_inside, warn_once
 from ..find.elf import needed_glibc
-from ..find.entry import OpenedLibrary, open_entry, open_folder, open_inside, warn_once
 from ..find.key import key_of, made_of
 from . import ninja, verify
 from .lock import builder_name, is_abandoned, is_free, marked

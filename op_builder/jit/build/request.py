@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from ...spec import OpSpec
 from ..backends.archs import Arch
-from ..find.entry import entry_tag
+from ..find.cache import entry_tag
 
 
 class Request(NamedTuple):

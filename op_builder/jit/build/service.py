@@ -21,10 +21,9 @@ from ..errors import (
     build_errors,
 )
 from ..find import cache
-from ..find.dispatchers import why_missing
-from ..find.entry import OpenedLibrary, refused
+from ..find.cache import OpenedLibrary, look_up, refused, wanted_archs
+from ..find.inventory import why_missing
 from ..find.key import key_of
-from ..find.look_up import look_up, wanted_archs
 from ..text import tell
 from .request import Request
 

@@ -17,7 +17,6 @@ from typing import Any, NamedTuple
 from ..build import lock
 from ..errors import LockTimeoutError, unknown_op
 from ..find import cache
-from ..find.entry import MANIFEST, open_folder
 from ..find.inventory import FOLDER, Entry, entries, op_of, tree_bytes
 from .stale import Current
 
@@ -52,7 +51,7 @@ def folders() -> list[cache.Location]:
     present = []
     for place in found:
         with contextlib.suppress(FileNotFoundError):
-            os.close(open_folder(place))
+            os.close(cache.open_folder(place))
             present.append(place)
     return present
 
@@ -69,7 +68,7 @@ def strangers(folder: str, library: str) -> list[str]:
                 found.append(name)
         else:
             inside = sorted(os.listdir(path))
-            own = {MANIFEST, f"{library}.so"}
+            own = {cache.MANIFEST, f"{library}.so"}
             found.extend(f"{name}/{each}" for each in inside if each not in own)
             found.extend(
                 f"{name}/{each}"

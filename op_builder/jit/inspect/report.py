@@ -29,9 +29,8 @@ from ..backends.jax_handlers import JaxHandlersSpec
 from ..build import failure
 from ..errors import BuildError, CacheError, CompileError, UnknownOpError
 from ..find import cache, inventory
+from ..find.cache import look_up, parent_problem
 from ..find.key import key_of
-from ..find.look_up import look_up
-from ..find.parents import parent_problem
 from ..platform import CUDA, gpu_platform
 from ..prebuild.targets import Targets
 from . import machine

@@ -10,8 +10,7 @@ from ...spec import OpSpec
 from ..backends import library
 from ..backends.dispatcher import DispatcherSpec
 from ..errors import BuildError
-from ..find.dispatchers import key_for
-from ..find.inventory import Entry
+from ..find.inventory import Entry, key_for
 from ..find.key import key_of
 
 

@@ -13,7 +13,6 @@ from ..build import lock, resources
 from ..build.ninja import disk_errors
 from ..errors import JitDisabledError, PrebuildError, SettingError, unknown_op
 from ..find import cache
-from ..find.key import key_of
 from .batch import Wanted, build_all, manifest_report
 from .build_report import BuildReport, LibraryReport
 from .targets import DEVICES, Choice, Targets, dispatchers, jax_handlers, plan
@@ -57,14 +56,13 @@ def choose_ops(
 def _found(wanted: Wanted, targets: Targets) -> LibraryReport | None:
     """Returns the report's row of a library that the caches hold, None if it must be compiled."""
     spec, device = wanted.spec, wanted.device
-    key, name = key_of(spec, device), spec.library_name(device)
     gpus: Sequence[Capability | None] = [None]
     if wanted.archs and targets.named is None:
         gpus = targets.capabilities  # as on first use: whatever covers the GPU will do
     tags = [str(arch) for arch in wanted.archs]
     row = None
     for gpu in gpus:
-        found = cache.look_up(spec.prebuilt_folder, name, key, gpu, tags)
+        found = cache.look_up(spec, device, gpu, tags)
         if found is None:
             return None
         os.close(found.fd)

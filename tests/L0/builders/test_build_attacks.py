@@ -17,7 +17,7 @@ from attacks import LIMIT, Tally, call, call_in_process, finish, library_bytes, 
 from tiny_op import Tiny, start, write_op
 
 from op_builder.jit.errors import BuildError, CacheError
-from op_builder.jit.find import cache, entry
+from op_builder.jit.find import cache
 
 Forget = Callable[[], None]
 
@@ -105,7 +105,7 @@ class TestContent:
             os.truncate(library, offset + len(part))
             return part
 
-        monkeypatch.setattr(entry.os, "pread", shrinking)
+        monkeypatch.setattr(cache.os, "pread", shrinking)
         assert Tiny(root).find() is None
 
 
@@ -301,7 +301,7 @@ class TestSwap:
             path.touch()
             fd = os.open(path, os.O_RDONLY)
             status = os.fstat(fd)
-            name = entry._proc_path(fd, (status.st_dev, status.st_ino))
+            name = cache._proc_path(fd, (status.st_dev, status.st_ino))
             assert os.path.samestat(os.stat(name), status)
             names.add(name)
             numbers.add(fd)
@@ -309,7 +309,7 @@ class TestSwap:
         assert (len(names), len(numbers)) == (5000, 1)
         assert max(map(len, names)) < 300
         largest = (1 << 64) - 1
-        assert len(entry._proc_path(1 << 30, (largest, largest))) < 300
+        assert len(cache._proc_path(1 << 30, (largest, largest))) < 300
 
     def test_daemon_that_closed_everything(self, root: Path) -> None:
         code = f"""
@@ -336,5 +336,5 @@ class TestSwap:
 
 
 def test_errors_of_the_attacks_are_build_errors() -> None:
-    for kind in (cache.Unsafe, entry.Damaged):
+    for kind in (cache.Unsafe, cache.Damaged):
         assert issubclass(kind, BuildError)

@@ -36,7 +36,7 @@ from op_builder.jit.errors import (
     LockTimeoutError,
     ReentrantLoadError,
 )
-from op_builder.jit.find import cache, entry
+from op_builder.jit.find import cache
 
 Forget = Callable[[], None]
 
@@ -301,7 +301,7 @@ def test_sixteen_threads(
         forget()
         opened = in_threads(16, lambda: Tiny(root).open())
         assert len(set(opened)) == 1
-        assert isinstance(opened[0], entry.OpenedLibrary)
+        assert isinstance(opened[0], cache.OpenedLibrary)
         assert int(ctypes.CDLL(opened[0].proc_path).tiny()) == value
     assert log.read_text() == "x\n" * 5
 

@@ -23,7 +23,7 @@ from tiny_op import Tiny, logging_compiler, start, write_op
 from op_builder import CPUOpBuilder
 from op_builder.jit.build import lock, progress
 from op_builder.jit.errors import CompileError, LockTimeoutError
-from op_builder.jit.find import entry
+from op_builder.jit.find import cache
 
 
 class Terminal:
@@ -294,7 +294,7 @@ def test_whatever_replaces_stderr(
     monkeypatch.setattr(warnings, "showwarning", lambda *args: sys.stderr.write("warned"))
     with warnings.catch_warnings():
         warnings.simplefilter("always")
-        entry.warn_once("told or not")
+        cache.warn_once("told or not")
     assert not isinstance(stream, Redirector) or "warned" in stream.text
 
 

@@ -23,7 +23,7 @@ from op_builder.jit import platform
 from op_builder.jit.build import service
 from op_builder.jit.errors import JitDisabledError
 from op_builder.jit.find import cache, elf
-from op_builder.jit.find.entry import OpenedLibrary
+from op_builder.jit.find.cache import OpenedLibrary
 
 Forget = Callable[[], None]
 OUTER = cache.user_cache().path  # the user's own, before the tests get empty ones

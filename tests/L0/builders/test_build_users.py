@@ -17,7 +17,7 @@ from attacks import CALL, LIMIT, call, finish, library_bytes, replace, resized
 from tiny_op import ABI, PRELUDE, Tiny, write_op
 
 from op_builder.jit.errors import CacheError
-from op_builder.jit.find import cache, parents
+from op_builder.jit.find import cache
 from op_builder.jit.inspect import report
 
 as_root = pytest.mark.skipif(os.geteuid() != 0, reason="needs root to act as two users")
@@ -287,11 +287,11 @@ def unsafe_parents(place: Path) -> dict[str, tuple[Path, str]]:
 def test_parents_that_others_may_rename_in(shared: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every folder on the way to a cache counts, also behind links, and a report names it."""
     for name, (path, told) in unsafe_parents(shared).items():
-        found = parents.parent_problem(str(path))
+        found = cache.parent_problem(str(path))
         assert told in found if told else found == "", (name, found)
     (shared / "group").chmod(0o775)
     os.chown(shared / "group", -1, 0)  # root's own group
-    assert parents.parent_problem(str(shared / "group" / "in" / "cache")) == ""
+    assert cache.parent_problem(str(shared / "group" / "in" / "cache")) == ""
     monkeypatch.delenv("APEX_TE_CACHE_DIR")
     monkeypatch.setenv("XDG_CACHE_HOME", str(shared / "all"))
     facts = report.cache_folder(cache.user_cache())

@@ -16,7 +16,7 @@ from tiny_op import CHECKOUT, quick_compiler
 
 from op_builder import all_builders
 from op_builder.core import CoreBuilder
-from op_builder.jit.find import dispatchers
+from op_builder.jit.find import inventory
 
 
 @pytest.fixture(scope="module")
@@ -181,7 +181,7 @@ def test_wheel_for_several_pythons(checkout: Path, tmp_path: Path, fake_compiler
     for path in (root, *root.rglob("*")):
         path.chmod(path.stat().st_mode & ~0o022)
     assert CoreBuilder(root).find() is not None
-    assert dispatchers.prebuilt_for(CoreBuilder(root)) == [own, "3.29"]
+    assert inventory.prebuilt_for(CoreBuilder(root)) == [own, "3.29"]
 
 
 USE = """

@@ -12,7 +12,7 @@ from apex_te import RMSNorm
 from apex_te.op_builder import BuildError
 from apex_te.op_builder.core import CoreBuilder
 from apex_te.op_builder.jit.build import service
-from apex_te.op_builder.jit.find import key, look_up
+from apex_te.op_builder.jit.find import cache, key
 from apex_te.ops.rms_norm import rms_norm
 from apex_te.ops.swiglu import swiglu
 from apex_te.runtime import dispatcher
@@ -43,7 +43,7 @@ def check(places):
                     raise AssertionError((name, error, call_name, "succeeded"))
         setattr(owner, name, before)
 
-SEARCH = [(service, "look_up"), (look_up, "key_of"), (key, "key_flags")]
+SEARCH = [(service, "look_up"), (cache, "key_of"), (key, "key_flags")]
 check([*SEARCH, (dispatcher, "_import_core")])
 core = dispatcher.core()
 check([*SEARCH, (core, "open_library"), (core, "symbol")])
