@@ -12,7 +12,7 @@ from typing import ClassVar
 from .builtin import OPS
 from .jit.backends import library, pybind
 from .jit.backends.archs import Arch, Capability, initialised_capabilities
-from .jit.backends.steps import Step
+from .jit.backends.library import Step
 from .jit.build import extension
 from .jit.build.service import open_library
 from .jit.errors import DuplicateOpError, UnknownOpError

@@ -7,11 +7,11 @@ from types import ModuleType
 
 from .builder import CPUOpBuilder, CUDAOpBuilder, OpBuilder
 from .builtin import OPS, Op
-from .jit.backends.dispatcher import DispatcherSpec
-from .jit.backends.jax_handlers import JaxHandlersSpec
 from .jit.backends.library import gpu_backend
+from .jit.backends.pythons import DispatcherSpec
 from .jit.build.extension import import_module
 from .jit.build.service import open_library
+from .spec import JaxHandlersSpec
 
 
 class CoreBuilder(DispatcherSpec, CPUOpBuilder):

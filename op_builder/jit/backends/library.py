@@ -3,17 +3,212 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from ...spec import DISPATCHER, OpSpec
 from .. import env, platform
 from ..cpu_features import compiled_for
-from ..errors import CompilerNotFoundError
-from . import pybind, toolchain
-from .archs import Arch
-from .cuda import Cuda
-from .hip import Hip
-from .steps import Step, compile_step, include_flags, link_step
+from ..errors import BuildError, CompilerNotFoundError, HeaderNotFoundError
+from . import hipify, pybind, toolchain
+from .archs import Arch, own_arch
+
+
+class Step(NamedTuple):
+    """One command of a build graph, run by ninja after the steps that make its inputs."""
+
+    output: str
+    inputs: tuple[str, ...]
+    command: tuple[str, ...]
+    label: str
+
+
+def include_flags(spec: OpSpec, system_folders: Sequence[str]) -> list[str]:
+    """Returns ``-I`` flags for the op's include folders, ``-isystem`` ones for the others."""
+    own = [f"-I{path}" for path in spec.include_folders()]
+    # -isystem: warnings in other people's headers are not ours
+    return [*own, *(flag for path in system_folders for flag in ("-isystem", path))]
+
+
+def compile_step(command: Sequence[str], name: str, path: str, folder: str) -> Step:
+    """Returns the step that compiles one source to an object file in ``folder``."""
+    made = os.path.join(folder, re.sub(r"[^\w.]", "_", name) + ".o")
+    line = (*command, "-c", path, "-o", made)
+    return Step(made, (path,), line, f"compiling {os.path.basename(name)}")
+
+
+def link_step(
+    command: Sequence[str], compiled: Sequence[Step], output: str, flags: list[str]
+) -> Step:
+    """Returns the step that links the outputs of ``compiled`` into the library ``output``."""
+    objects = tuple(step.output for step in compiled)
+    line = (*command, "-shared", "-o", output, *objects, *flags)
+    return Step(output, objects, line, f"linking {os.path.basename(output)}")
+
+
+NVCC_ARGS = [
+    "-std=c++17",
+    "-O3",
+    "-fmad=false",
+    "-Xfatbin=-compress-all",
+    "-cudart=static",
+    "-Xcompiler=-fPIC,-fvisibility=hidden,-ffp-contract=off,-Wall",
+]
+# the static CUDA runtime stays private: several libraries, each with its own, share a process
+NVCC_LIBRARIES = ["-Xlinker=--exclude-libs=ALL", "-ldl"]
+
+
+class Cuda:
+    """Backend that compiles ``.cu`` files with nvcc, with the same methods as ``Hip``."""
+
+    link_flags = NVCC_LIBRARIES
+
+    def compile_flags(self, spec: OpSpec) -> list[str]:
+        """Returns nvcc's base flags and those of the op."""
+        return [*NVCC_ARGS, *spec.nvcc_args()]
+
+    def key_extras(self) -> list[str]:
+        """Returns further texts for the cache key of a library with GPU code; none for CUDA."""
+        return []
+
+    def compiler_version(self, archs: Sequence[Arch]) -> str:
+        """Returns the version text of nvcc and of the C++ compiler, separated by a comma."""
+        toolchain.check_archs(toolchain.find_nvcc(), [arch.number for arch in archs])
+        return f"{toolchain.nvcc_version()}, {toolchain.cxx_version()}"
+
+    def blas_include(self) -> list[str]:
+        """Returns the include folder of cuBLASLt's header, none if nvcc finds the header itself."""
+        return toolchain.find_header("cublasLt.h", "cublas", toolchain.find_nvcc())
+
+    def steps(
+        self,
+        spec: OpSpec,
+        names: Sequence[str],
+        flags: Sequence[str],
+        system_folders: Sequence[str],
+        archs: Sequence[Arch],
+        folder: str,
+    ) -> tuple[list[Step], list[str]]:
+        """Returns the commands that compile an op's ``.cu`` sources, without running them."""
+        nvcc = [toolchain.find_nvcc().path, *toolchain.nvcc_host_flags()]
+        includes = include_flags(spec, system_folders)
+        steps = []
+        for name in names:
+            command = [*nvcc, *flags, *_gencodes(name, archs), *includes]
+            steps.append(compile_step(command, name, os.path.join(spec.root, name), folder))
+        return steps, [*nvcc, "-cudart=static"]
+
+
+def _gencodes(source: str, archs: Sequence[Arch]) -> list[str]:
+    """Returns nvcc's arch flags for one source; a source for one arch is compiled for it alone."""
+    own = own_arch(source)
+    if own is not None:  # its launchers are referred to whatever the archs are
+        return own.gencode()
+    plain = {(arch.major, arch.minor) for arch in archs if arch.suffix == "a"}
+    flags = []
+    for arch in archs:
+        if arch.ptx and not arch.suffix and (arch.major, arch.minor) in plain:
+            # the device itself is served by the "a" code, only the PTX is missing
+            flags.append(f"-gencode=arch=compute_{arch.number},code=compute_{arch.number}")
+        else:
+            flags.extend(arch.gencode())
+    return flags
+
+
+# Numbers as nvcc's flags give them: no contraction, division and square root rounded correctly.
+# hipcc leaves its runtime's header to the source, nvcc includes it. A loop that is unrolled as far
+# as the compiler can is no concern, nor is a pragma for nvcc.
+HIPCC_ARGS = [
+    "-xhip",
+    "-std=c++17",
+    "-O3",
+    "-fPIC",
+    "-fvisibility=hidden",
+    "-ffp-contract=off",
+    "-fhip-fp32-correctly-rounded-divide-sqrt",
+    "-include",
+    "hip/hip_runtime.h",
+    "-Wall",
+    "-Wno-pass-failed",
+    "-Wno-unknown-pragmas",
+    "-Wno-logical-op-parentheses",
+]
+HIPCC_LIBRARIES = ["-Wl,--exclude-libs,ALL", "-ldl"]
+
+
+def runtime_major() -> str:
+    """Returns the HIP runtime's major version: torch's, else the headers', else "unknown"."""
+    version = platform.torch_hip_version()
+    if version is not None:
+        return version.partition(".")[0]
+    try:
+        header = os.path.join(toolchain.find_hipcc().home, "include", "hip", "hip_version.h")
+        with open(header, encoding="utf-8") as file:
+            match = re.search(r"#define\s+HIP_VERSION_MAJOR\s+(\d+)", file.read())
+    except (BuildError, OSError):
+        match = None
+    return match[1] if match else "unknown"
+
+
+class Hip:
+    """Backend that compiles ``.cu`` files with hipcc, with the same methods as ``Cuda``."""
+
+    link_flags = HIPCC_LIBRARIES
+
+    def compile_flags(self, spec: OpSpec) -> list[str]:
+        """Returns hipcc's base flags and those of the op."""
+        return [*HIPCC_ARGS, *spec.hipcc_args()]
+
+    def key_extras(self) -> list[str]:
+        """Returns further texts for the cache key: HIP's major version, a digest of ``hipify``."""
+        return ["hip", f"runtime {runtime_major()}", f"hipify {hipify.digest()}"]
+
+    def compiler_version(self, archs: Sequence[Arch]) -> str:
+        """Returns the version text of hipcc and its clang, whatever the archs."""
+        return toolchain.hipcc_version()
+
+    def blas_include(self) -> list[str]:
+        """Returns no folder for hipBLASLt's header, which hipcc finds in its own ROCm."""
+        home, header = toolchain.find_hipcc().home, "hipblaslt/hipblaslt.h"
+        if os.path.isfile(os.path.join(home, "include", header)):
+            return []
+        raise HeaderNotFoundError(
+            f"{header} is not in {home}/include: install hipblaslt-dev of ROCm"
+        )
+
+    def steps(
+        self,
+        spec: OpSpec,
+        names: Sequence[str],
+        flags: Sequence[str],
+        system_folders: Sequence[str],
+        archs: Sequence[Arch],
+        folder: str,
+    ) -> tuple[list[Step], list[str]]:
+        """Translates the ``.cu`` sources into ``folder``; returns the commands to compile them."""
+        if spec.BINDING == "pybind11":
+            raise BuildError(
+                f'{spec.NAME}: an op with BINDING = "pybind11" and .cu files cannot be built for'
+                " AMD GPUs: its sources include torch's headers, which the translation to HIP does"
+                " not know"
+            )
+        place = os.path.join(folder, "hip")
+        paths = {name: os.path.join(spec.root, name) for name in names}
+        folders = spec.include_folders()
+        hipify.copies(paths.values(), folders, place)
+        # where CUDA is installed as well, hipcc would take its compiler
+        hipcc = ["env", "HIP_PLATFORM=amd", toolchain.find_hipcc().path]
+        targets = [f"--offload-arch={arch.number}" for arch in archs]  # without, it seeks a GPU
+        command = [*hipcc, *flags, *targets]
+        command += [f"-I{hipify.copied(path, place)}" for path in folders]
+        command += [flag for path in system_folders for flag in ("-isystem", path)]
+        steps = [
+            compile_step(command, name, hipify.copied(path, place), folder)
+            for name, path in paths.items()
+        ]
+        return steps, [*hipcc, *targets]
+
 
 # Numbers must not depend on the machine: no contraction, no fast-math, no -march=native. Floating
 # point flags and errno are nobody's business here, and keeping them stops vectorization.

@@ -1,4 +1,4 @@
-"""Pythons for which an installation compiles a dispatcher each: their headers and suffixes."""
+"""The dispatcher, and the Pythons for which an installation compiles one each."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import subprocess
 import sys
 from typing import NamedTuple
 
+from ...spec import DISPATCHER, OpSpec
 from ..errors import HeaderNotFoundError, PythonNotFoundError, SettingError
 from ..platform import soabi, suffix_on
 from . import toolchain
@@ -141,3 +142,37 @@ def named() -> list[Python]:
     texts = [part.strip() for part in re.split("[;,]", os.environ.get(VARIABLE, ""))]
     pythons = [find(text) for text in texts if text] or [own()]
     return list({python.suffix: python for python in pythons}.values())
+
+
+class DispatcherSpec(OpSpec):
+    """Declaration of the dispatcher for ``python``, or for the running Python if that is None."""
+
+    NAME = DISPATCHER
+    BUILD_VAR = "APEX_BUILD_CPP_OPS"  # whatever is prebuilt, the dispatcher goes along
+
+    def __init__(
+        self, root: str | os.PathLike[str] | None = None, python: Python | None = None
+    ) -> None:
+        super().__init__(root)
+        self.python = python
+
+    def absolute_name(self) -> str:
+        return self.NAME
+
+    @property
+    def exports_c_functions(self) -> bool:
+        return False
+
+    def sources(self) -> list[str]:
+        paths = (self.root / "csrc/core").glob("*.cpp")
+        return sorted(str(path.relative_to(self.root)) for path in paths)
+
+    def system_include_paths(self, device: str) -> list[str]:
+        headers = self.python.include if self.python else toolchain.python_include()
+        return [headers, toolchain.pybind11_include()]
+
+    def library_name(self, device: str) -> str:
+        return self.NAME
+
+    def key_extras(self) -> list[str]:
+        return [self.python.suffix if self.python else soabi()]

@@ -12,7 +12,7 @@ import subprocess
 import threading
 from collections.abc import Iterator, Sequence
 
-from ..backends.steps import Step
+from ..backends.library import Step
 from ..backends.toolchain import find_ninja
 from ..errors import (
     BuildError,

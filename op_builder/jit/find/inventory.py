@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from ...spec import OpSpec
 from ..backends import pythons
-from ..backends.dispatcher import DispatcherSpec
+from ..backends.pythons import DispatcherSpec
 from ..errors import CacheError
 from ..platform import soabi
 from . import cache

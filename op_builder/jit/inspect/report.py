@@ -15,7 +15,7 @@ import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from ...spec import SUITE, OpSpec
+from ...spec import SUITE, JaxHandlersSpec, OpSpec
 from .. import env
 from ..backends import library
 from ..backends.archs import (
@@ -24,8 +24,7 @@ from ..backends.archs import (
     named_arch_list,
     visible_capabilities,
 )
-from ..backends.dispatcher import DispatcherSpec
-from ..backends.jax_handlers import JaxHandlersSpec
+from ..backends.pythons import DispatcherSpec
 from ..build import failure
 from ..errors import BuildError, CacheError, CompileError, UnknownOpError
 from ..find import cache, inventory

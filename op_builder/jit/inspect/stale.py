@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 
 from ...spec import OpSpec
 from ..backends import library
-from ..backends.dispatcher import DispatcherSpec
+from ..backends.pythons import DispatcherSpec
 from ..errors import BuildError
 from ..find.inventory import Entry, key_for
 from ..find.key import key_of

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
-from ...spec import OpSpec
+from ...spec import JaxHandlersSpec, OpSpec
 from ..backends import pythons
 from ..backends.archs import (
     Arch,
@@ -15,8 +15,7 @@ from ..backends.archs import (
     parse_arch_list,
     visible_capabilities,
 )
-from ..backends.dispatcher import DispatcherSpec
-from ..backends.jax_handlers import JaxHandlersSpec
+from ..backends.pythons import DispatcherSpec
 from ..errors import ArchError
 from ..platform import soabi
 from .batch import Wanted

@@ -15,7 +15,7 @@ from tiny_op import CHECKOUT, TinyCuda, write_op
 
 from op_builder import all_builders
 from op_builder.jit import platform
-from op_builder.jit.backends import archs, hip, hipify, library, toolchain
+from op_builder.jit.backends import archs, hipify, library, toolchain
 from op_builder.jit.backends.archs import Arch, choose, parse_arch, parse_arch_list
 from op_builder.jit.errors import ArchError, BuildError, HipccNotFoundError, SettingError
 from op_builder.jit.sources import closure
@@ -56,7 +56,7 @@ def test_platform_is_named_or_torchs(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not platform.is_hip()
     monkeypatch.delenv("APEX_TE_GPU_PLATFORM")
     assert platform.is_hip()
-    assert hip.runtime_major() == "6"
+    assert library.runtime_major() == "6"
 
 
 def test_platform_of_a_wrong_name(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -82,9 +82,9 @@ def test_platform_is_read_off_torch_without_importing_it(
     (package / "version.py").write_text(f"__version__ = '2.9.0'\ncuda = None\n{line}\n")
     code = (
         "from op_builder.jit import platform\n"
-        "from op_builder.jit.backends import hip\n"
+        "from op_builder.jit.backends import library\n"
         "active = platform.is_hip()\n"
-        "print(active, *([hip.runtime_major()] if active else []))"
+        "print(active, *([library.runtime_major()] if active else []))"
     )
     done = subprocess.run(
         [sys.executable, "-B", "-c", code],

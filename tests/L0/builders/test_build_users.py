@@ -42,7 +42,7 @@ def as_user(user: int, code: str, **environment: str) -> subprocess.Popen[str]:
     """A process that becomes ``user`` after its imports."""
     become = f"""
 import ctypes, sysconfig, subprocess, tempfile  # another user may not read the Python in use
-from op_builder.jit.backends import steps, toolchain
+from op_builder.jit.backends import library, toolchain
 from op_builder.jit.build import failure, lock, publish
 toolchain.find_ninja()
 os.setgroups([]); os.setresgid({user}, {user}, {user}); os.setresuid({user}, {user}, {user})
