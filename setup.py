@@ -28,7 +28,7 @@ except ImportError:  # before setuptools 70.1
 from op_builder import all_builders  # noqa: E402
 from op_builder.jit.errors import BuildError, PrebuildError  # noqa: E402
 from op_builder.jit.prebuild import install, user_cache  # noqa: E402
-from op_builder.jit.prebuild.targets import Targets  # noqa: E402
+from op_builder.jit.prebuild.batch import Targets  # noqa: E402
 
 BUILDERS = all_builders()
 try:

@@ -13,8 +13,7 @@ from .builtin import OPS
 from .jit.backends import library, pybind
 from .jit.backends.archs import Arch, Capability, initialised_capabilities
 from .jit.backends.library import Step
-from .jit.build import extension
-from .jit.build.service import open_library
+from .jit.build.service import load_extension, open_library
 from .jit.errors import DuplicateOpError, UnknownOpError
 from .jit.find.cache import OpenedLibrary, look_up
 from .jit.find.key import key_of
@@ -146,7 +145,7 @@ class OpBuilder(OpSpec):
         if self.is_outside:
             register(self)
         if self.BINDING == "pybind11":
-            return extension.load(self, force, verbose)
+            return load_extension(self, force, verbose)
         for device in self.DEVICES:
             if device == "cpu" or initialised_capabilities():
                 open_library(self, device, None, force=force, verbose=verbose)

@@ -9,8 +9,7 @@ from .builder import CPUOpBuilder, CUDAOpBuilder, OpBuilder
 from .builtin import OPS, Op
 from .jit.backends.library import gpu_backend
 from .jit.backends.pythons import DispatcherSpec
-from .jit.build.extension import import_module
-from .jit.build.service import open_library
+from .jit.build.service import import_module, open_library
 from .spec import JaxHandlersSpec
 
 

@@ -37,7 +37,7 @@ _NOW = {
     "op_builder.jit.cache": "op_builder.jit.find.cache",
     "op_builder.jit.resources": "op_builder.jit.build.resources",
     "op_builder.jit.service": "op_builder.jit.build.service",
-    "op_builder.jit.targets": "op_builder.jit.prebuild.targets",
+    "op_builder.jit.targets": "op_builder.jit.prebuild.batch",
     "op_builder.jit.toolchain": "op_builder.jit.backends.toolchain",
     "op_builder.jit.user_ops": "op_builder.user_ops",
     "ops.decoded_gemm": "ops.emulated_gemm",

@@ -8,25 +8,82 @@ import hashlib
 import json
 import os
 import shutil
+import subprocess
 import tempfile
 import time
 import zlib
 from collections.abc import Callable
+from typing import NamedTuple
 
+from ...spec import OpSpec
+from ..backends.archs import Arch
 from ..backends.library import build_steps, cpu_features
-from ..errors import BuildInterruptedError, CompileError
+from ..errors import BuildInterruptedError, CompileError, UnknownOpError
 from ..find import cache, inventory
 from ..find.cache import OpenedLibrary, open_entry, open_folder, open_inside, warn_once
-from ..find.elf import needed_glibc
+from ..find.elf import file_problem, needed_glibc
 from ..find.key import key_of, made_of
-from . import ninja, verify
+from ..platform import is_cross_compiling, python_program
+from . import ninja
+from .hints import is_not_executable
 from .lock import builder_name, is_abandoned, is_free, marked
-from .request import Request
 
 # a rename that lost against another builder's, and what a network file system may answer in passing
 _TAKEN = (errno.EEXIST, errno.ENOTEMPTY, errno.ENOTDIR)
 _PASSING = (errno.ESTALE, errno.EBUSY, errno.ENOENT, errno.EAGAIN)
 _ATTEMPTS = 6
+_LOAD_SECONDS = 120  # a loaded machine may take long to start an interpreter
+# Prints "ok", or what is wrong; the arguments are the library and, for each function that the
+# header declares, its name and signature. In a process of its own: a broken library may crash it.
+_LOAD = """
+import ctypes, os, sys
+path, *expected = sys.argv[1:]
+try:
+    library = ctypes.CDLL(path, os.RTLD_NOW | os.RTLD_LOCAL)
+except OSError as error:
+    sys.exit(print(error))
+try:
+    if expected:
+        ctypes.c_int32.in_dll(library, "apex_te_abi")
+except ValueError:
+    sys.exit(print("it does not export apex_te_abi"))
+for name, signature in zip(expected[::2], expected[1::2]):
+    try:
+        found = ctypes.c_char_p.in_dll(library, "apex_te_" + name + "_signature").value
+    except ValueError:
+        continue  # a function that this device does not define
+    if found != signature.encode():
+        sys.exit(print(name, "has the signature", found, "instead of", signature.encode()))
+print("ok")
+"""
+
+
+class Request(NamedTuple):
+    """One library to build, and the decisions made before its build."""
+
+    spec: OpSpec
+    device: str
+    key: str
+    archs: tuple[Arch, ...]
+    compiler: str
+    flags: list[str]
+    verbose: bool
+    jobs: int | None
+
+    @property
+    def library(self) -> str:
+        """File name of the library without ``.so``."""
+        return self.spec.library_name(self.device)
+
+    @property
+    def what(self) -> str:
+        """Op and device, for messages."""
+        return f"{self.spec.NAME} ({self.device})"
+
+    @property
+    def tag(self) -> str:
+        """Name of the entry's folder: the archs joined, or "cpu"."""
+        return cache.entry_tag(self.archs)
 
 
 class Vanished(BuildInterruptedError):
@@ -155,6 +212,60 @@ def _publish(
     return None
 
 
+def _load_problem(fd: int, expected: list[str]) -> str:
+    """Returns why a library must not be published, "" if it loads or no process can be started.
+
+    It is loaded in a process of its own, and its functions' signatures are compared.
+    """
+    python = python_program()
+    if python is None:
+        return ""  # in a program that embeds Python
+    path = f"/proc/self/fd/{fd}"
+    command = [python, "-I", "-S", "-c", _LOAD, path, *expected]
+    try:
+        done = subprocess.run(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            errors="replace",
+            timeout=_LOAD_SECONDS,
+            pass_fds=(fd,),
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    answer = done.stdout.strip().removeprefix(f"{path}: ")
+    # The exit status can be lost in a program that ignores SIGCHLD; the word cannot.
+    if answer == "ok":
+        return ""
+    if is_not_executable(answer):
+        return ""  # the file system's doing, not the library's; loading it says so with advice
+    return answer or f"loading it ended a process with status {done.returncode}"
+
+
+def library_problem(spec: OpSpec, device: str, fd: int) -> str:
+    """Returns the reason why a library must not be published, "" if it may be.
+
+    A library for this CPU architecture that exports plain C functions is loaded, too; an extension,
+    which needs a Python or torch of its own, is only checked to be a complete file.
+    """
+    found = file_problem(fd)
+    if found or not spec.exports_c_functions or is_cross_compiling():
+        return found
+    try:
+        functions = spec.functions()
+    except UnknownOpError:  # no header: an op that its owner binds in another way
+        functions = {}
+    expected = [
+        text
+        for name, function in functions.items()
+        if device in function.devices
+        for text in (name, function.signature)
+    ]
+    return _load_problem(fd, expected)
+
+
 def _compile(request: Request, location: cache.Location, parent: str, folder: str) -> OpenedLibrary:
     """Compiles and checks a library and writes its manifest.
 
@@ -181,7 +292,7 @@ def _compile(request: Request, location: cache.Location, parent: str, folder: st
             raise BuildInterruptedError(f"{request.what}: sources changed while being compiled")
         try:
             fd = opened(_open_linked(inner, os.path.basename(library), library))
-            problem = verify.problem(request.spec, request.device, fd)
+            problem = library_problem(request.spec, request.device, fd)
         except FileNotFoundError as error:
             problem = str(error.strerror)
         if problem:

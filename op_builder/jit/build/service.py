@@ -1,21 +1,34 @@
-"""Opened libraries of this process, each looked up or, under a lock, compiled."""
+"""Opened libraries of this process, each looked up or, under a lock, compiled, and their import."""
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import importlib.machinery
+import importlib.util
 import os
+import sys
 import threading
 import time
 from collections.abc import Callable
-from typing import TypeVar
+from types import ModuleType
+from typing import TYPE_CHECKING, TypeVar
 
 from ...spec import OpSpec
 from .. import env
 from ..backends import library
-from ..backends.archs import Arch, Capability, covered, initialised_capabilities
+from ..backends.archs import (
+    Arch,
+    Capability,
+    covered,
+    initialised_capabilities,
+    visible_capabilities,
+)
+from ..backends.pybind import installed_torch
 from ..errors import (
     BuildError,
     CompileError,
+    DuplicateOpError,
     JitDisabledError,
     ReentrantLoadError,
     build_errors,
@@ -25,7 +38,9 @@ from ..find.cache import OpenedLibrary, look_up, refused, wanted_archs
 from ..find.inventory import why_missing
 from ..find.key import key_of
 from ..text import tell
-from .request import Request
+
+if TYPE_CHECKING:
+    from .publish import Request
 
 _T = TypeVar("_T")
 
@@ -85,7 +100,7 @@ def build(
     epoch).
     """
     from .ninja import disk_errors
-    from .publish import Vanished
+    from .publish import Request, Vanished
 
     if env.jit_disabled():
         raise _disabled(spec, device)
@@ -275,9 +290,89 @@ def _used(
         raise hints.load_error(spec.NAME, opened.path, error, spec.BINDING == "pybind11") from None
 
 
+def import_module(name: str, opened: OpenedLibrary) -> ModuleType:
+    """Imports an opened library as module ``name``; one already in ``sys.modules`` is returned."""
+    loader = importlib.machinery.ExtensionFileLoader(name, opened.proc_path)
+    found = importlib.util.spec_from_file_location(name, opened.proc_path, loader=loader)
+    if found is None:
+        raise ImportError(f"{name}: cannot be imported from {opened.path}", name=name)
+    module = importlib.util.module_from_spec(found)
+    loader.exec_module(module)
+    return sys.modules.setdefault(name, module)
+
+
+_import_lock = threading.RLock()
+_extensions: dict[str, tuple[OpSpec, ModuleType]] = {}
+
+
+def _refuse_taken(spec: OpSpec, name: str) -> None:
+    """Checks that the import name of an extension is not that of another module."""
+    module = sys.modules.get(name)
+    found = None
+    if module is None:
+        # apex's builders name a module of apex, which need not be installed
+        with contextlib.suppress(ModuleNotFoundError):
+            found = importlib.util.find_spec(name)
+    if module is not None or found is not None:
+        where = getattr(module, "__file__", None) or getattr(found, "origin", None)
+        raise ImportError(
+            f"{spec.NAME}: {name} is another module already ({where}); give the op another NAME,"
+            " or override absolute_name()",
+            name=name,
+        )
+
+
+def _extension_capability(spec: OpSpec) -> Capability | None:
+    """Returns a visible GPU's capability for an extension: no tensor tells the device yet."""
+    torch = installed_torch(spec.NAME)
+    if not spec.needs_archs("cpu") or (torch.version.cuda or torch.version.hip) is None:
+        return None
+    devices = visible_capabilities()
+    return devices[0] if devices else None
+
+
+def load_extension(spec: OpSpec, force: bool = False, verbose: bool = False) -> ModuleType:
+    """Returns a pybind11 op's module, imported once; ``force`` compiles and imports it anew."""
+    name = spec.absolute_name()
+    with _import_lock:
+        known = _extensions.get(name)
+        if known is not None and known[0].root != spec.root:
+            raise DuplicateOpError(
+                f"{name}: extensions of {known[0].root} and of {spec.root} have the same name"
+            )
+        if known is not None and not force:
+            return known[1]
+        if known is None:
+            _refuse_taken(spec, name)
+        before: ModuleType | None = None
+
+        def use(opened: OpenedLibrary) -> ModuleType:
+            """Returns the opened library, imported; what had its name is out of the way."""
+            nonlocal before
+            before = sys.modules.pop(name, before)
+            return import_module(name, opened)
+
+        try:
+            capability = _extension_capability(spec)
+            module = load_library(spec, "cpu", capability, use, force=force, verbose=verbose)
+        except ImportError as error:
+            if before is not None:
+                sys.modules[name] = before
+            raise ImportError(
+                f"{error} (the module cannot be imported: PYBIND11_MODULE must name"
+                f" TORCH_EXTENSION_NAME or {spec.NAME}; libraries_args() adds libraries to link)",
+                name=name,
+                path=error.path,
+            ) from error
+        _extensions[name] = (spec, module)
+        return module
+
+
 def _forked() -> None:
     """Drops a forked child's locks, which other threads of the parent may have held."""
+    global _import_lock
     _turns.clear()
+    _import_lock = threading.RLock()
 
 
 os.register_at_fork(after_in_child=_forked)

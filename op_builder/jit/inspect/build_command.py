@@ -37,7 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Compiles the libraries and prints their table; returns 1 if a build failed, 2 if misused."""
     from ... import all_builders, user_builders
-    from ..prebuild.targets import Targets
+    from ..prebuild.batch import Targets
     from ..prebuild.user_cache import choose_ops, into_cache
 
     try:

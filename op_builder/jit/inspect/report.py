@@ -31,7 +31,7 @@ from ..find import cache, inventory
 from ..find.cache import look_up, parent_problem
 from ..find.key import key_of
 from ..platform import CUDA, gpu_platform
-from ..prebuild.targets import Targets
+from ..prebuild.batch import Targets
 from . import machine
 
 Facts = dict[str, Any]

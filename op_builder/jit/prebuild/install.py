@@ -17,9 +17,8 @@ from ..find import cache
 from ..find.cache import Location, make_private
 from ..near_names import nearest
 from ..platform import compile_for, installed_torch, machine
-from .batch import Wanted, build_all
+from .batch import Choice, Targets, Wanted, build_all, dispatchers, jax_handlers, plan
 from .build_report import BuildReport
-from .targets import Choice, Targets, dispatchers, jax_handlers, plan
 
 MACHINE, LABEL = "APEX_BUILD_MACHINE", "APEX_BUILD_LABEL"
 _MACHINES = ("x86_64", "aarch64")

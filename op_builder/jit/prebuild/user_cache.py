@@ -13,9 +13,18 @@ from ..build import lock, resources
 from ..build.ninja import disk_errors
 from ..errors import JitDisabledError, PrebuildError, SettingError, unknown_op
 from ..find import cache
-from .batch import Wanted, build_all, manifest_report
+from .batch import (
+    DEVICES,
+    Choice,
+    Targets,
+    Wanted,
+    build_all,
+    dispatchers,
+    jax_handlers,
+    manifest_report,
+    plan,
+)
 from .build_report import BuildReport, LibraryReport
-from .targets import DEVICES, Choice, Targets, dispatchers, jax_handlers, plan
 
 _LOCK = "prebuild"  # beside those of the libraries, whose names end in a key
 _DISPATCHER = "apex_te_core"

@@ -18,7 +18,7 @@ from op_builder.jit.backends import archs
 from op_builder.jit.find import cache
 from op_builder.jit.find.key import made_of
 from op_builder.jit.inspect import report
-from op_builder.jit.prebuild import targets
+from op_builder.jit.prebuild import batch
 
 
 def smallest_library() -> bytes:
@@ -80,7 +80,7 @@ def visible_gpus(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     """A function that sets which GPUs a report sees; none at first."""
 
     def see(*capabilities: tuple[int, int]) -> None:
-        for module in (archs, report, targets):
+        for module in (archs, report, batch):
             monkeypatch.setattr(module, "visible_capabilities", lambda: list(capabilities))
 
     see()

@@ -21,7 +21,7 @@ from op_builder.jit.errors import CompilerNotFoundError, SettingError
 from op_builder.jit.find import elf
 from op_builder.jit.find.key import key_of
 from op_builder.jit.prebuild import install
-from op_builder.jit.prebuild.targets import Choice
+from op_builder.jit.prebuild.batch import Choice
 
 sys.path.insert(0, str(CHECKOUT / "scripts"))
 import wheel_platform
@@ -154,7 +154,7 @@ def test_wheel_of_a_compiler_for_better_cpus_is_refused(tmp_path: Path) -> None:
         "import sys; from pathlib import Path; sys.path.insert(0, sys.argv[1])\n"
         "from tiny_op import Tiny, write_op\n"
         "from op_builder.jit.prebuild import install\n"
-        "from op_builder.jit.prebuild.targets import Choice\n"
+        "from op_builder.jit.prebuild.batch import Choice\n"
         "op = Tiny(write_op(Path(sys.argv[2])))\n"
         "install.into_package({'tiny': op}, [Choice('tiny', 'cpu', True)], sys.argv[2] + '/out')\n"
     )
@@ -223,7 +223,7 @@ def test_wheel_for_another_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     """The build is asked for in one variable, and its libraries lie under the other's keys."""
     monkeypatch.setenv("APEX_BUILD_MACHINE", OTHER)
     monkeypatch.setenv("CXX", str(quick_compiler(tmp_path)))
-    monkeypatch.setattr("op_builder.jit.build.verify.file_problem", lambda path: "")
+    monkeypatch.setattr("op_builder.jit.build.publish.file_problem", lambda path: "")
     op = Tiny(write_op(tmp_path / "op"))
     target = tmp_path / "prebuilt"
     report = install.into_package({"tiny": op}, [Choice("tiny", "cpu", True)], str(target))

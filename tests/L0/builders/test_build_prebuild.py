@@ -31,8 +31,8 @@ from op_builder.jit.errors import (
     SettingError,
     UnknownOpError,
 )
-from op_builder.jit.prebuild import batch, install, targets, user_cache
-from op_builder.jit.prebuild.targets import Choice, Targets
+from op_builder.jit.prebuild import batch, install, user_cache
+from op_builder.jit.prebuild.batch import Choice, Targets
 
 NO_GPU = Targets(None)
 
@@ -151,9 +151,9 @@ def test_archs_do_not_depend_on_order_or_place(root: Path, monkeypatch: pytest.M
     monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", "10.0;8.0 9.0a+PTX")
     before = dict(os.environ)
     choices = [Choice("op", "cuda", True)]
-    (wanted,), rows = targets.plan(builders, choices, Targets.find())
+    (wanted,), rows = batch.plan(builders, choices, Targets.find())
     assert [str(arch) for arch in wanted.archs] == ["8.0", "9.0a+PTX", "10.0"]
-    (other,), _ = targets.plan(builders, choices, Targets.find("9.0"))
+    (other,), _ = batch.plan(builders, choices, Targets.find("9.0"))
     assert [str(arch) for arch in other.archs] == ["9.0"]
     with pytest.raises(ArchError, match="unknown CUDA arch '9'"):
         Targets.find("9")
@@ -170,13 +170,13 @@ def test_group_leaves_out_what_an_arch_cannot_have(
     type(builder).min_arch = (9, 0)
     told = r"needs arch 9\.0 or later, and arch='8\.0' names none"
     found = Targets.find("8.0")
-    wanted, (row,) = targets.plan({"op": builder}, [Choice("op", "cuda", True)], found)
+    wanted, (row,) = batch.plan({"op": builder}, [Choice("op", "cuda", True)], found)
     assert (wanted, row.state) == ([], "skipped")
     assert re.search(told, row.reason)
     with pytest.raises(ArchError, match=told):
-        targets.plan({"op": builder}, [Choice("op", "cuda", True, True)], found)
+        batch.plan({"op": builder}, [Choice("op", "cuda", True, True)], found)
     with pytest.raises(ArchError, match="no GPU is visible to choose a CUDA arch from"):
-        targets.plan({"op": builder}, [Choice("op", "cuda", True)], NO_GPU)
+        batch.plan({"op": builder}, [Choice("op", "cuda", True)], NO_GPU)
 
 
 def test_package_that_lacks_a_compiler_fails_at_once(
@@ -217,7 +217,7 @@ def test_entry_that_serves_the_gpu_is_present(
     manifest["crc32"] = zlib.crc32(b"library")
     (folder / "manifest.json").write_text(json.dumps(manifest))
     for found, state in ((Targets(None, ((9, 0),)), "present"), (Targets.find("9.0"), None)):
-        (wanted,), _ = targets.plan({"op": builder}, [Choice("op", "cuda", True)], found)
+        (wanted,), _ = batch.plan({"op": builder}, [Choice("op", "cuda", True)], found)
         row = user_cache._found(wanted, found)
         assert (row and row.state) == state
 
@@ -298,7 +298,7 @@ import sys, time
 sys.path[:0] = [{tests!r}, {checkout!r}]
 from many_ops import make_op
 from op_builder.jit.prebuild import user_cache
-from op_builder.jit.prebuild.targets import Targets
+from op_builder.jit.prebuild.batch import Targets
 from op_builder.jit.errors import BuildError
 from pathlib import Path
 user_cache.dispatchers = lambda named: []

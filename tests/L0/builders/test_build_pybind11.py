@@ -33,7 +33,7 @@ from apex_te.op_builder import (
 from apex_te.op_builder import builder as builders
 from apex_te.op_builder.jit.backends import library, pybind
 from apex_te.op_builder.jit.backends.pybind import read_exports
-from apex_te.op_builder.jit.build import extension, service
+from apex_te.op_builder.jit.build import service
 from apex_te.op_builder.jit.errors import CompileError, HeaderNotFoundError
 from tiny_op import CHECKOUT, logging_compiler
 
@@ -105,7 +105,7 @@ def root(tmp_path: Path) -> Path:
 def fresh(cache_dir: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """A process that knows no extension yet."""
     monkeypatch.setattr(service, "_opened", {})
-    monkeypatch.setattr(extension, "_modules", {})
+    monkeypatch.setattr(service, "_extensions", {})
     monkeypatch.setattr(builders, "registered", {})
     yield
     sys.modules.pop("apex_te.tiny_ext", None)
@@ -409,7 +409,7 @@ def test_wrong_names(root: Path, tmp_path: Path) -> None:
     Ext(root).load()
     elsewhere = write(tmp_path / "elsewhere")
     with pytest.raises(DuplicateOpError, match=r"tiny_ext.*project.*elsewhere"):
-        extension.load(Ext(elsewhere))
+        service.load_extension(Ext(elsewhere))
 
 
 def test_library_that_does_not_import(root: Path, tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from tiny_op import Tiny, TinyCuda, logging_compiler, start, write_op
 
 from op_builder import get_builder
 from op_builder.jit.backends import toolchain
-from op_builder.jit.build import verify
+from op_builder.jit.build import publish
 from op_builder.jit.errors import (
     BuildError,
     BuildInterruptedError,
@@ -103,7 +103,7 @@ def test_broken_library_of_an_earlier_version_is_stale(
 ) -> None:
     """Its checksum is right: it was published before libraries were checked."""
     with monkeypatch.context() as patch:
-        patch.setattr(verify, "problem", lambda *_: "")
+        patch.setattr(publish, "library_problem", lambda *_: "")
         patch.setenv("CXX", str(wrapper(root, 'truncate -s 4096 "$out"')))
         path = Tiny(root).open().path
     (entry,) = inventory.entries(cache.user_cache())
