@@ -18,14 +18,14 @@ from .inspect.machine import suite_version
 from .near_names import did_you_mean
 from .text import Printable, complain
 
-# command -> (module with add_arguments and run, help)
+# command -> (module with add_<command> and run_<command>, help)
 _COMMANDS = {
-    "doctor": ("doctor_command", "whether apex_te runs here, in one line, and what is in the way"),
+    "doctor": ("report_command", "whether apex_te runs here, in one line, and what is in the way"),
     "report": ("report_command", "machine, compilers, GPUs, caches, and what each op can do here"),
     "why": ("why_command", "how an op's library is looked up, and what the next call does"),
-    "list": ("list_command", "what the caches hold"),
-    "clean": ("clean_command", "remove compiled libraries from the user's cache"),
-    "build": ("build_command", "build op libraries into the user's cache before they are needed"),
+    "list": ("cache_commands", "what the caches hold"),
+    "clean": ("cache_commands", "remove compiled libraries from the user's cache"),
+    "build": ("cache_commands", "build op libraries into the user's cache before they are needed"),
 }
 
 
@@ -41,7 +41,7 @@ def _own(command: str) -> Command:
     """Imports the module of one of this file's commands and returns the command."""
     name, text = _COMMANDS[command]
     module = importlib.import_module(f".inspect.{name}", __package__)
-    return Command(text, module.add_arguments, module.run)
+    return Command(text, getattr(module, f"add_{command}"), getattr(module, f"run_{command}"))
 
 
 def _parser(command: str | None, more: Mapping[str, Command]) -> argparse.ArgumentParser:

@@ -68,6 +68,11 @@ def field(name: str, text: str) -> Iterator[str]:
     )
 
 
+def print_field(name: str, text: str) -> None:
+    """Prints the lines of ``field``."""
+    print("\n".join(field(name, text)))
+
+
 def age(seconds: float) -> str:
     """Returns a duration in its largest whole unit: "12 s", "3 h", "5 d"."""
     for unit, length in (("d", 86400), ("h", 3600), ("min", 60)):

@@ -12,13 +12,13 @@ import re
 import shutil
 import time
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from ..build import lock
-from ..errors import LockTimeoutError, unknown_op
+from ..errors import LockTimeoutError
 from ..find import cache
 from ..find.inventory import FOLDER, Entry, entries, op_of, tree_bytes
-from .stale import Current
+from .facts import Current
 
 # A dead builder's folder is left to those who may look into why it died, and on a file system
 # whose locks do not reach other machines nobody can tell the dead.
@@ -36,10 +36,6 @@ class Removed(NamedTuple):
     bytes: int
     reason: str
     left: bool = False
-
-    def to_dict(self) -> dict[str, Any]:
-        """Returns the fields as a dict, for JSON."""
-        return self._asdict()
 
 
 def folders() -> list[cache.Location]:
@@ -258,11 +254,3 @@ def remove_ops(place: cache.Location, ops: Iterable[str], dry: bool = False) -> 
             cleaner.key(folder, lambda entry: "named", "named")
     cleaner.locks()
     return cleaner.found
-
-
-def check_names(ops: Iterable[str], known: Iterable[str], places: Iterable[cache.Location]) -> None:
-    """Checks that each name belongs to an installed op or to an op that has cache entries."""
-    names = set(known) | {op_of(entry) for place in places for entry in entries(place, check=False)}
-    for op in ops:
-        if op not in names:
-            raise unknown_op(op, sorted(names))

@@ -1,29 +1,50 @@
-"""Command ``python -m apex_te report``: prints the report as text or as JSON."""
+"""Commands ``report`` and ``doctor`` of ``python -m apex_te``: the facts as text, and a verdict."""
 
 from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Iterator, Mapping
-from typing import Any
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from typing import NamedTuple
 
-from ..text import WIDTH, Column, field, short, size, table
-from . import report, verdict
+from ...spec import JAX_HANDLERS
+from ..text import WIDTH, Column, field, print_field, short, size, table
+from . import facts as gathered
+from . import machine
+from .facts import Facts
 
-Facts = dict[str, Any]
 _ORDER = ("prebuilt", "cached", "can build", "failed", "cannot")
+_BUILT, _USABLE = _ORDER[:2], _ORDER[:3]
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def add_doctor(parser: argparse.ArgumentParser) -> None:
+    """Adds the options of the command ``doctor`` to its parser."""
+    parser.add_argument("--json", action="store_true", help="the same, as JSON")
+
+
+def run_doctor(args: argparse.Namespace) -> int:
+    """Prints the verdict and every problem; returns 0 if apex_te is ready, else 1."""
+    found = verdict(gathered.of_all_ops())
+    if args.json:
+        print(json.dumps(found._asdict(), indent=1))
+    else:
+        print(found.text)
+        for problem in found.problems[1:]:
+            print_field("also", problem)
+    return 0 if found.ready else 1
+
+
+def add_report(parser: argparse.ArgumentParser) -> None:
     """Adds the options of the command ``report`` to its parser."""
     parser.add_argument("--json", action="store_true", help="everything, as JSON")
     parser.add_argument("--paths", action="store_true", help="the path of each op's library, too")
 
 
-def run(args: argparse.Namespace) -> int:
+def run_report(args: argparse.Namespace) -> int:
     """Prints the report; returns 1 if the settings are such that a call would raise an error."""
-    facts = report.of_all_ops()
-    found = verdict.verdict(facts)
+    facts = gathered.of_all_ops()
+    found = verdict(facts)
     more = {label: section() for label, section in args.sections.items()}
     if args.json:
         facts["verdict"] = found._asdict()
@@ -32,7 +53,101 @@ def run(args: argparse.Namespace) -> int:
     else:
         told = {label: text for label, (_, text) in more.items()}
         print("\n".join([*field("verdict", found.text), *lines(facts, args.paths, told)]))
-    return 1 if verdict.setting_problems(facts) else 0
+    return 1 if setting_problems(facts) else 0
+
+
+class Verdict(NamedTuple):
+    """Judgement on whether calls on each device that torch could use would work."""
+
+    ready: bool
+    text: str
+    problems: list[str]
+
+
+def verdict(facts: Facts) -> Verdict:
+    """Returns the verdict on a report, as ``facts.collect`` returns it."""
+    gpus = facts["gpus"]["devices"]
+    problems = [*setting_problems(facts), *_torch(facts)]
+    rows = [row for row in facts["libraries"] if row["op"] != JAX_HANDLERS]
+    newest = max((_numbers(gpu["arch"]) for gpu in gpus), default=())
+    on_gpu = [r for r in rows if r["device"] == "cuda" and newest >= tuple(r["min_arch"])]
+    parts = [_part([row for row in rows if row["device"] == "cpu"], "the CPU", problems)]
+    if gpus:
+        kinds = [gpu["name"] for gpu in gpus]
+        named = ", ".join(f"{kinds.count(kind)} x {kind}" for kind in dict.fromkeys(kinds))
+        parts.append(_part(on_gpu, named, problems))
+    problems += _unusable([row for row in rows if row["device"] == "-"])
+    where = "" if gpus else " on the CPU, without a GPU"
+    told = f"ready{where}; {'; '.join(parts)}" if not problems else f"not ready: {problems[0]}"
+    return Verdict(not problems, told, problems)
+
+
+def setting_problems(facts: Facts) -> list[str]:
+    """Returns what is wrong with the variables and the cache folder, if it makes calls fail."""
+    found = [item["problem"] for item in facts["settings"]]
+    problems = [problem for problem in found if problem and problem != machine.UNREAD]
+    for place in facts["caches"]:
+        if place["from"] == "APEX_TE_CACHE_DIR" and place["problem"]:
+            problems.append(f"APEX_TE_CACHE_DIR={place['path']}: {place['problem']}")
+    if facts["archs"]["problem"]:
+        problems.append(facts["archs"]["problem"])
+    return list(dict.fromkeys(problems))
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    """Returns the numbers of a version such as "12.4", or of an arch."""
+    return tuple(map(int, re.findall(r"\d+", version)))
+
+
+def _torch(facts: Facts) -> Iterator[str]:
+    """Yields the reason why torch is missing or cannot use the machine's GPUs."""
+    torch, gpus = facts["torch"], facts["gpus"]
+    if torch["version"] is None:
+        yield "PyTorch is not installed in this Python: pip install torch"
+    elif gpus["devices"] and not torch["cuda"] and not torch["hip"]:
+        yield (
+            f"torch {torch['version']} is a CPU build, and a GPU is visible: install torch's build"
+            " for CUDA"
+        )
+    elif torch["cuda"] and gpus["driver"] and gpus["problem"]:
+        yield f"no GPU is usable: {gpus['problem']}"
+    elif torch["cuda"] and gpus["cuda"] and _numbers(torch["cuda"])[0] > _numbers(gpus["cuda"])[0]:
+        yield (
+            f"torch {torch['version']} is for CUDA {torch['cuda']}, and driver {gpus['driver']}"
+            f" runs CUDA {gpus['cuda']} at most: update the driver, or install torch for an older"
+            " CUDA"
+        )
+
+
+def _part(rows: list[Facts], device: str, problems: list[str]) -> str:
+    """Returns the state of one device's libraries as text, and adds what is wrong to problems."""
+    problems += _unusable(rows)
+    built = sum(row["state"] in _BUILT for row in rows)
+    later = sum(row["state"] == "can build" for row in rows)
+    told = []
+    if built:
+        told.append(f"{built} compiled")
+    if later:
+        told.append(f"{later} to compile on first use")
+    return f"libraries for {device}: {', '.join(told) or 'none'}"
+
+
+def _unusable(rows: list[Facts]) -> list[str]:
+    """Returns the reasons why libraries are not usable, each once with how many it is about."""
+    reasons = _by_reason(row for row in rows if row["state"] not in _USABLE)
+    return [
+        f"{names[0]}{f' and {len(names) - 1} more' if len(names) > 1 else ''}: {reason}"
+        for reason, names in reasons.items()
+    ]
+
+
+def _by_reason(rows: Iterable[Facts]) -> dict[str, list[str]]:
+    """Returns the names of libraries, such as "rope (cpu)", by their reason without the op."""
+    reasons: dict[str, list[str]] = {}
+    for row in rows:
+        reason = row["reason"].removeprefix(f"{row['op']}: ")
+        reasons.setdefault(reason, []).append(f"{row['op']} ({row['device']})")
+    return reasons
 
 
 def _machine(facts: Facts) -> Iterator[str]:
@@ -157,12 +272,7 @@ def _summary(rows: list[Facts]) -> Iterator[str]:
     told = [f"{len(found)} {state}" for state, found in counts.items() if found]
     yield from field("libraries", ", ".join(told))
     for state in ("failed", "cannot"):
-        reasons: dict[str, list[str]] = {}
-        for row in counts[state]:
-            # the same reason without the op's name: said once
-            reason = row["reason"].removeprefix(f"{row['op']}: ")
-            reasons.setdefault(reason, []).append(f"{row['op']} ({row['device']})")
-        for reason, names in reasons.items():
+        for reason, names in _by_reason(counts[state]).items():
             more = f" and {len(names) - 2} more" if len(names) > 3 else ""
             which = ", ".join(names[: 2 if more else 3])
             yield from field(state, f"{which}{more}: {reason}")

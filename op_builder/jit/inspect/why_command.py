@@ -7,7 +7,6 @@ import contextlib
 import json
 import os
 from collections.abc import Iterator
-from typing import Any
 
 from ...spec import OpSpec
 from ..backends import library
@@ -17,13 +16,11 @@ from ..find import cache, inventory
 from ..find.inventory import Entry
 from ..find.key import OP_ABI, key_of, made_of, normalise
 from ..text import WIDTH, complain, field, short, since
-from . import report
-from .op_names import add_ops, ops_of
-
-Facts = dict[str, Any]
+from . import facts as gathered
+from .facts import Facts, add_ops, ops_of
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def add_why(parser: argparse.ArgumentParser) -> None:
     """Adds the options of the command ``why`` to its parser."""
     add_ops(parser, "an op such as rms_norm, apex_te_core (the dispatcher) or apex_te_jax")
     parser.add_argument(
@@ -32,7 +29,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="everything, as JSON")
 
 
-def run(args: argparse.Namespace) -> int:
+def run_why(args: argparse.Namespace) -> int:
     """Explains an op's libraries; returns 1 if the next call would raise, 2 if no op is named."""
     from ... import get_builder
 
@@ -40,7 +37,7 @@ def run(args: argparse.Namespace) -> int:
     if not specs:
         complain("why: name an op, such as rms_norm")
         return 2
-    now = report.here()
+    now = gathered.here()
     found = [
         explain(spec, device, now) for spec in specs for device in _devices(spec, args.device, now)
     ]
@@ -51,7 +48,7 @@ def run(args: argparse.Namespace) -> int:
     return 1 if any(facts["next"]["raises"] for facts in found) else 0
 
 
-def _devices(spec: OpSpec, device: str | None, here: report.Here) -> list[str]:
+def _devices(spec: OpSpec, device: str | None, here: gathered.Here) -> list[str]:
     """Returns the devices to explain: ``device``, else those that a build here would be for."""
     if device is not None:
         spec.check_device(device)
@@ -62,7 +59,7 @@ def _devices(spec: OpSpec, device: str | None, here: report.Here) -> list[str]:
     return devices
 
 
-def explain(spec: OpSpec, device: str, here: report.Here) -> Facts:
+def explain(spec: OpSpec, device: str, here: gathered.Here) -> Facts:
     """Returns the explanation of one library's look-up as a dict for JSON."""
     made = made_of(spec, device)
     facts: Facts = {
@@ -81,7 +78,7 @@ def explain(spec: OpSpec, device: str, here: report.Here) -> Facts:
     facts["wanted"] = []
     if here.targets is not None and here.targets.named is not None:
         with contextlib.suppress(BuildError):  # "next" says what is wrong
-            archs = report.archs_to_build(spec, device, here)
+            archs = here.archs(spec, device)
             facts["wanted"] = [str(arch) for arch in archs]
     places = cache.locations(spec.prebuilt_folder)
     facts["steps"] = [_step(place, spec, device, here, facts) for place in places]
@@ -90,7 +87,7 @@ def explain(spec: OpSpec, device: str, here: report.Here) -> Facts:
 
 
 def _step(
-    place: cache.Location, spec: OpSpec, device: str, here: report.Here, facts: Facts
+    place: cache.Location, spec: OpSpec, device: str, here: gathered.Here, facts: Facts
 ) -> Facts:
     """Returns the entries of a library in one cache folder with verdicts, as a dict for JSON."""
     step: Facts = {"kind": place.kind, "path": place.path, "found": [], "problem": ""}
@@ -115,7 +112,7 @@ def _step(
 
 
 def _verdict(
-    entry: Entry, spec: OpSpec, device: str, here: report.Here, facts: Facts
+    entry: Entry, spec: OpSpec, device: str, here: gathered.Here, facts: Facts
 ) -> tuple[str, bool]:
     """Returns the verdict on an entry, and True if a look-up would use it."""
     if not facts["key"].startswith(entry.digits):
@@ -171,9 +168,9 @@ def _changed_flags(old: list[str], new: list[str]) -> list[str]:
     return [f"flags: now {added or 'in another order'}{f', not {dropped}' * bool(dropped)}"]
 
 
-def _next(spec: OpSpec, device: str, here: report.Here) -> Facts:
+def _next(spec: OpSpec, device: str, here: gathered.Here) -> Facts:
     """Returns the outcome of the next call as a dict for JSON."""
-    row = report.library_facts(spec, device, here)
+    row = gathered.library_facts(spec, device, here)
     state, where = row["state"], cache.user_cache().path
     raises = state in ("failed", "cannot")
     if state in ("prebuilt", "cached"):

@@ -17,7 +17,7 @@ from op_builder import OpBuilder
 from op_builder.jit.backends import archs
 from op_builder.jit.find import cache
 from op_builder.jit.find.key import made_of
-from op_builder.jit.inspect import report
+from op_builder.jit.inspect import facts as report
 from op_builder.jit.prebuild import batch
 
 

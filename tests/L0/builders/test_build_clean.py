@@ -22,7 +22,8 @@ from op_builder.core import CoreBuilder
 from op_builder.jit import cli
 from op_builder.jit.backends import pythons, toolchain
 from op_builder.jit.find import cache
-from op_builder.jit.inspect import clean, stale
+from op_builder.jit.inspect import clean
+from op_builder.jit.inspect import facts as stale
 
 OLD = time.time() - 2 * clean.LEFTOVER_AGE
 

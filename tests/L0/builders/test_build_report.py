@@ -23,7 +23,8 @@ from op_builder.jit.backends import archs, toolchain
 from op_builder.jit.build import failure
 from op_builder.jit.errors import CompileError, UnknownOpError
 from op_builder.jit.find import cache
-from op_builder.jit.inspect import machine, report, report_command, verdict, why_command
+from op_builder.jit.inspect import facts as report
+from op_builder.jit.inspect import machine, report_command, why_command
 from op_builder.jit.text import size
 
 
@@ -206,10 +207,10 @@ def test_cache_folders(
     assert (shared["from"], shared["mode"]) == ("APEX_TE_CACHE_PATH", "0777")
     assert "must not be writable by group or others" in shared["problem"]
     facts = report.collect([])
-    assert verdict.setting_problems(facts) == []
+    assert report_command.setting_problems(facts) == []
     cache_dir.chmod(0o755)
     facts = report.collect([])
-    (problem,) = verdict.setting_problems(facts)
+    (problem,) = report_command.setting_problems(facts)
     assert problem.startswith(f"APEX_TE_CACHE_DIR={cache_dir}: ")
     assert "chmod 700" in "\n".join(report_command.lines(facts)).replace("\n           ", " ")
 

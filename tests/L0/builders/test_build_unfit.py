@@ -24,7 +24,8 @@ from op_builder.jit.errors import (
     SettingError,
 )
 from op_builder.jit.find import cache, elf, inventory
-from op_builder.jit.inspect import clean, stale
+from op_builder.jit.inspect import clean
+from op_builder.jit.inspect import facts as stale
 
 Forget = Callable[[], None]
 

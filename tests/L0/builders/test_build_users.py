@@ -18,7 +18,7 @@ from tiny_op import ABI, PRELUDE, Tiny, write_op
 
 from op_builder.jit.errors import CacheError
 from op_builder.jit.find import cache
-from op_builder.jit.inspect import report
+from op_builder.jit.inspect import facts as report
 
 as_root = pytest.mark.skipif(os.geteuid() != 0, reason="needs root to act as two users")
 

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from op_builder.jit import cli
-from op_builder.jit.inspect import report
-from op_builder.jit.inspect.verdict import verdict
+from op_builder.jit.inspect import facts as report
+from op_builder.jit.inspect.report_command import verdict
 
 H100 = {"name": "NVIDIA H100", "arch": "9.0", "memory": None}
 A100 = {"name": "NVIDIA A100", "arch": "8.0", "memory": None}

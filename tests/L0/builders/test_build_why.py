@@ -18,8 +18,9 @@ from tiny_op import CHECKOUT, Tiny, TinyCuda, write_op
 import op_builder
 from op_builder.jit import cli
 from op_builder.jit.backends import toolchain
-from op_builder.jit.inspect import machine, report, why_command
-from op_builder.jit.inspect.op_names import ops_of
+from op_builder.jit.inspect import facts as report
+from op_builder.jit.inspect import machine, why_command
+from op_builder.jit.inspect.facts import ops_of
 
 
 @pytest.fixture
@@ -187,10 +188,10 @@ def test_command_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFix
 
 
 def test_build_command_is_reached(monkeypatch: pytest.MonkeyPatch) -> None:
-    from op_builder.jit.inspect import build_command
+    from op_builder.jit.inspect import cache_commands
 
     asked = []
-    monkeypatch.setattr(build_command, "run", lambda args: asked.append(ops_of(args)) or 7)
+    monkeypatch.setattr(cache_commands, "run_build", lambda args: asked.append(ops_of(args)) or 7)
     assert cli.main(["build", "--ops", "rope"]) == 7
     assert cli.main(["build", "rope", "swiglu", "--ops", "rms_norm,rope"]) == 7
     assert asked == [["rope"], ["rope", "swiglu", "rms_norm"]]
