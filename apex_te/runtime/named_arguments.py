@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 
-from ..op_builder.jit.near_names import did_you_mean, nearest
+from ..op_builder.jit.text import did_you_mean, nearest
 
 __all__ = [
     "argument_names",

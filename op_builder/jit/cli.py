@@ -15,8 +15,7 @@ from typing import Any, NamedTuple
 
 from .errors import BuildError, UnknownOpError
 from .inspect.machine import suite_version
-from .near_names import did_you_mean
-from .text import Printable, complain
+from .text import Printable, complain, did_you_mean
 
 # command -> (module with add_<command> and run_<command>, help)
 _COMMANDS = {

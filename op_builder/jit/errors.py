@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING
 
-from .near_names import did_you_mean
+from .text import did_you_mean
 
 if TYPE_CHECKING:
     from .prebuild.build_report import BuildReport

@@ -1,13 +1,14 @@
-"""Formatting of the commands' output: named lines, tables, byte counts and durations."""
+"""Texts for users: named lines, tables, byte counts, durations, and guesses at misspelt names."""
 
 from __future__ import annotations
 
 import contextlib
+import difflib
 import os
 import sys
 import textwrap
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple, TextIO
 
 WIDTH = 80
@@ -124,3 +125,26 @@ def table(
     for row in ([column.title for column in columns], *rows):
         shown = zip(columns, row, widths, strict=True)
         yield gap.join(column.show(cell, width) for column, cell, width in shown).rstrip()
+
+
+def did_you_mean(given: Any, known: Iterable[str]) -> str:
+    """Returns "; did you mean 'name'?" for an error about a name, "" if no known name is near."""
+    name = nearest(given, known)
+    return "" if name is None else f"; did you mean {name!r}?"
+
+
+def nearest(given: Any, known: Iterable[str], near: float = 0.6) -> str | None:
+    """Returns the most similar name, None if none is; ``given`` is not always a string."""
+    if not isinstance(given, str):
+        return None
+    wanted = given.lower()
+
+    def likeness(name: str) -> tuple[float, int]:
+        lower = name.lower()
+        ratio = difflib.SequenceMatcher(None, wanted, lower).ratio()
+        if len(wanted) > 2 and (lower.startswith(wanted) or wanted in lower.split("_")):
+            ratio = max(ratio, 0.8)
+        return ratio, len(os.path.commonprefix([wanted, lower]))
+
+    best = max(known, key=likeness, default=None)
+    return best if best is not None and likeness(best)[0] >= near else None

@@ -12,8 +12,8 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 from ..errors import ArchError
-from ..near_names import nearest
 from ..platform import CUDA, ROCM, gpu_platform, is_hip, python_program
+from ..text import nearest
 
 # (major, minor) of an NVIDIA GPU, (major, minor, stepping) of an AMD one
 Capability = tuple[int, int] | tuple[int, int, int]

@@ -9,7 +9,6 @@ from typing import NamedTuple
 
 from ...spec import DISPATCHER, OpSpec
 from .. import env, platform
-from ..cpu_features import compiled_for
 from ..errors import BuildError, CompilerNotFoundError, HeaderNotFoundError
 from . import hipify, pybind, toolchain
 from .archs import Arch, own_arch
@@ -285,7 +284,7 @@ def cpu_features(spec: OpSpec) -> list[str]:
         compiler = toolchain.find_cxx()
     except CompilerNotFoundError:
         return []
-    return compiled_for([*compiler, *compile_flags(spec, "cpu")])
+    return platform.compiled_for([*compiler, *compile_flags(spec, "cpu")])
 
 
 def check(spec: OpSpec, device: str, archs: Sequence[Arch]) -> None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from typing import NamedTuple
 
 from . import resources
 
@@ -105,23 +104,6 @@ def _header(match: re.Match[str]) -> str:
     )
 
 
-def _gcc(match: re.Match[str]) -> str:
-    """Returns advice for an nvcc that refuses the version of g++."""
-    limit = match["limit"]
-    return (
-        f"nvcc takes g++ up to {limit}: install g++-{limit} and set CXX=g++-{limit}, or use a newer"
-        " CUDA toolkit (APEX_TE_CUDA_HOME)"
-    )
-
-
-def _clang(match: re.Match[str]) -> str:
-    """Returns advice for an nvcc that refuses the version of clang."""
-    return (
-        f"nvcc takes clang below {match['limit']}: name another host compiler in CXX, such as g++,"
-        " or use a newer CUDA toolkit (APEX_TE_CUDA_HOME)"
-    )
-
-
 def _arch(match: re.Match[str]) -> str:
     """Returns advice for a compiler that does not know an arch."""
     if match["hip"]:
@@ -133,74 +115,48 @@ def _arch(match: re.Match[str]) -> str:
     )
 
 
-class _Rule(NamedTuple):
-    """Rule that turns a message of a compiler or of ld.so into advice."""
-
-    name: str
-    pattern: re.Pattern[str]
-    advice: Callable[[re.Match[str]], str]
-
-
-def _fixed(text: str) -> Callable[[re.Match[str]], str]:
-    """Returns a function for ``_Rule.advice`` that gives ``text`` whatever the match."""
-    return lambda match: text
-
-
-_BUILD_RULES = (
-    _Rule("memory", _KILLED, _memory),
-    _Rule("crash", _CRASHED, _fixed("the compiler crashed: try once more, or another one (CXX)")),
-    _Rule("host compiler", _HOST_GCC, _gcc),
-    _Rule("host compiler", _HOST_CLANG, _clang),
-    _Rule(
-        "host compiler",
-        _NO_HOST,
-        _fixed("nvcc cannot run its host compiler: CXX must name a g++ or clang++ that works"),
+# pattern -> advice, as text with the names of the pattern's groups in braces, or made of the match
+_Rules = dict[re.Pattern[str], str | Callable[[re.Match[str]], str]]
+_BUILD_RULES: _Rules = {
+    _KILLED: _memory,
+    _CRASHED: "the compiler crashed: try once more, or another one (CXX)",
+    _HOST_GCC: (
+        "nvcc takes g++ up to {limit}: install g++-{limit} and set CXX=g++-{limit}, or use a newer"
+        " CUDA toolkit (APEX_TE_CUDA_HOME)"
     ),
-    _Rule("arch", _ARCH, _arch),
-    _Rule("header", _HEADER, _header),
-    _Rule(
-        "permission",
-        NO_PERMISSION,
-        _fixed(
-            "look at owner and mode of the file named: sources must be readable, the cache writable"
-            " (another one: APEX_TE_CACHE_DIR)"
-        ),
+    _HOST_CLANG: (
+        "nvcc takes clang below {limit}: name another host compiler in CXX, such as g++, or use a"
+        " newer CUDA toolkit (APEX_TE_CUDA_HOME)"
     ),
-)
-_LOAD_RULES = (
-    _Rule(
-        "noexec",
-        _NOT_EXECUTABLE,
-        _fixed(
-            "the library lies on a file system mounted noexec: set APEX_TE_CACHE_DIR to a folder"
-            " on another one"
-        ),
+    _NO_HOST: "nvcc cannot run its host compiler: CXX must name a g++ or clang++ that works",
+    _ARCH: _arch,
+    _HEADER: _header,
+    NO_PERMISSION: (
+        "look at owner and mode of the file named: sources must be readable, the cache writable"
+        " (another one: APEX_TE_CACHE_DIR)"
     ),
-    _Rule(
-        "broken",
-        _BROKEN,
-        _fixed(
-            "the compiler left a broken library: remove it and build it again"
-            " (python -m apex_te clean <op>, then build <op>)"
-        ),
+}
+_LOAD_RULES: _Rules = {
+    _NOT_EXECUTABLE: (
+        "the library lies on a file system mounted noexec: set APEX_TE_CACHE_DIR to a folder on"
+        " another one"
     ),
-    _Rule(
-        "system",
-        _OLD_SYSTEM,
-        _fixed(
-            "the library was built on a newer system than this one: build it here"
-            " (python -m apex_te clean <op>, then build <op>), or prebuild on the older system"
-        ),
+    _BROKEN: (
+        "the compiler left a broken library: remove it and build it again"
+        " (python -m apex_te clean <op>, then build <op>)"
     ),
-)
+    _OLD_SYSTEM: (
+        "the library was built on a newer system than this one: build it here"
+        " (python -m apex_te clean <op>, then build <op>), or prebuild on the older system"
+    ),
+}
 
 
-def _first(rules: tuple[_Rule, ...], text: str) -> str:
+def _first(rules: _Rules, text: str) -> str:
     """Returns the advice of the first rule whose pattern is found in ``text``, "" if none is."""
-    for rule in rules:
-        match = rule.pattern.search(text)
-        if match is not None:
-            return rule.advice(match)
+    for pattern, advice in rules.items():
+        if match := pattern.search(text):
+            return advice.format(**match.groupdict()) if isinstance(advice, str) else advice(match)
     return ""
 
 

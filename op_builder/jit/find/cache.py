@@ -24,9 +24,8 @@ from typing import NamedTuple
 from ...spec import OpSpec
 from .. import env
 from ..backends.archs import Arch, Capability, choose, covered, named_arch_list
-from ..cpu_features import missing
 from ..errors import CacheError
-from ..platform import glibc
+from ..platform import glibc, missing_features
 from ..text import printable
 from .key import key_of
 
@@ -236,7 +235,7 @@ class _Manifest(NamedTuple):
         """Returns the reason why this machine cannot run the library, "" if there is none."""
         if self.machine != os.uname().machine:
             return ""
-        if lacking := missing(self.cpu_features) if self.cpu_features else []:
+        if lacking := missing_features(self.cpu_features) if self.cpu_features else []:
             return f"was compiled for CPUs with {' '.join(lacking)}"
         here = glibc() if self.glibc else ()
         if here and tuple(map(int, self.glibc.split("."))) > here:

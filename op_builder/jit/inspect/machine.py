@@ -96,25 +96,13 @@ def _cxx() -> tuple[str, str, str]:
 def _gpu_compiler(
     name: str, found: toolchain.Nvcc, version: str, homes: Sequence[str]
 ) -> tuple[str, str, str]:
-    """Finds out what led to the nvcc or hipcc that builds use."""
+    """Returns the facts of nvcc or hipcc, with what led to it."""
     origin = "PATH" if shutil.which(name) == found.path else "the usual places"
     for variable in reversed(homes):
         home = os.environ.get(variable, "").strip(": \t")
         if home and found.path.startswith(os.path.realpath(home) + os.sep):
             origin = variable
     return found.path, version.removeprefix(f"{name} "), origin
-
-
-def _nvcc() -> tuple[str, str, str]:
-    """Returns ``(path, version, origin)`` of nvcc; raises BuildError if it is missing."""
-    version = toolchain.nvcc_version()
-    return _gpu_compiler("nvcc", toolchain.find_nvcc(), version, toolchain.CUDA_HOMES)
-
-
-def _hipcc() -> tuple[str, str, str]:
-    """Returns ``(path, version, origin)`` of hipcc; raises BuildError if it is missing."""
-    version = toolchain.hipcc_version()
-    return _gpu_compiler("hipcc", toolchain.find_hipcc(), version, toolchain.ROCM_HOMES)
 
 
 def _ninja() -> tuple[str, str, str]:
@@ -139,21 +127,17 @@ def _cublaslt() -> tuple[str, str, str]:
 # variable or place that led to the tool, or "". It raises the BuildError that a build would raise.
 _TOOLS: dict[str, Callable[[], tuple[str, str, str]]] = {
     "C++": _cxx,
-    "nvcc": _nvcc,
-    "hipcc": _hipcc,
+    "nvcc": lambda: _gpu_compiler(
+        "nvcc", toolchain.find_nvcc(), toolchain.nvcc_version(), toolchain.CUDA_HOMES
+    ),
+    "hipcc": lambda: _gpu_compiler(
+        "hipcc", toolchain.find_hipcc(), toolchain.hipcc_version(), toolchain.ROCM_HOMES
+    ),
     "ninja": _ninja,
     "Python.h": lambda: (toolchain.python_include(), platform.python_version(), ""),
     "pybind11": lambda: (toolchain.pybind11_include(), toolchain.pybind11_version(), ""),
     "cublasLt.h": _cublaslt,
 }
-
-
-def _for_amd() -> bool:
-    """Returns True if GPU code is for AMD GPUs; False also if ``APEX_TE_GPU_PLATFORM`` is bad."""
-    try:
-        return is_hip()
-    except SettingError:  # the settings say so
-        return False
 
 
 def tools() -> list[Facts]:
@@ -163,6 +147,9 @@ def tools() -> list[Facts]:
     error of a build, else None. A missing hipcc is left out unless GPU code is for AMD GPUs.
     """
     found = []
+    for_amd = False
+    with contextlib.suppress(SettingError):  # the settings say so
+        for_amd = is_hip()
     for name, find in _TOOLS.items():
         facts: Facts = {"name": name, "path": None, "version": None, "origin": None}
         try:
@@ -170,7 +157,7 @@ def tools() -> list[Facts]:
             facts["missing"] = None
         except BuildError as error:
             facts["missing"] = str(error)
-        if name != "hipcc" or not facts["missing"] or _for_amd():
+        if name != "hipcc" or not facts["missing"] or for_amd:
             found.append(facts)
     return found
 

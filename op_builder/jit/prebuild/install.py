@@ -15,8 +15,8 @@ from ..build import resources
 from ..errors import BuildError, PrebuildError, SettingError
 from ..find import cache
 from ..find.cache import Location, make_private
-from ..near_names import nearest
 from ..platform import compile_for, installed_torch, machine
+from ..text import nearest
 from .batch import Choice, Targets, Wanted, build_all, dispatchers, jax_handlers, plan
 from .build_report import BuildReport
 
@@ -112,31 +112,22 @@ def select(builders: Mapping[str, OpSpec]) -> list[Choice]:
     return choices
 
 
-def unknown_variables(builders: Mapping[str, OpSpec]) -> list[str]:
-    """Returns the sorted names of ``APEX_BUILD_*`` variables that nothing reads."""
-    known = {spec.BUILD_VAR for spec in builders.values()}
-    known.update((*GROUPS, pythons.VARIABLE, MACHINE, LABEL))
-    known.update(f"APEX_BUILD_{name}" for name in (*_APEX_SERVED, *_APEX_UNSERVED))
-    return sorted(
-        name for name in os.environ if name.startswith("APEX_BUILD_") and name not in known
-    )
+def _check_variables(builders: Mapping[str, OpSpec]) -> None:
+    """Refuses an ``APEX_BUILD_*`` variable that nothing reads."""
+    own = [*GROUPS, pythons.VARIABLE, MACHINE, LABEL, *(s.BUILD_VAR for s in builders.values())]
+    read = {*own, *(f"APEX_BUILD_{name}" for name in (*_APEX_SERVED, *_APEX_UNSERVED))}
+    for name in sorted(os.environ):
+        if name.startswith("APEX_BUILD_") and name not in read:
+            near = nearest(name, own)
+            hint = f"did you mean {near}?" if near else f"there are: {', '.join(own)}"
+            # ascii: a character that cannot be seen is a way to misspell, too
+            raise SettingError(f"{ascii(name)[1:-1]} is set and belongs to no op; {hint}")
 
 
 def check_install(builders: Mapping[str, OpSpec], arguments: Iterable[str] = ()) -> list[Choice]:
     """Returns which libraries an installation compiles, after checking its settings."""
     choices = select(builders)
-    for name in unknown_variables(builders):
-        known = [
-            *GROUPS,
-            pythons.VARIABLE,
-            MACHINE,
-            LABEL,
-            *(each.BUILD_VAR for each in builders.values()),
-        ]
-        near = nearest(name, known)
-        hint = f"did you mean {near}?" if near else f"there are: {', '.join(known)}"
-        # ascii: a character that cannot be seen is a way to misspell, too
-        raise SettingError(f"{ascii(name)[1:-1]} is set and belongs to no op; {hint}")
+    _check_variables(builders)
     for option in arguments:
         if option in _APEX_OPTIONS:
             raise SettingError(f"{option} is apex's option; set {_APEX_OPTIONS[option]}=1 instead")

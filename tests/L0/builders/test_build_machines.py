@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 from tiny_op import CHECKOUT, Tiny, quick_compiler, write_op
 
-from op_builder.jit import cpu_features, platform
+from op_builder.jit import platform
 from op_builder.jit.backends import toolchain
 from op_builder.jit.errors import CompilerNotFoundError, SettingError
 from op_builder.jit.find import elf
@@ -109,17 +109,17 @@ def test_version_label_that_is_none(label: str, monkeypatch: pytest.MonkeyPatch)
 @pytest.mark.skipif(FLAG is None, reason="a machine that is neither x86-64 nor aarch64")
 def test_compiler_tells_the_features_it_uses() -> None:
     flag, feature = FLAG  # type: ignore[misc]
-    assert cpu_features.compiled_for(["g++", "-O3"]) == []
-    assert feature in cpu_features.compiled_for(["g++", flag])
-    assert cpu_features.compiled_for(["/nonexistent/g++"]) == []
+    assert platform.compiled_for(["g++", "-O3"]) == []
+    assert feature in platform.compiled_for(["g++", flag])
+    assert platform.compiled_for(["/nonexistent/g++"]) == []
 
 
 def test_features_that_this_machine_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cpu_features, "of_this_machine", lambda: frozenset(("avx", "avx2")))
-    assert cpu_features.missing(["avx2", "avx512f", "amx"]) == ["amx", "avx512f"]
-    assert cpu_features.missing([]) == []
-    monkeypatch.setattr(cpu_features, "of_this_machine", lambda: None)
-    assert cpu_features.missing(["avx512f"]) == []
+    monkeypatch.setattr(platform, "own_cpu_features", lambda: frozenset(("avx", "avx2")))
+    assert platform.missing_features(["avx2", "avx512f", "amx"]) == ["amx", "avx512f"]
+    assert platform.missing_features([]) == []
+    monkeypatch.setattr(platform, "own_cpu_features", lambda: None)
+    assert platform.missing_features(["avx512f"]) == []
 
 
 @pytest.mark.parametrize("machine", [HERE, OTHER])
