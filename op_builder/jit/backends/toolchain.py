@@ -47,8 +47,9 @@ class Nvcc(NamedTuple):
     home: str
 
 
-def _version(command: list[str]) -> str:
-    """Runs a command and returns its standard output, "" if the command fails."""
+@functools.cache
+def _output(*command: str) -> str:
+    """Returns the standard output of a command, run once, "" if it fails."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=60)
     except (OSError, subprocess.TimeoutExpired):
@@ -67,11 +68,9 @@ def is_for_this_machine(flag: str) -> bool:
 
 
 def unfit_flag(words: Sequence[str]) -> str:
-    """Returns the first flag that a shared library must not have, with the reason, or "".
+    """Returns the first flag for one kind of CPU or relaxed arithmetic, with the reason, or "".
 
-    Such flags are for one kind of CPU or relax floating-point arithmetic. Those that a compiler
-    reads from the environment are not in the cache key: processes that did not ask for them would
-    load the library.
+    Flags of the environment are not in the key: processes without them would load the library.
     """
     for flag in words:
         if is_for_this_machine(flag):
@@ -99,10 +98,7 @@ def _words(variable: str) -> list[str]:
 
 
 def find_cxx() -> list[str]:
-    """Returns the C++ compiler's command: the words of ``CXX``, else g++, c++ or clang++.
-
-    For another architecture than this machine's the default is ``<architecture>-linux-gnu-g++``.
-    """
+    """Returns the C++ compiler's command: the words of ``CXX``, else a usual compiler on PATH."""
     named = _words("CXX")
     whole = os.environ.get("CXX", "").strip()
     if len(named) > 1 and os.path.isabs(whole) and shutil.which(whole):
@@ -125,39 +121,27 @@ def find_cxx() -> list[str]:
     )
 
 
-@functools.cache
-def _cxx_version(command: tuple[str, ...]) -> str:
-    """Returns the first line that ``command --version`` prints, "unknown" if it fails."""
-    lines = _version([*command, "--version"]).splitlines()
-    return lines[0].strip() if lines else "unknown"
-
-
-@functools.cache
-def _without_launcher(command: tuple[str, ...], path: str) -> list[str]:
+def _without_launcher(command: Sequence[str]) -> list[str]:
     """Returns a C++ compiler's command without the words of ccache or of another launcher."""
     for index, word in enumerate(command):
-        found = None if word.startswith("-") else shutil.which(word, path=path)
+        found = None if word.startswith("-") else shutil.which(word)
         if found is None or os.path.basename(found) in _LAUNCHERS:
             continue
-        question = [found, "-dM", "-E", "-x", "c++", "/dev/null"]
-        if len(command) == 1 or "__cplusplus" in _version(question):
+        question = (found, "-dM", "-E", "-x", "c++", "/dev/null")
+        if len(command) == 1 or "__cplusplus" in _output(*question):
             return [found, *command[index + 1 :]]
     return list(command)
 
 
 def nvcc_host_flags() -> list[str]:
-    """Returns nvcc's flags for the host compiler of ``find_cxx``, and for its flags.
-
-    There are none if another variable names nvcc's host compiler, or if it is nvcc's own choice.
-    """
+    """Returns nvcc's flags for ``find_cxx``'s compiler, none if nvcc is told or chooses another."""
     own_choice = not os.environ.get("CXX", "").strip() and shutil.which("gcc")
     if own_choice or os.environ.get("NVCC_CCBIN"):
         return []
     given = [*_words("NVCC_PREPEND_FLAGS"), *_words("NVCC_APPEND_FLAGS")]
     if any(re.match("--?(ccbin|compiler-bindir)", flag) for flag in given):
         return []
-    named = find_cxx()
-    compiler, *flags = _without_launcher(tuple(named), os.environ.get("PATH", os.defpath))
+    compiler, *flags = _without_launcher(find_cxx())
     # the suite's standard and level count, as they do for g++, which reads them last
     kept = [flag for flag in flags if not re.match(r"-std=|-O\w*$", flag)]
     return [f"-ccbin={compiler}", *map(_through_nvcc, kept)]
@@ -169,8 +153,9 @@ def _through_nvcc(flag: str) -> str:
 
 
 def cxx_version() -> str:
-    """Returns the first line that the C++ compiler prints for ``--version``."""
-    return _cxx_version(tuple(find_cxx()))
+    """Returns the first line that the C++ compiler prints for ``--version``, or "unknown"."""
+    lines = _output(*find_cxx(), "--version").splitlines()
+    return lines[0].strip() if lines else "unknown"
 
 
 def _in_home(home: str, program: str) -> Nvcc | None:
@@ -189,8 +174,7 @@ def _find_toolkit(
 ) -> Nvcc:
     """Returns a GPU compiler: of the toolkit that a variable names, on PATH, or in a usual place.
 
-    If the first of ``homes`` is set, that folder must hold it. The variables ``flags``, which the
-    compiler itself reads, must be fit.
+    The folder in the first of ``homes`` must hold it; the compiler itself reads ``flags``.
     """
     for variable in flags:
         _words(variable)
@@ -251,31 +235,19 @@ def find_hipcc() -> Nvcc:
     )
 
 
-@functools.cache
-def _hipcc_version(path: str) -> str:
-    """Returns the versions of the hipcc at ``path`` and its clang, "unknown" for one it hides."""
-    text = _version(["env", "HIP_PLATFORM=amd", path, "--version"])
+def hipcc_version() -> str:
+    """Returns the versions of hipcc and its clang, such as "hipcc 5.2.21153, clang 15.0.6"."""
+    text = _output("env", "HIP_PLATFORM=amd", find_hipcc().path, "--version")
     release = re.search(r"HIP version: ([\d.]+)", text)
     clang = re.search(r"clang version ([\d.]+)", text)
     return f"hipcc {release[1] if release else 'unknown'}, clang {clang[1] if clang else 'unknown'}"
 
 
-def hipcc_version() -> str:
-    """Returns the versions of hipcc and its clang, such as "hipcc 5.2.21153, clang 15.0.6"."""
-    return _hipcc_version(find_hipcc().path)
-
-
-@functools.cache
-def _nvcc_version(path: str) -> str:
-    """Returns the version of the nvcc at ``path``, "nvcc unknown" if it does not print one."""
-    text = _version([path, "--version"])
-    release = re.search(r"release (\d+\.\d+), V([\d.]+)", text)
-    return f"nvcc {release[2]}" if release else "nvcc unknown"
-
-
-def nvcc_version() -> str:
-    """Returns the version of nvcc, such as "nvcc 13.0.88"."""
-    return _nvcc_version(find_nvcc().path)
+def nvcc_version(nvcc: Nvcc | None = None) -> str:
+    """Returns the version of nvcc, such as "nvcc 13.0.88", "nvcc unknown" if it prints none."""
+    text = _output((nvcc or find_nvcc()).path, "--version")
+    release = re.search(r"release \d+\.\d+, V([\d.]+)", text)
+    return f"nvcc {release[1] if release else 'unknown'}"
 
 
 def nvcc_major() -> int:
@@ -284,21 +256,15 @@ def nvcc_major() -> int:
     return int(match[1]) if match else 0
 
 
-@functools.cache
-def _gpu_codes(path: str) -> frozenset[str]:
-    """Returns the numbers of the archs that nvcc knows, such as "90"; none if it does not tell."""
-    return frozenset(re.findall(r"sm_(\d+)", _version([path, "--list-gpu-code"])))
-
-
-def check_archs(nvcc: Nvcc, numbers: list[str]) -> None:
+def check_archs(nvcc: Nvcc, numbers: Sequence[str]) -> None:
     """Checks that nvcc knows GPU archs, written as ``Arch.number`` does: "90a"."""
-    known = _gpu_codes(nvcc.path)
-    for number in numbers:
-        if known and number.rstrip("af") not in known:
+    known = set(re.findall(r"sm_(\d+)", _output(nvcc.path, "--list-gpu-code")))
+    for number in (number.rstrip("af") for number in numbers):
+        if known and number not in known:
             names = ", ".join(f"{int(n) // 10}.{int(n) % 10}" for n in sorted(known, key=int))
             raise ArchError(
-                f"unknown CUDA arch {int(number.rstrip('af')) // 10}.{number.rstrip('af')[-1]}"
-                f" for {nvcc.path} ({_nvcc_version(nvcc.path)}), which knows {names}"
+                f"unknown CUDA arch {int(number) // 10}.{number[-1]}"
+                f" for {nvcc.path} ({nvcc_version(nvcc)}), which knows {names}"
             )
 
 

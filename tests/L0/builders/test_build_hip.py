@@ -269,7 +269,7 @@ os.execvp("g++", ["g++", *kept])
     )
     script.chmod(0o755)
     monkeypatch.setenv("APEX_TE_ROCM_HOME", str(home))
-    toolchain._hipcc_version.cache_clear()
+    toolchain._output.cache_clear()
     return log
 
 
