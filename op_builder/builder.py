@@ -31,11 +31,8 @@ class OpBuilder(OpSpec):
     def is_compatible(self, verbose: bool = False) -> bool:
         """Returns True if the op's sources exist and no GPU in use is older than ``min_arch``.
 
-        GPUs in use are those of a process in which torch has initialised CUDA; without, none is
-        checked.
-
-        Args:
-            verbose: prints the reason for False on stderr.
+        GPUs are in use in a process in which torch has initialised CUDA. With ``verbose`` the
+        reason for False is printed on stderr.
         """
         reason = ""
         sources = self.sources()
@@ -53,10 +50,7 @@ class OpBuilder(OpSpec):
         return not reason
 
     def exports(self) -> pybind.Exports:
-        """Returns the names that the op's pybind11 extension module defines.
-
-        They are ``EXPORTS``, or else read off the sources without compiling them.
-        """
+        """Returns the names that the op's pybind11 extension defines, without compiling it."""
         return pybind.exports(self)
 
     def builder(self) -> OpBuilder:
@@ -93,13 +87,7 @@ class OpBuilder(OpSpec):
     def open(self, device: str = "cpu", capability: Capability | None = None) -> OpenedLibrary:
         """Returns the opened library for ``device``, which is compiled if no cache holds it.
 
-        Args:
-            device: "cpu" or "cuda".
-            capability: compute capability of the GPU that the library must run on; by default that
-                of a GPU in use, if there is one.
-
-        Raises:
-            BuildError: the library cannot be found or compiled.
+        It runs on a GPU of ``capability``, by default on a GPU in use, if there is one.
         """
         return open_library(self, device, capability)
 
@@ -133,11 +121,7 @@ class OpBuilder(OpSpec):
         return self._load(verbose, force=False)
 
     def jit_load(self, verbose: bool = False) -> ModuleType:
-        """Compiles the libraries that ``load`` would look up, and returns the op's Python module.
-
-        Args:
-            verbose: shows the compiler commands.
-        """
+        """Compiles what ``load`` would look up, and returns the op's Python module."""
         return self._load(verbose, force=True)
 
     def _load(self, verbose: bool, force: bool) -> ModuleType:
@@ -152,62 +136,25 @@ class OpBuilder(OpSpec):
         return importlib.import_module(self.absolute_name())
 
     def key(self, device: str) -> str:
-        """Returns the cache key of the library for ``device``: a SHA-256, 64 hexadecimal digits.
-
-        The key covers sources and headers, compiler and linker flags, CPU architecture, ABI number
-        and ``key_extras``, but not the compiler's version or the GPU archs.
-
-        Args:
-            device: "cpu" or "cuda".
-
-        Raises:
-            UnknownOpError: a source does not exist.
-        """
+        """Returns the cache key of the library for ``device``: a SHA-256, 64 hexadecimal digits."""
         return key_of(self, device)
 
     def compile_flags(self, kind: str) -> list[str]:
-        """Returns the compiler flags for one kind of source, without include folders and archs.
-
-        Args:
-            kind: "cpu" for ``.cpp`` sources, "cuda" for ``.cu`` ones.
-
-        Returns:
-            The flags that all ops share, and the op's own: ``cxx_args``, ``nvcc_args`` or, for AMD
-            GPUs, ``hipcc_args``.
-        """
+        """Returns all compiler flags for "cpu" (``.cpp``) or "cuda" sources, without archs."""
         return library.compile_flags(self, kind)
 
     def key_flags(self, device: str) -> list[str]:
-        """Returns the compiler and linker flags that take part in the cache key of the library.
-
-        GPU archs and include folders outside of the project are left out: archs name the cache
-        entry below the key, and system folders differ between machines.
-        """
+        """Returns the compiler and linker flags in the cache key, without archs."""
         return library.key_flags(self, device)
 
     def compiler_version(self, device: str, archs: Sequence[Arch] = ()) -> str:
-        """Returns the version text of the compilers that would build the library for ``device``.
-
-        Args:
-            device: "cpu" or "cuda".
-            archs: GPU archs that the compiler must know.
-
-        Raises:
-            BuildError: a compiler is missing or does not know one of ``archs``.
-        """
+        """Returns the version text of the compilers that would build the library for ``archs``."""
         return library.compiler_version(self, device, archs)
 
     def build_steps(
         self, device: str, archs: Sequence[Arch], folder: str, output: str
     ) -> list[Step]:
-        """Returns the commands that compile the library and link it; runs none of them.
-
-        Args:
-            device: "cpu" or "cuda".
-            archs: GPU archs to compile for; ignored for a library without GPU code.
-            folder: folder for object files.
-            output: path of the linked library.
-        """
+        """Returns the commands that compile the library in ``folder`` and link it to ``output``."""
         return library.build_steps(self, device, archs, folder, output)
 
 

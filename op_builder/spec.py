@@ -162,10 +162,7 @@ class OpSpec:
         return []
 
     def system_include_paths(self, device: str) -> list[str]:
-        """Returns include folders outside the project that the library for ``device`` needs.
-
-        By default there are none. A look-up never calls this method.
-        """
+        """Returns include folders outside the project; a look-up never calls this method."""
         return []
 
     def cxx_args(self) -> list[str]:
@@ -234,11 +231,7 @@ class OpSpec:
         return self.BINDING == "c"
 
     def check_device(self, device: str) -> None:
-        """Raises ``UnknownOpError`` if the op has no library for ``device``.
-
-        Raises:
-            UnknownOpError: ``device`` is not in ``DEVICES``, or the op has no source for it.
-        """
+        """Raises ``UnknownOpError`` if the op has no library for ``device``."""
         if device not in self.DEVICES:
             raise UnknownOpError(
                 f"{self.NAME}: device must be one of {', '.join(self.DEVICES)}, got {device!r}"
@@ -262,27 +255,15 @@ class OpSpec:
         return "cuda" in self.source_kinds(device)
 
     def specific_archs(self) -> set[Capability]:
-        """Returns the compute capabilities for which the op has a source file written for one arch.
-
-        The source ``<op>_sm90_cuda.cu`` is for (9, 0) and is compiled for the arch-specific target,
-        here ``sm_90a``.
-        """
+        """Returns the capabilities for which the op has a source: (9, 0) for ``*_sm90_cuda.cu``."""
         archs = [own_arch(source) for source in self.sources()]
         return {(arch.major, arch.minor) for arch in archs if arch is not None}
 
     def device_sources(self, device: str) -> list[str]:
-        """Returns the sources of the library for ``device``, relative to ``root``.
-
-        A pybind11 extension is one library for all devices: "cpu" gives all its sources, "cuda"
-        none.
-        """
+        """Returns the library's sources relative to ``root``; an extension's are all of "cpu"."""
         if self.BINDING == "pybind11":
             return self.sources() if device == "cpu" else []
         return [name for name in self.sources() if name.endswith(".cu") == (device == "cuda")]
-
-    def source_paths(self, device: str) -> list[str]:
-        """Returns the absolute paths of the sources of the library for ``device``."""
-        return [os.path.join(self.root, source) for source in self.device_sources(device)]
 
     def source_kinds(self, device: str) -> list[str]:
         """Returns the kinds of the library's sources: "cpu" for C++, "cuda" for nvcc or hipcc."""
@@ -294,10 +275,7 @@ class OpSpec:
         return ["csrc", *(path for path in self.include_paths() if path != "csrc")]
 
     def include_folders(self) -> list[str]:
-        """Returns the absolute paths of the op's include folders.
-
-        For an op of another package, apex_te's ``csrc`` comes last.
-        """
+        """Returns the absolute paths of the op's include folders, and last apex_te's ``csrc``."""
         own = [os.path.join(self.root, path) for path in self.project_includes()]
         return [*own, str(SUITE / "csrc")] if self.is_outside else own
 

@@ -155,12 +155,7 @@ def device_capability(index: int) -> Capability:
 
     if torch.version.hip is None:
         return torch.cuda.get_device_capability(index)
-    return _capability_of(torch.cuda.get_device_properties(index).gcnArchName)
-
-
-def _capability_of(gcn_arch_name: str) -> Capability:
-    """Returns the capability that an AMD arch name such as "gfx90a:sramecc+" stands for."""
-    arch = parse_arch(gcn_arch_name)
+    arch = parse_arch(torch.cuda.get_device_properties(index).gcnArchName)
     return (arch.major, arch.minor, int(arch.suffix))
 
 
@@ -219,12 +214,7 @@ print(json.dumps(answer))
 
 
 def ask_driver() -> dict[str, Any]:
-    """Asks NVIDIA's driver, in a process of its own, for its version and the visible GPUs.
-
-    Returns:
-        A dict with "driver" and "cuda", the latest CUDA that the driver runs, or None for each;
-        "devices", dicts with "name", "memory" in bytes and "arch"; "problem", "" if there are any.
-    """
+    """Asks NVIDIA's driver, in a process of its own, for its version and the visible GPUs."""
     answer: dict[str, Any] = {"driver": None, "cuda": None, "problem": "", "devices": []}
     python = python_program()
     if python is None:

@@ -188,10 +188,8 @@ def rebuild_helps(text: str) -> bool:
 def load_error(
     what: str, path: str, problem: ImportError, is_extension: bool = False
 ) -> ImportError:
-    """Returns the error, with advice, to raise for a library that dlopen refuses.
-
-    An extension may rightly need symbols of libraries that its owner must name.
-    """
+    """Returns the error, with advice, to raise for a library that dlopen refuses."""
+    # an extension may rightly need symbols of libraries that its owner must name
     own = is_extension and "undefined symbol" in str(problem)
     advice = "" if own else loading(str(problem))
     hint = f"\n  hint: {advice}" if advice else ""

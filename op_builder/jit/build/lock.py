@@ -148,10 +148,8 @@ def builder_name() -> str:
 
 @contextlib.contextmanager
 def marked(folder: str) -> Iterator[None]:
-    """Shows other processes, while the block runs, that the builder in ``folder`` lives.
-
-    A file in it is locked, and its time kept fresh, since locks may not reach other machines.
-    """
+    """Shows other processes, while the block runs, that the builder in ``folder`` lives."""
+    # by a lock and, since locks may not reach other machines, by the folder's time
     locked: list[int] = []
     done = threading.Event()
 

@@ -41,7 +41,8 @@ def _named_sources(spec: OpSpec, device: str) -> dict[str, bytes]:
             return f"<suite>/{os.path.relpath(path, suite)}"
         return os.path.relpath(path, root)
 
-    files = closure(spec.source_paths(device), spec.include_folders())
+    sources = [os.path.join(root, source) for source in spec.device_sources(device)]
+    files = closure(sources, spec.include_folders())
     return dict(sorted((name(path), digest) for path, digest in files.items()))
 
 

@@ -141,10 +141,9 @@ _TOOLS: dict[str, Callable[[], tuple[str, str, str]]] = {
 
 
 def tools() -> list[Facts]:
-    """Returns the compilers, programs and headers that builds need, in the order of their need.
+    """Returns the compilers, programs and headers that builds need, or the errors of builds.
 
-    Each is a dict: "name"; "path", "version" and "origin", all None if missing; "missing", the
-    error of a build, else None. A missing hipcc is left out unless GPU code is for AMD GPUs.
+    A missing hipcc is left out unless GPU code is for AMD GPUs.
     """
     found = []
     for_amd = False

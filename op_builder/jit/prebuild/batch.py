@@ -143,10 +143,7 @@ def plan(
 
 
 def dispatchers(named: Sequence[pythons.Python | None]) -> list[Wanted]:
-    """Returns one dispatcher to compile for each Python; None stands for the running one.
-
-    Unlike a ``Python``, None does not need the headers to be there before the build.
-    """
+    """Returns one dispatcher to compile for each Python; None is the running one."""
     wanted = []
     for python in named:
         version = pythons.name_of(python.suffix if python else soabi())
@@ -184,10 +181,7 @@ def _build_one(
 
 
 def _stop(threads: Sequence[threading.Thread]) -> None:
-    """Stops the compilers that the threads of ``build_all`` have started.
-
-    A thread that waits for another process's lock is left to die with this process.
-    """
+    """Stops the compilers that the threads of ``build_all`` have started."""
     from ..build import ninja
 
     quiet = 0

@@ -168,10 +168,7 @@ def _check_machine(choices: Iterable[Choice]) -> None:
 def into_package(
     builders: Mapping[str, OpSpec], choices: Sequence[Choice], target: str
 ) -> BuildReport:
-    """Compiles the wanted libraries, for ``APEX_BUILD_MACHINE``, into a folder of a package.
-
-    Adds a dispatcher for each of ``APEX_BUILD_PYTHONS``, and one library of handlers for JAX.
-    """
+    """Compiles the wanted libraries, dispatchers and handlers into a folder of a package."""
     with compile_for(named_machine()):
         return _into_package(builders, choices, target)
 
