@@ -16,11 +16,11 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from ...spec import OpSpec
-from ..backends.archs import Arch
-from ..backends.library import build_steps, cpu_features
+from ..backends.archs import Arch, Capability
+from ..backends.library import build_steps, cpu_features, key_flags
 from ..errors import BuildInterruptedError, CompileError, UnknownOpError
 from ..find import cache, inventory
-from ..find.cache import OpenedLibrary, open_entry, open_folder, open_inside, warn_once
+from ..find.cache import Folder, OpenedLibrary, open_entry, open_folder, warn_once
 from ..find.elf import file_problem, needed_glibc
 from ..find.key import key_of, made_of
 from ..platform import is_cross_compiling, python_program
@@ -66,14 +66,21 @@ class Request(NamedTuple):
     key: str
     archs: tuple[Arch, ...]
     compiler: str
-    flags: list[str]
+    capability: Capability | None  # of the GPU that it must run on
+    force: bool  # even if a cache holds it
     verbose: bool
     jobs: int | None
+    started: float  # seconds since the epoch
 
     @property
     def library(self) -> str:
         """File name of the library without ``.so``."""
         return self.spec.library_name(self.device)
+
+    @property
+    def folder(self) -> str:
+        """Name of the key's folder in a cache."""
+        return cache.entry_folder(self.library, self.key)
 
     @property
     def what(self) -> str:
@@ -126,7 +133,7 @@ def remove_leftovers(root: str, name: str) -> None:
 
 
 def _write_entry(
-    entry: int, library: int, request: Request, seconds: float, commands: list[str]
+    entry: Folder, library: int, request: Request, seconds: float, commands: list[str]
 ) -> None:
     """Writes the manifest beside a library just compiled, and both through to the disk."""
     with open(library, "rb", closefd=False) as file:
@@ -140,7 +147,7 @@ def _write_entry(
         "cpu_features": cpu_features(request.spec),
         "glibc": needed_glibc(content),
         "compiler": request.compiler,
-        "flags": request.flags,
+        "flags": key_flags(request.spec, request.device),
         **made_of(request.spec, request.device),
         "commands": commands,
         "seconds": round(seconds, 3),
@@ -149,7 +156,9 @@ def _write_entry(
         "sha256": hashlib.sha256(content).hexdigest(),
         "time": int(time.time()),
     }
-    fd = os.open(cache.MANIFEST, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, dir_fd=entry)
+    fd = os.open(
+        cache.MANIFEST, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, dir_fd=entry.fd
+    )
     with open(fd, "w", encoding="utf-8") as file:
         json.dump(manifest, file, indent=1)
         file.flush()
@@ -157,27 +166,19 @@ def _write_entry(
         _sync(fd)
     _sync(library)
     with contextlib.suppress(OSError):
-        _sync(entry)
+        _sync(entry.fd)
 
 
-def _open_linked(entry: int, name: str, path: str) -> int:
+def _open_linked(entry: Folder, name: str) -> int:
     """Opens a library just linked, before anything of it runs, and sets its mode to 0644."""
-    fd = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=entry)
+    flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+    fd = os.open(name, flags, dir_fd=entry.fd)
     try:
         if os.fstat(fd).st_uid == os.geteuid():
             os.fchmod(fd, 0o644)
     finally:
         os.close(fd)
-    return open_inside(entry, name, path, True, folder=False)
-
-
-def _own_copy(parent: int, folder: str, target: str, request: Request, kind: str) -> OpenedLibrary:
-    """Opens a library before its entry is renamed: later removal does not affect this process."""
-    location = cache.Location(folder, True, kind)
-    opened = open_entry(parent, f"{folder}/entry", location, request.library, request.key)
-    if opened is None:
-        raise BuildInterruptedError(f"{request.what}: another build wrote into {folder}")
-    return opened._replace(path=os.path.join(target, f"{request.library}.so"))
+    return entry.file(name)
 
 
 def _publish(
@@ -213,10 +214,7 @@ def _publish(
 
 
 def _load_problem(fd: int, expected: list[str]) -> str:
-    """Returns why a library must not be published, "" if it loads or no process can be started.
-
-    It is loaded in a process of its own, and its functions' signatures are compared.
-    """
+    """Returns why a library does not load in a process of its own, "" if none can be started."""
     python = python_program()
     if python is None:
         return ""  # in a program that embeds Python
@@ -245,11 +243,7 @@ def _load_problem(fd: int, expected: list[str]) -> str:
 
 
 def library_problem(spec: OpSpec, device: str, fd: int) -> str:
-    """Returns the reason why a library must not be published, "" if it may be.
-
-    A library for this CPU architecture that exports plain C functions is loaded, too; an extension,
-    which needs a Python or torch of its own, is only checked to be a complete file.
-    """
+    """Returns why a library must not be published, "" if it may be; loads one of C functions."""
     found = file_problem(fd)
     if found or not spec.exports_c_functions or is_cross_compiling():
         return found
@@ -267,10 +261,7 @@ def library_problem(spec: OpSpec, device: str, fd: int) -> str:
 
 
 def _compile(request: Request, location: cache.Location, parent: str, folder: str) -> OpenedLibrary:
-    """Compiles and checks a library and writes its manifest.
-
-    The output is opened through the folder that the compilers were started in, even if replaced.
-    """
+    """Compiles and checks a library and writes its manifest."""
     entry = os.path.join(folder, "entry")
     os.mkdir(entry, 0o755)
     os.chmod(entry, 0o755)
@@ -280,18 +271,14 @@ def _compile(request: Request, location: cache.Location, parent: str, folder: st
     estimate = inventory.last_seconds(location, request.library, request.tag)
     log = os.path.join(parent, f"log-{request.tag}.txt")
     with contextlib.ExitStack() as closing:
-
-        def opened(fd: int) -> int:
-            closing.callback(os.close, fd)
-            return fd
-
-        outer = opened(open_folder(cache.Location(folder, True, location.kind)))
-        inner = opened(open_inside(outer, "entry", entry, True, folder=True))
+        outer = closing.enter_context(open_folder(cache.Location(folder, True, location.kind)))
+        inner = closing.enter_context(outer.folder("entry"))
         ninja.run(request.what, folder, steps, log, request.verbose, request.jobs, estimate)
         if key_of(request.spec, request.device) != request.key:
             raise BuildInterruptedError(f"{request.what}: sources changed while being compiled")
         try:
-            fd = opened(_open_linked(inner, os.path.basename(library), library))
+            fd = _open_linked(inner, os.path.basename(library))
+            closing.callback(os.close, fd)
             problem = library_problem(request.spec, request.device, fd)
         except FileNotFoundError as error:
             problem = str(error.strerror)
@@ -302,20 +289,22 @@ def _compile(request: Request, location: cache.Location, parent: str, folder: st
             )
         commands = [" ".join(step.command).replace(folder, "<build>") for step in steps]
         _write_entry(inner, fd, request, time.monotonic() - start, commands)
-        target = os.path.join(parent, request.tag)
-        return _own_copy(outer, folder, target, request, location.kind)
+        # opened before its entry is renamed: later removal does not affect this process
+        mine = open_entry(outer, "entry", request.library, request.key)
+    if mine is None:
+        raise BuildInterruptedError(f"{request.what}: another build wrote into {folder}")
+    return mine._replace(path=os.path.join(parent, request.tag, f"{request.library}.so"))
 
 
 def build(
     request: Request,
     location: cache.Location,
-    name: str,
     winner: Callable[[], OpenedLibrary | None],
 ) -> OpenedLibrary:
     """Compiles a library and publishes it in a cache; the caller holds the library's lock."""
     temporary = os.path.join(location.path, cache.TEMPORARY)
-    parent = os.path.join(location.path, name)
-    folder = tempfile.mkdtemp(prefix=f"{name}.{builder_name()}-", dir=temporary)
+    parent = os.path.join(location.path, request.folder)
+    folder = tempfile.mkdtemp(prefix=f"{request.folder}.{builder_name()}-", dir=temporary)
     try:
         with marked(folder):
             mine = _compile(request, location, parent, folder)

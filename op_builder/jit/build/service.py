@@ -46,10 +46,7 @@ _T = TypeVar("_T")
 
 
 class _Turn:
-    """State of the loading of one library, shared by the threads that ask for it.
-
-    Threads that waited for a failed load with the same ``asked`` raise its ``error``, too.
-    """
+    """State of the loading of one library, shared by the threads that ask for it."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
@@ -63,11 +60,6 @@ _Identity = tuple[str, str, str]
 _opened: dict[_Identity, list[OpenedLibrary]] = {}
 _built: set[tuple[int, int]] = set()  # files that this process has built or waited for
 _turns: dict[_Identity, _Turn] = {}
-
-
-def _serves(opened: OpenedLibrary, capability: Capability | None) -> bool:
-    """Returns True if an opened library runs on ``capability`` or has no GPU code."""
-    return capability is None or not opened.archs or covered(opened.archs, capability)
 
 
 def _disabled(spec: OpSpec, device: str) -> JitDisabledError:
@@ -107,72 +99,68 @@ def build(
     started = time.time() if started is None else started
     archs = wanted_archs(spec, device, capability) if archs is None else archs
     compiler = library.compiler_version(spec, device, archs)
-    flags, verbose = library.key_flags(spec, device), verbose or env.jit_verbose()
+    verbose = verbose or env.jit_verbose()
     key = key_of(spec, device)
-    request = Request(spec, device, key, archs, compiler, flags, verbose, jobs)
-    name = cache.entry_folder(request.library, request.key)
-    inside = (cache.LOCKS, cache.TEMPORARY, name)
+    request = Request(spec, device, key, archs, compiler, capability, force, verbose, jobs, started)
+    inside = (cache.LOCKS, cache.TEMPORARY, request.folder)
     try:
         with disk_errors(request.what, (location or cache.user_cache()).path):
-            if location is None:
-                target = cache.writable_cache(*inside)
-            else:
-                target = location
-                cache.prepare(target, *inside)
+            if location is not None:
+                cache.prepare(location, *inside)
+            target = location or cache.writable_cache(*inside)
         try:
-            return _build_in(target, request, name, capability, started, force)
+            return _build_in(target, request)
         except cache.Unsafe as problem:
             if location is not None or cache.named_cache():
                 raise
             target = cache.fall_back(f"the default cache cannot be used: {problem}", *inside)
         except (Vanished, FileNotFoundError):  # by a clean-up, which does not come twice
             cache.prepare(target, *inside)
-        return _build_in(target, request, name, capability, started, force)
+        return _build_in(target, request)
     except OSError as error:
         raise BuildError(f"{request.what}: cannot be built: {error}") from error
 
 
-def _build_in(
-    target: cache.Location,
-    request: Request,
-    name: str,
-    capability: Capability | None,
-    started: float,
-    force: bool,
-) -> OpenedLibrary:
+def _build_in(target: cache.Location, request: Request) -> OpenedLibrary:
     """Compiles a library in one cache under its lock, if it is still missing or with ``force``."""
     from . import failure, lock, publish
     from .ninja import disk_errors
 
     tags = [str(arch) for arch in request.archs]
-    failed = os.path.join(target.path, name, f"failure-{request.tag}.json")
-    retry = env.jit_retry() or force
-    since = started - failure.KEPT_SECONDS
+    failed = os.path.join(target.path, request.folder, f"failure-{request.tag}.json")
+    retry = env.jit_retry() or request.force
+    since = request.started - failure.KEPT_SECONDS
+
+    def raise_stored(oldest: float | None) -> None:
+        if error := failure.recall(failed, request.compiler, oldest):
+            raise error
+
+    def published(capability: Capability | None = None) -> OpenedLibrary | None:
+        if request.force:
+            return None
+        return cache.find(target, request.library, request.key, capability, tags)
+
     if not retry:
-        _raise_recalled(failure.recall(failed, request.compiler, since))
+        raise_stored(since)
     stamp = failure.stamp(failed)
-
-    def published() -> OpenedLibrary | None:
-        return cache.find(target, request.library, request.key, None, tags)
-
-    path = os.path.join(target.path, cache.LOCKS, name)
+    path = os.path.join(target.path, cache.LOCKS, request.folder)
     with (
         disk_errors(request.what, target.path),
         lock.held(path, request.what, env.lock_timeout()) as alone,
     ):
-        if not force:
-            found = cache.find(target, request.library, request.key, capability, tags)
-            if found is not None:
-                return found
+        found = published(request.capability)
+        if found is not None:
+            return found
+        if not request.force:
             if failure.stamp(failed) != stamp:  # stored while this process waited
-                _raise_recalled(failure.recall(failed, request.compiler, None))
-            _raise_recalled(failure.recall(failed, request.compiler, started if retry else since))
+                raise_stored(None)
+            raise_stored(request.started if retry else since)
         if note := why_missing(request.spec):
             tell(f"apex_te: {note}; compiling one, once")
         if alone:
-            publish.remove_leftovers(target.path, name)
+            publish.remove_leftovers(target.path, request.folder)
         try:
-            built = publish.build(request, target, name, (lambda: None) if force else published)
+            built = publish.build(request, target, published)
         except CompileError as error:
             failure.store(failed, error, request.compiler)
             raise
@@ -180,16 +168,11 @@ def _build_in(
         return built
 
 
-def _raise_recalled(error: CompileError | None) -> None:
-    """Raises a stored compile error, if there is one."""
-    if error is not None:
-        raise error
-
-
 def _kept(identity: _Identity, capability: Capability | None) -> OpenedLibrary | None:
     """Returns a library that this process has opened and that serves ``capability``, or None."""
     for opened in _opened.get(identity, ()):
-        if _serves(opened, capability) and opened.is_open():
+        serves = capability is None or not opened.archs or covered(opened.archs, capability)
+        if serves and opened.is_open():
             return opened
     return None
 
@@ -202,10 +185,9 @@ def open_library(
     force: bool = False,
     verbose: bool = False,
 ) -> OpenedLibrary:
-    """Returns the opened library for ``device``, looked up or compiled; thread-safe.
+    """Returns the opened library for ``device``, looked up or compiled.
 
-    Threads that ask while another loads it get the same library or error. By default it must run on
-    a GPU in use, if there is one.
+    Threads that ask while another loads it get the same library or error.
     """
     identity = (str(spec.root), spec.NAME, device)
     if not force and (kept := _kept(identity, capability)):

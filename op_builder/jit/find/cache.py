@@ -49,29 +49,17 @@ class Location(NamedTuple):
 
 
 class OpenedLibrary(NamedTuple):
-    """A checked library, opened for the dispatcher or Python to load.
+    """A checked library, opened for the dispatcher or Python to load."""
 
-    Attributes:
-        fd: file descriptor, which must stay open if the library is to be loaded.
-        path: path of the file, for messages.
-        proc_path: path below ``/proc/self/fd`` that loads the opened file, whatever is at ``path``.
-        archs: GPU archs that the library holds; none for one without GPU code.
-        kind: "prebuilt", "cache" or "extra", the ``Location.kind`` of the library's cache folder.
-        file: device and inode number of the file.
-    """
-
-    fd: int
-    path: str
-    proc_path: str
-    archs: tuple[str, ...]
-    kind: str
-    file: tuple[int, int]
+    fd: int  # which must stay open if the library is to be loaded
+    path: str  # for messages
+    proc_path: str  # below /proc/self/fd: it loads the opened file, whatever is at ``path``
+    archs: tuple[str, ...]  # none without GPU code
+    kind: str  # ``Location.kind`` of its cache folder
+    file: tuple[int, int]  # device and inode number
 
     def is_open(self) -> bool:
-        """Returns True if ``fd`` is still open on the library's file.
-
-        A process that becomes a daemon closes the descriptors that it inherits.
-        """
+        """Returns True if ``fd`` is still open on the file: a daemon closes what it inherits."""
         try:
             return _identity(self.fd) == self.file
         except OSError:
@@ -140,10 +128,8 @@ _PACKAGE = os.path.abspath(os.path.join(os.path.dirname(__file__), "..", "..", "
 
 
 def _as_safe_as_code(status: os.stat_result, path: str) -> bool:
-    """Returns True if a file of this package has no more writers than this module has.
-
-    With umask 002, pip makes files that the user's own group may write.
-    """
+    """Returns True if a file of this package has no more writers than this module has."""
+    # with umask 002, pip makes files that the user's own group may write
     if not path.startswith(_PACKAGE + os.sep) or status.st_mode & 0o002:
         return False
     code = os.stat(__file__)
@@ -166,8 +152,65 @@ def _check(status: os.stat_result, path: str, private: bool, folder: bool) -> No
         raise Unsafe(f"{path} must not be writable by group or others, its mode is {mode:04o}")
 
 
-def open_folder(location: Location) -> int:
-    """Checks owner and mode of a cache folder and returns its descriptor."""
+class Folder:
+    """A checked folder of a cache, open until the end of a ``with`` block."""
+
+    def __init__(self, fd: int, path: str, location: Location) -> None:
+        self.fd, self.path, self.location = fd, path, location
+        try:
+            status = os.fstat(fd)
+            _check(status, path, location.private, folder=True)
+            mode = stat.S_IMODE(status.st_mode)
+            if path == location.path and location.private and mode & 0o077:
+                raise Unsafe(f"{path} must have mode 0700, it has {mode:04o} (chmod 700 {path})")
+        except BaseException:
+            os.close(fd)
+            raise
+
+    def __enter__(self) -> Folder:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        os.close(self.fd)
+
+    def names(self) -> list[str]:
+        """Returns the sorted names of the files and folders in it."""
+        return sorted(os.listdir(self.fd))
+
+    def _open(self, name: str, flags: int) -> int:
+        """Opens what is in the folder, but no link."""
+        try:
+            return os.open(name, flags, dir_fd=self.fd)
+        except OSError as error:
+            if error.errno in (errno.ELOOP, errno.ENOTDIR):
+                raise Unsafe(f"{self.path}/{name} must not be a link") from None
+            raise
+
+    def folder(self, name: str) -> Folder:
+        """Returns a folder in it, opened and checked."""
+        return Folder(self._open(name, _FOLDER), f"{self.path}/{name}", self.location)
+
+    def file(self, name: str) -> int:
+        """Returns the descriptor of a file in it, opened and checked."""
+        fd = self._open(name, _FILE)
+        try:
+            _check(os.fstat(fd), f"{self.path}/{name}", self.location.private, folder=False)
+        except BaseException:
+            os.close(fd)
+            raise
+        return fd
+
+    def read_text(self, name: str) -> str:
+        """Returns the text of a file in it, at most its first MiB."""
+        fd = self.file(name)
+        try:
+            return os.read(fd, _LARGEST_TEXT).decode("utf-8", "replace")
+        finally:
+            os.close(fd)
+
+
+def open_folder(location: Location) -> Folder:
+    """Opens and checks a cache folder."""
     try:
         fd = os.open(location.path, _FOLDER)
     except OSError as error:
@@ -176,60 +219,19 @@ def open_folder(location: Location) -> int:
         if isinstance(error, FileNotFoundError):
             raise
         raise CacheError(f"{location.path} cannot be opened: {error.strerror}") from None
-    try:
-        status = os.fstat(fd)
-        _check(status, location.path, location.private, folder=True)
-        mode = stat.S_IMODE(status.st_mode)
-        if location.private and mode & 0o077:
-            raise Unsafe(
-                f"{location.path} must have mode 0700, it has {mode:04o}"
-                f" (chmod 700 {location.path})"
-            )
-    except BaseException:
-        os.close(fd)
-        raise
-    return fd
-
-
-def open_inside(parent: int, name: str, path: str, private: bool, folder: bool) -> int:
-    """Checks owner and mode of a file or folder in a checked folder and returns its descriptor."""
-    try:
-        fd = os.open(name, _FOLDER if folder else _FILE, dir_fd=parent)
-    except OSError as error:
-        if error.errno in (errno.ELOOP, errno.ENOTDIR):
-            raise Unsafe(f"{path} must not be a link") from None
-        raise
-    try:
-        _check(os.fstat(fd), path, private, folder)
-    except BaseException:
-        os.close(fd)
-        raise
-    return fd
-
-
-def read_text(parent: int, name: str, path: str, private: bool) -> str:
-    """Returns the text of a file in a checked folder, at most its first MiB."""
-    fd = open_inside(parent, name, path, private, folder=False)
-    try:
-        return os.read(fd, _LARGEST_TEXT).decode("utf-8", "replace")
-    finally:
-        os.close(fd)
+    return Folder(fd, location.path, location)
 
 
 class _Manifest(NamedTuple):
-    """Part of a manifest that a look-up reads; "" stands for what it does not say.
-
-    ``cpu_features`` are those beyond the baseline of ``machine``; ``glibc`` is the oldest that
-    works.
-    """
+    """Part of a manifest that a look-up reads; "" stands for what it does not say."""
 
     key: str
     archs: list[str]
     size: int
     crc32: int
     machine: str = ""
-    cpu_features: Sequence[str] = ()
-    glibc: str = ""
+    cpu_features: Sequence[str] = ()  # beyond the baseline of ``machine``
+    glibc: str = ""  # the oldest that works
 
     def unfit(self) -> str:
         """Returns the reason why this machine cannot run the library, "" if there is none."""
@@ -262,11 +264,8 @@ def _parse(text: str) -> _Manifest:
 
 
 def _checksum(fd: int, size: int) -> int | None:
-    """Returns the CRC-32 of the first ``size`` bytes of a file, None if the file is shorter.
-
-    A CRC takes a third of a SHA-256's time, and no checksum helps against those who can write the
-    library. Reading, unlike mapping, cannot crash when the file shrinks meanwhile.
-    """
+    """Returns the CRC-32 of the first ``size`` bytes of a file, None if the file is shorter."""
+    # not a hash: nothing helps against those who can write it; not mapped: it may shrink meanwhile
     value = offset = 0
     while offset < size:
         part = os.pread(fd, min(_PART, size - offset), offset)
@@ -277,15 +276,17 @@ def _checksum(fd: int, size: int) -> int | None:
     return value
 
 
-def _open_library(parent: int, name: str, path: str, private: bool, manifest: _Manifest) -> int:
+def _open_library(entry: Folder, name: str, manifest: _Manifest) -> int:
     """Returns the descriptor of a library after comparing it with its manifest."""
-    fd = open_inside(parent, name, path, private, folder=False)
+    fd = entry.file(name)
     try:
         size = os.fstat(fd).st_size
         if size != manifest.size:
-            raise Damaged(f"{path} is damaged: {size} bytes instead of {manifest.size}")
+            raise Damaged(
+                f"{entry.path}/{name} is damaged: {size} bytes instead of {manifest.size}"
+            )
         if _checksum(fd, size) != manifest.crc32:
-            raise Damaged(f"{path} is damaged: its checksum is not the manifest's")
+            raise Damaged(f"{entry.path}/{name} is damaged: its checksum is not the manifest's")
     except BaseException:
         os.close(fd)
         raise
@@ -293,19 +294,16 @@ def _open_library(parent: int, name: str, path: str, private: bool, manifest: _M
 
 
 def open_entry(
-    parent: int,
-    folder: str,
-    location: Location,
+    parent: Folder,
+    tag: str,
     library: str,
     key: str,
     capability: Capability | None = None,
     wanted: Sequence[str] = (),
 ) -> OpenedLibrary | None:
     """Returns the opened library of a cache entry; None if key or archs are not those wanted."""
-    private = location.private
-    fd = open_inside(parent, os.path.basename(folder), folder, private, folder=True)
-    try:
-        manifest = _parse(read_text(fd, MANIFEST, f"{folder}/{MANIFEST}", private))
+    with parent.folder(tag) as entry:
+        manifest = _parse(entry.read_text(MANIFEST))
         if manifest.key != key:
             return None
         archs = manifest.archs
@@ -313,17 +311,15 @@ def open_entry(
             return None
         if capability is None and not set(wanted) <= set(archs):
             return None
-        path = f"{folder}/{library}.so"
+        path = f"{entry.path}/{library}.so"
         if reason := manifest.unfit():
             raise Unfit(f"{path} {reason}")
-        opened = _open_library(fd, f"{library}.so", path, private, manifest)
-    finally:
-        os.close(fd)
-    file = _identity(opened)
+        fd = _open_library(entry, f"{library}.so", manifest)
+    file = _identity(fd)
     if file in refused:
-        os.close(opened)
+        os.close(fd)
         raise Unfit(f"{path} cannot be loaded here ({refused[file]})")
-    return OpenedLibrary(opened, path, _proc_path(opened, file), tuple(archs), location.kind, file)
+    return OpenedLibrary(fd, path, _proc_path(fd, file), tuple(archs), parent.location.kind, file)
 
 
 _MOST_LINKS = 40  # as many as Linux follows
@@ -424,25 +420,16 @@ def find(
     damaged or cannot run on this machine is passed over with one warning.
     """
     try:
-        root = open_folder(location)
+        with open_folder(location) as root:
+            folder = root.folder(entry_folder(library, key))
     except FileNotFoundError:
         return None
-    name = entry_folder(library, key)
-    folder = f"{location.path}/{name}"
-    try:
-        fd = open_inside(root, name, folder, location.private, folder=True)
-    except FileNotFoundError:
-        return None
-    finally:
-        os.close(root)
-    try:
-        for tag in sorted(os.listdir(fd)):
+    with folder:
+        for tag in folder.names():
             if tag != CPU_ENTRY and not (tag[0].isdigit() or tag.startswith("gfx")):
                 continue  # a log or a stored failure
             try:
-                found = open_entry(
-                    fd, f"{folder}/{tag}", location, library, key, capability, wanted
-                )
+                found = open_entry(folder, tag, library, key, capability, wanted)
             except (Damaged, Unfit) as problem:
                 warn_once(f"{problem}; it is not used")
             except ValueError:
@@ -453,8 +440,6 @@ def find(
             else:
                 if found is not None:
                     return found
-    finally:
-        os.close(fd)
     return None
 
 
@@ -464,10 +449,7 @@ def named_cache() -> str | None:
 
 
 def default_cache() -> str:
-    """Returns the path of the user cache that is used if ``APEX_TE_CACHE_DIR`` is not set.
-
-    For a user without a home folder it is one that only root can make, never a relative path.
-    """
+    """Returns the user cache without ``APEX_TE_CACHE_DIR``; never a relative path."""
     base = os.environ.get("XDG_CACHE_HOME", "")
     if not os.path.isabs(base):
         home = os.path.expanduser("~")
@@ -500,16 +482,13 @@ def prepare(location: Location, *inside: str) -> None:
 def _prepare(location: Location, inside: Sequence[str]) -> None:
     """Creates and checks the folders of ``prepare`` once."""
     make_private(location.path)
-    root = open_folder(location)
-    try:
-        if not os.access(".", os.W_OK | os.X_OK, dir_fd=root, effective_ids=True):
+    with open_folder(location) as root:
+        if not os.access(".", os.W_OK | os.X_OK, dir_fd=root.fd, effective_ids=True):
             raise CacheError(f"{location.path} is not writable")
         for name in inside:
-            path = f"{location.path}/{name}"
-            make_private(path)
-            os.close(open_inside(root, name, path, True, folder=True))
-    finally:
-        os.close(root)
+            make_private(f"{location.path}/{name}")
+            with root.folder(name):
+                pass
 
 
 def runtime_cache() -> Location | None:
@@ -518,7 +497,8 @@ def runtime_cache() -> Location | None:
     if not os.path.isabs(runtime) or parent_problem(runtime):
         return None
     try:
-        os.close(open_folder(Location(runtime, True, "cache")))
+        with open_folder(Location(runtime, True, "cache")):
+            pass
     except (OSError, CacheError):
         return None
     return Location(os.path.join(runtime, "apex_te"), True, "cache")
@@ -663,6 +643,22 @@ def look_up(
             continue  # the build that follows falls back to another folder and says so
         warn_once(f"skipping a cache: {problem}")
     return None
+
+
+def look_up_for_all(
+    spec: OpSpec,
+    device: str,
+    gpus: Iterable[Capability | None],
+    wanted: Sequence[str] | None = None,
+) -> OpenedLibrary | None:
+    """Returns the library, closed again, that the last of ``gpus`` loads; None if one has none."""
+    opened = None
+    for gpu in gpus:
+        opened = look_up(spec, device, gpu, wanted)
+        if opened is None:
+            return None
+        os.close(opened.fd)
+    return opened
 
 
 def is_writable(path: str) -> bool:

@@ -14,7 +14,7 @@ from ..backends.pythons import DispatcherSpec
 from ..errors import CacheError
 from ..platform import soabi
 from . import cache
-from .cache import MANIFEST, open_entry, open_folder, open_inside, read_text
+from .cache import Folder, open_entry, open_folder
 from .elf import file_problem
 from .key import key_of
 
@@ -95,32 +95,20 @@ def _fits(name: str, value: Any) -> bool:
     return name not in _TEXTS or isinstance(value, str)
 
 
-def _parsed(text: str) -> dict[str, Any]:
-    """Returns the parsed text of a manifest."""
-    found = json.loads(text)
-    if not isinstance(found, dict) or not all(_fits(*item) for item in found.items()):
-        raise ValueError("not a manifest")
-    return found
-
-
-def _entry(
-    parent: int, location: cache.Location, folder: str, tag: str, check: bool
-) -> Entry | None:
+def _entry(parent: Folder, folder: str, tag: str, check: bool) -> Entry | None:
     """Returns the cache entry ``tag`` of a key's folder; None for a file, such as a log."""
     match = FOLDER.fullmatch(folder)
     assert match is not None
-    library, path = match["library"], f"{location.path}/{folder}/{tag}"
     manifest: dict[str, Any] = {}
     problem = ""
     try:
-        fd = open_inside(parent, tag, path, location.private, folder=True)
-        try:
-            text = read_text(fd, MANIFEST, f"{path}/{MANIFEST}", location.private)
-            manifest = _parsed(text)
-        finally:
-            os.close(fd)
+        with parent.folder(tag) as entry:
+            read = json.loads(entry.read_text(cache.MANIFEST))
+        if not isinstance(read, dict) or not all(_fits(*item) for item in read.items()):
+            raise ValueError("not a manifest")
+        manifest = read
         key = str(manifest.get("key"))
-        opened = open_entry(parent, path, location, library, key) if check else None
+        opened = open_entry(parent, tag, match["library"], key) if check else None
         if not key.startswith(match["digits"]) or (check and opened is None):
             problem = "its manifest is of another entry"
         if opened is not None:
@@ -131,10 +119,11 @@ def _entry(
     except NotADirectoryError:
         return None
     except (CacheError, OSError, ValueError, RecursionError) as error:
-        if isinstance(error, CacheError) and not os.path.isdir(path):
+        if isinstance(error, CacheError) and not os.path.isdir(f"{parent.path}/{tag}"):
             return None  # a file, such as a log
         problem = str(error) if isinstance(error, CacheError) else f"it is damaged ({error})"
-    return Entry(location, folder, tag, library, match["digits"], manifest, problem)
+    library, digits = match["library"], match["digits"]
+    return Entry(parent.location, folder, tag, library, digits, manifest, problem)
 
 
 def entries(
@@ -147,31 +136,19 @@ def entries(
 
     ``check`` reads libraries, too, to find damage. ``key`` names the one folder to read.
     """
+    found: list[Entry] = []
     try:
         root = open_folder(location)
     except FileNotFoundError:
-        return []
-    found: list[Entry] = []
-    try:
-        for folder in sorted(os.listdir(root)):
-            match = FOLDER.fullmatch(folder)
-            if (
-                match is None
-                or library not in (None, match["library"])
-                or key not in (None, folder)
-            ):
+        return found
+    with root:
+        for name in root.names():
+            match = FOLDER.fullmatch(name)
+            if match is None or library not in (None, match["library"]) or key not in (None, name):
                 continue
-            path = f"{location.path}/{folder}"
-            with contextlib.suppress(OSError, CacheError):
-                fd = open_inside(root, folder, path, location.private, folder=True)
-                try:
-                    tags = sorted(os.listdir(fd))
-                    made = (_entry(fd, location, folder, tag, check) for tag in tags)
-                    found.extend(entry for entry in made if entry is not None)
-                finally:
-                    os.close(fd)
-    finally:
-        os.close(root)
+            with contextlib.suppress(OSError, CacheError), root.folder(name) as folder:
+                made = (_entry(folder, name, tag, check) for tag in folder.names())
+                found.extend(entry for entry in made if entry is not None)
     return found
 
 

@@ -46,32 +46,9 @@ def folders() -> list[cache.Location]:
         found.append(session)
     present = []
     for place in found:
-        with contextlib.suppress(FileNotFoundError):
-            os.close(cache.open_folder(place))
+        with contextlib.suppress(FileNotFoundError), cache.open_folder(place):
             present.append(place)
     return present
-
-
-def strangers(folder: str, library: str) -> list[str]:
-    """Returns the paths, in the folder of a key, of files that no build wrote."""
-    found = []
-    for name in sorted(os.listdir(folder)):
-        path = os.path.join(folder, name)
-        if os.path.islink(path):
-            found.append(name)
-        elif not os.path.isdir(path):
-            if not _NOTES.fullmatch(name):
-                found.append(name)
-        else:
-            inside = sorted(os.listdir(path))
-            own = {cache.MANIFEST, f"{library}.so"}
-            found.extend(f"{name}/{each}" for each in inside if each not in own)
-            found.extend(
-                f"{name}/{each}"
-                for each in inside
-                if each in own and os.path.isdir(os.path.join(path, each))
-            )
-    return found
 
 
 class Cleaner:
@@ -92,10 +69,10 @@ class Cleaner:
 
     @contextlib.contextmanager
     def _locked(self, name: str) -> Iterator[str]:
-        """Holds the lock of the library ``name`` while the block runs; with ``dry`` only probes it.
+        """Holds a library's lock while the block runs, and removes it if the library is gone.
 
-        Yields the reason to leave the library alone, "" if no process can be building it. At the
-        end, a lock file without a library is removed.
+        Yields the reason to leave the library alone, "" if no process can be building it. With
+        ``dry`` the lock is only probed.
         """
         path = self._path(cache.LOCKS, name)
         if self.dry:
@@ -116,27 +93,18 @@ class Cleaner:
                 with contextlib.suppress(OSError):
                     os.unlink(path)
 
-    def _remove(self, name: str, path: str) -> None:
-        """Removes a folder after one rename into ``tmp``, so that no look-up finds half of it."""
-        if self.dry:
-            return
-        aside = self._path(cache.TEMPORARY, f"{name}.removed{os.getpid()}")
-        cache.make_private(self._path(cache.TEMPORARY))
-        os.rename(path, aside)
-        shutil.rmtree(aside)
-
-    def key(self, folder: str, reason_of: Callable[[Entry], str], unused: str) -> None:
+    def key(self, key: re.Match[str], reason_of: Callable[[Entry], str], unused: str) -> None:
         """Removes the entries of one key that there is a reason to remove."""
-        path = self._path(folder)
+        folder, path = key[0], self._path(key[0])
         if os.path.islink(path) or not os.path.isdir(path):
             self._note(path, folder, "it is no folder of ours", left=True)
         elif self._doomed(folder, reason_of, unused):
             with self._locked(folder) as problem:
-                problem = problem or self._stranger(folder)
+                problem = problem or self._stranger(path, key["library"])
                 if problem:
                     self._note(path, folder, problem, left=True)
                 else:  # looked at again: it may have changed before the lock was ours
-                    self._remove_entries(folder, self._doomed(folder, reason_of, unused))
+                    self._remove(folder, self._doomed(folder, reason_of, unused))
 
     def _doomed(
         self, folder: str, reason_of: Callable[[Entry], str], unused: str
@@ -148,22 +116,36 @@ class Cleaner:
             found = [(self._path(folder), f"logs of {folder}", unused)]
         return [item for item in found if item[2]]
 
-    def _stranger(self, folder: str) -> str:
+    def _stranger(self, path: str, library: str) -> str:
         """Returns text that names a file in a key's folder that no build wrote, "" without one."""
-        match = FOLDER.fullmatch(folder)
-        found = strangers(self._path(folder), match["library"] if match else "")
+        own = {cache.MANIFEST, f"{library}.so"}
+        found = []
+        for name in sorted(os.listdir(path)):
+            inside = os.path.join(path, name)
+            if os.path.isdir(inside) and not os.path.islink(inside):
+                names = sorted(os.listdir(inside))
+                found += [f"{name}/{each}" for each in names if each not in own]
+                found += [f"{name}/{each}" for each in own if os.path.isdir(f"{inside}/{each}")]
+            elif os.path.islink(inside) or not _NOTES.fullmatch(name):
+                found.append(name)
         return f"{found[0]} in it is not ours" if found else ""
 
-    def _remove_entries(self, folder: str, doomed: list[tuple[str, str, str]]) -> None:
+    def _remove(self, folder: str, doomed: list[tuple[str, str, str]]) -> None:
         """Removes entries of one key, and the whole folder with its logs if no entry remains."""
         for path, name, reason in doomed:
             self._note(path, name, reason)
+        if self.dry:
+            return
         path = self._path(folder)
         tags = [name for name in os.listdir(path) if os.path.isdir(os.path.join(path, name))]
-        if {os.path.join(path, tag) for tag in tags} <= {item[0] for item in doomed}:
-            doomed = [(path, "", "")]  # with the logs
-        for gone, _, _ in doomed:
-            self._remove(folder, gone)
+        gone = {item[0] for item in doomed}
+        if {os.path.join(path, tag) for tag in tags} <= gone:
+            gone = {path}  # with the logs
+        cache.make_private(self._path(cache.TEMPORARY))
+        aside = self._path(cache.TEMPORARY, f"{folder}.removed{os.getpid()}")
+        for path in sorted(gone):
+            os.rename(path, aside)  # one rename, so that no look-up finds half of it
+            shutil.rmtree(aside)
 
     def leftovers(self, oldest: float) -> None:
         """Removes folders of builds whose process died, untouched for ``oldest`` seconds."""
@@ -207,16 +189,16 @@ class Cleaner:
                     os.rmdir(self._path(_TUNING))
 
 
-def _keys(place: cache.Location) -> list[str]:
-    """Returns the sorted names of the folders of keys in a cache."""
-    return [name for name in sorted(os.listdir(place.path)) if FOLDER.fullmatch(name)]
+def _keys(place: cache.Location) -> list[re.Match[str]]:
+    """Returns the matches of the names of a cache's folders of keys, sorted."""
+    return [key for name in sorted(os.listdir(place.path)) if (key := FOLDER.fullmatch(name))]
 
 
 def remove_all(place: cache.Location, dry: bool = False) -> list[Removed]:
     """Removes all that this project wrote to a cache: entries, leftovers, locks and GEMM tables."""
     cleaner = Cleaner(place, dry)
-    for folder in _keys(place):
-        cleaner.key(folder, lambda entry: "all", "all")
+    for key in _keys(place):
+        cleaner.key(key, lambda entry: "all", "all")
     cleaner.leftovers(0.0)
     cleaner.tuning()
     cleaner.locks()
@@ -230,13 +212,10 @@ def remove_all(place: cache.Location, dry: bool = False) -> list[Removed]:
 def remove_stale(place: cache.Location, now: Current, dry: bool = False) -> list[Removed]:
     """Removes stale entries, as ``Current.stale`` defines them, and leftovers over an hour old."""
     cleaner = Cleaner(place, dry)
-    for folder in _keys(place):
-        match = FOLDER.fullmatch(folder)
-        known = now.keys.get(match["library"]) if match else None
-        unused = (
-            "other sources or flags" if known and match and match["digits"] not in known else ""
-        )
-        cleaner.key(folder, now.stale, unused)
+    for key in _keys(place):
+        known = now.keys.get(key["library"])
+        unused = "other sources or flags" if known and key["digits"] not in known else ""
+        cleaner.key(key, now.stale, unused)
     cleaner.leftovers(LEFTOVER_AGE)
     cleaner.locks()
     return cleaner.found
@@ -247,10 +226,8 @@ def remove_ops(place: cache.Location, ops: Iterable[str], dry: bool = False) -> 
     wanted = set(ops)
     cleaner = Cleaner(place, dry)
     found = {entry.folder: op_of(entry) for entry in entries(place, check=False)}
-    for folder in _keys(place):
-        match = FOLDER.fullmatch(folder)
-        assert match is not None
-        if found.get(folder, re.sub("_(cpu|cuda)$", "", match["library"])) in wanted:
-            cleaner.key(folder, lambda entry: "named", "named")
+    for key in _keys(place):
+        if found.get(key[0], re.sub("_(cpu|cuda)$", "", key["library"])) in wanted:
+            cleaner.key(key, lambda entry: "named", "named")
     cleaner.locks()
     return cleaner.found

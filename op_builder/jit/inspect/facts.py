@@ -70,15 +70,12 @@ def all_libraries() -> dict[str, OpSpec]:
 
 
 class Current(NamedTuple):
-    """First digits of up-to-date keys, and compilers, by library; only of installed ops.
-
-    Entries of the ``dispatcher`` for other Pythons are up to date, too.
-    """
+    """First digits of up-to-date keys, and compilers, by library; only of installed ops."""
 
     keys: Mapping[str, set[str]]
     compilers: Mapping[str, str]
     machine: str
-    dispatcher: DispatcherSpec | None = None
+    dispatcher: DispatcherSpec | None = None  # whose entries for other Pythons are up to date, too
 
     def _other_python(self, entry: Entry) -> str:
         """Returns the version of the other Python that an up-to-date dispatcher is for, else ""."""
@@ -169,21 +166,16 @@ def here() -> Here:
 
 def _loaded_entry(spec: OpSpec, device: str, gpus: Sequence[Capability | None]) -> Entry | None:
     """Returns the entry that a process here would load, None if a GPU has none."""
-    opened = None
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the caches are reported apart
-        for gpu in gpus:
-            opened = cache.look_up(spec, device, gpu)
-            if opened is None:
-                return None
-            os.close(opened.fd)
-    if opened is None:
+        found = cache.look_up_for_all(spec, device, gpus)
+    if found is None:
         return None
-    path = os.path.dirname(opened.path)
+    path = os.path.dirname(found.path)
     folder, key = os.path.split(os.path.dirname(path))
     places = [place for place in cache.locations(spec.prebuilt_folder) if place.path == folder]
-    found = [entry for place in places for entry in inventory.entries(place, check=False, key=key)]
-    return next((entry for entry in found if entry.path == path), None)
+    held = [entry for place in places for entry in inventory.entries(place, check=False, key=key)]
+    return next((entry for entry in held if entry.path == path), None)
 
 
 def _check_build(spec: OpSpec, device: str, archs: Sequence[Arch]) -> None:

@@ -64,19 +64,12 @@ def choose_ops(
 
 def _found(wanted: Wanted, targets: Targets) -> LibraryReport | None:
     """Returns the report's row of a library that the caches hold, None if it must be compiled."""
-    spec, device = wanted.spec, wanted.device
     gpus: Sequence[Capability | None] = [None]
     if wanted.archs and targets.named is None:
         gpus = targets.capabilities  # as on first use: whatever covers the GPU will do
     tags = [str(arch) for arch in wanted.archs]
-    row = None
-    for gpu in gpus:
-        found = cache.look_up(spec, device, gpu, tags)
-        if found is None:
-            return None
-        os.close(found.fd)
-        row = manifest_report(wanted, "present", found.path)
-    return row
+    found = cache.look_up_for_all(wanted.spec, wanted.device, gpus, tags)
+    return None if found is None else manifest_report(wanted, "present", found.path)
 
 
 def _missing(
@@ -102,10 +95,7 @@ def into_cache(
     verbose: bool = False,
     jax: bool = False,
 ) -> BuildReport:
-    """Compiles the wanted libraries and the dispatcher that no cache holds into the user's cache.
-
-    One process builds; others that ask meanwhile wait and find its result.
-    """
+    """Compiles what no cache holds of the wanted libraries and the dispatcher into the user's."""
     started, begin = time.time(), time.monotonic()
     if jobs is not None and jobs < 1:
         raise SettingError(f"jobs must be an integer >= 1, got {jobs}")
