@@ -66,4 +66,7 @@ BUILDERS: dict[str, type[OpBuilder]] = {
     JaxBuilder.NAME: JaxBuilder,
     **{name: _builder_class(name, op) for name, op in OPS.items()},
 }
-globals().update((each.__name__, each) for each in BUILDERS.values())  # for imports and pickles
+# Imports and pickles may name the classes, and the modules that once held one each.
+globals().update((each.__name__, each) for each in BUILDERS.values())
+for _former in ("jax_ffi", *OPS):
+    sys.modules.setdefault(f"{__package__}.{_former}", sys.modules[__name__])

@@ -59,15 +59,6 @@ _NOW = {
     "quantizer.mx": "fp8.scheme.mx",
     "tensor": "fp8.tensor",
 }
-# The files that the suite's builders had, one for each op.
-_BUILDERS = (
-    "activation", "amax_scale_update", "bias_dropout_add", "bias_gelu", "block_quantize",
-    "byte_transpose", "cast_transpose", "cross_entropy", "current_scale", "dense_gemm", "fp8_gemm",
-    "grouped_gemm", "grouped_quantize", "hif8", "jax_ffi", "layer_norm", "moe_permute",
-    "multi_tensor", "mx_quantize", "peer_exchange", "qkv_cast", "rms_norm", "rope",
-    "scaled_softmax", "swiglu", "swiglu_block",
-)  # fmt: skip
-_NOW.update((f"op_builder.{name}", "op_builder.core") for name in _BUILDERS)
 _PACKAGE = "apex_te."
 
 

@@ -473,22 +473,18 @@ def prepare(location: Location, *inside: str) -> None:
     """Creates a cache folder and folders in it if missing, and checks that they are safe."""
     for attempt in range(3):
         try:
-            return _prepare(location, inside)
+            make_private(location.path)
+            with open_folder(location) as root:
+                if not os.access(".", os.W_OK | os.X_OK, dir_fd=root.fd, effective_ids=True):
+                    raise CacheError(f"{location.path} is not writable")
+                for name in inside:
+                    make_private(f"{location.path}/{name}")
+                    with root.folder(name):
+                        pass
+            return
         except FileNotFoundError:  # a clean-up is at work
             if attempt == 2:
                 raise
-
-
-def _prepare(location: Location, inside: Sequence[str]) -> None:
-    """Creates and checks the folders of ``prepare`` once."""
-    make_private(location.path)
-    with open_folder(location) as root:
-        if not os.access(".", os.W_OK | os.X_OK, dir_fd=root.fd, effective_ids=True):
-            raise CacheError(f"{location.path} is not writable")
-        for name in inside:
-            make_private(f"{location.path}/{name}")
-            with root.folder(name):
-                pass
 
 
 def runtime_cache() -> Location | None:
