@@ -7,7 +7,7 @@ from types import ModuleType
 
 from .builder import CPUOpBuilder, CUDAOpBuilder, OpBuilder
 from .builtin import OPS, Op
-from .jit.backends.library import gpu_backend
+from .jit.backends.library import blas_include
 from .jit.backends.pythons import DispatcherSpec
 from .jit.build.service import import_module, open_library
 from .spec import JaxHandlersSpec
@@ -44,7 +44,7 @@ class _BuiltinBuilder(CUDAOpBuilder):
 
     def system_include_paths(self, device: str) -> list[str]:
         """Returns cuBLASLt's include folder for an op that needs it and a compiler without it."""
-        return gpu_backend().blas_include() if self.op.needs_blas and device == "cuda" else []
+        return blas_include() if self.op.needs_blas and device == "cuda" else []
 
 
 def _builder_class(name: str, op: Op) -> type[OpBuilder]:

@@ -46,6 +46,20 @@ def link_step(
     return Step(output, objects, line, f"linking {os.path.basename(output)}")
 
 
+# Numbers must not depend on the machine: no contraction, no fast-math, no -march=native. Floating
+# point flags and errno are nobody's business here, and keeping them stops vectorization.
+# No -fopenmp: kernels reach the OpenMP runtime that torch has loaded through weak symbols.
+BASE_CXX_ARGS = [
+    "-std=c++17",
+    "-O3",
+    "-fPIC",
+    "-fvisibility=hidden",
+    "-ffp-contract=off",
+    "-fno-trapping-math",
+    "-fno-math-errno",
+    "-Wall",
+    "-Wextra",
+]
 NVCC_ARGS = [
     "-std=c++17",
     "-O3",
@@ -56,65 +70,6 @@ NVCC_ARGS = [
 ]
 # the static CUDA runtime stays private: several libraries, each with its own, share a process
 NVCC_LIBRARIES = ["-Xlinker=--exclude-libs=ALL", "-ldl"]
-
-
-class Cuda:
-    """Backend that compiles ``.cu`` files with nvcc, with the same methods as ``Hip``."""
-
-    link_flags = NVCC_LIBRARIES
-
-    def compile_flags(self, spec: OpSpec) -> list[str]:
-        """Returns nvcc's base flags and those of the op."""
-        return [*NVCC_ARGS, *spec.nvcc_args()]
-
-    def key_extras(self) -> list[str]:
-        """Returns further texts for the cache key of a library with GPU code; none for CUDA."""
-        return []
-
-    def compiler_version(self, archs: Sequence[Arch]) -> str:
-        """Returns the version text of nvcc and of the C++ compiler, separated by a comma."""
-        toolchain.check_archs(toolchain.find_nvcc(), [arch.number for arch in archs])
-        return f"{toolchain.nvcc_version()}, {toolchain.cxx_version()}"
-
-    def blas_include(self) -> list[str]:
-        """Returns the include folder of cuBLASLt's header, none if nvcc finds the header itself."""
-        return toolchain.find_header("cublasLt.h", "cublas", toolchain.find_nvcc())
-
-    def steps(
-        self,
-        spec: OpSpec,
-        names: Sequence[str],
-        flags: Sequence[str],
-        system_folders: Sequence[str],
-        archs: Sequence[Arch],
-        folder: str,
-    ) -> tuple[list[Step], list[str]]:
-        """Returns the commands that compile an op's ``.cu`` sources, without running them."""
-        nvcc = [toolchain.find_nvcc().path, *toolchain.nvcc_host_flags()]
-        includes = include_flags(spec, system_folders)
-        steps = []
-        for name in names:
-            command = [*nvcc, *flags, *_gencodes(name, archs), *includes]
-            steps.append(compile_step(command, name, os.path.join(spec.root, name), folder))
-        return steps, [*nvcc, "-cudart=static"]
-
-
-def _gencodes(source: str, archs: Sequence[Arch]) -> list[str]:
-    """Returns nvcc's arch flags for one source; a source for one arch is compiled for it alone."""
-    own = own_arch(source)
-    if own is not None:  # its launchers are referred to whatever the archs are
-        return own.gencode()
-    plain = {(arch.major, arch.minor) for arch in archs if arch.suffix == "a"}
-    flags = []
-    for arch in archs:
-        if arch.ptx and not arch.suffix and (arch.major, arch.minor) in plain:
-            # the device itself is served by the "a" code, only the PTX is missing
-            flags.append(f"-gencode=arch=compute_{arch.number},code=compute_{arch.number}")
-        else:
-            flags.extend(arch.gencode())
-    return flags
-
-
 # Numbers as nvcc's flags give them: no contraction, division and square root rounded correctly.
 # hipcc leaves its runtime's header to the source, nvcc includes it. A loop that is unrolled as far
 # as the compiler can is no concern, nor is a pragma for nvcc.
@@ -136,6 +91,36 @@ HIPCC_ARGS = [
 HIPCC_LIBRARIES = ["-Wl,--exclude-libs,ALL", "-ldl"]
 
 
+def compile_flags(spec: OpSpec, kind: str) -> list[str]:
+    """Returns the suite's base flags and the op's own for compiling one kind of source."""
+    if spec.BINDING == "pybind11":
+        own = spec.nvcc_args() if kind == "cuda" else [*spec.cxx_args(), *env.sanitizers()]
+        return [*pybind.compile_flags(spec, kind), *own]
+    if kind != "cuda":
+        return [*BASE_CXX_ARGS, *spec.cxx_args(), *env.sanitizers()]
+    if platform.is_hip():
+        return [*HIPCC_ARGS, *spec.hipcc_args()]
+    return [*NVCC_ARGS, *spec.nvcc_args()]
+
+
+def link_flags(spec: OpSpec, kind: str) -> list[str]:
+    """Returns the op's own linker flags and then the suite's base ones."""
+    binding = pybind.link_flags(spec) if spec.BINDING == "pybind11" else []
+    if kind != "cuda":
+        base = ["-ldl", *env.sanitizers()]
+    else:
+        base = HIPCC_LIBRARIES if platform.is_hip() else NVCC_LIBRARIES
+    return [*spec.libraries_args(), *binding, *base]
+
+
+def key_flags(spec: OpSpec, device: str) -> list[str]:
+    """Returns the flags of the cache key, without archs and folders outside the project."""
+    kinds = spec.source_kinds(device) or ["cpu"]
+    flags = [flag for kind in kinds for flag in compile_flags(spec, kind)]
+    includes = [f"-I{path}" for path in spec.project_includes()]
+    return [*flags, *includes, *link_flags(spec, kinds[-1])]
+
+
 def runtime_major() -> str:
     """Returns the HIP runtime's major version: torch's, else the headers', else "unknown"."""
     version = platform.torch_hip_version()
@@ -150,116 +135,12 @@ def runtime_major() -> str:
     return match[1] if match else "unknown"
 
 
-class Hip:
-    """Backend that compiles ``.cu`` files with hipcc, with the same methods as ``Cuda``."""
-
-    link_flags = HIPCC_LIBRARIES
-
-    def compile_flags(self, spec: OpSpec) -> list[str]:
-        """Returns hipcc's base flags and those of the op."""
-        return [*HIPCC_ARGS, *spec.hipcc_args()]
-
-    def key_extras(self) -> list[str]:
-        """Returns further texts for the cache key: HIP's major version, a digest of ``hipify``."""
-        return ["hip", f"runtime {runtime_major()}", f"hipify {hipify.digest()}"]
-
-    def compiler_version(self, archs: Sequence[Arch]) -> str:
-        """Returns the version text of hipcc and its clang, whatever the archs."""
-        return toolchain.hipcc_version()
-
-    def blas_include(self) -> list[str]:
-        """Returns no folder for hipBLASLt's header, which hipcc finds in its own ROCm."""
-        home, header = toolchain.find_hipcc().home, "hipblaslt/hipblaslt.h"
-        if os.path.isfile(os.path.join(home, "include", header)):
-            return []
-        raise HeaderNotFoundError(
-            f"{header} is not in {home}/include: install hipblaslt-dev of ROCm"
-        )
-
-    def steps(
-        self,
-        spec: OpSpec,
-        names: Sequence[str],
-        flags: Sequence[str],
-        system_folders: Sequence[str],
-        archs: Sequence[Arch],
-        folder: str,
-    ) -> tuple[list[Step], list[str]]:
-        """Translates the ``.cu`` sources into ``folder``; returns the commands to compile them."""
-        if spec.BINDING == "pybind11":
-            raise BuildError(
-                f'{spec.NAME}: an op with BINDING = "pybind11" and .cu files cannot be built for'
-                " AMD GPUs: its sources include torch's headers, which the translation to HIP does"
-                " not know"
-            )
-        place = os.path.join(folder, "hip")
-        paths = {name: os.path.join(spec.root, name) for name in names}
-        folders = spec.include_folders()
-        hipify.copies(paths.values(), folders, place)
-        # where CUDA is installed as well, hipcc would take its compiler
-        hipcc = ["env", "HIP_PLATFORM=amd", toolchain.find_hipcc().path]
-        targets = [f"--offload-arch={arch.number}" for arch in archs]  # without, it seeks a GPU
-        command = [*hipcc, *flags, *targets]
-        command += [f"-I{hipify.copied(path, place)}" for path in folders]
-        command += [flag for path in system_folders for flag in ("-isystem", path)]
-        steps = [
-            compile_step(command, name, hipify.copied(path, place), folder)
-            for name, path in paths.items()
-        ]
-        return steps, [*hipcc, *targets]
-
-
-# Numbers must not depend on the machine: no contraction, no fast-math, no -march=native. Floating
-# point flags and errno are nobody's business here, and keeping them stops vectorization.
-# No -fopenmp: kernels reach the OpenMP runtime that torch has loaded through weak symbols.
-BASE_CXX_ARGS = [
-    "-std=c++17",
-    "-O3",
-    "-fPIC",
-    "-fvisibility=hidden",
-    "-ffp-contract=off",
-    "-fno-trapping-math",
-    "-fno-math-errno",
-    "-Wall",
-    "-Wextra",
-]
-_CUDA, _HIP = Cuda(), Hip()
-
-
-def gpu_backend() -> Cuda | Hip:
-    """Returns the backend that compiles ``.cu`` files, for the platform of ``platform.is_hip``."""
-    return _HIP if platform.is_hip() else _CUDA
-
-
-def compile_flags(spec: OpSpec, kind: str) -> list[str]:
-    """Returns the suite's base flags and the op's own for compiling one kind of source."""
-    if spec.BINDING == "pybind11":
-        own = spec.nvcc_args() if kind == "cuda" else [*spec.cxx_args(), *env.sanitizers()]
-        return [*pybind.compile_flags(spec, kind), *own]
-    if kind == "cuda":
-        return gpu_backend().compile_flags(spec)
-    return [*BASE_CXX_ARGS, *spec.cxx_args(), *env.sanitizers()]
-
-
-def link_flags(spec: OpSpec, kind: str) -> list[str]:
-    """Returns the op's own linker flags and then the suite's base ones."""
-    binding = pybind.link_flags(spec) if spec.BINDING == "pybind11" else []
-    base = gpu_backend().link_flags if kind == "cuda" else ["-ldl", *env.sanitizers()]
-    return [*spec.libraries_args(), *binding, *base]
-
-
-def key_flags(spec: OpSpec, device: str) -> list[str]:
-    """Returns the flags of the cache key, without archs and folders outside the project."""
-    kinds = spec.source_kinds(device) or ["cpu"]
-    flags = [flag for kind in kinds for flag in compile_flags(spec, kind)]
-    includes = [f"-I{path}" for path in spec.project_includes()]
-    return [*flags, *includes, *link_flags(spec, kinds[-1])]
-
-
 def key_extras(spec: OpSpec, device: str) -> list[str]:
     """Returns the texts beside sources and flags that take part in the library's cache key."""
     binding = pybind.key_extras(spec) if spec.BINDING == "pybind11" else []
-    gpu = gpu_backend().key_extras() if spec.needs_archs(device) else []
+    gpu = []
+    if spec.needs_archs(device) and platform.is_hip():
+        gpu = ["hip", f"runtime {runtime_major()}", f"hipify {hipify.digest()}"]
     return [*binding, *spec.key_extras(), *gpu]
 
 
@@ -269,10 +150,28 @@ def system_folders(spec: OpSpec, device: str) -> list[str]:
     return [*spec.system_include_paths(device), *binding]
 
 
+def blas_include() -> list[str]:
+    """Returns the include folder of cuBLASLt's header, none if the compiler finds it itself.
+
+    hipcc finds hipBLASLt's in its own ROCm or not at all.
+    """
+    if not platform.is_hip():
+        return toolchain.find_header("cublasLt.h", "cublas", toolchain.find_nvcc())
+    home, header = toolchain.find_hipcc().home, "hipblaslt/hipblaslt.h"
+    if not os.path.isfile(os.path.join(home, "include", header)):
+        raise HeaderNotFoundError(
+            f"{header} is not in {home}/include: install hipblaslt-dev of ROCm"
+        )
+    return []
+
+
 def compiler_version(spec: OpSpec, device: str, archs: Sequence[Arch] = ()) -> str:
     """Returns the compilers' version text, for manifests and stored failures but not for keys."""
     if spec.needs_archs(device):
-        return gpu_backend().compiler_version(archs)
+        if platform.is_hip():
+            return toolchain.hipcc_version()
+        toolchain.check_archs(toolchain.find_nvcc(), [arch.number for arch in archs])
+        return f"{toolchain.nvcc_version()}, {toolchain.cxx_version()}"
     if spec.NAME == DISPATCHER:
         return f"{toolchain.cxx_version()}, pybind11 {toolchain.pybind11_version()}"
     return toolchain.cxx_version()
@@ -294,6 +193,70 @@ def check(spec: OpSpec, device: str, archs: Sequence[Arch]) -> None:
     toolchain.find_ninja()
 
 
+def _gencodes(source: str, archs: Sequence[Arch]) -> list[str]:
+    """Returns nvcc's arch flags for one source; a source for one arch is compiled for it alone."""
+    own = own_arch(source)
+    if own is not None:  # its launchers are referred to whatever the archs are
+        return own.gencode()
+    plain = {(arch.major, arch.minor) for arch in archs if arch.suffix == "a"}
+    flags = []
+    for arch in archs:
+        if arch.ptx and not arch.suffix and (arch.major, arch.minor) in plain:
+            # the device itself is served by the "a" code, only the PTX is missing
+            flags.append(f"-gencode=arch=compute_{arch.number},code=compute_{arch.number}")
+        else:
+            flags.extend(arch.gencode())
+    return flags
+
+
+def _nvcc_steps(
+    spec: OpSpec,
+    names: Sequence[str],
+    system_folders: Sequence[str],
+    archs: Sequence[Arch],
+    folder: str,
+) -> tuple[list[Step], list[str]]:
+    """Returns the commands that compile an op's ``.cu`` sources with nvcc, and the linker's."""
+    nvcc = [toolchain.find_nvcc().path, *toolchain.nvcc_host_flags()]
+    flags, includes = compile_flags(spec, "cuda"), include_flags(spec, system_folders)
+    steps = []
+    for name in names:
+        command = [*nvcc, *flags, *_gencodes(name, archs), *includes]
+        steps.append(compile_step(command, name, os.path.join(spec.root, name), folder))
+    return steps, [*nvcc, "-cudart=static"]
+
+
+def _hipcc_steps(
+    spec: OpSpec,
+    names: Sequence[str],
+    system_folders: Sequence[str],
+    archs: Sequence[Arch],
+    folder: str,
+) -> tuple[list[Step], list[str]]:
+    """Translates ``.cu`` sources into ``folder``; returns the commands of hipcc and the linker."""
+    if spec.BINDING == "pybind11":
+        raise BuildError(
+            f'{spec.NAME}: an op with BINDING = "pybind11" and .cu files cannot be built for'
+            " AMD GPUs: its sources include torch's headers, which the translation to HIP does"
+            " not know"
+        )
+    place = os.path.join(folder, "hip")
+    paths = {name: os.path.join(spec.root, name) for name in names}
+    folders = spec.include_folders()
+    hipify.copies(paths.values(), folders, place)
+    # where CUDA is installed as well, hipcc would take its compiler
+    hipcc = ["env", "HIP_PLATFORM=amd", toolchain.find_hipcc().path]
+    targets = [f"--offload-arch={arch.number}" for arch in archs]  # without, it seeks a GPU
+    command = [*hipcc, *compile_flags(spec, "cuda"), *targets]
+    command += [f"-I{hipify.copied(path, place)}" for path in folders]
+    command += [flag for path in system_folders for flag in ("-isystem", path)]
+    steps = [
+        compile_step(command, name, hipify.copied(path, place), folder)
+        for name, path in paths.items()
+    ]
+    return steps, [*hipcc, *targets]
+
+
 def build_steps(
     spec: OpSpec, device: str, archs: Sequence[Arch], folder: str, output: str
 ) -> list[Step]:
@@ -309,7 +272,7 @@ def build_steps(
         paths = {name: os.path.join(spec.root, name) for name in others}
         steps += [compile_step(command, name, path, folder) for name, path in paths.items()]
     if on_gpu:
-        flags = compile_flags(spec, "cuda")
-        made, linker = gpu_backend().steps(spec, on_gpu, flags, folders, archs, folder)
+        gpu_steps = _hipcc_steps if platform.is_hip() else _nvcc_steps
+        made, linker = gpu_steps(spec, on_gpu, folders, archs, folder)
         steps += made
     return [*steps, link_step(linker, steps, output, link_flags(spec, "cuda" if on_gpu else "cpu"))]

@@ -196,7 +196,8 @@ def lines(facts: Facts) -> Iterator[str]:
     """Yields the lines of an explanation as text; only paths may exceed ``WIDTH``."""
     yield f"{facts['op']} ({facts['device']})"
     yield from field("key", facts["key"])
-    yield from field("settings", _settings(facts))
+    settings = [facts["machine"], f"op ABI {facts['abi']}", *facts["extras"]]
+    yield from field("settings", ", ".join(settings))
     yield from field("flags", " ".join(facts["flags"]))
     for index, (name, digest) in enumerate(facts["sources"].items()):
         room = WIDTH - 13 - 12
@@ -212,19 +213,8 @@ def lines(facts: Facts) -> Iterator[str]:
         held = "nothing of this op" if step["exists"] else "not there"
         yield from field(name, f"{short(step['path'])}{'' if step['found'] else f': {held}'}")
         for entry in step["found"]:
-            yield from _entry_lines(step["path"], entry)
+            ago = since(entry["built"])
+            inside = f"{os.path.relpath(entry['path'], step['path'])}{f' ({ago} old)' * bool(ago)}"
+            yield from field("", f"{inside}: {entry['verdict']}")
     yield ""
     yield from field("next call", facts["next"]["text"])
-
-
-def _settings(facts: Facts) -> str:
-    """Returns CPU architecture, ABI number and further ingredients of the key as one text."""
-    told = [facts["machine"], f"op ABI {facts['abi']}", *facts["extras"]]
-    return ", ".join(str(item) for item in told)
-
-
-def _entry_lines(place: str, entry: Facts) -> Iterator[str]:
-    """Yields the lines on one entry, whose path is told relative to the cache folder ``place``."""
-    ago = since(entry["built"])
-    when = f" ({ago} old)" if ago else ""
-    yield from field("", f"{os.path.relpath(entry['path'], place)}{when}: {entry['verdict']}")
