@@ -131,6 +131,22 @@ def glibc() -> tuple[int, ...]:
     return tuple(map(int, re.findall(r"\d+", version))) if name == "glibc" else ()
 
 
+def output_of(*command: str) -> str:
+    """Runs a command and returns its standard output, "" if it fails."""
+    try:
+        done = subprocess.run(
+            command,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=60,
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return done.stdout if done.returncode == 0 else ""
+
+
 # ``sys.executable`` of a program that embeds Python, or is frozen, is that program
 _INTERPRETER = re.compile(r"(python|pypy)[\d.]*(d|t|td|-dbg)?")
 _VERSION = "import sys; print(sys.implementation.name, *sys.version_info[:2], sys.maxsize)"
@@ -163,18 +179,7 @@ def _find_python(executable: str, frozen: bool) -> str | None:
     for path in dict.fromkeys(found):
         if not os.access(path, os.X_OK) or _is_same_file(path, executable):
             continue
-        try:
-            done = subprocess.run(
-                [path, "-I", "-S", "-c", _VERSION],
-                stdin=subprocess.DEVNULL,
-                capture_output=True,
-                text=True,
-                errors="replace",
-                timeout=60,
-            )
-        except (OSError, subprocess.TimeoutExpired):
-            continue
-        if done.stdout.split() == [str(part) for part in mine]:
+        if output_of(path, "-I", "-S", "-c", _VERSION).split() == [str(part) for part in mine]:
             return path
     return None
 
@@ -226,23 +231,16 @@ _MACROS = {
 }
 
 
+@functools.cache
+def _predefined(command: tuple[str, ...]) -> frozenset[str]:
+    """Returns the names of the macros that a compiler predefines, asking each command once."""
+    lines = output_of(*command, "-dM", "-E", "-x", "c++", "/dev/null").splitlines()
+    return frozenset(line.split()[1] for line in lines if line.startswith("#define "))
+
+
 def compiled_for(command: Sequence[str]) -> list[str]:
     """Returns features beyond the baseline that a compiler uses wherever it likes, sorted."""
-    return list(_compiled_for(tuple(command)))
-
-
-@functools.cache
-def _compiled_for(command: tuple[str, ...]) -> tuple[str, ...]:
-    """Returns the features of ``compiled_for``, asking each command once."""
-    question = [*command, "-dM", "-E", "-x", "c++", "/dev/null"]
-    try:
-        done = subprocess.run(
-            question, capture_output=True, text=True, errors="replace", timeout=60
-        )
-    except (OSError, subprocess.TimeoutExpired):
-        return ()
-    defined = {line.split()[1] for line in done.stdout.splitlines() if line.startswith("#define ")}
-    return tuple(sorted(_MACROS[name] for name in defined & _MACROS.keys()))
+    return sorted(_MACROS[name] for name in _predefined(tuple(command)) & _MACROS.keys())
 
 
 @functools.cache

@@ -7,13 +7,12 @@ import json
 import os
 import re
 import shutil
-import subprocess
 import sys
 from typing import NamedTuple
 
 from ...spec import DISPATCHER, OpSpec
 from ..errors import HeaderNotFoundError, PythonNotFoundError, SettingError
-from ..platform import soabi, suffix_on
+from ..platform import output_of, soabi, suffix_on
 from . import toolchain
 
 VARIABLE = "APEX_BUILD_PYTHONS"
@@ -56,14 +55,9 @@ def _query(program: str) -> Python:
     import sysconfig
 
     try:
-        done = subprocess.run(
-            [program, "-I", "-S", "-c", _QUERY], capture_output=True, text=True, timeout=60
-        )
-        answer = json.loads(done.stdout) if done.returncode == 0 else None
-    except (OSError, ValueError, subprocess.TimeoutExpired):
-        answer = None
-    if answer is None:
-        raise PythonNotFoundError(f"{program} does not run as a Python")
+        answer = json.loads(output_of(program, "-I", "-S", "-c", _QUERY))
+    except ValueError:
+        raise PythonNotFoundError(f"{program} does not run as a Python") from None
     kind, major, minor, suffix, include, platform = answer
     if kind != "cpython" or (major, minor) < OLDEST:
         raise PythonNotFoundError(

@@ -9,7 +9,6 @@ import os
 import re
 import shlex
 import shutil
-import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
@@ -24,7 +23,7 @@ from ..errors import (
     NvccNotFoundError,
     SettingError,
 )
-from ..platform import is_cross_compiling, machine
+from ..platform import is_cross_compiling, machine, output_of
 
 _ONE_MACHINE = re.compile(r"-m(arch|cpu)=native")
 _ONE_CPU = re.compile(
@@ -47,14 +46,7 @@ class Nvcc(NamedTuple):
     home: str
 
 
-@functools.cache
-def _output(*command: str) -> str:
-    """Returns the standard output of a command, run once, "" if it fails."""
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=60)
-    except (OSError, subprocess.TimeoutExpired):
-        return ""
-    return done.stdout if done.returncode == 0 else ""
+_output = functools.cache(output_of)  # a command is run once
 
 
 def _passed_on(flag: str) -> list[str]:

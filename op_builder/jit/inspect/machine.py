@@ -10,7 +10,6 @@ import os
 import platform
 import re
 import shutil
-import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -20,7 +19,7 @@ from .. import env
 from ..backends import archs, toolchain
 from ..build import resources
 from ..errors import BuildError, SettingError
-from ..platform import installed_torch, is_hip
+from ..platform import installed_torch, is_hip, output_of
 
 Facts = dict[str, Any]
 UNREAD = "nothing reads it"
@@ -108,11 +107,7 @@ def _gpu_compiler(
 def _ninja() -> tuple[str, str, str]:
     """Returns ``(path, version or "unknown", "")`` of ninja; raises BuildError if missing."""
     path = toolchain.find_ninja()
-    try:
-        done = subprocess.run([path, "--version"], capture_output=True, text=True, timeout=60)
-        said = done.stdout.splitlines()
-    except (OSError, subprocess.TimeoutExpired):
-        said = []
+    said = output_of(path, "--version").splitlines()
     return path, said[0].strip() if said else "unknown", ""
 
 
