@@ -45,6 +45,15 @@ ROCM = GpuPlatform(
 )
 
 
+def text_of(path: str) -> str:
+    """Returns the text of a file, "" if it cannot be read."""
+    try:
+        with open(path, encoding="utf-8", errors="replace") as file:
+            return file.read()
+    except OSError:
+        return ""
+
+
 @functools.cache
 def installed_torch() -> Torch:
     """Returns folder and versions of the torch that an import would find; does not import it."""
@@ -55,11 +64,7 @@ def installed_torch() -> Torch:
     if spec is None or spec.origin is None:
         return Torch()
     folder = os.path.dirname(spec.origin)
-    try:
-        with open(os.path.join(folder, "version.py"), encoding="utf-8") as file:
-            text = file.read()
-    except OSError:
-        text = ""
+    text = text_of(os.path.join(folder, "version.py"))
 
     def value(name: str) -> str | None:
         """Returns the string that version.py assigns to ``name``, None if it assigns none."""
@@ -246,14 +251,10 @@ def compiled_for(command: Sequence[str]) -> list[str]:
 @functools.cache
 def own_cpu_features() -> frozenset[str] | None:
     """Returns the features of this machine's CPU, None if the kernel does not list them."""
-    try:
-        with open("/proc/cpuinfo", encoding="utf-8", errors="replace") as file:
-            for line in file:
-                name, _, value = line.partition(":")
-                if name.strip() in ("flags", "Features"):
-                    return frozenset(value.split())
-    except OSError:
-        pass
+    for line in text_of("/proc/cpuinfo").splitlines():
+        name, _, value = line.partition(":")
+        if name.strip() in ("flags", "Features"):
+            return frozenset(value.split())
     return None
 
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 from ..errors import ArchError
-from ..platform import CUDA, ROCM, gpu_platform, is_hip, python_program
+from ..platform import CUDA, ROCM, gpu_platform, is_hip, python_program, text_of
 from ..text import nearest
 
 # (major, minor) of an NVIDIA GPU, (major, minor, stepping) of an AMD one
@@ -163,11 +163,7 @@ def _kfd_capabilities() -> list[Capability]:
     """Returns the capabilities of the AMD GPUs that the kernel driver lists; needs no runtime."""
     found: set[Capability] = set()
     for path in glob.glob(os.path.join(KFD_NODES, "*", "properties")):
-        try:
-            with open(path, encoding="ascii", errors="replace") as file:
-                match = re.search(r"^gfx_target_version (\d+)", file.read(), re.MULTILINE)
-        except OSError:
-            continue
+        match = re.search(r"^gfx_target_version (\d+)", text_of(path), re.MULTILINE)
         version = int(match[1]) if match else 0
         if version:  # a CPU's is 0
             found.add((version // 10000, version // 100 % 100, version % 100))

@@ -128,9 +128,8 @@ def runtime_major() -> str:
         return version.partition(".")[0]
     try:
         header = os.path.join(toolchain.find_hipcc().home, "include", "hip", "hip_version.h")
-        with open(header, encoding="utf-8") as file:
-            match = re.search(r"#define\s+HIP_VERSION_MAJOR\s+(\d+)", file.read())
-    except (BuildError, OSError):
+        match = re.search(r"#define\s+HIP_VERSION_MAJOR\s+(\d+)", platform.text_of(header))
+    except BuildError:
         match = None
     return match[1] if match else "unknown"
 

@@ -7,21 +7,13 @@ import os
 from collections.abc import Iterator
 
 from .. import env
+from ..platform import text_of
 
 # The largest translation unit takes 0.43 GB (block_quantize for the CPU, g++ 12; nvcc 0.21 GB).
 BYTES_PER_JOB = 640 << 20
 _MEMINFO = "/proc/meminfo"
 _SELF = "/proc/self"
 _UNLIMITED = 1 << 60  # cgroup v1 writes "no limit" as a number near 2**63
-
-
-def _read(path: str) -> str:
-    """Returns the text of a file, "" if it cannot be read."""
-    try:
-        with open(path, encoding="utf-8", errors="replace") as file:
-            return file.read()
-    except OSError:
-        return ""
 
 
 def _number(text: str) -> int | None:
@@ -42,7 +34,7 @@ def _stat(text: str, name: str) -> int:
 
 def _mounts() -> Iterator[tuple[str, str, set[str]]]:
     """Yields the control group mounts of this process, from mountinfo of proc(5)."""
-    for line in _read(f"{_SELF}/mountinfo").splitlines():
+    for line in text_of(f"{_SELF}/mountinfo").splitlines():
         own, _, rest = line.partition(" - ")
         fields, kind = own.split(), rest.split()
         if len(fields) > 4 and len(kind) > 2 and kind[0] in ("cgroup", "cgroup2"):
@@ -52,7 +44,7 @@ def _mounts() -> Iterator[tuple[str, str, set[str]]]:
 
 def _groups(controller: str) -> Iterator[str]:
     """Yields the folders of this process's control group and its parents, innermost first."""
-    for line in _read(f"{_SELF}/cgroup").splitlines():
+    for line in text_of(f"{_SELF}/cgroup").splitlines():
         _, names, path = [*line.split(":", 2), "", ""][:3]
         if controller not in (names.split(",") if names else ["2"]):
             continue
@@ -69,13 +61,13 @@ def _groups(controller: str) -> Iterator[str]:
 def _cpu_limits() -> Iterator[float]:
     """Yields the number of CPUs that each control group allows."""
     for folder in _groups("2"):
-        quota, _, period = _read(f"{folder}/cpu.max").partition(" ")
+        quota, _, period = text_of(f"{folder}/cpu.max").partition(" ")
         if (limit := _number(quota)) is not None:
             yield limit / (_number(period) or 100_000)
     for folder in _groups("cpu"):
-        limit = _number(_read(f"{folder}/cpu.cfs_quota_us"))
+        limit = _number(text_of(f"{folder}/cpu.cfs_quota_us"))
         if limit:
-            yield limit / (_number(_read(f"{folder}/cpu.cfs_period_us")) or 100_000)
+            yield limit / (_number(text_of(f"{folder}/cpu.cfs_period_us")) or 100_000)
 
 
 def cpus() -> int:
@@ -87,21 +79,21 @@ def cpus() -> int:
 def _memory_limits() -> Iterator[int]:
     """Yields the bytes that each control group still allows; its page cache counts as free."""
     for folder in _groups("2"):
-        limit = _number(_read(f"{folder}/memory.max"))
+        limit = _number(text_of(f"{folder}/memory.max"))
         if limit is not None:
-            used = _number(_read(f"{folder}/memory.current")) or 0
-            yield limit - used + _stat(_read(f"{folder}/memory.stat"), "inactive_file")
+            used = _number(text_of(f"{folder}/memory.current")) or 0
+            yield limit - used + _stat(text_of(f"{folder}/memory.stat"), "inactive_file")
     for folder in _groups("memory"):
-        limit = _number(_read(f"{folder}/memory.limit_in_bytes"))
+        limit = _number(text_of(f"{folder}/memory.limit_in_bytes"))
         if limit is not None:
-            used = _number(_read(f"{folder}/memory.usage_in_bytes")) or 0
-            yield limit - used + _stat(_read(f"{folder}/memory.stat"), "total_inactive_file")
+            used = _number(text_of(f"{folder}/memory.usage_in_bytes")) or 0
+            yield limit - used + _stat(text_of(f"{folder}/memory.stat"), "total_inactive_file")
 
 
 def free_memory() -> int | None:
     """Returns the bytes of memory that are free for a build, None if the system does not tell."""
     known = list(_memory_limits())
-    for line in _read(_MEMINFO).splitlines():
+    for line in text_of(_MEMINFO).splitlines():
         if line.startswith("MemAvailable:"):
             known.append(int(line.split()[1]) << 10)
     return max(0, min(known)) if known else None

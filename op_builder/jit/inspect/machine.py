@@ -19,7 +19,7 @@ from .. import env
 from ..backends import archs, toolchain
 from ..build import resources
 from ..errors import BuildError, SettingError
-from ..platform import installed_torch, is_hip, output_of
+from ..platform import installed_torch, is_hip, output_of, text_of
 
 Facts = dict[str, Any]
 UNREAD = "nothing reads it"
@@ -27,13 +27,9 @@ UNREAD = "nothing reads it"
 
 def suite_version() -> str:
     """Returns the version of apex_te, "unknown" without a ``_version.py``."""
-    for folder in (SUITE, SUITE / "apex_te"):
-        with contextlib.suppress(OSError):
-            text = (folder / "_version.py").read_text(encoding="utf-8")
-            found = re.search(r'^__version__\s*=\s*"([^"]+)"', text, re.MULTILINE)
-            if found:
-                return found[1]
-    return "unknown"
+    texts = "\n".join(text_of(str(SUITE / name)) for name in ("_version.py", "apex_te/_version.py"))
+    found = re.search(r'^__version__\s*=\s*"([^"]+)"', texts, re.MULTILINE)
+    return found[1] if found else "unknown"
 
 
 def gpus(known: Sequence[str]) -> Facts:
@@ -46,11 +42,7 @@ def gpus(known: Sequence[str]) -> Facts:
 
 def _cpu_name() -> str:
     """Returns the name of the CPU's model."""
-    try:
-        with open("/proc/cpuinfo", encoding="utf-8", errors="replace") as file:
-            found = re.search(r"^model name\s*:\s*(.*)$", file.read(), re.MULTILINE)
-    except OSError:
-        found = None
+    found = re.search(r"^model name\s*:\s*(.*)$", text_of("/proc/cpuinfo"), re.MULTILINE)
     return found[1].strip() if found else platform.processor()
 
 
