@@ -1,5 +1,5 @@
 // The GPU's runtime: CUDA's or, in a hipified copy, AMD's HIP, and what the kernels need of it that
-// HIP has not or means otherwise (op_builder/jit/hipify.py maps the names).
+// HIP has not or means otherwise (op_builder/jit/backends/hipify.py maps the names).
 #pragma once
 
 #if defined(__HIP_PLATFORM_AMD__)
