@@ -231,6 +231,7 @@ def beside(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("hook", ["build_editable", "build_wheel"])
 def test_type_checkers_see_an_installation(hook: str, tmp_path: Path, beside: Path) -> None:
     pytest.importorskip("mypy")

@@ -35,6 +35,7 @@ def contents(root: Path) -> dict[str, bytes]:
     }
 
 
+@pytest.mark.long
 def test_guide_from_nothing_to_a_recipe(tmp_path: Path) -> None:
     """Everything on the page passes, edits no file of the suite, and leaves nothing behind."""
     follow_page(tmp_path, CUDA_VISIBLE_DEVICES="")  # with a GPU: tests/L1/builders
@@ -110,7 +111,7 @@ def test_generated_files_are_formatted(tmp_path: Path, name: str) -> None:
         ("print", "must not be a word of Python"),
         ("x" * (LONGEST + 1), f"must have at most {LONGEST} characters"),
         ("block", "there is a scheme 'block' already: apex_te/fp8/scheme/block.py"),
-        ("quantizer", "there is a scheme 'quantizer' already"),
+        ("base", "there is a scheme 'base' already"),
         ("blockwise", "there is a recipe 'blockwise' already: apex_te/recipe/__init__.py"),
         ("make_recipe", "apex_te/recipe/__init__.py uses the name 'make_recipe'"),
         ("fields", "apex_te/recipe/__init__.py uses the name 'fields'"),

@@ -250,6 +250,7 @@ def test_bad_arguments(arguments: dict[str, Any], error: type[Exception], told: 
         apex_te.prebuild(**arguments)
 
 
+@pytest.mark.long
 def test_archs_may_be_generations_and_any_iterable() -> None:
     report = apex_te.prebuild(iter(["rms_norm"]), arch=iter(["hopper"]), device="cpu")
     assert {row.op for row in report.libraries} >= {"rms_norm"}

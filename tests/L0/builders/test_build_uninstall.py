@@ -46,6 +46,7 @@ def test_make_clean_and_distclean(tmp_path: Path, cache_dir: Path, root: Path) -
     assert contents(checkout) == before
 
 
+@pytest.mark.long
 def test_pip_uninstall_leaves_nothing(tmp_path: Path, cache_dir: Path) -> None:
     """A prebuilt wheel, installed, imported and uninstalled: site-packages is as it was."""
     pip_package = importlib.util.find_spec("pip")

@@ -329,6 +329,7 @@ def test_forgotten_root_is_hinted_at() -> None:
         Echo().functions()
 
 
+@pytest.mark.long
 @pytest.mark.skipif(shutil.which("pip") is None, reason="needs pip")
 def test_tutorial_of_a_package(tmp_path: Path) -> None:
     """The page's second section, installed with pip into a folder of its own; then a broken one."""

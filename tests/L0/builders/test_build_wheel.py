@@ -195,6 +195,7 @@ print(tuple(linear(torch.ones(2, 8)).shape))
 """
 
 
+@pytest.mark.long
 def test_prebuilt_wheel_runs_without_compiling(checkout: Path, tmp_path: Path) -> None:
     """Other folder, no program on PATH, no writable home, compiling forbidden."""
     wheel, _ = make_wheel(checkout, tmp_path / "wheel", **cpu_library("amax_scale_update"))
