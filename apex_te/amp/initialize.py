@@ -69,8 +69,8 @@ def initialize(
         verbosity: 1 prints the chosen properties on the first rank, 0 nothing.
         min_loss_scale: floor of a dynamic scale; None is 2**-24.
         max_loss_scale: cap of a dynamic scale.
-        hysteresis: number of successive steps with non-finite gradients after which a dynamic scale
-            is halved.
+        hysteresis: number of successive steps with non-finite gradients from which on each one
+            halves a dynamic scale.
 
     Returns:
         ``models``, or ``(models, optimizers)`` if optimizers are given: the objects that were

@@ -43,9 +43,9 @@ def scale_loss(
     On exit, gradients are divided by the scale in float32 and added to those of earlier backwards:
     in the ``.grad`` of master weights if there are any, else in place. If a gradient is not finite,
     the next step of all ``optimizers`` is skipped. apex_te's optimizers and torch's with
-    ``fused=True`` read the flag ``optimizer.found_inf`` on the device. With others ``step`` waits
-    for the device, and the host reads the flag. Ranks that hold parts of DTensor parameters, or of
-    modules split over a ``tp_group``, share the flag and skip the same steps.
+    ``fused=True`` read the flag ``optimizer.found_inf`` on the device. In all other optimizers
+    ``step`` waits for the device, and the host reads the flag. Ranks that hold parts of DTensor
+    parameters, or of modules split over a ``tp_group``, share the flag and skip the same steps.
 
     Args:
         loss: a float tensor of one element.
@@ -247,8 +247,9 @@ def load_state_dict(state_dict: dict[str, Any]) -> None:
         state_dict: result of ``amp.state_dict()``.
 
     Raises:
-        RuntimeError: a key is unknown or missing, or ``amp.initialize`` was not called.
-        TypeError: ``state_dict`` is not a dict, or a value is not a number.
+        RuntimeError: a key is unknown, a scaler's dict lacks a key, or ``amp.initialize`` was not
+            called.
+        TypeError: ``state_dict`` is not a dict, or a scaler's value is not a number.
         ValueError: a scale or count is out of range.
     """
     scalers = _scalers("load_state_dict")

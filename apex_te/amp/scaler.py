@@ -27,8 +27,9 @@ class LossScaler:
     An update is clean if all gradients were finite. The algorithm is apex.amp's, with the
     hysteresis of its ``update_scale_hysteresis``. The state consists of float32 scalars on the
     device of the last loss: the scale; ``unskipped``, the number of clean updates since the scale
-    was last doubled or an update was not clean; ``hysteresis``, the number of further unclean
-    updates after which the scale is halved; and ``skipped``, the number of all unclean updates.
+    was last doubled or an update was not clean; ``hysteresis``, the number of further successive
+    unclean updates until the scale is halved (0 or less: the next one halves it); and ``skipped``,
+    the number of all unclean updates.
     ``loss_scale()``, ``skipped()`` and ``state_dict()`` read them and wait for the device; no other
     method waits.
 
@@ -108,11 +109,11 @@ class LossScaler:
         return loss.float() * self._scale
 
     def inv_scale(self) -> torch.Tensor:
-        """Returns ``1 / scale``, a float32 scalar on the device."""
+        """Returns ``1 / scale``, a float32 scalar on the device of the last loss."""
         return self._scale.reciprocal()
 
     def hold(self, found_inf: torch.Tensor) -> None:
-        """Keeps the flag of a step for the next ``update``, which then counts both as one update.
+        """Keeps a step's flag for the next ``update``, which counts the two flags as one update.
 
         Args:
             found_inf: tensor of one element, not 0 if a gradient was not finite.

@@ -15,8 +15,8 @@ class CudaRNGStatesTracker:
 
     Random ops inside ``with tracker.fork(name):`` draw from the sequence ``name``. Each block
     continues where the last block with this name ended. The default sequence is not affected.
-    Sequences are stored as states of the default generator of the current CUDA device, or of the
-    CPU without a GPU. The interface is that of Megatron and TransformerEngine.
+    Sequences are stored as states of the default generator of the current CUDA device or, on a
+    machine without a GPU, of the CPU. The interface is that of Megatron and TransformerEngine.
     """
 
     def __init__(self) -> None:

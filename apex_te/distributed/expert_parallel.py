@@ -36,7 +36,7 @@ class TokenDispatcher:
 
     Rank ``r`` of ``group`` has ``num_experts / ranks`` experts, starting at number
     ``r * num_experts / ranks``. ``dispatch`` and ``combine`` are differentiable in tokens, probs
-    and results. No token is dropped, unless it exceeds ``max_experts_per_token``.
+    and results. No token is dropped; for the one exception see ``max_experts_per_token``.
 
     Args:
         num_experts: number of experts on all ranks, a multiple of the number of ranks.
@@ -52,7 +52,7 @@ class TokenDispatcher:
             "all_gather" moves ``ranks / (experts per token)`` times the bytes of "all_to_all".
         max_experts_per_token: upper bound on the experts of one token, which sizes the buffers of
             "all_gather"; None stands for ``num_experts``. If a token has more than this many
-            experts on one rank, some of them may be silently skipped.
+            experts on one rank, "all_gather" may silently skip some of them.
 
     Attributes:
         ranks: number of ranks of ``group``.

@@ -25,9 +25,10 @@ def clip_grad_norm_(
 
     The norm is that of the whole model. If a parameter is split over the ranks of a ``tp_group`` or
     of a DTensor's mesh, each part counts once. A parameter that several ranks hold in full also
-    counts once. Collective: all of these ranks must call it, and get the same norm. The host does
-    not wait for the device. Only ``.grad`` is read and scaled, so gradients must be complete there:
-    call it after ``reduce_main_grads`` and the like.
+    counts once. Collective over the ranks of the model's ``tp_group``, of DTensors' meshes, and of
+    ``expert_group``, which all get the same norm. The host does not wait for the device. Only
+    ``.grad`` is read and scaled, so gradients must be complete there: call it after
+    ``reduce_main_grads`` and the like.
 
     Args:
         model: the model.

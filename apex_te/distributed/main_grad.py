@@ -66,9 +66,9 @@ def reduce_main_grads(
     tp_group, average=False)``.
 
     Args:
-        model: a module or parameters. Parameters of a module that have ``allreduce=False``, as
-            expert-parallel ones in Megatron, are left out. Parameters that are given directly are
-            all reduced.
+        model: a module or parameters. A module's parameters with ``allreduce=False``, such as
+            Megatron's expert-parallel ones, are left out. Parameters that are given directly are
+            all reduced, whatever their ``allreduce``.
         group: process group of the data-parallel ranks, which all have the same parameters; None is
             the whole world.
         average: divide by the number of ranks, as DistributedDataParallel does; False sums.

@@ -77,7 +77,7 @@ def recipe_from_arguments(args: argparse.Namespace) -> Recipe | None:
     """Returns the recipe that the parsed switches choose; None if they do not turn FP8 on.
 
     ``--fp8-format`` alone chooses delayed scaling; ``--fp8-recipe`` alone chooses that recipe's
-    default format.
+    default format. Without either switch the result is None.
 
     Args:
         args: result of a parser to which ``add_fp8_arguments`` has added the switches.

@@ -132,25 +132,27 @@ class fp8_autocast:
         enabled: run in FP8; False inside an enabled region turns FP8 off there.
         calibrating: record amax values even if ``enabled`` is False; results are then bf16 or fp32.
         recipe: another name of ``fp8_recipe``.
-        keep_columnwise_weights: cast each weight only once, in forward, and keep the transpose of
-            its FP8 data (the columnwise copy) until backward. Otherwise backward casts the weight
-            again. This costs one byte for each element of a weight from forward to backward, and
-            saves a third of the bytes that casts of weights move. It does not affect weights that
-            are cached, held in FP8, sharded by ``fully_shard``, or in a ``GroupedLinear``.
+        keep_columnwise_weights: True casts each weight only once, in forward, and keeps the
+            transpose of its FP8 data (the columnwise copy) until backward. This costs one byte for
+            each element of a weight from forward to backward, and saves a third of the bytes that
+            casts of weights move. With False, backward casts the weight again. Weights that are
+            cached, held in FP8, sharded by ``fully_shard``, or in a ``GroupedLinear`` are not
+            affected.
 
     Regions may be nested. Scales are updated on entering an outermost region with grad enabled,
     once as many regions as the recipe's ``interval`` have passed since the last update. They are
     also updated on leaving an outermost calibrating region without grad, unless a region with grad
     awaits its update. Both are collective over ``fp8_group``.
 
-    An evaluation (an outermost region without grad) changes no state, but reads the scales that a
-    pending update will give. It reads those of the last update if the pending one is collective
-    over several ranks, because these may not all enter the evaluation. The same holds if
-    torch.compile or a CUDA graph captures the region with its code. To apply a pending update
-    before an evaluation, call ``apex_te.flush_fp8_state()`` on all ranks.
+    An evaluation (an outermost region without grad that does not calibrate) changes no state, but
+    reads the scales that a pending update will give. Exceptions: it reads the scales of the last
+    update if the pending one is collective over several ranks, because these may not all enter the
+    evaluation, or if torch.compile or a CUDA graph captures the region with its code. To apply a
+    pending update before an evaluation, call ``apex_te.flush_fp8_state()`` on all ranks.
 
     Regions with different groups, or with different ``reduce_amax``, are counted and updated
-    separately; an update covers the modules that last ran in a region of its kind.
+    separately; an update covers the modules that last ran in a region with its group and
+    ``reduce_amax``.
 
     A region ends with its ``with`` block; blocks may be left in any order and thread. A suspended
     generator leaves its block when it is closed. Until then the thread that ran it stays in the
@@ -383,6 +385,6 @@ def is_fp8_enabled() -> bool:
 
 
 def get_fp8_recipe() -> Recipe:
-    """Returns the recipe of this thread's innermost region, or the default recipe outside."""
+    """Returns the recipe of this thread's innermost region; outside, ``DelayedScaling()``."""
     region = local.region
     return _DEFAULT_RECIPE if region is None else region.recipe

@@ -71,9 +71,9 @@ def make_graphed_callables(
             parameter nor an argument of the module. The cached FP8 weights have memory outside of
             the graphs' pool.
         sample_kwargs: a dict of keyword arguments of ``forward``; for several modules a sequence of
-            dicts. If it contains an ``InferenceParams``, call its ``pre_step`` before. Each replay
-            then computes, without gradients, the step of the last ``pre_step``; it can have at most
-            as many sequences and tokens as the captured one.
+            dicts. If it contains an ``InferenceParams``, call its ``pre_step`` before this
+            function. Each replay then computes, without gradients, the step of the last
+            ``pre_step``; it can have at most as many sequences and tokens as the captured one.
         pool: memory pool of other graphs to share, from ``torch.cuda.graph_pool_handle()``.
 
     Returns:

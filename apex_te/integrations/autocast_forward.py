@@ -34,7 +34,7 @@ class AutocastForward(WrappedForward):
 def autocast_forward(
     model: nn.Module, recipe: Recipe | str | None = None, during_eval: bool = False
 ) -> AutocastForward:
-    """Makes ``model`` run forwards in ``fp8_autocast``, for trainers that call it themselves.
+    """Makes ``model`` run its forwards in ``fp8_autocast``, for trainers that call the model.
 
     Only the forward runs inside the region, including the loss if the forward computes it. Call
     backward outside. The model's class stays. Copies and pickles of the model run in FP8, too, and

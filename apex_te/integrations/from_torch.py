@@ -130,8 +130,8 @@ def from_torch(
             layers leave no projection to attach them to.
         include: layers to convert: a name or pattern (``*``, ``?``, ``[]``) that successive parts
             of a layer's dotted name match, a predicate ``(name, module) -> bool``, or several of
-            them; None converts all but the above. ``include="*"`` converts output heads, adapters
-            and routers, too.
+            them; None converts all but routers, output heads and adapters. ``include="*"`` converts
+            these, too.
         exclude: layers not to convert, given as in ``include``; takes precedence over it.
         keep_first_blocks, keep_last_blocks: number of blocks at the start and end of each list of
             blocks (a ``ModuleList`` or ``Sequential`` of modules of one class) whose linear layers

@@ -257,14 +257,16 @@ def fuse_loss(
     files stay. Copies and pickles of the model compute their loss this way, too.
 
     Everything else runs as before: evaluation, generation, ``torch.compile``, another loss
-    function, and a head that has adapters, hooks or a sharded weight, or whose GEMMs are in FP8 or
-    float64. The same holds, with a warning, for models that scale or cap their logits (Gemma 2 and
-    3, Cohere, Granite) or compute their loss in their forward (T5, BART, Whisper).
+    function, and a head that has adapters, hooks or a sharded weight, computes in float64, or is an
+    ``apex_te.Linear`` inside ``fp8_autocast``. The same holds, with a warning, for models that
+    scale or cap their logits (Gemma 2 and 3, Cohere, Granite) or compute their loss in their
+    forward (T5, BART, Whisper).
 
     Args:
         model: a model such as ``LlamaForCausalLM``, or PEFT's around one.
         fp8_recipe: recipe without state, or its name, with which the head's GEMMs run in FP8. None
-            computes them in the head's dtype, even inside ``fp8_autocast``.
+            computes them in the head's dtype, even inside ``fp8_autocast`` (where the head must be
+            a ``torch.nn.Linear``).
         chunk_rows, weight_grad_dtype: as for ``linear_cross_entropy``.
 
     Returns:

@@ -95,7 +95,7 @@ class KeyMap:
             state_dict: tensors by parameter names of the fused model.
 
         Raises:
-            ValueError: a joined parameter does not have the number of rows of the model's.
+            ValueError: a joined parameter has another number of rows than in the model.
         """
         new = dict(state_dict)
         for entry in self.entries:

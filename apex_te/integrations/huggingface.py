@@ -76,7 +76,7 @@ class _FP8Training:
         self.handle: AutocastForward | None = None
 
     def converted(self, model_init: Callable[..., nn.Module]) -> Callable[..., nn.Module]:
-        """Returns a ``model_init`` for a trainer that converts each model when it is made.
+        """Returns a function like ``model_init`` that converts each model it makes, for a trainer.
 
         Args:
             model_init: function without arguments or of a trial, as for ``transformers.Trainer``.

@@ -37,7 +37,7 @@ def reorder_grouped_linear_state(
 
     Raises:
         TypeError: an argument has a wrong type.
-        ValueError: the parameter groups do not have the sizes of the optimizer's.
+        ValueError: the state dict's parameter groups do not have the sizes of the optimizer's.
     """
     _check("reorder_grouped_linear_state", state_dict, optimizer, model)
     saved = [list(group["params"]) for group in state_dict["param_groups"]]
@@ -88,7 +88,8 @@ def reorder_fused_state(
 
     Raises:
         TypeError: an argument has a wrong type.
-        ValueError: the parameter groups have other sizes.
+        ValueError: the state dict's parameter groups have neither the sizes of the optimizer's nor
+            those that Trainer made at that time.
     """
     _check("reorder_fused_state", state_dict, optimizer, model)
     former: dict[int, int] = {}  # places in the former order, by id of the parameter

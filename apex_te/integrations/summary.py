@@ -60,7 +60,7 @@ class ConversionSummary:
 
     Args:
         layers: one entry for each layer that was converted or kept.
-        share: numbers of the model's elements; None if they were not counted.
+        share: as the attribute.
 
     Attributes:
         converted: the entries of layers that became apex_te modules.

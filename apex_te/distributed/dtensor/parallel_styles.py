@@ -65,8 +65,8 @@ class _Style(ParallelStyle):
     Subclasses define ``_kinds``, the module classes they apply to, and ``_changes``.
 
     Args:
-        sequence_parallel: True if inputs and outputs not split by features are split by rows: each
-            rank has its part of dimension 0.
+        sequence_parallel: True if tensors that are whole in the feature dimension are split over
+            ranks along dimension 0 instead.
     """
 
     _kinds: ClassVar[tuple[type[torch.nn.Module], ...]]

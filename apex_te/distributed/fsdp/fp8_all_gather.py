@@ -53,9 +53,9 @@ def enable_fp8_all_gather(model: torch.nn.Module, recipe: Recipe | str | None = 
         ValueError: the model is already sharded or enabled, or has no FP8 module with a weight in
             bf16 or fp32; in forward, the recipe of ``fp8_autocast`` quantizes weights differently,
             or its ``fp8_group`` lacks ranks that have shards.
-        NotImplementedError: with a recipe such as MXFP8, the transpose cannot be made from FP8
-            data; in forward, shards cut a block, or ``fully_shard(reshard_after_forward=<int>)``
-            would shard FP8 data.
+        NotImplementedError: the recipe (MXFP8, for example) cannot make a weight's transpose from
+            its FP8 data, or a weight's parts cut a block; in forward, shards cut a block, or
+            ``fully_shard(reshard_after_forward=<int>)`` would shard FP8 data.
     """
     recipe = chosen_recipe("enable_fp8_all_gather", "recipe", recipe)
     if not isinstance(model, torch.nn.Module):

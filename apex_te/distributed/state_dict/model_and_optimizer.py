@@ -93,8 +93,8 @@ def get_state_dict(
     Raises:
         TypeError: an argument has a wrong type.
         ValueError: ``expert_group`` or a ``tp_group`` is missing; a pattern in ``stacked`` matches
-            no parameter, or its sizes do not divide one; or only some ranks have allocated FP8
-            state (raised on all ranks).
+            no parameter, or the sum of its sizes does not divide a parameter's rows on a rank; or
+            only some ranks have allocated FP8 state (raised on all ranks).
         NotImplementedError: ``full_state_dict`` is set for a split model, or the optimizer state of
             a split parameter has entries other than ``step``, numbers and tensors of its shape.
     """

@@ -17,7 +17,9 @@ _nonfinite: dict[torch.device, torch.Tensor] = {}
 
 
 def nonfinite_count(device: torch.device | str = "cpu") -> torch.Tensor:
-    """Returns how many Inf and NaN amax values scale updates have found, int32 ``[1]``.
+    """Returns how many Inf and NaN amax values scale updates have found so far, int32 ``[1]``.
+
+    The tensor is the counter itself, so later updates add to it.
 
     Args:
         device: device whose amax values are counted, and on which the tensor lives.

@@ -210,10 +210,11 @@ class FP8State:
         gemms: ``G``.
         allocated: True once the tensors exist.
         device: device of the tensors; meta before they exist.
-        first_steps: the slots whose first scale is still to be computed, with
-            ``first_step="current"``.
+        first_steps: ``FirstSteps`` that tells the slots whose first scale is still to be computed,
+            with ``first_step="current"``.
         recipe: recipe of the scales; None until a forward or a loaded state sets it.
-        sync: the ranks that update the scales together, and those on which scales are equal.
+        sync: ``ScaleSync``, a record of two sets of ranks: those over which updates reduce the amax
+            values, and those known to have equal scales. They may differ after scales are loaded.
     """
 
     scale_fwd: torch.Tensor
@@ -299,8 +300,8 @@ class FP8State:
 
         Allocates them if missing, and changes the length of the histories to the recipe's. If
         format or margin differ from those of the last recipe, each scale is multiplied by the new
-        ``fp8_max / 2**margin`` over the old one. Scales never set stay 1. All scales stay if
-        either recipe has a function as ``scaling_factor_compute_algo``.
+        ``fp8_max / 2**margin`` over the old one. Exceptions: scales never set stay 1, and all
+        scales stay if either recipe has a function as ``scaling_factor_compute_algo``.
 
         Args:
             recipe: recipe of the forward that is about to record amax values.

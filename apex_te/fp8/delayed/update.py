@@ -113,7 +113,7 @@ def update_if_due(recipe: Any, amax_group: AmaxGroup) -> None:
 def flush_fp8_state(group: Any = None) -> None:
     """Applies pending scale updates now; collective over the ``fp8_group`` of the regions.
 
-    Otherwise scales are updated on entering a later ``fp8_autocast``. Call this before saving if
+    Without this call, a later ``fp8_autocast`` updates scales on entering. Call it before saving if
     all ranks must save equal scales. It does nothing if no region has run since the last update.
 
     Args:
@@ -142,9 +142,10 @@ def flush_fp8_state(group: Any = None) -> None:
 
 
 def _update(recipe: Any, amax_group: AmaxGroup) -> None:
-    """Updates the states of ``amax_group``, and keeps failures for the next region to raise.
+    """Updates the states of ``amax_group``, and keeps failures until a region or flush raises them.
 
-    ``recipe`` is for states loaded without one; failures with another recipe cause a warning.
+    The next region with a failure's recipe raises it. ``recipe`` is the current region's, None in a
+    flush; states loaded without one get it, and a failure with any other also causes a warning now.
     """
     plan = registry.plans.get(amax_group)
     if plan is None:
@@ -268,7 +269,7 @@ class UpdatePlan:
 
 
 def _device_of(group: Any) -> torch.device:
-    """Returns the device for collectives over ``group`` of a rank without FP8 modules."""
+    """Returns the device that a rank without FP8 modules uses in collectives over ``group``."""
     if torch.distributed.get_backend(group) == "nccl":
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")

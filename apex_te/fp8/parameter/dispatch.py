@@ -332,7 +332,10 @@ def _to_copy(
     non_blocking: bool = False,
     **options: Any,
 ) -> torch.Tensor:
-    """Returns a copy with another device or nominal dtype; plain values for other dtypes."""
+    """Returns a copy with nominal dtype ``dtype`` on ``device``; None keeps that of ``x``.
+
+    If ``dtype`` is not in ``DTYPES``, the copy is a plain tensor of the values.
+    """
     dtype = x.dtype if dtype is None else dtype
     device = x.device if device is None else device
     if dtype not in DTYPES:

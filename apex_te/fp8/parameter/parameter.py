@@ -121,7 +121,7 @@ class FP8Parameter(torch.Tensor):
 
         Raises:
             ValueError: ``shape`` is not that of a matrix.
-            TypeError: ``dtype`` is not one of these.
+            TypeError: ``dtype`` is not one of the four.
         """
         if len(shape) != 2:
             raise ValueError(f"FP8Parameter: shape must be [rows, cols], got {list(shape)}")
@@ -153,7 +153,7 @@ class FP8Parameter(torch.Tensor):
 
     @property
     def get_high_precision_init_val(self) -> Callable[[], torch.Tensor]:
-        """Returns a function that returns the initial values before quantization, on the CPU.
+        """Function that returns the initial values before quantization, on the CPU; a property.
 
         Raises:
             AttributeError: no initial values are kept; Megatron-Core tests this by ``hasattr``.
@@ -163,7 +163,7 @@ class FP8Parameter(torch.Tensor):
 
     @property
     def clear_high_precision_init_val(self) -> Callable[[], None]:
-        """Returns a function that frees the initial values before quantization.
+        """Function that frees the kept initial values; a property.
 
         Raises:
             AttributeError: no initial values are kept, or they were freed already.
@@ -200,7 +200,9 @@ class FP8Parameter(torch.Tensor):
         """Returns this weight with another dtype or on another device, as ``torch.Tensor.to`` does.
 
         For a ``torch.nn.Parameter`` the result is an FP8Parameter. For any other FP8Parameter it is
-        plain values if a dtype, or a tensor with one, is passed, even if the dtype is its own.
+        a plain tensor of the values if a dtype or a tensor is passed, even one with its own dtype,
+        and an FP8Parameter if only a device is. A dtype that an FP8Parameter cannot have always
+        gives a plain tensor.
         """
         dtype = kwargs.get("dtype")
         for arg in (*args, kwargs.get("other")):
@@ -262,7 +264,11 @@ class FP8Parameter(torch.Tensor):
 
     @property
     def data(self) -> torch.Tensor:
-        """The weight without autograd history; assigning a tensor quantizes it into the weight."""
+        """The weight without autograd history; assigning a tensor quantizes it into the weight.
+
+        Raises:
+            ValueError: an assigned tensor has another shape or device than the weight.
+        """
         return super().data
 
     @data.setter
@@ -361,7 +367,7 @@ class FP8Parameter(torch.Tensor):
         its weights over the ranks.
 
         Args:
-            weights: the weights; if they are shards, the same ones on all ranks.
+            weights: the weights; shards must be those of the same weights on all ranks.
             sources: values, or FP8Parameters, that broadcast to the weights' shapes.
 
         Raises:

@@ -32,8 +32,8 @@ class MegatronLayer(torch.nn.Module):
         sharded_axes: dimension along which each split parameter is split over ranks, by name;
             parameters that every rank has in full are left out.
         is_first_microbatch: True until the first forward. A Megatron-style loop sets it to True
-            before the first microbatch of a step, so that FP8 weights are cast anew. It is used
-            only if ``config.disable_parameter_transpose_cache`` is False.
+            before the first microbatch of a step, so that FP8 weights are cast anew. It is
+            ignored if ``config.disable_parameter_transpose_cache`` is True.
         return_bias: True if forward returns a bias that it has not added.
     """
 
@@ -87,7 +87,8 @@ class MegatronLayer(torch.nn.Module):
 
         Raises:
             ValueError: ``sharded_offsets`` are given without Megatron, or no group is known.
-            NotImplementedError: experts are spread over ranks.
+            NotImplementedError: experts are spread over ranks, and Megatron is not imported or the
+                module holds several experts.
         """
         owner, axes = type(self).__name__, self.sharded_axes
         group = getattr(self, "tp_group", None)

@@ -156,8 +156,8 @@ class TERowParallelLinear(_ParallelLinear):
     Other arguments, attributes and results are those of ``TEColumnParallelLinear``.
 
     Raises:
-        NotImplementedError: as for ``TEColumnParallelLinear``; or an expert's layer that is split
-            would add its bias (every rank would add it).
+        NotImplementedError: as for ``TEColumnParallelLinear``; or the layer belongs to an expert,
+            is split and is to add its bias (every rank would add it).
         TypeError: as for ``TEColumnParallelLinear``.
         ValueError: as for ``TEColumnParallelLinear``.
     """

@@ -32,7 +32,7 @@ class CompositeModule(torch.nn.Module):
 
         Raises:
             TypeError: ``tp_group`` is neither a process group nor None.
-            ValueError: ``tp_group`` has another number of ranks.
+            ValueError: ``tp_group`` does not have ``tp_size`` ranks.
         """
         try:
             self._call_children("set_tensor_parallel_group", tp_group)

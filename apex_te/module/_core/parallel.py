@@ -115,7 +115,8 @@ class ParallelModule(FP8Module):
         tp_size: the number of the ranks.
         sequence_parallel: True if dimension 0 of the module's input or output is split over several
             ranks.
-        get_rng_state_tracker: returns the tracker from which split weights are drawn; or None.
+        get_rng_state_tracker: function that returns the tracker of random states from which split
+            weights are drawn; or None.
         rng_tracker_name: the name of the sequence of random numbers in the tracker; or None.
     """
 
@@ -169,7 +170,7 @@ class ParallelModule(FP8Module):
 
         Raises:
             TypeError: ``tp_group`` is neither a process group nor None.
-            ValueError: ``tp_group`` has another number of ranks.
+            ValueError: ``tp_group`` does not have ``tp_size`` ranks.
         """
         owner = type(self).__name__
         if tp_group is not None:

@@ -201,14 +201,15 @@ class DotProductAttention(torch.nn.Module):
         Args:
             query_layer, key_layer, value_layer: [s, b, h, d], [b, s, h, d] or [t, h, d], of one
                 floating-point dtype, which the result gets; ``torch.autocast`` casts them. Keys and
-                values have g heads. The last dimension must be dense, other strides are free.
+                values have g heads; values may have another head size, dv. The last dimension must
+                be dense, other strides are free.
             attention_mask: bool, True = masked out. For padding types: [b, 1, 1, s], or a tuple of
                 two, for queries and keys. In cross attention it must be such a tuple, or one mask
                 of the scores, [b, 1, sq or 1, sk]. The output is 0 for padded queries, and for
                 queries that see no key. For ``"arbitrary"``: broadcasts to [b, h, sq, sk]. For
                 other types: None. With thd, b is the number of sequences, and s at least the length
-                of the longest one; the mask then costs padding the sequences, which
-                ``cu_seqlens_q`` alone does not.
+                of the longest one. A mask then makes the call pad the sequences, which is slower
+                than ``cu_seqlens_q`` alone.
             cu_seqlens_q, cu_seqlens_kv: int32 [n + 1], where the n sequences begin and end; kv
                 defaults to q. Required for thd. With padding types in the other formats they may
                 replace or complement a mask.
@@ -223,7 +224,7 @@ class DotProductAttention(torch.nn.Module):
             alibi_slopes: floating-point [h] or [b, h] for ``"alibi"``; None takes the slopes of the
                 ALiBi paper.
             checkpoint_core_attention: save only the inputs, and compute attention again in
-                backward, with the same dropout mask, also with a tracker.
+                backward, with the same dropout mask, even if ``get_rng_state_tracker`` is set.
             cu_seqlens_q_padded, cu_seqlens_kv_padded: for thd with padding tokens between the
                 sequences, int32 [n + 1]: sequence i begins at ``cu_seqlens_q_padded[i]`` and has
                 ``cu_seqlens_q[i + 1] - cu_seqlens_q[i]`` tokens. Outputs of padding tokens are 0.
@@ -313,7 +314,10 @@ class DotProductAttention(torch.nn.Module):
         *args: Any,
         **kwargs: Any,
     ) -> str:
-        """Returns how ``forward`` would compute this, and why, as ``"<path>: <reason>"``."""
+        """Returns the path that ``forward`` would take with these arguments, as ``"path: reason"``.
+
+        For example ``"sdpa: PyTorch's flash kernel"``.
+        """
         kwargs.pop("checkpoint_core_attention", None)
         path = self._plan(query_layer, key_layer, value_layer, *args, **kwargs)[0]
         return f"{path.name}: {path.reason}"
@@ -451,7 +455,10 @@ class DotProductAttention(torch.nn.Module):
         mask: _masks.Mask,
         cu: tuple[torch.Tensor | None, torch.Tensor | None],
     ) -> tuple[_masks.Visibility, _masks.Mask]:
-        """Checks the masks and returns the keys that queries [b, h, sq, d] see."""
+        """Checks the masks; returns the keys that queries [b, h, sq, d] see, and the mask.
+
+        The mask is ``mask``, joined with the padding that ``cu`` gives if ``cu`` has tensors.
+        """
         batch, heads, queries, _ = q.shape
         keys = k.shape[2]
         cross = self.attention_type == "cross"

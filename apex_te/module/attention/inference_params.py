@@ -20,13 +20,14 @@ __all__ = ["Cached", "InferenceParams", "PaddedStep", "Step", "extended", "witho
 class InferenceParams:
     """Cache of the keys and values of all tokens so far, for each layer of a model that generates.
 
-    If all sequences grow alike, the caller sets ``sequence_len_offset``. If they have several
-    lengths, end or join, the caller announces them by ``pre_step`` before each call. CUDA graphs
+    If all sequences grow alike, the caller sets ``sequence_len_offset``. If their lengths differ,
+    or some end or join, the caller announces them by ``pre_step`` before each call. CUDA graphs
     need ``pre_step``: they read its numbers on the device, so that a replay computes the step that
     was announced last, from inputs padded to the sizes of the capture.
 
     Args:
-        max_batch_size, max_sequence_length: largest numbers of sequences, and of tokens of one.
+        max_batch_size: largest number of sequences.
+        max_sequence_length: largest number of tokens of a sequence.
 
     Attributes:
         sequence_len_offset: number of tokens cached so far. After each call of the model the caller
@@ -126,8 +127,8 @@ class InferenceParams:
             layout: ``"sbhd"``, ``"bshd"`` or ``"thd"``.
 
         Returns:
-            A ``Step`` for inputs without padding, a ``PaddedStep`` for others and in a CUDA graph,
-            None without ``pre_step``.
+            A ``Step`` for an input without padding, a ``PaddedStep`` for a padded input and in a
+            CUDA graph, None without ``pre_step``.
 
         Raises:
             ValueError: the input is too small for the step, or has too many sequences.
@@ -167,7 +168,9 @@ class InferenceParams:
         return PaddedStep(table, longest, self.max_sequence_length)
 
     def table(self, device: torch.device) -> torch.Tensor:
-        """Returns ``PaddedStep.table`` on a device, which later steps overwrite in place.
+        """Returns the announced step as ``PaddedStep.table``, int32 [4, max_batch_size + 1].
+
+        The tensor is on ``device``; later steps overwrite it in place.
 
         Raises:
             RuntimeError: the table would have to be allocated while a CUDA graph is captured.
@@ -196,7 +199,7 @@ class InferenceParams:
 
     @contextlib.contextmanager
     def preserved(self) -> Iterator[None]:
-        """Restores the cache at the announced step's new tokens after a ``with`` block."""
+        """Context manager that on exit restores the cache where the step's new tokens go."""
         kept = []
         if self._step is not None:
             for memory in self.key_value_memory_dict.values():
