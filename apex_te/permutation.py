@@ -124,8 +124,9 @@ def moe_permute_and_pad_with_probs(
         num_out_tokens: number of rows of the result, a multiple of ``align_size`` that holds all
             rows with padding. ``tokens * k + experts * (align_size - 1)`` rounded up always
             suffices if a token has at most k experts. None or -1: exactly the rows with padding.
-            This makes the host wait for the GPU once and check ``tokens_per_expert``; if
-            ``tokens_per_expert`` is on the CPU and ``inp`` on a GPU, it does neither.
+            This makes the host wait for the GPU once and check ``tokens_per_expert``.
+            Exception: if ``tokens_per_expert`` is on the CPU and ``inp`` on a GPU, the host neither
+            waits nor checks.
 
     Returns:
         permuted: [num_out_tokens, hidden] in the dtype of ``inp``.

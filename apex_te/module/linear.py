@@ -84,7 +84,10 @@ class LinearParameters(ParallelModule):
             self.register_parameter(f"{prefix}bias", bias)
 
     def _split_over_ranks(self, parameters_split: Any) -> Any:
-        """Returns ``parameters_split`` with this rank's rows; names without rows are kept."""
+        """Returns ``parameters_split`` with this rank's numbers of rows.
+
+        A list of names is returned as it is, and so is anything unless the mode is "column".
+        """
         if self.parallel_mode != "column" or not isinstance(parameters_split, dict):
             return parameters_split
         owner = type(self).__name__

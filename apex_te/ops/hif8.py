@@ -175,9 +175,10 @@ def quantize_current(
 ) -> HiF8Output:
     """Quantizes x: q = encode(float(x) * scale), scale = target / max |x|, in two launches.
 
-    The scale follows the rules of ``current_scale``. An amax below ``eps`` counts as ``eps``. An
-    amax of 0, infinity or NaN gives scale 1. An infinite scale becomes float32's largest number. If
-    the amax is infinite, scale_inv is infinite, so that saturation does not hide the infinity.
+    The scale follows the rules of ``current_scale``. An amax below ``eps`` is first raised to
+    ``eps``. If it is then 0, infinite or NaN, the scale is 1. An infinite scale becomes float32's
+    largest number. For an infinite amax, scale_inv is infinite, so that saturation does not hide
+    the infinity.
 
     Args:
         x: [rows, cols] float32, float16 or bfloat16; made contiguous if it is not.
@@ -187,7 +188,7 @@ def quantize_current(
         columnwise: make the columnwise copy, the transpose [cols, rows].
         pad_columnwise: pad the columnwise copy to [cols, rows rounded up to 16]; the added columns
             are zeros.
-        eps: smallest amax, zero or more.
+        eps: lower bound of the amax, zero or more.
         pow2: round the scale down to a power of two.
         amax: one float32 element to use instead of max |x|, which saves one launch; None computes
             max |x|.
@@ -250,7 +251,10 @@ def reference_decode(fp8_data: torch.Tensor) -> torch.Tensor:
 def reference_quantize(
     x: torch.Tensor, scale: torch.Tensor, *, saturate: bool = True
 ) -> HiF8Output:
-    """Computes ``quantize`` in plain PyTorch, with max |x| as the amax, as its specification."""
+    """Computes ``quantize`` in plain PyTorch, as its specification.
+
+    Both copies are made, without padding. The amax of the result is always max |x|.
+    """
     codes = reference_encode(x.float() * scale, saturate=saturate)
     amax = reference_codec.amax_of(x)
     return HiF8Output(codes, codes.t().contiguous(), scale, 1.0 / scale, amax)
@@ -265,7 +269,10 @@ def reference_quantize_current(
     amax: torch.Tensor | None = None,
     saturate: bool = True,
 ) -> HiF8Output:
-    """Computes ``quantize_current`` in plain PyTorch, as its specification."""
+    """Computes ``quantize_current`` in plain PyTorch, as its specification.
+
+    Both copies are made, without padding.
+    """
     if amax is None:
         amax = reference_codec.amax_of(x)
     scale = reference_codec.scale_of(amax, target, eps, pow2)

@@ -34,12 +34,13 @@ def layer_norm(
 
     Args:
         x: [..., cols] float32, float16 or bfloat16; made contiguous if it is not.
-        weight: [cols] in x's dtype or float32; None stands for ones.
-        bias: [cols] in the weight's dtype; None stands for zeros.
+        weight: [cols] in x's dtype or float32; None means gamma = 1.
+        bias: [cols] in the weight's dtype, without a weight in x's dtype or float32; None stands
+            for zeros.
         eps: added to the variance.
         zero_centered_gamma: gamma is 1 + weight instead of weight.
-        residual: tensor of x's shape and dtype, added to x before the norm. The sum is first
-            rounded to x's dtype, since backward reads the rounded sum, and is returned, too.
+        residual: tensor of x's shape and dtype, added to x before the norm. The sum is rounded to
+            x's dtype before it is normalised, and is also returned.
 
     Returns:
         y in x's shape and dtype; with a residual (y, x + residual).
@@ -69,7 +70,7 @@ def layer_norm_fwd(
         x: [rows, cols]; other arguments are as in ``layer_norm``.
 
     Returns:
-        The output and mean and rstd, which ``layer_norm_bwd`` needs.
+        y; mean and rstd, which ``layer_norm_bwd`` needs; x + residual if a residual is given.
     """
     x = x.contiguous()
     out = NormOutput(
@@ -168,7 +169,7 @@ def layer_norm_bwd(
         d_residual: [rows, cols] in x's dtype, gradient of the returned residual sum; added to dx.
             None adds nothing.
         with_dweight: compute the weight's gradient, in the weight's dtype (x's if weight is None).
-        with_dbias: compute the bias's gradient, in the weight's dtype.
+        with_dbias: compute the bias's gradient, in the same dtype as the weight's.
 
     Raises:
         TypeError: an argument has a dtype that is not listed.

@@ -39,8 +39,8 @@ class RowMap(NamedTuple):
             for ``permute``, ``unpermute`` and their backwards. csrc/moe_permute/moe_permute.h
             describes its layout.
         tokens_per_expert: [experts], number of each expert's rows, without dropped copies.
-        padded_tokens_per_expert: [experts], number of each expert's rows including padding; equal
-            to ``tokens_per_expert`` without padding.
+        padded_tokens_per_expert: [experts], number of each expert's rows including padding; if
+            experts are not padded, it is equal to ``tokens_per_expert``.
         pad_offsets: [experts], number of padding rows before each expert's first row; None without
             padding.
     """
@@ -157,10 +157,11 @@ def permute_by(
 ) -> tuple[torch.Tensor, torch.Tensor | None, RowMap]:
     """Computes ``make_map`` and then ``permute`` in one call; their kernels overlap.
 
-    Arguments are those of the two functions; copies beyond the last row are dropped.
+    Arguments are those of the two functions; copies beyond row ``num_rows - 1`` are dropped.
 
     Returns:
-        (permuted rows [num_rows, hidden], permuted probs [num_rows] or None, the map).
+        (permuted rows [num_rows, hidden], permuted probs [num_rows] or None without probs, the
+        map).
     """
     routing = _prepare(routing_map, map_type, num_experts, align_size)
     matrix, out, probs, permuted = _outputs(inp, num_rows, probs)
@@ -180,13 +181,14 @@ def permute_bwd(
     """Computes the gradients of ``permute``.
 
     Args:
-        grad_permuted: [num_rows, hidden], gradient of the permuted rows.
+        grad_permuted: [num_rows, hidden] in the dtype of ``inp``, gradient of the permuted rows.
         row_id_map: ``RowMap.row_id_map``.
-        grad_permuted_probs: [num_rows], gradient of the permuted probs, if there are any.
+        grad_permuted_probs: [num_rows] in the dtype of the probs, their gradient; None without
+            probs.
 
     Returns:
         (gradient of ``inp`` [tokens, hidden], gradient of probs [tokens, width] or None without
-        ``grad_permuted_probs``). The former is the sum over each token's copies.
+        ``grad_permuted_probs``). The gradient of ``inp`` is the sum over each token's copies.
     """
     width = (row_id_map.shape[1] - 1) // 2
     tokens = row_id_map.shape[0] - 2
@@ -232,10 +234,10 @@ def unpermute_bwd(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Computes the gradients of ``unpermute`` with probs, in one pass.
 
-    Without probs the gradient of ``inp`` is ``permute(grad_output, ...)``.
+    Without probs, the gradient of ``inp`` is the first result of ``permute(grad_output, ...)``.
 
     Args:
-        grad_output: [tokens, hidden].
+        grad_output: [tokens, hidden] in the dtype of ``inp``.
         inp: as in ``unpermute``.
         row_id_map: as in ``unpermute``.
         probs: as in ``unpermute``, not None.
@@ -254,8 +256,8 @@ def make_chunk_map(
 ) -> torch.Tensor:
     """Makes the map by which ``sort_chunks`` reorders chunks of rows.
 
-    Invalid sizes or indices raise on the CPU. On a GPU they do not, because the host does not wait:
-    ``sort_chunks`` then writes zeros to rows that get no source row.
+    Invalid sizes or indices raise ValueError on the CPU. On a GPU they do not, because the host
+    does not wait: ``sort_chunks`` then writes zeros to rows that get no source row.
 
     Args:
         split_sizes: int32 or int64 [chunks], the number of rows of each chunk, at most ``num_rows``

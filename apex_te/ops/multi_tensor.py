@@ -34,7 +34,7 @@ _CHECKS = {"result": -1, "x": 0, "y": 1}
 
 
 def dense(tensors: Tensors) -> Tensors:
-    """Returns the tensors of a plain list made contiguous; returns a prepared list as it is."""
+    """Returns a plain list's tensors made contiguous; returns a ``tensor_list()`` as it is."""
     if not isinstance(tensors, (list, tuple)):
         return tensors
     try:
@@ -49,7 +49,7 @@ def workspace(like: torch.Tensor, count: int, sums: int) -> torch.Tensor:
     Args:
         like: tensor on the device of the list.
         count: number of tensors in the list.
-        sums: number of values that the kernel sums: 1 for ``l2norm``, 2 for LAMB's two norms.
+        sums: number of sums for each tensor: 1 for ``l2norm``, 2 for LAMB's two norms.
     """
     words = scratch_sizes.list_words(count, sums)
     return torch.empty(words, dtype=torch.float32, device=like.device)
@@ -193,8 +193,8 @@ def quantize(
         fp8_dtype: dtype of new outputs, torch.float8_e4m3fn or torch.float8_e5m2.
         amaxes: one float32 element for each tensor x; becomes max(amax, max |x|), before scaling;
             NaN counts as largest. None computes no amax.
-        scale_invs: one float32 element for each tensor; receives 1 / scale.
-        outputs: tensors of the same shapes to write, each float8_e4m3fn or float8_e5m2; new
+        scale_invs: one float32 element for each tensor, receives 1 / scale; None computes none.
+        outputs: tensors of the inputs' shapes to write, each float8_e4m3fn or float8_e5m2; new
             ones unless given.
 
     Returns:
@@ -258,5 +258,5 @@ def reference_axpby(x: torch.Tensor, y: torch.Tensor, a: float, b: float) -> tor
 def reference_quantize(
     x: torch.Tensor, scale: torch.Tensor, fp8_dtype: torch.dtype
 ) -> torch.Tensor:
-    """Computes ``quantize`` of one tensor with integer rounding, as its specification."""
+    """Computes ``quantize`` of one tensor in plain PyTorch, as its specification."""
     return reference_codec.encode_fp8(x.float() * scale, fp8_dtype)

@@ -201,9 +201,9 @@ def lamb(
 ) -> None:
     """Steps LAMB (arXiv 1904.00962) in place: Adam's update with a learning rate for each tensor.
 
-    A tensor's learning rate is lr * |param| / |update|. It is lr if one of these norms is 0, or if
-    ``weight_decay`` is 0 and ``nvlamb`` is False. A step takes three launches, and two more if it
-    computes the norm of the gradients.
+    A tensor's learning rate is lr * |param| / |update|. Exceptions: it is lr if one of these norms
+    is 0, and for all tensors if ``weight_decay`` is 0 and ``nvlamb`` is False. A step takes three
+    launches, and two more if it computes the norm of the gradients.
 
     Args:
         params, grads, exp_avgs, exp_avg_sqs, step, lr, betas, eps, weight_decay, bias_correction,
@@ -264,7 +264,7 @@ def reference_adam(
     """Computes ``adam`` for one parameter in plain PyTorch.
 
     Returns:
-        New tensors (param, exp_avg, exp_avg_sq) after the step.
+        New tensors (param in its dtype, exp_avg, exp_avg_sq in float32) after the step.
     """
     p, g, m, v = _wide(param, grad, exp_avg, exp_avg_sq)
     if adamw:
@@ -295,7 +295,7 @@ def reference_sgd(
     """Computes ``sgd`` for one parameter in plain PyTorch.
 
     Returns:
-        New tensors (param, momentum buffer) after the step.
+        New tensors (param in its dtype, momentum buffer in float32) after the step.
     """
     p, g, m = _wide(param, grad, buffer)
     g = g + weight_decay * p
@@ -327,7 +327,7 @@ def reference_lamb(
     The gradient is first multiplied by ``clip``.
 
     Returns:
-        New tensors (param, exp_avg, exp_avg_sq) after the step.
+        New tensors (param in its dtype, exp_avg, exp_avg_sq in float32) after the step.
     """
     p, g, m, v = _wide(param, grad, exp_avg, exp_avg_sq)
     g = g * clip

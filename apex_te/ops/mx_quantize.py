@@ -50,12 +50,12 @@ def mx_quantize(
 ) -> MXQuantized:
     """Quantizes x: q = saturating_cast(float(x) / 2^e), with one e for each block of 32 elements.
 
-    A block of the rowwise copy is 32 elements of a row of x, one of the columnwise copy 32 elements
-    of a column; both copies are quantized from x. The scale 2^e is computed from the block's amax.
-    With ``rounding="up"`` it is the smallest 2^e that is at least amax / fp8_max (in float32), so
-    that nothing saturates. With "floor" (OCP MX v1.0, section 6.3) e is floor(log2 amax) - 8 for
-    E4M3, and - 15 for E5M2; an amax just below a power of two then saturates. The scale is NaN
-    (0xFF) for a block with a NaN, 2^127 (0xFE) for one with an infinity, 2^-127 (0x00) for zeros.
+    A block is 32 elements of a row of x for the rowwise copy, and 32 elements of a column of x for
+    the columnwise copy. The scale 2^e is computed from the block's amax. With ``rounding="up"`` it
+    is the smallest 2^e that is at least amax / fp8_max (in float32), so that nothing saturates.
+    With "floor" (OCP MX v1.0, section 6.3) e is floor(log2 amax) minus 8 for E4M3 or minus 15 for
+    E5M2; an amax just below a power of two then saturates. The scale is NaN (0xFF) for a block with
+    a NaN, 2^127 (0xFE) for one with an infinity, 2^-127 (0x00) for a block of zeros.
 
     Args:
         x: [rows, cols] float32, float16 or bfloat16; made contiguous if it is not. Extents need not
@@ -64,10 +64,11 @@ def mx_quantize(
         rowwise: make the rowwise copy, [rows, cols], and its scales.
         columnwise: make the columnwise copy, the transpose [cols, rows], and its scales.
         pad_columnwise: pad the columnwise copy to [cols, rows rounded up to 16]; the added columns
-            are zeros. Its scales are the same.
+            are zeros. Its scales are not padded.
         rounding: "up" or "floor".
-        out: result of an earlier call, whose tensors are overwritten. It determines which copies
-            are made; ``rowwise`` and ``columnwise`` are ignored.
+        out: result of an earlier call with x's shape and ``fp8_dtype``, whose tensors are
+            overwritten. It determines which copies are made; ``rowwise``, ``columnwise`` and
+            ``pad_columnwise`` are ignored.
 
     Returns:
         The copies and their scales. Scales are row-major, one for each block, not in the tiled
@@ -146,13 +147,13 @@ def mx_dequantize(
 ) -> torch.Tensor:
     """Multiplies MXFP8 data by its scales, exactly within the normal range of ``dtype``.
 
-    Other values are rounded to nearest even.
+    Products outside that range are rounded to nearest even.
 
     Args:
         fp8_data: [rows, cols] FP8, a rowwise or a columnwise copy.
         scale: [rows, ceil(cols / 32)] float8_e8m0fnu, of that copy.
         dtype: dtype of a new tensor: float32, float16 or bfloat16.
-        out: [rows, cols] to write, in one of these dtypes; a new tensor unless given.
+        out: contiguous [rows, cols] to write, in one of these dtypes; a new tensor unless given.
 
     Returns:
         [rows, cols]: ``out`` or the new tensor. A columnwise copy gives the transpose of the
@@ -183,7 +184,10 @@ _dequantize = bind("mx_quantize", "mx_dequantize", _dequantize_in_library)
 def reference(
     x: torch.Tensor, fp8_dtype: torch.dtype = torch.float8_e4m3fn, *, rounding: str = "up"
 ) -> MXQuantized:
-    """Computes ``mx_quantize`` in plain PyTorch with integer rounding, as its specification."""
+    """Computes ``mx_quantize`` in plain PyTorch, as its specification.
+
+    Both copies are made, without padding. Rounding is integer arithmetic on the bits.
+    """
     rowwise = _reference_rowwise(x, fp8_dtype, rounding)
     return MXQuantized(*rowwise, *_reference_rowwise(x.t(), fp8_dtype, rounding))
 

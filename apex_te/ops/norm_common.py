@@ -50,8 +50,8 @@ class NormGradients(NamedTuple):
 
     Attributes:
         dx: [rows, cols] in x's dtype, the gradient of both x and the residual.
-        dweight: [cols] in the weight's dtype; None if not requested.
-        dbias: [cols] in the weight's dtype; None if not asked for, and for ``rms_norm``.
+        dweight: [cols] in the weight's dtype, without a weight in x's; None if not requested.
+        dbias: [cols] in the dtype of ``dweight``; None if not requested, and for ``rms_norm``.
     """
 
     dx: torch.Tensor
@@ -81,7 +81,7 @@ def as_rows(op: str, name: str, t: torch.Tensor, like: torch.Tensor | None = Non
 
 
 def contiguous(t: torch.Tensor | None) -> torch.Tensor | None:
-    """Returns a tensor made contiguous; returns anything else as it is, for the op to refuse."""
+    """Returns a tensor made contiguous; returns None, or what the op will refuse, as it is."""
     return t.contiguous() if isinstance(t, torch.Tensor) else t
 
 
@@ -107,8 +107,8 @@ def allocate_fp8(
         fp8_dtype: float8_e4m3fn or float8_e5m2.
         rowwise: allocate the rowwise copy.
         columnwise: allocate the columnwise copy.
-        scale_inv: one float32 element that replaces a new one, if given.
-        pad_columnwise: allocate the columnwise copy with ``columnwise_length`` columns, padded.
+        scale_inv: one float32 element to return as scale_inv; None allocates it.
+        pad_columnwise: allocate the columnwise copy as [cols, rows rounded up to 16].
 
     Raises:
         TypeError: ``fp8_dtype`` is neither float8_e4m3fn nor float8_e5m2.
@@ -148,7 +148,7 @@ def reference(
 
     Args:
         x: [..., cols].
-        weight: [cols]; None stands for ones.
+        weight: [cols]; None does not multiply.
         bias: [cols]; None stands for zeros.
         eps: added to the variance or the mean square.
         centre: True for layer norm, which subtracts the mean; False for RMS norm.

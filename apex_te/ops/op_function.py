@@ -139,8 +139,8 @@ def second_backward_is_refused(ctx: Any) -> bool:
 
     Normally autograd compares version counters and refuses a second backward. It makes no such
     check if hooks such as ``torch.autograd.graph.save_on_cpu`` unpack the saved tensors, or under
-    torch.func's transforms, whose ``vjp`` function may be called repeatedly. This then returns
-    False, and backward must copy saved tensors instead of overwriting them.
+    torch.func's transforms, whose ``vjp`` function may be called repeatedly. In these cases the
+    result is False, and backward must copy saved tensors instead of overwriting them.
 
     Args:
         ctx: context of the forward that is running.

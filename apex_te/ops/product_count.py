@@ -8,12 +8,15 @@ _count = 0
 
 
 def add(products: int = 1) -> None:
-    """Adds to the count of GEMMs; GEMMs that torch.compile traces into a graph are not counted."""
+    """Adds ``products`` to ``fp8_gemm_count``; does nothing while torch.compile is tracing."""
     global _count
     if not is_compiling():
         _count += products
 
 
 def fp8_gemm_count() -> int:
-    """Returns the number of GEMMs of quantized operands that this process has issued."""
+    """Returns the number of GEMMs of quantized operands that this process has issued.
+
+    Grouped GEMMs in graphs of torch.compile are not counted.
+    """
     return _count

@@ -181,7 +181,7 @@ def reference_weight(
     groups: int,
     amax: torch.Tensor | None = None,
 ) -> FP8Output:
-    """Computes ``qkv_cast_weight`` in plain PyTorch, as its specification."""
+    """Computes ``qkv_cast_weight`` in plain PyTorch, as its specification; makes both copies."""
     out = _cast_transpose.reference(weight, scale, fp8_dtype, amax=amax)
     assert out.rowwise is not None
     heads = out.rowwise.view(torch.uint8).view(groups, repeats + 2, -1, weight.shape[1])

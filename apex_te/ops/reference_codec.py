@@ -99,10 +99,10 @@ def scale_of(amax: torch.Tensor, target: float, eps: float, pow2: bool) -> torch
     """Returns target / amax in float32, by the rules of csrc/common/numerics/scaling.h.
 
     Args:
-        amax: float32, any shape.
+        amax: float32, any shape. An amax of 0, infinity or NaN gives scale 1.
         target: value to which the amax is scaled, such as the format's largest.
-        eps: smallest amax.
-        pow2: round down to a power of two.
+        eps: lower bound of the amax.
+        pow2: round the scale down to a power of two.
     """
     amax = torch.where(amax < eps, torch.full_like(amax, eps), amax)
     scale = (torch.full_like(amax, target) / amax).clamp(max=_FLOAT_MAX)

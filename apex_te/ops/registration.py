@@ -54,7 +54,7 @@ def launch_of(name: str, args: Sequence[Any]) -> Launch | None:
 
 
 def function_of(name: str) -> Callable[..., None]:
-    """Returns the function that runs a registered op in plain eager mode."""
+    """Returns the function that runs the registered op ``name`` in plain eager mode."""
     return getattr(_functions[name], name)
 
 
@@ -131,7 +131,9 @@ def bind(
 
 
 def bind_call(schema: str, function: Callable[..., None]) -> Callable[..., None]:
-    """Registers a Python function by a torch.library schema; no header is read.
+    """Registers a Python function as the op that a torch.library schema describes.
+
+    Unlike ``bind``, it takes no signature from a C header.
 
     Args:
         schema: torch.library schema that ends in ``-> ()``.

@@ -33,11 +33,11 @@ def rms_norm(
 
     Args:
         x: [..., cols] float32, float16 or bfloat16; made contiguous if it is not.
-        weight: [cols] in x's dtype or float32; None stands for ones.
+        weight: [cols] in x's dtype or float32; None means gamma = 1.
         eps: added to the mean square.
         zero_centered_gamma: gamma is 1 + weight instead of weight.
-        residual: tensor of x's shape and dtype, added to x before the norm. The sum is first
-            rounded to x's dtype, since backward reads the rounded sum, and is returned, too.
+        residual: tensor of x's shape and dtype, added to x before the norm. The sum is rounded to
+            x's dtype before it is normalised, and is also returned.
 
     Returns:
         y in x's shape and dtype; with a residual (y, x + residual).
@@ -66,7 +66,7 @@ def rms_norm_fwd(
         x: [rows, cols]; other arguments are as in ``rms_norm``.
 
     Returns:
-        The output and rstd, which ``rms_norm_bwd`` needs.
+        y; rstd, which ``rms_norm_bwd`` needs; x + residual if a residual is given.
     """
     x = x.contiguous()
     out = NormOutput(

@@ -63,8 +63,8 @@ def scaled_softmax_fwd(
 ) -> torch.Tensor:
     """Computes ``scaled_softmax`` without autograd.
 
-    Arguments are as in ``scaled_softmax``. If ``out``, of x's shape and dtype, is given, it is
-    written and returned.
+    Arguments are as in ``scaled_softmax``. If ``out``, contiguous and of x's shape and dtype, is
+    given, it is written and returned instead of a new tensor.
     """
     mode = _causal_mode("scaled_softmax_fwd", causal)
     x = x.contiguous()
@@ -97,7 +97,7 @@ def scaled_softmax_bwd(
         y: output of ``scaled_softmax``.
         scale: as in ``scaled_softmax``.
         causal: as in ``scaled_softmax``; elements hidden by it are not read.
-        out: tensor of y's shape and dtype to write instead of a new one; may be ``dy``.
+        out: contiguous tensor of y's shape and dtype to write instead of a new one; may be ``dy``.
 
     Returns:
         The gradient of x: ``out`` or the new tensor.

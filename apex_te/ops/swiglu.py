@@ -96,7 +96,7 @@ def swiglu_fwd(
     *,
     activation: str = "silu",
 ) -> torch.Tensor:
-    """Computes ``swiglu`` without autograd; arguments and result are the same."""
+    """Computes ``swiglu`` without autograd, with the arguments and result of ``swiglu``."""
     code = gated_activation_number("swiglu_fwd", activation)
     matrix, up_matrix = input_matrices("swiglu_fwd", input, up)
     rows, cols = result_extents(matrix, up_matrix)
@@ -339,7 +339,7 @@ def reference_fp8(
 ) -> FP8Output:
     """Quantizes a result or gradient [M, N] of floating-point values in plain PyTorch.
 
-    Both copies are made. ``amax``, one float32 element, is updated in place if given.
+    Both copies are made. ``amax``, one float32 element or None, becomes max(amax, max |value|).
     """
     rounded = values.float()
     codes = reference_codec.encode_fp8(rounded * scale, fp8_dtype)

@@ -39,8 +39,8 @@ def swiglu_fwd_block(
 ) -> BlockQuantized:
     """Computes ``swiglu`` and casts its result [M, F] with ``block_quantize`` in one kernel.
 
-    Results equal those of the two ops bitwise, including the first op's rounding to the input's
-    dtype, but its result is not written to memory. For float32 the two ops run.
+    Results equal those of the two ops bitwise, including the rounding of ``swiglu``'s result to the
+    input's dtype, but that result is not written to memory. Exception: for float32 the two ops run.
 
     Args:
         input, up, bias, up_bias, activation: as in ``swiglu.swiglu``. M is the product of
@@ -93,8 +93,9 @@ def swiglu_bwd_block(
 ) -> BlockQuantized:
     """Computes ``swiglu_bwd`` and casts its gradients, one matrix [M, 2F], by ``block_quantize``.
 
-    One kernel computes this. Results equal those of the two ops bitwise, including the first op's
-    rounding to the input's dtype. For float32, and if F is not a multiple of 128, the two ops run.
+    One kernel computes this. Exception: for float32, and if F is not a multiple of 128, the two ops
+    run. Results equal those of the two ops bitwise, including the rounding of ``swiglu_bwd``'s
+    results to the input's dtype.
 
     Args:
         grad_output: [..., F], gradient of the output, in the input's dtype.

@@ -332,8 +332,8 @@ def refuse_tangents(name: str, args: tuple[Any, ...]) -> None:
 def refuse_derivatives(name: str, args: tuple[Any, ...]) -> None:
     """Raises NotImplementedError if an argument of an op without a derivative is differentiated.
 
-    Transforms of torch.func and forward mode count, plain autograd does not. An ``OpFunction``
-    calls such ops with untracked tensors.
+    It detects transforms of torch.func and forward mode, not plain autograd. Calls from an
+    ``OpFunction`` pass, since their tensors are untracked.
 
     Args:
         name: the op's name, for the error.

@@ -19,7 +19,7 @@ _SHORT = (torch.float16, torch.bfloat16)
 def wgrad_gemm(
     dy: torch.Tensor, x: torch.Tensor, out: torch.Tensor, *, accumulate: bool = False
 ) -> torch.Tensor:
-    """Computes ``out[M, N] = dy[rows, M].T @ x[rows, N]``, or adds it to ``out``.
+    """Writes the product ``dy[rows, M].T @ x[rows, N]`` to ``out[M, N]``, or adds it to ``out``.
 
     For float16 and bfloat16 operands everything, including ``out``, is summed in float32 and
     rounded once to out's dtype: a float32 ``out`` gets sums that were never rounded to 16 bits.

@@ -203,11 +203,11 @@ class FusedOptimizer(SavingOptimizer):
 
         Args:
             closure: evaluates the model again and returns the loss.
-            grad_scaler: keyword only; a ``torch.amp.GradScaler``. The gradients are divided by its
-                scale, and the step is skipped if it found non-finite gradients; the host waits for
-                neither. ``grad_scaler.step(optimizer)`` has the same effect. As with torch's fused
-                optimizers, a step that is taken leaves the gradients unscaled, and one that is
-                skipped leaves them scaled.
+            grad_scaler: keyword only; a ``torch.amp.GradScaler``. The gradients are divided by the
+                scaler's scale, and the step is skipped if the scaler found non-finite gradients;
+                the host does not wait. ``grad_scaler.step(optimizer)`` has the same effect. As with
+                torch's fused optimizers, a step that is taken leaves the gradients unscaled, and
+                one that is skipped leaves them scaled.
 
         Returns:
             The result of ``closure``, None without a closure.
@@ -294,7 +294,7 @@ class FusedOptimizer(SavingOptimizer):
             )
 
     def zero_grad(self, set_to_none: bool | None = None) -> None:
-        """Drops or zeroes the gradients of parameters and of their master weights.
+        """Drops or zeroes gradients, also decoupled ones, of parameters and their master weights.
 
         Args:
             set_to_none: True drops them, False zeroes them; None takes the constructor's
@@ -381,7 +381,7 @@ class FusedOptimizer(SavingOptimizer):
         self.renew()
 
     def renew(self) -> None:
-        """Makes the next step prepare its buckets again.
+        """Makes the next step regroup the parameters into buckets, one for each kernel call.
 
         Call it after parameters have changed their dtype.
         """

@@ -174,10 +174,10 @@ class SavingOptimizer(torch.optim.Optimizer):
         """Loads a state dict of this class, or of the same algorithm in ``torch.optim``.
 
         Moments and master weights are converted to the dtypes that this optimizer was made with.
-        That includes conversion from and to the low halves of ``store_param_remainders``, for which
-        the model's weights must be loaded first. A step count may be that of a group, as in
-        Transformer Engine. A missing master weight is made from its parameter at the next step. The
-        state of a DTensor parameter must be DTensors; use
+        Low halves (``store_param_remainders``) and whole master weights are converted to each
+        other; the model's weights must then be loaded first. Step counts may be stored for each
+        parameter or, as in Transformer Engine, for each group. A missing master weight is made from
+        its parameter at the next step. The state of a DTensor parameter must be DTensors; use
         ``torch.distributed.checkpoint.state_dict`` to load whole tensors. After an error the
         optimizer is unchanged.
 
@@ -187,8 +187,9 @@ class SavingOptimizer(torch.optim.Optimizer):
         Raises:
             TypeError: ``state_dict`` is not a dict, or the state is a DTensor but its parameter is
                 not, or the reverse.
-            ValueError: the state has another shape, mesh or number of parameters, or is that of
-                another optimizer.
+            ValueError: the state has another shape, mesh or number of parameters, is that of
+                another optimizer, or has a master weight to be stored as a low half that does not
+                round to its parameter.
         """
         self._check_saved(state_dict)
         # The last of the hooks, so that the others see tensors.

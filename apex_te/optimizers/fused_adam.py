@@ -26,11 +26,11 @@ class FusedAdam(FusedOptimizer):
 
     Args:
         params: parameters or parameter groups. Parameters may be float32, float16, bfloat16 and
-            FP8, in any mixture and on any devices. FP8 parameters need master weights;
-            ``param.copy_(master)`` updates them. Parameters may be DTensors, sharded or replicated
-            over any meshes. A rank then updates its local tensor, bitwise as in an update of the
-            whole tensor, and the state consists of DTensors with the parameter's placements. A
-            gradient with other placements is redistributed.
+            FP8, in any mixture and on any devices. FP8 parameters need master weights; a
+            step updates them by ``param.copy_(master)``. Parameters may be DTensors, sharded or
+            replicated over any meshes. A rank then updates its local tensor, bitwise as in an
+            update of the whole tensor, and the state consists of DTensors with the parameter's
+            placements. A gradient with other placements is redistributed.
         lr: learning rate; a number or a tensor of one element.
         bias_correction: divide the moments by ``1 - beta**step``.
         betas: decay of the two moments, each in [0, 1).
@@ -44,9 +44,10 @@ class FusedAdam(FusedOptimizer):
             Change the rate by ``group["lr"].fill_``, as torch's schedulers do.
         master_weights: True keeps a float32 copy of every 16-bit or FP8 parameter. The step updates
             the copy, and the parameter is its rounded value. The first step makes the copies: load
-            a model's weights before it, or together with this optimizer's state. Alternatively, a
-            list of the caller's copies, one for each parameter in order, None or the parameter
-            itself for plain float32 ones; the step updates these tensors.
+            a model's weights before it, or together with this optimizer's state. False or
+            None keeps none. A list gives the caller's float32 copies, one for each parameter in
+            order, with None or the parameter itself for plain float32 parameters; the step updates
+            these tensors.
         master_weight_dtype: dtype of master weights between steps: torch.float32, or torch.float16
             with a scale for each tensor.
         exp_avg_dtype, exp_avg_sq_dtype: dtypes of the moments between steps: torch.float32 or
@@ -127,10 +128,11 @@ class FusedAdam(FusedOptimizer):
 
         Args:
             param: one of the parameters.
-            store_param_remainders: None, or the value passed to the constructor.
+            store_param_remainders: None, or True if the state is to have the low half of the
+                master weight, False if not; it is only checked.
 
         Raises:
-            ValueError: ``store_param_remainders`` differs from the constructor's.
+            ValueError: the constructor's options say otherwise for this parameter.
         """
         keeps = self._keeps_remainder(param)
         if store_param_remainders is not None and bool(store_param_remainders) != keeps:
@@ -149,9 +151,8 @@ class FusedAdam(FusedOptimizer):
             state_name: "exp_avg", "exp_avg_sq" or "master_param".
 
         Returns:
-            The state tensor itself if it is float32, else a float32 copy. With
-            ``store_param_remainders``, a master weight's low half is the int16 tensor
-            itself.
+            The state tensor itself if it is float32, else a float32 copy. Exception: where the low
+            half of a master weight is stored (``store_param_remainders``), the int16 tensor itself.
 
         Raises:
             ValueError: the parameter has no state of this name.
@@ -172,12 +173,13 @@ class FusedAdam(FusedOptimizer):
         Args:
             param: one of the parameters.
             state_name: "exp_avg", "exp_avg_sq" or "master_param".
-            unscaled_state: the numbers, in the parameter's shape. For a master weight whose low
-                half is stored: the low half as int16, or the float32 master weight, if the
-                parameter is its rounded value.
+            unscaled_state: the numbers, in the parameter's shape. If the low half of the master
+                weight is stored, "master_param" takes the low half as int16, or the whole master
+                weight as float32, to which the parameter must already be equal after rounding.
 
         Raises:
-            ValueError: the name or the shape does not match, or the parameter has no master weight.
+            ValueError: the name or the shape does not match, or the parameter is without a master
+                weight or differs from the rounded one.
         """
         self._check_state_name(state_name)
         if state_name == MASTER:

@@ -22,8 +22,8 @@ class FusedLAMB(FusedOptimizer):
     Interface and defaults follow apex's FusedLAMB. State of each parameter: ``step``, ``exp_avg``,
     ``exp_avg_sq`` and, with master weights, ``master_param``.
 
-    The norms of sharded DTensors are those of the whole tensors. Their step takes one collective
-    for each dimension of the mesh, another for each with ``max_grad_norm``, and memory for two
+    The norms of sharded DTensors are those of the whole tensors. For DTensors a step runs one
+    collective for each dimension of the mesh, with ``max_grad_norm`` two, and needs memory for two
     float32 copies of a rank's shards.
 
     Args:

@@ -102,8 +102,8 @@ class Format(enum.Enum):
     """Enum of the FP8 element formats of a recipe; each member's value is a ``FormatValue``.
 
     Amax values are scaled to the largest finite value of the element type (448 for E4M3, 57344 for
-    E5M2). With HiFloat8 they are scaled to 15 in forward and 224 in backward; up to these values
-    its mantissa has 3 and 2 bits.
+    E5M2). With HiFloat8 they are scaled to 15 in forward, up to which its mantissa has 3 bits, and
+    to 224 in backward, up to which it has 2.
 
     Attributes:
         E4M3: E4M3 for inputs, weights and gradients.
@@ -300,9 +300,9 @@ class DelayedScaling(Recipe, name="delayed"):
         scaling_factor_compute_algo: None (``fp8_max / amax / 2**margin``), ``"pow2"`` (that ratio
             rounded down to a power of two) or a callable ``(amax [slots], old_scale [slots],
             fp8_max, recipe) -> scale [slots]``. A callable must be hashable. If a callable raises,
-            its modules keep their scales and drop the amax values recorded since the last update,
-            and the region with this recipe that caused the update raises. Modules with other
-            recipes are still updated.
+            the modules with this recipe keep their scales and drop the amax values recorded since
+            the last update, and the region with this recipe that caused the update raises. Modules
+            with other recipes are still updated.
         override_linear_precision: three bools, for fprop, dgrad and wgrad: True computes this GEMM
             in bf16 or fp32. Only that of wgrad may be True.
         reduce_amax: reduce the amax values by maximum over ``fp8_group`` before an update.
@@ -418,9 +418,9 @@ class CurrentScaling(Recipe, name="tensorwise"):
 
 @dataclass(frozen=True)
 class BlockScaling(Recipe, name="blockwise"):
-    """Recipe with a scale per 1x128 block of activations and gradients, 128x128 block of weights.
+    """Recipe with one scale for each block of a tensor, as in DeepSeek-V3.
 
-    Source: DeepSeek-V3.
+    Blocks are 1x128 for activations and gradients, 128x128 for weights.
 
     Args:
         fp8_format: ``Format.E4M3`` or ``Format.HYBRID``, or its name.
@@ -525,7 +525,7 @@ def make_recipe(name: str, fp8_format: str | Format | None = None, **options: An
 
     Raises:
         ValueError: the name is unknown, or the recipe does not have the format.
-        TypeError: an argument has a wrong type.
+        TypeError: an argument has a wrong type or is unknown.
     """
     if not isinstance(name, str):
         raise TypeError(f"make_recipe: name must be a str, got {type(name).__name__}")
@@ -594,7 +594,7 @@ def stateless_recipe(owner: str, argument: str, value: Recipe | str | None) -> R
 
 
 def pack_recipe(recipe: Recipe) -> tuple[str, dict[str, Any]]:
-    """Describes a recipe that keeps no state by plain values that can be saved.
+    """Returns plain values that describe a recipe without state, for saving.
 
     Returns:
         name: name of the recipe's class.
@@ -612,7 +612,7 @@ def unpack_recipe(packed: Any) -> Recipe:
         packed: what ``pack_recipe`` returned.
 
     Raises:
-        ValueError: ``packed`` is anything else.
+        ValueError: ``packed`` does not describe a registered recipe without state.
     """
     try:
         name, values = packed

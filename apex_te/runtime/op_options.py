@@ -34,7 +34,7 @@ def activation_number(op: str, kind: str) -> int:
 
 
 def gated_activation_number(op: str, activation: str) -> int:
-    """Returns the kernels' number of a gate's activation function; ValueError if there is none.
+    """Returns the kernels' number of a gate's activation; raises ValueError if there is none.
 
     Args:
         op: name of the function, for the error.
@@ -56,11 +56,11 @@ def is_tanh(op: str, form: str) -> bool:
 
 
 def is_most_recent(op: str, algo: str) -> bool:
-    """Returns True for scales from the newest amax, False for scales from the whole history.
+    """Returns True for the algorithm "most_recent", False for "max"; raises ValueError otherwise.
 
     Args:
         op: name of the function, for the error.
-        algo: "most_recent" or "max"; others raise ValueError.
+        algo: "most_recent" takes scales from the newest amax, "max" from the whole history.
     """
     if algo not in ("max", "most_recent"):
         raise ValueError(f"{op}: algo must be 'max' or 'most_recent', got {algo!r}")

@@ -45,7 +45,7 @@ def prebuild(
         TypeError: ``ops`` or ``arch`` is neither a name nor names, ``jobs`` is not an int, or
             ``verbose`` is not a bool.
         PrebuildError: some libraries could not be built; its ``report`` says which.
-        UnknownOpError: ``ops`` names no op.
+        UnknownOpError: a name in ``ops`` is not that of an op.
         ArchError: ``arch`` names an arch that does not exist.
         SettingError: another argument, or an environment variable, has a wrong value.
         JitDisabledError: APEX_TE_DISABLE_JIT is set and a library is missing.

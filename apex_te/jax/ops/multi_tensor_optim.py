@@ -263,7 +263,7 @@ def _moment_options(
     adamw: bool,
     bias_correction: bool,
 ) -> tuple[dict[str, jax.Array], dict[str, Any]]:
-    """Returns the options that Adam and LAMB share: arrays and numbers, each by parameter."""
+    """Returns the options that Adam and LAMB share as two dicts by name: arrays, plain numbers."""
     for name, beta in zip(("beta1", "beta2"), betas, strict=True):
         if not 0.0 <= beta < 1.0:
             raise ValueError(f"{function}: {name} must be at least 0 and below 1, got {beta:g}")
