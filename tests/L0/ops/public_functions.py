@@ -1,11 +1,13 @@
 """Every public function of apex_te.ops, found by scanning, with arguments that it takes."""
 
+import functools
 import importlib
 import inspect
 import pkgutil
 from typing import Any, NamedTuple
 
 import torch
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 import apex_te.ops
 from apex_te.ops import (
@@ -91,32 +93,32 @@ def one(value: float = 1.0) -> torch.Tensor:
     return torch.tensor([value])
 
 
-def matrix(rows: int = 32, cols: int = 64) -> torch.Tensor:
+def matrix(rows: int, cols: int) -> torch.Tensor:
     return torch.randn(rows, cols)
 
 
-def floats(count: int = 2) -> list[torch.Tensor]:
-    return [torch.randn(3, 5) for _ in range(count)]
+def floats(rows: int, cols: int) -> list[torch.Tensor]:
+    return [torch.randn(3, 5), torch.randn(rows, cols)]
 
 
-def scalars(count: int = 2) -> list[torch.Tensor]:
-    return [torch.ones(1) for _ in range(count)]
+def scalars() -> list[torch.Tensor]:
+    return [torch.ones(1) for _ in range(2)]
 
 
-def fp8_output(rows: int = 32, cols: int = 64) -> Any:
+def fp8_output(rows: int, cols: int) -> Any:
     return apex_te.ops.fp8_output.FP8Output(
         torch.zeros(rows, cols, dtype=E4M3), torch.zeros(cols, rows, dtype=E4M3), torch.ones(1)
     )
 
 
-def block_output(rows: int = 32, cols: int = 64) -> Any:
+def block_output(rows: int, cols: int) -> Any:
     return block_quantize.BlockQuantized(
         torch.zeros(rows, cols, dtype=E4M3), torch.ones(block_quantize.scale_shape(rows, cols, 1)),
         torch.zeros(cols, rows, dtype=E4M3), torch.ones(block_quantize.scale_shape(cols, rows, 1)),
     )  # fmt: skip
 
 
-def mx_output(rows: int = 32, cols: int = 64) -> Any:
+def mx_output(rows: int, cols: int) -> Any:
     return mx_quantize.MXQuantized(
         *(torch.zeros(shape, dtype=dtype)
           for shape, dtype in [
@@ -126,97 +128,133 @@ def mx_output(rows: int = 32, cols: int = 64) -> Any:
     )  # fmt: skip
 
 
-def codes(rows: int = 32, cols: int = 64) -> torch.Tensor:
+def codes(rows: int, cols: int) -> torch.Tensor:
     return matrix(rows, cols).to(E4M3)
 
 
-def groups() -> Any:
-    return grouped_quantize.groups_of(torch.tensor([16, 16]), 32)
+def groups(rows: int) -> Any:
+    return grouped_quantize.groups_of(torch.tensor([rows // 2] * 2), rows)
 
 
-def route() -> Any:
-    return moe_permute.make_map(torch.eye(8, dtype=torch.bool)).row_id_map
+def routing(rows: int) -> torch.Tensor:
+    """Each of the tokens goes to one of 8 experts."""
+    return torch.arange(rows)[:, None] % 8 == torch.arange(8)
 
 
-def norm_case(**more: Any) -> dict[str, Any]:
-    return {"x": matrix(), "weight": torch.rand(64), "eps": 1e-5, **more}
+def route(rows: int) -> Any:
+    return moe_permute.make_map(routing(rows)).row_id_map
+
+
+def norm_case(rows: int, cols: int, **more: Any) -> dict[str, Any]:
+    residual = matrix(rows, cols)
+    return {"x": matrix(rows, cols), "weight": torch.rand(cols), "eps": 1e-5,
+            "residual": residual, **more}  # fmt: skip
+
+
+def norm_bwd_case(module: Any, rows: int, cols: int, *bias: torch.Tensor) -> dict[str, Any]:
+    forward = getattr(module, module.__name__.rpartition(".")[2] + "_fwd")
+    x, weight = matrix(rows, cols), torch.rand(cols)
+    out = forward(x, weight, *bias, 1e-5)
+    mean = {"mean": out.mean} if bias else {}
+    return {"dy": matrix(rows, cols), "x": x, "weight": weight, **mean, "rstd": out.rstd,
+            "d_residual": matrix(rows, cols)}  # fmt: skip
+
+
+def loss_case(rows: int, cols: int, **more: Any) -> dict[str, Any]:
+    target = torch.randint(0, max(cols, 1), (rows,))
+    return {"logits": matrix(rows, cols), "target": target, **more}
+
+
+def loss_bwd_case(rows: int, cols: int, **more: Any) -> dict[str, Any]:
+    case, stats = loss_case(rows, cols), torch.zeros(rows, 2)
+    cross_entropy.cross_entropy_fwd(**case, stats=stats)
+    return {**case, "stats": stats, "grad_output": one(2.0), "grad": matrix(rows, cols), **more}
 
 
 def fp8_case(**more: Any) -> dict[str, Any]:
     return {**more, "scale": one(), "fp8_dtype": E4M3, "amax": one(0.0)}
 
 
-def gemm_case(**more: Any) -> dict[str, Any]:
+def gemm_case(rows: int, cols: int, **more: Any) -> dict[str, Any]:
     return {
-        "a": codes(32, 64), "b": codes(16, 64), "a_scale_inv": one(), "b_scale_inv": one(),
-        "out": torch.zeros(32, 16), "bias": torch.rand(16), **more,
+        "a": codes(rows, cols), "b": codes(16, cols), "a_scale_inv": one(), "b_scale_inv": one(),
+        "out": torch.zeros(rows, 16), "bias": torch.rand(16), **more,
     }  # fmt: skip
 
 
-def swiglu_operands(dtype: torch.dtype, columns: int) -> dict[str, Any]:
+def swiglu_operands(dtype: torch.dtype, rows: int, cols: int, columns: int) -> dict[str, Any]:
     return {
-        "a": codes(32, 64).view(dtype), "b": codes(columns, 64), "a_scale_inv": one(),
+        "a": codes(rows, cols).view(dtype), "b": codes(columns, cols), "a_scale_inv": one(),
         "b_scale_inv": one(),
     }  # fmt: skip
 
 
-def narrow_halves() -> dict[str, Any]:
-    return {"input": torch.randn(32, 128).bfloat16(), "up": torch.randn(32, 128).bfloat16()}
+def narrow(rows: int) -> torch.Tensor:
+    return torch.randn(rows, 128).bfloat16()
 
 
-def block_gemm_case() -> dict[str, Any]:
-    a = block_quantize.block_quantize(matrix(32, 64), E4M3, columnwise=False)
-    b = block_quantize.block_quantize(matrix(16, 64), E4M3, block_rows=128, columnwise=False)
-    return gemm_case(a=a[0], b=b[0], a_scale_inv=a[1], b_scale_inv=b[1])
+def block_gemm_case(rows: int, cols: int) -> dict[str, Any]:
+    quantize = functools.partial(block_quantize.block_quantize, columnwise=False)
+    a, b = quantize(matrix(rows, cols), E4M3), quantize(matrix(16, cols), E4M3, block_rows=128)
+    return gemm_case(rows, cols, a=a[0], b=b[0], a_scale_inv=a[1], b_scale_inv=b[1])
 
 
-def mx_gemm_case() -> dict[str, Any]:
-    a = mx_quantize.mx_quantize(matrix(32, 64), columnwise=False)
-    b = mx_quantize.mx_quantize(matrix(16, 64), columnwise=False)
+def mx_gemm_case(rows: int, cols: int) -> dict[str, Any]:
+    a, b = (mx_quantize.mx_quantize(matrix(n, cols), columnwise=False) for n in (rows, 16))
     return {
-        "a": a[0], "b": b[0], "a_scale": a[1], "b_scale": b[1], "out": torch.zeros(32, 16),
+        "a": a[0], "b": b[0], "a_scale": a[1], "b_scale": b[1], "out": torch.zeros(rows, 16),
         "bias": torch.rand(16),
     }  # fmt: skip
 
 
-def optimizer_case(**more: Any) -> dict[str, Any]:
+def optimizer_case(rows: int, cols: int, **more: Any) -> dict[str, Any]:
+    params, grads, masters = (floats(rows, cols) for _ in range(3))
     return {
-        "params": floats(), "grads": floats(), **more, "lr": 0.1, "masters": floats(),
+        "params": params, "grads": grads, **more, "lr": 0.1, "masters": masters,
         "inv_scale": one(), "found_inf": torch.zeros(1),
     }  # fmt: skip
 
 
-def adam_case() -> dict[str, Any]:
-    squares = [torch.rand(3, 5) for _ in range(2)]
-    return optimizer_case(exp_avgs=floats(), exp_avg_sqs=squares, step=1)
+def adam_case(rows: int, cols: int) -> dict[str, Any]:
+    squares = [t.abs() for t in floats(rows, cols)]
+    return optimizer_case(rows, cols, exp_avgs=floats(rows, cols), exp_avg_sqs=squares, step=1)
 
 
-def make_case(name: str) -> Case:
-    """New arguments for a function; AssertionError for one without an entry."""
-    x, w = matrix(), torch.rand(64)
-    out_pair = {"out_rowwise": torch.zeros(32, 64, dtype=E4M3),
-                "out_columnwise": torch.zeros(64, 32, dtype=E4M3)}  # fmt: skip
+def make_case(name: str, rows: int = 32, cols: int = 64) -> Case:
+    """New arguments for a function; AssertionError for one without an entry.
+
+    Args:
+        name: `<op>.<function>`.
+        rows: rows of its matrices, tokens or queries, even.
+        cols: columns of its matrices, a multiple of 32; ops of heads have sizes of their own.
+    """
+    x, w, shape = matrix(rows, cols), torch.rand(cols), (rows, cols)
+    out_pair = {"out_rowwise": torch.zeros(rows, cols, dtype=E4M3),
+                "out_columnwise": torch.zeros(cols, rows, dtype=E4M3)}  # fmt: skip
     hif8_pair = {k: v.view(torch.uint8) for k, v in out_pair.items()}
-    layer_out = layer_norm.layer_norm_fwd(x, w, w, 1e-5)
-    rms_out = rms_norm.rms_norm_fwd(x, w, 1e-5)
-    target, stats = torch.randint(0, 64, (32,)), torch.zeros(32, 2)
-    cross_entropy.cross_entropy_fwd(x, target, stats=stats)
-    halves = {"input": matrix(), "up": matrix(), "bias": torch.rand(64), "up_bias": torch.rand(64)}
+    halves = {"input": x, "up": matrix(*shape), "bias": w, "up_bias": torch.rand(cols)}
+    valid = torch.tensor([rows], dtype=torch.int32)
+    due = torch.ones(2, dtype=torch.int32)
+    scores = torch.randn(2, 3, rows, cols)
+    mask = torch.arange(rows)[:, None] < torch.arange(cols) - 8
+    mask = mask.expand(2, 1, rows, cols).contiguous()
     table = {
-        "activation.activation": Case({"x": x, "kind": "silu"}),
-        "activation.activation_fwd": Case(
+        "activation.activation": lambda: Case({"x": x, "kind": "silu"}),
+        "activation.activation_fwd": lambda: Case(
             {"x": x, "kind": "silu", "out": torch.zeros_like(x)}, ("out",)
         ),
-        "activation.activation_bwd": Case(
-            {"grad_output": matrix(), "x": x, "kind": "silu", "out": torch.zeros_like(x)}, ("out",)
+        "activation.activation_bwd": lambda: Case(
+            {"grad_output": matrix(*shape), "x": x, "kind": "silu", "out": torch.zeros_like(x)},
+            ("out",),
         ),
-        "activation.activation_fwd_fp8": Case(
-            fp8_case(x=x, kind="silu", out=fp8_output()), ("amax", "out")
+        "activation.activation_fwd_fp8": lambda: Case(
+            fp8_case(x=x, kind="silu", out=fp8_output(*shape)), ("amax", "out")
         ),
-        "activation.activation_bwd_fp8": Case(
-            fp8_case(grad_output=matrix(), x=x, kind="silu", out=fp8_output()), ("amax", "out")
+        "activation.activation_bwd_fp8": lambda: Case(
+            fp8_case(grad_output=matrix(*shape), x=x, kind="silu", out=fp8_output(*shape)),
+            ("amax", "out"),
         ),
-        "amax_scale_update.amax_scale_update": Case(
+        "amax_scale_update.amax_scale_update": lambda: Case(
             {
                 "histories": [torch.rand(4, 2), torch.rand(4, 3)],
                 "scales": [torch.ones(2), torch.ones(3)],
@@ -227,268 +265,279 @@ def make_case(name: str) -> Case:
             },
             ("histories", "scales", "scale_invs", "nonfinite_count"),
         ),
-        "bias_dropout_add.bias_dropout_add": Case(
-            {"x": x, "bias": w, "residual": matrix(), "p": 0.5, "seed": torch.tensor([3])}
+        "bias_dropout_add.bias_dropout_add": lambda: Case(
+            {"x": x, "bias": w, "residual": matrix(*shape), "p": 0.5, "seed": torch.tensor([3])}
         ),
-        "bias_dropout_add.bias_dropout_add_bwd": Case(
+        "bias_dropout_add.bias_dropout_add_bwd": lambda: Case(
             {"dout": x, "seed": torch.tensor([3]), "p": 0.5, "x_dtype": torch.float32,
              "bias_dtype": torch.float32}
         ),
-        "bias_gelu.bias_gelu": Case({"x": x, "bias": w}),
-        "bias_gelu.bias_gelu_fwd": Case(
+        "bias_gelu.bias_gelu": lambda: Case({"x": x, "bias": w}),
+        "bias_gelu.bias_gelu_fwd": lambda: Case(
             {"x": x, "bias": w, "out": torch.zeros_like(x)}, ("out",)
         ),
-        "bias_gelu.bias_gelu_bwd": Case(
-            {"grad_output": matrix(), "x": x, "bias": w, "with_dbias": True,
+        "bias_gelu.bias_gelu_bwd": lambda: Case(
+            {"grad_output": matrix(*shape), "x": x, "bias": w, "with_dbias": True,
              "out": torch.zeros_like(x)}, ("out",),
         ),
-        "bias_gelu.bias_gelu_fwd_fp8": Case(
-            fp8_case(x=x, bias=w, out=fp8_output()), ("amax", "out")
+        "bias_gelu.bias_gelu_fwd_fp8": lambda: Case(
+            fp8_case(x=x, bias=w, out=fp8_output(*shape)), ("amax", "out")
         ),
-        "bias_gelu.bias_gelu_bwd_fp8": Case(
-            fp8_case(grad_output=matrix(), x=x, bias=w, with_dbias=True, out=fp8_output()),
+        "bias_gelu.bias_gelu_bwd_fp8": lambda: Case(
+            fp8_case(grad_output=matrix(*shape), x=x, bias=w, with_dbias=True,
+                     out=fp8_output(*shape)),
             ("amax", "out"),
         ),
-        "block_quantize.block_quantize": Case(
+        "block_quantize.block_quantize": lambda: Case(
             {"x": x, "fp8_dtype": E4M3, "block_rows": 1, "eps": 0.0, "amax": one(0.0),
-             "out": block_output()}, ("amax", "out"),
+             "out": block_output(*shape)}, ("amax", "out"),
         ),
-        "block_quantize.block_dequantize": Case(
-            {"fp8_data": codes(), "scale_inv": torch.rand(1, 32), "block_rows": 1,
-             "dtype": torch.float32, "out": torch.zeros(32, 64)}, ("out",),
+        "block_quantize.block_dequantize": lambda: Case(
+            {"fp8_data": codes(*shape), "block_rows": 1, "dtype": torch.float32,
+             "scale_inv": torch.rand(block_quantize.scale_shape(*shape, 1)),
+             "out": torch.zeros(shape)}, ("out",),
         ),
-        "byte_transpose.byte_transpose": Case(
-            {"fp8_data": codes(), "out": torch.zeros(64, 32, dtype=E4M3)}, ("out",)
+        "byte_transpose.byte_transpose": lambda: Case(
+            {"fp8_data": codes(*shape), "out": torch.zeros(cols, rows, dtype=E4M3)}, ("out",)
         ),
-        "cast_transpose.cast_transpose": Case(
+        "cast_transpose.cast_transpose": lambda: Case(
             {"x": x, "scale": one(), "fp8_dtype": E4M3, "amax": one(0.0), "scale_inv": one(),
              "with_dbias": True, "noop": torch.zeros(1, dtype=torch.int32), **out_pair},
             ("amax", "scale_inv", *out_pair),
         ),
-        "cross_entropy.cross_entropy": Case(
-            {"logits": x, "target": torch.randint(0, 64, (32,)), "ignore_index": -100,
-             "label_smoothing": 0.1}
+        "cross_entropy.cross_entropy": lambda: Case(
+            loss_case(*shape, ignore_index=-100, label_smoothing=0.1)
         ),
-        "cross_entropy.cross_entropy_fwd": Case(
-            {"logits": x, "target": torch.randint(0, 64, (32,)), "grad": torch.zeros_like(x),
-             "stats": torch.zeros(32, 2), "num_valid": torch.tensor([32], dtype=torch.int32),
-             "ignore_index": -100}, ("grad", "stats"),
+        "cross_entropy.cross_entropy_fwd": lambda: Case(
+            loss_case(*shape, grad=torch.zeros_like(x), stats=torch.zeros(rows, 2),
+                      num_valid=valid, ignore_index=-100),
+            ("grad", "stats"),
         ),
-        "cross_entropy.count_valid": Case(
-            {"target": torch.randint(0, 64, (32,)), "ignore_index": 3}
+        "cross_entropy.count_valid": lambda: Case(
+            {"target": loss_case(*shape)["target"], "ignore_index": 3}
         ),
-        "cross_entropy.cross_entropy_bwd": Case(
-            {"logits": x, "target": target, "stats": stats, "grad_output": one(2.0),
-             "grad": torch.zeros_like(x), "num_valid": torch.tensor([32], dtype=torch.int32)},
+        "cross_entropy.cross_entropy_bwd": lambda: Case(
+            loss_bwd_case(*shape, num_valid=valid), ("grad",)
+        ),
+        "cross_entropy.sum_losses": lambda: Case(
+            {"loss": torch.rand(rows), "num_valid": valid}
+        ),
+        "cross_entropy.scale_gradient": lambda: Case(
+            {"grad": torch.rand(rows, cols), "grad_output": one(2.0),
+             "target": loss_case(*shape)["target"], "num_valid": valid},
             ("grad",),
         ),
-        "cross_entropy.sum_losses": Case(
-            {"loss": torch.rand(32), "num_valid": torch.tensor([32], dtype=torch.int32)}
-        ),
-        "cross_entropy.scale_gradient": Case(
-            {"grad": torch.rand(32, 64), "grad_output": one(2.0), "target": target,
-             "num_valid": torch.tensor([32], dtype=torch.int32)},
-            ("grad",),
-        ),
-        "current_scale.current_scale": Case(
+        "current_scale.current_scale": lambda: Case(
             {"x": x, "fp8_dtype": E4M3, "eps": 0.0, "amax": one(), **out_pair}, tuple(out_pair)
         ),
-        "current_scale.tensor_amax": Case({"x": x}),
-        "current_scale.scale_of": Case(
+        "current_scale.tensor_amax": lambda: Case({"x": x}),
+        "current_scale.scale_of": lambda: Case(
             {"amax": one(3.0), "fp8_dtype": E4M3, "scale": one(), "scale_inv": one(), "eps": 0.0},
             ("scale", "scale_inv"),
         ),
-        "dense_gemm.dense_gemm": Case(
-            gemm_case(residual=torch.randn(32, 16).bfloat16()), ("out",)
+        "dense_gemm.dense_gemm": lambda: Case(
+            gemm_case(*shape, residual=torch.randn(rows, 16).bfloat16()), ("out",)
         ),
-        "dense_gemm_swiglu.dense_gemm_swiglu": Case(
-            {**swiglu_operands(E4M3, 32), "scale": one(), "bias": torch.randn(32).bfloat16(),
-             "amax": one()}, ("amax",),
+        "dense_gemm_swiglu.dense_gemm_swiglu": lambda: Case(
+            {**swiglu_operands(E4M3, *shape, 32), "scale": one(),
+             "bias": torch.randn(32).bfloat16(), "amax": one()}, ("amax",),
         ),
-        "dense_gemm_swiglu.dense_gemm_swiglu_bwd": Case(
-            {**swiglu_operands(E5M2, 16), "hidden": torch.randn(32, 32).bfloat16(),
+        "dense_gemm_swiglu.dense_gemm_swiglu_bwd": lambda: Case(
+            {**swiglu_operands(E5M2, *shape, 16), "hidden": torch.randn(rows, 32).bfloat16(),
              "scale": one(), "fp8_dtype": E5M2, "amax": one(), "act_scale": one()}, ("amax",),
         ),
-        "emulated_gemm.emulated_fp8_gemm": Case(gemm_case(), ("out",)),
-        "emulated_gemm.emulated_block_gemm": Case(block_gemm_case(), ("out",)),
-        "emulated_gemm.hif8_gemm": Case(
-            gemm_case(a=hif8.encode(matrix(32, 64)), b=hif8.encode(matrix(16, 64))), ("out",)
+        "emulated_gemm.emulated_fp8_gemm": lambda: Case(gemm_case(*shape), ("out",)),
+        "emulated_gemm.emulated_block_gemm": lambda: Case(block_gemm_case(*shape), ("out",)),
+        "emulated_gemm.hif8_gemm": lambda: Case(
+            gemm_case(*shape, a=hif8.encode(x), b=hif8.encode(matrix(16, cols))), ("out",)
         ),
-        "emulated_gemm.mx_gemm": Case(mx_gemm_case(), ("out",)),
-        "fp8_gemm.fp8_gemm": Case(gemm_case(gelu=True), ("out",)),
-        "fp8_gemm.block_scaled_gemm": Case(
-            {**block_gemm_case(), "a_block_rows": 1, "b_block_rows": 128}, ("out",)
+        "emulated_gemm.mx_gemm": lambda: Case(mx_gemm_case(*shape), ("out",)),
+        "fp8_gemm.fp8_gemm": lambda: Case(gemm_case(*shape, gelu=True), ("out",)),
+        "fp8_gemm.block_scaled_gemm": lambda: Case(
+            {**block_gemm_case(*shape), "a_block_rows": 1, "b_block_rows": 128}, ("out",)
         ),
-        "grouped_gemm.multiply_groups": Case(
-            {"a": x, "b": torch.randn(2, 16, 64), "groups": groups()}
+        "grouped_gemm.multiply_groups": lambda: Case(
+            {"a": x, "b": torch.randn(2, 16, cols), "groups": groups(rows)}
         ),
-        "grouped_gemm.contract_groups": Case(
-            {"a": torch.randn(8, 32), "b": torch.randn(32, 16), "groups": groups()}
+        "grouped_gemm.contract_groups": lambda: Case(
+            {"a": torch.randn(8, rows), "b": torch.randn(rows, 16), "groups": groups(rows)}
         ),
-        "grouped_gemm.scaled_multiply_groups": Case(
-            {"a": codes(), "a_scale_inv": torch.rand(32), "b": torch.randn(2, 16, 64).to(E4M3),
-             "b_scale_inv": torch.rand(2), "groups": groups(), "fast": False}
+        "grouped_gemm.scaled_multiply_groups": lambda: Case(
+            {"a": codes(*shape), "a_scale_inv": torch.rand(rows),
+             "b": torch.randn(2, 16, cols).to(E4M3), "b_scale_inv": torch.rand(2),
+             "groups": groups(rows), "fast": False}
         ),
-        "grouped_gemm.scaled_contract_groups": Case(
-            {"a": codes(8, 32), "a_scale_inv": torch.rand(2), "b": codes(16, 32),
-             "b_scale_inv": torch.rand(2), "ends": torch.tensor([16, 32], dtype=torch.int32),
-             "fast": False}
+        "grouped_gemm.scaled_contract_groups": lambda: Case(
+            {"a": codes(8, rows), "a_scale_inv": torch.rand(2), "b": codes(16, rows),
+             "b_scale_inv": torch.rand(2), "fast": False,
+             "ends": torch.tensor([rows // 2, rows], dtype=torch.int32)}
         ),
-        "grouped_quantize.groups_of": Case({"splits": torch.tensor([16, 16]), "rows": 32}),
-        "grouped_quantize.quantize_groups": Case(
-            {"x": x, "groups": groups(), "scale": torch.ones(2), "fp8_dtype": E4M3,
-             "amax": torch.zeros(2), "due": torch.ones(2, dtype=torch.int32)}, ("amax",),
+        "grouped_quantize.groups_of": lambda: Case(
+            {"splits": torch.tensor([rows // 2] * 2), "rows": rows}
         ),
-        "grouped_quantize.quantize_matrices": Case(
-            {"matrices": [matrix(), matrix()], "scale": torch.ones(2), "fp8_dtype": E4M3,
-             "groups": groups(), "amax": torch.zeros(2), "due": torch.ones(2, dtype=torch.int32)},
+        "grouped_quantize.quantize_groups": lambda: Case(
+            {"x": x, "groups": groups(rows), "scale": torch.ones(2), "fp8_dtype": E4M3,
+             "amax": torch.zeros(2), "due": due}, ("amax",),
+        ),
+        "grouped_quantize.quantize_matrices": lambda: Case(
+            {"matrices": [x, matrix(*shape)], "scale": torch.ones(2), "fp8_dtype": E4M3,
+             "groups": groups(rows), "amax": torch.zeros(2), "due": due},
             ("amax",),
         ),
-        "grouped_quantize.scales_of": Case({"amax": torch.rand(2), "fp8_dtype": E4M3, "eps": 0.0}),
-        "grouped_quantize.first_scales": Case(
-            {"amax": torch.rand(2), "groups": groups(), "due": torch.ones(2, dtype=torch.int32),
+        "grouped_quantize.scales_of": lambda: Case(
+            {"amax": torch.rand(2), "fp8_dtype": E4M3, "eps": 0.0}
+        ),
+        "grouped_quantize.first_scales": lambda: Case(
+            {"amax": torch.rand(2), "groups": groups(rows), "due": due,
              "scale": torch.ones(2), "scale_inv": torch.ones(2), "fp8_max": 448.0, "margin": 0},
             ("due", "scale", "scale_inv"),
         ),
-        "grouped_quantize.finish_rows": Case(
-            {"out": x, "groups": groups(), "bias": torch.rand(2, 64)}, ("out",)
+        "grouped_quantize.finish_rows": lambda: Case(
+            {"out": x, "groups": groups(rows), "bias": torch.rand(2, cols)}, ("out",)
         ),
-        "grouped_quantize.zero_unused": Case(
-            {"out": torch.randn(2, 4, 64), "groups": groups()}, ("out",)
+        "grouped_quantize.zero_unused": lambda: Case(
+            {"out": torch.randn(2, 4, cols), "groups": groups(rows)}, ("out",)
         ),
-        "grouped_quantize.decode": Case({"fp8_data": codes()}),
-        "grouped_quantize.scale_rows": Case({"out": x, "factor": torch.rand(32)}, ("out",)),
-        "grouped_quantize.column_sums": Case({"x": x, "groups": groups()}),
-        "hif8.encode": Case({"x": x}),
-        "hif8.decode": Case(
-            {"codes": hif8.encode(x), "dtype": torch.float32, "scale_inv": one(),
-             "out": torch.zeros(32, 64)}, ("out",),
+        "grouped_quantize.decode": lambda: Case({"fp8_data": codes(*shape)}),
+        "grouped_quantize.scale_rows": lambda: Case(
+            {"out": x, "factor": torch.rand(rows)}, ("out",)
         ),
-        "hif8.quantize": Case(
+        "grouped_quantize.column_sums": lambda: Case({"x": x, "groups": groups(rows)}),
+        "hif8.encode": lambda: Case({"x": x}),
+        "hif8.decode": lambda: Case(
+            {"fp8_data": hif8.encode(x), "dtype": torch.float32, "scale_inv": one(),
+             "out": torch.zeros(shape)}, ("out",),
+        ),
+        "hif8.quantize": lambda: Case(
             {"x": x, "scale": one(), "amax": one(0.0), **hif8_pair}, ("amax", *hif8_pair)
         ),
-        "hif8.quantize_current": Case(
+        "hif8.quantize_current": lambda: Case(
             {"x": x, "target": 15.0, "eps": 0.0, "amax": one(), **hif8_pair}, tuple(hif8_pair)
         ),
-        "layer_norm.layer_norm": Case(norm_case(bias=w, residual=matrix())),
-        "layer_norm.layer_norm_fwd": Case(norm_case(bias=w, residual=matrix())),
-        "layer_norm.layer_norm_fwd_fp8": Case(
-            norm_case(bias=w, residual=matrix(), scale_inv=one(), **fp8_case()),
+        "layer_norm.layer_norm": lambda: Case(norm_case(*shape, bias=w)),
+        "layer_norm.layer_norm_fwd": lambda: Case(norm_case(*shape, bias=w)),
+        "layer_norm.layer_norm_fwd_fp8": lambda: Case(
+            norm_case(*shape, bias=w, scale_inv=one(), **fp8_case()),
             ("amax", "scale_inv"),
         ),
-        "layer_norm.layer_norm_bwd": Case(
-            {"dy": matrix(), "x": x, "weight": w, "mean": layer_out.mean, "rstd": layer_out.rstd,
-             "d_residual": matrix()}
+        "layer_norm.layer_norm_bwd": lambda: Case(
+            norm_bwd_case(layer_norm, *shape, torch.rand(cols))
         ),
-        "rms_norm.rms_norm": Case(norm_case(residual=matrix())),
-        "rms_norm.rms_norm_fwd": Case(norm_case(residual=matrix())),
-        "rms_norm.rms_norm_fwd_fp8": Case(
-            norm_case(residual=matrix(), scale_inv=one(), **fp8_case()), ("amax", "scale_inv")
+        "rms_norm.rms_norm": lambda: Case(norm_case(*shape)),
+        "rms_norm.rms_norm_fwd": lambda: Case(norm_case(*shape)),
+        "rms_norm.rms_norm_fwd_fp8": lambda: Case(
+            norm_case(*shape, scale_inv=one(), **fp8_case()), ("amax", "scale_inv")
         ),
-        "rms_norm.rms_norm_bwd": Case(
-            {"dy": matrix(), "x": x, "weight": w, "rstd": rms_out.rstd, "d_residual": matrix()}
+        "rms_norm.rms_norm_bwd": lambda: Case(
+            norm_bwd_case(rms_norm, *shape)
         ),
-        "moe_permute.make_map": Case(
-            {"routing_map": torch.eye(8, dtype=torch.bool), "align_size": 4, "num_rows": 40}
+        "moe_permute.make_map": lambda: Case(
+            {"routing_map": routing(rows), "align_size": 4, "num_rows": rows + 32}
         ),
-        "moe_permute.permute": Case(
-            {"inp": matrix(8, 16), "row_id_map": route(), "num_rows": 8, "probs": torch.rand(8, 8)}
+        "moe_permute.permute": lambda: Case(
+            {"inp": x, "row_id_map": route(rows), "num_rows": rows, "probs": torch.rand(rows, 8)}
         ),
-        "moe_permute.permute_by": Case(
-            {"inp": matrix(8, 16), "routing_map": torch.eye(8, dtype=torch.bool), "num_rows": 32,
-             "probs": torch.rand(8, 8), "align_size": 4}
+        "moe_permute.permute_by": lambda: Case(
+            {"inp": x, "routing_map": routing(rows), "num_rows": rows + 24,
+             "probs": torch.rand(rows, 8), "align_size": 4}
         ),
-        "moe_permute.permute_bwd": Case(
-            {"grad_permuted": matrix(8, 16), "row_id_map": route(),
-             "grad_permuted_probs": torch.rand(8)}
+        "moe_permute.permute_bwd": lambda: Case(
+            {"grad_permuted": x, "row_id_map": route(rows), "grad_permuted_probs": torch.rand(rows)}
         ),
-        "moe_permute.unpermute": Case(
-            {"inp": matrix(8, 16), "row_id_map": route(), "probs": torch.rand(8, 8)}
+        "moe_permute.unpermute": lambda: Case(
+            {"inp": x, "row_id_map": route(rows), "probs": torch.rand(rows, 8)}
         ),
-        "moe_permute.unpermute_bwd": Case(
-            {"grad_output": matrix(8, 16), "inp": matrix(8, 16), "row_id_map": route(),
-             "probs": torch.rand(8, 8)}
+        "moe_permute.unpermute_bwd": lambda: Case(
+            {"grad_output": matrix(*shape), "inp": x, "row_id_map": route(rows),
+             "probs": torch.rand(rows, 8)}
         ),
-        "moe_permute.make_chunk_map": Case(
-            {"split_sizes": torch.tensor([3, 5]), "sorted_index": torch.tensor([1, 0]),
-             "num_rows": 8}
+        "moe_permute.make_chunk_map": lambda: Case(
+            {"split_sizes": torch.tensor([rows // 4, rows - rows // 4]),
+             "sorted_index": torch.tensor([1, 0]), "num_rows": rows}
         ),
-        "moe_permute.sort_chunks": Case(
-            {"inp": matrix(8, 16), "chunk_map": moe_permute.make_chunk_map(
-                torch.tensor([3, 5]), torch.tensor([1, 0]), 8), "probs": torch.rand(8)}
+        "moe_permute.sort_chunks": lambda: Case(
+            {"inp": x, "chunk_map": moe_permute.make_chunk_map(
+                torch.tensor([rows // 4, rows - rows // 4]), torch.tensor([1, 0]), rows),
+             "probs": torch.rand(rows)}
         ),
-        "multi_tensor.amax": Case({"tensors": floats(), "out": torch.zeros(2)}, ("out",)),
-        "multi_tensor.l2norm": Case({"tensors": floats(), "per_tensor": True}),
-        "multi_tensor.scale": Case(
-            {"inputs": floats(), "outputs": floats(), "factor": 2.0,
+        "multi_tensor.amax": lambda: Case(
+            {"tensors": floats(*shape), "out": torch.zeros(2)}, ("out",)
+        ),
+        "multi_tensor.l2norm": lambda: Case({"tensors": floats(*shape), "per_tensor": True}),
+        "multi_tensor.scale": lambda: Case(
+            {"inputs": floats(*shape), "outputs": floats(*shape), "factor": 2.0,
              "found_inf": torch.zeros(1)}, ("outputs", "found_inf"),
         ),
-        "multi_tensor.axpby": Case(
-            {"xs": floats(), "ys": floats(), "outputs": floats(), "a": 2.0, "b": 3.0,
-             "found_inf": torch.zeros(1)}, ("outputs", "found_inf"),
+        "multi_tensor.axpby": lambda: Case(
+            {"xs": floats(*shape), "ys": floats(*shape), "outputs": floats(*shape), "a": 2.0,
+             "b": 3.0, "found_inf": torch.zeros(1)}, ("outputs", "found_inf"),
         ),
-        "multi_tensor.quantize": Case(
-            {"tensors": floats(), "scales": scalars(), "amaxes": scalars(),
+        "multi_tensor.quantize": lambda: Case(
+            {"tensors": floats(*shape), "scales": scalars(), "amaxes": scalars(),
              "scale_invs": scalars()}, ("amaxes", "scale_invs"),
         ),
-        "multi_tensor_optim.adam": Case(
-            adam_case(), ("params", "exp_avgs", "exp_avg_sqs", "masters")
+        "multi_tensor_optim.adam": lambda: Case(
+            adam_case(*shape), ("params", "exp_avgs", "exp_avg_sqs", "masters")
         ),
-        "multi_tensor_optim.lamb": Case(
-            adam_case(), ("params", "exp_avgs", "exp_avg_sqs", "masters")
+        "multi_tensor_optim.lamb": lambda: Case(
+            adam_case(*shape), ("params", "exp_avgs", "exp_avg_sqs", "masters")
         ),
-        "multi_tensor_optim.sgd": Case(
-            optimizer_case(momentums=floats(), momentum=0.9), ("params", "momentums", "masters")
+        "multi_tensor_optim.sgd": lambda: Case(
+            optimizer_case(*shape, momentums=floats(*shape), momentum=0.9),
+            ("params", "momentums", "masters"),
         ),
-        "mx_quantize.mx_quantize": Case({"x": x, "out": mx_output()}, ("out",)),
-        "mx_quantize.mx_dequantize": Case(
-            {"fp8_data": codes(), "scale": mx_quantize.mx_quantize(x)[1], "dtype": torch.float32,
-             "out": torch.zeros(32, 64)}, ("out",),
+        "mx_quantize.mx_quantize": lambda: Case({"x": x, "out": mx_output(*shape)}, ("out",)),
+        "mx_quantize.mx_dequantize": lambda: Case(
+            {"fp8_data": codes(*shape), "scale": mx_quantize.mx_quantize(x)[1],
+             "dtype": torch.float32, "out": torch.zeros(shape)}, ("out",),
         ),
-        "rope.rope": Case({"x": torch.randn(6, 2, 3, 16), "freqs": torch.rand(8, 16),
-                           "starts": torch.tensor([0, 1]), "rotary_dim": 16, "start": 0}),
-        "qkv_cast.qkv_cast_grad": Case(
-            fp8_case(queries=torch.randn(3, 5, 8, 16), keys=torch.randn(3, 5, 2, 16),
-                     values=torch.randn(3, 5, 2, 16), interleaved=True, with_dbias=True),
+        "rope.rope": lambda: Case(
+            {"x": torch.randn(rows, 2, 3, 16), "freqs": torch.rand(rows + 2, 16),
+             "starts": torch.tensor([0, 1]), "rotary_dim": 16, "start": 0}
+        ),
+        "qkv_cast.qkv_cast_grad": lambda: Case(
+            fp8_case(queries=torch.randn(rows, 5, 8, 16), keys=torch.randn(rows, 5, 2, 16),
+                     values=torch.randn(rows, 5, 2, 16), interleaved=True, with_dbias=True),
             ("amax",),
         ),
-        "qkv_cast.qkv_cast_weight": Case(
+        "qkv_cast.qkv_cast_weight": lambda: Case(
             fp8_case(weight=x, repeats=2, groups=2, **out_pair),
             ("amax", "out_rowwise", "out_columnwise"),
         ),
-        "scaled_softmax.scaled_softmax": Case(
-            {"x": torch.randn(2, 3, 8, 8), "scale": 0.5,
-             "mask": torch.zeros(2, 1, 8, 8, dtype=torch.bool)}
+        "scaled_softmax.scaled_softmax": lambda: Case(
+            {"x": scores, "scale": 0.5, "mask": mask}
         ),
-        "scaled_softmax.scaled_softmax_fwd": Case(
-            {"x": torch.randn(2, 3, 8, 8), "scale": 0.5,
-             "mask": torch.zeros(2, 1, 8, 8, dtype=torch.bool),
-             "out": torch.zeros(2, 3, 8, 8)}, ("out",),
+        "scaled_softmax.scaled_softmax_fwd": lambda: Case(
+            {"x": scores, "scale": 0.5, "mask": mask, "out": torch.zeros_like(scores)}, ("out",),
         ),
-        "scaled_softmax.scaled_softmax_bwd": Case(
-            {"dy": torch.randn(2, 3, 8, 8), "y": torch.rand(2, 3, 8, 8), "scale": 0.5,
-             "out": torch.zeros(2, 3, 8, 8)}, ("out",),
+        "scaled_softmax.scaled_softmax_bwd": lambda: Case(
+            {"dy": scores, "y": torch.rand_like(scores), "scale": 0.5,
+             "out": torch.zeros_like(scores)}, ("out",),
         ),
-        "swiglu.swiglu": Case(halves),
-        "swiglu.swiglu_fwd": Case(halves),
-        "swiglu.swiglu_fwd_fp8": Case(fp8_case(**halves), ("amax",)),
-        "swiglu.swiglu_bwd": Case({"grad_output": matrix(), **halves, "with_dbias": True}),
-        "swiglu.swiglu_bwd_fp8": Case(
-            fp8_case(grad_output=matrix(), **halves, with_dbias=True), ("amax",)
+        "swiglu.swiglu": lambda: Case(halves),
+        "swiglu.swiglu_fwd": lambda: Case(halves),
+        "swiglu.swiglu_fwd_fp8": lambda: Case(fp8_case(**halves), ("amax",)),
+        "swiglu.swiglu_bwd": lambda: Case(
+            {"grad_output": matrix(*shape), **halves, "with_dbias": True}
         ),
-        "swiglu_block.swiglu_fwd_block": Case(
-            {**narrow_halves(), "fp8_dtype": E4M3, "amax": one(0.0)}, ("amax",)
+        "swiglu.swiglu_bwd_fp8": lambda: Case(
+            fp8_case(grad_output=matrix(*shape), **halves, with_dbias=True), ("amax",)
         ),
-        "swiglu_block.swiglu_bwd_block": Case(
-            {"grad_output": torch.randn(32, 128).bfloat16(), **narrow_halves(),
+        "swiglu_block.swiglu_fwd_block": lambda: Case(
+            {"input": narrow(rows), "up": narrow(rows), "fp8_dtype": E4M3, "amax": one(0.0)},
+            ("amax",),
+        ),
+        "swiglu_block.swiglu_bwd_block": lambda: Case(
+            {"grad_output": narrow(rows), "input": narrow(rows), "up": narrow(rows),
              "fp8_dtype": E4M3, "amax": one(0.0)}, ("amax",)
         ),
-        "wgrad_gemm.wgrad_gemm": Case(
-            {"dy": matrix(32, 16), "x": x, "out": torch.zeros(16, 64), "accumulate": True}, ("out",)
+        "wgrad_gemm.wgrad_gemm": lambda: Case(
+            {"dy": matrix(rows, 16), "x": x, "out": torch.zeros(16, cols), "accumulate": True},
+            ("out",),
         ),
     }  # fmt: skip
     assert name in table, f"{name} is new: add its arguments here"
-    return table[name]
+    return table[name]()
 
 
 def find(name: str) -> Any:
@@ -497,3 +546,62 @@ def find(name: str) -> Any:
 
 
 NAMES = [name for name in public_functions() if name not in OTHERS]
+# What autograd differentiates.
+DIFFERENTIABLE = {
+    "activation.activation",
+    "bias_dropout_add.bias_dropout_add",
+    "bias_gelu.bias_gelu",
+    "cross_entropy.cross_entropy",
+    "layer_norm.layer_norm",
+    "rms_norm.rms_norm",
+    "rope.rope",
+    "scaled_softmax.scaled_softmax",
+    "swiglu.swiglu",
+}
+
+# An output of each, by its place, of which parts are left without values.
+UNFILLED = {
+    "grouped_quantize.quantize_groups": 1,  # columns behind those of the groups
+    "moe_permute.make_map": 0,  # experts that a token does not go to
+    "moe_permute.permute_by": 2,
+}
+
+
+class Call:
+    """A function of tensors only: what it returns, and what it writes."""
+
+    def __init__(self, name: str, device: Any = "cpu", rows: int = 32, cols: int = 64) -> None:
+        self.name = name
+        case = make_case(name, rows, cols)
+        self.written = case.written
+        args = tree_map(lambda v: v.to(device) if isinstance(v, torch.Tensor) else v, case.args)
+        leaves, self.spec = tree_flatten(args)
+        self.is_tensor = [isinstance(leaf, torch.Tensor) for leaf in leaves]
+        self.rest = [leaf for leaf in leaves if not isinstance(leaf, torch.Tensor)]
+        self.tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+
+    def fresh(self) -> list[torch.Tensor]:
+        return [t.clone() for t in self.tensors]
+
+    def arguments(self, tensors: Any) -> dict[str, Any]:
+        """The keyword arguments with these tensors in the place of its own."""
+        given, rest = iter(tensors), iter(self.rest)
+        leaves = [next(given) if is_tensor else next(rest) for is_tensor in self.is_tensor]
+        return tree_unflatten(leaves, self.spec)
+
+    def results(self, result: Any, kwargs: dict[str, Any]) -> tuple[Any, ...]:
+        """The tensors returned, then those written."""
+        outputs = [t for t in tree_leaves(result) if isinstance(t, torch.Tensor)]
+        return (*outputs, *tree_leaves([kwargs[name] for name in self.written]))
+
+    def __call__(self, *tensors: torch.Tensor) -> tuple[Any, ...]:
+        kwargs = self.arguments(tensors)
+        return self.results(find(self.name)(**kwargs), kwargs)
+
+    def filled(self, results: tuple[Any, ...]) -> list[Any]:
+        """The results without what has no value."""
+        return [t for i, t in enumerate(results) if i != UNFILLED.get(self.name)]
+
+    @functools.cached_property
+    def expected(self) -> tuple[Any, ...]:
+        return self(*self.fresh())
