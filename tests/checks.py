@@ -17,6 +17,29 @@ DIMS = [0, 1, 3, 7, 8, 15, 16, 17, 127, 128, 129, 1000, 3584, 4095, 8192]
 needs_cuda = pytest.mark.cuda  # tests/conftest.py skips these where there is no GPU
 
 
+def one(value, device="cpu"):
+    """A tensor of one float32 element, as scales and amaxes are."""
+    return torch.tensor([value], dtype=torch.float32, device=device)
+
+
+def spread(shape, dtype):
+    """Normal values whose size changes over five decades from block to block."""
+    decades = torch.randint(-3, 3, (shape[0], -(-shape[1] // 16))).repeat_interleave(16, 1)
+    return (torch.randn(shape) * 10.0 ** decades[:, : shape[1]]).to(dtype)
+
+
+def sqnr(reference, actual):
+    """The ratio of a signal to its quantization noise in dB; 6,000 for none."""
+    reference, actual = reference.double().cpu(), actual.double().cpu()
+    return 20 * torch.log10(reference.norm() / (reference - actual).norm().clamp(1e-300)).item()
+
+
+def needs_memory(gigabytes):
+    """Skips a test where a GPU has less free memory."""
+    if torch.cuda.mem_get_info()[0] < gigabytes << 30:
+        pytest.skip(f"needs {gigabytes} GiB of free GPU memory")
+
+
 def codes(tensor):
     """The bytes of an FP8 tensor, on the CPU."""
     return tensor.view(torch.uint8).cpu()
@@ -181,3 +204,40 @@ def assert_portable_gives_same_bits(body):
     answers = [json.loads(process.stdout.readline()) for process in processes]
     assert all(good for good, _ in answers), [text for good, text in answers if not good]
     assert len({digest for _, digest in answers}) == 1
+
+
+def pairs(*lists):
+    """Tuples of one value of each list, in which any two values of two lists meet at least once.
+
+    A product of all lists is tested where a fault takes two of its values; few take three.
+    """
+    lists = [list(values) for values in lists]
+    open_pairs = {
+        ((i, a), (j, b))
+        for i, first in enumerate(lists)
+        for j, second in enumerate(lists)
+        if i < j
+        for a in range(len(first))
+        for b in range(len(second))
+    }
+    found = []
+    while open_pairs:
+        (i, a), (j, b) = min(open_pairs)
+        chosen = {i: a, j: b}
+        for k, values in enumerate(lists):
+            if k not in chosen:
+                chosen[k] = max(
+                    range(len(values)),
+                    key=lambda c, k=k: sum(
+                        tuple(sorted(((k, c), other))) in open_pairs for other in chosen.items()
+                    ),
+                )
+        met = sorted(chosen.items())
+        open_pairs -= {(x, y) for x in met for y in met}
+        found.append(tuple(lists[k][v] for k, v in met))
+    return found
+
+
+def in_pairs(**values):
+    """Parametrizes a test with `pairs` of its arguments' values."""
+    return pytest.mark.parametrize(tuple(values), pairs(*values.values()), ids=str)
