@@ -220,14 +220,28 @@ def adam_case(rows: int, cols: int) -> dict[str, Any]:
     return optimizer_case(rows, cols, exp_avgs=floats(rows, cols), exp_avg_sqs=squares, step=1)
 
 
+def softmax_case(rows: int, cols: int, **more: Any) -> dict[str, Any]:
+    mask = torch.arange(rows)[:, None] < torch.arange(cols) - 8
+    mask = mask.expand(2, 1, rows, cols).contiguous()
+    return {"x": torch.randn(2, 3, rows, cols), "scale": 0.5, "mask": mask, **more}
+
+
 def make_case(name: str, rows: int = 32, cols: int = 64) -> Case:
     """New arguments for a function; AssertionError for one without an entry.
 
     Args:
-        name: `<op>.<function>`.
+        name: `<op>.<function>`; with `:required` behind it, those that it must have; with
+            `:padded`, for a columnwise copy of two rows more that is padded.
         rows: rows of its matrices, tokens or queries, even.
         cols: columns of its matrices, a multiple of 32; ops of heads have sizes of their own.
     """
+    name, _, form = name.partition(":")
+    if form == "padded":
+        case = make_case(name, rows + 2, cols)
+        args = {k: v for k, v in case.args.items() if not k.startswith("out")}
+        options = {"pad_columnwise", "columnwise"} & inspect.signature(find(name)).parameters.keys()
+        args |= dict.fromkeys(options, True)
+        return Case(args, tuple(key for key in case.written if key in args))
     x, w, shape = matrix(rows, cols), torch.rand(cols), (rows, cols)
     out_pair = {"out_rowwise": torch.zeros(rows, cols, dtype=E4M3),
                 "out_columnwise": torch.zeros(cols, rows, dtype=E4M3)}  # fmt: skip
@@ -235,9 +249,6 @@ def make_case(name: str, rows: int = 32, cols: int = 64) -> Case:
     halves = {"input": x, "up": matrix(*shape), "bias": w, "up_bias": torch.rand(cols)}
     valid = torch.tensor([rows], dtype=torch.int32)
     due = torch.ones(2, dtype=torch.int32)
-    scores = torch.randn(2, 3, rows, cols)
-    mask = torch.arange(rows)[:, None] < torch.arange(cols) - 8
-    mask = mask.expand(2, 1, rows, cols).contiguous()
     table = {
         "activation.activation": lambda: Case({"x": x, "kind": "silu"}),
         "activation.activation_fwd": lambda: Case(
@@ -505,14 +516,14 @@ def make_case(name: str, rows: int = 32, cols: int = 64) -> Case:
             ("amax", "out_rowwise", "out_columnwise"),
         ),
         "scaled_softmax.scaled_softmax": lambda: Case(
-            {"x": scores, "scale": 0.5, "mask": mask}
+            softmax_case(*shape)
         ),
         "scaled_softmax.scaled_softmax_fwd": lambda: Case(
-            {"x": scores, "scale": 0.5, "mask": mask, "out": torch.zeros_like(scores)}, ("out",),
+            softmax_case(*shape, out=torch.zeros(2, 3, *shape)), ("out",)
         ),
         "scaled_softmax.scaled_softmax_bwd": lambda: Case(
-            {"dy": scores, "y": torch.rand_like(scores), "scale": 0.5,
-             "out": torch.zeros_like(scores)}, ("out",),
+            {"dy": torch.randn(2, 3, *shape), "y": torch.rand(2, 3, *shape), "scale": 0.5,
+             "out": torch.zeros(2, 3, *shape)}, ("out",),
         ),
         "swiglu.swiglu": lambda: Case(halves),
         "swiglu.swiglu_fwd": lambda: Case(halves),
@@ -537,15 +548,38 @@ def make_case(name: str, rows: int = 32, cols: int = 64) -> Case:
         ),
     }  # fmt: skip
     assert name in table, f"{name} is new: add its arguments here"
-    return table[name]()
+    case = table[name]()
+    if not form:
+        return case
+    parameters = inspect.signature(find(name)).parameters
+    args = {k: v for k, v in case.args.items() if parameters[k].default is inspect.Parameter.empty}
+    if name == "swiglu.swiglu_bwd":
+        args["input"] = matrix(rows, 2 * cols)  # both halves
+    return Case(args, tuple(key for key in case.written if key in args))
 
 
 def find(name: str) -> Any:
-    module, _, function = name.partition(".")
+    module, _, function = name.partition(":")[0].partition(".")
     return getattr(importlib.import_module(f"apex_te.ops.{module}"), function)
 
 
 NAMES = [name for name in public_functions() if name not in OTHERS]
+# Where other ops run, or inputs have another form, without the arguments that may be left out.
+SHORT_FORMS = [
+    f"{name}:required"
+    for name in (
+        "bias_gelu.bias_gelu_bwd", "block_quantize.block_quantize", "cast_transpose.cast_transpose",
+        "current_scale.current_scale", "hif8.quantize_current", "layer_norm.layer_norm",
+        "rms_norm.rms_norm", "scaled_softmax.scaled_softmax", "swiglu.swiglu", "swiglu.swiglu_bwd",
+        "swiglu.swiglu_fwd",
+    )
+]  # fmt: skip
+FORMS = [*NAMES, *SHORT_FORMS]
+PADDED_FORMS = [
+    f"{name}:padded"
+    for name in NAMES
+    if "pad_columnwise" in inspect.signature(find(name)).parameters
+]
 # What autograd differentiates.
 DIFFERENTIABLE = {
     "activation.activation",
@@ -565,6 +599,33 @@ UNFILLED = {
     "moe_permute.make_map": 0,  # experts that a token does not go to
     "moe_permute.permute_by": 2,
 }
+
+# Arguments of the dtype of x, where they are float32.
+LIKE_X = {
+    "bias", "d_residual", "dout", "dy", "grad", "grad_output", "grad_permuted", "inp", "input",
+    "keys", "logits", "out", "queries", "residual", "up", "up_bias", "values", "weight", "x", "y",
+}  # fmt: skip
+# Functions of float32 alone, or whose arguments of these names have dtypes of their own.
+ONLY_FLOAT32 = {
+    "block_quantize.block_dequantize",
+    "cross_entropy.cross_entropy_bwd",
+    "cross_entropy.scale_gradient",
+    "hif8.decode",
+    "multi_tensor.amax",
+    "mx_quantize.mx_dequantize",
+}
+
+
+def in_dtype(name: str, args: dict[str, Any], dtype: torch.dtype) -> dict[str, Any]:
+    """The arguments with x and those of its dtype in another one."""
+    if name in ONLY_FLOAT32:
+        return args
+    return {
+        key: value.to(dtype)
+        if key in LIKE_X and isinstance(value, torch.Tensor) and value.dtype is torch.float32
+        else value
+        for key, value in args.items()
+    }
 
 
 class Call:
