@@ -1,15 +1,10 @@
 """What the tests of activation and bias_gelu share: shapes and the check of FP8 results."""
 
-import torch
-from checks import assert_adjacent_codes, assert_close_amax
+from checks import assert_adjacent_codes, assert_close_amax, one
 
 from apex_te.ops.activation import reference_fp8
 
 SHAPES = [(1, 1), (3, 7), (17, 16), (128, 129), (63, 1000), (64, 256), (16, 3584), (5, 4095)]
-
-
-def one(value, device="cpu"):
-    return torch.tensor([value], dtype=torch.float32, device=device)
 
 
 def check_fp8(output, amax, exact, scale, fp8):

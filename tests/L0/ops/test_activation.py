@@ -2,19 +2,18 @@
 
 import pytest
 import torch
-from activation_cases import SHAPES, check_fp8, one
+from activation_cases import SHAPES, check_fp8
 from checks import (
     DIMS,
     DTYPES,
     FP8,
     assert_adjacent_codes,
     assert_as_good_as_torch,
-    assert_portable_gives_same_bits,
-    assert_runs_in_graph_and_on_stream,
     assert_same_bits,
-    codes,
-    layouts,
+    in_pairs,
     needs_cuda,
+    needs_memory,
+    one,
 )
 
 from apex_te.ops import activation as op
@@ -119,9 +118,7 @@ def test_nan_stays_and_infinities(device, kind):
         assert torch.isnan(dx[1:]).all()
 
 
-@pytest.mark.parametrize("fp8", FP8)
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("layout", ["both", "rowwise", "columnwise"])
+@in_pairs(fp8=FP8, dtype=DTYPES, layout=["both", "rowwise", "columnwise"])
 def test_fp8(device, poison, dtype, fp8, layout):
     wanted = {"rowwise": layout != "columnwise", "columnwise": layout != "rowwise"}
     scale = 7.3
@@ -195,66 +192,6 @@ def test_scalar(device):
     assert torch.allclose(activation_fwd(x, "silu"), op.reference(x, "silu"))
 
 
-def test_layouts(device):
-    x, grad = torch.randn(80, 96, device=device), torch.randn(80, 96, device=device)
-    for dtype in DTYPES:
-        expected = activation_fwd(x.to(dtype), "gelu")
-        expected_dx = activation_bwd(grad.to(dtype), x.to(dtype), "gelu")
-        fp8 = activation_fwd_fp8(x.to(dtype), "gelu", one(1, device), FP8[0])
-        for (name, view), (_, grad_view) in zip(
-            layouts(x.to(dtype)), layouts(grad.to(dtype)), strict=True
-        ):
-            assert torch.allclose(activation_fwd(view, "gelu"), expected, rtol=1e-5), name
-            actual = activation_bwd(grad_view, view, "gelu")
-            assert torch.allclose(actual, expected_dx, rtol=1e-5, atol=1e-6), name
-            actual = activation_fwd_fp8(view, "gelu", one(1, device), FP8[0])
-            assert_adjacent_codes(actual.columnwise, fp8.columnwise)
-    expanded = x[:1].expand(50, 96)
-    assert_same_bits(activation_fwd(expanded, "gelu"), activation_fwd(expanded.clone(), "gelu"))
-
-
-def test_writes_given_outputs(device):
-    x = torch.randn(32, 64, device=device)
-    expected = activation_fwd(x, "silu")
-    grad = torch.randn_like(x)
-    expected_dx = activation_bwd(grad, x, "silu")
-    version = grad._version
-    activation_bwd(grad, x, "silu", out=grad)
-    assert grad._version > version
-    assert_same_bits(grad, expected_dx)
-    activation_fwd(x, "silu", out=x)
-    assert_same_bits(x, expected)
-
-
-def test_repeatable(device):
-    x = torch.randn(300, 264, device=device).bfloat16()
-    grad = torch.randn_like(x)
-    for kind in KINDS:
-        assert_same_bits(activation_bwd(grad, x, kind), activation_bwd(grad, x, kind))
-
-
-def test_portable_path_gives_the_same_bits():
-    assert_portable_gives_same_bits(
-        "import torch\n"
-        "from apex_te.ops.activation import *\n"
-        "from apex_te.ops import activation as op\n"
-        "def run():\n"
-        "    torch.manual_seed(0)\n"
-        "    bits = torch.randint(-2**31, 2**31, (133, 300), dtype=torch.int64).to(torch.int32)\n"
-        "    floats = bits.view(torch.float32)\n"
-        "    floats[torch.isnan(floats)] = 1.0  # the sign of a NaN means nothing\n"
-        "    for x in (floats, bits.to(torch.int16).view(torch.float16),\n"
-        "              torch.randn(133, 300) * 4, torch.randn(133, 300).bfloat16()):\n"
-        "        for kind in op.KINDS:\n"
-        "            grad = torch.randn(x.shape).to(x.dtype)\n"
-        "            yield op.activation_fwd(x, kind)\n"
-        "            yield op.activation_bwd(grad, x, kind)\n"
-        "            args = (kind, torch.tensor([3.0]), torch.float8_e5m2)\n"
-        "            yield op.activation_fwd_fp8(x, *args).columnwise\n"
-        "            yield op.activation_bwd_fp8(grad, x, *args).rowwise\n"
-    )
-
-
 @pytest.mark.parametrize(
     ("change", "error", "message"),
     [
@@ -296,25 +233,9 @@ def test_bwd_rejects():
         activation_fwd(torch.zeros(2, 2), "gelu", out=torch.zeros(4))
 
 
-@pytest.mark.cuda
-@needs_cuda
-def test_graph_capture_and_side_stream():
-    x, grad = (torch.randn(96, 512, device="cuda").bfloat16() for _ in range(2))
-    scale = one(2, "cuda")
-
-    def call(x, grad):
-        fp8 = activation_bwd_fp8(grad, x, "silu", scale, FP8[1])
-        both = activation_fwd_fp8(x, "gelu", scale, FP8[0])
-        return [activation_fwd(x, "gelu"), activation_bwd(grad, x, "gelu"), *fp8, *both]
-
-    assert_runs_in_graph_and_on_stream(call, [x, grad])
-
-
-@pytest.mark.cuda
 @needs_cuda
 def test_more_than_2_to_31_elements():
-    if torch.cuda.mem_get_info()[0] < 30 << 30:
-        pytest.skip("needs 30 GiB of free GPU memory")
+    needs_memory(30)
     rows, cols = 65552, 32784  # 2.149e9 elements
     x = torch.empty(rows, cols, dtype=torch.bfloat16, device="cuda").normal_()
     y = activation_fwd(x, "gelu")
@@ -333,7 +254,6 @@ def test_more_than_2_to_31_elements():
     assert largest <= amax.item() < 1e3
 
 
-@pytest.mark.cuda
 @needs_cuda
 def test_more_row_tiles_than_a_grid_has_rows():
     x, grad = (torch.randn(65536 * 128 + 208, 8, device="cuda").bfloat16() for _ in range(2))
@@ -343,54 +263,3 @@ def test_more_row_tiles_than_a_grid_has_rows():
         of_last = call(*(t[last] for t in inputs), *args)
         assert_same_bits(out.rowwise[last], of_last.rowwise)
         assert_same_bits(out.columnwise.t(), out.rowwise)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_opcheck_and_compile(kind):
-    x, grad = torch.randn(48, 32), torch.randn(48, 32)
-    number = KINDS.index(kind)
-    torch.library.opcheck(
-        torch.ops.apex_te.activation_fwd, (x, torch.empty_like(x), number),
-        test_utils=("test_schema", "test_faketensor"),
-    )  # fmt: skip
-    torch.library.opcheck(
-        torch.ops.apex_te.activation_bwd, (grad, x, torch.empty_like(x), number),
-        test_utils=("test_schema", "test_faketensor"),
-    )  # fmt: skip
-
-    @torch.compile(fullgraph=True, backend="aot_eager")
-    def compiled(x):
-        return activation(x, kind) * 2
-
-    leaf = x.clone().requires_grad_()
-    y = compiled(leaf)
-    y.backward(grad)
-    assert_same_bits(y, activation_fwd(x, kind) * 2)
-    assert_same_bits(leaf.grad, activation_bwd(grad * 2, x, kind))
-
-
-def test_opcheck_and_compile_fp8():
-    x, grad, scale = torch.randn(48, 32), torch.randn(48, 32), one(2)
-    # torch's schema check cannot handle FP8 tensors, so only the scalars are written here.
-    torch.library.opcheck(
-        torch.ops.apex_te.activation_fwd_fp8, (x, scale, None, None, one(0), one(0), 0),
-        test_utils=("test_schema", "test_faketensor"),
-    )  # fmt: skip
-    torch.library.opcheck(
-        torch.ops.apex_te.activation_bwd_fp8, (grad, x, scale, None, None, one(0), one(0), 0),
-        test_utils=("test_schema", "test_faketensor"),
-    )  # fmt: skip
-
-    @torch.compile(fullgraph=True, backend="aot_eager")
-    def compiled(x, grad):
-        return (
-            *activation_fwd_fp8(x, "gelu", scale, FP8[0]),
-            *activation_bwd_fp8(grad, x, "gelu", scale, FP8[0]),
-        )
-
-    expected = (
-        *activation_fwd_fp8(x, "gelu", scale, FP8[0]),
-        *activation_bwd_fp8(grad, x, "gelu", scale, FP8[0]),
-    )
-    for actual, wanted in zip(compiled(x, grad), expected, strict=True):
-        assert torch.equal(codes(actual), codes(wanted))

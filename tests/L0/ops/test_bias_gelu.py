@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from activation_cases import SHAPES, check_fp8, one
+from activation_cases import SHAPES, check_fp8
 from checks import (
     DIMS,
     DTYPES,
@@ -10,12 +10,11 @@ from checks import (
     assert_adjacent_codes,
     assert_as_good_as_torch,
     assert_close_amax,
-    assert_portable_gives_same_bits,
-    assert_runs_in_graph_and_on_stream,
     assert_same_bits,
-    bits,
-    layouts,
+    in_pairs,
     needs_cuda,
+    needs_memory,
+    one,
 )
 
 from apex_te.ops import bias_gelu as op
@@ -114,9 +113,7 @@ def test_dbias_of_many_rows(device, poison, rows, cols):
         assert_as_good_as_torch(padded, exact[2], same_dtype[2])
 
 
-@pytest.mark.parametrize("fp8", FP8)
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("layout", ["both", "rowwise", "columnwise"])
+@in_pairs(fp8=FP8, dtype=DTYPES, layout=["both", "rowwise", "columnwise"])
 def test_fp8(device, poison, dtype, fp8, layout):
     wanted = {"rowwise": layout != "columnwise", "columnwise": layout != "rowwise"}
     for index, shape in enumerate([*SHAPES, (144, 264), (72, 264)]):
@@ -198,94 +195,20 @@ def test_empty(device, poison, shape):
     assert amax.item() == 3
 
 
-def test_layouts(device):
-    for dtype in DTYPES:
-        x, bias, grad = inputs((80, 96), dtype, device)
-        expected = bias_gelu_fwd(x, bias)
-        expected_grads = bias_gelu_bwd(grad, x, bias, with_dbias=True)
-        eps = 2 * torch.finfo(dtype).eps
-        strided_bias = torch.stack([bias, bias], 1)[:, 0]
-        for (name, view), (_, grad_view) in zip(layouts(x), layouts(grad), strict=True):
-            y = bias_gelu_fwd(view, strided_bias)
-            assert torch.allclose(y, expected, rtol=eps), name
-            grads = bias_gelu_bwd(grad_view, view, strided_bias, with_dbias=True)
-            assert torch.allclose(grads.input, expected_grads.input, rtol=eps, atol=1e-6), name
-            assert torch.allclose(grads.dbias, expected_grads.dbias, rtol=eps, atol=1e-3), name
-
-
-def test_writes_given_outputs(device):
-    x, bias, grad = inputs((32, 64), torch.bfloat16, device)
-    expected, expected_dx = bias_gelu_fwd(x, bias), bias_gelu_bwd(grad, x, bias).input
-    version = grad._version
-    bias_gelu_bwd(grad, x, bias, out=grad)
-    assert grad._version > version
-    assert_same_bits(grad, expected_dx)
-    bias_gelu_fwd(x, bias, out=x)
-    assert_same_bits(x, expected)
-
-
-def test_repeatable(device):
-    x, bias, grad = inputs((1000, 264), torch.bfloat16, device)
-    for form in FORMS:
-        first, again = (
-            bias_gelu_bwd_fp8(grad, x, bias, one(3, device), FP8[1], form=form, with_dbias=True)
-            for _ in range(2)
-        )
-        assert_same_bits([*first.output, first.dbias], [*again.output, again.dbias])
-        plain, plain_again = (
-            bias_gelu_bwd(grad, x, bias, form=form, with_dbias=True) for _ in range(2)
-        )
-        assert_same_bits(plain, plain_again)
-        assert_same_bits(plain.dbias, first.dbias)
-
-
-def test_portable_path_gives_the_same_bits():
-    assert_portable_gives_same_bits(
-        "import torch\n"
-        "from apex_te.ops.bias_gelu import *\n"
-        "from apex_te.ops import bias_gelu as op\n"
-        "def run():\n"
-        "    torch.manual_seed(0)\n"
-        "    bits = torch.randint(-2**31, 2**31, (133, 300), dtype=torch.int64).to(torch.int32)\n"
-        "    floats = bits.view(torch.float32)\n"
-        "    floats[torch.isnan(floats)] = 1.0  # the sign of a NaN means nothing\n"
-        "    for x in (floats, bits.to(torch.int16).view(torch.float16),\n"
-        "              torch.randn(133, 300) * 4, torch.randn(133, 300).bfloat16()):\n"
-        "        for form in ('tanh', 'erf'):\n"
-        "            grad, bias = (torch.randn(s).to(x.dtype) for s in (x.shape, (300,)))\n"
-        "            yield op.bias_gelu_fwd(x, bias, form=form)\n"
-        "            yield from op.bias_gelu_bwd(grad, x, bias, form=form, with_dbias=True)\n"
-        "            args = (bias, torch.tensor([3.0]), torch.float8_e4m3fn)\n"
-        "            yield op.bias_gelu_fwd_fp8(x, *args, form=form).columnwise\n"
-        "            grads = op.bias_gelu_bwd_fp8(grad, x, *args, form=form, with_dbias=True)\n"
-        "            yield from (grads.output.rowwise, grads.dbias)\n"
-    )
-
-
 @pytest.mark.parametrize(
     ("change", "error", "message"),
     [
         ({"bias": torch.zeros(3)}, ValueError, "bias must have shape [2], got [3]"),
-        (
-            {"bias": torch.zeros(2).half()},
-            TypeError,
-            "bias must have dtype float32, got float16",
-        ),
+        ({"bias": torch.zeros(2).half()}, TypeError, "bias must have dtype float32, got float16"),
         ({"form": "none"}, ValueError, "form must be 'tanh' or 'erf', got 'none'"),
-        (
-            {"x": torch.zeros(2, 2, dtype=torch.int32)},
-            TypeError,
-            "x must have dtype float32, float16 or bfloat16, got int32",
-        ),
+        ({"x": torch.zeros(2, 2, dtype=torch.int32)}, TypeError,
+         "x must have dtype float32, float16 or bfloat16, got int32"),
         ({"scale": torch.zeros(2)}, ValueError, "scale must have one element, got [2]"),
         ({"fp8_dtype": torch.int8}, TypeError, "fp8_dtype must be float8_e4m3fn"),
-        (
-            {"grad_output": torch.zeros(2, 3)},
-            ValueError,
-            "dy must have x's shape [2, 2], got [2, 3]",
-        ),
+        ({"grad_output": torch.zeros(2, 3)}, ValueError,
+         "dy must have x's shape [2, 2], got [2, 3]"),
     ],
-)
+)  # fmt: skip
 def test_bwd_fp8_rejects(change, error, message):
     kwargs = {
         "grad_output": torch.zeros(2, 2), "x": torch.zeros(2, 2), "bias": torch.zeros(2),
@@ -304,26 +227,9 @@ def test_workspace_is_required_with_dbias():
         op._bwd(x, x, bias, x, torch.zeros(2), None, True)
 
 
-@pytest.mark.cuda
-@needs_cuda
-def test_graph_capture_and_side_stream():
-    x, bias, grad = inputs((96, 512), torch.bfloat16, "cuda")
-    scale = one(2, "cuda")
-
-    def call(x, bias, grad):
-        fp8 = bias_gelu_bwd_fp8(grad, x, bias, scale, FP8[1], with_dbias=True)
-        grads = bias_gelu_bwd(grad, x, bias, with_dbias=True)
-        both = bias_gelu_fwd_fp8(x, bias, scale, FP8[0])
-        return [bias_gelu_fwd(x, bias), *grads, *fp8.output, fp8.dbias, *both]
-
-    assert_runs_in_graph_and_on_stream(call, [x, bias, grad])
-
-
-@pytest.mark.cuda
 @needs_cuda
 def test_more_than_2_to_31_elements():
-    if torch.cuda.mem_get_info()[0] < 30 << 30:
-        pytest.skip("needs 30 GiB of free GPU memory")
+    needs_memory(30)
     rows, cols = 65552, 32784  # 2.149e9 elements
     x = torch.empty(rows, cols, dtype=torch.bfloat16, device="cuda").normal_()
     bias = torch.randn(cols, device="cuda").bfloat16()
@@ -343,7 +249,6 @@ def test_more_than_2_to_31_elements():
         assert_adjacent_codes(grads.output.columnwise[:, part].contiguous(), expected.columnwise)
 
 
-@pytest.mark.cuda
 @needs_cuda
 def test_more_row_tiles_than_a_grid_has_rows():
     """Only the last rows have a gradient: dbias is theirs, added in the same order."""
@@ -355,39 +260,3 @@ def test_more_row_tiles_than_a_grid_has_rows():
     expected = bias_gelu_bwd(grad[first:], x[first:], bias, with_dbias=True)
     assert_same_bits([grads.input[first:], grads.dbias], expected)
     assert not grads.input[:first].any()
-
-
-def test_opcheck_and_compile():
-    x, bias, grad = inputs((48, 32), torch.float32, "cpu")
-    dbias, lines = torch.empty(32), torch.empty(1, 32)
-    # torch's schema check cannot handle FP8 tensors, so only the scalars are written here.
-    for name, args in (
-        ("fwd", (x, bias, torch.empty_like(x), True)),
-        ("bwd", (grad, x, bias, torch.empty_like(x), dbias, lines, True)),
-        ("fwd_fp8", (x, bias, one(2), None, None, one(0), one(0), True)),
-        ("bwd_fp8", (grad, x, bias, one(2), None, None, one(0), one(0), dbias, lines, True)),
-    ):
-        torch.library.opcheck(
-            getattr(torch.ops.apex_te, f"bias_gelu_{name}"), args,
-            test_utils=("test_schema", "test_faketensor"),
-        )  # fmt: skip
-
-    @torch.compile(fullgraph=True, backend="aot_eager")
-    def compiled(x, bias):
-        return bias_gelu(x, bias) * 2
-
-    leaves = x.clone().requires_grad_(), bias.clone().requires_grad_()
-    y = compiled(*leaves)
-    y.backward(grad)
-    assert_same_bits(y, bias_gelu_fwd(x, bias) * 2)
-    assert_same_bits([t.grad for t in leaves], bias_gelu_bwd(grad * 2, x, bias, with_dbias=True))
-
-    @torch.compile(fullgraph=True, backend="aot_eager")
-    def compiled_fp8(x, bias, grad):
-        scale = torch.ones(1)
-        grads = bias_gelu_bwd_fp8(grad, x, bias, scale, FP8[1], with_dbias=True)
-        return [*bias_gelu_fwd_fp8(x, bias, scale, FP8[0]), *grads.output, grads.dbias]
-
-    actual, expected = compiled_fp8(x, bias, grad), compiled_fp8.__wrapped__(x, bias, grad)
-    assert bits(actual)[0].numel() == 48 * 32
-    assert_same_bits(actual, expected)
