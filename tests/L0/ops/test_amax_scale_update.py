@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from checks import in_pairs
 
 from apex_te.ops import amax_scale_update as op
 from apex_te.ops.amax_scale_update import amax_scale_update
@@ -12,9 +13,7 @@ def state(length, slots, device):
     return history, torch.rand(slots, device=device), torch.rand(slots, device=device)
 
 
-@pytest.mark.parametrize("algo", ["max", "most_recent"])
-@pytest.mark.parametrize("pow2", [False, True])
-@pytest.mark.parametrize("margin", [0, 2, -16])
+@in_pairs(algo=["max", "most_recent"], pow2=[False, True], margin=[0, 2, -16])
 def test_matches_reference(device, algo, pow2, margin):
     sizes = [(1, 3), (2, 2), (3, 1), (4, 3), (16, 2), (1024, 3), (1025, 2), (5000, 5), (1, 1)]
     states = [state(length, slots, device) for length, slots in sizes]

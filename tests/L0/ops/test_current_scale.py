@@ -4,16 +4,7 @@ import math
 
 import pytest
 import torch
-from checks import (
-    DTYPES,
-    FP8,
-    assert_portable_gives_same_bits,
-    assert_runs_in_graph_and_on_stream,
-    assert_same_bits,
-    codes,
-    layouts,
-    needs_cuda,
-)
+from checks import DTYPES, FP8, assert_same_bits, codes, in_pairs, needs_cuda, needs_memory, one
 
 from apex_te.ops import current_scale as op
 from apex_te.ops.current_scale import current_scale, tensor_amax
@@ -25,18 +16,12 @@ SHAPES = [
 ALL_16_BITS = torch.arange(65536, dtype=torch.int32).to(torch.int16).reshape(256, 256)
 
 
-def one(value, device="cpu"):
-    return torch.tensor([value], dtype=torch.float32, device=device)
-
-
 def assert_equals_reference(out, x, fp8, **options):
     expected = op.reference(x.cpu(), fp8, **options)
     assert_same_bits(out, expected)
 
 
-@pytest.mark.parametrize("fp8", FP8)
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@in_pairs(fp8=FP8, dtype=DTYPES, shape=SHAPES)
 def test_fwd(device, poison, shape, dtype, fp8):
     x = (torch.randn(shape) * 30).to(dtype)
     on_device = x.to(device)
@@ -51,9 +36,7 @@ def test_fwd(device, poison, shape, dtype, fp8):
     assert_same_bits(col.columnwise, out.columnwise)
 
 
-@pytest.mark.parametrize("fp8", FP8)
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("amax", [1.0, 3e-5, 700.0, 6e4])
+@in_pairs(fp8=FP8, dtype=[torch.float16, torch.bfloat16], amax=[1.0, 3e-5, 700.0, 6e4])
 def test_cast_all_16_bit_patterns(device, dtype, fp8, amax):
     x = ALL_16_BITS.view(dtype)
     out = current_scale(x.to(device), fp8, amax=one(amax, device))
@@ -128,40 +111,6 @@ def test_amax_finds_planted_value(device, position, value):
     assert codes(out.columnwise)[position[::-1]].item() == code
 
 
-@pytest.mark.parametrize("shape", [(0, 16), (16, 0), (0, 0)])
-def test_fwd_empty(device, shape):
-    out = current_scale(torch.empty(shape, device=device), FP8[0])
-    assert out.rowwise.shape == shape
-    assert out.columnwise.shape == shape[::-1]
-    assert (out.amax.item(), out.scale.item(), out.scale_inv.item()) == (0.0, 1.0, 1.0)
-    assert tensor_amax(torch.empty(shape, device=device)).item() == 0.0
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_fwd_layouts(device, dtype):
-    x = torch.randn(144, 272).to(dtype)
-    for name, view in layouts(x.to(device)):
-        assert_equals_reference(current_scale(view, FP8[0]), x, FP8[0])
-        assert tensor_amax(view).item() == x.abs().max().item(), name
-    expanded = x[:1].expand(50, 272)
-    assert_equals_reference(current_scale(expanded.to(device), FP8[0]), expanded, FP8[0])
-
-
-@pytest.mark.parametrize("offset", [1, 2, 3])
-def test_fwd_misaligned_outputs(device, offset):
-    x = torch.randn(64, 256, device=device).bfloat16()
-    storage = torch.zeros(2 * (64 * 256 + 8), dtype=torch.uint8, device=device)
-    row = storage[offset : offset + 64 * 256].view(64, 256).view(FP8[0])
-    col = storage[64 * 256 + 8 + offset :][: 64 * 256].view(256, 64).view(FP8[0])
-    before = row._version
-    current_scale(x, FP8[0], out_rowwise=row, out_columnwise=col)
-    assert row._version > before
-    expected = op.reference(x.cpu(), FP8[0])
-    assert_same_bits((row, col), expected[:2])
-    assert storage[:offset].count_nonzero() == 0
-    assert storage[-(8 - offset) :].count_nonzero() == 0
-
-
 def test_repeatable_and_workspace_needs_no_reset(device, poison):
     """A second, smaller tensor must not see the first one's partial amaxes."""
     large, small = torch.randn(2000, 264) * 100, torch.randn(30, 40)
@@ -169,51 +118,25 @@ def test_repeatable_and_workspace_needs_no_reset(device, poison):
         assert_equals_reference(current_scale(x.to(device), FP8[1]), x, FP8[1])
 
 
-def test_portable_path_gives_the_same_bits():
-    assert_portable_gives_same_bits(
-        "import torch\n"
-        "from apex_te.ops.current_scale import current_scale\n"
-        "def run():\n"
-        "    torch.manual_seed(0)\n"
-        "    bits = torch.randint(-2**31, 2**31, (300, 300), dtype=torch.int64).to(torch.int32)\n"
-        "    for x in (bits.view(torch.float32), bits.to(torch.int16).view(torch.float16)):\n"
-        "        for f in (torch.float8_e4m3fn, torch.float8_e5m2):\n"
-        "            yield from current_scale(x, f, amax=torch.ones(1))[:2]\n"
-        "            yield from current_scale(torch.where(torch.isfinite(x), x, 0), f)\n"
-    )
-
-
 @pytest.mark.parametrize(
     ("change", "error", "message"),
     [
-        (
-            {"x": torch.zeros(2, 2, dtype=torch.float64)},
-            TypeError,
-            "x must have dtype float32, float16 or bfloat16, got float64",
-        ),
+        ({"x": torch.zeros(2, 2, dtype=torch.float64)}, TypeError,
+         "x must have dtype float32, float16 or bfloat16, got float64"),
         ({"x": torch.zeros(2)}, ValueError, "current_scale: x must have 2 dimensions"),
         ({"fp8_dtype": torch.bfloat16}, TypeError, "fp8_dtype must be float8_e4m3fn"),
         ({"amax": torch.zeros(3)}, ValueError, "amax must have one element, got [3]"),
         ({"amax": torch.zeros(1).half()}, TypeError, "amax must have dtype float32, got float16"),
         ({"eps": -1.0}, ValueError, "eps must be zero or more and finite, got -1"),
         ({"eps": float("nan")}, ValueError, "eps must be zero or more and finite, got nan"),
-        (
-            {"rowwise": False, "columnwise": False},
-            ValueError,
-            "rowwise or columnwise must be True, got False for both",
-        ),
-        (
-            {"out_rowwise": torch.zeros(2, 3, dtype=torch.uint8).view(FP8[0])},
-            ValueError,
-            "rowwise must have shape [2, 2], got [2, 3]",
-        ),
-        (
-            {"out_columnwise": torch.zeros(2, 2, dtype=torch.uint8).view(FP8[1])},
-            TypeError,
-            "columnwise must have dtype float8_e4m3fn, got float8_e5m2",
-        ),
+        ({"rowwise": False, "columnwise": False}, ValueError,
+         "rowwise or columnwise must be True, got False for both"),
+        ({"out_rowwise": torch.zeros(2, 3, dtype=torch.uint8).view(FP8[0])}, ValueError,
+         "rowwise must have shape [2, 2], got [2, 3]"),
+        ({"out_columnwise": torch.zeros(2, 2, dtype=torch.uint8).view(FP8[1])}, TypeError,
+         "columnwise must have dtype float8_e4m3fn, got float8_e5m2"),
     ],
-)
+)  # fmt: skip
 def test_rejects(change, error, message):
     kwargs = {"x": torch.zeros(2, 2), "fp8_dtype": FP8[0], **change}
     with pytest.raises(error) as raised:
@@ -221,34 +144,6 @@ def test_rejects(change, error, message):
     assert message in str(raised.value)
 
 
-@pytest.mark.parametrize("fp8", FP8)
-def test_opcheck_and_compile(fp8):
-    x = torch.randn(48, 32)
-    # torch's schema check cannot handle FP8 tensors: the function that writes none is checked.
-    torch.library.opcheck(
-        torch.ops.apex_te.current_scale_amax, (x, torch.zeros(1), torch.zeros(1024)),
-        test_utils=("test_schema", "test_faketensor"),
-    )  # fmt: skip
-
-    @torch.compile(fullgraph=True, backend="aot_eager")
-    def compiled(x):
-        return current_scale(x, fp8), current_scale(x, fp8, amax=tensor_amax(x) * 2, pow2=True)
-
-    first, second = compiled(x)
-    assert_same_bits(first, current_scale(x, fp8))
-    assert_same_bits(second, current_scale(x, fp8, amax=tensor_amax(x) * 2, pow2=True))
-
-
-@pytest.mark.cuda
-@needs_cuda
-@pytest.mark.parametrize("shape", [(64, 4096), (2048, 1024)], ids=str)
-def test_graph_and_side_stream(shape):
-    x = torch.randn(shape, device="cuda").bfloat16()
-    assert_runs_in_graph_and_on_stream(lambda x: current_scale(x, FP8[0]), [x])
-    assert_runs_in_graph_and_on_stream(tensor_amax, [x])
-
-
-@pytest.mark.cuda
 @needs_cuda
 def test_back_to_back_calls_wait_for_each_other():
     """The second kernel starts early: it must read this call's amaxes, the next call's not."""
@@ -267,11 +162,9 @@ def test_back_to_back_calls_wait_for_each_other():
         assert_same_bits(out.amax, expected[0].amax * 2.0 ** (k + 1))
 
 
-@pytest.mark.cuda
 @needs_cuda
 def test_more_than_2_to_31_elements():
-    if torch.cuda.mem_get_info()[0] < 24 << 30:
-        pytest.skip("needs 24 GiB of free GPU memory")
+    needs_memory(24)
     rows, cols = 65552, 32784  # 2.149e9 elements
     x = torch.empty(rows, cols, dtype=torch.bfloat16, device="cuda").normal_()
     x[-1, -1] = 77

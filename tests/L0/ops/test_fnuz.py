@@ -4,6 +4,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 import torch
+from checks import in_pairs
 
 import apex_te
 from apex_te.fp8.formats import formats_of
@@ -112,9 +113,11 @@ def test_specials(fp8):
     assert made == [0x80, 0x80, 0x7F, 0xFF, 0x7F, 0xFF, 0, 0, 0, 0]
 
 
-@pytest.mark.parametrize("fp8", FORMATS)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("shape", [(1, 1), (17, 129), (256, 384)], ids=str)
+@in_pairs(
+    fp8=FORMATS,
+    dtype=[torch.float32, torch.float16, torch.bfloat16],
+    shape=[(1, 1), (17, 129), (256, 384)],
+)
 def test_cast_transpose(shape, dtype, fp8):
     x = (torch.randn(shape) * 30).to(dtype)
     amax = one(0.0)

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from checks import codes, in_pairs, one
 
 from apex_te.ops import qkv_cast as op
 from apex_te.ops.cast_transpose import cast_transpose
@@ -23,14 +24,6 @@ GRADS = [
     ((3, 5), 2, 4, 16), ((7,), 1, 1, 3), ((130, 2), 2, 4, 32), ((300,), 2, 1, 24), ((17,), 3, 2, 5),
     ((257, 3), 1, 2, 128), ((2, 600), 2, 2, 8), ((1, 9), 2, 3, 8), ((9, 1), 2, 3, 8),
 ]  # fmt: skip
-
-
-def one(value, device):
-    return torch.tensor([value], dtype=torch.float32, device=device)
-
-
-def codes(tensor):
-    return tensor.view(torch.uint8).cpu()
 
 
 def heads(tokens, groups, repeats, size, dtype, device):
@@ -55,10 +48,7 @@ def strided(x, kind):
     return x.transpose(0, 1).contiguous().transpose(0, 1)
 
 
-@pytest.mark.parametrize("fp8", [E4M3, E5M2])
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("columnwise", [False, True])
-@pytest.mark.parametrize("shape", WEIGHTS, ids=str)
+@in_pairs(fp8=[E4M3, E5M2], dtype=DTYPES, columnwise=[False, True], shape=WEIGHTS)
 def test_weight(device, poison, shape, columnwise, dtype, fp8):
     groups, repeats, size, cols = shape
     weight = (torch.randn(groups * (repeats + 2) * size, cols) * 30).to(dtype)
@@ -77,10 +67,9 @@ def test_weight(device, poison, shape, columnwise, dtype, fp8):
     assert out.scale_inv.item() == (1 / one(7.3, "cpu")).item()
 
 
-@pytest.mark.parametrize("fp8", [E4M3, E5M2])
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("kind", ["dense", "wide", "heads first", "swapped"])
-@pytest.mark.parametrize("shape", GRADS, ids=str)
+@in_pairs(
+    fp8=[E4M3, E5M2], dtype=DTYPES, kind=["dense", "wide", "heads first", "swapped"], shape=GRADS
+)
 def test_grad(device, poison, shape, kind, dtype, fp8):
     tokens, groups, repeats, size = shape
     if kind == "swapped" and len(tokens) == 1:
@@ -123,9 +112,7 @@ def check_sums(dbias, parts, interleaved, dtype, device):
     assert torch.equal(dbias, whole.dbias)
 
 
-@pytest.mark.parametrize("scale", [7.3, float("nan"), float("inf")])
-@pytest.mark.parametrize("rows", [1, 15, 16, 17, 255, 257, 300])
-@pytest.mark.parametrize("size", [8, 5])
+@in_pairs(scale=[7.3, float("nan"), float("inf")], rows=[1, 15, 16, 17, 255, 257, 300], size=[8, 5])
 def test_padded_columnwise(device, poison, rows, size, scale):
     parts = heads((rows,), 2, 3, size, torch.bfloat16, device)
     parts[0][0, 0, 0] = float("nan")
@@ -223,20 +210,3 @@ def test_rejects(device):
         qkv_cast_grad(q, k[0], v, one(1, device), E4M3, interleaved=True)
     with pytest.raises(TypeError, match="fp8_dtype must be float8_e4m3fn"):
         qkv_cast_grad(q, k, v, one(1, device), torch.int8, interleaved=True)
-
-
-def test_compiled(device):
-    q, k, v = heads((5, 3), 2, 2, 8, torch.bfloat16, device)
-
-    def run(q, k, v, scale, amax):
-        out = qkv_cast_grad(
-            q, k, v, scale, E5M2, interleaved=True, amax=amax, with_dbias=True, pad_columnwise=True
-        )
-        return (*out.output, out.dbias)
-
-    compiled = torch.compile(run, fullgraph=True, backend="aot_eager")
-    amaxes = one(0, device), one(0, device)
-    eager = run(q, k, v, one(2, device), amaxes[0])
-    for made, wanted in zip(compiled(q, k, v, one(2, device), amaxes[1]), eager, strict=True):
-        assert torch.equal(made.view(torch.uint8), wanted.view(torch.uint8))
-    assert torch.equal(*amaxes)
