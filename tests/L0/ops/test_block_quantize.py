@@ -4,16 +4,7 @@ import math
 
 import pytest
 import torch
-from checks import (
-    DTYPES,
-    FP8,
-    assert_portable_gives_same_bits,
-    assert_runs_in_graph_and_on_stream,
-    assert_same_bits,
-    codes,
-    layouts,
-    needs_cuda,
-)
+from checks import DTYPES, FP8, assert_same_bits, codes, in_pairs, needs_cuda, needs_memory, spread
 
 from apex_te.ops import block_quantize as op
 from apex_te.ops.block_quantize import block_dequantize, block_quantize
@@ -26,16 +17,7 @@ SHAPES = [
 NAN, INF = float("nan"), float("inf")
 
 
-def spread(shape, dtype):
-    """Normal values whose size changes over five decades from block to block."""
-    decades = torch.randint(-3, 3, (shape[0], -(-shape[1] // 16))).repeat_interleave(16, 1)
-    return (torch.randn(shape) * 10.0 ** decades[:, : shape[1]]).to(dtype)
-
-
-@pytest.mark.parametrize("block_rows", [1, 128])
-@pytest.mark.parametrize("fp8", FP8)
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@in_pairs(block_rows=[1, 128], fp8=FP8, dtype=DTYPES, shape=SHAPES)
 def test_fwd(device, poison, shape, dtype, fp8, block_rows):
     x = spread(shape, dtype)
     for options in ({"pow2": True}, {"pow2": False, "eps": 0.01}):
@@ -152,35 +134,9 @@ def test_planted_values(device, position, value):
             assert torch.equal(back.isfinite().cpu(), finite)
 
 
-@pytest.mark.parametrize("shape", [(0, 16), (16, 0), (0, 0)])
-def test_empty(device, poison, shape):
-    x = torch.empty(shape, device=device)
-    for block_rows in (1, 128):
-        out = block_quantize(x, E4M3, block_rows=block_rows)
-        assert_same_bits(out, op.reference(x.cpu(), E4M3, block_rows=block_rows))
-        assert block_dequantize(*out[:2], block_rows=block_rows).shape == shape
-
-
-@pytest.mark.parametrize("block_rows", [1, 128])
-def test_layouts(device, poison, block_rows):
-    x = torch.randn(136, 272, device=device).bfloat16()
-    expected = op.reference(x.cpu(), E4M3, block_rows=block_rows)
-    for _, view in layouts(x):
-        assert_same_bits(block_quantize(view, E4M3, block_rows=block_rows), expected)
-    flat = torch.zeros(2, x.numel() + 16, dtype=torch.uint8, device=device).view(E4M3)
-    row = flat[0, 3 : 3 + x.numel()].view(136, 272)
-    col = flat[1, 5 : 5 + x.numel()].view(272, 136)
-    out = block_quantize(x, E4M3, block_rows=block_rows)
-    block_quantize(x, E4M3, block_rows=block_rows, out=out._replace(rowwise=row, columnwise=col))
-    assert_same_bits([row, col], [expected.rowwise, expected.columnwise])
-    assert codes(flat).view(-1)[:3].count_nonzero() == 0
-    assert codes(flat)[1, 5 + x.numel() :].count_nonzero() == 0
-
-
-@pytest.mark.parametrize("block_rows", [1, 128])
-@pytest.mark.parametrize("fp8", FP8)
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("shape", [(1, 1), (130, 257), (9, 4104), (256, 128)], ids=str)
+@in_pairs(
+    block_rows=[1, 128], fp8=FP8, dtype=DTYPES, shape=[(1, 1), (130, 257), (9, 4104), (256, 128)]
+)
 def test_dequantize(device, poison, shape, dtype, fp8, block_rows):
     x = spread(shape, dtype)
     out = block_quantize(x.to(device), fp8, block_rows=block_rows, pow2=False)
@@ -203,23 +159,6 @@ def test_every_code_dequantizes(device):
             back = block_dequantize(c.to(device), scale_inv.to(device), dtype=dtype).cpu()
             assert torch.equal(back.isnan(), exact.isnan())
             assert torch.equal(back.nan_to_num(), exact.to(dtype).nan_to_num())
-
-
-def test_repeatable_and_portable(device):
-    x = torch.randn(1000, 264, device=device).bfloat16()
-    assert_same_bits(block_quantize(x, E4M3), block_quantize(x, E4M3))
-    if device.type == "cpu":
-        assert_portable_gives_same_bits(
-            "import torch; from apex_te.ops.block_quantize import *\n"
-            "torch.manual_seed(0)\n"
-            "def run():\n"
-            "    for x in (torch.randn(300, 300), torch.randn(300, 300).half()):\n"
-            "        for fp8 in (torch.float8_e4m3fn, torch.float8_e5m2):\n"
-            "            for b in (1, 128):\n"
-            "                q = block_quantize(x, fp8, block_rows=b, pow2=False)\n"
-            "                yield from q\n"
-            "                yield block_dequantize(*q[:2], block_rows=b)\n"
-        )
 
 
 @pytest.mark.parametrize(
@@ -273,41 +212,9 @@ def test_dequantize_rejects():
         block_dequantize(c, scale_inv, dtype=torch.float64)
 
 
-def test_opcheck_and_compile(device):
-    x = torch.randn(48, 160, device=device)
-    # torch's schema check cannot handle FP8 tensors, so only amax is written here.
-    args = (x, None, None, None, None, torch.zeros(1, device=device), 1, 0.0, True)
-    torch.library.opcheck(
-        torch.ops.apex_te.block_quantize, args, test_utils=("test_schema", "test_faketensor")
-    )
-
-    @torch.compile(fullgraph=True, backend="aot_eager")
-    def compiled(x):
-        out = block_quantize(x, E4M3)
-        return *out, block_dequantize(out.rowwise, out.rowwise_scale_inv)
-
-    plain = block_quantize(x, E4M3)
-    assert_same_bits(compiled(x), [*plain, block_dequantize(*plain[:2])])
-
-
-@pytest.mark.cuda
-@needs_cuda
-@pytest.mark.parametrize("block_rows", [1, 128])
-def test_graph_and_stream(block_rows):
-    x = torch.randn(512, 520, device="cuda").bfloat16()
-
-    def call(x):
-        out = block_quantize(x, E4M3, block_rows=block_rows)
-        return *out, block_dequantize(*out[:2], block_rows=block_rows)
-
-    assert_runs_in_graph_and_on_stream(call, [x])
-
-
-@pytest.mark.cuda
 @needs_cuda
 def test_more_than_2_to_31_elements():
-    if torch.cuda.mem_get_info()[0] < 24 << 30:
-        pytest.skip("needs 24 GiB of free GPU memory")
+    needs_memory(24)
     rows, cols = 65552, 32784  # 2.149e9 elements
     x = torch.empty(rows, cols, dtype=torch.bfloat16, device="cuda").normal_()
     out = block_quantize(x, E4M3)

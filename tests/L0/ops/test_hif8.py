@@ -3,14 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from checks import (
-    DTYPES,
-    assert_portable_gives_same_bits,
-    assert_runs_in_graph_and_on_stream,
-    assert_same_bits,
-    layouts,
-    needs_cuda,
-)
+from checks import DTYPES, assert_same_bits, in_pairs, needs_cuda, needs_memory, one
 
 from apex_te.ops import hif8
 
@@ -42,10 +35,6 @@ GOLDEN = [
     (0.484375, 0x18), (224.0, 0x4F), (240.0, 0x60), (448.0, 0x62), (3.141592653589793, 0x15),
     (-0.1, 0xD2), (0.001, 0x74), (float("nan"), 0x80), (-float("nan"), 0x80),
 ]  # fmt: skip
-
-
-def one(value, device="cpu"):
-    return torch.tensor([value], dtype=torch.float32, device=device)
 
 
 def random_fp32_bits(shape):
@@ -90,9 +79,9 @@ def test_overflow_policy(device, value):
     assert hif8.encode(x, saturate=False).tolist() == [0x6F, 0xEF]
 
 
-@pytest.mark.parametrize("saturate", [True, False])
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("scale", [1.0, 3.7, 2.0**-9, 1.7e4])
+@in_pairs(
+    saturate=[True, False], dtype=[torch.float16, torch.bfloat16], scale=[1.0, 3.7, 2.0**-9, 1.7e4]
+)
 def test_quantize_all_16_bit_patterns(device, dtype, scale, saturate):
     x = ALL_16_BITS.view(dtype)
     amax = one(0, device)
@@ -195,155 +184,39 @@ def test_current_scale_of_unusable_amax_is_one(device, value):
     assert_same_bits(out[:4], hif8.reference_quantize_current(x)[:4])
 
 
-@pytest.mark.parametrize("shape", [(0, 16), (16, 0), (0, 0)])
-def test_empty(device, shape):
-    x = torch.empty(shape, device=device)
-    out = hif8.quantize_current(x)
-    assert out.rowwise.shape == shape
-    assert out.columnwise.shape == shape[::-1]
-    assert (out.amax.item(), out.scale.item(), out.scale_inv.item()) == (0.0, 1.0, 1.0)
-    assert hif8.quantize(x, one(4, device)).scale_inv.item() == 0.25
-    assert hif8.encode(x).shape == shape
-    assert hif8.decode(hif8.encode(x)).shape == shape
-
-
-def test_layouts(device):
-    x = torch.randn(144, 272).bfloat16()
-    expected = hif8.reference_quantize_current(x)
-    for name, view in layouts(x.to(device)):
-        assert_same_bits(hif8.quantize_current(view), expected)
-        assert_same_bits(hif8.encode(view), hif8.reference_encode(x.float()))
-        codes = hif8.encode(view)
-        assert_same_bits(hif8.decode(codes.t()), hif8.reference_decode(codes.cpu().t()).bfloat16())
-        assert hif8.encode(view[:, :0]).shape == (144, 0), name
-    flat = torch.randint(0, 256, (4097,), dtype=torch.uint8)[1:]
-    torch.testing.assert_close(
-        hif8.decode(flat.to(device)[1:]).cpu().float(), hif8.reference_decode(flat[1:]),
-        rtol=0, atol=0, equal_nan=True,
-    )  # fmt: skip
-
-
-@pytest.mark.parametrize("offset", [1, 2, 3])
-def test_misaligned_outputs(device, offset):
-    x = torch.randn(64, 256, device=device).bfloat16()
-    storage = torch.zeros(2 * (64 * 256 + 8), dtype=torch.uint8, device=device)
-    row = storage[offset : offset + 64 * 256].view(64, 256)
-    col = storage[64 * 256 + 8 + offset :][: 64 * 256].view(256, 64)
-    before = row._version
-    hif8.quantize(x, one(1, device), out_rowwise=row, out_columnwise=col)
-    assert row._version > before
-    assert_same_bits((row, col), hif8.reference_quantize(x.cpu(), one(1))[:2])
-    assert storage[:offset].count_nonzero() == 0
-    assert storage[-(8 - offset) :].count_nonzero() == 0
-
-
-def test_portable_path_gives_the_same_bits():
-    assert_portable_gives_same_bits(
-        "import torch\n"
-        "from apex_te.ops import hif8\n"
-        "def run():\n"
-        "    torch.manual_seed(0)\n"
-        "    bits = torch.randint(-2**31, 2**31, (300, 300), dtype=torch.int64).to(torch.int32)\n"
-        "    for x in (bits.view(torch.float32), bits.to(torch.int16).view(torch.float16)):\n"
-        "        yield hif8.encode(x)\n"
-        "        yield from hif8.quantize_current(torch.where(torch.isfinite(x), x, 0))\n"
-        "        yield hif8.decode(bits.view(torch.uint8), x.dtype, scale_inv=torch.ones(1) / 3)\n"
-    )
-
-
 @pytest.mark.parametrize(
     ("call", "error", "message"),
     [
-        (
-            lambda x: hif8.quantize(x.double(), one(1)),
-            TypeError,
-            "x must have dtype float32, float16 or bfloat16, got float64",
-        ),
+        (lambda x: hif8.quantize(x.double(), one(1)), TypeError,
+         "x must have dtype float32, float16 or bfloat16, got float64"),
         (lambda x: hif8.quantize(x[0], one(1)), ValueError, "x must have 2 dimensions"),
         (lambda x: hif8.quantize(x, x), ValueError, "scale must have one element, got [2, 2]"),
-        (
-            lambda x: hif8.quantize(x, one(1), rowwise=False, columnwise=False),
-            ValueError,
-            "rowwise or columnwise must be True",
-        ),
-        (
-            lambda x: hif8.quantize(x, one(1), out_rowwise=x.clone()),
-            TypeError,
-            "rowwise must have dtype uint8, got float32",
-        ),
-        (
-            lambda x: hif8.quantize_current(x, 0.0),
-            ValueError,
-            "target must be above 0 and at most 32768, got 0",
-        ),
-        (
-            lambda x: hif8.quantize_current(x, eps=float("inf")),
-            ValueError,
-            "eps must be zero or more and finite, got inf",
-        ),
+        (lambda x: hif8.quantize(x, one(1), rowwise=False, columnwise=False), ValueError,
+         "rowwise or columnwise must be True"),
+        (lambda x: hif8.quantize(x, one(1), out_rowwise=x.clone()), TypeError,
+         "rowwise must have dtype uint8, got float32"),
+        (lambda x: hif8.quantize_current(x, 0.0), ValueError,
+         "target must be above 0 and at most 32768, got 0"),
+        (lambda x: hif8.quantize_current(x, eps=float("inf")), ValueError,
+         "eps must be zero or more and finite, got inf"),
         (lambda x: hif8.decode(x), TypeError, "fp8_data must have dtype uint8, got float32"),
-        (
-            lambda x: hif8.decode(x.to(torch.uint8), torch.float64),
-            TypeError,
-            "out must have dtype float32, float16 or bfloat16, got float64",
-        ),
-        (
-            lambda x: hif8.decode(x.to(torch.uint8), out=x[:1]),
-            ValueError,
-            "out must be contiguous with shape [2, 2], got shape [1, 2]",
-        ),
-        (
-            lambda x: hif8.decode(x.to(torch.uint8), scale_inv=x),
-            ValueError,
-            "scale_inv must have one element, got [2, 2]",
-        ),
+        (lambda x: hif8.decode(x.to(torch.uint8), torch.float64), TypeError,
+         "out must have dtype float32, float16 or bfloat16, got float64"),
+        (lambda x: hif8.decode(x.to(torch.uint8), out=x[:1]), ValueError,
+         "out must be contiguous with shape [2, 2], got shape [1, 2]"),
+        (lambda x: hif8.decode(x.to(torch.uint8), scale_inv=x), ValueError,
+         "scale_inv must have one element, got [2, 2]"),
     ],
-)
+)  # fmt: skip
 def test_rejects(call, error, message):
     with pytest.raises(error) as raised:
         call(torch.zeros(2, 2))
     assert message in str(raised.value)
 
 
-def test_opcheck_and_compile():
-    x, scale = torch.randn(48, 32), one(2)
-    row, col = torch.zeros(48, 32, dtype=torch.uint8), torch.zeros(32, 48, dtype=torch.uint8)
-    scalars = [torch.zeros(1) for _ in range(3)]
-    ops = torch.ops.apex_te
-    for function, args in [
-        (ops.hif8_quantize, (x, scale, row, col, scalars[0], scalars[1], True)),
-        (ops.hif8_current, (x, row, col, *scalars, torch.zeros(1024), 15.0, 0.0, False, True)),
-        (ops.hif8_cast, (x, row, col, torch.ones(1), *scalars[1:], 15.0, 0.0, False, True)),
-        (ops.hif8_decode, (row.view(-1), scale, torch.zeros(48 * 32))),
-    ]:
-        torch.library.opcheck(function, args, test_utils=("test_schema", "test_faketensor"))
-
-    @torch.compile(fullgraph=True, backend="aot_eager")
-    def compiled(x, scale):
-        out = hif8.quantize_current(x)
-        return out, hif8.quantize(x, scale)[:2], hif8.decode(out.rowwise, scale_inv=out.scale_inv)
-
-    current, given, decoded = compiled(x, scale)
-    expected = hif8.quantize_current(x)
-    assert_same_bits(current, expected)
-    assert_same_bits(given, hif8.quantize(x, scale)[:2])
-    assert_same_bits(decoded, hif8.decode(expected.rowwise, scale_inv=expected.scale_inv))
-
-
-@pytest.mark.cuda
-@needs_cuda
-def test_graph_and_side_stream():
-    x, scale = torch.randn(512, 520, device="cuda").bfloat16(), one(3, "cuda")
-    assert_runs_in_graph_and_on_stream(lambda x, s: hif8.quantize(x, s)[:4], [x, scale])
-    assert_runs_in_graph_and_on_stream(hif8.quantize_current, [x])
-    assert_runs_in_graph_and_on_stream(hif8.decode, [hif8.encode(x)])
-
-
-@pytest.mark.cuda
 @needs_cuda
 def test_more_than_2_to_31_elements():
-    if torch.cuda.mem_get_info()[0] < 24 << 30:
-        pytest.skip("needs 24 GiB of free GPU memory")
+    needs_memory(24)
     rows, cols = 65552, 32784  # 2.149e9 elements
     x = torch.empty(rows, cols, dtype=torch.bfloat16, device="cuda").normal_()
     out = hif8.quantize(x, one(2, "cuda"))

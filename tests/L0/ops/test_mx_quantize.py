@@ -2,16 +2,7 @@
 
 import pytest
 import torch
-from checks import (
-    DTYPES,
-    FP8,
-    assert_portable_gives_same_bits,
-    assert_runs_in_graph_and_on_stream,
-    assert_same_bits,
-    codes,
-    layouts,
-    needs_cuda,
-)
+from checks import DTYPES, FP8, assert_same_bits, codes, in_pairs, needs_cuda, needs_memory, spread
 
 from apex_te.ops import mx_quantize as op
 from apex_te.ops.mx_quantize import mx_dequantize, mx_quantize
@@ -24,12 +15,6 @@ SHAPES = [
 NAN, INF = float("nan"), float("inf")
 
 
-def spread(shape, dtype):
-    """Normal values whose size changes over five decades from block to block."""
-    decades = torch.randint(-3, 3, (shape[0], -(-shape[1] // 16))).repeat_interleave(16, 1)
-    return (torch.randn(shape) * 10.0 ** decades[:, : shape[1]]).to(dtype)
-
-
 def assert_same_values(actual, expected):
     """Equal with NaN in the same places, whatever its bits."""
     actual, expected = actual.cpu(), expected.cpu()
@@ -37,17 +22,13 @@ def assert_same_values(actual, expected):
     assert torch.equal(actual.nan_to_num(), expected.nan_to_num())
 
 
-@pytest.mark.parametrize("rounding", ["up", "floor"])
-@pytest.mark.parametrize("fp8", FP8)
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@in_pairs(rounding=["up", "floor"], fp8=FP8, dtype=DTYPES, shape=SHAPES)
 def test_fwd(device, poison, shape, dtype, fp8, rounding):
     x = spread(shape, dtype)
     out = mx_quantize(x.to(device), fp8, rounding=rounding)
     assert_same_bits(out, op.reference(x, fp8, rounding=rounding))
 
 
-@pytest.mark.cuda
 @needs_cuda
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("shape", [(16384, 2048), (2560, 16896)], ids=str)
@@ -142,38 +123,7 @@ def test_special_blocks(device):
     assert back[1, 32:].count_nonzero() == 1
 
 
-@pytest.mark.parametrize("shape", [(0, 16), (16, 0), (0, 0)])
-def test_empty(device, poison, shape):
-    out = mx_quantize(torch.empty(shape, device=device))
-    assert out.rowwise.shape == shape
-    assert out.rowwise_scale.shape == (shape[0], -(-shape[1] // 32))
-    assert out.columnwise_scale.shape == (shape[1], -(-shape[0] // 32))
-    assert mx_dequantize(*out[:2]).shape == shape
-
-
-def test_layouts(device, poison):
-    x = torch.randn(136, 272, device=device).bfloat16()
-    expected = op.reference(x.cpu())
-    for _, view in layouts(x):
-        assert_same_bits(mx_quantize(view), expected)
-    flat = torch.zeros(4, x.numel() + 16, dtype=torch.uint8, device=device)
-    e8m0 = torch.float8_e8m0fnu
-
-    def place(line, begin, like):
-        return flat[line, begin : begin + like.numel()].view(like.dtype).view(like.shape)
-
-    out = op.MXQuantized(*(place(i, i + 1, t) for i, t in enumerate(expected)))
-    assert out.rowwise_scale.dtype is e8m0
-    mx_quantize(x, out=out)
-    assert_same_bits(out, expected)
-    for i, t in enumerate(expected):
-        assert flat[i, : i + 1].count_nonzero() == 0
-        assert flat[i, i + 1 + t.numel() :].count_nonzero() == 0
-
-
-@pytest.mark.parametrize("fp8", FP8)
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("shape", [(1, 1), (130, 257), (9, 4104), (256, 128)], ids=str)
+@in_pairs(fp8=FP8, dtype=DTYPES, shape=[(1, 1), (130, 257), (9, 4104), (256, 128)])
 def test_dequantize(device, poison, shape, dtype, fp8):
     out = mx_quantize(spread(shape, dtype).to(device), fp8)
     for quantized in (out[:2], out[2:]):
@@ -195,23 +145,6 @@ def test_every_code_at_every_scale_dequantizes(device):
             assert_same_values(back, exact.to(dtype))
 
 
-def test_repeatable_and_portable(device):
-    x = torch.randn(1000, 264, device=device).bfloat16()
-    assert_same_bits(mx_quantize(x), mx_quantize(x))
-    if device.type == "cpu":
-        assert_portable_gives_same_bits(
-            "import torch; from apex_te.ops.mx_quantize import *\n"
-            "torch.manual_seed(0)\n"
-            "bits = torch.randint(-2**31, 2**31, (300, 300), dtype=torch.int64).to(torch.int32)\n"
-            "def run():\n"
-            "    for x in (torch.randn(300, 300).half(), bits.view(torch.float32)):\n"
-            "        for fp8 in (torch.float8_e4m3fn, torch.float8_e5m2):\n"
-            "            q = mx_quantize(x, fp8)\n"
-            "            yield from q\n"
-            "            yield mx_dequantize(*q[:2])\n"
-        )
-
-
 @pytest.mark.parametrize(
     ("change", "error", "message"),
     [
@@ -219,28 +152,16 @@ def test_repeatable_and_portable(device):
         ({"x": torch.zeros(2)}, ValueError, "mx_quantize: x must have 2 dimensions"),
         ({"fp8_dtype": torch.bfloat16}, TypeError, "fp8_dtype must be float8_e4m3fn"),
         ({"rounding": "even"}, ValueError, "rounding must be 'up' or 'floor', got 'even'"),
-        (
-            {"out": op.MXQuantized(torch.zeros(2, 2).to(E4M3), None, None, None)},
-            ValueError,
-            "each of rowwise and columnwise must be given with its scale",
-        ),
-        (
-            {"out": op.MXQuantized(torch.zeros(2, 2).to(E4M3), torch.zeros(2, 1), None, None)},
-            TypeError,
-            "rowwise_scale must have dtype float8_e8m0fnu, got float32",
-        ),
-        (
-            {"out": op.MXQuantized(None, None, torch.zeros(2, 2).to(E5M2), torch.zeros(2, 1))},
-            TypeError,
-            "columnwise must have dtype float8_e4m3fn, got float8_e5m2",
-        ),
-        (
-            {"rowwise": False, "columnwise": False},
-            ValueError,
-            "rowwise or columnwise must be asked for",
-        ),
+        ({"out": op.MXQuantized(torch.zeros(2, 2).to(E4M3), None, None, None)}, ValueError,
+         "each of rowwise and columnwise must be given with its scale"),
+        ({"out": op.MXQuantized(torch.zeros(2, 2).to(E4M3), torch.zeros(2, 1), None, None)},
+         TypeError, "rowwise_scale must have dtype float8_e8m0fnu, got float32"),
+        ({"out": op.MXQuantized(None, None, torch.zeros(2, 2).to(E5M2), torch.zeros(2, 1))},
+         TypeError, "columnwise must have dtype float8_e4m3fn, got float8_e5m2"),
+        ({"rowwise": False, "columnwise": False}, ValueError,
+         "rowwise or columnwise must be asked for"),
     ],
-)
+)  # fmt: skip
 def test_rejects(change, error, message):
     with pytest.raises(error) as raised:
         mx_quantize(**{"x": torch.zeros(2, 2), **change})
@@ -256,41 +177,9 @@ def test_dequantize_rejects():
         mx_dequantize(c.float(), scale)
 
 
-def test_opcheck_and_compile(device):
-    x = torch.randn(48, 160, device=device)
-    # torch's schema check cannot handle FP8 tensors, so none is written here.
-    torch.library.opcheck(
-        torch.ops.apex_te.mx_quantize,
-        (x, None, None, None, None, False),
-        test_utils=("test_schema", "test_faketensor"),
-    )
-
-    @torch.compile(fullgraph=True, backend="aot_eager")
-    def compiled(x):
-        out = mx_quantize(x)
-        return *out, mx_dequantize(out.rowwise, out.rowwise_scale)
-
-    plain = mx_quantize(x)
-    assert_same_bits(compiled(x), [*plain, mx_dequantize(*plain[:2])])
-
-
-@pytest.mark.cuda
-@needs_cuda
-def test_graph_and_stream():
-    x = torch.randn(512, 520, device="cuda").bfloat16()
-
-    def call(x):
-        out = mx_quantize(x)
-        return *out, mx_dequantize(*out[:2])
-
-    assert_runs_in_graph_and_on_stream(call, [x])
-
-
-@pytest.mark.cuda
 @needs_cuda
 def test_more_than_2_to_31_elements():
-    if torch.cuda.mem_get_info()[0] < 24 << 30:
-        pytest.skip("needs 24 GiB of free GPU memory")
+    needs_memory(24)
     rows, cols = 65552, 32784  # 2.149e9 elements
     x = torch.empty(rows, cols, dtype=torch.bfloat16, device="cuda").normal_()
     out = mx_quantize(x)
