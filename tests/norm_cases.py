@@ -5,7 +5,7 @@ import math
 import checks
 import pytest
 import torch
-from checks import DTYPES, FP8, assert_as_good_as_torch, assert_same_bits, needs_cuda
+from checks import DTYPES, FP8, assert_as_good_as_torch, assert_same_bits, in_pairs, needs_cuda, one
 
 from apex_te.ops.reference_codec import encode_fp8
 
@@ -19,10 +19,6 @@ FP8_SHAPES = [
     (1, 1), (17, 129), (64, 8), (48, 256), (144, 3584), (128, 4096), (16, 4095), (32, 8192),
     (16, 16384), (16, 16392), (7, 1000), (528, 1536),
 ]  # fmt: skip
-
-
-def one(value, device):
-    return torch.tensor([value], dtype=torch.float32, device=device)
 
 
 def optional(t, device):
@@ -242,9 +238,7 @@ class NormCases(NormBase):
         out = self.function("_bwd")(shifted, x, *self.statistics(x, params))
         assert_as_good_as_torch(out.dx, exact.grad, same.grad)
 
-    @pytest.mark.parametrize("fp8", FP8)
-    @pytest.mark.parametrize("dtype", DTYPES)
-    @pytest.mark.parametrize("shape", FP8_SHAPES, ids=str)
+    @in_pairs(fp8=FP8, dtype=DTYPES, shape=FP8_SHAPES)
     def test_fwd_fp8(self, device, poison, shape, dtype, fp8):
         x, *params = self.make(*shape, dtype)
         expected = self.op.reference(x.float(), *(p.float() for p in params), EPS)
