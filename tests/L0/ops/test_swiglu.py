@@ -7,11 +7,10 @@ from checks import (
     FP8,
     assert_adjacent_codes,
     assert_as_good_as_torch,
-    assert_portable_gives_same_bits,
-    assert_runs_in_graph_and_on_stream,
     assert_same_bits,
-    layouts,
+    in_pairs,
     needs_cuda,
+    needs_memory,
 )
 from swiglu_cases import ACTIVATIONS, SHAPES, formula, make, to
 from torch._dynamo.testing import CompileCounterWithBackend
@@ -52,10 +51,7 @@ def test_fwd_and_bwd(device, poison, shape, dtype):
     check(device, shape, dtype, "silu")
 
 
-@pytest.mark.parametrize("activation", ACTIVATIONS)
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("two", [False, True], ids=["one", "two"])
-@pytest.mark.parametrize("shape", [(70, 136), (66, 77)], ids=str)
+@in_pairs(activation=ACTIVATIONS, dtype=DTYPES, two=[False, True], shape=[(70, 136), (66, 77)])
 def test_every_activation_with_bias(device, poison, shape, two, dtype, activation):
     check(device, shape, dtype, activation, two=two, bias=True)
 
@@ -65,73 +61,6 @@ def test_reference_bwd_is_the_gradient(activation):
     inputs, grad_output = make((50, 60), torch.float64, two=True, bias=True)
     grad = formula(inputs, grad_output, torch.float64, activation)[1]
     torch.testing.assert_close(op.reference_bwd(grad_output, *inputs, activation=activation), grad)
-
-
-@pytest.mark.parametrize("cols", [128, 77])
-def test_layouts(device, cols):
-    (both, _, _, _), grad_output = make((40, cols), torch.bfloat16)
-    (gate, up, _, _), _ = make((40, cols), torch.bfloat16, two=True)
-    both, gate, up, grad_output = to(device, (both, gate, up, grad_output))
-    expected = (op.swiglu_fwd(both), *op.swiglu_bwd(grad_output, both))
-    for _, view in layouts(both):
-        assert_same_bits((op.swiglu_fwd(view), *op.swiglu_bwd(grad_output, view)), expected)
-    expected = (op.swiglu_fwd(gate, up), *op.swiglu_bwd(grad_output, gate, up))
-    pairs = zip(layouts(gate), layouts(up), layouts(grad_output), strict=True)
-    for (_, a), (_, b), (_, c) in pairs:
-        assert_same_bits((op.swiglu_fwd(a, b), *op.swiglu_bwd(c, a, b)), expected)
-    scale = torch.ones(1, device=device)
-    expected = op.swiglu_bwd_fp8(grad_output, gate, up, scale, FP8[1]).output
-    halves = torch.cat([gate, up], 1).chunk(2, dim=1)
-    assert_same_bits(op.swiglu_bwd_fp8(grad_output, *halves, scale, FP8[1]).output, expected)
-
-
-def test_strided_biases(device):
-    """Biases with gaps, as a column of a matrix has, and one number for all columns."""
-    gate, up, grad = (torch.randn(9, 32, device=device) for _ in range(3))
-    for bias in (torch.randn(32, 3, device=device)[:, 1], torch.randn(1, device=device).expand(32)):
-        dense = bias.contiguous()
-        given, expected = (
-            (
-                op.swiglu_fwd(gate, up, b, b),
-                *op.swiglu_bwd(grad, gate, up, b, b, with_dbias=True),
-                *op.swiglu_fwd_fp8(gate, up, torch.ones(1, device=device), FP8[0], bias=b,
-                                   up_bias=b),
-            )
-            for b in (bias, dense)
-        )  # fmt: skip
-        assert_same_bits(given, expected)
-
-
-def test_expanded_rows(device):
-    row = torch.randn(1, 64, device=device)
-    grad_output = torch.randn(1, 32, device=device)
-    out = op.swiglu_fwd(row.expand(9, 64))
-    grad = op.swiglu_bwd(grad_output.expand(9, 32), row.expand(9, 64)).input
-    assert_same_bits(out, op.swiglu_fwd(row).expand(9, 32).contiguous())
-    assert_same_bits(grad, op.swiglu_bwd(grad_output, row).input.expand(9, 64).contiguous())
-
-
-@pytest.mark.parametrize("shape", [(0, 16), (16, 0), (0, 0)])
-def test_empty(device, shape):
-    rows, cols = shape
-    x = torch.empty(rows, 2 * cols, device=device, dtype=torch.bfloat16)
-    grad_output = torch.empty(shape, device=device, dtype=torch.bfloat16)
-    scale, amax = torch.full((1,), 4.0, device=device), torch.ones(1, device=device)
-    bias = torch.randn(2 * cols, device=device).bfloat16() * 100
-    assert op.swiglu_fwd(x).shape == shape
-    grads = op.swiglu_bwd(grad_output, x, with_dbias=True)
-    assert grads.input.shape == x.shape
-    fwd = op.swiglu_fwd_fp8(x, None, scale, FP8[0], bias=bias, amax=amax)
-    bwd = op.swiglu_bwd_fp8(
-        grad_output, x, None, scale, FP8[0], bias=bias, amax=amax, with_dbias=True
-    )
-    assert fwd.rowwise.shape == shape
-    assert bwd.output.columnwise.shape == (2 * cols, rows)
-    assert (amax == 1).all()
-    for made in (fwd, bwd.output):
-        assert made.scale_inv.item() == 0.25
-    for dbias in (grads.dbias, bwd.dbias):
-        assert torch.equal(dbias.cpu(), torch.zeros(2 * cols, dtype=torch.bfloat16))
 
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)
@@ -191,24 +120,6 @@ def test_second_derivative_is_refused():
         grad.sum().backward()
 
 
-def test_portable_path_gives_the_same_bits():
-    assert_portable_gives_same_bits(
-        "import torch\n"
-        "from apex_te.ops import swiglu as op\n"
-        "def run():\n"
-        "    torch.manual_seed(0)\n"
-        "    one = torch.ones(1)\n"
-        "    for dtype in (torch.float32, torch.float16, torch.bfloat16):\n"
-        "        x, dy = (6 * torch.randn(67, 300)).to(dtype), torch.randn(67, 150).to(dtype)\n"
-        "        for act in op.ACTIVATIONS:\n"
-        "            yield op.swiglu_fwd(x, activation=act)\n"
-        "            g = op.swiglu_bwd(dy, x, activation=act, with_dbias=True)\n"
-        "            yield from (g.input, g.dbias)\n"
-        "            f8 = torch.float8_e5m2\n"
-        "            yield op.swiglu_bwd_fp8(dy, x, None, one, f8, activation=act).output[1]\n"
-    )
-
-
 @pytest.mark.parametrize(
     ("grad_output", "error", "message"),
     [
@@ -232,46 +143,6 @@ def test_library_rejects_what_python_cannot_make():
         op._bwd(out, x, None, None, None, torch.zeros(2, 8), None, torch.zeros(8), None, 5)
 
 
-def test_opcheck():
-    x, grad_output, bias = torch.randn(6, 16), torch.randn(6, 8), torch.randn(16)
-    scale, one, dbias = torch.ones(1), torch.zeros(1), torch.zeros(16)
-    workspace = torch.zeros(1, 16)
-    ops = torch.ops.apex_te
-    # torch's schema check cannot handle FP8 tensors, so only the scalars are written here.
-    for function, args in (
-        (ops.swiglu_fwd, (x, None, bias, None, torch.zeros(6, 8), 5)),
-        (ops.swiglu_fwd_fp8, (x, None, bias, None, scale, None, None, one, one.clone(), 0)),
-        (
-            ops.swiglu_bwd,
-            (grad_output, x, None, bias, None, torch.zeros(6, 16), None, dbias, workspace, 5),
-        ),
-        (
-            ops.swiglu_bwd_fp8,
-            (grad_output, x, None, bias, None, scale, None, None, one, one.clone(), dbias,
-             workspace, 5),
-        ),
-    ):  # fmt: skip
-        torch.library.opcheck(function, args, test_utils=("test_schema", "test_faketensor"))
-
-
-def test_compile():
-    def run(x, bias, scale):
-        y = op.swiglu(x, bias=bias)
-        amax = torch.zeros_like(scale)
-        made = op.swiglu_fwd_fp8(x, None, scale, FP8[0], bias=bias, amax=amax)
-        return y, made.rowwise.view(torch.uint8), amax
-
-    x = torch.randn(3, 40, requires_grad=True)
-    bias = torch.randn(40, requires_grad=True)
-    scale = torch.tensor([2.0])
-    results = []
-    for function in (run, torch.compile(run, fullgraph=True, backend="aot_eager")):
-        y, made, amax = function(x, bias, scale)
-        grads = torch.autograd.grad(y.square().sum(), (x, bias))
-        results.append([y.detach(), made, amax.detach(), *grads])
-    assert_same_bits(*results)
-
-
 def test_compile_with_dynamic_shapes():
     torch._dynamo.reset()
     counter = CompileCounterWithBackend("aot_eager")
@@ -285,32 +156,9 @@ def test_compile_with_dynamic_shapes():
     assert counter.frame_count == 1
 
 
-@pytest.mark.cuda
-@needs_cuda
-def test_graph_and_side_stream():
-    x, grad_output = torch.randn(256, 512).bfloat16(), torch.randn(256, 256).bfloat16()
-    inputs = [x.cuda(), grad_output.cuda(), torch.randn(512).bfloat16().cuda()]
-    scale = torch.ones(1, device="cuda")
-
-    def call(x, grad_output, bias):
-        amax = torch.zeros(1, device="cuda")
-        fwd = op.swiglu_fwd_fp8(x, None, scale, FP8[0], bias=bias, amax=amax)
-        bwd = op.swiglu_bwd_fp8(
-            grad_output, x, None, scale, FP8[1], bias=bias, amax=amax, with_dbias=True
-        )
-        return (
-            *fwd, *bwd.output, bwd.dbias, amax, op.swiglu_fwd(x, None, bias),
-            *op.swiglu_bwd(grad_output, x, None, bias),
-        )  # fmt: skip
-
-    assert_runs_in_graph_and_on_stream(call, inputs)
-
-
-@pytest.mark.cuda
 @needs_cuda
 def test_more_than_2_to_31_elements():
-    if torch.cuda.mem_get_info()[0] < 64 << 30:
-        pytest.skip("needs 64 GiB of free GPU memory")
+    needs_memory(64)
     rows, cols = 131088, 16400  # 2.150e9 elements of output
     x = torch.empty(rows, 2 * cols, dtype=torch.bfloat16, device="cuda").normal_()
     grad_output = torch.empty(rows, cols, dtype=torch.bfloat16, device="cuda").normal_()
@@ -336,11 +184,9 @@ def test_more_than_2_to_31_elements():
     torch.testing.assert_close(grads_made.dbias[-1].float(), last, rtol=0.05, atol=1.0)
 
 
-@pytest.mark.cuda
 @needs_cuda
 def test_more_vectors_than_one_launch_takes():
-    if torch.cuda.mem_get_info()[0] < 40 << 30:
-        pytest.skip("needs 40 GiB of free GPU memory")
+    needs_memory(40)
     rows, cols = (1 << 21) + 3, 8192  # 1.72e10 elements of output, 2^31 vectors
     row = torch.randn(1, 2 * cols, device="cuda").bfloat16()
     out = op.swiglu_fwd(row.expand(rows, 2 * cols))
