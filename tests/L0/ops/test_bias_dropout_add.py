@@ -2,14 +2,7 @@
 
 import pytest
 import torch
-from checks import (
-    assert_as_good_as_torch,
-    assert_portable_gives_same_bits,
-    assert_runs_in_graph_and_on_stream,
-    assert_same_bits,
-    layouts,
-    needs_cuda,
-)
+from checks import assert_as_good_as_torch, assert_same_bits, in_pairs, needs_cuda, needs_memory
 
 from apex_te.ops import bias_dropout_add as op
 from apex_te.ops.bias_dropout_add import bias_dropout_add
@@ -45,9 +38,7 @@ def check(x, bias, residual, p, seed, device):
         assert_as_good_as_torch(a, b, c)
 
 
-@pytest.mark.parametrize("p", [0.0, 0.1, 1.0])
-@pytest.mark.parametrize("dtypes", DTYPES, ids=str)
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@in_pairs(p=[0.0, 0.1, 1.0], dtypes=DTYPES, shape=SHAPES)
 def test_fwd_and_bwd(device, poison, shape, dtypes, p):
     x, residual = torch.randn(shape).to(dtypes[0]), torch.randn(shape).to(dtypes[1])
     bias = torch.randn(shape[-1]).to(dtypes[0])
@@ -93,37 +84,6 @@ def test_value_that_is_not_finite_shows(device, name, value, p):
     assert leaves["bias"].grad[:5].isfinite().all()
 
 
-@pytest.mark.parametrize("shape", [(0, 16), (16, 0), (0, 0), (2, 0, 8)], ids=str)
-@pytest.mark.parametrize("p", [0.0, 0.5])
-def test_empty(device, shape, p):
-    x, residual = (torch.randn(shape, device=device, requires_grad=True) for _ in range(2))
-    bias = torch.randn(shape[-1], device=device, requires_grad=True)
-    out = bias_dropout_add(x, bias, residual, p)
-    assert out.shape == shape
-    out.sum().backward()
-    assert x.grad.shape == residual.grad.shape == shape
-    assert torch.equal(bias.grad, torch.zeros_like(bias))
-
-
-@pytest.mark.parametrize("dtype", [F32, F16, BF16])
-def test_layouts(device, dtype):
-    x, residual = (torch.randn(48, 72, device=device).to(dtype) for _ in range(2))
-    grad, bias = torch.randn(48, 72, device=device).to(dtype), torch.randn(72, device=device)
-    seed = seed_of(9, device)
-    expected = run(x, bias, residual, 0.4, seed, grad)
-    for (_, a), (_, b), (_, g) in zip(layouts(x), layouts(residual), layouts(grad), strict=True):
-        leaves = [a.requires_grad_(), bias.clone().requires_grad_(), b.requires_grad_()]
-        out = bias_dropout_add(*leaves, 0.4, seed=seed)
-        assert_same_bits([out, *torch.autograd.grad(out, leaves, g)], expected)
-    offset = torch.empty(73, device=device)[1:].copy_(bias)
-    assert_same_bits(run(x, offset, residual, 0.4, seed, grad), expected)
-    expanded = residual[:1].expand(48, 72)
-    assert_same_bits(
-        bias_dropout_add(x[:1].expand(48, 72), bias, expanded, 0.4, seed=seed),
-        bias_dropout_add(x[:1].repeat(48, 1), bias, expanded.contiguous(), 0.4, seed=seed),
-    )
-
-
 def test_only_the_wanted_gradients(device):
     x, bias, residual = (torch.randn(s, device=device) for s in ((9, 16), (16,), (9, 16)))
     for p in (0.0, 0.5):
@@ -143,22 +103,6 @@ def test_repeatable_and_equal_on_devices(device):
     first = run(*moved, 0.3, seed_of(4, device), grad.to(device))
     assert_same_bits(run(*moved, 0.3, seed_of(4, device), grad.to(device)), first)
     assert_same_bits(run(x, bias, residual, 0.3, seed_of(4, "cpu"), grad), first)
-
-
-def test_portable_path_gives_the_same_bits():
-    assert_portable_gives_same_bits(
-        "import torch\n"
-        "from apex_te.ops.bias_dropout_add import bias_dropout_add\n"
-        "def run():\n"
-        "    torch.manual_seed(0)\n"
-        "    for dtype in (torch.float32, torch.float16, torch.bfloat16):\n"
-        "        x, residual = (torch.randn(300, 1001).to(dtype) for _ in range(2))\n"
-        "        leaves = [x, torch.randn(1001), residual]\n"
-        "        leaves = [t.requires_grad_() for t in leaves]\n"
-        "        out = bias_dropout_add(*leaves, 0.3)\n"
-        "        yield out\n"
-        "        yield from torch.autograd.grad(out, leaves, x)\n"
-    )
 
 
 X, B = torch.zeros(4, 8), torch.zeros(8)
@@ -201,45 +145,19 @@ def test_double_backward_is_refused():
         dx.sum().backward()
 
 
-def test_opcheck_and_compile(device):
-    x, residual, bias = (torch.randn(s, device=device) for s in ((24, 32), (24, 32), (32,)))
-    seed, lines = seed_of(3, device), torch.zeros(1, 32, device=device)
-    args = (x, bias, residual, seed, torch.empty_like(x), None, 0.3)
-    torch.library.opcheck(torch.ops.apex_te.bias_dropout_add_fwd, args)
-    args = (x, seed, None, torch.empty_like(x), torch.empty_like(bias), lines, 0.3)
-    torch.library.opcheck(torch.ops.apex_te.bias_dropout_add_bwd, args)
-
+def test_compiled_it_draws_anew(device):
+    x = torch.ones(24, 32, device=device).requires_grad_()
     compiled = torch.compile(bias_dropout_add, fullgraph=True, backend="aot_eager")
-    assert_same_bits(
-        run(x, bias, residual, 0.3, seed, x, compiled), run(x, bias, residual, 0.3, seed, x)
-    )
-    ones, zeros = torch.ones_like(x).requires_grad_(), torch.zeros_like(x)
-    drawn = [compiled(ones, None, zeros, 0.5) for _ in range(2)]
+    drawn = [compiled(x, None, torch.zeros_like(x), 0.5) for _ in range(2)]
     assert not torch.equal(*drawn)
     for out in drawn:
-        (dx,) = torch.autograd.grad(out, ones, torch.ones_like(x))
+        (dx,) = torch.autograd.grad(out, x, torch.ones_like(x))
         assert_same_bits(dx, out)
 
 
-@pytest.mark.cuda
-@needs_cuda
-def test_graph_and_side_stream():
-    x, residual = (torch.randn(300, 264, device="cuda").bfloat16() for _ in range(2))
-    bias, seed = torch.randn(264, device="cuda"), seed_of(3, "cuda")
-
-    def call(x, residual, bias):
-        leaves = [t.detach().requires_grad_() for t in (x, bias, residual)]
-        out = bias_dropout_add(*leaves, 0.3, seed=seed)
-        return [out.detach(), *torch.autograd.grad(out, leaves, x)]
-
-    assert_runs_in_graph_and_on_stream(call, [x, residual, bias])
-
-
-@pytest.mark.cuda
 @needs_cuda
 def test_more_than_2_to_31_elements():
-    if torch.cuda.mem_get_info()[0] < 26 << 30:
-        pytest.skip("needs 26 GiB of free GPU memory")
+    needs_memory(26)
     rows, cols = 65552, 32784  # 2.149e9 elements
     x, residual = (
         torch.empty(rows, cols, dtype=BF16, device="cuda").normal_().requires_grad_()

@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from checks import assert_same_bits, needs_cuda
+from checks import assert_same_bits, in_pairs, needs_cuda
 from torch.utils.checkpoint import checkpoint
 
 from apex_te.ops import bias_dropout_add as op
@@ -15,9 +15,11 @@ def seed_of(value, device):
     return torch.tensor([value], dtype=torch.int64, device=device)
 
 
-@pytest.mark.parametrize("p", [1e-9, 0.1, 0.25, 0.9, 1 - 1e-9])
-@pytest.mark.parametrize("seed", [0, 1, -1, 2**63 - 1, 0x0123456789ABCDEF])
-@pytest.mark.parametrize("cols", [8, 100, 1001])
+@in_pairs(
+    p=[1e-9, 0.1, 0.25, 0.9, 1 - 1e-9],
+    seed=[0, 1, -1, 2**63 - 1, 0x0123456789ABCDEF],
+    cols=[8, 100, 1001],
+)
 def test_mask_is_the_specified_one(device, cols, seed, p):
     x, zero = torch.ones(150, cols, device=device), torch.zeros(150, cols, device=device)
     out = bias_dropout_add(x, None, zero, p, seed=seed_of(seed, device)).cpu()
@@ -42,7 +44,6 @@ def test_kept_mask_is_the_specified_one(cols):
         op.bias_dropout_add_bwd(x, None, 0.3, mask=mask[:-1], **wanted)
 
 
-@pytest.mark.cuda
 @needs_cuda
 def test_kept_mask_is_refused_on_cuda():
     x, mask = torch.zeros(4, 8, device="cuda"), torch.zeros(4, 1, dtype=torch.uint8, device="cuda")
@@ -162,7 +163,6 @@ def replays_of(step, generator=None):
         yield out.clone()
 
 
-@pytest.mark.cuda
 @needs_cuda
 @pytest.mark.parametrize("own", [False, True])
 def test_replayed_graph_draws_anew(own):
@@ -188,7 +188,6 @@ def test_replayed_graph_draws_anew(own):
     assert not torch.equal(*expected)
 
 
-@pytest.mark.cuda
 @needs_cuda
 def test_checkpoint_in_a_graph_takes_a_seed():
     """PyTorch's checkpoint cannot save the generator's state in a capture: the seed is drawn

@@ -3,7 +3,14 @@
 import checks
 import pytest
 import torch
-from checks import DTYPES, assert_as_good_as_torch, assert_same_bits, needs_cuda
+from checks import (
+    DTYPES,
+    assert_as_good_as_torch,
+    assert_same_bits,
+    in_pairs,
+    needs_cuda,
+    needs_memory,
+)
 from torch.nn import functional as F
 
 from apex_te.ops import cross_entropy as op
@@ -51,7 +58,6 @@ def test_fwd_label_smoothing(device, poison, cols, smoothing):
     check_rows(device, logits, target, label_smoothing=smoothing)
 
 
-@pytest.mark.cuda
 @needs_cuda
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("cols", [32768, 32769, 65529, 128256, 131073, 262137, 262144, 300001])
@@ -61,7 +67,6 @@ def test_fwd_long_rows(poison, cols, dtype):
     check_rows(torch.device("cuda"), logits, target, label_smoothing=0.1)
 
 
-@pytest.mark.cuda
 @needs_cuda
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
 @pytest.mark.parametrize("cols", [65529, 131077, 200000])
@@ -81,9 +86,11 @@ def test_many_long_rows_are_as_few(poison, cols, smoothing):
     assert_same_bits((over, x), (loss, grad))
 
 
-@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
-@pytest.mark.parametrize("overwrite", [False, True])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@in_pairs(
+    reduction=["mean", "sum", "none"],
+    overwrite=[False, True],
+    dtype=[torch.float32, torch.bfloat16],
+)
 def test_autograd(device, reduction, overwrite, dtype):
     logits, target = make(24, 131, dtype)
     target[::5] = 7
@@ -167,9 +174,7 @@ GRAD_OUTPUTS = {
 }
 
 
-@pytest.mark.parametrize("grad_output", GRAD_OUTPUTS)
-@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
-@pytest.mark.parametrize("dtype", DTYPES)
+@in_pairs(grad_output=GRAD_OUTPUTS, reduction=["mean", "sum", "none"], dtype=DTYPES)
 def test_gradients_are_as_accurate_as_torch(device, dtype, reduction, grad_output):
     """16-bit gradients are rounded once, those of float32 as PyTorch's, whatever the factor is."""
     rows, cols = 96, 1031
@@ -194,9 +199,7 @@ def test_gradients_are_as_accurate_as_torch(device, dtype, reduction, grad_outpu
         assert not actual[::5].any()
 
 
-@pytest.mark.parametrize("smoothing", [0.0, 0.1])
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("cols", COLUMNS)
+@in_pairs(smoothing=[0.0, 0.1], dtype=DTYPES, cols=COLUMNS)
 def test_bwd_gives_the_gradient_of_fwd(device, poison, cols, dtype, smoothing):
     logits, target = make(9, cols, dtype)
     target[2] = -100
@@ -227,7 +230,6 @@ def test_bwd_gives_the_gradient_of_fwd(device, poison, cols, dtype, smoothing):
     assert_same_bits(op.cross_entropy_bwd(x, t, stats, two, aside, **options), other)
 
 
-@pytest.mark.cuda
 @needs_cuda
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_bwd_of_many_long_rows(poison, dtype):
@@ -348,41 +350,12 @@ def test_large_logits(device):
     assert loss.tolist() == [2e4, 0.0]
 
 
-def test_repeatable(device):
-    logits, target = make(17, 5000, torch.bfloat16)
-    x, t = logits.to(device), target.to(device)
-    results = []
-    for _ in range(2):
-        grad = torch.empty_like(x)
-        num_valid = op.count_valid(t)
-        loss = op.cross_entropy_fwd(x, t, grad=grad, num_valid=num_valid)
-        results.append((loss, grad, cross_entropy(x, t).reshape(1)))
-    assert_same_bits(*results)
-
-
-def test_portable_path_gives_the_same_bits():
-    checks.assert_portable_gives_same_bits(
-        "import torch\n"
-        "from apex_te.ops.cross_entropy import cross_entropy_bwd, cross_entropy_fwd\n"
-        "def run():\n"
-        "    torch.manual_seed(0)\n"
-        "    for dtype in (torch.float32, torch.float16, torch.bfloat16):\n"
-        "        x = (torch.randn(9, 1003) * 4).to(dtype)\n"
-        "        grad = torch.empty_like(x)\n"
-        "        stats, t = torch.empty(9, 2), torch.arange(9)\n"
-        "        loss = cross_entropy_fwd(x, t, grad=grad, stats=stats, label_smoothing=0.1)\n"
-        "        yield from (loss, grad, stats)\n"
-        "        yield cross_entropy_bwd(x, t, stats, torch.randn(9), torch.empty_like(x))\n"
-    )
-
-
 def test_target_out_of_range():
     logits = torch.randn(3, 5)
     with pytest.raises(ValueError, match=r"target\[1\] must be in \[0, 5\) or ignore_index -100"):
         cross_entropy(logits, torch.tensor([0, 5, -100]))
 
 
-@pytest.mark.cuda
 @needs_cuda
 def test_target_out_of_range_is_nan_on_gpu():
     x = torch.randn(3, 5, device="cuda", requires_grad=True)
@@ -401,18 +374,12 @@ def test_target_out_of_range_is_nan_on_gpu():
         ({"target": torch.zeros(2)}, TypeError, "target must have dtype int64 or int32"),
         ({"reduction": "avg"}, ValueError, "reduction must be 'mean', 'sum' or 'none', got 'avg'"),
         ({"label_smoothing": 1.5}, ValueError, "label_smoothing must be in [0, 1], got 1.5"),
-        (
-            {"logits": torch.zeros(2, 0)},
-            ValueError,
-            "logits must have 1 to 2^31 - 4097 columns, got 0",
-        ),
-        (
-            {"logits": torch.zeros(4, 2).t(), "overwrite_logits": True},
-            ValueError,
-            "logits must be contiguous to be overwritten",
-        ),
+        ({"logits": torch.zeros(2, 0)}, ValueError,
+         "logits must have 1 to 2^31 - 4097 columns, got 0"),
+        ({"logits": torch.zeros(4, 2).t(), "overwrite_logits": True}, ValueError,
+         "logits must be contiguous to be overwritten"),
     ],
-)
+)  # fmt: skip
 def test_rejects(change, error, message):
     kwargs = {"logits": torch.zeros(2, 4), "target": torch.zeros(2, dtype=torch.int64), **change}
     with pytest.raises(error) as raised:
@@ -420,27 +387,8 @@ def test_rejects(change, error, message):
     assert message in str(raised.value)
 
 
-def test_opcheck_and_compile():
+def test_compiled_with_every_reduction():
     logits, target = make(4, 33, torch.float32)
-    ops = torch.ops.apex_te
-    tests = ("test_schema", "test_faketensor")
-    grad, loss, count = torch.zeros_like(logits), torch.zeros(4), torch.ones(1, dtype=torch.int32)
-    stats = torch.ones(4, 2)
-    torch.library.opcheck(
-        ops.cross_entropy_fwd,
-        (logits, target, loss, grad, stats, count, -100, 0.1),
-        test_utils=tests,
-    )
-    torch.library.opcheck(
-        ops.cross_entropy_bwd,
-        (logits, target, stats, torch.ones(4), grad, count, -100, 0.1, False),
-        test_utils=tests,
-    )
-    torch.library.opcheck(ops.cross_entropy_count, (target, count, -100), test_utils=tests)
-    torch.library.opcheck(ops.cross_entropy_sum, (loss, None, torch.zeros(1)), test_utils=tests)
-    torch.library.opcheck(
-        ops.cross_entropy_scale, (grad, torch.ones(1), target, count, -100), test_utils=tests
-    )
 
     def step(x, overwrite, reduction):
         loss = cross_entropy(
@@ -458,24 +406,9 @@ def test_opcheck_and_compile():
             assert_same_bits((actual, a.grad), (expected, b.grad))
 
 
-@pytest.mark.cuda
-@needs_cuda
-@pytest.mark.parametrize("cols", [1000, 128256])
-def test_graph_and_stream(cols):
-    logits, target = make(8, cols, torch.bfloat16)
-
-    def call(x, t):
-        grad = torch.empty_like(x)
-        return op.cross_entropy_fwd(x, t, grad=grad, num_valid=op.count_valid(t)), grad
-
-    checks.assert_runs_in_graph_and_on_stream(call, [logits.cuda(), target.cuda()])
-
-
-@pytest.mark.cuda
 @needs_cuda
 def test_more_than_2_to_31_elements():
-    if torch.cuda.mem_get_info()[0] < 20 << 30:
-        pytest.skip("needs 20 GiB of free GPU memory")
+    needs_memory(20)
     rows, cols = 16500, 131072  # 2.163e9 elements
     x = torch.empty(rows, cols, dtype=torch.bfloat16, device="cuda").normal_()
     target = torch.randint(0, cols, (rows,), device="cuda")
