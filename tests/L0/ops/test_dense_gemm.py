@@ -5,7 +5,7 @@ import torch
 
 from apex_te.ops import dense_gemm as op
 from apex_te.ops.dense_gemm import dense_gemm, reference
-from tests.checks import assert_same_bits, needs_cuda
+from tests.checks import assert_same_bits, in_pairs, needs_cuda
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 PAIRS = [(E4M3, E4M3), (E5M2, E4M3), (E4M3, E5M2)]
@@ -39,10 +39,7 @@ def bound(out_dtype, split):
     return (SPLIT if split else FAST) + (BF16 if out_dtype is torch.bfloat16 else 0)
 
 
-@pytest.mark.parametrize("split", [False, True])
-@pytest.mark.parametrize("pair", PAIRS, ids=str)
-@pytest.mark.parametrize("out_dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@in_pairs(split=[False, True], pair=PAIRS, out_dtype=[torch.bfloat16, torch.float32], shape=SHAPES)
 def test_product(device, poison, shape, out_dtype, pair, split):
     x = operands(*shape, pair, device)
     out = dense_gemm(*x, out_dtype=out_dtype, use_split_accumulator=split)
@@ -50,9 +47,7 @@ def test_product(device, poison, shape, out_dtype, pair, split):
     assert error(out, reference(*x)) <= bound(out_dtype, split)
 
 
-@pytest.mark.parametrize("split", [False, True])
-@pytest.mark.parametrize("out_dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@in_pairs(split=[False, True], out_dtype=[torch.bfloat16, torch.float32], shape=SHAPES)
 def test_accumulate(device, shape, out_dtype, split):
     x = operands(*shape, (E5M2, E4M3), device)
     start = (torch.randn(shape[:2], device=device) * 20).to(out_dtype)
@@ -127,7 +122,6 @@ def test_rejects():
         dense_gemm(a, b[:, :16], one, one)
 
 
-@pytest.mark.cuda
 @needs_cuda
 class TestKernel:
     """Tests of the kernel for sm_90 alone, which no other device runs."""

@@ -154,7 +154,6 @@ def test_rejects():
         dense_gemm_swiglu_bwd(*x, one, torch.float16)
 
 
-@pytest.mark.cuda
 @needs_cuda
 class TestKernels:
     """Tests of the kernels for sm_90 alone, which no other device runs."""

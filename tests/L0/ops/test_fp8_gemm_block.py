@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from checks import assert_runs_in_graph_and_on_stream, assert_same_bits, needs_cuda
+from checks import assert_same_bits, in_pairs, needs_cuda, sqnr
 
 from apex_te.ops import block_quantize as blocks
 from apex_te.ops import fp8_gemm as op
@@ -18,11 +18,6 @@ SHAPES = [
 ]  # fmt: skip
 
 
-def sqnr(reference, actual):
-    reference, actual = reference.double().cpu(), actual.double().cpu()
-    return 20 * torch.log10(reference.norm() / (reference - actual).norm()).item()
-
-
 def operand(rows, cols, dtype, block_rows, device):
     """Codes, scales and what they stand for in float64; the size changes from block to block."""
     sizes = 10.0 ** torch.randint(-1, 2, (-(-rows // 32), -(-cols // 128)))
@@ -35,10 +30,12 @@ def operand(rows, cols, dtype, block_rows, device):
     return codes.to(device), scale_inv.to(device), exact
 
 
-@pytest.mark.parametrize("out_dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("types", [(E4M3, E4M3), (E5M2, E4M3), (E4M3, E5M2)])
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize("mode", MODES, ids=str)
+@in_pairs(
+    out_dtype=[torch.float32, torch.bfloat16, torch.float16],
+    types=[(E4M3, E4M3), (E5M2, E4M3), (E4M3, E5M2)],
+    shape=SHAPES,
+    mode=MODES,
+)
 def test_fwd(device, poison, mode, shape, types, out_dtype):
     m, n, k = shape
     a, sa, exact_a = operand(m, k, types[0], mode[0], device)
@@ -72,10 +69,10 @@ def test_accumulate_and_bias(device, mode, shape):
     assert sqnr(exact + bias.double().cpu(), biased) >= 48
 
 
-@pytest.mark.parametrize("mode", MODES, ids=str)
-@pytest.mark.parametrize("out_dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize(
-    "shape", [(256, 384, 512), (20, 272, 400), (130, 250, 257), (8, 16, 0)], ids=str
+@in_pairs(
+    mode=MODES,
+    out_dtype=[torch.float32, torch.bfloat16, torch.float16],
+    shape=[(256, 384, 512), (20, 272, 400), (130, 250, 257), (8, 16, 0)],
 )
 def test_a_tensor_is_added_before_the_one_rounding(device, poison, mode, shape, out_dtype):
     m, n, k = shape
@@ -229,28 +226,6 @@ def test_rejects(device):
         block_scaled_gemm(a, b, sa, sb.double())
 
 
-def test_compile(device):
-    a, sa, _ = operand(32, 256, E4M3, 1, device)
-    b, sb, _ = operand(64, 256, E4M3, 128, device)
-
-    @torch.compile(fullgraph=True, backend="aot_eager")
-    def compiled(a, b, sa, sb):
-        return block_scaled_gemm(a, b, sa, sb)
-
-    assert_same_bits(compiled(a, b, sa, sb), block_scaled_gemm(a, b, sa, sb))
-
-
-@pytest.mark.cuda
-@needs_cuda
-def test_graph_and_stream():
-    a, sa, _ = operand(256, 256, E4M3, 1, "cuda")
-    b, sb, _ = operand(128, 256, E4M3, 128, "cuda")
-    assert_runs_in_graph_and_on_stream(
-        lambda a, b, sa: block_scaled_gemm(a, b, sa, sb), [a.view(torch.uint8).view(E4M3), b, sa]
-    )
-
-
-@pytest.mark.cuda
 @needs_cuda
 @pytest.mark.parametrize("mode", MODES, ids=str)
 def test_equals_scaled_mm(mode):
@@ -267,7 +242,6 @@ def test_equals_scaled_mm(mode):
     assert sqnr(peer, out) >= 100
 
 
-@pytest.mark.cuda
 @needs_cuda
 def test_tuned_product_is_right(tmp_path, monkeypatch):
     tmp_path.chmod(0o700)

@@ -7,7 +7,7 @@ from group_layouts import LAYOUTS, made
 from apex_te.ops import grouped_gemm as op
 from apex_te.ops.grouped_quantize import ALIGN, Groups
 from apex_te.ops.reference_codec import decode_fp8
-from tests.checks import assert_same_bits, needs_cuda
+from tests.checks import assert_same_bits, needs_cuda, needs_memory
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 PAIRS = [(E4M3, E4M3), (E5M2, E4M3), (E4M3, E5M2), (E5M2, E5M2)]
@@ -231,7 +231,6 @@ def test_unusable_scales_show(device):
     assert torch.isnan(op.scaled_contract_groups(a, nan, b, nan, ends, True)).all()
 
 
-@pytest.mark.cuda
 @needs_cuda
 class TestKernel:
     """Tests of the kernel for sm_90 alone, which no other device runs."""
@@ -312,8 +311,7 @@ class TestKernel:
             assert_same_bits(again, first)
 
     def test_more_than_2_31_elements(self):
-        if torch.cuda.mem_get_info()[0] < 20 << 30:
-            pytest.skip("needs 20 GB")
+        needs_memory(20)
         rows, n, k = (1 << 20) + 40, 2064, 16
         splits = [rows // 2, rows - rows // 2]
         a, b = codes((rows, k), E5M2).cuda(), codes((2, n, k), E4M3).cuda()

@@ -1,8 +1,7 @@
 """Products of FP8 operands by the ops themselves, with torch.autocast on around the call."""
 
-import pytest
 import torch
-from checks import assert_same_bits
+from checks import assert_same_bits, in_pairs
 
 from apex_te.ops.block_quantize import block_quantize
 from apex_te.ops.emulated_gemm import mx_gemm
@@ -27,9 +26,11 @@ def mx(a, b, dtype):
     return mx_gemm(a[0], b[0], a[1], b[1], out_dtype=dtype)
 
 
-@pytest.mark.parametrize("autocast", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("product", [tensorwise, blockwise, mx])
+@in_pairs(
+    autocast=[torch.bfloat16, torch.float16],
+    dtype=[torch.float32, torch.bfloat16],
+    product=[tensorwise, blockwise, mx],
+)
 def test_it_changes_no_bits(product, dtype, autocast):
     a, b = torch.randn(16, 128), torch.randn(32, 128)
     expected = product(a, b, dtype)

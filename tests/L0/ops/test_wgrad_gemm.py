@@ -2,16 +2,12 @@
 
 import pytest
 import torch
+from checks import in_pairs, sqnr
 
 from apex_te.ops.wgrad_gemm import wgrad_gemm
 
 SHORT = [torch.float16, torch.bfloat16]
 SHAPES = [(1, 1, 1), (5, 7, 3), (64, 16, 32), (257, 48, 80), (33, 100, 57)]  # rows, M, N
-
-
-def sqnr(reference, actual):
-    reference, actual = reference.double().cpu(), actual.double().cpu()
-    return 20 * torch.log10(reference.norm() / (reference - actual).norm().clamp(1e-300)).item()
 
 
 def floor(device):
@@ -27,9 +23,11 @@ def product(dy, x):
     return dy.double().t() @ x.double()
 
 
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize("dtype", [*SHORT, torch.float32, torch.float64])
-@pytest.mark.parametrize("out_dtype", [torch.float32, torch.float64])
+@in_pairs(
+    shape=SHAPES,
+    dtype=[*SHORT, torch.float32, torch.float64],
+    out_dtype=[torch.float32, torch.float64],
+)
 def test_wide_out(device, poison, shape, dtype, out_dtype):
     """With sums in float32 the error is float32's, whatever the operands are."""
     rows, m, n = shape
@@ -43,9 +41,7 @@ def test_wide_out(device, poison, shape, dtype, out_dtype):
     assert sqnr(product(dy, x) + start, out) >= floor(device)
 
 
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize("dtype", [*SHORT, torch.float32])
-@pytest.mark.parametrize("out_dtype", SHORT)
+@in_pairs(shape=SHAPES, dtype=[*SHORT, torch.float32], out_dtype=SHORT)
 def test_short_out_is_rounded_once(device, shape, dtype, out_dtype):
     """Integers have exact sums in float32, so that one rounding is the only one."""
     rows, m, n = shape
@@ -105,22 +101,6 @@ def test_repeatable_and_noted(device, dtype):
     assert outs[0]._version > version
 
 
-@pytest.mark.parametrize("dtype", SHORT)
-def test_compiled(device, dtype):
-    dy, x = operands(32, 16, 16, dtype, device)
-
-    def run(out):
-        return wgrad_gemm(dy, x, out, accumulate=True) * 2
-
-    eager, compiled = torch.ones(16, 16, device=device), torch.ones(16, 16, device=device)
-    expected = run(eager)
-    torch._dynamo.reset()
-    actual = torch.compile(run, fullgraph=True, backend="aot_eager")(compiled)
-    assert torch.equal(actual, expected)
-    assert torch.equal(compiled, eager)
-
-
-@pytest.mark.cuda
 @pytest.mark.cuda
 @pytest.mark.parametrize("dtype", SHORT)
 def test_captured(dtype):
@@ -136,7 +116,6 @@ def test_captured(dtype):
     assert sqnr(expected, out) >= 100
 
 
-@pytest.mark.cuda
 @pytest.mark.cuda
 @pytest.mark.parametrize("dtype", SHORT)
 def test_no_memory_beside_the_workspace(dtype):
