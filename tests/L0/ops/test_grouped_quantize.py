@@ -2,16 +2,7 @@
 
 import pytest
 import torch
-from checks import (
-    DTYPES,
-    FP8,
-    assert_portable_gives_same_bits,
-    assert_runs_in_graph_and_on_stream,
-    assert_same_bits,
-    codes,
-    layouts,
-    needs_cuda,
-)
+from checks import DTYPES, FP8, assert_same_bits, codes, in_pairs, needs_cuda, needs_memory
 from group_layouts import LAYOUTS, made, nan_behind, scales
 
 from apex_te.ops import grouped_quantize as op
@@ -62,10 +53,8 @@ def test_splits_that_are_none_poison_everything(device, rows, splits):
     assert op.column_sums(x, groups).isnan().all()
 
 
-@pytest.mark.parametrize("fp8", FP8)
-@pytest.mark.parametrize("dtype", DTYPES)
+@in_pairs(fp8=FP8, dtype=DTYPES, cols=[16, 129])
 @pytest.mark.parametrize(("rows", "splits"), LAYOUTS, ids=lambda v: str(v)[:24])
-@pytest.mark.parametrize("cols", [16, 129])
 def test_fwd(device, poison, rows, splits, cols, dtype, fp8):
     x = nan_behind(torch.randn(rows, cols) * 30, splits).to(device, dtype)
     groups, scale = made(rows, splits, device), scales(len(splits), device)
@@ -119,10 +108,9 @@ def test_state_columns_and_accumulation(device):
     assert history.count_nonzero() == 3
 
 
-@pytest.mark.parametrize("fp8", FP8)
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("shape", [(16, 32), (17, 9), (300, 160), (1, 1)])
-@pytest.mark.parametrize("splits", [None, [3, 0, 1]])
+@in_pairs(
+    fp8=FP8, dtype=DTYPES, shape=[(16, 32), (17, 9), (300, 160), (1, 1)], splits=[None, [3, 0, 1]]
+)
 def test_matrices(device, poison, shape, dtype, fp8, splits):
     matrices = [(torch.randn(shape) * 3).to(device, dtype) for _ in range(3)]
     groups = None if splits is None else made(8, splits, device)
@@ -177,20 +165,6 @@ def test_matrices_that_are_not_due_keep_what_they_have(device):
     assert amax.tolist() == [wanted[0], 0, wanted[2]]
 
 
-def test_other_storage(device):
-    splits = [20, 0, 13]
-    groups, scale = made(40, splits, device), scales(3, device)
-    x = torch.randn(40, 48, device=device).bfloat16()
-    expected = op.quantize_groups(x, groups, scale, FP8[0])
-    columns = groups.column_ends[-1]
-    for _, other in layouts(x):
-        out = op.quantize_groups(other, groups, scale, FP8[0])
-        assert_same_bits(out.rowwise[:33], expected.rowwise[:33])
-        assert_same_bits(
-            out.columnwise[:, :columns].contiguous(), expected.columnwise[:, :columns].contiguous()
-        )
-
-
 def test_no_rows(device):
     groups = made(0, [0, 0], device)
     out = op.quantize_groups(
@@ -215,19 +189,6 @@ def test_same_bits_on_devices_and_again(device):
         results.append((out.rowwise[:431], out.columnwise[:, :last].contiguous(), amax, sums))
     assert_same_bits(results[1], results[0])
     assert_same_bits(results[2], results[0])
-
-
-def test_portable_path_gives_the_same_bits():
-    assert_portable_gives_same_bits(
-        "import torch; from apex_te.ops import grouped_quantize as op\n"
-        "def run():\n"
-        "    x = torch.randn(300, 300)\n"
-        "    groups = op.groups_of(torch.tensor([100, 0, 150]), 300)\n"
-        "    for t in (x, x.half(), x.bfloat16()):\n"
-        "        o = op.quantize_groups(t, groups, torch.rand(3), torch.float8_e4m3fn)\n"
-        "        yield from (o.rowwise[:250], o.columnwise[:, :288].contiguous())\n"
-        "        yield op.column_sums(t, groups)\n"
-    )
 
 
 @pytest.mark.parametrize(
@@ -282,45 +243,9 @@ def test_rejects_groups_and_matrices():
         op.finish_rows(torch.zeros(4, 2), op.Groups(torch.zeros(6, dtype=torch.int32), 4, 2))
 
 
-def test_opcheck_and_compile():
-    splits = torch.tensor([3, 2], dtype=torch.int32)
-    torch.library.opcheck(
-        torch.ops.apex_te.grouped_offsets, (splits, torch.zeros(7, dtype=torch.int32), 8),
-        test_utils=("test_schema", "test_faketensor"),
-    )  # fmt: skip
-
-    @torch.compile(fullgraph=True, backend="aot_eager")
-    def compiled(x, splits, scale):
-        groups = op.groups_of(splits, x.shape[0])
-        out = op.quantize_groups(x, groups, scale, FP8[0], rowwise=False)
-        return out.columnwise[:, :32], op.column_sums(x, groups)
-
-    x, scale = torch.randn(8, 16), torch.tensor([2.0, 3.0])
-    groups = op.groups_of(splits, 8)
-    expected = op.quantize_groups(x, groups, scale, FP8[0]).columnwise[:, :32]
-    actual = compiled(x, splits, scale)
-    assert torch.equal(codes(actual[0]), codes(expected))
-    assert torch.equal(actual[1], op.column_sums(x, groups))
-
-
-@pytest.mark.cuda
-@needs_cuda
-def test_graph_and_side_stream():
-    def call(x, splits):
-        groups = op.groups_of(splits, 600)
-        out = op.quantize_groups(x, groups, torch.ones(3, device="cuda"), FP8[0])
-        op.finish_rows(x, groups)  # zeros, so that all rows may be compared
-        return out.scale_inv, op.column_sums(x, groups), groups.table
-
-    splits = torch.tensor([100, 0, 400], device="cuda")
-    assert_runs_in_graph_and_on_stream(call, (torch.randn(600, 48, device="cuda"), splits))
-
-
-@pytest.mark.cuda
 @needs_cuda
 def test_more_than_2_to_31_elements():
-    if torch.cuda.mem_get_info()[0] < 24 << 30:
-        pytest.skip("needs 24 GiB of free GPU memory")
+    needs_memory(24)
     rows, cols, splits = 65552, 32784, [16, 65000, 20]
     x = torch.empty(rows, cols, dtype=torch.bfloat16, device="cuda").normal_()
     groups, amax = made(rows, splits, "cuda"), torch.zeros(3, device="cuda")

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from checks import DTYPES, FP8, assert_as_good_as_torch, assert_same_bits
+from checks import DTYPES, FP8, assert_as_good_as_torch, assert_same_bits, in_pairs
 
 from apex_te import permutation as moe
 from apex_te.ops import moe_permute as op
@@ -169,9 +169,7 @@ def test_masks_of_other_dtypes(device, kind):
     assert torch.equal(rows_in(row_id_map, 11), rows_in(expected_map, 11))
 
 
-@pytest.mark.parametrize("num_rows", [None, -1, 100, 700])
-@pytest.mark.parametrize("num_experts", [None, 13])
-@pytest.mark.parametrize("kind", [torch.int32, torch.int64])
+@in_pairs(num_rows=[None, -1, 100, 700], num_experts=[None, 13], kind=[torch.int32, torch.int64])
 def test_indices(device, poison, num_experts, num_rows, kind):
     """Dropped ones among them, and a token that goes to the same expert twice."""
     index = torch.randint(-2, 13, (150, 4), dtype=kind)
@@ -281,9 +279,7 @@ def test_rows_at_any_address(device, poison, dtype, hidden):
         assert_same_bits(grad_probs, grads[1])
 
 
-@pytest.mark.parametrize("kind", [torch.int32, torch.int64])
-@pytest.mark.parametrize("chunks", [0, 1, 4, 64, 2048])
-@pytest.mark.parametrize("dtype", DTYPES)
+@in_pairs(kind=[torch.int32, torch.int64], chunks=[0, 1, 4, 64, 2048], dtype=DTYPES)
 def test_sort_chunks(device, poison, dtype, chunks, kind):
     sizes = torch.randint(0, 2 * 3000 // max(chunks, 1) + 1, (chunks,))
     sizes[::3] = 0

@@ -4,8 +4,6 @@ import pytest
 import torch
 from checks import (
     assert_as_good_as_torch,
-    assert_portable_gives_same_bits,
-    assert_runs_in_graph_and_on_stream,
     assert_same_bits,
     layouts,
     needs_cuda,
@@ -66,22 +64,6 @@ def test_layouts(device):
     assert_same_bits(moe.moe_permute(x, mask.t().contiguous().t())[0], moe.moe_permute(x, mask)[0])
 
 
-def test_repeatable(device):
-    mask = mask_of(500, 32, 6).to(device)
-    x, probs = torch.randn(500, 256, device=device).bfloat16(), torch.rand(500, 32, device=device)
-
-    def run():
-        inp, p = leaf(x), leaf(probs)
-        out, out_probs, row_id_map = moe.moe_permute_with_probs(inp, p, mask, 3100)
-        y = moe.moe_unpermute(out * out_probs[:, None].bfloat16(), row_id_map, p)
-        y.backward(x)
-        return out, out_probs, y, inp.grad, p.grad
-
-    expected = run()
-    for _ in range(3):
-        assert_same_bits(run(), expected)
-
-
 def test_cpu_and_gpu_give_the_same_bits(device):
     mask = mask_of(200, 16, 4)
     x, probs = torch.randn(800, 300).bfloat16(), torch.rand(200, 16)
@@ -89,22 +71,6 @@ def test_cpu_and_gpu_give_the_same_bits(device):
     expected = op.unpermute(x, row_id_map, probs)
     found = op.unpermute(x.to(device), op.make_map(mask.to(device)).row_id_map, probs.to(device))
     assert_same_bits(found, expected)
-
-
-def test_portable_gives_same_bits():
-    assert_portable_gives_same_bits("""
-import torch
-from apex_te import permutation as moe
-def run():
-    for dtype in (torch.float32, torch.float16, torch.bfloat16):
-        x = torch.randn(50, 1111).to(dtype).requires_grad_()
-        probs = torch.rand(50, 8).requires_grad_()
-        mask = torch.rand(50, 8) < 0.4
-        out, out_probs, row_id_map = moe.moe_permute_with_probs(x, probs, mask)
-        y = moe.moe_unpermute(out, row_id_map, probs)
-        y.backward(torch.randn(50, 1111).to(dtype))
-        yield from (out.detach(), out_probs.detach(), y.detach(), x.grad, probs.grad)
-""")
 
 
 def compiled(function, device):
@@ -138,47 +104,6 @@ def test_compiles(device):
         results.append((y.detach(), padded, inp.grad, p.grad))
     for found, expected in zip(*results, strict=True):
         torch.testing.assert_close(found, expected)
-
-
-def test_opcheck(device):
-    mask = mask_of(40, 6, 2).to(device)
-    x, probs = torch.randn(40, 16, device=device), torch.rand(40, 6, device=device)
-    made = op.make_map(mask)
-    workspace = torch.empty(1, 6, dtype=torch.int32, device=device)
-    out, out_probs = op.permute(x, made.row_id_map, 80, probs)
-    chunk_map = torch.empty(2, 40, dtype=torch.int32, device=device)
-    sizes, order = torch.tensor([25, 15]).to(device), torch.tensor([1, 0]).to(device)
-    ops, new = torch.ops.apex_te, torch.empty_like
-    calls = [
-        (ops.moe_permute_map, (mask, workspace, new(made.row_id_map), None, 6, 1, 80, False)),
-        (ops.moe_permute_fwd, (x, probs, new(made.row_id_map), new(out), new(out_probs), mask,
-                               workspace, None, 6, 1, False)),
-        (ops.moe_permute_rows, (x, probs, made.row_id_map, new(out), new(out_probs))),
-        (ops.moe_unpermute_fwd, (out, None, made.row_id_map, new(x), out_probs, new(probs))),
-        (ops.moe_unpermute_bwd, (x, out, probs, made.row_id_map, new(out), new(probs))),
-        (ops.moe_sort_chunks_map, (sizes, order, chunk_map)),
-        (ops.moe_sort_chunks, (x, None, op.make_chunk_map(sizes, order, 40), new(x), None, False)),
-    ]  # fmt: skip
-    tests = ("test_schema", "test_autograd_registration", "test_faketensor")
-    for function, args in calls:
-        torch.library.opcheck(function.default, args, test_utils=tests)
-
-
-@needs_cuda
-def test_graph_and_stream():
-    mask = mask_of(256, 16, 2).cuda()
-    x, probs = torch.randn(256, 64, device="cuda"), torch.rand(256, 16, device="cuda")
-    sizes, order = torch.tensor([100, 300, 112]).cuda(), torch.tensor([2, 0, 1]).cuda()
-
-    def call(inp, p, routed):
-        out, out_probs, made = op.permute_by(inp, routed, 1024, p, align_size=16)
-        y = op.unpermute(out, made.row_id_map, p)
-        grads = op.unpermute_bwd(inp, out, made.row_id_map, p)
-        chunks = op.sort_chunks(out[:600], op.make_chunk_map(sizes, order, 600))
-        back = op.permute_bwd(out, made.row_id_map, out_probs)
-        return [out, out_probs, made.tokens_per_expert, y, *grads, *back, chunks[0]]
-
-    assert_runs_in_graph_and_on_stream(call, [x, probs, mask])
 
 
 @needs_cuda
@@ -321,7 +246,6 @@ def test_counts_on_a_gpu_are_checked_for_tokens_on_the_host():
 
 
 @needs_cuda
-@pytest.mark.cuda
 def test_counts_on_the_gpu_and_tokens_on_the_host():
     x, probs = torch.randn(6, 4), torch.rand(6, 3)
     mask = torch.ones(6, 3, dtype=torch.bool)
