@@ -2,14 +2,7 @@
 
 import pytest
 import torch
-from checks import (
-    DTYPES,
-    assert_as_good_as_torch,
-    assert_portable_gives_same_bits,
-    assert_runs_in_graph_and_on_stream,
-    assert_same_bits,
-    needs_cuda,
-)
+from checks import DTYPES, assert_as_good_as_torch, assert_same_bits, needs_cuda, needs_memory
 from optim_problem import Problem, adam, lamb, sgd
 
 from apex_te.ops import multi_tensor_optim as op
@@ -235,22 +228,6 @@ def test_repeatable_and_independent_of_threads(device):
     assert_same_bits(*results)
 
 
-def test_portable_path_gives_the_same_bits():
-    assert_portable_gives_same_bits(
-        "import torch\nfrom apex_te.ops import multi_tensor_optim as op\n"
-        "def run():\n"
-        "    torch.manual_seed(0)\n"
-        "    for t in (torch.float32, torch.float16, torch.bfloat16):\n"
-        "        sizes = [5, 20000, 1030]\n"
-        "        p, g = ([torch.randn(n).to(t) for n in sizes] for _ in range(2))\n"
-        "        m, v = ([torch.rand(n) for n in sizes] for _ in range(2))\n"
-        "        op.adam(p, g, m, v, step=2, lr=0.1, weight_decay=0.1)\n"
-        "        op.sgd(p, g, m, lr=0.1, momentum=0.9, nesterov=True)\n"
-        "        op.lamb(p, g, m, v, step=2, lr=0.1, weight_decay=0.1, max_grad_norm=1.0)\n"
-        "        yield from (*p, *m, *v)\n"
-    )
-
-
 def test_rejects():
     x, half = torch.ones(2, 3), torch.ones(2, 3).half()
     good = ([x], [x], [x.clone()], [x.clone()])
@@ -273,45 +250,7 @@ def test_rejects():
         op.sgd([x], [x], lr=0.1, momentum=0.9)
 
 
-def test_written_tensors_count_as_changed():
-    problem = Problem("cpu", torch.bfloat16, with_masters=True, sizes=[3])
-    before = [t[0]._version for t in problem.lists()]
-    adam(problem, step=1, lr=0.1)
-    changed = [t[0]._version > b for t, b in zip(problem.lists(), before, strict=True)]
-    assert changed == [True, False, True, True, True]
-
-
-def test_opcheck_and_compile():
-    p, g, m, v = ([torch.rand(5), torch.rand(3, 4)] for _ in range(4))
-    utils = ("test_schema", "test_faketensor")
-    tail = (0.1, 0.9, 0.99, 1e-8, 0.1, 1, True, True)
-    ops = torch.ops.apex_te
-    scratch = torch.empty(100_000)
-    for target, args in (
-        (ops.multi_tensor_adam, (p, g, m, v, [], *tail, False, None, None, None, None, False)),
-        (ops.multi_tensor_sgd, (p, g, m, [], 0.1, 0.9, 0.0, 0.1, *[False] * 3, *[None] * 3, False)),
-        (
-            ops.multi_tensor_lamb,
-            (p, g, m, v, [], *tail, True, False, 0.0, *[None] * 5, False, scratch),
-        ),
-    ):
-        torch.library.opcheck(target, args, test_utils=utils)
-
-    def step(p, g, m, v):
-        op.adam(p, g, m, v, step=2, lr=0.1)
-        op.sgd(p, g, m, lr=0.1, momentum=0.9)
-        op.lamb(p, g, m, v, step=2, lr=0.1, weight_decay=0.1)
-        return p
-
-    copies = [[t.clone() for t in tensors] for tensors in (p, g, m, v)]
-    step(*copies)
-    torch.compile(step, fullgraph=True, backend="aot_eager")(p, g, m, v)
-    for ours, theirs in zip((p, g, m, v), copies, strict=True):
-        assert_same_bits(ours, theirs)
-
-
 @needs_cuda
-@pytest.mark.cuda
 @pytest.mark.parametrize("options", ADAM, ids=range(len(ADAM)))
 def test_adam_gives_the_same_bits_on_both_devices(options):
     on_cpu = Problem("cpu", torch.bfloat16)
@@ -325,28 +264,8 @@ def test_adam_gives_the_same_bits_on_both_devices(options):
 
 
 @needs_cuda
-@pytest.mark.cuda
-@pytest.mark.parametrize(("call", "options"), STEPS)
-def test_graph_and_side_stream(call, options):
-    problem = Problem("cuda", torch.bfloat16, sizes=[5, 20_000, 0])
-    step = torch.ones(1, device="cuda")
-    steps = {} if call is sgd else {"step": step}
-
-    def run(*grads):
-        other = Problem("cuda", torch.bfloat16, sizes=[])
-        other.params, _, other.m, other.v, _ = problem.clones()
-        other.grads = list(grads)
-        call(other, lr=0.1, **steps, **options)
-        return [*other.params, *other.m, *other.v]
-
-    assert_runs_in_graph_and_on_stream(run, problem.grads)
-
-
-@needs_cuda
-@pytest.mark.cuda
 def test_more_than_2_to_31_elements():
-    if torch.cuda.mem_get_info()[0] < 40 << 30:
-        pytest.skip("needs 40 GiB of free GPU memory")
+    needs_memory(40)
     n = 2**31 + 12345
     p, g = (torch.empty(n, dtype=torch.bfloat16, device="cuda").normal_() for _ in range(2))
     m, v = (torch.zeros(n, device="cuda") for _ in range(2))
