@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from checks import DTYPES, FP8, assert_same_bits, codes
+from checks import DTYPES, FP8, assert_same_bits, codes, in_pairs
 
 from apex_te.ops import activation, bias_gelu, swiglu
 from apex_te.ops.fp8_output import columnwise_length
@@ -54,9 +54,7 @@ def check(run, rows):
     return padded
 
 
-@pytest.mark.parametrize("name", OPS)
-@pytest.mark.parametrize("rows", ROWS)
-@pytest.mark.parametrize("cols", [1, 37, 128, 520, 1040])
+@in_pairs(name=OPS, rows=ROWS, cols=[1, 37, 128, 520, 1040])
 def test_data_then_zeros(device, poison, name, rows, cols):
     for index, dtype in enumerate(DTYPES):
         form = {"kind": "gelu", "gate": "silu", "fp8": FP8[index % 2]}
@@ -112,17 +110,3 @@ def test_no_rows(device):
     form = {"kind": "gelu", "gate": "silu", "fp8": FP8[0]}
     for run in results(0, 8, torch.bfloat16, device, form).values():
         assert run(pad_columnwise=True).columnwise.shape[1] == 0
-
-
-def test_compiled_ops_return_the_padded_shape(device):
-    x, scale = torch.randn(21, 40, device=device), torch.ones(1, device=device)
-
-    def both(x, scale):
-        a = activation.activation_fwd_fp8(x, "silu", scale, FP8[0], pad_columnwise=True)
-        b = swiglu.swiglu_fwd_fp8(x, None, scale, FP8[0], pad_columnwise=True)
-        return a.columnwise.view(torch.uint8), b.columnwise.view(torch.uint8)
-
-    compiled = torch.compile(both, fullgraph=True)
-    for made, wanted in zip(compiled(x, scale), both(x, scale), strict=True):
-        assert made.shape == wanted.shape == (wanted.shape[0], 32)
-        assert_same_bits(made, wanted)

@@ -5,15 +5,14 @@ import torch
 import torch.nn.functional as F
 from checks import (
     DTYPES,
-    assert_portable_gives_same_bits,
-    assert_runs_in_graph_and_on_stream,
     assert_same_bits,
     codes,
+    in_pairs,
     needs_cuda,
 )
 
 from apex_te.ops import block_quantize as blocks
-from apex_te.ops import fp8_output, hif8
+from apex_te.ops import hif8
 from apex_te.ops import mx_quantize as mx
 from apex_te.ops.block_quantize import block_quantize
 from apex_te.ops.mx_quantize import mx_quantize
@@ -64,9 +63,7 @@ def assert_is(actual, expected, without=()):
             assert_same_bits(getattr(actual, name), tensor)
 
 
-@pytest.mark.parametrize("cols", [8, 131, 264])
-@pytest.mark.parametrize("rows", ROWS)
-@pytest.mark.parametrize("cast", CASTS)
+@in_pairs(cols=[8, 131, 264], rows=ROWS, cast=CASTS)
 def test_padding_is_zeros_and_the_rest_unchanged(device, poison, cast, rows, cols):
     run, reference, options = CASTS[cast]
     x = (torch.randn(rows, cols) * 30).to(DTYPES[rows % 3])
@@ -139,51 +136,6 @@ def test_rows_behind_a_rowwise_copy_of_1x128_blocks_are_zeros(device, poison, ro
         assert not data.as_strided((stored - rows, cols), (cols, 1), rows * cols).any()
 
 
-@pytest.mark.parametrize("name", CASTS)
-def test_compile(device, name):
-    run, _, options = CASTS[name]
-    torch.compiler.reset()
-    x = torch.randn(50, 136, device=device)
-
-    @torch.compile(fullgraph=True, backend="aot_eager")
-    def compiled(x):
-        return run(x, pad_columnwise=True, **options).columnwise
-
-    assert_same_bits([compiled(x)], [run(x, pad_columnwise=True, **options).columnwise])
-    assert compiled(x).shape == (136, fp8_output.columnwise_length(50, True))
-
-
-def test_portable_gives_same_bits():
-    assert_portable_gives_same_bits(
-        """
-import torch
-from apex_te.ops.block_quantize import block_quantize
-from apex_te.ops.hif8 import quantize_current
-from apex_te.ops.mx_quantize import mx_quantize
-def run():
-    for rows in (1, 17, 250):
-        x = torch.randn(rows, 136).bfloat16()
-        for block_rows in (1, 128):
-            options = {"block_rows": block_rows, "pad_columnwise": True}
-            yield from block_quantize(x, torch.float8_e4m3fn, **options)
-        yield from mx_quantize(x, pad_columnwise=True)
-        yield quantize_current(x, pad_columnwise=True).columnwise
-"""
-    )
-
-
-@pytest.mark.cuda
-@needs_cuda
-@pytest.mark.parametrize("cast", CASTS)
-def test_graph_and_stream(cast):
-    run, _, options = CASTS[cast]
-    x = torch.randn(510, 520, device="cuda").bfloat16()
-    assert_runs_in_graph_and_on_stream(
-        lambda x: [t for t in run(x, pad_columnwise=True, **options) if t is not None], [x]
-    )
-
-
-@pytest.mark.cuda
 @needs_cuda
 @pytest.mark.parametrize(
     "shape", [(16383, 2048), (16370, 2048), (8190, 3584), (4095, 8192)], ids=str

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from checks import DTYPES, FP8, assert_same_bits, codes
+from checks import DTYPES, FP8, assert_same_bits, codes, in_pairs
 
 from apex_te.ops.byte_transpose import byte_transpose
 from apex_te.ops.cast_transpose import cast_transpose
@@ -46,9 +46,7 @@ def check(run, rows):
     return padded
 
 
-@pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("rows", ROWS)
-@pytest.mark.parametrize("cols", [1, 37, 128, 520, 4096])
+@in_pairs(name=NAMES, rows=ROWS, cols=[1, 37, 128, 520, 4096])
 def test_data_then_zeros(device, poison, name, rows, cols):
     for dtype in DTYPES:
         for fp8 in FP8:
@@ -183,12 +181,3 @@ def test_no_rows(device):
     assert current_scale(x, FP8[0], pad_columnwise=True).columnwise.shape == (40, 0)
     data = torch.empty(0, 40, dtype=torch.uint8, device=device)
     assert byte_transpose(data, pad_columnwise=True).shape == (40, 0)
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_compiled(device, name):
-    x = torch.randn(33, 40, device=device)
-    torch._dynamo.reset()
-    run = runs(x, FP8[0], 3.7)[name]
-    found = torch.compile(lambda: run(pad_columnwise=True), fullgraph=True, backend="aot_eager")()
-    assert_same_bits(found.columnwise, run(pad_columnwise=True).columnwise)
