@@ -204,7 +204,6 @@ def test_prepared_list_in_many_threads():
 
 
 @pytest.mark.cuda
-@pytest.mark.cuda
 def test_prepared_list_names_another_device():
     prepared = tensor_list([torch.ones(2, device="cuda"), torch.ones(2)])
     message = refusal(ValueError, amaxes, prepared)

@@ -119,7 +119,6 @@ def test_forged_tables(device, dtype):
 
 
 @pytest.mark.cuda
-@pytest.mark.cuda
 @pytest.mark.parametrize("wide", [False, True])
 def test_forged_ends_of_products(wide):
     """The kernels of FP8 data cut ends to the matrix."""

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from checks import in_pairs
 
 from apex_te.ops.peer_exchange import HEADER, await_rank, join, send, sum_pieces
 
@@ -54,9 +55,9 @@ def test_sends_to_all(size):
         assert bool((buffer[HEADER + 2 * size :] == 0x7F).all())
 
 
-@pytest.mark.parametrize("cols", [8, 1000, 1001])
-@pytest.mark.parametrize("ranks", [2, 3, 8])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@in_pairs(
+    cols=[8, 1000, 1001], ranks=[2, 3, 8], dtype=[torch.float32, torch.bfloat16, torch.float16]
+)
 def test_sums_by_rank(dtype, ranks, cols):
     parts = torch.randn(ranks, 33, cols, device="cuda").to(dtype)
     parts[1, 3, 4] = torch.nan
