@@ -206,38 +206,16 @@ def assert_portable_gives_same_bits(body):
     assert len({digest for _, digest in answers}) == 1
 
 
-def pairs(*lists):
-    """Tuples of one value of each list, in which any two values of two lists meet at least once.
-
-    A product of all lists is tested where a fault takes two of its values; few take three.
-    """
-    lists = [list(values) for values in lists]
-    open_pairs = {
-        ((i, a), (j, b))
-        for i, first in enumerate(lists)
-        for j, second in enumerate(lists)
-        if i < j
-        for a in range(len(first))
-        for b in range(len(second))
-    }
-    found = []
-    while open_pairs:
-        (i, a), (j, b) = min(open_pairs)
-        chosen = {i: a, j: b}
-        for k, values in enumerate(lists):
-            if k not in chosen:
-                chosen[k] = max(
-                    range(len(values)),
-                    key=lambda c, k=k: sum(
-                        tuple(sorted(((k, c), other))) in open_pairs for other in chosen.items()
-                    ),
-                )
-        met = sorted(chosen.items())
-        open_pairs -= {(x, y) for x in met for y in met}
-        found.append(tuple(lists[k][v] for k, v in met))
-    return found
-
-
 def in_pairs(**values):
-    """Parametrizes a test with `pairs` of its arguments' values."""
-    return pytest.mark.parametrize(tuple(values), pairs(*values.values()), ids=str)
+    """Parametrizes a test with the product of its arguments' values, in pairs without ``--long``.
+
+    A product is tested where a fault takes two of its values; few take three.
+    """
+
+    def decorate(test):
+        for name, choices in values.items():
+            ids = [getattr(value, "__name__", str(value)) for value in choices]
+            test = pytest.mark.parametrize(name, list(choices), ids=ids)(test)
+        return pytest.mark.cover(2)(test)
+
+    return decorate
