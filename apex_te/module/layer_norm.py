@@ -66,7 +66,8 @@ class LayerNormLayer(NormModule):
         Args:
             inp: fp32, fp16 or bf16, in the dtype of the parameters. Under ``torch.autocast`` it may
                 have any of these, and the output has autocast's dtype. Like torch's, ``LayerNorm``
-                also takes fp16 and bf16 with fp32 parameters, and keeps their dtype.
+                also takes an fp16 or bf16 input with fp32 parameters; the output then has the
+                input's dtype.
 
         Raises:
             TypeError: ``inp`` has another dtype than those above.

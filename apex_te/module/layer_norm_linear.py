@@ -34,7 +34,7 @@ class LayerNormLinear(NormedModule, LinearParameters):
         bias: learn a bias ``[out_features]``.
         normalization: ``"LayerNorm"`` or ``"RMSNorm"``.
         zero_centered_gamma: gamma is ``1 + layer_norm_weight``, which starts at 0.
-        return_layernorm_output: also return the norm's output, in the compute dtype.
+        return_layernorm_output: also return the norm's output, in the dtype of ``y``.
         return_bias: also return the bias, which is then not added.
         fuse_wgrad_accumulation, init_method, params_dtype, dtype, parameters_split,
             delay_wgrad_compute, name, device: as in ``Linear``.
@@ -152,17 +152,17 @@ class LayerNormLinear(NormedModule, LinearParameters):
 
         Args:
             inp: as in ``forward``.
-            residual: a tensor of the shape and dtype of ``inp``, or None.
+            residual: a tensor of the shape and dtype of ``inp``; None adds nothing.
             is_first_microbatch: as in ``Linear.forward``.
-            return_residual: the caller needs ``total``. With False a call in FP8 may return None
-                instead.
-            heads: the layout of the attention heads in the output, by which a call in FP8 splits
-                it; None does not split it.
+            return_residual: True if the caller needs ``total``. With False a call in FP8 may return
+                None for it.
+            heads: the layout of attention heads in the output. A call in FP8 then returns the heads
+                instead of ``out``, see below. None does not split the output.
 
         Returns:
             ``(out, total)``: what ``forward`` returns, and the sum ``inp + residual`` (``inp``
-            without a residual). In FP8 with ``heads``, ``(queries, keys, values)``, each [...,
-            heads, size], replaces the output [..., out_features].
+            without a residual). In FP8 with ``heads``, the tuple ``(queries, keys, values)``, each
+            [..., heads, size], replaces the output [..., out_features].
         """
         weight, bias = self._linear_operands()
         if residual is not None:

@@ -203,18 +203,18 @@ class LayerNormMLP(NormedModule):
 
         Args:
             inp: as in ``forward``.
-            residual: a tensor of the shape and dtype of ``inp``, or None.
+            residual: a tensor of the shape and dtype of ``inp``; None adds nothing.
             is_first_microbatch: as in ``Linear.forward``.
-            return_residual: the caller needs ``total``. With False a call in FP8 may return None
-                instead.
-            add_residual: let FC2's GEMM add the sum to the result, if the GEMM can; the result is
+            return_residual: True if the caller needs ``total``. With False a call in FP8 may return
+                None for it.
+            add_residual: let FC2's GEMM add ``total`` to the result, if the GEMM can; the result is
                 then rounded once. Requires ``return_residual``, and that no bias is returned.
-            repeated: record of the first run, passed to the calls that ``checkpoint`` makes; None
-                in others.
+            repeated: record of the first run, if ``checkpoint`` makes this call to compute it
+                again; None in all other calls.
 
         Returns:
             ``(out, total)``: what ``forward`` returns, and the sum ``inp + residual`` (``inp``
-            without a residual). ``total`` is None if FC2's GEMM has added the sum to ``out``.
+            without a residual). ``total`` is None if FC2's GEMM has added it to ``out``.
         """
         if residual is not None:
             self._check_residual(inp, residual)

@@ -156,7 +156,7 @@ class LinearLayer(LinearParameters):
         bias: learn a bias ``[out_features]``.
         fuse_wgrad_accumulation: add the weight gradient to ``weight.main_grad`` instead of
             ``weight.grad``; with ``is_first_microbatch=True`` overwrite it. The caller allocates
-            ``main_grad``, ``[out_features, in_features]`` of a dtype of its own.
+            ``main_grad``, ``[out_features, in_features]``; its dtype may differ from the weight's.
         init_method: fills a new weight in place; default N(0, 0.023). The bias starts at 0.
         return_bias: return ``(y, bias)``; the bias, in the dtype of ``y``, is not added.
         params_dtype: dtype of the parameters, default ``torch.get_default_dtype()``; another name:
@@ -176,14 +176,15 @@ class LinearLayer(LinearParameters):
         parallel_mode: None, ``"column"`` (the rank has out_features / ranks rows of the weight) or
             ``"row"`` (in_features / ranks columns).
         tp_group: the ``ProcessGroup`` of the ranks that the layer is split over.
-        tp_size: the number of ranks; needed only without ``tp_group``, if
-            ``set_tensor_parallel_group`` will be called before forward.
+        tp_size: the number of ranks; needed only if ``tp_group`` is None here and
+            ``set_tensor_parallel_group`` sets it before forward.
         sequence_parallel: also split dimension 0 of a column-parallel layer's input, or of a
             row-parallel layer's output, over the ranks. The input's rows are gathered as FP8 data
             if all ranks have the same scale (delayed scaling reduced over the ranks, tensorwise
             recipes).
         get_rng_state_tracker: function that returns a tracker of random states like Megatron-LM's.
-            Initial values of split weights are drawn inside its ``fork(name)``.
+            Initial values of split weights are drawn inside its ``fork(name)``; with None, from
+            PyTorch's own random state.
         rng_tracker_name: the name of the random state to fork; None takes the tracker's default.
 
     Its parameters are ``weight`` ``[out_features, in_features]``, ``bias`` ``[out_features]``.
@@ -321,7 +322,7 @@ class LinearLayer(LinearParameters):
         heads: HeadLayout,
         is_first_microbatch: bool | None = None,
     ) -> torch.Tensor | tuple[torch.Tensor, ...]:
-        """Applies the layer to make attention heads, and splits the output into them in FP8.
+        """Applies a layer whose output is attention heads; in FP8 also splits the output.
 
         Args:
             inp, is_first_microbatch: as in ``forward``.
@@ -354,9 +355,9 @@ class LinearLayer(LinearParameters):
             is_first_microbatch: as in ``forward``.
 
         Returns:
-            ``(out, rest)``: the sum [..., out_features] and None. If the GEMM cannot add, as in a
-            layer split over ranks, what ``forward`` returns, and ``residual`` for the caller to
-            add.
+            ``(out, None)`` with the sum ``out``, [..., out_features], if the GEMM has added the
+            residual. Otherwise, as in a layer split over ranks, ``(out, residual)``: what
+            ``forward`` returns, and ``residual`` for the caller to add.
 
         Raises:
             ValueError: ``residual`` does not have the output's shape; not checked for a layer that
@@ -461,12 +462,13 @@ class Linear(LinearLayer, torch.nn.Linear):  # type: ignore[misc]
         In FP8 with a frozen weight and bias, the layer's GEMM adds the low-rank result before it
         rounds, and does so in backward for the input's gradient. Otherwise torch's ops add it.
 
-        Layers that take the same tensor one after another in a region, such as the projections to
-        queries, keys and values, also share work in this case: they cast the tensor once if the
-        recipe keeps no state, and add up its gradient in their GEMMs. A write to the tensor between
-        the calls ends the sharing, as does a second call of the layer that took it first. A write
-        through ``data``, by a collective, or through another tensor that shares its memory is not
-        noticed until then.
+        In FP8, layers with frozen weight and bias that take the same tensor one after another in a
+        region, such as the projections to queries, keys and values, also share work: they cast the
+        tensor once if the recipe keeps no state, and add up its gradient in their GEMMs. A write to
+        the tensor ends the sharing. Exception: a write through ``data``, by a collective, or
+        through another tensor that shares its memory is not noticed; layers then reuse the cast of
+        the old values until the layer that took the tensor first is called again, which always ends
+        the sharing.
 
         Args:
             inp: as in ``forward``.

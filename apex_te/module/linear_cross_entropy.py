@@ -77,7 +77,8 @@ def linear_cross_entropy(
     Loss and gradients are those of the GEMM followed by ``apex_te.ops.cross_entropy``, except that
     the weight's gradient, a sum over chunks, is rounded after each chunk. In float32 and bfloat16
     with reduction "mean" or "sum", forward computes the gradients, and backward may run only once.
-    Under ``torch.autocast`` hidden states, weight and bias are cast to its dtype.
+    Otherwise backward computes the logits again. Under ``torch.autocast`` hidden states, weight and
+    bias are cast to its dtype.
 
     With ``tp_group`` each rank has the weight's rows for a part of the vocabulary; hidden states
     and targets are equal on all ranks. For each chunk the ranks exchange three float32 numbers per

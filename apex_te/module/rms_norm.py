@@ -65,7 +65,8 @@ class RMSNormLayer(NormModule):
         Args:
             inp: fp32, fp16 or bf16, in the dtype of the parameters. Under ``torch.autocast`` it may
                 have any of these, and the output has autocast's dtype. Like torch's, ``RMSNorm``
-                also takes inputs of another dtype than its parameters, and keeps their dtype.
+                also takes an input of another dtype than its parameters; the output then has the
+                input's dtype.
 
         Raises:
             TypeError: ``inp`` has another dtype than those above.

@@ -111,10 +111,10 @@ class TransformerLayer(CompositeModule):
     """One layer of a Transformer, in FP8 inside an enabled ``fp8_autocast`` region.
 
     The defaults make a GPT layer. For BERT set ``apply_residual_connection_post_layernorm`` and
-    ``output_layernorm``: attention then has no norm before it, and its input is the residual; the
-    output of the MLP's norm is the residual of the MLP; and a norm ends the layer. For T5 use GPT
-    layers with ``self_attn_mask_type="padding"`` as encoders, and ``layer_type="decoder"`` for
-    decoders.
+    ``output_layernorm``: attention then reads the layer's input without a norm, and that input is
+    its residual; the MLP's residual is the output of the MLP's norm; and a norm ends the layer. For
+    T5 use GPT layers with ``self_attn_mask_type="padding"`` as encoders, and
+    ``layer_type="decoder"`` for decoders.
 
     Submodules (prefixes of the state dict): ``self_attention``, ``inter_attention`` (decoders),
     ``layernorm_mlp``, ``layernorm`` (with ``output_layernorm``).
@@ -157,7 +157,7 @@ class TransformerLayer(CompositeModule):
         set_parallel_mode: split heads and ``ffn_hidden_size`` over the ranks of ``tp_group``.
         sequence_parallel, tp_group, tp_size: as in ``Linear``. With sequence_parallel the hidden
             states are this rank's part of dimension 0, and hidden dropout, too, draws from the
-            tracker.
+            tracker of ``get_rng_state_tracker``.
 
     Interface, defaults and the order of arguments follow TransformerEngine's TransformerLayer.
     """

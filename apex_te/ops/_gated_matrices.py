@@ -10,7 +10,7 @@ import torch
 def input_matrices(
     op: str, input: torch.Tensor, up: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Returns the inputs as matrices with contiguous rows, copied only if their rows are not.
+    """Returns the inputs as matrices; copies an input if its rows are not contiguous.
 
     Args:
         op: the op's name, for errors.

@@ -84,7 +84,10 @@ def check_addend(name, c, out, accumulate, gelu):
 
 
 def check_operands(op: str, a: torch.Tensor, b: torch.Tensor) -> None:
-    """Raises TypeError unless both operands are float8_e4m3fn or float8_e5m2."""
+    """Raises TypeError unless both operands are float8_e4m3fn or float8_e5m2.
+
+    ``op`` is the op's name, for the error.
+    """
     for name, operand in (("a", a), ("b", b)):
         if operand.dtype not in FP8_DTYPES:
             raise TypeError(

@@ -179,6 +179,8 @@ def activation_bwd_fp8(
 def as_matrix(op: str, x: torch.Tensor) -> torch.Tensor:
     """Returns x as a contiguous matrix [rows, cols], where cols is the size of its last dimension.
 
+    ``op`` is the op's name, for the error.
+
     Raises:
         ValueError: x has no dimension.
     """
@@ -260,6 +262,8 @@ def reference_fp8(
     values: torch.Tensor, scale: torch.Tensor, fp8_dtype: torch.dtype
 ) -> tuple[FP8Output, torch.Tensor]:
     """Quantizes a matrix [rows, cols] of floating-point values in plain PyTorch.
+
+    ``scale`` is one float32 element.
 
     Returns:
         (both FP8 copies and scale_inv, amax as one float32 element).

@@ -39,9 +39,9 @@ def amax_scale_update(
     For each slot the update reads the recorded amax and sets row 0 to 0. An amax of 0, infinity or
     NaN changes nothing else, except that infinity and NaN add 1 to ``nonfinite_count``. Any other
     amax becomes the last row, after the oldest has dropped out and later rows moved up. Then
-    scale = fp8_max * 2**-margin / amax, at most the largest float32. For "max" this amax is the
-    maximum of the recorded amax and the history before the update, for "most_recent" the
-    recorded one.
+    scale = fp8_max * 2**-margin / amax, at most the largest float32, and scale_inv = 1 / scale. For
+    "max" this amax is the maximum of the recorded amax and the history before the update, for
+    "most_recent" it is the recorded amax.
 
     Args:
         histories: [length, slots] float32 each. ``histories``, ``scales`` and ``scale_invs`` may

@@ -51,7 +51,7 @@ def checked(function: _F) -> _F:
 
 
 def check_dense(owner: str, **tensors: torch.Tensor | None) -> None:
-    """Checks tensors that a function passes to torch instead of a kernel with its own checks.
+    """Checks tensors that a function passes to torch, where none of the kernels checks them.
 
     In a compiled region it does nothing, because torch checks them there.
 
@@ -61,7 +61,7 @@ def check_dense(owner: str, **tensors: torch.Tensor | None) -> None:
 
     Raises:
         TypeError: an argument is not a dense tensor with a real dtype.
-        ValueError: an argument is on another device than the first one.
+        ValueError: the given tensors are on different devices.
     """
     if torch.compiler.is_compiling():
         return  # a compiler refuses layouts in a backward, and traces tensors that it checks itself

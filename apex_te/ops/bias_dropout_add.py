@@ -51,8 +51,8 @@ def bias_dropout_add(
     and at most 65535/65536. Dropping multiplies by 0, so NaN and infinity give NaN. Other elements
     are multiplied by 1 / (1 - q), which keeps the expectation exact. No random number is drawn if
     p = 0, if p = 1 (everything is dropped) or if ``training`` is False. Backward applies the
-    forward's mask to the gradients of x and bias, and sums the bias's over rows
-    deterministically. The residual's gradient is the output's.
+    forward's mask to the gradients of x and bias; the bias's gradient is summed over rows
+    deterministically. The residual's gradient is that of the output.
 
     Args:
         x: [..., cols] float32, float16 or bfloat16; made contiguous if it is not.

@@ -27,7 +27,7 @@ ROW_MULTIPLE = 4
 class BlockQuantized(NamedTuple):
     """FP8 data and scale_inv of a matrix [rows, cols]; None for a copy that was not requested.
 
-    ``block_rows`` below is the rows of a scaling block, 1 or 128, as given to ``block_quantize``.
+    Below, ``block_rows`` is the argument of ``block_quantize``: 1 or 128 rows in a scaling block.
 
     Attributes:
         rowwise: FP8 [rows, cols].
@@ -99,7 +99,7 @@ def block_quantize(
         rowwise: make the rowwise copy, [rows, cols], and its scale_inv.
         columnwise: make the columnwise copy, the transpose [cols, rows], and its scale_inv.
         pad_columnwise: pad the columnwise copy to [cols, rows rounded up to 16]; the added columns
-            are zeros. Its scale_inv is the same.
+            are zeros. The shape of ``columnwise_scale_inv`` does not change.
         pow2: round scales down to powers of two.
         eps: smallest amax.
         amax: one float32 element, becomes max(amax, max |x| of the matrix); NaN counts as largest.
@@ -207,7 +207,10 @@ def reference(
     pow2: bool = True,
     eps: float = 0.0,
 ) -> BlockQuantized:
-    """Computes ``block_quantize`` in plain PyTorch with integer rounding, as its specification."""
+    """Computes ``block_quantize`` in plain PyTorch, as its specification.
+
+    It makes both copies, and rounds to FP8 by integer arithmetic on the bits.
+    """
     rowwise = _reference_rowwise(x, fp8_dtype, block_rows, pow2, eps)
     return BlockQuantized(*rowwise, *_reference_rowwise(x.t(), fp8_dtype, block_rows, pow2, eps))
 

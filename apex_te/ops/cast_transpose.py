@@ -104,9 +104,10 @@ def reference(
     *,
     amax: torch.Tensor | None = None,
 ) -> CastTransposeOutput:
-    """Computes ``cast_transpose`` in plain PyTorch with integer rounding, as its specification.
+    """Computes ``cast_transpose`` in plain PyTorch, as its specification.
 
-    All four results are computed; ``amax`` is updated in place if given.
+    It rounds to FP8 by integer arithmetic on the bits. All four results are computed; ``amax`` is
+    updated in place if given.
     """
     codes = reference_codec.encode_fp8(x.float() * scale, fp8_dtype)
     if amax is not None:

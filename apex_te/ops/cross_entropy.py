@@ -38,13 +38,14 @@ def cross_entropy(
 ) -> torch.Tensor:
     """Computes the cross entropy of softmax(logits) and targets, as ``torch.nn.functional`` does.
 
-    Backward multiplies by the incoming gradient in float32 and then rounds to the dtype of the
-    logits, so that a loss scale keeps float16 gradients from vanishing. It reads the logits, which
-    must not change until then.
+    Do not change the logits before backward. Backward computes their gradient from them, multiplies
+    it by the incoming gradient in float32 and rounds once to the dtype of the logits, so that a
+    loss scale keeps float16 gradients from vanishing.
 
-    With reduction "mean" and float32 or bfloat16 logits, forward also computes the gradient, and
-    backward may run only once. If the incoming gradient is 1, backward writes nothing. If it is
-    not, ``overwrite_logits`` costs a second rounding.
+    Exception: with reduction "mean" and float32 or bfloat16 logits, forward stores the gradient for
+    an incoming gradient of 1, and backward may run only once. If the incoming gradient is 1,
+    backward returns the stored one. Otherwise it computes as above, or with ``overwrite_logits``
+    multiplies the stored gradient, which rounds twice.
 
     Args:
         logits: [..., V] float32, float16 or bfloat16.
@@ -102,7 +103,7 @@ def cross_entropy_fwd(
         grad: contiguous tensor of the shape and dtype of ``logits`` to write; may be ``logits``.
         stats: [rows, 2] float32, written for ``cross_entropy_bwd``: the largest logit of each row
             and the sum of exp(logit - largest).
-        num_valid: one int32 element by which the gradient is divided; None divides by nothing.
+        num_valid: one int32 element by which the gradient is divided; None does not divide.
         ignore_index: as in ``cross_entropy``.
         label_smoothing: as in ``cross_entropy``.
 
@@ -138,7 +139,7 @@ def cross_entropy_bwd(
         stats: [rows, 2] float32, as ``cross_entropy_fwd`` wrote it for these logits.
         grad_output: gradient of the losses, float32, one element or [rows].
         grad: contiguous tensor of the shape and dtype of ``logits`` to write; may be ``logits``.
-        num_valid: one int32 element by which the gradient is divided; None divides by nothing.
+        num_valid: one int32 element by which the gradient is divided; None does not divide.
         ignore_index: as in ``cross_entropy``.
         label_smoothing: as in ``cross_entropy``.
         made: True if ``grad`` already holds what ``cross_entropy_fwd`` wrote for the same

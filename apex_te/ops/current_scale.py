@@ -149,7 +149,10 @@ def reference(
     pow2: bool = False,
     amax: torch.Tensor | None = None,
 ) -> CurrentScaleOutput:
-    """Computes ``current_scale`` in plain PyTorch with integer rounding, as its specification."""
+    """Computes ``current_scale`` in plain PyTorch, as its specification.
+
+    It makes both copies, and rounds to FP8 by integer arithmetic on the bits.
+    """
     if amax is None:
         amax = reference_codec.amax_of(x)
     scale = reference_codec.scale_of(amax, torch.finfo(fp8_dtype).max, eps, pow2)

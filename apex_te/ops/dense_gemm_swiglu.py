@@ -67,6 +67,8 @@ def dense_gemm_swiglu(
 ) -> GatedHidden:
     """Computes hidden = a @ b.T + bias, and act(gate) * up of ``hidden`` as FP8 data.
 
+    In this formula a and b stand for the operands times their scale_inv.
+
     Results equal those of two ops bitwise: ``dense_gemm`` without ``use_split_accumulator``, and
     ``swiglu_fwd_fp8`` of its result with E4M3 as ``fp8_dtype``.
 

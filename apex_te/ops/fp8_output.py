@@ -37,9 +37,10 @@ class FP8Output(NamedTuple):
 
 
 def check_fp8_dtype(op: str, fp8_dtype: torch.dtype, fnuz: bool = False) -> None:
-    """Raises TypeError unless ``fp8_dtype`` is float8_e4m3fn or float8_e5m2.
+    """Raises TypeError unless an op supports ``fp8_dtype``.
 
-    ``op`` is the op's name, for the error. ``fnuz`` also allows the fnuz forms of both dtypes.
+    It supports float8_e4m3fn and float8_e5m2, and with ``fnuz`` also the fnuz forms of both.
+    ``op`` is the op's name, for the error.
     """
     if fp8_dtype in FP8_DTYPES or (fnuz and fp8_dtype in FNUZ_DTYPES):
         return
@@ -53,7 +54,10 @@ def check_out_dtype(
     rowwise: torch.Tensor | None,
     columnwise: torch.Tensor | None,
 ) -> None:
-    """Raises TypeError unless both outputs are None or have ``fp8_dtype``."""
+    """Raises TypeError unless each output has ``fp8_dtype`` or is None.
+
+    ``op`` is the op's name, for the error.
+    """
     for name, out in (("rowwise", rowwise), ("columnwise", columnwise)):
         if out is not None and out.dtype is not fp8_dtype:
             expected, actual = (str(d).removeprefix("torch.") for d in (fp8_dtype, out.dtype))
@@ -61,7 +65,10 @@ def check_out_dtype(
 
 
 def check_any_output(op: str, rowwise: bool, columnwise: bool, amax: torch.Tensor | None) -> None:
-    """Raises ValueError if the caller of the op asks for neither a copy nor the amax."""
+    """Raises ValueError if an op's caller asks for neither a copy nor the amax (``amax`` is None).
+
+    ``op`` is the op's name, for the error.
+    """
     if not (rowwise or columnwise or amax is not None):
         raise ValueError(f"{op}: rowwise, columnwise or amax must be asked for, got none")
 

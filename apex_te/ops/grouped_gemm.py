@@ -93,11 +93,11 @@ def contract_groups(
         a: [M, rows] in a dtype that ``torch.mm`` supports.
         b: [rows, N] in the dtype of ``a``.
         groups: places of the groups in the inner dimension.
-        wide: return sums of 16-bit operands in float32, not rounded. Has no effect if
-            ``torch._grouped_mm`` multiplies: its result is bfloat16.
+        wide: return sums of 16-bit operands in float32, not rounded. Exception: if
+            ``torch._grouped_mm`` multiplies, the result is bfloat16 all the same.
 
     Returns:
-        [groups, M, N] in the dtype of the operands, or in float32 with ``wide``; the matrix of a
+        [groups, M, N] in the dtype of the operands, or in float32 as ``wide`` says; the matrix of a
         group without rows has undefined values.
 
     Raises:
@@ -221,8 +221,8 @@ def scaled_contract_groups(
         b_scale_inv: float32 [groups].
         ends: int32 [groups], the position in K after each group's last: ``Groups.column_ends``.
         fast: as in ``scaled_multiply_groups``.
-        wide: return the sums in float32, not rounded to bfloat16. If FP8 data is decoded, this is
-            subject to the limits of ``wide`` in ``contract_groups``.
+        wide: return the sums in float32, not rounded to bfloat16. Exception: if FP8 data is decoded
+            and ``torch._grouped_mm`` multiplies it, the result is bfloat16 all the same.
 
     Returns:
         [groups, M, N] in bfloat16 or float32.

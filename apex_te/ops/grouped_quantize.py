@@ -198,7 +198,8 @@ def quantize_matrices(
     Args:
         matrices: [rows, cols] float32, float16 or bfloat16 each, such as the experts' weights; made
             contiguous if they are not.
-        groups: if given, only the matrices of groups that have rows are quantized.
+        groups: if given, only the matrices of groups that have rows are quantized; in new tensors
+            the FP8 data of the other groups is undefined. None: all are quantized.
         rowwise: make [groups, rows, cols]. None stands for True, or with ``out`` for the copies
             that ``out`` has.
         columnwise: make [groups, cols, rows]; None as for ``rowwise``.
@@ -294,8 +295,9 @@ def first_scales(
 ) -> None:
     """Computes the first scales of delayed scaling, from amax values instead of an amax history.
 
-    Only groups that are due and have rows get a scale, and their ``due`` is set to 0. If the amax
-    is 0, infinite or NaN, ``due`` is set to 0, too, but scale and scale_inv are not changed.
+    Groups that are due and have rows get a scale and scale_inv, and their ``due`` becomes 0; other
+    groups are not changed. Exception: if the amax of such a group is 0, infinite or NaN, its
+    ``due`` becomes 0, but its scale and scale_inv stay.
 
     Args:
         amax: float32 [groups].

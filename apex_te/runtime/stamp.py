@@ -44,7 +44,10 @@ def _number(storage: torch.UntypedStorage) -> int:
 
 @functools.cache
 def watch_fused_optimizers() -> None:
-    """Has the steps of torch's fused optimizers raise the versions of what they write, once."""
+    """Makes steps of torch's fused optimizers increment the version counters of what they write.
+
+    Later calls do nothing.
+    """
     register_optimizer_step_post_hook(_raise_versions)
 
 

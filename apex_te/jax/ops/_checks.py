@@ -24,7 +24,7 @@ def array(function: str, name: str, value: Any) -> jax.Array:
 
 
 def has_dtype(function: str, name: str, value: Any, allowed: Sequence[str]) -> jax.Array:
-    """Returns ``value``, an array whose dtype is one of ``allowed``."""
+    """Returns ``value`` as an array; raises TypeError unless its dtype is in ``allowed``."""
     found = array(function, name, value)
     if found.dtype.name not in allowed:
         wanted = " or ".join([", ".join(allowed[:-1]), allowed[-1]] if allowed[1:] else allowed)

@@ -161,7 +161,7 @@ def _check_routing(name: str, tokens: int, width: int, experts: int, align: int)
 
 
 def _routes(routing_map: jax.Array, is_index: bool) -> jax.Array:
-    """Returns the routing map in a dtype that the kernels read, if it has one of ``make_map``'s."""
+    """Returns int64 maps and int8 masks in a dtype that the kernels read, other maps unchanged."""
     dtype = routing_map.dtype.name
     if is_index and dtype == "int64":  # one too large must not become another expert
         return jnp.clip(routing_map, -1, _ANY_ROWS).astype(jnp.int32)

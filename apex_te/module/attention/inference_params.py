@@ -212,17 +212,22 @@ class InferenceParams:
                 rows.index_copy_(0, places, values)
 
     def note_room(self, **room: int) -> None:
-        """Notes the sizes, by name, for which the graph being captured has room."""
+        """Records the largest step that the graph being captured can replay; else does nothing.
+
+        Args:
+            room: limits on ``sequences``, ``longest_new``, ``tokens`` or ``longest`` that an input
+                sets. The smallest limit for a name counts.
+        """
         if self._room is not None:
             for name, size in room.items():
                 self._room[name] = min(size, self._room.get(name, size))
 
     def check_room(self, owner: str, room: dict[str, int]) -> None:
-        """Raises ValueError unless a graph has room for the announced step.
+        """Raises ValueError unless a step is announced and small enough for a captured graph.
 
         Args:
-            owner: the name of the module in errors.
-            room: what ``captured`` has written.
+            owner: the module's name, for the error.
+            room: the dict that ``captured`` got when the graph was captured.
         """
         step = self._step
         if step is None:

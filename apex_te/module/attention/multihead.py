@@ -117,7 +117,7 @@ class MultiheadAttention(CompositeModule):
 
     Args:
         hidden_size: features of the input and of the output.
-        num_attention_heads: heads of the queries, on all ranks.
+        num_attention_heads: heads of the queries, on all ranks together.
         kv_channels: size of a head; None is ``hidden_size / num_attention_heads``.
         num_gqa_groups: heads of keys and values; None is ``num_attention_heads``.
         attention_dropout, attn_mask_type, window_size, layer_number, softmax_scale,
@@ -126,18 +126,18 @@ class MultiheadAttention(CompositeModule):
         attention_type: ``"self"``, or ``"cross"``, where keys and values come from
             ``encoder_output``.
         input_layernorm: normalise the input first.
-        normalization, layernorm_epsilon, zero_centered_gamma: that norm's options, as in
+        normalization, layernorm_epsilon, zero_centered_gamma: options of the input's norm, as in
             ``LayerNormLinear``.
-        return_layernorm_output: also return that norm's output.
+        return_layernorm_output: also return the output of the input's norm.
         return_bias: also return the output projection's bias, which is then not added.
         bias: projections have biases.
         fuse_qkv_params: one parameter for all projections of an input; else one for each
             (``query_weight``, ``key_weight``, ``value_weight``, and ``query_bias`` etc.).
         qkv_weight_interleaved: order the rows of a fused parameter group by group, [g, h / g + 2,
-            d] ([h, 3, d] without groups); else all queries, then all keys, then all values.
+            d] for h heads of size d in g groups; else all queries, then all keys, then all values.
         qk_norm_type: norm of each query and key head, ``"RMSNorm"``, ``"LayerNorm"`` or
-            ``"L2Normalization"``, with ``qk_norm_eps``; None has no norm. It follows the rotation,
-            or precedes it with ``qk_norm_before_rope``.
+            ``"L2Normalization"``, with ``qk_norm_eps``; None does not normalise. The norm follows
+            the rotation, or precedes it with ``qk_norm_before_rope``.
         rotary_pos_interleaved: rotate pairs of elements (2i, 2i + 1) of a head; else pairs (i, i +
             c / 2), for c rotated elements.
         init_method, output_layer_init_method: fill the new weights of the QKV projections, and of
@@ -305,9 +305,9 @@ class MultiheadAttention(CompositeModule):
             rotary_pos_emb: angles [max_seq, 1, 1, c] in fp32, fp16 or bf16, or a tuple of two such
                 tensors, for queries and keys; None does not rotate. The rotation computes in fp32.
             inference_params: cache of the keys and values of earlier calls, to which the queries
-                also attend. Causal types then align the last query with the last key. Only in
-                evaluation mode or without gradients. If its ``pre_step`` has announced this call's
-                tokens, masks and ``cu_seqlens`` are not read.
+                also attend; self attention only, in evaluation mode or with gradients disabled.
+                Causal types then align the last query with the last key. If its ``pre_step`` has
+                announced this call's tokens, masks and ``cu_seqlens`` are not read.
             is_first_microbatch: as in ``Linear.forward``.
             attention_mask, attn_mask_type, window_size, checkpoint_core_attention,
                 core_attention_bias_type, core_attention_bias, alibi_slopes, cu_seqlens_q,
@@ -366,9 +366,9 @@ class MultiheadAttention(CompositeModule):
         """Applies the module, and also returns the residual for the caller to add.
 
         Args:
-            return_residual: the caller adds the residual. With ``input_layernorm`` the residual is
-                then an output of the norm's autograd node, so that the norm's backward kernel adds
-                the residual's gradient.
+            return_residual: True if the caller adds the residual. With ``input_layernorm`` the
+                residual is then an output of the norm's autograd node, so that the norm's backward
+                kernel adds the residual's gradient.
             add_residual: let the last GEMM add the residual to the result, if the GEMM can; the
                 result is then rounded once. Requires that neither a bias nor a norm's output is
                 returned.

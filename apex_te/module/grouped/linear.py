@@ -36,7 +36,7 @@ class GroupedLinear(ParallelModule):
         bias: learn a bias ``[out_features]`` for each layer.
         fuse_wgrad_accumulation: add each weight gradient to ``weight{i}.main_grad`` instead of
             ``weight{i}.grad``; with ``is_first_microbatch=True`` overwrite it. The caller allocates
-            ``main_grad``, ``[out_features, in_features]`` of a dtype of its own.
+            ``main_grad``, ``[out_features, in_features]``; its dtype may differ from the weight's.
         init_method: fills a new weight in place; default N(0, 0.023). The biases start at 0.
         return_bias: return ``(y, biases)``; the biases, a list in the dtype of ``y``, are not
             added.
@@ -49,8 +49,8 @@ class GroupedLinear(ParallelModule):
         name: names the module in reports.
         device: device of the parameters; those on ``"meta"`` get memory by ``reset_parameters()``.
         parallel_mode: ``"column"`` splits ``out_features`` over the ranks of ``tp_group``,
-            ``"row"`` splits ``in_features``. The module runs no collective: the dispatcher of the
-            tokens gathers them and reduces the results. Only without biases.
+            ``"row"`` splits ``in_features``. The module runs no collective: the dispatcher must
+            gather the tokens and reduce the results. Requires ``bias=False``.
         tp_group, tp_size, sequence_parallel, get_rng_state_tracker, rng_tracker_name: as in
             ``Linear``.
 
@@ -164,10 +164,10 @@ class GroupedLinear(ParallelModule):
 
         ``inp`` may have more rows than the groups, like a padded buffer. Rows after the last group
         are not read, and their outputs and gradients are zeros. Splits that are negative or exceed
-        the rows are an error. If they are in a tensor on a GPU, the host does not see them: all
-        outputs and gradients then become NaN instead.
+        the rows raise ValueError. Exception: the host does not read splits in a tensor on a GPU, so
+        such splits make all outputs and gradients NaN.
 
-        If ``m_splits`` is a tensor on a GPU, the GEMMs differ in rounding and cost. On sm_90 FP8
+        A tensor ``m_splits`` on a GPU changes rounding and cost as follows. On sm_90 FP8
         GEMMs multiply the FP8 data; other GPUs decode them to bfloat16 first. Results of FP8 GEMMs
         are rounded to bfloat16 before any cast to another dtype. Weight gradients for ``main_grad``
         are not rounded, except where torch's grouped GEMM computes them: those of bf16 GEMMs on
@@ -188,9 +188,10 @@ class GroupedLinear(ParallelModule):
             ``out``, or with ``return_bias`` a tuple ``(out, biases)``, the latter a list.
 
         Raises:
-            TypeError: ``inp`` has another dtype, or ``m_splits`` are not ints.
-            ValueError: a shape does not match, ``m_splits`` is on another device than ``inp``, or
-                its sum exceeds the rows of ``inp``.
+            TypeError: ``inp`` or a tensor ``m_splits`` has another dtype, or ``m_splits`` holds
+                something other than ints.
+            ValueError: a shape does not match, ``m_splits`` is on another device than ``inp``, or a
+                split is negative or their sum exceeds the rows of ``inp`` (see above for a GPU).
             NotImplementedError: ``m_splits`` is a tensor on a GPU, together with the recipe
                 ``"blockwise"`` or ``"mxfp8"``, HiF8, FP8 with sizes that are not multiples of 16,
                 ``delay_wgrad_compute``, ``save_original_input``, FP8 weights, more than 1023 groups

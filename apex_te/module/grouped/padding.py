@@ -15,7 +15,7 @@ __all__ = ["Fp8Padding", "Fp8Unpadding"]
 
 
 class _RowGroups(torch.nn.Module):
-    """Base of Fp8Padding and Fp8Unpadding, which holds the number of groups and the multiple.
+    """Holds the number of groups and the multiple, as base of Fp8Padding and Fp8Unpadding.
 
     Args:
         num_gemms: number of groups.
@@ -71,14 +71,15 @@ class Fp8Padding(_RowGroups):
     """
 
     def forward(self, inp: torch.Tensor, m_splits: Sequence[int]) -> tuple[torch.Tensor, list[int]]:
-        """Pads each group of rows; returns ``inp`` itself if it needs no padding.
+        """Pads each group of rows with rows of zeros.
 
         Args:
             inp: [sum(m_splits), features] in any dtype.
             m_splits: number of rows of each group.
 
         Returns:
-            ``(rows, m_splits)``: the padded rows, and the number of rows of each group, a list.
+            ``(rows, m_splits)``: the padded rows (``inp`` itself if no group needs padding), and a
+            list of the number of rows of each padded group.
 
         Raises:
             TypeError: ``m_splits`` is not a list or tuple of ints.
