@@ -11,8 +11,8 @@ import numpy as np
 from jax.extend.core import Primitive
 from jax.interpreters import mlir
 
+from ..contract import Param
 from . import _library, _partition
-from ._signature import Parameter, parameters_of
 
 _NONE = -1
 
@@ -72,7 +72,7 @@ class _Plan:
             index = self.result(value, place)
         self.buffers.append(index)
 
-    def list_of(self, value: Any, p: Parameter, is_result: bool) -> int | None:
+    def list_of(self, value: Any, p: Param, is_result: bool) -> int | None:
         """Adds the entries of a list of tensors; returns its length, None for a stack."""
         if isinstance(value, Stacked):
             shape: Sequence[int] = getattr(value.array, "shape", ())
@@ -88,7 +88,7 @@ class _Plan:
             self.tensor(item, f"{p.name}[{number}]", p.is_written, is_result)
         return len(value)
 
-    def add(self, p: Parameter, value: Any, is_result: bool) -> None:
+    def add(self, p: Param, value: Any, is_result: bool) -> None:
         """Adds one parameter."""
         if is_result and not p.is_written:
             self.refuse(TypeError, p.name, "be an argument", "a result")
@@ -106,7 +106,7 @@ class _Plan:
                 self.places.append((p.name, len(self.outputs), None))
             self.tensor(value, p.name, p.is_written, is_result)
 
-    def scalar(self, p: Parameter, value: Any) -> Any:
+    def scalar(self, p: Param, value: Any) -> Any:
         """Returns a scalar, or a tuple for a list of floats, after the dispatcher's checks."""
         if p.kind == "float[]":
             if not isinstance(value, (list, tuple)):
@@ -164,12 +164,12 @@ def call(
             function writes nothing.
         ValueError: an int exceeds 64 bits, or a ``Stacked`` is empty.
     """
-    parameters, made = parameters_of(op, function), results or {}
+    parameters, made = _library.contract_of(op, function).params, results or {}
     plan = _Plan(function)
     for name in (*arguments, *made):
-        if not any(p.name == name for p in parameters):
+        if name not in parameters:
             raise TypeError(f"{function}: unknown argument {name}")
-    for p in parameters:
+    for p in parameters.values():
         if p.name in made and p.name in arguments:
             raise TypeError(f"{function}: got {p.name} twice")
         if p.name not in made and p.name not in arguments and not p.is_optional:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 import os
 import threading
 from collections.abc import Iterable
@@ -16,13 +17,13 @@ except ImportError as error:
         "apex_te.jax: jax must be installed: pip install 'jax>=0.10' flax optax"
     ) from error
 
+from ..contract import Contract, parse
 from ..op_builder import OpBuilder, OpenedLibrary, all_builders, get_builder
 from ..op_builder.jit.backends.archs import Capability
 from ..op_builder.jit.build import resources
 from ..op_builder.jit.build.service import load_library
 from ..op_builder.jit.find.key import OP_ABI
 from ..op_builder.spec import JAX_HANDLERS
-from ._signature import parameters_of
 
 HANDLERS_ABI = 1
 PLATFORMS = {"cpu": "cpu", "cuda": "CUDA"}  # JAX's names of platforms, and XLA's for targets
@@ -128,6 +129,25 @@ def _address(op: str, function: str, platform: str) -> tuple[int, bytes]:
     return address, declared
 
 
+@functools.cache
+def contract_of(op: str, function: str) -> Contract:
+    """Returns the contract of a C function from the op's header.
+
+    Raises:
+        AttributeError: the op has no such function.
+        NotImplementedError: the function returns a value.
+    """
+    spec = get_builder(op).functions().get(function)
+    if spec is None:
+        raise AttributeError(f"op {op} has no function {function}")
+    if "->" in spec.signature:
+        raise NotImplementedError(
+            f"{function}: the function must return nothing to be called from JAX, got"
+            f" {spec.signature!r}"
+        )
+    return parse(spec.signature)
+
+
 def _register(op: str, function: str, platform: str) -> None:
     """Makes a handler of a function and registers it with XLA."""
     address, signature = _address(op, function, platform)
@@ -199,7 +219,7 @@ def load(
     for builder, platform in pairs:
         for function, spec in builder.functions().items():
             if platform in spec.devices and "->" not in spec.signature:
-                parameters_of(builder.NAME, function)
+                contract_of(builder.NAME, function)
                 bind(builder.NAME, function, platform)
 
 

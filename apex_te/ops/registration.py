@@ -17,6 +17,7 @@ from torch._C import _increment_version as increment_version
 from torch.autograd import forward_ad
 
 from .. import runtime
+from ..contract import parse
 from ..runtime.dispatcher import signature
 from ..runtime.tracing import dispatch_modes, is_compiling, jit_tracing, transforms_active
 
@@ -149,11 +150,11 @@ def _schema(name: str, signature: str, without: Sequence[str] = ()) -> str:
     """Returns a C signature's torch.library schema: "out: Tensor!" becomes "Tensor(a!) out"."""
     aliases = iter(string.ascii_lowercase)
     arguments = []
-    for parameter in signature.split(","):
-        label, _, kind = (part.strip() for part in parameter.partition(":"))
-        if label not in without:
-            kind = kind.replace("!", f"({next(aliases)}!)") if "!" in kind else kind
-            arguments.append(f"{kind} {label}")
+    for p in parse(signature).params.values():
+        if p.name not in without:
+            written = f"Tensor({next(aliases)}!)" if p.is_written else "Tensor"
+            kind = p.kind.replace("Tensor", written)
+            arguments.append(f"{kind}{'?' * p.is_optional} {p.name}")
     return f"{name}({', '.join(arguments)}) -> ()"
 
 

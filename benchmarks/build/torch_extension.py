@@ -10,6 +10,8 @@ from pathlib import Path
 
 from apex_te.op_builder import OpBuilder
 
+from apex_te.contract import parse
+
 _HEAD = """#include <torch/extension.h>
 
 #include <optional>
@@ -85,8 +87,8 @@ _TYPES = {
 
 def _binding(name: str, signature: str) -> str:
     """A C++ function over at::Tensor that calls the op's plain one."""
-    parameters = [part.strip() for part in signature.partition("->")[0].split(",")]
-    pairs = [part.split(": ") for part in parameters if part]
+    parameters = parse(signature).params.values()
+    pairs = [(p.name, p.kind + "?" * p.is_optional) for p in parameters]
     arguments = ", ".join(f"{_TYPES[kind]} {word}" for word, kind in pairs)
     count = " + ".join(
         [f"{word}.size()" for word, kind in pairs if kind == "Tensor[]"] + [str(len(pairs))]

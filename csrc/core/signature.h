@@ -1,4 +1,5 @@
 // Parses "x: Tensor, bias: Tensor?, out: Tensor!, sizes: float[] -> int"; "!": it is written.
+// A contract such as "x: T[r c], out: T[r c]!; whole c" (apex_te/contract.py) says more of tensors.
 #pragma once
 
 #include <string>
@@ -28,6 +29,7 @@ inline std::string parse_signature(const std::string& text, Signature* out) {
     if (!out->returns_int) return "only '-> int' may be returned";
     body.resize(arrow);
   }
+  if (body.find(';') != std::string::npos) body.resize(body.find(';'));
   const auto trim = [](const std::string& s) {
     const size_t begin = s.find_first_not_of(' ');
     if (begin == std::string::npos) return std::string();
@@ -43,6 +45,9 @@ inline std::string parse_signature(const std::string& text, Signature* out) {
     if (colon == std::string::npos) return "no type for '" + item + "'";
     Parameter p{trim(item.substr(0, colon)), kApexTeNone, false};
     std::string type = trim(item.substr(colon + 1));
+    const size_t bracket = type.find('[');  // of dimensions, unless it is that of a list
+    if (bracket != std::string::npos && type.compare(bracket, 2, "[]") != 0)
+      type = type.find('?') != std::string::npos ? "Tensor?" : "Tensor";
     if (type.compare(0, 7, "Tensor!") == 0) type.erase(6, 1);
     if (type == "Tensor")
       p.kind = kApexTeTensor;

@@ -10,9 +10,10 @@ ROOT = Path(__file__).resolve().parents[2]
 
 # What each part of apex_te may import, besides itself; the modules at its root may import all.
 LAYERS = {
+    "contract": {"runtime"},
     "recipe": {"runtime"},
     "runtime": {"op_builder"},
-    "ops": {"runtime", "op_builder"},
+    "ops": {"contract", "runtime", "op_builder"},
     "comm": {"runtime", "ops", "op_builder"},
     "fp8": {"recipe", "runtime", "ops", "comm"},
     "module": {"recipe", "runtime", "ops", "comm", "fp8"},
@@ -23,7 +24,7 @@ LAYERS = {
     "amp": {"recipe", "runtime", "ops", "comm", "fp8", "module", "optimizers", "integrations"},
     "distributed": {"recipe", "runtime", "ops", "comm", "fp8", "module", "permutation"},
     "permutation": {"runtime", "ops"},
-    "jax": {"recipe", "runtime", "op_builder"},
+    "jax": {"contract", "recipe", "runtime", "op_builder"},
     "nvtx": {"op_builder"},
     "op_builder": set(),
     "compatibility": {"_version", "op_builder", "runtime", "ops", "optimizers"},

@@ -29,6 +29,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 from apex_te.op_builder import all_builders, get_builder  # noqa: E402
 from fuzz.calls import change_argument, make, random_argument, replace_extent  # noqa: E402
 
+from apex_te.contract import parse  # noqa: E402
 from apex_te.runtime import function  # noqa: E402
 
 OURS = (TypeError, ValueError, RuntimeError, NotImplementedError)
@@ -44,10 +45,8 @@ def functions() -> dict[str, tuple[str, list[tuple[str, str]]]]:
             continue
         for name, spec in builder.functions().items():
             if "cpu" in spec.devices:
-                text = spec.signature.split("->")[0]
-                pairs = [part.split(":") for part in text.split(",") if ":" in part]
-                kinds = [(label.strip(), kind.strip().replace("!", "")) for label, kind in pairs]
-                found[name] = (op, kinds)
+                params = parse(spec.signature).params.values()
+                found[name] = (op, [(p.name, p.kind + "?" * p.is_optional) for p in params])
     return dict(sorted(found.items()))
 
 

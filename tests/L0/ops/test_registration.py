@@ -11,6 +11,7 @@ import torch
 from apex_te.op_builder import all_builders
 
 import apex_te.ops
+from apex_te.contract import parse
 from apex_te.ops.registration import bind
 
 # Functions that Python calls without torch.library.
@@ -28,7 +29,7 @@ SUPPLIED = {
     "dense_gemm_swiglu_bwd": ["strip", "cache"],
 }
 FUNCTIONS = {
-    name: spec.signature
+    name: parse(spec.signature).params
     for builder in all_builders().values()
     for name, spec in builder.functions().items()
 }
@@ -47,20 +48,17 @@ def schema_of(name):
 
 @pytest.mark.parametrize("name", sorted(set(FUNCTIONS) - DIRECT))
 def test_schema_is_the_signature(name):
-    declared = [part.split(": ") for part in FUNCTIONS[name].split(", ")]
-    declared = [(label, kind) for label, kind in declared if label not in SUPPLIED.get(name, ())]
+    declared = [p for p in FUNCTIONS[name].values() if p.name not in SUPPLIED.get(name, ())]
     schema = schema_of(name)
     assert not schema.returns
-    assert [argument.name for argument in schema.arguments] == [label for label, _ in declared]
-    for argument, (label, kind) in zip(schema.arguments, declared, strict=True):
-        plain = kind.replace("!", "")
-        optional = plain.endswith("?")
-        expected = KINDS.get(plain.rstrip("?"), plain.rstrip("?"))
-        assert str(argument.type) == (f"Optional[{expected}]" if optional else expected), label
+    assert [argument.name for argument in schema.arguments] == [p.name for p in declared]
+    for argument, p in zip(schema.arguments, declared, strict=True):
+        expected = KINDS.get(p.kind, p.kind)
+        assert str(argument.type) == (f"Optional[{expected}]" if p.is_optional else expected), p
         is_written = argument.alias_info is not None and argument.alias_info.is_write
-        assert is_written == ("!" in kind), label
+        assert is_written == p.is_written, p
     aliases = re.findall(r"\((\w)!\)", str(schema))
-    assert len(set(aliases)) == len(aliases) == sum("!" in kind for _, kind in declared)
+    assert len(set(aliases)) == len(aliases) == sum(p.is_written for p in declared)
 
 
 def test_every_function_is_registered_or_called_directly():
@@ -73,10 +71,12 @@ def test_every_function_is_registered_or_called_directly():
 
 
 def test_every_function_that_computes_says_what_it_writes():
-    silent = {name for name, signature in FUNCTIONS.items() if "!" not in signature}
+    silent = {
+        name for name, params in FUNCTIONS.items() if not any(p.is_written for p in params.values())
+    }
     assert silent == {"cublaslt_version", "peer_await", "peer_join"}
     for name, supplied in SUPPLIED.items():
-        assert all(re.search(rf"\b{label}: ", FUNCTIONS[name]) for label in supplied)
+        assert set(supplied) <= set(FUNCTIONS[name])
 
 
 def test_unknown_function():

@@ -67,9 +67,9 @@ class Recorder:
     """Callable in place of the dispatcher's, which it calls; new kinds of calls are kept."""
 
     def __init__(self, op: str, name: str, function: Any) -> None:
-        from apex_te.jax._signature import parse
+        from apex_te.contract import parse
 
-        self.parameters = parse(name, function.signature)
+        self.parameters = parse(function.signature).params.values()
         self.place, self.function = (op, name), function
 
     def __getattr__(self, name: str) -> Any:
@@ -128,12 +128,12 @@ def replay(op: str, name: str, recorded: Recorded) -> list[str]:
     import jax
 
     from apex_te.jax._call import call
-    from apex_te.jax._signature import parameters_of
+    from apex_te.jax._library import contract_of
 
     def is_tensor(value: Any) -> bool:
         return isinstance(value, (np.ndarray, np.generic, list))
 
-    kinds = {p.name: p for p in parameters_of(op, name)}
+    kinds = contract_of(op, name).params
     given = recorded.before
     arrays = {n: v for n, v in given.items() if kinds[n].is_tensor and is_tensor(v)}
     static = {n: v for n, v in given.items() if n not in arrays}

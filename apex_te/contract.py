@@ -1,0 +1,243 @@
+"""Contracts of C functions: what their headers declare of dtypes, shapes and conditions, parsed.
+
+    x: T[r c], scale: f32[1], columnwise: F*[c r~16]!?, amax: f32[^ 1]!!?, dbias: T[+ c]!?
+
+A tensor is a dtype, dimensions in brackets and marks; ``Tensor`` leaves dtype and dimensions open.
+
+- Dtype: a name of ``DTYPES`` or alternatives, ``T|f32``. The first argument of class ``T`` or ``F``
+  decides the dtype of the others. ``W=T|f32`` makes ``W`` another such variable.
+- Dimensions: letters for extents; ``2`` or ``2c``; ``r/256``, the number of blocks of 256; ``r%4``,
+  r rounded up to a multiple of 4; ``r~16``, r as it is or rounded up; ``*r``, any number of
+  dimensions; a parameter, whose shape it is; a formula of ``LAYOUTS`` or ``SIZES``. ``1`` alone is
+  one element in any number of dimensions.
+- ``+`` or ``^`` before them: if a call is divided along other letters, its result is the sum or the
+  maximum of the parts.
+- ``!`` is written, ``!!`` read and written, ``?`` may be None; ``?a|b`` is given if a or b is.
+- ``workspace`` is scratch memory. ``; whole c``: a call cannot be divided along c.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import re
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+from .runtime import scratch_sizes
+
+_FP8 = ("float8_e4m3fn", "float8_e5m2")
+DTYPES = {
+    "T": ("float32", "float16", "bfloat16"),
+    "F": _FP8,
+    "F*": (*_FP8, "float8_e4m3fnuz", "float8_e5m2fnuz"),
+    "f32": ("float32",),
+    "i32": ("int32",),
+    "i64": ("int64",),
+    "u8": ("uint8",),
+    "e8m0": ("float8_e8m0fnu",),
+}
+_PLAIN = ("Tensor", "Tensor[]", "int", "float", "float[]", "bool")
+_TENSOR = re.compile(r"(?:(\w)=)?([\w|*]+)\[([+^]?)([^][]+)\](!{0,2})(?:(\?)([\w|]*))?")
+_DIMENSION = re.compile(r"(\*?)(\d*)([A-Za-z_]\w*)?(?:\(([\w ]*)\))?(?:/(\d+))?(?:([~%])(\d+))?")
+
+
+def _block_scales(rows: str, cols: str, block_rows: int) -> str:
+    """Returns the dimensions of the scale_inv of FP8 data [rows, cols], as cuBLASLt reads it."""
+    return f"{cols}/128 {rows}%4" if block_rows == 1 else f"{rows}/128 {cols}/128%4"
+
+
+# Formulas that give dimensions, of letters and scalars, and those that give one extent of extents.
+LAYOUTS: dict[str, Callable[..., str]] = {"block_scales": _block_scales}
+SIZES: dict[str, Callable[..., int]] = {"norm_lines": scratch_sizes.norm_lines}
+
+
+class Dimension(NamedTuple):
+    """A number of blocks of a letter's elements, which may be rounded up; or a formula."""
+
+    name: str  # of the letter or formula, "" for a number
+    times: int = 1
+    block: int = 1
+    multiple: int = 1
+    is_padded: bool = False  # True if it is rounded up always, False if it may be
+    is_open: bool = False  # True if the letter stands for any number of dimensions
+    arguments: tuple[str, ...] = ()
+
+    @property
+    def is_letter(self) -> bool:
+        """True for a letter and nothing else, whose extent a tensor of this dimension has."""
+        return bool(self.name) and self == (self.name, 1, 1, 1, False, self.is_open, ())
+
+
+class Param(NamedTuple):
+    """One parameter of a C function; one that the contract leaves open has no dimensions."""
+
+    name: str
+    kind: str  # Tensor, Tensor[], int, float, float[] or bool
+    is_optional: bool = False
+    is_written: bool = False
+    is_read: bool = True
+    dtypes: tuple[str, ...] = ()
+    variable: str = ""  # that its dtype binds
+    dims: tuple[Dimension, ...] = ()
+    like: str | None = None  # the parameter whose shape it has
+    reduction: str = ""
+    follows: tuple[str, ...] = ()  # it is given if one of these is
+
+    @property
+    def is_tensor(self) -> bool:
+        """True for a tensor or a list of tensors."""
+        return self.kind.startswith("Tensor")
+
+    @property
+    def is_scalar(self) -> bool:
+        """True for a tensor of one element in any number of dimensions."""
+        return self.dims == (Dimension(""),)
+
+
+class Contract(NamedTuple):
+    """Parameters of a C function by name, in its order, and the letters that are not divided."""
+
+    params: Mapping[str, Param]
+    whole: frozenset[str]
+
+
+@functools.cache
+def parse(signature: str) -> Contract:
+    """Returns the contract that a header declares.
+
+    Raises:
+        ValueError: a type is not valid.
+    """
+    body, *clauses = signature.partition("->")[0].split(";")
+    params: dict[str, Param] = {}
+    for text in filter(str.strip, body.split(",")):
+        name, _, kind = (part.strip() for part in text.partition(":"))
+        params[name] = _param(name, kind)
+    for p in params.values():
+        if p.like:
+            params[p.name] = p._replace(dims=params[p.like].dims)
+    whole = [word for clause in clauses for word in clause.split()[1:]]
+    return Contract(params, frozenset(whole))
+
+
+def _param(name: str, kind: str) -> Param:
+    plain = kind.replace("!", "").rstrip("?")
+    if plain in _PLAIN:
+        return Param(name, plain, kind.endswith("?"), "!" in kind)
+    found = _TENSOR.fullmatch(kind)
+    if not found:
+        raise ValueError(f"{name}: type must be valid, got {kind!r}")
+    variable, dtypes, reduction, dims, written, optional, follows = found.groups()
+    only = dtypes.rstrip("*") if dtypes in ("T", "F", "F*") else ""
+    like = dims if dims.isidentifier() and len(dims) > 1 else None
+    return Param(
+        name, "Tensor", bool(optional), bool(written), written != "!", tuple(dtypes.split("|")),
+        variable or only, () if like else dimensions(dims), like, reduction,
+        tuple(follows.split("|")) if follows else (),
+    )  # fmt: skip
+
+
+@functools.cache
+def dimensions(text: str) -> tuple[Dimension, ...]:
+    """Returns the dimensions in brackets.
+
+    Raises:
+        ValueError: one is not valid.
+    """
+    found = []
+    for word in re.findall(r"[^\s(]+(?:\(.*?\))?\S*", text):
+        match = _DIMENSION.fullmatch(word)
+        if not match:
+            raise ValueError(f"dimension must be valid, got {word!r}")
+        is_open, times, name, arguments, block, pad, multiple = match.groups()
+        times, block, multiple = (int(each or 1) for each in (times, block, multiple))
+        names = tuple((arguments or "").split())
+        found.append(
+            Dimension(name or "", times, block, multiple, pad == "%", bool(is_open), names)
+        )
+    return tuple(found)
+
+
+class Bindings:
+    """Extents of letters and parameters, and dtypes of variables, as arguments bind them.
+
+    Args:
+        options: the scalars by name, for formulas.
+        ranks: numbers of dimensions that letters stand for, where it is not 1.
+        dtypes: dtypes of variables that are known.
+    """
+
+    def __init__(
+        self,
+        options: Mapping[str, Any],
+        ranks: Mapping[str, int] | None = None,
+        dtypes: Mapping[str, str] | None = None,
+    ) -> None:
+        self.options, self.ranks, self.dtypes = options, dict(ranks or {}), dict(dtypes or {})
+        self.extents: dict[str, tuple[int, ...]] = {"": ()}
+
+    def dims(self, p: Param) -> list[Dimension]:
+        """Returns the dimensions of a parameter, those of a layout in its place."""
+        found: list[Dimension] = []
+        for d in p.dims:
+            if d.name in LAYOUTS:
+                found += dimensions(LAYOUTS[d.name](*(self.options.get(a, a) for a in d.arguments)))
+            else:
+                found.append(d)
+        return found
+
+    def allowed(self, p: Param) -> tuple[str, ...]:
+        """Returns the dtypes that a parameter may have."""
+        if p.variable in self.dtypes:
+            return (self.dtypes[p.variable],)
+        found: list[str] = []
+        for name in p.dtypes:
+            found += [self.dtypes[name]] if name in self.dtypes else DTYPES[name]
+        return tuple(dict.fromkeys(found))
+
+    def rank(self, p: Param, ndim: int) -> int:
+        """Returns a parameter's rank; an open letter takes what an argument of ``ndim`` leaves."""
+        for d in p.dims:
+            if d.is_open:
+                self.ranks.setdefault(d.name, max(ndim - len(p.dims) + 1, 0))
+        return sum(self.ranks.get(d.name, 1) for d in p.dims)
+
+    def bind(self, p: Param, shape: tuple[int, ...], dtype: str) -> None:
+        """Binds what no earlier argument has bound to the shape and dtype of an argument."""
+        if p.variable:
+            self.dtypes.setdefault(p.variable, dtype)
+        self.extents[p.name] = shape
+        self.rank(p, len(shape))
+        at = 0
+        for d in p.dims:
+            count = self.ranks.get(d.name, 1)
+            if d.is_letter:
+                self.extents.setdefault(d.name, shape[at : at + count])
+            at += count
+
+    def binds(self, p: Param) -> bool:
+        """Returns True if a parameter has letters that no argument has bound."""
+        return any(d.is_letter and d.name not in self.extents for d in p.dims)
+
+    def shape(self, p: Param, *, padded: bool | None = None) -> tuple[int, ...]:
+        """Returns the shape of a parameter.
+
+        Args:
+            p: a parameter whose letters are bound.
+            padded: True to round up all that may be rounded up, False to round up nothing.
+        """
+        if p.like in self.extents:
+            return self.extents[p.like]
+        found: list[int] = []
+        for d in self.dims(p):
+            if d.is_letter:
+                found += self.extents[d.name]
+            elif d.name in SIZES:
+                extents = [math.prod(self.extents[a]) for a in d.arguments]
+                found.append(SIZES[d.name](*extents))
+            else:
+                n = -(-math.prod(self.extents[d.name]) // d.block) * d.times
+                rounds = d.is_padded if padded is None else padded
+                found.append(n + -n % d.multiple if rounds else n)
+        return tuple(found)
