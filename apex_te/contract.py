@@ -47,8 +47,16 @@ def _block_scales(rows: str, cols: str, block_rows: int) -> str:
     return f"{cols}/128 {rows}%4" if block_rows == 1 else f"{rows}/128 {cols}/128%4"
 
 
+def _block_lines(rows: str, block_rows: int) -> str:
+    """Returns the rows of FP8 data; cuBLASLt reads those with 1x128 blocks in fours."""
+    return f"{rows}~4" if block_rows == 1 else rows
+
+
 # Formulas that give dimensions, of letters and scalars, and those that give one extent of extents.
-LAYOUTS: dict[str, Callable[..., str]] = {"block_scales": _block_scales}
+LAYOUTS: dict[str, Callable[..., str]] = {
+    "block_scales": _block_scales,
+    "block_lines": _block_lines,
+}
 SIZES: dict[str, Callable[..., int]] = {"norm_lines": scratch_sizes.norm_lines}
 
 
@@ -104,19 +112,16 @@ class Contract(NamedTuple):
 
 @functools.cache
 def parse(signature: str) -> Contract:
-    """Returns the contract that a header declares.
-
-    Raises:
-        ValueError: a type is not valid.
-    """
+    """Returns the contract that a header declares."""
     body, *clauses = signature.partition("->")[0].split(";")
     params: dict[str, Param] = {}
     for text in filter(str.strip, body.split(",")):
         name, _, kind = (part.strip() for part in text.partition(":"))
         params[name] = _param(name, kind)
     for p in params.values():
-        if p.like:
-            params[p.name] = p._replace(dims=params[p.like].dims)
+        other = params.get(p.dims[0].name) if len(p.dims) == 1 else None
+        if other and other.dims:
+            params[p.name] = p._replace(dims=other.dims, like=other.name)
     whole = [word for clause in clauses for word in clause.split()[1:]]
     return Contract(params, frozenset(whole))
 
@@ -130,21 +135,16 @@ def _param(name: str, kind: str) -> Param:
         raise ValueError(f"{name}: type must be valid, got {kind!r}")
     variable, dtypes, reduction, dims, written, optional, follows = found.groups()
     only = dtypes.rstrip("*") if dtypes in ("T", "F", "F*") else ""
-    like = dims if dims.isidentifier() and len(dims) > 1 else None
     return Param(
         name, "Tensor", bool(optional), bool(written), written != "!", tuple(dtypes.split("|")),
-        variable or only, () if like else dimensions(dims), like, reduction,
+        variable or only, dimensions(dims), None, reduction,
         tuple(follows.split("|")) if follows else (),
     )  # fmt: skip
 
 
 @functools.cache
 def dimensions(text: str) -> tuple[Dimension, ...]:
-    """Returns the dimensions in brackets.
-
-    Raises:
-        ValueError: one is not valid.
-    """
+    """Returns the dimensions in brackets."""
     found = []
     for word in re.findall(r"[^\s(]+(?:\(.*?\))?\S*", text):
         match = _DIMENSION.fullmatch(word)
@@ -163,9 +163,9 @@ class Bindings:
     """Extents of letters and parameters, and dtypes of variables, as arguments bind them.
 
     Args:
-        options: the scalars by name, for formulas.
+        options: the scalars, which formulas may read.
         ranks: numbers of dimensions that letters stand for, where it is not 1.
-        dtypes: dtypes of variables that are known.
+        dtypes: dtypes of variables that no argument binds.
     """
 
     def __init__(
@@ -221,12 +221,7 @@ class Bindings:
         return any(d.is_letter and d.name not in self.extents for d in p.dims)
 
     def shape(self, p: Param, *, padded: bool | None = None) -> tuple[int, ...]:
-        """Returns the shape of a parameter.
-
-        Args:
-            p: a parameter whose letters are bound.
-            padded: True to round up all that may be rounded up, False to round up nothing.
-        """
+        """Returns a parameter's shape; ``padded`` rounds up all that may be, or nothing."""
         if p.like in self.extents:
             return self.extents[p.like]
         found: list[int] = []

@@ -4,16 +4,16 @@
 
 #include "common/activation/arguments.h"
 
-APEX_TE_FUNCTION(activation_fwd, "x: Tensor, y: Tensor!, kind: int")
+APEX_TE_FUNCTION(activation_fwd, "x: T[*r c], y: T[x]!, kind: int")
 APEX_TE_IN_PLACE(activation_fwd, "y: x")
-APEX_TE_FUNCTION(activation_bwd, "dy: Tensor, x: Tensor, dx: Tensor!, kind: int")
+APEX_TE_FUNCTION(activation_bwd, "dy: T[x], x: T[*r c], dx: T[x]!, kind: int")
 APEX_TE_IN_PLACE(activation_bwd, "dx: dy, dx: x")
 APEX_TE_FUNCTION(activation_fwd_fp8,
-                 "x: Tensor, scale: Tensor, rowwise: Tensor!?, columnwise: Tensor!?, "
-                 "amax: Tensor!?, scale_inv: Tensor!?, kind: int")
+                 "x: T[r c], scale: f32[1], rowwise: F[r c]!?, columnwise: F[c r~16]!?, "
+                 "amax: f32[^ 1]!!?, scale_inv: f32[scale]!?, kind: int")
 APEX_TE_FUNCTION(activation_bwd_fp8,
-                 "dy: Tensor, x: Tensor, scale: Tensor, rowwise: Tensor!?, columnwise: Tensor!?, "
-                 "amax: Tensor!?, scale_inv: Tensor!?, kind: int")
+                 "dy: T[x], x: T[r c], scale: f32[1], rowwise: F[r c]!?, columnwise: F[c r~16]!?, "
+                 "amax: f32[^ 1]!!?, scale_inv: f32[scale]!?, kind: int")
 
 namespace apex_te {
 

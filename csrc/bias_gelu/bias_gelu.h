@@ -4,19 +4,20 @@
 
 #include "common/activation/arguments.h"
 
-APEX_TE_FUNCTION(bias_gelu_fwd, "x: Tensor, bias: Tensor?, y: Tensor!, is_tanh: bool")
+APEX_TE_FUNCTION(bias_gelu_fwd, "x: T[*r c], bias: T[c]?, y: T[x]!, is_tanh: bool")
 APEX_TE_IN_PLACE(bias_gelu_fwd, "y: x")
 APEX_TE_FUNCTION(bias_gelu_bwd,
-                 "dy: Tensor, x: Tensor, bias: Tensor?, dx: Tensor!, dbias: Tensor!?, "
-                 "workspace: Tensor!?, is_tanh: bool")
+                 "dy: T[x], x: T[*r c], bias: T[c]?, dx: T[x]!, dbias: T[+ c]!?, "
+                 "workspace: f32[r/64 c]!?dbias, is_tanh: bool")
 APEX_TE_IN_PLACE(bias_gelu_bwd, "dx: dy, dx: x")
 APEX_TE_FUNCTION(bias_gelu_fwd_fp8,
-                 "x: Tensor, bias: Tensor?, scale: Tensor, rowwise: Tensor!?, "
-                 "columnwise: Tensor!?, amax: Tensor!?, scale_inv: Tensor!?, is_tanh: bool")
+                 "x: T[r c], bias: T[c]?, scale: f32[1], rowwise: F[r c]!?, "
+                 "columnwise: F[c r~16]!?, amax: f32[^ 1]!!?, scale_inv: f32[scale]!?, "
+                 "is_tanh: bool")
 APEX_TE_FUNCTION(bias_gelu_bwd_fp8,
-                 "dy: Tensor, x: Tensor, bias: Tensor?, scale: Tensor, rowwise: Tensor!?, "
-                 "columnwise: Tensor!?, amax: Tensor!?, scale_inv: Tensor!?, dbias: Tensor!?, "
-                 "workspace: Tensor!?, is_tanh: bool")
+                 "dy: T[x], x: T[r c], bias: T[c]?, scale: f32[1], rowwise: F[r c]!?, "
+                 "columnwise: F[c r~16]!?, amax: f32[^ 1]!!?, scale_inv: f32[scale]!?, "
+                 "dbias: T[+ c]!?, workspace: f32[r/64 c]!?dbias, is_tanh: bool")
 
 namespace apex_te {
 

@@ -11,11 +11,14 @@
 #include "common/numerics/block_cast.h"
 
 APEX_TE_FUNCTION(block_quantize,
-                 "x: Tensor, rowwise: Tensor!?, rowwise_scale_inv: Tensor!?, columnwise: Tensor!?, "
-                 "columnwise_scale_inv: Tensor!?, amax: Tensor!?, block_rows: int, eps: float, "
-                 "pow2: bool")
+                 "x: T[r c], rowwise: F[block_lines(r block_rows) c]!?, "
+                 "rowwise_scale_inv: f32[block_scales(r c block_rows)]!?rowwise, "
+                 "columnwise: F[c r~16]!?, "
+                 "columnwise_scale_inv: f32[block_scales(c r block_rows)]!?columnwise, "
+                 "amax: f32[^ 1]!!?, block_rows: int, eps: float, pow2: bool")
 APEX_TE_FUNCTION(block_dequantize,
-                 "fp8_data: Tensor, scale_inv: Tensor, out: Tensor!, block_rows: int")
+                 "fp8_data: F[r c], scale_inv: f32[block_scales(r c block_rows)], out: T[r c]!, "
+                 "block_rows: int")
 
 namespace apex_te {
 

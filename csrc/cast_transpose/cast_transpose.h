@@ -16,9 +16,9 @@ constexpr int64_t kCastTransposeTileRows = apex_te::kSumTileRows;
 constexpr int64_t kCastTransposeRowsPerThread = apex_te::kSumThreadRows;
 
 APEX_TE_FUNCTION(cast_transpose,
-                 "x: Tensor, scale: Tensor, rowwise: Tensor!?, columnwise: Tensor!?, "
-                 "amax: Tensor!?, scale_inv: Tensor!?, dbias: Tensor!?, workspace: Tensor!?, "
-                 "noop: Tensor?")
+                 "x: T[r c], scale: f32[1], rowwise: F*[r c]!?, columnwise: F*[c r~16]!?, "
+                 "amax: f32[^ 1]!!?, scale_inv: f32[scale]!?, dbias: T[+ c]!?, "
+                 "workspace: f32[r/256 c]!?dbias, noop: i32[1]?")
 // Two casts of matrices that do not depend on each other, of which dbias is that of the first.
 // Small bfloat16 ones take one launch.
 APEX_TE_FUNCTION(cast_transpose_pair,

@@ -5,17 +5,20 @@
 #include "common/norm/arguments.h"
 
 APEX_TE_FUNCTION(rms_norm_fwd,
-                 "x: Tensor, weight: Tensor?, residual: Tensor?, y: Tensor!, "
-                 "residual_sum: Tensor!?, rstd: Tensor!, eps: float, zero_centered_gamma: bool")
+                 "x: T[r c], weight: W=T|f32[c]?, residual: T[r c]?, y: T[r c]!, "
+                 "residual_sum: T[r c]!?residual, rstd: f32[r]!, eps: float, "
+                 "zero_centered_gamma: bool; whole c")
 
 // q = satcast_rne(y * scale) of the fp32 y; amax becomes max(amax, max |y|) with NaN above
 // infinity; scale_inv is set to 1 / scale.
 APEX_TE_FUNCTION(rms_norm_fwd_fp8,
-                 "x: Tensor, weight: Tensor?, residual: Tensor?, scale: Tensor, rowwise: Tensor!?, "
-                 "columnwise: Tensor!?, amax: Tensor!?, scale_inv: Tensor!?, "
-                 "residual_sum: Tensor!?, rstd: Tensor!, eps: float, zero_centered_gamma: bool")
+                 "x: T[r c], weight: W=T|f32[c]?, residual: T[r c]?, scale: f32[1], "
+                 "rowwise: F[r c]!?, columnwise: F[c r~16]!?, amax: f32[^ 1]!!?, "
+                 "scale_inv: f32[scale]!?, residual_sum: T[r c]!?residual, rstd: f32[r]!, "
+                 "eps: float, zero_centered_gamma: bool; whole c")
 
 // x is what was normalised: x + residual where there was a residual.
 APEX_TE_FUNCTION(rms_norm_bwd,
-                 "dy: Tensor, x: Tensor, weight: Tensor?, rstd: Tensor, d_residual: Tensor?, "
-                 "dx: Tensor!, dweight: Tensor!?, workspace: Tensor!?, zero_centered_gamma: bool")
+                 "dy: T[r c], x: T[r c], weight: W=T|f32[c]?, rstd: f32[r], d_residual: T[r c]?, "
+                 "dx: T[r c]!, dweight: W=T|f32[+ c]!?, "
+                 "workspace: f32[norm_lines(r c) c]!?dweight, zero_centered_gamma: bool; whole c")

@@ -1,9 +1,112 @@
-"""Contracts in headers of ops: how they are read."""
+"""Contracts in headers of ops: how they are read, and that the functions keep them."""
+
+import itertools
 
 import pytest
+import torch
+from apex_te.op_builder import all_builders
 
-from apex_te.contract import Bindings, parse
-from apex_te.runtime import core
+from apex_te.contract import DTYPES, Bindings, parse
+from apex_te.runtime import core, function
+
+SIZES = {"r": 261, "c": 160, "h": 262, "n": 77}  # no multiples of blocks, of which they have two
+OPTIONS = {"int": 0, "float": 0.5, "bool": False}
+SPECIAL = {"block_rows": (1, 128), "groups": (1,), "p": (0.0,)}
+# Functions that are refused without any of these, and those that take no such dimension.
+QUANTIZE = ["current_scale_fwd", "current_scale_cast", "hif8_quantize", "hif8_current", "hif8_cast"]
+ONE_OF = {name: {"rowwise", "columnwise"} for name in QUANTIZE}
+NOT_EMPTY = {("cross_entropy_fwd", "c")}
+CONTRACTS = {
+    name: (op, parse(spec.signature))
+    for op, builder in all_builders().items()
+    for name, spec in builder.functions().items()
+    if "cpu" in spec.devices and any(p.dims for p in parse(spec.signature).params.values())
+}
+EVERY = pytest.mark.parametrize("name", CONTRACTS)
+
+
+def make(name, without=(), padded=None, dtypes=None, sizes=SIZES, choice=0):
+    """Arguments of a call that the contract of a function allows, by parameter."""
+    params = CONTRACTS[name][1].params
+    scalars = {p.name: OPTIONS[p.kind] for p in params.values() if p.kind in OPTIONS}
+    scalars |= {each: SPECIAL[each][choice] for each in SPECIAL if each in scalars}
+    bound = Bindings(scalars, None, {"F": "float8_e4m3fn", "T": "float32"} | (dtypes or {}))
+    bound.extents |= {letter: (size,) for letter, size in sizes.items()}
+    made = dict(scalars)
+    for p in sorted(params.values(), key=lambda p: p.like is not None):
+        if not p.is_tensor:
+            continue
+        made[p.name] = None
+        if p.dims and p.name not in without and not (p.follows and set(p.follows) <= set(without)):
+            dtype = getattr(torch, bound.allowed(p)[0])
+            fill = 0 if p.name == "noop" else 1
+            made[p.name] = torch.full(bound.shape(p, padded=padded), fill).to(dtype)
+            bound.bind(p, made[p.name].shape, bound.allowed(p)[0])
+    return {each: made[each] for each in params}
+
+
+def call(name, arguments):
+    function(CONTRACTS[name][0], name)(*arguments.values())
+
+
+def optional(name):
+    params = CONTRACTS[name][1].params
+    return [p.name for p in params.values() if p.is_optional and not p.follows]
+
+
+@EVERY
+def test_takes_what_its_contract_declares(name):
+    for choice in range(2 if "block_rows" in CONTRACTS[name][1].params else 1):
+        counts = {*range(min(len(optional(name)), 3) + 1), len(optional(name))}
+        for without in itertools.chain(
+            *(itertools.combinations(optional(name), n) for n in counts)
+        ):
+            if not ONE_OF.get(name, {""}) <= {*without}:
+                call(name, make(name, without, choice=choice))
+
+
+@EVERY
+def test_takes_results_that_are_padded(name):
+    call(name, make(name, padded=True))
+
+
+@EVERY
+def test_takes_every_dtype_of_its_contract(name):
+    params = CONTRACTS[name][1].params.values()
+    for variable, classes in {(p.variable, p.dtypes) for p in params if p.variable}:
+        for each in classes:
+            for dtype in DTYPES[each]:
+                model = dtype if each == "T" else "bfloat16"
+                call(name, make(name, dtypes={"T": model, variable: dtype}))
+
+
+@EVERY
+def test_takes_no_rows_and_no_columns(name):
+    for letter in SIZES:
+        if (name, letter) not in NOT_EMPTY:
+            call(name, make(name, sizes=SIZES | {letter: 0}))
+
+
+@EVERY
+def test_refuses_another_dtype_shape_or_none(name):
+    params = list(CONTRACTS[name][1].params.values())
+    for p in (p for p in params if p.dims):
+        good = make(name)
+        x = good[p.name]
+        with pytest.raises(TypeError, match=rf"^{name}: {p.name} must have dtype"):
+            call(name, good | {p.name: x.double()})
+        if p.follows:
+            with pytest.raises(ValueError, match=rf"^{name}: .* must be given with"):
+                call(name, good | {p.name: None})
+        if not p.is_optional:
+            with pytest.raises(TypeError, match=rf"^{name}: {p.name} must be a"):
+                call(name, good | {p.name: None})
+        wrong = torch.zeros([n + 3 for n in x.shape]).to(x.dtype)
+        message = f"{p.name} must have " + ("one element" if p.is_scalar else "(x's )?shape")
+        if p.name in ("x", params[0].name):  # which may have any extents, and the others fit to it
+            wrong, message = x[None], r"\w+ must have ([123] dimensions|(x's )?shape)"
+        with pytest.raises(ValueError, match=rf"^{name}: {message}"):
+            call(name, good | {p.name: wrong})
 
 
 def test_text_without_a_contract():
