@@ -64,20 +64,35 @@ def matrix_to_cast(function: str, value: Any) -> jax.Array:
     return has_dtype(function, "x", found, FLOATS)
 
 
-def as_matrix(function: str, name: str, value: Any) -> jax.Array:
-    """Returns an array with at least one dimension as [rows, cols]; cols is its last dimension."""
+def has_columns(function: str, name: str, value: Any) -> jax.Array:
+    """Returns ``value``, an array of floats with at least one dimension."""
     found = has_dtype(function, name, value, FLOATS)
     if found.ndim == 0:
         raise ValueError(f"{function}: {name} must have at least 1 dimension, got shape []")
+    return found
+
+
+def as_matrix(function: str, name: str, value: Any) -> jax.Array:
+    """Returns an array with at least one dimension as [rows, cols]; cols is its last dimension."""
+    found = has_columns(function, name, value)
     return found.reshape(math.prod(found.shape[:-1]), found.shape[-1])
 
 
 def as_rows(function: str, name: str, value: Any) -> jax.Array:
     """Returns an array with at least one dimension; one of [cols] becomes [1, cols]."""
-    found = has_dtype(function, name, value, FLOATS)
-    if found.ndim == 0:
-        raise ValueError(f"{function}: {name} must have at least 1 dimension, got shape []")
+    found = has_columns(function, name, value)
     return found if found.ndim > 1 else found[None]
+
+
+def is_like(
+    function: str, name: str, value: jax.Array, other: str, shape: tuple[int, ...]
+) -> jax.Array:
+    """Returns ``value``, an array of the shape of another argument."""
+    if value.shape != shape:
+        raise ValueError(
+            f"{function}: {name} must have {other}'s shape {list(shape)}, got {list(value.shape)}"
+        )
+    return value
 
 
 def same_shape(function: str, name: str, value: Any, like: jax.Array) -> jax.Array:

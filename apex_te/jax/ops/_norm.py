@@ -9,15 +9,11 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from ...runtime import scratch_sizes
-from .._call import call
 from .._partition import Kind
 from . import _checks
+from ._contract import run
 from ._gradient import flag, gradient_of, is_wanted, materialised
-from ._rows import rowwise
-from .fp8_output import FP8Output, copies
-
-_S = jax.ShapeDtypeStruct
+from .fp8_output import FP8Output, wanted
 
 
 class NormOutput(NamedTuple):
@@ -54,37 +50,6 @@ class NormGradients(NamedTuple):
     dbias: jax.Array | None
 
 
-def _parameters(function: str, x: jax.Array, **given: Any) -> dict[str, jax.Array]:
-    """Returns the weight and bias that are given, after their checks."""
-    found: dict[str, jax.Array] = {}
-    for name, value in given.items():
-        if value is None:
-            continue
-        allowed = list(dict.fromkeys([x.dtype.name, "float32"]))
-        if found:
-            allowed = [next(iter(found.values())).dtype.name]
-        value = _checks.has_dtype(function, name, value, allowed)
-        found[name] = _checks.has_shape(function, name, value, x.shape[-1:])
-    return found
-
-
-def _statistics(op: str, rows: int) -> dict[str, Any]:
-    names = ("mean", "rstd") if op == "layer_norm" else ("rstd",)
-    return {name: _S((rows,), jnp.float32) for name in names}
-
-
-def _terms(names: Any, dims: dict[str, str]) -> str:
-    return ", ".join(f"{name}: {dims[name]}" for name in names)
-
-
-_DIMS = {
-    "x": "r c", "dy": "r c", "residual": "r c", "d_residual": "r c", "y": "r c", "dx": "r c",
-    "residual_sum": "r c", "rowwise": "r c", "columnwise": "c r", "mean": "r", "rstd": "r",
-    "weight": "c", "bias": "c", "scale": "_", "amax": "_", "scale_inv": "_", "dweight": "+",
-    "dbias": "+", "workspace": "+",
-}  # fmt: skip
-
-
 def norm_fwd(
     op: str, x: Any, weight: Any, bias: Any, eps: float, zero_centered_gamma: bool, residual: Any,
     fp8: tuple[Any, Any, bool, bool, Any] | None = None, any_rank: bool = False,
@@ -92,40 +57,18 @@ def norm_fwd(
     """Calls a norm's forward and returns its results by the C function's parameters."""
     function = f"{op}_fwd" if fp8 is None else f"{op}_fwd_fp8"
     x = _checks.as_rows(function, "x", x) if any_rank else _checks.matrix(function, "x", x)
-    inputs = {"x": x, **_parameters(function, x, weight=weight, bias=bias)}
-    if residual is not None:
-        inputs["residual"] = _checks.same_shape(function, "residual", residual, x)
-    names = [] if fp8 is not None else ["y"]
+    given = {"x": x, "weight": weight, "bias": bias, "residual": residual}
+    outputs, dtypes = [], {}
     if fp8 is not None:
-        scale, dtype, rowwise_too, columnwise_too, amax = fp8
-        name = _checks.fp8_dtype_of(op, dtype)
-        inputs["scale"] = _checks.is_scalar(function, "scale", scale)
-        made = copies(function, (1, 1), name, rowwise_too, columnwise_too, amax)
-        names += [*made, *(() if amax is None else ("amax",)), "scale_inv"]
-        if amax is not None:
-            inputs["amax"] = _checks.is_scalar(function, "amax", amax)
-    names += [*(["residual_sum"] if residual is not None else []), *_statistics(op, 0)]
-
-    def body(*arrays: jax.Array) -> tuple[jax.Array, ...]:
-        given = dict(zip(inputs, arrays, strict=True))
-        rows, cols = given["x"].shape
-        results: dict[str, Any] = _statistics(op, rows)
-        if fp8 is None:
-            results["y"] = _S((rows, cols), x.dtype)
-        else:
-            results |= copies(function, (rows, cols), name, rowwise_too, columnwise_too, amax)
-            results["scale_inv"] = _S(given["scale"].shape, jnp.float32)
-        if residual is not None:
-            results["residual_sum"] = _S((rows, cols), x.dtype)
-        options = {"eps": float(eps), "zero_centered_gamma": bool(zero_centered_gamma)}
-        made = call(op, function, results, **given, **options)
-        return tuple(made[each] for each in names)
-
-    rule = f"{_terms(inputs, _DIMS)} -> {_terms(names, {**_DIMS, 'amax': '^'})}"
-    # An amax without a copy is for the scale of a cast, which one matrix has.
-    is_measured = fp8 is not None and not (rowwise_too or columnwise_too)
-    run = rowwise(function, rule, body, ranks={"r": x.ndim - 1}, one_matrix=is_measured)
-    return dict(zip(names, run(*inputs.values()), strict=True))
+        given["scale"], dtype, rowwise, columnwise, given["amax"] = fp8
+        dtypes = {"F": _checks.fp8_dtype_of(op, dtype)}
+        outputs = [*wanted(function, rowwise, columnwise, given["amax"]), "scale_inv"]
+    return run(
+        op, function, given, outputs, dtypes=dtypes, ranks={"r": x.ndim - 1},
+        # An amax without a copy is for the scale of a cast, which one matrix has.
+        one_matrix=outputs == ["scale_inv"],
+        eps=float(eps), zero_centered_gamma=bool(zero_centered_gamma),
+    )  # fmt: skip
 
 
 def norm_bwd(
@@ -136,34 +79,13 @@ def norm_bwd(
     """Calls a norm's backward."""
     function = f"{op}_bwd"
     dy = _checks.as_rows(function, "dy", dy) if any_rank else _checks.matrix(function, "dy", dy)
-    x = _checks.same_shape(function, "x", x, dy)
-    inputs = {"dy": dy, "x": x}
-    inputs |= _parameters(function, x, weight=weight)
-    for name, value in statistics.items():
-        value = _checks.has_dtype(function, name, value, ["float32"])
-        inputs[name] = _checks.has_shape(function, name, value, x.shape[:-1])
-    if d_residual is not None:
-        inputs["d_residual"] = _checks.same_shape(function, "d_residual", d_residual, x)
-    dtype = next((p.dtype for p in (weight, bias) if p is not None), x.dtype)
-    names = ["dx", *(["dweight"] if with_dweight else []), *(["dbias"] if with_dbias else [])]
-    sums = 2 if op == "layer_norm" else 1
-
-    def body(*arrays: jax.Array) -> tuple[jax.Array, ...]:
-        given = dict(zip(inputs, arrays, strict=True))
-        rows, cols = given["x"].shape
-        results: dict[str, Any] = {"dx": _S((rows, cols), x.dtype)}
-        results |= {each: _S((cols,), dtype) for each in names[1:]}
-        if names[1:]:
-            shape = (scratch_sizes.norm_lines(rows, cols), sums * cols)
-            results["workspace"] = _S(shape, jnp.float32)
-        options = {"zero_centered_gamma": bool(zero_centered_gamma)}
-        made = call(op, function, results, **given, **options)
-        return tuple(made[each] for each in names)
-
-    rule = f"{_terms(inputs, _DIMS)} -> {_terms(names, _DIMS)}"
-    run = rowwise(function, rule, body, ranks={"r": x.ndim - 1})
-    found = dict(zip(names, run(*inputs.values()), strict=True))
-    return NormGradients(found["dx"], found.get("dweight"), found.get("dbias"))
+    made = run(
+        op, function, {"dy": dy, "x": x, "weight": weight, "d_residual": d_residual, **statistics},
+        ["dweight"] * bool(with_dweight) + ["dbias"] * bool(with_dbias),
+        dtypes={} if weight is not None or bias is None else {"W": bias.dtype.name},
+        ranks={"r": dy.ndim - 1}, zero_centered_gamma=bool(zero_centered_gamma),
+    )  # fmt: skip
+    return NormGradients(made["dx"], made.get("dweight"), made.get("dbias"))
 
 
 @functools.lru_cache(maxsize=256)

@@ -7,15 +7,12 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
 from ...runtime.op_options import KINDS, activation_number
-from .._call import call
-from . import _checks
 from ._checked import checked
+from ._contract import run
 from ._gradient import materialised
-from ._rows import rowwise as over_rows
-from .fp8_output import FP8Output, fused_cast
+from .fp8_output import FP8Output, cast_of_activation
 
 __all__ = [
     "KINDS",
@@ -25,8 +22,6 @@ __all__ = [
     "activation_fwd",
     "activation_fwd_fp8",
 ]
-
-_S = jax.ShapeDtypeStruct
 
 
 @checked
@@ -61,16 +56,7 @@ def _differentiable(kind: str) -> Callable[[Any], Any]:
 def activation_fwd(x: jax.Array, kind: str) -> jax.Array:
     """Computes ``activation`` with the same arguments, but is not differentiable."""
     number = activation_number("activation_fwd", kind)
-    rows = _checks.as_rows("activation_fwd", "x", x)
-
-    def body(x: jax.Array) -> tuple[jax.Array]:
-        made = call("activation", "activation_fwd", {"y": _S(x.shape, x.dtype)}, x=x, kind=number)
-        return (made["y"],)
-
-    ranks = {"r": rows.ndim - 1}
-    run = over_rows("activation_fwd", "x: r c -> y: r c", body, split="r c", ranks=ranks)
-    (y,) = run(rows)
-    return y.reshape(jnp.shape(x))
+    return run("activation", "activation_fwd", {"x": x}, kind=number)["y"]
 
 
 @checked
@@ -82,17 +68,8 @@ def activation_bwd(grad_output: jax.Array, x: jax.Array, kind: str) -> jax.Array
         x, kind: as in ``activation``.
     """
     number = activation_number("activation_bwd", kind)
-    rows = _checks.as_rows("activation_bwd", "x", x)
-    dy = _checks.same_shape("activation_bwd", "dy", grad_output, jnp.asarray(x))
-
-    def body(dy: jax.Array, x: jax.Array) -> tuple[jax.Array]:
-        results = {"dx": _S(x.shape, x.dtype)}
-        return (call("activation", "activation_bwd", results, dy=dy, x=x, kind=number)["dx"],)
-
-    rule, ranks = "dy: r c, x: r c -> dx: r c", {"r": rows.ndim - 1}
-    run = over_rows("activation_bwd", rule, body, split="r c", ranks=ranks)
-    (dx,) = run(dy.reshape(rows.shape), rows)
-    return dx.reshape(jnp.shape(x))
+    given = {"dy": grad_output, "x": x}
+    return run("activation", "activation_bwd", given, kind=number)["dx"]
 
 
 @checked
@@ -117,10 +94,10 @@ def activation_fwd_fp8(
             max |f(x)|.
     """
     name = "activation_fwd_fp8"
-    options = {"kind": activation_number(name, kind)}
-    inputs = {"x": _checks.as_matrix(name, "x", x)}
-    return fused_cast(
-        "activation", name, inputs, options, scale, fp8_dtype, rowwise, columnwise, amax
+    number = activation_number(name, kind)
+    given = {"x": x, "scale": scale, "amax": amax}
+    return cast_of_activation(
+        "activation", name, given, fp8_dtype, rowwise, columnwise, kind=number
     )[0]
 
 
@@ -143,10 +120,8 @@ def activation_bwd_fp8(
         x, kind, scale, fp8_dtype, rowwise, columnwise, amax: as in ``activation_fwd_fp8``.
     """
     name = "activation_bwd_fp8"
-    options = {"kind": activation_number(name, kind)}
-    rows = _checks.as_matrix(name, "x", x)
-    dy = _checks.same_shape(name, "dy", grad_output, jnp.asarray(x)).reshape(rows.shape)
-    inputs = {"dy": dy, "x": rows}
-    return fused_cast(
-        "activation", name, inputs, options, scale, fp8_dtype, rowwise, columnwise, amax
+    number = activation_number(name, kind)
+    given = {"dy": grad_output, "x": x, "scale": scale, "amax": amax}
+    return cast_of_activation(
+        "activation", name, given, fp8_dtype, rowwise, columnwise, kind=number
     )[0]

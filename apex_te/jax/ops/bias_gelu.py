@@ -7,15 +7,12 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 
-from ...runtime import op_options, scratch_sizes
-from .._call import call
-from . import _checks
+from ...runtime import op_options
 from ._checked import checked
+from ._contract import run
 from ._gradient import flag, gradient_of, is_wanted, materialised
-from ._rows import rowwise as over_rows
-from .fp8_output import FP8Output, fused_cast
+from .fp8_output import FP8Output, cast_of_activation
 
 __all__ = [
     "BiasGeluFP8Grads",
@@ -28,7 +25,6 @@ __all__ = [
 ]
 
 _OP = "bias_gelu"
-_S = jax.ShapeDtypeStruct
 
 
 class BiasGeluGrads(NamedTuple):
@@ -95,17 +91,7 @@ def bias_gelu_fwd(x: jax.Array, bias: jax.Array | None = None, *, form: str = "t
     """Computes ``bias_gelu`` with the same arguments, but is not differentiable."""
     name = "bias_gelu_fwd"
     is_tanh = op_options.is_tanh(name, form)
-    inputs = _inputs(name, x, bias, as_rows=_checks.as_rows)
-
-    def body(*arrays: jax.Array) -> tuple[jax.Array]:
-        given = dict(zip(inputs, arrays, strict=True))
-        results = {"y": _S(given["x"].shape, given["x"].dtype)}
-        return (call(_OP, name, results, **given, is_tanh=is_tanh)["y"],)
-
-    rule = "x: r c -> y: r c" if bias is None else "x: r c, bias: c -> y: r c"
-    ranks = {"r": inputs["x"].ndim - 1}
-    (y,) = over_rows(name, rule, body, split="r c", ranks=ranks)(*inputs.values())
-    return y.reshape(jnp.shape(x))
+    return run(_OP, name, {"x": x, "bias": bias}, is_tanh=is_tanh)["y"]
 
 
 @checked
@@ -123,25 +109,9 @@ def bias_gelu_bwd(
     """
     name = "bias_gelu_bwd"
     is_tanh = op_options.is_tanh(name, form)
-    inputs = _inputs(name, x, bias, grad_output, as_rows=_checks.as_rows)
-    names = ["dx", *(["dbias"] if with_dbias else [])]
-
-    def body(*arrays: jax.Array) -> tuple[jax.Array, ...]:
-        given = dict(zip(inputs, arrays, strict=True))
-        rows, cols = given["x"].shape
-        results = {"dx": _S((rows, cols), given["x"].dtype)}
-        if with_dbias:
-            lines = scratch_sizes.lines(rows, scratch_sizes.ACTIVATION_ROWS)
-            results["dbias"] = _S((cols,), given["x"].dtype)
-            results["workspace"] = _S((lines, cols), jnp.float32)
-        made = call(_OP, name, results, **given, is_tanh=is_tanh)
-        return tuple(made[each] for each in names)
-
-    rule = "dy: r c, x: r c, " + ("" if bias is None else "bias: c, ")
-    rule = f"{rule[:-2]} -> dx: r c{', dbias: + c' if with_dbias else ''}"
-    ranks = {"r": inputs["x"].ndim - 1}
-    found = over_rows(name, rule, body, split="r c", ranks=ranks)(*inputs.values())
-    return BiasGeluGrads(found[0].reshape(jnp.shape(x)), found[1] if with_dbias else None)
+    given = {"dy": grad_output, "x": x, "bias": bias}
+    made = run(_OP, name, given, ["dbias"] * bool(with_dbias), is_tanh=is_tanh)
+    return BiasGeluGrads(made["dx"], made.get("dbias"))
 
 
 @checked
@@ -166,9 +136,9 @@ def bias_gelu_fwd_fp8(
             max |gelu(x + bias)|.
     """
     name = "bias_gelu_fwd_fp8"
-    options = {"is_tanh": op_options.is_tanh(name, form)}
-    inputs = _inputs(name, x, bias)
-    return fused_cast(_OP, name, inputs, options, scale, fp8_dtype, rowwise, columnwise, amax)[0]
+    is_tanh = op_options.is_tanh(name, form)
+    given = {"x": x, "bias": bias, "scale": scale, "amax": amax}
+    return cast_of_activation(_OP, name, given, fp8_dtype, rowwise, columnwise, is_tanh=is_tanh)[0]
 
 
 @checked
@@ -196,33 +166,9 @@ def bias_gelu_bwd_fp8(
             magnitudes of x's gradient.
     """
     name = "bias_gelu_bwd_fp8"
-    options = {"is_tanh": op_options.is_tanh(name, form)}
-    inputs = _inputs(name, x, bias, grad_output)
-    made = fused_cast(
-        _OP, name, inputs, options, scale, fp8_dtype, rowwise, columnwise, amax, with_dbias
+    is_tanh = op_options.is_tanh(name, form)
+    given = {"dy": grad_output, "x": x, "bias": bias, "scale": scale, "amax": amax}
+    made = cast_of_activation(
+        _OP, name, given, fp8_dtype, rowwise, columnwise, with_dbias, is_tanh=is_tanh
     )
     return BiasGeluFP8Grads(*made)
-
-
-def _inputs(
-    function: str,
-    x: Any,
-    bias: Any,
-    dy: Any = None,
-    as_rows: Callable[..., jax.Array] = _checks.as_matrix,
-) -> dict[str, jax.Array]:
-    """Returns the tensors that a function reads by parameter."""
-    rows = as_rows(function, "x", x)
-    found = {}
-    if dy is not None:
-        dy = _checks.has_dtype(function, "dy", dy, [rows.dtype.name])
-        if dy.shape != jnp.shape(x):
-            raise ValueError(
-                f"{function}: dy must have x's shape {list(jnp.shape(x))}, got {list(dy.shape)}"
-            )
-        found["dy"] = dy.reshape(rows.shape)
-    found["x"] = rows
-    if bias is not None:
-        bias = _checks.has_dtype(function, "bias", bias, [rows.dtype.name])
-        found["bias"] = _checks.has_shape(function, "bias", bias, rows.shape[-1:])
-    return found

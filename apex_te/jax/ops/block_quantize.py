@@ -9,11 +9,10 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from .._call import call
 from . import _checks
 from ._checked import checked
-from ._rows import rowwise as over_rows
-from .fp8_output import copies, sides
+from ._contract import run
+from .fp8_output import sides, wanted
 
 __all__ = [
     "BlockQuantized",
@@ -26,7 +25,6 @@ __all__ = [
     "with_padding",
 ]
 
-_S = jax.ShapeDtypeStruct
 _BLOCK = 128
 _MULTIPLE = 4
 
@@ -91,31 +89,10 @@ def block_quantize(
     x, ranks = sides(name, x, flatten_axis)
     if block_rows not in (1, _BLOCK):
         raise ValueError(f"{name}: block_rows must be 1 or 128, got {block_rows}")
-    names = [
-        full
-        for side in copies(name, (1, 1), dtype, rowwise, columnwise)
-        for full in (side, f"{side}_scale_inv")
-    ]
-    options = {"block_rows": block_rows, "eps": float(eps), "pow2": bool(pow2)}
-
-    def body(x: jax.Array) -> tuple[jax.Array, ...]:
-        results: dict[str, Any] = {}
-        for side, each in copies(name, x.shape, dtype, rowwise, columnwise).items():
-            shape = scale_shape(each.shape[0], each.shape[1], block_rows)
-            results |= {side: each, f"{side}_scale_inv": _S(shape, jnp.float32)}
-        made = call(name, name, results, x=x, **options)
-        for side in ("rowwise", "columnwise"):
-            if side in results:
-                scale_inv = f"{side}_scale_inv"
-                made[scale_inv] = unpadded(made[scale_inv], made[side].shape, block_rows)
-        return tuple(made[each] for each in names)
-
-    dims = {"rowwise": "r c", "columnwise": "c r",
-            "rowwise_scale_inv": scale_dims("r", "c", block_rows),
-            "columnwise_scale_inv": scale_dims("c", "r", block_rows)}  # fmt: skip
-    rule = "x: r c -> " + ", ".join(f"{each}: {dims[each]}" for each in names)
-    found = over_rows(name, rule, body, split="r c", ranks=ranks)(x)
-    made = dict(zip(names, found, strict=True))
+    made = run(
+        name, name, {"x": x}, wanted(name, rowwise, columnwise), dtypes={"F": dtype}, ranks=ranks,
+        block_rows=block_rows, eps=float(eps), pow2=bool(pow2),
+    )  # fmt: skip
     if padded:
         rows, cols = math.prod(x.shape[: ranks["r"]]), math.prod(x.shape[ranks["r"] :])
         made = scales_of_matrix(made, rows, cols, block_rows)
@@ -192,16 +169,6 @@ def block_dequantize(
         [rows, cols]. A columnwise copy gives the transpose of the quantized matrix.
     """
     name = "block_dequantize"
-    fp8_data = _checks.matrix(name, "fp8_data", fp8_data, _checks.FP8)
-    rows, cols = fp8_data.shape
-    expected = scale_shape(rows, cols, block_rows)
-    scale_inv = _checks.has_shape(name, "scale_inv", jnp.asarray(scale_inv), expected)
-    scale_inv = unpadded(scale_inv, fp8_data.shape, block_rows)
-
-    def body(fp8_data: jax.Array, scale_inv: jax.Array) -> tuple[jax.Array]:
-        results = {"out": _S(fp8_data.shape, jnp.dtype(out_dtype))}
-        given = {"fp8_data": fp8_data, "scale_inv": with_padding(scale_inv)}
-        return (call("block_quantize", name, results, **given, block_rows=block_rows)["out"],)
-
-    rule = f"fp8_data: r c, scale_inv: {scale_dims('r', 'c', block_rows)} -> out: r c"
-    return over_rows(name, rule, body, split="r c")(fp8_data, scale_inv)[0]
+    given = {"fp8_data": fp8_data, "scale_inv": scale_inv}
+    dtypes = {"T": _checks.float_dtype_of(name, "out", out_dtype).name}
+    return run("block_quantize", name, given, dtypes=dtypes, block_rows=block_rows)["out"]

@@ -5,19 +5,15 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 
-from ...runtime import scratch_sizes
-from .._call import call
 from . import _checks
 from ._checked import checked
-from ._rows import rowwise as over_rows
-from .fp8_output import copies, sides
+from ._contract import run
+from .fp8_output import sides, wanted
 
 __all__ = ["CastTransposeOutput", "cast_transpose"]
 
 _NAME = "cast_transpose"
-_S = jax.ShapeDtypeStruct
 
 
 class CastTransposeOutput(NamedTuple):
@@ -63,27 +59,9 @@ def cast_transpose(
     """
     dtype = _checks.fp8_dtype_of(_NAME, fp8_dtype, fnuz=True)
     x, ranks = sides(_NAME, x, flatten_axis)
-    inputs = {"x": x, "scale": _checks.is_scalar(_NAME, "scale", scale)}
-    if amax is not None:
-        inputs["amax"] = _checks.is_scalar(_NAME, "amax", amax)
-    names = [*copies(_NAME, (1, 1), dtype, rowwise, columnwise), "scale_inv"]
-    names += [*(["dbias"] if with_dbias else []), *(["amax"] if amax is not None else [])]
-
-    def body(*arrays: jax.Array) -> tuple[jax.Array, ...]:
-        given = dict(zip(inputs, arrays, strict=True))
-        rows, cols = given["x"].shape
-        results = copies(_NAME, (rows, cols), dtype, rowwise, columnwise)
-        results["scale_inv"] = _S(given["scale"].shape, jnp.float32)
-        if with_dbias:
-            results["dbias"] = _S((cols,), given["x"].dtype)
-            lines = scratch_sizes.lines(rows, scratch_sizes.CAST_ROWS)
-            results["workspace"] = _S((lines, cols), jnp.float32)
-        made = call(_NAME, _NAME, results, **given)
-        return tuple(made[each] for each in names)
-
-    dims = {"rowwise": "r c", "columnwise": "c r", "scale_inv": "_", "dbias": "+ c", "amax": "^"}
-    rule = ", ".join(f"{n}: {'r c' if n == 'x' else '_'}" for n in inputs)
-    rule += " -> " + ", ".join(f"{n}: {dims[n]}" for n in names)
-    made = over_rows(_NAME, rule, body, split="r c", ranks=ranks)(*inputs.values())
-    out = dict(zip(names, made, strict=True))
-    return CastTransposeOutput(*(out.get(name) for name in CastTransposeOutput._fields))
+    made = run(
+        _NAME, _NAME, {"x": x, "scale": scale, "amax": amax},
+        [*wanted(_NAME, rowwise, columnwise), "scale_inv", *["dbias"] * bool(with_dbias)],
+        dtypes={"F": dtype}, ranks=ranks,
+    )  # fmt: skip
+    return CastTransposeOutput(*map(made.get, CastTransposeOutput._fields))

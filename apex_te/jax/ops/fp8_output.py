@@ -2,24 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from ...runtime import scratch_sizes
-from .._call import call
 from . import _checks
 from ._checked import checked
-from ._rows import rowwise as over_rows
+from ._contract import run
 
-__all__ = ["FP8Output", "copies", "fused_cast", "sides"]
-
-_S = jax.ShapeDtypeStruct
-_DIMS = {
-    "dy": "r c", "x": "r c", "bias": "c", "scale": "_", "amax": "_",
-    "rowwise": "r c", "columnwise": "c r", "scale_inv": "_", "dbias": "+ c",
-}  # fmt: skip
+__all__ = ["FP8Output", "copies", "sides"]
 
 
 class FP8Output(NamedTuple):
@@ -71,6 +64,13 @@ def sides(
     return x, {"r": rows, "c": x.ndim - rows}
 
 
+def wanted(function: str, rowwise: bool, columnwise: bool, amax: Any = None) -> list[str]:
+    """Returns the names of the copies to make; none are fine where an amax is to be updated."""
+    if not (rowwise or columnwise or amax is not None):
+        raise ValueError(f"{function}: rowwise or columnwise must be True, got False for both")
+    return ["rowwise"] * bool(rowwise) + ["columnwise"] * bool(columnwise)
+
+
 @checked
 def copies(
     function: str,
@@ -92,62 +92,27 @@ def copies(
     Raises:
         ValueError: ``rowwise`` and ``columnwise`` are False and ``amax`` is None.
     """
-    if not (rowwise or columnwise or amax is not None):
-        raise ValueError(f"{function}: rowwise or columnwise must be True, got False for both")
-    (rows, cols), dtype = shape, jnp.dtype(fp8_dtype)
-    wanted = {"rowwise": (rows, cols) if rowwise else None,
-              "columnwise": (cols, rows) if columnwise else None}  # fmt: skip
-    return {n: jax.ShapeDtypeStruct(s, dtype) for n, s in wanted.items() if s is not None}
+    shapes = {"rowwise": shape, "columnwise": shape[::-1]}
+    names = wanted(function, rowwise, columnwise, amax)
+    return {name: jax.ShapeDtypeStruct(shapes[name], jnp.dtype(fp8_dtype)) for name in names}
 
 
-@checked
-def fused_cast(
+def cast_of_activation(
     op: str,
     function: str,
-    inputs: dict[str, jax.Array],
-    options: dict[str, Any],
-    scale: Any,
+    given: Mapping[str, Any],
     fp8_dtype: Any,
     rowwise: bool,
     columnwise: bool,
-    amax: Any,
     with_dbias: bool = False,
+    **options: Any,
 ) -> tuple[FP8Output, jax.Array | None]:
-    """Calls an activation's function with FP8 output.
-
-    Args:
-        op: name of the op's library.
-        function: name of the C function.
-        inputs: the arrays "x" and, if the function reads them, "dy" and "bias", by name.
-        options: the function's scalars, by name.
-        scale, fp8_dtype, rowwise, columnwise, amax: as in ``activation_fwd_fp8``.
-        with_dbias: also return the sums of the result's columns.
-
-    Returns:
-        The FP8 data, and the column sums or None.
-    """
-    dtype = _checks.fp8_dtype_of(function, fp8_dtype)
-    inputs = {**inputs, "scale": _checks.is_scalar(function, "scale", scale)}
-    if amax is not None:
-        inputs["amax"] = _checks.is_scalar(function, "amax", amax)
-    names = [*copies(function, inputs["x"].shape, dtype, rowwise, columnwise), "scale_inv"]
-    names += [*(() if amax is None else ("amax",)), *(("dbias",) if with_dbias else ())]
-
-    def body(*arrays: jax.Array) -> tuple[jax.Array, ...]:
-        given = dict(zip(inputs, arrays, strict=True))
-        rows, cols = given["x"].shape
-        results = copies(function, (rows, cols), dtype, rowwise, columnwise)
-        results["scale_inv"] = _S(given["scale"].shape, jnp.float32)
-        if with_dbias:
-            lines = scratch_sizes.lines(rows, scratch_sizes.ACTIVATION_ROWS)
-            results["dbias"] = _S((cols,), given["x"].dtype)
-            results["workspace"] = _S((lines, cols), jnp.float32)
-        made = call(op, function, results, **given, **options)
-        return tuple(made[each] for each in names)
-
-    dims = {**_DIMS, "amax": "^"}
-    rule = ", ".join(f"{name}: {_DIMS[name]}" for name in inputs)
-    rule += " -> " + ", ".join(f"{name}: {dims[name]}" for name in names)
-    run = over_rows(function, rule, body, split="r c")
-    out = dict(zip(names, run(*inputs.values()), strict=True))
-    return FP8Output(*(out.get(name) for name in FP8Output._fields)), out.get("dbias")
+    """Calls an activation's function with FP8 output; returns it, and its column sums or None."""
+    x = _checks.has_columns(function, "x", given["x"])
+    made = run(
+        op, function, given,
+        [*wanted(function, rowwise, columnwise), "scale_inv", *["dbias"] * bool(with_dbias)],
+        dtypes={"F": _checks.fp8_dtype_of(function, fp8_dtype)}, ranks={"r": x.ndim - 1},
+        as_matrices=True, **options,
+    )  # fmt: skip
+    return FP8Output(*map(made.get, FP8Output._fields)), made.get("dbias")

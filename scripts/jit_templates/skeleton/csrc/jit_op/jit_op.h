@@ -1,16 +1,16 @@
 // jit_op: y = x / (1 + scale |x|) of every element.
 //
 // Its gradient is dx = dy / (1 + scale |x|)^2. The declarations below are read as text: by
-// the builder, and for the schemas that torch knows. "Tensor!" is written.
+// the builder, for the schemas that torch knows, and as contracts (docs/new_op.md). "!" is written.
 #pragma once
 
 #include <cmath>
 
 #include "common/activation/arguments.h"
 
-APEX_TE_FUNCTION(jit_op_fwd, "x: Tensor, y: Tensor!, scale: float")
+APEX_TE_FUNCTION(jit_op_fwd, "x: T[*r c], y: T[x]!, scale: float")
 APEX_TE_IN_PLACE(jit_op_fwd, "y: x")
-APEX_TE_FUNCTION(jit_op_bwd, "dy: Tensor, x: Tensor, dx: Tensor!, scale: float")
+APEX_TE_FUNCTION(jit_op_bwd, "dy: T[x], x: T[*r c], dx: T[x]!, scale: float")
 APEX_TE_IN_PLACE(jit_op_bwd, "dx: dy")
 
 namespace apex_te {
