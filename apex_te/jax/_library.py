@@ -131,12 +131,7 @@ def _address(op: str, function: str, platform: str) -> tuple[int, bytes]:
 
 @functools.cache
 def contract_of(op: str, function: str) -> Contract:
-    """Returns the contract of a C function from the op's header.
-
-    Raises:
-        AttributeError: the op has no such function.
-        NotImplementedError: the function returns a value.
-    """
+    """Returns the contract of a C function from the op's header."""
     spec = get_builder(op).functions().get(function)
     if spec is None:
         raise AttributeError(f"op {op} has no function {function}")

@@ -3,7 +3,7 @@
 
 #include "common/numerics/columnwise.h"
 
-APEX_TE_FUNCTION(byte_transpose, "fp8_data: Tensor, out: Tensor!")
+APEX_TE_FUNCTION(byte_transpose, "fp8_data: u8[r c], out: u8[c r~16]!")
 
 namespace apex_te {
 

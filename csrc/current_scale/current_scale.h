@@ -11,14 +11,15 @@
 
 // Two launches: amax, then scale and cast.
 APEX_TE_FUNCTION(current_scale_fwd,
-                 "x: Tensor, rowwise: Tensor!?, columnwise: Tensor!?, amax: Tensor!, "
-                 "scale: Tensor!, scale_inv: Tensor!, workspace: Tensor!, eps: float, pow2: bool")
+                 "x: T[r c], rowwise: F*[r c]!?, columnwise: F*[c r~16]!?, amax: f32[^ 1]!, "
+                 "scale: f32[1]!, scale_inv: f32[1]!, workspace: f32[1024]!, eps: float, "
+                 "pow2: bool")
 // The second alone, for an amax that is known.
 APEX_TE_FUNCTION(current_scale_cast,
-                 "x: Tensor, rowwise: Tensor!?, columnwise: Tensor!?, amax: Tensor, "
-                 "scale: Tensor!, scale_inv: Tensor!, eps: float, pow2: bool")
+                 "x: T[r c], rowwise: F*[r c]!?, columnwise: F*[c r~16]!?, amax: f32[1], "
+                 "scale: f32[1]!, scale_inv: f32[1]!, eps: float, pow2: bool")
 // amax alone.
-APEX_TE_FUNCTION(current_scale_amax, "x: Tensor, amax: Tensor!, workspace: Tensor!")
+APEX_TE_FUNCTION(current_scale_amax, "x: T[r c], amax: f32[^ 1]!, workspace: f32[1024]!")
 
 namespace apex_te {
 

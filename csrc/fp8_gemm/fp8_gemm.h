@@ -36,7 +36,7 @@ APEX_TE_FUNCTION(wgrad_gemm,
                  "cuda")
 // cuBLASLt's version on the machine; the tensor only names the device.
 APEX_TE_FUNCTION(cublaslt_version, "probe: Tensor -> int", "cuda")
-APEX_TE_FUNCTION(fp8_decode, "fp8_data: Tensor, out: Tensor!", "cpu")
+APEX_TE_FUNCTION(fp8_decode, "fp8_data: F*[r c], out: f32[r c]!", "cpu")
 APEX_TE_FUNCTION(fp8_gemm_epilogue,
                  "product: Tensor, a_scale_inv: Tensor, b_scale_inv: Tensor, out: Tensor!, "
                  "bias: Tensor?, c: Tensor?, aux: Tensor!?, accumulate: bool",

@@ -12,21 +12,21 @@
 // With a given scale (none: 1). amax becomes max(amax, max |x|) with NaN above infinity; scale_inv
 // is set to 1 / scale.
 APEX_TE_FUNCTION(hif8_quantize,
-                 "x: Tensor, scale: Tensor?, rowwise: Tensor!?, columnwise: Tensor!?, "
-                 "amax: Tensor!?, scale_inv: Tensor!?, saturate: bool")
+                 "x: T[r c], scale: f32[1]?, rowwise: u8[r c]!?, columnwise: u8[c r~16]!?, "
+                 "amax: f32[^ 1]!!?, scale_inv: f32[scale]!?, saturate: bool")
 // With scale = target / amax of x and its inverse, by the rules of common/numerics/scaling.h: two
 // launches.
 APEX_TE_FUNCTION(hif8_current,
-                 "x: Tensor, rowwise: Tensor!?, columnwise: Tensor!?, amax: Tensor!, "
-                 "scale: Tensor!, scale_inv: Tensor!, workspace: Tensor!, target: float, "
+                 "x: T[r c], rowwise: u8[r c]!?, columnwise: u8[c r~16]!?, amax: f32[^ 1]!, "
+                 "scale: f32[1]!, scale_inv: f32[1]!, workspace: f32[1024]!, target: float, "
                  "eps: float, pow2: bool, saturate: bool")
 // The second alone, for an amax that is known.
 APEX_TE_FUNCTION(hif8_cast,
-                 "x: Tensor, rowwise: Tensor!?, columnwise: Tensor!?, amax: Tensor, "
-                 "scale: Tensor!, scale_inv: Tensor!, target: float, eps: float, pow2: bool, "
+                 "x: T[r c], rowwise: u8[r c]!?, columnwise: u8[c r~16]!?, amax: f32[1], "
+                 "scale: f32[1]!, scale_inv: f32[1]!, target: float, eps: float, pow2: bool, "
                  "saturate: bool")
 // out = value of the code, times scale_inv if given, rounded to out's dtype. One dimension each.
-APEX_TE_FUNCTION(hif8_decode, "fp8_data: Tensor, scale_inv: Tensor?, out: Tensor!")
+APEX_TE_FUNCTION(hif8_decode, "fp8_data: u8[n], scale_inv: f32[1]?, out: T[n]!")
 
 namespace apex_te {
 

@@ -11,9 +11,10 @@
 #include "common/numerics/columnwise.h"
 
 APEX_TE_FUNCTION(mx_quantize,
-                 "x: Tensor, rowwise: Tensor!?, rowwise_scale: Tensor!?, columnwise: Tensor!?, "
-                 "columnwise_scale: Tensor!?, use_floor: bool")
-APEX_TE_FUNCTION(mx_dequantize, "fp8_data: Tensor, scale: Tensor, out: Tensor!")
+                 "x: T[r c], rowwise: F[r c]!?, rowwise_scale: e8m0[r c/32]!?rowwise, "
+                 "columnwise: F[c r~16]!?, columnwise_scale: e8m0[c r/32]!?columnwise, "
+                 "use_floor: bool")
+APEX_TE_FUNCTION(mx_dequantize, "fp8_data: F[r c], scale: e8m0[r c/32], out: T[r c]!")
 
 namespace apex_te {
 

@@ -20,8 +20,9 @@
 #include "common/numerics/fp8_formats.h"
 
 APEX_TE_FUNCTION(qkv_cast_weight,
-                 "weight: Tensor, scale: Tensor, out_rowwise: Tensor!, out_columnwise: Tensor!?, "
-                 "amax: Tensor!?, scale_inv: Tensor!?, noop: Tensor?, repeats: int, groups: int")
+                 "weight: T[h c], scale: f32[1], out_rowwise: F*[h c]!, "
+                 "out_columnwise: F*[c h~16]!?, amax: f32[^ 1]!!?, scale_inv: f32[scale]!?, "
+                 "noop: i32[1]?, repeats: int, groups: int; whole h")
 APEX_TE_FUNCTION(qkv_cast_grad,
                  "queries: Tensor?, keys: Tensor, values: Tensor, scale: Tensor, "
                  "rowwise: Tensor!?, columnwise: Tensor!?, amax: Tensor!?, scale_inv: Tensor!?, "

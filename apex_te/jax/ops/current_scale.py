@@ -8,24 +8,19 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from ...runtime import scratch_sizes
-from .._call import call
 from . import _checks
 from ._checked import checked
+from ._contract import local_call, run
 from ._rows import rowwise as over_rows
-from .fp8_output import copies, sides
+from .fp8_output import sides, wanted
 
 __all__ = [
     "CurrentScaleOutput",
-    "amax_results",
     "current_scale",
     "local_amax",
     "scale_of",
     "tensor_amax",
 ]
-
-_S = jax.ShapeDtypeStruct
-_ONE = _S((1,), jnp.float32)
 
 
 class CurrentScaleOutput(NamedTuple):
@@ -67,36 +62,33 @@ def current_scale(
     """
     dtype = _checks.fp8_dtype_of("current_scale", fp8_dtype, fnuz=True)
     x, ranks = sides("current_scale", x, flatten_axis)
-    names = [*copies("current_scale", (1, 1), dtype, rowwise, columnwise), "scale", "scale_inv"]
-    options = {"eps": float(eps), "pow2": bool(pow2)}
-
-    def cast(x: jax.Array, amax: jax.Array) -> tuple[jax.Array, ...]:
-        results = copies("current_scale", x.shape, dtype, rowwise, columnwise)
-        results |= {"scale": _ONE, "scale_inv": _ONE}
-        given = {"x": x, "amax": amax.reshape(1), **options}
-        made = call("current_scale", "current_scale_cast", results, **given)
-        return tuple(made[name] for name in names)
+    names = [*wanted("current_scale", rowwise, columnwise), "scale", "scale_inv"]
+    dtypes = {"F": dtype}
+    options: dict[str, Any] = {"eps": float(eps), "pow2": bool(pow2)}
+    if amax is not None:
+        amax = _checks.is_scalar("current_scale_cast", "amax", amax)
+        found = run(
+            "current_scale", "current_scale_cast", {"x": x, "amax": amax}, names, dtypes=dtypes,
+            ranks=ranks, **options,
+        )  # fmt: skip
+        return CurrentScaleOutput(*map({**found, "amax": amax}.get, CurrentScaleOutput._fields))
 
     def whole(x: jax.Array) -> tuple[jax.Array, ...]:
-        results = copies("current_scale", x.shape, dtype, rowwise, columnwise)
-        results |= {"scale": _ONE, "scale_inv": _ONE, **amax_results()}
-        made = call("current_scale", "current_scale_fwd", results, x=x, **options)
+        made = local_call("current_scale", "current_scale_fwd", {"x": x}, names, dtypes, **options)
         return tuple(made[name] for name in (*names, "amax"))
 
     def reduced(reduce: Callable[..., jax.Array], x: jax.Array) -> tuple[jax.Array, ...]:
-        amax = reduce("amax", local_amax(x)[0])
-        return *cast(x, amax), amax
+        given = {"x": x, "amax": reduce("amax", local_amax(x)[0])}
+        made = local_call("current_scale", "current_scale_cast", given, names, dtypes, **options)
+        return *(made[name] for name in names), given["amax"]
 
-    dims = {"rowwise": "r c", "columnwise": "c r", "scale": "_", "scale_inv": "_"}
-    made = ", ".join(f"{n}: {dims[n]}" for n in names)
-    shared: dict[str, Any] = {"split": "r c", "ranks": ranks}
-    if amax is None:
-        rule = f"x: r c -> {made}, amax: ^"
-        found = over_rows("current_scale_fwd", rule, whole, reduced=reduced, **shared)(x)
-        return _output(dict(zip([*names, "amax"], found, strict=True)))
-    amax = _checks.is_scalar("current_scale_cast", "amax", amax)
-    found = over_rows("current_scale_cast", f"x: r c, amax: _ -> {made}", cast, **shared)(x, amax)
-    return _output({**dict(zip(names, found, strict=True)), "amax": amax})
+    dims = {"rowwise": "r c", "columnwise": "c r", "scale": "_", "scale_inv": "_", "amax": "^"}
+    rule = f"x: r c -> {', '.join(f'{n}: {dims[n]}' for n in (*names, 'amax'))}"
+    fused = over_rows(
+        "current_scale_fwd", rule, whole, split="r c", ranks=ranks, reduced=reduced
+    )  # fmt: skip
+    found = dict(zip([*names, "amax"], fused(x), strict=True))
+    return CurrentScaleOutput(*map(found.get, CurrentScaleOutput._fields))
 
 
 @checked
@@ -112,30 +104,21 @@ def scale_of(
 
     def body(amax: jax.Array) -> tuple[jax.Array, ...]:
         # The cast of an empty matrix writes the scale alone.
-        results = {"rowwise": _S((0, 0), jnp.dtype(dtype)), "scale": _ONE, "scale_inv": _ONE}
-        given = {"x": jnp.zeros((0, 0), jnp.float32), "amax": amax.reshape(1)}
-        options = {"eps": float(eps), "pow2": bool(pow2)}
-        made = call("current_scale", "current_scale_cast", results, **given, **options)
+        made = local_call(
+            "current_scale", "current_scale_cast",
+            {"x": jnp.zeros((0, 0), jnp.float32), "amax": amax}, ["rowwise"], {"F": dtype},
+            eps=float(eps), pow2=bool(pow2),
+        )  # fmt: skip
         return made["scale"], made["scale_inv"]
 
     rule = "amax: _ -> scale: _, scale_inv: _"
     return over_rows("current_scale_cast", rule, body)(amax)
 
 
-def _output(made: dict[str, jax.Array]) -> CurrentScaleOutput:
-    return CurrentScaleOutput(*(made.get(name) for name in CurrentScaleOutput._fields))
-
-
-@checked
-def amax_results() -> dict[str, Any]:
-    """Returns shapes and dtypes of the results of a call that computes an amax, by name."""
-    return {"amax": _ONE, "workspace": _S((scratch_sizes.MAX_AMAXES,), jnp.float32)}
-
-
 @checked
 def local_amax(x: jax.Array) -> tuple[jax.Array]:
     """Returns max |x| of one device's shard of a matrix, as a tuple of one float32 element."""
-    return (call("current_scale", "current_scale_amax", amax_results(), x=x)["amax"],)
+    return (local_call("current_scale", "current_scale_amax", {"x": x})["amax"],)
 
 
 @checked

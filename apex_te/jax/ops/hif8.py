@@ -13,12 +13,12 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from .._call import call
 from . import _checks
 from ._checked import checked
+from ._contract import local_call, run
 from ._rows import rowwise as over_rows
-from .current_scale import amax_results, local_amax
-from .fp8_output import copies, sides
+from .current_scale import local_amax
+from .fp8_output import sides, wanted
 
 __all__ = [
     "HIF8_15",
@@ -36,8 +36,6 @@ HIF8_224 = 224.0
 
 _LARGEST = 32768.0
 _FLOAT32_MAX = float(jnp.finfo(jnp.float32).max)
-_S = jax.ShapeDtypeStruct
-_ONE = _S((1,), jnp.float32)
 _DIMS = {
     "rowwise": "r c", "columnwise": "c r", "scale": "_", "scale_inv": "_", "amax": "^",
 }  # fmt: skip
@@ -71,9 +69,8 @@ def encode(x: jax.Array, *, saturate: bool = True) -> jax.Array:
         x: any shape, float32, float16 or bfloat16.
     """
     x = _checks.has_dtype("hif8_quantize", "x", x, _checks.FLOATS)
-    results = copies("hif8_quantize", (1, x.size), "uint8", True, False)
-    options = {"saturate": bool(saturate)}
-    made = call("hif8", "hif8_quantize", results, x=x.reshape(1, x.size), **options)
+    given = {"x": x.reshape(1, x.size)}
+    made = local_call("hif8", "hif8_quantize", given, ["rowwise"], saturate=bool(saturate))
     return made["rowwise"].reshape(x.shape)
 
 
@@ -93,8 +90,8 @@ def decode(
     given = {"fp8_data": fp8_data.reshape(-1)}
     if scale_inv is not None:
         given["scale_inv"] = _checks.is_scalar(name, "scale_inv", scale_inv)
-    results = {"out": _S((fp8_data.size,), _checks.float_dtype_of(name, "out", dtype))}
-    return call("hif8", name, results, **given)["out"].reshape(fp8_data.shape)
+    dtypes = {"T": _checks.float_dtype_of(name, "out", dtype).name}
+    return local_call("hif8", name, given, (), dtypes)["out"].reshape(fp8_data.shape)
 
 
 @checked
@@ -120,24 +117,11 @@ def quantize(
     """
     name = "hif8_quantize"
     x, ranks = sides(name, x, flatten_axis)
-    inputs = {"x": x, "scale": _checks.is_scalar(name, "scale", scale)}
-    if amax is not None:
-        inputs["amax"] = _checks.is_scalar(name, "amax", amax)
-    names = [*copies(name, (1, 1), "uint8", rowwise, columnwise), "scale_inv"]
-    names += [] if amax is None else ["amax"]
-
-    def body(*arrays: jax.Array) -> tuple[jax.Array, ...]:
-        given = dict(zip(inputs, arrays, strict=True))
-        results = copies(name, given["x"].shape, "uint8", rowwise, columnwise)
-        results["scale_inv"] = _S(given["scale"].shape, jnp.float32)
-        made = call("hif8", name, results, **given, saturate=bool(saturate))
-        return tuple(made[each] for each in names)
-
-    rule = ", ".join(f"{n}: {'r c' if n == 'x' else '_'}" for n in inputs)
-    rule += " -> " + ", ".join(f"{n}: {_DIMS[n]}" for n in names)
-    found = over_rows(name, rule, body, split="r c", ranks=ranks)(*inputs.values())
-    made = {**dict(zip(names, found, strict=True)), "scale": inputs["scale"]}
-    return HiF8Output(*(made.get(each) for each in HiF8Output._fields))
+    scale = _checks.is_scalar(name, "scale", scale)
+    given = {"x": x, "scale": scale, "amax": amax}
+    outputs = [*wanted(name, rowwise, columnwise), "scale_inv"]
+    made = run("hif8", name, given, outputs, ranks=ranks, saturate=bool(saturate))
+    return HiF8Output(*map({**made, "scale": scale}.get, HiF8Output._fields))
 
 
 @checked
@@ -172,33 +156,24 @@ def quantize_current(
         raise ValueError(f"{name}: target must be above 0 and at most 32768, got {target:g}")
     if not 0.0 <= eps <= _FLOAT32_MAX:
         raise ValueError(f"{name}: eps must be zero or more and finite, got {eps:g}")
-    names = [*copies(name, (1, 1), "uint8", rowwise, columnwise), "scale", "scale_inv"]
-    options = {"target": float(target), "eps": float(eps), "pow2": bool(pow2)}
+    names = [*wanted(name, rowwise, columnwise), "scale", "scale_inv"]
+    options: dict[str, Any] = {"target": float(target), "eps": float(eps), "pow2": bool(pow2)}
     options["saturate"] = bool(saturate)
-
-    def run(function: str, names: list[str], results: Any, **given: Any) -> tuple[jax.Array, ...]:
-        results = {**copies(function, given["x"].shape, "uint8", rowwise, columnwise), **results}
-        made = call("hif8", function, results, **given, **options)
-        return tuple(made[each] for each in names)
-
-    def cast(x: jax.Array, amax: jax.Array) -> tuple[jax.Array, ...]:
-        return run("hif8_cast", names, {"scale": _ONE, "scale_inv": _ONE}, x=x, amax=amax)
+    if amax is not None:
+        amax = _checks.is_scalar(name, "amax", amax)
+        found = run("hif8", name, {"x": x, "amax": amax}, names, ranks=ranks, **options)
+        return HiF8Output(*map({**found, "amax": amax}.get, HiF8Output._fields))
 
     def whole(x: jax.Array) -> tuple[jax.Array, ...]:
-        results = {"scale": _ONE, "scale_inv": _ONE, **amax_results()}
-        return run("hif8_current", [*names, "amax"], results, x=x)
+        made = local_call("hif8", "hif8_current", {"x": x}, names, **options)
+        return tuple(made[each] for each in (*names, "amax"))
 
     def reduced(reduce: Callable[..., jax.Array], x: jax.Array) -> tuple[jax.Array, ...]:
         amax = reduce("amax", local_amax(x)[0])
-        return *cast(x, amax), amax
+        made = local_call("hif8", "hif8_cast", {"x": x, "amax": amax}, names, **options)
+        return *(made[each] for each in names), amax
 
-    made = ", ".join(f"{n}: {_DIMS[n]}" for n in names)
-    if amax is None:
-        rule = f"x: r c -> {made}, amax: ^"
-        fused = over_rows(name, rule, whole, split="r c", ranks=ranks, reduced=reduced)
-        found = dict(zip([*names, "amax"], fused(x), strict=True))
-    else:
-        amax = _checks.is_scalar(name, "amax", amax)
-        plain = over_rows(name, f"x: r c, amax: _ -> {made}", cast, split="r c", ranks=ranks)
-        found = {**dict(zip(names, plain(x, amax), strict=True)), "amax": amax}
-    return HiF8Output(*(found.get(each) for each in HiF8Output._fields))
+    rule = f"x: r c -> {', '.join(f'{n}: {_DIMS[n]}' for n in (*names, 'amax'))}"
+    fused = over_rows(name, rule, whole, split="r c", ranks=ranks, reduced=reduced)
+    found = dict(zip([*names, "amax"], fused(x), strict=True))
+    return HiF8Output(*map(found.get, HiF8Output._fields))

@@ -7,17 +7,12 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from .._call import call
 from . import _checks
 from ._checked import checked
-from ._rows import rowwise as over_rows
-from .fp8_output import sides
+from ._contract import local_call, run
+from .fp8_output import sides, wanted
 
 __all__ = ["MXQuantized", "mx_dequantize", "mx_quantize"]
-
-_BLOCK = 32
-_SCALE_DTYPE = "float8_e8m0fnu"
-_S = jax.ShapeDtypeStruct
 
 
 class MXQuantized(NamedTuple):
@@ -62,34 +57,17 @@ def mx_quantize(
         flatten_axis: as in ``cast_transpose``.
     """
     name = "mx_quantize"
-    dtype = jnp.dtype(_checks.fp8_dtype_of(name, fp8_dtype))
+    dtype = _checks.fp8_dtype_of(name, fp8_dtype)
     if rounding not in ("up", "floor"):
         raise ValueError(f"{name}: rounding must be 'up' or 'floor', got {rounding!r}")
     x, ranks = sides(name, x, flatten_axis)
     if not (rowwise or columnwise):
         raise ValueError(f"{name}: rowwise or columnwise must be asked for")
-    dims = {"rowwise": ("r", "c")} if rowwise else {}
-    dims |= {"columnwise": ("c", "r")} if columnwise else {}
-
-    def body(x: jax.Array) -> tuple[jax.Array, ...]:
-        results = {}
-        for side in dims:
-            shape = x.shape if side == "rowwise" else x.shape[::-1]
-            results[side] = _S(shape, dtype)
-            results[f"{side}_scale"] = _S(_scale_shape(*shape), jnp.dtype(_SCALE_DTYPE))
-        made = call(name, name, results, x=x, use_floor=rounding == "floor")
-        return tuple(made[each] for each in results)
-
-    texts = [f"{n}: {a} {b}, {n}_scale: {a} {b}/{_BLOCK}" for n, (a, b) in dims.items()]
-    run = over_rows(name, f"x: r c -> {', '.join(texts)}", body, split="r c", ranks=ranks)
-    names = [each for side in dims for each in (side, f"{side}_scale")]
-    made = dict(zip(names, run(x), strict=True))
-    return MXQuantized(*(made.get(each) for each in MXQuantized._fields))
-
-
-def _scale_shape(rows: int, cols: int) -> tuple[int, int]:
-    """Returns the shape of the scales of FP8 data [rows, cols]."""
-    return rows, -(-cols // _BLOCK)
+    made = run(
+        name, name, {"x": x}, wanted(name, rowwise, columnwise), dtypes={"F": dtype}, ranks=ranks,
+        use_floor=rounding == "floor",
+    )  # fmt: skip
+    return MXQuantized(*map(made.get, MXQuantized._fields))
 
 
 @checked
@@ -105,19 +83,12 @@ def mx_dequantize(fp8_data: jax.Array, scale: jax.Array, *, dtype: Any = jnp.bfl
         [rows, cols]. A columnwise copy gives the transpose of the quantized matrix.
     """
     name = "mx_dequantize"
-    scale = _checks.has_dtype(name, "scale", scale, [_SCALE_DTYPE])
-    fp8_data = _checks.matrix(name, "fp8_data", fp8_data, _checks.FP8)
-    scale = _checks.has_shape(name, "scale", scale, _scale_shape(*fp8_data.shape))
-    dtype = _checks.float_dtype_of(name, "out", dtype)
-
-    def body(fp8_data: jax.Array, scale: jax.Array) -> tuple[jax.Array]:
-        return (decoded(fp8_data, scale, dtype),)
-
-    rule = f"fp8_data: r c, scale: r c/{_BLOCK} -> out: r c"
-    return over_rows(name, rule, body, split="r c")(fp8_data, scale)[0]
+    given = {"fp8_data": fp8_data, "scale": scale}
+    dtypes = {"T": _checks.float_dtype_of(name, "out", dtype).name}
+    return run("mx_quantize", name, given, dtypes=dtypes)["out"]
 
 
 def decoded(fp8_data: jax.Array, scale: jax.Array, dtype: Any) -> jax.Array:
     """Returns the values of one device's shard of MXFP8 data [rows, cols] in ``dtype``."""
-    results = {"out": _S(fp8_data.shape, jnp.dtype(dtype))}
-    return call("mx_quantize", "mx_dequantize", results, fp8_data=fp8_data, scale=scale)["out"]
+    given, dtypes = {"fp8_data": fp8_data, "scale": scale}, {"T": jnp.dtype(dtype).name}
+    return local_call("mx_quantize", "mx_dequantize", given, (), dtypes)["out"]

@@ -18,6 +18,7 @@ from ...runtime import scratch_sizes
 from .._call import call
 from . import _checks
 from ._checked import checked
+from ._contract import run
 from ._rows import rowwise as over_rows
 from .fp8_output import FP8Output, copies
 
@@ -62,34 +63,22 @@ def qkv_cast_weight(
             max |weight|, where NaN counts as largest.
     """
     name = "qkv_cast_weight"
-    dtype = jnp.dtype(_checks.fp8_dtype_of(name, fp8_dtype, fnuz=True))
+    dtype = _checks.fp8_dtype_of(name, fp8_dtype, fnuz=True)
     found = _checks.array(name, "weight", weight)
     if found.ndim != 2:
         raise ValueError(f"{name}: weight must have 2 dimensions, got shape {list(found.shape)}")
     weight = _checks.has_dtype(name, "weight", found, _checks.FLOATS)
-    given = {"weight": weight, **_scalars(name, scale, amax)}
     rows = weight.shape[0]
     if repeats < 0 or groups < 1 or rows % ((repeats + 2) * groups):
         raise ValueError(
             f"{name}: weight must have a multiple of (repeats + 2) * groups rows below 2^31, got"
             f" {rows} rows with repeats {repeats} and groups {groups}"
         )
-    dims = {"out_rowwise": "h c", "out_columnwise": "c h", "scale_inv": "_", "amax": "^"}
-    names = ["out_rowwise", *(["out_columnwise"] if columnwise else []), "scale_inv"]
-    names += [] if amax is None else ["amax"]
-
-    def body(*arrays: jax.Array) -> tuple[jax.Array, ...]:
-        tensors = dict(zip(given, arrays, strict=True))
-        shape = tensors["weight"].shape
-        asked = {"out_rowwise": _S(shape, dtype), "scale_inv": _S(jnp.shape(scale), jnp.float32)}
-        if columnwise:
-            asked["out_columnwise"] = _S(shape[::-1], dtype)
-        made = call(_OP, name, asked, **tensors, repeats=repeats, groups=groups)
-        return tuple(made[each] for each in names)
-
-    read = {"weight": "h c"}
-    made = over_rows(name, _rule(given, read, names, dims), body, split="c")(*given.values())
-    out = dict(zip(names, made, strict=True))
+    out = run(
+        _OP, name, {"weight": weight, "scale": scale, "amax": amax},
+        ["out_columnwise"] * bool(columnwise) + ["scale_inv"], dtypes={"F": dtype},
+        repeats=repeats, groups=groups,
+    )  # fmt: skip
     return FP8Output(
         out["out_rowwise"], out.get("out_columnwise"), out["scale_inv"], out.get("amax")
     )
