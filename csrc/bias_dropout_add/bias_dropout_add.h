@@ -17,8 +17,8 @@ constexpr int64_t kBiasDropoutAddTileRows = 64;
 
 // seed: one int64, or its two halves as int32 [2], the low one first.
 APEX_TE_FUNCTION(bias_dropout_add_fwd,
-                 "x: Tensor, bias: Tensor?, residual: Tensor, seed: Tensor?, out: Tensor!, "
-                 "mask: Tensor!?, p: float")
+                 "x: T[r c], bias: T|f32[c]?, residual: R=T|f32[r c], seed: Tensor?, out: R[r c]!, "
+                 "mask: u8[r c/8]!?, p: float; whole c")
 APEX_TE_FUNCTION(bias_dropout_add_bwd,
                  "dout: Tensor, seed: Tensor?, mask: Tensor?, dx: Tensor!?, dbias: Tensor!?, "
                  "workspace: Tensor!?, p: float")

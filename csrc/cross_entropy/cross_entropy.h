@@ -17,8 +17,9 @@
 // float32, the largest logit of a row and the sum of exp(x - largest), not written for ignored
 // rows. num_valid: one int32, divides the gradient.
 APEX_TE_FUNCTION(cross_entropy_fwd,
-                 "logits: Tensor, target: Tensor, loss: Tensor!, grad: Tensor!?, stats: Tensor!?, "
-                 "num_valid: Tensor?, ignore_index: int, label_smoothing: float")
+                 "logits: T[r c], target: i64|i32[r], loss: f32[r]!, grad: T[r c]!?, "
+                 "stats: f32[r 2]!?, num_valid: i32[1]?, ignore_index: int, "
+                 "label_smoothing: float; whole c")
 APEX_TE_IN_PLACE(cross_entropy_fwd, "grad: logits")
 // grad = that of fwd times grad_output (float32, one element or one a row), from the logits, which
 // it may overwrite, and their stats. made: grad is what fwd made; a grad_output of 1, which must be
@@ -29,14 +30,14 @@ APEX_TE_FUNCTION(cross_entropy_bwd,
                  "made: bool")
 APEX_TE_IN_PLACE(cross_entropy_bwd, "grad: logits")
 // num_valid = number of targets other than ignore_index.
-APEX_TE_FUNCTION(cross_entropy_count, "target: Tensor, num_valid: Tensor!, ignore_index: int")
+APEX_TE_FUNCTION(cross_entropy_count, "target: i64|i32[r], num_valid: i32[+ 1]!, ignore_index: int")
 // total = sum of the losses in a fixed order, over num_valid where it is given.
-APEX_TE_FUNCTION(cross_entropy_sum, "loss: Tensor, num_valid: Tensor?, total: Tensor!")
+APEX_TE_FUNCTION(cross_entropy_sum, "loss: f32[r], num_valid: i32[1]?, total: f32[+ 1]!")
 // grad *= grad_output (one element) in place; a factor of 1 touches nothing. What ignored rows give
 // is 0 and stays so, also where the factor is infinite or NaN: rows whose target is ignore_index
 // and, with a num_valid (one int32 element) of 0, the whole gradient are left as they are.
 APEX_TE_FUNCTION(cross_entropy_scale,
-                 "grad: Tensor!, grad_output: Tensor, target: Tensor?, num_valid: Tensor?, "
+                 "grad: T[r c]!!, grad_output: f32[1], target: i64|i32[r]?, num_valid: i32[1]?, "
                  "ignore_index: int")
 
 namespace apex_te {

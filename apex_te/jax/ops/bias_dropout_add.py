@@ -15,15 +15,12 @@ from .._call import call
 from .._partition import Kind
 from . import _checks
 from ._checked import checked
+from ._contract import run
 from ._gradient import flag, gradient_of, is_wanted, materialised
 from ._rows import rowwise
 
 __all__ = ["bias_dropout_add", "bias_dropout_add_bwd"]
 
-_DIMS = {
-    "x": "r c", "bias": "c", "residual": "r c", "out": "r c", "dout": "r c", "dx": "r c",
-    "dbias": "+", "seed": "_",
-}  # fmt: skip
 _S = jax.ShapeDtypeStruct
 
 
@@ -88,38 +85,15 @@ def _halves(function: str, seed: Any) -> jax.Array:
     return jax.lax.bitcast_convert_type(seed, jnp.int32).reshape(2)
 
 
-def _apart(function: str, rule: str, body: Callable[..., Any], p: float) -> Callable[..., Any]:
-    """Returns ``body`` over rows; with a random mask, which numbers them, only over all at once."""
-    return sequential_vmap(body) if 0.0 < p < 1.0 else rowwise(function, rule, body)
-
-
-def _rule(inputs: Any, names: Any) -> str:
-    sides = (", ".join(f"{name}: {_DIMS[name]}" for name in each) for each in (inputs, names))
-    return " -> ".join(sides)
-
-
 def _fwd(p: float, x: Any, bias: Any, residual: Any, seed: Any) -> jax.Array:
     """Calls the C function of the forward on arrays of any number of dimensions."""
     name = "bias_dropout_add_fwd"
-    shape = x.shape
-    x = _checks.as_matrix(name, "x", x)
-    wide = list(dict.fromkeys([x.dtype.name, "float32"]))
-    inputs = {"x": x}
-    if bias is not None:
-        bias = _checks.has_dtype(name, "bias", bias, wide)
-        inputs["bias"] = _checks.has_shape(name, "bias", bias, x.shape[1:])
-    inputs["residual"] = _checks.has_dtype(name, "residual", residual, wide).reshape(x.shape)
-    dtype = residual.dtype
-    if seed is not None:
-        inputs["seed"] = seed
-
-    def body(*arrays: jax.Array) -> tuple[jax.Array]:
-        given = dict(zip(inputs, arrays, strict=True))
-        results = {"out": _S(given["x"].shape, dtype)}
-        return (call("bias_dropout_add", name, results, **given, p=p)["out"],)
-
-    (out,) = _apart(name, _rule(inputs, ["out"]), body, p)(*inputs.values())
-    return out.reshape(shape)
+    x = _checks.has_columns(name, "x", x)
+    out = run(
+        "bias_dropout_add", name, {"x": x, "bias": bias, "residual": residual, "seed": seed},
+        ranks={"r": x.ndim - 1}, as_matrices=True, one_by_one=0.0 < p < 1.0, p=p,
+    )["out"]  # fmt: skip
+    return out.reshape(x.shape)
 
 
 @checked
@@ -169,7 +143,13 @@ def bias_dropout_add_bwd(
         made = call("bias_dropout_add", name, results, **given, p=float(p))
         return tuple(made[each] for each in names)
 
-    made = _apart(name, _rule(inputs, names), body, p)(*inputs.values())
+    if 0.0 < p < 1.0:  # the mask numbers the rows, of each element of a batch anew
+        made = sequential_vmap(body)(*inputs.values())
+    else:
+        dims = {"dx": "r c", "dbias": "+"}
+        rule = ", ".join(f"{each}: {'_' if each == 'seed' else 'r c'}" for each in inputs)
+        rule += " -> " + ", ".join(f"{each}: {dims[each]}" for each in names)
+        made = rowwise(name, rule, body)(*inputs.values())
     found = dict(zip(names, made, strict=True))
     dx = found.get("dx")
     return None if dx is None else dx.reshape(jnp.shape(dout)), found.get("dbias")

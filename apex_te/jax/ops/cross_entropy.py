@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from .._call import call
 from . import _checks
 from ._checked import checked
+from ._contract import run
 from ._gradient import flag, is_wanted, materialised
 from ._rows import rowwise
 
@@ -32,9 +33,6 @@ __all__ = [
 
 REDUCTIONS = ("mean", "sum", "none")
 _MOST_COLUMNS = 2**31 - 4097
-_DIMS = {
-    "logits": "r c", "target": "r", "stats": "r s", "num_valid": "_", "loss": "r", "grad": "r c",
-}  # fmt: skip
 _S = jax.ShapeDtypeStruct
 
 
@@ -135,7 +133,7 @@ def _checked_rows(
 ) -> tuple[jax.Array, jax.Array]:
     """Returns logits [rows, V] and targets [rows]."""
     logits = _checks.matrix(function, "logits", logits)
-    target = _checked_targets(function, target)
+    target = _checks.has_ndim(function, "target", target, 1, ["int64", "int32"])
     rows, columns = logits.shape
     if target.shape != (rows,):
         raise ValueError(f"{function}: target must have shape [{rows}], got [{target.shape[0]}]")
@@ -144,10 +142,6 @@ def _checked_rows(
     if rows and not 1 <= columns <= _MOST_COLUMNS:
         raise ValueError(f"{function}: logits must have 1 to 2^31 - 4097 columns, got {columns}")
     return logits, target
-
-
-def _checked_targets(function: str, target: Any) -> jax.Array:
-    return _checks.has_ndim(function, "target", target, 1, ["int64", "int32"])
 
 
 @checked
@@ -173,33 +167,12 @@ def cross_entropy_fwd(
     """
     name = "cross_entropy_fwd"
     logits, target = _checked_rows(name, logits, target, label_smoothing)
-    inputs = {"logits": logits, "target": target}
-    if num_valid is not None:
-        inputs["num_valid"] = _checks.is_scalar(name, "num_valid", num_valid, "int32")
-    names = ["loss", *(["grad"] if with_grad else []), *(["stats"] if with_stats else [])]
-    options = {"ignore_index": ignore_index, "label_smoothing": float(label_smoothing)}
-
-    def body(*arrays: jax.Array) -> tuple[jax.Array, ...]:
-        given = dict(zip(inputs, arrays, strict=True))
-        rows, columns = given["logits"].shape
-        results = {"loss": _S((rows,), jnp.float32)}
-        if with_grad:
-            results["grad"] = _S((rows, columns), logits.dtype)
-        if with_stats:
-            results["stats"] = _S((rows, 2), jnp.float32)
-        made = call("cross_entropy", name, results, **given, **options)
-        return tuple(made[each] for each in names)
-
-    found = dict(
-        zip(names, rowwise(name, _rule(inputs, names), body)(*inputs.values()), strict=True)
-    )
-    return CrossEntropyOutput(found["loss"], found.get("grad"), found.get("stats"))
-
-
-def _rule(inputs: Any, names: Any, **other: str) -> str:
-    dims = {**_DIMS, **other}
-    sides = (", ".join(f"{name}: {dims[name]}" for name in each) for each in (inputs, names))
-    return " -> ".join(sides)
+    given = {"logits": logits, "target": target, "num_valid": num_valid}
+    made = run(
+        "cross_entropy", name, given, ["grad"] * bool(with_grad) + ["stats"] * bool(with_stats),
+        ignore_index=ignore_index, label_smoothing=float(label_smoothing),
+    )  # fmt: skip
+    return CrossEntropyOutput(made["loss"], made.get("grad"), made.get("stats"))
 
 
 @checked
@@ -248,7 +221,9 @@ def cross_entropy_bwd(
         results = None if grad is not None else {"grad": _S(given["logits"].shape, logits.dtype)}
         return (call("cross_entropy", name, results, **given, **options)["grad"],)
 
-    rule = _rule(inputs, ["grad"], grad_output="r" if per_row else "_")
+    dims = {"logits": "r c", "target": "r", "stats": "r s", "grad": "r c"}
+    dims["grad_output"] = "r" if per_row else "_"
+    rule = ", ".join(f"{each}: {dims.get(each, '_')}" for each in inputs) + " -> grad: r c"
     (found,) = rowwise(name, rule, body)(*inputs.values())
     return found
 
@@ -257,15 +232,7 @@ def cross_entropy_bwd(
 def count_valid(target: jax.Array, ignore_index: int = -100) -> jax.Array:
     """Returns the number of targets [rows] other than ``ignore_index``, one int32 element."""
     name = "cross_entropy_count"
-    target = _checked_targets(name, target)
-
-    def body(target: jax.Array) -> tuple[jax.Array]:
-        results = {"num_valid": _S((1,), jnp.int32)}
-        made = call("cross_entropy", name, results, target=target, ignore_index=ignore_index)
-        return (made["num_valid"],)
-
-    (count,) = rowwise(name, "target: r -> num_valid: +", body)(target)
-    return count
+    return run("cross_entropy", name, {"target": target}, ignore_index=ignore_index)["num_valid"]
 
 
 @checked
@@ -275,13 +242,5 @@ def sum_losses(loss: jax.Array, num_valid: jax.Array | None = None) -> jax.Array
     Arguments, results and errors are those of ``apex_te.ops.cross_entropy.sum_losses``.
     """
     name = "cross_entropy_sum"
-    inputs = {"loss": _checks.has_ndim(name, "loss", loss, 1, ["float32"])}
-    if num_valid is not None:
-        inputs["num_valid"] = _checks.is_scalar(name, "num_valid", num_valid, "int32")
-
-    def body(*arrays: jax.Array) -> tuple[jax.Array]:
-        given = dict(zip(inputs, arrays, strict=True))
-        return (call("cross_entropy", name, {"total": _S((1,), jnp.float32)}, **given)["total"],)
-
-    (total,) = rowwise(name, _rule(inputs, ["total"], total="+"), body)(*inputs.values())
-    return total.reshape(())
+    given = {"loss": loss, "num_valid": num_valid}
+    return run("cross_entropy", name, given)["total"].reshape(())
