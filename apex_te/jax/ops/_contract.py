@@ -104,8 +104,12 @@ def _checked(
 ) -> dict[str, jax.Array]:
     """Returns the arrays that are given after the C function's checks, and binds their letters."""
     inputs: dict[str, jax.Array] = {}
-    # What has another parameter's shape is checked after it.
-    for p in sorted(contract.params.values(), key=lambda p: p.like is not None):
+    names = list(contract.params)
+
+    def order(p: Param) -> tuple[int, bool]:  # what has another parameter's shape follows it
+        return max(names.index(p.name), names.index(p.like or p.name)), p.like is not None
+
+    for p in sorted(contract.params.values(), key=order):
         if p.name not in given or (given[p.name] is None and p.is_optional):
             continue
         allowed = bound.allowed(p)
@@ -117,13 +121,13 @@ def _checked(
             x = _checks.has_dtype(function, p.name, given[p.name], allowed)
             if p.like is not None:
                 _checks.is_like(function, p.name, x, p.like, bound.extents[p.like])
-            elif not bound.binds(p):
-                _checks.has_shape(function, p.name, x, bound.shape(p))
-            elif any(d.is_open for d in p.dims):
+            elif bound.binds(p) and any(d.is_open for d in p.dims):
                 _checks.has_columns(function, p.name, x)
-            else:
+            elif bound.binds(p):
                 _checks.has_ndim(function, p.name, x, bound.rank(p, x.ndim), allowed)
         bound.bind(p, x.shape, x.dtype.name)
+        if p.dims and not p.is_scalar:
+            _checks.has_shape(function, p.name, x, bound.shape(p))
         inputs[p.name] = x
     return {
         name: _fitted(p, inputs[name], bound, padded=False)
