@@ -144,7 +144,7 @@ def _define_functions(namespace: MutableMapping[str, Any], builder: OpBuilder) -
             lambda name=name: resolve(name),  # type: ignore[misc]
             name,
             namespace["__name__"],
-            f"{name}({spec.signature})",
+            f"{name}({spec.signature})\n\n``apex_te/contract.py`` explains types and shapes.",
         )
     namespace["__all__"] = sorted(specs)
 

@@ -30,7 +30,8 @@ class FunctionSpec(NamedTuple):
     """A C function of an op as its header declares it with ``APEX_TE_FUNCTION``.
 
     Attributes:
-        signature: the parameters as text, such as "x: Tensor, y: Tensor!".
+        signature: the parameters as text, such as "x: Tensor, y: Tensor!", or with the contracts
+            that ``apex_te.contract`` describes, such as "x: T[r c], y: T[r c]!".
         devices: devices whose library defines the function, "cpu", "cuda" or both.
     """
 

@@ -211,7 +211,7 @@ assert module.__spec__.name == spec.name and module.__file__ == spec.origin
 assert "cast_transpose" in dir(module) and "cast_transpose" in module.__all__
 assert hasattr(module, "cast_transpose") and not hasattr(module, "nothing")
 assert type(module.cast_transpose) is types.FunctionType
-assert "Tensor" in module.cast_transpose.__doc__
+assert "scale: f32[1]" in module.cast_transpose.__doc__
 assert importlib.reload(module) is module
 assert started == [], started
 try:
