@@ -1,5 +1,6 @@
 """Which cases of a parametrized test run without ``--long``."""
 
+import re
 import shutil
 import subprocess
 import sys
@@ -49,19 +50,14 @@ def test_cases_that_lack_combinations_are_covered():
     assert covering([(0, 0), (0, 1), (1, 1)], 2) == {0, 1, 2}
 
 
-@pytest.mark.parametrize(
-    ("arguments", "count"),
-    [
-        (["test_some.py"], 24 + 3 + 1),
-        (["test_some.py", "--long"], 48 + 3 + 2),
-        (["test_some.py::test_single"], 2),
-    ],
-)
-def test_what_runs(tmp_path, arguments, count):
+def test_what_runs(tmp_path):
     for name in ("conftest.py", "covering.py"):
         shutil.copy(TESTS / name, tmp_path)
     shutil.copy(TESTS.parent / "pyproject.toml", tmp_path)
     (tmp_path / "test_some.py").write_text(FILE)
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:xdist", *arguments]
+    runs = [["test_some.py"], ["test_some.py", "--long"], ["test_some.py::test_single"]]
+    program = f"import pytest\nfor each in {runs}: pytest.main(['-q', '-p', 'no:xdist', *each])"
+    command = [sys.executable, "-c", program]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
-    assert f"{count} passed" in done.stdout, done.stdout + done.stderr
+    counts = [int(count) for count in re.findall(r"(\d+) passed", done.stdout)]
+    assert counts == [24 + 3 + 1, 48 + 3 + 2, 2], done.stdout + done.stderr

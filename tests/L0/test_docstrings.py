@@ -171,5 +171,6 @@ def test_the_list_of_unclean_files_only_shrinks(
     assert linter._listed() == []
 
 
+@pytest.mark.long
 def test_the_repository_passes(linter: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
     assert linter.main([]) == 0, capsys.readouterr().out

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import re
 from pathlib import Path
 
@@ -39,6 +40,12 @@ PRIVATE = {
 }
 
 
+@functools.cache
+def _tree(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
+
+
+@functools.cache
 def _modules() -> dict[str, Path]:
     """Every module of the package by its name: apex_te.x, apex_te.op_builder.x."""
     found = {}
@@ -68,7 +75,7 @@ def _imports(modules: dict[str, Path]) -> dict[str, set[str]]:
     graph = {}
     for module, path in modules.items():
         found = set()
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in ast.walk(_tree(path)):
             if isinstance(node, ast.Import):
                 names = [alias.name for alias in node.names]
             elif isinstance(node, ast.ImportFrom):
@@ -86,7 +93,7 @@ def _private_names(modules: dict[str, Path]) -> set[tuple[str, str]]:
     """Pairs of a module and an underscored name that it takes from another module."""
     found = set()
     for module, path in modules.items():
-        nodes = list(ast.walk(ast.parse(path.read_text())))
+        nodes = list(ast.walk(_tree(path)))
         others = set()  # names by which the module knows other modules
         for node in nodes:
             if isinstance(node, ast.ImportFrom):
@@ -158,7 +165,7 @@ def test_imports_follow_the_layers() -> None:
 
 def _frameworks(path: Path) -> set[str]:
     """Deep-learning frameworks that a module imports, anywhere in it but for type checkers."""
-    tree = ast.parse(path.read_text())
+    tree = _tree(path)
     typed = {
         id(each)
         for node in ast.walk(tree)

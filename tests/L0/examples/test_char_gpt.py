@@ -341,6 +341,7 @@ def test_the_same_name_with_another_recipe_is_refused(tmp_path, monkeypatch):
         program.main(tiny(tmp_path, *words, "--resume"))
 
 
+@pytest.mark.cover(0)
 @pytest.mark.parametrize("damage", ["cut", "text", "foreign", "keys"])
 def test_errors_of_a_checkpoint_name_its_file(damage, tmp_path, monkeypatch):
     monkeypatch.setattr(program, "make_deterministic", lambda: None)

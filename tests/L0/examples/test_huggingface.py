@@ -86,6 +86,7 @@ def test_families(family, tmp_path):
     assert again.losses[-1] < 6
 
 
+@pytest.mark.long
 def test_accelerates_own_switch(tmp_path):
     """In a process of its own, which has the alias from the start."""
     options = [*TINY, "--switch", "--out", str(tmp_path)]

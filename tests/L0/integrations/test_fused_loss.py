@@ -442,6 +442,7 @@ def test_weights_held_in_fp8_and_tied():
         assert_same(found, expected)
 
 
+@pytest.mark.long
 def test_compiled_models_run_as_before():
     model = build("llama").train()
     expected = model(IDS, labels=LABELS)

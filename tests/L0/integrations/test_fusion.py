@@ -472,6 +472,7 @@ def test_key_map_errors():
         keys.to_original({"layers.0.self_attn.qkv_proj.weight": torch.ones(3, 3)})
 
 
+@pytest.mark.long
 def test_compiled_equals_eager():
     torch._dynamo.reset()
     model = fused(Llama(layers=1))

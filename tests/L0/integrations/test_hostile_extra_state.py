@@ -293,6 +293,7 @@ def ends():
     return lines
 
 
+@pytest.mark.long
 def test_crafted_blobs_take_time_and_memory_of_their_size(ends):
     """Each crafted blob of at most a few megabytes ends with a short typed error, or is read."""
     mine = [line for line in ends if not line.startswith("changed")]

@@ -120,12 +120,14 @@ print("all is well")
 """
 
 
+@pytest.mark.cover(0)
 @pytest.mark.parametrize("way", WAYS)
 def test_each_way_gives_one_module_a_name_and_the_metadata(way: str, enter: Enter) -> None:
     begin, folders, variables = enter(way)
     assert "all is well" in run(begin + CHECKS, *folders, **variables)
 
 
+@pytest.mark.cover(0)
 @pytest.mark.parametrize("way", ["install", "files"])
 def test_a_folder_that_is_no_package_does_not_hinder(
     way: str, enter: Enter, tmp_path: Path
@@ -146,6 +148,7 @@ def test_searches_of_given_folders_do_not_find_the_distribution(tmp_path: Path) 
     run(body)
 
 
+@pytest.mark.long
 def test_a_version_can_be_claimed() -> None:
     body = (
         f"{INSTALL}; import transformer_engine, importlib.metadata as m\n"
@@ -158,6 +161,7 @@ def test_a_version_can_be_claimed() -> None:
     assert "APEX_TE_TE_VERSION must be a version such as 2.14.0, got 'new'" in output
 
 
+@pytest.mark.long
 def test_the_variable_is_a_boolean() -> None:
     output = run("import apex_te", check=False, APEX_TE_TRANSFORMER_ENGINE="maybe")
     assert "APEX_TE_TRANSFORMER_ENGINE must be one of 1/0" in output
@@ -285,6 +289,7 @@ assert sys.modules["transformer_engine.pytorch"] is below
     assert "transformer_engine is imported already; start a new process" in run(body)
 
 
+@pytest.mark.cover(0)
 @pytest.mark.parametrize("way", ["install", "files"])
 def test_a_real_distribution_that_comes_later_is_warned_of_once(
     way: str, enter: Enter, tmp_path: Path

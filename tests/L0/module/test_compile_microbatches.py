@@ -76,8 +76,8 @@ def test_equals_eager(device, name, recipe, interval):
     compare(found, expected)
 
 
-@pytest.mark.cover(1)
-@pytest.mark.parametrize("inside", [False, True])
+@pytest.mark.cover(0)
+@pytest.mark.parametrize("inside", [True, False])
 def test_regions_inside_and_first_steps(device, inside):
     recipe = dataclasses.replace(REGIONS["delayed"], first_step="current")
     module = build("LayerNormMLP", device)

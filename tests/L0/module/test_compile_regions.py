@@ -148,6 +148,7 @@ def test_the_default_recipe_and_nested_regions(device):
     check(module, function, device)
 
 
+@pytest.mark.cover(0)
 @pytest.mark.parametrize("interval", [1, 3])
 def test_several_regions_in_one_graph(device, interval):
     """Each counts; scales of the first move on entering the second where one region is enough."""

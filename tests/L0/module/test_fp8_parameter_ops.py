@@ -189,6 +189,7 @@ def test_flattens(name):
     assert torch.equal(again.dequantize(), weight.dequantize())
 
 
+@pytest.mark.cover(0)
 @pytest.mark.parametrize(
     ("name", "other"),
     [*((name, "same") for name in RECIPES), ("mxfp8", "hif8"), ("blockwise", "none")],

@@ -66,6 +66,7 @@ def run(code, timeout=120, **environment):
     return done.stdout.split()
 
 
+@pytest.mark.cover(0)
 @pytest.mark.parametrize("kind", ["list", "tensor_list"])
 def test_torch_function_clears_the_list(kind):
     out = run(
@@ -85,6 +86,7 @@ def test_torch_function_clears_the_list(kind):
     assert out == ["done"]
 
 
+@pytest.mark.long
 def test_float_method_clears_the_list():
     out = run(
         """
@@ -117,6 +119,7 @@ def test_float_method_clears_the_list():
     assert out == ["done"]
 
 
+@pytest.mark.long
 def test_another_thread_clears_the_list():
     out = run(
         """
@@ -138,6 +141,7 @@ def test_another_thread_clears_the_list():
     assert out == ["done"]
 
 
+@pytest.mark.cover(0)
 @pytest.mark.parametrize(
     "change",
     [
@@ -194,6 +198,7 @@ def test_resolver_changes_the_arguments():
     assert out == ["3.0"]
 
 
+@pytest.mark.long
 def test_interpreter_exits_while_threads_call():
     for _ in range(3):
         out = run(

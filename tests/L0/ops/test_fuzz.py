@@ -85,6 +85,7 @@ def shapes_in(path):
     ]
 
 
+@pytest.mark.long
 def test_the_recorder_sees_every_way_to_call_and_failed_tests(tmp_path, capsys):
     test, path = tmp_path / "test_some.py", tmp_path / "calls.jsonl"
     test.write_text(TESTS)
@@ -95,6 +96,7 @@ def test_the_recorder_sees_every_way_to_call_and_failed_tests(tmp_path, capsys):
     assert "1 failed, 2 passed" in said
 
 
+@pytest.mark.long
 def test_the_recorder_ends_in_time_after_a_fair_choice(tmp_path):
     test, path = tmp_path / "test_some.py", tmp_path / "calls.jsonl"
     test.write_text(

@@ -38,6 +38,7 @@ def run(code, **environment):
     return done.stdout
 
 
+@pytest.mark.cover(0)
 @pytest.mark.skipif(
     "APEX_TE_SANITIZE" in os.environ, reason="a sanitizer's shadow memory is beyond the limit"
 )

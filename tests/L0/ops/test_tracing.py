@@ -83,6 +83,7 @@ def test_dispatch_modes_see_the_kernels(call):
     assert seen or call.name in PLAIN
 
 
+@pytest.mark.cover(1)
 @every
 @pytest.mark.parametrize("tracing_mode", ["real", "symbolic"])
 def test_make_fx(call, tracing_mode):
@@ -115,6 +116,7 @@ class Module(torch.nn.Module):
         return self.call(*tensors)
 
 
+@pytest.mark.cover(1)
 @every
 def test_export(call):
     try:
