@@ -205,7 +205,10 @@ def part_of(x: torch.Tensor, rank: int, ranks: int) -> torch.Tensor:
 @pytest.mark.parametrize("layout", ["sbhd", "bshd", "thd"])
 @pytest.mark.parametrize("ranks", [2, 3])
 @pytest.mark.parametrize("fused_qkv", [False, True])
-def test_start_positions_of_a_rank_s_chunks(layout: str, ranks: int, fused_qkv: bool) -> None:
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_start_positions_of_a_rank_s_chunks(
+    interleaved: bool, fused_qkv: bool, ranks: int, layout: str
+) -> None:
     """A rank's two chunks rotate as they do in whole sequences that start elsewhere."""
     if fused_qkv and layout == "thd":
         pytest.skip("refused for every cp_size above 1")
@@ -213,7 +216,7 @@ def test_start_positions_of_a_rank_s_chunks(layout: str, ranks: int, fused_qkv: 
     size, starts = 4 * ranks, torch.tensor([3, 0, 7], dtype=torch.int32)
     freqs = apex_te.RotaryPositionEmbedding(8)(size + 8)
     x = torch.randn(3, size, 2, 24 if fused_qkv else 8)
-    options = {"start_positions": starts, "tensor_format": layout}
+    options = {"start_positions": starts, "tensor_format": layout, "interleaved": interleaved}
 
     def rotated(x: torch.Tensor, **more) -> list[torch.Tensor]:
         if fused_qkv:
