@@ -78,7 +78,7 @@ class Dimension(NamedTuple):
 
 
 class Param(NamedTuple):
-    """One parameter of a C function; one that the contract leaves open has no dimensions."""
+    """A parameter of a C function, without dimensions if the contract leaves these open."""
 
     name: str
     kind: str  # Tensor, Tensor[], int, float, float[] or bool

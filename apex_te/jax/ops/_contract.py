@@ -35,7 +35,7 @@ def run(
     Args:
         op, function: names of the op and of a function that its header declares.
         given: the tensors by parameter. One that the function reads and writes is a result, too.
-        outputs: optional results that are wanted. Results have no padding.
+        outputs: optional results that are wanted. Results are not padded.
         dtypes, ranks: as in ``Bindings``.
         as_matrices: join the dimensions of each letter after the checks.
         one_matrix: as in ``rowwise``.
