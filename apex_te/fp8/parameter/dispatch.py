@@ -27,8 +27,8 @@ def run_collective(cls: type[Any], func: Any, args: tuple, kwargs: dict[str, Any
     written = [x for x in tree_leaves(args[0]) if isinstance(x, cls)] if name[-1] == "_" else []
     if written and name not in _WRITING:
         raise NotImplementedError(
-            f"FP8Parameter: c10d.{name} must write to a plain tensor, of which copy_ makes an FP8 "
-            "weight, got an FP8Parameter"
+            f"FP8Parameter: c10d.{name} must write to a plain tensor, which copy_ then writes to "
+            "the FP8 weight, got an FP8Parameter"
         )
     values = {id(x): x._values() for x in tree_leaves((args, kwargs)) if isinstance(x, cls)}
     originals = {id(values[id(x)]): x for x in written}

@@ -651,7 +651,7 @@ class Scheme:
     """Base class of a scheme, which makes the quantizers of a recipe.
 
     A subclass registers itself by its ``name``, which is also the recipes' ``quantizer`` and the
-    name of its file. It defines ``gemm_quantizers`` if it has no state, else ``build``.
+    name of its file. A scheme with state defines ``build``, any other ``gemm_quantizers``.
 
     Attributes:
         layout: form of weights stored in FP8 only; None if ``stored_recipe`` returns a recipe of

@@ -55,7 +55,7 @@ class _InputRef(weakref.ref):
 
 
 def _forget(ref: Any) -> None:
-    """Drops the entry of an input that is no more."""
+    """Drops the entry of an input that was freed."""
     owner = ref.owner()
     if owner is not None and owner.entry is not None and owner.entry.inp is ref:
         owner.entry = None

@@ -71,8 +71,8 @@ NVCC_ARGS = [
 # the static CUDA runtime stays private: several libraries, each with its own, share a process
 NVCC_LIBRARIES = ["-Xlinker=--exclude-libs=ALL", "-ldl"]
 # Numbers as nvcc's flags give them: no contraction, division and square root rounded correctly.
-# hipcc leaves its runtime's header to the source, nvcc includes it. A loop that is unrolled as far
-# as the compiler can is no concern, nor is a pragma for nvcc.
+# Unlike nvcc, hipcc does not include its runtime's header by itself. Warnings about partly unrolled
+# loops and about pragmas for nvcc are off.
 HIPCC_ARGS = [
     "-xhip",
     "-std=c++17",

@@ -128,7 +128,7 @@ _PACKAGE = os.path.abspath(os.path.join(os.path.dirname(__file__), "..", "..", "
 
 
 def _as_safe_as_code(status: os.stat_result, path: str) -> bool:
-    """Returns True if a file of this package has no more writers than this module has."""
+    """Returns True if all who may write a file of this package may write this module, too."""
     # with umask 002, pip makes files that the user's own group may write
     if not path.startswith(_PACKAGE + os.sep) or status.st_mode & 0o002:
         return False

@@ -593,7 +593,7 @@ DIFFERENTIABLE = {
     "swiglu.swiglu",
 }
 
-# An output of each, by its place, of which parts are left without values.
+# Index of the output that each leaves partly unwritten.
 UNFILLED = {
     "grouped_quantize.quantize_groups": 1,  # columns behind those of the groups
     "moe_permute.make_map": 0,  # experts that a token does not go to
