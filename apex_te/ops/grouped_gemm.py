@@ -13,13 +13,17 @@ The host never waits for the sizes. There are three ways to multiply:
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 
+from .. import runtime
 from ..runtime.gpu_arch import nvidia_capability
 from . import product_count
 from .argument_errors import check_dense, checked
 from .grouped_quantize import ALIGN, Groups, check_rows, decode, scale_rows
-from .registration import bind
+from .registration import Launch, bind
 
 __all__ = [
     "contract_groups",
@@ -35,8 +39,30 @@ _GROUPED = ((9, 0), (10, 0))
 _GROUPED_FP8 = (9, 0)
 _SHORT = (torch.float16, torch.bfloat16)
 _FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
-_multiply = bind("grouped_gemm", "grouped_gemm_multiply")
-_contract = bind("grouped_gemm", "grouped_gemm_contract")
+_lib = runtime.ops("grouped_gemm")
+
+
+def _bind_aligned(name: str) -> Callable[..., None]:
+    """Binds a product that copies operands that do not begin at multiples of 16 bytes.
+
+    torch.compile cannot ask where a tensor begins, so the op does.
+    """
+
+    def aligned(t: torch.Tensor) -> torch.Tensor:
+        return t.clone() if t.storage_offset() % ALIGN else t
+
+    def call(a: torch.Tensor, a_scale_inv: torch.Tensor, b: torch.Tensor, *rest: Any) -> None:
+        getattr(_lib, name)(aligned(a), a_scale_inv, aligned(b), *rest)
+
+    def launch(*args: Any) -> Launch | None:
+        copies = args[0].storage_offset() % ALIGN or args[2].storage_offset() % ALIGN
+        return None if copies else Launch(runtime.function("grouped_gemm", name), args, 0)
+
+    return bind("grouped_gemm", name, call, launch=launch)
+
+
+_multiply = _bind_aligned("grouped_gemm_multiply")
+_contract = _bind_aligned("grouped_gemm_contract")
 
 
 def has_grouped_products(device: torch.device) -> bool:
@@ -255,7 +281,7 @@ def scaled_contract_groups(
 def multiplies_codes(a: torch.Tensor, b: torch.Tensor) -> bool:
     """Returns True if the suite's kernel multiplies the FP8 data, False if it must be decoded.
 
-    The kernel needs sm_90. Rows of the operands and the result must begin at multiples of 16 bytes.
+    The kernel needs sm_90. Rows of the operands and the result must be multiples of 16 bytes long.
 
     Args:
         a: operand ``a`` of ``scaled_multiply_groups`` or ``scaled_contract_groups``.
@@ -263,5 +289,4 @@ def multiplies_codes(a: torch.Tensor, b: torch.Tensor) -> bool:
     """
     if a.dtype not in _FP8 or b.dtype not in _FP8 or not has_grouped_fp8(a.device):
         return False
-    begins = a.storage_offset() % 16 == 0 and b.storage_offset() % 16 == 0
-    return begins and a.shape[-1] % ALIGN == 0 and b.shape[-2] % 8 == 0
+    return a.shape[-1] % ALIGN == 0 and b.shape[-2] % 8 == 0

@@ -161,7 +161,8 @@ struct GroupedQuantize {
   Table table{nullptr, 0};
   int64_t rows, cols, columns;
   GroupValues scale, scale_inv, amax;
-  uint8_t *rowwise, *columnwise;
+  uint8_t *rowwise, *columnwise;  // null, too, where they have no elements
+  bool casts;                     // not amax alone
   float* row_scale_inv = nullptr;
   const int32_t* due;
   bool inverse_given;
@@ -185,11 +186,12 @@ inline void check_codes(Args& args, GroupedQuantize& p, bool stacked) {
   p.codes = rowwise ? rowwise.dtype() : columnwise ? columnwise.dtype() : DType::kE4M3;
   p.rowwise = rowwise.data<uint8_t>();
   p.columnwise = columnwise.data<uint8_t>();
+  p.casts = rowwise || columnwise;
 }
 
 // A call for amax alone, which has no use for a scale, may pass amax itself as one.
 inline GroupValues check_amax(const TensorView& amax, const GroupedQuantize& p) {
-  if (amax && (p.rowwise || p.columnwise) && amax.data<float>() == p.scale.data)
+  if (amax && p.casts && amax.data<float>() == p.scale.data)
     amax.refuse(kApexTeValueError, "share no memory with scale, as data is cast", "the same");
   return check_values(amax, p.table.groups);
 }

@@ -80,11 +80,10 @@ void quantize_group(const GroupedQuantize& p, int g, const T* x, uint8_t* rowwis
 template <typename T>
 void quantize_all_groups(const GroupedQuantize& p) {
   const bool bad = p.table.data && p.table.bad();
-  const bool writes = p.rowwise || p.columnwise;
   for (int g = 0; g < p.table.groups; ++g) {
     if (p.due && !p.due[g]) continue;
-    if (writes && bad) p.scale_inv[g] = std::numeric_limits<float>::quiet_NaN();
-    if (writes && !bad && !p.inverse_given) p.scale_inv[g] = 1.0f / p.scale[g];
+    if (p.casts && bad) p.scale_inv[g] = std::numeric_limits<float>::quiet_NaN();
+    if (p.casts && !bad && !p.inverse_given) p.scale_inv[g] = 1.0f / p.scale[g];
     if (p.matrices) {
       if (p.table.data && !p.table.used(g)) continue;
       const DLTensor& matrix = p.matrices[g];

@@ -31,6 +31,7 @@ struct Params {
   int64_t rows, cols, columns;
   GroupValues scale, scale_inv, amax;
   uint8_t *rowwise, *columnwise;
+  bool casts;
   float* row_scale_inv;
   const int32_t* due;
   bool inverse_given;
@@ -73,6 +74,15 @@ __device__ __forceinline__ uint2 encode_vec(const Vec8<T>& v, float scale) {
   return encode_values<Format>(values, scale);
 }
 
+// row_scale_inv where x has no columns and thus no tile that would write it.
+__device__ void write_rows_without_columns(const Params& p) {
+  if (!p.row_scale_inv) return;
+  for (int g = 0; g < p.table.groups; ++g)
+    for (int64_t r = p.table.begin(g) + threadIdx.x; r < p.table.end(g); r += kThreads)
+      if (!p.due || p.due[g])
+        p.row_scale_inv[r] = p.inverse_given ? p.scale_inv[g] : 1.0f / p.scale[g];
+}
+
 // kAligned: as in FP8Tile.
 template <typename T, typename Format, bool kAligned>
 __global__ void __launch_bounds__(kThreads, sizeof(T) == 4 ? 1 : 2)
@@ -81,13 +91,14 @@ __global__ void __launch_bounds__(kThreads, sizeof(T) == 4 ? 1 : 2)
   __shared__ int groups[kWarps];
   __shared__ __align__(16) uint2 tile[Tile::kSharedWords];
   const int warp = threadIdx.x / 32;
-  const bool is_writer = blockIdx.x == 0 && p.scale_inv && (p.rowwise || p.columnwise);
+  const bool is_writer = blockIdx.x == 0 && p.scale_inv && p.casts;
   if (is_writer && p.first == 0) {
     const bool bad = p.table.data && p.table.bad();
     for (int g = threadIdx.x; g < p.table.groups; g += kThreads)
       if ((bad || !p.inverse_given) && (!p.due || p.due[g]))
         p.scale_inv[g] = bad ? __uint_as_float(0x7FC00000u) : 1.0f / p.scale[g];
   }
+  if (p.tiles_of_each == 0) return write_rows_without_columns(p);
   int64_t index = blockIdx.x;
   const T* x = static_cast<const T*>(p.x);
   uint8_t *rowwise = p.rowwise, *columnwise = p.columnwise;
@@ -160,7 +171,7 @@ void launch(const GroupedQuantize& q, Params p, cudaStream_t stream) {
   }
   const int64_t tiles = Tile::num_tiles(p.columns, p.cols);
   p.tiles_of_each = tiles;
-  const int count = p.stacked ? p.table.groups : 1;
+  const int count = p.stacked && tiles > 0 ? p.table.groups : 1;
   for (int first = 0; first < count; first += kPointers) {
     Pointers matrices;
     const int here = std::min(kPointers, count - first);
@@ -171,7 +182,7 @@ void launch(const GroupedQuantize& q, Params p, cudaStream_t stream) {
         matrices.at[i] = static_cast<const char*>(matrix.data) + matrix.byte_offset;
         aligned = aligned && is_aligned(matrices.at[i], 16);
       }
-    const int64_t blocks = tiles * here;
+    const int64_t blocks = std::max<int64_t>(tiles * here, 1);
     if (blocks > 0x7FFFFFFF)
       fail(kApexTeUnsupported, "grouped_quantize: x must have fewer than 2^46 elements");
     const auto kernel = aligned ? grouped_quantize_kernel<T, Format, true>
@@ -190,8 +201,6 @@ void launch_format(const GroupedQuantize& q, const Params& p, cudaStream_t strea
 void run_quantize(const GroupedQuantize& q, Args& args) {
   const DeviceGuard guard(args.device_id());
   const auto stream = static_cast<cudaStream_t>(args.stream());
-  if (q.cols == 0 || (q.matrices && q.rows == 0))
-    fail(kApexTeUnsupported, "%s: x must have elements", args.name());
   const Params p{q.x.data<void>(),
                  q.matrices != nullptr,
                  q.table,
@@ -203,6 +212,7 @@ void run_quantize(const GroupedQuantize& q, Args& args) {
                  q.amax,
                  q.rowwise,
                  q.columnwise,
+                 q.casts,
                  q.row_scale_inv,
                  q.due,
                  q.inverse_given,

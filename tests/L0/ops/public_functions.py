@@ -122,8 +122,8 @@ def mx_output(rows: int, cols: int) -> Any:
     return mx_quantize.MXQuantized(
         *(torch.zeros(shape, dtype=dtype)
           for shape, dtype in [
-              ((rows, cols), E4M3), ((rows, cols // 32), torch.float8_e8m0fnu),
-              ((cols, rows), E4M3), ((cols, rows // 32), torch.float8_e8m0fnu),
+              ((rows, cols), E4M3), ((rows, -(-cols // 32)), torch.float8_e8m0fnu),
+              ((cols, rows), E4M3), ((cols, -(-rows // 32)), torch.float8_e8m0fnu),
           ])
     )  # fmt: skip
 

@@ -39,7 +39,9 @@ def test_compiled_the_functions_of_an_op_give_the_bits_of_eager(device, op):
     torch._dynamo.reset()
 
     def run(given):
-        return [function(**args) for function, args in zip(functions, given, strict=True)]
+        # Flat: torch 2.11 cannot return NamedTuples inside of a list.
+        results = zip(functions, given, strict=True)
+        return [tree_leaves(function(**args)) for function, args in results]
 
     compiled = torch.compile(run, fullgraph=True, backend="aot_eager")
     for call, result, args in zip(calls, compiled(given), given, strict=True):

@@ -253,7 +253,12 @@ class TestKernel:
         assert op.multiplies_codes(a, b[0])
         assert not op.multiplies_codes(a[:, :40].contiguous(), b[:, :, :40].contiguous())
         assert not op.multiplies_codes(a, b[:, :12].contiguous())
-        assert not op.multiplies_codes(a.view(-1)[1:1489].view(31, 48), b)
+        shifted = a.view(-1)[1:1489].view(31, 48)
+        assert op.multiplies_codes(shifted, b)
+        one = torch.ones(31, device="cuda"), b, torch.ones(2, device="cuda")
+        groups = made(31, [20, 11], self.device)
+        expected = op.scaled_multiply_groups(shifted.clone(), *one, groups, True)
+        assert torch.equal(op.scaled_multiply_groups(shifted, *one, groups, True), expected)
         assert not op.multiplies_codes(a.bfloat16(), b)
 
     def test_split_sums_are_float32(self):
