@@ -22,10 +22,20 @@ from .. import runtime
 from ..runtime.gpu_arch import nvidia_capability
 from . import product_count
 from .argument_errors import check_dense, checked
-from .grouped_quantize import ALIGN, Groups, check_rows, decode, scale_rows
+from .block_quantize import block_dequantize
+from .grouped_quantize import (
+    ALIGN,
+    Groups,
+    block_values_of_columns,
+    check_rows,
+    decode,
+    scale_rows,
+)
 from .registration import Launch, bind
 
 __all__ = [
+    "block_contract_groups",
+    "block_multiply_groups",
     "contract_groups",
     "has_grouped_fp8",
     "has_grouped_products",
@@ -35,6 +45,7 @@ __all__ = [
     "scaled_multiply_groups",
 ]
 
+_BLOCK = 128
 _GROUPED = ((9, 0), (10, 0))
 _GROUPED_FP8 = (9, 0)
 _SHORT = (torch.float16, torch.bfloat16)
@@ -63,6 +74,8 @@ def _bind_aligned(name: str) -> Callable[..., None]:
 
 _multiply = _bind_aligned("grouped_gemm_multiply")
 _contract = _bind_aligned("grouped_gemm_contract")
+_block_multiply = _bind_aligned("grouped_block_multiply")
+_block_contract = _bind_aligned("grouped_block_contract")
 
 
 def has_grouped_products(device: torch.device) -> bool:
@@ -276,6 +289,87 @@ def scaled_contract_groups(
     factor = (a_scale_inv * b_scale_inv)[:, None].expand(-1, a.shape[0]).contiguous().view(-1)
     scale_rows(out.flatten(0, 1), factor)
     return out
+
+
+@checked
+def block_multiply_groups(
+    a: torch.Tensor,
+    a_scale_inv: torch.Tensor,
+    b: torch.Tensor,
+    b_scale_inv: torch.Tensor,
+    groups: Groups,
+) -> torch.Tensor:
+    """Computes ``multiply_groups`` of FP8 data with block scales.
+
+    The sum of each 128 products along K is scaled and added in float32.
+
+    Args:
+        a: [rows, K] FP8, and its scales, float32, the rowwise copy of ``block_quantize_groups``.
+        b: [groups, N, K] FP8, and its scales, float32, one copy of ``block_quantize_matrices``.
+        groups: places of the groups in the rows of ``a``.
+
+    Returns:
+        [rows, N] bfloat16; rows that belong to no group have undefined values.
+
+    Raises:
+        ValueError: shapes do not match, or ``groups`` was made for another number of rows.
+    """
+    name = "block_multiply_groups"
+    check_dense(
+        name, a=a, b=b, a_scale_inv=a_scale_inv, b_scale_inv=b_scale_inv, groups=groups.table
+    )
+    _check_operands(name, a, b, groups)
+    product_count.add()
+    if multiplies_codes(a, b):
+        out = torch.empty((a.shape[0], b.shape[1]), dtype=torch.bfloat16, device=a.device)
+        _block_multiply(a, a_scale_inv, b, b_scale_inv, groups.ends, out)
+        return out
+    x = block_dequantize(a, a_scale_inv, dtype=torch.float32)
+    scales = b_scale_inv.repeat_interleave(_BLOCK, 1)[:, : b.shape[1]]
+    w = decode(b).float() * scales.repeat_interleave(_BLOCK, 2)[:, :, : b.shape[2]]
+    return multiply_groups(x, w, groups).bfloat16()
+
+
+@checked
+def block_contract_groups(
+    a: torch.Tensor,
+    a_scale_inv: torch.Tensor,
+    b: torch.Tensor,
+    b_scale_inv: torch.Tensor,
+    groups: Groups,
+    wide: bool = False,
+) -> torch.Tensor:
+    """Computes ``contract_groups`` of columnwise FP8 data with block scales.
+
+    The sum of each 128 products along K is scaled and added in float32.
+
+    Args:
+        a: [M, groups.columns] FP8, and its scales, float32, the columnwise copy of
+            ``block_quantize_groups``.
+        b: [N, groups.columns] FP8 and its scales, with the same groups.
+        groups: places of the groups.
+        wide: return the sums in float32, not rounded to bfloat16.
+
+    Returns:
+        [groups, M, N] in bfloat16 or float32, zeros for a group without rows.
+    """
+    ends = groups.column_ends
+    check_dense(
+        "block_contract_groups", a=a, b=b, a_scale_inv=a_scale_inv, b_scale_inv=b_scale_inv,
+        groups=groups.table,
+    )  # fmt: skip
+    product_count.add()
+    dtype = torch.float32 if wide else torch.bfloat16
+    if multiplies_codes(a, b):
+        shape = (groups.num_groups, a.shape[0], b.shape[0])
+        out = torch.empty(shape, dtype=dtype, device=a.device)
+        _block_contract(a, a_scale_inv, b, b_scale_inv, ends, out)
+        return out
+    x, y = (
+        block_values_of_columns(data, scales, ends)
+        for data, scales in ((a, a_scale_inv), (b, b_scale_inv))
+    )
+    return _contract_values(x, y.t(), ends, wide=True).to(dtype)
 
 
 def multiplies_codes(a: torch.Tensor, b: torch.Tensor) -> bool:

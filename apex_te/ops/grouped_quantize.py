@@ -1,4 +1,4 @@
-"""Casts groups of rows, such as each expert's tokens, to FP8, with a scale for each group.
+"""Casts groups of rows, such as each expert's tokens, to FP8, with a scale for each group or block.
 
 The numbers of rows are on the device, and the host never waits for them. The groups lie one after
 the other in a matrix; its rows after the last group are padding, which no function here reads.
@@ -11,15 +11,20 @@ from typing import NamedTuple
 
 import torch
 
+from .. import runtime
 from ..runtime.former_names import former_fields
 from . import fp8_output, reference_codec
 from .argument_errors import checked
+from .block_quantize import block_quantize, scale_shape
 from .registration import bind, note_written
 
 __all__ = [
     "ALIGN",
     "GroupedOutput",
     "Groups",
+    "block_quantize_groups",
+    "block_quantize_matrices",
+    "block_values_of_columns",
     "check_rows",
     "column_sums",
     "decode",
@@ -45,6 +50,8 @@ _clear = bind("grouped_quantize", "grouped_clear")
 _sum = bind("grouped_quantize", "grouped_sum")
 _decode = bind("grouped_quantize", "grouped_decode")
 _scale_rows = bind("grouped_quantize", "grouped_scale_rows")
+_BLOCK = 128
+_lib = runtime.ops("grouped_quantize")
 
 
 class Groups(NamedTuple):
@@ -76,6 +83,11 @@ class Groups(NamedTuple):
         """Number of columns of the columnwise copy, enough for any sizes of the groups."""
         return -(-self.rows // ALIGN) * ALIGN + self.num_groups * ALIGN
 
+    @property
+    def lines(self) -> int:
+        """Number of lines of columnwise block scales, enough for any sizes of the groups."""
+        return self.columns // _BLOCK + self.num_groups
+
 
 @former_fields(transposed="columnwise")
 class GroupedOutput(NamedTuple):
@@ -85,15 +97,20 @@ class GroupedOutput(NamedTuple):
         rowwise: [rows, cols] from ``quantize_groups``, [groups, rows, cols] from
             ``quantize_matrices``.
         columnwise: [cols, ``Groups.columns``] or [groups, cols, rows].
-        scale_inv: float32 [groups].
-        row_scale_inv: float32 [rows], each row's scale_inv; None without a rowwise copy and from
-            ``quantize_matrices``.
+        scale_inv: float32 [groups]; with block scaling that of the columnwise copy.
+        row_scale_inv: float32 [rows], each row's scale_inv; with block scaling that of the rowwise
+            copy. None without a rowwise copy and from ``quantize_matrices``.
     """
 
     rowwise: torch.Tensor | None
     columnwise: torch.Tensor | None
     scale_inv: torch.Tensor
     row_scale_inv: torch.Tensor | None
+
+    @property
+    def rowwise_scale_inv(self) -> torch.Tensor:
+        """The scale_inv of the rowwise copy: ``row_scale_inv``, or ``scale_inv`` if it is None."""
+        return self.scale_inv if self.row_scale_inv is None else self.row_scale_inv
 
 
 @checked
@@ -236,6 +253,168 @@ def quantize_matrices(
     )
     note_written(amax)
     return out
+
+
+@checked
+def block_quantize_groups(
+    x: torch.Tensor,
+    groups: Groups,
+    fp8_dtype: torch.dtype,
+    *,
+    rowwise: bool = True,
+    columnwise: bool = True,
+    pow2: bool = True,
+    eps: float = 0.0,
+) -> GroupedOutput:
+    """Quantizes groups of rows with a scale for each 1x128 block, as ``block_quantize`` does.
+
+    Blocks of the columnwise copy run along the rows of a group and begin with its first row.
+
+    Args:
+        x: [rows, cols] float32, float16 or bfloat16; made contiguous if it is not.
+        groups: places of the groups in the rows of x.
+        fp8_dtype: torch.float8_e4m3fn or torch.float8_e5m2.
+        rowwise: make the rowwise copy, [rows, cols], whose row_scale_inv has the shape
+            ``scale_shape(rows, cols, 1)``; rows after the last group have undefined values.
+        columnwise: make the columnwise copy, [cols, groups.columns], placed as in
+            ``quantize_groups``. Its scale_inv is float32 [groups.lines, cols rounded up to 4]:
+            block i of group g is line ``begin // 128 + g + i``, where the group's columns begin at
+            ``begin``.
+        pow2: round scales down to powers of two.
+        eps: smallest amax.
+
+    Raises:
+        TypeError: an argument has a dtype that is not listed.
+        ValueError: a shape or device does not match, or neither copy is asked for.
+    """
+    name = "grouped_quantize.block_quantize_groups"
+    fp8_output.check_fp8_dtype(name, fp8_dtype)
+    x = fp8_output.contiguous_matrix(name, x)
+    rows, cols = x.shape
+    check_rows(name, rows, groups)
+    fp8_output.check_any_output(name, rowwise, columnwise, None)
+    row = row_scales = col = col_scales = None
+    if rowwise:
+        row = x.new_empty((rows, cols), dtype=fp8_dtype)
+        row_scales = x.new_empty(scale_shape(rows, cols, 1), dtype=torch.float32)
+    if columnwise:
+        col = x.new_empty((cols, groups.columns), dtype=fp8_dtype)
+        col_scales = x.new_empty((groups.lines, -(-cols // 4) * 4), dtype=torch.float32)
+    _block_quantize(x, groups.table, row, row_scales, col, col_scales, eps, pow2)
+    return GroupedOutput(row, col, col_scales, row_scales)
+
+
+def _quantize_blocks(x, table, row, row_scales, col, col_scales, eps, pow2):
+    """Casts all groups in one launch; on the CPU, where the table can be read, one by one."""
+    if x.is_cuda:
+        _lib.grouped_block_quantize(x, table, row, row_scales, col, col_scales, eps, pow2)
+        return
+    count = (table.numel() - 1) // 3
+    ends, column_ends = table[: 2 * count].view(2, count).tolist()
+    begin = column = 0
+    for g, (end, column_end) in enumerate(zip(ends, column_ends, strict=True)):
+        dtype = (col if row is None else row).dtype
+        own = block_quantize(x[begin:end], dtype, pow2=pow2, eps=eps)
+        if row is not None:
+            row[begin:end] = own.rowwise
+            row_scales[:, begin:end] = own.rowwise_scale_inv[:, : end - begin]
+        if col is not None:
+            col[:, column:column_end] = 0
+            col[:, column : column + end - begin] = own.columnwise
+            line, scales = column // _BLOCK + g, own.columnwise_scale_inv
+            col_scales[line] = 1
+            col_scales[line : line + len(scales)] = scales
+        begin, column = end, column_end
+
+
+_block_quantize = bind("grouped_quantize", "grouped_block_quantize", _quantize_blocks)
+
+
+@checked
+def block_quantize_matrices(
+    matrices: Sequence[torch.Tensor],
+    fp8_dtype: torch.dtype,
+    *,
+    groups: Groups | None = None,
+    rowwise: bool = True,
+    columnwise: bool = True,
+    pow2: bool = True,
+    eps: float = 0.0,
+) -> GroupedOutput:
+    """Quantizes one matrix for each group with a scale for each 128x128 block, in one launch.
+
+    Args:
+        matrices: as in ``quantize_matrices``.
+        fp8_dtype: torch.float8_e4m3fn or torch.float8_e5m2.
+        groups: as in ``quantize_matrices``; the scales of the other groups are undefined, too.
+        rowwise: make [groups, rows, cols], whose row_scale_inv is float32
+            [groups, *scale_shape(rows, cols, 128)].
+        columnwise: make [groups, cols, rows], whose scale_inv is float32
+            [groups, *scale_shape(cols, rows, 128)].
+        pow2, eps: as in ``block_quantize_groups``.
+
+    Raises:
+        TypeError: an argument has a dtype that is not listed.
+        ValueError: a shape or device does not match, or neither copy is asked for.
+    """
+    name = "grouped_quantize.block_quantize_matrices"
+    fp8_output.check_fp8_dtype(name, fp8_dtype)
+    fp8_output.check_any_output(name, rowwise, columnwise, None)
+    matrices = [matrix.contiguous() for matrix in matrices]
+    like, count = matrices[0], len(matrices)
+    shape = tuple(like.shape)
+
+    def pair(wanted: bool, shape: tuple) -> tuple:
+        if not wanted:
+            return None, None
+        scales = (count, *scale_shape(*shape, _BLOCK))
+        return (
+            like.new_empty((count, *shape), dtype=fp8_dtype),
+            like.new_empty(scales, dtype=torch.float32),
+        )
+
+    row, row_scales = pair(rowwise, shape)
+    col, col_scales = pair(columnwise, shape[::-1])
+    table = None if groups is None else groups.table
+    _block_quantize_matrices(matrices, table, row, row_scales, col, col_scales, eps, pow2)
+    return GroupedOutput(row, col, col_scales, row_scales)
+
+
+def _quantize_matrix_blocks(matrices, table, row, row_scales, col, col_scales, eps, pow2):
+    """Casts all matrices in one launch; on the CPU one by one."""
+    outs = row, row_scales, col, col_scales
+    if matrices[0].is_cuda:
+        _lib.grouped_block_quantize_matrices(matrices, table, *outs, eps, pow2)
+        return
+    dtype = (col if row is None else row).dtype
+    for g, matrix in enumerate(matrices):
+        own = block_quantize(matrix, dtype, block_rows=_BLOCK, pow2=pow2, eps=eps)
+        for target, source in zip(outs, own, strict=True):
+            if target is not None:
+                target[g] = source
+
+
+_block_quantize_matrices = bind(
+    "grouped_quantize", "grouped_block_quantize_matrices", _quantize_matrix_blocks
+)
+
+
+def block_values_of_columns(
+    fp8_data: torch.Tensor, scale_inv: torch.Tensor, column_ends: torch.Tensor
+) -> torch.Tensor:
+    """Decodes a columnwise copy of ``block_quantize_groups`` to float32 [cols, columns].
+
+    Args:
+        fp8_data: [cols, columns] FP8; columns after the last group get undefined values.
+        scale_inv: float32 [lines, cols rounded up to 4].
+        column_ends: int32 [groups], as ``Groups.column_ends``.
+    """
+    at = torch.arange(fp8_data.shape[1], dtype=torch.int32, device=fp8_data.device)
+    group = torch.searchsorted(column_ends, at, right=True).clamp_(max=column_ends.numel() - 1)
+    begin = torch.nn.functional.pad(column_ends, (1, 0))[group]
+    line = begin // _BLOCK + group + (at - begin).clamp_(min=0) // _BLOCK
+    line.clamp_(max=scale_inv.shape[0] - 1)
+    return decode(fp8_data).float() * scale_inv[line, : fp8_data.shape[0]].t()
 
 
 def _check_out(

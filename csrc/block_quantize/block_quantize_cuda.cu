@@ -2,6 +2,7 @@
 //
 // Quantize: tiles of 128 x 128 (common/gpu/fp8_tile.h), held in registers as loaded words.
 #include "block_quantize/block_quantize.h"
+#include "common/gpu/block_128x128.h"
 #include "common/gpu/block_1x128.h"
 #include "common/gpu/dequantize.h"
 #include "common/numerics/with_dtype.h"
@@ -13,13 +14,6 @@ namespace {
 
 using Tile = BlockTile;
 constexpr int kThreads = Tile::kThreads;
-constexpr int kWarps = kThreads / 32;
-
-// Blocks of an SM, which bound the registers of a thread: the fastest, one more or less costs 10%.
-template <typename T>
-constexpr int kBlocks1x128 = sizeof(T) == 4 ? 2 : 3;
-template <typename T>
-constexpr int kBlocks128x128 = sizeof(T) == 4 ? 2 : 4;
 
 struct Params : BlockCast {
   const void* x;
@@ -48,50 +42,13 @@ __global__ void __launch_bounds__(kThreads, kBlocks1x128<T>) block_1x128_kernel(
 template <typename T, typename Format, bool kAligned>
 __global__ void __launch_bounds__(kThreads, kBlocks128x128<T>)
     block_128x128_kernel(const Params p) {
-  __shared__ __align__(16) uint2 tile[Tile::kSharedWords];
-  __shared__ uint32_t warp_amaxes[kWarps];
+  __shared__ Block128x128Shared shared;
   const Tile::Place at(p.rows, p.cols, threadIdx.x % Tile::kLanes, threadIdx.x / Tile::kLanes);
   if (at.row0 >= p.rows) return;
   const bool is_whole = kAligned && at.is_whole();
   Vec8<T> in[kVec];
   load_tile<T, kAligned>(p, at, is_whole, in);
-  const uint32_t seen = amax_so_far(p.amax);
-  uint32_t amax = 0;
-#pragma unroll
-  for (int r = 0; r < kVec; ++r) fold_amax(in[r], amax);
-  stage_amax(amax_bits(T{}, amax), warp_amaxes);
-  __syncthreads();
-  amax = 0;
-#pragma unroll
-  for (int w = 0; w < kWarps; ++w) amax = max(amax, warp_amaxes[w]);
-  const float scale = p.rule.scale_of(amax);
-
-  uint2 codes[kVec];
-#pragma unroll
-  for (int r = 0; r < kVec; ++r) {
-    float values[kVec];
-    unpack(in[r], values);
-    codes[r] = encode_values<Format>(values, scale);
-  }
-  if (p.rowwise) store_block_rows(p, at, kAligned, is_whole, codes);
-  if (p.columnwise) {
-    Tile::stage_columns(codes, tile);
-    __syncthreads();
-    store_block_columns(p, at, kAligned, is_whole, tile);
-  }
-  if (threadIdx.x < 4) {
-    // The last block of a line of scales also fills the line up to a multiple of 4.
-    const int64_t row = at.row0 / kBlock, col = at.col0 / kBlock;
-    const int64_t rows = (p.rows + kBlock - 1) / kBlock, cols = (p.cols + kBlock - 1) / kBlock;
-    const int64_t row_end = (rows + 3) / 4 * 4, col_end = (cols + 3) / 4 * 4;
-    const int i = threadIdx.x;
-    const float value = i == 0 ? p.rule.inverse_of(amax, scale) : 1.0f;
-    if (p.rowwise_scale_inv && (i == 0 || (col == cols - 1 && col + i < col_end)))
-      p.rowwise_scale_inv[row * col_end + col + i] = value;
-    if (p.columnwise_scale_inv && (i == 0 || (row == rows - 1 && row + i < row_end)))
-      p.columnwise_scale_inv[col * row_end + row + i] = value;
-  }
-  finish_amax<kThreads>(p.amax, seen, warp_amaxes);
+  cast_128x128<T>(p, at, kAligned, is_whole, OneFormat<Format>{}, in, shared);
 }
 
 // 1 x 128: the scale of (r, block c) is at c * ld + r. 128 x 128: at r / 128 * ld + c.

@@ -4,7 +4,7 @@
 // found on the device from the groups' ends; see grouped_quantize for how operands are made.
 #pragma once
 
-#include "common/abi/op.h"
+#include "common/numerics/block_scale.h"
 #include "common/numerics/fp8_formats.h"
 
 // out[r] = (b[g] . a[r]) * a_scale_inv[r] * b_scale_inv[g] of each row r of group g, which ends
@@ -20,6 +20,19 @@ APEX_TE_FUNCTION(grouped_gemm_multiply,
 APEX_TE_FUNCTION(grouped_gemm_contract,
                  "a: Tensor, a_scale_inv: Tensor, b: Tensor, b_scale_inv: Tensor, ends: Tensor, "
                  "out: Tensor!, use_split_accumulator: bool",
+                 "cuda")
+// The same of data with block scales; the sums of each 128 products are scaled in float32.
+// Multiply: a in blocks of 1x128, its scales as block_scale.h has those of [rows, K]; b in blocks of
+// 128x128, scales [G, ceil(N / 128), ceil(K / 128) rounded up to 4]. Contract: both in blocks of
+// 1x128 that begin with their group; group g's scales are the lines from g + begin / 128 on of
+// [columns / 128 + G, M rounded up to 4] and [.., N rounded up to 4].
+APEX_TE_FUNCTION(grouped_block_multiply,
+                 "a: Tensor, a_scale_inv: Tensor, b: Tensor, b_scale_inv: Tensor, ends: Tensor, "
+                 "out: Tensor!",
+                 "cuda")
+APEX_TE_FUNCTION(grouped_block_contract,
+                 "a: Tensor, a_scale_inv: Tensor, b: Tensor, b_scale_inv: Tensor, ends: Tensor, "
+                 "out: Tensor!",
                  "cuda")
 
 namespace apex_te {
@@ -37,7 +50,9 @@ struct GroupedGemm {
   int64_t groups;
   int64_t a_rows, b_rows, k;  // of the stored matrices; b_rows of all groups
   int64_t m, n;               // of the result, m the rows of all groups in a multiplication
-  bool contract, split;
+  // Distances of lines of block scales, and lines of b of a group in a multiplication.
+  int64_t a_line, b_line, b_lines;
+  bool contract, split, blocks;
 };
 
 inline void check_aligned(const Args& args, const char* name, const void* data) {
@@ -52,13 +67,37 @@ inline void check_multiple(const Args& args, const char* what, int64_t extent, i
          static_cast<long long>(of), static_cast<long long>(extent));
 }
 
-inline GroupedGemm check_grouped_gemm(Args& args, bool contract) {
+// Checks the scales of each group, or of its rows, or of its blocks.
+inline void check_grouped_scales(GroupedGemm* g, const TensorView& a, const TensorView& b) {
+  a.has_dtype({DType::kFloat32});
+  b.has_dtype({DType::kFloat32});
+  g->a_line = padded_to_4(g->m);
+  if (!g->blocks) {
+    a.has_shape({g->contract ? g->groups : g->m});
+    b.has_shape({g->groups});
+  } else if (g->contract) {
+    const int64_t lines = g->k / kBlock + g->groups;
+    g->b_line = padded_to_4(g->n);
+    a.has_shape({lines, g->a_line});
+    b.has_shape({lines, g->b_line});
+  } else {
+    g->b_line = padded_to_4(num_blocks(g->k));
+    g->b_lines = num_blocks(g->n);
+    check_block_scales(a, g->m, g->k, 1);
+    b.has_shape({g->groups, g->b_lines, g->b_line});
+  }
+  a.is_dense();
+  b.is_dense();
+}
+
+inline GroupedGemm check_grouped_gemm(Args& args, bool contract, bool blocks) {
   GroupedGemm g{};
   g.contract = contract;
+  g.blocks = blocks;
   const TensorView a = args.tensor(), a_scale = args.tensor();
   const TensorView b = args.tensor(), b_scale = args.tensor();
   const TensorView ends = args.tensor(), out = args.tensor();
-  g.split = args.boolean();
+  if (!blocks) g.split = args.boolean();
   a.has_dtype({DType::kE4M3, DType::kE5M2}).has_ndim(2).is_dense();
   b.has_dtype({DType::kE4M3, DType::kE5M2}).has_ndim(contract ? 2 : 3);
   ends.has_dtype({DType::kInt32}).has_ndim(1).is_dense();
@@ -81,8 +120,7 @@ inline GroupedGemm check_grouped_gemm(Args& args, bool contract) {
     out.has_dtype({DType::kBFloat16, DType::kFloat32}).is_dense();
   else
     out.has_dtype({DType::kBFloat16}).is_dense();
-  a_scale.has_dtype({DType::kFloat32}).has_shape({contract ? g.groups : g.m}).is_dense();
-  b_scale.has_dtype({DType::kFloat32}).has_shape({g.groups}).is_dense();
+  check_grouped_scales(&g, a_scale, b_scale);
   check_multiple(args, contract ? "columns of a and b" : "K", g.k, kCopyAlign);
   check_multiple(args, "N", g.n, 8);  // rows of out are written 16 bytes at a time
   g.a_type = a.dtype();

@@ -1,9 +1,4 @@
-// CUDA side of grouped_gemm, for sm_90: a persistent kernel of clusters of two blocks. In each
-// block one warp copies tiles of both operands into a ring in shared memory, and two warpgroups
-// multiply them, each half of the tile's rows.
-#include <algorithm>
-
-#include "common/gpu/cluster.h"
+// CUDA side of grouped_gemm with one scale for each group or row.
 #include "grouped_gemm/grouped_gemm.h"
 
 APEX_TE_LIBRARY()
@@ -19,138 +14,15 @@ APEX_TE_DEFINE(grouped_gemm_contract) {
 
 #else
 
-#include "grouped_gemm/grouped_gemm_sums.h"
+#include "grouped_gemm/grouped_gemm_kernel.h"
 
-namespace apex_te {
-namespace {
-
-#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
-
-// By the two warpgroups of consumers.
-template <typename A, typename B, bool kSplit>
-__device__ __forceinline__ void multiply_tiles(const Params& p, const Ring& ring, uint32_t staged) {
-  const GroupedGemm& g = p.g;
-  const int warp = static_cast<int>(threadIdx.x / 32), lane = static_cast<int>(threadIdx.x % 32);
-  const int warpgroup = same_in_warp(warp / 4);
-  staged += warp * kStagedBytes;
-  Place<kStages> place;
-  Place<kPlans> plan;
-  Sums<A, B, kSplit> sums;
-  for (;; plan.next()) {
-    barrier_wait(&ring.control->planned[plan.at], plan.phase);
-    const Plan& planned = ring.control->plans[plan.at];
-    const int group = planned.group, begin = planned.begin, end = planned.end;
-    const int m = planned.m * kTileM, column = planned.n * kTileN;
-    barrier_arrive(&ring.control->read[plan.at]);
-    if (group < 0) break;
-    // In a result [groups, M, N] the rows of all groups lie one after the other.
-    const int64_t first = g.contract ? group * g.m : begin;
-    const int64_t last = g.contract ? first + g.m : end;
-    const int64_t row = first + m + warp * kBoxRows, own = row + lane / 4;
-    float factor = g.b_scale_inv[group], factor_8 = factor;
-    if (g.contract) {
-      factor = factor_8 = g.a_scale_inv[group] * factor;
-    } else {
-      factor *= own < last ? g.a_scale_inv[own] : 0.0f;
-      factor_8 *= own + 8 < last ? g.a_scale_inv[own + 8] : 0.0f;
-    }
-    const int length = length_of(g, begin, end);
-    const int blocks = tiles_of(length, kTileK);
-    // The copies filled the rest of a product's K with zeros.
-    const int rest = g.contract ? length % kTileK : 0;
-    sums.clear();
-    int stage = 0;
-    for (int i = 0; i < blocks; ++i, place.next()) {
-      stage = place.at;
-      const uint32_t tiles = same_in_warp(ring.a(stage));
-      barrier_wait(&ring.control->full[stage], place.phase);
-      if (rest && i == blocks - 1) zero_rest(tiles, rest);
-      sums.add(ring, stage, tiles, warpgroup, i == 0);
-    }
-    sums.finish(ring, stage, blocks > 0);
-    if (g.wide_out)
-      sums.store_wide(p, row, last, column, factor);
-    else
-      sums.store(p, staged, row, last, column, factor, factor_8);
-  }
-  if (lane == 0) stores_wait();
+APEX_TE_DEFINE(grouped_gemm_multiply) {
+  using namespace apex_te;
+  run_grouped_gemm<Scaling::kFast, Scaling::kSplit>(args, false);
 }
-
-#endif
-
-template <typename A, typename B, bool kSplit>
-__global__ void __launch_bounds__(kThreads, 1)
-    grouped_gemm_kernel([[maybe_unused]] const __grid_constant__ Params p) {
-#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
-  extern __shared__ __align__(1024) uint8_t shared[];  // an atom of the swizzle
-  uint8_t* const staged = shared + kStages * kStageBytes;
-  auto* const control = reinterpret_cast<Control*>(staged + kConsumers / 32 * kStagedBytes);
-  const Ring ring{shared_address(shared), control};
-  if (threadIdx.x == 0) start(ring);
-  cluster_sync();
-  if (threadIdx.x >= kConsumers) {
-    give_registers<56>();
-    if (threadIdx.x < kConsumers + 32) copy_tiles(p, ring);
-  } else {
-    take_registers<224>();
-    multiply_tiles<A, B, kSplit>(p, ring, shared_address(staged));
-  }
-  cluster_sync();  // the other block still arrives at this one's barriers
-#endif
+APEX_TE_DEFINE(grouped_gemm_contract) {
+  using namespace apex_te;
+  run_grouped_gemm<Scaling::kFast, Scaling::kSplit>(args, true);
 }
-
-template <typename A, typename B, bool kSplit>
-void launch(const Params& p, int64_t clusters, cudaStream_t stream) {
-  const auto kernel = grouped_gemm_kernel<A, B, kSplit>;
-  allow_shared(reinterpret_cast<const void*>(kernel));
-  launch_cluster(kernel, clusters * 2, kThreads, 2, kSharedBytes, stream, p);
-}
-
-int64_t ceil_of(int64_t extent, int tile) { return (extent + tile - 1) / tile; }
-
-void run_grouped_gemm(Args& args, bool contract) {
-  Params p;
-  p.g = check_grouped_gemm(args, contract);
-  const GroupedGemm& g = p.g;
-  const DeviceGuard guard(args.device_id());
-  if (device_attribute(cudaDevAttrComputeCapabilityMajor) != 9)
-    fail(kApexTeUnsupported, "%s: the GPU must be of arch 9.0", args.name());
-  if (g.m == 0 || g.n == 0) return;
-  // Places in a matrix are 32 bits to a tensor copy, turns to the kernel.
-  const int64_t n_tiles = ceil_of(g.n, kTileN), m_tiles = ceil_of(g.m, kTileM);
-  const int64_t most = (contract ? g.groups * m_tiles : m_tiles + g.groups) * (n_tiles + 1);
-  constexpr int64_t kLimit = int64_t{1} << 30;
-  const int64_t out_rows = contract ? g.groups * g.m : g.m;
-  if (out_rows > kLimit || g.b_rows > kLimit || g.n > kLimit || g.k > kLimit || most > kLimit)
-    fail(kApexTeUnsupported, "%s: operands must have at most 2^30 rows, columns and tiles",
-         args.name());
-  if (g.k == 0) {
-    void* out = g.wide_out ? static_cast<void*>(g.wide_out) : g.out;
-    check_cuda(cudaMemsetAsync(out, 0, static_cast<size_t>(out_rows * g.n) * (g.wide_out ? 4 : 2),
-                               static_cast<cudaStream_t>(args.stream())),
-               "cudaMemsetAsync");
-    return;
-  }
-  describe(&p.a, kBytes, g.a, g.a_rows, g.k, kTileM / 2, kTileK);
-  describe(&p.b, kBytes, g.b, g.b_rows, g.k, kTileN / 2, kTileK);
-  if (g.out) describe(&p.out, kBFloat16s, g.out, out_rows, g.n, kBoxRows, kBoxN);
-  const int64_t clusters =
-      std::min<int64_t>(most, device_attribute(cudaDevAttrMultiProcessorCount) / 2);
-  const auto stream = static_cast<cudaStream_t>(args.stream());
-  const bool split = g.split;
-  with_fp8_format(g.a_type, [&](auto a) {
-    with_fp8_format(g.b_type, [&](auto b) {
-      using A = decltype(a);
-      using B = decltype(b);
-      split ? launch<A, B, true>(p, clusters, stream) : launch<A, B, false>(p, clusters, stream);
-    });
-  });
-}
-
-}  // namespace
-}  // namespace apex_te
-
-APEX_TE_DEFINE(grouped_gemm_multiply) { apex_te::run_grouped_gemm(args, false); }
-APEX_TE_DEFINE(grouped_gemm_contract) { apex_te::run_grouped_gemm(args, true); }
 
 #endif

@@ -8,10 +8,30 @@ namespace apex_te {
 
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
 
-// 64 x kTileN sums of products: d[4 j + ..] as multiply_add has them. kSplit: those of a stage,
-// 128 each, are made apart and added in float32.
-template <typename A, typename B, bool kSplit>
+__device__ __forceinline__ float load_shared_scale(uint32_t at) {
+  float value;
+  asm volatile("ld.shared.f32 %0, [%1];" : "=f"(value) : "r"(at) : "memory");
+  return value;
+}
+
+// Scales of 8 columns, of which a thread has two, from `at` on and of those 8, 16, 24 behind.
+struct ColumnScales {
+  float2 of[4];
+  __device__ __forceinline__ void load(uint32_t at) {
+#pragma unroll
+    for (int j = 0; j < 4; ++j)
+      asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];"
+                   : "=f"(of[j].x), "=f"(of[j].y)
+                   : "r"(at + j * 8 * 4)
+                   : "memory");
+  }
+};
+
+// 64 x kTileN sums of products: d[4 j + ..] as multiply_add has them. Unless kFast, those of a
+// stage, 128 each, are made apart and added in float32, scaled or not.
+template <typename A, typename B, Scaling kScaling>
 struct Sums {
+  static constexpr int kStagedN = kStagedColumns<kScaling>;
   float d[kTileN / 2];
 
   __device__ __forceinline__ void clear() {
@@ -19,13 +39,13 @@ struct Sums {
     for (int i = 0; i < kTileN / 2; ++i) d[i] = 0.0f;
   }
 
-  // Adds the products of a stage, which begins at `tiles`, all of which are in d after finish(),
-  // and releases what was read.
+  // Adds the products of stage i of a tile, which begins at `tiles`, all of which are in d after
+  // finish(), and releases what was read.
   __device__ __forceinline__ void add(const Ring& ring, int stage, uint32_t tiles, int warpgroup,
                                       bool is_first) {
     const uint64_t a = matrix_at(tiles + warpgroup * (kBytesA / 2));
     const uint64_t b = matrix_at(tiles + kBytesA);
-    if constexpr (!kSplit) {
+    if constexpr (kScaling == Scaling::kFast) {
       products_begin();
 #pragma unroll
       for (int k = 0; k < kTileK / 32; ++k) multiply_add(A{}, B{}, d, a + 2 * k, b + 2 * k, true);
@@ -43,15 +63,65 @@ struct Sums {
         for (int k = 0; k < kTileK / 32; ++k)
           multiply_add(A{}, B{}, part, a + 2 * k, b + half * (kBytesB / 2 >> 4) + 2 * k, k > 0);
         products_commit();
-        products_wait<0>();
-        if (half) ring.release(stage);
+        float* const sums = d + half * (kTileN / 4);
+        if constexpr (kHasBlockScales<kScaling>) {
+          const uint32_t at = ring.template scales_of<kScaling>(stage), lane = threadIdx.x % 32;
+          const uint32_t row = at + (threadIdx.x / 32 * kBoxRows + lane / 4) * 4;
+          const float x = load_shared_scale(row), x_8 = load_shared_scale(row + 8 * 4);
+          if constexpr (kScaling == Scaling::kRowsAndColumns)
+            add_scaled(sums, part, x, x_8, at + kScaleBytesA + half * (kTileN / 2) * 4);
+          else
+            add_scaled(sums, part, x, x_8, load_shared_scale(at + kScaleBytesA + half * 4));
+          // What was read by loads, not by products alone, was read by all lanes.
+          if (half) {
+            if (kScaling == Scaling::kRowsAndColumns) finish_reads();
+            __syncwarp();
+            ring.release(stage);
+          }
+        } else {
+          products_wait<0>();
+          if (half) ring.release(stage);
 #pragma unroll
-        for (int i = 0; i < kTileN / 4; ++i) d[half * (kTileN / 4) + i] += part[i];
+          for (int j = 0; j < kTileN / 4; ++j) sums[j] += part[j];
+        }
+      }
+    }
+  }
+  // Waits for the products of half a tile's columns and adds them times the scales of both rows and
+  // of the block.
+  static __device__ __forceinline__ void add_scaled(float* sums, const float* part, float x,
+                                                    float x_8, float of_block) {
+    x *= of_block;
+    x_8 *= of_block;
+    products_wait<0>();
+#pragma unroll
+    for (int j = 0; j < kTileN / 4; ++j) sums[j] += part[j] * (j % 4 < 2 ? x : x_8);
+  }
+  // The same with a scale for each column, those of the half's first at `columns`.
+  static __device__ __forceinline__ void add_scaled(float* sums, const float* part, float x,
+                                                    float x_8, uint32_t columns) {
+    columns += threadIdx.x % 4 * 2 * 4;
+    ColumnScales next;
+    next.load(columns);
+    products_wait<0>();
+#pragma unroll
+    for (int first = 0; first < kTileN / 16; first += 4) {
+      const ColumnScales scales = next;
+      if (first + 4 < kTileN / 16) next.load(columns + (first + 4) * 8 * 4);
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        const float2 y = scales.of[j];
+        const float* from = part + 4 * (first + j);
+        float* to = sums + 4 * (first + j);
+        to[0] += from[0] * (x * y.x);
+        to[1] += from[1] * (x * y.y);
+        to[2] += from[2] * (x_8 * y.x);
+        to[3] += from[3] * (x_8 * y.y);
       }
     }
   }
   __device__ __forceinline__ void finish(const Ring& ring, int stage, bool any) {
-    if constexpr (!kSplit) {
+    if constexpr (kScaling == Scaling::kFast) {
       products_wait<0>();
       if (any) ring.release(stage);
     }

@@ -34,6 +34,19 @@ APEX_TE_FUNCTION(grouped_quantize_matrices,
                  "rowwise: Tensor!?, columnwise: Tensor!?, amax: Tensor!?, due: Tensor?, "
                  "inverse_given: bool")
 APEX_TE_IN_PLACE(grouped_quantize_matrices, "amax: scale")
+// Block scaling. Blocks of 1x128 of groups of rows: rowwise as block_quantize's of x; columnwise
+// blocks run along a group's rows and begin with it, and group g's scales are the lines from
+// g + begin / 128 on, its columns beginning at `begin`, of [columns / 128 + G, cols rounded up to
+// 4]. Blocks of 128x128 of matrices: block_quantize's copies of each, one after the other.
+APEX_TE_FUNCTION(grouped_block_quantize,
+                 "x: Tensor, table: Tensor, rowwise: Tensor!?, rowwise_scale_inv: Tensor!?, "
+                 "columnwise: Tensor!?, columnwise_scale_inv: Tensor!?, eps: float, pow2: bool",
+                 "cuda")
+APEX_TE_FUNCTION(grouped_block_quantize_matrices,
+                 "matrices: Tensor[], table: Tensor?, rowwise: Tensor!?, "
+                 "rowwise_scale_inv: Tensor!?, columnwise: Tensor!?, "
+                 "columnwise_scale_inv: Tensor!?, eps: float, pow2: bool",
+                 "cuda")
 // Scales of groups from their amaxes by the rule of common/numerics/scaling.h.
 APEX_TE_FUNCTION(grouped_scales,
                  "amax: Tensor, scale: Tensor!, scale_inv: Tensor!, fp8_max: float, eps: float, "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,9 +15,24 @@ from ...ops.block_quantize import ROW_MULTIPLE, block_dequantize, block_quantize
 from ...ops.byte_transpose import byte_transpose
 from ...ops.fp8_gemm import block_scaled_gemm
 from ...ops.fp8_output import FP8_DTYPES
+from ...ops.grouped_gemm import block_contract_groups, block_multiply_groups, multiplies_codes
+from ...ops.grouped_quantize import (
+    GroupedOutput,
+    Groups,
+    block_quantize_groups,
+    block_quantize_matrices,
+)
 from ...runtime.gpu_arch import nvidia_capability
 from ..tensor import QuantizedTensor
-from .base import BlockOptions, FusedCast, Layout, Quantizer, Repeatable, Scheme
+from .base import (
+    BlockOptions,
+    FusedCast,
+    GroupQuantizer,
+    Layout,
+    Quantizer,
+    Repeatable,
+    Scheme,
+)
 from .gemm_backend import WGRAD, GemmBackend, warn_emulated
 
 if TYPE_CHECKING:
@@ -101,8 +117,41 @@ class BlockQuantizer(Quantizer):
         assert made.rowwise_scale_inv is not None
         return made.rowwise, made.rowwise_scale_inv, None
 
+    def grouped(self, quantizers: Sequence[Any]) -> BlockGroupQuantizer:
+        return BlockGroupQuantizer(self.options)
+
     def _decode(self, fp8_data: torch.Tensor, scale_inv: Any, dtype: torch.dtype) -> torch.Tensor:
         return block_dequantize(fp8_data, scale_inv, block_rows=self.block_rows, dtype=dtype)
+
+
+class BlockGroupQuantizer(GroupQuantizer):
+    """Casts rows of groups in blocks of 1x128, and their weights in blocks of 128x128."""
+
+    __slots__ = ("options",)
+
+    def __init__(self, options: BlockOptions) -> None:
+        super().__init__(options.dtype)
+        self.options = options
+
+    def quantize(
+        self, x: torch.Tensor, groups: Groups, rowwise: bool = True, columnwise: bool = True
+    ) -> GroupedOutput:
+        return block_quantize_groups(
+            x, groups, self.dtype, rowwise=rowwise, columnwise=columnwise,
+            pow2=self.options.pow2, eps=self.options.eps,
+        )  # fmt: skip
+
+    def quantize_matrices(
+        self,
+        matrices: Sequence[torch.Tensor],
+        groups: Groups | None,
+        rowwise: bool = True,
+        columnwise: bool = True,
+    ) -> GroupedOutput:
+        return block_quantize_matrices(
+            matrices, self.dtype, groups=groups, rowwise=rowwise, columnwise=columnwise,
+            pow2=self.options.pow2, eps=self.options.eps,
+        )  # fmt: skip
 
 
 class BlockGemm(GemmBackend):
@@ -123,6 +172,21 @@ class BlockGemm(GemmBackend):
         block_rows = 1 if product == WGRAD else 128
         multiply = block_scaled_gemm if self.native else emulated_gemm.emulated_block_gemm
         return multiply(a, b, a_scale_inv, b_scale_inv, b_block_rows=block_rows, **options)
+
+    def multiply_groups(self, product, a, b, a_scale_inv, b_scale_inv, groups):
+        _check_grouped(a, b)
+        return block_multiply_groups(a, a_scale_inv, b, b_scale_inv, groups)
+
+    def contract_groups(self, a, b, a_scale_inv, b_scale_inv, groups, wide=False):
+        _check_grouped(a, b)
+        return block_contract_groups(a, a_scale_inv, b, b_scale_inv, groups, wide)
+
+
+def _check_grouped(a: torch.Tensor, b: torch.Tensor) -> None:
+    """Warns if block-scaled GEMMs of groups are emulated."""
+    if not multiplies_codes(a, b):
+        what = "block-scaled matrix products of groups whose sizes are on the device"
+        warn_emulated(what, "sm_90 and sizes that are multiples of 16")
 
 
 class Blocks(Layout):

@@ -184,7 +184,7 @@ class GroupsFunction(OpFunction):
         if w is None:
             w = quantizers.weight.quantize_matrices(weights, groups, True, False)
         out = quantizers.backend.multiply_groups(
-            FPROP, q.rowwise, w.rowwise, q.row_scale_inv, w.scale_inv, groups
+            FPROP, q.rowwise, w.rowwise, q.row_scale_inv, w.rowwise_scale_inv, groups
         )
         out = _finished(out, groups, out_dtype, biases)
         saved_x = q.columnwise if fp8_wgrad else x if need_weight else None

@@ -61,6 +61,15 @@ __device__ __forceinline__ void copy_box_of(uint32_t to, const CUtensorMap& map,
       "l"(&map), "r"(barrier), "r"(x), "r"(y), "r"(z), "l"(keep)
       : "memory");
 }
+// `bytes` that lie together, in multiples of 16 at multiples of 16, to shared memory.
+__device__ __forceinline__ void copy_bytes(uint32_t to, const void* from, uint32_t bytes,
+                                           uint32_t barrier) {
+  asm volatile(
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::
+          "r"(to),
+      "l"(__cvta_generic_to_global(from)), "r"(bytes), "r"(barrier)
+      : "memory");
+}
 // Fetches a box of a matrix from column x and row y on into the L2 cache.
 __device__ __forceinline__ void prefetch_box(const CUtensorMap& map, int x, int y) {
   asm volatile("cp.async.bulk.prefetch.tensor.2d.L2.global [%0, {%1, %2}];" ::"l"(&map), "r"(x),

@@ -25,6 +25,8 @@ struct BlockCast {
   float *rowwise_scale_inv, *columnwise_scale_inv, *amax;
   int64_t block_rows;
   ScaleRule rule;
+  // Blocks of 1 x 128: the distance of lines of rowwise scales, and how many of one are written.
+  int64_t row_line, row_scales;
 };
 
 // Checks the rowwise copy and returns how many rows it has.
@@ -58,6 +60,7 @@ inline BlockCast check_block_cast(Args& args, DType dtype, int64_t rows, int64_t
     fail(kApexTeValueError, "%s: each of rowwise and columnwise must be given with its scale_inv",
          args.name());
   p.rowwise_rows = p.columnwise_ld = p.rows;
+  p.row_line = p.row_scales = padded_to_4(p.rows);
   if (rowwise) {
     rowwise.has_dtype({DType::kE4M3, DType::kE5M2});
     p.rowwise_rows = check_rowwise(rowwise, p.rows, p.cols, p.block_rows);

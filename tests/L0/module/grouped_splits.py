@@ -6,7 +6,7 @@ import torch
 
 from apex_te.module.grouped import on_device as on_device
 from apex_te.module.grouped.linear import GroupedLinear
-from apex_te.recipe import CurrentScaling, DelayedScaling, Format
+from apex_te.recipe import BlockScaling, CurrentScaling, DelayedScaling, Format
 
 E4M3 = {"fp8_format": Format.E4M3}
 RECIPES = {
@@ -15,6 +15,8 @@ RECIPES = {
     "tensorwise": CurrentScaling(**E4M3),
     "hybrid": DelayedScaling(amax_history_len=4),
     "hybrid tensorwise": CurrentScaling(pow2=True),
+    "blockwise": BlockScaling(),
+    "hybrid blockwise": BlockScaling(fp8_format=Format.HYBRID, pow2=False),
     "plain wgrad": CurrentScaling(override_linear_precision=(False, False, True), **E4M3),
 }
 # (rows, splits): uneven with padding, empty groups, all in one, none of it in a whole tile.

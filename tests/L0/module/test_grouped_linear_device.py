@@ -141,7 +141,7 @@ def test_a_list_may_take_turns_with_a_tensor(device):
 
 
 @pytest.mark.parametrize("reentrant", [True, False])
-@pytest.mark.parametrize("name", [None, "delayed", "first", "tensorwise"])
+@pytest.mark.parametrize("name", [None, "delayed", "first", "tensorwise", "blockwise"])
 def test_recompute_is_bitwise_equal(device, name, reentrant):
     module, other = pair(device)
     x, splits = torch.randn(40, 48).to(device, torch.bfloat16), tensor_of([5, 0, 16, 3], device)
@@ -158,7 +158,7 @@ def test_recompute_is_bitwise_equal(device, name, reentrant):
         assert_same_state(module, other)
 
 
-@pytest.mark.parametrize("name", [None, "delayed", "tensorwise", "plain wgrad"])
+@pytest.mark.parametrize("name", [None, "delayed", "tensorwise", "plain wgrad", "blockwise"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_fused_weight_gradient(device, name, dtype):
     module, other = pair(device, fuse_wgrad_accumulation=True)
@@ -181,11 +181,11 @@ def test_fused_weight_gradient(device, name, dtype):
     assert_close(module.bias2.grad, other.bias2.grad)
 
 
-@pytest.mark.parametrize("name", [None, "tensorwise", "plain wgrad"])
+@pytest.mark.parametrize("name", [None, "tensorwise", "blockwise", "plain wgrad"])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_fused_weight_gradient_is_not_rounded_to_16_bits(device, name, dtype):
     """A sum of 257 products of 16 is no bfloat16, one of 257 times 512 no float16."""
-    if device.type == "cuda" and (dtype is torch.bfloat16) and name != "tensorwise":
+    if device.type == "cuda" and (dtype is torch.bfloat16) and name in (None, "plain wgrad"):
         pytest.skip("torch's grouped product of bfloat16 has no float32 result")
     module, _ = pair(device, dtype, fuse_wgrad_accumulation=True)
     for i in range(4):
@@ -210,7 +210,7 @@ def test_missing_main_grad_is_named(device):
         module(x, tensor_of([5, 0, 16, 3], device)).sum().backward()
 
 
-@pytest.mark.parametrize("name", ["delayed", "tensorwise", "first"])
+@pytest.mark.parametrize("name", ["delayed", "tensorwise", "first", "blockwise"])
 def test_microbatches_share_fp8_weights(device, name):
     module, other = pair(device)
     for first, splits in ((True, [16, 0, 8, 0]), (False, [0, 16, 4, 4]), (False, [6, 6, 6, 6])):
@@ -225,7 +225,7 @@ def test_microbatches_share_fp8_weights(device, name):
 
 
 @pytest.mark.parametrize("guard", [torch.no_grad, torch.inference_mode])
-@pytest.mark.parametrize("name", [None, "delayed", "tensorwise"])
+@pytest.mark.parametrize("name", [None, "delayed", "tensorwise", "blockwise"])
 def test_evaluation(device, name, guard):
     module, _ = pair(device)
     x, splits = torch.randn(30, 48).to(device, torch.bfloat16), tensor_of([5, 0, 16, 3], device)
@@ -252,7 +252,7 @@ def test_calibrating_stages_what_a_list_does(device):
     assert module.fp8_state.amax_history_bwd[0].count_nonzero() == 3
 
 
-@pytest.mark.parametrize("name", [None, "delayed"])
+@pytest.mark.parametrize("name", [None, "delayed", "blockwise"])
 def test_frozen_parts(device, name):
     module, other = pair(device)
     for each in (module, other):
@@ -274,7 +274,7 @@ def test_frozen_parts(device, name):
     assert inp.grad.isfinite().all()
 
 
-@pytest.mark.parametrize("name", [None, "tensorwise"])
+@pytest.mark.parametrize("name", [None, "tensorwise", "blockwise"])
 def test_leading_dimensions_return_bias_and_autocast(device, name):
     module, other = pair(device, torch.float32, return_bias=True)
     x = torch.randn(4, 6, 48).to(device)

@@ -18,7 +18,7 @@ from apex_te import fp8_autocast
 from apex_te.fp8.model_init import fp8_model_init
 from apex_te.fp8.statistics import fp8_statistics
 from apex_te.module.grouped.linear import GroupedLinear
-from apex_te.recipe import BlockScaling, CurrentScaling, DelayedScaling, Format, MXFP8Scaling
+from apex_te.recipe import CurrentScaling, DelayedScaling, Format, MXFP8Scaling
 from tests.checks import assert_same_bits, needs_cuda
 
 pytestmark = pytest.mark.filterwarnings("ignore:apex_te. FP8 matrix products of groups")
@@ -77,7 +77,6 @@ def test_rejects_splits(splits, error, message):
 @pytest.mark.parametrize(
     ("recipe", "message"),
     [
-        (BlockScaling(), "must be a list of ints with BlockScaling"),
         (MXFP8Scaling(), "must be a list of ints with MXFP8Scaling"),
         (CurrentScaling(fp8_format=Format.HIF8), "must be a list of ints with CurrentScaling"),
     ],

@@ -52,6 +52,7 @@ OTHERS = {
     "fp8_gemm.bound_product",
     "fp8_gemm.tune",
     "grouped_gemm.has_grouped_fp8",
+    "grouped_quantize.block_values_of_columns",
     "grouped_quantize.check_rows",
     "grouped_gemm.multiplies_codes",
     "grouped_gemm.has_grouped_products",
@@ -383,6 +384,23 @@ def make_case(name: str, rows: int = 32, cols: int = 64) -> Case:
              "b_scale_inv": torch.rand(2), "fast": False,
              "ends": torch.tensor([rows // 2, rows], dtype=torch.int32)}
         ),
+        "grouped_gemm.block_multiply_groups": lambda: Case(
+            {"a": codes(*shape), "a_scale_inv": torch.rand(block_quantize.scale_shape(*shape, 1)),
+             "b": torch.randn(2, 16, cols).to(E4M3),
+             "b_scale_inv": torch.rand(2, *block_quantize.scale_shape(16, cols, 128)),
+             "groups": groups(rows)}
+        ),
+        "grouped_gemm.block_contract_groups": lambda: Case(
+            {"a": codes(8, groups(rows).columns), "b": codes(16, groups(rows).columns),
+             "a_scale_inv": torch.rand(groups(rows).lines, 8),
+             "b_scale_inv": torch.rand(groups(rows).lines, 16), "groups": groups(rows)}
+        ),
+        "grouped_quantize.block_quantize_groups": lambda: Case(
+            {"x": x, "groups": groups(rows), "fp8_dtype": E4M3}
+        ),
+        "grouped_quantize.block_quantize_matrices": lambda: Case(
+            {"matrices": [x, matrix(*shape)], "fp8_dtype": E4M3, "groups": groups(rows)}
+        ),
         "grouped_quantize.groups_of": lambda: Case(
             {"splits": torch.tensor([rows // 2] * 2), "rows": rows}
         ),
@@ -593,11 +611,12 @@ DIFFERENTIABLE = {
     "swiglu.swiglu",
 }
 
-# Index of the output that each leaves partly unwritten.
+# Indices of the outputs that each leaves partly unwritten.
 UNFILLED = {
-    "grouped_quantize.quantize_groups": 1,  # columns behind those of the groups
-    "moe_permute.make_map": 0,  # experts that a token does not go to
-    "moe_permute.permute_by": 2,
+    "grouped_quantize.block_quantize_groups": (1, 2),  # columns behind those of the groups
+    "grouped_quantize.quantize_groups": (1,),
+    "moe_permute.make_map": (0,),  # experts that a token does not go to
+    "moe_permute.permute_by": (2,),
 }
 
 # Arguments of the dtype of x, where they are float32.
@@ -661,7 +680,7 @@ class Call:
 
     def filled(self, results: tuple[Any, ...]) -> list[Any]:
         """The results without what has no value."""
-        return [t for i, t in enumerate(results) if i != UNFILLED.get(self.name)]
+        return [t for i, t in enumerate(results) if i not in UNFILLED.get(self.name, ())]
 
     @functools.cached_property
     def expected(self) -> tuple[Any, ...]:

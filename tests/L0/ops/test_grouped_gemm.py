@@ -360,8 +360,8 @@ class TestKernel:
             ),
             (
                 ValueError,
-                "a must begin at a multiple of 16 bytes",
-                {"a": torch.empty(513, dtype=E5M2, device="cuda")[1:].view(16, 32)},
+                "out must begin at a multiple of 16 bytes",
+                {"out": torch.empty(257, dtype=torch.bfloat16, device="cuda")[1:].view(16, 16)},
             ),
         ]
         for kind, text, changed in cases:

@@ -26,6 +26,7 @@ DENSE = {
     "emulated_gemm.mx_gemm": {"a_scale", "b_scale"},
     "fp8_gemm.block_scaled_gemm": {"a", "a_scale_inv", "b", "b_scale_inv", "bias"},
     "fp8_gemm.fp8_gemm": {"a", "b", "bias"},
+    "grouped_gemm.block_multiply_groups": {"a_scale_inv"},
     "grouped_quantize.finish_rows": {"bias"},
     "grouped_quantize.quantize_groups": {"due"},
     "grouped_quantize.quantize_matrices": {"due"},
@@ -82,7 +83,9 @@ def run(name, args, written):
     results = tree_leaves(find(name)(**given)), tree_leaves([given[key] for key in written])
     found = [t for part in results for t in part if isinstance(t, torch.Tensor)]
     dense = torch.contiguous_format
-    return [t.clone(memory_format=dense) for i, t in enumerate(found) if i != UNFILLED.get(name)]
+    return [
+        t.clone(memory_format=dense) for i, t in enumerate(found) if i not in UNFILLED.get(name, ())
+    ]
 
 
 def refusal(name, args, written):
