@@ -7,7 +7,7 @@ the other in a matrix; its rows after the last group are padding, which no funct
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -97,7 +97,7 @@ class GroupedOutput(NamedTuple):
         rowwise: [rows, cols] from ``quantize_groups``, [groups, rows, cols] from
             ``quantize_matrices``.
         columnwise: [cols, ``Groups.columns``] or [groups, cols, rows].
-        scale_inv: float32 [groups]; with block scaling that of the columnwise copy.
+        scale_inv: float32 [groups]; with block scaling that of the columnwise copy, None without.
         row_scale_inv: float32 [rows], each row's scale_inv; with block scaling that of the rowwise
             copy. None without a rowwise copy and from ``quantize_matrices``.
     """
@@ -293,7 +293,9 @@ def block_quantize_groups(
     rows, cols = x.shape
     check_rows(name, rows, groups)
     fp8_output.check_any_output(name, rowwise, columnwise, None)
-    row = row_scales = col = col_scales = None
+    row = row_scales = None
+    col: Any = None
+    col_scales: Any = None
     if rowwise:
         row = x.new_empty((rows, cols), dtype=fp8_dtype)
         row_scales = x.new_empty(scale_shape(rows, cols, 1), dtype=torch.float32)
@@ -314,7 +316,7 @@ def _quantize_blocks(x, table, row, row_scales, col, col_scales, eps, pow2):
     begin = column = 0
     for g, (end, column_end) in enumerate(zip(ends, column_ends, strict=True)):
         dtype = (col if row is None else row).dtype
-        own = block_quantize(x[begin:end], dtype, pow2=pow2, eps=eps)
+        own: Any = block_quantize(x[begin:end], dtype, pow2=pow2, eps=eps)
         if row is not None:
             row[begin:end] = own.rowwise
             row_scales[:, begin:end] = own.rowwise_scale_inv[:, : end - begin]
@@ -362,19 +364,19 @@ def block_quantize_matrices(
     fp8_output.check_any_output(name, rowwise, columnwise, None)
     matrices = [matrix.contiguous() for matrix in matrices]
     like, count = matrices[0], len(matrices)
-    shape = tuple(like.shape)
+    rows, cols = like.shape
 
-    def pair(wanted: bool, shape: tuple) -> tuple:
+    def pair(wanted: bool, rows: int, cols: int) -> tuple:
         if not wanted:
             return None, None
-        scales = (count, *scale_shape(*shape, _BLOCK))
+        scales = (count, *scale_shape(rows, cols, _BLOCK))
         return (
-            like.new_empty((count, *shape), dtype=fp8_dtype),
+            like.new_empty((count, rows, cols), dtype=fp8_dtype),
             like.new_empty(scales, dtype=torch.float32),
         )
 
-    row, row_scales = pair(rowwise, shape)
-    col, col_scales = pair(columnwise, shape[::-1])
+    row, row_scales = pair(rowwise, rows, cols)
+    col, col_scales = pair(columnwise, cols, rows)
     table = None if groups is None else groups.table
     _block_quantize_matrices(matrices, table, row, row_scales, col, col_scales, eps, pow2)
     return GroupedOutput(row, col, col_scales, row_scales)

@@ -20,20 +20,22 @@ struct Target {
   int column;
 };
 
-__device__ __forceinline__ Target target_of(const GroupedGemm& g, const Plan& planned, int warp) {
+__device__ __forceinline__ Target target_of(const GroupedGemm& g, const Plan& planned, int tile_n,
+                                            int warp) {
   const int64_t first = g.contract ? planned.group * g.m : planned.begin;
   return {first + planned.m * kTileM + warp * kBoxRows, g.contract ? first + g.m : planned.end,
-          planned.n * kTileN};
+          planned.n * tile_n};
 }
 
 // By the two warpgroups of consumers.
 template <typename A, typename B, Scaling kScaling>
-__device__ __forceinline__ void multiply_tiles(const Params& p, const Ring& ring, uint32_t staged) {
+__device__ __forceinline__ void multiply_tiles(const Params& p, const Ring<kScaling>& ring,
+                                               uint32_t staged) {
   const GroupedGemm& g = p.g;
   const int warp = static_cast<int>(threadIdx.x / 32), lane = static_cast<int>(threadIdx.x % 32);
   const int warpgroup = same_in_warp(warp / 4);
   staged += warp * kStagedBytes<kScaling>;
-  Place<kStages> place;
+  Place<kStages<kScaling>> place;
   Place<kPlans> plan;
   Sums<A, B, kScaling> sums;
   for (;; plan.next()) {
@@ -45,7 +47,7 @@ __device__ __forceinline__ void multiply_tiles(const Params& p, const Ring& ring
     Target to;
     float factor = 1.0f, factor_8 = 1.0f;
     if constexpr (!kHasBlockScales<kScaling>) {
-      to = target_of(g, planned, warp);
+      to = target_of(g, planned, kTileN<kScaling>, warp);
       barrier_arrive(&ring.control->read[plan.at]);
       const int64_t own = to.row + lane / 4;
       const float of_group = g.b_scale_inv[group];
@@ -59,18 +61,9 @@ __device__ __forceinline__ void multiply_tiles(const Params& p, const Ring& ring
     const int blocks = tiles_of(length, kTileK);
     // The copies filled the rest of a product's K with zeros.
     const int rest = g.contract ? length % kTileK : 0;
-    sums.clear();
-    int stage = 0;
-    for (int i = 0; i < blocks; ++i, place.next()) {
-      stage = place.at;
-      const uint32_t tiles = same_in_warp(ring.a(stage));
-      barrier_wait(&ring.control->full[stage], place.phase);
-      if (rest && i == blocks - 1) zero_rest(tiles, rest);
-      sums.add(ring, stage, tiles, warpgroup, i == 0);
-    }
-    sums.finish(ring, stage, blocks > 0);
+    sums.run(ring, &place, warpgroup, blocks, rest, planned.n);
     if constexpr (kHasBlockScales<kScaling>) {  // read late: registers are short in the loop
-      to = target_of(g, planned, warp);
+      to = target_of(g, planned, kTileN<kScaling>, warp);
       barrier_arrive(&ring.control->read[plan.at]);
     }
     if (g.wide_out)
@@ -88,17 +81,18 @@ __global__ void __launch_bounds__(kThreads, 1)
     grouped_gemm_kernel([[maybe_unused]] const __grid_constant__ Params p) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
   extern __shared__ __align__(1024) uint8_t shared[];  // an atom of the swizzle
-  uint8_t* const staged = shared + kStages * kStageBytes;
-  auto* const control = reinterpret_cast<Control*>(shared + kControlBegin<kScaling>);
+  uint8_t* const staged = shared + kStages<kScaling> * kStageBytes<kScaling>;
+  auto* const control = reinterpret_cast<Control<kScaling>*>(shared + kControlBegin<kScaling>);
   const uint32_t begin = shared_address(shared);
-  const Ring ring{begin, begin + kScalesBegin<kScaling>, control};
-  if (threadIdx.x == 0) start<kScaling>(ring);
+  const Ring<kScaling> ring{begin, begin + kScalesBegin<kScaling>, control};
+  if (threadIdx.x == 0) start(ring);
   cluster_sync();
   if (threadIdx.x >= kConsumers) {
     give_registers<56>();
     const int warp = static_cast<int>(threadIdx.x / 32) - kConsumers / 32;
-    if (warp == 0) copy_tiles<kScaling>(p, ring);
-    if (warp == 1 && kScaling == Scaling::kRowsAndBlocks) copy_scales(p, ring);
+    if (warp == 0) copy_tiles(p, ring);
+    if constexpr (kScaling == Scaling::kRowsAndBlocks)
+      if (warp == 1) copy_scales(p, ring);
   } else {
     take_registers<224>();
     multiply_tiles<A, B, kScaling>(p, ring, shared_address(staged));
@@ -127,7 +121,7 @@ void run_grouped_gemm(Args& args, bool contract) {
     fail(kApexTeUnsupported, "%s: the GPU must be of arch 9.0", args.name());
   if (g.m == 0 || g.n == 0) return;
   // Places in a matrix are 32 bits to a tensor copy, turns to the kernel.
-  const int64_t n_tiles = ceil_of(g.n, kTileN), m_tiles = ceil_of(g.m, kTileM);
+  const int64_t n_tiles = ceil_of(g.n, kTileN<kOne>), m_tiles = ceil_of(g.m, kTileM);
   const int64_t most = (contract ? g.groups * m_tiles : m_tiles + g.groups) * (n_tiles + 1);
   constexpr int64_t kLimit = int64_t{1} << 30;
   const int64_t out_rows = contract ? g.groups * g.m : g.m;
@@ -142,7 +136,7 @@ void run_grouped_gemm(Args& args, bool contract) {
     return;
   }
   describe(&p.a, kBytes, g.a, g.a_rows, g.k, kTileM / 2, kTileK);
-  describe(&p.b, kBytes, g.b, g.b_rows, g.k, kTileN / 2, kTileK);
+  describe(&p.b, kBytes, g.b, g.b_rows, g.k, kTileN<kOne> / 2, kTileK);
   if (g.out) describe(&p.out, kBFloat16s, g.out, out_rows, g.n, kBoxRows, kBoxN);
   const int64_t clusters =
       std::min<int64_t>(most, device_attribute(cudaDevAttrMultiProcessorCount) / 2);

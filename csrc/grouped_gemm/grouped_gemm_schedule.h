@@ -1,6 +1,6 @@
 // Order in which clusters of two blocks take tiles of groups, known to the device alone.
 //
-// A tile is kTileM x kTileN of the result. The two blocks of a cluster take tiles that lie one
+// A tile is kTileM x tile_n of the result. The two blocks of a cluster take tiles that lie one
 // below the other and share their part of b; of a last row of tiles without a pair they take tiles
 // side by side, which share their part of a.
 #pragma once
@@ -10,7 +10,7 @@
 
 namespace apex_te {
 
-constexpr int kTileM = 128, kTileN = 256, kTileK = 128;
+constexpr int kTileM = 128, kTileK = 128;
 constexpr int kStrip = 8;  // tiles of N that are worked on at once, for the L2 cache
 
 #if defined(__CUDACC__) && !defined(__HIP_PLATFORM_AMD__)
@@ -32,11 +32,11 @@ __device__ __forceinline__ int pairs_of(int m_tiles, int n_tiles) {
 // A warp's walk through the groups, of which each lane has one of 32.
 class Walk {
  public:
-  __device__ Walk(const GroupedGemm& g, int rank)
+  __device__ Walk(const GroupedGemm& g, int tile_n, int rank)
       : groups_(static_cast<int>(g.groups)),
         lane_(static_cast<int>(threadIdx.x % 32)),
         rank_(rank),
-        n_tiles_(tiles_of(g.n, kTileN)),
+        n_tiles_(tiles_of(g.n, tile_n)),
         contracted_m_tiles_(g.contract ? tiles_of(g.m, kTileM) : 0),
         limit_(static_cast<int>(g.contract ? g.k : g.m)),
         places_(g.contract ? -static_cast<int>(kCopyAlign) : -1),

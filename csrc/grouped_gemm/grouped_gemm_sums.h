@@ -8,13 +8,26 @@ namespace apex_te {
 
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
 
+// Zeroes a stage from byte `used`, a multiple of 16, of each row on: what is there belongs to the
+// next group and may be NaN. By all consumers.
+__device__ __forceinline__ void zero_rest(uint32_t stage, uint32_t rows, int used) {
+  for (uint32_t row = threadIdx.x; row < rows; row += kConsumers)
+    for (uint32_t chunk = used / 16; chunk < kTileK / 16; ++chunk)
+      asm volatile("st.shared.v4.b32 [%0], {%1, %1, %1, %1};" ::"r"(stage + row * kTileK +
+                                                                    (chunk ^ row % 8) * 16),
+                   "r"(0)
+                   : "memory");
+  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+  asm volatile("bar.sync 1, %0;" ::"n"(kConsumers) : "memory");
+}
+
 __device__ __forceinline__ float load_shared_scale(uint32_t at) {
   float value;
   asm volatile("ld.shared.f32 %0, [%1];" : "=f"(value) : "r"(at) : "memory");
   return value;
 }
 
-// Scales of 8 columns, of which a thread has two, from `at` on and of those 8, 16, 24 behind.
+// Scales of two columns of a thread, of 8, and of those 8, 16, 24 behind them.
 struct ColumnScales {
   float2 of[4];
   __device__ __forceinline__ void load(uint32_t at) {
@@ -27,104 +40,128 @@ struct ColumnScales {
   }
 };
 
-// 64 x kTileN sums of products: d[4 j + ..] as multiply_add has them. Unless kFast, those of a
-// stage, 128 each, are made apart and added in float32, scaled or not.
+// 64 x kN sums of products: d[4 j + ..] as multiply_add has them. Unless kFast, those of a stage,
+// 128 each, are made apart, half of the columns at a time, and added in float32, scaled or not.
 template <typename A, typename B, Scaling kScaling>
 struct Sums {
-  static constexpr int kStagedN = kStagedColumns<kScaling>;
-  float d[kTileN / 2];
+  static constexpr int kN = kTileN<kScaling>, kStagedN = kStagedColumns<kScaling>;
+  static constexpr int kHalf = kN / 2;  // columns, of which a thread has as many sums in 2 rows
+  using ThisRing = Ring<kScaling>;
+  using Part = float[kHalf / 2];
+  float d[kN / 2];
 
-  __device__ __forceinline__ void clear() {
+  // Makes the sums of a tile of `blocks` stages, from `place` on; of the last only `rest` bytes of
+  // each row count, all if 0. Releases the stages.
+  __device__ __forceinline__ void run(const ThisRing& ring, Place<kStages<kScaling>>* place,
+                                      int warpgroup, int blocks, int rest, int tile_n) {
 #pragma unroll
-    for (int i = 0; i < kTileN / 2; ++i) d[i] = 0.0f;
-  }
-
-  // Adds the products of stage i of a tile, which begins at `tiles`, all of which are in d after
-  // finish(), and releases what was read.
-  __device__ __forceinline__ void add(const Ring& ring, int stage, uint32_t tiles, int warpgroup,
-                                      bool is_first) {
-    const uint64_t a = matrix_at(tiles + warpgroup * (kBytesA / 2));
-    const uint64_t b = matrix_at(tiles + kBytesA);
-    if constexpr (kScaling == Scaling::kFast) {
-      products_begin();
-#pragma unroll
-      for (int k = 0; k < kTileK / 32; ++k) multiply_add(A{}, B{}, d, a + 2 * k, b + 2 * k, true);
-      products_commit();
-      products_wait<1>();
-      if (!is_first) ring.release(stage ? stage - 1 : kStages - 1);
-    } else {
-      // Half of the columns at a time, for registers: the other warpgroup multiplies while this one
-      // adds.
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        float part[kTileN / 4];
+    for (int i = 0; i < kN / 2; ++i) d[i] = 0.0f;
+    const uint32_t own = warpgroup * (kBytesA / 2);
+    int last = 0;
+    [[maybe_unused]] Part left, right;
+    for (int i = 0; i < blocks; ++i, place->next()) {
+      const int stage = place->at;
+      const uint32_t tiles = same_in_warp(ring.a(stage));
+      barrier_wait(&ring.control->full[stage], place->phase);
+      if (rest && i == blocks - 1) zero_rest(tiles, kTileM + kN, rest);
+      const uint64_t a = matrix_at(tiles + own), b = matrix_at(tiles + kBytesA);
+      if constexpr (kScaling == Scaling::kFast) {
         products_begin();
 #pragma unroll
-        for (int k = 0; k < kTileK / 32; ++k)
-          multiply_add(A{}, B{}, part, a + 2 * k, b + half * (kBytesB / 2 >> 4) + 2 * k, k > 0);
+        for (int k = 0; k < kTileK / 32; ++k) multiply_add(A{}, B{}, d, a + 2 * k, b + 2 * k, true);
         products_commit();
-        float* const sums = d + half * (kTileN / 4);
-        if constexpr (kHasBlockScales<kScaling>) {
-          const uint32_t at = ring.template scales_of<kScaling>(stage), lane = threadIdx.x % 32;
-          const uint32_t row = at + (threadIdx.x / 32 * kBoxRows + lane / 4) * 4;
-          const float x = load_shared_scale(row), x_8 = load_shared_scale(row + 8 * 4);
-          if constexpr (kScaling == Scaling::kRowsAndColumns)
-            add_scaled(sums, part, x, x_8, at + kScaleBytesA + half * (kTileN / 2) * 4);
-          else
-            add_scaled(sums, part, x, x_8, load_shared_scale(at + kScaleBytesA + half * 4));
-          // What was read by loads, not by products alone, was read by all lanes.
-          if (half) {
-            if (kScaling == Scaling::kRowsAndColumns) finish_reads();
-            __syncwarp();
-            ring.release(stage);
-          }
-        } else {
-          products_wait<0>();
-          if (half) ring.release(stage);
-#pragma unroll
-          for (int j = 0; j < kTileN / 4; ++j) sums[j] += part[j];
-        }
+        products_wait<1>();
+        if (i > 0) ring.release(last);
+      } else if constexpr (kScaling == Scaling::kSplit) {
+        // The other warpgroup multiplies while this one adds.
+        multiply(left, a, b);
+        products_wait<0>();
+        add(d, left);
+        multiply(left, a, b + half_of_b());
+        products_wait<0>();
+        ring.release(stage);
+        add(d + kHalf / 2, left);
+      } else {
+        // One half is multiplied while the other is added. With products of two stages in flight
+        // ptxas serializes all (C7514).
+        multiply(left, a, b);
+        multiply(right, a, b + half_of_b());
+        products_wait<1>();
+        add_scaled<0>(ring, stage, left, tile_n);
+        products_wait<0>();
+        add_scaled<1>(ring, stage, right, tile_n);
+        release_read(ring, stage);
       }
+      last = stage;
     }
-  }
-  // Waits for the products of half a tile's columns and adds them times the scales of both rows and
-  // of the block.
-  static __device__ __forceinline__ void add_scaled(float* sums, const float* part, float x,
-                                                    float x_8, float of_block) {
-    x *= of_block;
-    x_8 *= of_block;
-    products_wait<0>();
-#pragma unroll
-    for (int j = 0; j < kTileN / 4; ++j) sums[j] += part[j] * (j % 4 < 2 ? x : x_8);
-  }
-  // The same with a scale for each column, those of the half's first at `columns`.
-  static __device__ __forceinline__ void add_scaled(float* sums, const float* part, float x,
-                                                    float x_8, uint32_t columns) {
-    columns += threadIdx.x % 4 * 2 * 4;
-    ColumnScales next;
-    next.load(columns);
-    products_wait<0>();
-#pragma unroll
-    for (int first = 0; first < kTileN / 16; first += 4) {
-      const ColumnScales scales = next;
-      if (first + 4 < kTileN / 16) next.load(columns + (first + 4) * 8 * 4);
-#pragma unroll
-      for (int j = 0; j < 4; ++j) {
-        const float2 y = scales.of[j];
-        const float* from = part + 4 * (first + j);
-        float* to = sums + 4 * (first + j);
-        to[0] += from[0] * (x * y.x);
-        to[1] += from[1] * (x * y.y);
-        to[2] += from[2] * (x_8 * y.x);
-        to[3] += from[3] * (x_8 * y.y);
-      }
-    }
-  }
-  __device__ __forceinline__ void finish(const Ring& ring, int stage, bool any) {
     if constexpr (kScaling == Scaling::kFast) {
       products_wait<0>();
-      if (any) ring.release(stage);
+      if (blocks > 0) ring.release(last);
     }
+  }
+
+  static constexpr __device__ __forceinline__ uint64_t half_of_b() {
+    return kBytesB<kScaling> / 2 >> 4;
+  }
+
+  static __device__ __forceinline__ void multiply(Part& part, uint64_t a, uint64_t b) {
+    products_begin();
+#pragma unroll
+    for (int k = 0; k < kTileK / 32; ++k)
+      multiply_add(A{}, B{}, part, a + 2 * k, b + 2 * k, k > 0);
+    products_commit();
+  }
+
+  static __device__ __forceinline__ void add(float* sums, const Part& part) {
+#pragma unroll
+    for (int j = 0; j < kHalf / 2; ++j) sums[j] += part[j];
+  }
+
+  // Adds the products of half of a stage's columns times their scales.
+  template <int kRight>
+  __device__ __forceinline__ void add_scaled(const ThisRing& ring, int stage, const Part& part,
+                                             int tile_n) {
+    float* const sums = d + kRight * (kHalf / 2);
+    const uint32_t at = ring.scales_of(stage), lane = threadIdx.x % 32;
+    const uint32_t row = at + (threadIdx.x / 32 * kBoxRows + lane / 4) * 4;
+    const float x = load_shared_scale(row), x_8 = load_shared_scale(row + 8 * 4);
+    if constexpr (kScaling == Scaling::kRowsAndColumns) {
+      const uint32_t column = at + kScaleBytesA + (kRight * kHalf + lane % 4 * 2) * 4;
+      ColumnScales next;
+      next.load(column);
+#pragma unroll
+      for (int first = 0; first < kHalf / 8; first += 4) {
+        const ColumnScales scales = next;
+        if (first + 4 < kHalf / 8) next.load(column + (first + 4) * 8 * 4);
+#pragma unroll
+        for (int j = 0; j < 4; ++j) {
+          const float2 y = scales.of[j];
+          const float* from = part + 4 * (first + j);
+          float* to = sums + 4 * (first + j);
+          to[0] += from[0] * (x * y.x);
+          to[1] += from[1] * (x * y.y);
+          to[2] += from[2] * (x_8 * y.x);
+          to[3] += from[3] * (x_8 * y.y);
+        }
+      }
+    } else {
+      // A tile begins with a block of 128 columns, or 64 behind the begin of one.
+      constexpr int kCut = kRight ? 4 : 8;  // of 8 columns
+      const float first_block = load_shared_scale(at + kScaleBytesA);
+      const float second_block = load_shared_scale(at + kScaleBytesA + 4);
+      const float between = tile_n % 2 ? second_block : first_block;
+      const float low = kRight ? between : first_block, high = kRight ? second_block : between;
+      const float by[2][2] = {{x * low, x_8 * low}, {x * high, x_8 * high}};
+#pragma unroll
+      for (int j = 0; j < kHalf / 2; ++j) sums[j] += part[j] * by[j / 4 >= kCut][j % 4 / 2];
+    }
+  }
+
+  // What was read by loads, not by products alone, was read by all lanes.
+  static __device__ __forceinline__ void release_read(const ThisRing& ring, int stage) {
+    if (kScaling == Scaling::kRowsAndColumns) finish_reads();
+    __syncwarp();
+    ring.release(stage);
   }
 
   // Writes the warp's 16 rows from `row` of out on, those below `end`, the thread's two times their
@@ -136,7 +173,7 @@ struct Sums {
     const uint32_t own_row = lane % 16, right = lane / 16;
     const bool whole = row + kBoxRows <= end;
 #pragma unroll
-    for (int first = 0; first < kTileN; first += kStagedN) {
+    for (int first = 0; first < kN; first += kStagedN) {
       if (lane == 0) stores_wait();
       __syncwarp();
 #pragma unroll
@@ -163,7 +200,7 @@ struct Sums {
     const int64_t own = row + lane / 4, first = column + lane % 4 * 2;
     float* out = p.g.wide_out + own * p.g.n + first;
 #pragma unroll
-    for (int j = 0; j < kTileN / 8; ++j) {
+    for (int j = 0; j < kN / 8; ++j) {
       if (first + j * 8 >= p.g.n) break;
       const float* x = d + j * 4;
       if (own < end)
@@ -203,19 +240,6 @@ struct Sums {
     }
   }
 };
-
-// Zeroes a stage from byte `used`, a multiple of 16, of each row on: what is there belongs to the
-// next group and may be NaN. By all consumers.
-__device__ __forceinline__ void zero_rest(uint32_t stage, int used) {
-  for (uint32_t row = threadIdx.x; row < kTileM + kTileN; row += kConsumers)
-    for (uint32_t chunk = used / 16; chunk < kTileK / 16; ++chunk)
-      asm volatile("st.shared.v4.b32 [%0], {%1, %1, %1, %1};" ::"r"(stage + row * kTileK +
-                                                                    (chunk ^ row % 8) * 16),
-                   "r"(0)
-                   : "memory");
-  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
-  asm volatile("bar.sync 1, %0;" ::"n"(kConsumers) : "memory");
-}
 
 #endif
 

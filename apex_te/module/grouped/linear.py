@@ -193,7 +193,7 @@ class GroupedLinear(ParallelModule):
             ValueError: a shape does not match, ``m_splits`` is on another device than ``inp``, or a
                 split is negative or their sum exceeds the rows of ``inp`` (see above for a GPU).
             NotImplementedError: ``m_splits`` is a tensor on a GPU, together with the recipe
-                ``"blockwise"`` or ``"mxfp8"``, HiF8, FP8 with sizes that are not multiples of 16,
+                ``"mxfp8"``, HiF8, FP8 with sizes that are not multiples of 16,
                 ``delay_wgrad_compute``, ``save_original_input``, FP8 weights, more than 1023 groups
                 or ``torch.compile``. Raised before anything runs.
         """

@@ -31,14 +31,16 @@ __device__ __forceinline__ void products_wait() {
 #define APEX_TE_D8(d, i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), \
                          "+f"(d[i + 4]), "+f"(d[i + 5]), "+f"(d[i + 6]), "+f"(d[i + 7])
 #define APEX_TE_D16(d, i) APEX_TE_D8(d, i), APEX_TE_D8(d, i + 8)
+#define APEX_TE_D48(d) APEX_TE_D16(d, 0), APEX_TE_D16(d, 16), APEX_TE_D16(d, 32)
 #define APEX_TE_D64(d) APEX_TE_D16(d, 0), APEX_TE_D16(d, 16), APEX_TE_D16(d, 32), APEX_TE_D16(d, 48)
 #define APEX_TE_D96(d) APEX_TE_D64(d), APEX_TE_D16(d, 64), APEX_TE_D16(d, 80)
 #define APEX_TE_D128(d) APEX_TE_D96(d), APEX_TE_D16(d, 96), APEX_TE_D16(d, 112)
-#define APEX_TE_LIST_64 \
+#define APEX_TE_LIST_48 \
   "{" \
   "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, " \
   "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, " \
-  "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, " \
+  "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47"
+#define APEX_TE_LIST_64 APEX_TE_LIST_48 ", " \
   "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
 #define APEX_TE_LIST_96 APEX_TE_LIST_64 ", " \
   "%64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, " \
@@ -63,6 +65,7 @@ __device__ __forceinline__ void products_wait() {
                  : "l"(a), "l"(b), "r"(static_cast<int>(add)));                                \
   }
 #define APEX_TE_DEFINE_PRODUCTS(A, B, types)                          \
+  APEX_TE_DEFINE_PRODUCT(A, B, types, "96", 48, "%48", "%49", "%50")  \
   APEX_TE_DEFINE_PRODUCT(A, B, types, "128", 64, "%64", "%65", "%66") \
   APEX_TE_DEFINE_PRODUCT(A, B, types, "192", 96, "%96", "%97", "%98") \
   APEX_TE_DEFINE_PRODUCT(A, B, types, "256", 128, "%128", "%129", "%130")
