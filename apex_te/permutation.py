@@ -18,6 +18,7 @@ from .ops.op_function import needs_autograd
 
 __all__ = [
     "moe_permute",
+    "moe_permute_and_count",
     "moe_permute_and_pad_with_probs",
     "moe_permute_with_probs",
     "moe_sort_chunks_by_index",
@@ -98,6 +99,34 @@ def moe_permute_with_probs(
         row_id_map: opaque int32 tensor to pass to ``moe_unpermute``.
     """
     return _permuted(inp, probs, routing_map, num_out_tokens)
+
+
+@checked
+def moe_permute_and_count(
+    inp: torch.Tensor, indices: torch.Tensor, num_experts: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Permutes tokens by the indices of their experts, and counts each expert's rows on the device.
+
+    The counts are ``m_splits`` of ``GroupedLinear``; the host waits for nothing.
+
+    Args:
+        inp: [tokens, hidden], as in ``moe_permute``.
+        indices: [tokens, k] int32 or int64, as in ``moe_permute`` for "index".
+        num_experts: number of experts, at most 1024.
+
+    Returns:
+        out: [tokens * k, hidden] in the dtype of ``inp``.
+        tokens_per_expert: [num_experts] int32.
+        row_id_map: opaque int32 tensor for ``moe_unpermute`` with ``map_type="index"``.
+
+    Raises:
+        TypeError, ValueError, NotImplementedError: as ``moe_permute``.
+    """
+    made = _op.make_map(indices, map_type="index", num_experts=num_experts)
+    out, _, row_id_map = _permuted(
+        inp, None, indices, indices.numel(), "index", num_experts, None, made.row_id_map
+    )
+    return out, made.tokens_per_expert, row_id_map
 
 
 @checked

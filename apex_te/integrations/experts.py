@@ -11,6 +11,7 @@ from ..fp8.autocast import graph_task_id, local
 from ..module._core.arguments import shown_name
 from ..module._core.fused_casts import activate
 from ..module.grouped.linear import GroupedLinear
+from ..permutation import moe_permute_and_count, moe_unpermute
 from . import _matching as matching
 
 
@@ -85,16 +86,14 @@ class StackedExperts(nn.Module):
                 "StackedExperts: experts must be on one rank in fp8_autocast, got experts that "
                 "transformers has spread over ranks"
             )
-        tokens, k = top_k_index.shape
-        chosen = top_k_index.reshape(-1)
-        ordered, order = chosen.sort(stable=True)
-        experts = torch.arange(self.gate_up_gemm.num_gemms, device=chosen.device)
-        ends = torch.searchsorted(ordered, experts, right=True)
-        x, rows = self._gate_and_up(hidden_states[order // k], ends.diff(prepend=ends.new_zeros(1)))
-        x = self.down_gemm(self._gate(x), rows, self.down_proj)
-        x = x * top_k_weights.reshape(-1)[order, None].to(x.dtype)
-        back = torch.empty_like(order).scatter_(0, order, torch.arange(tokens * k, device=x.device))
-        return x[back].view(tokens, k, x.shape[1]).sum(1).to(hidden_states.dtype)
+        x, rows, row_id_map = moe_permute_and_count(
+            hidden_states, top_k_index, self.gate_up_gemm.num_gemms
+        )
+        x, splits = self._gate_and_up(x, rows)
+        x = self.down_gemm(self._gate(x), splits, self.down_proj)
+        probs = top_k_weights.to(x.dtype)
+        out = moe_unpermute(x, row_id_map, probs, map_type="index")
+        return out.to(hidden_states.dtype)
 
     def _is_spread(self) -> bool:
         """Returns True if transformers has given each rank a part of the experts."""

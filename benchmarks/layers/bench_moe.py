@@ -24,7 +24,7 @@ import harness
 
 import apex_te
 from apex_te.ops.swiglu import swiglu
-from apex_te.permutation import moe_permute, moe_unpermute
+from apex_te.permutation import moe_permute_and_count, moe_unpermute
 from apex_te.recipe import BlockScaling, CurrentScaling, DelayedScaling
 
 # Tokens, experts of a token, hidden size, FFN size, experts here, of how many in all.
@@ -65,8 +65,7 @@ def step(
         x.grad = None
         for parameter in parameters:
             parameter.grad = None
-        rows, row_id_map = moe_permute(x, index, map_type="index", num_experts=count)
-        splits = torch.bincount(index.flatten(), minlength=count)
+        rows, splits, row_id_map = moe_permute_and_count(x, index, count)
         with apex_te.fp8_autocast(recipe is not None, recipe):
             out = experts(rows, splits)
         out = moe_unpermute(out, row_id_map, probs, map_type="index")

@@ -297,3 +297,22 @@ def test_errors_of_sort_chunks(device):
             sort(x, sizes - 3, order)
         with pytest.raises(ValueError, match=r"sorted_index must hold each chunk once, got 0 at 1"):
             sort(x, sizes, order * 0)
+
+
+@pytest.mark.parametrize("kind", [torch.int32, torch.int64])
+def test_permute_and_count_is_permute_with_counts(device, kind):
+    """A negative index makes no copy and is not counted."""
+    index = torch.stack([torch.randperm(7)[:3] for _ in range(50)]).to(device, kind)
+    index[4, 1] = index[9, 0] = -1
+    inp = torch.randn(50, 24, device=device, requires_grad=True)
+    expected, _ = moe.moe_permute(inp, index, map_type="index", num_experts=7)
+    out, counts, row_id_map = moe.moe_permute_and_count(inp, index, 7)
+    assert_same_bits(out, expected)
+    assert counts.dtype is torch.int32
+    assert counts.tolist() == [int((index == expert).sum()) for expert in range(7)]
+    dy, probs = torch.randn_like(out), torch.rand(50, 3, device=device)
+    grads = [torch.autograd.grad(t, inp, dy)[0] for t in (out, expected)]
+    assert_same_bits(*grads)
+    back = moe.moe_unpermute(out, row_id_map, probs, map_type="index")
+    weights = (probs * (index >= 0)).sum(1, keepdim=True)
+    torch.testing.assert_close(back, inp * weights, rtol=1e-6, atol=1e-6)
