@@ -20,7 +20,7 @@ Tried on an H200 at 16384 x 14336, TB/s, gelu and exact gelu:
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import harness
@@ -28,8 +28,7 @@ import torch
 
 SHAPES = [(16384, 14336), (16384, 4096), (8192, 3584)]
 E4M3 = torch.float8_e4m3fn
-Calls = dict[str, Callable[[], Any]]
-Row = tuple[str, int, Callable[[], Any], Calls]  # function, bytes an element, call, peers
+Row = tuple[str, int, Callable[[], Any], harness.Peers]  # function, bytes an element, call, peers
 
 
 class Case:
@@ -37,13 +36,13 @@ class Case:
 
     def __init__(self, shape: tuple[int, int], with_peers: bool = True) -> None:
         self.is_first, self.with_peers = shape == SHAPES[0], with_peers
-        self.x, self.dy = (torch.randn(shape, device="cuda").bfloat16() for _ in range(2))
-        self.bias = torch.randn(shape[1], device="cuda").bfloat16()
+        self.x, self.dy = (harness.normal(*shape) for _ in range(2))
+        self.bias = harness.normal(shape[1])
         self.scale, self.amax = torch.ones(1, device="cuda"), torch.zeros(1, device="cuda")
 
-    def peers(self, formula: Callable[..., Any], *args: Any, eager: bool = True) -> Calls:
+    def peers(self, formula: Callable[..., Any], *args: Any, eager: bool = True) -> harness.Peers:
         """The plain formula as it is and, for the first shape, compiled: that takes seconds."""
-        calls: Calls = {}
+        calls: harness.Peers = {}
         if self.with_peers and eager:
             calls["torch"] = lambda: formula(*args)
         if self.with_peers and self.is_first:
@@ -59,16 +58,12 @@ def to_fp8(values: torch.Tensor) -> tuple[torch.Tensor, ...]:
 
 
 def run(name: str, functions: Callable[[Case], list[Row]]) -> None:
-    clock = harness.sm_clock_mhz()
-    rows = []
-    for shape in SHAPES:
-        case = Case(shape)
-        label, numel = "x".join(map(str, shape)), shape[0] * shape[1]
-        for function, num_bytes, call, peers in functions(case):
-            rows.append(
-                harness.measure(function, label, num_bytes * numel, call, peers, repeats=20)
-            )
-    for function, _, call, _ in functions(Case((64, 4096), with_peers=False)):
-        us = harness.graph_us(call)
-        rows.append({"function": function, "shape": "64x4096, warm, in a graph", "us": us})
-    harness.report(name, rows, sm_clock_mhz=f"{clock} to {harness.sm_clock_mhz()}")
+    def rows() -> Iterator[harness.Row]:
+        for shape in SHAPES:
+            numel = shape[0] * shape[1]
+            for function, num_bytes, call, peers in functions(Case(shape)):
+                yield harness.measure(function, shape, num_bytes * numel, call, peers, repeats=20)
+        for function, _, call, _ in functions(Case((64, 4096), with_peers=False)):
+            yield harness.in_graph(function, call, "64x4096, warm, in a graph")
+
+    harness.run(name, rows())

@@ -12,7 +12,7 @@ import os
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,16 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 from provenance import output_of, provenance
 from result_file import result_text
+
+Row = dict[str, Any]  # of a results file
+Peers = dict[str, Callable[[], Any]]  # other implementations, by name
+
+# Layouts of a cast's outputs, by name, as its arguments.
+LAYOUTS = {
+    "both": {"rowwise": True, "columnwise": True},
+    "rowwise": {"rowwise": True, "columnwise": False},
+    "columnwise": {"rowwise": False, "columnwise": True},
+}
 
 _FLUSH_BYTES = 256 << 20
 _flush: torch.Tensor | None = None
@@ -132,20 +142,38 @@ def _ceiling_us(num_bytes: int) -> float:
     return copy_us(num_bytes)["us"]
 
 
+def normal(*shape: int) -> torch.Tensor:
+    """Random normal values in bf16."""
+    return torch.randn(shape, device="cuda").bfloat16()
+
+
+def text_of(shape: Iterable[int]) -> str:
+    return "x".join(map(str, shape))
+
+
+def layouts(x: torch.Tensor, dtype: torch.dtype) -> Iterator[tuple[str, int, dict[str, Any]]]:
+    """Yields name, number of copies, and arguments of a cast with its outputs, for each layout."""
+    row, col = torch.empty_like(x, dtype=dtype), x.new_empty(x.shape[::-1], dtype=dtype)
+    for name, wanted in LAYOUTS.items():
+        outputs = {"out_rowwise": row, "out_columnwise": col}
+        given = {key: out for key, out in outputs.items() if wanted[key.removeprefix("out_")]}
+        yield name, len(given), {**wanted, **given}
+
+
 def measure(
     function: str,
-    shape: str,
+    shape: str | Sequence[int],
     num_bytes: int,
     call: Callable[[], Any],
-    peers: dict[str, Callable[[], Any]] | None = None,
+    peers: Peers | None = None,
     repeats: int = 40,
     **extra: Any,
-) -> dict[str, Any]:
+) -> Row:
     """One row of a results file: a call, cold L2, taking turns with its peers.
 
     Args:
         function: what runs, e.g. "swiglu_fwd"; rows of one function form one group of the chart.
-        shape: e.g. "16384x4096".
+        shape: e.g. "16384x4096", or its extents.
         num_bytes: the fewest bytes the function must move: the floor, not what a kernel moves.
         call: every output preallocated.
         peers: other implementations of the same function by name, e.g. {"torch": ...}; one that
@@ -160,6 +188,7 @@ def measure(
             missing[f"{name} us"] = f"not run: {type(error).__name__}"
     ours, *theirs = paired_us([call, *running.values()], repeats=repeats)
     ceiling = _ceiling_us(num_bytes)
+    shape = shape if isinstance(shape, str) else text_of(shape)
     row = {"function": function, "shape": shape, **extra, **ours}
     row |= {"TB/s": terabytes_per_second(num_bytes, ours["us"]), "of copy": ceiling / ours["us"]}
     for name, times in zip(running, theirs, strict=True):
@@ -171,6 +200,12 @@ def compiled(formula: Callable[..., Any]) -> Callable[..., Any]:
     """torch.compile of a plain formula: the cheapest strong peer."""
     torch._dynamo.reset()
     return torch.compile(formula, fullgraph=True, dynamic=False)
+
+
+def formula_peers(formula: Callable[..., Any], *args: Any) -> Peers:
+    """A plain formula as it is and compiled; compiling takes seconds."""
+    fused = compiled(formula)
+    return {"torch": lambda: formula(*args), "compile": lambda: fused(*args)}
 
 
 def graph_us(call: Callable[[], Any], calls: int = 100) -> float:
@@ -196,13 +231,35 @@ def graph_us(call: Callable[[], Any], calls: int = 100) -> float:
     return statistics.median(times)
 
 
+def in_graph(function: str, call: Callable[[], Any], shape: str = "64x4096 in a graph") -> Row:
+    """One row of a results file: a small call as ``graph_us`` times it."""
+    return {"function": function, "shape": shape, "us": graph_us(call)}
+
+
 def terabytes_per_second(num_bytes: int, microseconds: float) -> float:
     return num_bytes / microseconds / 1e6
 
 
-def report(
-    name: str, rows: list[dict[str, Any]], hidden: tuple[str, ...] = (), **extra: Any
-) -> None:
+def run(
+    name: str, rows: Iterable[Row], sums: Callable[[list[Row]], dict[str, Any]] = lambda rows: {}
+) -> list[Row]:
+    """Measures rows, which a generator yields, and reports them with the SM clock around them.
+
+    ``sums`` returns figures of all rows, for the head of the report.
+    """
+    clock = sm_clock_mhz()
+    measured = list(rows)
+    report(name, measured, **sums(measured), sm_clock_mhz=f"{clock} to {sm_clock_mhz()}")
+    return measured
+
+
+def mean_and_least(ratios: list[float], suffix: str = "") -> dict[str, float]:
+    """Returns geometric mean and least of ratios, for ``report``."""
+    mean = round(statistics.geometric_mean(ratios), 4)
+    return {f"geometric_mean{suffix}": mean, f"least{suffix}": round(min(ratios), 4)}
+
+
+def report(name: str, rows: list[Row], hidden: tuple[str, ...] = (), **extra: Any) -> None:
     """Prints a table of the rows without the keys in ``hidden``, and saves all as ``save`` does."""
     keys = list(dict.fromkeys(key for row in rows for key in row if key not in hidden))
     table = [keys] + [
@@ -220,7 +277,7 @@ def report(
     save(name, rows, **extra)
 
 
-def save(name: str, rows: list[dict[str, Any]], **extra: Any) -> None:
+def save(name: str, rows: list[Row], **extra: Any) -> None:
     """Writes benchmarks/results/<name>.json, or below $OUT where it is set."""
     info = environment()
     folder = Path(os.environ.get("OUT") or Path(__file__).resolve().parent / "results")

@@ -36,7 +36,7 @@ What did not help on an H200 (16384 x 4096, bf16, TB/s over the floor's bytes):
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import ModuleType
 from typing import Any
 
@@ -51,7 +51,7 @@ SHAPES = [
 ]  # fmt: skip
 EPS = 1e-5
 FP8 = torch.float8_e4m3fn
-Calls = dict[str, Callable[[], Any]]
+Calls = harness.Peers
 
 
 class Case:
@@ -65,40 +65,24 @@ class Case:
         )
         self.cols = shape[1]
         # Each input its own: one that is read twice comes from L2 the second time.
-        self.x, self.dy, self.residual = (
-            torch.randn(shape, device="cuda").bfloat16() for _ in range(3)
-        )
-        self.params = [
-            torch.randn(self.cols, device="cuda").bfloat16() for _ in range(1 + self.centres)
-        ]
+        self.x, self.dy, self.residual = (harness.normal(*shape) for _ in range(3))
+        self.params = [harness.normal(self.cols) for _ in range(1 + self.centres)]
         out = self.fwd(self.x, *self.params, EPS)
         self.rest = [self.params[0], *(t for t in (out.mean, out.rstd) if t is not None)]
         self.one, self.amax = torch.ones(1, device="cuda"), torch.zeros(1, device="cuda")
         self.inverse = torch.ones(1, device="cuda")
 
     def quantize(self, **options: Any) -> Any:
-        return self.fp8(
-            self.x,
-            *self.params,
-            EPS,
-            self.one,
-            FP8,
-            amax=self.amax,
-            scale_inv=self.inverse,
-            **options,
-        )
+        given = {"amax": self.amax, "scale_inv": self.inverse, **options}
+        return self.fp8(self.x, *self.params, EPS, self.one, FP8, **given)
 
     def formula(self, x: torch.Tensor, *params: torch.Tensor) -> torch.Tensor:
         norm = F.layer_norm if self.centres else F.rms_norm
         return norm(x, (self.cols,), *params, eps=EPS)
 
     def fwd_peers(self) -> Calls:
-        compiled = harness.compiled(self.formula)
-        return {
-            "torch": lambda: self.formula(self.x, *self.params),
-            "compile": lambda: compiled(self.x, *self.params),
-            "liger": self.liger_fwd,
-        }
+        peers = harness.formula_peers(self.formula, self.x, *self.params)
+        return {**peers, "liger": self.liger_fwd}
 
     def bwd_peers(self) -> Calls:
         def gradients(call: Callable[..., torch.Tensor]) -> Callable[[], Any]:
@@ -167,25 +151,19 @@ class Case:
 
 def run(op: ModuleType) -> None:
     """Measures an op and writes its results file."""
-    rows = []
-    clock = harness.sm_clock_mhz()
+    harness.run(op.__name__.rpartition(".")[2], rows(op))
+
+
+def rows(op: ModuleType) -> Iterator[harness.Row]:
     for shape in SHAPES:
         case = Case(op, shape)
-        size = "x".join(map(str, shape))
         for function, element_bytes, call, peers in case.functions(shape[1] in (3584, 4096, 16384)):
+            num_bytes = case.x.numel() * element_bytes
             name = f"{case.name} {function}"
-            rows.append(
-                harness.measure(name, size, case.x.numel() * element_bytes, call, peers, repeats=20)
-            )
+            yield harness.measure(name, shape, num_bytes, call, peers, repeats=20)
     small = Case(op, (64, 4096))
     for function, _, call, _ in small.functions(with_peers=False):
         two = "bwd" in function or "both" in function  # few tiles: statistics first
         launches = "two launches" if two else "one launch"
-        rows.append(
-            {
-                "function": f"{small.name} {function}, graph, warm, {launches}",
-                "shape": "64x4096",
-                "us": harness.graph_us(call),
-            }
-        )
-    harness.report(small.name, rows, sm_clock_mhz=f"{clock} to {harness.sm_clock_mhz()}")
+        name = f"{small.name} {function}, graph, warm, {launches}"
+        yield harness.in_graph(name, call, "64x4096")

@@ -175,6 +175,18 @@ def step(
     return run
 
 
+def peak_bytes(run: Callable[[], Any], module: torch.nn.Module) -> tuple[int, int]:
+    """Returns what is allocated at a step's peak and before it, without parameters' gradients."""
+    for parameter in module.parameters():
+        parameter.grad = None
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    run()
+    torch.cuda.synchronize()
+    return torch.cuda.max_memory_allocated(), before
+
+
 def with_fused_swiglu(fused: bool, run: Callable[[], None]) -> Callable[[], None]:
     """Returns a step whose modules have SwiGLU in the epilogues of products, or never.
 

@@ -13,7 +13,7 @@ which takes E4M3 by E4M3 only: E4M3 3772 us, HYBRID, whose backward was decoded 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -67,9 +67,7 @@ def theirs(
     return run
 
 
-def main() -> None:
-    rows = []
-    clock = harness.sm_clock_mhz()
+def rows() -> Iterator[harness.Row]:
     for tokens, inputs, outputs in LAYERS:
         counts = [share * tokens // 32 for share in SHARES]
         splits = torch.tensor(counts, dtype=torch.int32, device="cuda")
@@ -105,9 +103,8 @@ def main() -> None:
             if tokens == LAYERS[-1][0]:
                 row["device host us"] = harness.host_us(calls["device"], calls=20, rounds=3)
                 row["list host us"] = harness.host_us(calls["list"], calls=20, rounds=3)
-            rows.append(row)
-    harness.report("grouped_linear", rows, sm_clock_mhz=f"{clock} to {harness.sm_clock_mhz()}")
+            yield row
 
 
 if __name__ == "__main__":
-    main()
+    harness.run("grouped_linear", rows())

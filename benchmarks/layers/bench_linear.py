@@ -7,6 +7,7 @@ accumulation.
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -37,33 +38,17 @@ def pair(tokens: int, inputs: int, outputs: int):
     return step(ours, x, dy, True), step(theirs, x, dy, False)
 
 
-def main() -> None:
-    rows = []
-    clock = harness.sm_clock_mhz()
+def row(layer: str, measure: str, fp8_us: float, bf16_us: float) -> harness.Row:
+    times = {"FP8 us": fp8_us, "nn.Linear bf16 us": bf16_us, "ratio": bf16_us / fp8_us}
+    return {"layer": layer, "measure": f"{measure}, forward + backward", **times}
+
+
+def rows() -> Iterator[harness.Row]:
     for tokens, inputs, outputs in ((16384, 4096, 14336), (16384, 14336, 4096), (8192, 4096, 4096)):
         fp8, bf16 = harness.paired_us(list(pair(tokens, inputs, outputs)), repeats=20, warmup=8)
-        rows.append(
-            {
-                "layer": f"{tokens} tokens, {inputs} to {outputs}",
-                "measure": "GPU, forward + backward",
-                "FP8 us": fp8["us"],
-                "nn.Linear bf16 us": bf16["us"],
-                "ratio": bf16["us"] / fp8["us"],
-            }
-        )
-    ours, theirs = pair(128, 256, 256)
-    host = harness.host_us(ours), harness.host_us(theirs)
-    rows.append(
-        {
-            "layer": "128 tokens, 256 to 256",
-            "measure": "host, forward + backward",
-            "FP8 us": host[0],
-            "nn.Linear bf16 us": host[1],
-            "ratio": host[1] / host[0],
-        }
-    )
-    harness.report("linear", rows, sm_clock_mhz=f"{clock} to {harness.sm_clock_mhz()}")
+        yield row(f"{tokens} tokens, {inputs} to {outputs}", "GPU", fp8["us"], bf16["us"])
+    yield row("128 tokens, 256 to 256", "host", *map(harness.host_us, pair(128, 256, 256)))
 
 
 if __name__ == "__main__":
-    main()
+    harness.run("linear", rows())

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gc
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -41,14 +42,12 @@ def measure(key: str, scaling: Any) -> list[dict[str, Any]]:
     ]
 
 
-def main() -> None:
-    clock, rows = harness.sm_clock_mhz(), []
+def rows() -> Iterator[harness.Row]:
     for key, scaling in bench_transformer.RECIPES.items():
-        rows += measure(key, scaling)
+        yield from measure(key, scaling)
         gc.collect()
         torch.cuda.empty_cache()
-    harness.report("odd_tokens_layer", rows, sm_clock_mhz=f"{clock} to {harness.sm_clock_mhz()}")
 
 
 if __name__ == "__main__":
-    main()
+    harness.run("odd_tokens_layer", rows())

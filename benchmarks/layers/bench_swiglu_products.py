@@ -39,14 +39,8 @@ SIZES = (
 def peak_gib(step: Callable[[], None], module: torch.nn.Module) -> float:
     """Returns the peak memory of a step in GiB above what is allocated before it."""
     step()
-    for parameter in module.parameters():
-        parameter.grad = None
-    torch.cuda.synchronize()
-    before = torch.cuda.memory_allocated()
-    torch.cuda.reset_peak_memory_stats()
-    step()
-    torch.cuda.synchronize()
-    return (torch.cuda.max_memory_allocated() - before) / 2**30
+    peak, before = stacks.peak_bytes(step, module)
+    return (peak - before) / 2**30
 
 
 def row(tokens: int, hidden: int, features: int, options: argparse.Namespace) -> dict[str, Any]:

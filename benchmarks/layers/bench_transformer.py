@@ -154,14 +154,7 @@ class Bench:
             run = stacks.step(module, autocast, self.size(self.first))
             run()
             run()
-            for parameter in module.parameters():
-                parameter.grad = None
-            torch.cuda.synchronize()
-            before = torch.cuda.memory_allocated()
-            torch.cuda.reset_peak_memory_stats()
-            run()
-            torch.cuda.synchronize()
-            peak = torch.cuda.max_memory_allocated()
+            peak, before = stacks.peak_bytes(run, module)
             steps[name] = run
             peaks[name] = {
                 "peak GiB": (peak - others) / 2**30,

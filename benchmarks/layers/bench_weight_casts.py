@@ -18,7 +18,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import harness
 from sustained import sustained
-from transformer_stacks import DTYPE, RECIPES, SHAPES, layer
+from transformer_stacks import DTYPE, RECIPES, SHAPES, layer, peak_bytes
 
 import apex_te
 
@@ -59,14 +59,7 @@ def peak_gib(name: str, keep: bool, layers: int) -> tuple[float, float]:
     run = Step(name, keep, layers)
     for _ in range(2):
         run()
-    for parameter in run.module.parameters():
-        parameter.grad = None
-    torch.cuda.synchronize()
-    before = torch.cuda.memory_allocated()
-    torch.cuda.reset_peak_memory_stats()
-    run()
-    torch.cuda.synchronize()
-    peak = torch.cuda.max_memory_allocated()
+    peak, before = peak_bytes(run, run.module)
     return peak / 2**30, (peak - before) / 2**30
 
 

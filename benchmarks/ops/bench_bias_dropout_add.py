@@ -19,7 +19,9 @@ second kernel allowed to start early, 0.5 us slower; its blocks of 64 columns, 0
 
 from __future__ import annotations
 
+import functools
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +34,7 @@ import harness
 from apex_te.ops.bias_dropout_add import bias_dropout_add, bias_dropout_add_bwd
 
 P = 0.1
+BOTH = {"x_dtype": torch.bfloat16, "bias_dtype": torch.bfloat16}
 SHAPES = [(16384, 4096), (16384, 14336), (4096, 4096), (16384, 3584)]
 
 
@@ -45,49 +48,46 @@ def gradients(function: Any, leaves: list[torch.Tensor], dout: torch.Tensor) -> 
     return lambda: torch.autograd.grad(out, leaves, dout, retain_graph=True)
 
 
-def main() -> None:
-    rows = []
-    clock = harness.sm_clock_mhz()
+def rows_of(shape: tuple[int, int], seed: torch.Tensor) -> Iterator[harness.Row]:
+    def row(function: str, num_bytes: int, call: Any, peers: Any = None) -> harness.Row:
+        return harness.measure(function, shape, num_bytes * x.numel(), call, peers)
+
+    x, residual, dout = (harness.normal(*shape) for _ in range(3))
+    bias = harness.normal(shape[1])
+    leaves = [t.clone().requires_grad_() for t in (x, bias, residual)]
+    args = (x, bias, residual, P)
+    peers = harness.formula_peers(formula, *args)
+    yield row("bias_dropout_add fwd", 6, lambda: bias_dropout_add(*args), peers)
+    peers = {
+        "torch": gradients(formula, leaves, dout),
+        "compile": gradients(harness.compiled(formula), leaves, dout),
+    }
+    bwd = functools.partial(bias_dropout_add_bwd, dout, seed, P)
+    dx = functools.partial(bwd, x_dtype=torch.bfloat16)
+    yield row("bias_dropout_add bwd, dx and dbias", 4, lambda: bwd(**BOTH), peers)
+    yield row("bias_dropout_add bwd, dx", 4, dx)
+    if shape != SHAPES[0]:
+        return
+    yield row("fwd, seed given", 6, lambda: bias_dropout_add(*args, seed=seed))
+    yield row("fwd, p = 0", 6, lambda: bias_dropout_add(*args[:3], 0.0))
+    wide = residual.float()
+    yield row("fwd, float32 residual", 10, lambda: bias_dropout_add(x, bias, wide, P))
+
+
+def rows() -> Iterator[harness.Row]:
     seed = torch.tensor([1], device="cuda")
-    both = {"x_dtype": torch.bfloat16, "bias_dtype": torch.bfloat16}
     for shape in SHAPES:
-        x, residual, dout = (torch.randn(shape, device="cuda").bfloat16() for _ in range(3))
-        bias = torch.randn(shape[1], device="cuda").bfloat16()
-        leaves = [t.clone().requires_grad_() for t in (x, bias, residual)]
-        compiled = harness.compiled(formula)
-
-        def add(function: str, num_bytes: int, call: Any, peers: Any = None) -> None:
-            name = "x".join(map(str, shape))  # noqa: B023
-            rows.append(harness.measure(function, name, num_bytes * x.numel(), call, peers))  # noqa: B023
-
-        peers = {"torch": lambda: formula(*args), "compile": lambda: compiled(*args)}  # noqa: B023
-        args = (x, bias, residual, P)
-        add("bias_dropout_add fwd", 6, lambda: bias_dropout_add(*args), peers)  # noqa: B023
-        peers = {
-            "torch": gradients(formula, leaves, dout),
-            "compile": gradients(compiled, leaves, dout),
-        }
-        bwd = lambda **wanted: bias_dropout_add_bwd(dout, seed, P, **wanted)  # noqa: B023, E731
-        add("bias_dropout_add bwd, dx and dbias", 4, lambda: bwd(**both), peers)  # noqa: B023
-        add("bias_dropout_add bwd, dx", 4, lambda: bwd(x_dtype=torch.bfloat16))  # noqa: B023
-        if shape != SHAPES[0]:
-            continue
-        add("fwd, seed given", 6, lambda: bias_dropout_add(*args, seed=seed))  # noqa: B023
-        add("fwd, p = 0", 6, lambda: bias_dropout_add(*args[:3], 0.0))  # noqa: B023
-        wide = residual.float()
-        add("fwd, float32 residual", 10, lambda: bias_dropout_add(x, bias, wide, P))  # noqa: B023
-    x, residual = (torch.randn(64, 4096, device="cuda").bfloat16() for _ in range(2))
-    bias = torch.randn(4096, device="cuda").bfloat16()
+        yield from rows_of(shape, seed)
+    x, residual = (harness.normal(64, 4096) for _ in range(2))
+    bias = harness.normal(4096)
     small = {
         "fwd": lambda: bias_dropout_add(x, bias, residual, P),
         "fwd, seed given": lambda: bias_dropout_add(x, bias, residual, P, seed=seed),
-        "bwd, dx and dbias": lambda: bias_dropout_add_bwd(x, seed, P, **both),
+        "bwd, dx and dbias": lambda: bias_dropout_add_bwd(x, seed, P, **BOTH),
     }
     for name, call in small.items():
-        function = f"bias_dropout_add {name}, graph, warm"
-        rows.append({"function": function, "shape": "64x4096", "us": harness.graph_us(call)})
-    harness.report("bias_dropout_add", rows, sm_clock_mhz=f"{clock} to {harness.sm_clock_mhz()}")
+        yield harness.in_graph(f"bias_dropout_add {name}, graph, warm", call, "64x4096")
 
 
 if __name__ == "__main__":
-    main()
+    harness.run("bias_dropout_add", rows())

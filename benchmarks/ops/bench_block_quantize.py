@@ -11,10 +11,10 @@ instead of 128 (54.6, 54.4).
 
 from __future__ import annotations
 
+import functools
 import sys
-from collections.abc import Callable
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -39,57 +39,34 @@ def plain(x: torch.Tensor, block_rows: int) -> list[torch.Tensor]:
     return out
 
 
-def rows_of(shape: tuple[int, int], with_peers: bool) -> list[dict[str, Any]]:
-    x = torch.randn(shape, device="cuda").bfloat16()
-    n, name = x.numel(), "x".join(map(str, shape))
-    rows = []
-    for block_rows, blocks in ((1, "1x128"), (128, "128x128")):
-        scales = n // 128 * 4 if block_rows == 1 else 0
-        for layout in ("both", "rowwise", "columnwise"):
-            options = {"rowwise": layout != "columnwise", "columnwise": layout != "rowwise"}
-            out = block_quantize(x, E4M3, block_rows=block_rows, **options)
-
-            def call(out=out, block_rows=block_rows, options=options) -> None:
-                block_quantize(x, E4M3, block_rows=block_rows, out=out, **options)
-
-            peers: dict[str, Callable[[], Any]] = {}
-            if with_peers and layout == "both":
-                fused = harness.compiled(plain)
-                peers["torch"] = lambda block_rows=block_rows: plain(x, block_rows)
-                peers["compile"] = lambda f=fused, block_rows=block_rows: f(x, block_rows)
-            num_bytes = n * (2 + sum(options.values())) + scales * sum(options.values())
-            rows.append(
-                harness.measure(f"block_quantize {blocks} {layout}", name, num_bytes, call, peers)
-            )
-        out = block_quantize(x, E4M3, block_rows=block_rows, columnwise=False)
-        back = torch.empty_like(x)
-
-        def dequantize(out=out, back=back, block_rows=block_rows) -> None:
-            block_dequantize(*out[:2], block_rows=block_rows, out=back)
-
-        rows.append(harness.measure(f"block_dequantize {blocks}", name, 3 * n + scales, dequantize))
-    return rows
-
-
-def main() -> None:
-    clock = harness.sm_clock_mhz()
-    rows = []
+def rows() -> Iterator[harness.Row]:
     for shape in SHAPES:
-        rows += rows_of(shape, with_peers=shape == SHAPES[0])
-    x = torch.randn(64, 4096, device="cuda").bfloat16()
+        x = harness.normal(*shape)
+        n, back = x.numel(), torch.empty_like(x)
+        for block_rows, blocks in ((1, "1x128"), (128, "128x128")):
+            scales = n // 128 * 4 if block_rows == 1 else 0
+            for layout, options in harness.LAYOUTS.items():
+                out = block_quantize(x, E4M3, block_rows=block_rows, **options)
+                cast = functools.partial(
+                    block_quantize, x, E4M3, block_rows=block_rows, out=out, **options
+                )
+                compared = shape == SHAPES[0] and layout == "both"
+                peers = harness.formula_peers(plain, x, block_rows) if compared else {}
+                num_bytes = 2 * n + (n + scales) * sum(options.values())
+                function = f"block_quantize {blocks} {layout}"
+                yield harness.measure(function, shape, num_bytes, cast, peers)
+            out = block_quantize(x, E4M3, block_rows=block_rows, columnwise=False)
+            decode = functools.partial(block_dequantize, *out[:2], block_rows=block_rows, out=back)
+            yield harness.measure(f"block_dequantize {blocks}", shape, 3 * n + scales, decode)
+    x = harness.normal(64, 4096)
     for block_rows, blocks in ((1, "1x128"), (128, "128x128")):
         out = block_quantize(x, E4M3, block_rows=block_rows)
-        small = harness.graph_us(
-            lambda out=out, b=block_rows: block_quantize(x, E4M3, block_rows=b, out=out)
-        )
-        function = f"block_quantize {blocks} both"
-        rows.append({"function": function, "shape": "64x4096 in a graph", "us": small})
-    back = torch.empty_like(x)
-    out = block_quantize(x, E4M3)
-    small = harness.graph_us(lambda: block_dequantize(*out[:2], out=back))
-    rows.append({"function": "block_dequantize 1x128", "shape": "64x4096 in a graph", "us": small})
-    harness.report("block_quantize", rows, sm_clock_mhz=f"{clock} to {harness.sm_clock_mhz()}")
+        cast = functools.partial(block_quantize, x, E4M3, block_rows=block_rows, out=out)
+        yield harness.in_graph(f"block_quantize {blocks} both", cast)
+    out, back = block_quantize(x, E4M3), torch.empty_like(x)
+    decode = functools.partial(block_dequantize, *out[:2], out=back)
+    yield harness.in_graph("block_dequantize 1x128", decode)
 
 
 if __name__ == "__main__":
-    main()
+    harness.run("block_quantize", rows())

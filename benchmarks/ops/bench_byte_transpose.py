@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -15,26 +17,16 @@ from apex_te.ops.byte_transpose import byte_transpose
 SHAPES = [(16384, 4096), (16384, 14336), (8192, 4096), (4096, 4096), (16383, 4095)]
 
 
-def main() -> None:
-    clock = harness.sm_clock_mhz()
-    rows = []
+def rows() -> Iterator[harness.Row]:
     for shape in SHAPES:
         codes = torch.randint(0, 256, shape, dtype=torch.uint8, device="cuda")
         out = codes.new_empty(shape[::-1])
-        rows.append(
-            harness.measure(
-                "byte_transpose",
-                "x".join(map(str, shape)),
-                2 * codes.numel(),
-                lambda c=codes, o=out: byte_transpose(c, out=o),
-                {"torch": lambda c=codes, o=out: o.copy_(c.t())},
-            )
-        )
+        call = functools.partial(byte_transpose, codes, out=out)
+        peers = {"torch": functools.partial(out.copy_, codes.t())}
+        yield harness.measure("byte_transpose", shape, 2 * codes.numel(), call, peers)
     small = torch.randint(0, 256, (64, 4096), dtype=torch.uint8, device="cuda")
-    us = harness.graph_us(lambda: byte_transpose(small))
-    rows.append({"function": "byte_transpose", "shape": "64x4096 in a graph", "us": us})
-    harness.report("byte_transpose", rows, sm_clock_mhz=f"{clock} to {harness.sm_clock_mhz()}")
+    yield harness.in_graph("byte_transpose", lambda: byte_transpose(small))
 
 
 if __name__ == "__main__":
-    main()
+    harness.run("byte_transpose", rows())

@@ -10,9 +10,8 @@ Bytes counted: 4 an element for bf16 to both outputs (read 2, write 1 + 1), 3 fo
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -21,56 +20,31 @@ import harness
 
 from apex_te.ops.cast_transpose import cast_transpose
 
+E4M3 = torch.float8_e4m3fn
 SHAPES = [(16384, 4096), (16384, 14336), (14336, 4096), (4096, 4096), (16384, 3584)]
 
 
-def variant_call(x: torch.Tensor, variant: str) -> tuple[int, Callable[[], Any]]:
-    """Bytes that a variant must move, and the call, with every output preallocated."""
-    both = variant.startswith("both")
-    make_row, make_col = both or variant == "rowwise", both or variant == "columnwise"
-    fp8 = torch.float8_e4m3fn
+def rows_of(shape: tuple[int, int]) -> Iterator[harness.Row]:
+    x = harness.normal(*shape)
     one, amax = torch.ones(1, device="cuda"), torch.zeros(1, device="cuda")
     scale_inv = torch.empty(1, device="cuda")
-    row = torch.empty_like(x, dtype=fp8) if make_row else None
-    col = x.new_empty(x.shape[::-1], dtype=fp8) if make_col else None
-
-    def call() -> None:
-        cast_transpose(
-            x,
-            one,
-            fp8,
-            rowwise=make_row,
-            columnwise=make_col,
-            amax=amax,
-            scale_inv=scale_inv,
-            with_dbias=variant == "both + dbias",
-            out_rowwise=row,
-            out_columnwise=col,
+    layouts = {name: (copies, outputs) for name, copies, outputs in harness.layouts(x, E4M3)}
+    layouts["both + dbias"] = (2, {**layouts["both"][1], "with_dbias": True})
+    for name, (copies, options) in layouts.items():
+        num_bytes = x.numel() * (2 + copies)
+        ours = harness.kernel_us(
+            lambda o=options: cast_transpose(x, one, E4M3, amax=amax, scale_inv=scale_inv, **o)
         )
-
-    return x.numel() * (2 + make_row + make_col), call
-
-
-def main() -> None:
-    rows = []
-    clock = harness.sm_clock_mhz()
-    for shape in SHAPES:
-        x = torch.randn(shape, device="cuda").bfloat16()
-        for variant in ("both", "rowwise", "columnwise", "both + dbias"):
-            num_bytes, call = variant_call(x, variant)
-            ours, copy = harness.kernel_us(call), harness.copy_us(num_bytes)
-            rows.append(
-                {
-                    "shape": "x".join(map(str, shape)),
-                    "outputs": variant,
-                    **ours,
-                    "TB/s": harness.terabytes_per_second(num_bytes, ours["us"]),
-                    "copy us": copy["us"],
-                    "of copy": copy["us"] / ours["us"],
-                }
-            )
-    harness.report("cast_transpose", rows, sm_clock_mhz=f"{clock} to {harness.sm_clock_mhz()}")
+        copy = harness.copy_us(num_bytes)
+        yield {
+            "shape": harness.text_of(shape),
+            "outputs": name,
+            **ours,
+            "TB/s": harness.terabytes_per_second(num_bytes, ours["us"]),
+            "copy us": copy["us"],
+            "of copy": copy["us"] / ours["us"],
+        }
 
 
 if __name__ == "__main__":
-    main()
+    harness.run("cast_transpose", (row for shape in SHAPES for row in rows_of(shape)))

@@ -25,8 +25,9 @@ clusters: 320 us at 4096x128256, 280 by one block.
 
 from __future__ import annotations
 
+import functools
 import sys
-from collections.abc import Callable
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -53,91 +54,44 @@ def liger(x: torch.Tensor, target: torch.Tensor) -> Any:
     return cross_entropy_forward(x, target, None, -100, 0.0, 0.0, "mean", None, False)
 
 
-def main() -> None:
-    rows = []
-    clock = harness.sm_clock_mhz()
+def rows_of(shape: tuple[int, int]) -> Iterator[harness.Row]:
+    def row(function: str, num_bytes: int, call: Any, peers: Any = None) -> harness.Row:
+        return harness.measure(f"cross_entropy {function}", shape, num_bytes, call, peers, 20)
+
+    def ours(out: torch.Tensor | None) -> Any:
+        return op.cross_entropy_fwd(x, target, grad=out, num_valid=op.count_valid(target))
+
+    x = harness.normal(*shape)
+    target = torch.randint(0, shape[1], shape[:1], device="cuda")
+    grad, n = torch.empty_like(x), x.numel()
+    leaf, copy = x.clone().requires_grad_(), x.clone().requires_grad_()
+    compiled = harness.compiled(F.cross_entropy)
+    peers: harness.Peers = {
+        "torch": lambda: loss_and_grad(leaf, target),
+        "compile": lambda: torch.autograd.grad(compiled(leaf, target), leaf),
+        "liger": lambda: liger(copy, target),
+    }
+    yield row("fwd + bwd", n * 4, lambda: ours(grad), peers)
+    yield row("over the logits", n * 4, lambda: ours(x))
+    x.copy_(leaf.detach())
+    stats = torch.empty(shape[0], 2, device="cuda")
+    op.cross_entropy_fwd(x, target, stats=stats)
+    one, third = torch.ones(1, device="cuda"), torch.full((1,), 1 / 3, device="cuda")
+    backward = functools.partial(op.cross_entropy_bwd, x, target, stats)
+    yield row("bwd from the logits", n * 4, lambda: backward(third, grad, made=False))
+    yield row("bwd, nothing to do", 4, lambda: backward(one, grad, made=True))
+    peers = {"torch": lambda: F.cross_entropy(x, target)}
+    yield row("loss only", n * 2, lambda: ours(None), peers)
+
+
+def rows() -> Iterator[harness.Row]:
     for shape in SHAPES:
-        x = torch.randn(shape, device="cuda").bfloat16()
-        target = torch.randint(0, shape[1], shape[:1], device="cuda")
-        grad = torch.empty_like(x)
-        leaf, copy = x.clone().requires_grad_(), x.clone().requires_grad_()
-        compiled = harness.compiled(F.cross_entropy)
-
-        def compiled_step(compiled=compiled, leaf=leaf, target=target):
-            return torch.autograd.grad(compiled(leaf, target), leaf)
-
-        def ours(out: torch.Tensor | None, x=x, target=target) -> Any:
-            return op.cross_entropy_fwd(x, target, grad=out, num_valid=op.count_valid(target))
-
-        peers: dict[str, Callable[[], Any]] = {
-            "torch": lambda leaf=leaf, target=target: loss_and_grad(leaf, target),
-            "compile": compiled_step,
-            "liger": lambda copy=copy, target=target: liger(copy, target),
-        }
-        name = "x".join(map(str, shape))
-        rows.append(
-            harness.measure(
-                "cross_entropy fwd + bwd",
-                name,
-                x.numel() * 4,
-                lambda grad=grad, ours=ours: ours(grad),
-                peers,
-                repeats=20,
-            )
-        )
-        rows.append(
-            harness.measure(
-                "cross_entropy over the logits",
-                name,
-                x.numel() * 4,
-                lambda x=x, ours=ours: ours(x),
-                repeats=20,
-            )
-        )
-        x.copy_(leaf.detach())
-        stats = torch.empty(shape[0], 2, device="cuda")
-        op.cross_entropy_fwd(x, target, stats=stats)
-        one, third = torch.ones(1, device="cuda"), torch.full((1,), 1 / 3, device="cuda")
-
-        def backward(
-            factor: torch.Tensor, made: bool, x=x, target=target, stats=stats, grad=grad
-        ) -> Any:
-            return op.cross_entropy_bwd(x, target, stats, factor, grad, made=made)
-
-        rows.append(
-            harness.measure(
-                "cross_entropy bwd from the logits",
-                name,
-                x.numel() * 4,
-                lambda backward=backward, third=third: backward(third, False),
-                repeats=20,
-            )
-        )
-        rows.append(
-            harness.measure(
-                "cross_entropy bwd, nothing to do",
-                name,
-                4,
-                lambda backward=backward, one=one: backward(one, True),
-                repeats=20,
-            )
-        )
-        rows.append(
-            harness.measure(
-                "cross_entropy loss only",
-                name,
-                x.numel() * 2,
-                lambda ours=ours: ours(None),
-                {"torch": lambda x=x, target=target: F.cross_entropy(x, target)},
-                repeats=20,
-            )
-        )
-    small = torch.randn(64, 4096, device="cuda").bfloat16()
-    target, grad = torch.randint(0, 4096, (64,), device="cuda"), torch.empty_like(small)
-    graph = harness.graph_us(lambda: op.cross_entropy_fwd(small, target, grad=grad))
-    rows.append({"function": "graph, warm, one launch", "shape": "64x4096", "us": graph})
-    harness.report("cross_entropy", rows, sm_clock_mhz=f"{clock} to {harness.sm_clock_mhz()}")
+        yield from rows_of(shape)
+    x = harness.normal(64, 4096)
+    target, grad = torch.randint(0, 4096, (64,), device="cuda"), torch.empty_like(x)
+    call = functools.partial(op.cross_entropy_fwd, x, target, grad=grad)
+    yield harness.in_graph("graph, warm, one launch", call, "64x4096")
 
 
 if __name__ == "__main__":
-    main()
+    harness.run("cross_entropy", rows())

@@ -11,9 +11,10 @@ loads a thread for the amax (3.75, 3.39), with half the blocks (3.80, 3.38).
 
 from __future__ import annotations
 
+import functools
 import sys
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -34,55 +35,25 @@ def plain(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
     return codes, codes.t().contiguous(), scale, 1.0 / scale
 
 
-def rows_of(shape: tuple[int, int], with_peers: bool) -> list[dict[str, Any]]:
-    x = torch.randn(shape, device="cuda").bfloat16()
-    n, name = x.numel(), "x".join(map(str, shape))
-    row = torch.empty_like(x, dtype=E4M3)
-    col = x.new_empty(shape[::-1], dtype=E4M3)
-    amax = tensor_amax(x)
-    rows = []
-    for layout in ("both", "rowwise", "columnwise"):
-        outputs = {
-            "rowwise": layout != "columnwise",
-            "columnwise": layout != "rowwise",
-            "out_rowwise": row if layout != "columnwise" else None,
-            "out_columnwise": col if layout != "rowwise" else None,
-        }
-        written = outputs["rowwise"] + outputs["columnwise"]
-        peers = {}
-        if with_peers and layout == "both":
-            fused = harness.compiled(plain)
-            peers = {"torch": lambda: plain(x), "compile": lambda f=fused: f(x)}
-        rows.append(
-            harness.measure(
-                f"current_scale {layout}", name, n * (4 + written),
-                lambda o=outputs: current_scale(x, E4M3, **o), peers,
-            )
-        )  # fmt: skip
-        rows.append(
-            harness.measure(
-                f"current_scale {layout}, amax given", name, n * (2 + written),
-                lambda o=outputs: current_scale(x, E4M3, amax=amax, **o),
-            )
-        )  # fmt: skip
-    rows.append(harness.measure("tensor_amax", name, 2 * n, lambda: tensor_amax(x)))
-    return rows
-
-
-def main() -> None:
-    clock = harness.sm_clock_mhz()
-    rows = []
+def rows() -> Iterator[harness.Row]:
     for shape in SHAPES:
-        rows += rows_of(shape, with_peers=shape == SHAPES[0])
-    x = torch.randn(64, 4096, device="cuda").bfloat16()
-    for layout in ("both", "rowwise"):
-        small = harness.graph_us(
-            lambda both=layout == "both": current_scale(x, E4M3, columnwise=both)
-        )
-        function = f"current_scale {layout}"
-        rows.append({"function": function, "shape": "64x4096 in a graph", "us": small})
-    harness.report("current_scale", rows, sm_clock_mhz=f"{clock} to {harness.sm_clock_mhz()}")
+        x = harness.normal(*shape)
+        n, amax = x.numel(), tensor_amax(x)
+        for layout, copies, outputs in harness.layouts(x, E4M3):
+            compared = shape == SHAPES[0] and layout == "both"
+            peers = harness.formula_peers(plain, x) if compared else {}
+            cast = functools.partial(current_scale, x, E4M3, **outputs)
+            given = functools.partial(cast, amax=amax)
+            function = f"current_scale {layout}"
+            yield harness.measure(function, shape, n * (4 + copies), cast, peers)
+            yield harness.measure(f"{function}, amax given", shape, n * (2 + copies), given)
+        yield harness.measure("tensor_amax", shape, 2 * n, functools.partial(tensor_amax, x))
+    x = harness.normal(64, 4096)
+    yield harness.in_graph("current_scale both", lambda: current_scale(x, E4M3))
+    yield harness.in_graph(
+        "current_scale rowwise", lambda: current_scale(x, E4M3, columnwise=False)
+    )
 
 
 if __name__ == "__main__":
-    main()
+    harness.run("current_scale", rows())

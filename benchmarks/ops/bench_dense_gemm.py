@@ -23,9 +23,8 @@ board draws 700 W in either, so that bytes and instructions count even where the
 from __future__ import annotations
 
 import argparse
-import ctypes
-import math
-import os
+import functools
+import statistics
 import sys
 import time
 from collections.abc import Callable
@@ -36,6 +35,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import harness
+from power import Nvml
 
 from apex_te import runtime
 from apex_te.ops import dense_gemm, fp8_gemm
@@ -59,30 +59,18 @@ SPLIT = {
 }  # fmt: skip
 
 
-class Energy:
-    """Counter of the board's energy in joules; always 0 where NVML cannot be read."""
-
-    def __init__(self) -> None:
-        self._device = ctypes.c_void_p()
-        try:
-            self._nvml: Any = ctypes.CDLL("libnvidia-ml.so.1")
-            visible = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
-            index = int(visible) if visible.isdigit() else 0
-            self._nvml.nvmlInit_v2()
-            found = self._nvml.nvmlDeviceGetHandleByIndex_v2(index, ctypes.byref(self._device))
-            if found != 0:
-                self._nvml = None
-        except OSError:
-            self._nvml = None
-
-    def joules(self) -> float:
-        value = ctypes.c_ulonglong(0)
-        if self._nvml is not None:
-            self._nvml.nvmlDeviceGetTotalEnergyConsumption(self._device, ctypes.byref(value))
-        return value.value / 1e3
+@functools.cache
+def nvml() -> Nvml | None:
+    try:
+        return Nvml()
+    except OSError:
+        return None
 
 
-ENERGY = Energy()
+def board_joules() -> float:
+    """The board's energy counter; 0 where NVML cannot be read."""
+    counters = nvml()
+    return (counters and counters.sample().joules) or 0.0
 
 
 def sustained(call: Callable[[], Any], seconds: float, us: float) -> tuple[float, float]:
@@ -90,13 +78,13 @@ def sustained(call: Callable[[], Any], seconds: float, us: float) -> tuple[float
     count = max(3, int(seconds * 1e6 / us))
     begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     torch.cuda.synchronize()
-    before = ENERGY.joules()
+    before = board_joules()
     begin.record()
     for _ in range(count):
         call()
     end.record()
     end.synchronize()
-    return begin.elapsed_time(end) * 1e3 / count, (ENERGY.joules() - before) / count
+    return begin.elapsed_time(end) * 1e3 / count, (board_joules() - before) / count
 
 
 class Product:
@@ -200,10 +188,6 @@ def products() -> list[tuple[str, tuple[int, int, int], bool, bool]]:
     return found
 
 
-def mean(values: list[float]) -> float:
-    return math.exp(sum(map(math.log, values)) / len(values)) if values else 0.0
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description="dense_gemm against cuBLASLt under load")
     parser.add_argument("--budget", type=float, default=600.0, help="seconds in all")
@@ -235,7 +219,8 @@ def main() -> None:
         del product
     for sums in ("fast", "split"):
         ratios = [row["ratio"] for row in rows if row["sums"] == sums]
-        print(f"{sums}: geometric mean {mean(ratios):.3f}, least {min(ratios, default=0):.3f}")
+        mean = statistics.geometric_mean(ratios) if ratios else 0.0
+        print(f"{sums}: geometric mean {mean:.3f}, least {min(ratios, default=0):.3f}")
     print(f"clock {clock} to {harness.sm_clock_mhz()} MHz, {time.monotonic() - begin:.0f} s")
     if options.record:
         harness.report("dense_gemm", rows)

@@ -17,8 +17,8 @@ The blockwise layer took as long with them as without, 14.1 ms. cuBLASLt stays.
 
 from __future__ import annotations
 
-import math
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +40,7 @@ ROW, SQUARE = ScalingType.BlockWise1x128, ScalingType.BlockWise128x128
 
 
 def operand(rows: int, cols: int, block_rows: int) -> tuple[torch.Tensor, torch.Tensor]:
-    x = torch.randn(rows, cols, device="cuda").bfloat16()
+    x = harness.normal(rows, cols)
     out = block_quantize(x, torch.float8_e4m3fn, block_rows=block_rows, columnwise=False)
     return out[:2]
 
@@ -73,24 +73,19 @@ def row_of(name: str, m: int, n: int, k: int) -> dict[str, Any]:
     }
 
 
-def main() -> None:
-    clock = harness.sm_clock_mhz()
-    rows = []
+def rows() -> Iterator[harness.Row]:
     for m, n, k in SHAPES:
-        rows.append(row_of("fprop", m, n, k))
-        rows.append(row_of("dgrad", m, k, n))
-        rows.append(row_of("wgrad", n, k, m))
-        rows.append(row_of("wgrad +=", n, k, m))
-    ratios = [row["ratio"] for row in rows if not row["product"].endswith("+=")]
-    mean = math.exp(sum(map(math.log, ratios)) / len(ratios))
-    harness.report(
-        "fp8_gemm_block",
-        rows,
-        geometric_mean=round(mean, 4),
-        least=round(min(ratios), 4),
-        sm_clock_mhz=f"{clock} to {harness.sm_clock_mhz()}",
+        yield row_of("fprop", m, n, k)
+        yield row_of("dgrad", m, k, n)
+        yield row_of("wgrad", n, k, m)
+        yield row_of("wgrad +=", n, k, m)
+
+
+def sums(rows: list[harness.Row]) -> dict[str, float]:
+    return harness.mean_and_least(
+        [row["ratio"] for row in rows if not row["product"].endswith("+=")]
     )
 
 
 if __name__ == "__main__":
-    main()
+    harness.run("fp8_gemm_block", rows(), sums)

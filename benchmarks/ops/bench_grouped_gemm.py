@@ -28,8 +28,9 @@ flight ptxas serializes all. What is left: both warpgroups add their last half a
 
 from __future__ import annotations
 
+import functools
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -106,9 +107,9 @@ def row(
     }
 
 
-def both(
+def rows_of(
     layer: tuple[str, int, int, int], pair: tuple[torch.dtype, torch.dtype], fast: bool
-) -> list[dict[str, Any]]:
+) -> Iterator[harness.Row]:
     """A row of each product."""
     name, tokens, n, k = layer
     counts = counts_of(name, tokens)
@@ -120,34 +121,22 @@ def both(
     few = ones[:experts]
     a, b = codes((tokens, k), pair[0]), codes((experts, n, k), pair[1])
     peer = theirs(a, b.transpose(-2, -1), groups.ends, fast)
-    rows = [
-        row(
-            "multiply", text, pair, fast, work,
-            lambda: scaled_multiply_groups(a, ones, b, few, groups, fast), peer,
-        )
-    ]  # fmt: skip
+    multiply = functools.partial(scaled_multiply_groups, a, ones, b, few, groups, fast)
+    yield row("multiply", text, pair, fast, work, multiply, peer)
     ends = groups.column_ends
     c, d = codes((n, groups.columns), pair[0]), codes((k, groups.columns), pair[1])
     peer = theirs(c, d.t(), ends, fast)
-    rows.append(
-        row(
-            "contract", text, pair, fast, work,
-            lambda: scaled_contract_groups(c, few, d, few, ends, fast), peer,
-        )
-    )  # fmt: skip
-    return rows
+    contract = functools.partial(scaled_contract_groups, c, few, d, few, ends, fast)
+    yield row("contract", text, pair, fast, work, contract, peer)
 
 
-def main() -> None:
-    rows = []
-    clock = harness.sm_clock_mhz()
+def rows() -> Iterator[harness.Row]:
     for layer in LAYERS:
         for pair in ((E4M3, E4M3), (E5M2, E4M3)):
             for fast in (True, False):
-                rows += both(layer, pair, fast)
+                yield from rows_of(layer, pair, fast)
                 torch.cuda.empty_cache()
-    harness.report("grouped_gemm", rows, sm_clock_mhz=f"{clock} to {harness.sm_clock_mhz()}")
 
 
 if __name__ == "__main__":
-    main()
+    harness.run("grouped_gemm", rows())

@@ -11,8 +11,9 @@ amax values go through rows as one long vector: a group's rows would have to be 
 
 from __future__ import annotations
 
+import functools
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,72 +28,49 @@ from apex_te.ops.cast_transpose import cast_transpose
 FP8 = torch.float8_e4m3fn
 SHARES = [6, 2, 4, 5, 3, 4, 1, 7]
 SHAPES = [(32768, 7168), (32768, 2048), (16384, 7168)]
-OUTPUTS = {"both": (True, True), "rowwise": (True, False), "amax": (False, False)}
+# rowwise, columnwise
+OUTPUTS = {
+    "both": (True, True), "rowwise": (True, False), "amax": (False, False),
+    "columnwise": (False, True),
+}  # fmt: skip
 
 
-def of_rows(x: torch.Tensor, splits: list[int], rowwise: bool, columnwise: bool) -> list[Callable]:
-    """Ours and the peer."""
-    groups = op.groups_of(torch.tensor(splits, device="cuda"), len(x))
+Parts = Sequence[torch.Tensor]
+
+
+def row(
+    function: str, shape: str, outputs: str, ours: Callable[..., Any], parts: Parts
+) -> harness.Row:
+    """Measures ``ours`` against a cast of each of ``parts``."""
+    rowwise, columnwise = OUTPUTS[outputs]
     scale, amax = torch.ones(8, device="cuda"), torch.zeros(8, device="cuda")
+    wanted = {"rowwise": rowwise, "columnwise": columnwise}
 
-    def ours() -> Any:
-        return op.quantize_groups(
-            x, groups, scale, FP8, rowwise=rowwise, columnwise=columnwise, amax=amax
-        )
+    def casts() -> None:
+        for i, part in enumerate(parts):
+            cast_transpose(part, scale[i], FP8, amax=amax[i], **wanted)
 
-    def casts() -> Any:
-        for i, part in enumerate(x.split(splits)):
-            cast_transpose(
-                part, scale[i], FP8, rowwise=rowwise, columnwise=columnwise, amax=amax[i]
-            )
-
-    return [ours, casts]
+    num_bytes = sum(part.numel() for part in parts) * (2 + rowwise + columnwise)
+    call = functools.partial(ours, scale, FP8, amax=amax, **wanted)
+    peers = {"casts": casts}
+    return harness.measure(function, shape, num_bytes, call, peers, repeats=20, outputs=outputs)
 
 
-def of_matrices(shape: tuple[int, int], rowwise: bool, columnwise: bool) -> list[Callable]:
-    """Returns the calls that quantize a weight of this shape for each group."""
-    weights = [torch.randn(shape, device="cuda").bfloat16() for _ in range(8)]
-    scale, amax = torch.ones(8, device="cuda"), torch.zeros(8, device="cuda")
-
-    def ours() -> Any:
-        return op.quantize_matrices(
-            weights, scale, FP8, rowwise=rowwise, columnwise=columnwise, amax=amax
-        )
-
-    def casts() -> Any:
-        for i, weight in enumerate(weights):
-            cast_transpose(
-                weight, scale[i], FP8, rowwise=rowwise, columnwise=columnwise, amax=amax[i]
-            )
-
-    return [ours, casts]
-
-
-def main() -> None:
-    rows = []
-    clock = harness.sm_clock_mhz()
+def rows() -> Iterator[harness.Row]:
     for shape in SHAPES:
-        x = torch.randn(shape, device="cuda").bfloat16()
+        x = harness.normal(*shape)
         splits = [share * shape[0] // sum(SHARES) for share in SHARES]
-        for name, (rowwise, columnwise) in OUTPUTS.items():
-            ours, casts = of_rows(x, splits, rowwise, columnwise)
-            num_bytes = x.numel() * (2 + rowwise + columnwise)
-            label = "x".join(map(str, shape))
-            peers = {"casts": casts}
-            rows.append(
-                harness.measure("rows", label, num_bytes, ours, peers, repeats=20, outputs=name)
-            )
-    for name, (rowwise, columnwise) in {**OUTPUTS, "columnwise": (False, True)}.items():
-        ours, casts = of_matrices((2048, 7168), rowwise, columnwise)
-        num_bytes = 8 * 2048 * 7168 * (2 + rowwise + columnwise)
-        peers = {"casts": casts}
-        label = "8x2048x7168"
-        rows.append(
-            harness.measure("matrices", label, num_bytes, ours, peers, repeats=20, outputs=name)
-        )
-    x = torch.randn(32768, 7168, device="cuda").bfloat16()
+        for outputs in ("both", "rowwise", "amax"):
+            groups = op.groups_of(torch.tensor(splits, device="cuda"), len(x))
+            ours = functools.partial(op.quantize_groups, x, groups)
+            yield row("rows", harness.text_of(shape), outputs, ours, x.split(splits))
+    for outputs in OUTPUTS:
+        weights = [harness.normal(2048, 7168) for _ in range(8)]
+        ours = functools.partial(op.quantize_matrices, weights)
+        yield row("matrices", "8x2048x7168", outputs, ours, weights)
+    x = harness.normal(32768, 7168)
     splits = torch.tensor([share * 512 for share in SHARES], device="cuda")
-    groups, bias = op.groups_of(splits, len(x)), torch.randn(8, 7168, device="cuda").bfloat16()
+    groups, bias = op.groups_of(splits, len(x)), harness.normal(8, 7168)
     calls = {
         "offsets": (0, lambda: op.groups_of(splits, len(x))),
         "column sums": (2, lambda: op.column_sums(x, groups)),
@@ -104,9 +82,8 @@ def main() -> None:
         if each:
             part = 0.5 if "column" in name else 1  # rows behind the last group are not read
             times["TB/s"] = harness.terabytes_per_second(int(x.numel() * each * part), times["us"])
-        rows.append({"function": name, "shape": "32768x7168", **times})
-    harness.report("grouped_quantize", rows, sm_clock_mhz=f"{clock} to {harness.sm_clock_mhz()}")
+        yield {"function": name, "shape": "32768x7168", **times}
 
 
 if __name__ == "__main__":
-    main()
+    harness.run("grouped_quantize", rows())

@@ -10,9 +10,10 @@ twice as often (3.28 TB/s against 3.53; with the current scale 3.39 against 3.50
 
 from __future__ import annotations
 
+import functools
 import sys
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -47,61 +48,25 @@ def plain(x: torch.Tensor, scale: torch.Tensor) -> tuple[torch.Tensor, torch.Ten
     return code, code.t().contiguous()
 
 
-def rows_of(shape: tuple[int, int], with_peers: bool) -> list[dict[str, Any]]:
-    x = torch.randn(shape, device="cuda").bfloat16()
-    n, name = x.numel(), "x".join(map(str, shape))
-    scale = torch.full((1,), 3.1, device="cuda")
-    row = torch.empty_like(x, dtype=torch.uint8)
-    col = x.new_empty(shape[::-1], dtype=torch.uint8)
-    back = torch.empty_like(x)
-    rows = []
-    for layout in ("both", "rowwise", "columnwise"):
-        outputs = {
-            "rowwise": layout != "columnwise",
-            "columnwise": layout != "rowwise",
-            "out_rowwise": row if layout != "columnwise" else None,
-            "out_columnwise": col if layout != "rowwise" else None,
-        }
-        written = outputs["rowwise"] + outputs["columnwise"]
-        peers = {}
-        if with_peers and layout == "both":
-            fused = harness.compiled(plain)
-            peers = {"torch": lambda: plain(x, scale), "compile": lambda f=fused: f(x, scale)}
-        rows.append(
-            harness.measure(
-                f"hif8 {layout}", name, n * (2 + written),
-                lambda o=outputs: hif8.quantize(x, scale, **o), peers,
-            )
-        )  # fmt: skip
-        rows.append(
-            harness.measure(
-                f"hif8 current {layout}", name, n * (4 + written),
-                lambda o=outputs: hif8.quantize_current(x, **o),
-            )
-        )  # fmt: skip
-    rows.append(
-        harness.measure(
-            "hif8 decode", name, 3 * n, lambda: hif8.decode(row, scale_inv=scale, out=back)
-        )
-    )
-    return rows
-
-
-def main() -> None:
-    clock = harness.sm_clock_mhz()
-    rows = []
+def rows() -> Iterator[harness.Row]:
     for shape in SHAPES:
-        rows += rows_of(shape, with_peers=shape == SHAPES[0])
-    x = torch.randn(64, 4096, device="cuda").bfloat16()
-    scale = torch.ones(1, device="cuda")
-    for function, call in (
-        ("hif8 both", lambda: hif8.quantize(x, scale)),
-        ("hif8 current both", lambda: hif8.quantize_current(x)),
-    ):
-        small = harness.graph_us(call)
-        rows.append({"function": function, "shape": "64x4096 in a graph", "us": small})
-    harness.report("hif8", rows, sm_clock_mhz=f"{clock} to {harness.sm_clock_mhz()}")
+        x = harness.normal(*shape)
+        n, scale = x.numel(), torch.full((1,), 3.1, device="cuda")
+        back = torch.empty_like(x)
+        for layout, copies, outputs in harness.layouts(x, torch.uint8):
+            compared = shape == SHAPES[0] and layout == "both"
+            peers = harness.formula_peers(plain, x, scale) if compared else {}
+            given = functools.partial(hif8.quantize, x, scale, **outputs)
+            current = functools.partial(hif8.quantize_current, x, **outputs)
+            yield harness.measure(f"hif8 {layout}", shape, n * (2 + copies), given, peers)
+            yield harness.measure(f"hif8 current {layout}", shape, n * (4 + copies), current)
+        codes = hif8.encode(x)
+        decode = functools.partial(hif8.decode, codes, scale_inv=scale, out=back)
+        yield harness.measure("hif8 decode", shape, 3 * n, decode)
+    x, scale = harness.normal(64, 4096), torch.ones(1, device="cuda")
+    yield harness.in_graph("hif8 both", lambda: hif8.quantize(x, scale))
+    yield harness.in_graph("hif8 current both", lambda: hif8.quantize_current(x))
 
 
 if __name__ == "__main__":
-    main()
+    harness.run("hif8", rows())

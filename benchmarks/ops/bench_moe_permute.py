@@ -36,7 +36,9 @@ PyTorch's way: a stable argsort of the experts and index_select, then for the su
 
 from __future__ import annotations
 
+import functools
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -66,7 +68,7 @@ def permute(x: torch.Tensor, index: torch.Tensor) -> tuple[torch.Tensor, torch.T
     return x.index_select(0, order // index.shape[1]), order
 
 
-def rows(x: torch.Tensor, order: torch.Tensor, k: int) -> torch.Tensor:
+def rows_in_order(x: torch.Tensor, order: torch.Tensor, k: int) -> torch.Tensor:
     return x.index_select(0, order // k)
 
 
@@ -81,117 +83,74 @@ def gather_sum(y: torch.Tensor, inverse: torch.Tensor, probs: torch.Tensor) -> t
     return (y[inverse].view(tokens, k, -1) * probs.unsqueeze(2)).sum(1).to(y.dtype)
 
 
-def main() -> None:
-    clock = harness.sm_clock_mhz()
-    table: list[dict[str, Any]] = []
-    for tokens, hidden, experts, k in SHAPES:
-        shape = f"{tokens}x{hidden}, top {k} of {experts}"
-        main_shape = (tokens, hidden) == (16384, 4096)
-        index = torch.rand(tokens, experts, device="cuda").topk(k, 1).indices.int()
-        index = index.sort(1).values  # the order of experts, as a mask has it
-        mask = torch.zeros(tokens, experts, dtype=torch.bool, device="cuda")
-        mask.scatter_(1, index.long(), True)
-        probs = torch.rand(tokens, k, device="cuda")
-        dense = torch.zeros(tokens, experts, device="cuda").scatter_(1, index.long(), probs)
-        x = torch.randn(tokens, hidden, device="cuda").bfloat16()
-        copies = tokens * k
-        made = op.make_map(mask)
-        y, pp = op.permute(x, made.row_id_map, copies, dense)
-        order = permute(x, index)[1]
-        inverse = order.argsort()
-        row = hidden * 2
+def rows_of(tokens: int, hidden: int, experts: int, k: int) -> Iterator[harness.Row]:
+    shape = f"{tokens}x{hidden}, top {k} of {experts}"
+    index = torch.rand(tokens, experts, device="cuda").topk(k, 1).indices.int()
+    index = index.sort(1).values  # the order of experts, as a mask has it
+    mask = torch.zeros(tokens, experts, dtype=torch.bool, device="cuda")
+    mask.scatter_(1, index.long(), True)
+    probs = torch.rand(tokens, k, device="cuda")
+    dense = torch.zeros(tokens, experts, device="cuda").scatter_(1, index.long(), probs)
+    x = harness.normal(tokens, hidden)
+    copies = tokens * k
+    ids = op.make_map(mask).row_id_map
+    y, pp = op.permute(x, ids, copies, dense)
+    order = permute(x, index)[1]
+    inverse = order.argsort()
 
-        def measure(name: str, units: int, call: Any, peers: Any = None) -> None:
-            num_bytes = tokens * row * units  # noqa: B023
-            # compiling takes seconds
-            is_compared = tokens == 16384 and (hidden != 4095 or name.startswith("unpermute"))  # noqa: B023
-            if peers and not is_compared:
-                peers = {"torch": peers["torch"]}
-            table.append(harness.measure(name, shape, num_bytes, call, peers))  # noqa: B023
+    def row(name: str, units: int, call: Any, peers: Any = None, size: int = 2) -> harness.Row:
+        # compiling takes seconds
+        is_compared = tokens == 16384 and (hidden != 4095 or name.startswith("unpermute"))
+        if peers and not is_compared:
+            peers = {"torch": peers["torch"]}
+        return harness.measure(name, shape, tokens * hidden * size * units, call, peers)
 
-        ids, r = made.row_id_map, copies
-        compiled = [harness.compiled(f) for f in (permute, rows, gather_sum)]
-        with_map = {
-            "torch": lambda x=x, i=index: permute(x, i),
-            "compile": lambda x=x, i=index, f=compiled[0]: f(x, i),
-        }
-        measure(
-            "permute and its map", 1 + k, lambda x=x, m=mask, r=r: op.permute_by(x, m, r), with_map
-        )
-        moved = {
-            "torch": lambda x=x, o=order, k=k: rows(x, o, k),
-            "compile": lambda x=x, o=order, k=k, f=compiled[1]: f(x, o, k),
-        }
-        measure("permute", 1 + k, lambda x=x, ids=ids, r=r: op.permute(x, ids, r), moved)
-        summed = {
-            "torch": lambda y=y, o=order, p=probs: add(y, o, p),
-            "compile": lambda y=y, i=inverse, p=probs, f=compiled[2]: f(y, i, p),
-        }
-        measure(
-            "unpermute, probs", 1 + k,
-            lambda y=y, ids=ids, p=dense: op.unpermute(y, ids, p), summed,
-        )  # fmt: skip
-        measure(
-            "permute bwd, probs", 1 + k,
-            lambda y=y, ids=ids, g=pp: op.permute_bwd(y, ids, g),
-        )  # fmt: skip
-        measure(
-            "unpermute bwd, probs", 1 + 2 * k,
-            lambda x=x, y=y, ids=ids, p=dense: op.unpermute_bwd(x, y, ids, p),
-        )  # fmt: skip
-        us = harness.kernel_us(lambda m=mask: op.make_map(m))
-        table.append({"function": "map alone", "shape": shape, **us})
-        if (tokens, hidden) == OTHER_DTYPES:
-            for name, other in (("float32", x.float()), ("bytes", x.view(torch.uint8)[:, :hidden])):
-                other, copied = other.contiguous(), y.float()
-                size = tokens * hidden * other.element_size() * (1 + k)
-                table.append(
-                    harness.measure(
-                        f"permute, {name}", shape, size,
-                        lambda o=other, ids=ids, r=r: op.permute(o, ids, r),
-                    )
-                )  # fmt: skip
-                if name == "bytes":
-                    continue
-                table.append(
-                    harness.measure(
-                        f"unpermute, probs, {name}", shape, size,
-                        lambda o=copied, ids=ids, p=dense: op.unpermute(o, ids, p),
-                    )
-                )  # fmt: skip
-        if not main_shape:
-            continue
-        fixed = copies + experts * 16
-        measure(
-            "permute, padded to 16, and its map", 1 + k,
-            lambda x=x, m=mask, p=dense, r=fixed: op.permute_by(x, m, r, p, align_size=16),
-        )  # fmt: skip
-        measure(
-            "permute and its map, indices", 1 + k,
-            lambda x=x, i=index, r=r: op.permute_by(x, i, r, map_type="index", num_experts=64),
-        )  # fmt: skip
-        codes = x.view(torch.uint8)[:, :hidden].contiguous()
-        table.append(
-            harness.measure(
-                "permute, bytes", shape, tokens * hidden * (1 + k),
-                lambda c=codes, ids=ids, r=r: op.permute(c, ids, r),
-            )
-        )  # fmt: skip
-        sizes = torch.full((64,), copies // 64, dtype=torch.int32, device="cuda")
-        sorted_index = torch.arange(64, device="cuda").view(8, 8).t().flatten().int()
-        chunk_map = op.make_chunk_map(sizes, sorted_index, copies)
-        by = chunk_map[0].long()
-        gathered = {"torch": lambda y=y, by=by: y.index_select(0, by)}
-        measure("sort_chunks", 2 * k, lambda y=y, c=chunk_map: op.sort_chunks(y, c), gathered)
-        us = harness.kernel_us(lambda s=sizes, i=sorted_index, r=r: op.make_chunk_map(s, i, r))
-        table.append({"function": "chunk map alone", "shape": "32768 rows of 64 chunks", **us})
-    small = torch.randn(64, 4096, device="cuda").bfloat16()
-    mask = torch.rand(64, 8, device="cuda").topk(2, 1).indices
-    mask = torch.zeros(64, 8, dtype=torch.bool, device="cuda").scatter_(1, mask, True)
-    us = harness.graph_us(lambda: op.permute_by(small, mask, 128))
-    table.append({"function": "permute and its map", "shape": "64x4096 in a graph", "us": us})
-    harness.report("moe_permute", table, sm_clock_mhz=f"{clock} to {harness.sm_clock_mhz()}")
+    move, back = functools.partial(op.permute, x, ids), functools.partial(op.unpermute, y, ids)
+    peers = harness.formula_peers(permute, x, index)
+    yield row("permute and its map", 1 + k, lambda: op.permute_by(x, mask, copies), peers)
+    peers = harness.formula_peers(rows_in_order, x, order, k)
+    yield row("permute", 1 + k, lambda: move(copies), peers)
+    peers = harness.formula_peers(gather_sum, y, inverse, probs)
+    peers["torch"] = lambda: add(y, order, probs)
+    yield row("unpermute, probs", 1 + k, lambda: back(dense), peers)
+    yield row("permute bwd, probs", 1 + k, lambda: op.permute_bwd(y, ids, pp))
+    yield row("unpermute bwd, probs", 1 + 2 * k, lambda: op.unpermute_bwd(x, y, ids, dense))
+    us = harness.kernel_us(lambda: op.make_map(mask))
+    yield {"function": "map alone", "shape": shape, **us}
+    codes = x.view(torch.uint8)[:, :hidden].contiguous()
+    permute_bytes = functools.partial(op.permute, codes, ids, copies)
+    if (tokens, hidden) == OTHER_DTYPES:
+        wide, copied = x.float(), y.float()
+        yield row("permute, float32", 1 + k, lambda: op.permute(wide, ids, copies), size=4)
+        unpermute_wide = functools.partial(op.unpermute, copied, ids, dense)
+        yield row("unpermute, probs, float32", 1 + k, unpermute_wide, size=4)
+        yield row("permute, bytes", 1 + k, permute_bytes, size=1)
+    if (tokens, hidden) != (16384, 4096):
+        return
+    fixed = copies + experts * 16
+    padded = functools.partial(op.permute_by, x, mask, fixed, dense, align_size=16)
+    yield row("permute, padded to 16, and its map", 1 + k, padded)
+    by_index = functools.partial(op.permute_by, x, index, copies, map_type="index", num_experts=64)
+    yield row("permute and its map, indices", 1 + k, by_index)
+    yield row("permute, bytes", 1 + k, permute_bytes, size=1)
+    sizes = torch.full((64,), copies // 64, dtype=torch.int32, device="cuda")
+    sorted_index = torch.arange(64, device="cuda").view(8, 8).t().flatten().int()
+    chunk_map = op.make_chunk_map(sizes, sorted_index, copies)
+    by = chunk_map[0].long()
+    peers = {"torch": lambda: y.index_select(0, by)}
+    yield row("sort_chunks", 2 * k, lambda: op.sort_chunks(y, chunk_map), peers)
+    us = harness.kernel_us(lambda: op.make_chunk_map(sizes, sorted_index, copies))
+    yield {"function": "chunk map alone", "shape": "32768 rows of 64 chunks", **us}
+
+
+def rows() -> Iterator[harness.Row]:
+    for shape in SHAPES:
+        yield from rows_of(*shape)
+    small = harness.normal(64, 4096)
+    index = torch.rand(64, 8, device="cuda").topk(2, 1).indices
+    mask = torch.zeros(64, 8, dtype=torch.bool, device="cuda").scatter_(1, index, True)
+    yield harness.in_graph("permute and its map", lambda: op.permute_by(small, mask, 128))
 
 
 if __name__ == "__main__":
-    main()
+    harness.run("moe_permute", rows())

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -139,38 +139,27 @@ def unscale(count: int, shape: tuple[int, ...], name: str) -> dict[str, Any]:
     )  # fmt: skip
 
 
-def main() -> None:
-    rows = []
-    clock = harness.sm_clock_mhz()
+def rows() -> Iterator[harness.Row]:
     for count, shape in ((32, (4096, 4096)), (1000, (16384,))):
         name = f"{count}x[{','.join(map(str, shape))}]"
         numel = count * torch.Size(shape).numel()
-        for function, (num_bytes, call, peers) in maps(
-            random_list(count, shape, torch.bfloat16)
-        ).items():
-            rows.append(harness.measure(function, name, numel * num_bytes, call, peers))
+        calls = maps(random_list(count, shape, torch.bfloat16))
+        for function, (num_bytes, call, peers) in calls.items():
+            yield harness.measure(function, name, numel * num_bytes, call, peers)
         for function, (num_bytes, call, peers) in optimizers(count, shape).items():
-            rows.append(harness.measure(function, name, numel * num_bytes, call, peers, repeats=15))
-        rows.append(unscale(count, shape, name))
-    small = maps([torch.randn(64, 4096, device="cuda").bfloat16()])
-    small |= optimizers(1, (64, 4096))
+            yield harness.measure(function, name, numel * num_bytes, call, peers, repeats=15)
+        yield unscale(count, shape, name)
+    small = maps([harness.normal(64, 4096)]) | optimizers(1, (64, 4096))
     for function, (_, call, peers) in small.items():
-        row = {"function": function, "shape": "64x4096 graph", "us": harness.graph_us(call)}
-        rows.append(row | {f"{n} us": harness.graph_us(peer) for n, peer in peers.items()})
-    p, g, m, v, masters = optimizer_lists(1000, (64,), torch.bfloat16)
-    lists = p, g, m, v, masters
+        row = harness.in_graph(function, call, "64x4096 graph")
+        yield row | {f"{name} us": harness.graph_us(peer) for name, peer in peers.items()}
+    lists = optimizer_lists(1000, (64,), torch.bfloat16)
     for kind, used in (("list", lists), ("prepared", tuple(map(tensor_list, lists)))):
         adam = functools.partial(optim.adam, *used[:4], step=1, lr=1e-3, masters=used[4])
         for function, call in (("adam", adam), ("l2norm", functools.partial(op.l2norm, used[0]))):
-            rows.append(
-                {
-                    "function": function,
-                    "shape": f"1000x[64] {kind}",
-                    "host us": harness.host_us(call, 100),
-                }
-            )
-    harness.report("multi_tensor", rows, sm_clock_mhz=f"{clock} to {harness.sm_clock_mhz()}")
+            shape = f"1000x[64] {kind}"
+            yield {"function": function, "shape": shape, "host us": harness.host_us(call, 100)}
 
 
 if __name__ == "__main__":
-    main()
+    harness.run("multi_tensor", rows())

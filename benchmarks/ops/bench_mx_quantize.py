@@ -16,10 +16,10 @@ slower where the matrix is small). Nor did 2 or 4 blocks of an SM instead of 3 (
 
 from __future__ import annotations
 
+import functools
 import sys
-from collections.abc import Callable
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -44,48 +44,25 @@ def plain(x: torch.Tensor) -> list[torch.Tensor]:
     return out
 
 
-def rows_of(shape: tuple[int, int], with_peers: bool) -> list[dict[str, Any]]:
-    x = torch.randn(shape, device="cuda").bfloat16()
-    n, name = x.numel(), "x".join(map(str, shape))
-    rows = []
-    for layout in ("both", "rowwise", "columnwise"):
-        options = {"rowwise": layout != "columnwise", "columnwise": layout != "rowwise"}
-        out = mx_quantize(x, **options)
-
-        def call(out=out, options=options) -> None:
-            mx_quantize(x, out=out, **options)
-
-        peers: dict[str, Callable[[], Any]] = {}
-        if with_peers and layout == "both":
-            fused = harness.compiled(plain)
-            peers = {"torch": lambda: plain(x), "compile": lambda fused=fused: fused(x)}
-        num_bytes = 2 * n + (n + n // 32) * sum(options.values())
-        rows.append(harness.measure(f"mx_quantize {layout}", name, num_bytes, call, peers))
-    out = mx_quantize(x, columnwise=False)
-    back = torch.empty_like(x)
-    rows.append(
-        harness.measure(
-            "mx_dequantize", name, 3 * n + n // 32, lambda: mx_dequantize(*out[:2], out=back)
-        )
-    )
-    return rows
-
-
-def main() -> None:
-    clock = harness.sm_clock_mhz()
-    rows = []
+def rows() -> Iterator[harness.Row]:
     for shape in SHAPES:
-        rows += rows_of(shape, with_peers=shape == SHAPES[0])
-    x = torch.randn(64, 4096, device="cuda").bfloat16()
-    out = mx_quantize(x)
-    back = torch.empty_like(x)
-    small = "64x4096 in a graph"
-    us = harness.graph_us(lambda: mx_quantize(x, out=out))
-    rows.append({"function": "mx_quantize both", "shape": small, "us": us})
-    us = harness.graph_us(lambda: mx_dequantize(*out[:2], out=back))
-    rows.append({"function": "mx_dequantize", "shape": small, "us": us})
-    harness.report("mx_quantize", rows, sm_clock_mhz=f"{clock} to {harness.sm_clock_mhz()}")
+        x = harness.normal(*shape)
+        n, back = x.numel(), torch.empty_like(x)
+        for layout, options in harness.LAYOUTS.items():
+            out = mx_quantize(x, **options)
+            cast = functools.partial(mx_quantize, x, out=out, **options)
+            compared = shape == SHAPES[0] and layout == "both"
+            peers = harness.formula_peers(plain, x) if compared else {}
+            num_bytes = 2 * n + (n + n // 32) * sum(options.values())
+            yield harness.measure(f"mx_quantize {layout}", shape, num_bytes, cast, peers)
+        out = mx_quantize(x, columnwise=False)
+        decode = functools.partial(mx_dequantize, *out[:2], out=back)
+        yield harness.measure("mx_dequantize", shape, 3 * n + n // 32, decode)
+    x = harness.normal(64, 4096)
+    out, back = mx_quantize(x), torch.empty_like(x)
+    yield harness.in_graph("mx_quantize both", lambda: mx_quantize(x, out=out))
+    yield harness.in_graph("mx_dequantize", lambda: mx_dequantize(*out[:2], out=back))
 
 
 if __name__ == "__main__":
-    main()
+    harness.run("mx_quantize", rows())

@@ -41,8 +41,6 @@ def times(rows: int, cols: int) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    clock = harness.sm_clock_mhz()
     shapes = [(ELEMENTS // cols // 128 * 128, cols) for cols in WIDTHS]
     shapes += [(rows, 7168) for rows in ROWS_OF_7168]
-    table = [times(*shape) for shape in shapes]
-    harness.report("norm_widths", table, sm_clock_mhz=f"{clock} to {harness.sm_clock_mhz()}")
+    harness.run("norm_widths", (times(*shape) for shape in shapes))

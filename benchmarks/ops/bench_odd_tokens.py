@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -111,8 +111,8 @@ def producers() -> dict[str, Producer]:
 def measure(name: str, producer: Producer, rows: int, cols: int) -> dict[str, Any]:
     """One row: the op at ``rows`` padded, at the next multiple of 16, and without padding."""
     bound = producer[1]
-    x = torch.randn(rows, cols, device="cuda").bfloat16()
-    whole = torch.randn(rows + -rows % 16, cols + -cols % 16, device="cuda").bfloat16()
+    x = harness.normal(rows, cols)
+    whole = harness.normal(rows + -rows % 16, cols + -cols % 16)
     odd, even = bound(x), bound(whole)
     padded, multiple, plain = harness.paired_us(
         [lambda: odd(pad_columnwise=True), lambda: even(pad_columnwise=True), odd], repeats=30
@@ -128,19 +128,18 @@ def measure(name: str, producer: Producer, rows: int, cols: int) -> dict[str, An
     }
 
 
-def main() -> None:
-    clock, rows = harness.sm_clock_mhz(), []
+def rows() -> Iterator[harness.Row]:
     for name, producer in producers().items():
         if "pad_columnwise" not in inspect.signature(producer[0]).parameters:
             print(f"{name}: has no padded columnwise copy")
             continue
         shapes = SHAPES + (ODD_COLUMNS if name in SHIFTED else [])
-        rows += [measure(name, producer, *shape) for shape in shapes]
-    tokens = {"x".join(map(str, shape)) for shape in SHAPES}
-    least = min(row["of next multiple"] for row in rows if row["shape"] in tokens)
-    print(f"least of next multiple: {least:.3f}")
-    harness.report("odd_tokens", rows, sm_clock_mhz=f"{clock} to {harness.sm_clock_mhz()}")
+        for shape in shapes:
+            yield measure(name, producer, *shape)
 
 
 if __name__ == "__main__":
-    main()
+    table = harness.run("odd_tokens", rows())
+    tokens = set(map(harness.text_of, SHAPES))
+    least = min(row["of next multiple"] for row in table if row["shape"] in tokens)
+    print(f"least of next multiple: {least:.3f}")

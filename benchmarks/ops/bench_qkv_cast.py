@@ -7,7 +7,7 @@ an element for bf16 to both copies (read 2, write 1 + 1), 3 for the rowwise one 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -29,10 +29,7 @@ def gradient_calls(
 ) -> tuple[int, Callable[[], Any], Callable[[], Any]]:
     """Bytes that a cast of gradients moves, the cast, and torch's way to the same copies."""
     layout = HeadLayout("thd", repeats, groups, SIZE, True)
-    heads = [
-        torch.randn(tokens, count, SIZE, device="cuda").bfloat16()
-        for count in (groups * repeats, groups, groups)
-    ]
+    heads = [harness.normal(tokens, n, SIZE) for n in (groups * repeats, groups, groups)]
     features = groups * (repeats + 2) * SIZE
     one, amax = torch.ones(1, device="cuda"), torch.zeros(1, device="cuda")
 
@@ -53,7 +50,7 @@ def weight_calls(
     groups: int, repeats: int, columnwise: bool
 ) -> tuple[int, Callable[[], Any], Callable[[], Any]]:
     """Bytes that a cast of the weight moves, the cast, and the cast without another order."""
-    weight = torch.randn(groups * (repeats + 2) * SIZE, HIDDEN, device="cuda").bfloat16()
+    weight = harness.normal(groups * (repeats + 2) * SIZE, HIDDEN)
     one, amax = torch.ones(1, device="cuda"), torch.zeros(1, device="cuda")
 
     def ours() -> None:
@@ -67,31 +64,25 @@ def weight_calls(
     return (3 + columnwise) * weight.numel(), ours, plain
 
 
-def main() -> None:
+def rows() -> Iterator[harness.Row]:
     calls = {}
     for tokens in (8192, 8190):
         for groups, repeats in ((8, 4), (32, 1)):
             for dbias in (False, True):
                 name = f"gradient {tokens} x {groups} x {repeats + 2}{' + dbias' * dbias}"
                 calls[name] = gradient_calls(tokens, groups, repeats, dbias)
-    for columnwise in (False, True):
-        calls[f"weight 8 x 6, {'both' if columnwise else 'rowwise'}"] = weight_calls(
-            8, 4, columnwise
-        )
-    rows, clock = [], harness.sm_clock_mhz()
+    calls["weight 8 x 6, rowwise"] = weight_calls(8, 4, False)
+    calls["weight 8 x 6, both"] = weight_calls(8, 4, True)
     for name, (num_bytes, call, other) in calls.items():
         ours, copy = harness.kernel_us(call), harness.copy_us(num_bytes)
-        rows.append(
-            {
-                "case": name,
-                **ours,
-                "TB/s": harness.terabytes_per_second(num_bytes, ours["us"]),
-                "of copy": copy["us"] / ours["us"],
-                "other way us": harness.kernel_us(other)["us"],
-            }
-        )
-    harness.report("qkv_cast", rows, sm_clock_mhz=f"{clock} to {harness.sm_clock_mhz()}")
+        yield {
+            "case": name,
+            **ours,
+            "TB/s": harness.terabytes_per_second(num_bytes, ours["us"]),
+            "of copy": copy["us"] / ours["us"],
+            "other way us": harness.kernel_us(other)["us"],
+        }
 
 
 if __name__ == "__main__":
-    main()
+    harness.run("qkv_cast", rows())

@@ -13,8 +13,9 @@ thread, half a sector for each access, 78 where whole halves of a head take 74.
 
 from __future__ import annotations
 
+import functools
 import sys
-from collections.abc import Callable
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import harness
 
 from apex_te.ops.rope import rope
+
+SHAPES = [(8192, 2, 32, 128), (4096, 4, 64, 128), (8192, 2, 8, 128), (32768, 1, 32, 64)]
 
 
 def angles(rows: int, dim: int) -> torch.Tensor:
@@ -44,48 +47,42 @@ def liger(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> Any:
     return rope_forward(x.transpose(1, 2), x[:, :, :1].clone().transpose(1, 2), cos, sin)
 
 
-def main() -> None:
-    rows = []
-    clock = harness.sm_clock_mhz()
+def rows_of(shape: tuple[int, ...]) -> Iterator[harness.Row]:
+    def row(function: str, x: torch.Tensor, peers: Any = None, **options: Any) -> harness.Row:
+        call = functools.partial(rope, x, **options)
+        return harness.measure(function, x.shape, x.numel() * 4, call, peers)
 
-    def add(function: str, x: torch.Tensor, peers: Any = None, **options: Any) -> None:
-        shape = "x".join(map(str, x.shape))
-        call = lambda: rope(x, **options)  # noqa: E731
-        rows.append(harness.measure(function, shape, x.numel() * 4, call, peers))
+    x = harness.normal(*shape)
+    freqs = angles(shape[0], shape[-1])
+    cos, sin = (t.bfloat16()[:, None, None] for t in (freqs.cos(), freqs.sin()))
+    peers = harness.formula_peers(formula, x, cos, sin)
+    by_batch = x.view(shape[1], shape[0], *shape[2:]).clone()
+    table = [t.bfloat16()[None] for t in (freqs.cos(), freqs.sin())]
+    peers["liger"] = lambda: liger(by_batch, *table)
+    yield row("rope fwd", x, peers, freqs=freqs)
+    if shape != SHAPES[0]:
+        return
+    leaf, grad = x.clone().requires_grad_(), torch.randn_like(x)
+    out = rope(leaf, freqs)
+    backward = functools.partial(torch.autograd.grad, out, leaf, grad, retain_graph=True)
+    yield harness.measure("rope bwd", shape, x.numel() * 4, backward)
+    yield row("rope fwd, interleaved", x, freqs=freqs, interleaved=True)
+    yield row("rope fwd, half of d", x, freqs=angles(8192, 64))
+    yield row("rope fwd, cos and sin", x, cos=freqs.cos(), sin=freqs.sin())
+    yield row("rope fwd, in place", x, freqs=freqs, inplace=True)
+    starts = torch.arange(0, 16385, 1024, dtype=torch.int32, device="cuda")
+    tokens = x.view(16384, 32, 128)
+    yield row("rope fwd, thd", tokens, freqs=freqs, layout="thd", cu_seqlens=starts)
+    qkv = harness.normal(8192, 2, 32, 384)
+    yield row("rope fwd, view of qkv", qkv[..., :128], freqs=freqs)
 
-    for shape in [(8192, 2, 32, 128), (4096, 4, 64, 128), (8192, 2, 8, 128), (32768, 1, 32, 64)]:
-        x = torch.randn(shape, device="cuda").bfloat16()
-        freqs = angles(shape[0], shape[-1])
-        cos, sin = (t.bfloat16()[:, None, None] for t in (freqs.cos(), freqs.sin()))
-        compiled = harness.compiled(formula)
-        by_batch = x.view(shape[1], shape[0], *shape[2:]).clone()
-        table = [t.bfloat16()[None] for t in (freqs.cos(), freqs.sin())]
-        peers: dict[str, Callable[[], Any]] = {
-            "torch": lambda x=x, cos=cos, sin=sin: formula(x, cos, sin),
-            "compile": lambda x=x, cos=cos, sin=sin, f=compiled: f(x, cos, sin),
-            "liger": lambda x=by_batch, table=table: liger(x, *table),
-        }
-        add("rope fwd", x, peers, freqs=freqs)
-        if shape != (8192, 2, 32, 128):
-            continue
-        leaf, grad = x.clone().requires_grad_(), torch.randn_like(x)
-        out = rope(leaf, freqs)
-        bwd = lambda: torch.autograd.grad(out, leaf, grad, retain_graph=True)  # noqa: B023, E731
-        rows.append(harness.measure("rope bwd", "8192x2x32x128", x.numel() * 4, bwd))
-        add("rope fwd, interleaved", x, freqs=freqs, interleaved=True)
-        add("rope fwd, half of d", x, freqs=angles(8192, 64))
-        add("rope fwd, cos and sin", x, cos=freqs.cos(), sin=freqs.sin())
-        add("rope fwd, in place", x, freqs=freqs, inplace=True)
-        cu_seqlens = torch.arange(0, 16385, 1024, dtype=torch.int32, device="cuda")
-        add("rope fwd, thd", x.view(16384, 32, 128), freqs=freqs, layout="thd",
-            cu_seqlens=cu_seqlens)  # fmt: skip
-        qkv = torch.randn(8192, 2, 32, 384, device="cuda").bfloat16()
-        add("rope fwd, view of qkv", qkv[..., :128], freqs=freqs)
-    small, freqs = torch.randn(64, 1, 32, 128, device="cuda").bfloat16(), angles(64, 128)
-    graph = harness.graph_us(lambda: rope(small, freqs))
-    rows.append({"function": "graph, warm, one launch", "shape": "64x4096", "us": graph})
-    harness.report("rope", rows, sm_clock_mhz=f"{clock} to {harness.sm_clock_mhz()}")
+
+def rows() -> Iterator[harness.Row]:
+    for shape in SHAPES:
+        yield from rows_of(shape)
+    small, freqs = harness.normal(64, 1, 32, 128), angles(64, 128)
+    yield harness.in_graph("graph, warm, one launch", lambda: rope(small, freqs), "64x4096")
 
 
 if __name__ == "__main__":
-    main()
+    harness.run("rope", rows())

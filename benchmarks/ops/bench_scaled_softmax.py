@@ -15,8 +15,10 @@ memory). Of odd rows: 16-byte windows that reach into the neighbouring rows 3.11
 
 from __future__ import annotations
 
+import functools
+import itertools
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -40,8 +42,6 @@ CAUSAL = [
 ]  # fmt: skip
 COMPILED = {(4, 32, 2048, 2048), (1, 8, 2048, 16384), (128, 2048, 2048), (32, 512, 8192)}
 
-Peers = dict[str, Callable[[], Any]]
-
 
 def scaled_softmax(x: torch.Tensor) -> torch.Tensor:
     return torch.softmax(x * SCALE, -1)
@@ -51,12 +51,18 @@ def masked_softmax(x: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
     return torch.softmax((x * SCALE).masked_fill(hidden, -torch.inf), -1)
 
 
-def compile_peer(formula: Callable[..., Any], x: torch.Tensor, *args: torch.Tensor) -> Peers:
+def compile_peer(
+    formula: Callable[..., Any], x: torch.Tensor, *args: torch.Tensor
+) -> harness.Peers:
     """torch.compile of the formula, for a few shapes: it takes seconds."""
     if tuple(x.shape) not in COMPILED:
         return {}
     compiled = harness.compiled(formula)
     return {"compile": lambda: compiled(x, *args)}
+
+
+def torch_bwd(dy: torch.Tensor, y: torch.Tensor) -> Callable[[], Any]:
+    return lambda: torch.ops.aten._softmax_backward_data(dy, y, -1, y.dtype)
 
 
 def liger_fwd(x: torch.Tensor) -> Any:
@@ -79,88 +85,45 @@ def liger_bwd(x: torch.Tensor, dy: torch.Tensor) -> Callable[[], Any]:
     return call
 
 
-def plain_rows(shape: tuple[int, ...]) -> list[dict[str, Any]]:
+def plain_rows(shape: tuple[int, ...]) -> Iterator[harness.Row]:
     """Scaled, forward and backward, and masked."""
-    name = "x".join(map(str, shape))
-    x, dy = (torch.randn(shape, device="cuda").bfloat16() for _ in range(2))
-    mask = torch.rand(shape[0], 1, *shape[2:], device="cuda") < 0.3
-    out, y = torch.empty_like(x), scaled_softmax_fwd(x, SCALE)
-    rows = [
-        harness.measure(
-            "scaled fwd",
-            name,
-            x.numel() * 4,
-            lambda: scaled_softmax_fwd(x, SCALE, out=out),
-            {
-                "torch": lambda: torch.softmax(x, -1),
-                "liger": lambda: liger_fwd(x),
-                **compile_peer(scaled_softmax, x),
-            },
-            repeats=20,
-        ),
-        harness.measure(
-            "scaled bwd",
-            name,
-            x.numel() * 6,
-            lambda: scaled_softmax_bwd(dy, y, SCALE, out=out),
-            {
-                "torch": lambda: torch.ops.aten._softmax_backward_data(dy, y, -1, x.dtype),
-                "liger": liger_bwd(x, dy),
-            },
-            repeats=20,
-        ),
-    ]
-    rows.append(
-        harness.measure(
-            "scaled masked fwd",
-            name,
-            x.numel() * 4 + mask.numel(),
-            lambda: scaled_softmax_fwd(x, SCALE, mask, out=out),
-            {
-                "torch": lambda: masked_softmax(x, mask),
-                **compile_peer(masked_softmax, x, mask),
-            },
-            repeats=20,
-        )
-    )
-    return rows
+    x, dy = (harness.normal(*shape) for _ in range(2))
+    n, mask = x.numel(), torch.rand(shape[0], 1, *shape[2:], device="cuda") < 0.3
+    y, out = scaled_softmax_fwd(x, SCALE), torch.empty_like(x)
+    forward = functools.partial(scaled_softmax_fwd, x, SCALE, out=out)
+    backward = functools.partial(scaled_softmax_bwd, dy, y, SCALE, out=out)
+    peers = {
+        "torch": lambda: torch.softmax(x, -1),
+        "liger": lambda: liger_fwd(x),
+        **compile_peer(scaled_softmax, x),
+    }
+    yield harness.measure("scaled fwd", shape, n * 4, forward, peers, repeats=20)
+    peers = {"torch": torch_bwd(dy, y), "liger": liger_bwd(x, dy)}
+    yield harness.measure("scaled bwd", shape, n * 6, backward, peers, repeats=20)
+    masked = functools.partial(forward, mask=mask)
+    peers = {"torch": lambda: masked_softmax(x, mask), **compile_peer(masked_softmax, x, mask)}
+    num_bytes = n * 4 + mask.numel()
+    yield harness.measure("scaled masked fwd", shape, num_bytes, masked, peers, repeats=20)
 
 
-def causal_rows(causal: str, shape: tuple[int, int, int]) -> list[dict[str, Any]]:
-    name = "x".join(map(str, shape))
+def causal_rows(causal: str, shape: tuple[int, int, int]) -> Iterator[harness.Row]:
     kind = "causal" if causal == "upper_left" else "causal bottom right"
     _, queries, cols = shape
-    x, dy = (torch.randn(shape, device="cuda").bfloat16() for _ in range(2))
-    y = scaled_softmax_fwd(x, SCALE, causal=causal)
-    out = torch.empty_like(x)
+    x, dy = (harness.normal(*shape) for _ in range(2))
+    y, out = scaled_softmax_fwd(x, SCALE, causal=causal), torch.empty_like(x)
     hidden = torch.ones(queries, cols, dtype=torch.bool, device="cuda").triu(1 + cols - queries)
-    seen = x.numel() - shape[0] * int(hidden.sum())
-    return [
-        harness.measure(
-            f"{kind} fwd",
-            name,
-            2 * seen + 2 * x.numel(),
-            lambda: scaled_softmax_fwd(x, SCALE, causal=causal, out=out),
-            {
-                "torch": lambda: masked_softmax(x, hidden),
-                **compile_peer(masked_softmax, x, hidden),
-            },
-            repeats=20,
-        ),
-        harness.measure(
-            f"{kind} bwd",
-            name,
-            4 * seen + 2 * x.numel(),
-            lambda: scaled_softmax_bwd(dy, y, SCALE, causal=causal, out=out),
-            {"torch": lambda: torch.ops.aten._softmax_backward_data(dy, y, -1, x.dtype)},
-            repeats=20,
-        ),
-    ]
+    n, seen = x.numel(), x.numel() - shape[0] * int(hidden.sum())
+    forward = functools.partial(scaled_softmax_fwd, x, SCALE, causal=causal, out=out)
+    backward = functools.partial(scaled_softmax_bwd, dy, y, SCALE, causal=causal, out=out)
+    peers = {"torch": lambda: masked_softmax(x, hidden), **compile_peer(masked_softmax, x, hidden)}
+    yield harness.measure(f"{kind} fwd", shape, 2 * seen + 2 * n, forward, peers, repeats=20)
+    peers = {"torch": torch_bwd(dy, y)}
+    yield harness.measure(f"{kind} bwd", shape, 4 * seen + 2 * n, backward, peers, repeats=20)
 
 
-def small_rows() -> list[dict[str, Any]]:
+def small_rows() -> Iterator[harness.Row]:
     """64 x 4096, warm, in a CUDA graph of 100 calls."""
-    x = torch.randn(1, 64, 4096, device="cuda").bfloat16()
+    x = harness.normal(1, 64, 4096)
     y, out = scaled_softmax_fwd(x, SCALE), torch.empty_like(x)
     mask = torch.rand(1, 64, 4096, device="cuda") < 0.3
     calls = {
@@ -168,22 +131,11 @@ def small_rows() -> list[dict[str, Any]]:
         "scaled masked fwd": lambda: scaled_softmax_fwd(x, SCALE, mask, out=out),
         "scaled bwd": lambda: scaled_softmax_bwd(x, y, SCALE, out=out),
     }
-    return [
-        {"function": f"{name}, graph, warm", "shape": "64x4096", "us": harness.graph_us(call)}
-        for name, call in calls.items()
-    ]
-
-
-def main() -> None:
-    clock = harness.sm_clock_mhz()
-    rows = []
-    for shape in SHAPES:
-        rows += plain_rows(shape)
-    for causal, scores in CAUSAL:
-        rows += causal_rows(causal, scores)
-    rows += small_rows()
-    harness.report("scaled_softmax", rows, sm_clock_mhz=f"{clock} to {harness.sm_clock_mhz()}")
+    for name, call in calls.items():
+        yield harness.in_graph(f"{name}, graph, warm", call, "64x4096")
 
 
 if __name__ == "__main__":
-    main()
+    plain, causal = map(plain_rows, SHAPES), (causal_rows(*case) for case in CAUSAL)
+    parts = itertools.chain(plain, causal, [small_rows()])
+    harness.run("scaled_softmax", itertools.chain.from_iterable(parts))

@@ -16,8 +16,10 @@ multiprocessor, 2.99 / 3.12 and 3.02 / 3.60; with 4 elements and 8 blocks, 3.37 
 
 from __future__ import annotations
 
+import functools
+import itertools
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +39,6 @@ ACTS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "gelu": lambda x: F.gelu(x, approximate="tanh"),
     "relu": F.relu,
 }
-Peers = dict[str, Callable[[], Any]]
 
 
 def fwd(x: torch.Tensor) -> torch.Tensor:
@@ -90,92 +91,62 @@ def liger(x: torch.Tensor, grad: torch.Tensor) -> tuple[Callable[[], Any], Calla
     return run_fwd, run_bwd
 
 
-def rows_of(shape: tuple[int, int]) -> list[dict[str, Any]]:
+def rows_of(shape: tuple[int, int]) -> Iterator[harness.Row]:
     rows, cols = shape
-    name, numel = f"{rows}x{cols}", rows * cols
-    x = torch.randn(rows, 2 * cols, device="cuda").bfloat16()
-    grad = torch.randn(rows, cols, device="cuda").bfloat16()
+    x, grad = harness.normal(rows, 2 * cols), harness.normal(rows, cols)
     scale, amax = torch.ones(1, device="cuda"), torch.zeros(1, device="cuda")
-    both = {"amax": amax, "fp8_dtype": E4M3}
+    both: dict[str, Any] = {"amax": amax, "fp8_dtype": E4M3}
+
+    def row(
+        function: str, num_bytes: int, call: Callable[[], Any], peers: harness.Peers | None = None
+    ) -> harness.Row:
+        return harness.measure(function, shape, num_bytes * rows * cols, call, peers, repeats=20)
+
+    def compile_peer(formula: Callable[..., Any], *args: torch.Tensor) -> harness.Peers:
+        if shape not in COMPILED:
+            return {}
+        return {"compile": harness.formula_peers(formula, *args)["compile"]}
+
     liger_fwd, liger_bwd = liger(x, grad)
-    formulas = {"fwd": fwd, "bwd": bwd, "fwd_fp8": fwd_fp8, "bwd_fp8": bwd_fp8}
-    compiled = {k: harness.compiled(f) for k, f in formulas.items()} if shape in COMPILED else {}
-    result = []
-
-    def row(function: str, num_bytes: int, call: Callable[[], Any], peers: Peers) -> None:
-        result.append(harness.measure(function, name, num_bytes * numel, call, peers, repeats=20))
-
-    def compile_peer(function: str, *args: torch.Tensor) -> Peers:
-        f = compiled.get(function)
-        return {"compile": lambda: f(*args)} if f else {}
-
-    row(
-        "swiglu_fwd", 6, lambda: op.swiglu_fwd(x),
-        {"torch": lambda: fwd(x), "liger": liger_fwd, **compile_peer("fwd", x)},
-    )  # fmt: skip
-    row(
-        "swiglu_bwd", 10, lambda: op.swiglu_bwd(grad, x),
-        {"torch": eager_bwd(x, grad), "liger": liger_bwd, **compile_peer("bwd", grad, x)},
-    )  # fmt: skip
-    row(
-        "swiglu_fwd_fp8, both", 6, lambda: op.swiglu_fwd_fp8(x, None, scale, **both),
-        {"torch": lambda: fwd_fp8(x), **compile_peer("fwd_fp8", x)},
-    )  # fmt: skip
-    row(
-        "swiglu_bwd_fp8, both", 10, lambda: op.swiglu_bwd_fp8(grad, x, None, scale, **both),
-        {"torch": lambda: bwd_fp8(grad, x), **compile_peer("bwd_fp8", grad, x)},
-    )  # fmt: skip
-    row(
-        "swiglu_bwd_fp8, both + dbias", 10,
-        lambda: op.swiglu_bwd_fp8(grad, x, None, scale, with_dbias=True, **both), {},
-    )  # fmt: skip
-    row(
-        "swiglu_bwd + dbias", 10, lambda: op.swiglu_bwd(grad, x, with_dbias=True), {},
-    )  # fmt: skip
+    peers = {"torch": lambda: fwd(x), "liger": liger_fwd, **compile_peer(fwd, x)}
+    yield row("swiglu_fwd", 6, lambda: op.swiglu_fwd(x), peers)
+    peers = {"torch": eager_bwd(x, grad), "liger": liger_bwd, **compile_peer(bwd, grad, x)}
+    yield row("swiglu_bwd", 10, lambda: op.swiglu_bwd(grad, x), peers)
+    fwd_to_fp8 = functools.partial(op.swiglu_fwd_fp8, x, None, scale, **both)
+    peers = {"torch": lambda: fwd_fp8(x), **compile_peer(fwd_fp8, x)}
+    yield row("swiglu_fwd_fp8, both", 6, fwd_to_fp8, peers)
+    bwd_to_fp8 = functools.partial(op.swiglu_bwd_fp8, grad, x, None, scale, **both)
+    peers = {"torch": lambda: bwd_fp8(grad, x), **compile_peer(bwd_fp8, grad, x)}
+    yield row("swiglu_bwd_fp8, both", 10, bwd_to_fp8, peers)
+    yield row("swiglu_bwd_fp8, both + dbias", 10, lambda: bwd_to_fp8(with_dbias=True))
+    yield row("swiglu_bwd + dbias", 10, lambda: op.swiglu_bwd(grad, x, with_dbias=True))
     if shape != SHAPES[0]:
-        return result
+        return
     gate, up = x.chunk(2, dim=1)
     for activation, family in (("gelu", "geglu"), ("gelu_erf", "geglu_erf"), ("relu", "reglu")):
-        kwargs = {"activation": activation}
+        kind = {"activation": activation}
         plain = ACTS.get(activation, F.gelu)
-        row(
-            f"{family}_fwd", 6, lambda kwargs=kwargs: op.swiglu_fwd(x, **kwargs),
-            {"torch": lambda plain=plain: plain(gate) * up},
-        )  # fmt: skip
-        row(f"{family}_bwd", 10, lambda kwargs=kwargs: op.swiglu_bwd(grad, x, **kwargs), {})
-        row(
-            f"{family}_fwd_fp8, both", 6,
-            lambda kwargs=kwargs: op.swiglu_fwd_fp8(x, None, scale, **both, **kwargs), {},
-        )  # fmt: skip
-        row(
-            f"{family}_bwd_fp8, both", 10,
-            lambda kwargs=kwargs: op.swiglu_bwd_fp8(grad, x, None, scale, **both, **kwargs), {},
-        )  # fmt: skip
-    return result
+        peers = {"torch": lambda plain=plain: plain(gate) * up}
+        yield row(f"{family}_fwd", 6, functools.partial(op.swiglu_fwd, x, **kind), peers)
+        yield row(f"{family}_bwd", 10, functools.partial(op.swiglu_bwd, grad, x, **kind))
+        yield row(f"{family}_fwd_fp8, both", 6, functools.partial(fwd_to_fp8, **kind))
+        yield row(f"{family}_bwd_fp8, both", 10, functools.partial(bwd_to_fp8, **kind))
 
 
-def small() -> list[dict[str, Any]]:
+def small() -> Iterator[harness.Row]:
     """64 x 4096, warm L2, a CUDA graph of 100 calls."""
-    x = torch.randn(64, 8192, device="cuda").bfloat16()
-    grad = torch.randn(64, 4096, device="cuda").bfloat16()
+    x, grad = harness.normal(64, 8192), harness.normal(64, 4096)
     scale, amax = torch.ones(1, device="cuda"), torch.zeros(1, device="cuda")
-    calls: Peers = {
+    calls: harness.Peers = {
         "swiglu_fwd": lambda: op.swiglu_fwd(x),
         "swiglu_bwd": lambda: op.swiglu_bwd(grad, x),
         "swiglu_fwd_fp8, both": lambda: op.swiglu_fwd_fp8(x, None, scale, E4M3, amax=amax),
         "swiglu_bwd_fp8, both": lambda: op.swiglu_bwd_fp8(grad, x, None, scale, E4M3, amax=amax),
     }
-    return [
-        {"function": name, "shape": "64x4096, warm, in a graph", "us": harness.graph_us(call)}
-        for name, call in calls.items()
-    ]
-
-
-def main() -> None:
-    clock = harness.sm_clock_mhz()
-    rows = [row for shape in SHAPES for row in rows_of(shape)] + small()
-    harness.report("swiglu", rows, sm_clock_mhz=f"{clock} to {harness.sm_clock_mhz()}")
+    for name, call in calls.items():
+        yield harness.in_graph(name, call, "64x4096, warm, in a graph")
 
 
 if __name__ == "__main__":
-    main()
+    parts = [*map(rows_of, SHAPES), small()]
+    harness.run("swiglu", itertools.chain.from_iterable(parts))

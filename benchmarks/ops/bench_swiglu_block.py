@@ -8,7 +8,7 @@ each copy 4 more for 128 elements. The two ops write and read a bf16 result betw
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,43 +25,28 @@ SHAPES = [(8192, 14336), (16384, 14336), (16384, 3584), (8190, 3584), (16384, 40
 E4M3 = torch.float8_e4m3fn
 
 
-def rows_of(shape: tuple[int, int]) -> list[dict[str, Any]]:
-    """Measures the forward and the backward at one shape [M, F], both layouts, padded columns."""
-    tokens, features = shape
-    x = torch.randn(tokens, 2 * features, device="cuda").bfloat16()
-    grad = torch.randn(tokens, features, device="cuda").bfloat16()
-    name, pad = f"{tokens}x{features}", {"pad_columnwise": True}
-    scales = 2 * 4 / 128
-    calls: dict[str, tuple[float, Callable[[], Any], Callable[[], Any]]] = {
-        "swiglu_fwd_block, both": (
-            6 + scales,
-            lambda: swiglu_fwd_block(x, None, E4M3, **pad),
-            lambda: block_quantize(swiglu_fwd(x), E4M3, **pad),
-        ),
-        "swiglu_bwd_block, both": (
-            10 + 2 * scales,
-            lambda: swiglu_bwd_block(grad, x, None, E4M3, **pad),
-            lambda: block_quantize(swiglu_bwd(grad, x).input, E4M3, **pad),
-        ),
-    }
-    return [
-        harness.measure(
-            function,
-            name,
-            int(num_bytes * tokens * features),
-            fused,
-            {"two ops": apart},
-            repeats=20,
-        )
-        for function, (num_bytes, fused, apart) in calls.items()
-    ]
-
-
-def main() -> None:
-    clock = harness.sm_clock_mhz()
-    rows = [row for shape in SHAPES for row in rows_of(shape)]
-    harness.report("swiglu_block", rows, sm_clock_mhz=f"{clock} to {harness.sm_clock_mhz()}")
+def rows() -> Iterator[harness.Row]:
+    """The forward and the backward at each shape [M, F], both layouts, padded columns."""
+    pad, scales = {"pad_columnwise": True}, 2 * 4 / 128
+    for shape in SHAPES:
+        tokens, features = shape
+        x, grad = harness.normal(tokens, 2 * features), harness.normal(tokens, features)
+        calls: dict[str, tuple[float, Callable[[], Any], Callable[[], Any]]] = {
+            "swiglu_fwd_block, both": (
+                6 + scales,
+                lambda x=x: swiglu_fwd_block(x, None, E4M3, **pad),
+                lambda x=x: block_quantize(swiglu_fwd(x), E4M3, **pad),
+            ),
+            "swiglu_bwd_block, both": (
+                10 + 2 * scales,
+                lambda x=x, grad=grad: swiglu_bwd_block(grad, x, None, E4M3, **pad),
+                lambda x=x, grad=grad: block_quantize(swiglu_bwd(grad, x).input, E4M3, **pad),
+            ),
+        }
+        for function, (each, fused, apart) in calls.items():
+            num_bytes, peers = int(each * tokens * features), {"two ops": apart}
+            yield harness.measure(function, shape, num_bytes, fused, peers, repeats=20)
 
 
 if __name__ == "__main__":
-    main()
+    harness.run("swiglu_block", rows())
