@@ -12,13 +12,13 @@ from __future__ import annotations
 
 import gc
 import os
-import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 # Read by cuBLAS as it is loaded.
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
@@ -29,6 +29,7 @@ from torch.distributed.fsdp import fully_shard
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import harness
+from bench_tensor_parallel import of_slowest
 
 import apex_te
 from apex_te import recipe
@@ -104,13 +105,9 @@ def counted() -> Iterator[dict[str, int]]:
         counts["maxima"] += kwargs.get("op") == distributed.ReduceOp.MAX
         return kept["all_reduce"](tensor, *args, **kwargs)
 
-    for name, original in kept.items():
-        setattr(distributed, name, reduce if name == "all_reduce" else counting(original))
-    try:
+    stand_ins = {name: counting(original) for name, original in kept.items()}
+    with mock.patch.multiple(distributed, **{**stand_ins, "all_reduce": reduce}):
         yield counts
-    finally:
-        for name, original in kept.items():
-            setattr(distributed, name, original)
 
 
 def losses_of(scaling: recipe.Recipe, fp8: bool) -> tuple[torch.Tensor, dict[str, int]]:
@@ -149,13 +146,7 @@ def measured(runs: dict[str, Callable[[], Any]], repeats: int = 12) -> dict[str,
                 torch.cuda.synchronize()
                 row = harness.kernel_us(lambda run=run: [run() for _ in range(IN_A_ROW)], 1, 0)
                 found["ms in a row"].append(row["us"] / 1e3 / IN_A_ROW)
-    return {name: {key: _slowest(v) for key, v in found.items()} for name, found in times.items()}
-
-
-def _slowest(times: list[float]) -> float:
-    slowest = torch.tensor(times, device="cuda")
-    distributed.all_reduce(slowest, op=distributed.ReduceOp.MAX)
-    return statistics.median(slowest.tolist())
+    return {name: {key: of_slowest(v) for key, v in found.items()} for name, found in times.items()}
 
 
 def peak_memory(run: Callable[[], Any]) -> float:

@@ -32,10 +32,11 @@ from __future__ import annotations
 import os
 import statistics
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import distributed
@@ -89,19 +90,16 @@ def step(module: torch.nn.Module, tokens: int, fp8: bool) -> Callable[[], None]:
     return run
 
 
-@contextmanager
-def without_peer_memory() -> Iterator[None]:
+def without_peer_memory() -> AbstractContextManager[Any]:
     """Every exchange a collective."""
-    kept = _tensor_parallel.peer_memory
-    _tensor_parallel.peer_memory = lambda *_: None
-    try:
-        yield
-    finally:
-        _tensor_parallel.peer_memory = kept
+
+    def no_memory(*_: Any) -> None:
+        return None
+
+    return mock.patch.object(_tensor_parallel, "peer_memory", no_memory)
 
 
-@contextmanager
-def copies_instead() -> Iterator[None]:
+def copies_instead() -> AbstractContextManager[Any]:
     """Collectives of the modules replaced by copies of the same bytes on the device."""
 
     def gather(x: torch.Tensor, group: Any) -> collectives.Pending:
@@ -114,15 +112,16 @@ def copies_instead() -> Iterator[None]:
         part = x.chunk(collectives.world_size(group))[0]
         return collectives.Pending(part.clone() if out is None else out.copy_(part))
 
-    stand_ins = {"all_gather_rows": gather, "reduce_scatter_rows": scatter}
-    kept = {name: getattr(_tensor_parallel, name) for name in stand_ins}
-    for name, stand_in in stand_ins.items():
-        setattr(_tensor_parallel, name, stand_in)
-    try:
-        yield
-    finally:
-        for name, collective in kept.items():
-            setattr(_tensor_parallel, name, collective)
+    return mock.patch.multiple(
+        _tensor_parallel, all_gather_rows=gather, reduce_scatter_rows=scatter
+    )
+
+
+def of_slowest(times: list[float]) -> float:
+    """Median of the slowest rank's times."""
+    slowest = torch.tensor(times, device="cuda")
+    distributed.all_reduce(slowest, op=distributed.ReduceOp.MAX)
+    return statistics.median(slowest.tolist())
 
 
 def milliseconds(run: Callable[[], None], repeats: int = 25) -> float:
@@ -133,9 +132,7 @@ def milliseconds(run: Callable[[], None], repeats: int = 25) -> float:
     for _ in range(repeats):
         distributed.barrier()
         times.append(harness.kernel_us(run, 1, 0)["us"] / 1e3)
-    slowest = torch.tensor(times, device="cuda")
-    distributed.all_reduce(slowest, op=distributed.ReduceOp.MAX)
-    return statistics.median(slowest.tolist())
+    return of_slowest(times)
 
 
 def in_a_row(run: Callable[[], None], steps: int = 8, repeats: int = 7) -> float:
@@ -153,9 +150,7 @@ def in_a_row(run: Callable[[], None], steps: int = 8, repeats: int = 7) -> float
         end.record()
         end.synchronize()
         times.append(begin.elapsed_time(end) / steps)
-    slowest = torch.tensor(times, device="cuda")
-    distributed.all_reduce(slowest, op=distributed.ReduceOp.MAX)
-    return statistics.median(slowest.tolist())
+    return of_slowest(times)
 
 
 def main() -> None:
