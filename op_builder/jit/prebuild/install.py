@@ -170,27 +170,20 @@ def into_package(
 ) -> BuildReport:
     """Compiles the wanted libraries, dispatchers and handlers into a folder of a package."""
     with compile_for(named_machine()):
-        return _into_package(builders, choices, target)
-
-
-def _into_package(
-    builders: Mapping[str, OpSpec], choices: Sequence[Choice], target: str
-) -> BuildReport:
-    """Compiles the libraries of ``into_package`` for the present CPU architecture."""
-    wanted, rows = plan(builders, choices, Targets.find())
-    wanted = [*dispatchers(pythons.named()), *jax_handlers(), *wanted]
-    unable = []
-    for item in wanted:
-        _check_portable(item)
-        try:
-            library.check(item.spec, item.device, item.archs)
-        except BuildError as error:  # told now, not after a minute of compiling the others
-            unable.append(item.report("failed", reason=str(error)))
-    if unable:
-        report = BuildReport((*unable, *rows))
-        raise PrebuildError(report.failures(), report)
-    make_private(target)
-    report = build_all(wanted, Location(target, True, "prebuilt"), resources.jobs())
+        wanted, rows = plan(builders, choices, Targets.find())
+        wanted = [*dispatchers(pythons.named()), *jax_handlers(), *wanted]
+        unable = []
+        for item in wanted:
+            _check_portable(item)
+            try:
+                library.check(item.spec, item.device, item.archs)
+            except BuildError as error:  # told now, not after a minute of compiling the others
+                unable.append(item.report("failed", reason=str(error)))
+        if unable:
+            report = BuildReport((*unable, *rows))
+            raise PrebuildError(report.failures(), report)
+        make_private(target)
+        report = build_all(wanted, Location(target, True, "prebuilt"), resources.jobs())
     for leftover in (cache.LOCKS, cache.TEMPORARY):
         shutil.rmtree(os.path.join(target, leftover), ignore_errors=True)
     _make_readable(target)
