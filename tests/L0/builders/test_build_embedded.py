@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from programs import captured
 from tiny_op import CHECKOUT, Tiny, quick_compiler
 
 from op_builder.jit import platform
@@ -129,7 +130,7 @@ def test_embedded_python_builds(
     source, program, notes = tmp_path / "host.cpp", tmp_path / "program", tmp_path / "notes"
     source.write_text(HOST.replace("NOTES", f'"{notes}"'))
     command = ["g++", "-o", str(program), str(source), *flags_of_python()]
-    made = subprocess.run(command, capture_output=True, text=True)
+    made = captured(command, check=False)
     if made.returncode != 0:
         pytest.skip(f"no Python to embed: {made.stderr[-200:]}")
     code = (
@@ -148,7 +149,7 @@ def finish_host() -> Callable[[list[str]], str]:
     variables = {**os.environ, "PYTHONPATH": ":".join(site), "PYTHONHOME": sys.base_prefix}
 
     def finish(command: list[str]) -> str:
-        done = subprocess.run(command, capture_output=True, text=True, env=variables, timeout=120)
+        done = captured(command, check=False, env=variables)
         return done.stdout or done.stderr
 
     return finish

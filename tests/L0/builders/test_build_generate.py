@@ -5,13 +5,13 @@ from __future__ import annotations
 import io
 import os
 import shutil
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import tutorial
+from programs import captured
 from tiny_op import CHECKOUT
 
 sys.path.insert(0, str(CHECKOUT / "scripts"))
@@ -117,8 +117,7 @@ def test_generated_files_are_formatted(tmp_path: Path, name: str, cuda: bool) ->
         "clang-format": ["clang-format", "--dry-run", "-Werror", *native],
     }.items():
         if shutil.which(tool.strip()):
-            done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
-            assert done.returncode == 0, done.stdout + done.stderr
+            captured(command, cwd=tmp_path)
 
 
 # What it asks -------------------------------------------------------------------------------------
@@ -173,7 +172,7 @@ def test_no_answer(
 def test_without_a_stdin() -> None:
     script = str(CHECKOUT / "scripts" / "new_op.py")
     command = f"exec {sys.executable} {script} my_op --dry-run <&-"
-    done = subprocess.run(["bash", "-c", command], cwd="/", capture_output=True, text=True)
+    done = captured(["bash", "-c", command], check=False, cwd="/")
     assert done.returncode == 1
     assert "Traceback" not in done.stderr
     assert "stdin has ended: give --cuda or --cpu" in done.stderr
@@ -363,8 +362,7 @@ def test_removal_takes_the_results_of_the_benchmark_along(
 def test_apex_name_of_the_script(tree: Path) -> None:
     script = str(CHECKOUT / "scripts" / "jit_module.py")
     command = [sys.executable, script, "my_op", "--yes", "--dry-run"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
-    assert done.returncode == 0, done.stderr
+    done = captured(command)
     assert "  op_builder/my_op.py\n" in done.stdout
 
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 import hashlib
 import os
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from programs import captured
 from tiny_op import CHECKOUT, TinyCuda, write_op
 
 from op_builder import all_builders
@@ -86,11 +86,10 @@ def test_platform_is_read_off_torch_without_importing_it(
         "active = platform.is_hip()\n"
         "print(active, *([library.runtime_major()] if active else []))"
     )
-    done = subprocess.run(
+    done = captured(
         [sys.executable, "-B", "-c", code],
+        check=False,
         env={**os.environ, "PYTHONPATH": f"{tmp_path}:{CHECKOUT}"},
-        capture_output=True,
-        text=True,
     )
     assert (done.stdout.strip(), done.stderr) == (expected, "")
 
@@ -323,13 +322,10 @@ def test_torch_extensions_are_refused(amd: None, root: Path) -> None:
 def test_check_hip_without_hipcc(tmp_path: Path) -> None:
     if os.path.exists("/opt/rocm"):
         pytest.skip("/opt/rocm is looked at whatever the environment says")
-    done = subprocess.run(
+    done = captured(
         [sys.executable, str(CHECKOUT / "scripts" / "check_hip.py")],
         env={"PATH": str(tmp_path), "PYTHONPATH": str(CHECKOUT)},
-        capture_output=True,
-        text=True,
     )
-    assert done.returncode == 0, done.stderr
     assert "check_hip: NOT CHECKED, no source was compiled for AMD GPUs" in done.stdout
 
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import importlib.util
 import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from programs import captured
 from tiny_op import CHECKOUT, TinyCuda
 
 from op_builder import CPUOpBuilder, CUDAOpBuilder, all_builders, get_builder
@@ -191,7 +191,7 @@ def test_importing_the_builders_is_cheap() -> None:
         "print([n for n in ('torch', 'pybind11', 'ninja', 'setuptools') if n in sys.modules])"
     )
     command = [sys.executable, "-S", "-B", "-c", code]
-    done = subprocess.run(command, cwd=CHECKOUT, capture_output=True, text=True, timeout=60)
+    done = captured(command, check=False, cwd=CHECKOUT)
     assert (done.stdout, done.stderr) == ("[]\n", "")
 
 
@@ -223,12 +223,6 @@ except apex_te.op_builder.BuildError as error:
 
 def test_loader_compiles_only_when_called(cache_dir: Path) -> None:
     environment = {**os.environ, "APEX_TE_DISABLE_JIT": "1", "PYTHONPATH": str(CHECKOUT)}
-    done = subprocess.run(
-        [sys.executable, "-B", "-c", LOADER],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
+    done = captured([sys.executable, "-B", "-c", LOADER], check=False, env=environment)
     assert (done.returncode, done.stdout) == (0, "disabled\n"), done.stderr
     assert list(cache_dir.iterdir()) == []

@@ -15,6 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from programs import captured
 from tiny_op import CHECKOUT, Tiny, logging_compiler
 
 import op_builder
@@ -41,7 +42,7 @@ def dispatcher(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> dict[str, str
 
 def run(code: str, environment: dict[str, str]) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-B", "-c", code]
-    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+    return captured(command, check=False, env=environment)
 
 
 LOOK = """

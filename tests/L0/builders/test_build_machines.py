@@ -13,6 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from programs import captured
 from tiny_op import CHECKOUT, Tiny, quick_compiler, write_op
 
 from op_builder.jit import platform
@@ -160,7 +161,7 @@ def test_wheel_of_a_compiler_for_better_cpus_is_refused(tmp_path: Path) -> None:
     )
     command = [sys.executable, "-c", code, str(Path(__file__).parent), str(tmp_path)]
     variables = {**os.environ, "CXX": str(compiler)}
-    done = subprocess.run(command, env=variables, capture_output=True, text=True, timeout=120)
+    done = captured(command, check=False, env=variables)
     assert f"must make code for every {HERE} CPU, got one that uses" in done.stderr
     assert FLAG[1] in done.stderr
 
@@ -182,7 +183,7 @@ def op_library(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_needs_are_those_that_readelf_prints(op_library: Path) -> None:
     needs = wheel_platform.needs(op_library.read_bytes())
     command = ["readelf", "--wide", "--dynamic", "--version-info", str(op_library)]
-    text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    text = captured(command).stdout
     assert needs.machine == HERE
     assert needs.libraries == set(re.findall(r"Shared library: \[(.*?)\]", text))
     for family, version in needs.versions.items():

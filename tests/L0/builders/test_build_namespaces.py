@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from programs import captured
 from tiny_op import CHECKOUT
 
 from op_builder import builder_names
@@ -40,10 +41,7 @@ print(json.dumps([loaded, names, listed, found]))
 
 
 def test_every_name_is_found_and_listed(cache_dir: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", SCRIPT], capture_output=True, text=True, timeout=300, cwd=CHECKOUT
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
+    done = captured([sys.executable, "-c", SCRIPT], cwd=CHECKOUT)
     loaded, names, listed, found = json.loads(done.stdout)
     own = [name for name in loaded if name.startswith("apex_te")]
     runtime = ["runtime", "runtime.lazy", "runtime.paths", "runtime.torch_version"]
@@ -106,9 +104,7 @@ def test_a_name_that_is_one_level_deeper_is_pointed_to() -> None:
 
 def test_python_adds_no_second_guess() -> None:
     code = "import apex_te; apex_te.Linaer"
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=300, cwd=CHECKOUT
-    )
+    done = captured([sys.executable, "-c", code], check=False, cwd=CHECKOUT)
     assert done.stderr.endswith("has no attribute 'Linaer'; did you mean 'Linear'?\n")
 
 
@@ -151,11 +147,7 @@ print("FP8Callback" in dir(apex_te), "fuse_loss" in dir(apex_te), len(shown.getv
 
 
 def test_the_callback_says_how_to_install_transformers_which_nothing_else_needs() -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", WITHOUT_TRANSFORMERS],
-        capture_output=True, text=True, timeout=300, cwd=CHECKOUT,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-2000:]
+    done = captured([sys.executable, "-c", WITHOUT_TRANSFORMERS], cwd=CHECKOUT)
     assert done.stdout.splitlines() == [
         "FP8Callback: transformers must be installed: pip install transformers",
         "False True True",
@@ -253,12 +245,9 @@ def test_type_checkers_see_an_installation(hook: str, tmp_path: Path, beside: Pa
     probe = tmp_path / "probe.py"
     probe.write_text(PROBE)
     python = environment / "bin" / "python"
-    checked = subprocess.run(
-        [
-            sys.executable, "-m", "mypy", "--python-executable", str(python), "--config-file", "",
-            "--cache-dir", str(beside / "cache"), "--ignore-missing-imports", str(probe),
-        ],
-        capture_output=True, text=True, timeout=600, cwd=tmp_path,
-    )  # fmt: skip
+    options = ["--python-executable", str(python), "--config-file", "", "--ignore-missing-imports"]
+    options += ["--cache-dir", str(beside / "cache"), str(probe)]
+    command = [sys.executable, "-m", "mypy", *options]
+    checked = captured(command, check=False, timeout=600, cwd=tmp_path)
     for expected in TYPES:
         assert expected in checked.stdout, checked.stdout + checked.stderr

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import re
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import tutorial
+from programs import captured
 from tiny_op import CHECKOUT
 
 sys.path.insert(0, str(CHECKOUT / "scripts"))
@@ -79,11 +79,7 @@ def test_what_it_writes_is_formatted(tree: Path, name: str) -> None:
     shutil.copy(CHECKOUT / "pyproject.toml", tree)
     for command in (["check"], ["format", "--check"]):
         if shutil.which("ruff"):
-            done = subprocess.run(
-                ["ruff", *command, "--no-cache", *map(str, written)],
-                cwd=tree, capture_output=True, text=True,
-            )  # fmt: skip
-            assert done.returncode == 0, done.stdout
+            captured(["ruff", *command, "--no-cache", *map(str, written)], cwd=tree)
     assert new_module.main([name, "--remove"]) == 0
     assert listing(tree) == sorted([*before, *made, "pyproject.toml"])
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import tutorial
+from programs import captured
 from tiny_op import CHECKOUT
 
 sys.path.insert(0, str(CHECKOUT / "scripts"))
@@ -94,11 +94,7 @@ def test_generated_files_are_formatted(tmp_path: Path, name: str) -> None:
     shutil.copy(CHECKOUT / "pyproject.toml", tmp_path)
     if shutil.which("ruff"):
         for command in (["check"], ["format", "--check"]):
-            done = subprocess.run(
-                ["ruff", *command, "--no-cache", *files],
-                cwd=tmp_path, capture_output=True, text=True,
-            )  # fmt: skip
-            assert done.returncode == 0, done.stdout + done.stderr
+            captured(["ruff", *command, "--no-cache", *files], cwd=tmp_path)
 
 
 @pytest.mark.parametrize(

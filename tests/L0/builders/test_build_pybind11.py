@@ -10,7 +10,6 @@ import importlib
 import importlib.machinery
 import inspect
 import os
-import subprocess
 import sys
 import threading
 import types
@@ -35,6 +34,7 @@ from apex_te.op_builder.jit.backends import library, pybind
 from apex_te.op_builder.jit.backends.pybind import read_exports
 from apex_te.op_builder.jit.build import service
 from apex_te.op_builder.jit.errors import CompileError, HeaderNotFoundError
+from programs import captured
 from tiny_op import CHECKOUT, logging_compiler
 
 import apex_te
@@ -350,10 +350,7 @@ sys.addaudithook(lambda event, args: started.append(event) if event in names els
 module = Ext({str(root)!r}).load()
 print(module.answer(), module.__spec__.name, started, "setuptools" in sys.modules)
 """
-    done = subprocess.run(
-        [sys.executable, "-B", "-c", code], env={**os.environ, "PATH": ""},
-        capture_output=True, text=True, timeout=120,
-    )  # fmt: skip
+    done = captured([sys.executable, "-B", "-c", code], check=False, env={**os.environ, "PATH": ""})
     assert done.stdout == "42 apex_te.tiny_ext [] False\n", done.stderr
 
 

@@ -8,7 +8,6 @@ import os
 import re
 import shutil
 import struct
-import subprocess
 import sys
 import warnings
 import zlib
@@ -16,6 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from programs import captured
 from tiny_op import CHECKOUT, Tiny, logging_compiler, write_op
 
 import op_builder
@@ -183,7 +183,7 @@ def dispatcher(monkeypatch: pytest.MonkeyPatch, cache_dir: Path) -> Path:
 def import_core(*before: str, **environment: str) -> str:
     command = [*before, sys.executable, "-B", "-c", DISPATCHER]
     variables = {**os.environ, "PYTHONPATH": str(CHECKOUT), **environment}
-    done = subprocess.run(command, env=variables, capture_output=True, text=True, timeout=120)
+    done = captured(command, check=False, env=variables)
     return done.stdout or done.stderr
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -12,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from attacks import processes_of, wait_for
+from programs import captured
 from tiny_op import Tiny, TinyCuda, logging_compiler, start, write_op
 
 from op_builder import get_builder
@@ -180,12 +180,10 @@ def test_open_quote_in_cxx(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CXX", 'g++ "-O2')
     with pytest.raises(SettingError, match="CXX='g\\+\\+ \"-O2' cannot be split into words"):
         Tiny(root).open()
-    done = subprocess.run(
+    done = captured(
         [sys.executable, "-m", "op_builder.jit.cli", "report"],
-        cwd=Path(__file__).resolve().parents[3],
-        capture_output=True,
-        text=True,
         check=False,
+        cwd=Path(__file__).resolve().parents[3],
     )
     assert done.returncode in (0, 1)
     assert "cannot be split into words" in done.stdout

@@ -6,7 +6,6 @@ import json
 import os
 import re
 import shutil
-import subprocess
 import sys
 import textwrap
 import warnings
@@ -16,6 +15,7 @@ from typing import Any
 
 import pytest
 import tutorial
+from programs import captured
 from tiny_op import CHECKOUT, write_op
 
 import op_builder
@@ -276,7 +276,7 @@ def test_suites_ops_look_for_no_entry_points(monkeypatch: pytest.MonkeyPatch) ->
         "print('importlib.metadata' in sys.modules)"
     )
     command = [sys.executable, "-S", "-B", "-c", code]
-    done = subprocess.run(command, cwd=CHECKOUT, capture_output=True, text=True, timeout=60)
+    done = captured(command, check=False, cwd=CHECKOUT)
     assert (done.stdout, done.stderr) == ("False\n", "")
 
 

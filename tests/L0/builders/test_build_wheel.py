@@ -12,6 +12,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
+from programs import captured
 from tiny_op import CHECKOUT, quick_compiler
 
 from op_builder import all_builders
@@ -40,13 +41,11 @@ def fake_compiler(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 def run_hook(checkout: Path, call: str, **variables: str) -> subprocess.CompletedProcess[str]:
     """A hook of the build backend, as pip calls it, without pip and without a network."""
-    return subprocess.run(
+    return captured(
         [sys.executable, "-B", "-c", f"import setuptools.build_meta as b; b.{call}"],
+        check=False,
         cwd=checkout,
         env={**os.environ, **variables},
-        capture_output=True,
-        text=True,
-        timeout=300,
     )
 
 
@@ -204,13 +203,11 @@ def test_prebuilt_wheel_runs_without_compiling(checkout: Path, tmp_path: Path) -
     for path in (site, *site.rglob("*")):
         path.chmod(path.stat().st_mode & ~0o222)
     environment = {"PYTHONPATH": str(site), "PATH": "", "HOME": "/proc/1"}
-    done = subprocess.run(
+    done = captured(
         [sys.executable, "-B", "-c", USE],
+        check=False,
         cwd="/",
         env={**environment, "APEX_TE_DISABLE_JIT": "1"},
-        capture_output=True,
-        text=True,
-        timeout=120,
     )
     for path in (site, *site.rglob("*")):
         path.chmod(path.stat().st_mode | 0o200)
@@ -244,7 +241,7 @@ def test_package_is_trusted_as_its_code_is(
             for path in paths:
                 path.chmod(mode | (mode >> 2 & 0o111) if path.is_dir() else mode)
         command = [sys.executable, "-B", "-S", "-c", FIND, str(package)]
-        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+        return captured(command).stdout.strip()
 
     assert found(0o644, 0o644) == "prebuilt"
     assert found(0o664, 0o664) == "prebuilt"

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 from apex_te.op_builder.jit.cli import Command, main
+from programs import captured
 
 import apex_te
 from apex_te.integrations.te_alias import AliasError, commands
@@ -45,9 +46,7 @@ def python(*arguments: str, folder: Path | None = None, program: str = sys.execu
     environment.pop("PYTHONDONTWRITEBYTECODE", None)
     environment["PIP_DISABLE_PIP_VERSION_CHECK"] = environment["PIP_NO_INDEX"] = "1"
     environment["PYTHONPATH"] = f"{folder}:{ROOT}" if folder else ""
-    done = subprocess.run(
-        [program, *arguments], env=environment, capture_output=True, text=True, timeout=300
-    )
+    done = captured([program, *arguments], check=False, env=environment)
     return f"{done.returncode} {done.stdout}{done.stderr}"
 
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from programs import captured
 
 from apex_te.integrations import te_alias
 from apex_te.integrations.te_alias import files
@@ -37,9 +37,7 @@ def run(body: str, *folders: Path, check: bool = True, **variables: str) -> str:
     environment = {k: v for k, v in os.environ.items() if not k.startswith("APEX_TE_T")}
     path = os.pathsep.join([*map(str, folders), str(ROOT), environment.get("PYTHONPATH", "")])
     environment.update(variables, PYTHONPATH=path.rstrip(os.pathsep))
-    done = subprocess.run(
-        [sys.executable, "-c", body], env=environment, capture_output=True, text=True, timeout=300
-    )
+    done = captured([sys.executable, "-c", body], check=False, env=environment)
     assert (done.returncode == 0) is check, done.stdout + done.stderr
     return done.stdout + done.stderr
 

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from programs import captured
 
 pytest.importorskip("jaxlib")
 
@@ -52,12 +53,10 @@ print(found.tobytes().hex())
 
 def run(code: str, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
     path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
-    return subprocess.run(
+    return captured(
         [sys.executable, "-c", code, *arguments],
+        check=False,
         env={**os.environ, "PYTHONPATH": path, **environment},
-        capture_output=True,
-        text=True,
-        timeout=300,
     )
 
 

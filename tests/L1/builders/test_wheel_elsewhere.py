@@ -15,6 +15,7 @@ import sysconfig
 from pathlib import Path
 
 import pytest
+from programs import captured
 
 CHECKOUT = Path(__file__).resolve().parents[3]
 NAMED = [part for part in os.environ.get("APEX_TE_TEST_PYTHONS", "").split(";") if part]
@@ -67,13 +68,11 @@ def install(python: str, wheel: Path, site: Path, umask: int = 0o022) -> None:
 
 
 def step(python: str, site: Path, home: Path, **variables: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
+    return captured(
         [python, "-B", "-c", STEP.format(ops=OPS)],
+        check=False,
         cwd="/",
         env={"PYTHONPATH": str(site), "HOME": str(home), "PATH": "", **variables},
-        capture_output=True,
-        text=True,
-        timeout=300,
     )
 
 
@@ -137,4 +136,4 @@ def version(python: str) -> str:
         "-c",
         "import platform as p; print(p.python_version())",
     ]
-    return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+    return captured(command).stdout.strip()

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from pins import ROOT
+from programs import captured
 
 CHECKS = {
     "accelerate": """
@@ -51,7 +52,4 @@ def test_checks_are_true(way: str, tmp_path: Path) -> None:
         folder = next(tmp_path.rglob("transformer_engine")).parent
         environment["PYTHONPATH"] = os.pathsep.join([str(folder), *path])
     body = begin + "".join(CHECKS[name] for name in FOUND)
-    done = subprocess.run(
-        [sys.executable, "-c", body], env=environment, capture_output=True, text=True, timeout=300
-    )
-    assert done.returncode == 0, done.stderr
+    captured([sys.executable, "-c", body], env=environment)

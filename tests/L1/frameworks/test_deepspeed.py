@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 from pins import ROOT, pin
+from programs import captured
 from tiny import STEPS, TOLERANCE
 
 pytest.importorskip("deepspeed", minversion=pin("deepspeed"))
@@ -92,8 +92,7 @@ def test_all_stages_of_zero_compute_the_same(
     environment["PYTHONPATH"] = path
     command = [sys.executable, "-m", "torch.distributed.run", f"--nproc_per_node={size}"]
     command += ["--standalone", str(program), str(tmp_path), kind, dtype, str(STEPS)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    done = captured(command, timeout=600, env=environment)
     line = next(line for line in done.stdout.splitlines() if line.startswith("losses"))
     losses = json.loads(line.removeprefix("losses"))
     plain = losses["plain"]

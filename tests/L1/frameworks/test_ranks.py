@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from pins import ROOT, pin
+from programs import captured
 from tiny import check_losses
 
 pytest.importorskip("accelerate", minversion=pin("accelerate"))
@@ -45,8 +46,7 @@ def launched(device: str, size: str, folder: Path) -> dict[str, list[float]]:
     environment["PYTHONPATH"] = f"{site}{os.pathsep}{environment['PYTHONPATH']}"
     command = [sys.executable, "-m", "torch.distributed.run", f"--nproc_per_node={size}"]
     command += ["--standalone", str(Path(__file__).with_name("train_ranks.py")), device]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stdout + done.stderr
+    done = captured(command, env=environment)
     line = next(line for line in done.stdout.splitlines() if line.startswith("losses"))
     return json.loads(line.removeprefix("losses"))
 
