@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from attacks import library_bytes
+from planted import visible_gpus
 from tiny_op import write_op
 
 from op_builder.jit.build import service
@@ -42,6 +44,18 @@ def cache_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(service, "_opened", {})
     cache.warned.clear()
     return path
+
+
+@pytest.fixture(scope="module")
+def planted(tmp_path_factory):
+    """A library that answers 666 in place of 1, and is loadable."""
+    return library_bytes(tmp_path_factory.mktemp("planted"), 666)
+
+
+@pytest.fixture
+def gpus(monkeypatch):
+    """Sets which GPUs are visible; none at first."""
+    return visible_gpus(monkeypatch)
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 from attack_loops import swap
-from attacks import LIMIT, Tally, call, call_in_process, finish, library_bytes, replace, resized
+from attacks import LIMIT, Tally, call, call_in_process, finish, replace, resized
 from tiny_op import Tiny, start, write_op
 
 from op_builder.jit.errors import BuildError, CacheError
@@ -29,12 +29,6 @@ def library(root: Path, forget: Forget) -> Path:
     os.close(opened.fd)
     forget()
     return Path(opened.path)
-
-
-@pytest.fixture(scope="module")
-def planted(tmp_path_factory: pytest.TempPathFactory) -> bytes:
-    """A library that answers 666 in place of 1, and is loadable."""
-    return library_bytes(tmp_path_factory.mktemp("planted"), 666)
 
 
 @pytest.mark.filterwarnings("ignore:apex_te. .*is damaged")

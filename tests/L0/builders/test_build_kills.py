@@ -44,21 +44,12 @@ Forget = Callable[[], None]
 # Kills and interrupts ------------------------------------------------------------------------
 
 
-def test_killed_builders(root: Path, cache_dir: Path, forget: Forget) -> None:
-    tally = Tally("killed builders")
-    kill_builders(root, cache_dir, forget, tally, 6)
-    tally.report()
-
-
-def test_killed_compilers(root: Path, cache_dir: Path, forget: Forget) -> None:
-    tally = Tally("killed compilers")
-    kill_compilers(root, cache_dir, forget, tally, 6)
-    tally.report()
-
-
-def test_interrupted_builders(root: Path, cache_dir: Path, forget: Forget) -> None:
-    tally = Tally("interrupted builders")
-    interrupt(root, cache_dir, forget, tally, 4)
+@pytest.mark.parametrize(
+    ("attack", "times"), [(kill_builders, 6), (kill_compilers, 6), (interrupt, 4)]
+)
+def test_builds_that_end_early(root, cache_dir, forget, attack, times):
+    tally = Tally(attack.__name__)
+    attack(root, cache_dir, forget, tally, times)
     tally.report()
 
 

@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from planted import contents, plant, too_long, visible_gpus
+from planted import contents, plant, too_long
+from programs import captured
 from tiny_op import CHECKOUT, Tiny, TinyCuda, write_op
 
 import op_builder
@@ -30,20 +31,12 @@ from op_builder.jit.text import size
 
 def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
     """The command line in a process that knows no installed package: no torch, no pybind11."""
-    return subprocess.run(
+    return captured(
         [sys.executable, "-S", "-B", "-m", "op_builder.jit.cli", *arguments],
+        check=False,
         cwd=CHECKOUT,
         env={**os.environ, **environment},
-        capture_output=True,
-        text=True,
-        timeout=120,
     )
-
-
-@pytest.fixture
-def gpus(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
-    """Sets which GPUs are visible; none at first."""
-    return visible_gpus(monkeypatch)
 
 
 def state(builder: op_builder.OpBuilder, device: str = "cpu") -> dict[str, Any]:
@@ -89,13 +82,11 @@ def test_report_text_without_anything(tmp_path: Path) -> None:
 
 def test_report_of_the_package_fits_80_columns(cache_dir: Path) -> None:
     short = {"APEX_TE_CACHE_DIR": "/nonexistent/apex"}
-    done = subprocess.run(
+    done = captured(
         [sys.executable, "-B", "-m", "apex_te", "report"],
+        check=False,
         cwd=CHECKOUT,
         env={**os.environ, **short},
-        capture_output=True,
-        text=True,
-        timeout=120,
     )
     assert done.stderr == ""
     lines = done.stdout.splitlines()

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from attacks import CALL, LIMIT, call, finish, library_bytes, replace, resized
+from attacks import CALL, LIMIT, call, finish, replace, resized
 from tiny_op import ABI, PRELUDE, Tiny, write_op
 
 from op_builder.jit.errors import CacheError
@@ -21,12 +21,6 @@ from op_builder.jit.find import cache
 from op_builder.jit.inspect import facts as report
 
 as_root = pytest.mark.skipif(os.geteuid() != 0, reason="needs root to act as two users")
-
-
-@pytest.fixture(scope="module")
-def planted(tmp_path_factory: pytest.TempPathFactory) -> bytes:
-    """A library that answers 666 in place of 1, and is loadable."""
-    return library_bytes(tmp_path_factory.mktemp("planted"), 666)
 
 
 @pytest.fixture

@@ -5,14 +5,14 @@ from __future__ import annotations
 import json
 import os
 import re
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from planted import contents, plant, too_long, visible_gpus
+from planted import contents, plant, too_long
+from programs import captured
 from tiny_op import CHECKOUT, Tiny, TinyCuda, write_op
 
 import op_builder
@@ -21,13 +21,6 @@ from op_builder.jit.backends import toolchain
 from op_builder.jit.inspect import facts as report
 from op_builder.jit.inspect import machine, why_command
 from op_builder.jit.inspect.facts import ops_of
-
-
-@pytest.fixture
-def gpus(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
-    """Sets which GPUs are visible; none at first."""
-    return visible_gpus(monkeypatch)
-
 
 # why ----------------------------------------------------------------------------------------------
 
@@ -201,9 +194,7 @@ def test_reader_that_stops_reading(cache_dir: Path) -> None:
     script = (
         f"{sys.executable} -B -m op_builder.jit.cli report | head -n 1; echo ${{PIPESTATUS[0]}}"
     )
-    done = subprocess.run(
-        ["bash", "-c", script], cwd=CHECKOUT, capture_output=True, text=True, timeout=60
-    )
+    done = captured(["bash", "-c", script], check=False, cwd=CHECKOUT)
     assert done.stderr == ""
     assert done.stdout.splitlines()[0].startswith("verdict ")
     assert done.stdout.splitlines()[1] == "0"
@@ -214,7 +205,5 @@ def test_front_imports_little() -> None:
         "import sys, op_builder.jit.cli as cli\n"
         "print([n for n in ('torch', 'pybind11', 'setuptools') if n in sys.modules])"
     )
-    done = subprocess.run(
-        [sys.executable, "-B", "-c", code], cwd=CHECKOUT, capture_output=True, text=True, timeout=60
-    )
+    done = captured([sys.executable, "-B", "-c", code], check=False, cwd=CHECKOUT)
     assert (done.stdout, done.stderr) == ("[]\n", "")
