@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -25,7 +26,13 @@ def bits(value: Any) -> bytes:
 
 
 def assert_same(ours: Any, theirs: Any) -> None:
-    """Asserts equal shapes, dtypes' names and bits of an array of JAX and a tensor of torch."""
+    """Asserts equal shapes, dtypes' names and bits of an array of JAX and a tensor of torch.
+
+    Either is None if the other is.
+    """
+    if ours is None or theirs is None:
+        assert ours is theirs
+        return
     assert tuple(ours.shape) == tuple(theirs.shape)
     assert str(ours.dtype) == str(theirs.dtype).removeprefix("torch.")
     assert bits(ours) == bits(theirs)
@@ -39,3 +46,58 @@ def refused(ours: Callable[[], Any], theirs: Callable[[], Any]) -> None:
         jax.jit(ours).trace()
     assert type(found.value) is type(expected.value)
     assert str(found.value) == str(expected.value)
+
+
+def to_arrays(value: Any) -> Any:
+    """Returns arguments with tensors and dtypes of torch as those of JAX, whatever holds them."""
+    if isinstance(value, torch.Tensor):
+        return to_jax(value)
+    if isinstance(value, torch.dtype):
+        return jnp.dtype(str(value).removeprefix("torch."))
+    if isinstance(value, dict):
+        return {name: to_arrays(each) for name, each in value.items()}
+    return type(value)(map(to_arrays, value)) if type(value) in (list, tuple) else value
+
+
+def assert_fields(made: Any, expected: Any) -> None:
+    """Asserts the same fields, None included, of two results that are named tuples."""
+    for name, ours in made._asdict().items():
+        assert_same(ours, getattr(expected, name))
+
+
+def assert_same_gradients(ours: Any, theirs: Any, tensors: Any, *grads: Any) -> None:
+    """Asserts the bits of a function's outputs and, for output gradients, of all gradients.
+
+    ``tensors`` are the arguments, None where there is none.
+    """
+    for tensor in tensors:
+        if tensor is not None:
+            tensor.requires_grad_()
+    expected = theirs(*tensors)
+    expected = expected if isinstance(expected, tuple) else (expected,)
+    torch.autograd.backward(expected, grads)
+
+    @jax.jit
+    def run(arrays: Any, grads: Any) -> Any:
+        made, pull = jax.vjp(ours, *arrays)
+        return made, pull(grads if isinstance(made, tuple) else grads[0])
+
+    made, gradients = run(to_arrays(tuple(tensors)), to_arrays(grads))
+    for y, wanted in zip(made if isinstance(made, tuple) else (made,), expected, strict=True):
+        assert_same(y, wanted)
+    for found, tensor in zip(gradients, tensors, strict=True):
+        assert_same(found, None if tensor is None else tensor.grad)
+
+
+def mesh_of(kind: str, **sizes: int) -> Any:
+    """Returns a mesh of four CPU devices, "Auto" or "Explicit", with axes of given sizes."""
+    if len(jax.devices()) < 4:
+        pytest.skip("jax was started before this folder's conftest")
+    kinds = (getattr(jax.sharding.AxisType, kind),) * len(sizes)
+    shape, names = tuple(sizes.values()), tuple(sizes)
+    return jax.make_mesh(shape, names, axis_types=kinds, devices=jax.devices()[:4])
+
+
+def calls(function: Callable[..., Any], *given: Any) -> set[str]:
+    """Returns the names of the C functions that a program of a function calls."""
+    return {*re.findall(r"@apex_te\.(\w+)\(", jax.jit(function).lower(*given).as_text())}
