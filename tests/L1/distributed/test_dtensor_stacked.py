@@ -19,6 +19,7 @@ from dtensor_cases import (
     tp_mesh,
     whole_module,
 )
+from on_rank import all_equal, load, recorded
 from shards import rows
 from torch import distributed, nn
 from torch.distributed.checkpoint.state_dict import (
@@ -157,9 +158,7 @@ def _saved(rank, kind, path):
 def _loaded(rank, kind, path):
     """Of a checkpoint, into other values; and two more steps."""
     made = _made(kind, seed=5)
-    both, _ = _states(*made[:2])
-    dcp.load(both, checkpoint_id=path)
-    set_state_dict(*made[:2], model_state_dict=both["model"], optim_state_dict=both["optimizer"])
+    load(path, *made[:2], get_state_dict, set_state_dict)
     _, found = _states(*made[:2])
     whole, data = _made("plain"), list(batches(4))
     _train("plain", *whole, data)
@@ -209,21 +208,13 @@ def _others(rank):
     """Recomputed, without gradients, with a frozen weight; and what is exchanged."""
     whole, mesh = whole_module("layer"), tp_mesh()
     part = parallelized(whole, "layer", False, mesh)
-    sent, original = [], distributed.all_to_all_single
-
-    def counted(out, x, *args, **kwargs):
-        sent.append(tuple(x.shape))
-        return original(out, x, *args, **kwargs)
-
     ((x, dy),) = batches(1)
-    distributed.all_to_all_single = counted
-    try:
+    exchanges = recorded("all_to_all_single", lambda out, x, *args, **kwargs: tuple(x.shape))
+    with exchanges as sent:
         expected = step(part, x, dy, None)
         both = sent.copy()
         with torch.no_grad():
             assert torch.equal(part(x), expected[0])
-    finally:
-        distributed.all_to_all_single = original
     kept = (2 * FFN // mesh.size(), HIDDEN)
     assert both == [kept, kept]
     assert sent == [kept] * 3
@@ -243,13 +234,9 @@ def _others(rank):
     # One rank alone has nothing to exchange.
     alone = init_device_mesh("cpu", (mesh.size(), 1), mesh_dim_names=("dp", "tp"))["tp"]
     single = parallelized(whole, "layer", True, alone)
-    distributed.all_to_all_single = None
-    try:
-        y, dx = step(single, x, dy, None)
-    finally:
-        distributed.all_to_all_single = original
-    reference = step(whole, x, dy, None)
-    return torch.equal(y, reference[0]) and torch.equal(dx, reference[1])
+    with recorded("all_to_all_single") as sent:
+        found = step(single, x, dy, None)
+    return not sent and all_equal(found, step(whole, x, dy, None))
 
 
 def test_other_uses(two_ranks):

@@ -19,6 +19,7 @@ from dtensor_cases import (
     tp_mesh,
     whole_module,
 )
+from on_rank import assert_same, told
 from shards import rows
 from torch import distributed, nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
@@ -83,9 +84,7 @@ def test_checkpoints_move_between_sizes(four_ranks, tmp_path):
     saved = four_ranks.run(_trained, str(tmp_path))[0]
     for size in (1, 2, 4):
         for found in four_ranks.run(_loaded, str(tmp_path), size):
-            assert found.keys() == saved.keys()
-            for key, value in saved.items():
-                assert torch.equal(found[key], value), (size, key)
+            assert_same(found, saved)
 
 
 def _averaged(module, group):
@@ -144,70 +143,50 @@ def test_fully_shard_over_the_other_dimension(four_ranks, name, recipe):
         assert min(found.values()) > 90, found
 
 
-def _raised(run, *args, **kwargs):
-    try:
-        run(*args, **kwargs)
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return "nothing was raised"
-
-
 def _refused(rank):
     mesh = tp_mesh()
     square = init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp", "tp"))
     linear, column = apex_te.Linear(HIDDEN, FFN), ColumnParallel()
-    found = {
-        "mesh": _raised(parallelize_module, linear, square, column),
-        "kind": _raised(parallelize_module, nn.Linear(4, 4), mesh, column),
-        "norm": _raised(parallelize_module, apex_te.LayerNorm(8), mesh, column),
-        "row": _raised(parallelize_module, apex_te.LayerNormLinear(8, 8), mesh, RowParallel()),
-        "size": _raised(parallelize_module, apex_te.Linear(8, 7), mesh, column),
-        "part": _raised(
-            parallelize_module, apex_te.Linear(8, 8, parameters_split={"a": 5, "b": 3}), mesh,
-            column,
-        ),
-        "option": _raised(ColumnParallel, sequence_parallel=1),
-        "fused": _raised(
-            parallelize_module, apex_te.Linear(8, 8, fuse_wgrad_accumulation=True), mesh, column
-        ),
-        "later": _raised(
-            parallelize_module, apex_te.Linear(8, 8, delay_wgrad_compute=True), mesh, column
-        ),
-        "none": _raised(
-            parallelize_module, apex_te.Linear(8, 8, skip_weight_param_allocation=True), mesh,
-            column,
-        ),
-        "gated": _raised(
-            parallelize_module, apex_te.LayerNormMLP(8, 9, activation="swiglu"), mesh,
-            LayerParallel(),
-        ),
-    }  # fmt: skip
-    flat = {"fuse_qkv_params": True, "qkv_weight_interleaved": False}
-    for key, sizes, options in (
-        ("flat", (HIDDEN, HEADS), {**flat, "num_gqa_groups": 1}),
-        ("heads", (9, 3), {}),
-        ("own", (HIDDEN, HEADS), {"set_parallel_mode": True}),
-    ):
-        module = apex_te.MultiheadAttention(*sizes, **options)
-        found[key] = _raised(parallelize_module, module, mesh, LayerParallel())
-    tried = apex_te.TransformerLayer(HIDDEN, FFN + 1, HEADS)
-    assert "ffn_hidden_size" in _raised(parallelize_module, tried, mesh, LayerParallel())
-    assert not any(isinstance(p, DTensor) for p in tried.parameters())  # nothing by halves
-    own = apex_te.Linear(8, 8, parallel_mode="column", tp_group=distributed.group.WORLD)
-    found["already"] = _raised(parallelize_module, own, mesh, column)
-    parallelize_module(linear, mesh, column)
-    found["twice"] = _raised(parallelize_module, linear, mesh, column)
-    found["again"] = _raised(parallelize_module, linear, mesh, RowParallel())
-    found["gathered"] = _raised(enable_fp8_all_gather, linear)
-    x = distribute_tensor(torch.randn(4, HIDDEN), mesh, [Replicate()])
-    found["input"] = _raised(linear, x)
+
+    def told_of(module, style=column, mesh=mesh):
+        return told(parallelize_module, module, mesh, style)
+
+    flat = {"fuse_qkv_params": True, "qkv_weight_interleaved": False, "num_gqa_groups": 1}
+    split = {"parallel_mode": "column", "tp_group": distributed.group.WORLD}
+    layer, attention = LayerParallel(), apex_te.MultiheadAttention
     with fp8_model_init(recipe=CurrentScaling()):
         held = apex_te.Linear(16, 16)
-    found["held"] = _raised(parallelize_module, held, mesh, column)
+    found = {
+        "mesh": told_of(linear, mesh=square),
+        "kind": told_of(nn.Linear(4, 4)),
+        "norm": told_of(apex_te.LayerNorm(8)),
+        "row": told_of(apex_te.LayerNormLinear(8, 8), RowParallel()),
+        "size": told_of(apex_te.Linear(8, 7)),
+        "part": told_of(apex_te.Linear(8, 8, parameters_split={"a": 5, "b": 3})),
+        "option": told(ColumnParallel, sequence_parallel=1),
+        "fused": told_of(apex_te.Linear(8, 8, fuse_wgrad_accumulation=True)),
+        "later": told_of(apex_te.Linear(8, 8, delay_wgrad_compute=True)),
+        "none": told_of(apex_te.Linear(8, 8, skip_weight_param_allocation=True)),
+        "gated": told_of(apex_te.LayerNormMLP(8, 9, activation="swiglu"), layer),
+        "flat": told_of(attention(HIDDEN, HEADS, **flat), layer),
+        "heads": told_of(attention(9, 3), layer),
+        "own": told_of(attention(HIDDEN, HEADS, set_parallel_mode=True), layer),
+        "already": told_of(apex_te.Linear(8, 8, **split)),
+        "held": told_of(held),
+    }
+    tried = apex_te.TransformerLayer(HIDDEN, FFN + 1, HEADS)
+    assert "ffn_hidden_size" in told_of(tried, layer)
+    assert not any(isinstance(p, DTensor) for p in tried.parameters())  # nothing by halves
+    parallelize_module(linear, mesh, column)
+    found["twice"] = told_of(linear)
+    found["again"] = told_of(linear, RowParallel())
+    found["gathered"] = told(enable_fp8_all_gather, linear)
+    x = distribute_tensor(torch.randn(4, HIDDEN), mesh, [Replicate()])
+    found["input"] = told(linear, x)
     sharded = apex_te.LayerNormLinear(HIDDEN, FFN)
     parallelize_module(sharded, mesh, column)
     fully_shard(sharded, mesh=init_device_mesh("cpu", (2, 1), mesh_dim_names=("d", "t"))["t"])
-    found["reshard"] = _raised(sharded.forward_with_residual, torch.randn(4, HIDDEN), None)
+    found["reshard"] = told(sharded.forward_with_residual, torch.randn(4, HIDDEN), None)
     return found
 
 
