@@ -1,7 +1,5 @@
 """``make clean``, ``make distclean`` and ``pip uninstall``: nothing that was made is left."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import os
@@ -19,7 +17,7 @@ import op_builder
 
 
 @pytest.mark.skipif(shutil.which("make") is None, reason="needs make")
-def test_make_clean_and_distclean(tmp_path: Path, cache_dir: Path, root: Path) -> None:
+def test_make_clean_and_distclean(tmp_path, cache_dir, root):
     checkout = tmp_path / "checkout"
     checkout.mkdir()
     for name in ("apex_te", "op_builder", "compatibility", "csrc", "Makefile", "README.md"):
@@ -46,7 +44,7 @@ def test_make_clean_and_distclean(tmp_path: Path, cache_dir: Path, root: Path) -
 
 
 @pytest.mark.long
-def test_pip_uninstall_leaves_nothing(tmp_path: Path, cache_dir: Path) -> None:
+def test_pip_uninstall_leaves_nothing(tmp_path, cache_dir):
     """A prebuilt wheel, installed, imported and uninstalled: site-packages is as it was."""
     pip_package = importlib.util.find_spec("pip")
     if pip_package is None or pip_package.origin is None:
@@ -74,7 +72,7 @@ def test_pip_uninstall_leaves_nothing(tmp_path: Path, cache_dir: Path) -> None:
     environment = {**os.environ, "PYTHONPATH": str(Path(pip_package.origin).parents[1])}
     environment["PYTHONDONTWRITEBYTECODE"] = ""
 
-    def call(*command: str) -> str:
+    def call(*command):
         done = captured(command, env=environment, cwd=tmp_path)
         return done.stdout
 

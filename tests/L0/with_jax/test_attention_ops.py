@@ -1,7 +1,5 @@
 """The ops of attention and of the layers around it: bits as PyTorch's, transforms, refusals."""
 
-from __future__ import annotations
-
 import re
 from functools import partial
 

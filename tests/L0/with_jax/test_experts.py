@@ -1,7 +1,5 @@
 """Permutation of tokens, casts and products of groups in JAX: bits as PyTorch's."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

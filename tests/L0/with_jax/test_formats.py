@@ -1,7 +1,5 @@
 """MXFP8 and HiF8 in JAX, and first scales from the first tensors: numbers as PyTorch has them."""
 
-from __future__ import annotations
-
 import functools
 
 import numpy as np

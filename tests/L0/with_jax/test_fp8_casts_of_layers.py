@@ -1,7 +1,5 @@
 """Gated activations and QKV gradients that are cast to FP8 at once: bits as PyTorch's."""
 
-from __future__ import annotations
-
 import re
 from functools import partial
 

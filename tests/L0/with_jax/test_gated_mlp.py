@@ -1,7 +1,5 @@
 """LayerNormMLP with a gated activation that writes FP8 itself, against its parts one by one."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

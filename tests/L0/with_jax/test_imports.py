@@ -1,7 +1,5 @@
 """apex_te with JAX: without torch, and beside torch in either order."""
 
-from __future__ import annotations
-
 import os
 import sys
 from pathlib import Path
@@ -37,7 +35,7 @@ def torch_norm():
 """
 
 
-def run(code: str) -> str:
+def run(code):
     """Runs code in a new interpreter; returns what it printed."""
     path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
     done = captured([sys.executable, "-c", code], env={**os.environ, "PYTHONPATH": path})

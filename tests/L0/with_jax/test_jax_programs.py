@@ -1,9 +1,6 @@
 """Programs with ops that leave their process: the persistent compilation cache, and export."""
 
-from __future__ import annotations
-
 import os
-import subprocess
 import sys
 from pathlib import Path
 
@@ -51,7 +48,7 @@ print(found.tobytes().hex())
 """
 
 
-def run(code: str, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+def run(code, *arguments, **environment):
     path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
     return captured(
         [sys.executable, "-c", code, *arguments],
@@ -60,7 +57,7 @@ def run(code: str, *arguments: str, **environment: str) -> subprocess.CompletedP
     )
 
 
-def lines(code: str, *arguments: str) -> list[str]:
+def lines(code, *arguments):
     done = run(code, *arguments)
     assert done.returncode == 0, done.stderr
     return done.stdout.split()

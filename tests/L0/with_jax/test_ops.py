@@ -1,7 +1,5 @@
 """The ops of ``apex_te.jax.ops``: bits as PyTorch's, gradients, transforms and refusals."""
 
-from __future__ import annotations
-
 import math
 import re
 from functools import partial

@@ -1,7 +1,5 @@
 """Fused optimizers for optax: bits as PyTorch's, transforms, meshes, checkpoints and refusals."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest

@@ -1,7 +1,5 @@
 """Input that torch refuses is refused while JAX traces, by the same error in the same words."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """Each C function for CPUs, called through JAX, gives the bits that it gives PyTorch."""
 
-from __future__ import annotations
-
 import json
 import os
 import sys

@@ -1,7 +1,5 @@
 """Gated activations that are cast to 1x128 blocks at once: bits of PyTorch's and of the two ops."""
 
-from __future__ import annotations
-
 import re
 
 import pytest

@@ -5,8 +5,6 @@
 names interpreters that have torch; without it the running one alone is used.
 """
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess
@@ -40,7 +38,7 @@ print(f"Python {{platform.python_version()}}, torch {{torch.__version__}}", file
 """
 
 
-def make_wheel(target: Path, pythons: list[str]) -> Path:
+def make_wheel(target, pythons):
     variables = {f"APEX_BUILD_{op.upper()}": "1" for op in OPS}
     code = f"import setuptools.build_meta as b; b.build_wheel({str(target)!r})"
     subprocess.run(
@@ -56,7 +54,7 @@ def make_wheel(target: Path, pythons: list[str]) -> Path:
     return wheel
 
 
-def install(python: str, wheel: Path, site: Path, umask: int = 0o022) -> None:
+def install(python, wheel, site, umask=0o022):
     command = [python, "-m", "pip", "--disable-pip-version-check", "install", "--quiet"]
     subprocess.run(
         [*command, "--no-deps", "--target", str(site), str(wheel)],
@@ -67,7 +65,7 @@ def install(python: str, wheel: Path, site: Path, umask: int = 0o022) -> None:
     )
 
 
-def step(python: str, site: Path, home: Path, **variables: str) -> subprocess.CompletedProcess[str]:
+def step(python, site, home, **variables):
     return captured(
         [python, "-B", "-c", STEP.format(ops=OPS)],
         check=False,
@@ -77,14 +75,14 @@ def step(python: str, site: Path, home: Path, **variables: str) -> subprocess.Co
 
 
 @pytest.fixture
-def locked_home(tmp_path: Path) -> Path:
+def locked_home(tmp_path):
     """A home that nobody can write, root included: it is a file."""
     home = tmp_path / "home"
     home.write_text("")
     return home
 
 
-def test_wheel_runs_with_every_named_python(tmp_path: Path, locked_home: Path) -> None:
+def test_wheel_runs_with_every_named_python(tmp_path, locked_home):
     pythons = [sys.executable, *NAMED]
     (tmp_path / "wheel").mkdir()
     wheel = make_wheel(tmp_path / "wheel", pythons)
@@ -105,7 +103,7 @@ def test_wheel_runs_with_every_named_python(tmp_path: Path, locked_home: Path) -
     assert len(set(answers)) == 1
 
 
-def test_python_that_was_not_named(tmp_path: Path, locked_home: Path) -> None:
+def test_python_that_was_not_named(tmp_path, locked_home):
     """Compiles the dispatcher alone, once, and says so; without a compiler it says what to do."""
     own = f"{sys.version_info[0]}.{sys.version_info[1]}"
     others = [python for python in NAMED if own not in version(python)]
@@ -130,7 +128,7 @@ def test_python_that_was_not_named(tmp_path: Path, locked_home: Path) -> None:
     assert [path.name for path in cache.rglob("*.so")] == ["apex_te_core.so"]
 
 
-def version(python: str) -> str:
+def version(python):
     command = [
         shutil.which(python) or python,
         "-c",

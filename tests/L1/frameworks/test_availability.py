@@ -1,12 +1,9 @@
 """The frameworks' own checks find the alias, whichever way it is installed."""
 
-from __future__ import annotations
-
 import importlib.util
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 from pins import ROOT
@@ -37,7 +34,7 @@ FOUND = [name for name in CHECKS if importlib.util.find_spec(name) is not None]
 
 @pytest.mark.skipif(not FOUND, reason="no framework is installed")
 @pytest.mark.parametrize("way", ["install", "environment", "files"])
-def test_checks_are_true(way: str, tmp_path: Path) -> None:
+def test_checks_are_true(way, tmp_path):
     path = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
     environment = {k: v for k, v in os.environ.items() if not k.startswith("APEX_TE_T")}
     environment["PYTHONPATH"] = os.pathsep.join(path)

@@ -1,11 +1,8 @@
 """DeepSpeed over layers of Transformer Engine: ZeRO 0 to 3 compute the same, in files too."""
 
-from __future__ import annotations
-
 import json
 import os
 import sys
-from pathlib import Path
 
 import pytest
 from pins import ROOT, pin
@@ -82,9 +79,7 @@ torch.distributed.destroy_process_group()
         ("Linear", "float32", 2), ("LayerNormMLP", "float32", 2),
     ],
 )  # fmt: skip
-def test_all_stages_of_zero_compute_the_same(
-    kind: str, dtype: str, size: int, tmp_path: Path
-) -> None:
+def test_all_stages_of_zero_compute_the_same(kind, dtype, size, tmp_path):
     program = tmp_path / "train.py"
     program.write_text(f"import apex_te  # installs the alias\n{PROGRAM}")
     path = f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}".rstrip(os.pathsep)

@@ -1,7 +1,5 @@
 """The programs of examples/jax: they run, learn, and their data is as said."""
 
-from __future__ import annotations
-
 import json
 import os
 import sys
