@@ -12,13 +12,10 @@ import sys
 import textwrap
 import time
 import warnings
-from collections.abc import Callable, Sequence
-from pathlib import Path
 
 from attacks import (
     CALL,
     LIMIT,
-    Tally,
     call,
     call_in_process,
     finish,
@@ -33,15 +30,13 @@ from tiny_op import PRELUDE, Tiny, logging_compiler, write_op
 
 from op_builder.jit.build import lock
 
-Forget = Callable[[], None]
 
-
-def _fresh(cache_dir: Path) -> None:
+def _fresh(cache_dir):
     for path in cache_dir.glob("tiny_cpu-*/cpu"):
         shutil.rmtree(path)
 
 
-def _load(root: Path, forget: Forget) -> None:
+def _load(root, forget):
     """A load that must succeed, whatever happened before."""
     forget()
     opened = Tiny(root).open()
@@ -49,14 +44,14 @@ def _load(root: Path, forget: Forget) -> None:
     os.close(opened.fd)
 
 
-def kill_builders(root: Path, cache_dir: Path, forget: Forget, tally: Tally, count: int) -> None:
+def kill_builders(root, cache_dir, forget, tally, count):
     """SIGKILL at a random moment: the builder alone, or with all that it started."""
     chance = random.Random(count)
     for number in range(count):
         process = call_in_process(root)
         if number % 4:  # else a moment of the start, of an interpreter mostly
 
-            def begun(process: subprocess.Popen[str] = process) -> object:
+            def begun(process=process):
                 return list(cache_dir.glob("tmp/*")) or process.poll() is not None
 
             assert wait_for(begun)
@@ -79,7 +74,7 @@ def kill_builders(root: Path, cache_dir: Path, forget: Forget, tally: Tally, cou
     assert list(cache_dir.glob("tmp/*")) == []
 
 
-def _dying_tool(folder: Path, tool: str, seconds: float) -> dict[str, str]:
+def _dying_tool(folder, tool, seconds):
     """Environment in which gcc's ``tool`` is killed after a while, in the middle of its work."""
     command = ["g++", f"-print-prog-name={tool}"]
     real = subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
@@ -93,11 +88,11 @@ def _dying_tool(folder: Path, tool: str, seconds: float) -> dict[str, str]:
     return {"COMPILER_PATH": str(tools)}
 
 
-def _kill_named(process: subprocess.Popen[str], folder: Path, name: str, seconds: float) -> None:
+def _kill_named(process, folder, name, seconds):
     """Kill the process of this name that works in ``folder``, a while after it comes."""
     victims: list[int] = []
 
-    def found() -> object:
+    def found():
         victims.extend(pid for pid, its in names_of(processes_of(folder)).items() if its == name)
         return victims or process.poll() is not None
 
@@ -107,7 +102,7 @@ def _kill_named(process: subprocess.Popen[str], folder: Path, name: str, seconds
         kill(pid)
 
 
-def kill_compilers(root: Path, cache_dir: Path, forget: Forget, tally: Tally, count: int) -> None:
+def kill_compilers(root, cache_dir, forget, tally, count):
     """SIGKILL of ninja, a compiler, an assembler or a linker: no compile error, nothing stored."""
     chance = random.Random(count)
     for number in range(count):
@@ -128,7 +123,7 @@ def kill_compilers(root: Path, cache_dir: Path, forget: Forget, tally: Tally, co
         _fresh(cache_dir)
 
 
-def interrupt(root: Path, cache_dir: Path, forget: Forget, tally: Tally, count: int) -> None:
+def interrupt(root, cache_dir, forget, tally, count):
     """Ctrl-C at a random moment in a process that lives on, as a notebook does."""
     chance = random.Random(count)
     code = (
@@ -156,7 +151,6 @@ while True:
             stderr=subprocess.PIPE,
             text=True,
         )
-        assert process.stdout is not None
         assert process.stdout.readline() == "ready\n"
         time.sleep(chance.uniform(0.0, 0.3))
         process.send_signal(signal.SIGINT)
@@ -179,7 +173,7 @@ while True:
         _fresh(cache_dir)
 
 
-def start_cold(folder: Path, tally: Tally, processes: int, ops: int) -> None:
+def start_cold(folder, tally, processes, ops):
     """Processes that start at once and want the same ops, each in another order: one compile each.
 
     The ops are versions of one op in checkouts that share the cache.
@@ -204,7 +198,7 @@ def start_cold(folder: Path, tally: Tally, processes: int, ops: int) -> None:
     assert log.read_text() == "x\n" * ops
 
 
-def fail_cold(folder: Path, tally: Tally, processes: int) -> None:
+def fail_cold(folder, tally, processes):
     """Processes that start at once and want an op that does not compile: one error for all."""
     folder.mkdir(exist_ok=True)
     compiler, log = logging_compiler(folder, sleep=0.3)
@@ -219,7 +213,7 @@ def fail_cold(folder: Path, tally: Tally, processes: int) -> None:
     tally.count("compile")
 
 
-def swap(root: Path, library: Path, planted: bytes, folder: Path, tally: Tally, count: int) -> None:
+def swap(root, library, planted, folder, tally, count):
     """Loads while another process changes the library for a planted one, and back, all the time."""
     right, wrong, ready = folder / "right.so", folder / "wrong.so", folder / "ready"
     shutil.copy2(library, right)
@@ -252,7 +246,7 @@ while True:
         swapper.communicate()
 
 
-def fill_disk(root: Path, other: Path, disk: Path, tally: Tally, free_pages: Sequence[int]) -> None:
+def fill_disk(root, other, disk, tally, free_pages):
     """Builds on a disk with a few pages left: each is refused and said, or whole.
 
     ``other`` is an op that is built before; it loads from the full disk.
@@ -280,7 +274,7 @@ def fill_disk(root: Path, other: Path, disk: Path, tally: Tally, free_pages: Seq
     assert finish(call_in_process(root)) == "value 1\n"
 
 
-def _python(code: str, **environment: str) -> subprocess.Popen[str]:
+def _python(code, **environment):
     return subprocess.Popen(
         [sys.executable, "-c", PRELUDE + code],
         stdout=subprocess.PIPE,

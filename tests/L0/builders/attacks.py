@@ -9,7 +9,6 @@ import signal
 import subprocess
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from tiny_op import Tiny, start, write_op
@@ -30,12 +29,12 @@ CALL = """
 """
 
 
-def call(opened: cache.OpenedLibrary) -> int:
+def call(opened):
     """What the opened library's function returns."""
     return int(ctypes.CDLL(opened.proc_path).tiny())
 
 
-def finish(process: subprocess.Popen[str], limit: float = LIMIT) -> str:
+def finish(process, limit=LIMIT):
     """Output of a process; a hang fails the test and leaves nothing running."""
     try:
         out, err = process.communicate(timeout=limit)
@@ -46,12 +45,12 @@ def finish(process: subprocess.Popen[str], limit: float = LIMIT) -> str:
     return out if out else err
 
 
-def call_in_process(root: Path, **environment: str) -> subprocess.Popen[str]:
+def call_in_process(root, **environment):
     """A process that prints what the op of ``root`` returns."""
     return start(CALL.format(root=str(root)), **environment)
 
 
-def wait_for(condition: Callable[[], object], limit: float = 20.0, pause: float = 0.005) -> bool:
+def wait_for(condition, limit=20.0, pause=0.005):
     """Whether the condition came true in time."""
     deadline = time.monotonic() + limit
     while not condition():
@@ -61,7 +60,7 @@ def wait_for(condition: Callable[[], object], limit: float = 20.0, pause: float 
     return True
 
 
-def library_bytes(folder: Path, value: int) -> bytes:
+def library_bytes(folder, value):
     """A library of the op that returns ``value``, built apart from the cache under attack."""
     root = write_op(folder / f"other-{value}", value)
     apart = cache.Location(str(folder / f"apart-{value}"), True, "cache")
@@ -72,7 +71,7 @@ def library_bytes(folder: Path, value: int) -> bytes:
     return Path(opened.path).read_bytes()
 
 
-def replace(library: Path, content: bytes) -> None:
+def replace(library, content):
     """Put another file in the library's place, in one step."""
     temporary = library.with_suffix(".new")
     temporary.write_bytes(content)
@@ -80,12 +79,12 @@ def replace(library: Path, content: bytes) -> None:
     temporary.rename(library)
 
 
-def resized(content: bytes, size: int) -> bytes:
+def resized(content, size):
     """A library cut, or lengthened by zeros, to ``size`` bytes."""
     return content[:size] + bytes(max(0, size - len(content)))
 
 
-def processes_of(folder: Path) -> list[int]:
+def processes_of(folder):
     """Living processes that work in ``folder`` or name it: builders, ninja, compilers."""
     found = []
     for name in os.listdir("/proc"):
@@ -99,7 +98,7 @@ def processes_of(folder: Path) -> list[int]:
     return found
 
 
-def names_of(pids: list[int]) -> dict[int, str]:
+def names_of(pids):
     """Command names of processes that still live."""
     names = {}
     for pid in pids:
@@ -108,13 +107,13 @@ def names_of(pids: list[int]) -> dict[int, str]:
     return names
 
 
-def kill(pid: int) -> None:
+def kill(pid):
     """SIGKILL, if the process is still there."""
     with contextlib.suppress(ProcessLookupError):
         os.kill(pid, signal.SIGKILL)
 
 
-def half_written(folder: Path, root: Path) -> list[str]:
+def half_written(folder, root):
     """Entries that a look-up may see and that do not hold a whole library."""
     broken = []
     for entry in folder.glob(f"tiny_cpu-{Tiny(root).key('cpu')[:24]}/cpu"):
@@ -129,7 +128,7 @@ def half_written(folder: Path, root: Path) -> list[str]:
 
 
 @contextlib.contextmanager
-def small_disk(folder: Path, options: str) -> Iterator[Path]:
+def small_disk(folder, options):
     """A tmpfs of its own mounted on ``folder``; raises PermissionError without the right to."""
     folder.mkdir()
     command = ["mount", "-t", "tmpfs", "-o", f"mode=700,{options}", "tmpfs", str(folder)]
@@ -148,17 +147,17 @@ def small_disk(folder: Path, options: str) -> Iterator[Path]:
 class Tally:
     """Counts the ends of an attack's tries and reports them in one line."""
 
-    def __init__(self, attack: str, file: Path | None = None) -> None:
+    def __init__(self, attack, file=None):
         self.attack = attack
         self.file = file
         self.ends: Counter[str] = Counter()
         self._start = time.monotonic()
 
-    def count(self, end: str) -> None:
+    def count(self, end):
         """One try that ended so."""
         self.ends[end] += 1
 
-    def report(self) -> str:
+    def report(self):
         """The line, printed and, if a file is named, added to it."""
         ends = ", ".join(f"{count} {end}" for end, count in sorted(self.ends.items()))
         seconds = time.monotonic() - self._start

@@ -1,14 +1,12 @@
 """Fixtures of the builder tests: one small op, an empty cache, a clean environment."""
 
-from __future__ import annotations
-
 import os
 import signal
-from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 import torch
+from attacks import library_bytes
+from planted import visible_gpus
 from tiny_op import write_op
 
 from op_builder.jit.build import service
@@ -22,13 +20,13 @@ for number in (signal.SIGINT, signal.SIGHUP):
 
 
 @pytest.fixture
-def root(tmp_path: Path) -> Path:
+def root(tmp_path):
     """A project with one op."""
     return write_op(tmp_path / "project")
 
 
 @pytest.fixture(autouse=True)
-def cache_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def cache_dir(tmp_path, monkeypatch):
     """An empty user cache, and an environment and process without memory of earlier tests."""
     for name in list(os.environ):
         if name.startswith(("APEX_", "XDG_")) or name in ("MAX_JOBS", "TORCH_CUDA_ARCH_LIST"):
@@ -44,7 +42,19 @@ def cache_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return path
 
 
+@pytest.fixture(scope="module")
+def planted(tmp_path_factory):
+    """A library that answers 666 in place of 1, and is loadable."""
+    return library_bytes(tmp_path_factory.mktemp("planted"), 666)
+
+
 @pytest.fixture
-def forget(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
+def gpus(monkeypatch):
+    """Sets which GPUs are visible; none at first."""
+    return visible_gpus(monkeypatch)
+
+
+@pytest.fixture
+def forget(monkeypatch):
     """Drops what this process has loaded, as if it had just started."""
     return lambda: monkeypatch.setattr(service, "_opened", {})

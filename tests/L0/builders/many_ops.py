@@ -1,15 +1,11 @@
 """Ops that compile in a moment, as many as a test wants, and a compiler that is watched."""
 
-from __future__ import annotations
-
-from pathlib import Path
-
 from tiny_op import write_op
 
-from op_builder import CPUOpBuilder, CUDAOpBuilder, OpBuilder
+from op_builder import CPUOpBuilder, CUDAOpBuilder
 
 
-def make_op(root: Path, name: str, body: str = "", cuda: bool = False) -> OpBuilder:
+def make_op(root, name, body="", cuda=False):
     """An op of its own in a project."""
     write_op(root)
     folder = root / "csrc" / name
@@ -22,7 +18,7 @@ def make_op(root: Path, name: str, body: str = "", cuda: bool = False) -> OpBuil
     return type(name.title(), (base,), {"NAME": name})(root)
 
 
-def watched_compiler(folder: Path, sleep: float) -> tuple[Path, Path]:
+def watched_compiler(folder, sleep):
     """A compiler that notes when it starts and ends; (compiler, notes)."""
     notes, script = folder / "notes", folder / "watched-cxx"
     notes.write_text("")
@@ -35,7 +31,7 @@ def watched_compiler(folder: Path, sleep: float) -> tuple[Path, Path]:
     return script, notes
 
 
-def most_at_once(notes: Path) -> int:
+def most_at_once(notes):
     """How many watched compilers ran at the same time."""
     running = most = 0
     for mark in notes.read_text().split():

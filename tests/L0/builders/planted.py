@@ -1,19 +1,11 @@
 """What the tests of the reports share: planted entries, visible GPUs, the width of a text."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil
 import struct
 import zlib
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
-import pytest
-
-from op_builder import OpBuilder
 from op_builder.jit.backends import archs
 from op_builder.jit.find import cache
 from op_builder.jit.find.key import made_of
@@ -21,7 +13,7 @@ from op_builder.jit.inspect import facts as report
 from op_builder.jit.prebuild import batch
 
 
-def smallest_library() -> bytes:
+def smallest_library():
     """A shared library of this machine that is whole and has nothing in it."""
     machine = {"x86_64": 62, "aarch64": 183}[os.uname().machine]
     ident = b"\x7fELF\x02\x01\x01".ljust(16, b"\0")
@@ -30,9 +22,7 @@ def smallest_library() -> bytes:
     return header + b"".join(segments)
 
 
-def plant(
-    place: Path, builder: OpBuilder, device: str = "cpu", *names: str, **changes: Any
-) -> Path:
+def plant(place, builder, device="cpu", *names, **changes):
     """An entry of ``builder`` for the archs ``names``; ``changes`` go into its manifest."""
     key = changes.pop("key", builder.key(device))
     library = builder.library_name(device)
@@ -62,12 +52,12 @@ def plant(
     return entry
 
 
-def contents(place: Path) -> list[str]:
+def contents(place):
     """Everything below a folder, for a comparison."""
     return sorted(str(path.relative_to(place)) for path in place.rglob("*"))
 
 
-def copy(source: Path, target: Path) -> None:
+def copy(source, target):
     """A file or a folder with what is in it."""
     if source.is_dir():
         ignore = shutil.ignore_patterns("__pycache__")
@@ -76,10 +66,10 @@ def copy(source: Path, target: Path) -> None:
         shutil.copy(source, target)
 
 
-def visible_gpus(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+def visible_gpus(monkeypatch):
     """A function that sets which GPUs a report sees; none at first."""
 
-    def see(*capabilities: tuple[int, int]) -> None:
+    def see(*capabilities):
         for module in (archs, report, batch):
             monkeypatch.setattr(module, "visible_capabilities", lambda: list(capabilities))
 
@@ -87,7 +77,7 @@ def visible_gpus(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     return see
 
 
-def too_long(lines: list[str]) -> list[str]:
+def too_long(lines):
     """Lines that do not fit a terminal and could have been broken: a path stays in one piece."""
     words = {line: max(map(len, line.split()), default=0) for line in lines}
     return [line for line in lines if len(line) > 80 and words[line] < 69]

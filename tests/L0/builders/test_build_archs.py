@@ -1,7 +1,5 @@
 """Parsing, choosing and covering CUDA archs; booleans of the environment."""
 
-from __future__ import annotations
-
 import pytest
 
 from op_builder.jit import env
@@ -30,17 +28,17 @@ from op_builder.jit.errors import ArchError, SettingError
         ("8.0;8.0", ["8.0"]),
     ],
 )
-def test_parse(text: str, expected: list[str]) -> None:
+def test_parse(text, expected):
     assert [str(arch) for arch in parse_arch_list(text, lambda: [(9, 0), (7, 5)])] == expected
 
 
 @pytest.mark.parametrize("text", ["9", "sm_90", "9.0b", "9.0+SASS", "Kepler", "-1.0"])
-def test_parse_refuses(text: str) -> None:
+def test_parse_refuses(text):
     with pytest.raises(ArchError, match="example"):
         parse_arch_list(text)
 
 
-def test_native_without_a_gpu() -> None:
+def test_native_without_a_gpu():
     with pytest.raises(ArchError, match="needs a visible GPU"):
         parse_arch_list("native", list)
 
@@ -61,11 +59,11 @@ def test_native_without_a_gpu() -> None:
         ("9.0a+PTX", (10, 0), False),
     ],
 )
-def test_coverage(arch: str, device: tuple[int, int], expected: bool) -> None:
+def test_coverage(arch, device, expected):
     assert covered([arch], device) is expected
 
 
-def test_gencode() -> None:
+def test_gencode():
     assert Arch(9, 0, "a").gencode() == ["-gencode=arch=compute_90a,code=sm_90a"]
     assert Arch(10, 0, ptx=True).gencode() == [
         "-gencode=arch=compute_100,code=sm_100",
@@ -73,7 +71,7 @@ def test_gencode() -> None:
     ]
 
 
-def test_specific_files_turn_a_plain_arch_into_its_own() -> None:
+def test_specific_files_turn_a_plain_arch_into_its_own():
     both = parse_arch_list("8.0 9.0")
     assert specialise(both, []) == both
     assert [str(arch) for arch in specialise(both, [(9, 0)])] == ["8.0", "9.0a"]
@@ -84,7 +82,7 @@ def test_specific_files_turn_a_plain_arch_into_its_own() -> None:
     assert own_arch("csrc/op/op_cuda.cu") is None
 
 
-def test_choice_order(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_choice_order(monkeypatch):
     monkeypatch.setattr(archs, "visible_capabilities", list)
     assert choose("op", (8, 0), [], (9, 0)) == (Arch(9, 0),)
     with pytest.raises(ArchError, match=r'no GPU is visible.*APEX_TE_CUDA_ARCH_LIST="9.0"'):
@@ -114,13 +112,13 @@ def test_choice_order(monkeypatch: pytest.MonkeyPatch) -> None:
         (" ", None),
     ],
 )
-def test_booleans(text: str, expected: bool | None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_booleans(text, expected, monkeypatch):
     monkeypatch.setenv("APEX_BUILD_SOMETHING", text)
     assert env.boolean("APEX_BUILD_SOMETHING", None) is expected
 
 
 @pytest.mark.parametrize("text", ["2", "y", "enabled", "-1"])
-def test_no_boolean(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_boolean(text, monkeypatch):
     monkeypatch.setenv("APEX_TE_DISABLE_JIT", text)
     with pytest.raises(SettingError, match="APEX_TE_DISABLE_JIT must be one of"):
         env.jit_disabled()

@@ -13,17 +13,15 @@ from pathlib import Path
 
 import pytest
 from attack_loops import swap
-from attacks import LIMIT, Tally, call, call_in_process, finish, library_bytes, replace, resized
+from attacks import LIMIT, Tally, call, call_in_process, finish, replace, resized
 from tiny_op import Tiny, start, write_op
 
 from op_builder.jit.errors import BuildError, CacheError
 from op_builder.jit.find import cache
 
-Forget = Callable[[], None]
-
 
 @pytest.fixture
-def library(root: Path, forget: Forget) -> Path:
+def library(root, forget):
     """The op's library in the cache, built and forgotten."""
     opened = Tiny(root).open()
     os.close(opened.fd)
@@ -31,17 +29,11 @@ def library(root: Path, forget: Forget) -> Path:
     return Path(opened.path)
 
 
-@pytest.fixture(scope="module")
-def planted(tmp_path_factory: pytest.TempPathFactory) -> bytes:
-    """A library that answers 666 in place of 1, and is loadable."""
-    return library_bytes(tmp_path_factory.mktemp("planted"), 666)
-
-
 @pytest.mark.filterwarnings("ignore:apex_te. .*is damaged")
 class TestContent:
     """A library that is not the one its manifest describes is never loaded."""
 
-    def test_planted_library(self, root: Path, library: Path, planted: bytes) -> None:
+    def test_planted_library(self, root, library, planted):
         right = library.read_bytes()
         replace(library, resized(planted, len(right)))
         assert (
@@ -54,7 +46,7 @@ class TestContent:
         assert call(Tiny(root).open()) == 1
         assert library.read_bytes() == right
 
-    def test_hard_link(self, root: Path, library: Path, planted: bytes, tmp_path: Path) -> None:
+    def test_hard_link(self, root, library, planted, tmp_path):
         size = library.stat().st_size
         outside = tmp_path / "outside.so"
         os.link(library, outside)  # as a backup or a package cache does
@@ -69,7 +61,7 @@ class TestContent:
         assert call(Tiny(root).open()) == 1
         assert outside.read_bytes() == resized(planted, size)
 
-    def test_changed_bytes(self, root: Path, library: Path) -> None:
+    def test_changed_bytes(self, root, library):
         right = library.read_bytes()
         chance, tally = random.Random(1), Tally("changed bytes")
         for _ in range(60):
@@ -81,7 +73,7 @@ class TestContent:
         assert Tiny(root).find() is not None
         assert "LOADED" not in tally.report()
 
-    def test_cut_and_torn(self, root: Path, library: Path) -> None:
+    def test_cut_and_torn(self, root, library):
         right = library.read_bytes()
         tally = Tally("cut, torn and lengthened libraries")
         page = 4096
@@ -95,12 +87,10 @@ class TestContent:
         assert "LOADED" not in tally.report()
         assert call(Tiny(root).open()) == 1
 
-    def test_library_that_shrinks_while_it_is_read(
-        self, root: Path, library: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_library_that_shrinks_while_it_is_read(self, root, library, monkeypatch):
         read = os.pread
 
-        def shrinking(fd: int, count: int, offset: int) -> bytes:
+        def shrinking(fd, count, offset):
             part = read(fd, count // 3, offset)
             os.truncate(library, offset + len(part))
             return part
@@ -130,7 +120,7 @@ WRONG_VALUES = {
 }
 
 
-def test_wrong_manifests(root: Path, library: Path) -> None:
+def test_wrong_manifests(root, library):
     manifest = library.with_name("manifest.json")
     right = manifest.read_bytes()
     chance, tally = random.Random(2), Tally("wrong manifests")
@@ -160,36 +150,34 @@ def test_wrong_manifests(root: Path, library: Path) -> None:
     assert json.loads(manifest.read_text())["key"] == json.loads(right)["key"]
 
 
-def test_removed_manifest(root: Path, library: Path) -> None:
+def test_removed_manifest(root, library):
     library.with_name("manifest.json").unlink()
     assert Tiny(root).find() is None
     assert call(Tiny(root).open()) == 1
 
 
-def link(path: Path) -> None:
+def link(path):
     real = path.with_name("real")
     path.rename(real)
     path.symlink_to(real)
 
 
-def open_to_all(path: Path) -> None:
+def open_to_all(path):
     path.chmod(stat.S_IMODE(path.stat().st_mode) | 0o002)
 
 
-def open_to_group(path: Path) -> None:
+def open_to_group(path):
     path.chmod(stat.S_IMODE(path.stat().st_mode) | 0o020)
 
 
-def pipe(path: Path) -> None:
+def pipe(path):
     path.rename(path.with_name("real"))
     os.mkfifo(path)
 
 
 @pytest.mark.parametrize("attack", [link, open_to_all, open_to_group, pipe])
 @pytest.mark.parametrize("where", ["key folder", "entry", "manifest", "library"])
-def test_planted_at_every_level(
-    root: Path, library: Path, where: str, attack: Callable[[Path], None]
-) -> None:
+def test_planted_at_every_level(root, library, where, attack):
     paths = {
         "key folder": library.parents[1],
         "entry": library.parent,
@@ -204,7 +192,7 @@ def test_planted_at_every_level(
 
 
 @pytest.mark.parametrize("name", ["tmp", "locks"])
-def test_linked_working_folder(root: Path, cache_dir: Path, tmp_path: Path, name: str) -> None:
+def test_linked_working_folder(root, cache_dir, tmp_path, name):
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir(mode=0o777)
     (cache_dir / name).symlink_to(elsewhere)
@@ -213,7 +201,7 @@ def test_linked_working_folder(root: Path, cache_dir: Path, tmp_path: Path, name
     assert list(elsewhere.iterdir()) == []
 
 
-def test_working_folder_that_others_write(root: Path, cache_dir: Path) -> None:
+def test_working_folder_that_others_write(root, cache_dir):
     (cache_dir / "tmp").mkdir()
     (cache_dir / "tmp").chmod(0o777)
     with pytest.raises(CacheError, match="tmp must not be writable by group or others"):
@@ -221,9 +209,7 @@ def test_working_folder_that_others_write(root: Path, cache_dir: Path) -> None:
     assert list((cache_dir / "tmp").iterdir()) == []
 
 
-def test_planted_entry_of_the_default_cache_is_left_alone(
-    root: Path, tmp_path: Path, forget: Forget, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_planted_entry_of_the_default_cache_is_left_alone(root, tmp_path, forget, monkeypatch):
     runtime = tmp_path / "runtime"
     runtime.mkdir(mode=0o700)
     monkeypatch.delenv("APEX_TE_CACHE_DIR")
@@ -245,9 +231,7 @@ def test_planted_entry_of_the_default_cache_is_left_alone(
 class TestSwap:
     """What was checked is what is loaded."""
 
-    def test_swapped_between_check_and_load(
-        self, root: Path, library: Path, planted: bytes
-    ) -> None:
+    def test_swapped_between_check_and_load(self, root, library, planted):
         swaps: list[Callable[[], object]] = [
             lambda: replace(library, planted),
             lambda: library.unlink(),
@@ -261,17 +245,13 @@ class TestSwap:
             act()
         assert call(found) == 1
 
-    def test_swapped_all_the_time(
-        self, root: Path, library: Path, planted: bytes, tmp_path: Path
-    ) -> None:
+    def test_swapped_all_the_time(self, root, library, planted, tmp_path):
         tally = Tally("library swapped all the time")
         swap(root, library, planted, tmp_path, tally, 300)
         tally.report()
         assert set(tally.ends) == {"right", "refused"}
 
-    def test_number_of_a_closed_descriptor(
-        self, root: Path, tmp_path: Path, forget: Forget
-    ) -> None:
+    def test_number_of_a_closed_descriptor(self, root, tmp_path, forget):
         """dlopen knows libraries by path, and a path of a descriptor can come again."""
         roots = [root, write_op(tmp_path / "second", 2), write_op(tmp_path / "third", 3)]
         for other in roots:
@@ -293,7 +273,7 @@ class TestSwap:
         os.close(opened.fd)
         os.close(null)
 
-    def test_names_of_many_files_under_one_number(self, tmp_path: Path) -> None:
+    def test_names_of_many_files_under_one_number(self, tmp_path):
         """Each of 5,000 files gets a name of its own that opens it, as short as the first's."""
         names, numbers = set(), set()
         for i in range(5000):
@@ -311,7 +291,7 @@ class TestSwap:
         largest = (1 << 64) - 1
         assert len(cache._proc_path(1 << 30, (largest, largest))) < 300
 
-    def test_daemon_that_closed_everything(self, root: Path) -> None:
+    def test_daemon_that_closed_everything(self, root):
         code = f"""
             import ctypes
             first = Tiny({str(root)!r}).open()
@@ -321,7 +301,7 @@ class TestSwap:
         """
         assert finish(start(code)) == "1\n"
 
-    def test_no_standard_streams(self, root: Path, tmp_path: Path) -> None:
+    def test_no_standard_streams(self, root, tmp_path):
         result = tmp_path / "result"
         code = f"""
             import ctypes
@@ -335,6 +315,6 @@ class TestSwap:
         assert result.read_text() == "1"
 
 
-def test_errors_of_the_attacks_are_build_errors() -> None:
+def test_errors_of_the_attacks_are_build_errors():
     for kind in (cache.Unsafe, cache.Damaged):
         assert issubclass(kind, BuildError)

@@ -1,12 +1,9 @@
 """Which cache folders are used, and which are refused."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import stat
 import warnings
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -15,12 +12,8 @@ from tiny_op import Tiny
 from op_builder.jit.errors import CacheError
 from op_builder.jit.find import cache
 
-Forget = Callable[[], None]
 
-
-def test_fresh_folder_is_private(
-    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_fresh_folder_is_private(root, tmp_path, monkeypatch):
     monkeypatch.setenv("APEX_TE_CACHE_DIR", str(tmp_path / "a" / "b"))
     previous = os.umask(0)
     try:
@@ -32,7 +25,7 @@ def test_fresh_folder_is_private(
         assert not stat.S_IMODE(path.stat().st_mode) & 0o022
 
 
-def test_order_of_default_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_order_of_default_folders(tmp_path, monkeypatch):
     monkeypatch.delenv("APEX_TE_CACHE_DIR")
     monkeypatch.setenv("HOME", str(tmp_path))
     home = str(tmp_path / ".cache" / "apex_te")
@@ -44,7 +37,7 @@ def test_order_of_default_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.parametrize("mode", [0o777, 0o770, 0o720, 0o755])
-def test_open_mode_is_refused(root: Path, cache_dir: Path, forget: Forget, mode: int) -> None:
+def test_open_mode_is_refused(root, cache_dir, forget, mode):
     Tiny(root).open()
     forget()
     cache_dir.chmod(mode)
@@ -54,7 +47,7 @@ def test_open_mode_is_refused(root: Path, cache_dir: Path, forget: Forget, mode:
         Tiny(root).find()
 
 
-def test_linked_folder_is_refused(root: Path, cache_dir: Path, forget: Forget) -> None:
+def test_linked_folder_is_refused(root, cache_dir, forget):
     Tiny(root).open()
     forget()
     real = cache_dir.with_name("real")
@@ -64,40 +57,38 @@ def test_linked_folder_is_refused(root: Path, cache_dir: Path, forget: Forget) -
         Tiny(root).open()
 
 
-def test_file_in_place_of_the_folder(root: Path, cache_dir: Path) -> None:
+def test_file_in_place_of_the_folder(root, cache_dir):
     cache_dir.rmdir()
     cache_dir.write_text("")
     with pytest.raises(CacheError, match=r"APEX_TE_CACHE_DIR=.* cannot be used"):
         Tiny(root).open()
 
 
-def plant_link(library: Path) -> None:
+def plant_link(library):
     library.rename(library.with_suffix(".real"))
     library.symlink_to(library.with_suffix(".real"))
 
 
-def open_file(library: Path) -> None:
+def open_file(library):
     library.chmod(0o666)
 
 
-def open_entry(library: Path) -> None:
+def open_entry(library):
     library.parent.chmod(0o777)
 
 
-def link_entry(library: Path) -> None:
+def link_entry(library):
     library.parent.rename(library.parent.with_name("real"))
     library.parent.symlink_to(library.parent.with_name("real"))
 
 
-def plant_fifo(library: Path) -> None:
+def plant_fifo(library):
     library.unlink()
     os.mkfifo(library)
 
 
 @pytest.mark.parametrize("plant", [plant_link, open_file, open_entry, link_entry, plant_fifo])
-def test_planted_entry_is_refused(
-    root: Path, forget: Forget, plant: Callable[[Path], None]
-) -> None:
+def test_planted_entry_is_refused(root, forget, plant):
     library = Path(Tiny(root).open().path)
     forget()
     plant(library)
@@ -106,7 +97,7 @@ def test_planted_entry_is_refused(
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root to give a file away")
-def test_foreign_owner_is_refused(root: Path, cache_dir: Path, forget: Forget) -> None:
+def test_foreign_owner_is_refused(root, cache_dir, forget):
     library = Path(Tiny(root).open().path)
     forget()
     os.chown(library, 12345, 12345)
@@ -119,8 +110,8 @@ def test_foreign_owner_is_refused(root: Path, cache_dir: Path, forget: Forget) -
 
 
 def test_unsafe_extra_cache_is_skipped_with_one_warning(
-    root: Path, cache_dir: Path, tmp_path: Path, forget: Forget, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    root, cache_dir, tmp_path, forget, monkeypatch
+):
     Tiny(root).open()
     forget()
     extra = tmp_path / "extra"
@@ -136,9 +127,7 @@ def test_unsafe_extra_cache_is_skipped_with_one_warning(
         assert Tiny(root).find() is None
 
 
-def test_unusable_default_falls_back_with_one_warning(
-    root: Path, tmp_path: Path, forget: Forget, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_unusable_default_falls_back_with_one_warning(root, tmp_path, forget, monkeypatch):
     home = tmp_path / "xdg"
     (home / "apex_te").mkdir(parents=True)
     (home / "apex_te").chmod(0o777)
@@ -157,9 +146,7 @@ def test_unusable_default_falls_back_with_one_warning(
         assert Tiny(root).open().path == opened.path
 
 
-def test_fresh_folder_where_no_other_is_safe(
-    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_fresh_folder_where_no_other_is_safe(root, tmp_path, monkeypatch):
     (tmp_path / "file").write_text("")
     shared = tmp_path / "shared"
     shared.mkdir()

@@ -1,7 +1,5 @@
 """Removing compiled libraries: what goes, what stays, and that nothing else is touched."""
 
-from __future__ import annotations
-
 import ctypes
 import json
 import os
@@ -10,7 +8,6 @@ import subprocess
 import sys
 import textwrap
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -28,15 +25,15 @@ from op_builder.jit.inspect import facts as stale
 OLD = time.time() - 2 * clean.LEFTOVER_AGE
 
 
-def place(folder: Path) -> cache.Location:
+def place(folder):
     return cache.Location(str(folder), True, "cache")
 
 
-def now(*builders: op_builder.OpBuilder) -> stale.Current:
+def now(*builders):
     return stale.current(builders)
 
 
-def summary(found: list[clean.Removed]) -> dict[str, str]:
+def summary(found):
     """What each thing that was found ended in: its reason, or "left: " and why."""
     return {
         str(
@@ -49,9 +46,7 @@ def summary(found: list[clean.Removed]) -> dict[str, str]:
 # What goes and what stays -------------------------------------------------------------------------
 
 
-def test_named_ops_go_with_all_their_entries(
-    cache_dir: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_named_ops_go_with_all_their_entries(cache_dir, capsys):
     rope, swiglu = op_builder.get_builder("rope"), op_builder.get_builder("swiglu")
     doomed = [plant(cache_dir, rope), plant(cache_dir, rope, "cuda", "8.0", "9.0a")]
     doomed.append(plant(cache_dir, rope, key="0" * 64))
@@ -72,7 +67,7 @@ def test_named_ops_go_with_all_their_entries(
     assert contents(cache_dir) == ["locks", "tmp"]
 
 
-def test_stale_entries_go_and_current_ones_stay(root: Path, cache_dir: Path) -> None:
+def test_stale_entries_go_and_current_ones_stay(root, cache_dir):
     builder = Tiny(root)
     current = plant(cache_dir, builder, compiler=toolchain.cxx_version())
     other_key = plant(cache_dir, builder, key="a" * 64, compiler=toolchain.cxx_version())
@@ -109,9 +104,7 @@ def test_stale_entries_go_and_current_ones_stay(root: Path, cache_dir: Path) -> 
         assert not gone.exists()
 
 
-def test_another_compiler_is_stale_and_no_compiler_is_not(
-    root: Path, cache_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_another_compiler_is_stale_and_no_compiler_is_not(root, cache_dir, tmp_path, monkeypatch):
     builder = Tiny(root)
     entry = plant(cache_dir, builder)
     monkeypatch.setenv("CXX", "/nowhere/g++")
@@ -123,7 +116,7 @@ def test_another_compiler_is_stale_and_no_compiler_is_not(
     assert not entry.exists()
 
 
-def test_one_arch_of_a_key_may_go_alone(cache_dir: Path) -> None:
+def test_one_arch_of_a_key_may_go_alone(cache_dir):
     rope = op_builder.get_builder("rope")
     good = plant(cache_dir, rope, "cuda", "8.0")
     bad = plant(cache_dir, rope, "cuda", "9.0")
@@ -135,7 +128,7 @@ def test_one_arch_of_a_key_may_go_alone(cache_dir: Path) -> None:
     assert not bad.exists()
 
 
-def test_dispatchers_of_other_pythons_stay(root: Path, cache_dir: Path) -> None:
+def test_dispatchers_of_other_pythons_stay(root, cache_dir):
     other = pythons.Python("3.29", pythons.suffix_for("3.29"), "")
     mine = CoreBuilder()
     entry = plant(cache_dir, CoreBuilder(python=other), compiler=mine.compiler_version("cpu", ()))
@@ -145,7 +138,7 @@ def test_dispatchers_of_other_pythons_stay(root: Path, cache_dir: Path) -> None:
     assert not gone.exists()
 
 
-def test_leftovers_of_dead_builders(root: Path, cache_dir: Path) -> None:
+def test_leftovers_of_dead_builders(root, cache_dir):
     Tiny(root).open()
     tmp, name = cache_dir / "tmp", f"tiny_cpu-{'0' * 24}"
     for folder, moment in (
@@ -167,7 +160,7 @@ def test_leftovers_of_dead_builders(root: Path, cache_dir: Path) -> None:
     assert summary(found)["notes"] == "left: it is no build folder of ours"
 
 
-def test_all(cache_dir: Path, root: Path) -> None:
+def test_all(cache_dir, root):
     Tiny(root).open()
     write_op(root, value=2)
     (cache_dir / "gemm").mkdir()
@@ -182,9 +175,7 @@ def test_all(cache_dir: Path, root: Path) -> None:
 # What is being built or used ----------------------------------------------------------------------
 
 
-def test_entry_that_is_being_built_stays(
-    root: Path, cache_dir: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_entry_that_is_being_built_stays(root, cache_dir, capsys):
     entry = Path(Tiny(root).open().path).parent
     name = entry.parent.name
     (cache_dir / "tmp" / f"{name}.building").mkdir()
@@ -201,7 +192,6 @@ def test_entry_that_is_being_built_stays(
         stdout=subprocess.PIPE,
         text=True,
     )
-    assert holder.stdout is not None
     assert holder.stdout.readline() == "held\n"
     for arguments in (["tiny"], ["--all"], ["--all", "--dry-run"]):
         assert cli.main(["clean", *arguments]) == 1
@@ -215,9 +205,7 @@ def test_entry_that_is_being_built_stays(
     assert contents(cache_dir) == ["locks", "tmp"]
 
 
-def test_cleaning_while_processes_build_and_load(
-    root: Path, tmp_path: Path, cache_dir: Path
-) -> None:
+def test_cleaning_while_processes_build_and_load(root, tmp_path, cache_dir):
     code = f"""
         import ctypes
         from op_builder.jit.build import service
@@ -235,18 +223,16 @@ def test_cleaning_while_processes_build_and_load(
     assert cleaned >= 1
 
 
-def test_loaded_library_outlives_its_entry(root: Path, cache_dir: Path) -> None:
+def test_loaded_library_outlives_its_entry(root, cache_dir):
     library = ctypes.CDLL(Tiny(root).open().proc_path)
     clean.remove_all(place(cache_dir))
     assert library.tiny() == 1
 
 
-def test_killed_clean_leaves_nothing_half(
-    root: Path, cache_dir: Path, monkeypatch: pytest.MonkeyPatch, forget: Callable[[], None]
-) -> None:
+def test_killed_clean_leaves_nothing_half(root, cache_dir, monkeypatch, forget):
     Tiny(root).open()
 
-    def killed(path: str) -> None:
+    def killed(path):
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
@@ -263,7 +249,7 @@ def test_killed_clean_leaves_nothing_half(
 # What is not ours ---------------------------------------------------------------------------------
 
 
-def test_strangers_stay(root: Path, cache_dir: Path, tmp_path: Path) -> None:
+def test_strangers_stay(root, cache_dir, tmp_path):
     Tiny(root).open()
     (key,) = cache_dir.glob("tiny_cpu-*")
     outside = tmp_path / "outside"
@@ -294,9 +280,7 @@ def test_strangers_stay(root: Path, cache_dir: Path, tmp_path: Path) -> None:
     assert (outside / "precious").exists()
 
 
-def test_unsafe_cache_is_not_cleaned(
-    root: Path, cache_dir: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_unsafe_cache_is_not_cleaned(root, cache_dir, capsys):
     Tiny(root).open()
     before = contents(cache_dir)
     cache_dir.chmod(0o770)
@@ -310,9 +294,7 @@ def test_unsafe_cache_is_not_cleaned(
     assert contents(real) == before
 
 
-def test_package_and_extra_caches_are_not_touched(
-    root: Path, cache_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_package_and_extra_caches_are_not_touched(root, cache_dir, tmp_path, monkeypatch):
     extra = tmp_path / "extra"
     plant(extra, Tiny(root))
     before = contents(extra)
@@ -321,9 +303,7 @@ def test_package_and_extra_caches_are_not_touched(
     assert contents(extra) == before
 
 
-def test_session_folder_is_cleaned_too(
-    root: Path, cache_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_session_folder_is_cleaned_too(root, cache_dir, tmp_path, monkeypatch):
     runtime = tmp_path / "runtime"
     runtime.mkdir(mode=0o700)
     (runtime / "apex_te").mkdir(mode=0o700)
@@ -333,7 +313,7 @@ def test_session_folder_is_cleaned_too(
     assert not entry.exists()
 
 
-def test_requests_that_are_none(cache_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_requests_that_are_none(cache_dir, capsys):
     plant(cache_dir, op_builder.get_builder("rope"))
     before = contents(cache_dir)
     for arguments in ([], ["--all", "--stale"], ["rope", "--all"]):
@@ -344,9 +324,7 @@ def test_requests_that_are_none(cache_dir: Path, capsys: pytest.CaptureFixture[s
     assert contents(cache_dir) == before
 
 
-def test_no_cache_at_all(
-    cache_dir: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_no_cache_at_all(cache_dir, monkeypatch, capsys):
     monkeypatch.setenv("APEX_TE_CACHE_DIR", str(cache_dir / "nowhere"))
     assert cli.main(["clean", "--all"]) == 0
     assert "0 removed, 0 B: no cache folder exists" in capsys.readouterr().out

@@ -1,16 +1,14 @@
 """Programs that embed Python, or are frozen: a build never starts the program once more."""
 
-from __future__ import annotations
-
 import ctypes
 import os
 import subprocess
 import sys
 import sysconfig
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from programs import captured
 from tiny_op import CHECKOUT, Tiny, quick_compiler
 
 from op_builder.jit import platform
@@ -22,7 +20,7 @@ REAL = os.path.realpath(sys.executable)
 
 
 @pytest.fixture
-def host(tmp_path: Path) -> tuple[Path, Path]:
+def host(tmp_path):
     """A program that notes that it was started, and its notes."""
     program, notes = tmp_path / "host", tmp_path / "started"
     program.write_text(f'#!/bin/sh\necho x >> {notes}\nexec {REAL} "$@"\n')
@@ -30,7 +28,7 @@ def host(tmp_path: Path) -> tuple[Path, Path]:
     return program, notes
 
 
-def unloadable(folder: Path) -> Path:
+def unloadable(folder):
     """A compiler that makes whole libraries that cannot be loaded."""
     script = quick_compiler(folder)
     source, library = folder / "lost.cpp", folder / "quick.so"
@@ -42,9 +40,9 @@ def unloadable(folder: Path) -> Path:
 
 @pytest.mark.parametrize("name", ["host", "python", "python3", "", None])
 def test_host_program_is_not_started(
-    root: Path, tmp_path: Path, host: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch,
-    name: str | None,
-) -> None:  # fmt: skip
+    root, tmp_path, host, monkeypatch,
+    name
+):  # fmt: skip
     """Whatever sys.executable names, a new library is verified by a Python of the same version."""
     program, notes = host
     if name:
@@ -62,16 +60,14 @@ def test_host_program_is_not_started(
     assert not notes.exists()
 
 
-def test_frozen_program(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_frozen_program(monkeypatch):
     """A frozen program's executable is not taken for an interpreter, though it is this process."""
     assert platform.python_program() == sys.executable
     monkeypatch.setattr(sys, "frozen", True, raising=False)
     assert platform.python_program() != sys.executable
 
 
-def test_no_interpreter_at_all(
-    root: Path, host: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_interpreter_at_all(root, host, tmp_path, monkeypatch):
     """Where no Python is found, or one of another version, libraries are checked without it."""
     program, notes = host
     other = tmp_path / "bin"
@@ -113,7 +109,7 @@ int main(int count, char** words) {
 """
 
 
-def flags_of_python() -> list[str]:
+def flags_of_python():
     """The flags that compile and link a program with Python in it; skips where there are none."""
     folder, name = sysconfig.get_config_var("LIBDIR"), sysconfig.get_config_var("LDLIBRARY")
     include = sysconfig.get_paths()["include"]
@@ -122,14 +118,12 @@ def flags_of_python() -> list[str]:
     return [f"-I{include}", f"-L{folder}", f"-Wl,-rpath,{folder}", f"-l{name[3:-3]}"]
 
 
-def test_embedded_python_builds(
-    root: Path, tmp_path: Path, finish_host: Callable[[list[str]], str]
-) -> None:
+def test_embedded_python_builds(root, tmp_path, finish_host):
     """A C++ program with Python in it builds an op, and is not started a second time."""
     source, program, notes = tmp_path / "host.cpp", tmp_path / "program", tmp_path / "notes"
     source.write_text(HOST.replace("NOTES", f'"{notes}"'))
     command = ["g++", "-o", str(program), str(source), *flags_of_python()]
-    made = subprocess.run(command, capture_output=True, text=True)
+    made = captured(command, check=False)
     if made.returncode != 0:
         pytest.skip(f"no Python to embed: {made.stderr[-200:]}")
     code = (
@@ -142,13 +136,13 @@ def test_embedded_python_builds(
 
 
 @pytest.fixture
-def finish_host() -> Callable[[list[str]], str]:
+def finish_host():
     """Runs a program to its end; its output, or what it wrote on stderr."""
     site = [path for path in sys.path if path.endswith("site-packages")]
     variables = {**os.environ, "PYTHONPATH": ":".join(site), "PYTHONHOME": sys.base_prefix}
 
-    def finish(command: list[str]) -> str:
-        done = subprocess.run(command, capture_output=True, text=True, env=variables, timeout=120)
+    def finish(command):
+        done = captured(command, check=False, env=variables)
         return done.stdout or done.stderr
 
     return finish

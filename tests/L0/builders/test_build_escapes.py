@@ -1,11 +1,7 @@
 """Names and files from elsewhere in the commands' output: no escapes, no tracebacks."""
 
-from __future__ import annotations
-
 import json
 import os
-from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 from planted import plant
@@ -26,7 +22,7 @@ class Hostile(CPUOpBuilder):
     NAME = "tiny"
 
 
-def shown(capfd: pytest.CaptureFixture[str], *words: str) -> str:
+def shown(capfd, *words):
     """What a command prints, which must be printable lines."""
     cli.main(words)
     done = capfd.readouterr()
@@ -37,7 +33,7 @@ def shown(capfd: pytest.CaptureFixture[str], *words: str) -> str:
     return text
 
 
-def test_escapes() -> None:
+def test_escapes():
     """Printable text stays as it is, and each other character becomes its escape."""
     assert printable("a/b-c d, \u00e9 \u4e2d") == "a/b-c d, \u00e9 \u4e2d"
     for text in (HOSTILE, "\t", "\udcff", "\u200b", "\x85", "\u2028"):
@@ -47,7 +43,7 @@ def test_escapes() -> None:
 
 
 @pytest.fixture
-def hostile(root: Path, cache_dir: Path, monkeypatch: pytest.MonkeyPatch) -> Hostile:
+def hostile(root, cache_dir, monkeypatch):
     """A builder, settings and an entry of the cache with hostile texts."""
     builder = Hostile(root)
     monkeypatch.setattr(op_builder, "user_builders", lambda: {HOSTILE: builder})
@@ -61,9 +57,7 @@ def hostile(root: Path, cache_dir: Path, monkeypatch: pytest.MonkeyPatch) -> Hos
     return builder
 
 
-def test_commands_print_no_escapes(
-    hostile: Hostile, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_commands_print_no_escapes(hostile, monkeypatch, capfd):
     """Names of folders and ops, manifests and settings reach the terminal as escapes."""
     monkeypatch.setattr(op_builder, "get_builder", _getter(hostile))
     for words in (
@@ -75,10 +69,10 @@ def test_commands_print_no_escapes(
     assert "\\x1b[2J" in shown(capfd, "list")
 
 
-def _getter(builder: Hostile) -> Callable[[str], CPUOpBuilder]:
+def _getter(builder):
     known = op_builder.get_builder
 
-    def get(name: str) -> CPUOpBuilder:
+    def get(name):
         found = builder if name == "tiny" else known(name)
         assert isinstance(found, op_builder.OpBuilder)
         return found  # type: ignore[return-value]
@@ -100,12 +94,7 @@ WRONG = {
 }
 
 
-def test_wrong_manifests_are_listed(
-    root: Path,
-    cache_dir: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capfd: pytest.CaptureFixture[str],
-) -> None:
+def test_wrong_manifests_are_listed(root, cache_dir, monkeypatch, capfd):
     """A manifest whose entries have wrong types, or that nests deeply, is damaged, no traceback."""
     builder = Hostile(root)
     monkeypatch.setattr(op_builder, "user_builders", lambda: {"tiny": builder})
@@ -122,9 +111,7 @@ def test_wrong_manifests_are_listed(
         assert "damaged" in shown(capfd, *words)
 
 
-def test_undecodable_folder(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_undecodable_folder(tmp_path, monkeypatch, capfd):
     """A path that is not UTF-8 is printed, too."""
     folder = os.fsencode(tmp_path) + b"/\xff\x1b"
     os.mkdir(folder, 0o700)

@@ -1,7 +1,5 @@
 """Faults around a build: full disks, lost renames, no locks, wrong clocks, kills, forks."""
 
-from __future__ import annotations
-
 import errno
 import json
 import os
@@ -9,7 +7,6 @@ import shutil
 import subprocess
 import textwrap
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -34,13 +31,10 @@ from op_builder.jit.errors import (
 )
 from op_builder.jit.find import cache
 
-Forget = Callable[[], None]
-
-
 # Full disks ----------------------------------------------------------------------------------
 
 
-def test_no_space_at_any_moment(root: Path, cache_dir: Path) -> None:
+def test_no_space_at_any_moment(root, cache_dir):
     """Files that may not grow beyond a size: the compiler's, the linker's, the manifest's."""
     code = f"""
         import ctypes, resource, shutil, signal
@@ -72,7 +66,7 @@ def test_no_space_at_any_moment(root: Path, cache_dir: Path) -> None:
     assert call(Tiny(root).open()) == 1
 
 
-def test_full_disk(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_full_disk(root, tmp_path, monkeypatch):
     """A disk of its own, filled up to a few bytes: a build says so, cached ops still load."""
     tally = Tally("full disk")
     try:
@@ -88,10 +82,8 @@ def test_full_disk(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 
 @pytest.mark.parametrize("function", ["mkdir", "rename", "fsync", "chmod"])
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])
-def test_no_space_for_a_name(
-    root: Path, cache_dir: Path, monkeypatch: pytest.MonkeyPatch, function: str, number: int
-) -> None:
-    def full(*args: object, **kwargs: object) -> None:
+def test_no_space_for_a_name(root, cache_dir, monkeypatch, function, number):
+    def full(*args, **kwargs):
         raise OSError(number, os.strerror(number))
 
     with monkeypatch.context() as patch:
@@ -103,8 +95,8 @@ def test_no_space_for_a_name(
 
 
 @pytest.mark.parametrize("number", [errno.EIO, errno.EROFS, errno.EACCES])
-def test_disk_that_fails(root: Path, monkeypatch: pytest.MonkeyPatch, number: int) -> None:
-    def broken(*args: object, **kwargs: object) -> None:
+def test_disk_that_fails(root, monkeypatch, number):
+    def broken(*args, **kwargs):
         raise OSError(number, os.strerror(number), args[0])
 
     with monkeypatch.context() as patch:
@@ -115,8 +107,8 @@ def test_disk_that_fails(root: Path, monkeypatch: pytest.MonkeyPatch, number: in
     assert call(Tiny(root).open()) == 1
 
 
-def test_file_system_without_fsync(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def unsupported(fd: int) -> None:
+def test_file_system_without_fsync(root, monkeypatch):
+    def unsupported(fd):
         raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
 
     monkeypatch.setattr(publish.os, "fsync", unsupported)
@@ -129,12 +121,12 @@ def test_file_system_without_fsync(root: Path, monkeypatch: pytest.MonkeyPatch) 
 class Rival:
     """Another builder, which publishes the same entry just before this one does."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, content: Path) -> None:
+    def __init__(self, monkeypatch, content):
         self.content = content
         self._rename = os.rename
         monkeypatch.setattr(publish.os, "rename", self.rename)
 
-    def rename(self, source: str, target: str) -> None:
+    def rename(self, source, target):
         if source.endswith("/entry") and self.content is not None:
             shutil.copytree(self.content, target)
             self.content = None
@@ -142,7 +134,7 @@ class Rival:
 
 
 @pytest.fixture
-def entry_of_another(root: Path, forget: Forget, tmp_path: Path) -> Path:
+def entry_of_another(root, forget, tmp_path):
     """The op's entry, moved out of the cache."""
     opened = Tiny(root).open()
     os.close(opened.fd)
@@ -152,9 +144,7 @@ def entry_of_another(root: Path, forget: Forget, tmp_path: Path) -> Path:
     return away
 
 
-def test_lost_rename_keeps_the_winner(
-    root: Path, cache_dir: Path, entry_of_another: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_lost_rename_keeps_the_winner(root, cache_dir, entry_of_another, monkeypatch):
     (entry_of_another / "winner").write_text("")
     Rival(monkeypatch, entry_of_another)
     opened = Tiny(root).open()
@@ -166,13 +156,7 @@ def test_lost_rename_keeps_the_winner(
 
 @pytest.mark.parametrize("damage", ["library", "manifest", "everything"])
 @pytest.mark.filterwarnings("ignore:apex_te. .*is damaged")
-def test_broken_winner_is_replaced(
-    root: Path,
-    cache_dir: Path,
-    entry_of_another: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    damage: str,
-) -> None:
+def test_broken_winner_is_replaced(root, cache_dir, entry_of_another, monkeypatch, damage):
     if damage == "everything":
         shutil.rmtree(entry_of_another)
         entry_of_another.mkdir()
@@ -189,12 +173,10 @@ def test_broken_winner_is_replaced(
 
 @pytest.mark.parametrize("number", [errno.ESTALE, errno.EBUSY, errno.ENOENT, errno.EAGAIN])
 @pytest.mark.parametrize("times", [2, 1000])
-def test_rename_that_fails_for_a_while(
-    root: Path, cache_dir: Path, monkeypatch: pytest.MonkeyPatch, number: int, times: int
-) -> None:
+def test_rename_that_fails_for_a_while(root, cache_dir, monkeypatch, number, times):
     rename, left = os.rename, [times]
 
-    def failing(source: str, target: str) -> None:
+    def failing(source, target):
         left[0] -= 1
         if left[0] >= 0:
             raise OSError(number, os.strerror(number), source)
@@ -213,10 +195,10 @@ def test_rename_that_fails_for_a_while(
     assert list((cache_dir / "tmp").iterdir()) == []
 
 
-def test_rename_whose_answer_is_lost(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rename_whose_answer_is_lost(root, monkeypatch):
     rename = os.rename
 
-    def answering_late(source: str, target: str) -> None:
+    def answering_late(source, target):
         rename(source, target)
         raise OSError(errno.ENOENT, os.strerror(errno.ENOENT), source)
 
@@ -225,17 +207,15 @@ def test_rename_whose_answer_is_lost(root: Path, monkeypatch: pytest.MonkeyPatch
     assert os.path.samestat(os.fstat(opened.fd), os.stat(opened.path))
 
 
-def test_entry_that_is_not_seen_yet(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_entry_that_is_not_seen_yet(root, monkeypatch):
     """A network file system remembers for a while that a name did not exist."""
     monkeypatch.setattr(cache, "find", lambda *args: None)
     assert call(Tiny(root).open()) == 1
 
 
 @pytest.mark.parametrize("number", [errno.EBUSY, errno.ENOTEMPTY, errno.ESTALE])
-def test_cleanup_that_fails(
-    root: Path, tmp_path: Path, forget: Forget, monkeypatch: pytest.MonkeyPatch, number: int
-) -> None:
-    def busy(*args: object, **kwargs: object) -> None:
+def test_cleanup_that_fails(root, tmp_path, forget, monkeypatch, number):
+    def busy(*args, **kwargs):
         raise OSError(number, os.strerror(number))
 
     with monkeypatch.context() as patch:
@@ -246,9 +226,7 @@ def test_cleanup_that_fails(
 
 
 @pytest.mark.parametrize("removed", ["locks", "tmp", "."])
-def test_cleaned_while_processes_wait(
-    root: Path, cache_dir: Path, tmp_path: Path, removed: str
-) -> None:
+def test_cleaned_while_processes_wait(root, cache_dir, tmp_path, removed):
     """`rm` of another shell in the middle: all get the library all the same."""
     compiler, log = logging_compiler(tmp_path, sleep=0.7)
     processes = [call_in_process(root, CXX=str(compiler)) for _ in range(3)]
@@ -276,9 +254,7 @@ WITHOUT_LOCKS = """
 @pytest.mark.parametrize(
     ("name", "session"), [("ENOLCK", True), ("EOPNOTSUPP", False), ("ENOSYS", True)]
 )
-def test_file_system_without_locks(
-    root: Path, cache_dir: Path, tmp_path: Path, name: str, session: bool
-) -> None:
+def test_file_system_without_locks(root, cache_dir, tmp_path, name, session):
     """Processes of one machine share a lock beside the user's session; without one all build."""
     compiler, log = logging_compiler(tmp_path, sleep=0.3)
     environment = {"CXX": str(compiler)}
@@ -307,9 +283,7 @@ OTHER_HOSTS = "lock._kernel = lambda: f'{os.getpid():08x}'"
 
 
 @pytest.mark.parametrize("kernel", ["", OTHER_HOSTS], ids=["one host", "four hosts"])
-def test_locks_that_reach_no_other_machine(
-    root: Path, cache_dir: Path, tmp_path: Path, kernel: str
-) -> None:
+def test_locks_that_reach_no_other_machine(root, cache_dir, tmp_path, kernel):
     """Builders that see none of each other's locks leave each other's running builds alone."""
     compiler, log = logging_compiler(tmp_path, sleep=1.5)
     code = OWN_LOCKS.format(kernel=kernel) + CALL.format(root=str(root))
@@ -320,11 +294,11 @@ def test_locks_that_reach_no_other_machine(
     assert len(list(cache_dir.glob("tiny_cpu-*/cpu/tiny_cpu.so"))) == 1
 
 
-def test_who_may_be_alive(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_who_may_be_alive(tmp_path, monkeypatch):
     """A dead builder of this machine is told by its process id, another machine's by its age."""
     name = f"tiny_cpu-{'0' * 24}"
 
-    def folder(builder: str, age: float = 0.0) -> str:
+    def folder(builder, age=0.0):
         path = tmp_path / "tmp" / f"{name}.{builder}-abcdefgh"
         path.mkdir(parents=True)
         os.utime(path, (time.time() - age,) * 2)
@@ -351,9 +325,7 @@ def test_who_may_be_alive(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
 
 
 @pytest.mark.parametrize("years", [-30, 30])
-def test_failure_of_another_time(
-    root: Path, cache_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, years: int
-) -> None:
+def test_failure_of_another_time(root, cache_dir, tmp_path, monkeypatch, years):
     """A clock that was wrong, and was put right: the failure it stamped is not believed."""
     compiler, log = logging_compiler(tmp_path)
     monkeypatch.setenv("CXX", str(compiler))
@@ -377,7 +349,7 @@ def test_failure_of_another_time(
         assert log.read_text() == "x\n" * expected
 
 
-def test_clock_that_is_put_back_while_processes_wait(root: Path, tmp_path: Path) -> None:
+def test_clock_that_is_put_back_while_processes_wait(root, tmp_path):
     write_op(root, body="return no_such_name;")
     compiler, log = logging_compiler(tmp_path, sleep=0.8)
     code = f"""
@@ -395,7 +367,7 @@ def test_clock_that_is_put_back_while_processes_wait(root: Path, tmp_path: Path)
 
 
 @pytest.mark.parametrize("stamp", [0, 1, 4102444800])
-def test_sources_of_another_time(root: Path, forget: Forget, stamp: int) -> None:
+def test_sources_of_another_time(root, forget, stamp):
     for path in root.rglob("*"):
         os.utime(path, (stamp, stamp))
     assert call(Tiny(root).open()) == 1

@@ -1,17 +1,13 @@
 """scripts/new_op.py: what it asks, writes, refuses and removes; the first tutorial."""
 
-from __future__ import annotations
-
 import io
 import os
 import shutil
-import subprocess
 import sys
-from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 import tutorial
+from programs import captured
 from tiny_op import CHECKOUT
 
 sys.path.insert(0, str(CHECKOUT / "scripts"))
@@ -25,7 +21,7 @@ ROOMS = {
 
 
 @pytest.fixture
-def tree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def tree(tmp_path, monkeypatch):
     """A tree of empty rooms that the script takes for its checkout."""
     root = tmp_path / "tree"
     for room in (*ROOMS, "csrc", "scripts", "apex_te/optimizers"):
@@ -35,15 +31,15 @@ def tree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.fixture
-def say(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
+def say(monkeypatch):
     return lambda text: monkeypatch.setattr("sys.stdin", io.StringIO(text))
 
 
-def listing(root: Path) -> list[str]:
+def listing(root):
     return sorted(str(path.relative_to(root)) for path in root.rglob("*"))
 
 
-def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+def refused(capsys, *arguments):
     """The message of a refusal, which writes nothing."""
     before = listing(new_op.ROOT)
     assert new_op.main(arguments) == 1
@@ -56,7 +52,7 @@ def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
 # What it writes -----------------------------------------------------------------------------------
 
 
-def test_tutorial_from_nothing_to_a_benchmark(tmp_path: Path) -> None:
+def test_tutorial_from_nothing_to_a_benchmark(tmp_path):
     """The page's first section; what it does with nvcc is in tests/L1/builders."""
     checkout = tutorial.copy_checkout(tmp_path / "checkout")
     before = listing(checkout)
@@ -73,7 +69,7 @@ def test_tutorial_from_nothing_to_a_benchmark(tmp_path: Path) -> None:
     assert listing(checkout) == before
 
 
-def test_files_of_a_skeleton(tree: Path) -> None:
+def test_files_of_a_skeleton(tree):
     """One stem in the rooms of the tree, nothing at the top; only the device's files."""
     assert new_op.main(["my_op", "--cuda", "--yes"]) == 0
     assert new_op.main(["cpu_op", "--cpu", "--yes"]) == 0
@@ -95,7 +91,7 @@ def test_files_of_a_skeleton(tree: Path) -> None:
 
 @pytest.mark.parametrize("cuda", [True, False])
 @pytest.mark.parametrize("name", ["q", "Zeta2", "x" * names.LONGEST])
-def test_generated_files_are_formatted(tmp_path: Path, name: str, cuda: bool) -> None:
+def test_generated_files_are_formatted(tmp_path, name, cuda):
     """Whatever the length of the name: ``make lint`` passes with a new op."""
     files = render.skeleton(name, cuda)
     sources = ["csrc/one.cpp", "csrc/two_with_a_long_name.cpp", "csrc/three.cpp"]
@@ -117,8 +113,7 @@ def test_generated_files_are_formatted(tmp_path: Path, name: str, cuda: bool) ->
         "clang-format": ["clang-format", "--dry-run", "-Werror", *native],
     }.items():
         if shutil.which(tool.strip()):
-            done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
-            assert done.returncode == 0, done.stdout + done.stderr
+            captured(command, cwd=tmp_path)
 
 
 # What it asks -------------------------------------------------------------------------------------
@@ -132,15 +127,13 @@ def test_generated_files_are_formatted(tmp_path: Path, name: str, cuda: bool) ->
         ("perhaps\nno", "CPUOpBuilder"),
     ],
 )
-def test_answers(tree: Path, say: Callable[[str], None], answer: str, base: str) -> None:
+def test_answers(tree, say, answer, base):
     say(f"my_op\n{answer}\n\n")
     assert new_op.main([]) == 0
     assert base in (tree / "op_builder" / "my_op.py").read_text()
 
 
-def test_questions_of_apex(
-    tree: Path, say: Callable[[str], None], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_questions_of_apex(tree, say, capsys):
     (tree / "csrc" / "old.cpp").write_text(EXTENSION)
     say("Y\n csrc/old.cpp ,\n")
     assert new_op.main(["old"]) == 0
@@ -163,17 +156,17 @@ def test_questions_of_apex(
     ],
 )
 def test_no_answer(
-    tree: Path, say: Callable[[str], None], capsys: pytest.CaptureFixture[str],
-    arguments: list[str], said: str, instead: str,
-) -> None:  # fmt: skip
+    tree, say, capsys,
+    arguments, said, instead
+):  # fmt: skip
     say(said)
     assert f"stdin has ended: give {instead}" in refused(capsys, *arguments)
 
 
-def test_without_a_stdin() -> None:
+def test_without_a_stdin():
     script = str(CHECKOUT / "scripts" / "new_op.py")
     command = f"exec {sys.executable} {script} my_op --dry-run <&-"
-    done = subprocess.run(["bash", "-c", command], cwd="/", capture_output=True, text=True)
+    done = captured(["bash", "-c", command], check=False, cwd="/")
     assert done.returncode == 1
     assert "Traceback" not in done.stderr
     assert "stdin has ended: give --cuda or --cpu" in done.stderr
@@ -187,9 +180,7 @@ def test_without_a_stdin() -> None:
         (["my_op", "--remove", "--cuda"], "--remove takes a name"),
     ],
 )
-def test_contradictions(
-    tree: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
-) -> None:
+def test_contradictions(tree, capsys, arguments, message):
     before = listing(tree)
     with pytest.raises(SystemExit) as stopped:
         new_op.main(arguments)
@@ -231,26 +222,26 @@ def test_contradictions(
         ("x" * (names.LONGEST + 1), f"must have at most {names.LONGEST} characters"),
     ],
 )
-def test_names(tree: Path, capsys: pytest.CaptureFixture[str], name: str, message: str) -> None:
+def test_names(tree, capsys, name, message):
     import re
 
     assert re.search(message, refused(capsys, name, "--cuda", "--yes"))
 
 
 @pytest.mark.parametrize("where", [*render.skeleton("my_op", cuda=True), "op_builder/my_op/x"])
-def test_never_overwrites(tree: Path, capsys: pytest.CaptureFixture[str], where: str) -> None:
+def test_never_overwrites(tree, capsys, where):
     (tree / where).parent.mkdir(parents=True, exist_ok=True)
     (tree / where).write_text("mine")
     assert "nothing is overwritten" in refused(capsys, "my_op", "--cuda", "--yes")
     assert (tree / where).read_text() == "mine"
 
 
-def test_twice(tree: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_twice(tree, capsys):
     assert new_op.main(["my_op", "--cuda", "--yes"]) == 0
     assert "nothing is overwritten" in refused(capsys, "my_op", "--cuda", "--yes")
 
 
-def test_sources_are_checked(tree: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_sources_are_checked(tree, capsys):
     csrc = tree / "csrc"
     for name, text in {
         "good.cpp": EXTENSION,
@@ -263,7 +254,7 @@ def test_sources_are_checked(tree: Path, capsys: pytest.CaptureFixture[str]) -> 
         (csrc / name).write_text(text)
     (tree / "outside.cpp").write_text(EXTENSION)
 
-    def message(sources: str, *more: str) -> str:
+    def message(sources, *more):
         return refused(capsys, "my_ext", "--sources", sources, *more)
 
     assert "source csrc/lost.cpp is neither in" in message("csrc/good.cpp,csrc/lost.cpp")
@@ -281,7 +272,7 @@ def test_sources_are_checked(tree: Path, capsys: pytest.CaptureFixture[str]) -> 
     assert "give its sources, too" in exports
 
 
-def test_existing_extension(tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_existing_extension(tree, monkeypatch):
     """Sources may be named from where the user is; the kernels make it a CUDA op."""
     (tree / "csrc" / "ext").mkdir()
     (tree / "csrc" / "ext" / "bind.cpp").write_text(EXTENSION)
@@ -309,7 +300,7 @@ def test_existing_extension(tree: Path, monkeypatch: pytest.MonkeyPatch) -> None
 # What it undoes -----------------------------------------------------------------------------------
 
 
-def test_dry_run(tree: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_dry_run(tree, capsys):
     before = listing(tree)
     assert new_op.main(["my_op", "--cuda", "--yes", "--dry-run"]) == 0
     assert "csrc/my_op/my_op_cuda.cu" in capsys.readouterr().out
@@ -320,13 +311,13 @@ def test_dry_run(tree: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert listing(tree) == written
 
 
-def test_failure_leaves_nothing(tree: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_failure_leaves_nothing(tree, capsys):
     (tree / "tests" / "L0" / "ops").rmdir()
     (tree / "tests" / "L0" / "ops").write_text("a file where a folder is needed")
     assert "tests/L0/ops" in refused(capsys, "my_op", "--cuda", "--yes")
 
 
-def test_removal(tree: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_removal(tree, capsys):
     before = listing(tree)
     assert "no op 'my_op' was generated" in refused(capsys, "my_op", "--remove")
     assert new_op.main(["my_op", "--cuda", "--yes"]) == 0
@@ -344,9 +335,7 @@ def test_removal(tree: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.parametrize("stem", ["my_op", "my_op_cpu"])
-def test_removal_takes_the_results_of_the_benchmark_along(
-    tree: Path, capsys: pytest.CaptureFixture[str], stem: str
-) -> None:
+def test_removal_takes_the_results_of_the_benchmark_along(tree, capsys, stem):
     assert new_op.main(["my_op", "--cpu", "--yes"]) == 0
     results = tree / "benchmarks" / "results"
     results.mkdir(parents=True, exist_ok=True)
@@ -360,15 +349,14 @@ def test_removal_takes_the_results_of_the_benchmark_along(
     assert [path.name for path in results.iterdir()] == ["my_op_2.json"]
 
 
-def test_apex_name_of_the_script(tree: Path) -> None:
+def test_apex_name_of_the_script(tree):
     script = str(CHECKOUT / "scripts" / "jit_module.py")
     command = [sys.executable, script, "my_op", "--yes", "--dry-run"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
-    assert done.returncode == 0, done.stderr
+    done = captured(command)
     assert "  op_builder/my_op.py\n" in done.stdout
 
 
-def test_record_cannot_lead_outside(tree: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_record_cannot_lead_outside(tree, capsys):
     assert new_op.main(["my_op", "--cpu", "--yes"]) == 0
     path = tree / record.FOLDER / "my_op.json"
     victim = tree.parent / "victim"

@@ -1,16 +1,14 @@
 """What a failed build says: the compiler's own line, and what to do about it."""
 
-from __future__ import annotations
-
 import ctypes
 import os
 import re
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from programs import captured
 from tiny_op import Tiny, TinyCuda
 
 from op_builder.jit.backends import toolchain
@@ -158,7 +156,7 @@ SAID = {
 
 
 @pytest.mark.parametrize("name", SAID)
-def test_recognised(name: str) -> None:
+def test_recognised(name):
     output, first, advice = SAID[name]
     assert ninja.first_error(output) == first
     assert re.search(advice, hints.building(output), re.DOTALL), hints.building(output)
@@ -176,7 +174,7 @@ ENDS = {
 
 
 @pytest.mark.parametrize("name", SAID)
-def test_kind_of_error(name: str, tmp_path: Path) -> None:
+def test_kind_of_error(name, tmp_path):
     kind = next((ENDS[word] for word in ENDS if word in name), CompileError)
     with pytest.raises(BuildError) as caught:
         ninja._raise_failure("op (cpu)", str(tmp_path), SAID[name][0], 1, f"{tmp_path}/log")
@@ -201,7 +199,7 @@ def test_kind_of_error(name: str, tmp_path: Path) -> None:
         "x.cpp:1: fatal error: error writing to x.s: Disk quota exceeded\n",
     ],
 )
-def test_no_space(output: str, tmp_path: Path) -> None:
+def test_no_space(output, tmp_path):
     with pytest.raises(DiskFullError, match=f"no space to build in {tmp_path}, .* bytes free"):
         ninja._raise_failure("op (cpu)", str(tmp_path), output, 1, f"{tmp_path}/log")
 
@@ -221,7 +219,7 @@ def test_no_space(output: str, tmp_path: Path) -> None:
         ("zlib.h", "CPATH"),
     ],
 )
-def test_missing_header_has_an_owner(header: str, advice: str) -> None:
+def test_missing_header_has_an_owner(header, advice):
     said = f"/x/a.cpp:1:10: fatal error: {header}: No such file or directory\n"
     assert header in hints.building(said)
     assert advice in hints.building(said)
@@ -236,14 +234,14 @@ def test_missing_header_has_an_owner(header: str, advice: str) -> None:
         "a.cpp:7:1: warning: unused 'bad_alloc'\na.cpp:8:1: error: expected ;\n",
     ],
 )
-def test_words_of_the_sources_do_not_count(output: str, tmp_path: Path) -> None:
+def test_words_of_the_sources_do_not_count(output, tmp_path):
     with pytest.raises(CompileError) as caught:
         ninja._raise_failure("op (cpu)", str(tmp_path), output, 1, f"{tmp_path}/log")
     assert caught.value.hint == ""
     assert "hint" not in str(caught.value)
 
 
-def test_ninja_killed_by_the_kernel(tmp_path: Path) -> None:
+def test_ninja_killed_by_the_kernel(tmp_path):
     with pytest.raises(BuildInterruptedError, match=r"(?s)ninja returned -9.*hint:.*MAX_JOBS=1"):
         ninja._raise_failure("op (cpu)", str(tmp_path), "", -9, f"{tmp_path}/log")
     with pytest.raises(BuildInterruptedError) as caught:
@@ -251,7 +249,7 @@ def test_ninja_killed_by_the_kernel(tmp_path: Path) -> None:
     assert "hint" not in str(caught.value)  # somebody ended it: memory has nothing to do with it
 
 
-def test_memory_hint_says_how_much(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_hint_says_how_much(monkeypatch):
     monkeypatch.setattr(resources, "free_memory", lambda: 123 << 20)
     assert "123 MiB are free now" in hints.building("Killed\n")
     monkeypatch.setattr(resources, "free_memory", lambda: None)
@@ -261,14 +259,14 @@ def test_memory_hint_says_how_much(monkeypatch: pytest.MonkeyPatch) -> None:
 # Provoked -----------------------------------------------------------------------------------------
 
 
-def wrapper(folder: Path, text: str) -> str:
+def wrapper(folder, text):
     script = folder / "wrapped-cxx"
     script.write_text(f'#!/bin/sh\ncase " $* " in *" -c "*) {text};; esac\nexec g++ "$@"\n')
     script.chmod(0o755)
     return str(script)
 
 
-def test_missing_header(root: Path) -> None:
+def test_missing_header(root):
     source = root / "csrc/tiny/tiny_cpu.cpp"
     source.write_text("#include <cublasLt_absent.h>\n" + source.read_text())
     with pytest.raises(CompileError, match=r"fatal error: cublasLt_absent\.h: No such") as caught:
@@ -278,9 +276,7 @@ def test_missing_header(root: Path) -> None:
     assert "APEX_TE_JIT_RETRY=1" in str(caught.value)  # what was installed now counts at once
 
 
-def test_memory_runs_out(
-    root: Path, tmp_path: Path, cache_dir: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_memory_runs_out(root, tmp_path, cache_dir, monkeypatch):
     source = root / "csrc/tiny/tiny_cpu.cpp"
     source.write_text('#include <regex>\nstd::regex r("a");\n' + source.read_text())
     monkeypatch.setenv("CXX", wrapper(tmp_path, "ulimit -v 120000"))
@@ -290,7 +286,7 @@ def test_memory_runs_out(
     assert list(cache_dir.rglob("failure-*")) == []
 
 
-def test_compiler_is_killed(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_compiler_is_killed(root, tmp_path, monkeypatch):
     # cc1plus waits for its input, so that there is time to kill it
     text = (
         "mkfifo $$.cpp; g++ -c $$.cpp -o $$.o & driver=$!;"
@@ -306,9 +302,7 @@ def test_compiler_is_killed(root: Path, tmp_path: Path, monkeypatch: pytest.Monk
 
 
 @pytest.mark.skipif(os.access("/sys/apex_te.o", os.F_OK), reason="/sys holds such a file")
-def test_no_permission(
-    root: Path, tmp_path: Path, cache_dir: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_permission(root, tmp_path, cache_dir, monkeypatch):
     script = Path(wrapper(tmp_path, 'exec g++ "$@" -o /sys/apex_te.o'))
     monkeypatch.setenv("CXX", str(script))
     with pytest.raises(NoPermissionError, match=r"/sys/apex_te\.o: (Perm|Read-only)") as caught:
@@ -318,13 +312,13 @@ def test_no_permission(
 
 
 @needs_nvcc
-def test_nvcc_refuses_the_host_compiler_and_the_arch(root: Path) -> None:
+def test_nvcc_refuses_the_host_compiler_and_the_arch(root):
     class NewHost(TinyCuda):
-        def nvcc_args(self) -> list[str]:
+        def nvcc_args(self):
             return ["-Xcompiler=-U__GNUC__,-D__GNUC__=99"]
 
     class OldArch(TinyCuda):
-        def nvcc_args(self) -> list[str]:
+        def nvcc_args(self):
             return ["-gencode=arch=compute_10,code=sm_10"]
 
     with pytest.raises(CompileError, match=r"unsupported GNU version") as caught:
@@ -336,7 +330,7 @@ def test_nvcc_refuses_the_host_compiler_and_the_arch(root: Path) -> None:
 
 
 @needs_nvcc
-def test_driver_and_kernel_image(root: Path) -> None:
+def test_driver_and_kernel_image(root):
     folder = root / "csrc/tiny"
     shutil.rmtree(root / "csrc/common")  # the suite's is found instead
     (folder / "tiny.h").write_text("")
@@ -351,7 +345,7 @@ def test_driver_and_kernel_image(root: Path) -> None:
     )
     library = ctypes.CDLL(TinyCuda(root).open("cuda", (9, 0)).proc_path)
 
-    def explain(code: int) -> str:
+    def explain(code):
         text = ctypes.create_string_buffer(1000)
         library.explain(code, text, ctypes.c_size_t(1000))
         return text.value.decode()
@@ -373,7 +367,7 @@ def test_driver_and_kernel_image(root: Path) -> None:
 # Loading ------------------------------------------------------------------------------------------
 
 
-def test_load_error_names_the_file_and_what_to_do() -> None:
+def test_load_error_names_the_file_and_what_to_do():
     said = "/proc/self/fd/7: failed to map segment from shared object"
     error = hints.load_error("rope", "/cache/rope_cpu.so", ImportError(said))
     assert str(error).startswith(f"rope: /cache/rope_cpu.so cannot be loaded: {said}\n  hint: ")
@@ -385,7 +379,7 @@ def test_load_error_names_the_file_and_what_to_do() -> None:
     assert "hint" not in str(hints.load_error("rope", "/x.so", ImportError("no such thing")))
 
 
-def test_cache_on_a_noexec_file_system(tmp_path: Path, root: Path) -> None:
+def test_cache_on_a_noexec_file_system(tmp_path, root):
     library, mount = Tiny(root).open().path, tmp_path / "noexec"
     mount.mkdir()
     load = f'import ctypes; ctypes.CDLL("{mount}/x.so")'
@@ -393,7 +387,7 @@ def test_cache_on_a_noexec_file_system(tmp_path: Path, root: Path) -> None:
         f"mount -t tmpfs -o noexec,size=1m none {mount} && cp {library} {mount}/x.so &&"
         f" exec {sys.executable} -c '{load}'"
     )
-    done = subprocess.run(["unshare", "-rm", "sh", "-c", script], capture_output=True, text=True)
+    done = captured(["unshare", "-rm", "sh", "-c", script], check=False)
     if "OSError" not in done.stderr:
         pytest.skip(f"mounting is not allowed here: {done.stderr[-200:]}")
     assert "noexec" in hints.loading(done.stderr)

@@ -1,16 +1,14 @@
 """AMD GPUs: the platform, archs, translated copies, keys, and libraries that hipcc makes."""
 
-from __future__ import annotations
-
 import hashlib
 import os
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from programs import captured
 from tiny_op import CHECKOUT, TinyCuda, write_op
 
 from op_builder import all_builders
@@ -35,7 +33,7 @@ extern "C" __attribute__((visibility("default"))) int tiny(float* p, cudaStream_
 
 
 @pytest.fixture
-def amd(monkeypatch: pytest.MonkeyPatch) -> None:
+def amd(monkeypatch):
     """GPU code is for AMD."""
     for name in ("PYTORCH_ROCM_ARCH", "ROCM_HOME", "ROCM_PATH"):
         monkeypatch.delenv(name, raising=False)
@@ -45,7 +43,7 @@ def amd(monkeypatch: pytest.MonkeyPatch) -> None:
 # Platform ------------------------------------------------------------------------------------
 
 
-def test_platform_is_named_or_torchs(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_platform_is_named_or_torchs(monkeypatch):
     monkeypatch.setitem(sys.modules, "torch", SimpleNamespace(version=SimpleNamespace(hip=None)))
     assert not platform.is_hip()
     monkeypatch.setenv("APEX_TE_GPU_PLATFORM", "HIP")
@@ -59,7 +57,7 @@ def test_platform_is_named_or_torchs(monkeypatch: pytest.MonkeyPatch) -> None:
     assert library.runtime_major() == "6"
 
 
-def test_platform_of_a_wrong_name(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_platform_of_a_wrong_name(monkeypatch):
     monkeypatch.setenv("APEX_TE_GPU_PLATFORM", "rocm")
     with pytest.raises(SettingError, match='GPU_PLATFORM must be "cuda" or "hip", got \'rocm\''):
         platform.is_hip()
@@ -73,9 +71,7 @@ def test_platform_of_a_wrong_name(monkeypatch: pytest.MonkeyPatch) -> None:
         ("hip: Optional[str] = None", "False"),
     ],
 )
-def test_platform_is_read_off_torch_without_importing_it(
-    tmp_path: Path, line: str, expected: str
-) -> None:
+def test_platform_is_read_off_torch_without_importing_it(tmp_path, line, expected):
     package = tmp_path / "torch"
     package.mkdir()
     (package / "__init__.py").write_text("raise RuntimeError('imported')\n")
@@ -86,11 +82,10 @@ def test_platform_is_read_off_torch_without_importing_it(
         "active = platform.is_hip()\n"
         "print(active, *([library.runtime_major()] if active else []))"
     )
-    done = subprocess.run(
+    done = captured(
         [sys.executable, "-B", "-c", code],
+        check=False,
         env={**os.environ, "PYTHONPATH": f"{tmp_path}:{CHECKOUT}"},
-        capture_output=True,
-        text=True,
     )
     assert (done.stdout.strip(), done.stderr) == (expected, "")
 
@@ -107,7 +102,7 @@ def test_platform_is_read_off_torch_without_importing_it(
         ("native", ["gfx90a"]),
     ],
 )
-def test_parse(amd: None, text: str, expected: list[str]) -> None:
+def test_parse(amd, text, expected):
     found = parse_arch_list(text, lambda: [GFX90A])
     assert [str(arch) for arch in found] == [arch.number for arch in found] == expected
 
@@ -115,17 +110,17 @@ def test_parse(amd: None, text: str, expected: list[str]) -> None:
 @pytest.mark.parametrize(
     "text", ["9.0", "gfx90a 9.0", "native+PTX", "gfx9-generic", "mi300", "gfx90a:xnack"]
 )
-def test_parse_refuses(amd: None, text: str) -> None:
+def test_parse_refuses(amd, text):
     with pytest.raises(ArchError, match="example: APEX_TE_ROCM_ARCH="):
         parse_arch_list(text)
 
 
-def test_cuda_takes_no_amd_arch() -> None:
+def test_cuda_takes_no_amd_arch():
     with pytest.raises(ArchError, match="gfx90a must be a CUDA arch, got one of ROCm"):
         parse_arch_list("gfx90a")
 
 
-def test_coverage_is_exact() -> None:
+def test_coverage_is_exact():
     arch = parse_arch("gfx90a")
     assert arch == Arch(*GFX90A)
     assert arch.covers(GFX90A)
@@ -134,7 +129,7 @@ def test_coverage_is_exact() -> None:
     assert not Arch(9, 0, ptx=True).covers(GFX90A)
 
 
-def test_choice_order(amd: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_choice_order(amd, monkeypatch, tmp_path):
     monkeypatch.setattr(archs, "initialised_capabilities", list)
     monkeypatch.setattr(archs, "KFD_NODES", str(tmp_path))
     monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", "9.0")  # nothing to an AMD GPU
@@ -154,7 +149,7 @@ def test_choice_order(amd: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
         choose("op", (8, 0), [], GFX942)
 
 
-def test_a_devices_arch_is_torchs_name_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_devices_arch_is_torchs_name_for_it(monkeypatch):
     import torch
 
     named = SimpleNamespace(gcnArchName="gfx942:sramecc+:xnack-")
@@ -185,12 +180,12 @@ def test_a_devices_arch_is_torchs_name_for_it(monkeypatch: pytest.MonkeyPatch) -
         ("defined(__CUDACC__) && __CUDA_ARCH__", "defined(__HIPCC__) && __CUDA_ARCH__"),
     ],
 )
-def test_translation(text: str, expected: str) -> None:
+def test_translation(text, expected):
     assert hipify.translate(text) == expected
     assert hipify.translate(expected) == expected
 
 
-def test_a_changed_mapping_is_another_key(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_changed_mapping_is_another_key(monkeypatch):
     before = hipify.digest()
     hipify.digest.cache_clear()
     assert hipify.digest() == before
@@ -200,7 +195,7 @@ def test_a_changed_mapping_is_another_key(monkeypatch: pytest.MonkeyPatch) -> No
     hipify.digest.cache_clear()
 
 
-def test_copies_leave_the_tree_alone(tmp_path: Path) -> None:
+def test_copies_leave_the_tree_alone(tmp_path):
     builder = all_builders()["rms_norm"]
     sources = [str(builder.root / name) for name in builder.device_sources("cuda")]
     read = closure(sources, builder.include_folders())
@@ -219,9 +214,7 @@ def test_copies_leave_the_tree_alone(tmp_path: Path) -> None:
 # Keys ----------------------------------------------------------------------------------------
 
 
-def test_keys_of_the_platforms_differ(
-    root: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_keys_of_the_platforms_differ(root, monkeypatch, tmp_path):
     builder = TinyCuda(root)
     cuda, cpu = builder.key("cuda"), builder.key("cpu")
     monkeypatch.setenv("APEX_TE_GPU_PLATFORM", "hip")
@@ -239,7 +232,7 @@ def test_keys_of_the_platforms_differ(
 
 
 @pytest.fixture
-def fake_hipcc(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def fake_hipcc(tmp_path, monkeypatch):
     """A hipcc that notes its arguments and leaves what is HIP's out for g++."""
     log = tmp_path / "hipcc.log"
     home = tmp_path / "rocm"
@@ -273,9 +266,7 @@ os.execvp("g++", ["g++", *kept])
     return log
 
 
-def test_build_and_look_up(
-    amd: None, fake_hipcc: Path, root: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_build_and_look_up(amd, fake_hipcc, root, monkeypatch):
     monkeypatch.setenv("APEX_TE_ROCM_ARCH", "gfx90a;gfx1100")
     before = {path: path.read_bytes() for path in root.rglob("*") if path.is_file()}
     builder = TinyCuda(root)
@@ -301,7 +292,7 @@ def test_build_and_look_up(
     assert builder.find("cuda", (9, 0)) is None
 
 
-def test_without_hipcc(amd: None, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_hipcc(amd, root, monkeypatch):
     monkeypatch.setenv("APEX_TE_ROCM_HOME", str(root))
     with pytest.raises(HipccNotFoundError, match=f"APEX_TE_ROCM_HOME={root} holds no bin/hipcc"):
         TinyCuda(root).open("cuda", GFX90A)
@@ -313,29 +304,26 @@ def test_without_hipcc(amd: None, root: Path, monkeypatch: pytest.MonkeyPatch) -
             TinyCuda(root).open("cuda", GFX90A)
 
 
-def test_torch_extensions_are_refused(amd: None, root: Path) -> None:
+def test_torch_extensions_are_refused(amd, root):
     builder = TinyCuda(root)
     builder.BINDING = "pybind11"  # type: ignore[misc]
     with pytest.raises(BuildError, match="cannot be built for AMD"):
         library.build_steps(builder, "cpu", [Arch(*GFX90A)], str(root), "out.so")
 
 
-def test_check_hip_without_hipcc(tmp_path: Path) -> None:
+def test_check_hip_without_hipcc(tmp_path):
     if os.path.exists("/opt/rocm"):
         pytest.skip("/opt/rocm is looked at whatever the environment says")
-    done = subprocess.run(
+    done = captured(
         [sys.executable, str(CHECKOUT / "scripts" / "check_hip.py")],
         env={"PATH": str(tmp_path), "PYTHONPATH": str(CHECKOUT)},
-        capture_output=True,
-        text=True,
     )
-    assert done.returncode == 0, done.stderr
     assert "check_hip: NOT CHECKED, no source was compiled for AMD GPUs" in done.stdout
 
 
 @pytest.mark.skipif(shutil.which("hipcc") is None, reason="needs hipcc")
 @pytest.mark.parametrize(("arch", "lanes"), [("gfx90a", 64), ("gfx1030", 32)])
-def test_hipcc(amd: None, root: Path, monkeypatch: pytest.MonkeyPatch, arch: str, lanes: int):
+def test_hipcc(amd, root, monkeypatch, arch, lanes):
     """The real compiler, for a wave of 64 and one of 32; what it makes needs no GPU to be found."""
     write_op(root)
     check = f'static_assert(APEX_TE_WAVE_SIZE == {lanes}, "");'

@@ -1,11 +1,8 @@
 """What nvcc gets of ``CXX``: the compiler without a launcher, and the compiler's flags."""
 
-from __future__ import annotations
-
 import ctypes
 import os
 import shutil
-from pathlib import Path
 
 import pytest
 from tiny_op import Tiny, TinyCuda
@@ -17,7 +14,7 @@ needs_nvcc = pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs nvcc
 
 
 @pytest.fixture
-def launchers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def launchers(tmp_path, monkeypatch):
     """A folder on PATH with launchers: each runs its arguments, as ccache does."""
     folder = tmp_path / "launchers"
     folder.mkdir()
@@ -50,17 +47,13 @@ def launchers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         (" ", []),
     ],
 )
-def test_nvcc_gets_compiler_and_flags(
-    launchers: Path, monkeypatch: pytest.MonkeyPatch, cxx: str, expected: list[str]
-) -> None:
+def test_nvcc_gets_compiler_and_flags(launchers, monkeypatch, cxx, expected):
     """The host compiler is the program after the launchers; its other words are handed on."""
     monkeypatch.setenv("CXX", cxx)
     assert toolchain.nvcc_host_flags() == expected
 
 
-def test_other_compiler_than_nvcc_looks_for(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_other_compiler_than_nvcc_looks_for(tmp_path, monkeypatch):
     """Without CXX and gcc, nvcc gets the compiler that C++ sources get."""
     (tmp_path / "clang++").symlink_to(str(GXX))
     monkeypatch.delenv("CXX", raising=False)
@@ -68,7 +61,7 @@ def test_other_compiler_than_nvcc_looks_for(
     assert toolchain.nvcc_host_flags() == [f"-ccbin={tmp_path}/clang++"]
 
 
-def test_wrapper_stays_the_compiler(launchers: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wrapper_stays_the_compiler(launchers, monkeypatch):
     """A program that compiles by itself is the compiler, whatever it calls."""
     monkeypatch.setenv("CXX", "wrapper -g")
     wrapper = launchers / "wrapper"
@@ -83,18 +76,14 @@ def test_wrapper_stays_the_compiler(launchers: Path, monkeypatch: pytest.MonkeyP
         ("NVCC_APPEND_FLAGS", "--compiler-bindir g++"),
     ],
 )
-def test_host_compiler_that_nvcc_is_told_itself(
-    monkeypatch: pytest.MonkeyPatch, name: str, value: str
-) -> None:
+def test_host_compiler_that_nvcc_is_told_itself(monkeypatch, name, value):
     """Variables that nvcc reads itself name its host compiler before CXX does."""
     monkeypatch.setenv("CXX", "clang++ -stdlib=libc++")
     monkeypatch.setenv(name, value)
     assert toolchain.nvcc_host_flags() == []
 
 
-def test_compiler_in_a_folder_with_blanks(
-    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_compiler_in_a_folder_with_blanks(root, tmp_path, monkeypatch):
     """A path with blanks in CXX is one word if it is a program, quoted or not."""
     folder = tmp_path / "my tools"
     folder.mkdir()
@@ -115,9 +104,7 @@ def test_compiler_in_a_folder_with_blanks(
         """env X=1 '{blank}/g++' '-DFROM_CXX="a, b"' '-I{blank}'""",
     ],
 )
-def test_cuda_library_of_a_launched_compiler(
-    root: Path, tmp_path: Path, launchers: Path, monkeypatch: pytest.MonkeyPatch, cxx: str
-) -> None:
+def test_cuda_library_of_a_launched_compiler(root, tmp_path, launchers, monkeypatch, cxx):
     """nvcc compiles and links with the compiler and the flags of CXX, whatever launches it."""
     blank = tmp_path / "with blank"
     blank.mkdir()

@@ -1,14 +1,11 @@
 """What an installation builds beforehand, and what importing the builders costs."""
 
-from __future__ import annotations
-
 import importlib.util
 import os
-import subprocess
 import sys
-from pathlib import Path
 
 import pytest
+from programs import captured
 from tiny_op import CHECKOUT, TinyCuda
 
 from op_builder import CPUOpBuilder, CUDAOpBuilder, all_builders, get_builder
@@ -27,9 +24,7 @@ class Two(CUDAOpBuilder):
 BUILDERS = {"one": One(), "two": Two()}
 
 
-def chosen(
-    monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], cuda: bool = False
-) -> list[str]:
+def chosen(monkeypatch, variables, cuda=False):
     for name, value in variables.items():
         monkeypatch.setenv(f"APEX_BUILD_{name}", value)
     monkeypatch.setattr(install, "cuda_expected", lambda: cuda)
@@ -51,19 +46,17 @@ def chosen(
         ({"CPP_OPS": "1", "CUDA_OPS": "0", "TWO": ""}, True, ["one:cpu", "two:cpu"]),
     ],
 )
-def test_selection(
-    variables: dict[str, str], cuda: bool, expected: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_selection(variables, cuda, expected, monkeypatch):
     assert chosen(monkeypatch, variables, cuda) == expected
 
 
 @pytest.mark.parametrize("name", ["ONE", "CPP_OPS", "CUDA_OPS"])
-def test_selection_refuses_other_text(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_selection_refuses_other_text(name, monkeypatch):
     with pytest.raises(SettingError, match=f"APEX_BUILD_{name} must be one of"):
         chosen(monkeypatch, {name: "maybe"})
 
 
-def test_cuda_is_expected_with_an_arch_list(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cuda_is_expected_with_an_arch_list(monkeypatch):
     monkeypatch.setattr(install, "visible_capabilities", list)
     monkeypatch.setattr(install, "torch_has_cuda", lambda: False)
     assert not install.cuda_expected()
@@ -71,10 +64,10 @@ def test_cuda_is_expected_with_an_arch_list(monkeypatch: pytest.MonkeyPatch) -> 
     assert install.cuda_expected()
 
 
-def test_selection_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_selection_says_why(monkeypatch):
     monkeypatch.setattr(install, "cuda_expected", lambda: False)
 
-    def reasons(**variables: str) -> dict[str, str]:
+    def reasons(**variables):
         for name in ("CPP_OPS", "CUDA_OPS", "ONE", "TWO"):
             monkeypatch.setenv(f"APEX_BUILD_{name}", variables.get(name, ""))
         found = install.select(BUILDERS)
@@ -101,9 +94,7 @@ def test_selection_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
         ("APEX_BUILD_XYZXYZXYZXYZ", "there are: APEX_BUILD_CPP_OPS, .*APEX_BUILD_PYTHONS"),
     ],
 )
-def test_misspelt_variable_is_refused(
-    name: str, told: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_misspelt_variable_is_refused(name, told, monkeypatch):
     monkeypatch.setenv(name, "1")
     with pytest.raises(SettingError, match=told):
         install.check_install(BUILDERS)
@@ -121,9 +112,7 @@ def test_misspelt_variable_is_refused(
         ({"AMP_C": "1", "MULTI_TENSOR": "0"}, []),
     ],
 )
-def test_variables_of_apex_ask_for_the_ops_that_serve_its_extensions(
-    variables: dict[str, str], ops: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_variables_of_apex_ask_for_the_ops_that_serve_its_extensions(variables, ops, monkeypatch):
     for name, value in variables.items():
         monkeypatch.setenv(f"APEX_BUILD_{name}", value)
     monkeypatch.setattr(install, "cuda_expected", lambda: False)
@@ -131,9 +120,7 @@ def test_variables_of_apex_ask_for_the_ops_that_serve_its_extensions(
 
 
 @pytest.mark.parametrize("extension", ["APEX_C", "BNP", "SYNCBN", "TRANSDUCER_LOSS"])
-def test_extension_of_apex_that_is_not_served(
-    extension: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_extension_of_apex_that_is_not_served(extension, monkeypatch):
     monkeypatch.setenv(f"APEX_BUILD_{extension}", "1")
     told = (
         f"APEX_BUILD_{extension} asks for an extension of apex that apex_te does not serve.*apex.md"
@@ -142,18 +129,18 @@ def test_extension_of_apex_that_is_not_served(
         install.check_install(all_builders())
 
 
-def test_extensions_of_apex_are_served_by_ops_that_exist() -> None:
+def test_extensions_of_apex_are_served_by_ops_that_exist():
     serving = {op for ops in install._APEX_SERVED.values() for op in ops}
     assert serving <= set(all_builders())
 
 
 @pytest.mark.parametrize(("option", "variable"), [("--cpp_ext", "CPP"), ("--cuda_ext", "CUDA")])
-def test_options_of_apex_are_not_ignored(option: str, variable: str) -> None:
+def test_options_of_apex_are_not_ignored(option, variable):
     with pytest.raises(SettingError, match=f"{option} .* APEX_BUILD_{variable}_OPS=1 instead"):
         install.check_install(BUILDERS, ["setup.py", "bdist_wheel", option])
 
 
-def test_prebuild_and_disabled_jit_contradict(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_prebuild_and_disabled_jit_contradict(monkeypatch):
     monkeypatch.setenv("APEX_TE_DISABLE_JIT", "1")
     assert not any(choice.wanted for choice in install.check_install(BUILDERS))
     monkeypatch.setenv("APEX_BUILD_ONE", "1")
@@ -161,7 +148,7 @@ def test_prebuild_and_disabled_jit_contradict(monkeypatch: pytest.MonkeyPatch) -
         install.check_install(BUILDERS)
 
 
-def test_builder_classes_are_checked() -> None:
+def test_builder_classes_are_checked():
     assert (TinyCuda.BUILD_VAR, TinyCuda.INCLUDE_FLAG) == (
         "APEX_BUILD_TINY",
         "APEX_BUILD_CUDA_OPS",
@@ -172,7 +159,7 @@ def test_builder_classes_are_checked() -> None:
         type("Bad", (CPUOpBuilder,), {"NAME": "a b"})
 
 
-def test_every_op_has_a_builder_and_a_module() -> None:
+def test_every_op_has_a_builder_and_a_module():
     folders = {path.parent.name for path in (CHECKOUT / "csrc").glob("*/*_cpu.cpp")}
     assert folders <= set(all_builders())
     for name, builder in all_builders().items():
@@ -185,13 +172,13 @@ def test_every_op_has_a_builder_and_a_module() -> None:
         get_builder("nothing")
 
 
-def test_importing_the_builders_is_cheap() -> None:
+def test_importing_the_builders_is_cheap():
     code = (
         "import sys; import op_builder; op_builder.all_builders()\n"
         "print([n for n in ('torch', 'pybind11', 'ninja', 'setuptools') if n in sys.modules])"
     )
     command = [sys.executable, "-S", "-B", "-c", code]
-    done = subprocess.run(command, cwd=CHECKOUT, capture_output=True, text=True, timeout=60)
+    done = captured(command, check=False, cwd=CHECKOUT)
     assert (done.stdout, done.stderr) == ("[]\n", "")
 
 
@@ -221,14 +208,8 @@ except apex_te.op_builder.BuildError as error:
 """
 
 
-def test_loader_compiles_only_when_called(cache_dir: Path) -> None:
+def test_loader_compiles_only_when_called(cache_dir):
     environment = {**os.environ, "APEX_TE_DISABLE_JIT": "1", "PYTHONPATH": str(CHECKOUT)}
-    done = subprocess.run(
-        [sys.executable, "-B", "-c", LOADER],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
+    done = captured([sys.executable, "-B", "-c", LOADER], check=False, env=environment)
     assert (done.returncode, done.stdout) == (0, "disabled\n"), done.stderr
     assert list(cache_dir.iterdir()) == []

@@ -1,7 +1,5 @@
 """Kills, interrupts, forks and threads in the middle of a build."""
 
-from __future__ import annotations
-
 import ctypes
 import os
 import signal
@@ -9,9 +7,7 @@ import sys
 import textwrap
 import threading
 import time
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import pytest
 from attack_loops import interrupt, kill_builders, kill_compilers, start_cold
@@ -38,31 +34,19 @@ from op_builder.jit.errors import (
 )
 from op_builder.jit.find import cache
 
-Forget = Callable[[], None]
-
-
 # Kills and interrupts ------------------------------------------------------------------------
 
 
-def test_killed_builders(root: Path, cache_dir: Path, forget: Forget) -> None:
-    tally = Tally("killed builders")
-    kill_builders(root, cache_dir, forget, tally, 6)
+@pytest.mark.parametrize(
+    ("attack", "times"), [(kill_builders, 6), (kill_compilers, 6), (interrupt, 4)]
+)
+def test_builds_that_end_early(root, cache_dir, forget, attack, times):
+    tally = Tally(attack.__name__)
+    attack(root, cache_dir, forget, tally, times)
     tally.report()
 
 
-def test_killed_compilers(root: Path, cache_dir: Path, forget: Forget) -> None:
-    tally = Tally("killed compilers")
-    kill_compilers(root, cache_dir, forget, tally, 6)
-    tally.report()
-
-
-def test_interrupted_builders(root: Path, cache_dir: Path, forget: Forget) -> None:
-    tally = Tally("interrupted builders")
-    interrupt(root, cache_dir, forget, tally, 4)
-    tally.report()
-
-
-def test_interrupted_waiter(root: Path, tmp_path: Path) -> None:
+def test_interrupted_waiter(root, tmp_path):
     compiler, log = logging_compiler(tmp_path, sleep=1.5)
     holder = call_in_process(root, CXX=str(compiler))
     assert wait_for(log.read_text)
@@ -79,7 +63,6 @@ def test_interrupted_waiter(root: Path, tmp_path: Path) -> None:
             print("interrupted")
     """
     waiter = start(code)
-    assert waiter.stdout is not None
     assert waiter.stdout.readline() == "waiting\n"
     begun = time.monotonic()
     waiter.send_signal(signal.SIGINT)
@@ -89,7 +72,7 @@ def test_interrupted_waiter(root: Path, tmp_path: Path) -> None:
     assert log.read_text() == "x\n"
 
 
-def test_leftovers_of_the_same_op_go_with_its_next_build(root: Path, cache_dir: Path) -> None:
+def test_leftovers_of_the_same_op_go_with_its_next_build(root, cache_dir):
     name = cache.entry_folder("tiny_cpu", Tiny(root).key("cpu"))
     for folder in (f"{name}.dead", "another-0.dead"):
         (cache_dir / "tmp" / folder / "entry").mkdir(parents=True)
@@ -104,14 +87,14 @@ def test_leftovers_of_the_same_op_go_with_its_next_build(root: Path, cache_dir: 
 # Processes, forks and threads ----------------------------------------------------------------
 
 
-def test_two_versions_share_a_cache(tmp_path: Path) -> None:
+def test_two_versions_share_a_cache(tmp_path):
     tally = Tally("sixteen cold processes, two versions")
     start_cold(tmp_path, tally, processes=16, ops=2)
     tally.report()
     assert tally.ends["right"] == 16
 
 
-def test_fork_after_loading(root: Path) -> None:
+def test_fork_after_loading(root):
     code = f"""
         import ctypes
         def value():
@@ -136,7 +119,7 @@ BUILD_IN_A_THREAD = """
 """
 
 
-def test_fork_while_a_thread_builds(root: Path, tmp_path: Path) -> None:
+def test_fork_while_a_thread_builds(root, tmp_path):
     """The child waits for its parent's build like any other process, and gets its library."""
     compiler, log = logging_compiler(tmp_path, sleep=0.7)
     code = textwrap.dedent(BUILD_IN_A_THREAD.format(root=str(root), log=str(log)))
@@ -152,7 +135,7 @@ print(codes, value())
     assert log.read_text() == "x\n"
 
 
-def test_fork_while_ninja_is_started(root: Path, tmp_path: Path) -> None:
+def test_fork_while_ninja_is_started(root, tmp_path):
     """The child does not hold the pipe that the builder reads to its end."""
     compiler, log = logging_compiler(tmp_path, sleep=0.2)
     code = textwrap.dedent(f"""
@@ -182,7 +165,7 @@ def test_fork_while_ninja_is_started(root: Path, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("broken", [False, True])
 @pytest.mark.parametrize("how", ["ignored", "taken"])
-def test_exit_status_that_is_lost(root: Path, tmp_path: Path, how: str, broken: bool) -> None:
+def test_exit_status_that_is_lost(root, tmp_path, how, broken):
     """Servers ignore SIGCHLD or wait for whatever child there is: ninja's status is not seen."""
     if broken:
         write_op(root, body="return no_such_name;")
@@ -212,7 +195,7 @@ def take():
 
 
 @pytest.mark.parametrize("who", ["child", "stranger"])
-def test_fork_whose_parent_is_killed(root: Path, tmp_path: Path, who: str) -> None:
+def test_fork_whose_parent_is_killed(root, tmp_path, who):
     """A child shares its parent's open files, but must not keep the parent's lock."""
     compiler, log = logging_compiler(tmp_path, sleep=30)
     result = tmp_path / "result"
@@ -232,7 +215,6 @@ def test_fork_whose_parent_is_killed(root: Path, tmp_path: Path, who: str) -> No
     """
     )
     parent = start(code, CXX=str(compiler))
-    assert parent.stdout is not None
     try:
         assert parent.stdout.readline() == "forked\n"
         parent.kill()
@@ -250,12 +232,12 @@ def test_fork_whose_parent_is_killed(root: Path, tmp_path: Path, who: str) -> No
         parent.communicate(timeout=LIMIT)
 
 
-def test_dispatcher_after_a_fork() -> None:
+def test_dispatcher_after_a_fork():
     """A thread binds an op, which may build it, while the process forks."""
     dispatcher = pytest.importorskip("apex_te.runtime.dispatcher")
     taken, done = threading.Event(), threading.Event()
 
-    def bind() -> None:
+    def bind():
         with dispatcher._lock:
             taken.set()
             done.wait(LIMIT)
@@ -271,11 +253,11 @@ def test_dispatcher_after_a_fork() -> None:
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
 
 
-def in_threads(count: int, action: Callable[[], object]) -> list[object]:
+def in_threads(count, action):
     """What ``count`` threads that start together return or raise."""
     barrier = threading.Barrier(count)
 
-    def run(_: int) -> object:
+    def run(_):
         barrier.wait()
         try:
             return action()
@@ -291,9 +273,7 @@ def in_threads(count: int, action: Callable[[], object]) -> list[object]:
         sys.setswitchinterval(interval)
 
 
-def test_sixteen_threads(
-    root: Path, tmp_path: Path, forget: Forget, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_sixteen_threads(root, tmp_path, forget, monkeypatch):
     compiler, log = logging_compiler(tmp_path)
     monkeypatch.setenv("CXX", str(compiler))
     for value in range(1, 6):
@@ -306,9 +286,7 @@ def test_sixteen_threads(
     assert log.read_text() == "x\n" * 5
 
 
-def test_sixteen_threads_get_one_error(
-    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_sixteen_threads_get_one_error(root, tmp_path, monkeypatch):
     compiler, log = logging_compiler(tmp_path, sleep=0.2)
     monkeypatch.setenv("CXX", str(compiler))
     write_op(root, body="return no_such_name;")
@@ -319,9 +297,7 @@ def test_sixteen_threads_get_one_error(
     assert log.read_text() == "x\n"
 
 
-def test_threads_share_the_error_of_a_wait(
-    root: Path, cache_dir: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_threads_share_the_error_of_a_wait(root, cache_dir, monkeypatch):
     """Not one limit after the other."""
     monkeypatch.setenv("APEX_TE_LOCK_TIMEOUT", "1")
     (cache_dir / "locks").mkdir(mode=0o700)
@@ -334,9 +310,7 @@ def test_threads_share_the_error_of_a_wait(
     assert call(Tiny(root).open()) == 1
 
 
-def test_sixteen_threads_and_a_killed_compiler(
-    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_sixteen_threads_and_a_killed_compiler(root, tmp_path, monkeypatch):
     """Those who wait get its error, those who come later try again."""
     compiler, log = logging_compiler(tmp_path, sleep=0.3)
     compiler.write_text(compiler.read_text().replace("sleep 0.3", "sleep 0.3; kill -9 $$"))
@@ -348,11 +322,11 @@ def test_sixteen_threads_and_a_killed_compiler(
     assert call(Tiny(root).open()) == 1
 
 
-def test_after_a_reentrant_load(root: Path) -> None:
+def test_after_a_reentrant_load(root):
     class Loop(Tiny):
         again = True
 
-        def cxx_args(self) -> list[str]:
+        def cxx_args(self):
             if self.again:
                 self.open()
             return []

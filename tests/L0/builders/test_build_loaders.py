@@ -4,17 +4,14 @@ What the ancestors' loaders got wrong: builds started by ``hasattr`` and ``dir``
 half a module, a failing build repeated at every access, output at every start.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import os
 import shutil
-import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from programs import captured
 from tiny_op import CHECKOUT, Tiny, logging_compiler
 
 import op_builder
@@ -28,7 +25,7 @@ OUTER = cache.user_cache().path  # the user's own, before the tests get empty on
 
 
 @pytest.fixture
-def dispatcher(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> dict[str, str]:
+def dispatcher(monkeypatch, tmp_path):
     """The environment in which the dispatcher, the slowest build of all, alone is found ready."""
     with monkeypatch.context() as patch:
         patch.setenv("APEX_TE_CACHE_DIR", OUTER)
@@ -39,9 +36,9 @@ def dispatcher(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> dict[str, str
     return {**os.environ, "APEX_TE_CACHE_PATH": str(folder), "PYTHONPATH": str(CHECKOUT)}
 
 
-def run(code: str, environment: dict[str, str]) -> subprocess.CompletedProcess[str]:
+def run(code, environment):
     command = [sys.executable, "-B", "-c", code]
-    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+    return captured(command, check=False, env=environment)
 
 
 LOOK = """
@@ -64,7 +61,7 @@ print(len(ops), started)
 """
 
 
-def test_looking_at_every_loader_starts_nothing(cache_dir: Path) -> None:
+def test_looking_at_every_loader_starts_nothing(cache_dir):
     done = run(LOOK, {**os.environ, "PYTHONPATH": str(CHECKOUT), "PATH": ""})
     assert (done.stdout, done.stderr) == (f"{len(op_builder.builder_names())} []\n", "")
     assert list(cache_dir.iterdir()) == []
@@ -92,7 +89,7 @@ print(len(results), *sorted(set(map(str, results))))
 """
 
 
-def test_threads_that_call_first_at_once(dispatcher: dict[str, str], tmp_path: Path) -> None:
+def test_threads_that_call_first_at_once(dispatcher, tmp_path):
     compiler, log = logging_compiler(tmp_path, sleep=0.5)
     done = run(CALLS, {**dispatcher, "CXX": str(compiler)})
     count, *values = done.stdout.split()
@@ -122,7 +119,7 @@ print("\\n---\\n".join(told))
 """
 
 
-def test_failing_build_is_not_repeated(dispatcher: dict[str, str], tmp_path: Path) -> None:
+def test_failing_build_is_not_repeated(dispatcher, tmp_path):
     compiler, log = tmp_path / "failing-cxx", tmp_path / "compilations"
     compiler.write_text(
         f'#!/bin/sh\ncase " $* " in *" -c "*) echo x >> {log}; echo "a.cpp:1:1: error: broken" >&2;'
@@ -137,9 +134,7 @@ def test_failing_build_is_not_repeated(dispatcher: dict[str, str], tmp_path: Pat
     assert log.read_text() == "x\n"
 
 
-def test_verbose_load_of_a_cached_op_says_nothing(
-    root: Path, capfd: pytest.CaptureFixture[str], forget: Callable[[], None]
-) -> None:
+def test_verbose_load_of_a_cached_op_says_nothing(root, capfd, forget):
     Tiny(root).open()
     assert "built in" in capfd.readouterr().err
     for verbose in (True, False):
@@ -148,7 +143,7 @@ def test_verbose_load_of_a_cached_op_says_nothing(
     assert capfd.readouterr() == ("", "")
 
 
-def test_no_flag_depends_on_the_machine() -> None:
+def test_no_flag_depends_on_the_machine():
     for builder in [*op_builder.all_builders().values(), op_builder.get_builder("apex_te_core")]:
         for kind in ("cpu", "cuda"):
             flags = " ".join(builder.compile_flags(kind))
@@ -157,7 +152,7 @@ def test_no_flag_depends_on_the_machine() -> None:
             assert "fast" not in flags
 
 
-def test_ninja_without_its_python_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ninja_without_its_python_module(tmp_path, monkeypatch):
     ninja = tmp_path / "ninja"
     shutil.copy(toolchain.find_ninja(), ninja)
     monkeypatch.setenv("PATH", str(tmp_path))

@@ -1,12 +1,9 @@
 """What is found without a compiler, and what counts as another library."""
 
-from __future__ import annotations
-
 import ctypes
 import os
 import shutil
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -14,14 +11,13 @@ from tiny_op import Tiny, TinyCuda, start, write_op
 
 from op_builder.jit.backends import toolchain
 from op_builder.jit.errors import JitDisabledError, ReentrantLoadError, UnknownOpError
-from op_builder.jit.find.cache import OpenedLibrary
 
 
-def call(opened: OpenedLibrary) -> int:
+def call(opened):
     return int(ctypes.CDLL(opened.proc_path).tiny())
 
 
-def test_build_then_find(root: Path, forget: Callable[[], None]) -> None:
+def test_build_then_find(root, forget):
     builder = Tiny(root)
     assert builder.find() is None
     assert call(builder.open()) == 1
@@ -32,13 +28,13 @@ def test_build_then_find(root: Path, forget: Callable[[], None]) -> None:
     assert os.path.samestat(os.fstat(found.fd), os.stat(found.path))
 
 
-def test_loaded_library_is_kept(root: Path) -> None:
+def test_loaded_library_is_kept(root):
     builder = Tiny(root)
     assert builder.open() is builder.open()
     assert Tiny(root).open() is builder.open()
 
 
-def test_relocation_is_a_hit(root: Path, tmp_path: Path) -> None:
+def test_relocation_is_a_hit(root, tmp_path):
     Tiny(root).open()
     moved = tmp_path / "elsewhere" / "deep"
     shutil.copytree(root, moved)
@@ -47,7 +43,7 @@ def test_relocation_is_a_hit(root: Path, tmp_path: Path) -> None:
     assert Tiny(moved).find() is not None
 
 
-def test_header_change_is_a_miss(root: Path, forget: Callable[[], None]) -> None:
+def test_header_change_is_a_miss(root, forget):
     builder = Tiny(root)
     assert call(builder.open()) == 1
     write_op(root, value=22)
@@ -56,9 +52,9 @@ def test_header_change_is_a_miss(root: Path, forget: Callable[[], None]) -> None
     assert call(builder.open()) == 22
 
 
-def test_key_follows_flags_not_environment(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_key_follows_flags_not_environment(root, monkeypatch):
     class Flagged(Tiny):
-        def cxx_args(self) -> list[str]:
+        def cxx_args(self):
             return ["-DEXTRA"]
 
     plain = Tiny(root).key("cpu")
@@ -69,19 +65,19 @@ def test_key_follows_flags_not_environment(root: Path, monkeypatch: pytest.Monke
     assert set(Tiny(root).compile_flags("cpu")) < set(Flagged(root).compile_flags("cpu"))
 
 
-def test_system_folders_are_not_in_the_key(root: Path) -> None:
+def test_system_folders_are_not_in_the_key(root):
     class Wheel(Tiny):
-        def cxx_args(self) -> list[str]:
+        def cxx_args(self):
             return ["-I/opt/a"]
 
     class OtherWheel(Tiny):
-        def cxx_args(self) -> list[str]:
+        def cxx_args(self):
             return ["-I/somewhere/b"]
 
     assert Wheel(root).key("cpu") == OtherWheel(root).key("cpu")
 
 
-def test_hit_needs_no_path_and_no_writable_cache(root: Path, cache_dir: Path) -> None:
+def test_hit_needs_no_path_and_no_writable_cache(root, cache_dir):
     Tiny(root).open()
     for folder, names, files in os.walk(cache_dir, topdown=False):
         for name in (*names, *files):
@@ -103,7 +99,7 @@ def test_hit_needs_no_path_and_no_writable_cache(root: Path, cache_dir: Path) ->
     os.chmod(cache_dir, 0o700)
 
 
-def test_lookup_is_fast(root: Path) -> None:
+def test_lookup_is_fast(root):
     builder = Tiny(root)
     os.close(os.dup(builder.open().fd))
     times = []
@@ -116,9 +112,7 @@ def test_lookup_is_fast(root: Path) -> None:
     assert sorted(times)[len(times) // 2] < 1e-3
 
 
-def test_extra_read_only_cache(
-    root: Path, cache_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_extra_read_only_cache(root, cache_dir, tmp_path, monkeypatch):
     Tiny(root).open()
     extra = tmp_path / "extra"
     cache_dir.rename(extra)
@@ -129,7 +123,7 @@ def test_extra_read_only_cache(
     assert found.kind == "extra"
 
 
-def test_prebuilt_comes_first(root: Path, cache_dir: Path) -> None:
+def test_prebuilt_comes_first(root, cache_dir):
     Tiny(root).open()
     shutil.copytree(cache_dir, root / "prebuilt")
     os.chmod(root / "prebuilt", 0o755)
@@ -138,7 +132,7 @@ def test_prebuilt_comes_first(root: Path, cache_dir: Path) -> None:
     assert found.kind == "prebuilt"
 
 
-def test_truncated_library_is_not_loaded(root: Path, forget: Callable[[], None]) -> None:
+def test_truncated_library_is_not_loaded(root, forget):
     builder = Tiny(root)
     path = Path(builder.open().path)
     path.write_bytes(path.read_bytes()[:1000])
@@ -148,7 +142,7 @@ def test_truncated_library_is_not_loaded(root: Path, forget: Callable[[], None])
     assert call(builder.open()) == 1
 
 
-def test_broken_manifest_is_a_miss(root: Path, forget: Callable[[], None]) -> None:
+def test_broken_manifest_is_a_miss(root, forget):
     builder = Tiny(root)
     (Path(builder.open().path).parent / "manifest.json").write_text("{")
     forget()
@@ -156,7 +150,7 @@ def test_broken_manifest_is_a_miss(root: Path, forget: Callable[[], None]) -> No
     assert builder.open().fd >= 0
 
 
-def test_manifest(root: Path) -> None:
+def test_manifest(root):
     import hashlib
     import json
 
@@ -172,9 +166,7 @@ def test_manifest(root: Path) -> None:
     assert manifest["seconds"] > 0
 
 
-def test_disabled_jit(
-    root: Path, monkeypatch: pytest.MonkeyPatch, forget: Callable[[], None]
-) -> None:
+def test_disabled_jit(root, monkeypatch, forget):
     monkeypatch.setenv("APEX_TE_DISABLE_JIT", "1")
     with pytest.raises(JitDisabledError, match=r"(?s)tiny.*APEX_BUILD_TINY=1 pip install \."):
         Tiny(root).open()
@@ -185,7 +177,7 @@ def test_disabled_jit(
     assert call(Tiny(root).open()) == 1
 
 
-def test_jit_load_builds_again(root: Path, forget: Callable[[], None]) -> None:
+def test_jit_load_builds_again(root, forget):
     from op_builder.jit.build.service import open_library
 
     first = Path(Tiny(root).open().path)
@@ -196,9 +188,9 @@ def test_jit_load_builds_again(root: Path, forget: Callable[[], None]) -> None:
     assert call(second) == 1
 
 
-def test_reentrant_load(root: Path) -> None:
+def test_reentrant_load(root):
     class Loop(Tiny):
-        def cxx_args(self) -> list[str]:
+        def cxx_args(self):
             self.open()
             return []
 
@@ -206,7 +198,7 @@ def test_reentrant_load(root: Path) -> None:
         Loop(root).open()
 
 
-def test_devices(root: Path) -> None:
+def test_devices(root):
     with pytest.raises(UnknownOpError, match="device must be one of cpu, got 'cuda'"):
         Tiny(root).open("cuda")
     (root / "csrc/tiny/tiny_cuda.cu").unlink()
@@ -214,7 +206,7 @@ def test_devices(root: Path) -> None:
         TinyCuda(root).open("cuda", (9, 0))
 
 
-def test_functions_are_read_from_the_header(root: Path) -> None:
+def test_functions_are_read_from_the_header(root):
     functions = Tiny(root).functions()
     assert functions == {
         "tiny": ("x: Tensor, y: float -> int", ("cpu", "cuda")),

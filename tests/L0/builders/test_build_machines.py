@@ -1,7 +1,5 @@
 """Libraries for other CPUs: for another architecture, and for CPUs with further features."""
 
-from __future__ import annotations
-
 import json
 import os
 import re
@@ -9,10 +7,10 @@ import shutil
 import subprocess
 import sys
 import warnings
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from programs import captured
 from tiny_op import CHECKOUT, Tiny, quick_compiler, write_op
 
 from op_builder.jit import platform
@@ -31,7 +29,7 @@ OTHER = {"x86_64": "aarch64"}.get(HERE, "x86_64")
 FLAG = {"x86_64": ("-mavx512f", "avx512f"), "aarch64": ("-march=armv8-a+sve", "sve")}.get(HERE)
 
 
-def test_key_names_the_architecture(tmp_path: Path) -> None:
+def test_key_names_the_architecture(tmp_path):
     op = Tiny(write_op(tmp_path))
     here = key_of(op, "cpu")
     with platform.compile_for(HERE):
@@ -45,9 +43,7 @@ def test_key_names_the_architecture(tmp_path: Path) -> None:
     assert HERE in platform.soabi() or "linux" not in platform.soabi()
 
 
-def test_key_is_the_one_that_the_other_machine_asks_for(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_key_is_the_one_that_the_other_machine_asks_for(tmp_path, monkeypatch):
     op = Tiny(write_op(tmp_path))
     with platform.compile_for(OTHER):
         made = key_of(op, "cpu")
@@ -56,7 +52,7 @@ def test_key_is_the_one_that_the_other_machine_asks_for(
     assert key_of(op, "cpu") == made
 
 
-def test_compiler_for_another_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_compiler_for_another_machine(tmp_path, monkeypatch):
     monkeypatch.delenv("CXX", raising=False)
     monkeypatch.setenv("PATH", str(tmp_path))
     package = f"g++-{OTHER.replace('_', '-')}-linux-gnu"
@@ -69,7 +65,7 @@ def test_compiler_for_another_machine(tmp_path: Path, monkeypatch: pytest.Monkey
         assert toolchain.find_cxx() == [str(compiler)]
 
 
-def test_library_of_this_machine_is_none_for_another(op_library: Path) -> None:
+def test_library_of_this_machine_is_none_for_another(op_library):
     assert elf.file_problem(str(op_library)) == ""
     with platform.compile_for(OTHER):
         told = elf.file_problem(str(op_library))
@@ -83,9 +79,7 @@ def test_library_of_this_machine_is_none_for_another(op_library: Path) -> None:
         ({"APEX_BUILD_MACHINE": OTHER}, f"CUDA libraries for {OTHER} must be built on {OTHER}"),
     ],
 )
-def test_machine_that_cannot_be_served(
-    variables: dict[str, str], told: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_machine_that_cannot_be_served(variables, told, monkeypatch):
     for name, value in {**variables, "APEX_BUILD_CUDA_OPS": "1"}.items():
         monkeypatch.setenv(name, value)
     builders = {"tiny": type("T", (Tiny,), {"NAME": "tiny", "DEVICES": ("cpu", "cuda")})()}
@@ -94,27 +88,27 @@ def test_machine_that_cannot_be_served(
 
 
 @pytest.mark.parametrize("label", ["", "cpu", "cu13", "cu13.torch213"])
-def test_version_label(label: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_version_label(label, monkeypatch):
     monkeypatch.setenv("APEX_BUILD_LABEL", label)
     assert install.version_label() == (f"+{label}" if label else "")
 
 
 @pytest.mark.parametrize("label", ["CPU", "+cpu", "cpu-1", "c u"])
-def test_version_label_that_is_none(label: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_version_label_that_is_none(label, monkeypatch):
     monkeypatch.setenv("APEX_BUILD_LABEL", label)
     with pytest.raises(SettingError, match="APEX_BUILD_LABEL must be lower-case letters"):
         install.version_label()
 
 
 @pytest.mark.skipif(FLAG is None, reason="a machine that is neither x86-64 nor aarch64")
-def test_compiler_tells_the_features_it_uses() -> None:
+def test_compiler_tells_the_features_it_uses():
     flag, feature = FLAG  # type: ignore[misc]
     assert platform.compiled_for(["g++", "-O3"]) == []
     assert feature in platform.compiled_for(["g++", flag])
     assert platform.compiled_for(["/nonexistent/g++"]) == []
 
 
-def test_features_that_this_machine_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_features_that_this_machine_lacks(monkeypatch):
     monkeypatch.setattr(platform, "own_cpu_features", lambda: frozenset(("avx", "avx2")))
     assert platform.missing_features(["avx2", "avx512f", "amx"]) == ["amx", "avx512f"]
     assert platform.missing_features([]) == []
@@ -123,9 +117,7 @@ def test_features_that_this_machine_lacks(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 @pytest.mark.parametrize("machine", [HERE, OTHER])
-def test_library_for_better_cpus_is_not_loaded(
-    machine: str, tmp_path: Path, cache_dir: Path, forget: Callable[[], None]
-) -> None:
+def test_library_for_better_cpus_is_not_loaded(machine, tmp_path, cache_dir, forget):
     """A manifest that asks for a feature of no CPU: the library is ignored, with one warning."""
     op = Tiny(write_op(tmp_path / "op"))
     op.open("cpu")
@@ -143,7 +135,7 @@ def test_library_for_better_cpus_is_not_loaded(
     assert any("was compiled for CPUs with quantum" in text for text in told) == (machine == HERE)
 
 
-def test_wheel_of_a_compiler_for_better_cpus_is_refused(tmp_path: Path) -> None:
+def test_wheel_of_a_compiler_for_better_cpus_is_refused(tmp_path):
     """Some distributions' compilers use AVX without being asked: their wheels are for few CPUs."""
     if FLAG is None:
         pytest.skip("a machine that is neither x86-64 nor aarch64")
@@ -160,13 +152,13 @@ def test_wheel_of_a_compiler_for_better_cpus_is_refused(tmp_path: Path) -> None:
     )
     command = [sys.executable, "-c", code, str(Path(__file__).parent), str(tmp_path)]
     variables = {**os.environ, "CXX": str(compiler)}
-    done = subprocess.run(command, env=variables, capture_output=True, text=True, timeout=120)
+    done = captured(command, check=False, env=variables)
     assert f"must make code for every {HERE} CPU, got one that uses" in done.stderr
     assert FLAG[1] in done.stderr
 
 
 @pytest.fixture(scope="module")
-def op_library(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def op_library(tmp_path_factory):
     """A small shared library in C++ that needs symbols of libc and libstdc++."""
     folder = tmp_path_factory.mktemp("library")
     (folder / "a.cpp").write_text(
@@ -179,10 +171,10 @@ def op_library(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.skipif(shutil.which("readelf") is None, reason="no readelf to compare with")
-def test_needs_are_those_that_readelf_prints(op_library: Path) -> None:
+def test_needs_are_those_that_readelf_prints(op_library):
     needs = wheel_platform.needs(op_library.read_bytes())
     command = ["readelf", "--wide", "--dynamic", "--version-info", str(op_library)]
-    text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    text = captured(command).stdout
     assert needs.machine == HERE
     assert needs.libraries == set(re.findall(r"Shared library: \[(.*?)\]", text))
     for family, version in needs.versions.items():
@@ -191,13 +183,13 @@ def test_needs_are_those_that_readelf_prints(op_library: Path) -> None:
     assert {"GLIBC", "GLIBCXX"} <= needs.versions.keys()
 
 
-def test_platform_tag(op_library: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_platform_tag(op_library, monkeypatch):
     content = op_library.read_bytes()
     found = re.fullmatch(rf"manylinux_2_(\d+)_{HERE}", wheel_platform.tag({"a.so": content}))
     assert found
     assert int(found[1]) >= 17
 
-    def tag(**changes: object) -> str:
+    def tag(**changes):
         needs = wheel_platform.Needs("x86_64", frozenset(("libc.so.6",)), {"GLIBC": (2, 5)})
         monkeypatch.setattr(wheel_platform, "needs", lambda _: needs._replace(**changes))
         return wheel_platform.tag({"a.so": b""})
@@ -212,14 +204,14 @@ def test_platform_tag(op_library: Path, monkeypatch: pytest.MonkeyPatch) -> None
         tag(libraries=frozenset(("libc.so.6", "libcudart.so.13")))
 
 
-def test_platform_tag_of_what_is_no_library() -> None:
+def test_platform_tag_of_what_is_no_library():
     with pytest.raises(ValueError, match="not a 64-bit ELF file"):
         wheel_platform.tag({"a.so": b"text"})
     with pytest.raises(ValueError, match="libraries must be for one machine, got \\[\\]"):
         wheel_platform.tag({})
 
 
-def test_wheel_for_another_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wheel_for_another_machine(tmp_path, monkeypatch):
     """The build is asked for in one variable, and its libraries lie under the other's keys."""
     monkeypatch.setenv("APEX_BUILD_MACHINE", OTHER)
     monkeypatch.setenv("CXX", str(quick_compiler(tmp_path)))

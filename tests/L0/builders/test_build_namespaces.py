@@ -1,7 +1,5 @@
 """Names that are found without an import of their own, what importing costs, and their types."""
 
-from __future__ import annotations
-
 import ast
 import importlib
 import json
@@ -10,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from programs import captured
 from tiny_op import CHECKOUT
 
 from op_builder import builder_names
@@ -39,11 +38,8 @@ print(json.dumps([loaded, names, listed, found]))
 """
 
 
-def test_every_name_is_found_and_listed(cache_dir: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", SCRIPT], capture_output=True, text=True, timeout=300, cwd=CHECKOUT
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
+def test_every_name_is_found_and_listed(cache_dir):
+    done = captured([sys.executable, "-c", SCRIPT], cwd=CHECKOUT)
     loaded, names, listed, found = json.loads(done.stdout)
     own = [name for name in loaded if name.startswith("apex_te")]
     runtime = ["runtime", "runtime.lazy", "runtime.paths", "runtime.torch_version"]
@@ -85,9 +81,7 @@ def test_every_name_is_found_and_listed(cache_dir: Path) -> None:
         ("apex_te.compatibility", "layernorm", "layer_norm"),
     ],
 )
-def test_a_misspelt_name_is_answered_by_the_name_that_was_meant(
-    owner: str, name: str, meant: str | None
-) -> None:
+def test_a_misspelt_name_is_answered_by_the_name_that_was_meant(owner, name, meant):
     with pytest.raises(AttributeError) as caught:
         getattr(importlib.import_module(owner), name)
     hint = f"; did you mean {meant!r}?" if meant else ""
@@ -95,7 +89,7 @@ def test_a_misspelt_name_is_answered_by_the_name_that_was_meant(
     assert caught.value.name == name
 
 
-def test_a_name_that_is_one_level_deeper_is_pointed_to() -> None:
+def test_a_name_that_is_one_level_deeper_is_pointed_to():
     import apex_te
 
     with pytest.raises(AttributeError, match=r"; it is apex_te\.integrations\.huggingface\.FP8C"):
@@ -104,16 +98,14 @@ def test_a_name_that_is_one_level_deeper_is_pointed_to() -> None:
         apex_te.DelayedScaling  # noqa: B018
 
 
-def test_python_adds_no_second_guess() -> None:
+def test_python_adds_no_second_guess():
     code = "import apex_te; apex_te.Linaer"
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=300, cwd=CHECKOUT
-    )
+    done = captured([sys.executable, "-c", code], check=False, cwd=CHECKOUT)
     assert done.stderr.endswith("has no attribute 'Linaer'; did you mean 'Linear'?\n")
 
 
 @pytest.mark.parametrize("package", ["apex_te", "apex_te.distributed", "apex_te.module"])
-def test_type_checkers_are_told_every_lazy_name(package: str) -> None:
+def test_type_checkers_are_told_every_lazy_name(package):
     module = importlib.import_module(package)
     assert module.__file__ is not None
     told = {
@@ -127,7 +119,7 @@ def test_type_checkers_are_told_every_lazy_name(package: str) -> None:
     assert told == set(module._NAMES)
 
 
-def test_type_checkers_are_told_every_op() -> None:
+def test_type_checkers_are_told_every_op():
     import apex_te
 
     stems = {path.stem for path in (CHECKOUT / "apex_te/ops").glob("[a-z]*.py")}
@@ -150,12 +142,8 @@ print("FP8Callback" in dir(apex_te), "fuse_loss" in dir(apex_te), len(shown.getv
 """
 
 
-def test_the_callback_says_how_to_install_transformers_which_nothing_else_needs() -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", WITHOUT_TRANSFORMERS],
-        capture_output=True, text=True, timeout=300, cwd=CHECKOUT,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-2000:]
+def test_the_callback_says_how_to_install_transformers_which_nothing_else_needs():
+    done = captured([sys.executable, "-c", WITHOUT_TRANSFORMERS], cwd=CHECKOUT)
     assert done.stdout.splitlines() == [
         "FP8Callback: transformers must be installed: pip install transformers",
         "False True True",
@@ -175,7 +163,7 @@ def test_the_callback_says_how_to_install_transformers_which_nothing_else_needs(
         ("fuse_loss", ""),
     ],
 )
-def test_names_of_conversion_and_training_are_at_the_top_level(name: str, module: str) -> None:
+def test_names_of_conversion_and_training_are_at_the_top_level(name, module):
     import apex_te
 
     if name == "FP8Callback":
@@ -221,7 +209,7 @@ TYPES = (
 
 
 @pytest.fixture(scope="module")
-def beside(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def beside(tmp_path_factory):
     """A folder that has torch and no other installed package, with mypy's cache of torch."""
     import torch
 
@@ -233,7 +221,7 @@ def beside(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.long
 @pytest.mark.parametrize("hook", ["build_editable", "build_wheel"])
-def test_type_checkers_see_an_installation(hook: str, tmp_path: Path, beside: Path) -> None:
+def test_type_checkers_see_an_installation(hook, tmp_path, beside):
     pytest.importorskip("mypy")
     import zipfile
 
@@ -253,12 +241,9 @@ def test_type_checkers_see_an_installation(hook: str, tmp_path: Path, beside: Pa
     probe = tmp_path / "probe.py"
     probe.write_text(PROBE)
     python = environment / "bin" / "python"
-    checked = subprocess.run(
-        [
-            sys.executable, "-m", "mypy", "--python-executable", str(python), "--config-file", "",
-            "--cache-dir", str(beside / "cache"), "--ignore-missing-imports", str(probe),
-        ],
-        capture_output=True, text=True, timeout=600, cwd=tmp_path,
-    )  # fmt: skip
+    options = ["--python-executable", str(python), "--config-file", "", "--ignore-missing-imports"]
+    options += ["--cache-dir", str(beside / "cache"), str(probe)]
+    command = [sys.executable, "-m", "mypy", *options]
+    checked = captured(command, check=False, timeout=600, cwd=tmp_path)
     for expected in TYPES:
         assert expected in checked.stdout, checked.stdout + checked.stderr

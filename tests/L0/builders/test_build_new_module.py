@@ -1,15 +1,12 @@
 """scripts/new_module.py: what it writes, refuses and removes, as docs/new_module.md says."""
 
-from __future__ import annotations
-
 import re
 import shutil
-import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import tutorial
+from programs import captured
 from tiny_op import CHECKOUT
 
 sys.path.insert(0, str(CHECKOUT / "scripts"))
@@ -24,12 +21,12 @@ COMMANDS = [
 ]
 
 
-def listing(root: Path) -> list[str]:
+def listing(root):
     return sorted(str(path.relative_to(root)) for path in root.rglob("*"))
 
 
 @pytest.fixture
-def tree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def tree(tmp_path, monkeypatch):
     """A tree with one module in it, that the script takes for its checkout."""
     for room in ("apex_te/module/_core", "tests/L0/module", "scripts"):
         (tmp_path / room).mkdir(parents=True)
@@ -41,12 +38,12 @@ def tree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_the_page_from_nothing_to_nothing(tmp_path: Path) -> None:
+def test_the_page_from_nothing_to_nothing(tmp_path):
     """Its commands in a copied checkout: the generated test passes, and nothing is left."""
     follow_page(tmp_path, CUDA_VISIBLE_DEVICES="")  # with a GPU: tests/L1/builders
 
 
-def follow_page(tmp_path: Path, **variables: str) -> None:
+def follow_page(tmp_path, **variables):
     checkout = tutorial.copy_checkout(tmp_path / "checkout")
     (checkout / "tests/L0/module").mkdir()
     # the suite's own libraries, which other tests use, too
@@ -62,7 +59,7 @@ def follow_page(tmp_path: Path, **variables: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["q", "my_module", "x" * names.LONGEST])
-def test_what_it_writes_is_formatted(tree: Path, name: str) -> None:
+def test_what_it_writes_is_formatted(tree, name):
     before = listing(tree)
     assert new_module.main([name]) == 0
     written = [path for path in tree.rglob("*.py") if path.stem in (name, f"test_{name}")]
@@ -79,11 +76,7 @@ def test_what_it_writes_is_formatted(tree: Path, name: str) -> None:
     shutil.copy(CHECKOUT / "pyproject.toml", tree)
     for command in (["check"], ["format", "--check"]):
         if shutil.which("ruff"):
-            done = subprocess.run(
-                ["ruff", *command, "--no-cache", *map(str, written)],
-                cwd=tree, capture_output=True, text=True,
-            )  # fmt: skip
-            assert done.returncode == 0, done.stdout
+            captured(["ruff", *command, "--no-cache", *map(str, written)], cwd=tree)
     assert new_module.main([name, "--remove"]) == 0
     assert listing(tree) == sorted([*before, *made, "pyproject.toml"])
 
@@ -98,18 +91,14 @@ def test_what_it_writes_is_formatted(tree: Path, name: str) -> None:
         ("rope", "there is a test tests/L0/ops/test_rope.py already"),
     ],
 )
-def test_names_that_are_refused(
-    tree: Path, capsys: pytest.CaptureFixture[str], name: str, message: str
-) -> None:
+def test_names_that_are_refused(tree, capsys, name, message):
     before = listing(tree)
     assert new_module.main([name]) == 1
     assert message in capsys.readouterr().err
     assert listing(tree) == before
 
 
-def test_nothing_is_overwritten_and_changes_are_kept(
-    tree: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_nothing_is_overwritten_and_changes_are_kept(tree, capsys):
     assert new_module.main(["mine", "--dry-run"]) == 0
     assert not (tree / "apex_te/module/mine.py").exists()
     assert new_module.main(["mine"]) == 0

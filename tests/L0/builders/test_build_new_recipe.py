@@ -1,14 +1,11 @@
 """scripts/new_recipe.py: the guide from nothing to a recipe that trains; what it refuses."""
 
-from __future__ import annotations
-
 import shutil
-import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import tutorial
+from programs import captured
 from tiny_op import CHECKOUT
 
 sys.path.insert(0, str(CHECKOUT / "scripts"))
@@ -18,7 +15,7 @@ from jit_templates.names import LONGEST
 
 
 @pytest.fixture
-def tree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def tree(tmp_path, monkeypatch):
     """A tree with the recipes and schemes of the suite, which the script takes for its checkout."""
     root = tmp_path / "tree"
     for room in ("apex_te/recipe", "apex_te/fp8/scheme"):
@@ -27,7 +24,7 @@ def tree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return root
 
 
-def contents(root: Path) -> dict[str, bytes]:
+def contents(root):
     return {
         str(path.relative_to(root)): path.read_bytes()
         for path in sorted(root.rglob("*"))
@@ -36,12 +33,12 @@ def contents(root: Path) -> dict[str, bytes]:
 
 
 @pytest.mark.long
-def test_guide_from_nothing_to_a_recipe(tmp_path: Path) -> None:
+def test_guide_from_nothing_to_a_recipe(tmp_path):
     """Everything on the page passes, edits no file of the suite, and leaves nothing behind."""
     follow_page(tmp_path, CUDA_VISIBLE_DEVICES="")  # with a GPU: tests/L1/builders
 
 
-def follow_page(tmp_path: Path, **variables: str) -> None:
+def follow_page(tmp_path, **variables):
     checkout = tutorial.copy_checkout(tmp_path / "checkout")
     for name in ("test_statistics.py", "test_meta_device.py"):
         target = checkout / "tests" / "L0" / "module" / name
@@ -63,7 +60,7 @@ def follow_page(tmp_path: Path, **variables: str) -> None:
     assert left <= {checkout / "results"}
 
 
-def test_no_file_is_edited(tree: Path) -> None:
+def test_no_file_is_edited(tree):
     before = contents(tree)
     assert new_recipe.main(["per_row"]) == 0
     after = contents(tree)
@@ -82,7 +79,7 @@ def test_no_file_is_edited(tree: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["q", "zeta2", "x" * LONGEST])
-def test_generated_files_are_formatted(tmp_path: Path, name: str) -> None:
+def test_generated_files_are_formatted(tmp_path, name):
     """``make lint`` passes with a new recipe, whatever the length of its name."""
     # What is a module of the package decides the order of imports.
     shutil.copytree(CHECKOUT / "apex_te", tmp_path / "apex_te")
@@ -94,11 +91,7 @@ def test_generated_files_are_formatted(tmp_path: Path, name: str) -> None:
     shutil.copy(CHECKOUT / "pyproject.toml", tmp_path)
     if shutil.which("ruff"):
         for command in (["check"], ["format", "--check"]):
-            done = subprocess.run(
-                ["ruff", *command, "--no-cache", *files],
-                cwd=tmp_path, capture_output=True, text=True,
-            )  # fmt: skip
-            assert done.returncode == 0, done.stdout + done.stderr
+            captured(["ruff", *command, "--no-cache", *files], cwd=tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -117,26 +110,26 @@ def test_generated_files_are_formatted(tmp_path: Path, name: str) -> None:
         ("fields", "apex_te/recipe/__init__.py uses the name 'fields'"),
     ],
 )
-def test_names(tree: Path, capsys: pytest.CaptureFixture[str], name: str, message: str) -> None:
+def test_names(tree, capsys, name, message):
     before = contents(tree)
     assert new_recipe.main([name]) == 1
     assert message in capsys.readouterr().err
     assert contents(tree) == before
 
 
-def test_class_names(tree: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_class_names(tree, capsys):
     assert new_recipe.main(["per_row"]) == 0
     assert new_recipe.main(["per__row"]) == 1
     assert "has a PerRowScaling already" in capsys.readouterr().err
 
 
-def test_twice(tree: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_twice(tree, capsys):
     assert new_recipe.main(["per_row"]) == 0
     assert new_recipe.main(["per_row"]) == 1
     assert "already" in capsys.readouterr().err
 
 
-def test_removal(tree: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_removal(tree, capsys):
     before = contents(tree)
     assert new_recipe.main(["per_row", "--remove"]) == 1
     assert "no recipe 'per_row' was generated" in capsys.readouterr().err

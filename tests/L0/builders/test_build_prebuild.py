@@ -1,7 +1,5 @@
 """Building many libraries beforehand: limits, failures, who builds, and what is reported."""
 
-from __future__ import annotations
-
 import copy
 import json
 import os
@@ -12,16 +10,16 @@ import sys
 import time
 import zlib
 from pathlib import Path
-from typing import Any
 
 import pytest
 from apex_te.op_builder.jit import errors as package_errors
 from many_ops import make_op, most_at_once, watched_compiler
 from planted import visible_gpus
+from programs import captured
 from tiny_op import CHECKOUT
 
 import apex_te
-from op_builder import CPUOpBuilder, OpBuilder, all_builders
+from op_builder import CPUOpBuilder, all_builders
 from op_builder.core import CoreBuilder
 from op_builder.jit import cli
 from op_builder.jit.errors import (
@@ -38,7 +36,7 @@ NO_GPU = Targets(None)
 
 
 @pytest.fixture
-def ops(root: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, OpBuilder]:
+def ops(root, monkeypatch):
     """Six ops; no dispatcher and no handlers, which would take seconds, are built with them."""
     for module in (user_cache, install):
         monkeypatch.setattr(module, "dispatchers", lambda named: [])
@@ -50,9 +48,7 @@ def ops(root: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, OpBuilder]:
 
 
 @pytest.mark.parametrize("jobs", [1, 3])
-def test_limit_holds_over_all_ops(
-    jobs: int, ops: dict[str, OpBuilder], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_limit_holds_over_all_ops(jobs, ops, tmp_path, monkeypatch):
     compiler, notes = watched_compiler(tmp_path, 0.2)
     monkeypatch.setenv("CXX", str(compiler))
     choices = user_cache.choose_ops(ops, None, None, NO_GPU)
@@ -61,7 +57,7 @@ def test_limit_holds_over_all_ops(
     assert report.jobs == most_at_once(notes) == jobs
 
 
-def test_sources_of_a_library_share_what_nothing_else_wants(root: Path) -> None:
+def test_sources_of_a_library_share_what_nothing_else_wants(root):
     """Long builds come first; one uses several compilers only if no other library waits."""
     one, two = make_op(root, "one"), make_op(root, "two")
     for name in ("two_a", "two_b"):
@@ -71,7 +67,7 @@ def test_sources_of_a_library_share_what_nothing_else_wants(root: Path) -> None:
     items.sort(key=batch.Wanted.cost, reverse=True)
     assert [item.op for item in items] == ["one", "two"]
 
-    def shares(names: str, free: int) -> list[int]:
+    def shares(names, free):
         wanted = [items[0] if name == "1" else items[1] for name in names]
         return [share for _, share in batch._fitting(wanted, free)]
 
@@ -86,7 +82,7 @@ def test_sources_of_a_library_share_what_nothing_else_wants(root: Path) -> None:
 # What is built -----------------------------------------------------------------------------------
 
 
-def test_second_prebuild_finds_everything(ops: dict[str, OpBuilder]) -> None:
+def test_second_prebuild_finds_everything(ops):
     choices = user_cache.choose_ops(ops, ["op1", "op2", "op1"], None, NO_GPU)
     first = user_cache.into_cache(ops, choices, NO_GPU)
     second = user_cache.into_cache(ops, user_cache.choose_ops(ops, "op1", "cpu", NO_GPU), NO_GPU)
@@ -96,7 +92,7 @@ def test_second_prebuild_finds_everything(ops: dict[str, OpBuilder]) -> None:
     assert all(library.size > 1000 and library.seconds > 0 for library in first.libraries)
 
 
-def test_one_failure_stops_no_other(ops: dict[str, OpBuilder], root: Path, tmp_path: Path) -> None:
+def test_one_failure_stops_no_other(ops, root, tmp_path):
     ops["broken"] = make_op(root, "broken", "return no_such_name;")
     with pytest.raises(PrebuildError, match="1 of 7 libraries could not be built") as caught:
         user_cache.into_cache(ops, user_cache.choose_ops(ops, None, None, NO_GPU), NO_GPU)
@@ -114,9 +110,7 @@ def test_one_failure_stops_no_other(ops: dict[str, OpBuilder], root: Path, tmp_p
     assert len(list(target.rglob("*.so"))) == 6
 
 
-def test_package_holds_libraries_alone(
-    ops: dict[str, OpBuilder], root: Path, cache_dir: Path
-) -> None:
+def test_package_holds_libraries_alone(ops, root, cache_dir):
     target = root / "prebuilt"
     choices = [Choice("op0", "cpu", True), Choice("op1", "cpu", False, False, "not asked for")]
     report = install.into_package(ops, choices, str(target))
@@ -131,9 +125,7 @@ def test_package_holds_libraries_alone(
     assert found.kind == "prebuilt"
 
 
-def test_libraries_are_for_no_particular_machine(
-    ops: dict[str, OpBuilder], root: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_libraries_are_for_no_particular_machine(ops, root, monkeypatch, tmp_path):
     for builder in (CoreBuilder(), *all_builders().values()):
         for device in builder.DEVICES:
             flags = " ".join(builder.key_flags(device))
@@ -145,7 +137,7 @@ def test_libraries_are_for_no_particular_machine(
         install.into_package(ops, [Choice("op0", "cpu", True)], str(tmp_path / "prebuilt"))
 
 
-def test_archs_do_not_depend_on_order_or_place(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_archs_do_not_depend_on_order_or_place(root, monkeypatch):
     """10.0 is later than 9.0, and an arch list is read, never written."""
     builders = {"op": make_op(root, "op", cuda=True)}
     monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", "10.0;8.0 9.0a+PTX")
@@ -162,9 +154,7 @@ def test_archs_do_not_depend_on_order_or_place(root: Path, monkeypatch: pytest.M
     assert (rows, dict(os.environ)) == ([], before)
 
 
-def test_group_leaves_out_what_an_arch_cannot_have(
-    root: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_group_leaves_out_what_an_arch_cannot_have(root, monkeypatch):
     visible_gpus(monkeypatch)
     builder = make_op(root, "op", cuda=True)
     type(builder).min_arch = (9, 0)
@@ -179,9 +169,7 @@ def test_group_leaves_out_what_an_arch_cannot_have(
         batch.plan({"op": builder}, [Choice("op", "cuda", True)], NO_GPU)
 
 
-def test_package_that_lacks_a_compiler_fails_at_once(
-    ops: dict[str, OpBuilder], root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_package_that_lacks_a_compiler_fails_at_once(ops, root, tmp_path, monkeypatch):
     ops["gpu"] = make_op(root, "gpu", cuda=True)
     monkeypatch.setenv("APEX_TE_CUDA_HOME", "/nowhere")
     monkeypatch.setenv("APEX_TE_CUDA_ARCH_LIST", "9.0")
@@ -191,10 +179,10 @@ def test_package_that_lacks_a_compiler_fails_at_once(
     assert not (tmp_path / "prebuilt").exists()
 
 
-def test_cuda_is_left_out_without_an_arch(root: Path) -> None:
+def test_cuda_is_left_out_without_an_arch(root):
     builders = {"one": make_op(root, "one"), "two": make_op(root, "two", cuda=True)}
 
-    def states(device: str | None, found: Targets) -> list[tuple[str, str, bool]]:
+    def states(device, found):
         chosen = user_cache.choose_ops(builders, None, device, found)
         return [(each.op, each.device, each.wanted) for each in chosen]
 
@@ -205,9 +193,7 @@ def test_cuda_is_left_out_without_an_arch(root: Path) -> None:
     assert states("cuda", NO_GPU) == [("one", "cuda", False), ("two", "cuda", True)]
 
 
-def test_entry_that_serves_the_gpu_is_present(
-    root: Path, cache_dir: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_entry_that_serves_the_gpu_is_present(root, cache_dir, monkeypatch):
     """For visible GPUs whatever covers them will do, as on first use; a list is meant as it is."""
     builder = make_op(root, "op", cuda=True)
     folder = cache_dir / f"op_cuda-{builder.key('cuda')[:24]}" / "8.0+PTX"
@@ -244,21 +230,19 @@ def test_entry_that_serves_the_gpu_is_present(
         ({"device": "cpu", "jobs": 0}, SettingError, "jobs must be an integer >= 1, got 0"),
     ],
 )
-def test_bad_arguments(arguments: dict[str, Any], error: type[Exception], told: str) -> None:
+def test_bad_arguments(arguments, error, told):
     error = getattr(package_errors, error.__name__, error)  # the checkout's modules are here twice
     with pytest.raises(error, match=f"^prebuild: .*{told}"):
         apex_te.prebuild(**arguments)
 
 
 @pytest.mark.long
-def test_archs_may_be_generations_and_any_iterable() -> None:
+def test_archs_may_be_generations_and_any_iterable():
     report = apex_te.prebuild(iter(["rms_norm"]), arch=iter(["hopper"]), device="cpu")
     assert {row.op for row in report.libraries} >= {"rms_norm"}
 
 
-def test_forbidden_where_something_is_missing(
-    ops: dict[str, OpBuilder], cache_dir: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_forbidden_where_something_is_missing(ops, cache_dir, monkeypatch):
     choices = user_cache.choose_ops(ops, "op0", None, NO_GPU)
     monkeypatch.setenv("APEX_TE_DISABLE_JIT", "1")
     with pytest.raises(JitDisabledError, match=r"op0 \(cpu\): neither prebuilt nor cached"):
@@ -270,7 +254,7 @@ def test_forbidden_where_something_is_missing(
     assert user_cache.into_cache(ops, choices, NO_GPU).libraries[0].state == "present"
 
 
-def test_table() -> None:
+def test_table():
     rows = [
         ("rms_norm", "cpu", "built", (), 9.44, 210_000),
         ("rms_norm", "cuda", "present", ("8.0", "9.0a"), 5.0, 1_200_000),
@@ -315,7 +299,7 @@ except BuildError as error:
 """
 
 
-def ranks(root: Path, compiler: Path, count: int, body: str = "") -> list[subprocess.Popen[str]]:
+def ranks(root, compiler, count, body=""):
     """Processes that wait for a line on stdin, then prebuild the same three ops."""
     tests = str(Path(__file__).parent)
     code = RANK.format(tests=tests, checkout=str(CHECKOUT), root=str(root), body=body)
@@ -327,12 +311,11 @@ def ranks(root: Path, compiler: Path, count: int, body: str = "") -> list[subpro
         for _ in range(count)
     ]
     for process in found:
-        assert process.stdout is not None
         assert process.stdout.readline() == "ready\n", process.communicate()[1]
     return found
 
 
-def test_one_rank_builds_the_others_wait(root: Path, tmp_path: Path) -> None:
+def test_one_rank_builds_the_others_wait(root, tmp_path):
     compiler, notes = watched_compiler(tmp_path, 0.2)
     processes = ranks(root, compiler, 3)
     outputs = [process.communicate("go\n", timeout=120)[0] for process in processes]
@@ -342,7 +325,7 @@ def test_one_rank_builds_the_others_wait(root: Path, tmp_path: Path) -> None:
     assert most_at_once(notes) <= 2
 
 
-def test_ranks_share_a_failure(root: Path, tmp_path: Path) -> None:
+def test_ranks_share_a_failure(root, tmp_path):
     compiler, notes = watched_compiler(tmp_path, 0.2)
     processes = ranks(root, compiler, 3, "return no_such_name;")
     outputs = {process.communicate("go\n", timeout=120)[0] for process in processes}
@@ -350,10 +333,9 @@ def test_ranks_share_a_failure(root: Path, tmp_path: Path) -> None:
     assert notes.read_text().split().count("+") == 3
 
 
-def test_ctrl_c_leaves_no_compiler(root: Path, tmp_path: Path, cache_dir: Path) -> None:
+def test_ctrl_c_leaves_no_compiler(root, tmp_path, cache_dir):
     compiler, notes = watched_compiler(tmp_path, 60)
     (process,) = ranks(root, compiler, 1)
-    assert process.stdin is not None
     process.stdin.write("go\n")
     process.stdin.flush()
     deadline = time.monotonic() + 30
@@ -363,7 +345,7 @@ def test_ctrl_c_leaves_no_compiler(root: Path, tmp_path: Path, cache_dir: Path) 
     begun = time.monotonic()
     assert "KeyboardInterrupt" in process.communicate(timeout=60)[1]
     assert time.monotonic() - begun < 15
-    running = subprocess.run(["ps", "-eo", "args"], capture_output=True, text=True).stdout
+    running = captured(["ps", "-eo", "args"], check=False).stdout
     assert str(compiler) not in running
     assert list(cache_dir.glob("op*/cpu")) == []
 
@@ -371,9 +353,7 @@ def test_ctrl_c_leaves_no_compiler(root: Path, tmp_path: Path, cache_dir: Path) 
 # The command -------------------------------------------------------------------------------------
 
 
-def test_command(
-    ops: dict[str, OpBuilder], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_command(ops, monkeypatch, capsys):
     monkeypatch.setattr("op_builder.all_builders", lambda: ops)
     assert cli.main(["build", "--ops", "op0,op1", "op2", "--device", "cpu"]) == 0
     assert "3 built, 0 present, 0 skipped, 0 failed" in capsys.readouterr().out

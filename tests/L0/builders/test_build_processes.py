@@ -1,7 +1,5 @@
 """Several processes, killed builders, failures that are remembered, clear errors."""
 
-from __future__ import annotations
-
 import ctypes
 import errno
 import os
@@ -10,7 +8,6 @@ import shutil
 import signal
 import sysconfig
 import time
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -42,7 +39,7 @@ CALL = """
 """
 
 
-def test_eight_processes_compile_once(root: Path, tmp_path: Path) -> None:
+def test_eight_processes_compile_once(root, tmp_path):
     compiler, log = logging_compiler(tmp_path, sleep=0.5)
     processes = [start(CALL.format(root=str(root)), CXX=str(compiler)) for _ in range(8)]
     outputs = [process.communicate(timeout=120)[0] for process in processes]
@@ -50,9 +47,7 @@ def test_eight_processes_compile_once(root: Path, tmp_path: Path) -> None:
     assert log.read_text() == "x\n"
 
 
-def test_eight_threads_compile_once(
-    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_eight_threads_compile_once(root, tmp_path, monkeypatch):
     compiler, log = logging_compiler(tmp_path, sleep=0.2)
     monkeypatch.setenv("CXX", str(compiler))
     builder = Tiny(root)
@@ -62,7 +57,7 @@ def test_eight_threads_compile_once(
     assert log.read_text() == "x\n"
 
 
-def test_sources_changed_while_compiling(root: Path, cache_dir: Path, tmp_path: Path) -> None:
+def test_sources_changed_while_compiling(root, cache_dir, tmp_path):
     compiler, log = logging_compiler(tmp_path, sleep=1)
     process = start(CALL.format(root=str(root)), CXX=str(compiler))
     deadline = time.monotonic() + 20
@@ -73,7 +68,7 @@ def test_sources_changed_while_compiling(root: Path, cache_dir: Path, tmp_path: 
     assert list(cache_dir.glob("tiny_cpu-*/cpu")) == []
 
 
-def test_eight_processes_report_the_same_error(root: Path, tmp_path: Path) -> None:
+def test_eight_processes_report_the_same_error(root, tmp_path):
     write_op(root, body="return no_such_name;")
     compiler, log = logging_compiler(tmp_path, sleep=0.5)
     processes = [start(CALL.format(root=str(root)), CXX=str(compiler)) for _ in range(8)]
@@ -85,9 +80,7 @@ def test_eight_processes_report_the_same_error(root: Path, tmp_path: Path) -> No
     assert log.read_text() == "x\n"
 
 
-def test_killed_builders_leave_nothing_broken(
-    root: Path, tmp_path: Path, cache_dir: Path, forget: Callable[[], None]
-) -> None:
+def test_killed_builders_leave_nothing_broken(root, tmp_path, cache_dir, forget):
     compiler, _ = logging_compiler(tmp_path, sleep=0.15)
     random.seed(1)
     for _ in range(20):
@@ -110,7 +103,7 @@ def test_killed_builders_leave_nothing_broken(
     assert list((cache_dir / "tmp").iterdir()) == []
 
 
-def test_waiter_takes_over_from_a_killed_holder(root: Path, tmp_path: Path) -> None:
+def test_waiter_takes_over_from_a_killed_holder(root, tmp_path):
     compiler, log = logging_compiler(tmp_path, sleep=20)
     holder = start(CALL.format(root=str(root)), CXX=str(compiler))
     deadline = time.monotonic() + 20
@@ -127,9 +120,7 @@ def test_waiter_takes_over_from_a_killed_holder(root: Path, tmp_path: Path) -> N
     holder.communicate()
 
 
-def test_waiting_names_the_holder_and_ends(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_waiting_names_the_holder_and_ends(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(lock, "MESSAGE_EVERY", 0.1)
     path = str(tmp_path / "lock")
     with (
@@ -142,7 +133,7 @@ def test_waiting_names_the_holder_and_ends(
     assert lock.is_free(path)
 
 
-def test_removed_lock_file_is_not_a_lock(tmp_path: Path) -> None:
+def test_removed_lock_file_is_not_a_lock(tmp_path):
     path = tmp_path / "lock"
     with lock.held(str(path), "first", 1):
         path.unlink()
@@ -150,7 +141,7 @@ def test_removed_lock_file_is_not_a_lock(tmp_path: Path) -> None:
             assert not lock.is_free(str(path))
 
 
-def test_compile_error_says_what_and_where(root: Path) -> None:
+def test_compile_error_says_what_and_where(root):
     write_op(root, body="return no_such_name;")
     with pytest.raises(CompileError, match="no_such_name") as caught:
         Tiny(root).open()
@@ -162,9 +153,7 @@ def test_compile_error_says_what_and_where(root: Path) -> None:
     assert "no_such_name" in Path(error.log).read_text()
 
 
-def test_stored_failure_lives_a_minute(
-    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_stored_failure_lives_a_minute(root, tmp_path, monkeypatch):
     write_op(root, body="return no_such_name;")
     compiler, log = logging_compiler(tmp_path)
     monkeypatch.setenv("CXX", str(compiler))
@@ -182,7 +171,7 @@ def test_stored_failure_lives_a_minute(
     assert Tiny(root).open().fd >= 0
 
 
-def test_stored_failure_of_another_compiler_does_not_count(tmp_path: Path) -> None:
+def test_stored_failure_of_another_compiler_does_not_count(tmp_path):
     path = str(tmp_path / "failure.json")
     failure.store(path, CompileError("text", "error: x", "g++", "log"), "g++ 12")
     recalled = failure.recall(path, "g++ 12", time.time() - 60)
@@ -192,9 +181,7 @@ def test_stored_failure_of_another_compiler_does_not_count(tmp_path: Path) -> No
     assert failure.recall(path, "g++ 12", time.time() + 1) is None
 
 
-def test_killed_compiler_is_not_stored(
-    root: Path, tmp_path: Path, cache_dir: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_killed_compiler_is_not_stored(root, tmp_path, cache_dir, monkeypatch):
     script = tmp_path / "killed-cxx"
     script.write_text('#!/bin/sh\ncase " $* " in *" -c "*) kill -9 $$;; esac\nexec g++ "$@"\n')
     script.chmod(0o755)
@@ -206,7 +193,7 @@ def test_killed_compiler_is_not_stored(
     assert Tiny(root).open().fd >= 0
 
 
-def test_full_disk_while_compiling(root: Path, cache_dir: Path) -> None:
+def test_full_disk_while_compiling(root, cache_dir):
     code = f"""
         import resource, signal
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
@@ -225,7 +212,7 @@ def test_full_disk_while_compiling(root: Path, cache_dir: Path) -> None:
     assert Tiny(root).open().fd >= 0
 
 
-def test_full_disk_while_writing(tmp_path: Path) -> None:
+def test_full_disk_while_writing(tmp_path):
     with (
         pytest.raises(DiskFullError, match="bytes free"),
         ninja.disk_errors("tiny (cpu)", str(tmp_path)),
@@ -233,16 +220,14 @@ def test_full_disk_while_writing(tmp_path: Path) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
 
-def test_missing_compiler(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_compiler(root, tmp_path, monkeypatch):
     monkeypatch.delenv("CXX", raising=False)
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(CompilerNotFoundError, match=r"no C\+\+ compiler found.*apt install g\+\+"):
         Tiny(root).open()
 
 
-def test_missing_nvcc_leaves_the_cpu_library(
-    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_missing_nvcc_leaves_the_cpu_library(root, tmp_path, monkeypatch):
     assert TinyCuda(root).open("cpu").fd >= 0
     for name in ("CUDA_HOME", "CUDA_PATH"):
         monkeypatch.delenv(name, raising=False)
@@ -253,13 +238,13 @@ def test_missing_nvcc_leaves_the_cpu_library(
         TinyCuda(root).open("cuda", (9, 0))
 
 
-def test_missing_python_headers(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_missing_python_headers(monkeypatch, tmp_path):
     monkeypatch.setattr(sysconfig, "get_paths", lambda: {"include": str(tmp_path)})
     with pytest.raises(HeaderNotFoundError, match=r"Python\.h is not in .*python3-dev"):
         CoreBuilder().system_include_paths("cpu")
 
 
-def test_nvcc_is_found_where_it_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nvcc_is_found_where_it_is_named(tmp_path, monkeypatch):
     nvcc = tmp_path / "bin" / "nvcc"
     nvcc.parent.mkdir()
     nvcc.write_text(
@@ -280,7 +265,7 @@ def test_nvcc_is_found_where_it_is_named(tmp_path: Path, monkeypatch: pytest.Mon
         toolchain.find_nvcc()
 
 
-def test_header_of_a_wheel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_header_of_a_wheel(tmp_path, monkeypatch):
     include = tmp_path / "nvidia" / "cu13" / "include"
     include.mkdir(parents=True)
     (include / "only_here.h").write_text("")
@@ -296,7 +281,7 @@ def test_header_of_a_wheel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
 
 
 @pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs nvcc")
-def test_cuda_files_of_one_arch_and_system_headers(root: Path, tmp_path: Path) -> None:
+def test_cuda_files_of_one_arch_and_system_headers(root, tmp_path):
     system = tmp_path / "with blank"
     system.mkdir()
     (system / "outside.h").write_text("#define OUTSIDE 5\n")
@@ -307,7 +292,7 @@ def test_cuda_files_of_one_arch_and_system_headers(root: Path, tmp_path: Path) -
     )
 
     class Outside(TinyCuda):
-        def system_include_paths(self, device: str) -> list[str]:
+        def system_include_paths(self, device):
             return [str(system)]
 
     opened = Outside(root).open("cuda", (9, 0))
@@ -316,9 +301,7 @@ def test_cuda_files_of_one_arch_and_system_headers(root: Path, tmp_path: Path) -
 
 
 @pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs nvcc")
-def test_cuda_library_of_another_arch_is_built_beside(
-    root: Path, cache_dir: Path, forget: Callable[[], None], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_cuda_library_of_another_arch_is_built_beside(root, cache_dir, forget, monkeypatch):
     builder = TinyCuda(root)
     assert builder.open("cuda", (8, 0)).archs == ("8.0",)
     forget()
@@ -329,7 +312,7 @@ def test_cuda_library_of_another_arch_is_built_beside(
     assert sorted(path.name for path in cache_dir.glob("tiny_cuda-*/*.*")) == ["8.0", "9.0"]
 
 
-def test_errors_share_a_base() -> None:
+def test_errors_share_a_base():
     for kind in (CompileError, DiskFullError, ArchError, LockTimeoutError):
         assert issubclass(kind, BuildError)
         assert issubclass(kind, RuntimeError)

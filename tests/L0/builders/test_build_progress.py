@@ -1,7 +1,5 @@
 """What is told while something is built: on a terminal, in a log, by those who wait."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import json
@@ -12,10 +10,8 @@ import sys
 import threading
 import time
 import warnings
-from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import TextIO
 
 import pytest
 from tiny_op import Tiny, logging_compiler, start, write_op
@@ -29,17 +25,17 @@ from op_builder.jit.find import cache
 class Terminal:
     """A pseudo-terminal in place of stderr; what was written to it, and what a reader sees."""
 
-    def __init__(self, stream: TextIO, monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(self, stream, monkeypatch):
         self.columns = 80
         self.written = ""
         self._stream = stream
         self._monkeypatch = monkeypatch
 
-    def attach(self) -> None:
+    def attach(self):
         """From now on, since pytest sets a stderr of its own between a fixture and its test."""
         self._monkeypatch.setattr(sys, "stderr", self._stream)
 
-    def screen(self) -> list[str]:
+    def screen(self):
         """The lines after carriage returns, cursor movements and erasures."""
         lines, row = [""], 0
         for part in re.split(r"(\x1b\[\d*[A-Z]|\r\n|\r|\n)", self.written):
@@ -57,14 +53,14 @@ class Terminal:
 
 
 @pytest.fixture
-def terminal(monkeypatch: pytest.MonkeyPatch) -> Iterator[Terminal]:
+def terminal(monkeypatch):
     """A terminal of 80 columns."""
     master, slave = pty.openpty()
     seen = Terminal(open(slave, "w"), monkeypatch)  # noqa: SIM115
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setenv("COLUMNS", str(seen.columns))
 
-    def read() -> None:
+    def read():
         with contextlib.suppress(OSError):
             while part := os.read(master, 65536):
                 seen.written += part.decode()
@@ -77,7 +73,7 @@ def terminal(monkeypatch: pytest.MonkeyPatch) -> Iterator[Terminal]:
     os.close(master)
 
 
-def settled(terminal: Terminal) -> None:
+def settled(terminal):
     """Waits until what was written has been read."""
     length = -1
     while length != len(terminal.written):
@@ -85,9 +81,7 @@ def settled(terminal: Terminal) -> None:
         time.sleep(0.1)
 
 
-def test_terminal_shows_time_and_step(
-    root: Path, tmp_path: Path, terminal: Terminal, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_terminal_shows_time_and_step(root, tmp_path, terminal, monkeypatch):
     terminal.attach()
     compiler, _ = logging_compiler(tmp_path, sleep=0.8)
     monkeypatch.setenv("CXX", str(compiler))
@@ -104,13 +98,8 @@ def test_terminal_shows_time_and_step(
 
 
 def test_estimate_is_the_last_build_of_the_same_library(
-    root: Path,
-    terminal: Terminal,
-    cache_dir: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    forget: Callable[[], None],
-) -> None:
+    root, terminal, cache_dir, tmp_path, monkeypatch, forget
+):
     terminal.attach()
     compiler, _ = logging_compiler(tmp_path, sleep=0.7)
     monkeypatch.setenv("CXX", str(compiler))
@@ -126,7 +115,7 @@ def test_estimate_is_the_last_build_of_the_same_library(
     assert re.search(r"building tiny \(cpu\), 0\.\d of about 12 s: compiling", terminal.written)
 
 
-def test_longer_than_the_estimate(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_longer_than_the_estimate(monkeypatch):
     shown = progress.Progress("op (cpu)", ["compiling a", "linking a"], 2.0)
     assert shown.line() == "apex_te: building op (cpu), 0.0 of about 2 s: compiling a (0/2 done)"
     shown.done("compiling a")
@@ -135,9 +124,7 @@ def test_longer_than_the_estimate(monkeypatch: pytest.MonkeyPatch) -> None:
     assert shown.line() == "apex_te: building op (cpu), 3.0 s, last time 2 s: linking a (1/2 done)"
 
 
-def test_a_line_for_each_building_op(
-    root: Path, tmp_path: Path, terminal: Terminal, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_line_for_each_building_op(root, tmp_path, terminal, monkeypatch):
     terminal.attach()
     compiler, _ = logging_compiler(tmp_path, sleep=1.0)
     monkeypatch.setenv("CXX", str(compiler))
@@ -167,9 +154,7 @@ def test_a_line_for_each_building_op(
     assert len(ends) == 3
 
 
-def test_narrow_terminal_keeps_one_line_each(
-    terminal: Terminal, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_narrow_terminal_keeps_one_line_each(terminal, monkeypatch):
     terminal.attach()
     monkeypatch.setenv("COLUMNS", "30")
     with progress.Progress("rms_norm (cuda)", ["compiling " + "x" * 200]):
@@ -178,7 +163,7 @@ def test_narrow_terminal_keeps_one_line_each(
         assert [len(line) for line in terminal.screen()] == [29]
 
 
-def test_failure_and_interruption_are_told(root: Path, terminal: Terminal) -> None:
+def test_failure_and_interruption_are_told(root, terminal):
     terminal.attach()
     write_op(root, body="return no_such_name;")
     with pytest.raises(CompileError):
@@ -193,7 +178,7 @@ def test_failure_and_interruption_are_told(root: Path, terminal: Terminal) -> No
     ]
 
 
-def test_hit_is_silent(root: Path, terminal: Terminal, forget: Callable[[], None]) -> None:
+def test_hit_is_silent(root, terminal, forget):
     terminal.attach()
     Tiny(root).open()
     settled(terminal)
@@ -205,7 +190,7 @@ def test_hit_is_silent(root: Path, terminal: Terminal, forget: Callable[[], None
     assert terminal.written == written
 
 
-def test_log_gets_one_line_per_op(root: Path, forget: Callable[[], None]) -> None:
+def test_log_gets_one_line_per_op(root, forget):
     code = f"""
         Tiny({str(root)!r}).open()
         print("done")
@@ -216,9 +201,7 @@ def test_log_gets_one_line_per_op(root: Path, forget: Callable[[], None]) -> Non
     assert start(code).communicate(timeout=60) == ("done\n", "")
 
 
-def test_dumb_terminal_is_a_log(
-    root: Path, terminal: Terminal, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_dumb_terminal_is_a_log(root, terminal, monkeypatch):
     terminal.attach()
     monkeypatch.setenv("TERM", "dumb")
     Tiny(root).open()
@@ -226,9 +209,7 @@ def test_dumb_terminal_is_a_log(
     assert re.fullmatch(r"apex_te: tiny \(cpu\): built in \d+\.\d s\r\n", terminal.written)
 
 
-def test_log_of_a_long_build_shows_life(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_log_of_a_long_build_shows_life(monkeypatch, capsys):
     monkeypatch.setattr(progress, "HEARTBEAT", 0.3)
     with progress.Progress("op (cuda)", ["compiling op_cuda.cu"], 90.0):
         time.sleep(0.9)
@@ -243,13 +224,13 @@ def test_log_of_a_long_build_shows_life(
 class Redirector:
     """What a logger puts in place of stderr: it has ``write`` and ``flush`` alone."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.text = ""
 
-    def write(self, text: str) -> None:
+    def write(self, text):
         self.text += text
 
-    def flush(self) -> None: ...
+    def flush(self): ...
 
 
 class OnlyWrites:
@@ -257,27 +238,25 @@ class OnlyWrites:
 
     text = ""
 
-    def write(self, text: str) -> None:
+    def write(self, text):
         self.text += text
 
 
 class Broken:
     """An object whose every method fails."""
 
-    def __getattr__(self, name: str) -> object:
+    def __getattr__(self, name):
         raise RuntimeError(name)
 
 
-def closed_stream() -> TextIO:
+def closed_stream():
     stream = io.StringIO()
     stream.close()
     return stream
 
 
 @pytest.mark.parametrize("make", [Redirector, OnlyWrites, Broken, closed_stream, lambda: None])
-def test_whatever_replaces_stderr(
-    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, make: Callable[[], object]
-) -> None:
+def test_whatever_replaces_stderr(root, tmp_path, monkeypatch, make):
     """An op builds, and waits for another's build, whatever sys.stderr is; what can be told is."""
     stream = make()
     monkeypatch.setattr(sys, "stderr", stream)
@@ -299,7 +278,7 @@ def test_whatever_replaces_stderr(
 
 
 @pytest.mark.filterwarnings("ignore:.*multi-threaded.*:DeprecationWarning")
-def test_fork_during_a_build_leaves_the_child_silent(terminal: Terminal) -> None:
+def test_fork_during_a_build_leaves_the_child_silent(terminal):
     terminal.attach()
     with progress.Progress("op (cpu)", ["compiling"]):
         time.sleep(0.3)
@@ -309,9 +288,7 @@ def test_fork_during_a_build_leaves_the_child_silent(terminal: Terminal) -> None
         assert os.waitpid(child, 0)[1] == 0
 
 
-def test_verbose_shows_commands_and_changes_nothing(
-    root: Path, cache_dir: Path, tmp_path: Path
-) -> None:
+def test_verbose_shows_commands_and_changes_nothing(root, cache_dir, tmp_path):
     code = f"""
         import json
         opened = Tiny({str(root)!r}).open()
@@ -336,9 +313,7 @@ def test_verbose_shows_commands_and_changes_nothing(
     assert told["1"].endswith(" s\n")
 
 
-def test_verbose_and_live_lines_do_not_mix(
-    root: Path, tmp_path: Path, terminal: Terminal, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_verbose_and_live_lines_do_not_mix(root, tmp_path, terminal, monkeypatch):
     terminal.attach()
     compiler, _ = logging_compiler(tmp_path, sleep=0.6)
     monkeypatch.setenv("CXX", str(compiler))
@@ -358,19 +333,17 @@ def test_verbose_and_live_lines_do_not_mix(
 class Clock:
     """Time that passes in ``sleep`` alone, so that a busy machine delays no message."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.now = 0.0
 
-    def monotonic(self) -> float:
+    def monotonic(self):
         return self.now
 
-    def sleep(self, seconds: float) -> None:
+    def sleep(self, seconds):
         self.now += seconds
 
 
-def test_waiter_names_the_op_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_waiter_names_the_op_once(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(lock, "MESSAGE_EVERY", 0.1)
     monkeypatch.setattr(lock, "time", Clock())
     path, me = str(tmp_path / "lock"), rf"pid {os.getpid()} on host \S+, building swiglu \(cpu\)"
@@ -388,9 +361,7 @@ def test_waiter_names_the_op_once(
         assert re.fullmatch(rf"apex_te: waiting for {me}: \d+ s so far \(lock {path}\)", line)
 
 
-def test_waiter_names_the_op_where_the_holder_does_not(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_waiter_names_the_op_where_the_holder_does_not(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(lock, "MESSAGE_EVERY", 0.1)
     monkeypatch.setattr(lock, "time", Clock())
     path = tmp_path / "lock"
@@ -401,7 +372,7 @@ def test_waiter_names_the_op_where_the_holder_does_not(
     assert "waiting for another process, for swiglu (cpu): 0 s so far" in capsys.readouterr().err
 
 
-def test_waiting_process_says_for_whom(root: Path, tmp_path: Path) -> None:
+def test_waiting_process_says_for_whom(root, tmp_path):
     compiler, log = logging_compiler(tmp_path, sleep=1.5)
     code = f"""
         from op_builder.jit.build import lock

@@ -4,17 +4,13 @@ A few lines stand in for pybind11 here, which alone takes ten seconds to compile
 the real one and torch's headers are in tests/L1/builders.
 """
 
-from __future__ import annotations
-
 import importlib
 import importlib.machinery
 import inspect
 import os
-import subprocess
 import sys
 import threading
 import types
-from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -26,7 +22,6 @@ from apex_te.op_builder import (
     CPUOpBuilder,
     CUDAOpBuilder,
     DuplicateOpError,
-    OpBuilder,
     UnknownOpError,
     register,
 )
@@ -35,6 +30,7 @@ from apex_te.op_builder.jit.backends import library, pybind
 from apex_te.op_builder.jit.backends.pybind import read_exports
 from apex_te.op_builder.jit.build import service
 from apex_te.op_builder.jit.errors import CompileError, HeaderNotFoundError
+from programs import captured
 from tiny_op import CHECKOUT, logging_compiler
 
 import apex_te
@@ -84,11 +80,11 @@ class Ext(CPUOpBuilder):
     NAME = "tiny_ext"
     BINDING = "pybind11"
 
-    def cxx_args(self) -> list[str]:
+    def cxx_args(self):
         return ["-DVALUE=42"]
 
 
-def write(root: Path, source: str = SOURCE) -> Path:
+def write(root, source=SOURCE):
     folder = root / "csrc" / "tiny_ext"
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "stand_in.h").write_text(STAND_IN)
@@ -97,12 +93,12 @@ def write(root: Path, source: str = SOURCE) -> Path:
 
 
 @pytest.fixture
-def root(tmp_path: Path) -> Path:
+def root(tmp_path):
     return write(tmp_path / "project")
 
 
 @pytest.fixture(autouse=True)
-def fresh(cache_dir: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def fresh(cache_dir, monkeypatch):
     """A process that knows no extension yet."""
     monkeypatch.setattr(service, "_opened", {})
     monkeypatch.setattr(service, "_extensions", {})
@@ -112,14 +108,14 @@ def fresh(cache_dir: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 @pytest.fixture
-def compilations(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[], int]:
+def compilations(tmp_path, monkeypatch):
     """How often the compiler ran since the test began."""
     compiler, log = logging_compiler(tmp_path)
     monkeypatch.setenv("CXX", str(compiler))
     return lambda: len(log.read_text().split())
 
 
-def loader_module(builder: OpBuilder) -> types.ModuleType:
+def loader_module(builder):
     """A module of tiny_ext, as the finder of the ops fills it."""
     register(builder)
     module = types.ModuleType("loader_of_tiny_ext", "Loader of tiny_ext.")
@@ -130,7 +126,7 @@ def loader_module(builder: OpBuilder) -> types.ModuleType:
 # Flags and key ------------------------------------------------------------------------------------
 
 
-def test_folders_are_those_of_torch(root: Path) -> None:
+def test_folders_are_those_of_torch(root):
     from torch.utils import cpp_extension
 
     folders = pybind.include_paths(Ext(root))
@@ -142,7 +138,7 @@ def test_folders_are_those_of_torch(root: Path) -> None:
         assert os.path.isdir(folder)
 
 
-def test_base_flags_stay(root: Path) -> None:
+def test_base_flags_stay(root):
     flags = Ext(root).compile_flags("cpu")
     assert "-DTORCH_EXTENSION_NAME=tiny_ext" in flags
     assert f"-D_GLIBCXX_USE_CXX11_ABI={int(torch._C._GLIBCXX_USE_CXX11_ABI)}" in flags
@@ -150,7 +146,7 @@ def test_base_flags_stay(root: Path) -> None:
     assert {"-ltorch_python", "-lc10"} <= set(library.link_flags(Ext(root), "cpu"))
 
 
-def test_cuda_extension_links_torchs_cuda(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cuda_extension_links_torchs_cuda(root, monkeypatch):
     class Cuda(CUDAOpBuilder):
         NAME = "tiny_ext"
         BINDING = "pybind11"
@@ -175,9 +171,7 @@ def test_cuda_extension_links_torchs_cuda(root: Path, monkeypatch: pytest.Monkey
         (pybind, "soabi", lambda: ".cpython-314-x86_64-linux-gnu.so"),
     ],
 )
-def test_key_tells_torch_and_python(
-    root: Path, monkeypatch: pytest.MonkeyPatch, where: object, attribute: str, value: object
-) -> None:
+def test_key_tells_torch_and_python(root, monkeypatch, where, attribute, value):
     from apex_te.op_builder import get_builder
 
     before, plain = Ext(root).key("cpu"), get_builder("rope").key("cpu")
@@ -186,20 +180,20 @@ def test_key_tells_torch_and_python(
     assert get_builder("rope").key("cpu") == plain
 
 
-def test_key_tells_the_sources_not_the_place(root: Path, tmp_path: Path) -> None:
+def test_key_tells_the_sources_not_the_place(root, tmp_path):
     before = Ext(root).key("cpu")
     assert Ext(write(tmp_path / "elsewhere")).key("cpu") == before
     (root / "csrc" / "tiny_ext" / "stand_in.h").write_text(STAND_IN + "//")
     assert Ext(root).key("cpu") != before
 
 
-def test_without_torch(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_torch(root, monkeypatch):
     monkeypatch.setitem(sys.modules, "torch", None)
     with pytest.raises(HeaderNotFoundError, match=r"tiny_ext: .*built against torch.*--no-build-i"):
         Ext(root).key("cpu")
 
 
-def test_builder_of_rocms_apex_builds(root: Path) -> None:
+def test_builder_of_rocms_apex_builds(root):
     """The module keeps its name below apex, which need not be installed."""
 
     class Rocm(CUDAOpBuilder):
@@ -207,16 +201,16 @@ def test_builder_of_rocms_apex_builds(root: Path) -> None:
         INCLUDE_FLAG = "APEX_BUILD_CPU_OPS"
         ROOT = root
 
-        def __init__(self) -> None:
+        def __init__(self):
             super().__init__(name=self.NAME)
 
-        def absolute_name(self) -> str:
+        def absolute_name(self):
             return f"apex.{self.NAME}"
 
-        def include_paths(self) -> list[str]:
+        def include_paths(self):
             return ["csrc/"]
 
-        def cxx_args(self) -> list[str]:
+        def cxx_args(self):
             return [*super().cxx_args(), *self.version_dependent_macros(), "-DVALUE=43"]
 
     try:
@@ -226,9 +220,7 @@ def test_builder_of_rocms_apex_builds(root: Path) -> None:
         sys.modules.pop("apex.tiny_ext", None)
 
 
-def test_extension_of_the_suite_at_top_level(
-    root: Path, monkeypatch: pytest.MonkeyPatch, compilations: Callable[[], int]
-) -> None:
+def test_extension_of_the_suite_at_top_level(root, monkeypatch, compilations):
     """As apex's extensions: after ``install()``, and compiled by the first call."""
     monkeypatch.setitem(apex_te.op_builder._suite, "tiny_ext", Ext(root))
     names = lambda: ["rope", "tiny_ext"]  # noqa: E731
@@ -248,7 +240,7 @@ def test_extension_of_the_suite_at_top_level(
     assert "tiny_ext" not in sys.modules
 
 
-def test_classes_are_checked() -> None:
+def test_classes_are_checked():
     for exports in ("answer", ("a b",)):
         with pytest.raises(TypeError, match="EXPORTS must be a tuple of identifiers"):
             type("Bad", (CPUOpBuilder,), {"NAME": "bad", "EXPORTS": exports})
@@ -256,11 +248,11 @@ def test_classes_are_checked() -> None:
         type("Bad", (CPUOpBuilder,), {"NAME": "bad", "BINDING": "nanobind"})
 
 
-def test_lost_sources_are_named(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_lost_sources_are_named(root, capsys):
     class Lost(Ext):
         NAME = "tiny_ext"
 
-        def sources(self) -> list[str]:
+        def sources(self):
             return ["csrc/nowhere.cpp"]
 
     with pytest.raises(UnknownOpError, match=r"tiny_ext: .*nowhere.cpp does not exist"):
@@ -272,7 +264,7 @@ def test_lost_sources_are_named(root: Path, capsys: pytest.CaptureFixture[str]) 
 # Exports ------------------------------------------------------------------------------------------
 
 
-def test_exports_are_read_off_the_sources() -> None:
+def test_exports_are_read_off_the_sources():
     text = """
     // m.def("commented", &x);  /* m.def("too", &x); */
     const char* quoted = "m.def(\\"quoted\\", &x)";
@@ -297,7 +289,7 @@ def test_exports_are_read_off_the_sources() -> None:
     assert found.values == ("Error", "Foo", "Kind", "LIMIT")
 
 
-def test_exports_may_be_given(root: Path) -> None:
+def test_exports_may_be_given(root):
     assert Ext(root).exports()[1:] == (("answer",), ("Number",))
 
     class Given(Ext):
@@ -310,9 +302,7 @@ def test_exports_may_be_given(root: Path) -> None:
 # Loading ------------------------------------------------------------------------------------------
 
 
-def test_loader_builds_on_the_first_call_only(
-    root: Path, compilations: Callable[[], int], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_loader_builds_on_the_first_call_only(root, compilations, monkeypatch):
     module = loader_module(Ext(root))
     assert type(module) is types.ModuleType
     assert module.__all__ == ["Number", "answer"]
@@ -337,7 +327,7 @@ def test_loader_builds_on_the_first_call_only(
     assert compilations() == 1
 
 
-def test_found_library_needs_no_program(root: Path, cache_dir: Path) -> None:
+def test_found_library_needs_no_program(root, cache_dir):
     Ext(root).open()
     code = f"""
 import sys
@@ -350,18 +340,15 @@ sys.addaudithook(lambda event, args: started.append(event) if event in names els
 module = Ext({str(root)!r}).load()
 print(module.answer(), module.__spec__.name, started, "setuptools" in sys.modules)
 """
-    done = subprocess.run(
-        [sys.executable, "-B", "-c", code], env={**os.environ, "PATH": ""},
-        capture_output=True, text=True, timeout=120,
-    )  # fmt: skip
+    done = captured([sys.executable, "-B", "-c", code], check=False, env={**os.environ, "PATH": ""})
     assert done.stdout == "42 apex_te.tiny_ext [] False\n", done.stderr
 
 
-def test_threads_race_for_one_build(root: Path, compilations: Callable[[], int]) -> None:
+def test_threads_race_for_one_build(root, compilations):
     module = loader_module(Ext(root))
     start, found = threading.Barrier(8), []
 
-    def call() -> None:
+    def call():
         start.wait()
         found.append(module.answer())
 
@@ -374,7 +361,7 @@ def test_threads_race_for_one_build(root: Path, compilations: Callable[[], int])
     assert compilations() == 1
 
 
-def test_failing_build_is_tried_once(root: Path, compilations: Callable[[], int]) -> None:
+def test_failing_build_is_tried_once(root, compilations):
     write(root, SOURCE.replace("VALUE", "MISSING"))
     module = loader_module(Ext(root))
     messages = set()
@@ -388,7 +375,7 @@ def test_failing_build_is_tried_once(root: Path, compilations: Callable[[], int]
     assert len(messages) == 1
 
 
-def test_load_is_one_module(root: Path) -> None:
+def test_load_is_one_module(root):
     module = Ext(root).load()
     assert Ext(root).load() is module is sys.modules["apex_te.tiny_ext"]
     assert isinstance(module.__loader__, importlib.machinery.ExtensionFileLoader)
@@ -397,11 +384,11 @@ def test_load_is_one_module(root: Path) -> None:
     assert Ext(root).load() is again is sys.modules["apex_te.tiny_ext"]
 
 
-def test_wrong_names(root: Path, tmp_path: Path) -> None:
+def test_wrong_names(root, tmp_path):
     class Taken(Ext):
         NAME = "taken_ext"
 
-        def absolute_name(self) -> str:
+        def absolute_name(self):
             return "apex_te.optimizers"
 
     with pytest.raises(ImportError, match=r"apex_te.optimizers is another module already \(.*opt"):
@@ -412,7 +399,7 @@ def test_wrong_names(root: Path, tmp_path: Path) -> None:
         service.load_extension(Ext(elsewhere))
 
 
-def test_library_that_does_not_import(root: Path, tmp_path: Path) -> None:
+def test_library_that_does_not_import(root, tmp_path):
     write(root, SOURCE.replace("TORCH_EXTENSION_NAME", "other"))
     with pytest.raises(ImportError, match=r"tiny_ext: .*PyInit_tiny_ext.*cannot be imported"):
         Ext(root).load()
@@ -424,7 +411,7 @@ def test_library_that_does_not_import(root: Path, tmp_path: Path) -> None:
     assert "apex_te.tiny_ext" not in sys.modules
 
 
-def test_export_that_is_not_there(root: Path) -> None:
+def test_export_that_is_not_there(root):
     class Given(Ext):
         NAME = "tiny_ext"
         EXPORTS = ("answer", "lost")
@@ -435,7 +422,7 @@ def test_export_that_is_not_there(root: Path) -> None:
     assert module.answer() == 42
 
 
-def test_disabled_jit(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_disabled_jit(root, monkeypatch):
     monkeypatch.setenv("APEX_TE_DISABLE_JIT", "1")
     with pytest.raises(BuildError, match="APEX_BUILD_TINY_EXT=1"):
         loader_module(Ext(root)).answer()

@@ -1,12 +1,8 @@
 """Pythons that a wheel has a dispatcher for: finding them, and one that it has none for."""
 
-from __future__ import annotations
-
 import json
 import sys
 import sysconfig
-from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -31,16 +27,14 @@ from op_builder.jit.prebuild import batch
         ("/bin/sh", PythonNotFoundError, "/bin/sh does not run as a Python"),
     ],
 )
-def test_missing_python_is_named(
-    text: str, error: type[Exception], told: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_missing_python_is_named(text, error, told, monkeypatch):
     monkeypatch.setenv(pythons.VARIABLE, text)
     with pytest.raises(error, match=told):
         pythons.named()
 
 
-def test_python_must_fit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def answer(*values: object) -> str:
+def test_python_must_fit(tmp_path, monkeypatch):
+    def answer(*values):
         path = tmp_path / "python"
         path.write_text(f"#!/bin/sh\necho '{json.dumps(values)}'\n")
         path.chmod(0o755)
@@ -61,7 +55,7 @@ def test_python_must_fit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     assert found == pythons.Python("3.13t", suffix, str(tmp_path))
 
 
-def test_python_by_its_headers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_python_by_its_headers(tmp_path, monkeypatch):
     """No interpreter is needed, and the names are the ones that Python would use."""
     headers = tmp_path / "include" / "python3.29"
     headers.mkdir(parents=True)
@@ -77,9 +71,7 @@ def test_python_by_its_headers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert pythons.find(sys.executable) == own
 
 
-def test_python_that_was_not_named_compiles_and_says_so(
-    root: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_python_that_was_not_named_compiles_and_says_so(root, monkeypatch, capsys):
     """Once: the next process finds the dispatcher in the cache, and hears nothing."""
     for name in ("core", "common"):
         (root / "csrc" / name).mkdir(exist_ok=True)
@@ -100,16 +92,14 @@ def test_python_that_was_not_named_compiles_and_says_so(
         assert ("compiling one, once" in text) == told
 
 
-def cache_location(path: Path) -> Any:
+def cache_location(path):
     from op_builder.jit.find.cache import Location
 
     path.mkdir(mode=0o700)
     return Location(str(path), True, "prebuilt")
 
 
-def test_dispatcher_does_not_need_the_pybind11_it_was_made_with(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_dispatcher_does_not_need_the_pybind11_it_was_made_with(monkeypatch):
     """A prebuilt one serves where pybind11 has another version, or is missing."""
     builder = CoreBuilder()
     key = builder.key("cpu")

@@ -8,14 +8,13 @@ import os
 import re
 import shutil
 import struct
-import subprocess
 import sys
 import warnings
 import zlib
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from programs import captured
 from tiny_op import CHECKOUT, Tiny, logging_compiler, write_op
 
 import op_builder
@@ -25,17 +24,16 @@ from op_builder.jit.errors import JitDisabledError
 from op_builder.jit.find import cache, elf
 from op_builder.jit.find.cache import OpenedLibrary
 
-Forget = Callable[[], None]
 OUTER = cache.user_cache().path  # the user's own, before the tests get empty ones
 
 
 @pytest.fixture
-def root(tmp_path: Path) -> Path:
+def root(tmp_path):
     """An op that needs a function of glibc."""
     return write_op(tmp_path / "project", body="int getpid(); if (getpid() == 0) return 7;")
 
 
-def change(entry: Path, content: bytes | None = None, **changes: object) -> None:
+def change(entry, content=None, **changes):
     """Gives an entry another content, and a manifest that describes it."""
     (library,) = entry.glob("*.so")
     content = library.read_bytes() if content is None else content
@@ -45,7 +43,7 @@ def change(entry: Path, content: bytes | None = None, **changes: object) -> None
     (entry / "manifest.json").write_text(json.dumps(manifest))
 
 
-def elf_hash(name: bytes) -> bytes:
+def elf_hash(name):
     """The hash of a version's name that stands beside it in the library."""
     value = 0
     for byte in name:
@@ -54,7 +52,7 @@ def elf_hash(name: bytes) -> bytes:
     return struct.pack("<I", value)
 
 
-def of_a_newer_system(content: bytes) -> bytes:
+def of_a_newer_system(content):
     """A library that needs a glibc of the future."""
     found = max(set(re.findall(rb"GLIBC_2\.[\d.]+(?=\0)", content)), key=len)
     future = b"GLIBC_2." + b"9" * (len(found) - 8)
@@ -67,7 +65,7 @@ BROKEN = {
 }
 
 
-def call(opened: OpenedLibrary) -> int:
+def call(opened):
     """Loads the opened library and calls its function."""
     try:
         return int(ctypes.CDLL(opened.proc_path).tiny())
@@ -75,11 +73,11 @@ def call(opened: OpenedLibrary) -> int:
         raise ImportError(str(error)) from None
 
 
-def load(op: Tiny) -> int:
+def load(op):
     return service.load_library(op, "cpu", None, call)
 
 
-def test_manifest_names_the_glibc(root: Path, cache_dir: Path) -> None:
+def test_manifest_names_the_glibc(root, cache_dir):
     """It is the highest version of glibc's symbols that the library needs."""
     opened = Tiny(root).open()
     manifest = json.loads((Path(opened.path).parent / "manifest.json").read_text())
@@ -93,9 +91,9 @@ def test_manifest_names_the_glibc(root: Path, cache_dir: Path) -> None:
 
 @pytest.mark.parametrize("place", ["cache", "extra"])
 def test_library_of_a_newer_glibc_is_not_loaded(
-    root: Path, cache_dir: Path, tmp_path: Path, forget: Forget,
-    monkeypatch: pytest.MonkeyPatch, place: str,
-) -> None:  # fmt: skip
+    root, cache_dir, tmp_path, forget,
+    monkeypatch, place
+):  # fmt: skip
     """One that names a newer glibc than this system's is passed over and built again, once."""
     op, (compiler, log) = Tiny(root), logging_compiler(tmp_path)
     monkeypatch.setenv("CXX", str(compiler))
@@ -117,9 +115,9 @@ def test_library_of_a_newer_glibc_is_not_loaded(
 @pytest.mark.parametrize("kind", BROKEN)
 @pytest.mark.parametrize("place", ["cache", "extra"])
 def test_refused_library_is_built_again(
-    root: Path, cache_dir: Path, tmp_path: Path, forget: Forget,
-    monkeypatch: pytest.MonkeyPatch, kind: str, place: str,
-) -> None:  # fmt: skip
+    root, cache_dir, tmp_path, forget,
+    monkeypatch, kind, place
+):  # fmt: skip
     """A library of an earlier version, whose manifest says nothing, is built again if ld.so says
     no; what cannot be built again raises ld.so's words with a hint."""
     op, (compiler, log) = Tiny(root), logging_compiler(tmp_path)
@@ -146,10 +144,10 @@ def test_refused_library_is_built_again(
     assert log.read_text() == "x\n" * 2
 
 
-def test_own_build_that_is_refused(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_own_build_that_is_refused(root, monkeypatch):
     """A library that this process has just built is not built a second time."""
 
-    def refuse(opened: OpenedLibrary) -> int:
+    def refuse(opened):
         calls.append(opened)
         raise ImportError("libstdc++.so.6: version `GLIBCXX_9.9' not found (required by x)")
 
@@ -171,7 +169,7 @@ except Exception as error:
 
 
 @pytest.fixture
-def dispatcher(monkeypatch: pytest.MonkeyPatch, cache_dir: Path) -> Path:
+def dispatcher(monkeypatch, cache_dir):
     """The dispatcher's entry in the cache, copied from the user's own."""
     pytest.importorskip("torch")
     with monkeypatch.context() as patch:
@@ -180,14 +178,14 @@ def dispatcher(monkeypatch: pytest.MonkeyPatch, cache_dir: Path) -> Path:
     return Path(shutil.copytree(entry.parent, cache_dir / entry.parent.name)) / entry.name
 
 
-def import_core(*before: str, **environment: str) -> str:
+def import_core(*before, **environment):
     command = [*before, sys.executable, "-B", "-c", DISPATCHER]
     variables = {**os.environ, "PYTHONPATH": str(CHECKOUT), **environment}
-    done = subprocess.run(command, env=variables, capture_output=True, text=True, timeout=120)
+    done = captured(command, check=False, env=variables)
     return done.stdout or done.stderr
 
 
-def test_refused_dispatcher(dispatcher: Path, cache_dir: Path, tmp_path: Path) -> None:
+def test_refused_dispatcher(dispatcher, cache_dir, tmp_path):
     """A dispatcher that ld.so refuses is replaced by another; without one there is a hint."""
     good = tmp_path / "good"
     shutil.copytree(cache_dir, good)
@@ -200,7 +198,7 @@ def test_refused_dispatcher(dispatcher: Path, cache_dir: Path, tmp_path: Path) -
     assert "hint: the library was built on a newer system" in told
 
 
-def test_dispatcher_on_a_noexec_file_system(dispatcher: Path, cache_dir: Path) -> None:
+def test_dispatcher_on_a_noexec_file_system(dispatcher, cache_dir):
     """The error says that the cache is mounted noexec, and which variable names another folder."""
     mount = f"mount -t tmpfs -o noexec,size=8m,mode=700 none {cache_dir}"
     copy = f"{cache_dir}-copy"

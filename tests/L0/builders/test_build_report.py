@@ -1,7 +1,5 @@
 """``report``, ``why`` and ``list``: what they say, and that they need and change nothing."""
 
-from __future__ import annotations
-
 import json
 import os
 import re
@@ -9,12 +7,10 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import pytest
-from planted import contents, plant, too_long, visible_gpus
+from planted import contents, plant, too_long
+from programs import captured
 from tiny_op import CHECKOUT, Tiny, TinyCuda, write_op
 
 import op_builder
@@ -28,32 +24,24 @@ from op_builder.jit.inspect import machine, report_command, why_command
 from op_builder.jit.text import size
 
 
-def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+def run(*arguments, **environment):
     """The command line in a process that knows no installed package: no torch, no pybind11."""
-    return subprocess.run(
+    return captured(
         [sys.executable, "-S", "-B", "-m", "op_builder.jit.cli", *arguments],
+        check=False,
         cwd=CHECKOUT,
         env={**os.environ, **environment},
-        capture_output=True,
-        text=True,
-        timeout=120,
     )
 
 
-@pytest.fixture
-def gpus(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
-    """Sets which GPUs are visible; none at first."""
-    return visible_gpus(monkeypatch)
-
-
-def state(builder: op_builder.OpBuilder, device: str = "cpu") -> dict[str, Any]:
+def state(builder, device="cpu"):
     return report.library_facts(builder, device, report.here())
 
 
 # Nothing is needed --------------------------------------------------------------------------------
 
 
-def test_report_needs_nothing_and_changes_nothing(tmp_path: Path) -> None:
+def test_report_needs_nothing_and_changes_nothing(tmp_path):
     home = tmp_path / "home"
     nowhere = {"HOME": str(home), "PATH": "", "APEX_TE_CACHE_DIR": "", "LD_LIBRARY_PATH": ""}
     for name in ("CUDA_HOME", "CUDA_PATH", "CXX"):
@@ -78,7 +66,7 @@ def test_report_needs_nothing_and_changes_nothing(tmp_path: Path) -> None:
     assert not home.exists()
 
 
-def test_report_text_without_anything(tmp_path: Path) -> None:
+def test_report_text_without_anything(tmp_path):
     home = tmp_path / "home"
     done = run("report", HOME=str(home), PATH="", APEX_TE_CACHE_DIR="", CXX="")
     assert (done.returncode, done.stderr) == (0, "")
@@ -87,15 +75,13 @@ def test_report_text_without_anything(tmp_path: Path) -> None:
     assert not home.exists()
 
 
-def test_report_of_the_package_fits_80_columns(cache_dir: Path) -> None:
+def test_report_of_the_package_fits_80_columns(cache_dir):
     short = {"APEX_TE_CACHE_DIR": "/nonexistent/apex"}
-    done = subprocess.run(
+    done = captured(
         [sys.executable, "-B", "-m", "apex_te", "report"],
+        check=False,
         cwd=CHECKOUT,
         env={**os.environ, **short},
-        capture_output=True,
-        text=True,
-        timeout=120,
     )
     assert done.stderr == ""
     lines = done.stdout.splitlines()
@@ -106,9 +92,7 @@ def test_report_of_the_package_fits_80_columns(cache_dir: Path) -> None:
 # A library's state --------------------------------------------------------------------------------
 
 
-def test_states_in_the_order_of_a_life(
-    root: Path, gpus: Any, cache_dir: Path, forget: Callable[[], None]
-) -> None:
+def test_states_in_the_order_of_a_life(root, gpus, cache_dir, forget):
     builder = Tiny(root)
     row = state(builder)
     assert (row["state"], row["key"], row["path"]) == ("can build", builder.key("cpu"), "")
@@ -125,9 +109,7 @@ def test_states_in_the_order_of_a_life(
     assert state(builder)["state"] == "prebuilt"
 
 
-def test_a_build_that_just_failed(
-    root: Path, gpus: Any, forget: Callable[[], None], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_build_that_just_failed(root, gpus, forget, monkeypatch):
     write_op(root, body="return no_such_name;")
     with pytest.raises(CompileError):
         Tiny(root).open()
@@ -143,9 +125,7 @@ def test_a_build_that_just_failed(
     assert state(Tiny(root))["state"] == "can build"
 
 
-def test_what_is_missing_is_what_a_build_would_raise(
-    root: Path, gpus: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_is_missing_is_what_a_build_would_raise(root, gpus, tmp_path, monkeypatch):
     monkeypatch.setenv("APEX_TE_DISABLE_JIT", "1")
     assert "APEX_TE_DISABLE_JIT forbids" in state(Tiny(root))["reason"]
     monkeypatch.setenv("APEX_TE_DISABLE_JIT", "perhaps")
@@ -160,9 +140,7 @@ def test_what_is_missing_is_what_a_build_would_raise(
     assert state(Tiny(root))["state"] == "cannot"
 
 
-def test_gpus_and_archs(
-    root: Path, gpus: Any, cache_dir: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_gpus_and_archs(root, gpus, cache_dir, monkeypatch):
     monkeypatch.setattr(report.library, "check", lambda *ignored: None)
     monkeypatch.setattr(report, "recent_failure", lambda *ignored: None)
     builder = TinyCuda(root)
@@ -187,9 +165,7 @@ def test_gpus_and_archs(
 # The rest of the report ---------------------------------------------------------------------------
 
 
-def test_cache_folders(
-    root: Path, gpus: Any, cache_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_cache_folders(root, gpus, cache_dir, tmp_path, monkeypatch):
     extra = tmp_path / "extra"
     extra.mkdir()
     extra.chmod(0o777)
@@ -215,7 +191,7 @@ def test_cache_folders(
     assert "chmod 700" in "\n".join(report_command.lines(facts)).replace("\n           ", " ")
 
 
-def test_unwritable_folders_are_seen(tmp_path: Path) -> None:
+def test_unwritable_folders_are_seen(tmp_path):
     assert cache.is_writable(str(tmp_path / "not" / "there"))
     assert not (tmp_path / "not").exists()
     (tmp_path / "file").write_text("")
@@ -230,9 +206,7 @@ def test_unwritable_folders_are_seen(tmp_path: Path) -> None:
         assert said
 
 
-def test_settings_that_cannot_be_are_named(
-    gpus: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_settings_that_cannot_be_are_named(gpus, monkeypatch, capsys):
     monkeypatch.setenv("APEX_TE_JIT_VERBOSE", "perhaps")
     monkeypatch.setenv("APEX_TE_CASH_DIR", "/x")
     monkeypatch.setenv("MAX_JOBS", "0")
@@ -247,7 +221,7 @@ def test_settings_that_cannot_be_are_named(
     assert cli.main(["report", "--json"]) == 0
 
 
-def test_every_variable_that_is_read_is_known() -> None:
+def test_every_variable_that_is_read_is_known():
     read, everything = set(), ""
     for folder in ("apex_te", "op_builder", "compatibility", "csrc", "benchmarks"):
         for path in (CHECKOUT / folder).rglob("*"):
@@ -285,9 +259,7 @@ int nvmlSystemGetDriverVersion(char* n, int) { strcpy(n, "550.54.15"); return 0;
 
 
 @pytest.mark.parametrize("code", [0, 803])
-def test_driver_is_asked_without_a_context(
-    code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_driver_is_asked_without_a_context(code, tmp_path, monkeypatch):
     source = tmp_path / "driver.cpp"
     source.write_text(DRIVER)
     library = tmp_path / "libcuda.so.1"
@@ -306,14 +278,14 @@ def test_driver_is_asked_without_a_context(
         assert archs.visible_capabilities() == [(9, 0)]
 
 
-def test_torch_is_read_off_its_files() -> None:
+def test_torch_is_read_off_its_files():
     torch = pytest.importorskip("torch")
     facts = machine.torch()
     assert facts["version"] == torch.__version__
     assert (facts["cuda"], facts["hip"]) == (torch.version.cuda, torch.version.hip)
 
 
-def test_tools_say_where_they_come_from(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tools_say_where_they_come_from(tmp_path, monkeypatch):
     monkeypatch.delenv("CXX", raising=False)
     (cxx,) = [tool for tool in machine.tools() if tool["name"] == "C++"]
     assert cxx["path"] == " ".join(toolchain.find_cxx())
@@ -335,7 +307,7 @@ def test_tools_say_where_they_come_from(tmp_path: Path, monkeypatch: pytest.Monk
     assert "holds no bin/nvcc" in found["missing"]
 
 
-def test_text_of_a_large_machine(gpus: Any, root: Path, cache_dir: Path) -> None:
+def test_text_of_a_large_machine(gpus, root, cache_dir):
     facts = report.collect([])
     device = {"name": "NVIDIA H200", "memory": 150_000_000_000, "arch": "9.0"}
     facts["gpus"] = {"driver": "580.1", "cuda": "13.0", "problem": "", "devices": [device] * 8}
@@ -364,5 +336,5 @@ def test_text_of_a_large_machine(gpus: Any, root: Path, cache_dir: Path) -> None
         (5e12, "5000 GB"),
     ],
 )
-def test_sizes_are_short(number: float, text: str) -> None:
+def test_sizes_are_short(number, text):
     assert size(number) == text

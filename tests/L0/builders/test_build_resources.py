@@ -1,10 +1,6 @@
 """How many compilers may run at once: CPUs, control groups, memory and MAX_JOBS."""
 
-from __future__ import annotations
-
 import os
-from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -12,9 +8,7 @@ from op_builder.jit.build import resources
 from op_builder.jit.errors import SettingError
 
 
-def fake_system(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, groups: str, mounts: str, files: dict[str, Any]
-) -> None:
+def fake_system(folder, monkeypatch, groups, mounts, files):
     """/proc and control groups of another machine with 8 CPUs and 64 GiB."""
     for name, content in files.items():
         path = folder / name
@@ -77,15 +71,7 @@ GIB = 1 << 30
         ),
     ],
 )
-def test_limits_of_control_groups(
-    groups: str,
-    mounts: str,
-    files: dict[str, Any],
-    cpus: int,
-    memory: int | None,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_limits_of_control_groups(groups, mounts, files, cpus, memory, tmp_path, monkeypatch):
     fake_system(tmp_path, monkeypatch, groups, mounts, files)
     assert resources.cpus() == cpus
     assert resources.free_memory() == (memory or 64 * GIB)
@@ -103,22 +89,20 @@ def test_limits_of_control_groups(
         (None, "", 8),
     ],
 )
-def test_jobs_are_the_least_of_all_limits(
-    free: int | None, max_jobs: str, expected: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_jobs_are_the_least_of_all_limits(free, max_jobs, expected, monkeypatch):
     monkeypatch.setattr(resources, "cpus", lambda: 8)
     monkeypatch.setattr(resources, "free_memory", lambda: free)
     monkeypatch.setenv("MAX_JOBS", max_jobs)
     assert resources.jobs() == expected
 
 
-def test_jobs_here() -> None:
+def test_jobs_here():
     assert 1 <= resources.jobs() <= len(os.sched_getaffinity(0))
     assert resources.free_memory() or 0 > 1 << 20
 
 
 @pytest.mark.parametrize("text", ["0", "-1", "two", "1.5"])
-def test_bad_max_jobs(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bad_max_jobs(text, monkeypatch):
     monkeypatch.setenv("MAX_JOBS", text)
     with pytest.raises(SettingError, match=f"MAX_JOBS must be an integer >= 1, got '{text}'"):
         resources.jobs()

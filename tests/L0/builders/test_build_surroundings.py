@@ -1,11 +1,8 @@
 """Odd surroundings of a process in which a build and a load must work all the same."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import textwrap
-from pathlib import Path
 
 import pytest
 from attacks import finish
@@ -33,7 +30,7 @@ signal.setitimer(signal.ITIMER_REAL, 0.002, 0.002)""",
 
 
 @pytest.mark.parametrize("name", BEFORE)
-def test_process(root: Path, tmp_path: Path, name: str) -> None:
+def test_process(root, tmp_path, name):
     """A build works whatever the process did before."""
     before = f"os.chdir({str(tmp_path)!r})\n{BEFORE[name]}\n"
     code = before + textwrap.dedent(CALL.format(root=str(root))) + "print(value())"
@@ -52,14 +49,14 @@ def test_process(root: Path, tmp_path: Path, name: str) -> None:
     ],
     ids=lambda variables: next(iter(variables)),
 )
-def test_environment(root: Path, variables: dict[str, str]) -> None:
+def test_environment(root, variables):
     """A build works whatever variables of other programs say."""
     code = CALL.format(root=str(root)) + "    print(value())"
     assert finish(start(code, **variables)) == "1\n"
 
 
 @pytest.mark.parametrize("options", ["noexec,size=1m", "size=4k"])
-def test_temporary_folder(root: Path, tmp_path: Path, options: str) -> None:
+def test_temporary_folder(root, tmp_path, options):
     """Compilers put nothing where TMPDIR is: it may be full, or noexec."""
     place = tmp_path / "tmpdir"
     place.mkdir()
@@ -77,7 +74,7 @@ def test_temporary_folder(root: Path, tmp_path: Path, options: str) -> None:
     assert finish(process) == "1\n"
 
 
-def test_threads_and_signals(root: Path) -> None:
+def test_threads_and_signals(root):
     """Threads that load at once, while signals come, get one library."""
     code = textwrap.dedent(CALL.format(root=str(root))) + textwrap.dedent("""
         import signal

@@ -1,17 +1,14 @@
 """Compilers, flags and places that must not make a library: refused with an error that says why."""
 
-from __future__ import annotations
-
 import os
 import signal
-import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from attacks import processes_of, wait_for
+from programs import captured
 from tiny_op import Tiny, TinyCuda, logging_compiler, start, write_op
 
 from op_builder import get_builder
@@ -27,10 +24,8 @@ from op_builder.jit.find import cache, elf, inventory
 from op_builder.jit.inspect import clean
 from op_builder.jit.inspect import facts as stale
 
-Forget = Callable[[], None]
 
-
-def wrapper(folder: Path, after_link: str, name: str = "wrapped-cxx") -> Path:
+def wrapper(folder, after_link, name="wrapped-cxx"):
     """A compiler that runs shell commands on the library, ``$out``, and reports success."""
     script = folder / name
     script.write_text(
@@ -68,14 +63,8 @@ def wrapper(folder: Path, after_link: str, name: str = "wrapped-cxx") -> Path:
     ],
 )
 def test_broken_library_is_not_published(
-    root: Path,
-    cache_dir: Path,
-    tmp_path: Path,
-    forget: Forget,
-    monkeypatch: pytest.MonkeyPatch,
-    after_link: str,
-    told: str,
-) -> None:
+    root, cache_dir, tmp_path, forget, monkeypatch, after_link, told
+):
     monkeypatch.setenv("CXX", str(wrapper(tmp_path, after_link)))
     with pytest.raises(BuildInterruptedError, match="reported success and left a library") as error:
         Tiny(root).open()
@@ -87,7 +76,7 @@ def test_broken_library_is_not_published(
     assert Tiny(root).open().path.startswith(str(cache_dir))
 
 
-def test_every_shortened_library_is_noticed(root: Path, tmp_path: Path) -> None:
+def test_every_shortened_library_is_noticed(root, tmp_path):
     whole = Path(Tiny(root).open().path).read_bytes()
     path = tmp_path / "short.so"
     for size in {0, 1, 63, 64, 100, *range(0, len(whole), 97), len(whole) - 1}:
@@ -99,9 +88,7 @@ def test_every_shortened_library_is_noticed(root: Path, tmp_path: Path) -> None:
     assert elf.file_problem(str(path))
 
 
-def test_broken_library_of_an_earlier_version_is_stale(
-    root: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_broken_library_of_an_earlier_version_is_stale(root, monkeypatch):
     """Its checksum is right: it was published before libraries were checked."""
     with monkeypatch.context() as patch:
         patch.setattr(publish, "library_problem", lambda *_: "")
@@ -115,7 +102,7 @@ def test_broken_library_of_an_earlier_version_is_stale(
     assert not Path(path).exists()
 
 
-def test_libraries_of_the_suite_are_whole() -> None:
+def test_libraries_of_the_suite_are_whole():
     for device in ("cpu", "cuda"):
         found = get_builder("byte_transpose").find(device)
         if found is not None:
@@ -136,7 +123,7 @@ def test_libraries_of_the_suite_are_whole() -> None:
         ("-Xcompiler=-O2,-march=native", "for this machine's CPU alone"),
     ],
 )
-def test_flags_in_cxx(root: Path, monkeypatch: pytest.MonkeyPatch, flags: str, told: str) -> None:
+def test_flags_in_cxx(root, monkeypatch, flags, told):
     monkeypatch.setenv("CXX", f"g++ {flags}")
     with pytest.raises(SettingError, match=r"CXX='g\+\+ .*' *: ") as error:
         Tiny(root).open()
@@ -153,46 +140,40 @@ def test_flags_in_cxx(root: Path, monkeypatch: pytest.MonkeyPatch, flags: str, t
     "flags",
     ["-pipe", "-O1 -g", "-std=gnu++17", "-march=x86-64", "-ffp-contract=off", "-DX=-march"],
 )
-def test_flags_in_cxx_that_change_no_result(
-    root: Path, monkeypatch: pytest.MonkeyPatch, flags: str
-) -> None:
+def test_flags_in_cxx_that_change_no_result(root, monkeypatch, flags):
     monkeypatch.setenv("CXX", f"g++ {flags}")
     assert toolchain.find_cxx()[1:] == flags.split()
 
 
-def test_fast_math_for_nvcc(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fast_math_for_nvcc(monkeypatch):
     for flags in ("-use_fast_math", "--use_fast_math", "-fmad=true", "--prec-div=false"):
         monkeypatch.setenv("NVCC_APPEND_FLAGS", flags)
         with pytest.raises(SettingError, match="floating-point arithmetic"):
             toolchain.find_nvcc()
 
 
-def test_cached_library_is_served_whatever_cxx_says(
-    root: Path, forget: Forget, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_cached_library_is_served_whatever_cxx_says(root, forget, monkeypatch):
     Tiny(root).open()
     forget()
     monkeypatch.setenv("CXX", 'g++ -march=native "')
     assert Tiny(root).open().kind == "cache"
 
 
-def test_open_quote_in_cxx(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_open_quote_in_cxx(root, monkeypatch):
     monkeypatch.setenv("CXX", 'g++ "-O2')
     with pytest.raises(SettingError, match="CXX='g\\+\\+ \"-O2' cannot be split into words"):
         Tiny(root).open()
-    done = subprocess.run(
+    done = captured(
         [sys.executable, "-m", "op_builder.jit.cli", "report"],
-        cwd=Path(__file__).resolve().parents[3],
-        capture_output=True,
-        text=True,
         check=False,
+        cwd=Path(__file__).resolve().parents[3],
     )
     assert done.returncode in (0, 1)
     assert "cannot be split into words" in done.stdout
     assert "Traceback" not in done.stderr
 
 
-def test_compiler_that_prints_no_utf8(root: Path, tmp_path: Path, forget: Forget) -> None:
+def test_compiler_that_prints_no_utf8(root, tmp_path, forget):
     script = tmp_path / "latin-cxx"
     script.write_text(
         '#!/bin/sh\ncase " $* " in *" --version "*) printf "\\351 1.0\\n"; exit;; esac\n'
@@ -210,7 +191,7 @@ def test_compiler_that_prints_no_utf8(root: Path, tmp_path: Path, forget: Forget
         del os.environ["CXX"]
 
 
-def test_long_line_of_a_compiler_is_cut(root: Path, tmp_path: Path, cache_dir: Path) -> None:
+def test_long_line_of_a_compiler_is_cut(root, tmp_path, cache_dir):
     name = "n" * 50_000
     write_op(root, body=f"return {name};")
     with pytest.raises(CompileError) as error:
@@ -221,9 +202,7 @@ def test_long_line_of_a_compiler_is_cut(root: Path, tmp_path: Path, cache_dir: P
 
 
 @pytest.mark.parametrize("name", ["two words", "dol$lar", "quo'te", 'quo"te', "col:on", "ünï", "%"])
-def test_cache_in_an_odd_folder(
-    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
-) -> None:
+def test_cache_in_an_odd_folder(root, tmp_path, monkeypatch, name):
     monkeypatch.setenv("APEX_TE_CACHE_DIR", str(tmp_path / name))
     assert Tiny(root).open().path.startswith(str(tmp_path / name))
 
@@ -232,9 +211,7 @@ def test_cache_in_an_odd_folder(
     ("name", "kind"),
     [("new\nline", Tiny), ("t\tab", Tiny), ("b\udcff", Tiny), ("com,ma", TinyCuda)],
 )
-def test_cache_where_nothing_can_be_built(
-    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, kind: type[Tiny]
-) -> None:
+def test_cache_where_nothing_can_be_built(root, tmp_path, monkeypatch, name, kind):
     nvcc = tmp_path / "cuda" / "bin" / "nvcc"
     nvcc.parent.mkdir(parents=True)
     nvcc.write_text("#!/bin/sh\nexit 1\n")
@@ -247,7 +224,7 @@ def test_cache_where_nothing_can_be_built(
 
 
 @pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGKILL, signal.SIGHUP])
-def test_killed_process_ends_its_compilers(root: Path, tmp_path: Path, how: signal.Signals) -> None:
+def test_killed_process_ends_its_compilers(root, tmp_path, how):
     compiler, log = logging_compiler(tmp_path, sleep=60)
     builder = start(f"Tiny({str(root)!r}).open()", CXX=str(compiler))
     assert wait_for(log.read_text)

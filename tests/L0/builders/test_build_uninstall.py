@@ -1,7 +1,5 @@
 """``make clean``, ``make distclean`` and ``pip uninstall``: nothing that was made is left."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import os
@@ -12,13 +10,14 @@ from pathlib import Path
 
 import pytest
 from planted import contents, copy, plant
+from programs import captured
 from tiny_op import CHECKOUT, quick_compiler
 
 import op_builder
 
 
 @pytest.mark.skipif(shutil.which("make") is None, reason="needs make")
-def test_make_clean_and_distclean(tmp_path: Path, cache_dir: Path, root: Path) -> None:
+def test_make_clean_and_distclean(tmp_path, cache_dir, root):
     checkout = tmp_path / "checkout"
     checkout.mkdir()
     for name in ("apex_te", "op_builder", "compatibility", "csrc", "Makefile", "README.md"):
@@ -36,18 +35,16 @@ def test_make_clean_and_distclean(tmp_path: Path, cache_dir: Path, root: Path) -
     plant(cache_dir, op_builder.get_builder("rope"))
     environment = {**os.environ, "PATH": os.environ["PATH"], "PYTHONPATH": ""}
     command = ["make", "-C", str(checkout), f"PYTHON={sys.executable}"]
-    done = subprocess.run([*command, "clean"], env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    done = captured([*command, "clean"], env=environment)
     assert "removed    rope_cpu" in done.stdout
     assert contents(checkout) == sorted([*before, ".venv", ".venv/lib", ".venv/lib/torch.so"])
     assert contents(cache_dir) == ["locks", "tmp"]
-    done = subprocess.run([*command, "distclean"], env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    done = captured([*command, "distclean"], env=environment)
     assert contents(checkout) == before
 
 
 @pytest.mark.long
-def test_pip_uninstall_leaves_nothing(tmp_path: Path, cache_dir: Path) -> None:
+def test_pip_uninstall_leaves_nothing(tmp_path, cache_dir):
     """A prebuilt wheel, installed, imported and uninstalled: site-packages is as it was."""
     pip_package = importlib.util.find_spec("pip")
     if pip_package is None or pip_package.origin is None:
@@ -61,14 +58,7 @@ def test_pip_uninstall_leaves_nothing(tmp_path: Path, cache_dir: Path) -> None:
     compiler = quick_compiler(tmp_path)  # what is compiled is not the matter here
     code = f"import setuptools.build_meta as b; b.build_wheel({str(tmp_path)!r})"
     environment = {**os.environ, "APEX_BUILD_CPP_OPS": "1", "CXX": str(compiler), "PYTHONPATH": ""}
-    made = subprocess.run(
-        [sys.executable, "-B", "-c", code],
-        cwd=checkout,
-        env=environment,
-        capture_output=True,
-        text=True,
-    )
-    assert made.returncode == 0, made.stdout[-2000:] + made.stderr[-2000:]
+    captured([sys.executable, "-B", "-c", code], cwd=checkout, env=environment)
     (wheel,) = tmp_path.glob("*.whl")
     venv = tmp_path / "venv"
     subprocess.run(
@@ -82,11 +72,8 @@ def test_pip_uninstall_leaves_nothing(tmp_path: Path, cache_dir: Path) -> None:
     environment = {**os.environ, "PYTHONPATH": str(Path(pip_package.origin).parents[1])}
     environment["PYTHONDONTWRITEBYTECODE"] = ""
 
-    def call(*command: str) -> str:
-        done = subprocess.run(
-            command, env=environment, cwd=tmp_path, capture_output=True, text=True
-        )
-        assert done.returncode == 0, done.stdout + done.stderr
+    def call(*command):
+        done = captured(command, env=environment, cwd=tmp_path)
         return done.stdout
 
     call(*pip, "install", "--no-index", "--no-deps", "--force-reinstall", str(wheel))

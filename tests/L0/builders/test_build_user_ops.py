@@ -1,21 +1,17 @@
 """Ops outside of the suite: found through entry points, registered, or called directly."""
 
-from __future__ import annotations
-
 import json
 import os
 import re
 import shutil
-import subprocess
 import sys
 import textwrap
 import warnings
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import tutorial
+from programs import captured
 from tiny_op import CHECKOUT, write_op
 
 import op_builder
@@ -56,20 +52,18 @@ APEX_TE_DEFINE(echo) {
 
 
 @pytest.fixture(autouse=True)
-def _fresh(monkeypatch: pytest.MonkeyPatch) -> None:
+def _fresh(monkeypatch):
     monkeypatch.setattr(op_builder.builder, "registered", {})
     monkeypatch.setattr(user_ops, "_warned", set())
 
 
 @pytest.fixture
-def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Path]:
+def install(tmp_path, monkeypatch):
     """Makes an installed package of a builder's text, with an entry point, and returns its path."""
     site = tmp_path / "site"
     monkeypatch.syspath_prepend(site)
 
-    def make(
-        package: str, op: str, text: str | None = None, value: str = "", version: str = "1.0"
-    ) -> Path:
+    def make(package, op, text=None, value="", version="1.0"):
         folder, info = site / package, site / f"{package}-{version}.dist-info"
         folder.mkdir(parents=True)
         info.mkdir()
@@ -88,7 +82,7 @@ def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Pa
         del sys.modules[name]
 
 
-def test_entry_point(install: Callable[..., Path]) -> None:
+def test_entry_point(install):
     folder = install("their_ops", "echo")
     builder = get_builder("echo")
     assert builder.root == folder.resolve()
@@ -102,7 +96,7 @@ def test_entry_point(install: Callable[..., Path]) -> None:
         get_builder("ehco")
 
 
-def test_same_name_in_two_packages(install: Callable[..., Path]) -> None:
+def test_same_name_in_two_packages(install):
     install("their_first", "echo")
     install("their_second", "echo")
     install("their_third", "fine")
@@ -114,7 +108,7 @@ def test_same_name_in_two_packages(install: Callable[..., Path]) -> None:
     assert "their_first" not in sys.modules
 
 
-def test_name_of_the_suite(install: Callable[..., Path]) -> None:
+def test_name_of_the_suite(install):
     install("their_ops", "rope")
     assert get_builder("rope").root == CHECKOUT
     with pytest.warns(RuntimeWarning, match="their_ops.* the suite has an op 'rope' already"):
@@ -132,9 +126,7 @@ def test_name_of_the_suite(install: Callable[..., Path]) -> None:
         ("import sys; sys.exit(3)", "", "cannot be imported: SystemExit"),
     ],
 )
-def test_broken_package_is_named_and_hurts_nobody(
-    install: Callable[..., Path], text: str, value: str, message: str
-) -> None:
+def test_broken_package_is_named_and_hurts_nobody(install, text, value, message):
     install("their_ops", "echo", text.format(package="op_builder", name="TheirOpsBuilder"), value)
     install("their_other", "fine")
     with warnings.catch_warnings():
@@ -173,7 +165,7 @@ class TheirOpsBuilder(CUDAOpBuilder):
 """
 
 
-def test_builder_of_rocms_apex_loads(install: Callable[..., Path]) -> None:
+def test_builder_of_rocms_apex_loads(install):
     """Its group, its constructor and its helpers; what it builds is an extension of torch."""
     install("their_ops", "echo", ROCM_BUILDER)
     builder = get_builder("echo")
@@ -183,7 +175,7 @@ def test_builder_of_rocms_apex_loads(install: Callable[..., Path]) -> None:
     assert CPUOpBuilder.BINDING == "c"
 
 
-def report_rows(capsys: pytest.CaptureFixture[str]) -> dict[str, dict[str, Any]]:
+def report_rows(capsys):
     """The report's rows of all libraries by op, none of which may fail the report."""
     assert cli.main(["report", "--json"]) == 0
     facts = json.loads(capsys.readouterr().out)
@@ -204,13 +196,7 @@ def report_rows(capsys: pytest.CaptureFixture[str]) -> dict[str, dict[str, Any]]
         (("", ""), "cpu", "csrc/echo.cpp"),
     ],
 )
-def test_broken_builder_is_a_row_of_the_report(
-    install: Callable[..., Path],
-    capsys: pytest.CaptureFixture[str],
-    change: tuple[str, str],
-    device: str,
-    told: str,
-) -> None:
+def test_broken_builder_is_a_row_of_the_report(install, capsys, change, device, told):
     folder = install("their_ops", "echo", ROCM_BUILDER.replace(*change))
     install("their_other", "fine")
     if change != ("", ""):  # else the source is missing
@@ -224,9 +210,7 @@ def test_broken_builder_is_a_row_of_the_report(
     assert re.search(told, row["reason"]), row["reason"]
 
 
-def test_broken_builder_beside_the_suites_is_a_row_of_the_report(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_broken_builder_beside_the_suites_is_a_row_of_the_report(tmp_path, monkeypatch, capsys):
     (tmp_path / "their_file.py").write_text(ROCM_BUILDER.replace("CPU_OPS", "SOME_OPS"))
     names = [*op_builder.builder_names(), "their_file"]
     monkeypatch.setattr(op_builder, "__path__", [*op_builder.__path__, str(tmp_path)])
@@ -241,7 +225,7 @@ def test_broken_builder_beside_the_suites_is_a_row_of_the_report(
     assert "INCLUDE_FLAG must be one of" in row["reason"]
 
 
-def test_registering(tmp_path: Path) -> None:
+def test_registering(tmp_path):
     class Echo(CPUOpBuilder):
         NAME = "echo"
         ROOT = tmp_path
@@ -269,21 +253,21 @@ def test_registering(tmp_path: Path) -> None:
     assert type(get_builder("echo")) is again
 
 
-def test_suites_ops_look_for_no_entry_points(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_suites_ops_look_for_no_entry_points(monkeypatch):
     code = (
         "import sys; from op_builder import all_builders, get_builder\n"
         "get_builder('rope').find('cpu'); get_builder('apex_te_core'); all_builders()\n"
         "print('importlib.metadata' in sys.modules)"
     )
     command = [sys.executable, "-S", "-B", "-c", code]
-    done = subprocess.run(command, cwd=CHECKOUT, capture_output=True, text=True, timeout=60)
+    done = captured(command, check=False, cwd=CHECKOUT)
     assert (done.stdout, done.stderr) == ("False\n", "")
 
 
-def test_key_tells_neither_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_key_tells_neither_place(tmp_path, monkeypatch):
     """The suite's headers are found and count, wherever the two are installed."""
 
-    def write(root: Path) -> Path:
+    def write(root):
         (root / "csrc" / "echo").mkdir(parents=True)
         (root / "csrc" / "echo" / "echo.h").write_text(HEADER)
         (root / "csrc" / "echo" / "echo_cpu.cpp").write_text(SOURCE)
@@ -304,7 +288,7 @@ def test_key_tells_neither_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert Echo(tmp_path / "one").key("cpu") != before
 
 
-def test_own_headers_come_first(tmp_path: Path) -> None:
+def test_own_headers_come_first(tmp_path):
     class Tiny(CPUOpBuilder):
         NAME = "tiny"
 
@@ -318,7 +302,7 @@ def test_own_headers_come_first(tmp_path: Path) -> None:
     assert ctypes.CDLL(Tiny(root).open().proc_path).tiny() == 7
 
 
-def test_forgotten_root_is_hinted_at() -> None:
+def test_forgotten_root_is_hinted_at():
     class Echo(CPUOpBuilder):
         NAME = "echo"
 
@@ -331,7 +315,7 @@ def test_forgotten_root_is_hinted_at() -> None:
 
 @pytest.mark.long
 @pytest.mark.skipif(shutil.which("pip") is None, reason="needs pip")
-def test_tutorial_of_a_package(tmp_path: Path) -> None:
+def test_tutorial_of_a_package(tmp_path):
     """The page's second section, installed with pip into a folder of its own; then a broken one."""
     site = tmp_path / "site-packages"
     variables = tutorial.environment(

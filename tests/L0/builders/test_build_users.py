@@ -1,7 +1,5 @@
 """Attacks of another user, and folders that do not belong where they are."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import stat
@@ -9,11 +7,10 @@ import subprocess
 import sys
 import tempfile
 import textwrap
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from attacks import CALL, LIMIT, call, finish, library_bytes, replace, resized
+from attacks import CALL, LIMIT, call, finish, replace, resized
 from tiny_op import ABI, PRELUDE, Tiny, write_op
 
 from op_builder.jit.errors import CacheError
@@ -23,14 +20,8 @@ from op_builder.jit.inspect import facts as report
 as_root = pytest.mark.skipif(os.geteuid() != 0, reason="needs root to act as two users")
 
 
-@pytest.fixture(scope="module")
-def planted(tmp_path_factory: pytest.TempPathFactory) -> bytes:
-    """A library that answers 666 in place of 1, and is loadable."""
-    return library_bytes(tmp_path_factory.mktemp("planted"), 666)
-
-
 @pytest.fixture
-def shared() -> Iterator[Path]:
+def shared():
     """A folder that other users can reach; pytest's own are private."""
     path = Path(tempfile.mkdtemp(prefix="apex_te_attack-"))
     path.chmod(0o755)
@@ -38,7 +29,7 @@ def shared() -> Iterator[Path]:
     shutil.rmtree(path)
 
 
-def as_user(user: int, code: str, **environment: str) -> subprocess.Popen[str]:
+def as_user(user, code, **environment):
     """A process that becomes ``user`` after its imports."""
     become = f"""
 import ctypes, sysconfig, subprocess, tempfile  # another user may not read the Python in use
@@ -62,7 +53,7 @@ if not os.access(sys.executable, os.X_OK) and os.access("/usr/bin/python3", os.X
 VICTIM, ATTACKER = 54321, 54322
 
 
-def pausing_compiler(folder: Path, signals: Path) -> Path:
+def pausing_compiler(folder, signals):
     """A compiler that tells what it has linked, and goes on once the attacker is done."""
     script = folder / "pausing-cxx"
     script.write_text(
@@ -75,7 +66,7 @@ def pausing_compiler(folder: Path, signals: Path) -> Path:
     return script
 
 
-def proving_library(folder: Path, proof: Path) -> Path:
+def proving_library(folder, proof):
     """A library that makes a file when it is loaded."""
     source, library = folder / "proving.cpp", folder / "proving.so"
     source.write_text(
@@ -93,18 +84,18 @@ def proving_library(folder: Path, proof: Path) -> Path:
 class TestTwoUsers:
     """One user's cache against another user."""
 
-    def prepare(self, shared: Path) -> tuple[Path, Path]:
+    def prepare(self, shared):
         root = write_op(shared / "project")
         home = shared / "home"
         home.mkdir(mode=0o755)
         os.chown(home, VICTIM, VICTIM)
         return root, home
 
-    def victim(self, root: Path, home: Path, **environment: str) -> str:
+    def victim(self, root, home, **environment):
         settings = {"HOME": str(home), "APEX_TE_CACHE_DIR": "", **environment}
         return finish(as_user(VICTIM, CALL.format(root=str(root)), **settings))
 
-    def test_cannot_be_written(self, shared: Path) -> None:
+    def test_cannot_be_written(self, shared):
         root, home = self.prepare(shared)
         assert self.victim(root, home) == "value 1\n"
         folder = home / ".cache" / "apex_te"
@@ -127,7 +118,7 @@ class TestTwoUsers:
         assert self.victim(root, home, CXX="/nonexistent") == "value 1\n"
 
     @pytest.mark.parametrize("owner", [ATTACKER, 0])
-    def test_folder_of_another_user(self, shared: Path, owner: int) -> None:
+    def test_folder_of_another_user(self, shared, owner):
         """Such as one that root made in the user's home, or an attacker before the user came."""
         root, home = self.prepare(shared)
         folder = home / ".cache" / "apex_te"
@@ -141,7 +132,7 @@ class TestTwoUsers:
         assert output.startswith(f"CacheError APEX_TE_CACHE_DIR={folder} cannot be used: {folder}")
         assert f"must belong to user {VICTIM}, it belongs to {owner}" in output
 
-    def test_planted_for_the_victim(self, shared: Path, planted: bytes) -> None:
+    def test_planted_for_the_victim(self, shared, planted):
         root, home = self.prepare(shared)
         assert self.victim(root, home) == "value 1\n"
         library = next((home / ".cache" / "apex_te").glob("*/cpu/tiny_cpu.so"))
@@ -151,7 +142,7 @@ class TestTwoUsers:
         output = self.victim(root, home, APEX_TE_DISABLE_JIT="1")
         assert output.startswith("JitDisabledError")
 
-    def test_extra_cache_of_an_attacker(self, shared: Path, planted: bytes) -> None:
+    def test_extra_cache_of_an_attacker(self, shared, planted):
         root, home = self.prepare(shared)
         assert self.victim(root, home) == "value 1\n"
         extra = shared / "extra"
@@ -168,7 +159,7 @@ class TestTwoUsers:
 
     @pytest.mark.parametrize("way", ["HOME", "XDG_CACHE_HOME", "APEX_TE_CACHE_DIR"])
     @pytest.mark.parametrize("mode", [0o777, 0o775])
-    def test_tree_exchanged_during_a_compile(self, shared: Path, way: str, mode: int) -> None:
+    def test_tree_exchanged_during_a_compile(self, shared, way, mode):
         """Whoever may rename a folder above the cache runs no code as the builder."""
         root = write_op(shared / "project")
         signals, place = shared / "signals", shared / "place"
@@ -209,7 +200,7 @@ class TestTwoUsers:
         assert ("the default cache cannot be used" in err) is not named
         assert ("is not safe while it is built in" in err) is named
 
-    def test_read_only_home(self, shared: Path) -> None:
+    def test_read_only_home(self, shared):
         root, home = self.prepare(shared)
         home.chmod(0o555)
         process = as_user(VICTIM, CALL.format(root=str(root)), HOME=str(home), APEX_TE_CACHE_DIR="")
@@ -219,7 +210,7 @@ class TestTwoUsers:
         assert err.count("apex_te: the default cache cannot be used") == 1
         assert list(home.iterdir()) == []
 
-    def test_user_without_a_home(self, shared: Path) -> None:
+    def test_user_without_a_home(self, shared):
         """No HOME and no entry in the user database: nothing is made in the current folder."""
         root, home = self.prepare(shared)
         code = f"os.chdir({str(home)!r}); del os.environ['HOME']" + textwrap.dedent(
@@ -232,7 +223,7 @@ class TestTwoUsers:
 
 
 @pytest.mark.parametrize("home", ["relative", "~", "unset"])
-def test_home_that_is_no_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, home: str) -> None:
+def test_home_that_is_no_folder(tmp_path, monkeypatch, home):
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("APEX_TE_CACHE_DIR")
     monkeypatch.setenv("HOME", home)
@@ -242,9 +233,7 @@ def test_home_that_is_no_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
 
 
 @pytest.mark.parametrize("home", ["/proc", "/dev/null"])
-def test_home_that_cannot_be_written(
-    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, home: str
-) -> None:
+def test_home_that_cannot_be_written(root, tmp_path, monkeypatch, home):
     monkeypatch.delenv("APEX_TE_CACHE_DIR")
     monkeypatch.setenv("HOME", home)
     with pytest.warns(
@@ -255,7 +244,7 @@ def test_home_that_cannot_be_written(
     assert call(opened) == 1
 
 
-def unsafe_parents(place: Path) -> dict[str, tuple[Path, str]]:
+def unsafe_parents(place):
     """Caches in folders that others may rename in, and what is said of each; "" for safe ones."""
     for name, mode in (("all", 0o777), ("sticky", 0o1777), ("group", 0o775), ("mine", 0o755)):
         (place / name / "in").mkdir(parents=True)
@@ -284,7 +273,7 @@ def unsafe_parents(place: Path) -> dict[str, tuple[Path, str]]:
 
 
 @as_root
-def test_parents_that_others_may_rename_in(shared: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_parents_that_others_may_rename_in(shared, monkeypatch):
     """Every folder on the way to a cache counts, also behind links, and a report names it."""
     for name, (path, told) in unsafe_parents(shared).items():
         found = cache.parent_problem(str(path))
@@ -298,9 +287,7 @@ def test_parents_that_others_may_rename_in(shared: Path, monkeypatch: pytest.Mon
     assert facts["problem"].startswith(f"nothing is built in it: {shared}/all is writable by all")
 
 
-def test_fresh_folder_in_an_unsafe_place(
-    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_fresh_folder_in_an_unsafe_place(root, tmp_path, monkeypatch):
     """Where everybody may rename folders, one of ours could be changed for another's in a build."""
     place = tmp_path / "shared"
     (place / "mine").mkdir(parents=True)
@@ -316,9 +303,7 @@ def test_fresh_folder_in_an_unsafe_place(
         assert call(Tiny(root).open()) == 1
 
 
-def test_parents_are_made_private(
-    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_parents_are_made_private(root, tmp_path, monkeypatch):
     monkeypatch.setenv("APEX_TE_CACHE_DIR", str(tmp_path / "a" / "b" / "c"))
     previous = os.umask(0)
     try:

@@ -16,11 +16,11 @@ H100 = {"name": "NVIDIA H100", "arch": "9.0", "memory": None}
 A100 = {"name": "NVIDIA A100", "arch": "8.0", "memory": None}
 
 
-def row(op: str, device: str, state: str, min_arch: Any = None, reason: str = "") -> dict[str, Any]:
+def row(op, device, state, min_arch=None, reason=""):
     return {"op": op, "device": device, "state": state, "min_arch": min_arch, "reason": reason}
 
 
-def facts(**changes: Any) -> dict[str, Any]:
+def facts(**changes):
     """A report of a machine with one H100 on which everything works."""
     return {
         "torch": {"version": "2.11.0", "cuda": "13.0", "hip": None},
@@ -38,11 +38,11 @@ def facts(**changes: Any) -> dict[str, Any]:
     }
 
 
-def no_gpu(problem: str = "no NVIDIA driver", driver: str | None = None) -> dict[str, Any]:
+def no_gpu(problem="no NVIDIA driver", driver=None):
     return {"devices": [], "driver": driver, "cuda": None, "problem": problem}
 
 
-def test_ready() -> None:
+def test_ready():
     assert verdict(facts()).text == (
         "ready; libraries for the CPU: 1 compiled; libraries for 1 x NVIDIA H100: 1 compiled,"
         " 1 to compile on first use"
@@ -55,7 +55,7 @@ def test_ready() -> None:
     )
 
 
-def test_an_op_for_newer_gpus_is_not_in_the_way() -> None:
+def test_an_op_for_newer_gpus_is_not_in_the_way():
     libraries = [
         row("rope", "cuda", "cached", [8, 0]),
         row("dense_gemm", "cuda", "cannot", [9, 0], "needs arch 9.0"),
@@ -97,21 +97,19 @@ def test_an_op_for_newer_gpus_is_not_in_the_way() -> None:
         ({"libraries": [row("frog", "-", "cannot", None, "broken")]}, "frog (-): broken"),
     ],
 )
-def test_not_ready(changes: dict[str, Any], text: str) -> None:
+def test_not_ready(changes, text):
     found = verdict(facts(**changes))
     assert not found.ready
     assert found.text.startswith(f"not ready: {text}")
     assert found.problems[0].startswith(text)
 
 
-def test_a_variable_that_nothing_reads_is_not_in_the_way() -> None:
+def test_a_variable_that_nothing_reads_is_not_in_the_way():
     unread = {"name": "APEX_TE_CASH_DIR", "value": "/x", "problem": "nothing reads it"}
     assert verdict(facts(settings=[unread])).ready
 
 
-def test_command(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], cache_dir: Any
-) -> None:
+def test_command(monkeypatch, capsys, cache_dir):
     answers: list[Callable[[], dict[str, Any]]] = [facts, lambda: facts(gpus=no_gpu("NO", "550"))]
     for status, answer in enumerate(answers):
         monkeypatch.setattr(report, "of_all_ops", answer)
@@ -126,7 +124,7 @@ def test_command(
     assert capsys.readouterr().out == "not ready: bad\nalso       no GPU is usable: NO\n"
 
 
-def test_command_of_this_machine(capsys: pytest.CaptureFixture[str]) -> None:
+def test_command_of_this_machine(capsys):
     status = cli.main(["doctor"])
     out = capsys.readouterr().out
     assert out.startswith("not ready: " if status else "ready")

@@ -1,17 +1,15 @@
 """Wheels and editable installs: what they hold, what fails them, and where they run."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil
-import subprocess
 import sys
 import sysconfig
 import zipfile
 from pathlib import Path
 
 import pytest
+from programs import captured
 from tiny_op import CHECKOUT, quick_compiler
 
 from op_builder import all_builders
@@ -20,7 +18,7 @@ from op_builder.jit.find import inventory
 
 
 @pytest.fixture(scope="module")
-def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def checkout(tmp_path_factory):
     """A copy of what an installation reads, so that a test may see whether it stays untouched."""
     target = tmp_path_factory.mktemp("install") / "checkout"
     ignore = shutil.ignore_patterns("__pycache__", "*.egg-info", "prebuilt")
@@ -33,24 +31,22 @@ def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def fake_compiler(tmp_path_factory: pytest.TempPathFactory) -> str:
+def fake_compiler(tmp_path_factory):
     """A compiler that makes an output of any source at once."""
     return str(quick_compiler(tmp_path_factory.mktemp("compiler")))
 
 
-def run_hook(checkout: Path, call: str, **variables: str) -> subprocess.CompletedProcess[str]:
+def run_hook(checkout, call, **variables):
     """A hook of the build backend, as pip calls it, without pip and without a network."""
-    return subprocess.run(
+    return captured(
         [sys.executable, "-B", "-c", f"import setuptools.build_meta as b; b.{call}"],
+        check=False,
         cwd=checkout,
         env={**os.environ, **variables},
-        capture_output=True,
-        text=True,
-        timeout=300,
     )
 
 
-def make_wheel(checkout: Path, target: Path, **variables: str) -> tuple[Path, str]:
+def make_wheel(checkout, target, **variables):
     """A wheel and what making it printed."""
     target.mkdir()
     done = run_hook(checkout, f"build_wheel({str(target)!r})", **variables)
@@ -59,17 +55,17 @@ def make_wheel(checkout: Path, target: Path, **variables: str) -> tuple[Path, st
     return wheel, done.stdout
 
 
-def cpu_library(op: str) -> dict[str, str]:
+def cpu_library(op):
     """The variables that ask for one op's CPU library alone, whatever GPU and torch are there."""
     others = {b.BUILD_VAR: "0" for name, b in all_builders().items() if name != op}
     return {"APEX_BUILD_CPP_OPS": "1", **others}
 
 
-def listing(folder: Path) -> list[str]:
+def listing(folder):
     return sorted(str(path.relative_to(folder)) for path in folder.rglob("*"))
 
 
-def test_wheel_holds_every_source(checkout: Path, tmp_path: Path) -> None:
+def test_wheel_holds_every_source(checkout, tmp_path):
     before = listing(checkout)
     wheel, output = make_wheel(checkout, tmp_path / "wheel")
     assert listing(checkout) == before
@@ -92,7 +88,7 @@ def test_wheel_holds_every_source(checkout: Path, tmp_path: Path) -> None:
         assert installed.key("cpu") == type(builder)(checkout).key("cpu"), name
 
 
-def test_installation_asks_for_what_it_needs_alone(checkout: Path) -> None:
+def test_installation_asks_for_what_it_needs_alone(checkout):
     tomllib = pytest.importorskip("tomllib")  # of Python 3.11 and later
     project = tomllib.loads((checkout / "pyproject.toml").read_text())["project"]
     assert set(project["dependencies"]) == {"torch", "ninja", "pybind11", "packaging"}
@@ -114,9 +110,7 @@ def test_installation_asks_for_what_it_needs_alone(checkout: Path) -> None:
         ({"APEX_BUILD_SWIGLU": "1", "CXX": "g++ -march=native"}, "for this machine's CPU alone"),
     ],
 )
-def test_failing_request_fails_the_installation(
-    variables: dict[str, str], told: str, checkout: Path, tmp_path: Path
-) -> None:
+def test_failing_request_fails_the_installation(variables, told, checkout, tmp_path):
     before = listing(checkout)
     done = run_hook(checkout, f"build_wheel({str(tmp_path)!r})", **variables)
     assert done.returncode != 0
@@ -126,19 +120,19 @@ def test_failing_request_fails_the_installation(
     assert listing(checkout) == before
 
 
-def test_option_of_apex_fails_the_installation(checkout: Path, tmp_path: Path) -> None:
+def test_option_of_apex_fails_the_installation(checkout, tmp_path):
     settings = {"--build-option": ["--cuda_ext"]}
     done = run_hook(checkout, f"build_wheel({str(tmp_path)!r}, {settings})")
     assert done.returncode != 0
     assert "--cuda_ext is apex's option; set APEX_BUILD_CUDA_OPS=1 instead" in done.stderr
 
 
-def libraries(wheel: Path) -> list[str]:
+def libraries(wheel):
     names = [name for name in zipfile.ZipFile(wheel).namelist() if name.endswith(".so")]
     return sorted(Path(name).name for name in names)
 
 
-def test_wheel_of_a_group(checkout: Path, tmp_path: Path, fake_compiler: str) -> None:
+def test_wheel_of_a_group(checkout, tmp_path, fake_compiler):
     others = {"APEX_BUILD_CPP_OPS": "1", "APEX_BUILD_ROPE": "0", "CXX": fake_compiler}
     wheel, output = make_wheel(checkout, tmp_path / "wheel", **others)
     ops = [name for name, builder in all_builders().items() if "cpu" in builder.DEVICES]
@@ -153,7 +147,7 @@ def test_wheel_of_a_group(checkout: Path, tmp_path: Path, fake_compiler: str) ->
     assert any(line.startswith(f"{len(names) + 2} built, 0 present") for line in table)
 
 
-def test_wheel_for_several_pythons(checkout: Path, tmp_path: Path, fake_compiler: str) -> None:
+def test_wheel_for_several_pythons(checkout, tmp_path, fake_compiler):
     """The named ones are found by version or path; one library per op serves them all."""
     own = f"{sys.version_info[0]}.{sys.version_info[1]}"
     other = tmp_path / "base" / "python3.29"
@@ -196,7 +190,7 @@ print(tuple(linear(torch.ones(2, 8)).shape))
 
 
 @pytest.mark.long
-def test_prebuilt_wheel_runs_without_compiling(checkout: Path, tmp_path: Path) -> None:
+def test_prebuilt_wheel_runs_without_compiling(checkout, tmp_path):
     """Other folder, no program on PATH, no writable home, compiling forbidden."""
     wheel, _ = make_wheel(checkout, tmp_path / "wheel", **cpu_library("amax_scale_update"))
     site = tmp_path / "site"
@@ -204,13 +198,11 @@ def test_prebuilt_wheel_runs_without_compiling(checkout: Path, tmp_path: Path) -
     for path in (site, *site.rglob("*")):
         path.chmod(path.stat().st_mode & ~0o222)
     environment = {"PYTHONPATH": str(site), "PATH": "", "HOME": "/proc/1"}
-    done = subprocess.run(
+    done = captured(
         [sys.executable, "-B", "-c", USE],
+        check=False,
         cwd="/",
         env={**environment, "APEX_TE_DISABLE_JIT": "1"},
-        capture_output=True,
-        text=True,
-        timeout=120,
     )
     for path in (site, *site.rglob("*")):
         path.chmod(path.stat().st_mode | 0o200)
@@ -228,9 +220,7 @@ print(found and found.kind)
 """
 
 
-def test_package_is_trusted_as_its_code_is(
-    checkout: Path, tmp_path: Path, fake_compiler: str
-) -> None:
+def test_package_is_trusted_as_its_code_is(checkout, tmp_path, fake_compiler):
     """pip installs with the user's umask: 002 makes modules and libraries the group's to write."""
     variables = {**cpu_library("rope"), "CXX": fake_compiler}
     wheel, _ = make_wheel(checkout, tmp_path / "wheel", **variables)
@@ -239,12 +229,12 @@ def test_package_is_trusted_as_its_code_is(
     code = [package / "op_builder", *(package / "op_builder").rglob("*")]
     libraries = [package / "prebuilt", *(package / "prebuilt").rglob("*")]
 
-    def found(code_may: int, libraries_may: int) -> str:
+    def found(code_may, libraries_may):
         for paths, mode in ((code, code_may), (libraries, libraries_may)):
             for path in paths:
                 path.chmod(mode | (mode >> 2 & 0o111) if path.is_dir() else mode)
         command = [sys.executable, "-B", "-S", "-c", FIND, str(package)]
-        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+        return captured(command).stdout.strip()
 
     assert found(0o644, 0o644) == "prebuilt"
     assert found(0o664, 0o664) == "prebuilt"
@@ -256,7 +246,7 @@ def test_package_is_trusted_as_its_code_is(
     assert found(0o644, 0o644) == "None"
 
 
-def test_next_installation_packs_what_the_sources_are_now(checkout: Path, tmp_path: Path) -> None:
+def test_next_installation_packs_what_the_sources_are_now(checkout, tmp_path):
     """Nothing is kept in the checkout that a later installation could pack instead."""
     header = checkout / "csrc/common/left_over.h"
     header.write_text("// soon gone\n")
@@ -270,9 +260,7 @@ def test_next_installation_packs_what_the_sources_are_now(checkout: Path, tmp_pa
     assert name not in zipfile.ZipFile(wheel).namelist()
 
 
-def test_editable_install_fills_the_cache(
-    checkout: Path, tmp_path: Path, cache_dir: Path, fake_compiler: str
-) -> None:
+def test_editable_install_fills_the_cache(checkout, tmp_path, cache_dir, fake_compiler):
     before = listing(checkout)
     variables = {**cpu_library("rope"), "CXX": fake_compiler}
     done = run_hook(checkout, f"build_editable({str(tmp_path)!r})", **variables)

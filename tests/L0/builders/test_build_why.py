@@ -1,18 +1,13 @@
 """``why`` and ``list``, and the command line itself."""
 
-from __future__ import annotations
-
 import json
 import os
 import re
-import subprocess
 import sys
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import pytest
-from planted import contents, plant, too_long, visible_gpus
+from planted import contents, plant, too_long
+from programs import captured
 from tiny_op import CHECKOUT, Tiny, TinyCuda, write_op
 
 import op_builder
@@ -22,23 +17,16 @@ from op_builder.jit.inspect import facts as report
 from op_builder.jit.inspect import machine, why_command
 from op_builder.jit.inspect.facts import ops_of
 
-
-@pytest.fixture
-def gpus(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
-    """Sets which GPUs are visible; none at first."""
-    return visible_gpus(monkeypatch)
-
-
 # why ----------------------------------------------------------------------------------------------
 
 
-def explain(builder: op_builder.OpBuilder, device: str = "cpu") -> tuple[dict[str, Any], str]:
+def explain(builder, device="cpu"):
     facts = why_command.explain(builder, device, report.here())
     text = "\n".join(why_command.lines(facts))
     return facts, re.sub(r"\n {11}", " ", text)
 
 
-def test_why_names_what_the_key_is_made_of(root: Path, gpus: Any, cache_dir: Path) -> None:
+def test_why_names_what_the_key_is_made_of(root, gpus, cache_dir):
     facts, text = explain(Tiny(root))
     assert list(facts["sources"]) == [
         "csrc/common/value.h",
@@ -55,7 +43,7 @@ def test_why_names_what_the_key_is_made_of(root: Path, gpus: Any, cache_dir: Pat
     assert contents(cache_dir) == []
 
 
-def test_why_says_what_changed(root: Path, gpus: Any, forget: Callable[[], None]) -> None:
+def test_why_says_what_changed(root, gpus, forget):
     Tiny(root).open()
     assert explain(Tiny(root))[1].count("serves") == 1
     write_op(root, value=2)
@@ -70,16 +58,14 @@ def test_why_says_what_changed(root: Path, gpus: Any, forget: Callable[[], None]
     assert "changed csrc/tiny/tiny_cpu.cpp; new csrc/tiny/more.h" in explain(Tiny(root))[1]
 
     class Flagged(Tiny):
-        def cxx_args(self) -> list[str]:
+        def cxx_args(self):
             return ["-DFLAG=1"]
 
     write_op(root, value=1)
     assert "another key: flags: now -DFLAG=1" in explain(Flagged(root))[1]
 
 
-def test_why_names_archs_compilers_and_damage(
-    root: Path, gpus: Any, cache_dir: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_why_names_archs_compilers_and_damage(root, gpus, cache_dir, monkeypatch):
     monkeypatch.setattr(report.library, "check", lambda *ignored: None)
     monkeypatch.setattr(report, "recent_failure", lambda *ignored: None)
     monkeypatch.setattr(report.library, "compiler_version", lambda *ignored: "nvcc now")
@@ -109,7 +95,7 @@ def test_why_names_archs_compilers_and_damage(
     assert "next call  raises an error: APEX_TE_CACHE_DIR=" in text
 
 
-def test_why_command(capsys: pytest.CaptureFixture[str], gpus: Any, cache_dir: Path) -> None:
+def test_why_command(capsys, gpus, cache_dir):
     assert cli.main(["why", "rms_norm", "--device", "cpu"]) == 0
     out = capsys.readouterr().out
     assert out.startswith("rms_norm (cpu)\nkey ")
@@ -134,7 +120,7 @@ def test_why_command(capsys: pytest.CaptureFixture[str], gpus: Any, cache_dir: P
 # list and the command line ------------------------------------------------------------------------
 
 
-def test_list(cache_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_list(cache_dir, capsys):
     rope = op_builder.get_builder("rope")
     plant(cache_dir, rope, compiler=toolchain.cxx_version())
     plant(cache_dir, rope, key="0" * 64)
@@ -159,7 +145,7 @@ def test_list(cache_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["list"]) == 1
 
 
-def test_command_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_command_line(monkeypatch, capsys):
     for arguments in (["report", "--nothing"], ["clean", "--all", "x", "--no"]):
         with pytest.raises(SystemExit) as ended:
             cli.main(arguments)
@@ -187,7 +173,7 @@ def test_command_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFix
         assert ended.value.code == 0
 
 
-def test_build_command_is_reached(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_build_command_is_reached(monkeypatch):
     from op_builder.jit.inspect import cache_commands
 
     asked = []
@@ -197,24 +183,20 @@ def test_build_command_is_reached(monkeypatch: pytest.MonkeyPatch) -> None:
     assert asked == [["rope"], ["rope", "swiglu", "rms_norm"]]
 
 
-def test_reader_that_stops_reading(cache_dir: Path) -> None:
+def test_reader_that_stops_reading(cache_dir):
     script = (
         f"{sys.executable} -B -m op_builder.jit.cli report | head -n 1; echo ${{PIPESTATUS[0]}}"
     )
-    done = subprocess.run(
-        ["bash", "-c", script], cwd=CHECKOUT, capture_output=True, text=True, timeout=60
-    )
+    done = captured(["bash", "-c", script], check=False, cwd=CHECKOUT)
     assert done.stderr == ""
     assert done.stdout.splitlines()[0].startswith("verdict ")
     assert done.stdout.splitlines()[1] == "0"
 
 
-def test_front_imports_little() -> None:
+def test_front_imports_little():
     code = (
         "import sys, op_builder.jit.cli as cli\n"
         "print([n for n in ('torch', 'pybind11', 'setuptools') if n in sys.modules])"
     )
-    done = subprocess.run(
-        [sys.executable, "-B", "-c", code], cwd=CHECKOUT, capture_output=True, text=True, timeout=60
-    )
+    done = captured([sys.executable, "-B", "-c", code], check=False, cwd=CHECKOUT)
     assert (done.stdout, done.stderr) == ("[]\n", "")

@@ -1,7 +1,5 @@
 """A small op in a temporary folder, which compiles in a fraction of a second."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys
@@ -44,7 +42,7 @@ class TinyCuda(CUDAOpBuilder):
     NAME = "tiny"
 
 
-def write_op(root: Path, value: int = 1, body: str = "") -> Path:
+def write_op(root, value=1, body=""):
     """An op whose function returns ``value`` out of a header."""
     folder = root / "csrc" / "tiny"
     folder.mkdir(parents=True, exist_ok=True)
@@ -64,7 +62,7 @@ def write_op(root: Path, value: int = 1, body: str = "") -> Path:
     return root
 
 
-def start(code: str, **environment: str) -> subprocess.Popen[str]:
+def start(code, **environment):
     """A Python process that knows the op ``tiny``."""
     return subprocess.Popen(
         [sys.executable, "-c", PRELUDE + textwrap.dedent(code)],
@@ -75,7 +73,7 @@ def start(code: str, **environment: str) -> subprocess.Popen[str]:
     )
 
 
-def logging_compiler(folder: Path, sleep: float = 0.0) -> tuple[Path, Path]:
+def logging_compiler(folder, sleep=0.0):
     """A C++ compiler that counts its compilations in a file; (compiler, file)."""
     log, script = folder / "compilations", folder / "counting-cxx"
     log.write_text("")
@@ -87,7 +85,7 @@ def logging_compiler(folder: Path, sleep: float = 0.0) -> tuple[Path, Path]:
     return script, log
 
 
-def quick_compiler(folder: Path) -> Path:
+def quick_compiler(folder):
     """A compiler that takes any source and copies the same small library to every output."""
     library, script = folder / "quick.so", folder / "quick-cxx"
     (folder / "quick.cpp").write_text(ABI)

@@ -1,13 +1,10 @@
 """Running the guides of docs: their files, changes and commands, section by section."""
 
-from __future__ import annotations
-
 import os
 import re
 import shutil
 import subprocess
 import sys
-from pathlib import Path
 
 from tiny_op import CHECKOUT
 
@@ -21,7 +18,7 @@ _PATH = re.compile(r"(?://|#) ([\w./]+/[\w.]+|[\w.]+\.toml)\n")
 _COPIED = ("apex_te", "op_builder", "compatibility", "csrc", "scripts", "benchmarks")
 
 
-def copy_checkout(target: Path) -> Path:
+def copy_checkout(target):
     """A checkout to generate ops in, without tests but with what they share."""
     ignore = shutil.ignore_patterns("__pycache__", "results")
     for name in _COPIED:
@@ -34,7 +31,7 @@ def copy_checkout(target: Path) -> Path:
     return target
 
 
-def environment(root: Path, **more: str) -> dict[str, str]:
+def environment(root, **more):
     """For commands that use the checkout ``root`` and leave everything else alone."""
     (root / "results").mkdir(exist_ok=True)
     return {
@@ -48,7 +45,7 @@ def environment(root: Path, **more: str) -> dict[str, str]:
     }
 
 
-def run(command: list[str], folder: Path, variables: dict[str, str], text: str = "") -> str:
+def run(command, folder, variables, text=""):
     """Output of a command that must succeed."""
     done = subprocess.run(
         command,
@@ -63,29 +60,21 @@ def run(command: list[str], folder: Path, variables: dict[str, str], text: str =
     return done.stdout
 
 
-def section(title: str, page: str = "new_op.md") -> list[tuple[str, str]]:
+def section(title, page="new_op.md"):
     """(language, text) of the code blocks below a heading."""
     text = (CHECKOUT / "docs" / page).read_text(encoding="utf-8")
     (part,) = [part for part in text.split("\n## ")[1:] if part.startswith(f"{title}\n")]
     return _BLOCK.findall(part)
 
 
-def follow_commands(
-    title: str, folder: Path, variables: dict[str, str], only: str
-) -> dict[str, str]:
+def follow_commands(title, folder, variables, only):
     """Run those commands of a section that contain ``only``, in ``folder``; output by command."""
     commands = [text for language, text in section(title) if language == "bash"]
     chosen = [line for line in "".join(commands).splitlines() if only in line]
     return {line: run(["bash", "-c", line], folder, variables) for line in chosen}
 
 
-def follow(
-    title: str,
-    folder: Path,
-    variables: dict[str, str],
-    without: str = "\0",
-    page: str = "new_op.md",
-) -> dict[str, str]:
+def follow(title, folder, variables, without="\0", page="new_op.md"):
     """Do what a section says, in ``folder``, but commands with ``without``; output by command."""
     outputs = {}
     for language, text in section(title, page):

@@ -5,7 +5,6 @@ import importlib.util
 import inspect
 import os
 import pickle
-import subprocess
 import sys
 import threading
 from pathlib import Path
@@ -14,92 +13,41 @@ from types import ModuleType
 import pytest
 import torch
 from apex_te.compatibility import apex
+from programs import captured
 
 ROOT = Path(__file__).resolve().parents[3]
-EXPORTS = {
-    "amp_C": {
-        "multi_tensor_adagrad",
-        "multi_tensor_adam",
-        "multi_tensor_adam_capturable",
-        "multi_tensor_adam_capturable_master",
-        "multi_tensor_axpby",
-        "multi_tensor_l2norm",
-        "multi_tensor_l2norm_mp",
-        "multi_tensor_l2norm_scale",
-        "multi_tensor_lamb",
-        "multi_tensor_lamb_mp",
-        "multi_tensor_lamb_stage1_cuda",
-        "multi_tensor_lamb_stage2_cuda",
-        "multi_tensor_lars",
-        "multi_tensor_novograd",
-        "multi_tensor_scale",
-        "multi_tensor_sgd",
-        "multi_tensor_unscale_l2norm",
-        "update_scale_hysteresis",
-    },
-    "fused_adam_cuda": {
-        "adam",
-        "adam_mt",
-        "maybe_adam_undo",
-        "maybe_cast",
-        "maybe_cast_mt",
-        "reversible_adam",
-        "strided_check_finite",
-    },
-    "fused_bias_swiglu": {"backward", "forward"},
-    "fused_dense_cuda": {
-        "linear_bias_backward",
-        "linear_bias_forward",
-        "linear_gelu_linear_backward",
-        "linear_gelu_linear_forward",
-    },
-    "fused_lamb_cuda": {"lamb"},
-    "fused_layer_norm_cuda": {
-        "backward",
-        "backward_affine",
-        "forward",
-        "forward_affine",
-        "forward_affine_mixed_dtypes",
-        "rms_backward",
-        "rms_backward_affine",
-        "rms_forward",
-        "rms_forward_affine",
-        "rms_forward_affine_mixed_dtypes",
-    },
-    "fused_rotary_positional_embedding": {
-        "backward",
-        "backward_2d",
-        "backward_cached",
-        "backward_thd",
-        "forward",
-        "forward_2d",
-        "forward_cached",
-        "forward_thd",
-    },
-    "fused_weight_gradient_mlp_cuda": {"wgrad_gemm_accum_fp16", "wgrad_gemm_accum_fp32"},
-    "generic_scaled_masked_softmax_cuda": {"backward", "forward"},
-    "mlp_cuda": {"backward", "forward"},
-    "scaled_masked_softmax_cuda": {"backward", "forward", "get_batch_per_block"},
-    "scaled_softmax_cuda": {"backward", "forward"},
-    "scaled_upper_triang_masked_softmax_cuda": {"backward", "forward"},
-    "xentropy_cuda": {"backward", "forward"},
-}
-NOT_SERVED = [
-    "_apex_nccl_allocator",
-    "apex_C",
-    "bnp",
-    "distributed_adam_cuda",
-    "distributed_lamb_cuda",
-    "fast_multihead_attn",
-    "focal_loss_cuda",
-    "fused_conv_bias_relu",
-    "fused_index_mul_2d",
-    "nccl_p2p_cuda",
-    "peer_memory_cuda",
-    "syncbn",
-    "transducer_joint_cuda",
-    "transducer_loss_cuda",
-]
+SERVED = """
+amp_C: multi_tensor_adagrad multi_tensor_adam multi_tensor_adam_capturable
+  multi_tensor_adam_capturable_master multi_tensor_axpby multi_tensor_l2norm multi_tensor_l2norm_mp
+  multi_tensor_l2norm_scale multi_tensor_lamb multi_tensor_lamb_mp multi_tensor_lamb_stage1_cuda
+  multi_tensor_lamb_stage2_cuda multi_tensor_lars multi_tensor_novograd multi_tensor_scale
+  multi_tensor_sgd multi_tensor_unscale_l2norm update_scale_hysteresis
+fused_adam_cuda: adam adam_mt maybe_adam_undo maybe_cast maybe_cast_mt reversible_adam
+  strided_check_finite
+fused_bias_swiglu: backward forward
+fused_dense_cuda: linear_bias_backward linear_bias_forward linear_gelu_linear_backward
+  linear_gelu_linear_forward
+fused_lamb_cuda: lamb
+fused_layer_norm_cuda: backward backward_affine forward forward_affine forward_affine_mixed_dtypes
+  rms_backward rms_backward_affine rms_forward rms_forward_affine rms_forward_affine_mixed_dtypes
+fused_rotary_positional_embedding: backward backward_2d backward_cached backward_thd forward
+  forward_2d forward_cached forward_thd
+fused_weight_gradient_mlp_cuda: wgrad_gemm_accum_fp16 wgrad_gemm_accum_fp32
+generic_scaled_masked_softmax_cuda: backward forward
+mlp_cuda: backward forward
+scaled_masked_softmax_cuda: backward forward get_batch_per_block
+scaled_softmax_cuda: backward forward
+scaled_upper_triang_masked_softmax_cuda: backward forward
+xentropy_cuda: backward forward
+"""
+_LINES = [line.split(":") for line in SERVED.strip().replace("\n  ", " ").splitlines()]
+EXPORTS = {name: set(functions.split()) for name, functions in _LINES}
+_OTHERS = """
+_apex_nccl_allocator apex_C bnp distributed_adam_cuda distributed_lamb_cuda fast_multihead_attn
+focal_loss_cuda fused_conv_bias_relu fused_index_mul_2d nccl_p2p_cuda peer_memory_cuda syncbn
+transducer_joint_cuda transducer_loss_cuda
+"""
+NOT_SERVED = _OTHERS.split()
 
 
 @pytest.fixture(autouse=True)
@@ -262,9 +210,7 @@ def run(body, tmp_path, **variables):
     cache.mkdir(mode=0o700, exist_ok=True)
     env.update(PYTHONPATH=os.pathsep.join(sys.path), PATH="", APEX_TE_CACHE_DIR=str(cache))
     env.update(variables)
-    done = subprocess.run(
-        [sys.executable, "-c", body], env=env, capture_output=True, text=True, check=False
-    )
+    done = captured([sys.executable, "-c", body], check=False, env=env)
     return done.stdout + done.stderr, list(cache.iterdir())
 
 

@@ -3,12 +3,12 @@
 import importlib
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
+from programs import captured
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
 pytest.importorskip("accelerate", reason="accelerate is not installed")
@@ -90,13 +90,10 @@ def test_families(family, tmp_path):
 def test_accelerates_own_switch(tmp_path):
     """In a process of its own, which has the alias from the start."""
     options = [*TINY, "--switch", "--out", str(tmp_path)]
-    done = subprocess.run(
+    done = captured(
         [sys.executable, str(FOLDER / "accelerate_loop.py"), *options],
-        capture_output=True,
-        text=True,
         env={**os.environ, "PYTHONPATH": os.pathsep.join([str(FOLDER.parents[1]), *sys.path])},
     )
-    assert done.returncode == 0, done.stderr
     # The output head, which Accelerate converts, too, besides the seven layers of the block.
     assert f"{6 * 3 * 8} FP8 GEMMs" in done.stdout
     with pytest.raises(SystemExit):

@@ -7,9 +7,6 @@ import math
 import os
 import random
 from collections import OrderedDict
-from collections.abc import Iterator
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -24,7 +21,7 @@ from apex_te.integrations.layer_advice.advice import ExactName
 
 
 @pytest.fixture(autouse=True)
-def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+def quick(monkeypatch):
     """One call a round, for times that no test reads."""
     monkeypatch.setattr(trial, "_WARM_UP", 1)
     monkeypatch.setattr(trial, "_MOST_CALLS", 1)
@@ -33,7 +30,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 class Model(nn.Module):
     """Layers of three sizes, one of them called twice, with dropout and a counting buffer."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.embed = nn.Embedding(32, 64)
         self.blocks = nn.ModuleList(
@@ -46,7 +43,7 @@ class Model(nn.Module):
         self.unused = nn.Linear(64, 64)
         self.lm_head = nn.Linear(64, 32)
 
-    def forward(self, tokens: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
+    def forward(self, tokens, scale=1.0):
         x = self.norm(self.embed(tokens).flatten(0, 1)) * scale
         for block in self.blocks:
             x = x + self.drop(block(x))
@@ -55,7 +52,7 @@ class Model(nn.Module):
 
 
 @pytest.fixture
-def model() -> Model:
+def model():
     torch.manual_seed(0)
     return Model()
 
@@ -74,7 +71,7 @@ NAMES = ["blocks.0.0", "blocks.0.2", "blocks.1.0", "blocks.1.2", "shared", "odd"
         recipe.CurrentScaling(fp8_format=recipe.Format.HIF8),
     ],
 )
-def test_layers_and_statistics(name: Any, model: Model) -> None:
+def test_layers_and_statistics(name, model):
     advice = apex_te.advise(model, TOKENS, name, repeats=1, min_gain=0.0)
     found = {layer.name: layer for layer in advice.layers}
     assert list(found) == [*NAMES, "unused", "lm_head"]
@@ -97,12 +94,12 @@ def test_layers_and_statistics(name: Any, model: Model) -> None:
     assert advice.exclude == ["odd"]
 
 
-def test_statistics_are_those_of_the_tensors(model: Model) -> None:
+def test_statistics_are_those_of_the_tensors(model):
     """Amax and SQNR of the first layer's tensors, computed by hand under tensorwise scaling."""
     seen: dict[str, torch.Tensor] = {}
     linear = model.blocks[0][0]
 
-    def hook(module: nn.Module, args: Any, output: torch.Tensor) -> None:
+    def hook(module, args, output):
         seen["input"] = args[0].detach()
         output.register_hook(lambda grad: seen.update(grad_output=grad))
 
@@ -123,7 +120,7 @@ def test_statistics_are_those_of_the_tensors(model: Model) -> None:
         assert layer.roles[role].sqnr == pytest.approx(expected, abs=0.05)
 
 
-def test_everything_stays_as_it_was(model: Model) -> None:
+def test_everything_stays_as_it_was(model):
     model(TOKENS).sum().backward()
     before = {name: value.clone() for name, value in model.state_dict().items()}
     gradients = {name: p.grad for name, p in model.named_parameters()}
@@ -150,7 +147,7 @@ def test_everything_stays_as_it_was(model: Model) -> None:
     assert all(type(m) is not apex_te.Linear for m in model.modules())
 
 
-def test_dropout_of_tried_layers_leaves_random_states() -> None:
+def test_dropout_of_tried_layers_leaves_random_states():
     """Timed copies of a layer with dropout draw random numbers, which advise must take back."""
     tracker = apex_te.CudaRNGStatesTracker()
     tracker.add("model-parallel-rng", 5)
@@ -163,9 +160,9 @@ def test_dropout_of_tried_layers_leaves_random_states() -> None:
     assert torch.equal(tracker.get_states()["model-parallel-rng"], forked)
 
 
-def test_buffers_that_the_forward_makes_are_gone() -> None:
+def test_buffers_that_the_forward_makes_are_gone():
     class Caching(nn.Linear):
-        def forward(self, inp: torch.Tensor) -> torch.Tensor:
+        def forward(self, inp):
             self.seen = inp.detach()
             self.count += 1
             self.register_buffer("made", torch.zeros(2))
@@ -181,10 +178,10 @@ def test_buffers_that_the_forward_makes_are_gone() -> None:
     assert cache.count == 0
 
 
-def test_training_goes_on_bitwise(model: Model) -> None:
+def test_training_goes_on_bitwise(model):
     """Steps of delayed scaling are the same with and without an ``advise`` between them."""
 
-    def train(advised: bool) -> list[torch.Tensor]:
+    def train(advised):
         torch.manual_seed(0)
         trained = from_torch(Model())
         optimizer = torch.optim.SGD(trained.parameters(), lr=0.1)
@@ -206,7 +203,7 @@ def test_training_goes_on_bitwise(model: Model) -> None:
     assert all(map(torch.equal, plain, train(True)))
 
 
-def test_exclude_is_taken_by_from_torch(model: Model) -> None:
+def test_exclude_is_taken_by_from_torch(model):
     advice = apex_te.advise(model, TOKENS, "tensorwise", repeats=1, min_gain=0.0)
     from_torch(model, exclude=advice.exclude)
     kept = {layer.name: layer.reason for layer in conversion_summary(model).kept}
@@ -214,7 +211,7 @@ def test_exclude_is_taken_by_from_torch(model: Model) -> None:
     assert "blocks.0.0" not in kept
 
 
-def test_name_that_is_a_part_of_another() -> None:
+def test_name_that_is_a_part_of_another():
     model = nn.Sequential(nn.Linear(16, 24), nn.Sequential(nn.Linear(24, 32), nn.Linear(32, 32)))
     advice = apex_te.advise(model, torch.randn(16, 16), "tensorwise", repeats=1, min_gain=0.0)
     assert [layer.name for layer in advice.layers if layer.against] == ["0", "1.0"]
@@ -232,7 +229,7 @@ def test_name_that_is_a_part_of_another() -> None:
     assert json.loads(advice.to_json())["exclude"] == ["0", *others]
 
 
-def test_reasons_against(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_reasons_against(model, monkeypatch):
     monkeypatch.setattr(trial, "_milliseconds", lambda runs, device, repeats: [1.0, 2.0])
     advice = apex_te.advise(
         model, TOKENS, "tensorwise", min_gain=1.0, min_sqnr=99.0, min_grad_sqnr=98.0
@@ -247,7 +244,7 @@ def test_reasons_against(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
     assert advice.totals() == {"high": 7.0, "fp8": 14.0, "advised": 7.0}
 
 
-def test_elements_that_are_not_finite() -> None:
+def test_elements_that_are_not_finite():
     model = nn.Sequential(nn.Linear(16, 32), nn.Linear(32, 16))
     with torch.no_grad():
         model[0].weight[3, 3] = math.inf
@@ -255,8 +252,8 @@ def test_elements_that_are_not_finite() -> None:
     assert "1 NaN or infinite elements in weight" in advice.layers[0].against
 
 
-def test_loss_function_keywords_and_frozen_weights(model: Model) -> None:
-    def sample(m: nn.Module) -> torch.Tensor:
+def test_loss_function_keywords_and_frozen_weights(model):
+    def sample(m):
         with torch.autocast("cpu", torch.bfloat16):
             return m(tokens=TOKENS, scale=0.5).float().logsumexp(-1).mean()
 
@@ -273,7 +270,7 @@ def test_loss_function_keywords_and_frozen_weights(model: Model) -> None:
 
 
 @pytest.mark.parametrize("name", ["delayed", "tensorwise", "blockwise"])
-def test_layers_of_apex_te(name: str) -> None:
+def test_layers_of_apex_te(name):
     torch.manual_seed(0)
     layers = [apex_te.TransformerLayer(64, 128, 4, layer_number=1), apex_te.Linear(64, 32)]
     model = nn.Sequential(*layers, nn.Linear(32, 32))
@@ -284,7 +281,7 @@ def test_layers_of_apex_te(name: str) -> None:
         assert set(layer.roles) == {"input", "weight", "grad_output"}
 
 
-def test_huggingface_model_with_checkpointing() -> None:
+def test_huggingface_model_with_checkpointing():
     transformers = pytest.importorskip("transformers")
     config = transformers.GPT2Config(
         n_embd=32,
@@ -308,10 +305,10 @@ def test_huggingface_model_with_checkpointing() -> None:
     assert advice.layers[-1].kept == "the model's output embeddings"
 
 
-def test_reentrant_checkpointing_is_refused(model: Model) -> None:
+def test_reentrant_checkpointing_is_refused(model):
     from torch.utils.checkpoint import checkpoint
 
-    def sample(m: Any) -> torch.Tensor:
+    def sample(m):
         x = m.embed(TOKENS)
         return checkpoint(m.shared, x, use_reentrant=True).sum()
 
@@ -320,7 +317,7 @@ def test_reentrant_checkpointing_is_refused(model: Model) -> None:
     assert not model.shared._forward_hooks
 
 
-def test_verdict_of_measured_times(monkeypatch: pytest.MonkeyPatch, model: Model) -> None:
+def test_verdict_of_measured_times(monkeypatch, model):
     """The first line gives the gain of all layers and names those to keep."""
     monkeypatch.setattr(trial, "_milliseconds", lambda runs, device, repeats: [2.0, 1.0])
     advice = apex_te.advise(model, TOKENS, "tensorwise", min_gain=1.0)
@@ -332,7 +329,7 @@ def test_verdict_of_measured_times(monkeypatch: pytest.MonkeyPatch, model: Model
     assert str(slow).startswith("Do not use tensorwise for this model: no layer is faster")
 
 
-def test_on_a_cpu_sizes_and_sqnr_decide(model: Model) -> None:
+def test_on_a_cpu_sizes_and_sqnr_decide(model):
     advice = apex_te.advise(model, TOKENS, "tensorwise", repeats=1)
     assert advice.exclude == ["odd"]
     text = str(advice)
@@ -343,7 +340,7 @@ def test_on_a_cpu_sizes_and_sqnr_decide(model: Model) -> None:
     assert low.precision().startswith("SQNR is too low or not finite in blocks.*.* (4), shared")
 
 
-def test_lines_are_narrow_and_long_names_short() -> None:
+def test_lines_are_narrow_and_long_names_short():
     inner: nn.Module = nn.Linear(32, 24)
     for name in ("projection", "attention", "layers", "transformer", "model"):
         inner = nn.Sequential(OrderedDict([(name, inner)]))
@@ -353,7 +350,7 @@ def test_lines_are_narrow_and_long_names_short() -> None:
     assert "exclude=['model.transformer.layers.attention.projection']" in text
 
 
-def test_table_json_and_picture(model: Model, tmp_path: Path) -> None:
+def test_table_json_and_picture(model, tmp_path):
     advice = apex_te.advise(model, TOKENS, "tensorwise", repeats=1, min_gain=0.0)
     text = str(advice)
     lines = text.splitlines()
@@ -391,13 +388,6 @@ def test_table_json_and_picture(model: Model, tmp_path: Path) -> None:
         ({"sample": 3}, TypeError, "sample must be a tensor, tuple, .*, got int"),
         ({"sample": nn.ReLU()}, TypeError, "sample must be a tensor, tuple, .*, got ReLU"),
         ({"sample": lambda m: "text"}, ValueError, "sample must make .* tensors, got str"),
-        ({"model": nn.Linear}, TypeError, r"model .*, got the class Linear; pass an instance"),
-        (
-            {"reciep": "delayed"},
-            TypeError,
-            r"unexpected argument 'reciep'; did you mean 'recipe'\?",
-        ),
-        ({"recipe": "fp9"}, ValueError, "recipe must be a recipe or one of"),
         ({"recipe": 3}, TypeError, "recipe must be a recipe from apex_te.recipe"),
         ({"repeats": 0}, ValueError, "repeats must be at least 1, got 0"),
         ({"repeats": 1.5}, TypeError, "repeats must be an int, got float"),
@@ -405,18 +395,13 @@ def test_table_json_and_picture(model: Model, tmp_path: Path) -> None:
         ({"min_grad_sqnr": None}, TypeError, "min_grad_sqnr must be a number, got NoneType"),
     ],
 )
-def test_bad_arguments(arguments: dict[str, Any], error: type[Exception], told: str) -> None:
+def test_bad_arguments(arguments, error, told):
     good = {"model": nn.Linear(16, 16), "sample": torch.zeros(16, 16), "repeats": 1}
     with pytest.raises(error, match=f"advise: {told}"):
         apex_te.advise(**{**good, **arguments})
 
 
-def test_missing_sample() -> None:
-    with pytest.raises(TypeError, match="advise: sample must be given"):
-        apex_te.advise(nn.Linear(16, 16))  # type: ignore[call-arg]
-
-
-def test_settings_that_are_not_the_defaults_are_told() -> None:
+def test_settings_that_are_not_the_defaults_are_told():
     tried = recipe.DelayedScaling(margin=1, amax_history_len=4)
     layer = apex_te.Linear(16, 16)
     advice = apex_te.advise(layer, torch.zeros(16, 16), tried, repeats=1, min_gain=0.0)
@@ -424,8 +409,8 @@ def test_settings_that_are_not_the_defaults_are_told() -> None:
     assert "Each layer ran alone" not in str(advice)
 
 
-def test_region_of_the_sample_is_refused(model: Model) -> None:
-    def sample(m: nn.Module) -> torch.Tensor:
+def test_region_of_the_sample_is_refused(model):
+    def sample(m):
         with apex_te.fp8_autocast():
             return m(TOKENS)
 
@@ -435,7 +420,7 @@ def test_region_of_the_sample_is_refused(model: Model) -> None:
 
 
 @pytest.fixture
-def one_rank() -> Iterator[None]:
+def one_rank():
     torch.distributed.init_process_group(
         "gloo", rank=0, world_size=1, store=torch.distributed.HashStore()
     )
@@ -443,7 +428,7 @@ def one_rank() -> Iterator[None]:
     torch.distributed.destroy_process_group()
 
 
-def test_sharded_model_is_refused(model: Model, one_rank: None) -> None:
+def test_sharded_model_is_refused(model, one_rank):
     from torch.distributed.fsdp import fully_shard
 
     fully_shard(model, mesh=torch.distributed.init_device_mesh("cpu", (1,)))
@@ -452,9 +437,8 @@ def test_sharded_model_is_refused(model: Model, one_rank: None) -> None:
 
 
 @pytest.mark.cuda
-@pytest.mark.cuda
 @pytest.mark.parametrize("name", ["delayed", "tensorwise", "blockwise"])
-def test_on_a_gpu(name: str) -> None:
+def test_on_a_gpu(name):
     """Times of both come from the device; the statistics are those of the CPU."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(256, 512), nn.Linear(512, 256)).bfloat16()

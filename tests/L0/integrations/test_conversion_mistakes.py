@@ -2,7 +2,6 @@
 
 import sys
 import warnings
-from typing import NamedTuple
 
 import pytest
 import torch
@@ -25,13 +24,7 @@ from apex_te.integrations import (
 )
 from apex_te.recipe import DelayedScaling
 
-
-class Mistake(NamedTuple):
-    """A wrong call, the type of its error, and words that the error has besides the function."""
-
-    call: object
-    error: type
-    words: tuple
+X = torch.ones(4, 32)
 
 
 def plain():
@@ -56,7 +49,7 @@ MODELS = {
     "tensor": (lambda: torch.ones(2), ("Tensor",)),
 }
 OF_A_MODEL = {
-    "advise": lambda model: advise(model, torch.ones(4, 32)),
+    "advise": lambda model: advise(model, X),
     "from_torch": from_torch,
     "conversion_summary": conversion_summary,
     "key_map": key_map,
@@ -69,170 +62,131 @@ OF_A_MODEL = {
     "reorder_fused_state": lambda model: reorder_fused_state({}, sgd(), model),
     "reorder_grouped_linear_state": lambda model: reorder_grouped_linear_state({}, sgd(), model),
 }
+# By the function that is named: a wrong call, its error, and words that the error has.
 MISTAKES = {
-    "from_torch: misspelt exclude": Mistake(
-        lambda: from_torch(plain(), exclud="0"), TypeError, ("'exclud'", "did you mean 'exclude'?")
-    ),
-    "from_torch: argument of another library": Mistake(
-        lambda: from_torch(plain(), module_filter_fn=print),
-        TypeError,
-        ("'module_filter_fn'", "the arguments are", "exclude"),
-    ),
-    "from_torch: fuse by name of a family": Mistake(
-        lambda: from_torch(plain(), fuse="llama"), TypeError, ("fuse must be a bool", "str")
-    ),
-    "from_torch: options by position": Mistake(
-        lambda: from_torch(plain(), False, "0"), TypeError, ("by position", "by name")
-    ),
-    "from_torch: no model": Mistake(lambda: from_torch(), TypeError, ("model must be given",)),
-    "from_torch: name that no layer has": Mistake(
-        lambda: from_torch(plain(), exclude="lm_head"), ValueError, ("exclude", "'lm_head'")
-    ),
-    "from_torch: misspelt name of a layer": Mistake(
-        lambda: from_torch(nn.ModuleDict({"projection": nn.Linear(32, 32)}), exclude="projectoin"),
-        ValueError,
-        ("exclude", "'projectoin'", "did you mean 'projection'?"),
-    ),
-    "from_torch: number as filter": Mistake(
-        lambda: from_torch(plain(), include=3), TypeError, ("include", "int")
-    ),
-    "from_torch: negative blocks": Mistake(
-        lambda: from_torch(plain(), keep_first_blocks=-1), ValueError, ("keep_first_blocks", "-1")
-    ),
-    "from_torch: min_size as text": Mistake(
-        lambda: from_torch(plain(), min_size="64"), TypeError, ("min_size", "int", "str")
-    ),
-    "from_torch: optimizer's state": Mistake(
-        lambda: from_torch(plain(), True, optimizer=sgd().state_dict()),
-        TypeError,
-        ("optimizer", "dict"),
-    ),
-    "conversion_summary: misspelt argument": Mistake(
-        lambda: conversion_summary(modle=plain()), TypeError, ("did you mean 'model'?",)
-    ),
-    "advise: misspelt repeats": Mistake(
-        lambda: advise(plain(), torch.ones(4, 32), repeat=2),
-        TypeError,
-        ("'repeat'", "did you mean 'repeats'?"),
-    ),
-    "advise: misspelt bound": Mistake(
-        lambda: advise(plain(), torch.ones(4, 32), min_grad_snr=15.0),
-        TypeError,
-        ("did you mean 'min_grad_sqnr'?",),
-    ),
-    "advise: argument of from_torch": Mistake(
-        lambda: advise(plain(), torch.ones(4, 32), exclude="0"),
-        TypeError,
-        ("'exclude'", "the arguments are model, sample"),
-    ),
-    "advise: no sample": Mistake(
-        lambda: advise(plain()), TypeError, ("sample must be given", "got nothing")
-    ),
-    "advise: nothing": Mistake(
-        lambda: advise(), TypeError, ("model and sample must be given", "got nothing")
-    ),
-    "advise: repeats by position": Mistake(
-        lambda: advise(plain(), torch.ones(4, 32), None, 3), TypeError, ("by position", "by name")
-    ),
-    "advise: sample as array": Mistake(
-        lambda: advise(plain(), torch.ones(4, 32).numpy()), TypeError, ("sample", "got ndarray")
-    ),
-    "advise: repeats as text": Mistake(
-        lambda: advise(plain(), torch.ones(4, 32), repeats="3"),
-        TypeError,
-        ("repeats must be an int", "got str"),
-    ),
-    "advise: misspelt recipe": Mistake(
-        lambda: advise(plain(), torch.ones(4, 32), "delayd"),
-        ValueError,
-        ("recipe", "'delayd'", "did you mean 'delayed'?"),
-    ),
-    "advise: bound of None": Mistake(
-        lambda: advise(plain(), torch.ones(4, 32), min_sqnr=None),
-        TypeError,
-        ("min_sqnr must be a number", "got NoneType"),
-    ),
-    "advise: bound that is not a number": Mistake(
-        lambda: advise(plain(), torch.ones(4, 32), min_sqnr=float("nan")),
-        ValueError,
-        ("min_sqnr", "got nan"),
-    ),
-    "FP8Callback: options of a conversion without one": Mistake(
-        lambda: callback(convert=False, fuse=True), ValueError, ("convert", "fuse")
-    ),
-    "autocast_forward: misspelt recipe": Mistake(
-        lambda: autocast_forward(plain(), "delayd"), ValueError, ("recipe", "'delayd'")
-    ),
-    "autocast_forward: arguments exchanged": Mistake(
-        lambda: autocast_forward(DelayedScaling(), plain()), TypeError, ("model", "DelayedScaling")
-    ),
-    "autocast_forward: misspelt during_eval": Mistake(
-        lambda: autocast_forward(plain(), during_evaluation=True),
-        TypeError,
-        ("did you mean 'during_eval'?",),
-    ),
-    "autocast_forward: during_eval as text": Mistake(
-        lambda: autocast_forward(plain(), during_eval="no"), TypeError, ("during_eval", "bool")
-    ),
-    "fuse_loss: model without a loss": Mistake(
-        lambda: fuse_loss(plain()), ValueError, ("causal language model", "Sequential")
-    ),
-    "fuse_loss: misspelt recipe": Mistake(
-        lambda: fuse_loss(plain(), fp8_recpie="delayed"),
-        TypeError,
-        ("did you mean 'fp8_recipe'?",),
-    ),
-    "fuse_lora: model without adapters": Mistake(
-        lambda: fuse_lora(from_torch(plain())), ValueError, ("LoRA layers", "none")
-    ),
-    "export_fp8: no model of Hugging Face": Mistake(
-        lambda: export_fp8(from_torch(plain()), "folder"), TypeError, ("model", "Sequential")
-    ),
-    "export_fp8: misspelt weights": Mistake(
-        lambda: export_fp8(plain(), "folder", weigths="block"),
-        TypeError,
-        ("did you mean 'weights'?",),
-    ),
-    "export_fp8: no folder": Mistake(
-        lambda: export_fp8(plain()), TypeError, ("folder must be given",)
-    ),
-    "save_fp8_state: no path": Mistake(
-        lambda: save_fp8_state(from_torch(plain()), None), TypeError, ("path", "NoneType")
-    ),
-    "load_fp8_state: no path": Mistake(
-        lambda: load_fp8_state(from_torch(plain()), None), TypeError, ("path", "NoneType")
-    ),
-    "load_fp8_state: file that is not there": Mistake(
-        lambda: load_fp8_state(from_torch(plain()), "/no/such/file"),
-        FileNotFoundError,
-        ("path", "'/no/such/file'", "not there"),
-    ),
-    "load_te_extra_state: file in place of a state dict": Mistake(
-        lambda: load_te_extra_state(plain(), "model.pt"), TypeError, ("state_dict", "str")
-    ),
-    "reorder_fused_state: no optimizer": Mistake(
-        lambda: reorder_fused_state({}, None, plain()), TypeError, ("optimizer", "NoneType")
-    ),
-    "reorder_fused_state: model's state dict": Mistake(
-        lambda: reorder_fused_state(plain().state_dict(), sgd(), plain()),
-        TypeError,
-        ("state_dict", "optimizer's state_dict()"),
-    ),
-    "FP8Callback: misspelt exclude": Mistake(
-        lambda: callback(exclud="0"), TypeError, ("'exclud'", "did you mean 'exclude'?")
-    ),
-    "FP8Callback: misspelt recipe": Mistake(
-        lambda: callback(recpe="delayed"), TypeError, ("did you mean 'recipe'?",)
-    ),
-    "FP8Callback: steps in place of a recipe": Mistake(
-        lambda: callback(100), TypeError, ("recipe", "int")
-    ),
-    "FP8Callback: model in place of a recipe": Mistake(
-        lambda: callback(plain()), TypeError, ("recipe", "Sequential")
-    ),
-    "FP8Callback: model in place of its function": Mistake(
-        lambda: callback().converted(None), TypeError, ("model_init", "NoneType")
-    ),
+    "from_torch": [
+        (lambda: from_torch(plain(), exclud="0"), TypeError, "'exclud'", "did you mean 'exclude'?"),
+        (
+            lambda: from_torch(plain(), module_filter_fn=print),
+            TypeError,
+            "'module_filter_fn'",
+            "the arguments are",
+            "exclude",
+        ),
+        (lambda: from_torch(plain(), fuse="llama"), TypeError, "fuse must be a bool", "str"),
+        (lambda: from_torch(plain(), False, "0"), TypeError, "by position", "by name"),
+        (lambda: from_torch(), TypeError, "model must be given"),
+        (lambda: from_torch(plain(), exclude="lm_head"), ValueError, "exclude", "'lm_head'"),
+        (
+            lambda: from_torch(
+                nn.ModuleDict({"projection": nn.Linear(32, 32)}), exclude="projectoin"
+            ),
+            ValueError,
+            "exclude",
+            "'projectoin'",
+            "did you mean 'projection'?",
+        ),
+        (lambda: from_torch(plain(), include=3), TypeError, "include", "int"),
+        (lambda: from_torch(plain(), keep_first_blocks=-1), ValueError, "keep_first_blocks", "-1"),
+        (lambda: from_torch(plain(), min_size="64"), TypeError, "min_size", "int", "str"),
+        (
+            lambda: from_torch(plain(), True, optimizer=sgd().state_dict()),
+            TypeError,
+            "optimizer",
+            "dict",
+        ),
+    ],
+    "conversion_summary": [
+        (lambda: conversion_summary(modle=plain()), TypeError, "did you mean 'model'?"),
+    ],
+    "advise": [
+        (lambda: advise(plain(), X, repeat=2), TypeError, "'repeat'", "did you mean 'repeats'?"),
+        (lambda: advise(plain(), X, min_grad_snr=15.0), TypeError, "did you mean 'min_grad_sqnr'?"),
+        (
+            lambda: advise(plain(), X, exclude="0"),
+            TypeError,
+            "'exclude'",
+            "the arguments are model, sample",
+        ),
+        (lambda: advise(plain()), TypeError, "sample must be given", "got nothing"),
+        (lambda: advise(), TypeError, "model and sample must be given", "got nothing"),
+        (lambda: advise(plain(), X, None, 3), TypeError, "by position", "by name"),
+        (lambda: advise(plain(), X.numpy()), TypeError, "sample", "got ndarray"),
+        (lambda: advise(plain(), X, repeats="3"), TypeError, "repeats must be an int", "got str"),
+        (
+            lambda: advise(plain(), X, "delayd"),
+            ValueError,
+            "recipe",
+            "'delayd'",
+            "did you mean 'delayed'?",
+        ),
+        (
+            lambda: advise(plain(), X, min_sqnr=None),
+            TypeError,
+            "min_sqnr must be a number",
+            "got NoneType",
+        ),
+        (lambda: advise(plain(), X, min_sqnr=float("nan")), ValueError, "min_sqnr", "got nan"),
+    ],
+    "FP8Callback": [
+        (lambda: callback(convert=False, fuse=True), ValueError, "convert", "fuse"),
+        (lambda: callback(exclud="0"), TypeError, "'exclud'", "did you mean 'exclude'?"),
+        (lambda: callback(recpe="delayed"), TypeError, "did you mean 'recipe'?"),
+        (lambda: callback(100), TypeError, "recipe", "int"),
+        (lambda: callback(plain()), TypeError, "recipe", "Sequential"),
+        (lambda: callback().converted(None), TypeError, "model_init", "NoneType"),
+    ],
+    "autocast_forward": [
+        (lambda: autocast_forward(plain(), "delayd"), ValueError, "recipe", "'delayd'"),
+        (lambda: autocast_forward(DelayedScaling(), plain()), TypeError, "model", "DelayedScaling"),
+        (
+            lambda: autocast_forward(plain(), during_evaluation=True),
+            TypeError,
+            "did you mean 'during_eval'?",
+        ),
+        (lambda: autocast_forward(plain(), during_eval="no"), TypeError, "during_eval", "bool"),
+    ],
+    "fuse_loss": [
+        (lambda: fuse_loss(plain()), ValueError, "causal language model", "Sequential"),
+        (lambda: fuse_loss(plain(), fp8_recpie="delayed"), TypeError, "did you mean 'fp8_recipe'?"),
+    ],
+    "fuse_lora": [
+        (lambda: fuse_lora(from_torch(plain())), ValueError, "LoRA layers", "none"),
+    ],
+    "export_fp8": [
+        (lambda: export_fp8(from_torch(plain()), "folder"), TypeError, "model", "Sequential"),
+        (
+            lambda: export_fp8(plain(), "folder", weigths="block"),
+            TypeError,
+            "did you mean 'weights'?",
+        ),
+        (lambda: export_fp8(plain()), TypeError, "folder must be given"),
+    ],
+    "save_fp8_state": [
+        (lambda: save_fp8_state(from_torch(plain()), None), TypeError, "path", "NoneType"),
+    ],
+    "load_fp8_state": [
+        (lambda: load_fp8_state(from_torch(plain()), None), TypeError, "path", "NoneType"),
+        (
+            lambda: load_fp8_state(from_torch(plain()), "/no/such/file"),
+            FileNotFoundError,
+            "path",
+            "'/no/such/file'",
+            "not there",
+        ),
+    ],
+    "load_te_extra_state": [
+        (lambda: load_te_extra_state(plain(), "model.pt"), TypeError, "state_dict", "str"),
+    ],
+    "reorder_fused_state": [
+        (lambda: reorder_fused_state({}, None, plain()), TypeError, "optimizer", "NoneType"),
+        (
+            lambda: reorder_fused_state(plain().state_dict(), sgd(), plain()),
+            TypeError,
+            "state_dict",
+            "optimizer's state_dict()",
+        ),
+    ],
 }
 
 
@@ -247,14 +201,16 @@ def test_error_says_that_the_argument_is_no_model(owner, kind):
     assert all(word in text for word in words), text
 
 
-@pytest.mark.parametrize("name", MISTAKES)
-def test_mistake_has_an_error_with_the_users_names(name):
-    mistake = MISTAKES[name]
-    with pytest.raises(mistake.error) as caught:
-        mistake.call()
+@pytest.mark.parametrize(
+    ("owner", "call", "error", "words"),
+    [(owner, *row[:2], row[2:]) for owner, rows in MISTAKES.items() for row in rows],
+)
+def test_mistake_has_an_error_with_the_users_names(owner, call, error, words):
+    with pytest.raises(error) as caught:
+        call()
     text = str(caught.value)
-    assert text.startswith(name.partition(":")[0]), text
-    assert all(word in text for word in mistake.words), text
+    assert text.startswith(owner), text
+    assert all(word in text for word in words), text
 
 
 def test_warning_of_layers_left_is_about_the_line_of_the_call():

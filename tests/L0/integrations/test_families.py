@@ -39,9 +39,9 @@ def converted(model, name, fuse=False, **options):
         return from_torch(model, fuse, **options)
 
 
-def backward(model, name):
+def backward(model, name, ids=IDS):
     model.zero_grad()
-    out = logits(model, name)
+    out = logits(model, name, ids)
     out.square().mean().backward()
     grads = {key: p.grad.clone() for key, p in model.named_parameters() if p.grad is not None}
     return out.detach(), key_map(model).to_original(grads)
@@ -73,6 +73,23 @@ def test_equal_logits_gradients_files_and_tokens(name, fuse, tmp_path):
     }  # fmt: skip
     expected = plain.generate(IDS[:, :4], **options)
     assert torch.equal(model.generate(IDS[:, :4], **options), expected)
+
+
+@pytest.mark.cuda
+@FUSE
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_on_a_gpu(name, fuse):
+    """Logits and gradients of the plain model, and FP8 within its rounding."""
+    plain, ids = build(name).cuda(), IDS.cuda()
+    model = converted(copy.deepcopy(plain), name, fuse)
+    expected, actual = backward(plain, name, ids), backward(model, name, ids)
+    torch.testing.assert_close(actual, expected, **CLOSE)
+    for _ in range(2):
+        with fp8_autocast(True, DelayedScaling(amax_history_len=4)):
+            out, grads = backward(model, name, ids)
+    assert not torch.equal(out, actual[0])
+    assert (out - actual[0]).norm() < 0.15 * actual[0].norm()
+    assert all(grad.isfinite().all() and grad.any() for grad in grads.values())
 
 
 @FUSE

@@ -1,10 +1,7 @@
 """``fuse_lora`` on PEFT's layers: the same model but for rounding, in whatever way it is used."""
 
-from __future__ import annotations
-
 import copy
 import io
-from pathlib import Path
 
 import pytest
 import torch
@@ -30,14 +27,14 @@ TARGETS = ["q", "k", "gate", "up", "down"]
 class Block(nn.Module):
     """Projections that share inputs, as those of a decoder layer do."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.q, self.k = nn.Linear(64, 64), nn.Linear(64, 32, bias=False)
         self.gate, self.up = nn.Linear(64, 96, bias=False), nn.Linear(64, 96, bias=False)
         self.down = nn.Linear(96, 64)
         self.norm = nn.LayerNorm(64)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         k = functional.pad(self.k(x), (0, 32))
         x = self.norm(self.q(x) * torch.tanh(k) + x)
         return x + self.down(functional.silu(self.gate(x)) * self.up(x))
@@ -144,7 +141,7 @@ def test_training_lowers_the_loss():
 
 
 @pytest.mark.parametrize("first", ["fused", "plain"])
-def test_saved_adapters_load(tmp_path: Path, first):
+def test_saved_adapters_load(tmp_path, first):
     """Adapters, state dicts and whole models of either kind load into the other."""
     models = {"fused": fuse_lora(adapted()), "plain": adapted()}
     one = models.pop(first)

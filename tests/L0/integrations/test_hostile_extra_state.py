@@ -6,7 +6,6 @@ import pickle
 import random
 import resource
 import struct
-import subprocess
 import sys
 import warnings
 import zipfile
@@ -14,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from programs import captured
 from te_blobs import FORMS, as_uint8, pickled_with_recipe, saved, tensors
 
 from apex_te.integrations.te_state import TEStateError, load_te_extra_state, read_te_extra_state
@@ -285,9 +285,7 @@ def ends():
     """What ``read_all`` has printed in a process of its own, line by line."""
     folders = [str(Path(__file__).parent), str(Path(__file__).parents[2])]
     code = f"import sys; sys.path[:0] = {folders}; import {Path(__file__).stem} as m; m.read_all()"
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, errors="replace", timeout=600
-    )
+    done = captured([sys.executable, "-c", code], check=False, timeout=600, errors="replace")
     lines = done.stdout.splitlines()
     assert done.returncode == 0, f"{lines[-1:]}\n{done.stderr[-3000:]}"
     return lines

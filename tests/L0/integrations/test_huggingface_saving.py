@@ -8,6 +8,7 @@ import warnings
 
 import pytest
 import torch
+from families import APART, IDS, build, class_of, load, transformers
 
 from apex_te import flush_fp8_state, fp8_autocast
 from apex_te.integrations import conversion_summary, from_torch, key_map, load_fp8_state
@@ -15,75 +16,17 @@ from apex_te.integrations.from_torch import Conv1DLinear
 from apex_te.module._core.fp8_module import FP8Module
 from apex_te.recipe import DelayedScaling
 
-transformers = pytest.importorskip("transformers", reason="transformers is not installed")
 safetensors_torch = pytest.importorskip("safetensors.torch", reason="safetensors is not installed")
 
-IDS = torch.arange(24).view(2, 12) % 40
-LLAMA_LIKE = {
-    "vocab_size": 40, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
-    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "pad_token_id": 0,
-    "bos_token_id": 1, "eos_token_id": 2,
-}  # fmt: skip
-# What fuse=True leaves apart; the other families' blocks are joined whole.
-APART = {"neox": "mlp.act is GELUActivation", "bert": "intermediate and output: their input is"}
-
-
-def config_of(name):
-    kinds = {
-        "llama": "LlamaConfig", "qwen2": "Qwen2Config", "qwen3": "Qwen3Config",
-        "mistral": "MistralConfig", "gemma": "GemmaConfig",
-    }  # fmt: skip
-    if name == "gpt2":
-        return transformers.GPT2Config(
-            vocab_size=40, n_positions=32, n_embd=32, n_layer=2, n_head=4, resid_pdrop=0.0,
-            embd_pdrop=0.0, attn_pdrop=0.0, bos_token_id=1, eos_token_id=2, pad_token_id=0,
-        )  # fmt: skip
-    if name == "neox":
-        return transformers.GPTNeoXConfig(
-            vocab_size=40, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
-            num_attention_heads=4, max_position_embeddings=32, bos_token_id=1, eos_token_id=2,
-        )  # fmt: skip
-    if name == "bert":
-        return transformers.BertConfig(
-            vocab_size=40, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
-            num_attention_heads=4, max_position_embeddings=32, num_labels=3, pad_token_id=0,
-            hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
-        )  # fmt: skip
-    tied = name in ("qwen2", "gemma")
-    return getattr(transformers, kinds[name])(**LLAMA_LIKE, tie_word_embeddings=tied)
-
-
-def class_of(name):
-    kinds = {"gpt2": "GPT2LMHeadModel", "neox": "GPTNeoXForCausalLM"}
-    kinds |= {"bert": "BertForSequenceClassification"}
-    return getattr(transformers, kinds.get(name, f"{name.capitalize()}ForCausalLM"))
-
-
-FAMILIES = ["llama", "gpt2", "qwen2", "qwen3", "mistral", "gemma", "neox", "bert"]
-
-
-def build(name):
-    model = class_of(name)(config_of(name))
-    for key, parameter in model.named_parameters():
-        if parameter.dim() == 1:
-            torch.nn.init.normal_(parameter, float("norm" in key or "ln_" in key), 0.1)
-    return model
+FAMILIES = ["llama", "gpt2", "qwen2", "qwen3", "mistral", "gemma", "gpt_neox", "bert"]
 
 
 def converted(model, **options):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        if options.get("fuse"):
-            for apart in APART.values():
-                warnings.filterwarnings("ignore", rf"from_torch: left as they are: .*{apart}")
+        for apart in APART.values() if options.get("fuse") else ():
+            warnings.filterwarnings("ignore", rf"from_torch: left as they are: {apart}")
         return from_torch(model, **options)
-
-
-def load(name, folder):
-    """A new plain model from ``folder``; nothing in the files may be missing or too much."""
-    model, info = class_of(name).from_pretrained(folder, output_loading_info=True)
-    assert not any(info[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys"))
-    return model
 
 
 def train(model, recipe=None, steps=2):
@@ -179,18 +122,11 @@ def test_fp8_state_has_a_file_of_its_own(tmp_path):
         load_fp8_state(converted(build("llama")), tmp_path)
 
 
-class Rows(torch.utils.data.Dataset):
-    def __len__(self):
-        return 8
-
-    def __getitem__(self, index):
-        ids = (torch.arange(12) * (index + 1)) % 40
-        return {"input_ids": ids, "labels": ids}
-
-
 def test_trainer_resumes_with_its_fp8_state(tmp_path):
     """Four steps in a row, and two and two from a checkpoint: the same weights and scales."""
     pytest.importorskip("accelerate", reason="accelerate is not installed")
+    from test_trainer import assert_resumes
+
     recipe = DelayedScaling(amax_history_len=4)
 
     class Trainer(transformers.Trainer):
@@ -198,23 +134,7 @@ def test_trainer_resumes_with_its_fp8_state(tmp_path):
             with fp8_autocast(True, recipe):
                 return super().compute_loss(*args, **kwargs)
 
-    def run(resume):
-        torch.manual_seed(0)
-        model = converted(build("llama"), fuse=True)
-        arguments = transformers.TrainingArguments(
-            output_dir=str(tmp_path), max_steps=4, save_steps=2, per_device_train_batch_size=2,
-            learning_rate=1e-2, report_to=[], use_cpu=True, disable_tqdm=True, seed=3,
-        )  # fmt: skip
-        Trainer(model, arguments, train_dataset=Rows()).train(resume_from_checkpoint=resume)
-        flush_fp8_state()
-        return {key: value.clone() for key, value in model.state_dict().items()}
-
-    expected, actual = run(None), run(str(tmp_path / "checkpoint-2"))
-    assert any(key.endswith("fp8_state.scale_fwd") for key in expected)
-    assert actual.keys() == expected.keys()
-    for key, value in expected.items():
-        if not key.endswith("header"):
-            assert torch.equal(actual[key], value), key
+    assert_resumes(tmp_path, list, lambda: converted(build("llama"), fuse=True), kind=Trainer)
     # The plain model takes the weights; what is beside them is named, and no weight is missing.
     _, info = class_of("llama").from_pretrained(tmp_path / "checkpoint-4", output_loading_info=True)
     assert not info["missing_keys"]
@@ -244,7 +164,8 @@ def test_pickles(tmp_path):
             loaded = torch.load(stream, weights_only=False)
             assert torch.equal(logits(loaded), logits(model))
             assert list(loaded.state_dict()) == list(model.state_dict())
-            loaded.load_state_dict(build(name).state_dict(), strict=True)
+            other = {key: value / 2 for key, value in build(name).state_dict().items()}
+            loaded.load_state_dict(other, strict=True)
             assert not torch.equal(logits(loaded), logits(model))
             loaded.save_pretrained(tmp_path)
             torch.testing.assert_close(logits(load(name, tmp_path)), logits(loaded))
@@ -355,7 +276,7 @@ def test_layers_that_accelerate_has_hooked_are_named():
     [
         ("llama", {"lm_head": "the model's output embeddings"}),
         ("gpt2", {"lm_head": "the model's output embeddings"}),
-        ("neox", {"lm_head": "the model's output embeddings"}),
+        ("gpt_neox", {"lm_head": "the model's output embeddings"}),
         ("bert", {"classifier": "an output head by its name, classifier"}),
     ],
 )

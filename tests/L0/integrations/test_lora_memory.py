@@ -27,17 +27,17 @@ RECIPES = {
 SHAPE = lora_stack.Shape(128, 384, 4, 2)
 
 
-def stack(scaling: recipe.Recipe | None) -> nn.Module:
+def stack(scaling):
     kind = "torch" if scaling is None else "apex_te"
     return lora_stack.make_stack(SHAPE, 2, kind, scaling, 4, "cpu", torch.bfloat16)
 
 
-def weight_bytes(model: nn.Module, frozen: bool) -> int:
+def weight_bytes(model, frozen):
     found = [p for p in model.parameters() if p.requires_grad is not frozen and p.dim() == 2]
     return sum(map(lora_stack.tensor_bytes, found))
 
 
-def alive() -> int:
+def alive():
     """Bytes of the storages of all tensors that exist."""
     gc.collect()
     tensors = [x for x in gc.get_objects() if issubclass(type(x), torch.Tensor)]
@@ -55,14 +55,14 @@ def alive() -> int:
     return sum(storages.values())
 
 
-def step(model: nn.Module, scaling: recipe.Recipe, x: torch.Tensor) -> list[torch.Tensor]:
+def step(model, scaling, x):
     with apex_te.fp8_autocast(fp8_recipe=scaling):
         loss = model(x).float().square().mean()
     return list(torch.autograd.grad(loss, [p for p in model.parameters() if p.requires_grad]))
 
 
 @pytest.mark.parametrize("name", RECIPES)
-def test_base_has_one_byte_an_element(name: str) -> None:
+def test_base_has_one_byte_an_element(name):
     """A frozen weight is one byte an element and its scales, at most a byte for 32 elements."""
     plain, held = stack(None), stack(RECIPES[name])
     elements = sum(p.numel() for p in plain.parameters() if not p.requires_grad and p.dim() == 2)
@@ -74,7 +74,7 @@ def test_base_has_one_byte_an_element(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["delayed", "blockwise"])
-def test_steps_leave_no_copy_of_the_base(name: str) -> None:
+def test_steps_leave_no_copy_of_the_base(name):
     model = stack(RECIPES[name])
     x = torch.randn(8, 16, SHAPE.hidden, dtype=torch.bfloat16)
     step(model, RECIPES[name], x)  # allocates FP8 state and workspaces
@@ -86,7 +86,7 @@ def test_steps_leave_no_copy_of_the_base(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", RECIPES)
-def test_frozen_layer_keeps_nothing_for_backward(name: str) -> None:
+def test_frozen_layer_keeps_nothing_for_backward(name):
     """Neither its input, whose gradient alone is wanted, nor a second copy of its weight."""
     with apex_te.fp8_model_init(recipe=RECIPES[name]):
         layer = apex_te.Linear(256, 128, bias=False, params_dtype=torch.bfloat16)
@@ -94,7 +94,7 @@ def test_frozen_layer_keeps_nothing_for_backward(name: str) -> None:
     x = torch.randn(64, 256, dtype=torch.bfloat16, requires_grad=True)
     kept: list[torch.Tensor] = []
 
-    def pack(tensor: torch.Tensor) -> torch.Tensor:
+    def pack(tensor):
         kept.append(tensor)
         return tensor
 
@@ -117,7 +117,7 @@ def test_frozen_layer_keeps_nothing_for_backward(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", RECIPES)
-def test_gradients_of_adapters(name: str) -> None:
+def test_gradients_of_adapters(name):
     """Within FP8's error of the same adapters over the base in high precision."""
     plain, held = stack(None), stack(RECIPES[name])
     for model in (plain, held):
@@ -138,7 +138,7 @@ def test_gradients_of_adapters(name: str) -> None:
 
 
 @pytest.fixture
-def peft_model() -> nn.Module:
+def peft_model():
     peft = pytest.importorskip("peft")
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(128, 256), nn.ReLU(), nn.Linear(256, 128))
@@ -148,7 +148,7 @@ def peft_model() -> nn.Module:
     return peft.get_peft_model(model, config)
 
 
-def test_peft_trains_over_held_weights(peft_model: nn.Module) -> None:
+def test_peft_trains_over_held_weights(peft_model):
     base = {n: p for n, p in peft_model.named_parameters() if type(p) is FP8Parameter}
     assert len(base) == 2
     assert not any(p.requires_grad for p in base.values())

@@ -25,49 +25,49 @@ HANDLES = {"AutocastForward(recipe)"}  # results of functions, listed once they 
 INTERNAL = {"FP8Parameter(recipe)", "FP8State.fit(recipe)", "pack_recipe(recipe)"}
 
 
-def fp8_parameter(chosen: Any) -> Any:
+def fp8_parameter(chosen):
     return FP8Parameter.empty((128, 128), chosen, torch.float32)._recipe
 
 
-def autocast_forward(chosen: Any) -> Any:
+def autocast_forward(chosen):
     return apex_te.autocast_forward(apex_te.Linear(16, 16), chosen).recipe
 
 
-def advise(chosen: Any) -> Any:
+def advise(chosen):
     return apex_te.advise(torch.nn.Linear(16, 16), torch.randn(16, 16), chosen, repeats=1).recipe
 
 
-def enable_fp8_all_gather(chosen: Any) -> Any:
+def enable_fp8_all_gather(chosen):
     model = apex_te.Linear(128, 128)
     apex_te.distributed.enable_fp8_all_gather(model, chosen)
     return model._modes.gathered["weight"].unit.gather_set.name
 
 
-def fp8_callback(chosen: Any) -> Any:
+def fp8_callback(chosen):
     pytest.importorskip("transformers")
     return apex_te.FP8Callback(chosen).recipe
 
 
-def fuse_loss(chosen: Any) -> Any:
+def fuse_loss(chosen):
     pytest.importorskip("transformers")
     from families import build
 
     return apex_te.fuse_loss(build("llama"), fp8_recipe=chosen).options
 
 
-def init_fp8_state(chosen: Any) -> Any:
+def init_fp8_state(chosen):
     model = apex_te.Linear(16, 16)
     apex_te.init_fp8_state(model, chosen)
     return model.fp8_state.allocated
 
 
-def linear_cross_entropy(chosen: Any) -> Any:
+def linear_cross_entropy(chosen):
     torch.manual_seed(0)
     hidden, weight, target = torch.randn(16, 128), torch.randn(128, 128), torch.arange(16)
     return apex_te.linear_cross_entropy(hidden, weight, target, fp8_recipe=chosen).item()
 
 
-def refused_on_a_cpu(function: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
+def refused_on_a_cpu(function, *args, **kwargs):
     """Calls a function that checks its recipe, and then finds its module on the CPU."""
     try:
         function(*args, **kwargs)
@@ -78,18 +78,18 @@ def refused_on_a_cpu(function: Callable[..., Any], *args: Any, **kwargs: Any) ->
         pytest.fail("the module is on the CPU")
 
 
-def make_graphed_callables(chosen: Any) -> Any:
+def make_graphed_callables(chosen):
     sample = (torch.randn(16, 16),)
     module = apex_te.Linear(16, 16, device="cpu")
     refused_on_a_cpu(apex_te.make_graphed_callables, module, sample, fp8_recipe=chosen)
 
 
-def microbatches(chosen: Any) -> Any:
+def microbatches(chosen):
     modules, sample = [apex_te.Linear(16, 16, device="cpu")], [(torch.randn(16, 16),)]
     refused_on_a_cpu(graph_microbatches, modules, sample, [1, -1], fp8_recipe=chosen)
 
 
-def init(kind: Any) -> Callable[[Any], Any]:
+def init(kind):
     return lambda chosen: kind(recipe=chosen)._settings.recipe
 
 
@@ -121,7 +121,7 @@ FORMATS = {
 }  # fmt: skip
 
 
-def public_parameters(wanted: Callable[[str], bool]) -> set[str]:
+def public_parameters(wanted):
     """Returns ``function(parameter)`` of each public callable with such a parameter."""
     found = set()
     for package in PACKAGES:
@@ -151,7 +151,7 @@ def public_parameters(wanted: Callable[[str], bool]) -> set[str]:
     return found
 
 
-def test_every_public_callable_that_takes_a_recipe_or_a_format_is_in_the_tables() -> None:
+def test_every_public_callable_that_takes_a_recipe_or_a_format_is_in_the_tables():
     found = public_parameters(lambda name: "recipe" in name)
     wanted = set(TAKERS) | INTERNAL
     try:
@@ -164,7 +164,7 @@ def test_every_public_callable_that_takes_a_recipe_or_a_format_is_in_the_tables(
 
 
 @pytest.mark.parametrize("name", TAKERS)
-def test_a_recipe_may_be_given_by_its_name(name: str) -> None:
+def test_a_recipe_may_be_given_by_its_name(name):
     first, other = ("delayed", "mxfp8") if name == KEEPS_STATE else ("tensorwise", "blockwise")
     by_name = TAKERS[name](first)
     assert by_name == TAKERS[name](apex_te.make_recipe(first))
@@ -173,7 +173,7 @@ def test_a_recipe_may_be_given_by_its_name(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", TAKERS)
-def test_what_is_no_recipe_is_refused_by_the_names_that_the_user_wrote(name: str) -> None:
+def test_what_is_no_recipe_is_refused_by_the_names_that_the_user_wrote(name):
     function, _, argument = name.removesuffix(")").partition("(")
     # The name by which users reach it, that of Transformer Engine's function.
     owner = function.partition(".")[0].replace("graph_microbatches", "make_graphed_callables")

@@ -1,7 +1,5 @@
 """The alias ``transformer_engine`` as files of an environment: writing, use by pip, and removal."""
 
-from __future__ import annotations
-
 import base64
 import csv
 import hashlib
@@ -13,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from apex_te.op_builder.jit.cli import Command, main
+from programs import captured
 
 import apex_te
 from apex_te.integrations.te_alias import AliasError, commands
@@ -32,26 +31,24 @@ COMMANDS = {
 }
 
 
-def all_files(folder: Path) -> dict[str, bytes]:
+def all_files(folder):
     return {
         str(path.relative_to(folder)): path.read_bytes()
         for path in sorted(folder.rglob("*")) if path.is_file()
     }  # fmt: skip
 
 
-def python(*arguments: str, folder: Path | None = None, program: str = sys.executable) -> str:
+def python(*arguments, folder=None, program=sys.executable):
     """Runs Python and returns what it prints, after its exit status."""
     environment = {k: v for k, v in os.environ.items() if not k.startswith("APEX_TE_T")}
     environment.pop("PYTHONDONTWRITEBYTECODE", None)
     environment["PIP_DISABLE_PIP_VERSION_CHECK"] = environment["PIP_NO_INDEX"] = "1"
     environment["PYTHONPATH"] = f"{folder}:{ROOT}" if folder else ""
-    done = subprocess.run(
-        [program, *arguments], env=environment, capture_output=True, text=True, timeout=300
-    )
+    done = captured([program, *arguments], check=False, env=environment)
     return f"{done.returncode} {done.stdout}{done.stderr}"
 
 
-def test_record_has_the_hash_and_size_of_each_file(tmp_path: Path) -> None:
+def test_record_has_the_hash_and_size_of_each_file(tmp_path):
     assert write_files(tmp_path, VERSION) == "installed"
     info = f"transformer_engine-{VERSION}.dist-info"
     written = all_files(tmp_path)
@@ -68,7 +65,7 @@ def test_record_has_the_hash_and_size_of_each_file(tmp_path: Path) -> None:
         assert (digest, size) == (f"sha256={expected}", str(len(data)))
 
 
-def test_writing_again_keeps_the_files_and_another_version_renews_them(tmp_path: Path) -> None:
+def test_writing_again_keeps_the_files_and_another_version_renews_them(tmp_path):
     write_files(tmp_path, VERSION)
     before = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")}
     assert write_files(tmp_path, VERSION) == "kept"
@@ -87,7 +84,7 @@ def test_writing_again_keeps_the_files_and_another_version_renews_them(tmp_path:
     assert {k: v for k, v in all_files(tmp_path).items() if not k.startswith("fresh")} == expected
 
 
-def test_what_a_killed_process_left_is_mended(tmp_path: Path) -> None:
+def test_what_a_killed_process_left_is_mended(tmp_path):
     write_files(tmp_path, VERSION)
     whole = all_files(tmp_path)
     info = tmp_path / f"transformer_engine-{VERSION}.dist-info"
@@ -107,7 +104,7 @@ def test_what_a_killed_process_left_is_mended(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-def test_removal_leaves_no_file_but_those_of_others(tmp_path: Path) -> None:
+def test_removal_leaves_no_file_but_those_of_others(tmp_path):
     (tmp_path / "other_package").mkdir()
     (tmp_path / "other_package" / "__init__.py").touch()
     before = set(tmp_path.rglob("*"))
@@ -124,7 +121,7 @@ def test_removal_leaves_no_file_but_those_of_others(tmp_path: Path) -> None:
     assert set(tmp_path.rglob("*")) == before | {kept, kept.parent}
 
 
-def test_files_that_were_changed_are_removed_by_force_only(tmp_path: Path) -> None:
+def test_files_that_were_changed_are_removed_by_force_only(tmp_path):
     write_files(tmp_path, VERSION)
     stub = tmp_path / "transformer_engine" / "__init__.py"
     stub.write_text("# another package's\n")
@@ -136,7 +133,7 @@ def test_files_that_were_changed_are_removed_by_force_only(tmp_path: Path) -> No
     assert not list(tmp_path.iterdir())
 
 
-def test_a_record_names_no_other_files(tmp_path: Path) -> None:
+def test_a_record_names_no_other_files(tmp_path):
     victim = tmp_path / "victim.py"
     victim.touch()
     folder = tmp_path / "site"
@@ -164,7 +161,7 @@ BROKEN_RECORDS = {
 
 
 @pytest.mark.parametrize("content", BROKEN_RECORDS.values(), ids=BROKEN_RECORDS)
-def test_a_broken_record_is_one_line_of_error(content: bytes, tmp_path: Path, capsys) -> None:
+def test_a_broken_record_is_one_line_of_error(content, tmp_path, capsys):
     """A RECORD that is not one is refused in one short printable line, and nothing is removed."""
     folder = purelib(str(tmp_path))
     write_files(folder, VERSION)
@@ -178,7 +175,7 @@ def test_a_broken_record_is_one_line_of_error(content: bytes, tmp_path: Path, ca
     assert all_files(folder) == before
 
 
-def test_a_record_that_is_a_pipe_does_not_hang(tmp_path: Path) -> None:
+def test_a_record_that_is_a_pipe_does_not_hang(tmp_path):
     write_files(tmp_path, VERSION)
     info = tmp_path / f"transformer_engine-{VERSION}.dist-info"
     (info / "RECORD").unlink()
@@ -191,7 +188,7 @@ def test_a_record_that_is_a_pipe_does_not_hang(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_an_empty_prefix_is_refused(command: str, tmp_path: Path, monkeypatch, capsys) -> None:
+def test_an_empty_prefix_is_refused(command, tmp_path, monkeypatch, capsys):
     """It is what an unset variable gives, and names no environment."""
     monkeypatch.chdir(tmp_path)
     assert main([command, "--prefix", ""], COMMANDS) == 1
@@ -202,9 +199,7 @@ def test_an_empty_prefix_is_refused(command: str, tmp_path: Path, monkeypatch, c
 
 @pytest.mark.parametrize("command", COMMANDS)
 @pytest.mark.parametrize("part", ["lib", "site", "package", "cache", "info"])
-def test_links_are_not_followed_out_of_the_prefix(
-    command: str, part: str, tmp_path: Path, capsys
-) -> None:
+def test_links_are_not_followed_out_of_the_prefix(command, part, tmp_path, capsys):
     """A link to another environment is refused, and what it leads to stays as it is."""
     prefix, other = tmp_path / "prefix", tmp_path / "other"
     folder, outside = purelib(str(prefix)), purelib(str(other))
@@ -230,7 +225,7 @@ def test_links_are_not_followed_out_of_the_prefix(
     assert all_files(other) == before
 
 
-def test_a_prefix_that_is_a_link_is_an_environment(tmp_path: Path, capsys) -> None:
+def test_a_prefix_that_is_a_link_is_an_environment(tmp_path, capsys):
     """The prefix itself, and links within it, such as lib64, may be links."""
     (tmp_path / "real" / "lib").mkdir(parents=True)
     (tmp_path / "link").symlink_to("real")
@@ -239,7 +234,7 @@ def test_a_prefix_that_is_a_link_is_an_environment(tmp_path: Path, capsys) -> No
     assert installed_in(purelib(str(tmp_path / "real"))) is not None
 
 
-def test_the_commands_print_no_escapes(tmp_path: Path, capsys) -> None:
+def test_the_commands_print_no_escapes(tmp_path, capsys):
     """The prefix and the files in it may have any name."""
     prefix = tmp_path / "\x1b[2J\x9b"
     for words in (["install-alias"], ["install-alias"], ["remove-alias"], ["remove-alias"]):
@@ -250,7 +245,7 @@ def test_the_commands_print_no_escapes(tmp_path: Path, capsys) -> None:
     assert all(line.isprintable() for line in (done.out + done.err).splitlines())
 
 
-def test_the_dist_info_of_pip_is_not_ours(tmp_path: Path) -> None:
+def test_the_dist_info_of_pip_is_not_ours(tmp_path):
     info = tmp_path / "transformer_engine-2.9.0.dist-info"
     info.mkdir()
     (info / "INSTALLER").write_text("pip\n")
@@ -259,14 +254,14 @@ def test_the_dist_info_of_pip_is_not_ours(tmp_path: Path) -> None:
     assert (info / "INSTALLER").exists()
 
 
-def test_a_folder_that_cannot_be_written_is_an_error(tmp_path: Path) -> None:
+def test_a_folder_that_cannot_be_written_is_an_error(tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(AliasError, match=r"install-alias: .*file/site must be a folder"):
         write_files(tmp_path / "file" / "site", VERSION)
 
 
 @pytest.mark.long
-def test_the_stub_says_that_apex_te_is_gone_or_another(tmp_path: Path) -> None:
+def test_the_stub_says_that_apex_te_is_gone_or_another(tmp_path):
     write_files(tmp_path, VERSION)
     gone = "import sys; sys.modules['apex_te'] = None; import transformer_engine"
     output = python("-c", gone, folder=tmp_path)
@@ -284,7 +279,7 @@ def test_the_stub_says_that_apex_te_is_gone_or_another(tmp_path: Path) -> None:
     assert python("-c", "import transformer_engine", folder=tmp_path) == "0 "
 
 
-def test_eight_processes_install_at_once(tmp_path: Path) -> None:
+def test_eight_processes_install_at_once(tmp_path):
     body = f"""
 import sys, types
 for name, folders in (
@@ -327,10 +322,10 @@ for _ in range(20):
     assert not list((tmp_path / "site").iterdir())
 
 
-def test_the_commands_write_and_remove(tmp_path: Path, monkeypatch, capsys) -> None:
+def test_the_commands_write_and_remove(tmp_path, monkeypatch, capsys):
     folder = purelib(str(tmp_path))
 
-    def command(*words: str) -> tuple[int, str]:
+    def command(*words):
         status = main([*words, "--prefix", str(tmp_path)], COMMANDS)
         done = capsys.readouterr()
         return status, done.out + done.err
@@ -362,7 +357,7 @@ def test_the_commands_write_and_remove(tmp_path: Path, monkeypatch, capsys) -> N
 
 
 @pytest.mark.long
-def test_pip_lists_checks_and_uninstalls_the_alias(tmp_path: Path) -> None:
+def test_pip_lists_checks_and_uninstalls_the_alias(tmp_path):
     pytest.importorskip("ensurepip")
     venv = tmp_path / "venv"
     made = python("-m", "venv", "--system-site-packages", str(venv), folder=None)
@@ -375,7 +370,7 @@ def test_pip_lists_checks_and_uninstalls_the_alias(tmp_path: Path) -> None:
     (info / "METADATA").write_text(metadata)
     before = all_files(folder)
 
-    def pip(*words: str) -> str:
+    def pip(*words):
         return python("-m", "pip", *words, program=program)
 
     status = main(["install-alias", "--prefix", str(venv)], COMMANDS)

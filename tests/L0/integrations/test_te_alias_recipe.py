@@ -41,7 +41,7 @@ def alias(monkeypatch):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_defaults_are_those_of_apex_te(kind) -> None:
+def test_defaults_are_those_of_apex_te(kind):
     recipe = kind()
     plain = recipe.plain()
     assert type(plain) is KINDS[kind][0]
@@ -54,7 +54,7 @@ def test_defaults_are_those_of_apex_te(kind) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_predicates_tell_the_kind_of_class_and_instance(kind) -> None:
+def test_predicates_tell_the_kind_of_class_and_instance(kind):
     expected = {KINDS[kind][1]}
     if expected & {"delayed", "float8_current_scaling"}:
         expected.add("float8_per_tensor_scaling")
@@ -62,7 +62,7 @@ def test_predicates_tell_the_kind_of_class_and_instance(kind) -> None:
     assert {name for name in PREDICATES if getattr(kind(), name)()} == expected
 
 
-def test_arguments_reach_the_plain_recipe() -> None:
+def test_arguments_reach_the_plain_recipe():
     recipe = te.DelayedScaling(
         1, te.Format.E4M3, 16, "most_recent", None, False, override_linear_precision=[False] * 3,
         interval=2, first_step="current",
@@ -89,7 +89,7 @@ def test_arguments_reach_the_plain_recipe() -> None:
     assert mx.plain() == native.MXFP8Scaling(fp8_format=native.Format.HYBRID, rounding="floor")
 
 
-def test_environment_variables_give_defaults(monkeypatch) -> None:
+def test_environment_variables_give_defaults(monkeypatch):
     monkeypatch.setenv("NVTE_FP8_CURRENT_SCALING_POWER_2_SCALES", "1")
     monkeypatch.setenv("NVTE_FP8_BLOCK_SCALING_FP32_SCALES", "1")
     assert te.Float8CurrentScaling().plain().pow2 is True
@@ -98,7 +98,7 @@ def test_environment_variables_give_defaults(monkeypatch) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_unknown_keywords_are_ignored_with_one_warning_each(kind) -> None:
+def test_unknown_keywords_are_ignored_with_one_warning_each(kind):
     te._warned.clear()
     with pytest.warns(UserWarning, match="unknown argument") as seen:
         recipe = kind(params_dtype=torch.bfloat16, device="cuda")
@@ -150,18 +150,18 @@ def test_unknown_keywords_are_ignored_with_one_warning_each(kind) -> None:
         (lambda: te.CustomRecipe(print), NotImplementedError, "CustomRecipe .* quantizers"),
     ],
 )  # fmt: skip
-def test_what_is_not_served_raises(make, error, text) -> None:
+def test_what_is_not_served_raises(make, error, text):
     with pytest.raises(error, match=text):
         make()
 
 
-def test_named_recipes_answer_predicates() -> None:
+def test_named_recipes_answer_predicates():
     assert te.NVFP4BlockScaling.nvfp4()
     assert te.CustomRecipe.custom()
     assert not te.CustomRecipe.delayed()
 
 
-def test_attributes_can_be_set_and_are_checked() -> None:
+def test_attributes_can_be_set_and_are_checked():
     recipe = te.DelayedScaling()
     recipe.amax_history_len = 4
     recipe.interval = 3
@@ -181,7 +181,7 @@ def test_attributes_can_be_set_and_are_checked() -> None:
     assert not hasattr(recipe, "my_note")
 
 
-def test_a_change_reaches_the_next_region() -> None:
+def test_a_change_reaches_the_next_region():
     recipe = te.DelayedScaling(amax_history_len=8)
     layer = apex_te.Linear(16, 16)
     for length in (8, 4):
@@ -193,7 +193,7 @@ def test_a_change_reaches_the_next_region() -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_region_computes_what_the_plain_recipe_does(kind) -> None:
+def test_a_region_computes_what_the_plain_recipe_does(kind):
     x = torch.randn(32, 32)
     layer = apex_te.Linear(32, 32)
     results = []
@@ -207,7 +207,7 @@ def test_a_region_computes_what_the_plain_recipe_does(kind) -> None:
         assert torch.equal(a, b)
 
 
-def test_a_subclass_has_its_own_constructor() -> None:
+def test_a_subclass_has_its_own_constructor():
     class Mine(te.DelayedScaling):
         def __init__(self, config, fp8_format):
             self.config = config
@@ -223,7 +223,7 @@ def test_a_subclass_has_its_own_constructor() -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_pickles_and_copies_are_equal(kind, alias) -> None:
+def test_pickles_and_copies_are_equal(kind, alias):
     recipe = kind(fp8_format=te.Format.E4M3)
     recipe.note = 5
     for copied in (pickle.loads(pickle.dumps(recipe)), copy.copy(recipe), copy.deepcopy(recipe)):
@@ -233,7 +233,7 @@ def test_pickles_and_copies_are_equal(kind, alias) -> None:
         assert copied is not recipe
 
 
-def test_a_pickle_of_transformer_engine_is_read(alias) -> None:
+def test_a_pickle_of_transformer_engine_is_read(alias):
     helper = te._FormatHelper(max_fwd=448, max_bwd=57344)
 
     class Saved:  # as an instance of Transformer Engine's class is pickled
@@ -265,7 +265,7 @@ def test_a_pickle_of_transformer_engine_is_read(alias) -> None:
         pickle.loads(pickle.dumps(Saved(te.DelayedScaling, values)))
 
 
-def test_formats_are_found_by_the_values_of_transformer_engine() -> None:
+def test_formats_are_found_by_the_values_of_transformer_engine():
     assert te.Format is native.Format
     assert te.Format((448, 57344)) is te.Format.HYBRID
     assert te.Format((448.0, 448.0)) is te.Format.E4M3
@@ -286,14 +286,14 @@ def test_formats_are_found_by_the_values_of_transformer_engine() -> None:
         native.MXFP8Scaling(rounding="floor"),
     ],
 )
-def test_as_alias_keeps_the_values(plain) -> None:
+def test_as_alias_keeps_the_values(plain):
     recipe = te.as_alias(plain)
     assert isinstance(recipe, te.Recipe)
     assert recipe.plain() == plain
     assert te.as_alias(recipe) is recipe
 
 
-def test_parameters_are_frozen_values() -> None:
+def test_parameters_are_frozen_values():
     assert te.MMParams() == te.MMParams(use_split_accumulator=True)
     assert te.QParams() == te.QParams(power_2_scale=False, amax_epsilon=0.0)
     with pytest.raises(AttributeError):
@@ -303,7 +303,7 @@ def test_parameters_are_frozen_values() -> None:
 
 @pytest.mark.cover(0)
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_compiled_region_takes_the_recipe(kind) -> None:
+def test_a_compiled_region_takes_the_recipe(kind):
     recipe, layer = kind(), apex_te.Linear(32, 32)
     eager, x = copy.deepcopy(layer), torch.randn(32, 32)
 

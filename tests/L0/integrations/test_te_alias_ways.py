@@ -1,15 +1,12 @@
 """The alias ``transformer_engine`` in a process: its three ways in, refusals, and what it costs."""
 
-from __future__ import annotations
-
 import json
 import os
-import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from programs import captured
 
 from apex_te.integrations import te_alias
 from apex_te.integrations.te_alias import files
@@ -25,7 +22,7 @@ WAYS = {
 }
 
 
-def run(body: str, *folders: Path, check: bool = True, **variables: str) -> str:
+def run(body, *folders, check=True, **variables):
     """Runs a program in a new process and returns what it prints.
 
     Args:
@@ -37,14 +34,12 @@ def run(body: str, *folders: Path, check: bool = True, **variables: str) -> str:
     environment = {k: v for k, v in os.environ.items() if not k.startswith("APEX_TE_T")}
     path = os.pathsep.join([*map(str, folders), str(ROOT), environment.get("PYTHONPATH", "")])
     environment.update(variables, PYTHONPATH=path.rstrip(os.pathsep))
-    done = subprocess.run(
-        [sys.executable, "-c", body], env=environment, capture_output=True, text=True, timeout=300
-    )
+    done = captured([sys.executable, "-c", body], check=False, env=environment)
     assert (done.returncode == 0) is check, done.stdout + done.stderr
     return done.stdout + done.stderr
 
 
-def write_alias(prefix: Path, *options: str) -> Path:
+def write_alias(prefix, *options):
     """Writes the alias's files below ``prefix`` and returns their folder of packages."""
     command = ["apex_te", "install-alias", "--prefix", str(prefix), *options]
     run(f"import runpy, sys; sys.argv = {command!r}; runpy.run_module('apex_te', None, '__main__')")
@@ -52,19 +47,16 @@ def write_alias(prefix: Path, *options: str) -> Path:
 
 
 @pytest.fixture(scope="module")
-def alias_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def alias_folder(tmp_path_factory):
     """A folder of packages with the alias's files, which tests only read."""
     return write_alias(tmp_path_factory.mktemp("prefix"))
 
 
-Enter = Callable[[str], tuple[str, list[Path], dict[str, str]]]
-
-
 @pytest.fixture
-def enter(request: pytest.FixtureRequest) -> Enter:
+def enter(request):
     """Returns the first lines, the folders and the variables of a program that uses a way in."""
 
-    def parts(way: str) -> tuple[str, list[Path], dict[str, str]]:
+    def parts(way):
         begin, variables, files = WAYS[way]
         return begin, [request.getfixturevalue("alias_folder")] if files else [], variables
 
@@ -122,23 +114,21 @@ print("all is well")
 
 @pytest.mark.cover(0)
 @pytest.mark.parametrize("way", WAYS)
-def test_each_way_gives_one_module_a_name_and_the_metadata(way: str, enter: Enter) -> None:
+def test_each_way_gives_one_module_a_name_and_the_metadata(way, enter):
     begin, folders, variables = enter(way)
     assert "all is well" in run(begin + CHECKS, *folders, **variables)
 
 
 @pytest.mark.cover(0)
 @pytest.mark.parametrize("way", ["install", "files"])
-def test_a_folder_that_is_no_package_does_not_hinder(
-    way: str, enter: Enter, tmp_path: Path
-) -> None:
+def test_a_folder_that_is_no_package_does_not_hinder(way, enter, tmp_path):
     (tmp_path / "folder" / "transformer_engine").mkdir(parents=True)
     (tmp_path / "folder" / "transformer_engine" / "test_mine.py").touch()
     begin, folders, variables = enter(way)
     assert "all is well" in run(begin + CHECKS, tmp_path / "folder", *folders, **variables)
 
 
-def test_searches_of_given_folders_do_not_find_the_distribution(tmp_path: Path) -> None:
+def test_searches_of_given_folders_do_not_find_the_distribution(tmp_path):
     body = (
         f"{INSTALL}; from importlib.metadata import distributions\n"
         f"assert not list(distributions(path=[{str(tmp_path)!r}]))\n"
@@ -149,7 +139,7 @@ def test_searches_of_given_folders_do_not_find_the_distribution(tmp_path: Path) 
 
 
 @pytest.mark.long
-def test_a_version_can_be_claimed() -> None:
+def test_a_version_can_be_claimed():
     body = (
         f"{INSTALL}; import transformer_engine, importlib.metadata as m\n"
         "print(transformer_engine.__version__, m.version('transformer-engine'))"
@@ -162,14 +152,14 @@ def test_a_version_can_be_claimed() -> None:
 
 
 @pytest.mark.long
-def test_the_variable_is_a_boolean() -> None:
+def test_the_variable_is_a_boolean():
     output = run("import apex_te", check=False, APEX_TE_TRANSFORMER_ENGINE="maybe")
     assert "APEX_TE_TRANSFORMER_ENGINE must be one of 1/0" in output
     body = "import apex_te, importlib.util as u; print(u.find_spec('transformer_engine'))"
     assert run(body, APEX_TE_TRANSFORMER_ENGINE="0") == "None\n"
 
 
-def test_without_the_variable_nothing_of_the_alias_is_imported() -> None:
+def test_without_the_variable_nothing_of_the_alias_is_imported():
     body = """
 import apex_te, sys
 assert not [name for name in sys.modules if "integrations" in name or "transformer_engine" in name]
@@ -178,7 +168,7 @@ assert not [finder for finder in sys.meta_path if "te_alias" in type(finder).__m
     run(body)
 
 
-def test_installing_twice_and_uninstalling_leave_nothing() -> None:
+def test_installing_twice_and_uninstalling_leave_nothing():
     body = """
 import sys
 from apex_te.integrations import transformer_engine as shims
@@ -206,7 +196,7 @@ assert again is recipe
     run(body)
 
 
-def make_distribution(folder: Path, kind: str) -> str:
+def make_distribution(folder, kind):
     """Makes part of a real Transformer Engine in ``folder``; returns what an error says of it."""
     if kind.startswith("module "):
         name = kind.removeprefix("module ")
@@ -236,7 +226,7 @@ REAL = [
 
 
 @pytest.mark.parametrize("kind", REAL)
-def test_a_real_transformer_engine_refuses_each_way(kind: str, tmp_path: Path, monkeypatch) -> None:
+def test_a_real_transformer_engine_refuses_each_way(kind, tmp_path, monkeypatch):
     for name in [name for name in sys.modules if name.startswith("transformer_engine")]:
         monkeypatch.delitem(sys.modules, name)  # another test may have installed the alias
     real, other = tmp_path / "real", tmp_path / "other"
@@ -259,7 +249,7 @@ def test_a_real_transformer_engine_refuses_each_way(kind: str, tmp_path: Path, m
     assert not list(other.iterdir())
 
 
-def test_a_real_transformer_engine_in_the_prefix_refuses_the_files(tmp_path: Path) -> None:
+def test_a_real_transformer_engine_in_the_prefix_refuses_the_files(tmp_path):
     make_distribution(tmp_path, "module transformer_engine")
     (tmp_path / "transformer_engine" / "linear.py").touch()
     body = (
@@ -272,7 +262,7 @@ def test_a_real_transformer_engine_in_the_prefix_refuses_the_files(tmp_path: Pat
     assert text == "__version__ = '2.9'\n"
 
 
-def test_an_imported_transformer_engine_refuses_and_is_left_alone() -> None:
+def test_an_imported_transformer_engine_refuses_and_is_left_alone():
     body = """
 import sys, types
 real = sys.modules["transformer_engine"] = types.ModuleType("transformer_engine")
@@ -291,9 +281,7 @@ assert sys.modules["transformer_engine.pytorch"] is below
 
 @pytest.mark.cover(0)
 @pytest.mark.parametrize("way", ["install", "files"])
-def test_a_real_distribution_that_comes_later_is_warned_of_once(
-    way: str, enter: Enter, tmp_path: Path
-) -> None:
+def test_a_real_distribution_that_comes_later_is_warned_of_once(way, enter, tmp_path):
     begin, folders, variables = enter(way)
     body = f"""{begin}
 import os, sys
@@ -314,7 +302,7 @@ assert again.common.recipe.DelayedScaling
     assert output.count("python -m apex_te remove-alias") == 1
 
 
-def test_the_machinery_needs_no_torch(tmp_path: Path) -> None:
+def test_the_machinery_needs_no_torch(tmp_path):
     body = f"""
 import sys, types
 sys.modules["torch"] = None
@@ -343,8 +331,8 @@ assert not [name for name in sys.modules if name.startswith("torch.")]
 
 
 @pytest.mark.long
-def test_report_says_which_way_is_active(tmp_path: Path) -> None:
-    def report(*folders: Path, **variables: str) -> tuple[dict, str]:
+def test_report_says_which_way_is_active(tmp_path):
+    def report(*folders, **variables):
         # By one process: starting it takes longer than reporting.
         body = """
 import runpy, sys

@@ -1,9 +1,5 @@
 """Transformer layers of Flax and of PyTorch with the same parameters, and steps of both."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -18,7 +14,7 @@ BATCH, TOKENS, HIDDEN, MLP, HEADS = 2, 16, 32, 64, 4
 DECODER = te_flax.TransformerLayerType.DECODER
 
 
-def torch_layer(**options: Any) -> Any:
+def torch_layer(**options):
     """Returns a layer of PyTorch without dropout, with parameters that differ from their start."""
     layer = apex_te.TransformerLayer(
         HIDDEN, MLP, HEADS, hidden_dropout=0.0, attention_dropout=0.0, attn_input_format="bshd",
@@ -32,7 +28,7 @@ def torch_layer(**options: Any) -> Any:
     return layer
 
 
-def flax_layer(**options: Any) -> Any:
+def flax_layer(**options):
     """Returns a layer of Flax that computes what ``torch_layer`` does."""
     defaults = {
         "hidden_dropout": 0.0, "attention_dropout": 0.0,
@@ -43,7 +39,7 @@ def flax_layer(**options: Any) -> Any:
     return te_flax.TransformerLayer(**defaults | options)
 
 
-def variables_of(module: Any, layer: Any, chosen: Any, *args: Any) -> dict[str, Any]:
+def variables_of(module, layer, chosen, *args):
     """Returns variables of a Flax module with the parameters of one of PyTorch, new state."""
     with te.fp8_autocast(chosen is not None, chosen):
         shapes = jax.eval_shape(lambda: module.init(jax.random.key(0), *args, deterministic=True))
@@ -61,12 +57,12 @@ def variables_of(module: Any, layer: Any, chosen: Any, *args: Any) -> dict[str, 
     return made
 
 
-def make_step(module: Any, chosen: Any, **options: Any) -> Any:
+def make_step(module, chosen, **options):
     """Returns a jitted function of (variables, x, output gradient, *others): y, and gradients."""
 
     @jax.jit
-    def step(variables: Any, x: Any, grad: Any, *others: Any) -> Any:
-        def loss(variables: Any, x: Any) -> Any:
+    def step(variables, x, grad, *others):
+        def loss(variables, x):
             y = module.apply(variables, x, *others, deterministic=True, **options)
             return (y * grad).sum(), y
 
@@ -77,7 +73,7 @@ def make_step(module: Any, chosen: Any, **options: Any) -> Any:
     return step
 
 
-def assert_near(ours: Any, theirs: Any, name: str = "") -> None:
+def assert_near(ours, theirs, name=""):
     """Asserts equality within 2 units in the last place of bf16 of the largest element."""
     theirs = theirs.detach().numpy()
     assert ours.shape == theirs.shape, name
@@ -85,9 +81,7 @@ def assert_near(ours: Any, theirs: Any, name: str = "") -> None:
     assert np.abs(np.asarray(ours) - theirs).max() <= bound, name
 
 
-def assert_same_steps(
-    layer: Any, module: Any, chosen: Any, steps: int, *, encoder: bool = False, **call: Any
-) -> None:
+def assert_same_steps(layer, module, chosen, steps, *, encoder=False, **call):
     """Asserts equal outputs, gradients and FP8 state of two layers over some steps.
 
     Args:

@@ -1,9 +1,6 @@
 """Builder of an op that writes down what it is given, and a call of it."""
 
-from __future__ import annotations
-
 from pathlib import Path
-from typing import Any
 
 from apex_te.op_builder import CPUOpBuilder, register
 
@@ -18,7 +15,7 @@ class ProbeBuilder(CPUOpBuilder):
 register(ProbeBuilder)
 
 
-def note(**arguments: Any) -> list[float]:
+def note(**arguments):
     """Returns what ``probe_note`` notes of its arguments, which have defaults here."""
     import jax
 

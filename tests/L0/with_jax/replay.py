@@ -25,12 +25,12 @@ _calls: dict[tuple[str, str], dict[Any, Any]] = collections.defaultdict(dict)
 class Recorded:
     """One call: arguments before it, and tensors after it, by parameter."""
 
-    def __init__(self, before: dict[str, Any]) -> None:
+    def __init__(self, before):
         self.before = before
         self.after: dict[str, Any] = {}
 
 
-def to_numpy(tensor: torch.Tensor) -> np.ndarray:
+def to_numpy(tensor):
     """Returns a copy of a tensor, with its bits and its dtype."""
     import ml_dtypes
 
@@ -40,7 +40,7 @@ def to_numpy(tensor: torch.Tensor) -> np.ndarray:
     return plain.view(torch.uint8).numpy().view(kind).reshape(shape).copy()
 
 
-def _copy(value: Any) -> Any:
+def _copy(value):
     if isinstance(value, torch.Tensor):
         return to_numpy(value)
     if isinstance(value, (list, tuple)) or type(value).__name__ == "TensorList":
@@ -48,14 +48,14 @@ def _copy(value: Any) -> Any:
     return value
 
 
-def _kind(value: Any) -> Any:
+def _kind(value):
     """Returns what tells one call from another: shapes, dtypes and scalars."""
     if isinstance(value, np.ndarray):
         return (value.shape, str(value.dtype))
     return tuple(map(_kind, value)) if isinstance(value, list) else value
 
 
-def _tensors(values: Any) -> Any:
+def _tensors(values):
     for value in values:
         if isinstance(value, torch.Tensor):
             yield value
@@ -66,16 +66,16 @@ def _tensors(values: Any) -> Any:
 class Recorder:
     """Callable in place of the dispatcher's, which it calls; new kinds of calls are kept."""
 
-    def __init__(self, op: str, name: str, function: Any) -> None:
+    def __init__(self, op, name, function):
         from apex_te.contract import parse
 
         self.parameters = parse(function.signature).params.values()
         self.place, self.function = (op, name), function
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name):
         return getattr(self.function, name)
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args, **kwargs):
         given = dict(zip((p.name for p in self.parameters), args, strict=False)) | kwargs
         tensors = list(_tensors(given.values()))
         recorded = None
@@ -92,11 +92,11 @@ class Recorder:
             known[key] = recorded
 
 
-def pytest_configure() -> None:
+def pytest_configure():
     function = dispatcher.function
     made: dict[tuple[str, str], Any] = {}
 
-    def recorded(op: str, name: str) -> Any:
+    def recorded(op, name):
         bound = function(op, name)
         if "->" in bound.signature:
             return bound
@@ -105,7 +105,7 @@ def pytest_configure() -> None:
     dispatcher.function = recorded
 
 
-def pytest_collection_modifyitems(items: list[Any]) -> None:
+def pytest_collection_modifyitems(items):
     """Keeps a sample: of each test with parameters ``CASES`` of them, on a CPU."""
     cases = collections.Counter[str]()
     kept = []
@@ -117,20 +117,20 @@ def pytest_collection_modifyitems(items: list[Any]) -> None:
     items[:] = kept
 
 
-def _same(expected: Any, found: Any) -> bool:
+def _same(expected, found):
     if isinstance(expected, list):
         return all(map(_same, expected, found))
     return expected.tobytes() == np.asarray(found).tobytes()
 
 
-def replay(op: str, name: str, recorded: Recorded) -> list[str]:
+def replay(op, name, recorded):
     """Makes a recorded call in a program of JAX; returns the parameters whose bits differ."""
     import jax
 
     from apex_te.jax._call import call
     from apex_te.jax._library import contract_of
 
-    def is_tensor(value: Any) -> bool:
+    def is_tensor(value):
         return isinstance(value, (np.ndarray, np.generic, list))
 
     kinds = contract_of(op, name).params
@@ -141,7 +141,7 @@ def replay(op: str, name: str, recorded: Recorded) -> list[str]:
     return [n for n, value in recorded.after.items() if not _same(value, written[n])]
 
 
-def pytest_sessionfinish(session: Any) -> None:
+def pytest_sessionfinish(session):
     import jax
 
     jax.config.update("jax_enable_x64", True)

@@ -1,7 +1,5 @@
 """Attention whose heads lie on several devices, forward and backward, beside one device's."""
 
-from __future__ import annotations
-
 import functools
 import re
 from collections.abc import Mapping

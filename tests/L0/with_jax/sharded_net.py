@@ -1,7 +1,5 @@
 """A model of sharded Flax modules, trained for two steps on one device and on meshes."""
 
-from __future__ import annotations
-
 import functools
 import re
 from collections.abc import Mapping

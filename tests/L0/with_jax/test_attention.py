@@ -1,7 +1,5 @@
 """Attention in JAX: its core, decoding with a cache, rotary embedding, biases, logical axes."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

@@ -1,7 +1,5 @@
 """Defaults of the Flax modules: Transformer Engine's of today, and those of its version 1."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Modules within ``flax.nnx``, and gradients that would leave FP8 state where it is."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

@@ -1,7 +1,5 @@
 """Norms and joined gradients of heads that are cast to FP8 by their ops, against their parts."""
 
-from __future__ import annotations
-
 import re
 
 import pytest

@@ -1,9 +1,5 @@
 """LayerNormMLP with a gated activation that writes FP8 itself, against its parts one by one."""
 
-from __future__ import annotations
-
-import re
-
 import pytest
 import torch
 
@@ -12,8 +8,8 @@ nn = pytest.importorskip("flax.linen")
 import jax.numpy as jnp  # noqa: E402
 import ml_dtypes  # noqa: E402
 import numpy as np  # noqa: E402
-from arrays import bits, to_jax  # noqa: E402
-from jax.sharding import AxisType, NamedSharding, PartitionSpec  # noqa: E402
+from arrays import bits, calls, mesh_of, to_jax  # noqa: E402
+from jax.sharding import NamedSharding, PartitionSpec  # noqa: E402
 
 import apex_te  # noqa: E402
 import apex_te.jax as te  # noqa: E402
@@ -243,10 +239,6 @@ def test_gradients_of_some_parameters_are_those_of_all(wanted):
         assert bits(found[name]) == bits(every["params"][name])
 
 
-def calls(function, *given):
-    return set(re.findall(r"@apex_te\.(\w+)\(", jax.jit(function).lower(*given).as_text()))
-
-
 def test_the_activation_alone_is_never_written():
     x, module = jnp.ones((4, IN)), mlp()
     variables = start(module, x)
@@ -320,12 +312,9 @@ def test_a_module_that_one_loss_uses_twice(monkeypatch):
             np.testing.assert_allclose(ours[name], theirs[name], rtol=1e-5)
 
 
-@pytest.fixture(params=[AxisType.Auto, AxisType.Explicit], ids=str)
+@pytest.fixture(params=["Auto", "Explicit"])
 def mesh(request):
-    if len(jax.devices()) < 4:
-        pytest.skip("jax was started before this folder's conftest")
-    kinds = (request.param, request.param)
-    return jax.make_mesh((2, 2), ("d", "t"), axis_types=kinds, devices=jax.devices()[:4])
+    return mesh_of(request.param, d=2, t=2)
 
 
 def on_mesh(mesh, variables, x, dy):

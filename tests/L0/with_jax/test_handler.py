@@ -1,7 +1,5 @@
 """The handler library hands XLA's buffers and attributes to an op as they are."""
 
-from __future__ import annotations
-
 import ctypes
 import threading
 

@@ -1,13 +1,11 @@
 """apex_te with JAX: without torch, and beside torch in either order."""
 
-from __future__ import annotations
-
 import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from programs import captured
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -37,17 +35,10 @@ def torch_norm():
 """
 
 
-def run(code: str) -> str:
+def run(code):
     """Runs code in a new interpreter; returns what it printed."""
     path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        env={**os.environ, "PYTHONPATH": path},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert done.returncode == 0, done.stderr
+    done = captured([sys.executable, "-c", code], env={**os.environ, "PYTHONPATH": path})
     return done.stdout.strip()
 
 

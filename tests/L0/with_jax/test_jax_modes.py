@@ -1,7 +1,5 @@
 """Ops and layers with 64-bit types enabled, and with ``jax.disable_jit``."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

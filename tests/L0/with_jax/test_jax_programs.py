@@ -1,13 +1,11 @@
 """Programs with ops that leave their process: the persistent compilation cache, and export."""
 
-from __future__ import annotations
-
 import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from programs import captured
 
 pytest.importorskip("jaxlib")
 
@@ -50,18 +48,16 @@ print(found.tobytes().hex())
 """
 
 
-def run(code: str, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+def run(code, *arguments, **environment):
     path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
-    return subprocess.run(
+    return captured(
         [sys.executable, "-c", code, *arguments],
+        check=False,
         env={**os.environ, "PYTHONPATH": path, **environment},
-        capture_output=True,
-        text=True,
-        timeout=300,
     )
 
 
-def lines(code: str, *arguments: str) -> list[str]:
+def lines(code, *arguments):
     done = run(code, *arguments)
     assert done.returncode == 0, done.stderr
     return done.stdout.split()

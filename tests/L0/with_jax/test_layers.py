@@ -1,7 +1,5 @@
 """Regions, FP8 state and Flax modules: numbers as PyTorch's modules have them."""
 
-from __future__ import annotations
-
 import inspect
 
 import numpy as np

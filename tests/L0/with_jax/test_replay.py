@@ -1,14 +1,12 @@
 """Each C function for CPUs, called through JAX, gives the bits that it gives PyTorch."""
 
-from __future__ import annotations
-
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from programs import captured
 
 pytest.importorskip("jax")
 from apex_te.op_builder import all_builders
@@ -30,10 +28,7 @@ def test_every_function_gives_the_same_bits(tmp_path):
     environment["PYTHONPATH"] = os.pathsep.join([str(HERE), os.environ.get("PYTHONPATH", "")])
     options = ["-q", "-p", "replay", "-p", "no:xdist", "-m", "not cuda"]
     command = [sys.executable, "-m", "pytest", *options, *files]
-    done = subprocess.run(
-        command, env=environment, cwd=HERE.parents[2], capture_output=True, text=True, timeout=900
-    )
-    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
+    captured(command, timeout=900, env=environment, cwd=HERE.parents[2])
     outcome = json.loads((tmp_path / "outcome.json").read_text())
     assert outcome["different"] == []
     assert outcome["errors"] == []

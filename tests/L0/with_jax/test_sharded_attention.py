@@ -1,7 +1,5 @@
 """Attention on a mesh that splits the columns of fused projections: one device's numbers."""
 
-from __future__ import annotations
-
 import pytest
 
 jax = pytest.importorskip("jax")

@@ -1,7 +1,5 @@
 """Flax modules on a mesh: training as on one device, logical axes, state, and checkpoints."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

@@ -1,7 +1,5 @@
 """Gated activations that are cast to 1x128 blocks at once: bits of PyTorch's and of the two ops."""
 
-from __future__ import annotations
-
 import re
 
 import pytest
@@ -9,7 +7,7 @@ import torch
 
 jax = pytest.importorskip("jax")
 import jax.numpy as jnp  # noqa: E402
-from arrays import assert_same, bits, refused, to_jax  # noqa: E402
+from arrays import assert_fields, bits, calls, mesh_of, to_arrays, to_jax  # noqa: E402
 from jax.sharding import AxisType, NamedSharding, PartitionSpec  # noqa: E402
 
 from apex_te.jax.ops import block_quantize, swiglu, swiglu_block  # noqa: E402
@@ -34,18 +32,6 @@ def operands(form, rows, cols, dtype):
     elif "two biases" in form:
         biases = {name: torch.randn(cols).to(dtype) for name in biases}
     return dy, x, up if apart else None, biases
-
-
-def array(tensor):
-    return None if tensor is None else to_jax(tensor)
-
-
-def assert_output(made, expected):
-    for name, ours in made._asdict().items():
-        theirs = getattr(expected, name)
-        assert (ours is None) == (theirs is None), name
-        if ours is not None:
-            assert_same(ours, theirs)
 
 
 def assert_same_bits(made, expected):
@@ -73,19 +59,19 @@ def assert_same_array(ours, theirs):
 )
 def test_bits_are_torchs(form, rows, cols, dtype, options):
     dy, x, up, biases = operands(form, rows, cols, dtype)
-    ours = {name: array(bias) for name, bias in biases.items()}
+    ours = to_arrays(biases)
     expected = torch_swiglu_block.swiglu_fwd_block(x, up, E4M3, **biases, **options)
 
     @jax.jit
     def forward(x, up, ours):
         return swiglu_block.swiglu_fwd_block(x, up, FP8[E4M3], **ours, **options)
 
-    assert_output(forward(to_jax(x), array(up), ours), expected)
+    assert_fields(forward(to_jax(x), to_arrays(up), ours), expected)
     expected = torch_swiglu_block.swiglu_bwd_block(dy, x, up, E5M2, **biases, **options)
     made = swiglu_block.swiglu_bwd_block(
-        to_jax(dy), to_jax(x), array(up), FP8[E5M2], **ours, **options
+        to_jax(dy), to_jax(x), to_arrays(up), FP8[E5M2], **ours, **options
     )
-    assert_output(made, expected)
+    assert_fields(made, expected)
 
 
 @pytest.mark.parametrize(
@@ -113,10 +99,6 @@ def test_gate_and_up_in_a_dimension_of_their_own_have_the_two_ops_bits(width, dt
     assert bits(padded.columnwise) == bits(made.columnwise)
     for name in ("rowwise_scale_inv", "columnwise_scale_inv"):
         assert_same_array(getattr(padded, name), getattr(flat, name))
-
-
-def calls(function, *given):
-    return set(re.findall(r"@apex_te\.(\w+)\(", jax.jit(function).lower(*given).as_text()))
 
 
 def test_one_op_runs_where_there_is_one():
@@ -156,14 +138,6 @@ def test_vmap_is_refused():
         )(dy, x)
 
 
-@pytest.fixture(params=[AxisType.Auto, AxisType.Explicit], ids=str)
-def mesh(request):
-    if len(jax.devices()) < 4:
-        pytest.skip("jax was started before this folder's conftest")
-    kinds = (request.param, request.param)
-    return jax.make_mesh((2, 2), ("d", "t"), axis_types=kinds, devices=jax.devices()[:4])
-
-
 GATHERS = re.compile(r" (?:all-gather|all-to-all|collective-permute)(?:-start)?\(")
 
 
@@ -175,7 +149,9 @@ def casts(dy, x):
     return {**made, **{f"d{name}": value for name, value in grads.items()}}
 
 
-def test_devices_share_rows_and_hidden_columns(mesh):
+@pytest.mark.parametrize("kind", ["Auto", "Explicit"])
+def test_devices_share_rows_and_hidden_columns(kind):
+    mesh = mesh_of(kind, d=2, t=2)
     keys = jax.random.split(jax.random.key(2), 2)
     x = jax.random.normal(keys[0], (2, 128, 2, 256), jnp.bfloat16)
     dy = jax.random.normal(keys[1], (2, 128, 256), jnp.bfloat16)
@@ -202,45 +178,6 @@ def test_a_device_must_have_whole_blocks():
         swiglu_block.swiglu_fwd_block(x, None, FP8[E4M3], axis=-2)
     with pytest.raises(ValueError, match="in multiples of 128 elements along F, got 64"):
         swiglu_block.swiglu_bwd_block(dy, x, None, FP8[E5M2], axis=-2)
-
-
-X = torch.zeros(4, 256).bfloat16()
-BAD = [
-    {"input": torch.zeros(4, 7).half()},
-    {"input": torch.tensor(1.0)},
-    {"input": torch.zeros(4, 8, dtype=torch.int32)},
-    {"up": torch.zeros(4, 4).bfloat16()},
-    {"up": torch.zeros(4, 256).half()},
-    {"bias": torch.zeros(7).bfloat16()},
-    {"bias": torch.zeros(256)},
-    {"bias": torch.zeros(256).bfloat16(), "up_bias": torch.zeros(128).bfloat16()},
-    {"activation": "tanh"},
-]
-CASES = [
-    *(("swiglu_fwd_block", case) for case in BAD),
-    *(("swiglu_bwd_block", case) for case in BAD[-1:]),
-    ("swiglu_bwd_block", {"grad_output": torch.zeros(4, 5).bfloat16()}),
-    ("swiglu_bwd_block", {"grad_output": torch.zeros(4, 128).half()}),
-]
-
-
-@pytest.mark.parametrize(("function", "change"), CASES)
-def test_refusals_are_torchs(function, change):
-    given = {"input": X, "up": None, "fp8_dtype": E4M3}
-    if function == "swiglu_bwd_block":
-        given["grad_output"] = torch.zeros(4, 128).bfloat16()
-    given |= change
-
-    def ours(value):
-        if isinstance(value, torch.Tensor):
-            return to_jax(value)
-        return jnp.dtype(str(value)[6:]) if isinstance(value, torch.dtype) else value
-
-    arrays = {name: ours(value) for name, value in given.items()}
-    refused(
-        lambda: getattr(swiglu_block, function)(**arrays),
-        lambda: getattr(torch_swiglu_block, function)(**given),
-    )
 
 
 def test_refusals_of_what_torch_does_not_have():

@@ -1,7 +1,5 @@
 """Flax's Transformer layer: PyTorch's numbers, state dicts and errors."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

@@ -1,12 +1,9 @@
 """The attacks on the cache that take luck, many times; the counts are printed and kept."""
 
-from __future__ import annotations
-
 import os
 import random
 import shutil
 import warnings
-from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -34,48 +31,42 @@ from test_build_faults import WITHOUT_LOCKS
 from test_build_kills import in_threads
 from tiny_op import Tiny, start, write_op
 
-Forget = Callable[[], None]
-
 
 @pytest.fixture
-def tally(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Tally]:
+def tally(request, tmp_path):
     """The counts of one test, also written to ``attacks.txt`` in its folder."""
     counts = Tally(request.node.name.removeprefix("test_"), tmp_path / "attacks.txt")
     yield counts
     counts.report()
 
 
-def test_killed_builders(root: Path, cache_dir: Path, forget: Forget, tally: Tally) -> None:
-    kill_builders(root, cache_dir, forget, tally, 200)
-    assert tally.ends.total() == 200
-    assert tally.ends["in the build"] > 30
+@pytest.mark.parametrize(
+    ("attack", "times", "ending", "least"),
+    [
+        (kill_builders, 200, "in the build", 31),
+        (kill_compilers, 100, "killed", 51),
+        (interrupt, 100, "interrupted", 21),
+    ],
+)
+def test_builds_that_end_early(root, cache_dir, forget, tally, attack, times, ending, least):
+    attack(root, cache_dir, forget, tally, times)
+    assert tally.ends.total() == times
+    assert sum(tally.ends[end] for end in tally.ends if end.endswith(ending)) >= least
 
 
-def test_killed_compilers(root: Path, cache_dir: Path, forget: Forget, tally: Tally) -> None:
-    kill_compilers(root, cache_dir, forget, tally, 100)
-    assert tally.ends.total() == 100
-    assert sum(tally.ends[end] for end in tally.ends if end.endswith("killed")) > 50
-
-
-def test_interrupted_builders(root: Path, cache_dir: Path, forget: Forget, tally: Tally) -> None:
-    interrupt(root, cache_dir, forget, tally, 100)
-    assert tally.ends.total() == 100
-    assert tally.ends["interrupted"] > 20
-
-
-def test_sixteen_cold_processes(tmp_path: Path, tally: Tally) -> None:
+def test_sixteen_cold_processes(tmp_path, tally):
     for number in range(5):
         start_cold(tmp_path / str(number), tally, processes=16, ops=6)
     assert tally.ends["right"] == 80
 
 
-def test_sixteen_processes_and_a_failing_compile(tmp_path: Path, tally: Tally) -> None:
+def test_sixteen_processes_and_a_failing_compile(tmp_path, tally):
     for number in range(10):
         fail_cold(tmp_path / str(number), tally, 16)
     assert tally.ends == {"the same error": 160, "compile": 10}
 
 
-def test_sixteen_threads(root: Path, forget: Forget, tally: Tally) -> None:
+def test_sixteen_threads(root, forget, tally):
     for value in range(50):
         write_op(root, value, "" if value % 5 else "return no_such_name;")
         forget()
@@ -88,7 +79,7 @@ def test_sixteen_threads(root: Path, forget: Forget, tally: Tally) -> None:
         tally.count(f"sixteen times the same {right}")
 
 
-def test_processes_without_locks(root: Path, cache_dir: Path, tally: Tally) -> None:
+def test_processes_without_locks(root, cache_dir, tally):
     """All may build; each rename but one loses."""
     code = WITHOUT_LOCKS.format(name="ENOLCK") + CALL.format(root=str(root))
     for _ in range(20):
@@ -102,7 +93,7 @@ def test_processes_without_locks(root: Path, cache_dir: Path, tally: Tally) -> N
     assert tally.ends == {"right": 160}
 
 
-def test_removed_caches(root: Path, cache_dir: Path, tally: Tally) -> None:
+def test_removed_caches(root, cache_dir, tally):
     """Somebody removes the whole cache, at a random moment, while processes build and wait."""
     chance = random.Random(3)
     for _ in range(60):
@@ -118,14 +109,14 @@ def test_removed_caches(root: Path, cache_dir: Path, tally: Tally) -> None:
     assert tally.ends["value 1\n"] >= 170
 
 
-def test_swapped_libraries(root: Path, tmp_path: Path, forget: Forget, tally: Tally) -> None:
+def test_swapped_libraries(root, tmp_path, forget, tally):
     opened = Tiny(root).open()
     os.close(opened.fd)
     swap(root, Path(opened.path), library_bytes(tmp_path, 666), tmp_path, tally, 20000)
     assert set(tally.ends) == {"right", "refused"}
 
 
-def test_changed_libraries_and_manifests(root: Path, tally: Tally) -> None:
+def test_changed_libraries_and_manifests(root, tally):
     library = Path(Tiny(root).open().path)
     content = library.read_bytes()
     chance = random.Random(4)
@@ -150,9 +141,7 @@ def test_changed_libraries_and_manifests(root: Path, tally: Tally) -> None:
     assert tally.ends["WRONG"] == 0
 
 
-def test_full_disks(
-    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tally: Tally
-) -> None:
+def test_full_disks(root, tmp_path, monkeypatch, tally):
     try:
         with small_disk(tmp_path / "disk", "size=1m") as disk:
             monkeypatch.setenv("APEX_TE_CACHE_DIR", str(disk / "cache"))

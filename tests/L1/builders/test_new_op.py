@@ -3,8 +3,6 @@
 Also a generated CPU op, and an extension with a CUDA source.
 """
 
-from __future__ import annotations
-
 import shutil
 import sys
 from pathlib import Path
@@ -71,21 +69,21 @@ print("used")
 
 
 @pytest.fixture(scope="module")
-def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def checkout(tmp_path_factory):
     return tutorial.copy_checkout(tmp_path_factory.mktemp("new_op") / "checkout")
 
 
 @pytest.fixture
-def variables(checkout: Path) -> dict[str, str]:
+def variables(checkout):
     return tutorial.environment(checkout)
 
 
-def generate(checkout: Path, variables: dict[str, str], *arguments: str) -> None:
+def generate(checkout, variables, *arguments):
     script = str(checkout / "scripts" / "new_op.py")
     tutorial.run([sys.executable, script, *arguments], Path("/"), variables)
 
 
-def test_cuda_source_for_every_arch(checkout: Path, variables: dict[str, str]) -> None:
+def test_cuda_source_for_every_arch(checkout, variables):
     title = "An op of the suite"
     tutorial.follow_commands(title, checkout, variables, "--cuda --yes")
     (output,) = tutorial.follow_commands(title, checkout, variables, "check_cuda.py").values()
@@ -93,7 +91,7 @@ def test_cuda_source_for_every_arch(checkout: Path, variables: dict[str, str]) -
     generate(checkout, variables, "isru", "--remove", "--force")
 
 
-def test_cpu_op(checkout: Path, variables: dict[str, str]) -> None:
+def test_cpu_op(checkout, variables):
     generate(checkout, variables, "cpu_only", "--cpu", "--yes")
     command = [sys.executable, "-m", "pytest", "-q", "tests/L0/ops/test_cpu_only.py"]
     output = tutorial.run(command, checkout, variables)
@@ -103,13 +101,13 @@ def test_cpu_op(checkout: Path, variables: dict[str, str]) -> None:
     generate(checkout, variables, "cpu_only", "--remove")
 
 
-def test_tutorial_of_an_existing_extension(checkout: Path, variables: dict[str, str]) -> None:
+def test_tutorial_of_an_existing_extension(checkout, variables):
     outputs = tutorial.follow("An extension that exists", checkout, variables)
     assert "1 passed" in outputs["python -m pytest tests/L0/ops/test_multi_scale.py"]
 
 
 @pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs nvcc")
-def test_extension_with_a_cuda_source(checkout: Path, variables: dict[str, str]) -> None:
+def test_extension_with_a_cuda_source(checkout, variables):
     (checkout / "csrc" / "plus_one.cpp").write_text(BINDING)
     (checkout / "csrc" / "plus_one_kernel.cu").write_text(KERNEL)
     generate(

@@ -5,8 +5,6 @@
 names interpreters that have torch; without it the running one alone is used.
 """
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess
@@ -15,6 +13,7 @@ import sysconfig
 from pathlib import Path
 
 import pytest
+from programs import captured
 
 CHECKOUT = Path(__file__).resolve().parents[3]
 NAMED = [part for part in os.environ.get("APEX_TE_TEST_PYTHONS", "").split(";") if part]
@@ -39,7 +38,7 @@ print(f"Python {{platform.python_version()}}, torch {{torch.__version__}}", file
 """
 
 
-def make_wheel(target: Path, pythons: list[str]) -> Path:
+def make_wheel(target, pythons):
     variables = {f"APEX_BUILD_{op.upper()}": "1" for op in OPS}
     code = f"import setuptools.build_meta as b; b.build_wheel({str(target)!r})"
     subprocess.run(
@@ -55,7 +54,7 @@ def make_wheel(target: Path, pythons: list[str]) -> Path:
     return wheel
 
 
-def install(python: str, wheel: Path, site: Path, umask: int = 0o022) -> None:
+def install(python, wheel, site, umask=0o022):
     command = [python, "-m", "pip", "--disable-pip-version-check", "install", "--quiet"]
     subprocess.run(
         [*command, "--no-deps", "--target", str(site), str(wheel)],
@@ -66,26 +65,24 @@ def install(python: str, wheel: Path, site: Path, umask: int = 0o022) -> None:
     )
 
 
-def step(python: str, site: Path, home: Path, **variables: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
+def step(python, site, home, **variables):
+    return captured(
         [python, "-B", "-c", STEP.format(ops=OPS)],
+        check=False,
         cwd="/",
         env={"PYTHONPATH": str(site), "HOME": str(home), "PATH": "", **variables},
-        capture_output=True,
-        text=True,
-        timeout=300,
     )
 
 
 @pytest.fixture
-def locked_home(tmp_path: Path) -> Path:
+def locked_home(tmp_path):
     """A home that nobody can write, root included: it is a file."""
     home = tmp_path / "home"
     home.write_text("")
     return home
 
 
-def test_wheel_runs_with_every_named_python(tmp_path: Path, locked_home: Path) -> None:
+def test_wheel_runs_with_every_named_python(tmp_path, locked_home):
     pythons = [sys.executable, *NAMED]
     (tmp_path / "wheel").mkdir()
     wheel = make_wheel(tmp_path / "wheel", pythons)
@@ -106,7 +103,7 @@ def test_wheel_runs_with_every_named_python(tmp_path: Path, locked_home: Path) -
     assert len(set(answers)) == 1
 
 
-def test_python_that_was_not_named(tmp_path: Path, locked_home: Path) -> None:
+def test_python_that_was_not_named(tmp_path, locked_home):
     """Compiles the dispatcher alone, once, and says so; without a compiler it says what to do."""
     own = f"{sys.version_info[0]}.{sys.version_info[1]}"
     others = [python for python in NAMED if own not in version(python)]
@@ -131,10 +128,10 @@ def test_python_that_was_not_named(tmp_path: Path, locked_home: Path) -> None:
     assert [path.name for path in cache.rglob("*.so")] == ["apex_te_core.so"]
 
 
-def version(python: str) -> str:
+def version(python):
     command = [
         shutil.which(python) or python,
         "-c",
         "import platform as p; print(p.python_version())",
     ]
-    return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+    return captured(command).stdout.strip()

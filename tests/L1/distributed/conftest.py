@@ -38,6 +38,12 @@ def two_gpus(all_ranks):
     return ranks_of(all_ranks, 2, "nccl")
 
 
+@pytest.fixture(params=["gloo", pytest.param("nccl", marks=pytest.mark.cuda)])
+def each_two(request, all_ranks):
+    """2 ranks on the CPU; and 2, each with a GPU."""
+    return ranks_of(all_ranks, 2, request.param)
+
+
 @pytest.fixture
 def four_gpus(all_ranks):
     """4 ranks, each with a GPU."""

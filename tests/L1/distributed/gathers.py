@@ -136,6 +136,16 @@ def weights_of(model):
     return {k: v.full_tensor().cpu() for k, v in model.state_dict().items() if type(v) is DTensor}
 
 
+def assert_alike(ours, theirs):
+    """Compares losses and weights of a run with those of another, bit by bit."""
+    (losses, weights), (others, expected) = ours, theirs
+    assert torch.equal(losses, others), (losses, others)
+    assert weights
+    assert weights.keys() == expected.keys()
+    for key, value in weights.items():
+        assert torch.equal(value, expected[key]), key
+
+
 class Small(torch.nn.Module):
     """Modules of the given kinds one after the other, as ``layers``."""
 
@@ -158,11 +168,12 @@ def linears(*sizes, **options):
     return build
 
 
-def train_rows(rank, model, scaling, steps=4, **more):
+def train_rows(rank, model, scaling, steps=4, features=16, **more):
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     losses, counts = [], []
     for step in range(steps):
-        x = torch.randn(16, 16, generator=torch.Generator().manual_seed(5 * step + rank))
+        generator = torch.Generator().manual_seed(5 * step + rank)
+        x = torch.randn(16, features, generator=generator)
         with counted() as count, fp8_autocast(True, scaling):
             loss = model(x, **more).square().mean()
             loss.backward()

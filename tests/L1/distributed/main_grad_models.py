@@ -1,16 +1,8 @@
 """Models whose weight gradients are accumulated in main_grad, for the tests over ranks."""
 
 import torch
-from torch import distributed
 
 import apex_te
-
-
-def device_of(rank):
-    """Returns the device of a rank: its GPU over NCCL, else the CPU."""
-    return (
-        torch.device("cuda", rank) if distributed.get_backend() == "nccl" else torch.device("cpu")
-    )
 
 
 def model_of(kind, device, fused=True):

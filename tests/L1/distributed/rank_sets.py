@@ -5,6 +5,16 @@ import torch
 from ranks import Ranks
 
 
+def cases(layouts, *sets):
+    """Cases of a test: of each set of ranks (size, backend) every one of ``layouts(size)``."""
+    gpus = {"nccl": [pytest.mark.cuda], "gloo": []}
+    return [
+        pytest.param(where, *layout, marks=gpus[where[1]], id="-".join(map(str, (*where, *layout))))
+        for where in sets
+        for layout in layouts(where[0])
+    ]
+
+
 def ranks_of(all_ranks, size, backend):
     """Returns ``size`` ranks over a backend; skips the test without as many GPUs for "nccl".
 

@@ -3,6 +3,7 @@
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from on_rank import load, save
 from rank_sets import ranks_of
 from torch import distributed
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
@@ -21,12 +22,9 @@ KINDS = ("plain", "sharded", "fp8", "sharded_fp8")
 
 def _model(kind, seed):
     torch.manual_seed(seed)
-    make = torch.nn.Sequential
-    if kind.endswith("fp8"):
-        with fp8_model_init(recipe=RECIPE):
-            model = make(apex_te.Linear(HIDDEN, HIDDEN), apex_te.LayerNormMLP(HIDDEN, FFN))
-    else:
-        model = make(apex_te.Linear(HIDDEN, HIDDEN), apex_te.LayerNormMLP(HIDDEN, FFN))
+    with fp8_model_init(kind.endswith("fp8"), RECIPE):
+        layers = apex_te.Linear(HIDDEN, HIDDEN), apex_te.LayerNormMLP(HIDDEN, FFN)
+    model = torch.nn.Sequential(*layers)
     if kind.startswith("sharded"):
         from torch.distributed.fsdp import fully_shard
         from torch.distributed.tensor import init_device_mesh
@@ -87,8 +85,7 @@ def _save(rank, kind, path):
     model, optimizer = _model(kind, 1)
     _train(model, optimizer, range(3), rank, kind.startswith("sharded"))
     content = _content(model, optimizer)
-    states = get_state_dict(model, optimizer)
-    dcp.save(dict(zip(("model", "optimizer"), states, strict=True)), checkpoint_id=path)
+    save(path, model, optimizer, get_state_dict)
     losses = _train(model, optimizer, range(3, 6), rank, kind.startswith("sharded"))
     return content, losses, _content(model, optimizer)
 
@@ -96,14 +93,7 @@ def _save(rank, kind, path):
 def _load(rank, kind, path):
     model, optimizer = _model(kind, 2)
     init_fp8_state(model, RECIPE)
-    states = dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True))
-    dcp.load(states, checkpoint_id=path)
-    set_state_dict(
-        model,
-        optimizer,
-        model_state_dict=states["model"],
-        optim_state_dict=states["optimizer"],
-    )
+    load(path, model, optimizer, get_state_dict, set_state_dict)
     content = _content(model, optimizer)
     losses = _train(model, optimizer, range(3, 6), rank, kind.startswith("sharded"))
     return content, losses, _content(model, optimizer)

@@ -4,6 +4,7 @@ import contextlib
 
 import pytest
 import torch
+from on_rank import all_equal, device_of, states_of
 from rank_sets import ranks_of
 from schemes import chosen
 from shards import decibels
@@ -51,18 +52,6 @@ MODULES = {
 }
 
 
-def _device(rank):
-    return (
-        torch.device("cuda", rank) if distributed.get_backend() == "nccl" else torch.device("cpu")
-    )
-
-
-def _states(model):
-    return [
-        m.fp8_state for m in model.modules() if hasattr(m, "fp8_state") and m.fp8_state.allocated
-    ]
-
-
 def _values(p):
     p = p.detach()
     return (p.dequantize() if isinstance(p, FP8Parameter) else p.clone()).float().cpu()
@@ -72,7 +61,7 @@ def _train(rank, kind, recipe, ddp=None, steps=3, microbatches=1, in_fp8=None, s
     """Trains on this rank's batch entries (``ddp``), or on all: what weights became, how far they
     went, FP8 state and losses.
     """
-    ranks, device = distributed.get_world_size(), _device(rank)
+    ranks, device = distributed.get_world_size(), device_of(rank)
     amax_groups.pending = 0
     torch.manual_seed(1 if ddp is None else 1 + rank)  # DDP gives all ranks the weights of rank 0
     if ddp is not None and rank == 0:
@@ -101,7 +90,7 @@ def _train(rank, kind, recipe, ddp=None, steps=3, microbatches=1, in_fp8=None, s
         losses.append(loss.item())
         optimizer.step()
     flush_fp8_state()
-    states = [[getattr(s, name).cpu().clone() for name in TENSORS] for s in _states(model)]
+    states = [[getattr(s, name).cpu().clone() for name in TENSORS] for s in states_of(model)]
     return *_weights(model, start), states, losses
 
 
@@ -120,7 +109,7 @@ def _both(rank, kind, recipe, options, microbatches=1, in_fp8=None):
 def _check(results, recipe):
     (first, _, states, _), _ = results[0]
     for (ours, way, our_states, losses), (whole, whole_way, whole_states, all_losses) in results:
-        assert all(torch.equal(a, b) for a, b in zip(ours, first, strict=True))  # to the last bit
+        assert all_equal(ours, first)  # to the last bit
         _close(ours, whole, way, whole_way, recipe)
         assert len(our_states) == len(whole_states) == len(states)
         for a, b, c in zip(our_states, states, whole_states, strict=True):
@@ -173,7 +162,7 @@ def test_weights_held_in_fp8(two_ranks, recipe, options):
     results = two_ranks.run(_both, "mlp", recipe, options, 1, recipe)
     (first, _, _, _), _ = results[0]
     for (ours, _, _, losses), (_, _, _, whole) in results:
-        assert all(torch.equal(a, b) for a, b in zip(ours, first, strict=True))
+        assert all_equal(ours, first)
         # Its weights move by steps of FP8, and what rounds one way here rounds the other there.
         assert losses[-1] == pytest.approx(sum(whole[-1:]), rel=0.5)
 
@@ -185,9 +174,8 @@ def test_on_gpus(two_gpus):
             results = two_gpus.run(_both, kind, recipe, {})
             (first, _, states, _), _ = results[0]
             for (ours, way, our_states, _), (_, whole_way, _, _) in results:
-                assert all(torch.equal(a, b) for a, b in zip(ours, first, strict=True))
-                for a, b in zip(our_states, states, strict=True):
-                    assert all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
+                assert all_equal(ours, first)
+                assert all(map(all_equal, our_states, states))
                 assert decibels(way, whole_way) > 20
 
 
@@ -226,7 +214,7 @@ def _unused(rank, recipe):
                 (sum(out.square().mean() for out in outs) * (LOSS_SCALE / 2)).backward()
             optimizer.step()
         flush_fp8_state()
-        states = [[getattr(s, name).clone() for name in TENSORS] for s in _states(model)]
+        states = [[getattr(s, name).clone() for name in TENSORS] for s in states_of(model)]
         found.append((*_weights(model, start), states))
     return found
 
@@ -236,7 +224,7 @@ def test_unused_parameters(two_ranks, recipe):
     """A branch that only one rank runs is trained there, and scaled alike on both."""
     results = two_ranks.run(_unused, recipe)
     for (ours, way, our_states), (whole, whole_way, whole_states) in results:
-        assert all(torch.equal(a, b) for a, b in zip(ours, results[0][0][0], strict=True))
+        assert all_equal(ours, results[0][0][0])
         _close(ours, whole, way, whole_way, recipe)
         if recipe == "delayed":  # a state is there once its module has run, so twice in all
             assert len(whole_states) == 3
@@ -334,5 +322,4 @@ def _joined(rank, recipe):
 @pytest.mark.parametrize("recipe", ["none", "tensorwise", "delayed"])
 def test_join(two_ranks, recipe):
     """DDP's join() takes uneven numbers of batches where no region reduces amaxes."""
-    first, second = two_ranks.run(_joined, recipe)
-    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+    assert all_equal(*two_ranks.run(_joined, recipe))

@@ -13,6 +13,7 @@ from dtensor_cases import (
     tp_mesh,
     whole_module,
 )
+from on_rank import all_equal, recorded
 from shards import rows
 from torch import distributed
 from torch.distributed.tensor import Replicate, Shard
@@ -48,23 +49,15 @@ def _against_own_arguments(rank, name, sequence_parallel, recipe):
         for key, parameter in own.named_parameters():
             value = part.get_parameter(key)
             parameter.copy_(computed_with(name, key, value.detach()))
-    gathers, original = [], getattr(distributed, ALL_GATHER)
-
-    def counted(out, x, *args, **kwargs):
-        gathers.append(x.dtype)
-        return original(out, x, *args, **kwargs)
-
+    gathers = []
     for x, dy in batches(3):
         if sequence_parallel:
             x, dy = (rows(t, rank, ranks) for t in (x, dy))
         expected = step(own, x, dy, recipe)
-        setattr(distributed, ALL_GATHER, counted)
-        try:
+        with recorded(ALL_GATHER, lambda out, x, *args, **kwargs: x.dtype) as dtypes:
             actual = step(part, x, dy, recipe)
-        finally:
-            setattr(distributed, ALL_GATHER, original)
-        for a, b in zip(actual, expected, strict=True):
-            assert torch.equal(a, b)
+        gathers += dtypes
+        assert all_equal(actual, expected)
     flush_fp8_state()
     for key, parameter in own.named_parameters():
         grad = parameter.grad.clone()

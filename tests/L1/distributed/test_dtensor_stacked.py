@@ -19,6 +19,7 @@ from dtensor_cases import (
     tp_mesh,
     whole_module,
 )
+from on_rank import load
 from shards import rows
 from torch import distributed, nn
 from torch.distributed.checkpoint.state_dict import (
@@ -34,10 +35,8 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import parallelize_module
 
 import apex_te
-from apex_te import fp8_autocast
 from apex_te.distributed.dtensor.parallel_styles import LayerParallel, SequenceParallel
 from apex_te.distributed.dtensor.stacked_rows import exchange_of, rows_of_matrices
-from apex_te.recipe import CurrentScaling
 
 MATRICES = [(8, 8), (8, 4, 4), (12, 12, 12), (4, 20), (4, 4, 4, 4, 4)]
 
@@ -157,9 +156,7 @@ def _saved(rank, kind, path):
 def _loaded(rank, kind, path):
     """Of a checkpoint, into other values; and two more steps."""
     made = _made(kind, seed=5)
-    both, _ = _states(*made[:2])
-    dcp.load(both, checkpoint_id=path)
-    set_state_dict(*made[:2], model_state_dict=both["model"], optim_state_dict=both["optimizer"])
+    load(path, *made[:2], get_state_dict, set_state_dict)
     _, found = _states(*made[:2])
     whole, data = _made("plain"), list(batches(4))
     _train("plain", *whole, data)
@@ -203,82 +200,6 @@ def test_full_state_dict(four_ranks, kind):
     for placements in four_ranks.run(_full_state, kind):
         assert len(placements) == 3
         assert all(repr(Shard(0)) in found for found in placements.values())
-
-
-def _others(rank):
-    """Recomputed, without gradients, with a frozen weight; and what is exchanged."""
-    whole, mesh = whole_module("layer"), tp_mesh()
-    part = parallelized(whole, "layer", False, mesh)
-    sent, original = [], distributed.all_to_all_single
-
-    def counted(out, x, *args, **kwargs):
-        sent.append(tuple(x.shape))
-        return original(out, x, *args, **kwargs)
-
-    ((x, dy),) = batches(1)
-    distributed.all_to_all_single = counted
-    try:
-        expected = step(part, x, dy, None)
-        both = sent.copy()
-        with torch.no_grad():
-            assert torch.equal(part(x), expected[0])
-    finally:
-        distributed.all_to_all_single = original
-    kept = (2 * FFN // mesh.size(), HIDDEN)
-    assert both == [kept, kept]
-    assert sent == [kept] * 3
-    grads = {key: p.grad.full_tensor() for key, p in part.named_parameters()}
-    part.zero_grad()
-    own = x.clone().requires_grad_()
-    apex_te.checkpoint(part, own).backward(dy)
-    assert torch.equal(own.grad, expected[1])
-    for key, parameter in part.named_parameters():
-        assert torch.equal(parameter.grad.full_tensor(), grads[key])
-    frozen = copy.deepcopy(part)
-    frozen.layernorm_mlp.fc1_weight.requires_grad_(False)
-    y, dx = step(frozen, x, dy, None)
-    assert torch.equal(y, expected[0])
-    assert torch.equal(dx, expected[1])
-    assert frozen.layernorm_mlp.fc1_weight.grad is None
-    # One rank alone has nothing to exchange.
-    alone = init_device_mesh("cpu", (mesh.size(), 1), mesh_dim_names=("dp", "tp"))["tp"]
-    single = parallelized(whole, "layer", True, alone)
-    distributed.all_to_all_single = None
-    try:
-        y, dx = step(single, x, dy, None)
-    finally:
-        distributed.all_to_all_single = original
-    reference = step(whole, x, dy, None)
-    return torch.equal(y, reference[0]) and torch.equal(dx, reference[1])
-
-
-def test_other_uses(two_ranks):
-    assert two_ranks.run(_others) == [True, True]
-
-
-def _microbatches(rank):
-    """FP8 weights kept over microbatches are made again when the optimizer has stepped."""
-    part = parallelized(whole_module("geglu"), "geglu", False, tp_mesh())
-    optimizer = torch.optim.SGD(part.parameters(), lr=1.0)
-    x = torch.randn(16, HIDDEN)
-    held = []  # so that no memory is used again
-    with fp8_autocast(True, CurrentScaling()):
-        for first in (True, False):
-            held.append(part(x, is_first_microbatch=first))
-            held.append(part._modes.weight_cache[0][1])
-    assert torch.equal(held[0], held[2])
-    assert held[1] is held[3]
-    held[0].sum().backward()
-    optimizer.step()
-    with fp8_autocast(True, CurrentScaling()):
-        stale = part(x, is_first_microbatch=False)
-        assert torch.equal(stale, part(x))
-    assert part._modes.weight_cache[0][1] is not held[1]
-    return torch.equal(stale, held[0])
-
-
-def test_weight_cache(two_ranks):
-    assert two_ranks.run(_microbatches) == [False, False]
 
 
 def _compiled(rank):

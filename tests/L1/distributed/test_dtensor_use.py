@@ -19,6 +19,7 @@ from dtensor_cases import (
     tp_mesh,
     whole_module,
 )
+from on_rank import all_equal, assert_same, recorded, told
 from shards import rows
 from torch import distributed, nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
@@ -83,9 +84,7 @@ def test_checkpoints_move_between_sizes(four_ranks, tmp_path):
     saved = four_ranks.run(_trained, str(tmp_path))[0]
     for size in (1, 2, 4):
         for found in four_ranks.run(_loaded, str(tmp_path), size):
-            assert found.keys() == saved.keys()
-            for key, value in saved.items():
-                assert torch.equal(found[key], value), (size, key)
+            assert_same(found, saved)
 
 
 def _averaged(module, group):
@@ -144,70 +143,50 @@ def test_fully_shard_over_the_other_dimension(four_ranks, name, recipe):
         assert min(found.values()) > 90, found
 
 
-def _raised(run, *args, **kwargs):
-    try:
-        run(*args, **kwargs)
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return "nothing was raised"
-
-
 def _refused(rank):
     mesh = tp_mesh()
     square = init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp", "tp"))
     linear, column = apex_te.Linear(HIDDEN, FFN), ColumnParallel()
-    found = {
-        "mesh": _raised(parallelize_module, linear, square, column),
-        "kind": _raised(parallelize_module, nn.Linear(4, 4), mesh, column),
-        "norm": _raised(parallelize_module, apex_te.LayerNorm(8), mesh, column),
-        "row": _raised(parallelize_module, apex_te.LayerNormLinear(8, 8), mesh, RowParallel()),
-        "size": _raised(parallelize_module, apex_te.Linear(8, 7), mesh, column),
-        "part": _raised(
-            parallelize_module, apex_te.Linear(8, 8, parameters_split={"a": 5, "b": 3}), mesh,
-            column,
-        ),
-        "option": _raised(ColumnParallel, sequence_parallel=1),
-        "fused": _raised(
-            parallelize_module, apex_te.Linear(8, 8, fuse_wgrad_accumulation=True), mesh, column
-        ),
-        "later": _raised(
-            parallelize_module, apex_te.Linear(8, 8, delay_wgrad_compute=True), mesh, column
-        ),
-        "none": _raised(
-            parallelize_module, apex_te.Linear(8, 8, skip_weight_param_allocation=True), mesh,
-            column,
-        ),
-        "gated": _raised(
-            parallelize_module, apex_te.LayerNormMLP(8, 9, activation="swiglu"), mesh,
-            LayerParallel(),
-        ),
-    }  # fmt: skip
-    flat = {"fuse_qkv_params": True, "qkv_weight_interleaved": False}
-    for key, sizes, options in (
-        ("flat", (HIDDEN, HEADS), {**flat, "num_gqa_groups": 1}),
-        ("heads", (9, 3), {}),
-        ("own", (HIDDEN, HEADS), {"set_parallel_mode": True}),
-    ):
-        module = apex_te.MultiheadAttention(*sizes, **options)
-        found[key] = _raised(parallelize_module, module, mesh, LayerParallel())
-    tried = apex_te.TransformerLayer(HIDDEN, FFN + 1, HEADS)
-    assert "ffn_hidden_size" in _raised(parallelize_module, tried, mesh, LayerParallel())
-    assert not any(isinstance(p, DTensor) for p in tried.parameters())  # nothing by halves
-    own = apex_te.Linear(8, 8, parallel_mode="column", tp_group=distributed.group.WORLD)
-    found["already"] = _raised(parallelize_module, own, mesh, column)
-    parallelize_module(linear, mesh, column)
-    found["twice"] = _raised(parallelize_module, linear, mesh, column)
-    found["again"] = _raised(parallelize_module, linear, mesh, RowParallel())
-    found["gathered"] = _raised(enable_fp8_all_gather, linear)
-    x = distribute_tensor(torch.randn(4, HIDDEN), mesh, [Replicate()])
-    found["input"] = _raised(linear, x)
+
+    def told_of(module, style=column, mesh=mesh):
+        return told(parallelize_module, module, mesh, style)
+
+    flat = {"fuse_qkv_params": True, "qkv_weight_interleaved": False, "num_gqa_groups": 1}
+    split = {"parallel_mode": "column", "tp_group": distributed.group.WORLD}
+    layer, attention = LayerParallel(), apex_te.MultiheadAttention
     with fp8_model_init(recipe=CurrentScaling()):
         held = apex_te.Linear(16, 16)
-    found["held"] = _raised(parallelize_module, held, mesh, column)
+    found = {
+        "mesh": told_of(linear, mesh=square),
+        "kind": told_of(nn.Linear(4, 4)),
+        "norm": told_of(apex_te.LayerNorm(8)),
+        "row": told_of(apex_te.LayerNormLinear(8, 8), RowParallel()),
+        "size": told_of(apex_te.Linear(8, 7)),
+        "part": told_of(apex_te.Linear(8, 8, parameters_split={"a": 5, "b": 3})),
+        "option": told(ColumnParallel, sequence_parallel=1),
+        "fused": told_of(apex_te.Linear(8, 8, fuse_wgrad_accumulation=True)),
+        "later": told_of(apex_te.Linear(8, 8, delay_wgrad_compute=True)),
+        "none": told_of(apex_te.Linear(8, 8, skip_weight_param_allocation=True)),
+        "gated": told_of(apex_te.LayerNormMLP(8, 9, activation="swiglu"), layer),
+        "flat": told_of(attention(HIDDEN, HEADS, **flat), layer),
+        "heads": told_of(attention(9, 3), layer),
+        "own": told_of(attention(HIDDEN, HEADS, set_parallel_mode=True), layer),
+        "already": told_of(apex_te.Linear(8, 8, **split)),
+        "held": told_of(held),
+    }
+    tried = apex_te.TransformerLayer(HIDDEN, FFN + 1, HEADS)
+    assert "ffn_hidden_size" in told_of(tried, layer)
+    assert not any(isinstance(p, DTensor) for p in tried.parameters())  # nothing by halves
+    parallelize_module(linear, mesh, column)
+    found["twice"] = told_of(linear)
+    found["again"] = told_of(linear, RowParallel())
+    found["gathered"] = told(enable_fp8_all_gather, linear)
+    x = distribute_tensor(torch.randn(4, HIDDEN), mesh, [Replicate()])
+    found["input"] = told(linear, x)
     sharded = apex_te.LayerNormLinear(HIDDEN, FFN)
     parallelize_module(sharded, mesh, column)
     fully_shard(sharded, mesh=init_device_mesh("cpu", (2, 1), mesh_dim_names=("d", "t"))["t"])
-    found["reshard"] = _raised(sharded.forward_with_residual, torch.randn(4, HIDDEN), None)
+    found["reshard"] = told(sharded.forward_with_residual, torch.randn(4, HIDDEN), None)
     return found
 
 
@@ -243,38 +222,53 @@ def test_refusals(two_ranks):
             assert found[key].startswith(message), found[key]
 
 
-def _others(rank):
-    """Copies, a checkpointed forward, evaluation, a frozen weight, one rank alone."""
-    whole, mesh = whole_module("mlp"), tp_mesh()
-    part = parallelized(whole, "mlp", False, mesh)
+def _others(rank, name, weight):
+    """Copies, a checkpointed forward, evaluation, a frozen weight, one rank alone.
+
+    Returns what is exchanged in a step, and in a forward after it.
+    """
+    whole, mesh = whole_module(name), tp_mesh()
+    part = parallelized(whole, name, False, mesh)
+    assert isinstance(part, type(whole))
+    assert type(part).__name__ == type(whole).__name__
     ((x, dy),) = batches(1)
-    expected = step(part, x, dy, None)
+    with recorded("all_to_all_single", lambda out, x, *args, **kwargs: tuple(x.shape)) as sent:
+        expected = step(part, x, dy, None)
+        both = sent.copy()
+        with torch.no_grad():
+            assert torch.equal(part(x), expected[0])
     grads = {k: p.grad.full_tensor() for k, p in part.named_parameters()}
-    copied = copy.deepcopy(part)
-    copied.get_parameter("fc1_weight").requires_grad_(False)
-    y, dx = step(copied, x, dy, None)
-    assert torch.equal(y, expected[0])
-    assert torch.equal(dx, expected[1])
-    assert copied.get_parameter("fc1_weight").grad is None
-    assert torch.equal(copied.get_parameter("fc2_weight").grad.full_tensor(), grads["fc2_weight"])
-    with torch.no_grad():
-        assert torch.equal(part(x), expected[0])
+    frozen = copy.deepcopy(part)
+    frozen.get_parameter(weight).requires_grad_(False)
+    assert all_equal(step(frozen, x, dy, None), expected)
+    for key, parameter in frozen.named_parameters():
+        if key == weight:
+            assert parameter.grad is None
+        else:
+            assert torch.equal(parameter.grad.full_tensor(), grads[key])
     part.zero_grad()
     own = x.clone().requires_grad_()
     apex_te.checkpoint(part, own).backward(dy)
     assert torch.equal(own.grad, expected[1])
     for key, parameter in part.named_parameters():
         assert torch.equal(parameter.grad.full_tensor(), grads[key])
+    # One rank alone has nothing to exchange.
     alone = init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp", "tp"))["tp"]
-    single = parallelized(whole, "mlp", True, alone)
-    y, dx = step(single, x, dy, None)
-    assert torch.equal(y, step(whole, x, dy, None)[0])
-    assert isinstance(single.fc1_weight, DTensor)
-    return isinstance(part, apex_te.LayerNormMLP), type(part).__name__
+    single = parallelized(whole, name, True, alone)
+    assert isinstance(single.get_parameter(weight), DTensor)
+    with recorded("all_to_all_single") as nothing:
+        found = step(single, x, dy, None)
+    assert not nothing
+    assert all_equal(found, step(whole, x, dy, None))
+    return both, sent[len(both) :]
 
 
-def test_other_uses(two_ranks):
-    assert two_ranks.run(_others) == [(True, "LayerNormMLP")] * 2
+@pytest.mark.parametrize(
+    ("name", "weight", "exchanged"),
+    [("mlp", "fc1_weight", []), ("layer", "layernorm_mlp.fc1_weight", [(FFN, HIDDEN)])],
+)
+def test_other_uses(two_ranks, name, weight, exchanged):
+    assert two_ranks.run(_others, name, weight) == [(2 * exchanged, exchanged)] * 2
 
 
 def _whole_ones(rank):
@@ -297,26 +291,31 @@ def test_replicated(two_ranks):
     assert two_ranks.run(_whole_ones) == [True, True]
 
 
-def _microbatches(rank):
+def _microbatches(rank, name):
     """FP8 weights kept over microbatches are made again when the optimizer has stepped."""
-    part = parallelized(whole_module("pair"), "pair", False, tp_mesh())[1]
+    part = parallelized(whole_module(name), name, False, tp_mesh())
+    part = part[1] if name == "pair" else part
     optimizer = torch.optim.SGD(part.parameters(), lr=1.0)
     x = torch.randn(16, HIDDEN)
+    held = []  # so that no memory is used again
     with fp8_autocast(True, CurrentScaling()):
-        first = part(x, is_first_microbatch=True)
-        assert torch.equal(part(x, is_first_microbatch=False), first)
-    kept = part._modes.weight_cache[0][1]
-    first.sum().backward()
+        for first in (True, False):
+            held.append(part(x, is_first_microbatch=first))
+            held.append(part._modes.weight_cache[0][1])
+    assert torch.equal(held[0], held[2])
+    assert held[1] is held[3]
+    held[0].sum().backward()
     optimizer.step()
     with fp8_autocast(True, CurrentScaling()):
         stale = part(x, is_first_microbatch=False)
         assert torch.equal(stale, part(x))
-    assert part._modes.weight_cache[0][1] is not kept
-    return torch.equal(stale, first)
+    assert part._modes.weight_cache[0][1] is not held[1]
+    return torch.equal(stale, held[0])
 
 
-def test_weight_cache(two_ranks):
-    assert two_ranks.run(_microbatches) == [False, False]
+@pytest.mark.parametrize("name", ["pair", "geglu"])
+def test_weight_cache(two_ranks, name):
+    assert two_ranks.run(_microbatches, name) == [False, False]
 
 
 def _sharded_microbatches(rank):

@@ -4,13 +4,13 @@ import functools
 import io
 import json
 import os
-import subprocess
 import sys
 from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 
 import pytest
 import torch
+from programs import captured
 from rank_sets import ranks_of
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -227,14 +227,10 @@ def test_under_torchrun(alone, tmp_path):
     """The command of the documentation, from starting processes to the files."""
     words = ["--device", "cpu", "--tp", "2", "--sequence-parallel", "--fsdp", "--out", tmp_path]
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node"]
-    done = subprocess.run(
+    done = captured(
         [*command, "2", str(EXAMPLE / "train.py"), *TINY, *map(str, words)],
-        capture_output=True,
-        text=True,
         env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-        timeout=100,
     )
-    assert done.returncode == 0, done.stderr
     assert done.stdout.count("figures:") == 1
     assert "2 ranks: 1 x data, 2 x tensor parallel, sequence parallel, FSDP" in done.stdout
     assert "sample: none" in done.stdout

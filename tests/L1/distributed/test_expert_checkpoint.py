@@ -3,6 +3,7 @@
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from on_rank import assert_same, assert_told, load, save, told
 from rank_sets import ranks_of
 from test_example import DELAYED, FP8, FP32, LAYOUTS, STOP, _run, close
 from torch import distributed
@@ -29,11 +30,6 @@ from apex_te.recipe import DelayedScaling
 
 HIDDEN, FFN, HEADS = 32, 48, 8
 RECIPE = DelayedScaling(amax_history_len=4)
-
-
-def _same(ours, theirs):
-    assert ours.keys() == theirs.keys()
-    assert not [key for key in ours if not torch.equal(ours[key], theirs[key])]
 
 
 EXPERTS = 4
@@ -127,35 +123,30 @@ class ExpertRun:
                     found[key, layer.in_features, i + self.rank * count] = slot.clone()
         return found
 
-    def keep(self, function, path):
-        """``dcp.save`` or ``dcp.load``, the state after it and the losses of training on."""
+    def keep(self, function, path, *functions):
+        """``save`` or ``load``, with the functions that it takes."""
         options = {} if self.group is None else {"expert_group": self.group}
         if self.flat:
             options["options"] = torch_state_dict.StateDictOptions(
                 flatten_optimizer_state_dict=True
             )
-        states = get_state_dict(self.model, self.optimizer, **options)
-        function(dict(zip(("model", "optimizer"), states, strict=True)), checkpoint_id=path)
-        if function is dcp.load:
-            weights, moments = states
-            more = {"model_state_dict": weights, "optim_state_dict": moments}
-            set_state_dict(self.model, self.optimizer, **more, **options)
+        function(path, self.model, self.optimizer, *functions, **options)
 
 
 def _save_experts(rank, path, ep, groups, alias):
     run = ExpertRun(1, ep, groups, alias)
     run.train(range(2))
     flush_fp8_state()
-    run.keep(dcp.save, path)
+    run.keep(save, path, get_state_dict)
     return run.content(), run.train(range(2, 5))
 
 
 def _load_experts(rank, path, again, ep, groups, alias):
     run = ExpertRun(2, ep, groups, alias)
     init_fp8_state(run.model, RECIPE)
-    run.keep(dcp.load, path)
+    run.keep(load, path, get_state_dict, set_state_dict)
     if again is not None:
-        run.keep(dcp.save, again)
+        run.keep(save, again, get_state_dict)
     rates = [group["weight_decay"] for group in run.optimizer.param_groups]
     assert rates == [0.1 * i for i in range(groups)]
     return run.content(), run.train(range(2, 5))
@@ -187,9 +178,9 @@ def test_experts(all_ranks, tmp_path, before, after, groups, alias):
 
     saved, uninterrupted = run(_save_experts, before, first)
     loaded, losses = run(_load_experts, after, first, second)
-    _same(loaded, saved)
+    assert_same(loaded, saved)
     returned, resumed = run(_load_experts, before, second, None)
-    _same(returned, saved)
+    assert_same(returned, saved)
     assert resumed == uninterrupted
     # Then the amaxes of other experts are reduced together, and scales differ.
     torch.testing.assert_close(losses[0][0], uninterrupted[0][0], rtol=1e-6, atol=0)
@@ -214,7 +205,7 @@ def _different_states(rank):
 
 def test_states_that_ranks_have_of_their_own(two_ranks):
     (first, found), (second, other) = two_ranks.run(_different_states)
-    _same(found, other)
+    assert_same(found, other)
     assert first["scale_fwd"][0] > second["scale_fwd"][0]
     for name, value in found.items():
         pick = torch.minimum if name in ("scale_fwd", "scale_bwd") else torch.maximum
@@ -264,16 +255,10 @@ def test_styles_and_one_rank(ranks, tmp_path):
 
 
 def _errors(rank, path):
-    group = distributed.group.WORLD
-    found = []
+    group, found = distributed.group.WORLD, []
 
-    def note(function, *args, **options):
-        try:
-            function(*args, **options)
-        except Exception as error:
-            found.append(f"{type(error).__name__}: {error}")
-        else:
-            found.append("nothing")
+    def note(*args, **options):
+        found.append(told(*args, **options))
 
     layer = apex_te.Linear(HIDDEN, FFN, parallel_mode="column", tp_group=group)
     experts = torch.nn.ModuleDict({"e": apex_te.GroupedLinear(2, 16, 16)})
@@ -323,9 +308,7 @@ EXPECTED = (
 
 def test_errors(two_ranks, tmp_path):
     for found in two_ranks.run(_errors, str(tmp_path / "errors")):
-        assert len(found) == len(EXPECTED)
-        for text, start in zip(found, EXPECTED, strict=True):
-            assert text.startswith(start), text
+        assert_told(found, EXPECTED)
 
 
 def _two_names(rank):

@@ -2,8 +2,10 @@
 
 import pytest
 import torch
+from on_rank import device_of, dtype_of, told
 from schemes import chosen
 from shards import decibels
+from torch import distributed
 from torch.nn import functional
 
 from apex_te import fp8_autocast
@@ -52,9 +54,9 @@ def tokens_of(rank, exchange, tokens):
     return tokens if exchange == "all_gather" else (tokens + 5 * rank if rank != 1 else 0)
 
 
-def against_one_rank(rank, ranks, device, dtype, exchange, topk, align, recipe, unused):
-    device = torch.device(device, rank) if device == "cuda" else torch.device(device)
-    experts, recipe = 2 * ranks, RECIPES[recipe]
+def against_one_rank(rank, exchange, topk, align, recipe, unused=()):
+    device, ranks = device_of(rank), distributed.get_world_size()
+    dtype, experts, recipe = dtype_of(device), 2 * ranks, RECIPES[recipe]
     layers = experts_of(2, 2 * rank, device, dtype)
     dispatcher = TokenDispatcher(
         experts, align=align, exchange=exchange, max_experts_per_token=topk
@@ -73,7 +75,7 @@ def against_one_rank(rank, ranks, device, dtype, exchange, topk, align, recipe, 
 
     whole = experts_of(experts, 0, device, dtype)
     alone = TokenDispatcher(
-        experts, torch.distributed.new_group([rank], use_local_synchronization=True), align=align
+        experts, distributed.new_group([rank], use_local_synchronization=True), align=align
     )
     joined = [torch.cat(parts).detach() for parts in zip(*every, strict=True)]
     joined[0].requires_grad_()
@@ -106,15 +108,13 @@ def against_one_rank(rank, ranks, device, dtype, exchange, topk, align, recipe, 
 @pytest.mark.parametrize("exchange", ["all_to_all", "all_gather"])
 @pytest.mark.parametrize(("topk", "align"), [(1, 1), (2, 16), (4, 16)])
 def test_equals_one_rank(ranks, exchange, topk, align):
-    ranks.run(against_one_rank, ranks.size, "cpu", torch.float32, exchange, topk, align, "none", ())
+    ranks.run(against_one_rank, exchange, topk, align, "none")
 
 
 @pytest.mark.parametrize("exchange", ["all_to_all", "all_gather"])
 def test_an_empty_expert(two_ranks, exchange):
     """Its rank takes part, and its weights get zeros."""
-    grads = two_ranks.run(
-        against_one_rank, 2, "cpu", torch.float32, exchange, 2, 16, "none", (2, 3)
-    )
+    grads = two_ranks.run(against_one_rank, exchange, 2, 16, "none", (2, 3))
     assert grads[1] == [0.0, 0.0]
     assert all(total > 0 for total in grads[0])
 
@@ -123,27 +123,17 @@ def test_an_empty_expert(two_ranks, exchange):
 @pytest.mark.parametrize("exchange", ["all_to_all", "all_gather"])
 def test_fp8(two_ranks, exchange, recipe):
     """Each expert sees all of its tokens, so its scales are those of one rank."""
-    two_ranks.run(against_one_rank, 2, "cpu", torch.float32, exchange, 2, 16, recipe, ())
+    two_ranks.run(against_one_rank, exchange, 2, 16, recipe)
 
 
 def test_fp8_blocks(two_ranks):
     """Blocks that are shared by rows begin with each expert's."""
-    two_ranks.run(against_one_rank, 2, "cpu", torch.float32, "all_to_all", 2, 32, "mxfp8", ())
+    two_ranks.run(against_one_rank, "all_to_all", 2, 32, "mxfp8")
 
 
 def _errors(rank):
-    found = []
-    for arguments, options in (
-        ((3,), {}),
-        ((True,), {}),
-        ((4,), {"align": 0}),
-        ((4,), {"exchange": "broadcast"}),
-        ((4, "world"), {}),
-    ):
-        try:
-            TokenDispatcher(*arguments, **options)
-        except (TypeError, ValueError) as error:
-            found.append(str(error))
+    found = [told(TokenDispatcher, *args) for args in ((3,), (True,), (4, "world"))]
+    found += [told(TokenDispatcher, 4, align=0), told(TokenDispatcher, 4, exchange="broadcast")]
     dispatcher = TokenDispatcher(4, exchange="all_gather")
     x, probs, routing_map, _ = routed(rank, 3, 4, 1, "cpu")
     for given in (
@@ -152,20 +142,10 @@ def _errors(rank):
         (x, probs, routing_map.float()),
         (x, probs.double(), routing_map),
     ):
-        try:
-            dispatcher.dispatch(*given)
-        except (TypeError, ValueError) as error:
-            found.append(str(error))
+        found.append(told(dispatcher.dispatch, *given))
     dispatch = dispatcher.dispatch(x, probs, routing_map)
-    try:
-        dispatch.combine(dispatch.rows[:1])
-    except ValueError as error:
-        found.append(str(error))
-    try:
-        dispatcher.dispatch(x[:2], probs[:2], routing_map[:2])
-    except ValueError as error:
-        found.append(str(error))
-    return found
+    found.append(told(dispatch.combine, dispatch.rows[:1]))
+    return [*found, told(dispatcher.dispatch, x[:2], probs[:2], routing_map[:2])]
 
 
 def test_errors(two_ranks):
@@ -173,9 +153,9 @@ def test_errors(two_ranks):
         wanted = (
             "num_experts must be a multiple of the 2 ranks of group, got 3",
             "num_experts must be an int, got bool",
+            "group must be a torch.distributed.ProcessGroup, got str",
             "align must be at least 1, got 0",
             "exchange must be one of all_to_all, all_gather, got 'broadcast'",
-            "group must be a torch.distributed.ProcessGroup, got str",
             r"tokens must be [tokens, hidden], got [32]",
             r"probs must have shape [3, 4], got [3, 2]",
             "routing_map must have dtype bool, got torch.float32",
@@ -183,7 +163,6 @@ def test_errors(two_ranks):
             "results must be [",
             "tokens must be 3 in each call",
         )
-        assert len(found) == len(wanted)
         for text, part in zip(found, wanted, strict=True):
             assert part in text
 
@@ -191,16 +170,8 @@ def test_errors(two_ranks):
 # One rank differs, at the first call or later: each raises something of its own or the mismatch.
 
 
-def _caught(function, *args):
-    try:
-        function(*args)
-    except (RuntimeError, TypeError, ValueError) as error:
-        return f"{type(error).__name__}: {error}"
-    return "nothing was raised"
-
-
-def _differing(rank, device, exchange, what, later):
-    device = torch.device(device, rank) if device == "cuda" else torch.device(device)
+def _differing(rank, exchange, what, later):
+    device = device_of(rank)
     dispatcher = TokenDispatcher(4 + 2 * (what == "experts" and rank), align=1, exchange=exchange)
 
     def call(what):
@@ -225,7 +196,7 @@ def _differing(rank, device, exchange, what, later):
 
     if later:
         call(None)
-    message = _caught(call, what)
+    message = told(call, what)
     if what != "experts":
         call(None)  # all of them may go on
     return message
@@ -253,7 +224,7 @@ def _check(messages, own, told):
 @pytest.mark.parametrize("exchange", ["all_to_all", "all_gather"])
 @pytest.mark.parametrize("what", MISMATCHES)
 def test_ranks_that_differ(two_ranks, exchange, what):
-    messages = two_ranks.run(_differing, "cpu", exchange, what, False)
+    messages = two_ranks.run(_differing, exchange, what, False)
     if exchange == "all_to_all" and what == "tokens":
         assert messages == ["nothing was raised"] * 2
     else:
@@ -264,7 +235,7 @@ def test_ranks_that_differ(two_ranks, exchange, what):
 @pytest.mark.parametrize("what", ["tokens", "probs", "hidden", "dtype", "frozen"])
 def test_ranks_that_differ_later(two_ranks, exchange, what):
     """The counts that travel say so; between GPUs "all_gather" has none, but on CPUs asks again."""
-    messages = two_ranks.run(_differing, "cpu", exchange, what, True)
+    messages = two_ranks.run(_differing, exchange, what, True)
     if what == "tokens" and exchange == "all_to_all":
         assert messages == ["nothing was raised"] * 2
     elif what == "tokens":
@@ -278,17 +249,17 @@ def test_ranks_that_differ_later(two_ranks, exchange, what):
 @pytest.mark.parametrize("exchange", ["all_to_all", "all_gather"])
 def test_ranks_that_differ_on_gpus(two_gpus, exchange):
     for what in ("experts", "probs", "frozen"):
-        _check(two_gpus.run(_differing, "cuda", exchange, what, False), *MISMATCHES[what])
+        _check(two_gpus.run(_differing, exchange, what, False), *MISMATCHES[what])
     if exchange == "all_to_all":
         for what in ("probs", "dtype"):
-            _check(two_gpus.run(_differing, "cuda", exchange, what, True), *MISMATCHES[what])
+            _check(two_gpus.run(_differing, exchange, what, True), *MISMATCHES[what])
 
 
 @pytest.mark.cuda
 @pytest.mark.parametrize("exchange", ["all_to_all", "all_gather"])
 @pytest.mark.parametrize("recipe", ["none", "tensorwise"])
 def test_on_gpus(two_gpus, exchange, recipe):
-    two_gpus.run(against_one_rank, 2, "cuda", torch.bfloat16, exchange, 2, 16, recipe, ())
+    two_gpus.run(against_one_rank, exchange, 2, 16, recipe)
 
 
 def _without_waiting(rank):

@@ -5,6 +5,7 @@ import types
 
 import pytest
 import torch
+from on_rank import all_equal, told
 from torch import distributed
 
 import apex_te
@@ -55,8 +56,7 @@ def test_tensor_parallel_modules(two_ranks, case):
     ours, theirs = two_ranks.run(_parallel, case)
     assert ours["mlp"]["scale_bwd"][0] != 1
     for name in ours.keys() & theirs.keys():
-        for key in TENSORS:
-            assert torch.equal(ours[name][key], theirs[name][key]), (name, key)
+        assert all_equal(ours[name].values(), theirs[name].values()), name
     assert ("head" in theirs) == (case != "skipped")
     assert ours["head"]["scale_bwd"][0] != 1  # rank 0's gradients, though it alone has any
 
@@ -77,8 +77,15 @@ def _no_backward(rank):
 
 def test_backward_is_skipped(two_ranks):
     ours, theirs = two_ranks.run(_no_backward)
-    assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
+    assert all_equal(ours, theirs)
     assert ours[9][0] == 57344 / 2.0  # of the last layer: the largest of all steps and ranks
+
+
+def _steps(layer, x):
+    for _ in range(3):
+        with fp8_autocast(True, RECIPE):
+            out = layer(x)
+        (out[0] if isinstance(out, tuple) else out).sum().backward()
 
 
 def _stages(rank, numbered):
@@ -86,21 +93,19 @@ def _stages(rank, numbered):
     layer = apex_te.TransformerLayer(
         HIDDEN, HIDDEN, 4, layer_number=rank + 1 if numbered else None, hidden_dropout=0.0
     )
-    try:
-        for _ in range(3):
-            with fp8_autocast(True, RECIPE):
-                layer(torch.ones(2, 1, HIDDEN)).sum().backward()
-    except RuntimeError as error:
-        return f"{type(error).__name__}: {error}"
-    return "nothing was raised"
+    return told(_steps, layer, torch.ones(2, 1, HIDDEN))
+
+
+def _assert_told_of_stages(messages):
+    for message in messages:
+        assert message.startswith("RankMismatchError: fp8_autocast: every rank of fp8_group")
+        assert message.endswith("are there ranks of another pipeline stage among them?")
 
 
 def test_pipeline_stages(fresh):
     """Told by layer_number, which Megatron counts over all stages; without it they are alike."""
     assert fresh.run(_stages, False) == ["nothing was raised"] * 2
-    for message in fresh.run(_stages, True):
-        assert message.startswith("RankMismatchError: fp8_autocast: every rank of fp8_group")
-        assert message.endswith("are there ranks of another pipeline stage among them?")
+    _assert_told_of_stages(fresh.run(_stages, True))
 
 
 def _megatron_stages(rank, how):
@@ -119,34 +124,21 @@ def _megatron_stages(rank, how):
             HIDDEN, HIDDEN, config=config, init_method=None, gather_output=False, bias=True,
             skip_bias_add=False,
         )  # fmt: skip
-        for _ in range(3):
-            with fp8_autocast(True, RECIPE):
-                layer(torch.ones(4, HIDDEN))[0].sum().backward()
-    except RuntimeError as error:
-        return f"{type(error).__name__}: {error}"
+        return told(_steps, layer, torch.ones(4, HIDDEN))
     finally:
         sys.modules.pop("megatron.core.parallel_state", None)
-    return "nothing was raised"
 
 
 @pytest.mark.parametrize("how", ["config", "parallel_state"])
 def test_pipeline_stages_of_megatron(fresh, how):
-    for message in fresh.run(_megatron_stages, how):
-        assert message.startswith("RankMismatchError: fp8_autocast: every rank of fp8_group")
-        assert message.endswith("are there ranks of another pipeline stage among them?")
+    _assert_told_of_stages(fresh.run(_megatron_stages, how))
 
 
 def _classes(rank):
     kinds = (apex_te.Linear, apex_te.LayerNormLinear)
     for kind in kinds if rank else kinds[::-1]:
         module = kind(HIDDEN, HIDDEN)
-    try:
-        for _ in range(3):
-            with fp8_autocast(True, RECIPE):
-                module(torch.ones(4, HIDDEN)).sum().backward()
-    except RuntimeError as error:
-        return str(error)
-    return "nothing was raised"
+    return told(_steps, module, torch.ones(4, HIDDEN))
 
 
 def test_modules_in_another_order(fresh):

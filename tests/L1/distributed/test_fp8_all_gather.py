@@ -4,12 +4,11 @@ import os
 
 import pytest
 import torch
-from gathers import RECIPES, Small, linears, sharded, train, train_rows, weights_of
+from gathers import RECIPES, Small, assert_alike, linears, sharded, train, train_rows, weights_of
 from rank_sets import ranks_of
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 import apex_te
-from apex_te import fp8_autocast
 from apex_te.distributed.fsdp.fp8_all_gather import enable_fp8_all_gather
 
 
@@ -31,11 +30,7 @@ def _both(rank, name, steps, device, dtype, options):
         found.append((losses, weights_of(model), counts))
     (ours, weights, counts), (theirs, expected, plain) = found
     assert torch.isfinite(ours).all()
-    assert torch.equal(ours, theirs), (ours, theirs)
-    assert weights.keys() == expected.keys()
-    assert weights
-    for key, value in weights.items():
-        assert torch.equal(value, expected[key]), key
+    assert_alike((ours, weights), (theirs, expected))
     bytes_ours, bytes_theirs = (sum(sum(c.gathered) for c in cs) for cs in (counts, plain))
     reduced = [len(c.reduced) for c in counts]
     return bytes_ours / bytes_theirs, reduced, [len(c.reduced) for c in plain], ours
@@ -96,102 +91,64 @@ def test_param_dtype(two_ranks, name):
     check(two_ranks, name, 3, "cpu", torch.float32, policy=policy)
 
 
-def _small(rank, name, scaling, sizes, steps, frozen):
+def _frozen(dtype, device):
+    model = linears(16, 16, 16)(dtype, device)
+    model.layers[0].weight.requires_grad_(False)
+    return model
+
+
+def _grouped(dtype, device):
+    torch.manual_seed(2)
+    return Small(apex_te.GroupedLinear(3, 16, 16, params_dtype=dtype, device=device))
+
+
+def _shared(fp8, scaling):
+    model = linears(16, 16, 16)(torch.float32, "cpu")
+    model.layers[1].weight = model.layers[0].weight
+    if fp8:
+        enable_fp8_all_gather(model, scaling)
+        assert model.layers[0].weight is model.layers[1].weight
+    return fully_shard(model)
+
+
+def _small(rank, kind, name, sizes=(16,)):
     """Losses and weights after some steps, with and without FP8 gathers."""
-    found = []
+    scaling, found = RECIPES[name], []
+    build = {"frozen": _frozen, "grouped": _grouped}.get(kind) or linears(*sizes)
+    more = {"m_splits": [4, 0, 12]} if kind == "grouped" else {"features": sizes[0]}
     for fp8 in (True, False):
-
-        def build(dtype, device):
-            model = linears(*sizes)(dtype, device)
-            if frozen:
-                model.layers[0].weight.requires_grad_(False)
-            return model
-
-        model = sharded(fp8, scaling, torch.float32, "cpu", build=build)
-        optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], 0.1)
-        losses = []
-        for step in range(steps):
-            generator = torch.Generator().manual_seed(7 * step + rank)
-            x = torch.randn(16, sizes[0], generator=generator)
-            with fp8_autocast(True, scaling):
-                loss = model(x).square().mean()
-            loss.backward()
-            losses.append(loss.detach())
-            optimizer.step()
-            optimizer.zero_grad()
-        apex_te.flush_fp8_state()
-        found.append((torch.stack(losses), weights_of(model)))
-    (ours, weights), (theirs, expected) = found
-    assert torch.equal(ours, theirs), (ours, theirs)
-    for key, value in weights.items():
-        assert torch.equal(value, expected[key]), key
-    shards = [p.to_local().numel() for p in model.parameters() if p.dim() == 2]
-    return shards, ours
+        if kind == "shared":
+            model = _shared(fp8, scaling)
+        else:
+            model = sharded(fp8, scaling, torch.float32, "cpu", build=build)
+        losses, _ = train_rows(rank, model, scaling, **more)
+        found.append((losses, weights_of(model)))
+    assert_alike(*found)
+    return [p.to_local().numel() for p in model.parameters() if p.dim() == 2]
 
 
 @pytest.mark.parametrize("name", ["first", "delayed", "tensorwise", "hif8"])
 def test_uneven_and_empty_shards(ranks, name):
-    found = ranks.run(_small, name, RECIPES[name], (16, 5, 3, 32), 4, False)
-    assert len({shards[0] for shards, _ in found}) > 1
+    found = ranks.run(_small, "linears", name, (16, 5, 3, 32))
+    assert len({shards[0] for shards in found}) > 1
     if ranks.size == 4:
-        assert [shards[1] for shards, _ in found] == [5, 5, 5, 0]
+        assert [shards[1] for shards in found] == [5, 5, 5, 0]
 
 
 def test_blocks(two_ranks):
-    two_ranks.run(_small, "blockwise", RECIPES["blockwise"], (64, 256, 512, 256), 4, False)
+    two_ranks.run(_small, "linears", "blockwise", (64, 256, 512, 256))
 
 
-@pytest.mark.parametrize("name", ["first", "tensorwise"])
-def test_frozen_weights(two_ranks, name):
-    two_ranks.run(_small, name, RECIPES[name], (16, 16, 16), 4, True)
+SMALL = {
+    "frozen": ["first", "tensorwise"],
+    "shared": ["first", "delayed", "tensorwise"],  # one weight of two modules
+    "grouped": ["delayed", "tensorwise"],
+}
 
 
-def _shared(rank, name):
-    scaling = RECIPES[name]
-    found = []
-    for fp8 in (True, False):
-
-        def build(dtype, device):
-            model = linears(16, 16, 16)(dtype, device)
-            model.layers[1].weight = model.layers[0].weight
-            return model
-
-        model = build(torch.float32, "cpu")
-        if fp8:
-            enable_fp8_all_gather(model, scaling)
-            assert model.layers[0].weight is model.layers[1].weight
-        fully_shard(model)
-        losses, _ = train_rows(rank, model, scaling)
-        found.append((losses, weights_of(model)["layers.0.weight"]))
-    assert torch.equal(found[0][0], found[1][0])
-    assert torch.equal(found[0][1], found[1][1])
-
-
-@pytest.mark.parametrize("name", ["first", "delayed", "tensorwise"])
-def test_a_weight_of_two_modules(two_ranks, name):
-    two_ranks.run(_shared, name)
-
-
-def _grouped(rank, name):
-    scaling = RECIPES[name]
-    found = []
-    for fp8 in (True, False):
-
-        def build(dtype, device):
-            torch.manual_seed(2)
-            return Small(apex_te.GroupedLinear(3, 16, 16, params_dtype=dtype, device=device))
-
-        model = sharded(fp8, scaling, torch.float32, "cpu", build=build)
-        losses, _ = train_rows(rank, model, scaling, m_splits=[4, 0, 12])
-        found.append((losses, weights_of(model)))
-    assert torch.equal(found[0][0], found[1][0])
-    for key, value in found[0][1].items():
-        assert torch.equal(value, found[1][1][key]), key
-
-
-@pytest.mark.parametrize("name", ["delayed", "tensorwise"])
-def test_grouped_linear(two_ranks, name):
-    two_ranks.run(_grouped, name)
+@pytest.mark.parametrize(("kind", "name"), [(k, name) for k in SMALL for name in SMALL[k]])
+def test_other_weights(two_ranks, kind, name):
+    two_ranks.run(_small, kind, name)
 
 
 @pytest.mark.cuda

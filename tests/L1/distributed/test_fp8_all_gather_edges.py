@@ -3,6 +3,7 @@
 import pytest
 import torch
 from gathers import DELAYED, RECIPES, counted, linears, sharded, train_rows
+from on_rank import alone, told
 from torch import distributed
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
@@ -12,55 +13,43 @@ from apex_te import fp8_autocast, recipe
 from apex_te.distributed.fsdp.fp8_all_gather import enable_fp8_all_gather
 
 
-def _message(run):
-    try:
-        run()
-    except (TypeError, ValueError, NotImplementedError) as error:
-        return f"{type(error).__name__}: {error}"
-    return "nothing was raised"
-
-
-def _forward(model, scaling, group=None, features=16):
+def _forward(model, scaling, group=None):
     with fp8_autocast(True, scaling, group):
-        model(torch.ones(16, features)).sum().backward()
+        model(torch.ones(16, 16)).sum().backward()
 
 
-def _errors(rank, case):
-    build = linears(16, 16)
+def _errors(rank, case, gathered, used, rows=16):
+    group = alone(rank) if case == "group" else None
+    build = linears(16, rows)
+    model = sharded(case != "late", gathered, torch.float32, "cpu", build=build)
     if case == "late":
-        model = sharded(False, None, torch.float32, "cpu", build=build)
-        return _message(lambda: enable_fp8_all_gather(model))
-    if case == "block":
-        model = sharded(True, RECIPES["blockwise"], torch.float32, "cpu", build=linears(16, 200))
-        return _message(lambda: _forward(model, RECIPES["blockwise"]))
-    if case == "recipe":
-        model = sharded(True, DELAYED, torch.float32, "cpu", build=build)
-        return _message(lambda: _forward(model, RECIPES["tensorwise"]))
-    if case == "options":
-        model = sharded(True, RECIPES["tensorwise"], torch.float32, "cpu", build=build)
-        return _message(lambda: _forward(model, recipe.CurrentScaling(pow2=True)))
-    model = sharded(True, DELAYED, torch.float32, "cpu", build=build)
-    if case == "group":
-        alone = [distributed.new_group([r]) for r in range(2)][rank]
-        return _message(lambda: _forward(model, DELAYED, alone))
-    local = recipe.DelayedScaling(amax_history_len=4, reduce_amax=False)
-    return _message(lambda: _forward(model, local))
+        return told(enable_fp8_all_gather, model)
+    return told(_forward, model, used, group)
 
 
-ERRORS = {
-    "late": "ValueError: enable_fp8_all_gather: model must not be sharded yet",
-    "block": "NotImplementedError: enable_fp8_all_gather: shards must be rows in whole 128-row",
-    "recipe": "ValueError: fp8_autocast: fp8_recipe must quantize weights as the recipe of enable",
-    "options": "ValueError: fp8_autocast: fp8_recipe must quantize weights as the recipe of enable",
-    "group": "ValueError: fp8_autocast: amaxes of weights that are gathered in FP8 must be reduced",
-    "local": "ValueError: fp8_autocast: amaxes of weights that are gathered in FP8 must be reduced",
+LOCAL = recipe.DelayedScaling(amax_history_len=4, reduce_amax=False)
+BLOCKS, CURRENT, POW2 = (
+    RECIPES["blockwise"],
+    RECIPES["tensorwise"],
+    recipe.CurrentScaling(pow2=True),
+)
+OTHER = "ValueError: fp8_autocast: fp8_recipe must quantize weights as the recipe of enable"
+REDUCED = "ValueError: fp8_autocast: amaxes of weights that are gathered in FP8 must be reduced"
+ERRORS = {  # what gathers and what runs, and the error
+    "late": (None, None, "ValueError: enable_fp8_all_gather: model must not be sharded yet"),
+    "block": (BLOCKS, BLOCKS, "NotImplementedError: enable_fp8_all_gather: shards must be rows in"),
+    "recipe": (DELAYED, CURRENT, OTHER),
+    "options": (CURRENT, recipe.CurrentScaling(pow2=True), OTHER),
+    "group": (DELAYED, DELAYED, REDUCED),
+    "local": (DELAYED, LOCAL, REDUCED),
 }
 
 
 @pytest.mark.parametrize("case", ERRORS)
 def test_errors_on_all_ranks(two_ranks, case):
-    messages = two_ranks.run(_errors, case)
-    assert all(m.startswith(ERRORS[case]) for m in messages), messages
+    gathered, used, expected = ERRORS[case]
+    messages = two_ranks.run(_errors, case, gathered, used, 200 if case == "block" else 16)
+    assert all(m.startswith(expected) for m in messages), messages
 
 
 def test_errors_before_sharding():

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from on_rank import alone, recorded, told
 from torch import distributed
 
 import apex_te
@@ -16,6 +17,11 @@ def _step(modules, value=1.0, group=None):
     with fp8_autocast(True, RECIPE, group):
         for module in modules:
             module(torch.full((4, 16), value, requires_grad=True)).sum().backward()
+
+
+def _steps(modules, count):
+    for _ in range(count):
+        _step(modules)
 
 
 def _scales(modules):
@@ -39,22 +45,13 @@ def test_a_rank_skips_a_module(two_ranks):
 
 def _collectives(rank):
     modules = [apex_te.Linear(16, 16) for _ in range(5)]
-    calls, original = [], distributed.all_reduce
-
-    def counted(tensor, *args, **kwargs):
-        calls.append(tensor.numel())
-        return original(tensor, *args, **kwargs)
-
-    distributed.all_reduce = counted
-    try:
+    with recorded("all_reduce") as calls:
         for _ in range(4):
             _step(modules)
         if rank:  # garbage goes at other times on other ranks
             del modules[0]
         _step(modules[-4:])
         flush_fp8_state()
-    finally:
-        distributed.all_reduce = original
     return calls
 
 
@@ -66,12 +63,7 @@ def test_one_collective_for_an_update(two_ranks):
 
 def _without(rank):
     modules = [apex_te.Linear(16, 16)] if rank else []
-    try:
-        for _ in range(3):
-            _step(modules)
-    except RuntimeError as error:
-        return f"{type(error).__name__}: {error}"
-    return "nothing was raised"
+    return told(_steps, modules, 3)
 
 
 def test_a_rank_without_modules(fresh):
@@ -84,13 +76,7 @@ def test_a_rank_without_modules(fresh):
 
 
 def _other_sizes(rank):
-    module = apex_te.LayerNormMLP(16, 32) if rank else apex_te.Linear(16, 16)
-    try:
-        for _ in range(3):
-            _step([module])
-    except RuntimeError as error:
-        return str(error)
-    return "nothing was raised"
+    return told(_steps, [apex_te.LayerNormMLP(16, 32) if rank else apex_te.Linear(16, 16)], 3)
 
 
 def test_other_modules(fresh):
@@ -100,16 +86,13 @@ def test_other_modules(fresh):
 
 def _added(rank):
     modules = [apex_te.Linear(16, 16)]
-    for _ in range(3):
-        _step(modules)
+    _steps(modules, 3)
     if rank:
         modules.append(apex_te.Linear(16, 16))
     for count in range(5):
-        try:
-            _step(modules)
-        except RuntimeError as error:
-            return count, str(error)
-    return None, "nothing was raised"
+        if (error := told(_step, modules)) != "nothing was raised":
+            return count, error
+    return None, error
 
 
 def test_a_module_added_on_one_rank(fresh):
@@ -121,11 +104,10 @@ def test_a_module_added_on_one_rank(fresh):
 
 
 def _subgroup(rank):
-    alone = [distributed.new_group([r]) for r in range(2)][rank]
-    module = apex_te.Linear(16, 16)
+    group, module = alone(rank), apex_te.Linear(16, 16)
     for _ in range(2):
-        _step([module], 1.0 + rank, alone)
-    flush_fp8_state(alone)
+        _step([module], 1.0 + rank, group)
+    flush_fp8_state(group)
     return module.fp8_state.scale_fwd[0].item()
 
 

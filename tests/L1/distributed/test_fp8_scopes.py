@@ -5,6 +5,7 @@ import gc
 
 import pytest
 import torch
+from on_rank import all_equal, alone, device_of, recorded, told
 from torch import distributed
 
 import apex_te
@@ -19,48 +20,26 @@ OWN = DelayedScaling(amax_history_len=4, reduce_amax=False)
 SIZE = 16
 
 
-def _device(rank):
-    return (
-        torch.device("cuda", rank) if distributed.get_backend() == "nccl" else torch.device("cpu")
-    )
-
-
 def _rows(seed, device):
     return torch.randn(32, SIZE, generator=torch.Generator().manual_seed(seed)).to(device)
 
 
-def _alone(rank):
-    return [distributed.new_group([r]) for r in range(distributed.get_world_size())][rank]
-
-
-class _Counted:
+def _counted():
     """Numbers and groups of the all-reduces inside."""
-
-    def __enter__(self):
-        self.calls, self.original = [], distributed.all_reduce
-
-        def counted(tensor, *args, **kwargs):
-            self.calls.append((tensor.numel(), kwargs.get("group")))
-            return self.original(tensor, *args, **kwargs)
-
-        distributed.all_reduce = counted
-        return self.calls
-
-    def __exit__(self, *exc):
-        distributed.all_reduce = self.original
+    return recorded("all_reduce", lambda x, *args, group=None, **kwargs: (x.numel(), group))
 
 
 def _experts(rank, how):
     """A dense layer over the world, then experts that keep their amaxes to themselves."""
     amax_groups.pending = 0
     torch.manual_seed(1)
-    device = _device(rank)
+    device = device_of(rank)
     dense = apex_te.Linear(SIZE, SIZE).to(device)
     experts = apex_te.GroupedLinear(2, SIZE, SIZE, False).to(device)
-    group = _alone(rank) if how == "group" else None
+    group = alone(rank) if how == "group" else None
     own = OWN if how == "reduce_amax" else RECIPE
     values = []
-    with _Counted() as calls:
+    with _counted() as calls:
         for step in range(5):
             x = _rows(step, device) * (1 + 7 * rank)
             with fp8_autocast(True, RECIPE):
@@ -75,8 +54,9 @@ def _experts(rank, how):
     return scales, found, max(values[-4:]), [group for _, group in calls].count(None), len(calls)
 
 
-def _check_experts(answers):
-    (ours, *mine), (theirs, *other) = answers
+@pytest.mark.parametrize("how", ["group", "reduce_amax"])
+def test_dense_layers_and_experts(each_two, how):
+    (ours, *mine), (theirs, *other) = each_two.run(_experts, how)
     assert all(torch.equal(ours[name], theirs[name]) for name in TENSORS)
     assert ours["scale_bwd"][0] != 1
     for (forward, backward), largest, world, _ in (mine, other):
@@ -87,22 +67,11 @@ def _check_experts(answers):
     assert mine[0][1] == 2 * other[0][1]
 
 
-@pytest.mark.parametrize("how", ["group", "reduce_amax"])
-def test_dense_layers_and_experts(two_ranks, how):
-    _check_experts(two_ranks.run(_experts, how))
-
-
-@pytest.mark.cuda
-def test_dense_layers_and_experts_on_gpus(two_gpus):
-    for how in ("group", "reduce_amax"):
-        _check_experts(two_gpus.run(_experts, how))
-
-
 def _split(rank, change):
     """Column- and row-parallel layers with rows of very different size, against one rank."""
     amax_groups.pending = 0
     torch.manual_seed(1)
-    tp, alone, device = distributed.group.WORLD, _alone(rank), _device(rank)
+    tp, own_group, device = distributed.group.WORLD, alone(rank), device_of(rank)
     w1, w2 = torch.randn(32, SIZE) * 0.3, torch.randn(SIZE, 32) * 0.3
     kwargs = {"tp_group": tp, "sequence_parallel": True}
     column = apex_te.Linear(SIZE, 32, False, parallel_mode="column", **kwargs)
@@ -120,7 +89,7 @@ def _split(rank, change):
         own = x.chunk(2)[rank].clone().requires_grad_()
         recipe, group = RECIPE, None
         if change in ("group", "backward"):
-            group = alone if step < 4 else None
+            group = own_group if step < 4 else None
         elif change == "reduce_amax":
             recipe = OWN if step < 4 else RECIPE
         elif change == "load" and step == 4:  # of a run whose ranks had scales of their own
@@ -134,7 +103,7 @@ def _split(rank, change):
             y = row(column(own))
         gathered.append(column.fp8_state.sync.over(tp))
         if change == "backward":  # another region before the backward
-            with fp8_autocast(True, RECIPE, None if step < 4 else alone):
+            with fp8_autocast(True, RECIPE, None if step < 4 else own_group):
                 y = y + 0 * extra(y)
         y.square().sum().backward()
         reference = (x @ w1.to(device).t() @ w2.to(device).t()).chunk(2)[rank]
@@ -151,8 +120,7 @@ def _check_split(answers, change):
         else:  # the second update over the world makes them equal
             assert not any(gathered[:6])
             assert all(gathered[6:])
-    for ours, theirs in zip(answers[0][2], answers[1][2], strict=True):
-        assert torch.equal(ours, theirs)
+    assert all_equal(answers[0][2], answers[1][2])
 
 
 @pytest.mark.parametrize("change", ["none", "group", "backward", "reduce_amax"])
@@ -171,14 +139,13 @@ def test_loaded_scales_become_equal(fresh):
     answers = fresh.run(_split, "load")
     for _, gathered, _ in answers:
         assert all(gathered)  # by what was saved: equal over the world
-    for ours, theirs in zip(answers[0][2], answers[1][2], strict=True):
-        assert torch.equal(ours, theirs)
+    assert all_equal(answers[0][2], answers[1][2])
 
 
 def _resumed(rank):
     """What was saved with a pending update goes on bit by bit, each region over its ranks."""
     amax_groups.pending = 0
-    alone = _alone(rank)
+    group = alone(rank)
     torch.manual_seed(1)
     models = [torch.nn.ModuleList(apex_te.Linear(SIZE, SIZE) for _ in range(2)) for _ in range(2)]
     for ours, theirs in zip(*(model.parameters() for model in models), strict=True):
@@ -188,7 +155,7 @@ def _resumed(rank):
         x = torch.randn(8, SIZE, generator=torch.Generator().manual_seed(number)) * (1 + 7 * rank)
         with fp8_autocast(True, RECIPE):
             y = model[0](x)
-        with fp8_autocast(True, RECIPE, alone):
+        with fp8_autocast(True, RECIPE, group):
             z = model[1](x)
         (y.sum() + z.sum()).backward()
 
@@ -204,28 +171,23 @@ def _resumed(rank):
     for number in range(3, 6):
         step(models[1], number)
     found = [getattr(m.fp8_state, name) for m in models[1] for name in TENSORS]
-    return [torch.equal(a, b) for a, b in zip(expected, found, strict=True)]
+    return all_equal(expected, found)
 
 
 def test_resuming_with_two_groups(fresh):
-    assert all(all(found) for found in fresh.run(_resumed))
+    assert all(fresh.run(_resumed))
 
 
 def _flushed(rank):
     amax_groups.pending = 0
-    alone, again = _alone(rank), _alone(rank)
+    group, again = alone(rank), alone(rank)
     first, second = apex_te.Linear(SIZE, SIZE), apex_te.Linear(SIZE, SIZE)
     found = []
-    for wrong in ("x", alone):
+    for wrong in ("x", group):
         with fp8_autocast(True, RECIPE):
             first(torch.full((4, SIZE), 1.0 + rank)).sum().backward()
-        try:
-            flush_fp8_state(wrong)
-        except (TypeError, ValueError) as error:
-            found.append(f"{type(error).__name__}: {error}")
-        else:
-            found.append("nothing was raised")
-    with fp8_autocast(True, RECIPE, alone):
+        found.append(told(flush_fp8_state, wrong))
+    with fp8_autocast(True, RECIPE, group):
         second(torch.full((4, SIZE), 1.0 + rank)).sum().backward()
     flush_fp8_state(again)  # another group of the same ranks
     found.append((first.fp8_state.scale_fwd[0].item(), second.fp8_state.scale_fwd[0].item()))
@@ -249,7 +211,7 @@ def test_flush(fresh):
 def _compiled(rank, how):
     """Two layers of one code, in regions with groups of their own, inside or outside of a graph."""
     amax_groups.pending = 0
-    alone = _alone(rank)
+    group = alone(rank)
     torch.manual_seed(1)
     torch.compiler.reset()
     layers = [apex_te.Linear(SIZE, SIZE), apex_te.Linear(SIZE, SIZE)]
@@ -258,7 +220,7 @@ def _compiled(rank, how):
     def both(x, modules):
         with fp8_autocast(True, RECIPE):
             y = modules[0](x)
-        with fp8_autocast(True, RECIPE, alone):
+        with fp8_autocast(True, RECIPE, group):
             z = modules[1](x)
         return y.sum() + z.sum() * (1 + rank)
 
@@ -274,25 +236,26 @@ def test_compiled_layers(two_ranks):
     expected = two_ranks.run(_compiled, "eager")
     for how in ("inside", "outside"):
         for ours, theirs in zip(expected, two_ranks.run(_compiled, how), strict=True):
-            assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True)), how
+            assert all_equal(ours, theirs), how
 
 
 def _many(rank, counts):
     """More modules than the first collective has numbers for."""
-    found, modules, device = [], [], _device(rank)
+    found, modules, device = [], [], device_of(rank)
+
+    def steps(linear):
+        for _ in range(4):
+            with fp8_autocast(True, RECIPE):
+                linear(torch.full((16, SIZE), 1.0 + rank, device=device)).sum().backward()
+
     for count in counts[rank]:
         modules.append(apex_te.GroupedLinear(count, SIZE, SIZE, bias=False))
         linear = apex_te.Linear(SIZE, SIZE).to(device)
-        with _Counted() as calls:
-            try:
-                for _ in range(4):
-                    with fp8_autocast(True, RECIPE):
-                        linear(torch.full((16, SIZE), 1.0 + rank, device=device)).sum().backward()
-                found.append(linear.fp8_state.scale_fwd[0].item())
-            except RuntimeError as error:
-                found.append(f"{type(error).__name__}: {error}")
-                break
-        found.append([numbers for numbers, _ in calls])
+        with _counted() as calls:
+            error = told(steps, linear)
+        if error != "nothing was raised":
+            return [*found, error]
+        found += [linear.fp8_state.scale_fwd[0].item(), [numbers for numbers, _ in calls]]
     return found
 
 
@@ -337,19 +300,10 @@ def test_equal_scales_and_histories(fresh):
 
 
 def _known(rank):
-    first, second = distributed.new_group([0, 1]), _alone(rank)
+    first, second = distributed.new_group([0, 1]), alone(rank)
     found = [covers(first, second), covers(second, first), covers(first, None), covers(None, first)]
-    calls, original = [], distributed.get_process_group_ranks
-
-    def counted(group):
-        calls.append(group)
-        return original(group)
-
-    distributed.get_process_group_ranks = counted
-    try:
+    with recorded("get_process_group_ranks", lambda group: None) as calls:
         found += [covers(first, second), covers(second, first)]
-    finally:
-        distributed.get_process_group_ranks = original
     kept = [first in _covered, second in _covered[first]]
     distributed.destroy_process_group(second)
     del second
@@ -376,7 +330,7 @@ def _evaluated(rank):
     """One rank evaluates between the steps of all; regions of its own read the newest scales."""
     amax_groups.pending = 0
     torch.manual_seed(1)
-    device = _device(rank)
+    device = device_of(rank)
     world, own = (apex_te.Linear(SIZE, SIZE, device=device) for _ in range(2))
 
     def out(module, recipe):
@@ -393,7 +347,7 @@ def _evaluated(rank):
         (y.sum() + z.sum()).backward()
         if rank == 0:
             before = world.fp8_state.scale_fwd.clone()
-            with _Counted() as calls:
+            with _counted() as calls:
                 early = out(world, RECIPE), out(own, OWN)
             equal += [not calls, torch.equal(before, world.fp8_state.scale_fwd)]
     flush_fp8_state()
@@ -410,11 +364,11 @@ def test_an_evaluation_on_one_rank_needs_no_other(fresh):
 
 def _calibrated(rank):
     amax_groups.pending = 0
-    device = _device(rank)
+    device = device_of(rank)
     torch.manual_seed(1)
     module = apex_te.Linear(SIZE, SIZE, device=device)
     x = _rows(0, device) * (1 + 7 * rank)
-    with _Counted() as calls, torch.no_grad(), fp8_autocast(False, RECIPE, calibrating=True):
+    with _counted() as calls, torch.no_grad(), fp8_autocast(False, RECIPE, calibrating=True):
         module(x)
     return len(calls), module.fp8_state.scale_fwd.cpu(), x.abs().max().item()
 

@@ -8,8 +8,8 @@ from datetime import timedelta
 
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
 import torch.multiprocessing as mp
+from on_rank import load, save
 from test_expert_parallel import routed
 from torch import distributed
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
@@ -86,8 +86,7 @@ def _save(rank, kind, model, optimizer, folder):
     """A file of each rank and, where these hold the same or shards, a checkpoint of all."""
     flush_fp8_state()
     if kind in SHARED:
-        states = dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True))
-        dcp.save(states, checkpoint_id=f"{folder}/dcp")
+        save(f"{folder}/dcp", model, optimizer, get_state_dict)
     states = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
     if kind != "fsdp":
         torch.save(states, f"{folder}/last{rank}.pt")
@@ -100,10 +99,7 @@ def _load(rank, kind, model, optimizer, folder):
     init_fp8_state(model, RECIPE)
     if kind in SHARED:
         _zero(model)
-        states = dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True))
-        dcp.load(states, checkpoint_id=f"{folder}/dcp")
-        both = {"model_state_dict": states["model"], "optim_state_dict": states["optimizer"]}
-        set_state_dict(model, optimizer, **both)
+        load(f"{folder}/dcp", model, optimizer, get_state_dict, set_state_dict)
         loaded.append({key: value.clone() for key, value in model.state_dict().items()})
     if kind != "fsdp":
         _zero(model)

@@ -4,8 +4,10 @@ import contextlib
 
 import pytest
 import torch
-from main_grad_models import device_of, model_of, with_main_grads
+from main_grad_models import model_of, with_main_grads
+from on_rank import assert_told, device_of, recorded, told
 from schemes import chosen
+from shards import decibels
 from torch import distributed
 
 import apex_te
@@ -28,11 +30,9 @@ def _steps(rank, ranks, kind, recipe, rows):
         with_main_grads(model)
         for first in (True, False):
             x, dy = (torch.randn(8 * ranks, 2, 32, generator=generator) for _ in range(2))
+            x, dy = (t.chunk(ranks, 0)[rank] if rows else t for t in (x, dy))
             if kind == "mlp" or kind == "layer":
                 x, dy = x.transpose(0, 1), dy.transpose(0, 1)  # [tokens, batch, hidden]
-                x, dy = (t.chunk(ranks, 1)[rank] if rows else t for t in (x, dy))
-            else:
-                x, dy = (t.chunk(ranks, 0)[rank] if rows else t for t in (x, dy))
             x, dy = (t.contiguous().to(device_of(rank)) for t in (x, dy))
             with fp8_autocast(recipe is not None, recipe):
                 if isinstance(model, torch.nn.Sequential):
@@ -64,15 +64,11 @@ def test_equals_one_rank(ranks, kind, recipe):
         for key, (ours, whole) in found.items():
             assert whole.abs().max() > 0, key
             assert torch.equal(ours, results[0][key][0]), key
-            _close(ours, whole, kind, recipe, key)
-
-
-def _close(ours, whole, kind, recipe, key):
-    if recipe == "none" or (kind, recipe) == ("linear", "delayed"):
-        torch.testing.assert_close(ours, whole, rtol=1e-5, atol=1e-5 * whole.abs().max().item())
-    else:  # an FP8 cast turns the order of sums before it into steps of its format
-        noise = (ours - whole).square().mean()
-        assert 10 * torch.log10(whole.square().mean() / noise) > 25, key
+            if recipe == "none" or (kind, recipe) == ("linear", "delayed"):
+                atol = 1e-5 * whole.abs().max().item()
+                torch.testing.assert_close(ours, whole, rtol=1e-5, atol=atol)
+            else:  # an FP8 cast turns the order of sums before it into steps of its format
+                assert decibels(ours, whole) > 25, key
 
 
 @pytest.mark.cuda
@@ -80,8 +76,7 @@ def test_equals_one_rank_on_gpus(two_gpus):
     for recipe in ("none", "delayed"):
         for found in two_gpus.run(_sharded_and_whole, "linear", recipe):
             for key, (ours, whole) in found.items():
-                noise = (ours - whole).square().mean()
-                assert 10 * torch.log10(whole.square().mean() / noise) > 40, (recipe, key)
+                assert decibels(ours, whole) > 40, (recipe, key)
 
 
 def _exact(rank, average):
@@ -90,7 +85,7 @@ def _exact(rank, average):
     device = device_of(rank)
     model = torch.nn.Module()
     implementation._SMALL, implementation._BUCKET = 4000, 2000  # bytes
-    expected, calls, original = {}, [], distributed.all_reduce
+    expected = {}
     for i, (shape, dtype, home) in enumerate(
         [
             ((40, 50), torch.float32, "main_grad"),
@@ -119,16 +114,11 @@ def _exact(rank, average):
             p.grad = own.to(dtype)
         expected[f"p{i}"] = total / ranks if average else total
 
-    def counted(tensor, *args, **kwargs):
-        calls.append(tensor.data_ptr())
-        return original(tensor, *args, **kwargs)
-
-    distributed.all_reduce = counted
     where = {k: getattr(p, "main_grad", p.grad).data_ptr() for k, p in model.named_parameters()}
     try:
-        reduce_main_grads(model, average=average)
+        with recorded("all_reduce", lambda tensor, **kwargs: tensor.data_ptr()) as calls:
+            reduce_main_grads(model, average=average)
     finally:
-        distributed.all_reduce = original
         implementation._SMALL, implementation._BUCKET = 4 << 20, 32 << 20
     found = {}
     for key, p in model.named_parameters():
@@ -234,21 +224,13 @@ def _differ(rank, what):
         model = torch.nn.ParameterList()
     if what == "frozen" and rank:
         model[0].requires_grad_(False)
-    try:
-        reduce_main_grads(model)
-    except RuntimeError as error:
-        return f"{type(error).__name__}: {error}"
-    return "nothing was raised"
+    return told(reduce_main_grads, model)
 
 
 def _one_fails(rank):
     parameter = torch.nn.Parameter(torch.zeros(4, 4))
     parameter.main_grad = torch.zeros(3 if rank else 16)
-    try:
-        reduce_main_grads([parameter])
-    except (ValueError, RuntimeError) as error:
-        return f"{type(error).__name__}: {error}"
-    return "nothing was raised"
+    return told(reduce_main_grads, [parameter])
 
 
 def test_an_error_on_one_rank(two_ranks):
@@ -311,15 +293,9 @@ def _many(rank, case):
     small = [torch.nn.Parameter(torch.zeros(1)) for _ in range(2)]
     count = 5 if rank and case == "differ" else 5000
     many = [torch.nn.Parameter(torch.zeros(1)) for _ in range(count)]
-    found, calls, original = [], [], distributed.all_reduce
+    found = []
 
-    def counted(tensor, *args, **kwargs):
-        if tensor.dtype is torch.int32:
-            calls.append(tensor.numel())
-        return original(tensor, *args, **kwargs)
-
-    distributed.all_reduce = counted
-    try:
+    def run():
         for parameters in (small, many, small, many):
             for parameter in parameters:
                 parameter.grad = torch.ones(1)
@@ -329,26 +305,25 @@ def _many(rank, case):
                 parameters[0].main_grad = torch.zeros(3)
             reduce_main_grads(parameters, group, average=False)
             found.append([parameters[0].grad.item(), parameters[-1].grad.item()])
-    except (RuntimeError, ValueError) as error:
-        found.append(f"{type(error).__name__}: {error}")
-    finally:
-        distributed.all_reduce = original
-    return found, calls
+
+    with recorded("all_reduce", lambda x, **kwargs: (x.dtype, x.numel())) as calls:
+        error = told(run)
+    return found, error, [numbers for dtype, numbers in calls if dtype is torch.int32]
 
 
 def test_more_parameters_than_the_first_collective_holds(two_ranks):
     """It grows once, where all ranks have more; then it is one collective again."""
-    for found, calls in two_ranks.run(_many, "same"):
-        assert found == [[2.0, 1.0]] * 4
+    for found, error, calls in two_ranks.run(_many, "same"):
+        assert (found, error) == ([[2.0, 1.0]] * 4, "nothing was raised")
         assert calls == [4096, 4096, 4096, 8192, 8192]
 
 
 @pytest.mark.parametrize("case", ["differ", "error"])
 def test_ranks_on_both_sides_of_the_size(two_ranks, case):
-    for rank, (found, calls) in enumerate(two_ranks.run(_many, case)):
+    for rank, (_, error, calls) in enumerate(two_ranks.run(_many, case)):
         assert calls == [4096, 4096]
         kind = "ValueError" if case == "error" and rank else "RankMismatchError"
-        assert found[-1].startswith(f"{kind}: reduce_main_grads: ")
+        assert error.startswith(f"{kind}: reduce_main_grads: ")
 
 
 def _rejected(rank):
@@ -361,40 +336,20 @@ def _rejected(rank):
     sparse(torch.tensor([1])).sum().backward()
     small = torch.nn.Parameter(torch.zeros(4, 4))
     small.main_grad = torch.zeros(3)
-    found = []
-    for args in (
-        ([parameter], "world"),
-        (parameter,),
-        ([1.0],),
-        ([replicated],),
-        (sparse,),
-        ([small],),
-    ):
-        try:
-            reduce_main_grads(*args)
-            found.append("nothing was raised")
-        except (TypeError, ValueError, NotImplementedError) as error:
-            found.append(f"{type(error).__name__}: {error}")
-    try:
-        reduce_main_grads([parameter], average=1)
-    except TypeError as error:
-        found.append(f"{type(error).__name__}: {error}")
-    return found
+    given = ([parameter], "world"), (parameter,), ([1.0],), ([replicated],), (sparse,), ([small],)
+    found = [told(reduce_main_grads, *args) for args in given]
+    return [*found, told(reduce_main_grads, [parameter], average=1)]
 
 
 def test_rejects(two_ranks):
+    expected = (
+        "TypeError: reduce_main_grads: group must be a torch.distributed.ProcessGroup",
+        "TypeError: reduce_main_grads: model must be a torch.nn.Module or parameters, got",
+        "TypeError: reduce_main_grads: model must be a torch.nn.Module or parameters, got",
+        "TypeError: reduce_main_grads: parameters must not be DTensors over ranks of group",
+        "NotImplementedError: reduce_main_grads: gradients must be dense tensors, got",
+        "ValueError: reduce_main_grads: main_grad must be contiguous with shape [4, 4]",
+        "TypeError: reduce_main_grads: average must be a bool, got int",
+    )
     for found in two_ranks.run(_rejected):
-        for message, start in zip(
-            found,
-            (
-                "TypeError: reduce_main_grads: group must be a torch.distributed.ProcessGroup",
-                "TypeError: reduce_main_grads: model must be a torch.nn.Module or parameters, got",
-                "TypeError: reduce_main_grads: model must be a torch.nn.Module or parameters, got",
-                "TypeError: reduce_main_grads: parameters must not be DTensors over ranks of group",
-                "NotImplementedError: reduce_main_grads: gradients must be dense tensors, got",
-                "ValueError: reduce_main_grads: main_grad must be contiguous with shape [4, 4]",
-                "TypeError: reduce_main_grads: average must be a bool, got int",
-            ),
-            strict=True,
-        ):
-            assert message.startswith(start), message
+        assert_told(found, expected)

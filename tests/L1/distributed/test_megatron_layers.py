@@ -5,8 +5,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from on_rank import alone, assert_same, told
 from rank_sets import ranks_of
-from shards import features, gathered, rows, summed
+from shards import decibels, features, gathered, rows, summed
 from torch import distributed
 from torch.distributed.tensor import DTensor
 
@@ -50,13 +51,6 @@ def _place(group):
     return distributed.get_rank(group), distributed.get_world_size(group)
 
 
-def _alone():
-    """A group of this rank only."""
-    return [distributed.new_group([r]) for r in range(distributed.get_world_size())][
-        distributed.get_rank()
-    ]
-
-
 def _step(layer, x, dy, recipe):
     x = x.clone().requires_grad_()
     with fp8_autocast(recipe is not None, recipe):
@@ -68,7 +62,7 @@ def _step(layer, x, dy, recipe):
 
 def _compare(rank, name, sequence_parallel, skip_bias_add, recipe):
     ranks = distributed.get_world_size()
-    whole = _make(name, _alone(), skip_bias_add=skip_bias_add)
+    whole = _make(name, alone(rank), skip_bias_add=skip_bias_add)
     layer = _make(name, distributed.group.WORLD, sequence_parallel, skip_bias_add)
     x, dy = torch.randn(TOKENS, BATCH, IN), torch.randn(TOKENS, BATCH, OUT)
     recipe = CurrentScaling() if recipe else None
@@ -98,10 +92,7 @@ def _compare(rank, name, sequence_parallel, skip_bias_add, recipe):
         if getattr(parameter, "sequence_parallel", False):
             grad = summed(grad)
         pairs[key] = (grad, expected)
-    return {
-        key: (10 * torch.log10(b.square().mean() / (a - b).square().mean().clamp(min=1e-30))).item()
-        for key, (a, b) in pairs.items()
-    }
+    return {key: decibels(*pair) for key, pair in pairs.items()}
 
 
 @pytest.mark.parametrize("sequence_parallel", [False, True])
@@ -129,8 +120,8 @@ def _save(rank, path):
 
 
 def _load(rank, path, size):
-    alone = _alone()
-    group = distributed.group.WORLD if size == 4 else alone
+    own = alone(rank)
+    group = distributed.group.WORLD if size == 4 else own
     found = {}
     for name in LAYERS:
         layer = _make(name, group)
@@ -154,9 +145,7 @@ def test_sharded_state(all_ranks, tmp_path):
     assert tuple(saved["column.weight"].shape) == tuple(saved["row.weight"].shape) == (OUT, IN)
     for size in (1, 4):
         for found in four.run(_load, str(tmp_path), size):
-            assert found.keys() == saved.keys()
-            for key, value in saved.items():
-                assert torch.equal(found[key], value), (size, key)
+            assert_same(found, saved)
 
 
 def _experts(rank):
@@ -167,7 +156,7 @@ def _experts(rank):
         "is_expert": True,
     }  # fmt: skip
     results = []
-    for group in (_alone(), distributed.group.WORLD):
+    for group in (alone(rank), distributed.group.WORLD):
         config.expert_tp_group = group
         torch.manual_seed(4)
         first = MindSpeedTEColumnParallelGroupedLinear(2, IN, OUT, **shared)
@@ -186,26 +175,20 @@ def test_experts(two_ranks):
 
 
 def _raised(rank):
-    found = []
-    for options in ({"tensor_model_parallel_size": 3}, {}):
-        try:
-            layer = _make("column", distributed.group.WORLD, **options)
-            layer.set_tensor_parallel_group(_alone())
-        except ValueError as error:
-            found.append(str(error))
-    try:
-        _make("row", None, tensor_model_parallel_size=2)
-    except ValueError as error:
-        found.append(str(error))
-    return found
+    world = distributed.group.WORLD
+    return [
+        told(_make, "column", world, tensor_model_parallel_size=3),
+        told(_make("column", world).set_tensor_parallel_group, alone(rank)),
+        told(_make, "row", None, tensor_model_parallel_size=2),
+    ]
 
 
 def test_wrong_groups(two_ranks):
     for found in two_ranks.run(_raised):
         assert found == [
-            "TEColumnParallelLinear: config.tensor_model_parallel_size must be the 2 ranks of the "
-            "group, got 3",
-            "TEColumnParallelLinear: tp_group must have the 2 ranks of tp_size, got 1",
-            "TERowParallelLinear: tp_group must be given with config.use_cpu_initialization and 2 "
-            "ranks, got None",
+            "ValueError: TEColumnParallelLinear: config.tensor_model_parallel_size must be the 2 "
+            "ranks of the group, got 3",
+            "ValueError: TEColumnParallelLinear: tp_group must have the 2 ranks of tp_size, got 1",
+            "ValueError: TERowParallelLinear: tp_group must be given with "
+            "config.use_cpu_initialization and 2 ranks, got None",
         ]

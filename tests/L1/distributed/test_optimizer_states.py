@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
 from dtensor_cases import decibels
+from on_rank import assert_same, load, save
 from optimizer_cases import (
     DELAYED,
     NARROW,
@@ -72,24 +72,13 @@ def _save(rank, name, path):
     model, optimizer = _new(name, True)
     train(model, optimizer, rank, range(3), name == "held")
     content = _content(model, optimizer)
-    saved = get_state_dict(model, optimizer, options=FLAT.get(name))
-    dcp.save(dict(zip(("model", "optimizer"), saved, strict=True)), checkpoint_id=path)
+    save(path, model, optimizer, get_state_dict, options=FLAT.get(name))
     return content, train(model, optimizer, rank, range(3, 6), name == "held")
 
 
 def _load(rank, name, path):
     model, optimizer = _new(name, rank is not None)
-    options = FLAT.get(name)
-    states = get_state_dict(model, optimizer, options=options)
-    saved = dict(zip(("model", "optimizer"), states, strict=True))
-    dcp.load(saved, checkpoint_id=path)
-    set_state_dict(
-        model,
-        optimizer,
-        options=options,
-        model_state_dict=saved["model"],
-        optim_state_dict=saved["optimizer"],
-    )
+    load(path, model, optimizer, get_state_dict, set_state_dict, options=FLAT.get(name))
     content = _content(model, optimizer)
     return content, train(model, optimizer, rank, range(3, 6), name == "held")
 
@@ -106,8 +95,7 @@ def test_save_and_load(all_ranks, tmp_path, name, before, after):
     # Of weights held in FP8 other shards have other scales.
     is_wide = STATES[name][0] is torch.float32 and name != "held"
     for own, going_on in loaded:
-        assert own.keys() == content.keys()
-        assert [key for key in own if not torch.equal(own[key], content[key])] == []
+        assert_same(own, content)
         if before == after:
             assert torch.equal(going_on, losses)
         torch.testing.assert_close(going_on, losses, rtol=1e-5 if is_wide else 2e-2, atol=0)

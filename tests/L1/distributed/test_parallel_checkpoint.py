@@ -8,6 +8,7 @@ by bit with what was saved; both go on with the same losses.
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from on_rank import assert_same, load, save
 from rank_sets import ranks_of
 from test_parallel_layers import LAYERS
 from torch import distributed
@@ -192,8 +193,7 @@ def _save(rank, path, tp, *options):
     run = Run(1, tp, *options)
     run.train(range(2))
     content = run.content()
-    states = get_state_dict(run.model, run.optimizer, stacked=STACKED)
-    dcp.save(dict(zip(("model", "optimizer"), states, strict=True)), checkpoint_id=path)
+    save(path, run.model, run.optimizer, get_state_dict, stacked=STACKED)
     return content, run.train(range(2, 5))
 
 
@@ -204,13 +204,10 @@ def _load(rank, path, again, tp, *options, plain=False):
     get, put, more = get_state_dict, set_state_dict, {"stacked": STACKED}
     if plain:
         get, put, more = torch_state_dict.get_state_dict, torch_state_dict.set_state_dict, {}
-    weights, moments = get(run.model, run.optimizer, **more)
-    dcp.load({"model": weights, "optimizer": moments}, checkpoint_id=path)
-    put(run.model, run.optimizer, model_state_dict=weights, optim_state_dict=moments, **more)
+    load(path, run.model, run.optimizer, get, put, **more)
     content = run.content()
     if again is not None:
-        weights, moments = get(run.model, run.optimizer, **more)
-        dcp.save({"model": weights, "optimizer": moments}, checkpoint_id=again)
+        save(again, run.model, run.optimizer, get, **more)
     return content, run.train(range(2, 5))
 
 
@@ -224,11 +221,6 @@ def _joined_content(contents):
         else:
             whole[kind, name] = _joined(name, parts)
     return whole
-
-
-def _same(ours, theirs):
-    assert ours.keys() == theirs.keys()
-    assert not [key for key in ours if not torch.equal(ours[key], theirs[key])]
 
 
 LAYOUTS = {  # ranks; tensor-parallel ones, sequence_parallel, fsdp
@@ -272,14 +264,14 @@ def test_there_and_back(all_ranks, tmp_path, before, after, fp8, optimizer):
         groups = [found[at : at + tp] for at in range(0, size, tp)]
         wholes = [_joined_content([content for content, _ in group]) for group in groups]
         for other in wholes[1:]:
-            _same(other, wholes[0])
+            assert_same(other, wholes[0])
         return wholes[0], [losses for _, losses in found]
 
     saved, uninterrupted = run(_save, before, first)
     loaded, losses = run(_load, after, first, second)
-    _same(loaded, saved)
+    assert_same(loaded, saved)
     returned, resumed = run(_load, before, second, None)
-    _same(returned, saved)
+    assert_same(returned, saved)
     assert resumed == uninterrupted
     if fp8 and "one" in (before, after):
         return  # alone, a bias is added in the FP8 product, in 16 bits

@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+from on_rank import all_equal, device_of, dtype_of
 from schemes import chosen
 from shards import BATCH, FFN, IN, MODULES, TOKENS, build
 from torch._dynamo.utils import counters
@@ -16,7 +17,7 @@ RECIPES = {"none": None, **chosen("delayed", "tensorwise", "blockwise", amax_his
 
 def _module(name, device, sequence_parallel):
     group = torch.distributed.group.WORLD
-    dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
+    dtype = dtype_of(device)
     if name != "layer":
         return build(name, device, dtype, sequence_parallel, group)[1]
     torch.manual_seed(3)
@@ -40,8 +41,8 @@ def _steps(module, run, recipe, shape, device):
     return results
 
 
-def _compare(rank, device, name, sequence_parallel, recipe):
-    device = torch.device(device, rank) if device == "cuda" else torch.device(device)
+def _compare(rank, name, sequence_parallel, recipe):
+    device = device_of(rank)
     torch._dynamo.reset()
     module = _module(name, device, sequence_parallel)
     other = copy.deepcopy(module)
@@ -56,7 +57,7 @@ def _compare(rank, device, name, sequence_parallel, recipe):
     found = _steps(other, compiled, RECIPES[recipe], shape, device)
     assert counters["stats"]["unique_graphs"] > 0, "nothing was compiled"
     torch._dynamo.reset()
-    return [torch.equal(a, b) for a, b in zip(found, expected, strict=True)]
+    return all_equal(found, expected)
 
 
 CASES = [
@@ -79,8 +80,7 @@ CASES = [
 
 @pytest.mark.parametrize(("name", "sequence_parallel", "recipe"), CASES)
 def test_equals_eager(two_ranks, name, sequence_parallel, recipe):
-    for same in two_ranks.run(_compare, "cpu", name, sequence_parallel, recipe):
-        assert all(same), same
+    assert all(two_ranks.run(_compare, name, sequence_parallel, recipe))
 
 
 @pytest.mark.cuda
@@ -88,5 +88,4 @@ def test_equals_eager(two_ranks, name, sequence_parallel, recipe):
     ("name", "sequence_parallel", "recipe"), [c for c in CASES if c[2] == "delayed"]
 )
 def test_equals_eager_on_gpus(two_gpus, name, sequence_parallel, recipe):
-    for same in two_gpus.run(_compare, "cuda", name, sequence_parallel, recipe):
-        assert all(same), same
+    assert all(two_gpus.run(_compare, name, sequence_parallel, recipe))

@@ -1,8 +1,7 @@
 """A split layer and experts with a fused optimizer: saved, loaded and trained on."""
 
-import pytest
 import torch
-import torch.distributed.checkpoint as dcp
+from on_rank import device_of, load, save
 from torch import distributed
 
 import apex_te
@@ -47,38 +46,22 @@ def _losses(model, optimizer, steps, rank):
     return found
 
 
-def _resumed(rank, path, device):
-    group = distributed.group.WORLD
-
-    def states(model, optimizer):
-        given = get_state_dict(model, optimizer, expert_group=group)
-        return dict(zip(("model", "optimizer"), given, strict=True))
-
+def _resumed(rank, path):
+    group, device = distributed.group.WORLD, device_of(rank)
     model, optimizer = _made(rank, 1, device)
     _losses(model, optimizer, range(2), rank)
     flush_fp8_state()
     saved = [p.detach().clone() for p in model.parameters()]
-    dcp.save(states(model, optimizer), checkpoint_id=path)
+    save(path, model, optimizer, get_state_dict, expert_group=group)
     expected = _losses(model, optimizer, range(2, 5), rank)
     model, optimizer = _made(rank, 7, device)
     init_fp8_state(model, RECIPE)
-    loaded = states(model, optimizer)
-    dcp.load(loaded, checkpoint_id=path)
-    set_state_dict(
-        model, optimizer, model_state_dict=loaded["model"], optim_state_dict=loaded["optimizer"],
-        expert_group=group,
-    )  # fmt: skip
+    load(path, model, optimizer, get_state_dict, set_state_dict, expert_group=group)
     for before, parameter in zip(saved, model.parameters(), strict=True):
         assert torch.equal(before, parameter)
     return expected, _losses(model, optimizer, range(2, 5), rank)
 
 
-def test_resumes(two_ranks, tmp_path):
-    for expected, found in two_ranks.run(_resumed, str(tmp_path), "cpu"):
-        assert found == expected
-
-
-@pytest.mark.cuda
-def test_resumes_on_gpus(two_gpus, tmp_path):
-    for expected, found in two_gpus.run(_resumed, str(tmp_path), "cuda"):
+def test_resumes(each_two, tmp_path):
+    for expected, found in each_two.run(_resumed, str(tmp_path)):
         assert found == expected

@@ -11,7 +11,8 @@ import itertools
 
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
+from on_rank import assert_same, device_of, dtype_of, load, save
+from rank_sets import cases, ranks_of
 from schemes import SCHEMES, chosen
 from shards import decibels
 from torch.distributed.device_mesh import init_device_mesh
@@ -162,9 +163,9 @@ def compare_scales(found, expected, replicas, dtype):
         torch.testing.assert_close(ours, theirs, rtol=0.1, atol=0.0)
 
 
-def linear_layout(rank, device, dtype, ranks, tp, sequence_parallel, data, recipe):
-    device = torch.device(device, rank) if device == "cuda" else torch.device(device)
-    scaling = RECIPES[recipe]
+def linear_layout(rank, tp, sequence_parallel, data, recipe):
+    device, ranks, scaling = device_of(rank), torch.distributed.get_world_size(), RECIPES[recipe]
+    dtype = dtype_of(device)
     mesh = mesh_of(device.type, ranks // tp, tp)
     replicas, replica = ranks // tp, mesh.get_local_rank("data")
     group, place = mesh.get_group("model"), mesh.get_local_rank("model")
@@ -234,14 +235,12 @@ def layouts(ranks):
             yield tp, sp, data, recipe
 
 
-@pytest.mark.parametrize(("tp", "sp", "data", "recipe"), list(layouts(2)))
-def test_linear_on_two_ranks(two_ranks, tp, sp, data, recipe):
-    two_ranks.run(linear_layout, "cpu", torch.float32, 2, tp, sp, data, recipe)
-
-
-@pytest.mark.parametrize(("tp", "sp", "data", "recipe"), list(layouts(4)))
-def test_linear_on_four_ranks(four_ranks, tp, sp, data, recipe):
-    four_ranks.run(linear_layout, "cpu", torch.float32, 4, tp, sp, data, recipe)
+@pytest.mark.parametrize(
+    ("where", "tp", "sp", "data", "recipe"),
+    cases(layouts, (2, "gloo"), (4, "gloo"), (2, "nccl")),
+)
+def test_linear(all_ranks, where, tp, sp, data, recipe):
+    ranks_of(all_ranks, *where).run(linear_layout, tp, sp, data, recipe)
 
 
 # Replicas and shards, all with the rows of one rank, whose bits they have.
@@ -302,12 +301,6 @@ def numbers_of(model):
     return found
 
 
-def same_bits(found, expected):
-    assert found.keys() == expected.keys()
-    for name, value in found.items():
-        assert torch.equal(value, expected[name]), name
-
-
 def replicas_bits(rank, path, layout, after, recipe, held):
     """Trains, saves, trains on, and goes on under the layout ``after`` as if nothing had been."""
     runs = []
@@ -315,24 +308,21 @@ def replicas_bits(rank, path, layout, after, recipe, held):
         model, optimizer, scaling = replicated(kind, recipe, held, 1)
         losses = accumulated(model, optimizer, scaling, range(2))
         if kind == layout:
-            states = dict(zip("mo", get_state_dict(model, optimizer), strict=True))
-            dcp.save(states, checkpoint_id=path)
+            save(path, model, optimizer, get_state_dict)
         numbers = numbers_of(model)
         later = accumulated(model, optimizer, scaling, range(2, 4))
         runs.append((losses, numbers, later, numbers_of(model)))
     expected, found = runs
     assert torch.equal(found[0], expected[0])
-    same_bits(found[1], expected[1])
+    assert_same(found[1], expected[1])
     assert torch.equal(found[2], expected[2])
-    same_bits(found[3], expected[3])
+    assert_same(found[3], expected[3])
     model, optimizer, scaling = replicated(after, recipe, held, 2)
     if scaling is not None and scaling.keeps_state:
         init_fp8_state(model, scaling)
-    states = dict(zip("mo", get_state_dict(model, optimizer), strict=True))
-    dcp.load(states, checkpoint_id=path)
-    set_state_dict(model, optimizer, model_state_dict=states["m"], optim_state_dict=states["o"])
+    load(path, model, optimizer, get_state_dict, set_state_dict)
     assert torch.equal(accumulated(model, optimizer, scaling, range(2, 4)), expected[2])
-    same_bits(numbers_of(model), expected[3])
+    assert_same(numbers_of(model), expected[3])
 
 
 def replicas(ranks):
@@ -346,16 +336,13 @@ def replicas(ranks):
             yield layout, after.get(layout, "hsdp" if ranks == 4 else "fsdp"), recipe, held
 
 
-@pytest.mark.parametrize(("layout", "after", "recipe", "held"), list(replicas(2)))
-def test_bits_of_two_replicas(two_ranks, tmp_path, layout, after, recipe, held):
-    """Two ranks with the rows of one have its losses, weights and FP8 states, bit for bit."""
-    two_ranks.run(replicas_bits, str(tmp_path), layout, after, recipe, held)
-
-
-@pytest.mark.parametrize(("layout", "after", "recipe", "held"), list(replicas(4)))
-def test_bits_of_four_replicas(four_ranks, tmp_path, layout, after, recipe, held):
-    """Four ranks with the rows of one have its losses, weights and FP8 states, bit for bit."""
-    four_ranks.run(replicas_bits, str(tmp_path), layout, after, recipe, held)
+@pytest.mark.parametrize(
+    ("where", "layout", "after", "recipe", "held"), cases(replicas, (2, "gloo"), (4, "gloo"))
+)
+def test_bits_of_replicas(all_ranks, tmp_path, where, layout, after, recipe, held):
+    """Ranks with the rows of one have its losses, weights and FP8 states, bit for bit."""
+    ranks = ranks_of(all_ranks, *where)
+    ranks.run(replicas_bits, str(tmp_path), layout, after, recipe, held)
 
 
 # A split pair of layers, which has the noise of one rank, and its own bits once more.
@@ -398,8 +385,7 @@ def pair_losses(model, optimizer, scaling, steps, evaluated=True):
 def split_bits(rank, path, recipe, held):
     model, optimizer, scaling = split_pair(True, recipe, held, 0)
     losses = pair_losses(model, optimizer, scaling, range(2))
-    states = dict(zip("mo", get_state_dict(model, optimizer), strict=True))
-    dcp.save(states, checkpoint_id=path)
+    save(path, model, optimizer, get_state_dict)
     later = pair_losses(model, optimizer, scaling, range(2, 4))
     plain, other, _ = split_pair(True, recipe, held, 0)
     assert torch.equal(pair_losses(plain, other, scaling, range(2), False), losses)
@@ -409,9 +395,7 @@ def split_bits(rank, path, recipe, held):
         made, other, single = split_pair(split, recipe, held, 2)
         if single is not None and single.keeps_state:
             init_fp8_state(made, single)
-        states = dict(zip("mo", get_state_dict(made, other), strict=True))
-        dcp.load(states, checkpoint_id=path)
-        set_state_dict(made, other, model_state_dict=states["m"], optim_state_dict=states["o"])
+        load(path, made, other, get_state_dict, set_state_dict)
         found = pair_losses(made, other, single, range(2, 4))
         if split:
             assert torch.equal(found, later)
@@ -424,9 +408,3 @@ def split_bits(rank, path, recipe, held):
 def test_bits_of_a_split_pair(ranks, tmp_path, recipe, held):
     """Evaluations change nothing, and a checkpoint goes on, split with the same bits or whole."""
     ranks.run(split_bits, str(tmp_path), recipe, held)
-
-
-@pytest.mark.cuda
-@pytest.mark.parametrize(("tp", "sp", "data", "recipe"), list(layouts(2)))
-def test_linear_on_gpus(two_gpus, tp, sp, data, recipe):
-    two_gpus.run(linear_layout, "cuda", torch.bfloat16, 2, tp, sp, data, recipe)

@@ -10,7 +10,8 @@ import itertools
 
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
+from on_rank import device_of, dtype_of, load, save
+from rank_sets import cases, ranks_of
 from schemes import SCHEMES
 from shards import decibels
 from test_expert_parallel import FFN, HIDDEN, experts_of, routed
@@ -105,9 +106,9 @@ def train(model, layers, dispatcher, recipe, group, take, scale, ranks, device, 
     return found, scales
 
 
-def expert_layout(rank, device, dtype, ranks, ep, kind, exchange, recipe):
-    device = torch.device(device, rank) if device == "cuda" else torch.device(device)
-    local, scaling = EXPERTS // ep, RECIPES[recipe]
+def expert_layout(rank, ep, kind, exchange, recipe):
+    device, ranks = device_of(rank), distributed.get_world_size()
+    dtype, local, scaling = dtype_of(device), EXPERTS // ep, RECIPES[recipe]
     mesh = mesh_of(device.type, ranks // ep, ep)
     replicas, place = ranks // ep, mesh.get_local_rank("model")
     dispatcher = TokenDispatcher(
@@ -168,17 +169,12 @@ def expert_layouts(ranks):
                     yield ep, kind, exchange, recipe
 
 
-NAMES = ("ep", "kind", "exchange", "recipe")
-
-
-@pytest.mark.parametrize(NAMES, list(expert_layouts(2)))
-def test_experts_on_two_ranks(two_ranks, ep, kind, exchange, recipe):
-    two_ranks.run(expert_layout, "cpu", torch.float32, 2, ep, kind, exchange, recipe)
-
-
-@pytest.mark.parametrize(NAMES, list(expert_layouts(4)))
-def test_experts_on_four_ranks(four_ranks, ep, kind, exchange, recipe):
-    four_ranks.run(expert_layout, "cpu", torch.float32, 4, ep, kind, exchange, recipe)
+@pytest.mark.parametrize(
+    ("where", "ep", "kind", "exchange", "recipe"),
+    cases(expert_layouts, (2, "gloo"), (4, "gloo"), (2, "nccl"), (4, "nccl")),
+)
+def test_experts(all_ranks, where, ep, kind, exchange, recipe):
+    ranks_of(all_ranks, *where).run(expert_layout, ep, kind, exchange, recipe)
 
 
 # Experts' losses with evaluations between and microbatches, and a checkpoint that goes on.
@@ -232,13 +228,9 @@ def expert_bits(rank, path, recipe, held):
     def part(t):
         return t.chunk(ranks)[rank]
 
-    def saved(made, group):
-        states = get_state_dict(made[0], made[1], expert_group=group)
-        return dict(zip("mo", states, strict=True))
-
     made = spread(world, recipe, held)
     found = expert_outputs(made, range(2), part)
-    dcp.save(saved(made, world), checkpoint_id=path)
+    save(path, *made[:2], get_state_dict, expert_group=world)
     later = expert_outputs(made, range(2, 4), part)
     plain = spread(world, recipe, held)
     assert torch.equal(expert_outputs(plain, range(2), part, False), found)
@@ -247,12 +239,7 @@ def expert_bits(rank, path, recipe, held):
     again = spread(world, recipe, held, 7)
     if again[2].keeps_state:
         init_fp8_state(again[0], again[2])
-    states = saved(again, world)
-    dcp.load(states, checkpoint_id=path)
-    set_state_dict(
-        again[0], again[1], model_state_dict=states["m"], optim_state_dict=states["o"],
-        expert_group=world,
-    )  # fmt: skip
+    load(path, *again[:2], get_state_dict, set_state_dict, expert_group=world)
     assert torch.equal(expert_outputs(again, range(2, 4), part), later)
 
 
@@ -376,8 +363,9 @@ def train_both(dense, layers, experts, dispatcher, recipe, take, scale, replicas
     return found, scales if recipe is not None and recipe.keeps_state else None
 
 
-def split_layout(rank, device, dtype, kind, exchange, recipe):
-    device = torch.device(device, rank) if device == "cuda" else torch.device(device)
+def split_layout(rank, kind, exchange, recipe):
+    device = device_of(rank)
+    dtype = dtype_of(device)
     scaling, mesh = RECIPES[recipe], mesh_of(device.type, 2, 2)
     place, group = mesh.get_local_rank("data"), mesh.get_group("model")
     dispatcher = TokenDispatcher(EXPERTS, mesh.get_group("data"), exchange=exchange)
@@ -444,26 +432,10 @@ SPLIT = [
 ]
 
 
-@pytest.mark.parametrize(("kind", "exchange", "recipe"), SPLIT)
-def test_split_experts(four_ranks, kind, exchange, recipe):
-    four_ranks.run(split_layout, "cpu", torch.float32, kind, exchange, recipe)
-
-
-@pytest.mark.cuda
-@pytest.mark.parametrize(("kind", "exchange", "recipe"), SPLIT)
-def test_split_experts_on_gpus(four_gpus, kind, exchange, recipe):
-    if exchange == "all_gather" and recipe != "none":
+@pytest.mark.parametrize(
+    ("where", "kind", "exchange", "recipe"), cases(lambda size: SPLIT, (4, "gloo"), (4, "nccl"))
+)
+def test_split_experts(all_ranks, where, kind, exchange, recipe):
+    if where[1] == "nccl" and exchange == "all_gather" and recipe != "none":
         pytest.skip("FFN / 2 is not a multiple of 16, which splits on the device need in FP8")
-    four_gpus.run(split_layout, "cuda", torch.bfloat16, kind, exchange, recipe)
-
-
-@pytest.mark.cuda
-@pytest.mark.parametrize(NAMES, list(expert_layouts(2)))
-def test_experts_on_two_gpus(two_gpus, ep, kind, exchange, recipe):
-    two_gpus.run(expert_layout, "cuda", torch.bfloat16, 2, ep, kind, exchange, recipe)
-
-
-@pytest.mark.cuda
-@pytest.mark.parametrize(NAMES, list(expert_layouts(4)))
-def test_experts_on_four_gpus(four_gpus, ep, kind, exchange, recipe):
-    four_gpus.run(expert_layout, "cuda", torch.bfloat16, 4, ep, kind, exchange, recipe)
+    ranks_of(all_ranks, *where).run(split_layout, kind, exchange, recipe)

@@ -5,12 +5,13 @@ import pickle
 
 import pytest
 import torch
+from on_rank import device_of, recorded, told
 from torch import distributed
 
 import apex_te
 from apex_te import fp8_autocast
 from apex_te.comm import agreement
-from apex_te.comm.agreement import RankMismatchError, check_same
+from apex_te.comm.agreement import check_same
 from apex_te.fp8.delayed.ranks import amax_groups
 from apex_te.recipe import CurrentScaling, DelayedScaling, Format
 
@@ -36,10 +37,10 @@ def _step(module, x, recipe=None):
     return out.shape[0]
 
 
-def _differing(rank, device, kind, what, recipe):
+def _differing(rank, kind, what, recipe):
     """Rank 1 differs; the message, and then a step of a module that is the same everywhere."""
     amax_groups.pending = 0  # no update: the ranks have made different modules
-    device = torch.device(device, rank) if device == "cuda" else torch.device(device)
+    device = device_of(rank)
     odd, recipe = rank == 1, {"none": None, "delayed": DELAYED}[recipe]
     options, features, rows = {}, IN, ROWS
     if kind == "row":
@@ -67,11 +68,7 @@ def _differing(rank, device, kind, what, recipe):
         recipe = DelayedScaling(amax_history_len=4, reduce_amax=False)
     elif odd and what == "region":
         recipe = None
-    try:
-        _step(module, x, recipe)
-        message = "nothing was raised"
-    except (RankMismatchError, ValueError) as error:
-        message = f"{type(error).__name__}: {error}"
+    message = told(_step, module, x, recipe)
     ranks = distributed.get_world_size()
     assert _step(_make("column", device), torch.ones(ROWS, IN, device=device)) == ROWS * ranks
     return message
@@ -100,7 +97,7 @@ def _check(messages, told):
 
 @pytest.mark.parametrize("what", TOLD)
 def test_linear(two_ranks, what):
-    _check(two_ranks.run(_differing, "cpu", "column", what, "delayed"), TOLD[what])
+    _check(two_ranks.run(_differing, "column", what, "delayed"), TOLD[what])
 
 
 @pytest.mark.parametrize("recipe", ["none", "delayed"])
@@ -108,7 +105,7 @@ def test_linear(two_ranks, what):
 @pytest.mark.parametrize("kind", ["row", "norm", "mlp"])
 def test_other_modules(two_ranks, kind, what, recipe):
     told = TOLD[what].split(" (got", 1)[0]
-    _check(two_ranks.run(_differing, "cpu", kind, what, recipe), f"the same {told} (got ")
+    _check(two_ranks.run(_differing, kind, what, recipe), f"the same {told} (got ")
 
 
 def test_values_of_many_ranks():
@@ -123,7 +120,7 @@ def test_values_of_many_ranks():
 
 def test_refused_on_one_rank(two_ranks):
     """The rank with the wrong input says what is wrong with it, the others that it does."""
-    ours, theirs = two_ranks.run(_differing, "cpu", "column", "refused", "none")
+    ours, theirs = two_ranks.run(_differing, "column", "refused", "none")
     assert theirs == "ValueError: Linear: inp must have a last dimension of 32, got [8, 31]"
     assert ours == (
         "RankMismatchError: Linear: arguments must fit on all of the ranks of tp_group "
@@ -134,57 +131,39 @@ def test_refused_on_one_rank(two_ranks):
 @pytest.mark.cuda
 @pytest.mark.parametrize("what", ["weights", "input", "rows", "reduce_amax"])
 def test_on_gpus(two_gpus, what):
-    _check(two_gpus.run(_differing, "cuda", "column", what, "delayed"), TOLD[what])
+    _check(two_gpus.run(_differing, "column", what, "delayed"), TOLD[what])
 
 
-def _times_asked(rank, device):
+def _times_asked(rank):
     """How often ranks compare what they are about to do, step by step."""
     amax_groups.pending = 0
-    asked, kept = [0], distributed.all_gather
-
-    def counting(*args, **kwargs):
-        asked[0] += 1
-        return kept(*args, **kwargs)
-
-    device = torch.device(device, rank) if device == "cuda" else torch.device(device)
-    layer = _make("mlp", device)
-    x = torch.ones(ROWS, IN, device=device)
+    layer, group, x = _make("mlp", "cpu"), distributed.group.WORLD, torch.ones(ROWS, IN)
     found = []
 
-    def count(run):
-        asked[0] = 0
-        run()
-        found.append(asked[0])
+    def count(run, *args):
+        with recorded("all_gather", lambda *args, **kwargs: None) as asked:
+            run(*args)
+        found.append(len(asked))
 
-    def evaluate():
-        with torch.no_grad():
-            layer(x)
-
-    distributed.all_gather = counting
-    try:
-        count(evaluate)
-        count(lambda: _step(layer, x))
-        count(lambda: _step(layer, x, DELAYED))
-        count(lambda: _step(copy.deepcopy(layer), x))
-        read = pickle.loads(pickle.dumps(layer))
-        read.set_tensor_parallel_group(distributed.group.WORLD)
-        count(lambda: _step(read, x))
-        layer.set_tensor_parallel_group(distributed.group.WORLD)
-        count(lambda: _step(layer, x))
-        grouped = apex_te.GroupedLinear(
-            2, IN, FFN, bias=False, parallel_mode="column", tp_group=distributed.group.WORLD,
-            device=device,
-        )  # fmt: skip
-        rows = [1 + rank, 2]  # a rank has tokens of its own
-        count(lambda: grouped(x[: 3 + rank], rows).sum().backward())
-    finally:
-        distributed.all_gather = kept
+    with torch.no_grad():
+        count(layer, x)
+    count(_step, layer, x)
+    count(_step, layer, x, DELAYED)
+    count(_step, copy.deepcopy(layer), x)
+    read = pickle.loads(pickle.dumps(layer))
+    for module in (read, layer):
+        module.set_tensor_parallel_group(group)
+        count(_step, module, x)
+    options = {"bias": False, "parallel_mode": "column", "tp_group": group}
+    grouped = apex_te.GroupedLinear(2, IN, FFN, **options)
+    rows = [1 + rank, 2]  # a rank has tokens of its own
+    count(lambda: grouped(x[: 3 + rank], rows).sum().backward())
     return found
 
 
 def test_asks_once(two_ranks):
     """Without gradients never; a copy, and one with another group, once more."""
-    assert two_ranks.run(_times_asked, "cpu") == [[0, 1, 0, 1, 1, 1, 0]] * 2
+    assert two_ranks.run(_times_asked) == [[0, 1, 0, 1, 1, 1, 0]] * 2
 
 
 def _compiled(rank):
@@ -214,13 +193,8 @@ def test_compiled_code_does_not_ask(two_ranks):
 
 def _long(rank):
     values = {f"value {i}": "x" * 100 for i in range(60)} | {"last": rank}
-    caught = []
-    for given in (values, {"first": rank, **values}):
-        try:
-            check_same("Test", "group", None, given, torch.device("cpu"))
-        except RankMismatchError as error:
-            caught.append(str(error))
-    return caught
+    given = values, {"first": rank, **values}
+    return [told(check_same, "Test", "group", None, g, torch.device("cpu")) for g in given]
 
 
 def test_longer_than_what_is_sent(two_ranks):

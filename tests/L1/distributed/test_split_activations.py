@@ -5,6 +5,8 @@ import weakref
 
 import pytest
 import torch
+from on_rank import all_equal, assert_told, device_of, states_of, told
+from rank_sets import ranks_of
 from schemes import chosen
 from torch import distributed
 
@@ -18,15 +20,9 @@ HIDDEN, FFN, HEADS, TOKENS, BATCH = 32, 64, 4, 8, 2
 RECIPES = {"none": None, **chosen("delayed", "tensorwise", amax_history_len=2)}
 
 
-def _device(rank):
-    return (
-        torch.device("cuda", rank) if distributed.get_backend() == "nccl" else torch.device("cpu")
-    )
-
-
 def _train(rank, recipe, run):
     """Losses, gradients and FP8 state of steps with two microbatches in flight, with dropout."""
-    device = _device(rank)
+    device = device_of(rank)
     amax_groups.pending = 0
     tracker = CudaRNGStatesTracker()
     tracker.add("model-parallel-rng", 100 + rank)
@@ -50,41 +46,31 @@ def _train(rank, recipe, run):
             found += [out.detach(), x.grad]
         found += [p.grad.clone() for p in layer.parameters()]
     flush_fp8_state()
-    states = [
-        m.fp8_state for m in layer.modules() if hasattr(m, "fp8_state") and m.fp8_state.allocated
-    ]
-    found += [getattr(state, name).clone() for state in states for name in TENSORS]
+    found += [getattr(state, name).clone() for state in states_of(layer) for name in TENSORS]
     return [*found, torch.rand(1), torch.rand(1, device=device), *tracker.get_states().values()]
 
 
+def in_parts(function, *args, **options):
+    """A checkpoint whose saved tensor is split over all ranks."""
+    options = {"distribute_saved_activations": True, "tp_group": distributed.group.WORLD} | options
+    return checkpoint(function, *args, **options)
+
+
 def _same_as_none(rank, recipe):
-    recipe = RECIPES[recipe]
-
     def saved_in_parts(layer, x, tracker):
-        return checkpoint(
-            layer,
-            x,
-            distribute_saved_activations=True,
-            get_rng_state_tracker=tracker,
-            tp_group=distributed.group.WORLD,
-        )
+        return in_parts(layer, x, get_rng_state_tracker=tracker)
 
-    plain = _train(rank, recipe, lambda layer, x, _: layer(x))
-    ours = _train(rank, recipe, saved_in_parts)
-    return [torch.equal(a, b) for a, b in zip(plain, ours, strict=True)]
+    plain = _train(rank, RECIPES[recipe], lambda layer, x, _: layer(x))
+    return all_equal(plain, _train(rank, RECIPES[recipe], saved_in_parts))
+
+
+WHERE = [(2, "gloo"), (4, "gloo"), pytest.param((2, "nccl"), marks=pytest.mark.cuda)]
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_bitwise_what_no_checkpoint_gives(ranks, recipe):
-    for same in ranks.run(_same_as_none, recipe):
-        assert all(same), same
-
-
-@pytest.mark.cuda
-def test_bitwise_on_gpus(two_gpus):
-    for recipe in RECIPES:
-        for same in two_gpus.run(_same_as_none, recipe):
-            assert all(same), (recipe, same)
+@pytest.mark.parametrize("where", WHERE)
+def test_bitwise_what_no_checkpoint_gives(all_ranks, where, recipe):
+    assert all(ranks_of(all_ranks, *where).run(_same_as_none, recipe))
 
 
 class _Memory(bytearray):
@@ -107,12 +93,9 @@ class _Placed(torch.autograd.Function):
 
 def _kept(rank, distribute):
     watched, x = [], torch.randn(6, 4, requires_grad=True)
-    out = checkpoint(
-        lambda t: t.sin().exp(),
-        _Placed.apply(x, watched),
-        distribute_saved_activations=distribute,
-        tp_group=distributed.group.WORLD,
-    )
+    options = {"distribute_saved_activations": distribute}
+    # The input has no name here: nothing but the checkpoint may keep it.
+    out = in_parts(lambda t: t.sin().exp(), _Placed.apply(x, watched), **options)
     gc.collect()
     kept = watched[0]() is not None
     out.sum().backward()
@@ -126,19 +109,9 @@ def test_the_whole_tensor_is_not_kept(two_ranks):
 
 def _layouts(rank):
     """Sizes that ranks do not divide, nothing at all, views, other dtypes; not only floats."""
-    group, found = distributed.group.WORLD, []
-    base = torch.arange(42.0).view(6, 7)
-    for x in (
-        base[:3, :5],
-        base[:5, :3].t(),
-        base.t(),
-        base[0, :1],
-        base[:0],
-        base[0, 0],
-        base[:1].expand(3, 7),
-        base.double(),
-        base.bfloat16(),
-    ):
+    found, base = [], torch.arange(42.0).view(6, 7)
+    given = [base[:3, :5], base[:5, :3].t(), base.t(), base[0, :1], base[:0], base[0, 0]]
+    for x in (*given, base[:1].expand(3, 7), base.double(), base.bfloat16()):
         grads = []
         for distribute in (False, True):
             leaf = x.clone().requires_grad_()
@@ -150,9 +123,7 @@ def _layouts(rank):
 
             scale = torch.tensor(2.0, requires_grad=True)
             y = leaf.as_strided(leaf.shape, leaf.stride())  # a view, not a leaf
-            out = checkpoint(
-                function, y, scale, distribute_saved_activations=distribute, tp_group=group
-            )
+            out = in_parts(function, y, scale, distribute_saved_activations=distribute)
             out.sum().backward()
             (first, stride, _), (again, stride_again, requires) = seen
             found.append(torch.equal(first, again) and stride == stride_again and requires)
@@ -161,14 +132,8 @@ def _layouts(rank):
     # Positions travel, too, and the tensor need not come first.
     weight = torch.randn(9, 3, requires_grad=True)
     index = torch.tensor([4, 0, 8])
-    out = checkpoint(
-        lambda flag, i, w: torch.nn.functional.embedding(i, w) * flag,
-        2.0,
-        index,
-        w=weight,
-        distribute_saved_activations=True,
-        tp_group=group,
-    )
+    embedding = torch.nn.functional.embedding
+    out = in_parts(lambda flag, i, w: embedding(i, w) * flag, 2.0, index, w=weight)
     out.sum().backward()
     expected = torch.zeros(9, 3).index_add_(0, index, torch.full((3, 3), 2.0))
     return [*found, torch.equal(weight.grad, expected)]
@@ -197,25 +162,14 @@ def test_earlier_order(two_ranks):
 
 
 def _rejected(rank):
-    group, x, found = distributed.group.WORLD, torch.ones(4, requires_grad=True), []
+    group, x = distributed.group.WORLD, torch.ones(4, requires_grad=True)
     parallel = apex_te.TransformerLayer(
         HIDDEN, FFN, HEADS, set_parallel_mode=True, tp_group=group, sequence_parallel=True
     )
-    for function, args, options in (
-        (torch.square, (x,), {"use_reentrant": False}),
-        (torch.square, (2.0,), {}),
-        (parallel, (x,), {}),
-        (parallel.forward, (x,), {}),
-        (torch.square, (torch.ones(4).as_subclass(_Odd).requires_grad_(),), {}),
-    ):
-        try:
-            checkpoint(
-                function, *args, distribute_saved_activations=True, tp_group=group, **options
-            )
-            found.append("nothing was raised")
-        except (TypeError, ValueError, NotImplementedError) as error:
-            found.append(f"{type(error).__name__}: {error}")
-    return found
+    odd = torch.ones(4).as_subclass(_Odd).requires_grad_()
+    given = (torch.square, 2.0), (parallel, x), (parallel.forward, x), (torch.square, odd)
+    found = [told(in_parts, *args) for args in given]
+    return [told(in_parts, torch.square, x, use_reentrant=False), *found]
 
 
 class _Odd(torch.Tensor):
@@ -223,10 +177,13 @@ class _Odd(torch.Tensor):
 
 
 def test_rejects(two_ranks):
+    split = "ValueError: checkpoint: distribute_saved_activations must be False where ranks have"
+    expected = (
+        "NotImplementedError: checkpoint: use_reentrant must be True",
+        "ValueError: checkpoint: one of the arguments must be a tensor",
+        split,
+        split,
+        "NotImplementedError: checkpoint: the first tensor must be a plain",
+    )
     for found in two_ranks.run(_rejected):
-        reentrant, tensor, parallel, method, odd = found
-        assert reentrant.startswith("NotImplementedError: checkpoint: use_reentrant must be True")
-        assert tensor.startswith("ValueError: checkpoint: one of the arguments must be a tensor")
-        for message in (parallel, method):
-            assert "distribute_saved_activations must be False where ranks have" in message
-        assert odd.startswith("NotImplementedError: checkpoint: the first tensor must be a plain")
+        assert_told(found, expected)

@@ -4,6 +4,7 @@ import sys
 
 import pytest
 import torch
+from on_rank import assert_told, device_of, recorded, told
 from rank_sets import ranks_of
 
 from apex_te import linear_cross_entropy
@@ -20,11 +21,6 @@ OPTIONS = {
     "ignored": {"ignore_index": 5},
     "ignored and smooth": {"ignore_index": 5, "label_smoothing": 0.3},
 }
-
-
-def _device(rank):
-    nccl = torch.distributed.get_backend() == "nccl"
-    return torch.device("cuda", rank) if nccl else torch.device("cpu")
 
 
 def make(dtype, vocab):
@@ -45,33 +41,20 @@ def reference(logits, target, factor, **options):
 
 def _split(rank, dtype, sizes, options, reduction, int32=False):
     """Loss and gradient of this rank's columns."""
-    device = _device(rank)
+    device = device_of(rank)
     logits, target = make(dtype, sum(sizes))
     start = sum(sizes[:rank])
     # A part of a larger tensor: not contiguous.
     own = logits[..., start : start + sizes[rank]].to(device).requires_grad_()
     uneven = {"first_index": start, "vocab_size": sum(sizes)} if len(set(sizes)) > 1 else {}
-    collectives = []
-    reduce = torch.distributed.all_reduce
-
-    def counted(*args, op=torch.distributed.ReduceOp.SUM, **kwargs):
-        collectives.append(str(op))
-        return reduce(*args, op=op, **kwargs)
-
-    torch.distributed.all_reduce = counted
-    try:
+    target = target.to(device, torch.int32 if int32 else torch.int64)
+    group, add = torch.distributed.group.WORLD, torch.distributed.ReduceOp.SUM
+    with recorded("all_reduce", lambda *args, op=add, **kwargs: str(op)) as collectives:
         loss = parallel_cross_entropy(
-            own,
-            target.to(device, torch.int32 if int32 else torch.int64),
-            group=torch.distributed.group.WORLD,
-            reduction=reduction,
-            **options,
-            **uneven,
+            own, target, group=group, reduction=reduction, **options, **uneven
         )
         factor = torch.linspace(0.5, 2.0, loss.numel()).view(loss.shape).to(device)
         (loss * factor).sum().backward()
-    finally:
-        torch.distributed.all_reduce = reduce
     assert [name.split(".")[-1] for name in collectives] == ["MAX", "SUM"]
     assert loss.dtype is torch.float32
     assert own.grad.dtype is dtype
@@ -117,7 +100,7 @@ def test_odd_and_uneven_vocabularies(all_ranks, sizes, dtype):
 
 def _infinite(rank):
     """A rank whose logits are all -inf, as of padding, adds nothing."""
-    device = _device(rank)
+    device = device_of(rank)
     logits, target = make(torch.float32, 12)
     own = logits[..., :12] if rank == 0 else torch.full((*ROWS, 12), -torch.inf)
     own = own.contiguous().to(device).requires_grad_()
@@ -136,7 +119,7 @@ def test_columns_of_minus_infinity(two_ranks):
 
 
 def _te(rank, reduce_loss):
-    device = _device(rank)
+    device = device_of(rank)
     logits, target = make(torch.bfloat16, 34)
     own = logits[..., 17 * rank : 17 * rank + 17].contiguous().to(device).requires_grad_()
     group = torch.distributed.group.WORLD
@@ -162,10 +145,9 @@ def test_transformer_engine_s_arguments(two_ranks, reduce_loss):
 
 
 def _wrong(rank):
-    found = []
     group = torch.distributed.group.WORLD
     logits, target = make(torch.float32, 8)
-    for changed in (
+    changes = (
         {"target": target + 9},
         {"target": target[:2]},
         {"label_smoothing": 1.5},
@@ -175,17 +157,12 @@ def _wrong(rank):
         {"logits": logits.double()},
         {"target": target.double()},
         {"group": 3},
-    ):
-        options = {"logits": logits, "target": target, "group": group, **changed}
-        try:
-            parallel_cross_entropy(**options)
-        except (TypeError, ValueError) as error:
-            found.append(f"{type(error).__name__}: {error}")
-    return found
+    )
+    given = {"logits": logits, "target": target, "group": group}
+    return [told(parallel_cross_entropy, **given | changed) for changed in changes]
 
 
 def test_wrong_arguments(two_ranks):
-    messages = two_ranks.run(_wrong)[0]
     expected = [
         "ValueError: parallel_cross_entropy: target must be in [0, 16) or ignore_index -100",
         "ValueError: parallel_cross_entropy: target must have the shape of logits",
@@ -197,9 +174,7 @@ def test_wrong_arguments(two_ranks):
         "TypeError: parallel_cross_entropy: target must be int64 or int32",
         "TypeError: parallel_cross_entropy: group must be a torch.distributed.ProcessGroup",
     ]
-    assert len(messages) == len(expected)
-    for message, start in zip(messages, expected, strict=True):
-        assert message.startswith(start), message
+    assert_told(two_ranks.run(_wrong)[0], expected)
 
 
 HIDDEN = 24
@@ -216,7 +191,7 @@ def head(dtype, vocab, bias):
 
 def _head(rank, dtype, sizes, options, bias=True, fp8=False, int32=False):
     """Loss, and gradients of hidden states and of this rank's rows of weight and bias."""
-    device = _device(rank)
+    device = device_of(rank)
     x, w, b, target = head(dtype, sum(sizes), bias)
     start = sum(sizes[:rank])
     part = slice(start, start + sizes[rank])
@@ -269,7 +244,7 @@ def test_head_against_one_rank(all_ranks, size, name, reduction):
 
 def _ignored(rank, dtype, reduction, fp8):
     """Gradients of ignored rows, and of the weight without other rows, for an infinite factor."""
-    device = _device(rank)
+    device = device_of(rank)
     x, w, _, target = head(dtype, 32, bias=False)
     x, w = (t.to(device).requires_grad_() for t in (x, w[16 * rank : 16 * rank + 16]))
     logits = torch.randn(*ROWS, 16, device=device).to(dtype).requires_grad_()
@@ -340,20 +315,15 @@ def test_head_in_fp8(two_ranks):
 
 
 def _wrong_head(rank):
-    found = []
     x, w, b, target = head(torch.float32, 8, True)
-    for changed in (
+    changes = (
         {"tp_group": 3},
         {"first_index": 3},
         {"first_index": 9, "vocab_size": 16},
         {"target": target + 9},
-    ):
-        options = {"target": target, "tp_group": torch.distributed.group.WORLD, **changed}
-        try:
-            linear_cross_entropy(x, w, bias=b, **options)
-        except (TypeError, ValueError) as error:
-            found.append(f"{type(error).__name__}: {error}")
-    return found
+    )
+    given = {"target": target, "tp_group": torch.distributed.group.WORLD, "bias": b}
+    return [told(linear_cross_entropy, x, w, **given | changed) for changed in changes]
 
 
 def test_wrong_arguments_of_a_head(two_ranks):
@@ -363,10 +333,7 @@ def test_wrong_arguments_of_a_head(two_ranks):
         "ValueError: linear_cross_entropy: first_index must be from 0 to 8 for 8 columns of 16",
         "ValueError: linear_cross_entropy: target must be in [0, 16) or ignore_index -100",
     ]
-    messages = two_ranks.run(_wrong_head)[0]
-    assert len(messages) == len(expected)
-    for message, start in zip(messages, expected, strict=True):
-        assert message.startswith(start), message
+    assert_told(two_ranks.run(_wrong_head)[0], expected)
 
 
 @pytest.mark.cuda

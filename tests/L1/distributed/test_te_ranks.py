@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+from on_rank import all_equal
 from optimizer_cases import sharded
 from schemes import chosen
 from torch import distributed, nn
@@ -127,9 +128,9 @@ def _scaled(rank, options):
     other.load_state_dict(saved[0])
     resumed.load_state_dict(saved[1])
     _train(other, resumed, range(3, 5), rank)
-    for a, b in zip(model.parameters(), other.parameters(), strict=True):
-        assert torch.equal(a.full_tensor(), b.full_tensor())
-    return [p.full_tensor().detach() for p in model.parameters()]
+    ours, theirs = ([p.full_tensor().detach() for p in m.parameters()] for m in (model, other))
+    assert all_equal(ours, theirs)
+    return ours
 
 
 @pytest.mark.parametrize(

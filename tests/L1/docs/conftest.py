@@ -1,15 +1,11 @@
 """The built site, served on this machine, and a browser."""
 
-from __future__ import annotations
-
 import functools
 import http.server
 import shutil
 import sys
 import threading
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -19,7 +15,7 @@ sys.path += map(str, (ROOT / ".venv-docs").glob("lib/python*/site-packages"))
 
 
 @pytest.fixture(scope="session")
-def site() -> Path:
+def site():
     """The folder of the site."""
     folder = ROOT / "build" / "site"
     if not (folder / "index.html").exists():
@@ -28,12 +24,12 @@ def site() -> Path:
 
 
 class _Handler(http.server.SimpleHTTPRequestHandler):
-    def log_message(self, format: str, *args: Any) -> None:
+    def log_message(self, format, *args):
         """Prints nothing."""
 
 
 @pytest.fixture(scope="session")
-def address(site: Path) -> Iterator[str]:
+def address(site):
     """The address at which the site is served."""
     handler = functools.partial(_Handler, directory=str(site))
     server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler)
@@ -45,7 +41,7 @@ def address(site: Path) -> Iterator[str]:
 
 
 @pytest.fixture(scope="session")
-def browser() -> Iterator[Any]:
+def browser():
     """A headless Chromium, which finds no host but this machine."""
     webdriver = pytest.importorskip("selenium.webdriver", reason="selenium is not installed")
     chromium = shutil.which("chromium") or shutil.which("google-chrome")

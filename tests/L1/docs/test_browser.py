@@ -3,12 +3,9 @@
 With ``APEX_TE_SCREENSHOTS=<folder>`` pictures of whole pages are kept there, at both widths.
 """
 
-from __future__ import annotations
-
 import json
 import os
 from pathlib import Path
-from typing import Any
 from urllib.parse import urldefrag, urlsplit
 
 import pytest
@@ -21,28 +18,28 @@ PAGES = (
 WIDTHS = {"desktop": 1440, "phone": 390}
 
 
-def _wait(browser: Any, script: str, seconds: float = 20) -> Any:
+def _wait(browser, script, seconds=20):
     """Returns what a script returns, once that is neither null, false nor empty."""
     from selenium.webdriver.support.ui import WebDriverWait
 
     return WebDriverWait(browser, seconds).until(lambda b: b.execute_script(script))
 
 
-def _heading(browser: Any) -> str:
+def _heading(browser):
     return _wait(browser, "return document.querySelector('article h1')?.innerText")
 
 
-def _resize(browser: Any, width: int, height: int = 900) -> None:
+def _resize(browser, width, height=900):
     size = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": width < 600}
     browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
 
 
-def _text(heading: str) -> str:
+def _text(heading):
     return heading.replace("¶", "").strip()
 
 
 @pytest.mark.parametrize("page", PAGES)
-def test_a_page_loads_whole_and_from_here_alone(browser: Any, address: str, page: str) -> None:
+def test_a_page_loads_whole_and_from_here_alone(browser, address, page):
     for kind in ("browser", "performance"):
         browser.get_log(kind)  # of earlier pages
     browser.get(f"{address}/{page}")
@@ -66,7 +63,7 @@ def test_a_page_loads_whole_and_from_here_alone(browser: Any, address: str, page
     _resize(browser, 1440)
 
 
-def test_the_home_page_is_a_column_in_the_middle(browser: Any, address: str) -> None:
+def test_the_home_page_is_a_column_in_the_middle(browser, address):
     _resize(browser, 1440)
     browser.get(f"{address}/index.html")
     _heading(browser)
@@ -77,7 +74,7 @@ def test_the_home_page_is_a_column_in_the_middle(browser: Any, address: str) -> 
 
 
 @pytest.mark.parametrize("width", WIDTHS.values(), ids=WIDTHS)
-def test_names_of_recipes_are_not_broken(browser: Any, address: str, width: int) -> None:
+def test_names_of_recipes_are_not_broken(browser, address, width):
     _resize(browser, width)
     browser.get(f"{address}/guides/recipes_and_layers.html")
     _heading(browser)
@@ -86,7 +83,7 @@ def test_names_of_recipes_are_not_broken(browser: Any, address: str, width: int)
     assert browser.execute_script(broken) == []
 
 
-def test_a_page_that_is_not_there_leads_on(browser: Any, address: str) -> None:
+def test_a_page_that_is_not_there_leads_on(browser, address):
     browser.get(f"{address}/404.html")
     assert _text(_heading(browser)) == "Page not found"
     links = browser.execute_script(
@@ -97,7 +94,7 @@ def test_a_page_that_is_not_there_leads_on(browser: Any, address: str) -> None:
     assert browser.execute_script("return document.getElementById('__search').checked")
 
 
-def test_links_of_the_quickstart_lead_to_their_pages(browser: Any, address: str) -> None:
+def test_links_of_the_quickstart_lead_to_their_pages(browser, address):
     browser.get(f"{address}/start/quickstart.html")
     assert _text(_heading(browser)) == "Quickstart"
     script = (
@@ -131,7 +128,7 @@ def test_links_of_the_quickstart_lead_to_their_pages(browser: Any, address: str)
         ("nonfinite_count", "reference/regions.html"),
     ],
 )
-def test_the_search_finds_a_term(browser: Any, address: str, term: str, page: str) -> None:
+def test_the_search_finds_a_term(browser, address, term, page):
     assert f"{address}/{page}" in _found(browser, address, term)
 
 
@@ -148,11 +145,11 @@ def test_the_search_finds_a_term(browser: Any, address: str, term: str, page: st
         ("Linear", "reference/modules.html"),
     ],
 )
-def test_the_search_finds_a_page_first(browser: Any, address: str, words: str, page: str) -> None:
+def test_the_search_finds_a_page_first(browser, address, words, page):
     assert _found(browser, address, words)[0] == f"{address}/{page}"
 
 
-def _found(browser: Any, address: str, words: str) -> list[str]:
+def _found(browser, address, words):
     """Returns the pages that a search lists, in order."""
     from selenium.webdriver.common.by import By
 
@@ -169,7 +166,7 @@ def _found(browser: Any, address: str, words: str) -> list[str]:
 @pytest.mark.skipif("APEX_TE_SCREENSHOTS" not in os.environ, reason="no folder for screenshots")
 @pytest.mark.parametrize("width", WIDTHS)
 @pytest.mark.parametrize("page", PAGES)
-def test_screenshots(browser: Any, address: str, page: str, width: str) -> None:
+def test_screenshots(browser, address, page, width):
     _resize(browser, WIDTHS[width])
     browser.get(f"{address}/{page}")
     _heading(browser)

@@ -1,10 +1,7 @@
 """The notebooks run, and show what they print."""
 
-from __future__ import annotations
-
 import importlib.util
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -12,7 +9,7 @@ ROOT = Path(__file__).resolve().parents[3]
 NOTEBOOKS = sorted((ROOT / "docs" / "notebooks").glob("*.ipynb"))
 
 
-def _runner() -> Any:
+def _runner():
     spec = importlib.util.spec_from_file_location("notebooks", ROOT / "scripts" / "notebooks.py")
     assert spec is not None
     assert spec.loader is not None
@@ -21,13 +18,13 @@ def _runner() -> Any:
     return module
 
 
-def _kinds(notebook: dict[str, Any]) -> list[list[str]]:
+def _kinds(notebook):
     """Kinds of the outputs of each cell."""
     return [[o["output_type"] for o in cell.get("outputs", [])] for cell in notebook["cells"]]
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
-def test_a_notebook_runs_and_has_the_outputs_of_a_run(path: Path) -> None:
+def test_a_notebook_runs_and_has_the_outputs_of_a_run(path):
     pytest.importorskip("matplotlib", reason="matplotlib is not installed")
     runner = _runner()
     saved = runner.json.loads(path.read_text())
@@ -39,5 +36,5 @@ def test_a_notebook_runs_and_has_the_outputs_of_a_run(path: Path) -> None:
     assert "nan" not in text.lower().replace("nan/inf", "")
 
 
-def test_there_are_notebooks() -> None:
+def test_there_are_notebooks():
     assert len(NOTEBOOKS) == 2

@@ -2,12 +2,12 @@
 
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
+from programs import captured
 
 pytest.importorskip("tokenizers")
 topics = pytest.importorskip("pydoc_data.topics").topics
@@ -30,14 +30,11 @@ def program(name, *words, ranks=1):
     if ranks > 1:
         command += ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks)]
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-    done = subprocess.run(
+    done = captured(
         [*command, str(EXAMPLE / name), *map(str, words)],
-        capture_output=True,
-        text=True,
-        env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
         timeout=600,
+        env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
     )
-    assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
 

@@ -2,11 +2,11 @@
 
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from programs import captured
 
 pytest.importorskip("transformers")
 
@@ -19,10 +19,7 @@ def run(folder, *options):
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone",
                "--nproc-per-node", "2", str(PROGRAM), "--json", "figures.json",
                "--context", "32", *options]  # fmt: skip
-    done = subprocess.run(
-        command, cwd=folder, env=variables, capture_output=True, text=True, timeout=300
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
+    captured(command, cwd=folder, env=variables)
     figures = json.loads((folder / "figures.json").read_text())["figures"]
     assert figures["ranks"] == 2
     assert figures["ms"] > 0
@@ -51,10 +48,7 @@ def test_a_resumed_run_equals_a_whole_one_and_fp8_stays_near_bf16(tmp_path):
 )
 def test_wrong_command_lines_are_refused(options, message):
     variables = {k: v for k, v in os.environ.items() if k != "RANK"}
-    done = subprocess.run(
-        [sys.executable, str(PROGRAM), *options], env=variables, capture_output=True, text=True,
-        timeout=300,
-    )  # fmt: skip
+    done = captured([sys.executable, str(PROGRAM), *options], check=False, env=variables)
     assert done.returncode == 2
     assert message in done.stderr
     assert "Traceback" not in done.stderr

@@ -6,7 +6,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[3]
 
 
-def pin(name: str) -> str:
+def pin(name):
     """Returns the pinned version of a framework, for ``pytest.importorskip``.
 
     Args:

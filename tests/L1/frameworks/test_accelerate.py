@@ -1,10 +1,7 @@
 """Accelerate with ``mixed_precision="fp8"``: conversion, every option, checkpoints."""
 
-from __future__ import annotations
-
 import copy
 import os
-from pathlib import Path
 
 import pytest
 import torch
@@ -35,21 +32,21 @@ def _no_accelerator():
     _forget_accelerator()
 
 
-def _forget_accelerator() -> None:
+def _forget_accelerator():
     for state in (AcceleratorState, GradientState, PartialState):
         state._reset_state()
 
 
-def accelerator(**options) -> Accelerator:
+def accelerator(**options):
     return Accelerator(cpu=True, mixed_precision="fp8", kwargs_handlers=[TERecipeKwargs(**options)])
 
 
-def prepare(given: Accelerator, model: torch.nn.Module) -> torch.nn.Module:
+def prepare(given, model):
     """Has Accelerate convert a model, which it does together with an optimizer."""
     return given.prepare(model, torch.optim.SGD(model.parameters(), 0.1))[0]
 
 
-def train(given: Accelerator, model, steps=STEPS) -> list[float]:
+def train(given, model, steps=STEPS):
     """Trains a language model through Accelerate and returns the loss of each step."""
     model, optimizer = given.prepare(model, optimizer_of(model))
     losses = []
@@ -62,12 +59,12 @@ def train(given: Accelerator, model, steps=STEPS) -> list[float]:
     return losses
 
 
-def test_availability() -> None:
+def test_availability():
     assert is_transformer_engine_available()
     assert is_fp8_available()
 
 
-def test_a_language_model_is_converted_and_learns() -> None:
+def test_a_language_model_is_converted_and_learns():
     model = tiny_llama()
     plain, before = plain_losses(model), copy.deepcopy(model.state_dict())
     names = {name for name, m in model.named_modules() if isinstance(m, torch.nn.Linear)}
@@ -80,7 +77,7 @@ def test_a_language_model_is_converted_and_learns() -> None:
 
 
 @pytest.mark.parametrize("during", [False, True])
-def test_evaluation_is_in_high_precision_unless_asked_for(during: bool) -> None:
+def test_evaluation_is_in_high_precision_unless_asked_for(during):
     x = torch.randn(16, 32)
     model = torch.nn.Sequential(torch.nn.Linear(32, 32), torch.nn.Linear(32, 16))
     with torch.autocast("cpu", torch.bfloat16):  # which Accelerate adds to FP8
@@ -108,7 +105,7 @@ def test_evaluation_is_in_high_precision_unless_asked_for(during: bool) -> None:
         ),
     ],
 )
-def test_each_option_reaches_the_layers(options, fields) -> None:
+def test_each_option_reaches_the_layers(options, fields):
     model = prepare(accelerator(**options), torch.nn.Sequential(torch.nn.Linear(32, 16)))
     model(torch.randn(16, 32)).sum().backward()
     recipe = model[0]._fp8.state.recipe
@@ -116,7 +113,7 @@ def test_each_option_reaches_the_layers(options, fields) -> None:
     assert {name: getattr(recipe, name) for name in fields} == fields
 
 
-def test_mxfp8_is_chosen() -> None:
+def test_mxfp8_is_chosen():
     given = accelerator(use_mxfp8_block_scaling=True)
     x = torch.randn(32, 64)
     model = torch.nn.Sequential(torch.nn.Linear(64, 32))
@@ -128,12 +125,12 @@ def test_mxfp8_is_chosen() -> None:
     assert not model[0]._fp8.state.allocated  # MXFP8 keeps no state
 
 
-def test_pure_e5m2_is_refused() -> None:
+def test_pure_e5m2_is_refused():
     with pytest.raises(ValueError, match="pure E5M2 training is not supported"):
         prepare(accelerator(fp8_format="E5M2"), torch.nn.Sequential(torch.nn.Linear(32, 16)))
 
 
-def test_layers_of_transformer_engine_are_not_converted_again() -> None:
+def test_layers_of_transformer_engine_are_not_converted_again():
     layers = [
         te.Linear(32, 32, return_bias=True), te.LayerNorm(32, zero_centered_gamma=True),
         te.RMSNorm(32), te.LayerNormLinear(32, 48), te.LayerNormMLP(32, 64),
@@ -149,7 +146,7 @@ def test_layers_of_transformer_engine_are_not_converted_again() -> None:
 
 
 @pytest.mark.parametrize("handlers", [[FP8RecipeKwargs(backend="TE")], []])
-def test_accelerates_own_test(handlers) -> None:
+def test_accelerates_own_test(handlers):
     os.environ["ACCELERATE_FP8_BACKEND"] = "TE"
     given = Accelerator(cpu=True, mixed_precision="fp8", kwargs_handlers=handlers or None)
     data = torch.utils.data.DataLoader(torch.randn(10, 32), batch_size=2)
@@ -165,7 +162,7 @@ def test_accelerates_own_test(handlers) -> None:
         optimizer.zero_grad()
 
 
-def test_a_saved_state_continues_to_the_bit(tmp_path: Path) -> None:
+def test_a_saved_state_continues_to_the_bit(tmp_path):
     def prepared():
         given = accelerator(amax_history_len=4)
         model = tiny_llama()

@@ -1,15 +1,12 @@
 """DeepSpeed over layers of Transformer Engine: ZeRO 0 to 3 compute the same, in files too."""
 
-from __future__ import annotations
-
 import json
 import os
-import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 from pins import ROOT, pin
+from programs import captured
 from tiny import STEPS, TOLERANCE
 
 pytest.importorskip("deepspeed", minversion=pin("deepspeed"))
@@ -82,9 +79,7 @@ torch.distributed.destroy_process_group()
         ("Linear", "float32", 2), ("LayerNormMLP", "float32", 2),
     ],
 )  # fmt: skip
-def test_all_stages_of_zero_compute_the_same(
-    kind: str, dtype: str, size: int, tmp_path: Path
-) -> None:
+def test_all_stages_of_zero_compute_the_same(kind, dtype, size, tmp_path):
     program = tmp_path / "train.py"
     program.write_text(f"import apex_te  # installs the alias\n{PROGRAM}")
     path = f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}".rstrip(os.pathsep)
@@ -92,8 +87,7 @@ def test_all_stages_of_zero_compute_the_same(
     environment["PYTHONPATH"] = path
     command = [sys.executable, "-m", "torch.distributed.run", f"--nproc_per_node={size}"]
     command += ["--standalone", str(program), str(tmp_path), kind, dtype, str(STEPS)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    done = captured(command, timeout=600, env=environment)
     line = next(line for line in done.stdout.splitlines() if line.startswith("losses"))
     losses = json.loads(line.removeprefix("losses"))
     plain = losses["plain"]

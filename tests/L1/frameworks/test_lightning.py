@@ -1,9 +1,6 @@
 """Lightning's TransformerEnginePrecision: the plugin and its strings, Trainer and Fabric, files."""
 
-from __future__ import annotations
-
 import copy
-from pathlib import Path
 
 import pytest
 import torch
@@ -30,7 +27,7 @@ WIDTH = 64
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 
 
-def network() -> torch.nn.Module:
+def network():
     """Returns a model that predicts a sequence's next element from the two before it."""
     torch.manual_seed(0)
     return torch.nn.Sequential(
@@ -42,7 +39,7 @@ def network() -> torch.nn.Module:
     )
 
 
-def te_network() -> torch.nn.Module:
+def te_network():
     """Returns the same model of Transformer Engine's layers, with arguments of their own."""
     torch.manual_seed(0)
     return torch.nn.Sequential(
@@ -53,7 +50,7 @@ def te_network() -> torch.nn.Module:
     )
 
 
-def data(batches: int = STEPS) -> torch.utils.data.DataLoader:
+def data(batches=STEPS):
     """Returns batches of pairs of elements, one-hot, with the element that follows."""
     rows = sequences(8 * STEPS).unfold(1, 3, 3).flatten(0, 1)[: 64 * batches]
     pairs = torch.nn.functional.one_hot(rows[:, :2], VOCABULARY).float()
@@ -63,12 +60,12 @@ def data(batches: int = STEPS) -> torch.utils.data.DataLoader:
 class Module(LightningModule):
     """A network with its loss, for Trainer; ``late`` makes it in ``configure_model``."""
 
-    def __init__(self, make=network, late: bool = False) -> None:
+    def __init__(self, make=network, late=False):
         super().__init__()
         self.make, self.losses = make, []
         self.net = None if late else make()
 
-    def configure_model(self) -> None:
+    def configure_model(self):
         if self.net is None:
             self.net = self.make()
 
@@ -81,7 +78,7 @@ class Module(LightningModule):
         return torch.optim.AdamW(self.parameters(), lr=3e-3)
 
 
-def trainer(folder: Path, precision=None, steps: int = STEPS, **options) -> Trainer:
+def trainer(folder, precision=None, steps=STEPS, **options):
     if isinstance(precision, TransformerEnginePrecision):
         options["plugins"] = precision
     elif precision is not None:
@@ -92,18 +89,18 @@ def trainer(folder: Path, precision=None, steps: int = STEPS, **options) -> Trai
     )  # fmt: skip
 
 
-def plain_losses(folder: Path, make=network) -> list[float]:
+def plain_losses(folder, make=network):
     module = Module(make)
     trainer(folder, "32-true", enable_checkpointing=False).fit(module, data())
     return module.losses
 
 
-def test_availability() -> None:
+def test_availability():
     assert bool(_TRANSFORMER_ENGINE_AVAILABLE), str(_TRANSFORMER_ENGINE_AVAILABLE)
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "transformer-engine"])
-def test_trainer_converts_and_learns(precision: str, tmp_path: Path) -> None:
+def test_trainer_converts_and_learns(precision, tmp_path):
     chosen = precision
     if precision != "transformer-engine":
         dtype = torch.float32 if precision == "fp32" else torch.bfloat16
@@ -124,7 +121,7 @@ def test_trainer_converts_and_learns(precision: str, tmp_path: Path) -> None:
     assert abs(module.losses[0] - plain[0]) < 0.05, "the layers kept their initial values"
 
 
-def test_fabric_learns() -> None:
+def test_fabric_learns():
     fabric = Fabric(
         accelerator="cpu", devices=1, plugins=FabricPrecision(weights_dtype=torch.float32)
     )
@@ -143,7 +140,7 @@ def test_fabric_learns() -> None:
     check_losses(*losses)
 
 
-def test_the_recipe_of_the_plugin_counts() -> None:
+def test_the_recipe_of_the_plugin_counts():
     options = {"fp8_format": "E4M3", "amax_history_len": 4, "amax_compute_algo": "most_recent"}
     fabric = Fabric(
         accelerator="cpu", devices=1,
@@ -156,7 +153,7 @@ def test_the_recipe_of_the_plugin_counts() -> None:
     )
 
 
-def test_layers_of_transformer_engine_keep_their_arguments(tmp_path: Path) -> None:
+def test_layers_of_transformer_engine_keep_their_arguments(tmp_path):
     module = Module(te_network)
     layers = list(module.net.modules())
     precision = TransformerEnginePrecision(weights_dtype=torch.float32)
@@ -166,7 +163,7 @@ def test_layers_of_transformer_engine_keep_their_arguments(tmp_path: Path) -> No
     check_losses(module.losses, plain_losses(tmp_path, te_network))
 
 
-def test_init_module_makes_layers_of_transformer_engine() -> None:
+def test_init_module_makes_layers_of_transformer_engine():
     precision = FabricPrecision(weights_dtype=torch.float32, replace_layers=True)
     fabric = Fabric(accelerator="cpu", devices=1, plugins=precision)
     plain = torch.nn.Linear
@@ -183,8 +180,8 @@ def test_init_module_makes_layers_of_transformer_engine() -> None:
     assert made[1].weight.grad is not None
 
 
-def test_training_goes_on_from_a_checkpoint(tmp_path: Path) -> None:
-    def fit(start: str | None = None) -> Module:
+def test_training_goes_on_from_a_checkpoint(tmp_path):
+    def fit(start=None):
         module = Module(te_network, late=True)
         precision = TransformerEnginePrecision(weights_dtype=torch.float32)
         saver = ModelCheckpoint(tmp_path, "{step}", save_top_k=-1, every_n_train_steps=STEPS // 2)
@@ -198,7 +195,7 @@ def test_training_goes_on_from_a_checkpoint(tmp_path: Path) -> None:
     assert resumed.losses == whole.losses[STEPS // 2 :]
 
 
-def test_a_checkpoint_of_converted_layers_loads_without_their_fp8_state(tmp_path: Path) -> None:
+def test_a_checkpoint_of_converted_layers_loads_without_their_fp8_state(tmp_path):
     module = Module()
     given = trainer(tmp_path, TransformerEnginePrecision(weights_dtype=torch.float32))
     given.fit(module, data())

@@ -24,7 +24,7 @@ if megatron.core.__version__ != pin("megatron-core"):
     pytest.skip(f"needs Megatron-Core {pin('megatron-core')}", allow_module_level=True)
 
 
-def close(found: dict[int, Ranks]) -> None:
+def close(found):
     """Ends the processes of sets of ranks, and those that Megatron has started there."""
     for ranks in found.values():
         with contextlib.suppress(OSError):  # of ranks that were killed
@@ -52,22 +52,22 @@ def sets():
 
 
 @pytest.fixture
-def one(sets) -> Ranks:
+def one(sets):
     return sets[1]
 
 
 @pytest.fixture
-def two(sets) -> Ranks:
+def two(sets):
     return sets[2]
 
 
-def check_near(losses: list[float], plain: list[float], tolerance: float = 0.02) -> None:
+def check_near(losses, plain, tolerance=0.02):
     assert plain[-1] < 0.85 * plain[0], "the plain model did not learn"
     mean, expected = sum(losses[-5:]) / 5, sum(plain[-5:]) / 5
     assert abs(mean - expected) <= tolerance * expected, (losses, plain)
 
 
-def test_every_module_imports(one) -> None:
+def test_every_module_imports(one):
     """Modules of Megatron import, but for those that need a package that is not installed."""
     (errors,) = one.run(mg.rank_imports)
     wrong = {name: text for name, text in errors.items() if "transformer_engine" in text}
@@ -80,13 +80,13 @@ def test_every_module_imports(one) -> None:
 
 
 @pytest.fixture(scope="module")
-def plain(sets) -> list[float]:
+def plain(sets):
     """Losses without FP8."""
     return sets[1].run(mg.rank_losses, mg.LLAMA)[0]
 
 
 @pytest.mark.parametrize("recipe", mg.FP8)
-def test_gpt_trains_with_each_recipe(one, plain, recipe) -> None:
+def test_gpt_trains_with_each_recipe(one, plain, recipe):
     (losses,) = one.run(mg.rank_losses, {**mg.LLAMA, **mg.FP8[recipe]})
     check_near(losses, plain)
     assert losses != plain
@@ -99,7 +99,7 @@ FUSED = {
 
 
 @pytest.mark.parametrize("kind", FUSED)
-def test_fused_functions(one, plain, kind) -> None:
+def test_fused_functions(one, plain, kind):
     """Rotary embedding and cross entropy of the alias in the place of Megatron's own."""
     (losses,) = one.run(mg.rank_losses, {**mg.LLAMA, **FUSED[kind]})
     assert losses == pytest.approx(plain, rel=1e-4)
@@ -107,7 +107,7 @@ def test_fused_functions(one, plain, kind) -> None:
 
 @pytest.mark.parametrize("recipe", [None, "delayed", "tensorwise", "blockwise"])
 @pytest.mark.parametrize("sequence_parallel", [False, True])
-def test_two_tensor_parallel_ranks_equal_one(one, two, tmp_path, recipe, sequence_parallel) -> None:
+def test_two_tensor_parallel_ranks_equal_one(one, two, tmp_path, recipe, sequence_parallel):
     fp8 = mg.FP8.get(recipe, {})
     options, folder = {**mg.LLAMA, **fp8}, str(tmp_path / "saved")
     one.run(mg.rank_saved, options, 1, 1, folder, 0)
@@ -135,21 +135,21 @@ RECOMPUTES = {
 
 @pytest.mark.parametrize("recipe", [None, *mg.FP8])
 @pytest.mark.parametrize("kind", RECOMPUTES)
-def test_recompute_is_bitwise(one, kind, recipe) -> None:
+def test_recompute_is_bitwise(one, kind, recipe):
     options = {**mg.LLAMA, **mg.FP8.get(recipe, {}), "attention_dropout": 0.1}
     again = {**options, **RECOMPUTES[kind]}
     assert one.run(mg.rank_losses, again) == one.run(mg.rank_losses, options)
 
 
 @pytest.mark.parametrize("distribute", [False, True])
-def test_recompute_on_two_ranks(two, distribute) -> None:
+def test_recompute_on_two_ranks(two, distribute):
     options = {**mg.LLAMA, **mg.FP8["delayed"], "attention_dropout": 0.1}
     again = {**options, **RECOMPUTES["full"], "distribute_saved_activations": distribute}
     assert two.run(mg.rank_split, again, 2, 1, None) == two.run(mg.rank_split, options, 2, 1, None)
 
 
 @pytest.mark.parametrize("recipe", ["delayed", "tensorwise", "blockwise"])
-def test_weights_in_fp8(one, plain, recipe) -> None:
+def test_weights_in_fp8(one, plain, recipe):
     (found,) = one.run(mg.rank_fp8_weights, {**mg.LLAMA, **mg.FP8[recipe]})
     losses, kinds = found
     assert kinds == {"FP8Parameter"}
@@ -158,7 +158,7 @@ def test_weights_in_fp8(one, plain, recipe) -> None:
 
 @pytest.mark.parametrize("recipe", [None, "delayed", "tensorwise", "blockwise"])
 @pytest.mark.parametrize("held", [False, True])
-def test_distributed_optimizer(one, two, recipe, held) -> None:
+def test_distributed_optimizer(one, two, recipe, held):
     """ZeRO over two ranks with the same batch equals one rank; weights in FP8 are cut anywhere."""
     if held and recipe is None:
         pytest.skip("weights in FP8 have a recipe")
@@ -173,7 +173,7 @@ def test_distributed_optimizer(one, two, recipe, held) -> None:
 
 
 @pytest.mark.parametrize("recipe", mg.FP8)
-def test_grouped_experts(one, recipe) -> None:
+def test_grouped_experts(one, recipe):
     (expected,) = one.run(mg.rank_losses, mg.MOE)
     (losses,) = one.run(mg.rank_losses, {**mg.MOE, **mg.FP8[recipe]})
     check_near(losses, expected)
@@ -181,7 +181,7 @@ def test_grouped_experts(one, recipe) -> None:
 
 
 @pytest.mark.parametrize("recipe", [None, "delayed"])
-def test_experts_on_two_ranks(one, two, tmp_path, recipe) -> None:
+def test_experts_on_two_ranks(one, two, tmp_path, recipe):
     options, folder = {**mg.MOE, **mg.FP8.get(recipe, {})}, str(tmp_path / "saved")
     one.run(mg.rank_saved, options, 1, 1, folder, 0)
     (expected,) = one.run(mg.rank_split, options, 1, 1, folder)
@@ -192,7 +192,7 @@ def test_experts_on_two_ranks(one, two, tmp_path, recipe) -> None:
 
 @pytest.mark.parametrize("kind", ["dense", "experts"])
 @pytest.mark.parametrize("recipe", ["delayed", "tensorwise"])
-def test_a_checkpoint_continues_bitwise(one, tmp_path, kind, recipe) -> None:
+def test_a_checkpoint_continues_bitwise(one, tmp_path, kind, recipe):
     options = {**(mg.MOE if kind == "experts" else mg.LLAMA), **mg.FP8[recipe]}
     folder = str(tmp_path / "saved")
     (later,) = one.run(mg.rank_saved, options, 1, 1, folder, 5)
@@ -205,7 +205,7 @@ def test_a_checkpoint_continues_bitwise(one, tmp_path, kind, recipe) -> None:
 
 
 @pytest.mark.parametrize("recipe", ["delayed", "tensorwise", "blockwise"])
-def test_weights_in_fp8_are_saved(two, tmp_path, recipe) -> None:
+def test_weights_in_fp8_are_saved(two, tmp_path, recipe):
     # The halves of a gated layer are saved apart: with blocks of 128 rows they must not cut one.
     options = {**mg.LLAMA, **mg.FP8[recipe], "ffn_hidden_size": 256}
     for wrong in two.run(mg.rank_fp8_weights_saved, options, 2, str(tmp_path / "saved")):
@@ -214,12 +214,12 @@ def test_weights_in_fp8_are_saved(two, tmp_path, recipe) -> None:
 
 @pytest.mark.parametrize(("before", "after"), [(1, 2), (2, 1), (2, 2)])
 @pytest.mark.parametrize("kind", ["dense", "experts"])
-def test_a_checkpoint_loads_on_other_ranks(one, two, tmp_path, kind, before, after) -> None:
+def test_a_checkpoint_loads_on_other_ranks(one, two, tmp_path, kind, before, after):
     """Scales and histories come along, also where a rank has another part of the weights."""
     options = {**(mg.MOE if kind == "experts" else mg.LLAMA), **mg.FP8["delayed"]}
     folder, by_size = str(tmp_path / "saved"), {1: one, 2: two}
 
-    def sizes(ranks: int) -> tuple[int, int]:
+    def sizes(ranks):
         return (1, ranks) if kind == "experts" else (ranks, 1)
 
     saved = by_size[before].run(mg.rank_states_saved, options, *sizes(before), folder)
@@ -234,7 +234,7 @@ def test_a_checkpoint_loads_on_other_ranks(one, two, tmp_path, kind, before, aft
         check_experts(saved, loaded)
 
 
-def check_through_one(one: Ranks, two: Ranks, options: dict, kind: str, folder: str) -> None:
+def check_through_one(one, two, options, kind, folder):
     """Saves on two ranks, loads and saves on one, and checks that two continue bitwise."""
     sizes = {n: ((1, n) if kind == "experts" else (n, 1)) for n in (1, 2)}
     first, second = f"{folder}/two", f"{folder}/one"
@@ -250,12 +250,12 @@ def check_through_one(one: Ranks, two: Ranks, options: dict, kind: str, folder: 
 
 
 @pytest.mark.parametrize("kind", ["dense", "experts"])
-def test_a_checkpoint_through_one_rank_continues_bitwise(one, two, tmp_path, kind) -> None:
+def test_a_checkpoint_through_one_rank_continues_bitwise(one, two, tmp_path, kind):
     options = {**(mg.MOE if kind == "experts" else mg.LLAMA), **mg.FP8["delayed"]}
     check_through_one(one, two, options, kind, str(tmp_path))
 
 
-def check_experts(saved: list[dict], loaded: list[dict]) -> None:
+def check_experts(saved, loaded):
     """Checks that each expert has its scales: ranks in order have the experts in order."""
     names = [name for name in saved[0] if "experts" in name]
     assert names
@@ -266,7 +266,7 @@ def check_experts(saved: list[dict], loaded: list[dict]) -> None:
 
 
 @pytest.mark.parametrize("recipe", [None, "delayed", "tensorwise"])
-def test_graphs_of_layers_equal_eager(one, recipe) -> None:
+def test_graphs_of_layers_equal_eager(one, recipe):
     """Megatron's helper captures layers by ``make_graphed_callables(_order=)`` and replays them."""
     options = {**BF16, **mg.FP8.get(recipe, {})}
     ((eager, graphed, runs),) = one.run(mg.rank_graphs, options, 6)
@@ -274,7 +274,7 @@ def test_graphs_of_layers_equal_eager(one, recipe) -> None:
     assert runs == [4, 4]
 
 
-def test_a_state_dict_of_transformer_engine_loads(one) -> None:
+def test_a_state_dict_of_transformer_engine_loads(one):
     """Megatron's keys with the ``_extra_state`` of a release that pickles, strictly."""
     values = []
     for number in range(8):
@@ -295,7 +295,7 @@ def gpu_sets():
     close(found)
 
 
-def gpus(gpu_sets, size: int) -> Ranks:
+def gpus(gpu_sets, size):
     if size not in gpu_sets:
         pytest.skip(f"needs {size} GPUs, got {torch.cuda.device_count()}")
     return gpu_sets[size]
@@ -303,7 +303,7 @@ def gpus(gpu_sets, size: int) -> Ranks:
 
 @pytest.mark.cuda
 @pytest.mark.parametrize("recipe", mg.FP8)
-def test_gpt_on_a_gpu(gpu_sets, recipe) -> None:
+def test_gpt_on_a_gpu(gpu_sets, recipe):
     ranks = gpus(gpu_sets, 1)
     (plain,), (losses,) = (
         ranks.run(mg.rank_losses, {**BF16, **fp8}) for fp8 in ({}, mg.FP8[recipe])
@@ -314,7 +314,7 @@ def test_gpt_on_a_gpu(gpu_sets, recipe) -> None:
 @pytest.mark.cuda
 @pytest.mark.parametrize("recipe", [None, "delayed", "tensorwise", "blockwise"])
 @pytest.mark.parametrize("sequence_parallel", [False, True])
-def test_tensor_parallel_gpus(gpu_sets, tmp_path, recipe, sequence_parallel) -> None:
+def test_tensor_parallel_gpus(gpu_sets, tmp_path, recipe, sequence_parallel):
     one, two = gpus(gpu_sets, 1), gpus(gpu_sets, 2)
     options, folder = {**BF16, **mg.FP8.get(recipe, {})}, str(tmp_path / "saved")
     one.run(mg.rank_saved, options, 1, 1, folder, 0)
@@ -328,7 +328,7 @@ def test_tensor_parallel_gpus(gpu_sets, tmp_path, recipe, sequence_parallel) -> 
 @pytest.mark.cuda
 @pytest.mark.parametrize("recipe", [None, "delayed", "tensorwise", "blockwise"])
 @pytest.mark.parametrize("held", [False, True])
-def test_distributed_optimizer_on_gpus(gpu_sets, recipe, held) -> None:
+def test_distributed_optimizer_on_gpus(gpu_sets, recipe, held):
     if held and recipe is None:
         pytest.skip("weights in FP8 have a recipe")
     options = {**BF16, **mg.FP8.get(recipe, {}), "fp8_param": held, "num_layers": 3}
@@ -343,7 +343,7 @@ def test_distributed_optimizer_on_gpus(gpu_sets, recipe, held) -> None:
 @pytest.mark.cuda
 @pytest.mark.parametrize(("before", "after"), [(1, 2), (2, 1)])
 @pytest.mark.parametrize("kind", ["dense", "experts"])
-def test_checkpoints_on_gpus(gpu_sets, tmp_path, kind, before, after) -> None:
+def test_checkpoints_on_gpus(gpu_sets, tmp_path, kind, before, after):
     options = {**BF16, **(mg.MOE if kind == "experts" else {}), **mg.FP8["delayed"]}
     sizes = {n: ((1, n) if kind == "experts" else (n, 1)) for n in (1, 2)}
     folder = str(tmp_path / "saved")
@@ -358,14 +358,14 @@ def test_checkpoints_on_gpus(gpu_sets, tmp_path, kind, before, after) -> None:
 
 @pytest.mark.cuda
 @pytest.mark.parametrize("kind", ["dense", "experts"])
-def test_a_checkpoint_through_one_gpu_continues_bitwise(gpu_sets, tmp_path, kind) -> None:
+def test_a_checkpoint_through_one_gpu_continues_bitwise(gpu_sets, tmp_path, kind):
     options = {**BF16, **(mg.MOE if kind == "experts" else {}), **mg.FP8["delayed"]}
     check_through_one(gpus(gpu_sets, 1), gpus(gpu_sets, 2), options, kind, str(tmp_path))
 
 
 @pytest.mark.cuda
 @pytest.mark.parametrize("recipe", ["delayed", "tensorwise", "blockwise"])
-def test_experts_on_gpus(gpu_sets, recipe) -> None:
+def test_experts_on_gpus(gpu_sets, recipe):
     options = {**BF16, **mg.MOE}
     (plain,) = gpus(gpu_sets, 1).run(mg.rank_losses, options)
     first, second = gpus(gpu_sets, 2).run(mg.rank_losses, {**options, **mg.FP8[recipe]}, 1, 2)
@@ -375,7 +375,7 @@ def test_experts_on_gpus(gpu_sets, recipe) -> None:
 
 @pytest.mark.cuda
 @pytest.mark.parametrize("recipe", ["delayed", "tensorwise", "blockwise"])
-def test_weights_in_fp8_are_saved_on_gpus(gpu_sets, tmp_path, recipe) -> None:
+def test_weights_in_fp8_are_saved_on_gpus(gpu_sets, tmp_path, recipe):
     options = {**BF16, **mg.FP8[recipe], "ffn_hidden_size": 256}
     ranks = gpus(gpu_sets, 2)
     for wrong in ranks.run(mg.rank_fp8_weights_saved, options, 2, str(tmp_path / "saved")):
@@ -384,7 +384,7 @@ def test_weights_in_fp8_are_saved_on_gpus(gpu_sets, tmp_path, recipe) -> None:
 
 @pytest.mark.cuda
 @pytest.mark.parametrize("recipe", [None, "delayed", "tensorwise"])
-def test_graphs_of_layers_on_a_gpu(gpu_sets, recipe) -> None:
+def test_graphs_of_layers_on_a_gpu(gpu_sets, recipe):
     options = {**BF16, **mg.FP8.get(recipe, {})}
     ((eager, graphed, runs),) = gpus(gpu_sets, 1).run(mg.rank_graphs, options, 6)
     assert graphed == eager

@@ -1,9 +1,6 @@
 """PEFT over layers of Transformer Engine and over converted ones: train, merge, files, generate."""
 
-from __future__ import annotations
-
 import copy
-from pathlib import Path
 
 import pytest
 import torch
@@ -28,7 +25,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 TARGETS = ["q_proj", "v_proj", "up_proj", "down_proj"]
 
 
-def tiny_opt() -> torch.nn.Module:
+def tiny_opt():
     torch.manual_seed(0)
     config = OPTConfig(
         vocab_size=VOCABULARY, hidden_size=64, ffn_dim=128, num_hidden_layers=2,
@@ -38,7 +35,7 @@ def tiny_opt() -> torch.nn.Module:
     return OPTForCausalLM(config)
 
 
-def with_te_layers(model: torch.nn.Module) -> torch.nn.Module:
+def with_te_layers(model):
     """Puts ``te.Linear`` with the same values in the place of each linear layer but the head."""
     for name, module in list(model.named_modules()):
         if type(module) is not torch.nn.Linear or name == "lm_head":
@@ -54,7 +51,7 @@ def with_te_layers(model: torch.nn.Module) -> torch.nn.Module:
     return model
 
 
-def train(model: torch.nn.Module, fp8: bool = True) -> list[float]:
+def train(model, fp8=True):
     chosen = recipe.DelayedScaling(amax_history_len=16)
     trained = [p for p in model.parameters() if p.requires_grad]
     optimizer, losses = torch.optim.AdamW(trained, lr=3e-3), []
@@ -70,12 +67,12 @@ def train(model: torch.nn.Module, fp8: bool = True) -> list[float]:
     return losses
 
 
-def logits(model: torch.nn.Module) -> torch.Tensor:
+def logits(model):
     with torch.no_grad():
         return model(input_ids=sequences(2)).logits
 
 
-def lora(**options: object) -> peft.LoraConfig:
+def lora(**options):
     values = {"r": 16, "lora_alpha": 64, "modules_to_save": ["lm_head"], "target_modules": TARGETS}
     return peft.LoraConfig(**{**values, **options})
 
@@ -92,7 +89,7 @@ METHODS = {
 }  # fmt: skip
 
 
-def test_availability() -> None:
+def test_availability():
     assert is_te_available()
     assert is_te_pytorch_available()
 
@@ -100,7 +97,7 @@ def test_availability() -> None:
 # The three tests that PEFT has for Transformer Engine, on a CPU: LoRA layers over te.Linear train,
 # their adapter is saved and loaded, and merging them is refused.
 @pytest.mark.parametrize("names", [["q_proj", "v_proj"], ["fc1", "fc2"], "all-linear"])
-def test_opt_with_te_layers_trains(names) -> None:
+def test_opt_with_te_layers_trains(names):
     adapter = lora(target_modules=["q_proj", "k_proj", "v_proj", "out_proj", "fc1", "fc2"])
     adapter.target_modules = names if names != "all-linear" else adapter.target_modules
     torch.manual_seed(1)
@@ -115,7 +112,7 @@ def test_opt_with_te_layers_trains(names) -> None:
     assert all(m.base_layer.weight.grad is None for m in layers)
 
 
-def test_an_adapter_over_te_layers_is_saved_and_loaded(tmp_path: Path) -> None:
+def test_an_adapter_over_te_layers_is_saved_and_loaded(tmp_path):
     model = peft.get_peft_model(with_te_layers(tiny_opt()), lora(target_modules=["q_proj", "fc1"]))
     start = logits(model)
     train(model)
@@ -129,16 +126,16 @@ def test_an_adapter_over_te_layers_is_saved_and_loaded(tmp_path: Path) -> None:
     assert torch.equal(*made)
 
 
-def test_merging_over_te_layers_is_refused_by_peft() -> None:
+def test_merging_over_te_layers_is_refused_by_peft():
     model = peft.get_peft_model(with_te_layers(tiny_opt()), lora(target_modules=["q_proj"]))
     with pytest.raises(NotImplementedError, match="TeLinear does not support merge"):
         model.merge_and_unload()
 
 
 @pytest.mark.parametrize("kind", ["LayerNormLinear", "LayerNormMLP"])
-def test_fused_layers_get_adapters(kind: str) -> None:
+def test_fused_layers_get_adapters(kind):
     class Model(torch.nn.Module):
-        def __init__(self) -> None:
+        def __init__(self):
             super().__init__()
             layer = (
                 te.LayerNormLinear(64, 64)
@@ -163,7 +160,7 @@ def test_fused_layers_get_adapters(kind: str) -> None:
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_converted_models_train_and_merge(method: str, tmp_path: Path) -> None:
+def test_converted_models_train_and_merge(method, tmp_path):
     def adapted(model):
         torch.manual_seed(1)
         return peft.get_peft_model(model, copy.deepcopy(METHODS[method]))

@@ -1,7 +1,5 @@
 """Accelerate and Trainer on several ranks, which find the alias by its files: CPU and GPUs."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess
@@ -11,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from pins import ROOT, pin
+from programs import captured
 from tiny import check_losses
 
 pytest.importorskip("accelerate", minversion=pin("accelerate"))
@@ -24,7 +23,7 @@ KINDS = [
 
 
 @pytest.fixture(scope="module", params=KINDS)
-def losses(request, tmp_path_factory) -> dict[str, list[float]]:
+def losses(request, tmp_path_factory):
     """Losses of each training, by a launch of torchrun."""
     device, size = request.param.split()
     if device == "cuda" and torch.cuda.device_count() < int(size):
@@ -32,7 +31,7 @@ def losses(request, tmp_path_factory) -> dict[str, list[float]]:
     return launched(device, size, tmp_path_factory.mktemp("alias"))
 
 
-def launched(device: str, size: str, folder: Path) -> dict[str, list[float]]:
+def launched(device, size, folder):
     """Runs train_ranks.py with the alias as files in a folder; returns what it prints."""
     path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
     environment = {k: v for k, v in os.environ.items() if not k.startswith("APEX_TE_T")}
@@ -45,12 +44,11 @@ def launched(device: str, size: str, folder: Path) -> dict[str, list[float]]:
     environment["PYTHONPATH"] = f"{site}{os.pathsep}{environment['PYTHONPATH']}"
     command = [sys.executable, "-m", "torch.distributed.run", f"--nproc_per_node={size}"]
     command += ["--standalone", str(Path(__file__).with_name("train_ranks.py")), device]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stdout + done.stderr
+    done = captured(command, env=environment)
     line = next(line for line in done.stdout.splitlines() if line.startswith("losses"))
     return json.loads(line.removeprefix("losses"))
 
 
 @pytest.mark.parametrize("framework", ["accelerate", "trainer"])
-def test_fp8_learns_as_without_it(losses, framework: str) -> None:
+def test_fp8_learns_as_without_it(losses, framework):
     check_losses(losses[f"{framework}, fp8"], losses[f"{framework}, plain"])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from pathlib import Path
 
 import pytest
 import torch
@@ -35,7 +34,7 @@ def _fp8():
     _forget_accelerator()
 
 
-def _forget_accelerator() -> None:
+def _forget_accelerator():
     for state in (AcceleratorState, GradientState, PartialState):
         state._reset_state()
 
@@ -43,7 +42,7 @@ def _forget_accelerator() -> None:
 class Losses(TrainerCallback):
     """Notes the loss of each step."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.values: list[float] = []
 
     def on_log(self, args, state, control, logs=None, **kwargs):
@@ -51,7 +50,7 @@ class Losses(TrainerCallback):
             self.values.append(logs["loss"])
 
 
-def options(folder: Path, steps: int = STEPS) -> dict:
+def options(folder, steps=STEPS):
     return {
         "output_dir": str(folder), "max_steps": steps, "per_device_train_batch_size": BATCH,
         "learning_rate": 2e-3, "lr_scheduler_type": "constant", "logging_steps": 1,
@@ -60,11 +59,11 @@ def options(folder: Path, steps: int = STEPS) -> dict:
     }  # fmt: skip
 
 
-def dataset() -> Dataset:
+def dataset():
     return Dataset.from_dict({"input_ids": sequences().tolist(), "labels": sequences().tolist()})
 
 
-def fit(folder: Path, resume: str | None = None) -> tuple[list[float], torch.nn.Module, Trainer]:
+def fit(folder, resume=None):
     losses = Losses()
     trainer = Trainer(
         model=tiny_llama(), args=TrainingArguments(**options(folder)), train_dataset=dataset(),
@@ -74,7 +73,7 @@ def fit(folder: Path, resume: str | None = None) -> tuple[list[float], torch.nn.
     return losses.values, trainer.model, trainer
 
 
-def plain(run) -> list[float]:
+def plain(run):
     """Runs a training without FP8 and returns its losses."""
     os.environ["ACCELERATE_MIXED_PRECISION"] = "no"
     _forget_accelerator()
@@ -84,7 +83,7 @@ def plain(run) -> list[float]:
     return losses
 
 
-def test_trainer_learns_and_resumes(tmp_path: Path) -> None:
+def test_trainer_learns_and_resumes(tmp_path):
     expected = plain(lambda: fit(tmp_path / "plain")[0])
     before = fp8_gemm_count()
     losses, model, trainer = fit(tmp_path / "fp8")
@@ -101,7 +100,7 @@ def test_trainer_learns_and_resumes(tmp_path: Path) -> None:
         assert trainer.model.eval()(input_ids=x).logits.shape == (1, LENGTH, VOCABULARY)
 
 
-def tokenizer() -> PreTrainedTokenizerFast:
+def tokenizer():
     from tokenizers import Tokenizer, models, pre_tokenizers
 
     words = {f"w{i}": i for i in range(VOCABULARY)}
@@ -113,7 +112,7 @@ def tokenizer() -> PreTrainedTokenizerFast:
 
 
 @pytest.mark.parametrize("lora", [False, True])
-def test_sft_learns(lora: bool, tmp_path: Path) -> None:
+def test_sft_learns(lora, tmp_path):
     pytest.importorskip("trl", minversion=pin("trl"))
     from trl import SFTConfig, SFTTrainer
 
@@ -126,7 +125,7 @@ def test_sft_learns(lora: bool, tmp_path: Path) -> None:
         adapter = LoraConfig(r=16, lora_alpha=64, target_modules=names, modules_to_save=["lm_head"])
     rows = [" ".join(f"w{int(token)}" for token in row) for row in sequences()]
 
-    def run(folder: Path = tmp_path / "plain") -> list[float]:
+    def run(folder=tmp_path / "plain"):
         losses = Losses()
         arguments = SFTConfig(
             **{**options(folder), "learning_rate": 4e-3 if lora else 2e-3},

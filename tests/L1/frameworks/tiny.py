@@ -1,9 +1,6 @@
 """A tiny language model, its data, and the losses of training it without FP8."""
 
-from __future__ import annotations
-
 import copy
-from collections.abc import Iterator
 
 import torch
 
@@ -13,7 +10,7 @@ VOCABULARY, LENGTH, BATCH, STEPS = 64, 32, 4, 20
 TOLERANCE = 0.02
 
 
-def tiny_llama(**options: object) -> torch.nn.Module:
+def tiny_llama(**options):
     """Returns a Llama of two layers with the same initial values at each call."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -27,7 +24,7 @@ def tiny_llama(**options: object) -> torch.nn.Module:
     return LlamaForCausalLM(LlamaConfig(**{**values, **options}))
 
 
-def sequences(number: int = STEPS * BATCH) -> torch.Tensor:
+def sequences(number=STEPS * BATCH):
     """Returns sequences that count up by a step of 1 to 5, which a model can learn."""
     generator = torch.Generator().manual_seed(3)
     start = torch.randint(VOCABULARY, (number, 1), generator=generator)
@@ -35,16 +32,16 @@ def sequences(number: int = STEPS * BATCH) -> torch.Tensor:
     return (start + step * torch.arange(LENGTH)) % VOCABULARY
 
 
-def batches() -> Iterator[torch.Tensor]:
+def batches():
     """Yields a batch for each of ``STEPS`` steps."""
     yield from sequences().view(STEPS, BATCH, LENGTH)
 
 
-def optimizer_of(model: torch.nn.Module) -> torch.optim.Optimizer:
+def optimizer_of(model):
     return torch.optim.AdamW(model.parameters(), lr=2e-3)
 
 
-def plain_losses(model: torch.nn.Module) -> list[float]:
+def plain_losses(model):
     """Trains a copy of a language model in fp32 and returns the loss of each step."""
     model = copy.deepcopy(model)
     optimizer, losses = optimizer_of(model), []
@@ -57,7 +54,7 @@ def plain_losses(model: torch.nn.Module) -> list[float]:
     return losses
 
 
-def check_losses(losses: list[float], plain: list[float]) -> None:
+def check_losses(losses, plain):
     """Checks that FP8 learned what fp32 did: the last losses are near, and not equal."""
     assert len(losses) == len(plain)
     assert plain[-1] < 0.95 * plain[0], "the plain model did not learn"

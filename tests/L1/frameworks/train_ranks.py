@@ -21,7 +21,7 @@ from tiny import BATCH, STEPS, batches, optimizer_of, sequences, tiny_llama
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
 
-def by_accelerate(precision: str, on_cpu: bool) -> list[float]:
+def by_accelerate(precision, on_cpu):
     """Returns the losses of a loop over ``Accelerator``; checks weights and scales of the ranks."""
     given = Accelerator(cpu=on_cpu, mixed_precision=precision)
     model = tiny_llama()
@@ -41,7 +41,7 @@ def by_accelerate(precision: str, on_cpu: bool) -> list[float]:
 class Losses(TrainerCallback):
     """Notes the loss of each step."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.values: list[float] = []
 
     def on_log(self, args, state, control, logs=None, **kwargs):
@@ -49,7 +49,7 @@ class Losses(TrainerCallback):
             self.values.append(logs["loss"])
 
 
-def by_trainer(precision: str, on_cpu: bool) -> list[float]:
+def by_trainer(precision, on_cpu):
     """Returns the losses of ``Trainer`` where the environment chooses the precision."""
     os.environ["ACCELERATE_MIXED_PRECISION"] = precision
     ranks, losses = int(os.environ["WORLD_SIZE"]), Losses()
@@ -70,7 +70,7 @@ def by_trainer(precision: str, on_cpu: bool) -> list[float]:
     return losses.values
 
 
-def check_ranks(given: Accelerator, model: torch.nn.Module, precision: str) -> None:
+def check_ranks(given, model, precision):
     """Checks the layers' class, and that weights and scales are those of the other ranks."""
     assert has_transformer_engine_layers(model) == (precision == "fp8")
     layer = model.model.layers[0].mlp.down_proj
@@ -82,7 +82,7 @@ def check_ranks(given: Accelerator, model: torch.nn.Module, precision: str) -> N
         assert all(torch.equal(other, gathered[0]) for other in gathered)
 
 
-def main() -> None:
+def main():
     on_cpu = sys.argv[1] == "cpu"
     found = {}
     for name, run in {"accelerate": by_accelerate, "trainer": by_trainer}.items():

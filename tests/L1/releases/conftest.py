@@ -5,8 +5,6 @@
 Making them compiles every op for the CPU, which takes minutes.
 """
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys
@@ -18,7 +16,7 @@ CHECKOUT = Path(__file__).resolve().parents[3]
 
 
 @pytest.fixture(scope="session")
-def dist(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def dist(tmp_path_factory):
     """A folder with an sdist, a pure wheel and one with CPU libraries."""
     if named := os.environ.get("APEX_TE_TEST_DIST"):
         return Path(named).resolve()

@@ -11,7 +11,7 @@ from pathlib import Path
 from packaging.requirements import Requirement
 
 
-def needed(names: list[str]) -> set[str]:
+def needed(names):
     """The installed distributions that ``names`` require, with those that these require."""
     found: set[str] = set()
     waiting = list(names)
@@ -31,14 +31,14 @@ def needed(names: list[str]) -> set[str]:
 class EmptyEnvironment:
     """A virtual environment in ``folder`` with links to some of this one's distributions."""
 
-    def __init__(self, folder: Path, distributions: list[str]) -> None:
+    def __init__(self, folder, distributions):
         subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(folder)], check=True)
         self.python = folder / "bin" / "python"
         (self.site,) = folder.glob("lib/python*/site-packages")
         for name in needed(distributions):
             self._link(metadata.distribution(name))
 
-    def _link(self, distribution: metadata.Distribution) -> None:
+    def _link(self, distribution):
         """Links the top-level files and folders of a distribution."""
         files = distribution.files or []
         for top in {file.parts[0] for file in files if file.parts[0] not in ("..", "__pycache__")}:
@@ -46,7 +46,7 @@ class EmptyEnvironment:
             if source.exists() and not target.exists():
                 target.symlink_to(source)
 
-    def install(self, wheel: Path, *options: str) -> None:
+    def install(self, wheel, *options):
         """Installs a wheel by this environment's pip, from the disk alone."""
         command = [sys.executable, "-m", "pip", "--python", str(self.python)]
         command += ["--disable-pip-version-check", "install", "--quiet", "--no-index", *options]
@@ -56,7 +56,7 @@ class EmptyEnvironment:
         )
         assert done.returncode == 0, done.stdout + done.stderr
 
-    def run(self, code: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    def run(self, code, **variables):
         """Runs code where no program is on PATH and ``variables`` are all that is set."""
         return subprocess.run(
             [str(self.python), "-c", code],

@@ -1,7 +1,5 @@
 """Each file of a release is installed in an environment that has torch alone, and used."""
 
-from __future__ import annotations
-
 import json
 import os
 import re
@@ -51,13 +49,13 @@ print(json.dumps([losses, kinds, apex_te.__file__, apex_te.__version__]))
 """
 
 
-def only(dist: Path, pattern: str) -> Path:
+def only(dist, pattern):
     found = sorted(dist.glob(pattern))
     assert len(found) == 1, f"{pattern}: {[path.name for path in found]} in {dist}"
     return found[0]
 
 
-def wheel(dist: Path, label: str) -> Path:
+def wheel(dist, label):
     """The wheel with this label for this machine; that with CUDA libraries takes long to make."""
     pattern = f"apex_te-{__version__}+{label}-*_{os.uname().machine}.whl"
     if label != "cpu" and not list(dist.glob(pattern)):
@@ -65,21 +63,19 @@ def wheel(dist: Path, label: str) -> Path:
     return only(dist, pattern)
 
 
-def cpu_wheel(dist: Path) -> Path:
+def cpu_wheel(dist):
     return wheel(dist, "cpu")
 
 
 @pytest.fixture
-def locked_home(tmp_path: Path) -> Path:
+def locked_home(tmp_path):
     """A home in which nobody can write: it is a file."""
     home = tmp_path / "home"
     home.write_text("")
     return home
 
 
-def test_cpu_wheel_takes_its_first_step_without_a_compiler(
-    dist: Path, tmp_path: Path, locked_home: Path
-) -> None:
+def test_cpu_wheel_takes_its_first_step_without_a_compiler(dist, tmp_path, locked_home):
     took = []
     for attempt in range(3):  # other work on the machine can only add to the time
         environment = EmptyEnvironment(tmp_path / f"venv{attempt}", DEPENDENCIES)
@@ -97,9 +93,7 @@ def test_cpu_wheel_takes_its_first_step_without_a_compiler(
 
 
 @pytest.mark.parametrize("label", ["cpu", "cu13"])
-def test_wheel_has_every_library_of_the_cpu(
-    dist: Path, tmp_path: Path, locked_home: Path, label: str
-) -> None:
+def test_wheel_has_every_library_of_the_cpu(dist, tmp_path, locked_home, label):
     environment = EmptyEnvironment(tmp_path / "venv", DEPENDENCIES)
     environment.install(wheel(dist, label))
     done = environment.run(STEP.format(whole=True), HOME=str(locked_home))
@@ -113,7 +107,7 @@ def test_wheel_has_every_library_of_the_cpu(
     assert version == __version__
 
 
-def test_pure_wheel_compiles_what_it_needs(dist: Path, tmp_path: Path) -> None:
+def test_pure_wheel_compiles_what_it_needs(dist, tmp_path):
     """With the compiler on PATH, into a cache of its own; without one it says what is missing."""
     environment = EmptyEnvironment(tmp_path / "venv", DEPENDENCIES)
     environment.install(only(dist, f"apex_te-{__version__}-py3-none-any.whl"))
@@ -128,7 +122,7 @@ def test_pure_wheel_compiles_what_it_needs(dist: Path, tmp_path: Path) -> None:
     assert next(cache.rglob("cast_transpose_cpu.so"), None)
 
 
-def test_sdist_makes_the_same_pure_wheel(dist: Path, tmp_path: Path) -> None:
+def test_sdist_makes_the_same_pure_wheel(dist, tmp_path):
     with tarfile.open(only(dist, f"apex_te-{__version__}.tar.gz")) as archive:
         archive.extractall(tmp_path)
     (sources,) = (path for path in tmp_path.iterdir() if path.is_dir())
@@ -145,7 +139,7 @@ def test_sdist_makes_the_same_pure_wheel(dist: Path, tmp_path: Path) -> None:
         assert again.read(each) == released.read(each), each
 
 
-def test_wheels_state_what_they_run_on(dist: Path) -> None:
+def test_wheels_state_what_they_run_on(dist):
     """A tag for the machine and its oldest C library, and only libraries of the system."""
     machine = os.uname().machine
     name = cpu_wheel(dist).name
@@ -166,13 +160,13 @@ def test_wheels_state_what_they_run_on(dist: Path) -> None:
     assert sysconfig.get_config_var("EXT_SUFFIX") in suffixes
 
 
-def test_checksums(dist: Path) -> None:
+def test_checksums(dist):
     if not (dist / "SHA256SUMS").exists() or shutil.which("sha256sum") is None:
         pytest.skip("a folder without SHA256SUMS, or no sha256sum")
     subprocess.run(["sha256sum", "--check", "--quiet", "SHA256SUMS"], cwd=dist, check=True)
 
 
-def test_wheel_for_the_other_architecture(dist: Path) -> None:
+def test_wheel_for_the_other_architecture(dist):
     """A cross-compiled wheel has libraries and keys for the other architecture alone."""
     other = {"x86_64": "aarch64", "aarch64": "x86_64"}[os.uname().machine]
     found = sorted(dist.glob(f"apex_te-*_{other}.whl"))

@@ -1,15 +1,13 @@
 """The programs of examples/jax: they run, learn, and their data is as said."""
 
-from __future__ import annotations
-
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
+from programs import captured
 
 pytest.importorskip("jax")
 pytest.importorskip("flax.linen")
@@ -22,11 +20,9 @@ EXAMPLES = ROOT / "examples" / "jax"
 def run(name, *words):
     """Runs an example in a process of its own; returns what it prints."""
     path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
-    done = subprocess.run(
-        [sys.executable, str(EXAMPLES / name), *words],
-        capture_output=True, text=True, env={**os.environ, "PYTHONPATH": path},
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
+    done = captured(
+        [sys.executable, str(EXAMPLES / name), *words], env={**os.environ, "PYTHONPATH": path}
+    )
     return done.stdout
 
 

@@ -1,7 +1,5 @@
 """Attention whose norm and heads' gradients are cast by their ops, in more layouts."""
 
-from __future__ import annotations
-
 import pytest
 
 pytest.importorskip("jax")

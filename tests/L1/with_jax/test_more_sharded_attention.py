@@ -1,7 +1,5 @@
 """Attention of more recipes in more layouts on four devices."""
 
-from __future__ import annotations
-
 import itertools
 
 import pytest

@@ -1,7 +1,5 @@
 """Stacked layers of more recipes, also by a ``jax.lax.scan`` of a ``jax.checkpoint``."""
 
-from __future__ import annotations
-
 import itertools
 
 import pytest

@@ -1,7 +1,5 @@
 """Layers of every recipe in a process with 64-bit types enabled."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

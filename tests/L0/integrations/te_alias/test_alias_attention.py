@@ -40,7 +40,7 @@ LAYERS = {
 }  # fmt: skip
 
 
-def pair(options: dict, device, **more):
+def pair(options, device, **more):
     """An alias layer and apex_te's with equal values."""
     options = {**PLAIN, **options, **more, "device": device}
     torch.manual_seed(7)
@@ -51,12 +51,12 @@ def pair(options: dict, device, **more):
     return alias, apex_te.TransformerLayer(HIDDEN, FFN, HEADS, **options)
 
 
-def states(layer: torch.nn.Module) -> list[torch.Tensor]:
+def states(layer):
     found = [m.fp8_state for m in layer.modules() if isinstance(m, FP8Module)]
     return [getattr(s, name).clone() for s in found if s.allocated for name in NAMES]
 
 
-def arguments(kind: str, device) -> dict:
+def arguments(kind, device):
     given = {}
     if kind == "llama":
         given["rotary_pos_emb"] = apex_te.RotaryPositionEmbedding(HIDDEN // HEADS)(6).to(device)
@@ -73,7 +73,7 @@ def arguments(kind: str, device) -> dict:
 @pytest.mark.cover(2)
 @pytest.mark.parametrize("scheme", [None, *SCHEMES])
 @pytest.mark.parametrize("kind", LAYERS)
-def test_results_are_those_of_apex_te(kind, scheme, device) -> None:
+def test_results_are_those_of_apex_te(kind, scheme, device):
     layers, given = pair(LAYERS[kind], device), arguments(kind, device)
     shape = (2, 6) if kind == "llama" else (6, 2)
     found: list[list] = [[], []]
@@ -91,7 +91,7 @@ def test_results_are_those_of_apex_te(kind, scheme, device) -> None:
 
 @pytest.mark.parametrize("layout", ["sbhd", "bshd", "thd"])
 @pytest.mark.parametrize("attention_type", ["self", "cross"])
-def test_multihead_attention_is_that_of_apex_te(layout, attention_type) -> None:
+def test_multihead_attention_is_that_of_apex_te(layout, attention_type):
     made = []
     for cls in (te_attention.MultiheadAttention, apex_te.MultiheadAttention):
         torch.manual_seed(7)
@@ -185,13 +185,13 @@ POSITIONS = {
 
 
 @pytest.mark.parametrize("function", POSITIONS, ids=lambda f: f.__qualname__)
-def test_positions_are_those_of_transformer_engine(function) -> None:
+def test_positions_are_those_of_transformer_engine(function):
     kinds = (inspect.Parameter.POSITIONAL_OR_KEYWORD,)
     found = [p.name for p in inspect.signature(function).parameters.values() if p.kind in kinds]
     assert found[found[0] == "self" :] == POSITIONS[function].split()
 
 
-def test_classes_are_transformer_engines() -> None:
+def test_classes_are_transformer_engines():
     layer, own = pair(LAYERS["llama"], "cpu", attn_input_format="sbhd")
     norm, _ = pair(LAYERS["bert"], "cpu")
     base = te_module.TransformerEngineBaseModule
@@ -223,12 +223,12 @@ def test_classes_are_transformer_engines() -> None:
         ({"ub_tp_comm_overlap": True}, "ub_tp_comm_overlap"),
     ],
 )
-def test_what_a_layer_cannot_do_is_refused_by_name(given, name) -> None:
+def test_what_a_layer_cannot_do_is_refused_by_name(given, name):
     with pytest.raises(NotImplementedError, match=f"TransformerLayer: {name} must be"):
         TransformerLayer(HIDDEN, FFN, HEADS, **given)
 
 
-def test_what_attention_cannot_do_is_refused_by_name() -> None:
+def test_what_attention_cannot_do_is_refused_by_name():
     make, x = te_attention.DotProductAttention, torch.randn(4, 1, 2, 8)
     for name, value in (("return_max_logit", True), ("softmax_type", "off-by-one")):
         with pytest.raises(NotImplementedError, match=f"DotProductAttention: {name} must"):
@@ -256,7 +256,7 @@ def test_what_attention_cannot_do_is_refused_by_name() -> None:
 
 
 @pytest.mark.parametrize("kind", ["causal", "no_mask", "causal_bottom_right"])
-def test_masks_are_ignored_where_the_type_reads_none(kind) -> None:
+def test_masks_are_ignored_where_the_type_reads_none(kind):
     """Megatron and Hugging Face models always pass one."""
     layer, _ = pair({}, "cpu", self_attn_mask_type=kind)
     x, mask = torch.randn(5, 2, HIDDEN), torch.ones(1, 1, 5, 5, dtype=torch.bool)
@@ -271,7 +271,7 @@ def test_masks_are_ignored_where_the_type_reads_none(kind) -> None:
     assert torch.equal(attention(query, mask), attention(query))
 
 
-def test_masks_are_read_where_the_type_does() -> None:
+def test_masks_are_read_where_the_type_does():
     layer, own = pair({}, "cpu")
     core = te_attention.DotProductAttention(2, 8, attn_mask_type="padding,causal")
     assert core.attn_mask_type == "padding_causal"
@@ -284,7 +284,7 @@ def test_masks_are_read_where_the_type_does() -> None:
     assert torch.equal(layer(x, ~mask.expand(2, 1, 5, 5), "arbitrary"), own(x, ~mask, "arbitrary"))
 
 
-def test_windows_end_where_the_mask_type_does() -> None:
+def test_windows_end_where_the_mask_type_does():
     module = te_attention.DotProductAttention(2, 8, attn_mask_type="causal", window_size=(2, 0))
     x = torch.randn(6, 1, 2, 8)
     with pytest.warns(UserWarning, match=r"window_size \(2, 5\) is taken for \(2, 0\)"):
@@ -297,7 +297,7 @@ def test_windows_end_where_the_mask_type_does() -> None:
     assert torch.equal(out, plain(x, x, x))
 
 
-def test_a_decoder_takes_its_arguments_in_both_orders() -> None:
+def test_a_decoder_takes_its_arguments_in_both_orders():
     layer, own = pair(LAYERS["decoder"], "cpu")
     x, y = torch.randn(5, 2, HIDDEN), torch.randn(4, 2, HIDDEN)
     masks = tuple(torch.zeros(2, 1, 1, n, dtype=torch.bool) for n in (5, 4))
@@ -313,7 +313,7 @@ def test_a_decoder_takes_its_arguments_in_both_orders() -> None:
         layer(x, None, None, None, y, y)
 
 
-def test_gaps_between_packed_sequences() -> None:
+def test_gaps_between_packed_sequences():
     layer, own = pair({}, "cpu", attn_input_format="thd", self_attn_mask_type="padding_causal")
     x = torch.randn(9, HIDDEN)
     cu = torch.tensor([0, 3, 5], dtype=torch.int32)
@@ -328,11 +328,11 @@ def test_gaps_between_packed_sequences() -> None:
 class Ranks:
     """Stand-in for a process group of two ranks."""
 
-    def size(self) -> int:
+    def size(self):
         return 2
 
 
-def test_context_parallel_groups(monkeypatch) -> None:
+def test_context_parallel_groups(monkeypatch):
     layer, _ = pair({}, "cpu")
     layer.set_context_parallel_group(None, None, None, "p2p")
     layer.set_context_parallel_group([None, None], [0], "stream", "a2a+p2p")
@@ -348,7 +348,7 @@ def test_context_parallel_groups(monkeypatch) -> None:
 
 
 @pytest.mark.parametrize("scheme", ["delayed", "blockwise"])
-def test_state_dicts_load_both_ways(scheme) -> None:
+def test_state_dicts_load_both_ways(scheme):
     layer, own = pair({}, "cpu")
     x = torch.randn(6, 2, HIDDEN)
     for each in (layer, own):
@@ -375,7 +375,7 @@ def test_state_dicts_load_both_ways(scheme) -> None:
     pair({}, "cpu")[0].load_state_dict(saved)
 
 
-def test_copies_and_meta_layers() -> None:
+def test_copies_and_meta_layers():
     layer, _ = pair(LAYERS["llama"], "cpu", attn_input_format="sbhd")
     x = torch.randn(5, 2, HIDDEN)
     assert torch.equal(copy.deepcopy(layer)(x), layer(x))
@@ -389,7 +389,7 @@ def test_copies_and_meta_layers() -> None:
 
 @pytest.mark.cover(0)
 @pytest.mark.parametrize("kind", ["decoder", "llama"])
-def test_layers_compile_in_one_graph(kind) -> None:
+def test_layers_compile_in_one_graph(kind):
     layer, _ = pair(LAYERS[kind], "cpu")
     given = arguments(kind, "cpu")
     x = torch.randn(2, 6, HIDDEN) if kind == "llama" else torch.randn(6, 2, HIDDEN)
@@ -399,7 +399,7 @@ def test_layers_compile_in_one_graph(kind) -> None:
         torch.testing.assert_close(run(x, mask, **given), layer(x, mask, **given))
 
 
-def test_sequences_are_padded_to_a_multiple() -> None:
+def test_sequences_are_padded_to_a_multiple():
     lengths, cu = (7, 11, 0, 4), torch.tensor([0, 7, 18, 18, 22])
     ids = torch.arange(22)
     tokens, labels, padded = context_parallel.pad_thd_sequences_for_cp(
@@ -420,7 +420,7 @@ def test_sequences_are_padded_to_a_multiple() -> None:
         context_parallel.pad_thd_sequences_for_cp(ids, ids, cu, 0)
 
 
-def test_a_layer_s_clamped_activation() -> None:
+def test_a_layer_s_clamped_activation():
     """``activation_params`` reach the layer's MLP, as they reach an MLP by itself."""
     params = {"limit": 0.1, "alpha": 1.0}
     made = {"activation": "clamped_swiglu", "activation_params": params, "device": "cpu"}

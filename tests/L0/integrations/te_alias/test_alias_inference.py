@@ -1,7 +1,5 @@
 """The alias's InferenceParams beside forwards of whole sequences."""
 
-from __future__ import annotations
-
 from collections import OrderedDict
 
 import pytest
@@ -16,7 +14,7 @@ from apex_te.integrations.transformer_engine.pytorch.transformer import Transfor
 HEADS, GROUPS, SIZE = 4, 2, 8
 
 
-def layer(layout: str) -> TransformerLayer:
+def layer(layout):
     torch.manual_seed(1)
     made = TransformerLayer(
         HEADS * SIZE, 64, HEADS, GROUPS, layer_number=1, attn_input_format=layout, device="cpu"
@@ -28,7 +26,7 @@ def layer(layout: str) -> TransformerLayer:
 @pytest.mark.parametrize("allocate", [False, True])
 @pytest.mark.parametrize("announced", [False, True])
 @torch.no_grad()
-def test_both_ways_of_counting(layout, allocate, announced) -> None:
+def test_both_ways_of_counting(layout, allocate, announced):
     """By ``sequence_len_offset``, as Megatron does, and by ``pre_step``."""
     model, time = layer(layout), layout.index("s")
     x, angles = torch.randn(6, 6, HEADS * SIZE), torch.rand(16, 1, 1, SIZE)
@@ -52,7 +50,7 @@ def test_both_ways_of_counting(layout, allocate, announced) -> None:
 
 
 @torch.no_grad()
-def test_memory_of_another_dtype_holds_rounded_values() -> None:
+def test_memory_of_another_dtype_holds_rounded_values():
     model = layer("bshd")
     params = InferenceParams(2, 8, GROUPS, SIZE, torch.bfloat16)
     params.allocate_memory(1)
@@ -66,7 +64,7 @@ def test_memory_of_another_dtype_holds_rounded_values() -> None:
 
 @pytest.mark.parametrize("layout", ["sbhd", "bshd", "thd"])
 @torch.no_grad()
-def test_attention_alone_caches_and_attends(layout) -> None:
+def test_attention_alone_caches_and_attends(layout):
     module = DotProductAttention(
         HEADS, SIZE, GROUPS, qkv_format=layout, attn_mask_type="padding_causal", layer_number=3
     )
@@ -99,7 +97,7 @@ def test_attention_alone_caches_and_attends(layout) -> None:
 
 
 @torch.no_grad()
-def test_a_step_returns_the_memory() -> None:
+def test_a_step_returns_the_memory():
     params = InferenceParams(3, 8, GROUPS, SIZE, torch.float32, head_dim_v=4)
     params.allocate_memory(1)
     with pytest.raises(ValueError, match="pre_step must be called before step"):

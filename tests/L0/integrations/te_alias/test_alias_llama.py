@@ -1,7 +1,5 @@
 """A Llama over the alias's layers beside transformers' own: training, generation and files."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from schemes import SCHEMES
@@ -21,7 +19,7 @@ SIZES = {
 LENGTHS = (9, 4, 6)
 
 
-def plain() -> LlamaForCausalLM:
+def plain():
     torch.manual_seed(0)
     model = LlamaForCausalLM(LlamaConfig(**SIZES, initializer_range=0.2)).eval()
     for name, p in model.named_parameters():
@@ -30,7 +28,7 @@ def plain() -> LlamaForCausalLM:
     return model
 
 
-def over_alias(layout: str) -> tuple[LlamaForCausalLM, TELlamaForCausalLM]:
+def over_alias(layout):
     reference = plain()
     model = TELlamaForCausalLM(TELlamaConfig(**SIZES, attn_input_format=layout)).eval()
     missing = model.load_state_dict(converted(reference.state_dict(), reference.config), False)
@@ -39,7 +37,7 @@ def over_alias(layout: str) -> tuple[LlamaForCausalLM, TELlamaForCausalLM]:
     return reference, model
 
 
-def prompts(side: str) -> tuple[torch.Tensor, torch.Tensor]:
+def prompts(side):
     """Ids and mask of prompts of several lengths, padded on a side."""
     torch.manual_seed(2)
     ids = torch.randint(2, SIZES["vocab_size"], (len(LENGTHS), max(LENGTHS)))
@@ -51,7 +49,7 @@ def prompts(side: str) -> tuple[torch.Tensor, torch.Tensor]:
 
 @pytest.mark.parametrize(("layout", "side"), [("bshd", "right"), ("thd", "right"), ("thd", "left")])
 @torch.no_grad()
-def test_logits_are_those_of_transformers(layout, side) -> None:
+def test_logits_are_those_of_transformers(layout, side):
     reference, model = over_alias(layout)
     ids, mask = prompts(side)
     expected = reference(ids, mask).logits[mask.bool()]
@@ -60,7 +58,7 @@ def test_logits_are_those_of_transformers(layout, side) -> None:
 
 @pytest.mark.parametrize("layout", ["bshd", "thd"])
 @pytest.mark.parametrize("scheme", [None, *SCHEMES])
-def test_it_trains(layout, scheme) -> None:
+def test_it_trains(layout, scheme):
     _, model = over_alias(layout)
     ids, mask = prompts("right")
     labels = ids.masked_fill(~mask.bool(), -100)
@@ -75,7 +73,7 @@ def test_it_trains(layout, scheme) -> None:
     assert losses[-1] < 0.5 * losses[0]
 
 
-def test_layouts_train_alike() -> None:
+def test_layouts_train_alike():
     models = [over_alias(layout)[1] for layout in ("bshd", "thd")]
     ids, mask = prompts("right")
     labels = ids.masked_fill(~mask.bool(), -100)
@@ -87,7 +85,7 @@ def test_layouts_train_alike() -> None:
 
 @pytest.mark.parametrize("allocate", [True, False])
 @pytest.mark.parametrize(("layout", "side"), [("bshd", "even"), ("thd", "even"), ("thd", "left")])
-def test_generation_with_a_cache(layout, side, allocate) -> None:
+def test_generation_with_a_cache(layout, side, allocate):
     """Tokens are those of transformers, and logits of a forward over all tokens at once."""
     reference, model = over_alias(layout)
     ids, mask = prompts("left")
@@ -113,7 +111,7 @@ def test_generation_with_a_cache(layout, side, allocate) -> None:
     assert torch.equal(again, expected)
 
 
-def test_generation_in_fp8() -> None:
+def test_generation_in_fp8():
     _, model = over_alias("thd")
     ids, mask = prompts("left")
     with apex_te.fp8_autocast(fp8_recipe=SCHEMES["tensorwise"]):
@@ -122,7 +120,7 @@ def test_generation_in_fp8() -> None:
     assert out.shape == (3, max(LENGTHS) + 6)
 
 
-def test_beams_reorder_the_cache() -> None:
+def test_beams_reorder_the_cache():
     """Rows of the cache may be exchanged between steps, as beam search exchanges them."""
     _, model = over_alias("bshd")
     torch.manual_seed(5)
@@ -138,7 +136,7 @@ def test_beams_reorder_the_cache() -> None:
 
 
 @pytest.mark.parametrize("layout", ["bshd", "thd"])
-def test_files(layout, tmp_path) -> None:
+def test_files(layout, tmp_path):
     _, model = over_alias(layout)
     ids, mask = prompts("right")
     with apex_te.fp8_autocast(fp8_recipe=SCHEMES["delayed"]):
