@@ -161,57 +161,6 @@ def test_every_code_dequantizes(device):
             assert torch.equal(back.nan_to_num(), exact.to(dtype).nan_to_num())
 
 
-@pytest.mark.parametrize(
-    ("change", "error", "message"),
-    [
-        ({"x": torch.zeros(2, 2).double()}, TypeError, "x must have dtype float32, float16"),
-        ({"x": torch.zeros(2)}, ValueError, "block_quantize: x must have 2 dimensions"),
-        ({"fp8_dtype": torch.bfloat16}, TypeError, "fp8_dtype must be float8_e4m3fn"),
-        ({"block_rows": 64}, ValueError, "block_rows must be 1 or 128, got 64"),
-        ({"eps": -1.0}, ValueError, "eps must be zero or more and finite, got -1"),
-        ({"eps": NAN}, ValueError, "eps must be zero or more and finite"),
-        ({"amax": torch.zeros(3)}, ValueError, "amax must have one element"),
-        (
-            {"out": op.BlockQuantized(torch.zeros(2, 2).to(E4M3), None, None, None)},
-            ValueError,
-            "each of rowwise and columnwise must be given with its scale_inv",
-        ),
-        (
-            {"out": op.BlockQuantized(torch.zeros(2, 2).to(E4M3), torch.zeros(1, 2), None, None)},
-            ValueError,
-            "rowwise_scale_inv must have shape [1, 4], got [1, 2]",
-        ),
-        (
-            {
-                "out": op.BlockQuantized(torch.zeros(2, 2).to(E4M3), torch.zeros(1, 4), None, None),
-                "fp8_dtype": torch.float8_e5m2,
-            },
-            TypeError,
-            "rowwise must have dtype float8_e5m2, got float8_e4m3fn",
-        ),
-        (
-            {"rowwise": False, "columnwise": False},
-            ValueError,
-            "rowwise, columnwise or amax must be asked for",
-        ),
-    ],
-)
-def test_rejects(change, error, message):
-    with pytest.raises(error) as raised:
-        block_quantize(**{"x": torch.zeros(2, 2), "fp8_dtype": E4M3, **change})
-    assert message in str(raised.value)
-
-
-def test_dequantize_rejects():
-    c, scale_inv = torch.zeros(2, 2).to(E4M3), torch.ones(1, 4)
-    with pytest.raises(TypeError, match="fp8_data must have dtype float8_e4m3fn or float8_e5m2"):
-        block_dequantize(c.float(), scale_inv)
-    with pytest.raises(ValueError, match=r"scale_inv must have shape \[1, 4\], got \[2, 4\]"):
-        block_dequantize(c, torch.ones(2, 4))
-    with pytest.raises(TypeError, match="out must have dtype float32, float16 or bfloat16"):
-        block_dequantize(c, scale_inv, dtype=torch.float64)
-
-
 @needs_cuda
 def test_more_than_2_to_31_elements():
     needs_memory(24)

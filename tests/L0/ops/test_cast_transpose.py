@@ -164,31 +164,6 @@ def test_repeatable_and_equal_on_devices(device, rows, dtype):
     assert torch.equal(codes(first.columnwise), codes(on_cpu.columnwise))
 
 
-@pytest.mark.parametrize(
-    ("change", "error", "message"),
-    [
-        ({"x": torch.zeros(2, 2, dtype=torch.float64)}, TypeError,
-         "x must have dtype float32, float16 or bfloat16, got float64"),
-        ({"x": torch.zeros(2)}, ValueError, "x must have 2 dimensions"),
-        ({"scale": torch.zeros(2)}, ValueError, "scale must have one element, got [2]"),
-        ({"scale": torch.zeros(1).double()}, TypeError, "scale must have dtype float32"),
-        ({"scale": 1.0}, TypeError, "scale must be a torch.Tensor, got float"),
-        ({"fp8_dtype": torch.bfloat16}, TypeError, "fp8_dtype must be float8_e4m3fn"),
-        ({"amax": torch.zeros(3)}, ValueError, "amax must have one element"),
-        ({"out_rowwise": torch.zeros(2, 3, dtype=torch.uint8).view(FORMATS[0])}, ValueError,
-         "rowwise must have shape [2, 2], got [2, 3]"),
-        ({"noop": torch.zeros(1)}, TypeError, "noop must have dtype int32, got float32"),
-    ],
-)  # fmt: skip
-def test_rejects(change, error, message):
-    kwargs = {"x": torch.zeros(2, 2), "scale": torch.ones(1), "fp8_dtype": FORMATS[0], **change}
-    if isinstance(kwargs["scale"], float):
-        kwargs["scale_inv"] = torch.ones(1)
-    with pytest.raises(error) as raised:
-        cast_transpose(**kwargs)
-    assert message in str(raised.value)
-
-
 @pytest.mark.cuda
 def test_device_mismatch_is_named():
     with pytest.raises(ValueError, match="scale must be on cuda:0 like x, got cpu"):

@@ -191,28 +191,6 @@ def test_same_bits_on_devices_and_again(device):
     assert_same_bits(results[2], results[0])
 
 
-@pytest.mark.parametrize(
-    ("change", "error", "message"),
-    [
-        ({"x": torch.zeros(4, 2, dtype=torch.float64)}, TypeError, "x must have dtype float32"),
-        ({"x": torch.zeros(4)}, ValueError, "x must have 2 dimensions"),
-        ({"scale": torch.zeros(3)}, ValueError, "scale must have shape [2], got [3]"),
-        ({"scale": torch.zeros(2).double()}, TypeError, "scale must have dtype float32"),
-        ({"fp8_dtype": torch.bfloat16}, TypeError, "rowwise must have dtype float8_e4m3fn"),
-        ({"amax": torch.zeros(1)}, ValueError, "amax must have shape [2]"),
-        ({"due": torch.zeros(2)}, TypeError, "due must have dtype int32"),
-    ],
-)
-def test_rejects(change, error, message):
-    kwargs = {
-        "x": torch.zeros(4, 2), "groups": made(4, [2, 2], "cpu"), "scale": torch.ones(2),
-        "fp8_dtype": FP8[0], **change,
-    }  # fmt: skip
-    with pytest.raises(error) as raised:
-        op.quantize_groups(**kwargs)
-    assert message in str(raised.value)
-
-
 def test_rejects_groups_and_matrices():
     with pytest.raises(TypeError, match="splits must have dtype int32 or int64, got float32"):
         op.groups_of(torch.zeros(2), 4)

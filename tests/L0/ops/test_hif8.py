@@ -184,36 +184,6 @@ def test_current_scale_of_unusable_amax_is_one(device, value):
     assert_same_bits(out[:4], hif8.reference_quantize_current(x)[:4])
 
 
-@pytest.mark.parametrize(
-    ("call", "error", "message"),
-    [
-        (lambda x: hif8.quantize(x.double(), one(1)), TypeError,
-         "x must have dtype float32, float16 or bfloat16, got float64"),
-        (lambda x: hif8.quantize(x[0], one(1)), ValueError, "x must have 2 dimensions"),
-        (lambda x: hif8.quantize(x, x), ValueError, "scale must have one element, got [2, 2]"),
-        (lambda x: hif8.quantize(x, one(1), rowwise=False, columnwise=False), ValueError,
-         "rowwise or columnwise must be True"),
-        (lambda x: hif8.quantize(x, one(1), out_rowwise=x.clone()), TypeError,
-         "rowwise must have dtype uint8, got float32"),
-        (lambda x: hif8.quantize_current(x, 0.0), ValueError,
-         "target must be above 0 and at most 32768, got 0"),
-        (lambda x: hif8.quantize_current(x, eps=float("inf")), ValueError,
-         "eps must be zero or more and finite, got inf"),
-        (lambda x: hif8.decode(x), TypeError, "fp8_data must have dtype uint8, got float32"),
-        (lambda x: hif8.decode(x.to(torch.uint8), torch.float64), TypeError,
-         "out must have dtype float32, float16 or bfloat16, got float64"),
-        (lambda x: hif8.decode(x.to(torch.uint8), out=x[:1]), ValueError,
-         "out must be contiguous with shape [2, 2], got shape [1, 2]"),
-        (lambda x: hif8.decode(x.to(torch.uint8), scale_inv=x), ValueError,
-         "scale_inv must have one element, got [2, 2]"),
-    ],
-)  # fmt: skip
-def test_rejects(call, error, message):
-    with pytest.raises(error) as raised:
-        call(torch.zeros(2, 2))
-    assert message in str(raised.value)
-
-
 @needs_cuda
 def test_more_than_2_to_31_elements():
     needs_memory(24)

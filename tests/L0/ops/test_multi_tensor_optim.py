@@ -210,24 +210,6 @@ def test_misaligned_storage(device, call, options, dtype):
         assert_same_bits(other.params, problem.params)
 
 
-def test_repeatable_and_independent_of_threads(device):
-    results = []
-    before = torch.get_num_threads()
-    problem = Problem(device, torch.bfloat16, with_masters=True)
-    kept = problem.clones()
-    try:
-        for threads in (1, 2):
-            torch.set_num_threads(threads)
-            problem.params, problem.grads, problem.m, problem.v, problem.masters = (
-                [t.clone() for t in tensors] for tensors in kept
-            )
-            lamb(problem, step=1, lr=0.1, weight_decay=0.1, max_grad_norm=1.0)
-            results.append(problem.masters)
-    finally:
-        torch.set_num_threads(before)
-    assert_same_bits(*results)
-
-
 def test_rejects():
     x, half = torch.ones(2, 3), torch.ones(2, 3).half()
     good = ([x], [x], [x.clone()], [x.clone()])
