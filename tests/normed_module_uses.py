@@ -5,16 +5,7 @@ import io
 
 import pytest
 import torch
-from module_cases import (
-    RECIPES,
-    SCHEMES,
-    gradients_for,
-    leaf,
-    outputs,
-    plain,
-    same_bits,
-    sqnr,
-)
+from module_cases import RECIPES, SCHEMES, gradients_for, leaf, outputs, plain, same_bits, sqnr
 from normed_module_cases import NormedModuleBase
 
 from apex_te import flush_fp8_state, fp8_autocast

@@ -2,12 +2,7 @@
 
 import pytest
 import torch
-from checks import (
-    assert_as_good_as_torch,
-    assert_same_bits,
-    layouts,
-    needs_cuda,
-)
+from checks import assert_as_good_as_torch, assert_same_bits, layouts, needs_cuda
 
 from apex_te import permutation as moe
 from apex_te.ops import moe_permute as op

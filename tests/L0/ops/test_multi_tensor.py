@@ -178,9 +178,7 @@ def test_storage_layouts(device, dtype):
     assert_same_bits(op.amax(xs), op.amax([x]).repeat(len(xs)))
     _, norms = op.l2norm(xs, per_tensor=True)
     assert_as_good_as_torch(
-        norms,
-        op.reference_l2norm([t.cpu().double() for t in xs])[1],
-        op.reference_l2norm(xs)[1],
+        norms, op.reference_l2norm([t.cpu().double() for t in xs])[1], op.reference_l2norm(xs)[1]
     )
     flat = torch.zeros(x.numel() + 9, dtype=dtype, device=device)
     for offset in (1, 2, 3, 5):

@@ -3,13 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from checks import (
-    DTYPES,
-    assert_same_bits,
-    codes,
-    in_pairs,
-    needs_cuda,
-)
+from checks import DTYPES, assert_same_bits, codes, in_pairs, needs_cuda
 
 from apex_te.ops import block_quantize as blocks
 from apex_te.ops import hif8

@@ -153,10 +153,7 @@ def test_all_reject(kind, kwargs, error, message):
     [
         (lambda: DelayedScaling(margn=2), "DelayedScaling: .* 'margn'; did you mean 'margin'?"),
         (lambda: make_recipe("mxfp8", roundng="up"), "MXFP8Scaling: .* did you mean 'rounding'?"),
-        (
-            lambda: BlockScaling(zzz=1),
-            "BlockScaling: unexpected argument 'zzz'; the arguments are",
-        ),
+        (lambda: BlockScaling(zzz=1), "BlockScaling: unexpected argument 'zzz'; the arguments are"),
         (lambda: CurrentScaling("e4m3"), "CurrentScaling: .* by name, such as fp8_format="),
         (lambda: DelayedScaling(1, margin=1), "DelayedScaling: margin must be given once"),
     ],
