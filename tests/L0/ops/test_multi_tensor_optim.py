@@ -87,14 +87,10 @@ def test_lamb_clips_the_global_norm(device, max_norm):
 @pytest.mark.parametrize(
     ("make", "call"),
     [
-        (
-            lambda p: torch.optim.AdamW(p, lr=0.1, weight_decay=0.1),
-            lambda q, i: adam(q, step=i, lr=0.1, weight_decay=0.1),
-        ),
-        (
-            lambda p: torch.optim.Adam(p, lr=0.1, weight_decay=0.1, maximize=True),
-            lambda q, i: adam(q, step=i, lr=0.1, weight_decay=0.1, adamw=False, maximize=True),
-        ),
+        (lambda p: torch.optim.AdamW(p, lr=0.1, weight_decay=0.1),
+         lambda q, i: adam(q, step=i, lr=0.1, weight_decay=0.1)),
+        (lambda p: torch.optim.Adam(p, lr=0.1, weight_decay=0.1, maximize=True),
+         lambda q, i: adam(q, step=i, lr=0.1, weight_decay=0.1, adamw=False, maximize=True)),
         (
             lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.1),
             lambda q, i: sgd(
@@ -109,7 +105,7 @@ def test_lamb_clips_the_global_norm(device, max_norm):
         ),
     ],
     ids=["adamw", "adam", "nesterov", "sgd"],
-)
+)  # fmt: skip
 def test_follows_torch_optim(device, make, call):
     problem = Problem(device, torch.float32)
     for moment in (*problem.m, *problem.v):
