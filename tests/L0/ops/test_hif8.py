@@ -7,10 +7,6 @@ from checks import DTYPES, assert_same_bits, in_pairs, needs_cuda, needs_memory,
 
 from apex_te.ops import hif8
 
-SHAPES = [
-    (1, 1), (3, 7), (8, 15), (16, 16), (17, 128), (127, 129), (128, 128), (129, 1000),
-    (256, 384), (1000, 3), (272, 3584), (33, 4095),
-]  # fmt: skip
 ALL_16_BITS = torch.arange(65536, dtype=torch.int32).to(torch.int16).reshape(256, 256)
 CODES = torch.arange(256, dtype=torch.uint8)
 
@@ -117,35 +113,6 @@ def test_encode_is_what_en_dtypes_gives():
     with np.errstate(invalid="ignore"):  # numpy warns of NaN
         expected = torch.from_numpy(x.numpy().astype(en_dtypes.hifloat8).view(np.uint8))
     assert torch.equal(hif8.encode(x, saturate=False), expected)
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_quantize_current(device, poison, shape, dtype):
-    x = (torch.randn(shape) * 30).to(dtype)
-    on_device = x.to(device)
-    out = hif8.quantize_current(on_device)
-    assert_same_bits(out, hif8.reference_quantize_current(x))
-    row = hif8.quantize_current(on_device, hif8.HIF8_224, columnwise=False, pow2=True)
-    expected = hif8.reference_quantize_current(x, 224.0, pow2=True)
-    assert row.columnwise is None
-    assert_same_bits(row, expected._replace(columnwise=None))
-    known = hif8.quantize_current(on_device, rowwise=False, eps=1.0, amax=one(77, device))
-    expected = hif8.reference_quantize_current(x, eps=1.0, amax=one(77))
-    assert known.rowwise is None
-    assert_same_bits(known, expected._replace(rowwise=None))
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_quantize(device, poison, shape, dtype):
-    x = (torch.randn(shape) * 30).to(dtype)
-    expected = hif8.reference_quantize(x, one(0.4))
-    amax = one(0, device)
-    out = hif8.quantize(x.to(device), one(0.4, device), amax=amax)
-    assert_same_bits(out, expected)
-    row = hif8.quantize(x.to(device), one(0.4, device), columnwise=False)
-    assert_same_bits(row.rowwise, expected.rowwise)
 
 
 @pytest.mark.parametrize("shape", [(2048, 2112), (2053, 2049)], ids=str)
