@@ -5,12 +5,8 @@ import math
 import torch
 from checks import assert_as_good_as_torch
 
-from apex_te.module.attention import (
-    dot_product as dot_product_attention,
-)
-from apex_te.module.attention import (
-    packed as _packed_attention,
-)
+from apex_te.module.attention import dot_product as dot_product_attention
+from apex_te.module.attention import packed as _packed_attention
 from apex_te.module.attention.backends import Path
 from apex_te.module.attention.dot_product import DotProductAttention
 

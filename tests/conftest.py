@@ -104,9 +104,7 @@ def _settled():
         torch.cuda.empty_cache()  # what a process keeps without need, the other ones lack
 
 
-@pytest.fixture(
-    params=["cpu", pytest.param("cuda", marks=pytest.mark.cuda)],
-)
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.cuda)])
 def device(request):
     """Each device in turn; the CUDA case is skipped, and says so, where there is no GPU."""
     return torch.device(request.param)

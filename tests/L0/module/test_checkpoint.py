@@ -56,13 +56,7 @@ def train(device, mode, recipe, inner=False, microbatch=False, calibrate=False, 
 @pytest.mark.parametrize("reentrant", [True, False])
 @pytest.mark.parametrize(
     "options",
-    [
-        {},
-        {"inner": True},
-        {"microbatch": True},
-        {"calibrate": True},
-        {"outside": True},
-    ],
+    [{}, {"inner": True}, {"microbatch": True}, {"calibrate": True}, {"outside": True}],
     ids=str,
 )
 @pytest.mark.parametrize("first_step", ["scale_one", "current"])

@@ -157,23 +157,17 @@ def test_explains_its_path():
 @pytest.mark.parametrize(
     ("kwargs", "error", "message"),
     [
-        ({"num_gqa_groups": 3}, ValueError, "num_gqa_groups must divide .*=4, got 3"),
         ({"attention_dropout": 1.0}, ValueError, "attention_dropout must be at least 0 and below"),
         ({"layer_number": 0}, ValueError, "layer_number must be at least 1, got 0"),
         ({"attention_type": "both"}, ValueError, "attention_type must be .* got 'both'"),
         ({"qkv_format": "bhsd"}, ValueError, "qkv_format must be .* got 'bhsd'"),
-        ({"attn_mask_type": "window"}, ValueError, "attn_mask_type must be one of .* got 'window'"),
-        ({"window_size": (1,)}, TypeError, "window_size must be two ints"),
         ({"window_size": (-2, 0)}, ValueError, "window_size must be -1 .* got"),
         ({"tp_size": 3}, ValueError, "num_attention_heads must be a multiple of the 3"),
-        ({"tp_group": object()}, TypeError, "tp_group must be a .*ProcessGroup"),
     ],
 )
 def test_rejects_arguments(kwargs, error, message):
     with pytest.raises(error, match=message):
         DotProductAttention(H, D, **kwargs)
-    with pytest.raises(ValueError, match="kv_channels must be one or two sizes above 0"):
-        DotProductAttention(H, (1, 2, 3))
 
 
 PAD = torch.zeros(2, 1, 1, 8, dtype=torch.bool)
@@ -182,48 +176,24 @@ PAD = torch.zeros(2, 1, 1, 8, dtype=torch.bool)
 @pytest.mark.parametrize(
     ("kwargs", "error", "message"),
     [
-        (
-            {"attention_mask": PAD},
-            ValueError,
-            r"must be None with attn_mask_type 'causal' \(use 'padding_causal' or 'arbitrary'\)",
-        ),
-        (
-            {"attention_mask": PAD, "attn_mask_type": "no_mask"},
-            ValueError,
-            r"\(use 'padding' or 'arbitrary'\)",
-        ),
+        ({"attention_mask": PAD}, ValueError,
+         r"must be None with attn_mask_type 'causal' \(use 'padding_causal' or 'arbitrary'\)"),
+        ({"attention_mask": PAD, "attn_mask_type": "no_mask"}, ValueError,
+         r"\(use 'padding' or 'arbitrary'\)"),
         ({"attn_mask_type": "padding"}, ValueError, "must be given with .* 'padding', got None"),
-        (
-            {"attn_mask_type": "padding", "attention_mask": PAD.float()},
-            TypeError,
-            "must be a bool tensor, True = masked out, got torch.float32",
-        ),
-        (
-            {"attn_mask_type": "padding", "attention_mask": PAD[..., 1:]},
-            ValueError,
-            r"query tokens must have shape \[2, 1, 1, 8\], got \[2, 1, 1, 7\]",
-        ),
+        ({"attn_mask_type": "padding", "attention_mask": PAD[..., 1:]}, ValueError,
+         r"query tokens must have shape \[2, 1, 1, 8\], got \[2, 1, 1, 7\]"),
         ({"attn_mask_type": "arbitrary"}, TypeError, "must be a bool tensor.* got NoneType"),
-        (
-            {"attn_mask_type": "arbitrary", "attention_mask": PAD[..., :3]},
-            ValueError,
-            r"must broadcast to \[2, 2, 8, 8\]",
-        ),
+        ({"attn_mask_type": "arbitrary", "attention_mask": PAD[..., :3]}, ValueError,
+         r"must broadcast to \[2, 2, 8, 8\]"),
         ({"window_size": (1, 1)}, ValueError, "window_size must end at 0 with .*'causal'"),
         ({"qkv_format": "thd"}, ValueError, r"must have shape \[t, 2, 4\] with qkv_format 'thd'"),
-        ({"core_attention_bias_type": "relative"}, ValueError, "one of .* got 'relative'"),
         ({"core_attention_bias_type": "post_scale_bias"}, ValueError, "bias must be given unless"),
         ({"core_attention_bias": PAD}, ValueError, "bias must be given unless"),
-        (
-            {
-                "core_attention_bias": torch.zeros(8, 8),
-                "core_attention_bias_type": "post_scale_bias",
-            },
-            ValueError,
-            r"core_attention_bias must broadcast to \[2, 2, 8, 8\], got \[8, 8\]",
-        ),
+        ({"core_attention_bias": torch.zeros(8, 8), "core_attention_bias_type": "post_scale_bias"},
+         ValueError, r"core_attention_bias must broadcast to \[2, 2, 8, 8\], got \[8, 8\]"),
     ],
-)
+)  # fmt: skip
 def test_rejects_options(kwargs, error, message):
     x = torch.zeros(8, 2, 2, 4)
     with pytest.raises(error, match=message):

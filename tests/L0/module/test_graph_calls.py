@@ -49,13 +49,10 @@ def test_needs_a_cuda_device():
         ({"fp8_weight_caching": 1}, TypeError, "fp8_weight_caching must be a bool, got int"),
         ({"fp8_enabled": 1}, TypeError, "enabled must be a bool, got int"),
         ({"fp8_recipe": 1}, TypeError, "fp8_recipe must be a recipe"),
-        (
-            {"sample_kwargs": {"is_first_microbatch": True}},
-            ValueError,
-            "must not hold is_first_microbatch",
-        ),
+        ({"sample_kwargs": {"is_first_microbatch": True}}, ValueError,
+         "must not hold is_first_microbatch"),
     ],
-)
+)  # fmt: skip
 def test_arguments(kwargs, error, message):
     given = {"modules": Linear(16, 16), "sample_args": (torch.randn(4, 16),), **kwargs}
     with pytest.raises(error, match=message):

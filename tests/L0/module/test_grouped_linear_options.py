@@ -187,25 +187,6 @@ def test_construction(device):
     assert module.fp8_state.scale_fwd.shape == (9,)
 
 
-@pytest.mark.parametrize(
-    ("kwargs", "error", "message"),
-    [
-        ({"sequence_parallel": 1}, TypeError, "sequence_parallel must be a bool, got int"),
-        ({"tp_group": object()}, TypeError, "GroupedLinear: tp_group must be a .*ProcessGroup"),
-        ({"tp_size": 2, "parallel_mode": "row"}, ValueError, "bias must be False where"),
-        ({"parallel_mode": "rows"}, ValueError, "parallel_mode must be None, 'column' or"),
-        ({"get_rng_state_tracker": 3}, TypeError, "get_rng_state_tracker must be a callable"),
-        ({"dtype": torch.half, "params_dtype": torch.float}, ValueError, "dtype must equal"),
-        ({"num_gemms": 0}, ValueError, "GroupedLinear: num_gemms must be at least 1, got 0"),
-        ({"num_gemms": 1.0}, TypeError, "GroupedLinear: num_gemms must be an int, got float"),
-    ],
-)
-def test_rejects_arguments(kwargs, error, message):
-    kwargs = {"num_gemms": 2, "in_features": 4, "out_features": 4, **kwargs}
-    with pytest.raises(error, match=message):
-        GroupedLinear(**kwargs)
-
-
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("splits", [[3, 1], [0, 5], [0, 0]])
 @pytest.mark.parametrize("name", [None, *SCHEMES])
@@ -231,23 +212,3 @@ def test_rows_after_the_last_group_are_not_read(name, splits, bias, device):
         results.append([out[: sum(splits)], grad[: sum(splits)], *grads])
     assert_same_bits(results[0], results[2])
     assert_same_bits(results[1], results[2])
-
-
-@pytest.mark.parametrize("fp8", [True, False])
-def test_rejects_inputs(fp8):
-    module, x = GroupedLinear(2, 16, 8), torch.ones(4, 16)
-    with fp8_autocast(fp8, DELAYED):
-        with pytest.raises(ValueError, match=r"counts of at most the 4 rows of inp, got \[2, 3\]"):
-            module(x, [2, 3])
-        with pytest.raises(ValueError, match=r"m_splits must be 2 counts of rows, got \[4\]"):
-            module(x, [4])
-        with pytest.raises(TypeError, match=r"must be int32 or int64, got torch[.]float32"):
-            module(x, torch.tensor([2.0, 2.0]))
-        with pytest.raises(TypeError, match="m_splits must be a list of ints, got str"):
-            module(x, "22")
-        with pytest.raises(TypeError, match=r"inp must have the dtype .* torch.float32, got"):
-            module(x.bfloat16(), [2, 2])
-        with pytest.raises(ValueError, match=r"last dimension of 16, got \[4, 15\]"):
-            module(torch.ones(4, 15), [2, 2])
-    with pytest.raises(TypeError, match=r"tp_group must be a .*ProcessGroup"):
-        module.set_tensor_parallel_group(object())

@@ -1,12 +1,24 @@
-"""LayerNormLinear against F.layer_norm / F.rms_norm and F.linear."""
+"""LayerNormLinear and LayerNormMLP: what both promise, and what each has alone."""
 
 import pytest
 import torch
-from module_cases import RECIPES, SCHEMES, check_against_torch, same_bits
+from checks import DTYPES
+from module_cases import (
+    ACTIVATIONS,
+    GATES,
+    RECIPES,
+    SCHEMES,
+    check_against_torch,
+    check_floors,
+    same_bits,
+    sqnr,
+)
 from normed_module_cases import NormedModuleCases
 from normed_module_uses import NormedModuleUses
 
+from apex_te import fp8_autocast
 from apex_te.module.layer_norm_linear import LayerNormLinear
+from apex_te.module.layer_norm_mlp import LayerNormMLP
 
 
 class TestLayerNormLinear(NormedModuleCases, NormedModuleUses):
@@ -53,29 +65,109 @@ class TestLayerNormLinear(NormedModuleCases, NormedModuleUses):
         found = self.run(module, RECIPES[recipe], is_first_microbatch=False)
         assert same_bits(expected, found)
 
+
+class TestLayerNormMLP(NormedModuleCases, NormedModuleUses):
+    kind = LayerNormMLP
+    floor = 22.0
+    weights = ("fc1_weight", "fc2_weight")
+    expected_parameters = ("fc1_weight", "fc1_bias", "fc2_weight", "fc2_bias")
+
+    @pytest.mark.parametrize("dtype", DTYPES)
+    @pytest.mark.parametrize("activation", ACTIVATIONS)
+    def test_activations(self, device, activation, dtype):
+        module = self.make(device, activation=activation, params_dtype=dtype)
+        check_against_torch(module, self.x(9, 32, dtype=dtype, device=device))
+
+    @pytest.mark.parametrize("recipe", SCHEMES)
+    @pytest.mark.parametrize("activation", ACTIVATIONS)
+    def test_activations_in_fp8(self, device, activation, recipe):
+        module = self.make(device, features=64, activation=activation)
+        # Their derivative jumps where the noise turns a sign.
+        backward = 12.0 if activation in ("relu", "reglu", "sreglu") else 17.0
+        x = self.x(2, 16, 64, device=device)
+        check_floors(module, x, RECIPES[recipe], forward=self.floor, backward=backward)
+
+    @pytest.mark.parametrize("recipe", SCHEMES)
+    @pytest.mark.parametrize("activation", ACTIVATIONS)
+    def test_only_the_inner_bias_learns(self, activation, recipe):
+        module, x, dy = self.make(activation=activation), self.x(8, 32), torch.randn(8, 32)
+        found = []
+        for rest in (True, False):
+            module.fp8_state.reset()
+            module.zero_grad()
+            for name, parameter in module.named_parameters():
+                parameter.requires_grad_(rest or name == "fc1_bias")
+            with fp8_autocast(True, RECIPES[recipe]):
+                module(x).backward(dy)
+            found.append(module.fc1_bias.grad)
+        assert found[1] is not None
+        torch.testing.assert_close(*found, rtol=1e-5, atol=1e-6)
+
     @pytest.mark.parametrize(
-        ("options", "error", "message"),
+        ("recipe", "params"),
         [
-            ({"parameters_split": "qkv"}, TypeError, "parameters_split must be names .* got str"),
-            ({"parameters_split": ("a",) * 2}, ValueError, "must have unique names"),
-            ({"parameters_split": list("abcde")}, ValueError, "must divide out_features=48, got 5"),
-            ({"parameters_split": {"a": 47}}, ValueError, "must have out_features=48 rows, got 47"),
-            ({"parameters_split": {"a": 0, "b": 48}}, ValueError, "rows above 0"),
-            ({"parameters_split": {"a b": 48}}, ValueError, "must have identifiers"),
-            (
-                {"parameters_split": ("a", "b"), "fuse_wgrad_accumulation": True},
-                ValueError,
-                "parameters_split must be None with fuse_wgrad_accumulation=True",
-            ),
-            (
-                {"parameters_split": ("a", "b"), "delay_wgrad_compute": True},
-                ValueError,
-                "parameters_split must be None with delay_wgrad_compute=True",
-            ),
-            ({"parallel_mode": "row"}, ValueError, "parallel_mode must be None or 'column'"),
-            ({"parallel_mode": "both"}, ValueError, "parallel_mode must be .* got 'both'"),
+            *[(recipe, None) for recipe in (None, *SCHEMES)],
+            # Not in FP8: the derivative jumps where the noise passes a limit.
+            (None, {"limit": 0.5}),
+            (None, {"alpha": 2.0, "limit": 0.3, "glu_linear_offset": 0.0}),
         ],
     )
-    def test_rejects_its_arguments(self, options, error, message):
-        with pytest.raises(error, match=f"^LayerNormLinear: .*{message}"):
-            self.bare(**options)
+    def test_clamped_swiglu(self, device, recipe, params):
+        """``gate * sigmoid(alpha * gate) * (up + offset)`` of halves that are clamped."""
+        module = self.make(
+            device, features=64, activation="clamped_swiglu", activation_params=params
+        )
+        given = {"limit": 7.0, "alpha": 1.702, "glu_linear_offset": 1.0, **(params or {})}
+        x = self.x(4, 16, 64, device=device).requires_grad_()
+        with fp8_autocast(recipe is not None, RECIPES[recipe] if recipe else None):
+            out = module(x)
+        dy = torch.randn_like(out)
+        found = [out, *torch.autograd.grad(out, [x, *module.parameters()], dy)]
+        norm = torch.nn.functional.layer_norm(
+            x, (64,), module.layer_norm_weight, module.layer_norm_bias, module.eps
+        )
+        hidden = torch.nn.functional.linear(norm, module.fc1_weight, module.fc1_bias)
+        gate, up = hidden.chunk(2, -1)
+        gate, up = gate.clamp(max=given["limit"]), up.clamp(-given["limit"], given["limit"])
+        hidden = gate * torch.sigmoid(given["alpha"] * gate) * (up + given["glu_linear_offset"])
+        out = torch.nn.functional.linear(hidden, module.fc2_weight, module.fc2_bias)
+        expected = [out, *torch.autograd.grad(out, [x, *module.parameters()], dy)]
+        for got, want in zip(found, expected, strict=True):
+            if recipe is None:
+                torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
+            else:
+                assert sqnr(want, got) > 17.0
+
+    def test_activation_params_are_checked(self):
+        for kwargs in (
+            {"activation": "swiglu", "activation_params": {"limit": 7.0}},
+            {"activation": "clamped_swiglu", "activation_params": {"limits": 7.0}},
+        ):
+            with pytest.raises(ValueError, match="activation_params must be None, or for 'clamped"):
+                LayerNormMLP(16, 16, **kwargs)
+
+    @pytest.mark.parametrize("activation", ACTIVATIONS)
+    def test_shapes(self, activation):
+        module = self.bare(32, 40, activation=activation)
+        inner = 80 if activation in GATES else 40
+        assert module.fc1_weight.shape == (inner, 32)
+        assert module.fc1_bias.shape == (inner,)
+        assert module.fc2_weight.shape == (32, 40)
+        assert module.fc2_bias.shape == (32,)
+        assert f"activation={activation}" in repr(module)
+
+    def test_each_weight_has_its_init_method(self):
+        init = {
+            "init_method": torch.nn.init.ones_,
+            "output_layer_init_method": torch.nn.init.zeros_,
+        }
+        module = self.bare(**init)
+        assert module.fc1_weight.eq(1).all()
+        assert module.fc2_weight.eq(0).all()
+        module = self.bare(init_method=torch.nn.init.ones_)
+        assert 0 < module.fc2_weight.std() < 0.1
+
+    def test_warm_up_hints_change_nothing(self):
+        module = self.bare(seq_length=128, micro_batch_size=2)
+        assert list(module.state_dict()) == list(self.bare().state_dict())
+        check_against_torch(module, self.x(4, 32))

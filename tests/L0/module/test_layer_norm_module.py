@@ -43,11 +43,7 @@ def randomize(module):
 def test_as_good_as_torch(ours, torchs, dtype, shape, zero_centered, device):
     module = randomize(
         ours(
-            shape[-1],
-            eps=0.1,
-            params_dtype=dtype,
-            zero_centered_gamma=zero_centered,
-            device=device,
+            shape[-1], eps=0.1, params_dtype=dtype, zero_centered_gamma=zero_centered, device=device
         )
     )
     x, dy = torch.randn(shape).to(dtype), torch.randn(shape).to(dtype)

@@ -1,5 +1,7 @@
 """Mistakes in calls of modules, optimizers, amp and the functions around them, and their errors."""
 
+import functools
+
 import numpy as np
 import pytest
 import torch
@@ -171,6 +173,8 @@ def inputs_of(name, call, argument):
         "bools": (H > 0, TypeError, "got torch.bool"),
         "other features": (H[..., :8], other, r"(dimension of 16|\[..., 16\]), got \[.*2, 8\]"),
     }
+    if name != "GroupedLinear":  # which counts its rows first
+        of["no dimension"] = (H[0, 0, 0], other, r"got \[\]")
     return {
         f"{name}: {argument} is {what}": (
             lambda x=x: call(x), error, f"{name}: {argument} ", text,
@@ -178,6 +182,96 @@ def inputs_of(name, call, argument):
         for what, (x, error, text) in of.items()
     }  # fmt: skip
 
+
+def in_fp8_too(name, make, *args):
+    """Returns those mistakes made in FP8."""
+    made = inputs_of(name, lambda x: in_fp8(make(), x, *args), "inp")
+    return {f"{mistake} in FP8": row for mistake, row in made.items()}
+
+
+def shared_of(name, make):
+    """Returns the mistakes of the arguments that all parallel modules have."""
+    wrong = {
+        "sequence_parallel": (1, TypeError, "a bool, got int"),
+        "tp_group": (object(), TypeError, "a torch.distributed.ProcessGroup, got object"),
+        "get_rng_state_tracker": (3, TypeError, "a callable"),
+        "tp_size": (0, ValueError, "at least 1, got 0"),
+    }
+    return {
+        f"{name}: {argument} of {value!r:.9}": (
+            lambda argument=argument, value=value: make(**{argument: value}),
+            error, f"{name}: {argument} must be", text,
+        )
+        for argument, (value, error, text) in wrong.items()
+    } | {
+        f"{name}: a group set later": (
+            lambda: make().set_tensor_parallel_group(object()), TypeError,
+            f"{name}: tp_group must be a torch.distributed.ProcessGroup", ""),
+    }  # fmt: skip
+
+
+def two_dtypes_of(name, make):
+    call = functools.partial(make, dtype=torch.half, params_dtype=torch.float)
+    return {f"{name}: two dtypes": (call, ValueError, f"{name}: dtype must equal params_dtype", "")}
+
+
+SHARED = {
+    **two_dtypes_of("Linear", linear),
+    **two_dtypes_of("LayerNormLinear", norm_linear),
+    **two_dtypes_of("LayerNormMLP", mlp),
+    **two_dtypes_of("GroupedLinear", grouped),
+    **shared_of("Linear", linear),
+    **shared_of("LayerNormLinear", norm_linear),
+    **shared_of("LayerNormMLP", mlp),
+    **shared_of("GroupedLinear", grouped),
+    **shared_of("MultiheadAttention", attention),
+    **shared_of("TransformerLayer", layer),
+    "Linear: a row's parts": (
+        lambda: apex_te.Linear(4, 4, parallel_mode="Row", tp_size=3), ValueError,
+        "Linear: in_features must be a multiple of", ""),
+    "GroupedLinear: a row's bias": (
+        lambda: grouped(tp_size=2, parallel_mode="row"), ValueError,
+        "GroupedLinear: bias must be False where", ""),
+    "GroupedLinear: another mode": (
+        lambda: grouped(parallel_mode="rows"), ValueError,
+        "GroupedLinear: parallel_mode must be None, 'column' or", ""),
+    "LayerNormLinear: rows": (
+        lambda: norm_linear(parallel_mode="row"), ValueError,
+        "LayerNormLinear: parallel_mode must be None or 'column'", ""),
+    "LayerNormLinear: another mode": (
+        lambda: norm_linear(parallel_mode="both"), ValueError,
+        "LayerNormLinear: parallel_mode must be", "got 'both'"),
+    "LayerNormLinear: another norm": (
+        lambda: norm_linear(normalization="BatchNorm"), ValueError,
+        "LayerNormLinear: normalization must be one of LayerNorm, RMSNorm", "got 'BatchNorm'"),
+    "LayerNormMLP: another norm": (
+        lambda: mlp(normalization="BatchNorm"), ValueError,
+        "LayerNormMLP: normalization must be one of LayerNorm, RMSNorm", "got 'BatchNorm'"),
+    "LayerNormMLP: the parallel mode as a number": (
+        lambda: mlp(set_parallel_mode=1), TypeError,
+        "LayerNormMLP: set_parallel_mode must be a bool", "got int"),
+    "MultiheadAttention: a number of ranks with a point": (
+        lambda: attention(tp_size=2.5, set_parallel_mode=True), TypeError,
+        "MultiheadAttention: tp_size must be an int", ""),
+    "MultiheadAttention: heads over ranks": (
+        lambda: attention(tp_size=3, set_parallel_mode=True), ValueError,
+        "MultiheadAttention: .*must be a multiple of the 3", ""),
+    "MultiheadAttention: heads of a width": (
+        lambda: apex_te.MultiheadAttention(32, 5), ValueError,
+        "MultiheadAttention: num_attention_heads must divide hidden_size=32", "got 5"),
+    "MultiheadAttention: no tokens to attend to": (
+        lambda: cross(None), ValueError,
+        "MultiheadAttention: encoder_output must be given in cross attention", ""),
+    "MultiheadAttention: tokens to attend to": (
+        lambda: attention()(H, None, H), ValueError,
+        "MultiheadAttention: encoder_output must be given in cross attention", ""),
+    "GroupedLinear: counts of one group": (
+        lambda: grouped()(X, [4]), ValueError, "GroupedLinear: m_splits must be 2 counts of rows",
+        r"got \[4\]"),
+    "GroupedLinear: counts of floats": (
+        lambda: grouped()(X, torch.tensor([2.0, 2.0])), TypeError,
+        "GroupedLinear: m_splits must be int32 or int64", "got torch.float32"),
+}  # fmt: skip
 
 SIZES = {
     **sizes_of("Linear", resized(apex_te.Linear, "in_features", "out_features"),
@@ -206,6 +300,10 @@ INPUTS = {
     **inputs_of("Linear", lambda x: linear()(x), "inp"),
     **inputs_of("LayerNormLinear", lambda x: norm_linear()(x), "inp"),
     **inputs_of("LayerNormMLP", lambda x: mlp()(x), "inp"),
+    **in_fp8_too("Linear", linear),
+    **in_fp8_too("LayerNormLinear", norm_linear),
+    **in_fp8_too("LayerNormMLP", mlp),
+    **in_fp8_too("GroupedLinear", grouped, [1, 1]),
     **inputs_of("LayerNorm", lambda x: apex_te.LayerNorm(16)(x), "inp"),
     **inputs_of("RMSNorm", lambda x: apex_te.RMSNorm(16)(x), "inp"),
     **inputs_of("GroupedLinear", lambda x: grouped()(x, [1, 1]), "inp"),
@@ -735,7 +833,7 @@ FUNCTIONS = {
         "got nothing"),
 }  # fmt: skip
 
-MISTAKES = SIZES | INPUTS | WORDS | OPTIONS | CALLS | OPTIMIZERS | FUNCTIONS
+MISTAKES = SIZES | SHARED | INPUTS | WORDS | OPTIONS | CALLS | OPTIMIZERS | FUNCTIONS
 
 
 @pytest.fixture(autouse=True)
@@ -754,7 +852,7 @@ def test_error_names_class_and_argument(mistake):
 
 
 def test_mistakes_are_not_counted_twice():
-    kinds = (SIZES, INPUTS, WORDS, OPTIONS, CALLS, OPTIMIZERS, FUNCTIONS)
+    kinds = (SIZES, SHARED, INPUTS, WORDS, OPTIONS, CALLS, OPTIMIZERS, FUNCTIONS)
     assert len(MISTAKES) == sum(map(len, kinds)) > 150
 
 

@@ -8,13 +8,7 @@ from schemes import SCHEMES
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
-from apex_te import (
-    CudaRNGStatesTracker,
-    LayerNormMLP,
-    TransformerLayer,
-    checkpoint,
-    fp8_autocast,
-)
+from apex_te import CudaRNGStatesTracker, LayerNormMLP, TransformerLayer, checkpoint, fp8_autocast
 from apex_te.fp8.delayed.state import TENSORS
 from apex_te.ops.product_count import fp8_gemm_count
 

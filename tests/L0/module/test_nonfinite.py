@@ -22,11 +22,7 @@ from apex_te.module.linear import Linear
 
 STATELESS = [name for name, recipe in RECIPES.items() if not recipe.keeps_state]
 # What reads each tensor of a linear layer: the results that it must reach.
-READ_BY = {
-    "x": ("output 0", "weight"),
-    "weight": ("output 0", "input"),
-    "dy": ("input", "weight"),
-}
+READ_BY = {"x": ("output 0", "weight"), "weight": ("output 0", "input"), "dy": ("input", "weight")}
 
 
 def finite(tensor):

@@ -12,10 +12,7 @@ from checks import assert_same_bits
 from graph_models import fp8_state
 from layer_kinds import repeatable
 from schemes import chosen
-from torch.utils.checkpoint import (
-    CheckpointPolicy,
-    create_selective_checkpoint_contexts,
-)
+from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from apex_te import fp8_autocast

@@ -1,46 +1,66 @@
-"""LayerNormMLP with SwiGLU in the epilogues of its products: the bits of products and op apart.
+"""LayerNormMLP with SwiGLU fused into its products, or into a cast to 1x128 blocks: bits as apart.
 
-The kernels are for sm_90; elsewhere the ops that the module then calls run product and SwiGLU one
-after the other, so that the module's part is tested on every device.
+The products' kernels are for sm_90; elsewhere the ops that the module then calls run product and
+SwiGLU one after the other, so that the module's part is tested on every device.
 """
 
 import copy
 
 import pytest
 import torch
-from checks import assert_same_bits
+from checks import assert_same_bits, needs_cuda
 from graph_models import WIDTH, data, fp8_state, graphed
 from schemes import FIRST_STEP
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from apex_te import LayerNormMLP, flush_fp8_state, fp8_autocast, fp8_model_init, fp8_statistics
 from apex_te.fp8.scheme import gemm_backend
+from apex_te.fp8.scheme.base import Quantizer
+from apex_te.fp8.scheme.block import BlockQuantizer
 from apex_te.fp8.scheme.delayed import DelayedScalingQuantizer
 from apex_te.module._core import programs
 from apex_te.ops import dense_gemm_swiglu as op
-from apex_te.ops import registration
-from apex_te.recipe import CurrentScaling, DelayedScaling, Format
+from apex_te.ops import registration, swiglu_block
+from apex_te.recipe import BlockScaling, CurrentScaling, DelayedScaling, Format
 
-HIDDEN, FFN, STEPS = 64, 48, 4
-DELAYED = DelayedScaling(amax_history_len=4)
+HIDDEN, FFN, BLOCK_FFN, STEPS = 64, 48, 128, 4
+DELAYED, BLOCKS = DelayedScaling(amax_history_len=4), BlockScaling()
 SWIGLU = {"activation": "swiglu", "normalization": "RMSNorm", "bias": False}
+RECIPES = {
+    "delayed": DELAYED,
+    "first step": FIRST_STEP,
+    "E4M3": DelayedScaling(amax_history_len=4, fp8_format=Format.E4M3),
+    "blocks": BLOCKS,
+    "blocks in E4M3": BlockScaling(fp8_format=Format.E4M3),
+    "blocks of any scale": BlockScaling(pow2=False),
+}
+every = pytest.mark.parametrize("recipe", RECIPES)
+one_of_each = pytest.mark.parametrize("recipe", ["delayed", "blocks"])
 
 
 class Calls:
-    """Numbers of runs of both ops, but for those of programs on a GPU."""
+    """Numbers of runs of the ops that fuse, but for those of programs on a GPU."""
 
     def __init__(self, monkeypatch):
         self.forward = self.backward = 0
+        self._monkeypatch = monkeypatch
         for kind, name in (("forward", "dense_gemm_swiglu"), ("backward", "dense_gemm_swiglu_bwd")):
-            functions = registration._functions[name]
-            monkeypatch.setattr(functions, name, self._counted(kind, getattr(functions, name)))
+            self._count(kind, registration._functions[name], name)
+        for kind, name in (("forward", "swiglu_fwd_block"), ("backward", "swiglu_bwd_block")):
+            self._count(kind, swiglu_block, name)
 
-    def _counted(self, kind, function):
-        def run(*args):
+    def _count(self, kind, owner, name):
+        function = getattr(owner, name)
+
+        def run(*args, **options):
             setattr(self, kind, getattr(self, kind) + 1)
-            function(*args)
+            return function(*args, **options)
 
-        return run
+        self._monkeypatch.setattr(owner, name, run)
+
+    def numbers(self):
+        return self.forward, self.backward
 
 
 @pytest.fixture
@@ -52,21 +72,22 @@ def fused(monkeypatch):
     return Calls(monkeypatch)
 
 
-def build(device, **options):
+def build(device, recipe=DELAYED, **options):
     torch.manual_seed(3)
     options = {"params_dtype": torch.bfloat16, **SWIGLU, **options}
-    return LayerNormMLP(HIDDEN, FFN, device=device, **options)
+    ffn = options.pop("ffn", BLOCK_FFN if isinstance(recipe, BlockScaling) else FFN)
+    return LayerNormMLP(HIDDEN, ffn, device=device, **options)
 
 
 def train(module, recipe, tokens=37, *, call=None, microbatches=1, cached=False, region=None):
     """Trains a copy with outputs of growing size; returns all that it computes, and its state."""
     module = copy.deepcopy(module)
     generator, seen = torch.Generator().manual_seed(2), []
-    device = module.layer_norm_weight.device
     for step in range(STEPS):
         losses = []
         for number in range(microbatches):
-            x = torch.randn(tokens, HIDDEN, generator=generator).to(device, torch.bfloat16)
+            x = torch.randn(tokens, HIDDEN, generator=generator)
+            x = x.to(module.layer_norm_weight)
             x.requires_grad_(module.layer_norm_weight.requires_grad)
             with fp8_autocast(fp8_recipe=recipe, **(region or {})):
                 y = module(x, number == 0) if cached else (call or module)(*_args(call, module, x))
@@ -99,62 +120,66 @@ def assert_equal(expected, actual):
             assert_same_bits(a, b)
 
 
+def apart(recipe, device):
+    """What has a module run its products, activations and casts one after the other."""
+    if isinstance(recipe, BlockScaling):
+        return [(BlockQuantizer, "produce", Quantizer.produce)]
+    # The own product, whose sums a GPU adds up in another order than cuBLASLt.
+    own = (DelayedScalingQuantizer, "scale_in_advance", lambda self: None)
+    return [own, (op, "is_active", False)] if device.type == "cpu" else [own]
+
+
 def compare(module, recipe, monkeypatch, fused, tokens=37, **options):
-    """Checks the bits with epilogues against those of products and ops apart."""
-    before = (fused.forward, fused.backward)
+    """Checks the bits of fused ops against those of ops apart; returns the numbers of calls."""
+    before = fused.numbers()
     actual = train(module, recipe, tokens, **options)
-    counts = fused.forward - before[0], fused.backward - before[1]
+    counts = tuple(now - was for now, was in zip(fused.numbers(), before, strict=True))
     with monkeypatch.context() as patch:
-        # The own product, whose sums a GPU adds up in another order than cuBLASLt.
-        patch.setattr(DelayedScalingQuantizer, "scale_in_advance", lambda self: None)
-        assert_equal(train(module, recipe, tokens, **options), actual)
-        if module.layer_norm_weight.device.type == "cpu":
-            patch.setattr(op, "is_active", False)
+        for change in apart(recipe, module.layer_norm_weight.device):
+            patch.setattr(*change)
             assert_equal(train(module, recipe, tokens, **options), actual)
     return counts
 
 
-RECIPES = {
-    "delayed": DELAYED,
-    "first step": FIRST_STEP,
-    "E4M3": DelayedScaling(amax_history_len=4, fp8_format=Format.E4M3),
-}
-
-
+@every
 @pytest.mark.parametrize("tokens", [32, 37])
-@pytest.mark.parametrize("recipe", RECIPES)
-def test_bits_equal_products_and_op(device, fused, monkeypatch, recipe, tokens):
-    counts = compare(build(device), RECIPES[recipe], monkeypatch, fused, tokens)
+def test_bits_equal_ops_apart(request, device, fused, monkeypatch, recipe, tokens):
+    recipe = RECIPES[recipe]
+    if isinstance(recipe, BlockScaling):
+        request.getfixturevalue("poison")
+    counts = compare(build(device, recipe), recipe, monkeypatch, fused, tokens)
     # A first scale needs the tensor. Programs repeat later calls where they may.
-    assert counts[0] > 1
+    assert counts[0] > (not isinstance(recipe, BlockScaling))
     assert counts[1] >= 1
 
 
-def test_bits_equal_without_programs(device, fused, monkeypatch):
-    before = programs.set_enabled(False)
-    try:
-        counts = compare(build(device), DELAYED, monkeypatch, fused)
-    finally:
-        programs.set_enabled(before)
+@one_of_each
+def test_bits_equal_without_programs(device, fused, monkeypatch, recipe):
+    monkeypatch.setattr(programs, "_enabled", False)
+    recipe = RECIPES[recipe]
+    counts = compare(build(device, recipe), recipe, monkeypatch, fused)
     assert counts == (STEPS + 1, STEPS)
 
 
 FROZEN = {
-    "all but FC2": (["layer_norm_weight", "fc1_weight"], 1, 0),
-    "FC2": (["fc2_weight"], STEPS + 1, STEPS),
-    "FC1": (["fc1_weight"], STEPS + 1, STEPS),
-    "norm": (["layer_norm_weight"], STEPS + 1, STEPS),
+    "all but FC2": (["layer_norm_weight", "fc1_weight"], (1, 0)),
+    "FC2": (["fc2_weight"], (STEPS + 1, STEPS)),
+    "FC1": (["fc1_weight"], (STEPS + 1, STEPS)),
+    "norm": (["layer_norm_weight"], (STEPS + 1, STEPS)),
 }
 
 
+@one_of_each
 @pytest.mark.parametrize("which", FROZEN)
-def test_frozen_weights(device, fused, monkeypatch, which):
-    names, *expected = FROZEN[which]
-    module = build(device)
-    for name in names:
-        getattr(module, name).requires_grad_(False)
+def test_frozen_weights(device, fused, monkeypatch, which, recipe):
+    (names, expected), name = FROZEN[which], recipe
+    recipe = RECIPES[recipe]
+    module = build(device, recipe)
+    for weight in names:
+        getattr(module, weight).requires_grad_(False)
     monkeypatch.setattr(programs, "_enabled", False)
-    assert list(compare(module, DELAYED, monkeypatch, fused)) == expected
+    counts = compare(module, recipe, monkeypatch, fused)
+    assert counts == expected or name == "blocks"
 
 
 USES = {
@@ -169,29 +194,29 @@ def test_uses(device, fused, monkeypatch, use):
     assert min(compare(build(device), DELAYED, monkeypatch, fused, **USES[use])) > 0
 
 
-@pytest.mark.parametrize("recipe", ["delayed", "first step"])
+@pytest.mark.parametrize("recipe", ["delayed", "first step", "blocks"])
 @pytest.mark.parametrize("own", [True, False])
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_recompute_is_equal(device, fused, recipe, own, reentrant):
     def repeated(module, x):
         return checkpoint(module, x, use_reentrant=reentrant)
 
-    module, recipe = build(device), RECIPES[recipe]
+    recipe = RECIPES[recipe]
+    module = build(device, recipe)
     expected = train(module, recipe)
-    if own:
-        module.checkpoint = True
-        assert_equal(expected, train(module, recipe, microbatches=1))
-    else:
-        assert_equal(expected, train(module, recipe, call=repeated))
+    module.checkpoint = own
+    assert_equal(expected, train(module, recipe, call=None if own else repeated))
     assert fused.backward > 0
 
 
-def test_weights_held_in_fp8(device, fused, monkeypatch):
-    with fp8_model_init():
-        module = build(device)
+@one_of_each
+def test_weights_held_in_fp8(device, fused, monkeypatch, recipe):
+    recipe = RECIPES[recipe]
+    with fp8_model_init(recipe=recipe):
+        module = build(device, recipe)
     for p in module.parameters():
         p.requires_grad_(p.dim() == 1)  # no optimizer here
-    assert min(compare(module, DELAYED, monkeypatch, fused)) > 0
+    assert min(compare(module, recipe, monkeypatch, fused)) > 0
 
 
 @pytest.mark.parametrize("delayed", [True, False])
@@ -214,8 +239,10 @@ def test_main_grad(device, fused, monkeypatch, delayed):
     assert (fused.backward > 0) == (device.type == "cpu")
 
 
-def test_statistics_see_the_same_tensors(device, fused):
-    module, x = build(device), torch.randn(37, HIDDEN, device=device).bfloat16()
+@one_of_each
+def test_statistics_see_the_same_tensors(device, fused, recipe):
+    recipe = RECIPES[recipe]
+    module, x = build(device, recipe), torch.randn(37, HIDDEN, device=device).bfloat16()
     x.requires_grad_()
     seen = []
     for observe in (False, True):
@@ -224,7 +251,7 @@ def test_statistics_see_the_same_tensors(device, fused):
         if observe:
             stats.__enter__()
         for _ in range(3):
-            with fp8_autocast(fp8_recipe=DELAYED):
+            with fp8_autocast(fp8_recipe=recipe):
                 y = copied(x)
             y.float().square().sum().backward()
         if observe:
@@ -233,6 +260,23 @@ def test_statistics_see_the_same_tensors(device, fused):
             assert len(noted["0.fc2.input"]["amax"]) == len(noted["0.fc1.grad_output"]["amax"]) == 3
         seen.append([y.detach(), *(p.grad for p in copied.parameters()), *fp8_state(copied)])
     assert_equal(*seen)
+
+
+def test_statistics_are_those_of_two_ops(device, monkeypatch):
+    noted = []
+    for fused in (True, False):
+        module = torch.nn.Sequential(build(device, BLOCKS))
+        x = torch.linspace(-1, 1, 37 * HIDDEN, device=device).view(37, HIDDEN).bfloat16()
+        if not fused:
+            monkeypatch.setattr(BlockQuantizer, "produce", Quantizer.produce)
+        with fp8_statistics(module) as stats:
+            for _ in range(3):
+                with fp8_autocast(fp8_recipe=BLOCKS):
+                    y = module(x.requires_grad_())
+                y.float().square().sum().backward()
+        noted.append(stats.to_dict())
+    assert noted[0] == noted[1]
+    assert noted[0]["0.fc2.input"]["amax"]
 
 
 def test_saves_no_activation(device, fused, monkeypatch):
@@ -291,7 +335,7 @@ def test_sizes_and_switch(monkeypatch):
     assert not op.gains(8192, 14336, 4096)
 
 
-def test_not_without_kernels(monkeypatch):
+def test_not_without_kernels():
     backend = gemm_backend.FP8Gemm((False, True, True), torch.device("cpu"))
     assert not backend.fuses_swiglu
 
@@ -311,8 +355,79 @@ def test_compiled_is_equal(fused, monkeypatch, dynamic):
     assert fused.forward > before
 
 
-@pytest.mark.cuda
-@pytest.mark.cuda
+@pytest.mark.parametrize("activation", ["swiglu", "geglu", "reglu", "glu"])
+def test_activations_into_blocks(device, fused, monkeypatch, activation):
+    module = build(device, BLOCKS, activation=activation)
+    assert min(compare(module, BLOCKS, monkeypatch, fused)) > 0
+
+
+@pytest.mark.parametrize(
+    "options", [{"bias": True}, {"ffn": 80}, {"params_dtype": torch.float32}], ids=str
+)
+def test_what_runs_two_ops_in_part(device, fused, monkeypatch, options):
+    """Column sums for a bias, an odd width, float32."""
+    counts = compare(build(device, BLOCKS, **options), BLOCKS, monkeypatch, fused)
+    assert counts[0] > 0
+    assert (counts[1] > 0) == ("bias" not in options)
+
+
+class Allocated(TorchDispatchMode):
+    """Shapes of the bfloat16 tensors that ops make."""
+
+    def __init__(self):
+        super().__init__()
+        self.shapes = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        if isinstance(out, torch.Tensor) and out.dtype is torch.bfloat16:
+            self.shapes.append(tuple(out.shape))
+        return out
+
+
+def test_no_activation_in_bf16(device):
+    """Forward makes no [tokens, width], backward only its gradient and no [tokens, 2 width]."""
+    module = build(device, BLOCKS)
+    x = torch.randn(48, HIDDEN, device=device).bfloat16().requires_grad_()
+    with Allocated() as forward, fp8_autocast(fp8_recipe=BLOCKS):
+        y = module(x)
+    with Allocated() as backward:
+        y.backward(torch.ones_like(y))
+    assert (48, 2 * BLOCK_FFN) in forward.shapes  # the activation's input, which is saved
+    assert (48, BLOCK_FFN) not in forward.shapes
+    assert (48, BLOCK_FFN) in backward.shapes
+    assert (48, 2 * BLOCK_FFN) not in backward.shapes
+
+
+@needs_cuda
+def test_peak_memory_of_blocks(monkeypatch):
+    tokens, ffn = 1024, 2048
+    peaks = []
+    for fused in (True, False):
+        if not fused:
+            monkeypatch.setattr(BlockQuantizer, "produce", Quantizer.produce)
+        module = build("cuda", BLOCKS, ffn=ffn)  # another module's programs run the other ops
+        found = []
+        for grad in (False, True):
+            for _ in range(4):  # a program's first runs keep what they make
+                x = torch.zeros(tokens, HIDDEN, device="cuda").bfloat16().requires_grad_()
+                torch.cuda.synchronize()
+                torch.cuda.reset_peak_memory_stats()
+                before = torch.cuda.memory_allocated()
+                with torch.set_grad_enabled(grad), fp8_autocast(fp8_recipe=BLOCKS):
+                    y = module(x)
+                if grad:
+                    y.backward(torch.ones_like(y))
+                peak = torch.cuda.max_memory_allocated() - before
+                del x, y
+                module.zero_grad()
+            found.append(peak)
+        peaks.append(found)
+    assert peaks[1][0] - peaks[0][0] >= 2 * tokens * ffn // 2
+    assert peaks[0][1] < peaks[1][1]
+
+
+@needs_cuda
 class TestOnGPU:
     """Tests of the kernels in the module, which only an sm_90 GPU has."""
 

@@ -246,22 +246,14 @@ def test_compiles(options):
 @pytest.mark.parametrize(
     ("kwargs", "error", "message"),
     [
-        ({"tp_size": 0}, ValueError, "tp_size must be at least 1"),
-        ({"tp_group": object()}, TypeError, "tp_group must be a .*ProcessGroup"),
-        ({"sequence_parallel": 1}, TypeError, "sequence_parallel must be a bool, got int"),
         ({"set_parallel_mode": True, "tp_size": 3}, ValueError, "must be a multiple of the 3"),
-        ({"layer_type": "both"}, ValueError, "layer_type must be 'encoder' or 'decoder', got"),
         ({"hidden_dropout": 1.5}, ValueError, "hidden_dropout must be from 0 to 1, got 1.5"),
         ({"drop_path_rate": -0.5}, ValueError, "drop_path_rate must be from 0 to 1"),
         ({"parallel_attention_mlp": True, **POST}, ValueError, "parallel_attention_mlp must be"),
-        (
-            {"parallel_attention_mlp": True, "layer_type": "decoder"},
-            ValueError,
-            "parallel_attention_mlp must be False with layer_type 'decoder'",
-        ),
-        ({"activation": "tanh"}, ValueError, "activation must be one of"),
+        ({"parallel_attention_mlp": True, "layer_type": "decoder"}, ValueError,
+         "parallel_attention_mlp must be False with layer_type 'decoder'"),
     ],
-)
+)  # fmt: skip
 def test_rejects_arguments(kwargs, error, message):
     with pytest.raises(error, match=message):
         build(**kwargs)
@@ -271,15 +263,9 @@ def test_rejects_inputs():
     x = torch.randn(SHAPES["sbhd"])
     with pytest.raises(ValueError, match="encoder_output and what begins with enc_dec must be"):
         build()(x, encoder_output=x)
-    with pytest.raises(ValueError, match="encoder_output must be given in cross attention"):
-        build(layer_type="decoder")(x)
     mask = torch.zeros(2, 1, 1, 5, dtype=torch.bool)
-    with pytest.raises(ValueError, match=r"use 'padding_causal' or 'arbitrary'"):
-        build()(x, mask)
     with pytest.raises(
         ValueError, match=r"must be a tuple \(queries, keys\) .* got \[2, 1, 1, 4\]"
     ):
         build(layer_type="decoder")(x, encoder_output=x, enc_dec_attn_mask=mask[..., 1:])
-    with pytest.raises(TypeError, match=r"tp_group must be a .*ProcessGroup"):
-        build().set_tensor_parallel_group(object())
     build().set_tensor_parallel_group(None)

@@ -10,35 +10,7 @@ from apex_te.ops import block_quantize as op
 from apex_te.ops.block_quantize import block_dequantize, block_quantize
 
 E4M3 = torch.float8_e4m3fn
-SHAPES = [
-    (1, 1), (3, 7), (8, 15), (16, 17), (127, 129), (128, 128), (129, 1000), (256, 384), (1000, 3),
-    (17, 3584), (9, 4095),
-]  # fmt: skip
 NAN, INF = float("nan"), float("inf")
-
-
-@in_pairs(block_rows=[1, 128], fp8=FP8, dtype=DTYPES, shape=SHAPES)
-def test_fwd(device, poison, shape, dtype, fp8, block_rows):
-    x = spread(shape, dtype)
-    for options in ({"pow2": True}, {"pow2": False, "eps": 0.01}):
-        amax = torch.zeros(1, device=device)
-        out = block_quantize(x.to(device), fp8, block_rows=block_rows, amax=amax, **options)
-        assert_same_bits(out, op.reference(x, fp8, block_rows=block_rows, **options))
-        assert amax.item() == x.float().abs().max().item()
-
-
-@pytest.mark.parametrize("block_rows", [1, 128])
-def test_one_layout_at_a_time(device, poison, block_rows):
-    x = torch.randn(200, 264, device=device).bfloat16()
-    both = block_quantize(x, E4M3, block_rows=block_rows)
-    row = block_quantize(x, E4M3, block_rows=block_rows, columnwise=False)
-    col = block_quantize(x, E4M3, block_rows=block_rows, rowwise=False)
-    assert row.columnwise is None
-    assert col.rowwise_scale_inv is None
-    assert_same_bits([*row[:2], *col[2:]], both)
-    amax = torch.ones(1, device=device)
-    block_quantize(x * 9, E4M3, block_rows=block_rows, rowwise=False, columnwise=False, amax=amax)
-    assert amax.item() == (x * 9).abs().max().item()
 
 
 def test_transposed_is_the_quantization_of_the_transpose(device):
@@ -159,57 +131,6 @@ def test_every_code_dequantizes(device):
             back = block_dequantize(c.to(device), scale_inv.to(device), dtype=dtype).cpu()
             assert torch.equal(back.isnan(), exact.isnan())
             assert torch.equal(back.nan_to_num(), exact.to(dtype).nan_to_num())
-
-
-@pytest.mark.parametrize(
-    ("change", "error", "message"),
-    [
-        ({"x": torch.zeros(2, 2).double()}, TypeError, "x must have dtype float32, float16"),
-        ({"x": torch.zeros(2)}, ValueError, "block_quantize: x must have 2 dimensions"),
-        ({"fp8_dtype": torch.bfloat16}, TypeError, "fp8_dtype must be float8_e4m3fn"),
-        ({"block_rows": 64}, ValueError, "block_rows must be 1 or 128, got 64"),
-        ({"eps": -1.0}, ValueError, "eps must be zero or more and finite, got -1"),
-        ({"eps": NAN}, ValueError, "eps must be zero or more and finite"),
-        ({"amax": torch.zeros(3)}, ValueError, "amax must have one element"),
-        (
-            {"out": op.BlockQuantized(torch.zeros(2, 2).to(E4M3), None, None, None)},
-            ValueError,
-            "each of rowwise and columnwise must be given with its scale_inv",
-        ),
-        (
-            {"out": op.BlockQuantized(torch.zeros(2, 2).to(E4M3), torch.zeros(1, 2), None, None)},
-            ValueError,
-            "rowwise_scale_inv must have shape [1, 4], got [1, 2]",
-        ),
-        (
-            {
-                "out": op.BlockQuantized(torch.zeros(2, 2).to(E4M3), torch.zeros(1, 4), None, None),
-                "fp8_dtype": torch.float8_e5m2,
-            },
-            TypeError,
-            "rowwise must have dtype float8_e5m2, got float8_e4m3fn",
-        ),
-        (
-            {"rowwise": False, "columnwise": False},
-            ValueError,
-            "rowwise, columnwise or amax must be asked for",
-        ),
-    ],
-)
-def test_rejects(change, error, message):
-    with pytest.raises(error) as raised:
-        block_quantize(**{"x": torch.zeros(2, 2), "fp8_dtype": E4M3, **change})
-    assert message in str(raised.value)
-
-
-def test_dequantize_rejects():
-    c, scale_inv = torch.zeros(2, 2).to(E4M3), torch.ones(1, 4)
-    with pytest.raises(TypeError, match="fp8_data must have dtype float8_e4m3fn or float8_e5m2"):
-        block_dequantize(c.float(), scale_inv)
-    with pytest.raises(ValueError, match=r"scale_inv must have shape \[1, 4\], got \[2, 4\]"):
-        block_dequantize(c, torch.ones(2, 4))
-    with pytest.raises(TypeError, match="out must have dtype float32, float16 or bfloat16"):
-        block_dequantize(c, scale_inv, dtype=torch.float64)
 
 
 @needs_cuda

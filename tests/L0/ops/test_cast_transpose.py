@@ -22,11 +22,8 @@ def test_fwd(device, poison, shape, dtype, fp8):
     x = (torch.randn(shape) * 30).to(dtype)
     scale, amax = one(7.3, device), one(0, device)
     out = cast_transpose(x.to(device), scale, fp8, amax=amax, with_dbias=True)
-    expected = op.reference(x, one(7.3, "cpu"), fp8)
-    assert torch.equal(codes(out.rowwise), codes(expected.rowwise))
-    assert torch.equal(codes(out.columnwise), codes(expected.columnwise))
+    assert_same_bits(out[:3], op.reference(x, one(7.3, "cpu"), fp8)[:3])
     assert amax.item() == x.float().abs().max().item()
-    assert out.scale_inv.item() == (1 / one(7.3, "cpu")).item()
     exact = x.double().sum(0)
     rounding = torch.finfo(dtype).eps * exact.abs() + 1e-6 * x.double().abs().sum(0)
     assert ((out.dbias.cpu().double() - exact).abs() <= rounding).all()
@@ -162,31 +159,6 @@ def test_repeatable_and_equal_on_devices(device, rows, dtype):
     assert first.dbias[-1].isnan()
     assert on_cpu.dbias[-1].isnan()
     assert torch.equal(codes(first.columnwise), codes(on_cpu.columnwise))
-
-
-@pytest.mark.parametrize(
-    ("change", "error", "message"),
-    [
-        ({"x": torch.zeros(2, 2, dtype=torch.float64)}, TypeError,
-         "x must have dtype float32, float16 or bfloat16, got float64"),
-        ({"x": torch.zeros(2)}, ValueError, "x must have 2 dimensions"),
-        ({"scale": torch.zeros(2)}, ValueError, "scale must have one element, got [2]"),
-        ({"scale": torch.zeros(1).double()}, TypeError, "scale must have dtype float32"),
-        ({"scale": 1.0}, TypeError, "scale must be a torch.Tensor, got float"),
-        ({"fp8_dtype": torch.bfloat16}, TypeError, "fp8_dtype must be float8_e4m3fn"),
-        ({"amax": torch.zeros(3)}, ValueError, "amax must have one element"),
-        ({"out_rowwise": torch.zeros(2, 3, dtype=torch.uint8).view(FORMATS[0])}, ValueError,
-         "rowwise must have shape [2, 2], got [2, 3]"),
-        ({"noop": torch.zeros(1)}, TypeError, "noop must have dtype int32, got float32"),
-    ],
-)  # fmt: skip
-def test_rejects(change, error, message):
-    kwargs = {"x": torch.zeros(2, 2), "scale": torch.ones(1), "fp8_dtype": FORMATS[0], **change}
-    if isinstance(kwargs["scale"], float):
-        kwargs["scale_inv"] = torch.ones(1)
-    with pytest.raises(error) as raised:
-        cast_transpose(**kwargs)
-    assert message in str(raised.value)
 
 
 @pytest.mark.cuda

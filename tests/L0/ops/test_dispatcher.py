@@ -1,12 +1,19 @@
-"""The dispatcher: what it refuses and how it says so, keywords, lists, threads and forks."""
+"""The dispatcher: calls and refusals, lifetimes of what is called, and programs."""
 
+import gc
 import os
+import subprocess
+import sys
+import textwrap
 import threading
+import weakref
+from pathlib import Path
 
 import pytest
 import torch
 from torch._subclasses import FakeTensorMode
 
+from apex_te import runtime
 from apex_te.ops.cast_transpose import cast_transpose
 from apex_te.runtime import core, function, tensor_list
 
@@ -295,3 +302,479 @@ def test_second_gpu_is_used_and_the_current_one_restored():
     assert torch.cuda.current_device() == 0
     expected = cast_transpose(x.cpu(), torch.ones(1), E4M3).rowwise
     assert torch.equal(out.cpu().view(torch.uint8), expected.view(torch.uint8))
+
+
+ROOT = Path(__file__).resolve().parents[3]
+PRELUDE = """
+import gc
+import threading
+import torch
+from apex_te.runtime import core, dispatcher, function, tensor_list
+
+amax = function("multi_tensor", "multi_tensor_amax")
+update = function("amax_scale_update", "amax_scale_update")
+copy = function("multi_tensor", "multi_tensor_axpby")
+# a first call searches its library, and reads its arguments again
+amax([], torch.zeros(0))
+copy([torch.ones(1)], [torch.ones(1)], [torch.ones(1)], 1.0, 1.0, -1)
+update([], [], [], [], torch.zeros(1, dtype=torch.int32), 0, False, False)
+
+
+class Calling(torch.Tensor):
+    # runs what is in `action` whenever torch is asked about it
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        with torch._C.DisableTorchFunctionSubclass():
+            if action:
+                action.pop()()
+            return func(*args, **(kwargs or {}))
+
+
+action = []
+
+
+def overwrite():
+    gc.collect()
+    return [torch.full((n,), 7.0) for n in (4, 1000) for _ in range(100)]
+
+
+gc.collect()
+gc.freeze()  # what was imported stays: collections need not search it
+"""
+
+
+def run(code, timeout=120, **environment):
+    """Output of a child that runs ``code`` behind the prelude and must end well."""
+    done = subprocess.run(
+        [sys.executable, "-X", "faulthandler", "-c", PRELUDE + textwrap.dedent(code)],
+        env={**os.environ, "PYTHONPATH": str(ROOT), **environment},
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+    )
+    assert done.returncode == 0, f"{done.returncode}\n{done.stderr[-3000:]}"
+    return done.stdout.split()
+
+
+@pytest.mark.cover(0)
+@pytest.mark.parametrize("kind", ["list", "tensor_list"])
+def test_torch_function_clears_the_list(kind):
+    out = run(
+        f"""
+        for attempt in range(20):
+            tensors = [torch.ones(4).as_subclass(Calling)]
+            tensors += [torch.full((1000,), 2.0) for _ in range(50)]
+            given = {kind}(tensors) if "{kind}" == "tensor_list" else tensors
+            kept = []
+            action.append(lambda: (tensors.clear(), kept.append(overwrite())))
+            out = torch.zeros(51)
+            amax(given, out)
+            assert out.tolist() == [1.0] + [2.0] * 50, out
+        print("done")
+        """
+    )
+    assert out == ["done"]
+
+
+@pytest.mark.long
+def test_float_method_clears_the_list():
+    out = run(
+        """
+        class Clearing:
+            def __float__(self):
+                floats.clear()
+                overwrite()
+                return 448.0
+
+        class Refusing(Clearing):
+            def __float__(self):
+                super().__float__()
+                raise TypeError("no float")
+
+        for attempt in range(50):
+            h, s = torch.ones(2, 1), [torch.ones(1) for _ in range(3)]
+            floats = [Clearing(), *(448.0 + i for i in range(2))]
+            update([h] * 3, s, [t.clone() for t in s], floats, None, 0, False, False)
+            assert not floats
+            floats = [Refusing()]
+            try:
+                update([h], s[:1], [s[0].clone()], floats, None, 0, False, False)
+            except TypeError as error:
+                assert "fp8_max[0] must be a float, got Refusing" in str(error), error
+            else:
+                raise AssertionError
+        print("done")
+        """
+    )
+    assert out == ["done"]
+
+
+@pytest.mark.long
+def test_another_thread_clears_the_list():
+    out = run(
+        """
+        import time
+
+        for attempt in range(10):
+            tensors = [torch.full((1 << 23,), 1.0 + i) for i in range(4)]
+            out = torch.zeros(4)
+            thread = threading.Thread(target=amax, args=(tensors, out))
+            thread.start()
+            time.sleep(0.002 * (attempt % 5))
+            tensors.clear()
+            thread.join()
+            assert out.tolist() in ([1.0, 2.0, 3.0, 4.0], [0.0] * 4), out
+        print("done")
+        """,
+        OMP_NUM_THREADS="1",
+    )
+    assert out == ["done"]
+
+
+@pytest.mark.cover(0)
+@pytest.mark.parametrize(
+    "change",
+    [
+        "x.resize_(1 << 22)",
+        "setattr(x, 'data', torch.ones(1 << 22))",
+        "x.untyped_storage().resize_(1 << 26)",
+    ],
+)
+def test_an_earlier_tensor_is_changed_by_a_later_conversion(change):
+    out = run(
+        f"""
+        for place in ("argument", "list", "tensor_list"):
+            x, late = torch.ones(1 << 20), torch.ones(1 << 20).as_subclass(Calling)
+            lists = [[x], [torch.ones(1 << 20)], [late]]
+            if place == "tensor_list":
+                lists = [tensor_list(items) for items in lists]
+            action.append(lambda: {change})
+            try:
+                if place == "argument":
+                    function("current_scale", "current_scale_amax")(x, late, x)
+                else:
+                    copy(*lists, 1.0, 1.0, -1)
+            except RuntimeError as error:
+                assert "stay as it is while the call is prepared" in str(error), (place, error)
+            else:
+                raise AssertionError(place)
+        print("done")
+        """
+    )
+    assert out == ["done"]
+
+
+def test_resolver_changes_the_arguments():
+    """The search for a library runs Python code: the arguments are read again behind it."""
+    out = run(
+        """
+        spec = dispatcher.get_builder("multi_tensor").functions()["multi_tensor_amax"]
+
+        def resolve(device, index):
+            tensors[0].resize_(1 << 22).fill_(3)
+            tensors.pop()
+            overwrite()
+            return dispatcher._resolve(
+                "multi_tensor", "multi_tensor_amax", spec.signature, device, index
+            )
+
+        bound = core().Function("multi_tensor_amax", spec.signature, resolve)
+        tensors = [torch.ones(1 << 10), torch.ones(1 << 22)]
+        out = torch.zeros(1)
+        bound(tensors, out)
+        print(out.item())
+        """
+    )
+    assert out == ["3.0"]
+
+
+@pytest.mark.long
+def test_interpreter_exits_while_threads_call():
+    for _ in range(3):
+        out = run(
+            """
+            transpose = function("byte_transpose", "byte_transpose")
+
+            def work():
+                x, y = (torch.zeros(1000, 1000, dtype=torch.uint8) for _ in range(2))
+                while True:
+                    transpose(x, y)
+
+            for _ in range(3):
+                threading.Thread(target=work, daemon=True).start()
+            import time
+            time.sleep(0.3)
+            print("done")
+            """,
+            OMP_NUM_THREADS="1",
+        )
+        assert out == ["done"]
+
+
+def test_prepared_list_in_a_cycle_is_freed_and_stays_usable_until_then():
+    out = run(
+        """
+        import weakref
+
+        class Owner:
+            def __del__(self):
+                print(len(self.prepared), len(list(self.prepared)), self.prepared)
+
+        x = torch.ones(3)
+        x.owner = Owner()
+        x.owner.prepared = tensor_list([x])
+        alive = weakref.ref(x)
+        del x
+        gc.collect()
+        print(alive())
+        """
+    )
+    assert out == ["1", "1", "<TensorList", "of", "1", "tensors>", "None"]
+
+
+def test_names_with_surrogates_are_refused():
+    for name, signature in (("f\ud800", "x: Tensor"), ("f", "x\udcff: Tensor")):
+        with pytest.raises(ValueError, match=r"Function: (name|signature) must have no surrogates"):
+            core().Function(name, signature, lambda device, index: 0)
+    cast = function("cast_transpose", "cast_transpose")
+    with pytest.raises(TypeError, match="cast_transpose: unknown argument"):
+        cast(torch.ones(2, 2), torch.ones(1), **{"row\ud800": None})
+
+
+def test_numbers_out_of_range_are_refused():
+    update = function("amax_scale_update", "amax_scale_update")
+    h, s = torch.ones(2, 1), torch.ones(1)
+
+    def call(fp8_max=448.0, margin=0):
+        update([h], [s], [s.clone()], [fp8_max], None, margin, False, False)
+
+    for margin in (2**63, -(2**63) - 1, 10**5000):
+        with pytest.raises(ValueError, match="margin must be an int of 64 bits"):
+            call(margin=margin)
+    with pytest.raises(ValueError, match=r"fp8_max\[0\] must be in the range of a double"):
+        call(fp8_max=10**400)
+    with pytest.raises(ValueError, match="must be in the range of a double"):
+        function("multi_tensor", "multi_tensor_scale")([s], [s], 10**400)
+
+
+def test_an_exception_of_the_users_code_passes():
+    class Raising:
+        def __float__(self):
+            raise KeyError("mine")
+
+    update = function("amax_scale_update", "amax_scale_update")
+    h, s = torch.ones(2, 1), torch.ones(1)
+    with pytest.raises(KeyError, match="mine"):
+        update([h], [s], [s.clone()], [Raising()], None, 0, False, False)
+    with pytest.raises(TypeError, match=r"fp8_max\[0\] must be a float, got Tensor"):
+        update([h], [s], [s.clone()], [torch.ones(2)], None, 0, False, False)
+
+
+def test_references_of_a_list_are_dropped():
+    """After a call, refused or not, a list's tensors have the references that they had."""
+    x, out = torch.ones(4), torch.zeros(2)
+    amax = function("multi_tensor", "multi_tensor_amax")
+    before = sys.getrefcount(x)
+    for given in ([x, x], (x, x), tensor_list([x, x])):
+        amax(given, out)
+        with pytest.raises(ValueError, match="amax must"):
+            amax(given, torch.zeros(5))
+    with pytest.raises(TypeError):
+        amax([x, None], out)
+    given = None
+    assert sys.getrefcount(x) == before
+
+
+def test_addresses_of_nothing_are_refused():
+    for read in (core().read_string, core().read_int32):
+        with pytest.raises(ValueError, match="must be that of a symbol, got 0"):
+            read(0)
+
+
+SCALE = 0.25
+
+
+def casting():
+    """The bound function, called once as a program requires."""
+    function = runtime.function("cast_transpose", "cast_transpose")
+    x, scale = torch.ones(2, 2), torch.ones(1)
+    function(x, scale, torch.empty(2, 2, dtype=torch.float8_e4m3fn), *[None] * 6)
+    return function
+
+
+def program(x, scale):
+    """Casts x, slot 0, to the FP8 data in slot 1 and its inverse scale in bytes 256 to 260 of 2."""
+    like = torch.empty(0)
+    args = ((0,), scale, (1,), None, None, (2, 256, (1,), (1,), like), None, None, None)
+    return runtime.core().Program((x, ..., ...), ((casting(), args),))
+
+
+def memory(x):
+    return torch.zeros_like(x, dtype=torch.float8_e4m3fn), torch.zeros(512, dtype=torch.uint8)
+
+
+def test_runs_steps_on_slots_parts_and_constants():
+    scale = torch.full((1,), SCALE)
+    run = program(torch.randn(8, 16), scale)
+    for _ in range(2):
+        x = torch.randn(8, 16) * 16
+        data, scratch = memory(x)
+        assert run(x, data, scratch) is True
+        assert torch.equal(data.float(), (x * scale).to(torch.float8_e4m3fn).float())
+        assert scratch[256:260].view(torch.float32).item() == 1 / scale.item()
+        scale.mul_(2)  # constants are read by each run
+
+
+@pytest.mark.parametrize("other", [
+    torch.randn(8, 15), torch.randn(8, 16, 1), torch.randn(16, 8).t(), torch.randn(8, 16).half(),
+    torch.randn(129)[1:].view(8, 16), None, torch.nn.Buffer(torch.randn(8, 16)).view(4, 32),
+    torch.empty(8, 16, device="meta"), torch.randn(8, 16, dtype=torch.complex64).imag, 3,
+    torch.randn(8, 16).to_sparse(),
+])  # fmt: skip
+def test_does_nothing_for_a_tensor_of_another_form(other):
+    x = torch.randn(8, 16)
+    run = program(x, torch.ones(1))
+    data, scratch = memory(x)
+    assert run(other, data, scratch) is False
+    assert not data.view(torch.uint8).any()
+    assert not scratch.any()
+
+
+def test_none_must_stay_none():
+    x = torch.randn(8, 16)
+    args = ((0,), torch.ones(1), (2,), *[None] * 6)
+    run = runtime.core().Program((x, None, ...), ((casting(), args),))
+    data, _ = memory(x)
+    assert run(x, x, data) is False
+    assert run(x, None, data) is True
+
+
+def test_raises_the_error_of_an_op():
+    x = torch.randn(8, 16)
+    run = program(x, torch.ones(1))
+    with pytest.raises(ValueError, match="cast_transpose: rowwise must have shape"):
+        run(x, torch.empty(8, 8, dtype=torch.float8_e4m3fn), memory(x)[1])
+
+
+def test_keeps_constants_and_no_slot():
+    x, scale = torch.randn(8, 16), torch.ones(1)
+    run = program(x, scale)
+    kept, gone = weakref.ref(scale), weakref.ref(x)
+    del x, scale
+    gc.collect()
+    assert gone() is None
+    assert kept() is not None
+    del run
+    gc.collect()
+    assert kept() is None
+
+
+@pytest.mark.parametrize(("forms", "steps", "message"), [
+    ((), (), "a form must be that of a tensor"),
+    ((3,), (), "forms must be tensors"),
+    ((torch.ones(1),), (3,), "a step must be a pair"),
+    ((torch.ones(1),), ((3, ()),), "a step must have a Function and a tuple"),
+    ((torch.ones(1),), ((casting(), ()),), "a step must have all arguments of its Function"),
+    ((torch.ones(1),), ((casting(), ((7,), *[None] * 8)),), "a slot must be that of a tensor"),
+    ((torch.ones(1),), ((casting(), (None,) * 9),), "a tensor is missing"),
+    ((torch.ones(1),), ((casting(), ((0, 1), *[None] * 8)),), "a tensor must be a tuple of 1 or 5"),
+    ((torch.ones(1),), ((casting(), (3, *[None] * 8)),), "constants must be tensors"),
+])  # fmt: skip
+def test_refuses_what_is_no_program(forms, steps, message):
+    with pytest.raises(TypeError, match=f"Program: {message}"):
+        runtime.core().Program(forms, steps)
+
+
+def made_program(x, scale, outputs, log):
+    """The program of ``program``, which makes its FP8 data and scratch memory itself."""
+    like = torch.empty(0)
+    args = ((0,), scale, (1,), None, None, (2, 256, (1,), (1,), like), None, None, None)
+    data, scratch = memory(x)
+    makers = ((torch.full_like, data, 0), (torch.zeros_like, scratch))
+    after = ((log.append, "first"), (log.append, "second"))
+    return runtime.core().Program((x, ..., ...), ((casting(), args),), makers, after, outputs)
+
+
+def test_makes_tensors_and_returns_outputs():
+    x, scale, log = torch.randn(8, 16), torch.full((1,), SCALE), []
+    run = made_program(x, scale, (1, -1, 0, 2, 1), log)
+    results = []
+    for _ in range(2):
+        x = torch.randn(8, 16) * 16
+        data, nothing, same, scratch, again = run(x)
+        assert nothing is None
+        assert same is x
+        assert again is data
+        assert torch.equal(data.float(), (x * scale).to(torch.float8_e4m3fn).float())
+        assert scratch[256:260].view(torch.float32).item() == 1 / SCALE
+        results.append(data)
+    assert results[0] is not results[1]
+    assert log == ["first", "second"] * 2
+
+
+def test_frees_what_it_makes_and_calls_nothing_after_a_refusal():
+    x, log = torch.randn(8, 16), []
+    run = made_program(x, torch.ones(1), (1,), log)
+    gc.collect()
+    before = len([o for o in gc.get_objects() if type(o) is torch.Tensor])
+    assert run(torch.randn(8, 15)) is False
+    assert log == []
+    assert len([o for o in gc.get_objects() if type(o) is torch.Tensor]) == before
+    (data,) = run(x)
+    gone = weakref.ref(data)
+    del data
+    assert gone() is None
+
+
+def test_raises_the_error_of_a_maker_and_of_a_call_after():
+    def fail(*args):
+        raise KeyError("no memory")
+
+    x = torch.randn(8, 16)
+    data = memory(x)[0]
+    args = ((0,), torch.ones(1), (1,), *[None] * 6)
+    forms, steps = (x, ...), ((casting(), args),)
+    with pytest.raises(KeyError, match="no memory"):
+        runtime.core().Program(forms, steps, ((fail, 1),))(x)
+    with pytest.raises(KeyError, match="no memory"):
+        runtime.core().Program(forms, steps, ((torch.zeros_like, data),), ((fail,),))(x)
+    with pytest.raises(TypeError, match="Program: a maker must return a tensor"):
+        runtime.core().Program(forms, steps, ((list,),))(x)
+
+
+@pytest.mark.parametrize(("index", "value"), [(0, 1.0), (1, 2.0)])
+def test_makes_tensors_elsewhere_if_another_device_is_current(index, value):
+    x = torch.randn(8, 16)
+    makers, elsewhere = ((torch.full, (3,), 1.0),), ((torch.full, (3,), 2.0),)
+    program = runtime.core().Program
+    run = program((x, ...), (), makers, (), (1,), lambda: index, elsewhere)
+    assert run(x)[0].tolist() == [value] * 3
+    for answer in (None, "0"):
+        with pytest.raises(TypeError):
+            program((x, ...), (), makers, (), (1,), lambda answer=answer: answer, elsewhere)(x)
+    with pytest.raises(TypeError, match="Program: elsewhere must have as many calls as makers"):
+        program((x, ...), (), makers, (), (1,), lambda: 0)
+
+
+@pytest.mark.parametrize(("options", "message"), [
+    (((3,),), "makers and after must be tuples of a callable"),
+    ((((),),), "makers and after must be tuples of a callable"),
+    (((), ((3, 4),)), "makers and after must be tuples of a callable"),
+    (((), (), (1,)), "outputs must be places of tensors or -1"),
+    (((), (), (-2,)), "outputs must be places of tensors or -1"),
+    (((), (), 3), "extents must be a tuple"),
+    (((list,), (list,)), "makers and after|each maker"),
+    ((((list,), (list,)),), "each maker must have a form"),
+])  # fmt: skip
+def test_refuses_makers_and_outputs_that_are_none(options, message):
+    with pytest.raises(TypeError, match=f"Program: ({message})"):
+        runtime.core().Program((torch.ones(1),), (), *options)
+
+
+def test_refuses_other_numbers_of_tensors_and_keywords():
+    x = torch.randn(8, 16)
+    run = program(x, torch.ones(1))
+    with pytest.raises(TypeError, match="one tensor must be passed for each form"):
+        run(x)
+    with pytest.raises(TypeError, match="by position"):
+        run(x, *memory(x), slot=x)

@@ -120,11 +120,7 @@ def test_large_calls_make_up_for_few_small_ones(tmp_path, monkeypatch):
     monkeypatch.setattr(record, "_kept", {**few, **many, ("op", "none", "large"): ["3"]})
     record.pytest_sessionfinish(None)
     names = [json.loads(line)[1] for line in path.read_text().splitlines()]
-    assert {name: names.count(name) for name in names} == {
-        "few": record.FEW,
-        "many": 30,
-        "none": 1,
-    }
+    assert {name: names.count(name) for name in names} == {"few": record.FEW, "many": 30, "none": 1}
 
 
 def test_every_cpu_function_is_called():

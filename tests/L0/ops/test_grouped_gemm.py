@@ -348,22 +348,13 @@ class TestKernel:
             (ValueError, "a must be contiguous", {"a": codes((16, 64), E5M2).cuda()[:, ::2]}),
             (ValueError, r"out must have shape \[16, 16\]", {"out": out[:8]}),
             (NotImplementedError, "ends must have 1 to 1023", {"ends": ends[:0]}),
-            (
-                NotImplementedError,
-                "N must be a multiple of 8, got 12",
-                {"b": b[:, :12].contiguous(), "out": out[:, :12].contiguous()},
-            ),
-            (
-                NotImplementedError,
-                "K must be a multiple of 16, got 24",
-                {"a": a[:, :24].contiguous(), "b": b[:, :, :24].contiguous()},
-            ),
-            (
-                ValueError,
-                "out must begin at a multiple of 16 bytes",
-                {"out": torch.empty(257, dtype=torch.bfloat16, device="cuda")[1:].view(16, 16)},
-            ),
-        ]
+            (NotImplementedError, "N must be a multiple of 8, got 12",
+             {"b": b[:, :12].contiguous(), "out": out[:, :12].contiguous()}),
+            (NotImplementedError, "K must be a multiple of 16, got 24",
+             {"a": a[:, :24].contiguous(), "b": b[:, :, :24].contiguous()}),
+            (ValueError, "out must begin at a multiple of 16 bytes",
+             {"out": torch.empty(257, dtype=torch.bfloat16, device="cuda")[1:].view(16, 16)}),
+        ]  # fmt: skip
         for kind, text, changed in cases:
             with pytest.raises(kind, match=f"grouped_gemm_multiply: {text}"):
                 op._multiply(*{**good, **changed}.values(), True)

@@ -7,10 +7,6 @@ from checks import DTYPES, assert_same_bits, in_pairs, needs_cuda, needs_memory,
 
 from apex_te.ops import hif8
 
-SHAPES = [
-    (1, 1), (3, 7), (8, 15), (16, 16), (17, 128), (127, 129), (128, 128), (129, 1000),
-    (256, 384), (1000, 3), (272, 3584), (33, 4095),
-]  # fmt: skip
 ALL_16_BITS = torch.arange(65536, dtype=torch.int32).to(torch.int16).reshape(256, 256)
 CODES = torch.arange(256, dtype=torch.uint8)
 
@@ -119,35 +115,6 @@ def test_encode_is_what_en_dtypes_gives():
     assert torch.equal(hif8.encode(x, saturate=False), expected)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_quantize_current(device, poison, shape, dtype):
-    x = (torch.randn(shape) * 30).to(dtype)
-    on_device = x.to(device)
-    out = hif8.quantize_current(on_device)
-    assert_same_bits(out, hif8.reference_quantize_current(x))
-    row = hif8.quantize_current(on_device, hif8.HIF8_224, columnwise=False, pow2=True)
-    expected = hif8.reference_quantize_current(x, 224.0, pow2=True)
-    assert row.columnwise is None
-    assert_same_bits(row, expected._replace(columnwise=None))
-    known = hif8.quantize_current(on_device, rowwise=False, eps=1.0, amax=one(77, device))
-    expected = hif8.reference_quantize_current(x, eps=1.0, amax=one(77))
-    assert known.rowwise is None
-    assert_same_bits(known, expected._replace(rowwise=None))
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_quantize(device, poison, shape, dtype):
-    x = (torch.randn(shape) * 30).to(dtype)
-    expected = hif8.reference_quantize(x, one(0.4))
-    amax = one(0, device)
-    out = hif8.quantize(x.to(device), one(0.4, device), amax=amax)
-    assert_same_bits(out, expected)
-    row = hif8.quantize(x.to(device), one(0.4, device), columnwise=False)
-    assert_same_bits(row.rowwise, expected.rowwise)
-
-
 @pytest.mark.parametrize("shape", [(2048, 2112), (2053, 2049)], ids=str)
 def test_larger_than_a_cache(device, shape):
     """On a CPU such codes and values go past the caches."""
@@ -182,36 +149,6 @@ def test_current_scale_of_unusable_amax_is_one(device, value):
     assert out.scale.item() == 1.0
     assert out.scale_inv.item() == (value if value == float("inf") else 1.0)
     assert_same_bits(out[:4], hif8.reference_quantize_current(x)[:4])
-
-
-@pytest.mark.parametrize(
-    ("call", "error", "message"),
-    [
-        (lambda x: hif8.quantize(x.double(), one(1)), TypeError,
-         "x must have dtype float32, float16 or bfloat16, got float64"),
-        (lambda x: hif8.quantize(x[0], one(1)), ValueError, "x must have 2 dimensions"),
-        (lambda x: hif8.quantize(x, x), ValueError, "scale must have one element, got [2, 2]"),
-        (lambda x: hif8.quantize(x, one(1), rowwise=False, columnwise=False), ValueError,
-         "rowwise or columnwise must be True"),
-        (lambda x: hif8.quantize(x, one(1), out_rowwise=x.clone()), TypeError,
-         "rowwise must have dtype uint8, got float32"),
-        (lambda x: hif8.quantize_current(x, 0.0), ValueError,
-         "target must be above 0 and at most 32768, got 0"),
-        (lambda x: hif8.quantize_current(x, eps=float("inf")), ValueError,
-         "eps must be zero or more and finite, got inf"),
-        (lambda x: hif8.decode(x), TypeError, "fp8_data must have dtype uint8, got float32"),
-        (lambda x: hif8.decode(x.to(torch.uint8), torch.float64), TypeError,
-         "out must have dtype float32, float16 or bfloat16, got float64"),
-        (lambda x: hif8.decode(x.to(torch.uint8), out=x[:1]), ValueError,
-         "out must be contiguous with shape [2, 2], got shape [1, 2]"),
-        (lambda x: hif8.decode(x.to(torch.uint8), scale_inv=x), ValueError,
-         "scale_inv must have one element, got [2, 2]"),
-    ],
-)  # fmt: skip
-def test_rejects(call, error, message):
-    with pytest.raises(error) as raised:
-        call(torch.zeros(2, 2))
-    assert message in str(raised.value)
 
 
 @needs_cuda

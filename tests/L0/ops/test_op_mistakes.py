@@ -26,11 +26,12 @@ from apex_te.ops import (
     rope,
     scaled_softmax,
     swiglu,
+    swiglu_block,
     wgrad_gemm,
 )
 
 META = torch.device("meta")
-E4M3 = torch.float8_e4m3fn
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 X = torch.randn(6, 16)
 W = torch.ones(16)
 S = torch.randn(2, 3, 8, 8)  # [b, heads, queries, keys]
@@ -83,6 +84,19 @@ def adam(**options):
 
 def permuted(inp=X, routing_map=ROUTES, *args, **options):
     return permutation.moe_permute(inp, routing_map, *args, **options)
+
+
+def dropped(x, bias, residual, p=0.5, **options):
+    return bias_dropout_add.bias_dropout_add(x, bias, residual, p, **options)
+
+
+def blocks(codes, scale_inv, dtype=E4M3):
+    out = block_quantize.BlockQuantized(codes.clone(), scale_inv, None, None)
+    return block_quantize.block_quantize(X, dtype, out=out)
+
+
+def mx(codes, scale):
+    return mx_quantize.mx_quantize(X, out=mx_quantize.MXQuantized(codes.clone(), scale, None, None))
 
 
 NORMS = {
@@ -405,7 +419,153 @@ LISTS_AND_ROUTES = {
         TypeError, "moe_unpermute_fwd: inp must have dtype float32", "got int64"),
 }  # fmt: skip
 
-KINDS = (NORMS, SOFTMAX_AND_LOSS, POINTWISE, QUANTIZED, LISTS_AND_ROUTES)
+VALUES = {
+    "eps below 0 of blocks": (
+        lambda: block_quantize.block_quantize(X, E4M3, eps=-1.0), ValueError,
+        "block_quantize: eps must be zero or more and finite", "got -1"),
+    "no dimension": (
+        lambda: activation.activation_fwd_fp8(torch.tensor(1.0), "gelu", ONE, E4M3), ValueError,
+        "activation_fwd_fp8: x must have at least one dimension", ""),
+    "no dimension of a gate": (
+        lambda: swiglu.swiglu_fwd_fp8(torch.zeros(()), None, ONE, E4M3), ValueError,
+        "swiglu_fwd_fp8: input must have at least 1 dimension", ""),
+    "no dimension to drop of": (
+        lambda: dropped(X[0, 0], None, X[0, 0]), ValueError,
+        "bias_dropout_add: x must have at least 1 dimension", ""),
+    "no copy of a current scale": (
+        lambda: current_scale.current_scale(X, E4M3, rowwise=False, columnwise=False), ValueError,
+        "current_scale: rowwise or columnwise must be True", "got False for both"),
+    "no copy of blocks": (
+        lambda: block_quantize.block_quantize(X, E4M3, rowwise=False, columnwise=False), ValueError,
+        "block_quantize: rowwise, columnwise or amax must be asked for", ""),
+    "no copy of MXFP8": (
+        lambda: mx_quantize.mx_quantize(X, rowwise=False, columnwise=False), ValueError,
+        "mx_quantize: rowwise or columnwise must be asked for", ""),
+    "no copy of HiF8": (
+        lambda: hif8.quantize(X, ONE, rowwise=False, columnwise=False), ValueError,
+        "hif8.quantize: rowwise or columnwise must be True", ""),
+    "copies of two formats": (
+        lambda: current_scale.current_scale(X, E4M3, out_rowwise=CODES.view(E5M2)), TypeError,
+        "current_scale_fwd: columnwise must have dtype float8_e5m2", "got float8_e4m3fn"),
+    "blocks of another format": (
+        lambda: blocks(CODES, torch.ones(1, 8), dtype=E5M2), TypeError,
+        "block_quantize: rowwise must have dtype float8_e5m2", "got float8_e4m3fn"),
+    "blocks without scales": (
+        lambda: blocks(CODES, None), ValueError,
+        "block_quantize: each of rowwise and columnwise must be given with its scale_inv", ""),
+    "scales of other blocks to write": (
+        lambda: blocks(CODES, torch.ones(1, 2)), ValueError,
+        r"block_quantize: rowwise_scale_inv must have shape \[1, 8\]", r"got \[1, 2\]"),
+    "MXFP8 without scales": (
+        lambda: mx(CODES, None), ValueError,
+        "mx_quantize: each of rowwise and columnwise must be given with its scale", ""),
+    "MXFP8 with scales in float32": (
+        lambda: mx(CODES, torch.ones(6, 1)), TypeError,
+        "mx_quantize: rowwise_scale must have dtype float8_e8m0fnu", "got float32"),
+    "MXFP8 of another format": (
+        lambda: mx(CODES.view(E5M2), torch.ones(6, 1)), TypeError,
+        "mx_quantize: rowwise must have dtype float8_e4m3fn", "got float8_e5m2"),
+    "blocks decoded in float64": (
+        lambda: block_quantize.block_dequantize(CODES, torch.ones(1, 8), dtype=torch.float64),
+        TypeError, "block_dequantize: out must have dtype float32, float16 or bfloat16", ""),
+    "HiF8 decoded in float64": (
+        lambda: hif8.decode(X.byte(), torch.float64), TypeError,
+        "hif8.decode: out must have dtype float32, float16 or bfloat16", "got float64"),
+    "out of another size of HiF8": (
+        lambda: hif8.decode(X.byte(), out=X[:1].clone()), ValueError,
+        r"hif8.decode: out must be contiguous with shape \[6, 16\]", r"got shape \[1, 16\]"),
+    "target of HiF8": (
+        lambda: hif8.quantize_current(X, 0.0), ValueError,
+        "hif8.quantize_current: target must be above 0 and at most 32768", "got 0"),
+    "bias of one half": (
+        lambda: swiglu.swiglu_fwd_fp8(X, None, ONE, E4M3, up_bias=W), ValueError,
+        "swiglu_fwd_fp8: bias must be given with up_bias", "got None"),
+    "gradient of both halves": (
+        lambda: swiglu.swiglu_bwd(X, X), ValueError,
+        r"swiglu_bwd: grad_output must have shape \[6, 8\]", r"got \[6, 16\]"),
+    "gradient of another dtype of a gate": (
+        lambda: swiglu.swiglu_bwd(X[:, :8].half(), X), TypeError,
+        "swiglu_bwd: grad_output must have dtype float32", "got float16"),
+    "gradient of blocks of both halves": (
+        lambda: swiglu_block.swiglu_bwd_block(X.bfloat16(), X.bfloat16(), None, E4M3), ValueError,
+        "swiglu_bwd_block: grad_output must have shape", ""),
+    "gradient of blocks of another dtype": (
+        lambda: swiglu_block.swiglu_bwd_block(X[:, :8], X.bfloat16(), None, E4M3), TypeError,
+        "swiglu_bwd_block: grad_output must have dtype bfloat16", ""),
+    "activation of blocks": (
+        lambda: swiglu_block.swiglu_fwd_block(X, None, E4M3, activation="tanh"), ValueError,
+        "swiglu_fwd_block: activation must be one of", ""),
+    "strided logits to overwrite": (
+        lambda: losses(X.t().contiguous().t(), overwrite_logits=True), ValueError,
+        "cross_entropy: logits must be contiguous to be overwritten", ""),
+    "angles in float64": (
+        lambda: rotated(freqs=F.double()), TypeError, "rope_fwd: freqs must have dtype float32",
+        "got float64"),
+    "angles of one dimension": (
+        lambda: rotated(freqs=F[0]), ValueError, "rope: freqs must have 2 dimensions",
+        r"got \[16\]"),
+    "angles of another dimension": (
+        lambda: rotated(freqs=F[:, :6], rotary_dim=8), ValueError,
+        "rope: freqs must have rotary_dim = 8 or half as many columns", "got 6"),
+    "odd number of angles": (
+        lambda: rotated(freqs=F[:, :5]), ValueError,
+        "rope: rotary_dim must be even and from 0 to 16", "got 5"),
+    "too many angles": (
+        lambda: rotated(torch.zeros(1, 1, 1, 8194), torch.zeros(1, 8194)), NotImplementedError,
+        "rope: rotary_dim must be at most 8192", "got 8194"),
+    "start too late": (
+        lambda: rotated(start=3), ValueError, "rope: .*leave 6 positions in a table of 8", "got 3"),
+    "start before 0": (
+        lambda: rotated(start=-1), ValueError, "rope: start must be at least 0", ""),
+    "angles and their cosines": (
+        lambda: rotated(cos=F, sin=F), ValueError, "rope: freqs, or cos and sin, must be given",
+        ""),
+    "angles that learn": (
+        lambda: rotated(freqs=F.clone().requires_grad_()), NotImplementedError,
+        "rope: freqs must not require a gradient", ""),
+    "bounds without packed tokens": (
+        lambda: rotated(cu_seqlens=torch.zeros(2, dtype=torch.int32)), ValueError,
+        "rope: cu_seqlens must be given with layout thd and with no other", ""),
+    "no bounds": (
+        lambda: rotated(Q[:, 0], layout="thd", cu_seqlens=torch.zeros(0, dtype=torch.int32)),
+        ValueError, r"rope: cu_seqlens must have batch \+ 1 elements", ""),
+    "strided rows to overwrite": (
+        lambda: rotated(Q.transpose(2, 3), F[:, :2], inplace=True), ValueError,
+        "rope: x must be dense in its last dimension to be overwritten", ""),
+    "expanded rows to overwrite": (
+        lambda: rotated(Q[:1].expand(6, 2, 3, 16), inplace=True), ValueError,
+        "rope: out must not overlap itself", "got a stride of 0"),
+    "mask of two dimensions": (
+        lambda: softmax(mask=S[0, 0] > 0), ValueError,
+        "scaled_softmax: mask must have 4 dimensions", r"got \[8, 8\]"),
+    "mask of other rows": (
+        lambda: softmax(mask=S[:, :, :3] > 0), ValueError,
+        "scaled_softmax: mask must broadcast over any dimension but the last",
+        r"got \[2, 3, 3, 8\]"),
+    "causal scores that are not square": (
+        lambda: softmax(S[:, :, :3], causal="upper_left"), ValueError,
+        "scaled_softmax: x must have as many rows as columns to be causal from the upper left",
+        r"got shape \[2, 3, 3, 8\]"),
+    "scale as text": (
+        lambda: softmax(scale="1"), TypeError, "scaled_softmax: scale must be", ""),
+    "strided scores to write": (
+        lambda: scaled_softmax.scaled_softmax_fwd(S, 0.5, out=S.transpose(2, 3)), ValueError,
+        "scaled_softmax_fwd: y must be contiguous", ""),
+    "probability below 0": (
+        lambda: dropped(X, W, X, -0.1), ValueError, "bias_dropout_add: p must be from 0 to 1",
+        "got -0.1"),
+    "probability of NaN": (
+        lambda: dropped(X, W, X, float("nan")), ValueError,
+        "bias_dropout_add: p must be from 0 to 1", "got nan"),
+    "bias of the other short dtype": (
+        lambda: dropped(X.half(), W.bfloat16(), X), TypeError,
+        "bias_dropout_add: bias must have dtype float16 or float32", "got bfloat16"),
+    "seed and generator": (
+        lambda: dropped(X, W, X, seed=torch.tensor([3]), generator=torch.default_generator),
+        ValueError, "bias_dropout_add: generator must be None where seed is given", ""),
+}  # fmt: skip
+
+KINDS = (NORMS, SOFTMAX_AND_LOSS, POINTWISE, QUANTIZED, LISTS_AND_ROUTES, VALUES)
 MISTAKES = {f"{i}: {name}": row for i, kind in enumerate(KINDS) for name, row in kind.items()}
 
 

@@ -156,18 +156,6 @@ def test_grad_of_expanded_heads(device):
     assert torch.equal(out.output.rowwise.float(), torch.ones(12, 64, device=device))
 
 
-@pytest.mark.parametrize("tokens", [(0,), (0, 3), (3, 0)])
-def test_grad_empty(device, tokens):
-    parts = heads(tokens, 2, 2, 8, torch.float32, device)
-    out = qkv_cast_grad(
-        *parts, one(4, device), E4M3, interleaved=True, with_dbias=True, pad_columnwise=True
-    )
-    assert out.output.rowwise.shape == (0, 64)
-    assert out.output.columnwise.shape == (64, 0)
-    assert out.output.scale_inv.item() == 0.25
-    assert not out.dbias.any()
-
-
 def test_weight_noop(device):
     weight = torch.randn(16, 8, device=device)
     order = {"repeats": 2, "groups": 1, "columnwise": True}

@@ -156,6 +156,27 @@ def test_each_argument_in_turn(name):
     assert not failures, "\n".join(failures)
 
 
+def having(parameter):
+    return [name for name in NAMES if parameter in make_case(name).args]
+
+
+@pytest.mark.parametrize("name", [name for name in having("fp8_dtype") if "scales_of" not in name])
+def test_formats_that_are_not_fp8(name):
+    by_contract = name in ("grouped_quantize.quantize_groups", "grouped_quantize.quantize_matrices")
+    refused = "rowwise must have dtype" if by_contract else "fp8_dtype must be"
+    for dtype in (torch.bfloat16, torch.int8):
+        args = {k: v for k, v in make_case(name).args.items() if not k.startswith("out")}
+        with pytest.raises(TypeError, match=rf"^[\w.]+: {refused} float8_e4m3fn"):
+            find(name)(**{**args, "fp8_dtype": dtype})
+
+
+@pytest.mark.parametrize("name", having("eps"))
+def test_eps_that_is_no_small_number(name):
+    for eps in (-1.0, torch.inf, torch.nan):
+        with pytest.raises(ValueError, match="eps must be zero or more and finite, got"):
+            find(name)(**{**make_case(name).args, "eps": eps})
+
+
 @pytest.mark.parametrize("kind", [BuildError, torch.OutOfMemoryError])
 def test_failures_of_builds_and_devices_stay_as_they_are(kind, monkeypatch):
     """A build that fails is not explained by an argument, here one that would be refused, too."""

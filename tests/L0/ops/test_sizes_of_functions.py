@@ -9,6 +9,7 @@ from torch.utils._pytree import keystr, tree_flatten_with_path, tree_map
 every = pytest.mark.parametrize("name", FORMS)
 # A mean of nothing, and statistics of no columns.
 NOT_A_NUMBER = ("cross_entropy.cross_entropy", "cross_entropy.sum_losses")
+OF_HEADS = {"rope.rope", "scaled_softmax.scaled_softmax"}
 NOT_WITHOUT_COLUMNS = ("layer_norm.", "rms_norm.")
 
 # Their scale is computed from an amax, here of 0.
@@ -53,6 +54,18 @@ def test_without_elements_all_results_have_their_shape_and_value(device, poison,
             if name not in NOT_A_NUMBER and (cols or not name.startswith(NOT_WITHOUT_COLUMNS)):
                 assert not t.isnan().any()
         assert rows or written is None or (written == 3).all(), "an amax of nothing"
+
+
+@pytest.mark.parametrize("name", sorted(DIFFERENTIABLE - OF_HEADS))
+def test_more_dimensions_without_elements(device, name):
+    call = Call(name, device, 0, 512)
+    leading = {(0, 512): (2, 0, 512), (0,): (2, 0)}
+    leaves = [t.view(leading.get(tuple(t.shape), t.shape)) for t in call.fresh()]
+    leaves[0].requires_grad_()
+    out, *_ = call(*leaves)
+    assert out.shape in ((2, 0, 512), (2, 0, 256), ())
+    out.sum().backward()
+    assert leaves[0].grad.shape == (2, 0, 512)
 
 
 @pytest.mark.parametrize("name", sorted(DIFFERENTIABLE))

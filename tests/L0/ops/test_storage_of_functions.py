@@ -42,10 +42,7 @@ DENSE = {
     "rope.rope": {"starts"},
 }
 # Dtypes of x that a function does not take.
-OTHER_DTYPES = {
-    "bias_dropout_add.bias_dropout_add_bwd": SHORT,
-    "dense_gemm.dense_gemm": SHORT[:1],
-}
+OTHER_DTYPES = {"bias_dropout_add.bias_dropout_add_bwd": SHORT, "dense_gemm.dense_gemm": SHORT[:1]}
 # On a GPU the elements of a vector are added, or rounded, in another order at another address.
 ROUNDED_ON_GPU = ("activation.", "bias_gelu.", "scaled_softmax.", "swiglu.swiglu_bwd")
 # Held against their formulas in their own files: with products' kernels, and other orders of sums.

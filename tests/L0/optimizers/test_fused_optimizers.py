@@ -11,10 +11,7 @@ from apex_te.optimizers import FusedAdam, FusedLAMB, FusedSGD, _bucket
 
 ADAM = {"lr": 0.0625, "weight_decay": 0.1}
 PAIRS = {
-    "adamw": (
-        lambda p, **o: FusedAdam(p, **ADAM, **o),
-        lambda p: torch.optim.AdamW(p, **ADAM),
-    ),
+    "adamw": (lambda p, **o: FusedAdam(p, **ADAM, **o), lambda p: torch.optim.AdamW(p, **ADAM)),
     "adam": (
         lambda p, **o: FusedAdam(p, adam_w_mode=False, betas=(0.8, 0.95), eps=1e-4, **ADAM, **o),
         lambda p: torch.optim.Adam(p, betas=(0.8, 0.95), eps=1e-4, **ADAM),

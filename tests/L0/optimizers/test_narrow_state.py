@@ -471,20 +471,12 @@ def test_given_master_weights_are_updated(device):
         ([torch.ones(2), torch.ones(3)], {}, ValueError, "master_weights must have None for plain"),
         ([torch.ones(3), None], {}, ValueError, r"master_weights must have shape \[2\]"),
         ([torch.ones(2).half(), None], {}, TypeError, "master_weights must be torch.float32"),
-        (
-            [torch.ones(2), None],
-            {"master_weight_dtype": torch.float16},
-            TypeError,
-            "master_weight_dtype must be torch.float32, got torch.float16",
-        ),
-        (
-            [torch.ones(2), None],
-            {"store_param_remainders": True},
-            ValueError,
-            "master_weights must be a bool with store_param_remainders=True",
-        ),
+        ([torch.ones(2), None], {"master_weight_dtype": torch.float16}, TypeError,
+         "master_weight_dtype must be torch.float32, got torch.float16"),
+        ([torch.ones(2), None], {"store_param_remainders": True}, ValueError,
+         "master_weights must be a bool with store_param_remainders=True"),
     ],
-)
+)  # fmt: skip
 def test_wrong_master_weights(given, options, error, message):
     params = [torch.ones(2, dtype=torch.bfloat16), torch.ones(3)]
     with pytest.raises(error, match=message):

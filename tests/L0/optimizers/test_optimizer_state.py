@@ -287,31 +287,15 @@ REFUSED = [
         "FusedAdam: exp_avg_dtype must be torch.float32 or torch.bfloat16 or torch.float16 or "
         "torch.uint8, got torch.int8",
     ),
-    (
-        FusedLAMB,
-        {"exp_avg_dtype": torch.float16},
-        TypeError,
-        "FusedLAMB: exp_avg_dtype must be torch.float32 or torch.bfloat16, got torch.float16",
-    ),
-    (
-        FusedSGD,
-        {"momentum_dtype": torch.int8},
-        TypeError,
-        "FusedSGD: momentum_dtype must be torch.float32 or torch.bfloat16, got torch.int8",
-    ),
-    (
-        FusedAdam,
-        {"master_weight_dtype": torch.bfloat16},
-        TypeError,
-        "FusedAdam: master_weight_dtype must be torch.float32 or torch.float16, got torch.bfloat16",
-    ),
-    (
-        FusedSGD,
-        {"master_weight_dtype": torch.float16},
-        TypeError,
-        "FusedSGD: master_weight_dtype must be torch.float32, got torch.float16",
-    ),
-]
+    (FusedLAMB, {"exp_avg_dtype": torch.float16}, TypeError,
+     "FusedLAMB: exp_avg_dtype must be torch.float32 or torch.bfloat16, got torch.float16"),
+    (FusedSGD, {"momentum_dtype": torch.int8}, TypeError,
+     "FusedSGD: momentum_dtype must be torch.float32 or torch.bfloat16, got torch.int8"),
+    (FusedAdam, {"master_weight_dtype": torch.bfloat16}, TypeError,
+     "FusedAdam: master_weight_dtype must be torch.float32 or torch.float16, got torch.bfloat16"),
+    (FusedSGD, {"master_weight_dtype": torch.float16}, TypeError,
+     "FusedSGD: master_weight_dtype must be torch.float32, got torch.float16"),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("make", "options", "error", "message"), REFUSED)

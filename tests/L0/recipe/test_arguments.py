@@ -49,24 +49,16 @@ def test_the_group_is_returned_and_named():
         (["--fp8-recipe", "tensorwise"], CurrentScaling()),
         (["--fp8-recipe", "blockwise"], BlockScaling()),
         (["--fp8-recipe", "mxfp8"], MXFP8Scaling()),
-        (
-            ["--fp8-recipe", "tensorwise", "--fp8-format", "hif8"],
-            CurrentScaling(fp8_format=Format.HIF8),
-        ),
-        (
-            ["--fp8-recipe", "tensorwise", "--fp8-format", "e4m3"],
-            CurrentScaling(fp8_format=Format.E4M3),
-        ),
-        (
-            ["--fp8-recipe", "blockwise", "--fp8-format", "hybrid"],
-            BlockScaling(fp8_format=Format.HYBRID),
-        ),
-        (
-            ["--fp8-recipe", "mxfp8", "--fp8-format", "hybrid"],
-            MXFP8Scaling(fp8_format=Format.HYBRID),
-        ),
+        (["--fp8-recipe", "tensorwise", "--fp8-format", "hif8"],
+         CurrentScaling(fp8_format=Format.HIF8)),
+        (["--fp8-recipe", "tensorwise", "--fp8-format", "e4m3"],
+         CurrentScaling(fp8_format=Format.E4M3)),
+        (["--fp8-recipe", "blockwise", "--fp8-format", "hybrid"],
+         BlockScaling(fp8_format=Format.HYBRID)),
+        (["--fp8-recipe", "mxfp8", "--fp8-format", "hybrid"],
+         MXFP8Scaling(fp8_format=Format.HYBRID)),
     ],
-)
+)  # fmt: skip
 def test_switches_give_the_recipe(words, expected):
     assert recipe(*words) == expected
     assert recipe(*words, "--transformer-impl", "transformer_engine") == expected
@@ -80,28 +72,18 @@ def test_no_use_gmm_fp8():
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (
-            ["--transformer-impl", "local", "--fp8-format", "hybrid"],
-            "--transformer-impl must be transformer_engine with --fp8-format hybrid, got local",
-        ),
-        (
-            ["--transformer-impl", "local", "--fp8-recipe", "mxfp8"],
-            "--transformer-impl must be transformer_engine with --fp8-recipe mxfp8, got local",
-        ),
-        (
-            ["--fp8-format", "hif8"],
-            "--fp8-recipe must be tensorwise with --fp8-format hif8, got delayed",
-        ),
-        (
-            ["--fp8-format", "hif8", "--fp8-recipe", "blockwise"],
-            "--fp8-recipe must be tensorwise with --fp8-format hif8, got blockwise",
-        ),
-        (
-            ["--fp8-format", "hif8", "--fp8-recipe", "mxfp8"],
-            "--fp8-recipe must be tensorwise with --fp8-format hif8, got mxfp8",
-        ),
+        (["--transformer-impl", "local", "--fp8-format", "hybrid"],
+         "--transformer-impl must be transformer_engine with --fp8-format hybrid, got local"),
+        (["--transformer-impl", "local", "--fp8-recipe", "mxfp8"],
+         "--transformer-impl must be transformer_engine with --fp8-recipe mxfp8, got local"),
+        (["--fp8-format", "hif8"],
+         "--fp8-recipe must be tensorwise with --fp8-format hif8, got delayed"),
+        (["--fp8-format", "hif8", "--fp8-recipe", "blockwise"],
+         "--fp8-recipe must be tensorwise with --fp8-format hif8, got blockwise"),
+        (["--fp8-format", "hif8", "--fp8-recipe", "mxfp8"],
+         "--fp8-recipe must be tensorwise with --fp8-format hif8, got mxfp8"),
     ],
-)
+)  # fmt: skip
 def test_combinations_refused(words, message):
     with pytest.raises(ValueError, match=f"^recipe_from_arguments: {message}$"):
         recipe(*words)

@@ -60,7 +60,6 @@ class Unhashable:
 @pytest.mark.parametrize(
     ("kwargs", "error", "message"),
     [
-        ({"params_dtype": torch.bfloat16}, TypeError, "params_dtype"),
         ({"margin": 0.5}, TypeError, "margin must be an int, got float"),
         ({"margin": float("inf")}, TypeError, "margin must be an int, got float"),
         ({"margin": float("nan")}, TypeError, "margin must be an int, got float"),
@@ -73,26 +72,18 @@ class Unhashable:
         ({"margin": -100}, ValueError, "margin must be from -16 to 16, got -100"),
         ({"margin": 10**30}, ValueError, "margin must be from -16 to 16, got 1000"),
         ({"margin": True}, TypeError, "margin must be an int, got bool"),
-        ({"interval": 0}, ValueError, "interval must be at least 1, got 0"),
         ({"amax_history_len": 0}, ValueError, "amax_history_len must be from 1 to 16384, got 0"),
         ({"amax_history_len": 16385}, ValueError, "must be from 1 to 16384, got 16385"),
         ({"amax_history_len": -1}, ValueError, "must be from 1 to 16384, got -1"),
         ({"amax_history_len": True}, TypeError, "amax_history_len must be an int, got bool"),
         ({"amax_compute_algo": Unhashable()}, TypeError, "must be hashable, got Unhashable"),
         ({"scaling_factor_compute_algo": Unhashable()}, TypeError, "must be hashable"),
-        ({"fp8_format": 4}, TypeError, "fp8_format must be a recipe.Format or its name, got int"),
         ({"fp8_format": "E3M4"}, ValueError, 'must be "hybrid" or "e4m3", got .E3M4.'),
-        ({"fp8_format": Format.E5M2}, ValueError, "pure E5M2"),
         ({"amax_compute_algo": "mean"}, ValueError, '"max" or "most_recent".*got \'mean\''),
         ({"amax_compute_algo": 3}, TypeError, "amax_compute_algo must be .* got int"),
         ({"scaling_factor_compute_algo": "p"}, ValueError, "scaling_factor_compute_algo"),
-        ({"override_linear_precision": (True, False, False)}, ValueError, "override_linear"),
-        ({"override_linear_precision": (False, True)}, ValueError, "override_linear_precision"),
-        ({"override_linear_precision": "no"}, TypeError, "override_linear_precision"),
         ({"reduce_amax": 1}, TypeError, "reduce_amax must be a bool, got int"),
         ({"first_step": "now"}, ValueError, "first_step must be .* got 'now'"),
-        ({"fp8_dpa": True}, NotImplementedError, "fp8_dpa must be False"),
-        ({"fp8_mha": True}, NotImplementedError, "fp8_mha must be False"),
     ],
 )
 def test_recipe_rejects(kwargs, error, message):
@@ -238,30 +229,18 @@ def test_a_recipe_is_taken_first_or_by_either_name_or_in_the_order_of_transforme
     [
         ((), {"recipe": "mxfp8", "fp8_recipe": "mxfp8"}, TypeError, "fp8_recipe and recipe mean"),
         (("mxfp8",), {"recipe": "mxfp8"}, TypeError, "the first argument and recipe mean the same"),
-        (
-            ("mxfp8", False),
-            {},
-            TypeError,
-            "must be given by name, such as enabled=False, got False",
-        ),
+        (("mxfp8", False), {}, TypeError,
+         "must be given by name, such as enabled=False, got False"),
         (("mxfp8", "delayed"), {}, TypeError, "must be given by name, .* got 'delayed'"),
-        (
-            ("mxfp9",),
-            {},
-            ValueError,
-            "the first argument must be a recipe or one of .* got 'mxfp9'",
-        ),
+        (("mxfp9",), {}, ValueError,
+         "the first argument must be a recipe or one of .* got 'mxfp9'"),
         ((), {"recipe": "mxfp9"}, ValueError, "recipe must be a recipe or one of .* got 'mxfp9'"),
         ((None,), {}, TypeError, "enabled must be a bool, got NoneType"),
         ((), {"recipe": 8}, TypeError, "recipe must be a recipe from apex_te.recipe or .* got int"),
-        (
-            (CurrentScaling,),
-            {},
-            TypeError,
-            r"got the class CurrentScaling; call it: CurrentScaling\(\)",
-        ),
+        ((CurrentScaling,), {}, TypeError,
+         r"got the class CurrentScaling; call it: CurrentScaling\(\)"),
     ],
-)
+)  # fmt: skip
 @pytest.mark.parametrize("kind", [fp8_autocast, apex_te.autocast])
 def test_a_region_refuses_what_it_cannot_tell(kind, args, kwargs, error, message):
     with pytest.raises(error, match=f"^{kind.__name__}: .*{message}"):
@@ -364,14 +343,7 @@ def test_bool_in_second_place_is_calibrating():
     assert not fp8_autocast(False, False).calibrating
 
 
-@pytest.mark.parametrize(
-    ("args", "message"),
-    [
-        ((1,), "enabled must be a bool, got int"),
-        ((True, 3), "fp8_recipe must be a recipe from apex_te.recipe or its name, got int"),
-        ((True, None, 3), "fp8_group must be a torch.distributed.ProcessGroup, got int"),
-    ],
-)
-def test_autocast_rejects(args, message):
+def test_autocast_rejects_a_group_that_is_none():
+    message = "fp8_group must be a torch.distributed.ProcessGroup, got int"
     with pytest.raises(TypeError, match=message):
-        fp8_autocast(*args)
+        fp8_autocast(True, None, 3)

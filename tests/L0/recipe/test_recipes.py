@@ -124,23 +124,17 @@ def test_frozen_hashable_and_replaceable(kind):
         ({"fp8_format": Format.E5M2}, ValueError, r"pure E5M2 .* got Format.E5M2"),
         ({"interval": 0}, ValueError, "interval must be at least 1, got 0"),
         ({"interval": True}, TypeError, "interval must be an int, got bool"),
-        (
-            {"override_linear_precision": (False, True, False)},
-            ValueError,
-            r"override_linear_precision must be .* got \(False, True, False\)",
-        ),
+        ({"override_linear_precision": (False, True, False)}, ValueError,
+         r"override_linear_precision must be .* got \(False, True, False\)"),
         ({"override_linear_precision": 0}, TypeError, "override_linear_precision must be a tuple"),
-        (
-            {"override_linear_precision": ()},
-            ValueError,
-            "override_linear_precision must have three",
-        ),
+        ({"override_linear_precision": ()}, ValueError,
+         "override_linear_precision must have three"),
         ({"use_split_accumulator": (1, 1, 1)}, TypeError, "use_split_accumulator must be a tuple"),
         ({"use_split_accumulator": (True,)}, ValueError, "use_split_accumulator must have three"),
         ({"fp8_dpa": True}, NotImplementedError, "fp8_dpa must be False"),
         ({"fp8_mha": True}, NotImplementedError, "fp8_mha must be False"),
     ],
-)
+)  # fmt: skip
 def test_all_reject(kind, kwargs, error, message):
     with pytest.raises(error, match=message) as seen:
         kind(**kwargs)
@@ -153,10 +147,7 @@ def test_all_reject(kind, kwargs, error, message):
     [
         (lambda: DelayedScaling(margn=2), "DelayedScaling: .* 'margn'; did you mean 'margin'?"),
         (lambda: make_recipe("mxfp8", roundng="up"), "MXFP8Scaling: .* did you mean 'rounding'?"),
-        (
-            lambda: BlockScaling(zzz=1),
-            "BlockScaling: unexpected argument 'zzz'; the arguments are",
-        ),
+        (lambda: BlockScaling(zzz=1), "BlockScaling: unexpected argument 'zzz'; the arguments are"),
         (lambda: CurrentScaling("e4m3"), "CurrentScaling: .* by name, such as fp8_format="),
         (lambda: DelayedScaling(1, margin=1), "DelayedScaling: margin must be given once"),
     ],

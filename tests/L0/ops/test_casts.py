@@ -1,79 +1,101 @@
-"""Padded copies of the block, MX and HiF8 casts: the unpadded reference, and zeros behind it."""
+"""Casts of a matrix: their references, bit for bit, padded or not, on each device."""
 
 import pytest
 import torch
 import torch.nn.functional as F
-from checks import (
-    DTYPES,
-    assert_same_bits,
-    codes,
-    in_pairs,
-    needs_cuda,
-)
+from checks import DTYPES, assert_same_bits, codes, in_pairs, needs_cuda, one, spread
 
 from apex_te.ops import block_quantize as blocks
+from apex_te.ops import cast_transpose as given
+from apex_te.ops import current_scale as current
 from apex_te.ops import hif8
 from apex_te.ops import mx_quantize as mx
 from apex_te.ops.block_quantize import block_quantize
 from apex_te.ops.mx_quantize import mx_quantize
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
-ROWS = [1, 15, 16, 17, 33, 129, 254, 255, 257]
+SHAPES = [
+    (1, 1), (3, 7), (8, 15), (15, 8), (16, 16), (16, 33), (31, 32), (33, 131), (17, 128),
+    (127, 129), (128, 128), (129, 1000), (256, 384), (254, 264), (257, 264), (1000, 3), (17, 3584),
+    (144, 3584), (272, 3584), (9, 4095), (33, 4095), (1, 8192),
+]  # fmt: skip
 NAN, INF = float("nan"), float("inf")
 
 
-def _hif8(x, **options):
-    return hif8.quantize_current(x, **options)
+def scaled(cast, value):
+    """The cast, or its reference, with a scale of this value."""
+    return lambda x, *args, **options: cast(x, one(value, x.device), *args, **options)
 
 
-def _hif8_given(x, **options):
-    return hif8.quantize(x, torch.full((1,), 3.7, device=x.device), **options)
+def with_scale(fp8):
+    casts = scaled(given.cast_transpose, 7.3), scaled(given.reference, 7.3)
+    return *casts, {"fp8_dtype": fp8}
 
 
-def _hif8_reference(x):
-    return hif8.reference_quantize(x, torch.full((1,), 3.7))
-
-
+# An op, its reference, and options of both.
 CASTS = {
+    "E4M3": with_scale(E4M3),
+    "E5M2": with_scale(E5M2),
+    "E4M3 by amax": (current.current_scale, current.reference, {"fp8_dtype": E4M3}),
+    "E5M2 by amax": (current.current_scale, current.reference, {"fp8_dtype": E5M2}),
+    "E4M3 by amax, pow2": (
+        current.current_scale, current.reference, {"fp8_dtype": E4M3, "pow2": True}),
     "block 1x128": (block_quantize, blocks.reference, {"fp8_dtype": E4M3, "block_rows": 1}),
     "block 128x128": (block_quantize, blocks.reference, {"fp8_dtype": E5M2, "block_rows": 128}),
-    "block of any scale": (block_quantize, blocks.reference, {"fp8_dtype": E4M3, "pow2": False}),
+    "block of any scale": (
+        block_quantize, blocks.reference, {"fp8_dtype": E4M3, "pow2": False, "eps": 0.01}),
+    "block 128x128 of any scale": (
+        block_quantize, blocks.reference,
+        {"fp8_dtype": E4M3, "block_rows": 128, "pow2": False, "eps": 0.01}),
     "mx": (mx_quantize, mx.reference, {"fp8_dtype": E4M3}),
+    "mx E5M2": (mx_quantize, mx.reference, {"fp8_dtype": E5M2}),
     "mx floor": (mx_quantize, mx.reference, {"fp8_dtype": E5M2, "rounding": "floor"}),
-    "hif8": (_hif8, hif8.reference_quantize_current, {}),
-    "hif8 of a scale": (_hif8_given, _hif8_reference, {}),
+    "mx floor E4M3": (mx_quantize, mx.reference, {"fp8_dtype": E4M3, "rounding": "floor"}),
+    "hif8": (hif8.quantize_current, hif8.reference_quantize_current, {}),
+    "hif8 of 224, pow2": (
+        hif8.quantize_current, hif8.reference_quantize_current, {"target": 224.0, "pow2": True}),
+    "hif8 of a scale": (scaled(hif8.quantize, 0.4), scaled(hif8.reference_quantize, 0.4), {}),
 }  # fmt: skip
+RECORDING = ("E4M3", "E5M2", "hif8 of a scale")  # and blocks: casts that record an amax
 
 
-def expected_of(reference, x, options):
-    """The tensors of the unpadded reference by name, the columnwise copy followed by zeros."""
+def expected_of(reference, x, options, padded=True):
+    """The tensors of the reference by name, the columnwise copy followed by zeros if padded."""
     made = reference(x, **options)._asdict()
-    made.pop("amax", None)
     column = made["columnwise"]
-    made["columnwise"] = F.pad(codes(column), (0, -x.shape[0] % 16)).view(column.dtype)
+    if padded:
+        made["columnwise"] = F.pad(codes(column), (0, -x.shape[0] % 16)).view(column.dtype)
     return made
 
 
-def assert_is(actual, expected, without=()):
+def assert_is(actual, expected, without=None):
     for name, tensor in expected.items():
-        if any(name.startswith(layout) for layout in without):
-            assert getattr(actual, name) is None
-        else:
-            assert getattr(actual, name).shape == tensor.shape
-            assert_same_bits(getattr(actual, name), tensor)
+        found = getattr(actual, name)
+        if without and name.startswith(without):
+            assert found is None
+        elif name not in ("amax", "dbias") or found is not None:
+            assert found.shape == tensor.shape
+            assert_same_bits(found, tensor)
 
 
-@in_pairs(cols=[8, 131, 264], rows=ROWS, cast=CASTS)
-def test_padding_is_zeros_and_the_rest_unchanged(device, poison, cast, rows, cols):
+@in_pairs(padded=[False, True], cast=CASTS, dtype=DTYPES, shape=SHAPES)
+def test_equals_the_reference(device, poison, cast, dtype, shape, padded):
+    """Both copies and each alone; the padding is zeros."""
     run, reference, options = CASTS[cast]
-    x = (torch.randn(rows, cols) * 30).to(DTYPES[rows % 3])
-    expected = expected_of(reference, x, options)
-    x = x.to(device)
-    assert_is(run(x, pad_columnwise=True, **options), expected)
-    column = run(x, rowwise=False, pad_columnwise=True, **options)
-    assert_is(column, expected, ["rowwise"])
-    row = run(x, columnwise=False, pad_columnwise=True, **options)
-    assert_is(row, expected, ["columnwise"])
+    x = spread(shape, dtype)
+    expected = expected_of(reference, x, options, padded)
+    x, pad = x.to(device), {"pad_columnwise": True} if padded else {}
+    recorded = {"amax": one(0, device)} if cast in RECORDING or "block" in cast else {}
+    assert_is(run(x, **pad, **options, **recorded), expected)
+    assert_is(run(x, rowwise=False, **pad, **options), expected, "rowwise")
+    assert_is(run(x, columnwise=False, **pad, **options), expected, "columnwise")
+    if recorded:
+        largest = x.float().abs().max().item()
+        assert recorded["amax"].item() == largest
+        if "hif8" not in cast:
+            recorded["amax"].zero_()
+            run(x, rowwise=False, columnwise=False, **options, **recorded)
+            assert recorded["amax"].item() == largest
 
 
 @pytest.mark.parametrize("value", [NAN, INF, -1e30])
