@@ -3,6 +3,7 @@
 import logging
 import pickle
 import types
+import unittest
 import warnings
 
 import pytest
@@ -101,14 +102,14 @@ def test_choices_hold_when_fusing():
     assert kept["layers.0.self_attn.k_proj"] == "excluded"
 
 
-def test_summary(caplog):
+def test_summary():
     model = Llama()
     assert repr(conversion_summary(model)) == "ConversionSummary: 0 converted, 0 kept"
-    with caplog.at_level(logging.INFO, logger="apex_te.integrations"):
+    with unittest.TestCase().assertLogs("apex_te.integrations", logging.INFO) as logs:
         from_torch(model, exclude="down_proj")
     found = conversion_summary(model)
     text = repr(found)
-    assert caplog.messages == [f"from_torch: {text}"]
+    assert [record.getMessage() for record in logs.records] == [f"from_torch: {text}"]
     assert len(found.converted) == 12 + 5
     assert len(found.kept) == 2 + 2
     for line in (
