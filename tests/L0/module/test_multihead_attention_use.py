@@ -213,6 +213,7 @@ def test_torch_autocast():
     assert all(p.grad.dtype == torch.float32 for p in module.parameters())
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "options",
     [

@@ -296,6 +296,7 @@ def test_not_without_kernels(monkeypatch):
     assert not backend.fuses_swiglu
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("dynamic", [False, pytest.param(True, marks=pytest.mark.long)])
 def test_compiled_is_equal(fused, monkeypatch, dynamic):
     monkeypatch.setattr(programs, "_enabled", False)
