@@ -215,6 +215,7 @@ def test_entry_that_is_being_built_stays(
     assert contents(cache_dir) == ["locks", "tmp"]
 
 
+@pytest.mark.long
 def test_cleaning_while_processes_build_and_load(
     root: Path, tmp_path: Path, cache_dir: Path
 ) -> None:

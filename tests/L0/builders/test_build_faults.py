@@ -72,6 +72,7 @@ def test_no_space_at_any_moment(root: Path, cache_dir: Path) -> None:
     assert call(Tiny(root).open()) == 1
 
 
+@pytest.mark.long
 def test_full_disk(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A disk of its own, filled up to a few bytes: a build says so, cached ops still load."""
     tally = Tally("full disk")
@@ -245,6 +246,7 @@ def test_cleanup_that_fails(
         assert call(Tiny(write_op(tmp_path / "second", 2)).open()) == 2
 
 
+@pytest.mark.cover(0)
 @pytest.mark.parametrize("removed", ["locks", "tmp", "."])
 def test_cleaned_while_processes_wait(
     root: Path, cache_dir: Path, tmp_path: Path, removed: str
@@ -273,6 +275,7 @@ WITHOUT_LOCKS = """
 """
 
 
+@pytest.mark.cover(0)
 @pytest.mark.parametrize(
     ("name", "session"), [("ENOLCK", True), ("EOPNOTSUPP", False), ("ENOSYS", True)]
 )
@@ -306,6 +309,7 @@ OWN_LOCKS = """
 OTHER_HOSTS = "lock._kernel = lambda: f'{os.getpid():08x}'"
 
 
+@pytest.mark.cover(0)
 @pytest.mark.parametrize("kernel", ["", OTHER_HOSTS], ids=["one host", "four hosts"])
 def test_locks_that_reach_no_other_machine(
     root: Path, cache_dir: Path, tmp_path: Path, kernel: str

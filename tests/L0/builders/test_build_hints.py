@@ -335,6 +335,7 @@ def test_nvcc_refuses_the_host_compiler_and_the_arch(root: Path) -> None:
     assert "does not know arch 1.0" in caught.value.hint
 
 
+@pytest.mark.long
 @needs_nvcc
 def test_driver_and_kernel_image(root: Path) -> None:
     folder = root / "csrc/tiny"

@@ -44,6 +44,7 @@ Forget = Callable[[], None]
 # Kills and interrupts ------------------------------------------------------------------------
 
 
+@pytest.mark.long
 def test_killed_builders(root: Path, cache_dir: Path, forget: Forget) -> None:
     tally = Tally("killed builders")
     kill_builders(root, cache_dir, forget, tally, 6)
@@ -56,6 +57,7 @@ def test_killed_compilers(root: Path, cache_dir: Path, forget: Forget) -> None:
     tally.report()
 
 
+@pytest.mark.long
 def test_interrupted_builders(root: Path, cache_dir: Path, forget: Forget) -> None:
     tally = Tally("interrupted builders")
     interrupt(root, cache_dir, forget, tally, 4)
@@ -104,6 +106,7 @@ def test_leftovers_of_the_same_op_go_with_its_next_build(root: Path, cache_dir: 
 # Processes, forks and threads ----------------------------------------------------------------
 
 
+@pytest.mark.long
 def test_two_versions_share_a_cache(tmp_path: Path) -> None:
     tally = Tally("sixteen cold processes, two versions")
     start_cold(tmp_path, tally, processes=16, ops=2)

@@ -41,6 +41,7 @@ def tree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
+@pytest.mark.long
 def test_the_page_from_nothing_to_nothing(tmp_path: Path) -> None:
     """Its commands in a copied checkout: the generated test passes, and nothing is left."""
     follow_page(tmp_path, CUDA_VISIBLE_DEVICES="")  # with a GPU: tests/L1/builders

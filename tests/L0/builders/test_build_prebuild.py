@@ -49,7 +49,7 @@ def ops(root: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, OpBuilder]:
 # How many compilers ------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("jobs", [1, 3])
+@pytest.mark.parametrize("jobs", [3, pytest.param(1, marks=pytest.mark.long)])
 def test_limit_holds_over_all_ops(
     jobs: int, ops: dict[str, OpBuilder], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -187,6 +187,7 @@ def import_core(*before: str, **environment: str) -> str:
     return done.stdout or done.stderr
 
 
+@pytest.mark.long
 def test_refused_dispatcher(dispatcher: Path, cache_dir: Path, tmp_path: Path) -> None:
     """A dispatcher that ld.so refuses is replaced by another; without one there is a hint."""
     good = tmp_path / "good"

@@ -78,6 +78,7 @@ def test_report_needs_nothing_and_changes_nothing(tmp_path: Path) -> None:
     assert not home.exists()
 
 
+@pytest.mark.long
 def test_report_text_without_anything(tmp_path: Path) -> None:
     home = tmp_path / "home"
     done = run("report", HOME=str(home), PATH="", APEX_TE_CACHE_DIR="", CXX="")
@@ -87,6 +88,7 @@ def test_report_text_without_anything(tmp_path: Path) -> None:
     assert not home.exists()
 
 
+@pytest.mark.long
 def test_report_of_the_package_fits_80_columns(cache_dir: Path) -> None:
     short = {"APEX_TE_CACHE_DIR": "/nonexistent/apex"}
     done = subprocess.run(

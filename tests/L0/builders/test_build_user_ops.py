@@ -197,11 +197,16 @@ def report_rows(capsys: pytest.CaptureFixture[str]) -> dict[str, dict[str, Any]]
     ("change", "device", "told"),
     [
         (("name=self.NAME", "nom=self.NAME"), "-", "TypeError.*unexpected keyword argument 'nom'"),
-        (("name=self.NAME", "name='other'"), "-", "TypeError.*name must be NAME = 'echo'"),
-        (("CPU_OPS", "SOME_OPS"), "-", "TypeError.*INCLUDE_FLAG must be one of"),
-        (("generator_args", "gone"), "-", "AttributeError.*has no attribute 'gone'"),
-        (('return ["csrc/echo.cpp"]', "return self.gone"), "-", "AttributeError.*'gone'"),
         (("", ""), "cpu", "csrc/echo.cpp"),
+        *(
+            pytest.param(*case, marks=pytest.mark.long)
+            for case in (
+                (("name=self.NAME", "name='other'"), "-", "TypeError.*name must be NAME = 'echo'"),
+                (("CPU_OPS", "SOME_OPS"), "-", "TypeError.*INCLUDE_FLAG must be one of"),
+                (("generator_args", "gone"), "-", "AttributeError.*has no attribute 'gone'"),
+                (('return ["csrc/echo.cpp"]', "return self.gone"), "-", "AttributeError.*'gone'"),
+            )
+        ),
     ],
 )
 def test_broken_builder_is_a_row_of_the_report(
@@ -224,6 +229,7 @@ def test_broken_builder_is_a_row_of_the_report(
     assert re.search(told, row["reason"]), row["reason"]
 
 
+@pytest.mark.long
 def test_broken_builder_beside_the_suites_is_a_row_of_the_report(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

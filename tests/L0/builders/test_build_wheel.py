@@ -104,14 +104,25 @@ def test_installation_asks_for_what_it_needs_alone(checkout: Path) -> None:
     ("variables", "told"),
     [
         ({"APEX_BUILD_CPP_OPS": "maybe"}, "APEX_BUILD_CPP_OPS must be one of"),
-        ({"APEX_BUILD_SWIGLUU": "1"}, "did you mean APEX_BUILD_SWIGLU?"),
         ({"APEX_BUILD_CPP_OPS": "1", "CXX": "/nowhere/g++"}, "no C++ compiler found"),
-        ({"APEX_BUILD_SWIGLU": "1", "APEX_BUILD_PYTHONS": "3.77"}, "names Python 3.77, which"),
-        (
-            {"APEX_BUILD_CUDA_OPS": "1", "APEX_TE_CUDA_ARCH_LIST": "9.x"},
-            "unknown CUDA arch '9.x'",
+        *(
+            pytest.param(variables, told, marks=pytest.mark.long)
+            for variables, told in (
+                ({"APEX_BUILD_SWIGLUU": "1"}, "did you mean APEX_BUILD_SWIGLU?"),
+                (
+                    {"APEX_BUILD_SWIGLU": "1", "APEX_BUILD_PYTHONS": "3.77"},
+                    "names Python 3.77, which",
+                ),
+                (
+                    {"APEX_BUILD_CUDA_OPS": "1", "APEX_TE_CUDA_ARCH_LIST": "9.x"},
+                    "unknown CUDA arch '9.x'",
+                ),
+                (
+                    {"APEX_BUILD_SWIGLU": "1", "CXX": "g++ -march=native"},
+                    "for this machine's CPU alone",
+                ),
+            )
         ),
-        ({"APEX_BUILD_SWIGLU": "1", "CXX": "g++ -march=native"}, "for this machine's CPU alone"),
     ],
 )
 def test_failing_request_fails_the_installation(
@@ -153,6 +164,7 @@ def test_wheel_of_a_group(checkout: Path, tmp_path: Path, fake_compiler: str) ->
     assert any(line.startswith(f"{len(names) + 2} built, 0 present") for line in table)
 
 
+@pytest.mark.long
 def test_wheel_for_several_pythons(checkout: Path, tmp_path: Path, fake_compiler: str) -> None:
     """The named ones are found by version or path; one library per op serves them all."""
     own = f"{sys.version_info[0]}.{sys.version_info[1]}"
@@ -228,6 +240,7 @@ print(found and found.kind)
 """
 
 
+@pytest.mark.long
 def test_package_is_trusted_as_its_code_is(
     checkout: Path, tmp_path: Path, fake_compiler: str
 ) -> None:
@@ -256,6 +269,7 @@ def test_package_is_trusted_as_its_code_is(
     assert found(0o644, 0o644) == "None"
 
 
+@pytest.mark.long
 def test_next_installation_packs_what_the_sources_are_now(checkout: Path, tmp_path: Path) -> None:
     """Nothing is kept in the checkout that a later installation could pack instead."""
     header = checkout / "csrc/common/left_over.h"
@@ -270,6 +284,7 @@ def test_next_installation_packs_what_the_sources_are_now(checkout: Path, tmp_pa
     assert name not in zipfile.ZipFile(wheel).namelist()
 
 
+@pytest.mark.long
 def test_editable_install_fills_the_cache(
     checkout: Path, tmp_path: Path, cache_dir: Path, fake_compiler: str
 ) -> None:
