@@ -127,6 +127,7 @@ def test_each_way_gives_one_module_a_name_and_the_metadata(way: str, enter: Ente
     assert "all is well" in run(begin + CHECKS, *folders, **variables)
 
 
+@pytest.mark.long
 @pytest.mark.cover(0)
 @pytest.mark.parametrize("way", ["install", "files"])
 def test_a_folder_that_is_no_package_does_not_hinder(
@@ -138,6 +139,7 @@ def test_a_folder_that_is_no_package_does_not_hinder(
     assert "all is well" in run(begin + CHECKS, tmp_path / "folder", *folders, **variables)
 
 
+@pytest.mark.long
 def test_searches_of_given_folders_do_not_find_the_distribution(tmp_path: Path) -> None:
     body = (
         f"{INSTALL}; from importlib.metadata import distributions\n"
@@ -259,6 +261,7 @@ def test_a_real_transformer_engine_refuses_each_way(kind: str, tmp_path: Path, m
     assert not list(other.iterdir())
 
 
+@pytest.mark.long
 def test_a_real_transformer_engine_in_the_prefix_refuses_the_files(tmp_path: Path) -> None:
     make_distribution(tmp_path, "module transformer_engine")
     (tmp_path / "transformer_engine" / "linear.py").touch()
@@ -272,6 +275,7 @@ def test_a_real_transformer_engine_in_the_prefix_refuses_the_files(tmp_path: Pat
     assert text == "__version__ = '2.9'\n"
 
 
+@pytest.mark.long
 def test_an_imported_transformer_engine_refuses_and_is_left_alone() -> None:
     body = """
 import sys, types
@@ -289,6 +293,7 @@ assert sys.modules["transformer_engine.pytorch"] is below
     assert "transformer_engine is imported already; start a new process" in run(body)
 
 
+@pytest.mark.long
 @pytest.mark.cover(0)
 @pytest.mark.parametrize("way", ["install", "files"])
 def test_a_real_distribution_that_comes_later_is_warned_of_once(

@@ -387,6 +387,7 @@ def test_rejects(change, error, message):
     assert message in str(raised.value)
 
 
+@pytest.mark.long
 def test_compiled_with_every_reduction():
     logits, target = make(4, 33, torch.float32)
 

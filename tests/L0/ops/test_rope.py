@@ -336,6 +336,7 @@ def test_rejects(change, error, message):
     assert message in str(raised.value)
 
 
+@pytest.mark.long
 def test_opcheck_and_compile(device):
     x, freqs = torch.randn(6, 2, 3, 16, device=device), angles(6, 16).to(device)
     for function in (torch.ops.apex_te.rope_fwd, torch.ops.apex_te.rope_bwd):
