@@ -75,6 +75,7 @@ def test_default_keeps_the_tied_head():
         ({"keep_last_blocks": 1}, names(*PROJECTIONS, *MLP, layers=(0,)), ALL_NORMS),
         ({"keep_first_blocks": 1, "keep_last_blocks": 1}, set(), ALL_NORMS),
         ({"keep_first_blocks": 5}, set(), ALL_NORMS),
+        ({"min_size": 16}, ALL, ALL_NORMS),
         ({"min_size": 17}, ALL - names("self_attn.k_proj", "self_attn.v_proj"), ALL_NORMS),
         ({"size_multiple": 32}, ALL - names("self_attn.k_proj", "self_attn.v_proj"), ALL_NORMS),
         ({"include": "*", "size_multiple": 16}, ALL, ALL_NORMS),
