@@ -4,8 +4,8 @@ PYTHON ?= python3
 VENV ?= .venv
 FRAMEWORKS ?= .venv-frameworks
 DOCS ?= .venv-docs
-# In parallel where pytest-xdist is there.
-TESTFLAGS ?= $(shell $(PY) -c 'import xdist; print("-n auto")' 2>/dev/null)
+# In parallel where pytest-xdist is there; a file's tests mostly in one process, which prepares once.
+TESTFLAGS ?= $(shell $(PY) -c 'import xdist; print("-n auto --dist worksteal")' 2>/dev/null)
 DEMOFLAGS ?=
 SANITIZEFLAGS ?=
 
@@ -49,6 +49,9 @@ env:
 
 demo: env
 	$(PY) examples/char_gpt/train.py --fp8-recipe delayed --out build/char_gpt $(DEMOFLAGS)
+
+# What Python compiled is kept, whatever the environment says: many tests start processes.
+test test-l1: export PYTHONDONTWRITEBYTECODE =
 
 # FILES="tests/L0/ops/test_rope.py ..." runs these alone.
 test: env

@@ -9,6 +9,10 @@ from pathlib import Path
 # Before torch loads OpenMP. Two processes' threads on the same cores would mostly wait for each
 # other, and by default they spin while they wait: six times the CPU time of the work.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+# As many threads as cores in all. Calls of an op with more of them have tests of their own.
+if workers := os.environ.get("PYTEST_XDIST_WORKER_COUNT"):
+    threads = len(os.sched_getaffinity(0)) // int(workers)
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, threads)))
 # Before the first product on a GPU: PyTorch looks once, and refuses products while
 # torch.use_deterministic_algorithms is on unless it has found this.
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
@@ -24,29 +28,49 @@ try:
 except ModuleNotFoundError:  # an uninstalled checkout
     sys.path.insert(0, str(ROOT))
 
+if not torch.cuda.is_available():
+    # Without a device, torch.manual_seed formats the stack of its call for each kind of device,
+    # in milliseconds, and keeps it.
+    torch.manual_seed = torch.default_generator.manual_seed
+
 
 def pytest_addoption(parser):
     parser.addoption("--long", action="store_true", help="run all cases, also those left out")
 
 
-def pytest_collection_modifyitems(config, items):
-    """Leaves out long cases, unless ``--long`` or a node id asks for them.
+@pytest.hookimpl(trylast=True)
+def pytest_configure(config):
+    """Removes the plugin that adds handlers to all loggers three times a test, in a millisecond."""
+    config.pluginmanager.unregister(name="logging-plugin")
 
-    They are those marked ``long``, and with ``cover(n)`` those besides a choice of cases in which
-    all combinations of values of n parameters occur, on each device.
+
+def pytest_collection_modifyitems(config, items):
+    """Leaves out cases on CUDA where there is no GPU, and long ones without ``--long``.
+
+    Long are those marked ``long``, and those besides a choice of each test's cases in which all
+    combinations of values of n parameters occur, on each device: of 2 without a mark ``cover(n)``.
+    A node id asks for a case, whatever it is.
     """
-    if config.getoption("--long") or any("::" in arg for arg in config.args):
+    if any("::" in arg for arg in config.args):
         return
-    families = defaultdict(list)
-    left_out = {item for item in items if item.get_closest_marker("long")}
-    for item in items:
-        if (mark := item.get_closest_marker("cover")) and item not in left_out:
-            values = dict(item.callspec.params)
-            family = (item.nodeid.partition("[")[0], values.pop("device", None), mark.args[0])
-            families[family].append((item, tuple(map(id, values.values()))))
-    for (_, _, strength), family in families.items():
-        chosen = covering([case for _, case in family], strength)
-        left_out.update(item for i, (item, _) in enumerate(family) if i not in chosen)
+    left_out = set()
+    if not torch.cuda.is_available():
+        left_out.update(item for item in items if item.get_closest_marker("cuda"))
+    if len(left_out) == len(items):
+        left_out.clear()  # they are skipped, and the run ends well
+    if not config.getoption("--long"):
+        left_out.update(item for item in items if item.get_closest_marker("long"))
+        families = defaultdict(list)
+        for item in items:
+            if hasattr(item, "callspec") and item not in left_out:
+                mark, values = item.get_closest_marker("cover"), dict(item.callspec.params)
+                strength = mark.args[0] if mark else 2
+                family = (item.nodeid.partition("[")[0], values.pop("device", None), strength)
+                if len(values) > strength:
+                    families[family].append((item, tuple(map(id, values.values()))))
+        for (_, _, strength), family in families.items():
+            chosen = covering([case for _, case in family], strength)
+            left_out.update(item for i, (item, _) in enumerate(family) if i not in chosen)
     config.hook.pytest_deselected(items=[item for item in items if item in left_out])
     items[:] = [item for item in items if item not in left_out]
 
@@ -79,6 +103,8 @@ def pytest_collection():
 
 def pytest_terminal_summary(terminalreporter):
     """Prints the counts of each folder if a run enters several, so that a missing one shows."""
+    if not torch.cuda.is_available():
+        terminalreporter.line("no GPU: cases on CUDA were left out")
     folders = defaultdict(Counter)
     for outcome in ("passed", "failed", "error", "skipped"):
         for report in terminalreporter.stats.get(outcome, ()):
@@ -106,7 +132,7 @@ def _settled():
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.cuda)])
 def device(request):
-    """Each device in turn; the CUDA case is skipped, and says so, where there is no GPU."""
+    """Each device in turn; where there is no GPU, the run says that CUDA cases were left out."""
     return torch.device(request.param)
 
 

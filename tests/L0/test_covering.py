@@ -25,6 +25,11 @@ def test_product(a, b, c, device): pass
 @pytest.mark.parametrize(("a", "b"), [(0, 0), (0, 1), (1, 0)])
 def test_rows(a, b): pass
 
+@pytest.mark.parametrize("a", range(3))
+@pytest.mark.parametrize("b", range(2))
+@pytest.mark.parametrize("c", range(2))
+def test_without_a_mark(a, b, c): pass
+
 @pytest.mark.parametrize("a", [0, pytest.param(1, marks=pytest.mark.long)])
 def test_single(a): pass
 """
@@ -60,4 +65,4 @@ def test_what_runs(tmp_path):
     command = [sys.executable, "-c", program]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
     counts = [int(count) for count in re.findall(r"(\d+) passed", done.stdout)]
-    assert counts == [24 + 3 + 1, 48 + 3 + 2, 2], done.stdout + done.stderr
+    assert counts == [24 + 3 + 6 + 1, 48 + 3 + 12 + 2, 2], done.stdout + done.stderr

@@ -8,8 +8,17 @@ import doc_blocks
 import pytest
 import torch
 
+LONG = {"docs/parallelism.md"}  # starts ranks, for ten seconds
 
-@pytest.mark.parametrize("run", doc_blocks.runs(slow=False), ids=str)
+
+@pytest.mark.parametrize(
+    "run",
+    [
+        pytest.param(run, marks=pytest.mark.long if str(run) in LONG else ())
+        for run in doc_blocks.runs(slow=False)
+    ],
+    ids=str,
+)
 def test_code_blocks_run(
     run: doc_blocks.Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -100,6 +109,7 @@ def test_hidden_checks_run_after_all_blocks(
     doc_blocks.execute(doc_blocks.Run(page, frozenset(), False), tmp_path)
 
 
+@pytest.mark.long
 def test_a_block_runs_by_the_command_in_its_first_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

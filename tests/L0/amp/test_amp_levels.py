@@ -192,6 +192,7 @@ def test_copies_and_pickles_keep_the_wrapping(device, level):
         assert twin.state_dict()["last.weight"].dtype is FLOAT
 
 
+@pytest.mark.long
 @pytest.mark.cover(0)
 @pytest.mark.parametrize("level", ["O1", "O2", "O5"])
 def test_compile(level):

@@ -175,6 +175,7 @@ def pipe(path):
     os.mkfifo(path)
 
 
+@pytest.mark.cover(1)
 @pytest.mark.parametrize("attack", [link, open_to_all, open_to_group, pipe])
 @pytest.mark.parametrize("where", ["key folder", "entry", "manifest", "library"])
 def test_planted_at_every_level(root, library, where, attack):

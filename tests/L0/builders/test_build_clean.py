@@ -205,6 +205,7 @@ def test_entry_that_is_being_built_stays(root, cache_dir, capsys):
     assert contents(cache_dir) == ["locks", "tmp"]
 
 
+@pytest.mark.long
 def test_cleaning_while_processes_build_and_load(root, tmp_path, cache_dir):
     code = f"""
         import ctypes

@@ -66,6 +66,7 @@ def test_no_space_at_any_moment(root, cache_dir):
     assert call(Tiny(root).open()) == 1
 
 
+@pytest.mark.long
 def test_full_disk(root, tmp_path, monkeypatch):
     """A disk of its own, filled up to a few bytes: a build says so, cached ops still load."""
     tally = Tally("full disk")
@@ -225,6 +226,7 @@ def test_cleanup_that_fails(root, tmp_path, forget, monkeypatch, number):
         assert call(Tiny(write_op(tmp_path / "second", 2)).open()) == 2
 
 
+@pytest.mark.cover(0)
 @pytest.mark.parametrize("removed", ["locks", "tmp", "."])
 def test_cleaned_while_processes_wait(root, cache_dir, tmp_path, removed):
     """`rm` of another shell in the middle: all get the library all the same."""
@@ -251,6 +253,7 @@ WITHOUT_LOCKS = """
 """
 
 
+@pytest.mark.cover(0)
 @pytest.mark.parametrize(
     ("name", "session"), [("ENOLCK", True), ("EOPNOTSUPP", False), ("ENOSYS", True)]
 )
@@ -282,6 +285,7 @@ OWN_LOCKS = """
 OTHER_HOSTS = "lock._kernel = lambda: f'{os.getpid():08x}'"
 
 
+@pytest.mark.cover(0)
 @pytest.mark.parametrize("kernel", ["", OTHER_HOSTS], ids=["one host", "four hosts"])
 def test_locks_that_reach_no_other_machine(root, cache_dir, tmp_path, kernel):
     """Builders that see none of each other's locks leave each other's running builds alone."""

@@ -52,6 +52,7 @@ def refused(capsys, *arguments):
 # What it writes -----------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 def test_tutorial_from_nothing_to_a_benchmark(tmp_path):
     """The page's first section; what it does with nvcc is in tests/L1/builders."""
     checkout = tutorial.copy_checkout(tmp_path / "checkout")

@@ -329,6 +329,7 @@ def test_nvcc_refuses_the_host_compiler_and_the_arch(root):
     assert "does not know arch 1.0" in caught.value.hint
 
 
+@pytest.mark.long
 @needs_nvcc
 def test_driver_and_kernel_image(root):
     folder = root / "csrc/tiny"

@@ -96,6 +96,7 @@ def test_compiler_in_a_folder_with_blanks(root, tmp_path, monkeypatch):
     assert toolchain.nvcc_host_flags() == [f"-ccbin={folder}/g++", "-Xcompiler=-g"]
 
 
+@pytest.mark.cover(0)
 @needs_nvcc
 @pytest.mark.parametrize(
     "cxx",

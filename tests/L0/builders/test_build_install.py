@@ -208,6 +208,7 @@ except apex_te.op_builder.BuildError as error:
 """
 
 
+@pytest.mark.long
 def test_loader_compiles_only_when_called(cache_dir):
     environment = {**os.environ, "APEX_TE_DISABLE_JIT": "1", "PYTHONPATH": str(CHECKOUT)}
     done = captured([sys.executable, "-B", "-c", LOADER], check=False, env=environment)

@@ -38,7 +38,12 @@ from op_builder.jit.find import cache
 
 
 @pytest.mark.parametrize(
-    ("attack", "times"), [(kill_builders, 6), (kill_compilers, 6), (interrupt, 4)]
+    ("attack", "times"),
+    [
+        pytest.param(kill_builders, 6, marks=pytest.mark.long),
+        (kill_compilers, 6),
+        pytest.param(interrupt, 4, marks=pytest.mark.long),
+    ],
 )
 def test_builds_that_end_early(root, cache_dir, forget, attack, times):
     tally = Tally(attack.__name__)
@@ -87,6 +92,7 @@ def test_leftovers_of_the_same_op_go_with_its_next_build(root, cache_dir):
 # Processes, forks and threads ----------------------------------------------------------------
 
 
+@pytest.mark.long
 def test_two_versions_share_a_cache(tmp_path):
     tally = Tally("sixteen cold processes, two versions")
     start_cold(tmp_path, tally, processes=16, ops=2)

@@ -89,6 +89,7 @@ print(len(results), *sorted(set(map(str, results))))
 """
 
 
+@pytest.mark.long
 def test_threads_that_call_first_at_once(dispatcher, tmp_path):
     compiler, log = logging_compiler(tmp_path, sleep=0.5)
     done = run(CALLS, {**dispatcher, "CXX": str(compiler)})

@@ -142,6 +142,7 @@ print("FP8Callback" in dir(apex_te), "fuse_loss" in dir(apex_te), len(shown.getv
 """
 
 
+@pytest.mark.long
 def test_the_callback_says_how_to_install_transformers_which_nothing_else_needs():
     done = captured([sys.executable, "-c", WITHOUT_TRANSFORMERS], cwd=CHECKOUT)
     assert done.stdout.splitlines() == [

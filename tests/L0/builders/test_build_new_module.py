@@ -38,6 +38,7 @@ def tree(tmp_path, monkeypatch):
     return tmp_path
 
 
+@pytest.mark.long
 def test_the_page_from_nothing_to_nothing(tmp_path):
     """Its commands in a copied checkout: the generated test passes, and nothing is left."""
     follow_page(tmp_path, CUDA_VISIBLE_DEVICES="")  # with a GPU: tests/L1/builders

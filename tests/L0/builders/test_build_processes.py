@@ -83,7 +83,7 @@ def test_eight_processes_report_the_same_error(root, tmp_path):
 def test_killed_builders_leave_nothing_broken(root, tmp_path, cache_dir, forget):
     compiler, _ = logging_compiler(tmp_path, sleep=0.15)
     random.seed(1)
-    for _ in range(20):
+    for _ in range(8):
         process = start(CALL.format(root=str(root)), CXX=str(compiler))
         time.sleep(random.uniform(0.05, 0.45))
         process.send_signal(signal.SIGKILL)
@@ -280,6 +280,7 @@ def test_header_of_a_wheel(tmp_path, monkeypatch):
     assert toolchain.find_header("only_here.h", "cublas", nvcc) == []
 
 
+@pytest.mark.long
 @pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs nvcc")
 def test_cuda_files_of_one_arch_and_system_headers(root, tmp_path):
     system = tmp_path / "with blank"
@@ -300,6 +301,7 @@ def test_cuda_files_of_one_arch_and_system_headers(root, tmp_path):
     assert ctypes.CDLL(opened.proc_path).outside() == 5
 
 
+@pytest.mark.long
 @pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs nvcc")
 def test_cuda_library_of_another_arch_is_built_beside(root, cache_dir, forget, monkeypatch):
     builder = TinyCuda(root)

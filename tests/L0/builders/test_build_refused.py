@@ -185,6 +185,7 @@ def import_core(*before, **environment):
     return done.stdout or done.stderr
 
 
+@pytest.mark.long
 def test_refused_dispatcher(dispatcher, cache_dir, tmp_path):
     """A dispatcher that ld.so refuses is replaced by another; without one there is a hint."""
     good = tmp_path / "good"

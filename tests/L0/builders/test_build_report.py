@@ -66,6 +66,7 @@ def test_report_needs_nothing_and_changes_nothing(tmp_path):
     assert not home.exists()
 
 
+@pytest.mark.long
 def test_report_text_without_anything(tmp_path):
     home = tmp_path / "home"
     done = run("report", HOME=str(home), PATH="", APEX_TE_CACHE_DIR="", CXX="")
@@ -75,6 +76,7 @@ def test_report_text_without_anything(tmp_path):
     assert not home.exists()
 
 
+@pytest.mark.long
 def test_report_of_the_package_fits_80_columns(cache_dir):
     short = {"APEX_TE_CACHE_DIR": "/nonexistent/apex"}
     done = captured(

@@ -189,11 +189,16 @@ def report_rows(capsys):
     ("change", "device", "told"),
     [
         (("name=self.NAME", "nom=self.NAME"), "-", "TypeError.*unexpected keyword argument 'nom'"),
-        (("name=self.NAME", "name='other'"), "-", "TypeError.*name must be NAME = 'echo'"),
-        (("CPU_OPS", "SOME_OPS"), "-", "TypeError.*INCLUDE_FLAG must be one of"),
-        (("generator_args", "gone"), "-", "AttributeError.*has no attribute 'gone'"),
-        (('return ["csrc/echo.cpp"]', "return self.gone"), "-", "AttributeError.*'gone'"),
         (("", ""), "cpu", "csrc/echo.cpp"),
+        *(
+            pytest.param(*case, marks=pytest.mark.long)
+            for case in (
+                (("name=self.NAME", "name='other'"), "-", "TypeError.*name must be NAME = 'echo'"),
+                (("CPU_OPS", "SOME_OPS"), "-", "TypeError.*INCLUDE_FLAG must be one of"),
+                (("generator_args", "gone"), "-", "AttributeError.*has no attribute 'gone'"),
+                (('return ["csrc/echo.cpp"]', "return self.gone"), "-", "AttributeError.*'gone'"),
+            )
+        ),
     ],
 )
 def test_broken_builder_is_a_row_of_the_report(install, capsys, change, device, told):
@@ -210,6 +215,7 @@ def test_broken_builder_is_a_row_of_the_report(install, capsys, change, device, 
     assert re.search(told, row["reason"]), row["reason"]
 
 
+@pytest.mark.long
 def test_broken_builder_beside_the_suites_is_a_row_of_the_report(tmp_path, monkeypatch, capsys):
     (tmp_path / "their_file.py").write_text(ROCM_BUILDER.replace("CPU_OPS", "SOME_OPS"))
     names = [*op_builder.builder_names(), "their_file"]

@@ -100,14 +100,25 @@ def test_installation_asks_for_what_it_needs_alone(checkout):
     ("variables", "told"),
     [
         ({"APEX_BUILD_CPP_OPS": "maybe"}, "APEX_BUILD_CPP_OPS must be one of"),
-        ({"APEX_BUILD_SWIGLUU": "1"}, "did you mean APEX_BUILD_SWIGLU?"),
         ({"APEX_BUILD_CPP_OPS": "1", "CXX": "/nowhere/g++"}, "no C++ compiler found"),
-        ({"APEX_BUILD_SWIGLU": "1", "APEX_BUILD_PYTHONS": "3.77"}, "names Python 3.77, which"),
-        (
-            {"APEX_BUILD_CUDA_OPS": "1", "APEX_TE_CUDA_ARCH_LIST": "9.x"},
-            "unknown CUDA arch '9.x'",
+        *(
+            pytest.param(variables, told, marks=pytest.mark.long)
+            for variables, told in (
+                ({"APEX_BUILD_SWIGLUU": "1"}, "did you mean APEX_BUILD_SWIGLU?"),
+                (
+                    {"APEX_BUILD_SWIGLU": "1", "APEX_BUILD_PYTHONS": "3.77"},
+                    "names Python 3.77, which",
+                ),
+                (
+                    {"APEX_BUILD_CUDA_OPS": "1", "APEX_TE_CUDA_ARCH_LIST": "9.x"},
+                    "unknown CUDA arch '9.x'",
+                ),
+                (
+                    {"APEX_BUILD_SWIGLU": "1", "CXX": "g++ -march=native"},
+                    "for this machine's CPU alone",
+                ),
+            )
         ),
-        ({"APEX_BUILD_SWIGLU": "1", "CXX": "g++ -march=native"}, "for this machine's CPU alone"),
     ],
 )
 def test_failing_request_fails_the_installation(variables, told, checkout, tmp_path):
@@ -147,6 +158,7 @@ def test_wheel_of_a_group(checkout, tmp_path, fake_compiler):
     assert any(line.startswith(f"{len(names) + 2} built, 0 present") for line in table)
 
 
+@pytest.mark.long
 def test_wheel_for_several_pythons(checkout, tmp_path, fake_compiler):
     """The named ones are found by version or path; one library per op serves them all."""
     own = f"{sys.version_info[0]}.{sys.version_info[1]}"
@@ -220,6 +232,7 @@ print(found and found.kind)
 """
 
 
+@pytest.mark.long
 def test_package_is_trusted_as_its_code_is(checkout, tmp_path, fake_compiler):
     """pip installs with the user's umask: 002 makes modules and libraries the group's to write."""
     variables = {**cpu_library("rope"), "CXX": fake_compiler}
@@ -246,6 +259,7 @@ def test_package_is_trusted_as_its_code_is(checkout, tmp_path, fake_compiler):
     assert found(0o644, 0o644) == "None"
 
 
+@pytest.mark.long
 def test_next_installation_packs_what_the_sources_are_now(checkout, tmp_path):
     """Nothing is kept in the checkout that a later installation could pack instead."""
     header = checkout / "csrc/common/left_over.h"
@@ -260,6 +274,7 @@ def test_next_installation_packs_what_the_sources_are_now(checkout, tmp_path):
     assert name not in zipfile.ZipFile(wheel).namelist()
 
 
+@pytest.mark.long
 def test_editable_install_fills_the_cache(checkout, tmp_path, cache_dir, fake_compiler):
     before = listing(checkout)
     variables = {**cpu_library("rope"), "CXX": fake_compiler}

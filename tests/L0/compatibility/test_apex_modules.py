@@ -248,6 +248,7 @@ def test_looking_compiles_nothing(tmp_path):
     assert cached == []
 
 
+@pytest.mark.long
 def test_environment_variable(tmp_path):
     body = "import apex_te, sys, importlib.util as u; s = u.find_spec('fused_lamb_cuda')\n"
     body += "import fused_lamb_cuda; print(s.origin, fused_lamb_cuda.lamb.__name__)"

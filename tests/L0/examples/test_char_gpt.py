@@ -84,6 +84,7 @@ def test_vocabulary_round_trip_and_rare_characters():
     assert vocabulary.decode(ids.tolist()) == "cab\ufffd"
 
 
+@pytest.mark.long
 def test_the_library_of_this_python_gives_about_a_hundred_characters():
     corpus = data.load_corpus(1_000_000)
     assert 80 <= len(corpus.vocabulary) <= 128
@@ -249,6 +250,7 @@ def figures(folder):
     return json.loads((folder / "results.json").read_text())["results"]
 
 
+@pytest.mark.long
 def test_program_reports_the_baseline_and_every_recipe(compared, device):
     folder, printed = compared(device)
     baseline, te, *fp8 = figures(folder / "whole")
@@ -268,6 +270,7 @@ def test_program_reports_the_baseline_and_every_recipe(compared, device):
     assert (folder / "whole" / "loss.png").stat().st_size > 1000
 
 
+@pytest.mark.long
 def test_resumed_runs_are_bitwise_the_uninterrupted_ones(compared, device):
     folder, _ = compared(device)
     pairs = list(zip(figures(folder / "whole"), figures(folder / "parts"), strict=True))
@@ -297,6 +300,7 @@ def assert_checkpoints_equal(folder, label):
             assert torch.equal(value, other), (label, index, name)
 
 
+@pytest.mark.long
 def test_resume_with_other_settings_is_refused(compared, monkeypatch):
     folder, _ = compared(torch.device("cpu"))
     monkeypatch.setattr(program, "make_deterministic", lambda: None)
@@ -313,6 +317,7 @@ def tiny(folder, *words):
     return ["--device", "cpu", *sizes, *rest, *folders, *words]
 
 
+@pytest.mark.long
 def test_resume_with_another_recipe_says_so(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(program, "make_deterministic", lambda: None)
     program.main(tiny(tmp_path, "--use-te", "--use-fp8", "--fp8-recipe", "delayed"))

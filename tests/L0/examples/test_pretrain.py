@@ -284,6 +284,7 @@ def test_a_run_learns_and_goes_on_to_the_bit(folder, tmp_path, capsys):
         run(moved, parted, *words, "--resume")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("recipe", ["bf16", "delayed"])
 def test_a_branch_goes_on_from_another_run(folder, tmp_path, recipe):
     words = ["--steps", "8", "--eval-tokens", "0", "--sample", "0", "--save-every", "2"]
@@ -472,6 +473,7 @@ def compared(monkeypatch, folder, out, *words, fails=""):
     return example.compare.main([*own, "--", *words]), made
 
 
+@pytest.mark.long
 def test_recipes_are_run_once_over_seeds(folder, tmp_path, capsys, monkeypatch):
     words = ("--steps", "2")
     status, made = compared(monkeypatch, folder, tmp_path, *words, fails="tensorwise-3")

@@ -101,6 +101,7 @@ def test_copies_and_pickles_run_themselves():
     assert torch.equal(one(x), expected)
 
 
+@pytest.mark.long
 @pytest.mark.cover(0)
 @pytest.mark.parametrize("recipe", RECIPES, ids=IDENTITIES)
 @pytest.mark.parametrize("in_place", [False, True])

@@ -186,6 +186,7 @@ def test_experts_after_fp8_recompute_in_high_precision():
     assert all(torch.equal(actual[1][key], grad) for key, grad in expected[1].items())
 
 
+@pytest.mark.long
 @pytest.mark.cover(0)
 @RECIPES
 def test_experts_that_are_not_chosen_and_compiled_code(recipe):

@@ -249,6 +249,7 @@ def test_conv1d_weight_cache_and_state():
     assert torch.equal(other(x), layer(x))
 
 
+@pytest.mark.long
 def test_compiled_conv1d_equals_eager():
     torch._dynamo.reset()
     layer = converted(nn.Sequential(Conv1D(16, 32), nn.LayerNorm(16)))

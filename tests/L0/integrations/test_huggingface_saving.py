@@ -200,6 +200,7 @@ def adapted(model, targets):
 TARGETS = {"llama": ["q_proj", "o_proj", "up_proj"], "gpt2": ["c_attn", "c_proj", "c_fc"]}
 
 
+@pytest.mark.cover(1)
 @pytest.mark.parametrize("recipe", RECIPES, ids=["high precision", "delayed"])
 @pytest.mark.parametrize("first", ["from_torch", "adapters"])
 @pytest.mark.parametrize("name", TARGETS)

@@ -211,6 +211,7 @@ def test_optimizer_states_of_earlier_releases_load(name, trainers):
 accelerate = pytest.importorskip("accelerate", reason="accelerate is not installed")
 
 
+@pytest.mark.cover(1)
 @pytest.mark.parametrize("name", ["llama", "phi3", "qwen3", "bert"])
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16])
 @pytest.mark.parametrize("meta", [False, True], ids=["cpu", "meta"])

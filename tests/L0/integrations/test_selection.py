@@ -3,6 +3,7 @@
 import logging
 import pickle
 import types
+import unittest
 import warnings
 
 import pytest
@@ -74,6 +75,7 @@ def test_default_keeps_the_tied_head():
         ({"keep_last_blocks": 1}, names(*PROJECTIONS, *MLP, layers=(0,)), ALL_NORMS),
         ({"keep_first_blocks": 1, "keep_last_blocks": 1}, set(), ALL_NORMS),
         ({"keep_first_blocks": 5}, set(), ALL_NORMS),
+        ({"min_size": 16}, ALL, ALL_NORMS),
         ({"min_size": 17}, ALL - names("self_attn.k_proj", "self_attn.v_proj"), ALL_NORMS),
         ({"size_multiple": 32}, ALL - names("self_attn.k_proj", "self_attn.v_proj"), ALL_NORMS),
         ({"include": "*", "size_multiple": 16}, ALL, ALL_NORMS),
@@ -101,14 +103,14 @@ def test_choices_hold_when_fusing():
     assert kept["layers.0.self_attn.k_proj"] == "excluded"
 
 
-def test_summary(caplog):
+def test_summary():
     model = Llama()
     assert repr(conversion_summary(model)) == "ConversionSummary: 0 converted, 0 kept"
-    with caplog.at_level(logging.INFO, logger="apex_te.integrations"):
+    with unittest.TestCase().assertLogs("apex_te.integrations", logging.INFO) as logs:
         from_torch(model, exclude="down_proj")
     found = conversion_summary(model)
     text = repr(found)
-    assert caplog.messages == [f"from_torch: {text}"]
+    assert [record.getMessage() for record in logs.records] == [f"from_torch: {text}"]
     assert len(found.converted) == 12 + 5
     assert len(found.kept) == 2 + 2
     for line in (

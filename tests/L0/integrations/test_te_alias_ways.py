@@ -119,6 +119,7 @@ def test_each_way_gives_one_module_a_name_and_the_metadata(way, enter):
     assert "all is well" in run(begin + CHECKS, *folders, **variables)
 
 
+@pytest.mark.long
 @pytest.mark.cover(0)
 @pytest.mark.parametrize("way", ["install", "files"])
 def test_a_folder_that_is_no_package_does_not_hinder(way, enter, tmp_path):
@@ -128,6 +129,7 @@ def test_a_folder_that_is_no_package_does_not_hinder(way, enter, tmp_path):
     assert "all is well" in run(begin + CHECKS, tmp_path / "folder", *folders, **variables)
 
 
+@pytest.mark.long
 def test_searches_of_given_folders_do_not_find_the_distribution(tmp_path):
     body = (
         f"{INSTALL}; from importlib.metadata import distributions\n"
@@ -249,6 +251,7 @@ def test_a_real_transformer_engine_refuses_each_way(kind, tmp_path, monkeypatch)
     assert not list(other.iterdir())
 
 
+@pytest.mark.long
 def test_a_real_transformer_engine_in_the_prefix_refuses_the_files(tmp_path):
     make_distribution(tmp_path, "module transformer_engine")
     (tmp_path / "transformer_engine" / "linear.py").touch()
@@ -262,6 +265,7 @@ def test_a_real_transformer_engine_in_the_prefix_refuses_the_files(tmp_path):
     assert text == "__version__ = '2.9'\n"
 
 
+@pytest.mark.long
 def test_an_imported_transformer_engine_refuses_and_is_left_alone():
     body = """
 import sys, types
@@ -279,6 +283,7 @@ assert sys.modules["transformer_engine.pytorch"] is below
     assert "transformer_engine is imported already; start a new process" in run(body)
 
 
+@pytest.mark.long
 @pytest.mark.cover(0)
 @pytest.mark.parametrize("way", ["install", "files"])
 def test_a_real_distribution_that_comes_later_is_warned_of_once(way, enter, tmp_path):

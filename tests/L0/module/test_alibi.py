@@ -58,6 +58,7 @@ def test_standard_slopes(heads, device):
     assert_close(slopes.cpu().double(), expected, rtol=1e-6, atol=0.0)
 
 
+@pytest.mark.cover(1)
 @pytest.mark.parametrize(
     "kind",
     ["no_mask", "padding", "causal", "padding_causal", "causal_bottom_right", "arbitrary",
@@ -162,6 +163,7 @@ def test_layer_and_cache(device):
     assert_close(torch.cat(steps), out, **TOLERANCE)
 
 
+@pytest.mark.long
 def test_compiles():
     module = build_attention(qkv_format="bshd")
     x = torch.randn(2, 7, HIDDEN, requires_grad=True)

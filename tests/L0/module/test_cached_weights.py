@@ -106,7 +106,7 @@ def test_recompute_reads_what_the_forward_read(again, kind, name, held, device, 
     assert_same_bits(run(other, batches, recipe, promises, RECOMPUTES[again]), expected)
 
 
-@pytest.mark.cover(2)
+@pytest.mark.cover(1)
 @held
 @each_recipe
 @each_kind

@@ -185,6 +185,7 @@ def test_evaluation_makes_no_columnwise_copy(device, monkeypatch):
     assert asked == [False]
 
 
+@pytest.mark.long
 def test_compiled(device):
     module = build("LayerNormMLP", device)
     x = torch.randn(16, WIDTH, device=device).requires_grad_()

@@ -47,7 +47,9 @@ PLAIN_MODULES = {
 MODULES = GEMM_MODULES | BLOCKS | PLAIN_MODULES
 # Delayed scaling whose scales move; a step without scales that fit comes first.
 MOVING = {**RECIPES, "delayed": DelayedScaling(amax_history_len=3)}
-# Every module, every recipe. Tracing costs a second for each.
+# Every module, every recipe. Tracing costs a second for each; the layer of a Transformer has others
+# in it, and test_compile_regions has every recipe.
+SHORT = [(name, "delayed") for name in ("GroupedLinear", "TransformerLayer")]
 PAIRS = [(name, "delayed") for name in (*GEMM_MODULES, *BLOCKS)]
 PAIRS += [("gelu", recipe) for recipe in SCHEMES if recipe != "delayed"]
 OTHER_PAIRS = [
@@ -133,8 +135,10 @@ def check_steps(name, recipe, device):
     assert len(set(graphs[1:])) == 1
 
 
-@pytest.mark.cover(1)
-@pytest.mark.parametrize(("name", "recipe"), PAIRS)
+@pytest.mark.parametrize(
+    ("name", "recipe"),
+    [pytest.param(*p, marks=() if p in SHORT else pytest.mark.long) for p in PAIRS],
+)
 def test_equals_eager(device, name, recipe):
     check_steps(name, recipe, device)
 
@@ -161,10 +165,11 @@ def test_modules_without_products_ignore_fp8(device, name):
 def test_first_step_current(device):
     """Scales of the first step come from its own tensors; that step has a graph of its own."""
     recipe = DelayedScaling(amax_history_len=3, first_step="current")
-    graphs = check("gelu", device, [(True, recipe)] * 4)
+    graphs = check("Linear", device, [(True, recipe)] * 4)
     assert len(set(graphs[1:])) == 1
 
 
+@pytest.mark.long
 def test_a_warm_state(device):
     """Eager steps first, compiled ones then."""
     recipe, name = MOVING["delayed"], "swiglu"
@@ -179,7 +184,13 @@ def test_a_warm_state(device):
         assert torch.equal(found[1][key], value), key
 
 
-@pytest.mark.parametrize("recipe", SCHEMES)
+@pytest.mark.parametrize(
+    "recipe",
+    [
+        pytest.param(r, marks=() if r in ("delayed", "tensorwise") else pytest.mark.long)
+        for r in SCHEMES
+    ],
+)
 def test_equal_recipes_share_a_graph(device, recipe):
     regions = [(True, dataclasses.replace(MOVING[recipe])) for _ in range(4)]
     assert len({id(r) for _, r in regions}) == 4
@@ -191,16 +202,17 @@ def test_a_changed_recipe_is_followed(device):
     a, b = MOVING["delayed"], MOVING["delayed-e4m3"]
     b = dataclasses.replace(b, amax_history_len=3, first_step="scale_one")
     regions = [(True, r) for r in (a, b, CurrentScaling(), a, b, CurrentScaling(), a, b)]
-    graphs = check("LayerNormLinear", device, regions)
+    graphs = check("Linear", device, regions)
     assert graphs[3] == graphs[-1] <= 3
 
 
 def test_enabled_and_disabled_regions(device):
     regions = [(enabled, MOVING["blockwise"]) for enabled in (True, False, True, False, True)]
-    graphs = check("gelu", device, regions)
+    graphs = check("Linear", device, regions)
     assert graphs[2] == graphs[-1] == 2
 
 
+@pytest.mark.cover(0)
 @pytest.mark.parametrize("recipe", SCHEMES)
 def test_without_gradients(device, recipe):
     module = build("swiglu", device)
@@ -211,17 +223,20 @@ def test_without_gradients(device, recipe):
     assert torch.equal(found, expected)
 
 
-@pytest.mark.cover(0)
-@pytest.mark.cover(1)
 @pytest.mark.parametrize(
     ("kind", "options"),
     [
         (Linear, {"parameters_split": ("a", "b")}),
-        (Linear, {"save_original_input": True}),
         (Linear, {"fuse_wgrad_accumulation": True}),
-        (Linear, {"return_bias": True}),
         (LayerNormLinear, {"return_bias": True, "return_layernorm_output": True}),
-        (LayerNormMLP, {"return_bias": True, "return_layernorm_output": True}),
+        *(
+            pytest.param(*case, marks=pytest.mark.long)
+            for case in (
+                (Linear, {"save_original_input": True}),
+                (Linear, {"return_bias": True}),
+                (LayerNormMLP, {"return_bias": True, "return_layernorm_output": True}),
+            )
+        ),
     ],
 )
 def test_options(device, kind, options):

@@ -58,10 +58,15 @@ def compare(found, expected):
         assert torch.equal(value, expected[key]), key
 
 
-@pytest.mark.cover(1)
 @pytest.mark.parametrize(
     ("name", "recipe", "interval"),
-    [("LayerNormMLP", "delayed", 1), ("Linear", "delayed", 3), *(("Linear", r, 1) for r in OTHERS)],
+    [
+        ("Linear", "delayed", 1),
+        pytest.param("Linear", "delayed", 3, marks=pytest.mark.long),
+        pytest.param("LayerNormMLP", "delayed", 1, marks=pytest.mark.long),
+        ("Linear", "blockwise", 1),
+        *(pytest.param("Linear", r, 1, marks=pytest.mark.long) for r in OTHERS if r != "blockwise"),
+    ],
 )
 def test_equals_eager(device, name, recipe, interval):
     """With an interval of 1 the live scale moves while the kept weight's does not."""
@@ -76,6 +81,7 @@ def test_equals_eager(device, name, recipe, interval):
     compare(found, expected)
 
 
+@pytest.mark.long
 @pytest.mark.cover(0)
 @pytest.mark.parametrize("inside", [True, False])
 def test_regions_inside_and_first_steps(device, inside):
@@ -95,6 +101,7 @@ def test_regions_inside_and_first_steps(device, inside):
     compare(found, expected)
 
 
+@pytest.mark.long
 def test_split_parameters(device):
     dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
     options = {"parameters_split": ("a", "b"), "device": device, "params_dtype": dtype}
@@ -104,6 +111,7 @@ def test_split_parameters(device):
     compare(train(other, compiled(other, device), REGIONS["delayed"], device)[0], expected)
 
 
+@pytest.mark.cover(0)
 @pytest.mark.parametrize("first", [True, False])
 def test_an_evaluation(device, first):
     module = build("LayerNormMLP", device)

@@ -99,13 +99,18 @@ def check(module, function, device, steps=4):
     return graphs
 
 
-@pytest.mark.cover(1)
 @pytest.mark.parametrize(
     ("name", "recipe"),
     [
-        *(("LayerNormMLP", r) for r in SCHEMES),
-        ("Linear", "delayed"),
-        ("TransformerLayer", "delayed"),
+        ("LayerNormMLP", "delayed"),
+        *(("Linear", r) for r in SCHEMES if r != "delayed"),
+        *(
+            pytest.param("LayerNormMLP", r, marks=pytest.mark.long)
+            for r in SCHEMES
+            if r != "delayed"
+        ),
+        pytest.param("Linear", "delayed", marks=pytest.mark.long),
+        pytest.param("TransformerLayer", "delayed", marks=pytest.mark.long),
     ],
 )
 def test_equals_eager(device, name, recipe):
@@ -132,7 +137,7 @@ def test_the_default_recipe_and_nested_regions(device):
             super().__init__()
             self.first = build("Linear", device)
             # Not one module three times: inductor adds up its gradients without rounding between.
-            self.plain, self.other, self.last = (build("LayerNormMLP", device) for _ in range(3))
+            self.plain, self.other, self.last = (build("Linear", device) for _ in range(3))
 
     def function(module, x):
         with fp8_autocast():
@@ -168,6 +173,7 @@ def test_several_regions_in_one_graph(device, interval):
     check(Two(), function, device, 5)
 
 
+@pytest.mark.long
 def test_first_step_current(device):
     recipe = dataclasses.replace(MOVING, first_step="current")
 
@@ -209,6 +215,7 @@ def test_regions_inside_and_outside_take_turns(device):
     assert all(torch.equal(value, found[1][key]) for key, value in found[0].items())
 
 
+@pytest.mark.long
 def test_recipes_take_turns(device):
     """One graph for each; scales move with the format, as in eager mode."""
     recipes = [MOVING, dataclasses.replace(RECIPES["delayed-e4m3"], amax_history_len=3)]
@@ -232,6 +239,7 @@ def test_recipes_take_turns(device):
     assert all(torch.equal(value, found[1][key]) for key, value in found[0].items())
 
 
+@pytest.mark.cover(0)
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 def test_an_evaluation_moves_nothing(device, mode):
     module = build("LayerNormMLP", device)
@@ -249,7 +257,8 @@ def test_an_evaluation_moves_nothing(device, mode):
     assert all(torch.equal(value, before[key]) for key, value in states(module).items())
 
 
-@pytest.mark.parametrize("level", ["O6", pytest.param("O7", marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("level", ["O6", "O7"])
 def test_amp(device, level):
     """An FP8 level's forward enters the region itself."""
 
@@ -299,7 +308,12 @@ def _branch_on_values(layer, x, region):
         return layer(y if y.sum() > 0 else -y)
 
 
-BREAKS = [_break_before, _break_inside, _break_in_a_decorated_function, _branch_on_values]
+BREAKS = [
+    _break_inside,
+    _break_in_a_decorated_function,
+    pytest.param(_break_before, marks=pytest.mark.long),
+    pytest.param(_branch_on_values, marks=pytest.mark.long),
+]
 
 
 @pytest.mark.cover(1)
@@ -334,8 +348,8 @@ def test_a_torch_without_the_switch_warns(monkeypatch):
 @pytest.mark.parametrize(
     ("name", "fullgraph"),
     [
-        ("delayed", True),
         ("tensorwise", False),
+        pytest.param("delayed", True, marks=pytest.mark.long),
         pytest.param("blockwise", True, marks=pytest.mark.long),
     ],
 )

@@ -63,6 +63,7 @@ def _worker(rank, path):
     os._exit(0)
 
 
+@pytest.mark.long
 def test_ddp_scales_are_equal_over_ranks(tmp_path):
     path = os.fspath(tmp_path / "store")
     mp.spawn(_worker, (path,), nprocs=2)

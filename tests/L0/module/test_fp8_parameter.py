@@ -519,6 +519,14 @@ def test_writes_that_would_be_lost_are_refused(view, write):
     assert torch.equal(weight.detach().dequantize(), values)
 
 
+def test_an_op_writes_every_weight_of_a_list():
+    weights = [build(Linear, 32, 64).weight.detach() for _ in range(2)]
+    values = [weight.dequantize() for weight in weights]
+    torch._foreach_mul_(weights, 2.0)
+    for weight, value in zip(weights, values, strict=True):
+        assert torch.equal(weight.dequantize(), 2 * value)
+
+
 def test_an_array_of_a_view_is_read_only():
     weight = build(Linear, 32, 64).weight.detach()
     array = weight.t().numpy()

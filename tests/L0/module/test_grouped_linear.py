@@ -295,13 +295,10 @@ def test_recompute_is_bitwise_equal(reentrant):
     assert torch.equal(module.fp8_state.amax_history_fwd, other.fp8_state.amax_history_fwd)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
-    "name",
-    [
-        "delayed", "blockwise", "plain wgrad",
-        *(pytest.param(name, marks=pytest.mark.long) for name in ("tensorwise", "hif8", "mxfp8")),
-    ],
-)  # fmt: skip
+    "name", ["delayed", "blockwise", "plain wgrad", "tensorwise", "hif8", "mxfp8"]
+)
 def test_compiles(name):
     module = GroupedLinear(4, 32, 16)
     other = copy.deepcopy(module)

@@ -140,6 +140,7 @@ def test_loading_decides(device):
     assert_same_state(module, other)
 
 
+@pytest.mark.long
 def test_compiled_code_knows_it():
     module, other = after_some("cpu")
     torch._dynamo.reset()

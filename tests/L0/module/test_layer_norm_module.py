@@ -124,6 +124,7 @@ def test_without_gradients(ours, torchs):
     assert torch.equal(module(x), expected)
 
 
+@pytest.mark.long
 @both
 def test_compiles(ours, torchs):
     module, x = randomize(ours(16)), torch.randn(4, 16)

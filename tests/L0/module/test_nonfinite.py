@@ -160,7 +160,8 @@ def test_the_loss_scaler_skips_the_step(device):
     assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
 
 
-@pytest.mark.cover(1)
+@pytest.mark.long
+@pytest.mark.cover(0)
 @pytest.mark.parametrize("name", ["tensorwise", "mxfp8"])
 def test_compiled(device, name):
     torch._dynamo.reset()

@@ -146,6 +146,7 @@ def test_switching(monkeypatch):
     assert not module_hooks._has_any_global_hook()
 
 
+@pytest.mark.long
 @pytest.mark.cover(0)
 @pytest.mark.parametrize(("value", "expected"), [("1", True), ("off", False), ("", False)])
 def test_environment(value, expected):

@@ -366,7 +366,7 @@ def layer_steps(options, recipe, dtype, enabled, device="cpu"):
     return results, layer
 
 
-@pytest.mark.cover(2)
+@pytest.mark.cover(1)
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("recipe", RECIPES)
@@ -588,6 +588,7 @@ assert "torch._dynamo" not in sys.modules, "imported"
 """
 
 
+@pytest.mark.long
 def test_the_first_recording_of_a_process_keeps_no_tensor():
     """Nothing is left for the garbage collector, and the compiler is not imported."""
     result = subprocess.run(

@@ -162,6 +162,7 @@ def test_names_in_pickles_stay(writer: ModuleType) -> None:
     assert {name for name in held if name.startswith("apex_te")} <= PICKLED
 
 
+@pytest.mark.long
 def test_folder_of_a_renamed_package_is_no_package(tmp_path: Path) -> None:
     """A checkout that was upgraded has the old folder with what Python cached in it."""
     (tmp_path / "quantizer" / "__pycache__").mkdir(parents=True)

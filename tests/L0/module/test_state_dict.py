@@ -431,6 +431,7 @@ def test_a_state_of_another_recipe_is_brought_to_the_modules(used):
     assert torch.equal(fp8.scale_inv_bwd, fp8.scale_bwd.reciprocal())
 
 
+@pytest.mark.long
 def test_compiled_code_follows_a_state_of_another_recipe():
     own = DelayedScaling(amax_history_len=4, fp8_format=Format.E4M3)
     source = trained()

@@ -340,6 +340,7 @@ def test_not_without_kernels():
     assert not backend.fuses_swiglu
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("dynamic", [False, pytest.param(True, marks=pytest.mark.long)])
 def test_compiled_is_equal(fused, monkeypatch, dynamic):
     monkeypatch.setattr(programs, "_enabled", False)

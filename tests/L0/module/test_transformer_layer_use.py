@@ -222,6 +222,7 @@ def test_frozen_parts():
     ]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "options",
     [

@@ -29,6 +29,7 @@ def test_fwd(device, poison, shape, dtype, fp8):
     assert ((out.dbias.cpu().double() - exact).abs() <= rounding).all()
 
 
+@pytest.mark.cover(1)
 @pytest.mark.parametrize("shape", [(2048, 2112), (2053, 2049)], ids=str)
 @pytest.mark.parametrize("offset", [0, 16])
 def test_fwd_larger_than_a_cache(device, shape, offset):

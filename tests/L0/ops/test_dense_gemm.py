@@ -57,6 +57,7 @@ def test_accumulate(device, shape, out_dtype, split):
     assert error(out, reference(*x) + start.double()) <= bound(out_dtype, split)
 
 
+@pytest.mark.cover(1)
 @pytest.mark.parametrize("out_dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_bias_and_residual(device, poison, shape, out_dtype):

@@ -431,6 +431,7 @@ def test_another_thread_clears_the_list():
     assert out == ["done"]
 
 
+@pytest.mark.long
 @pytest.mark.cover(0)
 @pytest.mark.parametrize(
     "change",
@@ -464,6 +465,7 @@ def test_an_earlier_tensor_is_changed_by_a_later_conversion(change):
     assert out == ["done"]
 
 
+@pytest.mark.long
 def test_resolver_changes_the_arguments():
     """The search for a library runs Python code: the arguments are read again behind it."""
     out = run(

@@ -76,6 +76,7 @@ def test_multiply(device, poison, rows, splits, pair, fast):
     assert_multiplied(operands, out, splits)
 
 
+@pytest.mark.cover(1)
 @pytest.mark.parametrize("fast", [True, False])
 @pytest.mark.parametrize(("n", "k"), [(8, 16), (264, 128), (256, 144), (520, 512), (1000, 1040)])
 def test_multiply_any_sizes(device, poison, n, k, fast):
@@ -156,6 +157,7 @@ def test_contract(device, poison, rows, splits, pair, fast):
     assert_contracted(operands, out, splits)
 
 
+@pytest.mark.cover(1)
 @pytest.mark.parametrize("fast", [True, False])
 @pytest.mark.parametrize(("m", "n"), [(1, 8), (128, 256), (129, 264), (300, 520), (513, 1000)])
 def test_contract_any_sizes(device, poison, m, n, fast):

@@ -59,6 +59,7 @@ def test_rms_norm(device):
     )
 
 
+@pytest.mark.long
 def test_layer_norm(device):
     check(
         device,
@@ -69,6 +70,7 @@ def test_layer_norm(device):
     )
 
 
+@pytest.mark.long
 def test_bias_gelu(device):
     check(
         device,

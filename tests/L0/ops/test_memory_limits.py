@@ -38,6 +38,7 @@ def run(code, **environment):
     return done.stdout
 
 
+@pytest.mark.long
 @pytest.mark.cover(0)
 @pytest.mark.skipif(
     "APEX_TE_SANITIZE" in os.environ, reason="a sanitizer's shadow memory is beyond the limit"
@@ -163,6 +164,7 @@ def test_sizes_of_frames_are_found(size, options, tmp_path):
     assert size <= frames(library)["frame"] <= 1.25 * size + 64  # a page more with a loop
 
 
+@pytest.mark.long
 def test_calls_from_threads_with_small_stacks():
     """64 KiB, the size that threading.stack_size's documentation names, for forward and backward
     of ops with large tiles; torch itself needs the rest."""

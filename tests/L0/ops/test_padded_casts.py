@@ -65,6 +65,7 @@ def test_zeros_whatever_the_values_are(device, poison, name, scale):
         check(runs(x.to(device).bfloat16(), fp8, scale)[name], 33)
 
 
+@pytest.mark.cover(1)
 @pytest.mark.parametrize("rows", [2049, 2057, 8190])
 @pytest.mark.parametrize("name", NAMES)
 def test_larger_than_a_cache(device, poison, name, rows):
@@ -82,6 +83,7 @@ def test_larger_than_a_cache(device, poison, name, rows):
     assert (codes(padded.rowwise).int() - codes(plain.rowwise).int())[differ].abs().le(1).all()
 
 
+@pytest.mark.cover(1)
 @pytest.mark.parametrize("cols", [7, 121, 250, 4091, 4095, 4097])
 @pytest.mark.parametrize("offset", [0, 1, 3])
 def test_odd_columns_at_any_alignment(device, poison, cols, offset):

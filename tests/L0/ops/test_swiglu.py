@@ -226,6 +226,7 @@ def test_fp8(device, poison, shape, dtype):
     check_fp8(device, shape, dtype, FP8[0], "silu")
 
 
+@pytest.mark.cover(1)
 @in_pairs(activation=ACTIVATIONS, dtype=DTYPES, fp8=FP8)
 def test_fp8_every_activation_with_bias(device, poison, fp8, dtype, activation):
     two = activation in ("silu", "relu")

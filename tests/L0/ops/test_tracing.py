@@ -116,6 +116,7 @@ class Module(torch.nn.Module):
         return self.call(*tensors)
 
 
+@pytest.mark.long
 @pytest.mark.cover(1)
 @every
 def test_export(call):

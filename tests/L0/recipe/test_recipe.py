@@ -267,6 +267,7 @@ def test_the_class_autocast_is_its_module_too():
     assert region.recipe == MXFP8Scaling()
 
 
+@pytest.mark.long
 @pytest.mark.cover(0)
 @pytest.mark.parametrize("first", ["import apex_te.autocast", "from apex_te import autocast"])
 def test_either_import_comes_first(first):

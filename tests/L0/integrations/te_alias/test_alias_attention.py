@@ -70,7 +70,7 @@ def arguments(kind, device):
     return given
 
 
-@pytest.mark.cover(2)
+@pytest.mark.cover(1)
 @pytest.mark.parametrize("scheme", [None, *SCHEMES])
 @pytest.mark.parametrize("kind", LAYERS)
 def test_results_are_those_of_apex_te(kind, scheme, device):
@@ -387,6 +387,7 @@ def test_copies_and_meta_layers():
     assert made(x.to(next(made.parameters()).device)).shape == x.shape
 
 
+@pytest.mark.long
 @pytest.mark.cover(0)
 @pytest.mark.parametrize("kind", ["decoder", "llama"])
 def test_layers_compile_in_one_graph(kind):
