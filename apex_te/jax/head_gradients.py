@@ -23,13 +23,8 @@ _S = jax.ShapeDtypeStruct
 
 
 class HeadGradients(FusedCast):
-    """Fused cast that joins the output gradients of several kernels in their columns' layout.
-
-    Args:
-        columns: layout of the joined columns.
-        gradients: output gradients of queries, keys and values, or of keys and values, [..., width]
-            each.
-        with_dbias: also sum the columns.
+    """Fused cast that joins gradients [..., width] of two or three kernels in their columns'
+    layout.
     """
 
     copies = True

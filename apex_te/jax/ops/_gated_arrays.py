@@ -9,13 +9,10 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from ...runtime import scratch_sizes
 from ...runtime.op_options import gated_activation_number
-from .._call import call
 from . import _checks
+from ._contract import local_call
 from ._rows import rowwise as over_rows
-
-_S = jax.ShapeDtypeStruct
 
 
 class GatedArrays(NamedTuple):
@@ -145,13 +142,13 @@ def call_swiglu(
     given: GatedArrays,
     results: Mapping[str, str],
     extra: Mapping[str, jax.Array] | None = None,
-    fp8_dtype: Any = None,
+    fp8_dtype: str | None = None,
 ) -> dict[str, jax.Array]:
     """Calls a C function of the op ``swiglu`` and returns its results."""
     extra = extra or {}
     inputs = {**given.arrays, **extra}
     halves = 1 if "up" in given.arrays else 2
-    dtypes = dict.fromkeys(("rowwise", "columnwise"), fp8_dtype)
+    dtypes = {"F": fp8_dtype} if fp8_dtype else {}
 
     def body(*arrays: jax.Array) -> tuple[jax.Array, ...]:
         tensors = dict(zip(inputs, arrays, strict=True))
@@ -161,24 +158,11 @@ def call_swiglu(
             tensors["bias"] = tensors["bias"].reshape(-1)
         cols = width // halves
         extents = {"r": rows, "f": cols, "c": 2 * cols, "g": 2}
-
-        def shape(dims: str) -> tuple[int, ...]:
-            return tuple(extents[each] for each in dims.replace("+", "").split())
-
-        # The function knows of no [2, F].
-        asked = {
-            name: _S(shape(dims.replace("g f", "c")), dtypes.get(name, given.dtype))
-            for name, dims in results.items()
-            if dims not in ("_", "^")
-        }
-        if "scale_inv" in results:
-            asked["scale_inv"] = _S(tensors["scale"].shape, jnp.float32)
-        if "dbias" in results:
-            lines = scratch_sizes.lines(rows, scratch_sizes.ACTIVATION_ROWS)
-            asked["workspace"] = _S((lines, 2 * cols), jnp.float32)
-        made = call("swiglu", given.function, asked, **tensors, activation=given.code)
+        made = local_call("swiglu", given.function, tensors, results, dtypes, activation=given.code)
         return tuple(
-            made[name] if dims in ("_", "^") else made[name].reshape(shape(dims))
+            made[name]
+            if dims in ("_", "^")
+            else made[name].reshape([extents[each] for each in dims.split() if each != "+"])
             for name, dims in results.items()
         )
 

@@ -54,13 +54,7 @@ def bias_gelu(x: jax.Array, bias: jax.Array | None = None, *, form: str = "tanh"
     Arithmetic is in float32. If the sum is NaN, value and gradient are NaN. If it is -Inf, the
     value is NaN; if it is infinite, the gradient is NaN.
 
-    Other arguments and errors are as in ``apex_te.ops.bias_gelu.bias_gelu``.
-
-    Args:
-        x: [..., cols] float32, float16 or bfloat16.
-
-    Returns:
-        An array of x's shape and dtype; x and bias are kept for backward.
+    Arguments, results and errors are as in ``apex_te.ops.bias_gelu.bias_gelu``.
     """
     op_options.is_tanh("bias_gelu_fwd", form)
     return _differentiable(form)(x, bias)

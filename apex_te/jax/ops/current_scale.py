@@ -24,12 +24,9 @@ __all__ = [
 
 
 class CurrentScaleOutput(NamedTuple):
-    """FP8 data of a matrix [rows, cols]; a copy that was not asked for is None.
+    """FP8 data as in ``apex_te.ops.current_scale.CurrentScaleOutput``, None if not asked for.
 
-    Other fields are as in ``apex_te.ops.current_scale.CurrentScaleOutput``.
-
-    Attributes:
-        columnwise: the transpose, FP8 [cols, rows].
+    The columnwise copy is [cols, rows], the transpose.
     """
 
     rowwise: jax.Array | None
@@ -53,12 +50,8 @@ def current_scale(
 ) -> CurrentScaleOutput:
     """Quantizes q = saturating_cast(float(x) * scale), scale = fp8_max / max |x|.
 
-    Other arguments and errors are as in ``apex_te.ops.current_scale.current_scale``.
-
-    Args:
-        x: [rows, cols] float32, float16 or bfloat16.
-        amax: one float32 element to use instead of max |x|.
-        flatten_axis: as in ``cast_transpose``.
+    Arguments, results and errors are as in ``apex_te.ops.current_scale.current_scale``;
+    ``flatten_axis`` is as in ``cast_transpose``.
     """
     dtype = _checks.fp8_dtype_of("current_scale", fp8_dtype, fnuz=True)
     x, ranks = sides("current_scale", x, flatten_axis)
@@ -123,10 +116,8 @@ def local_amax(x: jax.Array) -> tuple[jax.Array]:
 
 @checked
 def tensor_amax(x: jax.Array) -> jax.Array:
-    """Computes max |x| as one float32 element; NaN counts as largest, and an empty x gives 0.
-
-    Args:
-        x: [rows, cols] float32, float16 or bfloat16.
+    """Computes max |x| of a matrix as one float32 element; NaN counts as largest, an empty x
+    gives 0.
     """
     x = _checks.matrix("current_scale", "x", x)
 

@@ -72,13 +72,9 @@ class Groups:
 
 
 class GroupedOutput(NamedTuple):
-    """FP8 data of groups with scale_inv and amax values; a field not asked for is None.
+    """FP8 data as in ``apex_te.ops.grouped_quantize.GroupedOutput``, None if not asked for.
 
-    Other fields are as in ``apex_te.ops.grouped_quantize.GroupedOutput``.
-
-    Attributes:
-        amax: float32 [groups], the maximum of each group's given amax and its own; None unless
-            given.
+    ``amax`` is the maximum of each group's given amax and its own.
     """
 
     rowwise: jax.Array | None
@@ -96,11 +92,7 @@ def groups_of(splits: jax.Array, rows: int) -> Groups:
     only the device knows them. Instead no group has rows, every scale_inv is NaN, and the results
     of ``finish_rows``, ``zero_unused`` and ``column_sums`` are NaN.
 
-    Other arguments and errors are as in ``apex_te.ops.grouped_quantize.groups_of``.
-
-    Args:
-        splits: int32 or int64 [groups], the number of rows of each group in order; 1 to 1023
-            groups.
+    Arguments, results and errors are as in ``apex_te.ops.grouped_quantize.groups_of``.
     """
     name = "grouped_offsets"
     splits = _checks.has_ndim(name, "splits", splits, 1, ["int32", "int64"])
@@ -117,12 +109,8 @@ def groups_of(splits: jax.Array, rows: int) -> Groups:
 
 @checked
 def check_rows(name: str, rows: int, groups: Groups) -> None:
-    """Raises ValueError unless ``groups`` was made for a matrix of ``rows`` rows.
-
-    Args:
-        name: the calling function's, for the error.
-        rows: number of rows of the matrix.
-        groups: the groups.
+    """Raises ValueError, of function ``name``, unless ``groups`` are of a matrix of ``rows``
+    rows.
     """
     if rows != groups.rows:
         raise ValueError(f"{name}: groups must be of {rows} rows, got groups of {groups.rows} rows")
@@ -152,15 +140,9 @@ def quantize_groups(
 ) -> GroupedOutput:
     """Quantizes groups of rows in one pass: q = saturating_cast(float(x) * scale[g]) in group g.
 
-    Values are rounded to nearest even.
-
-    Other arguments and errors are as in ``apex_te.ops.grouped_quantize.quantize_groups``.
-
-    Args:
-        x: [rows, cols] float32, float16 or bfloat16.
-        scale: float32 [groups].
-        amax: float32 [groups] or None; the result's ``amax`` is the maximum of it and max |x| of
-            each group, where NaN counts as largest.
+    Arguments, results and errors are as in ``apex_te.ops.grouped_quantize.quantize_groups``; the
+    result's ``amax`` is the maximum of the given one and max |x| of each group, NaN counting as
+    largest.
     """
     x = _checks.matrix_to_cast(_OP, x)
     rows, cols = x.shape
@@ -202,14 +184,8 @@ def quantize_matrices(
 ) -> GroupedOutput:
     """Quantizes one matrix for each group, all of one shape and dtype, in one launch.
 
-    Other arguments and errors are as in ``apex_te.ops.grouped_quantize.quantize_matrices``.
-
-    Args:
-        matrices: [groups, rows, cols] float32, float16 or bfloat16, such as the experts' weights,
-            or a list of [rows, cols].
-        rowwise: make [groups, rows, cols].
-        columnwise: make the transposes, [groups, cols, rows].
-        scale, fp8_dtype, amax, scale_inv: as in ``quantize_groups``.
+    Arguments, results and errors are as in ``apex_te.ops.grouped_quantize.quantize_matrices``;
+    ``matrices`` may also be one array [groups, rows, cols].
     """
     name = "grouped_quantize_matrices"
     if isinstance(matrices, (list, tuple)):
@@ -263,18 +239,8 @@ def first_scales(
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Computes the first scales of delayed scaling, from amax values instead of an amax history.
 
-    A group gets a scale if its ``due`` is not 0 and it has rows. An amax of 0, infinity or NaN
-    leaves the group's scale as it is.
-
-    Other arguments and errors are as in ``apex_te.ops.grouped_quantize.first_scales``.
-
-    Args:
-        due: int32 [groups], not 0 for each group that has no scale yet.
-        scale: float32 [groups].
-        scale_inv: float32 [groups].
-
-    Returns:
-        The new ``(due, scale, scale_inv)``; ``due`` is 0 for each group that got a scale.
+    Arguments, results and errors are as in ``apex_te.ops.grouped_quantize.first_scales``; returned
+    are the new ``(due, scale, scale_inv)``.
     """
     name = "grouped_first_scales"
     count = groups.num_groups
@@ -289,10 +255,7 @@ def first_scales(
 def finish_rows(out: jax.Array, groups: Groups, bias: jax.Array | None = None) -> jax.Array:
     """Returns ``out`` with ``bias`` added to the groups' rows; rows outside all groups are zeros.
 
-    Other arguments and errors are as in ``apex_te.ops.grouped_quantize.finish_rows``.
-
-    Args:
-        out: [rows, cols] float32, float16 or bfloat16.
+    Arguments, results and errors are as in ``apex_te.ops.grouped_quantize.finish_rows``.
     """
     name = "grouped_finish"
     out = _checks.matrix(name, "out", out)
@@ -323,11 +286,8 @@ def decode(fp8_data: jax.Array) -> jax.Array:
 
 @checked
 def scale_rows(out: jax.Array, factor: jax.Array) -> jax.Array:
-    """Returns ``out`` with each row multiplied by its factor in float32.
-
-    Args:
-        out: [rows, ...] float32, float16 or bfloat16.
-        factor: float32 [rows].
+    """Returns ``out`` [rows, ...] with each row multiplied by its factor, float32 [rows], in
+    float32.
     """
     name = "grouped_scale_rows"
     out = _checks.has_dtype(name, "out", out, _checks.FLOATS)
@@ -341,14 +301,7 @@ def scale_rows(out: jax.Array, factor: jax.Array) -> jax.Array:
 def column_sums(x: jax.Array, groups: Groups) -> jax.Array:
     """Sums the rows of each group of ``x`` [rows, cols] in float32, deterministically.
 
-    Other arguments and errors are as in ``apex_te.ops.grouped_quantize.column_sums``.
-
-    Args:
-        x: [rows, cols] float32, float16 or bfloat16.
-        groups: the groups in the rows of ``x``.
-
-    Returns:
-        The sums [groups, cols] in the dtype of ``x``.
+    Arguments, results and errors are as in ``apex_te.ops.grouped_quantize.column_sums``.
     """
     name = "grouped_sum"
     x = _checks.matrix_to_cast(name, x)

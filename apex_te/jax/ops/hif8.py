@@ -42,14 +42,10 @@ _DIMS = {
 
 
 class HiF8Output(NamedTuple):
-    """HiF8 data of a matrix [rows, cols]; a copy that was not asked for is None.
+    """HiF8 data as in ``apex_te.ops.hif8.HiF8Output``; a copy that was not asked for is None.
 
-    Other fields are as in ``apex_te.ops.hif8.HiF8Output``.
-
-    Attributes:
-        columnwise: the transpose, uint8 [cols, rows].
-        amax: one float32 element. From ``quantize``, the maximum of the given amax and max |x|;
-            None unless given. From ``quantize_current``, the amax that gave the scale.
+    The columnwise copy is [cols, rows], the transpose. ``amax`` of ``quantize`` is the maximum of
+    the given amax and max |x|, None unless given; that of ``quantize_current`` gave the scale.
     """
 
     rowwise: jax.Array | None
@@ -63,10 +59,7 @@ class HiF8Output(NamedTuple):
 def encode(x: jax.Array, *, saturate: bool = True) -> jax.Array:
     """Returns the HiF8 data of x without a scale, rounded half away from zero.
 
-    Other arguments and errors are as in ``apex_te.ops.hif8.encode``.
-
-    Args:
-        x: any shape, float32, float16 or bfloat16.
+    Arguments, results and errors are as in ``apex_te.ops.hif8.encode``.
     """
     x = _checks.has_dtype("hif8_quantize", "x", x, _checks.FLOATS)
     given = {"x": x.reshape(1, x.size)}
@@ -80,10 +73,7 @@ def decode(
 ) -> jax.Array:
     """Returns the values of HiF8 data times scale_inv, rounded once; exact without scale_inv.
 
-    Args:
-        fp8_data: any shape, uint8.
-        dtype: dtype of the result: float32, float16 or bfloat16.
-        scale_inv: one float32 element; None means 1.
+    Arguments, results and errors are as in ``apex_te.ops.hif8.decode``.
     """
     name = "hif8_decode"
     fp8_data = _checks.has_dtype(name, "fp8_data", fp8_data, ["uint8"])
@@ -107,13 +97,9 @@ def quantize(
 ) -> HiF8Output:
     """Quantizes q = encode(float(x) * scale) with a given scale, in one pass.
 
-    Other arguments and errors are as in ``apex_te.ops.hif8.quantize``.
-
-    Args:
-        x: [rows, cols] float32, float16 or bfloat16.
-        amax: one float32 element or None; the result's ``amax`` is the maximum of it and max |x|,
-            where NaN counts as largest.
-        flatten_axis: as in ``cast_transpose``.
+    Arguments, results and errors are as in ``apex_te.ops.hif8.quantize``; the result's ``amax`` is
+    the maximum of the given one and max |x|, NaN counting as largest. ``flatten_axis`` is as in
+    ``cast_transpose``.
     """
     name = "hif8_quantize"
     x, ranks = sides(name, x, flatten_axis)
@@ -137,18 +123,10 @@ def quantize_current(
     saturate: bool = True,
     flatten_axis: int | None = None,
 ) -> HiF8Output:
-    """Quantizes q = encode(float(x) * scale), scale = target / max |x|.
+    """Quantizes q = encode(float(x) * scale), scale = target / max |x|, as ``current_scale``.
 
-    The scale follows the rules of ``current_scale``. An amax below ``eps`` counts as ``eps``. An
-    amax of 0, infinity or NaN gives scale 1. An infinite scale becomes float32's largest number. An
-    infinite amax makes scale_inv infinite, so that saturation does not hide it.
-
-    Other arguments and errors are as in ``apex_te.ops.hif8.quantize_current``.
-
-    Args:
-        x: [rows, cols] float32, float16 or bfloat16.
-        amax: one float32 element to use instead of max |x|.
-        flatten_axis: as in ``cast_transpose``.
+    Arguments, results and errors are as in ``apex_te.ops.hif8.quantize_current``; ``flatten_axis``
+    is as in ``cast_transpose``.
     """
     name = "hif8_current" if amax is None else "hif8_cast"
     x, ranks = sides("hif8_current", x, flatten_axis)

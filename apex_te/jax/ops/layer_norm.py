@@ -26,14 +26,7 @@ def layer_norm(
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
     """Normalises (x - mean) / sqrt(variance + eps) * gamma + bias, differentiably.
 
-    Other arguments and errors are as in ``apex_te.ops.layer_norm.layer_norm``.
-
-    Args:
-        x: [..., cols] float32, float16 or bfloat16; the last dimension is normalised.
-        residual: array of x's shape and dtype, added to x before the norm.
-
-    Returns:
-        y in x's shape and dtype; with a residual (y, x + residual).
+    Arguments, results and errors are as in ``apex_te.ops.layer_norm.layer_norm``.
     """
     norm = _norm.differentiable("layer_norm", float(eps), zero_centered_gamma, residual is not None)
     y, total = norm(x, weight, bias, residual)
