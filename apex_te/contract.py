@@ -147,7 +147,8 @@ def parse(signature: str) -> Contract:
         name, _, kind = (part.strip() for part in text.partition(":"))
         params[name] = _param(name, kind)
     for p in params.values():
-        other = params.get(p.dims[0].name) if len(p.dims) == 1 else None
+        is_name = len(p.dims) == 1 and not p.dims[0].arguments
+        other = params.get(p.dims[0].name) if is_name else None
         if other and other.dims:
             params[p.name] = p._replace(dims=other.dims, like=other.name)
     whole = [word for clause in clauses for word in clause.split()[1:]]

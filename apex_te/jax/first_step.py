@@ -17,8 +17,6 @@ from ._partition import same_on_all
 from .ops._rows import rowwise
 from .ops.amax_scale_update import amax_scale_update
 
-__all__ = ["FIRST_DUE", "SLOTS", "initial", "numbers_of_gemm", "of_slots", "with_first_scale"]
-
 FIRST_DUE = "first_due"
 # Slots of each GEMM's three tensors in forward and two in backward, as on PyTorch's side.
 SLOTS = {"fwd": 3, "bwd": 2}

@@ -21,23 +21,6 @@ from .first_step import FIRST_DUE, SLOTS
 from .ops.amax_scale_update import amax_scale_update
 from .region import get_delayed_scaling
 
-__all__ = [
-    "FP8_COLLECTION_NAME",
-    "TENSORS",
-    "as_floats",
-    "checked",
-    "cotangent",
-    "differentiated",
-    "entered",
-    "initial",
-    "is_state",
-    "like_mapping",
-    "max_over_uses",
-    "of_gemm",
-    "update_collections",
-    "update_fp8_metas",
-]
-
 FP8_COLLECTION_NAME = "fp8_metas"
 TENSORS = (
     "scale_fwd",

@@ -11,8 +11,6 @@ from .ops._norm import norm_bwd, norm_fwd
 from .ops.block_quantize import BlockQuantized
 from .ops.fp8_output import FP8Output
 
-__all__ = ["ActivationBackward", "ActivationForward", "FusedCast", "Norm", "NormForward"]
-
 
 class FusedCast:
     """Base of ops with bound inputs that can write their result in FP8 themselves.

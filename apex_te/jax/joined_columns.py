@@ -18,8 +18,6 @@ import jax.numpy as jnp
 from ..recipe import Recipe
 from .quantizer import quantizer_of
 
-__all__ = ["JoinedColumns", "joined_columns"]
-
 
 class JoinedColumns(NamedTuple):
     """Layout of several kernels in one joined kernel.

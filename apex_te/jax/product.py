@@ -15,8 +15,6 @@ from .fused_casts import FusedCast
 from .quantizer import Quantized, quantizer_of
 from .region import active_recipe
 
-__all__ = ["Product", "can_fuse_activation", "can_fuse_norm", "columns_of", "rows_of"]
-
 # Slots of the FP8 state of each product.
 _INPUT, _WEIGHT, _GRAD = 0, 1, 0
 

@@ -23,17 +23,6 @@ from ..recipe import (
     chosen_recipe,
 )
 
-__all__ = [
-    "MeshResource",
-    "active_mesh_resource",
-    "active_recipe",
-    "autocast",
-    "checked_recipe",
-    "fp8_autocast",
-    "get_delayed_scaling",
-    "is_fp8_available",
-]
-
 
 @dataclasses.dataclass(frozen=True)
 class MeshResource:
@@ -71,7 +60,7 @@ class MeshResource:
 
 
 _KINDS = (DelayedScaling, CurrentScaling, BlockScaling, MXFP8Scaling)
-_SCHEMES = ("delayed", "current", "hif8", "block", "mx")  # modules of apex_te.jax.quantizer
+_SCHEMES = ("delayed", "current", "hif8", "block", "mx")  # in apex_te.jax.quantizer.schemes
 _region: Any = jax.make_user_context(default_value=None)
 _mesh: Any = jax.make_user_context(default_value=MeshResource())
 

@@ -79,17 +79,40 @@ def run(
     return found
 
 
+def whole_call(
+    op: str,
+    function: str,
+    given: Mapping[str, Any],
+    outputs: Collection[str] = (),
+    dtypes: Mapping[str, str] | None = None,
+    extents: Mapping[str, int] | None = None,
+    **options: Any,
+) -> dict[str, jax.Array]:
+    """Checks the arguments of a C function that is not mapped or sharded, and calls it.
+
+    Args:
+        extents: of letters that no argument binds, or only one that follows their first use.
+    """
+    contract = contract_of(op, function)
+    bound = Bindings(options, None, dtypes)
+    bound.extents |= {letter: (n,) for letter, n in (extents or {}).items()}
+    inputs = _checked(contract, function, given, bound)
+    return local_call(op, function, inputs, outputs, bound.dtypes, extents, **options)
+
+
 def local_call(
     op: str,
     function: str,
     arguments: Mapping[str, jax.Array],
     outputs: Collection[str] = (),
     dtypes: Mapping[str, str] | None = None,
+    extents: Mapping[str, int] | None = None,
     **options: Any,
 ) -> dict[str, jax.Array]:
     """Calls a C function on the arrays of one device, as ``run`` does, without checks."""
     contract = contract_of(op, function)
     bound = Bindings(options | contract.presence([*arguments, *outputs]), None, dtypes)
+    bound.extents |= {letter: (n,) for letter, n in (extents or {}).items()}
     for name, x in arguments.items():
         bound.bind(contract.params[name], x.shape, x.dtype.name)
     padded = {name: _fitted(contract.params[name], x, bound) for name, x in arguments.items()}

@@ -31,18 +31,10 @@ __all__ = [
 
 REDUCTIONS = ("mean", "sum", "none")
 _MOST_COLUMNS = 2**31 - 4097
-_S = jax.ShapeDtypeStruct
 
 
 class CrossEntropyOutput(NamedTuple):
-    """Results of ``cross_entropy_fwd``; a field that was not asked for is None.
-
-    Attributes:
-        loss: [rows] float32.
-        grad: [rows, V] in the dtype of the logits, the gradient of the logits.
-        stats: [rows, 2] float32, for ``cross_entropy_bwd``: the largest logit of each row and the
-            sum of exp(logit - largest).
-    """
+    """Results as in ``apex_te.ops.cross_entropy.CrossEntropyOutput``, None if not asked for."""
 
     loss: jax.Array
     grad: jax.Array | None

@@ -6,13 +6,12 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 
 from . import _checks
 from ._checked import checked
 from ._contract import run
 
-__all__ = ["FP8Output", "copies", "sides"]
+__all__ = ["FP8Output", "sides"]
 
 
 class FP8Output(NamedTuple):
@@ -56,21 +55,6 @@ def wanted(function: str, rowwise: bool, columnwise: bool, amax: Any = None) -> 
     if not (rowwise or columnwise or amax is not None):
         raise ValueError(f"{function}: rowwise or columnwise must be True, got False for both")
     return ["rowwise"] * bool(rowwise) + ["columnwise"] * bool(columnwise)
-
-
-@checked
-def copies(
-    function: str,
-    shape: tuple[int, ...],
-    fp8_dtype: str,
-    rowwise: bool,
-    columnwise: bool,
-    amax: Any = None,
-) -> dict[str, Any]:
-    """Returns shapes and dtypes of the wanted copies of a matrix, by name; see ``wanted``."""
-    shapes = {"rowwise": shape, "columnwise": shape[::-1]}
-    names = wanted(function, rowwise, columnwise, amax)
-    return {name: jax.ShapeDtypeStruct(shapes[name], jnp.dtype(fp8_dtype)) for name in names}
 
 
 def cast_of_activation(

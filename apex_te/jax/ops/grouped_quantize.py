@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from .._call import Stacked, call
 from . import _checks
 from ._checked import checked
+from ._contract import whole_call
 
 __all__ = [
     "ALIGN",
@@ -219,9 +220,7 @@ def scales_of(
     name = "grouped_scales"
     amax = _checks.has_ndim(name, "amax", amax, 1, ["float32"])
     limit = float(jnp.finfo(_checks.fp8_dtype_of(name, fp8_dtype)).max)
-    results = {each: _S(amax.shape, jnp.float32) for each in ("scale", "scale_inv")}
-    options = {"fp8_max": limit, "eps": float(eps), "pow2": bool(pow2)}
-    made = call(_OP, name, results, amax=amax, **options)
+    made = whole_call(_OP, name, {"amax": amax}, fp8_max=limit, eps=float(eps), pow2=bool(pow2))
     return made["scale"], made["scale_inv"]
 
 
@@ -242,13 +241,18 @@ def first_scales(
     Arguments, results and errors are as in ``apex_te.ops.grouped_quantize.first_scales``; returned
     are the new ``(due, scale, scale_inv)``.
     """
-    name = "grouped_first_scales"
-    count = groups.num_groups
-    due = _checks.has_shape(name, "due", _checks.has_dtype(name, "due", due, ["int32"]), (count,))
-    given = _of_groups(name, count, amax=amax, scale=scale, scale_inv=scale_inv)
+    given = {"amax": amax, "due": due, "scale": scale, "scale_inv": scale_inv}
     options: dict[str, Any] = {"fp8_max": float(fp8_max), "margin": margin, "pow2": bool(pow2)}
-    made = call(_OP, name, table=groups.table, due=due, **given, **options)
+    made = _of_rows("grouped_first_scales", given, groups, **options)
     return made["due"], made["scale"], made["scale_inv"]
+
+
+def _of_rows(
+    function: str, given: dict[str, Any], groups: Groups, **options: Any
+) -> dict[str, jax.Array]:
+    """Calls a function that reads the table of groups."""
+    given = {**given, "table": groups.table}
+    return whole_call(_OP, function, given, extents={"g": groups.num_groups}, **options)
 
 
 @checked
@@ -260,18 +264,14 @@ def finish_rows(out: jax.Array, groups: Groups, bias: jax.Array | None = None) -
     name = "grouped_finish"
     out = _checks.matrix(name, "out", out)
     check_rows(name, out.shape[0], groups)
-    given = {"out": out, "table": groups.table}
-    if bias is not None:
-        bias = _checks.has_dtype(name, "bias", bias, [out.dtype.name])
-        given["bias"] = _checks.has_shape(name, "bias", bias, (groups.num_groups, out.shape[1]))
-    return call(_OP, name, **given)["out"]
+    return _of_rows(name, {"out": out, "bias": bias}, groups)["out"]
 
 
 @checked
 def zero_unused(out: jax.Array, groups: Groups) -> jax.Array:
     """Returns ``out`` [groups, ...] with zeros in ``out[g]`` for each group g without rows."""
     rows = jnp.asarray(out).reshape(groups.num_groups, -1)
-    return call(_OP, "grouped_clear", out=rows, table=groups.table)["out"].reshape(jnp.shape(out))
+    return _of_rows("grouped_clear", {"out": rows}, groups)["out"].reshape(jnp.shape(out))
 
 
 @checked
@@ -279,8 +279,7 @@ def decode(fp8_data: jax.Array) -> jax.Array:
     """Returns the exact values of FP8 data of any shape as bfloat16, not times scale_inv."""
     name = "grouped_decode"
     fp8_data = _checks.has_dtype(name, "fp8_data", fp8_data, _checks.FP8)
-    results = {"out": _S((fp8_data.size,), jnp.bfloat16)}
-    made = call(_OP, name, results, fp8_data=fp8_data.reshape(-1))
+    made = whole_call(_OP, name, {"fp8_data": fp8_data.reshape(-1)})
     return made["out"].reshape(fp8_data.shape)
 
 
@@ -291,10 +290,8 @@ def scale_rows(out: jax.Array, factor: jax.Array) -> jax.Array:
     """
     name = "grouped_scale_rows"
     out = _checks.has_dtype(name, "out", out, _checks.FLOATS)
-    factor = _checks.has_dtype(name, "factor", factor, ["float32"])
-    factor = _checks.has_shape(name, "factor", factor, out.shape[:1])
-    rows = out.reshape(out.shape[0], -1)
-    return call(_OP, name, out=rows, factor=factor)["out"].reshape(out.shape)
+    given = {"out": out.reshape(out.shape[0], -1), "factor": factor}
+    return whole_call(_OP, name, given)["out"].reshape(out.shape)
 
 
 @checked
@@ -306,5 +303,4 @@ def column_sums(x: jax.Array, groups: Groups) -> jax.Array:
     name = "grouped_sum"
     x = _checks.matrix_to_cast(name, x)
     check_rows(name, x.shape[0], groups)
-    results = {"out": _S((groups.num_groups, x.shape[1]), x.dtype)}
-    return call(_OP, name, results, x=x, table=groups.table)["out"]
+    return _of_rows(name, {"x": x}, groups)["out"]

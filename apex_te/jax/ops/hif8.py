@@ -7,7 +7,6 @@ to 1: magnitudes of 2^-3 to 15 have 3. The largest finite value is 32768, the sm
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -16,8 +15,7 @@ import jax.numpy as jnp
 from . import _checks
 from ._checked import checked
 from ._contract import local_call, run
-from ._rows import rowwise as over_rows
-from .current_scale import local_amax
+from .current_scale import from_amax
 from .fp8_output import sides, wanted
 
 __all__ = [
@@ -36,9 +34,6 @@ HIF8_224 = 224.0
 
 _LARGEST = 32768.0
 _FLOAT32_MAX = float(jnp.finfo(jnp.float32).max)
-_DIMS = {
-    "rowwise": "r c", "columnwise": "c r", "scale": "_", "scale_inv": "_", "amax": "^",
-}  # fmt: skip
 
 
 class HiF8Output(NamedTuple):
@@ -137,21 +132,6 @@ def quantize_current(
     names = [*wanted(name, rowwise, columnwise), "scale", "scale_inv"]
     options: dict[str, Any] = {"target": float(target), "eps": float(eps), "pow2": bool(pow2)}
     options["saturate"] = bool(saturate)
-    if amax is not None:
-        amax = _checks.is_scalar(name, "amax", amax)
-        found = run("hif8", name, {"x": x, "amax": amax}, names, ranks=ranks, **options)
-        return HiF8Output(*map({**found, "amax": amax}.get, HiF8Output._fields))
-
-    def whole(x: jax.Array) -> tuple[jax.Array, ...]:
-        made = local_call("hif8", "hif8_current", {"x": x}, names, **options)
-        return tuple(made[each] for each in (*names, "amax"))
-
-    def reduced(reduce: Callable[..., jax.Array], x: jax.Array) -> tuple[jax.Array, ...]:
-        amax = reduce("amax", local_amax(x)[0])
-        made = local_call("hif8", "hif8_cast", {"x": x, "amax": amax}, names, **options)
-        return *(made[each] for each in names), amax
-
-    rule = f"x: r c -> {', '.join(f'{n}: {_DIMS[n]}' for n in (*names, 'amax'))}"
-    fused = over_rows(name, rule, whole, split="r c", ranks=ranks, reduced=reduced)
-    found = dict(zip([*names, "amax"], fused(x), strict=True))
+    functions = "hif8_current", "hif8_cast"
+    found = from_amax("hif8", functions, x, amax, names, ranks, **options)
     return HiF8Output(*map(found.get, HiF8Output._fields))

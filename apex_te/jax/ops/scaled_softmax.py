@@ -69,8 +69,8 @@ def scaled_softmax_fwd(
         # Of a dimension that the mask has not, devices that share it have the mask whole.
         extents = zip(_DIMS, given["mask"].shape, given["x"].shape, strict=True)
         own = " ".join(each if n == of_x else _BROADCAST[each] for each, n, of_x in extents)
-    options = {"scale": float(scale), "causal": mode}
-    return run("scaled_softmax", name, given, dims={"mask": own}, **options)["y"].reshape(shape)
+    made = run("scaled_softmax", name, given, dims={"mask": own}, scale=float(scale), causal=mode)
+    return made["y"].reshape(shape)
 
 
 def _four(x: jax.Array) -> jax.Array:
@@ -94,8 +94,9 @@ def scaled_softmax_bwd(
     y = _checks.same_shape(name, "y", y, dy)
     _check_causal(name, "dy", dy, mode)
 
-    given, options = {"dy": _four(dy), "y": _four(y)}, {"scale": float(scale), "causal": mode}
-    return run("scaled_softmax", name, given, **options)["dx"].reshape(dy.shape)
+    given = {"dy": _four(dy), "y": _four(y)}
+    made = run("scaled_softmax", name, given, scale=float(scale), causal=mode)
+    return made["dx"].reshape(dy.shape)
 
 
 def _causal_mode(function: str, causal: str | None) -> int:

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from ...runtime.op_options import ACTIVATIONS, gated_activation_number
 from . import _checks
 from ._checked import checked
-from ._gated_arrays import GatedArrays, call_swiglu, gated_arrays
+from ._gated_arrays import GatedArrays, call_gated, gated_arrays
 from ._gradient import flag, gradient_of, is_wanted, materialised
 from .fp8_output import FP8Output
 
@@ -113,7 +113,7 @@ def swiglu_fwd(
 ) -> jax.Array:
     """Computes ``swiglu`` with the same arguments, but is not differentiable."""
     given = gated_arrays("swiglu_fwd", activation, axis, input, up, bias, up_bias)
-    return call_swiglu(given, {"out": "r f"})["out"].reshape(given.shape)
+    return call_gated(given, {"out": "r f"})["out"].reshape(given.shape)
 
 
 @checked
@@ -202,7 +202,7 @@ def _gradients(given: GatedArrays, with_dbias: bool) -> SwigluGrads:
     results = {"grad_input": given.dims["input"]}
     results |= {"grad_up": "r f"} if "up" in given.arrays else {}
     results |= {"dbias": f"+ {given.bias_dims}"} if with_dbias else {}
-    made = call_swiglu(given, results)
+    made = call_gated(given, results)
     lead, last = given.shape[:-1], given.shape[-1]
     whole = (*lead, last) if "up" in given.arrays else (*lead, 2 * last)
     whole = whole if given.is_flat else (*lead, 2, last)
@@ -232,5 +232,5 @@ def _run_to_fp8(
         results["amax"] = "^"
     if with_dbias:
         results["dbias"] = f"+ {given.bias_dims}"
-    out = call_swiglu(given, results, extra, dtype)
+    out = call_gated(given, results, extra, dtype)
     return FP8Output(*(out.get(each) for each in FP8Output._fields)), out.get("dbias")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -11,9 +10,7 @@ import jax.numpy as jnp
 
 from . import _checks
 from ._checked import checked
-from ._contract import local_call
-from ._gated_arrays import GatedArrays, call_swiglu, gated_arrays
-from ._rows import rowwise as over_rows
+from ._gated_arrays import GatedArrays, call_gated, gated_arrays
 from .block_quantize import BlockQuantized, block_quantize, scales_of_matrix
 from .fp8_output import wanted
 
@@ -51,13 +48,13 @@ def swiglu_fwd_block(
     name = "swiglu_fwd_block"
     given = gated_arrays(name, activation, axis, input, up, bias, up_bias, to_fp8=True)
     options: dict[str, Any] = {"rowwise": rowwise, "columnwise": columnwise, "pow2": pow2,
-                               "eps": eps, "padded": padded}  # fmt: skip
-    if given.dtype == jnp.float32:
-        _checks.fp8_dtype_of(name, fp8_dtype)
-        wanted(name, rowwise, columnwise)
-        values = call_swiglu(given._replace(function="swiglu_fwd"), {"out": "r f"})["out"]
-        return block_quantize(values, fp8_dtype, flatten_axis=-1, **options)
-    return _run(given, "r f", fp8_dtype, **options)
+                               "eps": eps}  # fmt: skip
+    if given.dtype != jnp.float32:
+        return _run(given, "r f", fp8_dtype, padded, **options)
+    _checks.fp8_dtype_of(name, fp8_dtype)
+    wanted(name, rowwise, columnwise)
+    values = call_gated(given._replace(function="swiglu_fwd"), {"out": "r f"})["out"]
+    return block_quantize(values, fp8_dtype, flatten_axis=-1, padded=padded, **options)
 
 
 @checked
@@ -89,69 +86,35 @@ def swiglu_bwd_block(
     name = "swiglu_bwd_block"
     given = gated_arrays(name, activation, axis, input, up, bias, up_bias, grad_output, to_fp8=True)
     options: dict[str, Any] = {"rowwise": rowwise, "columnwise": columnwise, "pow2": pow2,
-                               "eps": eps, "padded": padded}  # fmt: skip
-    if given.dtype == jnp.float32 or given.shape[-1] % _BLOCK:
-        _checks.fp8_dtype_of(name, fp8_dtype)
-        wanted(name, rowwise, columnwise)
-        results = {"grad_input": given.dims["input"]}
-        results |= {"grad_up": "r f"} if up is not None else {}
-        made = call_swiglu(given._replace(function="swiglu_bwd"), results)
-        values = jnp.concatenate(list(made.values()), -1) if up is not None else made["grad_input"]
-        return block_quantize(values, fp8_dtype, flatten_axis=axis, **options)
-    return _run(given, "r g f" if axis == -2 else "r c", fp8_dtype, **options)
+                               "eps": eps}  # fmt: skip
+    if given.dtype != jnp.float32 and given.shape[-1] % _BLOCK == 0:
+        return _run(given, "r g f" if axis == -2 else "r c", fp8_dtype, padded, **options)
+    _checks.fp8_dtype_of(name, fp8_dtype)
+    wanted(name, rowwise, columnwise)
+    results = {"grad_input": given.dims["input"]} | ({} if up is None else {"grad_up": "r f"})
+    made = call_gated(given._replace(function="swiglu_bwd"), results)
+    values = jnp.concatenate(list(made.values()), -1) if up is not None else made["grad_input"]
+    return block_quantize(values, fp8_dtype, flatten_axis=axis, padded=padded, **options)
 
 
 def _run(
-    given: GatedArrays, dims: str, fp8_dtype: Any, *, rowwise: bool, columnwise: bool, padded: bool,
-    **options: Any,
+    given: GatedArrays, dims: str, fp8_dtype: Any, padded: bool, *, rowwise: bool,
+    columnwise: bool, pow2: bool, eps: float,
 ) -> BlockQuantized:  # fmt: skip
-    """Calls the C function."""
-    function = given.function
-    dtype = _checks.fp8_dtype_of(function, fp8_dtype)
+    """Calls the C function, whose result as a matrix has the dimensions ``dims`` in a rule."""
+    dtype = _checks.fp8_dtype_of(given.function, fp8_dtype)
     lines, *columns = dims.split()
-    names = [
-        full
-        for side in wanted(function, rowwise, columnwise)
-        for full in (side, f"{side}_scale_inv")
-    ]
-    results = {
-        "rowwise": dims,
-        "rowwise_scale_inv": " ".join([*columns[:-1], f"{columns[-1]}/{_BLOCK}", lines]),
-        "columnwise": " ".join([*columns, lines]),
-        "columnwise_scale_inv": " ".join([f"{lines}/{_BLOCK}", *columns]),
+    blocks = {
+        "rowwise": [*columns[:-1], f"{columns[-1]}/{_BLOCK}", lines],
+        "columnwise": [f"{lines}/{_BLOCK}", *columns],
     }
-    scalars = {
-        "activation": given.code,
-        "pow2": bool(options["pow2"]),
-        "eps": float(options["eps"]),
-    }
-
-    def body(*arrays: jax.Array) -> tuple[jax.Array, ...]:
-        tensors = dict(zip(given.arrays, arrays, strict=True))
-        rows, width = arrays[0].shape[0], math.prod(tensors["input"].shape[1:])
-        tensors["input"] = tensors["input"].reshape(rows, width)
-        if "bias" in tensors:
-            tensors["bias"] = tensors["bias"].reshape(-1)
-        half = width if "up" in tensors else width // 2
-        extents = {"r": rows, "f": half, "c": 2 * half, "g": 2}
-        made = local_call("swiglu_block", function, tensors, names[::2], {"F": dtype}, **scalars)
-        return tuple(made[each].reshape(_shape(results[each], extents)) for each in names)
-
-    read = ", ".join(f"{name}: {each}" for name, each in given.dims.items())
-    rule = f"{read} -> {', '.join(f'{name}: {results[name]}' for name in names)}"
-    found = over_rows(function, rule, body, **given.options)(*given.arrays.values())
-    made = dict(zip(names, found, strict=True))
+    copies = {"rowwise": dims, "columnwise": " ".join([*columns, lines])}
+    results: dict[str, str] = {}
+    for side in wanted(given.function, rowwise, columnwise):
+        results |= {side: copies[side], f"{side}_scale_inv": " ".join(blocks[side])}
+    made = call_gated(given, results, None, dtype, "swiglu_block", pow2=bool(pow2), eps=float(eps))
     if padded:
         rows = math.prod(given.arrays["input"].shape[: given.options["ranks"]["r"]])
         cols = given.shape[-1] if columns == ["f"] else 2 * given.shape[-1]
         made = scales_of_matrix(made, rows, cols, 1)
     return BlockQuantized(*(made.get(each) for each in BlockQuantized._fields))
-
-
-def _shape(dims: str, extents: Mapping[str, int]) -> tuple[int, ...]:
-    """Returns the shape of an array with the given dimensions in a rule."""
-    found = []
-    for each in dims.split():
-        name, _, block = each.partition("/")
-        found.append(-(-extents[name] // int(block or 1)))
-    return tuple(found)

@@ -106,12 +106,6 @@ class Quantizer:
         raise NotImplementedError
 
 
-def one_scale(made: Any, amax: jax.Array | None = None) -> Quantized:
-    """Returns the output of an op that casts with one scale as a ``Quantized``."""
-    inverse = made.scale_inv
-    return Quantized(made.rowwise, inverse, made.columnwise, inverse, amax, None)
-
-
 def column_sums(x: jax.Array, flatten_axis: int = -1) -> jax.Array:
     """Returns the sums of an array's columns in its dtype, added in float32."""
 
@@ -121,9 +115,3 @@ def column_sums(x: jax.Array, flatten_axis: int = -1) -> jax.Array:
     x, ranks = sides("column_sums", x, flatten_axis)
     rule = "x: r c -> sums: + c"
     return over_rows("column_sums", rule, body, split="r c", ranks=ranks)(x)[0].astype(x.dtype)
-
-
-def fp8_dtypes(recipe: Any) -> dict[str, str]:
-    """Returns the names of a recipe's FP8 dtypes for "input", "weight" and "grad"."""
-    forward, backward = recipe.fp8_format.value.dtype_names
-    return {"input": forward, "weight": forward, "grad": backward}
