@@ -5,11 +5,12 @@
 A tensor is a dtype, dimensions in brackets and marks; ``Tensor`` leaves dtype and dimensions open.
 
 - Dtype: a name of ``DTYPES`` or alternatives, ``T|f32``. The first argument of class ``T`` or ``F``
-  decides the dtype of the others. ``W=T|f32`` makes ``W`` another such variable.
+  decides the dtype of the others. ``W=T|f32`` makes ``W`` another such variable; ``T=H`` limits T.
 - Dimensions: letters for extents; ``2`` or ``2c``; ``r/256``, the number of blocks of 256; ``r%4``,
   r rounded up to a multiple of 4; ``r~16``, r as it is or rounded up; ``*r``, any number of
-  dimensions; a parameter, whose shape it is; a formula of ``LAYOUTS`` or ``SIZES``. ``1`` alone is
-  one element in any number of dimensions.
+  dimensions; a parameter, whose shape it is; a formula of ``LAYOUTS`` or ``SIZES``, whose arguments
+  are letters, scalars and optional tensors, which are True if given. ``1`` alone is one element in
+  any number of dimensions.
 - ``+`` or ``^`` before them: if a call is divided along other letters, its result is the sum or the
   maximum of the parts.
 - ``!`` is written, ``!!`` read and written, ``?`` may be None; ``?a|b`` is given if a or b is.
@@ -21,7 +22,7 @@ from __future__ import annotations
 import functools
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, NamedTuple
 
 from .runtime import scratch_sizes
@@ -29,9 +30,11 @@ from .runtime import scratch_sizes
 _FP8 = ("float8_e4m3fn", "float8_e5m2")
 DTYPES = {
     "T": ("float32", "float16", "bfloat16"),
+    "H": ("float16", "bfloat16"),
     "F": _FP8,
     "F*": (*_FP8, "float8_e4m3fnuz", "float8_e5m2fnuz"),
     "f32": ("float32",),
+    "bf16": ("bfloat16",),
     "i32": ("int32",),
     "i64": ("int64",),
     "u8": ("uint8",),
@@ -52,12 +55,33 @@ def _block_lines(rows: str, block_rows: int) -> str:
     return f"{rows}~4" if block_rows == 1 else rows
 
 
-# Formulas that give dimensions, of letters and scalars, and those that give one extent of extents.
+def _gated(cols: str, up: bool) -> str:
+    """Returns F; the input of a gated activation has F columns with ``up``, 2F without."""
+    return cols if up else f"{cols}/2"
+
+
+def _pair(cols: str, up: bool, apart: bool = False) -> str:
+    """Returns 2F, of gate and up side by side; F if the half of up is a tensor of its own."""
+    if apart:
+        return _gated(cols, up)
+    return f"2{cols}" if up else cols
+
+
+# Formulas that give dimensions, of letters and options, and those that give one extent of extents.
 LAYOUTS: dict[str, Callable[..., str]] = {
     "block_scales": _block_scales,
     "block_lines": _block_lines,
+    "gated": _gated,
+    "pair": _pair,
 }
-SIZES: dict[str, Callable[..., int]] = {"norm_lines": scratch_sizes.norm_lines}
+SIZES: dict[str, Callable[..., int]] = {
+    "norm_lines": scratch_sizes.norm_lines,
+    "tokens": lambda outer, inner: outer * inner,
+    "qkv": lambda q, groups, size, has_queries: (q * has_queries + 2 * groups) * size,
+    # csrc/grouped_quantize/grouped_quantize.h
+    "table": lambda groups: 3 * groups + 1,
+    "columns": lambda rows, groups: -(-rows // 16) * 16 + 16 * groups,
+}
 
 
 class Dimension(NamedTuple):
@@ -109,6 +133,10 @@ class Contract(NamedTuple):
     params: Mapping[str, Param]
     whole: frozenset[str]
 
+    def presence(self, given: Collection[str]) -> dict[str, bool]:
+        """Returns for each optional tensor whether it is given, as formulas read it."""
+        return {p.name: p.name in given for p in self.params.values() if p.is_optional}
+
 
 @functools.cache
 def parse(signature: str) -> Contract:
@@ -119,7 +147,8 @@ def parse(signature: str) -> Contract:
         name, _, kind = (part.strip() for part in text.partition(":"))
         params[name] = _param(name, kind)
     for p in params.values():
-        other = params.get(p.dims[0].name) if len(p.dims) == 1 else None
+        is_name = len(p.dims) == 1 and not p.dims[0].arguments
+        other = params.get(p.dims[0].name) if is_name else None
         if other and other.dims:
             params[p.name] = p._replace(dims=other.dims, like=other.name)
     whole = [word for clause in clauses for word in clause.split()[1:]]
@@ -163,7 +192,7 @@ class Bindings:
     """Extents of letters and parameters, and dtypes of variables, as arguments bind them.
 
     Args:
-        options: the scalars, which formulas may read.
+        options: what formulas may read: the scalars, and ``presence``.
         ranks: numbers of dimensions that letters stand for, where it is not 1.
         dtypes: dtypes of variables that no argument binds.
     """
@@ -181,11 +210,31 @@ class Bindings:
         """Returns the dimensions of a parameter, those of a layout in its place."""
         found: list[Dimension] = []
         for d in p.dims:
-            if d.name in LAYOUTS:
-                found += dimensions(LAYOUTS[d.name](*(self.options.get(a, a) for a in d.arguments)))
-            else:
+            if d.name not in LAYOUTS:
                 found.append(d)
+                continue
+            text = LAYOUTS[d.name](*(self.options.get(a, a) for a in d.arguments))
+            found += [
+                each._replace(
+                    times=each.times * d.times,
+                    block=each.block * d.block,
+                    multiple=max(each.multiple, d.multiple),
+                    is_padded=each.is_padded or d.is_padded,
+                )
+                for each in dimensions(text)
+            ]
         return found
+
+    def _extent(self, d: Dimension) -> int:
+        """Returns the number of elements along a letter, or what a formula gives."""
+        if d.name not in SIZES:
+            return math.prod(self.extents[d.name])
+        return SIZES[d.name](
+            *(
+                self.options[a] if a in self.options else math.prod(self.extents.get(a, (0,)))
+                for a in d.arguments
+            )
+        )
 
     def allowed(self, p: Param) -> tuple[str, ...]:
         """Returns the dtypes that a parameter may have."""
@@ -228,11 +277,8 @@ class Bindings:
         for d in self.dims(p):
             if d.is_letter:
                 found += self.extents[d.name]
-            elif d.name in SIZES:
-                extents = [math.prod(self.extents[a]) for a in d.arguments]
-                found.append(SIZES[d.name](*extents))
             else:
-                n = -(-math.prod(self.extents[d.name]) // d.block) * d.times
+                n = -(-self._extent(d) * d.times // d.block)
                 rounds = d.is_padded if padded is None else padded
                 found.append(n + -n % d.multiple if rounds else n)
         return tuple(found)

@@ -144,25 +144,14 @@ def call(
 ) -> dict[str, Any]:
     """Calls a C function of an op; in ``jax.jit`` the call becomes part of the program.
 
-    A parameter that the function writes is passed as a result or as an argument. The call
-    allocates a result. The function may read and overwrites an argument: XLA passes a copy of an
-    array that is still needed, otherwise its own memory.
+    A parameter that the function writes is passed as a result, which the call allocates, or as an
+    argument: XLA passes a copy of an array that is still needed, otherwise its own memory. Returns
+    the arrays that the function wrote, by parameter.
 
     Args:
-        op: name of the op.
-        function: name of the C function.
         results: shape and dtype of each result, by parameter; lists for parameters that are lists.
         only_read: names of parameters that this call does not write.
-        arguments: the other parameters by name: arrays, lists of arrays, ``Stacked`` or Python
-            scalars. Optional tensors may be left out.
-
-    Returns:
-        The arrays that the function wrote, by parameter.
-
-    Raises:
-        TypeError: an argument is unknown, missing, given twice or of the wrong type, or the
-            function writes nothing.
-        ValueError: an int exceeds 64 bits, or a ``Stacked`` is empty.
+        arguments: arrays, lists of arrays, ``Stacked`` or Python scalars.
     """
     parameters, made = _library.contract_of(op, function).params, results or {}
     plan = _Plan(function)

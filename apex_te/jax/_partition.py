@@ -257,13 +257,7 @@ def shared(
     Under ``jit`` with Auto axes XLA chooses the shards while it partitions the program. On Explicit
     axes they follow from the operands' types. Inside of ``jax.shard_map`` arrays are shards
     already; only amax values are combined, over the axes that the region's mesh resource names.
-    Auto axes beside Explicit or Manual ones are gathered.
-
-    Args:
-        rule: dimensions of the arguments and results.
-        body: function of one device's arrays.
-        reduced: function that replaces ``body`` if results must be combined between devices. Its
-            first argument is a function of a result's name and an array that combines the array.
+    Auto axes beside Explicit or Manual ones are gathered. ``reduced`` is as in ``rowwise``.
     """
 
     def run(*args: Any) -> tuple[Any, ...]:

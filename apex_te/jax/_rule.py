@@ -22,25 +22,17 @@ _WORDS = {"r": "rows", "c": "columns", "m": "rows of the product", "n": "columns
 
 
 class Factor(NamedTuple):
-    """One dimension, which several arrays may have.
-
-    Attributes:
-        name: name in the rule.
-        place: index among the dimensions that the name stands for.
-    """
+    """Dimension number ``place`` of those that a name stands for; several arrays may have it."""
 
     name: str
     place: int
 
 
 class Term(NamedTuple):
-    """One argument or result of a rule.
+    """One argument or result of a rule; ``axis`` is its first dimension of rows, or None.
 
-    Attributes:
-        name: its name.
-        dims: (name, block) of each dimension: it has an entry for each ``block`` elements.
-        reduction: "^" for a maximum over the dimensions it lacks, "+" for a sum, else "".
-        axis: index of the array's first dimension of rows; None without one.
+    A dimension (name, block) has an entry for each ``block`` elements. ``reduction`` is "^" for a
+    maximum over the dimensions it lacks, "+" for a sum.
     """
 
     name: str
@@ -50,15 +42,7 @@ class Term(NamedTuple):
 
 
 class Rule(NamedTuple):
-    """A parsed rule.
-
-    Attributes:
-        function: name of the C function, for errors.
-        operands: the arguments.
-        results: the results.
-        split: names of the dimensions that may be sharded over devices.
-        ranks: number of dimensions that a name stands for; names with one may be left out.
-    """
+    """A parsed rule; ``split`` may be sharded, ``ranks`` has the names of several dimensions."""
 
     function: str
     operands: tuple[Term, ...]
@@ -67,11 +51,7 @@ class Rule(NamedTuple):
     ranks: Mapping[str, int]
 
     def extents(self, shapes: Iterable[Sequence[int]]) -> dict[str, tuple[int, ...]]:
-        """Returns the extents of the dimensions of every name.
-
-        Args:
-            shapes: shapes of the operands, or of the operands and then the results.
-        """
+        """Returns the extents of every name, from the shapes of operands and perhaps of results."""
         found: dict[str, tuple[int, ...]] = {}
         for term, shape in zip((*self.operands, *self.results), shapes, strict=False):
             at = 0
@@ -153,11 +133,7 @@ class Rule(NamedTuple):
 
 
 def blocks_of(extents: Sequence[int], block: int) -> tuple[int, tuple[int, ...]]:
-    """Computes the shape of an array with an entry for each block of flattened elements.
-
-    Returns:
-        The number of leading dimensions that are kept, and the shape.
-    """
+    """Returns the leading dimensions that blocks of flattened elements keep, and the shape."""
     for kept in reversed(range(len(extents))):
         rest = math.prod(extents[kept:])
         if rest % block == 0:
@@ -166,14 +142,7 @@ def blocks_of(extents: Sequence[int], block: int) -> tuple[int, tuple[int, ...]]
 
 
 def parse(function: str, text: str, split: str, ranks: Mapping[str, int]) -> Rule:
-    """Parses a rule.
-
-    Args:
-        function: name of the C function, for errors.
-        text: the rule, in the notation of this module.
-        split: names of the dimensions that may be sharded, separated by spaces.
-        ranks: as in ``Rule``.
-    """
+    """Parses a rule; ``split`` has the names that may be sharded, separated by spaces."""
 
     def term(part: str) -> Term:
         name, _, text = part.partition(":")

@@ -7,8 +7,6 @@ from typing import Any
 
 import jax
 
-__all__ = ["is_box", "rebox", "unbox"]
-
 
 def is_box(value: Any) -> bool:
     """Returns True if a node of a tree is a box such as ``nn.LogicallyPartitioned``."""

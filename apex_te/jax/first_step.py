@@ -17,8 +17,6 @@ from ._partition import same_on_all
 from .ops._rows import rowwise
 from .ops.amax_scale_update import amax_scale_update
 
-__all__ = ["FIRST_DUE", "SLOTS", "initial", "numbers_of_gemm", "of_slots", "with_first_scale"]
-
 FIRST_DUE = "first_due"
 # Slots of each GEMM's three tensors in forward and two in backward, as on PyTorch's side.
 SLOTS = {"fwd": 3, "bwd": 2}
@@ -46,15 +44,7 @@ def of_slots(of_gemms: jax.Array) -> jax.Array:
 def with_first_scale(
     state: Mapping[str, Any] | None, way: str, slot: int, x: jax.Array, recipe: Any
 ) -> Any:
-    """Returns a GEMM's state; a slot that has no scale yet gets one from the amax of ``x``.
-
-    Args:
-        state: the GEMM's state; None gives None.
-        way: "fwd" or "bwd".
-        slot: number of the slot in that direction.
-        x: the tensor that is about to be cast with the slot's scale.
-        recipe: recipe of the region.
-    """
+    """Returns a GEMM's state; a slot that has no scale yet gets one from the amax of ``x``."""
     if state is None or FIRST_DUE not in state or not x.size:
         return state
     limits = recipe.fp8_format.value

@@ -21,23 +21,6 @@ from .first_step import FIRST_DUE, SLOTS
 from .ops.amax_scale_update import amax_scale_update
 from .region import get_delayed_scaling
 
-__all__ = [
-    "FP8_COLLECTION_NAME",
-    "TENSORS",
-    "as_floats",
-    "checked",
-    "cotangent",
-    "differentiated",
-    "entered",
-    "initial",
-    "is_state",
-    "like_mapping",
-    "max_over_uses",
-    "of_gemm",
-    "update_collections",
-    "update_fp8_metas",
-]
-
 FP8_COLLECTION_NAME = "fp8_metas"
 TENSORS = (
     "scale_fwd",
@@ -89,16 +72,8 @@ def _of_one_use(state: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def checked(owner: str, state: Mapping[str, Any], like: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns ``state`` as a dict after checking its shapes.
-
-    Args:
-        owner: name of the module's class, for errors.
-        state: FP8 state of one module.
-        like: the module's initial state. The length of histories may differ from it; the update of
-            the scales checks that length.
-
-    Raises:
-        ValueError: an array has another shape than in ``like``.
+    """Returns ``state`` as a dict; ValueError if a shape, but for a history's length, is not
+    ``like``'s.
     """
     for name, leaf in state.items():
         found, wanted = list(jnp.shape(leaf)), list(jnp.shape(like[name]))
@@ -199,16 +174,10 @@ def cotangent(part: Mapping[str, Any], gemm: int, like: Mapping[str, Any]) -> di
 
 
 def differentiated(state: Mapping[str, Any], parameters: Iterable[Any]) -> dict[str, Any]:
-    """Returns the arrays of a state after checking that the state is differentiated, too.
+    """Returns the arrays of a state, given as a custom_vjp with symbolic zeros receives it.
 
-    Args:
-        state: leaves of the state, as the forward rule of a ``jax.custom_vjp`` with symbolic zeros
-            receives them.
-        parameters: the parameters of the layer in the same form, each or None.
-
-    Raises:
-        ValueError: a parameter is differentiated and the state is not, so that it would never be
-            updated.
+    Raises ValueError if a parameter is differentiated and the state is not, so that it would never
+    be updated.
     """
     wanted = any(p is not None and p.perturbed for p in parameters)
     if wanted and not all(leaf.perturbed for leaf in state.values()):

@@ -11,8 +11,6 @@ from .ops._norm import norm_bwd, norm_fwd
 from .ops.block_quantize import BlockQuantized
 from .ops.fp8_output import FP8Output
 
-__all__ = ["ActivationBackward", "ActivationForward", "FusedCast", "Norm", "NormForward"]
-
 
 class FusedCast:
     """Base of ops with bound inputs that can write their result in FP8 themselves.
@@ -32,50 +30,31 @@ class FusedCast:
     with_dbias = False
 
     def plain(self) -> tuple[jax.Array, jax.Array | None]:
-        """Runs the op without a cast to FP8.
+        """Runs the op without a cast; returns the result and its column sums.
 
-        Returns:
-            The result in its own dtype, and its column sums. The sums are None if they are not
-            wanted or the op does not compute them.
+        The sums are None if they are not wanted or the op does not compute them.
         """
         raise NotImplementedError
 
     def fp8(
         self, scale: jax.Array, dtype: Any, rowwise: bool, columnwise: bool, amax: Any
     ) -> tuple[FP8Output, jax.Array | None]:
-        """Runs the op and quantizes its float32 result.
+        """Returns the op's float32 result in FP8, and its column sums or None.
 
-        Args:
-            scale: one float32 element, the multiplier of the cast.
-            dtype: FP8 dtype.
-            rowwise, columnwise: the copies to make; both may be False if ``amax`` is given.
-            amax: one float32 element or None. If given, the output's ``amax`` is the maximum of it
-                and the result's amax.
-
-        Returns:
-            The FP8 data, and the column sums; None if they are not wanted or no copy is made.
+        Without a copy, ``amax`` must be given; column sums are then not computed.
         """
         raise NotImplementedError
 
     def blocks(self, dtype: Any, **options: Any) -> BlockQuantized:
-        """Runs the op and quantizes its result in 1x128 blocks, if ``can_fuse_blocks`` is True.
+        """Returns the op's result in 1x128 blocks, if ``can_fuse_blocks`` is True.
 
-        Args:
-            dtype: FP8 dtype.
-            options: ``rowwise``, ``columnwise``, ``pow2``, ``eps`` and ``padded``, as in
-                ``ops.block_quantize``.
+        The options are ``rowwise``, ``columnwise``, ``pow2``, ``eps`` and ``padded``.
         """
         raise NotImplementedError
 
 
 class Norm(NamedTuple):
-    """Options of the norm before a layer.
-
-    Attributes:
-        op: "rms_norm" or "layer_norm".
-        epsilon: added to the variance.
-        zero_centered_gamma: the factor is 1 + scale.
-    """
+    """Options of the norm before a layer; ``op`` is "rms_norm" or "layer_norm"."""
 
     op: str
     epsilon: float
@@ -86,10 +65,7 @@ class Norm(NamedTuple):
     ) -> list[Any]:
         """Computes the gradients of x, scale and bias; one that is not asked for is None.
 
-        Args:
-            dy: gradient of the norm's result.
-            kept: x, scale, bias and ``NormForward.statistics`` of the forward.
-            with_scale, with_bias: compute the gradient of the scale, of the bias.
+        ``kept`` has x, scale, bias and ``NormForward.statistics`` of the forward.
         """
         x, scale, bias, statistics = kept
         made = norm_bwd(
@@ -100,16 +76,7 @@ class Norm(NamedTuple):
 
 
 class NormForward(FusedCast):
-    """Norm of x, as a fused cast.
-
-    Args:
-        norm: the norm's options.
-        x: [..., cols] with two dimensions or more.
-        scale, bias: [cols]; the bias of an RMS norm is None.
-
-    Attributes:
-        statistics: dict with "rstd", and "mean" for a layer norm; empty until the norm has run.
-    """
+    """Norm of x [..., cols], two dimensions or more; ``statistics`` is empty until it has run."""
 
     def __init__(self, norm: Norm, x: jax.Array, scale: jax.Array, bias: jax.Array | None) -> None:
         self.statistics: dict[str, jax.Array] = {}
@@ -136,12 +103,7 @@ class NormForward(FusedCast):
 
 
 class ActivationForward(FusedCast):
-    """Gated activation as a fused cast.
-
-    Args:
-        activation: the gate's activation, one of ``ops.swiglu.ACTIVATIONS``.
-        x: [..., 2, F], gate first and then up.
-    """
+    """Gated activation of x [..., 2, F], gate first, as a fused cast."""
 
     can_fuse_blocks = True
 
@@ -169,14 +131,7 @@ class ActivationForward(FusedCast):
 
 
 class ActivationBackward(FusedCast):
-    """Gradient of a gated activation's input, as a fused cast.
-
-    Args:
-        activation: the gate's activation, one of ``ops.swiglu.ACTIVATIONS``.
-        dy: [..., F], gradient of the activation's result.
-        x: [..., 2, F], the activation's input.
-        with_dbias: also compute the column sums [2, F] of the result.
-    """
+    """Gradient of the input x [..., 2, F] of a gated activation, from ``dy`` [..., F]."""
 
     flatten_axis = -2
 

@@ -18,8 +18,6 @@ from .ops._gradient import flag, is_wanted, materialised
 from .product import Product, columns_of, rows_of
 from .region import active_recipe
 
-__all__ = ["fused_dense"]
-
 
 def fused_dense(
     x: jax.Array,
@@ -28,24 +26,19 @@ def fused_dense(
     norm: Norm | None = None,
     columns: JoinedColumns | None = None,
 ) -> Any:
-    """Computes norm(x) @ kernel + bias.
+    """Computes norm(x) @ kernel + bias, differentiably; with ``columns`` a list of kernels'
+    outputs.
 
-    Differentiable. The norm's op writes its result in FP8, from float32 values. With ``columns``
-    one op joins the outputs' gradients and casts them to FP8. The gradient with respect to
-    ``state`` is the state after the step. Must be called inside of a region, and
-    ``can_fuse_norm(state)`` must be True.
+    The norm's op writes its result in FP8, from float32 values. With ``columns``, the layout of
+    several kernels that are joined in the kernel, one op joins the outputs' gradients and casts
+    them to FP8. The gradient with respect to ``state`` is the state after the step. Must be called
+    inside of a region, and ``can_fuse_norm(state)`` must be True.
 
     Args:
-        x: [..., in] with two dimensions or more, float32, float16 or bfloat16.
+        x: [..., in] with two dimensions or more.
         parameters: scale [in] and bias [in] of the norm, in x's dtype or float32; kernel
             [in, out...] and its bias [out...] in x's dtype. All but the kernel may be None.
         state: FP8 state of the layer; empty for a recipe without state.
-        norm: the norm, or None.
-        columns: layout of several kernels whose columns are joined in the kernel; None for one
-            kernel.
-
-    Returns:
-        The output [..., out...]; with ``columns`` a list of the kernels' outputs, [..., width].
     """
     recipe = active_recipe()
     assert recipe is not None

@@ -16,8 +16,6 @@ from .ops._gradient import flag, is_wanted, materialised
 from .product import Product, columns_of, rows_of
 from .region import active_recipe
 
-__all__ = ["gated_mlp"]
-
 
 def gated_mlp(
     x: jax.Array,
@@ -30,21 +28,15 @@ def gated_mlp(
 
     Differentiable. The ops of the norm, of the activation and of its backward write their results
     in FP8: recipes with one scale per tensor quantize float32 values, recipes with blocks quantize
-    values rounded to x's dtype. The gradient with respect to ``state`` is the state after the
-    step. Must be called inside of a region, and ``can_fuse_activation(state)`` must be True.
+    values rounded to x's dtype. The gradient with respect to ``state`` is the state after the step.
+    Must be called inside of a region, and ``can_fuse_activation(state)`` must be True.
 
     Args:
-        x: [..., in] with two dimensions or more, float32, float16 or bfloat16.
+        x: [..., in] with two dimensions or more.
         parameters: scale [in] and bias [in] of the norm, in x's dtype or float32; wi [in, 2, F]
             with the gate first, its bias [2, F], wo [F, out] and its bias [out] in x's dtype.
             All but wi and wo may be None.
-        state: FP8 state of both layers, as ``state.initial`` makes it for two GEMMs; empty for a
-            recipe without state.
-        activation: the gate's activation, one of ``ops.swiglu.ACTIVATIONS``.
-        norm: the norm, or None.
-
-    Returns:
-        [..., out] in x's dtype.
+        state: FP8 state of both layers, two GEMMs; empty for a recipe without state.
     """
     recipe = active_recipe()
     assert recipe is not None

@@ -8,28 +8,19 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ..runtime import scratch_sizes
-from ._call import call
 from .fused_casts import FusedCast
 from .joined_columns import JoinedColumns
+from .ops._contract import local_call
 from .ops._rows import rowwise as over_rows
-from .ops.fp8_output import FP8Output, copies
-
-__all__ = ["HeadGradients"]
+from .ops.fp8_output import FP8Output, wanted
 
 _FUNCTION = "qkv_cast_grad"
 _NAMES = ("queries", "keys", "values")
-_S = jax.ShapeDtypeStruct
 
 
 class HeadGradients(FusedCast):
-    """Fused cast that joins the output gradients of several kernels in their columns' layout.
-
-    Args:
-        columns: layout of the joined columns.
-        gradients: output gradients of queries, keys and values, or of keys and values, [..., width]
-            each.
-        with_dbias: also sum the columns.
+    """Fused cast that joins gradients [..., width] of two or three kernels in their columns'
+    layout.
     """
 
     copies = True
@@ -58,12 +49,11 @@ class HeadGradients(FusedCast):
         lead, with_dbias = self._gradients[0].ndim - 1, self.with_dbias and (rowwise or columnwise)
         heads, terms, columns, split = self._operands(lead)
         given = {**heads, "scale": scale, **({} if amax is None else {"amax": amax})}
-        wanted = jnp.dtype(dtype).name, rowwise, columnwise, amax
         dims = {
             "rowwise": f"r {columns}", "columnwise": f"{columns} r", "scale_inv": "_", "amax": "^",
             "dbias": f"+ {columns}",
         }  # fmt: skip
-        names = [*copies(_FUNCTION, (1, 1), *wanted), "scale_inv"]
+        names = [*wanted(_FUNCTION, rowwise, columnwise, amax), "scale_inv"]
         names += [*(() if amax is None else ("amax",)), *(("dbias",) if with_dbias else ())]
 
         def body(*arrays: jax.Array) -> tuple[jax.Array, ...]:
@@ -72,14 +62,10 @@ class HeadGradients(FusedCast):
             # One group of heads in each part, its queries before its key and its value.
             for name in heads:
                 tensors[name] = tensors[name].reshape(rows, 1, -1, size)
-            cols = size * sum(tensors[name].shape[2] for name in heads)
-            asked: dict[str, Any] = copies(_FUNCTION, (rows, cols), *wanted)
-            asked["scale_inv"] = _S((1,), jnp.float32)
-            if with_dbias:
-                lines = scratch_sizes.lines(rows, scratch_sizes.CAST_ROWS)
-                asked["dbias"] = _S((cols,), tensors["keys"].dtype)
-                asked["workspace"] = _S((lines, cols), jnp.float32)
-            made = call("qkv_cast", _FUNCTION, asked, **tensors, interleaved=True)
+            made = local_call(
+                "qkv_cast", _FUNCTION, tensors, names, {"F": jnp.dtype(dtype).name},
+                interleaved=True,
+            )  # fmt: skip
             first = groups or ([len(heads)] if self._columns.parts is None else [])
             shapes = {
                 "rowwise": (rows, *first, -1), "columnwise": (*first, -1, rows),

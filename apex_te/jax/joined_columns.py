@@ -18,8 +18,6 @@ import jax.numpy as jnp
 from ..recipe import Recipe
 from .quantizer import quantizer_of
 
-__all__ = ["JoinedColumns", "joined_columns"]
-
 
 class JoinedColumns(NamedTuple):
     """Layout of several kernels in one joined kernel.
@@ -35,12 +33,10 @@ class JoinedColumns(NamedTuple):
     parts: int | None
 
     def join(self, arrays: Sequence[jax.Array], lead: int) -> jax.Array:
-        """Joins kernels, or their biases, to one array.
+        """Joins kernels, or their biases, which have ``lead`` = 1 or 0 dimensions before the
+        columns.
 
-        Args:
-            arrays: [..., width] or [..., kernels, width] each; their widths in order are
-                ``widths``.
-            lead: number of dimensions before the columns: 1 for kernels, 0 for biases.
+        The arrays are [..., width] or [..., kernels, width]; their widths in order are ``widths``.
         """
         if self.parts is None and len(arrays) == 1:
             return arrays[0]
@@ -76,13 +72,10 @@ class JoinedColumns(NamedTuple):
 def joined_columns(
     kernels: Sequence[jax.Array], parts: int, recipe: Recipe | None
 ) -> JoinedColumns:
-    """Returns the layout in which several kernels are joined.
+    """Returns the layout in which kernels [in, width] or [in, kernels, width] are joined.
 
-    Args:
-        kernels: [in, width] or [in, kernels, width] each.
-        parts: number of devices over which the columns of each kernel are sharded.
-        recipe: recipe of the region, or None. If a shard would end within a block that shares a
-            scale, the kernels are concatenated unsharded, and XLA gathers them.
+    The columns are sharded over ``parts`` devices. If a shard would end within a block that shares
+    a scale, kernels are concatenated unsharded, and XLA gathers them.
     """
     widths = tuple(
         kernel.shape[-1] for kernel in kernels for _ in range(math.prod(kernel.shape[1:-1]))

@@ -15,30 +15,21 @@ from .fused_casts import FusedCast
 from .quantizer import Quantized, quantizer_of
 from .region import active_recipe
 
-__all__ = ["Product", "can_fuse_activation", "can_fuse_norm", "columns_of", "rows_of"]
-
 # Slots of the FP8 state of each product.
 _INPUT, _WEIGHT, _GRAD = 0, 1, 0
 
 
 def can_fuse_activation(state: Mapping[str, jax.Array]) -> bool:
-    """Returns True if gated activations write FP8 themselves under the region's recipe.
+    """Returns True if gated activations write FP8 themselves, with all GEMMs of the layer in FP8.
 
-    If so, all GEMMs of the layer are in FP8, and no scale waits for its first tensor.
-
-    Args:
-        state: FP8 state of the layer; empty for a recipe without state.
+    No scale may wait for its first tensor; ``state`` is empty for a recipe without state.
     """
     recipe = active_recipe()
     return recipe is not None and quantizer_of(recipe).fuses_activations and _fits(recipe, state)
 
 
 def can_fuse_norm(state: Mapping[str, jax.Array]) -> bool:
-    """Returns True if norms write FP8 themselves under the region's recipe.
-
-    Args:
-        state: as in ``can_fuse_activation``.
-    """
+    """Returns True if norms write FP8 themselves; see ``can_fuse_activation``."""
     recipe = active_recipe()
     return recipe is not None and quantizer_of(recipe).fuses_norms and _fits(recipe, state)
 
@@ -61,12 +52,8 @@ def columns_of(q: Quantized) -> tuple[Any, Any]:
 class Product:
     """Dense layer x @ kernel + bias without a gradient rule; contracts the last dimension of x.
 
-    In the methods, ``part`` is the FP8 state of this layer's GEMM, as ``entered`` returns it; None
-    for a recipe without state.
-
-    Args:
-        recipe: recipe of the region, with all GEMMs in FP8.
-        gemm: number of this layer's GEMM among those of a module's state.
+    In the methods, ``part`` is the FP8 state of GEMM number ``gemm`` of a module, as ``entered``
+    returns it; None for a recipe without state.
     """
 
     def __init__(self, recipe: Recipe, gemm: int) -> None:
@@ -84,11 +71,8 @@ class Product:
     def state_gradient(
         self, part: Mapping[str, Any] | None, before: Mapping[str, Any]
     ) -> dict[str, Any]:
-        """Returns the gradient with respect to a module's state: the state after the step.
-
-        Args:
-            part: this GEMM's state after the step, or None.
-            before: the module's state before the step.
+        """Returns the gradient with respect to a module's state ``before``: the state after the
+        step.
         """
         return {} if part is None else fp8_state.cotangent(part, self._gemm, before)
 
@@ -102,18 +86,12 @@ class Product:
         for_dx: bool,
         for_dkernel: bool,
     ) -> tuple[jax.Array, Quantized, Quantized]:
-        """Computes the output.
+        """Returns the output [..., out...] in the kernel's dtype, and the casts of x and kernel.
 
         Args:
             x: [..., in], or the op that computes it.
-            kernel: [in, out...].
-            bias: [out...] or None.
-            part: as in the class.
-            for_dx: also make the rowwise copy of the kernel, for the gradient of x.
-            for_dkernel: also make the columnwise copy of x, for the gradient of the kernel.
-
-        Returns:
-            The output [..., out...] in the kernel's dtype, and the casts of x and kernel.
+            kernel, bias: [in, out...] and [out...].
+            for_dx, for_dkernel: make the copies that the gradients of x and of the kernel need.
         """
         qx = self._cast(
             x, "input", -1, self._scale(part, "fwd", _INPUT), rowwise=True, columnwise=for_dkernel
@@ -129,12 +107,7 @@ class Product:
     def with_forward_amaxes(
         self, part: dict[str, Any] | None, qx: Quantized, qkernel: Quantized
     ) -> dict[str, Any] | None:
-        """Returns ``part`` with the amax values of x and kernel recorded for the next update.
-
-        Args:
-            part: as in the class; None gives None.
-            qx, qkernel: casts of x and kernel, from ``forward``.
-        """
+        """Returns ``part`` with the amax values of x and kernel recorded for the next update."""
         return self._staged(part, "fwd", qx.amax, qkernel.amax)
 
     def cast_gradient(
@@ -147,18 +120,11 @@ class Product:
         for_dkernel: bool,
         with_dbias: bool,
     ) -> tuple[Quantized, dict[str, Any] | None]:
-        """Casts the output's gradient.
+        """Returns the cast of the output's gradient, and ``part`` with its amax recorded.
 
         Args:
-            dy: [..., out...], or the op that computes it.
+            dy: [..., out...], or the op that computes it, which has its own ``with_dbias``.
             columns: number of dimensions of "out".
-            part: as in the class.
-            for_dx: make the rowwise copy, for the gradient of x.
-            for_dkernel: make the columnwise copy, for the gradient of the kernel.
-            with_dbias: also sum the columns of an array; an op has its own ``with_dbias``.
-
-        Returns:
-            The cast, and ``part`` with its amax recorded for the next update.
         """
         options = {} if isinstance(dy, FusedCast) else {"with_dbias": with_dbias}
         qdy = self._cast(
@@ -168,27 +134,13 @@ class Product:
         return qdy, self._staged(part, "bwd", qdy.amax)
 
     def input_gradient(self, qdy: Quantized, kernel: Any, columns: int, dtype: Any) -> jax.Array:
-        """Computes dy @ kernel.T.
-
-        Args:
-            qdy: the cast of the output's gradient.
-            kernel: rowwise copy of the kernel and its scales, from ``rows_of``.
-            columns: number of dimensions of "out".
-            dtype: dtype of the result.
-        """
+        """Computes dy @ kernel.T; ``columns`` is the number of dimensions of "out"."""
         return self._quantizer.multiply(
             "dgrad", rows_of(qdy), kernel, out_dtype=dtype, bias=None, inner=columns
         )
 
     def kernel_gradient(self, x: Any, qdy: Quantized, rows: int, dtype: Any) -> jax.Array:
-        """Computes x.T @ dy.
-
-        Args:
-            x: columnwise copy of x and its scales, from ``columns_of``.
-            qdy: the cast of the output's gradient.
-            rows: number of dimensions before "out" in dy.
-            dtype: dtype of the result.
-        """
+        """Computes x.T @ dy; ``rows`` is the number of dimensions before "out" in dy."""
         return self._quantizer.multiply(
             "wgrad", x, columns_of(qdy), out_dtype=dtype, bias=None, inner=rows
         )

@@ -23,17 +23,6 @@ from ..recipe import (
     chosen_recipe,
 )
 
-__all__ = [
-    "MeshResource",
-    "active_mesh_resource",
-    "active_recipe",
-    "autocast",
-    "checked_recipe",
-    "fp8_autocast",
-    "get_delayed_scaling",
-    "is_fp8_available",
-]
-
 
 @dataclasses.dataclass(frozen=True)
 class MeshResource:
@@ -71,7 +60,7 @@ class MeshResource:
 
 
 _KINDS = (DelayedScaling, CurrentScaling, BlockScaling, MXFP8Scaling)
-_SCHEMES = ("delayed", "current", "hif8", "block", "mx")  # modules of apex_te.jax.quantizer
+_SCHEMES = ("delayed", "current", "hif8", "block", "mx")  # in apex_te.jax.quantizer.schemes
 _region: Any = jax.make_user_context(default_value=None)
 _mesh: Any = jax.make_user_context(default_value=MeshResource())
 
@@ -79,14 +68,7 @@ _mesh: Any = jax.make_user_context(default_value=MeshResource())
 def checked_recipe(owner: str, recipe: Any, argument: str = "fp8_recipe") -> Recipe:
     """Returns ``recipe``, the recipe with this name, or ``DelayedScaling()`` for None.
 
-    Args:
-        owner, argument: names of the caller and of its argument, for errors.
-        recipe: a recipe, its name or None.
-
-    Raises:
-        TypeError: ``recipe`` is not a recipe.
-        ValueError: no recipe has this name.
-        NotImplementedError: the recipe or one of its options is not available in JAX.
+    Errors name ``owner`` and its ``argument``.
     """
     found = chosen_recipe(owner, argument, recipe)
     if not isinstance(found, _KINDS) or found.quantizer not in _SCHEMES:
@@ -194,8 +176,7 @@ def get_delayed_scaling() -> DelayedScaling:
 def is_fp8_available(gpu_id: int | None = None) -> tuple[bool, str]:
     """Returns ``(True, "")`` if the device can compute FP8 GEMMs, else ``(False, reason)``.
 
-    Args:
-        gpu_id: number of the GPU; None means JAX's first device. A CPU always can.
+    None is JAX's first device; a CPU always can.
     """
     device = jax.devices()[0] if gpu_id is None else jax.devices("cuda")[gpu_id]
     if device.platform == "cpu":

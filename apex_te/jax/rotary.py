@@ -7,8 +7,6 @@ import jax.numpy as jnp
 
 from .ops.rope import rope
 
-__all__ = ["GROUP_METHODS", "rotary_pos_emb"]
-
 # By name: the elements of a pair are neighbours.
 GROUP_METHODS = {"consecutive": True, "alternate": False}
 

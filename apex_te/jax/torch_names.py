@@ -7,8 +7,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-__all__ = ["Leaf", "Part", "parts"]
-
 # Children of a Transformer layer.
 _LAYER = {
     "attention": "self_attention",
@@ -48,12 +46,9 @@ class Leaf(NamedTuple):
 
 
 class Part(NamedTuple):
-    """Flax module, as a node of a tree of variables.
+    """Flax module at a path in a tree of variables, with its parameters.
 
-    Attributes:
-        path: names of the nodes above it and its own.
-        prefix: prefix of the PyTorch module's keys; several Flax modules may share one.
-        leaves: its parameters.
+    Several Flax modules may share the prefix of one PyTorch module's keys.
     """
 
     path: tuple[str, ...]
@@ -62,12 +57,7 @@ class Part(NamedTuple):
 
 
 def parts(params: Mapping[str, Any], prefix: str = "") -> Iterator[Part]:
-    """Yields each module of a tree of parameters.
-
-    Args:
-        params: the collection "params".
-        prefix: prefix of all keys.
-    """
+    """Yields each module of the collection "params"; ``prefix`` is that of all keys."""
     return _walk(params, (), prefix, ())
 
 

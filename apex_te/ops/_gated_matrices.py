@@ -10,18 +10,9 @@ import torch
 def input_matrices(
     op: str, input: torch.Tensor, up: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Returns the inputs as matrices; copies an input if its rows are not contiguous.
+    """Returns the inputs as matrices [M, F or 2F]; copies one whose rows are not contiguous.
 
-    Args:
-        op: the op's name, for errors.
-        input: [..., F], or [..., 2F] without ``up``.
-        up: [..., F] or None.
-
-    Returns:
-        (input [M, F] or [M, 2F], up [M, F] or None).
-
-    Raises:
-        ValueError: ``input`` has no dimension, or ``up`` does not have its shape.
+    Raises ValueError if ``input`` has no dimension, or ``up`` not its shape.
     """
     if input.dim() == 0:
         raise ValueError(f"{op}: input must have at least 1 dimension, got shape []")
@@ -58,14 +49,7 @@ def output_gradient(
 ) -> torch.Tensor:
     """Returns the output's gradient as a contiguous matrix [M, cols].
 
-    Args:
-        op: the op's name, for errors.
-        grad_output: gradient of the output, [..., cols].
-        input: the op's input, of the same shape except the last dimension.
-        cols: F, the size of the output's last dimension.
-
-    Raises:
-        ValueError: ``grad_output`` has another shape.
+    Raises ValueError unless it has the shape of ``input`` with ``cols`` = F columns.
     """
     expected = (*input.shape[:-1], cols)
     if grad_output.shape != expected:

@@ -8,11 +8,7 @@ import torch
 
 
 def sorted_heads(x: torch.Tensor, *, repeats: int, groups: int) -> torch.Tensor:
-    """Copies rows of heads ordered by group into the order all queries, all keys, all values.
-
-    Returns:
-        A new tensor of the shape and dtype of x.
-    """
+    """Returns a copy of rows of heads, by group, as all queries, all keys, all values."""
     heads, queries = groups * (repeats + 2), groups * repeats
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
     rows, to = in_words((x.contiguous(), out))

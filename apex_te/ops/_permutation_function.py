@@ -24,13 +24,7 @@ def run(
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
     """Permutes tokens without autograd, by ``row_id_map`` if given, or else by ``routing_map``.
 
-    Args:
-        inp: [tokens, hidden].
-        probs: [tokens, width], as in ``moe_permute.permute``.
-
-    Returns:
-        (permuted rows [rows, hidden], permuted probs [rows] or None without probs, new row_id_map
-        or None if one was given).
+    Returns the rows, their probs or None, and the new row_id_map or None if one was given.
     """
     if row_id_map is not None:
         return *_op.permute(inp, row_id_map, rows, probs), None

@@ -177,12 +177,8 @@ def activation_bwd_fp8(
 
 
 def as_matrix(op: str, x: torch.Tensor) -> torch.Tensor:
-    """Returns x as a contiguous matrix [rows, cols], where cols is the size of its last dimension.
-
-    ``op`` is the op's name, for the error.
-
-    Raises:
-        ValueError: x has no dimension.
+    """Returns x as a contiguous matrix [rows, cols], cols its last dimension; ValueError without
+    one.
     """
     if x.dim() == 0:
         raise ValueError(f"{op}: x must have at least one dimension, got shape []")
@@ -198,17 +194,7 @@ def allocate_fp8(
     pad_columnwise: bool,
     out: FP8Output | None,
 ) -> FP8Output:
-    """Returns ``out`` if given, else uninitialised FP8 outputs for the matrix x.
-
-    Args:
-        op: the op's name, for errors.
-        x: [rows, cols].
-        fp8_dtype: float8_e4m3fn or float8_e5m2; others raise TypeError.
-        rowwise: allocate the rowwise copy.
-        columnwise: allocate the columnwise copy.
-        pad_columnwise: allocate the columnwise copy as [cols, rows rounded up to 16].
-        out: outputs that the caller of the op gave, or None.
-    """
+    """Returns ``out`` if given, else uninitialised FP8 outputs for the matrix x."""
     if out is not None:
         fp8_output.check_fp8_dtype(op, fp8_dtype)
         return out
@@ -261,13 +247,7 @@ def reference_gelu(x: torch.Tensor, is_tanh: bool) -> torch.Tensor:
 def reference_fp8(
     values: torch.Tensor, scale: torch.Tensor, fp8_dtype: torch.dtype
 ) -> tuple[FP8Output, torch.Tensor]:
-    """Quantizes a matrix [rows, cols] of floating-point values in plain PyTorch.
-
-    ``scale`` is one float32 element.
-
-    Returns:
-        (both FP8 copies and scale_inv, amax as one float32 element).
-    """
+    """Quantizes a matrix in plain PyTorch; returns both copies with scale_inv, and the amax."""
     rounded = values.float()
     codes = reference_codec.encode_fp8(rounded * scale, fp8_dtype)
     bits = rounded.abs().reshape(-1).view(torch.int32)

@@ -234,12 +234,7 @@ Words4 = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 def philox4x32(counter: Words4, key: tuple[torch.Tensor, torch.Tensor]) -> Words4:
     """Computes Philox4x32-10 (Salmon et al., SC 2011) on 32-bit words held in int64 tensors.
 
-    Args:
-        counter: four words, tensors of shapes that broadcast.
-        key: two words, low then high.
-
-    Returns:
-        Four random words, of the broadcast shape.
+    The counter's four words broadcast; the key's two are low, then high.
     """
     x, y, z, w = counter
     low, high = key

@@ -143,15 +143,10 @@ def allocate(
     columnwise: bool,
     pad_columnwise: bool,
 ) -> BlockQuantized:
-    """Returns uninitialised outputs of ``block_quantize`` for a matrix [rows, cols].
+    """Returns uninitialised outputs of ``block_quantize`` for a matrix [rows, cols] on x's device.
 
     If ``block_rows`` is 1, the rowwise copy has rows rounded up to a multiple of ``ROW_MULTIPLE``,
     as ``block_scaled_gemm`` reads them.
-
-    Args:
-        x: a tensor on the device on which the outputs are allocated.
-        rows, cols: shape of the matrix.
-        fp8_dtype, block_rows, rowwise, columnwise, pad_columnwise: as in ``block_quantize``.
     """
     row_data = row_scales = column_data = column_scales = None
     if rowwise:

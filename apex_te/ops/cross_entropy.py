@@ -188,20 +188,9 @@ def scale_gradient(
 ) -> torch.Tensor:
     """Multiplies ``grad`` in place by ``grad_output``, one element; a factor of 1 writes nothing.
 
-    With ``target`` the zeros in ignored rows stay 0, even if ``grad_output`` is infinite or NaN.
-
-    Args:
-        grad: contiguous float32, float16 or bfloat16, of any shape; [rows, columns] with
-            ``target``.
-        grad_output: float32, one element, on the device of ``grad``.
-        target: [rows] int64 or int32; rows of ``grad`` whose target is ``ignore_index`` are not
-            changed. None: every row is multiplied.
-        num_valid: one int32 element, the number of rows that ``grad`` is a sum over; if it is 0,
-            ``grad`` is not changed.
-        ignore_index: as in ``cross_entropy``.
-
-    Returns:
-        ``grad``.
+    Rows whose ``target`` is ``ignore_index`` and, if ``num_valid`` is 0, all of ``grad`` are not
+    changed, even if ``grad_output`` is infinite or NaN. ``grad`` is contiguous, [rows, columns]
+    with ``target``.
     """
     rows = grad if grad.dim() == 2 else grad.view(1, -1)
     _scale(rows, grad_output, target, num_valid, ignore_index)

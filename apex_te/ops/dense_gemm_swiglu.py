@@ -176,13 +176,7 @@ def _check_rows(name: str, rows: int, multiple: int) -> None:
 
 
 def fuses(a: torch.Tensor, b: torch.Tensor, activation: str = "silu") -> bool:
-    """Returns True if one kernel computes the GEMM of the operands and the activation.
-
-    Args:
-        a: FP8 operand [M, K].
-        b: FP8 operand [N, K].
-        activation: as in ``swiglu``.
-    """
+    """Returns True if one kernel computes the GEMM of FP8 operands and the activation."""
     if activation != "silu" or b.dtype is not torch.float8_e4m3fn:
         return False
     return dense_gemm.multiplies(a, b) and a.numel() > 0 and b.numel() > 0
@@ -191,12 +185,8 @@ def fuses(a: torch.Tensor, b: torch.Tensor, activation: str = "silu") -> bool:
 def gains(rows: int, features: int, depth: int) -> bool:
     """Returns True if fused kernels support an MLP and are faster than separate GEMMs and ops.
 
-    Always False while ``is_active`` is False, which ``APEX_TE_FUSED_SWIGLU=0`` causes.
-
-    Args:
-        rows: M, the number of tokens.
-        features: F, the width of the activation's output.
-        depth: K, the width of the MLP's input.
+    Always False while ``is_active`` is False, which ``APEX_TE_FUSED_SWIGLU=0`` causes. ``rows`` is
+    M, ``features`` F and ``depth`` K.
     """
     if not is_active or features % 16 or depth % 16:
         return False

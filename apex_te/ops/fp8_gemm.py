@@ -155,16 +155,10 @@ def bound_product(
 ) -> Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor] | None:
     """Prepares GEMMs of several left operands with one right operand, to save host time.
 
-    Checks and look-ups that depend only on the right operand are done once, here.
-
-    Args:
-        b, b_scale_inv, bias, use_split_accumulator: as in ``fp8_gemm``.
-        out_dtype: dtype of the outputs.
-
-    Returns:
-        A function ``product(a, a_scale_inv, out)`` that computes ``fp8_gemm`` into ``out`` and
-        returns ``out``. Call it only on the stream that is current now, and not in traced code.
-        It is None if such a GEMM takes more than one kernel launch, or if this call is traced.
+    Checks and look-ups that depend only on the right operand are done once, here. The returned
+    ``product(a, a_scale_inv, out)`` computes ``fp8_gemm`` into ``out`` and returns it. Call it only
+    on the stream that is current now, and not in traced code. It is None if such a GEMM takes more
+    than one kernel launch, or if this call is traced.
     """
     if is_traced() or forward_ad._current_level >= 0:
         return None  # first, since a traced tensor may have no address

@@ -76,14 +76,8 @@ def check_any_output(op: str, rowwise: bool, columnwise: bool, amax: torch.Tenso
 def reinterpreted(op: str, t: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Returns a view of ``t`` in another dtype of one byte.
 
-    Args:
-        op: the op's name, for errors.
-        t: tensor of a dtype of one byte.
-        dtype: dtype of the view.
-
-    Raises:
-        NotImplementedError: ``torch.jit.trace`` traces the call and does not support the view, or
-            it runs under ``torch.func.vmap`` in a torch that cannot batch it, such as 2.11.
+    Raises NotImplementedError where the view is not supported: in ``torch.jit.trace``, or under
+    ``torch.func.vmap`` in a torch that cannot batch it, such as 2.11.
     """
     if t.dtype is dtype:
         return t
@@ -118,20 +112,8 @@ def allocate(
     columnwise: bool,
     pad_columnwise: bool = False,
 ) -> FP8Output:
-    """Returns uninitialised outputs for a matrix [rows, cols] on ``like``'s device.
-
-    Args:
-        op: the op's name, for errors.
-        like: tensor on the outputs' device.
-        rows: rows of the matrix.
-        cols: columns of the matrix.
-        fp8_dtype: dtype of the copies.
-        rowwise: allocate the rowwise copy.
-        columnwise: allocate the columnwise copy.
-        pad_columnwise: allocate the columnwise copy with ``columnwise_length`` columns, padded.
-
-    Raises:
-        TypeError: ``fp8_dtype`` is neither float8_e4m3fn nor float8_e5m2.
+    """Returns uninitialised FP8 copies of a matrix [rows, cols] on ``like``'s device, and
+    scale_inv.
     """
     check_fp8_dtype(op, fp8_dtype)
     return FP8Output(
@@ -144,11 +126,7 @@ def allocate(
 
 
 def contiguous_matrix(op: str, x: torch.Tensor) -> torch.Tensor:
-    """Returns the matrix ``x``, contiguous; ``op`` is the op's name, for the error.
-
-    Raises:
-        ValueError: ``x`` does not have two dimensions.
-    """
+    """Returns the matrix ``x``, contiguous; ValueError unless it has two dimensions."""
     if x.dim() != 2:
         raise ValueError(f"{op}: x must have 2 dimensions, got shape {list(x.shape)}")
     return x.contiguous()
@@ -171,22 +149,7 @@ def outputs(
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
     """Returns the tensors for an op's copies of x: given ones, or new ones if asked for.
 
-    Args:
-        op: the op's name, for errors.
-        x: [rows, cols], the matrix that is cast.
-        dtype: dtype of new tensors.
-        rowwise: allocate the rowwise copy unless it is given.
-        columnwise: allocate the columnwise copy unless it is given.
-        out_rowwise: [rows, cols] or None.
-        out_columnwise: [cols, rows] or None.
-        pad_columnwise: allocate the columnwise copy with ``columnwise_length`` columns, padded.
-
-    Returns:
-        (rowwise copy, columnwise copy); new ones are uninitialised. None for a copy that is neither
-        asked for nor given.
-
-    Raises:
-        ValueError: no copy is asked for or given.
+    None stands for a copy that is neither asked for nor given; ValueError if there is no copy.
     """
     if rowwise and out_rowwise is None:
         out_rowwise = torch.empty_like(x, dtype=dtype)

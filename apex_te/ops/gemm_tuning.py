@@ -50,18 +50,15 @@ _tables: dict[int, dict[str, int]] = {}
 
 
 def algorithm(key: str, device: torch.device, launch: Callable[[int], None]) -> int:
-    """Returns the number of the cuBLASLt algorithm to use for a GEMM.
+    """Returns the position of the stored or fastest algorithm among the heuristic's proposals.
+
+    What is timed is stored. During capture and in backward nothing can be timed: without a stored
+    choice the result is 0, the first proposal.
 
     Args:
         key: text that identifies the GEMM: sizes, dtypes, epilogue, accumulation.
-        device: device of the operands.
         launch: runs the GEMM on scratch outputs with the algorithm of a given number; raises
             NotImplementedError if there is no such algorithm.
-
-    Returns:
-        A position among the heuristic's proposals: the stored choice, or else the fastest by
-        timing, which is then stored. During capture and in backward nothing can be timed: without
-        a stored choice the result is 0, the first proposal.
     """
     index = device.index if device.index is not None else torch.cuda.current_device()
     table = _tables.get(index)

@@ -573,13 +573,10 @@ def reference_table(splits: torch.Tensor, rows: int) -> torch.Tensor:
 def reference(
     x: torch.Tensor, splits: Sequence[int], scale: torch.Tensor, fp8_dtype: torch.dtype
 ) -> list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
-    """Computes ``quantize_groups`` in plain PyTorch, as its specification.
+    """Computes ``quantize_groups`` in plain PyTorch, as its specification, by integer arithmetic.
 
-    Rounding is integer arithmetic on the bits.
-
-    Returns:
-        For each group a tuple (rowwise copy [rows of the group, cols], columnwise copy [cols, rows
-        of the group rounded up to 16, at least 16] padded with zeros, amax as one float32 element).
+    Returns for each group its rowwise copy, its columnwise copy [cols, rows rounded up to 16, at
+    least 16] padded with zeros, and its amax.
     """
     results = []
     for part, factor in zip(x[: sum(splits)].split(list(splits)), scale, strict=True):

@@ -17,18 +17,9 @@ def rows_of(
     align_size: int = 1,
     num_rows: int | None = None,
 ) -> torch.Tensor:
-    """Returns, for each copy of a token, its row in the permuted matrix.
+    """Returns for each copy of a token its row, int64 [tokens, width], or -1 without a copy.
 
-    Args:
-        routing_map: [tokens, experts] mask or [tokens, k] expert indices, as in
-            ``moe_permute.make_map``.
-        map_type: "mask" or "index".
-        align_size: each expert's rows begin at a multiple of it.
-        num_rows: number of rows of the permuted matrix; copies beyond the last row are dropped.
-            None: no copy is dropped.
-
-    Returns:
-        int64 [tokens, width], width being experts or k; -1 for a place without a copy.
+    The arguments are those of ``moe_permute.make_map``; copies beyond ``num_rows`` are dropped.
     """
     if map_type == "mask":
         routed = routing_map != 0
@@ -53,16 +44,8 @@ def rows_of(
 def permute(
     inp: torch.Tensor, rows: torch.Tensor, num_rows: int, probs: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Copies tokens, and their probs if given, to the rows of the permuted matrix.
-
-    Args:
-        inp: [tokens, hidden].
-        rows: [tokens, width], from ``rows_of``.
-        num_rows: number of rows of the results; rows without a copy are zeros.
-        probs: [tokens, width].
-
-    Returns:
-        (permuted tokens [num_rows, hidden], their probs [num_rows] or None without probs).
+    """Copies tokens, and their probs if given, to the rows of the permuted matrix; others are
+    zeros.
     """
     tokens, slots = (rows >= 0).nonzero(as_tuple=True)
     target = rows[tokens, slots]
@@ -75,16 +58,7 @@ def permute(
 def unpermute(
     inp: torch.Tensor, rows: torch.Tensor, probs: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Sums each token's copies, times their probs, in the dtype of ``inp``.
-
-    Args:
-        inp: [num_rows, hidden], the permuted matrix.
-        rows: [tokens, width], from ``rows_of``.
-        probs: [tokens, width]; None stands for ones.
-
-    Returns:
-        [tokens, hidden]; zeros for a token without copies.
-    """
+    """Sums each token's copies [num_rows, hidden], times their probs, in the dtype of ``inp``."""
     tokens, slots = (rows >= 0).nonzero(as_tuple=True)
     copies = inp[rows[tokens, slots]]
     if probs is not None:
@@ -97,13 +71,7 @@ def sort_chunks(
 ) -> torch.Tensor:
     """Reorders chunks of rows: chunk i of the result is chunk ``sorted_index[i]`` of ``inp``.
 
-    Args:
-        inp: [rows, hidden].
-        split_sizes: [chunks] integers, the number of rows of each chunk.
-        sorted_index: [chunks] integers, each chunk once.
-
-    Returns:
-        [rows, hidden]; rows after the last chunk are zeros.
+    Rows after the last chunk are zeros.
     """
     sizes, order = split_sizes.long(), sorted_index.long()
     chunks = torch.arange(int(sizes.sum()), device=inp.device).split(sizes.tolist())

@@ -44,13 +44,7 @@ def dense(tensors: Tensors) -> Tensors:
 
 
 def workspace(like: torch.Tensor, count: int, sums: int) -> torch.Tensor:
-    """Returns uninitialised float32 scratch for a kernel that reduces a list of tensors.
-
-    Args:
-        like: tensor on the device of the list.
-        count: number of tensors in the list.
-        sums: number of sums for each tensor: 1 for ``l2norm``, 2 for LAMB's two norms.
-    """
+    """Returns uninitialised float32 scratch to reduce ``count`` tensors to ``sums`` sums each."""
     words = scratch_sizes.list_words(count, sums)
     return torch.empty(words, dtype=torch.float32, device=like.device)
 
@@ -221,10 +215,6 @@ def mark_written(tensors: Tensors, flag: torch.Tensor | None) -> None:
     """Increments the version counters of overwritten tensors, for autograd.
 
     In a compiled region it does nothing, since torch derives writes from the op's schema.
-
-    Args:
-        tensors: list of written tensors.
-        flag: another written tensor, such as ``found_inf``, or None.
     """
     if not torch.compiler.is_compiling():
         increment_version(tensors)

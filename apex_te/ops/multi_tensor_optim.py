@@ -322,13 +322,7 @@ def reference_lamb(
     nvlamb: bool = False,
     clip: float = 1.0,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Computes ``lamb`` for one parameter in plain PyTorch.
-
-    The gradient is first multiplied by ``clip``.
-
-    Returns:
-        New tensors (param in its dtype, exp_avg, exp_avg_sq in float32) after the step.
-    """
+    """Computes ``lamb`` for one parameter in plain PyTorch, with the gradient times ``clip``."""
     p, g, m, v = _wide(param, grad, exp_avg, exp_avg_sq)
     g = g * clip
     if not adamw:

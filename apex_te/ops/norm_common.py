@@ -17,10 +17,8 @@ class NormOutput(NamedTuple):
     Attributes:
         y: [rows, cols] in x's dtype, the normalised rows.
         mean: [rows] float32; None for ``rms_norm``.
-        rstd: [rows] float32: 1 / sqrt(variance + eps), or 1 / sqrt(mean(x^2) + eps) for
-            ``rms_norm``.
-        residual_sum: [rows, cols] in x's dtype: x + residual, the norm's input; None without a
-            residual.
+        rstd: [rows] float32, 1 / sqrt(variance + eps), for ``rms_norm`` of the mean of squares.
+        residual_sum: [rows, cols], x + residual; None without a residual.
     """
 
     y: torch.Tensor
@@ -30,14 +28,7 @@ class NormOutput(NamedTuple):
 
 
 class NormFP8Output(NamedTuple):
-    """Results of a norm's forward that writes y as FP8.
-
-    Attributes:
-        y: FP8 copies of the normalised rows and their scale_inv.
-        mean: as in ``NormOutput``.
-        rstd: as in ``NormOutput``.
-        residual_sum: as in ``NormOutput``, not in FP8.
-    """
+    """Results as in ``NormOutput``, with FP8 copies of the normalised rows as ``y``."""
 
     y: FP8Output
     mean: torch.Tensor | None
@@ -62,14 +53,7 @@ class NormGradients(NamedTuple):
 def as_rows(op: str, name: str, t: torch.Tensor, like: torch.Tensor | None = None) -> torch.Tensor:
     """Returns ``t`` as a contiguous matrix [rows, cols]; cols is the size of its last dimension.
 
-    Args:
-        op: the op's name, for errors.
-        name: the argument's name, for errors.
-        t: tensor with at least one dimension.
-        like: tensor whose shape ``t`` must have, if given.
-
-    Raises:
-        ValueError: ``t`` has no dimension, or does not have the shape of ``like``.
+    Raises ValueError if it has no dimension or not the shape of ``like``.
     """
     if t.dim() == 0:
         raise ValueError(f"{op}: {name} must have at least 1 dimension, got shape []")
@@ -99,33 +83,16 @@ def allocate_fp8(
     scale_inv: torch.Tensor | None,
     pad_columnwise: bool,
 ) -> FP8Output:
-    """Returns uninitialised FP8 outputs for x [rows, cols].
-
-    Args:
-        op: the op's name, for errors.
-        x: the matrix that is normalised.
-        fp8_dtype: float8_e4m3fn or float8_e5m2.
-        rowwise: allocate the rowwise copy.
-        columnwise: allocate the columnwise copy.
-        scale_inv: one float32 element to return as scale_inv; None allocates it.
-        pad_columnwise: allocate the columnwise copy as [cols, rows rounded up to 16].
-
-    Raises:
-        TypeError: ``fp8_dtype`` is neither float8_e4m3fn nor float8_e5m2.
-    """
+    """Returns uninitialised FP8 outputs for x [rows, cols], with ``scale_inv`` if it is given."""
     rows, cols = x.shape
     out = allocate(op, x, rows, cols, fp8_dtype, rowwise, columnwise, pad_columnwise)
     return out if scale_inv is None else out._replace(scale_inv=scale_inv)
 
 
 def bwd_workspace(x: torch.Tensor, gradients: int) -> torch.Tensor:
-    """Returns scratch for partial sums of weight gradients, float32 [lines, gradients * cols].
+    """Returns scratch for sums of ``gradients`` parameters, float32 [lines, gradients * cols].
 
     csrc/common/norm/arguments.h defines the number of lines.
-
-    Args:
-        x: [rows, cols], the matrix that was normalised.
-        gradients: number of parameters whose gradients are summed: 1 (weight) or 2 (and bias).
     """
     rows, cols = x.shape
     lines = scratch_sizes.norm_lines(rows, cols)
@@ -142,18 +109,9 @@ def reference(
     zero_centered_gamma: bool = False,
     residual: torch.Tensor | None = None,
 ) -> NormOutput:
-    """Computes layer norm or RMS norm over x's last dimension in plain, differentiable PyTorch.
+    """Computes layer norm (``centre``) or RMS norm over x's last dimension in plain PyTorch.
 
     Arithmetic is float32, or float64 for float64; y and the residual sum are rounded to x's dtype.
-
-    Args:
-        x: [..., cols].
-        weight: [cols]; None does not multiply.
-        bias: [cols]; None stands for zeros.
-        eps: added to the variance or the mean square.
-        centre: True for layer norm, which subtracts the mean; False for RMS norm.
-        zero_centered_gamma: multiply by 1 + weight instead of weight.
-        residual: added to x before the norm, if given.
     """
     wide = torch.promote_types(x.dtype, torch.float32)
     total = None if residual is None else (x.to(wide) + residual.to(wide)).to(x.dtype)

@@ -33,24 +33,16 @@ def send(
 ) -> None:
     """Copies ``source`` to the place of ``rank`` in the peers' buffers, then sets its flags there.
 
-    The copies run on ``stream`` after all work queued so far on the current stream. ``source``
-    must stay allocated until they have run. The host does not wait.
+    The copies run on ``stream`` after all work queued so far on the current stream. ``source`` must
+    stay allocated until they have run. The host does not wait.
 
     Args:
-        source: uint8, contiguous, of any shape.
-        targets: the peers' buffers, uint8: ``HEADER`` bytes, then one piece for each rank, of the
-            size of ``source``.
+        source: uint8, contiguous.
+        targets: the peers' buffers: ``HEADER`` bytes, then a piece of its size for each rank.
         own: the sender's buffer, to which the bytes are copied, too, but no flag; None skips it.
-        rank: the sender's rank, that of this process.
         number: number of this exchange: one more than the last one's, modulo 2^32.
-        stream: side stream for the copies.
-        fork: event by which ``stream`` waits for the current stream. It must have been recorded
-            before, so that it exists.
-        sent: event to record on ``stream`` after the copies; must have been recorded, like
-            ``fork``.
-
-    Raises:
-        ValueError: a buffer is too small.
+        fork, sent: event by which ``stream`` waits for the current stream, and one to record after
+            the copies; both must have been recorded before, so that they exist.
     """
     _lib.peer_send(
         source, targets, own, rank, number, stream.cuda_stream, fork.cuda_event, sent.cuda_event
@@ -60,14 +52,8 @@ def send(
 def await_rank(buffer: torch.Tensor, rank: int, number: int, timeout_ms: int) -> None:
     """Makes the current stream wait until the bytes of ``rank`` have arrived in ``buffer``.
 
-    If they have not arrived after ``timeout_ms``, a device-side assert fails; the process can then
-    no longer use the GPU.
-
-    Args:
-        buffer: this rank's buffer.
-        rank: the rank that sends the bytes.
-        number: number of the exchange to wait for.
-        timeout_ms: time to wait, in milliseconds.
+    If they have not arrived after ``timeout_ms`` milliseconds, a device-side assert fails; the
+    process can then no longer use the GPU.
     """
     _lib.peer_await(buffer, rank, number, timeout_ms)
 
@@ -77,25 +63,15 @@ def sum_pieces(
 ) -> None:
     """Writes the sum of all ranks' pieces to ``out``, once the other ranks' pieces have arrived.
 
-    A piece is the bytes that one rank sent. Elements are added in float32 in the order of ranks. A
-    time-out has the effect described in ``await_rank``.
-
-    Args:
-        buffer: this rank's buffer, which must contain its own piece (see ``own`` of ``send``).
-        ranks: number of ranks.
-        rank: this rank; its piece is not waited for.
-        number: number of the exchange.
-        timeout_ms: time to wait, in milliseconds.
-        out: contiguous float32, float16 or bfloat16, of a piece's size and dtype.
+    Elements are added in float32 in the order of ranks. ``buffer`` must contain this rank's own
+    piece; ``out`` is a contiguous float tensor of a piece's size. A time-out has the effect
+    described in ``await_rank``.
     """
     _lib.peer_sum(buffer, ranks, rank, number, timeout_ms, out)
 
 
 def join(buffer: torch.Tensor, sent: torch.cuda.Event) -> None:
-    """Makes the current stream wait for an event that ``send`` recorded.
-
-    Args:
-        buffer: any uint8 tensor on the stream's device.
-        sent: the event.
+    """Makes the current stream wait for an event that ``send`` recorded; ``buffer`` names the
+    device.
     """
     _lib.peer_join(buffer, sent.cuda_event)

@@ -22,13 +22,6 @@ def encode_fp8(values: torch.Tensor, fp8_dtype: torch.dtype) -> torch.Tensor:
 
     The rules are those of OCP OFP8 1.0 in saturating mode. Fnuz forms follow AMD's CDNA3
     instruction set: NaN becomes 0x80, and a value that rounds to zero loses its sign.
-
-    Args:
-        values: any shape, float32.
-        fp8_dtype: torch.float8_e4m3fn or torch.float8_e5m2, or their fnuz forms.
-
-    Returns:
-        FP8 data in ``fp8_dtype``, of the shape of ``values``.
     """
     max_bits, min_normal_bits, shift, bias, magic = _FORMATS[fp8_dtype]
     bits = values.contiguous().view(torch.int32).to(torch.int64) & 0xFFFFFFFF
@@ -52,12 +45,7 @@ def encode_fp8(values: torch.Tensor, fp8_dtype: torch.dtype) -> torch.Tensor:
 def decode_fp8(fp8_data: torch.Tensor) -> torch.Tensor:
     """Decodes FP8 data to float32, exactly, by a table built from the format's definition.
 
-    Args:
-        fp8_data: any shape, float8_e4m3fn, float8_e5m2 or their fnuz forms; not uint8, which
-            does not tell the format.
-
-    Raises:
-        KeyError: ``fp8_data`` has another dtype.
+    Raises KeyError for another dtype, also uint8, which does not tell the format.
     """
     return _table(fp8_data.dtype).to(fp8_data.device)[fp8_data.view(torch.uint8).to(torch.int64)]
 
@@ -98,11 +86,7 @@ def amax_of(x: torch.Tensor) -> torch.Tensor:
 def scale_of(amax: torch.Tensor, target: float, eps: float, pow2: bool) -> torch.Tensor:
     """Returns target / amax in float32, by the rules of csrc/common/numerics/scaling.h.
 
-    Args:
-        amax: float32, any shape. An amax of 0, infinity or NaN gives scale 1.
-        target: value to which the amax is scaled, such as the format's largest.
-        eps: lower bound of the amax.
-        pow2: round the scale down to a power of two.
+    An amax below ``eps`` counts as ``eps``; one of 0, infinity or NaN gives scale 1.
     """
     amax = torch.where(amax < eps, torch.full_like(amax, eps), amax)
     scale = (torch.full_like(amax, target) / amax).clamp(max=_FLOAT_MAX)

@@ -90,17 +90,10 @@ def rope(
 
 
 def angle_table(name: str, table: torch.Tensor | None) -> torch.Tensor | None:
-    """Converts a table of angles, cosines or sines to the form that the kernels read.
+    """Returns a table [max_seq, c] or [max_seq, 1, 1, c] as the kernels read it; None for None.
 
-    Args:
-        name: name of the argument of ``rope``, for errors.
-        table: [max_seq, c] or [max_seq, 1, 1, c]; or None.
-
-    Returns:
-        [max_seq, c] contiguous, in float32 if the table has 16-bit elements; None for None.
-
-    Raises:
-        NotImplementedError: the table requires a gradient.
+    That is contiguous [max_seq, c], float32 for 16-bit elements. Raises NotImplementedError, of the
+    argument ``name``, if it requires a gradient.
     """
     if table is None:
         return None

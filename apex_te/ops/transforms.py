@@ -17,14 +17,8 @@ __all__ = ["apply", "refuse_derivatives", "refuse_tangents", "run_samples"]
 
 
 def apply(function: Any, args: tuple[Any, ...]) -> Any:
-    """Applies an ``OpFunction`` under grad, vjp and vmap, in any order.
-
-    Args:
-        function: the subclass of ``OpFunction``.
-        args: arguments of its ``forward``, without ctx.
-
-    Returns:
-        The outputs of its ``forward``: a tensor, or a tuple of tensors and None.
+    """Applies an ``OpFunction`` under grad, vjp and vmap, in any order; ``args`` are without
+    ctx.
     """
     tensors = [a for a in args if isinstance(a, torch.Tensor)]
     rest = tuple(None if isinstance(a, torch.Tensor) else a for a in args)
@@ -41,11 +35,9 @@ class _Call:
 
     Attributes:
         rest: the arguments of its forward, with None in place of the tensors.
-        needs: ctx.needs_input_grad.
-        attributes: attributes that the forward set on ctx.
-        has_output, has_saved: for each output, saved value: True if it is a tensor and not None.
+        needs, attributes: ctx.needs_input_grad, and what the forward set on ctx.
+        has_output, has_saved, has_grad: True for each that is a tensor, not None.
         outputs: (shape, dtype, device) of each output that is a tensor.
-        has_grad: in a backward, for each output that is a tensor, True if it got a gradient.
     """
 
     def __init__(self, function: Any, rest: tuple[Any, ...], is_tensor: tuple[bool, ...]) -> None:
@@ -238,12 +230,7 @@ def _requires_grad(t: torch.Tensor) -> bool:
 def run_samples(op: Any, args: tuple[Any, ...]) -> None:
     """Runs a registered op once for each sample of a batch, as its ``torch.func.vmap`` rule.
 
-    Args:
-        op: the registered op, ``torch.ops.apex_te.<name>``.
-        args: its arguments; tensors may be batched by the innermost vmap.
-
-    Raises:
-        NotImplementedError: the op would write to a tensor that is not batched.
+    Raises NotImplementedError if it would write to a tensor that is not batched.
     """
     interpreter: Any = retrieve_current_functorch_interpreter()
     level = interpreter.level()
@@ -319,12 +306,7 @@ def _has_tangent(t: torch.Tensor) -> bool:
 
 
 def refuse_tangents(name: str, args: tuple[Any, ...]) -> None:
-    """Raises NotImplementedError if one of the arguments has a forward-mode tangent.
-
-    Args:
-        name: the op's name, for the error.
-        args: arguments of the call, tensors, lists of tensors and others.
-    """
+    """Raises NotImplementedError, of op ``name``, if an argument has a forward-mode tangent."""
     if forward_ad._current_level >= 0 and any(map(_has_tangent, _tensors(args))):
         raise NotImplementedError(f"{name}: forward-mode differentiation (jvp) is not supported")
 
@@ -334,10 +316,6 @@ def refuse_derivatives(name: str, args: tuple[Any, ...]) -> None:
 
     It detects transforms of torch.func and forward mode, not plain autograd. Calls from an
     ``OpFunction`` pass, since their tensors are untracked.
-
-    Args:
-        name: the op's name, for the error.
-        args: arguments of the call, tensors, lists of tensors and others.
     """
     refuse_tangents(name, args)
     if torch.is_grad_enabled() and any(map(_is_differentiated, _tensors(args))):

@@ -20,8 +20,8 @@ APEX_TE_FUNCTION(bias_dropout_add_fwd,
                  "x: T[r c], bias: T|f32[c]?, residual: R=T|f32[r c], seed: Tensor?, out: R[r c]!, "
                  "mask: u8[r c/8]!?, p: float; whole c")
 APEX_TE_FUNCTION(bias_dropout_add_bwd,
-                 "dout: Tensor, seed: Tensor?, mask: Tensor?, dx: Tensor!?, dbias: Tensor!?, "
-                 "workspace: Tensor!?, p: float")
+                 "dout: D=T[r c], seed: Tensor?, mask: u8[r c/8]?, dx: X=T[r c]!?, "
+                 "dbias: B=T[+ c]!?, workspace: f32[r/64 c]!?dbias, p: float; whole c")
 
 namespace apex_te {
 

@@ -22,10 +22,11 @@ APEX_TE_FUNCTION(cast_transpose,
 // Two casts of matrices that do not depend on each other, of which dbias is that of the first.
 // Small bfloat16 ones take one launch.
 APEX_TE_FUNCTION(cast_transpose_pair,
-                 "x: Tensor, scale: Tensor, rowwise: Tensor!?, columnwise: Tensor!?, "
-                 "amax: Tensor!?, scale_inv: Tensor!?, dbias: Tensor!?, workspace: Tensor!?, "
-                 "other_x: Tensor, other_scale: Tensor, other_rowwise: Tensor!?, "
-                 "other_columnwise: Tensor!?, other_amax: Tensor!?, other_scale_inv: Tensor!?")
+                 "x: T[r c], scale: f32[1], rowwise: F*[r c]!?, columnwise: F*[c r~16]!?, "
+                 "amax: f32[^ 1]!!?, scale_inv: f32[scale]!?, dbias: T[+ c]!?, "
+                 "workspace: f32[r/256 c]!?dbias, other_x: S=T[s d], other_scale: f32[1], "
+                 "other_rowwise: G=F*[s d]!?, other_columnwise: G=F*[d s~16]!?, "
+                 "other_amax: f32[^ 1]!!?, other_scale_inv: f32[other_scale]!?")
 
 namespace apex_te {
 

@@ -25,9 +25,9 @@ APEX_TE_IN_PLACE(cross_entropy_fwd, "grad: logits")
 // it may overwrite, and their stats. made: grad is what fwd made; a grad_output of 1, which must be
 // one element, then leaves it as it is.
 APEX_TE_FUNCTION(cross_entropy_bwd,
-                 "logits: Tensor, target: Tensor, stats: Tensor, grad_output: Tensor, "
-                 "grad: Tensor!, num_valid: Tensor?, ignore_index: int, label_smoothing: float, "
-                 "made: bool")
+                 "logits: T[r c], target: i64|i32[r], stats: f32[r 2], grad_output: Tensor, "
+                 "grad: T[r c]!!, num_valid: i32[1]?, ignore_index: int, label_smoothing: float, "
+                 "made: bool; whole c")
 APEX_TE_IN_PLACE(cross_entropy_bwd, "grad: logits")
 // num_valid = number of targets other than ignore_index.
 APEX_TE_FUNCTION(cross_entropy_count, "target: i64|i32[r], num_valid: i32[+ 1]!, ignore_index: int")

@@ -38,8 +38,8 @@ APEX_TE_FUNCTION(wgrad_gemm,
 APEX_TE_FUNCTION(cublaslt_version, "probe: Tensor -> int", "cuda")
 APEX_TE_FUNCTION(fp8_decode, "fp8_data: F*[r c], out: f32[r c]!", "cpu")
 APEX_TE_FUNCTION(fp8_gemm_epilogue,
-                 "product: Tensor, a_scale_inv: Tensor, b_scale_inv: Tensor, out: Tensor!, "
-                 "bias: Tensor?, c: Tensor?, aux: Tensor!?, accumulate: bool",
+                 "product: f32[m n], a_scale_inv: f32[1], b_scale_inv: f32[1], out: T[m n]!!, "
+                 "bias: Tensor?, c: T[m n]?, aux: Tensor!?, accumulate: bool",
                  "cpu")
 APEX_TE_IN_PLACE(fp8_gemm_epilogue, "out: c")
 // sum = fma(product * a_scale, b_scale, sum), elementwise, for one slice of K: `product` is its

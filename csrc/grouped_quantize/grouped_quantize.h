@@ -19,14 +19,14 @@
 constexpr int64_t kGroupAlign = 16;  // columns of a group in columnwise codes
 constexpr int64_t kMaxGroups = 1023;
 
-APEX_TE_FUNCTION(grouped_offsets, "splits: Tensor, table: Tensor!, rows: int")
+APEX_TE_FUNCTION(grouped_offsets, "splits: i32|i64[g], table: i32[table(g)]!, rows: int")
 // q = satcast_rne(float(x) * scale[g]). amax[g] becomes max(amax[g], max |x of g|), NaN above
 // infinity; row_scale_inv[r] is its group's inverse; scale_inv is written unless it is given. With
 // `due`, only groups whose flag is set are looked at; nothing is written of the others.
 APEX_TE_FUNCTION(grouped_quantize,
-                 "x: Tensor, table: Tensor, scale: Tensor, scale_inv: Tensor!, rowwise: Tensor!?, "
-                 "columnwise: Tensor!?, row_scale_inv: Tensor!?, amax: Tensor!?, due: Tensor?, "
-                 "inverse_given: bool")
+                 "x: T[r c], table: i32[table(g)], scale: f32[g], scale_inv: f32[g]!!, "
+                 "rowwise: F[r c]!?, columnwise: F[c columns(r g)]!?, row_scale_inv: f32[r]!?, "
+                 "amax: f32[g]!!?, due: i32[g]?, inverse_given: bool")
 APEX_TE_IN_PLACE(grouped_quantize, "amax: scale")
 // Casts G matrices of one shape; with a table, only the matrices of groups with rows are read.
 APEX_TE_FUNCTION(grouped_quantize_matrices,
@@ -49,22 +49,22 @@ APEX_TE_FUNCTION(grouped_block_quantize_matrices,
                  "cuda")
 // Scales of groups from their amaxes by the rule of common/numerics/scaling.h.
 APEX_TE_FUNCTION(grouped_scales,
-                 "amax: Tensor, scale: Tensor!, scale_inv: Tensor!, fp8_max: float, eps: float, "
+                 "amax: f32[g], scale: f32[g]!, scale_inv: f32[g]!, fp8_max: float, eps: float, "
                  "pow2: bool")
 // The first scales of delayed scaling, for groups that are due and have rows, which are then done.
 APEX_TE_FUNCTION(grouped_first_scales,
-                 "amax: Tensor, table: Tensor, due: Tensor!, scale: Tensor!, scale_inv: Tensor!, "
-                 "fp8_max: float, margin: int, pow2: bool")
+                 "amax: f32[g], table: i32[table(g)], due: i32[g]!!, scale: f32[g]!!, "
+                 "scale_inv: f32[g]!!, fp8_max: float, margin: int, pow2: bool")
 // Adds each group's bias to its rows of out and zeroes the rows behind the last group.
-APEX_TE_FUNCTION(grouped_finish, "out: Tensor!, table: Tensor, bias: Tensor?")
+APEX_TE_FUNCTION(grouped_finish, "out: T[r c]!!, table: i32[table(g)], bias: T[g c]?")
 // Zeroes out[g] of groups without rows.
-APEX_TE_FUNCTION(grouped_clear, "out: Tensor!, table: Tensor")
+APEX_TE_FUNCTION(grouped_clear, "out: T[g c]!!, table: i32[table(g)]")
 // Column sums [G, cols] of each group's rows.
-APEX_TE_FUNCTION(grouped_sum, "x: Tensor, table: Tensor, out: Tensor!")
+APEX_TE_FUNCTION(grouped_sum, "x: T[r c], table: i32[table(g)], out: T[g c]!")
 // For products of codes that no matrix unit takes: their values in bfloat16, which has them all,
 // and rows of the result times their factors.
-APEX_TE_FUNCTION(grouped_decode, "fp8_data: Tensor, out: Tensor!")
-APEX_TE_FUNCTION(grouped_scale_rows, "out: Tensor!, factor: Tensor")
+APEX_TE_FUNCTION(grouped_decode, "fp8_data: F[n], out: bf16[n]!")
+APEX_TE_FUNCTION(grouped_scale_rows, "out: T[r c]!!, factor: f32[r]")
 
 namespace apex_te {
 

@@ -24,9 +24,11 @@ APEX_TE_FUNCTION(qkv_cast_weight,
                  "out_columnwise: F*[c h~16]!?, amax: f32[^ 1]!!?, scale_inv: f32[scale]!?, "
                  "noop: i32[1]?, repeats: int, groups: int; whole h")
 APEX_TE_FUNCTION(qkv_cast_grad,
-                 "queries: Tensor?, keys: Tensor, values: Tensor, scale: Tensor, "
-                 "rowwise: Tensor!?, columnwise: Tensor!?, amax: Tensor!?, scale_inv: Tensor!?, "
-                 "dbias: Tensor!?, workspace: Tensor!?, interleaved: bool")
+                 "queries: T[o i q s]?, keys: T[o i g s], values: T[o i g s], scale: f32[1], "
+                 "rowwise: F*[tokens(o i) qkv(q g s queries)]!?, "
+                 "columnwise: F*[qkv(q g s queries) tokens(o i)~16]!?, amax: f32[^ 1]!!?, "
+                 "scale_inv: f32[scale]!?, dbias: T[+ qkv(q g s queries)]!?, "
+                 "workspace: f32[tokens(o i)/256 qkv(q g s queries)]!?dbias, interleaved: bool")
 
 namespace apex_te {
 

@@ -17,10 +17,12 @@
 // and any strides but 1 for the last. causal: 0 none, 1 upper left (Sq == Sk), 2 bottom right.
 // dx may be dy.
 APEX_TE_FUNCTION(scaled_softmax_fwd,
-                 "x: Tensor, mask: Tensor?, y: Tensor!, scale: float, causal: int")
+                 "x: T[*r h q c], mask: Tensor?, y: T[*r h q c]!, scale: float, causal: int; "
+                 "whole q c")
 APEX_TE_IN_PLACE(scaled_softmax_fwd, "y: x")
 APEX_TE_FUNCTION(scaled_softmax_bwd,
-                 "dy: Tensor, y: Tensor, dx: Tensor!, scale: float, causal: int")
+                 "dy: T[*r h q c], y: T[*r h q c], dx: T[*r h q c]!, scale: float, causal: int; "
+                 "whole q c")
 APEX_TE_IN_PLACE(scaled_softmax_bwd, "dx: dy")
 
 namespace apex_te {

@@ -18,21 +18,25 @@
 constexpr int64_t kSwigluTileRows = 64;
 
 APEX_TE_FUNCTION(swiglu_fwd,
-                 "input: Tensor, up: Tensor?, bias: Tensor?, up_bias: Tensor?, out: Tensor!, "
-                 "activation: int")
+                 "input: T[r w], up: T[r w]?, bias: T[pair(w up up_bias)]?, "
+                 "up_bias: T[gated(w up)]?, out: T[r gated(w up)]!, activation: int")
 APEX_TE_FUNCTION(swiglu_fwd_fp8,
-                 "input: Tensor, up: Tensor?, bias: Tensor?, up_bias: Tensor?, scale: Tensor, "
-                 "rowwise: Tensor!?, columnwise: Tensor!?, amax: Tensor!?, scale_inv: Tensor!?, "
+                 "input: T[r w], up: T[r w]?, bias: T[pair(w up up_bias)]?, "
+                 "up_bias: T[gated(w up)]?, scale: f32[1], rowwise: F[r gated(w up)]!?, "
+                 "columnwise: F[gated(w up) r~16]!?, amax: f32[^ 1]!!?, scale_inv: f32[scale]!?, "
                  "activation: int")
 APEX_TE_FUNCTION(swiglu_bwd,
-                 "grad_output: Tensor, input: Tensor, up: Tensor?, bias: Tensor?, "
-                 "up_bias: Tensor?, grad_input: Tensor!, grad_up: Tensor!?, dbias: Tensor!?, "
-                 "workspace: Tensor!?, activation: int")
-APEX_TE_FUNCTION(swiglu_bwd_fp8,
-                 "grad_output: Tensor, input: Tensor, up: Tensor?, bias: Tensor?, "
-                 "up_bias: Tensor?, scale: Tensor, rowwise: Tensor!?, columnwise: Tensor!?, "
-                 "amax: Tensor!?, scale_inv: Tensor!?, dbias: Tensor!?, workspace: Tensor!?, "
+                 "grad_output: T[r gated(w up)], input: T[r w], up: T[r w]?, "
+                 "bias: T[pair(w up up_bias)]?, up_bias: T[gated(w up)]?, "
+                 "grad_input: T[r pair(w up grad_up)]!, grad_up: T[r gated(w up)]!?, "
+                 "dbias: T[+ pair(w up)]!?, workspace: f32[r/64 pair(w up)]!?dbias, "
                  "activation: int")
+APEX_TE_FUNCTION(swiglu_bwd_fp8,
+                 "grad_output: T[r gated(w up)], input: T[r w], up: T[r w]?, "
+                 "bias: T[pair(w up up_bias)]?, up_bias: T[gated(w up)]?, scale: f32[1], "
+                 "rowwise: F[r pair(w up)]!?, columnwise: F[pair(w up) r~16]!?, "
+                 "amax: f32[^ 1]!!?, scale_inv: f32[scale]!?, dbias: T[+ pair(w up)]!?, "
+                 "workspace: f32[r/64 pair(w up)]!?dbias, activation: int")
 
 namespace apex_te {
 

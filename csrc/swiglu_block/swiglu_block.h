@@ -9,14 +9,19 @@
 #include "swiglu/swiglu.h"
 
 APEX_TE_FUNCTION(swiglu_fwd_block,
-                 "input: Tensor, up: Tensor?, bias: Tensor?, up_bias: Tensor?, rowwise: Tensor!?, "
-                 "rowwise_scale_inv: Tensor!?, columnwise: Tensor!?, "
-                 "columnwise_scale_inv: Tensor!?, amax: Tensor!?, eps: float, pow2: bool, "
-                 "activation: int")
+                 "input: T=H[r w], up: T[r w]?, bias: T[pair(w up up_bias)]?, "
+                 "up_bias: T[gated(w up)]?, rowwise: F[r~4 gated(w up)]!?, "
+                 "rowwise_scale_inv: f32[gated(w up)/128 r%4]!?rowwise, "
+                 "columnwise: F[gated(w up) r~16]!?, "
+                 "columnwise_scale_inv: f32[r/128 gated(w up)%4]!?columnwise, amax: f32[^ 1]!!?, "
+                 "eps: float, pow2: bool, activation: int")
 APEX_TE_FUNCTION(swiglu_bwd_block,
-                 "grad_output: Tensor, input: Tensor, up: Tensor?, bias: Tensor?, "
-                 "up_bias: Tensor?, rowwise: Tensor!?, rowwise_scale_inv: Tensor!?, "
-                 "columnwise: Tensor!?, columnwise_scale_inv: Tensor!?, amax: Tensor!?, "
+                 "grad_output: T=H[r gated(w up)], input: T[r w], up: T[r w]?, "
+                 "bias: T[pair(w up up_bias)]?, up_bias: T[gated(w up)]?, "
+                 "rowwise: F[r~4 pair(w up)]!?, "
+                 "rowwise_scale_inv: f32[pair(w up)/128 r%4]!?rowwise, "
+                 "columnwise: F[pair(w up) r~16]!?, "
+                 "columnwise_scale_inv: f32[r/128 pair(w up)%4]!?columnwise, amax: f32[^ 1]!!?, "
                  "eps: float, pow2: bool, activation: int")
 
 namespace apex_te {

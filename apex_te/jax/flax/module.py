@@ -253,12 +253,7 @@ class DenseGeneral(TransformerEngineBase):
 
 
 def dense_parameters(layer: Any, inner: Sequence[int]) -> tuple[jax.Array, jax.Array | None]:
-    """Returns the kernel of a dense layer and its bias or None.
-
-    Args:
-        layer: the module; its kernel is [*inner, *features], its bias [*features].
-        inner: sizes of the contracted dimensions.
-    """
+    """Returns the kernel [*inner, *features] of a dense layer and its bias [*features] or None."""
     given = layer.features
     features = tuple(given) if isinstance(given, Sequence) else (given,)
     if not features:
@@ -357,13 +352,9 @@ class LayerNorm(_Normed):
 class Prepared(NamedTuple):
     """Operands of the GEMM of a ``LayerNormDenseGeneral``.
 
-    Attributes:
-        x: the GEMM's input, or the norm's input if ``norm`` is given.
-        normed: the norm's output, or the input without a norm; None if ``norm`` is given.
-        norm: None, or a norm that has not run yet because it writes FP8 itself, with its scale and
-            its bias or None.
-        kernel: [in, out...].
-        bias: [out...] or None.
+    Without ``norm``, ``x`` is the GEMM's input, and ``normed`` the norm's output or the input. Else
+    ``x`` is the input of ``norm``, which has not run yet because it writes FP8 itself, with its
+    scale and its bias or None.
     """
 
     x: jax.Array

@@ -28,6 +28,7 @@ def run(
     as_matrices: bool = False,
     one_matrix: bool = False,
     one_by_one: bool = False,
+    dims: Mapping[str, str] | None = None,
     **options: Any,
 ) -> dict[str, jax.Array]:
     """Checks the arguments of a C function and calls it; returns its results by parameter.
@@ -40,17 +41,19 @@ def run(
         as_matrices: join the dimensions of each letter after the checks.
         one_matrix: as in ``rowwise``.
         one_by_one: ``jax.vmap`` makes a call for each element; devices share nothing.
+        dims: dimensions, in the rule, of tensors whose contract leaves them open.
         options: the scalars.
     """
     contract = contract_of(op, function)
-    bound = Bindings(options, ranks, dtypes)
+    asked = [*(name for name, x in given.items() if x is not None), *outputs]
+    bound = Bindings(options | contract.presence(asked), ranks, dtypes)
     inputs = _checked(contract, function, given, bound)
     is_row = 0 in bound.ranks.values()
     if as_matrices or is_row:
         for name, x in inputs.items():
-            letters = [d.name for d in contract.params[name].dims if d.is_letter]
-            if letters:
-                inputs[name] = x.reshape([math.prod(bound.extents[each]) for each in letters])
+            own = [d.name for d in contract.params[name].dims if d.is_letter]
+            if own:
+                inputs[name] = x.reshape([math.prod(bound.extents[each]) for each in own])
     results = [p for p in _written(contract, inputs, outputs) if p.name != "workspace"]
 
     def body(*arrays: jax.Array) -> tuple[jax.Array, ...]:
@@ -58,10 +61,11 @@ def run(
         found = local_call(op, function, arguments, outputs, bound.dtypes, **options)
         return tuple(found[p.name] for p in results)
 
-    read = ", ".join(f"{n}: {_dims(contract.params[n], bound)}" for n in inputs)
-    written = ", ".join(f"{p.name}: {p.reduction} {_dims(p, bound)}" for p in results)
-    dims = (d for p in contract.params.values() for d in bound.dims(p))
-    split = {d.name for d in dims if not d.arguments} - contract.whole
+    places = {n: _dims(p, bound) for n, p in contract.params.items()} | dict(dims or {})
+    read = ", ".join(f"{n}: {places[n]}" for n in inputs)
+    written = ", ".join(f"{p.name}: {p.reduction} {places[p.name]}" for p in results)
+    letters = (d for p in contract.params.values() for d in bound.dims(p))
+    split = {d.name for d in letters if not d.arguments} - contract.whole
     own_ranks = {} if as_matrices or is_row else bound.ranks
     mapped = (
         sequential_vmap(body)
@@ -75,17 +79,40 @@ def run(
     return found
 
 
+def whole_call(
+    op: str,
+    function: str,
+    given: Mapping[str, Any],
+    outputs: Collection[str] = (),
+    dtypes: Mapping[str, str] | None = None,
+    extents: Mapping[str, int] | None = None,
+    **options: Any,
+) -> dict[str, jax.Array]:
+    """Checks the arguments of a C function that is not mapped or sharded, and calls it.
+
+    Args:
+        extents: of letters that no argument binds, or only one that follows their first use.
+    """
+    contract = contract_of(op, function)
+    bound = Bindings(options, None, dtypes)
+    bound.extents |= {letter: (n,) for letter, n in (extents or {}).items()}
+    inputs = _checked(contract, function, given, bound)
+    return local_call(op, function, inputs, outputs, bound.dtypes, extents, **options)
+
+
 def local_call(
     op: str,
     function: str,
     arguments: Mapping[str, jax.Array],
     outputs: Collection[str] = (),
     dtypes: Mapping[str, str] | None = None,
+    extents: Mapping[str, int] | None = None,
     **options: Any,
 ) -> dict[str, jax.Array]:
     """Calls a C function on the arrays of one device, as ``run`` does, without checks."""
     contract = contract_of(op, function)
-    bound = Bindings(options, None, dtypes)
+    bound = Bindings(options | contract.presence([*arguments, *outputs]), None, dtypes)
+    bound.extents |= {letter: (n,) for letter, n in (extents or {}).items()}
     for name, x in arguments.items():
         bound.bind(contract.params[name], x.shape, x.dtype.name)
     padded = {name: _fitted(contract.params[name], x, bound) for name, x in arguments.items()}
@@ -154,13 +181,14 @@ def _dims(p: Param, bound: Bindings) -> str:
     found = []
     for d in bound.dims(p):
         block = f"/{d.block}" if d.block > 1 else ""
-        found.append(f"{d.name}{block}" if d.name and d.times == 1 else "_")
+        found.append(f"{d.name}{block}" if d.name and d.times == 1 and not d.arguments else "_")
     return " ".join(found)
 
 
 def _fitted(p: Param, x: jax.Array, bound: Bindings, *, padded: bool | None = None) -> jax.Array:
     """Returns an array with the padding of its contract, or without; scales are padded with 1."""
-    if p.is_scalar or not p.dims or x.shape == (shape := bound.shape(p, padded=padded)):
+    if not any(d.multiple > 1 for d in bound.dims(p)):
         return x
+    shape = bound.shape(p, padded=padded)
     edges = [(0, new - old, 0) for new, old in zip(shape, x.shape, strict=True)]
     return jax.lax.pad(x, jnp.ones((), x.dtype), edges)

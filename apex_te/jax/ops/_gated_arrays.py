@@ -9,28 +9,18 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from ...runtime import scratch_sizes
 from ...runtime.op_options import gated_activation_number
-from .._call import call
 from . import _checks
+from ._contract import local_call
 from ._rows import rowwise as over_rows
-
-_S = jax.ShapeDtypeStruct
 
 
 class GatedArrays(NamedTuple):
-    """Checked arrays that a C function of gated activations reads, with their dimensions in a rule.
+    """Checked arrays of a C function by parameter, and their dimensions in a rule.
 
-    Attributes:
-        function: name of the C function.
-        code: number of the activation.
-        arrays: the arrays by the function's parameters.
-        dims: their dimensions in a rule: "r" rows, "f" F, "c" 2F, "g f" [2, F].
-        options: "split" and "ranks" of the rule.
-        shape: shape of the output.
-        dtype: dtype of the tensors.
-        bias_dims: dimensions of a bias, or its gradient, for gate and up.
-        is_flat: True if a bias for gate and up that the caller gives is [2F] and not [2, F].
+    These are "r" rows, "f" F, "c" 2F and "g f" [2, F]. ``options`` are those of the rule, ``shape``
+    is the output's, and ``bias_dims`` those of a bias for gate and up, which the caller gives as
+    [2F] if ``is_flat``, else as [2, F].
     """
 
     function: str
@@ -141,17 +131,19 @@ def _biases(
     return found
 
 
-def call_swiglu(
+def call_gated(
     given: GatedArrays,
     results: Mapping[str, str],
     extra: Mapping[str, jax.Array] | None = None,
-    fp8_dtype: Any = None,
+    fp8_dtype: str | None = None,
+    op: str = "swiglu",
+    **options: Any,
 ) -> dict[str, jax.Array]:
-    """Calls a C function of the op ``swiglu`` and returns its results."""
+    """Calls a C function of gated activations; ``results`` have dimensions in a rule."""
     extra = extra or {}
     inputs = {**given.arrays, **extra}
     halves = 1 if "up" in given.arrays else 2
-    dtypes = dict.fromkeys(("rowwise", "columnwise"), fp8_dtype)
+    dtypes = {"F": fp8_dtype} if fp8_dtype else {}
 
     def body(*arrays: jax.Array) -> tuple[jax.Array, ...]:
         tensors = dict(zip(inputs, arrays, strict=True))
@@ -162,25 +154,16 @@ def call_swiglu(
         cols = width // halves
         extents = {"r": rows, "f": cols, "c": 2 * cols, "g": 2}
 
-        def shape(dims: str) -> tuple[int, ...]:
-            return tuple(extents[each] for each in dims.replace("+", "").split())
+        def shaped(x: jax.Array, dims: str) -> jax.Array:
+            if dims in ("_", "^"):
+                return x
+            words = (each.partition("/") for each in dims.removeprefix("+").split())
+            return x.reshape([-(-extents[name] // int(block or 1)) for name, _, block in words])
 
-        # The function knows of no [2, F].
-        asked = {
-            name: _S(shape(dims.replace("g f", "c")), dtypes.get(name, given.dtype))
-            for name, dims in results.items()
-            if dims not in ("_", "^")
-        }
-        if "scale_inv" in results:
-            asked["scale_inv"] = _S(tensors["scale"].shape, jnp.float32)
-        if "dbias" in results:
-            lines = scratch_sizes.lines(rows, scratch_sizes.ACTIVATION_ROWS)
-            asked["workspace"] = _S((lines, 2 * cols), jnp.float32)
-        made = call("swiglu", given.function, asked, **tensors, activation=given.code)
-        return tuple(
-            made[name] if dims in ("_", "^") else made[name].reshape(shape(dims))
-            for name, dims in results.items()
+        made = local_call(
+            op, given.function, tensors, results, dtypes, activation=given.code, **options
         )
+        return tuple(shaped(made[name], dims) for name, dims in results.items())
 
     read = [f"{name}: {dims}" for name, dims in given.dims.items()] + [f"{n}: _" for n in extra]
     rule = f"{', '.join(read)} -> {', '.join(f'{n}: {dims}' for n, dims in results.items())}"

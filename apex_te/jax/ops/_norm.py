@@ -19,12 +19,8 @@ from .fp8_output import FP8Output, wanted
 class NormOutput(NamedTuple):
     """Results of a norm's forward over the rows of x [rows, cols].
 
-    Attributes:
-        y: [rows, cols] in x's dtype, the normalised rows.
-        mean: [rows] float32; None for ``rms_norm``.
-        rstd: [rows] float32, 1 / sqrt(variance + eps).
-        residual_sum: [rows, cols], the sum x + residual that was normalised; None without a
-            residual.
+    Float32 ``mean`` [rows] is None for ``rms_norm``; ``rstd`` [rows] is 1 / sqrt(variance + eps).
+    ``residual_sum``, the sum that was normalised, is None without a residual.
     """
 
     y: jax.Array

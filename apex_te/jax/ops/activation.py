@@ -28,11 +28,8 @@ __all__ = [
 def activation(x: jax.Array, kind: str) -> jax.Array:
     """Applies an activation function to every element, differentiably, in float32 arithmetic.
 
-    Other arguments and errors are as in ``apex_te.ops.activation.activation``.
-
-    Args:
-        x: one dimension or more, float32, float16 or bfloat16.
-        kind: one of ``KINDS``.
+    Arguments, results and errors are as in ``apex_te.ops.activation.activation``; ``kind`` is one
+    of ``KINDS``.
     """
     activation_number("activation_fwd", kind)
     return _differentiable(kind)(x)
@@ -61,12 +58,7 @@ def activation_fwd(x: jax.Array, kind: str) -> jax.Array:
 
 @checked
 def activation_bwd(grad_output: jax.Array, x: jax.Array, kind: str) -> jax.Array:
-    """Computes the gradient with respect to x, grad_output * f'(x).
-
-    Args:
-        grad_output: gradient of the output, of x's shape and dtype.
-        x, kind: as in ``activation``.
-    """
+    """Computes the gradient with respect to x, grad_output * f'(x)."""
     number = activation_number("activation_bwd", kind)
     given = {"dy": grad_output, "x": x}
     return run("activation", "activation_bwd", given, kind=number)["dx"]
@@ -85,13 +77,9 @@ def activation_fwd_fp8(
 ) -> FP8Output:
     """Quantizes an activation's float32 result f(x): q = saturating_cast(f(x) * scale).
 
-    Other arguments and errors are as in ``apex_te.ops.activation.activation_fwd_fp8``.
-
-    Args:
-        x, kind: as in ``activation``. x is read as a matrix [rows, cols], with its last dimension
-            as columns.
-        amax: one float32 element or None; the result's ``amax`` is the maximum of it and
-            max |f(x)|.
+    Arguments, results and errors are as in ``apex_te.ops.activation.activation_fwd_fp8``; the
+    result's ``amax`` is the maximum of the given one and max |f(x)|. The last dimension of x are
+    the columns.
     """
     name = "activation_fwd_fp8"
     number = activation_number(name, kind)
@@ -113,11 +101,8 @@ def activation_bwd_fp8(
     columnwise: bool = True,
     amax: jax.Array | None = None,
 ) -> FP8Output:
-    """Quantizes the float32 gradient that ``activation_bwd`` computes.
-
-    Args:
-        grad_output: gradient of the output, of x's shape and dtype.
-        x, kind, scale, fp8_dtype, rowwise, columnwise, amax: as in ``activation_fwd_fp8``.
+    """Quantizes the float32 gradient that ``activation_bwd`` computes, as
+    ``activation_fwd_fp8``.
     """
     name = "activation_bwd_fp8"
     number = activation_number(name, kind)

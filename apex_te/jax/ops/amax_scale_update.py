@@ -33,18 +33,10 @@ def amax_scale_update(
 ) -> tuple[list[jax.Array], list[jax.Array], list[jax.Array]]:
     """Returns every history, scale and scale_inv after one update of delayed scaling.
 
-    ``jax.vmap`` updates all elements of the batch in the same call.
+    ``jax.vmap`` updates all elements of the batch in the same call. Row 0 of a history [length,
+    slots] has the amax values recorded since the last update.
 
-    Other arguments and errors are as in ``apex_te.ops.amax_scale_update.amax_scale_update``.
-
-    Args:
-        histories: [length, slots] float32 each. Row 0 has the amax values recorded since the last
-            update, the last row the newest values of the history.
-        algo: amax that gives the scale: "max" for the maximum of recorded amax and history,
-            "most_recent" for the recorded amax.
-
-    Returns:
-        New histories, scales and scale_invs.
+    Arguments, results and errors are as in ``apex_te.ops.amax_scale_update.amax_scale_update``.
     """
     most_recent = is_most_recent("amax_scale_update", algo)
     for name, given in (("scales", scales), ("scale_invs", scale_invs), ("fp8_max", fp8_max)):

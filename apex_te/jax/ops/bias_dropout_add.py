@@ -8,20 +8,14 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.custom_batching import sequential_vmap
 
-from ...runtime import scratch_sizes
-from .._call import call
 from .._partition import Kind
 from . import _checks
 from ._checked import checked
 from ._contract import run
 from ._gradient import flag, gradient_of, is_wanted, materialised
-from ._rows import rowwise
 
 __all__ = ["bias_dropout_add", "bias_dropout_add_bwd"]
-
-_S = jax.ShapeDtypeStruct
 
 
 @checked
@@ -34,27 +28,16 @@ def bias_dropout_add(
     *,
     seed: jax.Array | None = None,
 ) -> jax.Array:
-    """Computes residual + dropout(x + bias, p) in float32, rounded once.
+    """Computes residual + dropout(x + bias, p) in float32, rounded once, differentiably.
 
-    Differentiable. An element is dropped with probability q: p rounded to a multiple of 1/65536,
-    from 1/65536 to 65535/65536. Dropped elements are multiplied by 0, so that NaN and infinity
-    give NaN. The others are multiplied by 1 / (1 - q), so that the expectation is exact. In
-    backward the same mask applies to the gradients of x and bias, and the sum over rows for bias
-    is deterministic. The mask depends on the seed and the index of an element; under ``jax.vmap``
-    each element of the batch has the mask that it would have alone.
-
-    Other arguments and errors are as in ``apex_te.ops.bias_dropout_add.bias_dropout_add``.
+    Numerics, arguments and errors are as in ``apex_te.ops.bias_dropout_add.bias_dropout_add``. The
+    mask depends on the seed and the index of an element; under ``jax.vmap`` each element of the
+    batch has the mask that it would have alone.
 
     Args:
-        x: [..., cols] float32, float16 or bfloat16.
-        bias: [cols] in x's dtype or float32; None adds nothing.
-        residual: array of x's shape, in x's dtype or float32.
         training: False means p = 0.
         seed: a key such as ``jax.random.key(0)``, its data (uint32 [2]), or one int64 element.
             Required if 0 < p < 1, otherwise not read.
-
-    Returns:
-        An array of x's shape and residual's dtype.
     """
     name = "bias_dropout_add"
     if not 0.0 <= p <= 1.0:
@@ -107,16 +90,8 @@ def bias_dropout_add_bwd(
 ) -> tuple[jax.Array | None, jax.Array | None]:
     """Computes the gradients of ``bias_dropout_add`` with respect to x and bias.
 
-    The gradient with respect to residual is ``dout``.
-
-    Other arguments and errors are as in ``apex_te.ops.bias_dropout_add.bias_dropout_add_bwd``.
-
-    Args:
-        dout: [..., cols], gradient of the output, in the output's dtype.
-        x_dtype, bias_dtype: dtypes of the gradients; None for one that is not wanted.
-
-    Returns:
-        The gradients of x and bias, each None if it is not wanted.
+    Arguments, results and errors are as in ``apex_te.ops.bias_dropout_add.bias_dropout_add_bwd``; a
+    gradient whose dtype is None is not computed and None.
     """
     name = "bias_dropout_add_bwd"
     rows = _checks.as_matrix(name, "dout", dout)
@@ -125,32 +100,16 @@ def bias_dropout_add_bwd(
         inputs["seed"] = _halves(name, seed)
     elif 0.0 < p < 1.0:
         raise ValueError(f"{name}: seed must be given for p = {p:g}, got None")
-    dtypes = {"dx": x_dtype, "dbias": bias_dtype}
-    names = [each for each, dtype in dtypes.items() if dtype is not None]
+    wanted = {"dx": ("X", x_dtype), "dbias": ("B", bias_dtype)}
+    names = [each for each, (_, dtype) in wanted.items() if dtype is not None]
     if not names:
         return None, None
-
-    def body(*arrays: jax.Array) -> tuple[jax.Array, ...]:
-        given = dict(zip(inputs, arrays, strict=True))
-        lines, cols = given["dout"].shape
-        results = {}
-        if x_dtype is not None:
-            results["dx"] = _S((lines, cols), jnp.dtype(x_dtype))
-        if bias_dtype is not None:
-            results["dbias"] = _S((cols,), jnp.dtype(bias_dtype))
-            parts = scratch_sizes.lines(lines, scratch_sizes.ACTIVATION_ROWS)
-            results["workspace"] = _S((parts, cols), jnp.float32)
-        made = call("bias_dropout_add", name, results, **given, p=float(p))
-        return tuple(made[each] for each in names)
-
-    if 0.0 < p < 1.0:  # the mask numbers the rows, of each element of a batch anew
-        made = sequential_vmap(body)(*inputs.values())
-    else:
-        dims = {"dx": "r c", "dbias": "+"}
-        rule = ", ".join(f"{each}: {'_' if each == 'seed' else 'r c'}" for each in inputs)
-        rule += " -> " + ", ".join(f"{each}: {dims[each]}" for each in names)
-        made = rowwise(name, rule, body)(*inputs.values())
-    found = dict(zip(names, made, strict=True))
+    found = run(
+        "bias_dropout_add", name, inputs, names,
+        dtypes={v: jnp.dtype(dtype).name for v, dtype in wanted.values() if dtype is not None},
+        # The mask numbers the rows, of each element of a batch anew.
+        one_by_one=0.0 < p < 1.0, p=float(p),
+    )  # fmt: skip
     dx = found.get("dx")
     return None if dx is None else dx.reshape(jnp.shape(dout)), found.get("dbias")
 

@@ -54,13 +54,7 @@ def bias_gelu(x: jax.Array, bias: jax.Array | None = None, *, form: str = "tanh"
     Arithmetic is in float32. If the sum is NaN, value and gradient are NaN. If it is -Inf, the
     value is NaN; if it is infinite, the gradient is NaN.
 
-    Other arguments and errors are as in ``apex_te.ops.bias_gelu.bias_gelu``.
-
-    Args:
-        x: [..., cols] float32, float16 or bfloat16.
-
-    Returns:
-        An array of x's shape and dtype; x and bias are kept for backward.
+    Arguments, results and errors are as in ``apex_te.ops.bias_gelu.bias_gelu``.
     """
     op_options.is_tanh("bias_gelu_fwd", form)
     return _differentiable(form)(x, bias)
@@ -128,12 +122,8 @@ def bias_gelu_fwd_fp8(
 ) -> FP8Output:
     """Quantizes the float32 result of gelu: q = saturating_cast(gelu(x + bias) * scale).
 
-    Other arguments and errors are as in ``apex_te.ops.bias_gelu.bias_gelu_fwd_fp8``.
-
-    Args:
-        x: [..., cols] float32, float16 or bfloat16, read as a matrix [rows, cols].
-        amax: one float32 element or None; the result's ``amax`` is the maximum of it and
-            max |gelu(x + bias)|.
+    Arguments, results and errors are as in ``apex_te.ops.bias_gelu.bias_gelu_fwd_fp8``; the
+    result's ``amax`` is the maximum of the given one and max |gelu(x + bias)|.
     """
     name = "bias_gelu_fwd_fp8"
     is_tanh = op_options.is_tanh(name, form)
@@ -157,13 +147,8 @@ def bias_gelu_bwd_fp8(
 ) -> BiasGeluFP8Grads:
     """Computes ``bias_gelu_bwd`` with the gradient of x quantized from its float32 values.
 
-    The bias's gradient is the sum of these float32 values.
-
-    Args:
-        grad_output, with_dbias: as in ``bias_gelu_bwd``.
-        x, bias, scale, fp8_dtype, form, rowwise, columnwise: as in ``bias_gelu_fwd_fp8``.
-        amax: one float32 element or None; the result's ``amax`` is the maximum of it and the
-            magnitudes of x's gradient.
+    Arguments, results and errors are as in ``apex_te.ops.bias_gelu.bias_gelu_bwd_fp8``; the
+    result's ``amax`` is the maximum of the given one and the magnitudes of x's gradient.
     """
     name = "bias_gelu_bwd_fp8"
     is_tanh = op_options.is_tanh(name, form)

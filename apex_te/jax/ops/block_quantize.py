@@ -30,12 +30,9 @@ _MULTIPLE = 4
 
 
 class BlockQuantized(NamedTuple):
-    """FP8 data of a matrix [rows, cols] with its scale_inv; a copy not asked for is None.
+    """FP8 data with scale_inv as in ``apex_te.ops.block_quantize.BlockQuantized``.
 
-    Other fields are as in ``apex_te.ops.block_quantize.BlockQuantized``.
-
-    Attributes:
-        columnwise: the transpose, FP8 [cols, rows].
+    A copy not asked for is None. The columnwise copy is [cols, rows], the transpose.
     """
 
     rowwise: jax.Array | None
@@ -71,18 +68,10 @@ def block_quantize(
 ) -> BlockQuantized:
     """Quantizes q = saturating_cast(float(x) * scale), scale = fp8_max / amax of each block.
 
-    With 1x128 blocks the rowwise copy has a scale for 128 elements of a row of x, the columnwise
-    copy another for 128 elements of a column. With 128x128 blocks the columnwise copy is the
-    transposed rowwise copy.
-
-    Other arguments and errors are as in ``apex_te.ops.block_quantize.block_quantize``.
-
-    Args:
-        x: [rows, cols] float32, float16 or bfloat16.
-        flatten_axis: as in ``cast_transpose``.
-        padded: return scale_inv in the shape ``scale_shape`` of the flattened matrix. If False, it
-            has no padding, keeps x's dimensions and stays sharded over devices.
-            ``block_scaled_gemm`` accepts both forms.
+    Arguments, results and errors are as in ``apex_te.ops.block_quantize.block_quantize``;
+    ``flatten_axis`` is as in ``cast_transpose``. With ``padded`` scale_inv has the shape
+    ``scale_shape`` of the flattened matrix. Else it has no padding, keeps x's dimensions and stays
+    sharded over devices; ``block_scaled_gemm`` accepts both forms.
     """
     name = "block_quantize"
     dtype = _checks.fp8_dtype_of(name, fp8_dtype)
@@ -107,15 +96,8 @@ def scale_dims(rows: str, cols: str, block_rows: int) -> str:
 
 @checked
 def unpadded(scale_inv: jax.Array, shape: Sequence[int], block_rows: int) -> jax.Array:
-    """Removes the padding that ``scale_shape`` adds from ``scale_inv``.
-
-    Args:
-        scale_inv: array of shape ``scale_shape(*shape, block_rows)``.
-        shape: (rows, cols) of the FP8 data.
-        block_rows: 1 (blocks of 1x128) or 128 (128x128).
-
-    Returns:
-        [ceil(cols / 128), rows] for 1x128, [ceil(rows / 128), ceil(cols / 128)] for 128x128.
+    """Removes the padding that ``scale_shape`` adds from the ``scale_inv`` of FP8 data of a
+    shape.
     """
     rows, cols = shape
     return scale_inv[:, : rows if block_rows == 1 else -(-cols // _BLOCK)]
@@ -125,13 +107,7 @@ def unpadded(scale_inv: jax.Array, shape: Sequence[int], block_rows: int) -> jax
 def scales_of_matrix(
     made: Mapping[str, jax.Array], rows: int, cols: int, block_rows: int
 ) -> dict[str, jax.Array]:
-    """Returns ``made`` with each scale_inv in the shape ``scale_shape`` of the flattened matrix.
-
-    Args:
-        made: fields of ``BlockQuantized`` that were asked for; each scale_inv has no padding.
-        rows, cols: shape of the flattened matrix.
-        block_rows: 1 (blocks of 1x128) or 128 (128x128).
-    """
+    """Returns ``made``, by field, with each unpadded scale_inv in the shape ``scale_shape``."""
     found = dict(made)
     for name, shape in (
         ("rowwise_scale_inv", (rows, cols)),
@@ -159,14 +135,7 @@ def block_dequantize(
 ) -> jax.Array:
     """Computes the values of FP8 data, each times its block's scale_inv, rounded to nearest even.
 
-    Args:
-        fp8_data: FP8 [rows, cols], a rowwise or columnwise copy from ``block_quantize``.
-        scale_inv: float32 of shape ``scale_shape(rows, cols, block_rows)``, of that copy.
-        out_dtype: dtype of the result: float32, float16 or bfloat16.
-        block_rows: as in ``block_quantize``.
-
-    Returns:
-        [rows, cols]. A columnwise copy gives the transpose of the quantized matrix.
+    Arguments, results and errors are as in ``apex_te.ops.block_quantize.block_dequantize``.
     """
     name = "block_dequantize"
     given = {"fp8_data": fp8_data, "scale_inv": scale_inv}

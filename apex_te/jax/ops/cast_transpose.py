@@ -17,13 +17,9 @@ _NAME = "cast_transpose"
 
 
 class CastTransposeOutput(NamedTuple):
-    """FP8 data of a matrix [rows, cols]; a field that was not asked for is None.
+    """FP8 data as in ``apex_te.ops.cast_transpose.CastTransposeOutput``, and the new amax.
 
-    Other fields are as in ``apex_te.ops.cast_transpose.CastTransposeOutput``.
-
-    Attributes:
-        columnwise: the transpose, FP8 [cols, rows].
-        amax: one float32 element, the maximum of the given amax and max |x|; None unless given.
+    None stands for what was not asked for. The columnwise copy is [cols, rows], the transpose.
     """
 
     rowwise: jax.Array | None
@@ -47,15 +43,10 @@ def cast_transpose(
 ) -> CastTransposeOutput:
     """Quantizes q = saturating_cast(float(x) * scale), rounded to nearest even; NaN stays NaN.
 
-    Other arguments and errors are as in ``apex_te.ops.cast_transpose.cast_transpose``.
-
-    Args:
-        x: [rows, cols] float32, float16 or bfloat16.
-        amax: one float32 element or None; the result's ``amax`` is the maximum of it and max |x|,
-            where NaN counts as largest.
-        flatten_axis: index of the first dimension that counts as columns, for an x with more than
-            two dimensions; None requires two. The copies keep x's dimensions; in the columnwise
-            copy those of the columns come first.
+    Arguments, results and errors are as in ``apex_te.ops.cast_transpose.cast_transpose``; the
+    result's ``amax`` is the maximum of the given one and max |x|, NaN counting as largest. With
+    ``flatten_axis``, the index of the first dimension that counts as columns, x may have more than
+    two dimensions. The copies keep them; in the columnwise copy those of the columns come first.
     """
     dtype = _checks.fp8_dtype_of(_NAME, fp8_dtype, fnuz=True)
     x, ranks = sides(_NAME, x, flatten_axis)

@@ -14,12 +14,10 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from .._call import call
 from . import _checks
 from ._checked import checked
 from ._contract import run
 from ._gradient import flag, is_wanted, materialised
-from ._rows import rowwise
 
 __all__ = [
     "REDUCTIONS",
@@ -33,18 +31,10 @@ __all__ = [
 
 REDUCTIONS = ("mean", "sum", "none")
 _MOST_COLUMNS = 2**31 - 4097
-_S = jax.ShapeDtypeStruct
 
 
 class CrossEntropyOutput(NamedTuple):
-    """Results of ``cross_entropy_fwd``; a field that was not asked for is None.
-
-    Attributes:
-        loss: [rows] float32.
-        grad: [rows, V] in the dtype of the logits, the gradient of the logits.
-        stats: [rows, 2] float32, for ``cross_entropy_bwd``: the largest logit of each row and the
-            sum of exp(logit - largest).
-    """
+    """Results as in ``apex_te.ops.cross_entropy.CrossEntropyOutput``, None if not asked for."""
 
     loss: jax.Array
     grad: jax.Array | None
@@ -157,13 +147,8 @@ def cross_entropy_fwd(
 ) -> CrossEntropyOutput:
     """Computes the loss of each row, and the gradient of the logits if it is asked for.
 
-    Other arguments and errors are as in ``apex_te.ops.cross_entropy.cross_entropy_fwd``.
-
-    Args:
-        logits: [rows, V] float32, float16 or bfloat16.
-        target: [rows] int64 or int32.
-        with_grad: also compute the gradient of the logits.
-        with_stats: also compute the statistics that ``cross_entropy_bwd`` needs.
+    Arguments, results and errors are as in ``apex_te.ops.cross_entropy.cross_entropy_fwd``;
+    ``with_grad`` and ``with_stats`` ask for the gradient and for what ``cross_entropy_bwd`` needs.
     """
     name = "cross_entropy_fwd"
     logits, target = _checked_rows(name, logits, target, label_smoothing)
@@ -189,11 +174,8 @@ def cross_entropy_bwd(
 ) -> jax.Array:
     """Computes ``grad_output`` times the gradient of the losses, each element rounded once.
 
-    Other arguments and errors are as in ``apex_te.ops.cross_entropy.cross_entropy_bwd``.
-
-    Args:
-        grad: gradient that ``cross_entropy_fwd`` made for the same arguments, or None. If it is
-            given, ``grad_output`` must have one element, and if that is 1, the result is ``grad``.
+    Arguments, results and errors are as in ``apex_te.ops.cross_entropy.cross_entropy_bwd``;
+    ``grad`` is what ``cross_entropy_fwd`` made for the same arguments, or None.
     """
     name = "cross_entropy_bwd"
     logits, target = _checked_rows(name, logits, target, label_smoothing)
@@ -204,28 +186,18 @@ def cross_entropy_bwd(
     per_row = factor.shape == (rows,) and rows != 1
     if not per_row:
         factor = _checks.is_scalar(name, "grad_output", factor)
-    inputs = {"logits": logits, "target": target, "stats": stats, "grad_output": factor}
+    given = {"logits": logits, "target": target, "stats": stats, "grad_output": factor}
+    given["num_valid"] = num_valid
     if grad is not None:
-        inputs["grad"] = _checks.same_shape(name, "grad", grad, logits)
+        given["grad"] = _checks.same_shape(name, "grad", grad, logits)
         if per_row:
             raise ValueError(
                 f"{name}: grad_output must have one element where grad is made, got {rows}"
             )
-    if num_valid is not None:
-        inputs["num_valid"] = _checks.is_scalar(name, "num_valid", num_valid, "int32")
-    options = {"ignore_index": ignore_index, "label_smoothing": float(label_smoothing)}
-    options["made"] = grad is not None
-
-    def body(*arrays: jax.Array) -> tuple[jax.Array]:
-        given = dict(zip(inputs, arrays, strict=True))
-        results = None if grad is not None else {"grad": _S(given["logits"].shape, logits.dtype)}
-        return (call("cross_entropy", name, results, **given, **options)["grad"],)
-
-    dims = {"logits": "r c", "target": "r", "stats": "r s", "grad": "r c"}
-    dims["grad_output"] = "r" if per_row else "_"
-    rule = ", ".join(f"{each}: {dims.get(each, '_')}" for each in inputs) + " -> grad: r c"
-    (found,) = rowwise(name, rule, body)(*inputs.values())
-    return found
+    return run(
+        "cross_entropy", name, given, dims={"grad_output": "r" if per_row else "_"},
+        ignore_index=ignore_index, label_smoothing=float(label_smoothing), made=grad is not None,
+    )["grad"]  # fmt: skip
 
 
 @checked

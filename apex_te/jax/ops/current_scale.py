@@ -24,12 +24,9 @@ __all__ = [
 
 
 class CurrentScaleOutput(NamedTuple):
-    """FP8 data of a matrix [rows, cols]; a copy that was not asked for is None.
+    """FP8 data as in ``apex_te.ops.current_scale.CurrentScaleOutput``, None if not asked for.
 
-    Other fields are as in ``apex_te.ops.current_scale.CurrentScaleOutput``.
-
-    Attributes:
-        columnwise: the transpose, FP8 [cols, rows].
+    The columnwise copy is [cols, rows], the transpose.
     """
 
     rowwise: jax.Array | None
@@ -53,42 +50,54 @@ def current_scale(
 ) -> CurrentScaleOutput:
     """Quantizes q = saturating_cast(float(x) * scale), scale = fp8_max / max |x|.
 
-    Other arguments and errors are as in ``apex_te.ops.current_scale.current_scale``.
-
-    Args:
-        x: [rows, cols] float32, float16 or bfloat16.
-        amax: one float32 element to use instead of max |x|.
-        flatten_axis: as in ``cast_transpose``.
+    Arguments, results and errors are as in ``apex_te.ops.current_scale.current_scale``;
+    ``flatten_axis`` is as in ``cast_transpose``.
     """
     dtype = _checks.fp8_dtype_of("current_scale", fp8_dtype, fnuz=True)
     x, ranks = sides("current_scale", x, flatten_axis)
     names = [*wanted("current_scale", rowwise, columnwise), "scale", "scale_inv"]
     dtypes = {"F": dtype}
     options: dict[str, Any] = {"eps": float(eps), "pow2": bool(pow2)}
+    functions = "current_scale_fwd", "current_scale_cast"
+    found = from_amax("current_scale", functions, x, amax, names, ranks, dtypes, **options)
+    return CurrentScaleOutput(*map(found.get, CurrentScaleOutput._fields))
+
+
+def from_amax(
+    op: str,
+    functions: tuple[str, str],
+    x: jax.Array,
+    amax: jax.Array | None,
+    names: list[str],
+    ranks: dict[str, int],
+    dtypes: dict[str, str] | None = None,
+    **options: Any,
+) -> dict[str, jax.Array]:
+    """Casts an array with a scale from ``amax``, or from its own, which devices combine.
+
+    Args:
+        functions: names of the C functions that cast with the amax of x, and with a given one.
+        names: the results that are wanted besides the amax.
+    """
     if amax is not None:
-        amax = _checks.is_scalar("current_scale_cast", "amax", amax)
-        found = run(
-            "current_scale", "current_scale_cast", {"x": x, "amax": amax}, names, dtypes=dtypes,
-            ranks=ranks, **options,
-        )  # fmt: skip
-        return CurrentScaleOutput(*map({**found, "amax": amax}.get, CurrentScaleOutput._fields))
+        amax = _checks.is_scalar(functions[1], "amax", amax)
+        given = {"x": x, "amax": amax}
+        found = run(op, functions[1], given, names, dtypes=dtypes, ranks=ranks, **options)
+        return {**found, "amax": amax}
 
     def whole(x: jax.Array) -> tuple[jax.Array, ...]:
-        made = local_call("current_scale", "current_scale_fwd", {"x": x}, names, dtypes, **options)
+        made = local_call(op, functions[0], {"x": x}, names, dtypes, **options)
         return tuple(made[name] for name in (*names, "amax"))
 
     def reduced(reduce: Callable[..., jax.Array], x: jax.Array) -> tuple[jax.Array, ...]:
         given = {"x": x, "amax": reduce("amax", local_amax(x)[0])}
-        made = local_call("current_scale", "current_scale_cast", given, names, dtypes, **options)
+        made = local_call(op, functions[1], given, names, dtypes, **options)
         return *(made[name] for name in names), given["amax"]
 
     dims = {"rowwise": "r c", "columnwise": "c r", "scale": "_", "scale_inv": "_", "amax": "^"}
     rule = f"x: r c -> {', '.join(f'{n}: {dims[n]}' for n in (*names, 'amax'))}"
-    fused = over_rows(
-        "current_scale_fwd", rule, whole, split="r c", ranks=ranks, reduced=reduced
-    )  # fmt: skip
-    found = dict(zip([*names, "amax"], fused(x), strict=True))
-    return CurrentScaleOutput(*map(found.get, CurrentScaleOutput._fields))
+    fused = over_rows(functions[0], rule, whole, split="r c", ranks=ranks, reduced=reduced)
+    return dict(zip([*names, "amax"], fused(x), strict=True))
 
 
 @checked
@@ -123,10 +132,8 @@ def local_amax(x: jax.Array) -> tuple[jax.Array]:
 
 @checked
 def tensor_amax(x: jax.Array) -> jax.Array:
-    """Computes max |x| as one float32 element; NaN counts as largest, and an empty x gives 0.
-
-    Args:
-        x: [rows, cols] float32, float16 or bfloat16.
+    """Computes max |x| of a matrix as one float32 element; NaN counts as largest, an empty x
+    gives 0.
     """
     x = _checks.matrix("current_scale", "x", x)
 

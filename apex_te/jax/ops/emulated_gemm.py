@@ -33,15 +33,8 @@ def mx_gemm(
 ) -> jax.Array:
     """Computes out[M, N] = a @ b.T + bias from MXFP8 operands that ``mx_quantize`` has made.
 
-    Values of operands below 2^-126, the smallest normal number, may be rounded in decoding.
-
-    Other arguments and errors are as in ``apex_te.ops.emulated_gemm.mx_gemm``.
-
-    Args:
-        a: [M, K] FP8.
-        b: [N, K] FP8.
-        out_dtype: float32, float16 or bfloat16.
-        inner: as in ``fp8_gemm``.
+    Arguments, results and errors are as in ``apex_te.ops.emulated_gemm.mx_gemm``; ``inner`` is as
+    in ``fp8_gemm``. Values below 2^-126, the smallest normal number, may be rounded in decoding.
     """
 
     def decoded(dtype: Any, a: Any, b: Any, a_scale: Any, b_scale: Any) -> tuple[Any, Any]:
@@ -64,15 +57,8 @@ def hif8_gemm(
 ) -> jax.Array:
     """Computes out[M, N] = (a @ b.T) * a_scale_inv * b_scale_inv + bias of HiF8 data.
 
-    Other arguments and errors are as in ``apex_te.ops.emulated_gemm.hif8_gemm``.
-
-    Args:
-        a: [M, K] uint8 HiF8 data.
-        b: [N, K] uint8.
-        a_scale_inv: one float32 element.
-        b_scale_inv: one float32 element.
-        out_dtype: float32, float16 or bfloat16.
-        inner: as in ``fp8_gemm``.
+    Arguments, results and errors are as in ``apex_te.ops.emulated_gemm.hif8_gemm``; ``inner`` is as
+    in ``fp8_gemm``.
     """
 
     def decoded(dtype: Any, a: Any, b: Any, *_: Any) -> tuple[Any, Any]:

@@ -113,9 +113,7 @@ def shared_product(
     """Multiplies sharded operands: each device multiplies its shard; sums over a sharded K follow.
 
     Args:
-        name: name of the function, for errors.
         product: function of a, b, their scales and a dict of bias and c, all as matrices.
-        operands: a and b by name.
         scales: the scales by name, each with its dimensions in the rule.
         rest: bias and c by name, if given.
         inner: number of dimensions that are contracted.
@@ -161,18 +159,9 @@ def fp8_gemm(
 ) -> jax.Array:
     """Computes out[M, N] = (a[M, K] @ b[N, K].T) * a_scale_inv * b_scale_inv + bias + c.
 
-    Other arguments and errors are as in ``apex_te.ops.fp8_gemm.fp8_gemm``.
-
-    Args:
-        a: [M, K] FP8. For fprop x, for dgrad dy, for wgrad of a kernel [in, out] the columnwise
-            copy of x.
-        b: [N, K] FP8. For fprop the weight [out, in], for dgrad the weight [in, out], for wgrad the
-            columnwise copy of dy.
-        a_scale_inv, b_scale_inv: one float32 element each.
-        out_dtype: bfloat16, float16 or float32.
-        c: [M, N] in the output's dtype; it is added before the result is rounded.
-        inner: number of dimensions of K, the last ones of a and b. M and N may also stand for
-            several dimensions; the result keeps them.
+    Arguments, results and errors are as in ``apex_te.ops.fp8_gemm.fp8_gemm``; K has ``inner``
+    dimensions, the last ones of a and b. M and N may also stand for several dimensions; the result
+    keeps them. ``c`` [M, N], in the output's dtype, is added before the result is rounded.
     """
     a, b, rest, dtype = _prepare("fp8_gemm", a, b, out_dtype, bias, c, inner)
     scales = {
@@ -225,13 +214,8 @@ def block_scaled_gemm(
 ) -> jax.Array:
     """Computes out[M, N] = a @ b.T + bias + c from operands that ``block_quantize`` has made.
 
-    Other arguments and errors are as in ``apex_te.ops.fp8_gemm.block_scaled_gemm``.
-
-    Args:
-        a: [M, K] FP8.
-        b: [N, K] FP8.
-        out_dtype: bfloat16, float16 or float32.
-        c, inner: as in ``fp8_gemm``.
+    Arguments, results and errors are as in ``apex_te.ops.fp8_gemm.block_scaled_gemm``; ``c`` and
+    ``inner`` are as in ``fp8_gemm``.
     """
     name = "block_scaled_gemm"
     a, b, rest, dtype = _prepare(name, a, b, out_dtype, bias, c, inner)

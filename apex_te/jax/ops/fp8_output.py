@@ -6,24 +6,19 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 
 from . import _checks
 from ._checked import checked
 from ._contract import run
 
-__all__ = ["FP8Output", "copies", "sides"]
+__all__ = ["FP8Output", "sides"]
 
 
 class FP8Output(NamedTuple):
-    """FP8 data of a matrix [rows, cols]; a field that was not asked for is None.
+    """FP8 data [rows, cols], its transpose, 1 / scale and the new amax, one float32 element each.
 
-    Attributes:
-        rowwise: FP8 [rows, cols].
-        columnwise: the transpose, FP8 [cols, rows].
-        scale_inv: one float32 element, 1 / scale.
-        amax: one float32 element, the maximum of the given amax and the matrix's own; None unless
-            an amax was given.
+    None stands for what was not asked for; ``amax`` is the maximum of the given amax and the
+    matrix's own.
     """
 
     rowwise: jax.Array | None
@@ -36,21 +31,12 @@ class FP8Output(NamedTuple):
 def sides(
     function: str, x: jax.Array, flatten_axis: int | None
 ) -> tuple[jax.Array, dict[str, int]]:
-    """Checks an array that is cast as a matrix, and counts its dimensions of rows and columns.
+    """Returns a checked array that is cast as a matrix, and its dimensions {"r": rows, "c":
+    columns}.
 
-    Args:
-        function: name of the C function, for errors.
-        x: the array, float32, float16 or bfloat16.
-        flatten_axis: index of the first dimension that counts as columns; None requires an x with
-            two dimensions.
-
-    Returns:
-        The array, and the numbers of dimensions as {"r": rows, "c": columns}.
-
-    Raises:
-        TypeError: ``x`` has a dtype that is not listed.
-        ValueError: ``flatten_axis`` leaves no dimension for rows or for columns, or is None and
-            ``x`` does not have two dimensions.
+    Raises TypeError for another dtype than float32, float16 and bfloat16, and ValueError if
+    ``flatten_axis``, the first dimension of columns, leaves none for rows or columns, or is None
+    and ``x`` does not have two dimensions.
     """
     if flatten_axis is None:
         return _checks.matrix_to_cast(function, x), {"r": 1, "c": 1}
@@ -69,32 +55,6 @@ def wanted(function: str, rowwise: bool, columnwise: bool, amax: Any = None) -> 
     if not (rowwise or columnwise or amax is not None):
         raise ValueError(f"{function}: rowwise or columnwise must be True, got False for both")
     return ["rowwise"] * bool(rowwise) + ["columnwise"] * bool(columnwise)
-
-
-@checked
-def copies(
-    function: str,
-    shape: tuple[int, ...],
-    fp8_dtype: str,
-    rowwise: bool,
-    columnwise: bool,
-    amax: Any = None,
-) -> dict[str, Any]:
-    """Returns shapes and dtypes of the wanted copies of a matrix, by name.
-
-    Args:
-        function: name of the C function, for errors.
-        shape: (rows, cols) of the matrix.
-        fp8_dtype: FP8 dtype of the copies.
-        rowwise, columnwise: True for each copy that is wanted.
-        amax: the amax that the call updates, or None. If it is given, no copy need be wanted.
-
-    Raises:
-        ValueError: ``rowwise`` and ``columnwise`` are False and ``amax`` is None.
-    """
-    shapes = {"rowwise": shape, "columnwise": shape[::-1]}
-    names = wanted(function, rowwise, columnwise, amax)
-    return {name: jax.ShapeDtypeStruct(shapes[name], jnp.dtype(fp8_dtype)) for name in names}
 
 
 def cast_of_activation(

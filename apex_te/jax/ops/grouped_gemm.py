@@ -33,10 +33,7 @@ _S = jax.ShapeDtypeStruct
 def multiply_groups(a: jax.Array, b: jax.Array, groups: Groups) -> jax.Array:
     """Multiplies each row by the matrix of its group: ``out[r] = b[g] @ a[r]``, row r in group g.
 
-    Other arguments and errors are as in ``apex_te.ops.grouped_gemm.multiply_groups``.
-
-    Returns:
-        [rows, N] in the dtype of ``a``; rows outside all groups are zeros.
+    Arguments, results and errors are as in ``apex_te.ops.grouped_gemm.multiply_groups``.
     """
     _check_operands("multiply_groups", a, b, groups)
     return _multiplied(jnp.asarray(a), jnp.asarray(b), groups.ends)
@@ -72,17 +69,8 @@ def _dot(a: jax.Array, b: jax.Array) -> jax.Array:
 def contract_groups(a: jax.Array, b: jax.Array, groups: Groups, wide: bool = False) -> jax.Array:
     """Multiplies each group's slices of two matrices: ``out[g] = a[:, i:j] @ b[i:j]``.
 
-    Group g has the indices i to j - 1 of the inner dimension. This is wgrad of a grouped linear
-    layer.
-
-    Other arguments and errors are as in ``apex_te.ops.grouped_gemm.contract_groups``.
-
-    Args:
-        wide: return float32 sums of 16-bit operands, instead of rounding to their dtype.
-
-    Returns:
-        [groups, M, N] in the dtype of the operands, or in float32 with ``wide``; zeros for a group
-        without rows.
+    Arguments, results and errors are as in ``apex_te.ops.grouped_gemm.contract_groups``; with
+    ``wide`` float32 sums of 16-bit operands are not rounded to their dtype.
     """
     a, b = _checks.array("contract_groups", "a", a), _checks.array("contract_groups", "b", b)
     if a.ndim != 2 or b.ndim != 2 or a.shape[1] != b.shape[0]:
@@ -172,10 +160,8 @@ def scaled_contract_groups(
 ) -> jax.Array:
     """Computes ``contract_groups`` of columnwise FP8 data, times both operands' scale_inv.
 
-    Other arguments and errors are as in ``apex_te.ops.grouped_gemm.scaled_contract_groups``.
-
-    Args:
-        wide: return float32 instead of rounding to bfloat16.
+    Arguments, results and errors are as in ``apex_te.ops.grouped_gemm.scaled_contract_groups``;
+    with ``wide`` the result is float32 instead of bfloat16.
     """
     name = "scaled_contract_groups"
     ends = _checks.array(name, "ends", ends)

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from .._call import Stacked, call
 from . import _checks
 from ._checked import checked
+from ._contract import whole_call
 
 __all__ = [
     "ALIGN",
@@ -72,13 +73,9 @@ class Groups:
 
 
 class GroupedOutput(NamedTuple):
-    """FP8 data of groups with scale_inv and amax values; a field not asked for is None.
+    """FP8 data as in ``apex_te.ops.grouped_quantize.GroupedOutput``, None if not asked for.
 
-    Other fields are as in ``apex_te.ops.grouped_quantize.GroupedOutput``.
-
-    Attributes:
-        amax: float32 [groups], the maximum of each group's given amax and its own; None unless
-            given.
+    ``amax`` is the maximum of each group's given amax and its own.
     """
 
     rowwise: jax.Array | None
@@ -96,11 +93,7 @@ def groups_of(splits: jax.Array, rows: int) -> Groups:
     only the device knows them. Instead no group has rows, every scale_inv is NaN, and the results
     of ``finish_rows``, ``zero_unused`` and ``column_sums`` are NaN.
 
-    Other arguments and errors are as in ``apex_te.ops.grouped_quantize.groups_of``.
-
-    Args:
-        splits: int32 or int64 [groups], the number of rows of each group in order; 1 to 1023
-            groups.
+    Arguments, results and errors are as in ``apex_te.ops.grouped_quantize.groups_of``.
     """
     name = "grouped_offsets"
     splits = _checks.has_ndim(name, "splits", splits, 1, ["int32", "int64"])
@@ -117,12 +110,8 @@ def groups_of(splits: jax.Array, rows: int) -> Groups:
 
 @checked
 def check_rows(name: str, rows: int, groups: Groups) -> None:
-    """Raises ValueError unless ``groups`` was made for a matrix of ``rows`` rows.
-
-    Args:
-        name: the calling function's, for the error.
-        rows: number of rows of the matrix.
-        groups: the groups.
+    """Raises ValueError, of function ``name``, unless ``groups`` are of a matrix of ``rows``
+    rows.
     """
     if rows != groups.rows:
         raise ValueError(f"{name}: groups must be of {rows} rows, got groups of {groups.rows} rows")
@@ -152,15 +141,9 @@ def quantize_groups(
 ) -> GroupedOutput:
     """Quantizes groups of rows in one pass: q = saturating_cast(float(x) * scale[g]) in group g.
 
-    Values are rounded to nearest even.
-
-    Other arguments and errors are as in ``apex_te.ops.grouped_quantize.quantize_groups``.
-
-    Args:
-        x: [rows, cols] float32, float16 or bfloat16.
-        scale: float32 [groups].
-        amax: float32 [groups] or None; the result's ``amax`` is the maximum of it and max |x| of
-            each group, where NaN counts as largest.
+    Arguments, results and errors are as in ``apex_te.ops.grouped_quantize.quantize_groups``; the
+    result's ``amax`` is the maximum of the given one and max |x| of each group, NaN counting as
+    largest.
     """
     x = _checks.matrix_to_cast(_OP, x)
     rows, cols = x.shape
@@ -202,14 +185,8 @@ def quantize_matrices(
 ) -> GroupedOutput:
     """Quantizes one matrix for each group, all of one shape and dtype, in one launch.
 
-    Other arguments and errors are as in ``apex_te.ops.grouped_quantize.quantize_matrices``.
-
-    Args:
-        matrices: [groups, rows, cols] float32, float16 or bfloat16, such as the experts' weights,
-            or a list of [rows, cols].
-        rowwise: make [groups, rows, cols].
-        columnwise: make the transposes, [groups, cols, rows].
-        scale, fp8_dtype, amax, scale_inv: as in ``quantize_groups``.
+    Arguments, results and errors are as in ``apex_te.ops.grouped_quantize.quantize_matrices``;
+    ``matrices`` may also be one array [groups, rows, cols].
     """
     name = "grouped_quantize_matrices"
     if isinstance(matrices, (list, tuple)):
@@ -243,9 +220,7 @@ def scales_of(
     name = "grouped_scales"
     amax = _checks.has_ndim(name, "amax", amax, 1, ["float32"])
     limit = float(jnp.finfo(_checks.fp8_dtype_of(name, fp8_dtype)).max)
-    results = {each: _S(amax.shape, jnp.float32) for each in ("scale", "scale_inv")}
-    options = {"fp8_max": limit, "eps": float(eps), "pow2": bool(pow2)}
-    made = call(_OP, name, results, amax=amax, **options)
+    made = whole_call(_OP, name, {"amax": amax}, fp8_max=limit, eps=float(eps), pow2=bool(pow2))
     return made["scale"], made["scale_inv"]
 
 
@@ -263,52 +238,40 @@ def first_scales(
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Computes the first scales of delayed scaling, from amax values instead of an amax history.
 
-    A group gets a scale if its ``due`` is not 0 and it has rows. An amax of 0, infinity or NaN
-    leaves the group's scale as it is.
-
-    Other arguments and errors are as in ``apex_te.ops.grouped_quantize.first_scales``.
-
-    Args:
-        due: int32 [groups], not 0 for each group that has no scale yet.
-        scale: float32 [groups].
-        scale_inv: float32 [groups].
-
-    Returns:
-        The new ``(due, scale, scale_inv)``; ``due`` is 0 for each group that got a scale.
+    Arguments, results and errors are as in ``apex_te.ops.grouped_quantize.first_scales``; returned
+    are the new ``(due, scale, scale_inv)``.
     """
-    name = "grouped_first_scales"
-    count = groups.num_groups
-    due = _checks.has_shape(name, "due", _checks.has_dtype(name, "due", due, ["int32"]), (count,))
-    given = _of_groups(name, count, amax=amax, scale=scale, scale_inv=scale_inv)
+    given = {"amax": amax, "due": due, "scale": scale, "scale_inv": scale_inv}
     options: dict[str, Any] = {"fp8_max": float(fp8_max), "margin": margin, "pow2": bool(pow2)}
-    made = call(_OP, name, table=groups.table, due=due, **given, **options)
+    made = _of_rows("grouped_first_scales", given, groups, **options)
     return made["due"], made["scale"], made["scale_inv"]
+
+
+def _of_rows(
+    function: str, given: dict[str, Any], groups: Groups, **options: Any
+) -> dict[str, jax.Array]:
+    """Calls a function that reads the table of groups."""
+    given = {**given, "table": groups.table}
+    return whole_call(_OP, function, given, extents={"g": groups.num_groups}, **options)
 
 
 @checked
 def finish_rows(out: jax.Array, groups: Groups, bias: jax.Array | None = None) -> jax.Array:
     """Returns ``out`` with ``bias`` added to the groups' rows; rows outside all groups are zeros.
 
-    Other arguments and errors are as in ``apex_te.ops.grouped_quantize.finish_rows``.
-
-    Args:
-        out: [rows, cols] float32, float16 or bfloat16.
+    Arguments, results and errors are as in ``apex_te.ops.grouped_quantize.finish_rows``.
     """
     name = "grouped_finish"
     out = _checks.matrix(name, "out", out)
     check_rows(name, out.shape[0], groups)
-    given = {"out": out, "table": groups.table}
-    if bias is not None:
-        bias = _checks.has_dtype(name, "bias", bias, [out.dtype.name])
-        given["bias"] = _checks.has_shape(name, "bias", bias, (groups.num_groups, out.shape[1]))
-    return call(_OP, name, **given)["out"]
+    return _of_rows(name, {"out": out, "bias": bias}, groups)["out"]
 
 
 @checked
 def zero_unused(out: jax.Array, groups: Groups) -> jax.Array:
     """Returns ``out`` [groups, ...] with zeros in ``out[g]`` for each group g without rows."""
     rows = jnp.asarray(out).reshape(groups.num_groups, -1)
-    return call(_OP, "grouped_clear", out=rows, table=groups.table)["out"].reshape(jnp.shape(out))
+    return _of_rows("grouped_clear", {"out": rows}, groups)["out"].reshape(jnp.shape(out))
 
 
 @checked
@@ -316,42 +279,28 @@ def decode(fp8_data: jax.Array) -> jax.Array:
     """Returns the exact values of FP8 data of any shape as bfloat16, not times scale_inv."""
     name = "grouped_decode"
     fp8_data = _checks.has_dtype(name, "fp8_data", fp8_data, _checks.FP8)
-    results = {"out": _S((fp8_data.size,), jnp.bfloat16)}
-    made = call(_OP, name, results, fp8_data=fp8_data.reshape(-1))
+    made = whole_call(_OP, name, {"fp8_data": fp8_data.reshape(-1)})
     return made["out"].reshape(fp8_data.shape)
 
 
 @checked
 def scale_rows(out: jax.Array, factor: jax.Array) -> jax.Array:
-    """Returns ``out`` with each row multiplied by its factor in float32.
-
-    Args:
-        out: [rows, ...] float32, float16 or bfloat16.
-        factor: float32 [rows].
+    """Returns ``out`` [rows, ...] with each row multiplied by its factor, float32 [rows], in
+    float32.
     """
     name = "grouped_scale_rows"
     out = _checks.has_dtype(name, "out", out, _checks.FLOATS)
-    factor = _checks.has_dtype(name, "factor", factor, ["float32"])
-    factor = _checks.has_shape(name, "factor", factor, out.shape[:1])
-    rows = out.reshape(out.shape[0], -1)
-    return call(_OP, name, out=rows, factor=factor)["out"].reshape(out.shape)
+    given = {"out": out.reshape(out.shape[0], -1), "factor": factor}
+    return whole_call(_OP, name, given)["out"].reshape(out.shape)
 
 
 @checked
 def column_sums(x: jax.Array, groups: Groups) -> jax.Array:
     """Sums the rows of each group of ``x`` [rows, cols] in float32, deterministically.
 
-    Other arguments and errors are as in ``apex_te.ops.grouped_quantize.column_sums``.
-
-    Args:
-        x: [rows, cols] float32, float16 or bfloat16.
-        groups: the groups in the rows of ``x``.
-
-    Returns:
-        The sums [groups, cols] in the dtype of ``x``.
+    Arguments, results and errors are as in ``apex_te.ops.grouped_quantize.column_sums``.
     """
     name = "grouped_sum"
     x = _checks.matrix_to_cast(name, x)
     check_rows(name, x.shape[0], groups)
-    results = {"out": _S((groups.num_groups, x.shape[1]), x.dtype)}
-    return call(_OP, name, results, x=x, table=groups.table)["out"]
+    return _of_rows(name, {"x": x}, groups)["out"]

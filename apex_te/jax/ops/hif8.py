@@ -7,7 +7,6 @@ to 1: magnitudes of 2^-3 to 15 have 3. The largest finite value is 32768, the sm
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -16,8 +15,7 @@ import jax.numpy as jnp
 from . import _checks
 from ._checked import checked
 from ._contract import local_call, run
-from ._rows import rowwise as over_rows
-from .current_scale import local_amax
+from .current_scale import from_amax
 from .fp8_output import sides, wanted
 
 __all__ = [
@@ -36,20 +34,13 @@ HIF8_224 = 224.0
 
 _LARGEST = 32768.0
 _FLOAT32_MAX = float(jnp.finfo(jnp.float32).max)
-_DIMS = {
-    "rowwise": "r c", "columnwise": "c r", "scale": "_", "scale_inv": "_", "amax": "^",
-}  # fmt: skip
 
 
 class HiF8Output(NamedTuple):
-    """HiF8 data of a matrix [rows, cols]; a copy that was not asked for is None.
+    """HiF8 data as in ``apex_te.ops.hif8.HiF8Output``; a copy that was not asked for is None.
 
-    Other fields are as in ``apex_te.ops.hif8.HiF8Output``.
-
-    Attributes:
-        columnwise: the transpose, uint8 [cols, rows].
-        amax: one float32 element. From ``quantize``, the maximum of the given amax and max |x|;
-            None unless given. From ``quantize_current``, the amax that gave the scale.
+    The columnwise copy is [cols, rows], the transpose. ``amax`` of ``quantize`` is the maximum of
+    the given amax and max |x|, None unless given; that of ``quantize_current`` gave the scale.
     """
 
     rowwise: jax.Array | None
@@ -63,10 +54,7 @@ class HiF8Output(NamedTuple):
 def encode(x: jax.Array, *, saturate: bool = True) -> jax.Array:
     """Returns the HiF8 data of x without a scale, rounded half away from zero.
 
-    Other arguments and errors are as in ``apex_te.ops.hif8.encode``.
-
-    Args:
-        x: any shape, float32, float16 or bfloat16.
+    Arguments, results and errors are as in ``apex_te.ops.hif8.encode``.
     """
     x = _checks.has_dtype("hif8_quantize", "x", x, _checks.FLOATS)
     given = {"x": x.reshape(1, x.size)}
@@ -80,10 +68,7 @@ def decode(
 ) -> jax.Array:
     """Returns the values of HiF8 data times scale_inv, rounded once; exact without scale_inv.
 
-    Args:
-        fp8_data: any shape, uint8.
-        dtype: dtype of the result: float32, float16 or bfloat16.
-        scale_inv: one float32 element; None means 1.
+    Arguments, results and errors are as in ``apex_te.ops.hif8.decode``.
     """
     name = "hif8_decode"
     fp8_data = _checks.has_dtype(name, "fp8_data", fp8_data, ["uint8"])
@@ -107,13 +92,9 @@ def quantize(
 ) -> HiF8Output:
     """Quantizes q = encode(float(x) * scale) with a given scale, in one pass.
 
-    Other arguments and errors are as in ``apex_te.ops.hif8.quantize``.
-
-    Args:
-        x: [rows, cols] float32, float16 or bfloat16.
-        amax: one float32 element or None; the result's ``amax`` is the maximum of it and max |x|,
-            where NaN counts as largest.
-        flatten_axis: as in ``cast_transpose``.
+    Arguments, results and errors are as in ``apex_te.ops.hif8.quantize``; the result's ``amax`` is
+    the maximum of the given one and max |x|, NaN counting as largest. ``flatten_axis`` is as in
+    ``cast_transpose``.
     """
     name = "hif8_quantize"
     x, ranks = sides(name, x, flatten_axis)
@@ -137,18 +118,10 @@ def quantize_current(
     saturate: bool = True,
     flatten_axis: int | None = None,
 ) -> HiF8Output:
-    """Quantizes q = encode(float(x) * scale), scale = target / max |x|.
+    """Quantizes q = encode(float(x) * scale), scale = target / max |x|, as ``current_scale``.
 
-    The scale follows the rules of ``current_scale``. An amax below ``eps`` counts as ``eps``. An
-    amax of 0, infinity or NaN gives scale 1. An infinite scale becomes float32's largest number. An
-    infinite amax makes scale_inv infinite, so that saturation does not hide it.
-
-    Other arguments and errors are as in ``apex_te.ops.hif8.quantize_current``.
-
-    Args:
-        x: [rows, cols] float32, float16 or bfloat16.
-        amax: one float32 element to use instead of max |x|.
-        flatten_axis: as in ``cast_transpose``.
+    Arguments, results and errors are as in ``apex_te.ops.hif8.quantize_current``; ``flatten_axis``
+    is as in ``cast_transpose``.
     """
     name = "hif8_current" if amax is None else "hif8_cast"
     x, ranks = sides("hif8_current", x, flatten_axis)
@@ -159,21 +132,6 @@ def quantize_current(
     names = [*wanted(name, rowwise, columnwise), "scale", "scale_inv"]
     options: dict[str, Any] = {"target": float(target), "eps": float(eps), "pow2": bool(pow2)}
     options["saturate"] = bool(saturate)
-    if amax is not None:
-        amax = _checks.is_scalar(name, "amax", amax)
-        found = run("hif8", name, {"x": x, "amax": amax}, names, ranks=ranks, **options)
-        return HiF8Output(*map({**found, "amax": amax}.get, HiF8Output._fields))
-
-    def whole(x: jax.Array) -> tuple[jax.Array, ...]:
-        made = local_call("hif8", "hif8_current", {"x": x}, names, **options)
-        return tuple(made[each] for each in (*names, "amax"))
-
-    def reduced(reduce: Callable[..., jax.Array], x: jax.Array) -> tuple[jax.Array, ...]:
-        amax = reduce("amax", local_amax(x)[0])
-        made = local_call("hif8", "hif8_cast", {"x": x, "amax": amax}, names, **options)
-        return *(made[each] for each in names), amax
-
-    rule = f"x: r c -> {', '.join(f'{n}: {_DIMS[n]}' for n in (*names, 'amax'))}"
-    fused = over_rows(name, rule, whole, split="r c", ranks=ranks, reduced=reduced)
-    found = dict(zip([*names, "amax"], fused(x), strict=True))
+    functions = "hif8_current", "hif8_cast"
+    found = from_amax("hif8", functions, x, amax, names, ranks, **options)
     return HiF8Output(*map(found.get, HiF8Output._fields))

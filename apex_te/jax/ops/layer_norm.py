@@ -26,14 +26,7 @@ def layer_norm(
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
     """Normalises (x - mean) / sqrt(variance + eps) * gamma + bias, differentiably.
 
-    Other arguments and errors are as in ``apex_te.ops.layer_norm.layer_norm``.
-
-    Args:
-        x: [..., cols] float32, float16 or bfloat16; the last dimension is normalised.
-        residual: array of x's shape and dtype, added to x before the norm.
-
-    Returns:
-        y in x's shape and dtype; with a residual (y, x + residual).
+    Arguments, results and errors are as in ``apex_te.ops.layer_norm.layer_norm``.
     """
     norm = _norm.differentiable("layer_norm", float(eps), zero_centered_gamma, residual is not None)
     y, total = norm(x, weight, bias, residual)
@@ -72,9 +65,8 @@ def layer_norm_fwd_fp8(
 ) -> NormFP8Output:
     """Quantizes the float32 result y of ``layer_norm_fwd``: q = saturating_cast(y * scale).
 
-    Args:
-        x, weight, bias, eps, zero_centered_gamma, residual: as in ``layer_norm_fwd``.
-        scale, fp8_dtype, rowwise, columnwise, amax: as in ``rms_norm_fwd_fp8``.
+    Arguments, results and errors are as in ``apex_te.ops.layer_norm.layer_norm_fwd_fp8``; the
+    result's ``amax`` is the maximum of the given one and max |y|.
     """
     fp8 = (scale, fp8_dtype, rowwise, columnwise, amax)
     made = _norm.norm_fwd("layer_norm", x, weight, bias, eps, zero_centered_gamma, residual, fp8)
@@ -97,12 +89,7 @@ def layer_norm_bwd(
 ) -> NormGradients:
     """Computes the gradients of ``layer_norm_fwd``, deterministically.
 
-    Other arguments and errors are as in ``apex_te.ops.layer_norm.layer_norm_bwd``.
-
-    Args:
-        x: [rows, cols], the matrix that was normalised: x, or x + residual.
-        weight, zero_centered_gamma: as in ``layer_norm``.
-        mean, rstd: [rows] float32, from ``layer_norm_fwd``.
+    Arguments, results and errors are as in ``apex_te.ops.layer_norm.layer_norm_bwd``.
     """
     return _norm.norm_bwd(
         "layer_norm", dy, x, weight, None, {"mean": mean, "rstd": rstd}, zero_centered_gamma,

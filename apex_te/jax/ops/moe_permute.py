@@ -47,11 +47,8 @@ _OP = "moe_permute"
 class RowMap(NamedTuple):
     """Map from tokens to rows of the permuted matrix, int32 arrays.
 
-    Other fields are as in ``apex_te.ops.moe_permute.RowMap``.
-
-    Attributes:
-        row_id_map: [tokens + 2, 1 + 2 * width], with one more column if experts are padded. Opaque;
-            an argument of ``permute``, ``unpermute`` and their backward functions.
+    Fields are as in ``apex_te.ops.moe_permute.RowMap``. The opaque ``row_id_map`` is an argument of
+    ``permute``, ``unpermute`` and their backward functions.
     """
 
     row_id_map: jax.Array
@@ -89,12 +86,10 @@ def make_map(
 ) -> RowMap:
     """Makes the map of a permutation that sorts copies of tokens by expert, then by token.
 
-    Other arguments and errors are as in ``apex_te.ops.moe_permute.make_map``.
+    For "index", ``num_experts`` None means 1024. An index that is too large raises an error on the
+    CPU, when the program runs. On a GPU the token's row in the result of ``unpermute`` is NaN.
 
-    Args:
-        num_experts: number of experts for "index", at most 1024; None means 1024. An index that is
-            too large raises an error on the CPU, when the program runs. On a GPU the token's row in
-            the result of ``unpermute`` is NaN.
+    Arguments, results and errors are as in ``apex_te.ops.moe_permute.make_map``.
     """
     routing = _routing("moe_permute_map", routing_map, map_type, num_experts, align_size)
     rows = _ANY_ROWS if num_rows is None else num_rows

@@ -37,11 +37,7 @@ _S = jax.ShapeDtypeStruct
 class AdamStep(NamedTuple):
     """Arrays after a step of Adam or LAMB, in the order of the parameters.
 
-    Attributes:
-        params: the parameters.
-        exp_avgs: averages of the gradients.
-        exp_avg_sqs: averages of the gradients' squares.
-        masters: master weights; empty if none were given.
+    ``masters`` is empty if none were given.
     """
 
     params: list[jax.Array]
@@ -85,10 +81,7 @@ def adam(
 ) -> AdamStep:
     """Steps AdamW (decoupled weight decay) or Adam (L2).
 
-    Other arguments and errors are as in ``apex_te.ops.multi_tensor_optim.adam``.
-
-    Args:
-        params: float32, float16 or bfloat16.
+    Arguments, results and errors are as in ``apex_te.ops.multi_tensor_optim.adam``.
     """
     name = "multi_tensor_adam"
     columns = {"exp_avgs": exp_avgs, "exp_avg_sqs": exp_avg_sqs}
@@ -121,10 +114,7 @@ def sgd(
 ) -> SgdStep:
     """Steps stochastic gradient descent.
 
-    Other arguments and errors are as in ``apex_te.ops.multi_tensor_optim.sgd``.
-
-    Args:
-        params, grads, lr, maximize, masters, inv_scale, found_inf: as in ``adam``.
+    Arguments, results and errors are as in ``apex_te.ops.multi_tensor_optim.sgd``.
     """
     name = "multi_tensor_sgd"
     if momentum and not momentums and params:
@@ -166,13 +156,7 @@ def lamb(
 ) -> AdamStep:
     """Steps LAMB (arXiv 1904.00962): Adam's update with a rate for each tensor.
 
-    A tensor's rate is lr * |param| / |update| if neither norm is 0 and either ``weight_decay`` is
-    not 0 or ``nvlamb`` is True. Otherwise it is lr.
-
-    Other arguments and errors are as in ``apex_te.ops.multi_tensor_optim.lamb``.
-
-    Args:
-        masters, inv_scale, found_inf: as in ``adam``.
+    Arguments, results and errors are as in ``apex_te.ops.multi_tensor_optim.lamb``.
     """
     name = "multi_tensor_lamb"
     columns = {"exp_avgs": exp_avgs, "exp_avg_sqs": exp_avg_sqs}
@@ -193,13 +177,7 @@ def lamb(
 def l2norm(tensors: _Arrays) -> jax.Array:
     """Computes the L2 norm over all arrays, deterministically, as ``multi_tensor.l2norm`` does.
 
-    On a mesh every device computes the whole norm.
-
-    Args:
-        tensors: float32, float16 or bfloat16, any shapes.
-
-    Returns:
-        One float32 element.
+    On a mesh every device computes the whole norm, one float32 element.
     """
     name = "multi_tensor_l2norm"
     found = [

@@ -16,12 +16,9 @@ __all__ = ["MXQuantized", "mx_dequantize", "mx_quantize"]
 
 
 class MXQuantized(NamedTuple):
-    """MXFP8 data and scales of a matrix [rows, cols]; a copy that was not asked for is None.
+    """MXFP8 data and scales as in ``apex_te.ops.mx_quantize.MXQuantized``, None if not asked for.
 
-    Other fields are as in ``apex_te.ops.mx_quantize.MXQuantized``.
-
-    Attributes:
-        columnwise: the transpose, FP8 [cols, rows].
+    The columnwise copy is [cols, rows], the transpose.
     """
 
     rowwise: jax.Array | None
@@ -42,19 +39,8 @@ def mx_quantize(
 ) -> MXQuantized:
     """Quantizes q = saturating_cast(float(x) / 2^e), with one e for each block of 32 elements.
 
-    A block is 32 elements of a row of x for the rowwise copy, and 32 elements of a column for the
-    columnwise copy. ``rounding`` chooses the stored scale 2^e from the block's amax. "up" takes the
-    smallest 2^e with amax / fp8_max <= 2^e (in float32), so that nothing saturates. "floor" (OCP MX
-    v1.0, section 6.3) takes e = floor(log2 amax) - 8 for E4M3, - 15 for E5M2, so that an amax just
-    below a power of two saturates. The scale of a block is NaN (0xFF) if it contains a NaN, 2^127
-    (0xFE) if it contains an infinity, and 2^-127 (0x00) if all elements are zero.
-
-    Other arguments and errors are as in ``apex_te.ops.mx_quantize.mx_quantize``.
-
-    Args:
-        x: [rows, cols] float32, float16 or bfloat16. Sizes need not be multiples of 32: the last
-            block of a row or column may be shorter.
-        flatten_axis: as in ``cast_transpose``.
+    Arguments, results and errors are as in ``apex_te.ops.mx_quantize.mx_quantize``;
+    ``flatten_axis`` is as in ``cast_transpose``.
     """
     name = "mx_quantize"
     dtype = _checks.fp8_dtype_of(name, fp8_dtype)
@@ -74,13 +60,7 @@ def mx_quantize(
 def mx_dequantize(fp8_data: jax.Array, scale: jax.Array, *, dtype: Any = jnp.bfloat16) -> jax.Array:
     """Computes the values of MXFP8 data, rounded to nearest even; exact within dtype's range.
 
-    Other arguments and errors are as in ``apex_te.ops.mx_quantize.mx_dequantize``.
-
-    Args:
-        dtype: dtype of the result: float32, float16 or bfloat16.
-
-    Returns:
-        [rows, cols]. A columnwise copy gives the transpose of the quantized matrix.
+    Arguments, results and errors are as in ``apex_te.ops.mx_quantize.mx_dequantize``.
     """
     name = "mx_dequantize"
     given = {"fp8_data": fp8_data, "scale": scale}

@@ -7,25 +7,20 @@ the weight's rows in the latter order has queries, keys and values that are slic
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 
-from ...runtime import scratch_sizes
-from .._call import call
 from . import _checks
 from ._checked import checked
-from ._contract import run
+from ._contract import local_call, run
 from ._rows import rowwise as over_rows
-from .fp8_output import FP8Output, copies
+from .fp8_output import FP8Output, wanted
 
 __all__ = ["QkvGradOutput", "qkv_cast_grad", "qkv_cast_weight"]
 
 _OP = "qkv_cast"
-_S = jax.ShapeDtypeStruct
 
 
 class QkvGradOutput(NamedTuple):
@@ -51,16 +46,9 @@ def qkv_cast_weight(
 ) -> FP8Output:
     """Casts an interleaved weight as ``cast_transpose`` does, and sorts the rowwise copy's rows.
 
-    The rows of the rowwise copy are all queries, then all keys, then all values. The columns of
-    the weight may be sharded over devices.
-
-    Other arguments and errors are as in ``apex_te.ops.qkv_cast.qkv_cast_weight``.
-
-    Args:
-        weight: [groups * (repeats + 2) * size, cols] float32, float16 or bfloat16, group by group.
-        scale: one float32 element.
-        amax: one float32 element or None; the result's ``amax`` is the maximum of it and
-            max |weight|, where NaN counts as largest.
+    Arguments, results and errors are as in ``apex_te.ops.qkv_cast.qkv_cast_weight``; the result's
+    ``amax`` is the maximum of the given one and max |weight|. The columns may be sharded over
+    devices.
     """
     name = "qkv_cast_weight"
     dtype = _checks.fp8_dtype_of(name, fp8_dtype, fnuz=True)
@@ -100,38 +88,23 @@ def qkv_cast_grad(
 ) -> QkvGradOutput:
     """Joins the gradients of queries, keys and values and casts them as ``cast_transpose`` does.
 
-    The copies are those of the joined matrix [tokens, features], the gradient of a fused
-    projection's output. Tokens may be sharded over devices.
-
-    Other arguments and errors are as in ``apex_te.ops.qkv_cast.qkv_cast_grad``.
-
-    Args:
-        keys, values: [..., groups, size].
-        scale: one float32 element.
-        amax: one float32 element or None; the result's ``amax`` is the maximum of it and the
-            gradient's magnitudes, where NaN counts as largest.
+    Arguments, results and errors are as in ``apex_te.ops.qkv_cast.qkv_cast_grad``; the result's
+    ``amax`` is the maximum of the given one and the gradient's magnitudes. Tokens may be sharded
+    over devices.
     """
     name = "qkv_cast_grad"
     dtype = _checks.fp8_dtype_of(name, fp8_dtype, fnuz=True)
     given = {**_heads(name, queries, keys, values), **_scalars(name, scale, amax)}
     dims = {"rowwise": "r c", "columnwise": "c r", "scale_inv": "_", "amax": "^", "dbias": "+ c"}
-    names = [*copies(name, (1, 1), dtype, rowwise, columnwise), "scale_inv"]
+    names = [*wanted(name, rowwise, columnwise), "scale_inv"]
     names += [*(() if amax is None else ("amax",)), *(("dbias",) if with_dbias else ())]
 
     def body(*arrays: jax.Array) -> tuple[jax.Array, ...]:
         tensors = dict(zip(given, arrays, strict=True))
-        rows = arrays[0].shape[0]
-        parts = [each for each in ("queries", "keys", "values") if each in tensors]
-        cols = sum(math.prod(tensors[each].shape[1:]) for each in parts)
-        for each in parts:
-            tensors[each] = tensors[each][:, None]
-        asked = copies(name, (rows, cols), dtype, rowwise, columnwise)
-        asked["scale_inv"] = _S(jnp.shape(scale), jnp.float32)
-        if with_dbias:
-            asked["dbias"] = _S((cols,), tensors["keys"].dtype)
-            lines = scratch_sizes.lines(rows, scratch_sizes.CAST_ROWS)
-            asked["workspace"] = _S((lines, cols), jnp.float32)
-        made = call(_OP, name, asked, **tensors, interleaved=bool(interleaved))
+        heads = {n: tensors[n][:, None] for n in ("queries", "keys", "values") if n in tensors}
+        made = local_call(
+            _OP, name, tensors | heads, names, {"F": dtype}, interleaved=bool(interleaved)
+        )
         return tuple(made[each] for each in names)
 
     read = {"queries": "r q s", "keys": "r g s", "values": "r g s"}

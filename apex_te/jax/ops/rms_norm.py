@@ -25,15 +25,7 @@ def rms_norm(
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
     """Normalises x / sqrt(mean(x^2) + eps) * gamma over the last dimension, differentiably.
 
-    Other arguments and errors are as in ``apex_te.ops.rms_norm.rms_norm``.
-
-    Args:
-        x: [..., cols] float32, float16 or bfloat16.
-        weight: [cols] in x's dtype or float32; None means ones.
-        residual: array of x's shape and dtype, added to x before the norm.
-
-    Returns:
-        y in x's shape and dtype; with a residual (y, x + residual).
+    Arguments, results and errors are as in ``apex_te.ops.rms_norm.rms_norm``.
     """
     norm = _norm.differentiable("rms_norm", float(eps), zero_centered_gamma, residual is not None)
     y, total = norm(x, weight, None, residual)
@@ -70,12 +62,8 @@ def rms_norm_fwd_fp8(
 ) -> NormFP8Output:
     """Quantizes the float32 result y of ``rms_norm_fwd``: q = saturating_cast(y * scale).
 
-    Other arguments and errors are as in ``apex_te.ops.rms_norm.rms_norm_fwd_fp8``.
-
-    Args:
-        x, weight, eps, zero_centered_gamma, residual: as in ``rms_norm_fwd``.
-        amax: one float32 element or None; the result's ``amax`` is the maximum of it and max |y|.
-            If it is given, ``rowwise`` and ``columnwise`` may both be False.
+    Arguments, results and errors are as in ``apex_te.ops.rms_norm.rms_norm_fwd_fp8``; the result's
+    ``amax`` is the maximum of the given one and max |y|.
     """
     fp8 = (scale, fp8_dtype, rowwise, columnwise, amax)
     made = _norm.norm_fwd("rms_norm", x, weight, None, eps, zero_centered_gamma, residual, fp8)
@@ -96,11 +84,7 @@ def rms_norm_bwd(
 ) -> NormGradients:
     """Computes the gradients of ``rms_norm_fwd``, deterministically.
 
-    Other arguments and errors are as in ``apex_te.ops.rms_norm.rms_norm_bwd``.
-
-    Args:
-        x: [rows, cols], the matrix that was normalised: x, or x + residual.
-        weight, zero_centered_gamma: as in ``rms_norm``.
+    Arguments, results and errors are as in ``apex_te.ops.rms_norm.rms_norm_bwd``.
     """
     return _norm.norm_bwd(
         "rms_norm", dy, x, weight, None, {"rstd": rstd}, zero_centered_gamma, d_residual,

@@ -40,22 +40,10 @@ def rope(
 ) -> jax.Array:
     """Rotates each pair (a, b) by its angle t to (a cos t - b sin t, b cos t + a sin t).
 
-    The angle is ``freqs[position, pair]``, where position is the token's position in its sequence.
+    Differentiable with respect to x only. With ``starts`` or ``cu_seqlens`` a position outside the
+    table gives NaN. In layout "thd" a token outside all sequences is rotated by 0.
 
-    Pairs are elements (i, i + rotary_dim / 2) of a head, or (2i, 2i + 1) if ``interleaved``.
-    Elements from rotary_dim on are copied. Arithmetic is float32, rounded once; angles of any size
-    are reduced exactly. Differentiable with respect to x only. With ``starts`` or ``cu_seqlens`` a
-    position outside the table gives NaN. In layout "thd" a token outside all sequences is rotated
-    by 0.
-
-    Other arguments and errors are as in ``apex_te.ops.rope.rope``.
-
-    Args:
-        x: float32, float16 or bfloat16 of shape [s, b, h, d] (sbhd), [b, s, h, d] (bshd) or
-            [t, h, d] (thd).
-
-    Returns:
-        An array of x's shape and dtype.
+    Arguments, results and errors are as in ``apex_te.ops.rope.rope``.
     """
     if layout not in _LAYOUTS:
         raise ValueError(f"rope: layout must be 'sbhd', 'bshd' or 'thd', got {layout!r}")

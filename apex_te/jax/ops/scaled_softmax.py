@@ -9,19 +9,16 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from .._call import call
 from . import _checks
 from ._checked import checked
+from ._contract import run
 from ._gradient import materialised
-from ._rows import rowwise
 
 __all__ = ["scaled_softmax", "scaled_softmax_bwd", "scaled_softmax_fwd"]
 
 _CAUSAL = {None: 0, "upper_left": 1, "bottom_right": 2}
-# Dimensions: batch, heads, queries and columns; and those of extent 1 in their place.
-_DIMS = {4: "rhqc", 3: "rqc"}
-_BROADCAST = {"r": "1", "h": "g", "q": "p"}
-_S = jax.ShapeDtypeStruct
+_DIMS = "rhqc"  # batch, heads, queries, columns
+_BROADCAST = {"r": "1", "h": "g", "q": "p"}  # dimensions of extent 1 in their place
 
 
 @checked
@@ -30,18 +27,9 @@ def scaled_softmax(
 ) -> jax.Array:
     """Computes softmax(scale * x) over the visible elements of the last dimension, 0 elsewhere.
 
-    Differentiable with respect to x. Elements that ``mask`` or ``causal`` hides have no influence,
-    even if they are NaN. Arithmetic is in float32. The result and gradient of a row are zero if it
-    has no visible elements or all of them are -Inf. A visible NaN or +Inf (-Inf with a negative
-    scale) makes all visible elements of the row NaN.
+    Differentiable with respect to x; only the result is kept for backward.
 
-    Other arguments and errors are as in ``apex_te.ops.scaled_softmax.scaled_softmax``.
-
-    Args:
-        x: [B, H, Sq, Sk] or [N, Sq, Sk] float32, float16 or bfloat16.
-
-    Returns:
-        An array of x's shape and dtype; no other array is kept for backward.
+    Arguments, results and errors are as in ``apex_te.ops.scaled_softmax.scaled_softmax``.
     """
     _causal_mode("scaled_softmax_fwd", causal)
     return _differentiable(float(scale), causal)(x, mask)
@@ -75,23 +63,19 @@ def scaled_softmax_fwd(
     if mask is not None:
         mask = _checked_mask(name, mask, x)
     _check_causal(name, "x", x, mode)
-    inputs = {"x": x} if mask is None else {"x": x, "mask": mask}
-
-    def body(*arrays: jax.Array) -> tuple[jax.Array]:
-        given = dict(zip(inputs, arrays, strict=True))
-        results = {"y": _S(given["x"].shape, x.dtype)}
-        options = {"scale": float(scale), "causal": mode}
-        return (call("scaled_softmax", name, results, **given, **options)["y"],)
-
-    dims = _DIMS[x.ndim]
-    rule = f"x: {' '.join(dims)} -> y: {' '.join(dims)}"
-    if mask is not None:
+    given, shape = {"x": _four(x), "mask": None if mask is None else _four(mask)}, x.shape
+    own = ""
+    if given["mask"] is not None:
         # Of a dimension that the mask has not, devices that share it have the mask whole.
-        extents = zip(dims, mask.shape, x.shape, strict=True)
-        own = [each if extent == of_x else _BROADCAST[each] for each, extent, of_x in extents]
-        rule = rule.replace(" ->", f", mask: {' '.join(own)} ->")
-    (y,) = rowwise(name, rule, body, split="r h")(*inputs.values())
-    return y
+        extents = zip(_DIMS, given["mask"].shape, given["x"].shape, strict=True)
+        own = " ".join(each if n == of_x else _BROADCAST[each] for each, n, of_x in extents)
+    made = run("scaled_softmax", name, given, dims={"mask": own}, scale=float(scale), causal=mode)
+    return made["y"].reshape(shape)
+
+
+def _four(x: jax.Array) -> jax.Array:
+    """Returns scores or a mask as [B, H, Sq, Sk]; three dimensions are those of one batch."""
+    return x if x.ndim == 4 else x[None]
 
 
 @checked
@@ -110,15 +94,9 @@ def scaled_softmax_bwd(
     y = _checks.same_shape(name, "y", y, dy)
     _check_causal(name, "dy", dy, mode)
 
-    def body(dy: jax.Array, y: jax.Array) -> tuple[jax.Array]:
-        results = {"dx": _S(dy.shape, dy.dtype)}
-        options = {"scale": float(scale), "causal": mode}
-        return (call("scaled_softmax", name, results, dy=dy, y=y, **options)["dx"],)
-
-    dims = " ".join(_DIMS[dy.ndim])
-    rule = f"dy: {dims}, y: {dims} -> dx: {dims}"
-    (dx,) = rowwise(name, rule, body, split="r h")(dy, y)
-    return dx
+    given = {"dy": _four(dy), "y": _four(y)}
+    made = run("scaled_softmax", name, given, scale=float(scale), causal=mode)
+    return made["dx"].reshape(dy.shape)
 
 
 def _causal_mode(function: str, causal: str | None) -> int:

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from ...runtime.op_options import ACTIVATIONS, gated_activation_number
 from . import _checks
 from ._checked import checked
-from ._gated_arrays import GatedArrays, call_swiglu, gated_arrays
+from ._gated_arrays import GatedArrays, call_gated, gated_arrays
 from ._gradient import flag, gradient_of, is_wanted, materialised
 from .fp8_output import FP8Output
 
@@ -27,8 +27,6 @@ __all__ = [
     "swiglu_fwd_fp8",
 ]
 
-_S = jax.ShapeDtypeStruct
-
 
 class SwigluGrads(NamedTuple):
     """Gradients of ``swiglu``.
@@ -42,12 +40,9 @@ class SwigluGrads(NamedTuple):
 
 
 class SwigluFP8Grads(NamedTuple):
-    """Gradients of ``swiglu``, those of gate and up in FP8.
+    """Gradients of ``swiglu``: FP8 data of those of gate and up, [M, 2F], and ``dbias``.
 
-    Attributes:
-        output: FP8 data of the gradients of gate and up, concatenated to a matrix [M, 2F]. With
-            axis -2 the rowwise copy is [..., 2, F], the columnwise copy [2, F, ...].
-        dbias: as in ``SwigluGrads``, in the input's dtype.
+    With axis -2 the rowwise copy is [..., 2, F], the columnwise copy [2, F, ...].
     """
 
     output: FP8Output
@@ -66,18 +61,9 @@ def swiglu(
 ) -> jax.Array:
     """Computes the gated activation act(gate) * up in float32, differentiably.
 
-    Other arguments and errors are as in ``apex_te.ops.swiglu.swiglu``.
-
-    Args:
-        input: float32, float16 or bfloat16. Gate and up, gate first: [..., 2F], or with axis -2
-            [..., 2, F], whose F can be sharded. If ``up`` is given, only the gate, [..., F].
-        bias: in the input's dtype, added to gate and up before the activation: [2F], or [2, F] with
-            axis -2. If ``up_bias`` is given, only the gate's bias, [F].
-        up_bias: [F] in the input's dtype; requires ``bias``.
-        axis: -1 for [..., 2F]; -2 for [..., 2, F], without ``up`` and ``up_bias``.
-
-    Returns:
-        [..., F] in the input's dtype.
+    Arguments, results and errors are as in ``apex_te.ops.swiglu.swiglu``; with ``axis`` -2 gate and
+    up are [..., 2, F], whose F can be sharded, and their bias is [2, F]; ``up`` and ``up_bias``
+    must be None.
     """
     gated_activation_number("swiglu_fwd", activation)
     return _differentiable(activation, axis)(input, up, bias, up_bias)
@@ -127,7 +113,7 @@ def swiglu_fwd(
 ) -> jax.Array:
     """Computes ``swiglu`` with the same arguments, but is not differentiable."""
     given = gated_arrays("swiglu_fwd", activation, axis, input, up, bias, up_bias)
-    return call_swiglu(given, {"out": "r f"})["out"].reshape(given.shape)
+    return call_gated(given, {"out": "r f"})["out"].reshape(given.shape)
 
 
 @checked
@@ -147,16 +133,9 @@ def swiglu_fwd_fp8(
 ) -> FP8Output:
     """Quantizes the float32 result y of ``swiglu``: q = saturating_cast(y * scale).
 
-    Other arguments and errors are as in ``apex_te.ops.swiglu.swiglu_fwd_fp8``.
-
-    Args:
-        input, up, bias, up_bias, activation, axis: as in ``swiglu``. M is the product of all
-            dimensions of y but the last.
-        rowwise: make [M, F]; with axis -2 [..., F].
-        columnwise: make the transpose [F, M]; with axis -2 [F, ...].
-        amax: one float32 element or None; the result's ``amax`` is the maximum of it and max |y|,
-            where NaN counts as largest. If it is given, ``rowwise`` and ``columnwise`` may both be
-            False.
+    Arguments, results and errors are as in ``apex_te.ops.swiglu.swiglu_fwd_fp8``; the result's
+    ``amax`` is the maximum of the given one and max |y|, NaN counting as largest. With ``axis`` -2
+    the copies are [..., F] and [F, ...].
     """
     given = gated_arrays("swiglu_fwd_fp8", activation, axis, input, up, bias, up_bias, to_fp8=True)
     sides = {"rowwise": "r f" if rowwise else None, "columnwise": "f r" if columnwise else None}
@@ -177,14 +156,7 @@ def swiglu_bwd(
 ) -> jax.Array | SwigluGrads:
     """Computes the gradients of ``swiglu`` with respect to gate, up and biases.
 
-    Other arguments and errors are as in ``apex_te.ops.swiglu.swiglu_bwd``.
-
-    Args:
-        input, up, bias, up_bias, activation, axis: as in ``swiglu``.
-
-    Returns:
-        ``SwigluGrads`` if ``up`` is given or ``with_dbias`` is True; otherwise only the gradient of
-        ``input``.
+    Arguments, results and errors are as in ``apex_te.ops.swiglu.swiglu_bwd``.
     """
     given = gated_arrays("swiglu_bwd", activation, axis, input, up, bias, up_bias, grad_output)
     made = _gradients(given, with_dbias)
@@ -212,13 +184,9 @@ def swiglu_bwd_fp8(
 
     The matrix has this form even if gate and up are given as two arrays.
 
-    Args:
-        grad_output, with_dbias: as in ``swiglu_bwd``.
-        input, up, bias, up_bias, activation, axis, scale, fp8_dtype: as in ``swiglu_fwd_fp8``.
-        rowwise: make [M, 2F]; with axis -2 [..., 2, F].
-        columnwise: make the transpose [2F, M]; with axis -2 [2, F, ...].
-        amax: one float32 element or None; the result's ``amax`` is the maximum of it and the
-            gradients' magnitudes.
+    Arguments, results and errors are as in ``apex_te.ops.swiglu.swiglu_bwd_fp8``; the result's
+    ``amax`` is the maximum of the given one and the gradients' magnitudes. With ``axis`` -2 the
+    copies are [..., 2, F] and [2, F, ...].
     """
     given = gated_arrays(
         "swiglu_bwd_fp8", activation, axis, input, up, bias, up_bias, grad_output, to_fp8=True
@@ -234,7 +202,7 @@ def _gradients(given: GatedArrays, with_dbias: bool) -> SwigluGrads:
     results = {"grad_input": given.dims["input"]}
     results |= {"grad_up": "r f"} if "up" in given.arrays else {}
     results |= {"dbias": f"+ {given.bias_dims}"} if with_dbias else {}
-    made = call_swiglu(given, results)
+    made = call_gated(given, results)
     lead, last = given.shape[:-1], given.shape[-1]
     whole = (*lead, last) if "up" in given.arrays else (*lead, 2 * last)
     whole = whole if given.is_flat else (*lead, 2, last)
@@ -264,5 +232,5 @@ def _run_to_fp8(
         results["amax"] = "^"
     if with_dbias:
         results["dbias"] = f"+ {given.bias_dims}"
-    out = call_swiglu(given, results, extra, jnp.dtype(dtype))
+    out = call_gated(given, results, extra, dtype)
     return FP8Output(*(out.get(each) for each in FP8Output._fields)), out.get("dbias")

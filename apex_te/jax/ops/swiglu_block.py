@@ -3,23 +3,19 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from .._call import call
 from . import _checks
 from ._checked import checked
-from ._gated_arrays import GatedArrays, call_swiglu, gated_arrays
-from ._rows import rowwise as over_rows
-from .block_quantize import BlockQuantized, block_quantize, scale_shape, scales_of_matrix, unpadded
-from .fp8_output import copies
+from ._gated_arrays import GatedArrays, call_gated, gated_arrays
+from .block_quantize import BlockQuantized, block_quantize, scales_of_matrix
+from .fp8_output import wanted
 
 __all__ = ["swiglu_bwd_block", "swiglu_fwd_block"]
 
-_S = jax.ShapeDtypeStruct
 _BLOCK = 128
 
 
@@ -45,24 +41,20 @@ def swiglu_fwd_block(
     dtype. For float32 input the two ops run. Rows may be sharded over devices, and F, too, unless
     gate and up are concatenated to [..., 2F].
 
-    Other arguments and errors are as in ``apex_te.ops.swiglu_block.swiglu_fwd_block``.
-
-    Args:
-        input, up, bias, up_bias, activation, axis: as in ``swiglu``. M is the product of all
-            dimensions of the result but the last.
-        rowwise: make [M, F], or [..., F] with axis -2, and its scale_inv.
-        columnwise: make the transpose [F, M], or [F, ...] with axis -2, and its scale_inv.
-        pow2, eps, padded: as in ``block_quantize``.
+    Arguments, results and errors are as in ``apex_te.ops.swiglu_block.swiglu_fwd_block``; ``axis``
+    is as in ``swiglu``: with -2 the copies are [..., F] and [F, ...]. ``padded`` is as in
+    ``block_quantize``.
     """
     name = "swiglu_fwd_block"
     given = gated_arrays(name, activation, axis, input, up, bias, up_bias, to_fp8=True)
     options: dict[str, Any] = {"rowwise": rowwise, "columnwise": columnwise, "pow2": pow2,
-                               "eps": eps, "padded": padded}  # fmt: skip
-    if given.dtype == jnp.float32:
-        copies(name, (1, 1), _checks.fp8_dtype_of(name, fp8_dtype), rowwise, columnwise)
-        values = call_swiglu(given._replace(function="swiglu_fwd"), {"out": "r f"})["out"]
-        return block_quantize(values, fp8_dtype, flatten_axis=-1, **options)
-    return _run(given, "r f", fp8_dtype, **options)
+                               "eps": eps}  # fmt: skip
+    if given.dtype != jnp.float32:
+        return _run(given, "r f", fp8_dtype, padded, **options)
+    _checks.fp8_dtype_of(name, fp8_dtype)
+    wanted(name, rowwise, columnwise)
+    values = call_gated(given._replace(function="swiglu_fwd"), {"out": "r f"})["out"]
+    return block_quantize(values, fp8_dtype, flatten_axis=-1, padded=padded, **options)
 
 
 @checked
@@ -84,91 +76,45 @@ def swiglu_bwd_block(
 ) -> BlockQuantized:
     """Computes the gradients of gate and up as one matrix and casts it with ``block_quantize``.
 
-    One kernel does both. Its result equals that of ``swiglu_bwd`` and ``block_quantize`` bitwise;
-    these two run for float32 input and if F is not a multiple of 128. The matrix is [M, 2F], even
-    if gate and up are given as two arrays.
+    One kernel does both, bitwise equal to ``swiglu_bwd`` and ``block_quantize``; these two run for
+    float32 input and if F is not a multiple of 128. The matrix is [M, 2F], even if gate and up are
+    given as two arrays; with axis -2 the copies are [..., 2, F] and [2, F, ...].
 
-    Other arguments and errors are as in ``apex_te.ops.swiglu_block.swiglu_bwd_block``.
-
-    Args:
-        input, up, bias, up_bias, activation, axis, fp8_dtype, pow2, eps, padded: as in
-            ``swiglu_fwd_block``.
-        rowwise: make [M, 2F], or [..., 2, F] with axis -2, and its scale_inv.
-        columnwise: make the transpose [2F, M], or [2, F, ...] with axis -2, and its scale_inv.
+    Arguments, results and errors are as in ``apex_te.ops.swiglu_block.swiglu_bwd_block``; ``axis``
+    and ``padded`` are as in ``swiglu_fwd_block``.
     """
     name = "swiglu_bwd_block"
     given = gated_arrays(name, activation, axis, input, up, bias, up_bias, grad_output, to_fp8=True)
     options: dict[str, Any] = {"rowwise": rowwise, "columnwise": columnwise, "pow2": pow2,
-                               "eps": eps, "padded": padded}  # fmt: skip
-    if given.dtype == jnp.float32 or given.shape[-1] % _BLOCK:
-        copies(name, (1, 1), _checks.fp8_dtype_of(name, fp8_dtype), rowwise, columnwise)
-        results = {"grad_input": given.dims["input"]}
-        results |= {"grad_up": "r f"} if up is not None else {}
-        made = call_swiglu(given._replace(function="swiglu_bwd"), results)
-        values = jnp.concatenate(list(made.values()), -1) if up is not None else made["grad_input"]
-        return block_quantize(values, fp8_dtype, flatten_axis=axis, **options)
-    return _run(given, "r g f" if axis == -2 else "r c", fp8_dtype, **options)
+                               "eps": eps}  # fmt: skip
+    if given.dtype != jnp.float32 and given.shape[-1] % _BLOCK == 0:
+        return _run(given, "r g f" if axis == -2 else "r c", fp8_dtype, padded, **options)
+    _checks.fp8_dtype_of(name, fp8_dtype)
+    wanted(name, rowwise, columnwise)
+    results = {"grad_input": given.dims["input"]} | ({} if up is None else {"grad_up": "r f"})
+    made = call_gated(given._replace(function="swiglu_bwd"), results)
+    values = jnp.concatenate(list(made.values()), -1) if up is not None else made["grad_input"]
+    return block_quantize(values, fp8_dtype, flatten_axis=axis, padded=padded, **options)
 
 
 def _run(
-    given: GatedArrays, dims: str, fp8_dtype: Any, *, rowwise: bool, columnwise: bool, padded: bool,
-    **options: Any,
+    given: GatedArrays, dims: str, fp8_dtype: Any, padded: bool, *, rowwise: bool,
+    columnwise: bool, pow2: bool, eps: float,
 ) -> BlockQuantized:  # fmt: skip
-    """Calls the C function."""
-    function = given.function
-    dtype = _checks.fp8_dtype_of(function, fp8_dtype)
+    """Calls the C function, whose result as a matrix has the dimensions ``dims`` in a rule."""
+    dtype = _checks.fp8_dtype_of(given.function, fp8_dtype)
     lines, *columns = dims.split()
-    names = [
-        full
-        for side in copies(function, (1, 1), dtype, rowwise, columnwise)
-        for full in (side, f"{side}_scale_inv")
-    ]
-    results = {
-        "rowwise": dims,
-        "rowwise_scale_inv": " ".join([*columns[:-1], f"{columns[-1]}/{_BLOCK}", lines]),
-        "columnwise": " ".join([*columns, lines]),
-        "columnwise_scale_inv": " ".join([f"{lines}/{_BLOCK}", *columns]),
+    blocks = {
+        "rowwise": [*columns[:-1], f"{columns[-1]}/{_BLOCK}", lines],
+        "columnwise": [f"{lines}/{_BLOCK}", *columns],
     }
-    scalars = {
-        "activation": given.code,
-        "pow2": bool(options["pow2"]),
-        "eps": float(options["eps"]),
-    }
-
-    def body(*arrays: jax.Array) -> tuple[jax.Array, ...]:
-        tensors = dict(zip(given.arrays, arrays, strict=True))
-        rows, width = arrays[0].shape[0], math.prod(tensors["input"].shape[1:])
-        tensors["input"] = tensors["input"].reshape(rows, width)
-        if "bias" in tensors:
-            tensors["bias"] = tensors["bias"].reshape(-1)
-        half = width if "up" in tensors else width // 2
-        extents = {"r": rows, "f": half, "c": 2 * half, "g": 2}
-        cols = math.prod(extents[each] for each in columns)
-        asked: dict[str, Any] = {}
-        for side, each in copies(function, (rows, cols), dtype, rowwise, columnwise).items():
-            shape = scale_shape(each.shape[0], each.shape[1], 1)
-            asked |= {side: each, f"{side}_scale_inv": _S(shape, jnp.float32)}
-        made = call("swiglu_block", function, asked, **tensors, **scalars)
-        for side in names[::2]:
-            scale_inv = f"{side}_scale_inv"
-            made[scale_inv] = unpadded(made[scale_inv], asked[side].shape, 1)
-        return tuple(made[each].reshape(_shape(results[each], extents)) for each in names)
-
-    read = ", ".join(f"{name}: {each}" for name, each in given.dims.items())
-    rule = f"{read} -> {', '.join(f'{name}: {results[name]}' for name in names)}"
-    found = over_rows(function, rule, body, **given.options)(*given.arrays.values())
-    made = dict(zip(names, found, strict=True))
+    copies = {"rowwise": dims, "columnwise": " ".join([*columns, lines])}
+    results: dict[str, str] = {}
+    for side in wanted(given.function, rowwise, columnwise):
+        results |= {side: copies[side], f"{side}_scale_inv": " ".join(blocks[side])}
+    made = call_gated(given, results, None, dtype, "swiglu_block", pow2=bool(pow2), eps=float(eps))
     if padded:
         rows = math.prod(given.arrays["input"].shape[: given.options["ranks"]["r"]])
         cols = given.shape[-1] if columns == ["f"] else 2 * given.shape[-1]
         made = scales_of_matrix(made, rows, cols, 1)
     return BlockQuantized(*(made.get(each) for each in BlockQuantized._fields))
-
-
-def _shape(dims: str, extents: Mapping[str, int]) -> tuple[int, ...]:
-    """Returns the shape of an array with the given dimensions in a rule."""
-    found = []
-    for each in dims.split():
-        name, _, block = each.partition("/")
-        found.append(-(-extents[name] // int(block or 1)))
-    return tuple(found)

@@ -103,11 +103,8 @@ def moments_transformation(
 ) -> FusedTransformation:
     """Makes the transformation of an optimizer that keeps two moments of the gradients.
 
-    Args:
-        name: name of the optimizer, for errors.
-        op: step over lists of arrays, such as ``multi_tensor_optim.adam``.
-        learning_rate, weight_decay, mask, master_weights: as in ``fused_adam``.
-        prepare: function of the list of gradients that returns more arguments for ``op``.
+    ``prepare`` is a function of the list of gradients that returns more arguments for ``op``, a
+    step such as ``multi_tensor_optim.adam``.
     """
     if not callable(learning_rate):
         rate_at(name, learning_rate, jnp.zeros([], jnp.int32))  # checks a number

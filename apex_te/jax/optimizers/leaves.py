@@ -42,12 +42,8 @@ def master_weights_of(params: Any, wanted: bool) -> Any:
 
 
 def number(name: str, option: str, value: Any, below: float | None = None) -> float:
-    """Returns an option as a float after checking that it is a number of at least 0.
-
-    Args:
-        name, option: names of the optimizer and of the option, for errors.
-        value: the option.
-        below: exclusive upper bound, or None.
+    """Returns an option as a float; it must be a number of at least 0 and below ``below``, if
+    given.
     """
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise TypeError(
@@ -85,15 +81,12 @@ def updated(
 ) -> dict[str, Any]:
     """Steps all leaves, in one call for leaves that agree in master weight and weight decay.
 
+    Returns the new trees by name: "params", "masters" and those of ``moments``.
+
     Args:
-        params, grads, masters: trees of the parameters' structure.
-        moments: further trees of the optimizer's state, by name.
         decays: the option ``mask`` of ``fused_adam``.
         step: function of lists of parameters, gradients and moments, with ``masters`` and
             ``decays`` by name.
-
-    Returns:
-        The new trees by name: "params", "masters" and those of ``moments``.
     """
     tree = jax.tree.structure(params)
     mask = decays(params) if callable(decays) else True if decays is None else decays

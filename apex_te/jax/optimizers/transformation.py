@@ -9,8 +9,6 @@ import jax
 import jax.numpy as jnp
 import optax
 
-__all__ = ["FusedTransformation"]
-
 _Step = Callable[..., tuple[Any, Any]]
 
 

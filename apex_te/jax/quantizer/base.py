@@ -60,15 +60,12 @@ class Quantizer:
         with_dbias: bool = False,
         **wanted: Any,
     ) -> Quantized:
-        """Casts an array as a matrix.
+        """Casts an array [rows..., cols...] as a matrix.
 
         Args:
-            x: [rows..., cols...].
             role: "input", "weight" or "grad".
             scale: one float32 element for schemes that keep state, else None.
-            with_dbias: also sum the columns of x.
-            wanted: ``rowwise``, to make [rows, cols]; ``columnwise``, to make [cols, rows]; and
-                ``flatten_axis``, the index of x's first dimension that counts as columns.
+            wanted: ``rowwise``, ``columnwise``, and ``flatten_axis``, the first of the columns.
         """
         made = self._cast(x, role, scale, **wanted)
         if not with_dbias:
@@ -79,15 +76,7 @@ class Quantizer:
         self, source: FusedCast, role: str, scale: jax.Array | None, *, rowwise: bool,
         columnwise: bool,
     ) -> Quantized:  # fmt: skip
-        """Runs an op and casts its result as a matrix.
-
-        The op writes the FP8 data itself if both op and scheme support this. Otherwise its result
-        is cast.
-
-        Args:
-            source: the op.
-            role, scale, rowwise, columnwise: as in ``cast``.
-        """
+        """Runs an op and casts its result; the op writes FP8 itself if it and the scheme can."""
         x, dbias = source.plain()
         made = self.cast(
             x, role, scale, flatten_axis=source.flatten_axis, rowwise=rowwise,
@@ -104,8 +93,7 @@ class Quantizer:
         Args:
             product: "fprop", "dgrad" or "wgrad".
             a, b: FP8 data with its scale_inv.
-            options: ``out_dtype``, dtype of the result; ``bias``, [N...] or None; and ``inner``,
-                the number of dimensions of K.
+            options: ``out_dtype``, ``bias`` [N...] or None, and ``inner``, the dimensions of K.
         """
         return self._multiply(product, a[0], b[0], a[1], b[1], **options)
 
@@ -118,19 +106,8 @@ class Quantizer:
         raise NotImplementedError
 
 
-def one_scale(made: Any, amax: jax.Array | None = None) -> Quantized:
-    """Returns the output of an op that casts with one scale as a ``Quantized``."""
-    inverse = made.scale_inv
-    return Quantized(made.rowwise, inverse, made.columnwise, inverse, amax, None)
-
-
 def column_sums(x: jax.Array, flatten_axis: int = -1) -> jax.Array:
-    """Returns the sums of an array's columns in its dtype, added in float32.
-
-    Args:
-        x: [rows..., cols...].
-        flatten_axis: index of x's first dimension that counts as columns.
-    """
+    """Returns the sums of an array's columns in its dtype, added in float32."""
 
     def body(x: jax.Array) -> tuple[jax.Array]:
         return (x.astype(jnp.float32).sum(0),)
@@ -138,9 +115,3 @@ def column_sums(x: jax.Array, flatten_axis: int = -1) -> jax.Array:
     x, ranks = sides("column_sums", x, flatten_axis)
     rule = "x: r c -> sums: + c"
     return over_rows("column_sums", rule, body, split="r c", ranks=ranks)(x)[0].astype(x.dtype)
-
-
-def fp8_dtypes(recipe: Any) -> dict[str, str]:
-    """Returns the names of a recipe's FP8 dtypes for "input", "weight" and "grad"."""
-    forward, backward = recipe.fp8_format.value.dtype_names
-    return {"input": forward, "weight": forward, "grad": backward}

@@ -145,7 +145,10 @@ def test_optimizers(saved: Path, writer: ModuleType) -> None:
 def test_former_modules_are_the_present_ones() -> None:
     from apex_te.runtime.former_modules import _NOW
 
+    has_jax = importlib.util.find_spec("jax") is not None
     for former, now in _NOW.items():
+        if former.startswith("jax.") and not has_jax:
+            continue
         present = importlib.import_module(f"apex_te.{now}")
         assert importlib.import_module(f"apex_te.{former}") is present
         assert present.__name__ == present.__spec__.name == f"apex_te.{now}"
