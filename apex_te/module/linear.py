@@ -50,9 +50,13 @@ class LinearParameters(ParallelModule):
             self.out_features = divided(owner, "out_features", self.out_features, self.tp_size)
         elif self.parallel_mode == "row":
             self.in_features = divided(owner, "in_features", self.in_features, self.tp_size)
-        self.split = _arguments.split_names(
-            owner, self._split_over_ranks(parameters_split), self.out_features
-        )
+        own_split = parameters_split
+        if column and isinstance(parameters_split, dict):  # with this rank's numbers of rows
+            own_split = {
+                name: divided(owner, "parameters_split", rows, self.tp_size)
+                for name, rows in parameters_split.items()
+            }
+        self.split = _arguments.split_names(owner, own_split, self.out_features)
         if self.split is not None:
             for name, other in (
                 ("skip_weight_param_allocation", not own),
@@ -78,19 +82,6 @@ class LinearParameters(ParallelModule):
             prefix = f"{part}_" if part else ""
             self.register_parameter(f"{prefix}weight", weight)
             self.register_parameter(f"{prefix}bias", bias)
-
-    def _split_over_ranks(self, parameters_split: Any) -> Any:
-        """Returns ``parameters_split`` with this rank's numbers of rows.
-
-        A list of names is returned as it is, and so is anything unless the mode is "column".
-        """
-        if self.parallel_mode != "column" or not isinstance(parameters_split, dict):
-            return parameters_split
-        owner = type(self).__name__
-        return {
-            name: divided(owner, "parameters_split", rows, self.tp_size)
-            for name, rows in parameters_split.items()
-        }
 
     def _split_modes(self) -> tuple[str | None, ...]:
         return (self.parallel_mode,)
