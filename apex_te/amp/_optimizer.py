@@ -34,13 +34,13 @@ class OptimizerAmp:
         # Of each pair: None, or the parameter's version at which its master was made of it.
         self._versions: list[int | None] | None = None
         # While a state dict is loaded: its master weights, each with the pair it belongs to.
-        self._loading: list[tuple[torch.Tensor, Pair]] = []
+        self.loading: list[tuple[torch.Tensor, Pair]] = []
         if isinstance(optimizer, FusedOptimizer):
             optimizer.renew()
             if master_weights:
                 optimizer.enable_master_weights()
         else:
-            self._replace_params(optimizer, optimizer.param_groups)
+            self.replace_params(optimizer, optimizer.param_groups)
             if optimizer.state:  # moments take the dtype of the parameters, as torch has them
                 optimizer.load_state_dict(optimizer.state_dict())
         self.handles = [
@@ -82,13 +82,9 @@ class OptimizerAmp:
                     master.copy_(param.detach())
         self._versions = None
 
-    def load_later(self, masters: list[tuple[torch.Tensor, Pair]]) -> None:
-        """Keeps master weights of a state dict until ``loaded`` is called."""
-        self._loading = masters
-
     def loaded(self) -> list[int]:
         """Restores saved master weights and their parameters; ``refresh`` sets the others."""
-        masters, self._loading = self._loading, []
+        masters, self.loading = self.loading, []
         with torch.no_grad():
             for saved, (param, master) in masters:
                 master.copy_(saved)
@@ -100,20 +96,7 @@ class OptimizerAmp:
             self._versions = [None if id(master) in given else -1 for _, master in self.pairs]
         return missing
 
-    def check_new(self, params: list[torch.Tensor]) -> None:
-        """Raises ValueError if one of the parameters has a master weight in ``param_groups``."""
-        known = {id(param) for param, _ in self.pairs}
-        if any(id(param) in known for param in params):
-            raise ValueError(
-                "amp: param_group must have parameters that are in no other group of the "
-                "optimizer, got one whose master weight is in another group"
-            )
-
-    def take_group(self, optimizer: torch.optim.Optimizer) -> None:
-        """Gives master weights to the parameters of the last group, which was just added."""
-        self._replace_params(optimizer, optimizer.param_groups[-1:])
-
-    def _replace_params(
+    def replace_params(
         self, optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]]
     ) -> None:
         """Puts new master weights, with the state, in the place of parameters that need them."""
@@ -225,12 +208,14 @@ def _add_param_group(
     kept = amp_of(self)
     if kept is None or len(self.param_groups) == groups:
         return
-    try:
-        kept.check_new(self.param_groups[-1]["params"])
-    except ValueError:
+    known = {id(param) for param, _ in kept.pairs}
+    if any(id(param) in known for param in self.param_groups[-1]["params"]):
         self.param_groups.pop()
-        raise
-    kept.take_group(self)
+        raise ValueError(
+            "amp: param_group must have parameters that are in no other group of the optimizer, "
+            "got one whose master weight is in another group"
+        )
+    kept.replace_params(self, self.param_groups[-1:])
 
 
 def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
@@ -304,7 +289,7 @@ def _take_masters(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) 
         found.append((saved, (param, master)))
     kept = amp_of(optimizer)
     if kept is not None:
-        kept.load_later(found)
+        kept.loading = found
     return {**state_dict, "state": states}
 
 

@@ -109,32 +109,18 @@ def initialize(
         _check_params(all_models, opt_level, chosen)
         if verbosity and _is_first_rank():
             print(describe(opt_level, chosen))
-        prepared = _prepare(all_models, all_optimizers, chosen)
+    for optimizer in all_optimizers:
+        release_optimizer(optimizer)
+    if enabled:
+        prepared = [prepare_model(model, chosen) for model in all_models]
         result = prepared if isinstance(models, (list, tuple)) else prepared[0]
+        for optimizer in all_optimizers:
+            prepare_optimizer(optimizer, bool(chosen.master_weights))
     else:
-        _release(all_models, all_optimizers)
+        for model in all_models:
+            release_model(model)
     state.scalers = scalers if enabled else []
     return result if optimizers is None else (result, optimizers)
-
-
-def _prepare(
-    models: list[torch.nn.Module], optimizers: list[torch.optim.Optimizer], chosen: Properties
-) -> list[torch.nn.Module]:
-    """Prepares models and optimizers, and returns the models; optimizers are released first."""
-    for optimizer in optimizers:
-        release_optimizer(optimizer)
-    prepared = [prepare_model(model, chosen) for model in models]
-    for optimizer in optimizers:
-        prepare_optimizer(optimizer, bool(chosen.master_weights))
-    return prepared
-
-
-def _release(models: list[torch.nn.Module], optimizers: list[torch.optim.Optimizer]) -> None:
-    """Undoes what an earlier call of ``initialize`` did to models and optimizers."""
-    for optimizer in optimizers:
-        release_optimizer(optimizer)
-    for model in models:
-        release_model(model)
 
 
 def _as_models(models: Any) -> list[torch.nn.Module]:

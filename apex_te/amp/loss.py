@@ -71,7 +71,12 @@ def scale_loss(
         yield loss
         return
     kept: dict[int, torch.Tensor] = {}
-    amps = [(optimizer, _amp(optimizer)) for optimizer in all_optimizers]
+    amps: list[tuple[torch.optim.Optimizer, OptimizerAmp]] = []
+    for optimizer in all_optimizers:
+        amp = amp_of(optimizer)
+        if amp is None:
+            raise RuntimeError("amp.scale_loss: optimizers must have gone through amp.initialize")
+        amps.append((optimizer, amp))
     for optimizer, amp in amps:
         _enter(optimizer, amp, scaler, kept)
     try:
@@ -199,14 +204,6 @@ def as_optimizers(caller: str, optimizers: Any) -> list[torch.optim.Optimizer]:
                 f"got {type(optimizer).__name__}"
             )
     return many
-
-
-def _amp(optimizer: torch.optim.Optimizer) -> OptimizerAmp:
-    """Returns amp's state of ``optimizer``, or raises RuntimeError if it has none."""
-    amp = amp_of(optimizer)
-    if amp is None:
-        raise RuntimeError("amp.scale_loss: optimizers must have gone through amp.initialize")
-    return amp
 
 
 def master_params(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:

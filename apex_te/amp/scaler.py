@@ -113,11 +113,7 @@ class LossScaler:
         return self._scale.reciprocal()
 
     def hold(self, found_inf: torch.Tensor) -> None:
-        """Keeps a step's flag for the next ``update``, which counts the two flags as one update.
-
-        Args:
-            found_inf: tensor of one element, not 0 if a gradient was not finite.
-        """
+        """Keeps a step's ``found_inf`` for the next ``update``, which counts both as one update."""
         self._held = found_inf if self._held is None else torch.maximum(self._held, found_inf)
 
     @torch.no_grad()
@@ -181,12 +177,7 @@ class LossScaler:
         self.take(self.checked(state_dict))
 
     def checked(self, state_dict: dict[str, Any]) -> dict[str, float]:
-        """Checks a state dict without loading it; raises what ``load_state_dict`` raises.
-
-        Returns:
-            ``loss_scale``, ``unskipped``, ``hysteresis`` and ``skipped`` by name, missing ones with
-            their defaults; ``take`` loads them.
-        """
+        """Returns the numbers of a state dict by name, missing ones with defaults, for ``take``."""
         if not isinstance(state_dict, dict):
             raise TypeError(
                 f"LossScaler: state_dict must be a dict, got {type(state_dict).__name__}"

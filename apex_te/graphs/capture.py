@@ -16,7 +16,7 @@ from ..fp8.autocast import fp8_autocast
 from ..fp8.delayed.ranks import amax_groups
 from ..fp8.delayed.state import TENSORS, FP8State, resized_history
 from ..fp8.parameter.parameter import FP8Parameter
-from ..module._core.fp8_module import FP8Module, Modes
+from ..module._core.fp8_module import FP8Module
 from ..module._core.weight_cache import CapturedWeights, KeptWeight
 from ..module.attention.inference_params import InferenceParams
 from ..runtime.stamp import stamp
@@ -138,7 +138,7 @@ class Capture:
         self.forward_graph = torch.cuda.CUDAGraph()
         self.backward_graph: torch.cuda.CUDAGraph | None = None
         self.stand_ins: dict[int, torch.nn.Parameter] = {}
-        self.delayed: list[DelayedGradient] = []
+        self.delayed: list[tuple[list[Callable[[], None]], Callable[[int], None]]] = []
         self.run = 0
         self.has_run_backward = True
 
@@ -275,9 +275,23 @@ class Capture:
             pairs = [(p, self.stand_ins[id(p)]) for p in self.parameters]
             pairs = [(p, s) for p, s in pairs if any(s is q for q in own)]
             for compute in module._modes.wgrad_store:
-                self.delayed.append(DelayedGradient(self, module._modes, pairs, compute))
+                late_run = functools.partial(self._run_delayed, pairs, compute)
+                self.delayed.append((module._modes.wgrad_store, late_run))
                 late.update(id(s) for _, s in pairs)
         return late
+
+    def _run_delayed(self, pairs: Sequence[Any], compute: Callable[[], None], run: int) -> None:
+        """Computes a weight gradient that ``backward_dw`` asks for, from the graph's memory."""
+        if run != self.run:
+            raise RuntimeError(
+                f"{self.owner}: backward_dw must come before the next graphed forward, "
+                "which overwrites what it reads"
+            )
+        for parameter, stand_in in pairs:
+            stand_in.grad = parameter.grad
+        compute()
+        for parameter, stand_in in pairs:
+            parameter.grad, stand_in.grad = stand_in.grad, None
 
     def reset(self) -> None:
         """Frees the graphs and the memory that they read and write; no replay can follow."""
@@ -304,11 +318,7 @@ class Capture:
     def replay_backward(self, run: int, overwrite: bool, grads: Sequence[Any]) -> list[Any]:
         """Replays the backward; returns gradients of inputs, then of parameters that require grad.
 
-        Later replays overwrite these gradients. If ``overwrite``, ``main_grad`` is set to zero
-        first.
-
-        Raises:
-            RuntimeError: a later forward, or an earlier backward, overwrote what the forward saved.
+        Later replays overwrite these gradients. ``overwrite`` sets ``main_grad`` to zero first.
         """
         if run != self.run or self.has_run_backward:
             by = "a later forward" if run != self.run else "its own backward"
@@ -325,8 +335,8 @@ class Capture:
             if static is not None:
                 static.copy_(value)
         self.backward_graph.replay()
-        for gradient in self.delayed:
-            gradient.modes.wgrad_store.append(functools.partial(gradient.run, run))
+        for store, compute in self.delayed:
+            store.append(functools.partial(compute, run))
         for parameter in self.parameters:
             if hasattr(parameter, "grad_added_to_main_grad"):
                 parameter.grad_added_to_main_grad = True
@@ -375,31 +385,6 @@ class WeightCache:
             for flag, keep in zip(self._noop.split(1), keeps, strict=True):
                 flag.fill_(int(keep))
         self._keeps = keeps
-
-
-class DelayedGradient:
-    """Weight gradient that ``backward_dw`` computes after a replay, from the graph's memory."""
-
-    def __init__(
-        self, capture: Capture, modes: Modes, pairs: Sequence[Any], compute: Callable[[], None]
-    ) -> None:
-        self.capture = capture
-        self.modes = modes
-        self.pairs = pairs
-        self.compute = compute
-
-    def run(self, run: int) -> None:
-        """Computes the gradient and adds it to the parameter's ``.grad`` or ``main_grad``."""
-        if run != self.capture.run:
-            raise RuntimeError(
-                f"{self.capture.owner}: backward_dw must come before the next graphed forward, "
-                "which overwrites what it reads"
-            )
-        for parameter, stand_in in self.pairs:
-            stand_in.grad = parameter.grad
-        self.compute()
-        for parameter, stand_in in self.pairs:
-            parameter.grad, stand_in.grad = stand_in.grad, None
 
 
 def _needs_grad(value: Any) -> bool:

@@ -21,6 +21,7 @@ __all__ = [
     "GraphedForward",
     "capture_in_order",
     "check_module",
+    "check_modules",
     "check_options",
     "check_surroundings",
     "device_of",
@@ -173,14 +174,9 @@ def _samples(modules: Any, args: Any, kwargs: Any) -> list[tuple[Any, tuple, dic
         kind = type(modules).__name__
         raise TypeError(f"{_NAME}: modules must be a module or a tuple of modules, got {kind}")
     every = [modules] if single else list(modules)
-    for module in every:
-        if not isinstance(module, torch.nn.Module):
-            kind = type(module).__name__
-            raise TypeError(f"{_NAME}: modules must be torch.nn.Modules, got {kind}")
+    check_modules(every)
     if not every:
         raise ValueError(f"{_NAME}: modules must be at least one, got none")
-    if len({id(module) for module in every}) != len(every):
-        raise ValueError(f"{_NAME}: modules must be different ones, got one twice")
     if kwargs is None:
         kwargs = {} if single else [{} for _ in every]
     found = []
@@ -211,6 +207,16 @@ def _samples(modules: Any, args: Any, kwargs: Any) -> list[tuple[Any, tuple, dic
             "calls with fp8_weight_caching=True"
         )
     return list(zip(every, *found, strict=True))
+
+
+def check_modules(modules: Sequence[Any]) -> None:
+    """Raises TypeError or ValueError unless ``modules`` holds different modules."""
+    for module in modules:
+        if not isinstance(module, torch.nn.Module):
+            kind = type(module).__name__
+            raise TypeError(f"{_NAME}: modules must be torch.nn.Modules, got {kind}")
+    if len({id(module) for module in modules}) != len(modules):
+        raise ValueError(f"{_NAME}: modules must be different ones, got one twice")
 
 
 def check_module(module: torch.nn.Module) -> None:

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
-
-import torch
+from typing import Any
 
 from ..fp8.autocast import fp8_autocast
 from ..recipe import Recipe, chosen_recipe
@@ -38,23 +36,20 @@ def graph_microbatches(
     schedule has microbatches; they share its FP8 weights. Hooks of the modules are part of the
     graphs.
 
-    Args:
-        modules: tuple or list of different modules (layers), chunk by chunk.
-        sample_args: positional arguments of each graph: by chunk, then by microbatch, then by
-            layer.
-        order: the schedule, a chunk number from 1 on for each forward and its negative for each
-            backward. All chunks have equally many of both.
-        layers_per_chunk: number of layers of each chunk; None divides them equally.
-        sample_kwargs: keyword arguments of each graph, ordered as ``sample_args``.
+    ``modules`` are different layers, chunk by chunk; the arguments ``sample_args`` and
+    ``sample_kwargs`` of each graph are ordered by chunk, then by microbatch, then by layer.
+    ``order`` is the schedule, a chunk number from 1 on for each forward and its negative for each
+    backward, equally many for all chunks. ``layers_per_chunk`` None divides the layers equally. The
+    other arguments are those of ``make_graphed_callables``.
 
-    The other arguments are those of ``make_graphed_callables``.
-
-    Returns:
-        A callable for each graph, ordered as ``sample_args``. Call these instead of the modules,
-        which keep their ``forward``, in the order of the schedule.
+    Returns a callable for each graph, ordered as ``sample_args``. Call these instead of the
+    modules, which keep their ``forward``, in the order of the schedule.
     """
     graphed_callables.check_options(num_warmup_iters, allow_unused_input, fp8_weight_caching)
-    _check_modules(modules)
+    if not isinstance(modules, (tuple, list)):
+        kind = type(modules).__name__
+        raise TypeError(f"{_NAME}: modules must be a tuple of modules with _order, got {kind}")
+    graphed_callables.check_modules(modules)
     chunks = _chunks(len(modules), order, layers_per_chunk)
     microbatches = len(order) // (2 * len(chunks))
     places = [
@@ -88,20 +83,13 @@ def graph_microbatches(
         )  # fmt: skip
         first.setdefault(place, made)
         graphs.append(made)
-    events = [Event(graphs[i], is_backward) for i, is_backward in _events(chunks, order)]
+    events = [(graphs[i], is_backward) for i, is_backward in _events(chunks, order)]
     capture_in_order(graphs, events, devices, num_warmup_iters, pool)
     schedule = Schedule(events)
     for graph in graphs:
         graph.schedule = schedule
         graph.hold_states()
     return tuple(graphs)
-
-
-class Event(NamedTuple):
-    """Forward or backward of one graph."""
-
-    graph: GraphedForward
-    is_backward: bool
 
 
 class Schedule:
@@ -111,9 +99,9 @@ class Schedule:
     that is not later in the order than the last event begins the schedule anew.
     """
 
-    def __init__(self, events: Sequence[Event]) -> None:
+    def __init__(self, events: Sequence[tuple[GraphedForward, bool]]) -> None:
         self._places = {
-            (id(event.graph.capture), event.is_backward): i for i, event in enumerate(events)
+            (id(graph.capture), is_backward): i for i, (graph, is_backward) in enumerate(events)
         }
         self._last = -1
         self._round = 0
@@ -131,19 +119,6 @@ class Schedule:
                 "comes before others that have run, or after a schedule was begun anew"
             )
         self._last = place
-
-
-def _check_modules(modules: Any) -> None:
-    """Raises TypeError or ValueError unless ``modules`` is a tuple or list of different modules."""
-    if not isinstance(modules, (tuple, list)):
-        kind = type(modules).__name__
-        raise TypeError(f"{_NAME}: modules must be a tuple of modules with _order, got {kind}")
-    for module in modules:
-        if not isinstance(module, torch.nn.Module):
-            kind = type(module).__name__
-            raise TypeError(f"{_NAME}: modules must be torch.nn.Modules, got {kind}")
-    if len({id(module) for module in modules}) != len(modules):
-        raise ValueError(f"{_NAME}: modules must be different ones, got one twice")
 
 
 def _switches(enabled: bool | Sequence[bool], count: int) -> list[bool]:

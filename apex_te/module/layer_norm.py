@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 
 from ..ops.layer_norm import layer_norm
-from ..runtime.named_arguments import named_arguments
 from ._core.arguments import VAGUE, explain
 from ._core.norm_module import NormModule
 
@@ -35,30 +32,6 @@ class LayerNormLayer(NormModule):
     _PARAMETERS = ("weight", "bias")
     weight: torch.nn.Parameter
     bias: torch.nn.Parameter
-
-    @named_arguments()
-    def __init__(
-        self,
-        normalized_shape: int | Sequence[int] | None = None,
-        eps: float = 1e-5,
-        *,
-        hidden_size: int | None = None,
-        sequence_parallel: bool = False,
-        params_dtype: torch.dtype | None = None,
-        zero_centered_gamma: bool = False,
-        device: torch.device | str | int | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> None:
-        self._construct(
-            normalized_shape,
-            hidden_size,
-            eps,
-            sequence_parallel,
-            params_dtype,
-            dtype,
-            zero_centered_gamma,
-            device,
-        )
 
     def forward(self, inp: torch.Tensor) -> torch.Tensor:
         """Normalises ``inp`` [..., *normalized_shape]; returns a tensor of its shape.

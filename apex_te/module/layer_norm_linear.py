@@ -10,7 +10,6 @@ from torch.nn import functional
 
 from ..ops.op_function import unwrapped
 from ..runtime.named_arguments import named_arguments
-from ._core import arguments as _arguments
 from ._core.arguments import VAGUE, explain
 from ._core.context import without_autograd
 from ._core.gemm import FP8Call, cast_to
@@ -18,7 +17,6 @@ from ._core.heads import HeadLayout
 from ._core.layer_norm_linear_function import LayerNormLinearFunction
 from ._core.materialize import initialize, materialize
 from ._core.norm_parameters import NormedModule
-from ._core.parallel import checked_mode
 from .linear import LinearParameters
 
 __all__ = ["LayerNormLinear"]
@@ -74,26 +72,9 @@ class LayerNormLinear(NormedModule, LinearParameters):
         device: torch.device | str | int | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        mode = checked_mode("LayerNormLinear", parallel_mode)
-        if mode == "row":  # its input's features would be split, and the norm needs all
+        wanted = self._take_options(locals(), "in_features", "out_features")
+        if self.parallel_mode == "row":  # its input's features would be split: the norm needs all
             raise ValueError("LayerNormLinear: parallel_mode must be None or 'column', got 'row'")
-        wanted = _arguments.params_dtype_of("LayerNormLinear", params_dtype, dtype)
-        _arguments.check_count("LayerNormLinear", "in_features", in_features)
-        _arguments.check_count("LayerNormLinear", "out_features", out_features)
-        super().__init__()
-        self.in_features = in_features
-        self.out_features = out_features
-        self.use_bias = bool(bias)
-        self.return_bias = return_bias
-        self.fuse_wgrad_accumulation = fuse_wgrad_accumulation
-        self.delay_wgrad_compute = delay_wgrad_compute
-        self.init_method = init_method
-        self.name = name
-        self.parallel_mode = mode
-        self._make_parallel(
-            tp_group, tp_size, sequence_parallel, get_rng_state_tracker, rng_tracker_name
-        )
-        self._make_fp8_state()
         self._make_norm(
             in_features, eps, normalization, zero_centered_gamma, return_layernorm_output,
             wanted, device,

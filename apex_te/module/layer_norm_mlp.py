@@ -61,8 +61,12 @@ class LayerNormMLP(NormedModule):
     ``fc2_bias``. Interface and defaults follow TransformerEngine's LayerNormMLP.
     """
 
+    hidden_size: int
+    ffn_hidden_size: int
+    activation: str
+    set_parallel_mode: bool
+    output_layer_init_method: Callable[[torch.Tensor], Any] | None
     checkpoint = False
-
     activation_params: dict[str, float] | None = None
     _function: Any = None  # an activation that no name alone describes
 
@@ -98,35 +102,12 @@ class LayerNormMLP(NormedModule):
         activation_params: dict[str, float] | None = None,
     ) -> None:
         function = activation_of("LayerNormMLP", activation, activation_params)
-        wanted = _arguments.params_dtype_of("LayerNormMLP", params_dtype, dtype)
-        _arguments.check_count("LayerNormMLP", "hidden_size", hidden_size)
-        _arguments.check_count("LayerNormMLP", "ffn_hidden_size", ffn_hidden_size)
-        super().__init__()
-        self.hidden_size = hidden_size
-        self.ffn_hidden_size = ffn_hidden_size
-        self.activation = activation
-        self.activation_params = activation_params
+        for option, flag in (("set_parallel_mode", set_parallel_mode), ("checkpoint", checkpoint)):
+            if not isinstance(flag, bool):
+                kind = type(flag).__name__
+                raise TypeError(f"LayerNormMLP: {option} must be a bool, got {kind}")
+        wanted = self._take_options(locals(), "hidden_size", "ffn_hidden_size", gemms=2)
         self._function = None if isinstance(function, str) else function
-        self.use_bias = bool(bias)
-        self.return_bias = return_bias
-        self.fuse_wgrad_accumulation = fuse_wgrad_accumulation
-        self.delay_wgrad_compute = delay_wgrad_compute
-        self.init_method = init_method
-        self.output_layer_init_method = output_layer_init_method
-        self.name = name
-        if not isinstance(set_parallel_mode, bool):
-            raise TypeError(
-                "LayerNormMLP: set_parallel_mode must be a bool, "
-                f"got {type(set_parallel_mode).__name__}"
-            )
-        if not isinstance(checkpoint, bool):
-            raise TypeError(
-                f"LayerNormMLP: checkpoint must be a bool, got {type(checkpoint).__name__}"
-            )
-        self.checkpoint = checkpoint
-        self.set_parallel_mode = set_parallel_mode
-        self._make_parallel(tp_group, tp_size, sequence_parallel, get_rng_state_tracker)
-        self._make_fp8_state(gemms=2)
         self._make_norm(
             hidden_size, eps, normalization, zero_centered_gamma, return_layernorm_output,
             wanted, device,

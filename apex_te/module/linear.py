@@ -18,7 +18,7 @@ from ._core.heads import HeadLayout
 from ._core.linear_function import LinearFunction
 from ._core.low_rank import LowRank, check_low_rank, fits, fused_product, low_rank_product
 from ._core.materialize import initialize, materialize
-from ._core.parallel import ParallelModule, checked_mode, divided, tag
+from ._core.parallel import ParallelModule, divided, tag
 
 __all__ = ["Linear", "LinearLayer", "LinearParameters"]
 
@@ -32,16 +32,12 @@ class LinearParameters(ParallelModule):
     Attributes:
         in_features, out_features: columns and rows of this rank's weight.
         parallel_mode: ``"column"``, ``"row"`` or None.
-        use_bias: the module has a bias.
-        init_method: fills a new weight in place; None draws from N(0, 0.023).
         split: names of the parameters with the rows of each; None for one parameter.
     """
 
     in_features: int
     out_features: int
     parallel_mode: str | None
-    use_bias: bool
-    init_method: Callable[[torch.Tensor], Any] | None
     split: dict[str, int] | None
 
     def _make_linear(
@@ -54,9 +50,13 @@ class LinearParameters(ParallelModule):
             self.out_features = divided(owner, "out_features", self.out_features, self.tp_size)
         elif self.parallel_mode == "row":
             self.in_features = divided(owner, "in_features", self.in_features, self.tp_size)
-        self.split = _arguments.split_names(
-            owner, self._split_over_ranks(parameters_split), self.out_features
-        )
+        own_split = parameters_split
+        if column and isinstance(parameters_split, dict):  # with this rank's numbers of rows
+            own_split = {
+                name: divided(owner, "parameters_split", rows, self.tp_size)
+                for name, rows in parameters_split.items()
+            }
+        self.split = _arguments.split_names(owner, own_split, self.out_features)
         if self.split is not None:
             for name, other in (
                 ("skip_weight_param_allocation", not own),
@@ -82,19 +82,6 @@ class LinearParameters(ParallelModule):
             prefix = f"{part}_" if part else ""
             self.register_parameter(f"{prefix}weight", weight)
             self.register_parameter(f"{prefix}bias", bias)
-
-    def _split_over_ranks(self, parameters_split: Any) -> Any:
-        """Returns ``parameters_split`` with this rank's numbers of rows.
-
-        A list of names is returned as it is, and so is anything unless the mode is "column".
-        """
-        if self.parallel_mode != "column" or not isinstance(parameters_split, dict):
-            return parameters_split
-        owner = type(self).__name__
-        return {
-            name: divided(owner, "parameters_split", rows, self.tp_size)
-            for name, rows in parameters_split.items()
-        }
 
     def _split_modes(self) -> tuple[str | None, ...]:
         return (self.parallel_mode,)
@@ -216,24 +203,7 @@ class LinearLayer(LinearParameters):
         device: torch.device | str | int | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        wanted = _arguments.params_dtype_of("Linear", params_dtype, dtype)
-        _arguments.check_count("Linear", "in_features", in_features)
-        _arguments.check_count("Linear", "out_features", out_features)
-        torch.nn.Module.__init__(self)
-        self.in_features = in_features
-        self.out_features = out_features
-        self.use_bias = bool(bias)
-        self.return_bias = return_bias
-        self.fuse_wgrad_accumulation = fuse_wgrad_accumulation
-        self.delay_wgrad_compute = delay_wgrad_compute
-        self.save_original_input = save_original_input
-        self.parallel_mode = checked_mode("Linear", parallel_mode)
-        self._make_parallel(
-            tp_group, tp_size, sequence_parallel, get_rng_state_tracker, rng_tracker_name
-        )
-        self.init_method = init_method
-        self.name = name
-        self._make_fp8_state()
+        wanted = self._take_options(locals(), "in_features", "out_features")
         own = not skip_weight_param_allocation
         self._make_linear(parameters_split, wanted, device, own)
         if own:
@@ -251,16 +221,7 @@ class LinearLayer(LinearParameters):
 
     def extra_repr(self) -> str:
         text = f"in_features={self.in_features}, out_features={self.out_features}"
-        text += f", bias={self.use_bias}"
-        for name in (
-            "return_bias",
-            "fuse_wgrad_accumulation",
-            "delay_wgrad_compute",
-            "save_original_input",
-        ):
-            if getattr(self, name):
-                text += f", {name}=True"
-        return text
+        return f"{text}, bias={self.use_bias}{self._shown_options()}"
 
     def forward(
         self,
@@ -324,13 +285,8 @@ class LinearLayer(LinearParameters):
     ) -> torch.Tensor | tuple[torch.Tensor, ...]:
         """Applies a layer whose output is attention heads; in FP8 also splits the output.
 
-        Args:
-            inp, is_first_microbatch: as in ``forward``.
-            heads: the layout of the heads in the output.
-
-        Returns:
-            In FP8 ``(queries, keys, values)``, each [..., heads, size], or ``(keys, values)`` if
-            ``heads.repeats`` is 0. In bf16 or fp32 the output [..., out_features], not split.
+        In FP8 returns ``(queries, keys, values)``, each [..., heads, size], or ``(keys, values)``
+        if ``heads.repeats`` is 0; else the output [..., out_features], not split.
         """
         weight, bias = self._linear_operands()
         return self._call(
@@ -344,24 +300,10 @@ class LinearLayer(LinearParameters):
         residual: torch.Tensor,
         is_first_microbatch: bool | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Applies the layer, with its bias, and adds a residual if the GEMM can.
+        """Applies the layer with its bias, and adds a residual [..., out_features] if the GEMM can.
 
-        An FP8 GEMM adds the residual before rounding, so that the sum is rounded once.
-
-        Args:
-            inp: as in ``forward``.
-            residual: ``[..., out_features]``, of the output's shape, any dtype; a GEMM adds it only
-                in the output's dtype.
-            is_first_microbatch: as in ``forward``.
-
-        Returns:
-            ``(out, None)`` with the sum ``out``, [..., out_features], if the GEMM has added the
-            residual. Otherwise, as in a layer split over ranks, ``(out, residual)``: what
-            ``forward`` returns, and ``residual`` for the caller to add.
-
-        Raises:
-            ValueError: ``residual`` does not have the output's shape; not checked for a layer that
-                is split over ranks.
+        Returns ``(out, None)`` with the sum, which an FP8 GEMM rounds once, or ``(out, residual)``
+        for the caller to add, as in a layer split over ranks and for a residual of another dtype.
         """
         if self.parallel_mode is not None:  # the ranks' GEMMs are summed first
             return self(inp, is_first_microbatch=is_first_microbatch), residual

@@ -48,6 +48,7 @@ from ._core.context import is_autocast, without_autocast
 
 __all__ = ["linear_cross_entropy"]
 
+_NAME = "linear_cross_entropy"
 # Fewer rows make the GEMMs slow: the weight's gradient is read and written for each chunk.
 _CHUNK_BYTES = 320 << 20
 _LEAST_ROWS, _ROW_MULTIPLE = 256, 128
@@ -114,7 +115,10 @@ def linear_cross_entropy(
         ValueError: a shape or option does not match, tensors are on different devices, or the
             recipe keeps state.
     """
-    _check_tensors(hidden=hidden, weight=weight, target=target, bias=bias)
+    given = {"hidden": hidden, "weight": weight, "target": target, "bias": bias}
+    for name, value in given.items():
+        if not isinstance(value, torch.Tensor) and not (name == "bias" and value is None):
+            raise TypeError(f"{_NAME}: {name} must be a torch.Tensor, got {type(value).__name__}")
     device_type = hidden.device.type
     if is_autocast(device_type):
         dtype = torch.get_autocast_dtype(device_type)
@@ -131,14 +135,11 @@ def linear_cross_entropy(
     sums = hidden.dtype if weight_grad_dtype is None else weight_grad_dtype
     if sums not in (hidden.dtype, torch.float32):
         raise TypeError(
-            f"linear_cross_entropy: weight_grad_dtype must be {hidden.dtype} or torch.float32, got "
-            f"{sums}"
+            f"{_NAME}: weight_grad_dtype must be {hidden.dtype} or torch.float32, got {sums}"
         )
-    recipe = stateless_recipe("linear_cross_entropy", "fp8_recipe", fp8_recipe)
-    check_process_group("linear_cross_entropy", "tp_group", tp_group)
-    columns = own_columns(
-        "linear_cross_entropy", weight.shape[0], tp_group, first_index, vocab_size
-    )
+    recipe = stateless_recipe(_NAME, "fp8_recipe", fp8_recipe)
+    check_process_group(_NAME, "tp_group", tp_group)
+    columns = own_columns(_NAME, weight.shape[0], tp_group, first_index, vocab_size)
     ranks = 1 if tp_group is None else world_size(tp_group)
     if chunk_rows is None:  # equal on all ranks, whatever part each has
         words = max(1, -(-columns.vocabulary // ranks))
@@ -155,15 +156,6 @@ def linear_cross_entropy(
     return loss.view(target.shape) if reduction == "none" else loss
 
 
-def _check_tensors(**given: Any) -> None:
-    """Raises the TypeError for the first argument that is not a tensor; ``bias`` may be None."""
-    for name, value in given.items():
-        if not isinstance(value, torch.Tensor) and not (name == "bias" and value is None):
-            raise TypeError(
-                f"linear_cross_entropy: {name} must be a torch.Tensor, got {type(value).__name__}"
-            )
-
-
 def _check(
     hidden: torch.Tensor,
     weight: torch.Tensor,
@@ -174,35 +166,34 @@ def _check(
     chunk_rows: int | None,
 ) -> None:
     """Raises the error of the first argument of ``linear_cross_entropy`` that does not fit."""
-    name = "linear_cross_entropy"
     if reduction not in REDUCTIONS:
-        raise ValueError(f"{name}: reduction must be 'mean', 'sum' or 'none', got {reduction!r}")
+        raise ValueError(f"{_NAME}: reduction must be 'mean', 'sum' or 'none', got {reduction!r}")
     if isinstance(label_smoothing, (bool, str)) or not 0.0 <= label_smoothing <= 1.0:
-        raise ValueError(f"{name}: label_smoothing must be in [0, 1], got {label_smoothing}")
+        raise ValueError(f"{_NAME}: label_smoothing must be in [0, 1], got {label_smoothing}")
     if chunk_rows is not None and (not isinstance(chunk_rows, int) or chunk_rows < 1):
-        raise ValueError(f"{name}: chunk_rows must be a positive integer, got {chunk_rows!r}")
+        raise ValueError(f"{_NAME}: chunk_rows must be a positive integer, got {chunk_rows!r}")
     if hidden.dim() < 1 or hidden.shape[:-1] != target.shape:
         raise ValueError(
-            f"{name}: target must have the shape of hidden without the last dimension, "
+            f"{_NAME}: target must have the shape of hidden without the last dimension, "
             f"{list(hidden.shape[:-1])}, got {list(target.shape)}"
         )
     if weight.dim() != 2 or weight.shape[1] != hidden.shape[-1] or weight.shape[0] < 1:
         raise ValueError(
-            f"{name}: weight must be [vocabulary, {hidden.shape[-1]}], got {list(weight.shape)}"
+            f"{_NAME}: weight must be [vocabulary, {hidden.shape[-1]}], got {list(weight.shape)}"
         )
     if bias is not None and bias.shape != weight.shape[:1]:
-        raise ValueError(f"{name}: bias must be [{weight.shape[0]}], got {list(bias.shape)}")
+        raise ValueError(f"{_NAME}: bias must be [{weight.shape[0]}], got {list(bias.shape)}")
     if hidden.dtype not in (torch.float32, torch.float16, torch.bfloat16):
-        raise TypeError(f"{name}: hidden must be float32, float16 or bfloat16, got {hidden.dtype}")
+        raise TypeError(f"{_NAME}: hidden must be float32, float16 or bfloat16, got {hidden.dtype}")
     for key, tensor in (("weight", weight), ("bias", bias)):
         if tensor is not None and tensor.dtype is not hidden.dtype:
             raise TypeError(
-                f"{name}: {key} must have dtype {hidden.dtype} like hidden, got {tensor.dtype}"
+                f"{_NAME}: {key} must have dtype {hidden.dtype} like hidden, got {tensor.dtype}"
             )
     for key, tensor in (("weight", weight), ("target", target), ("bias", bias)):
         if tensor is not None and tensor.device != hidden.device:
             raise ValueError(
-                f"{name}: {key} must be on {hidden.device} like hidden, got {tensor.device}"
+                f"{_NAME}: {key} must be on {hidden.device} like hidden, got {tensor.device}"
             )
 
 
@@ -309,7 +300,7 @@ class _Head:
 
 
 class _LinearCrossEntropy(OpFunction):
-    LABEL = "linear_cross_entropy"
+    LABEL = _NAME
 
     @staticmethod
     def forward(
@@ -423,7 +414,7 @@ def _losses(
             ignore_index=options.ignore_index,
             label_smoothing=smoothing,
         )
-    targets = split_targets("linear_cross_entropy", target, columns, options.ignore_index)
+    targets = split_targets(_NAME, target, columns, options.ignore_index)
     losses, largest, exp_sum = split_losses(logits, targets, smoothing, columns)
     if stats is not None:
         stats[:, 0], stats[:, 1] = largest, exp_sum
@@ -460,7 +451,7 @@ def _gradient(
             label_smoothing=smoothing,
         )
         return
-    targets = split_targets("linear_cross_entropy", target, columns, options.ignore_index)
+    targets = split_targets(_NAME, target, columns, options.ignore_index)
     if num_valid is not None:
         factor = factor / num_valid
     split_gradient(

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 
 from ..ops.rms_norm import rms_norm
-from ..runtime.named_arguments import named_arguments
 from ._core.arguments import VAGUE, explain
 from ._core.norm_module import NormModule
 
@@ -20,13 +17,8 @@ class RMSNormLayer(NormModule):
     Args:
         normalized_shape: the last dimension(s) of the input, an int or several.
         eps: added to the mean square.
-        hidden_size: another name of ``normalized_shape``.
-        sequence_parallel: sets the attribute of this name on the parameters, for trainers; it
-            changes no computation.
-        params_dtype: dtype of the parameters, default ``torch.get_default_dtype()``; another name:
-            ``dtype``.
-        zero_centered_gamma: gamma is ``1 + weight``, and the weight starts at 0.
-        device: device of the parameters; those on ``"meta"`` get memory by ``reset_parameters()``.
+        hidden_size, sequence_parallel, params_dtype, dtype, zero_centered_gamma, device: as in
+            ``LayerNorm``.
 
     Its parameter is ``weight`` of ``normalized_shape``. Interface and defaults follow
     TransformerEngine's RMSNorm.
@@ -34,30 +26,6 @@ class RMSNormLayer(NormModule):
 
     _PARAMETERS = ("weight",)
     weight: torch.nn.Parameter
-
-    @named_arguments()
-    def __init__(
-        self,
-        normalized_shape: int | Sequence[int] | None = None,
-        eps: float = 1e-5,
-        *,
-        hidden_size: int | None = None,
-        sequence_parallel: bool = False,
-        params_dtype: torch.dtype | None = None,
-        zero_centered_gamma: bool = False,
-        device: torch.device | str | int | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> None:
-        self._construct(
-            normalized_shape,
-            hidden_size,
-            eps,
-            sequence_parallel,
-            params_dtype,
-            dtype,
-            zero_centered_gamma,
-            device,
-        )
 
     def forward(self, inp: torch.Tensor) -> torch.Tensor:
         """Normalises ``inp`` [..., *normalized_shape]; returns a tensor of its shape.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 import torch
 from torch.nn import functional
@@ -37,60 +37,6 @@ _NAME = "TransformerLayer"
 # Arguments of MultiheadAttention.forward after hidden_states, in order.
 _ATTENTION = tuple(inspect.signature(MultiheadAttention.forward).parameters)[2:]
 _Init = Callable[[torch.Tensor], Any] | None
-
-
-class _Blocks(NamedTuple):
-    """Arguments of the modules that a layer is made of; ``shared`` is for attention and MLP.
-
-    ``classes`` has the modules' classes by ``"attention"``, ``"mlp"`` and the norm's name.
-    """
-
-    hidden_size: int
-    num_attention_heads: int
-    layernorm_epsilon: float
-    name: str | None
-    shared: dict[str, Any]
-    attention: dict[str, Any]
-    classes: dict[str, type[Any]]
-
-    def make_attention(self, key: str, **options: Any) -> Any:
-        """Makes a self or cross attention."""
-        return self.classes["attention"](
-            self.hidden_size,
-            self.num_attention_heads,
-            layernorm_epsilon=self.layernorm_epsilon,
-            name=self._called(key),
-            **options,
-            **self.attention,
-            **self.shared,
-        )
-
-    def make_mlp(self, key: str, ffn_hidden_size: int, activation: str, params: Any) -> Any:
-        """Makes the MLP with its norm; ``key`` is its name in the layer."""
-        return self.classes["mlp"](
-            self.hidden_size,
-            ffn_hidden_size,
-            self.layernorm_epsilon,
-            activation=activation,
-            activation_params=params,
-            name=self._called(key),
-            **self.shared,
-        )
-
-    def make_norm(self, sequence_parallel: bool) -> Any:
-        """Makes the norm that ends the layer."""
-        kind = "RMSNorm" if self.shared["normalization"] == "RMSNorm" else "LayerNorm"
-        return self.classes[kind](
-            self.hidden_size,
-            self.layernorm_epsilon,
-            sequence_parallel=sequence_parallel,
-            params_dtype=self.shared["params_dtype"],
-            zero_centered_gamma=self.shared["zero_centered_gamma"],
-            device=self.shared["device"],
-        )
-
-    def _called(self, key: str) -> str:
-        return f"{self.name}.{key}" if self.name else key
 
 
 def _check_kind(layer_type: str, parallel_attention_mlp: bool, post_norm: bool) -> None:
@@ -265,47 +211,65 @@ class TransformerLayer(CompositeModule):
             "tp_size": tp_size,
             "device": device,
         }
-        config = _Blocks(
-            hidden_size=hidden_size,
-            num_attention_heads=num_attention_heads,
-            layernorm_epsilon=checked_eps(_NAME, "layernorm_epsilon", layernorm_epsilon),
-            name=name,
-            shared=shared,
-            attention={
-                "kv_channels": kv_channels,
-                "attention_dropout": attention_dropout,
-                "layer_number": layer_number,
-                "num_gqa_groups": checked_groups(_NAME, num_attention_heads, num_gqa_groups),
-                "fuse_qkv_params": fuse_qkv_params,
-                "qkv_weight_interleaved": qkv_weight_interleaved,
-                "qkv_format": attn_input_format,
-                "apply_query_key_layer_scaling": apply_query_key_layer_scaling,
-                "qk_norm_type": qk_norm_type,
-                "qk_norm_eps": qk_norm_eps,
-                "qk_norm_before_rope": qk_norm_before_rope,
-                "rotary_pos_interleaved": rotary_pos_interleaved,
-            },
-            classes=self._classes,
-        )
-        self.self_attention = config.make_attention(
-            "self_attention",
+        eps = checked_eps(_NAME, "layernorm_epsilon", layernorm_epsilon)
+
+        def named(key: str) -> dict[str, str]:
+            return {"name": f"{name}.{key}" if name else key}
+
+        attention: dict[str, Any] = {
+            "kv_channels": kv_channels,
+            "attention_dropout": attention_dropout,
+            "layernorm_epsilon": eps,
+            "layer_number": layer_number,
+            "num_gqa_groups": checked_groups(_NAME, num_attention_heads, num_gqa_groups),
+            "fuse_qkv_params": fuse_qkv_params,
+            "qkv_weight_interleaved": qkv_weight_interleaved,
+            "qkv_format": attn_input_format,
+            "apply_query_key_layer_scaling": apply_query_key_layer_scaling,
+            "qk_norm_type": qk_norm_type,
+            "qk_norm_eps": qk_norm_eps,
+            "qk_norm_before_rope": qk_norm_before_rope,
+            "rotary_pos_interleaved": rotary_pos_interleaved,
+            **shared,
+        }
+        self.self_attention = self._classes["attention"](
+            hidden_size,
+            num_attention_heads,
             attn_mask_type=self_attn_mask_type,
             window_size=window_size,
             input_layernorm=not output_layernorm,
+            **named("self_attention"),
+            **attention,
         )
         if is_decoder:
-            self.inter_attention = config.make_attention(
-                "inter_attention",
+            self.inter_attention = self._classes["attention"](
+                hidden_size,
+                num_attention_heads,
                 attn_mask_type=enc_dec_attn_mask_type or "padding",
                 window_size=enc_dec_window_size,
                 input_layernorm=True,
                 attention_type="cross",
+                **named("inter_attention"),
+                **attention,
             )
-        self.layernorm_mlp = config.make_mlp(
-            "layernorm_mlp", ffn_hidden_size, activation, activation_params
+        self.layernorm_mlp = self._classes["mlp"](
+            hidden_size,
+            ffn_hidden_size,
+            eps,
+            activation=activation,
+            activation_params=activation_params,
+            **named("layernorm_mlp"),
+            **shared,
         )
         if output_layernorm:
-            self.layernorm = config.make_norm(self.sequence_parallel)
+            self.layernorm = self._classes[normalization](
+                hidden_size,
+                eps,
+                sequence_parallel=self.sequence_parallel,
+                params_dtype=params_dtype,
+                zero_centered_gamma=zero_centered_gamma,
+                device=device,
+            )
         number_layer(self, layer_number)
 
     def forward(
@@ -432,20 +396,14 @@ class TransformerLayer(CompositeModule):
             elif residual is None or (
                 bias is None and x.dtype is residual.dtype and not self._drops()
             ):
-                out, total = mlp.forward_with_residual(
-                    x,
-                    residual,
-                    is_first_microbatch,
-                    return_residual=not post_norm,
-                    add_residual=adds,
+                out, residual = mlp.forward_with_residual(
+                    x, residual, is_first_microbatch, not post_norm, adds
                 )
-                residual = total
             else:
                 hidden_states = self._add(x, bias, residual, samples)
                 out, total = mlp.forward_with_residual(
-                    hidden_states, None, is_first_microbatch, return_residual=not post_norm,
-                    add_residual=adds,
-                )  # fmt: skip
+                    hidden_states, None, is_first_microbatch, not post_norm, adds
+                )
                 residual = total if adds and total is None else residual_of(hidden_states, total)
             x, bias, norm = _unpacked(out, mlp)
             if norm is not None:

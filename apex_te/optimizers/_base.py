@@ -26,7 +26,7 @@ from ._bucket import (
     refuse_shared,
 )
 from ._bucket import partition as _partition
-from ._narrow_state import SCALED
+from ._narrow_state import SCALED, stored_dtype
 from ._saved_state import SavingOptimizer
 from ._scalars import Scalars
 from ._sharded import local
@@ -64,19 +64,10 @@ def _check_container(owner: str, params: Any) -> None:
 
 
 class FusedOptimizer(SavingOptimizer):
-    """Base of the fused optimizers: checks, master weights, buckets and the step.
+    """Base of the fused optimizers, whose subclasses define ``_update``, which updates parameters.
 
-    A subclass defines ``_update``, which updates the parameters.
-
-    Args:
-        params: parameters or parameter groups, as for ``FusedAdam``.
-        defaults: default values of a group's options, such as ``lr``, by name.
-        capturable, master_weights, master_weight_dtype, set_grad_none: as for ``FusedAdam``.
-        moment_dtypes: dtype of each moment, by its key in a parameter's state.
-
-    Raises:
-        TypeError: a dtype is not supported.
-        ValueError: an option of a group is out of range, or a given master weight does not fit.
+    ``defaults`` are a group's options by name, ``moment_dtypes`` the dtypes of moments by their
+    keys in a parameter's state; the other arguments are those of ``FusedAdam``.
     """
 
     # Dtypes in which an optimizer of the class can keep its state.
@@ -116,13 +107,12 @@ class FusedOptimizer(SavingOptimizer):
         given = None if is_flag else list(master_weights)  # type: ignore[arg-type]
         self.capturable = capturable
         self.set_grad_none = set_grad_none
-        super().__init__(
-            params,
-            defaults,
-            master_weights=bool(master_weights) if given is None else True,
-            master_weight_dtype=master_weight_dtype,
-            moment_dtypes=moment_dtypes,
-        )
+        self.master_weights = bool(master_weights) if given is None else True
+        self._moment_dtypes = {n: stored_dtype(d) for n, d in moment_dtypes.items()}
+        self._master_dtype = master_weight_dtype
+        self._scales, self._given = {}, {}
+        self._plans, self._planned = {}, []
+        super().__init__(params, defaults)
         if given is not None:
             self._take_masters(given)
 

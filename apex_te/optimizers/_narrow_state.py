@@ -28,13 +28,10 @@ def stored_dtype(dtype: torch.dtype) -> torch.dtype:
 class StateList:
     """Prepared list of float32 tensors, which an op updates where they lie."""
 
+    is_wide = True  # the stored tensors are float32, so that ``wide`` makes no copies
+
     def __init__(self, tensors: Any) -> None:
         self.tensors = tensors
-
-    @property
-    def is_wide(self) -> bool:
-        """True if the stored tensors are float32, so that ``wide`` makes no copies."""
-        return True
 
     def wide(self) -> Any:
         """Returns the numbers in float32, a list for an op to update."""
@@ -47,9 +44,7 @@ class StateList:
 class Stored(StateList):
     """List of tensors that are stored in another dtype than float32."""
 
-    @property
-    def is_wide(self) -> bool:
-        return False
+    is_wide = False
 
 
 class Rounded(Stored):

@@ -13,7 +13,6 @@ from ._narrow_state import (
     master_of_halves,
     remainder_of,
     scaled,
-    stored_dtype,
     unscaled,
 )
 from ._sharded import local, placed, with_part
@@ -35,15 +34,21 @@ class _Kept:
 class SavingOptimizer(torch.optim.Optimizer):
     """Base of ``FusedOptimizer`` that stores, saves and loads the state of parameters.
 
-    A subclass defines ``_prepare_group``, and sets the attributes in ``_OPTIONS`` that are not set
-    here.
-
-    Args:
-        params, defaults: as for ``FusedOptimizer``.
-        master_weights: True to keep master weights.
-        master_weight_dtype: dtype in which they are stored.
-        moment_dtypes: dtype of each moment, by its key in a parameter's state.
+    A subclass defines ``_prepare_group``, and sets the attributes in ``_OPTIONS``.
     """
+
+    capturable: bool
+    master_weights: bool
+    set_grad_none: bool
+    _moment_dtypes: dict[str, torch.dtype]
+    # Scales of scaled state, by parameter and key.
+    _scales: dict[torch.Tensor, dict[str, torch.Tensor]]
+    # Master weights that the user has passed, by parameter.
+    _given: dict[torch.Tensor, torch.Tensor]
+    # What steps have prepared, by the position of the group; a load drops it.
+    _plans: dict[int, Any]
+    # The states for which the plans were made, in the order of ``self.state``.
+    _planned: list[State]
 
     # What an optimizer that was pickled by an earlier release does not have.
     use_decoupled_grad: bool = False
@@ -52,28 +57,6 @@ class SavingOptimizer(torch.optim.Optimizer):
 
     # Keys that the loaded state of a parameter must have.
     _required_state: ClassVar[tuple[str, ...]] = ()
-
-    def __init__(
-        self,
-        params: Any,
-        defaults: dict[str, Any],
-        *,
-        master_weights: bool,
-        master_weight_dtype: torch.dtype,
-        moment_dtypes: dict[str, torch.dtype],
-    ) -> None:
-        self.master_weights = master_weights
-        self._moment_dtypes = {n: stored_dtype(d) for n, d in moment_dtypes.items()}
-        self._master_dtype = master_weight_dtype
-        # Scales of scaled state, by parameter and key.
-        self._scales: dict[torch.Tensor, dict[str, torch.Tensor]] = {}
-        # Master weights that the user has passed, by parameter.
-        self._given: dict[torch.Tensor, torch.Tensor] = {}
-        # What steps have prepared, by the position of the group; a load drops it.
-        self._plans: dict[int, Any] = {}
-        # The states for which the plans were made, in the order of ``self.state``.
-        self._planned: list[State] = []
-        super().__init__(params, defaults)
 
     @property
     def _name(self) -> str:

@@ -545,15 +545,8 @@ def make_recipe(name: str, fp8_format: str | Format | None = None, **options: An
 def chosen_recipe(owner: str, argument: str, value: Recipe | str | None) -> Recipe:
     """Returns the recipe that an argument of a public function stands for.
 
-    Args:
-        owner: name of the public function, for errors.
-        argument: name of its argument, for errors.
-        value: a recipe, a name that ``make_recipe`` takes, or None for ``DelayedScaling()``. One
-            name always gives the same object.
-
-    Raises:
-        ValueError: the name is unknown.
-        TypeError: the value is neither a recipe nor a name.
+    None stands for delayed scaling. One name always gives the same object. Errors name ``owner``
+    and ``argument``.
     """
     if isinstance(value, Recipe):
         return value.plain() if value.mutable else value
@@ -594,26 +587,14 @@ def stateless_recipe(owner: str, argument: str, value: Recipe | str | None) -> R
 
 
 def pack_recipe(recipe: Recipe) -> tuple[str, dict[str, Any]]:
-    """Returns plain values that describe a recipe without state, for saving.
-
-    Returns:
-        name: name of the recipe's class.
-        values: its fields by name, ``fp8_format`` as the name of the ``Format``.
-    """
+    """Returns the name of a recipe's class and its fields by name, as plain values for saving."""
     values: dict[str, Any] = {field.name: getattr(recipe, field.name) for field in fields(recipe)}
     values["fp8_format"] = values["fp8_format"].name
     return type(recipe).__name__, values
 
 
 def unpack_recipe(packed: Any) -> Recipe:
-    """Returns the recipe that ``pack_recipe`` described.
-
-    Args:
-        packed: what ``pack_recipe`` returned.
-
-    Raises:
-        ValueError: ``packed`` does not describe a registered recipe without state.
-    """
+    """Returns the recipe that ``pack_recipe`` described; ValueError if none is registered as it."""
     try:
         name, values = packed
         kinds = {kind.__name__: kind for kind in recipe_kinds().values() if not kind.keeps_state}

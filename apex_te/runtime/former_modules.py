@@ -33,6 +33,8 @@ _NOW = {
     "module._masks": "module.attention.masks",
     "module._parallel_module": "module._core.parallel",
     "module._qkv_heads": "module.attention.qkv_heads",
+    "module.attention.gaps": "module.attention.packed",
+    "module.attention.qk_norm": "module.attention.multihead",
     "module.dot_product_attention": "module.attention.dot_product",
     "module.fp8_padding": "module.grouped.padding",
     "module.grouped_linear": "module.grouped.linear",

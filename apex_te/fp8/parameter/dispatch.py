@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from ...runtime.tracing import is_traced
 from ..tensor import QuantizedTensor
-from .fsdp_gather import GatheredPart, joined
+from .fsdp_gather import joined
 
 # Ops that write to their first argument what a weight can take: as many values as it has.
 _WRITING = ("allreduce_", "allreduce_coalesced_", "broadcast_", "reduce_")
@@ -148,38 +148,7 @@ _Handler = Callable[..., Any]
 _HANDLERS: dict[Any, _Handler] = {}
 
 
-class HeldWeight(GatheredPart, Protocol):
-    """Protocol of an FP8Parameter, as the handlers of torch's ops need it."""
-
-    _writable: bool
-    _is_padded_shard: bool
-    device: torch.device
-
-    @staticmethod
-    def copy_all(weights: Any, sources: Any) -> None:
-        """Copies each source to the weight at the same index, as ``copy_`` does."""
-
-    @classmethod
-    def empty(cls, shape: Any, recipe: Any, dtype: Any, device: Any = None) -> Any:
-        """Makes a weight with uninitialized FP8 data; ``dtype`` is that of the values."""
-
-    def _like(self, held: QuantizedTensor, *args: Any, **kwargs: Any) -> Any:
-        """Returns another weight over the data ``held``, with the recipe of this weight."""
-
-    def _values(self, dtype: torch.dtype | None = None) -> torch.Tensor:
-        """Returns the values as a plain tensor in ``dtype``, default the nominal dtype."""
-
-    def _transposed(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns the columnwise FP8 data ``[cols, rows]`` and their ``scale_inv``."""
-
-    def is_inference(self) -> bool:
-        """Returns True if the weight was made in inference mode."""
-
-    def dim(self) -> int:
-        """Returns the number of dimensions."""
-
-    def stride(self) -> tuple[int, ...]:
-        """Returns the strides."""
+HeldWeight = Any  # an FP8Parameter, whose file imports this one
 
 
 def dispatch(cls: type[HeldWeight], func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
@@ -237,11 +206,8 @@ def cloned(x: HeldWeight) -> QuantizedTensor:
 
 def _changed(x: HeldWeight, change: Callable[[torch.Tensor], torch.Tensor]) -> QuantizedTensor:
     """Returns the rowwise data and scales of ``x``, each passed through the function ``change``."""
-    held = x._held
-    assert held.rowwise is not None
-    assert held.rowwise_scale_inv is not None
-    fp8_data, scale_inv = change(held.rowwise), change(held.rowwise_scale_inv)
-    return QuantizedTensor(fp8_data, scale_inv, None, None, held.dtype)
+    fp8_data, scale_inv = change(x._rowwise), change(x._rowwise_scale_inv)
+    return QuantizedTensor(fp8_data, scale_inv, None, None, x._held.dtype)
 
 
 def _handles(*funcs: Any) -> Callable[[_Handler], _Handler]:
@@ -364,8 +330,7 @@ def _copy_(
 @_handles(_aten.view.default, _aten._unsafe_view.default)
 def _view(cls: type[HeldWeight], x: HeldWeight, size: Any) -> Any:
     """Returns an alias of another shape over the same data; GEMMs then read its values."""
-    assert x._held.rowwise is not None
-    return x._like(x._held, shape=x._held.rowwise.view(size).shape, writable=x._writable)
+    return x._like(x._held, shape=x._rowwise.view(size).shape, writable=x._writable)
 
 
 @_handles(_aten.as_strided.default)
@@ -394,9 +359,8 @@ def _rows(cls: type[HeldWeight], x: HeldWeight, start: int, stop: int) -> Any:
     if x._is_matrix:
         held = layout.rows(x._held, start, stop)
     elif x.dim() == 1 and not layout.block_rows and not layout.block_cols:
-        assert x._held.rowwise is not None
-        fp8_data = x._held.rowwise.view(1, -1)[:, start:stop]
-        held = QuantizedTensor(fp8_data, x._held.rowwise_scale_inv, None, None, x._held.dtype)
+        fp8_data = x._rowwise.view(1, -1)[:, start:stop]
+        held = QuantizedTensor(fp8_data, x._rowwise_scale_inv, None, None, x._held.dtype)
         shape = torch.Size((stop - start,))
     if held is None:
         raise NotImplementedError(
@@ -478,14 +442,12 @@ def _new_zeros(
             f"{x._layout.name}, got {list(x.shape)} in shards of {size[0]} rows"
         )
     new = cls.empty(tuple(size), x._recipe, dtype, device)
-    assert new._held.rowwise is not None
-    assert new._held.rowwise_scale_inv is not None
     # The byte 0 is the value 0 in every format, at any scale.
-    new._held.rowwise.view(torch.uint8).zero_()
+    new._rowwise.view(torch.uint8).zero_()
     if x._layout.block_rows:
-        new._held.rowwise_scale_inv.fill_(1.0)
+        new._rowwise_scale_inv.fill_(1.0)
     else:  # of the weight, so that an empty shard has it as well
-        new._held.rowwise_scale_inv.copy_(x._held.rowwise_scale_inv)
+        new._rowwise_scale_inv.copy_(x._rowwise_scale_inv)
     new._is_padded_shard = True
     return new
 
@@ -516,7 +478,7 @@ def _dequantize(cls: type[HeldWeight], x: HeldWeight) -> torch.Tensor:
 @_handles(torch.ops.apex_te.fp8_parameter_rowwise.default)
 def _rowwise(cls: type[HeldWeight], x: HeldWeight) -> tuple[Any, Any]:
     """Returns the rowwise FP8 data ``[rows, cols]`` and ``scale_inv``; op for compiled code."""
-    return x._held.rowwise, x._held.rowwise_scale_inv
+    return x._rowwise, x._rowwise_scale_inv
 
 
 @_handles(torch.ops.apex_te.fp8_parameter_transposed.default)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import distributed
@@ -18,19 +18,11 @@ from ..tensor import QuantizedTensor
 if TYPE_CHECKING:
     from ...recipe import Recipe
     from ..scheme import GemmQuantizers
-    from ..scheme.base import Layout
 
 _checked: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
 
 
-class GatherSource(Protocol):
-    """Protocol of an object that casts a weight for gathers, with scales that regions update."""
-
-    def is_outdated(self, scales: int) -> bool:
-        """Returns True if scales were updated since their version was ``scales``."""
-
-    def gather_again(self) -> None:
-        """Gathers the weight once more, with the present scales; collective."""
+GatheredPart = Any  # an FP8Parameter, whose file imports this one
 
 
 class Gathered:
@@ -42,8 +34,9 @@ class Gathered:
             or None.
         group: process group of the ranks that have the shards; None for a single rank.
         stamp: value for ``joined``, equal for weights that were quantized with the same scale.
-        source: object that gathers the weight again once its scales are older than those of a
-            region; None for schemes without state.
+        source: object with ``is_outdated(scales)`` and the collective ``gather_again()``, which
+            gathers the weight again once its scales are older than those of a region; None for
+            schemes without state.
         reader: the quantizer that ``read_by`` last found to have equal settings, or None.
     """
 
@@ -57,7 +50,7 @@ class Gathered:
         amax: torch.Tensor | None = None,
         group: Any = None,
         stamp: Any = None,
-        source: GatherSource | None = None,
+        source: Any = None,
         scales: int = 0,
     ) -> None:
         self.settings = settings
@@ -72,9 +65,9 @@ class Gathered:
 
     def take(self, other: Gathered) -> None:
         """Takes over the attributes of ``other``, which belongs to a newer gather."""
-        self.settings, self.name, self.amax = other.settings, other.name, other.amax
-        self.group, self.stamp = other.group, other.stamp
-        self.source, self.scales, self.region = other.source, other.scales, other.region
+        for name in self.__slots__:
+            if name != "reader":
+                setattr(self, name, getattr(other, name))
 
     def refresh(self) -> None:
         """Gathers the weight again, on all ranks, if FSDP2 gathered it before a scale update."""
@@ -102,21 +95,6 @@ class Gathered:
             self.reader = quantizer
         if forward and self.amax is not None:
             quantizer.stage(self.amax, self.group)
-
-
-class GatheredPart(Protocol):
-    """Protocol of an FP8Parameter that is a shard for FSDP2 to gather, or a gathered weight."""
-
-    _held: QuantizedTensor
-    _recipe: Recipe
-    _is_matrix: bool
-    _gathered: Gathered | None
-    _shard_groups: tuple[Any, ...]
-    dtype: torch.dtype
-    shape: torch.Size
-
-    @property
-    def _layout(self) -> Layout: ...
 
 
 def fsdp_groups() -> Iterator[Any]:
@@ -172,16 +150,10 @@ def shard_fp8_data(
 
     The data are uint8, padded to the same number of rows on each rank. For a weight with several
     scales, ``scale_inv`` follows; FSDP2 does not accept it with uneven shards.
-    ``mp_policy.param_dtype`` becomes the nominal dtype.
-
-    Raises:
-        NotImplementedError: on all ranks: shards are not whole rows or cut a block, shards of a
-            weight with several scales are uneven, or ``reshard_after_forward`` is an int.
+    ``mp_policy.param_dtype`` becomes the nominal dtype. Errors are raised on all ranks.
     """
     check_resharding("FP8Parameter", module)
     layout, held = shard._layout, shard._held
-    assert held.rowwise is not None
-    assert held.rowwise_scale_inv is not None
     ranks = 1 if mesh is None else mesh.size()
     rows, cols = shard.shape if mesh is None else outer_size
     block = layout.block_rows
@@ -196,12 +168,12 @@ def shard_fp8_data(
             f"FP8Parameter: FSDP2 shards must be of whole blocks, got {list(shard.shape)} "
             f"with {layout.name}"
         )
-    fp8_data, most = held.rowwise.view(torch.uint8), -(-rows // ranks)
+    fp8_data, most = shard._rowwise.view(torch.uint8), -(-rows // ranks)
     if shard.shape[0] != most:
         fp8_data = functional.pad(fp8_data, (0, 0, 0, most - shard.shape[0]))
     dtype = getattr(mp_policy, "param_dtype", None)
     context = (shard._recipe, shard.dtype if dtype is None else dtype, held.dtype, rows)
-    return (fp8_data, held.rowwise_scale_inv) if block else (fp8_data,), context
+    return (fp8_data, shard._rowwise_scale_inv) if block else (fp8_data,), context
 
 
 def gathered_fp8_data(
@@ -211,8 +183,7 @@ def gathered_fp8_data(
     recipe, dtype, fp8_dtype, rows = context
     layout = layout_of(recipe)
     # All shards have one scale, or, with one rank, FSDP2 hands over the first tensor only.
-    scale_inv = outputs[1] if len(outputs) > 1 else shard._held.rowwise_scale_inv
-    assert scale_inv is not None
+    scale_inv = outputs[1] if len(outputs) > 1 else shard._rowwise_scale_inv
     held = layout.gathered(outputs[0][:rows].view(fp8_dtype), scale_inv, fp8_dtype)
     return held, recipe, dtype
 
@@ -234,7 +205,7 @@ def joined(parts: Sequence[GatheredPart]) -> tuple[QuantizedTensor, Gathered] | 
         return None
     if any(p._recipe != first._recipe or p.dtype is not first.dtype for p in parts):
         return None
-    notes: list[Gathered] = [p._gathered for p in parts]  # type: ignore[misc]
+    notes: list[Gathered] = [p._gathered for p in parts]
     if any(note.settings is None for note in notes):
         return None
     for note in notes:

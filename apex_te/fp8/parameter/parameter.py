@@ -109,19 +109,11 @@ class FP8Parameter(torch.Tensor):
         device: torch.device | str | int | None = None,
         preserve_high_precision_init_val: bool = False,
     ) -> FP8Parameter:
-        """Makes a weight with uninitialized data.
-
-        Args:
-            shape: ``(rows, cols)``.
-            recipe: recipe of the model, or its name; its ``stored_recipe`` quantizes the weight.
-            dtype: nominal dtype: float32, float16, bfloat16 or float64.
-            device: device of the data.
-            preserve_high_precision_init_val: keep a copy of the values that ``initialize``
-                quantizes.
+        """Makes a weight [rows, cols] without values; the recipe's ``stored_recipe`` quantizes it.
 
         Raises:
             ValueError: ``shape`` is not that of a matrix.
-            TypeError: ``dtype`` is not one of the four.
+            TypeError: ``dtype``, the nominal one, is not float32, float16, bfloat16 or float64.
         """
         if len(shape) != 2:
             raise ValueError(f"FP8Parameter: shape must be [rows, cols], got {list(shape)}")
@@ -137,13 +129,9 @@ class FP8Parameter(torch.Tensor):
         return cls(held, recipe, dtype, _Initial(preserve_high_precision_init_val))
 
     def initialize(self, init_method: Callable[[torch.Tensor], Any]) -> None:
-        """Quantizes initial values into the weight.
+        """Quantizes the values with which ``init_method`` fills a plain tensor in place.
 
-        With ``preserve_high_precision_init_val`` a copy of the values is kept on the CPU, which
-        ``get_high_precision_init_val`` returns.
-
-        Args:
-            init_method: function that fills a plain tensor ``[rows, cols]`` in place.
+        With ``preserve_high_precision_init_val`` a copy of the values is kept on the CPU.
         """
         value = torch.empty(self.shape, dtype=self.dtype, device=self.device)
         init_method(value)
@@ -215,51 +203,19 @@ class FP8Parameter(torch.Tensor):
         return self.dequantize(dtype).to(*args, **kwargs)
 
     def float(self, **options: Any) -> torch.Tensor:
-        """Converts the weight to float32, as ``to(torch.float32)`` does.
-
-        Args:
-            options: keyword arguments of ``to``, such as ``memory_format``.
-
-        Returns:
-            For a ``torch.nn.Parameter``, an FP8Parameter with nominal dtype float32; for any other
-            FP8Parameter, the values as a plain tensor.
-        """
+        """Converts the weight to float32, as ``to(torch.float32, **options)`` does."""
         return self.to(torch.float32, **options)
 
     def half(self, **options: Any) -> torch.Tensor:
-        """Converts the weight to float16, as ``to(torch.float16)`` does.
-
-        Args:
-            options: keyword arguments of ``to``, such as ``memory_format``.
-
-        Returns:
-            For a ``torch.nn.Parameter``, an FP8Parameter with nominal dtype float16; for any other
-            FP8Parameter, the values as a plain tensor.
-        """
+        """Converts the weight to float16, as ``float`` does to float32."""
         return self.to(torch.float16, **options)
 
     def bfloat16(self, **options: Any) -> torch.Tensor:
-        """Converts the weight to bfloat16, as ``to(torch.bfloat16)`` does.
-
-        Args:
-            options: keyword arguments of ``to``, such as ``memory_format``.
-
-        Returns:
-            For a ``torch.nn.Parameter``, an FP8Parameter with nominal dtype bfloat16; for any other
-            FP8Parameter, the values as a plain tensor.
-        """
+        """Converts the weight to bfloat16, as ``float`` does to float32."""
         return self.to(torch.bfloat16, **options)
 
     def double(self, **options: Any) -> torch.Tensor:
-        """Converts the weight to float64, as ``to(torch.float64)`` does.
-
-        Args:
-            options: keyword arguments of ``to``, such as ``memory_format``.
-
-        Returns:
-            For a ``torch.nn.Parameter``, an FP8Parameter with nominal dtype float64; for any other
-            FP8Parameter, the values as a plain tensor.
-        """
+        """Converts the weight to float64, as ``float`` does to float32."""
         return self.to(torch.float64, **options)
 
     @property
@@ -283,21 +239,17 @@ class FP8Parameter(torch.Tensor):
 
     def data_ptr(self) -> int:
         """Returns the address of the rowwise FP8 data."""
-        assert self._held.rowwise is not None
-        return self._held.rowwise.data_ptr()
+        return self._rowwise.data_ptr()
 
     def share_memory_(self) -> FP8Parameter:
         """Moves FP8 data and scales to shared memory, for other processes; returns ``self``."""
-        assert self._held.rowwise is not None
-        assert self._held.rowwise_scale_inv is not None
-        self._held.rowwise.share_memory_()
-        self._held.rowwise_scale_inv.share_memory_()
+        self._rowwise.share_memory_()
+        self._rowwise_scale_inv.share_memory_()
         return self
 
     def is_shared(self) -> bool:
         """Returns True if the FP8 data are in shared memory; always True on a GPU."""
-        assert self._held.rowwise is not None
-        return self._held.rowwise.is_shared()
+        return self._rowwise.is_shared()
 
     def __repr__(self) -> str:  # type: ignore[override]
         return (
@@ -321,11 +273,13 @@ class FP8Parameter(torch.Tensor):
         return FP8Parameter(held, recipe, dtype, None, outer_size, writable)
 
     @property
-    def _rowwise(self) -> torch.Tensor | None:
+    def _rowwise(self) -> torch.Tensor:
+        assert self._held.rowwise is not None
         return self._held.rowwise
 
     @property
-    def _rowwise_scale_inv(self) -> torch.Tensor | None:
+    def _rowwise_scale_inv(self) -> torch.Tensor:
+        assert self._held.rowwise_scale_inv is not None
         return self._held.rowwise_scale_inv
 
     @classmethod
@@ -363,15 +317,8 @@ class FP8Parameter(torch.Tensor):
     def copy_all(weights: Sequence[FP8Parameter], sources: Sequence[torch.Tensor]) -> None:
         """Copies each source to the weight at the same index, as ``copy_`` does.
 
-        If weights are FSDP2 shards, one collective per process group reduces the amax values of all
-        its weights over the ranks.
-
-        Args:
-            weights: the weights; shards must be those of the same weights on all ranks.
-            sources: values, or FP8Parameters, that broadcast to the weights' shapes.
-
-        Raises:
-            NotImplementedError: a weight is a slice of another one.
+        If weights are FSDP2 shards, of the same weights on all ranks, one collective per process
+        group reduces the amax values of all its weights over the ranks.
         """
         shared: dict[Any, list[tuple[FP8Parameter, torch.Tensor]]] = {}
         for weight, source in zip(weights, sources, strict=True):
@@ -398,10 +345,9 @@ class FP8Parameter(torch.Tensor):
 
     def _write(self, source: torch.Tensor) -> None:
         """Writes ``source`` to the data in place; quantizes it, or copies FP8 data that fit."""
-        assert self._held.rowwise is not None
         if isinstance(source, FP8Parameter):
             same_kind = source._recipe == self._recipe and source._is_matrix
-            if same_kind and source.shape == self._held.rowwise.shape:
+            if same_kind and source.shape == self._rowwise.shape:
                 self._store(source._held)
                 return
         quantizer = quantizers_of(self._recipe, self.device).weight
@@ -410,23 +356,20 @@ class FP8Parameter(torch.Tensor):
     def _store(self, new: QuantizedTensor) -> None:
         """Copies a rowwise copy of new values to the data in place."""
         held = self._held
-        assert held.rowwise is not None
-        assert held.rowwise_scale_inv is not None
-        assert new.rowwise is not None
-        assert new.rowwise_scale_inv is not None
         if new is not held:
-            held.rowwise.copy_(new.rowwise)
-            held.rowwise_scale_inv.copy_(new.rowwise_scale_inv)
+            assert new.rowwise is not None
+            assert new.rowwise_scale_inv is not None
+            self._rowwise.copy_(new.rowwise)
+            self._rowwise_scale_inv.copy_(new.rowwise_scale_inv)
             held.columnwise = held.columnwise_scale_inv = None
 
     def _kernel_values(self, source: torch.Tensor) -> torch.Tensor:
         """Returns ``source`` as values that casts read, broadcast to the data's shape."""
-        assert self._held.rowwise is not None
         if isinstance(source, FP8Parameter):
             source = source._values(torch.float32)
         dtype = torch.float32 if source.dtype not in KERNEL_DTYPES else source.dtype
         value = source.to(self.device, dtype).expand(self.shape)
-        return value.reshape(self._held.rowwise.shape).contiguous()
+        return value.reshape(self._rowwise.shape).contiguous()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> FP8Parameter:
         found = memo.get(id(self))
@@ -439,14 +382,11 @@ class FP8Parameter(torch.Tensor):
         return copy
 
     def __reduce_ex__(self, protocol: Any) -> tuple:
-        held = self._held
-        assert held.rowwise is not None
-        assert held.rowwise_scale_inv is not None
         # FP8 data as bytes, which every version of torch can load, and plain pickle.
-        scale_inv = held.rowwise_scale_inv
+        scale_inv = self._rowwise_scale_inv
         if scale_inv.dtype is torch.float8_e8m0fnu:
             scale_inv = scale_inv.view(torch.uint8)
-        tensors = (held.rowwise.view(torch.uint8), scale_inv)
+        tensors = (self._rowwise.view(torch.uint8), scale_inv)
         initial = (self._initial.wanted, self._initial.value)
         recipe = pack_recipe(self._recipe)
         saved = (recipe, self.dtype, tensors, _flags(self), initial)
@@ -461,12 +401,7 @@ class FP8Parameter(torch.Tensor):
     def fsdp_pre_all_gather(
         self, mesh: Any, outer_size: Any, outer_stride: Any, module: Any, mp_policy: Any
     ) -> tuple[tuple[torch.Tensor, ...], Any]:
-        """Returns this shard's FP8 data and scales, which FSDP2 gathers; a hook of FSDP2.
-
-        Returns:
-            tensors: the data as uint8, and ``scale_inv`` if the weight has several scales.
-            context: recipe, dtypes and rows, for ``fsdp_post_all_gather``.
-        """
+        """Returns this shard's FP8 data and scales, which FSDP2 gathers; a hook of FSDP2."""
         return shard_fp8_data(self, mesh, outer_size, module, mp_policy)
 
     def fsdp_post_all_gather(
@@ -477,17 +412,10 @@ class FP8Parameter(torch.Tensor):
         *,
         out: torch.Tensor | None = None,
     ) -> Any:
-        """Makes the whole weight from the gathered data; a hook of FSDP2.
+        """Makes the whole weight from the gathered data, or fills ``out``; a hook of FSDP2.
 
-        Args:
-            all_gather_outputs: the gathered tensors of ``fsdp_pre_all_gather``.
-            metadata: the context that ``fsdp_pre_all_gather`` returned.
-            param_dtype: dtype of FSDP2's policy; not used, as ``metadata`` has it.
-            out: weight of an earlier gather that gets the data; None makes a new one.
-
-        Returns:
-            The weight, and a tuple of the tensors whose memory FSDP2 manages; None if ``out`` is
-            given.
+        Also returns the tensors whose memory FSDP2 manages. ``metadata`` has the dtype of FSDP2's
+        policy, so that ``param_dtype`` is not read.
         """
         held, recipe, dtype = gathered_fp8_data(self, all_gather_outputs, metadata)
         if out is not None:

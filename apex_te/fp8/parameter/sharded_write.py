@@ -106,8 +106,6 @@ class _Piece:
         self.part = None if part is None else part.detach().reshape(-1).to(self.device)
         self.layout = layout_of(weight.recipe)
         self.quantizer = quantizers_of(weight.recipe, self.device).weight
-        scale_inv = weight._held.rowwise_scale_inv
-        assert scale_inv is not None
         rows, cols = weight.shape
         block_rows = self.layout.block_rows or rows
         block_cols = self.layout.block_cols or cols
@@ -150,13 +148,10 @@ class _Piece:
 
     def _store(self, made: QuantizedTensor, first: int) -> None:
         """Copies scales, and this rank's part of the data, from index ``first``, to the weight."""
-        held = self.weight._held
-        assert held.rowwise is not None
-        assert held.rowwise_scale_inv is not None
         assert made.rowwise is not None
         assert made.rowwise_scale_inv is not None
-        held.rowwise_scale_inv.copy_(made.rowwise_scale_inv)
+        self.weight._rowwise_scale_inv.copy_(made.rowwise_scale_inv)
         if self.part is not None:
             count = self.part.numel()
-            new, old = made.rowwise.view(torch.uint8), held.rowwise.view(torch.uint8)
+            new, old = made.rowwise.view(torch.uint8), self.weight._rowwise.view(torch.uint8)
             old.view(-1)[self.start : self.start + count] = new.view(-1)[first : first + count]

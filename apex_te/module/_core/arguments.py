@@ -136,11 +136,6 @@ def split_names(owner: str, parameters_split: Any, out_features: int) -> dict[st
     return parts
 
 
-def check_num_gemms(owner: str, num_gemms: Any) -> None:
-    """Checks that ``num_gemms`` is an int of at least 1; raises as ``check_count`` does."""
-    check_count(owner, "num_gemms", num_gemms)
-
-
 def checked_groups(owner: str, num_attention_heads: Any, num_gqa_groups: Any) -> int:
     """Returns the number of key heads, by default ``num_attention_heads``, after checks."""
     check_count(owner, "num_attention_heads", num_attention_heads)

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from ...runtime.named_arguments import named_arguments
 from .arguments import autocast_dtype, checked_eps, parameter, params_dtype_of, shown_name
 from .materialize import initialize, materialize
 
@@ -22,18 +23,19 @@ class NormModule(torch.nn.Module):
     _PARAMETERS: tuple[str, ...]
     eps: Any
 
-    def _construct(
+    @named_arguments()
+    def __init__(
         self,
-        normalized_shape: int | Sequence[int] | None,
-        hidden_size: int | None,
-        eps: float,
-        sequence_parallel: bool,
-        params_dtype: torch.dtype | None,
-        dtype: torch.dtype | None,
-        zero_centered_gamma: bool,
-        device: torch.device | str | int | None,
+        normalized_shape: int | Sequence[int] | None = None,
+        eps: float = 1e-5,
+        *,
+        hidden_size: int | None = None,
+        sequence_parallel: bool = False,
+        params_dtype: torch.dtype | None = None,
+        zero_centered_gamma: bool = False,
+        device: torch.device | str | int | None = None,
+        dtype: torch.dtype | None = None,
     ) -> None:
-        """Initialises the module; the arguments are those of ``LayerNorm``."""
         torch.nn.Module.__init__(self)
         name = type(self).__name__
         self.normalized_shape = _resolved_shape(name, normalized_shape, hidden_size)

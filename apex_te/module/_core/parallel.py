@@ -14,11 +14,20 @@ from ...comm.agreement import check_same
 from ...comm.collectives import world_size
 from ...comm.shards import note_group
 from ...fp8.autocast import is_process_group, local
+from ...runtime.counts import check_count
 from ...runtime.named_arguments import did_you_mean
+from .arguments import params_dtype_of
 from .fp8_module import FP8Module
 from .gemm import GemmOptions
 from .tensor_parallel import TensorParallel
 
+# Arguments of constructors that become attributes of the module as they are.
+_OPTIONS = (
+    "return_bias", "fuse_wgrad_accumulation", "delay_wgrad_compute", "save_original_input",
+    "init_method", "output_layer_init_method", "name", "num_gemms", "in_features", "out_features",
+    "hidden_size", "ffn_hidden_size", "activation", "activation_params", "set_parallel_mode",
+    "checkpoint",
+)  # fmt: skip
 # Attributes of a module that decide on its collectives.
 _COMPARED = (
     "parallel_mode", "set_parallel_mode", "sequence_parallel", "activation", "normalization",
@@ -125,8 +134,42 @@ class ParallelModule(FP8Module):
     sequence_parallel: bool
     get_rng_state_tracker: Callable[[], Any] | None
     rng_tracker_name: str | None
+    use_bias: bool
+    return_bias: bool
+    init_method: Callable[[torch.Tensor], Any] | None
+    name: str | None
     # The last arguments and result of _split_options: (options, modes, options of each GEMM).
     _split: tuple[GemmOptions, tuple[str | None, ...], tuple[GemmOptions, ...]] | None = None
+
+    def _take_options(self, given: dict[str, Any], *sizes: str, gemms: int = 1) -> torch.dtype:
+        """Initialises the module from its constructor's arguments; returns the parameters' dtype.
+
+        ``given`` has the arguments by name, ``locals()`` of the constructor; ``sizes`` names those
+        that must be counts.
+        """
+        owner = type(self).__name__
+        dtype = params_dtype_of(owner, given["params_dtype"], given["dtype"])
+        for name in sizes:
+            check_count(owner, name, given[name])
+        torch.nn.Module.__init__(self)
+        self.use_bias = bool(given["bias"])
+        for name in _OPTIONS:
+            if name in given:
+                setattr(self, name, given[name])
+        if "parallel_mode" in given:
+            self.parallel_mode = checked_mode(owner, given["parallel_mode"])
+        self._make_parallel(
+            given["tp_group"], given["tp_size"], given["sequence_parallel"],
+            given["get_rng_state_tracker"], given.get("rng_tracker_name"),
+        )  # fmt: skip
+        self._make_fp8_state(gemms)
+        return dtype
+
+    def _shown_options(self) -> str:
+        """Returns the options for ``extra_repr`` that are set."""
+        names = ("return_bias", "fuse_wgrad_accumulation", "delay_wgrad_compute",
+                 "save_original_input")  # fmt: skip
+        return "".join(f", {name}=True" for name in names if getattr(self, name))
 
     def _make_parallel(
         self,
@@ -151,7 +194,7 @@ class ParallelModule(FP8Module):
         if tp_size > 1 and vars(self).get("parallel_mode", "") is None:
             warnings.warn(
                 f"{owner}: tp_size={tp_size} is ignored without parallel_mode='column' or 'row'",
-                stacklevel=4,
+                stacklevel=5,
             )
         self.tp_group = tp_group
         self.sequence_parallel = sequence_parallel and self.tp_size > 1

@@ -17,9 +17,8 @@ from .._core.parallel import checked_tp_size, divided
 from . import masks as _masks
 from .alibi import Alibi, checked_slopes, standard_slopes
 from .backends import Options, Path, attend, choose, path_settings
-from .gaps import gaps_of
 from .masks import broadcasts
-from .packed import attend_packed, choose_packed, packing
+from .packed import attend_packed, choose_packed, gaps_of, packing
 
 __all__ = ["DotProductAttention"]
 
@@ -462,7 +461,7 @@ class DotProductAttention(torch.nn.Module):
         batch, heads, queries, _ = q.shape
         keys = k.shape[2]
         cross = self.attention_type == "cross"
-        scores, hidden = (batch, heads, queries, keys), None
+        scores, by_length = (batch, heads, queries, keys), None
         if cu[0] is not None or cu[1] is not None:
             if not kind.padding:
                 raise ValueError(
@@ -472,20 +471,15 @@ class DotProductAttention(torch.nn.Module):
                 )
             where = packing(_NAME, *cu, queries, keys)
             padded = _masks.lengths_mask(where.queries.diff(), queries)
-            lengths = (padded, padded)
+            by_length = (padded, padded)
             if queries != keys or not where.is_self:
-                lengths = (padded, _masks.lengths_mask(where.keys.diff(), keys))
-            mask, hidden = _masks.joined_masks(_NAME, kind, mask, cross, scores, lengths)
+                by_length = (padded, _masks.lengths_mask(where.keys.diff(), keys))
         if bias is not None and not broadcasts(bias, scores):
             raise ValueError(
                 f"{_NAME}: core_attention_bias must broadcast to {list(scores)}, "
                 f"got {list(bias.shape)}"
             )
-        seen = _masks.visibility(_NAME, kind, mask, size, cross, scores, q.device)
-        if hidden is not None:
-            assert seen.hidden is not None
-            seen = seen._replace(hidden=seen.hidden | hidden)
-        return seen, mask
+        return _masks.visibility(_NAME, kind, mask, size, cross, scores, q.device, by_length)
 
     def _slopes(
         self, slopes: torch.Tensor | None, batch: int, device: torch.device

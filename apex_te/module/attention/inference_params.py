@@ -121,18 +121,8 @@ class InferenceParams:
     def step_of(self, owner: str, name: str, x: torch.Tensor, layout: str) -> Any:
         """Returns the announced step in the form that a call with an input like ``x`` reads.
 
-        Args:
-            owner, name: names of the module and of ``x`` in errors.
-            x: input [s, b, ...], [b, s, ...] or [t, ...] of the call.
-            layout: ``"sbhd"``, ``"bshd"`` or ``"thd"``.
-
-        Returns:
-            A ``Step`` for an input without padding, a ``PaddedStep`` for a padded input and in a
-            CUDA graph, None without ``pre_step``.
-
-        Raises:
-            ValueError: the input is too small for the step, or has too many sequences.
-            RuntimeError: a CUDA graph is captured without ``pre_step``.
+        That is a ``Step`` for an input without padding, a ``PaddedStep`` for a padded input and in
+        a CUDA graph, None without ``pre_step``. ``owner`` and ``name`` are those in errors.
         """
         step, is_captured = self._step, self._is_captured(x)
         if step is None:
@@ -168,13 +158,7 @@ class InferenceParams:
         return PaddedStep(table, longest, self.max_sequence_length)
 
     def table(self, device: torch.device) -> torch.Tensor:
-        """Returns the announced step as ``PaddedStep.table``, int32 [4, max_batch_size + 1].
-
-        The tensor is on ``device``; later steps overwrite it in place.
-
-        Raises:
-            RuntimeError: the table would have to be allocated while a CUDA graph is captured.
-        """
+        """Returns the announced step as ``PaddedStep.table``; later steps overwrite it in place."""
         if device not in self._tables:
             self._check_not_capturing(device)
             shape = (4, self.max_batch_size + 1)
@@ -187,9 +171,7 @@ class InferenceParams:
     def captured(self, room: dict[str, int]) -> Iterator[None]:
         """Makes calls inside the ``with`` block read the step on the device, as a CUDA graph must.
 
-        Args:
-            room: dict to which the calls write the sizes that their inputs have room for; pass it
-                to ``check_room``.
+        They write the sizes that their inputs have room for to ``room``, for ``check_room``.
         """
         outer, self._room = self._room, room
         try:
@@ -203,7 +185,7 @@ class InferenceParams:
         kept = []
         if self._step is not None:
             for memory in self.key_value_memory_dict.values():
-                places = self._step.new_places(memory[0].device)
+                places = self._step.made("new_places", memory[0].device)
                 kept += [(_rows(x), places, _rows(x).index_select(0, places)) for x in memory]
         try:
             yield
@@ -212,23 +194,13 @@ class InferenceParams:
                 rows.index_copy_(0, places, values)
 
     def note_room(self, **room: int) -> None:
-        """Records the largest step that the graph being captured can replay; else does nothing.
-
-        Args:
-            room: limits on ``sequences``, ``longest_new``, ``tokens`` or ``longest`` that an input
-                sets. The smallest limit for a name counts.
-        """
+        """Records limits on the step that the graph being captured can replay; the least count."""
         if self._room is not None:
             for name, size in room.items():
                 self._room[name] = min(size, self._room.get(name, size))
 
     def check_room(self, owner: str, room: dict[str, int]) -> None:
-        """Raises ValueError unless a step is announced and small enough for a captured graph.
-
-        Args:
-            owner: the module's name, for the error.
-            room: the dict that ``captured`` got when the graph was captured.
-        """
+        """Raises ValueError unless a step is announced that fits the room of a captured graph."""
         step = self._step
         if step is None:
             raise ValueError(
@@ -298,30 +270,23 @@ class Step:
 
     def starts(self, device: torch.device) -> torch.Tensor:
         """Returns ``before`` as an int32 tensor [sequences]."""
-        return self._made("starts", device)
+        return self.made("starts", device)
 
     def cu_new(self, device: torch.device) -> torch.Tensor:
         """Returns where the new tokens of each sequence begin, int32 [sequences + 1]."""
-        return self._made("cu_new", device)
+        return self.made("cu_new", device)
 
     def cu_total(self, device: torch.device) -> torch.Tensor:
         """Returns where all tokens of each sequence begin, int32 [sequences + 1]."""
-        return self._made("cu_total", device)
+        return self.made("cu_total", device)
 
-    def new_places(self, device: torch.device) -> torch.Tensor:
-        """Returns the indices of the new tokens in the rows of the cache, int64."""
-        return self._made("new_places", device)
+    def made(self, name: str, device: torch.device) -> torch.Tensor:
+        """Returns a tensor of the step, made once and not in each layer.
 
-    def all_places(self, device: torch.device) -> torch.Tensor:
-        """Returns the indices of all tokens of the sequences in the rows of the cache, int64."""
-        return self._made("all_places", device)
-
-    def inputs(self, device: torch.device) -> torch.Tensor:
-        """Returns the indices of the new tokens in inputs padded to ``longest_new``, int64."""
-        return self._made("inputs", device)
-
-    def _made(self, name: str, device: torch.device) -> torch.Tensor:
-        """Returns the tensor called ``name``, made once a step and not once a layer."""
+        ``"new_places"`` and ``"all_places"`` are indices of the new and of all tokens in the rows
+        of the cache, int64; ``"inputs"`` those of the new tokens in inputs padded to
+        ``longest_new``; for the others see the methods of their names.
+        """
         key = (name, device)
         if key not in self._tensors:
             self._tensors[key] = self._make(name).to(device)
@@ -533,11 +498,11 @@ def _extended_by_step(
             kept[: len(step.new), step.before[0] : step.total[0]] = new
         else:
             if not is_packed:
-                new = new.flatten(0, 1).index_select(0, step.inputs(device))
-            _rows(kept).index_copy_(0, step.new_places(device), new.to(kept.dtype))
+                new = new.flatten(0, 1).index_select(0, step.made("inputs", device))
+            _rows(kept).index_copy_(0, step.made("new_places", device), new.to(kept.dtype))
         if is_packed:
             seen = _rows(kept)
-            seen = seen if is_padded else seen.index_select(0, step.all_places(device))
+            seen = seen if is_padded else seen.index_select(0, step.made("all_places", device))
         else:
             sequences = len(step.starts(device)) if is_padded else len(step.new)
             seen = kept[:sequences, : step.longest]

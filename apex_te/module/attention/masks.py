@@ -102,11 +102,13 @@ def visibility(
     cross: bool,
     scores: tuple[int, int, int, int],
     device: torch.device,
-) -> Visibility:
-    """Returns the keys that each query sees under a mask type, a mask and a window together.
+    by_length: tuple[torch.Tensor, torch.Tensor] | None = None,
+) -> tuple[Visibility, Mask]:
+    """Returns the keys that each query sees under a mask type, a mask and a window, and the mask.
 
     Positions count from the first tokens. With ``bottom_right`` they count back from the last
-    tokens, with a padding mask from the last that are not padded.
+    tokens, with a padding mask from the last that are not padded. Masks ``by_length`` [b, 1, 1, s],
+    for padding types alone, hide what is behind the ends of sequences, and the mask includes them.
     """
     left, right = (-1, -1) if size is None else size
     if kind.causal:
@@ -117,16 +119,23 @@ def visibility(
         right = 0
     limits = _Window(left, right, kind.bottom_right and scores[2] != scores[3])
     if kind.padding:
-        return _padding_visibility(owner, kind, mask, size, limits, cross, scores, device)
+        more = None
+        if by_length is not None:
+            mask, more = _joined_masks(owner, kind, mask, cross, scores, by_length)
+        seen = _padding_visibility(owner, kind, mask, size, limits, cross, scores, device)
+        if more is not None:
+            assert seen.hidden is not None
+            seen = seen._replace(hidden=seen.hidden | more)
+        return seen, mask
     if kind.arbitrary:
         hidden = _arbitrary(owner, mask, scores)
-        return limits.past_single_query(scores).hide_more(hidden, scores, device)
+        return limits.past_single_query(scores).hide_more(hidden, scores, device), mask
     if mask is not None:
         raise ValueError(
             f"{owner}: attention_mask must be None with attn_mask_type {kind.name!r} "
             f"(use {_INSTEAD[kind.name]}), got a mask"
         )
-    return _plain_visibility(limits.past_single_query(scores), scores, device)
+    return _plain_visibility(limits.past_single_query(scores), scores, device), None
 
 
 class _Window(NamedTuple):
@@ -240,7 +249,7 @@ def distances(
     return (q[:, None] - k).abs()[None, None]
 
 
-def joined_masks(
+def _joined_masks(
     owner: str,
     kind: MaskType,
     mask: Mask,
@@ -275,11 +284,6 @@ def lengths_mask(lengths: torch.Tensor, extent: int) -> torch.Tensor:
     return (torch.arange(extent, device=lengths.device) >= lengths[:, None])[:, None, None]
 
 
-def _lengths(mask: torch.Tensor) -> torch.Tensor:
-    """Returns the numbers of tokens that are not padded, [b, 1, 1, 1]."""
-    return (~mask).sum(-1, keepdim=True)
-
-
 def _ranks(mask: torch.Tensor, last: torch.Tensor) -> torch.Tensor:
     """Returns the positions [b, 1, 1, s] of tokens, counted without padded ones.
 
@@ -294,7 +298,7 @@ def _positions_from_the_end(
     query_mask: torch.Tensor, key_mask: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns positions of queries and keys, equal for the last ones that are not padded."""
-    last = _lengths(key_mask)
+    last = (~key_mask).sum(-1, keepdim=True)
     return _ranks(query_mask, last).transpose(-1, -2), _ranks(key_mask, last)
 
 

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 import torch
 
 from ...fp8.delayed.ranks import number_layer
+from ...ops.rms_norm import rms_norm
 from ...ops.rope import rope
-from ...runtime.named_arguments import named_arguments
+from ...runtime.named_arguments import did_you_mean, named_arguments
 from .._core.arguments import VAGUE, check_count, checked_eps, checked_groups, explain_attention
 from .._core.composite import CompositeModule, is_observed, takes_residual
 from .._core.norm_parameters import check_normalization
-from .._core.parallel import checked_tp_size, divided
+from .._core.parallel import checked_tp_size, divided, tag
 from ..layer_norm import LayerNorm
 from ..layer_norm_linear import LayerNormLinear
 from ..linear import Linear
@@ -22,7 +23,6 @@ from .alibi import standard_slopes
 from .dot_product import DotProductAttention
 from .inference_params import InferenceParams, extended, without_gradient
 from .masks import Mask
-from .qk_norm import qk_norms
 from .qkv_heads import HeadLayout, Rotation, rotation_of, split_heads
 
 __all__ = ["MultiheadAttention"]
@@ -31,68 +31,16 @@ _NAME = "MultiheadAttention"
 _Init = Callable[[torch.Tensor], Any] | None
 
 
-class _Projections(NamedTuple):
-    """Checked arguments of the linear layers around attention.
+class _L2Normalization(torch.nn.Module):
+    """L2 normalisation ``x / sqrt(sum(x ** 2) + eps)`` over the last dimension."""
 
-    ``rows`` and ``kv_rows`` are features of queries, and of keys or values, on all ranks. ``norm``
-    has further arguments of ``LayerNormLinear``, ``shared`` of all layers.
-    """
+    def __init__(self, size: int, eps: float) -> None:
+        super().__init__()
+        self.eps = eps / size
+        self.factor = size**-0.5
 
-    hidden_size: int
-    rows: int
-    kv_rows: int
-    is_fused: bool
-    init_method: _Init
-    output_layer_init_method: _Init
-    is_split: bool
-    name: str | None
-    norm: dict[str, Any]
-    shared: dict[str, Any]
-    linear: type[Any]
-    layer_norm_linear: type[Any]
-
-    def to_heads(self, attention_type: str, has_norm: bool) -> dict[str, torch.nn.Module]:
-        """Makes the linear layers from inputs to heads, by the names of the submodules."""
-        query, keys_values = {"query": self.rows}, {"key": self.kv_rows, "value": self.kv_rows}
-        if attention_type == "self":
-            key = "layernorm_qkv" if has_norm else "qkv"
-            return {key: self._projection(key, query | keys_values, has_norm)}
-        key = "layernorm_query" if has_norm else "query_layer"
-        return {
-            key: self._projection(key, query, has_norm),
-            "key_value": self._projection("key_value", keys_values, False),
-        }
-
-    def from_heads(self, return_bias: bool) -> Any:
-        """Makes the linear layer from the heads back to the hidden size."""
-        return self.linear(
-            self.rows,
-            self.hidden_size,
-            init_method=self.output_layer_init_method,
-            return_bias=return_bias,
-            # Attention saves its output anyway.
-            save_original_input=True,
-            name=self._called("proj"),
-            parallel_mode="row" if self.is_split else None,
-            **self.shared,
-        )
-
-    def _projection(self, key: str, parts: dict[str, int], has_norm: bool) -> torch.nn.Module:
-        """Makes a linear layer to heads, of parts with the given names and numbers of rows."""
-        make = self.layer_norm_linear if has_norm else self.linear
-        return make(
-            self.hidden_size,
-            sum(parts.values()),
-            init_method=self.init_method,
-            parameters_split=None if self.is_fused else parts,
-            name=self._called(key),
-            parallel_mode="column" if self.is_split else None,
-            **(self.norm if has_norm else {}),
-            **self.shared,
-        )
-
-    def _called(self, key: str) -> str:
-        return f"{self.name}.{key}" if self.name else key
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return rms_norm(x, None, self.eps) * self.factor
 
 
 def _checked_head_size(hidden_size: Any, heads: int, kv_channels: Any) -> int:
@@ -205,34 +153,38 @@ class MultiheadAttention(CompositeModule):
         ranks = checked_tp_size(_NAME, tp_group, tp_size) if set_parallel_mode else 1
         groups = checked_groups(_NAME, num_attention_heads, num_gqa_groups)
         size = _checked_head_size(hidden_size, num_attention_heads, kv_channels)
-        config = _Projections(
-            hidden_size=hidden_size,
-            rows=num_attention_heads * size,
-            kv_rows=groups * size,
-            is_fused=fuse_qkv_params,
-            init_method=init_method,
-            output_layer_init_method=output_layer_init_method,
-            is_split=set_parallel_mode,
-            name=name,
-            norm={
-                "eps": checked_eps(_NAME, "layernorm_epsilon", layernorm_epsilon),
-                "normalization": normalization,
-                "zero_centered_gamma": zero_centered_gamma,
-                "return_layernorm_output": return_layernorm_output,
-            },
-            shared={
-                "bias": bias,
-                "params_dtype": params_dtype,
-                "device": device,
-                "fuse_wgrad_accumulation": fuse_wgrad_accumulation,
-                "get_rng_state_tracker": get_rng_state_tracker,
-                "tp_group": tp_group,
-                "tp_size": tp_size,
-                "sequence_parallel": sequence_parallel,
-            },
-            linear=self._linear,
-            layer_norm_linear=self._layer_norm_linear,
-        )
+        norm = {
+            "eps": checked_eps(_NAME, "layernorm_epsilon", layernorm_epsilon),
+            "normalization": normalization,
+            "zero_centered_gamma": zero_centered_gamma,
+            "return_layernorm_output": return_layernorm_output,
+        }
+        shared: dict[str, Any] = {
+            "bias": bias,
+            "params_dtype": params_dtype,
+            "device": device,
+            "fuse_wgrad_accumulation": fuse_wgrad_accumulation,
+            "get_rng_state_tracker": get_rng_state_tracker,
+            "tp_group": tp_group,
+            "tp_size": tp_size,
+            "sequence_parallel": sequence_parallel,
+        }
+
+        def project(key: str, parts: dict[str, int], has_norm: bool = False) -> None:
+            """Adds the linear layer called ``key`` from inputs to heads, by rows of its parts."""
+            make = self._layer_norm_linear if has_norm else self._linear
+            layer = make(
+                hidden_size,
+                sum(parts.values()),
+                init_method=init_method,
+                parameters_split=None if fuse_qkv_params else parts,
+                name=f"{name}.{key}" if name else key,
+                parallel_mode="column" if set_parallel_mode else None,
+                **(norm if has_norm else {}),
+                **shared,
+            )
+            self.add_module(key, layer)
+
         super().__init__()
         self.set_parallel_mode = set_parallel_mode
         self.core_attention = self._core_attention(
@@ -260,18 +212,58 @@ class MultiheadAttention(CompositeModule):
         self.qk_norm_before_rope = qk_norm_before_rope
         self.name = name
         own_groups = divided(_NAME, "num_gqa_groups", groups, ranks)
-        for key, module in config.to_heads(attention_type, input_layernorm).items():
-            self.add_module(key, module)
+        rows, kv_rows = num_attention_heads * size, groups * size
+        query, keys_values = {"query": rows}, {"key": kv_rows, "value": kv_rows}
+        if attention_type == "self":
+            key = "layernorm_qkv" if input_layernorm else "qkv"
+            project(key, query | keys_values, input_layernorm)
+        else:
+            key = "layernorm_query" if input_layernorm else "query_layer"
+            project(key, query, input_layernorm)
+            project("key_value", keys_values)
         repeats = num_attention_heads // ranks // own_groups if attention_type == "self" else 0
         interleaved = qkv_weight_interleaved and fuse_qkv_params
         self._heads = HeadLayout(qkv_format, repeats, own_groups, size, interleaved)
-        q_norm, k_norm = qk_norms(
-            _NAME, qk_norm_type, size, qk_norm_eps, params_dtype, device, ranks > 1, self._norms
+        q_norm, k_norm = self._qk_norms(
+            qk_norm_type, size, qk_norm_eps, params_dtype, device, ranks > 1
         )
         self.register_module("q_norm", q_norm)
         self.register_module("k_norm", k_norm)
-        self.proj = config.from_heads(return_bias)
+        self.proj = self._linear(
+            rows,
+            hidden_size,
+            init_method=output_layer_init_method,
+            return_bias=return_bias,
+            save_original_input=True,  # attention saves its output anyway
+            name=f"{name}.proj" if name else "proj",
+            parallel_mode="row" if set_parallel_mode else None,
+            **shared,
+        )
         number_layer(self, layer_number)
+
+    def _qk_norms(
+        self, kind: str | None, size: int, eps: float, params_dtype: Any, device: Any, split: bool
+    ) -> tuple[torch.nn.Module | None, torch.nn.Module | None]:
+        """Makes the norms of query and key heads; L2 normalisation is one module for both."""
+        eps = checked_eps(_NAME, "qk_norm_eps", eps)
+        if kind is None:
+            return None, None
+        if kind == "L2Normalization":
+            shared = _L2Normalization(size, eps)
+            return shared, shared
+        norms = self._norms
+        if kind not in tuple(norms):
+            raise ValueError(
+                f"{_NAME}: qk_norm_type must be None, 'RMSNorm', 'LayerNorm' or 'L2Normalization', "
+                f"got {kind!r}{did_you_mean(kind, (*norms, 'L2Normalization'))}"
+            )
+        q_norm, k_norm = (
+            norms[kind](size, eps, params_dtype=params_dtype, device=device) for _ in range(2)
+        )
+        if split:
+            for parameter in (*q_norm.parameters(), *k_norm.parameters()):
+                tag(parameter, None, True)
+        return q_norm, k_norm
 
     def forward(
         self,

@@ -1,4 +1,7 @@
-"""Attention over packed sequences (thd): PyTorch's varlen kernel, or unpacked to padded ones."""
+"""Attention over packed sequences (thd): PyTorch's varlen kernel, or unpacked to padded ones.
+
+Gaps between sequences, tokens that belong to none, are left out while attention computes.
+"""
 
 from __future__ import annotations
 
@@ -10,8 +13,7 @@ from torch.nn import functional
 from ...ops.op_function import OpFunction
 from .alibi import Alibi
 from .backends import Options, Path, attend, choose, varlen, varlen_obstacle
-from .gaps import Gaps
-from .masks import MASK_TYPES, Mask, MaskType, joined_masks, lengths_mask, visibility
+from .masks import MASK_TYPES, Mask, MaskType, lengths_mask, visibility
 
 # Sequences are always told apart, whatever the type says.
 _KINDS = {
@@ -98,6 +100,89 @@ def packing(
     return Packing(cu_seqlens_q, cu_seqlens_kv, longest[0], longest[1], (ends[0], ends[1]))
 
 
+class Gaps(NamedTuple):
+    """Positions of tokens in memory with gaps between the sequences, and in memory without gaps.
+
+    ``sources``, int64 [t], maps positions without gaps to those with gaps; ``targets`` maps back.
+    ``is_gap`` (with gaps) and ``is_behind`` (without), bool [t, 1, 1], mark positions of no
+    sequence.
+    """
+
+    sources: torch.Tensor
+    targets: torch.Tensor
+    is_gap: torch.Tensor
+    is_behind: torch.Tensor
+
+    def close(self, x: torch.Tensor) -> torch.Tensor:
+        """Returns the tokens of ``x`` [t, h, d] without gaps, zeros after the last sequence."""
+        return _Moved.apply(x, self.sources, self.is_behind, self.targets, self.is_gap)
+
+    def open(self, x: torch.Tensor) -> torch.Tensor:
+        """Returns the tokens of ``x`` [t, h, d], which has no gaps, with gaps of zeros."""
+        return _Moved.apply(x, self.targets, self.is_gap, self.sources, self.is_behind)
+
+
+def gaps_of(
+    owner: str, name: str, cu: torch.Tensor, padded: torch.Tensor | None, tokens: int
+) -> Gaps | None:
+    """Returns the ``Gaps`` of packed tokens; None if ``padded`` is None or ``cu`` itself."""
+    if padded is None or padded is cu:
+        return None
+    argument = f"{owner}: cu_seqlens_{name}_padded"
+    if not isinstance(padded, torch.Tensor) or padded.dtype is not torch.int32:
+        actual = padded.dtype if isinstance(padded, torch.Tensor) else type(padded).__name__
+        raise TypeError(f"{argument} must be an int32 tensor, got {actual}")
+    if padded.shape != cu.shape:
+        raise ValueError(
+            f"{argument} must have the shape of cu_seqlens_{name}, {list(cu.shape)}, "
+            f"got {list(padded.shape)}"
+        )
+    if padded.device.type == "cpu" and not torch.compiler.is_compiling():
+        room, last = int((padded.diff() - cu.diff()).min()), int(padded[-1])
+        if room < 0 or last > tokens or int(padded[0]) < 0:
+            raise ValueError(
+                f"{argument} must leave room for each sequence within {tokens} tokens, "
+                f"got {padded.tolist()} for sequences of {cu.diff().tolist()} tokens"
+            )
+    place = torch.arange(tokens, dtype=torch.int32, device=cu.device)
+    sequences = cu.shape[0] - 1
+    own = _sequence(cu, place, sequences)
+    sources = (place - cu[own] + padded[own]).clamp(0, max(tokens - 1, 0)).long()
+    wide = _sequence(padded, place, sequences)
+    offset = place - padded[wide]
+    is_gap = (offset < 0) | (offset >= cu[wide + 1] - cu[wide])
+    targets = (cu[wide] + offset).masked_fill(is_gap, 0).clamp(0, max(tokens - 1, 0)).long()
+    return Gaps(sources, targets, is_gap[:, None, None], (place >= cu[-1])[:, None, None])
+
+
+def _sequence(cu: torch.Tensor, place: torch.Tensor, sequences: int) -> torch.Tensor:
+    """Returns the number of the sequence that each place is in or behind."""
+    return (torch.searchsorted(cu, place, right=True) - 1).clamp(0, sequences - 1)
+
+
+class _Moved(OpFunction):
+    """Tokens of ``x`` moved to other places; backward moves the gradient back, without a sum."""
+
+    LABEL = "DotProductAttention"
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: torch.Tensor,
+        index: torch.Tensor,
+        hidden: torch.Tensor,
+        back_index: torch.Tensor,
+        back_hidden: torch.Tensor,
+    ) -> torch.Tensor:
+        ctx.save_for_backward(index, hidden, back_index, back_hidden)
+        return x.index_select(0, index).masked_fill_(hidden, 0)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None, None]:
+        index, hidden, back_index, back_hidden = ctx.saved_tensors
+        return _Moved.apply(grad, back_index, back_hidden, index, hidden), None, None, None, None
+
+
 def choose_packed(
     q: torch.Tensor,
     v: torch.Tensor,
@@ -153,15 +238,38 @@ def attend_packed(
     if path.name == "varlen":
         left, right = (-1, -1) if size is None else size
         limits = (left, 0 if kind.causal else right)
-        starts, longest = (where.queries, where.keys), (where.longest_query, where.longest_key)
+        starts, extents = (where.queries, where.keys), (where.longest_query, where.longest_key)
         if where.ends == (q.shape[0], k.shape[0]):
-            return varlen(q, k, v, starts, longest, limits, options)
+            return varlen(q, k, v, starts, extents, limits, options)
         # The kernels leave what belongs to tokens of no sequence unwritten.
         q = _ZeroGradientOutside.apply(q, where.queries)
         k, v = (_ZeroGradientOutside.apply(x, where.keys) for x in (k, v))
-        out = varlen(q, k, v, starts, longest, limits, options)
+        out = varlen(q, k, v, starts, extents, limits, options)
         return out.masked_fill(_outside(out, where.queries), 0.0)
-    return _padded(owner, q, k, v, where, kind, size, bias, options, mask, cross, has_alibi)
+    # Attends to padded copies of the sequences, and packs the result.
+    heads, longest = q.shape[1], where.longest_query
+    query_mask = lengths_mask(where.queries.diff(), longest)
+    key_mask = query_mask
+    if not where.is_self:
+        key_mask = lengths_mask(where.keys.diff(), where.longest_key)
+    scores = (query_mask.shape[0], heads, longest, where.longest_key)
+    mask = _cut(mask, where, cross)
+    by_length = (query_mask, key_mask)
+    seen, masks = visibility(owner, kind, mask, size, cross, scores, q.device, by_length)
+    padded = _pad(q, where.queries, longest)
+    keys, values = (_pad(x, where.keys, where.longest_key) for x in (k, v))
+    path = choose(padded, keys, values, seen, bias, options)
+    alibi = Alibi(kind, masks) if has_alibi else None
+    out = attend(padded, keys, values, bias, path, seen, options, alibi)
+    token = torch.arange(q.shape[0], dtype=torch.int32, device=q.device)
+    sequence = (torch.searchsorted(where.queries, token, right=True) - 1).clamp(min=0)
+    index = sequence * longest + token - where.queries[sequence]
+    outside = _outside(q, where.queries)
+    out = out.transpose(1, 2).flatten(0, 1)
+    # Of sequences longer than max_seqlen_q, which a GPU alone may know, the rest has no values.
+    index = index.masked_fill(outside.flatten(), 0).clamp(0, out.shape[0] - 1)
+    out = out.index_select(0, index)
+    return out.masked_fill(outside, 0.0)
 
 
 def _within(owner: str, where: Packing, queries: int, keys: int) -> Packing:
@@ -179,49 +287,6 @@ def _within(owner: str, where: Packing, queries: int, keys: int) -> Packing:
     if not where.is_self:
         cu_keys = where.keys.clamp(0, keys).cummax(0).values
     return where._replace(queries=cu_queries, keys=cu_keys)
-
-
-def _padded(
-    owner: str,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    where: Packing,
-    kind: MaskType,
-    size: tuple[int, int] | None,
-    bias: torch.Tensor | None,
-    options: Options,
-    mask: Mask,
-    cross: bool,
-    has_alibi: bool,
-) -> torch.Tensor:
-    """Attends to padded copies of the sequences, and packs the result; see ``attend_packed``."""
-    heads, longest = q.shape[1], where.longest_query
-    query_mask = lengths_mask(where.queries.diff(), longest)
-    key_mask = query_mask
-    if not where.is_self:
-        key_mask = lengths_mask(where.keys.diff(), where.longest_key)
-    scores = (query_mask.shape[0], heads, longest, where.longest_key)
-    mask = _cut(mask, where, cross)
-    masks, hidden = joined_masks(owner, kind, mask, cross, scores, (query_mask, key_mask))
-    seen = visibility(owner, kind, masks, size, True, scores, q.device)
-    if hidden is not None:
-        assert seen.hidden is not None
-        seen = seen._replace(hidden=seen.hidden | hidden)
-    padded = _pad(q, where.queries, longest)
-    keys, values = (_pad(x, where.keys, where.longest_key) for x in (k, v))
-    path = choose(padded, keys, values, seen, bias, options)
-    alibi = Alibi(kind, masks) if has_alibi else None
-    out = attend(padded, keys, values, bias, path, seen, options, alibi)
-    token = torch.arange(q.shape[0], dtype=torch.int32, device=q.device)
-    sequence = (torch.searchsorted(where.queries, token, right=True) - 1).clamp(min=0)
-    index = sequence * longest + token - where.queries[sequence]
-    outside = _outside(q, where.queries)
-    out = out.transpose(1, 2).flatten(0, 1)
-    # Of sequences longer than max_seqlen_q, which a GPU alone may know, the rest has no values.
-    index = index.masked_fill(outside.flatten(), 0).clamp(0, out.shape[0] - 1)
-    out = out.index_select(0, index)
-    return out.masked_fill(outside, 0.0)
 
 
 def _cut(mask: Mask, where: Packing, cross: bool) -> Mask:

@@ -19,7 +19,7 @@ from .._core.arguments import VAGUE, explain
 from .._core.context import take_saved, without_autocast
 from .._core.gemm import SAVED, FP8Call, as_matrix, plain_weight_gradient, weight_gradient
 from .._core.materialize import initialize, materialize
-from .._core.parallel import ParallelModule, checked_mode, divided, tag
+from .._core.parallel import ParallelModule, divided, tag
 from . import on_device
 
 __all__ = ["GroupedLinear"]
@@ -34,20 +34,10 @@ class GroupedLinear(ParallelModule):
         num_gemms: number of linear layers.
         in_features, out_features: sizes of each layer. Any size works; multiples of 16 are fastest.
         bias: learn a bias ``[out_features]`` for each layer.
-        fuse_wgrad_accumulation: add each weight gradient to ``weight{i}.main_grad`` instead of
-            ``weight{i}.grad``; with ``is_first_microbatch=True`` overwrite it. The caller allocates
-            ``main_grad``, ``[out_features, in_features]``; its dtype may differ from the weight's.
-        init_method: fills a new weight in place; default N(0, 0.023). The biases start at 0.
         return_bias: return ``(y, biases)``; the biases, a list in the dtype of ``y``, are not
             added.
-        params_dtype: dtype of the parameters, default ``torch.get_default_dtype()``; another name:
-            ``dtype``.
-        delay_wgrad_compute: leave the weight gradients out of backward; ``backward_dw()`` computes
-            them.
-        save_original_input: save the input in bf16 or fp32 for backward instead of its FP8
-            copies, and cast it again there.
-        name: names the module in reports.
-        device: device of the parameters; those on ``"meta"`` get memory by ``reset_parameters()``.
+        fuse_wgrad_accumulation, init_method, params_dtype, dtype, delay_wgrad_compute,
+            save_original_input, name, device: as in ``Linear``, for each weight ``weight{i}``.
         parallel_mode: ``"column"`` splits ``out_features`` over the ranks of ``tp_group``,
             ``"row"`` splits ``in_features``. The module runs no collective: the dispatcher must
             gather the tokens and reduce the results. Requires ``bias=False``.
@@ -60,6 +50,10 @@ class GroupedLinear(ParallelModule):
     ``apex_te.integrations.reorder_grouped_linear_state``. Interface and defaults follow
     TransformerEngine's GroupedLinear.
     """
+
+    num_gemms: int
+    in_features: int
+    out_features: int
 
     @named_arguments()
     def __init__(
@@ -85,47 +79,29 @@ class GroupedLinear(ParallelModule):
         device: torch.device | str | int | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        wanted = _arguments.params_dtype_of("GroupedLinear", params_dtype, dtype)
-        _arguments.check_num_gemms("GroupedLinear", num_gemms)
-        _arguments.check_count("GroupedLinear", "in_features", in_features)
-        _arguments.check_count("GroupedLinear", "out_features", out_features)
-        super().__init__()
-        self.num_gemms = num_gemms
-        self.use_bias = bool(bias)
-        self.return_bias = return_bias
-        self.fuse_wgrad_accumulation = fuse_wgrad_accumulation
-        self.delay_wgrad_compute = delay_wgrad_compute
-        self.save_original_input = save_original_input
-        self.parallel_mode = checked_mode("GroupedLinear", parallel_mode)
-        self._make_parallel(
-            tp_group, tp_size, sequence_parallel, get_rng_state_tracker, rng_tracker_name
-        )
+        sizes = ("num_gemms", "in_features", "out_features")
+        wanted = self._take_options(locals(), *sizes, gemms=num_gemms)
         if self.parallel_mode is not None and self.tp_size > 1 and bias:
             raise ValueError(
                 "GroupedLinear: bias must be False where weights are split over tp_group, whose "
                 "collectives are those of the tokens' dispatcher, got True"
             )
         if self.parallel_mode == "column":
-            out_features = divided("GroupedLinear", "out_features", out_features, self.tp_size)
+            self.out_features = divided(_NAME, "out_features", out_features, self.tp_size)
         elif self.parallel_mode == "row":
-            in_features = divided("GroupedLinear", "in_features", in_features, self.tp_size)
-        self.in_features = in_features
-        self.out_features = out_features
-        self.init_method = init_method
-        self.name = name
-        self._make_fp8_state(num_gemms)
+            self.in_features = divided(_NAME, "in_features", in_features, self.tp_size)
         self._group_quantizers: dict[int, tuple] = {}
         self._weight_names = tuple(f"weight{i}" for i in range(num_gemms))
         self._bias_names = tuple(f"bias{i}" for i in range(num_gemms)) if bias else ()
         # In TransformerEngine's order, in which optimizers number their states.
         for i, key in enumerate(self._weight_names):
-            shape = (out_features, in_features)
+            shape = (self.out_features, self.in_features)
             value = _arguments.parameter(shape, wanted, device)
             if self.parallel_mode is not None:
                 tag(value, 0 if self.parallel_mode == "column" else 1, False, tp_group)
             self.register_parameter(key, value)
             if bias:
-                value = _arguments.parameter((out_features,), wanted, device)
+                value = _arguments.parameter(shape[:1], wanted, device)
                 self.register_parameter(self._bias_names[i], value)
         initialize(self)
 
@@ -144,15 +120,7 @@ class GroupedLinear(ParallelModule):
     def extra_repr(self) -> str:
         text = f"num_gemms={self.num_gemms}, in_features={self.in_features}"
         text += f", out_features={self.out_features}, bias={self.use_bias}"
-        for option in (
-            "return_bias",
-            "fuse_wgrad_accumulation",
-            "delay_wgrad_compute",
-            "save_original_input",
-        ):
-            if getattr(self, option):
-                text += f", {option}=True"
-        return text
+        return text + self._shown_options()
 
     def forward(
         self,

@@ -26,7 +26,7 @@ class _RowGroups(torch.nn.Module):
     def __init__(self, num_gemms: int, align_size: int | None = None) -> None:
         super().__init__()
         name = type(self).__name__
-        _arguments.check_num_gemms(name, num_gemms)
+        _arguments.check_count(name, "num_gemms", num_gemms)
         if align_size is not None:
             if isinstance(align_size, bool) or not isinstance(align_size, int):
                 raise TypeError(
