@@ -6,52 +6,41 @@ they lie, and why one is rebuilt; ``install-alias`` and ``remove-alias`` write a
 
 from __future__ import annotations
 
-import argparse
 import sys
+from collections.abc import Callable
 from typing import Any
 
 from .op_builder.jit.cli import Command, main
 
 
-def _add_install_arguments(parser: argparse.ArgumentParser) -> None:
-    from .integrations.te_alias import commands  # here, as other commands do without
+def _command(name: str) -> Callable[..., Any]:
+    """Returns a function of ``te_alias.commands``, which other commands do not import."""
 
-    commands.add_install_arguments(parser)
+    def call(args: Any) -> Any:
+        from .integrations.te_alias import commands
 
+        return getattr(commands, name)(args)
 
-def _add_remove_arguments(parser: argparse.ArgumentParser) -> None:
-    from .integrations.te_alias import commands
-
-    commands.add_remove_arguments(parser)
-
-
-def _install(args: argparse.Namespace) -> int:
-    from .integrations.te_alias import commands
-
-    return commands.install(args)
-
-
-def _remove(args: argparse.Namespace) -> int:
-    from .integrations.te_alias import commands
-
-    return commands.remove(args)
+    return call
 
 
 def _alias() -> tuple[dict[str, Any], list[str]]:
     """Returns the state of the alias, as values and as lines of the report."""
-    from .integrations.te_alias import status
+    from .integrations.te_alias import commands
 
-    facts = status.facts()
-    return facts, status.lines(facts)
+    facts = commands.facts()
+    return facts, commands.lines(facts)
 
 
 _MORE = {
     "install-alias": Command(
         "make apex_te importable as transformer_engine in an environment",
-        _add_install_arguments,
-        _install,
+        _command("add_install_arguments"),
+        _command("install"),
     ),
-    "remove-alias": Command("undo install-alias", _add_remove_arguments, _remove),
+    "remove-alias": Command(
+        "undo install-alias", _command("add_remove_arguments"), _command("remove")
+    ),
 }
 
 if __name__ == "__main__":

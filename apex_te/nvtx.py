@@ -87,11 +87,7 @@ def _before(module: torch.nn.Module, args: Any) -> None:
 
 
 def _after(module: torch.nn.Module, args: Any, *rest: Any) -> None:
-    """Ends the range of a forward and prepares that of its backward, as a global forward hook.
-
-    Args:
-        rest: ``(kwargs, output)`` of the forward, or ``(None,)`` if it raised.
-    """
+    """Ends the range of a forward and prepares that of its backward, as a global forward hook."""
     if torch.compiler.is_compiling() or not _has_ranges(module):
         return
     torch.cuda.nvtx.range_pop()
@@ -124,10 +120,6 @@ class _Backward:
 
         Module hooks of the full backward are not used: they would forbid in-place use of the
         outputs.
-
-        Args:
-            inputs: inputs of the forward that require grad; the range ends when all have gradients,
-                or after ``node`` if the list is empty.
         """
         node.register_prehook(self.begin)
         if inputs:

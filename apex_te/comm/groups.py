@@ -41,10 +41,7 @@ def pipeline_stage() -> int | None:
 
 
 def covers(outer: Any, inner: Any) -> bool:
-    """Returns True if every rank of ``inner`` is also in ``outer``; None is the whole world.
-
-    Answers are cached as long as both groups live.
-    """
+    """Returns True if every rank of ``inner`` is also in ``outer``; None is the whole world."""
     if outer is None or outer is inner:
         return True
     if torch.compiler.is_compiling():

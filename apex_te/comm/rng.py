@@ -7,8 +7,6 @@ from contextlib import contextmanager
 
 import torch
 
-__all__ = ["CudaRNGStatesTracker"]
-
 
 class CudaRNGStatesTracker:
     """Several independent sequences of random numbers in one process, each with a name.

@@ -21,8 +21,6 @@ from ..ops.cross_entropy import cross_entropy
 from ..ops.op_function import once_differentiable
 from ..runtime.named_arguments import named_arguments
 
-__all__ = ["parallel_cross_entropy"]
-
 _NAME = "parallel_cross_entropy"
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 

@@ -17,8 +17,6 @@ from ..comm.groups import check_process_group
 from ..permutation import moe_permute, moe_permute_and_pad_with_probs, moe_unpermute
 from ..runtime.named_arguments import named_arguments
 
-__all__ = ["Dispatch", "TokenDispatcher"]
-
 _EXCHANGES = ("all_to_all", "all_gather")
 # Names of the values that `_kind` returns.
 _COMPARED = (

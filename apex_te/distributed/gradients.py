@@ -14,8 +14,6 @@ from ..comm.shards import mesh_groups
 from ..runtime.named_arguments import named_arguments
 from .state_dict.split_model import groups_of_parts
 
-__all__ = ["clip_grad_norm_", "reduce_found_inf"]
-
 
 @named_arguments()
 def clip_grad_norm_(

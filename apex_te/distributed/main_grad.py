@@ -16,8 +16,6 @@ from ..comm.collectives import world_size
 from ..comm.groups import check_process_group
 from ..runtime.named_arguments import named_arguments
 
-__all__ = ["reduce_main_grads"]
-
 _SMALL = 4 << 20  # bytes; gradients below this travel together
 _BUCKET = 32 << 20  # bytes of those
 _IN_FLIGHT = 4  # buckets at a time, which bounds the memory that they take
@@ -233,10 +231,7 @@ def _device(parameters: list[torch.Tensor], group: Any) -> torch.device:
 
 
 def _check_agreement(numbers: torch.Tensor, count: int, group: Any) -> None:
-    """Raises RankMismatchError if the ranks differ or one has an error; the host waits.
-
-    ``numbers`` begins with the MAX all-reduce of ``comm.agreement.header``.
-    """
+    """Raises RankMismatchError if the ranks differ or one has an error; the host waits."""
     found = compared(numbers[:HEADER].tolist())
     ranks = distributed.get_process_group_ranks(group)
     if found.flag:
@@ -289,10 +284,7 @@ def _land(work: Any, flat: torch.Tensor, bucket: list[torch.Tensor]) -> None:
 
 
 def _buckets(gradients: list[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
-    """Groups gradients for one all-reduce each: the same groups in each call.
-
-    A gradient of ``_SMALL`` bytes or more is alone; empty ones are left out.
-    """
+    """Groups gradients for one all-reduce each: the same groups in each call."""
     open_buckets: dict[tuple, tuple[int, list[torch.Tensor]]] = {}
     for gradient in gradients:
         size = gradient.numel() * gradient.element_size()

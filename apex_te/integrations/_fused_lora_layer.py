@@ -44,10 +44,7 @@ class FusedLoraLinear(LoraLinear):
         )
 
     def _one_adapter(self, x: torch.Tensor) -> str | None:
-        """Returns the name of the active adapter if the base's GEMM can add it, else None.
-
-        PEFT's own forward then has more to do than to add one low-rank product in the base's dtype.
-        """
+        """Returns the name of the active adapter if the base's GEMM can add it, else None."""
         if torch.compiler.is_compiling() or self.disable_adapters or self.merged:
             return None
         names = [name for name in self.active_adapters if name in self.lora_A]

@@ -62,10 +62,7 @@ class Selection:
         self._defaults = {**_heads(model), **_adapters(model), **_routers(model)}
 
     def reason(self, name: str, module: nn.Module, sizes: tuple[int, ...] = ()) -> str | None:
-        """Returns the reason why ``module`` is not converted, or None.
-
-        ``sizes`` is () for a norm; only ``include`` and ``exclude`` apply to it.
-        """
+        """Returns the reason why ``module`` is not converted, or None."""
         if any(matches(name, module) for matches in self._exclude):
             return "excluded"
         included = self._include is not None

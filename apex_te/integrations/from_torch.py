@@ -29,8 +29,6 @@ from .fusion import JoinedNorm, fuse_blocks, key_map, refuse_optimized
 from .saving import save_without_fp8_state
 from .summary import ConversionSummary, Layer, numbered
 
-__all__ = ["Conv1DLinear", "from_torch"]
-
 
 class FamilyRMSNorm(RMSNorm):
     """RMS norm of a Hugging Face model, whose own forward computes inputs of mixed dtypes."""

@@ -10,8 +10,6 @@ from torch import nn
 from ..runtime.model_argument import check_model
 from ..runtime.named_arguments import named_arguments
 
-__all__ = ["fuse_lora"]
-
 _Model = TypeVar("_Model", bound=nn.Module)
 
 

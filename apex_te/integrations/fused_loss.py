@@ -20,10 +20,8 @@ from ..module.linear_cross_entropy import linear_cross_entropy
 from ..recipe import Recipe, stateless_recipe
 from ..runtime.model_argument import check_model
 from ..runtime.named_arguments import named_arguments
-from ._wrapped_forward import WrappedForward, wrapped_forwards
+from .autocast_forward import WrappedForward, wrapped_forwards
 from .lazy_logits import LazyLogits
-
-__all__ = ["FusedLoss", "fuse_loss"]
 
 _lock = threading.Lock()  # for ``_InPlace.users``, as forwards may run in several threads
 

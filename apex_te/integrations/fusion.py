@@ -21,19 +21,19 @@ from ..runtime.named_arguments import named_arguments
 from . import _matching as matching
 from ._derived import derived
 from ._families import Apart, Layers, MLPLayers, Projections, layers_to_join
-from ._joined_init import ORIGINAL, Original, init_joined_layers
 from ._joined_state import (
     KEYS,
+    ORIGINAL,
     JoinedKey,
     JoinedState,
+    Original,
     PartParameters,
     PartView,
+    init_joined_layers,
     joined,
     read_original_keys,
 )
 from .summary import Layer
-
-__all__ = ["KeyMap", "fuse_blocks", "key_map", "refuse_optimized"]
 
 _ATTRIBUTE = "_apex_te_key_map"
 _JOINED = "_apex_te_joined"
@@ -128,10 +128,7 @@ def key_map(model: nn.Module) -> KeyMap:
 
 
 def refuse_optimized(model: nn.Module, optimizer: Any, must: str = "fuse must be False") -> None:
-    """Raises an error if ``optimizer``, or any torch optimizer, holds a parameter of ``model``.
-
-    ``must`` is the part of the error that says which argument must have which value.
-    """
+    """Raises an error if ``optimizer``, or any torch optimizer, holds a parameter of ``model``."""
     given = [] if optimizer is None else optimizer
     given = list(given) if isinstance(given, (list, tuple)) else [given]
     for one in given:
@@ -357,11 +354,7 @@ Chosen = Callable[[str, nn.Module], "str | None"]
 
 
 def fuse_blocks(model: nn.Module, chosen: Chosen) -> tuple[list[Layer], list[tuple[str, str]]]:
-    """Joins layers of Hugging Face's blocks in ``model``, in place, if the layers allow it.
-
-    Returns the entries of the summary, and ``(name, reason)`` of blocks with layers that cannot be
-    joined, for the warning.
-    """
+    """Joins layers of Hugging Face's blocks in ``model``, in place, if the layers allow it."""
     uses = Counter(id(p) for m in model.modules() for p in m._parameters.values() if p is not None)
     entries: list[JoinedKey] = []
     layers: list[Layer] = []
@@ -471,10 +464,7 @@ _Step = tuple[_Source, str, list[JoinedKey]]
 
 
 def _join(block: Any, layers: Layers, prefix: str, uses: Counter[int], chosen: Chosen) -> _Step:
-    """Joins layers of a block into one.
-
-    ``uses`` counts the modules of the model that have a Parameter, by ``id`` of the Parameter.
-    """
+    """Joins layers of a block into one."""
     if isinstance(layers, Apart):
         raise _NotFusable(layers.reason)
     if isinstance(layers, MLPLayers):

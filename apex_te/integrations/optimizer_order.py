@@ -11,8 +11,6 @@ from ..runtime.model_argument import check_model
 from ..runtime.named_arguments import named_arguments
 from .fusion import JoinedNorm, norm_of
 
-__all__ = ["reorder_fused_state", "reorder_grouped_linear_state"]
-
 
 @named_arguments()
 def reorder_grouped_linear_state(

@@ -16,8 +16,6 @@ from ..runtime.model_argument import check_model
 from ..runtime.named_arguments import named_arguments
 from . import _matching as matching
 
-__all__ = ["find_fp8_state", "load_fp8_state", "save_fp8_state", "save_without_fp8_state"]
-
 # Of the format of safetensors, but loaders that read all ``*.safetensors`` of a folder as weights,
 # as vLLM and accelerate do, must not find it.
 _FILE = "fp8_state.apex_te"
@@ -195,10 +193,7 @@ class SavePretrained:
 
 
 def save_without_fp8_state(model: nn.Module) -> None:
-    """Replaces ``save_pretrained`` on Hugging Face's models in ``model``, on the instances.
-
-    The files of weights then have the keys of the plain model; FP8 state is in a separate file.
-    """
+    """Replaces ``save_pretrained`` on Hugging Face's models in ``model``, on the instances."""
     for module in matching.pretrained_models(model):
         if "save_pretrained" not in vars(module):
             vars(module)["save_pretrained"] = SavePretrained(module)

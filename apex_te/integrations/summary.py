@@ -14,8 +14,6 @@ from ..runtime.model_argument import check_model
 from ..runtime.named_arguments import named_arguments
 from .experts import StackedExperts
 
-__all__ = ["ConversionSummary", "Layer", "conversion_summary", "numbered"]
-
 ATTRIBUTE = "_apex_te_conversion"
 
 

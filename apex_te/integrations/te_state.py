@@ -40,15 +40,6 @@ from ..runtime.named_arguments import named_arguments
 from ._extra_state_bytes import own_header
 from ._tensor_pickle import Inert, TensorPickleError, read_pickle, read_saved
 
-__all__ = [
-    "SavedState",
-    "TEState",
-    "TEStateError",
-    "load_te_extra_state",
-    "read_te_extra_state",
-    "saved_state",
-]
-
 KEY = "_extra_state"
 
 

@@ -31,22 +31,13 @@ from ...module.layer_norm_mlp import LayerNormMLP
 from ...module.linear import Linear
 from ...module.transformer_layer import TransformerLayer
 from ...runtime.named_arguments import named_arguments
-from .local_parameters import local_parameters
-from .stacked_rows import Exchange, exchange_of
-
-__all__ = ["ColumnParallel", "LayerParallel", "Replicated", "RowParallel", "SequenceParallel"]
+from .local_parameters import Exchange, exchange_of, local_parameters
 
 Change = Callable[[], None]  # one of the steps that change a module, once all checks have passed
 
 
 class _Split(NamedTuple):
-    """Arguments of one application of a style.
-
-    Attributes:
-        owner: name of the style, for messages.
-        src_data_rank: rank of the mesh whose values of whole parameters all ranks get; None if each
-            rank keeps its values.
-    """
+    """Arguments of one application of a style."""
 
     owner: str
     mesh: DeviceMesh
@@ -63,10 +54,6 @@ class _Style(ParallelStyle):
     """Base class of the styles, which checks a module entirely before it changes anything.
 
     Subclasses define ``_kinds``, the module classes they apply to, and ``_changes``.
-
-    Args:
-        sequence_parallel: True if tensors that are whole in the feature dimension are split over
-            ranks along dimension 0 instead.
     """
 
     _kinds: ClassVar[tuple[type[torch.nn.Module], ...]]

@@ -21,11 +21,14 @@ from ...fp8.parameter.parameter import FP8Parameter
 from ...fp8.tensor import QuantizedTensor
 from ...recipe import Recipe, chosen_recipe
 from ...runtime.named_arguments import named_arguments
-from .gather_group import GatherGroup, params_gathered_with
-from .gather_set import GatheredParam, GatherSet, GatherUnit
+from .gather_set import (
+    GatheredParam,
+    GatherGroup,
+    GatherSet,
+    GatherUnit,
+    params_gathered_with,
+)
 from .sharded_weight import ShardedWeight, local_of
-
-__all__ = ["enable_fp8_all_gather"]
 
 
 @named_arguments()
@@ -139,11 +142,7 @@ class HookedParam(GatheredParam):
     _together: GatherGroup | None = None
 
     def renew(self, module: torch.nn.Module) -> None:
-        """Makes the module's parameter a ``ShardedWeight`` again if torch has replaced it.
-
-        It is called after ``module`` was moved, cast or loaded, and counts as a write to the
-        weight.
-        """
+        """Makes the module's parameter a ``ShardedWeight`` again if torch has replaced it."""
         self.changes += 1
         parameter: Any = module._parameters.get(self.name)
         shard = local_of(parameter)
@@ -181,10 +180,7 @@ class HookedParam(GatheredParam):
         return self._payload_alone(shard.plain(), dtype)
 
     def _meet(self, mesh: Any, size: Any) -> None:
-        """Stores mesh, process group and whole shape in the first gather on a mesh.
-
-        The first of all also finds the parameters that FSDP2 gathers together with this one.
-        """
+        """Stores mesh, process group and whole shape in the first gather on a mesh."""
         check_resharding("enable_fp8_all_gather", self.unit.module())
         self.mesh, self.size, self.ranks = mesh, size, mesh.size()
         self.group = mesh.get_group() if self.ranks > 1 else None

@@ -29,19 +29,14 @@ from .fp8_state import (
 from .split_model import Entry, SplitModel, split_model
 from .split_tensor import Parts, SplitTensor
 
-__all__ = [
-    "get_model_state_dict",
-    "get_optimizer_state_dict",
-    "get_state_dict",
-    "set_model_state_dict",
-    "set_optimizer_state_dict",
-    "set_state_dict",
-]
-
 _Optimizers = torch.optim.Optimizer | Iterable[torch.optim.Optimizer]
 _Stacked = Mapping[str, Sequence[int]] | None
 _Targets = Mapping[str, tuple[str, Entry]]  # by name: the other name, and its entry
 _STEP = "step"  # a count, the same on all ranks
+_INSTEAD = {
+    "full_state_dict": "; torch.distributed.checkpoint.format_utils.dcp_to_torch_save makes one "
+    "file of what torch.distributed.checkpoint has saved"
+}
 
 
 @named_arguments()
@@ -164,7 +159,7 @@ def get_model_state_dict(
         TypeError, ValueError, NotImplementedError: as for ``get_state_dict``.
     """
     owner = "get_model_state_dict"
-    split = _split_to_get(owner, model, expert_group, stacked, options)
+    split = _split(owner, model, expert_group, stacked, options, "full_state_dict")
     values = torch_state_dict.get_model_state_dict(model, options=options)
     use_own_keys(model, values, options is not None and options.cpu_offload)
     share_states(owner, split, values)
@@ -202,7 +197,7 @@ def set_model_state_dict(
         TypeError, ValueError, NotImplementedError: as for ``set_state_dict``.
     """
     owner = "set_model_state_dict"
-    split = _split_to_set(owner, model, expert_group, stacked, options)
+    split = _split(owner, model, expert_group, stacked, options, "broadcast_from_rank0")
     _check_saved(owner, "model_state_dict", model_state_dict)
     places, own = parts_of_states(split), _own_names(split)
     found = {}
@@ -239,7 +234,7 @@ def get_optimizer_state_dict(
         TypeError, ValueError, NotImplementedError: as for ``get_state_dict``.
     """
     owner = "get_optimizer_state_dict"
-    split = _split_to_get(owner, model, expert_group, stacked, options)
+    split = _split(owner, model, expert_group, stacked, options, "full_state_dict")
     optimizers = _as_tuple(owner, optimizers)
     state: Any = torch_state_dict.get_optimizer_state_dict(model, optimizers, options=options)
 
@@ -290,7 +285,7 @@ def set_optimizer_state_dict(
         TypeError, ValueError, NotImplementedError: as for ``set_state_dict``.
     """
     owner = "set_optimizer_state_dict"
-    split = _split_to_set(owner, model, expert_group, stacked, options)
+    split = _split(owner, model, expert_group, stacked, options, "broadcast_from_rank0")
     optimizers = _as_tuple(owner, optimizers)
     _check_saved(owner, "optim_state_dict", optim_state_dict)
 
@@ -310,36 +305,15 @@ def set_optimizer_state_dict(
     torch_state_dict.set_optimizer_state_dict(model, optimizers, found, options=options)
 
 
-def _split_to_get(
-    owner: str, model: torch.nn.Module, expert_group: Any, stacked: _Stacked, options: Any
+def _split(
+    owner: str,
+    model: torch.nn.Module,
+    expert_group: Any,
+    stacked: _Stacked,
+    options: Any,
+    refused: str,
 ) -> SplitModel:
-    """Returns the layout; raises NotImplementedError for ``full_state_dict`` of a split model."""
-    _check(owner, model, stacked, options)
-    split = split_model(owner, model, expert_group, stacked)
-    if split.entries and options is not None and options.full_state_dict:
-        raise NotImplementedError(
-            f"{owner}: full_state_dict must be False for a model that ranks split, got True; "
-            "torch.distributed.checkpoint.format_utils.dcp_to_torch_save makes one file of what "
-            "torch.distributed.checkpoint has saved"
-        )
-    return split
-
-
-def _split_to_set(
-    owner: str, model: torch.nn.Module, expert_group: Any, stacked: _Stacked, options: Any
-) -> SplitModel:
-    """Returns the layout; raises NotImplementedError for ``broadcast_from_rank0`` if split."""
-    _check(owner, model, stacked, options)
-    split = split_model(owner, model, expert_group, stacked)
-    if split.entries and options is not None and options.broadcast_from_rank0:
-        raise NotImplementedError(
-            f"{owner}: broadcast_from_rank0 must be False for a model that ranks split, got True"
-        )
-    return split
-
-
-def _check(owner: str, model: Any, stacked: Any, options: Any) -> None:
-    """Raises TypeError for an argument of a wrong type."""
+    """Returns the layout; a model that ranks split must not have the option ``refused``."""
     check_model(owner, model)
     if stacked is not None and not isinstance(stacked, Mapping):
         raise TypeError(
@@ -350,6 +324,13 @@ def _check(owner: str, model: Any, stacked: Any, options: Any) -> None:
             f"{owner}: options must be a torch.distributed.checkpoint.state_dict.StateDictOptions, "
             f"got {type(options).__name__}"
         )
+    split = split_model(owner, model, expert_group, stacked)
+    if split.entries and options is not None and getattr(options, refused):
+        raise NotImplementedError(
+            f"{owner}: {refused} must be False for a model that ranks split, got True"
+            f"{_INSTEAD.get(refused, '')}"
+        )
+    return split
 
 
 def _check_saved(owner: str, name: str, saved: Any) -> None:

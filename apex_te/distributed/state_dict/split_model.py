@@ -39,13 +39,7 @@ class Entry(NamedTuple):
 
 
 class SplitModule(NamedTuple):
-    """Module with FP8 state whose GEMMs or experts are divided among ranks.
-
-    Attributes:
-        prefix: prefix of its names in a state dict, with a final dot; "" for the model itself.
-        tp_group: group whose ranks split its GEMMs; None if they are not split.
-        experts: True if the ranks of the expert group have different experts in it.
-    """
+    """Module with FP8 state whose GEMMs or experts are divided among ranks."""
 
     prefix: str
     module: Any
@@ -59,13 +53,7 @@ class SplitModule(NamedTuple):
 
 
 class SplitModel(NamedTuple):
-    """Layout of a model: all parameters and FP8 states that are divided among ranks.
-
-    Attributes:
-        entries: layouts of parameters, by name in this rank's state dict.
-        others: names in a checkpoint of the parameters of other ranks' experts.
-        expert_group: group over which experts are spread; None if every rank has all.
-    """
+    """Layout of a model: all parameters and FP8 states that are divided among ranks."""
 
     entries: dict[str, Entry]
     others: set[str]
@@ -250,10 +238,7 @@ def _parallel_modules(
 
 
 def _fused_projections(attention: Any, prefix: str) -> dict[str, tuple[int, ...]]:
-    """Returns relative sizes of query, key and value rows, by prefix of the fused projection.
-
-    They are empty if the rows are interleaved by heads.
-    """
+    """Returns relative sizes of query, key and value rows, by prefix of the fused projection."""
     heads = attention._heads
     if heads.interleaved:
         return {}

@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.tensor import DTensor
 
-from ..dtensor.stacked_rows import shares_of
+from ..dtensor.local_parameters import shares_of
 
 _aten = torch.ops.aten
 # Ops whose result has the same parts: copies, and moves to another device.

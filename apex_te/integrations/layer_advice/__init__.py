@@ -17,9 +17,8 @@ from ...runtime.named_arguments import named_arguments
 from .._selection import Selection
 from ..experts import StackedExperts
 from ..from_torch import feature_sizes, is_replaceable, reason_to_keep
-from .advice import Advice, ExactName
+from .advice import Advice, ExactName, LayerAdvice
 from .calls import LayerCall, record_calls, restored_random_states, tensors_of
-from .layer import LayerAdvice
 from .trial import RoleStatistics, Times, has_fp8, measure_times, observe
 
 __all__ = ["Advice", "ExactName", "LayerAdvice", "RoleStatistics", "Times", "advise"]

@@ -7,14 +7,12 @@ import math
 import os
 import textwrap
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import nn
 
 from ..summary import grouped
-from .layer import LayerAdvice
-
-__all__ = ["Advice", "ExactName"]
+from .trial import RoleStatistics, Times
 
 ROLES = ("input", "weight", "grad_output")
 _HEAD = ("layer", "in", "out", "rows", "calls", "ms", "FP8 ms", "gain",
@@ -29,6 +27,47 @@ _APART = (
 )
 _NAMES = {"DelayedScaling": "delayed", "CurrentScaling": "tensorwise",
           "BlockScaling": "blockwise", "MXFP8Scaling": "mxfp8"}  # fmt: skip
+
+
+class LayerAdvice(NamedTuple):
+    """Measurements of one layer, and the resulting advice.
+
+    Attributes:
+        name: dotted name of the layer in the model.
+        kind: name of its class.
+        in_features, out_features: sizes of its weight; 0 if there are several.
+        rows: number of rows of its input; 0 if it did not run.
+        calls: number of calls in one forward of the sample.
+        times: milliseconds of one call; None if it was not measured.
+        roles: statistics by role, "input", "weight" and "grad_output"; a role is missing if its
+            tensor was not cast to FP8.
+        against: reasons to keep the layer in bf16 or fp32.
+        kept: reason why ``from_torch`` does not convert the layer; None if it does.
+    """
+
+    name: str
+    kind: str
+    in_features: int
+    out_features: int
+    rows: int
+    calls: int
+    times: Times | None
+    roles: dict[str, RoleStatistics]
+    against: tuple[str, ...]
+    kept: str | None
+
+    @property
+    def gain(self) -> float:
+        """Time in bf16 or fp32 divided by time in FP8; NaN if they were not measured."""
+        return self.times.high / self.times.fp8 if self.times else math.nan
+
+    def advice(self) -> str:
+        """Returns the advice as a phrase, such as "FP8" or "keep: <reasons>"."""
+        if self.kept is not None:
+            return f"kept: {self.kept}"
+        if self.times is None:
+            return "did not run"
+        return f"keep: {'; '.join(self.against)}" if self.against else "FP8"
 
 
 class ExactName:
@@ -214,9 +253,7 @@ class Advice:
             ImportError: matplotlib is missing.
             ValueError: no layer ran.
         """
-        from .picture import draw
-
-        draw(self.layers, f"{self.recipe} on {self.device}", path)
+        _draw(self.layers, f"{self.recipe} on {self.device}", path)
 
 
 def _finite(value: Any) -> Any:
@@ -265,3 +302,51 @@ def _listed(names: list[str]) -> str:
 def _wrapped(text: str) -> list[str]:
     """Returns the lines of a paragraph, further ones indented."""
     return textwrap.wrap(text, _WIDTH, subsequent_indent="  ", break_on_hyphens=False)
+
+
+_LABELS = 150  # rows that can be told apart
+_ROLES = {"input": "o", "weight": "s", "grad_output": "^"}
+
+
+def _draw(advised: Iterable[LayerAdvice], title: str, path: str | os.PathLike[str]) -> None:
+    """Draws times and SQNR of the layers that ran into the file ``path``."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ImportError('Advice: plot needs matplotlib (pip install "apex_te[demo]")') from error
+    layers = [layer for layer in advised if layer.times is not None]
+    if not layers:
+        raise ValueError("Advice: plot must have a layer that ran to draw, got none")
+    figure = Figure(figsize=(12, min(2.0 + 0.25 * len(layers), 40.0)), layout="constrained")
+    figure.suptitle(title, fontsize=9)
+    times, losses = figure.subplots(1, 2, sharey=True)
+    _draw_times(times, layers)
+    _draw_losses(losses, layers)
+    every = max(1, -(-len(layers) // _LABELS))
+    labels = [layer.name or "(the model)" for layer in layers][::every]
+    times.set_yticks(range(0, len(layers), every), labels, fontsize=6)
+    times.set_ylim(len(layers) - 0.4, -0.6)  # in the model's order from above
+    figure.savefig(path)
+
+
+def _draw_times(axes: Any, layers: list[LayerAdvice]) -> None:
+    """Draws two bars for each layer: milliseconds in bf16 or fp32 and in FP8."""
+    places = range(len(layers))
+    high = [layer.times.high * layer.calls for layer in layers if layer.times]
+    fp8 = [layer.times.fp8 * layer.calls for layer in layers if layer.times]
+    colors = ["tab:gray" if layer.kept or layer.against else "tab:green" for layer in layers]
+    axes.barh([y - 0.2 for y in places], high, 0.4, color="tab:blue", label="high precision")
+    axes.barh([y + 0.2 for y in places], fp8, 0.4, color=colors, label="FP8 (gray: not advised)")
+    axes.set_xlabel("ms, forward and backward")
+    axes.legend(fontsize=7)
+
+
+def _draw_losses(axes: Any, layers: list[LayerAdvice]) -> None:
+    """Draws a mark for the SQNR of each role of each layer."""
+    for role, marker in _ROLES.items():
+        points = [(y, layer.roles[role].sqnr) for y, layer in enumerate(layers)
+                  if role in layer.roles]  # fmt: skip
+        axes.plot([x for _, x in points], [y for y, _ in points], marker, label=role, alpha=0.7)
+    axes.set_xlabel("SQNR, dB")
+    axes.grid(axis="x", alpha=0.3)
+    axes.legend(fontsize=7)

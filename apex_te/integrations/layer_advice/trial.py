@@ -130,10 +130,7 @@ def _twins(layer: nn.Module) -> tuple[nn.Module, nn.Module]:
 
 
 def _alone(recipe: Recipe) -> Recipe:
-    """Returns a recipe whose scales are those of the tensors themselves, on this rank.
-
-    Delayed scaling comes to about these scales after some steps.
-    """
+    """Returns a recipe whose scales are those of the tensors themselves, on this rank."""
     if isinstance(recipe, DelayedScaling):
         return dataclasses.replace(recipe, reduce_amax=False, first_step="current")
     return recipe

@@ -12,12 +12,12 @@ from .grouped import (
     MindSpeedTERowParallelGroupedLinear,
 )
 from .linear import (
+    MindSpeedTELayernorm,
     MindSpeedTELayerNormColumnParallelLinear,
     TEColumnParallelLinear,
     TELayerNormColumnParallelLinear,
     TERowParallelLinear,
 )
-from .norm import MindSpeedTELayernorm
 
 # MindSpeed's documentation names these without the prefix.
 TELayernorm = MindSpeedTELayernorm

@@ -9,14 +9,7 @@ import torch
 
 from ...fp8.autocast import fp8_autocast, local
 from ...module.grouped.linear import GroupedLinear
-from ._config import Reader, refuse
-from ._layer import MegatronLayer, check_flags
-
-__all__ = [
-    "MindSpeedTEColumnParallelGroupedLinear",
-    "MindSpeedTEGroupedLinear",
-    "MindSpeedTERowParallelGroupedLinear",
-]
+from ._config import MegatronLayer, Reader, check_flags, refuse
 
 Init = Callable[[torch.Tensor], Any] | None
 

@@ -7,8 +7,8 @@ imports torch.
 """
 
 from .conflicts import AliasError
+from .metadata import claimed_version
 from .process import install, install_from_environment, serve, uninstall
-from .version import claimed_version
 
 __all__ = [
     "AliasError",

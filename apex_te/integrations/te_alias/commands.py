@@ -1,15 +1,18 @@
-"""Commands ``python -m apex_te install-alias`` and ``remove-alias``."""
+"""Commands ``install-alias`` and ``remove-alias``, and the alias in the command ``report``."""
 
 from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
+from ..._version import __version__
 from ...op_builder.jit.text import complain
-from .conflicts import AliasError
+from . import files, process
+from .conflicts import AliasError, find_real
 from .files import on_path, purelib, remove_files, write_files
-from .version import LEVEL, claimed_version
+from .metadata import LEVEL, claimed_version
 
 
 def add_install_arguments(parser: argparse.ArgumentParser) -> None:
@@ -29,14 +32,7 @@ def add_remove_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def install(args: argparse.Namespace) -> int:
-    """Installs the alias in an environment.
-
-    Args:
-        args: options, as ``add_install_arguments`` declares them.
-
-    Returns:
-        Exit status: 0, or 1 if a real Transformer Engine is there or nothing can be written.
-    """
+    """Installs the alias in an environment."""
 
     def act() -> str:
         version = claimed_version(args.version)
@@ -48,14 +44,7 @@ def install(args: argparse.Namespace) -> int:
 
 
 def remove(args: argparse.Namespace) -> int:
-    """Removes the alias from an environment.
-
-    Args:
-        args: options, as ``add_remove_arguments`` declares them.
-
-    Returns:
-        Exit status: 0, also if there was no alias, or 1 if its files were changed.
-    """
+    """Removes the alias from an environment."""
 
     def act() -> str:
         folder = _folder("remove-alias", args.prefix)
@@ -92,3 +81,35 @@ def _run(act: Callable[[], str]) -> int:
         complain(str(error))
         return 1
     return 0
+
+
+def facts() -> dict[str, Any]:
+    """Returns the state of the alias as plain values.
+
+    Returns:
+        A dict: "claimed", the version of Transformer Engine that programs see, or None without the
+        alias; "ways", the list of the active ways; "files", the folder that holds the alias's
+        files, or None; "problem", why the alias does not work, or an empty string.
+    """
+    written = files.on_path()
+    ways = process.ways()
+    problem = find_real() or ""
+    claimed = None
+    if written is not None:
+        ways = [f"files in {written.folder}", *ways]
+        claimed = written.version
+        if not problem and written.made_for != __version__:
+            problem = "its files were written by another apex_te; install-alias renews them"
+    elif ways:
+        claimed = claimed_version()
+    folder = None if written is None else str(written.folder)
+    return {"claimed": claimed, "ways": ways, "files": folder, "problem": problem}
+
+
+def lines(state: dict[str, Any]) -> list[str]:
+    """Returns the lines of the report about the alias."""
+    if state["claimed"] is None:
+        told = ["transformer_engine is not an alias here"]
+    else:
+        told = [f"transformer_engine {state['claimed']}, by {' and '.join(state['ways'])}"]
+    return [*told, state["problem"]] if state["problem"] else told

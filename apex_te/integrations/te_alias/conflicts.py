@@ -14,8 +14,6 @@ from typing import Any
 from .finder import MARK, NAME, AliasLoader
 from .metadata import is_ours
 
-__all__ = ["AliasError", "alias_made_for", "find_real", "is_bare_folder", "real_distributions"]
-
 _DISTRIBUTIONS = (
     "transformer-engine",
     "transformer-engine-torch",
@@ -31,14 +29,7 @@ class AliasError(RuntimeError):
 
 
 def find_real(folder: str | None = None) -> str | None:
-    """Looks for a real Transformer Engine, installed or imported.
-
-    Args:
-        folder: a folder to look into besides those of ``sys.path``.
-
-    Returns:
-        A sentence that says what was found and how to remove it; None if there is none.
-    """
+    """Looks for a real Transformer Engine, installed or imported."""
     importlib.invalidate_caches()  # something may have been installed while this process ran
     folders = () if folder is None else (folder,)
     found = next(real_distributions(folders), None)
@@ -52,11 +43,7 @@ def find_real(folder: str | None = None) -> str | None:
 
 
 def real_distributions(folders: Sequence[str] = ()) -> Iterator[str]:
-    """Yields a sentence for each distribution that belongs to a real Transformer Engine.
-
-    Args:
-        folders: folders to look into besides those of ``sys.path``.
-    """
+    """Yields a sentence for each distribution that belongs to a real Transformer Engine."""
     for name in _DISTRIBUTIONS:
         # Editable and broken ones, too: their folders are found by their names.
         searches: list[dict[str, Any]] = [{"name": name}]
@@ -119,14 +106,7 @@ def _is_alias(spec: ModuleSpec) -> bool:
 
 
 def alias_made_for(file: str | None) -> str | None:
-    """Returns the version of apex_te for which a stub package was written.
-
-    Args:
-        file: path of a package's ``__init__.py``.
-
-    Returns:
-        The version; None if the file is no stub package of the alias.
-    """
+    """Returns the version of apex_te for which a stub package was written."""
     try:
         lines = Path(file or "").read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError):

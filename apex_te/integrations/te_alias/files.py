@@ -45,14 +45,7 @@ serve({mark}, __version__)
 
 
 class Written(NamedTuple):
-    """Named tuple of the alias's files in a folder.
-
-    Attributes:
-        folder: the folder of packages, such as ``site-packages``.
-        info: the dist-info folder.
-        version: the version that the files claim.
-        made_for: the version of apex_te that wrote them; an empty string if the package is gone.
-    """
+    """Named tuple of the alias's files in a folder."""
 
     folder: Path
     info: Path
@@ -61,11 +54,7 @@ class Written(NamedTuple):
 
 
 def purelib(prefix: str | None = None) -> Path:
-    """Returns the folder of an environment's Python packages.
-
-    Args:
-        prefix: the environment's folder; None for that of this Python.
-    """
+    """Returns the folder of an environment's Python packages."""
     if prefix is None:
         return Path(sysconfig.get_path("purelib"))
     base = os.path.abspath(prefix)
@@ -88,16 +77,6 @@ def write_files(folder: Path, version: str) -> str:
 
     Processes that do so at the same time wait for each other. A process that imports meanwhile
     finds either nothing or all: the files are moved into place, the dist-info last.
-
-    Args:
-        folder: the folder, which is made if need be.
-        version: the version to claim.
-
-    Returns:
-        ``"installed"``, ``"renewed"``, or ``"kept"`` if the same files were there.
-
-    Raises:
-        AliasError: a real Transformer Engine is there, or the folder cannot be written.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -127,18 +106,7 @@ def write_files(folder: Path, version: str) -> str:
 
 
 def remove_files(folder: Path, force: bool = False) -> list[Path]:
-    """Removes the alias from a folder of packages.
-
-    Args:
-        folder: the folder.
-        force: True to remove files that were changed, too.
-
-    Returns:
-        The files that RECORD lists and that were removed; an empty list if there was no alias.
-
-    Raises:
-        AliasError: a file is not as it was written, or cannot be removed.
-    """
+    """Removes the alias from a folder of packages."""
     if not _infos(folder):
         return []
     _refuse_links("remove-alias", folder)
@@ -216,11 +184,7 @@ def _is_same(path: Path, data: bytes) -> bool:
 
 
 def _move_into(folder: Path, files: dict[str, bytes], info: Path) -> None:
-    """Writes files to a temporary folder beside their places, and moves them there.
-
-    Args:
-        files: contents by path below ``folder``.
-    """
+    """Writes files to a temporary folder beside their places, and moves them there."""
     for stale in folder.glob(f"{_TEMPORARY}*"):  # of a process that was killed
         shutil.rmtree(stale, ignore_errors=True)
     with tempfile.TemporaryDirectory(prefix=_TEMPORARY, dir=folder) as name:

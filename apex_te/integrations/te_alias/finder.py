@@ -15,8 +15,7 @@ from importlib.metadata import Distribution, DistributionFinder
 from types import ModuleType
 from typing import Any
 
-from .metadata import AliasDistribution, named_in
-from .version import claimed_version
+from .metadata import AliasDistribution, claimed_version, named_in
 
 NAME = "transformer_engine"
 SHIMS = __name__.rpartition(".te_alias")[0] + ".transformer_engine"
@@ -35,12 +34,7 @@ def share() -> None:
 
 
 class AliasLoader:
-    """Loader that returns the shim module instead of making a module.
-
-    Args:
-        shim: full name of the shim module.
-        loaded: called when the module has been imported by its second name; None calls nothing.
-    """
+    """Loader that returns the shim module instead of making a module."""
 
     def __init__(self, shim: str, loaded: Callable[[], None] | None = None) -> None:
         self._shim = shim
@@ -64,9 +58,6 @@ class PackageFinder:
 
     It belongs at the end of ``sys.meta_path``, behind the finders of a real package, or before the
     finder of a folder that happens to have the name.
-
-    Args:
-        imported: called when the package has been imported.
     """
 
     def __init__(self, imported: Callable[[], None]) -> None:
@@ -80,11 +71,7 @@ class PackageFinder:
     def find_distributions(
         self, context: DistributionFinder.Context | None = None
     ) -> Iterator[Distribution]:
-        """Yields the alias's distribution, for ``importlib.metadata``.
-
-        Args:
-            context: what is looked for; None: everything.
-        """
+        """Yields the alias's distribution, for ``importlib.metadata``."""
         if named_in(DistributionFinder.Context() if context is None else context):
             yield AliasDistribution(claimed_version())
 

@@ -1,4 +1,4 @@
-"""Metadata of the alias's distribution, ``transformer-engine``."""
+"""Version and metadata of the alias's distribution, ``transformer-engine``."""
 
 from __future__ import annotations
 
@@ -7,16 +7,14 @@ import re
 from importlib.metadata import Distribution, DistributionFinder
 from pathlib import Path
 
+from ..._version import __version__
+
 DISTRIBUTION = "transformer-engine"
 INSTALLER = "apex_te"
 
 
 def metadata_text(version: str) -> str:
-    """Returns the text of the file METADATA.
-
-    Args:
-        version: the version that the alias claims.
-    """
+    """Returns the text of the file METADATA."""
     return (
         "Metadata-Version: 2.1\n"
         f"Name: {DISTRIBUTION}\n"
@@ -28,11 +26,7 @@ def metadata_text(version: str) -> str:
 
 
 class AliasDistribution(Distribution):
-    """Distribution of importlib.metadata that has no files.
-
-    Args:
-        version: the version that the alias claims.
-    """
+    """Distribution of importlib.metadata that has no files."""
 
     def __init__(self, version: str) -> None:
         self._texts = {
@@ -42,19 +36,11 @@ class AliasDistribution(Distribution):
         }
 
     def read_text(self, filename: str | os.PathLike[str]) -> str | None:
-        """Returns the text of a file of the dist-info folder; None if there is no such file.
-
-        Args:
-            filename: name of the file, such as ``"METADATA"``.
-        """
+        """Returns the text of a file of the dist-info folder; None if there is no such file."""
         return self._texts.get(os.fspath(filename))
 
     def locate_file(self, path: str | os.PathLike[str]) -> Path:
-        """Returns the path that a file of the distribution would have.
-
-        Args:
-            path: path of the file in the distribution.
-        """
+        """Returns the path that a file of the distribution would have."""
         return Path(__file__).parent.parent / path
 
 
@@ -64,14 +50,30 @@ def is_ours(distribution: Distribution) -> bool:
 
 
 def named_in(context: DistributionFinder.Context) -> bool:
-    """Returns True if a search for distributions includes the alias.
-
-    Args:
-        context: what ``importlib.metadata`` passes to finders. A search of given folders, in which
-            the alias is not, does not include it.
-    """
+    """Returns True if a search for distributions includes the alias."""
     import sys
 
     if list(context.path) != sys.path:
         return False
     return context.name is None or re.sub(r"[-_.]+", "-", context.name).lower() == DISTRIBUTION
+
+
+# The highest version whose unguarded imports in frameworks find their names here.
+LEVEL = "2.14.0"
+VARIABLE = "APEX_TE_TE_VERSION"
+_LEVEL = re.compile(r"\d+(\.\d+)+((a|b|rc)\d+)?(\.post\d+)?(\.dev\d+)?")
+
+
+def claimed_version(level: str | None = None) -> str:
+    """Returns the alias's version, such as ``"2.14.0+apexte.0.1.0"``.
+
+    The part after the plus is apex_te's own version, which comparisons with a version of
+    Transformer Engine ignore but for equality.
+    """
+    owner = "claimed_version: level"
+    if level is None:
+        level, owner = os.environ.get(VARIABLE, "").strip() or LEVEL, VARIABLE
+    if not _LEVEL.fullmatch(level):
+        raise ValueError(f"{owner} must be a version such as {LEVEL}, got {level!r}")
+    local = re.sub("[^a-z0-9]+", ".", __version__.lower()).strip(".")
+    return f"{level}+apexte.{local}"

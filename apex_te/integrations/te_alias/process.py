@@ -12,15 +12,6 @@ from ..._version import __version__
 from .conflicts import AliasError, alias_made_for, find_real, is_bare_folder, real_distributions
 from .finder import NAME, SHIMS, PackageFinder, SubmoduleFinder, share
 
-__all__ = [
-    "VARIABLE",
-    "install",
-    "install_from_environment",
-    "serve",
-    "uninstall",
-    "ways",
-]
-
 VARIABLE = "APEX_TE_TRANSFORMER_ENGINE"
 _lock = threading.RLock()
 _ways: list[str] = []
@@ -87,12 +78,7 @@ def _install(way: str, missing_ok: bool) -> bool:
 
 
 def install_from_environment() -> None:
-    """Installs the alias in this process if ``APEX_TE_TRANSFORMER_ENGINE`` is true.
-
-    Raises:
-        SettingError: the variable's value is no boolean.
-        AliasError: as for ``install``.
-    """
+    """Installs the alias in this process if ``APEX_TE_TRANSFORMER_ENGINE`` is true."""
     from ...op_builder.jit import env
 
     if env.boolean(VARIABLE, False):
@@ -118,15 +104,7 @@ def uninstall() -> None:
 
 
 def serve(made_for: str, version: str) -> None:
-    """Puts the shims in the place of the stub package, whose code calls this function.
-
-    Args:
-        made_for: the version of apex_te that wrote the stub package.
-        version: the version that the alias's files claim.
-
-    Raises:
-        ImportError: apex_te has another version now.
-    """
+    """Puts the shims in the place of the stub package, whose code calls this function."""
     if made_for != __version__:
         raise ImportError(f"{NAME}: {_outdated(made_for)}", name=NAME)
     with _lock:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from ...comm.collectives import world_size
+from ...module._core.composite import CompositeModule
 
 __all__ = ["ContextParallelArguments"]
 
@@ -31,19 +32,7 @@ class ContextParallelArguments:
         cp_stream: Any = None,
         cp_comm_type: str = "p2p",
     ) -> None:
-        """Keeps the arguments if they ask for no split of sequences over ranks.
-
-        Args:
-            cp_group: None, a ``torch.distributed.ProcessGroup`` of one rank, or a list of such
-                groups.
-            cp_global_ranks: the ranks of the group.
-            cp_stream: the stream of the exchange between ranks.
-            cp_comm_type: ``"p2p"``, ``"all_gather"``, ``"a2a"`` or ``"a2a+p2p"``.
-
-        Raises:
-            NotImplementedError: a group has several ranks.
-            ValueError: ``cp_comm_type`` is another value.
-        """
+        """Keeps the arguments, and hands them to the modules inside that have this method."""
         owner = type(self).__name__
         for group in cp_group if isinstance(cp_group, (list, tuple)) else (cp_group,):
             ranks = 1 if group is None else world_size(group)
@@ -60,3 +49,6 @@ class ContextParallelArguments:
         self.cp_global_ranks = cp_global_ranks
         self.cp_stream = cp_stream
         self.cp_comm_type = cp_comm_type
+        if isinstance(self, CompositeModule):
+            args = (cp_group, cp_global_ranks, cp_stream, cp_comm_type)
+            self._call_children("set_context_parallel_group", *args)

@@ -17,9 +17,6 @@ def default_device(device: Device) -> Device:
     Transformer Engine's default is ``"cuda"``. Here it is PyTorch's default device if a program has
     set one (``torch.set_default_device`` or ``with torch.device(...)``), else the current GPU, and
     the CPU where there is none.
-
-    Args:
-        device: what the caller passed; returned unless it is None.
     """
     if device is not None:
         return device

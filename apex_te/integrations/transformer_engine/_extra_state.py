@@ -41,16 +41,7 @@ class ExtraState(torch.nn.Module):
         return encoded(self.fp8_state, self._fp8.recipe, by_kind)
 
     def set_extra_state(self, state: Any) -> None:
-        """Sets the FP8 state.
-
-        Args:
-            state: a value of ``_extra_state``: a uint8 vector, an ``io.BytesIO``, or None; if it is
-                empty, nothing changes.
-
-        Raises:
-            TypeError: neither this class nor a release of Transformer Engine saves such an object.
-            TEStateError: ``state`` is damaged, asks for code, or does not fit the module.
-        """
+        """Sets the FP8 state."""
         if not isinstance(self, FP8Module):
             return
         entries = self._entries(state, STATE_PREFIX)

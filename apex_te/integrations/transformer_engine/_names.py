@@ -15,10 +15,6 @@ def named(module: str) -> Callable[[_T], _T]:
 
     Frameworks tell Transformer Engine's classes by their module's name, and pickles name classes by
     it. For a dataclass it is the outermost decorator.
-
-    Args:
-        module: full name of Transformer Engine's module, such as
-            ``"transformer_engine.pytorch.module.linear"``.
     """
 
     def decorate(target: _T) -> _T:
@@ -37,10 +33,6 @@ def not_served(name: str, reason: str, base: type = object) -> Any:
             ``isinstance`` and subclasses; any other makes a function.
         reason: why it is not served and, where there is one, what to use instead.
         base: base class of the class.
-
-    Returns:
-        The class or function. Constructing an instance of the class or of a subclass, and calling
-        the function, raises ``NotImplementedError`` with ``name`` and ``reason``.
     """
     module, _, last = name.rpartition(".")
     text = f"{name} is not available in apex_te: {reason}"
@@ -64,9 +56,6 @@ def neutral(owner: str, **keywords: tuple[Any, Any]) -> None:
         owner: name of the class or function, for the error.
         keywords: for each keyword its value, and the allowed value or a tuple of allowed values,
             as in ``neutral("Linear", ub_overlap_ag=(ub_overlap_ag, False))``.
-
-    Raises:
-        NotImplementedError: a keyword has any other value; the error names the first such keyword.
     """
     for keyword, (value, allowed) in keywords.items():
         choices = allowed if isinstance(allowed, tuple) else (allowed,)

@@ -318,14 +318,14 @@ for name, folders in (
     module = sys.modules[name] = types.ModuleType(name)
     module.__path__ = folders
 import pathlib, importlib.metadata
-from apex_te.integrations.te_alias import files, process, status, commands
+from apex_te.integrations.te_alias import commands, files, process
 folder = pathlib.Path({str(tmp_path)!r})
 assert files.write_files(folder, "2.14.0+apexte.1") == "installed"
 sys.path.insert(0, str(folder))
 assert importlib.metadata.version("transformer_engine") == "2.14.0+apexte.1"
 import importlib.util
 assert importlib.util.find_spec("transformer_engine").origin.startswith(str(folder))
-assert status.facts()["claimed"] == "2.14.0+apexte.1"
+assert commands.facts()["claimed"] == "2.14.0+apexte.1"
 assert len(files.remove_files(folder)) == 6
 process.install()
 assert importlib.metadata.version("transformer_engine").startswith("2.14.0+apexte.")

@@ -35,8 +35,8 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import parallelize_module
 
 import apex_te
+from apex_te.distributed.dtensor.local_parameters import exchange_of, rows_of_matrices
 from apex_te.distributed.dtensor.parallel_styles import LayerParallel, SequenceParallel
-from apex_te.distributed.dtensor.stacked_rows import exchange_of, rows_of_matrices
 
 MATRICES = [(8, 8), (8, 4, 4), (12, 12, 12), (4, 20), (4, 4, 4, 4, 4)]
 

@@ -139,13 +139,10 @@ class Recipe(native.Recipe):
         """Returns the frozen recipe of ``apex_te.recipe`` that has the present values."""
         return self._plain
 
-    def _start(self, values: dict[str, Any], others: dict[str, Any]) -> None:
-        """Stores and checks the constructor's arguments.
-
-        Args:
-            values: the arguments that Transformer Engine has, by name.
-        """
-        kind = type(self).__name__
+    def _start(self, given: dict[str, Any]) -> None:
+        """Stores and checks the constructor's arguments, its local variables."""
+        values = {name: value for name, value in given.items() if name in self._defaults}
+        others, kind = given["others"], type(self).__name__
         for name in [name for name in others if name not in self._options]:
             if (kind, name) not in _warned:
                 _warned.add((kind, name))
@@ -226,10 +223,6 @@ class DelayedScaling(Recipe, native.DelayedScaling):
         backward_override: must be None.
         others: further options of ``apex_te.recipe.DelayedScaling``; other keywords are ignored
             with a warning.
-
-    Raises:
-        TypeError, ValueError: an argument has a wrong type or value.
-        NotImplementedError: an argument asks for what is not served.
     """
 
     _options = ("interval", "override_linear_precision", "first_step", "use_split_accumulator")
@@ -247,13 +240,7 @@ class DelayedScaling(Recipe, native.DelayedScaling):
         backward_override: str | None = None,
         **others: Any,
     ) -> None:
-        values = {
-            "margin": margin, "fp8_format": fp8_format, "amax_history_len": amax_history_len,
-            "amax_compute_algo": amax_compute_algo,
-            "scaling_factor_compute_algo": scaling_factor_compute_algo, "reduce_amax": reduce_amax,
-            "fp8_dpa": fp8_dpa, "fp8_mha": fp8_mha, "backward_override": backward_override,
-        }  # fmt: skip
-        self._start(values, others)
+        self._start(locals())
 
     def _make(self) -> native.Recipe:
         return native.DelayedScaling(
@@ -324,10 +311,6 @@ class Float8CurrentScaling(_ScalesOnCast, native.CurrentScaling):
         margin: must be 0.
         others: ``interval`` and ``override_linear_precision`` as in
             ``apex_te.recipe.CurrentScaling``; other keywords are ignored with a warning.
-
-    Raises:
-        TypeError, ValueError: an argument has a wrong type or value.
-        NotImplementedError: an argument asks for what is not served.
     """
 
     _options = ("interval", "override_linear_precision")
@@ -350,15 +333,7 @@ class Float8CurrentScaling(_ScalesOnCast, native.CurrentScaling):
         margin: int = 0,
         **others: Any,
     ) -> None:
-        values = {
-            "use_power_2_scales": use_power_2_scales, "fp8_format": fp8_format,
-            "fp8_gemm_fprop": fp8_gemm_fprop, "fp8_gemm_dgrad": fp8_gemm_dgrad,
-            "fp8_gemm_wgrad": fp8_gemm_wgrad, "fp8_dpa": fp8_dpa, "fp8_mha": fp8_mha,
-            "backward_override": backward_override, "fp8_quant_fwd_inp": fp8_quant_fwd_inp,
-            "fp8_quant_fwd_weight": fp8_quant_fwd_weight, "fp8_quant_bwd_grad": fp8_quant_bwd_grad,
-            "margin": margin,
-        }  # fmt: skip
-        self._start(values, others)
+        self._start(locals())
 
     def _make(self) -> native.Recipe:
         return native.CurrentScaling(**self._shared())
@@ -382,10 +357,6 @@ class Float8BlockScaling(_ScalesOnCast, native.BlockScaling):
         margin: must be 0.
         others: ``interval`` and ``override_linear_precision`` as in
             ``apex_te.recipe.BlockScaling``; other keywords are ignored with a warning.
-
-    Raises:
-        TypeError, ValueError: an argument has a wrong type or value.
-        NotImplementedError: an argument asks for what is not served.
     """
 
     _options = ("interval", "override_linear_precision")
@@ -411,16 +382,7 @@ class Float8BlockScaling(_ScalesOnCast, native.BlockScaling):
         margin: int = 0,
         **others: Any,
     ) -> None:
-        values = {
-            "use_f32_scales": use_f32_scales, "fp8_format": fp8_format,
-            "x_block_scaling_dim": x_block_scaling_dim, "w_block_scaling_dim": w_block_scaling_dim,
-            "grad_block_scaling_dim": grad_block_scaling_dim, "fp8_gemm_fprop": fp8_gemm_fprop,
-            "fp8_gemm_dgrad": fp8_gemm_dgrad, "fp8_gemm_wgrad": fp8_gemm_wgrad, "fp8_dpa": fp8_dpa,
-            "fp8_mha": fp8_mha, "backward_override": backward_override,
-            "fp8_quant_fwd_inp": fp8_quant_fwd_inp, "fp8_quant_fwd_weight": fp8_quant_fwd_weight,
-            "fp8_quant_bwd_grad": fp8_quant_bwd_grad, "margin": margin,
-        }  # fmt: skip
-        self._start(values, others)
+        self._start(locals())
 
     def _make(self) -> native.Recipe:
         own = vars(self)
@@ -444,10 +406,6 @@ class MXFP8BlockScaling(Recipe, native.MXFP8Scaling):
         backward_override: must be None.
         others: further options of ``apex_te.recipe.MXFP8Scaling``; other keywords are ignored with
             a warning.
-
-    Raises:
-        TypeError, ValueError: an argument has a wrong type or value.
-        NotImplementedError: an argument asks for what is not served.
     """
 
     _options = ("interval", "override_linear_precision", "rounding", "use_split_accumulator")
@@ -461,11 +419,7 @@ class MXFP8BlockScaling(Recipe, native.MXFP8Scaling):
         backward_override: str | None = None,
         **others: Any,
     ) -> None:
-        values = {
-            "margin": margin, "fp8_format": fp8_format, "fp8_dpa": fp8_dpa, "fp8_mha": fp8_mha,
-            "backward_override": backward_override,
-        }  # fmt: skip
-        self._start(values, others)
+        self._start(locals())
 
     def _make(self) -> native.Recipe:
         neutral(type(self).__name__, margin=(vars(self)["margin"], 0))
@@ -489,12 +443,7 @@ def _check_type(owner: str, name: str, value: object, kind: type) -> None:
 
 
 def as_alias(recipe: native.Recipe) -> native.Recipe:
-    """Returns a recipe of this module for one of ``apex_te.recipe``, with the same values.
-
-    Args:
-        recipe: any recipe. One of this module, and one of a kind that Transformer Engine does not
-            have, is returned as it is.
-    """
+    """Returns a recipe of this module for one of ``apex_te.recipe``, with the same values."""
     kinds: dict[type, type[Recipe]] = {
         native.DelayedScaling: DelayedScaling,
         native.CurrentScaling: Float8CurrentScaling,

@@ -1,214 +1,57 @@
 """Modules, regions and functions of Transformer Engine for PyTorch, over apex_te."""
 
-from . import (
-    attention,
-    constants,
-    cpu_offload,
-    cross_entropy,
-    distributed,
-    export,
-    float8_tensor,
-    fp8,
-    graph,
-    module,
-    ops,
-    optimizers,
-    permutation,
-    quantization,
-    quantized_tensor,
-    router,
-    tensor,
-    transformer,
-    utils,
-)
-from .attention import (
-    DotProductAttention,
-    GatedDeltaNet2Attention,
-    GatedDeltaNetAttention,
-    InferenceParams,
-    MultiheadAttention,
-    RotaryPositionEmbedding,
-)
-from .constants import DType
-from .cpu_offload import ManualOffloadSynchronizer, get_cpu_offload_context, mark_not_offload
-from .cross_entropy import parallel_cross_entropy
-from .distributed import CudaRNGStatesTracker, checkpoint
-from .export import onnx_export
-from .graph import make_graphed_callables
-from .module import (
-    Fp8Padding,
-    Fp8Unpadding,
-    GroupedLinear,
-    LayerNorm,
-    LayerNormLinear,
-    LayerNormMLP,
-    Linear,
-    RMSNorm,
-    UserBufferQuantizationMode,
-    destroy_ub,
-    initialize_ub,
-)
-from .optimizers import CusolverMpCtx, newton_schulz, newton_schulz_tp
-from .permutation import (
-    moe_permute,
-    moe_permute_and_pad_with_probs,
-    moe_permute_with_probs,
-    moe_sort_chunks_by_index,
-    moe_sort_chunks_by_index_with_probs,
-    moe_unpermute,
-)
-from .quantization import (
-    DelayedScalingRequest,
-    QuantizerRequest,
-    QuantizerRole,
-    apply_recipe,
-    autocast,
-    fp8_autocast,
-    fp8_model_init,
-    get_default_recipe,
-    is_fp8_available,
-    is_fp8_block_scaling_available,
-    is_mxfp8_available,
-    is_nvfp4_available,
-    quantization_backward_scope,
-    quantized_model_init,
-)
-from .quantized_tensor import (
-    QuantizedTensor,
-    QuantizedTensorStorage,
-    Quantizer,
-    prepare_for_saving,
-    restore_from_func_ctx,
-    restore_from_saved,
-)
-from .tensor import (
-    Float8BlockQuantizer,
-    Float8BlockwiseQTensor,
-    Float8BlockwiseQTensorStorage,
-    Float8CurrentScalingQuantizer,
-    Float8Quantizer,
-    Float8Tensor,
-    Float8TensorStorage,
-    HybridQuantizedTensor,
-    HybridQuantizedTensorStorage,
-    HybridQuantizer,
-    IdentityQuantizer,
-    IdentityTensor,
-    IdentityTensorStorage,
-    MXFP8Quantizer,
-    MXFP8Tensor,
-    MXFP8TensorStorage,
-    NVFP4Quantizer,
-    NVFP4Tensor,
-    NVFP4TensorStorage,
-)
-from .transformer import TransformerLayer
-from .utils import (
-    deinterleave_glu_tensor,
-    get_cudnn_version,
-    get_device_compute_capability,
-    interleave_glu_tensor,
-    is_bf16_available,
-)
+import importlib
 
-__all__ = [
-    "CudaRNGStatesTracker",
-    "CusolverMpCtx",
-    "DType",
-    "DelayedScalingRequest",
-    "DotProductAttention",
-    "Float8BlockQuantizer",
-    "Float8BlockwiseQTensor",
-    "Float8BlockwiseQTensorStorage",
-    "Float8CurrentScalingQuantizer",
-    "Float8Quantizer",
-    "Float8Tensor",
-    "Float8TensorStorage",
-    "Fp8Padding",
-    "Fp8Unpadding",
-    "GatedDeltaNet2Attention",
-    "GatedDeltaNetAttention",
-    "GroupedLinear",
-    "HybridQuantizedTensor",
-    "HybridQuantizedTensorStorage",
-    "HybridQuantizer",
-    "IdentityQuantizer",
-    "IdentityTensor",
-    "IdentityTensorStorage",
-    "InferenceParams",
-    "LayerNorm",
-    "LayerNormLinear",
-    "LayerNormMLP",
-    "Linear",
-    "MXFP8Quantizer",
-    "MXFP8Tensor",
-    "MXFP8TensorStorage",
-    "ManualOffloadSynchronizer",
-    "MultiheadAttention",
-    "NVFP4Quantizer",
-    "NVFP4Tensor",
-    "NVFP4TensorStorage",
-    "QuantizedTensor",
-    "QuantizedTensorStorage",
-    "Quantizer",
-    "QuantizerRequest",
-    "QuantizerRole",
-    "RMSNorm",
-    "RotaryPositionEmbedding",
-    "TransformerLayer",
-    "UserBufferQuantizationMode",
-    "apply_recipe",
-    "attention",
-    "autocast",
-    "checkpoint",
-    "constants",
-    "cpu_offload",
-    "cross_entropy",
-    "deinterleave_glu_tensor",
-    "destroy_ub",
-    "distributed",
-    "export",
-    "float8_tensor",
-    "fp8",
-    "fp8_autocast",
-    "fp8_model_init",
-    "get_cpu_offload_context",
-    "get_cudnn_version",
-    "get_default_recipe",
-    "get_device_compute_capability",
-    "graph",
-    "initialize_ub",
-    "interleave_glu_tensor",
-    "is_bf16_available",
-    "is_fp8_available",
-    "is_fp8_block_scaling_available",
-    "is_mxfp8_available",
-    "is_nvfp4_available",
-    "make_graphed_callables",
-    "mark_not_offload",
-    "module",
-    "moe_permute",
-    "moe_permute_and_pad_with_probs",
-    "moe_permute_with_probs",
-    "moe_sort_chunks_by_index",
-    "moe_sort_chunks_by_index_with_probs",
-    "moe_unpermute",
-    "newton_schulz",
-    "newton_schulz_tp",
-    "onnx_export",
-    "ops",
-    "optimizers",
-    "parallel_cross_entropy",
-    "permutation",
-    "prepare_for_saving",
-    "quantization",
-    "quantization_backward_scope",
-    "quantized_model_init",
-    "quantized_tensor",
-    "restore_from_func_ctx",
-    "restore_from_saved",
-    "router",
-    "tensor",
-    "transformer",
-    "utils",
-]
+# Submodules, and the names of each that are here, too.
+_NAMES = {
+    "attention": (
+        "DotProductAttention GatedDeltaNet2Attention GatedDeltaNetAttention InferenceParams "
+        "MultiheadAttention RotaryPositionEmbedding"
+    ),
+    "constants": "DType",
+    "cpu_offload": "ManualOffloadSynchronizer get_cpu_offload_context mark_not_offload",
+    "cross_entropy": "parallel_cross_entropy",
+    "distributed": "CudaRNGStatesTracker checkpoint",
+    "export": "onnx_export",
+    "float8_tensor": "",
+    "fp8": "",
+    "graph": "make_graphed_callables",
+    "module": (
+        "Fp8Padding Fp8Unpadding GroupedLinear LayerNorm LayerNormLinear LayerNormMLP Linear "
+        "RMSNorm UserBufferQuantizationMode destroy_ub initialize_ub"
+    ),
+    "ops": "",
+    "optimizers": "CusolverMpCtx newton_schulz newton_schulz_tp",
+    "permutation": (
+        "moe_permute moe_permute_and_pad_with_probs moe_permute_with_probs "
+        "moe_sort_chunks_by_index moe_sort_chunks_by_index_with_probs moe_unpermute"
+    ),
+    "quantization": (
+        "DelayedScalingRequest QuantizerRequest QuantizerRole apply_recipe autocast fp8_autocast "
+        "fp8_model_init get_default_recipe is_fp8_available is_fp8_block_scaling_available "
+        "is_mxfp8_available is_nvfp4_available quantization_backward_scope quantized_model_init"
+    ),
+    "quantized_tensor": (
+        "QuantizedTensor QuantizedTensorStorage Quantizer prepare_for_saving "
+        "restore_from_func_ctx restore_from_saved"
+    ),
+    "router": "",
+    "tensor": (
+        "Float8BlockQuantizer Float8BlockwiseQTensor Float8BlockwiseQTensorStorage "
+        "Float8CurrentScalingQuantizer Float8Quantizer Float8Tensor Float8TensorStorage "
+        "HybridQuantizedTensor HybridQuantizedTensorStorage HybridQuantizer IdentityQuantizer "
+        "IdentityTensor IdentityTensorStorage MXFP8Quantizer MXFP8Tensor MXFP8TensorStorage "
+        "NVFP4Quantizer NVFP4Tensor NVFP4TensorStorage"
+    ),
+    "transformer": "TransformerLayer",
+    "utils": (
+        "deinterleave_glu_tensor get_cudnn_version get_device_compute_capability "
+        "interleave_glu_tensor is_bf16_available"
+    ),
+}
+
+for _module, _names in _NAMES.items():
+    _found = importlib.import_module(f"{__name__}.{_module}")
+    globals().update({_name: getattr(_found, _name) for _name in _names.split()})
+
+__all__ = sorted([*_NAMES, *" ".join(_NAMES.values()).split()])

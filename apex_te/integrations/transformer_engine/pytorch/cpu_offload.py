@@ -126,20 +126,11 @@ def mark_not_offload(*tensors: torch.Tensor | None) -> None:
 
 
 def mark_activation_offload(*tensors: torch.Tensor | None) -> None:
-    """Does nothing: every saved activation of an offloaded layer is offloaded.
-
-    Args:
-        tensors: activations.
-    """
+    """Does nothing: every saved activation of an offloaded layer is offloaded."""
 
 
 def start_offload(*tensors: torch.Tensor | None, offload_base_tensor: bool = False) -> None:
-    """Does nothing: an activation is copied when a layer saves it.
-
-    Args:
-        tensors: activations that are complete.
-        offload_base_tensor: has no effect.
-    """
+    """Does nothing: an activation is copied when a layer saves it."""
 
 
 def _copy(host: torch.Tensor, tensor: torch.Tensor) -> None:
@@ -170,12 +161,7 @@ class _Saved:
         self.stored = self.loaded = None
 
     def store(self, stream: Any, host: torch.Tensor | None = None) -> None:
-        """Begins to copy the tensor to the CPU.
-
-        Args:
-            stream: side stream for the copy; None copies on the current one, or without a GPU.
-            host: pinned memory for the copy; None allocates it.
-        """
+        """Begins to copy the tensor to the CPU."""
         tensor = self.value
         if tensor is None or self.host is not None:
             return
@@ -199,11 +185,7 @@ class _Saved:
             self.value = self.loaded = None
 
     def load(self, stream: Any) -> None:
-        """Begins to bring the tensor back, unless that was begun before.
-
-        Args:
-            stream: side stream for the copy; None copies on the current one, or without a GPU.
-        """
+        """Begins to bring the tensor back, unless that was begun before."""
         if self.value is not None:
             return
         assert self.host is not None
@@ -221,11 +203,7 @@ class _Saved:
         value.record_stream(stream)
 
     def get(self, stream: Any) -> torch.Tensor:
-        """Returns the tensor, for the current stream to read.
-
-        Args:
-            stream: side stream for the copy; None copies on the current one, or without a GPU.
-        """
+        """Returns the tensor, for the current stream to read."""
         self.load(stream)
         if self.loaded is not None:
             torch.cuda.current_stream(self.device).wait_event(self.loaded)
@@ -244,12 +222,7 @@ class _Saved:
 
 
 class _Layer:
-    """Record of the tensors that one layer has saved in one forward.
-
-    Attributes:
-        saved: references to the tensors that autograd still holds, in the order of saving.
-        before: the layer before it, which is offloaded, too; else None.
-    """
+    """Record of the tensors that one layer has saved in one forward."""
 
     def __init__(self, before: _Layer | None) -> None:
         self.saved: list[weakref.ref[_Saved]] = []
@@ -257,22 +230,12 @@ class _Layer:
         self._known: dict[Any, tuple[StorageWeakRef, _Saved]] = {}
 
     def find(self, key: Any) -> _Saved | None:
-        """Returns the copy of a tensor that was saved before and is still alive, or None.
-
-        Args:
-            key: what identifies the tensor's memory, layout and version.
-        """
+        """Returns the copy of a tensor that was saved before and is still alive, or None."""
         found = self._known.get(key)
         return None if found is None or found[0].expired() else found[1]
 
     def add(self, key: Any, storage: StorageWeakRef, saved: _Saved) -> None:
-        """Notes the copy of a tensor.
-
-        Args:
-            key: what identifies the tensor's memory, layout and version.
-            storage: reference to the tensor's storage, which keeps its number from being reused.
-            saved: the copy.
-        """
+        """Notes the copy of a tensor."""
         self.saved.append(weakref.ref(saved))
         self._known[key] = storage, saved
 
@@ -285,11 +248,7 @@ class _Layer:
         self._known.clear()
 
     def load(self, stream: Any) -> None:
-        """Begins to bring all tensors of the layer back, the last ones first.
-
-        Args:
-            stream: side stream for the copies; None without a GPU.
-        """
+        """Begins to bring all tensors of the layer back, the last ones first."""
         for saved in reversed(self.alive()):
             saved.load(stream)
         self.saved.clear()
@@ -375,9 +334,6 @@ class ActivationOffload:
         """Ends a layer, and returns its output, to go on with.
 
         When the output has its gradient, the layer's tensors begin to come back.
-
-        Args:
-            tensor: the layer's output.
         """
         index, layer = self._index, self._open
         self._index = (index + 1) % self.model_layers
@@ -487,11 +443,6 @@ class ManualOffloadSynchronizer(ActivationOffload):
     """``ActivationOffload`` whose caller says when each layer's tensors are copied and freed.
 
     A layer for which nothing is called stays on its device.
-
-    Args:
-        model_layers: number of layers of a forward.
-        stream: stream of the copies; None makes one.
-        smallest, devices, retain: as in ``ActivationOffload``.
     """
 
     def __init__(
@@ -506,49 +457,24 @@ class ManualOffloadSynchronizer(ActivationOffload):
         self._stream = stream
 
     def start_offload_layer(self, layer_id: int) -> None:
-        """Begins to copy a layer's tensors to the CPU, on the stream of the copies.
-
-        Args:
-            layer_id: the layer's number in the last forward, from 0.
-
-        Raises:
-            ValueError: the layer has not run.
-        """
+        """Begins to copy a layer's tensors to the CPU, on the stream of the copies."""
         for number, saved in enumerate(self._layer(layer_id).alive()):
             saved.store(self._sides(saved.device)[0], self._host(saved, layer_id, number))
 
     def release_activation_forward_gpu_memory(self, layer_id: int) -> None:
-        """Frees a layer's tensors on their device; the current stream waits for their copies.
-
-        Args:
-            layer_id: as in ``start_offload_layer``.
-
-        Raises:
-            ValueError: the layer has not run.
-        """
+        """Frees a layer's tensors on their device; the current stream waits for their copies."""
         for saved in self._layer(layer_id).alive():
             if saved.stored is not None:
                 torch.cuda.current_stream(saved.device).wait_event(saved.stored)
             saved.release()
 
     def start_reload_layer(self, layer_id: int) -> None:
-        """Begins to bring a layer's tensors back; what is not begun, backward does.
-
-        Args:
-            layer_id: as in ``start_offload_layer``.
-
-        Raises:
-            ValueError: the layer has not run.
-        """
+        """Begins to bring a layer's tensors back; what is not begun, backward does."""
         for saved in self._layer(layer_id).alive():
             saved.load(self._sides(saved.device)[1])
 
     def synchronize(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Ends a layer, and returns its output.
-
-        Args:
-            tensor: the layer's output.
-        """
+        """Ends a layer, and returns its output."""
         if self._open is not None:
             self._open.finish()
         self._open = None

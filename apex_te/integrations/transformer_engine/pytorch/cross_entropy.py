@@ -31,13 +31,6 @@ def parallel_cross_entropy(
         dist_process_group: process group over which the vocabulary is split; None if it is not.
         ignore_idx: rows with this target have loss 0 and gradient 0.
         is_cg_capturable: has no effect; the function can be captured in a CUDA graph.
-
-    Returns:
-        float32 losses of the shape of ``target``, or a scalar with ``reduce_loss``.
-
-    Raises:
-        TypeError: a dtype that does not match.
-        ValueError: a shape or option that does not match.
     """
     return _cross_entropy.parallel_cross_entropy(
         inp,

@@ -96,12 +96,7 @@ class activation_recompute_forward:
 def get_activation_recompute_contexts() -> tuple[
     activation_recompute_forward, activation_recompute_forward
 ]:
-    """Returns contexts for a forward and its recompute, a ``context_fn`` of torch's checkpoint.
-
-    Returns:
-        forward: the context to run the forward in.
-        recompute: the context to run its recompute in, any number of times.
-    """
+    """Returns contexts for a forward and its recompute, a ``context_fn`` of torch's checkpoint."""
     forward = activation_recompute_forward(True, False)
     recompute = activation_recompute_forward(True, True)
     recompute._first = forward
@@ -185,9 +180,6 @@ def gather_along_first_dim(
         rows: ``[ranks * rows, ..]``, ordered by rank; ``inp`` itself in a group of one rank.
         handle: object whose ``wait`` must be called before ``rows`` is read; None without
             ``async_op``.
-
-    Raises:
-        NotImplementedError: ``quantizer`` is given.
     """
     neutral("gather_along_first_dim", quantizer=(quantizer, None))
     if collectives.world_size(process_group) == 1:
@@ -210,9 +202,6 @@ def reduce_scatter_along_first_dim(
         rows: ``[rows / ranks, ..]``; ``inp`` itself in a group of one rank.
         handle: object whose ``wait`` must be called before ``rows`` is read; None without
             ``async_op``.
-
-    Raises:
-        ValueError: the number of ranks does not divide ``rows``.
     """
     if collectives.world_size(tp_group) == 1:
         return inp, None
@@ -228,8 +217,4 @@ def _result(pending: collectives.Pending, async_op: bool) -> tuple[torch.Tensor,
 
 
 def prepare_te_modules_for_fsdp(fsdp_root: torch.nn.Module) -> None:
-    """Does nothing: apex_te's modules need no preparation for FSDP.
-
-    Args:
-        fsdp_root: the wrapped model.
-    """
+    """Does nothing: apex_te's modules need no preparation for FSDP."""

@@ -19,11 +19,7 @@ _enabled: ContextVar[bool] = ContextVar("onnx_export", default=False)
 
 @contextmanager
 def onnx_export(enabled: bool = False) -> Iterator[None]:
-    """Marks the ``with`` block as an export, which changes nothing in apex_te's modules.
-
-    Args:
-        enabled: what ``is_in_onnx_export_mode`` returns inside the block.
-    """
+    """Marks the ``with`` block as an export, which changes nothing in apex_te's modules."""
     before = _enabled.set(enabled)
     try:
         yield

@@ -61,15 +61,7 @@ def graph_pool_handle() -> Any:
 def save_fp8_tensors(
     modules: Iterable[torch.nn.Module], recipe: Recipe | None
 ) -> list[SavedState] | None:
-    """Returns copies of the FP8 state of modules, for ``restore_fp8_tensors``.
-
-    Args:
-        modules: the modules, each with all that is inside it.
-        recipe: the recipe of the coming regions; None if they are not enabled.
-
-    Returns:
-        A list of the copies; None with a recipe that keeps no state.
-    """
+    """Returns copies of the FP8 state of modules, for ``restore_fp8_tensors``."""
     if not isinstance(recipe, DelayedScaling):
         return None
     return [SavedState(child.fp8_state) for m in modules for child in fp8_modules(m)]
@@ -78,15 +70,7 @@ def save_fp8_tensors(
 def restore_fp8_tensors(
     modules: Iterable[torch.nn.Module], fp8_tensors: list[SavedState] | None
 ) -> None:
-    """Writes back the FP8 state of modules, in place.
-
-    Args:
-        modules: the modules that ``save_fp8_tensors`` was given.
-        fp8_tensors: its result.
-
-    Raises:
-        ValueError: the modules are others.
-    """
+    """Writes back the FP8 state of modules, in place."""
     if fp8_tensors is None:
         return
     states = [child.fp8_state for m in modules for child in fp8_modules(m)]
@@ -218,13 +202,7 @@ def _reset(module: torch.nn.Module) -> None:
 
 
 def _either(name: str, value: Any, earlier_name: str, earlier: Any, default: Any) -> Any:
-    """Returns the argument that was given under its name or its earlier one.
-
-    Args:
-        value: its value, None if it was not given.
-        earlier: the value under the earlier name, None if it was not given.
-        default: value if neither was given.
-    """
+    """Returns the argument that was given under its name or its earlier one."""
     if value is None:
         return default if earlier is None else earlier
     if earlier is not None and earlier is not value and earlier != value:

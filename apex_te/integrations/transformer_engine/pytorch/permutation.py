@@ -32,20 +32,7 @@ def moe_unpermute(
     probs: torch.Tensor | None = None,
     pad_offsets: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Sums the rows of each token, times their probs if given; ``apex_te``'s ``moe_unpermute``.
-
-    Args:
-        inp, row_id_map, merging_probs, restore_shape, map_type, pad_offsets: as in
-            ``apex_te.permutation.moe_unpermute``.
-        probs: earlier name of ``merging_probs``.
-
-    Returns:
-        [tokens, hidden] in the dtype of ``inp``.
-
-    Raises:
-        TypeError: both ``probs`` and ``merging_probs`` are given, or a dtype does not match.
-        ValueError: a shape or option that does not match.
-    """
+    """Sums the rows of each token, times their probs if given; ``apex_te``'s ``moe_unpermute``."""
     if probs is not None:
         if merging_probs is not None:
             raise TypeError(

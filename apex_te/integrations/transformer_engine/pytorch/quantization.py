@@ -103,32 +103,17 @@ def _is_e4m3(recipe: Recipe, fprop_tensor: bool) -> bool:
 
 
 def get_fp8_torch_dtype(fp8_recipe: Recipe, fprop_tensor: bool = True) -> torch.dtype:
-    """Returns the FP8 dtype of a recipe's tensors.
-
-    Args:
-        fp8_recipe: the recipe.
-        fprop_tensor: True for inputs and weights, False for gradients.
-    """
+    """Returns the FP8 dtype of a recipe's tensors."""
     return torch.float8_e4m3fn if _is_e4m3(fp8_recipe, fprop_tensor) else torch.float8_e5m2
 
 
 def get_fp8_te_dtype(fp8_recipe: Recipe, fprop_tensor: bool = True) -> DType:
-    """Returns Transformer Engine's number of the FP8 dtype of a recipe's tensors.
-
-    Args:
-        fp8_recipe: the recipe.
-        fprop_tensor: True for inputs and weights, False for gradients.
-    """
+    """Returns Transformer Engine's number of the FP8 dtype of a recipe's tensors."""
     return DType.kFloat8E4M3 if _is_e4m3(fp8_recipe, fprop_tensor) else DType.kFloat8E5M2
 
 
 def get_fp8_max(fp8_recipe: Recipe, fprop_tensor: bool = True) -> float:
-    """Returns the largest finite FP8 value of a recipe's tensors.
-
-    Args:
-        fp8_recipe: the recipe.
-        fprop_tensor: True for inputs and weights, False for gradients.
-    """
+    """Returns the largest finite FP8 value of a recipe's tensors."""
     return torch.finfo(get_fp8_torch_dtype(fp8_recipe, fprop_tensor)).max
 
 
@@ -161,11 +146,7 @@ def check_nvfp4_support() -> tuple[bool, str]:
 
 
 def check_recipe_support(recipe: Recipe) -> None:
-    """Checks that apex_te computes with ``recipe``.
-
-    Raises:
-        RuntimeError: it is an NVFP4 or custom recipe.
-    """
+    """Checks that apex_te computes with ``recipe``."""
     if isinstance(recipe, (NVFP4BlockScaling, CustomRecipe)):
         raise RuntimeError(
             f"check_recipe_support: recipe must be one of FP8, got {type(recipe).__name__}"
@@ -214,9 +195,6 @@ class autocast(_regions.fp8_autocast):
         calibrating: collect amax values also if ``enabled`` is False.
         recipe: a recipe; None for ``get_default_recipe()``.
         amax_reduction_group: process group over which amax values are reduced; None is the world.
-
-    Raises:
-        TypeError: an argument has a wrong type.
     """
 
     __slots__ = ()
@@ -237,17 +215,7 @@ class autocast(_regions.fp8_autocast):
 
 @named(_MODULE)
 class fp8_autocast(_regions.fp8_autocast):
-    """Runs modules inside in FP8, under the earlier names of ``autocast`` and its arguments.
-
-    Args:
-        enabled: run in FP8.
-        calibrating: collect amax values also if ``enabled`` is False.
-        fp8_recipe: a recipe; None for ``get_default_recipe()``.
-        fp8_group: process group over which amax values are reduced; None is the world.
-
-    Raises:
-        TypeError: an argument has a wrong type.
-    """
+    """Runs modules inside in FP8, under the earlier names of ``autocast`` and its arguments."""
 
     __slots__ = ()
 
@@ -274,9 +242,6 @@ class quantized_model_init(_model_init.fp8_model_init):
         recipe: recipe by which weights are quantized; None for ``get_default_recipe()``.
         preserve_high_precision_init_val: keep the values before quantization on the CPU, for an
             optimizer's master weights.
-
-    Raises:
-        TypeError: an argument has a wrong type.
     """
 
     __slots__ = ()
@@ -293,38 +258,16 @@ class quantized_model_init(_model_init.fp8_model_init):
 
 @named(_MODULE)
 class fp8_model_init(quantized_model_init):
-    """Has modules made inside hold their GEMM weights in FP8 only; ``quantized_model_init``.
-
-    Args:
-        enabled: False switches an enabled block around this one off.
-        recipe: recipe by which weights are quantized; None for ``get_default_recipe()``.
-        preserve_high_precision_init_val: keep the values before quantization on the CPU, for an
-            optimizer's master weights.
-
-    Raises:
-        TypeError: an argument has a wrong type.
-    """
+    """Has modules made inside hold their GEMM weights in FP8 only; ``quantized_model_init``."""
 
     __slots__ = ()
-
-    def __init__(
-        self,
-        enabled: bool = True,
-        recipe: Recipe | None = None,
-        preserve_high_precision_init_val: bool = False,
-    ) -> None:
-        super().__init__(enabled, recipe, preserve_high_precision_init_val)
 
 
 # Global state.
 
 
 class _AutocastState(tuple[Any, ...]):
-    """Tuple of what ``get_autocast_state`` returns, with the region that it describes.
-
-    Attributes:
-        region: this thread's innermost region at that time, or None.
-    """
+    """Tuple of what ``get_autocast_state`` returns, with the region that it describes."""
 
     region: Any
 
@@ -347,25 +290,10 @@ class FP8GlobalStateManager:
         _regions.local.region = None
         cls._seen.region = None
 
-    @classmethod
-    def is_fp8_available(cls) -> tuple[bool, str]:
-        """Returns the result of ``check_fp8_support``."""
-        return check_fp8_support()
-
-    @classmethod
-    def is_mxfp8_available(cls) -> tuple[bool, str]:
-        """Returns the result of ``check_mxfp8_support``."""
-        return check_mxfp8_support()
-
-    @classmethod
-    def is_fp8_block_scaling_available(cls) -> tuple[bool, str]:
-        """Returns the result of ``check_fp8_block_scaling_support``."""
-        return check_fp8_block_scaling_support()
-
-    @classmethod
-    def is_nvfp4_available(cls) -> tuple[bool, str]:
-        """Returns the result of ``check_nvfp4_support``."""
-        return check_nvfp4_support()
+    is_fp8_available = staticmethod(check_fp8_support)
+    is_mxfp8_available = staticmethod(check_mxfp8_support)
+    is_fp8_block_scaling_available = staticmethod(check_fp8_block_scaling_support)
+    is_nvfp4_available = staticmethod(check_nvfp4_support)
 
     @staticmethod
     def get_meta_tensor_key(forward: bool = True) -> str:
@@ -454,14 +382,7 @@ class FP8GlobalStateManager:
 
     @classmethod
     def set_autocast_state(cls, state: tuple[Any, ...]) -> None:
-        """Makes the region that ``get_autocast_state`` described the present one again.
-
-        Args:
-            state: result of ``get_autocast_state``.
-
-        Raises:
-            TypeError: ``state`` is another tuple.
-        """
+        """Makes the region that ``get_autocast_state`` described the present one again."""
         if not isinstance(state, _AutocastState):
             raise TypeError(
                 "set_autocast_state: state must be a result of get_autocast_state, "
@@ -476,20 +397,13 @@ class FP8GlobalStateManager:
 
         apex_te updates the scales of forward and backward together, on entering the next region,
         so nothing has to be done for the forward alone.
-
-        Args:
-            forward: True after a forward, where nothing is done; False after a backward.
         """
         if not forward:
             flush_fp8_state()
 
     @classmethod
     def add_fp8_tensors_to_global_buffer(cls, fp8_meta: dict[str, Any]) -> None:
-        """Does nothing: modules register their FP8 state themselves.
-
-        Args:
-            fp8_meta: ``fp8_meta`` of a module.
-        """
+        """Does nothing: modules register their FP8 state themselves."""
 
     set_skip_fp8_weight_update_tensor = staticmethod(
         not_served(

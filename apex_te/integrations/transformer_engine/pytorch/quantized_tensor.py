@@ -56,19 +56,28 @@ class QuantizedTensor(torch.Tensor, metaclass=WeightType):
     quantizers: ClassVar[tuple[str, ...] | None] = None
 
 
+def weight_type(name: str, *quantizers: str) -> Any:
+    """Returns the type, by ``isinstance``, of FP8 weights whose recipes have these quantizers."""
+    module, _, last = name.rpartition(".")
+    doc = f"Type of FP8 weights with recipes of kind {' or '.join(quantizers) or 'none'}."
+    namespace = {"__module__": module, "__doc__": doc, "quantizers": quantizers}
+    return WeightType(last, (QuantizedTensor,), namespace)
+
+
 _REASON = "modules quantize tensors by their recipe, without an object that users can hold"
 Quantizer = not_served(f"{_MODULE}.Quantizer", _REASON)
 QuantizedTensorStorage = not_served(f"{_MODULE}.QuantizedTensorStorage", _REASON)
 
 
+def quantizer_type(name: str, reason: str = _REASON) -> Any:
+    """Returns a quantizer that can only be named."""
+    return not_served(name, reason, Quantizer)
+
+
 def prepare_for_saving(
     *tensors: torch.Tensor | None,
 ) -> tuple[list[torch.Tensor | None], list[None]]:
-    """Returns tensors for ``ctx.save_for_backward``, and what ``restore_from_saved`` takes.
-
-    Args:
-        tensors: tensors or None; an FP8 weight is a tensor, too.
-    """
+    """Returns tensors for ``ctx.save_for_backward``, and what ``restore_from_saved`` takes."""
     return list(tensors), [None] * len(tensors)
 
 
@@ -77,25 +86,14 @@ def restore_from_saved(
     saved_tensors: Sequence[torch.Tensor | None],
     return_saved_tensors: bool = False,
 ) -> Any:
-    """Returns the tensors that ``prepare_for_saving`` was given.
-
-    Args:
-        tensors: the second result of ``prepare_for_saving``.
-        saved_tensors: ``ctx.saved_tensors``.
-        return_saved_tensors: return a pair, with the tensors that are left.
-    """
+    """Returns the tensors that ``prepare_for_saving`` was given."""
     count = len(tensors)
     restored = list(saved_tensors[:count])
     return (restored, list(saved_tensors[count:])) if return_saved_tensors else restored
 
 
 def restore_from_func_ctx(ctx: Any) -> list[torch.Tensor | None]:
-    """Returns the tensors that a context saved by ``prepare_for_saving``.
-
-    Args:
-        ctx: autograd's context, with the second result of ``prepare_for_saving`` in its attribute
-            ``tensor_objects``, which is dropped.
-    """
+    """Returns the tensors that a context saved by ``prepare_for_saving``."""
     restored: list[torch.Tensor | None] = restore_from_saved(ctx.tensor_objects, ctx.saved_tensors)
     ctx.tensor_objects = None
     return restored

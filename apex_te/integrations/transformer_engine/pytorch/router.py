@@ -72,10 +72,6 @@ def fused_topk_with_score_function(
         probs: [..., experts] in the dtype of ``logits``, 0 where a token does not go.
         routing_map: [..., experts] bool, True where a token goes; as ``"bitmap_u8"`` uint8 [...,
             ceil(experts / 8)], in which bit ``e % 8`` of byte ``e // 8`` stands for expert e.
-
-    Raises:
-        NotImplementedError: a ``qb_*`` argument is given.
-        TypeError, ValueError: an argument has a wrong type or value.
     """
     owner = "fused_topk_with_score_function"
     neutral(
@@ -131,9 +127,6 @@ def fused_compute_score_for_moe_aux_loss(
     Returns:
         routing_map: as from ``fused_topk_with_score_function``.
         scores: [..., experts] float32.
-
-    Raises:
-        TypeError, ValueError: an argument has a wrong type or value.
     """
     owner = "fused_compute_score_for_moe_aux_loss"
     form = _format(owner, routing_map_format)
@@ -173,9 +166,6 @@ def fused_moe_aux_loss(
 
     Returns:
         A scalar in the dtype of ``probs``.
-
-    Raises:
-        ValueError: ``tokens_per_expert`` has another shape.
     """
     if probs.dim() != 2 or tokens_per_expert.shape != probs.shape[1:]:
         raise ValueError(
@@ -252,11 +242,7 @@ def _chosen(
     num_groups: int | None,
     group_topk: int | None,
 ) -> torch.Tensor:
-    """Returns the experts of each token, [tokens, topk], by largest score.
-
-    Args:
-        scores: [tokens, experts].
-    """
+    """Returns the experts of each token, [tokens, topk], by largest score."""
     scores = scores.detach()
     if not group_topk:
         return scores.topk(topk, dim=-1).indices

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -10,10 +10,10 @@ import torch
 from ....module.attention.inference_params import InferenceParams
 from ....module.attention.masks import Mask
 from ....module.transformer_layer import TransformerLayer as NativeTransformerLayer
+from .._arguments import constructor
 from .._context_parallel import ContextParallelArguments
-from .._device import default_device
 from .._extra_state import WithoutExtraState
-from .._names import named, neutral
+from .._names import named
 from .attention._masks import checked_window, mask_type_of, reads_masks
 from .attention.multi_head_attention import MultiheadAttention
 from .module.base import TransformerEngineBaseModule
@@ -26,6 +26,18 @@ __all__ = ["TransformerLayer"]
 _NAME = "TransformerLayer"
 
 
+def _prepare(values: dict[str, Any]) -> None:
+    """Changes mask types and windows among the constructor's arguments to apex_te's."""
+    for prefix, name in (("", "self_attn_mask_type"), ("enc_dec_", "enc_dec_attn_mask_type")):
+        values[name] = mask_type_of(values[name])
+        window = f"{prefix}window_size"
+        if prefix and values["layer_type"] != "decoder":
+            values[name] = values[window] = None
+        else:
+            values[window] = checked_window(values[name], values[window])
+    values["apply_query_key_layer_scaling"] = False
+
+
 @named("transformer_engine.pytorch.transformer")
 class TransformerLayer(
     WithoutExtraState, ContextParallelArguments, TransformerEngineBaseModule, NativeTransformerLayer
@@ -34,16 +46,10 @@ class TransformerLayer(
 
     The modules inside are those of this package. Masks are ignored with mask types that read none.
 
+    Arguments that are not listed are those of ``apex_te.TransformerLayer``; ``device`` is as in
+    ``Linear``.
+
     Args:
-        hidden_size, ffn_hidden_size, num_attention_heads, num_gqa_groups, layernorm_epsilon,
-            hidden_dropout, attention_dropout, init_method, output_layer_init_method, layer_number,
-            kv_channels, tp_group, tp_size, params_dtype, get_rng_state_tracker,
-            fuse_wgrad_accumulation, seq_length, micro_batch_size, sequence_parallel,
-            apply_residual_connection_post_layernorm, output_layernorm, parallel_attention_mlp,
-            layer_type, drop_path_rate, set_parallel_mode, fuse_qkv_params, rotary_pos_interleaved,
-            zero_centered_gamma, qkv_weight_interleaved, bias, activation, activation_params,
-            normalization, attn_input_format, name, qk_norm_type, qk_norm_eps,
-            qk_norm_before_rope: as in ``apex_te.TransformerLayer``.
         self_attn_mask_type, window_size, bottom_right_diagonal: of self attention, as
             ``attn_mask_type`` and the others in ``DotProductAttention``.
         enc_dec_attn_mask_type, enc_dec_window_size, enc_dec_bottom_right_diagonal: the same of a
@@ -51,11 +57,9 @@ class TransformerLayer(
         ub_tp_comm_overlap: must be False; ``ub_overlap_ag``, ``ub_overlap_rs``,
             ``ub_overlap_rs_dgrad``, ``ub_bulk_dgrad`` and ``ub_bulk_wgrad`` then have no effect.
         softmax_type: must be ``"vanilla"``.
-        device: as in ``Linear``.
 
     Raises:
         NotImplementedError: an argument asks for what is not served.
-        TypeError, ValueError: as ``apex_te.TransformerLayer`` raises them.
     """
 
     _classes: ClassVar[dict[str, type[Any]]] = {
@@ -65,139 +69,30 @@ class TransformerLayer(
         "RMSNorm": RMSNorm,
     }
 
-    def __init__(
-        self,
-        hidden_size: int,
-        ffn_hidden_size: int,
-        num_attention_heads: int,
-        num_gqa_groups: int | None = None,
-        layernorm_epsilon: float = 1e-5,
-        hidden_dropout: float = 0.1,
-        attention_dropout: float = 0.1,
-        init_method: Callable[[torch.Tensor], Any] | None = None,
-        output_layer_init_method: Callable[[torch.Tensor], Any] | None = None,
-        layer_number: int | None = None,
-        kv_channels: int | None = None,
-        self_attn_mask_type: str = "causal",
-        window_size: Sequence[int] | None = None,
-        bottom_right_diagonal: bool | None = None,
-        enc_dec_attn_mask_type: str = "no_mask",
-        enc_dec_bottom_right_diagonal: bool | None = None,
-        enc_dec_window_size: Sequence[int] | None = None,
-        tp_group: Any = None,
-        tp_size: int = 1,
-        params_dtype: torch.dtype | None = None,
-        get_rng_state_tracker: Callable[[], Any] | None = None,
-        fuse_wgrad_accumulation: bool = False,
-        seq_length: int | None = None,
-        micro_batch_size: int | None = None,
-        sequence_parallel: bool = False,
-        apply_residual_connection_post_layernorm: bool = False,
-        output_layernorm: bool = False,
-        parallel_attention_mlp: bool = False,
-        layer_type: str = "encoder",
-        drop_path_rate: float = 0.0,
-        set_parallel_mode: bool = False,
-        fuse_qkv_params: bool = False,
-        rotary_pos_interleaved: bool = False,
-        zero_centered_gamma: bool = False,
-        qkv_weight_interleaved: bool = True,
-        ub_tp_comm_overlap: bool = False,
-        ub_overlap_ag: bool = True,
-        ub_overlap_rs: bool = True,
-        ub_overlap_rs_dgrad: bool = False,
-        ub_bulk_dgrad: bool = True,
-        ub_bulk_wgrad: bool = True,
-        bias: bool = True,
-        activation: str = "gelu",
-        activation_params: dict[str, Any] | None = None,
-        normalization: str = "LayerNorm",
-        device: torch.device | str | int | None = None,
-        attn_input_format: str = "sbhd",
-        name: str | None = None,
-        qk_norm_type: str | None = None,
-        qk_norm_eps: float = 1e-6,
-        qk_norm_before_rope: bool = False,
-        softmax_type: str = "vanilla",
-    ) -> None:
-        neutral(
-            _NAME,
-            ub_tp_comm_overlap=(ub_tp_comm_overlap, False),
-            softmax_type=(softmax_type, "vanilla"),
-        )
-        kind, cross_kind = mask_type_of(self_attn_mask_type), mask_type_of(enc_dec_attn_mask_type)
-        decodes = layer_type == "decoder"
-        super().__init__(
-            hidden_size,
-            ffn_hidden_size,
-            num_attention_heads,
-            num_gqa_groups,
-            layernorm_epsilon,
-            hidden_dropout,
-            attention_dropout,
-            init_method,
-            output_layer_init_method,
-            layer_number,
-            kv_channels,
-            kind,
-            checked_window(kind, window_size),
-            enc_dec_attn_mask_type=cross_kind if decodes else None,
-            enc_dec_window_size=checked_window(cross_kind, enc_dec_window_size)
-            if decodes
-            else None,
-            tp_group=tp_group,
-            tp_size=tp_size,
-            params_dtype=params_dtype,
-            get_rng_state_tracker=get_rng_state_tracker,
-            fuse_wgrad_accumulation=fuse_wgrad_accumulation,
-            apply_query_key_layer_scaling=False,
-            seq_length=seq_length,
-            micro_batch_size=micro_batch_size,
-            sequence_parallel=sequence_parallel,
-            apply_residual_connection_post_layernorm=apply_residual_connection_post_layernorm,
-            output_layernorm=output_layernorm,
-            layer_type=layer_type,
-            drop_path_rate=drop_path_rate,
-            set_parallel_mode=set_parallel_mode,
-            fuse_qkv_params=fuse_qkv_params,
-            zero_centered_gamma=zero_centered_gamma,
-            qkv_weight_interleaved=qkv_weight_interleaved,
-            bias=bias,
-            activation=activation,
-            activation_params=activation_params,
-            normalization=normalization,
-            parallel_attention_mlp=parallel_attention_mlp,
-            attn_input_format=attn_input_format,
-            qk_norm_type=qk_norm_type,
-            qk_norm_eps=qk_norm_eps,
-            qk_norm_before_rope=qk_norm_before_rope,
-            rotary_pos_interleaved=rotary_pos_interleaved,
-            name=name,
-            device=default_device(device),
-        )
-        self.name = name
-        self.self_attn_mask_type = kind
-        self.bottom_right_diagonal = bottom_right_diagonal
-        self.enc_dec_bottom_right_diagonal = enc_dec_bottom_right_diagonal
+    __init__ = constructor(
+        "TransformerLayer",
+        NativeTransformerLayer,
+        "hidden_size, ffn_hidden_size, num_attention_heads, num_gqa_groups, layernorm_epsilon, "
+        "hidden_dropout, attention_dropout, init_method, output_layer_init_method, layer_number, "
+        "kv_channels, self_attn_mask_type, window_size, bottom_right_diagonal: bool | None = None, "
+        "enc_dec_attn_mask_type: str = 'no_mask', "
+        "enc_dec_bottom_right_diagonal: bool | None = None, enc_dec_window_size, tp_group, "
+        "tp_size, params_dtype, get_rng_state_tracker, fuse_wgrad_accumulation, seq_length, "
+        "micro_batch_size, sequence_parallel, apply_residual_connection_post_layernorm, "
+        "output_layernorm, parallel_attention_mlp, layer_type, drop_path_rate, set_parallel_mode, "
+        "fuse_qkv_params, rotary_pos_interleaved, zero_centered_gamma, qkv_weight_interleaved, "
+        "ub_tp_comm_overlap, ub_overlap_ag: bool = True, ub_overlap_rs: bool = True, "
+        "ub_overlap_rs_dgrad: bool = False, ub_bulk_dgrad: bool = True, "
+        "ub_bulk_wgrad: bool = True, bias, activation, activation_params, normalization, device, "
+        "attn_input_format, name, qk_norm_type, qk_norm_eps, qk_norm_before_rope, softmax_type",
+        _prepare,
+    )
 
-    def set_context_parallel_group(
-        self,
-        cp_group: Any,
-        cp_global_ranks: Any = None,
-        cp_stream: Any = None,
-        cp_comm_type: str = "p2p",
-    ) -> None:
-        """Hands the arguments to the layer and its attention.
-
-        Args:
-            cp_group, cp_global_ranks, cp_stream, cp_comm_type: as in ``DotProductAttention``.
-
-        Raises:
-            NotImplementedError: ``cp_group`` has several ranks.
-        """
-        args = (cp_group, cp_global_ranks, cp_stream, cp_comm_type)
-        super().set_context_parallel_group(*args)
-        self._call_children("set_context_parallel_group", *args)
+    def _constructed(self, values: dict[str, Any]) -> None:
+        self.name = values["name"]
+        self.self_attn_mask_type = values["self_attn_mask_type"]
+        self.bottom_right_diagonal = values["bottom_right_diagonal"]
+        self.enc_dec_bottom_right_diagonal = values["enc_dec_bottom_right_diagonal"]
 
     def forward(  # type: ignore[override]
         self,
@@ -229,11 +124,10 @@ class TransformerLayer(
     ) -> torch.Tensor:
         """Applies the layer; returns a tensor of the shape of ``hidden_states``.
 
+        Arguments that are not listed are those of ``apex_te.TransformerLayer.forward``, or of
+        ``DotProductAttention.forward``.
+
         Args:
-            hidden_states, is_first_microbatch, checkpoint_core_attention, inference_params,
-                rotary_pos_emb, core_attention_bias_type, core_attention_bias, alibi_slopes,
-                cu_seqlens_q, cu_seqlens_kv, max_seqlen_q, max_seqlen_kv: as in
-                ``apex_te.TransformerLayer.forward``.
             attention_mask, self_attn_mask_type, window_size, bottom_right_diagonal: of self
                 attention, as in ``DotProductAttention.forward``. A tensor in the place of
                 ``bottom_right_diagonal``, where earlier releases have it, is ``encoder_output``.
@@ -241,12 +135,6 @@ class TransformerLayer(
             enc_dec_attn_mask, enc_dec_attn_mask_type, enc_dec_window_size,
                 enc_dec_bottom_right_diagonal: of a decoder's cross attention; ignored in an
                 encoder.
-            cu_seqlens_q_padded, cu_seqlens_kv_padded, pad_between_seqs, fast_zero_fill: as in
-                ``DotProductAttention.forward``.
-
-        Raises:
-            NotImplementedError: an argument asks for what is not served.
-            TypeError, ValueError: as ``apex_te.TransformerLayer.forward`` raises them.
         """
         if isinstance(bottom_right_diagonal, torch.Tensor):
             if encoder_output is not None:

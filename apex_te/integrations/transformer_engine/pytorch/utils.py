@@ -33,11 +33,7 @@ __all__ = [
 
 
 def divide(numerator: int, denominator: int) -> int:
-    """Returns the quotient of two integers.
-
-    Raises:
-        ValueError: the denominator does not divide the numerator.
-    """
+    """Returns the quotient of two integers."""
     if numerator % denominator:
         raise ValueError(f"divide: numerator must be a multiple of {denominator}, got {numerator}")
     return numerator // denominator
@@ -59,11 +55,7 @@ def get_default_init_method() -> Callable[[torch.Tensor], torch.Tensor]:
 
 
 def init_method_normal(sigma: float) -> Callable[[torch.Tensor], torch.Tensor]:
-    """Returns a function that fills a tensor from a normal distribution with mean 0.
-
-    Args:
-        sigma: standard deviation of the distribution.
-    """
+    """Returns a function that fills a tensor from a normal distribution with mean 0."""
     return functools.partial(torch.nn.init.normal_, mean=0.0, std=sigma)
 
 
@@ -82,12 +74,7 @@ def init_method_constant(val: float) -> Callable[[torch.Tensor], torch.Tensor]:
 def attention_mask_func(
     attention_scores: torch.Tensor, attention_mask: torch.Tensor
 ) -> torch.Tensor:
-    """Sets scores that are masked out to -10000, in place, and returns them.
-
-    Args:
-        attention_scores: scores of any shape.
-        attention_mask: bool, broadcasts to the scores, True = masked out.
-    """
+    """Sets scores that are masked out to -10000, in place, and returns them."""
     return attention_scores.masked_fill_(attention_mask, -10000.0)
 
 
@@ -101,28 +88,12 @@ def get_cudnn_version() -> tuple[int, int, int]:
 
 
 def interleave_glu_tensor(tensor: torch.Tensor, interleave_size: int) -> torch.Tensor:
-    """Returns a copy whose first dimension has blocks of both halves in turn.
-
-    Args:
-        tensor: FC1's weight or bias, the gate's rows before the others.
-        interleave_size: rows of a block.
-
-    Raises:
-        ValueError: the first dimension is not a multiple of two blocks.
-    """
+    """Returns a copy whose first dimension has blocks of both halves in turn."""
     return _blocks(tensor, interleave_size, (2, -1))
 
 
 def deinterleave_glu_tensor(tensor: torch.Tensor, interleave_size: int) -> torch.Tensor:
-    """Returns a copy as ``interleave_glu_tensor`` takes it; its inverse.
-
-    Args:
-        tensor: FC1's weight or bias, in blocks of both halves in turn.
-        interleave_size: rows of a block.
-
-    Raises:
-        ValueError: the first dimension is not a multiple of two blocks.
-    """
+    """Returns a copy as ``interleave_glu_tensor`` takes it; its inverse."""
     return _blocks(tensor, interleave_size, (-1, 2))
 
 
@@ -159,11 +130,7 @@ def nvtx_range_push(msg: str) -> None:
 
 
 def nvtx_range_pop(msg: str | None = None) -> None:
-    """Ends the innermost range of ``nvtx_range_push``; does nothing without a GPU.
-
-    Args:
-        msg: name of the range, for the reader.
-    """
+    """Ends the innermost range of ``nvtx_range_push``; does nothing without a GPU."""
     if torch.cuda.is_available():
         torch.cuda.nvtx.range_pop()
 
@@ -173,9 +140,6 @@ def make_weak_ref(x: Any) -> Any:
 
     A caller that knows the memory to stay, such as that of a CUDA graph's pool, can let go of the
     tensors themselves.
-
-    Args:
-        x: a tensor, or lists, tuples and dicts of tensors; other values are returned as they are.
     """
     if isinstance(x, torch.Tensor):
         return _unowned(x)
@@ -207,14 +171,7 @@ class SplitAlongDim:
         split_size_or_sections: int | Sequence[int],
         squeeze: bool = False,
     ) -> tuple[torch.Tensor, ...]:
-        """Splits a tensor into views; differentiable.
-
-        Args:
-            mixed_x_layer: the tensor.
-            split_dim: dimension to split.
-            split_size_or_sections: size of each part, or a list of the sizes.
-            squeeze: remove ``split_dim`` from the parts, where its size is 1.
-        """
+        """Splits a tensor into views; differentiable."""
         sizes = split_size_or_sections
         sizes = sizes if isinstance(sizes, int) else list(sizes)
         parts = torch.split(mixed_x_layer, sizes, dim=split_dim)

@@ -8,14 +8,11 @@ from typing import Any
 
 from ..._names import neutral
 
-__all__ = ["check_diagonal", "checked_window", "mask_type_of", "reads_masks"]
-
 
 def mask_type_of(name: Any) -> Any:
     """Returns the name of a mask type, for which ``"padding,causal"`` is ``"padding_causal"``.
 
-    Args:
-        name: the argument ``attn_mask_type``; any other value is returned unchanged.
+    Any other value is returned unchanged.
     """
     if not isinstance(name, str) or "," not in name:
         return name
@@ -31,10 +28,7 @@ def reads_masks(name: Any) -> bool:
 def checked_window(name: Any, size: Any) -> Any:
     """Returns a window whose right end is the one that a mask type has.
 
-    Args:
-        name: the mask type.
-        size: the argument ``window_size``. With causal types (left, 0) is returned; with others,
-            where (-1, 0) is no window of their own but a causal one, None for that.
+    With causal types it is (left, 0); with others None for (-1, 0), which is a causal window.
     """
     if size is None or not isinstance(name, str) or len(size) != 2:
         return size
@@ -49,6 +43,12 @@ def checked_window(name: Any, size: Any) -> Any:
     return size
 
 
+def prepare_masks(values: dict[str, Any]) -> None:
+    """Changes a constructor's ``attn_mask_type`` and ``window_size`` to those of apex_te."""
+    kind = values["attn_mask_type"] = mask_type_of(values["attn_mask_type"])
+    values["window_size"] = checked_window(kind, values["window_size"])
+
+
 @functools.cache
 def _say_window_is_changed(name: str, size: tuple[int, int], now: tuple[int, int]) -> None:
     """Warns, once for each pair of values, that a window does not go with its mask type."""
@@ -61,16 +61,8 @@ def _say_window_is_changed(name: str, size: tuple[int, int], now: tuple[int, int
 def check_diagonal(owner: str, value: bool | None, name: Any, size: Any, bias_type: str) -> None:
     """Checks that windows and ALiBi are aligned as the mask type has them in apex_te.
 
-    Args:
-        owner: name of the class, for the error.
-        value: the argument ``bottom_right_diagonal``: None, or of no effect with causal types, or
-            without a window and ALiBi.
-        name: the mask type.
-        size: the window (left, right) or None.
-        bias_type: the argument ``core_attention_bias_type``.
-
-    Raises:
-        NotImplementedError: positions are to count from the first tokens, but do from the last.
+    ``value`` is ``bottom_right_diagonal``: without effect if it is None, with causal types, and
+    without a window and ALiBi. NotImplementedError if positions would count from the last tokens.
     """
     if value is None or value is True or (isinstance(name, str) and "causal" in name):
         return

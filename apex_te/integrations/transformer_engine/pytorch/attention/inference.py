@@ -18,11 +18,7 @@ _MODULE = "transformer_engine.pytorch.attention.inference"
 
 @named(_MODULE)
 class KVCacheManager:
-    """Holder of the keys and values of an ``InferenceParams``, for code that looks for it there.
-
-    Args:
-        params: the cache.
-    """
+    """Holder of the keys and values of an ``InferenceParams``, for code that looks for it there."""
 
     def __init__(self, params: NativeInferenceParams) -> None:
         self._params = params
@@ -62,9 +58,6 @@ class InferenceParams(NativeInferenceParams):
         max_ctx_len: has no effect.
         qkv_format: layout of the layers' inputs; they say it themselves.
         custom_cache_manager: must be None.
-
-    Raises:
-        NotImplementedError: pages, or a cache manager, are asked for.
     """
 
     _is_batch_first = True
@@ -116,12 +109,6 @@ class InferenceParams(NativeInferenceParams):
 
         It lies on PyTorch's default device if one is set, else on the current GPU, and on the CPU
         where there is none. A layer that computes elsewhere moves it to its device.
-
-        Args:
-            layer_number: the layer's number, from 1.
-
-        Raises:
-            ValueError: ``num_heads_kv``, ``head_dim_k`` or ``dtype`` has not been given.
         """
         sizes = (self.head_dim_k, self.head_dim_v)
         if self.num_heads_kv is None or sizes[0] is None or self.dtype is None:
@@ -150,19 +137,11 @@ class InferenceParams(NativeInferenceParams):
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, int, str]:
         """Caches new keys and values of a layer, of the tokens that ``pre_step`` has announced.
 
-        Args:
-            layer_number: the layer's number.
-            new_k, new_v: keys and values in the layout ``qkv_format``.
-            qkv_format: ``"sbhd"``, ``"bshd"`` or ``"thd"``.
-
         Returns:
             ``(keys, values, cu_seqlens_q, cu_seqlens_kv, max_seqlen_kv, qkv_format)``: the memory
             of keys and values of the sequences, [b, s, g, d]; where the new tokens and all tokens
             of each sequence begin, int32 [b + 1]; ``max_sequence_length``; and the layouts of the
             inputs and of the memory, as ``"bshd"`` or ``"thd_2bshd"``.
-
-        Raises:
-            ValueError: ``pre_step`` has not been called, or has announced other tokens.
         """
         step = self.step_lengths
         if step is None:

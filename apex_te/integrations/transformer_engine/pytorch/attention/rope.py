@@ -16,10 +16,6 @@ class RotaryPositionEmbedding(NativeRotaryPositionEmbedding):
 
     They are computed on PyTorch's default device if one is set, else on the current GPU, and on the
     CPU where there is none.
-
-    Args:
-        dim, rotary_percent, seq_len_interpolation_factor, pretrained_max_position_embeddings,
-            rotary_base, interleaved: as in ``apex_te.RotaryPositionEmbedding``.
     """
 
     def __init__(

@@ -11,6 +11,7 @@ import torch
 from .....fp8.delayed.update import flush_fp8_state
 from .....fp8.parameter.parameter import FP8Parameter
 from .....module._core.fp8_module import FP8Module
+from ..._arguments import constructor
 from ..._device import current_gpu
 from ..._extra_state import ExtraState
 from ..._names import named, not_served
@@ -42,11 +43,7 @@ UserBufferQuantizationMode = not_served(f"{_MODULE}.UserBufferQuantizationMode",
 
 
 class ParameterMeta(NamedTuple):
-    """Named tuple of what frameworks ask about a parameter that is on the meta device.
-
-    Attributes:
-        fp8_meta_index: number of the parameter's slot if it is held in FP8, else None.
-    """
+    """Named tuple of what frameworks ask about a parameter that is on the meta device."""
 
     fp8_meta_index: int | None
 
@@ -56,10 +53,6 @@ class Scaling:
 
     ``constants.FP8FwdTensorIdx`` and ``FP8BwdTensorIdx`` say which tensor each number is of. Scales
     are updated on entering a region, so that they are those of the region entered last.
-
-    Args:
-        state: the module's FP8 state.
-        direction: ``"fwd"`` or ``"bwd"``.
     """
 
     def __init__(self, state: Any, direction: str) -> None:
@@ -92,11 +85,6 @@ class TransformerEngineBaseModule(ExtraState):
     """Base of all alias modules, by which frameworks tell Transformer Engine's modules.
 
     It comes before the class of apex_te that computes, in a class's bases.
-
-    Attributes:
-        name: names the module in reports.
-        ub_name: name of a userbuffer, which is kept and has no effect.
-        is_first_microbatch: for frameworks that keep it here; a forward has its own argument.
     """
 
     name: str | None = None
@@ -165,14 +153,7 @@ class TransformerEngineBaseModule(ExtraState):
         return found
 
     def init_fp8_metadata(self, num_gemms: int = 1) -> None:
-        """Checks the number of GEMMs; the FP8 state exists from the constructor on.
-
-        Args:
-            num_gemms: number of GEMMs of the module.
-
-        Raises:
-            ValueError: the module has another number of GEMMs.
-        """
+        """Checks the number of GEMMs; the FP8 state exists from the constructor on."""
         own = self.fp8_state.gemms if isinstance(self, FP8Module) else num_gemms
         if num_gemms != own:
             raise ValueError(
@@ -195,13 +176,13 @@ class TransformerEngineBaseModule(ExtraState):
 
         Parameters on the meta device are first made on PyTorch's default device, or on the current
         GPU if that device is the CPU and there is a GPU.
-
-        Args:
-            defer_init: True does nothing.
         """
         reset = getattr(super(), "reset_parameters", None)  # there may be no parameters
         if reset is not None and not defer_init:
             reset()
+
+    def _constructed(self, values: dict[str, Any]) -> None:
+        """Sets the attributes that constructors of apex_te do not, from all arguments by name."""
 
     def __getstate__(self) -> dict[str, Any]:
         """Returns the attributes for a copy or pickle, without hooks and ``fp8_meta``."""
@@ -210,6 +191,21 @@ class TransformerEngineBaseModule(ExtraState):
         for name in _OWN:
             kept.pop(name, None)
         return kept
+
+
+def norm_constructor(owner: str, native: Any) -> Any:
+    """Returns the constructor of a norm, for which ``sequence_parallel=None`` stands for False."""
+
+    def prepare(values: dict[str, Any]) -> None:
+        values["sequence_parallel"] = bool(values["sequence_parallel"])
+
+    return constructor(
+        owner,
+        native,
+        "normalized_shape, eps, sequence_parallel: bool | None = None, params_dtype, "
+        "zero_centered_gamma, hidden_size, *, device, dtype",
+        prepare,
+    )
 
 
 def _after_update(method: Callable[..., Any]) -> Callable[..., Any]:
@@ -238,10 +234,9 @@ class GemmModule(TransformerEngineBaseModule):
     use_bias: bool
     return_bias: bool
 
-    def _finish(self, ub_name: str | None) -> None:
-        """Sets the attributes that constructors of apex_te do not; to be called at their end."""
+    def _constructed(self, values: dict[str, Any]) -> None:
         assert isinstance(self, FP8Module)
-        self.ub_name = ub_name
+        self.ub_name = values.get("ub_name")
         self.apply_bias = self.use_bias and not self.return_bias
         self._mark_weights()
 
@@ -268,11 +263,7 @@ class GemmModule(TransformerEngineBaseModule):
     def register_wgrad_accumulation_and_reduce_hooks(
         self, wgrad_accumulation_and_reduce_hook: Callable[[], Any]
     ) -> None:
-        """Registers a function that ``backward_dw`` calls when it has made the weight gradients.
-
-        Args:
-            wgrad_accumulation_and_reduce_hook: function without arguments.
-        """
+        """Registers a function that ``backward_dw`` calls when it has made the weight gradients."""
         hooks = self.__dict__.setdefault("_wgrad_hooks", [])
         hooks.append(wgrad_accumulation_and_reduce_hook)
 
@@ -294,11 +285,6 @@ _workspaces: dict[torch.device, torch.Tensor] = {}
 def get_dummy_wgrad(shape: Sequence[int], dtype: torch.dtype, zero: bool = False) -> torch.Tensor:
     """Returns a tensor to give to autograd for a weight whose gradient went into ``main_grad``.
 
-    Args:
-        shape: shape of the weight.
-        dtype: dtype of the weight.
-        zero: fill it with zeros.
-
     Returns:
         A tensor on the current GPU, or on the CPU where there is none. Tensors of one shape and
         dtype share their memory.
@@ -314,11 +300,7 @@ def get_dummy_wgrad(shape: Sequence[int], dtype: torch.dtype, zero: bool = False
 
 @named(_MODULE)
 def get_workspace() -> torch.Tensor:
-    """Returns a buffer of bytes for callers of cuBLASLt, one for each device; apex_te has its own.
-
-    Returns:
-        A uint8 tensor on the current GPU, or on the CPU where there is none.
-    """
+    """Returns a buffer of bytes on the current GPU, or the CPU, for callers of cuBLASLt."""
     device = current_gpu() or torch.device("cpu")
     found = _workspaces.get(device)
     if found is None:

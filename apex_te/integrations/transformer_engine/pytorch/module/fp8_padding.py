@@ -12,9 +12,4 @@ __all__ = ["Fp8Padding"]
 
 @named("transformer_engine.pytorch.module.fp8_padding")
 class Fp8Padding(WithoutExtraState, TransformerEngineBaseModule, NativeFp8Padding):
-    """``apex_te.Fp8Padding``, which adds rows of zeros at the end of each group of rows.
-
-    Args:
-        num_gemms: number of groups.
-        align_size: the multiple; None takes that of the recipe in use: 16, or 32 with MXFP8.
-    """
+    """``apex_te.Fp8Padding``, which adds rows of zeros at the end of each group of rows."""

@@ -24,17 +24,6 @@ class FusedAdam(_fused_adam.FusedAdam):
     which a parameter has no gradient, and the state of a parameter is ``exp_avg``, ``exp_avg_sq``
     and, with master weights, ``master_param``. State dicts of ``torch.optim`` and of apex_te's
     class load, too, if all parameters of a group have taken as many steps.
-
-    Args:
-        params, lr, betas, eps, weight_decay, amsgrad, bias_correction, adam_w_mode, capturable,
-        master_weights, master_weight_dtype, exp_avg_dtype, exp_avg_sq_dtype, use_decoupled_grad,
-        store_param_remainders: as in ``apex_te.optimizers.FusedAdam``.
-        set_grad_none: False makes ``zero_grad()`` fill gradients with 0; None and True drop them.
-
-    Raises:
-        TypeError: a dtype is not supported.
-        ValueError: a value is out of range.
-        NotImplementedError: an option is not available.
     """
 
     _required_state = ("exp_avg", "exp_avg_sq")
@@ -87,11 +76,7 @@ class FusedAdam(_fused_adam.FusedAdam):
         super()._update(work, scalars)
 
     def _count_step(self, group: dict[str, Any], scalars: Any) -> None:
-        """Adds 1 to the step count of a group unless the step is skipped.
-
-        Args:
-            scalars: loss scale and skip flag of this step.
-        """
+        """Adds 1 to the step count of a group unless the step is skipped."""
         device = self._device_of(group)
         found_inf = scalars.on(device)[1]
         count = group.get(_STEP, 0)
@@ -118,11 +103,7 @@ class FusedAdam(_fused_adam.FusedAdam):
         zero_buffer: bool,
         store_param_remainders: bool = False,
     ) -> None:
-        """Makes one state of a parameter, zeros; frameworks override it.
-
-        Args:
-            zero_buffer: has no effect; the state is zero.
-        """
+        """Makes one state of a parameter, zeros; frameworks override it."""
         dtype = torch.int16 if store_param_remainders else torch.float32
         zeros = torch.zeros(param.shape, dtype=dtype, device=param.device)
         self.set_scaled_state(param, state_name, zeros)

@@ -22,9 +22,6 @@ class FusedSGD(_fused_sgd.FusedSGD):
             ``apex_te.optimizers.FusedSGD``; ``lr`` must be given.
         materialize_master_grads: has no effect; gradients are read in the dtype that they have.
         set_grad_none: False makes ``zero_grad()`` fill gradients with 0; None and True drop them.
-
-    Raises:
-        ValueError: a value is out of range.
     """
 
     def __init__(

@@ -35,11 +35,7 @@ __all__ = [
 
 @named("transformer_engine.pytorch.optimizers.multi_tensor_apply")
 class MultiTensorApply:
-    """Callable that calls an operation on lists of tensors with its chunk size.
-
-    Args:
-        chunk_size: number that operations are given, which has no effect.
-    """
+    """Callable that calls an operation on lists of tensors with its chunk size."""
 
     available = True
     warned = False
@@ -66,14 +62,7 @@ def multi_tensor_scale_tensor(
     tensor_lists: Sequence[Sequence[torch.Tensor]],
     scale: torch.Tensor,
 ) -> None:
-    """Computes out = in * scale, with the factor on the device; lists are in and out.
-
-    Args:
-        chunk_size: has no effect.
-        noop_flag: one int32 element, which becomes 1 if a stored result is not finite.
-        tensor_lists: [in, out].
-        scale: one float32 element.
-    """
+    """Computes out = in * scale, with the factor on the device; lists are in and out."""
     inputs, outputs = tensor_lists
     factor = scale.reshape(1).to(torch.float32)
     multi_tensor.scale(list(inputs), list(outputs), factor, found_inf=noop_flag)

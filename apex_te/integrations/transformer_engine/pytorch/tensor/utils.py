@@ -25,10 +25,6 @@ def replace_raw_data(tensor: QuantizedTensor, new_raw_data: torch.Tensor) -> Non
     Args:
         tensor: the weight, whose values do not change.
         new_raw_data: uint8, contiguous, with as many elements as the weight.
-
-    Raises:
-        TypeError: ``tensor`` is no FP8 weight, or ``new_raw_data`` has another dtype.
-        ValueError: ``new_raw_data`` has another size or device, or is not contiguous.
     """
     replace_data(tensor, new_raw_data)  # type: ignore[arg-type]
 
@@ -56,11 +52,6 @@ def quantize_master_weights(
         fsdp_shard_model_weights: must be None, or a list of None.
         manual_post_all_gather_processing: has no effect; columnwise copies are freed here, and made
             again in backward.
-
-    Raises:
-        NotImplementedError: ``fsdp_shard_model_weights`` is given.
-        TypeError: a weight is no FP8 weight.
-        ValueError: the lists differ in length, or a part lies outside its weight.
     """
     if isinstance(fsdp_shard_model_weights, (list, tuple)):
         shards = [shard for shard in fsdp_shard_model_weights if shard is not None]
@@ -82,12 +73,7 @@ def cast_master_weights_to_fp8(
     fsdp_shard_model_weights: Any = None,
     manual_post_all_gather_processing: bool = False,
 ) -> None:
-    """Quantizes this rank's parts of master weights, by the earlier name of the function.
-
-    Args:
-        model_weights, master_weights, start_offsets, group, fsdp_shard_model_weights,
-        manual_post_all_gather_processing: as in ``quantize_master_weights``.
-    """
+    """Quantizes this rank's parts of master weights, by the earlier name of the function."""
     quantize_master_weights(
         model_weights,
         master_weights,
@@ -101,11 +87,7 @@ def cast_master_weights_to_fp8(
 def post_all_gather_processing(
     model_weights: QuantizedTensor | Sequence[QuantizedTensor],
 ) -> None:
-    """Frees the columnwise copies of FP8 weights whose data an all-gather has just written.
-
-    Args:
-        model_weights: a weight or a sequence of weights; backward makes the copies again.
-    """
+    """Frees the columnwise copies of FP8 weights whose data an all-gather has just written."""
     single = isinstance(model_weights, torch.Tensor)
     for weight in [model_weights] if single else model_weights:
         drop_columnwise(weight)  # type: ignore[arg-type]

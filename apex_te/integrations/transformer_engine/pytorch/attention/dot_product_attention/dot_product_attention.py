@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -15,10 +15,17 @@ from ......module.attention.inference_params import (
     without_gradient,
 )
 from ......module.attention.masks import Mask
+from ...._arguments import constructor
 from ...._context_parallel import ContextParallelArguments
 from ...._names import named, neutral
 from ...module.base import TransformerEngineBaseModule
-from .._masks import check_diagonal, checked_window, mask_type_of, reads_masks
+from .._masks import (
+    check_diagonal,
+    checked_window,
+    mask_type_of,
+    prepare_masks,
+    reads_masks,
+)
 
 __all__ = ["DotProductAttention"]
 
@@ -35,12 +42,8 @@ class DotProductAttention(
     types that read none.
 
     Args:
-        num_attention_heads, kv_channels, num_gqa_groups, attention_dropout, qkv_format,
-            sequence_parallel, tp_size, get_rng_state_tracker, tp_group, layer_number,
-            attention_type, softmax_scale, apply_query_key_layer_scaling: as in
-            ``apex_te.DotProductAttention``.
-        attn_mask_type: as there; ``"padding,causal"`` and ``"causal,padding"`` are
-            ``"padding_causal"``.
+        attn_mask_type: as in ``apex_te.DotProductAttention``, whose arguments the others are;
+            ``"padding,causal"`` and ``"causal,padding"`` are ``"padding_causal"``.
         window_size: as there; its right end is 0 with causal types.
         bottom_right_diagonal: must be None or True where a window or ALiBi would count otherwise.
         cp_group: must be None or have one rank; ``cp_global_ranks``, ``cp_stream`` and
@@ -51,74 +54,30 @@ class DotProductAttention(
 
     Raises:
         NotImplementedError: an argument asks for what is not served.
-        TypeError, ValueError: as ``apex_te.DotProductAttention`` raises them.
     """
 
-    def __init__(
-        self,
-        num_attention_heads: int,
-        kv_channels: int | tuple[int, int],
-        num_gqa_groups: int | None = None,
-        attention_dropout: float = 0.0,
-        qkv_format: str = "sbhd",
-        attn_mask_type: str = "causal",
-        window_size: Sequence[int] | None = None,
-        bottom_right_diagonal: bool | None = None,
-        sequence_parallel: bool = False,
-        tp_size: int = 1,
-        get_rng_state_tracker: Callable[[], Any] | None = None,
-        tp_group: Any = None,
-        layer_number: int | None = None,
-        attention_type: str = "self",
-        cp_group: Any = None,
-        cp_global_ranks: Any = None,
-        cp_stream: Any = None,
-        cp_comm_type: str = "p2p",
-        softmax_scale: float | None = None,
-        softmax_type: str = "vanilla",
-        return_max_logit: bool | None = False,
-        name: str | None = None,
-        *,
-        apply_query_key_layer_scaling: bool = False,
-    ) -> None:
-        neutral(
-            _NAME,
-            softmax_type=(softmax_type, "vanilla"),
-            return_max_logit=(return_max_logit, (False, None)),
-        )
-        kind = mask_type_of(attn_mask_type)
-        super().__init__(
-            num_attention_heads,
-            kv_channels,
-            num_gqa_groups,
-            attention_dropout,
-            qkv_format,
-            kind,
-            checked_window(kind, window_size),
-            sequence_parallel=sequence_parallel,
-            tp_size=tp_size,
-            get_rng_state_tracker=get_rng_state_tracker,
-            tp_group=tp_group,
-            layer_number=layer_number,
-            attention_type=attention_type,
-            softmax_scale=softmax_scale,
-            apply_query_key_layer_scaling=apply_query_key_layer_scaling,
-        )
-        self.bottom_right_diagonal = bottom_right_diagonal
-        self.softmax_type = softmax_type
-        self.return_max_logit = bool(return_max_logit)
-        self.name = name
-        self.set_context_parallel_group(cp_group, cp_global_ranks, cp_stream, cp_comm_type)
+    __init__ = constructor(
+        "DotProductAttention",
+        NativeDotProductAttention,
+        "num_attention_heads, kv_channels, num_gqa_groups, attention_dropout, qkv_format, "
+        "attn_mask_type, window_size, bottom_right_diagonal: bool | None = None, "
+        "sequence_parallel, tp_size, get_rng_state_tracker, tp_group, layer_number, "
+        "attention_type, cp_group: Any = None, cp_global_ranks: Any = None, cp_stream: Any = None, "
+        "cp_comm_type: str = 'p2p', softmax_scale, softmax_type, return_max_logit, "
+        "name: str | None = None, *, apply_query_key_layer_scaling",
+        prepare_masks,
+    )
+
+    def _constructed(self, values: dict[str, Any]) -> None:
+        self.bottom_right_diagonal = values["bottom_right_diagonal"]
+        self.softmax_type = values["softmax_type"]
+        self.return_max_logit = bool(values["return_max_logit"])
+        self.name = values["name"]
+        names = ("cp_group", "cp_global_ranks", "cp_stream", "cp_comm_type")
+        self.set_context_parallel_group(*(values[name] for name in names))
 
     def set_tensor_parallel_group(self, tp_group: Any) -> None:
-        """Sets the ranks that the heads are split over.
-
-        Args:
-            tp_group: a ``torch.distributed.ProcessGroup`` of ``tp_size`` ranks, or None.
-
-        Raises:
-            ValueError: ``tp_group`` has another number of ranks.
-        """
+        """Sets the ranks that the heads are split over: a group of ``tp_size`` ranks, or None."""
         ranks = self.tp_size if tp_group is None else world_size(tp_group)
         if ranks != self.tp_size:
             raise ValueError(
@@ -155,10 +114,8 @@ class DotProductAttention(
         """Attends; returns [..., h * dv] in the layout of the queries.
 
         Args:
-            query_layer, key_layer, value_layer, qkv_format, cu_seqlens_q, cu_seqlens_kv,
-                max_seqlen_q, max_seqlen_kv, checkpoint_core_attention, core_attention_bias_type,
-                core_attention_bias, alibi_slopes: as in ``apex_te.DotProductAttention.forward``.
-            attention_mask: as there; ignored with mask types that read none.
+            attention_mask: as in ``apex_te.DotProductAttention.forward``, whose arguments the
+                others are; ignored with mask types that read none.
             cu_seqlens_q_padded, cu_seqlens_kv_padded: as there, for thd; ignored otherwise.
             attn_mask_type, window_size, bottom_right_diagonal: replace the module's own.
             inference_params: caches the keys and values, to which those of earlier calls are added,
@@ -168,10 +125,6 @@ class DotProductAttention(
             fp8_output: must be False.
             num_splits: must be 1 or None.
             fast_zero_fill: without effect.
-
-        Raises:
-            NotImplementedError: an argument asks for what is not served.
-            TypeError, ValueError: as ``apex_te.DotProductAttention.forward`` raises them.
         """
         if fp8_output or num_splits not in (1, None):
             neutral(

@@ -12,12 +12,7 @@ __all__ = ["L2Normalization"]
 
 @named("transformer_engine.pytorch.ops.basic.l2normalization")
 class L2Normalization(torch.nn.Module):
-    """``x / sqrt(sum(x ** 2) + eps)`` over the last dimension, for all dtypes of norms.
-
-    Args:
-        eps: added to the sum.
-        seq_length, micro_batch_size: have no effect.
-    """
+    """``x / sqrt(sum(x ** 2) + eps)`` over the last dimension, for all dtypes of norms."""
 
     def __init__(
         self,

@@ -3,8 +3,7 @@
 Here they recognise the weights themselves, which hold their data.
 """
 
-from ...._names import named
-from ...quantized_tensor import QuantizedTensor, WeightType
+from ...quantized_tensor import weight_type
 
 __all__ = [
     "Float8BlockwiseQTensorStorage",
@@ -14,31 +13,11 @@ __all__ = [
 ]
 
 _MODULE = "transformer_engine.pytorch.tensor.storage"
-
-
-@named(f"{_MODULE}.float8_tensor_storage")
-class Float8TensorStorage(QuantizedTensor, metaclass=WeightType):
-    """Type of every FP8 weight with one scale, by ``isinstance``."""
-
-    quantizers = ("current", "delayed")
-
-
-@named(f"{_MODULE}.mxfp8_tensor_storage")
-class MXFP8TensorStorage(QuantizedTensor, metaclass=WeightType):
-    """Type of every FP8 weight with MX scales, by ``isinstance``."""
-
-    quantizers = ("mx",)
-
-
-@named(f"{_MODULE}.float8_blockwise_tensor_storage")
-class Float8BlockwiseQTensorStorage(QuantizedTensor, metaclass=WeightType):
-    """Type of every FP8 weight with block scales, by ``isinstance``."""
-
-    quantizers = ("block",)
-
-
-@named(f"{_MODULE}.nvfp4_tensor_storage")
-class NVFP4TensorStorage(QuantizedTensor, metaclass=WeightType):
-    """Type that no tensor has, since apex_te has no NVFP4 recipe."""
-
-    quantizers = ()
+Float8TensorStorage = weight_type(
+    f"{_MODULE}.float8_tensor_storage.Float8TensorStorage", "current", "delayed"
+)
+MXFP8TensorStorage = weight_type(f"{_MODULE}.mxfp8_tensor_storage.MXFP8TensorStorage", "mx")
+Float8BlockwiseQTensorStorage = weight_type(
+    f"{_MODULE}.float8_blockwise_tensor_storage.Float8BlockwiseQTensorStorage", "block"
+)
+NVFP4TensorStorage = weight_type(f"{_MODULE}.nvfp4_tensor_storage.NVFP4TensorStorage")
