@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from ..recipe import Format, FormatValue
-from ..runtime.gpu_arch import multiplies_fnuz
+from ..runtime.device import multiplies_fnuz
 
 _FNUZ = {
     torch.float8_e4m3fn: (torch.float8_e4m3fnuz, 240.0),

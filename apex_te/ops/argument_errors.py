@@ -11,8 +11,7 @@ from typing import Any, TypeVar
 import torch
 
 from .. import runtime
-from ..runtime.former_names import former_keywords
-from ..runtime.named_arguments import named_arguments, op_function_name
+from ..runtime.named_arguments import former_keywords, named_arguments, op_function_name
 
 __all__ = ["check_dense", "checked", "under_name"]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from .. import runtime
-from ..runtime.gpu_arch import nvidia_capability
+from ..runtime.device import nvidia_capability
 from . import fp8_gemm, product_count
 from ._gemm_arguments import check_operands, prepare
 from .argument_errors import checked

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import torch
 
-from ..runtime.former_names import find_former_functions
+from ..runtime.named_arguments import find_former_functions
 from . import hif8, product_count
 from ._gemm_arguments import bias_dtype
 from .argument_errors import check_dense, checked

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from .. import runtime
-from ..runtime.gpu_arch import nvidia_capability
+from ..runtime.device import nvidia_capability
 from . import product_count
 from .argument_errors import check_dense, checked
 from .block_quantize import block_dequantize

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import torch
 
-from ..runtime.former_names import former_fields
+from ..runtime.named_arguments import former_fields
 from . import fp8_output, reference_codec
 from .argument_errors import checked
 from .registration import bind, note_written

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from .. import runtime
-from ..runtime.former_names import former_fields
+from ..runtime.named_arguments import former_fields
 from . import reference_codec
 from .argument_errors import checked
 from .fp8_output import check_fp8_dtype, check_out_dtype, columnwise_length

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from dataclasses import KW_ONLY, InitVar, dataclass, fields
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
-from ..runtime.lazy import attach
+from ..runtime.imports import attach
 from ..runtime.named_arguments import binding_error, did_you_mean
 
 if TYPE_CHECKING:

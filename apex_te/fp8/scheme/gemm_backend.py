@@ -10,7 +10,7 @@ import torch
 
 from ...ops import emulated_gemm, fp8_gemm, grouped_gemm
 from ...ops.dense_gemm import has_dense_fp8
-from ...runtime.gpu_arch import has_fp8_products
+from ...runtime.device import has_fp8_products
 from ..tensor import QuantizedTensor
 
 if TYPE_CHECKING:

@@ -11,8 +11,7 @@ import torch
 from ...fp8 import model_init
 from ...fp8.parameter.parameter import FP8Parameter
 from ...ops.argument_errors import check_dense
-from ...runtime.counts import check_count
-from ...runtime.named_arguments import argument_names, nearest, renamed
+from ...runtime.named_arguments import argument_names, check_count, nearest, renamed
 from ...runtime.tracing import is_traced
 
 

@@ -11,8 +11,7 @@ import torch
 from torch.nn import functional
 
 from ...ops.op_function import OpFunction
-from ...runtime.counts import check_count
-from ...runtime.named_arguments import named_arguments
+from ...runtime.named_arguments import check_count, named_arguments
 
 __all__ = ["Cached", "InferenceParams", "PaddedStep", "Step", "extended", "without_gradient"]
 

@@ -17,7 +17,8 @@ from apex_te.ops.cast_transpose import cast_transpose
 from apex_te.ops.current_scale import current_scale
 from apex_te.ops.fp8_gemm import fp8_gemm
 from apex_te.recipe import CurrentScaling, DelayedScaling, Format
-from apex_te.runtime import gpu_arch, ops
+from apex_te.runtime import device as gpu_arch
+from apex_te.runtime import ops
 
 ORACLES = {
     torch.float8_e4m3fnuz: ml_dtypes.float8_e4m3fnuz,
