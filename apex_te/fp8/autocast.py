@@ -18,7 +18,7 @@ import torch
 from ..comm.groups import is_process_group
 from ..recipe import Recipe, chosen_recipe
 from ..runtime.tracing import refuse_state
-from .delayed.compiled_region import enter_traced_region, leave_traced_region
+from .delayed.compiled import enter_traced_region, leave_traced_region
 from .delayed.ranks import intern, traced_key
 from .delayed.update import enter_region, leave_calibration, preview_scales
 

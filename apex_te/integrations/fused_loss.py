@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from ..fp8.autocast import is_fp8_enabled
-from ..module._core.composite import is_observed
+from ..module._core.parallel import is_observed
 from ..module.linear import Linear
 from ..module.linear_cross_entropy import linear_cross_entropy
 from ..recipe import Recipe, stateless_recipe

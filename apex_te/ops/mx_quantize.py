@@ -10,9 +10,8 @@ import torch.nn.functional as F
 from .. import runtime
 from ..runtime.named_arguments import former_fields
 from . import reference_codec
-from .argument_errors import checked
+from .binding import bind, checked, note_written
 from .fp8_output import check_fp8_dtype, check_out_dtype, columnwise_length
-from .registration import bind, note_written
 
 _lib = runtime.ops("mx_quantize")
 _BLOCK = 32

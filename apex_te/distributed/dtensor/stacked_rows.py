@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ...comm.collectives import all_to_all_rows
-from ...ops.op_function import once_differentiable
+from ...ops.binding import once_differentiable
 
 
 class Exchange(NamedTuple):

@@ -22,16 +22,16 @@ import torch
 from ...comm.collectives import world_size
 from ...comm.groups import is_process_group
 from ...recipe import DelayedScaling
-from ..formats import formats_of
+from ..tensor import formats_of
 from .ranks import AmaxGroup, RankReduction, ScaleSync, SlotRange, amax_groups, intern, registry
-from .scale_formula import (
+from .state import (
+    TENSORS,
     UserUpdate,
     nonfinite_count,
     nonfinite_counts,
     prepared_update,
     update_scales,
 )
-from .state import TENSORS
 
 if TYPE_CHECKING:
     from ...ops.amax_scale_update import PreparedUpdate

@@ -12,11 +12,11 @@ from torch.nn import functional
 
 from ...fp8.autocast import local
 from ...fp8.tensor import QuantizedTensor
-from ...ops.op_function import OpFunction, once_differentiable
+from ...ops.binding import OpFunction, once_differentiable
 from ...runtime.tracing import is_traced
 from . import gemm as _gemm
-from .context import take_saved, without_autocast, without_autograd
 from .gemm import FP8Call, as_matrix
+from .programs import take_saved, without_autocast, without_autograd
 
 
 class Entry(NamedTuple):

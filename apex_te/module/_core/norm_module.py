@@ -7,8 +7,15 @@ from typing import Any
 
 import torch
 
-from .arguments import autocast_dtype, checked_eps, parameter, params_dtype_of, shown_name
-from .materialize import initialize, materialize
+from .arguments import (
+    autocast_dtype,
+    checked_eps,
+    initialize,
+    materialize,
+    parameter,
+    params_dtype_of,
+    shown_name,
+)
 
 
 class NormModule(torch.nn.Module):

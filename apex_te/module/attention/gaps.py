@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ...ops.op_function import OpFunction
+from ...ops.binding import OpFunction
 
 
 class Gaps(NamedTuple):

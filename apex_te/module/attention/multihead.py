@@ -11,9 +11,8 @@ from ...fp8.delayed.ranks import number_layer
 from ...ops.rope import rope
 from ...runtime.named_arguments import named_arguments
 from .._core.arguments import VAGUE, check_count, checked_eps, checked_groups, explain_attention
-from .._core.composite import CompositeModule, is_observed, takes_residual
 from .._core.norm_parameters import check_normalization
-from .._core.parallel import checked_tp_size, divided
+from .._core.parallel import CompositeModule, checked_tp_size, divided, is_observed, takes_residual
 from ..layer_norm import LayerNorm
 from ..layer_norm_linear import LayerNormLinear
 from ..linear import Linear

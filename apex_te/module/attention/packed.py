@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.nn import functional
 
-from ...ops.op_function import OpFunction
+from ...ops.binding import OpFunction
 from .alibi import Alibi
 from .backends import Options, Path, attend, choose, varlen, varlen_obstacle
 from .gaps import Gaps

@@ -11,15 +11,14 @@ from torch.nn import functional
 
 from ...fp8.scheme.base import GroupQuantizers, group_quantizers
 from ...fp8.tensor import QuantizedTensor
-from ...ops.op_function import OpFunction, once_differentiable
+from ...ops.binding import OpFunction, once_differentiable
 from ...runtime.named_arguments import named_arguments
 from .._core import arguments as _arguments
 from .._core import gemm as _gemm
-from .._core.arguments import VAGUE, explain
-from .._core.context import take_saved, without_autocast
+from .._core.arguments import VAGUE, explain, initialize, materialize
 from .._core.gemm import SAVED, FP8Call, as_matrix, plain_weight_gradient, weight_gradient
-from .._core.materialize import initialize, materialize
 from .._core.parallel import ParallelModule, checked_mode, divided, tag
+from .._core.programs import take_saved, without_autocast
 from . import on_device
 
 __all__ = ["GroupedLinear"]

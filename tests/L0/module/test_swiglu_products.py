@@ -17,8 +17,8 @@ from apex_te import LayerNormMLP, flush_fp8_state, fp8_autocast, fp8_model_init,
 from apex_te.fp8.scheme import gemm_backend
 from apex_te.fp8.scheme.delayed import DelayedScalingQuantizer
 from apex_te.module._core import programs
+from apex_te.ops import binding
 from apex_te.ops import dense_gemm_swiglu as op
-from apex_te.ops import registration
 from apex_te.recipe import CurrentScaling, DelayedScaling, Format
 
 HIDDEN, FFN, STEPS = 64, 48, 4
@@ -32,7 +32,7 @@ class Calls:
     def __init__(self, monkeypatch):
         self.forward = self.backward = 0
         for kind, name in (("forward", "dense_gemm_swiglu"), ("backward", "dense_gemm_swiglu_bwd")):
-            functions = registration._functions[name]
+            functions = binding._functions[name]
             monkeypatch.setattr(functions, name, self._counted(kind, getattr(functions, name)))
 
     def _counted(self, kind, function):

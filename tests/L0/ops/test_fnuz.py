@@ -7,9 +7,9 @@ import torch
 from checks import in_pairs
 
 import apex_te
-from apex_te.fp8.formats import formats_of
 from apex_te.fp8.scheme.current import CurrentScalingQuantizer
 from apex_te.fp8.scheme.delayed import DelayedScalingQuantizer
+from apex_te.fp8.tensor import formats_of
 from apex_te.ops import cast_transpose as cast
 from apex_te.ops import current_scale as current
 from apex_te.ops import reference_codec

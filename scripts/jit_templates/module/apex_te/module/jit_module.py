@@ -7,10 +7,10 @@ from typing import Any
 import torch
 from torch.autograd.function import once_differentiable
 
-from ..ops.op_function import OpFunction
+from ..ops.binding import OpFunction
 from ._core import arguments as _arguments
 from ._core import gemm as _gemm
-from ._core.context import take_saved, without_autocast, without_autograd
+from ._core.arguments import initialize, materialize
 from ._core.fused_casts import (
     ACTIVATIONS,
     ActivationBackward,
@@ -19,7 +19,7 @@ from ._core.fused_casts import (
     is_gated,
 )
 from ._core.gemm import SAVED, FP8Call, as_matrix, weight_gradient
-from ._core.materialize import initialize, materialize
+from ._core.programs import take_saved, without_autocast, without_autograd
 from .linear import LinearParameters
 
 __all__ = ["JitModule"]
