@@ -12,18 +12,15 @@ from ..fp8.tensor import QuantizedTensor
 from ..ops.binding import OpFunction, once_differentiable, unwrapped
 from ..runtime.named_arguments import named_arguments
 from ._core import arguments as _arguments
-from ._core import gemm as _gemm
 from ._core.arguments import VAGUE, explain, initialize, materialize
 from ._core.fused_casts import NormForward, NormOptions, norm_backward
 from ._core.gemm import (
     SAVED,
     FP8Call,
-    GemmPlan,
+    GemmCall,
     Operand,
     as_matrix,
     cast_to,
-    quantized_input,
-    weight_gradient,
 )
 from ._core.heads import HeadGradients, HeadLayout, filled_gradients, sorted_bias, split_output
 from ._core.norm_parameters import NormedModule
@@ -229,17 +226,17 @@ class LayerNormLinear(NormedModule, LinearParameters):
 
 
 def normalized(
-    norm: NormForward, plan: GemmPlan, options: NormOptions
+    norm: NormForward, gemm: GemmCall, options: NormOptions
 ) -> tuple[Operand, QuantizedTensor | None, torch.Tensor | None]:
     """Runs the norm and quantizes its result for fprop; returns ``(operand, local, y)``.
 
     ``operand`` has the rows of all ranks. ``local`` has this rank's FP8 copies, or is None if rows
     are gathered in bf16 or fp32. ``y``, the norm's output, is None if neither returned nor saved.
     """
-    if not options.return_norm and not plan.saves_values:
-        return *quantized_input(plan, norm), None
+    if not options.return_norm and not gemm.saves_values:
+        return *gemm.cast_input(norm), None
     y = norm.plain()
-    return *quantized_input(plan, y), y
+    return *gemm.cast_input(y), y
 
 
 def saved_norm(norm: NormForward, inp: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
@@ -327,17 +324,17 @@ def _forward(
 ) -> tuple[torch.Tensor | None, ...]:
     needs = ctx.needs_input_grad
     need_norm = needs[0] or needs[1] or needs[2] or needs[3]
-    plan = _gemm.gemm_plan(call, 0, weight, need_norm, needs[4], call.keep_columnwise)
+    gemm = call.gemm(0, weight, need_norm, needs[4], call.keep_columnwise)
     rest = None if residual is None else as_matrix(residual)
     norm = NormForward(as_matrix(inp), norm_weight, norm_bias, *norm_options[:3], rest)
-    quantized, part, y = normalized(norm, plan, norm_options)
-    operand, is_sorted = _gemm.weight_operand(plan, weight, call.cached[0], heads)
+    quantized, part, y = normalized(norm, gemm, norm_options)
+    operand, is_sorted = gemm.cast_weight(weight, call.cached[0], heads)
     applied = sorted_bias(bias, heads) if is_sorted else bias
-    out = _gemm.shaped_product(plan, quantized, weight, operand, applied, inp.dtype, inp.shape)
+    out = gemm.fprop(quantized, weight, operand, applied, inp.dtype, inp.shape)
     norm_saved = saved_norm(norm, inp) if need_norm else (None,) * 4
-    ctx.save_for_backward(*_gemm.saved_by(plan, y, part, weight, operand), *norm_saved)
+    ctx.save_for_backward(*gemm.saved(y, part, weight, operand), *norm_saved)
     ctx.set_materialize_grads(False)
-    ctx.plan, ctx.norm, ctx.programs, ctx.heads = plan, norm_options, None, heads
+    ctx.gemm, ctx.norm, ctx.programs, ctx.heads = gemm, norm_options, None, heads
     ctx.needs_norm = (needs[2], needs[3])
     ctx.bias_dtype = bias.dtype if bias is not None and needs[5] else None
     ctx.has_residual = residual is not None
@@ -356,23 +353,23 @@ def _forward(
 @repeatable
 def _backward(ctx: Any, *grads: Any) -> tuple:
     *grad_outputs, grad_norm, grad_residual = grads
-    plan, saved = ctx.plan, take_saved(ctx)
+    gemm, saved = ctx.gemm, take_saved(ctx)
     saved_gemm, saved_norm_tensors = saved[:SAVED], saved[SAVED:]
     del saved
     filled = filled_gradients(ctx.output_shapes, grad_outputs, *grads)
     dy = as_matrix(filled[0]) if ctx.heads is None else HeadGradients(ctx.heads, filled)
-    gathered = _gemm.start_saved_input(plan, saved_gemm)
-    quantized, grad_bias, dy = _gemm.quantized_gradient(plan, dy, ctx.bias_dtype)
+    gathered = gemm.start_gather(saved_gemm)
+    quantized, grad_bias, dy = gemm.cast_gradient(dy, ctx.bias_dtype)
     grad_weight = dx = d_gamma = d_beta = pending = None
-    if plan.need_input:
-        d_norm, pending = _gemm.reduced_input_gradient(plan, saved_gemm, quantized, ctx.input_dtype)
+    if gemm.need_input:
+        d_norm, pending = gemm.reduced_dgrad(saved_gemm, quantized, ctx.input_dtype)
         if d_norm is not None:  # frees the norm's memory before the weight gradient takes its own
             dx, d_gamma, d_beta = norm_gradients(
                 ctx, saved_norm_tensors, d_norm, grad_norm, grad_residual
             )
             del d_norm
-    if plan.need_weight:
-        grad_weight = weight_gradient(plan, saved_gemm, dy, quantized, gathered)
+    if gemm.need_weight:
+        grad_weight = gemm.wgrad(saved_gemm, dy, quantized, gathered)
     if pending is not None:
         dx, d_gamma, d_beta = norm_gradients(
             ctx, saved_norm_tensors, pending.wait(), grad_norm, grad_residual

@@ -29,14 +29,12 @@ from ._core.fused_casts import (
 from ._core.gemm import (
     SAVED,
     FP8Call,
-    GemmPlan,
+    GemmCall,
     Operand,
     adds_in_product,
     as_matrix,
     cast_to,
     quantized_weight,
-    weight_gradient,
-    weight_recast,
 )
 from ._core.heads import output_gradient
 from ._core.norm_parameters import NormedModule
@@ -343,8 +341,8 @@ class ActivatedProduct(NamedTuple):
 
 
 def takes(
-    plan1: GemmPlan,
-    plan2: GemmPlan,
+    gemm1: GemmCall,
+    gemm2: GemmCall,
     activation: str,
     x: torch.Tensor,
     w1: torch.Tensor,
@@ -355,24 +353,24 @@ def takes(
     This depends on shapes, dtypes, recipe and options, not on which tensors need a gradient, so
     that a recompute and an evaluation run the same GEMMs as the training step.
     """
-    first, second = plan1.quantizers, plan2.quantizers
+    first, second = gemm1.quantizers, gemm2.quantizers
     if not (first.backend.fuses_swiglu and second.backend.fuses_swiglu) or activation != _SWIGLU:
         return False
     if b1 is not None or x.dtype is not torch.bfloat16:
         return False
     if not (first.grad_output.keeps_scale and second.input.keeps_scale):
         return False
-    for plan in (plan1, plan2):
-        if plan.options.parallel is not None or plan.quantizers.high_precision_wgrad:
+    for gemm in (gemm1, gemm2):
+        if gemm.options.parallel is not None or gemm.quantizers.high_precision_wgrad:
             return False
-    if plan2.options.save_original:
+    if gemm2.options.save_original:
         return False
     return dense_gemm_swiglu.gains(x.shape[0], w1.shape[0] // 2, w1.shape[1])
 
 
 def activated_product(
-    plan1: GemmPlan,
-    plan2: GemmPlan,
+    gemm1: GemmCall,
+    gemm2: GemmCall,
     x: Operand,
     w1: torch.Tensor,
     weight: QuantizedTensor | None,
@@ -380,14 +378,14 @@ def activated_product(
     """Computes FC1 and the activation; ``weight``, FP8 copies of ``w1``, are made here if None."""
     assert isinstance(x, QuantizedTensor)  # no rows are gathered
     if weight is None:
-        weight = quantized_weight(plan1.quantizers, plan1.quantizers.weight, w1, False)
+        weight = quantized_weight(gemm1.quantizers, gemm1.quantizers.weight, w1, False)
     operands: _Operands = (
         x.rowwise, weight.rowwise, x.rowwise_scale_inv, weight.rowwise_scale_inv
     )  # fmt: skip
-    quantizer = plan2.quantizers.input
+    quantizer = gemm2.quantizers.input
     # Backward makes the columnwise copy beside FC2's dgrad, if it computes that.
-    later = plan2.keeps_input and plan2.need_input
-    now = plan2.keeps_input and not later
+    later = gemm2.keeps_input and gemm2.need_input
+    now = gemm2.keeps_input and not later
     known = None if now else quantizer.scale_in_advance()
     if known is None:
         hidden = dense_gemm(*operands)
@@ -400,8 +398,8 @@ def activated_product(
 
 
 def hidden_gradient(
-    plan1: GemmPlan,
-    plan2: GemmPlan,
+    gemm1: GemmCall,
+    gemm2: GemmCall,
     saved: tuple,
     dy: QuantizedTensor,
     hidden: torch.Tensor,
@@ -412,7 +410,7 @@ def hidden_gradient(
     Returns ``(d_hidden, act)``; ``act`` has columnwise FP8 data, and is None without ``act_scale``.
     Frees the rowwise copy of ``dy``; wgrad may then reuse its memory.
     """
-    weight, quantizer = weight_recast(plan2, saved), plan1.quantizers.grad_output
+    weight, quantizer = gemm2.recast_weight(saved), gemm1.quantizers.grad_output
     operands: _Operands = (
         dy.rowwise, weight.columnwise, dy.rowwise_scale_inv, weight.columnwise_scale_inv
     )  # fmt: skip
@@ -420,7 +418,7 @@ def hidden_gradient(
     if known is not None:
         scale, amax = known
         out, act = dense_gemm_swiglu.dense_gemm_swiglu_bwd(
-            *operands, hidden, scale, quantizer.dtype, columnwise=plan1.need_weight, amax=amax,
+            *operands, hidden, scale, quantizer.dtype, columnwise=gemm1.need_weight, amax=amax,
             act_scale=act_scale,
         )  # fmt: skip
         dy.rowwise = None
@@ -428,10 +426,10 @@ def hidden_gradient(
     d_act = dense_gemm(*operands, use_split_accumulator=True)
     dy.rowwise = act = None
     if act_scale is not None:
-        fp8 = plan2.quantizers.input.dtype
+        fp8 = gemm2.quantizers.input.dtype
         act = ActivationForward(_SWIGLU, hidden).fp8(act_scale, fp8, False, True, None, True)[1]
     gradient = ActivationBackward(_SWIGLU, d_act, hidden, False)
-    return quantizer.produce(gradient, plan1.need_input, plan1.need_weight), act
+    return quantizer.produce(gradient, gemm1.need_input, gemm1.need_weight), act
 
 
 class LayerNormMLPFunction(OpFunction):
@@ -498,49 +496,49 @@ def _forward(
     need_norm = needs[0] or needs[1] or needs[2] or needs[3]
     need_hidden = need_norm or needs[4] or needs[5]
     keep = call.keep_columnwise
-    plan1 = _gemm.gemm_plan(call, 0, w1, need_norm, needs[4], keep)
-    plan2 = _gemm.gemm_plan(call, 1, w2, need_hidden, needs[6], keep)
+    gemm1 = call.gemm(0, w1, need_norm, needs[4], keep)
+    gemm2 = call.gemm(1, w2, need_hidden, needs[6], keep)
 
     rest = None if residual is None else as_matrix(residual)
     norm = NormForward(as_matrix(inp), norm_weight, norm_bias, *norm_options[:3], rest)
-    quantized, part, y = normalized(norm, plan1, norm_options)
-    weight1, _ = _gemm.weight_operand(plan1, w1, call.cached[0])
-    saved1 = _gemm.saved_by(plan1, y, part, w1, weight1)
+    quantized, part, y = normalized(norm, gemm1, norm_options)
+    weight1, _ = gemm1.cast_weight(w1, call.cached[0])
+    saved1 = gemm1.saved(y, part, w1, weight1)
     plain = act_scale = None
     operand: Operand
-    fuses = takes(plan1, plan2, activation, norm.x, w1, b1)
+    fuses = takes(gemm1, gemm2, activation, norm.x, w1, b1)
     if fuses:
-        hidden, operand, act_scale = activated_product(plan1, plan2, quantized, w1, weight1)
+        hidden, operand, act_scale = activated_product(gemm1, gemm2, quantized, w1, weight1)
         part = operand
         del quantized, weight1
     else:
-        hidden = _gemm.multiply(plan1.quantizers, quantized, w1, weight1, b1, dtype)
+        hidden = _gemm.multiply(gemm1.quantizers, quantized, w1, weight1, b1, dtype)
         del quantized, part, weight1
         act = ActivationForward(activation, hidden)
-        plain = act.plain() if plan2.saves_values else None
-        operand, part = _gemm.quantized_input(plan2, act if plain is None else plain)
+        plain = act.plain() if gemm2.saves_values else None
+        operand, part = gemm2.cast_input(act if plain is None else plain)
     # With sequence parallelism the hidden rows are those of all ranks, and are split again.
     shape: tuple[int, ...] = inp.shape
-    if plan1.options.parallel is not None:
-        shape = plan1.options.parallel.output_shape(shape, shape[-1])
-    weight2, _ = _gemm.weight_operand(plan2, w2, call.cached[1])
+    if gemm1.options.parallel is not None:
+        shape = gemm1.options.parallel.output_shape(shape, shape[-1])
+    weight2, _ = gemm2.cast_weight(w2, call.cached[1])
     c = None
     if adds:
         c = norm.x if norm.residual_sum is None else norm.residual_sum
     if known is None:
-        out = _gemm.shaped_product(plan2, operand, w2, weight2, b2, dtype, shape, c)
+        out = gemm2.fprop(operand, w2, weight2, b2, dtype, shape, c)
     else:
         out = inp.new_empty(known, dtype=dtype)
 
     ctx.save_for_backward(
         *saved1,
-        *_gemm.saved_by(plan2, plain, part, w2, weight2),
+        *gemm2.saved(plain, part, w2, weight2),
         *(saved_norm(norm, inp) if need_norm else (None,) * 4),
         hidden if need_hidden else None,
         act_scale,
     )
     ctx.set_materialize_grads(False)
-    ctx.plans, ctx.norm, ctx.activation = (plan1, plan2), norm_options, activation
+    ctx.gemms, ctx.norm, ctx.activation = (gemm1, gemm2), norm_options, activation
     ctx.fuses = fuses
     ctx.needs_norm = (needs[2], needs[3])
     ctx.bias_dtypes = (
@@ -565,41 +563,39 @@ def _backward(ctx: Any, grad_output: Any, grad_norm: Any, grad_residual: Any) ->
     saved1, saved2 = saved[:SAVED], saved[SAVED : 2 * SAVED]
     norm, hidden, act_scale = saved[2 * SAVED : -2], saved[-2], saved[-1]
     del saved
-    (plan1, plan2), (b1_dtype, b2_dtype) = ctx.plans, ctx.bias_dtypes
+    (gemm1, gemm2), (b1_dtype, b2_dtype) = ctx.gemms, ctx.bias_dtypes
     dy = as_matrix(output_gradient(ctx.output_shape, grad_output, grad_norm, grad_residual))
     if ctx.adds:  # then there is no third output
         grad_residual = grad_output
-    quantized, d_b2, dy = _gemm.quantized_gradient(plan2, dy, b2_dtype)
+    quantized, d_b2, dy = gemm2.cast_gradient(dy, b2_dtype)
     d_w1 = d_b1 = d_w2 = d_act = d_fused = dx = d_gamma = d_beta = None
     # Every step frees what only it needed: the peak is that of bf16 modules or below.
-    if plan2.need_input and ctx.fuses:
-        d_fused, act = hidden_gradient(plan1, plan2, saved2, quantized, hidden, act_scale)
+    if gemm2.need_input and ctx.fuses:
+        d_fused, act = hidden_gradient(gemm1, gemm2, saved2, quantized, hidden, act_scale)
         saved2 = saved2 if act is None else (act, *saved2[1:])
         del hidden, act
-    elif plan2.need_input:
-        d_act = _gemm.input_gradient(plan2, saved2, quantized, ctx.input_dtype)
-    if plan2.need_weight:
-        d_w2 = weight_gradient(plan2, saved2, dy, quantized)
+    elif gemm2.need_input:
+        d_act = gemm2.dgrad(saved2, quantized, ctx.input_dtype)
+    if gemm2.need_weight:
+        d_w2 = gemm2.wgrad(saved2, dy, quantized)
     del saved2, quantized, dy
-    if plan2.need_input:
-        gathered = _gemm.start_saved_input(plan1, saved1)
+    if gemm2.need_input:
+        gathered = gemm1.start_gather(saved1)
         if d_act is None:
             quantized, plain, d_fused = d_fused, None, None
         else:
             d_hidden = ActivationBackward(ctx.activation, d_act, hidden, b1_dtype is not None)
-            quantized, plain = _quantized_hidden(plan1, d_hidden)
+            quantized, plain = _quantized_hidden(gemm1, d_hidden)
             d_b1 = d_hidden.dbias
             del d_act, d_hidden, hidden
         pending = None
-        if plan1.need_input:
-            d_norm, pending = _gemm.reduced_input_gradient(
-                plan1, saved1, quantized, ctx.input_dtype
-            )
+        if gemm1.need_input:
+            d_norm, pending = gemm1.reduced_dgrad(saved1, quantized, ctx.input_dtype)
             if d_norm is not None:
                 dx, d_gamma, d_beta = norm_gradients(ctx, norm, d_norm, grad_norm, grad_residual)
             del d_norm
-        if plan1.need_weight:
-            d_w1 = weight_gradient(plan1, saved1, plain, quantized, gathered)
+        if gemm1.need_weight:
+            d_w1 = gemm1.wgrad(saved1, plain, quantized, gathered)
         if pending is not None:
             dx, d_gamma, d_beta = norm_gradients(
                 ctx, norm, pending.wait(), grad_norm, grad_residual
@@ -611,19 +607,19 @@ def _backward(ctx: Any, grad_output: Any, grad_norm: Any, grad_residual: Any) ->
     return (*gradients, None, None, None, None, None)
 
 
-def _quantized_hidden(plan: Any, d_hidden: ActivationBackward) -> tuple:
+def _quantized_hidden(gemm: Any, d_hidden: ActivationBackward) -> tuple:
     """Returns the gradient of the first GEMM's output in FP8, and in bf16 or fp32, or None.
 
     Sets ``d_hidden.dbias`` if its ``with_dbias`` is True.
     """
-    quantizer = plan.quantizers.grad_output
-    need_plain = plan.need_weight and plan.quantizers.high_precision_wgrad
-    fp8_wgrad = plan.need_weight and not need_plain
-    if not need_plain and (plan.need_input or fp8_wgrad):  # else only the bias learns
-        return quantizer.produce(d_hidden, plan.need_input, fp8_wgrad), None
+    quantizer = gemm.quantizers.grad_output
+    need_plain = gemm.need_weight and gemm.quantizers.high_precision_wgrad
+    fp8_wgrad = gemm.need_weight and not need_plain
+    if not need_plain and (gemm.need_input or fp8_wgrad):  # else only the bias learns
+        return quantizer.produce(d_hidden, gemm.need_input, fp8_wgrad), None
     plain = d_hidden.plain()
     if d_hidden.with_dbias and d_hidden.dbias is None:
         d_hidden.dbias = plain.sum(0)
-    if not plan.need_input:
+    if not gemm.need_input:
         return None, plain
     return quantizer.quantize(plain, True, False)[0], plain

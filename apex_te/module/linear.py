@@ -11,9 +11,8 @@ from torch.nn import functional
 from ..ops.binding import OpFunction, once_differentiable, unwrapped
 from ..runtime.named_arguments import named_arguments
 from ._core import arguments as _arguments
-from ._core import gemm as _gemm
 from ._core.arguments import VAGUE, explain, initialize, materialize
-from ._core.gemm import FP8Call, adds_in_product, as_matrix, weight_gradient
+from ._core.gemm import FP8Call, adds_in_product, as_matrix
 from ._core.heads import HeadGradients, HeadLayout, filled_gradients, sorted_bias, split_output
 from ._core.low_rank import LowRank, check_low_rank, fits, fused_product, low_rank_product
 from ._core.parallel import ParallelModule, checked_mode, divided, tag
@@ -546,16 +545,16 @@ def _linear_forward(
     heads: HeadLayout | None,
 ) -> Any:
     need_input, need_weight, need_bias = ctx.needs_input_grad[:3]
-    plan = _gemm.gemm_plan(call, 0, weight, need_input, need_weight, call.keep_columnwise)
+    gemm = call.gemm(0, weight, need_input, need_weight, call.keep_columnwise)
     x = as_matrix(inp)
-    quantized, part = _gemm.quantized_input(plan, x)
-    operand, is_sorted = _gemm.weight_operand(plan, weight, call.cached[0], heads)
+    quantized, part = gemm.cast_input(x)
+    operand, is_sorted = gemm.cast_weight(weight, call.cached[0], heads)
     applied = sorted_bias(bias, heads) if is_sorted else bias
     c = None if residual is None else as_matrix(residual)
-    out = _gemm.shaped_product(plan, quantized, weight, operand, applied, call.dtype, inp.shape, c)
+    out = gemm.fprop(quantized, weight, operand, applied, call.dtype, inp.shape, c)
     original = inp if inp.is_contiguous() else x
-    ctx.save_for_backward(*_gemm.saved_by(plan, original, part, weight, operand))
-    ctx.plan, ctx.programs, ctx.heads = plan, None, heads
+    ctx.save_for_backward(*gemm.saved(original, part, weight, operand))
+    ctx.gemm, ctx.programs, ctx.heads = gemm, None, heads
     ctx.bias_dtype = bias.dtype if need_bias and bias is not None else None
     ctx.input_shape = inp.shape
     ctx.input_dtype = inp.dtype
@@ -569,21 +568,21 @@ def _linear_forward(
 
 @repeatable
 def _linear_backward(ctx: Any, *grads: Any) -> tuple:
-    plan, saved = ctx.plan, take_saved(ctx)
+    gemm, saved = ctx.gemm, take_saved(ctx)
     if saved[0] is not None and saved[0].dim() != 2:  # the original input
         saved = (as_matrix(saved[0]), *saved[1:])
-    gathered = _gemm.start_saved_input(plan, saved)
+    gathered = gemm.start_gather(saved)
     if ctx.heads is None:
         grad_output: Any = as_matrix(grads[0])
     else:
         filled = filled_gradients(ctx.output_shapes, grads, *grads)
         grad_output = HeadGradients(ctx.heads, filled)
-    quantized, grad_bias, dy = _gemm.quantized_gradient(plan, grad_output, ctx.bias_dtype)
+    quantized, grad_bias, dy = gemm.cast_gradient(grad_output, ctx.bias_dtype)
     grad_input = grad_weight = pending = None
-    if plan.need_input:
-        grad_input, pending = _gemm.reduced_input_gradient(plan, saved, quantized, ctx.input_dtype)
-    if plan.need_weight:
-        grad_weight = weight_gradient(plan, saved, dy, quantized, gathered)
+    if gemm.need_input:
+        grad_input, pending = gemm.reduced_dgrad(saved, quantized, ctx.input_dtype)
+    if gemm.need_weight:
+        grad_weight = gemm.wgrad(saved, dy, quantized, gathered)
     if pending is not None:
         grad_input = pending.wait()
     if grad_input is not None and len(ctx.input_shape) != 2:
