@@ -207,8 +207,7 @@ class FirstSteps:
 
     def end(self) -> None:
         """Marks the first scales of all slots as set, on the host."""
-        if True in self.due:
-            self.due[:] = [False] * len(self.due)
+        self.due[:] = [False] * len(self.due)
 
     def move(self, device: torch.device) -> None:
         """Moves the flags to ``device``."""

@@ -250,7 +250,8 @@ class UpdatePlan:
             if failure is not None:
                 failures.append(failure)
         for first_steps in self._first_steps:
-            first_steps.end()
+            if True in first_steps.due:
+                first_steps.end()
         if equalised or not self._noted:
             for sync, reduced in self._syncs:
                 sync.updated(amax_group, reduced, equalised)
