@@ -25,7 +25,7 @@ from ._core.gemm import (
 from ._core.heads import HeadGradients, HeadLayout, filled_gradients, sorted_bias, split_output
 from ._core.norm_parameters import NormedModule
 from ._core.parallel import checked_mode
-from ._core.programs import repeatable, take_saved, without_autograd
+from ._core.programs import apply_function, repeatable, take_saved
 from .linear import LinearParameters
 
 __all__ = ["LayerNormLinear"]
@@ -218,10 +218,8 @@ class LayerNormLinear(NormedModule, LinearParameters):
         options = self._norm_options[1 if return_residual else 0]
         if is_direct:
             found = LayerNormLinearFunction.direct(*map(unwrapped, tensors), options, call, heads)
-        elif torch.is_grad_enabled():
-            found = LayerNormLinearFunction.apply(*tensors, options, call, heads)
         else:
-            found = without_autograd(LayerNormLinearFunction, tensors, options, call, heads)
+            found = apply_function(LayerNormLinearFunction, tensors, options, call, heads)
         return found if heads is None else (found[:-2], *found[-2:])
 
 

@@ -40,7 +40,7 @@ from ._core.heads import output_gradient
 from ._core.norm_parameters import NormedModule
 from ._core.parallel import divided, tag
 from ._core.plain_functions import PlainActivationFunction
-from ._core.programs import repeatable, take_saved, without_autograd
+from ._core.programs import apply_function, repeatable, take_saved
 from ._core.recompute import Repeated, run_repeatable
 from .layer_norm_linear import (
     norm_gradients,
@@ -311,12 +311,10 @@ class LayerNormMLP(NormedModule):
         tensors = (inp, residual, *self._norm_operands(call.dtype), w1, b1, w2, b2)
         adds = add_residual and adds_in_product(call, 1, inp)
         options = self._norm_options[1 if return_residual and not adds else 0]
-        rest = (options, self._function or self.activation, call, adds)
+        rest = (options, self._function or self.activation, call, adds, known)
         if is_direct:
-            return LayerNormMLPFunction.direct(*map(unwrapped, tensors), *rest, known)
-        if torch.is_grad_enabled():
-            return LayerNormMLPFunction.apply(*tensors, *rest, known)
-        return without_autograd(LayerNormMLPFunction, tensors, *rest)
+            return LayerNormMLPFunction.direct(*map(unwrapped, tensors), *rest)
+        return apply_function(LayerNormMLPFunction, tensors, *rest)
 
 
 # GEMMs with fused SwiGLU, for schemes that know the scale before the data (delayed scaling) or find

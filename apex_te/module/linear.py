@@ -16,7 +16,7 @@ from ._core.gemm import FP8Call, adds_in_product, as_matrix
 from ._core.heads import HeadGradients, HeadLayout, filled_gradients, sorted_bias, split_output
 from ._core.low_rank import LowRank, check_low_rank, fits, fused_product, low_rank_product
 from ._core.parallel import ParallelModule, checked_mode, divided, tag
-from ._core.programs import repeatable, take_saved, without_autograd
+from ._core.programs import apply_function, repeatable, take_saved
 
 __all__ = ["Linear", "LinearLayer", "LinearParameters"]
 
@@ -422,15 +422,10 @@ class LinearLayer(LinearParameters):
                 return out + low_rank_product(residual.cast_to(call.dtype), inp.to(call.dtype))
             if not adds_in_product(call, 0, residual):
                 return self._run(call, inp, weight, bias), residual
-            if torch.is_grad_enabled():
-                return LinearFunction.apply(inp, weight, bias, call, heads, residual), None
-            tensors = (inp, weight, bias)
-            return without_autograd(LinearFunction, tensors, call, heads, residual), None
+            return apply_function(LinearFunction, (inp, weight, bias), call, heads, residual), None
         if not call.is_fp8:
             return self._linear(inp, weight, bias, call)
-        if torch.is_grad_enabled():
-            return LinearFunction.apply(inp, weight, bias, call, heads)
-        return without_autograd(LinearFunction, (inp, weight, bias), call, heads)
+        return apply_function(LinearFunction, (inp, weight, bias), call, heads)
 
     def _check_given(self, name: str, value: torch.Tensor, shape: tuple[int, ...]) -> None:
         """Checks that an argument of ``forward`` is a tensor of a given shape."""

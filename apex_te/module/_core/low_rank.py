@@ -15,7 +15,7 @@ from ...fp8.tensor import QuantizedTensor
 from ...ops.binding import OpFunction, once_differentiable
 from ...runtime.tracing import is_traced
 from .gemm import FP8Call, as_matrix
-from .programs import take_saved, without_autocast, without_autograd
+from .programs import apply_function, take_saved, without_autocast
 
 
 class Entry(NamedTuple):
@@ -232,11 +232,9 @@ def fused_product(
     taken = inp if entry is None else entry.taken(inp)
     tensors = (taken, low.inp, weight, bias, low.down, low.up)
     rest = (low.scaling, call, x, last)
-    if torch.is_grad_enabled():
-        out, alias = LowRankLinearFunction.apply(*tensors, *rest)
-    else:
+    if not torch.is_grad_enabled():
         tensors = (inp, *tensors[1:])
-        out, alias = without_autograd(LowRankLinearFunction, tensors, *rest)
+    out, alias = apply_function(LowRankLinearFunction, tensors, *rest)
     if last is not None:
         keep = inp.requires_grad and torch.is_grad_enabled()
         key = quantizer.cast_key()

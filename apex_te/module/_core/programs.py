@@ -61,8 +61,10 @@ def take_saved(ctx: Any) -> tuple:
     return saved
 
 
-def without_autograd(function: Any, inputs: tuple[torch.Tensor | None, ...], *rest: Any) -> Any:
-    """Returns the outputs of an autograd function's ``forward``, run without autograd."""
+def apply_function(function: Any, inputs: tuple[torch.Tensor | None, ...], *rest: Any) -> Any:
+    """Returns the outputs of an autograd function, run without autograd if grad is disabled."""
+    if torch.is_grad_enabled():
+        return function.apply(*inputs, *rest)
     return function.forward(_NoContext(len(inputs)), *inputs, *rest)
 
 

@@ -18,7 +18,7 @@ from ...runtime.stamp import stamp
 from ...runtime.tracing import is_transformed
 from .._core.fp8_module import FP8Module, Modes
 from .._core.gemm import FP8Call, GemmOptions, dummy_gradient, is_wanted, main_grad_of
-from .._core.programs import take_saved, without_autocast, without_autograd
+from .._core.programs import apply_function, take_saved, without_autocast
 
 MULTIPLE = 16  # of extents, as GEMMs of FP8 codes need them
 LARGEST = 1023  # groups of one GEMM
@@ -48,10 +48,7 @@ def run(
                 quantizers.input.record(x.contiguous(), groups)
                 quantizers.weight.record_matrices(weights, groups)
     arguments = (x, groups.table, *rest, call.dtype, options, *weights, *biases)
-    if torch.is_grad_enabled():
-        out = function.apply(*arguments)
-    else:
-        out = without_autograd(function, arguments)
+    out = apply_function(function, arguments)
     if not call.is_fp8 and quantizers is not None and out.requires_grad:
         record = quantizers.grad_output.record
         out.register_hook(lambda grad: record(grad.detach().contiguous(), groups))

@@ -18,7 +18,7 @@ from ._core.fused_casts import (
     is_gated,
 )
 from ._core.gemm import SAVED, FP8Call, as_matrix
-from ._core.programs import take_saved, without_autocast, without_autograd
+from ._core.programs import apply_function, take_saved, without_autocast
 from .linear import LinearParameters
 
 __all__ = ["JitModule"]
@@ -95,10 +95,7 @@ class JitModule(LinearParameters):
         inp = inp.to(call.dtype)
         if not call.is_fp8:
             return self._linear(activate(self.activation, inp), weight, bias, call)
-        tensors = (inp, weight, bias)
-        if torch.is_grad_enabled():
-            return JitModuleFunction.apply(*tensors, self.activation, call)
-        return without_autograd(JitModuleFunction, tensors, self.activation, call)
+        return apply_function(JitModuleFunction, (inp, weight, bias), self.activation, call)
 
 
 class JitModuleFunction(OpFunction):
