@@ -21,7 +21,7 @@ import torch
 from .. import runtime
 from ..runtime.device import nvidia_capability
 from . import product_count
-from .binding import check_dense, checked
+from .binding import Launch, bind, check_dense, checked
 from .block_quantize import block_dequantize
 from .grouped_quantize import (
     ALIGN,
@@ -31,7 +31,6 @@ from .grouped_quantize import (
     decode,
     scale_rows,
 )
-from .binding import Launch, bind
 
 __all__ = [
     "block_contract_groups",

@@ -14,9 +14,8 @@ import torch
 from .. import runtime
 from ..runtime.named_arguments import former_fields
 from . import fp8_output, reference_codec
-from .binding import checked
+from .binding import bind, checked, note_written
 from .block_quantize import block_quantize, scale_shape
-from .binding import bind, note_written
 
 __all__ = [
     "ALIGN",
