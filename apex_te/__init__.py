@@ -9,10 +9,10 @@ import os as _os
 import sys as _sys
 import typing as _typing
 
-from .runtime.lazy import attach as _attach
-from .runtime.paths import extend as _extend_package_path
-from .runtime.paths import find_former_names as _find_former_names
-from .runtime.torch_version import check_torch as _check_torch
+from .runtime.imports import attach as _attach
+from .runtime.imports import check_torch as _check_torch
+from .runtime.imports import extend as _extend_package_path
+from .runtime.imports import find_former_names as _find_former_names
 
 if not _sys.platform.startswith("linux"):
     raise ImportError(f"apex_te runs on Linux (x86-64, aarch64), got {_sys.platform}")

@@ -13,8 +13,7 @@ import torch
 
 from .ops import moe_permute as _op
 from .ops._permutation_function import Permute, SortChunks, Unpermute, run
-from .ops.argument_errors import checked
-from .ops.op_function import needs_autograd
+from .ops.binding import checked, needs_autograd
 
 __all__ = [
     "moe_permute",

@@ -3,7 +3,7 @@
 The subpackage ``apex`` has apex's extension modules.
 """
 
-from apex_te.runtime.lazy import attach_submodules as _attach
+from apex_te.runtime.imports import attach_submodules as _attach
 
 from .finder import find_ops as _find_ops
 

@@ -8,7 +8,7 @@ on the instance, and ``step`` of optimizers that read no skip flag on the device
 
 from typing import TYPE_CHECKING
 
-from ..runtime.lazy import attach
+from ..runtime.imports import attach
 from .initialize import initialize
 from .loss import load_state_dict, master_params, scale_loss, state_dict
 from .scaler import LossScaler

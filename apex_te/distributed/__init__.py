@@ -8,7 +8,7 @@ Activation checkpoints, random states, FSDP2 with FP8 all-gathers, tensor-parall
 from typing import TYPE_CHECKING
 
 from ..comm.rng import CudaRNGStatesTracker
-from ..runtime.lazy import attach
+from ..runtime.imports import attach
 from .checkpoint import checkpoint  # now, as its module of the same name would take its place
 
 if TYPE_CHECKING:

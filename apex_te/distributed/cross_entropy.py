@@ -16,9 +16,8 @@ from ..comm.split_cross_entropy import (
     split_losses,
     split_targets,
 )
-from ..ops.argument_errors import check_dense
+from ..ops.binding import check_dense, once_differentiable
 from ..ops.cross_entropy import cross_entropy
-from ..ops.op_function import once_differentiable
 from ..runtime.named_arguments import named_arguments
 
 _NAME = "parallel_cross_entropy"

@@ -1,4 +1,9 @@
-"""``fp8_autocast`` and the regions that it enters, a linked list for each thread."""
+"""``fp8_autocast`` and the regions that it enters, a linked list for each thread.
+
+A generator that is suspended inside a ``with`` block leaves the block when it is closed. By then
+other blocks may have been entered, and the closing thread may be another than the entering one; so
+blocks are not always left in reverse order.
+"""
 
 from __future__ import annotations
 
@@ -12,9 +17,8 @@ import torch
 
 from ..comm.groups import is_process_group
 from ..recipe import Recipe, chosen_recipe
-from ..runtime.entered import Entered, leave
 from ..runtime.tracing import refuse_state
-from .delayed.compiled_region import enter_traced_region, leave_traced_region
+from .delayed.compiled import enter_traced_region, leave_traced_region
 from .delayed.ranks import intern, traced_key
 from .delayed.update import enter_region, leave_calibration, preview_scales
 
@@ -22,6 +26,45 @@ if TYPE_CHECKING:
     from .delayed.ranks import AmaxGroup
 
 __all__ = ["autocast", "fp8_autocast", "get_fp8_recipe", "is_fp8_enabled"]
+
+
+class Entered:
+    """Base of an entered context manager: one link of its thread's list.
+
+    ``outer`` is the link that was innermost on entry, or None. ``holder`` is the ``__dict__`` of
+    the entering thread's ``threading.local()``, the only way for other threads to its innermost
+    link.
+    """
+
+    __slots__ = ("holder", "outer")
+
+    outer: Any
+    holder: dict[str, Any]
+
+
+def leave(entered: list[Any], holder: dict[str, Any], name: str) -> Any:
+    """Removes the link entered last from ``entered`` and its thread's list; None without one.
+
+    Links of the calling thread are preferred, because threads may share the context manager.
+    """
+    if not entered:
+        return None
+    own = entered[-1]
+    if own.holder is holder:
+        entered.pop()
+    else:
+        own = next((link for link in reversed(entered) if link.holder is holder), own)
+        entered.remove(own)
+    innermost = own.holder.get(name)
+    if innermost is own:
+        own.holder[name] = own.outer
+        return own
+    while innermost is not None and innermost.outer is not own:
+        innermost = innermost.outer
+    if innermost is not None:
+        innermost.outer = own.outer
+    return own
+
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 _DEFAULT_RECIPE = chosen_recipe("fp8_autocast", "fp8_recipe", None)

@@ -6,8 +6,8 @@ import threading
 from typing import Any, NamedTuple
 
 from ..recipe import Recipe, chosen_recipe
-from ..runtime.entered import Entered, leave
 from ..runtime.named_arguments import named_arguments
+from .autocast import Entered, leave
 
 __all__ = ["fp8_model_init", "quantized_model_init", "settings"]
 

@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
+from .. import runtime
+from ..ops.binding import register
 from ..recipe import DelayedScaling, Recipe, chosen_recipe
 from ..runtime.named_arguments import named_arguments
+from ..runtime.stamp import stamp
 from ..runtime.tracing import untraced
 from .delayed.ranks import AmaxGroup, amax_groups, label_of, recipe_named, registry
 from .delayed.state import FP8State
 from .scheme import build_quantizers
+from .tensor import QuantizedTensor
 
 if TYPE_CHECKING:
-    from .delayed.compiled_weight import TracedWeight
     from .scheme import QuantizerSets
 
 __all__ = ["ModuleFP8", "init_fp8_state"]
@@ -243,13 +246,78 @@ class ModuleFP8:
     ) -> bool:
         """Allocates the missing ``TracedWeight`` called ``name`` while torch.compile traces."""
         if not hasattr(self._compiled, name):
-            from .delayed.compiled_weight import TracedWeight
-
             weight = TracedWeight(rows, cols, dtype, sources, self.state.device)
             setattr(self._compiled, name, weight)
         return True
 
     _prepare_weight._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+_lib = runtime.ops("cast_transpose")
+
+
+class TracedWeight:
+    """FP8 copies of a weight ``[rows, cols]``, with a stamp of the parameters it was made from.
+
+    ``seen``, int64 ``[1 + 3 * parameters]`` on the CPU, begins with 1 once there are copies; the
+    ``stamp`` of each parameter follows.
+    """
+
+    __slots__ = ("columnwise", "rowwise", "scale_inv", "seen")
+
+    def __init__(
+        self, rows: int, cols: int, dtype: torch.dtype, sources: int, device: torch.device
+    ) -> None:
+        with torch.inference_mode(False):
+            self.rowwise = torch.zeros(rows, cols, dtype=dtype, device=device)
+            self.columnwise = torch.zeros(cols, rows, dtype=dtype, device=device)
+            self.scale_inv = torch.ones(1, dtype=torch.float32, device=device)
+            self.seen = torch.zeros(1 + 3 * sources, dtype=torch.int64, device="cpu")
+
+    def quantized(
+        self,
+        weight: torch.Tensor,
+        sources: Sequence[torch.Tensor],
+        scale: torch.Tensor,
+        amax: torch.Tensor | None,
+        fill: bool,
+    ) -> QuantizedTensor:
+        """Returns the copies, cast again if ``fill`` is True or a parameter has changed."""
+        torch.ops.apex_te.keep_weight(
+            weight, list(sources), scale, self.rowwise, self.columnwise, self.scale_inv, amax,
+            self.seen, fill,
+        )  # fmt: skip
+        return QuantizedTensor(
+            self.rowwise, self.scale_inv, self.columnwise, self.scale_inv, self.rowwise.dtype
+        )
+
+
+def _keep(
+    weight: torch.Tensor,
+    sources: Sequence[torch.Tensor],
+    scale: torch.Tensor,
+    rowwise: torch.Tensor,
+    columnwise: torch.Tensor,
+    scale_inv: torch.Tensor,
+    amax: torch.Tensor | None,
+    seen: torch.Tensor,
+    fill: bool,
+) -> None:
+    """Casts ``weight`` into the kept copies if ``fill`` is True or ``seen`` is out of date."""
+    now = [1]
+    for source in sources:
+        now += stamp(source)
+    if fill or seen.tolist() != now:
+        _lib.cast_transpose(weight, scale, rowwise, columnwise, amax, scale_inv, None, None, None)
+        seen.copy_(torch.tensor(now))
+
+
+register(
+    "keep_weight(Tensor weight, Tensor[] sources, Tensor scale, Tensor(a!) rowwise, "
+    "Tensor(b!) columnwise, Tensor(c!) scale_inv, Tensor(d!)? amax, Tensor(e!) seen, "
+    "bool fill) -> ()",
+    _keep,
+)
 
 
 @named_arguments()

@@ -12,7 +12,7 @@ from torch.utils import _pytree as pytree
 
 from ..fp8.autocast import fp8_autocast, graph_task_id, local
 from ..fp8.delayed.ranks import intern
-from ..ops.op_function import once_differentiable
+from ..ops.binding import once_differentiable
 from ..recipe import Recipe, chosen_recipe
 from ..runtime.named_arguments import named_arguments
 from .capture import Capture, fp8_modules, no_collection, preserved, substituted

@@ -5,7 +5,7 @@
 
 from typing import TYPE_CHECKING
 
-from ..runtime.lazy import attach
+from ..runtime.imports import attach
 from .autocast_forward import autocast_forward
 from .export import export_fp8
 from .from_torch import from_torch

@@ -14,8 +14,7 @@ from torch import nn
 
 from ..fp8.autocast import fp8_autocast
 from ..recipe import Recipe, chosen_recipe
-from ..runtime.model_argument import check_model
-from ..runtime.named_arguments import named_arguments
+from ..runtime.named_arguments import check_model, named_arguments
 
 
 class WrappedForward:

@@ -15,8 +15,7 @@ from ..module._core.arguments import class_name
 from ..module.layer_norm import LayerNorm
 from ..module.linear import Linear
 from ..module.rms_norm import RMSNorm
-from ..runtime.model_argument import check_model
-from ..runtime.named_arguments import named_arguments
+from ..runtime.named_arguments import check_model, named_arguments
 from . import _matching as matching
 from . import summary
 from ._derived import Derived, derived

@@ -7,8 +7,7 @@ from typing import Any, TypeVar
 
 from torch import nn
 
-from ..runtime.model_argument import check_model
-from ..runtime.named_arguments import named_arguments
+from ..runtime.named_arguments import check_model, named_arguments
 
 _Model = TypeVar("_Model", bound=nn.Module)
 

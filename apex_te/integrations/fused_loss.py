@@ -14,12 +14,11 @@ import torch
 from torch import nn
 
 from ..fp8.autocast import is_fp8_enabled
-from ..module._core.composite import is_observed
+from ..module._core.parallel import is_observed
 from ..module.linear import Linear
 from ..module.linear_cross_entropy import linear_cross_entropy
 from ..recipe import Recipe, stateless_recipe
-from ..runtime.model_argument import check_model
-from ..runtime.named_arguments import named_arguments
+from ..runtime.named_arguments import check_model, named_arguments
 from .autocast_forward import WrappedForward, wrapped_forwards
 from .lazy_logits import LazyLogits
 

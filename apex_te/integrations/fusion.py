@@ -16,8 +16,7 @@ from ..module._core.norm_parameters import NormedModule
 from ..module.layer_norm_linear import LayerNormLinear
 from ..module.layer_norm_mlp import LayerNormMLP
 from ..module.linear import Linear
-from ..runtime.model_argument import check_model
-from ..runtime.named_arguments import named_arguments
+from ..runtime.named_arguments import check_model, named_arguments
 from . import _matching as matching
 from ._derived import derived
 from ._families import Apart, Layers, MLPLayers, Projections, layers_to_join

@@ -7,8 +7,7 @@ from typing import Any
 import torch
 
 from ..module.grouped.linear import GroupedLinear
-from ..runtime.model_argument import check_model
-from ..runtime.named_arguments import named_arguments
+from ..runtime.named_arguments import check_model, named_arguments
 from .fusion import JoinedNorm, norm_of
 
 

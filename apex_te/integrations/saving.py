@@ -12,8 +12,7 @@ from torch import nn
 
 from ..fp8.delayed.serialize import NAMES, read_state, save_state
 from ..module._core.fp8_module import STATE_PREFIX, FP8Module
-from ..runtime.model_argument import check_model
-from ..runtime.named_arguments import named_arguments
+from ..runtime.named_arguments import check_model, named_arguments
 from . import _matching as matching
 
 # Of the format of safetensors, but loaders that read all ``*.safetensors`` of a folder as weights,

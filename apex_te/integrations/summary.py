@@ -10,8 +10,7 @@ import torch
 from torch import nn
 
 from ..module._core.fp8_module import FP8Module
-from ..runtime.model_argument import check_model
-from ..runtime.named_arguments import named_arguments
+from ..runtime.named_arguments import check_model, named_arguments
 from .experts import StackedExperts
 
 ATTRIBUTE = "_apex_te_conversion"

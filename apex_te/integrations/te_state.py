@@ -35,8 +35,7 @@ from ..fp8.delayed.state import BACKWARD_SLOTS, FORWARD_SLOTS, FP8State, Header,
 from ..module._core.fp8_module import STATE_PREFIX, FP8Module
 from ..module.grouped.linear import GroupedLinear
 from ..recipe import MAX_HISTORY_LENGTH, DelayedScaling, Format
-from ..runtime.model_argument import check_model
-from ..runtime.named_arguments import named_arguments
+from ..runtime.named_arguments import check_model, named_arguments
 from ._extra_state_bytes import own_header
 from ._tensor_pickle import Inert, TensorPickleError, read_pickle, read_saved
 

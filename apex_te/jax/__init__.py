@@ -7,7 +7,7 @@ the ops as functions, ``apex_te.jax.optimizers`` fused optimizers for optax.
 
 import typing as _typing
 
-from ..runtime.lazy import attach as _attach
+from ..runtime.imports import attach as _attach
 from ._library import load as load
 from .fp8_state import FP8_COLLECTION_NAME as FP8_COLLECTION_NAME
 from .fp8_state import max_over_uses as max_over_uses

@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from ..runtime.lazy import attach
+from ..runtime.imports import attach
 
 if TYPE_CHECKING:
     from .attention.dot_product import DotProductAttention as DotProductAttention

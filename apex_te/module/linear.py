@@ -8,17 +8,15 @@ from typing import Any
 import torch
 from torch.nn import functional
 
-from ..ops.op_function import unwrapped
+from ..ops.binding import OpFunction, once_differentiable, unwrapped
 from ..runtime.named_arguments import named_arguments
 from ._core import arguments as _arguments
-from ._core.arguments import VAGUE, explain
-from ._core.context import without_autograd
-from ._core.gemm import FP8Call, adds_in_product
-from ._core.heads import HeadLayout
-from ._core.linear_function import LinearFunction
+from ._core.arguments import VAGUE, explain, initialize, materialize
+from ._core.gemm import FP8Call, adds_in_product, as_matrix
+from ._core.heads import HeadGradients, HeadLayout, filled_gradients, sorted_bias, split_output
 from ._core.low_rank import LowRank, check_low_rank, fits, fused_product, low_rank_product
-from ._core.materialize import initialize, materialize
 from ._core.parallel import ParallelModule, divided, tag
+from ._core.programs import apply_function, repeatable, take_saved
 
 __all__ = ["Linear", "LinearLayer", "LinearParameters"]
 
@@ -366,15 +364,10 @@ class LinearLayer(LinearParameters):
                 return out + low_rank_product(residual.cast_to(call.dtype), inp.to(call.dtype))
             if not adds_in_product(call, 0, residual):
                 return self._run(call, inp, weight, bias), residual
-            if torch.is_grad_enabled():
-                return LinearFunction.apply(inp, weight, bias, call, heads, residual), None
-            tensors = (inp, weight, bias)
-            return without_autograd(LinearFunction, tensors, call, heads, residual), None
+            return apply_function(LinearFunction, (inp, weight, bias), call, heads, residual), None
         if not call.is_fp8:
             return self._linear(inp, weight, bias, call)
-        if torch.is_grad_enabled():
-            return LinearFunction.apply(inp, weight, bias, call, heads)
-        return without_autograd(LinearFunction, (inp, weight, bias), call, heads)
+        return apply_function(LinearFunction, (inp, weight, bias), call, heads)
 
     def _check_given(self, name: str, value: torch.Tensor, shape: tuple[int, ...]) -> None:
         """Checks that an argument of ``forward`` is a tensor of a given shape."""
@@ -442,3 +435,93 @@ class Linear(LinearLayer, torch.nn.Linear):  # type: ignore[misc]
         return self._call(
             inp, self.in_features, parameters, (weight,), None, weight, bias, None, low
         )
+
+
+class LinearFunction(OpFunction):
+    """``inp @ weight.T + bias [+ residual]`` [..., out] with quantized fprop, dgrad and wgrad.
+
+    A residual requires ``adds_in_product``. With ``heads``, returns queries, keys and values.
+    """
+
+    LABEL = "Linear"
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        inp: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        call: FP8Call,
+        heads: HeadLayout | None,
+        residual: torch.Tensor | None = None,
+    ) -> Any:
+        if call.programs is None:
+            return _linear_forward(ctx, inp, weight, bias, residual, call, heads)
+        key = (
+            ctx.needs_input_grad, call.dtype, inp.shape, heads, call.keep_columnwise,
+            call.options[0].save_original, residual is None,
+        )  # fmt: skip
+        tensors = (inp, weight, bias, residual)
+        return call.programs.forward(ctx, _linear_forward, tensors, (call, heads), key)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Any) -> tuple:
+        found = _linear_backward(ctx, *grads)
+        needs = ctx.needs_input_grad  # shorter without a residual
+        return found if len(needs) == len(found) else (*found, grads[0] if needs[5] else None)
+
+
+def _linear_forward(
+    ctx: Any,
+    inp: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    residual: torch.Tensor | None,
+    call: FP8Call,
+    heads: HeadLayout | None,
+) -> Any:
+    need_input, need_weight, need_bias = ctx.needs_input_grad[:3]
+    gemm = call.gemm(0, weight, need_input, need_weight, call.keep_columnwise)
+    x = as_matrix(inp)
+    quantized, part = gemm.cast_input(x)
+    operand, is_sorted = gemm.cast_weight(weight, call.cached[0], heads)
+    applied = sorted_bias(bias, heads) if is_sorted else bias
+    c = None if residual is None else as_matrix(residual)
+    out = gemm.fprop(quantized, weight, operand, applied, call.dtype, inp.shape, c)
+    original = inp if inp.is_contiguous() else x
+    ctx.save_for_backward(*gemm.saved(original, part, weight, operand))
+    ctx.gemm, ctx.programs, ctx.heads = gemm, None, heads
+    ctx.bias_dtype = bias.dtype if need_bias and bias is not None else None
+    ctx.input_shape = inp.shape
+    ctx.input_dtype = inp.dtype
+    ctx.device_type = inp.device.type
+    if heads is None:
+        return out
+    parts = split_output(out, heads, is_sorted)
+    ctx.output_shapes = [part.shape for part in parts]
+    return parts
+
+
+@repeatable
+def _linear_backward(ctx: Any, *grads: Any) -> tuple:
+    gemm, saved = ctx.gemm, take_saved(ctx)
+    if saved[0] is not None and saved[0].dim() != 2:  # the original input
+        saved = (as_matrix(saved[0]), *saved[1:])
+    gathered = gemm.start_gather(saved)
+    if ctx.heads is None:
+        grad_output: Any = as_matrix(grads[0])
+    else:
+        filled = filled_gradients(ctx.output_shapes, grads, *grads)
+        grad_output = HeadGradients(ctx.heads, filled)
+    quantized, grad_bias, dy = gemm.cast_gradient(grad_output, ctx.bias_dtype)
+    grad_input = grad_weight = pending = None
+    if gemm.need_input:
+        grad_input, pending = gemm.reduced_dgrad(saved, quantized, ctx.input_dtype)
+    if gemm.need_weight:
+        grad_weight = gemm.wgrad(saved, dy, quantized, gathered)
+    if pending is not None:
+        grad_input = pending.wait()
+    if grad_input is not None and len(ctx.input_shape) != 2:
+        grad_input = grad_input.view(ctx.input_shape)
+    return grad_input, grad_weight, grad_bias, None, None

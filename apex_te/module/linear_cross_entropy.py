@@ -27,6 +27,12 @@ from ..fp8.parameter.parameter import dequantized
 from ..fp8.scheme import GemmQuantizers
 from ..fp8.scheme.base import build_quantizers
 from ..fp8.tensor import QuantizedTensor
+from ..ops.binding import (
+    OpFunction,
+    needs_autograd,
+    once_differentiable,
+    second_backward_is_refused,
+)
 from ..ops.cross_entropy import (
     REDUCTIONS,
     count_valid,
@@ -35,16 +41,10 @@ from ..ops.cross_entropy import (
     scale_gradient,
     sum_losses,
 )
-from ..ops.op_function import (
-    OpFunction,
-    needs_autograd,
-    once_differentiable,
-    second_backward_is_refused,
-)
 from ..ops.wgrad_gemm import wgrad_gemm
 from ..recipe import Recipe, stateless_recipe
 from ..runtime.named_arguments import named_arguments
-from ._core.context import is_autocast, without_autocast
+from ._core.programs import is_autocast, without_autocast
 
 __all__ = ["linear_cross_entropy"]
 

@@ -22,8 +22,7 @@ from ._core.arguments import (
     explain_attention,
     has_passed,
 )
-from ._core.composite import CompositeModule, takes_residual
-from ._core.parallel import checked_tp_size
+from ._core.parallel import CompositeModule, checked_tp_size, takes_residual
 from .attention.inference_params import InferenceParams
 from .attention.masks import Mask, mask_type, window
 from .attention.multihead import MultiheadAttention, residual_of

@@ -6,7 +6,7 @@ them: a module is imported when its name is first used, e.g. ``apex_te.ops.rms_n
 
 import typing as _typing
 
-from ..runtime.lazy import attach_submodules as _attach
+from ..runtime.imports import attach_submodules as _attach
 
 if _typing.TYPE_CHECKING:  # for type checkers; at run time each module is imported on first use
     from . import activation as activation

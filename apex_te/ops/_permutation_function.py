@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from . import moe_permute as _op
-from .op_function import OpFunction, once_differentiable
+from .binding import OpFunction, once_differentiable
 
 _SUMMED = (torch.float32, torch.float16, torch.bfloat16)
 

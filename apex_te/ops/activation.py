@@ -10,10 +10,8 @@ import torch
 from ..runtime.op_options import KINDS as KINDS
 from ..runtime.op_options import activation_number
 from . import fp8_output, reference_codec
-from .argument_errors import checked
+from .binding import OpFunction, bind, checked, needs_autograd, note_written, once_differentiable
 from .fp8_output import FP8Output
-from .op_function import OpFunction, needs_autograd, once_differentiable
-from .registration import bind, note_written
 
 _fwd = bind("activation", "activation_fwd")
 _bwd = bind("activation", "activation_bwd")

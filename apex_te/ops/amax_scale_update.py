@@ -11,8 +11,7 @@ from torch.autograd import forward_ad
 from .. import runtime
 from ..runtime.op_options import is_most_recent
 from ..runtime.tracing import dispatch_modes, jit_tracing, transforms_active
-from .argument_errors import checked
-from .registration import bind, note_written
+from .binding import bind, checked, note_written
 
 _update = bind("amax_scale_update", "amax_scale_update")
 

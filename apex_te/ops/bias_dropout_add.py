@@ -23,9 +23,7 @@ import math
 
 import torch
 
-from .argument_errors import checked
-from .op_function import OpFunction, once_differentiable
-from .registration import bind
+from .binding import OpFunction, bind, checked, once_differentiable
 
 # Rows that one line of the bias-gradient workspace sums (bias_dropout_add.h).
 _TILE_ROWS = 64

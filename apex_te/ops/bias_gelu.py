@@ -9,10 +9,8 @@ import torch
 
 from ..runtime import op_options
 from .activation import allocate_fp8, as_matrix, reference_gelu
-from .argument_errors import checked
+from .binding import OpFunction, bind, checked, needs_autograd, note_written, once_differentiable
 from .fp8_output import FP8Output
-from .op_function import OpFunction, needs_autograd, once_differentiable
-from .registration import bind, note_written
 
 _fwd = bind("bias_gelu", "bias_gelu_fwd")
 _bwd = bind("bias_gelu", "bias_gelu_bwd")

@@ -7,11 +7,10 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
-from ..runtime.former_names import former_fields
+from ..runtime.named_arguments import former_fields
 from . import reference_codec
-from .argument_errors import checked
+from .binding import bind, checked, note_written
 from .fp8_output import check_any_output, check_fp8_dtype, check_out_dtype, columnwise_length
-from .registration import bind, note_written
 
 _quantize = bind("block_quantize", "block_quantize")
 _dequantize = bind("block_quantize", "block_dequantize")

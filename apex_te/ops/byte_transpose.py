@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from .argument_errors import checked
+from .binding import bind, checked, note_written
 from .fp8_output import columnwise_length, reinterpreted
-from .registration import bind, note_written
 
 _transpose = bind("byte_transpose", "byte_transpose")
 

@@ -7,11 +7,10 @@ from typing import NamedTuple
 import torch
 
 from ..runtime import scratch_sizes
-from ..runtime.former_names import former_fields
+from ..runtime.named_arguments import former_fields
 from . import fp8_output, reference_codec
-from .argument_errors import checked
+from .binding import bind, checked, note_written
 from .fp8_output import FP8_DTYPES, check_fp8_dtype
-from .registration import bind, note_written
 
 _call = bind("cast_transpose", "cast_transpose")
 

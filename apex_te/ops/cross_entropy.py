@@ -13,9 +13,14 @@ from typing import Any
 
 import torch
 
-from .argument_errors import checked
-from .op_function import OpFunction, once_differentiable, second_backward_is_refused
-from .registration import bind, note_written
+from .binding import (
+    OpFunction,
+    bind,
+    checked,
+    note_written,
+    once_differentiable,
+    second_backward_is_refused,
+)
 
 _fwd = bind("cross_entropy", "cross_entropy_fwd")
 _bwd = bind("cross_entropy", "cross_entropy_bwd")

@@ -6,11 +6,10 @@ from typing import NamedTuple
 
 import torch
 
-from ..runtime.former_names import former_fields
+from ..runtime.named_arguments import former_fields
 from . import fp8_output, reference_codec
-from .argument_errors import checked
+from .binding import bind, checked, note_written
 from .fp8_output import check_fp8_dtype
-from .registration import bind, note_written
 
 _fwd = bind("current_scale", "current_scale_fwd")
 _cast = bind("current_scale", "current_scale_cast")

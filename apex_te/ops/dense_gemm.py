@@ -5,12 +5,11 @@ from __future__ import annotations
 import torch
 
 from .. import runtime
-from ..runtime.gpu_arch import nvidia_capability
+from ..runtime.device import nvidia_capability
 from . import fp8_gemm, product_count
 from ._gemm_arguments import check_operands, prepare
-from .argument_errors import checked
+from .binding import bind, checked, note_written
 from .fp8_output import FP8_DTYPES
-from .registration import bind, note_written
 
 __all__ = ["dense_gemm", "has_dense_fp8", "multiplies", "multiply_into", "reference"]
 

@@ -14,9 +14,8 @@ from ..op_builder.jit import env
 from ..runtime.op_options import gated_activation_number
 from . import dense_gemm, product_count, swiglu
 from ._gemm_arguments import check_operands, prepare
-from .argument_errors import checked
+from .binding import Launch, bind, checked, note_written
 from .fp8_output import FP8Output, check_fp8_dtype, columnwise_length
-from .registration import Launch, bind, note_written
 
 _lib = runtime.ops("dense_gemm")
 

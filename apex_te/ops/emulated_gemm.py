@@ -12,14 +12,13 @@ from __future__ import annotations
 
 import torch
 
-from ..runtime.former_names import find_former_functions
+from ..runtime.named_arguments import find_former_functions
 from . import hif8, product_count
 from ._gemm_arguments import bias_dtype
-from .argument_errors import check_dense, checked
+from .binding import bind_call, check_dense, checked
 from .block_quantize import block_dequantize
 from .mx_quantize import mx_dequantize
-from .product_into import float32_product, product_into
-from .registration import bind_call
+from .product_count import float32_product, product_into
 
 _OUT_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 

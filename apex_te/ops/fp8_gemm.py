@@ -14,11 +14,10 @@ from ..runtime.tracing import dispatch_modes, is_traced, jit_tracing, transforms
 from . import gemm_tuning, product_count, reference_codec
 from ._gemm_arguments import bias_dtype as bias_dtype
 from ._gemm_arguments import check_addend, prepare
-from .argument_errors import checked
+from .binding import WORKSPACE, Launch, bind, checked, increment_version, note_written
 from .block_quantize import ROW_MULTIPLE
 from .cast_transpose import cast_transpose
-from .product_into import float32_product
-from .registration import WORKSPACE, Launch, bind, increment_version, note_written
+from .product_count import float32_product
 
 _lib = runtime.ops("fp8_gemm")
 

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch.compiler import is_dynamo_compiling
 
-from ..runtime.former_names import former_fields
+from ..runtime.named_arguments import former_fields
 from ..runtime.scratch_sizes import MAX_AMAXES as MAX_AMAXES
 from ..runtime.tracing import jit_tracing, transforms_active
 

@@ -19,9 +19,9 @@ from typing import Any
 import torch
 
 from .. import runtime
-from ..runtime.gpu_arch import nvidia_capability
+from ..runtime.device import nvidia_capability
 from . import product_count
-from .argument_errors import check_dense, checked
+from .binding import Launch, bind, check_dense, checked
 from .block_quantize import block_dequantize
 from .grouped_quantize import (
     ALIGN,
@@ -31,7 +31,6 @@ from .grouped_quantize import (
     decode,
     scale_rows,
 )
-from .registration import Launch, bind
 
 __all__ = [
     "block_contract_groups",

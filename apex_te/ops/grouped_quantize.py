@@ -12,11 +12,10 @@ from typing import Any, NamedTuple
 import torch
 
 from .. import runtime
-from ..runtime.former_names import former_fields
+from ..runtime.named_arguments import former_fields
 from . import fp8_output, reference_codec
-from .argument_errors import checked
+from .binding import bind, checked, note_written
 from .block_quantize import block_quantize, scale_shape
-from .registration import bind, note_written
 
 __all__ = [
     "ALIGN",

@@ -11,10 +11,9 @@ from typing import NamedTuple
 
 import torch
 
-from ..runtime.former_names import former_fields
+from ..runtime.named_arguments import former_fields
 from . import fp8_output, reference_codec
-from .argument_errors import checked
-from .registration import bind, note_written
+from .binding import bind, checked, note_written
 
 # Values that MindSpeed scales an amax to, in the range of 3-bit mantissas and of 2-bit ones.
 HIF8_15 = 15.0

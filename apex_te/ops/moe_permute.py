@@ -13,9 +13,8 @@ from typing import NamedTuple
 
 import torch
 
-from .argument_errors import checked
+from .binding import bind, checked
 from .fp8_output import reinterpreted
-from .registration import bind
 
 _map = bind("moe_permute", "moe_permute_map")
 _fwd = bind("moe_permute", "moe_permute_fwd")

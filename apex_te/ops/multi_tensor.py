@@ -18,9 +18,8 @@ from torch.autograd.graph import increment_version
 
 from ..runtime import scratch_sizes
 from . import reference_codec
-from .argument_errors import checked
+from .binding import bind, checked, note_written
 from .fp8_output import check_fp8_dtype
-from .registration import bind, note_written
 
 Tensors = Sequence[torch.Tensor]
 

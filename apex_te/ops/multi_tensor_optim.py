@@ -16,9 +16,8 @@ from collections.abc import Sequence
 
 import torch
 
-from .argument_errors import checked
+from .binding import bind, checked
 from .multi_tensor import Tensors, dense, l2norm, mark_written, workspace
-from .registration import bind
 
 _adam = bind("multi_tensor", "multi_tensor_adam")
 _sgd = bind("multi_tensor", "multi_tensor_sgd")

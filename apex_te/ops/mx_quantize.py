@@ -8,11 +8,10 @@ import torch
 import torch.nn.functional as F
 
 from .. import runtime
-from ..runtime.former_names import former_fields
+from ..runtime.named_arguments import former_fields
 from . import reference_codec
-from .argument_errors import checked
+from .binding import bind, checked, note_written
 from .fp8_output import check_fp8_dtype, check_out_dtype, columnwise_length
-from .registration import bind, note_written
 
 _lib = runtime.ops("mx_quantize")
 _BLOCK = 32

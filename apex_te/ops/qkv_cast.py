@@ -12,9 +12,8 @@ from typing import NamedTuple
 import torch
 
 from . import cast_transpose as _cast_transpose
-from .argument_errors import checked
+from .binding import bind, checked, note_written
 from .fp8_output import FP8Output, check_fp8_dtype, columnwise_length
-from .registration import bind, note_written
 
 _weight = bind("qkv_cast", "qkv_cast_weight")
 _grad = bind("qkv_cast", "qkv_cast_grad")

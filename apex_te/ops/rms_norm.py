@@ -7,10 +7,8 @@ from typing import Any
 import torch
 
 from . import norm_common
-from .argument_errors import checked
+from .binding import OpFunction, bind, checked, note_written, once_differentiable
 from .norm_common import NormFP8Output, NormGradients, NormOutput
-from .op_function import OpFunction, once_differentiable
-from .registration import bind, note_written
 
 _fwd = bind("rms_norm", "rms_norm_fwd")
 _fwd_fp8 = bind("rms_norm", "rms_norm_fwd_fp8")

@@ -6,9 +6,7 @@ from typing import Any
 
 import torch
 
-from .argument_errors import checked
-from .op_function import OpFunction
-from .registration import bind
+from .binding import OpFunction, bind, checked
 
 LAYOUTS = ("sbhd", "bshd", "thd")
 

@@ -6,9 +6,7 @@ from typing import Any
 
 import torch
 
-from .argument_errors import checked
-from .op_function import OpFunction, needs_autograd, once_differentiable
-from .registration import bind, note_written
+from .binding import OpFunction, bind, checked, needs_autograd, note_written, once_differentiable
 
 _fwd = bind("scaled_softmax", "scaled_softmax_fwd")
 _bwd = bind("scaled_softmax", "scaled_softmax_bwd")

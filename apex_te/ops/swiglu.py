@@ -13,10 +13,8 @@ from ..runtime.op_options import ACTIVATIONS as ACTIVATIONS
 from ..runtime.op_options import gated_activation_number
 from . import reference_codec
 from ._gated_matrices import dense_biases, input_matrices, output_gradient, result_extents
-from .argument_errors import checked
+from .binding import OpFunction, bind, checked, needs_autograd, note_written, once_differentiable
 from .fp8_output import FP8Output, allocate
-from .op_function import OpFunction, needs_autograd, once_differentiable
-from .registration import bind, note_written
 
 _fwd = bind("swiglu", "swiglu_fwd")
 fwd_fp8_into = bind("swiglu", "swiglu_fwd_fp8")

@@ -10,10 +10,9 @@ import torch
 from ..runtime.op_options import gated_activation_number
 from . import swiglu
 from ._gated_matrices import dense_biases, input_matrices, output_gradient, result_extents
-from .argument_errors import checked, under_name
+from .binding import bind, checked, note_written, under_name
 from .block_quantize import BlockQuantized, allocate, block_quantize
 from .fp8_output import check_any_output, check_fp8_dtype
-from .registration import bind, note_written
 
 _fwd = bind("swiglu_block", "swiglu_fwd_block")
 _bwd = bind("swiglu_block", "swiglu_bwd_block")

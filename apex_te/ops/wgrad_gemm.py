@@ -5,9 +5,8 @@ from __future__ import annotations
 import torch
 
 from .. import runtime
-from .argument_errors import check_dense, checked
+from .binding import bind, check_dense, checked, note_written
 from .fp8_gemm import WORKSPACE_BYTES
-from .registration import bind, note_written
 
 __all__ = ["wgrad_gemm"]
 

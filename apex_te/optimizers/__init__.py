@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from ..runtime.lazy import attach
+from ..runtime.imports import attach
 from .fused_adam import FusedAdam
 from .fused_lamb import FusedLAMB
 from .fused_sgd import FusedSGD

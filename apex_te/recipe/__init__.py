@@ -14,7 +14,7 @@ from collections.abc import Callable
 from dataclasses import KW_ONLY, InitVar, dataclass, fields
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
-from ..runtime.lazy import attach
+from ..runtime.imports import attach
 from ..runtime.named_arguments import binding_error, did_you_mean
 
 if TYPE_CHECKING:
@@ -203,8 +203,7 @@ class Recipe:
         _kinds[name] = cls  # perhaps of a module that is imported again
 
     def __new__(cls, *args: Any, **options: Any) -> Recipe:
-        unknown = [name for name in options if name not in cls.__dataclass_fields__]
-        if args or unknown:
+        if args or not options.keys() <= cls.__dataclass_fields__.keys():
             error = binding_error(cls.__name__, cls, args, options)
             if error is not None:
                 raise error
@@ -274,7 +273,7 @@ class Recipe:
     def _flags(self, name: str) -> GemmFlags:
         """Checks the field ``name``, three bools; stores it as a tuple, and returns the tuple."""
         value: Any = getattr(self, name)
-        if not isinstance(value, (tuple, list)) or not all(isinstance(v, bool) for v in value):
+        if not isinstance(value, (tuple, list)) or not {bool} >= {*map(type, value)}:
             raise TypeError(f"{self._name}: {name} must be a tuple of three bools, got {value!r}")
         if len(value) != 3:
             raise ValueError(f"{self._name}: {name} must have three bools, got {value!r}")
@@ -366,7 +365,7 @@ class DelayedScaling(Recipe, name="delayed"):
                     f"DelayedScaling: {name} must be hashable, got {type(value).__name__}"
                 ) from error
             return
-        wanted = " or ".join(f'"{n}"' for n in names)
+        wanted = '"' + '" or "'.join(names) + '"'
         if not isinstance(value, str):
             raise TypeError(
                 f"DelayedScaling: {name} must be {wanted} or a callable, got {type(value).__name__}"

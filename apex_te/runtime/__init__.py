@@ -2,16 +2,16 @@
 
 from typing import TYPE_CHECKING
 
-from .lazy import attach
+from .imports import attach
 
 if TYPE_CHECKING:
+    from .device import moved as moved
+    from .device import workspace as workspace
     from .dispatcher import core as core
     from .dispatcher import function as function
     from .dispatcher import ops as ops
     from .dispatcher import tensor_list as tensor_list
     from .tracing import is_traced as is_traced
-    from .transfer import moved as moved
-    from .workspaces import workspace as workspace
 
 _NAMES = {
     "core": "dispatcher",

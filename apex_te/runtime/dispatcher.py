@@ -17,7 +17,7 @@ from ..op_builder.core import CoreBuilder
 from ..op_builder.jit.backends.archs import device_capability
 from ..op_builder.jit.build.service import load_library
 from ..op_builder.jit.errors import build_errors
-from .torch_version import check_torch
+from .imports import check_torch
 
 check_torch()
 ABI = 1

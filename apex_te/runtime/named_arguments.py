@@ -1,25 +1,27 @@
-"""Errors that name the arguments of constructors and functions as the user wrote them."""
+"""Checks of arguments, errors that name them as the user wrote them, and their former names."""
 
 from __future__ import annotations
 
 import functools
 import inspect
+import numbers
 import re
 import sys
+import warnings
 from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 
-from ..op_builder.jit.text import did_you_mean, nearest
+from ..op_builder.jit.text import did_you_mean as did_you_mean
+from ..op_builder.jit.text import nearest as nearest
 
-__all__ = [
-    "argument_names",
-    "binding_error",
-    "did_you_mean",
-    "named_arguments",
-    "nearest",
-    "op_function_name",
-    "renamed",
-]
+
+def check_count(owner: str, name: str, value: Any) -> None:
+    """Checks that the argument ``name`` of the module ``owner`` is an int of at least 1."""
+    if isinstance(value, bool) or not isinstance(value, numbers.Integral):
+        raise TypeError(f"{owner}: {name} must be an int, got {type(value).__name__}")
+    if value < 1:
+        raise ValueError(f"{owner}: {name} must be at least 1, got {value}")
+
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 _OWN_ERROR = re.compile(r"([A-Za-z_][\w.]*): ")
@@ -179,3 +181,91 @@ def _check_cuda(owner: str, device: Any) -> None:
     raise ValueError(
         f"{owner}: device must be one that PyTorch finds, got {device!r} without a CUDA device"
     )
+
+
+_C = TypeVar("_C", bound=type)
+# Former names, which go with the next release.
+_KEYWORDS = {
+    "codes": "fp8_data",
+    "out_transposed": "out_columnwise",
+    "transposed": "columnwise",
+}
+
+
+def _warn(former: str, name: str, stacklevel: int) -> None:
+    """Warns that ``former`` is now called ``name``, at ``stacklevel`` frames above the caller."""
+    text = f"{former} is now called {name}; the former name goes with the next release"
+    warnings.warn(text, DeprecationWarning, stacklevel=stacklevel + 1)
+
+
+def former_keywords(
+    function: Callable[..., Any], kwargs: dict[str, Any], owner: str
+) -> dict[str, Any] | None:
+    """Returns a failed call's keyword arguments with former names translated, or None.
+
+    None if none has a former name, or both names of one are given. Calls by present names thus pay
+    nothing.
+    """
+    taken = function.__annotations__
+    given = [name for name in kwargs if name in _KEYWORDS and name not in taken]
+    now = {name: _KEYWORDS[name] for name in given if _KEYWORDS[name] in taken}
+    if not now or any(name in kwargs for name in now.values()):
+        return None
+    for former, name in now.items():
+        _warn(f"{owner}: {former}", name, stacklevel=3)
+    return {now.get(name, name): value for name, value in kwargs.items()}
+
+
+def former_fields(**names: str) -> Callable[[_C], _C]:
+    """Returns a class decorator that adds warning properties for the former names of fields.
+
+    Args:
+        names: keyword arguments ``former="present"``, the two names of one field each.
+    """
+
+    def decorate(cls: _C) -> _C:
+        for former, name in names.items():
+            setattr(cls, former, property(_reader(f"{cls.__name__}.{former}", name)))
+        return cls
+
+    return decorate
+
+
+def _reader(former: str, name: str) -> Callable[[Any], Any]:
+    """Returns a property getter for the field ``name`` that warns of its former name."""
+
+    def read(self: Any) -> Any:
+        _warn(former, name, stacklevel=2)
+        return getattr(self, name)
+
+    return read
+
+
+def find_former_functions(module: str, names: dict[str, str]) -> Callable[[str], Any]:
+    """Returns a module's ``__getattr__`` that finds functions by their former names, and warns.
+
+    Args:
+        module: full name of the module.
+        names: present name of each function by its former name.
+    """
+
+    def get(former: str) -> Any:
+        name = names.get(former)
+        if name is None:
+            raise AttributeError(f"module {module!r} has no attribute {former!r}")
+        _warn(f"{module}.{former}", name, stacklevel=2)
+        return getattr(sys.modules[module], name)
+
+    return get
+
+
+def check_model(owner: str, model: Any) -> None:
+    """Raises TypeError if ``model``, an argument of ``owner``, is not a module."""
+    if isinstance(model, sys.modules["torch"].nn.Module):
+        return
+    got, todo = type(model).__name__, ""
+    if isinstance(model, type):
+        got, todo = f"the class {model.__name__}", f"; pass an instance, {model.__name__}(...)"
+    elif isinstance(model, dict):
+        todo = "; pass the model, not its state dict"
+    raise TypeError(f"{owner}: model must be a torch.nn.Module, got {got}{todo}")

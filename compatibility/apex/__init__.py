@@ -6,7 +6,7 @@ module, ``dir`` and ``hasattr`` compile nothing: an op is built by the first cal
 docs/apex.md lists the functions that are served and their differences from apex's.
 """
 
-from apex_te.runtime.lazy import attach
+from apex_te.runtime.imports import attach
 
 from ._finder import NAMES, install, install_from_environment, uninstall
 

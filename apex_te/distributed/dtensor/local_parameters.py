@@ -18,7 +18,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from ...comm.collectives import all_reduce, all_to_all_rows
-from ...ops.op_function import once_differentiable
+from ...ops.binding import once_differentiable
 
 
 class Exchange(NamedTuple):

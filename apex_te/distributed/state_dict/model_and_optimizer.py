@@ -16,8 +16,7 @@ from torch.distributed.checkpoint import state_dict as torch_state_dict
 from torch.distributed.checkpoint.state_dict import StateDictOptions
 from torch.distributed.tensor import DTensor
 
-from ...runtime.model_argument import check_model
-from ...runtime.named_arguments import named_arguments
+from ...runtime.named_arguments import check_model, named_arguments
 from .fp8_state import (
     parts_of_states,
     share_headers,

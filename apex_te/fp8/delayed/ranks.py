@@ -188,26 +188,23 @@ class AmaxGroup:
     Attributes:
         key: the ranks, ``"world"``, or ``"own"`` if amax values are not reduced; None if ``number``
             is known only from a loaded state.
+        reduces: True if amax values are reduced over ranks, False if each rank keeps its own.
         group: process group that the last region passed; None is the whole world.
         pending: number of regions since the last update.
         training: True if a pending region was entered with grad enabled: its backward may still
             come, and until then scales must not move.
     """
 
-    __slots__ = ("group", "inside", "key", "number", "pending", "training")
+    __slots__ = ("group", "inside", "key", "number", "pending", "reduces", "training")
 
     def __init__(self, number: int, pending: int) -> None:
         self.number = number
         self.key: tuple[int, ...] | str | None = None
+        self.reduces = True
         self.group: Any = None
         self.pending = pending
         self.training = False
         self.inside: set[int] = set()
-
-    @property
-    def reduces(self) -> bool:
-        """Returns True if amax values are reduced over ranks, False if each rank keeps its own."""
-        return self.key != "own"
 
     def fingerprint(self) -> int:
         """Returns a checksum of the ranks for saved states, equal in every process and job."""
@@ -276,7 +273,7 @@ class AmaxGroups:
             return last
         key = "own" if not recipe.reduce_amax else _key(group)
         found = self._keyed(key) or self._keyed(None) or self._add()
-        found.key = key
+        found.key, found.reduces = key, recipe.reduce_amax
         found.group = group if found.reduces else None
         self.current = found
         return found

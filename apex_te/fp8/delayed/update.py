@@ -22,16 +22,16 @@ import torch
 from ...comm.collectives import world_size
 from ...comm.groups import is_process_group
 from ...recipe import DelayedScaling
-from ..formats import formats_of
+from ..tensor import formats_of
 from .ranks import AmaxGroup, RankReduction, ScaleSync, SlotRange, amax_groups, intern, registry
-from .scale_formula import (
+from .state import (
+    TENSORS,
     UserUpdate,
     nonfinite_count,
     nonfinite_counts,
     prepared_update,
     update_scales,
 )
-from .state import TENSORS
 
 if TYPE_CHECKING:
     from ...ops.amax_scale_update import PreparedUpdate
@@ -207,7 +207,7 @@ class UpdatePlan:
     def __init__(self, amax_group: AmaxGroup, recipe: Recipe | None) -> None:
         """Groups the tensors of all states that are updated with ``amax_group``."""
         self.amax_group = amax_group
-        self.groups = ScaleGroups()
+        self.groups: dict[tuple, ScaleGroup] = {}
         self._staged: list[SlotRange] = []  # slots whose amaxes are reduced
         self._reduction: RankReduction | None = None
         self._first_steps: list[FirstSteps] = []  # whose first scales an update sets
@@ -237,16 +237,21 @@ class UpdatePlan:
             self._first_steps.append(state.first_steps)
         limits = formats_of(recipe.fp8_format, state.device)
         slots = zip(histories, scales, inverses, (limits.max_fwd, limits.max_bwd), strict=True)
-        self.groups.of(state.device, recipe).add(module, *slots)
+        _group_of(self.groups, state.device, recipe, True).add(module, *slots)
 
     def run(self) -> list[UpdateFailure]:
         """Reduces amax values over the ranks, then updates every slot; returns the failures."""
         amax_group, equalised = self.amax_group, False
         if amax_group.reduces and world_size(amax_group.group) > 1:
             equalised = self._reduce()
-        failures = self.groups.run(nonfinite=True)
+        failures = []
+        for scale_group in self.groups.values():
+            failure = scale_group.run()
+            if failure is not None:
+                failures.append(failure)
         for first_steps in self._first_steps:
-            first_steps.end()
+            if True in first_steps.due:
+                first_steps.end()
         if equalised or not self._noted:
             for sync, reduced in self._syncs:
                 sync.updated(amax_group, reduced, equalised)
@@ -275,34 +280,26 @@ def _device_of(group: Any) -> torch.device:
     return torch.device("cpu")
 
 
-class ScaleGroups(dict[tuple, "ScaleGroup"]):
-    """Dict of ``ScaleGroup`` by device and by the recipe fields on which an update depends."""
+def _group_of(
+    groups: dict[tuple, ScaleGroup], device: torch.device, recipe: DelayedScaling, counts: bool
+) -> ScaleGroup:
+    """Returns the entry of ``groups`` for states on ``device`` with ``recipe``, made if missing.
 
-    def of(self, device: torch.device, recipe: DelayedScaling) -> ScaleGroup:
-        """Returns the group for states on ``device`` with ``recipe``, made if missing."""
-        key: tuple = (device, recipe.margin, recipe.amax_compute_algo)
-        key += (recipe.scaling_factor_compute_algo,)
-        if recipe.uses_callables:
-            key += (recipe,)
-        group = self.get(key)
-        if group is None:
-            group = self[key] = ScaleGroup(recipe, nonfinite_count(device))
-        return group
-
-    def run(self, nonfinite: bool) -> list[UpdateFailure]:
-        """Updates all groups, and returns their failures."""
-        failures = []
-        for group in self.values():
-            failure = group.run(group.nonfinite if nonfinite else None)
-            if failure is not None:
-                failures.append(failure)
-        return failures
+    If it ``counts``, its updates add to ``nonfinite_count``.
+    """
+    key: tuple = (device, recipe.margin, recipe.amax_compute_algo)
+    key += (recipe.scaling_factor_compute_algo,)
+    if recipe.uses_callables:
+        key += (recipe,)
+    if key not in groups:
+        groups[key] = ScaleGroup(recipe, nonfinite_count(device) if counts else None)
+    return groups[key]
 
 
 class ScaleGroup:
     """Slots of states on one device that one call updates, because their recipes act equally."""
 
-    def __init__(self, recipe: DelayedScaling, nonfinite: torch.Tensor) -> None:
+    def __init__(self, recipe: DelayedScaling, nonfinite: torch.Tensor | None) -> None:
         self.recipe = recipe
         self.nonfinite = nonfinite
         self._uses_callables = recipe.uses_callables
@@ -314,7 +311,7 @@ class ScaleGroup:
         self._owners: list[tuple[weakref.ref[ModuleFP8], int]] = []
         # Indices of owners whose last update failed, which would fail again with nothing staged.
         self._suspects: set[int] = set()
-        self._prepared: dict[bool, PreparedUpdate] = {}  # by whether they count in ``nonfinite``
+        self._prepared: PreparedUpdate | None = None
 
     def add(
         self, module: ModuleFP8, *slots: tuple[torch.Tensor, torch.Tensor, torch.Tensor, float]
@@ -329,29 +326,28 @@ class ScaleGroup:
             self._suspects.add(len(self._owners))
         self._owners.append((weakref.ref(module), len(self.histories)))
 
-    def run(self, nonfinite: torch.Tensor | None) -> UpdateFailure | None:
+    def run(self) -> UpdateFailure | None:
         """Updates every slot; returns the failure, if any; failed states keep their scales."""
-        prepared = self._prepared.get(nonfinite is None)
-        if prepared is not None and not self._suspects and not torch.compiler.is_compiling():
-            try:
-                prepared.run()
-            except Exception as error:
-                return self._failure(range(len(self._owners)), error)
-            return None
         if self._uses_callables:
-            return self._run_each(nonfinite)
+            return self._run_each()
         everyone = range(len(self._owners))
         if self._suspects and not any(map(self._has_staged, everyone)):
             return None
+        slots = self.histories, self.scales, self.scale_invs, self.fp8_max
         try:
-            self._update(nonfinite)
+            if torch.compiler.is_compiling():
+                update_scales(*slots, self.recipe, self.nonfinite)
+            else:
+                if self._prepared is None:
+                    self._prepared = prepared_update(*slots, self.recipe, self.nonfinite)
+                self._prepared.run()
         except Exception as error:
             return self._failure(everyone, error)
         if self._suspects:
             self._succeeded(everyone)
         return None
 
-    def _run_each(self, nonfinite: torch.Tensor | None) -> UpdateFailure | None:
+    def _run_each(self) -> UpdateFailure | None:
         """Updates state by state with a user's functions, each state as a whole or not at all."""
         failed: list[int] = []
         cause: Exception | None = None
@@ -372,7 +368,7 @@ class ScaleGroup:
                     cause = cause or error
                 else:
                     for update in updates:
-                        update.commit(nonfinite)
+                        update.commit(self.nonfinite)
                     self._succeeded((index,))
         return None if cause is None else self._failure(failed, cause)
 
@@ -412,16 +408,6 @@ class ScaleGroup:
         at = f"{where.filename}:{where.lineno}"
         return UpdateFailure(self.recipe, modules, syncs, cause, at)
 
-    def _update(self, nonfinite: torch.Tensor | None) -> None:
-        """Updates every slot by the op, in one call; ``nonfinite`` is as in ``run``."""
-        lists = self.histories, self.scales, self.scale_invs
-        if torch.compiler.is_compiling():
-            update_scales(*lists, self.fp8_max, self.recipe, nonfinite)
-            return
-        prepared = prepared_update(*lists, self.fp8_max, self.recipe, nonfinite)
-        prepared.run()
-        self._prepared[nonfinite is None] = prepared
-
 
 def preview_scales(recipe: Recipe) -> bool:
     """Computes the scales that pending updates will give into each ``pending_scale_fwd``.
@@ -449,7 +435,7 @@ class PendingScales:
 
     def __init__(self, modules: Sequence[ModuleFP8], recipe: Recipe) -> None:
         """Groups the tensors of ``modules``."""
-        self.groups = ScaleGroups()
+        self.groups: dict[tuple, ScaleGroup] = {}
         # Copies to work on, and what is made of them, by device: targets and sources.
         self._copied: dict[torch.device, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
         self._results: dict[torch.device, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
@@ -477,7 +463,7 @@ class PendingScales:
         targets += [history, inverse]
         sources += [state.amax_history_fwd, state.scale_inv_fwd]
         limits = formats_of(chosen.fp8_format, state.device)
-        group = self.groups.of(state.device, chosen)
+        group = _group_of(self.groups, state.device, chosen, False)
         group.add(module, (history, scale, inverse, limits.max_fwd))
         self._local.append(amax_group)
 
@@ -487,7 +473,8 @@ class PendingScales:
             return False
         for targets, sources in self._copied.values():
             torch._foreach_copy_(targets, sources)
-        self.groups.run(nonfinite=False)  # what fails here keeps its scale, and fails again
+        for scale_group in self.groups.values():
+            scale_group.run()  # what fails here keeps its scale, and fails again
         # Written once, with the same bits where nothing was staged since: another thread may be
         # evaluating.
         for targets, sources in self._results.values():

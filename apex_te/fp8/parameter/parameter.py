@@ -10,7 +10,7 @@ import torch
 
 from ...comm.collectives import max_over_ranks
 from ...ops import multi_tensor
-from ...ops.op_function import OpFunction
+from ...ops.binding import OpFunction
 from ...recipe import Recipe, chosen_recipe, pack_recipe, unpack_recipe
 from ..scheme import GemmQuantizers
 from ..scheme.base import Layout, layout_of, stored_recipe

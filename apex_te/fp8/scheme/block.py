@@ -22,7 +22,7 @@ from ...ops.grouped_quantize import (
     block_quantize_groups,
     block_quantize_matrices,
 )
-from ...runtime.gpu_arch import nvidia_capability
+from ...runtime.device import nvidia_capability
 from ..tensor import QuantizedTensor
 from .base import (
     BlockOptions,

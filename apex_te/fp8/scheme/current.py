@@ -13,8 +13,7 @@ from ...ops.current_scale import current_scale, scale_of, tensor_amax
 from ...ops.fp8_output import FP8_DTYPES
 from ...ops.grouped_quantize import scales_of
 from ...ops.qkv_cast import qkv_cast_weight
-from ..formats import formats_of
-from ..tensor import QuantizedTensor
+from ..tensor import QuantizedTensor, formats_of
 from .base import (
     FusedCast,
     GroupMatrices,

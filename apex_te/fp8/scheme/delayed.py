@@ -21,8 +21,7 @@ from ...ops.grouped_quantize import (
 )
 from ...ops.qkv_cast import qkv_cast_weight
 from ...recipe import CurrentScaling, DelayedScaling
-from ..formats import formats_of
-from ..tensor import QuantizedTensor
+from ..tensor import QuantizedTensor, formats_of
 from .base import (
     FusedCast,
     GemmQuantizers,

@@ -10,7 +10,7 @@ import torch
 
 from ...ops import emulated_gemm, fp8_gemm, grouped_gemm
 from ...ops.dense_gemm import has_dense_fp8
-from ...runtime.gpu_arch import has_fp8_products
+from ...runtime.device import has_fp8_products
 from ..tensor import QuantizedTensor
 
 if TYPE_CHECKING:
@@ -82,14 +82,10 @@ class GemmBackend:
             out: tensor ``[rows, out]`` to write to, or None for a new one.
             c: tensor ``[rows, out]`` of ``out_dtype`` to add, or None; requires ``adds``.
         """
-        if c is not None:
-            return self.multiply(
-                FPROP, x.rowwise, weight.rowwise, x.rowwise_scale_inv, weight.rowwise_scale_inv,
-                out=out, out_dtype=out_dtype, bias=bias, c=c,
-            )  # fmt: skip
+        options = {} if c is None else {"c": c}  # which not every scheme takes
         return self.multiply(
             FPROP, x.rowwise, weight.rowwise, x.rowwise_scale_inv, weight.rowwise_scale_inv,
-            out=out, out_dtype=out_dtype, bias=bias,
+            out=out, out_dtype=out_dtype, bias=bias, **options,
         )  # fmt: skip
 
     def dgrad(
@@ -107,14 +103,10 @@ class GemmBackend:
             out: tensor ``[rows, in]`` to write to, or None for a new one.
             c: tensor ``[rows, in]`` of ``out_dtype`` to add, or None; requires ``adds``.
         """
-        if c is not None:
-            return self.multiply(
-                DGRAD, dy.rowwise, weight.columnwise, dy.rowwise_scale_inv,
-                weight.columnwise_scale_inv, out=out, out_dtype=out_dtype, c=c,
-            )  # fmt: skip
+        options = {} if c is None else {"c": c}
         return self.multiply(
             DGRAD, dy.rowwise, weight.columnwise, dy.rowwise_scale_inv, weight.columnwise_scale_inv,
-            out=out, out_dtype=out_dtype,
+            out=out, out_dtype=out_dtype, **options,
         )  # fmt: skip
 
     def wgrad(

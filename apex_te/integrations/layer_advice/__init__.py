@@ -12,8 +12,7 @@ from torch import nn
 
 from ...fp8.delayed.update import preserved_fp8_state
 from ...recipe import Recipe, chosen_recipe
-from ...runtime.model_argument import check_model
-from ...runtime.named_arguments import named_arguments
+from ...runtime.named_arguments import check_model, named_arguments
 from .._selection import Selection
 from ..experts import StackedExperts
 from ..from_torch import feature_sizes, is_replaceable, reason_to_keep

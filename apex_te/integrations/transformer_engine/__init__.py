@@ -6,7 +6,7 @@ install-alias`` the module ``transformer_engine`` is this one (docs/transformer_
 
 from typing import TYPE_CHECKING
 
-from ...runtime.lazy import attach
+from ...runtime.imports import attach
 from ..te_alias import AliasError, claimed_version, install, uninstall
 
 if TYPE_CHECKING:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from ...comm.collectives import world_size
-from ...module._core.composite import CompositeModule
+from ...module._core.parallel import CompositeModule
 
 __all__ = ["ContextParallelArguments"]
 

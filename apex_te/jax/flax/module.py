@@ -15,7 +15,7 @@ from flax.linen import partitioning
 from jax.sharding import PartitionSpec
 
 from ...recipe import DelayedScaling
-from ...runtime.counts import check_count
+from ...runtime.named_arguments import check_count
 from .. import _partition, fp8_state
 from ..boxes import unbox
 from ..dense import dense

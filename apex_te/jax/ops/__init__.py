@@ -4,6 +4,6 @@ What PyTorch's functions allocate or update in place is returned. All work insid
 whose docstring says so are differentiable once, in reverse mode.
 """
 
-from ...runtime.lazy import attach_submodules as _attach
+from ...runtime.imports import attach_submodules as _attach
 
 __getattr__, __dir__ = _attach(__name__)

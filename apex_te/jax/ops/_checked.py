@@ -13,7 +13,7 @@ _F = TypeVar("_F", bound=Callable[..., Any])
 
 
 def checked(function: _F) -> _F:
-    """Decorates a public function of an op as ``apex_te.ops.argument_errors.checked`` does."""
+    """Decorates a public function of an op as ``apex_te.ops.binding.checked`` does."""
     owner = op_function_name(function)
     parameters = inspect.signature(function).parameters
     floats = {each for each, p in parameters.items() if p.annotation == "float"}

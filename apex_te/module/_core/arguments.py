@@ -1,4 +1,4 @@
-"""Checks of the modules' arguments, and errors of their calls that name them."""
+"""Checks of the modules' arguments, errors that name them, and first values of parameters."""
 
 from __future__ import annotations
 
@@ -10,9 +10,8 @@ import torch
 
 from ...fp8 import model_init
 from ...fp8.parameter.parameter import FP8Parameter
-from ...ops.argument_errors import check_dense
-from ...runtime.counts import check_count
-from ...runtime.named_arguments import argument_names, nearest, renamed
+from ...ops.binding import check_dense
+from ...runtime.named_arguments import argument_names, check_count, nearest, renamed
 from ...runtime.tracing import is_traced
 
 
@@ -324,3 +323,27 @@ def _is_about(error: Exception, x: Any) -> bool:
     if not isinstance(x, torch.Tensor):
         return False
     return str(error).endswith((f"got {list(x.shape)}", f"got {x.dtype}"))
+
+
+def initialize(module: torch.nn.Module) -> None:
+    """Gives a new module's parameters their first values, unless they are on the meta device."""
+    if not _is_on_meta(module):
+        module.reset_parameters()  # type: ignore[operator]
+
+
+def materialize(module: torch.nn.Module) -> None:
+    """Moves a module's own parameters, not its children's, from the meta device to a real one.
+
+    They get uninitialized memory on the default device, or on a GPU, if any, if that is the CPU.
+    """
+    if not _is_on_meta(module):
+        return
+    device = torch.get_default_device()
+    if device.type == "cpu" and torch.cuda.is_available():
+        device = torch.device("cuda", torch.cuda.current_device())
+    if device.type != "meta":
+        module.to_empty(device=device, recurse=False)
+
+
+def _is_on_meta(module: torch.nn.Module) -> bool:
+    return any(p is not None and p.is_meta for p in module._parameters.values())

@@ -12,7 +12,7 @@ from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 
 from ...fp8.autocast import Region, graph_task_id, local
-from ...fp8.delayed.compiled_region import follow_traced_region
+from ...fp8.delayed.compiled import follow_traced_region
 from ...fp8.delayed.ranks import intern
 from ...fp8.delayed.serialize import NAMES, read_state, save_state
 from ...fp8.delayed.state import FP8State
@@ -22,10 +22,9 @@ from ...fp8.tensor import QuantizedTensor
 from ...runtime.stamp import stamp
 from ...runtime.tracing import is_transformed, refuse_state
 from .arguments import autocast_dtype, shown_name
-from .context import is_autocast
 from .gemm import FP8Call, GemmOptions, as_matrix
-from .linear_function import HighPrecisionLinearFunction
-from .programs import Programs, programs_of
+from .plain_functions import HighPrecisionLinearFunction
+from .programs import Programs, is_autocast, programs_of
 from .weight_cache import CapturedWeights, WeightCache
 
 if TYPE_CHECKING:

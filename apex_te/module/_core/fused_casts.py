@@ -148,6 +148,23 @@ class BaseFusedCast:
         raise NotImplementedError
 
 
+class NormOptions(NamedTuple):
+    """Options of the norm before a linear layer or an MLP.
+
+    Attributes:
+        eps: added to the variance (RMSNorm: to the mean square).
+        zero_centered_gamma: gamma is ``1 + weight``.
+        return_norm: also return the norm's output in bf16 or fp32.
+        return_residual: also return the norm's input: the input, or its sum with a residual.
+    """
+
+    is_rms: bool
+    eps: float
+    zero_centered_gamma: bool
+    return_norm: bool
+    return_residual: bool
+
+
 class NormForward(BaseFusedCast):
     """LayerNorm or RMSNorm of ``x`` ``[rows, cols]``, or of ``x + residual``, as a fused cast.
 

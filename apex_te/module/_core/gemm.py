@@ -72,9 +72,36 @@ class FP8Call(NamedTuple):
     programs: Programs | None = None
     keep_columnwise: bool = False
 
+    def gemm(
+        self,
+        index: int,
+        weight: torch.Tensor,
+        need_input: bool,
+        need_weight: bool,
+        keep_columnwise: bool = False,
+    ) -> GemmCall:
+        """Returns the call of one GEMM; ``keep_columnwise`` requires its ``cast_weight``."""
+        assert self.quantizers is not None
+        quantizers, options = self.quantizers[index], self.options[index]
+        in_place = options.accumulate is not None or options.wgrad_store is not None
+        # main_grad is an attribute of this very parameter, which a saved copy could lose.
+        parameter = weight if in_place and need_weight else None
+        parallel, shared, gathers = options.parallel, None, False
+        if parallel is not None and parallel.gathers_input:
+            shared, gathers = quantizers.input.shared(parallel.group), True
+        saves = options.save_original or quantizers.high_precision_wgrad
+        saves = need_weight and (saves or (gathers and shared is None))
+        # A weight that is held in FP8 is not cast.
+        kept = keep_columnwise and need_input and type(weight) is not FP8Parameter
+        return GemmCall(
+            quantizers, need_input, need_weight, weight.dtype, options, parameter,
+            self.cached[index] is not None or kept, shared, gathers, saves,
+            need_weight and not saves and not gathers,
+        )  # fmt: skip
 
-class GemmPlan(NamedTuple):
-    """Everything that the backward of one GEMM needs besides tensors.
+
+class GemmCall(NamedTuple):
+    """One GEMM of a call: its casts, its three products, and what backward needs besides tensors.
 
     Attributes:
         weight_dtype: dtype of the weight gradient that autograd gets.
@@ -100,130 +127,293 @@ class GemmPlan(NamedTuple):
     saves_values: bool
     keeps_input: bool
 
+    def cast_input(
+        self, source: torch.Tensor | FusedCast
+    ) -> tuple[Operand, QuantizedTensor | None]:
+        """Quantizes this rank's rows ``[rows, in]`` of the input, a tensor or an op.
+
+        Returns ``(operand, local)``: all ranks' rows for fprop, and this rank's rows for ``saved``.
+        They are one object if no rows are gathered; ``local`` is None if bf16 or fp32 rows are
+        gathered.
+        """
+        parallel = self.options.parallel
+        if parallel is not None and parallel.gathers_input:
+            quantized, local = parallel.gathered_input(
+                self.quantizers.input, self.shared_input, source
+            )
+            return quantized, local
+        if isinstance(source, torch.Tensor):
+            quantized = self.quantizers.input.quantize(source, True, self.keeps_input)[0]
+        else:
+            quantized = self.quantizers.input.produce(source, True, self.keeps_input)
+        return quantized, quantized
+
+    def cast_weight(
+        self,
+        weight: torch.Tensor,
+        cached: QuantizedTensor | None,
+        heads: HeadLayout | None = None,
+    ) -> tuple[QuantizedTensor | None, bool]:
+        """Returns ``(operand, is_sorted)``: the FP8 copies of a weight ``[out, in]`` for fprop.
+
+        ``operand`` is None if ``multiply`` is to cast the weight. With ``weight_cached`` it is
+        never None, and has the columnwise copy, with heads in the order of ``weight``. If
+        ``is_sorted``, the rowwise copy has all queries, then all keys, then all values.
+        """
+        quantizers = self.quantizers
+        if heads is None or not heads.needs_sorting:
+            if cached is None and self.weight_cached:
+                values = dequantized(weight).contiguous()
+                cached = quantizers.weight.quantize(values, True, True)[0]
+            return cached, False
+        order = (heads.repeats, heads.groups)
+        if cached is None and type(weight) is FP8Parameter:
+            cached = fp8_operands(weight, quantizers, False)
+        if cached is None:
+            values = dequantized(weight).contiguous()
+            return quantizers.weight.quantize_heads(values, *order, self.weight_cached)
+        by_kind = quantizers.weight.sort_heads(cached, *order)
+        return (cached, False) if by_kind is None else (by_kind, True)
+
+    def fprop(
+        self,
+        x: Operand,
+        weight: torch.Tensor,
+        cached: QuantizedTensor | None,
+        bias: torch.Tensor | None,
+        dtype: torch.dtype,
+        shape: tuple[int, ...],
+        c: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Computes the layer's output ``[..., out]`` with its tensor-parallel collective.
+
+        The output is not a view, because autograd refuses in-place changes of a view made in a
+        Function. ``shape`` is that of this rank's input; ``c`` ``[rows, out]`` requires
+        ``adds_in_product``.
+        """
+        quantizers, parallel, features = self.quantizers, self.options.parallel, weight.shape[0]
+        if parallel is None:
+            if len(shape) == 2:
+                return multiply(quantizers, x, weight, cached, bias, dtype, None, c)
+            out_shape = (*shape[:-1], features)
+        else:
+            out_shape = parallel.output_shape(shape, features)
+        is_whole = parallel is None or parallel.column
+        if is_whole and _computes_more_rows(quantizers.backend, x):
+            # The GEMM makes room for them; resizing keeps it and makes no view.
+            return multiply(quantizers, x, weight, cached, bias, dtype, None, c).resize_(out_shape)
+        out = torch.empty(out_shape, dtype=dtype, device=weight.device)
+        if is_whole:
+            multiply(quantizers, x, weight, cached, bias, dtype, _flat(out), c)
+            return out
+        assert parallel is not None
+        assert isinstance(x, QuantizedTensor)
+        assert x.rowwise is not None
+        if cached is None:
+            cached = quantized_weight(quantizers, quantizers.weight, weight, False)
+
+        product = _product_of_rows(quantizers.backend, FPROP, x, cached, dtype)
+        out = parallel.reduced_output(product, x.rowwise.shape[0], out, has_one_scale(x))
+        return plus_bias(out, bias)
+
+    def saved(
+        self,
+        x: torch.Tensor | None,
+        part: QuantizedTensor | None,
+        weight: torch.Tensor,
+        cached: QuantizedTensor | None,
+    ) -> tuple[torch.Tensor | None, ...]:
+        """Returns ``(input, input_scale, weight, weight_scale)`` for backward; None if not needed.
+
+        ``input`` is the columnwise FP8 data ``[in, rows]``; or this rank's rowwise data
+        ``[rows, in]`` if rows are gathered; or ``x``, with the scale of backward's cast, if any.
+        ``weight`` is the columnwise data ``[in, out]``, or the weight itself, without a scale, for
+        backward to cast again.
+        """
+        saved_x = saved_w = x_scale = w_scale = None
+        if self.need_weight:
+            if self.saves_values:
+                saved_x = x
+                if not self.quantizers.high_precision_wgrad:
+                    x_scale = self.quantizers.input.snapshot()
+            elif self.gathers_input:
+                assert part is not None
+                saved_x, x_scale = part.rowwise, part.rowwise_scale_inv
+            else:
+                assert part is not None
+                saved_x, x_scale = part.columnwise, part.columnwise_scale_inv
+        if self.need_input:
+            if self.weight_cached:
+                assert cached is not None
+                saved_w, w_scale = cached.columnwise, cached.columnwise_scale_inv
+            else:
+                saved_w = weight
+        return saved_x, x_scale, saved_w, w_scale
+
+    def start_gather(self, saved: tuple) -> Pending | None:
+        """Begins to gather the saved input's rows for wgrad; None if there is nothing to gather."""
+        if not self.need_weight or not self.gathers_input:
+            return None
+        assert self.options.parallel is not None
+        # A gather that is read much later would keep others from the peers' memory.
+        gather = self.options.parallel.gathered_rows
+        return gather(saved[0], late=self.options.wgrad_store is not None)
+
+    def cast_gradient(
+        self, dy: torch.Tensor | FusedCast, bias_dtype: torch.dtype | None
+    ) -> tuple[Any, torch.Tensor | None, Any]:
+        """Quantizes the gradient ``[rows, out]`` of the output, and sums its columns for the bias.
+
+        Returns ``(quantized, grad_bias, dy)``, each None if not needed; ``dy`` is also None if the
+        op wrote only FP8. ``dy`` has all ranks' rows if rows are split and wgrad runs in bf16 or
+        fp32.
+        """
+        quantizers, parallel = self.quantizers, self.options.parallel
+        fp8_wgrad = self.need_weight and not quantizers.high_precision_wgrad
+        need_bias = bias_dtype is not None
+        quantized: Any = None
+        grad_bias: torch.Tensor | None = None
+        gathers = parallel is not None and parallel.gathers_gradient
+        if not isinstance(dy, torch.Tensor):
+            if not gathers and (fp8_wgrad or (self.need_input and not self.need_weight)):
+                dy.with_dbias = need_bias
+                quantized = quantizers.grad_output.produce(dy, self.need_input, fp8_wgrad)
+                return quantized, cast_to(dy.dbias, bias_dtype), None
+            dy = dy.plain()
+        if parallel is not None and parallel.gathers_gradient:
+            if self.need_weight and not fp8_wgrad:
+                grad_bias = dy.sum(0) if need_bias else None
+                dy = parallel.gathered_rows(dy).wait()
+                if self.need_input:
+                    quantized = quantizers.grad_output.quantize(dy, True, False)[0]
+            elif self.need_input or fp8_wgrad:
+                quantized, grad_bias = parallel.quantized_gradient(
+                    quantizers, dy, self.need_input, fp8_wgrad, need_bias
+                )
+            elif need_bias:
+                grad_bias = dy.sum(0)
+        elif self.need_input or fp8_wgrad:
+            quantized, grad_bias = quantizers.grad_output.quantize(
+                dy, self.need_input, fp8_wgrad, need_bias
+            )
+        elif need_bias:
+            grad_bias = dy.sum(0)
+        return quantized, cast_to(grad_bias, bias_dtype), dy
+
+    def dgrad(
+        self,
+        saved: tuple,
+        dy: Operand,
+        out_dtype: torch.dtype,
+        out: torch.Tensor | None = None,
+        c: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Computes ``dy @ weight + c`` [rows, in] of this rank, without a reduction over ranks.
+
+        Frees the rowwise copy of ``dy``; wgrad may then reuse its memory. ``c`` has ``out_dtype``,
+        and requires that the backend ``adds`` and that rows are not gathered.
+        """
+        weight, backend = self.recast_weight(saved), self.quantizers.backend
+        if isinstance(dy, QuantizedTensor):
+            grad = backend.dgrad(dy, weight, out_dtype, out, c)
+            dy.rowwise = None
+            return grad
+        assert weight.columnwise is not None
+        if out is None:
+            cols, device = weight.columnwise.shape[0], weight.columnwise.device
+            out = torch.empty(dy.rows, cols, dtype=out_dtype, device=device)
+        return dy.multiplied(backend.bound(DGRAD, weight, out_dtype), out)
+
+    def reduced_dgrad(
+        self, saved: tuple, dy: Operand, out_dtype: torch.dtype
+    ) -> tuple[torch.Tensor | None, Pending | None]:
+        """Computes the input's gradient ``[rows, in]``, and begins to sum it over ranks if needed.
+
+        Returns ``(gradient, None)`` if no sum is needed, else ``(None, pending)``.
+        """
+        parallel = self.options.parallel
+        if parallel is None or not parallel.column:
+            return self.dgrad(saved, dy, out_dtype), None
+        assert isinstance(dy, QuantizedTensor)
+        assert dy.rowwise is not None
+        weight, backend = self.recast_weight(saved), self.quantizers.backend
+        assert weight.columnwise is not None
+
+        product = _product_of_rows(backend, DGRAD, dy, weight, out_dtype)
+        rows, cols = dy.rowwise.shape[0], weight.columnwise.shape[0]
+        like = torch.empty(0, cols, dtype=out_dtype, device=dy.rowwise.device)
+        pending = parallel.start_input_gradient(product, rows, like, has_one_scale(dy))
+        dy.rowwise = None
+        return None, pending
+
+    def recast_weight(self, saved: tuple) -> QuantizedTensor:
+        """Returns the weight's columnwise copy: the saved copy, or a cast of the saved weight."""
+        _, _, w, w_scale = saved
+        quantizers = self.quantizers
+        if self.weight_cached:
+            return QuantizedTensor(None, None, w, w_scale, quantizers.weight.dtype)
+        return quantized_weight(quantizers, quantizers.weight_recast, w, True)
+
+    def wgrad(
+        self,
+        saved: tuple,
+        dy: torch.Tensor | None,
+        quantized: Operand | None,
+        gathered: Pending | None = None,
+    ) -> torch.Tensor | None:
+        """Computes ``dy.T @ x`` [out, in] now, or passes the computation to ``wgrad_store``.
+
+        Reads ``dy`` if wgrad runs in bf16 or fp32, else ``quantized``. Returns None or
+        ``dummy_gradient`` if the gradient went into ``main_grad`` or is delayed.
+        """
+        operand = quantized.arrived(False) if isinstance(quantized, GatheredRows) else quantized
+        if self.parameter is not None and not is_wanted(self.parameter):
+            if gathered is not None:
+                gathered.borrow()
+                gathered.release()
+            return None
+
+        def compute() -> torch.Tensor | None:
+            if gathered is None:
+                return self._wgrad_of_rows(saved[0], saved[1], dy, operand, False)
+            grad = self._wgrad_of_rows(gathered.borrow(), saved[1], dy, operand, True)
+            gathered.release()
+            return grad
+
+        return _now_or_later(self.parameter, self.options, compute)
+
+    def _wgrad_of_rows(
+        self,
+        x: torch.Tensor,
+        x_scale: torch.Tensor | None,
+        dy: torch.Tensor | None,
+        quantized: QuantizedTensor | None,
+        rowwise: bool,
+    ) -> torch.Tensor | None:
+        """Computes the weight gradient from the saved input, with the rows of all ranks."""
+        quantizers, options = self.quantizers, self.options
+        if quantizers.high_precision_wgrad:
+            return _plain_wgrad(dy, x, self.parameter, self.weight_dtype, options)
+        assert quantized is not None
+        if self.saves_values:
+            inp = quantizers.input.requantize(x, x_scale)
+        else:
+            columnwise = x
+            if rowwise:
+                columnwise = byte_transpose(x, pad_columnwise=quantizers.input.pad_columnwise)
+            inp = QuantizedTensor(None, None, columnwise, x_scale, quantizers.input.dtype)
+        if options.accumulate is None:
+            return quantizers.backend.wgrad(quantized, inp, self.weight_dtype)
+        main_grad, accumulate = main_grad_of(self.parameter, options)
+        quantizers.backend.wgrad(quantized, inp, main_grad.dtype, main_grad, accumulate)
+        return dummy_gradient(self.parameter)
+
 
 def as_matrix(x: torch.Tensor) -> torch.Tensor:
     """Returns ``x`` [..., n] as a contiguous matrix [rows, n]; 0 rows are allowed."""
     if x.dim() != 2:
         x = x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
     return x.contiguous()
-
-
-def gemm_plan(
-    call: FP8Call,
-    gemm: int,
-    weight: torch.Tensor,
-    need_input: bool,
-    need_weight: bool,
-    keep_columnwise: bool = False,
-) -> GemmPlan:
-    """Returns the plan of one GEMM of a call; ``keep_columnwise`` requires ``weight_operand``."""
-    assert call.quantizers is not None
-    quantizers, options = call.quantizers[gemm], call.options[gemm]
-    in_place = options.accumulate is not None or options.wgrad_store is not None
-    # main_grad is an attribute of this very parameter, which a saved copy could lose.
-    parameter = weight if in_place and need_weight else None
-    parallel, shared, gathers = options.parallel, None, False
-    if parallel is not None and parallel.gathers_input:
-        shared, gathers = quantizers.input.shared(parallel.group), True
-    saves = options.save_original or quantizers.high_precision_wgrad
-    saves = need_weight and (saves or (gathers and shared is None))
-    # A weight that is held in FP8 is not cast.
-    kept = keep_columnwise and need_input and type(weight) is not FP8Parameter
-    return GemmPlan(
-        quantizers, need_input, need_weight, weight.dtype, options, parameter,
-        call.cached[gemm] is not None or kept, shared, gathers, saves,
-        need_weight and not saves and not gathers,
-    )  # fmt: skip
-
-
-def weight_operand(
-    plan: GemmPlan,
-    weight: torch.Tensor,
-    cached: QuantizedTensor | None,
-    heads: HeadLayout | None = None,
-) -> tuple[QuantizedTensor | None, bool]:
-    """Returns ``(operand, is_sorted)``: the FP8 copies of a weight ``[out, in]`` for fprop.
-
-    ``operand`` is None if ``multiply`` is to cast the weight. With ``plan.weight_cached`` it is
-    never None, and has the columnwise copy, with heads in the order of ``weight``. If
-    ``is_sorted``, the rowwise copy has all queries, then all keys, then all values.
-    """
-    quantizers = plan.quantizers
-    if heads is None or not heads.needs_sorting:
-        if cached is None and plan.weight_cached:
-            values = dequantized(weight).contiguous()
-            cached = quantizers.weight.quantize(values, True, True)[0]
-        return cached, False
-    order = (heads.repeats, heads.groups)
-    if cached is None and type(weight) is FP8Parameter:
-        cached = fp8_operands(weight, quantizers, False)
-    if cached is None:
-        values = dequantized(weight).contiguous()
-        return quantizers.weight.quantize_heads(values, *order, plan.weight_cached)
-    by_kind = quantizers.weight.sort_heads(cached, *order)
-    return (cached, False) if by_kind is None else (by_kind, True)
-
-
-def quantized_input(
-    plan: GemmPlan, source: torch.Tensor | FusedCast
-) -> tuple[Operand, QuantizedTensor | None]:
-    """Quantizes this rank's rows ``[rows, in]`` of a GEMM's input, a tensor or an op.
-
-    Returns ``(operand, local)``: all ranks' rows for fprop, and this rank's rows for ``saved_by``.
-    They are one object if no rows are gathered; ``local`` is None if bf16 or fp32 rows are
-    gathered.
-    """
-    parallel = plan.options.parallel
-    if parallel is not None and parallel.gathers_input:
-        quantized, local = parallel.gathered_input(plan.quantizers.input, plan.shared_input, source)
-        return quantized, local
-    if isinstance(source, torch.Tensor):
-        quantized = plan.quantizers.input.quantize(source, True, plan.keeps_input)[0]
-    else:
-        quantized = plan.quantizers.input.produce(source, True, plan.keeps_input)
-    return quantized, quantized
-
-
-def shaped_product(
-    plan: GemmPlan,
-    x: Operand,
-    weight: torch.Tensor,
-    cached: QuantizedTensor | None,
-    bias: torch.Tensor | None,
-    dtype: torch.dtype,
-    shape: tuple[int, ...],
-    c: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """Computes the layer's output ``[..., out]`` with its tensor-parallel collective.
-
-    The output is not a view, because autograd refuses in-place changes of a view made in a
-    Function. ``shape`` is that of this rank's input; ``c`` ``[rows, out]`` requires
-    ``adds_in_product``.
-    """
-    quantizers, parallel, features = plan.quantizers, plan.options.parallel, weight.shape[0]
-    if parallel is None:
-        if len(shape) == 2:
-            return multiply(quantizers, x, weight, cached, bias, dtype, None, c)
-        out_shape = (*shape[:-1], features)
-    else:
-        out_shape = parallel.output_shape(shape, features)
-    is_whole = parallel is None or parallel.column
-    if is_whole and _computes_more_rows(quantizers.backend, x):
-        # The GEMM makes room for them; resizing keeps it and makes no view.
-        return multiply(quantizers, x, weight, cached, bias, dtype, None, c).resize_(out_shape)
-    out = torch.empty(out_shape, dtype=dtype, device=weight.device)
-    if is_whole:
-        multiply(quantizers, x, weight, cached, bias, dtype, _flat(out), c)
-        return out
-    assert parallel is not None
-    assert isinstance(x, QuantizedTensor)
-    assert x.rowwise is not None
-    if cached is None:
-        cached = quantized_weight(quantizers, quantizers.weight, weight, False)
-
-    product = _product_of_rows(quantizers.backend, FPROP, x, cached, dtype)
-    out = parallel.reduced_output(product, x.rowwise.shape[0], out, has_one_scale(x))
-    return plus_bias(out, bias)
 
 
 def _computes_more_rows(backend: GemmBackend, x: Operand) -> bool:
@@ -294,108 +484,6 @@ def quantized_weight(
     return quantizer.quantize(weight, not columnwise, columnwise)[0]
 
 
-def saved_by(
-    plan: GemmPlan,
-    x: torch.Tensor | None,
-    part: QuantizedTensor | None,
-    weight: torch.Tensor,
-    cached: QuantizedTensor | None,
-) -> tuple[torch.Tensor | None, ...]:
-    """Returns ``(input, input_scale, weight, weight_scale)`` for backward, each None if not needed.
-
-    ``input`` is the columnwise FP8 data ``[in, rows]``; or this rank's rowwise data ``[rows, in]``
-    if rows are gathered; or ``x``, with the scale of backward's cast, if any. ``weight`` is the
-    columnwise data ``[in, out]``, or the weight itself, without a scale, for backward to cast
-    again.
-    """
-    saved_x = saved_w = x_scale = w_scale = None
-    if plan.need_weight:
-        if plan.saves_values:
-            saved_x = x
-            if not plan.quantizers.high_precision_wgrad:
-                x_scale = plan.quantizers.input.snapshot()
-        elif plan.gathers_input:
-            assert part is not None
-            saved_x, x_scale = part.rowwise, part.rowwise_scale_inv
-        else:
-            assert part is not None
-            saved_x, x_scale = part.columnwise, part.columnwise_scale_inv
-    if plan.need_input:
-        if plan.weight_cached:
-            assert cached is not None
-            saved_w, w_scale = cached.columnwise, cached.columnwise_scale_inv
-        else:
-            saved_w = weight
-    return saved_x, x_scale, saved_w, w_scale
-
-
-def start_saved_input(plan: GemmPlan, saved: tuple) -> Pending | None:
-    """Begins to gather the saved input's rows for wgrad; None if there is nothing to gather."""
-    if not plan.need_weight or not plan.gathers_input:
-        return None
-    assert plan.options.parallel is not None
-    # A gather that is read much later would keep others from the peers' memory.
-    gather = plan.options.parallel.gathered_rows
-    return gather(saved[0], late=plan.options.wgrad_store is not None)
-
-
-def input_gradient(
-    plan: GemmPlan,
-    saved: tuple,
-    dy: Operand,
-    out_dtype: torch.dtype,
-    out: torch.Tensor | None = None,
-    c: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """Computes ``dy @ weight + c`` [rows, in] of this rank, without a reduction over ranks.
-
-    Frees the rowwise copy of ``dy``; wgrad may then reuse its memory. ``c`` has ``out_dtype``, and
-    requires that the backend ``adds`` and that rows are not gathered.
-    """
-    weight, backend = weight_recast(plan, saved), plan.quantizers.backend
-    if isinstance(dy, QuantizedTensor):
-        grad = backend.dgrad(dy, weight, out_dtype, out, c)
-        dy.rowwise = None
-        return grad
-    assert weight.columnwise is not None
-    if out is None:
-        cols, device = weight.columnwise.shape[0], weight.columnwise.device
-        out = torch.empty(dy.rows, cols, dtype=out_dtype, device=device)
-    return dy.multiplied(backend.bound(DGRAD, weight, out_dtype), out)
-
-
-def reduced_input_gradient(
-    plan: GemmPlan, saved: tuple, dy: Operand, out_dtype: torch.dtype
-) -> tuple[torch.Tensor | None, Pending | None]:
-    """Computes the input's gradient ``[rows, in]``, and begins to sum it over ranks if needed.
-
-    Returns ``(gradient, None)`` if no sum is needed, else ``(None, pending)``.
-    """
-    parallel = plan.options.parallel
-    if parallel is None or not parallel.column:
-        return input_gradient(plan, saved, dy, out_dtype), None
-    assert isinstance(dy, QuantizedTensor)
-    assert dy.rowwise is not None
-    weight, backend = weight_recast(plan, saved), plan.quantizers.backend
-    assert weight.columnwise is not None
-
-    product = _product_of_rows(backend, DGRAD, dy, weight, out_dtype)
-    rows, cols = dy.rowwise.shape[0], weight.columnwise.shape[0]
-    like = torch.empty(0, cols, dtype=out_dtype, device=dy.rowwise.device)
-    pending = parallel.start_input_gradient(product, rows, like, has_one_scale(dy))
-    dy.rowwise = None
-    return None, pending
-
-
-def weight_recast(plan: GemmPlan, saved: tuple) -> QuantizedTensor:
-    """Returns the weight's columnwise copy: the saved copy, or a cast of the saved weight."""
-    _, _, w, w_scale = saved
-    quantizers = plan.quantizers
-    if plan.weight_cached:
-        return QuantizedTensor(None, None, w, w_scale, quantizers.weight.dtype)
-    return quantized_weight(quantizers, quantizers.weight_recast, w, True)
-
-
 def has_one_scale(x: QuantizedTensor) -> bool:
     """Returns True if ``x`` has a single scale, so that a GEMM can read some of its rows."""
     return x.rowwise_scale_inv is not None and x.rowwise_scale_inv.numel() == 1
@@ -427,76 +515,12 @@ def _product_of_rows(
     return product
 
 
-def quantized_gradient(
-    plan: GemmPlan, dy: torch.Tensor | FusedCast, bias_dtype: torch.dtype | None
-) -> tuple[Any, torch.Tensor | None, Any]:
-    """Quantizes the gradient ``[rows, out]`` of a GEMM's output, and sums its columns for the bias.
-
-    Returns ``(quantized, grad_bias, dy)``, each None if not needed; ``dy`` is also None if the op
-    wrote only FP8. ``dy`` has all ranks' rows if rows are split and wgrad runs in bf16 or fp32.
-    """
-    quantizers, parallel = plan.quantizers, plan.options.parallel
-    fp8_wgrad = plan.need_weight and not quantizers.high_precision_wgrad
-    need_bias = bias_dtype is not None
-    quantized: Any = None
-    grad_bias: torch.Tensor | None = None
-    gathers = parallel is not None and parallel.gathers_gradient
-    if not isinstance(dy, torch.Tensor):
-        if not gathers and (fp8_wgrad or (plan.need_input and not plan.need_weight)):
-            dy.with_dbias = need_bias
-            quantized = quantizers.grad_output.produce(dy, plan.need_input, fp8_wgrad)
-            return quantized, cast_to(dy.dbias, bias_dtype), None
-        dy = dy.plain()
-    if parallel is not None and parallel.gathers_gradient:
-        if plan.need_weight and not fp8_wgrad:
-            grad_bias = dy.sum(0) if need_bias else None
-            dy = parallel.gathered_rows(dy).wait()
-            if plan.need_input:
-                quantized = quantizers.grad_output.quantize(dy, True, False)[0]
-        elif plan.need_input or fp8_wgrad:
-            quantized, grad_bias = parallel.quantized_gradient(
-                quantizers, dy, plan.need_input, fp8_wgrad, need_bias
-            )
-        elif need_bias:
-            grad_bias = dy.sum(0)
-    elif plan.need_input or fp8_wgrad:
-        quantized, grad_bias = quantizers.grad_output.quantize(
-            dy, plan.need_input, fp8_wgrad, need_bias
-        )
-    elif need_bias:
-        grad_bias = dy.sum(0)
-    return quantized, cast_to(grad_bias, bias_dtype), dy
-
-
 def cast_to(x: Any, dtype: torch.dtype | None) -> Any:
     """Returns ``x`` in ``dtype``, or ``x`` itself if it has this dtype; None for None."""
     return x if x is None or x.dtype is dtype else x.to(dtype)
 
 
 _dummies: dict[tuple, torch.Tensor] = {}
-
-
-def weight_gradient(
-    plan: GemmPlan,
-    saved: tuple,
-    dy: torch.Tensor | None,
-    quantized: Operand | None,
-    gathered: Pending | None = None,
-) -> torch.Tensor | None:
-    """Computes ``dy.T @ x`` [out, in] now, or passes the computation to ``wgrad_store``.
-
-    Reads ``dy`` if wgrad runs in bf16 or fp32, else ``quantized``. Returns None or
-    ``dummy_gradient`` if the gradient went into ``main_grad`` or is delayed.
-    """
-    operand = quantized.arrived(False) if isinstance(quantized, GatheredRows) else quantized
-    if plan.parameter is not None and not is_wanted(plan.parameter):
-        if gathered is not None:
-            gathered.borrow()
-            gathered.release()
-        return None
-    return _now_or_later(
-        plan.parameter, plan.options, lambda: _weight_gradient(plan, saved, dy, operand, gathered)
-    )
 
 
 def plain_weight_gradient(
@@ -549,47 +573,6 @@ def _now_or_later(
 
     options.wgrad_store(later)
     return None
-
-
-def _weight_gradient(
-    plan: GemmPlan,
-    saved: tuple,
-    dy: torch.Tensor | None,
-    quantized: QuantizedTensor | None,
-    gathered: Pending | None,
-) -> torch.Tensor | None:
-    if gathered is None:
-        return _of_rows(plan, saved[0], saved[1], dy, quantized, False)
-    grad = _of_rows(plan, gathered.borrow(), saved[1], dy, quantized, True)
-    gathered.release()
-    return grad
-
-
-def _of_rows(
-    plan: GemmPlan,
-    x: torch.Tensor,
-    x_scale: torch.Tensor | None,
-    dy: torch.Tensor | None,
-    quantized: QuantizedTensor | None,
-    rowwise: bool,
-) -> torch.Tensor | None:
-    """Computes the weight gradient from the saved input, with the rows of all ranks."""
-    quantizers, options = plan.quantizers, plan.options
-    if quantizers.high_precision_wgrad:
-        return _plain_wgrad(dy, x, plan.parameter, plan.weight_dtype, options)
-    assert quantized is not None
-    if plan.saves_values:
-        inp = quantizers.input.requantize(x, x_scale)
-    else:
-        columnwise = x
-        if rowwise:
-            columnwise = byte_transpose(x, pad_columnwise=quantizers.input.pad_columnwise)
-        inp = QuantizedTensor(None, None, columnwise, x_scale, quantizers.input.dtype)
-    if options.accumulate is None:
-        return quantizers.backend.wgrad(quantized, inp, plan.weight_dtype)
-    main_grad, accumulate = main_grad_of(plan.parameter, options)
-    quantizers.backend.wgrad(quantized, inp, main_grad.dtype, main_grad, accumulate)
-    return dummy_gradient(plan.parameter)
 
 
 def _plain_wgrad(

@@ -12,11 +12,10 @@ from torch.nn import functional
 
 from ...fp8.autocast import local
 from ...fp8.tensor import QuantizedTensor
-from ...ops.op_function import OpFunction, once_differentiable
+from ...ops.binding import OpFunction, once_differentiable
 from ...runtime.tracing import is_traced
-from . import gemm as _gemm
-from .context import take_saved, without_autocast, without_autograd
 from .gemm import FP8Call, as_matrix
+from .programs import apply_function, take_saved, without_autocast
 
 
 class Entry(NamedTuple):
@@ -233,11 +232,9 @@ def fused_product(
     taken = inp if entry is None else entry.taken(inp)
     tensors = (taken, low.inp, weight, bias, low.down, low.up)
     rest = (low.scaling, call, x, last)
-    if torch.is_grad_enabled():
-        out, alias = LowRankLinearFunction.apply(*tensors, *rest)
-    else:
+    if not torch.is_grad_enabled():
         tensors = (inp, *tensors[1:])
-        out, alias = without_autograd(LowRankLinearFunction, tensors, *rest)
+    out, alias = apply_function(LowRankLinearFunction, tensors, *rest)
     if last is not None:
         keep = inp.requires_grad and torch.is_grad_enabled()
         key = quantizer.cast_key()
@@ -270,18 +267,15 @@ class LowRankLinearFunction(OpFunction):
         quantized: Any,
         last: LastInput | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        plan = _gemm.gemm_plan(
-            call, 0, weight, ctx.needs_input_grad[0], False, call.keep_columnwise
-        )
-        operand, _ = _gemm.weight_operand(plan, weight, call.cached[0])
+        gemm = call.gemm(0, weight, ctx.needs_input_grad[0], False, call.keep_columnwise)
+        operand, _ = gemm.cast_weight(weight, call.cached[0])
         taken = inp if low_inp is None else low_inp
         x = as_matrix(taken)
         small = x @ down.t()
         c = None
-        if plan.quantizers.backend.adds:
+        if gemm.quantizers.backend.adds:
             c = _scaled(small, up.t(), scaling)
-        out = _gemm.shaped_product(
-            plan, quantized, weight, operand, bias, call.dtype, inp.shape, c
+        out = gemm.fprop(quantized, weight, operand, bias, call.dtype, inp.shape, c
         )  # fmt: skip
         if c is None:
             out.view(small.shape[0], out.shape[-1]).addmm_(small, up.t(), alpha=scaling)
@@ -291,10 +285,10 @@ class LowRankLinearFunction(OpFunction):
             small if needs[5] else None,
             down if needs[0] or needs[1] else None,
             up if needs[0] or needs[1] or needs[4] else None,
-            *_gemm.saved_by(plan, None, None, weight, operand),
+            *gemm.saved(None, None, weight, operand),
         )
         ctx.set_materialize_grads(False)
-        ctx.plan, ctx.scaling = plan, scaling
+        ctx.gemm, ctx.scaling = gemm, scaling
         ctx.is_own = low_inp is None
         ctx.input_shape, ctx.input_dtype = inp.shape, inp.dtype
         ctx.device_type = inp.device.type
@@ -374,12 +368,12 @@ def _input_gradient(
     c: torch.Tensor | None,
 ) -> torch.Tensor:
     """Computes ``dy @ weight + product + c`` [rows, in]; ``product`` has two low-rank factors."""
-    plan, dtype = ctx.plan, ctx.input_dtype
-    quantized = _gemm.quantized_gradient(plan, dy, None)[0]
-    adds = plan.quantizers.backend.adds
+    gemm, dtype = ctx.gemm, ctx.input_dtype
+    quantized = gemm.cast_gradient(dy, None)[0]
+    adds = gemm.quantizers.backend.adds
     if adds and c is None and product is not None:
         c, product = product[0] @ product[1], None
-    dx = _gemm.input_gradient(plan, saved, quantized, dtype, None, c if adds else None)
+    dx = gemm.dgrad(saved, quantized, dtype, None, c if adds else None)
     if product is not None:
         dx.addmm_(*product)
     return dx if adds or c is None else dx.add_(c)

@@ -8,8 +8,15 @@ from typing import Any
 import torch
 
 from ...runtime.named_arguments import named_arguments
-from .arguments import autocast_dtype, checked_eps, parameter, params_dtype_of, shown_name
-from .materialize import initialize, materialize
+from .arguments import (
+    autocast_dtype,
+    checked_eps,
+    initialize,
+    materialize,
+    parameter,
+    params_dtype_of,
+    shown_name,
+)
 
 
 class NormModule(torch.nn.Module):

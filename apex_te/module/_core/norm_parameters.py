@@ -7,14 +7,13 @@ from typing import Any
 import torch
 
 from ...ops import layer_norm, rms_norm
-from ...ops.op_function import unwrapped
+from ...ops.binding import unwrapped
 from ...runtime.named_arguments import did_you_mean
 from . import arguments as _arguments
-from .context import is_autocast
-from .layer_norm_linear_function import NormOptions
+from .fused_casts import NormOptions
 from .parallel import ParallelModule, tag
 from .plain_functions import PlainNormFunction
-from .programs import Programs
+from .programs import Programs, is_autocast
 
 NORMALIZATIONS = ("LayerNorm", "RMSNorm")
 

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ...ops.registration import WORKSPACE, function_of, launch_of
+from ...ops.binding import WORKSPACE, function_of, launch_of
 
 _aten = torch.ops.aten
 _ALLOCATIONS = (

@@ -12,7 +12,7 @@ from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ...ops.scaled_softmax import scaled_softmax
-from ...runtime.gpu_arch import nvidia_capability
+from ...runtime.device import nvidia_capability
 from .alibi import Alibi
 from .masks import Visibility, band
 

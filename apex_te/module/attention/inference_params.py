@@ -10,9 +10,8 @@ from typing import Any, NamedTuple
 import torch
 from torch.nn import functional
 
-from ...ops.op_function import OpFunction
-from ...runtime.counts import check_count
-from ...runtime.named_arguments import named_arguments
+from ...ops.binding import OpFunction
+from ...runtime.named_arguments import check_count, named_arguments
 
 __all__ = ["Cached", "InferenceParams", "PaddedStep", "Step", "extended", "without_gradient"]
 

@@ -12,9 +12,15 @@ from ...ops.rms_norm import rms_norm
 from ...ops.rope import rope
 from ...runtime.named_arguments import did_you_mean, named_arguments
 from .._core.arguments import VAGUE, check_count, checked_eps, checked_groups, explain_attention
-from .._core.composite import CompositeModule, is_observed, takes_residual
 from .._core.norm_parameters import check_normalization
-from .._core.parallel import checked_tp_size, divided, tag
+from .._core.parallel import (
+    CompositeModule,
+    checked_tp_size,
+    divided,
+    is_observed,
+    tag,
+    takes_residual,
+)
 from ..layer_norm import LayerNorm
 from ..layer_norm_linear import LayerNormLinear
 from ..linear import Linear

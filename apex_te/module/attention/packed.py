@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.nn import functional
 
-from ...ops.op_function import OpFunction
+from ...ops.binding import OpFunction
 from .alibi import Alibi
 from .backends import Options, Path, attend, choose, varlen, varlen_obstacle
 from .masks import MASK_TYPES, Mask, MaskType, lengths_mask, visibility

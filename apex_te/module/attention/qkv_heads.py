@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ...ops._head_order import in_words
-from ...ops.op_function import OpFunction, once_differentiable
+from ...ops.binding import OpFunction, once_differentiable
 from ...ops.rope import LAYOUTS, angle_table, bwd_into, fwd_into, rope
 from .._core.heads import HeadLayout, flat_heads
 

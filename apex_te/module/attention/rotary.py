@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from ...ops.argument_errors import check_dense
+from ...ops.binding import check_dense
 from ...ops.rope import rope
 from ...runtime.named_arguments import did_you_mean, named_arguments
 from ...runtime.tracing import is_traced

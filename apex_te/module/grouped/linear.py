@@ -11,15 +11,14 @@ from torch.nn import functional
 
 from ...fp8.scheme.base import GroupQuantizers, group_quantizers
 from ...fp8.tensor import QuantizedTensor
-from ...ops.op_function import OpFunction, once_differentiable
+from ...ops.binding import OpFunction, once_differentiable
 from ...runtime.named_arguments import named_arguments
 from .._core import arguments as _arguments
 from .._core import gemm as _gemm
-from .._core.arguments import VAGUE, explain
-from .._core.context import take_saved, without_autocast
-from .._core.gemm import SAVED, FP8Call, as_matrix, plain_weight_gradient, weight_gradient
-from .._core.materialize import initialize, materialize
+from .._core.arguments import VAGUE, explain, initialize, materialize
+from .._core.gemm import SAVED, FP8Call, GemmCall, as_matrix, plain_weight_gradient
 from .._core.parallel import ParallelModule, divided, tag
+from .._core.programs import take_saved, without_autocast
 from . import on_device
 
 __all__ = ["GroupedLinear"]
@@ -310,29 +309,25 @@ class GroupedLinearFunction(OpFunction):
         call: FP8Call,
         *parameters: torch.Tensor,
     ) -> torch.Tensor:
-        gemms = len(splits)
-        weights, biases = parameters[:gemms], parameters[gemms:]
+        weights, biases = parameters[: len(splits)], parameters[len(splits) :]
         needs = ctx.needs_input_grad
-        plans = tuple(
-            [
-                _gemm.gemm_plan(call, i, weight, needs[0], needs[3 + i])
-                for i, weight in enumerate(weights)
-            ]
+        gemms = tuple(
+            [call.gemm(i, weight, needs[0], needs[3 + i]) for i, weight in enumerate(weights)]
         )
-        keep = tuple([plan.keeps_input for plan in plans])
+        keep = tuple([gemm.keeps_input for gemm in gemms])
         out, groups, quantized = grouped_forward(inp, splits, call, weights, biases, keep)
         saved: list[torch.Tensor | None] = []
-        for i, plan in enumerate(plans):
+        for i, gemm in enumerate(gemms):
             q = quantized[i]
             if q is None:
                 saved += [None] * SAVED
             else:
-                saved += _gemm.saved_by(plan, groups[i], q, weights[i], call.cached[i])
+                saved += gemm.saved(groups[i], q, weights[i], call.cached[i])
         ctx.save_for_backward(*saved)
-        ctx.plans = plans
+        ctx.gemms = gemms
         ctx.splits = splits
         ctx.bias_dtypes = tuple(
-            [b.dtype if needs[3 + gemms + i] else None for i, b in enumerate(biases)]
+            [b.dtype if needs[3 + len(splits) + i] else None for i, b in enumerate(biases)]
         )
         ctx.in_features = weights[0].shape[1]
         ctx.input_shape = inp.shape
@@ -347,27 +342,27 @@ class GroupedLinearFunction(OpFunction):
 
 
 def _grouped_backward(ctx: Any, grad_output: torch.Tensor) -> tuple:
-    plans, bias_dtypes, saved = ctx.plans, ctx.bias_dtypes, list(take_saved(ctx))
+    gemms, bias_dtypes, saved = ctx.gemms, ctx.bias_dtypes, list(take_saved(ctx))
     grad_input: torch.Tensor | None = None
     rows: Any = None
-    if plans[0].need_input:
+    if gemms[0].need_input:
         grad_input = grad_output.new_empty(ctx.input_shape, dtype=ctx.input_dtype)
         rows = grad_input.view(-1, ctx.in_features).split(ctx.splits)
     weights: list[torch.Tensor | None] = []
     biases: list[torch.Tensor | None] = []
     for i, dy in enumerate(as_matrix(grad_output).split(ctx.splits)):
-        plan, bias_dtype = plans[i], bias_dtypes[i] if bias_dtypes else None
+        gemm, bias_dtype = gemms[i], bias_dtypes[i] if bias_dtypes else None
         # A group's tensors are let go after their use.
         tensors, saved = tuple(saved[:SAVED]), saved[SAVED:]
         if ctx.splits[i]:
             grad_weight = None
-            quantized, grad_bias, _ = _gemm.quantized_gradient(plan, dy, bias_dtype)
-            if plan.need_input:
-                _gemm.input_gradient(plan, tensors, quantized, ctx.input_dtype, rows[i])
-            if plan.need_weight:
-                grad_weight = weight_gradient(plan, tensors, dy, quantized)
+            quantized, grad_bias, _ = gemm.cast_gradient(dy, bias_dtype)
+            if gemm.need_input:
+                gemm.dgrad(tensors, quantized, ctx.input_dtype, rows[i])
+            if gemm.need_weight:
+                grad_weight = gemm.wgrad(tensors, dy, quantized)
         else:
-            grad_weight, grad_bias = _without_rows(plan, dy, ctx.in_features, bias_dtype)
+            grad_weight, grad_bias = _without_rows(gemm, dy, ctx.in_features, bias_dtype)
         weights.append(grad_weight)
         if bias_dtypes:
             biases.append(grad_bias)
@@ -375,13 +370,13 @@ def _grouped_backward(ctx: Any, grad_output: torch.Tensor) -> tuple:
 
 
 def _without_rows(
-    plan: _gemm.GemmPlan, dy: torch.Tensor, in_features: int, bias_dtype: torch.dtype | None
+    gemm: GemmCall, dy: torch.Tensor, in_features: int, bias_dtype: torch.dtype | None
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
     """Returns zeros, also for ``main_grad``, as gradients of an empty group; stages no amax."""
     grad_weight = grad_bias = None
-    if plan.need_weight:
+    if gemm.need_weight:
         x = dy.new_empty((0, in_features))
-        grad_weight = plain_weight_gradient(plan.parameter, dy, x, plan.weight_dtype, plan.options)
+        grad_weight = plain_weight_gradient(gemm.parameter, dy, x, gemm.weight_dtype, gemm.options)
     if bias_dtype is not None:
         grad_bias = dy.sum(0).to(bias_dtype)
     return grad_weight, grad_bias

@@ -11,14 +11,14 @@ from ...fp8.parameter.parameter import FP8Parameter
 from ...fp8.scheme.base import GroupQuantizers
 from ...fp8.scheme.gemm_backend import DGRAD, FPROP
 from ...ops import grouped_quantize as op
+from ...ops.binding import OpFunction, once_differentiable
 from ...ops.grouped_gemm import contract_groups, multiply_groups
 from ...ops.grouped_quantize import GroupedOutput, Groups
-from ...ops.op_function import OpFunction, once_differentiable
 from ...runtime.stamp import stamp
 from ...runtime.tracing import is_transformed
-from .._core.context import take_saved, without_autocast, without_autograd
 from .._core.fp8_module import FP8Module, Modes
 from .._core.gemm import FP8Call, GemmOptions, dummy_gradient, is_wanted, main_grad_of
+from .._core.programs import apply_function, take_saved, without_autocast
 
 MULTIPLE = 16  # of extents, as GEMMs of FP8 codes need them
 LARGEST = 1023  # groups of one GEMM
@@ -48,10 +48,7 @@ def run(
                 quantizers.input.record(x.contiguous(), groups)
                 quantizers.weight.record_matrices(weights, groups)
     arguments = (x, groups.table, *rest, call.dtype, options, *weights, *biases)
-    if torch.is_grad_enabled():
-        out = function.apply(*arguments)
-    else:
-        out = without_autograd(function, arguments)
+    out = apply_function(function, arguments)
     if not call.is_fp8 and quantizers is not None and out.requires_grad:
         record = quantizers.grad_output.record
         out.register_hook(lambda grad: record(grad.detach().contiguous(), groups))

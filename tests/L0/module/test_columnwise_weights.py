@@ -170,13 +170,13 @@ def test_only_the_columnwise_copy_is_held(device):
 
 def test_evaluation_makes_no_columnwise_copy(device, monkeypatch):
     module, asked = build("Linear", device), []
-    original = gemm.weight_operand
+    original = gemm.GemmCall.cast_weight
 
-    def watched(plan, *args):
-        asked.append(plan.weight_cached)
-        return original(plan, *args)
+    def watched(call, *args):
+        asked.append(call.weight_cached)
+        return original(call, *args)
 
-    monkeypatch.setattr(gemm, "weight_operand", watched)
+    monkeypatch.setattr(gemm.GemmCall, "cast_weight", watched)
     with (
         torch.no_grad(),
         fp8_autocast(fp8_recipe=SCHEMES["tensorwise"], keep_columnwise_weights=True),

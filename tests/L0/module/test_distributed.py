@@ -7,8 +7,7 @@ import torch
 import torch.multiprocessing as mp
 
 from apex_te import Linear, flush_fp8_state, fp8_autocast
-from apex_te.fp8.delayed.scale_formula import nonfinite_count
-from apex_te.fp8.delayed.state import TENSORS
+from apex_te.fp8.delayed.state import TENSORS, nonfinite_count
 from apex_te.recipe import DelayedScaling
 
 pytestmark = pytest.mark.skipif(

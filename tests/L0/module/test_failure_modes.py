@@ -24,8 +24,7 @@ from torch.utils.checkpoint import checkpoint
 
 from apex_te import flush_fp8_state, fp8_autocast
 from apex_te.fp8.delayed.ranks import amax_groups
-from apex_te.fp8.delayed.scale_formula import nonfinite_count
-from apex_te.fp8.delayed.state import TENSORS
+from apex_te.fp8.delayed.state import TENSORS, nonfinite_count
 from apex_te.fp8.statistics import fp8_statistics
 from apex_te.module.layer_norm_linear import LayerNormLinear
 from apex_te.module.layer_norm_mlp import LayerNormMLP

@@ -13,7 +13,7 @@ from schemes import ADDED
 from torch._dynamo.utils import counters
 
 from apex_te import amp, flush_fp8_state, fp8_autocast
-from apex_te.fp8.delayed.scale_formula import nonfinite_count
+from apex_te.fp8.delayed.state import nonfinite_count
 from apex_te.fp8.scheme import build_quantizers
 from apex_te.module.grouped.linear import GroupedLinear
 from apex_te.module.layer_norm_linear import LayerNormLinear

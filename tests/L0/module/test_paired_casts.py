@@ -5,8 +5,8 @@ import torch
 from schemes import SCHEMES
 
 from apex_te import LayerNormMLP, Linear, fp8_autocast, runtime
-from apex_te.module._core import program
-from apex_te.module._core.program import with_paired_casts
+from apex_te.module._core import programs as program
+from apex_te.module._core.programs import with_paired_casts
 from apex_te.module._core.recorder import Made, Part, PythonStep, Slot, Step
 
 casts = runtime.ops("cast_transpose")

@@ -573,6 +573,30 @@ def test_a_tensor_passed_twice_is_not_taken_for_one():
     assert_same_bits(actual, run(x, other))
 
 
+def test_a_steady_step_makes_few_python_calls():
+    """Linear with delayed scaling: calls within the package, from a new recipe to the gradients."""
+    module, x = Linear(64, 64, device="cpu"), torch.randn(32, 64, requires_grad=True)
+    package = str(Path(apex_te.__file__).parent)
+    calls = []
+
+    def note(frame, event, _):
+        if event == "call" and frame.f_code.co_filename.startswith(package):
+            calls.append((frame.f_code.co_filename, frame.f_code.co_name))
+
+    with torch.autograd.set_multithreading_enabled(False):
+        for _ in range(5):
+            calls.clear()
+            sys.setprofile(note)
+            try:
+                with fp8_autocast(fp8_recipe=apex_te.recipe.DelayedScaling()):
+                    out = module(x)
+                out.sum().backward()
+            finally:
+                sys.setprofile(None)
+    assert len(calls) <= 104, calls
+    assert len({file for file, _ in calls}) <= 14, calls
+
+
 FIRST_RECORDING = """
 import gc, sys, weakref
 import torch, apex_te

@@ -27,6 +27,7 @@ SAVED = sorted(path for path in DATA.glob("saved_*") if path.is_dir())
 PICKLED = {
     "apex_te.fp8.delayed.state.FP8State",
     "apex_te.fp8.module_fp8.ModuleFP8",
+    "apex_te.module._core.fused_casts.NormOptions",
     "apex_te.module._core.head_layout.HeadLayout",
     "apex_te.module._core.heads.HeadLayout",
     "apex_te.module._core.layer_norm_linear_function.NormOptions",

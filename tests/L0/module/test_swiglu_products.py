@@ -20,8 +20,8 @@ from apex_te.fp8.scheme.base import Quantizer
 from apex_te.fp8.scheme.block import BlockQuantizer
 from apex_te.fp8.scheme.delayed import DelayedScalingQuantizer
 from apex_te.module._core import programs
+from apex_te.ops import binding, swiglu_block
 from apex_te.ops import dense_gemm_swiglu as op
-from apex_te.ops import registration, swiglu_block
 from apex_te.recipe import BlockScaling, CurrentScaling, DelayedScaling, Format
 
 HIDDEN, FFN, BLOCK_FFN, STEPS = 64, 48, 128, 4
@@ -46,7 +46,7 @@ class Calls:
         self.forward = self.backward = 0
         self._monkeypatch = monkeypatch
         for kind, name in (("forward", "dense_gemm_swiglu"), ("backward", "dense_gemm_swiglu_bwd")):
-            self._count(kind, registration._functions[name], name)
+            self._count(kind, binding._functions[name], name)
         for kind, name in (("forward", "swiglu_fwd_block"), ("backward", "swiglu_bwd_block")):
             self._count(kind, swiglu_block, name)
 

@@ -7,9 +7,9 @@ import torch
 from checks import in_pairs
 
 import apex_te
-from apex_te.fp8.formats import formats_of
 from apex_te.fp8.scheme.current import CurrentScalingQuantizer
 from apex_te.fp8.scheme.delayed import DelayedScalingQuantizer
+from apex_te.fp8.tensor import formats_of
 from apex_te.ops import cast_transpose as cast
 from apex_te.ops import current_scale as current
 from apex_te.ops import reference_codec
@@ -17,7 +17,8 @@ from apex_te.ops.cast_transpose import cast_transpose
 from apex_te.ops.current_scale import current_scale
 from apex_te.ops.fp8_gemm import fp8_gemm
 from apex_te.recipe import CurrentScaling, DelayedScaling, Format
-from apex_te.runtime import gpu_arch, ops
+from apex_te.runtime import device as gpu_arch
+from apex_te.runtime import ops
 
 ORACLES = {
     torch.float8_e4m3fnuz: ml_dtypes.float8_e4m3fnuz,

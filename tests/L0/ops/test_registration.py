@@ -12,7 +12,7 @@ from apex_te.op_builder import all_builders
 
 import apex_te.ops
 from apex_te.contract import parse
-from apex_te.ops.registration import bind
+from apex_te.ops.binding import bind
 
 # Functions that Python calls without torch.library.
 DIRECT = {

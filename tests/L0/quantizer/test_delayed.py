@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from apex_te.fp8.delayed.scale_formula import nonfinite_count, update_scales
+from apex_te.fp8.delayed.state import nonfinite_count, update_scales
 from apex_te.fp8.scheme.delayed import DelayedScalingQuantizer
 from apex_te.ops.amax_scale_update import amax_scale_update
 from apex_te.recipe import DelayedScaling

@@ -17,7 +17,7 @@ import apex_te
 from apex_te import fp8_autocast, is_fp8_enabled
 from apex_te.autocast import get_fp8_recipe
 from apex_te.distributed import enable_fp8_all_gather
-from apex_te.fp8.delayed.scale_formula import update_scales
+from apex_te.fp8.delayed.state import update_scales
 from apex_te.integrations.transformer_engine.common import recipe as te_recipe
 from apex_te.recipe import BlockScaling, CurrentScaling, DelayedScaling, Format, MXFP8Scaling
 

@@ -7,10 +7,9 @@ from typing import Any
 import torch
 from torch.autograd.function import once_differentiable
 
-from ..ops.op_function import OpFunction
+from ..ops.binding import OpFunction
 from ._core import arguments as _arguments
-from ._core import gemm as _gemm
-from ._core.context import take_saved, without_autocast, without_autograd
+from ._core.arguments import initialize, materialize
 from ._core.fused_casts import (
     ACTIVATIONS,
     ActivationBackward,
@@ -18,8 +17,8 @@ from ._core.fused_casts import (
     activate,
     is_gated,
 )
-from ._core.gemm import SAVED, FP8Call, as_matrix, weight_gradient
-from ._core.materialize import initialize, materialize
+from ._core.gemm import SAVED, FP8Call, as_matrix
+from ._core.programs import apply_function, take_saved, without_autocast
 from .linear import LinearParameters
 
 __all__ = ["JitModule"]
@@ -96,10 +95,7 @@ class JitModule(LinearParameters):
         inp = inp.to(call.dtype)
         if not call.is_fp8:
             return self._linear(activate(self.activation, inp), weight, bias, call)
-        tensors = (inp, weight, bias)
-        if torch.is_grad_enabled():
-            return JitModuleFunction.apply(*tensors, self.activation, call)
-        return without_autograd(JitModuleFunction, tensors, self.activation, call)
+        return apply_function(JitModuleFunction, (inp, weight, bias), self.activation, call)
 
 
 class JitModuleFunction(OpFunction):
@@ -117,16 +113,16 @@ class JitModuleFunction(OpFunction):
         call: FP8Call,
     ) -> torch.Tensor:
         need_input, need_weight, need_bias = ctx.needs_input_grad[:3]
-        plan, cached = _gemm.gemm_plan(call, 0, weight, need_input, need_weight), call.cached[0]
+        gemm, cached = call.gemm(0, weight, need_input, need_weight), call.cached[0]
         x = as_matrix(inp)
         act = ActivationForward(activation, x)
         # In high precision only where backward wants it; else the op writes FP8 by itself.
-        plain = act.plain() if plan.saves_values else None
-        quantized, part = _gemm.quantized_input(plan, act if plain is None else plain)
-        out = _gemm.shaped_product(plan, quantized, weight, cached, bias, call.dtype, inp.shape)
-        saved = _gemm.saved_by(plan, plain, part, weight, cached)
+        plain = act.plain() if gemm.saves_values else None
+        quantized, part = gemm.cast_input(act if plain is None else plain)
+        out = gemm.fprop(quantized, weight, cached, bias, call.dtype, inp.shape)
+        saved = gemm.saved(plain, part, weight, cached)
         ctx.save_for_backward(*saved, x if need_input else None)
-        ctx.plan, ctx.activation = plan, activation
+        ctx.gemm, ctx.activation = gemm, activation
         ctx.bias_dtype = bias.dtype if need_bias and bias is not None else None
         ctx.input_shape, ctx.device_type = inp.shape, inp.device.type
         return out
@@ -138,16 +134,14 @@ class JitModuleFunction(OpFunction):
 
 
 def _backward(ctx: Any, grad_output: torch.Tensor) -> tuple:
-    plan, saved = ctx.plan, take_saved(ctx)
-    gemm, x = saved[:SAVED], saved[SAVED]
-    quantized, grad_bias, dy = _gemm.quantized_gradient(
-        plan, as_matrix(grad_output), ctx.bias_dtype
-    )
+    gemm, saved = ctx.gemm, take_saved(ctx)
+    operands, x = saved[:SAVED], saved[SAVED]
+    quantized, grad_bias, dy = gemm.cast_gradient(as_matrix(grad_output), ctx.bias_dtype)
     grad_input = grad_weight = None
-    if plan.need_input:
-        d_act = _gemm.input_gradient(plan, gemm, quantized, x.dtype)
+    if gemm.need_input:
+        d_act = gemm.dgrad(operands, quantized, x.dtype)
         grad_input = ActivationBackward(ctx.activation, d_act, x, False).plain()
         grad_input = grad_input.view(ctx.input_shape)
-    if plan.need_weight:
-        grad_weight = weight_gradient(plan, gemm, dy, quantized)
+    if gemm.need_weight:
+        grad_weight = gemm.wgrad(operands, dy, quantized)
     return grad_input, grad_weight, grad_bias, None, None

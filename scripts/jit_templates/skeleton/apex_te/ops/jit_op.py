@@ -6,9 +6,7 @@ from typing import Any
 
 import torch
 
-from .argument_errors import checked
-from .op_function import OpFunction
-from .registration import bind, note_written
+from .binding import OpFunction, bind, checked, note_written
 
 # Arguments as csrc/jit_op/jit_op.h declares them.
 _fwd = bind("jit_op", "jit_op_fwd")

@@ -8,8 +8,7 @@ import torch
 
 from ...ops.cast_transpose import cast_transpose
 from ...ops.fp8_gemm import bias_dtype
-from ..formats import formats_of
-from ..tensor import QuantizedTensor
+from ..tensor import QuantizedTensor, formats_of
 from . import FP8Gemm, Layout, Quantizer, Scheme
 
 __all__ = ["JitRecipeGemm", "JitRecipeQuantizer"]

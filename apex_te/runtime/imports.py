@@ -1,10 +1,11 @@
-"""Lazy names of a package, imported when they are first used, so that importing it is quick."""
+"""Imports of the package: lazy names, folders beside it, former names, the required torch."""
 
 from __future__ import annotations
 
 import importlib
+import os
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, MutableSequence
 from typing import Any
 
 
@@ -67,3 +68,53 @@ def _unknown(package: str, name: str, known: Iterable[str], beside: str = "") ->
     return AttributeError(
         f"module {package!r} has no attribute {name!r}{hint}", name=name, obj=None
     )
+
+
+def extend(package_path: MutableSequence[str]) -> str:
+    """Makes op_builder and compatibility subpackages; in a checkout they lie one level up."""
+    package = os.path.dirname(os.path.dirname(os.path.realpath(__file__)))
+    parts = ("op_builder", "compatibility", "csrc")
+    for root in (package, os.path.dirname(package)):
+        if all(os.path.isdir(os.path.join(root, part)) for part in parts):
+            if root not in package_path:
+                package_path.append(root)
+            return root
+    raise ImportError(
+        f"apex_te: op_builder, compatibility and csrc are neither in {package} nor beside it;"
+        " the installation is incomplete"
+    )
+
+
+class FormerNames:
+    """Import finder of renamed modules."""
+
+    def __init__(self, prefix: str) -> None:
+        self.prefix = prefix
+
+    def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> Any:
+        """Returns an import spec for the former name of a module; None for all other names."""
+        if not fullname.startswith(self.prefix):
+            return None
+        from . import former_modules  # here, as few programs need it
+
+        return former_modules.find(fullname)
+
+
+def find_former_names() -> None:
+    """Installs ``FormerNames`` in ``sys.meta_path``, once, behind all other finders.
+
+    Before them for a package that is gone: its leftover folder would pass as a namespace package.
+    """
+    if not any(isinstance(finder, FormerNames) for finder in sys.meta_path):
+        sys.meta_path.insert(0, FormerNames("apex_te.quantizer"))
+        sys.meta_path.append(FormerNames("apex_te."))
+
+
+def check_torch() -> None:
+    """Imports torch and checks that its tensors can be exchanged through DLPack's C interface."""
+    torch: Any = importlib.import_module("torch")
+    if not hasattr(torch.Tensor, "__dlpack_c_exchange_api__"):
+        raise ImportError(
+            "apex_te needs torch.Tensor.__dlpack_c_exchange_api__, which torch 2.10 and later "
+            f"have, got torch {torch.__version__}"
+        )

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ...ops.registration import register
+from ...ops.binding import register
 from .ranks import amax_groups, recipe_named, registry
 from .update import enter_region, update_if_due
 
