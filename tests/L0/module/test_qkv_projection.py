@@ -11,7 +11,8 @@ from torch.utils.checkpoint import checkpoint
 
 from apex_te import fp8_autocast, fp8_model_init, fp8_statistics
 from apex_te.fp8.scheme import block
-from apex_te.module._core import heads, layer_norm_linear_function
+from apex_te.module import layer_norm_linear
+from apex_te.module._core import heads
 from apex_te.module.attention import multihead
 from apex_te.module.attention.multihead import MultiheadAttention
 from apex_te.ops import qkv_cast
@@ -364,7 +365,7 @@ def test_gradients_of_one_part_only(monkeypatch, device):
             super().__init__(layout, heads)
             made.append([h.shape for h in heads])
 
-    monkeypatch.setattr(layer_norm_linear_function, "HeadGradients", Watched)
+    monkeypatch.setattr(layer_norm_linear, "HeadGradients", Watched)
     module = build(device, input_layernorm=True)
     monkeypatch.setattr(
         module.core_attention, "forward", lambda q, k, v, *args, **kwargs: q.flatten(2)

@@ -24,15 +24,13 @@ from apex_te.ops import (
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 # What serves the ops from inside, and the specifications in plain PyTorch.
 HELPERS = {
-    "argument_errors",
+    "binding",
     "fp8_output",
     "gemm_tuning",
     "moe_permute_reference",
     "norm_common",
-    "op_function",
-    "product_into",
+    "product_count",
     "reference_codec",
-    "registration",
     "transforms",
 }
 # What takes no tensor, or belongs to a specification, or needs GPUs beside it.
