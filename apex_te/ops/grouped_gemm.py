@@ -52,17 +52,19 @@ _FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 _lib = runtime.ops("grouped_gemm")
 
 
-def _bind_aligned(name: str) -> Callable[..., None]:
-    """Binds a product that copies operands that do not begin at multiples of 16 bytes.
+def _aligned(t: torch.Tensor) -> torch.Tensor:
+    """Returns ``t`` or a copy that begins at a multiple of 16 bytes.
 
-    torch.compile cannot ask where a tensor begins, so the op does.
+    torch.compile cannot ask where a tensor begins, so the ops do.
     """
+    return t.clone() if t.storage_offset() % ALIGN else t
 
-    def aligned(t: torch.Tensor) -> torch.Tensor:
-        return t.clone() if t.storage_offset() % ALIGN else t
+
+def _bind_aligned(name: str) -> Callable[..., None]:
+    """Binds a product that copies operands that do not begin at multiples of 16 bytes."""
 
     def call(a: torch.Tensor, a_scale_inv: torch.Tensor, b: torch.Tensor, *rest: Any) -> None:
-        getattr(_lib, name)(aligned(a), a_scale_inv, aligned(b), *rest)
+        getattr(_lib, name)(_aligned(a), a_scale_inv, _aligned(b), *rest)
 
     def launch(*args: Any) -> Launch | None:
         copies = args[0].storage_offset() % ALIGN or args[2].storage_offset() % ALIGN
@@ -73,8 +75,6 @@ def _bind_aligned(name: str) -> Callable[..., None]:
 
 _multiply = _bind_aligned("grouped_gemm_multiply")
 _contract = _bind_aligned("grouped_gemm_contract")
-_block_multiply = _bind_aligned("grouped_block_multiply")
-_block_contract = _bind_aligned("grouped_block_contract")
 
 
 def has_grouped_products(device: torch.device) -> bool:
@@ -104,12 +104,17 @@ def multiply_groups(a: torch.Tensor, b: torch.Tensor, groups: Groups) -> torch.T
     """
     check_dense("multiply_groups", a=a, b=b, groups=groups.table)
     _check_operands("multiply_groups", a, b, groups)
+    return _multiply_values(a, b, groups.ends)
+
+
+def _multiply_values(a: torch.Tensor, b: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+    """Computes ``multiply_groups`` unchecked, from the groups' ends, int32 [groups]."""
     if _has_kernel(a, b):
-        return torch._grouped_mm(a, b.transpose(-2, -1), offs=groups.ends)
-    group = _group_of_rows(groups.ends, a.shape[0])
+        return torch._grouped_mm(a, b.transpose(-2, -1), offs=ends)
+    group = _group_of_rows(ends, a.shape[0])
     zero = a.new_zeros(())
     out = a.new_zeros((a.shape[0], b.shape[1]))
-    for g in range(groups.num_groups):
+    for g in range(ends.numel()):
         own = (group == g)[:, None]
         # Other groups' rows are zeroed: on the CPU a NaN in a row can reach the row before it.
         out = torch.where(own, torch.mm(torch.where(own, a, zero), b[g].t()), out)
@@ -319,14 +324,23 @@ def block_multiply_groups(
     )
     _check_operands(name, a, b, groups)
     product_count.add()
+    out = torch.empty((a.shape[0], b.shape[1]), dtype=torch.bfloat16, device=a.device)
+    _block_multiply(a, a_scale_inv, b, b_scale_inv, groups.ends, out)
+    return out
+
+
+def _multiply_blocks(a, a_scale_inv, b, b_scale_inv, ends, out):
+    """Multiplies by the kernel, or decoded data where there is none."""
     if multiplies_codes(a, b):
-        out = torch.empty((a.shape[0], b.shape[1]), dtype=torch.bfloat16, device=a.device)
-        _block_multiply(a, a_scale_inv, b, b_scale_inv, groups.ends, out)
-        return out
+        _lib.grouped_block_multiply(_aligned(a), a_scale_inv, _aligned(b), b_scale_inv, ends, out)
+        return
     x = block_dequantize(a, a_scale_inv, dtype=torch.float32)
     scales = b_scale_inv.repeat_interleave(_BLOCK, 1)[:, : b.shape[1]]
     w = decode(b).float() * scales.repeat_interleave(_BLOCK, 2)[:, :, : b.shape[2]]
-    return multiply_groups(x, w, groups).bfloat16()
+    out.copy_(_multiply_values(x, w, ends))
+
+
+_block_multiply = bind("grouped_gemm", "grouped_block_multiply", _multiply_blocks)
 
 
 @checked
@@ -352,23 +366,30 @@ def block_contract_groups(
     Returns:
         [groups, M, N] in bfloat16 or float32, zeros for a group without rows.
     """
-    ends = groups.column_ends
     check_dense(
         "block_contract_groups", a=a, b=b, a_scale_inv=a_scale_inv, b_scale_inv=b_scale_inv,
         groups=groups.table,
     )  # fmt: skip
     product_count.add()
-    dtype = torch.float32 if wide else torch.bfloat16
+    shape = (groups.num_groups, a.shape[0], b.shape[0])
+    out = torch.empty(shape, dtype=torch.float32 if wide else torch.bfloat16, device=a.device)
+    _block_contract(a, a_scale_inv, b, b_scale_inv, groups.column_ends, out)
+    return out
+
+
+def _contract_blocks(a, a_scale_inv, b, b_scale_inv, ends, out):
+    """Multiplies by the kernel, or decoded data where there is none."""
     if multiplies_codes(a, b):
-        shape = (groups.num_groups, a.shape[0], b.shape[0])
-        out = torch.empty(shape, dtype=dtype, device=a.device)
-        _block_contract(a, a_scale_inv, b, b_scale_inv, ends, out)
-        return out
+        _lib.grouped_block_contract(_aligned(a), a_scale_inv, _aligned(b), b_scale_inv, ends, out)
+        return
     x, y = (
         block_values_of_columns(data, scales, ends)
         for data, scales in ((a, a_scale_inv), (b, b_scale_inv))
     )
-    return _contract_values(x, y.t(), ends, wide=True).to(dtype)
+    out.copy_(_contract_values(x, y.t(), ends, wide=True))
+
+
+_block_contract = bind("grouped_gemm", "grouped_block_contract", _contract_blocks)
 
 
 def multiplies_codes(a: torch.Tensor, b: torch.Tensor) -> bool:

@@ -95,7 +95,8 @@ class JitModule(LinearParameters):
         inp = inp.to(call.dtype)
         if not call.is_fp8:
             return self._linear(activate(self.activation, inp), weight, bias, call)
-        return apply_function(JitModuleFunction, (inp, weight, bias), self.activation, call)
+        arguments = inp, weight, bias
+        return apply_function(JitModuleFunction, arguments, self.activation, call)
 
 
 class JitModuleFunction(OpFunction):
