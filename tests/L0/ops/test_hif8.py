@@ -141,6 +141,16 @@ def test_amax_accumulates(device):
     assert amax.item() == float("inf")
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(1, 1), (31, 32), (257, 129)], ids=str)
+def test_current_scale_of_a_known_amax(device, poison, shape, dtype):
+    x = (torch.randn(shape) * 30).to(dtype)
+    out = hif8.quantize_current(x.to(device), rowwise=False, eps=1.0, amax=one(77, device))
+    expected = hif8.reference_quantize_current(x, eps=1.0, amax=one(77))
+    assert out.rowwise is None
+    assert_same_bits(out, expected._replace(rowwise=None))
+
+
 @pytest.mark.parametrize("value", [0.0, float("inf"), float("nan")])
 def test_current_scale_of_unusable_amax_is_one(device, value):
     x = torch.zeros(20, 24)

@@ -106,11 +106,13 @@ def pytest_configure():
 
 
 def pytest_collection_modifyitems(items):
-    """Keeps a sample: of each test with parameters ``CASES`` of them, on a CPU."""
+    """Keeps a sample: of each test, and each cast that it takes, ``CASES`` cases on a CPU."""
     cases = collections.Counter[str]()
     kept = []
     for item in (item for item in items if "cuda" not in item.name):
         test = item.nodeid.partition("[")[0]
+        if hasattr(item, "callspec") and "cast" in item.callspec.params:
+            test += str(item.callspec.params["cast"])
         cases[test] += 1
         if cases[test] <= CASES:
             kept.append(item)
