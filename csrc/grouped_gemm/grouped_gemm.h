@@ -22,8 +22,8 @@ APEX_TE_FUNCTION(grouped_gemm_contract,
                  "out: Tensor!, use_split_accumulator: bool",
                  "cuda")
 // The same of data with block scales; the sums of each 128 products are scaled in float32.
-// Multiply: a in blocks of 1x128, its scales as block_scale.h has those of [rows, K]; b in blocks of
-// 128x128, scales [G, ceil(N / 128), ceil(K / 128) rounded up to 4]. Contract: both in blocks of
+// Multiply: a in blocks of 1x128, its scales as block_scale.h has those of [rows, K]; b in blocks
+// of 128x128, scales [G, ceil(N / 128), ceil(K / 128) rounded up to 4]. Contract: both in blocks of
 // 1x128 that begin with their group; group g's scales are the lines from g + begin / 128 on of
 // [columns / 128 + G, M rounded up to 4] and [.., N rounded up to 4].
 APEX_TE_FUNCTION(grouped_block_multiply,

@@ -1,7 +1,6 @@
 // CUDA side of grouped_gemm with block scales.
 #include "grouped_gemm/grouped_gemm.h"
 
-
 #if defined(__HIP_PLATFORM_AMD__)
 
 APEX_TE_DEFINE(grouped_block_multiply) {

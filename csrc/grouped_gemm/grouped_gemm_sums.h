@@ -107,8 +107,7 @@ struct Sums {
   static __device__ __forceinline__ void multiply(Part& part, uint64_t a, uint64_t b) {
     products_begin();
 #pragma unroll
-    for (int k = 0; k < kTileK / 32; ++k)
-      multiply_add(A{}, B{}, part, a + 2 * k, b + 2 * k, k > 0);
+    for (int k = 0; k < kTileK / 32; ++k) multiply_add(A{}, B{}, part, a + 2 * k, b + 2 * k, k > 0);
     products_commit();
   }
 

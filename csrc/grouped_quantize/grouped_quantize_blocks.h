@@ -82,8 +82,8 @@ inline GroupedBlocks check_grouped_blocks(Args& args, bool of_matrices) {
   const TensorView rowwise = args.optional_tensor(), row_scales = args.optional_tensor();
   const TensorView columnwise = args.optional_tensor(), column_scales = args.optional_tensor();
   if (!rowwise != !row_scales || !columnwise != !column_scales || !(rowwise || columnwise))
-    fail(kApexTeValueError,
-         "%s: rowwise or columnwise must be given, and each with its scale_inv", args.name());
+    fail(kApexTeValueError, "%s: rowwise or columnwise must be given, and each with its scale_inv",
+         args.name());
   check_grouped_codes(&p, rowwise, row_scales, columnwise, column_scales);
   p.fp8 = rowwise ? rowwise.dtype() : columnwise.dtype();
   p.rule = check_scale_rule(args, p.fp8 == DType::kE5M2 ? E5M2::kMax : E4M3::kMax);

@@ -28,8 +28,7 @@ __device__ __forceinline__ GroupTile tile_of_line(const Table& table, int64_t li
   const int lane = threadIdx.x % 32;
   for (int base = 0; base < table.groups; base += 32) {
     const int g = base + lane;
-    const bool is_before =
-        g < table.groups && first_line(table.column_end(g), g + 1) <= line;
+    const bool is_before = g < table.groups && first_line(table.column_end(g), g + 1) <= line;
     const int before = __popc(warp_ballot(is_before));
     if (before == 32) continue;
     const int group = base + before;
@@ -77,8 +76,8 @@ __global__ void __launch_bounds__(kThreads, kBlocks1x128<T>)
   __shared__ Block1x128Shared<T> shared;
   const GroupTile found = tile_of_line(p.table, block_row());
   if (found.group < 0) return;
-  float* const scales = p.columnwise_scale_inv +
-                        first_line(found.column, found.group) * ((p.cols + 3) / 4 * 4);
+  float* const scales =
+      p.columnwise_scale_inv + first_line(found.column, found.group) * ((p.cols + 3) / 4 * 4);
   if (found.rows == 0) {
     if (p.columnwise) write_empty_group(p, found.column, scales);
     return;
