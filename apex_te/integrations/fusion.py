@@ -94,7 +94,7 @@ class KeyMap:
             state_dict: tensors by parameter names of the fused model.
 
         Raises:
-            ValueError: a joined parameter has another number of rows than in the model.
+            ValueError: a joined parameter's number of rows differs from that in the fused model.
         """
         new = dict(state_dict)
         for entry in self.entries:

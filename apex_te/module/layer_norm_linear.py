@@ -90,7 +90,7 @@ class LayerNormLinear(NormedModule, LinearParameters):
         initialize(self)
 
     def reset_parameters(self) -> None:
-        """Sets gamma to 1, beta and the bias to 0, and the weight by ``init_method`` (N(0, 0.023)).
+        """Sets gamma to 1, beta and bias to 0, the weight by ``init_method`` (N(0, 0.023^2)).
 
         Parameters on the meta device get memory first; see ``Linear.reset_parameters``.
         """

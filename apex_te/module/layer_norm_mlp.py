@@ -70,7 +70,7 @@ class LayerNormMLP(NormedModule):
             sigmoid(alpha * gate) * (up + glu_linear_offset)`` with gate and up clamped to
             ``limit``. Keys: ``limit`` (default 7.0), ``alpha`` (1.702) and ``glu_linear_offset``
             (1.0).
-        init_method, output_layer_init_method: fill FC1's and FC2's weight; default N(0, 0.023).
+        init_method, output_layer_init_method: fill FC1's and FC2's weight; default N(0, 0.023^2).
         zero_centered_gamma, return_layernorm_output: as in ``LayerNormLinear``.
         return_bias: also return FC2's bias, which is then not added.
         checkpoint: save only the input, and compute the norm, FC1 and the activation again in
@@ -153,7 +153,7 @@ class LayerNormMLP(NormedModule):
         initialize(self)
 
     def reset_parameters(self) -> None:
-        """Sets gamma to 1, beta and biases to 0, and the weights by their methods (N(0, 0.023)).
+        """Sets gamma to 1, beta and biases to 0, and the weights by their methods (N(0, 0.023^2)).
 
         Parameters on the meta device get memory first; see ``Linear.reset_parameters``.
         """

@@ -89,7 +89,7 @@ class LinearParameters(ParallelModule):
         return [kind] if self.split is None else [f"{part}_{kind}" for part in self.split]
 
     def _reset_linear(self) -> None:
-        """Fills the weight by ``init_method`` and the bias with 0."""
+        """Fills the weight with ``init_method`` and the bias with 0."""
         with self._forked(self.parallel_mode is not None):
             for name in self._linear_names("weight"):
                 _arguments.fill(self._parameters[name], self.init_method)
@@ -133,7 +133,7 @@ class LinearLayer(LinearParameters):
     """``y = x @ weight.T + bias``, in FP8 inside an enabled ``fp8_autocast`` region.
 
     Elsewhere it computes as ``torch.nn.Linear`` does. Its initial values are those of
-    TransformerEngine, not of torch: the weight is drawn from N(0, 0.023), the bias is 0.
+    TransformerEngine, not of torch: the weight is drawn from N(0, 0.023^2), the bias is 0.
 
     Args:
         in_features, out_features: sizes of input and output, on all ranks together. Any size works;
@@ -142,7 +142,7 @@ class LinearLayer(LinearParameters):
         fuse_wgrad_accumulation: add the weight gradient to ``weight.main_grad`` instead of
             ``weight.grad``; with ``is_first_microbatch=True`` overwrite it. The caller allocates
             ``main_grad``, ``[out_features, in_features]``; its dtype may differ from the weight's.
-        init_method: fills a new weight in place; default N(0, 0.023). The bias starts at 0.
+        init_method: fills a new weight in place; default N(0, 0.023^2). The bias starts at 0.
         return_bias: return ``(y, bias)``; the bias, in the dtype of ``y``, is not added.
         params_dtype: dtype of the parameters, default ``torch.get_default_dtype()``; another name:
             ``dtype``.
@@ -208,11 +208,11 @@ class LinearLayer(LinearParameters):
             initialize(self)
 
     def reset_parameters(self) -> None:
-        """Fills the weight by ``init_method`` (default N(0, 0.023)) and the bias with 0.
+        """Fills the weight with ``init_method`` (default N(0, 0.023^2)) and the bias with 0.
 
         Parameters on the meta device first get memory on PyTorch's default device, or on the
         current GPU if the default device is the CPU and there is a GPU. To choose another device,
-        call ``to_empty`` before.
+        call ``to_empty`` first.
         """
         materialize(self)
         self._reset_linear()

@@ -73,7 +73,7 @@ class TransformerLayer(CompositeModule):
             before it is added to the residual.
         attention_dropout: probability that an attention weight is dropped.
         init_method, output_layer_init_method: fill the new weights of QKV and FC1, and of PROJ and
-            FC2; default N(0, 0.023).
+            FC2; default N(0, 0.023^2).
         layer_number: position in the model, from 1; names the layer in ``inference_params``.
         self_attn_mask_type, window_size: as in ``DotProductAttention``.
         enc_dec_attn_mask_type, enc_dec_window_size: mask type and window of a decoder's cross

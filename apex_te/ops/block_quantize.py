@@ -83,10 +83,11 @@ def block_quantize(
     """Quantizes x: q = saturating_cast(float(x) * scale), scale = fp8_max / amax of each block.
 
     A block's amax below ``eps`` counts as ``eps``. An amax of 0, infinity or NaN gives scale 1, so
-    that NaN stays NaN. An infinity saturates, but its block's scale_inv is infinite, and so are
-    the block's dequantized values. An infinite scale becomes the largest finite value of x's dtype.
-    With blocks of 1x128 the columnwise copy has blocks of 128 elements of a column of x, and its
-    own scales. With blocks of 128x128 it is the transposed rowwise copy.
+    that NaN stays NaN. An infinity saturates, but its block's scale_inv is infinite, so that the
+    block's dequantized values are infinite, or NaN where the FP8 value is 0. An infinite scale
+    becomes the largest finite value of x's dtype. With blocks of 1x128 the columnwise copy has
+    blocks of 128 elements of a column of x, and its own scales. With blocks of 128x128 it is the
+    transposed rowwise copy.
 
     With blocks of 1x128 the storage of a new rowwise copy holds up to 3 further rows of zeros, to a
     multiple of 4 rows, so that ``block_scaled_gemm`` does not have to copy it.

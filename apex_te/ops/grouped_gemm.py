@@ -83,7 +83,7 @@ def has_grouped_products(device: torch.device) -> bool:
 
 
 def has_grouped_fp8(device: torch.device) -> bool:
-    """Returns True if the suite has a kernel for grouped GEMMs of FP8 data on the device."""
+    """Returns True if apex_te has a kernel for grouped GEMMs of FP8 data on the device."""
     return nvidia_capability(device) == _GROUPED_FP8
 
 
@@ -219,7 +219,8 @@ def scaled_multiply_groups(
         b_scale_inv: float32 [groups].
         groups: places of the groups in the rows of ``a``.
         fast: sum along K in the matrix units only, which keep fewer bits than float32. If False,
-            partial sums of 128 terms are added in float32. Has no effect if FP8 data is decoded.
+            partial sums of 128 terms are added in float32. Has no effect on devices without a
+            kernel for grouped FP8 GEMMs, where the data is converted to bfloat16 first.
 
     Returns:
         [rows, N] bfloat16; rows that belong to no group have undefined values.

@@ -83,7 +83,7 @@ def allocate_fp8(
     scale_inv: torch.Tensor | None,
     pad_columnwise: bool,
 ) -> FP8Output:
-    """Returns uninitialised FP8 outputs for x [rows, cols], with ``scale_inv`` if it is given."""
+    """Returns uninitialised FP8 outputs for x [rows, cols]; a ``scale_inv`` of None makes one."""
     rows, cols = x.shape
     out = allocate(op, x, rows, cols, fp8_dtype, rowwise, columnwise, pad_columnwise)
     return out if scale_inv is None else out._replace(scale_inv=scale_inv)

@@ -88,7 +88,7 @@ class Scalars:
 
 
 def _is_of_one_rank(optimizer: torch.optim.Optimizer) -> bool:
-    """Returns True if a GradScaler has not reduced its flag over all parts of the parameters.
+    """Returns True if a GradScaler's non-finite flag may be of this rank's parts alone.
 
     It reduces the flag of the gradients of a dtype over the mesh of the first one.
     """

@@ -124,15 +124,15 @@ class FusedAdam(FusedOptimizer):
     def initialize_state(
         self, param: torch.Tensor, store_param_remainders: bool | None = None
     ) -> None:
-        """Makes the state of a parameter as the first step would make it.
+        """Creates a parameter's state, as the first step would.
 
         Args:
             param: one of the parameters.
-            store_param_remainders: None, or True if the state is to have the low half of the
-                master weight, False if not; it is only checked.
+            store_param_remainders: whether the state stores only the low 16 bits of the master
+                weight; compared with the constructor's options, which decide. None: not compared.
 
         Raises:
-            ValueError: the constructor's options say otherwise for this parameter.
+            ValueError: ``store_param_remainders`` contradicts the constructor's options.
         """
         keeps = self._keeps_remainder(param)
         if store_param_remainders is not None and bool(store_param_remainders) != keeps:

@@ -142,7 +142,7 @@ def binding_error(
 def _check_types(
     owner: str, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> None:
-    """Checks a constructor's flags, functions and device, which would fail late or never."""
+    """Checks a constructor's flags, functions and device; wrong ones would fail late or never."""
     given = {**dict(zip(_signature(function).parameters, args, strict=False)), **kwargs}
     for name, value in given.items():
         kind = str(function.__annotations__.get(name, ""))
@@ -203,8 +203,8 @@ def former_keywords(
 ) -> dict[str, Any] | None:
     """Returns a failed call's keyword arguments with former names translated, or None.
 
-    None if none has a former name, or both names of one are given. Calls by present names thus pay
-    nothing.
+    None if no keyword is a former name, or an argument is given under both names. Only failed calls
+    come here, so that calls with current names have no overhead.
     """
     taken = function.__annotations__
     given = [name for name in kwargs if name in _KEYWORDS and name not in taken]

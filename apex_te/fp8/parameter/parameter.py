@@ -220,10 +220,10 @@ class FP8Parameter(torch.Tensor):
 
     @property
     def data(self) -> torch.Tensor:
-        """The weight without autograd history; assigning a tensor quantizes it into the weight.
+        """The FP8 weight itself, without autograd history; assigning a tensor quantizes it into it.
 
         Raises:
-            ValueError: an assigned tensor has another shape or device than the weight.
+            ValueError: an assigned tensor's shape or device differs from the weight's.
         """
         return super().data
 

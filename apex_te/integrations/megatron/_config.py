@@ -29,7 +29,7 @@ DEFAULTS: dict[str, Any] = {
     "expert_model_parallel_size": 1,
     "pipeline_model_parallel_rank": None,  # that of Megatron's parallel_state, if it is in use
     "get_rng_state_tracker": None,
-    "init_method": None,  # N(0, 0.023)
+    "init_method": None,  # N(0, 0.023^2)
     "perform_initialization": True,  # False: new weights have no values yet
     "use_cpu_initialization": False,  # on the CPU; split weights are parts of one whole draw
     "init_model_with_meta_device": False,
@@ -133,7 +133,7 @@ class Reader:
         """Returns the function that fills this rank's shard of a new weight, in place.
 
         With ``use_cpu_initialization`` all ranks draw the same unsplit weight in fp32, and take
-        their shard of it. The default is N(0, 0.023).
+        their shard of it. The default is N(0, 0.023^2).
         """
         if init_method is None:
             init_method = self.init_method
@@ -206,7 +206,7 @@ def _leave(weight: torch.Tensor) -> None:
 
 
 def _normal(weight: torch.Tensor) -> None:
-    """Fills a new weight with N(0, 0.023)."""
+    """Fills a new weight with N(0, 0.023^2)."""
     torch.nn.init.normal_(weight, 0.0, INIT_STD)
 
 

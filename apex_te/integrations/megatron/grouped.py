@@ -25,7 +25,7 @@ class MindSpeedTEGroupedLinear(MegatronLayer, GroupedLinear):
             dispatcher does.
         config: any object; ``_config.DEFAULTS`` lists the attributes that are read.
             ``use_gmm_fp8=False`` keeps the layer in bf16 or fp32.
-        init_method: function that fills a new weight in place; None: config's, else N(0, 0.023).
+        init_method: function that fills a new weight in place; None: config's, else N(0, 0.023^2).
         bias: must be False.
         skip_bias_add: a bool that has no effect.
         is_expert: True for experts; with ``config.expert_model_parallel_size`` above 1, weights

@@ -82,7 +82,7 @@ class TEColumnParallelLinear(_ParallelLinear):
     Args:
         input_size, output_size: features of the unsplit layer.
         config: any object; ``_config.DEFAULTS`` lists the attributes that are read.
-        init_method: function that fills a new weight in place; None: config's, else N(0, 0.023).
+        init_method: function that fills a new weight in place; None: config's, else N(0, 0.023^2).
         gather_output: must be False.
         bias: learn a bias; each rank has ``[output_size / ranks]``.
         skip_bias_add: return the bias instead of adding it.
@@ -92,8 +92,8 @@ class TEColumnParallelLinear(_ParallelLinear):
         skip_weight_param_allocation: must be False.
         tp_comm_buffer_name: not used.
         tp_group: process group over which the weight is split. None means the group of ``config``,
-            or else that of Megatron's ``parallel_state`` if the program has initialised it. Without
-            any of these it must be set before forward.
+            or else that of Megatron's ``parallel_state`` if the program has initialised it. If
+            there is none, call ``set_tensor_parallel_group`` before forward.
         stride: must be 1.
 
     Attributes:

@@ -83,7 +83,7 @@ def parameter(
 
 
 def fill(weight: torch.Tensor | None, init_method: Callable[[torch.Tensor], Any] | None) -> None:
-    """Fills a weight in place by ``init_method``; None draws from N(0, 0.023)."""
+    """Fills a weight in place by ``init_method``; None draws from N(0, 0.023^2)."""
     if weight is None:
         return
     if init_method is None:

@@ -19,10 +19,10 @@ __all__ = ["Cached", "InferenceParams", "PaddedStep", "Step", "extended", "witho
 class InferenceParams:
     """Cache of the keys and values of all tokens so far, for each layer of a model that generates.
 
-    If all sequences grow alike, the caller sets ``sequence_len_offset``. If their lengths differ,
-    or some end or join, the caller announces them by ``pre_step`` before each call. CUDA graphs
-    need ``pre_step``: they read its numbers on the device, so that a replay computes the step that
-    was announced last, from inputs padded to the sizes of the capture.
+    If all sequences have the same length, the caller sets ``sequence_len_offset``. If lengths
+    differ, or sequences end or are added, the caller passes them to ``pre_step`` before each call.
+    CUDA graphs need ``pre_step``: they read its numbers on the device, so that a replay computes
+    the step of the latest ``pre_step``, from inputs padded to the sizes of the capture.
 
     Args:
         max_batch_size: largest number of sequences.
@@ -34,7 +34,8 @@ class InferenceParams:
         batch_size_offset: index, below ``max_batch_size``, of the first sequence in the next batch.
             Not read after ``pre_step``.
         key_value_memory_dict: ``(keys, values)`` by layer number, which the layer allocates: [s, b,
-            g, d] or [b, s, g, d] like the layer's inputs; after ``pre_step`` always [b, s, g, d].
+            g, d] or [b, s, g, d] like the layer's inputs; after ``pre_step`` always [b, s, g, d]. b
+            are sequences, s tokens, g groups of key and value heads, d the head size.
         sequences: number of tokens, the new ones included, of each sequence of the latest
             ``pre_step``; the i-th sequence is row i of the keys and values.
     """

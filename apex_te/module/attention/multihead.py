@@ -95,7 +95,7 @@ class MultiheadAttention(CompositeModule):
         rotary_pos_interleaved: rotate pairs of elements (2i, 2i + 1) of a head; else pairs (i, i +
             c / 2), for c rotated elements.
         init_method, output_layer_init_method: fill the new weights of the QKV projections, and of
-            the output projection; default N(0, 0.023).
+            the output projection; default N(0, 0.023^2).
         fuse_wgrad_accumulation, params_dtype, device: as in ``Linear``.
         name: names the module in reports.
         set_parallel_mode: split the heads over the ranks of ``tp_group``.

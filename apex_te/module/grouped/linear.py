@@ -105,7 +105,7 @@ class GroupedLinear(ParallelModule):
         initialize(self)
 
     def reset_parameters(self) -> None:
-        """Fills the weights by ``init_method`` (default N(0, 0.023)) and the biases with 0.
+        """Fills the weights with ``init_method`` (default N(0, 0.023^2)) and the biases with 0.
 
         Parameters on the meta device get memory first; see ``Linear.reset_parameters``.
         """

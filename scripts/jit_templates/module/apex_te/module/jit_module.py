@@ -66,7 +66,7 @@ class JitModule(LinearParameters):
         initialize(self)
 
     def reset_parameters(self) -> None:
-        """Fill the weight with N(0, 0.023) and the bias with 0."""
+        """Fill the weight with N(0, 0.023^2) and the bias with 0."""
         materialize(self)
         self._reset_linear()
 
