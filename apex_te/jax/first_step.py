@@ -44,7 +44,7 @@ def of_slots(of_gemms: jax.Array) -> jax.Array:
 def with_first_scale(
     state: Mapping[str, Any] | None, way: str, slot: int, x: jax.Array, recipe: Any
 ) -> Any:
-    """Returns a GEMM's state; a slot that has no scale yet gets one from the amax of ``x``."""
+    """Returns a GEMM's state; a slot without a scale gets one from the amax of ``x``."""
     if state is None or FIRST_DUE not in state or not x.size:
         return state
     limits = recipe.fp8_format.value

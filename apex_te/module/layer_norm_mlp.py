@@ -544,7 +544,7 @@ def _backward(ctx: Any, grad_output: Any, grad_norm: Any, grad_residual: Any) ->
     del saved
     (gemm1, gemm2), (b1_dtype, b2_dtype) = ctx.gemms, ctx.bias_dtypes
     dy = as_matrix(output_gradient(ctx.output_shape, grad_output, grad_norm, grad_residual))
-    if ctx.adds:  # then there is no third output
+    if ctx.adds:  # the third output exists only otherwise
         grad_residual = grad_output
     quantized, d_b2, dy = gemm2.cast_gradient(dy, b2_dtype)
     d_w1 = d_b1 = d_w2 = d_act = d_fused = dx = d_gamma = d_beta = None

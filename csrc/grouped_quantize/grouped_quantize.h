@@ -230,23 +230,41 @@ inline GroupedQuantize check_grouped_quantize(Args& args) {
   return p;
 }
 
-inline GroupedQuantize check_grouped_quantize_matrices(Args& args) {
-  GroupedQuantize p;
+// Matrices of one shape and dtype, one a group.
+struct Matrices {
+  const DLTensor* data;
+  DType dtype;
+  int64_t rows, cols;
+  Table table;  // may have no data
+};
+
+// Reads matrices and an optional table.
+inline Matrices check_matrices(Args& args) {
+  Matrices p{nullptr, DType::kOther, 0, 0, {nullptr, 0}};
   const int index = args.position();
-  const int groups = groups_of(args, args.tensor_list(&p.matrices));
-  const TensorView first = args.list_item(p.matrices, index, 0);
+  const int groups = groups_of(args, args.tensor_list(&p.data));
+  const TensorView first = args.list_item(p.data, index, 0);
   first.has_dtype({DType::kFloat32, DType::kFloat16, DType::kBFloat16}).has_ndim(2);
   p.dtype = first.dtype();
   p.rows = first.size(0);
   p.cols = first.size(1);
   for (int g = 0; g < groups; ++g)
-    args.list_item(p.matrices, index, g)
-        .has_dtype({p.dtype})
-        .has_shape({p.rows, p.cols})
-        .is_dense();
+    args.list_item(p.data, index, g).has_dtype({p.dtype}).has_shape({p.rows, p.cols}).is_dense();
   const TensorView table = args.optional_tensor();
   if (table) check_table(args, table, groups);
   p.table = {table.data<const int32_t>(), groups};
+  return p;
+}
+
+inline GroupedQuantize check_grouped_quantize_matrices(Args& args) {
+  GroupedQuantize p;
+  const Matrices given = check_matrices(args);
+  p.matrices = given.data;
+  p.dtype = given.dtype;
+  p.rows = given.rows;
+  p.cols = given.cols;
+  p.table = given.table;
+  const int groups = given.table.groups;
   p.scale = check_values(args.tensor(), groups);
   p.scale_inv = check_values(args.tensor(), groups);
   check_codes(args, p, true);

@@ -53,23 +53,13 @@ inline void check_grouped_codes(GroupedBlocks* p, const TensorView& rowwise,
 
 inline GroupedBlocks check_grouped_blocks(Args& args, bool of_matrices) {
   GroupedBlocks p = {};
-  const int index = args.position();
-  int groups = -1;
   if (of_matrices) {
-    groups = groups_of(args, args.tensor_list(&p.matrices));
-    const TensorView first = args.list_item(p.matrices, index, 0);
-    first.has_dtype({DType::kFloat32, DType::kFloat16, DType::kBFloat16}).has_ndim(2);
-    p.dtype = first.dtype();
-    p.rows = first.size(0);
-    p.cols = first.size(1);
-    for (int g = 0; g < groups; ++g)
-      args.list_item(p.matrices, index, g)
-          .has_dtype({p.dtype})
-          .has_shape({p.rows, p.cols})
-          .is_dense();
-    const TensorView table = args.optional_tensor();
-    if (table) check_table(args, table, groups);
-    p.table = {table.data<const int32_t>(), groups};
+    const Matrices given = check_matrices(args);
+    p.matrices = given.data;
+    p.dtype = given.dtype;
+    p.rows = given.rows;
+    p.cols = given.cols;
+    p.table = given.table;
   } else {
     const TensorView x = args.tensor();
     x.has_dtype({DType::kFloat32, DType::kFloat16, DType::kBFloat16}).has_ndim(2).is_dense();

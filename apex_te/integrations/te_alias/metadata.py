@@ -26,7 +26,7 @@ def metadata_text(version: str) -> str:
 
 
 class AliasDistribution(Distribution):
-    """Distribution of importlib.metadata that has no files."""
+    """Distribution of importlib.metadata without files."""
 
     def __init__(self, version: str) -> None:
         self._texts = {
@@ -36,7 +36,7 @@ class AliasDistribution(Distribution):
         }
 
     def read_text(self, filename: str | os.PathLike[str]) -> str | None:
-        """Returns the text of a file of the dist-info folder; None if there is no such file."""
+        """Returns the text of a file of the dist-info folder; None if it does not exist."""
         return self._texts.get(os.fspath(filename))
 
     def locate_file(self, path: str | os.PathLike[str]) -> Path:

@@ -70,7 +70,7 @@ def block_quantize(
 
     Arguments, results and errors are as in ``apex_te.ops.block_quantize.block_quantize``;
     ``flatten_axis`` is as in ``cast_transpose``. With ``padded`` scale_inv has the shape
-    ``scale_shape`` of the flattened matrix. Else it has no padding, keeps x's dimensions and stays
+    ``scale_shape`` of the flattened matrix. Else it is unpadded, keeps x's dimensions and stays
     sharded over devices; ``block_scaled_gemm`` accepts both forms.
     """
     name = "block_quantize"

@@ -118,7 +118,7 @@ class Gaps(NamedTuple):
         return _Moved.apply(x, self.sources, self.is_behind, self.targets, self.is_gap)
 
     def open(self, x: torch.Tensor) -> torch.Tensor:
-        """Returns the tokens of ``x`` [t, h, d], which has no gaps, with gaps of zeros."""
+        """Returns the tokens of ``x`` [t, h, d], which is dense, with gaps of zeros."""
         return _Moved.apply(x, self.targets, self.is_gap, self.sources, self.is_behind)
 
 

@@ -19,7 +19,7 @@ class Linear(GemmModule, LinearLayer):
     Arguments are those of ``apex_te.Linear``. Underscores at the end of names in
     ``parameters_split`` are dropped. ``device=None`` is PyTorch's default device if one is set,
     else the current GPU, else the CPU. ``ub_overlap_*``, ``ub_bulk_*`` and ``symmetric_ar_type``
-    must have their defaults; ``ub_name`` has no effect.
+    must have their defaults; ``ub_name`` is ignored.
 
     Raises:
         NotImplementedError: an argument asks for what is not served.
