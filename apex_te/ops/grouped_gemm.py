@@ -20,8 +20,9 @@ import torch
 
 from .. import runtime
 from ..runtime.device import nvidia_capability
+from ..runtime.tracing import is_traced
 from . import product_count
-from .binding import Launch, bind, check_dense, checked
+from .binding import Launch, bind, check_dense, checked, note_written
 from .block_quantize import block_dequantize
 from .grouped_quantize import (
     ALIGN,
@@ -57,18 +58,31 @@ def _aligned(t: torch.Tensor) -> torch.Tensor:
 
     torch.compile cannot ask where a tensor begins, so the ops do.
     """
-    return t.clone() if t.storage_offset() % ALIGN else t
+    return t if _is_aligned(t) else t.clone()
+
+
+def _is_aligned(t: torch.Tensor) -> bool:
+    return t.storage_offset() * t.element_size() % ALIGN == 0
+
+
+def _run_aligned(name, a, a_scale_inv, b, b_scale_inv, ends, out, *rest):
+    """Calls a kernel, which needs addresses that are multiples of 16 bytes."""
+    target = _aligned(out)
+    getattr(_lib, name)(_aligned(a), a_scale_inv, _aligned(b), b_scale_inv, ends, target, *rest)
+    if target is not out:
+        out.copy_(target)
 
 
 def _bind_aligned(name: str) -> Callable[..., None]:
-    """Binds a product that copies operands that do not begin at multiples of 16 bytes."""
+    """Binds a product that copies what does not begin at a multiple of 16 bytes."""
 
-    def call(a: torch.Tensor, a_scale_inv: torch.Tensor, b: torch.Tensor, *rest: Any) -> None:
-        getattr(_lib, name)(_aligned(a), a_scale_inv, _aligned(b), *rest)
+    def call(*args: Any) -> None:
+        _run_aligned(name, *args)
 
     def launch(*args: Any) -> Launch | None:
-        copies = args[0].storage_offset() % ALIGN or args[2].storage_offset() % ALIGN
-        return None if copies else Launch(runtime.function("grouped_gemm", name), args, 0)
+        if not all(_is_aligned(args[i]) for i in (0, 2, 5)):
+            return None
+        return Launch(runtime.function("grouped_gemm", name), args, 0)
 
     return bind("grouped_gemm", name, call, launch=launch)
 
@@ -111,9 +125,13 @@ def _multiply_values(a: torch.Tensor, b: torch.Tensor, ends: torch.Tensor) -> to
     """Computes ``multiply_groups`` unchecked, from the groups' ends, int32 [groups]."""
     if _has_kernel(a, b):
         return torch._grouped_mm(a, b.transpose(-2, -1), offs=ends)
+    out = a.new_zeros((a.shape[0], b.shape[1]))
+    if a.device.type == "cpu" and not is_traced():  # where the ends can be read
+        for g, (begin, end) in enumerate(_places(ends, a.shape[0])):
+            out[begin:end] = torch.mm(a[begin:end], b[g].t())
+        return out
     group = _group_of_rows(ends, a.shape[0])
     zero = a.new_zeros(())
-    out = a.new_zeros((a.shape[0], b.shape[1]))
     for g in range(ends.numel()):
         own = (group == g)[:, None]
         # Other groups' rows are zeroed: on the CPU a NaN in a row can reach the row before it.
@@ -162,12 +180,18 @@ def _contract_values(
     """Computes ``contract_groups`` unchecked, from the groups' ends in K, int32 [groups]."""
     if _has_kernel(a, b):
         return torch._grouped_mm(a, b, offs=ends)
-    group = _group_of_rows(ends, a.shape[1])
-    zero = a.new_zeros(())
     parts = []
+    slices: Any = None
+    if a.device.type == "cpu" and not is_traced():  # where the ends can be read
+        slices = _places(ends, a.shape[1])
+    group = None if slices else _group_of_rows(ends, a.shape[1])
+    zero = a.new_zeros(())
     for g in range(ends.numel()):
-        own = group == g  # masked, not multiplied by 0: other groups may have NaN
-        x, y = torch.where(own, a, zero), torch.where(own[:, None], b, zero)
+        if slices:
+            x, y = a[:, slice(*slices[g])], b[slice(*slices[g])]
+        else:
+            own = group == g  # masked, not multiplied by 0: other groups may have NaN
+            x, y = torch.where(own, a, zero), torch.where(own[:, None], b, zero)
         if not wide or a.dtype not in _SHORT:
             parts.append(torch.mm(x, y))
         elif a.is_cuda:
@@ -175,6 +199,15 @@ def _contract_values(
         else:
             parts.append(torch.mm(x.float(), y.float()))
     return torch.stack(parts)
+
+
+def _places(ends: torch.Tensor, most: int) -> list[tuple[int, int]]:
+    """Returns where each group begins and ends, within ``most``, from a tensor on the CPU."""
+    places, begin = [], 0
+    for end in ends.tolist():
+        places.append((begin, max(begin, min(end, most))))
+        begin = places[-1][1]
+    return places
 
 
 def _check_operands(name: str, a: torch.Tensor, b: torch.Tensor, groups: Groups) -> None:
@@ -228,16 +261,16 @@ def scaled_multiply_groups(
     Raises:
         ValueError: shapes do not match, or ``groups`` was made for another number of rows.
     """
+    _check_operands("scaled_multiply_groups", a, b, groups)
+    product_count.add()
+    if multiplies_codes(a, b):  # the kernel checks the rest
+        out = torch.empty((a.shape[0], b.shape[1]), dtype=torch.bfloat16, device=a.device)
+        _multiply(a, a_scale_inv, b, b_scale_inv, groups.ends, out, not fast)
+        return out
     check_dense(
         "scaled_multiply_groups", a=a, b=b, a_scale_inv=a_scale_inv, b_scale_inv=b_scale_inv,
         groups=groups.table,
     )  # fmt: skip
-    _check_operands("scaled_multiply_groups", a, b, groups)
-    product_count.add()
-    if multiplies_codes(a, b):
-        out = torch.empty((a.shape[0], b.shape[1]), dtype=torch.bfloat16, device=a.device)
-        _multiply(a, a_scale_inv, b, b_scale_inv, groups.ends, out, not fast)
-        return out
     out = multiply_groups(decode(a), decode(b), groups)
     group = _group_of_rows(groups.ends, a.shape[0]).clamp_(max=groups.num_groups - 1)
     # One combined factor: multiplying by two would round the result twice.
@@ -254,6 +287,8 @@ def scaled_contract_groups(
     ends: torch.Tensor,
     fast: bool,
     wide: bool = False,
+    out: torch.Tensor | None = None,
+    accumulate: bool = False,
 ) -> torch.Tensor:
     """Computes ``contract_groups`` of columnwise FP8 data, times both scale_inv of each group.
 
@@ -267,33 +302,73 @@ def scaled_contract_groups(
         fast: as in ``scaled_multiply_groups``.
         wide: return the sums in float32, not rounded to bfloat16. Exception: if FP8 data is decoded
             and ``torch._grouped_mm`` multiplies it, the result is bfloat16 all the same.
+        out: contiguous float [groups, M, N] to write instead of a new tensor.
+        accumulate: add to ``out``. A kernel adds to float32 in memory, each element once, and may
+            take subnormal numbers for 0.
 
     Returns:
-        [groups, M, N] in bfloat16 or float32.
+        ``out``, or [groups, M, N] in bfloat16 or float32.
 
     Raises:
         TypeError: ``ends`` is not int32 with one dimension.
+        ValueError: ``out`` has another shape, is not contiguous, or is missing to ``accumulate``.
     """
+    if ends.dtype is not torch.int32 or ends.dim() != 1:
+        actual = f"{ends.dtype} {list(ends.shape)}".removeprefix("torch.")
+        raise TypeError(f"scaled_contract_groups: ends must be int32 [groups], got {actual}")
+    shape = (ends.numel(), a.shape[0], b.shape[0])
+    _check_out("scaled_contract_groups", out, accumulate, shape)
+    product_count.add()
+    if multiplies_codes(a, b):
+        made, adds = _result(a, shape, wide, out, accumulate)
+        _contract(a, a_scale_inv, b, b_scale_inv, ends, made, not fast, adds)
+        return _stored(made, out, accumulate)
     check_dense(
         "scaled_contract_groups", a=a, b=b, a_scale_inv=a_scale_inv, b_scale_inv=b_scale_inv,
         ends=ends,
     )  # fmt: skip
-    if ends.dtype is not torch.int32 or ends.dim() != 1:
-        actual = f"{ends.dtype} {list(ends.shape)}".removeprefix("torch.")
-        raise TypeError(f"scaled_contract_groups: ends must be int32 [groups], got {actual}")
-    product_count.add()
-    if multiplies_codes(a, b):
-        shape = (ends.numel(), a.shape[0], b.shape[0])
-        dtype = torch.float32 if wide else torch.bfloat16
-        out = torch.empty(shape, dtype=dtype, device=a.device)
-        _contract(a, a_scale_inv, b, b_scale_inv, ends, out, not fast)
-        return out
     # torch's kernels do not check the ends.
-    out = _contract_values(decode(a), decode(b).t(), ends.clamp(0, a.shape[1]), wide)
+    wide = wide or out is not None
+    made = _contract_values(decode(a), decode(b).t(), ends.clamp(0, a.shape[1]), wide)
     # [groups * M] factors, one a row: [groups] alone would not keep a GPU busy.
     factor = (a_scale_inv * b_scale_inv)[:, None].expand(-1, a.shape[0]).contiguous().view(-1)
-    scale_rows(out.flatten(0, 1), factor)
-    return out
+    scale_rows(made.flatten(0, 1), factor)
+    return _stored(made, out, accumulate)
+
+
+def _check_out(
+    name: str, out: torch.Tensor | None, accumulate: bool, shape: tuple[int, ...]
+) -> None:
+    """Raises ValueError unless ``out`` is contiguous with ``shape``, or None and not needed."""
+    if out is None:
+        if accumulate:
+            raise ValueError(f"{name}: out must be given with accumulate=True, got None")
+    elif out.shape != shape or not out.is_contiguous():
+        raise ValueError(
+            f"{name}: out must be contiguous with shape {list(shape)}, got {list(out.shape)}"
+        )
+
+
+def _result(
+    a: torch.Tensor, shape: tuple[int, ...], wide: bool, out: torch.Tensor | None, accumulate: bool
+) -> tuple[torch.Tensor, bool]:
+    """Returns what a kernel writes, ``out`` itself where it can, and True if it adds to it."""
+    if out is not None and (
+        out.dtype is torch.float32 or (out.dtype is torch.bfloat16 and not accumulate)
+    ):
+        return out, accumulate
+    dtype = torch.float32 if wide or out is not None else torch.bfloat16
+    return torch.empty(shape, dtype=dtype, device=a.device), False
+
+
+def _stored(made: torch.Tensor, out: torch.Tensor | None, accumulate: bool) -> torch.Tensor:
+    """Returns ``out`` with what a product made written or added to it, or else ``made``."""
+    if out is None:
+        return made
+    if out is made:
+        note_written(out)
+        return out
+    return out.add_(made) if accumulate else out.copy_(made)
 
 
 @checked
@@ -333,7 +408,7 @@ def block_multiply_groups(
 def _multiply_blocks(a, a_scale_inv, b, b_scale_inv, ends, out):
     """Multiplies by the kernel, or decoded data where there is none."""
     if multiplies_codes(a, b):
-        _lib.grouped_block_multiply(_aligned(a), a_scale_inv, _aligned(b), b_scale_inv, ends, out)
+        _run_aligned("grouped_block_multiply", a, a_scale_inv, b, b_scale_inv, ends, out)
         return
     x = block_dequantize(a, a_scale_inv, dtype=torch.float32)
     scales = b_scale_inv.repeat_interleave(_BLOCK, 1)[:, : b.shape[1]]
@@ -352,6 +427,8 @@ def block_contract_groups(
     b_scale_inv: torch.Tensor,
     groups: Groups,
     wide: bool = False,
+    out: torch.Tensor | None = None,
+    accumulate: bool = False,
 ) -> torch.Tensor:
     """Computes ``contract_groups`` of columnwise FP8 data with block scales.
 
@@ -363,31 +440,38 @@ def block_contract_groups(
         b: [N, groups.columns] FP8 and its scales, with the same groups.
         groups: places of the groups.
         wide: return the sums in float32, not rounded to bfloat16.
+        out, accumulate: as in ``scaled_contract_groups``.
 
     Returns:
-        [groups, M, N] in bfloat16 or float32, zeros for a group without rows.
+        ``out``, or [groups, M, N] in bfloat16 or float32, zeros for a group without rows.
+
+    Raises:
+        ValueError: as in ``scaled_contract_groups``.
     """
     check_dense(
         "block_contract_groups", a=a, b=b, a_scale_inv=a_scale_inv, b_scale_inv=b_scale_inv,
         groups=groups.table,
     )  # fmt: skip
-    product_count.add()
     shape = (groups.num_groups, a.shape[0], b.shape[0])
-    out = torch.empty(shape, dtype=torch.float32 if wide else torch.bfloat16, device=a.device)
-    _block_contract(a, a_scale_inv, b, b_scale_inv, groups.column_ends, out)
-    return out
+    _check_out("block_contract_groups", out, accumulate, shape)
+    product_count.add()
+    made, adds = _result(a, shape, wide, out, accumulate)
+    _block_contract(a, a_scale_inv, b, b_scale_inv, groups.column_ends, made, adds)
+    return _stored(made, out, accumulate)
 
 
-def _contract_blocks(a, a_scale_inv, b, b_scale_inv, ends, out):
+def _contract_blocks(a, a_scale_inv, b, b_scale_inv, ends, out, accumulate):
     """Multiplies by the kernel, or decoded data where there is none."""
     if multiplies_codes(a, b):
-        _lib.grouped_block_contract(_aligned(a), a_scale_inv, _aligned(b), b_scale_inv, ends, out)
+        name = "grouped_block_contract"
+        _run_aligned(name, a, a_scale_inv, b, b_scale_inv, ends, out, accumulate)
         return
     x, y = (
         block_values_of_columns(data, scales, ends)
         for data, scales in ((a, a_scale_inv), (b, b_scale_inv))
     )
-    out.copy_(_contract_values(x, y.t(), ends, wide=True))
+    made = _contract_values(x, y.t(), ends, wide=True)
+    out.add_(made) if accumulate else out.copy_(made)
 
 
 _block_contract = bind("grouped_gemm", "grouped_block_contract", _contract_blocks)

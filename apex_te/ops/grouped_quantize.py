@@ -197,7 +197,7 @@ def quantize_groups(
 
 @checked
 def quantize_matrices(
-    matrices: Sequence[torch.Tensor],
+    matrices: Sequence[torch.Tensor] | torch.Tensor,
     scale: torch.Tensor,
     fp8_dtype: torch.dtype,
     *,
@@ -212,8 +212,8 @@ def quantize_matrices(
     """Quantizes one matrix for each group, all of one shape and dtype, in one launch.
 
     Args:
-        matrices: [rows, cols] float32, float16 or bfloat16 each, such as the experts' weights; made
-            contiguous if they are not.
+        matrices: [rows, cols] float32, float16 or bfloat16 each, such as the experts' weights, or
+            one tensor [groups, rows, cols]; made contiguous if they are not.
         groups: if given, only the matrices of groups that have rows are quantized; in new tensors
             the FP8 data of the other groups is undefined. None: all are quantized.
         rowwise: make [groups, rows, cols]. None stands for True, or with ``out`` for the copies
@@ -231,15 +231,15 @@ def quantize_matrices(
         ValueError: a shape or device does not match, or ``rowwise``, ``columnwise`` or
             ``scale_inv`` differs from that of ``out``.
     """
-    matrices = [matrix.contiguous() for matrix in matrices]
-    like, count = matrices[0], len(matrices)
+    matrices, count = _listed("grouped_quantize.quantize_matrices", matrices)
+    like, (rows, cols) = matrices[0], matrices[0].shape[-2:]
     given = scale_inv is not None
     if out is None:
         row = col = None
         if rowwise is not False:
-            row = like.new_empty((count, *like.shape), dtype=fp8_dtype)
+            row = like.new_empty((count, rows, cols), dtype=fp8_dtype)
         if columnwise is not False:
-            col = like.new_empty((count, *like.shape[::-1]), dtype=fp8_dtype)
+            col = like.new_empty((count, cols, rows), dtype=fp8_dtype)
         if scale_inv is None:
             scale_inv = like.new_empty(count, dtype=torch.float32)
         out = GroupedOutput(row, col, scale_inv, None)
@@ -333,7 +333,7 @@ _block_quantize = bind("grouped_quantize", "grouped_block_quantize", _quantize_b
 
 @checked
 def block_quantize_matrices(
-    matrices: Sequence[torch.Tensor],
+    matrices: Sequence[torch.Tensor] | torch.Tensor,
     fp8_dtype: torch.dtype,
     *,
     groups: Groups | None = None,
@@ -361,9 +361,8 @@ def block_quantize_matrices(
     name = "grouped_quantize.block_quantize_matrices"
     fp8_output.check_fp8_dtype(name, fp8_dtype)
     fp8_output.check_any_output(name, rowwise, columnwise, None)
-    matrices = [matrix.contiguous() for matrix in matrices]
-    like, count = matrices[0], len(matrices)
-    rows, cols = like.shape
+    matrices, count = _listed(name, matrices)
+    like, (rows, cols) = matrices[0], matrices[0].shape[-2:]
 
     def pair(wanted: bool, rows: int, cols: int) -> tuple:
         if not wanted:
@@ -388,7 +387,8 @@ def _quantize_matrix_blocks(matrices, table, row, row_scales, col, col_scales, e
         _lib.grouped_block_quantize_matrices(matrices, table, *outs, eps, pow2)
         return
     dtype = (col if row is None else row).dtype
-    for g, matrix in enumerate(matrices):
+    each = matrices[0] if matrices[0].dim() == 3 else matrices
+    for g, matrix in enumerate(each):
         own = block_quantize(matrix, dtype, block_rows=_BLOCK, pow2=pow2, eps=eps)
         for target, source in zip(outs, own, strict=True):
             if target is not None:
@@ -416,6 +416,20 @@ def block_values_of_columns(
     line = begin // _BLOCK + group + (at - begin).clamp_(min=0) // _BLOCK
     line.clamp_(max=scale_inv.shape[0] - 1)
     return decode(fp8_data).float() * scale_inv[line, : fp8_data.shape[0]].t()
+
+
+def _listed(
+    name: str, matrices: Sequence[torch.Tensor] | torch.Tensor
+) -> tuple[list[torch.Tensor], int]:
+    """Returns contiguous matrices as the library takes them, a stack as one, and their number."""
+    if not isinstance(matrices, torch.Tensor):
+        return [matrix.contiguous() for matrix in matrices], len(matrices)
+    if matrices.dim() != 3:
+        raise ValueError(
+            f"{name}: matrices must be [rows, cols] each or one tensor [groups, rows, cols], "
+            f"got {list(matrices.shape)}"
+        )
+    return [matrices.contiguous()], matrices.shape[0]
 
 
 def _check_out(

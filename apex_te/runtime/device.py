@@ -24,7 +24,15 @@ def nvidia_capability(device: torch.device) -> tuple[int, int]:
     """
     if device.type != "cuda" or torch.version.hip is not None:
         return (0, 0)
-    return torch.cuda.get_device_capability(device)
+    if device.index is None or torch.compiler.is_compiling():
+        return torch.cuda.get_device_capability(device)
+    found = _capabilities.get(device.index)
+    if found is None:
+        found = _capabilities[device.index] = torch.cuda.get_device_capability(device)
+    return found
+
+
+_capabilities: dict[int, tuple[int, int]] = {}  # by index
 
 
 def multiplies_fnuz(device: torch.device) -> bool:

@@ -16,10 +16,10 @@ APEX_TE_FUNCTION(grouped_gemm_multiply,
                  "cuda")
 // out[g] = (a of g . (b of g)^T) * a_scale_inv[g] * b_scale_inv[g]: group g has the columns up to
 // ends[g] of a [M, columns] and b [N, columns] and begins at a multiple of 16; out bfloat16 or
-// float32 [G, M, N], zeros of a group without columns.
+// float32 [G, M, N], zeros of a group without columns. With `accumulate` a float32 out is added to.
 APEX_TE_FUNCTION(grouped_gemm_contract,
                  "a: Tensor, a_scale_inv: Tensor, b: Tensor, b_scale_inv: Tensor, ends: Tensor, "
-                 "out: Tensor!, use_split_accumulator: bool",
+                 "out: Tensor!, use_split_accumulator: bool, accumulate: bool",
                  "cuda")
 // The same of data with block scales; the sums of each 128 products are scaled in float32.
 // Multiply: a in blocks of 1x128, its scales as block_scale.h has those of [rows, K]; b in blocks
@@ -32,7 +32,7 @@ APEX_TE_FUNCTION(grouped_block_multiply,
                  "cuda")
 APEX_TE_FUNCTION(grouped_block_contract,
                  "a: Tensor, a_scale_inv: Tensor, b: Tensor, b_scale_inv: Tensor, ends: Tensor, "
-                 "out: Tensor!",
+                 "out: Tensor!, accumulate: bool",
                  "cuda")
 
 namespace apex_te {
@@ -52,7 +52,7 @@ struct GroupedGemm {
   int64_t m, n;               // of the result, m the rows of all groups in a multiplication
   // Distances of lines of block scales, and lines of b of a group in a multiplication.
   int64_t a_line, b_line, b_lines;
-  bool contract, split, blocks;
+  bool contract, split, blocks, accumulate;
 };
 
 inline void check_aligned(const Args& args, const char* name, const void* data) {
@@ -98,6 +98,7 @@ inline GroupedGemm check_grouped_gemm(Args& args, bool contract, bool blocks) {
   const TensorView b = args.tensor(), b_scale = args.tensor();
   const TensorView ends = args.tensor(), out = args.tensor();
   if (!blocks) g.split = args.boolean();
+  if (contract) g.accumulate = args.boolean();
   a.has_dtype({DType::kE4M3, DType::kE5M2}).has_ndim(2).is_dense();
   b.has_dtype({DType::kE4M3, DType::kE5M2}).has_ndim(contract ? 2 : 3);
   ends.has_dtype({DType::kInt32}).has_ndim(1).is_dense();
@@ -123,6 +124,7 @@ inline GroupedGemm check_grouped_gemm(Args& args, bool contract, bool blocks) {
   check_grouped_scales(&g, a_scale, b_scale);
   check_multiple(args, contract ? "columns of a and b" : "K", g.k, kCopyAlign);
   check_multiple(args, "N", g.n, 8);  // rows of out are written 16 bytes at a time
+  if (g.accumulate) out.has_dtype({DType::kFloat32});
   g.a_type = a.dtype();
   g.b_type = b.dtype();
   g.a = a.data<const uint8_t>();

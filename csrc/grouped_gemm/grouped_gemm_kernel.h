@@ -44,6 +44,16 @@ __device__ __forceinline__ void multiply_tiles(const Params& p, const Ring<kScal
     const int group = planned.group, begin = planned.begin;
     if (group < 0) break;
     const int length = length_of(g, begin, planned.end);
+    const int blocks = tiles_of(length, kTileK);
+    if (!g.contract && begin + planned.m * kTileM + warpgroup * (kTileM / 2) >= planned.end) {
+      // No row of the warpgroup's exists: the other one multiplies alone.
+      barrier_arrive(&ring.control->read[plan.at]);
+      for (int i = 0; i < blocks; ++i, place.next()) {
+        barrier_wait(&ring.control->full[place.at], place.phase);
+        ring.release(place.at);
+      }
+      continue;
+    }
     Target to;
     float factor = 1.0f, factor_8 = 1.0f;
     if constexpr (!kHasBlockScales<kScaling>) {
@@ -58,7 +68,6 @@ __device__ __forceinline__ void multiply_tiles(const Params& p, const Ring<kScal
         factor_8 = own + 8 < to.last ? g.a_scale_inv[own + 8] * of_group : 0.0f;
       }
     }
-    const int blocks = tiles_of(length, kTileK);
     // The copies filled the rest of a product's K with zeros.
     const int rest = g.contract ? length % kTileK : 0;
     sums.run(ring, &place, warpgroup, blocks, rest, planned.n);
@@ -66,6 +75,7 @@ __device__ __forceinline__ void multiply_tiles(const Params& p, const Ring<kScal
       to = target_of(g, planned, kTileN<kScaling>, warp);
       barrier_arrive(&ring.control->read[plan.at]);
     }
+    if (g.accumulate && length == 0) continue;
     if (g.wide_out)
       sums.store_wide(p, to.row, to.last, to.column, factor);
     else
@@ -129,6 +139,7 @@ void run_grouped_gemm(Args& args, bool contract) {
     fail(kApexTeUnsupported, "%s: operands must have at most 2^30 rows, columns and tiles",
          args.name());
   if (g.k == 0) {
+    if (g.accumulate) return;
     void* out = g.wide_out ? static_cast<void*>(g.wide_out) : g.out;
     check_cuda(cudaMemsetAsync(out, 0, static_cast<size_t>(out_rows * g.n) * (g.wide_out ? 4 : 2),
                                static_cast<cudaStream_t>(args.stream())),

@@ -192,21 +192,26 @@ struct Sums {
     }
   }
 
-  // Stores to a float32 out from registers: 4 threads write 32 bytes of a row.
+  // Stores to a float32 out from registers, or adds to it in the L2 cache, each element once: 4
+  // threads write 32 bytes of a row.
   __device__ __forceinline__ void store_wide(const Params& p, int64_t row, int64_t end, int column,
                                              float factor) const {
     const int lane = static_cast<int>(threadIdx.x % 32);
     const int64_t own = row + lane / 4, first = column + lane % 4 * 2;
     float* out = p.g.wide_out + own * p.g.n + first;
+    const auto put = [&p](float* to, float x, float y) {
+      if (p.g.accumulate)
+        asm volatile("red.relaxed.gpu.global.add.v2.f32 [%0], {%1, %2};" ::"l"(to), "f"(x), "f"(y)
+                     : "memory");
+      else
+        *reinterpret_cast<float2*>(to) = make_float2(x, y);
+    };
 #pragma unroll
     for (int j = 0; j < kN / 8; ++j) {
       if (first + j * 8 >= p.g.n) break;
       const float* x = d + j * 4;
-      if (own < end)
-        *reinterpret_cast<float2*>(out + j * 8) = make_float2(x[0] * factor, x[1] * factor);
-      if (own + 8 < end)
-        *reinterpret_cast<float2*>(out + 8 * p.g.n + j * 8) =
-            make_float2(x[2] * factor, x[3] * factor);
+      if (own < end) put(out + j * 8, x[0] * factor, x[1] * factor);
+      if (own + 8 < end) put(out + 8 * p.g.n + j * 8, x[2] * factor, x[3] * factor);
     }
   }
 

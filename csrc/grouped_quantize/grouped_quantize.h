@@ -28,7 +28,8 @@ APEX_TE_FUNCTION(grouped_quantize,
                  "rowwise: F[r c]!?, columnwise: F[c columns(r g)]!?, row_scale_inv: f32[r]!?, "
                  "amax: f32[g]!!?, due: i32[g]?, inverse_given: bool")
 APEX_TE_IN_PLACE(grouped_quantize, "amax: scale")
-// Casts G matrices of one shape; with a table, only the matrices of groups with rows are read.
+// Casts G matrices of one shape, or one stack [G, rows, cols] of them; with a table, only the
+// matrices of groups with rows are read.
 APEX_TE_FUNCTION(grouped_quantize_matrices,
                  "matrices: Tensor[], table: Tensor?, scale: Tensor, scale_inv: Tensor!, "
                  "rowwise: Tensor!?, columnwise: Tensor!?, amax: Tensor!?, due: Tensor?, "
@@ -165,12 +166,23 @@ inline GroupedOffsets check_grouped_offsets(Args& args) {
   return p;
 }
 
+// Matrices of one shape and dtype, one a group, each for itself or one behind the other.
+struct Matrices {
+  const DLTensor* list = nullptr;
+  const char* stack = nullptr;
+  int64_t bytes = 0;  // of a matrix
+  explicit operator bool() const { return list || stack; }
+  const void* at(int64_t g) const {
+    return stack ? stack + g * bytes : static_cast<const char*>(list[g].data) + list[g].byte_offset;
+  }
+};
+
 // Both casts. Of matrices `rows` is that of each, and `columns`, the length of a row of columnwise
 // codes, is the same.
 struct GroupedQuantize {
   DType dtype, codes;
   TensorView x;
-  const DLTensor* matrices = nullptr;
+  Matrices matrices;  // of the other cast
   Table table{nullptr, 0};
   int64_t rows, cols, columns;
   GroupValues scale, scale_inv, amax;
@@ -230,41 +242,37 @@ inline GroupedQuantize check_grouped_quantize(Args& args) {
   return p;
 }
 
-// Matrices of one shape and dtype, one a group.
-struct Matrices {
-  const DLTensor* data;
-  DType dtype;
-  int64_t rows, cols;
-  Table table;  // may have no data
-};
-
-// Reads matrices and an optional table.
-inline Matrices check_matrices(Args& args) {
-  Matrices p{nullptr, DType::kOther, 0, 0, {nullptr, 0}};
+// Reads matrices and an optional table into the fields that both kinds of scaling have.
+template <typename Cast>
+void check_matrices(Args& args, Cast* p) {
   const int index = args.position();
-  const int groups = groups_of(args, args.tensor_list(&p.data));
-  const TensorView first = args.list_item(p.data, index, 0);
-  first.has_dtype({DType::kFloat32, DType::kFloat16, DType::kBFloat16}).has_ndim(2);
-  p.dtype = first.dtype();
-  p.rows = first.size(0);
-  p.cols = first.size(1);
-  for (int g = 0; g < groups; ++g)
-    args.list_item(p.data, index, g).has_dtype({p.dtype}).has_shape({p.rows, p.cols}).is_dense();
+  const DLTensor* list;
+  int64_t count = args.tensor_list(&list);
+  groups_of(args, count);
+  const TensorView first = args.list_item(list, index, 0);
+  const bool stacked = count == 1 && first.ndim() == 3;
+  first.has_dtype({DType::kFloat32, DType::kFloat16, DType::kBFloat16}).has_ndim(2 + stacked);
+  const DType dtype = p->dtype = first.dtype();
+  const int64_t rows = p->rows = first.size(stacked), cols = p->cols = first.size(1 + stacked);
+  if (stacked) {
+    count = first.is_dense().size(0);
+    p->matrices.stack = first.data<const char>();
+    p->matrices.bytes = rows * cols * (dtype == DType::kFloat32 ? 4 : 2);
+  } else {
+    for (int g = 0; g < count; ++g)
+      args.list_item(list, index, g).has_dtype({dtype}).has_shape({rows, cols}).is_dense();
+    p->matrices.list = list;
+  }
+  const int groups = groups_of(args, count);
   const TensorView table = args.optional_tensor();
   if (table) check_table(args, table, groups);
-  p.table = {table.data<const int32_t>(), groups};
-  return p;
+  p->table = {table.data<const int32_t>(), groups};
 }
 
 inline GroupedQuantize check_grouped_quantize_matrices(Args& args) {
   GroupedQuantize p;
-  const Matrices given = check_matrices(args);
-  p.matrices = given.data;
-  p.dtype = given.dtype;
-  p.rows = given.rows;
-  p.cols = given.cols;
-  p.table = given.table;
-  const int groups = given.table.groups;
+  check_matrices(args, &p);
+  const int groups = p.table.groups;
   p.scale = check_values(args.tensor(), groups);
   p.scale_inv = check_values(args.tensor(), groups);
   check_codes(args, p, true);

@@ -10,7 +10,7 @@ namespace apex_te {
 struct GroupedBlocks : BlockCast {
   DType dtype;
   const void* x;
-  const DLTensor* matrices;
+  Matrices matrices;
   Table table;
 };
 
@@ -54,12 +54,7 @@ inline void check_grouped_codes(GroupedBlocks* p, const TensorView& rowwise,
 inline GroupedBlocks check_grouped_blocks(Args& args, bool of_matrices) {
   GroupedBlocks p = {};
   if (of_matrices) {
-    const Matrices given = check_matrices(args);
-    p.matrices = given.data;
-    p.dtype = given.dtype;
-    p.rows = given.rows;
-    p.cols = given.cols;
-    p.table = given.table;
+    check_matrices(args, &p);
   } else {
     const TensorView x = args.tensor();
     x.has_dtype({DType::kFloat32, DType::kFloat16, DType::kBFloat16}).has_ndim(2).is_dense();

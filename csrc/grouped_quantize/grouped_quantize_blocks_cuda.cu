@@ -145,8 +145,7 @@ void launch(const GroupedBlocks& p, cudaStream_t stream) {
     Pointers matrices;
     const int count = std::min(kMatrices, p.table.groups - first);
     for (int i = 0; i < count; ++i) {
-      const DLTensor& matrix = p.matrices[first + i];
-      matrices.at[i] = static_cast<const char*>(matrix.data) + matrix.byte_offset;
+      matrices.at[i] = p.matrices.at(first + i);
       aligned = aligned && is_aligned(matrices.at[i], 16);
     }
     const dim3 grid(static_cast<unsigned>(num_blocks(p.cols)),

@@ -86,10 +86,8 @@ void quantize_all_groups(const GroupedQuantize& p) {
     if (p.casts && !bad && !p.inverse_given) p.scale_inv[g] = 1.0f / p.scale[g];
     if (p.matrices) {
       if (p.table.data && !p.table.used(g)) continue;
-      const DLTensor& matrix = p.matrices[g];
-      const char* x = static_cast<const char*>(matrix.data) + matrix.byte_offset;
       const int64_t offset = g * p.rows * p.cols;
-      quantize_group<T>(p, g, reinterpret_cast<const T*>(x),
+      quantize_group<T>(p, g, static_cast<const T*>(p.matrices.at(g)),
                         p.rowwise ? p.rowwise + offset : nullptr,
                         p.columnwise ? p.columnwise + offset : nullptr, 0, p.rows, 0, p.rows);
       continue;

@@ -178,8 +178,7 @@ void launch(const GroupedQuantize& q, Params p, cudaStream_t stream) {
     p.first = first;
     if (p.stacked)
       for (int i = 0; i < here; ++i) {
-        const DLTensor& matrix = q.matrices[first + i];
-        matrices.at[i] = static_cast<const char*>(matrix.data) + matrix.byte_offset;
+        matrices.at[i] = q.matrices.at(first + i);
         aligned = aligned && is_aligned(matrices.at[i], 16);
       }
     const int64_t blocks = std::max<int64_t>(tiles * here, 1);
@@ -202,7 +201,7 @@ void run_quantize(const GroupedQuantize& q, Args& args) {
   const DeviceGuard guard(args.device_id());
   const auto stream = static_cast<cudaStream_t>(args.stream());
   const Params p{q.x.data<void>(),
-                 q.matrices != nullptr,
+                 static_cast<bool>(q.matrices),
                  q.table,
                  q.rows,
                  q.cols,

@@ -185,7 +185,7 @@ def scaled_contract_groups(
     def contracted(a: Any, a_scale: Any, b: Any, b_scale: Any, ends: Any) -> jax.Array:
         given = {"a": a, "a_scale_inv": a_scale, "b": b, "b_scale_inv": b_scale, "ends": ends}
         results = {"out": _S((ends.size, a.shape[0], b.shape[0]), dtype)}
-        given["use_split_accumulator"] = not fast
+        given |= {"use_split_accumulator": not fast, "accumulate": False}
         return call("grouped_gemm", "grouped_gemm_contract", results, **given)["out"]
 
     on_gpu = contracted if _multiplies_codes(a, b) else decoded
