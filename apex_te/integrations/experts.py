@@ -22,10 +22,10 @@ class ExpertGemm(GroupedLinear):
         self, num_gemms: int, in_features: int, out_features: int, dtype: torch.dtype
     ) -> None:
         super().__init__(
-            num_gemms, in_features, out_features, bias=False, params_dtype=dtype, device="meta"
-        )
-        for name in self._weight_names:
-            self.register_parameter(name, None)
+            num_gemms, in_features, out_features, bias=False, params_dtype=dtype, device="meta",
+            single_parameter=True,
+        )  # fmt: skip
+        self.register_parameter("weight", None)
         self._stacked: torch.Tensor | None = None
 
     def reset_parameters(self) -> None:
@@ -45,7 +45,7 @@ class ExpertGemm(GroupedLinear):
 
     def _weights_and_biases(self) -> tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]]:
         assert self._stacked is not None
-        return self._stacked.unbind(), ()
+        return (self._stacked,), ()
 
 
 class StackedExperts(nn.Module):
@@ -89,8 +89,8 @@ class StackedExperts(nn.Module):
         x, rows, row_id_map = moe_permute_and_count(
             hidden_states, top_k_index, self.gate_up_gemm.num_gemms
         )
-        x, splits = self._gate_and_up(x, rows)
-        x = self.down_gemm(self._gate(x), splits, self.down_proj)
+        x = self.gate_up_gemm(x, rows, self.gate_up_proj)
+        x = self.down_gemm(self._gate(x), rows, self.down_proj)
         probs = top_k_weights.to(x.dtype)
         out = moe_unpermute(x, row_id_map, probs, map_type="index")
         return out.to(hidden_states.dtype)
@@ -111,20 +111,6 @@ class StackedExperts(nn.Module):
             for gemm in gemms:  # nothing to repeat in backward
                 gemm._modes.recompute, gemm._modes.recompute_fp8 = None, False
         return found
-
-    def _gate_and_up(self, x: torch.Tensor, rows: torch.Tensor) -> tuple[torch.Tensor, Any]:
-        """Multiplies ``[rows, hidden]``, sorted by expert, by the experts' first weights.
-
-        The second result is ``rows`` as the second GEMM takes them, on some GPUs a list.
-        """
-        gemm, weight = self.gate_up_gemm, self.gate_up_proj
-        if x.is_cuda and not self.down_proj.shape[2] % 16:
-            try:
-                return gemm(x, rows, weight), rows
-            except NotImplementedError:  # raised before anything runs, for other recipes and sizes
-                pass
-        splits = rows.tolist()
-        return gemm(x, splits, weight), splits
 
     def _gate(self, x: torch.Tensor) -> torch.Tensor:
         """Applies the gated activation to ``[rows, 2 ffn]``."""

@@ -2,8 +2,9 @@
 
 Forward and backward with all gradients, bf16 ``.grad``, the contenders taking turns with a cold L2
 cache; the routing is skewed mildly, as trained routers' is. "torch bf16" is ``torch._grouped_mm``
-of weights stacked in one tensor, between the same permutation and SwiGLU. Host ms is what the host
-spends to issue a step. Peak GiB is what a step needs above weights and their gradients.
+of weights stacked in one tensor, between the same permutation and SwiGLU. "main_grad" adds to fp32
+``main_grad``; "weights held" is a later microbatch, whose FP8 weights are there. Host ms is what
+the host spends to issue a step. Peak GiB is what a step needs above weights and their gradients.
 
 Floors and what the parts should take are in the table of each kernel's benchmark; the sum of all
 kernels' floors in FP8 with nothing fused is 4.2 ms (Qwen3) and 12.5 ms (DeepSeek-V3) on an H100.
@@ -57,8 +58,10 @@ def step(
     routing: tuple[torch.Tensor, torch.Tensor],
     count: int,
     recipe: Any,
+    first: bool | None = None,
 ) -> Callable[[], None]:
     """Returns a call of a forward and backward; ``experts`` maps rows and counts to rows."""
+    rest = () if first is None else (first,)
     index, probs = routing
 
     def run() -> None:
@@ -67,20 +70,25 @@ def step(
             parameter.grad = None
         rows, splits, row_id_map = moe_permute_and_count(x, index, count)
         with apex_te.fp8_autocast(recipe is not None, recipe):
-            out = experts(rows, splits)
+            out = experts(rows, splits, *rest)
         out = moe_unpermute(out, row_id_map, probs, map_type="index")
         out.backward(dy)
 
     return run
 
 
-def ours(hidden: int, ffn: int, count: int) -> tuple[Any, list[torch.Tensor]]:
+def ours(hidden: int, ffn: int, count: int, fused: bool = False) -> tuple[Any, list[torch.Tensor]]:
     options: Any = {"bias": False, "params_dtype": torch.bfloat16, "device": "cuda"}
+    options |= {"single_parameter": True, "fuse_wgrad_accumulation": fused}
     fc1 = apex_te.GroupedLinear(count, hidden, 2 * ffn, **options)
     fc2 = apex_te.GroupedLinear(count, ffn, hidden, **options)
 
-    def experts(rows: torch.Tensor, splits: torch.Tensor) -> torch.Tensor:
-        return fc2(swiglu(fc1(rows, splits)), splits)
+    for layer in (fc1, fc2):
+        if fused:
+            layer.weight.main_grad = torch.zeros(layer.weight.shape, device="cuda")
+
+    def experts(rows: torch.Tensor, splits: torch.Tensor, *rest: bool) -> torch.Tensor:
+        return fc2(swiglu(fc1(rows, splits, *rest)), splits, *rest)
 
     return experts, [*fc1.parameters(), *fc2.parameters()]
 
@@ -122,8 +130,11 @@ def main() -> None:
         routing = routed(tokens, top_k, count)
         calls = {"torch bf16": step(*theirs(hidden, ffn, count), x, dy, routing, count, None)}
         for name in chosen:
-            made = ours(hidden, ffn, count)
-            calls[name] = step(*made, x, dy, routing, count, RECIPES[name])
+            common = x, dy, routing, count, RECIPES[name]
+            calls[name] = step(*ours(hidden, ffn, count), *common)
+            calls[f"{name}, main_grad"] = step(*ours(hidden, ffn, count, True), *common)
+            if name != "bf16":
+                calls[f"{name}, weights held"] = step(*ours(hidden, ffn, count), *common, False)
         times = harness.paired_us(list(calls.values()), repeats=10)
         for (name, call), each in zip(calls.items(), times, strict=True):
             rows.append(

@@ -509,6 +509,10 @@ def shared_scale(out: Any, dtype: torch.dtype) -> QuantizedTensor:
     return QuantizedTensor(out.rowwise, out.scale_inv, out.columnwise, out.scale_inv, dtype)
 
 
+# Weights of groups: one each, or one stack ``[groups, rows, cols]``.
+Matrices = Sequence[torch.Tensor] | torch.Tensor
+
+
 class GroupRows(NamedTuple):
     """Named tuple of the rows ``[rows, cols]`` of all groups, sorted by group."""
 
@@ -527,7 +531,7 @@ class GroupRows(NamedTuple):
 class GroupMatrices(NamedTuple):
     """Named tuple of matrices, one weight for each group; those of empty groups are skipped."""
 
-    matrices: Sequence[torch.Tensor]
+    matrices: Matrices
     groups: Groups | None
 
     def measure(
@@ -545,6 +549,8 @@ class GroupQuantizer:
 
     __slots__ = ("dtype",)
 
+    keeps_state: ClassVar[bool] = False
+
     def __init__(self, dtype: torch.dtype) -> None:
         self.dtype = dtype
 
@@ -560,20 +566,34 @@ class GroupQuantizer:
 
     def quantize_matrices(
         self,
-        matrices: Sequence[torch.Tensor],
+        matrices: Matrices,
         groups: Groups | None,
         rowwise: bool = True,
         columnwise: bool = True,
+        scales: tuple[torch.Tensor, torch.Tensor] | None = None,
     ) -> GroupedOutput:
-        """Returns FP8 copies of matrices; with ``groups``, only of those whose groups have rows."""
-        scale, scale_inv, amax = self.scaling(GroupMatrices(matrices, groups))
+        """Returns FP8 copies of matrices; with ``groups``, only of those whose groups have rows.
+
+        ``scales`` are those of ``kept_scales``.
+        """
+        if scales is None:
+            scale, scale_inv, amax = self.scaling(GroupMatrices(matrices, groups))
+        else:
+            scale, scale_inv, amax = *scales, None
         return quantize_matrices(
             matrices, scale, self.dtype, groups=groups, rowwise=rowwise, columnwise=columnwise,
             amax=amax, scale_inv=scale_inv,
         )  # fmt: skip
 
+    def kept_scales(self, source: GroupMatrices) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """Returns scales that both casts of a step can use; None if it costs nothing to find them.
+
+        The pair is scale and ``scale_inv``, fp32 ``[groups]``.
+        """
+        return None
+
     def rewrite_matrices(
-        self, matrices: Sequence[torch.Tensor], held: GroupedOutput, noop: torch.Tensor | None
+        self, matrices: Matrices, held: GroupedOutput, noop: torch.Tensor | None
     ) -> bool:
         """Quantizes into the copies of ``quantize_matrices``, as ``Quantizer.rewrite`` does."""
         return False
@@ -581,7 +601,7 @@ class GroupQuantizer:
     def record(self, x: torch.Tensor, groups: Groups) -> None:
         """Records the amax values of the groups' rows; does nothing for a scheme without state."""
 
-    def record_matrices(self, matrices: Sequence[torch.Tensor], groups: Groups) -> None:
+    def record_matrices(self, matrices: Matrices, groups: Groups) -> None:
         """Records amax values of the matrices of groups with rows; does nothing without a state."""
 
     def scaling(

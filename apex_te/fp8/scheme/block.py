@@ -29,6 +29,7 @@ from .base import (
     FusedCast,
     GroupQuantizer,
     Layout,
+    Matrices,
     Quantizer,
     Repeatable,
     Scheme,
@@ -143,10 +144,11 @@ class BlockGroupQuantizer(GroupQuantizer):
 
     def quantize_matrices(
         self,
-        matrices: Sequence[torch.Tensor],
+        matrices: Matrices,
         groups: Groups | None,
         rowwise: bool = True,
         columnwise: bool = True,
+        scales: Any = None,
     ) -> GroupedOutput:
         return block_quantize_matrices(
             matrices, self.dtype, groups=groups, rowwise=rowwise, columnwise=columnwise,
@@ -177,9 +179,9 @@ class BlockGemm(GemmBackend):
         _check_grouped(a, b)
         return block_multiply_groups(a, a_scale_inv, b, b_scale_inv, groups)
 
-    def contract_groups(self, a, b, a_scale_inv, b_scale_inv, groups, wide=False):
+    def contract_groups(self, a, b, a_scale_inv, b_scale_inv, groups, *rest):
         _check_grouped(a, b)
-        return block_contract_groups(a, a_scale_inv, b, b_scale_inv, groups, wide)
+        return block_contract_groups(a, a_scale_inv, b, b_scale_inv, groups, *rest)
 
 
 def _check_grouped(a: torch.Tensor, b: torch.Tensor) -> None:

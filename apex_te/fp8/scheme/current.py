@@ -164,6 +164,11 @@ class CurrentGroups(GroupQuantizer):
         source.measure(amax, self.dtype)
         return (*scales_of(amax, self.dtype, eps=self.eps, pow2=self.pow2), None)
 
+    def kept_scales(self, source: GroupMatrices) -> tuple[torch.Tensor, torch.Tensor] | None:
+        scale, scale_inv, _ = self.scaling(source)
+        assert scale_inv is not None
+        return scale, scale_inv
+
 
 class OneScale(Layout):
     """Form of a stored weight with one scale, computed from the amax rounded to bfloat16.

@@ -29,6 +29,7 @@ from .base import (
     GroupMatrices,
     GroupQuantizer,
     GroupRows,
+    Matrices,
     Quantizer,
     QuantizerSets,
     Repeatable,
@@ -305,6 +306,8 @@ class DelayedGroups(GroupQuantizer):
 
     __slots__ = ("amax", "firsts", "scale", "slots")
 
+    keeps_state = True
+
     def __init__(self, quantizers: Sequence[DelayedScalingQuantizer]) -> None:
         super().__init__(quantizers[0].dtype)
         self.scale = _column([q.scale for q in quantizers])
@@ -320,19 +323,19 @@ class DelayedGroups(GroupQuantizer):
         return self.scale, None, self.amax
 
     def rewrite_matrices(
-        self, matrices: Sequence[torch.Tensor], held: GroupedOutput, noop: torch.Tensor | None
+        self, matrices: Matrices, held: GroupedOutput, noop: torch.Tensor | None
     ) -> bool:
         scale, _, amax = self.scaling(GroupMatrices(matrices, None))
         due = None
         if noop is not None:  # read when the graph runs
-            due = (noop == 0).to(torch.int32).expand(len(matrices)).contiguous()
+            due = (noop == 0).to(torch.int32).expand(scale.numel()).contiguous()
         quantize_matrices(matrices, scale, self.dtype, amax=amax, due=due, out=held)
         return True
 
     def record(self, x: torch.Tensor, groups: Groups) -> None:
         self._record(GroupRows(x, groups))
 
-    def record_matrices(self, matrices: Sequence[torch.Tensor], groups: Groups) -> None:
+    def record_matrices(self, matrices: Matrices, groups: Groups) -> None:
         self._record(GroupMatrices(matrices, groups))
 
     def _record(self, source: GroupRows | GroupMatrices) -> None:

@@ -183,6 +183,8 @@ class GemmBackend:
         b_scale_inv: Any,
         groups: Groups,
         wide: bool = False,
+        out: torch.Tensor | None = None,
+        accumulate: bool = False,
     ) -> torch.Tensor:
         """Returns the wgrad GEMM of each group, ``[groups, M, N]``.
 
@@ -192,6 +194,7 @@ class GemmBackend:
             a_scale_inv, b_scale_inv: fp32 ``[groups]``.
             groups: which columns belong to which group, on the device.
             wide: return fp32; False returns bf16.
+            out: contiguous ``[groups, M, N]`` to write, or to add to with ``accumulate``.
         """
         raise NotImplementedError
 
@@ -251,10 +254,10 @@ class FP8Gemm(GemmBackend):
         fast = not self.split[product]
         return grouped_gemm.scaled_multiply_groups(a, a_scale_inv, b, b_scale_inv, groups, fast)
 
-    def contract_groups(self, a, b, a_scale_inv, b_scale_inv, groups, wide=False):
+    def contract_groups(self, a, b, a_scale_inv, b_scale_inv, groups, *rest):
         _check_grouped(a, b)
-        ends, fast = groups.column_ends, not self.split[WGRAD]
-        return grouped_gemm.scaled_contract_groups(a, a_scale_inv, b, b_scale_inv, ends, fast, wide)
+        operands = a, a_scale_inv, b, b_scale_inv, groups.column_ends, not self.split[WGRAD]
+        return grouped_gemm.scaled_contract_groups(*operands, *rest)
 
 
 def _check_grouped(a: torch.Tensor, b: torch.Tensor) -> None:

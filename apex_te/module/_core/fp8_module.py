@@ -61,11 +61,12 @@ class Modes:
         programs: ``Programs`` by the id of the quantizers that they hold.
         in_ddp: the last call except recomputes ran under DistributedDataParallel.
         recompute: quantizers for a recompute of the last call, if that call recorded amax values.
+        splits: the last ``m_splits`` that ``GroupedLinear`` copied to the device, and the copy.
     """
 
     __slots__ = (
         "captured", "gathered", "in_ddp", "plain", "programs", "recompute", "recompute_fp8",
-        "recompute_keeps", "weight_cache", "wgrad_store",
+        "recompute_keeps", "splits", "weight_cache", "wgrad_store",
     )  # fmt: skip
 
     def __init__(self) -> None:
@@ -79,6 +80,7 @@ class Modes:
         self.gathered: dict[str, Any] = {}
         self.programs: dict[int, Programs] = {}
         self.plain = Programs(())
+        self.splits: tuple[tuple[int, ...], torch.Tensor] | None = None
 
 
 class FP8Module(torch.nn.Module):

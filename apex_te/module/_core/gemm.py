@@ -380,7 +380,7 @@ class GemmCall(NamedTuple):
             gathered.release()
             return grad
 
-        return _now_or_later(self.parameter, self.options, compute)
+        return now_or_later(self.parameter, self.options, compute)
 
     def _wgrad_of_rows(
         self,
@@ -537,7 +537,7 @@ def plain_weight_gradient(
     in_place = options.accumulate is not None or options.wgrad_store is not None
     if in_place and not is_wanted(parameter):
         return None
-    return _now_or_later(parameter, options, lambda: _plain_wgrad(dy, x, parameter, dtype, options))
+    return now_or_later(parameter, options, lambda: _plain_wgrad(dy, x, parameter, dtype, options))
 
 
 def is_wanted(parameter: torch.Tensor) -> bool:
@@ -555,7 +555,7 @@ def is_wanted(parameter: torch.Tensor) -> bool:
         return True
 
 
-def _now_or_later(
+def now_or_later(
     parameter: Any, options: GemmOptions, compute: Callable[[], torch.Tensor | None]
 ) -> torch.Tensor | None:
     """Returns ``compute()``, or None after passing it to ``options.wgrad_store``.

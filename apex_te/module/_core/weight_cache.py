@@ -119,13 +119,15 @@ class CapturedWeights:
         quantizer = quantizers.weight
         return self._once(gemm, sources, quantize, rewrite)
 
-    def quantized_matrices(self, weights: Sequence[torch.Tensor], quantizer: Any) -> Any:
-        """Returns both FP8 copies of all groups' weights; None if one is not ``known``."""
+    def quantized_matrices(
+        self, sources: Sequence[torch.Tensor], matrices: Any, quantizer: Any
+    ) -> Any:
+        """Returns both FP8 copies of all groups' weights; None if a source is not ``known``."""
         return self._once(
             _ALL,
-            weights,
-            lambda: quantizer.quantize_matrices(weights, None, True, True),
-            lambda held, noop: quantizer.rewrite_matrices(weights, held, noop),
+            sources,
+            lambda: quantizer.quantize_matrices(matrices, None, True, True),
+            lambda held, noop: quantizer.rewrite_matrices(matrices, held, noop),
         )
 
     def _once(

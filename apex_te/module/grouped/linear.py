@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch.nn import functional
 
+from ...fp8 import model_init
+from ...fp8.autocast import get_fp8_recipe
 from ...fp8.scheme.base import GroupQuantizers, group_quantizers
 from ...fp8.tensor import QuantizedTensor
 from ...ops.binding import OpFunction, once_differentiable
@@ -33,6 +35,11 @@ class GroupedLinear(ParallelModule):
         num_gemms: number of linear layers.
         in_features, out_features: sizes of each layer. Any size works; multiples of 16 are fastest.
         bias: learn a bias ``[out_features]`` for each layer.
+        single_parameter: hold the weights as one Parameter ``weight`` ``[num_gemms, out_features,
+            in_features]`` and the biases as one, ``bias`` ``[num_gemms, out_features]``. The time
+            that the host takes for a step then does not grow with ``num_gemms``, bf16 weights are
+            not copied, and gradients are added to ``main_grad`` as they are computed. ``weight0``,
+            ``bias0`` .. are views. A state dict of either kind loads into the other.
         return_bias: return ``(y, biases)``; the biases, a list in the dtype of ``y``, are not
             added.
         fuse_wgrad_accumulation, init_method, params_dtype, dtype, delay_wgrad_compute,
@@ -43,9 +50,9 @@ class GroupedLinear(ParallelModule):
         tp_group, tp_size, sequence_parallel, get_rng_state_tracker, rng_tracker_name: as in
             ``Linear``.
 
-    Its parameters are ``weight0`` ``[out_features, in_features]``, ``bias0`` ``[out_features]``,
-    ``weight1``, ``bias1`` .. in this order. Optimizers number their states by this order. To load a
-    state that was saved when all weights came first, see
+    Without ``single_parameter`` its parameters are ``weight0`` ``[out_features, in_features]``,
+    ``bias0`` ``[out_features]``, ``weight1``, ``bias1`` .. in this order, by which optimizers
+    number their states. To load a state that was saved when all weights came first, see
     ``apex_te.integrations.reorder_grouped_linear_state``. Interface and defaults follow
     TransformerEngine's GroupedLinear.
     """
@@ -77,6 +84,7 @@ class GroupedLinear(ParallelModule):
         name: str | None = None,
         device: torch.device | str | int | None = None,
         dtype: torch.dtype | None = None,
+        single_parameter: bool = False,
     ) -> None:
         sizes = ("num_gemms", "in_features", "out_features")
         wanted = self._take_options(locals(), *sizes, gemms=num_gemms)
@@ -90,17 +98,25 @@ class GroupedLinear(ParallelModule):
         elif self.parallel_mode == "row":
             self.in_features = divided(_NAME, "in_features", in_features, self.tp_size)
         self._group_quantizers: dict[int, tuple] = {}
-        self._weight_names = tuple(f"weight{i}" for i in range(num_gemms))
-        self._bias_names = tuple(f"bias{i}" for i in range(num_gemms)) if bias else ()
+        self.single_parameter = single_parameter
+        numbers = ("",) if single_parameter else tuple(map(str, range(num_gemms)))
+        self._weight_names = tuple(f"weight{i}" for i in numbers)
+        self._bias_names = tuple(f"bias{i}" for i in numbers) if bias else ()
+        stack = (num_gemms,) if single_parameter else ()
+        if single_parameter and model_init.settings() is not None:
+            raise NotImplementedError(
+                "GroupedLinear: single_parameter must be False inside of fp8_model_init, got True"
+            )
         # In TransformerEngine's order, in which optimizers number their states.
         for i, key in enumerate(self._weight_names):
-            shape = (self.out_features, self.in_features)
+            shape = (*stack, self.out_features, self.in_features)
             value = _arguments.parameter(shape, wanted, device)
             if self.parallel_mode is not None:
-                tag(value, 0 if self.parallel_mode == "column" else 1, False, tp_group)
+                dim = len(stack) + (self.parallel_mode == "row")
+                tag(value, dim, False, tp_group)
             self.register_parameter(key, value)
             if bias:
-                value = _arguments.parameter(shape[:1], wanted, device)
+                value = _arguments.parameter(shape[:-1], wanted, device, gemm_weight=False)
                 self.register_parameter(self._bias_names[i], value)
         initialize(self)
 
@@ -112,14 +128,28 @@ class GroupedLinear(ParallelModule):
         materialize(self)
         with self._forked(self.parallel_mode is not None):
             for key in self._weight_names:
-                _arguments.fill(getattr(self, key), self.init_method)
+                weight = getattr(self, key)
+                for each in weight.detach() if self.single_parameter else (weight,):
+                    _arguments.fill(each, self.init_method)
         for key in self._bias_names:
             torch.nn.init.zeros_(getattr(self, key))
 
     def extra_repr(self) -> str:
         text = f"num_gemms={self.num_gemms}, in_features={self.in_features}"
         text += f", out_features={self.out_features}, bias={self.use_bias}"
+        if self.single_parameter:
+            text += ", single_parameter=True"
         return text + self._shown_options()
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            kind = name.rstrip("0123456789")
+            number, stack = name[len(kind) :], self.__dict__.get("_parameters", {}).get(kind)
+            if stack is None or not number or int(number) >= self.num_gemms:
+                raise
+            return stack[int(number)]
 
     def forward(
         self,
@@ -134,7 +164,8 @@ class GroupedLinear(ParallelModule):
         the rows raise ValueError. Exception: the host does not read splits in a tensor on a GPU, so
         such splits make all outputs and gradients NaN.
 
-        A tensor ``m_splits`` on a GPU changes rounding and cost as follows. On sm_90 FP8
+        A tensor ``m_splits`` on a GPU, and ``single_parameter`` anywhere, change rounding and cost
+        as follows. On sm_90 FP8
         GEMMs multiply the FP8 data; other GPUs decode them to bfloat16 first. Results of FP8 GEMMs
         are rounded to bfloat16 before any cast to another dtype. Weight gradients for ``main_grad``
         are not rounded, except where torch's grouped GEMM computes them: those of bf16 GEMMs on
@@ -162,14 +193,21 @@ class GroupedLinear(ParallelModule):
             NotImplementedError: ``m_splits`` is a tensor on a GPU, together with the recipe
                 ``"mxfp8"``, HiF8, FP8 with sizes that are not multiples of 16,
                 ``delay_wgrad_compute``, ``save_original_input``, FP8 weights, more than 1023 groups
-                or ``torch.compile``. Raised before anything runs.
+                or ``torch.compile``. With ``single_parameter`` only more than 1023 groups are
+                refused, delayed scaling with ``save_original_input``, and with
+                ``fuse_wgrad_accumulation`` or ``delay_wgrad_compute`` the recipes and sizes above
+                and delayed scaling under ``torch.compile``, which all wait for the sizes. Raised
+                before anything runs.
         """
         try:
             weights, biases = self._weights_and_biases()
             rows = math.prod(inp.shape[:-1])
             splits: Any
             x, cached_one_by_one = inp, weights
-            if not isinstance(m_splits, torch.Tensor):
+            if weights[0].dim() == 3:
+                splits = on_device.table_splits(self, m_splits, rows, inp.device)
+                cached_one_by_one = ()
+            elif not isinstance(m_splits, torch.Tensor):
                 splits = _arguments.checked_splits(_NAME, self.num_gemms, m_splits, rows)
             else:
                 owner = type(self).__name__
@@ -195,13 +233,29 @@ class GroupedLinear(ParallelModule):
         if not self.return_bias:
             return out
         if not biases:
-            return out, [out.new_empty(0) for _ in weights]
-        return out, [bias.to(out.dtype) for bias in biases]
+            return out, [out.new_empty(0) for _ in range(self.num_gemms)]
+        each = biases[0] if self.single_parameter else biases
+        return out, [bias.to(out.dtype) for bias in each]
 
     def _weights_and_biases(self) -> tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]]:
-        """Returns a weight [out, in] for each group, and a bias [out] for each or none."""
+        """Returns weights, [out, in] for each group or one stack, and biases likewise or none."""
         weights = tuple([getattr(self, key) for key in self._weight_names])
         return weights, tuple([getattr(self, key) for key in self._bias_names])
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        for stacked in (prefix + "weight", prefix + "bias"):
+            each = [f"{stacked}{i}" for i in range(self.num_gemms)]
+            found = state_dict.get(stacked)
+            if self.single_parameter:
+                if found is None and all(key in state_dict for key in each):
+                    state_dict[stacked] = torch.stack([state_dict.pop(key) for key in each])
+            elif found is not None and len(found) == len(each):
+                state_dict.update(zip(each, state_dict.pop(stacked).unbind(0), strict=True))
+        super()._load_from_state_dict(state_dict, prefix, *args)
+
+    def _gemm_weights(self) -> list[list[str]]:
+        # A stack is no matrix whose rows could be gathered in FP8.
+        return [] if self.single_parameter else super()._gemm_weights()
 
     def __getstate__(self) -> dict[str, Any]:
         """Returns the attributes for a copy or pickle, without quantizers."""
@@ -215,6 +269,9 @@ class GroupedLinear(ParallelModule):
         biases: tuple[torch.Tensor, ...],
         splits: tuple[int, ...] | torch.Tensor,
     ) -> torch.Tensor:
+        if weights[0].dim() == 3 and not on_device.serves(self, call):
+            read = on_device.read_splits(type(self).__name__, splits, math.prod(inp.shape[:-1]))
+            return self._run_one_by_one(call, inp, weights[0], biases, read)
         if isinstance(splits, torch.Tensor):
             return self._run_on_device(call, inp, weights, biases, splits)
         if not call.is_fp8:
@@ -228,6 +285,29 @@ class GroupedLinear(ParallelModule):
         if torch.is_grad_enabled():
             return GroupedLinearFunction.apply(inp, splits, call, *weights, *biases)
         return grouped_forward(inp, splits, call, weights, biases)[0]
+
+    def _run_one_by_one(
+        self,
+        call: FP8Call,
+        inp: torch.Tensor,
+        weight: torch.Tensor,
+        biases: tuple[torch.Tensor, ...],
+        splits: tuple[int, ...],
+    ) -> torch.Tensor:
+        """Computes with a stack of weights what a recipe has no products of all groups for."""
+        count, total = self.num_gemms, sum(splits)
+        if call.options[0].accumulate is not None or call.options[0].wgrad_store is not None:
+            raise NotImplementedError(
+                f"{type(self).__name__}: fuse_wgrad_accumulation and delay_wgrad_compute must be "
+                f"False with single_parameter=True and {type(get_fp8_recipe()).__name__} in this "
+                "format, in sizes that are not multiples of 16, or in compiled code, got True"
+            )
+        each = call._replace(options=call.options * count, cached=(None,) * count)
+        own = biases[0].unbind(0) if biases else ()
+        x = inp.reshape(-1, inp.shape[-1])
+        out = self._run(each, x[:total], weight.unbind(0), own, splits)
+        out = functional.pad(out, (0, 0, 0, x.shape[0] - total))
+        return out.view(*inp.shape[:-1], self.out_features)
 
     def _run_on_device(
         self,
@@ -244,6 +324,12 @@ class GroupedLinear(ParallelModule):
                 type(self).__name__, quantizers, self.in_features, self.out_features
             )
             cached = on_device.cached_weights(self._modes, weights, quantizers, call.fill)
+            if call.options[0].save_original and quantizers.input.keeps_state:
+                raise NotImplementedError(
+                    f"{type(self).__name__}: save_original_input must be False with "
+                    "single_parameter=True and delayed scaling, whose scales may change before "
+                    "backward, got True"
+                )
         x = inp.reshape(-1, self.in_features)
         out = on_device.run(call, quantizers, cached, x, splits, weights, biases)
         return out if inp.dim() == 2 else out.view(*inp.shape[:-1], self.out_features)
@@ -257,6 +343,8 @@ class GroupedLinear(ParallelModule):
         sets, known = call.quantizers, self._group_quantizers
         if sets is None:
             return None
+        if torch.compiler.is_compiling():
+            return group_quantizers(sets)
         found = known.get(id(sets))
         if found is None or found[0] is not sets:
             if len(known) >= 8:  # of recipes and states that are gone

@@ -2,22 +2,31 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from ...fp8.autocast import get_fp8_recipe
 from ...fp8.parameter.parameter import FP8Parameter
-from ...fp8.scheme.base import GroupQuantizers
+from ...fp8.scheme.base import GroupMatrices, GroupQuantizers
 from ...fp8.scheme.gemm_backend import DGRAD, FPROP
 from ...ops import grouped_quantize as op
 from ...ops.binding import OpFunction, once_differentiable
 from ...ops.grouped_gemm import contract_groups, multiply_groups
 from ...ops.grouped_quantize import GroupedOutput, Groups
 from ...runtime.stamp import stamp
-from ...runtime.tracing import is_transformed
+from ...runtime.tracing import is_traced, is_transformed
+from .._core.arguments import checked_splits
 from .._core.fp8_module import FP8Module, Modes
-from .._core.gemm import FP8Call, GemmOptions, dummy_gradient, is_wanted, main_grad_of
+from .._core.gemm import (
+    FP8Call,
+    GemmOptions,
+    dummy_gradient,
+    is_wanted,
+    main_grad_of,
+    now_or_later,
+)
 from .._core.programs import apply_function, take_saved, without_autocast
 
 MULTIPLE = 16  # of extents, as GEMMs of FP8 codes need them
@@ -35,7 +44,10 @@ def run(
     weights: Tensors,
     biases: Tensors,
 ) -> torch.Tensor:
-    """Computes the output ``[rows, out]`` of all groups; rows after the last one are zeros."""
+    """Computes the output ``[rows, out]`` of all groups; rows after the last one are zeros.
+
+    ``weights`` and ``biases`` have one tensor for each group, or one of all groups.
+    """
     groups = op.groups_of(splits, x.shape[0])
     options = call.options[0]
     if call.is_fp8:
@@ -46,8 +58,8 @@ def run(
         if quantizers is not None:
             with torch.no_grad():
                 quantizers.input.record(x.contiguous(), groups)
-                quantizers.weight.record_matrices(weights, groups)
-    arguments = (x, groups.table, *rest, call.dtype, options, *weights, *biases)
+                quantizers.weight.record_matrices(_matrices(weights), groups)
+    arguments = (x, groups.table, *rest, call.dtype, options, len(weights), *weights, *biases)
     out = apply_function(function, arguments)
     if not call.is_fp8 and quantizers is not None and out.requires_grad:
         record = quantizers.grad_output.record
@@ -89,6 +101,41 @@ def read_splits(owner: str, splits: torch.Tensor, rows: int) -> tuple[int, ...]:
             f"got {list(counts)}"
         )
     return counts
+
+
+def table_splits(module: Any, m_splits: Any, rows: int, device: torch.device) -> torch.Tensor:
+    """Returns checked splits as a tensor on ``device``, for a stack of weights."""
+    owner, count = type(module).__name__, module.num_gemms
+    if count > LARGEST:
+        raise NotImplementedError(
+            f"{owner}: num_gemms must be at most {LARGEST} with single_parameter=True, got {count}"
+        )
+    if isinstance(m_splits, torch.Tensor):
+        check_splits(owner, m_splits, count, device)
+        if device.type == "cpu" and not is_traced():
+            read_splits(owner, m_splits, rows)
+        return m_splits
+    splits = checked_splits(owner, count, m_splits, rows)
+    known = module._modes.splits
+    if known is None or known[0] != splits or known[1].device != device:
+        # Kept, since the capture of a CUDA graph can copy nothing from the host.
+        with torch.inference_mode(False):
+            known = splits, torch.tensor(splits, dtype=torch.int32, device=device)
+        if not is_traced():
+            module._modes.splits = known
+    return known[1]
+
+
+def serves(module: Any, call: FP8Call) -> bool:
+    """Returns True if a stack of weights is multiplied as one with the call's recipe."""
+    if not call.is_fp8:
+        return True
+    if module.in_features % MULTIPLE or module.out_features % MULTIPLE:
+        return False
+    # Slots of a state, which are views of one tensor, can not be joined in a graph.
+    if torch.compiler.is_compiling() and get_fp8_recipe().keeps_state:
+        return False
+    return module._quantizers_of_groups(call) is not None
 
 
 def check_supported(module: FP8Module, weights: Tensors) -> None:
@@ -139,7 +186,7 @@ def cached_weights(
     torch.func transforms, returns None, and the caller casts the weights.
     """
     if modes.captured is not None:
-        return modes.captured.quantized_matrices(weights, quantizers.weight)
+        return modes.captured.quantized_matrices(weights, _matrices(weights), quantizers.weight)
     if fill is None or is_transformed(weights):
         return None
     stamps = tuple([stamp(w) for w in weights])
@@ -147,7 +194,7 @@ def cached_weights(
 
     def cast() -> GroupedOutput:
         with torch.inference_mode(False), torch.no_grad():
-            return quantizers.weight.quantize_matrices(weights, None, True, True)
+            return quantizers.weight.quantize_matrices(_matrices(weights), None, True, True)
 
     copies: GroupedOutput = modes.weight_cache.copies(CACHE, key, fill, cast)
     return copies
@@ -167,32 +214,36 @@ class GroupsFunction(OpFunction):
         cached: GroupedOutput | None,
         out_dtype: torch.dtype,
         options: GemmOptions,
+        held: int,
         *parameters: torch.Tensor,
     ) -> torch.Tensor:
-        count = (table.numel() - 1) // 3
-        weights, biases = parameters[:count], parameters[count:]
+        weights, biases = parameters[:held], parameters[held:]
         x = inp.contiguous()
-        groups = Groups(table, x.shape[0], count)
+        groups = Groups(table, x.shape[0], (table.numel() - 1) // 3)
         needs = ctx.needs_input_grad
-        need_input, need_weight = needs[0], any(needs[6 : 6 + count])
+        need_input, need_weight = needs[0], any(needs[7 : 7 + held])
         fp8_wgrad = need_weight and not quantizers.high_precision_wgrad
-        q = quantizers.input.quantize(x, groups, True, fp8_wgrad)
-        w = cached
+        saves_codes = fp8_wgrad and not options.save_original
+        q = quantizers.input.quantize(x, groups, True, saves_codes)
+        w, scales = cached, None
         if w is None:
-            w = quantizers.weight.quantize_matrices(weights, groups, True, False)
+            matrices = _matrices(weights)
+            if need_input:
+                scales = quantizers.weight.kept_scales(GroupMatrices(matrices, groups))
+            w = quantizers.weight.quantize_matrices(matrices, groups, True, False, scales)
         out = quantizers.backend.multiply_groups(
             FPROP, q.rowwise, w.rowwise, q.row_scale_inv, w.rowwise_scale_inv, groups
         )
         out = _finished(out, groups, out_dtype, biases)
-        saved_x = q.columnwise if fp8_wgrad else x if need_weight else None
+        saved_x = q.columnwise if saves_codes else x if need_weight else None
         saved_w: tuple = ()
         if need_input:
             saved_w = weights if cached is None else (cached.columnwise, cached.scale_inv)
-        ctx.save_for_backward(table, saved_x, q.scale_inv, *saved_w)
+        ctx.save_for_backward(table, saved_x, q.scale_inv, *(scales or ()), *saved_w)
         ctx.quantizers = quantizers
         ctx.is_cached = cached is not None
-        ctx.input_dtype = inp.dtype
-        _remember(ctx, inp, options, weights, biases, needs[0], needs[6:])
+        ctx.has_scales = scales is not None
+        _remember(ctx, inp, options, weights, biases, needs[0], needs[7:])
         return out
 
     @staticmethod
@@ -203,11 +254,14 @@ class GroupsFunction(OpFunction):
 
 def _backward(ctx: Any, grad_output: torch.Tensor) -> tuple:
     table, x, x_scale_inv, *weights = take_saved(ctx)
+    scales = None
+    if ctx.has_scales:
+        scales, weights = tuple(weights[:2]), weights[2:]
     quantizers, backend = ctx.quantizers, ctx.quantizers.backend
     dy = grad_output.contiguous()
-    groups = Groups(table, dy.shape[0], ctx.count)
+    groups = Groups(table, dy.shape[0], (table.numel() - 1) // 3)
     fp8_wgrad = ctx.need_weight and not quantizers.high_precision_wgrad
-    grad_input = grad_weights = None
+    grad_input = None
     q: Any = None
     if ctx.need_input or fp8_wgrad:
         q = quantizers.grad_output.quantize(dy, groups, ctx.need_input, fp8_wgrad)
@@ -215,21 +269,29 @@ def _backward(ctx: Any, grad_output: torch.Tensor) -> tuple:
         if ctx.is_cached:
             codes, scale_inv = weights
         else:
-            w = quantizers.weight_recast.quantize_matrices(weights, groups, False, True)
+            recast = quantizers.weight_recast.quantize_matrices
+            w = recast(_matrices(weights), groups, False, True, scales)
             codes, scale_inv = w.columnwise, w.scale_inv
         grad_input = backend.multiply_groups(
             DGRAD, q.rowwise, codes, q.row_scale_inv, scale_inv, groups
         )
         grad_input = _finished(grad_input, groups, ctx.input_dtype)
-    if fp8_wgrad:
-        grad_weights = backend.contract_groups(
-            q.columnwise, x, q.scale_inv, x_scale_inv, groups, ctx.parameters is not None
+
+    def product(*out: Any) -> torch.Tensor:
+        codes, scale_inv = x, x_scale_inv
+        if ctx.options.save_original:
+            made = quantizers.input.quantize(x, groups, False, True)
+            codes, scale_inv = made.columnwise, made.scale_inv
+        of_gradient = q.columnwise, q.scale_inv
+        return backend.contract_groups(
+            of_gradient[0], codes, of_gradient[1], scale_inv, groups, *out
         )
-    elif ctx.need_weight:
-        grad_weights = _high_precision_wgrad(ctx, dy, x, groups)
+
+    if not fp8_wgrad:
+        product = _high_precision_wgrad(dy, x, groups)
     return (
-        grad_input, None, None, None, None, None,
-        *_weight_gradients(ctx, grad_weights), *_bias_gradients(ctx, dy, groups),
+        grad_input, None, None, None, None, None, None,
+        *_weight_gradients(ctx, product), *_bias_gradients(ctx, dy, groups),
     )  # fmt: skip
 
 
@@ -245,16 +307,16 @@ class HighPrecisionGroupsFunction(OpFunction):
         table: torch.Tensor,
         out_dtype: torch.dtype,
         options: GemmOptions,
+        held: int,
         *parameters: torch.Tensor,
     ) -> torch.Tensor:
-        count = (table.numel() - 1) // 3
-        weights, biases = parameters[:count], parameters[count:]
+        weights, biases = parameters[:held], parameters[held:]
         x = inp.to(out_dtype).contiguous()
-        groups = Groups(table, x.shape[0], count)
-        out = multiply_groups(x, _stacked(weights, out_dtype), groups)
+        groups = Groups(table, x.shape[0], (table.numel() - 1) // 3)
+        out = multiply_groups(x, _stacked(weights, out_dtype, 2), groups)
         out = _finished(out, groups, out_dtype, biases)
         needs = ctx.needs_input_grad
-        _remember(ctx, inp, options, weights, biases, needs[0], needs[4:])
+        _remember(ctx, inp, options, weights, biases, needs[0], needs[5:])
         saved_w = weights if ctx.need_input else ()
         ctx.save_for_backward(table, x if ctx.need_weight else None, *saved_w)
         return out
@@ -268,16 +330,15 @@ class HighPrecisionGroupsFunction(OpFunction):
 def _high_precision_backward(ctx: Any, grad_output: torch.Tensor) -> tuple:
     table, x, *weights = take_saved(ctx)
     dy = grad_output.contiguous()
-    groups = Groups(table, dy.shape[0], ctx.count)
-    grad_input = grad_weights = None
+    groups = Groups(table, dy.shape[0], (table.numel() - 1) // 3)
+    grad_input = None
     if ctx.need_input:
-        columnwise = _stacked(weights, dy.dtype).transpose(-2, -1)
+        columnwise = _stacked(weights, dy.dtype, 2).transpose(-2, -1)
         grad_input = _finished(multiply_groups(dy, columnwise, groups), groups, ctx.input_dtype)
-    if ctx.need_weight:
-        grad_weights = _high_precision_wgrad(ctx, dy, x, groups)
     return (
-        grad_input, None, None, None,
-        *_weight_gradients(ctx, grad_weights), *_bias_gradients(ctx, dy, groups),
+        grad_input, None, None, None, None,
+        *_weight_gradients(ctx, _high_precision_wgrad(dy, x, groups)),
+        *_bias_gradients(ctx, dy, groups),
     )  # fmt: skip
 
 
@@ -291,7 +352,7 @@ def _remember(
     needs: tuple[bool, ...],
 ) -> None:
     """Sets the attributes of ``ctx`` that both backwards read, besides saved tensors."""
-    ctx.count = len(weights)
+    ctx.is_stack = weights[0].dim() == 3
     ctx.need_input = need_input
     ctx.needs = needs[: len(weights)]
     ctx.need_weight = any(ctx.needs)
@@ -302,12 +363,21 @@ def _remember(
     ctx.device_type = inp.device.type
     ctx.options = options
     # main_grad is an attribute of these very parameters, which saved copies could lose.
-    ctx.parameters = weights if options.accumulate is not None and ctx.need_weight else None
+    in_place = options.accumulate is not None or options.wgrad_store is not None
+    ctx.parameters = weights if in_place and ctx.need_weight else None
 
 
-def _stacked(weights: Any, dtype: torch.dtype) -> torch.Tensor:
-    """Returns the weights or biases of all groups as one tensor ``[groups, ...]``."""
-    return torch.stack([weight.to(dtype) for weight in weights])
+def _matrices(weights: Any) -> Any:
+    """Returns the weights as casts take them: those of each group, or the stack of all."""
+    return weights[0] if weights[0].dim() == 3 else weights
+
+
+def _stacked(parts: Any, dtype: torch.dtype, dim: int) -> torch.Tensor:
+    """Returns parameters of all groups as one tensor ``[groups, ...]``; each has ``dim`` dims."""
+    if parts[0].dim() > dim:
+        whole: torch.Tensor = parts[0].to(dtype)
+        return whole
+    return torch.stack([part.to(dtype) for part in parts])
 
 
 def _finished(
@@ -315,24 +385,37 @@ def _finished(
 ) -> torch.Tensor:
     """Returns a GEMM [rows, out] in ``dtype``, with biases, and zeros in rows of no group."""
     out = out.to(dtype)
-    op.finish_rows(out, groups, _stacked(biases, dtype) if biases else None)
+    op.finish_rows(out, groups, _stacked(biases, dtype, 1) if biases else None)
     return out
 
 
-def _high_precision_wgrad(
-    ctx: Any, dy: torch.Tensor, x: torch.Tensor, groups: Groups
-) -> torch.Tensor:
-    """Returns the weight gradients [groups, out, in], which are zeros for an empty group."""
-    # What is added to main_grad is not rounded before.
-    grads = contract_groups(dy.t(), x.to(dy.dtype), groups, ctx.parameters is not None)
-    op.zero_unused(grads, groups)
-    return grads
+def _high_precision_wgrad(dy: torch.Tensor, x: Any, groups: Groups) -> Callable[..., torch.Tensor]:
+    """Returns a product like ``GemmBackend.contract_groups`` of given operands in bf16 or fp32."""
+
+    def product(
+        wide: bool, out: torch.Tensor | None = None, accumulate: bool = False
+    ) -> torch.Tensor:
+        # What is added to main_grad is not rounded before.
+        grads = contract_groups(dy.t(), x.to(dy.dtype), groups, wide)
+        op.zero_unused(grads, groups)
+        if out is None:
+            return grads
+        return out.add_(grads) if accumulate else out.copy_(grads)
+
+    return product
 
 
-def _weight_gradients(ctx: Any, grads: torch.Tensor | None) -> list[torch.Tensor | None]:
-    """Returns what autograd gets for each weight, and writes ``main_grad`` if asked to."""
-    if grads is None:
-        return [None] * ctx.count
+def _weight_gradients(ctx: Any, product: Callable[..., torch.Tensor]) -> list[torch.Tensor | None]:
+    """Returns what autograd gets for each weight, and writes ``main_grad`` if asked to.
+
+    ``product(wide, out, accumulate)`` computes the weight gradients ``[groups, out, in]``, zeros
+    for a group without rows.
+    """
+    if not ctx.need_weight:
+        return [None] * len(ctx.needs)
+    if ctx.is_stack:
+        return [_stack_gradient(ctx, product)]
+    grads = product(ctx.parameters is not None)
     if ctx.parameters is None:
         parts = grads.to(ctx.weight_dtype).unbind(0)
         return [part if need else None for part, need in zip(parts, ctx.needs, strict=True)]
@@ -354,9 +437,29 @@ def _weight_gradients(ctx: Any, grads: torch.Tensor | None) -> list[torch.Tensor
     return results
 
 
+def _stack_gradient(ctx: Any, product: Callable[..., torch.Tensor]) -> torch.Tensor | None:
+    """Returns what autograd gets for a stack of weights, of which the product may be delayed."""
+    options, dtype = ctx.options, ctx.weight_dtype
+    if ctx.parameters is None:
+        return product(False).to(dtype)
+    parameter = ctx.parameters[0]
+    if not is_wanted(parameter):
+        return None
+
+    def compute() -> torch.Tensor | None:
+        if options.accumulate is None:
+            return product(False).to(dtype)
+        product(True, *main_grad_of(parameter, options))
+        return dummy_gradient(parameter)
+
+    return now_or_later(parameter, options, compute)
+
+
 def _bias_gradients(ctx: Any, dy: torch.Tensor, groups: Groups) -> list[torch.Tensor | None]:
     """Returns the gradient of each bias, None for one that needs none."""
     if not any(ctx.need_bias):
         return [None] * len(ctx.need_bias)
-    sums = op.column_sums(dy, groups).to(ctx.bias_dtype).unbind(0)
+    sums: Any = op.column_sums(dy, groups).to(ctx.bias_dtype)
+    if ctx.is_stack:
+        return [sums]
     return [part if need else None for part, need in zip(sums, ctx.need_bias, strict=True)]

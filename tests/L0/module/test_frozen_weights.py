@@ -63,9 +63,12 @@ class GroupSpy(GroupQuantizer):
         self.calls.append((self.role, rowwise, columnwise))
         return self.inner.quantize(x, groups, rowwise, columnwise)
 
-    def quantize_matrices(self, matrices, groups, rowwise=True, columnwise=True):
+    def quantize_matrices(self, matrices, groups, rowwise=True, columnwise=True, scales=None):
         self.calls.append((self.role, rowwise, columnwise))
-        return self.inner.quantize_matrices(matrices, groups, rowwise, columnwise)
+        return self.inner.quantize_matrices(matrices, groups, rowwise, columnwise, scales)
+
+    def kept_scales(self, source):
+        return self.inner.kept_scales(source)
 
 
 def watch(model):
