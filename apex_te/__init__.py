@@ -32,6 +32,7 @@ if _typing.TYPE_CHECKING:
     from . import parameter as parameter
     from . import permutation as permutation
     from . import recipe as recipe
+    from . import router as router
     from . import state as state
     from ._version import __version__ as __version__
     from .autocast import autocast as autocast
@@ -128,6 +129,7 @@ _NAMES = {
     "quantized_model_init": "fp8.model_init",
     "recipe": "",
     "recipe_from_arguments": "fp8.arguments",
+    "router": "",
     "state": "",
     "statistics": "",
 }

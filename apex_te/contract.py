@@ -38,6 +38,7 @@ DTYPES = {
     "i32": ("int32",),
     "i64": ("int64",),
     "u8": ("uint8",),
+    "bool": ("bool",),
     "e8m0": ("float8_e8m0fnu",),
 }
 _PLAIN = ("Tensor", "Tensor[]", "int", "float", "float[]", "bool")

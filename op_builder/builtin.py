@@ -69,6 +69,7 @@ OPS = {
     "hif8": Op("HiF8 encoding, decoding, and the cast with one scale for the tensor"),
     "layer_norm": Op("layer normalisation, also with a residual and with FP8 output"),
     "moe_permute": Op("the permutation of tokens' rows to their experts and back"),
+    "moe_router": Op("the choice of each token's experts, their scores, and the gradients"),
     "multi_tensor": Op("operations over lists of tensors: reductions, maps and optimizer steps"),
     "mx_quantize": Op("the cast to MXFP8, rowwise and columnwise copy in one pass"),
     "peer_exchange": Op(

@@ -27,6 +27,7 @@ if _typing.TYPE_CHECKING:  # for type checkers; at run time each module is impor
     from . import hif8 as hif8
     from . import layer_norm as layer_norm
     from . import moe_permute as moe_permute
+    from . import moe_router as moe_router
     from . import multi_tensor as multi_tensor
     from . import multi_tensor_optim as multi_tensor_optim
     from . import mx_quantize as mx_quantize

@@ -21,10 +21,11 @@ LAYERS = {
     "graphs": {"recipe", "runtime", "ops", "comm", "fp8", "module"},
     "optimizers": {"runtime", "ops", "comm"},
     "integrations": {"recipe", "runtime", "ops", "comm", "fp8", "module", "graphs", "permutation"}
-    | {"distributed", "optimizers", "op_builder", "compatibility", "_version"},
+    | {"router", "distributed", "optimizers", "op_builder", "compatibility", "_version"},
     "amp": {"recipe", "runtime", "ops", "comm", "fp8", "module", "optimizers", "integrations"},
     "distributed": {"recipe", "runtime", "ops", "comm", "fp8", "module", "permutation"},
     "permutation": {"runtime", "ops"},
+    "router": {"runtime", "ops"},
     "jax": {"contract", "recipe", "runtime", "op_builder"},
     "nvtx": {"op_builder"},
     "op_builder": set(),

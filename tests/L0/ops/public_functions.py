@@ -33,6 +33,7 @@ HELPERS = {
     "reference_codec",
     "transforms",
 }
+ROUTER_OUTPUTS = ("probs", "dense_probs", "routing_map", "scores", "lse", "counts")
 # What takes no tensor, or belongs to a specification, or needs GPUs beside it.
 OTHERS = {
     "activation.allocate_fp8",
@@ -487,6 +488,16 @@ def make_case(name: str, rows: int = 32, cols: int = 64) -> Case:
                 torch.tensor([rows // 4, rows - rows // 4]), torch.tensor([1, 0]), rows),
              "probs": torch.rand(rows)}
         ),
+        "moe_router.moe_router_fwd": lambda: Case(
+            {"logits": x, "top_k": 4, "score_function": "sigmoid", "outputs": ROUTER_OUTPUTS,
+             "num_groups": 4, "group_topk": 2, "expert_bias": torch.rand(cols), "sequences": 2}
+        ),
+        "moe_router.moe_router_bwd": lambda: Case(
+            {"logits": x, "index": torch.argsort(x, descending=True)[:, :4].int(),
+             "score_function": "sigmoid", "grad_probs": matrix(rows, min(4, cols)),
+             "grad_dense_probs": matrix(*shape), "grad_scores": matrix(*shape),
+             "grad_lse": torch.rand(rows)}
+        ),
         "multi_tensor.amax": lambda: Case(
             {"tensors": floats(*shape), "out": torch.zeros(2)}, ("out",)
         ),
@@ -619,8 +630,9 @@ UNFILLED = {
 
 # Arguments of the dtype of x, where they are float32.
 LIKE_X = {
-    "bias", "d_residual", "dout", "dy", "grad", "grad_output", "grad_permuted", "inp", "input",
-    "keys", "logits", "out", "queries", "residual", "up", "up_bias", "values", "weight", "x", "y",
+    "bias", "d_residual", "dout", "dy", "grad", "grad_dense_probs", "grad_output", "grad_permuted",
+    "inp", "input", "keys", "logits", "out", "queries", "residual", "up", "up_bias", "values",
+    "weight", "x", "y",
 }  # fmt: skip
 # Functions of float32 alone, or whose arguments of these names have dtypes of their own.
 ONLY_FLOAT32 = {

@@ -13,6 +13,8 @@ from apex_te.runtime import core, function
 SIZES = {"r": 261, "c": 160, "h": 262, "n": 77, "w": 330, "g": 3, "m": 77, "s": 259, "d": 161}
 OWN_SIZES = {  # where these are too large, or multiples are required
     "scaled_softmax_fwd": {"r": 2, "h": 3, "q": 5, "c": 160},
+    "moe_router_fwd": {"r": 6, "c": 160, "k": 9, "g": 3},
+    "moe_router_bwd": {"r": 6, "c": 160, "k": 9},
     "scaled_softmax_bwd": {"r": 2, "h": 3, "q": 5, "c": 160},
     "qkv_cast_grad": {"o": 87, "i": 3, "q": 6, "g": 2, "s": 31},
     "swiglu_bwd_block": {"r": 261, "w": 512},
@@ -27,7 +29,8 @@ GROUPED = ["offsets", "quantize", "scales", "first_scales", "finish", "clear", "
 QUANTIZE = ["current_scale_fwd", "current_scale_cast", "hif8_quantize", "hif8_current", "hif8_cast"]
 ONE_OF = {name: {"rowwise", "columnwise"} for name in QUANTIZE}
 NOT_EMPTY = {
-    ("cross_entropy_fwd", "c"), ("cross_entropy_bwd", "c"), ("qkv_cast_grad", "q"),
+    ("cross_entropy_fwd", "c"), ("cross_entropy_bwd", "c"), ("moe_router_fwd", "c"),
+    ("moe_router_bwd", "c"), ("moe_router_fwd", "g"), ("qkv_cast_grad", "q"),
     ("qkv_cast_grad", "g"), *((f"grouped_{each}", "g") for each in GROUPED),
 }  # fmt: skip
 CONTRACTS = {

@@ -123,6 +123,19 @@ def run():
         y.backward(torch.randn(50, 1111).to(dtype))
         yield from (out.detach(), out_probs.detach(), y.detach(), x.grad, probs.grad)
 """,
+    "moe_router": """
+from apex_te.ops import moe_router as op
+def run():
+    for experts in (7, 128, 300):
+        x = 3 * torch.randn(40, experts)
+        for score, pre in (("softmax", 0), ("softmax", 1), ("sigmoid", 0), ("sqrtsoftplus", 0)):
+            made = op.moe_router_fwd(
+                x, 5, score, use_pre_softmax=bool(pre), outputs=("probs", "scores", "lse"))
+            yield from (made.index, made.probs, made.scores, made.lse)
+            yield op.moe_router_bwd(
+                x, made.index, score, use_pre_softmax=bool(pre), grad_probs=made.probs.cos(),
+                grad_scores=made.scores.cos(), grad_lse=made.lse)
+""",
     "multi_tensor": """
 from apex_te.ops import multi_tensor as op
 def run():

@@ -1,4 +1,4 @@
-"""Functions of a mixture-of-experts router, in PyTorch: top-k choice, scores, load-balance loss.
+"""Functions of a mixture-of-experts router under Transformer Engine's names, by ``apex_te.router``.
 
 They compute in float32 and take gradients through the scores; the choice of experts has none.
 """
@@ -11,6 +11,9 @@ from typing import Any
 import torch
 from torch.nn import functional
 
+from ....ops._router_function import check_choice, run
+from ....router import load_balance_loss, topk_router_dense
+from ....runtime.named_arguments import named_arguments
 from .._names import neutral
 
 __all__ = [
@@ -19,8 +22,6 @@ __all__ = [
     "fused_moe_aux_loss",
     "fused_topk_with_score_function",
 ]
-
-_SMALL = 1e-20  # keeps the sum of scores from being 0
 
 
 class RoutingMapFormat(enum.IntEnum):
@@ -33,6 +34,7 @@ class RoutingMapFormat(enum.IntEnum):
 RoutingMapFormat.__module__ = "transformer_engine.pytorch.router"
 
 
+@named_arguments(top_k="topk")
 def fused_topk_with_score_function(
     logits: torch.Tensor,
     topk: int,
@@ -81,34 +83,20 @@ def fused_topk_with_score_function(
         qb_histogram_mode=(qb_histogram_mode, None),
     )
     form = _format(owner, routing_map_format)
-    _check(owner, logits, topk, score_function)
-    lead, logits = logits.shape[:-1], logits.flatten(0, -2)
     if topk_indices is not None:
-        _check_indices(owner, topk_indices, (*lead, topk), logits.device)
-    if expert_bias is not None and score_function == "softmax":
-        raise ValueError(f"{owner}: expert_bias must be None for 'softmax', got a tensor")
-    values = logits.float()
-    if score_function == "softmax":
-        scores = values.softmax(-1) if use_pre_softmax else values
-        indices = _chosen(owner, scores, topk, num_groups, group_topk)
-        probs = scores.gather(1, indices)
-        probs = probs if use_pre_softmax else probs.softmax(-1)
-    else:
-        scores = _scores(values, score_function)
-        biased = scores if expert_bias is None else scores + expert_bias.float()
-        indices = _chosen(owner, biased, topk, num_groups, group_topk)
-        probs = scores.gather(1, indices)
-        probs = probs / (probs.sum(-1, keepdim=True) + _SMALL) if topk > 1 else probs
-    if scaling_factor:
-        probs = probs * scaling_factor
-    whole = torch.zeros_like(logits).scatter(1, indices, probs.to(logits.dtype))
-    whole = whole.view(*lead, -1)
+        _check_indices(owner, topk_indices, (*logits.shape[:-1], topk), logits.device)
+    routing = topk_router_dense(
+        logits, topk, score_function=score_function, use_pre_softmax=use_pre_softmax,
+        num_groups=num_groups, group_topk=group_topk, scaling_factor=scaling_factor,
+        expert_bias=None if expert_bias is None else expert_bias.float(),
+    )  # fmt: skip
     if topk_indices is not None:
-        topk_indices.copy_(indices.view(topk_indices.shape))
-        return whole, topk_indices
-    return whole, _map(logits, indices, form).view(*lead, -1)
+        topk_indices.copy_(routing.index)
+        return routing.probs, topk_indices
+    return routing.probs, _map(routing.routing_map, form)
 
 
+@named_arguments(top_k="topk")
 def fused_compute_score_for_moe_aux_loss(
     logits: torch.Tensor,
     topk: int,
@@ -130,16 +118,9 @@ def fused_compute_score_for_moe_aux_loss(
     """
     owner = "fused_compute_score_for_moe_aux_loss"
     form = _format(owner, routing_map_format)
-    _check(owner, logits, topk, score_function)
-    lead, logits = logits.shape[:-1], logits.flatten(0, -2)
-    values = logits.float()
-    if score_function == "softmax":
-        scores = values.softmax(-1)
-    else:
-        scores = _scores(values, score_function)
-        scores = scores / (scores.sum(-1, keepdim=True) + _SMALL)
-    chosen = scores.detach().topk(topk, dim=-1).indices
-    return _map(logits, chosen, form).view(*lead, -1), scores.view(*lead, -1)
+    check_choice(owner, logits, topk, score_function)
+    made = run(logits.flatten(0, -2), topk, score_function, ("scores", "routing_map"))
+    return _map(made.routing_map.view(logits.shape), form), made.scores.view(logits.shape)
 
 
 def fused_moe_aux_loss(
@@ -172,29 +153,8 @@ def fused_moe_aux_loss(
             "fused_moe_aux_loss: tokens_per_expert must have the shape of a row of probs, "
             f"{list(probs.shape[1:])}, got {list(tokens_per_expert.shape)}"
         )
-    factor = num_experts * coeff / topk
-    total = (probs.float().sum(0) * tokens_per_expert.float()).sum()
-    return (total * factor / total_num_tokens / total_num_tokens).to(probs.dtype)
-
-
-def _check(owner: str, logits: torch.Tensor, topk: int, score_function: str) -> None:
-    """Raises ValueError unless the arguments of a choice of experts are in range."""
-    if logits.dim() < 2:
-        raise ValueError(f"{owner}: logits must be [..., experts], got {list(logits.shape)}")
-    if not 1 <= topk <= logits.shape[-1]:
-        raise ValueError(
-            f"{owner}: topk must be from 1 to the {logits.shape[-1]} experts, got {topk}"
-        )
-    if score_function not in ("softmax", "sigmoid", "sqrtsoftplus"):
-        raise ValueError(
-            f"{owner}: score_function must be 'softmax', 'sigmoid' or 'sqrtsoftplus', "
-            f"got {score_function!r}"
-        )
-
-
-def _scores(values: torch.Tensor, score_function: str) -> torch.Tensor:
-    """Returns the score of each expert by itself, by "sigmoid" or "sqrtsoftplus"."""
-    return values.sigmoid() if score_function == "sigmoid" else functional.softplus(values).sqrt()
+    coeff = coeff * (num_experts / probs.shape[1])
+    return load_balance_loss(probs, tokens_per_expert, total_num_tokens, topk, coeff)
 
 
 def _format(owner: str, value: Any) -> RoutingMapFormat:
@@ -225,41 +185,10 @@ def _check_indices(
         )
 
 
-def _map(logits: torch.Tensor, indices: torch.Tensor, form: RoutingMapFormat) -> torch.Tensor:
-    """Returns the routing map of ``logits`` [tokens, experts], True at ``indices`` of each row."""
-    routes = torch.zeros_like(logits, dtype=torch.bool).scatter(1, indices, True)
+def _map(routes: torch.Tensor, form: RoutingMapFormat) -> torch.Tensor:
+    """Returns a bool routing map [..., experts] in the form that was asked for."""
     if form is RoutingMapFormat.BYTEMAP:
         return routes
-    bits = functional.pad(routes.to(torch.uint8), (0, -logits.shape[1] % 8)).unflatten(1, (-1, 8))
-    places = torch.arange(8, dtype=torch.uint8, device=logits.device)
-    return (bits << places).sum(-1, dtype=torch.uint8)
-
-
-def _chosen(
-    owner: str,
-    scores: torch.Tensor,
-    topk: int,
-    num_groups: int | None,
-    group_topk: int | None,
-) -> torch.Tensor:
-    """Returns the experts of each token, [tokens, topk], by largest score."""
-    scores = scores.detach()
-    if not group_topk:
-        return scores.topk(topk, dim=-1).indices
-    tokens, experts = scores.shape
-    if not num_groups or experts % num_groups or not group_topk <= num_groups:
-        raise ValueError(
-            f"{owner}: num_groups must divide {experts} experts and be at least group_topk, "
-            f"{group_topk}, got {num_groups}"
-        )
-    if topk < group_topk or topk > group_topk * (experts // num_groups):
-        raise ValueError(
-            f"{owner}: topk must be from group_topk, {group_topk}, to the number of experts in "
-            f"that many groups, got {topk}"
-        )
-    grouped = scores.view(tokens, num_groups, experts // num_groups)
-    best = grouped.topk(topk // group_topk, dim=-1).values.sum(-1)
-    allowed = torch.zeros_like(best, dtype=torch.bool)
-    allowed.scatter_(1, best.topk(group_topk, dim=-1).indices, True)
-    masked = grouped.masked_fill(~allowed.unsqueeze(-1), float("-inf"))
-    return masked.view(tokens, experts).topk(topk, dim=-1).indices
+    padded = functional.pad(routes.to(torch.uint8), (0, -routes.shape[-1] % 8))
+    places = torch.arange(8, dtype=torch.uint8, device=routes.device)
+    return (padded.unflatten(-1, (-1, 8)) << places).sum(-1, dtype=torch.uint8)

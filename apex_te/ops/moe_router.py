@@ -1,0 +1,194 @@
+"""Router of a mixture of experts: scores, the choice of each token's experts, and the gradients.
+
+``apex_te.router`` has the functions for users. One kernel computes all that a call asks for, and
+another the gradient of it, from the logits and the chosen experts.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+
+from .binding import bind, checked
+
+_fwd = bind("moe_router", "moe_router_fwd")
+_bwd = bind("moe_router", "moe_router_bwd")
+
+# As csrc/moe_router/moe_router.h has them.
+MAX_EXPERTS = 1024
+SMALLEST = 1e-20  # added to sums of scores, which are divided by
+SCORE_FUNCTIONS = {"softmax": 0, "sigmoid": 2, "sqrtsoftplus": 3}
+_PRE_SOFTMAX = 1
+
+
+class RouterOutputs(NamedTuple):
+    """Results of ``moe_router_fwd``; those that it was not asked for are None.
+
+    Attributes:
+        index: [tokens, top_k] int32, the chosen experts, largest first.
+        probs: [tokens, top_k] float32, probabilities of the chosen experts.
+        dense_probs: [tokens, experts] in the logits' dtype, ``probs`` at their experts, else 0.
+        routing_map: [tokens, experts] bool, True for the chosen experts.
+        scores: [tokens, experts] float32, scores of all experts, which sum to 1.
+        lse: [tokens] float32, log(sum(exp(logits))).
+        counts: [sequences, experts] int32, number of tokens of each expert.
+    """
+
+    index: torch.Tensor  # type: ignore[assignment]  # tuples have a method of the name
+    probs: Any = None
+    dense_probs: Any = None
+    routing_map: Any = None
+    scores: Any = None
+    lse: Any = None
+    counts: Any = None
+
+
+@checked
+def moe_router_fwd(
+    logits: torch.Tensor,
+    top_k: int,
+    score_function: str = "softmax",
+    *,
+    outputs: tuple[str, ...] = ("probs", "counts"),
+    use_pre_softmax: bool = False,
+    num_groups: int | None = None,
+    group_topk: int | None = None,
+    scaling_factor: float | None = None,
+    expert_bias: torch.Tensor | None = None,
+    sequences: int = 1,
+    sequence_first: bool = False,
+) -> RouterOutputs:
+    """Chooses experts, and computes what ``outputs`` names, in one kernel and without autograd.
+
+    Other arguments are as in ``apex_te.router.topk_router`` and ``apex_te.router.aux_scores``.
+
+    Args:
+        logits: [tokens, experts] float32, float16 or bfloat16.
+        top_k: number of experts of each token; 0 chooses none.
+        score_function: "softmax", "sigmoid" or "sqrtsoftplus".
+        outputs: names of ``RouterOutputs``; ``index`` is always computed.
+        expert_bias: [experts] float32, added to the scores for the choice alone.
+    """
+    score = _score("moe_router_fwd", score_function, use_pre_softmax)
+    rows, experts = logits.shape
+    forms = {
+        "probs": ((rows, top_k), torch.float32),
+        "dense_probs": ((rows, experts), logits.dtype),
+        "routing_map": ((rows, experts), torch.bool),
+        "scores": ((rows, experts), torch.float32),
+        "lse": ((rows,), torch.float32),
+        "counts": ((sequences, experts), torch.int32),
+    }
+    index = logits.new_empty((rows, top_k), dtype=torch.int32)
+    made = [
+        logits.new_empty(shape, dtype=dtype) if name in outputs else None
+        for name, (shape, dtype) in forms.items()
+    ]
+    _fwd(
+        logits.contiguous(), None if expert_bias is None else expert_bias.contiguous(), index,
+        *made, score, num_groups or 0, group_topk or 0, scaling_factor or 1.0, sequence_first,
+    )  # fmt: skip
+    return RouterOutputs(index, *made)
+
+
+@checked
+def moe_router_bwd(
+    logits: torch.Tensor,
+    index: torch.Tensor,
+    score_function: str = "softmax",
+    *,
+    grad_probs: torch.Tensor | None = None,
+    grad_dense_probs: torch.Tensor | None = None,
+    grad_scores: torch.Tensor | None = None,
+    grad_lse: torch.Tensor | None = None,
+    use_pre_softmax: bool = False,
+    scaling_factor: float | None = None,
+) -> torch.Tensor:
+    """Computes the gradient of the logits from those of ``RouterOutputs``, in one kernel.
+
+    Args:
+        logits: as in ``moe_router_fwd``.
+        index: as ``moe_router_fwd`` returned it.
+        score_function: as in ``moe_router_fwd``.
+        grad_probs: gradient of ``probs``; None for none, as of the others.
+        grad_dense_probs: gradient of ``dense_probs``.
+        grad_scores: gradient of ``scores``; or [1, experts] if it is the same for all tokens.
+        grad_lse: gradient of ``lse``.
+        use_pre_softmax: as in ``moe_router_fwd``.
+        scaling_factor: as in ``moe_router_fwd``.
+    """
+    score = _score("moe_router_bwd", score_function, use_pre_softmax)
+    if grad_scores is not None and len(grad_scores) > 1 and grad_scores.stride(0) == 0:
+        grad_scores = grad_scores[:1]  # of a sum over tokens: not to be written out for each
+    given = [
+        None if t is None else t.contiguous()
+        for t in (grad_probs, grad_dense_probs, grad_scores, grad_lse)
+    ]
+    logits = logits.contiguous()
+    grad = torch.empty_like(logits)
+    _bwd(logits, index.contiguous(), *given, grad, score, scaling_factor or 1.0)
+    return grad
+
+
+def _score(owner: str, score_function: str, use_pre_softmax: bool) -> int:
+    """Returns the kernels' number of a score function; ValueError if there is none."""
+    if score_function not in SCORE_FUNCTIONS:
+        raise ValueError(
+            f"{owner}: score_function must be 'softmax', 'sigmoid' or 'sqrtsoftplus', "
+            f"got {score_function!r}"
+        )
+    if use_pre_softmax and score_function == "softmax":
+        return _PRE_SOFTMAX
+    return SCORE_FUNCTIONS[score_function]
+
+
+def reference(
+    logits: torch.Tensor,
+    top_k: int,
+    score_function: str = "softmax",
+    *,
+    use_pre_softmax: bool = False,
+    num_groups: int | None = None,
+    group_topk: int | None = None,
+    scaling_factor: float | None = None,
+    expert_bias: torch.Tensor | None = None,
+    index: torch.Tensor | None = None,
+) -> RouterOutputs:
+    """Computes ``index``, ``probs``, ``scores`` and ``lse`` in plain PyTorch in the logits' dtype.
+
+    It is differentiable. ``index`` replaces the choice, which rounding may change.
+    """
+    if score_function == "softmax":
+        scores = normalised = logits.softmax(-1)
+        if not use_pre_softmax:
+            scores = logits
+    elif score_function == "sigmoid":
+        scores = logits.sigmoid()
+    else:
+        scores = torch.nn.functional.softplus(logits, threshold=1000.0).sqrt()
+    if score_function != "softmax":
+        normalised = scores / (scores.sum(-1, keepdim=True) + SMALLEST)
+    if index is None:
+        keys = scores.detach() if expert_bias is None else scores.detach() + expert_bias
+        index = _chosen(keys, top_k, num_groups, group_topk)
+    probs = scores.gather(1, index.long())
+    if score_function == "softmax":
+        probs = probs if use_pre_softmax else probs.softmax(-1)
+    elif top_k > 1:
+        probs = probs / (probs.sum(-1, keepdim=True) + SMALLEST)
+    probs = probs * (scaling_factor or 1.0)
+    return RouterOutputs(index.int(), probs, scores=normalised, lse=logits.logsumexp(-1))
+
+
+def _chosen(
+    keys: torch.Tensor, top_k: int, num_groups: int | None, group_topk: int | None
+) -> torch.Tensor:
+    """Returns the experts of the largest keys [tokens, experts], equal ones in their order."""
+    if group_topk:
+        grouped = keys.unflatten(1, (num_groups or 1, -1))
+        sums = grouped.sort(dim=-1, descending=True).values[..., : top_k // group_topk].sum(-1)
+        best = sums.sort(dim=-1, descending=True, stable=True).indices[:, :group_topk]
+        allowed = torch.zeros_like(sums, dtype=torch.bool).scatter(1, best, True)
+        keys = grouped.masked_fill(~allowed.unsqueeze(-1), float("-inf")).flatten(1)
+    return keys.sort(dim=-1, descending=True, stable=True).indices[:, :top_k]
