@@ -74,6 +74,7 @@ MAIN_FUNCTIONS = {
     "grouped_quantize": 2,
     "hif8": 2,
     "moe_permute": 5,
+    "moe_router": 3,
     "rope": 3,
     "swiglu": 5,
 }
