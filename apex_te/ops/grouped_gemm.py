@@ -184,13 +184,13 @@ def _contract_values(
     slices: Any = None
     if a.device.type == "cpu" and not is_traced():  # where the ends can be read
         slices = _places(ends, a.shape[1])
-    group = None if slices else _group_of_rows(ends, a.shape[1])
+    group: Any = None if slices else _group_of_rows(ends, a.shape[1])
     zero = a.new_zeros(())
     for g in range(ends.numel()):
         if slices:
             x, y = a[:, slice(*slices[g])], b[slice(*slices[g])]
         else:
-            own = group == g  # masked, not multiplied by 0: other groups may have NaN
+            own: Any = group == g  # masked, not multiplied by 0: other groups may have NaN
             x, y = torch.where(own, a, zero), torch.where(own[:, None], b, zero)
         if not wide or a.dtype not in _SHORT:
             parts.append(torch.mm(x, y))

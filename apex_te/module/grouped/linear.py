@@ -270,6 +270,7 @@ class GroupedLinear(ParallelModule):
         splits: tuple[int, ...] | torch.Tensor,
     ) -> torch.Tensor:
         if weights[0].dim() == 3 and not on_device.serves(self, call):
+            assert isinstance(splits, torch.Tensor)
             read = on_device.read_splits(type(self).__name__, splits, math.prod(inp.shape[:-1]))
             return self._run_one_by_one(call, inp, weights[0], biases, read)
         if isinstance(splits, torch.Tensor):

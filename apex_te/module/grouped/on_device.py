@@ -438,7 +438,7 @@ def _weight_gradients(ctx: Any, product: Callable[..., torch.Tensor]) -> list[to
 
 
 def _stack_gradient(ctx: Any, product: Callable[..., torch.Tensor]) -> torch.Tensor | None:
-    """Returns what autograd gets for a stack of weights, of which the product may be delayed."""
+    """Returns what autograd gets for a stack of weights; its product may be delayed."""
     options, dtype = ctx.options, ctx.weight_dtype
     if ctx.parameters is None:
         return product(False).to(dtype)
