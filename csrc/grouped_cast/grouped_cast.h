@@ -2,15 +2,16 @@
 // instead of written and read.
 //
 // The elements [rows, cols] are one of
-//   a gather     x[row_of[r]] of x [tokens, cols], zeros where row_of is -1; NaN where it is no
-//   row; gated        act(gate) * up of x [rows, 2 cols], gates then ups; a gradient   that of x
-//   [rows, cols], dgate then dup, for grad [rows, cols / 2] of the gated rows;
-// the first two times factor[r]; of a gradient it is grad that is multiplied. Products are in fp32,
-// and an element is rounded to x's dtype once, before its amax: the casts are those of the rounded
-// matrix. partials[t, r] receives the sum of grad * act(gate) * up over the columns [128 t, 128 t +
-// 128) of row r, the rest of the factor's gradient being a sum over t.
+// - a gather, x[row_of[r]] of x [tokens, cols]: zeros where row_of is -1, NaN where it is another
+//   value that is not a row;
+// - gated rows, act(gate) * up of x [rows, 2 cols], gates then ups;
+// - their gradient, dgate then dup of x [rows, cols], for grad [rows, cols / 2].
+// factor[r] multiplies the elements of the first two, and grad of the third, in fp32. An element is
+// rounded to x's dtype once, before its amax is taken: the casts are those of the rounded matrix.
+// partials[t, r] is the sum of grad * act(gate) * up over the columns from 128 t to 128 t + 127 of
+// row r: over all t, the gradient of factor[r].
 //
-// These kernels take vectors: 16-byte addresses and multiples of 8 columns (of each half), and for
+// The kernels take vectors: 16-byte addresses and multiples of 8 columns (of each half), and for
 // gated rows a 16-bit dtype. The Python side composes the ops for all else, and on the CPU.
 #pragma once
 

@@ -20,13 +20,13 @@ struct Gather : PlainSource {
   const float* factor;
   static constexpr bool kByColumns = true;
   template <typename Tile, bool kAligned, typename T>
-  __device__ __forceinline__ void load(const T* x, const typename Tile::Place& at, bool,
-                                       Vec8<T>* in) const {
+  __device__ __forceinline__ void load(const T* x, int64_t begin, const typename Tile::Place& at,
+                                       bool, Vec8<T>* in) const {
     constexpr uint32_t kNaNs = 0x7FFF7FFFu;  // in any dtype
     const int rows = at.rows_present();
     int32_t from[kVec];
 #pragma unroll
-    for (int r = 0; r < kVec; ++r) from[r] = r < rows ? row_of[at.row + r] : -1;
+    for (int r = 0; r < kVec; ++r) from[r] = r < rows ? row_of[begin + at.row + r] : -1;
 #pragma unroll
     for (int r = 0; r < kVec; ++r) {
       if (from[r] >= 0 && from[r] < tokens) {
@@ -40,7 +40,7 @@ struct Gather : PlainSource {
 #pragma unroll
     for (int r = 0; r < kVec; ++r) {
       if (from[r] == -1) continue;
-      const float by = factor[at.row + r];
+      const float by = factor[begin + at.row + r];
       float values[kVec];
       unpack(in[r], values);
 #pragma unroll
@@ -62,15 +62,15 @@ __device__ __forceinline__ void load_batch(const T* x, int64_t ld, int rows, Vec
 template <Activation kAct>
 struct Gated {
   const float* factor;
-  static constexpr int kTileRows = 128;
+  static constexpr int kTileRows = 128, kParts = 1;
   static constexpr bool kByColumns = false;
   static constexpr int blocks(size_t) { return 3; }
   static constexpr int blocks_1x128(size_t) { return 3; }
   template <typename Tile, bool kAligned, typename T>
-  __device__ __forceinline__ void load(const T* x, const typename Tile::Place& at, bool,
-                                       Vec8<T>* in) const {
+  __device__ __forceinline__ void load(const T* x, int64_t begin, const typename Tile::Place& at,
+                                       bool, Vec8<T>* in) const {
     const int rows = at.rows_present();
-    const T* gates = x + at.row * 2 * at.cols + at.col;
+    const T* gates = x + (begin + at.row) * 2 * at.cols + at.col;
 #pragma unroll
     for (int r0 = 0; r0 < kVec; r0 += kGatedBatch, gates += kGatedBatch * 2 * at.cols) {
       Vec8<T> gate[kGatedBatch], up[kGatedBatch];
@@ -83,7 +83,7 @@ struct Gated {
         float g[kVec], u[kVec];
         unpack(gate[r], g);
         unpack(up[r], u);
-        const float by = factor ? factor[at.row + r0 + r] : 1.0f;
+        const float by = factor ? factor[begin + at.row + r0 + r] : 1.0f;
 #pragma unroll
         for (int i = 0; i < kVec; ++i) g[i] = gated<kAct, false>(g[i], u[i]) * by;
         pack(g, &in[r0 + r]);
@@ -92,67 +92,62 @@ struct Gated {
   }
 };
 
-// A tile reads what the tile of the other gradient reads, too, at about the same time: from the L2
-// cache.
 template <Activation kAct>
 struct GatedGradient {
   const void* grad;
   const float* factor;
   float* partials;
   int64_t all_rows;
-  static constexpr int kTileRows = 128;
+  static constexpr int kTileRows = 128, kParts = 2;
   static constexpr bool kByColumns = false;
   static constexpr int blocks(size_t) { return 2; }
   static constexpr int blocks_1x128(size_t) { return 2; }
   template <typename Tile, bool kAligned, typename T>
-  __device__ __forceinline__ void load(const T* x, const typename Tile::Place& at, bool,
-                                       Vec8<T>* in) const {
-    const int64_t half = at.cols / 2;
-    const bool is_up = at.col >= half;
-    const int64_t col = is_up ? at.col - half : at.col;
+  __device__ __forceinline__ void load(const T* x, int64_t begin, const typename Tile::Place& at,
+                                       bool, Vec8<T>* in) const {
     const int rows = at.rows_present();
-    const T* gates = x + at.row * at.cols + col;
-    const T* grads = static_cast<const T*>(grad) + at.row * half + col;
-    float dots[kVec] = {};
+    const T* gates = x + (begin + at.row) * 2 * at.cols + at.col;
+    const T* grads = static_cast<const T*>(grad) + (begin + at.row) * at.cols + at.col;
 #pragma unroll
     for (int r0 = 0; r0 < kVec; r0 += kGatedBatch) {
       Vec8<T> gate[kGatedBatch], up[kGatedBatch], dy[kGatedBatch];
-      load_batch(gates, at.cols, rows - r0, gate);
-      load_batch(gates + half, at.cols, is_up ? 0 : rows - r0, up);
-      load_batch(grads, half, rows - r0, dy);
-      gates += kGatedBatch * at.cols;
-      grads += kGatedBatch * half;
+      load_batch(gates, 2 * at.cols, rows - r0, gate);
+      load_batch(gates + at.cols, 2 * at.cols, rows - r0, up);
+      load_batch(grads, at.cols, rows - r0, dy);
+      gates += kGatedBatch * 2 * at.cols;
+      grads += kGatedBatch * at.cols;
+      float dots[kGatedBatch] = {};
 #pragma unroll
       for (int r = 0; r < kGatedBatch; ++r) {
-        in[r0 + r] = Vec8<T>{};
+        in[r0 + r] = in[kVec + r0 + r] = Vec8<T>{};
         if (r0 + r >= rows) continue;
         float g[kVec], u[kVec], d[kVec];
         unpack(gate[r], g);
         unpack(up[r], u);
         unpack(dy[r], d);
-        const float by = factor ? factor[at.row + r0 + r] : 1.0f;
+        const float by = factor ? factor[begin + at.row + r0 + r] : 1.0f;
 #pragma unroll
         for (int i = 0; i < kVec; ++i) {
-          float dgate, dup, result;
-          gated_gradient<kAct, false>(g[i], u[i], d[i] * by, &dgate, &dup, &result);
-          dots[r0 + r] += d[i] * result;
-          g[i] = is_up ? dup : dgate;
+          float result;
+          gated_gradient<kAct, false>(g[i], u[i], d[i] * by, &g[i], &u[i], &result);
+          dots[r] += d[i] * result;
         }
         pack(g, &in[r0 + r]);
+        pack(u, &in[kVec + r0 + r]);
       }
+      if (partials) store_dots<Tile>(begin + at.row + r0, at.col0, rows - r0, dots);
     }
-    if (partials && at.col0 < half) store_dots<Tile>(at, is_up, rows, dots);
   }
 
  private:
-  // Sums over a tile's columns, in an order that is always the same.
+  // Sums of a batch of rows over a tile's columns, in an order that is always the same.
   template <typename Tile>
-  __device__ __forceinline__ void store_dots(const typename Tile::Place& at, bool is_up, int rows,
+  __device__ __forceinline__ void store_dots(int64_t row, int64_t col0, int rows,
                                              const float* dots) const {
-    float* out = partials + at.col0 / kBlock * all_rows + at.row;
+    float* out = partials + col0 / kBlock * all_rows + row;
 #pragma unroll
-    for (int r = 0; r < kVec; ++r) {
-      float sum = is_up ? 0.0f : dots[r];
+    for (int r = 0; r < kGatedBatch; ++r) {
+      float sum = dots[r];
 #pragma unroll
       for (int lanes = Tile::kLanes / 2; lanes; lanes /= 2)
         sum += __shfl_xor_sync(0xFFFFFFFFu, sum, lanes);

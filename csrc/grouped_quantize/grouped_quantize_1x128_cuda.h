@@ -57,13 +57,15 @@ __global__ void __launch_bounds__(BlockTile::kThreads, Source::blocks_1x128(size
   __shared__ Block1x128Shared<T> shared;
   const int64_t x = blockIdx.x, y = block_row();
   const int64_t col0 = (Source::kByColumns ? y : x) * kBlock;
-  if (Source::kByColumns && col0 >= p.cols) return;
+  const int64_t cols = p.cols / Source::kParts;
+  if (Source::kByColumns && col0 >= cols) return;
   const GroupTile found = tile_of_line(p.table, Source::kByColumns ? x : y, p.columnwise_ld);
   if (found.group < 0) return;
   float* const scales =
       p.columnwise_scale_inv + first_line(found.column, found.group) * ((p.cols + 3) / 4 * 4);
   if (found.rows == 0) {
-    if (p.columnwise) write_empty_group(p, col0, found.column, scales);
+    for (int part = 0; part < Source::kParts && p.columnwise; ++part)
+      write_empty_group(p, col0 + part * cols, found.column, scales);
     return;
   }
   BlockCast own = p;
@@ -76,25 +78,28 @@ __global__ void __launch_bounds__(BlockTile::kThreads, Source::blocks_1x128(size
     own.columnwise += found.column;
     own.columnwise_scale_inv = scales;
   }
-  Tile::Place at(found.rows, p.cols, threadIdx.x % Tile::kLanes, threadIdx.x / Tile::kLanes);
+  Tile::Place at(found.rows, cols, threadIdx.x % Tile::kLanes, threadIdx.x / Tile::kLanes);
   at.row0 = found.tile * kBlock;
   at.row = at.row0 + threadIdx.x / Tile::kLanes * Tile::kRows;
   at.col0 = col0;
   at.col = col0 + threadIdx.x % Tile::kLanes * kVec;
   const bool is_whole = kAligned && at.is_whole();
-  Vec8<T> in[kVec];
-  Tile::Place from = at;
-  from.row0 += found.begin;
-  from.row += found.begin;
-  from.rows += found.begin;
-  source.template load<Tile, kAligned>(static_cast<const T*>(p.x), from, is_whole, in);
-  cast_1x128(own, at, kAligned, is_whole, format, in, shared);
+  Vec8<T> in[Source::kParts * kVec];
+  source.template load<Tile, kAligned>(static_cast<const T*>(p.x), found.begin, at, is_whole, in);
+  at.cols = p.cols;
+#pragma unroll
+  for (int part = 0; part < Source::kParts; ++part) {
+    cast_1x128(own, at, kAligned, is_whole, format, in + part * kVec, shared);
+    at.col0 += cols;
+    at.col += cols;
+  }
 }
 
 template <typename T, bool kAligned, typename Format, typename Source>
 void launch_1x128(const GroupedBlocks& p, const Source& source, const Format& format,
                   cudaStream_t stream) {
-  const int64_t lines = p.columnwise_ld / kBlock + p.table.groups, cols = num_blocks(p.cols);
+  const int64_t lines = p.columnwise_ld / kBlock + p.table.groups,
+                cols = num_blocks(p.cols / Source::kParts);
   if (cols == 0) return;
   const dim3 grid = Source::kByColumns ? grid_of(cols, lines, "grouped_block_quantize")
                                        : grid_of(lines, cols, "grouped_block_quantize");

@@ -38,8 +38,8 @@ __global__ void __launch_bounds__(kThreads, kBlocks128x128<T>)
   at.row = at.row0 + threadIdx.x / Tile::kLanes * Tile::kRows;
   const bool is_whole = kAligned && at.is_whole();
   Vec8<T> in[kVec];
-  PlainSource{}.load<Tile, kAligned>(static_cast<const T*>(matrices.at[blockIdx.z]), at, is_whole,
-                                     in);
+  PlainSource{}.load<Tile, kAligned>(static_cast<const T*>(matrices.at[blockIdx.z]), 0, at,
+                                     is_whole, in);
   cast_128x128<T>(own, at, kAligned, is_whole, OneFormat<Format>{}, in, shared);
 }
 

@@ -93,8 +93,9 @@ __global__ void __launch_bounds__(FP8Tile<Source::kTileRows>::kThreads, Source::
   }
   if (p.tiles_of_each == 0) return write_rows_without_columns(p);
   int64_t index = blockIdx.x;
+  const int64_t cols = p.cols / Source::kParts;
   if (Source::kByColumns) {
-    const int64_t col_tiles = (p.cols + Tile::kTileCols - 1) / Tile::kTileCols;
+    const int64_t col_tiles = (cols + Tile::kTileCols - 1) / Tile::kTileCols;
     const int64_t row_tiles = p.tiles_of_each / col_tiles;
     index = index % row_tiles * col_tiles + index / row_tiles;
   }
@@ -111,7 +112,7 @@ __global__ void __launch_bounds__(FP8Tile<Source::kTileRows>::kThreads, Source::
     if (columnwise) columnwise += matrix * p.rows * p.cols;
   }
   // Places of the FP8 data in the columnwise copy and in x.
-  const typename Tile::Place to(p.columns, p.cols, index);
+  const typename Tile::Place to(p.columns, cols, index);
   const int64_t column = to.row0 + warp * kGroupAlign;
   GroupRows found = p.stacked ? GroupRows{matrix, column, p.rows} : rows_of(p.table, column);
   if (!p.stacked && p.due && found.group >= 0 && !p.due[found.group]) found.group = -1;
@@ -119,8 +120,8 @@ __global__ void __launch_bounds__(FP8Tile<Source::kTileRows>::kThreads, Source::
   typename Tile::Place from = to;
   from.row = max(found.row, int64_t{0}) + (to.row - column);
   from.rows = found.group < 0 ? from.row : min(found.end, p.rows);
-  Vec8<T> in[kRows];
-  source.template load<Tile, kAligned>(x, from, false, in);
+  Vec8<T> in[Source::kParts * kRows];
+  source.template load<Tile, kAligned>(x, 0, from, false, in);
   const int group = found.group;
   const float scale = group < 0 || !(rowwise || columnwise) ? 1.0f : p.scale[group];
   // Thread 0 may find that the tile's amax is no news to its group.
@@ -128,27 +129,35 @@ __global__ void __launch_bounds__(FP8Tile<Source::kTileRows>::kThreads, Source::
   if (threadIdx.x == 0 && p.amax && group >= 0)
     seen = *reinterpret_cast<const volatile uint32_t*>(&p.amax[group]);
   uint32_t amax = 0;
-  uint2 codes[kRows];
 #pragma unroll
-  for (int r = 0; r < kRows; ++r) {
-    fold_amax(in[r], amax);
-    float values[kVec];
-    unpack(in[r], values);
-    codes[r] = format.encode(values, scale);
-    if (from.row + r >= from.rows) codes[r] = make_uint2(0u, 0u);
-  }
-  if (rowwise) Tile::template store_rows<kAligned>(rowwise, p.cols, from, codes);
-  if (p.row_scale_inv && to.col == 0 && group >= 0) {
-    const float inverse = p.inverse_given ? p.scale_inv[group] : 1.0f / scale;
+  for (int part = 0; part < Source::kParts; ++part) {
+    uint2 codes[kRows];
 #pragma unroll
-    for (int r = 0; r < kRows; ++r)
-      if (from.row + r < from.rows) p.row_scale_inv[from.row + r] = inverse;
+    for (int r = 0; r < kRows; ++r) {
+      fold_amax(in[part * kRows + r], amax);
+      float values[kVec];
+      unpack(in[part * kRows + r], values);
+      codes[r] = format.encode(values, scale);
+      if (from.row + r >= from.rows) codes[r] = make_uint2(0u, 0u);
+    }
+    if (rowwise) Tile::template store_rows<kAligned>(rowwise + part * cols, p.cols, from, codes);
+    if (part == 0 && p.row_scale_inv && to.col == 0 && group >= 0) {
+      const float inverse = p.inverse_given ? p.scale_inv[group] : 1.0f / scale;
+#pragma unroll
+      for (int r = 0; r < kRows; ++r)
+        if (from.row + r < from.rows) p.row_scale_inv[from.row + r] = inverse;
+    }
+    if (part > 0) __syncthreads();  // the tile of the part before has been read
+    if (columnwise) Tile::stage_columns(codes, tile);
+    if (part == Source::kParts - 1) {
+      stage_amax(amax_bits(T{}, amax), amaxes);
+      if (threadIdx.x % 32 == 0) groups[warp] = group;
+    }
+    __syncthreads();
+    if (columnwise)
+      Tile::template store_columns<kAligned>(columnwise + part * cols * p.columns, p.columns,
+                                             to.again(), tile);
   }
-  if (columnwise) Tile::stage_columns(codes, tile);
-  stage_amax(amax_bits(T{}, amax), amaxes);
-  if (threadIdx.x % 32 == 0) groups[warp] = group;
-  __syncthreads();
-  if (columnwise) Tile::template store_columns<kAligned>(columnwise, p.columns, to.again(), tile);
   if (threadIdx.x != 0 || !p.amax) return;
   // One atomic for each group of the tile.
   const int own = group;
@@ -186,7 +195,7 @@ template <typename T, bool kAligned, typename Format, typename Source>
 void launch_tiles(Params p, const Pointers& matrices, int count, const Source& source,
                   const Format& format, cudaStream_t stream) {
   using Tile = FP8Tile<Source::kTileRows>;
-  p.tiles_of_each = Tile::num_tiles(p.columns, p.cols);
+  p.tiles_of_each = Tile::num_tiles(p.columns, p.cols / Source::kParts);
   // Without elements, one block writes scale_inv.
   const int64_t blocks = std::max<int64_t>(p.tiles_of_each * count, 1);
   if (blocks > 0x7FFFFFFF)

@@ -356,6 +356,28 @@ def test_permutation_and_its_gradients(device, top_k):
 
 
 @pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("cols", [256, 20])
+def test_same_bits_again_and_of_gathers_on_devices(device, kind, cols):
+    rows, splits = UNEVEN
+    source = source_of(kind, rows, cols, splits, torch.float16, device, torch.rand(rows))
+    scale, total = scales(len(splits), device), sum(splits)
+    results = []
+    for where in (device, device, torch.device("cpu") if kind == "gather" else device):
+        own = source._make(t.to(where) if isinstance(t, torch.Tensor) else t for t in source)
+        groups, amax = made(rows, splits, where), torch.zeros(len(splits), device=where)
+        out = op.quantize_source(own, groups, scale.to(where), E4M3, amax=amax)
+        last = int(groups.column_ends[-1])
+        results.append((out.rowwise[:total], out.columnwise[:, :last].contiguous(), amax))
+        if cols % 128 == 0:
+            out = op.block_quantize_source(own, groups, E4M3)
+            scale_inv = out.row_scale_inv[:, :total].contiguous()
+            columnwise = out.columnwise[:, :last].contiguous()
+            results[-1] = (*results[-1], out.rowwise[:total], columnwise, scale_inv)
+    assert_same_bits(results[1], results[0])
+    assert_same_bits(results[2], results[0])
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_no_rows_and_no_columns(device, kind):
     for rows, cols in ((0, 128), (40, 0)):
         splits = [0, rows]
