@@ -1,11 +1,10 @@
-// Sources of the elements that grouped_quantize's kernels cast: what fills a thread's part of a
+// Sources of the elements that grouped_quantize's kernels cast, which fill a thread's part of a
 // tile.
 //
 // Beside load() a source has
 // - kTileRows: rows of a tile with one scale a group; tiles of 1x128 blocks have 128;
-// - kParts: matrices of equal extents side by side, of which load() fills the same tile of each,
-// one
-//   after the other; with several, 1x128 blocks need whole tiles of columns;
+// - kParts: matrices of equal extents side by side, of which load() fills the same tile of each;
+//   with several, 1x128 blocks need whole tiles of columns;
 // - kByColumns: whether the tiles of one column of tiles follow each other, for a source that reads
 //   rows of x several times, of which the L2 cache then holds 128 columns;
 // - blocks() and blocks_1x128(): blocks of threads on an SM in either cast, for an element's bytes,
