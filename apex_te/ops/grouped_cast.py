@@ -219,7 +219,7 @@ def _arguments(
     rows, cols = x.shape
     if isinstance(source, Gather):
         row_of = source.row_of.contiguous()
-        _check(op, "row_of", row_of, torch.int32, (row_of.numel(),), x)
+        _check(op, "row_of", row_of, torch.int32, (row_of.numel(),))
         rows = row_of.shape[0]
     else:
         code = gated_activation_number(op, source.activation)
@@ -227,18 +227,19 @@ def _arguments(
             raise ValueError(f"{op}: x must have an even number of columns, got {cols}")
         if isinstance(source, GatedGradient):
             grad = source.grad.contiguous()
-            _check(op, "grad", grad, x.dtype, (rows, cols // 2), x)
+            _check(op, "grad", grad, x.dtype, (rows, cols // 2))
         else:
             cols //= 2
     factor = source.factor
     if factor is not None:
         factor = factor.contiguous()
-        _check(op, "factor", factor, torch.float32, (rows,), x)
+        _check(op, "factor", factor, torch.float32, (rows,))
     partials = None
     if factor_grad is not None:
         if grad is None:
             raise ValueError(f"{op}: factor_grad must be None without a GatedGradient")
-        _check(op, "factor_grad", factor_grad, torch.float32, (rows,), x)
+        check_dense(op, x=x, factor_grad=factor_grad)
+        _check(op, "factor_grad", factor_grad, torch.float32, (rows,))
         lines = scratch_sizes.lines(grad.shape[1], _BLOCK)
         partials = x.new_zeros((lines, rows), dtype=torch.float32)
     return _Arguments(x, grad, row_of, factor, partials, code), (rows, cols)
@@ -250,10 +251,8 @@ def _check(
     t: torch.Tensor,
     dtype: torch.dtype,
     shape: tuple[int, ...],
-    x: torch.Tensor,
 ) -> None:
-    """Raises TypeError or ValueError unless a tensor has this dtype and shape, and x's device."""
-    check_dense(op, x=x, **{name: t})
+    """Raises TypeError or ValueError unless a tensor has this dtype and shape."""
     if t.dtype is not dtype:
         expected, actual = (str(d).removeprefix("torch.") for d in (dtype, t.dtype))
         raise TypeError(f"{op}: {name} must have dtype {expected}, got {actual}")

@@ -64,6 +64,13 @@ def rows_of(source):
     return swiglu_bwd(scaled(source.grad), source.x, activation=source.activation).input
 
 
+def layouts_of(t):
+    """(name, tensor equal to t) one element behind an aligned address, and with gaps."""
+    offset = t.new_empty(t.numel() + 1)[1:].view(t.shape)
+    strided = t.new_empty(*t.shape[:-1], 2 * t.shape[-1])[..., ::2]
+    return [("offset", offset.copy_(t)), ("strided", strided.copy_(t))]
+
+
 def assert_same_cast(found, expected, groups, total, in_blocks=False):
     """Two outputs are equal where the groups are."""
     last = int(groups.column_ends[-1])
@@ -375,6 +382,25 @@ def test_same_bits_again_and_of_gathers_on_devices(device, kind, cols):
             results[-1] = (*results[-1], out.rowwise[:total], columnwise, scale_inv)
     assert_same_bits(results[1], results[0])
     assert_same_bits(results[2], results[0])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_other_storage(device, kind, dtype):
+    """Offsets that vectors do not fit, and strides, give the same bits."""
+    splits = [40, 0, 77]
+    source = source_of(kind, 128, 128, splits, dtype, device, powers(128))
+    groups, scale = made(128, splits, device), scales(3, device)
+    expected = op.quantize_source(source, groups, scale, E4M3)
+    tensors = [t for t in source if isinstance(t, torch.Tensor)]
+    stored = [dict(layouts_of(t)) for t in tensors]
+    for name in ("offset", "strided"):
+        others = iter(each[name] for each in stored)
+        found = op.quantize_source(
+            source._make(next(others) if isinstance(t, torch.Tensor) else t for t in source),
+            groups, scale, E4M3,
+        )  # fmt: skip
+        assert_same_cast(found, expected, groups, 117)
 
 
 @pytest.mark.parametrize("kind", KINDS)
