@@ -71,6 +71,7 @@ MAIN_FUNCTIONS = {
     "bias_dropout_add": 2,
     "block_quantize": 5,
     "current_scale": 3,
+    "grouped_cast": 3,
     "grouped_quantize": 2,
     "hif8": 2,
     "moe_permute": 5,

@@ -58,6 +58,11 @@ OPS = {
         "FP8 GEMMs, which check for arch 8.9 in each call: ``min_arch`` is only 8.0",
         needs_blas=True,
     ),
+    "grouped_cast": Op(
+        "the cast to FP8 of groups of rows that it gathers, or whose gated activation or its "
+        "gradient it computes; only for GPUs, since the CPU composes the ops",
+        devices=("cuda",),
+    ),
     "grouped_gemm": Op(
         "FP8 GEMMs over groups of rows, whose sizes lie on the GPU; for arch 9.0 alone",
         devices=("cuda",),

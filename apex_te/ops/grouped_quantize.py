@@ -21,6 +21,8 @@ __all__ = [
     "ALIGN",
     "GroupedOutput",
     "Groups",
+    "allocate",
+    "allocate_blocks",
     "block_quantize_groups",
     "block_quantize_matrices",
     "block_values_of_columns",
@@ -40,7 +42,7 @@ __all__ = [
 ALIGN = 16  # a group's columns in the columnwise copy (csrc/grouped_quantize/grouped_quantize.h)
 
 _offsets = bind("grouped_quantize", "grouped_offsets")
-_quantize = bind("grouped_quantize", "grouped_quantize")
+quantize_into = bind("grouped_quantize", "grouped_quantize")
 _quantize_matrices = bind("grouped_quantize", "grouped_quantize_matrices")
 _scales = bind("grouped_quantize", "grouped_scales")
 _first_scales = bind("grouped_quantize", "grouped_first_scales")
@@ -145,6 +147,30 @@ def check_rows(name: str, rows: int, groups: Groups) -> None:
         raise ValueError(f"{name}: groups must be of {rows} rows, got groups of {groups.rows} rows")
 
 
+def allocate(
+    op: str,
+    like: torch.Tensor,
+    shape: tuple[int, ...],
+    groups: Groups,
+    fp8_dtype: torch.dtype,
+    rowwise: bool,
+    columnwise: bool,
+    scale_inv: torch.Tensor | None,
+) -> GroupedOutput:
+    """Returns uninitialised FP8 copies of groups of rows, on ``like``'s device, for a scale each.
+
+    ``shape`` is (rows, cols); ``scale_inv`` None stands for a new one.
+    """
+    rows, cols = shape
+    check_rows(op, rows, groups)
+    row = like.new_empty((rows, cols), dtype=fp8_dtype) if rowwise else None
+    col = like.new_empty((cols, groups.columns), dtype=fp8_dtype) if columnwise else None
+    of_rows = like.new_empty(rows, dtype=torch.float32) if rowwise else None
+    if scale_inv is None:
+        scale_inv = like.new_empty(groups.num_groups, dtype=torch.float32)
+    return GroupedOutput(row, col, scale_inv, of_rows)
+
+
 @checked
 def quantize_groups(
     x: torch.Tensor,
@@ -182,17 +208,16 @@ def quantize_groups(
         ValueError: a shape or device does not match.
     """
     x = fp8_output.contiguous_matrix("grouped_quantize", x)
-    rows, cols = x.shape
-    check_rows("grouped_quantize", rows, groups)
-    row = x.new_empty((rows, cols), dtype=fp8_dtype) if rowwise else None
-    col = x.new_empty((cols, groups.columns), dtype=fp8_dtype) if columnwise else None
-    of_rows = x.new_empty(rows, dtype=torch.float32) if rowwise else None
     given = scale_inv is not None
-    if scale_inv is None:
-        scale_inv = x.new_empty(groups.num_groups, dtype=torch.float32)
-    _quantize(x, groups.table, scale, scale_inv, row, col, of_rows, amax, due, given)
+    out = allocate(
+        "grouped_quantize", x, x.shape, groups, fp8_dtype, rowwise, columnwise, scale_inv
+    )
+    quantize_into(
+        x, groups.table, scale, out.scale_inv, out.rowwise, out.columnwise, out.row_scale_inv,
+        amax, due, given,
+    )  # fmt: skip
     note_written(amax)
-    return GroupedOutput(row, col, scale_inv, of_rows)
+    return out
 
 
 @checked
@@ -254,6 +279,32 @@ def quantize_matrices(
     return out
 
 
+def allocate_blocks(
+    op: str,
+    like: torch.Tensor,
+    shape: tuple[int, ...],
+    groups: Groups,
+    fp8_dtype: torch.dtype,
+    rowwise: bool,
+    columnwise: bool,
+) -> GroupedOutput:
+    """Returns uninitialised FP8 copies of groups of rows, as ``allocate``, for 1x128 blocks."""
+    fp8_output.check_fp8_dtype(op, fp8_dtype)
+    rows, cols = shape
+    check_rows(op, rows, groups)
+    fp8_output.check_any_output(op, rowwise, columnwise, None)
+    row = row_scales = None
+    col: Any = None
+    col_scales: Any = None
+    if rowwise:
+        row = like.new_empty((rows, cols), dtype=fp8_dtype)
+        row_scales = like.new_empty(scale_shape(rows, cols, 1), dtype=torch.float32)
+    if columnwise:
+        col = like.new_empty((cols, groups.columns), dtype=fp8_dtype)
+        col_scales = like.new_empty((groups.lines, -(-cols // 4) * 4), dtype=torch.float32)
+    return GroupedOutput(row, col, col_scales, row_scales)
+
+
 @checked
 def block_quantize_groups(
     x: torch.Tensor,
@@ -287,22 +338,12 @@ def block_quantize_groups(
         ValueError: a shape or device does not match, or neither copy is asked for.
     """
     name = "grouped_quantize.block_quantize_groups"
-    fp8_output.check_fp8_dtype(name, fp8_dtype)
     x = fp8_output.contiguous_matrix(name, x)
-    rows, cols = x.shape
-    check_rows(name, rows, groups)
-    fp8_output.check_any_output(name, rowwise, columnwise, None)
-    row = row_scales = None
-    col: Any = None
-    col_scales: Any = None
-    if rowwise:
-        row = x.new_empty((rows, cols), dtype=fp8_dtype)
-        row_scales = x.new_empty(scale_shape(rows, cols, 1), dtype=torch.float32)
-    if columnwise:
-        col = x.new_empty((cols, groups.columns), dtype=fp8_dtype)
-        col_scales = x.new_empty((groups.lines, -(-cols // 4) * 4), dtype=torch.float32)
-    _block_quantize(x, groups.table, row, row_scales, col, col_scales, eps, pow2)
-    return GroupedOutput(row, col, col_scales, row_scales)
+    out = allocate_blocks(name, x, x.shape, groups, fp8_dtype, rowwise, columnwise)
+    block_quantize_into(
+        x, groups.table, out.rowwise, out.row_scale_inv, out.columnwise, out.scale_inv, eps, pow2
+    )
+    return out
 
 
 def _quantize_blocks(x, table, row, row_scales, col, col_scales, eps, pow2):
@@ -328,7 +369,7 @@ def _quantize_blocks(x, table, row, row_scales, col, col_scales, eps, pow2):
         begin, column = end, column_end
 
 
-_block_quantize = bind("grouped_quantize", "grouped_block_quantize", _quantize_blocks)
+block_quantize_into = bind("grouped_quantize", "grouped_block_quantize", _quantize_blocks)
 
 
 @checked

@@ -19,6 +19,7 @@ from .fp8_output import reinterpreted
 _map = bind("moe_permute", "moe_permute_map")
 _fwd = bind("moe_permute", "moe_permute_fwd")
 _rows = bind("moe_permute", "moe_permute_rows")
+_tokens_of_rows = bind("moe_permute", "moe_tokens_of_rows")
 _unpermute_fwd = bind("moe_permute", "moe_unpermute_fwd")
 _unpermute_bwd = bind("moe_permute", "moe_unpermute_bwd")
 _chunk_map = bind("moe_permute", "moe_sort_chunks_map")
@@ -169,6 +170,27 @@ def permute_by(
         routing.tokens_per_expert, routing.num_experts, routing.align_size, routing.is_index,
     )  # fmt: skip
     return reinterpreted("moe_permute", out, inp.dtype), permuted, routing.result()
+
+
+@checked
+def tokens_of_rows(row_id_map: torch.Tensor, num_rows: int) -> torch.Tensor:
+    """Returns the map in the direction of a gather: int32 [num_rows], the token of each row.
+
+    A row without a copy has -1. ``ops.grouped_cast.Gather`` takes the result.
+
+    Args:
+        row_id_map: ``RowMap.row_id_map``.
+        num_rows: number of rows of the permuted matrix, as in ``permute``.
+
+    Raises:
+        TypeError: ``row_id_map`` is not int32.
+        ValueError: ``row_id_map`` is not a map that ``make_map`` made, or ``num_rows`` is negative.
+    """
+    if num_rows < 0:
+        raise ValueError(f"moe_permute: num_rows must be at least 0, got {num_rows}")
+    out = row_id_map.new_empty(num_rows, dtype=torch.int32)
+    _tokens_of_rows(row_id_map, out)
+    return out
 
 
 @checked

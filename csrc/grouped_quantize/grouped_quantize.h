@@ -221,13 +221,8 @@ inline GroupValues check_amax(const TensorView& amax, const GroupedQuantize& p) 
   return check_values(amax, p.table.groups);
 }
 
-inline GroupedQuantize check_grouped_quantize(Args& args) {
-  GroupedQuantize p;
-  p.x = args.tensor();
-  p.x.has_dtype({DType::kFloat32, DType::kFloat16, DType::kBFloat16}).has_ndim(2).is_dense();
-  p.dtype = p.x.dtype();
-  p.rows = p.x.size(0);
-  p.cols = p.x.size(1);
+// Reads what follows the elements: p has their dtype, rows and cols.
+inline void check_group_outputs(Args& args, GroupedQuantize& p) {
   p.table = check_table(args, args.tensor(), -1, p.rows);
   const int groups = p.table.groups;
   p.scale = check_values(args.tensor(), groups);
@@ -239,6 +234,16 @@ inline GroupedQuantize check_grouped_quantize(Args& args) {
   p.amax = check_amax(args.optional_tensor(), p);
   p.due = check_due(args.optional_tensor(), groups);
   p.inverse_given = args.boolean();
+}
+
+inline GroupedQuantize check_grouped_quantize(Args& args) {
+  GroupedQuantize p;
+  p.x = args.tensor();
+  p.x.has_dtype({DType::kFloat32, DType::kFloat16, DType::kBFloat16}).has_ndim(2).is_dense();
+  p.dtype = p.x.dtype();
+  p.rows = p.x.size(0);
+  p.cols = p.x.size(1);
+  check_group_outputs(args, p);
   return p;
 }
 

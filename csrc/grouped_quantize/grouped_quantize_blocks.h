@@ -51,19 +51,8 @@ inline void check_grouped_codes(GroupedBlocks* p, const TensorView& rowwise,
   }
 }
 
-inline GroupedBlocks check_grouped_blocks(Args& args, bool of_matrices) {
-  GroupedBlocks p = {};
-  if (of_matrices) {
-    check_matrices(args, &p);
-  } else {
-    const TensorView x = args.tensor();
-    x.has_dtype({DType::kFloat32, DType::kFloat16, DType::kBFloat16}).has_ndim(2).is_dense();
-    p.dtype = x.dtype();
-    p.rows = x.size(0);
-    p.cols = x.size(1);
-    p.x = x.data<void>();
-    p.table = check_table(args, args.tensor(), -1, p.rows);
-  }
+// Reads the outputs, eps and pow2: p has the elements' dtype, rows, cols and table.
+inline void check_block_outputs(Args& args, GroupedBlocks& p) {
   const TensorView rowwise = args.optional_tensor(), row_scales = args.optional_tensor();
   const TensorView columnwise = args.optional_tensor(), column_scales = args.optional_tensor();
   if (!rowwise != !row_scales || !columnwise != !column_scales || !(rowwise || columnwise))
@@ -78,6 +67,22 @@ inline GroupedBlocks check_grouped_blocks(Args& args, bool of_matrices) {
   p.rowwise_scale_inv = row_scales.data<float>();
   p.columnwise = columnwise.data<uint8_t>();
   p.columnwise_scale_inv = column_scales.data<float>();
+}
+
+inline GroupedBlocks check_grouped_blocks(Args& args, bool of_matrices) {
+  GroupedBlocks p = {};
+  if (of_matrices) {
+    check_matrices(args, &p);
+  } else {
+    const TensorView x = args.tensor();
+    x.has_dtype({DType::kFloat32, DType::kFloat16, DType::kBFloat16}).has_ndim(2).is_dense();
+    p.dtype = x.dtype();
+    p.rows = x.size(0);
+    p.cols = x.size(1);
+    p.x = x.data<void>();
+    p.table = check_table(args, args.tensor(), -1, p.rows);
+  }
+  check_block_outputs(args, p);
   return p;
 }
 

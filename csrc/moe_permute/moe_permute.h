@@ -26,6 +26,8 @@ APEX_TE_FUNCTION(moe_permute_fwd,
 APEX_TE_FUNCTION(moe_permute_rows,
                  "inp: Tensor, probs: Tensor?, row_id_map: Tensor, out: Tensor!, "
                  "permuted_probs: Tensor!?")
+// The token of each row, -1 for a row without a copy.
+APEX_TE_FUNCTION(moe_tokens_of_rows, "row_id_map: Tensor, out: Tensor!")
 APEX_TE_FUNCTION(moe_unpermute_fwd,
                  "inp: Tensor, probs: Tensor?, row_id_map: Tensor, out: Tensor!, "
                  "grad_permuted_probs: Tensor?, grad_probs: Tensor!?")
@@ -229,6 +231,20 @@ inline Permute check_moe_permute_fwd(Args& args, Routing* routing) {
   *routing = check_routing(args, routes, workspace, row_id_map, tokens_per_expert, num_experts,
                            align, p.rows.out_rows, args.boolean());
   return p;
+}
+
+struct TokensOfRows {
+  RowMap map;
+  int32_t* out;
+  int64_t rows;
+};
+
+inline TokensOfRows check_moe_tokens_of_rows(Args& args) {
+  const RowMap map = check_row_map(args.tensor());
+  const TensorView out = args.tensor();
+  out.has_dtype({DType::kInt32}).has_ndim(1).is_dense();
+  if (out.size(0) > 0x7FFFFFFF) out.refuse(kApexTeUnsupported, "have fewer than 2^31 rows", "more");
+  return {map, out.data<int32_t>(), out.size(0)};
 }
 
 struct Unpermute {

@@ -199,6 +199,16 @@ void permute(const RowCopy& p, const RowMap& map) {
   zero_unused(map, p.out_rows, p.row_bytes, static_cast<uint8_t*>(p.out), p.probs);
 }
 
+void find_tokens(const TokensOfRows& p) {
+  for_unused(p.map, p.rows,
+             [&](int64_t begin, int64_t end) { std::fill(p.out + begin, p.out + end, -1); });
+  for_rows(p.map.tokens, p.map.stride * sizeof(int32_t), [&](int64_t begin, int64_t end) {
+    for (int64_t token = begin; token < end; ++token)
+      for_copies(p.map, token, p.rows,
+                 [&](int64_t row, int64_t) { p.out[row] = static_cast<int32_t>(token); });
+  });
+}
+
 // sums += factor * x.
 template <typename T>
 APEX_TE_INLINE void add_scaled(const T* x, int64_t n, float factor, float* __restrict__ sums) {
@@ -375,6 +385,10 @@ APEX_TE_DEFINE(moe_permute_rows) {
   using namespace apex_te;
   const Permute p = check_moe_permute_rows(args);
   permute(p.rows, p.map);
+}
+
+APEX_TE_DEFINE(moe_tokens_of_rows) {
+  apex_te::find_tokens(apex_te::check_moe_tokens_of_rows(args));
 }
 
 APEX_TE_DEFINE(moe_unpermute_fwd) {

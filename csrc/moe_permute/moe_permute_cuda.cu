@@ -31,6 +31,16 @@ APEX_TE_DEFINE(moe_permute_rows) {
   launch_permute(p.rows, p.map, false, static_cast<cudaStream_t>(args.stream()));
 }
 
+APEX_TE_DEFINE(moe_tokens_of_rows) {
+  using namespace apex_te;
+  const TokensOfRows p = check_moe_tokens_of_rows(args);
+  const DeviceGuard guard(args.device_id());
+  const int64_t blocks = (p.map.tokens + kRowWarps - 1) / kRowWarps;
+  moe_tokens_of_rows_kernel<<<static_cast<unsigned>(blocks + kZeroBlocks), kRowThreads, 0,
+                              static_cast<cudaStream_t>(args.stream())>>>(p, blocks);
+  check_cuda(cudaGetLastError(), "moe_tokens_of_rows");
+}
+
 APEX_TE_DEFINE(moe_unpermute_fwd) {
   using namespace apex_te;
   const Unpermute p = check_moe_unpermute_fwd(args);

@@ -197,6 +197,27 @@ __global__ void __launch_bounds__(kRowThreads, kAligned ? kPermuteBlocks : kShif
   }
 }
 
+// A warp takes a token, and in the last kZeroBlocks blocks rows without one.
+__global__ void __launch_bounds__(kRowThreads)
+    moe_tokens_of_rows_kernel(const TokensOfRows p, int64_t token_blocks) {
+  const int lane = threadIdx.x % 32;
+  const int64_t warp = static_cast<int64_t>(blockIdx.x) * kRowWarps + threadIdx.x / 32;
+  if (blockIdx.x >= token_blocks) {
+    for_each_unused_row(p.map, p.rows, warp - token_blocks * kRowWarps, kZeroBlocks * kRowWarps,
+                        [&](int64_t row) {
+                          if (lane == 0) p.out[row] = -1;
+                        });
+    return;
+  }
+  if (warp >= p.map.tokens) return;
+  const Head head(p.map, warp);
+  const int n = head.copies();
+  for (int k = lane; k < n; k += 32) {
+    const int32_t row = head.entry[1 + 2 * k];
+    if (row >= 0 && row < p.rows) p.out[row] = static_cast<int32_t>(warp);
+  }
+}
+
 // Output row r is input row sources[r], or zeros.
 template <bool kAligned>
 __global__ void __launch_bounds__(kRowThreads, kAligned ? 6 : kShiftBlocks)

@@ -46,12 +46,15 @@ APEX_TE_HD float gated(float gate, float up) {
   return activate<kAct, kFine>(gate) * up;
 }
 
-// Gradients of one gated element. dgate is 0 where relu's derivative is, whatever the rest.
+// Gradients of one gated element; *result receives the element where it is not null. dgate is 0
+// where relu's derivative is, whatever the rest.
 template <Activation kAct, bool kFine = true>
-APEX_TE_HD void gated_gradient(float gate, float up, float grad, float* dgate, float* dup) {
+APEX_TE_HD void gated_gradient(float gate, float up, float grad, float* dgate, float* dup,
+                               float* result = nullptr) {
   float slope;
   const float value = activate<kAct, kFine>(gate, &slope);
   const float product = grad * up * slope;
+  if (result) *result = value * up;
   *dgate = kAct == Activation::kRelu && slope == 0.0f ? 0.0f : product;
   *dup = grad * value;
 }
@@ -163,20 +166,23 @@ inline void check_swiglu_dbias(Args& args, Swiglu& p) {
   p.workspace = workspace.data<float>();
 }
 
-inline void check_swiglu_activation(Args& args, Swiglu& p) {
+inline Activation check_gated_activation(Args& args) {
   const int64_t value = args.integer();
-  p.activation = static_cast<Activation>(value);
-  switch (p.activation) {
+  const auto activation = static_cast<Activation>(value);
+  switch (activation) {
     case Activation::kSilu:
     case Activation::kGelu:
     case Activation::kGeluErf:
     case Activation::kRelu:
     case Activation::kSigmoid:
-      return;
+      return activation;
     default:
       fail(kApexTeValueError, "%s: activation must be 0, 1, 3, 5 or 6, got %lld", args.name(),
            static_cast<long long>(value));
   }
+}
+inline void check_swiglu_activation(Args& args, Swiglu& p) {
+  p.activation = check_gated_activation(args);
 }
 
 inline Swiglu check_swiglu_fwd(Args& args, bool to_fp8) {

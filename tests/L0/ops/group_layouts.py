@@ -30,3 +30,24 @@ def scales(count, device):
 def nan_behind(x, splits):
     x[sum(splits) :] = float("nan")
     return x
+
+
+def forged():
+    """Tables of groups [ends, column ends, used, bad] that are none of 16 rows."""
+    tables = [
+        [4000, 8000, 4000, 8000, 1, 1, 0],
+        [8, 4000, 16, 4000, 1, 1, 0],
+        [-4000, 16, 16, 32, 1, 1, 0],
+        [16, 8, 16, 32, 1, 1, 0],
+        [8, 16, 4000, 8000, 1, 1, 0],
+        [8, 16, -16, 16, 1, 1, 0],
+        [2**31 - 1, 2**31 - 1, 2**31 - 1, 2**31 - 1, 1, 1, 0],
+        [-(2**31), -(2**31), -(2**31), -(2**31), 1, 1, 0],
+    ]
+    generator = torch.Generator().manual_seed(5)
+    for _ in range(100):
+        large = torch.randint(-(2**31), 2**31, (6,), generator=generator)
+        small = torch.randint(-40, 60, (6,), generator=generator)
+        choice = torch.randint(0, 2, (6,), generator=generator).bool()
+        tables.append([*torch.where(choice, large, small).tolist(), 0])
+    return tables

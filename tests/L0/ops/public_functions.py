@@ -13,6 +13,7 @@ import apex_te.ops
 from apex_te.ops import (
     block_quantize,
     cross_entropy,
+    grouped_cast,
     grouped_quantize,
     hif8,
     layer_norm,
@@ -51,6 +52,8 @@ OTHERS = {
     "fp8_gemm.bound_product",
     "fp8_gemm.tune",
     "grouped_gemm.has_grouped_fp8",
+    "grouped_quantize.allocate",
+    "grouped_quantize.allocate_blocks",
     "grouped_quantize.block_values_of_columns",
     "grouped_quantize.check_rows",
     "grouped_gemm.multiplies_codes",
@@ -394,6 +397,15 @@ def make_case(name: str, rows: int = 32, cols: int = 64) -> Case:
              "a_scale_inv": torch.rand(groups(rows).lines, 8),
              "b_scale_inv": torch.rand(groups(rows).lines, 16), "groups": groups(rows)}
         ),
+        "grouped_cast.quantize_source": lambda: Case(
+            {"source": grouped_cast.GatedGradient(x, matrix(rows, 2 * cols), torch.rand(rows)),
+             "groups": groups(rows), "scale": torch.ones(2), "fp8_dtype": E4M3,
+             "amax": torch.zeros(2), "factor_grad": torch.zeros(rows)}, ("amax", "factor_grad"),
+        ),
+        "grouped_cast.block_quantize_source": lambda: Case(
+            {"source": grouped_cast.Gather(x, torch.arange(rows, dtype=torch.int32).flip(0)),
+             "groups": groups(rows), "fp8_dtype": E4M3}
+        ),
         "grouped_quantize.block_quantize_groups": lambda: Case(
             {"x": x, "groups": groups(rows), "fp8_dtype": E4M3}
         ),
@@ -471,6 +483,9 @@ def make_case(name: str, rows: int = 32, cols: int = 64) -> Case:
         ),
         "moe_permute.permute_bwd": lambda: Case(
             {"grad_permuted": x, "row_id_map": route(rows), "grad_permuted_probs": torch.rand(rows)}
+        ),
+        "moe_permute.tokens_of_rows": lambda: Case(
+            {"row_id_map": route(rows), "num_rows": rows + 24}
         ),
         "moe_permute.unpermute": lambda: Case(
             {"inp": x, "row_id_map": route(rows), "probs": torch.rand(rows, 8)}
@@ -622,7 +637,9 @@ DIFFERENTIABLE = {
 
 # Indices of the outputs that each leaves partly unwritten.
 UNFILLED = {
-    "grouped_quantize.block_quantize_groups": (1, 2),  # columns behind those of the groups
+    "grouped_cast.block_quantize_source": (1, 2),  # columns behind those of the groups
+    "grouped_cast.quantize_source": (1,),
+    "grouped_quantize.block_quantize_groups": (1, 2),
     "grouped_quantize.quantize_groups": (1,),
     "moe_permute.make_map": (0,),  # experts that a token does not go to
     "moe_permute.permute_by": (2,),

@@ -5,7 +5,7 @@ from contextlib import nullcontext, suppress
 import pytest
 import torch
 from checks import DTYPES, FP8, assert_same_bits, codes, in_pairs, needs_cuda, needs_memory
-from group_layouts import LAYOUTS, made, nan_behind, scales
+from group_layouts import LAYOUTS, forged, made, nan_behind, scales
 
 from apex_te.ops import amax_scale_update, grouped_gemm, moe_permute, reference_codec
 from apex_te.ops import grouped_quantize as op
@@ -394,27 +394,6 @@ def test_operands_of_other_groups(device):
         grouped_gemm.multiply_groups(x, torch.randn(2, 32, COLS - 1, device=device), groups)
     with pytest.raises(ValueError, match=r"contract_groups: a and b must be \[M, rows\]"):
         grouped_gemm.contract_groups(x, x, groups)
-
-
-def forged():
-    """Tables of groups [ends, column ends, used, bad] that are none of 16 rows."""
-    tables = [
-        [4000, 8000, 4000, 8000, 1, 1, 0],
-        [8, 4000, 16, 4000, 1, 1, 0],
-        [-4000, 16, 16, 32, 1, 1, 0],
-        [16, 8, 16, 32, 1, 1, 0],
-        [8, 16, 4000, 8000, 1, 1, 0],
-        [8, 16, -16, 16, 1, 1, 0],
-        [2**31 - 1, 2**31 - 1, 2**31 - 1, 2**31 - 1, 1, 1, 0],
-        [-(2**31), -(2**31), -(2**31), -(2**31), 1, 1, 0],
-    ]
-    generator = torch.Generator().manual_seed(5)
-    for _ in range(100):
-        large = torch.randint(-(2**31), 2**31, (6,), generator=generator)
-        small = torch.randint(-40, 60, (6,), generator=generator)
-        choice = torch.randint(0, 2, (6,), generator=generator).bool()
-        tables.append([*torch.where(choice, large, small).tolist(), 0])
-    return tables
 
 
 def is_partition(table):

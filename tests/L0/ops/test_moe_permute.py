@@ -629,3 +629,23 @@ def test_permute_and_count_is_permute_with_counts(device, kind):
     back = moe.moe_unpermute(out, row_id_map, probs, map_type="index")
     weights = (probs * (index >= 0)).sum(1, keepdim=True)
     torch.testing.assert_close(back, inp * weights, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("map_type", "align_size"), [("index", None), ("mask", None), ("mask", 16)]
+)
+@pytest.mark.parametrize("tokens", [0, 1, 33, 500])
+def test_tokens_of_rows_are_the_map_of_a_gather(device, poison, map_type, align_size, tokens):
+    mask = torch.rand(tokens, 40) < 0.2
+    routing = mask if map_type == "mask" else torch.where(mask, torch.arange(40), -1)[:, :9]
+    route = op.make_map(
+        routing.to(device), map_type=map_type, num_experts=40, align_size=align_size
+    )
+    for rows in (int(route.padded_tokens_per_expert.sum()) + 70, 50, 0):
+        numbers = torch.arange(1.0, tokens + 1, device=device)[:, None]
+        expected, _ = op.permute(numbers, route.row_id_map, rows)
+        found = op.tokens_of_rows(route.row_id_map, rows)
+        assert found.dtype is torch.int32
+        assert torch.equal(found + 1, expected[:, 0].int())
+    with pytest.raises(ValueError, match="num_rows must be at least 0, got -1"):
+        op.tokens_of_rows(route.row_id_map, -1)

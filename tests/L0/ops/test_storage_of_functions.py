@@ -35,6 +35,7 @@ DENSE = {
     "moe_permute.permute": {"row_id_map"},
     "moe_permute.permute_bwd": {"row_id_map"},
     "moe_permute.sort_chunks": {"chunk_map"},
+    "moe_permute.tokens_of_rows": {"row_id_map"},
     "moe_permute.unpermute": {"row_id_map"},
     "moe_permute.unpermute_bwd": {"inp", "probs", "row_id_map"},
     "mx_quantize.mx_dequantize": {"scale"},

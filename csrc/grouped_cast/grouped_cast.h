@@ -1,0 +1,116 @@
+// grouped_cast: grouped_quantize's casts of groups of rows that are computed where they are cast,
+// instead of written and read.
+//
+// The elements [rows, cols] are one of
+// - a gather, x[row_of[r]] of x [tokens, cols]: zeros where row_of is -1, NaN where it is another
+//   value that is not a row;
+// - gated rows, act(gate) * up of x [rows, 2 cols], gates then ups;
+// - their gradient, dgate then dup of x [rows, cols], for grad [rows, cols / 2].
+// factor[r] multiplies the elements of the first two, and grad of the third, in fp32. An element is
+// rounded to x's dtype once, before its amax is taken: the casts are those of the rounded matrix.
+// partials[t, r] is the sum of grad * act(gate) * up over the columns from 128 t to 128 t + 127 of
+// row r: over all t, the gradient of factor[r].
+//
+// The kernels take vectors: 16-byte addresses and multiples of 8 columns (of each half), and for
+// gated rows a 16-bit dtype. The Python side composes the ops for all else, and on the CPU.
+#pragma once
+
+#include "grouped_quantize/grouped_quantize_blocks.h"
+#include "swiglu/swiglu.h"
+
+APEX_TE_FUNCTION(grouped_cast,
+                 "x: Tensor, grad: Tensor?, row_of: Tensor?, factor: Tensor?, partials: Tensor!?, "
+                 "activation: int, table: Tensor, scale: Tensor, scale_inv: Tensor!, "
+                 "rowwise: Tensor!?, columnwise: Tensor!?, row_scale_inv: Tensor!?, "
+                 "amax: Tensor!?, due: Tensor?, inverse_given: bool",
+                 "cuda")
+APEX_TE_IN_PLACE(grouped_cast, "amax: scale")
+APEX_TE_FUNCTION(grouped_block_cast,
+                 "x: Tensor, grad: Tensor?, row_of: Tensor?, factor: Tensor?, partials: Tensor!?, "
+                 "activation: int, table: Tensor, rowwise: Tensor!?, rowwise_scale_inv: Tensor!?, "
+                 "columnwise: Tensor!?, columnwise_scale_inv: Tensor!?, eps: float, pow2: bool",
+                 "cuda")
+
+namespace apex_te {
+
+// Where elements come from; what a call does not have is null.
+struct Produced {
+  DType dtype;
+  int64_t rows, cols;  // of the elements
+  const void *x, *grad;
+  const int32_t* row_of;
+  int64_t tokens;  // rows of x
+  const float* factor;
+  float* partials;
+  Activation activation;
+};
+
+inline Produced check_produced(Args& args) {
+  Produced p = {};
+  const TensorView x = args.tensor(), grad = args.optional_tensor();
+  const TensorView row_of = args.optional_tensor(), factor = args.optional_tensor();
+  const TensorView partials = args.optional_tensor();
+  p.activation = check_gated_activation(args);
+  x.has_ndim(2).is_dense();
+  if (row_of) {
+    x.has_dtype({DType::kFloat32, DType::kFloat16, DType::kBFloat16});
+    row_of.has_dtype({DType::kInt32}).has_ndim(1).is_dense();
+    if (grad) grad.refuse(kApexTeValueError, "be None with row_of", "a tensor");
+    p.rows = row_of.size(0);
+    p.cols = x.size(1);
+  } else {
+    x.has_dtype({DType::kFloat16, DType::kBFloat16});
+    const int64_t half = x.size(1) / 2;
+    x.has_shape({x.size(0), 2 * half});
+    p.rows = x.size(0);
+    p.cols = grad ? 2 * half : half;
+    if (grad) grad.has_dtype({x.dtype()}).has_shape({p.rows, half}).is_dense();
+  }
+  if (factor) factor.has_dtype({DType::kFloat32}).has_shape({p.rows}).is_dense();
+  if (partials) {
+    if (!grad) partials.refuse(kApexTeValueError, "be None without grad", "a tensor");
+    partials.has_dtype({DType::kFloat32}).has_shape({num_blocks(p.cols / 2), p.rows}).is_dense();
+  }
+  p.dtype = x.dtype();
+  p.x = x.data<void>();
+  p.grad = grad.data<void>();
+  p.row_of = row_of.data<const int32_t>();
+  p.tokens = x.size(0);
+  p.factor = factor.data<const float>();
+  p.partials = partials.data<float>();
+  return p;
+}
+
+// A call of either function; of the two casts it has one.
+struct GroupedCast {
+  Produced from;
+  bool in_blocks;
+  GroupedQuantize groups;
+  GroupedBlocks blocks;
+};
+
+inline GroupedCast check_grouped_cast(Args& args, bool in_blocks) {
+  GroupedCast p = {};
+  p.from = check_produced(args);
+  p.in_blocks = in_blocks;
+  const auto fill = [&](auto& cast) {
+    cast.dtype = p.from.dtype;
+    cast.rows = p.from.rows;
+    cast.cols = p.from.cols;
+  };
+  if (!in_blocks) {
+    fill(p.groups);
+    check_group_outputs(args, p.groups);
+    return p;
+  }
+  fill(p.blocks);
+  p.blocks.x = p.from.x;
+  p.blocks.table = check_table(args, args.tensor(), -1, p.from.rows);
+  check_block_outputs(args, p.blocks);
+  if (p.from.grad && p.from.cols % (2 * kBlock))
+    fail(kApexTeValueError, "%s: grad must have a multiple of 128 columns, got %lld", args.name(),
+         static_cast<long long>(p.from.cols / 2));
+  return p;
+}
+
+}  // namespace apex_te

@@ -1,0 +1,39 @@
+// Sources of the elements that grouped_quantize's kernels cast, which fill a thread's part of a
+// tile.
+//
+// Beside load() a source has
+// - kTileRows: rows of a tile with one scale a group; tiles of 1x128 blocks have 128;
+// - kParts: matrices of equal extents side by side, of which load() fills the same tile of each;
+//   with several, 1x128 blocks need whole tiles of columns;
+// - kByColumns: whether the tiles of one column of tiles follow each other, for a source that reads
+//   rows of x several times, of which the L2 cache then holds 128 columns;
+// - blocks() and blocks_1x128(): blocks of threads on an SM in either cast, for an element's bytes,
+//   which bound the registers of a thread.
+#pragma once
+
+#include "common/gpu/block_1x128.h"
+#include "grouped_quantize/grouped_quantize.h"
+
+namespace apex_te {
+namespace {
+
+// x as it is.
+struct PlainSource {
+  static constexpr int kTileRows = 256;
+  static constexpr int kParts = 1;
+  static constexpr bool kByColumns = false;
+  static constexpr int blocks(size_t bytes) { return bytes == 4 ? 1 : 2; }
+  static constexpr int blocks_1x128(size_t bytes) { return bytes == 4 ? 2 : 3; }
+  // The part of a tile that `at` describes in the rows from `begin` on, zeros where it has no
+  // element; is_whole: it has all.
+  template <typename Tile, bool kAligned, typename T>
+  __device__ __forceinline__ void load(const T* x, int64_t begin, const typename Tile::Place& at,
+                                       bool is_whole, Vec8<T>* in) const {
+    x += begin * at.cols;
+    is_whole ? Tile::load_whole(x, at.cols, at, in)
+             : Tile::template load<T, kAligned>(x, at.cols, at, in);
+  }
+};
+
+}  // namespace
+}  // namespace apex_te
