@@ -252,8 +252,9 @@ def scaled_multiply_groups(
         b_scale_inv: float32 [groups].
         groups: places of the groups in the rows of ``a``.
         fast: sum along K in the matrix units only, which keep fewer bits than float32. If False,
-            partial sums of 128 terms are added in float32. Has no effect on devices without a
-            kernel for grouped FP8 GEMMs, where the data is converted to bfloat16 first.
+            partial sums of 128 terms, or of all if they are 512 at most, are added in float32. Has
+            no effect on devices without a kernel for grouped FP8 GEMMs, where the data is converted
+            to bfloat16 first.
 
     Returns:
         [rows, N] bfloat16; rows that belong to no group have undefined values.
@@ -303,8 +304,7 @@ def scaled_contract_groups(
         wide: return the sums in float32, not rounded to bfloat16. Exception: if FP8 data is decoded
             and ``torch._grouped_mm`` multiplies it, the result is bfloat16 all the same.
         out: contiguous float [groups, M, N] to write instead of a new tensor.
-        accumulate: add to ``out``. A kernel adds to float32 in memory, each element once, and may
-            take subnormal numbers for 0.
+        accumulate: add to ``out``; one of float32 is added to as the sums are made.
 
     Returns:
         ``out``, or [groups, M, N] in bfloat16 or float32.

@@ -9,7 +9,8 @@
 
 // out[r] = (b[g] . a[r]) * a_scale_inv[r] * b_scale_inv[g] of each row r of group g, which ends
 // before row ends[g]: a [rows, K], b [G, N, K], out bfloat16 [rows, N]. Rows behind the last group
-// are not written. With use_split_accumulator sums of 128 products are added up in float32.
+// are not written. With use_split_accumulator sums of 128 products, or
+// of all if they are 512 at most, are added up in float32.
 APEX_TE_FUNCTION(grouped_gemm_multiply,
                  "a: Tensor, a_scale_inv: Tensor, b: Tensor, b_scale_inv: Tensor, ends: Tensor, "
                  "out: Tensor!, use_split_accumulator: bool",

@@ -57,22 +57,52 @@ struct Sums {
 #pragma unroll
     for (int i = 0; i < kN / 2; ++i) d[i] = 0.0f;
     const uint32_t own = warpgroup * (kBytesA / 2);
+    if constexpr (kScaling == Scaling::kFast) {
+      run_whole(ring, place, own, blocks, rest);
+    } else if constexpr (kScaling == Scaling::kSplit) {
+      if (blocks <= kWhole) return run_whole(ring, place, own, blocks, rest);
+    }
+    if constexpr (kScaling != Scaling::kFast) run_parts(ring, place, own, blocks, rest, tile_n);
+  }
+
+  static constexpr int kWhole = 4;  // stages whose sums kSplit leaves in the matrix units
+
+  // Waits for a stage and returns where its tiles begin.
+  static __device__ __forceinline__ uint32_t arrived(const ThisRing& ring,
+                                                     const Place<kStages<kScaling>>& place,
+                                                     int rest) {
+    const uint32_t tiles = same_in_warp(ring.a(place.at));
+    barrier_wait(&ring.control->full[place.at], place.phase);
+    if (rest) zero_rest(tiles, kTileM + kN, rest);
+    return tiles;
+  }
+
+  __device__ __forceinline__ void run_whole(const ThisRing& ring, Place<kStages<kScaling>>* place,
+                                            uint32_t own, int blocks, int rest) {
     int last = 0;
-    [[maybe_unused]] Part left, right;
+    for (int i = 0; i < blocks; ++i, place->next()) {
+      const uint32_t tiles = arrived(ring, *place, i == blocks - 1 ? rest : 0);
+      const uint64_t a = matrix_at(tiles + own), b = matrix_at(tiles + kBytesA);
+      products_begin();
+#pragma unroll
+      for (int k = 0; k < kTileK / 32; ++k) multiply_add(A{}, B{}, d, a + 2 * k, b + 2 * k, true);
+      products_commit();
+      products_wait<1>();
+      if (i > 0) ring.release(last);
+      last = place->at;
+    }
+    products_wait<0>();
+    if (blocks > 0) ring.release(last);
+  }
+
+  __device__ __forceinline__ void run_parts(const ThisRing& ring, Place<kStages<kScaling>>* place,
+                                            uint32_t own, int blocks, int rest, int tile_n) {
+    Part left;
     for (int i = 0; i < blocks; ++i, place->next()) {
       const int stage = place->at;
-      const uint32_t tiles = same_in_warp(ring.a(stage));
-      barrier_wait(&ring.control->full[stage], place->phase);
-      if (rest && i == blocks - 1) zero_rest(tiles, kTileM + kN, rest);
+      const uint32_t tiles = arrived(ring, *place, i == blocks - 1 ? rest : 0);
       const uint64_t a = matrix_at(tiles + own), b = matrix_at(tiles + kBytesA);
-      if constexpr (kScaling == Scaling::kFast) {
-        products_begin();
-#pragma unroll
-        for (int k = 0; k < kTileK / 32; ++k) multiply_add(A{}, B{}, d, a + 2 * k, b + 2 * k, true);
-        products_commit();
-        products_wait<1>();
-        if (i > 0) ring.release(last);
-      } else if constexpr (kScaling == Scaling::kSplit) {
+      if constexpr (kScaling == Scaling::kSplit) {
         // The other warpgroup multiplies while this one adds.
         multiply(left, a, b);
         products_wait<0>();
@@ -84,6 +114,7 @@ struct Sums {
       } else {
         // One half is multiplied while the other is added. With products of two stages in flight
         // ptxas serializes all (C7514).
+        Part right;
         multiply(left, a, b);
         multiply(right, a, b + half_of_b());
         products_wait<1>();
@@ -92,11 +123,6 @@ struct Sums {
         add_scaled<1>(ring, stage, right, tile_n);
         release_read(ring, stage);
       }
-      last = stage;
-    }
-    if constexpr (kScaling == Scaling::kFast) {
-      products_wait<0>();
-      if (blocks > 0) ring.release(last);
     }
   }
 
@@ -192,26 +218,42 @@ struct Sums {
     }
   }
 
-  // Stores to a float32 out from registers, or adds to it in the L2 cache, each element once: 4
-  // threads write 32 bytes of a row.
+  // Stores to a float32 out from registers, or adds to it, each element by one thread: 4 threads
+  // write 32 bytes of a row.
   __device__ __forceinline__ void store_wide(const Params& p, int64_t row, int64_t end, int column,
                                              float factor) const {
     const int lane = static_cast<int>(threadIdx.x % 32);
     const int64_t own = row + lane / 4, first = column + lane % 4 * 2;
-    float* out = p.g.wide_out + own * p.g.n + first;
-    const auto put = [&p](float* to, float x, float y) {
-      if (p.g.accumulate)
-        asm volatile("red.relaxed.gpu.global.add.v2.f32 [%0], {%1, %2};" ::"l"(to), "f"(x), "f"(y)
-                     : "memory");
-      else
-        *reinterpret_cast<float2*>(to) = make_float2(x, y);
-    };
+    float* const out = p.g.wide_out + own * p.g.n + first;
+    const bool upper = own < end, lower = own + 8 < end;
+    // Columns of 8 whose loads are in flight together.
+    constexpr int kAtOnce = kHasBlockScales<kScaling> ? 4 : 8;
+    float2 before[2 * kAtOnce] = {};
 #pragma unroll
     for (int j = 0; j < kN / 8; ++j) {
+      const int place = j % kAtOnce * 2;
+      if (p.g.accumulate && j % kAtOnce == 0) {
+#pragma unroll
+        for (int i = 0; i < kAtOnce; ++i) {
+          const bool exists = first + (j + i) * 8 < p.g.n;
+          const auto* from = reinterpret_cast<const float2*>(out + (j + i) * 8);
+          if (exists && upper) before[2 * i] = __ldcs(from);
+          if (exists && lower) before[2 * i + 1] = __ldcs(from + 4 * p.g.n);
+        }
+      }
       if (first + j * 8 >= p.g.n) break;
       const float* x = d + j * 4;
-      if (own < end) put(out + j * 8, x[0] * factor, x[1] * factor);
-      if (own + 8 < end) put(out + 8 * p.g.n + j * 8, x[2] * factor, x[3] * factor);
+      auto* to = reinterpret_cast<float2*>(out + j * 8);
+      float2 values[2] = {{x[0] * factor, x[1] * factor}, {x[2] * factor, x[3] * factor}};
+      if (p.g.accumulate) {
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+          values[i].x += before[place + i].x;
+          values[i].y += before[place + i].y;
+        }
+      }
+      if (upper) __stcs(to, values[0]);
+      if (lower) __stcs(to + 4 * p.g.n, values[1]);
     }
   }
 
