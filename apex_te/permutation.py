@@ -128,6 +128,16 @@ def moe_permute_and_count(
     return out, made.tokens_per_expert, row_id_map
 
 
+def permute_with_map(
+    inp: torch.Tensor, probs: torch.Tensor, row_id_map: torch.Tensor, indices: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Permutes tokens and their probs [tokens, k] by a map made of ``indices``; differentiable."""
+    out, permuted, _ = _permuted(
+        inp, probs, indices, indices.numel(), "index", None, None, row_id_map
+    )
+    return out, permuted
+
+
 @checked
 def moe_permute_and_pad_with_probs(
     inp: torch.Tensor,

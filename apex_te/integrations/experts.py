@@ -9,14 +9,13 @@ from torch import nn
 
 from ..fp8.autocast import graph_task_id, local
 from ..module._core.arguments import shown_name
-from ..module._core.fused_casts import activate
+from ..module.grouped.experts import run_experts
 from ..module.grouped.linear import GroupedLinear
-from ..permutation import moe_permute_and_count, moe_unpermute
 from . import _matching as matching
 
 
 class ExpertGemm(GroupedLinear):
-    """``GroupedLinear`` whose weights are a stacked Parameter, which each call is given."""
+    """``GroupedLinear`` over a stacked Parameter of the experts, who set it for each call."""
 
     def __init__(
         self, num_gemms: int, in_features: int, out_features: int, dtype: torch.dtype
@@ -30,18 +29,6 @@ class ExpertGemm(GroupedLinear):
 
     def reset_parameters(self) -> None:
         """Does nothing: the layer has no parameters of its own."""
-
-    def forward(  # type: ignore[override]
-        self, inp: torch.Tensor, m_splits: Any, stacked: torch.Tensor
-    ) -> torch.Tensor:
-        """Applies ``stacked``, ``[num_gemms, out_features, in_features]``, to groups of rows."""
-        self._stacked = stacked
-        try:
-            out = super().forward(inp, m_splits)
-        finally:
-            self._stacked = None
-        assert isinstance(out, torch.Tensor)
-        return out
 
     def _weights_and_biases(self) -> tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]]:
         assert self._stacked is not None
@@ -86,14 +73,13 @@ class StackedExperts(nn.Module):
                 "StackedExperts: experts must be on one rank in fp8_autocast, got experts that "
                 "transformers has spread over ranks"
             )
-        x, rows, row_id_map = moe_permute_and_count(
-            hidden_states, top_k_index, self.gate_up_gemm.num_gemms
-        )
-        x = self.gate_up_gemm(x, rows, self.gate_up_proj)
-        x = self.down_gemm(self._gate(x), rows, self.down_proj)
-        probs = top_k_weights.to(x.dtype)
-        out = moe_unpermute(x, row_id_map, probs, map_type="index")
-        return out.to(hidden_states.dtype)
+        gemms = self.gate_up_gemm, self.down_gemm
+        gemms[0]._stacked, gemms[1]._stacked = self.gate_up_proj, self.down_proj
+        try:
+            out = run_experts(*gemms, hidden_states, top_k_index, top_k_weights, self._gate())[0]
+        finally:
+            gemms[0]._stacked = gemms[1]._stacked = None
+        return out
 
     def _is_spread(self) -> bool:
         """Returns True if transformers has given each rank a part of the experts."""
@@ -112,13 +98,13 @@ class StackedExperts(nn.Module):
                 gemm._modes.recompute, gemm._modes.recompute_fp8 = None, False
         return found
 
-    def _gate(self, x: torch.Tensor) -> torch.Tensor:
-        """Applies the gated activation to ``[rows, 2 ffn]``."""
-        name = None
+    def _gate(self) -> Any:
+        """Returns the gated activation: its name, or the experts' own function."""
         if getattr(self._apply_gate, "__module__", None) == matching.EXPERTS:  # the standard gate
             name = matching.activation_name(self.act_fn, gated=True)
-        gated: torch.Tensor = activate(name, x) if name else self._apply_gate(x)
-        return gated
+            if name:
+                return name
+        return self._apply_gate
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Returns instructions for pickle that derive the layer's class from the experts' own."""

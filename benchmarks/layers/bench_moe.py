@@ -24,6 +24,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import harness
 
 import apex_te
+from apex_te.module.grouped.experts import run_experts
 from apex_te.ops.swiglu import swiglu
 from apex_te.permutation import moe_permute_and_count, moe_unpermute
 from apex_te.recipe import BlockScaling, CurrentScaling, DelayedScaling
@@ -51,27 +52,22 @@ def routed(tokens: int, top_k: int, experts: int) -> tuple[torch.Tensor, torch.T
 
 
 def step(
-    experts: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
+    experts: Callable[..., torch.Tensor],
     parameters: list[torch.Tensor],
     x: torch.Tensor,
     dy: torch.Tensor,
     routing: tuple[torch.Tensor, torch.Tensor],
-    count: int,
     recipe: Any,
     first: bool | None = None,
 ) -> Callable[[], None]:
-    """Returns a call of a forward and backward; ``experts`` maps rows and counts to rows."""
-    rest = () if first is None else (first,)
-    index, probs = routing
+    """Returns a call of a forward and backward; ``experts`` maps tokens and routing to tokens."""
 
     def run() -> None:
         x.grad = None
         for parameter in parameters:
             parameter.grad = None
-        rows, splits, row_id_map = moe_permute_and_count(x, index, count)
         with apex_te.fp8_autocast(recipe is not None, recipe):
-            out = experts(rows, splits, *rest)
-        out = moe_unpermute(out, row_id_map, probs, map_type="index")
+            out = experts(x, *routing, first)
         out.backward(dy)
 
     return run
@@ -82,13 +78,12 @@ def ours(hidden: int, ffn: int, count: int, fused: bool = False) -> tuple[Any, l
     options |= {"single_parameter": True, "fuse_wgrad_accumulation": fused}
     fc1 = apex_te.GroupedLinear(count, hidden, 2 * ffn, **options)
     fc2 = apex_te.GroupedLinear(count, ffn, hidden, **options)
-
     for layer in (fc1, fc2):
         if fused:
             layer.weight.main_grad = torch.zeros(layer.weight.shape, device="cuda")
 
-    def experts(rows: torch.Tensor, splits: torch.Tensor, *rest: bool) -> torch.Tensor:
-        return fc2(swiglu(fc1(rows, splits, *rest)), splits, *rest)
+    def experts(x: torch.Tensor, index: Any, probs: Any, first: bool | None) -> torch.Tensor:
+        return run_experts(fc1, fc2, x, index, probs, "swiglu", first)[0]
 
     return experts, [*fc1.parameters(), *fc2.parameters()]
 
@@ -100,10 +95,12 @@ def theirs(hidden: int, ffn: int, count: int) -> tuple[Any, list[torch.Tensor]]:
         for shape in shapes
     )
 
-    def experts(rows: torch.Tensor, splits: torch.Tensor) -> torch.Tensor:
+    def experts(x: torch.Tensor, index: Any, probs: Any, first: bool | None) -> torch.Tensor:
+        rows, splits, row_id_map = moe_permute_and_count(x, index, count)
         ends = splits.cumsum(0).int()
         h = torch._grouped_mm(rows, w1.transpose(-2, -1), offs=ends)
-        return torch._grouped_mm(swiglu(h), w2.transpose(-2, -1), offs=ends)
+        out = torch._grouped_mm(swiglu(h), w2.transpose(-2, -1), offs=ends)
+        return moe_unpermute(out, row_id_map, probs, map_type="index")
 
     return experts, [w1, w2]
 
@@ -128,9 +125,9 @@ def main() -> None:
         x = torch.randn(tokens, hidden, device="cuda", dtype=torch.bfloat16, requires_grad=True)
         dy = torch.randn(tokens, hidden, device="cuda", dtype=torch.bfloat16)
         routing = routed(tokens, top_k, count)
-        calls = {"torch bf16": step(*theirs(hidden, ffn, count), x, dy, routing, count, None)}
+        calls = {"torch bf16": step(*theirs(hidden, ffn, count), x, dy, routing, None)}
         for name in chosen:
-            common = x, dy, routing, count, RECIPES[name]
+            common = x, dy, routing, RECIPES[name]
             calls[name] = step(*ours(hidden, ffn, count), *common)
             calls[f"{name}, main_grad"] = step(*ours(hidden, ffn, count, True), *common)
             if name != "bf16":

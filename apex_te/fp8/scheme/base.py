@@ -12,6 +12,7 @@ import torch
 from ...ops._head_order import sorted_heads
 from ...ops.block_quantize import BlockQuantized
 from ...ops.fp8_output import FP8_DTYPES, FP8Output
+from ...ops.grouped_cast import Source, quantize_source
 from ...ops.grouped_quantize import GroupedOutput, Groups, quantize_groups, quantize_matrices
 from ..tensor import QuantizedTensor
 from .gemm_backend import GemmBackend
@@ -528,6 +529,22 @@ class GroupRows(NamedTuple):
         )
 
 
+class GroupSource(NamedTuple):
+    """Named tuple of rows of all groups that casts gather or compute."""
+
+    source: Source
+    groups: Groups
+
+    def measure(
+        self, amax: torch.Tensor, dtype: torch.dtype, due: torch.Tensor | None = None
+    ) -> None:
+        """Updates ``amax`` as ``GroupRows.measure`` does."""
+        quantize_source(
+            self.source, self.groups, amax, dtype, rowwise=False, columnwise=False, amax=amax,
+            due=due,
+        )  # fmt: skip
+
+
 class GroupMatrices(NamedTuple):
     """Named tuple of matrices, one weight for each group; those of empty groups are skipped."""
 
@@ -563,6 +580,25 @@ class GroupQuantizer:
             x, groups, scale, self.dtype, rowwise=rowwise, columnwise=columnwise, amax=amax,
             scale_inv=scale_inv,
         )  # fmt: skip
+
+    def produce(
+        self,
+        source: Source,
+        groups: Groups,
+        rowwise: bool,
+        columnwise: bool,
+        factor_grad: torch.Tensor | None = None,
+    ) -> GroupedOutput:
+        """Returns FP8 copies of rows that the cast gathers or computes, as ``quantize_source``."""
+        scale, scale_inv, amax = self.scaling(GroupSource(source, groups))
+        return quantize_source(
+            source, groups, scale, self.dtype, rowwise=rowwise, columnwise=columnwise, amax=amax,
+            scale_inv=scale_inv, factor_grad=factor_grad,
+        )  # fmt: skip
+
+    def produces(self, columns: int) -> bool:
+        """Returns True if ``produce`` can compute a gated gradient of 2 ``columns`` columns."""
+        return True
 
     def quantize_matrices(
         self,
@@ -605,7 +641,7 @@ class GroupQuantizer:
         """Records amax values of the matrices of groups with rows; does nothing without a state."""
 
     def scaling(
-        self, source: GroupRows | GroupMatrices
+        self, source: GroupRows | GroupSource | GroupMatrices
     ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
         """Returns scales, ``scale_inv`` or None, and the tensor for amax values or None."""
         raise NotImplementedError

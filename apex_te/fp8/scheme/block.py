@@ -15,6 +15,7 @@ from ...ops.block_quantize import ROW_MULTIPLE, block_dequantize, block_quantize
 from ...ops.byte_transpose import byte_transpose
 from ...ops.fp8_gemm import block_scaled_gemm
 from ...ops.fp8_output import FP8_DTYPES
+from ...ops.grouped_cast import Source, block_quantize_source
 from ...ops.grouped_gemm import block_contract_groups, block_multiply_groups, multiplies_codes
 from ...ops.grouped_quantize import (
     GroupedOutput,
@@ -141,6 +142,22 @@ class BlockGroupQuantizer(GroupQuantizer):
             x, groups, self.dtype, rowwise=rowwise, columnwise=columnwise,
             pow2=self.options.pow2, eps=self.options.eps,
         )  # fmt: skip
+
+    def produce(
+        self,
+        source: Source,
+        groups: Groups,
+        rowwise: bool,
+        columnwise: bool,
+        factor_grad: torch.Tensor | None = None,
+    ) -> GroupedOutput:
+        return block_quantize_source(
+            source, groups, self.dtype, rowwise=rowwise, columnwise=columnwise,
+            pow2=self.options.pow2, eps=self.options.eps, factor_grad=factor_grad,
+        )  # fmt: skip
+
+    def produces(self, columns: int) -> bool:
+        return columns % _BLOCK == 0
 
     def quantize_matrices(
         self,

@@ -19,6 +19,7 @@ from .base import (
     GroupMatrices,
     GroupQuantizer,
     GroupRows,
+    GroupSource,
     Layout,
     Quantizer,
     Repeatable,
@@ -157,7 +158,7 @@ class CurrentGroups(GroupQuantizer):
         self.pow2 = first.pow2
 
     def scaling(
-        self, source: GroupRows | GroupMatrices
+        self, source: GroupRows | GroupSource | GroupMatrices
     ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
         like = source[0] if isinstance(source[0], torch.Tensor) else source[0][0]
         amax = torch.zeros(self.groups, dtype=torch.float32, device=like.device)

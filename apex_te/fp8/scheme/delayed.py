@@ -29,6 +29,7 @@ from .base import (
     GroupMatrices,
     GroupQuantizer,
     GroupRows,
+    GroupSource,
     Matrices,
     Quantizer,
     QuantizerSets,
@@ -317,7 +318,7 @@ class DelayedGroups(GroupQuantizer):
         self.slots = tuple(first.index for first in self.firsts)
 
     def scaling(
-        self, source: GroupRows | GroupMatrices
+        self, source: GroupRows | GroupSource | GroupMatrices
     ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
         self._set_first(source)
         return self.scale, None, self.amax
@@ -338,13 +339,13 @@ class DelayedGroups(GroupQuantizer):
     def record_matrices(self, matrices: Matrices, groups: Groups) -> None:
         self._record(GroupMatrices(matrices, groups))
 
-    def _record(self, source: GroupRows | GroupMatrices) -> None:
+    def _record(self, source: GroupRows | GroupSource | GroupMatrices) -> None:
         """Stages the groups' amax values without quantizing ``source``."""
         self._set_first(source)
         if self.amax is not None:
             source.measure(self.amax, self.dtype)
 
-    def _set_first(self, source: GroupRows | GroupMatrices) -> None:
+    def _set_first(self, source: GroupRows | GroupSource | GroupMatrices) -> None:
         """Computes, from the groups in ``source``, the first scales that are due."""
         firsts = self.firsts
         if not any(first.due[first.index] for first in firsts):

@@ -414,7 +414,8 @@ def _weight_gradients(ctx: Any, product: Callable[..., torch.Tensor]) -> list[to
     if not ctx.need_weight:
         return [None] * len(ctx.needs)
     if ctx.is_stack:
-        return [_stack_gradient(ctx, product)]
+        (parameter,) = ctx.parameters or (None,)
+        return [stack_gradient(parameter, ctx.options, ctx.weight_dtype, product)]
     grads = product(ctx.parameters is not None)
     if ctx.parameters is None:
         parts = grads.to(ctx.weight_dtype).unbind(0)
@@ -437,12 +438,15 @@ def _weight_gradients(ctx: Any, product: Callable[..., torch.Tensor]) -> list[to
     return results
 
 
-def _stack_gradient(ctx: Any, product: Callable[..., torch.Tensor]) -> torch.Tensor | None:
-    """Returns what autograd gets for a stack of weights; its product may be delayed."""
-    options, dtype = ctx.options, ctx.weight_dtype
-    if ctx.parameters is None:
+def stack_gradient(
+    parameter: Any, options: GemmOptions, dtype: torch.dtype, product: Callable[..., torch.Tensor]
+) -> torch.Tensor | None:
+    """Returns what autograd gets for a stack of weights; its product may be delayed.
+
+    ``product`` is as in ``_weight_gradients``; ``parameter`` is read only if it is written to.
+    """
+    if options.accumulate is None and options.wgrad_store is None:
         return product(False).to(dtype)
-    parameter = ctx.parameters[0]
     if not is_wanted(parameter):
         return None
 

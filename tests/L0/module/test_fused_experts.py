@@ -1,0 +1,191 @@
+"""Experts as one function in FP8, against the same ops one at a time."""
+
+import copy
+
+import pytest
+import torch
+from grouped_splits import RECIPES, assert_close
+from torch.utils.checkpoint import checkpoint
+
+from apex_te import fp8_autocast
+from apex_te.module.grouped import experts
+from apex_te.module.grouped.linear import GroupedLinear
+from tests.checks import assert_same_bits
+
+pytestmark = pytest.mark.filterwarnings("ignore:apex_te")
+TOKENS, TOP_K, EXPERTS, HIDDEN, FFN = 24, 2, 5, 48, 128
+NAMES = [name for name in RECIPES if name != "plain wgrad"]
+
+
+class Experts(torch.nn.Module):
+    def __init__(self, device, dtype, **options):
+        super().__init__()
+        options = {"bias": False, "single_parameter": True, "device": device, **options}
+        self.fc1 = GroupedLinear(EXPERTS, HIDDEN, 2 * FFN, params_dtype=dtype, **options)
+        self.fc2 = GroupedLinear(EXPERTS, FFN, HIDDEN, params_dtype=dtype, **options)
+
+    def forward(self, x, indices, probs, *rest):
+        return experts.run_experts(self.fc1, self.fc2, x, indices, probs, "swiglu", *rest)[0]
+
+
+def dtype_on(device):
+    return torch.bfloat16 if device.type == "cuda" else torch.float32
+
+
+def pair(device, **options):
+    torch.manual_seed(2)
+    model = Experts(device, dtype_on(device), **options)
+    for value in model.parameters():
+        torch.nn.init.normal_(value, std=0.1)
+    other = copy.deepcopy(model)
+    if options.get("fuse_wgrad_accumulation"):
+        for value in (*model.parameters(), *other.parameters()):
+            value.main_grad = torch.full(value.shape, 0.5, device=device)
+    return model, other
+
+
+def batch(device, unused=True):
+    """Tokens, experts of which one gets none and a choice that is none, and powers of two."""
+    x = torch.randn(TOKENS, HIDDEN).to(device, dtype_on(device)).requires_grad_()
+    indices = torch.stack([torch.randperm(EXPERTS - unused)[:TOP_K] for _ in range(TOKENS)]).int()
+    indices[3, 1] = -1
+    probs = (2.0 ** torch.randint(-2, 2, (TOKENS, TOP_K))).to(device).requires_grad_()
+    dy = torch.randn(TOKENS, HIDDEN).to(device, dtype_on(device))
+    return x, indices.to(device), probs, dy
+
+
+def run(model, monkeypatch, fused, given, name, *rest):
+    x, indices, probs, dy = given
+    x, probs = (t.detach().clone().requires_grad_(t.requires_grad) for t in (x, probs))
+    with monkeypatch.context() as patch:
+        if not fused:
+            patch.setattr(experts, "_fused_halves", lambda *args: None)
+        calls = []
+        of = experts.ExpertsFunction.apply
+        patch.setattr(experts.ExpertsFunction, "apply", lambda *a: calls.append(1) or of(*a))
+        with fp8_autocast(name is not None, RECIPES.get(name)):
+            out = model(x, indices, probs, *rest)
+        assert bool(calls) == (fused and name is not None)
+    out.backward(dy)
+    return out, x.grad, probs.grad
+
+
+def assert_alike(results, device):
+    (out, dx, dprobs), (expected, wanted, wanted_probs) = results
+    assert_same_bits([out, dx], [expected, wanted])
+    # One op adds rounded products, the other rounds at last.
+    assert_close(dprobs, wanted_probs)
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("unused", [True, False])
+def test_same_bits_as_one_op_at_a_time(device, monkeypatch, name, unused):
+    model, other = pair(device)
+    for _ in range(3):
+        given = batch(device, unused)
+        results = [run(each, monkeypatch, each is model, given, name) for each in (model, other)]
+        assert_alike(results, device)
+    assert_same_bits(
+        [value.grad for value in model.parameters()],
+        [value.grad for value in other.parameters()],
+    )
+
+
+@pytest.mark.parametrize("name", ["delayed", "first", "tensorwise", "blockwise"])
+@pytest.mark.parametrize("microbatches", [True, False])
+@pytest.mark.parametrize("delayed", [True, False])
+@pytest.mark.parametrize("fused_wgrad", [True, False])
+def test_options(device, monkeypatch, name, microbatches, delayed, fused_wgrad):
+    model, other = pair(device, fuse_wgrad_accumulation=fused_wgrad, delay_wgrad_compute=delayed)
+    for first in (True, False, True):
+        given = batch(device)
+        rest = (first,) if microbatches else ()
+        results = [
+            run(each, monkeypatch, each is model, given, name, *rest) for each in (model, other)
+        ]
+        assert_alike(results, device)
+    for each in (model, other):
+        each.fc1.backward_dw()
+        each.fc2.backward_dw()
+    for attribute in ("main_grad",) if fused_wgrad else ("grad",):
+        assert_same_bits(
+            [getattr(value, attribute) for value in model.parameters()],
+            [getattr(value, attribute) for value in other.parameters()],
+        )
+
+
+@pytest.mark.parametrize("name", ["delayed", "first", "tensorwise", "blockwise"])
+@pytest.mark.parametrize("frozen", ["x", "probs", "fc1", "fc2", "x probs fc1", "x probs"])
+def test_frozen_parts(device, monkeypatch, name, frozen):
+    model, other = pair(device)
+    for each in (model, other):
+        for part in ("fc1", "fc2"):
+            getattr(each, part).weight.requires_grad_(part not in frozen)
+    x, indices, probs, dy = batch(device)
+    x.requires_grad_("x" not in frozen)
+    probs.requires_grad_("probs" not in frozen)
+    given = x, indices, probs, dy
+    results = [run(each, monkeypatch, each is model, given, name) for each in (model, other)]
+    for value, wanted in zip(*results, strict=True):
+        assert (value is None) == (wanted is None)
+        if value is not None:
+            assert_close(value, wanted)
+    for value, wanted in zip(model.parameters(), other.parameters(), strict=True):
+        assert (value.grad is None) == (wanted.grad is None)
+        if value.grad is not None:
+            assert_same_bits(value.grad, wanted.grad)
+
+
+@pytest.mark.parametrize("name", ["delayed", "first", "tensorwise", "blockwise"])
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_recompute(device, name, reentrant):
+    model, other = pair(device)
+    for _ in range(2):
+        x, indices, probs, dy = batch(device)
+        inputs = [(x.detach().clone().requires_grad_(), probs) for _ in range(2)]
+        with fp8_autocast(True, RECIPES[name]):
+            out = model(inputs[0][0], indices, inputs[0][1])
+            again = checkpoint(other, inputs[1][0], indices, inputs[1][1], use_reentrant=reentrant)
+        out.backward(dy)
+        again.backward(dy)
+        assert_same_bits(inputs[0][0].grad, inputs[1][0].grad)
+    assert_same_bits(
+        [value.grad for value in model.parameters()],
+        [value.grad for value in other.parameters()],
+    )
+
+
+@pytest.mark.parametrize("name", [None, "tensorwise"])
+def test_against_plain_torch(device, monkeypatch, name):
+    """Any probs; in float64, expert by expert."""
+    model, _ = pair(device)
+    x, indices, _, dy = batch(device)
+    probs = torch.rand(TOKENS, TOP_K).to(device).requires_grad_()
+    found = run(model, monkeypatch, True, (x, indices, probs, dy), name)
+    w1, w2 = (each.weight.detach().double() for each in (model.fc1, model.fc2))
+    inp, exact = x.detach().double().requires_grad_(), probs.detach().double().requires_grad_()
+    out = torch.zeros_like(inp)
+    for t in range(TOKENS):
+        for j in range(TOP_K):
+            e = int(indices[t, j])
+            if e >= 0:
+                gate, up = (w1[e] @ inp[t]).chunk(2)
+                result = w2[e] @ (torch.nn.functional.silu(gate) * up) * exact[t, j]
+                out = out + torch.nn.functional.pad(result[None], (0, 0, t, TOKENS - 1 - t))
+    out.backward(dy.double())
+    for value, wanted in zip(found, (out, inp.grad, exact.grad), strict=True):
+        error = (value.double() - wanted).norm() / wanted.norm()
+        assert error < (0.02 if name is None else 0.1)
+
+
+@pytest.mark.parametrize("name", ["delayed", "tensorwise", "blockwise"])
+def test_evaluation_and_no_tokens(device, name):
+    model, _ = pair(device)
+    x, indices, probs, _ = batch(device)
+    for _ in range(4):  # until no scale changes
+        with fp8_autocast(True, RECIPES[name]):
+            expected = model(x, indices, probs)
+    with torch.no_grad(), fp8_autocast(True, RECIPES[name]):
+        assert_same_bits(model(x, indices, probs), expected)
+        empty = model(x[:0], indices[:0], probs[:0])
+    assert empty.shape == (0, HIDDEN)
