@@ -17,7 +17,7 @@ LAYERS = {
     "ops": {"contract", "runtime", "op_builder"},
     "comm": {"runtime", "ops", "op_builder"},
     "fp8": {"recipe", "runtime", "ops", "comm"},
-    "module": {"recipe", "runtime", "ops", "comm", "fp8"},
+    "module": {"recipe", "runtime", "ops", "permutation", "router", "comm", "fp8"},
     "graphs": {"recipe", "runtime", "ops", "comm", "fp8", "module"},
     "optimizers": {"runtime", "ops", "comm"},
     "integrations": {"recipe", "runtime", "ops", "comm", "fp8", "module", "graphs", "permutation"}

@@ -12,7 +12,7 @@ from ._names import neutral
 
 _FLAGS = (
     "ub_overlap_ag ub_overlap_rs ub_overlap_rs_dgrad ub_bulk_dgrad ub_bulk_wgrad "
-    "ub_tp_comm_overlap return_layernorm_output_gathered single_grouped_weight single_grouped_bias"
+    "ub_tp_comm_overlap return_layernorm_output_gathered"
 )
 # Arguments that apex_te's classes do not have: annotation, default and allowed values.
 _NEUTRAL: dict[str, tuple[str, Any, tuple[Any, ...]]] = {

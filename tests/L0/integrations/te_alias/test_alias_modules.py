@@ -234,8 +234,7 @@ REFUSED = {
         ), "symmetric_ar_type": "two_shot",
     },
     "GroupedLinear": dict.fromkeys(
-        ("ub_overlap_ag", "ub_overlap_rs", "single_grouped_weight", "single_grouped_bias",
-         "use_grouped_tensor"), True,
+        ("ub_overlap_ag", "ub_overlap_rs", "single_grouped_bias", "use_grouped_tensor"), True,
     ),
 }  # fmt: skip
 REFUSED["LayerNormLinear"] = {**REFUSED["Linear"], "return_layernorm_output_gathered": True}
@@ -248,6 +247,15 @@ REFUSED["LayerNormMLP"] = REFUSED["LayerNormLinear"]
 def test_what_is_not_served_is_refused_by_name(kind, keyword):
     with pytest.raises(NotImplementedError, match=f"^{kind}: {keyword} must be "):
         alias_layer(kind, **{keyword: REFUSED[kind][keyword]})
+
+
+def test_one_parameter_for_all_groups():
+    each = te.GroupedLinear(3, 16, 32)
+    single = te.GroupedLinear(3, 16, 32, single_grouped_weight=True, single_grouped_bias=True)
+    single.load_state_dict(each.state_dict())
+    assert [name for name, _ in single.named_parameters()] == ["weight", "bias"]
+    x = torch.randn(6, 16)
+    torch.testing.assert_close(single(x, [1, 2, 3]), each(x, [1, 2, 3]))
 
 
 def test_fp8_outputs_and_gradients_are_refused():
