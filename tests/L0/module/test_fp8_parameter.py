@@ -406,6 +406,11 @@ def test_views_share_the_data():
         assert torch.equal(rows.dequantize(), torch.full((16, 32), 2.0))
     weight.dequantize().sum().backward()
     assert torch.equal(weight.grad, torch.ones(32, 32))
+    # An alias of rows refuses a write as they do.
+    for part in (weight[:16], weight[:16].detach(), weight.detach()[:16].detach()):
+        with torch.no_grad(), pytest.raises(NotImplementedError, match="FP8Parameter"):
+            part.fill_(1.0)
+    assert torch.equal(weight.detach().dequantize(), torch.full((32, 32), 2.0))
 
 
 @pytest.mark.cover(2)
