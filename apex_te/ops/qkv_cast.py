@@ -206,6 +206,8 @@ def reference_grad(
     parts = [keys, values] if queries is None else [queries, keys, values]
     if interleaved:
         parts = [part.unflatten(-2, (keys.shape[-2], -1)) for part in parts]
-    joined = torch.cat(parts, -2).reshape(keys.shape[:-2].numel(), -1)
+    joined = torch.cat(parts, -2)
+    tokens = keys.shape[:-2]
+    joined = joined.reshape(tokens.numel(), joined.shape[len(tokens) :].numel())
     out = _cast_transpose.reference(joined, scale, fp8_dtype, amax=amax)
     return QkvGradOutput(FP8Output(out.rowwise, out.columnwise, out.scale_inv), out.dbias)

@@ -23,6 +23,7 @@ WEIGHTS = [
 GRADS = [
     ((3, 5), 2, 4, 16), ((7,), 1, 1, 3), ((130, 2), 2, 4, 32), ((300,), 2, 1, 24), ((17,), 3, 2, 5),
     ((257, 3), 1, 2, 128), ((2, 600), 2, 2, 8), ((1, 9), 2, 3, 8), ((9, 1), 2, 3, 8),
+    ((0,), 2, 2, 8), ((0, 3), 2, 2, 8), ((3, 0), 2, 2, 8),
 ]  # fmt: skip
 
 
@@ -99,7 +100,8 @@ def joined(parts, interleaved):
     groups = present[-1].shape[-2]
     if interleaved:
         present = [p.unflatten(-2, (groups, -1)) for p in present]
-    return torch.cat(present, -2).reshape(parts[1].shape[:-2].numel(), -1)
+    whole, tokens = torch.cat(present, -2), parts[1].shape[:-2]
+    return whole.reshape(tokens.numel(), whole.shape[len(tokens) :].numel())
 
 
 def check_sums(dbias, parts, interleaved, dtype, device):

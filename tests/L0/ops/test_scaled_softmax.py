@@ -32,6 +32,14 @@ def test_masked(device, poison, shape, dtype):
     check(x, 0.125, random_mask(shape[0], 1, *shape[2:]), device=device)
 
 
+@pytest.mark.parametrize("shape", [(0, 2, 4, 4), (2, 0, 4, 4), (1, 2, 0, 4), (1, 2, 4, 0)], ids=str)
+def test_without_elements(device, shape):
+    x = torch.randn(shape, device=device)
+    for causal in (None, "bottom_right"):
+        y = scaled_softmax_fwd(x, 0.5, causal=causal)
+        assert scaled_softmax_bwd(y, y, 0.5, causal=causal).shape == y.shape == shape
+
+
 @pytest.mark.parametrize("cols", [40, 37])
 @pytest.mark.parametrize("broadcast", range(8))
 def test_mask_broadcasts(device, broadcast, cols):
