@@ -8,12 +8,15 @@ A tensor is a dtype, dimensions in brackets and marks; ``Tensor`` leaves dtype a
   decides the dtype of the others. ``W=T|f32`` makes ``W`` another such variable; ``T=H`` limits T.
 - Dimensions: letters for extents; ``2`` or ``2c``; ``r/256``, the number of blocks of 256; ``r%4``,
   r rounded up to a multiple of 4; ``r~16``, r as it is or rounded up; ``*r``, any number of
-  dimensions; a parameter, whose shape it is; a formula of ``LAYOUTS`` or ``SIZES``, whose arguments
-  are letters, scalars and optional tensors, which are True if given. ``1`` alone is one element in
-  any number of dimensions.
+  dimensions; an int parameter, whose value it is; a tensor, whose shape it is; a formula of
+  ``LAYOUTS`` or ``SIZES``, whose arguments are letters, scalars and optional tensors, which are
+  True if given. ``1`` alone is one element in any number of dimensions.
 - ``+`` or ``^`` before them: if a call is divided along other letters, its result is the sum or the
   maximum of the parts.
 - ``!`` is written, ``!!`` read and written, ``?`` may be None; ``?a|b`` is given if a or b is.
+- ``T[r c][n]`` is a list of n tensors of one shape and dtype. In ``T[r c][each n]`` every tensor
+  binds letters and dtypes anew, together with those of its place in other lists; ``[each n|0]`` may
+  be empty.
 - ``workspace`` is scratch memory. ``; whole c``: a call cannot be divided along c.
 """
 
@@ -38,11 +41,15 @@ DTYPES = {
     "i32": ("int32",),
     "i64": ("int64",),
     "u8": ("uint8",),
+    "e4m3": ("float8_e4m3fn",),
     "bool": ("bool",),
     "e8m0": ("float8_e8m0fnu",),
 }
 _PLAIN = ("Tensor", "Tensor[]", "int", "float", "float[]", "bool")
-_TENSOR = re.compile(r"(?:(\w)=)?([\w|*]+)\[([+^]?)([^][]+)\](!{0,2})(?:(\?)([\w|]*))?")
+_TENSOR = re.compile(
+    r"(?:(\w)=)?([\w|*]+)\[([+^]?)([^][]+)\](?:\[(each )?(\w)(\|0)?\])?"
+    r"(!{0,2})(?:(\?)([\w|]*))?"
+)
 _DIMENSION = re.compile(r"(\*?)(\d*)([A-Za-z_]\w*)?(?:\(([\w ]*)\))?(?:/(\d+))?(?:([~%])(\d+))?")
 
 
@@ -68,6 +75,16 @@ def _pair(cols: str, up: bool, apart: bool = False) -> str:
     return f"2{cols}" if up else cols
 
 
+def _columns(rows: int, groups: int) -> int:
+    """Returns the columns of columnwise FP8 data of groups, which begin at multiples of 16."""
+    return -(-rows // 16) * 16 + 16 * groups
+
+
+def _lines(columns: int, groups: int) -> int:
+    """Returns the lines of block scales of groups that lie in ``columns``."""
+    return columns // 128 + groups
+
+
 # Formulas that give dimensions, of letters and options, and those that give one extent of extents.
 LAYOUTS: dict[str, Callable[..., str]] = {
     "block_scales": _block_scales,
@@ -81,7 +98,15 @@ SIZES: dict[str, Callable[..., int]] = {
     "qkv": lambda q, groups, size, has_queries: (q * has_queries + 2 * groups) * size,
     # csrc/grouped_quantize/grouped_quantize.h
     "table": lambda groups: 3 * groups + 1,
-    "columns": lambda rows, groups: -(-rows // 16) * 16 + 16 * groups,
+    "columns": _columns,
+    "lines": _lines,
+    "column_lines": lambda rows, groups: _lines(_columns(rows, groups), groups),
+    # csrc/moe_permute/moe_permute.h
+    "map_rows": lambda tokens: tokens + 2,
+    "map_columns": lambda width: 1 + 2 * width,
+    "map_tiles": scratch_sizes.map_tiles,
+    # csrc/rope/rope.h
+    "bounds": lambda sequences: sequences + 1,
 }
 
 
@@ -116,6 +141,9 @@ class Param(NamedTuple):
     like: str | None = None  # the parameter whose shape it has
     reduction: str = ""
     follows: tuple[str, ...] = ()  # it is given if one of these is
+    length: str = ""  # the letter of a list's number of tensors
+    is_mixed: bool = False  # True if each place of a list has letters and dtypes of its own
+    may_be_empty: bool = False  # True if a list may have no tensor whatever its letter is
 
     @property
     def is_tensor(self) -> bool:
@@ -163,12 +191,14 @@ def _param(name: str, kind: str) -> Param:
     found = _TENSOR.fullmatch(kind)
     if not found:
         raise ValueError(f"{name}: type must be valid, got {kind!r}")
-    variable, dtypes, reduction, dims, written, optional, follows = found.groups()
+    variable, dtypes, reduction, dims, mixed, length, empty, written, optional, follows = (
+        found.groups()
+    )
     only = dtypes.rstrip("*") if dtypes in ("T", "F", "F*") else ""
     return Param(
-        name, "Tensor", bool(optional), bool(written), written != "!", tuple(dtypes.split("|")),
-        variable or only, dimensions(dims), None, reduction,
-        tuple(follows.split("|")) if follows else (),
+        name, "Tensor[]" if length else "Tensor", bool(optional), bool(written), written != "!",
+        tuple(dtypes.split("|")), variable or only, dimensions(dims), None, reduction,
+        tuple(follows.split("|")) if follows else (), length or "", bool(mixed), bool(empty),
     )  # fmt: skip
 
 
@@ -206,6 +236,7 @@ class Bindings:
     ) -> None:
         self.options, self.ranks, self.dtypes = options, dict(ranks or {}), dict(dtypes or {})
         self.extents: dict[str, tuple[int, ...]] = {"": ()}
+        self.extents |= {name: (n,) for name, n in options.items() if type(n) is int}
 
     def dims(self, p: Param) -> list[Dimension]:
         """Returns the dimensions of a parameter, those of a layout in its place."""
@@ -257,6 +288,8 @@ class Bindings:
         """Binds what no earlier argument has bound to the shape and dtype of an argument."""
         if p.variable:
             self.dtypes.setdefault(p.variable, dtype)
+        if "T" in p.dtypes and dtype in DTYPES["T"]:
+            self.dtypes.setdefault("T", dtype)
         self.extents[p.name] = shape
         self.rank(p, len(shape))
         at = 0

@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 import torch
 
+from ..runtime.scratch_sizes import map_tiles
 from .binding import bind, checked
 from .fp8_output import reinterpreted
 
@@ -27,7 +28,6 @@ _sort_chunks = bind("moe_permute", "moe_sort_chunks")
 
 # As csrc/moe_permute/moe_permute.h has them.
 MAX_EXPERTS = 1024
-_TILE_TOKENS, _MAX_TILES, _ONE_TILE_TOKENS = 32, 128, 128
 _ANY_ROWS = 2**31 - 1
 
 
@@ -348,14 +348,11 @@ def _prepare(
         raise ValueError(f"moe_permute: align_size must be None for indices, got {align_size}")
     else:
         experts = MAX_EXPERTS if num_experts is None else num_experts
-    tile = _ONE_TILE_TOKENS
-    if tokens > _ONE_TILE_TOKENS:
-        tile = _TILE_TOKENS * -(-tokens // (_TILE_TOKENS * _MAX_TILES))
     new = routing_map.new_empty
     padding = 0 if align_size is None else 1
     return _Routing(
         _routes(routing_map, is_index).contiguous(),
-        new((-(-tokens // tile), experts), dtype=torch.int32),
+        new((map_tiles(tokens), experts), dtype=torch.int32),
         new((tokens + 2, 1 + 2 * width + padding), dtype=torch.int32),
         new(experts, dtype=torch.int32) if is_index else None,
         experts,

@@ -29,3 +29,9 @@ def norm_lines(rows: int, cols: int) -> int:
 def list_words(count: int, sums: int) -> int:
     """Returns the float32 elements that a reduction over a list of tensors uses."""
     return 4 + (2 * sums + 1) * count + sums * (LIST_PARTIALS + count)
+
+
+def map_tiles(tokens: int) -> int:
+    """Returns the tiles of tokens whose copies ``csrc/moe_permute/moe_permute.h`` counts."""
+    tile = 128 if tokens <= 128 else 32 * lines(tokens, 32 * 128)
+    return lines(tokens, tile)

@@ -17,9 +17,9 @@ constexpr int kMaxSlots = (1 << kSlotBits) - 1;
 constexpr int64_t kMaxHistoryLength = (1 << (32 - kSlotBits)) - 1;
 
 APEX_TE_FUNCTION(amax_scale_update,
-                 "histories: Tensor![], scales: Tensor![], scale_invs: Tensor![], "
-                 "fp8_max: float[], nonfinite_count: Tensor!?, margin: int, most_recent: bool, "
-                 "pow2: bool")
+                 "histories: f32[l s][each n]!!, scales: f32[s][each n]!!, "
+                 "scale_invs: f32[s][each n]!!, fp8_max: float[], nonfinite_count: i32[1]!!?, "
+                 "margin: int, most_recent: bool, pow2: bool")
 
 namespace apex_te {
 

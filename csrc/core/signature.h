@@ -47,7 +47,9 @@ inline std::string parse_signature(const std::string& text, Signature* out) {
     std::string type = trim(item.substr(colon + 1));
     const size_t bracket = type.find('[');  // of dimensions, unless it is that of a list
     if (bracket != std::string::npos && type.compare(bracket, 2, "[]") != 0)
-      type = type.find('?') != std::string::npos ? "Tensor?" : "Tensor";
+      type = type.find("][") != std::string::npos  ? "Tensor[]"
+             : type.find('?') != std::string::npos ? "Tensor?"
+                                                   : "Tensor";
     if (type.compare(0, 7, "Tensor!") == 0) type.erase(6, 1);
     if (type == "Tensor")
       p.kind = kApexTeTensor;

@@ -15,9 +15,9 @@
 // many of a row are worked on at once. `cache`: sum of what the L2 cache keeps longer than
 // usual, 1: a, 2: b, and less long, 4: what is written, 8: hidden.
 APEX_TE_FUNCTION(dense_gemm,
-                 "a: Tensor, b: Tensor, a_scale_inv: Tensor, b_scale_inv: Tensor, out: Tensor!, "
-                 "bias: Tensor?, residual: Tensor?, accumulate: bool, promotion: int, "
-                 "columns: int, strip: int, cache: int",
+                 "a: A=F[m k], b: B=F[n k], a_scale_inv: f32[1], b_scale_inv: f32[1], "
+                 "out: bf16|f32[m n]!!, bias: bf16[n]?, residual: bf16[m n]?, accumulate: bool, "
+                 "promotion: int, columns: int, strip: int, cache: int",
                  "cuda")
 APEX_TE_IN_PLACE(dense_gemm, "out: residual")
 
@@ -31,16 +31,16 @@ APEX_TE_IN_PLACE(dense_gemm, "out: residual")
 // follow the last row. act_columnwise [N, ld]: the activation's FP8 data once more, with the
 // forward's scale. scale_inv receives 1 / scale.
 APEX_TE_FUNCTION(dense_gemm_swiglu,
-                 "a: Tensor, b: Tensor, a_scale_inv: Tensor, b_scale_inv: Tensor, "
-                 "hidden: Tensor!, bias: Tensor?, scale: Tensor, act: Tensor!, amax: Tensor!?, "
-                 "scale_inv: Tensor!?, activation: int, strip: int, cache: int",
+                 "a: e4m3[m k], b: e4m3[n k], a_scale_inv: f32[1], b_scale_inv: f32[1], "
+                 "hidden: bf16[m n]!, bias: bf16[n]?, scale: f32[1], act: e4m3[m n/2]!, "
+                 "amax: f32[1]!!?, scale_inv: f32[1]!?, activation: int, strip: int, cache: int",
                  "cuda")
 APEX_TE_FUNCTION(
     dense_gemm_swiglu_bwd,
-    "a: Tensor, b: Tensor, a_scale_inv: Tensor, b_scale_inv: Tensor, "
-    "hidden: Tensor, scale: Tensor, rowwise: Tensor!, columnwise: Tensor!?, "
-    "amax: Tensor!?, scale_inv: Tensor!?, act_scale: Tensor?, "
-    "act_columnwise: Tensor!?, activation: int, promotion: int, strip: int, cache: int",
+    "a: F[m k], b: e4m3[n k], a_scale_inv: f32[1], b_scale_inv: f32[1], hidden: bf16[m 2n], "
+    "scale: f32[1], rowwise: F[m 2n]!, columnwise: F[2n m%16]!?, amax: f32[1]!!?, "
+    "scale_inv: f32[1]!?, act_scale: f32[1]?, act_columnwise: e4m3[n m%16]!?, activation: int, "
+    "promotion: int, strip: int, cache: int",
     "cuda")
 
 namespace apex_te {

@@ -12,9 +12,9 @@
 #include "common/numerics/fp8_formats.h"
 
 APEX_TE_FUNCTION(fp8_gemm,
-                 "a: Tensor, b: Tensor, a_scale_inv: Tensor, b_scale_inv: Tensor, out: Tensor!, "
-                 "bias: Tensor?, c: Tensor?, aux: Tensor!?, workspace: Tensor!?, accumulate: bool, "
-                 "use_split_accumulator: bool, algorithm: int",
+                 "a: A=F*[m k], b: B=F*[n k], a_scale_inv: f32[1], b_scale_inv: f32[1], "
+                 "out: T[m n]!!, bias: Tensor?, c: T[m n]?, aux: T[m n]!?, workspace: u8[w]!?, "
+                 "accumulate: bool, use_split_accumulator: bool, algorithm: int",
                  "cuda")
 APEX_TE_IN_PLACE(fp8_gemm, "out: c")
 // FP8 product with one scale for each block of 1 x 128 (block_rows 1) or 128 x 128 elements, laid
@@ -23,29 +23,30 @@ APEX_TE_IN_PLACE(fp8_gemm, "out: c")
 // * b_scale, partial sums in float32.
 APEX_TE_FUNCTION(
     fp8_gemm_block,
-    "a: Tensor, b: Tensor, a_scale_inv: Tensor, b_scale_inv: Tensor, out: Tensor!, "
-    "bias: Tensor?, c: Tensor?, workspace: Tensor!?, a_block_rows: int, b_block_rows: int, "
-    "accumulate: bool, algorithm: int",
+    "a: A=F*[m k], b: B=F*[n k], a_scale_inv: f32[block_scales(m k a_block_rows)], "
+    "b_scale_inv: f32[block_scales(n k b_block_rows)], out: T[m n]!!, bias: Tensor?, c: T[m n]?, "
+    "workspace: u8[w]!?, a_block_rows: int, b_block_rows: int, accumulate: bool, algorithm: int",
     "cuda")
 APEX_TE_IN_PLACE(fp8_gemm_block, "out: c")
 // out[M, N] = dy[K, M]^T . x[K, N], added to out with accumulate: the weight gradient of a layer in
 // float16 or bfloat16, K its rows. Sums of products are kept in float32; out is float32 or has the
 // operands' dtype, to which cuBLASLt rounds the product before it adds a 16-bit out to it.
 APEX_TE_FUNCTION(wgrad_gemm,
-                 "dy: Tensor, x: Tensor, out: Tensor!, workspace: Tensor!?, accumulate: bool",
+                 "dy: T=H[k m], x: T[k n], out: T|f32[m n]!!, workspace: u8[w]!?, accumulate: bool",
                  "cuda")
 // cuBLASLt's version on the machine; the tensor only names the device.
 APEX_TE_FUNCTION(cublaslt_version, "probe: Tensor -> int", "cuda")
 APEX_TE_FUNCTION(fp8_decode, "fp8_data: F*[r c], out: f32[r c]!", "cpu")
 APEX_TE_FUNCTION(fp8_gemm_epilogue,
                  "product: f32[m n], a_scale_inv: f32[1], b_scale_inv: f32[1], out: T[m n]!!, "
-                 "bias: Tensor?, c: T[m n]?, aux: Tensor!?, accumulate: bool",
+                 "bias: Tensor?, c: T[m n]?, aux: T[m n]!?, accumulate: bool",
                  "cpu")
 APEX_TE_IN_PLACE(fp8_gemm_epilogue, "out: c")
 // sum = fma(product * a_scale, b_scale, sum), elementwise, for one slice of K: `product` is its
 // matrix product, the scales those of the whole operands, which have extent `k`.
 APEX_TE_FUNCTION(fp8_block_accumulate,
-                 "product: Tensor, a_scale_inv: Tensor, b_scale_inv: Tensor, sum: Tensor!, "
+                 "product: f32[m n], a_scale_inv: f32[block_scales(m k a_block_rows)], "
+                 "b_scale_inv: f32[block_scales(n k b_block_rows)], sum: f32[m n]!!, "
                  "a_block_rows: int, b_block_rows: int, k: int, slice: int",
                  "cpu")
 

@@ -9,31 +9,34 @@
 
 // out[r] = (b[g] . a[r]) * a_scale_inv[r] * b_scale_inv[g] of each row r of group g, which ends
 // before row ends[g]: a [rows, K], b [G, N, K], out bfloat16 [rows, N]. Rows behind the last group
-// are not written. With use_split_accumulator sums of 128 products, or
-// of all if they are 512 at most, are added up in float32.
-APEX_TE_FUNCTION(grouped_gemm_multiply,
-                 "a: Tensor, a_scale_inv: Tensor, b: Tensor, b_scale_inv: Tensor, ends: Tensor, "
-                 "out: Tensor!, use_split_accumulator: bool",
-                 "cuda")
+// are not written. With use_split_accumulator sums of 128 products, or of all if they are 512 at
+// most, are added up in float32.
+APEX_TE_FUNCTION(
+    grouped_gemm_multiply,
+    "a: A=F[r k], a_scale_inv: f32[r], b: B=F[g n k], b_scale_inv: f32[g], ends: i32[g], "
+    "out: bf16[r n]!, use_split_accumulator: bool",
+    "cuda")
 // out[g] = (a of g . (b of g)^T) * a_scale_inv[g] * b_scale_inv[g]: group g has the columns up to
 // ends[g] of a [M, columns] and b [N, columns] and begins at a multiple of 16; out bfloat16 or
 // float32 [G, M, N], zeros of a group without columns. With `accumulate` a float32 out is added to.
-APEX_TE_FUNCTION(grouped_gemm_contract,
-                 "a: Tensor, a_scale_inv: Tensor, b: Tensor, b_scale_inv: Tensor, ends: Tensor, "
-                 "out: Tensor!, use_split_accumulator: bool, accumulate: bool",
-                 "cuda")
+APEX_TE_FUNCTION(
+    grouped_gemm_contract,
+    "a: A=F[m k], a_scale_inv: f32[g], b: B=F[n k], b_scale_inv: f32[g], ends: i32[g], "
+    "out: bf16|f32[g m n]!!, use_split_accumulator: bool, accumulate: bool",
+    "cuda")
 // The same of data with block scales; the sums of each 128 products are scaled in float32.
 // Multiply: a in blocks of 1x128, its scales as block_scale.h has those of [rows, K]; b in blocks
 // of 128x128, scales [G, ceil(N / 128), ceil(K / 128) rounded up to 4]. Contract: both in blocks of
 // 1x128 that begin with their group; group g's scales are the lines from g + begin / 128 on of
 // [columns / 128 + G, M rounded up to 4] and [.., N rounded up to 4].
 APEX_TE_FUNCTION(grouped_block_multiply,
-                 "a: Tensor, a_scale_inv: Tensor, b: Tensor, b_scale_inv: Tensor, ends: Tensor, "
-                 "out: Tensor!",
+                 "a: A=F[r k], a_scale_inv: f32[k/128 r%4], b: B=F[g n k], "
+                 "b_scale_inv: f32[g n/128 k/128%4], ends: i32[g], out: bf16[r n]!",
                  "cuda")
 APEX_TE_FUNCTION(grouped_block_contract,
-                 "a: Tensor, a_scale_inv: Tensor, b: Tensor, b_scale_inv: Tensor, ends: Tensor, "
-                 "out: Tensor!, accumulate: bool",
+                 "a: A=F[m k], a_scale_inv: f32[lines(k g) m%4], b: B=F[n k], "
+                 "b_scale_inv: f32[lines(k g) n%4], ends: i32[g], out: bf16|f32[g m n]!!, "
+                 "accumulate: bool",
                  "cuda")
 
 namespace apex_te {

@@ -31,8 +31,8 @@ APEX_TE_IN_PLACE(grouped_quantize, "amax: scale")
 // Casts G matrices of one shape, or one stack [G, rows, cols] of them; with a table, only the
 // matrices of groups with rows are read.
 APEX_TE_FUNCTION(grouped_quantize_matrices,
-                 "matrices: Tensor[], table: Tensor?, scale: Tensor, scale_inv: Tensor!, "
-                 "rowwise: Tensor!?, columnwise: Tensor!?, amax: Tensor!?, due: Tensor?, "
+                 "matrices: T[r c][g], table: i32[table(g)]?, scale: f32[g], scale_inv: f32[g]!!, "
+                 "rowwise: F[g r c]!?, columnwise: F[g c r]!?, amax: f32[g]!!?, due: i32[g]?, "
                  "inverse_given: bool")
 APEX_TE_IN_PLACE(grouped_quantize_matrices, "amax: scale")
 // Block scaling. Blocks of 1x128 of groups of rows: rowwise as block_quantize's of x; columnwise
@@ -40,13 +40,15 @@ APEX_TE_IN_PLACE(grouped_quantize_matrices, "amax: scale")
 // g + begin / 128 on, its columns beginning at `begin`, of [columns / 128 + G, cols rounded up to
 // 4]. Blocks of 128x128 of matrices: block_quantize's copies of each, one after the other.
 APEX_TE_FUNCTION(grouped_block_quantize,
-                 "x: Tensor, table: Tensor, rowwise: Tensor!?, rowwise_scale_inv: Tensor!?, "
-                 "columnwise: Tensor!?, columnwise_scale_inv: Tensor!?, eps: float, pow2: bool",
+                 "x: T[r c], table: i32[table(g)], rowwise: F[r c]!?, "
+                 "rowwise_scale_inv: f32[c/128 r%4]!?rowwise, columnwise: F[c columns(r g)]!?, "
+                 "columnwise_scale_inv: f32[column_lines(r g) c%4]!?columnwise, eps: float, "
+                 "pow2: bool",
                  "cuda")
 APEX_TE_FUNCTION(grouped_block_quantize_matrices,
-                 "matrices: Tensor[], table: Tensor?, rowwise: Tensor!?, "
-                 "rowwise_scale_inv: Tensor!?, columnwise: Tensor!?, "
-                 "columnwise_scale_inv: Tensor!?, eps: float, pow2: bool",
+                 "matrices: T[r c][g], table: i32[table(g)]?, rowwise: F[g r c]!?, "
+                 "rowwise_scale_inv: f32[g r/128 c/128%4]!?rowwise, columnwise: F[g c r]!?, "
+                 "columnwise_scale_inv: f32[g c/128 r/128%4]!?columnwise, eps: float, pow2: bool",
                  "cuda")
 // Scales of groups from their amaxes by the rule of common/numerics/scaling.h.
 APEX_TE_FUNCTION(grouped_scales,

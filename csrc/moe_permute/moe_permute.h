@@ -16,29 +16,37 @@
 #include "common/numerics/with_dtype.h"
 
 APEX_TE_FUNCTION(moe_permute_map,
-                 "routing_map: Tensor, workspace: Tensor!, row_id_map: Tensor!, "
-                 "tokens_per_expert: Tensor!?, num_experts: int, align_size: int, num_rows: int, "
-                 "is_index: bool")
+                 "routing_map: i32|u8|bool[t w], workspace: i32[map_tiles(t) num_experts]!, "
+                 "row_id_map: i32[map_rows(t) map_columns(w)~2]!, "
+                 "tokens_per_expert: i32[num_experts]!?, num_experts: int, align_size: int, "
+                 "num_rows: int, is_index: bool")
 APEX_TE_FUNCTION(moe_permute_fwd,
-                 "inp: Tensor, probs: Tensor?, row_id_map: Tensor!, out: Tensor!, "
-                 "permuted_probs: Tensor!?, routing_map: Tensor, workspace: Tensor!, "
-                 "tokens_per_expert: Tensor!?, num_experts: int, align_size: int, is_index: bool")
+                 "inp: X=T|u8[t c], probs: P=T|f32[t w]?, "
+                 "row_id_map: i32[map_rows(t) map_columns(w)~2]!, out: X[r c]!, "
+                 "permuted_probs: P[r]!?probs, routing_map: i32|u8|bool[t w], "
+                 "workspace: i32[map_tiles(t) num_experts]!, "
+                 "tokens_per_expert: i32[num_experts]!?, num_experts: int, align_size: int, "
+                 "is_index: bool")
 APEX_TE_FUNCTION(moe_permute_rows,
-                 "inp: Tensor, probs: Tensor?, row_id_map: Tensor, out: Tensor!, "
-                 "permuted_probs: Tensor!?")
+                 "inp: X=T|u8[t c], probs: P=T|f32[t w]?, "
+                 "row_id_map: i32[map_rows(t) map_columns(w)~2], out: X[r c]!, "
+                 "permuted_probs: P[r]!?probs")
 // The token of each row, -1 for a row without a copy.
-APEX_TE_FUNCTION(moe_tokens_of_rows, "row_id_map: Tensor, out: Tensor!")
+APEX_TE_FUNCTION(moe_tokens_of_rows,
+                 "row_id_map: i32[map_rows(t) map_columns(w)~2], out: i32[r]!")
 APEX_TE_FUNCTION(moe_unpermute_fwd,
-                 "inp: Tensor, probs: Tensor?, row_id_map: Tensor, out: Tensor!, "
-                 "grad_permuted_probs: Tensor?, grad_probs: Tensor!?")
+                 "inp: T[r c], probs: P=T|f32[t w]?, "
+                 "row_id_map: i32[map_rows(t) map_columns(w)~2], out: T[t c]!, "
+                 "grad_permuted_probs: G=f32|H[r]?, grad_probs: G[t w]!?grad_permuted_probs")
 APEX_TE_FUNCTION(moe_unpermute_bwd,
-                 "grad_output: Tensor, inp: Tensor, probs: Tensor, row_id_map: Tensor, "
-                 "grad_inp: Tensor!, grad_probs: Tensor!")
+                 "grad_output: T[t c], inp: T[r c], probs: P=T|f32[t w], "
+                 "row_id_map: i32[map_rows(t) map_columns(w)~2], grad_inp: T[r c]!, "
+                 "grad_probs: P[t w]!")
 APEX_TE_FUNCTION(moe_sort_chunks_map,
-                 "split_sizes: Tensor, sorted_index: Tensor, chunk_map: Tensor!")
+                 "split_sizes: i32|i64[s], sorted_index: i32|i64[s], chunk_map: i32[2 r]!")
 APEX_TE_FUNCTION(moe_sort_chunks,
-                 "inp: Tensor, probs: Tensor?, chunk_map: Tensor, out: Tensor!, "
-                 "permuted_probs: Tensor!?, is_backward: bool")
+                 "inp: X=T|u8[r c], probs: P=f32|H[r]?, chunk_map: i32[2 r], out: X[r c]!, "
+                 "permuted_probs: P[r]!?probs, is_backward: bool")
 
 namespace apex_te {
 

@@ -22,36 +22,41 @@ constexpr int64_t kMultiTensorWantedChunks = 2048;
 // Reductions widen their chunks so that at most this many, plus one a tensor, leave partial sums.
 constexpr int64_t kMultiTensorPartials = 16384;
 
-APEX_TE_FUNCTION(multi_tensor_amax, "tensors: Tensor[], amax: Tensor!")
+APEX_TE_FUNCTION(multi_tensor_amax, "tensors: f32|H[*x][each n], amax: f32[n]!!")
 APEX_TE_FUNCTION(multi_tensor_l2norm,
-                 "tensors: Tensor[], total: Tensor!, norms: Tensor!?, workspace: Tensor!")
+                 "tensors: f32|H[*x][each n], total: f32[1]!, norms: f32[n]!?, "
+                 "workspace: f32[z]!")
 APEX_TE_FUNCTION(multi_tensor_scale,
-                 "inputs: Tensor[], outputs: Tensor![], factor: float, factor_tensor: Tensor?, "
-                 "found_inf: Tensor!?")
+                 "inputs: f32|H[*x][each n], outputs: f32|H[inputs][each n]!, factor: float, "
+                 "factor_tensor: f32[1]?, found_inf: f32|i32[1]!!?")
 APEX_TE_FUNCTION(multi_tensor_axpby,
-                 "xs: Tensor[], ys: Tensor[], outputs: Tensor![], a: float, b: float, check: int, "
-                 "found_inf: Tensor!?")
+                 "xs: f32|H[*x][each n], ys: f32|H[xs][each n], outputs: f32|H[xs][each n]!, "
+                 "a: float, b: float, check: int, found_inf: f32|i32[1]!!?")
 APEX_TE_FUNCTION(multi_tensor_quantize,
-                 "tensors: Tensor[], outputs: Tensor![], scales: Tensor[], amaxes: Tensor![], "
-                 "scale_invs: Tensor![]")
+                 "tensors: f32|H[*x][each n], outputs: F[tensors][each n]!, "
+                 "scales: f32[1][each n], amaxes: f32[1][each n|0]!!, "
+                 "scale_invs: f32[1][each n|0]!")
 APEX_TE_FUNCTION(multi_tensor_adam,
-                 "params: Tensor![], grads: Tensor![], exp_avgs: Tensor![], "
-                 "exp_avg_sqs: Tensor![], masters: Tensor![], lr: float, beta1: float, "
-                 "beta2: float, eps: float, weight_decay: float, step: int, adamw: bool, "
-                 "bias_correction: bool, maximize: bool, lr_tensor: Tensor?, step_tensor: Tensor?, "
-                 "inv_scale: Tensor?, found_inf: Tensor?, unscale_grads: bool")
+                 "params: f32|H[*x][each n]!!, grads: f32|H[params][each n]!!, "
+                 "exp_avgs: f32[params][each n]!!, exp_avg_sqs: f32[params][each n]!!, "
+                 "masters: f32[params][each n|0]!!, lr: float, beta1: float, beta2: float, "
+                 "eps: float, weight_decay: float, step: int, adamw: bool, bias_correction: bool, "
+                 "maximize: bool, lr_tensor: f32[1]?, step_tensor: f32|i32[1]?, "
+                 "inv_scale: f32[1]?, found_inf: f32|i32[1]?, unscale_grads: bool")
 APEX_TE_FUNCTION(multi_tensor_sgd,
-                 "params: Tensor![], grads: Tensor![], momentums: Tensor![], masters: Tensor![], "
+                 "params: f32|H[*x][each n]!!, grads: f32|H[params][each n]!!, "
+                 "momentums: f32[params][each n|0]!!, masters: f32[params][each n|0]!!, "
                  "lr: float, momentum: float, dampening: float, weight_decay: float, "
-                 "nesterov: bool, first_step: bool, maximize: bool, lr_tensor: Tensor?, "
-                 "inv_scale: Tensor?, found_inf: Tensor?, unscale_grads: bool")
+                 "nesterov: bool, first_step: bool, maximize: bool, lr_tensor: f32[1]?, "
+                 "inv_scale: f32[1]?, found_inf: f32|i32[1]?, unscale_grads: bool")
 APEX_TE_FUNCTION(multi_tensor_lamb,
-                 "params: Tensor![], grads: Tensor![], exp_avgs: Tensor![], "
-                 "exp_avg_sqs: Tensor![], masters: Tensor![], lr: float, beta1: float, "
-                 "beta2: float, eps: float, weight_decay: float, step: int, adamw: bool, "
-                 "bias_correction: bool, grad_averaging: bool, nvlamb: bool, max_grad_norm: float, "
-                 "grad_norm: Tensor?, lr_tensor: Tensor?, step_tensor: Tensor?, "
-                 "inv_scale: Tensor?, found_inf: Tensor?, unscale_grads: bool, workspace: Tensor!")
+                 "params: f32|H[*x][each n]!!, grads: f32|H[params][each n]!!, "
+                 "exp_avgs: f32[params][each n]!!, exp_avg_sqs: f32[params][each n]!!, "
+                 "masters: f32[params][each n|0]!!, lr: float, beta1: float, beta2: float, "
+                 "eps: float, weight_decay: float, step: int, adamw: bool, bias_correction: bool, "
+                 "grad_averaging: bool, nvlamb: bool, max_grad_norm: float, grad_norm: f32[1]?, "
+                 "lr_tensor: f32[1]?, step_tensor: f32|i32[1]?, inv_scale: f32[1]?, "
+                 "found_inf: f32|i32[1]?, unscale_grads: bool, workspace: f32[z]!")
 
 namespace apex_te {
 

@@ -20,8 +20,8 @@ APEX_TE_FUNCTION(peer_await, "buffer: Tensor, rank: int, number: int, timeout_ms
 // out = sum over ranks, in float32 and by rank, of the pieces of `buffer`, once all flags but that
 // of `rank` are set.
 APEX_TE_FUNCTION(peer_sum,
-                 "buffer: Tensor, ranks: int, rank: int, number: int, timeout_ms: int, "
-                 "out: Tensor!",
+                 "buffer: u8[b], ranks: int, rank: int, number: int, timeout_ms: int, "
+                 "out: T[*s]!",
                  "cuda")
 // The stream waits for an event.
 APEX_TE_FUNCTION(peer_join, "buffer: Tensor, sent: int", "cuda")

@@ -13,14 +13,14 @@
 #include "common/numerics/codec.h"
 
 APEX_TE_FUNCTION(rope_fwd,
-                 "x: Tensor, freqs: Tensor?, cos: Tensor?, sin: Tensor?, starts: Tensor?, "
-                 "cu_seqlens: Tensor?, out: Tensor!, rotary_dim: int, start: int, layout: int, "
-                 "interleaved: bool")
+                 "x: T[*r h d], freqs: f32[p k]?, cos: f32[p k]?, sin: f32[cos]?cos, "
+                 "starts: i32|i64[q]?, cu_seqlens: i32[bounds(q)]?, out: T[x]!, rotary_dim: int, "
+                 "start: int, layout: int, interleaved: bool")
 APEX_TE_IN_PLACE(rope_fwd, "out: x")
 APEX_TE_FUNCTION(rope_bwd,
-                 "x: Tensor, freqs: Tensor?, cos: Tensor?, sin: Tensor?, starts: Tensor?, "
-                 "cu_seqlens: Tensor?, out: Tensor!, rotary_dim: int, start: int, layout: int, "
-                 "interleaved: bool")
+                 "x: T[*r h d], freqs: f32[p k]?, cos: f32[p k]?, sin: f32[cos]?cos, "
+                 "starts: i32|i64[q]?, cu_seqlens: i32[bounds(q)]?, out: T[x]!, rotary_dim: int, "
+                 "start: int, layout: int, interleaved: bool")
 APEX_TE_IN_PLACE(rope_bwd, "out: x")
 
 namespace apex_te {

@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax.custom_derivatives import SymbolicZero
 
+from ...runtime.scratch_sizes import map_tiles
 from .._call import call
 from . import _checks
 from ._checked import checked
@@ -37,7 +38,6 @@ __all__ = [
 # As csrc/moe_permute/moe_permute.h has them.
 MAX_EXPERTS = 1024
 _MAX_CHUNKS = 2048
-_TILE_TOKENS, _MAX_TILES, _ONE_TILE_TOKENS = 32, 128, 128
 _ANY_ROWS = 2**31 - 1
 _MOST_ALIGN = 1 << 20
 _S = jax.ShapeDtypeStruct
@@ -120,12 +120,9 @@ def _routing(
     routes = _checks.has_dtype(name, "routing_map", routes, allowed)
     align = 1 if align_size is None else align_size
     _check_routing(name, tokens, width, experts, align)
-    tile = _ONE_TILE_TOKENS
-    if tokens > _ONE_TILE_TOKENS:
-        tile = _TILE_TOKENS * -(-tokens // (_TILE_TOKENS * _MAX_TILES))
     columns = 1 + 2 * width + (0 if align_size is None else 1)
     results = {
-        "workspace": _S((-(-tokens // tile), experts), jnp.int32),
+        "workspace": _S((map_tiles(tokens), experts), jnp.int32),
         "row_id_map": _S((tokens + 2, columns), jnp.int32),
     }
     if is_index:

@@ -1,162 +1,357 @@
 """Contracts in headers of ops: how they are read, and that the functions keep them."""
 
+import ctypes
+import functools
 import itertools
+import subprocess
+import tempfile
+from pathlib import Path
 
 import pytest
 import torch
 from apex_te.op_builder import all_builders
+from apex_te.op_builder.jit.backends.library import BASE_CXX_ARGS
+from apex_te.op_builder.jit.backends.toolchain import find_cxx
 
-from apex_te.contract import DTYPES, Bindings, parse
+from apex_te.contract import DTYPES, LAYOUTS, Bindings, parse
+from apex_te.contract import SIZES as SIZE_FORMULAS
 from apex_te.runtime import core, function
+from apex_te.runtime.dispatcher import signature
+from apex_te.runtime.scratch_sizes import list_words, map_tiles
 
+ROOT = Path(__file__).parents[3]
 # Not multiples of blocks, of which they have two.
-SIZES = {"r": 261, "c": 160, "h": 262, "n": 77, "w": 330, "g": 3, "m": 77, "s": 259, "d": 161}
+SIZES = {
+    "r": 261, "c": 160, "h": 262, "n": 77, "w": 330, "g": 3, "m": 77, "s": 259, "d": 161, "t": 261
+}  # fmt: skip
+GEMM = {"m": 272, "n": 288, "k": 304, "w": 1 << 22}  # multiples of 16
+GROUPED = {"r": 250, "c": 290, "m": 270, "n": 288, "k": 304, "g": 3}
+LIST = {"x": 70, "n": 3}
+ROPE = {"r": 37, "h": 3, "d": 26, "p": 40, "k": 22, "q": 2}
+MOE = {"t": 261, "r": 300, "c": 37, "w": 6, "s": 5}
 OWN_SIZES = {  # where these are too large, or multiples are required
-    "scaled_softmax_fwd": {"r": 2, "h": 3, "q": 5, "c": 160},
-    "moe_router_fwd": {"r": 6, "c": 160, "k": 9, "g": 3},
-    "moe_router_bwd": {"r": 6, "c": 160, "k": 9},
-    "scaled_softmax_bwd": {"r": 2, "h": 3, "q": 5, "c": 160},
+    "scaled_softmax": {"r": 2, "h": 3, "q": 5, "c": 160},
+    "moe_router": {"r": 6, "c": 160, "k": 9, "g": 3},
     "qkv_cast_grad": {"o": 87, "i": 3, "q": 6, "g": 2, "s": 31},
     "swiglu_bwd_block": {"r": 261, "w": 512},
+    "multi_tensor_l2norm": LIST | {"z": list_words(3, 1)},
+    "multi_tensor_lamb": LIST | {"z": list_words(3, 2)},
+    "multi_tensor": LIST,
+    "amax_scale_update": {"l": 5, "s": 7, "n": 3},
+    "moe": MOE,
+    "rope": ROPE,
+    "fp8_gemm": GEMM,
+    "wgrad_gemm": GEMM,
+    "fp8_block_accumulate": {"m": 261, "n": 262},
+    "dense_gemm": GEMM | {"m": 270},
+    "grouped_gemm": GROUPED,
+    "grouped_block": GROUPED,
+    "peer_sum": {"b": 4096, "s": 259},
 }
 OPEN = {"grad_output": torch.ones(1)}  # of which the contract says nothing
 OPTIONS = {"int": 0, "float": 0.5, "bool": False}
-SPECIAL = {"block_rows": (1, 128), "groups": (1,), "p": (0.0,)}
-# Functions that are refused without any of these, those that take no such dimension, and tensors
-# that are refused without another one.
-NEEDS = {"up_bias": "bias"}
-GROUPED = ["offsets", "quantize", "scales", "first_scales", "finish", "clear", "sum"]
+SPECIAL = {
+    "groups": 1, "p": 0.0, "num_experts": MOE["w"], "align_size": 1, "rotary_dim": ROPE["k"],
+    "step": 1, "block_rows": 1, "ranks": 1,
+}  # fmt: skip
+# What a function requires of arguments together: options, and tensors that are left out.
+BLOCKS = [({"block_rows": rows}, ()) for rows in (1, 128)]
+SQUARES = [({"a_block_rows": a, "b_block_rows": b, "k": 300}, ()) for a, b in
+           ((1, 1), (1, 128), (128, 1))]  # fmt: skip
+ONE_ADDED = [({}, ("aux",)), ({}, ("c",))]
+ANGLES = [({"layout": 2}, ("cos",)), ({"layout": 2}, ("freqs",))]
+ROUTES = [({"is_index": is_index}, ()) for is_index in (False, True)]
+SWIGLU = [({"activation": 5}, ())]
+FORMS = {
+    "block_quantize": BLOCKS, "block_dequantize": BLOCKS, "fp8_block_accumulate": SQUARES,
+    "fp8_gemm_block": [(options | {"k": GEMM["k"]}, ()) for options, _ in SQUARES],
+    "fp8_gemm": ONE_ADDED, "fp8_gemm_epilogue": ONE_ADDED, "rope_fwd": ANGLES, "rope_bwd": ANGLES,
+    "multi_tensor_sgd": [({"momentum": 0.0}, ())], "moe_permute_map": ROUTES,
+    "moe_permute_fwd": ROUTES, "dense_gemm_swiglu": SWIGLU, "dense_gemm_swiglu_bwd": SWIGLU,
+}  # fmt: skip
+# Tensors that are refused without another one, and functions that are refused without any of these.
+NEEDS = {"up_bias": ["bias"], "act_columnwise": ["act_scale"]}
 QUANTIZE = ["current_scale_fwd", "current_scale_cast", "hif8_quantize", "hif8_current", "hif8_cast"]
-ONE_OF = {name: {"rowwise", "columnwise"} for name in QUANTIZE}
+BLOCK_CASTS = ["grouped_block_quantize", "grouped_block_quantize_matrices"]
+ONE_OF = {name: {"rowwise", "columnwise"} for name in QUANTIZE + BLOCK_CASTS}
+# Optional tensors that one form of a call cannot do without.
+NEEDED = {name: {"freqs", "cos", "cu_seqlens"} for name in ("rope_fwd", "rope_bwd")}
+# Letters whose extent must not be 0.
 NOT_EMPTY = {
     ("cross_entropy_fwd", "c"), ("cross_entropy_bwd", "c"), ("moe_router_fwd", "c"),
     ("moe_router_bwd", "c"), ("moe_router_fwd", "g"), ("qkv_cast_grad", "q"),
-    ("qkv_cast_grad", "g"), *((f"grouped_{each}", "g") for each in GROUPED),
+    ("qkv_cast_grad", "g"), ("amax_scale_update", "l"), ("amax_scale_update", "s"),
+    ("peer_sum", "b"),
+    *((name, letter) for name in ("rope_fwd", "rope_bwd") for letter in "dk"),
+    *((f"moe_{each}", "w") for each in ("permute_map", "permute_fwd", "permute_rows")),
+    ("moe_unpermute_fwd", "w"), ("moe_unpermute_bwd", "w"), ("moe_tokens_of_rows", "w"), ("multi_tensor_l2norm", "z"),
+    ("multi_tensor_lamb", "z"), ("moe_sort_chunks_map", "r"),
+}  # fmt: skip
+# Their letters follow from what comes later, or are those of a scalar.
+FREE = {
+    "x", "keys", "other_x", "input", "inp", "table", "row_id_map", "routing_map", "freqs", "cos",
+    "cu_seqlens", "histories", "ends",
 }  # fmt: skip
 CONTRACTS = {
     name: (op, parse(spec.signature))
     for op, builder in all_builders().items()
     for name, spec in builder.functions().items()
-    if "cpu" in spec.devices and any(p.dims for p in parse(spec.signature).params.values())
+    if any(p.dims for p in parse(spec.signature).params.values())
 }
-EVERY = pytest.mark.parametrize("name", CONTRACTS)
+NOT_EMPTY |= {(name, "g") for name in CONTRACTS if name.startswith("grouped_")}
+# The checks of functions that the CPU lacks, which a compiler for the CPU takes.
+CHECKS = {
+    "dense_gemm/dense_gemm.h": {
+        "dense_gemm": "check_dense_gemm(args)",
+        "dense_gemm_swiglu": "check_gated(args)",
+        "dense_gemm_swiglu_bwd": "check_gated_bwd(args)",
+    },
+    "fp8_gemm/fp8_gemm.h": {
+        each: f"check_{each}(args)" for each in ("fp8_gemm", "fp8_gemm_block", "wgrad_gemm")
+    },
+    "grouped_gemm/grouped_gemm.h": {
+        "grouped_gemm_multiply": "check_grouped_gemm(args, false, false)",
+        "grouped_gemm_contract": "check_grouped_gemm(args, true, false)",
+        "grouped_block_multiply": "check_grouped_gemm(args, false, true)",
+        "grouped_block_contract": "check_grouped_gemm(args, true, true)",
+    },
+    "grouped_quantize/grouped_quantize_blocks.h": {
+        "grouped_block_quantize": "check_grouped_blocks(args, false)",
+        "grouped_block_quantize_matrices": "check_grouped_blocks(args, true)",
+    },
+    "peer_exchange/peer_exchange.h": {"peer_sum": "check_peer_sum(args)"},
+}
+HEADERS = {name: header for header, names in CHECKS.items() for name in names}
+DEVICES = {
+    name: {*spec.devices, "cpu"}
+    for builder in all_builders().values()
+    for name, spec in builder.functions().items()
+}
+EVERY = pytest.mark.parametrize(
+    ("name", "device"),
+    [
+        pytest.param(name, device, marks=[pytest.mark.cuda] * (device == "cuda"))
+        for name in CONTRACTS
+        for device in sorted(DEVICES[name])
+    ],
+)
 
 
 def sizes_of(name):
-    return OWN_SIZES.get(name, SIZES)
+    return next((OWN_SIZES[each] for each in OWN_SIZES if name.startswith(each)), SIZES)
 
 
-def table(groups, rows):
+def forms_of(name):
+    return FORMS.get(name, [({}, ())])
+
+
+def table(groups, rows, device):
     """The table of groups of rows, of which the first has all."""
-    made = torch.zeros(3 * groups + 1, dtype=torch.int32)
-    splits = torch.tensor([rows, 0, 0][:groups])
+    made = torch.zeros(3 * groups + 1, dtype=torch.int32, device=device)
+    splits = torch.tensor([rows, 0, 0][:groups], device=device)
     function("grouped_quantize", "grouped_offsets")(splits, made, rows)
     return made
 
 
-def make(name, without=(), padded=None, dtypes=None, sizes=None, choice=0):
+def row_map(shape, sizes, device):
+    """The map of tokens that all go to all experts."""
+    mask = torch.ones(sizes["t"], sizes["w"], dtype=torch.int32, device=device)
+    made, workspace = mask.new_zeros(shape), mask.new_zeros(map_tiles(len(mask)), sizes["w"])
+    map_of = function("moe_permute", "moe_permute_map")
+    map_of(mask, workspace, made, None, sizes["w"], 1, sizes["r"], False)
+    return made
+
+
+def make(name, device, form=({}, ()), without=(), padded=None, dtypes=None, sizes=None):
     """Arguments of a call that the contract of a function allows, by parameter."""
     contract, sizes = CONTRACTS[name][1], sizes or sizes_of(name)
     params = contract.params
     scalars = {p.name: OPTIONS[p.kind] for p in params.values() if p.kind in OPTIONS}
-    scalars |= {each: SPECIAL[each][choice] for each in SPECIAL if each in scalars}
-    given = {p.name for p in params.values() if p.dims} - {*without}
+    scalars |= {each: SPECIAL[each] for each in SPECIAL if each in scalars} | form[0]
+    without = {*without, *form[1]}
+    given = {p.name for p in params.values() if p.dims} - without
     model = "float16" if any("H" in p.dtypes for p in params.values()) else "float32"
     variables = {"F": "float8_e4m3fn", "T": model} | (dtypes or {})
-    bound = Bindings(scalars | contract.presence(given), None, variables)
-    bound.extents |= {letter: (size,) for letter, size in sizes.items()}
+
+    def bindings(more=0):
+        bound = Bindings(scalars | contract.presence(given), None, variables)
+        bound.extents |= {letter: (size + more,) for letter, size in sizes.items()}
+        return bound
+
+    whole, places = bindings(), [bindings(i) for i in range(sizes.get("n", 0))]
+
+    def tensor(p, bound):
+        shape = bound.shape(p, padded=padded)
+        dtype = variables.get(p.name) or bound.allowed(p)[0]
+        bound.bind(p, shape, dtype)
+        filled = torch.full(shape, 0 if p.name in ("noop", "buffer") else 1, device=device)
+        return filled.to(getattr(torch, dtype))
+
     made = dict(scalars)
     for p in sorted(params.values(), key=lambda p: p.like is not None):
+        if p.kind == "float[]":
+            made[p.name] = [0.5] * sizes["n"]
         if not p.is_tensor:
             continue
-        made[p.name] = None if p.is_optional else OPEN.get(p.name)
-        if p.name == "table" and name != "grouped_offsets":
-            made[p.name] = table(
-                sizes["g"], sizes["r"] if "r" in bound_letters(name) else sizes["g"]
-            )
-        elif (
-            p.dims and p.name not in without and not (p.follows and set(p.follows) <= set(without))
-        ):
-            dtype = getattr(torch, bound.allowed(p)[0])
-            fill = 0 if p.name == "noop" else 1
-            made[p.name] = torch.full(bound.shape(p, padded=padded), fill).to(dtype)
-            bound.bind(p, made[p.name].shape, bound.allowed(p)[0])
+        made[p.name] = None
+        if not p.is_optional and p.name in OPEN:
+            made[p.name] = OPEN[p.name].to(device)
+        if p.name in without or (p.follows and {*p.follows} <= without):
+            made[p.name] = [] if p.length else None
+        elif p.name == "table" and name != "grouped_offsets":
+            rows = sizes["r"] if "r" in letters_of(name) else sizes["g"]
+            made[p.name] = table(sizes["g"], rows, device)
+        elif p.name == "row_id_map" and not p.is_written:
+            made[p.name] = row_map(whole.shape(p, padded=padded), sizes, device)
+        elif p.name == "sorted_index":
+            indices = torch.arange(sizes["s"], device=device).flip(0)
+            made[p.name] = indices.to(getattr(torch, whole.allowed(p)[0]))
+        elif p.name == "ends":
+            first = sizes["k" if "contract" in name else "r"]
+            made[p.name] = torch.full((sizes["g"],), first, dtype=torch.int32, device=device)
+        elif p.length and not p.is_mixed:
+            made[p.name] = [tensor(p, whole) for _ in range(sizes[p.length])]
+        elif p.length:
+            made[p.name] = [tensor(p, bound) for bound in places]
+        elif p.dims:
+            made[p.name] = tensor(p, whole)
     return {each: made[each] for each in params}
 
 
-def bound_letters(name):
+def letters_of(name):
     return {d.name for p in CONTRACTS[name][1].params.values() for d in p.dims if d.is_letter}
 
 
-def needing(name):
-    return NEEDS.keys() & CONTRACTS[name][1].params.keys()
+@functools.cache
+def checks_of(header):
+    """The checks of a header as functions of tensors of the CPU."""
+    text = f'#include "{header}"\nAPEX_TE_LIBRARY()\n' + "\n".join(
+        f"APEX_TE_DEFINE({name}) {{ apex_te::{check}; }}" for name, check in CHECKS[header].items()
+    )
+    with tempfile.TemporaryDirectory() as folder:
+        source, library = Path(folder, "checks.cpp"), Path(folder, "checks.so")
+        source.write_text(text)
+        flags = [*BASE_CXX_ARGS, "-O0", "-I", str(ROOT / "csrc"), "-shared", "-o", str(library)]
+        subprocess.run([*find_cxx(), str(source), *flags], check=True)
+        opened = ctypes.CDLL(str(library))
+    found = {}
+    for name in CHECKS[header]:
+        address = ctypes.cast(opened[f"apex_te_{name}"], ctypes.c_void_p).value
+        text = signature(CONTRACTS[name][0], name)
+        found[name] = core().Function(name, text, lambda *_, address=address: address)
+    return found
 
 
-def call(name, arguments):
-    function(CONTRACTS[name][0], name)(*arguments.values())
+def call(name, arguments, device):
+    is_check = device == "cpu" and name in HEADERS
+    called = checks_of(HEADERS[name])[name] if is_check else function(CONTRACTS[name][0], name)
+    called(*arguments.values())
 
 
-def optional(name):
-    params = CONTRACTS[name][1].params
-    return [p.name for p in params.values() if p.is_optional and not p.follows]
+def optional(name, form):
+    params = CONTRACTS[name][1].params.values()
+    return [
+        p.name
+        for p in params
+        if (p.is_optional or p.may_be_empty)
+        and not p.follows
+        and p.name not in {*form[1], *NEEDED.get(name, ())}
+    ]
 
 
 @EVERY
-def test_takes_what_its_contract_declares(name):
-    for choice in range(2 if "block_rows" in CONTRACTS[name][1].params else 1):
-        counts = {*range(min(len(optional(name)), 3) + 1), len(optional(name))}
-        for without in itertools.chain(
-            *(itertools.combinations(optional(name), n) for n in counts)
-        ):
-            alone = any(each not in without and NEEDS[each] in without for each in needing(name))
-            if not alone and not ONE_OF.get(name, {""}) <= {*without}:
-                call(name, make(name, without, choice=choice))
+def test_takes_what_its_contract_declares(name, device):
+    for form in forms_of(name):
+        names = optional(name, form)
+        counts = {*range(min(len(names), 3) + 1), len(names)}
+        for without in itertools.chain(*(itertools.combinations(names, n) for n in counts)):
+            absent = {*without, *form[1]}
+            needed = NEEDS.keys() & CONTRACTS[name][1].params.keys() - absent
+            alone = any({*NEEDS[each]} & absent for each in needed)
+            if not alone and not ONE_OF.get(name, {""}) <= absent:
+                call(name, make(name, device, form, without), device)
 
 
 @EVERY
-def test_takes_results_that_are_padded(name):
-    call(name, make(name, padded=True))
+def test_takes_results_that_are_padded(name, device):
+    for form in forms_of(name):
+        call(name, make(name, device, form, padded=True), device)
 
 
 @EVERY
-def test_takes_every_dtype_of_its_contract(name):
+def test_takes_every_dtype_of_its_contract(name, device):
+    form = forms_of(name)[0]
     params = reversed(CONTRACTS[name][1].params.values())
-    for variable, classes in {p.variable: p.dtypes for p in params if p.variable}.items():
+    kinds = {p.variable or p.name: p.dtypes for p in params if p.variable or len(p.dtypes) > 1}
+    for variable, classes in kinds.items():
         for each in classes:
-            for dtype in DTYPES[each]:
+            is_half = each == "T" and ("H",) in kinds.values()
+            for dtype in DTYPES["H" if is_half else each]:
                 model = dtype if each == "T" else "bfloat16"
-                call(name, make(name, dtypes={"T": model, variable: dtype}))
+                if device == "cpu" or "fnuz" not in dtype:
+                    dtypes = {"T": model, variable: dtype}
+                    call(name, make(name, device, form, dtypes=dtypes), device)
 
 
 @EVERY
-def test_takes_no_rows_and_no_columns(name):
-    sizes = sizes_of(name)
+def test_takes_no_rows_and_no_columns(name, device):
+    sizes, form = sizes_of(name), forms_of(name)[0]
     for letter in sizes:
-        if (name, letter) not in NOT_EMPTY:
-            call(name, make(name, sizes=sizes | {letter: 0}))
+        if (name, letter) not in NOT_EMPTY and letter not in form[0]:
+            call(name, make(name, device, form, sizes=sizes | {letter: 0}), device)
 
 
 @EVERY
-def test_refuses_another_dtype_shape_or_none(name):
-    params = list(CONTRACTS[name][1].params.values())
-    for p in (p for p in params if p.dims):
-        good = make(name)
-        x = good[p.name]
-        with pytest.raises(TypeError, match=rf"^{name}: {p.name} must have dtype"):
-            call(name, good | {p.name: x.double()})
-        if p.follows:
-            with pytest.raises(ValueError, match=rf"^{name}: .* must be given with"):
-                call(name, good | {p.name: None})
-        if not p.is_optional:
-            with pytest.raises(TypeError, match=rf"^{name}: {p.name} must be a"):
-                call(name, good | {p.name: None})
-        wrong = torch.zeros([n + 3 for n in x.shape]).to(x.dtype)
-        message = f"{p.name} must have " + ("one element" if p.is_scalar else "(x's )?shape")
-        # These may have any extents, and the others fit to them.
-        if p.name in ("x", "keys", "other_x", "input", "table", params[0].name):
-            wrong, message = x[None], r"\w+ must have ([1-4] dimensions|(x's )?shape)"
-        with pytest.raises(ValueError, match=rf"^{name}: {message}"):
-            call(name, good | {p.name: wrong})
+def test_refuses_another_dtype_shape_or_none(name, device):
+    for form in forms_of(name):
+        good = make(name, device, form)
+        for p in CONTRACTS[name][1].params.values():
+            if p.dims and good[p.name] is not None:
+                refuses(name, good, p, device)
+
+
+def refuses(name, good, p, device):
+    """Calls with another dtype, None, another shape and a shorter list in the place of ``p``."""
+    given, item = good[p.name], r"\[1\]" if p.length else ""
+
+    def check(error, message, wrong):
+        with pytest.raises(error, match=rf"^{name}: {message}"):
+            call(name, good | {p.name: wrong}, device)
+
+    x = given[1] if p.length else given
+    put = (lambda wrong: [given[0], wrong, *given[2:]]) if p.length else (lambda wrong: wrong)
+    check(TypeError, f"{p.name}{item} must have dtype", put(x.double()))
+    if p.follows:
+        check(ValueError, ".* must be given", None)
+    if not p.is_optional:
+        check(TypeError, f"{p.name} must be a", None)
+    if p.length and p.name != next(iter(good)):
+        check(ValueError, f".*must have {len(given)} entries like", given[:-1])
+    is_any = len(p.dims) == 1 and p.dims[0].is_open and p.like is None
+    first = next(iter(good))
+    if p.name == "workspace":
+        wrong = x[None] if x.dtype == torch.uint8 else x[:-1]
+        check(ValueError, "workspace must have (shape|at least|1 dimensions)", wrong)
+    elif p.name in FREE or (p.name == first and not p.length):
+        message = rf"\w+({item})? must have ([1-4] dimensions|(x's )?shape)"
+        check(ValueError, message, put(x[None]))
+    elif not is_any:
+        message = f"{p.name}{item} must have " + ("one element" if p.is_scalar else "(x's )?shape")
+        check(ValueError, message, put(torch.zeros([n + 3 for n in x.shape]).to(x)))
+
+
+def test_functions_without_a_contract():
+    """Those of tensors of any dtype and shape, and of handles that only a group of ranks has."""
+    named = {name for builder in all_builders().values() for name in builder.functions()}
+    assert named - CONTRACTS.keys() == {"cublaslt_version", "peer_send", "peer_await", "peer_join"}
+
+
+def test_longer_names_in_dimensions_are_parameters_or_formulas():
+    for name, (_, contract) in CONTRACTS.items():
+        known = {*contract.params, *LAYOUTS, *SIZE_FORMULAS, "128"}
+        for p in contract.params.values():
+            words = {word for d in p.dims for word in (d.name, *d.arguments)}
+            assert {word for word in words if len(word) > 1} <= known, (name, p.name)
 
 
 def test_text_without_a_contract():
@@ -208,6 +403,23 @@ def test_shapes_that_depend_on_what_is_given(with_up, apart, expected):
     assert bound.shape(contract.params["out"]) == expected
 
 
+def test_lists():
+    text = "a: T[r c][g], b: f32[s][each n]!!, c: f32[b][each n|0]!, d: T[c r]"
+    params = list(parse(text).params.values())
+    assert [(p.kind, p.length, p.is_mixed, p.may_be_empty) for p in params] == [
+        ("Tensor[]", "g", False, False), ("Tensor[]", "n", True, False),
+        ("Tensor[]", "n", True, True), ("Tensor", "", False, False),
+    ]  # fmt: skip
+    assert [(p.is_written, p.is_read) for p in params[1:3]] == [(True, True), (True, False)]
+    assert params[2].like == "b"
+
+
+def test_extents_of_scalars():
+    bound = Bindings({"num_experts": 6, "is_index": True})
+    out = parse("out: i32[num_experts num_experts/4], num_experts: int").params["out"]
+    assert bound.shape(out) == (6, 2)
+
+
 def test_shapes_that_may_be_padded_and_those_that_are():
     params = parse("x: T[r c], out: T[c%4 r~16]").params
     bound = Bindings({})
@@ -236,6 +448,18 @@ def test_dtypes():
     assert bound.allowed(params["n"]) == ("int64",)
 
 
+@pytest.mark.parametrize(
+    ("dtype", "expected"),
+    [("float16", ("float16", "float32")), ("uint8", ("float32", "float16", "bfloat16"))],
+)
+def test_only_a_dtype_of_a_class_decides_that_of_others(dtype, expected):
+    params = parse("inp: X=T|u8[r], probs: P=T|f32[r], out: X[r]").params
+    bound = Bindings({})
+    bound.bind(params["inp"], (3,), dtype)
+    assert bound.allowed(params["probs"]) == expected
+    assert bound.allowed(params["out"]) == (dtype,)
+
+
 @pytest.mark.parametrize("kind", ["Tensr", "T[r", "T[]", "T[r c]?!", "T[[r]]"])
 def test_invalid_types(kind):
     with pytest.raises(ValueError, match=r"^x: type must be valid, got"):
@@ -248,7 +472,9 @@ def test_invalid_dimensions():
 
 
 @pytest.mark.parametrize(
-    "text", ["x: T[r c]!?", "x: W=T|f32[norm_lines(r c) 2c]?dbias", "x: f32[^ 1]!!?; whole c"]
-)
+    "text",
+    ["x: T[r c]!?", "x: W=T|f32[norm_lines(r c) 2c]?dbias", "x: f32[^ 1]!!?; whole c",
+     "x: T[r c][g]", "x: f32|H[*x][each n|0]!!"],
+)  # fmt: skip
 def test_the_dispatcher_takes_a_contract_as_a_tensor(text):
     core().Function("f", f"a: int, {text}", lambda *_: 0)
