@@ -66,35 +66,19 @@ OF_A_MODEL = {
 MISTAKES = {
     "from_torch": [
         (lambda: from_torch(plain(), exclud="0"), TypeError, "'exclud'", "did you mean 'exclude'?"),
-        (
-            lambda: from_torch(plain(), module_filter_fn=print),
-            TypeError,
-            "'module_filter_fn'",
-            "the arguments are",
-            "exclude",
-        ),
+        (lambda: from_torch(plain(), module_filter_fn=print), TypeError,
+         "'module_filter_fn'", "the arguments are", "exclude"),
         (lambda: from_torch(plain(), fuse="llama"), TypeError, "fuse must be a bool", "str"),
         (lambda: from_torch(plain(), False, "0"), TypeError, "by position", "by name"),
         (lambda: from_torch(), TypeError, "model must be given"),
         (lambda: from_torch(plain(), exclude="lm_head"), ValueError, "exclude", "'lm_head'"),
-        (
-            lambda: from_torch(
-                nn.ModuleDict({"projection": nn.Linear(32, 32)}), exclude="projectoin"
-            ),
-            ValueError,
-            "exclude",
-            "'projectoin'",
-            "did you mean 'projection'?",
-        ),
+        (lambda: from_torch(nn.ModuleDict({"projection": nn.Linear(32, 32)}), exclude="projectoin"),
+         ValueError, "exclude", "'projectoin'", "did you mean 'projection'?"),
         (lambda: from_torch(plain(), include=3), TypeError, "include", "int"),
         (lambda: from_torch(plain(), keep_first_blocks=-1), ValueError, "keep_first_blocks", "-1"),
         (lambda: from_torch(plain(), min_size="64"), TypeError, "min_size", "int", "str"),
-        (
-            lambda: from_torch(plain(), True, optimizer=sgd().state_dict()),
-            TypeError,
-            "optimizer",
-            "dict",
-        ),
+        (lambda: from_torch(plain(), True, optimizer=sgd().state_dict()), TypeError,
+         "optimizer", "dict"),
     ],
     "conversion_summary": [
         (lambda: conversion_summary(modle=plain()), TypeError, "did you mean 'model'?"),
@@ -102,30 +86,17 @@ MISTAKES = {
     "advise": [
         (lambda: advise(plain(), X, repeat=2), TypeError, "'repeat'", "did you mean 'repeats'?"),
         (lambda: advise(plain(), X, min_grad_snr=15.0), TypeError, "did you mean 'min_grad_sqnr'?"),
-        (
-            lambda: advise(plain(), X, exclude="0"),
-            TypeError,
-            "'exclude'",
-            "the arguments are model, sample",
-        ),
+        (lambda: advise(plain(), X, exclude="0"), TypeError,
+         "'exclude'", "the arguments are model, sample"),
         (lambda: advise(plain()), TypeError, "sample must be given", "got nothing"),
         (lambda: advise(), TypeError, "model and sample must be given", "got nothing"),
         (lambda: advise(plain(), X, None, 3), TypeError, "by position", "by name"),
         (lambda: advise(plain(), X.numpy()), TypeError, "sample", "got ndarray"),
         (lambda: advise(plain(), X, repeats="3"), TypeError, "repeats must be an int", "got str"),
-        (
-            lambda: advise(plain(), X, "delayd"),
-            ValueError,
-            "recipe",
-            "'delayd'",
-            "did you mean 'delayed'?",
-        ),
-        (
-            lambda: advise(plain(), X, min_sqnr=None),
-            TypeError,
-            "min_sqnr must be a number",
-            "got NoneType",
-        ),
+        (lambda: advise(plain(), X, "delayd"), ValueError,
+         "recipe", "'delayd'", "did you mean 'delayed'?"),
+        (lambda: advise(plain(), X, min_sqnr=None), TypeError,
+         "min_sqnr must be a number", "got NoneType"),
         (lambda: advise(plain(), X, min_sqnr=float("nan")), ValueError, "min_sqnr", "got nan"),
     ],
     "FP8Callback": [
@@ -139,11 +110,8 @@ MISTAKES = {
     "autocast_forward": [
         (lambda: autocast_forward(plain(), "delayd"), ValueError, "recipe", "'delayd'"),
         (lambda: autocast_forward(DelayedScaling(), plain()), TypeError, "model", "DelayedScaling"),
-        (
-            lambda: autocast_forward(plain(), during_evaluation=True),
-            TypeError,
-            "did you mean 'during_eval'?",
-        ),
+        (lambda: autocast_forward(plain(), during_evaluation=True), TypeError,
+         "did you mean 'during_eval'?"),
         (lambda: autocast_forward(plain(), during_eval="no"), TypeError, "during_eval", "bool"),
     ],
     "fuse_loss": [
@@ -155,11 +123,8 @@ MISTAKES = {
     ],
     "export_fp8": [
         (lambda: export_fp8(from_torch(plain()), "folder"), TypeError, "model", "Sequential"),
-        (
-            lambda: export_fp8(plain(), "folder", weigths="block"),
-            TypeError,
-            "did you mean 'weights'?",
-        ),
+        (lambda: export_fp8(plain(), "folder", weigths="block"), TypeError,
+         "did you mean 'weights'?"),
         (lambda: export_fp8(plain()), TypeError, "folder must be given"),
     ],
     "save_fp8_state": [
@@ -167,27 +132,18 @@ MISTAKES = {
     ],
     "load_fp8_state": [
         (lambda: load_fp8_state(from_torch(plain()), None), TypeError, "path", "NoneType"),
-        (
-            lambda: load_fp8_state(from_torch(plain()), "/no/such/file"),
-            FileNotFoundError,
-            "path",
-            "'/no/such/file'",
-            "not there",
-        ),
+        (lambda: load_fp8_state(from_torch(plain()), "/no/such/file"), FileNotFoundError,
+         "path", "'/no/such/file'", "not there"),
     ],
     "load_te_extra_state": [
         (lambda: load_te_extra_state(plain(), "model.pt"), TypeError, "state_dict", "str"),
     ],
     "reorder_fused_state": [
         (lambda: reorder_fused_state({}, None, plain()), TypeError, "optimizer", "NoneType"),
-        (
-            lambda: reorder_fused_state(plain().state_dict(), sgd(), plain()),
-            TypeError,
-            "state_dict",
-            "optimizer's state_dict()",
-        ),
+        (lambda: reorder_fused_state(plain().state_dict(), sgd(), plain()), TypeError,
+         "state_dict", "optimizer's state_dict()"),
     ],
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("kind", MODELS)

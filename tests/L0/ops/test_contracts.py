@@ -310,6 +310,11 @@ def test_refuses_another_dtype_shape_or_none(name, device):
                 refuses(name, good, p, device)
 
 
+def dtypes_of(p):
+    """The dtypes of a parameter of one class, without alternatives."""
+    return DTYPES.get(p.dtypes[0], ()) if len(p.dtypes) == 1 else ()
+
+
 def refuses(name, good, p, device):
     """Calls with another dtype, None, another shape and a shorter list in the place of ``p``."""
     given, item = good[p.name], r"\[1\]" if p.length else ""
@@ -321,6 +326,12 @@ def refuses(name, good, p, device):
     x = given[1] if p.length else given
     put = (lambda wrong: [given[0], wrong, *given[2:]]) if p.length else (lambda wrong: wrong)
     check(TypeError, f"{p.name}{item} must have dtype", put(x.double()))
+    params = CONTRACTS[name][1].params.values()
+    alike = [q for q in params if q.variable == p.variable and dtypes_of(q)]
+    if p.variable and not p.length and sum(good[q.name] is not None for q in alike) > 1:
+        for dtype in dtypes_of(p):
+            if getattr(torch, dtype) != x.dtype and "fnuz" not in dtype:
+                check(TypeError, r"\w+ must (have dtype|be)", x.to(getattr(torch, dtype)))
     if p.follows:
         check(ValueError, ".* must be given", None)
     if not p.is_optional:
