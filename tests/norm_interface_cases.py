@@ -10,74 +10,10 @@ from apex_te.ops.reference_codec import encode_fp8
 
 
 class NormInterfaceCases(NormBase):
-    @pytest.mark.parametrize("shape", [(0, 16), (16, 0), (0, 0), (0, 129), (2, 0, 3)], ids=str)
-    def test_empty(self, device, shape):
-        cols = shape[-1]
-        x = torch.empty(shape, device=device, requires_grad=True)
-        params = [
-            torch.ones(cols, device=device, requires_grad=True) for _ in range(1 + self.has_bias)
-        ]
-        y = self.function()(x, *params, EPS)
-        assert y.shape == shape
-        y.sum().backward()
-        assert x.grad.shape == shape
-        assert all(torch.equal(p.grad, torch.zeros_like(p)) for p in params)
-        rows, amax = x.detach().flatten(0, -2), one(3, device)
-        for transposed in (True, False):
-            out = self.function("_fwd_fp8")(
-                rows, *params, EPS, one(4, device), FP8[0], columnwise=transposed, amax=amax
-            )
-            assert out.y.rowwise.shape == rows.shape
-            assert out.y.scale_inv.item() == 0.25
-            assert amax.item() == 3
-
-    @pytest.mark.parametrize(
-        ("change", "error", "message"),
-        [
-            ({"x": torch.zeros(2, 4).double()}, TypeError,
-             "x must have dtype float32, float16 or bfloat16, got float64"),
-            ({"x": torch.zeros(())}, ValueError, "x must have at least 1 dimension, got shape []"),
-            ({"weight": torch.zeros(5)}, ValueError, "weight must have shape [4], got [5]"),
-            ({"weight": torch.zeros(4).half()}, TypeError,
-             "weight must have dtype float32, got float16"),
-            ({"weight": 1.0}, TypeError, "weight must be a torch.Tensor, got float"),
-            ({"residual": torch.zeros(2, 5)}, ValueError,
-             "residual must have shape [2, 4], got [2, 5]"),
-            ({"residual": torch.zeros(2, 4).half()}, TypeError,
-             "residual must have dtype float32, got float16"),
-        ],
-    )  # fmt: skip
-    def test_rejects(self, change, error, message):
-        args = {"x": torch.zeros(2, 4), "weight": torch.zeros(4), "residual": None, **change}
-        bias = [torch.zeros(4)] if self.has_bias else []
-        with pytest.raises(error) as raised:
-            self.function()(args["x"], args["weight"], *bias, EPS, residual=args["residual"])
-        assert message in str(raised.value)
-
-    @pytest.mark.parametrize(
-        ("change", "error", "message"),
-        [
-            ({"fp8_dtype": torch.bfloat16}, TypeError, "fp8_dtype must be float8_e4m3fn"),
-            ({"scale": torch.ones(2)}, ValueError, "scale must have one element, got [2]"),
-            ({"amax": torch.ones(1).double()}, TypeError, "amax must have dtype float32"),
-        ],
-    )
-    def test_fwd_fp8_rejects(self, change, error, message):
-        x, *params = self.make(2, 4, torch.float32)
-        options = {"scale": torch.ones(1), "fp8_dtype": FP8[0], **change}
-        with pytest.raises(error) as raised:
-            self.function("_fwd_fp8")(x, *params, EPS, **options)
-        assert message in str(raised.value)
-
-    def test_bwd_rejects(self):
-        x, *params = self.make(3, 4, torch.float32)
-        rest = self.statistics(x, params)
-        with pytest.raises(ValueError, match=r"x must have shape \[2, 4\], got \[3, 4\]"):
-            self.function("_bwd")(x[:2], x, *rest)
-        with pytest.raises(ValueError, match=r"rstd must have shape \[3\], got \[2\]"):
-            self.function("_bwd")(x, x, *rest[:-1], rest[-1][:2])
-        with pytest.raises(TypeError, match="d_residual must have dtype float32, got float16"):
-            self.function("_bwd")(x, x, *rest, d_residual=x.half())
+    def test_rejects_a_scalar(self):
+        params = [torch.zeros(4) for _ in range(1 + self.has_bias)]
+        with pytest.raises(ValueError, match=r"x must have at least 1 dimension, got shape \[\]"):
+            self.function()(torch.zeros(()), *params, EPS)
 
     def test_portable_gives_same_bits(self):
         call = f"""

@@ -93,14 +93,8 @@ def test_empty_list_is_nothing():
 
 def test_rejects():
     h, s, si = state(4, 2, "cpu")
-    with pytest.raises(ValueError, match=r"scales\[0\] must have shape \[2\], got \[3\]"):
-        amax_scale_update([h], [torch.ones(3)], [si], [448.0])
-    with pytest.raises(ValueError, match="must have 1 entries like histories, got 2"):
-        amax_scale_update([h], [s, s], [si], [448.0])
     with pytest.raises(ValueError, match="algo must be 'max' or 'most_recent', got 'mean'"):
         amax_scale_update([h], [s], [si], [448.0], algo="mean")
-    with pytest.raises(TypeError, match=r"histories\[0\] must have dtype float32, got bfloat16"):
-        amax_scale_update([h.bfloat16()], [s], [si], [448.0])
     wide = state(2, 4096, "cpu")
     with pytest.raises(ValueError, match=r"histories\[0\] must be \[1 to 2\^20 - 1, 1 to 4095\]"):
         amax_scale_update(*([t] for t in wide), [448.0])

@@ -52,9 +52,5 @@ def test_errors(device):
     codes = random_codes((4, 6), device)
     with pytest.raises(TypeError, match=r"^byte_transpose: fp8_data must have a dtype of one byte"):
         byte_transpose(torch.zeros(2, 2, device=device))
-    with pytest.raises(ValueError, match=r"^byte_transpose: fp8_data must have 2 dimensions"):
-        byte_transpose(codes[0])
     with pytest.raises(TypeError, match=r"^byte_transpose: out must have dtype torch.uint8"):
         byte_transpose(codes, out=torch.empty(6, 4, dtype=torch.int8, device=device))
-    with pytest.raises(ValueError, match=r"byte_transpose: out must have shape \[6, 4\]"):
-        byte_transpose(codes, out=torch.empty(4, 6, dtype=torch.uint8, device=device))

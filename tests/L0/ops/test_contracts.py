@@ -170,7 +170,7 @@ def make(name, device, form=({}, ()), without=(), padded=None, dtypes=None, size
     scalars |= {each: SPECIAL[each] for each in SPECIAL if each in scalars} | form[0]
     without = {*without, *form[1]}
     given = {p.name for p in params.values() if p.dims} - without
-    model = "float16" if any("H" in p.dtypes for p in params.values()) else "float32"
+    model = str(model_of(params.values())).removeprefix("torch.")
     variables = {"F": "float8_e4m3fn", "T": model} | (dtypes or {})
 
     def bindings(more=0):
@@ -310,9 +310,9 @@ def test_refuses_another_dtype_shape_or_none(name, device):
                 refuses(name, good, p, device)
 
 
-def dtypes_of(p):
-    """The dtypes of a parameter of one class, without alternatives."""
-    return DTYPES.get(p.dtypes[0], ()) if len(p.dtypes) == 1 else ()
+def model_of(params):
+    """The dtype of class T in the calls of these tests."""
+    return torch.float16 if any("H" in p.dtypes for p in params) else torch.float32
 
 
 def refuses(name, good, p, device):
@@ -326,12 +326,16 @@ def refuses(name, good, p, device):
     x = given[1] if p.length else given
     put = (lambda wrong: [given[0], wrong, *given[2:]]) if p.length else (lambda wrong: wrong)
     check(TypeError, f"{p.name}{item} must have dtype", put(x.double()))
-    params = CONTRACTS[name][1].params.values()
-    alike = [q for q in params if q.variable == p.variable and dtypes_of(q)]
-    if p.variable and not p.length and sum(good[q.name] is not None for q in alike) > 1:
-        for dtype in dtypes_of(p):
-            if getattr(torch, dtype) != x.dtype and "fnuz" not in dtype:
-                check(TypeError, r"\w+ must (have dtype|be)", x.to(getattr(torch, dtype)))
+    params = [q for q in CONTRACTS[name][1].params.values() if good[q.name] is not None]
+    alike = [q for q in params if q.variable == p.variable and len(q.dtypes) == 1]
+    others = set()
+    if p in alike and p.variable and len(alike) > 1 and not p.length:
+        others = {*DTYPES.get(p.dtypes[0], ())}
+    elif "T" in p.dtypes and p is not next(q for q in params if "T" in (*q.dtypes, q.variable)):
+        others = {*DTYPES["T"]} - {"float32"} if "f32" in p.dtypes else set()
+    for dtype in (getattr(torch, each) for each in sorted(others) if "fnuz" not in each):
+        if dtype not in (x.dtype, model_of(params)):
+            check(TypeError, r"\w+ must (have dtype|be)", x.to(dtype))
     if p.follows:
         check(ValueError, ".* must be given", None)
     if not p.is_optional:

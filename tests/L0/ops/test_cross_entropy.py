@@ -248,11 +248,9 @@ def test_bwd_refuses(device):
     x, t = torch.zeros(3, 5, device=device), torch.zeros(3, dtype=torch.int64, device=device)
     stats, factor = torch.ones(3, 2, device=device), torch.ones(3, device=device)
     for change, error, message in (
-        ({"stats": stats[:2]}, ValueError, r"stats must have shape \[3, 2\]"),
         ({"grad_output": factor[:2]}, ValueError, "grad_output must have one element"),
         ({"grad_output": factor.half()}, TypeError, "grad_output must have dtype float32"),
         ({"made": True}, ValueError, "grad_output must have one element where grad is made, got 3"),
-        ({"grad": x[:2].clone()}, ValueError, r"grad must have shape \[3, 5\]"),
     ):
         given = {"stats": stats, "grad_output": factor, "grad": torch.empty_like(x), **change}
         with pytest.raises(error, match=message):

@@ -217,8 +217,6 @@ def test_rejects():
         fp8_gemm(a, b, sa, sb, accumulate=True)
     with pytest.raises(ValueError, match=r"fp8_gemm: b must be contiguous, got strides \[1, 8\]"):
         fp8_gemm(a, b.t().contiguous().t(), sa, sb)
-    with pytest.raises(TypeError, match="fp8_data must have dtype float8_e4m3fn"):
-        fp8_gemm(a.float(), b, sa, sb)
 
 
 @pytest.mark.cuda

@@ -214,16 +214,10 @@ def test_rejects(device):
         block_scaled_gemm(a, b, sa, sb, a_block_rows=128)
     with pytest.raises(ValueError, match="b_block_rows must be 1 or 128, got 64"):
         block_scaled_gemm(a, b, sa, sb, b_block_rows=64)
-    with pytest.raises(ValueError, match="a_scale_inv must have shape"):
-        block_scaled_gemm(a, b, sa.t().contiguous(), sb)
-    with pytest.raises(ValueError, match=r"b_scale_inv must have shape \[2, 32\], got \[1, 4\]"):
-        block_scaled_gemm(a, b, sa, sb, b_block_rows=1)
     with pytest.raises(NotImplementedError, match="one of a and b must have dtype float8_e4m3fn"):
         block_scaled_gemm(a.view(E5M2), b.view(E5M2), sa, sb)
     with pytest.raises(TypeError, match="must have dtype float8_e4m3fn"):
         block_scaled_gemm(a.float(), b, sa, sb)
-    with pytest.raises(TypeError, match="b_scale_inv must have dtype float32"):
-        block_scaled_gemm(a, b, sa, sb.double())
 
 
 @needs_cuda

@@ -485,30 +485,14 @@ def test_errors_of_permute(device):
     probs = torch.rand(6, 3, device=device)
     with pytest.raises(ValueError, match=r"^moe_permute: map_type must be 'mask' or 'index', got"):
         moe.moe_permute(x, mask, map_type="rows")
-    with pytest.raises(ValueError, match=r"^moe_permute: routing_map must have 2 dimensions"):
-        moe.moe_permute(x, mask[0])
-    with pytest.raises(
-        TypeError, match=r"routing_map must have dtype bool, uint8 or int32, got fl"
-    ):
-        moe.moe_permute(x, mask.float())
     with pytest.raises(TypeError, match=r"routing_map must have dtype int32, got bool"):
         moe.moe_permute(x, mask, map_type="index")
-    with pytest.raises(ValueError, match=r"inp must have shape \[6, 4\], got \[5, 4\]"):
-        moe.moe_permute(x[:5], mask, 18)
-    with pytest.raises(ValueError, match=r"^moe_permute: inp must have 2 dimensions"):
-        moe.moe_permute(x[0], mask, 18)
-    with pytest.raises(TypeError, match=r"inp must have dtype float32, .*, got float64"):
-        moe.moe_permute(x.double(), mask, 18)
     with pytest.raises(ValueError, match=r"num_out_tokens must be at least 0, got -2"):
         moe.moe_permute(x, mask, -2)
     with pytest.raises(ValueError, match=r"^moe_permute: num_experts must be None for a mask"):
         moe.moe_permute(x, mask, num_experts=3)
     with pytest.raises(NotImplementedError, match=r"num_experts must be at most 1024, got 1025"):
         moe.moe_permute(x, index, map_type="index", num_experts=1025)
-    with pytest.raises(ValueError, match=r"probs must have shape \[6, 3\], got \[6, 2\]"):
-        moe.moe_permute_with_probs(x, probs[:, :2], mask, 18)
-    with pytest.raises(TypeError, match=r"probs must have dtype float32, got bfloat16"):
-        moe.moe_permute_with_probs(x, probs.bfloat16(), mask, 18)
     with pytest.raises(TypeError, match=r"probs must have dtype float32 or bfloat16, got float16"):
         moe.moe_permute_with_probs(x.bfloat16(), probs.half(), mask, 18)
     counts = mask.sum(0)
@@ -578,10 +562,6 @@ def test_errors_of_unpermute(device):
         moe.moe_unpermute(out, row_id_map, restore_shape=(5, 4))
     with pytest.raises(ValueError, match=r"pad_offsets must be those of moe_permute_and_pad"):
         moe.moe_unpermute(out, row_id_map, pad_offsets=pads)
-    with pytest.raises(TypeError, match=r"row_id_map must have dtype int32, got int64"):
-        moe.moe_unpermute(out, row_id_map.long())
-    with pytest.raises(ValueError, match=r"probs must have shape \[6, 3\], got \[3, 6\]"):
-        moe.moe_unpermute(out, row_id_map, torch.rand(3, 6, device=device))
     with pytest.raises(TypeError, match=r"inp must have dtype float32, float16 or bfloat16"):
         moe.moe_unpermute(out.to(torch.uint8), row_id_map)
     if device.type == "cpu":
@@ -593,16 +573,8 @@ def test_errors_of_sort_chunks(device):
     x = torch.randn(6, 4, device=device)
     sizes, order = torch.tensor([2, 3, 1]).to(device), torch.tensor([2, 0, 1]).to(device)
     sort = moe.moe_sort_chunks_by_index
-    with pytest.raises(ValueError, match=r"^moe_sort_chunks: inp must have 2 dimensions"):
-        sort(x[0], sizes, order)
-    with pytest.raises(TypeError, match=r"split_sizes must have dtype int32 or int64, got float32"):
-        sort(x, sizes.float(), order)
-    with pytest.raises(ValueError, match=r"sorted_index must have shape \[3\], got \[2\]"):
-        sort(x, sizes, order[:2])
     with pytest.raises(NotImplementedError, match=r"split_sizes must have at most 2048 elements"):
         sort(x, sizes.repeat(700), order.repeat(700))
-    with pytest.raises(ValueError, match=r"probs must have shape \[6\], got \[5\]"):
-        moe.moe_sort_chunks_by_index_with_probs(x, x[:5, 0], sizes, order)
     if device.type == "cpu":
         with pytest.raises(ValueError, match=r"split_sizes must be counts of the 6 rows of inp"):
             sort(x, sizes + 1, order)

@@ -255,43 +255,16 @@ def test_only_empty_tensors(device):
     assert [q.shape for q in op.quantize(xs, ones(2, device))] == [(0, 5), (3, 0)]
 
 
-def rejections():
-    x, f16 = torch.ones(2, 3), torch.ones(2, 3).half()
-    return [
-        (op.amax, ([x, x.double()],), TypeError, "tensors[1] must have dtype float32, float16 or"),
-        (op.amax, ([x, 1.0],), TypeError, "tensors[1] must be a torch.Tensor, got float"),
-        (op.scale, ([x], [x, x], 1.0), ValueError, "outputs must have 1 entries like inputs"),
-        (op.scale, ([x], [x.t()], 1.0), ValueError, "outputs[0] must be contiguous, got strides"),
-        (
-            op.scale, ([x, x], [x, f16[0]], 1.0), ValueError,
-            "multi_tensor_scale: outputs[1] must have shape [2, 3], got [3]",
-        ),
-        (op.scale, ([x], [x], f16), TypeError, "factor_tensor must have dtype float32"),
-        (op.axpby, ([x], [f16[0]], [x], 1.0, 1.0), ValueError, "ys[0] must have shape [2, 3]"),
-        (op.quantize, ([x], []), ValueError, "scales must have 1 entries like tensors, got 0"),
-        (op.quantize, ([x], [x]), ValueError, "scales[0] must have one element, got [2, 3]"),
-        (op.quantize, ([x], [x], torch.int8), TypeError, "fp8_dtype must be float8_e4m3fn or"),
-    ]  # fmt: skip
-
-
-@pytest.mark.parametrize("case", range(len(rejections())))
-def test_rejects(case):
-    call, args, error, message = rejections()[case]
-    with pytest.raises(error) as raised:
-        call(*args)
-    assert message in str(raised.value)
-
-
-def test_rejects_options():
+def test_rejects():
     x = torch.ones(2, 3)
+    with pytest.raises(TypeError, match=r"tensors\[1\] must be a torch.Tensor, got float"):
+        op.amax([x, 1.0])
+    with pytest.raises(ValueError, match=r"outputs\[0\] must be contiguous, got strides"):
+        op.scale([x], [x.t()], 1.0)
+    with pytest.raises(TypeError, match="fp8_dtype must be float8_e4m3fn or"):
+        op.quantize([x], [x], torch.int8)
     with pytest.raises(ValueError, match="check must be 'result', 'x' or 'y', got 'z'"):
         op.axpby([x], [x], [x], 1.0, 1.0, check="z")
-    with pytest.raises(TypeError, match="found_inf must have dtype float32 or int32, got bool"):
-        op.scale([x], [x], 1.0, found_inf=torch.zeros(1, dtype=torch.bool))
-    with pytest.raises(ValueError, match=r"amax must have shape \[1\], got \[2\]"):
-        op.amax([x], out=torch.zeros(2))
-    with pytest.raises(ValueError, match="scale_invs must have 1 entries like tensors, got 2"):
-        op.quantize([x], [torch.ones(1)], scale_invs=[torch.ones(1)] * 2)
 
 
 @needs_cuda

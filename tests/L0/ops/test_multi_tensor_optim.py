@@ -207,18 +207,12 @@ def test_misaligned_storage(device, call, options, dtype):
 
 
 def test_rejects():
-    x, half = torch.ones(2, 3), torch.ones(2, 3).half()
+    x = torch.ones(2, 3)
     good = ([x], [x], [x.clone()], [x.clone()])
     for args, options, error, message in (
-        (([x], [x, x], *good[2:]), {}, ValueError, "grads must have 1 entries like params, got 2"),
-        ((*good[:2], [half], good[3]), {}, TypeError, "exp_avgs[0] must have dtype float32, got"),
         (([x.t()], *good[1:]), {}, ValueError, "params[0] must be contiguous, got strides [1, 3]"),
-        ((*good[:3], [x[0]]), {}, ValueError, "exp_avg_sqs[0] must have shape [2, 3], got [3]"),
-        (good, {"masters": [half]}, TypeError, "masters[0] must have dtype float32"),
         (good, {"betas": (0.9, 1.0)}, ValueError, "beta2 must be at least 0 and below 1, got 1"),
         (good, {"step": 0}, ValueError, "step must be at least 1, got 0"),
-        (good, {"step": x}, ValueError, "step_tensor must have one element, got [2, 3]"),
-        (good, {"inv_scale": half}, TypeError, "inv_scale must have dtype float32"),
     ):
         for step in (op.adam, op.lamb):
             with pytest.raises(error) as raised:

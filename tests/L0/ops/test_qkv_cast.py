@@ -192,11 +192,5 @@ def test_rejects(device):
     q, k, v = heads((4,), 2, 2, 8, torch.float32, device)
     with pytest.raises(ValueError, match="queries must have a multiple of the 2 heads of keys"):
         qkv_cast_grad(q[:, :3], k, v, one(1, device), E4M3, interleaved=True)
-    with pytest.raises(ValueError, match="values must have shape"):
-        qkv_cast_grad(q, k, v[:3], one(1, device), E4M3, interleaved=True)
-    with pytest.raises(TypeError, match="values must have dtype float32"):
-        qkv_cast_grad(q, k, v.half(), one(1, device), E4M3, interleaved=True)
     with pytest.raises(ValueError, match="keys must have 3 or 4 dimensions"):
         qkv_cast_grad(q, k[0], v, one(1, device), E4M3, interleaved=True)
-    with pytest.raises(TypeError, match="fp8_dtype must be float8_e4m3fn"):
-        qkv_cast_grad(q, k, v, one(1, device), torch.int8, interleaved=True)
