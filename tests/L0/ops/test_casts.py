@@ -1,5 +1,7 @@
 """Casts of a matrix: their references, bit for bit, padded or not, on each device."""
 
+import itertools
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -25,6 +27,11 @@ NAN, INF = float("nan"), float("inf")
 def scaled(cast, value):
     """The cast, or its reference, with a scale of this value."""
     return lambda x, *args, **options: cast(x, one(value, x.device), *args, **options)
+
+
+def of_amax(cast, value):
+    """The cast, or its reference, with an amax of this value."""
+    return lambda x, *args, **options: cast(x, *args, amax=one(value, x.device), **options)
 
 
 def with_scale(fp8):
@@ -96,6 +103,51 @@ def test_equals_the_reference(device, poison, cast, dtype, shape, padded):
             recorded["amax"].zero_()
             run(x, rowwise=False, columnwise=False, **options, **recorded)
             assert recorded["amax"].item() == largest
+
+
+def numbers(kind):
+    """A matrix of every number of 16 bits, or of any of 32, with what their blocks need beside."""
+    if kind.startswith("float32"):
+        bits = torch.randint(-(2**31), 2**31, (256, 512)).int()
+        if kind.endswith("row"):  # one exponent, so that the codes use the whole range
+            bits = (bits & -0x7F800001) | (bits[:, :1] & 0x7F800000)
+        return bits.view(torch.float32)
+    every = torch.arange(65536, dtype=torch.int32).short().reshape(512, 128)
+    every = every.view(getattr(torch, kind.partition(" ")[0]))
+    if kind.endswith("1"):
+        every = torch.where(every.abs() <= 1, every, 1)
+        every[:, ::32] = 1
+    return every
+
+
+NUMBERS = [
+    "float16", "bfloat16", "float16 beside a 1", "bfloat16 beside a 1", "float32",
+    "float32 in a row",
+]  # fmt: skip
+OF_NUMBERS = CASTS | {
+    f"{str(fp8)[6:]} of {value}": (
+        scaled(given.cast_transpose, value), scaled(given.reference, value), {"fp8_dtype": fp8})
+    for fp8, value in itertools.product((E4M3, E5M2), (1.0, 2.0**-12, 1.7e4))
+} | {
+    f"{str(fp8)[6:]} of an amax of {value}": (
+        of_amax(current.current_scale, value), of_amax(current.reference, value),
+        {"fp8_dtype": fp8})
+    for fp8, value in itertools.product((E4M3, E5M2), (1.0, 3e-5, 700.0, 6e4))
+} | {
+    f"hif8 of {value}, not saturated": (
+        scaled(hif8.quantize, value), scaled(hif8.reference_quantize, value), {"saturate": False})
+    for value in (1.0, 3.7, 2.0**-9, 1.7e4)
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", NUMBERS)
+@pytest.mark.parametrize("cast", OF_NUMBERS)
+def test_every_number(device, cast, kind):
+    run, reference, options = OF_NUMBERS[cast]
+    x = numbers(kind)
+    if "by amax" in cast or cast in ("hif8", "hif8 of 224, pow2"):
+        x = torch.where(x.isfinite(), x, 0)
+    assert_is(run(x.to(device), **options), expected_of(reference, x, options, padded=False))
 
 
 @pytest.mark.parametrize("value", [NAN, INF, -1e30])
