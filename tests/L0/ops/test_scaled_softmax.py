@@ -171,36 +171,6 @@ def test_minus_infinity_is_hidden(device):
     assert_same_bits(scaled_softmax_fwd(x.masked_fill(mask, -torch.inf).to(device), 0.7), masked)
 
 
-@pytest.mark.parametrize("offsets", [(0, 1), (1, 0), (1, 1), (3, 2), (8, 4)], ids=str)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_offset_storage(device, dtype, offsets):
-    """Input and output at other alignments; nothing outside the output is written."""
-
-    def at(offset, values):
-        flat = torch.full((values.numel() + 16,), 7.0, dtype=dtype, device=device)
-        view = flat[offset : offset + values.numel()].view(values.shape)
-        view.copy_(values)
-        return flat, view
-
-    x = torch.randn(1, 3, 5, 136).to(dtype).to(device)
-    expected = scaled_softmax_fwd(x, 0.5)
-    _, source = at(offsets[0], x)
-    flat, target = at(offsets[1], x)
-    assert scaled_softmax_fwd(source, 0.5, out=target) is target
-    rtol = 4 * torch.finfo(dtype).eps
-    assert torch.allclose(target, expected, rtol=rtol, atol=0)
-    assert (flat[: offsets[1]] == 7).all()
-    assert (flat[offsets[1] + x.numel() :] == 7).all()
-    y = expected
-    _, source = at(offsets[0], x)
-    flat, target = at(offsets[1], x)
-    scaled_softmax_bwd(source, y, 0.5, out=target)
-    expected = scaled_softmax_bwd(x, y, 0.5)
-    assert torch.allclose(target, expected, rtol=rtol, atol=1e-6)
-    assert (flat[: offsets[1]] == 7).all()
-    assert (flat[offsets[1] + x.numel() :] == 7).all()
-
-
 def test_mask_layouts(device):
     x = torch.randn(2, 3, 16, 24, device=device)
     mask = random_mask(2, 1, 16, 24).to(device)
