@@ -76,18 +76,21 @@ def cpus() -> int:
     return max(1, math.ceil(min([count, *_cpu_limits()])))
 
 
+# Controller of cgroup v2 and v1, files of limit and use in its folders, and name of the page cache.
+_MEMORY = (
+    ("2", "memory.max", "memory.current", "inactive_file"),
+    ("memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+)
+
+
 def _memory_limits() -> Iterator[int]:
     """Yields the bytes that each control group still allows; its page cache counts as free."""
-    for folder in _groups("2"):
-        limit = _number(text_of(f"{folder}/memory.max"))
-        if limit is not None:
-            used = _number(text_of(f"{folder}/memory.current")) or 0
-            yield limit - used + _stat(text_of(f"{folder}/memory.stat"), "inactive_file")
-    for folder in _groups("memory"):
-        limit = _number(text_of(f"{folder}/memory.limit_in_bytes"))
-        if limit is not None:
-            used = _number(text_of(f"{folder}/memory.usage_in_bytes")) or 0
-            yield limit - used + _stat(text_of(f"{folder}/memory.stat"), "total_inactive_file")
+    for controller, most, current, cached in _MEMORY:
+        for folder in _groups(controller):
+            limit = _number(text_of(f"{folder}/{most}"))
+            if limit is not None:
+                used = _number(text_of(f"{folder}/{current}")) or 0
+                yield limit - used + _stat(text_of(f"{folder}/memory.stat"), cached)
 
 
 def free_memory() -> int | None:

@@ -304,15 +304,6 @@ def _refuse_taken(spec: OpSpec, name: str) -> None:
         )
 
 
-def _extension_capability(spec: OpSpec) -> Capability | None:
-    """Returns a visible GPU's capability for an extension: no tensor tells the device yet."""
-    torch = installed_torch(spec.NAME)
-    if not spec.needs_archs("cpu") or (torch.version.cuda or torch.version.hip) is None:
-        return None
-    devices = visible_capabilities()
-    return devices[0] if devices else None
-
-
 def load_extension(spec: OpSpec, force: bool = False, verbose: bool = False) -> ModuleType:
     """Returns a pybind11 op's module, imported once; ``force`` compiles and imports it anew."""
     name = spec.absolute_name()
@@ -335,7 +326,10 @@ def load_extension(spec: OpSpec, force: bool = False, verbose: bool = False) -> 
             return import_module(name, opened)
 
         try:
-            capability = _extension_capability(spec)
+            torch, devices = installed_torch(spec.NAME), []
+            if spec.needs_archs("cpu") and (torch.version.cuda or torch.version.hip) is not None:
+                devices = visible_capabilities()  # no tensor tells the device yet
+            capability = devices[0] if devices else None
             module = load_library(spec, "cpu", capability, use, force=force, verbose=verbose)
         except ImportError as error:
             if before is not None:

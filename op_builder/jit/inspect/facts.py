@@ -26,7 +26,7 @@ from ..errors import BuildError, CacheError, CompileError, UnknownOpError, unkno
 from ..find import cache, inventory
 from ..find.inventory import Entry
 from ..find.key import key_of
-from ..platform import CUDA, gpu_platform
+from ..platform import CUDA, gpu_platform, installed_torch
 from ..prebuild.batch import Targets
 from . import machine
 
@@ -317,7 +317,7 @@ def collect(builders: Iterable[OpSpec], problems: Mapping[str, str] | None = Non
         "apex_te": {"version": machine.suite_version(), "path": str(SUITE)},
         "machine": machine.machine(),
         "python": machine.python(),
-        "torch": machine.torch(),
+        "torch": installed_torch()._asdict(),
         "gpus": machine.gpus(visible),
         "archs": {
             "archs": chosen,

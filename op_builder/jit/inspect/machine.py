@@ -6,6 +6,7 @@ Nothing here imports torch, initialises CUDA in this process, or writes anything
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import platform
 import re
@@ -19,7 +20,7 @@ from .. import env
 from ..backends import archs, toolchain
 from ..build import resources
 from ..errors import BuildError, SettingError
-from ..platform import installed_torch, is_hip, output_of, text_of
+from ..platform import CUDA, ROCM, is_hip, output_of, text_of
 
 Facts = dict[str, Any]
 UNREAD = "nothing reads it"
@@ -40,18 +41,13 @@ def gpus(known: Sequence[str]) -> Facts:
     return answer
 
 
-def _cpu_name() -> str:
-    """Returns the name of the CPU's model."""
-    found = re.search(r"^model name\s*:\s*(.*)$", text_of("/proc/cpuinfo"), re.MULTILINE)
-    return found[1].strip() if found else platform.processor()
-
-
 def machine() -> Facts:
     """Returns facts of the computer; "memory_free" in bytes, "jobs" None for a bad ``MAX_JOBS``."""
     libc = "-".join(part for part in platform.libc_ver() if part)
+    model = re.search(r"^model name\s*:\s*(.*)$", text_of("/proc/cpuinfo"), re.MULTILINE)
     facts = {
         "system": f"{platform.system()} {platform.release()}",
-        "cpu": _cpu_name(),
+        "cpu": model[1].strip() if model else platform.processor(),
         "architecture": platform.machine(),
         "libc": libc or "unknown",
         "cpus": resources.cpus(),
@@ -71,11 +67,6 @@ def python() -> Facts:
         "implementation": platform.python_implementation(),
         "executable": sys.executable,
     }
-
-
-def torch() -> Facts:
-    """Returns the fields of ``platform.Torch``, as a dict for JSON."""
-    return installed_torch()._asdict()
 
 
 def _cxx() -> tuple[str, str, str]:
@@ -148,52 +139,35 @@ def tools() -> list[Facts]:
     return found
 
 
-def _boolean(name: str) -> Callable[[], object]:
-    """Returns a function that reads the variable ``name`` as a boolean."""
-    return lambda: env.boolean(name, None)
-
-
 def _archs() -> object:
     """Parses the environment's arch list, with arch 9.0 for the word "native"."""
     named = archs.named_arch_list()
     return archs.parse_arch_list(named[1], lambda: [(9, 0)]) if named else None
 
 
-# every variable that the suite and its benchmarks read at run time -> what reading it does, which
-# raises BuildError for a bad value
+# Every variable that the suite and its benchmarks read at run time: booleans, those that nobody
+# checks before use, and those with a function whose reading raises BuildError for a bad value.
+_BOOLEANS = (
+    "APEX_TE_FUSED_SWIGLU", "APEX_TE_GEMM_TUNE", "APEX_TE_PEER_MEMORY", "APEX_TE_TOPLEVEL_COMPAT",
+    "APEX_TE_TRANSFORMER_ENGINE",
+)  # fmt: skip
+_UNCHECKED = (
+    "APEX_TE_CACHE_DIR", "APEX_TE_CACHE_PATH", "APEX_TE_COMMIT", "APEX_TE_CPU_ISA",
+    "APEX_TE_CUDA_HOME", "APEX_TE_NVTX", "APEX_TE_ROCM_HOME", "APEX_TE_TE_VERSION", "CUDA_HOME",
+    "CUDA_PATH", "CUDA_VISIBLE_DEVICES", "CXX", "ROCM_HOME", "ROCM_PATH", "XDG_CACHE_HOME",
+    "XDG_RUNTIME_DIR",
+)  # fmt: skip
 _READ: dict[str, Callable[[], object] | None] = {
-    "APEX_TE_CACHE_DIR": None,
-    "APEX_TE_CACHE_PATH": None,
-    "APEX_TE_COMMIT": None,
-    "APEX_TE_CPU_ISA": None,
-    "APEX_TE_CUDA_ARCH_LIST": _archs,
-    "APEX_TE_CUDA_HOME": None,
+    **dict.fromkeys(_UNCHECKED),
+    **{name: functools.partial(env.boolean, name, None) for name in _BOOLEANS},
+    **{name: _archs for each in (CUDA, ROCM) for name in each.arch_variables},
     "APEX_TE_DISABLE_JIT": env.jit_disabled,
-    "APEX_TE_FUSED_SWIGLU": _boolean("APEX_TE_FUSED_SWIGLU"),
-    "APEX_TE_GEMM_TUNE": _boolean("APEX_TE_GEMM_TUNE"),
     "APEX_TE_GPU_PLATFORM": is_hip,
     "APEX_TE_JIT_RETRY": env.jit_retry,
     "APEX_TE_JIT_VERBOSE": env.jit_verbose,
     "APEX_TE_LOCK_TIMEOUT": env.lock_timeout,
-    "APEX_TE_NVTX": None,
-    "APEX_TE_PEER_MEMORY": _boolean("APEX_TE_PEER_MEMORY"),
-    "APEX_TE_ROCM_ARCH": _archs,
-    "APEX_TE_ROCM_HOME": None,
     "APEX_TE_SANITIZE": env.sanitizers,
-    "APEX_TE_TE_VERSION": None,
-    "APEX_TE_TOPLEVEL_COMPAT": _boolean("APEX_TE_TOPLEVEL_COMPAT"),
-    "APEX_TE_TRANSFORMER_ENGINE": _boolean("APEX_TE_TRANSFORMER_ENGINE"),
-    "CUDA_HOME": None,
-    "CUDA_PATH": None,
-    "CUDA_VISIBLE_DEVICES": None,
-    "CXX": None,
     "MAX_JOBS": resources.jobs,
-    "PYTORCH_ROCM_ARCH": _archs,
-    "ROCM_HOME": None,
-    "ROCM_PATH": None,
-    "TORCH_CUDA_ARCH_LIST": _archs,
-    "XDG_CACHE_HOME": None,
-    "XDG_RUNTIME_DIR": None,
 }
 
 

@@ -7,7 +7,7 @@ import re
 import shutil
 from collections.abc import Iterable, Mapping, Sequence
 
-from ...spec import OpSpec
+from ...spec import INCLUDE_FLAGS, OpSpec
 from .. import env
 from ..backends import library, pythons, toolchain
 from ..backends.archs import named_arch_list, visible_capabilities
@@ -22,7 +22,7 @@ from .build_report import BuildReport
 
 MACHINE, LABEL = "APEX_BUILD_MACHINE", "APEX_BUILD_LABEL"
 _MACHINES = ("x86_64", "aarch64")
-CPP_OPS, CUDA_OPS = GROUPS = ("APEX_BUILD_CPP_OPS", "APEX_BUILD_CUDA_OPS")
+CPP_OPS, CUDA_OPS = INCLUDE_FLAGS
 # what apex's setup.py takes -> what says it here
 _APEX_OPTIONS = {"--cpp_ext": CPP_OPS, "--cuda_ext": CUDA_OPS}
 # apex's extensions, as its variables APEX_BUILD_<extension> name them, and the ops that serve them;
@@ -114,7 +114,13 @@ def select(builders: Mapping[str, OpSpec]) -> list[Choice]:
 
 def _check_variables(builders: Mapping[str, OpSpec]) -> None:
     """Refuses an ``APEX_BUILD_*`` variable that nothing reads."""
-    own = [*GROUPS, pythons.VARIABLE, MACHINE, LABEL, *(s.BUILD_VAR for s in builders.values())]
+    own = [
+        *INCLUDE_FLAGS,
+        pythons.VARIABLE,
+        MACHINE,
+        LABEL,
+        *(s.BUILD_VAR for s in builders.values()),
+    ]
     read = {*own, *(f"APEX_BUILD_{name}" for name in (*_APEX_SERVED, *_APEX_UNSERVED))}
     for name in sorted(os.environ):
         if name.startswith("APEX_BUILD_") and name not in read:
@@ -133,7 +139,12 @@ def check_install(builders: Mapping[str, OpSpec], arguments: Iterable[str] = ())
             raise SettingError(f"{option} is apex's option; set {_APEX_OPTIONS[option]}=1 instead")
     if any(choice.wanted for choice in choices) and env.jit_disabled():
         raise SettingError("APEX_TE_DISABLE_JIT is set together with a request to build libraries")
-    _check_machine(choices)
+    name = named_machine()
+    if name != machine() and any(each.wanted and each.device == "cuda" for each in choices):
+        raise SettingError(
+            f"{MACHINE}={name}: CUDA libraries for {name} must be built on {name}; only CPU"
+            f" libraries are compiled for another machine, got a request for both on {machine()}"
+        )
     return choices
 
 
@@ -153,16 +164,6 @@ def version_label() -> str:
             f"{LABEL} must be lower-case letters and digits, separated by dots, got {label!r}"
         )
     return f"+{label}" if label else ""
-
-
-def _check_machine(choices: Iterable[Choice]) -> None:
-    """Checks that what is asked for can be compiled for the CPU architecture that is named."""
-    name = named_machine()
-    if name != machine() and any(each.wanted and each.device == "cuda" for each in choices):
-        raise SettingError(
-            f"{MACHINE}={name}: CUDA libraries for {name} must be built on {name}; only CPU"
-            f" libraries are compiled for another machine, got a request for both on {machine()}"
-        )
 
 
 def into_package(

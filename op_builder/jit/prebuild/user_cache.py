@@ -6,7 +6,7 @@ import os
 import time
 from collections.abc import Iterable, Mapping, Sequence
 
-from ...spec import OpSpec
+from ...spec import DISPATCHER, OpSpec
 from .. import env
 from ..backends.archs import Capability
 from ..build import lock, resources
@@ -27,7 +27,6 @@ from .batch import (
 from .build_report import BuildReport, LibraryReport
 
 _LOCK = "prebuild"  # beside those of the libraries, whose names end in a key
-_DISPATCHER = "apex_te_core"
 
 
 def check_ops(ops: str | Iterable[str] | None, builders: Mapping[str, OpSpec]) -> list[str]:
@@ -36,7 +35,7 @@ def check_ops(ops: str | Iterable[str] | None, builders: Mapping[str, OpSpec]) -
         return sorted(builders)
     names = [ops] if isinstance(ops, str) else list(ops)
     for name in names:
-        if name not in builders and name != _DISPATCHER:
+        if name not in builders and name != DISPATCHER:
             raise unknown_op(name, sorted(builders))
     return [name for name in dict.fromkeys(names) if name in builders]
 
@@ -62,27 +61,21 @@ def choose_ops(
     return choices
 
 
-def _found(wanted: Wanted, targets: Targets) -> LibraryReport | None:
-    """Returns the report's row of a library that the caches hold, None if it must be compiled."""
-    gpus: Sequence[Capability | None] = [None]
-    if wanted.archs and targets.named is None:
-        gpus = targets.capabilities  # as on first use: whatever covers the GPU will do
-    tags = [str(arch) for arch in wanted.archs]
-    found = cache.look_up_for_all(wanted.spec, wanted.device, gpus, tags)
-    return None if found is None else manifest_report(wanted, "present", found.path)
-
-
 def _missing(
     wanted: Iterable[Wanted], targets: Targets, rows: dict[Wanted, LibraryReport]
 ) -> list[Wanted]:
-    """Returns the libraries that the caches do not hold."""
+    """Returns the libraries that the caches do not hold and adds the rows of others to ``rows``."""
     missing = []
     for item in wanted:
-        row = _found(item, targets)
-        if row is None:
+        gpus: Sequence[Capability | None] = [None]
+        if item.archs and targets.named is None:
+            gpus = targets.capabilities  # as on first use: whatever covers the GPU will do
+        tags = [str(arch) for arch in item.archs]
+        found = cache.look_up_for_all(item.spec, item.device, gpus, tags)
+        if found is None:
             missing.append(item)
         else:
-            rows[item] = row
+            rows[item] = manifest_report(item, "present", found.path)
     return missing
 
 

@@ -204,8 +204,9 @@ def test_entry_that_serves_the_gpu_is_present(root, cache_dir, monkeypatch):
     (folder / "manifest.json").write_text(json.dumps(manifest))
     for found, state in ((Targets(None, ((9, 0),)), "present"), (Targets.find("9.0"), None)):
         (wanted,), _ = batch.plan({"op": builder}, [Choice("op", "cuda", True)], found)
-        row = user_cache._found(wanted, found)
-        assert (row and row.state) == state
+        rows = {}
+        assert user_cache._missing([wanted], found, rows) == ([] if state else [wanted])
+        assert [row.state for row in rows.values()] == ([state] if state else [])
 
 
 @pytest.mark.parametrize(

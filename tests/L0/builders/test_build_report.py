@@ -21,6 +21,7 @@ from op_builder.jit.errors import CompileError, UnknownOpError
 from op_builder.jit.find import cache
 from op_builder.jit.inspect import facts as report
 from op_builder.jit.inspect import machine, report_command, why_command
+from op_builder.jit.platform import installed_torch
 from op_builder.jit.text import size
 
 
@@ -282,9 +283,9 @@ def test_driver_is_asked_without_a_context(code, tmp_path, monkeypatch):
 
 def test_torch_is_read_off_its_files():
     torch = pytest.importorskip("torch")
-    facts = machine.torch()
-    assert facts["version"] == torch.__version__
-    assert (facts["cuda"], facts["hip"]) == (torch.version.cuda, torch.version.hip)
+    found = installed_torch()
+    assert found.version == torch.__version__
+    assert (found.cuda, found.hip) == (torch.version.cuda, torch.version.hip)
 
 
 def test_tools_say_where_they_come_from(tmp_path, monkeypatch):
