@@ -78,17 +78,6 @@ def test_arguments(ours, torchs):
 
 
 @both
-def test_deferred_initialisation(ours, torchs):
-    module = ours(8, device="meta", sequence_parallel=True)
-    assert all(p.is_meta for p in module.parameters())
-    module.to_empty(device="cpu").reset_parameters()
-    assert module.weight.eq(1).all()
-    assert all(p.sequence_parallel for p in module.parameters())
-    x = torch.randn(3, 8)
-    torch.testing.assert_close(module(x), torchs(8, eps=1e-5)(x))
-
-
-@both
 def test_state(ours, torchs):
     module, x = randomize(ours(8)), torch.randn(3, 8)
     plain = torchs(8, eps=1e-5)

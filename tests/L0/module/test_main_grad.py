@@ -92,6 +92,23 @@ def test_sums_keep_float32(device, products, name, dtype, delayed, recipe):
         assert not exact.any() or error_db(exact, weight.main_grad.double()) >= floor
 
 
+@pytest.mark.parametrize("name", MODULES)
+def test_sum_of_what_was_there_and_the_gradient(device, name):
+    module, twin = (MODULES[name](device=device, **more) for more in (OPTIONS, {}))
+    twin.load_state_dict(module.state_dict())
+    weights, x = with_main_grads(module, value=1.0), torch.randn(16, 2, 32, device=device)
+    for each in (module, twin):
+        torch.manual_seed(2)  # of dropout
+        call(each, x).sum().backward()
+    for weight, plain in zip(weights, (p for p in twin.parameters() if p.dim() == 2), strict=True):
+        torch.testing.assert_close(weight.main_grad, plain.grad + 1)
+
+
+def test_attention_adds_to_main_grad_only_where_its_weights_are_fused():
+    with pytest.raises(ValueError, match="fuse_qkv_params must be True with fuse_wgrad"):
+        MultiheadAttention(32, 2, **OPTIONS)
+
+
 @pytest.mark.parametrize("delayed", [False, True])
 @pytest.mark.parametrize("recipe", [None, "delayed", "blockwise"])
 @pytest.mark.parametrize("name", [*MODULES, "on the device"])

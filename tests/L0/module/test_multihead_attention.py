@@ -420,32 +420,6 @@ def test_keys_and_initialisation():
     assert "layernorm_query.query_weight" in dict(normed.named_parameters())
 
 
-def test_state_and_deferred_initialisation():
-    module, x = build(input_layernorm=True), torch.randn(SHAPES["sbhd"])
-    other = MultiheadAttention(
-        HIDDEN, HEADS, num_gqa_groups=GROUPS, input_layernorm=True, attention_dropout=0.0,
-        device="meta",
-    )  # fmt: skip
-    assert all(p.is_meta for p in other.parameters())
-    other.to_empty(device="cpu").load_state_dict(module.state_dict())
-    assert torch.equal(other(x), module(x))
-    assert torch.equal(copy.deepcopy(module)(x), module(x))
-
-
-def test_main_grad():
-    module, x = build(fuse_qkv_params=True), torch.randn(SHAPES["sbhd"])
-    expected = torch.autograd.grad(module(x).sum(), [module.qkv.weight, module.proj.weight])
-    fused = build(fuse_qkv_params=True, fuse_wgrad_accumulation=True)
-    fused.load_state_dict(module.state_dict())
-    for linear in (fused.qkv, fused.proj):
-        linear.weight.main_grad = torch.ones_like(linear.weight)
-    fused(x).sum().backward()
-    for linear, grad in zip((fused.qkv, fused.proj), expected, strict=True):
-        torch.testing.assert_close(linear.weight.main_grad, grad + 1)
-    with pytest.raises(ValueError, match="fuse_qkv_params must be True with fuse_wgrad"):
-        build(fuse_wgrad_accumulation=True)
-
-
 def test_heads_are_views_of_the_projection(monkeypatch):
     """Nothing is copied between the projection and attention, nor after it in bshd."""
     module = build(fuse_qkv_params=True, qkv_weight_interleaved=False, qkv_format="bshd")
@@ -494,11 +468,3 @@ def test_compiles(options):
         found.append([out, *torch.autograd.grad(out.square().sum(), [t, *module.parameters()])])
     for a, b in zip(*found, strict=True):
         torch.testing.assert_close(a, b, rtol=1.3e-6, atol=1e-5)
-
-
-def test_without_gradients():
-    module, x = build(input_layernorm=True), torch.randn(SHAPES["sbhd"])
-    expected = module(x)
-    for context in (torch.no_grad(), torch.inference_mode()):
-        with context:
-            torch.testing.assert_close(module(x), expected)

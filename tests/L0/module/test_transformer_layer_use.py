@@ -175,21 +175,6 @@ def test_keys_hints_and_initialisation():
     assert torch.isfinite(meta(torch.randn(SHAPES["sbhd"]))).all()
 
 
-def test_main_grad():
-    layer = build(fuse_qkv_params=True, fuse_wgrad_accumulation=True)
-    plainly = build(fuse_qkv_params=True)
-    plainly.load_state_dict(layer.state_dict())
-    weights = {n: p for n, p in layer.named_parameters() if p.dim() == 2}
-    for p in weights.values():
-        p.main_grad = torch.zeros_like(p)
-    x = torch.randn(SHAPES["sbhd"])
-    layer(x).sum().backward()
-    plainly(x).sum().backward()
-    for name, p in plainly.named_parameters():
-        if name in weights:
-            torch.testing.assert_close(weights[name].main_grad, p.grad)
-
-
 def test_torch_autocast():
     for dropout in (0.0, 0.1):
         layer, x = build(hidden_dropout=dropout), torch.randn(SHAPES["sbhd"], requires_grad=True)
@@ -202,14 +187,6 @@ def test_torch_autocast():
         with torch.autocast("cpu", torch.bfloat16):
             low = layer(x)
         torch.testing.assert_close(low.float(), high, rtol=5e-2, atol=5e-2)
-
-
-def test_without_gradients():
-    layer, x = build(), torch.randn(SHAPES["sbhd"])
-    expected = layer(x)
-    for context in (torch.no_grad(), torch.inference_mode()):
-        with context:
-            torch.testing.assert_close(layer(x), expected)
 
 
 def test_frozen_parts():
