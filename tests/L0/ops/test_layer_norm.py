@@ -3,13 +3,12 @@
 import torch
 from checks import assert_as_good_as_torch
 from norm_cases import EPS, NormCases
-from norm_interface_cases import NormInterfaceCases
 from torch.nn import functional as F
 
 from apex_te.ops import layer_norm as op
 
 
-class TestLayerNorm(NormCases, NormInterfaceCases):
+class TestLayerNorm(NormCases):
     op = op
     has_bias = True
 

@@ -1,10 +1,9 @@
 """rms_norm against its formula in float64, on each device."""
 
 from norm_cases import NormCases
-from norm_interface_cases import NormInterfaceCases
 
 from apex_te.ops import rms_norm as op
 
 
-class TestRMSNorm(NormCases, NormInterfaceCases):
+class TestRMSNorm(NormCases):
     op = op
