@@ -19,16 +19,18 @@
 #include "swiglu/swiglu.h"
 
 APEX_TE_FUNCTION(grouped_cast,
-                 "x: Tensor, grad: Tensor?, row_of: Tensor?, factor: Tensor?, partials: Tensor!?, "
-                 "activation: int, table: Tensor, scale: Tensor, scale_inv: Tensor!, "
-                 "rowwise: Tensor!?, columnwise: Tensor!?, row_scale_inv: Tensor!?, "
-                 "amax: Tensor!?, due: Tensor?, inverse_given: bool",
+                 "x: Tensor, grad: Tensor?, row_of: i32[r]?, factor: f32[r]?, partials: Tensor!?, "
+                 "activation: int, table: i32[table(g)], scale: f32[g], scale_inv: f32[g]!!, "
+                 "rowwise: F[r c]!?, columnwise: F[c columns(r g)]!?, row_scale_inv: f32[r]!?, "
+                 "amax: f32[g]!!?, due: i32[g]?, inverse_given: bool",
                  "cuda")
 APEX_TE_IN_PLACE(grouped_cast, "amax: scale")
 APEX_TE_FUNCTION(grouped_block_cast,
-                 "x: Tensor, grad: Tensor?, row_of: Tensor?, factor: Tensor?, partials: Tensor!?, "
-                 "activation: int, table: Tensor, rowwise: Tensor!?, rowwise_scale_inv: Tensor!?, "
-                 "columnwise: Tensor!?, columnwise_scale_inv: Tensor!?, eps: float, pow2: bool",
+                 "x: Tensor, grad: Tensor?, row_of: i32[r]?, factor: f32[r]?, partials: Tensor!?, "
+                 "activation: int, table: i32[table(g)], rowwise: F[r c]!?, "
+                 "rowwise_scale_inv: f32[c/128 r%4]!?rowwise, columnwise: F[c columns(r g)]!?, "
+                 "columnwise_scale_inv: f32[column_lines(r g) c%4]!?columnwise, eps: float, "
+                 "pow2: bool",
                  "cuda")
 
 namespace apex_te {

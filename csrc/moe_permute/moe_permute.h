@@ -32,8 +32,7 @@ APEX_TE_FUNCTION(moe_permute_rows,
                  "row_id_map: i32[map_rows(t) map_columns(w)~2], out: X[r c]!, "
                  "permuted_probs: P[r]!?probs")
 // The token of each row, -1 for a row without a copy.
-APEX_TE_FUNCTION(moe_tokens_of_rows,
-                 "row_id_map: i32[map_rows(t) map_columns(w)~2], out: i32[r]!")
+APEX_TE_FUNCTION(moe_tokens_of_rows, "row_id_map: i32[map_rows(t) map_columns(w)~2], out: i32[r]!")
 APEX_TE_FUNCTION(moe_unpermute_fwd,
                  "inp: T[r c], probs: P=T|f32[t w]?, "
                  "row_id_map: i32[map_rows(t) map_columns(w)~2], out: T[t c]!, "

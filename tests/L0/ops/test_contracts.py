@@ -45,6 +45,7 @@ OWN_SIZES = {  # where these are too large, or multiples are required
     "fp8_block_accumulate": {"m": 261, "n": 262},
     "dense_gemm": GEMM | {"m": 270},
     "grouped_gemm": GROUPED,
+    "grouped_block_cast": SIZES,
     "grouped_block": GROUPED,
     "peer_sum": {"b": 4096, "s": 259},
 }
@@ -62,20 +63,25 @@ ONE_ADDED = [({}, ("aux",)), ({}, ("c",))]
 ANGLES = [({"layout": 2}, ("cos",)), ({"layout": 2}, ("freqs",))]
 ROUTES = [({"is_index": is_index}, ()) for is_index in (False, True)]
 SWIGLU = [({"activation": 5}, ())]
+GATHERED, GATED = (torch.ones(SIZES["r"], n * SIZES["c"]).half() for n in (1, 2))
+SOURCES = [({"x": GATHERED}, ()), ({"x": GATED}, ("row_of",))]
+GROUPED_CASTS = ["grouped_cast", "grouped_block_cast"]
 FORMS = {
     "block_quantize": BLOCKS, "block_dequantize": BLOCKS, "fp8_block_accumulate": SQUARES,
     "fp8_gemm_block": [(options | {"k": GEMM["k"]}, ()) for options, _ in SQUARES],
     "fp8_gemm": ONE_ADDED, "fp8_gemm_epilogue": ONE_ADDED, "rope_fwd": ANGLES, "rope_bwd": ANGLES,
     "multi_tensor_sgd": [({"momentum": 0.0}, ())], "moe_permute_map": ROUTES,
     "moe_permute_fwd": ROUTES, "dense_gemm_swiglu": SWIGLU, "dense_gemm_swiglu_bwd": SWIGLU,
+    "grouped_cast": SOURCES, "grouped_block_cast": SOURCES,
 }  # fmt: skip
 # Tensors that are refused without another one, and functions that are refused without any of these.
 NEEDS = {"up_bias": ["bias"], "act_columnwise": ["act_scale"]}
 QUANTIZE = ["current_scale_fwd", "current_scale_cast", "hif8_quantize", "hif8_current", "hif8_cast"]
-BLOCK_CASTS = ["grouped_block_quantize", "grouped_block_quantize_matrices"]
+BLOCK_CASTS = ["grouped_block_quantize", "grouped_block_quantize_matrices", "grouped_block_cast"]
 ONE_OF = {name: {"rowwise", "columnwise"} for name in QUANTIZE + BLOCK_CASTS}
 # Optional tensors that one form of a call cannot do without.
 NEEDED = {name: {"freqs", "cos", "cu_seqlens"} for name in ("rope_fwd", "rope_bwd")}
+NEEDED |= {name: {"row_of"} for name in GROUPED_CASTS}
 # Letters whose extent must not be 0.
 NOT_EMPTY = {
     ("cross_entropy_fwd", "c"), ("cross_entropy_bwd", "c"), ("moe_router_fwd", "c"),
@@ -84,13 +90,14 @@ NOT_EMPTY = {
     ("peer_sum", "b"),
     *((name, letter) for name in ("rope_fwd", "rope_bwd") for letter in "dk"),
     *((f"moe_{each}", "w") for each in ("permute_map", "permute_fwd", "permute_rows")),
-    ("moe_unpermute_fwd", "w"), ("moe_unpermute_bwd", "w"), ("moe_tokens_of_rows", "w"), ("multi_tensor_l2norm", "z"),
-    ("multi_tensor_lamb", "z"), ("moe_sort_chunks_map", "r"),
+    *((f"moe_{each}", "w") for each in ("unpermute_fwd", "unpermute_bwd", "tokens_of_rows")),
+    *((name, letter) for name in GROUPED_CASTS for letter in "rc"),
+    ("multi_tensor_l2norm", "z"), ("multi_tensor_lamb", "z"), ("moe_sort_chunks_map", "r"),
 }  # fmt: skip
 # Their letters follow from what comes later, or are those of a scalar.
 FREE = {
     "x", "keys", "other_x", "input", "inp", "table", "row_id_map", "routing_map", "freqs", "cos",
-    "cu_seqlens", "histories", "ends",
+    "cu_seqlens", "histories", "ends", "row_of", "moe_tokens_of_rows.out",
 }  # fmt: skip
 CONTRACTS = {
     name: (op, parse(spec.signature))
@@ -108,6 +115,10 @@ CHECKS = {
     },
     "fp8_gemm/fp8_gemm.h": {
         each: f"check_{each}(args)" for each in ("fp8_gemm", "fp8_gemm_block", "wgrad_gemm")
+    },
+    "grouped_cast/grouped_cast.h": {
+        "grouped_cast": "check_grouped_cast(args, false)",
+        "grouped_block_cast": "check_grouped_cast(args, true)",
     },
     "grouped_gemm/grouped_gemm.h": {
         "grouped_gemm_multiply": "check_grouped_gemm(args, false, false)",
@@ -194,8 +205,8 @@ def make(name, device, form=({}, ()), without=(), padded=None, dtypes=None, size
         if not p.is_tensor:
             continue
         made[p.name] = None
-        if not p.is_optional and p.name in OPEN:
-            made[p.name] = OPEN[p.name].to(device)
+        if not p.is_optional and not p.dims:
+            made[p.name] = (OPEN | form[0])[p.name].to(device)
         if p.name in without or (p.follows and {*p.follows} <= without):
             made[p.name] = [] if p.length else None
         elif p.name == "table" and name != "grouped_offsets":
@@ -347,7 +358,7 @@ def refuses(name, good, p, device):
     if p.name == "workspace":
         wrong = x[None] if x.dtype == torch.uint8 else x[:-1]
         check(ValueError, "workspace must have (shape|at least|1 dimensions)", wrong)
-    elif p.name in FREE or (p.name == first and not p.length):
+    elif FREE & {p.name, f"{name}.{p.name}"} or (p.name == first and not p.length):
         message = rf"\w+({item})? must have ([1-4] dimensions|(x's )?shape)"
         check(ValueError, message, put(x[None]))
     elif not is_any:

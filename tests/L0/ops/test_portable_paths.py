@@ -72,7 +72,8 @@ def results(op):
             continue
         case = make_case(name, *size)
         made = in_dtype(name, case.args, dtype)
-        made |= {k: [t.to(dtype) for t in made[k]] for k in LISTS & made.keys()}
+        lists = [k for k in LISTS & made.keys() if isinstance(made[k], list)]
+        made |= {k: [t.to(dtype) for t in made[k]] for k in lists}
         for key in ("x", "freqs"):
             if key in made and values != "usual":
                 made[key] = any_bits(made[key], values == "finite")
