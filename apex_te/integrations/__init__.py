@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from ..runtime.imports import attach
 from .autocast_forward import autocast_forward
+from .experts import register_experts
 from .export import export_fp8
 from .from_torch import from_torch
 from .fused_lora import fuse_lora
@@ -30,6 +31,7 @@ __all__ = [
     "load_fp8_state",
     "load_te_extra_state",
     "read_te_extra_state",
+    "register_experts",
     "reorder_fused_state",
     "reorder_grouped_linear_state",
     "save_fp8_state",

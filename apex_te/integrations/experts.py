@@ -35,6 +35,84 @@ class ExpertGemm(GroupedLinear):
         return (self._stacked,), ()
 
 
+def _gemms_of(experts: Any) -> tuple[ExpertGemm, ExpertGemm]:
+    """Returns layers over the experts' weights."""
+    count, outer, inner = experts.gate_up_proj.shape
+    dtype, training = experts.gate_up_proj.dtype, experts.training
+    return (
+        ExpertGemm(count, inner, outer, dtype).train(training),
+        ExpertGemm(count, outer // 2, inner, dtype).train(training),
+    )
+
+
+def _run(
+    experts: Any,
+    gemms: tuple[ExpertGemm, ExpertGemm],
+    hidden_states: torch.Tensor,
+    top_k_index: torch.Tensor,
+    top_k_weights: torch.Tensor,
+) -> torch.Tensor:
+    """Computes experts by layers over their weights; a gate that is not standard stays theirs."""
+    gate = experts._apply_gate
+    if getattr(gate, "__module__", None) == matching.EXPERTS:
+        gate = matching.activation_name(experts.act_fn, gated=True) or gate
+    gemms[0]._stacked, gemms[1]._stacked = experts.gate_up_proj, experts.down_proj
+    try:
+        return run_experts(*gemms, hidden_states, top_k_index, top_k_weights, gate)[0]
+    finally:
+        gemms[0]._stacked = gemms[1]._stacked = None
+
+
+def register_experts(name: str = "apex_te") -> None:
+    """Adds the suite's experts to transformers' experts implementations, under ``name``.
+
+    A model that is not converted then uses them after ``model.set_experts_implementation(name)``,
+    or with ``experts_implementation=name`` in ``from_pretrained``: grouped GEMMs in FP8 inside
+    ``fp8_autocast``, and in bf16 elsewhere. State dicts hold no FP8 state of delayed scaling for
+    them; those of experts that ``from_torch`` converts do.
+
+    Raises:
+        ImportError: transformers, 5 or later, is not installed.
+        NotImplementedError: in a forward, for experts whose weights are transposed, interleaved,
+            without a gate or spread over ranks, or that have biases or a norm.
+    """
+    from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+
+    ALL_EXPERTS_FUNCTIONS.register(name, _registered_forward)
+
+
+def _registered_forward(
+    experts: Any,
+    hidden_states: torch.Tensor,
+    top_k_index: torch.Tensor,
+    top_k_weights: torch.Tensor,
+) -> torch.Tensor:
+    """Computes unconverted experts, whose layers are made in the first call."""
+    for attribute, served, what in (
+        ("has_bias", False, "biases"),
+        ("is_transposed", False, "transposed weights"),
+        ("has_gate", True, "no gate"),
+        ("is_concatenated", True, "interleaved weights"),
+        ("has_post_expert_norm", False, "a norm"),
+        ("_is_expert_parallel", False, "weights spread over ranks"),
+    ):
+        if getattr(experts, attribute, served) != served:
+            raise NotImplementedError(
+                f"{type(experts).__name__}: experts_implementation must be another than that of "
+                f"apex_te for experts with {what}"
+            )
+    weight = experts.gate_up_proj
+    made = experts.__dict__.get("_apex_te_gemms")
+    if made is None or made[1:] != (weight.device, weight.dtype):
+        # Not as children: the model's state dict keeps its keys.
+        made = experts.__dict__["_apex_te_gemms"] = (
+            _gemms_of(experts), weight.device, weight.dtype
+        )  # fmt: skip
+    for gemm in made[0]:
+        gemm.training = experts.training
+    return _run(experts, made[0], hidden_states, top_k_index, top_k_weights)
+
+
 class StackedExperts(nn.Module):
     """Experts that have the weights of each linear layer in one Parameter, in FP8 inside a region.
 
@@ -53,10 +131,7 @@ class StackedExperts(nn.Module):
 
     def make_gemms(self) -> None:
         """Adds the ``ExpertGemm`` layers."""
-        experts, outer, inner = self.gate_up_proj.shape
-        dtype = self.gate_up_proj.dtype
-        self.gate_up_gemm = ExpertGemm(experts, inner, outer, dtype).train(self.training)
-        self.down_gemm = ExpertGemm(experts, outer // 2, inner, dtype).train(self.training)
+        self.gate_up_gemm, self.down_gemm = _gemms_of(self)
 
     def forward(
         self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
@@ -74,12 +149,7 @@ class StackedExperts(nn.Module):
                 "transformers has spread over ranks"
             )
         gemms = self.gate_up_gemm, self.down_gemm
-        gemms[0]._stacked, gemms[1]._stacked = self.gate_up_proj, self.down_proj
-        try:
-            out = run_experts(*gemms, hidden_states, top_k_index, top_k_weights, self._gate())[0]
-        finally:
-            gemms[0]._stacked = gemms[1]._stacked = None
-        return out
+        return _run(self, gemms, hidden_states, top_k_index, top_k_weights)
 
     def _is_spread(self) -> bool:
         """Returns True if transformers has given each rank a part of the experts."""
@@ -97,14 +167,6 @@ class StackedExperts(nn.Module):
             for gemm in gemms:  # nothing to repeat in backward
                 gemm._modes.recompute, gemm._modes.recompute_fp8 = None, False
         return found
-
-    def _gate(self) -> Any:
-        """Returns the gated activation: its name, or the experts' own function."""
-        if getattr(self._apply_gate, "__module__", None) == matching.EXPERTS:  # the standard gate
-            name = matching.activation_name(self.act_fn, gated=True)
-            if name:
-                return name
-        return self._apply_gate
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Returns instructions for pickle that derive the layer's class from the experts' own."""

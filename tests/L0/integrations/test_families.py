@@ -11,7 +11,7 @@ import torch
 from families import APART, FAMILIES, IDS, build, inputs, load, logits
 
 from apex_te import fp8_autocast
-from apex_te.integrations import conversion_summary, from_torch, key_map
+from apex_te.integrations import conversion_summary, from_torch, key_map, register_experts
 from apex_te.module._core.fp8_module import FP8Module
 from apex_te.module.rms_norm import RMSNorm
 from apex_te.recipe import BlockScaling, CurrentScaling, DelayedScaling
@@ -205,6 +205,52 @@ def test_experts_that_are_not_chosen_and_compiled_code(recipe):
     with fp8_autocast(True, recipe):
         actual = compiled(x, index, weights)
     assert (actual - expected).norm() < 0.1 * expected.norm()
+
+
+@pytest.mark.parametrize("name", MOE)
+@pytest.mark.parametrize("recipe", [None, CurrentScaling(), DelayedScaling(amax_history_len=4)])
+def test_experts_as_an_implementation_of_transformers(name, recipe):
+    """Unconverted experts compute as converted ones; the state dict keeps its keys."""
+    register_experts()
+    model, plain = build(name), build(name)
+    keys = list(model.state_dict())
+    model.set_experts_implementation("apex_te")
+    other = converted(build(name), name)
+    experts = [m.model.layers[0].mlp.experts for m in (model, other, plain)]
+    x, index = torch.randn(12, 32), torch.stack([torch.randperm(4)[:2] for _ in range(12)])
+    weights, results = torch.rand(12, 2), []
+    for each in experts:
+        inp = x.clone().requires_grad_()
+        for _ in range(2):
+            with fp8_autocast(recipe is not None and each is not experts[2], recipe):
+                out = each(inp, index, weights)
+        out.sum().backward()
+        results.append((out, inp.grad))
+    if recipe is None:
+        torch.testing.assert_close(results[0], results[2], rtol=1e-4, atol=1e-5)
+    else:
+        assert all(map(torch.equal, *results[:2]))
+        for value, wanted in zip(results[0], results[2], strict=True):
+            assert 0 < (value - wanted).norm() < 0.1 * wanted.norm()
+    assert list(model.state_dict()) == keys
+    again = copy.deepcopy(model).model.layers[0].mlp.experts
+    with fp8_autocast(recipe is not None, recipe):
+        assert torch.equal(again(x, index, weights), experts[0](x, index, weights))
+
+
+@pytest.mark.parametrize(
+    ("attribute", "value", "what"),
+    [("has_bias", True, "biases"), ("is_transposed", True, "transposed weights"),
+     ("_is_expert_parallel", True, "weights spread over ranks")],
+)  # fmt: skip
+def test_experts_that_the_implementation_refuses(attribute, value, what):
+    register_experts("suite")
+    model = build("mixtral")
+    model.set_experts_implementation("suite")
+    experts = model.model.layers[0].mlp.experts
+    setattr(experts, attribute, value)
+    with pytest.raises(NotImplementedError, match=f"for experts with {what}"):
+        experts(torch.randn(2, 32), torch.zeros(2, 1, dtype=torch.long), torch.ones(2, 1))
 
 
 def test_experts_spread_over_ranks_are_refused():
