@@ -15,7 +15,6 @@ from ..comm.expert_parallel import TokenDispatcher
 from ..comm.groups import check_process_group
 from ..fp8 import model_init
 from ..ops._router_function import check_choice
-from ..permutation import moe_permute, moe_permute_and_count, moe_unpermute
 from ..router import DenseRouting
 from ..runtime.named_arguments import check_count, did_you_mean, named_arguments
 from ._core.arguments import (
@@ -28,6 +27,7 @@ from ._core.arguments import (
 from ._core.fused_casts import activate, activation_of, is_gated
 from ._core.gemm import cast_to
 from ._core.parallel import CompositeModule, GroupHolder
+from .grouped.experts import run_experts
 from .grouped.linear import GroupedLinear
 from .grouped.on_device import LARGEST
 from .moe_router import MoERouter
@@ -401,52 +401,28 @@ class MoELayer(CompositeModule):
             )
         x = hidden_states.reshape(-1, self.hidden_size)
         spread = self.expert_ranks > 1
-        dense = spread or self.router.capacity_factor is not None
-        routing: Any = self.router(x, dense, self._sequences(shape))
+        routing: Any = self.router(x, spread, self._sequences(shape))
         x = cast_to(x, autocast_dtype(_NAME, "hidden_states", x))
         if spread:
             out = self._dispatched(x, routing, is_first_microbatch)
-        elif dense:
-            out = self._masked(x, routing, is_first_microbatch)
         else:
-            rows, m_splits, row_id_map = moe_permute_and_count(x, routing.index, self.num_experts)
-            rows = self._experts(rows, m_splits, is_first_microbatch)
-            out = moe_unpermute(rows, row_id_map, routing.probs, map_type="index")
+            out, _ = run_experts(
+                self.fc1, self.fc2, x, routing.index, routing.probs, self._function,
+                is_first_microbatch,
+            )  # fmt: skip
         if self.shared_expert is not None:
             out = out + self.shared_expert(x, is_first_microbatch)
         return out.view(shape)
-
-    def _experts(
-        self, rows: torch.Tensor, m_splits: Any, is_first_microbatch: bool | None
-    ) -> torch.Tensor:
-        """Applies the experts to their rows, ``[rows, hidden_size]``."""
-        hidden = self.fc1(rows, m_splits, is_first_microbatch)
-        out: torch.Tensor = self.fc2(
-            activate(self._function, hidden), m_splits, is_first_microbatch
-        )
-        return out
-
-    def _masked(
-        self, x: torch.Tensor, routing: DenseRouting, is_first_microbatch: bool | None
-    ) -> torch.Tensor:
-        """Computes the copies that ``routing_map`` has; their number stays on the device."""
-        tokens = x.shape[0]
-        most = min(tokens * self.top_k, self.num_experts * self.router.capacity(tokens))
-        rows, row_id_map = moe_permute(x, routing.routing_map, most)
-        m_splits = routing.routing_map.sum(0, dtype=torch.int32)
-        rows = self._experts(rows, m_splits, is_first_microbatch)
-        return moe_unpermute(rows, row_id_map, routing.probs)
 
     def _dispatched(
         self, x: torch.Tensor, routing: DenseRouting, is_first_microbatch: bool | None
     ) -> torch.Tensor:
         """Sends tokens to the ranks of their experts, and the results back."""
-        dispatcher = self._dispatch_with()
         probs = cast_to(routing.probs, torch.float32)
-        dispatch = dispatcher.dispatch(x, probs, routing.routing_map)
-        return dispatch.combine(
-            self._experts(dispatch.rows, dispatch.m_splits, is_first_microbatch)
-        )
+        dispatch = self._dispatch_with().dispatch(x, probs, routing.routing_map)
+        hidden = self.fc1(dispatch.rows, dispatch.m_splits, is_first_microbatch)
+        hidden = activate(self._function, hidden)
+        return dispatch.combine(self.fc2(hidden, dispatch.m_splits, is_first_microbatch))
 
     def _dispatch_with(self) -> TokenDispatcher:
         """Returns the dispatcher of several ranks; its rows need no padding."""

@@ -103,25 +103,25 @@ class MoERouter(torch.nn.Module):
 
         Args:
             x: [tokens, hidden_size].
-            dense: return a ``DenseRouting`` of matrices of all experts. Its ``index`` and
-                ``counts`` include copies that exceed the capacity.
+            dense: return a ``DenseRouting``, whose ``index`` includes what exceeds the capacity.
+                Else a ``Routing``, whose ``index`` is -1 there. ``counts`` include it, too.
             sequences: number of sequences, for an auxiliary loss of each; None for one of all
                 tokens.
         """
         logits = self._logits(x)
-        route = topk_router_dense if dense else topk_router
+        limited = self.capacity_factor is not None
+        route = topk_router_dense if dense or limited else topk_router
         routing: Any = route(logits, self.top_k, expert_bias=self.expert_bias, **self.choice)
         self._note(routing.counts)
         probs = self._with_losses(routing.probs, logits, sequences)
-        if self.capacity_factor is None:
+        if not limited:
             return routing._replace(probs=probs)
         kept = self._within_capacity(probs, routing.routing_map)
-        return routing._replace(probs=probs * kept, routing_map=kept)
-
-    def capacity(self, tokens: int) -> int:
-        """Returns the largest number of copies of ``tokens`` that an expert computes."""
-        assert self.capacity_factor is not None
-        return math.ceil(tokens * self.top_k * self.capacity_factor / self.weight.shape[0])
+        if dense:
+            return routing._replace(probs=probs * kept, routing_map=kept)
+        places = routing.index.long()
+        index = routing.index.masked_fill(~kept.gather(1, places), -1)
+        return Routing(probs.gather(1, places), index, routing.counts)
 
     def update_expert_bias(self, group: Any) -> None:
         """Updates the bias by the tokens counted since the last update; see ``MoELayer``."""
@@ -183,7 +183,9 @@ class MoERouter(torch.nn.Module):
     @torch.no_grad()
     def _within_capacity(self, probs: torch.Tensor, routing_map: torch.Tensor) -> torch.Tensor:
         """Returns ``routing_map`` without the copies that exceed their experts' capacity."""
-        capacity = self.capacity(routing_map.shape[0])
+        assert self.capacity_factor is not None
+        tokens, experts = routing_map.shape
+        capacity = math.ceil(tokens * self.top_k * self.capacity_factor / experts)
         if self.token_drop_policy == "position":
             return routing_map & (routing_map.cumsum(0, dtype=torch.int32) <= capacity)
         # Stable: of equal probabilities the earlier tokens stay.
