@@ -11,17 +11,9 @@ import torch
 from torch.nn import functional
 
 from ..fp8.autocast import graph_task_id
+from ..ops._router_function import run
 from ..ops.binding import OpFunction, once_differentiable
-from ..router import (
-    DenseRouting,
-    Routing,
-    aux_scores,
-    load_balance_loss,
-    router_z_loss,
-    topk_router,
-    topk_router_dense,
-    update_expert_bias,
-)
+from ..router import DenseRouting, Routing, load_balance_loss, update_expert_bias, z_loss_of
 from ._core.arguments import fill, materialize
 from ._core.programs import is_autocast
 
@@ -110,18 +102,33 @@ class MoERouter(torch.nn.Module):
         """
         logits = self._logits(x)
         limited = self.capacity_factor is not None
-        route = topk_router_dense if dense or limited else topk_router
-        routing: Any = route(logits, self.top_k, expert_bias=self.expert_bias, **self.choice)
-        self._note(routing.counts)
-        probs = self._with_losses(routing.probs, logits, sequences)
-        if not limited:
-            return routing._replace(probs=probs)
-        kept = self._within_capacity(probs, routing.routing_map)
+        aux, z = (bool(c) and self.training for c in (self.aux_loss_coeff, self.z_loss_coeff))
+        outputs = ["counts", *(("dense_probs", "routing_map") if dense or limited else ("probs",))]
+        if logits.shape[0]:
+            outputs += ["scores"] * aux + ["lse"] * z
+        # One kernel computes all of it, and one the gradient of all.
+        made = run(
+            logits, self.top_k, outputs=tuple(outputs), expert_bias=self.expert_bias, **self.choice
+        )
+        counts = made.counts[0]
+        self._note(counts)
+        probs = made.dense_probs if dense or limited else made.probs
+        losses = {}
+        if aux:
+            losses["aux_loss"] = self._balance_loss(logits, made.scores, counts, sequences)
+        if z:
+            z_loss = zero(logits) if made.lse is None else z_loss_of(made.lse, self.z_loss_coeff)
+            losses["z_loss"] = z_loss
+        probs, kept, index = self._with_losses(probs, losses), made.routing_map, made.index
+        if limited:
+            kept = self._within_capacity(probs, kept)
+            probs = probs * kept
         if dense:
-            return routing._replace(probs=probs * kept, routing_map=kept)
-        places = routing.index.long()
-        index = routing.index.masked_fill(~kept.gather(1, places), -1)
-        return Routing(probs.gather(1, places), index, routing.counts)
+            return DenseRouting(probs, kept, index, counts)
+        if limited:
+            places = index.long()
+            probs, index = probs.gather(1, places), index.masked_fill(~kept.gather(1, places), -1)
+        return Routing(probs, index, counts)
 
     def update_expert_bias(self, group: Any) -> None:
         """Updates the bias by the tokens counted since the last update; see ``MoELayer``."""
@@ -149,36 +156,44 @@ class MoERouter(torch.nn.Module):
         if torch.compiler.is_compiling() or graph_task_id() == -1:
             total.add_(counts)
 
-    def _with_losses(
-        self, probs: torch.Tensor, logits: torch.Tensor, sequences: int | None
-    ) -> torch.Tensor:
+    def _with_losses(self, probs: torch.Tensor, losses: dict[str, torch.Tensor]) -> torch.Tensor:
         """Returns ``probs``, whose backward also computes the gradients of the losses."""
-        self.aux_loss = self.z_loss = None
-        if not self.training or not (self.aux_loss_coeff or self.z_loss_coeff):
+        for name in ("aux_loss", "z_loss"):
+            setattr(self, name, losses[name].detach() if name in losses else None)
+        if not losses:
             return probs
-        tokens = logits.shape[0]
-        losses = []
-        if self.aux_loss_coeff:
-            aux = self._balance_loss(logits, sequences) if tokens else logits.float().sum()
-            self.aux_loss = aux.detach()
-            losses.append(aux)
-        if self.z_loss_coeff:
-            z = router_z_loss(logits, self.z_loss_coeff) if tokens else logits.float().sum()
-            self.z_loss = z.detach()
-            losses.append(z)
-        total = losses[0] if len(losses) == 1 else losses[0] + losses[1]
+        total, *rest = losses.values()
+        for loss in rest:
+            total = total + loss
         scaled = (total * self.loss_scale).float().reshape(())
         out: torch.Tensor = AddedLossFunction.apply(probs, scaled)
         return out
 
-    def _balance_loss(self, logits: torch.Tensor, sequences: int | None) -> torch.Tensor:
-        """Returns the load-balance loss, of each sequence or of all tokens."""
-        options: dict[str, Any] = {"sequence_first": self.sequence_first}
-        scores, counts = aux_scores(
-            logits, self.top_k, self.choice["score_function"], sequences=sequences, **options
+    def _balance_loss(
+        self,
+        logits: torch.Tensor,
+        scores: torch.Tensor,
+        counts: torch.Tensor,
+        sequences: int | None,
+    ) -> torch.Tensor:
+        """Returns the load-balance loss, of each sequence or of all tokens.
+
+        Its counts are those of the choice by scores alone.
+        """
+        tokens = logits.shape[0]
+        if not tokens:
+            return zero(logits)
+        first = self.sequence_first
+        if sequences is not None or self.choice["group_topk"] or self.expert_bias is not None:
+            counts = run(
+                logits.detach(), self.top_k, self.choice["score_function"], ("counts",),
+                sequences=sequences or 1, sequence_first=first,
+            ).counts  # fmt: skip
+            counts = counts[0] if sequences is None else counts
+        per_sequence = tokens // (sequences or 1)
+        return load_balance_loss(
+            scores, counts, per_sequence, self.top_k, self.aux_loss_coeff, sequence_first=first
         )
-        tokens = logits.shape[0] // (sequences or 1)
-        return load_balance_loss(scores, counts, tokens, self.top_k, self.aux_loss_coeff, **options)
 
     @torch.no_grad()
     def _within_capacity(self, probs: torch.Tensor, routing_map: torch.Tensor) -> torch.Tensor:
@@ -201,6 +216,11 @@ class MoERouter(torch.nn.Module):
         if bias is not None and self.expert_bias.dtype is not bias.dtype:  # type: ignore[union-attr]
             self.expert_bias = bias.to(self.expert_bias.device)  # type: ignore[union-attr]
         return result
+
+
+def zero(logits: torch.Tensor) -> torch.Tensor:
+    """Returns the loss of no tokens, which have no mean; differentiable."""
+    return logits.float().sum()
 
 
 class AddedLossFunction(OpFunction):

@@ -35,6 +35,13 @@ OPTIONS = {
     "every": {"top_k": EXPERTS, "aux_loss_coeff": 0.1},
     "sigmoid": {"score_function": "sigmoid", "expert_bias": True, "scaling_factor": 2.5},
     "groups": {"num_groups": 4, "group_topk": 2, "score_function": "sqrtsoftplus", "top_k": 4},
+    "losses beside a bias": {
+        "score_function": "sigmoid",
+        "expert_bias": True,
+        "aux_loss_coeff": 0.1,
+        "z_loss_coeff": 0.1,
+    },
+    "losses beside groups": {"num_groups": 4, "group_topk": 1, "aux_loss_coeff": 0.1},
     "sequences": {"aux_loss_coeff": 0.1, "sequence_aux_loss": True},
     "sequence first": {"aux_loss_coeff": 1, "sequence_aux_loss": True, "sequence_first": True},
     "best": {"capacity_factor": 0.6, "aux_loss_coeff": 0.1},
@@ -74,8 +81,10 @@ def inputs(device="cpu", dtype=torch.float32, shape=(5, 8, HIDDEN)):
     return [torch.randn(shape).to(device, dtype) for _ in range(2)]
 
 
-def plain_balance_loss(logits, top_k, coeff):
+def plain_balance_loss(logits, top_k, coeff, score_function="softmax"):
     scores = logits.softmax(-1)
+    if score_function == "sigmoid":
+        scores = logits.sigmoid() / logits.sigmoid().sum(-1, keepdim=True)
     counts = torch.zeros(EXPERTS).index_add(
         0, scores.topk(top_k).indices.flatten(), torch.ones(logits.shape[0] * top_k)
     )
@@ -125,7 +134,8 @@ def plain(layer, hidden_states, values, options):
         if options.get("sequence_aux_loss"):
             dim = 1 if options.get("sequence_first") else 0
             parts = logits.view(*hidden_states.shape[:-1], EXPERTS).unbind(dim)
-        aux = torch.stack([plain_balance_loss(part, top_k, coeff) for part in parts]).mean()
+        rest = top_k, coeff, options.get("score_function", "softmax")
+        aux = torch.stack([plain_balance_loss(part, *rest) for part in parts]).mean()
     if "z_loss_coeff" in options:
         z = logits.logsumexp(-1).square().mean() * options["z_loss_coeff"]
     return out.view(hidden_states.shape), aux, z, made.index
