@@ -74,6 +74,7 @@ if _typing.TYPE_CHECKING:
     from .module.layer_norm_mlp import LayerNormMLP as LayerNormMLP
     from .module.linear import Linear as Linear
     from .module.linear_cross_entropy import linear_cross_entropy as linear_cross_entropy
+    from .module.moe_layer import MoELayer as MoELayer
     from .module.rms_norm import RMSNorm as RMSNorm
     from .module.transformer_layer import TransformerLayer as TransformerLayer
     from .recipe import make_recipe as make_recipe
@@ -92,6 +93,7 @@ _NAMES = {
     "LayerNormLinear": "module.layer_norm_linear",
     "LayerNormMLP": "module.layer_norm_mlp",
     "Linear": "module.linear",
+    "MoELayer": "module.moe_layer",
     "MultiheadAttention": "module.attention.multihead",
     "RMSNorm": "module.rms_norm",
     "RotaryPositionEmbedding": "module.attention.rotary",

@@ -129,9 +129,9 @@ def moe_permute_and_count(
 
 
 def permute_with_map(
-    inp: torch.Tensor, probs: torch.Tensor, row_id_map: torch.Tensor, indices: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Permutes tokens and their probs [tokens, k] by a map made of ``indices``; differentiable."""
+    inp: torch.Tensor, probs: torch.Tensor | None, row_id_map: torch.Tensor, indices: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Permutes tokens and any probs [tokens, k] by a map made of ``indices``; differentiable."""
     out, permuted, _ = _permuted(
         inp, probs, indices, indices.numel(), "index", None, None, row_id_map
     )

@@ -274,6 +274,11 @@ def router_z_loss(logits: torch.Tensor, coeff: float) -> torch.Tensor:
     """
     check_choice("router_z_loss", logits, 1, "softmax")
     lse = run(logits.flatten(0, -2), 0, "softmax", ("lse",)).lse
+    return z_loss_of(lse, coeff)
+
+
+def z_loss_of(lse: torch.Tensor, coeff: float) -> torch.Tensor:
+    """Computes the router z-loss from log(sum(exp(logits))) of each token."""
     return lse.square().mean() * coeff
 
 

@@ -1,1 +1,1 @@
-"""Communication between ranks: collectives, groups, agreement, peer memory, random states."""
+"""Communication between ranks: collectives, groups, experts, peer memory, random states."""

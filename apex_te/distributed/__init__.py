@@ -7,6 +7,7 @@ Activation checkpoints, random states, FSDP2 with FP8 all-gathers, tensor-parall
 
 from typing import TYPE_CHECKING
 
+from ..comm.expert_parallel import Dispatch, TokenDispatcher
 from ..comm.rng import CudaRNGStatesTracker
 from ..runtime.imports import attach
 from .checkpoint import checkpoint  # now, as its module of the same name would take its place
@@ -18,8 +19,6 @@ if TYPE_CHECKING:
     from .dtensor.parallel_styles import Replicated as Replicated
     from .dtensor.parallel_styles import RowParallel as RowParallel
     from .dtensor.parallel_styles import SequenceParallel as SequenceParallel
-    from .expert_parallel import Dispatch as Dispatch
-    from .expert_parallel import TokenDispatcher as TokenDispatcher
     from .fsdp.fp8_all_gather import enable_fp8_all_gather as enable_fp8_all_gather
     from .gradients import clip_grad_norm_ as clip_grad_norm_
     from .gradients import reduce_found_inf as reduce_found_inf
@@ -33,12 +32,10 @@ if TYPE_CHECKING:
 
 _NAMES = {
     "ColumnParallel": "dtensor.parallel_styles",
-    "Dispatch": "expert_parallel",
     "LayerParallel": "dtensor.parallel_styles",
     "Replicated": "dtensor.parallel_styles",
     "RowParallel": "dtensor.parallel_styles",
     "SequenceParallel": "dtensor.parallel_styles",
-    "TokenDispatcher": "expert_parallel",
     "clip_grad_norm_": "gradients",
     "enable_fp8_all_gather": "fsdp",
     "get_model_state_dict": "state_dict",
@@ -51,6 +48,6 @@ _NAMES = {
     "set_optimizer_state_dict": "state_dict",
     "set_state_dict": "state_dict",
 }
-__all__ = ["CudaRNGStatesTracker", "checkpoint", *_NAMES]
+__all__ = ["CudaRNGStatesTracker", "Dispatch", "TokenDispatcher", "checkpoint", *_NAMES]
 if not TYPE_CHECKING:  # type checkers know the names above, and no others
     __getattr__, __dir__ = attach(__name__, _NAMES)

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from .layer_norm_mlp import LayerNormMLP as LayerNormMLP
     from .linear import Linear as Linear
     from .linear_cross_entropy import linear_cross_entropy as linear_cross_entropy
+    from .moe_layer import MoELayer as MoELayer
     from .rms_norm import RMSNorm as RMSNorm
     from .transformer_layer import TransformerLayer as TransformerLayer
 
@@ -27,6 +28,7 @@ _NAMES = {
     "LayerNormLinear": "layer_norm_linear",
     "LayerNormMLP": "layer_norm_mlp",
     "Linear": "linear",
+    "MoELayer": "moe_layer",
     "MultiheadAttention": "attention.multihead",
     "RMSNorm": "rms_norm",
     "TransformerLayer": "transformer_layer",

@@ -12,6 +12,7 @@ _NOW = {
     "arguments": "fp8.arguments",
     "compatibility.loader": "compatibility.finder",
     "distributed.collectives": "comm.collectives",
+    "distributed.expert_parallel": "comm.expert_parallel",
     "distributed.parallel_styles": "distributed.dtensor.parallel_styles",
     "distributed.peer_memory": "comm.peer_memory",
     "distributed.rng": "comm.rng",

@@ -10,7 +10,8 @@ from typing import Any, NamedTuple
 
 import main_grads
 import torch
-from config import SHAPES
+from config import shape_of
+from experts import scale_losses
 from model import Llama, draw_weights, drawn
 from plain import to_torchao
 from ranks import Gradients, Ranks, shard
@@ -94,7 +95,7 @@ def build(args: argparse.Namespace, ranks: Ranks, device: torch.device, vocabula
     head = CurrentScaling() if isinstance(recipe, DelayedScaling) else recipe
     with apex_te.fp8_model_init(args.fp8_params, recipe):
         model = Llama(
-            SHAPES[args.model], vocabulary, args.context, layers=args.layers, tied=args.tied,
+            shape_of(args), vocabulary, args.context, layers=args.layers, tied=args.tied,
             dtype=dtype, device=device, packed=args.packed, recompute=args.recompute,
             main_grads=args.main_grads, tp_group=ranks.tp_group,
             head_recipe=head if args.fp8_head else None,
@@ -104,7 +105,8 @@ def build(args: argparse.Namespace, ranks: Ranks, device: torch.device, vocabula
     counts = (p.numel() * (ranks.tp if getattr(p, "tensor_model_parallel", False) else 1)
               for p in model.parameters())  # fmt: skip
     parameters = sum(counts)
-    flops = SHAPES[args.model].flops_per_token(vocabulary, args.context)
+    flops = shape_of(args).flops_per_token(vocabulary, args.context)
+    scale_losses(model, microbatches)
     gradients = Gradients(model, ranks)
     if args.main_grads:
         main_grads.allocate(model.blocks)

@@ -14,12 +14,12 @@ DTYPES = ("auto", "bfloat16", "float32")
 FIXED = (
     "model", "vocabulary", "context", "tied", "packed", "batch", "microbatch", "steps", "warmup",
     "lr", "final_lr", "weight_decay", "clip", "seed", "recipe", "layers", "dtype", "fp8_params",
-    "fp8_head", "main_grads", "corpus",
+    "fp8_head", "main_grads", "corpus", "experts", "top_k",
 )  # fmt: skip
 
 POSITIVE = (
     "context", "vocabulary", "batch", "microbatch", "steps", "max_tokens", "max_bytes",
-    "max_seconds", "stop_at", "lr", "log_every", "keep", "tp",
+    "max_seconds", "stop_at", "lr", "log_every", "keep", "tp", "experts", "top_k",
 )  # fmt: skip
 NOT_NEGATIVE = (
     "warmup", "final_lr", "weight_decay", "clip", "seed", "save_every", "eval_every", "eval_tokens",
@@ -35,6 +35,8 @@ class Shape(NamedTuple):
         heads, groups: heads of the queries, and of the keys and values (grouped queries).
         tied: the head shares the embedding's weight, unless the command line says otherwise.
         lr: peak learning rate, unless the command line gives one.
+        experts, top_k: number of a block's MLPs, and of those that a token goes through; 0 and 1
+            for one MLP without a router.
     """
 
     layers: int
@@ -44,11 +46,13 @@ class Shape(NamedTuple):
     groups: int
     tied: bool
     lr: float
+    experts: int = 0
+    top_k: int = 1
 
     def flops_per_token(self, vocabulary: int, context: int) -> float:
         """Returns the operations of forward and backward for a token, without any recompute."""
         keys = self.groups * (self.dim // self.heads)
-        block = self.dim * (2 * self.dim + 2 * keys + 3 * self.ffn)
+        block = self.dim * (2 * self.dim + 2 * keys + 3 * self.ffn * self.top_k + self.experts)
         attention = 6 * self.layers * self.dim * context  # half of all pairs are masked out
         return 6.0 * (self.layers * block + vocabulary * self.dim) + attention
 
@@ -61,6 +65,14 @@ SHAPES = {
     "350m": Shape(layers=24, dim=1024, ffn=3072, heads=8, groups=2, tied=False, lr=6e-4),
     "1.3b": Shape(layers=24, dim=2048, ffn=6144, heads=16, groups=4, tied=False, lr=3e-4),
 }
+
+
+def shape_of(args: argparse.Namespace) -> Shape:
+    """Returns the sizes of the model that the command line asks for."""
+    shape = SHAPES[args.model]
+    if args.experts is None:
+        return shape
+    return shape._replace(experts=args.experts, top_k=args.top_k)
 
 
 def parser() -> argparse.ArgumentParser:
@@ -81,6 +93,8 @@ def _add_model(group: argparse._ArgumentGroup) -> None:
     add("--context", type=int, default=2048, help="tokens of a sequence")
     add("--vocabulary", type=int, default=32768, help="tokens of the byte-pair vocabulary")
     add("--tied", action=argparse.BooleanOptionalAction, help="head and embedding share a weight")
+    add("--experts", type=int, metavar="N", help="N MLPs in each block, of which a router chooses")
+    add("--top-k", type=int, metavar="K", help="experts of a token (default: 2)")
     add("--layers", choices=LAYERS, default="apex_te", help="what the blocks are made of")
 
 
@@ -174,6 +188,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     if args.warmup is None:
         args.warmup = max(1, args.steps // 20)
     _check_layers(reader, args)
+    _check_experts(reader, args)
     _check_switches(reader, args)
     return args
 
@@ -203,6 +218,21 @@ def _check_layers(reader: argparse.ArgumentParser, args: argparse.Namespace) -> 
     wanted = "bf16" if args.layers == "torch" else "tensorwise"
     if args.recipe != wanted:
         reader.error(f"--recipe must be {wanted} with --layers {args.layers}, got {args.recipe}")
+
+
+def _check_experts(reader: argparse.ArgumentParser, args: argparse.Namespace) -> None:
+    """Fills in ``--top-k``; exits with a message for what ``--experts`` excludes."""
+    if args.experts is None:
+        if args.top_k is not None:
+            reader.error(f"--top-k needs --experts, got {args.top_k}")
+        return
+    args.top_k = min(2, args.experts) if args.top_k is None else args.top_k
+    if args.top_k > args.experts:
+        reader.error(f"--top-k must be at most the {args.experts} experts, got {args.top_k}")
+    if args.layers != "apex_te":
+        reader.error(f"--experts needs --layers apex_te, got {args.layers}")
+    if args.tp > 1 or args.fp8_params or args.fp8_all_gather or args.graphs:
+        reader.error("--experts excludes --tp, --fp8-params, --fp8-all-gather and --graphs")
 
 
 def _check_switches(reader: argparse.ArgumentParser, args: argparse.Namespace) -> None:

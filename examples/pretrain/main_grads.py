@@ -9,9 +9,12 @@ from torch import nn
 
 
 def allocate(blocks: nn.Module) -> None:
-    """Gives each matrix of blocks that were made with ``main_grads`` its ``main_grad``."""
-    for parameter in blocks.parameters():
-        if parameter.dim() > 1:
+    """Gives each matrix of blocks that were made with ``main_grads`` its ``main_grad``.
+
+    A router's products do not add to one.
+    """
+    for name, parameter in blocks.named_parameters():
+        if parameter.dim() > 1 and not name.endswith("router.weight"):
             sums: Any = torch.zeros(parameter.shape, dtype=torch.float32, device=parameter.device)
             parameter.main_grad = sums  # type: ignore[attr-defined]
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from config import Shape
+from experts import ExpertBlock
 from plain import PlainBlock, plain_loss
 from torch import nn
 
@@ -26,8 +27,8 @@ ENDS_BRANCH = ("proj.weight", "fc2_weight", "fc2.weight")
 def te_block(
     shape: Shape, number: int, dtype: torch.dtype, device: torch.device, packed: bool,
     main_grads: bool, tp_group: Any,
-) -> apex_te.TransformerLayer:  # fmt: skip
-    """Returns a block of apex_te.
+) -> nn.Module:  # fmt: skip
+    """Returns a block of apex_te, with a mixture of experts if the shape has some.
 
     Args:
         shape: sizes of the model.
@@ -39,6 +40,8 @@ def te_block(
         main_grads: weight gradients are added to a float32 ``main_grad`` of the weights.
         tp_group: ranks that split the block, or None.
     """
+    if shape.experts:
+        return ExpertBlock(shape, number, dtype, device, packed, main_grads, EPS)
     return apex_te.TransformerLayer(
         shape.dim,
         shape.ffn,

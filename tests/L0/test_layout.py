@@ -15,7 +15,7 @@ LAYERS = {
     "recipe": {"runtime"},
     "runtime": {"op_builder"},
     "ops": {"contract", "runtime", "op_builder"},
-    "comm": {"runtime", "ops", "op_builder"},
+    "comm": {"runtime", "ops", "permutation", "op_builder"},
     "fp8": {"recipe", "runtime", "ops", "comm"},
     "module": {"recipe", "runtime", "ops", "permutation", "router", "comm", "fp8"},
     "graphs": {"recipe", "runtime", "ops", "comm", "fp8", "module"},
@@ -23,7 +23,7 @@ LAYERS = {
     "integrations": {"recipe", "runtime", "ops", "comm", "fp8", "module", "graphs", "permutation"}
     | {"router", "distributed", "optimizers", "op_builder", "compatibility", "_version"},
     "amp": {"recipe", "runtime", "ops", "comm", "fp8", "module", "optimizers", "integrations"},
-    "distributed": {"recipe", "runtime", "ops", "comm", "fp8", "module", "permutation"},
+    "distributed": {"recipe", "runtime", "ops", "comm", "fp8", "module"},
     "permutation": {"runtime", "ops"},
     "router": {"runtime", "ops"},
     "jax": {"contract", "recipe", "runtime", "op_builder"},

@@ -74,7 +74,8 @@ def get_state_dict(
         expert_group: process group over which the experts of every ``GroupedLinear`` are spread, or
             None if every rank has all experts. Rank ``r`` has the experts from ``r * num_gemms``
             on, as with ``TokenDispatcher``; the state dict numbers ``weight{i}`` and ``bias{i}``
-            accordingly. Required for a model with a ``GroupedLinear`` on several ranks.
+            accordingly, and with ``single_parameter`` has stacks of all experts. Required for a
+            model with a ``GroupedLinear`` on several ranks.
         stacked: for parameters whose rows hold several matrices, each of them split over the ranks:
             the matrices' relative sizes, by ``fnmatch`` patterns of names. Example:
             ``{"*.fc1.weight": (1, 1)}`` for a gate and its factor in a column-parallel ``Linear``.

@@ -26,7 +26,7 @@ class Entry(NamedTuple):
 
     Attributes:
         every: the parameter's names in a checkpoint, one for each rank of the expert group;
-            ``(name,)`` if it does not belong to an expert.
+            ``(name,)`` if it does not belong to one expert.
         name: name of this rank's parameter in a checkpoint.
         shape: shape of this rank's part.
         parts: place of this rank's part; None if this rank has the whole parameter.
@@ -84,17 +84,25 @@ def split_model(
             found.modules.append(SplitModule(prefix, module, group, experts))
         if "_summed_gradients" in module.__dict__:  # a style made DTensors of its parameters
             dims = {}
-        names = _expert_names(module, expert_group) if experts else {}
+        stacks = experts and module.single_parameter  # a rank has some of each parameter's rows
+        names = _expert_names(module, expert_group) if experts and not stacks else {}
+        if stacks and dims:
+            raise NotImplementedError(
+                f"{owner}: single_parameter must be False for {prefix[:-1]}, whose experts are "
+                "spread over ranks and split over others, got True"
+            )
         for key, parameter in module._parameters.items():
             known.setdefault(id(parameter), None)
-            if parameter is None or (key not in dims and key not in names):
+            if parameter is None or not (stacks or key in dims or key in names):
                 continue
             parts = None
-            if key in dims:
+            if stacks:
+                parts = _own_parts(owner, prefix + key, parameter.shape, 0, (1,), expert_group)
+            elif key in dims:
                 sizes = patterns.sizes(prefix + key, dims[key], matrices.get(key, (1,)))
                 parts = _own_parts(owner, prefix + key, parameter.shape, dims[key], sizes, group)
             every = tuple(prefix + each for each in names.get(key, (key,)))
-            own = every[distributed.get_rank(expert_group) if experts else 0]
+            own = every[distributed.get_rank(expert_group) if key in names else 0]
             found.entries[prefix + key] = known[id(parameter)] = Entry(
                 every, own, parameter.shape, parts
             )

@@ -158,7 +158,7 @@ def tag(
 
 _TAGS = (
     "tensor_model_parallel", "partition_dim", "partition_stride", "sequence_parallel",
-    "tensor_parallel_group",
+    "tensor_parallel_group", "allreduce",
 )  # fmt: skip
 
 

@@ -32,8 +32,9 @@ def run_experts(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Sends each token to its experts and sums their results; differentiable in tokens and probs.
 
-    An expert computes ``fc2(act(fc1(token)) * prob)``: the probability is part of what the second
-    GEMM casts, so that backward needs no output of an expert.
+    In FP8 an expert computes ``fc2(act(fc1(token)) * prob)``: the probability is part of what the
+    second GEMM casts, so that backward needs no output of an expert. Elsewhere, and with a bias,
+    the probability is a factor of the sum, which takes no pass of its own.
 
     Args:
         fc1, fc2: ``GroupedLinear`` with ``single_parameter``.
@@ -60,12 +61,15 @@ def run_experts(
             x, probs, made.row_id_map, groups.table, gate, *halves, *weights
         )
         return out, counts
-    rows, row_probs = permute_with_map(x, probs, made.row_id_map, indices)
+    inside = _in_region(fc1) and not fc2.use_bias
+    rows, row_probs = permute_with_map(x, probs if inside else None, made.row_id_map, indices)
     hidden = fc1(rows, counts, is_first_microbatch)
     hidden = activation(hidden) if callable(activation) else activate(activation, hidden)
-    hidden = (hidden.float() * row_probs[:, None]).to(hidden.dtype)
+    if row_probs is not None:
+        hidden = (hidden.float() * row_probs[:, None]).to(hidden.dtype)
     out = fc2(hidden, counts, is_first_microbatch)
-    return moe_unpermute(out, made.row_id_map, map_type="index").to(x.dtype), counts
+    out = moe_unpermute(out, made.row_id_map, None if inside else probs, map_type="index")
+    return out.to(x.dtype), counts
 
 
 class _Half(NamedTuple):
@@ -155,6 +159,16 @@ def _may_be_fp8(layer: FP8Module) -> bool:
     if graph_task_id() != -1:
         return layer._modes.recompute is not None and layer._modes.recompute_fp8
     return local.region is not None and local.region.enabled
+
+
+def _in_region(layer: FP8Module) -> bool:
+    """Returns True if GEMMs run in FP8 or record amax values; a recompute does as its forward."""
+    region = local.region
+    if region is not None and not (region.enabled or region.calibrating):
+        region = None
+    if torch.compiler.is_compiling() or graph_task_id() == -1:
+        return region is not None
+    return layer._modes.recompute is not None or (region is not None and region.in_backward)
 
 
 def _half(layer: Any, call: FP8Call, columns: int) -> _Half | None:

@@ -624,6 +624,28 @@ def test_shapes_have_the_sizes_that_they_are_called():
         assert shape.flops_per_token(32768, 2048) == 6 * products + attention
 
 
+@pytest.mark.parametrize("words", [[], ["--recipe", "tensorwise", "--main-grads"], ["--packed"]])
+def test_experts_learn_and_go_on_to_the_bit(folder, tmp_path, words):
+    words = ["--experts", "4", "--steps", "8", "--microbatch", "2", "--eval-tokens", "0", *words]
+    words += ["--sample", "2", "--save-every", "4"]
+    _, losses = run(folder, tmp_path / "whole", *words)
+    assert losses[-1][1] < losses[0][1] - 0.3
+    run(folder, tmp_path / "parted", *words, "--stop-at", "4")
+    _, resumed = run(folder, tmp_path / "parted", *words, "--resume")
+    assert resumed == losses
+    with pytest.raises(ValueError, match="top_k must be 2 as in the saved run, got 1"):
+        run(folder, tmp_path / "parted", *words, "--resume", "--top-k", "1")
+
+
+def test_operations_of_experts():
+    shape = config.SHAPES["tiny"]._replace(experts=4, top_k=2)
+    made = model.Llama(shape, VOCABULARY, CONTEXT, device="meta")
+    count = {n: p.numel() for n, p in made.named_parameters() if p.dim() > 1}
+    products = sum(size / (2 if ".fc" in name else 1) for name, size in count.items())
+    attention = 6 * shape.layers * shape.dim * CONTEXT
+    assert shape.flops_per_token(VOCABULARY, CONTEXT) == 6 * products + attention
+
+
 def test_modules_of_other_examples_stay(tmp_path):
     """The example's modules have names that others have, too."""
     assert EXAMPLES / "pretrain" != EXAMPLES / "char_gpt"

@@ -44,6 +44,16 @@ MISTAKES = {
     "batch that does not divide": Mistake(
         ("--microbatch", "3"), ("--microbatch must divide the 4", "got 3")
     ),
+    "more of the experts than there are": Mistake(
+        ("--experts", "4", "--top-k", "5"), ("--top-k must be at most the 4", "got 5")
+    ),
+    "experts of nothing": Mistake(("--top-k", "2"), ("--top-k needs --experts", "got 2")),
+    "experts of plain layers": Mistake(
+        ("--experts", "4", "--layers", "torch"), ("--experts needs --layers apex_te", "torch")
+    ),
+    "experts held in FP8": Mistake(
+        ("--experts", "4", "--fp8-params", "--recipe", "delayed"), ("--experts excludes --tp",)
+    ),
     "unknown device": Mistake(("--device", "gpu"), ("--device must be auto, cpu or cuda", "gpu")),
     "too long context": Mistake(
         ("--context", "100000000"), ("context + 1", "smaller --context or more --data"), True

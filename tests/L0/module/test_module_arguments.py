@@ -18,6 +18,7 @@ CONSTRUCTORS = {
     "LayerNormLinear": "in_features out_features eps bias",
     "LayerNormMLP": "hidden_size ffn_hidden_size eps bias",
     "GroupedLinear": "num_gemms in_features out_features bias",
+    "MoELayer": "hidden_size ffn_hidden_size num_experts top_k",
     "LayerNorm": "normalized_shape eps",
     "RMSNorm": "normalized_shape eps",
     "DotProductAttention": "num_attention_heads kv_channels num_gqa_groups attention_dropout "
@@ -32,6 +33,7 @@ FORWARDS = {
     "LayerNormLinear": "inp is_first_microbatch",
     "LayerNormMLP": "inp is_first_microbatch",
     "GroupedLinear": "inp m_splits is_first_microbatch",
+    "MoELayer": "hidden_states is_first_microbatch",
     "LayerNorm": "inp",
     "RMSNorm": "inp",
     "DotProductAttention": "query_layer key_layer value_layer attention_mask qkv_format "

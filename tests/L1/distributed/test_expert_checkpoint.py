@@ -12,7 +12,7 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 
 import apex_te
 from apex_te import flush_fp8_state, fp8_autocast, init_fp8_state
-from apex_te.distributed.expert_parallel import TokenDispatcher
+from apex_te.comm.expert_parallel import TokenDispatcher
 from apex_te.distributed.state_dict.model_and_optimizer import (
     get_model_state_dict,
     get_optimizer_state_dict,

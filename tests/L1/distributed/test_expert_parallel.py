@@ -9,7 +9,7 @@ from torch import distributed
 from torch.nn import functional
 
 from apex_te import fp8_autocast
-from apex_te.distributed.expert_parallel import TokenDispatcher
+from apex_te.comm.expert_parallel import TokenDispatcher
 from apex_te.module.grouped.linear import GroupedLinear
 
 HIDDEN, FFN = 32, 48

@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import apex_te
 from apex_te import flush_fp8_state, fp8_autocast, init_fp8_state
-from apex_te.distributed.expert_parallel import TokenDispatcher
+from apex_te.comm.expert_parallel import TokenDispatcher
 from apex_te.distributed.fsdp.fp8_all_gather import enable_fp8_all_gather
 from apex_te.fp8.delayed.ranks import amax_groups
 from apex_te.recipe import DelayedScaling

@@ -21,8 +21,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from apex_te import flush_fp8_state, fp8_autocast, fp8_model_init, init_fp8_state
+from apex_te.comm.expert_parallel import TokenDispatcher
 from apex_te.distributed import get_state_dict, set_state_dict
-from apex_te.distributed.expert_parallel import TokenDispatcher
 from apex_te.distributed.fsdp.fp8_all_gather import enable_fp8_all_gather
 from apex_te.fp8.delayed.state import BACKWARD_SLOTS, FORWARD_SLOTS
 from apex_te.module.grouped.linear import GroupedLinear

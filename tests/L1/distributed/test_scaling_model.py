@@ -207,7 +207,7 @@ def test_sharded_layers_with_replicas(all_ranks, name, fp8_all_gather):
 
 
 def _exchanged(rank, name, even):
-    from apex_te.distributed.expert_parallel import TokenDispatcher
+    from apex_te.comm.expert_parallel import TokenDispatcher
 
     ranks, hidden, ffn = distributed.get_world_size(), SIZES["hidden"], SIZES["ffn"]
     model = model_of(experts=8, topk=2)

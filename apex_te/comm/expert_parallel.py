@@ -11,11 +11,11 @@ from typing import Any
 import torch
 from torch import distributed
 
-from ..comm.agreement import check_same
-from ..comm.collectives import all_gather_rows, all_to_all_rows, reduce_scatter_rows, world_size
-from ..comm.groups import check_process_group
 from ..permutation import moe_permute, moe_permute_and_pad_with_probs, moe_unpermute
 from ..runtime.named_arguments import named_arguments
+from .agreement import check_same
+from .collectives import all_gather_rows, all_to_all_rows, reduce_scatter_rows, world_size
+from .groups import check_process_group
 
 _EXCHANGES = ("all_to_all", "all_gather")
 # Names of the values that `_kind` returns.

@@ -1,0 +1,490 @@
+"""MoELayer: a mixture of experts, each token through the few MLPs that a router chooses."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import distributed
+
+from ..comm.collectives import world_size
+from ..comm.expert_parallel import TokenDispatcher
+from ..comm.groups import check_process_group
+from ..fp8 import model_init
+from ..ops._router_function import check_choice
+from ..router import DenseRouting
+from ..runtime.named_arguments import check_count, did_you_mean, named_arguments
+from ._core.arguments import (
+    VAGUE,
+    autocast_dtype,
+    checked_number,
+    explain,
+    params_dtype_of,
+)
+from ._core.fused_casts import activate, activation_of, is_gated
+from ._core.gemm import cast_to
+from ._core.parallel import CompositeModule, GroupHolder
+from .grouped.experts import run_experts
+from .grouped.linear import GroupedLinear
+from .grouped.on_device import LARGEST
+from .moe_router import MoERouter
+from .moe_shared_expert import SharedExpert
+
+__all__ = ["MoELayer"]
+
+_NAME = "MoELayer"
+_POLICIES = ("probs", "position")
+_ROUTER_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_Init = Callable[[torch.Tensor], Any] | None
+
+
+class MoELayer(CompositeModule):
+    """Mixture of experts: ``sum(prob * expert(x))`` over the ``top_k`` experts of each token.
+
+    An expert is ``act(x @ fc1.T + b1) @ fc2.T + b2``, in FP8 inside an enabled ``fp8_autocast``
+    region. On one rank the host does not wait for the GPU, and calls can be captured in a CUDA
+    graph. The router is never in FP8, because the rounding would change the choice of experts. The
+    choice is deterministic, so that activation checkpoints recompute the same one.
+
+    Args:
+        hidden_size: features of the input and of the output.
+        ffn_hidden_size: features between the two GEMMs of an expert; a gated activation makes FC1
+            twice as wide.
+        num_experts: number of experts on all ranks, at most 1023.
+        top_k: number of experts of each token.
+        activation, activation_params: as in ``LayerNormMLP``.
+        bias: each expert learns both biases.
+        score_function, use_pre_softmax, num_groups, group_topk, scaling_factor: as in
+            ``apex_te.router.topk_router``.
+        expert_bias: add a bias to the scores for the choice alone, to balance the experts without a
+            loss; not with ``"softmax"``. Call ``update_expert_bias`` after each optimizer step.
+        bias_update_rate: the step of ``update_expert_bias``.
+        aux_loss_coeff: factor of the load-balance loss, 0 for none.
+        sequence_aux_loss: compute the load-balance loss of each sequence and take the mean, instead
+            of one loss of all tokens. The input is then ``[..., sequence, hidden_size]``.
+        sequence_first: the input of ``sequence_aux_loss`` is ``[sequence, ..., hidden_size]``.
+        z_loss_coeff: factor of the router z-loss, 0 for none.
+        capacity_factor: drop an expert's copies of tokens above ``tokens * top_k / num_experts``
+            times this, rounded up; None drops none. A dropped copy adds nothing to its token's
+            result. Each rank has its own capacity, of its own tokens.
+        token_drop_policy: ``"probs"`` drops the copies with the smallest probabilities,
+            ``"position"`` those of the last tokens.
+        shared_expert_ffn_hidden_size: features of an MLP that computes all tokens, without biases,
+            and whose result is added; None for none.
+        shared_expert_gate: multiply the shared expert's result by ``sigmoid(x @ gate_weight.T)``.
+        router_dtype: dtype in which the router's logits are computed.
+        init_method, output_layer_init_method: fill the weights of router and FC1, and of FC2;
+            default N(0, 0.023^2).
+        expert_group: process group over whose ranks the experts are spread: rank ``r`` has
+            ``num_experts / ranks`` experts, starting at number ``r * num_experts / ranks``. None
+            has all of them on this rank. New experts differ between ranks if all ranks have the
+            same random state; router and shared expert are then equal.
+        exchange: as in ``apex_te.distributed.TokenDispatcher``, for several ranks.
+        fuse_wgrad_accumulation, params_dtype, dtype, delay_wgrad_compute, name, device: as in
+            ``Linear``, for experts and shared expert. ``main_grad`` of the experts' weights is
+            ``[experts, out, in]``. The router's weight gets ``.grad``.
+
+    Attributes:
+        aux_loss, z_loss: float32 scalars, the losses of the last forward in training mode, times
+            their factors and detached; None for factor 0 and in evaluation mode.
+        tokens_per_expert: int32 ``[num_experts]``, the tokens of this rank that chose each expert
+            in the last forward, before any are dropped; None before the first.
+        loss_scale: float, or a tensor of one element on the layer's device, by which the losses'
+            gradients are multiplied; default 1.
+
+    Backward adds the gradients of both losses to those of the caller's loss; the caller must not
+    add them. They are the losses of one call and one rank, so that each microbatch adds a full one:
+    with ``n`` microbatches whose losses are averaged set ``loss_scale`` to ``1 / n``, and with a
+    ``GradScaler`` multiply it by the scaler's scale. Compiled code is compiled again for another
+    float; a tensor may change.
+
+    Its parameters are ``router.weight`` ``[num_experts, hidden]``, ``fc1.weight`` ``[experts, ffn,
+    hidden]`` (gated: ``[experts, 2 ffn, hidden]``, gate first), ``fc1.bias``, ``fc2.weight``
+    ``[experts, hidden, ffn]``, ``fc2.bias``, ``shared_expert.fc1.weight``,
+    ``shared_expert.fc2.weight``, ``shared_expert.gate_weight`` ``[1, hidden]``; ``experts`` are
+    those of this rank. The buffer ``router.expert_bias`` is float32 ``[num_experts]`` whatever the
+    module is cast to. State dicts with names per expert, ``fc1.weight0`` .., load, too. With
+    several ranks the experts' parameters have the attribute ``allreduce=False``.
+
+    Raises:
+        TypeError: an argument has a wrong type.
+        ValueError: a number is out of range, or arguments exclude each other.
+        NotImplementedError: there are more than 1023 experts, or the layer is made inside of
+            ``fp8_model_init``.
+    """
+
+    @named_arguments()
+    def __init__(
+        self,
+        hidden_size: int,
+        ffn_hidden_size: int,
+        num_experts: int,
+        top_k: int = 2,
+        *,
+        activation: str = "swiglu",
+        activation_params: dict[str, float] | None = None,
+        bias: bool = False,
+        score_function: str = "softmax",
+        use_pre_softmax: bool = False,
+        num_groups: int | None = None,
+        group_topk: int | None = None,
+        scaling_factor: float | None = None,
+        expert_bias: bool = False,
+        bias_update_rate: float = 1e-3,
+        aux_loss_coeff: float = 0.0,
+        sequence_aux_loss: bool = False,
+        sequence_first: bool = False,
+        z_loss_coeff: float = 0.0,
+        capacity_factor: float | None = None,
+        token_drop_policy: str = "probs",
+        shared_expert_ffn_hidden_size: int | None = None,
+        shared_expert_gate: bool = False,
+        router_dtype: torch.dtype = torch.float32,
+        init_method: _Init = None,
+        output_layer_init_method: _Init = None,
+        expert_group: Any = None,
+        exchange: str = "all_to_all",
+        fuse_wgrad_accumulation: bool = False,
+        params_dtype: torch.dtype | None = None,
+        delay_wgrad_compute: bool = False,
+        name: str | None = None,
+        device: torch.device | str | int | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        wanted = params_dtype_of(_NAME, params_dtype, dtype)
+        sizes = {
+            "hidden_size": hidden_size, "ffn_hidden_size": ffn_hidden_size,
+            "num_experts": num_experts, "top_k": top_k,
+        }  # fmt: skip
+        if shared_expert_ffn_hidden_size is not None:
+            sizes["shared_expert_ffn_hidden_size"] = shared_expert_ffn_hidden_size
+        elif shared_expert_gate:
+            raise ValueError(
+                f"{_NAME}: shared_expert_gate must be False without "
+                "shared_expert_ffn_hidden_size, got True"
+            )
+        for key, size in sizes.items():
+            check_count(_NAME, key, size)
+        if num_experts > LARGEST:
+            raise NotImplementedError(
+                f"{_NAME}: num_experts must be at most {LARGEST}, got {num_experts}"
+            )
+        logits = torch.empty(0, num_experts, device="meta")
+        check_choice("router", logits, top_k, score_function, num_groups, group_topk)
+        if expert_bias and score_function == "softmax":
+            raise ValueError(
+                f"{_NAME}: expert_bias must be False with score_function 'softmax', got True"
+            )
+        if token_drop_policy not in _POLICIES:
+            raise ValueError(
+                f"{_NAME}: token_drop_policy must be 'probs' or 'position', "
+                f"got {token_drop_policy!r}" + did_you_mean(token_drop_policy, _POLICIES)
+            )
+        if router_dtype not in _ROUTER_DTYPES:
+            raise TypeError(
+                f"{_NAME}: router_dtype must be torch.float32, torch.bfloat16 or torch.float16, "
+                f"got {router_dtype}"
+            )
+        for key, value, above in (
+            ("bias_update_rate", bias_update_rate, False),
+            ("aux_loss_coeff", aux_loss_coeff, False),
+            ("z_loss_coeff", z_loss_coeff, False),
+            ("scaling_factor", scaling_factor, True),
+            ("capacity_factor", capacity_factor, True),
+        ):
+            _check_factor(key, value, above)
+        if model_init.settings() is not None:
+            raise NotImplementedError(
+                f"{_NAME}: the layer must be made outside of fp8_model_init, whose FP8 weights it "
+                "does not support, got a call inside"
+            )
+        check_process_group(_NAME, "expert_group", expert_group)
+        super().__init__()
+        self.hidden_size = hidden_size
+        self.num_experts = num_experts
+        self.top_k = top_k
+        self.activation = activation
+        self.sequence_aux_loss = sequence_aux_loss
+        self.exchange = exchange
+        self.expert_group = expert_group
+        self.expert_ranks = 1 if expert_group is None else world_size(expert_group)
+        self._function = activation_of(_NAME, activation, activation_params)
+        self._dispatcher: TokenDispatcher | None = None
+        local = num_experts
+        if self.expert_ranks > 1:
+            local = self._dispatch_with().local_experts
+        inits = (init_method, output_layer_init_method)
+        self.router = MoERouter(
+            hidden_size,
+            num_experts,
+            top_k,
+            {
+                "score_function": score_function,
+                "use_pre_softmax": use_pre_softmax,
+                "num_groups": num_groups,
+                "group_topk": group_topk,
+                "scaling_factor": scaling_factor,
+            },
+            expert_bias=expert_bias,
+            bias_update_rate=bias_update_rate,
+            aux_loss_coeff=aux_loss_coeff,
+            sequence_first=sequence_first,
+            z_loss_coeff=z_loss_coeff,
+            capacity_factor=capacity_factor,
+            token_drop_policy=token_drop_policy,
+            router_dtype=router_dtype,
+            init_method=init_method,
+            dtype=wanted,
+            device=device,
+        )
+        options: dict[str, Any] = {
+            "fuse_wgrad_accumulation": fuse_wgrad_accumulation,
+            "delay_wgrad_compute": delay_wgrad_compute,
+        }
+
+        def named(key: str) -> str:
+            return f"{name}.{key}" if name else key
+
+        def experts(key: str, inner: int, outer: int, init: _Init) -> GroupedLinear:
+            return GroupedLinear(
+                local, inner, outer, bias, single_parameter=True, init_method=init,
+                params_dtype=wanted, device=device, name=named(key), **options,
+            )  # fmt: skip
+
+        width = ffn_hidden_size * (2 if is_gated(self._function) else 1)
+        with self._own_draws():
+            self.fc1 = experts("fc1", hidden_size, width, inits[0])
+            self.fc2 = experts("fc2", ffn_hidden_size, hidden_size, inits[1])
+        self.shared_expert: SharedExpert | None = None
+        if shared_expert_ffn_hidden_size is not None:
+            self.shared_expert = SharedExpert(
+                hidden_size, shared_expert_ffn_hidden_size, self._function, shared_expert_gate,
+                inits, wanted, device, bias=False, **options,
+            )  # fmt: skip
+        self._tag_experts()
+
+    def reset_parameters(self) -> None:
+        """Sets all parameters to new initial values, and the buffers to 0, in place.
+
+        Parameters on the meta device first get memory; see ``Linear.reset_parameters``.
+        """
+        self.router.reset_parameters()
+        with self._own_draws():
+            self.fc1.reset_parameters()
+            self.fc2.reset_parameters()
+        if self.shared_expert is not None:
+            self.shared_expert.reset_parameters()
+        self._tag_experts()
+
+    def extra_repr(self) -> str:
+        return (
+            f"hidden_size={self.hidden_size}, num_experts={self.num_experts}, "
+            f"top_k={self.top_k}, activation={self.activation}"
+        )
+
+    @property
+    def aux_loss(self) -> torch.Tensor | None:
+        """Returns the load-balance loss of the last forward, detached, or None."""
+        return self.router.aux_loss
+
+    @property
+    def z_loss(self) -> torch.Tensor | None:
+        """Returns the router z-loss of the last forward, detached, or None."""
+        return self.router.z_loss
+
+    @property
+    def tokens_per_expert(self) -> torch.Tensor | None:
+        """Returns the tokens of each expert in the last forward, int32 [num_experts], or None."""
+        return self.router.tokens_per_expert
+
+    @property
+    def loss_scale(self) -> float | torch.Tensor:
+        """Returns the factor of the losses' gradients."""
+        return self.router.loss_scale
+
+    @loss_scale.setter
+    def loss_scale(self, value: float | torch.Tensor) -> None:
+        if not isinstance(value, torch.Tensor):
+            value = checked_number(_NAME, "loss_scale", value)
+        elif value.numel() != 1:
+            raise ValueError(
+                f"{_NAME}: loss_scale must have one element, got shape {list(value.shape)}"
+            )
+        self.router.loss_scale = value
+
+    def forward(
+        self, hidden_states: torch.Tensor, is_first_microbatch: bool | None = None
+    ) -> torch.Tensor:
+        """Computes each token by its experts.
+
+        Args:
+            hidden_states: [..., hidden_size], of the dtypes that ``GroupedLinear.forward`` takes.
+            is_first_microbatch: as in ``Linear.forward``.
+
+        Returns:
+            A tensor in the shape and dtype of ``hidden_states``; under ``torch.autocast`` it has
+            autocast's dtype.
+
+        Raises:
+            TypeError: ``hidden_states`` has another dtype than those above.
+            ValueError: the last dimension is not ``hidden_size``, or with ``sequence_aux_loss``
+                there is only one dimension.
+            NotImplementedError: as in ``GroupedLinear.forward`` with ``single_parameter``.
+            RankMismatchError: as in ``apex_te.distributed.TokenDispatcher``, whose other errors and
+                waits also apply with several ranks.
+        """
+        try:
+            return self._computed(hidden_states, is_first_microbatch)
+        except VAGUE as error:
+            explain(self, error, {"hidden_states": hidden_states}, inp="hidden_states")
+            raise
+
+    def backward_dw(self) -> None:
+        """Computes the weight gradients that ``delay_wgrad_compute=True`` left out of backward.
+
+        See ``Linear.backward_dw``.
+        """
+        self._call_children("backward_dw")
+
+    def update_expert_bias(self, group: Any = None) -> None:
+        """Updates the expert bias to balance the experts; call it after each optimizer step.
+
+        It counts the tokens of all forwards in training mode since the last update; a recompute in
+        backward is not counted, except in compiled code, where it counts twice. See
+        ``apex_te.router.update_expert_bias``.
+
+        Args:
+            group: process group whose ranks have other tokens and the same router, over which the
+                counts are summed; all its ranks must call. None sums over no ranks.
+
+        Raises:
+            TypeError: ``group`` is neither a process group nor None.
+            ValueError: the layer was made without ``expert_bias=True``.
+        """
+        if self.router.expert_bias is None:
+            raise ValueError(f"{_NAME}: expert_bias must be True for an update, got False")
+        check_process_group(_NAME, "group", group)
+        self.router.update_expert_bias(group)
+
+    def set_expert_group(self, expert_group: Any) -> None:
+        """Sets the ranks over which the experts are spread, such as after loading a pickle.
+
+        Args:
+            expert_group: a ``torch.distributed.ProcessGroup`` of as many ranks as before.
+
+        Raises:
+            TypeError: ``expert_group`` is not a process group.
+            ValueError: it has another number of ranks.
+        """
+        if expert_group is None:
+            raise TypeError(f"{_NAME}: expert_group must be a process group, got None")
+        check_process_group(_NAME, "expert_group", expert_group)
+        ranks = world_size(expert_group)
+        if ranks != self.expert_ranks:
+            raise ValueError(
+                f"{_NAME}: expert_group must have the {self.expert_ranks} ranks that the experts "
+                f"are spread over, got {ranks}"
+            )
+        self.expert_group, self._dispatcher = expert_group, None
+
+    def _computed(
+        self, hidden_states: torch.Tensor, is_first_microbatch: bool | None
+    ) -> torch.Tensor:
+        shape = hidden_states.shape
+        if not shape or shape[-1] != self.hidden_size:
+            raise ValueError(
+                f"{_NAME}: hidden_states must have a last dimension of {self.hidden_size}, "
+                f"got {list(shape)}"
+            )
+        x = hidden_states.reshape(-1, self.hidden_size)
+        spread = self.expert_ranks > 1
+        routing: Any = self.router(x, spread, self._sequences(shape))
+        x = cast_to(x, autocast_dtype(_NAME, "hidden_states", x))
+        if spread:
+            out = self._dispatched(x, routing, is_first_microbatch)
+        else:
+            out, _ = run_experts(
+                self.fc1, self.fc2, x, routing.index, routing.probs, self._function,
+                is_first_microbatch,
+            )  # fmt: skip
+        if self.shared_expert is not None:
+            out = out + self.shared_expert(x, is_first_microbatch)
+        return out.view(shape)
+
+    def _dispatched(
+        self, x: torch.Tensor, routing: DenseRouting, is_first_microbatch: bool | None
+    ) -> torch.Tensor:
+        """Sends tokens to the ranks of their experts, and the results back."""
+        probs = cast_to(routing.probs, torch.float32)
+        dispatch = self._dispatch_with().dispatch(x, probs, routing.routing_map)
+        hidden = self.fc1(dispatch.rows, dispatch.m_splits, is_first_microbatch)
+        hidden = activate(self._function, hidden)
+        return dispatch.combine(self.fc2(hidden, dispatch.m_splits, is_first_microbatch))
+
+    def _dispatch_with(self) -> TokenDispatcher:
+        """Returns the dispatcher of several ranks; its rows need no padding."""
+        if self.expert_group is None:
+            raise ValueError(
+                f"{_NAME}: expert_group must be set by set_expert_group in a layer that was loaded "
+                "from a pickle, got None"
+            )
+        if self._dispatcher is None:
+            self._dispatcher = TokenDispatcher(
+                self.num_experts, self.expert_group, align=1, exchange=self.exchange,
+                max_experts_per_token=self.top_k,
+            )  # fmt: skip
+        return self._dispatcher
+
+    def _sequences(self, shape: torch.Size) -> int | None:
+        """Returns the number of sequences of an input, None if they are not told apart."""
+        if not self.sequence_aux_loss:
+            return None
+        if len(shape) < 2:
+            raise ValueError(
+                f"{_NAME}: hidden_states must have a dimension of tokens with sequence_aux_loss, "
+                f"got {list(shape)}"
+            )
+        return math.prod(shape[1:-1] if self.router.sequence_first else shape[:-2])
+
+    @contextlib.contextmanager
+    def _own_draws(self) -> Iterator[None]:
+        """Context in which experts are drawn, from other random numbers on each rank."""
+        if self.expert_ranks == 1:
+            yield
+            return
+        seed = int(torch.randint(2**31, ())) + distributed.get_rank(self.expert_group)
+        cuda = torch.cuda.current_device() if torch.cuda.is_available() else None
+        with torch.random.fork_rng([] if cuda is None else [cuda]):
+            torch.default_generator.manual_seed(seed)
+            if cuda is not None:
+                torch.cuda.default_generators[cuda].manual_seed(seed)
+            yield
+
+    def _tag_experts(self) -> None:
+        """Tells trainers which gradients are complete on their rank."""
+        if self.expert_ranks > 1:
+            for layer in (self.fc1, self.fc2):
+                for parameter in layer.parameters():
+                    parameter.allreduce = False  # type: ignore[attr-defined]
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Returns the attributes for a copy or pickle, ``expert_group`` in a ``GroupHolder``."""
+        group = GroupHolder(self.expert_group)
+        return {**super().__getstate__(), "expert_group": group, "_dispatcher": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__({**state, "expert_group": state["expert_group"].group})
+        self._tag_experts()
+
+
+def _check_factor(name: str, value: float | None, above: bool) -> None:
+    """Checks that a factor is at least 0, or above it; None stands for no factor."""
+    if value is None and above:
+        return
+    number = checked_number(_NAME, name, value)
+    if not (number > 0.0 if above else number >= 0.0) or number == math.inf:
+        least = "above" if above else "at least"
+        raise ValueError(f"{_NAME}: {name} must be {least} 0 and finite, got {value}")
