@@ -17,7 +17,7 @@ from .agreement import check_same
 from .collectives import all_gather_rows, all_to_all_rows, reduce_scatter_rows, world_size
 from .groups import check_process_group
 
-_EXCHANGES = ("all_to_all", "all_gather")
+EXCHANGES = ("all_to_all", "all_gather")
 # Names of the values that `_kind` returns.
 _COMPARED = (
     "hidden size", "dtype of tokens", "dtype of probs",
@@ -89,10 +89,9 @@ class TokenDispatcher:
             if value < 1:
                 raise ValueError(f"TokenDispatcher: {name} must be at least 1, got {value}")
         check_process_group("TokenDispatcher", "group", group)
-        if exchange not in _EXCHANGES:
+        if exchange not in EXCHANGES:
             raise ValueError(
-                f"TokenDispatcher: exchange must be one of {', '.join(_EXCHANGES)}, "
-                f"got {exchange!r}"
+                f"TokenDispatcher: exchange must be one of {', '.join(EXCHANGES)}, got {exchange!r}"
             )
         self.ranks = world_size(group)
         if num_experts % self.ranks:

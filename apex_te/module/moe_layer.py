@@ -11,7 +11,7 @@ import torch
 from torch import distributed
 
 from ..comm.collectives import world_size
-from ..comm.expert_parallel import TokenDispatcher
+from ..comm.expert_parallel import EXCHANGES, TokenDispatcher
 from ..comm.groups import check_process_group
 from ..fp8 import model_init
 from ..ops._router_function import check_choice
@@ -46,8 +46,9 @@ class MoELayer(CompositeModule):
 
     An expert is ``act(x @ fc1.T + b1) @ fc2.T + b2``, in FP8 inside an enabled ``fp8_autocast``
     region. On one rank the host does not wait for the GPU, and calls can be captured in a CUDA
-    graph. The router is never in FP8, because the rounding would change the choice of experts. The
-    choice is deterministic, so that activation checkpoints recompute the same one.
+    graph, except with MXFP8, HiF8 and FP8 with sizes that are not multiples of 16. The router is
+    never in FP8, because the rounding would change the choice of experts. The choice is
+    deterministic, so that activation checkpoints recompute the same one.
 
     Args:
         hidden_size: features of the input and of the output.
@@ -183,6 +184,11 @@ class MoELayer(CompositeModule):
                 f"{_NAME}: token_drop_policy must be 'probs' or 'position', "
                 f"got {token_drop_policy!r}" + did_you_mean(token_drop_policy, _POLICIES)
             )
+        if exchange not in EXCHANGES:
+            raise ValueError(
+                f"{_NAME}: exchange must be one of {', '.join(EXCHANGES)}, got {exchange!r}"
+                + did_you_mean(exchange, EXCHANGES)
+            )
         if router_dtype not in _ROUTER_DTYPES:
             raise TypeError(
                 f"{_NAME}: router_dtype must be torch.float32, torch.bfloat16 or torch.float16, "
@@ -262,12 +268,12 @@ class MoELayer(CompositeModule):
         if shared_expert_ffn_hidden_size is not None:
             self.shared_expert = SharedExpert(
                 hidden_size, shared_expert_ffn_hidden_size, self._function, shared_expert_gate,
-                inits, wanted, device, bias=False, **options,
+                inits, wanted, device, named("shared_expert"), bias=False, **options,
             )  # fmt: skip
         self._tag_experts()
 
     def reset_parameters(self) -> None:
-        """Sets all parameters to new initial values, and the buffers to 0, in place.
+        """Sets all parameters to new initial values, and the expert bias to 0, in place.
 
         Parameters on the meta device first get memory; see ``Linear.reset_parameters``.
         """

@@ -72,17 +72,17 @@ class MoERouter(torch.nn.Module):
             bias = torch.zeros(num_experts, dtype=torch.float32, device=device)
             counts = torch.zeros(num_experts, dtype=torch.int64, device=device)
         self.register_buffer("expert_bias", bias)
-        self.register_buffer("local_tokens_per_expert", counts, persistent=False)
+        self.local_tokens_per_expert = counts  # no buffer: DDP would broadcast one rank's
         if not made.is_meta:
             self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Fills the weight with ``init_method`` (default N(0, 0.023^2)), and the buffers with 0."""
+        """Fills the weight with ``init_method`` (default N(0, 0.023^2)), bias and counts with 0."""
         materialize(self)
         fill(self.weight, self.init_method)
-        for buffer in (self.expert_bias, self.local_tokens_per_expert):
-            if buffer is not None:
-                buffer.zero_()
+        for values in (self.expert_bias, self.local_tokens_per_expert):
+            if values is not None:
+                values.zero_()
 
     def extra_repr(self) -> str:
         experts, hidden = self.weight.shape
@@ -211,10 +211,16 @@ class MoERouter(torch.nn.Module):
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Any:
         """Moves or casts the module; the bias stays in float32, which its small steps need."""
-        bias = self.expert_bias
+        bias, counts = self.expert_bias, self.local_tokens_per_expert
         result = super()._apply(fn, recurse)
-        if bias is not None and self.expert_bias.dtype is not bias.dtype:  # type: ignore[union-attr]
-            self.expert_bias = bias.to(self.expert_bias.device)  # type: ignore[union-attr]
+        if self.expert_bias is not None:
+            assert bias is not None
+            assert counts is not None
+            device = self.expert_bias.device
+            if self.expert_bias.dtype is not bias.dtype:
+                self.expert_bias = bias.to(device)
+            moved = torch.zeros_like(counts, device=device) if counts.is_meta else counts.to(device)
+            self.local_tokens_per_expert = moved
         return result
 
 

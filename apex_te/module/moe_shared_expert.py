@@ -32,6 +32,7 @@ class SharedExpert(CompositeModule):
         inits: tuple[Callable[[torch.Tensor], Any] | None, ...],
         dtype: torch.dtype,
         device: Any,
+        name: str,
         **shared: Any,
     ) -> None:
         super().__init__()
@@ -39,8 +40,10 @@ class SharedExpert(CompositeModule):
         self.init_method = inits[0]
         inner = ffn_hidden_size * (2 if is_gated(activation) else 1)
         shared |= {"params_dtype": dtype, "device": device}
-        self.fc1 = Linear(hidden_size, inner, init_method=inits[0], **shared)
-        self.fc2 = Linear(ffn_hidden_size, hidden_size, init_method=inits[1], **shared)
+        self.fc1 = Linear(hidden_size, inner, init_method=inits[0], name=f"{name}.fc1", **shared)
+        self.fc2 = Linear(
+            ffn_hidden_size, hidden_size, init_method=inits[1], name=f"{name}.fc2", **shared
+        )
         weight = None
         if gate:
             weight = torch.nn.Parameter(torch.empty(1, hidden_size, dtype=dtype, device=device))

@@ -93,7 +93,7 @@ def _add_model(group: argparse._ArgumentGroup) -> None:
     add("--context", type=int, default=2048, help="tokens of a sequence")
     add("--vocabulary", type=int, default=32768, help="tokens of the byte-pair vocabulary")
     add("--tied", action=argparse.BooleanOptionalAction, help="head and embedding share a weight")
-    add("--experts", type=int, metavar="N", help="N MLPs in each block, of which a router chooses")
+    add("--experts", type=int, metavar="N", help="N MLPs in each block, and a router")
     add("--top-k", type=int, metavar="K", help="experts of a token (default: 2)")
     add("--layers", choices=LAYERS, default="apex_te", help="what the blocks are made of")
 

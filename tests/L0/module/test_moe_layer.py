@@ -460,6 +460,7 @@ def test_state_dicts_and_copies(tmp_path):
         HIDDEN, FFN, EXPERTS, score_function="sigmoid", expert_bias=True, **WITH_ALL, device="meta"
     )
     again.to_empty(device="cpu")
+    assert not again.router.local_tokens_per_expert.any()
     each = {}
     for name, value in layer.state_dict().items():
         stacked = name.startswith("fc")
@@ -511,6 +512,7 @@ def test_meta_device_and_casts():
         ({"aux_loss_coeff": None}, TypeError, "aux_loss_coeff must be a float, got NoneType"),
         ({"z_loss_coeff": math.inf}, ValueError, "z_loss_coeff must be at least 0 and finite, got"),
         ({"token_drop_policy": "prob"}, ValueError, "token_drop_policy must be 'probs' or .* mean"),
+        ({"exchange": "ring"}, ValueError, "exchange must be one of all_to_all, all_gather, got"),
         ({"router_dtype": torch.float64}, TypeError, "router_dtype must be torch.float32, "),
         ({"shared_expert_gate": True}, ValueError, "shared_expert_gate must be False without"),
         ({"shared_expert_ffn_hidden_size": 0}, ValueError, "shared_expert_ffn_hidden_size must be"),
