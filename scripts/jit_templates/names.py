@@ -15,13 +15,13 @@ from op_builder.builtin import OPS
 from op_builder.jit.backends import pythons
 from op_builder.jit.backends.pybind import Exports, read_exports
 from op_builder.jit.prebuild import install
-from op_builder.spec import SUITE
+from op_builder.spec import INCLUDE_FLAGS, SUITE
 
 from . import render
 
 LONGEST = 26  # characters of a skeleton's name, so that the lines of its files stay in bounds
 _LONGEST_EXTENSION = 64
-_VARIABLES = {*install.GROUPS, pythons.VARIABLE, install.MACHINE, install.LABEL}
+_VARIABLES = {*INCLUDE_FLAGS, pythons.VARIABLE, install.MACHINE, install.LABEL}
 _HEADERS = (".h", ".hpp", ".cuh")
 
 

@@ -165,13 +165,13 @@ class GroupedLinear(ParallelModule):
         such splits make all outputs and gradients NaN.
 
         A tensor ``m_splits`` on a GPU, and ``single_parameter`` anywhere, change rounding and cost
-        as follows. On sm_90 FP8
-        GEMMs multiply the FP8 data; other GPUs decode them to bfloat16 first. Results of FP8 GEMMs
-        are rounded to bfloat16 before any cast to another dtype. Weight gradients for ``main_grad``
-        are not rounded, except where torch's grouped GEMM computes them: those of bf16 GEMMs on
-        sm_90 and sm_100, and of FP8 GEMMs on sm_100. GEMMs in fp16 and fp32, and all GEMMs on other
-        GPUs, cost as much as ``num_gemms`` layers over all rows. ``fp8_statistics`` does not record
-        these GEMMs.
+        as follows. On sm_90 FP8 GEMMs multiply the FP8 data; other GPUs decode them to bfloat16
+        first. Results of FP8 GEMMs are rounded to bfloat16 before any cast to another dtype. Weight
+        gradients for ``main_grad`` are not rounded, except where torch's grouped GEMM computes
+        them: those of bf16 GEMMs on sm_90 and sm_100, and of FP8 GEMMs on sm_100. GEMMs in fp16 and
+        fp32, and all GEMMs on other GPUs, cost as much as ``num_gemms`` layers over all rows.
+        ``fp8_statistics`` does not record these GEMMs. Before torch 2.12 compiled code runs those
+        that are not in FP8 between two graphs.
 
         Args:
             inp: [..., in_features] in the dtype of the parameters; in FP8 that must be fp32, fp16

@@ -48,9 +48,9 @@ def run(
 
     ``weights`` and ``biases`` have one tensor for each group, or one of all groups.
     """
+    if not call.is_fp8 and _MISTAKES_GRADIENTS and torch.compiler.is_compiling():
+        return _run_eagerly(call, quantizers, x, splits, weights, biases)
     groups = op.groups_of(splits, x.shape[0])
-    if torch.compiler.is_compiling():  # torch 2.11 saves what an op wrote as it was before
-        groups = groups._replace(table=groups.table.clone())
     options = call.options[0]
     if call.is_fp8:
         function: Any = GroupsFunction
@@ -67,6 +67,23 @@ def run(
         record = quantizers.grad_output.record
         out.register_hook(lambda grad: record(grad.detach().contiguous(), groups))
     return out
+
+
+# In graphs of torch 2.11 the gradients of ``HighPrecisionGroupsFunction`` are wrong.
+_MISTAKES_GRADIENTS = tuple(map(int, torch.__version__.split(".")[:2])) < (2, 12)
+
+
+@torch.compiler.disable
+def _run_eagerly(
+    call: FP8Call,
+    quantizers: GroupQuantizers | None,
+    x: torch.Tensor,
+    splits: torch.Tensor,
+    weights: Tensors,
+    biases: Tensors,
+) -> torch.Tensor:
+    """Computes ``run`` in bf16 or fp32 outside of the graph that is being made."""
+    return run(call, quantizers, None, x, splits, weights, biases)
 
 
 def stays_on_device(device: torch.device) -> bool:

@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from apex_te import MoELayer, fp8_autocast
 from apex_te.fp8.model_init import fp8_model_init
 from apex_te.module._core.fused_casts import ACTIVATIONS
+from apex_te.module.grouped import on_device
 from apex_te.module.grouped.experts import ExpertsFunction
 from apex_te.ops.moe_router import reference as routed
 from apex_te.recipe import CurrentScaling
@@ -320,10 +321,11 @@ def test_recompute(device, name, reentrant, within):
 @pytest.mark.parametrize("kind", ["all", "sigmoid", "best"])
 @pytest.mark.parametrize("name", ["none", "tensorwise", "blockwise"])
 def test_compiled(device, name, kind):
-    """In one graph."""
+    """In one graph, or in two around GEMMs whose gradients torch would mistake."""
     layer = layer_of(device, **OPTIONS[kind])
     other = copy.deepcopy(layer)
-    compiled = torch.compile(other, fullgraph=True, backend="aot_eager")
+    whole = name != "none" or not on_device._MISTAKES_GRADIENTS
+    compiled = torch.compile(other, fullgraph=whole, backend="aot_eager")
     x, dy = inputs(device)
     results = [run(each, x, dy, name) for each in (layer, compiled)]
     found = [[*result, *gradients(each).values()] for each, result in
@@ -407,9 +409,10 @@ def test_bias_balances_a_skewed_router(device):
     assert layer.aux_loss is None
 
 
-def test_losses_balance_a_skewed_router(device):
-    """They reach the weights through backward alone."""
-    layer = layer_of(device, aux_loss_coeff=1.0, z_loss_coeff=1e-3)
+@pytest.mark.parametrize("name", ["aux_loss", "z_loss"])
+def test_losses_reach_the_router_through_backward_alone(device, name):
+    """One balances a skewed router, the other makes its logits smaller."""
+    layer = layer_of(device, **{f"{name}_coeff": 1.0})
     torch.manual_seed(4)
     x = torch.randn(512, HIDDEN).to(device) + 0.5
     optimizer = torch.optim.Adam(layer.parameters(), lr=5e-3)
@@ -418,9 +421,9 @@ def test_losses_balance_a_skewed_router(device):
         (layer(x).sum() * 0.0).backward()
         optimizer.step()
         optimizer.zero_grad()
-        seen.append((layer.aux_loss.item(), layer.z_loss.item()))
-    assert seen[-1][0] < 1.05 < 1.2 < seen[0][0]
-    assert seen[-1][1] < seen[0][1]
+        seen.append(getattr(layer, name).item())
+    assert seen[-1] < (1.05 if name == "aux_loss" else 0.9 * seen[0])
+    assert name == "z_loss" or seen[0] > 1.2
     before = layer.router.weight.detach().clone()
     layer.eval()
     layer(x).sum().mul(0.0).backward()
