@@ -97,11 +97,12 @@ NOT_EMPTY = {
     ("multi_tensor_l2norm", "z"), ("multi_tensor_lamb", "z"), ("moe_sort_chunks_map", "r"),
 }  # fmt: skip
 # Of kernels alone: tensors that they do not take, and what cuBLASLt requires.
-CPU_ONLY = {name: ("mask",) for name in ("bias_dropout_add_fwd", "bias_dropout_add_bwd")}
+CPU_ONLY = dict.fromkeys(("bias_dropout_add_fwd", "bias_dropout_add_bwd"), ("mask",))
 NOT_EMPTY_ON_GPU = {
-    *((name, letter) for name in ("fp8_gemm", "fp8_gemm_epilogue") for letter in "mnk"),
-    *(("fp8_gemm_block", letter) for letter in "mnk"), *(("wgrad_gemm", letter) for letter in "mnk"),
-}  # fmt: skip
+    (name, letter)
+    for name in ("fp8_gemm", "fp8_gemm_epilogue", "fp8_gemm_block", "wgrad_gemm")
+    for letter in "mnk"
+}
 # Their letters follow from what comes later, or are those of a scalar.
 FREE = {
     "x", "keys", "other_x", "input", "inp", "table", "row_id_map", "routing_map", "freqs", "cos",
