@@ -143,7 +143,7 @@ class Param(NamedTuple):
     follows: tuple[str, ...] = ()  # it is given if one of these is
     length: str = ""  # the letter of a list's number of tensors
     is_mixed: bool = False  # True if each place of a list has letters and dtypes of its own
-    may_be_empty: bool = False  # True if a list may have no tensor whatever its letter is
+    may_be_empty: bool = False  # True if a list may be empty whatever its letter is
 
     @property
     def is_tensor(self) -> bool:

@@ -254,7 +254,7 @@ class GroupedLinear(ParallelModule):
         super()._load_from_state_dict(state_dict, prefix, *args)
 
     def _gemm_weights(self) -> list[list[str]]:
-        # A stack is no matrix whose rows could be gathered in FP8.
+        # A stack is not a matrix, and FSDP does not gather its rows in FP8.
         return [] if self.single_parameter else super()._gemm_weights()
 
     def __getstate__(self) -> dict[str, Any]:
@@ -295,7 +295,7 @@ class GroupedLinear(ParallelModule):
         biases: tuple[torch.Tensor, ...],
         splits: tuple[int, ...],
     ) -> torch.Tensor:
-        """Computes with a stack of weights what a recipe has no products of all groups for."""
+        """Computes one group after the other, for recipes that have no grouped GEMMs."""
         count, total = self.num_gemms, sum(splits)
         if call.options[0].accumulate is not None or call.options[0].wgrad_store is not None:
             raise NotImplementedError(

@@ -46,7 +46,7 @@ def pair(device, dtype=torch.float32, sizes=(48, 32), groups=4, **options):
 
 
 def stacked(module, kind, of=lambda p: p.grad):
-    """What ``of`` gives for the parameters of either layer, as one tensor."""
+    """``of`` applied to the parameters of either layer, stacked to one tensor."""
     own = getattr(module, kind, None) if module.single_parameter else None
     if own is not None:
         return of(own)

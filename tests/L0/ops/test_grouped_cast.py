@@ -38,7 +38,7 @@ def factors(rows, kind, dtype):
 
 
 def source_of(kind, rows, cols, splits, dtype, device, factor=None, activation="silu"):
-    """A source whose rows after the last group are NaN, or are no rows of x."""
+    """A source; rows after the last group are NaN, or refer to rows that x does not have."""
     factor = None if factor is None else factor.to(device)
     if kind == "gather":
         tokens = rows // 2 + 3
