@@ -225,7 +225,7 @@ class MoERouter(torch.nn.Module):
 
 
 def zero(logits: torch.Tensor) -> torch.Tensor:
-    """Returns the loss of no tokens, which have no mean; differentiable."""
+    """Returns a differentiable loss of 0 for a batch without tokens."""
     return logits.float().sum()
 
 

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from ...fp8.autocast import graph_task_id, local
-from ...fp8.scheme.base import GroupMatrices, GroupQuantizers
 from ...fp8.scheme.gemm_backend import DGRAD, FPROP
 from ...ops import grouped_quantize, moe_permute
 from ...ops.binding import OpFunction, once_differentiable
@@ -16,9 +15,10 @@ from ...ops.grouped_quantize import GroupedOutput, Groups
 from ...permutation import moe_unpermute, permute_with_map
 from .._core.fp8_module import FP8Module
 from .._core.fused_casts import GATED, activate
-from .._core.gemm import FP8Call, GemmOptions
+from .._core.parallel import is_observed
 from .._core.programs import is_autocast, take_saved, without_autocast
 from . import on_device
+from .on_device import GroupsCall
 
 
 def run_experts(
@@ -51,15 +51,13 @@ def run_experts(
     counts = made.tokens_per_expert
     probs = probs.float()
     gate = GATED.get(activation) if isinstance(activation, str) else None
-    halves = None
+    calls = None
     if gate is not None:
-        halves = _fused_halves(fc1, fc2, x, is_first_microbatch)
-    if gate is not None and halves is not None:
+        calls = _fused_calls(fc1, fc2, x, is_first_microbatch)
+    if gate is not None and calls is not None:
         weights = _weight_of(fc1), _weight_of(fc2)
         groups = grouped_quantize.groups_of(counts, indices.numel())
-        out = ExpertsFunction.apply(
-            x, probs, made.row_id_map, groups.table, gate, *halves, *weights
-        )
+        out = ExpertsFunction.apply(x, probs, made.row_id_map, groups.table, gate, *calls, *weights)
         return out, counts
     inside = _in_region(fc1) and not fc2.use_bias
     rows, row_probs = permute_with_map(x, probs if inside else None, made.row_id_map, indices)
@@ -72,93 +70,48 @@ def run_experts(
     return out.to(x.dtype), counts
 
 
-class _Half(NamedTuple):
-    """Named tuple of what a call of one of the two grouped GEMMs needs besides its tensors."""
+def _wgrad(
+    call: GroupsCall,
+    weight: torch.Tensor,
+    dy: GroupedOutput,
+    x: Any,
+    x_scale_inv: Any,
+    groups: Groups,
+) -> torch.Tensor | None:
+    """Returns what autograd gets for a stack of weights, from both operands' columnwise copies."""
+    codes, scale_inv = dy.columnwise, dy.scale_inv
+    contract = call.quantizers.backend.contract_groups
 
-    quantizers: GroupQuantizers
-    cached: GroupedOutput | None
-    options: GemmOptions
-    dtype: torch.dtype
+    def product(*out: Any) -> torch.Tensor:
+        return contract(codes, x, scale_inv, x_scale_inv, groups, *out)
 
-    def cast_weight(
-        self, weight: torch.Tensor, groups: Groups, need_input: bool
-    ) -> tuple[GroupedOutput, tuple[torch.Tensor | None, ...]]:
-        """Returns the rowwise copy, and what backward makes the columnwise one of."""
-        if self.cached is not None:
-            saved = (self.cached.columnwise, self.cached.scale_inv) if need_input else ()
-            return self.cached, saved
-        scales = None
-        if need_input:
-            scales = self.quantizers.weight.kept_scales(GroupMatrices(weight, groups))
-        out = self.quantizers.weight.quantize_matrices(weight, groups, True, False, scales)
-        return out, (weight, *(scales or ())) if need_input else ()
-
-    def recast_weight(self, saved: Any, groups: Groups) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns the columnwise copy and its scale_inv."""
-        if self.cached is not None:
-            return saved[0], saved[1]
-        weight, *scales = saved
-        recast = self.quantizers.weight_recast.quantize_matrices
-        out = recast(weight, groups, False, True, tuple(scales) or None)
-        assert out.columnwise is not None
-        return out.columnwise, out.scale_inv
-
-    def multiply(
-        self, product: int, q: GroupedOutput, b: Any, b_scale_inv: Any, groups: Groups
-    ) -> torch.Tensor:
-        out = self.quantizers.backend.multiply_groups(
-            product, q.rowwise, b, q.row_scale_inv, b_scale_inv, groups
-        )
-        return out.to(self.dtype)
-
-    def wgrad(
-        self, weight: torch.Tensor, dy: GroupedOutput, x: Any, x_scale_inv: Any, groups: Groups
-    ) -> torch.Tensor | None:
-        codes, scale_inv = dy.columnwise, dy.scale_inv
-        contract = self.quantizers.backend.contract_groups
-
-        def product(*out: Any) -> torch.Tensor:
-            return contract(codes, x, scale_inv, x_scale_inv, groups, *out)
-
-        return on_device.stack_gradient(weight, self.options, weight.dtype, product)
+    return on_device.stack_gradient(weight, call.options, weight.dtype, product)
 
 
-def _fused_halves(
+def _fused_calls(
     fc1: Any, fc2: Any, x: torch.Tensor, is_first_microbatch: bool | None
-) -> tuple[_Half, _Half] | None:
+) -> tuple[GroupsCall, GroupsCall] | None:
     """Returns both GEMMs of a call that the fused function serves, else None.
 
     It needs FP8 products of groups whose operands one kernel can make, without biases.
     """
-    if torch.compiler.is_compiling() or is_autocast(x.device.type) or not x.shape[0]:
+    if torch.compiler.is_compiling() or is_autocast(x.device.type) or not _in_region(fc1):
         return None
-    halves = []
-    for layer, features in ((fc1, fc1.in_features), (fc2, fc2.in_features)):
-        if layer.use_bias or not layer.single_parameter or _weight_of(layer).dtype is not x.dtype:
-            return None
-        if layer.save_original_input or layer.tp_size > 1 or features % on_device.MULTIPLE:
-            return None
-    if not _may_be_fp8(fc1) or x.shape[-1] != fc1.in_features or x.dim() != 2:
+    if x.dim() != 2 or not x.shape[0] or x.shape[1] != fc1.in_features:
         return None
-    calls = [layer.prepare(x.dtype, x.device, (), is_first_microbatch) for layer in (fc1, fc2)]
-    for layer, call in zip((fc1, fc2), calls, strict=True):
-        half = _half(layer, call, fc2.in_features)
-        if half is None:
+    for layer in (fc1, fc2):
+        if layer.use_bias or layer.save_original_input or layer.tp_size > 1:
             return None
-        halves.append(half)
-    return halves[0], halves[1]
+        # Hooks, such as those of FSDP2, must see the call of their layer.
+        if not layer.single_parameter or is_observed(layer) or _weight_of(layer).dtype != x.dtype:
+            return None
+    first, second = (_groups_call(layer, fc2, is_first_microbatch) for layer in (fc1, fc2))
+    return None if first is None or second is None else (first, second)
 
 
 def _weight_of(layer: Any) -> torch.Tensor:
     weight: torch.Tensor = layer._weights_and_biases()[0][0]
     return weight
-
-
-def _may_be_fp8(layer: FP8Module) -> bool:
-    """Returns True if a call now could run in FP8, in a region or in the recompute of one."""
-    if graph_task_id() != -1:
-        return layer._modes.recompute is not None and layer._modes.recompute_fp8
-    return local.region is not None and local.region.enabled
 
 
 def _in_region(layer: FP8Module) -> bool:
@@ -171,16 +124,17 @@ def _in_region(layer: FP8Module) -> bool:
     return layer._modes.recompute is not None or (region is not None and region.in_backward)
 
 
-def _half(layer: Any, call: FP8Call, columns: int) -> _Half | None:
-    """Returns a GEMM whose gradient has twice ``columns`` columns, None if it is not served."""
+def _groups_call(layer: Any, fc2: Any, is_first_microbatch: bool | None) -> GroupsCall | None:
+    """Returns the call of one of the two layers, None if the fused function does not serve it."""
+    weight = _weight_of(layer)
+    call = layer.prepare(weight.dtype, weight.device, (), is_first_microbatch)
     if not call.is_fp8 or not on_device.serves(layer, call):
         return None
     quantizers = layer._quantizers_of_groups(call)
-    if quantizers.high_precision_wgrad or not quantizers.grad_output.produces(columns):
+    if quantizers.high_precision_wgrad or not quantizers.grad_output.produces(fc2.in_features):
         return None
-    weights = (_weight_of(layer),)
-    cached = on_device.cached_weights(layer._modes, weights, quantizers, call.fill)
-    return _Half(quantizers, cached, call.options[0], call.dtype)
+    cached = on_device.cached_weights(layer._modes, (weight,), quantizers, call.fill)
+    return GroupsCall(quantizers, cached, call.options[0], call.dtype)
 
 
 class ExpertsFunction(OpFunction):
@@ -199,8 +153,8 @@ class ExpertsFunction(OpFunction):
         row_id_map: torch.Tensor,
         table: torch.Tensor,
         activation: str,
-        first: _Half,
-        second: _Half,
+        first: GroupsCall,
+        second: GroupsCall,
         w1: torch.Tensor,
         w2: torch.Tensor,
     ) -> torch.Tensor:
@@ -213,19 +167,19 @@ class ExpertsFunction(OpFunction):
         nothing = x.new_empty((x.shape[0], 1), dtype=torch.uint8)
         factor = moe_permute.permute(nothing, row_id_map, rows, probs)[1]
         qx = first.quantizers.input.produce(Gather(x, row_of), groups, True, need_w1)
-        weight, saved1 = first.cast_weight(w1, groups, need_x)
+        weight, saved1 = first.cast_weights((w1,), groups, need_x)
         hidden = first.multiply(FPROP, qx, weight.rowwise, weight.rowwise_scale_inv, groups)
         source: Source = Gated(hidden, factor, activation)
         qa = second.quantizers.input.produce(source, groups, True, need_w2)
         needs = need_x or need_probs or need_w1
-        weight, saved2 = second.cast_weight(w2, groups, needs)
+        weight, saved2 = second.cast_weights((w2,), groups, needs)
         y = second.multiply(FPROP, qa, weight.rowwise, weight.rowwise_scale_inv, groups)
         ctx.save_for_backward(
             row_id_map, table, row_of, factor, hidden if needs else None, qx.columnwise,
             qx.scale_inv, qa.columnwise, qa.scale_inv, *saved1, *saved2,
         )  # fmt: skip
         ctx.counts = len(saved1), len(saved2)
-        ctx.halves = first, second
+        ctx.calls = first, second
         ctx.weights = w1, w2
         ctx.activation = activation
         ctx.device_type = x.device.type
@@ -241,7 +195,7 @@ def _backward(ctx: Any, grad_output: torch.Tensor) -> tuple:
     row_id_map, table, row_of, factor, hidden, x, x_scale, a, a_scale, *rest = take_saved(ctx)
     saved1, saved2 = rest[: ctx.counts[0]], rest[ctx.counts[0] :]
     need_x, need_probs, *_, need_w1, need_w2 = ctx.needs_input_grad
-    (first, second), (w1, w2) = ctx.halves, ctx.weights
+    (first, second), (w1, w2) = ctx.calls, ctx.weights
     rows = row_of.shape[0]
     groups = Groups(table, rows, (table.numel() - 1) // 3)
     needs = need_x or need_probs or need_w1
@@ -249,9 +203,9 @@ def _backward(ctx: Any, grad_output: torch.Tensor) -> tuple:
     dy = second.quantizers.grad_output.produce(source, groups, needs, need_w2)
     grad_w1 = grad_w2 = grad_x = grad_probs = None
     if needs:
-        grad_a = second.multiply(DGRAD, dy, *second.recast_weight(saved2, groups), groups)
+        grad_a = second.multiply(DGRAD, dy, *second.recast_weights(saved2, groups), groups)
     if need_w2:
-        grad_w2 = second.wgrad(w2, dy, a, a_scale, groups)
+        grad_w2 = _wgrad(second, w2, dy, a, a_scale, groups)
     del dy, a
     if needs:
         row_grads = factor.new_empty(rows) if need_probs else None
@@ -259,10 +213,10 @@ def _backward(ctx: Any, grad_output: torch.Tensor) -> tuple:
         dh = first.quantizers.grad_output.produce(source, groups, True, need_w1, row_grads)
         del source, grad_a, hidden
         if need_w1:
-            grad_w1 = first.wgrad(w1, dh, x, x_scale, groups)
+            grad_w1 = _wgrad(first, w1, dh, x, x_scale, groups)
         del x
         if need_x:
-            grad_rows = first.multiply(DGRAD, dh, *first.recast_weight(saved1, groups), groups)
+            grad_rows = first.multiply(DGRAD, dh, *first.recast_weights(saved1, groups), groups)
             grad_x, grad_probs = moe_permute.permute_bwd(grad_rows, row_id_map, row_grads)
         elif need_probs:
             nothing = factor.new_empty((rows, 1))

@@ -295,7 +295,7 @@ class GroupedLinear(ParallelModule):
         biases: tuple[torch.Tensor, ...],
         splits: tuple[int, ...],
     ) -> torch.Tensor:
-        """Computes one group after the other, for recipes that have no grouped GEMMs."""
+        """Runs one GEMM per group, for recipes without grouped GEMMs."""
         count, total = self.num_gemms, sum(splits)
         if call.options[0].accumulate is not None or call.options[0].wgrad_store is not None:
             raise NotImplementedError(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -53,15 +53,16 @@ def run(
     groups = op.groups_of(splits, x.shape[0])
     options = call.options[0]
     if call.is_fp8:
+        assert quantizers is not None
         function: Any = GroupsFunction
-        rest: tuple = (quantizers, cached)
+        rest: tuple = (GroupsCall(quantizers, cached, options, call.dtype),)
     else:
-        function, rest = HighPrecisionGroupsFunction, ()
+        function, rest = HighPrecisionGroupsFunction, (call.dtype, options)
         if quantizers is not None:
             with torch.no_grad():
                 quantizers.input.record(x.contiguous(), groups)
                 quantizers.weight.record_matrices(_matrices(weights), groups)
-    arguments = (x, groups.table, *rest, call.dtype, options, len(weights), *weights, *biases)
+    arguments = (x, groups.table, *rest, len(weights), *weights, *biases)
     out = apply_function(function, arguments)
     if not call.is_fp8 and quantizers is not None and out.requires_grad:
         record = quantizers.grad_output.record
@@ -219,6 +220,53 @@ def cached_weights(
     return copies
 
 
+class GroupsCall(NamedTuple):
+    """Named tuple of what a call of the GEMMs of all groups in FP8 needs besides its tensors.
+
+    Attributes:
+        cached: both FP8 copies of all weights, or None to cast them.
+        dtype: the dtype of the results.
+    """
+
+    quantizers: GroupQuantizers
+    cached: GroupedOutput | None
+    options: GemmOptions
+    dtype: torch.dtype
+
+    def cast_weights(
+        self, weights: Tensors, groups: Groups, need_input: bool
+    ) -> tuple[GroupedOutput, tuple[torch.Tensor | None, ...]]:
+        """Returns the rowwise copies, and the tensors that ``recast_weights`` needs in backward."""
+        if self.cached is not None:
+            saved = (self.cached.columnwise, self.cached.scale_inv) if need_input else ()
+            return self.cached, saved
+        quantizer, matrices, scales = self.quantizers.weight, _matrices(weights), None
+        if need_input:
+            scales = quantizer.kept_scales(GroupMatrices(matrices, groups))
+        out = quantizer.quantize_matrices(matrices, groups, True, False, scales)
+        return out, (*(scales or (None, None)), *weights) if need_input else ()
+
+    def recast_weights(self, saved: Any, groups: Groups) -> tuple[torch.Tensor, torch.Tensor]:
+        """Returns the columnwise copies and their ``scale_inv``."""
+        if self.cached is not None:
+            return saved[0], saved[1]
+        scale, scale_inv, *weights = saved
+        scales = None if scale is None else (scale, scale_inv)
+        recast = self.quantizers.weight_recast.quantize_matrices
+        out = recast(_matrices(weights), groups, False, True, scales)
+        assert out.columnwise is not None
+        return out.columnwise, out.scale_inv
+
+    def multiply(
+        self, product: int, q: GroupedOutput, b: Any, b_scale_inv: Any, groups: Groups
+    ) -> torch.Tensor:
+        """Returns the product of rows; those after the last group have undefined values."""
+        out = self.quantizers.backend.multiply_groups(
+            product, q.rowwise, b, q.row_scale_inv, b_scale_inv, groups
+        )
+        return out.to(self.dtype)
+
+
 class GroupsFunction(OpFunction):
     """Autograd function of the linear layers of all groups at once in FP8."""
 
@@ -229,40 +277,26 @@ class GroupsFunction(OpFunction):
         ctx: Any,
         inp: torch.Tensor,
         table: torch.Tensor,
-        quantizers: GroupQuantizers,
-        cached: GroupedOutput | None,
-        out_dtype: torch.dtype,
-        options: GemmOptions,
+        call: GroupsCall,
         held: int,
         *parameters: torch.Tensor,
     ) -> torch.Tensor:
+        quantizers, options = call.quantizers, call.options
         weights, biases = parameters[:held], parameters[held:]
         x = inp.contiguous()
         groups = Groups(table, x.shape[0], (table.numel() - 1) // 3)
         needs = ctx.needs_input_grad
-        need_input, need_weight = needs[0], any(needs[7 : 7 + held])
+        need_input, need_weight = needs[0], any(needs[4 : 4 + held])
         fp8_wgrad = need_weight and not quantizers.high_precision_wgrad
         saves_codes = fp8_wgrad and not options.save_original
         q = quantizers.input.quantize(x, groups, True, saves_codes)
-        w, scales = cached, None
-        if w is None:
-            matrices = _matrices(weights)
-            if need_input:
-                scales = quantizers.weight.kept_scales(GroupMatrices(matrices, groups))
-            w = quantizers.weight.quantize_matrices(matrices, groups, True, False, scales)
-        out = quantizers.backend.multiply_groups(
-            FPROP, q.rowwise, w.rowwise, q.row_scale_inv, w.rowwise_scale_inv, groups
-        )
-        out = _finished(out, groups, out_dtype, biases)
+        w, saved_w = call.cast_weights(weights, groups, need_input)
+        out = call.multiply(FPROP, q, w.rowwise, w.rowwise_scale_inv, groups)
+        out = _finished(out, groups, call.dtype, biases)
         saved_x = q.columnwise if saves_codes else x if need_weight else None
-        saved_w: tuple = ()
-        if need_input:
-            saved_w = weights if cached is None else (cached.columnwise, cached.scale_inv)
-        ctx.save_for_backward(table, saved_x, q.scale_inv, *(scales or ()), *saved_w)
-        ctx.quantizers = quantizers
-        ctx.is_cached = cached is not None
-        ctx.has_scales = scales is not None
-        _remember(ctx, inp, options, weights, biases, needs[0], needs[7:])
+        ctx.save_for_backward(table, saved_x, q.scale_inv, *saved_w)
+        ctx.call = call
+        _remember(ctx, inp, options, weights, biases, needs[0], needs[4:])
         return out
 
     @staticmethod
@@ -272,11 +306,8 @@ class GroupsFunction(OpFunction):
 
 
 def _backward(ctx: Any, grad_output: torch.Tensor) -> tuple:
-    table, x, x_scale_inv, *weights = take_saved(ctx)
-    scales = None
-    if ctx.has_scales:
-        scales, weights = tuple(weights[:2]), weights[2:]
-    quantizers, backend = ctx.quantizers, ctx.quantizers.backend
+    table, x, x_scale_inv, *saved_w = take_saved(ctx)
+    quantizers = ctx.call.quantizers
     dy = grad_output.contiguous()
     groups = Groups(table, dy.shape[0], (table.numel() - 1) // 3)
     fp8_wgrad = ctx.need_weight and not quantizers.high_precision_wgrad
@@ -285,31 +316,25 @@ def _backward(ctx: Any, grad_output: torch.Tensor) -> tuple:
     if ctx.need_input or fp8_wgrad:
         q = quantizers.grad_output.quantize(dy, groups, ctx.need_input, fp8_wgrad)
     if ctx.need_input:
-        if ctx.is_cached:
-            codes, scale_inv = weights
-        else:
-            recast = quantizers.weight_recast.quantize_matrices
-            w = recast(_matrices(weights), groups, False, True, scales)
-            codes, scale_inv = w.columnwise, w.scale_inv
-        grad_input = backend.multiply_groups(
-            DGRAD, q.rowwise, codes, q.row_scale_inv, scale_inv, groups
-        )
+        call = ctx.call._replace(dtype=ctx.input_dtype)
+        grad_input = call.multiply(DGRAD, q, *call.recast_weights(saved_w, groups), groups)
         grad_input = _finished(grad_input, groups, ctx.input_dtype)
+
+    # Without the rowwise copy, which a delayed product would keep.
+    dy_codes, dy_scale_inv = (q.columnwise, q.scale_inv) if fp8_wgrad else (None, None)
 
     def product(*out: Any) -> torch.Tensor:
         codes, scale_inv = x, x_scale_inv
         if ctx.options.save_original:
             made = quantizers.input.quantize(x, groups, False, True)
             codes, scale_inv = made.columnwise, made.scale_inv
-        of_gradient = q.columnwise, q.scale_inv
-        return backend.contract_groups(
-            of_gradient[0], codes, of_gradient[1], scale_inv, groups, *out
-        )
+        contract = quantizers.backend.contract_groups
+        return contract(dy_codes, codes, dy_scale_inv, scale_inv, groups, *out)
 
     if not fp8_wgrad:
         product = _high_precision_wgrad(dy, x, groups)
     return (
-        grad_input, None, None, None, None, None, None,
+        grad_input, None, None, None,
         *_weight_gradients(ctx, product), *_bias_gradients(ctx, dy, groups),
     )  # fmt: skip
 

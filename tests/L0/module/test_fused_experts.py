@@ -59,7 +59,7 @@ def run(model, monkeypatch, fused, given, name, *rest):
     x, probs = (t.detach().clone().requires_grad_(t.requires_grad) for t in (x, probs))
     with monkeypatch.context() as patch:
         if not fused:
-            patch.setattr(experts, "_fused_halves", lambda *args: None)
+            patch.setattr(experts, "_fused_calls", lambda *args: None)
         calls = []
         of = experts.ExpertsFunction.apply
         patch.setattr(experts.ExpertsFunction, "apply", lambda *a: calls.append(1) or of(*a))
@@ -153,6 +153,43 @@ def test_recompute(device, name, reentrant):
         [value.grad for value in model.parameters()],
         [value.grad for value in other.parameters()],
     )
+
+
+@pytest.mark.parametrize("name", ["tensorwise", "blockwise"])
+def test_recompute_that_enters_its_region(device, monkeypatch, name):
+    """Fused as its forward was, whose results with any probs have other bits than unfused ones."""
+    model, _ = pair(device)
+    x, indices, _, dy = batch(device)
+    probs = torch.rand(TOKENS, TOP_K).to(device)
+    calls = []
+    of = experts.ExpertsFunction.forward
+    monkeypatch.setattr(experts.ExpertsFunction, "forward", lambda *a: calls.append(1) or of(*a))
+
+    def run(x):
+        with fp8_autocast(True, RECIPES[name]):
+            return model(x, indices, probs)
+
+    checkpoint(run, x, use_reentrant=True).backward(dy)
+    assert len(calls) == 2
+
+
+@pytest.mark.parametrize("name", ["delayed", "tensorwise"])
+@pytest.mark.parametrize("part", ["fc1", "fc2"])
+def test_hooks_see_their_layer(device, name, part):
+    """Hooks of one layer, as those by which FSDP2 gathers its weights, run."""
+    model, other = pair(device)
+    x, indices, probs, dy = batch(device)
+    seen = []
+    getattr(model, part).register_forward_pre_hook(lambda *args: seen.append(args))
+    results = []
+    for each in (model, other):
+        inp = x.detach().clone().requires_grad_()
+        with fp8_autocast(True, RECIPES[name]):
+            out = each(inp, indices, probs)
+        out.backward(dy)
+        results.append((out, inp.grad))
+    assert len(seen) == 1
+    assert_same_bits(*results)
 
 
 @pytest.mark.parametrize("name", [None, "tensorwise"])

@@ -296,7 +296,7 @@ def test_experts_run_as_one_function_in_fp8(device, monkeypatch, name, kind):
 @pytest.mark.parametrize("reentrant", [True, False])
 @pytest.mark.parametrize("within", [True, False])
 def test_recompute(device, name, reentrant, within):
-    """The same bits, with the region ``within`` too, and experts' counts are not added again."""
+    """Bitwise equal to a run without it, also with the region ``within``; tokens count once."""
     layer = layer_of(device, score_function="sigmoid", expert_bias=True, aux_loss_coeff=0.1)
     other = copy.deepcopy(layer)
     x, dy = inputs(device)
@@ -627,7 +627,7 @@ def test_captured(name, kind):
 @needs_cuda
 @pytest.mark.parametrize("kind", OPTIONS)
 def test_gpu_equals_cpu(kind):
-    """The same experts; results within rounding."""
+    """Both devices choose the same experts, and their results agree within rounding."""
     layer = layer_of(**OPTIONS[kind])
     other = copy.deepcopy(layer).cuda()
     x, dy = inputs()

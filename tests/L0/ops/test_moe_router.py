@@ -164,7 +164,7 @@ def test_nan_and_infinities(device, score, dtype, grouped, value):
             assert made.index[3, 0] == 17
             assert made.index[7, :2].tolist() == [0, 40]
     if value == "-inf" and not grouped:
-        # Experts of -Inf are passed over, and have no gradient.
+        # An expert whose logit is -Inf is not chosen and gets no gradient.
         assert not (made.index[[3, 7]][..., None] == torch.tensor([17, 40], device=device)).any()
         given = logits[[3, 7]].requires_grad_()
         probs = _run(given, 6, function, ("probs",), use_pre_softmax=pre).probs
@@ -533,7 +533,7 @@ def test_same_bits_on_both_devices(experts, choice, score, dtype, grouped):
 
 
 def assert_same_numbers(actual, expected):
-    """The same bits but for those of a NaN."""
+    """Results are bitwise equal, except for the payload of NaNs."""
     actual, expected = actual.cpu(), expected.cpu()
     assert torch.equal(actual.isnan(), expected.isnan())
     assert_same_bits(actual.nan_to_num(), expected.nan_to_num())

@@ -62,7 +62,7 @@ def any_bits(t, is_finite):
 
 
 def results(op):
-    """What the functions of an op return and write, in each dtype, with each option."""
+    """Returns the results of an op's functions for all dtypes and options."""
     sizes = EXPERTS if op == "moe_router" else SIZES
     products = itertools.product(NAMES, DTYPES, ("usual", "finite", "any"), sizes)
     for name, dtype, values, size in products:
