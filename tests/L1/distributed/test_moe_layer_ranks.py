@@ -10,6 +10,7 @@ from on_rank import alone, assert_told, device_of, dtype_of, load, save, told
 from schemes import chosen
 from shards import decibels
 from torch import distributed
+from torch.distributed.fsdp import fully_shard
 
 from apex_te import MoELayer, flush_fp8_state, fp8_autocast
 from apex_te.distributed import get_state_dict, reduce_main_grads, set_state_dict
@@ -232,3 +233,33 @@ def checkpoints(rank, path, recipe):
 @pytest.mark.parametrize("recipe", ["none", "delayed"])
 def test_checkpoints(two_ranks, tmp_path, recipe):
     two_ranks.run(checkpoints, str(tmp_path), recipe)
+
+
+def sharded(rank, parts, recipe):
+    device = device_of(rank)
+    layer = layer_of(device, bias=False)
+    other = copy.deepcopy(layer)
+    for name in parts:
+        fully_shard(layer.get_submodule(name))
+        # A hook, such as FSDP2's, has the experts' ops run one at a time.
+        other.get_submodule(name).register_forward_pre_hook(lambda *_: None)
+    fully_shard(layer)
+    results = []
+    for seed in range(2):
+        torch.manual_seed(10 * seed + rank)
+        x, dy = torch.randn(2, TOKENS, HIDDEN).to(device, dtype_of(device))
+        results += [step(each, x, dy, recipe) for each in (layer, other)]
+    for i in (0, 2):
+        assert_same_bits(*results[i : i + 2])
+    for name, value in layer.named_parameters():
+        wanted = other.get_parameter(name).grad.float()
+        distributed.all_reduce(wanted)
+        wanted /= distributed.get_world_size()
+        assert decibels(value.grad.full_tensor(), wanted) > 40, name
+
+
+@pytest.mark.parametrize("parts", [(), ("fc1", "fc2")], ids=["whole", "each"])
+@pytest.mark.parametrize("recipe", ["none", "delayed", "tensorwise", "blockwise"])
+def test_fully_sharded(each_two, parts, recipe):
+    """FSDP2 over the layer, or over each of its two grouped layers, too."""
+    each_two.run(sharded, parts, RECIPES[recipe])
