@@ -173,24 +173,34 @@ def permute_by(
 
 
 @checked
-def tokens_of_rows(row_id_map: torch.Tensor, num_rows: int) -> torch.Tensor:
-    """Returns the map in the direction of a gather: int32 [num_rows], the token of each row.
-
-    A row without a copy has -1. ``ops.grouped_cast.Gather`` takes the result.
+def tokens_of_rows(
+    row_id_map: torch.Tensor, num_rows: int, probs: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Makes the map in the direction of a gather, and permutes probs.
 
     Args:
         row_id_map: ``RowMap.row_id_map``.
         num_rows: number of rows of the permuted matrix, as in ``permute``.
+        probs: [tokens, width] float32, float16 or bfloat16, as in ``permute``.
+
+    Returns:
+        (the token of each row, int32 [num_rows], which ``ops.grouped_cast.Gather`` takes; its prob
+        [num_rows], or None without probs). A row without a copy has -1 and 0.
 
     Raises:
-        TypeError: ``row_id_map`` is not int32.
-        ValueError: ``row_id_map`` is not a map that ``make_map`` made, or ``num_rows`` is negative.
+        TypeError: ``row_id_map`` is not int32, or ``probs`` has another dtype than listed.
+        ValueError: ``row_id_map`` is not a map that ``make_map`` made, a shape does not match, or
+            ``num_rows`` is negative.
     """
     if num_rows < 0:
         raise ValueError(f"moe_permute: num_rows must be at least 0, got {num_rows}")
     out = row_id_map.new_empty(num_rows, dtype=torch.int32)
-    _tokens_of_rows(row_id_map, out)
-    return out
+    permuted = None
+    if probs is not None:
+        probs = probs.contiguous()
+        permuted = probs.new_empty(num_rows)
+    _tokens_of_rows(probs, row_id_map, out, permuted)
+    return out, permuted
 
 
 @checked

@@ -67,7 +67,7 @@ def rows_of(model: Model) -> Iterator[harness.Row]:
         ),
     }
     tokens = harness.normal(model.tokens, model.hidden)
-    row_of = moe_permute.tokens_of_rows(made.row_id_map, rows)
+    row_of, _ = moe_permute.tokens_of_rows(made.row_id_map, rows)
     hidden, grad = harness.normal(rows, 2 * model.ffn), harness.normal(rows, model.ffn)
     factor = torch.rand(rows, device="cuda")
     written = torch.empty_like(factor)

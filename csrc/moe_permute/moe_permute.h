@@ -31,8 +31,10 @@ APEX_TE_FUNCTION(moe_permute_rows,
                  "inp: X=T|u8[t c], probs: P=T|f32[t w]?, "
                  "row_id_map: i32[map_rows(t) map_columns(w)~2], out: X[r c]!, "
                  "permuted_probs: P[r]!?probs")
-// The token of each row, -1 for a row without a copy.
-APEX_TE_FUNCTION(moe_tokens_of_rows, "row_id_map: i32[map_rows(t) map_columns(w)~2], out: i32[r]!")
+// The token of each row, -1 for a row without a copy, and its prob.
+APEX_TE_FUNCTION(moe_tokens_of_rows,
+                 "probs: P=T|f32[t w]?, row_id_map: i32[map_rows(t) map_columns(w)~2], "
+                 "out: i32[r]!, permuted_probs: P[r]!?probs")
 APEX_TE_FUNCTION(moe_unpermute_fwd,
                  "inp: T[r c], probs: P=T|f32[t w]?, "
                  "row_id_map: i32[map_rows(t) map_columns(w)~2], out: T[t c]!, "
@@ -244,14 +246,18 @@ struct TokensOfRows {
   RowMap map;
   int32_t* out;
   int64_t rows;
+  Probs probs;
 };
 
 inline TokensOfRows check_moe_tokens_of_rows(Args& args) {
+  const TensorView probs = args.optional_tensor();
   const RowMap map = check_row_map(args.tensor());
-  const TensorView out = args.tensor();
+  const TensorView out = args.tensor(), permuted_probs = args.optional_tensor();
   out.has_dtype({DType::kInt32}).has_ndim(1).is_dense();
   if (out.size(0) > 0x7FFFFFFF) out.refuse(kApexTeUnsupported, "have fewer than 2^31 rows", "more");
-  return {map, out.data<int32_t>(), out.size(0)};
+  return {map, out.data<int32_t>(), out.size(0),
+          check_probs(args, probs, permuted_probs, DType::kUInt8, {map.tokens, map.width},
+                      {out.size(0)})};
 }
 
 struct Unpermute {

@@ -200,12 +200,15 @@ void permute(const RowCopy& p, const RowMap& map) {
 }
 
 void find_tokens(const TokensOfRows& p) {
+  zero_unused(p.map, p.rows, 0, nullptr, p.probs);
   for_unused(p.map, p.rows,
              [&](int64_t begin, int64_t end) { std::fill(p.out + begin, p.out + end, -1); });
   for_rows(p.map.tokens, p.map.stride * sizeof(int32_t), [&](int64_t begin, int64_t end) {
     for (int64_t token = begin; token < end; ++token)
-      for_copies(p.map, token, p.rows,
-                 [&](int64_t row, int64_t) { p.out[row] = static_cast<int32_t>(token); });
+      for_copies(p.map, token, p.rows, [&](int64_t row, int64_t column) {
+        p.out[row] = static_cast<int32_t>(token);
+        if (p.probs.to) copy_prob(p.probs, row, token * p.map.width + column);
+      });
   });
 }
 

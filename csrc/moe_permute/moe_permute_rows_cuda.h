@@ -205,7 +205,9 @@ __global__ void __launch_bounds__(kRowThreads)
   if (blockIdx.x >= token_blocks) {
     for_each_unused_row(p.map, p.rows, warp - token_blocks * kRowWarps, kZeroBlocks * kRowWarps,
                         [&](int64_t row) {
-                          if (lane == 0) p.out[row] = -1;
+                          if (lane != 0) return;
+                          p.out[row] = -1;
+                          if (p.probs.to) zero_prob(p.probs, row);
                         });
     return;
   }
@@ -214,7 +216,9 @@ __global__ void __launch_bounds__(kRowThreads)
   const int n = head.copies();
   for (int k = lane; k < n; k += 32) {
     const int32_t row = head.entry[1 + 2 * k];
-    if (row >= 0 && row < p.rows) p.out[row] = static_cast<int32_t>(warp);
+    if (row < 0 || row >= p.rows) continue;
+    p.out[row] = static_cast<int32_t>(warp);
+    if (p.probs.to) copy_prob(p.probs, row, warp * p.map.width + head.entry[2 + 2 * k]);
   }
 }
 

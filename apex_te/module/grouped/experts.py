@@ -162,13 +162,12 @@ class ExpertsFunction(OpFunction):
         rows = probs.numel()
         groups = Groups(table, rows, (table.numel() - 1) // 3)
         need_x, need_probs, *_, need_w1, need_w2 = ctx.needs_input_grad
-        row_of = moe_permute.tokens_of_rows(row_id_map, rows)
-        # Only the probs are wanted in the order of rows.
-        nothing = x.new_empty((x.shape[0], 1), dtype=torch.uint8)
-        factor = moe_permute.permute(nothing, row_id_map, rows, probs)[1]
-        qx = first.quantizers.input.produce(Gather(x, row_of), groups, True, need_w1)
+        # First, as the GPU is long at it while the host issues what follows.
         weight, saved1 = first.cast_weights((w1,), groups, need_x)
+        row_of, factor = moe_permute.tokens_of_rows(row_id_map, rows, probs)
+        qx = first.quantizers.input.produce(Gather(x, row_of), groups, True, need_w1)
         hidden = first.multiply(FPROP, qx, weight.rowwise, weight.rowwise_scale_inv, groups)
+        assert factor is not None
         source: Source = Gated(hidden, factor, activation)
         qa = second.quantizers.input.produce(source, groups, True, need_w2)
         needs = need_x or need_probs or need_w1

@@ -485,7 +485,7 @@ def make_case(name: str, rows: int = 32, cols: int = 64) -> Case:
             {"grad_permuted": x, "row_id_map": route(rows), "grad_permuted_probs": torch.rand(rows)}
         ),
         "moe_permute.tokens_of_rows": lambda: Case(
-            {"row_id_map": route(rows), "num_rows": rows + 24}
+            {"row_id_map": route(rows), "num_rows": rows + 24, "probs": torch.rand(rows, 8)}
         ),
         "moe_permute.unpermute": lambda: Case(
             {"inp": x, "row_id_map": route(rows), "probs": torch.rand(rows, 8)}

@@ -615,9 +615,19 @@ def test_tokens_of_rows_are_the_map_of_a_gather(device, poison, map_type, align_
     )
     for rows in (int(route.padded_tokens_per_expert.sum()) + 70, 50, 0):
         numbers = torch.arange(1.0, tokens + 1, device=device)[:, None]
-        expected, _ = op.permute(numbers, route.row_id_map, rows)
-        found = op.tokens_of_rows(route.row_id_map, rows)
-        assert found.dtype is torch.int32
-        assert torch.equal(found + 1, expected[:, 0].int())
+        for dtype in (torch.float32, torch.bfloat16):
+            probs = torch.rand(routing.shape, device=device).to(dtype)
+            expected = op.permute(numbers.to(dtype), route.row_id_map, rows, probs)[1]
+            tokens_of, _ = op.permute(numbers, route.row_id_map, rows)
+            found, permuted = op.tokens_of_rows(route.row_id_map, rows, probs)
+            assert found.dtype is torch.int32
+            assert torch.equal(found + 1, tokens_of[:, 0].int())
+            assert_same_bits(permuted, expected)
+            again, nothing = op.tokens_of_rows(route.row_id_map, rows)
+            assert_same_bits(again, found)
+            assert nothing is None
     with pytest.raises(ValueError, match="num_rows must be at least 0, got -1"):
         op.tokens_of_rows(route.row_id_map, -1)
+    if tokens:
+        with pytest.raises(ValueError, match="probs"):
+            op.tokens_of_rows(route.row_id_map, 5, probs[1:])
