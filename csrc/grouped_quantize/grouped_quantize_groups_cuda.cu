@@ -285,8 +285,9 @@ APEX_TE_DEFINE(grouped_clear) {
   with_type(p.x.dtype(), [&](auto zero) {
     using T = decltype(zero);
     const auto kernel = rows_aligned(p) ? clear_kernel<T, true> : clear_kernel<T, false>;
-    constexpr int64_t kPerBlock = kThreads * kVec * 4;
-    const dim3 grid(blocks_for((p.cols + kPerBlock - 1) / kPerBlock),
+    // Most groups are used, and their blocks do nothing: they should be few.
+    constexpr int64_t kPerBlock = kThreads * kVec * 4, kMost = 16;
+    const dim3 grid(blocks_for(std::min((p.cols + kPerBlock - 1) / kPerBlock, kMost)),
                     static_cast<unsigned>(p.table.groups));
     kernel<<<grid, kThreads, 0, static_cast<cudaStream_t>(args.stream())>>>(p.x.data<T>(), p.cols,
                                                                             p.table);
