@@ -12,7 +12,7 @@ import torch
 from ...ops._head_order import sorted_heads
 from ...ops.block_quantize import BlockQuantized
 from ...ops.fp8_output import FP8_DTYPES, FP8Output
-from ...ops.grouped_cast import Source, quantize_source
+from ...ops.grouped_cast import Gather, Source, quantize_source
 from ...ops.grouped_quantize import GroupedOutput, Groups, quantize_groups, quantize_matrices
 from ..tensor import QuantizedTensor
 from .gemm_backend import GemmBackend
@@ -539,10 +539,19 @@ class GroupSource(NamedTuple):
         self, amax: torch.Tensor, dtype: torch.dtype, due: torch.Tensor | None = None
     ) -> None:
         """Updates ``amax`` as ``GroupRows.measure`` does."""
+        source = self.source
+        if isinstance(source, Gather) and source.factor is None and _repeats_rows(source):
+            # Each row is read once, and what the groups gather is one vector of it.
+            largest = torch.linalg.vector_norm(source.x, float("inf"), 1, keepdim=True)
+            source = source._replace(x=largest.expand(-1, 8).contiguous())
         quantize_source(
-            self.source, self.groups, amax, dtype, rowwise=False, columnwise=False, amax=amax,
+            source, self.groups, amax, dtype, rowwise=False, columnwise=False, amax=amax,
             due=due,
         )  # fmt: skip
+
+
+def _repeats_rows(source: Gather) -> bool:
+    return source.x.is_cuda and 2 * source.x.shape[0] <= source.row_of.shape[0]
 
 
 class GroupMatrices(NamedTuple):

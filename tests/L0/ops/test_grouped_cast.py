@@ -14,6 +14,7 @@ from checks import (
 )
 from group_layouts import LAYOUTS, forged, made, nan_behind, scales
 
+from apex_te.fp8.scheme.base import GroupRows, GroupSource
 from apex_te.ops import grouped_cast as op
 from apex_te.ops import grouped_quantize, moe_permute
 from apex_te.ops.grouped_quantize import Groups
@@ -358,7 +359,7 @@ def test_permutation_and_its_gradients(device, top_k):
     indices, x, probs = (t.to(device) for t in (indices, x, probs))
     route = moe_permute.make_map(indices, map_type="index", num_experts=experts)
     permuted, of_rows = moe_permute.permute(x, route.row_id_map, rows, probs)
-    row_of = moe_permute.tokens_of_rows(route.row_id_map, rows)
+    row_of, _ = moe_permute.tokens_of_rows(route.row_id_map, rows)
     groups = grouped_quantize.groups_of(route.tokens_per_expert, rows)
     total, scale = tokens * top_k - 1, scales(experts, device)
     assert (row_of[total:] == -1).all()
@@ -367,6 +368,24 @@ def test_permutation_and_its_gradients(device, top_k):
         found = op.quantize_source(source, groups, scale, E4M3)
         expected = grouped_quantize.quantize_groups(given, groups, scale, E4M3)
         assert_same_cast(found, expected, groups, total)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("repeats", [1, 4])
+def test_amax_of_rows_that_are_gathered_several_times(device, dtype, repeats):
+    """Schemes measure each row of x once; the groups' values are those of all of their rows."""
+    x = torch.randn(60, 72).to(device, dtype)
+    x[5, 7], x[11, 70], x[12] = float("nan"), float("inf"), 0
+    index = torch.randperm(60).repeat(repeats).int().to(device)
+    index[::9] = -1
+    splits = [0, 7 * repeats, 1, 50 * repeats, 0]
+    groups = made(60 * repeats, splits, device)
+    amax = torch.zeros(len(splits), device=device)
+    GroupSource(op.Gather(x, index), groups).measure(amax, E4M3)
+    rows = torch.where(index[:, None] < 0, 0, x[index.clamp(min=0).long()])
+    expected = torch.zeros_like(amax)
+    GroupRows(rows.to(dtype), groups).measure(expected, E4M3)
+    assert_same_bits(amax.nan_to_num(-1), expected.nan_to_num(-1))
 
 
 @pytest.mark.parametrize("kind", KINDS)
