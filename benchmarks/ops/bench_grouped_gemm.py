@@ -19,11 +19,24 @@ in their order instead of the longest first: 1243 against 1289. Where the compil
 a ring's place is the same in all lanes, a stage's addresses took some 35 instructions more: 1031
 against 1196, split.
 
-Block scales, in TFLOP/s beside split sums in the same run (H200, 32 experts with 1024 rows, 7168 to
-4096; multiply, contract): scales loaded by each thread while its products run 901, 668 beside 1313,
-1133; brought to shared memory by a warp 963, 692 beside 1311, 1074; tiles of 128x192 whose halves
-are multiplied while the other is added 1015, 653 beside 1316, 1089. With products of two stages in
-flight ptxas serializes all. What is left: both warpgroups add their last half at the same time.
+What helped all sums that are made apart (H200, 32 experts with 1024 rows, 7168 to 4096, TFLOP/s of
+multiply, contract; split before 1178, 966): the next stage's place found and its barrier waited for
+while products run, and a warp's number that the compiler knows to be the same in its lanes 1305,
+1047, within noise of fast sums.
+
+Block scales there (first version 901, 668; in one run): one instruction that multiplies and adds,
+which -fmad=false does not make of two, 1132, 829 beside 1031, 714; a stage's products at once
+instead of half of the columns beside the other half's sums 1154, 829; with what helped all 1263,
+875. No help: scales of rows fetched four stages ahead (the same), strict turns of the warpgroups
+1198, 856, turns that overlap by half 1204, 824, a later start of one of them (noise), the first
+columns stored without the copy engine (the same), the result's lines kept for less long (the
+same). With products of two stages in flight ptxas serializes all.
+
+Float32 results through shared memory and the copy engine instead of from registers: 588 us against
+752 (128 experts with 512 rows, 2048 to 1536). Adding to them (1.6 GB there and 3.8 GB in 32
+experts): loads and stores of registers 1275 and 3622 us, of whole lines through shared memory 1333
+and 3877, neither better with lines fetched into the L2 cache before; sums by the copy engine 1358
+and 3306 and, where products take longer, 1717 against 2086 (8 experts).
 """
 
 from __future__ import annotations

@@ -18,7 +18,8 @@ APEX_TE_FUNCTION(
     "cuda")
 // out[g] = (a of g . (b of g)^T) * a_scale_inv[g] * b_scale_inv[g]: group g has the columns up to
 // ends[g] of a [M, columns] and b [N, columns] and begins at a multiple of 16; out bfloat16 or
-// float32 [G, M, N], zeros of a group without columns. With `accumulate` a float32 out is added to.
+// float32 [G, M, N], zeros of a group without columns. With `accumulate` a float32 out is added to,
+// where subnormal sums may become 0.
 APEX_TE_FUNCTION(
     grouped_gemm_contract,
     "a: A=F[m k], a_scale_inv: f32[g], b: B=F[n k], b_scale_inv: f32[g], ends: i32[g], "

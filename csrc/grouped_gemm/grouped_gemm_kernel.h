@@ -32,8 +32,9 @@ template <typename A, typename B, Scaling kScaling>
 __device__ __forceinline__ void multiply_tiles(const Params& p, const Ring<kScaling>& ring,
                                                uint32_t staged) {
   const GroupedGemm& g = p.g;
-  const int warp = static_cast<int>(threadIdx.x / 32), lane = static_cast<int>(threadIdx.x % 32);
-  const int warpgroup = same_in_warp(warp / 4);
+  const int warp = same_in_warp(static_cast<int>(threadIdx.x / 32));
+  const int lane = static_cast<int>(threadIdx.x % 32);
+  const int warpgroup = warp / 4;
   staged += warp * kStagedBytes<kScaling>;
   Place<kStages<kScaling>> place;
   Place<kPlans> plan;
@@ -49,7 +50,7 @@ __device__ __forceinline__ void multiply_tiles(const Params& p, const Ring<kScal
       // No row of the warpgroup's exists: the other one multiplies alone.
       barrier_arrive(&ring.control->read[plan.at]);
       for (int i = 0; i < blocks; ++i, place.next()) {
-        barrier_wait(&ring.control->full[place.at], place.phase);
+        ring.wait(place);
         ring.release(place.at);
       }
       continue;
@@ -77,7 +78,7 @@ __device__ __forceinline__ void multiply_tiles(const Params& p, const Ring<kScal
     }
     if (g.accumulate && length == 0) continue;
     if (g.wide_out)
-      sums.store_wide(p, to.row, to.last, to.column, factor);
+      sums.store_wide(p, staged, static_cast<int>(to.row - group * g.m), to.column, group, factor);
     else
       sums.store(p, staged, to.row, to.last, to.column, factor, factor_8);
   }
@@ -93,8 +94,11 @@ __global__ void __launch_bounds__(kThreads, 1)
   extern __shared__ __align__(1024) uint8_t shared[];  // an atom of the swizzle
   uint8_t* const staged = shared + kStages<kScaling> * kStageBytes<kScaling>;
   auto* const control = reinterpret_cast<Control<kScaling>*>(shared + kControlBegin<kScaling>);
-  const uint32_t begin = shared_address(shared);
-  const Ring<kScaling> ring{begin, begin + kScalesBegin<kScaling>, control};
+  // Opaque, or the compiler computes it anew from a special register for each stage.
+  uint32_t begin = shared_address(shared);
+  asm volatile("" : "+r"(begin));
+  const Ring<kScaling> ring{begin, begin + kScalesBegin<kScaling>, begin + kControlBegin<kScaling>,
+                            control};
   if (threadIdx.x == 0) start(ring);
   cluster_sync();
   if (threadIdx.x >= kConsumers) {
@@ -148,7 +152,11 @@ void run_grouped_gemm(Args& args, bool contract) {
   }
   describe(&p.a, kBytes, g.a, g.a_rows, g.k, kTileM / 2, kTileK);
   describe(&p.b, kBytes, g.b, g.b_rows, g.k, kTileN<kOne> / 2, kTileK);
-  if (g.out) describe(&p.out, kBFloat16s, g.out, out_rows, g.n, kBoxRows, kBoxN);
+  if (g.out)
+    describe(&p.out, kBFloat16s, g.out, out_rows, g.n, kBoxRows, kBoxN);
+  else
+    describe_boxes<3>(&p.out, kFloats, g.wide_out, {g.n, g.m, g.groups}, {g.n, g.m * g.n},
+                      {kWideBoxN, kBoxRows, 1});
   const int64_t clusters =
       std::min<int64_t>(most, device_attribute(cudaDevAttrMultiProcessorCount) / 2);
   const auto stream = static_cast<cudaStream_t>(args.stream());

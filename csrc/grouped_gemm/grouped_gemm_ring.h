@@ -10,8 +10,8 @@ namespace apex_te {
 constexpr int kPlans = 4;  // tiles of the result that the copying warp may be ahead
 constexpr int kConsumers = 256, kThreads = kConsumers + 128;
 // The result leaves through shared memory of each warp, some of a tile's columns at a time: 16 rows
-// in boxes of 64 columns.
-constexpr int kBoxRows = 16, kBoxN = 64;
+// in boxes of 64 columns, of 32 in float32.
+constexpr int kBoxRows = 16, kBoxN = 64, kWideBoxN = 32;
 constexpr uint32_t kBoxBytes = kBoxRows * kBoxN * 2;
 // How the sums of a stage are scaled: not at all, with kSplit in float32; by a factor of each row
 // and block of 128 columns; by one of each row and one of each column.
@@ -53,7 +53,7 @@ struct Plan {
 
 template <Scaling kScaling>
 struct Control {
-  uint64_t full[kStages<kScaling>], empty[kStages<kScaling>];
+  uint64_t full[kStages<kScaling>], empty[kStages<kScaling>];  // first: Ring has their addresses
   uint64_t planned[kPlans], read[kPlans];
   Plan plans[kPlans];
 };
@@ -76,7 +76,7 @@ static_assert(kSharedBytes<Scaling::kSplit> <= 227 * 1024 &&
 
 template <Scaling kScaling>
 struct Ring {
-  uint32_t stages, scales;
+  uint32_t stages, scales, barriers;
   Control<kScaling>* control;
   __device__ __forceinline__ uint32_t a(int stage) const {
     return stages + stage * kStageBytes<kScaling>;
@@ -86,10 +86,13 @@ struct Ring {
   __device__ __forceinline__ uint32_t scales_of(int stage) const {
     return scales + stage * kScaleBytes<kScaling>;
   }
+  __device__ __forceinline__ void wait(const Place<kStages<kScaling>>& place) const {
+    barrier_wait(barriers + place.at * 8, place.phase);
+  }
   // By a whole warp that has done with a stage; both blocks may have copied into it.
   __device__ __forceinline__ void release(int stage) const {
     const uint32_t lane = threadIdx.x % 32;
-    if (lane < 2) arrive_at(shared_address(&control->empty[stage]), lane);
+    if (lane < 2) arrive_at(barriers + (kStages<kScaling> + stage) * 8, lane);
   }
 };
 
@@ -110,8 +113,8 @@ __device__ __forceinline__ int length_of(const GroupedGemm& g, int begin, int en
   return g.contract ? end - begin : static_cast<int>(g.k);
 }
 
-// Bytes of the scales of `most` rows or columns from `first` on, of those that a line has.
-__device__ __forceinline__ uint32_t bytes_of_scales(int64_t line, int first, int most) {
+// Bytes of at most `most` floats from number `first` on of a line.
+__device__ __forceinline__ uint32_t bytes_of_floats(int64_t line, int first, int most) {
   return static_cast<uint32_t>(max(min(line - first, static_cast<int64_t>(most)), int64_t{0}) * 4);
 }
 
@@ -130,8 +133,8 @@ __device__ __forceinline__ void copy_tile(const Params& p, const Ring<kScaling>&
   const float *a_scales = nullptr, *b_scales = nullptr;
   if constexpr (kScaling == Scaling::kRowsAndColumns) {
     const int64_t line = tile.begin / kBlock + tile.group;
-    a_bytes = bytes_of_scales(g.a_line, tile.m * kTileM, kTileM);
-    b_bytes = bytes_of_scales(g.b_line, tile.n * kN, kN);
+    a_bytes = bytes_of_floats(g.a_line, tile.m * kTileM, kTileM);
+    b_bytes = bytes_of_floats(g.b_line, tile.n * kN, kN);
     a_scales = g.a_scale_inv + line * g.a_line + tile.m * kTileM;
     b_scales = g.b_scale_inv + line * g.b_line + tile.n * kN;
   }

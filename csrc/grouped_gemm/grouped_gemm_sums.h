@@ -21,27 +21,128 @@ __device__ __forceinline__ void zero_rest(uint32_t stage, uint32_t rows, int use
   asm volatile("bar.sync 1, %0;" ::"n"(kConsumers) : "memory");
 }
 
+// The lane, asked for anew: what follows from it is not kept in registers over the products.
+__device__ __forceinline__ uint32_t lane_now() {
+  uint32_t lane;
+  asm volatile("mov.u32 %0, %%laneid;" : "=r"(lane));
+  return lane;
+}
+
+__device__ __forceinline__ void store_pair(uint32_t at, float x, float y) {
+  asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(at), "f"(x), "f"(y) : "memory");
+}
+
 __device__ __forceinline__ float load_shared_scale(uint32_t at) {
   float value;
   asm volatile("ld.shared.f32 %0, [%1];" : "=f"(value) : "r"(at) : "memory");
   return value;
 }
 
-// Scales of two columns of a thread, of 8, and of those 8, 16, 24 behind them.
-struct ColumnScales {
-  float2 of[4];
-  __device__ __forceinline__ void load(uint32_t at) {
+// Scales of a stage for a thread's sums of kN columns, by which the products are multiplied as they
+// are added: in one instruction, which the compiler may not choose by itself.
+template <Scaling kScaling, int kN>
+struct Scales;
+
+// A tile begins with a block of 128 columns, or 64 behind the begin of one.
+template <int kN>
+struct Scales<Scaling::kRowsAndBlocks, kN> {
+  static_assert(kN == 192, "three parts of 64 columns");
+  float by[3][2];  // of a part and one of the thread's two rows
+  __device__ __forceinline__ Scales(uint32_t at, uint32_t row, int tile_n) {
+    const float x[2] = {load_shared_scale(row), load_shared_scale(row + 8 * 4)};
+    const float first = load_shared_scale(at + kScaleBytesA);
+    const float second = load_shared_scale(at + kScaleBytesA + 4);
+    const float between = tile_n % 2 ? second : first;
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      by[0][i] = x[i] * first;
+      by[1][i] = x[i] * between;
+      by[2][i] = x[i] * second;
+    }
+  }
+  __device__ __forceinline__ void add(float (&sums)[kN / 2], const float (&part)[kN / 2]) const {
+#pragma unroll
+    for (int j = 0; j < kN / 2; ++j) sums[j] = __fmaf_rn(part[j], by[j / 32][j % 4 / 2], sums[j]);
+  }
+};
+
+template <int kN>
+struct Scales<Scaling::kRowsAndColumns, kN> {
+  float x[2];
+  uint32_t at;
+  float2 next[4];  // of the thread's two columns of 8, and of those 8, 16, 24 behind them
+  __device__ __forceinline__ Scales(uint32_t at, uint32_t row, int)
+      : x{load_shared_scale(row), load_shared_scale(row + 8 * 4)},
+        at(at + kScaleBytesA + threadIdx.x % 4 * 8) {
+    load(0);
+  }
+  __device__ __forceinline__ void add(float (&sums)[kN / 2], const float (&part)[kN / 2]) {
+#pragma unroll
+    for (int first = 0; first < kN / 8; first += 4) {
+      const float2 y[4] = {next[0], next[1], next[2], next[3]};
+      if (first + 4 < kN / 8) load(first + 4);
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        const float* from = part + 4 * (first + j);
+        float* to = sums + 4 * (first + j);
+        to[0] = __fmaf_rn(from[0], x[0] * y[j].x, to[0]);
+        to[1] = __fmaf_rn(from[1], x[0] * y[j].y, to[1]);
+        to[2] = __fmaf_rn(from[2], x[1] * y[j].x, to[2]);
+        to[3] = __fmaf_rn(from[3], x[1] * y[j].y, to[3]);
+      }
+    }
+  }
+
+ private:
+  __device__ __forceinline__ void load(int first) {
 #pragma unroll
     for (int j = 0; j < 4; ++j)
       asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];"
-                   : "=f"(of[j].x), "=f"(of[j].y)
-                   : "r"(at + j * 8 * 4)
+                   : "=f"(next[j].x), "=f"(next[j].y)
+                   : "r"(at + (first + j) * 8 * 4)
                    : "memory");
   }
 };
 
+// A lane's part of a box of the float32 result: 16 bytes of every fourth row.
+struct Loaded {
+  static constexpr int kTimes = kBoxRows / 4;
+  float4 values[kTimes];
+  // What does not exist is loaded from somewhere.
+  __device__ __forceinline__ void load(const GroupedGemm& g, uint32_t lane, int y, int x,
+                                       int group) {
+    const int64_t column = min(x + static_cast<int64_t>(lane % 8 * 4), g.n - 4);
+    const float* from = g.wide_out + group * g.m * g.n + column;
+#pragma unroll
+    for (int i = 0; i < kTimes; ++i) {
+      const int64_t row = min(y + static_cast<int64_t>(lane / 8) + i * 4, g.m - 1);
+      values[i] = __ldcs(reinterpret_cast<const float4*>(from + row * g.n));
+    }
+  }
+  // Adds the box in shared memory to what was loaded, and stores the sums.
+  __device__ __forceinline__ void add(const GroupedGemm& g, uint32_t lane, int y, int x, int group,
+                                      uint32_t box) const {
+    const int64_t first = y + lane / 8, column = x + static_cast<int64_t>(lane % 8 * 4);
+    float* to = g.wide_out + (group * g.m + first) * g.n + column;
+#pragma unroll
+    for (int i = 0; i < kTimes; ++i, to += 4 * g.n) {
+      const uint32_t row = lane / 8 + i * 4;
+      float4 v;
+      asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];"
+                   : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w)
+                   : "r"(box + row * 128 + (lane % 8 ^ row % 8) * 16)
+                   : "memory");
+      v.x += values[i].x;
+      v.y += values[i].y;
+      v.z += values[i].z;
+      v.w += values[i].w;
+      if (first + i * 4 < g.m && column < g.n) __stcs(reinterpret_cast<float4*>(to), v);
+    }
+  }
+};
+
 // 64 x kN sums of products: d[4 j + ..] as multiply_add has them. Unless kFast, those of a stage,
-// 128 each, are made apart, half of the columns at a time, and added in float32, scaled or not.
+// 128 each, are made apart and added in float32, scaled or not.
 template <typename A, typename B, Scaling kScaling>
 struct Sums {
   static constexpr int kN = kTileN<kScaling>, kStagedN = kStagedColumns<kScaling>;
@@ -67,26 +168,26 @@ struct Sums {
 
   static constexpr int kWhole = 4;  // stages whose sums kSplit leaves in the matrix units
 
-  // Waits for a stage and returns where its tiles begin.
-  static __device__ __forceinline__ uint32_t arrived(const ThisRing& ring,
+  struct Operands {
+    uint64_t a, b;
+  };
+
+  // Waits for a stage and returns its operands, of a the warpgroup's half.
+  static __device__ __forceinline__ Operands arrived(const ThisRing& ring,
                                                      const Place<kStages<kScaling>>& place,
-                                                     int rest) {
+                                                     uint32_t own, int rest) {
     const uint32_t tiles = same_in_warp(ring.a(place.at));
-    barrier_wait(&ring.control->full[place.at], place.phase);
+    ring.wait(place);
     if (rest) zero_rest(tiles, kTileM + kN, rest);
-    return tiles;
+    return {matrix_at(tiles + own), matrix_at(tiles + kBytesA)};
   }
 
   __device__ __forceinline__ void run_whole(const ThisRing& ring, Place<kStages<kScaling>>* place,
                                             uint32_t own, int blocks, int rest) {
     int last = 0;
     for (int i = 0; i < blocks; ++i, place->next()) {
-      const uint32_t tiles = arrived(ring, *place, i == blocks - 1 ? rest : 0);
-      const uint64_t a = matrix_at(tiles + own), b = matrix_at(tiles + kBytesA);
-      products_begin();
-#pragma unroll
-      for (int k = 0; k < kTileK / 32; ++k) multiply_add(A{}, B{}, d, a + 2 * k, b + 2 * k, true);
-      products_commit();
+      const Operands x = arrived(ring, *place, own, i == blocks - 1 ? rest : 0);
+      multiply(d, x, true);
       products_wait<1>();
       if (i > 0) ring.release(last);
       last = place->at;
@@ -95,33 +196,41 @@ struct Sums {
     if (blocks > 0) ring.release(last);
   }
 
+  // While products run, what the next ones need is found and what the sums need is loaded; the
+  // other warpgroup multiplies while this one adds.
   __device__ __forceinline__ void run_parts(const ThisRing& ring, Place<kStages<kScaling>>* place,
                                             uint32_t own, int blocks, int rest, int tile_n) {
-    Part left;
-    for (int i = 0; i < blocks; ++i, place->next()) {
+    if (blocks == 0) return;
+    Operands next = arrived(ring, *place, own, blocks == 1 ? rest : 0);
+    for (int i = 0; i < blocks; ++i) {
       const int stage = place->at;
-      const uint32_t tiles = arrived(ring, *place, i == blocks - 1 ? rest : 0);
-      const uint64_t a = matrix_at(tiles + own), b = matrix_at(tiles + kBytesA);
+      const Operands x = next;
+      place->next();
+      const auto find_next = [&] {
+        if (i + 1 < blocks) next = arrived(ring, *place, own, i + 2 == blocks ? rest : 0);
+      };
       if constexpr (kScaling == Scaling::kSplit) {
-        // The other warpgroup multiplies while this one adds.
-        multiply(left, a, b);
+        // Half of the columns at a time, as registers are short.
+        Part part;
+        multiply(part, x, false);
         products_wait<0>();
-        add(d, left);
-        multiply(left, a, b + half_of_b());
+        add(d, part);
+        multiply(part, {x.a, x.b + half_of_b()}, false);
+        find_next();
         products_wait<0>();
         ring.release(stage);
-        add(d + kHalf / 2, left);
+        add(d + kHalf / 2, part);
       } else {
-        // One half is multiplied while the other is added. With products of two stages in flight
-        // ptxas serializes all (C7514).
-        Part right;
-        multiply(left, a, b);
-        multiply(right, a, b + half_of_b());
-        products_wait<1>();
-        add_scaled<0>(ring, stage, left, tile_n);
+        float part[kN / 2];
+        multiply(part, x, false);
+        const uint32_t at = ring.scales_of(stage);
+        const uint32_t row = (threadIdx.x / 32 * kBoxRows + threadIdx.x % 32 / 4) * 4;
+        Scales<kScaling, kN> scales(at, at + row, tile_n);
+        find_next();
         products_wait<0>();
-        add_scaled<1>(ring, stage, right, tile_n);
-        release_read(ring, stage);
+        if constexpr (kScaling == Scaling::kRowsAndBlocks) release_read(ring, stage);
+        scales.add(d, part);
+        if constexpr (kScaling != Scaling::kRowsAndBlocks) release_read(ring, stage);
       }
     }
   }
@@ -130,56 +239,20 @@ struct Sums {
     return kBytesB<kScaling> / 2 >> 4;
   }
 
-  static __device__ __forceinline__ void multiply(Part& part, uint64_t a, uint64_t b) {
+  // part = a . b^T of a stage, or with `more` added to it.
+  template <int kSize>
+  static __device__ __forceinline__ void multiply(float (&part)[kSize], const Operands& x,
+                                                  bool more) {
     products_begin();
 #pragma unroll
-    for (int k = 0; k < kTileK / 32; ++k) multiply_add(A{}, B{}, part, a + 2 * k, b + 2 * k, k > 0);
+    for (int k = 0; k < kTileK / 32; ++k)
+      multiply_add(A{}, B{}, part, x.a + 2 * k, x.b + 2 * k, more || k > 0);
     products_commit();
   }
 
   static __device__ __forceinline__ void add(float* sums, const Part& part) {
 #pragma unroll
     for (int j = 0; j < kHalf / 2; ++j) sums[j] += part[j];
-  }
-
-  // Adds the products of half of a stage's columns times their scales.
-  template <int kRight>
-  __device__ __forceinline__ void add_scaled(const ThisRing& ring, int stage, const Part& part,
-                                             int tile_n) {
-    float* const sums = d + kRight * (kHalf / 2);
-    const uint32_t at = ring.scales_of(stage), lane = threadIdx.x % 32;
-    const uint32_t row = at + (threadIdx.x / 32 * kBoxRows + lane / 4) * 4;
-    const float x = load_shared_scale(row), x_8 = load_shared_scale(row + 8 * 4);
-    if constexpr (kScaling == Scaling::kRowsAndColumns) {
-      const uint32_t column = at + kScaleBytesA + (kRight * kHalf + lane % 4 * 2) * 4;
-      ColumnScales next;
-      next.load(column);
-#pragma unroll
-      for (int first = 0; first < kHalf / 8; first += 4) {
-        const ColumnScales scales = next;
-        if (first + 4 < kHalf / 8) next.load(column + (first + 4) * 8 * 4);
-#pragma unroll
-        for (int j = 0; j < 4; ++j) {
-          const float2 y = scales.of[j];
-          const float* from = part + 4 * (first + j);
-          float* to = sums + 4 * (first + j);
-          to[0] += from[0] * (x * y.x);
-          to[1] += from[1] * (x * y.y);
-          to[2] += from[2] * (x_8 * y.x);
-          to[3] += from[3] * (x_8 * y.y);
-        }
-      }
-    } else {
-      // A tile begins with a block of 128 columns, or 64 behind the begin of one.
-      constexpr int kCut = kRight ? 4 : 8;  // of 8 columns
-      const float first_block = load_shared_scale(at + kScaleBytesA);
-      const float second_block = load_shared_scale(at + kScaleBytesA + 4);
-      const float between = tile_n % 2 ? second_block : first_block;
-      const float low = kRight ? between : first_block, high = kRight ? second_block : between;
-      const float by[2][2] = {{x * low, x_8 * low}, {x * high, x_8 * high}};
-#pragma unroll
-      for (int j = 0; j < kHalf / 2; ++j) sums[j] += part[j] * by[j / 4 >= kCut][j % 4 / 2];
-    }
   }
 
   // What was read by loads, not by products alone, was read by all lanes.
@@ -218,48 +291,64 @@ struct Sums {
     }
   }
 
-  // Stores to a float32 out from registers, or adds to it, each element by one thread: 4 threads
-  // write 32 bytes of a row.
-  __device__ __forceinline__ void store_wide(const Params& p, int64_t row, int64_t end, int column,
+  // Writes the warp's 16 rows from row y of a group's float32 matrix on times `factor`, or adds
+  // them. The copy engine adds in the L2 cache while the next tile is multiplied, but at a third of
+  // the memory's rate: the last box is added to what is loaded while the others are handed over.
+  __device__ __forceinline__ void store_wide(const Params& p, uint32_t staged, int y, int column,
+                                             int group, float factor) const {
+    constexpr int kBoxes = kStagedBytes<kScaling> / kBoxBytes;  // of which others are being read
+    constexpr int kLast = kN / kWideBoxN - 1;
+    const uint32_t lane = lane_now();
+    const bool adds = p.g.accumulate;
+    y = same_in_warp(y);
+    column = same_in_warp(column);
+    group = same_in_warp(group);
+    Loaded before;
+    if (adds) before.load(p.g, lane, y, column + kLast * kWideBoxN, group);
+#pragma unroll
+    for (int box = 0; box <= kLast; ++box) {
+      const int x = column + box * kWideBoxN;
+      const uint32_t to = staged + box % kBoxes * kBoxBytes;
+      // After the last box that is loaded nothing may be in flight: it takes a turn without a
+      // commit.
+      if (lane == 0) box == kLast&& adds ? stores_wait() : stores_wait<kBoxes - 1>();
+      __syncwarp();
+      stage_wide(to, lane, box, factor);
+      if (box == kLast && adds) {
+        __syncwarp();
+        before.add(p.g, lane, y, x, group, to);
+        continue;
+      }
+      asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+      __syncwarp();
+      if (lane != 0) continue;
+      if (adds)
+        add_box_of(p.out, x, y, group, to);
+      else
+        store_box_of(p.out, x, y, group, to);
+      stores_commit();
+    }
+  }
+
+  // The sums of a box of float32 times `factor` to shared memory, as store_box_of takes them.
+  __device__ __forceinline__ void stage_wide(uint32_t to, uint32_t lane, int box,
                                              float factor) const {
-    const int lane = static_cast<int>(threadIdx.x % 32);
-    const int64_t own = row + lane / 4, first = column + lane % 4 * 2;
-    float* const out = p.g.wide_out + own * p.g.n + first;
-    const bool upper = own < end, lower = own + 8 < end;
-    // Columns of 8 whose loads are in flight together.
-    constexpr int kAtOnce = kHasBlockScales<kScaling> ? 4 : 8;
-    float2 before[2 * kAtOnce] = {};
+    const uint32_t row = lane / 4;
 #pragma unroll
-    for (int j = 0; j < kN / 8; ++j) {
-      const int place = j % kAtOnce * 2;
-      if (p.g.accumulate && j % kAtOnce == 0) {
-#pragma unroll
-        for (int i = 0; i < kAtOnce; ++i) {
-          const bool exists = first + (j + i) * 8 < p.g.n;
-          const auto* from = reinterpret_cast<const float2*>(out + (j + i) * 8);
-          if (exists && upper) before[2 * i] = __ldcs(from);
-          if (exists && lower) before[2 * i + 1] = __ldcs(from + 4 * p.g.n);
-        }
-      }
-      if (first + j * 8 >= p.g.n) break;
-      const float* x = d + j * 4;
-      auto* to = reinterpret_cast<float2*>(out + j * 8);
-      float2 values[2] = {{x[0] * factor, x[1] * factor}, {x[2] * factor, x[3] * factor}};
-      if (p.g.accumulate) {
-#pragma unroll
-        for (int i = 0; i < 2; ++i) {
-          values[i].x += before[place + i].x;
-          values[i].y += before[place + i].y;
-        }
-      }
-      if (upper) __stcs(to, values[0]);
-      if (lower) __stcs(to + 4 * p.g.n, values[1]);
+    for (int j = 0; j < kWideBoxN / 8; ++j) {
+      const float* x = d + (box * (kWideBoxN / 8) + j) * 4;
+      const uint32_t chunk = j * 2 + lane % 4 / 2;
+      const uint32_t at = to + row * 128 + (chunk ^ row) * 16 + lane % 2 * 8;
+      store_pair(at, x[0] * factor, x[1] * factor);
+      store_pair(at + 8 * 128, x[2] * factor, x[3] * factor);
     }
   }
 
   static __device__ __forceinline__ void store_boxes(const Params& p, uint32_t staged, int row,
                                                      int column) {
     asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+    row = same_in_warp(row);
+    column = same_in_warp(column);
     __syncwarp();
     if (threadIdx.x % 32 != 0) return;
 #pragma unroll

@@ -62,8 +62,7 @@ __device__ __forceinline__ void barrier_expect(uint64_t* barrier, uint32_t bytes
 }
 
 // Waits for the end of the phase with this parity: 0, 1, 0, ... from the barrier's start.
-__device__ __forceinline__ void barrier_wait(uint64_t* barrier, unsigned parity) {
-  const uint32_t address = shared_address(barrier);
+__device__ __forceinline__ void barrier_wait(uint32_t address, unsigned parity) {
   uint32_t done;
   do {
 #if __CUDA_ARCH__ >= 900
@@ -80,6 +79,9 @@ __device__ __forceinline__ void barrier_wait(uint64_t* barrier, unsigned parity)
         : "memory");
 #endif
   } while (!done);
+}
+__device__ __forceinline__ void barrier_wait(uint64_t* barrier, unsigned parity) {
+  barrier_wait(shared_address(barrier), parity);
 }
 
 // By each thread that has read a chunk, before the arrival or __syncwarp() after which it is

@@ -33,6 +33,15 @@ __device__ __forceinline__ void store_box_of(const CUtensorMap& map, int x, int 
       "r"(from), "r"(x), "r"(y), "r"(z), "l"(keep)
       : "memory");
 }
+// Adds a box of float32 to one of matrix z, in the L2 cache; subnormal sums become 0.
+__device__ __forceinline__ void add_box_of(const CUtensorMap& map, int x, int y, int z,
+                                           uint32_t from) {
+  asm volatile(
+      "cp.reduce.async.bulk.tensor.3d.global.shared::cta.add.tile.bulk_group [%0, {%2, %3, %4}], "
+      "[%1];" ::"l"(&map),
+      "r"(from), "r"(x), "r"(y), "r"(z)
+      : "memory");
+}
 __device__ __forceinline__ void stores_commit() {
   asm volatile("cp.async.bulk.commit_group;" ::: "memory");
 }
