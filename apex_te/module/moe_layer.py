@@ -13,8 +13,10 @@ from torch import distributed
 from ..comm.collectives import world_size
 from ..comm.expert_parallel import EXCHANGES, TokenDispatcher
 from ..comm.groups import check_process_group
+from ..comm.row_exchange import wire_recipe
 from ..fp8 import model_init
 from ..ops._router_function import check_choice
+from ..recipe import BlockScaling
 from ..router import DenseRouting
 from ..runtime.named_arguments import check_count, did_you_mean, named_arguments
 from ._core.arguments import (
@@ -84,7 +86,7 @@ class MoELayer(CompositeModule):
             ``num_experts / ranks`` experts, starting at number ``r * num_experts / ranks``. None
             has all of them on this rank. New experts differ between ranks if all ranks have the
             same random state; router and shared expert are then equal.
-        exchange: as in ``apex_te.distributed.TokenDispatcher``, for several ranks.
+        exchange, wire: as in ``apex_te.distributed.TokenDispatcher``, for several ranks.
         fuse_wgrad_accumulation, params_dtype, dtype, delay_wgrad_compute, name, device: as in
             ``Linear``, for experts and shared expert. ``main_grad`` of the experts' weights is
             ``[experts, out, in]``. The router's weight gets ``.grad``.
@@ -149,6 +151,7 @@ class MoELayer(CompositeModule):
         output_layer_init_method: _Init = None,
         expert_group: Any = None,
         exchange: str = "all_to_all",
+        wire: BlockScaling | str | None = None,
         fuse_wgrad_accumulation: bool = False,
         params_dtype: torch.dtype | None = None,
         delay_wgrad_compute: bool = False,
@@ -215,7 +218,7 @@ class MoELayer(CompositeModule):
         self.top_k = top_k
         self.activation = activation
         self.sequence_aux_loss = sequence_aux_loss
-        self.exchange = exchange
+        self.exchange, self.wire = exchange, wire_recipe(_NAME, wire)
         self.expert_group = expert_group
         self.expert_ranks = 1 if expert_group is None else world_size(expert_group)
         self._function = activation_of(_NAME, activation, activation_params)
@@ -441,7 +444,7 @@ class MoELayer(CompositeModule):
         if self._dispatcher is None:
             self._dispatcher = TokenDispatcher(
                 self.num_experts, self.expert_group, align=1, exchange=self.exchange,
-                max_experts_per_token=self.top_k,
+                max_experts_per_token=self.top_k, wire=self.wire,
             )  # fmt: skip
         return self._dispatcher
 
