@@ -59,8 +59,8 @@ class TokenDispatcher:
             ``dispatch`` and, in backward, for the gradient that ``combine`` sends to the experts'
             rows, in the recipe's format of inputs and of gradients. A row then has ``hidden + 4 *
             ceil(hidden / 128)`` bytes, 0.52 times those of bfloat16. Results and the gradient of
-            tokens are sums and travel in their own dtype, probs as without. One rank sends and
-            casts nothing.
+            tokens are summed, and travel in their own dtype like probs. One rank sends and casts
+            nothing.
 
     Attributes:
         ranks: number of ranks of ``group``.
@@ -73,8 +73,8 @@ class TokenDispatcher:
     that finite rows have without ``wire``: outputs are bitwise equal, and with "all_to_all" the
     gradients of tokens and probs, too. Gradients of weights then differ only by values that the
     first cast made subnormal; the gradient of a bias sums rounded rows. "all_gather" sends the
-    gradient before it is multiplied by probs, so that it is rounded twice. Under other recipes and
-    in 16 bits, experts get the rounded rows.
+    gradient before it is multiplied by probs, so that it is rounded twice. Experts under other
+    recipes or without FP8 get the rounded rows.
 
     Do not reduce the gradients of experts' parameters over ``group``: they are already computed
     from the tokens of all its ranks. Delayed scaling reduces amax values over ``fp8_group``. If

@@ -1,4 +1,4 @@
-"""Ways of rows to the ranks of their experts and back, differentiable, in 16 bits or in FP8.
+"""Ways of rows to the ranks of their experts and back, differentiable, in their dtype or in FP8.
 
 A way is a list of steps, each with ``there``, which only copies rows, and ``back``, its transpose,
 which sums the copies of a row. FP8 data and its scales can therefore travel ``there``.

@@ -26,10 +26,10 @@ from ._core.arguments import (
     explain,
     params_dtype_of,
 )
-from ._core.fused_casts import activate, activation_of, is_gated
+from ._core.fused_casts import activation_of, is_gated
 from ._core.gemm import cast_to
 from ._core.parallel import CompositeModule, GroupHolder
-from .grouped.experts import run_experts
+from .grouped.experts import run_experts, run_ordered
 from .grouped.linear import GroupedLinear
 from .grouped.on_device import LARGEST
 from .moe_router import MoERouter
@@ -223,9 +223,7 @@ class MoELayer(CompositeModule):
         self.expert_ranks = 1 if expert_group is None else world_size(expert_group)
         self._function = activation_of(_NAME, activation, activation_params)
         self._dispatcher: TokenDispatcher | None = None
-        local = num_experts
-        if self.expert_ranks > 1:
-            local = self._dispatch_with().local_experts
+        local = num_experts if self.expert_ranks == 1 else self._dispatch_with().local_experts
         inits = (init_method, output_layer_init_method)
         self.router = MoERouter(
             hidden_size,
@@ -430,9 +428,9 @@ class MoELayer(CompositeModule):
         """Sends tokens to the ranks of their experts, and the results back."""
         probs = cast_to(routing.probs, torch.float32)
         dispatch = self._dispatch_with().dispatch(x, probs, routing.routing_map)
-        hidden = self.fc1(dispatch.rows, dispatch.m_splits, is_first_microbatch)
-        hidden = activate(self._function, hidden)
-        return dispatch.combine(self.fc2(hidden, dispatch.m_splits, is_first_microbatch))
+        rows, splits = dispatch.rows, dispatch.m_splits
+        out = run_ordered(self.fc1, self.fc2, rows, splits, self._function, is_first_microbatch)
+        return dispatch.combine(out)
 
     def _dispatch_with(self) -> TokenDispatcher:
         """Returns the dispatcher of several ranks; its rows need no padding."""

@@ -273,10 +273,10 @@ def test_on_gpus(two_gpus, exchange, recipe):
     two_gpus.run(against_one_rank, exchange, 2, 16, recipe)
 
 
-def _without_waiting(rank):
+def _without_waiting(rank, wire):
     device = torch.device("cuda", rank)
     layers = experts_of(2, 2 * rank, device, torch.bfloat16)
-    dispatcher = TokenDispatcher(4, exchange="all_gather", max_experts_per_token=2)
+    dispatcher = TokenDispatcher(4, exchange="all_gather", max_experts_per_token=2, wire=wire)
     x, probs, routing_map, dy = routed(rank, 64, 4, 2, device)
     x, probs, dy = (t.bfloat16() for t in (x, probs, dy))
     x.requires_grad_()
@@ -296,5 +296,6 @@ def _without_waiting(rank):
 
 
 @pytest.mark.cuda
-def test_nothing_waits_for_the_gpu(two_gpus):
-    assert all(total > 0 for total in two_gpus.run(_without_waiting))
+@pytest.mark.parametrize("wire", [None, "blockwise"])
+def test_nothing_waits_for_the_gpu(two_gpus, wire):
+    assert all(total > 0 for total in two_gpus.run(_without_waiting, wire))

@@ -14,6 +14,7 @@ from torch.distributed.fsdp import fully_shard
 
 from apex_te import MoELayer, flush_fp8_state, fp8_autocast
 from apex_te.distributed import get_state_dict, reduce_main_grads, set_state_dict
+from apex_te.module.grouped import experts
 from tests.checks import assert_same_bits
 
 HIDDEN, FFN, EXPERTS, TOKENS = 32, 48, 4, 12
@@ -24,7 +25,8 @@ EXCHANGES = ("all_to_all", "all_gather")
 def layer_of(device, **options):
     options = {"bias": True, **options}
     torch.manual_seed(3)
-    layer = MoELayer(HIDDEN, FFN, EXPERTS, params_dtype=dtype_of(device), device=device, **options)
+    ffn = options.pop("ffn", FFN)
+    layer = MoELayer(HIDDEN, ffn, EXPERTS, params_dtype=dtype_of(device), device=device, **options)
     generator = torch.Generator().manual_seed(4)
     with torch.no_grad():
         for name, value in sorted(layer.named_parameters()):
@@ -127,6 +129,33 @@ def on_the_wire(rank, exchange, recipe):
 @pytest.mark.parametrize("recipe", ["none", "tensorwise", "blockwise"])
 def test_wire(each_two, exchange, recipe):
     each_two.run(on_the_wire, exchange, recipe)
+
+
+def fused(rank, exchange, recipe, wire):
+    """Experts as one function give the bits of one op at a time."""
+    device, scaling = device_of(rank), RECIPES[recipe]
+    group, (x, dy) = distributed.group.WORLD, tokens_of(exchange, device)[rank]
+    options = {"bias": False, "ffn": 128, "expert_group": group, "exchange": exchange, "wire": wire}
+    layer, other = (layer_of(device, **options) for _ in range(2))
+    # A hook has the experts' ops run one at a time.
+    other.fc1.register_forward_pre_hook(lambda *_: None)
+    calls, of = [], experts.ExpertsFunction.apply
+    experts.ExpertsFunction.apply = lambda *args: calls.append(1) or of(*args)
+    try:
+        for _ in range(3):
+            assert_same_bits(*(step(each, x, dy, scaling) for each in (layer, other)))
+    finally:
+        del experts.ExpertsFunction.apply
+    assert len(calls) == 3
+    for value, wanted in zip(layer.parameters(), other.parameters(), strict=True):
+        assert_same_bits(value.grad, wanted.grad)
+
+
+@pytest.mark.parametrize("wire", [None, "blockwise"])
+@pytest.mark.parametrize("exchange", EXCHANGES)
+@pytest.mark.parametrize("recipe", ["delayed", "tensorwise", "blockwise"])
+def test_fused_experts(each_two, exchange, recipe, wire):
+    each_two.run(fused, exchange, recipe, wire)
 
 
 def losses_and_capacity(rank, exchange):
