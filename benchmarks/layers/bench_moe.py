@@ -3,8 +3,10 @@
 Forward and backward with all gradients, bf16 ``.grad``, the contenders taking turns with a cold L2
 cache; the routing is skewed mildly, as trained routers' is. "torch bf16" is ``torch._grouped_mm``
 of weights stacked in one tensor, between the same permutation and SwiGLU. "main_grad" adds to fp32
-``main_grad``; "weights held" is a later microbatch, whose FP8 weights are there. Host ms is what
-the host spends to issue a step. Peak GiB is what a step needs above weights and their gradients.
+``main_grad``; "first microbatch" casts weights in both layouts in one pass and keeps them, and
+"weights held" is a later microbatch, for which they are there; "converted" are experts of
+transformers. Host ms is what the host spends to issue a step. Peak GiB is what a step needs above
+weights and their gradients.
 
 ``moe_routing`` is Qwen3's experts under other routings: 32,768 tokens of two experts each, evenly,
 with one expert for all tokens, with 40 experts for none; and 1, 8 and 64 tokens of eight.
@@ -141,6 +143,20 @@ def measure_routings() -> None:
     harness.report("moe_routing", rows)
 
 
+def converted(hidden: int, ffn: int, count: int) -> tuple[Any, list[torch.Tensor]]:
+    """Experts of a model of transformers that ``from_torch`` converts."""
+    from transformers import Qwen3MoeConfig
+    from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
+
+    config = Qwen3MoeConfig(hidden_size=hidden, moe_intermediate_size=ffn, num_experts=count)
+    with torch.device("cuda"):
+        model = torch.nn.Sequential(Qwen3MoeExperts(config).bfloat16())
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.02)
+    layer = apex_te.from_torch(model)[0]
+    return lambda x, index, probs, _: layer(x, index, probs), list(layer.parameters())
+
+
 def peak_gib(call: Callable[[], None]) -> float:
     call()
     torch.cuda.synchronize()
@@ -167,7 +183,11 @@ def main() -> None:
             calls[name] = step(*ours(hidden, ffn, count), *common)
             calls[f"{name}, main_grad"] = step(*ours(hidden, ffn, count, True), *common)
             if name != "bf16":
+                calls[f"{name}, first microbatch"] = step(*ours(hidden, ffn, count), *common, True)
                 calls[f"{name}, weights held"] = step(*ours(hidden, ffn, count), *common, False)
+        if "tensorwise" in chosen:
+            common = x, dy, routing, RECIPES["tensorwise"]
+            calls["converted, tensorwise"] = step(*converted(hidden, ffn, count), *common)
         times = harness.paired_us(list(calls.values()), repeats=10)
         for (name, call), each in zip(calls.items(), times, strict=True):
             rows.append(
