@@ -13,7 +13,6 @@ from torch import distributed
 from ..comm.collectives import world_size
 from ..comm.expert_parallel import EXCHANGES, TokenDispatcher
 from ..comm.groups import check_process_group
-from ..fp8 import model_init
 from ..ops._router_function import check_choice
 from ..router import DenseRouting
 from ..runtime.named_arguments import check_count, did_you_mean, named_arguments
@@ -114,8 +113,7 @@ class MoELayer(CompositeModule):
     Raises:
         TypeError: an argument has a wrong type.
         ValueError: a number is out of range, or arguments exclude each other.
-        NotImplementedError: there are more than 1023 experts, or the layer is made inside of
-            ``fp8_model_init``.
+        NotImplementedError: there are more than 1023 experts.
     """
 
     @named_arguments()
@@ -203,11 +201,6 @@ class MoELayer(CompositeModule):
             ("capacity_factor", capacity_factor, True),
         ):
             _check_factor(key, value, above)
-        if model_init.settings() is not None:
-            raise NotImplementedError(
-                f"{_NAME}: the layer must be made outside of fp8_model_init, whose FP8 weights it "
-                "does not support, got a call inside"
-            )
         check_process_group(_NAME, "expert_group", expert_group)
         super().__init__()
         self.hidden_size = hidden_size

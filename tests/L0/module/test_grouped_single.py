@@ -17,7 +17,6 @@ from grouped_splits import (
 from torch.utils.checkpoint import checkpoint
 
 from apex_te import fp8_autocast
-from apex_te.fp8.model_init import fp8_model_init
 from apex_te.module.grouped.linear import GroupedLinear
 from apex_te.recipe import CurrentScaling, DelayedScaling, Format, MXFP8Scaling
 from tests.checks import assert_same_bits, needs_cuda
@@ -256,11 +255,6 @@ def test_return_bias_and_leading_dimensions(device):
 
 
 def test_refusals():
-    with (
-        pytest.raises(NotImplementedError, match="single_parameter must be False inside of"),
-        fp8_model_init(True, recipe=CurrentScaling()),
-    ):
-        GroupedLinear(4, 48, 32, single_parameter=True)
     many = GroupedLinear(1024, 16, 16, single_parameter=True)
     with pytest.raises(NotImplementedError, match="num_gemms must be at most 1023"):
         many(torch.randn(1024, 16), [1] * 1024)
