@@ -61,19 +61,19 @@ def held_parts(
 ) -> tuple[QuantizedTensor, ...] | None:
     """Returns both FP8 copies of each weight of a stack; None if the GEMMs cannot read them.
 
-    Scales are copied to where cuBLASLt can read them.
+    They are copies: graphs with an FP8 Parameter return no views, and cuBLASLt needs scales at
+    addresses that those of a stack do not have.
     """
     held: Any = fp8_operands(weight, quantizers, True)
     if held is None:
         return None
-    scales = held.rowwise_scale_inv, held.columnwise_scale_inv
-    return tuple(
-        QuantizedTensor(
-            held.rowwise[i], scales[0][i].clone(), held.columnwise[i], scales[1][i].clone(),
-            held.dtype,
-        )
-        for i in range(weight.shape[0])
+    tensors = (
+        held.rowwise, held.rowwise_scale_inv, held.columnwise, held.columnwise_scale_inv,
     )  # fmt: skip
+    return tuple(
+        QuantizedTensor(*[tensor[i].clone() for tensor in tensors], held.dtype)
+        for i in range(weight.shape[0])
+    )
 
 
 def _are_held(weights: Any, quantizers: GroupQuantizers, forward: bool = True) -> bool:
