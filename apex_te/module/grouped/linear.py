@@ -252,6 +252,10 @@ class GroupedLinear(ParallelModule):
         # A stack is not a matrix, and FSDP does not gather its rows in FP8.
         return [] if self.single_parameter else super()._gemm_weights()
 
+    def _weight_sources(self, weight: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        # Views of a stack are new ones in each call.
+        return self._weights_and_biases()[0] if self.single_parameter else (weight,)
+
     def __getstate__(self) -> dict[str, Any]:
         """Returns the attributes for a copy or pickle, without quantizers."""
         return {**super().__getstate__(), "_group_quantizers": {}}
@@ -298,10 +302,12 @@ class GroupedLinear(ParallelModule):
                 f"False with single_parameter=True and {type(get_fp8_recipe()).__name__} in this "
                 "format, in sizes that are not multiples of 16, or in compiled code, got True"
             )
+        assert call.quantizers is not None
         cached: Any = (None,) * count
-        if torch.compiler.is_compiling() and type(weight) is FP8Parameter:
+        if type(weight) is not FP8Parameter:
+            cached = self._cached_weights(weight.unbind(0), call.quantizers, call.fill)
+        elif torch.compiler.is_compiling():
             # Parts of one that need gradients cannot leave a graph, as they do where this one ends.
-            assert call.quantizers is not None
             cached = held_parts(weight, call.quantizers[0]) or cached
             weight = weight.dequantize()
         each = call._replace(options=call.options * count, cached=cached)

@@ -89,15 +89,17 @@ def cached_weights(
 ) -> GroupedOutput | None:
     """Returns both FP8 copies of all weights, from the module's cache if they are up to date.
 
-    ``fill=True`` casts all weights, ``False`` does so only if one has changed. With None, and under
-    torch.func transforms, returns None, and the caller casts the weights.
+    ``fill=True`` casts all weights, ``False`` does so only if one has changed. With None, in
+    compiled code and under torch.func transforms, returns None, and the caller casts the weights.
     """
+    # Compiled code comes here with schemes without state, whose casts of a weight are all equal.
+    if torch.compiler.is_compiling():
+        return None
     if modes.captured is None and (fill is None or is_transformed(weights)):
         return None
     if _are_held(weights, quantizers):
-        # What replays and compiled code read themselves.
-        if modes.captured is not None or torch.compiler.is_compiling():
-            return None
+        if modes.captured is not None:
+            return None  # each replay reads the data
         if weights[0].dim() == 3:
             return held_copies(weights, quantizers, True, keep=True)
     if modes.captured is not None:
