@@ -48,7 +48,8 @@ class MoELayer(CompositeModule):
     graph, except with MXFP8, HiF8 and FP8 with sizes that are not multiples of 16. The router is
     never in FP8, because the rounding would change the choice of experts. The choice is
     deterministic, so that activation checkpoints recompute the same one. Shard the layer as a whole
-    with FSDP2: hooks of ``fc1`` or ``fc2`` keep their ops from being fused.
+    with FSDP2: hooks of ``fc1`` or ``fc2`` keep their ops from being fused. Inside
+    ``fp8_model_init`` the weights of experts and shared expert are held in FP8, not the router's.
 
     Args:
         hidden_size: features of the input and of the output.

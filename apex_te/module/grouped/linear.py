@@ -40,7 +40,8 @@ class GroupedLinear(ParallelModule):
             in_features]`` and the biases as one, ``bias`` ``[num_gemms, out_features]``. The time
             that the host takes for a step then does not grow with ``num_gemms``, bf16 weights are
             not copied, and gradients are added to ``main_grad`` as they are computed. ``weight0``,
-            ``bias0`` .. are views. A state dict of either kind loads into the other.
+            ``bias0`` .. are views. A state dict of either kind loads into the other. Inside
+            ``fp8_model_init`` the weights are one FP8 Parameter, whose views cannot be written to.
         return_bias: return ``(y, biases)``; the biases, a list in the dtype of ``y``, are not
             added.
         fuse_wgrad_accumulation, init_method, params_dtype, dtype, delay_wgrad_compute,

@@ -12,8 +12,9 @@ from shards import decibels
 from torch import distributed
 from torch.distributed.fsdp import fully_shard
 
-from apex_te import MoELayer, flush_fp8_state, fp8_autocast
+from apex_te import MoELayer, flush_fp8_state, fp8_autocast, fp8_model_init
 from apex_te.distributed import get_state_dict, reduce_main_grads, set_state_dict
+from apex_te.fp8.parameter.parameter import FP8Parameter
 from tests.checks import assert_same_bits
 
 HIDDEN, FFN, EXPERTS, TOKENS = 32, 48, 4, 12
@@ -235,9 +236,11 @@ def test_checkpoints(two_ranks, tmp_path, recipe):
     two_ranks.run(checkpoints, str(tmp_path), recipe)
 
 
-def sharded(rank, parts, recipe):
+def sharded(rank, parts, recipe, held):
     device = device_of(rank)
-    layer = layer_of(device, bias=False)
+    with fp8_model_init(held, recipe):
+        layer = layer_of(device, bias=False)
+    assert (type(layer.fc1.weight) is FP8Parameter) == held
     other = copy.deepcopy(layer)
     for name in parts:
         fully_shard(layer.get_submodule(name))
@@ -256,10 +259,17 @@ def sharded(rank, parts, recipe):
         distributed.all_reduce(wanted)
         wanted /= distributed.get_world_size()
         assert decibels(value.grad.full_tensor(), wanted) > 40, name
+        other.get_parameter(name).grad = wanted.to(value.dtype)
+    for each in (layer, other):
+        torch.optim.SGD(each.parameters(), lr=0.01).step()
+    for name, value in layer.named_parameters():
+        assert (type(value.to_local()) is FP8Parameter) == (held and name.startswith("fc"))
+        assert decibels(value.full_tensor().float(), other.get_parameter(name).float()) > 35, name
 
 
 @pytest.mark.parametrize("parts", [(), ("fc1", "fc2")], ids=["whole", "each"])
 @pytest.mark.parametrize("recipe", ["none", "delayed", "tensorwise", "blockwise"])
-def test_fully_sharded(each_two, parts, recipe):
+@pytest.mark.parametrize("held", [False, True], ids=["bf16 weights", "FP8 weights"])
+def test_fully_sharded(each_two, parts, recipe, held):
     """FSDP2 over the layer, or over each of its two grouped layers, too."""
-    each_two.run(sharded, parts, RECIPES[recipe])
+    each_two.run(sharded, parts, RECIPES[recipe], held)
