@@ -424,7 +424,9 @@ def _select(cls: type[HeldWeight], x: HeldWeight, dim: int, index: int) -> Any:
         return _on_values(cls, _aten.select.int, (x, dim, index), {})
     held = x._held
     part = (held.rowwise[index], held.rowwise_scale_inv[index])
-    return x._like(QuantizedTensor(*part, None, None, held.dtype), writable=False)
+    # Without the initial values, which are those of the stack.
+    one = QuantizedTensor(*part, None, None, held.dtype)
+    return cls(one, x._recipe, x.dtype, writable=False)
 
 
 @_handles(_aten.unbind.int)

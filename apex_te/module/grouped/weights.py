@@ -67,13 +67,15 @@ def held_parts(
     held: Any = fp8_operands(weight, quantizers, True)
     if held is None:
         return None
-    tensors = (
-        held.rowwise, held.rowwise_scale_inv, held.columnwise, held.columnwise_scale_inv,
-    )  # fmt: skip
+    rowwise, row_scales = held.rowwise, held.rowwise_scale_inv
+    columns, column_scales = held.columnwise, held.columnwise_scale_inv
     return tuple(
-        QuantizedTensor(*[tensor[i].clone() for tensor in tensors], held.dtype)
+        QuantizedTensor(
+            rowwise[i].clone(), row_scales[i].clone(), columns[i].clone(),
+            column_scales[i].clone(), held.dtype,
+        )
         for i in range(weight.shape[0])
-    )
+    )  # fmt: skip
 
 
 def _are_held(weights: Any, quantizers: GroupQuantizers, forward: bool = True) -> bool:

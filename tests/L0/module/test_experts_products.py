@@ -216,4 +216,5 @@ def test_product(device, monkeypatch, name, main_grad, held, feature, count):
         for found, due in zip(probs_grads, wanted[1], strict=True):
             assert_close(found, due)
     for found, due in zip((*outs, *probs_grads, *grads), looped, strict=True):
-        assert sqnr(due, found) > 45  # gradients of probs are rounded to bfloat16 in one
+        # Gradients of probs are rounded to bfloat16 in one; GPUs also sum in other orders.
+        assert sqnr(due, found) > (45 if device.type == "cpu" else 30)

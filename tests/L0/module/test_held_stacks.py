@@ -267,6 +267,7 @@ def test_copies_moves_and_pickles(name):
     others = [loaded, copy.deepcopy(module).weight, pickle.loads(pickle.dumps(module)).weight]
     initial = module.weight.get_high_precision_init_val()
     assert initial.shape == (4, 48, 160)
+    assert not hasattr(module.weight0, "get_high_precision_init_val")
     assert 0.02 < initial.float().std() < 0.026
     for other in others:
         assert type(other) is FP8Parameter
