@@ -46,8 +46,6 @@ def run(
 
     ``weights`` and ``biases`` have one tensor for each group, or one of all groups.
     """
-    if not call.is_fp8 and _MISTAKES_GRADIENTS and torch.compiler.is_compiling():
-        return _run_eagerly(call, quantizers, x, splits, weights, biases)
     groups = op.groups_of(splits, x.shape[0])
     options = call.options[0]
     if call.is_fp8:
@@ -66,23 +64,6 @@ def run(
         record = quantizers.grad_output.record
         out.register_hook(lambda grad: record(grad.detach().contiguous(), groups))
     return out
-
-
-# In graphs of torch 2.11 the gradients of ``HighPrecisionGroupsFunction`` are wrong.
-_MISTAKES_GRADIENTS = tuple(map(int, torch.__version__.split(".")[:2])) < (2, 12)
-
-
-@torch.compiler.disable
-def _run_eagerly(
-    call: FP8Call,
-    quantizers: GroupQuantizers | None,
-    x: torch.Tensor,
-    splits: torch.Tensor,
-    weights: Tensors,
-    biases: Tensors,
-) -> torch.Tensor:
-    """Computes ``run`` in bf16 or fp32 outside of the graph that is being made."""
-    return run(call, quantizers, None, x, splits, weights, biases)
 
 
 def stays_on_device(device: torch.device) -> bool:
@@ -397,7 +378,8 @@ def _finished(
     """Returns a GEMM [rows, out] in ``dtype``, with biases, and zeros in rows of no group."""
     out = out.to(dtype)
     op.finish_rows(out, groups, stack_of(biases, dtype, 1) if biases else None)
-    return out
+    # Graphs of torch 2.11 lose the gradient of a function's output that was written to.
+    return out.clone() if torch.compiler.is_compiling() else out
 
 
 def _high_precision_wgrad(dy: torch.Tensor, x: Any, groups: Groups) -> Callable[..., torch.Tensor]:

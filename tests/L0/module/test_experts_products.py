@@ -185,9 +185,7 @@ def test_product(device, monkeypatch, name, main_grad, held, feature, count):
             return checkpoint(model, *args, use_reentrant=feature == "reentrant recompute")
 
     elif feature == "compiled":
-        whole = name not in ("delayed", "first") and (
-            name is not None or not on_device._MISTAKES_GRADIENTS
-        )
+        whole = name not in ("delayed", "first")
         call = torch.compile(copy.copy(model), fullgraph=whole, backend="aot_eager")
     elif feature == "graph":
         for value in model.parameters():

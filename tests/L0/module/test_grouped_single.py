@@ -9,7 +9,6 @@ from grouped_splits import (
     LAYOUTS,
     RECIPES,
     assert_close,
-    on_device,
     padded,
     read_on_device,
     tensor_of,
@@ -265,15 +264,11 @@ def test_refusals():
             single(torch.randn(24, 48), splits)
 
 
-@pytest.mark.parametrize("name", [None, "between graphs", "tensorwise", "blockwise", "delayed"])
-def test_compiled(device, monkeypatch, name):
-    if name == "between graphs":  # as before torch 2.12
-        monkeypatch.setattr(on_device, "_MISTAKES_GRADIENTS", True)
-        name = None
+@pytest.mark.parametrize("name", [None, "tensorwise", "blockwise", "delayed"])
+def test_compiled(device, name):
     single, _ = pair(device)
     other, splits = copy.deepcopy(single), tensor_of(SPLITS, device)
-    whole = name != "delayed" and (name is not None or not on_device._MISTAKES_GRADIENTS)
-    compiled = torch.compile(other, fullgraph=whole, backend="aot_eager")
+    compiled = torch.compile(other, fullgraph=name != "delayed", backend="aot_eager")
     for _ in range(3):
         x, dy = torch.randn(24, 48).to(device), torch.randn(24, 32).to(device)
         results = [run(each, x, dy, splits, name) for each in (single, compiled)]

@@ -13,7 +13,6 @@ from torch.utils.checkpoint import checkpoint
 
 from apex_te import MoELayer, fp8_autocast
 from apex_te.module._core.fused_casts import ACTIVATIONS
-from apex_te.module.grouped import on_device
 from apex_te.module.grouped.experts import ExpertsFunction
 from apex_te.ops.moe_router import reference as routed
 from tests.checks import assert_same_bits, needs_cuda, sqnr
@@ -321,11 +320,9 @@ def test_recompute(device, name, reentrant, within):
 @pytest.mark.parametrize("kind", ["all", "sigmoid", "best"])
 @pytest.mark.parametrize("name", ["none", "tensorwise", "blockwise"])
 def test_compiled(device, name, kind):
-    """In one graph, or in two around GEMMs whose gradients torch would mistake."""
     layer = layer_of(device, **OPTIONS[kind])
     other = copy.deepcopy(layer)
-    whole = name != "none" or not on_device._MISTAKES_GRADIENTS
-    compiled = torch.compile(other, fullgraph=whole, backend="aot_eager")
+    compiled = torch.compile(other, fullgraph=True, backend="aot_eager")
     x, dy = inputs(device)
     results = [run(each, x, dy, name) for each in (layer, compiled)]
     found = [[*result, *gradients(each).values()] for each, result in
