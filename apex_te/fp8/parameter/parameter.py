@@ -1,4 +1,4 @@
-"""FP8Parameter, a weight that is held in FP8 only, and its reading by GEMMs."""
+"""FP8Parameter, a weight that is held in FP8 only."""
 
 from __future__ import annotations
 
@@ -12,20 +12,15 @@ from ...comm.collectives import max_over_ranks
 from ...ops import multi_tensor
 from ...ops.binding import OpFunction
 from ...recipe import Recipe, chosen_recipe, pack_recipe, unpack_recipe
-from ..scheme import GemmQuantizers
-from ..scheme.base import GroupQuantizers, Layout, stored_recipe
+from ..scheme.base import Layout, stored_recipe
 from ..scheme.gemm_backend import GemmBackend
 from ..scheme.stack import stored_layout, stored_scale_inv
 from ..tensor import QuantizedTensor
 from .decode import columnwise, quantizers_of, values
-from .dispatch import DTYPES, KERNEL_DTYPES, OWN, aligned, attributes_of, cloned, dispatch
+from .dispatch import DTYPES, KERNEL_DTYPES, OWN, attributes_of, cloned, dispatch
 from .fsdp_gather import Gathered, gathered_fp8_data, replace, shard_fp8_data, shard_groups
 
-__all__ = [
-    "FP8Parameter", "dequantized", "fp8_operands", "is_gathered_in_fp8", "reads_fp8_data",
-    "record_weight",
-]  # fmt: skip
-OfGemm = GemmQuantizers | GroupQuantizers
+__all__ = ["FP8Parameter"]
 
 
 class _Initial:
@@ -437,70 +432,6 @@ class FP8Parameter(torch.Tensor):
         whole = FP8Parameter(held, recipe, dtype)
         whole._gathered = Gathered()
         return whole, (all_gather_outputs[0],)
-
-
-def fp8_operands(
-    weight: FP8Parameter, quantizers: OfGemm, with_columnwise: bool, keep: bool = False
-) -> QuantizedTensor | None:
-    """Returns a weight's FP8 copies for a GEMM; None if the GEMM backend cannot read them.
-
-    ``keep`` keeps the columnwise copy until the next write to ``weight``.
-    """
-    if not reads_fp8_data(weight, quantizers, not with_columnwise):
-        return None
-    dtype = quantizers.weight.dtype
-    if torch.compiler.is_compiling():
-        rowwise = torch.ops.apex_te.fp8_parameter_rowwise(weight)
-        other: Any = (None, None)
-        if with_columnwise:
-            other = torch.ops.apex_te.fp8_parameter_transposed(weight)
-        return QuantizedTensor(rowwise[0], rowwise[1], other[0], other[1], dtype)
-    held = weight._held
-    scale_inv = aligned(weight._rowwise_scale_inv)
-    if scale_inv is not weight._rowwise_scale_inv:
-        held = QuantizedTensor(held.rowwise, scale_inv, None, None, dtype)
-    if not with_columnwise or held.columnwise is not None:
-        return held
-    if not keep:
-        copy = columnwise(weight._recipe, held)
-        return QuantizedTensor(held.rowwise, held.rowwise_scale_inv, *copy, held.dtype)
-    # A later training step may need what an evaluation in inference mode keeps.
-    with torch.inference_mode(False), torch.no_grad():
-        held.columnwise, held.columnwise_scale_inv = columnwise(weight._recipe, held)
-    return held
-
-
-def is_gathered_in_fp8(weight: FP8Parameter) -> bool:
-    """Returns True for a whole weight that FSDP2 gathered by ``enable_fp8_all_gather``."""
-    return weight._gathered is not None and weight._gathered.settings is not None
-
-
-def reads_fp8_data(weight: FP8Parameter, quantizers: OfGemm, forward: bool) -> bool:
-    """Returns True if the GEMM backend can read a weight's FP8 data, in forward or backward."""
-    if weight._gathered is not None:
-        if torch.compiler.is_compiling():
-            raise NotImplementedError(
-                "FP8Parameter: a weight that FSDP2 gathers in FP8 must be read outside of a graph "
-                "of torch.compile"
-            )
-        weight._gathered.read_by(quantizers, forward)
-    if weight._read_by is not type(quantizers.backend):
-        return False
-    return weight._fp8_dtype is quantizers.weight.dtype and weight._is_whole
-
-
-def dequantized(weight: torch.Tensor) -> torch.Tensor:
-    """Returns the values of an FP8Parameter; any other weight is returned as it is."""
-    return weight.dequantize() if type(weight) is FP8Parameter else weight
-
-
-def record_weight(weight: torch.Tensor, quantizer: Any) -> None:
-    """Records the amax of ``weight`` in ``quantizer``, without a cast, for calibration."""
-    gathered = weight._gathered if type(weight) is FP8Parameter else None
-    if gathered is None or gathered.settings is None:
-        quantizer.record(dequantized(weight).contiguous())
-    elif gathered.amax is not None:
-        quantizer.stage(gathered.amax, gathered.group)
 
 
 class _Dequantize(OpFunction):

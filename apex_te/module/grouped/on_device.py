@@ -8,7 +8,8 @@ from typing import Any, NamedTuple
 import torch
 
 from ...fp8.autocast import get_fp8_recipe
-from ...fp8.parameter.parameter import FP8Parameter, is_gathered_in_fp8
+from ...fp8.parameter.operands import is_gathered_in_fp8
+from ...fp8.parameter.parameter import FP8Parameter
 from ...fp8.scheme.base import GroupMatrices, GroupQuantizers
 from ...fp8.scheme.gemm_backend import DGRAD, FPROP
 from ...ops import grouped_quantize as op

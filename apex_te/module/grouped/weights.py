@@ -7,7 +7,8 @@ from typing import Any
 import torch
 
 from ...fp8.parameter.decode import columnwise
-from ...fp8.parameter.parameter import FP8Parameter, dequantized, fp8_operands, reads_fp8_data
+from ...fp8.parameter.operands import dequantized, fp8_operands, reads_fp8_data
+from ...fp8.parameter.parameter import FP8Parameter
 from ...fp8.scheme.base import GemmQuantizers, GroupQuantizers
 from ...fp8.scheme.stack import stacked
 from ...fp8.tensor import QuantizedTensor

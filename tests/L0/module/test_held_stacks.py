@@ -13,7 +13,8 @@ from schemes import SCHEMES
 from apex_te import MoELayer, fp8_autocast
 from apex_te.fp8.model_init import fp8_model_init
 from apex_te.fp8.parameter import decode
-from apex_te.fp8.parameter.parameter import FP8Parameter, dequantized
+from apex_te.fp8.parameter.operands import dequantized
+from apex_te.fp8.parameter.parameter import FP8Parameter
 from apex_te.fp8.parameter.sharded_write import write_parts
 from apex_te.fp8.scheme import base
 from apex_te.module.grouped import experts
