@@ -199,11 +199,6 @@ def _with_attributes(new: HeldWeight, x: HeldWeight) -> Any:
     return new
 
 
-def aligned(scale_inv: torch.Tensor) -> torch.Tensor:
-    """Returns scales where cuBLASLt reads them, copied if a stack's memory has them elsewhere."""
-    return scale_inv.clone() if scale_inv.storage_offset() % 4 else scale_inv
-
-
 def cloned(x: HeldWeight) -> QuantizedTensor:
     """Returns a copy of the rowwise data and scales of ``x``."""
     return _changed(x, torch.clone)
@@ -422,11 +417,9 @@ def _select(cls: type[HeldWeight], x: HeldWeight, dim: int, index: int) -> Any:
     """Returns a view of one weight of a stack, which cannot be written to."""
     if not x._is_whole or x.dim() != 3 or dim % 3:
         return _on_values(cls, _aten.select.int, (x, dim, index), {})
-    held = x._held
-    part = (held.rowwise[index], held.rowwise_scale_inv[index])
+    part = _changed(x, lambda t: t[index])
     # Without the initial values, which are those of the stack.
-    one = QuantizedTensor(*part, None, None, held.dtype)
-    return cls(one, x._recipe, x.dtype, writable=False)
+    return cls(part, x._recipe, x.dtype, writable=False)
 
 
 @_handles(_aten.unbind.int)
@@ -501,11 +494,10 @@ def _dequantize(cls: type[HeldWeight], x: HeldWeight) -> torch.Tensor:
 @_handles(torch.ops.apex_te.fp8_parameter_rowwise.default)
 def _rowwise(cls: type[HeldWeight], x: HeldWeight) -> tuple[Any, Any]:
     """Returns the rowwise FP8 data and ``scale_inv``; op for compiled code."""
-    return x._rowwise, aligned(x._rowwise_scale_inv)
+    return x._rowwise, x._rowwise_scale_inv
 
 
 @_handles(torch.ops.apex_te.fp8_parameter_transposed.default)
 def _transposed(cls: type[HeldWeight], x: HeldWeight) -> tuple[Any, Any]:
     """Returns the columnwise FP8 data and ``scale_inv``; op for compiled code."""
-    data, scale_inv = x._transposed()
-    return data, aligned(scale_inv)
+    return x._transposed()

@@ -9,7 +9,6 @@ import torch
 from ..scheme.base import GemmQuantizers, GroupQuantizers
 from ..tensor import QuantizedTensor
 from .decode import columnwise
-from .dispatch import aligned
 from .parameter import FP8Parameter
 
 OfGemm = GemmQuantizers | GroupQuantizers
@@ -32,9 +31,9 @@ def fp8_operands(
             other = torch.ops.apex_te.fp8_parameter_transposed(weight)
         return QuantizedTensor(rowwise[0], rowwise[1], other[0], other[1], dtype)
     held = weight._held
-    scale_inv = aligned(weight._rowwise_scale_inv)
-    if scale_inv is not weight._rowwise_scale_inv:
-        held = QuantizedTensor(held.rowwise, scale_inv, None, None, dtype)
+    if weight._rowwise_scale_inv.storage_offset() % 4:
+        # A part of a stack: cuBLASLt cannot read its scale in the stack's memory.
+        held = QuantizedTensor(held.rowwise, weight._rowwise_scale_inv.clone(), None, None, dtype)
     if not with_columnwise or held.columnwise is not None:
         return held
     if not keep:
