@@ -13,7 +13,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from ..fp8.parameter.parameter import FP8Parameter, dequantized
+from ..fp8.parameter.operands import dequantized
+from ..fp8.parameter.parameter import FP8Parameter
 from . import _matching as matching
 
 # Attribute of a joined layer: its dotted name in the block and a period, and its joined parameters.

@@ -11,7 +11,8 @@ import torch
 from torch import nn
 
 from ..fp8.parameter.decode import quantizers_of
-from ..fp8.parameter.parameter import FP8Parameter, dequantized
+from ..fp8.parameter.operands import dequantized
+from ..fp8.parameter.parameter import FP8Parameter
 from ..module._core.fp8_module import STATE_PREFIX, FP8Module
 from ..module.linear import Linear
 from ..recipe import BlockScaling, CurrentScaling

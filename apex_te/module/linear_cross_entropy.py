@@ -23,7 +23,7 @@ from ..comm.split_cross_entropy import (
     split_losses,
     split_targets,
 )
-from ..fp8.parameter.parameter import dequantized
+from ..fp8.parameter.operands import dequantized
 from ..fp8.scheme import GemmQuantizers
 from ..fp8.scheme.base import build_quantizers
 from ..fp8.tensor import QuantizedTensor

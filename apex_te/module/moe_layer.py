@@ -14,7 +14,6 @@ from ..comm.collectives import world_size
 from ..comm.expert_parallel import EXCHANGES, TokenDispatcher
 from ..comm.groups import check_process_group
 from ..comm.row_exchange import wire_recipe
-from ..fp8 import model_init
 from ..ops._router_function import check_choice
 from ..recipe import BlockScaling
 from ..router import DenseRouting
@@ -51,7 +50,8 @@ class MoELayer(CompositeModule):
     graph, except with MXFP8, HiF8 and FP8 with sizes that are not multiples of 16. The router is
     never in FP8, because the rounding would change the choice of experts. The choice is
     deterministic, so that activation checkpoints recompute the same one. Shard the layer as a whole
-    with FSDP2: hooks of ``fc1`` or ``fc2`` keep their ops from being fused.
+    with FSDP2: hooks of ``fc1`` or ``fc2`` keep their ops from being fused. Inside
+    ``fp8_model_init`` the weights of experts and shared expert are held in FP8, not the router's.
 
     Args:
         hidden_size: features of the input and of the output.
@@ -116,8 +116,7 @@ class MoELayer(CompositeModule):
     Raises:
         TypeError: an argument has a wrong type.
         ValueError: a number is out of range, or arguments exclude each other.
-        NotImplementedError: there are more than 1023 experts, or the layer is made inside of
-            ``fp8_model_init``.
+        NotImplementedError: there are more than 1023 experts.
     """
 
     @named_arguments()
@@ -206,11 +205,6 @@ class MoELayer(CompositeModule):
             ("capacity_factor", capacity_factor, True),
         ):
             _check_factor(key, value, above)
-        if model_init.settings() is not None:
-            raise NotImplementedError(
-                f"{_NAME}: the layer must be made outside of fp8_model_init, whose FP8 weights it "
-                "does not support, got a call inside"
-            )
         check_process_group(_NAME, "expert_group", expert_group)
         super().__init__()
         self.hidden_size = hidden_size

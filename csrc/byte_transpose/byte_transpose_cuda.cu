@@ -23,7 +23,8 @@ template <bool kAligned>
 __global__ void __launch_bounds__(Tile::kThreads, 2) byte_transpose_kernel(const ByteTranspose p) {
   __shared__ __align__(16) uint2 tile[Tile::kSharedWords];
   const Tile::Place at(p.rows, p.cols, blockIdx.x);
-  const uint8_t* from = p.codes + at.row * p.cols + at.col;
+  const int64_t matrix = blockIdx.y;
+  const uint8_t* from = p.codes + (matrix * p.rows + at.row) * p.cols + at.col;
   uint2 codes[Tile::kRows];
 #pragma unroll
   for (int r = 0; r < Tile::kRows; ++r, from += p.cols) {
@@ -35,23 +36,29 @@ __global__ void __launch_bounds__(Tile::kThreads, 2) byte_transpose_kernel(const
   }
   Tile::stage_columns(codes, tile);
   __syncthreads();
-  Tile::store_columns<kAligned>(p.out, p.ld, at, tile);
+  Tile::store_columns<kAligned>(p.out + matrix * p.cols * p.ld, p.ld, at, tile);
 }
 
-}  // namespace
-}  // namespace apex_te
-
-APEX_TE_DEFINE(byte_transpose) {
-  using namespace apex_te;
-  const ByteTranspose p = check_byte_transpose(args);
+void transpose(Args& args, const ByteTranspose& p) {
   const int64_t tiles = Tile::num_tiles(p.rows, p.cols);
-  if (!tiles) return;
+  if (!tiles || !p.count) return;
+  if (p.count > 0xFFFF)
+    fail(kApexTeUnsupported, "byte_transpose: a stack must have at most 65535 matrices");
   if (tiles > 0x7FFFFFFF)
     fail(kApexTeUnsupported, "byte_transpose: codes must have fewer than 2^46 elements");
   const DeviceGuard guard(args.device_id());
   const auto kernel = fp8_tile_aligned(p.ld, p.cols, p.codes, p.out) ? byte_transpose_kernel<true>
                                                                      : byte_transpose_kernel<false>;
-  kernel<<<static_cast<unsigned>(tiles), Tile::kThreads, 0,
-           static_cast<cudaStream_t>(args.stream())>>>(p);
+  const dim3 grid(static_cast<unsigned>(tiles), static_cast<unsigned>(p.count));
+  kernel<<<grid, Tile::kThreads, 0, static_cast<cudaStream_t>(args.stream())>>>(p);
   check_cuda(cudaGetLastError(), "byte_transpose");
+}
+
+}  // namespace
+}  // namespace apex_te
+
+APEX_TE_DEFINE(byte_transpose) { apex_te::transpose(args, apex_te::check_byte_transpose(args)); }
+
+APEX_TE_DEFINE(byte_transpose_stack) {
+  apex_te::transpose(args, apex_te::check_byte_transpose_stack(args));
 }

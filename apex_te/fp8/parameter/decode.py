@@ -9,7 +9,7 @@ import torch
 
 from ...recipe import Recipe, pack_recipe, unpack_recipe
 from ..scheme import GemmQuantizers, build_quantizers
-from ..scheme.base import layout_of
+from ..scheme.stack import stored_layout, stored_scale_inv
 from ..tensor import QuantizedTensor
 
 # Ops that take fake tensors, too: torch traces an FP8Parameter's ops where
@@ -30,23 +30,25 @@ def quantizers_of(recipe: Recipe, device: torch.device) -> GemmQuantizers:
 
 
 def values(recipe: Recipe, held: QuantizedTensor, dtype: torch.dtype) -> torch.Tensor:
-    """Returns the values ``[rows, cols]`` of a stored weight, decoded from its rowwise copy."""
+    """Returns the values of a stored weight or stack, decoded from its rowwise copy."""
     fp8_data = held.rowwise
     assert fp8_data is not None
     if fp8_data.device.type == "meta":
         return torch.empty(fp8_data.shape, dtype=dtype, device=fp8_data.device)
     if type(fp8_data) is torch.Tensor:
-        return quantizers_of(recipe, fp8_data.device).weight.dequantize(held, dtype)
+        layout = stored_layout(recipe, fp8_data.dim())
+        return layout.dequantize(quantizers_of(recipe, fp8_data.device).weight, held, dtype)
     op = torch.ops.apex_te.fp8_codes_values
     return op(fp8_data, held.rowwise_scale_inv, _packed(recipe), dtype)
 
 
 def columnwise(recipe: Recipe, held: QuantizedTensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns the columnwise data ``[cols, rows]`` and ``scale_inv`` of a stored weight."""
+    """Returns the columnwise data ``[.., cols, rows]`` and ``scale_inv`` of a stored weight."""
     fp8_data = held.rowwise
     assert fp8_data is not None
     if type(fp8_data) is torch.Tensor:
-        return layout_of(recipe).columnwise(quantizers_of(recipe, fp8_data.device).weight, held)
+        layout = stored_layout(recipe, fp8_data.dim())
+        return layout.columnwise(quantizers_of(recipe, fp8_data.device).weight, held)
     op = torch.ops.apex_te.fp8_codes_transposed
     return op(fp8_data, held.rowwise_scale_inv, _packed(recipe))
 
@@ -95,9 +97,10 @@ def _transposed_fake(
     fp8_data: torch.Tensor, scale_inv: torch.Tensor, recipe: str
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns the results of ``fp8_codes_transposed`` for fake tensors."""
-    rows, cols = fp8_data.shape
-    scale = layout_of(_unpacked(recipe)).scale_inv(cols, rows, fp8_data.device)
-    return fp8_data.new_empty((cols, rows)), scale
+    *count, rows, cols = fp8_data.shape
+    shape = (*count, cols, rows)
+    scale = stored_scale_inv(_unpacked(recipe), shape, fp8_data.device)
+    return fp8_data.new_empty(shape), scale
 
 
 for _name, _run, _fake in (

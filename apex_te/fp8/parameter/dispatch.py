@@ -140,7 +140,7 @@ _FACTORIES = {
 
 # Attributes that FP8Parameter and torch.nn.Parameter keep in __dict__ themselves.
 OWN = {
-    "_held", "_recipe", "_fp8_dtype", "_is_matrix", "_read_by", "_initial", "_writable",
+    "_held", "_recipe", "_fp8_dtype", "_is_whole", "_read_by", "_initial", "_writable",
     "_gathered", "_is_param", "_is_padded_shard", "_shard_groups",
 }  # fmt: skip
 
@@ -356,7 +356,7 @@ def _rows(cls: type[HeldWeight], x: HeldWeight, start: int, stop: int) -> Any:
         return _detach(cls, x)
     layout, shape, held = x._layout, None, None
     is_shard = x._is_padded_shard and start == 0
-    if x._is_matrix:
+    if x._is_whole:
         held = layout.rows(x._held, start, stop)
     elif x.dim() == 1 and not layout.block_rows and not layout.block_cols:
         fp8_data = x._rowwise.view(1, -1)[:, start:stop]
@@ -412,6 +412,22 @@ def _split_with_sizes(
     return tuple(parts)
 
 
+@_handles(_aten.select.int)
+def _select(cls: type[HeldWeight], x: HeldWeight, dim: int, index: int) -> Any:
+    """Returns a view of one weight of a stack, which cannot be written to."""
+    if not x._is_whole or x.dim() != 3 or dim % 3:
+        return _on_values(cls, _aten.select.int, (x, dim, index), {})
+    part = _changed(x, lambda t: t[index])
+    # Without the initial values, which are those of the stack.
+    return cls(part, x._recipe, x.dtype, writable=False)
+
+
+@_handles(_aten.unbind.int)
+def _unbind(cls: type[HeldWeight], x: HeldWeight, dim: int = 0) -> tuple[Any, ...]:
+    """Returns views of all weights of a stack, as ``_select`` does."""
+    return tuple([_select(cls, x, dim, index) for index in range(x.shape[dim])])
+
+
 def _check_rows(x: HeldWeight, dim: int) -> None:
     """Raises NotImplementedError unless ``dim`` is the dimension of rows, 0."""
     if dim % x.dim():
@@ -433,7 +449,7 @@ def _new_zeros(
     """Returns zeros as an FP8Parameter, or as a plain tensor if size or dtype allows none."""
     dtype = x.dtype if dtype is None else dtype
     device = x.device if device is None else device
-    if len(size) != 2 or dtype not in DTYPES:
+    if len(size) != x._rowwise.dim() or dtype not in DTYPES:
         return torch.zeros(size, dtype=dtype, device=device)
     if x._layout.block_rows and 0 < size[0] < x.shape[0] and x.shape[0] % size[0]:
         # On every rank, also on those that would find their rows whole.
@@ -463,7 +479,7 @@ def _empty_like(
     """Returns an uninitialized FP8Parameter, or a plain tensor if dtype or shape allows none."""
     dtype = x.dtype if dtype is None else dtype
     device = x.device if device is None else device
-    if dtype not in DTYPES or not x._is_matrix:
+    if dtype not in DTYPES or not x._is_whole:
         return torch.empty(x.shape, dtype=dtype, device=device)
     made = x._like(cls.empty(tuple(x.shape), x._recipe, dtype, device)._held, dtype=dtype)
     return _with_attributes(made, x)
@@ -477,11 +493,11 @@ def _dequantize(cls: type[HeldWeight], x: HeldWeight) -> torch.Tensor:
 
 @_handles(torch.ops.apex_te.fp8_parameter_rowwise.default)
 def _rowwise(cls: type[HeldWeight], x: HeldWeight) -> tuple[Any, Any]:
-    """Returns the rowwise FP8 data ``[rows, cols]`` and ``scale_inv``; op for compiled code."""
+    """Returns the rowwise FP8 data and ``scale_inv``; op for compiled code."""
     return x._rowwise, x._rowwise_scale_inv
 
 
 @_handles(torch.ops.apex_te.fp8_parameter_transposed.default)
 def _transposed(cls: type[HeldWeight], x: HeldWeight) -> tuple[Any, Any]:
-    """Returns the columnwise FP8 data ``[cols, rows]`` and ``scale_inv``; op for compiled code."""
+    """Returns the columnwise FP8 data and ``scale_inv``; op for compiled code."""
     return x._transposed()

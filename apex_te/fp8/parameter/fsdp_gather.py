@@ -12,12 +12,11 @@ from torch.nn import functional
 
 from ...comm.shards import mesh_groups
 from ..autocast import local
-from ..scheme.base import layout_of
+from ..scheme.stack import stored_layout
 from ..tensor import QuantizedTensor
 
 if TYPE_CHECKING:
     from ...recipe import Recipe
-    from ..scheme import GemmQuantizers
 
 _checked: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
 
@@ -78,7 +77,7 @@ class Gathered:
             self.source.gather_again()
         self.region = region
 
-    def read_by(self, quantizers: GemmQuantizers, forward: bool) -> None:
+    def read_by(self, quantizers: Any, forward: bool) -> None:
         """Checks that a GEMM can read the gathered data; a forward records the shard's amax."""
         if self.settings is None:
             return
@@ -155,9 +154,9 @@ def shard_fp8_data(
     check_resharding("FP8Parameter", module)
     layout, held = shard._layout, shard._held
     ranks = 1 if mesh is None else mesh.size()
-    rows, cols = shard.shape if mesh is None else outer_size
+    rows, *rest = shard.shape if mesh is None else outer_size
     block = layout.block_rows
-    if shard.shape[1] != cols or (block and rows % ranks):
+    if list(shard.shape[1:]) != rest or (block and rows % ranks):
         equal = f", as many on each of {ranks} ranks with {layout.name}" if block else ""
         raise NotImplementedError(
             f"FP8Parameter: FSDP2 shards must be rows (dimension 0){equal}, got a weight of "
@@ -181,7 +180,7 @@ def gathered_fp8_data(
 ) -> tuple[QuantizedTensor, Recipe, torch.dtype]:
     """Returns the rowwise copy, recipe and nominal dtype of the weight made of all shards."""
     recipe, dtype, fp8_dtype, rows = context
-    layout = layout_of(recipe)
+    layout = stored_layout(recipe, outputs[0].dim())
     # All shards have one scale, or, with one rank, FSDP2 hands over the first tensor only.
     scale_inv = outputs[1] if len(outputs) > 1 else shard._rowwise_scale_inv
     held = layout.gathered(outputs[0][:rows].view(fp8_dtype), scale_inv, fp8_dtype)
@@ -201,7 +200,7 @@ def replace(weight: Any, held: QuantizedTensor, gathered: Gathered) -> None:
 def joined(parts: Sequence[GatheredPart]) -> tuple[QuantizedTensor, Gathered] | None:
     """Joins the rows of gathered weights, in the order of ``parts``; None if FP8 cannot be kept."""
     first = parts[0]
-    if any(p._gathered is None or not p._is_matrix for p in parts):
+    if any(p._gathered is None or not p._is_whole for p in parts):
         return None
     if any(p._recipe != first._recipe or p.dtype is not first.dtype for p in parts):
         return None

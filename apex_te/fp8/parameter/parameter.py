@@ -1,4 +1,4 @@
-"""FP8Parameter, a weight that is held in FP8 only, and its reading by GEMMs."""
+"""FP8Parameter, a weight that is held in FP8 only."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from ...comm.collectives import max_over_ranks
 from ...ops import multi_tensor
 from ...ops.binding import OpFunction
 from ...recipe import Recipe, chosen_recipe, pack_recipe, unpack_recipe
-from ..scheme import GemmQuantizers
-from ..scheme.base import Layout, layout_of, stored_recipe
+from ..scheme.base import Layout, stored_recipe
 from ..scheme.gemm_backend import GemmBackend
+from ..scheme.stack import stored_layout, stored_scale_inv
 from ..tensor import QuantizedTensor
 from .decode import columnwise, quantizers_of, values
 from .dispatch import DTYPES, KERNEL_DTYPES, OWN, attributes_of, cloned, dispatch
 from .fsdp_gather import Gathered, gathered_fp8_data, replace, shard_fp8_data, shard_groups
 
-__all__ = ["FP8Parameter", "dequantized", "fp8_operands", "record_weight"]
+__all__ = ["FP8Parameter"]
 
 
 class _Initial:
@@ -40,6 +40,8 @@ class _Initial:
 class FP8Parameter(torch.Tensor):
     """A weight ``[rows, cols]`` of a high-precision dtype that is stored as FP8 data and scales.
 
+    It may also be a stack of such weights, ``[count, rows, cols]``, each with its own scales.
+
     It behaves as a tensor of ``dtype`` (float32, float16, bfloat16 or float64), and becomes a
     ``torch.nn.Parameter`` if wrapped in one; its gradient also has that dtype. GEMMs of modules
     read the FP8 data, all other ops the values. Every write (``copy_``, an optimizer's in-place
@@ -57,8 +59,8 @@ class FP8Parameter(torch.Tensor):
     other FP8Parameter, such as ``detach().clone()`` of one, they return plain values. Attributes
     set on a parameter are kept when it or its module is moved, converted, deep-copied or pickled.
 
-    ``view`` shares the data. So do slices and splits of rows, but they cannot be written to. Take
-    other parts from ``dequantize()``.
+    ``view`` shares the data. So do slices and splits of rows, and the weights of a stack, but they
+    cannot be written to. Take other parts from ``dequantize()``.
     """
 
     _held: QuantizedTensor
@@ -67,7 +69,7 @@ class FP8Parameter(torch.Tensor):
     _writable: bool
     _fp8_dtype: torch.dtype
     _read_by: type[GemmBackend]
-    _is_matrix: bool
+    _is_whole: bool
     _gathered: Gathered | None = None  # of a whole weight that FSDP2 made of shards
     _is_padded_shard: bool = False  # padded memory; FSDP2 uses its first rows as the shard
     _shard_groups: tuple[Any, ...] = ()  # of a shard, once ``shard_groups`` has found them
@@ -91,7 +93,7 @@ class FP8Parameter(torch.Tensor):
         self._held = held
         self._recipe = recipe
         self._fp8_dtype = held.dtype
-        self._is_matrix = shape == data.shape
+        self._is_whole = shape == data.shape
         self._read_by = type(quantizers_of(recipe, data.device).backend)
         self._initial = _Initial(False) if initial is None else initial
         self._writable = writable
@@ -109,14 +111,20 @@ class FP8Parameter(torch.Tensor):
         device: torch.device | str | int | None = None,
         preserve_high_precision_init_val: bool = False,
     ) -> FP8Parameter:
-        """Makes a weight [rows, cols] without values; the recipe's ``stored_recipe`` quantizes it.
+        """Makes a weight without values; the recipe's ``stored_recipe`` quantizes it.
+
+        Args:
+            shape: [rows, cols], or [count, rows, cols] for a stack.
 
         Raises:
-            ValueError: ``shape`` is not that of a matrix.
+            ValueError: ``shape`` is not that of a matrix or a stack of matrices.
             TypeError: ``dtype``, the nominal one, is not float32, float16, bfloat16 or float64.
         """
-        if len(shape) != 2:
-            raise ValueError(f"FP8Parameter: shape must be [rows, cols], got {list(shape)}")
+        if len(shape) not in (2, 3):
+            raise ValueError(
+                "FP8Parameter: shape must be [rows, cols] or [count, rows, cols], "
+                f"got {list(shape)}"
+            )
         if dtype not in DTYPES:
             raise TypeError(
                 f"FP8Parameter: dtype must be float32, float16, bfloat16 or float64, got {dtype}"
@@ -124,7 +132,7 @@ class FP8Parameter(torch.Tensor):
         recipe = stored_recipe(chosen_recipe("FP8Parameter", "recipe", recipe))
         fp8_data = torch.empty(shape, dtype=torch.uint8, device=device)
         fp8_data = fp8_data.view(quantizers_of(recipe, fp8_data.device).weight.dtype)
-        scale_inv = layout_of(recipe).scale_inv(*shape, fp8_data.device)
+        scale_inv = stored_scale_inv(recipe, shape, fp8_data.device)
         held = QuantizedTensor(fp8_data, scale_inv, None, None, fp8_data.dtype)
         return cls(held, recipe, dtype, _Initial(preserve_high_precision_init_val))
 
@@ -290,10 +298,10 @@ class FP8Parameter(torch.Tensor):
 
     @property
     def _layout(self) -> Layout:
-        return layout_of(self._recipe)
+        return stored_layout(self._recipe, self._rowwise.dim())
 
     def _transposed(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns the columnwise FP8 data ``[cols, rows]`` and their ``scale_inv``."""
+        """Returns the columnwise FP8 data ``[.., cols, rows]`` and their ``scale_inv``."""
         return columnwise(self._recipe, self._held)
 
     def _like(
@@ -346,7 +354,7 @@ class FP8Parameter(torch.Tensor):
     def _write(self, source: torch.Tensor) -> None:
         """Writes ``source`` to the data in place; quantizes it, or copies FP8 data that fit."""
         if isinstance(source, FP8Parameter):
-            same_kind = source._recipe == self._recipe and source._is_matrix
+            same_kind = source._recipe == self._recipe and source._is_whole
             if same_kind and source.shape == self._rowwise.shape:
                 self._store(source._held)
                 return
@@ -392,7 +400,7 @@ class FP8Parameter(torch.Tensor):
         saved = (recipe, self.dtype, tensors, _flags(self), initial)
         # An alias of a parameter has attributes only so that a module can take it.
         attributes = attributes_of(self) if _is_parameter(self) else None
-        if not self._is_matrix:  # a view, which files of whole weights do not have
+        if not self._is_whole:  # a view, which files of whole weights do not have
             return _rebuild, (*saved, attributes, tuple(self.shape))
         return _rebuild, (*saved, attributes) if attributes else saved
 
@@ -424,57 +432,6 @@ class FP8Parameter(torch.Tensor):
         whole = FP8Parameter(held, recipe, dtype)
         whole._gathered = Gathered()
         return whole, (all_gather_outputs[0],)
-
-
-def fp8_operands(
-    weight: FP8Parameter, quantizers: GemmQuantizers, with_columnwise: bool, keep: bool = False
-) -> QuantizedTensor | None:
-    """Returns a weight's FP8 copies for a GEMM; None if the GEMM backend cannot read them.
-
-    ``keep`` keeps the columnwise copy until the next write to ``weight``.
-    """
-    if weight._gathered is not None:
-        if torch.compiler.is_compiling():
-            raise NotImplementedError(
-                "FP8Parameter: a weight that FSDP2 gathers in FP8 must be read outside of a graph "
-                "of torch.compile"
-            )
-        weight._gathered.read_by(quantizers, not with_columnwise)
-    dtype = quantizers.weight.dtype
-    if weight._read_by is not type(quantizers.backend) or weight._fp8_dtype is not dtype:
-        return None
-    if not weight._is_matrix:
-        return None
-    if torch.compiler.is_compiling():
-        rowwise = torch.ops.apex_te.fp8_parameter_rowwise(weight)
-        other: Any = (None, None)
-        if with_columnwise:
-            other = torch.ops.apex_te.fp8_parameter_transposed(weight)
-        return QuantizedTensor(rowwise[0], rowwise[1], other[0], other[1], dtype)
-    held = weight._held
-    if not with_columnwise or held.columnwise is not None:
-        return held
-    if not keep:
-        copy = weight._transposed()
-        return QuantizedTensor(held.rowwise, held.rowwise_scale_inv, *copy, held.dtype)
-    # A later training step may need what an evaluation in inference mode keeps.
-    with torch.inference_mode(False), torch.no_grad():
-        held.columnwise, held.columnwise_scale_inv = weight._transposed()
-    return held
-
-
-def dequantized(weight: torch.Tensor) -> torch.Tensor:
-    """Returns the values of an FP8Parameter; any other weight is returned as it is."""
-    return weight.dequantize() if type(weight) is FP8Parameter else weight
-
-
-def record_weight(weight: torch.Tensor, quantizer: Any) -> None:
-    """Records the amax of ``weight`` in ``quantizer``, without a cast, for calibration."""
-    gathered = weight._gathered if type(weight) is FP8Parameter else None
-    if gathered is None or gathered.settings is None:
-        quantizer.record(dequantized(weight).contiguous())
-    elif gathered.amax is not None:
-        quantizer.stage(gathered.amax, gathered.group)
 
 
 class _Dequantize(OpFunction):
@@ -519,19 +476,18 @@ def _checked_tensors(recipe: Recipe, tensors: Any) -> tuple[torch.Tensor, torch.
     if len(tensors) != 2 or not all(isinstance(each, torch.Tensor) for each in tensors):
         raise ValueError(f"FP8Parameter: tensors must be two tensors, got {len(tensors)} values")
     rowwise, scale_inv = tensors
-    if rowwise.dim() != 2 or rowwise.element_size() != 1:
+    if rowwise.dim() not in (2, 3) or rowwise.element_size() != 1:
         raise ValueError(
-            "FP8Parameter: data must be a matrix of bytes, "
+            "FP8Parameter: data must be a matrix of bytes, or a stack of them, "
             f"got {list(rowwise.shape)} of {rowwise.dtype}"
         )
     if scale_inv.dtype is torch.uint8:
         scale_inv = scale_inv.view(torch.float8_e8m0fnu)
-    rows, cols = rowwise.shape
-    due = layout_of(recipe).scale_inv(rows, cols, torch.device("meta"))
+    due = stored_scale_inv(recipe, rowwise.shape, torch.device("meta"))
     if scale_inv.shape != due.shape or scale_inv.dtype != due.dtype:
         raise ValueError(
             f"FP8Parameter: scale_inv must have shape {list(due.shape)} of {due.dtype} for data "
-            f"{[rows, cols]}, got {list(scale_inv.shape)} of {scale_inv.dtype}"
+            f"{list(rowwise.shape)}, got {list(scale_inv.shape)} of {scale_inv.dtype}"
         )
     return rowwise, scale_inv
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -49,14 +49,15 @@ def write_parts(
 
     After one all-reduce of amax values over ``group``, each rank has all scales and its own parts
     of the data. Once the other parts are gathered, the weight equals ``weight.copy_(whole)``. A
-    part is a range of the flattened weight that begins at ``starts``; None if this rank has no
-    part.
+    part is a range of the flattened weight, or stack of weights, that begins at ``starts``; None if
+    this rank has no part.
     """
     _check(weights, parts, starts)
     if not weights:
         return
     with torch.no_grad():
-        pieces = [_Piece(*item) for item in zip(weights, parts, starts, strict=True)]
+        given = zip(weights, parts, starts, strict=True)
+        pieces = [_Piece(*own) for item in given for own in _of_matrices(*item)]
         by_device: dict[torch.device, list[_Piece]] = {}
         for piece in pieces:
             by_device.setdefault(piece.device, []).append(piece)
@@ -94,6 +95,24 @@ def _check(weights: Sequence[Any], parts: Sequence[Any], starts: Sequence[Any]) 
                 f"write_parts: starts must be from 0 to {weight.numel() - part.numel()} for a part "
                 f"of {part.numel()} elements, got {start}"
             )
+
+
+def _of_matrices(
+    weight: FP8Parameter, part: torch.Tensor | None, start: int | None
+) -> Iterator[tuple[FP8Parameter, torch.Tensor | None, int | None]]:
+    """Yields a weight, or each one of a stack, with what ``part`` has of it."""
+    if weight.dim() == 2:
+        yield weight, part, start
+        return
+    size = weight.shape[1] * weight.shape[2]
+    first = 0 if start is None else start
+    flat = None if part is None else part.reshape(-1)
+    each: Any = weight.detach().unbind(0)
+    for i, matrix in enumerate(each):
+        begin = max(first - i * size, 0)
+        own = None if flat is None else flat[max(i * size - first, 0) : (i + 1) * size - first]
+        is_mine = own is not None and own.numel() and begin < size
+        yield (matrix, own, begin) if is_mine else (matrix, None, None)
 
 
 class _Piece:

@@ -81,7 +81,7 @@ class Layout:
         decoded: dtype that represents the values exactly; columnwise data are made from it.
     """
 
-    name: ClassVar[str]
+    name: str
     block_rows: ClassVar[int]
     block_cols: ClassVar[int] = 0
     exact: ClassVar[bool] = True
@@ -107,6 +107,24 @@ class Layout:
         assert made.columnwise is not None
         assert made.columnwise_scale_inv is not None
         return made.columnwise, made.columnwise_scale_inv
+
+    def dequantize(self, quantizer: Any, held: QuantizedTensor, dtype: torch.dtype) -> torch.Tensor:
+        """Returns the values of a stored weight, decoded from its rowwise copy."""
+        return quantizer.dequantize(held, dtype)
+
+    def quantize_stack(self, quantizer: Any, x: torch.Tensor) -> QuantizedTensor | None:
+        """Returns the rowwise copies of weights ``[count, rows, cols]`` as ``quantize`` makes each.
+
+        None, the default, has the caller quantize them one by one.
+        """
+        return None
+
+    def columnwise_stack(self, held: QuantizedTensor) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """Returns the columnwise data ``[count, cols, rows]`` and ``scale_inv`` of stored weights.
+
+        None, the default, has the caller call ``columnwise`` for each.
+        """
+        return None
 
     def rows(self, held: QuantizedTensor, start: int, stop: int) -> QuantizedTensor | None:
         """Returns views of rows ``start`` to ``stop - 1``; None if the rows cut a block."""

@@ -221,11 +221,18 @@ class Blocks(Layout):
     def columnwise(
         self, quantizer: Any, held: QuantizedTensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.columnwise_stack(held)
+
+    def quantize_stack(self, quantizer: Any, x: torch.Tensor) -> QuantizedTensor:
+        out = quantizer.grouped((quantizer,)).quantize_matrices(x, None, True, False)
+        return QuantizedTensor(out.rowwise, out.row_scale_inv, None, None, quantizer.dtype)
+
+    def columnwise_stack(self, held: QuantizedTensor) -> tuple[torch.Tensor, torch.Tensor]:
         assert held.rowwise is not None
         assert held.rowwise_scale_inv is not None
-        blocks = -(-held.rowwise.shape[1] // _BLOCK)
-        scale_inv = held.rowwise_scale_inv[:, :blocks].t()
-        padding = (0, -scale_inv.shape[1] % 4)
+        blocks = -(-held.rowwise.shape[-1] // _BLOCK)
+        scale_inv = held.rowwise_scale_inv[..., :blocks].transpose(-2, -1)
+        padding = (0, -scale_inv.shape[-1] % 4)
         scale_inv = functional.pad(scale_inv, padding, value=1.0).contiguous()
         return byte_transpose(held.rowwise), scale_inv
 

@@ -193,6 +193,20 @@ class OneScale(Layout):
     def columnwise(
         self, quantizer: Any, held: QuantizedTensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.columnwise_stack(held)
+
+    def quantize_stack(self, quantizer: Any, x: torch.Tensor) -> QuantizedTensor | None:
+        groups, source = quantizer.grouped((quantizer,) * x.shape[0]), GroupMatrices(x, None)
+        if groups is None:
+            return None
+        amax = torch.zeros(x.shape[0], dtype=torch.float32, device=x.device)
+        source.measure(amax, groups.dtype)
+        amax = amax.bfloat16().float()
+        scales = scales_of(amax, groups.dtype, eps=quantizer.eps, pow2=quantizer.pow2)
+        out = groups.quantize_matrices(x, None, True, False, scales)
+        return QuantizedTensor(out.rowwise, out.scale_inv[:, None], None, None, groups.dtype)
+
+    def columnwise_stack(self, held: QuantizedTensor) -> tuple[torch.Tensor, torch.Tensor]:
         assert held.rowwise is not None
         assert held.rowwise_scale_inv is not None
         return byte_transpose(held.rowwise), held.rowwise_scale_inv

@@ -214,6 +214,10 @@ def warn_emulated(what: str, needed: str) -> None:
         )
 
 
+# torch.compile calls it while it traces: a graph cannot warn, nor remember that it did.
+warn_emulated._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
 class FP8Gemm(GemmBackend):
     """Multiplies operands with one scale each by cuBLASLt's FP8 GEMMs, or emulates these."""
 

@@ -83,16 +83,20 @@ def parameter(
 
 
 def fill(weight: torch.Tensor | None, init_method: Callable[[torch.Tensor], Any] | None) -> None:
-    """Fills a weight in place by ``init_method``; None draws from N(0, 0.023^2)."""
+    """Fills a weight, or each of a stack, by ``init_method``; None draws from N(0, 0.023^2)."""
     if weight is None:
         return
-    if init_method is None:
-        init_method = _normal
+    method = _normal if init_method is None else init_method
+
+    def each(value: torch.Tensor) -> None:
+        for matrix in value.detach() if value.dim() == 3 else (value,):
+            method(matrix)
+
     with torch.no_grad():
         if type(weight) is FP8Parameter:
-            weight.initialize(init_method)
+            weight.initialize(each)
         else:
-            init_method(weight)
+            each(weight)
 
 
 def _normal(weight: torch.Tensor) -> None:

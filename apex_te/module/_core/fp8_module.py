@@ -17,7 +17,8 @@ from ...fp8.delayed.ranks import intern
 from ...fp8.delayed.serialize import NAMES, read_state, save_state
 from ...fp8.delayed.state import FP8State
 from ...fp8.module_fp8 import ModuleFP8
-from ...fp8.parameter.parameter import FP8Parameter, dequantized, fp8_operands, record_weight
+from ...fp8.parameter.operands import dequantized, fp8_operands, record_weight
+from ...fp8.parameter.parameter import FP8Parameter
 from ...fp8.tensor import QuantizedTensor
 from ...runtime.stamp import stamp
 from ...runtime.tracing import is_transformed, refuse_state

@@ -10,7 +10,8 @@ import torch
 from torch.autograd.graph import get_gradient_edge
 
 from ...comm.collectives import Pending
-from ...fp8.parameter.parameter import FP8Parameter, dequantized, fp8_operands
+from ...fp8.parameter.operands import dequantized, fp8_operands
+from ...fp8.parameter.parameter import FP8Parameter
 from ...fp8.scheme import GemmQuantizers
 from ...fp8.scheme.base import FusedCast
 from ...fp8.scheme.gemm_backend import DGRAD, FPROP, GemmBackend

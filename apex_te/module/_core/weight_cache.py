@@ -8,7 +8,8 @@ from typing import Any
 import torch
 
 from ...fp8.autocast import graph_task_id, local
-from ...fp8.parameter.parameter import FP8Parameter, dequantized, fp8_operands
+from ...fp8.parameter.operands import dequantized, fp8_operands
+from ...fp8.parameter.parameter import FP8Parameter
 from ...fp8.scheme import GemmQuantizers
 from ...fp8.tensor import QuantizedTensor
 

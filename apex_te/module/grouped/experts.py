@@ -20,6 +20,7 @@ from .._core.parallel import is_observed
 from .._core.programs import is_autocast, take_saved, without_autocast
 from . import on_device
 from .on_device import GroupsCall
+from .weights import cached_weights
 
 
 def run_experts(
@@ -167,7 +168,7 @@ def _groups_call(layer: Any, fc2: Any, is_first_microbatch: bool | None) -> Grou
     quantizers = layer._quantizers_of_groups(call)
     if quantizers.high_precision_wgrad or not quantizers.grad_output.produces(fc2.in_features):
         return None
-    cached = on_device.cached_weights(layer._modes, (weight,), quantizers, call.fill)
+    cached = cached_weights(layer._modes, (weight,), quantizers, call.fill)
     return GroupsCall(quantizers, cached, call.options[0], call.dtype)
 
 

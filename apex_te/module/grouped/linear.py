@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch.nn import functional
 
-from ...fp8 import model_init
 from ...fp8.autocast import get_fp8_recipe
+from ...fp8.parameter.parameter import FP8Parameter
 from ...fp8.scheme.base import GroupQuantizers, group_quantizers
 from ...fp8.tensor import QuantizedTensor
 from ...ops.binding import OpFunction, once_differentiable
@@ -22,6 +22,7 @@ from .._core.gemm import SAVED, FP8Call, GemmCall, as_matrix, plain_weight_gradi
 from .._core.parallel import ParallelModule, divided, tag
 from .._core.programs import take_saved, without_autocast
 from . import on_device
+from .weights import cached_weights, held_parts
 
 __all__ = ["GroupedLinear"]
 
@@ -39,7 +40,8 @@ class GroupedLinear(ParallelModule):
             in_features]`` and the biases as one, ``bias`` ``[num_gemms, out_features]``. The time
             that the host takes for a step then does not grow with ``num_gemms``, bf16 weights are
             not copied, and gradients are added to ``main_grad`` as they are computed. ``weight0``,
-            ``bias0`` .. are views. A state dict of either kind loads into the other.
+            ``bias0`` .. are views. A state dict of either kind loads into the other. Inside
+            ``fp8_model_init`` the weights are one FP8 Parameter, whose views cannot be written to.
         return_bias: return ``(y, biases)``; the biases, a list in the dtype of ``y``, are not
             added.
         fuse_wgrad_accumulation, init_method, params_dtype, dtype, delay_wgrad_compute,
@@ -103,14 +105,10 @@ class GroupedLinear(ParallelModule):
         self._weight_names = tuple(f"weight{i}" for i in numbers)
         self._bias_names = tuple(f"bias{i}" for i in numbers) if bias else ()
         stack = (num_gemms,) if single_parameter else ()
-        if single_parameter and model_init.settings() is not None:
-            raise NotImplementedError(
-                "GroupedLinear: single_parameter must be False inside of fp8_model_init, got True"
-            )
         # In TransformerEngine's order, in which optimizers number their states.
         for i, key in enumerate(self._weight_names):
             shape = (*stack, self.out_features, self.in_features)
-            value = _arguments.parameter(shape, wanted, device)
+            value = _arguments.parameter(shape, wanted, device, gemm_weight=True)
             if self.parallel_mode is not None:
                 dim = len(stack) + (self.parallel_mode == "row")
                 tag(value, dim, False, tp_group)
@@ -128,9 +126,7 @@ class GroupedLinear(ParallelModule):
         materialize(self)
         with self._forked(self.parallel_mode is not None):
             for key in self._weight_names:
-                weight = getattr(self, key)
-                for each in weight.detach() if self.single_parameter else (weight,):
-                    _arguments.fill(each, self.init_method)
+                _arguments.fill(getattr(self, key), self.init_method)
         for key in self._bias_names:
             torch.nn.init.zeros_(getattr(self, key))
 
@@ -192,9 +188,9 @@ class GroupedLinear(ParallelModule):
                 split is negative or their sum exceeds the rows of ``inp`` (see above for a GPU).
             NotImplementedError: ``m_splits`` is a tensor on a GPU, together with the recipe
                 ``"mxfp8"``, HiF8, FP8 with sizes that are not multiples of 16,
-                ``delay_wgrad_compute``, ``save_original_input``, FP8 weights, more than 1023 groups
-                or ``torch.compile``. With ``single_parameter`` only more than 1023 groups are
-                refused, delayed scaling with ``save_original_input``, and with
+                ``delay_wgrad_compute``, ``save_original_input``, ``enable_fp8_all_gather``, more
+                than 1023 groups or ``torch.compile``. With ``single_parameter`` only more than 1023
+                groups are refused, delayed scaling with ``save_original_input``, and with
                 ``fuse_wgrad_accumulation`` or ``delay_wgrad_compute`` the recipes and sizes above
                 and delayed scaling under ``torch.compile``, which all wait for the sizes. Raised
                 before anything runs.
@@ -257,6 +253,10 @@ class GroupedLinear(ParallelModule):
         # A stack is not a matrix, and FSDP does not gather its rows in FP8.
         return [] if self.single_parameter else super()._gemm_weights()
 
+    def _weight_sources(self, weight: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        # Views of a stack are new ones in each call.
+        return self._weights_and_biases()[0] if self.single_parameter else (weight,)
+
     def __getstate__(self) -> dict[str, Any]:
         """Returns the attributes for a copy or pickle, without quantizers."""
         return {**super().__getstate__(), "_group_quantizers": {}}
@@ -303,7 +303,15 @@ class GroupedLinear(ParallelModule):
                 f"False with single_parameter=True and {type(get_fp8_recipe()).__name__} in this "
                 "format, in sizes that are not multiples of 16, or in compiled code, got True"
             )
-        each = call._replace(options=call.options * count, cached=(None,) * count)
+        assert call.quantizers is not None
+        cached: Any = (None,) * count
+        if type(weight) is not FP8Parameter:
+            cached = self._cached_weights(weight.unbind(0), call.quantizers, call.fill)
+        elif torch.compiler.is_compiling():
+            # Parts of one that need gradients cannot leave a graph, as they do where this one ends.
+            cached = held_parts(weight, call.quantizers[0]) or cached
+            weight = weight.dequantize()
+        each = call._replace(options=call.options * count, cached=cached)
         own = biases[0].unbind(0) if biases else ()
         x = inp.reshape(-1, inp.shape[-1])
         out = self._run(each, x[:total], weight.unbind(0), own, splits)
@@ -324,7 +332,7 @@ class GroupedLinear(ParallelModule):
             quantizers = on_device.checked_quantizers(
                 type(self).__name__, quantizers, self.in_features, self.out_features
             )
-            cached = on_device.cached_weights(self._modes, weights, quantizers, call.fill)
+            cached = cached_weights(self._modes, weights, quantizers, call.fill)
             if call.options[0].save_original and quantizers.input.keeps_state:
                 raise NotImplementedError(
                     f"{type(self).__name__}: save_original_input must be False with "

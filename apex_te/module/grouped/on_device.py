@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ...fp8.autocast import get_fp8_recipe
+from ...fp8.parameter.operands import is_gathered_in_fp8
 from ...fp8.parameter.parameter import FP8Parameter
 from ...fp8.scheme.base import GroupMatrices, GroupQuantizers
 from ...fp8.scheme.gemm_backend import DGRAD, FPROP
@@ -15,10 +16,9 @@ from ...ops import grouped_quantize as op
 from ...ops.binding import OpFunction, once_differentiable
 from ...ops.grouped_gemm import contract_groups, multiply_groups
 from ...ops.grouped_quantize import GroupedOutput, Groups
-from ...runtime.stamp import stamp
-from ...runtime.tracing import is_traced, is_transformed
+from ...runtime.tracing import is_traced
 from .._core.arguments import checked_splits
-from .._core.fp8_module import FP8Module, Modes
+from .._core.fp8_module import FP8Module
 from .._core.gemm import (
     FP8Call,
     GemmOptions,
@@ -28,11 +28,10 @@ from .._core.gemm import (
     now_or_later,
 )
 from .._core.programs import apply_function, take_saved, without_autocast
+from .weights import Tensors, held_copies, matrices_of, stack_of
 
 MULTIPLE = 16  # of extents, as GEMMs of FP8 codes need them
 LARGEST = 1023  # groups of one GEMM
-CACHE = -1  # in place of the number of a GEMM: the weights of all groups as one
-Tensors = tuple[torch.Tensor, ...]
 
 
 def run(
@@ -59,7 +58,7 @@ def run(
         if quantizers is not None:
             with torch.no_grad():
                 quantizers.input.record(x.contiguous(), groups)
-                quantizers.weight.record_matrices(_matrices(weights), groups)
+                quantizers.weight.record_matrices(matrices_of(weights), groups)
     arguments = (x, groups.table, *rest, len(weights), *weights, *biases)
     out = apply_function(function, arguments)
     if not call.is_fp8 and quantizers is not None and out.requires_grad:
@@ -148,8 +147,8 @@ def check_supported(module: FP8Module, weights: Tensors) -> None:
         what = "delay_wgrad_compute=True"
     elif module.save_original_input:
         what = "save_original_input=True"
-    elif any(type(weight) is FP8Parameter for weight in weights):
-        what = "FP8 weights (fp8_model_init, enable_fp8_all_gather)"
+    elif any(type(weight) is FP8Parameter and is_gathered_in_fp8(weight) for weight in weights):
+        what = "enable_fp8_all_gather"
     elif len(weights) > LARGEST:
         what = f"more than {LARGEST} groups"
     if what is not None:
@@ -178,29 +177,6 @@ def checked_quantizers(
     return quantizers
 
 
-def cached_weights(
-    modes: Modes, weights: Tensors, quantizers: GroupQuantizers, fill: bool | None
-) -> GroupedOutput | None:
-    """Returns both FP8 copies of all weights, from the module's cache if they are up to date.
-
-    ``fill=True`` casts all weights, ``False`` does so only if one has changed. With None, and under
-    torch.func transforms, returns None, and the caller casts the weights.
-    """
-    if modes.captured is not None:
-        return modes.captured.quantized_matrices(weights, _matrices(weights), quantizers.weight)
-    if fill is None or is_transformed(weights):
-        return None
-    stamps = tuple([stamp(w) for w in weights])
-    key = stamps, type(quantizers.weight_recast), quantizers.weight_recast.dtype
-
-    def cast() -> GroupedOutput:
-        with torch.inference_mode(False), torch.no_grad():
-            return quantizers.weight.quantize_matrices(_matrices(weights), None, True, True)
-
-    copies: GroupedOutput = modes.weight_cache.copies(CACHE, key, fill, cast)
-    return copies
-
-
 class GroupsCall(NamedTuple):
     """Named tuple of what a call of the GEMMs of all groups in FP8 needs besides its tensors.
 
@@ -221,7 +197,10 @@ class GroupsCall(NamedTuple):
         if self.cached is not None:
             saved = (self.cached.columnwise, self.cached.scale_inv) if need_input else ()
             return self.cached, saved
-        quantizer, matrices, scales = self.quantizers.weight, _matrices(weights), None
+        held = held_copies(weights, self.quantizers, False)
+        if held is not None:
+            return held, (None, None, *weights) if need_input else ()
+        quantizer, matrices, scales = self.quantizers.weight, matrices_of(weights), None
         if need_input:
             scales = quantizer.kept_scales(GroupMatrices(matrices, groups))
         out = quantizer.quantize_matrices(matrices, groups, True, False, scales)
@@ -232,9 +211,11 @@ class GroupsCall(NamedTuple):
         if self.cached is not None:
             return saved[0], saved[1]
         scale, scale_inv, *weights = saved
-        scales = None if scale is None else (scale, scale_inv)
-        recast = self.quantizers.weight_recast.quantize_matrices
-        out = recast(_matrices(weights), groups, False, True, scales)
+        out = held_copies(weights, self.quantizers, True)
+        if out is None:
+            scales = None if scale is None else (scale, scale_inv)
+            recast = self.quantizers.weight_recast.quantize_matrices
+            out = recast(matrices_of(weights), groups, False, True, scales)
         assert out.columnwise is not None
         return out.columnwise, out.scale_inv
 
@@ -338,7 +319,7 @@ class HighPrecisionGroupsFunction(OpFunction):
         weights, biases = parameters[:held], parameters[held:]
         x = inp.to(out_dtype).contiguous()
         groups = Groups(table, x.shape[0], (table.numel() - 1) // 3)
-        out = multiply_groups(x, _stacked(weights, out_dtype, 2), groups)
+        out = multiply_groups(x, stack_of(weights, out_dtype, 2), groups)
         out = _finished(out, groups, out_dtype, biases)
         needs = ctx.needs_input_grad
         _remember(ctx, inp, options, weights, biases, needs[0], needs[5:])
@@ -358,7 +339,7 @@ def _high_precision_backward(ctx: Any, grad_output: torch.Tensor) -> tuple:
     groups = Groups(table, dy.shape[0], (table.numel() - 1) // 3)
     grad_input = None
     if ctx.need_input:
-        columnwise = _stacked(weights, dy.dtype, 2).transpose(-2, -1)
+        columnwise = stack_of(weights, dy.dtype, 2).transpose(-2, -1)
         grad_input = _finished(multiply_groups(dy, columnwise, groups), groups, ctx.input_dtype)
     return (
         grad_input, None, None, None, None,
@@ -392,25 +373,12 @@ def _remember(
     ctx.parameters = weights if in_place and ctx.need_weight else None
 
 
-def _matrices(weights: Any) -> Any:
-    """Returns the weights as casts take them: those of each group, or the stack of all."""
-    return weights[0] if weights[0].dim() == 3 else weights
-
-
-def _stacked(parts: Any, dtype: torch.dtype, dim: int) -> torch.Tensor:
-    """Returns parameters of all groups as one tensor ``[groups, ...]``; each has ``dim`` dims."""
-    if parts[0].dim() > dim:
-        whole: torch.Tensor = parts[0].to(dtype)
-        return whole
-    return torch.stack([part.to(dtype) for part in parts])
-
-
 def _finished(
     out: torch.Tensor, groups: Groups, dtype: torch.dtype, biases: Tensors = ()
 ) -> torch.Tensor:
     """Returns a GEMM [rows, out] in ``dtype``, with biases, and zeros in rows of no group."""
     out = out.to(dtype)
-    op.finish_rows(out, groups, _stacked(biases, dtype, 1) if biases else None)
+    op.finish_rows(out, groups, stack_of(biases, dtype, 1) if biases else None)
     # Graphs of torch 2.11 lose the gradient of a function's output that was written to.
     return out.clone() if torch.compiler.is_compiling() else out
 

@@ -16,7 +16,7 @@ from grouped_splits import (
 from torch.utils.checkpoint import checkpoint
 
 from apex_te import fp8_autocast
-from apex_te.fp8.model_init import fp8_model_init
+from apex_te.fp8.parameter import decode
 from apex_te.module.grouped.linear import GroupedLinear
 from apex_te.recipe import CurrentScaling, DelayedScaling, Format, MXFP8Scaling
 from tests.checks import assert_same_bits, needs_cuda
@@ -255,11 +255,6 @@ def test_return_bias_and_leading_dimensions(device):
 
 
 def test_refusals():
-    with (
-        pytest.raises(NotImplementedError, match="single_parameter must be False inside of"),
-        fp8_model_init(True, recipe=CurrentScaling()),
-    ):
-        GroupedLinear(4, 48, 32, single_parameter=True)
     many = GroupedLinear(1024, 16, 16, single_parameter=True)
     with pytest.raises(NotImplementedError, match="num_gemms must be at most 1023"):
         many(torch.randn(1024, 16), [1] * 1024)
@@ -282,6 +277,54 @@ def test_compiled(device, name):
         for value, expected in zip(*results, strict=True):
             assert_close(value, expected)
     assert_close(single.weight.grad, other.weight.grad)
+
+
+@pytest.mark.parametrize("name", ["tensorwise", "blockwise", "first"])
+def test_compiled_microbatches(device, name):
+    """Later microbatches read the first one's copies, until weights change."""
+    single, _ = pair(device)
+    other, splits = copy.deepcopy(single), tensor_of(SPLITS, device)
+    compiled = torch.compile(other, fullgraph=name != "first", backend="aot_eager")
+    for first in (True, False, True, False):
+        x, dy = torch.randn(24, 48).to(device), torch.randn(24, 32).to(device)
+        results = [run(each, x, dy, splits, name, first) for each in (single, compiled)]
+        for value, expected in zip(*results, strict=True):
+            assert_close(value, expected)
+        if not first:
+            with torch.no_grad():
+                for each in (single, other):
+                    each.weight.mul_(1.5)
+                assert_close(*[run_plain(each, x, splits, name) for each in (single, compiled)])
+    assert_close(single.weight.grad, other.weight.grad)
+
+
+def run_plain(module, x, splits, name):
+    with region(name):
+        return module(x, splits, False)
+
+
+@pytest.mark.parametrize(
+    "recipe", [MXFP8Scaling(), CurrentScaling(fp8_format=Format.HIF8)], ids=str
+)
+def test_microbatches_one_by_one(device, monkeypatch, recipe):
+    single, other = pair(device)
+    casts = []
+    kind = type(decode.quantizers_of(recipe, device).weight)
+    of = kind.quantize
+    monkeypatch.setattr(kind, "quantize", lambda *args: casts.append(args[1].shape) or of(*args))
+    x, dy = torch.randn(24, 48).to(device), torch.randn(24, 32).to(device)
+    for first in (True, False, False):
+        results = []
+        for each, splits in ((single, tensor_of(SPLITS, device)), (other, SPLITS)):
+            casts.clear()
+            inp = x.clone().requires_grad_()
+            with fp8_autocast(True, recipe):
+                out = each(inp, splits, first)
+            out.backward(dy)
+            results.append((out, inp.grad))
+            assert casts.count((32, 48)) == (4 if first else 0)
+        assert_same_bits(*results)
+    assert_same_bits(stacked(single, "weight"), stacked(other, "weight"))
 
 
 @pytest.mark.cuda

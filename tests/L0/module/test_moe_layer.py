@@ -12,11 +12,9 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from apex_te import MoELayer, fp8_autocast
-from apex_te.fp8.model_init import fp8_model_init
 from apex_te.module._core.fused_casts import ACTIVATIONS
 from apex_te.module.grouped.experts import ExpertsFunction
 from apex_te.ops.moe_router import reference as routed
-from apex_te.recipe import CurrentScaling
 from tests.checks import assert_same_bits, needs_cuda, sqnr
 
 pytestmark = pytest.mark.filterwarnings("ignore:apex_te")
@@ -296,6 +294,8 @@ def test_experts_run_as_one_function_in_fp8(device, monkeypatch, name, kind):
 @pytest.mark.parametrize("within", [True, False])
 def test_recompute(device, name, reentrant, within):
     """Bitwise equal to a run without it, also with the region ``within``; tokens count once."""
+    if reentrant and within and name == "delayed":
+        pytest.skip("torch's reentrant checkpoint hides from the region that a backward follows")
     layer = layer_of(device, score_function="sigmoid", expert_bias=True, aux_loss_coeff=0.1)
     other = copy.deepcopy(layer)
     x, dy = inputs(device)
@@ -549,11 +549,6 @@ def test_refused_calls():
         layer.set_expert_group(None)
     with pytest.raises(ValueError, match="must have a dimension of tokens with sequence_aux_loss"):
         layer_of(**OPTIONS["sequences"])(torch.randn(HIDDEN))
-    with (
-        pytest.raises(NotImplementedError, match="made outside of fp8_model_init"),
-        fp8_model_init(True, recipe=CurrentScaling()),
-    ):
-        MoELayer(HIDDEN, FFN, EXPERTS)
 
 
 @pytest.mark.cuda

@@ -30,6 +30,18 @@ def test_equals_reference(device, poison, shape, dtype):
     assert_transposed(codes, byte_transpose(codes))
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    "shape", [(0, 3, 5), (1, 16, 32), (3, 33, 4095), (5, 128, 272), (70, 8, 15)]
+)
+def test_stacks(device, poison, shape, dtype):
+    codes = random_codes(shape, device, dtype)
+    assert_transposed(codes, byte_transpose(codes))
+    out = torch.empty(shape[0], shape[2], shape[1], dtype=dtype, device=device)
+    assert byte_transpose(codes, out=out) is out
+    assert_transposed(codes, out)
+
+
 def test_twice_is_the_matrix_itself(device):
     codes = random_codes((1111, 2049), device)
     assert torch.equal(byte_transpose(byte_transpose(codes)), codes)
@@ -50,6 +62,10 @@ def test_more_than_2_31_elements():
 
 def test_errors(device):
     codes = random_codes((4, 6), device)
+    with pytest.raises(ValueError, match=r"^byte_transpose: fp8_data must have 2 or 3 dimensions"):
+        byte_transpose(codes[0])
+    with pytest.raises(ValueError, match=r"^byte_transpose: pad_columnwise must be False for a st"):
+        byte_transpose(codes[None], pad_columnwise=True)
     with pytest.raises(TypeError, match=r"^byte_transpose: fp8_data must have a dtype of one byte"):
         byte_transpose(torch.zeros(2, 2, device=device))
     with pytest.raises(TypeError, match=r"^byte_transpose: out must have dtype torch.uint8"):

@@ -12,8 +12,9 @@ from shards import decibels
 from torch import distributed
 from torch.distributed.fsdp import fully_shard
 
-from apex_te import MoELayer, flush_fp8_state, fp8_autocast
+from apex_te import MoELayer, flush_fp8_state, fp8_autocast, fp8_model_init
 from apex_te.distributed import get_state_dict, reduce_main_grads, set_state_dict
+from apex_te.fp8.parameter.parameter import FP8Parameter
 from apex_te.module.grouped import experts
 from tests.checks import assert_same_bits
 
@@ -22,11 +23,13 @@ RECIPES = {"none": None, **chosen("delayed", "tensorwise", "blockwise", "mxfp8",
 EXCHANGES = ("all_to_all", "all_gather")
 
 
-def layer_of(device, **options):
-    options = {"bias": True, **options}
+def layer_of(device, held=False, stored=None, **options):
+    options = {"bias": True, "params_dtype": dtype_of(device), "device": device, **options}
     torch.manual_seed(3)
     ffn = options.pop("ffn", FFN)
-    layer = MoELayer(HIDDEN, ffn, EXPERTS, params_dtype=dtype_of(device), device=device, **options)
+    with fp8_model_init(held, stored):
+        layer = MoELayer(HIDDEN, ffn, EXPERTS, **options)
+    assert (type(layer.fc1.weight) is FP8Parameter) == held
     generator = torch.Generator().manual_seed(4)
     with torch.no_grad():
         for name, value in sorted(layer.named_parameters()):
@@ -61,12 +64,12 @@ def tokens_of(exchange, device):
     return [pair.to(device, dtype_of(device)).unbind(0) for pair in pairs]
 
 
-def against_one_rank(rank, exchange, recipe):
+def against_one_rank(rank, exchange, recipe, held):
     device = device_of(rank)
     dtype, scaling = dtype_of(device), RECIPES[recipe]
     # Scales of a shared expert's tensors would be those of one rank's tokens.
     shared = 16 if recipe in ("none", "blockwise", "mxfp8") else None
-    options = {"shared_expert_ffn_hidden_size": shared}
+    options = {"shared_expert_ffn_hidden_size": shared, "held": held, "stored": scaling}
     spread = layer_of(device, expert_group=distributed.group.WORLD, exchange=exchange, **options)
     whole = layer_of(device, **options)
     every = tokens_of(exchange, device)
@@ -100,8 +103,9 @@ def against_one_rank(rank, exchange, recipe):
 
 @pytest.mark.parametrize("exchange", EXCHANGES)
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_equals_one_rank(each_two, exchange, recipe):
-    each_two.run(against_one_rank, exchange, recipe)
+@pytest.mark.parametrize("held", [False, True], ids=["bf16 weights", "FP8 weights"])
+def test_equals_one_rank(each_two, exchange, recipe, held):
+    each_two.run(against_one_rank, exchange, recipe, held)
 
 
 def on_the_wire(rank, exchange, recipe):
@@ -259,12 +263,12 @@ def trained(layer, optimizer, steps, scaling, rank=0, ranks=1):
     return losses
 
 
-def checkpoints(rank, path, recipe):
+def checkpoints(rank, path, recipe, held):
     """Saved by spread experts; loaded by spread experts and by one rank."""
     world, ranks, scaling = distributed.group.WORLD, distributed.get_world_size(), RECIPES[recipe]
 
     def made(group):
-        layer = layer_of(torch.device("cpu"), expert_group=group)
+        layer = layer_of(torch.device("cpu"), held, expert_group=group)
         return layer, torch.optim.AdamW(layer.parameters(), lr=1e-2)
 
     spread = made(world)
@@ -288,14 +292,16 @@ def checkpoints(rank, path, recipe):
         assert decibels(value, whole) > (60 if scaling is None else 25), name
 
 
-@pytest.mark.parametrize("recipe", ["none", "delayed"])
-def test_checkpoints(two_ranks, tmp_path, recipe):
-    two_ranks.run(checkpoints, str(tmp_path), recipe)
+@pytest.mark.parametrize(
+    ("recipe", "held"), [("none", False), ("delayed", False), ("delayed", True)], ids=str
+)
+def test_checkpoints(two_ranks, tmp_path, recipe, held):
+    two_ranks.run(checkpoints, str(tmp_path), recipe, held)
 
 
-def sharded(rank, parts, recipe):
+def sharded(rank, parts, recipe, held):
     device = device_of(rank)
-    layer = layer_of(device, bias=False)
+    layer = layer_of(device, held, recipe, bias=False)
     other = copy.deepcopy(layer)
     for name in parts:
         fully_shard(layer.get_submodule(name))
@@ -314,10 +320,17 @@ def sharded(rank, parts, recipe):
         distributed.all_reduce(wanted)
         wanted /= distributed.get_world_size()
         assert decibels(value.grad.full_tensor(), wanted) > 40, name
+        other.get_parameter(name).grad = wanted.to(value.dtype)
+    for each in (layer, other):
+        torch.optim.SGD(each.parameters(), lr=0.01).step()
+    for name, value in layer.named_parameters():
+        assert (type(value.to_local()) is FP8Parameter) == (held and name.startswith("fc"))
+        assert decibels(value.full_tensor().float(), other.get_parameter(name).float()) > 35, name
 
 
 @pytest.mark.parametrize("parts", [(), ("fc1", "fc2")], ids=["whole", "each"])
 @pytest.mark.parametrize("recipe", ["none", "delayed", "tensorwise", "blockwise"])
-def test_fully_sharded(each_two, parts, recipe):
+@pytest.mark.parametrize("held", [False, True], ids=["bf16 weights", "FP8 weights"])
+def test_fully_sharded(each_two, parts, recipe, held):
     """FSDP2 over the layer, or over each of its two grouped layers, too."""
-    each_two.run(sharded, parts, RECIPES[recipe])
+    each_two.run(sharded, parts, RECIPES[recipe], held)
