@@ -2,10 +2,10 @@
 // vector accesses, and the launch of a cast of one.
 #pragma once
 
-#include "common/activation/cuda.h"
 #include "grouped_cast/grouped_cast.h"
 #include "grouped_quantize/grouped_quantize_1x128_cuda.h"
 #include "grouped_quantize/grouped_quantize_tile_cuda.h"
+#include "swiglu/swiglu_device.h"
 
 namespace apex_te {
 
@@ -21,7 +21,7 @@ struct Gather : PlainSource {
   static constexpr bool kByColumns = true;
   template <typename Tile, bool kAligned, typename T>
   __device__ __forceinline__ void load(const T* x, int64_t begin, const typename Tile::Place& at,
-                                       bool, Vec8<T>* in) const {
+                                       const WarpRows&, bool, Vec8<T>* in) const {
     constexpr uint32_t kNaNs = 0x7FFF7FFFu;  // in any dtype
     const int rows = at.rows_present();
     int32_t from[kVec];
@@ -53,24 +53,50 @@ struct Gather : PlainSource {
 // A thread's rows whose loads of a gated source are in flight at once.
 constexpr int kGatedBatch = 4;
 
-template <typename T>
+template <int kRows = kGatedBatch, typename T>
 __device__ __forceinline__ void load_batch(const T* x, int64_t ld, int rows, Vec8<T>* in) {
 #pragma unroll
-  for (int r = 0; r < kGatedBatch; ++r, x += ld) in[r] = r < rows ? load_vec(x) : Vec8<T>{};
+  for (int r = 0; r < kRows; ++r, x += ld) in[r] = r < rows ? load_vec(x) : Vec8<T>{};
 }
 
-template <Activation kAct>
+// The biases of a thread's columns of gates and ups, zeros where there are none.
+template <bool kBias, typename T>
+struct Biases {
+  Vec8<T> gate{}, up{};
+  __device__ __forceinline__ Biases(const void* bias, int group, int64_t col, int64_t cols) {
+    if (!kBias || !bias || group < 0 || col >= cols) return;
+    const T* own = static_cast<const T*>(bias) + group * 2 * cols + col;
+    gate = load_vec(own);
+    up = load_vec(own + cols);
+  }
+  // Adds them and rounds, as grouped_finish does.
+  static __device__ __forceinline__ void add(const Vec8<T>& bias, float* values) {
+    if (!kBias) return;
+    float addends[kVec];
+    unpack(bias, addends);
+#pragma unroll
+    for (int i = 0; i < kVec; ++i) addends[i] += values[i];
+    Vec8<T> rounded;
+    pack(addends, &rounded);
+    unpack(rounded, values);
+  }
+};
+
+template <Activation kAct, bool kBias>
 struct Gated {
   const float* factor;
+  const void* bias;
+  Clamp clamp;
   static constexpr int kTileRows = 128, kParts = 1;
   static constexpr bool kByColumns = false;
   static constexpr int blocks(size_t) { return 3; }
   static constexpr int blocks_1x128(size_t) { return 3; }
   template <typename Tile, bool kAligned, typename T>
   __device__ __forceinline__ void load(const T* x, int64_t begin, const typename Tile::Place& at,
-                                       bool, Vec8<T>* in) const {
+                                       const WarpRows& of, bool, Vec8<T>* in) const {
     const int rows = at.rows_present();
     const T* gates = x + (begin + at.row) * 2 * at.cols + at.col;
+    const Biases<kBias, T> biases(bias, of.group, at.col, at.cols);
 #pragma unroll
     for (int r0 = 0; r0 < kVec; r0 += kGatedBatch, gates += kGatedBatch * 2 * at.cols) {
       Vec8<T> gate[kGatedBatch], up[kGatedBatch];
@@ -83,53 +109,64 @@ struct Gated {
         float g[kVec], u[kVec];
         unpack(gate[r], g);
         unpack(up[r], u);
+        biases.add(biases.gate, g);
+        biases.add(biases.up, u);
         const float by = factor ? factor[begin + at.row + r0 + r] : 1.0f;
 #pragma unroll
-        for (int i = 0; i < kVec; ++i) g[i] = gated<kAct, false>(g[i], u[i]) * by;
+        for (int i = 0; i < kVec; ++i) g[i] = gated<kAct, false>(g[i], u[i], clamp) * by;
         pack(g, &in[r0 + r]);
       }
     }
   }
 };
 
-template <Activation kAct>
+template <Activation kAct, bool kBias>
 struct GatedGradient {
   const void* grad;
   const float* factor;
   float* partials;
   int64_t all_rows;
+  const void* bias;
+  float* lines;
+  int64_t num_lines;
+  Clamp clamp;
   static constexpr int kTileRows = 128, kParts = 2;
+  // More would not fit the registers.
+  static constexpr int kBatch = kAct == Activation::kSwish ? 2 : kGatedBatch;
   static constexpr bool kByColumns = false;
   static constexpr int blocks(size_t) { return 2; }
   static constexpr int blocks_1x128(size_t) { return 2; }
   template <typename Tile, bool kAligned, typename T>
   __device__ __forceinline__ void load(const T* x, int64_t begin, const typename Tile::Place& at,
-                                       bool, Vec8<T>* in) const {
+                                       const WarpRows& of, bool, Vec8<T>* in) const {
     const int rows = at.rows_present();
+    const Biases<kBias, T> biases(bias, of.group, at.col, at.cols);
     const T* gates = x + (begin + at.row) * 2 * at.cols + at.col;
     const T* grads = static_cast<const T*>(grad) + (begin + at.row) * at.cols + at.col;
 #pragma unroll
-    for (int r0 = 0; r0 < kVec; r0 += kGatedBatch) {
-      Vec8<T> gate[kGatedBatch], up[kGatedBatch], dy[kGatedBatch];
-      load_batch(gates, 2 * at.cols, rows - r0, gate);
-      load_batch(gates + at.cols, 2 * at.cols, rows - r0, up);
-      load_batch(grads, at.cols, rows - r0, dy);
-      gates += kGatedBatch * 2 * at.cols;
-      grads += kGatedBatch * at.cols;
-      float dots[kGatedBatch] = {};
+    for (int r0 = 0; r0 < kVec; r0 += kBatch) {
+      Vec8<T> gate[kBatch], up[kBatch], dy[kBatch];
+      load_batch<kBatch>(gates, 2 * at.cols, rows - r0, gate);
+      load_batch<kBatch>(gates + at.cols, 2 * at.cols, rows - r0, up);
+      load_batch<kBatch>(grads, at.cols, rows - r0, dy);
+      gates += kBatch * 2 * at.cols;
+      grads += kBatch * at.cols;
+      float dots[kBatch] = {};
 #pragma unroll
-      for (int r = 0; r < kGatedBatch; ++r) {
+      for (int r = 0; r < kBatch; ++r) {
         in[r0 + r] = in[kVec + r0 + r] = Vec8<T>{};
         if (r0 + r >= rows) continue;
         float g[kVec], u[kVec], d[kVec];
         unpack(gate[r], g);
         unpack(up[r], u);
         unpack(dy[r], d);
+        biases.add(biases.gate, g);
+        biases.add(biases.up, u);
         const float by = factor ? factor[begin + at.row + r0 + r] : 1.0f;
 #pragma unroll
         for (int i = 0; i < kVec; ++i) {
           float result;
-          gated_gradient<kAct, false>(g[i], u[i], d[i] * by, &g[i], &u[i], &result);
+          gated_gradient<kAct, false>(g[i], u[i], d[i] * by, clamp, &g[i], &u[i], &result);
           dots[r] += d[i] * result;
         }
         pack(g, &in[r0 + r]);
@@ -137,16 +174,43 @@ struct GatedGradient {
       }
       if (partials) store_dots<Tile>(begin + at.row + r0, at.col0, rows - r0, dots);
     }
+    if (kBias && lines) store_sums<Tile>(at, of.column / kGroupAlign, in);
   }
 
  private:
+  // Sums of a warp's rows to their line, in an order that is always the same.
+  template <typename Tile, typename T>
+  __device__ __forceinline__ void store_sums(const typename Tile::Place& at, int64_t line,
+                                             const Vec8<T>* in) const {
+    const bool is_second = threadIdx.x % 32 >= Tile::kLanes;  // of the warp's two sets of rows
+    const bool stores = !is_second && at.row < at.rows && at.col < at.cols && line < num_lines;
+    float4* out = reinterpret_cast<float4*>(lines + line * 2 * at.cols + at.col);
+#pragma unroll
+    for (int part = 0; part < kParts; ++part, out += at.cols / 4) {
+      float sums[kVec] = {};
+#pragma unroll
+      for (int r = 0; r < kVec; ++r) {
+        float values[kVec];
+        unpack(in[part * kVec + r], values);
+#pragma unroll
+        for (int i = 0; i < kVec; ++i) sums[i] += values[i];
+      }
+#pragma unroll
+      for (int i = 0; i < kVec; ++i)
+        sums[i] += __shfl_down_sync(0xFFFFFFFFu, sums[i], Tile::kLanes);
+      if (!stores) continue;
+      out[0] = make_float4(sums[0], sums[1], sums[2], sums[3]);
+      out[1] = make_float4(sums[4], sums[5], sums[6], sums[7]);
+    }
+  }
+
   // Sums of a batch of rows over a tile's columns, in an order that is always the same.
   template <typename Tile>
   __device__ __forceinline__ void store_dots(int64_t row, int64_t col0, int rows,
                                              const float* dots) const {
     float* out = partials + col0 / kBlock * all_rows + row;
 #pragma unroll
-    for (int r = 0; r < kGatedBatch; ++r) {
+    for (int r = 0; r < kBatch; ++r) {
       float sum = dots[r];
 #pragma unroll
       for (int lanes = Tile::kLanes / 2; lanes; lanes /= 2)
@@ -166,14 +230,15 @@ void launch_cast(const GroupedCast& p, const Source& source, cudaStream_t stream
                         stream);
 }
 
-using GatedKinds = ActivationKinds<false, Activation::kSilu, Activation::kGelu,
-                                   Activation::kGeluErf, Activation::kRelu, Activation::kSigmoid>;
-
-// Calls launch(zero, kind) for the dtype and the activation.
+// Calls launch(zero, kind, has_bias) for the dtype, the activation and whether there is a bias.
 template <typename Launch>
 void with_gated(const Produced& p, const Launch& launch) {
   GatedKinds::choose(p.activation, [&](auto kind) {
-    p.dtype == DType::kFloat16 ? launch(Half{}, kind) : launch(BFloat16{}, kind);
+    const auto with = [&](auto has_bias) {
+      p.dtype == DType::kFloat16 ? launch(Half{}, kind, has_bias)
+                                 : launch(BFloat16{}, kind, has_bias);
+    };
+    p.bias ? with(std::true_type{}) : with(std::false_type{});
   });
 }
 

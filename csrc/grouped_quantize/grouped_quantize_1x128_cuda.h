@@ -85,7 +85,9 @@ __global__ void __launch_bounds__(BlockTile::kThreads, Source::blocks_1x128(size
   at.col = col0 + threadIdx.x % Tile::kLanes * kVec;
   const bool is_whole = kAligned && at.is_whole();
   Vec8<T> in[Source::kParts * kVec];
-  source.template load<Tile, kAligned>(static_cast<const T*>(p.x), found.begin, at, is_whole, in);
+  const int64_t column = found.column + at.row0 + threadIdx.x / 32 * kGroupAlign;
+  source.template load<Tile, kAligned>(static_cast<const T*>(p.x), found.begin, at,
+                                       WarpRows{found.group, column}, is_whole, in);
   at.cols = p.cols;
 #pragma unroll
   for (int part = 0; part < Source::kParts; ++part) {

@@ -17,6 +17,13 @@
 namespace apex_te {
 namespace {
 
+// The group of a warp's rows, negative if they have none, and their first column in columnwise
+// codes.
+struct WarpRows {
+  int group;
+  int64_t column;
+};
+
 // x as it is.
 struct PlainSource {
   static constexpr int kTileRows = 256;
@@ -28,7 +35,7 @@ struct PlainSource {
   // element; is_whole: it has all.
   template <typename Tile, bool kAligned, typename T>
   __device__ __forceinline__ void load(const T* x, int64_t begin, const typename Tile::Place& at,
-                                       bool is_whole, Vec8<T>* in) const {
+                                       const WarpRows&, bool is_whole, Vec8<T>* in) const {
     x += begin * at.cols;
     is_whole ? Tile::load_whole(x, at.cols, at, in)
              : Tile::template load<T, kAligned>(x, at.cols, at, in);

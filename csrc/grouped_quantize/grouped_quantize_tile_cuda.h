@@ -121,7 +121,7 @@ __global__ void __launch_bounds__(FP8Tile<Source::kTileRows>::kThreads, Source::
   from.row = max(found.row, int64_t{0}) + (to.row - column);
   from.rows = found.group < 0 ? from.row : min(found.end, p.rows);
   Vec8<T> in[Source::kParts * kRows];
-  source.template load<Tile, kAligned>(x, 0, from, false, in);
+  source.template load<Tile, kAligned>(x, 0, from, WarpRows{found.group, column}, false, in);
   const int group = found.group;
   const float scale = group < 0 || !(rowwise || columnwise) ? 1.0f : p.scale[group];
   // Thread 0 may find that the tile's amax is no news to its group.

@@ -73,10 +73,10 @@ __global__ void __launch_bounds__(kThreads) swiglu_any_kernel(const Swiglu p) {
             u += up_bias;
           }
           if (kBwd)
-            gated_gradient<kAct, sizeof(T) == 4>(g, u, to_float(grad[k]), &results[0][k],
+            gated_gradient<kAct, sizeof(T) == 4>(g, u, to_float(grad[k]), p.clamp, &results[0][k],
                                                  &results[kHalves - 1][k]);
           else
-            results[0][k] = gated<kAct, sizeof(T) == 4>(g, u);
+            results[0][k] = gated<kAct, sizeof(T) == 4>(g, u, p.clamp);
         }
       });
 #pragma unroll
@@ -167,9 +167,9 @@ __global__ void __launch_bounds__(kThreads, kLineBlocks) swiglu_line_kernel(cons
 #pragma unroll
     for (int k = 0; k < kLineElements; ++k) {
       if (kBwd)
-        gated_gradient<kAct, sizeof(T) == 4>(g[k], u[k], to_float(grad[k]), &g[k], &u[k]);
+        gated_gradient<kAct, sizeof(T) == 4>(g[k], u[k], to_float(grad[k]), p.clamp, &g[k], &u[k]);
       else
-        g[k] = gated<kAct, sizeof(T) == 4>(g[k], u[k]);
+        g[k] = gated<kAct, sizeof(T) == 4>(g[k], u[k], p.clamp);
     }
   });
   T* first = static_cast<T*>(kBwd ? p.dgate : p.out) + row * (kBwd ? p.grad_ld : p.cols) + col;
