@@ -12,9 +12,10 @@ from ...ops import grouped_quantize, moe_permute
 from ...ops.binding import OpFunction, once_differentiable
 from ...ops.grouped_cast import Gated, GatedGradient, Gather, Source
 from ...ops.grouped_quantize import GroupedOutput, Groups
+from ...ops.swiglu import ClampedSwiglu
 from ...permutation import moe_unpermute, permute_with_map
 from .._core.fp8_module import FP8Module
-from .._core.fused_casts import GATED, activate
+from .._core.fused_casts import activate, gate_of, is_gated
 from .._core.parallel import is_observed
 from .._core.programs import is_autocast, take_saved, without_autocast
 from . import on_device
@@ -33,8 +34,9 @@ def run_experts(
     """Sends each token to its experts and sums their results; differentiable in tokens and probs.
 
     In FP8 an expert computes ``fc2(act(fc1(token)) * prob)``: the probability is part of what the
-    second GEMM casts, so that backward needs no output of an expert. Elsewhere, and with a bias,
-    the probability is a factor of the sum, which takes no pass of its own.
+    second GEMM casts, so that backward needs no output of an expert, and the second bias times the
+    probability is added to the sums. Elsewhere the probability is a factor of the sum, which takes
+    no pass of its own.
 
     Args:
         fc1, fc2: ``GroupedLinear`` with ``single_parameter``.
@@ -50,24 +52,45 @@ def run_experts(
     made = moe_permute.make_map(indices, map_type="index", num_experts=experts)
     counts = made.tokens_per_expert
     probs = probs.float()
-    gate = GATED.get(activation) if isinstance(activation, str) else None
-    calls = None
-    if gate is not None:
-        calls = _fused_calls(fc1, fc2, x, is_first_microbatch)
-    if gate is not None and calls is not None:
-        weights = _weight_of(fc1), _weight_of(fc2)
+    calls = _fused_calls(fc1, fc2, x, is_first_microbatch) if is_gated(activation) else None
+    if calls is not None:
         groups = grouped_quantize.groups_of(counts, indices.numel())
-        out = ExpertsFunction.apply(x, probs, made.row_id_map, groups.table, gate, *calls, *weights)
-        return out, counts
-    inside = _in_region(fc1) and not fc2.use_bias
+        out = ExpertsFunction.apply(
+            x, probs, made.row_id_map, groups.table, gate_of(activation), *calls, _weight_of(fc1),
+            _weight_of(fc2), _bias_of(fc1),
+        )  # fmt: skip
+        return _with_biases(out, indices, probs, _bias_of(fc2)), counts
+    # Only in its call does a layer with hooks, such as those of FSDP2, have its bias.
+    inside = _in_region(fc1) and not (fc2.use_bias and is_observed(fc2))
     rows, row_probs = permute_with_map(x, probs if inside else None, made.row_id_map, indices)
     hidden = fc1(rows, counts, is_first_microbatch)
     hidden = activation(hidden) if callable(activation) else activate(activation, hidden)
     if row_probs is not None:
         hidden = (hidden.float() * row_probs[:, None]).to(hidden.dtype)
-    out = fc2(hidden, counts, is_first_microbatch)
-    out = moe_unpermute(out, made.row_id_map, None if inside else probs, map_type="index")
+    if not inside or not fc2.use_bias:
+        out = fc2(hidden, counts, is_first_microbatch)
+        out = moe_unpermute(out, made.row_id_map, None if inside else probs, map_type="index")
+    else:
+        out = fc2._multiply(hidden, counts, is_first_microbatch, with_bias=False)
+        out = moe_unpermute(out, made.row_id_map, map_type="index")
+        out = _with_biases(out, indices, probs, _bias_of(fc2))
     return out.to(x.dtype), counts
+
+
+def _with_biases(
+    out: torch.Tensor, indices: torch.Tensor, probs: torch.Tensor, bias: torch.Tensor | None
+) -> torch.Tensor:
+    """Returns sums of experts' rows plus ``prob * bias`` of each: a GEMM over all experts.
+
+    It reads and writes the tokens once, not their rows, and its gradients are GEMMs, too.
+    """
+    if bias is None:
+        return out
+    experts = bias.shape[0]
+    other = (indices < 0) | (indices >= experts)
+    columns = indices.masked_fill(other, experts).long()
+    weights = probs.new_zeros(len(probs), experts + 1).scatter_add(1, columns, probs)
+    return torch.addmm(out, weights[:, :experts].to(out.dtype), bias.to(out.dtype))
 
 
 def _wgrad(
@@ -93,17 +116,19 @@ def _fused_calls(
 ) -> tuple[GroupsCall, GroupsCall] | None:
     """Returns both GEMMs of a call that the fused function serves, else None.
 
-    It needs FP8 products of groups whose operands one kernel can make, without biases.
+    It needs FP8 products of groups whose operands one kernel can make.
     """
     if torch.compiler.is_compiling() or is_autocast(x.device.type) or not _in_region(fc1):
         return None
     if x.dim() != 2 or not x.shape[0] or x.shape[1] != fc1.in_features:
         return None
     for layer in (fc1, fc2):
-        if layer.use_bias or layer.save_original_input or layer.tp_size > 1:
+        if layer.save_original_input or layer.tp_size > 1:
             return None
         # Hooks, such as those of FSDP2, must see the call of their layer.
-        if not layer.single_parameter or is_observed(layer) or _weight_of(layer).dtype != x.dtype:
+        if not layer.single_parameter or is_observed(layer):
+            return None
+        if any(t is not None and t.dtype != x.dtype for t in (_weight_of(layer), _bias_of(layer))):
             return None
     first, second = (_groups_call(layer, fc2, is_first_microbatch) for layer in (fc1, fc2))
     return None if first is None or second is None else (first, second)
@@ -112,6 +137,11 @@ def _fused_calls(
 def _weight_of(layer: Any) -> torch.Tensor:
     weight: torch.Tensor = layer._weights_and_biases()[0][0]
     return weight
+
+
+def _bias_of(layer: Any) -> torch.Tensor | None:
+    biases = layer._weights_and_biases()[1]
+    return biases[0] if biases else None
 
 
 def _in_region(layer: FP8Module) -> bool:
@@ -152,16 +182,17 @@ class ExpertsFunction(OpFunction):
         probs: torch.Tensor,
         row_id_map: torch.Tensor,
         table: torch.Tensor,
-        activation: str,
+        activation: str | ClampedSwiglu,
         first: GroupsCall,
         second: GroupsCall,
         w1: torch.Tensor,
         w2: torch.Tensor,
+        b1: torch.Tensor | None,
     ) -> torch.Tensor:
         x = x.contiguous()
         rows = probs.numel()
         groups = Groups(table, rows, (table.numel() - 1) // 3)
-        need_x, need_probs, *_, need_w1, need_w2 = ctx.needs_input_grad
+        need_x, need_probs, *_, need_w1, need_w2, need_b1 = ctx.needs_input_grad
         row_of = moe_permute.tokens_of_rows(row_id_map, rows)
         # Only the probs are wanted in the order of rows.
         nothing = x.new_empty((x.shape[0], 1), dtype=torch.uint8)
@@ -169,13 +200,13 @@ class ExpertsFunction(OpFunction):
         qx = first.quantizers.input.produce(Gather(x, row_of), groups, True, need_w1)
         weight, saved1 = first.cast_weights((w1,), groups, need_x)
         hidden = first.multiply(FPROP, qx, weight.rowwise, weight.rowwise_scale_inv, groups)
-        source: Source = Gated(hidden, factor, activation)
+        source: Source = Gated(hidden, factor, activation, b1)
         qa = second.quantizers.input.produce(source, groups, True, need_w2)
-        needs = need_x or need_probs or need_w1
+        needs = need_x or need_probs or need_w1 or need_b1
         weight, saved2 = second.cast_weights((w2,), groups, needs)
         y = second.multiply(FPROP, qa, weight.rowwise, weight.rowwise_scale_inv, groups)
         ctx.save_for_backward(
-            row_id_map, table, row_of, factor, hidden if needs else None, qx.columnwise,
+            row_id_map, table, row_of, factor, hidden if needs else None, b1, qx.columnwise,
             qx.scale_inv, qa.columnwise, qa.scale_inv, *saved1, *saved2,
         )  # fmt: skip
         ctx.counts = len(saved1), len(saved2)
@@ -192,16 +223,16 @@ class ExpertsFunction(OpFunction):
 
 
 def _backward(ctx: Any, grad_output: torch.Tensor) -> tuple:
-    row_id_map, table, row_of, factor, hidden, x, x_scale, a, a_scale, *rest = take_saved(ctx)
+    row_id_map, table, row_of, factor, hidden, b1, x, x_scale, a, a_scale, *rest = take_saved(ctx)
     saved1, saved2 = rest[: ctx.counts[0]], rest[ctx.counts[0] :]
-    need_x, need_probs, *_, need_w1, need_w2 = ctx.needs_input_grad
+    need_x, need_probs, *_, need_w1, need_w2, need_b1 = ctx.needs_input_grad
     (first, second), (w1, w2) = ctx.calls, ctx.weights
     rows = row_of.shape[0]
     groups = Groups(table, rows, (table.numel() - 1) // 3)
-    needs = need_x or need_probs or need_w1
+    needs = need_x or need_probs or need_w1 or need_b1
     source: Source = Gather(grad_output.contiguous(), row_of)
     dy = second.quantizers.grad_output.produce(source, groups, needs, need_w2)
-    grad_w1 = grad_w2 = grad_x = grad_probs = None
+    grad_w1 = grad_w2 = grad_x = grad_probs = grad_b1 = None
     if needs:
         grad_a = second.multiply(DGRAD, dy, *second.recast_weights(saved2, groups), groups)
     if need_w2:
@@ -209,8 +240,10 @@ def _backward(ctx: Any, grad_output: torch.Tensor) -> tuple:
     del dy, a
     if needs:
         row_grads = factor.new_empty(rows) if need_probs else None
-        source = GatedGradient(grad_a, hidden, factor, ctx.activation)
-        dh = first.quantizers.grad_output.produce(source, groups, True, need_w1, row_grads)
+        grad_b1 = torch.empty_like(b1) if need_b1 else None
+        source = GatedGradient(grad_a, hidden, factor, ctx.activation, b1)
+        produce = first.quantizers.grad_output.produce
+        dh = produce(source, groups, True, need_w1, row_grads, grad_b1)
         del source, grad_a, hidden
         if need_w1:
             grad_w1 = _wgrad(first, w1, dh, x, x_scale, groups)
@@ -221,4 +254,4 @@ def _backward(ctx: Any, grad_output: torch.Tensor) -> tuple:
         elif need_probs:
             nothing = factor.new_empty((rows, 1))
             grad_probs = moe_permute.permute_bwd(nothing, row_id_map, row_grads)[1]
-    return grad_x, grad_probs, None, None, None, None, None, grad_w1, grad_w2
+    return grad_x, grad_probs, None, None, None, None, None, grad_w1, grad_w2, grad_b1

@@ -67,6 +67,8 @@ def against_one_rank(rank, exchange, recipe):
     options = {"shared_expert_ffn_hidden_size": shared}
     spread = layer_of(device, expert_group=distributed.group.WORLD, exchange=exchange, **options)
     whole = layer_of(device, **options)
+    # Keeps the probabilities out of what FC2 casts, where they are between ranks, too.
+    whole.fc2.register_forward_pre_hook(lambda *args: None)
     every = tokens_of(exchange, device)
     joined = [torch.cat(parts) for parts in zip(*every, strict=True)]
     ends = list(itertools.accumulate(len(x) for x, _ in every))
