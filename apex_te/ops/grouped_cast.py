@@ -15,7 +15,7 @@ import torch
 
 from .. import runtime
 from ..runtime import scratch_sizes
-from ..runtime.op_options import ClampedSwiglu, gate_arguments
+from ..runtime.op_options import SWISH, ClampedSwiglu, gate_arguments
 from . import grouped_quantize
 from .binding import bind, check_dense, checked, note_written
 from .fp8_output import check_fp8_dtype, contiguous_matrix
@@ -60,22 +60,25 @@ class Gated(NamedTuple):
         activation: as in ``swiglu``.
         bias: [groups, 2F] in the dtype of x, added to each group's rows of x; the sum is rounded,
             as ``grouped_quantize.finish_rows`` does. None adds nothing.
+        interleaved: gates and ups are the even and odd columns of x and bias, not their halves. On
+            a GPU a kernel takes this with ``ClampedSwiglu``; otherwise separate ops do.
     """
 
     x: torch.Tensor
     factor: torch.Tensor | None = None
     activation: str | ClampedSwiglu = "silu"
     bias: torch.Tensor | None = None
+    interleaved: bool = False
 
 
 class GatedGradient(NamedTuple):
-    """Rows of the gradient of ``Gated`` with respect to x, [rows, 2F], gates first.
+    """Rows of the gradient of ``Gated`` with respect to x, [rows, 2F], in the order of x.
 
     Attributes:
         grad: [rows, F] in the dtype of x, gradient of the gated rows.
         x: [rows, 2F], as in ``Gated``.
         factor: as in ``Gated``; ``grad`` times it is not rounded.
-        activation, bias: as in ``Gated``.
+        activation, bias, interleaved: as in ``Gated``.
     """
 
     grad: torch.Tensor
@@ -83,6 +86,7 @@ class GatedGradient(NamedTuple):
     factor: torch.Tensor | None = None
     activation: str | ClampedSwiglu = "silu"
     bias: torch.Tensor | None = None
+    interleaved: bool = False
 
 
 Source = Gather | Gated | GatedGradient
@@ -106,6 +110,7 @@ class _Arguments(NamedTuple):
     limit: float
     alpha: float
     offset: float
+    interleaved: bool
 
 
 @checked
@@ -234,6 +239,7 @@ def _arguments(
             f"{op}: source must be a Gather, Gated or GatedGradient, got {type(source).__name__}"
         )
     grad = row_of = bias = partials = lines = None
+    interleaved = False
     gate = gate_arguments(op, "silu")
     x = contiguous_matrix(op, source.x)
     rows, cols = x.shape
@@ -242,7 +248,7 @@ def _arguments(
         _check(op, "row_of", row_of, torch.int32, (row_of.numel(),))
         rows = row_of.shape[0]
     else:
-        gate = gate_arguments(op, source.activation)
+        gate, interleaved = gate_arguments(op, source.activation), source.interleaved
         if cols % 2:
             raise ValueError(f"{op}: x must have an even number of columns, got {cols}")
         if source.bias is not None:
@@ -271,7 +277,8 @@ def _arguments(
         check_dense(op, x=x, bias_grad=bias_grad)
         _check(op, "bias_grad", bias_grad, x.dtype, (groups.num_groups, cols))
         lines = x.new_empty((groups.columns // ALIGN, cols), dtype=torch.float32)
-    return _Arguments(x, grad, row_of, factor, bias, partials, lines, *gate), (rows, cols)
+    args = _Arguments(x, grad, row_of, factor, bias, partials, lines, *gate, interleaved)
+    return args, (rows, cols)
 
 
 def _check(
@@ -337,6 +344,7 @@ def _has_kernel(source: _Arguments) -> bool:
         x.is_cuda
         and x.shape[1] % (halves * _VECTOR) == 0
         and (row_of is not None or x.element_size() == 2)
+        and (not source.interleaved or source.activation == SWISH)
         and all(t is None or t.data_ptr() % _ALIGNMENT == 0 for t in (x, source.grad, source.bias))
     )
 
@@ -344,13 +352,15 @@ def _has_kernel(source: _Arguments) -> bool:
 def _composed(source: _Arguments, table: torch.Tensor) -> torch.Tensor:
     """Returns a source's rows by the ops that stand for the kernels, and writes the sums."""
     x, grad, factor = source.x, source.grad, source.factor
-    gate = source[-4:]
+    gate = source.activation, source.limit, source.alpha, source.offset
     if source.row_of is not None:
         return _gathered(x, source.row_of, factor, table)
     groups = Groups(table, len(x), table.numel() // 3)
     if source.bias is not None:
         x = x.clone()
         grouped_quantize.finish_rows(x, groups, source.bias)
+    if source.interleaved:
+        x = in_halves(x)
     wide = x if factor is None else x.float()
     if grad is None:
         return _scaled(_gated(wide, gate), factor).to(x.dtype)
@@ -364,6 +374,8 @@ def _composed(source: _Arguments, table: torch.Tensor) -> torch.Tensor:
     grad = _scaled(grad, factor)
     _swiglu.swiglu_bwd(grad, wide, None, None, None, wide_out, None, None, None, *gate)
     out = wide_out.to(x.dtype)
+    if source.interleaved:
+        out = torch.stack(out.chunk(2, 1), 2).flatten(1)
     if source.lines is not None:
         # All of a group in its first line.
         ends = groups.column_ends // ALIGN
@@ -397,6 +409,11 @@ def _gathered(x, row_of, factor, table):
 def _scaled(x: torch.Tensor, factor: torch.Tensor | None) -> torch.Tensor:
     """Returns x, or its rows times their factors in float32."""
     return x if factor is None else x.float() * factor[:, None]
+
+
+def in_halves(x: torch.Tensor) -> torch.Tensor:
+    """Returns interleaved columns [..., 2F] with the even ones first, then the odd ones."""
+    return torch.cat((x[..., ::2], x[..., 1::2]), -1)
 
 
 def _gated(x: torch.Tensor, gate: tuple) -> torch.Tensor:

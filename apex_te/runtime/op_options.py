@@ -12,6 +12,7 @@ __all__ = [
     "ACTIVATIONS",
     "GATE",
     "KINDS",
+    "SWISH",
     "ClampedSwiglu",
     "activation_number",
     "gate_arguments",
@@ -26,7 +27,7 @@ KINDS = ("gelu", "gelu_erf", "quick_gelu", "relu", "squared_relu", "silu")
 ACTIVATIONS = {
     "silu": 5, "gelu": 0, "gelu_erf": 1, "relu": 3, "sigmoid": 6, "squared_relu": 4,
 }  # fmt: skip
-_SWISH = 7
+SWISH = 7
 # Options of the kernels of gated activations, in the order of ``gate_arguments``.
 GATE = ("activation", "limit", "alpha", "offset")
 
@@ -93,7 +94,7 @@ def gate_arguments(op: str, activation: str | ClampedSwiglu) -> tuple[int, float
             raise TypeError(f"{op}: activation.{field} must be a float, got {type(value).__name__}")
     if not activation.limit >= 0.0:
         raise ValueError(f"{op}: activation.limit must be at least 0, got {activation.limit}")
-    return _SWISH, float(activation.limit), float(activation.alpha), float(activation.offset)
+    return SWISH, float(activation.limit), float(activation.alpha), float(activation.offset)
 
 
 def is_tanh(op: str, form: str) -> bool:

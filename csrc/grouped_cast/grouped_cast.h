@@ -6,13 +6,14 @@
 //   value that is not a row;
 // - gated rows, act(gate) * up of x [rows, 2 cols], gates then ups;
 // - their gradient, dgate then dup of x [rows, cols], for grad [rows, cols / 2].
-// bias[g] is first added to the rows of x of group g, and the sum is rounded, as grouped_finish
-// does. factor[r] multiplies the elements of the first two, and grad of the third, in fp32. An
-// element is rounded to x's dtype once, before its amax is taken: the casts are those of the
-// rounded matrix. partials[t, r] is the sum of grad * act(gate) * up over the columns from 128 t to
-// 128 t + 127 of row r: over all t, the gradient of factor[r]. lines[i] are the column sums in fp32
-// of the rounded rows that have the columns from 16 i to 16 i + 15 in columnwise codes: over all
-// lines of a group, the gradient of bias[g]. Lines of no row are not written.
+// With `interleaved` gates and ups alternate in x, its bias and the gradient; the kernels take it
+// with swish alone. bias[g] is first added to the rows of x of group g, and the sum is rounded, as
+// grouped_finish does. factor[r] multiplies the elements of the first two, and grad of the third,
+// in fp32. An element is rounded to x's dtype once, before its amax is taken: the casts are those
+// of the rounded matrix. partials[t, r] is the sum of grad * act(gate) * up over the columns from
+// 128 t to 128 t + 127 of row r: over all t, the gradient of factor[r]. lines[i] are the column
+// sums in fp32 of the rounded rows that have the columns from 16 i to 16 i + 15 in columnwise
+// codes: over all lines of a group, the gradient of bias[g]. Lines of no row are not written.
 //
 // The kernels take vectors: 16-byte addresses and multiples of 8 columns (of each half), and for
 // gated rows a 16-bit dtype. The Python side composes the ops for all else, and on the CPU.
@@ -21,23 +22,25 @@
 #include "grouped_quantize/grouped_quantize_blocks.h"
 #include "swiglu/swiglu.h"
 
-APEX_TE_FUNCTION(grouped_cast,
-                 "x: Tensor, grad: Tensor?, row_of: i32[r]?, factor: f32[r]?, bias: Tensor?, "
-                 "partials: Tensor!?, lines: Tensor!?, activation: int, limit: float, "
-                 "alpha: float, offset: float, table: i32[table(g)], scale: f32[g], "
-                 "scale_inv: f32[g]!!, "
-                 "rowwise: F[r c]!?, columnwise: F[c columns(r g)]!?, row_scale_inv: f32[r]!?, "
-                 "amax: f32[g]!!?, due: i32[g]?, inverse_given: bool",
-                 "cuda")
+APEX_TE_FUNCTION(
+    grouped_cast,
+    "x: Tensor, grad: Tensor?, row_of: i32[r]?, factor: f32[r]?, bias: Tensor?, "
+    "partials: Tensor!?, lines: Tensor!?, activation: int, limit: float, "
+    "alpha: float, offset: float, interleaved: bool, table: i32[table(g)], scale: f32[g], "
+    "scale_inv: f32[g]!!, "
+    "rowwise: F[r c]!?, columnwise: F[c columns(r g)]!?, row_scale_inv: f32[r]!?, "
+    "amax: f32[g]!!?, due: i32[g]?, inverse_given: bool",
+    "cuda")
 APEX_TE_IN_PLACE(grouped_cast, "amax: scale")
-APEX_TE_FUNCTION(grouped_block_cast,
-                 "x: Tensor, grad: Tensor?, row_of: i32[r]?, factor: f32[r]?, bias: Tensor?, "
-                 "partials: Tensor!?, lines: Tensor!?, activation: int, limit: float, "
-                 "alpha: float, offset: float, table: i32[table(g)], rowwise: F[r c]!?, "
-                 "rowwise_scale_inv: f32[c/128 r%4]!?rowwise, columnwise: F[c columns(r g)]!?, "
-                 "columnwise_scale_inv: f32[column_lines(r g) c%4]!?columnwise, eps: float, "
-                 "pow2: bool",
-                 "cuda")
+APEX_TE_FUNCTION(
+    grouped_block_cast,
+    "x: Tensor, grad: Tensor?, row_of: i32[r]?, factor: f32[r]?, bias: Tensor?, "
+    "partials: Tensor!?, lines: Tensor!?, activation: int, limit: float, "
+    "alpha: float, offset: float, interleaved: bool, table: i32[table(g)], rowwise: F[r c]!?, "
+    "rowwise_scale_inv: f32[c/128 r%4]!?rowwise, columnwise: F[c columns(r g)]!?, "
+    "columnwise_scale_inv: f32[column_lines(r g) c%4]!?columnwise, eps: float, "
+    "pow2: bool",
+    "cuda")
 
 namespace apex_te {
 
@@ -55,6 +58,7 @@ struct Produced {
   int64_t num_lines;
   Activation activation;
   Clamp clamp;
+  bool interleaved;
 };
 
 // The bias and lines, whose extents the table gives, are left to check_group_biases.
@@ -66,6 +70,10 @@ inline Produced check_produced(Args& args, TensorView& bias, TensorView& lines) 
   const TensorView partials = args.optional_tensor();
   lines = args.optional_tensor();
   p.activation = check_gated_activation(args, p.clamp);
+  p.interleaved = args.boolean();
+  if (p.interleaved && p.activation != Activation::kSwish)
+    fail(kApexTeUnsupported, "%s: activation must be 7 with interleaved, got %d", args.name(),
+         static_cast<int>(p.activation));
   x.has_ndim(2).is_dense();
   if (row_of) {
     x.has_dtype({DType::kFloat32, DType::kFloat16, DType::kBFloat16});

@@ -67,7 +67,7 @@ def is_gated(name: Any) -> bool:
 
 
 def gate_of(name: Any) -> str | ClampedSwiglu:
-    """Returns what ``ops.swiglu`` takes for an activation of which ``is_gated`` is True."""
+    """Returns what ``ops.swiglu`` takes for a gated activation."""
     return name if isinstance(name, ClampedSwiglu) else GATED[name]
 
 

@@ -10,7 +10,7 @@ from ...fp8.autocast import graph_task_id, local
 from ...fp8.scheme.gemm_backend import DGRAD, FPROP
 from ...ops import grouped_quantize, moe_permute
 from ...ops.binding import OpFunction, once_differentiable
-from ...ops.grouped_cast import Gated, GatedGradient, Gather, Source
+from ...ops.grouped_cast import Gated, GatedGradient, Gather, Source, in_halves
 from ...ops.grouped_quantize import GroupedOutput, Groups
 from ...ops.swiglu import ClampedSwiglu
 from ...permutation import moe_unpermute, permute_with_map
@@ -30,6 +30,7 @@ def run_experts(
     probs: torch.Tensor,
     activation: Any,
     is_first_microbatch: bool | None = None,
+    interleaved: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Sends each token to its experts and sums their results; differentiable in tokens and probs.
 
@@ -44,6 +45,7 @@ def run_experts(
         indices: [tokens, k] int32 or int64, each token's experts; a negative one stands for none.
         probs: [tokens, k], their weights.
         activation: as ``fused_casts.activate`` takes it, or a function of [rows, 2 ffn].
+        interleaved: FC1 has gates and ups alternately.
 
     Returns:
         The sums [tokens, hidden] in the dtype of x, and the rows of each expert, int32 [experts].
@@ -56,14 +58,15 @@ def run_experts(
     if calls is not None:
         groups = grouped_quantize.groups_of(counts, indices.numel())
         out = ExpertsFunction.apply(
-            x, probs, made.row_id_map, groups.table, gate_of(activation), *calls, _weight_of(fc1),
-            _weight_of(fc2), _bias_of(fc1),
+            x, probs, made.row_id_map, groups.table, gate_of(activation), interleaved, *calls,
+            _weight_of(fc1), _weight_of(fc2), _bias_of(fc1),
         )  # fmt: skip
         return _with_biases(out, indices, probs, _bias_of(fc2)), counts
     # Only in its call does a layer with hooks, such as those of FSDP2, have its bias.
     inside = _in_region(fc1) and not (fc2.use_bias and is_observed(fc2))
     rows, row_probs = permute_with_map(x, probs if inside else None, made.row_id_map, indices)
     hidden = fc1(rows, counts, is_first_microbatch)
+    hidden = in_halves(hidden) if interleaved else hidden
     hidden = activation(hidden) if callable(activation) else activate(activation, hidden)
     if row_probs is not None:
         hidden = (hidden.float() * row_probs[:, None]).to(hidden.dtype)
@@ -104,8 +107,11 @@ def _wgrad(
     """Returns what autograd gets for a stack of weights, from both operands' columnwise copies."""
     codes, scale_inv = dy.columnwise, dy.scale_inv
     contract = call.quantizers.backend.contract_groups
+    swaps = grouped_quantize.lies_transposed(weight)
 
     def product(*out: Any) -> torch.Tensor:
+        if swaps and out == (False,):  # the gradient lies as its weight does
+            return contract(x, codes, x_scale_inv, scale_inv, groups, *out).transpose(1, 2)
         return contract(codes, x, scale_inv, x_scale_inv, groups, *out)
 
     return on_device.stack_gradient(weight, call.options, weight.dtype, product)
@@ -183,6 +189,7 @@ class ExpertsFunction(OpFunction):
         row_id_map: torch.Tensor,
         table: torch.Tensor,
         activation: str | ClampedSwiglu,
+        interleaved: bool,
         first: GroupsCall,
         second: GroupsCall,
         w1: torch.Tensor,
@@ -200,7 +207,7 @@ class ExpertsFunction(OpFunction):
         qx = first.quantizers.input.produce(Gather(x, row_of), groups, True, need_w1)
         weight, saved1 = first.cast_weights((w1,), groups, need_x)
         hidden = first.multiply(FPROP, qx, weight.rowwise, weight.rowwise_scale_inv, groups)
-        source: Source = Gated(hidden, factor, activation, b1)
+        source: Source = Gated(hidden, factor, activation, b1, interleaved)
         qa = second.quantizers.input.produce(source, groups, True, need_w2)
         needs = need_x or need_probs or need_w1 or need_b1
         weight, saved2 = second.cast_weights((w2,), groups, needs)
@@ -212,7 +219,7 @@ class ExpertsFunction(OpFunction):
         ctx.counts = len(saved1), len(saved2)
         ctx.calls = first, second
         ctx.weights = w1, w2
-        ctx.activation = activation
+        ctx.activation, ctx.interleaved = activation, interleaved
         ctx.device_type = x.device.type
         return moe_permute.unpermute(y, row_id_map)
 
@@ -241,7 +248,7 @@ def _backward(ctx: Any, grad_output: torch.Tensor) -> tuple:
     if needs:
         row_grads = factor.new_empty(rows) if need_probs else None
         grad_b1 = torch.empty_like(b1) if need_b1 else None
-        source = GatedGradient(grad_a, hidden, factor, ctx.activation, b1)
+        source = GatedGradient(grad_a, hidden, factor, ctx.activation, b1, ctx.interleaved)
         produce = first.quantizers.grad_output.produce
         dh = produce(source, groups, True, need_w1, row_grads, grad_b1)
         del source, grad_a, hidden
@@ -254,4 +261,4 @@ def _backward(ctx: Any, grad_output: torch.Tensor) -> tuple:
         elif need_probs:
             nothing = factor.new_empty((rows, 1))
             grad_probs = moe_permute.permute_bwd(nothing, row_id_map, row_grads)[1]
-    return grad_x, grad_probs, None, None, None, None, None, grad_w1, grad_w2, grad_b1
+    return grad_x, grad_probs, *(None,) * 6, grad_w1, grad_w2, grad_b1

@@ -13,7 +13,7 @@ from checks import (
     needs_memory,
 )
 from group_layouts import LAYOUTS, forged, made, nan_behind, scales
-from swiglu_cases import ACTIVATIONS
+from swiglu_cases import ACTIVATIONS, CLAMPED
 
 from apex_te.ops import grouped_cast as op
 from apex_te.ops import grouped_quantize, moe_permute
@@ -38,8 +38,9 @@ def factors(rows, kind, dtype):
 
 
 def source_of(
-    kind, rows, cols, splits, dtype, device, factor=None, activation="silu", has_bias=False
-):
+    kind, rows, cols, splits, dtype, device, factor=None, activation="silu", has_bias=False,
+    interleaved=False,
+):  # fmt: skip
     """A source; rows after the last group are NaN, or refer to rows that x does not have."""
     factor = None if factor is None else factor.to(device)
     if kind == "gather":
@@ -51,9 +52,9 @@ def source_of(
     x = nan_behind(torch.randn(rows, 2 * cols) * 2, splits).to(device, dtype)
     bias = torch.randn(len(splits), 2 * cols).to(device, dtype) if has_bias else None
     if kind == "gated":
-        return op.Gated(x, factor, activation, bias)
+        return op.Gated(x, factor, activation, bias, interleaved)
     grad = nan_behind(torch.randn(rows, cols), splits).to(device, dtype)
-    return op.GatedGradient(grad, x, factor, activation, bias)
+    return op.GatedGradient(grad, x, factor, activation, bias, interleaved)
 
 
 def rows_of(source, groups=None):
@@ -71,9 +72,12 @@ def rows_of(source, groups=None):
     if source.bias is not None:
         x = x.clone()
         grouped_quantize.finish_rows(x, groups, source.bias)
+    if source.interleaved:
+        x = torch.cat((x[:, ::2], x[:, 1::2]), 1)
     if isinstance(source, op.Gated):
         return scaled(swiglu_fwd(x, activation=source.activation))
-    return swiglu_bwd(scaled(source.grad), x, activation=source.activation).input
+    out = swiglu_bwd(scaled(source.grad), x, activation=source.activation).input
+    return torch.stack(out.chunk(2, 1), 2).flatten(1) if source.interleaved else out
 
 
 def layouts_of(t):
@@ -180,6 +184,46 @@ def test_activations(device, poison, activation, dtype, kind, in_blocks, has_bia
         found = op.quantize_source(source, groups, scale, E4M3)
         expected = grouped_quantize.quantize_groups(given, groups, scale, E4M3)
     assert_same_cast(found, expected, groups, 117, in_blocks)
+
+
+@in_pairs(
+    dtype=DTYPES, kind=KINDS[1:], cols=[128, 384, 136, 72, 20], in_blocks=[False, True],
+    has_bias=[False, True], activation=[*CLAMPED, "gelu"], has_factor=[False, True],
+)  # fmt: skip
+@layouts
+def test_interleaved(
+    device, poison, rows, splits, dtype, kind, cols, in_blocks, has_bias, activation, has_factor
+):
+    """Gates and ups that alternate, and their gradients in this order."""
+    cols = cols // 128 * 128 or 128 if in_blocks and kind == "gradient" else cols
+    factor = factors(rows, kind, dtype) if has_factor and cols % 8 == 0 else None
+    if activation == "gelu":  # by ops, with factors by finer functions on a GPU
+        factor = None
+    source = source_of(
+        kind, rows, cols, splits, dtype, device, factor, activation, has_bias, interleaved=True
+    )
+    groups, scale = made(rows, splits, device), scales(len(splits), device)
+    grads, halves = {}, source._replace(interleaved=False)
+    if kind == "gradient":
+        halves = halves._replace(x=op.in_halves(source.x))
+        grads = {"factor_grad": torch.empty(rows, device=device)}
+        if has_bias:
+            halves = halves._replace(bias=op.in_halves(source.bias))
+            grads["bias_grad"] = torch.empty_like(source.bias)
+    wanted = {key: torch.empty_like(t) for key, t in grads.items()}
+    given = rows_of(source, groups)
+    if in_blocks:
+        found = op.block_quantize_source(source, groups, E4M3, **grads)
+        expected = grouped_quantize.block_quantize_groups(given, groups, E4M3)
+    else:
+        found = op.quantize_source(source, groups, scale, E4M3, **grads)
+        expected = grouped_quantize.quantize_groups(given, groups, scale, E4M3)
+    assert_same_cast(found, expected, groups, sum(splits), in_blocks)
+    if grads:
+        op.quantize_source(halves, groups, scale, E4M3, **wanted)
+        if has_bias:
+            grads["bias_grad"] = op.in_halves(grads["bias_grad"])
+        assert_same_bits(list(grads.values()), list(wanted.values()))
 
 
 def exact_rows(source):
