@@ -17,6 +17,7 @@ from .. import runtime
 from ..runtime import scratch_sizes
 from ..runtime.op_options import SWISH, ClampedSwiglu, gate_arguments
 from . import grouped_quantize
+from ._gated_matrices import in_halves, interleaved
 from .binding import bind, check_dense, checked, note_written
 from .fp8_output import check_fp8_dtype, contiguous_matrix
 from .grouped_quantize import ALIGN, GroupedOutput, Groups
@@ -61,7 +62,7 @@ class Gated(NamedTuple):
         bias: [groups, 2F] in the dtype of x, added to each group's rows of x; the sum is rounded,
             as ``grouped_quantize.finish_rows`` does. None adds nothing.
         interleaved: gates and ups are the even and odd columns of x and bias, not their halves. On
-            a GPU a kernel takes this with ``ClampedSwiglu``; otherwise separate ops do.
+            a GPU a kernel takes this with ``ClampedSwiglu`` and a bias; otherwise separate ops do.
     """
 
     x: torch.Tensor
@@ -239,7 +240,7 @@ def _arguments(
             f"{op}: source must be a Gather, Gated or GatedGradient, got {type(source).__name__}"
         )
     grad = row_of = bias = partials = lines = None
-    interleaved = False
+    alternates = False
     gate = gate_arguments(op, "silu")
     x = contiguous_matrix(op, source.x)
     rows, cols = x.shape
@@ -248,7 +249,7 @@ def _arguments(
         _check(op, "row_of", row_of, torch.int32, (row_of.numel(),))
         rows = row_of.shape[0]
     else:
-        gate, interleaved = gate_arguments(op, source.activation), source.interleaved
+        gate, alternates = gate_arguments(op, source.activation), source.interleaved
         if cols % 2:
             raise ValueError(f"{op}: x must have an even number of columns, got {cols}")
         if source.bias is not None:
@@ -277,7 +278,7 @@ def _arguments(
         check_dense(op, x=x, bias_grad=bias_grad)
         _check(op, "bias_grad", bias_grad, x.dtype, (groups.num_groups, cols))
         lines = x.new_empty((groups.columns // ALIGN, cols), dtype=torch.float32)
-    args = _Arguments(x, grad, row_of, factor, bias, partials, lines, *gate, interleaved)
+    args = _Arguments(x, grad, row_of, factor, bias, partials, lines, *gate, alternates)
     return args, (rows, cols)
 
 
@@ -344,7 +345,7 @@ def _has_kernel(source: _Arguments) -> bool:
         x.is_cuda
         and x.shape[1] % (halves * _VECTOR) == 0
         and (row_of is not None or x.element_size() == 2)
-        and (not source.interleaved or source.activation == SWISH)
+        and (not source.interleaved or (source.activation == SWISH and source.bias is not None))
         and all(t is None or t.data_ptr() % _ALIGNMENT == 0 for t in (x, source.grad, source.bias))
     )
 
@@ -375,7 +376,7 @@ def _composed(source: _Arguments, table: torch.Tensor) -> torch.Tensor:
     _swiglu.swiglu_bwd(grad, wide, None, None, None, wide_out, None, None, None, *gate)
     out = wide_out.to(x.dtype)
     if source.interleaved:
-        out = torch.stack(out.chunk(2, 1), 2).flatten(1)
+        out = interleaved(out)
     if source.lines is not None:
         # All of a group in its first line.
         ends = groups.column_ends // ALIGN
@@ -409,11 +410,6 @@ def _gathered(x, row_of, factor, table):
 def _scaled(x: torch.Tensor, factor: torch.Tensor | None) -> torch.Tensor:
     """Returns x, or its rows times their factors in float32."""
     return x if factor is None else x.float() * factor[:, None]
-
-
-def in_halves(x: torch.Tensor) -> torch.Tensor:
-    """Returns interleaved columns [..., 2F] with the even ones first, then the odd ones."""
-    return torch.cat((x[..., ::2], x[..., 1::2]), -1)
 
 
 def _gated(x: torch.Tensor, gate: tuple) -> torch.Tensor:

@@ -7,13 +7,14 @@
 // - gated rows, act(gate) * up of x [rows, 2 cols], gates then ups;
 // - their gradient, dgate then dup of x [rows, cols], for grad [rows, cols / 2].
 // With `interleaved` gates and ups alternate in x, its bias and the gradient; the kernels take it
-// with swish alone. bias[g] is first added to the rows of x of group g, and the sum is rounded, as
-// grouped_finish does. factor[r] multiplies the elements of the first two, and grad of the third,
-// in fp32. An element is rounded to x's dtype once, before its amax is taken: the casts are those
-// of the rounded matrix. partials[t, r] is the sum of grad * act(gate) * up over the columns from
-// 128 t to 128 t + 127 of row r: over all t, the gradient of factor[r]. lines[i] are the column
-// sums in fp32 of the rounded rows that have the columns from 16 i to 16 i + 15 in columnwise
-// codes: over all lines of a group, the gradient of bias[g]. Lines of no row are not written.
+// with swish and a bias alone. bias[g] is first added to the rows of x of group g, and the sum is
+// rounded, as grouped_finish does. factor[r] multiplies the elements of the first two, and grad of
+// the third, in fp32. An element is rounded to x's dtype once, before its amax is taken: the casts
+// are those of the rounded matrix. partials[t, r] is the sum of grad * act(gate) * up over the
+// columns from 128 t to 128 t + 127 of row r: over all t, the gradient of factor[r]. lines[i] are
+// the column sums in fp32 of the rounded rows that have the columns from 16 i to 16 i + 15 in
+// columnwise codes: over all lines of a group, the gradient of bias[g]. Lines of no row are not
+// written.
 //
 // The kernels take vectors: 16-byte addresses and multiples of 8 columns (of each half), and for
 // gated rows a 16-bit dtype. The Python side composes the ops for all else, and on the CPU.
@@ -71,9 +72,6 @@ inline Produced check_produced(Args& args, TensorView& bias, TensorView& lines) 
   lines = args.optional_tensor();
   p.activation = check_gated_activation(args, p.clamp);
   p.interleaved = args.boolean();
-  if (p.interleaved && p.activation != Activation::kSwish)
-    fail(kApexTeUnsupported, "%s: activation must be 7 with interleaved, got %d", args.name(),
-         static_cast<int>(p.activation));
   x.has_ndim(2).is_dense();
   if (row_of) {
     x.has_dtype({DType::kFloat32, DType::kFloat16, DType::kBFloat16});
@@ -105,8 +103,8 @@ inline Produced check_produced(Args& args, TensorView& bias, TensorView& lines) 
   return p;
 }
 
-inline void check_group_biases(Produced& p, const TensorView& bias, const TensorView& lines,
-                               int64_t groups) {
+inline void check_group_biases(const Args& args, Produced& p, const TensorView& bias,
+                               const TensorView& lines, int64_t groups) {
   const int64_t width = (p.grad ? 1 : 2) * p.cols;
   if (bias) bias.has_dtype({p.dtype}).has_shape({groups, width}).is_dense();
   if (lines) {
@@ -115,6 +113,9 @@ inline void check_group_biases(Produced& p, const TensorView& bias, const Tensor
     p.num_lines = (p.rows + kGroupAlign - 1) / kGroupAlign + groups;
     lines.has_dtype({DType::kFloat32}).has_shape({p.num_lines, width}).is_dense();
   }
+  if (p.interleaved && !(bias && p.activation == Activation::kSwish))
+    fail(kApexTeUnsupported, "%s: activation must be 7, and bias given, with interleaved, got %d",
+         args.name(), static_cast<int>(p.activation));
   p.bias = bias.data<void>();
   p.lines = lines.data<float>();
 }
@@ -140,14 +141,14 @@ inline GroupedCast check_grouped_cast(Args& args, bool in_blocks) {
   if (!in_blocks) {
     fill(p.groups);
     check_group_outputs(args, p.groups);
-    check_group_biases(p.from, bias, lines, p.groups.table.groups);
+    check_group_biases(args, p.from, bias, lines, p.groups.table.groups);
     return p;
   }
   fill(p.blocks);
   p.blocks.x = p.from.x;
   p.blocks.table = check_table(args, args.tensor(), -1, p.from.rows);
   check_block_outputs(args, p.blocks);
-  check_group_biases(p.from, bias, lines, p.blocks.table.groups);
+  check_group_biases(args, p.from, bias, lines, p.blocks.table.groups);
   if (p.from.grad && p.from.cols % (2 * kBlock))
     fail(kApexTeValueError, "%s: grad must have a multiple of 128 columns, got %lld", args.name(),
          static_cast<long long>(p.from.cols / 2));

@@ -177,11 +177,12 @@ struct GatedGradient {
   float* lines;
   int64_t num_lines;
   Clamp clamp;
-  static constexpr int kTileRows = 128, kParts = 2;
-  // More would not fit the registers.
+  // Of blocks of 128 threads an SM runs three, with the registers that these need.
+  static constexpr bool kIsLarge = kBias || kAct == Activation::kSwish;
+  static constexpr int kTileRows = kIsLarge ? 64 : 128, kParts = 2;
   static constexpr int kBatch = kAct == Activation::kSwish ? 2 : kGatedBatch;
   static constexpr bool kByColumns = false, kAdjacent = kInterleaved;
-  static constexpr int blocks(size_t) { return 2; }
+  static constexpr int blocks(size_t) { return kIsLarge ? 3 : 2; }
   static constexpr int blocks_1x128(size_t) { return 2; }
   template <typename Tile, bool kAligned, typename T>
   __device__ __forceinline__ void load(const T* x, int64_t begin, const typename Tile::Place& at,
@@ -206,11 +207,11 @@ struct GatedGradient {
         float g[kVec], u[kVec], d[kVec];
         unpack(gate[r], g);
         unpack(up[r], u);
-        unpack(dy[r], d);
         int group = of.group;
-        // Loads the biases for each row again, of which registers would not hold 16, too.
+        // Each row loads its biases again: registers would not hold them, too.
         if (kInterleaved) asm volatile("" : "+r"(group));
         const Biases<kBias, T> biases(bias, group, at.col, at.cols, halves);
+        unpack(dy[r], d);
         biases.add(biases.gate, g);
         biases.add(biases.up, u);
         halves.separate(g, u);
@@ -317,9 +318,7 @@ void with_gated(const Produced& p, const Launch& launch) {
                                  : launch(BFloat16{}, kind, has_bias, interleaved);
     };
     if constexpr (decltype(kind)::value == Activation::kSwish)
-      if (p.interleaved)
-        return p.bias ? with(std::true_type{}, std::true_type{})
-                      : with(std::false_type{}, std::true_type{});
+      if (p.interleaved) return with(std::true_type{}, std::true_type{});
     p.bias ? with(std::true_type{}, std::false_type{}) : with(std::false_type{}, std::false_type{});
   });
 }

@@ -9,8 +9,9 @@ import torch
 from ...fp8.autocast import graph_task_id, local
 from ...fp8.scheme.gemm_backend import DGRAD, FPROP
 from ...ops import grouped_quantize, moe_permute
+from ...ops._gated_matrices import in_halves
 from ...ops.binding import OpFunction, once_differentiable
-from ...ops.grouped_cast import Gated, GatedGradient, Gather, Source, in_halves
+from ...ops.grouped_cast import Gated, GatedGradient, Gather, Source
 from ...ops.grouped_quantize import GroupedOutput, Groups
 from ...ops.swiglu import ClampedSwiglu
 from ...permutation import moe_unpermute, permute_with_map

@@ -56,6 +56,7 @@ OTHERS = {
     "grouped_quantize.allocate_blocks",
     "grouped_quantize.block_values_of_columns",
     "grouped_quantize.check_rows",
+    "grouped_quantize.lies_transposed",
     "grouped_gemm.multiplies_codes",
     "grouped_gemm.has_grouped_products",
     "multi_tensor.dense",

@@ -18,13 +18,17 @@ from swiglu_cases import ACTIVATIONS, CLAMPED
 from apex_te.ops import grouped_cast as op
 from apex_te.ops import grouped_quantize, moe_permute
 from apex_te.ops.grouped_quantize import Groups
-from apex_te.ops.swiglu import swiglu_bwd, swiglu_fwd
+from apex_te.ops.swiglu import ClampedSwiglu, swiglu_bwd, swiglu_fwd
 
 E4M3 = torch.float8_e4m3fn
 UNEVEN = (800, [0, 1, 15, 16, 17, 127, 128, 129, 300])
 layouts = pytest.mark.parametrize(("rows", "splits"), [UNEVEN, *LAYOUTS], ids=lambda v: str(v)[:24])
 KINDS = ["gather", "gated", "gradient"]
 NO_ROW = 2**31 - 1  # of tokens, behind the last group
+
+
+def in_halves(x):
+    return torch.cat((x[:, ::2], x[:, 1::2]), 1)
 
 
 def powers(rows):
@@ -73,7 +77,7 @@ def rows_of(source, groups=None):
         x = x.clone()
         grouped_quantize.finish_rows(x, groups, source.bias)
     if source.interleaved:
-        x = torch.cat((x[:, ::2], x[:, 1::2]), 1)
+        x = in_halves(x)
     if isinstance(source, op.Gated):
         return scaled(swiglu_fwd(x, activation=source.activation))
     out = swiglu_bwd(scaled(source.grad), x, activation=source.activation).input
@@ -205,10 +209,10 @@ def test_interleaved(
     groups, scale = made(rows, splits, device), scales(len(splits), device)
     grads, halves = {}, source._replace(interleaved=False)
     if kind == "gradient":
-        halves = halves._replace(x=op.in_halves(source.x))
+        halves = halves._replace(x=in_halves(source.x))
         grads = {"factor_grad": torch.empty(rows, device=device)}
         if has_bias:
-            halves = halves._replace(bias=op.in_halves(source.bias))
+            halves = halves._replace(bias=in_halves(source.bias))
             grads["bias_grad"] = torch.empty_like(source.bias)
     wanted = {key: torch.empty_like(t) for key, t in grads.items()}
     given = rows_of(source, groups)
@@ -222,7 +226,7 @@ def test_interleaved(
     if grads:
         op.quantize_source(halves, groups, scale, E4M3, **wanted)
         if has_bias:
-            grads["bias_grad"] = op.in_halves(grads["bias_grad"])
+            grads["bias_grad"] = in_halves(grads["bias_grad"])
         assert_same_bits(list(grads.values()), list(wanted.values()))
 
 
@@ -380,12 +384,14 @@ def guarded(like):
 
 @needs_cuda
 @pytest.mark.parametrize("kind", KINDS)
-def test_forged_tables(kind):
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_forged_tables(kind, interleaved):
     """Whatever a table says, what is read and written exists."""
     device = torch.device("cuda")
     source = source_of(
-        kind, 16, 128, [16, 0], torch.bfloat16, device, torch.ones(16), has_bias=True
-    )
+        kind, 16, 128, [16, 0], torch.bfloat16, device, torch.ones(16), ClampedSwiglu(), True,
+        interleaved,
+    )  # fmt: skip
     args = op._arguments("test", source, made(16, [16, 0], device), None, None)[0]
     if kind == "gradient":
         lines, check_lines = guarded(torch.zeros(3, 256, device=device))
@@ -413,10 +419,13 @@ def test_forged_tables(kind):
 def test_kernels_run(kind):
     """The kernels, not the ops that they stand for, compute what they take."""
     device = torch.device("cuda")
-    source = source_of(kind, 64, 128, [64], torch.bfloat16, device, has_bias=True)
-    args = op._arguments("test", source, made(64, [64], device), None, None)[0]
-    assert op._has_kernel(args)
-    assert not op._has_kernel(args._replace(x=args.x.cpu()))
+    for activation, interleaved in (("gelu", False), (ClampedSwiglu(), False), (CLAMPED[0], True)):
+        source = source_of(
+            kind, 64, 128, [64], torch.bfloat16, device, None, activation, True, interleaved
+        )
+        args = op._arguments("test", source, made(64, [64], device), None, None)[0]
+        assert op._has_kernel(args)
+        assert not op._has_kernel(args._replace(x=args.x.cpu()))
 
 
 @needs_cuda
