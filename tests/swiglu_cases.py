@@ -8,7 +8,9 @@ SHAPES = [
     (1, 1), (3, 7), (8, 15), (16, 16), (17, 128), (127, 129), (128, 128), (129, 1000), (65, 264),
     (48, 3584), (5, 4095), (2, 8192),
 ]  # fmt: skip
-ACTIVATIONS = list(op.ACTIVATIONS)
+# With limits that most, few or none of the inputs pass.
+CLAMPED = [op.ClampedSwiglu(limit=1.0), op.ClampedSwiglu(alpha=1.0), op.ClampedSwiglu(float("inf"))]
+ACTIVATIONS = [*op.ACTIVATIONS, *CLAMPED]
 
 
 def make(shape, dtype, *, two=False, bias=False, spread=2):

@@ -13,6 +13,7 @@ from torch import nn
 from torch.nn.utils import parametrize
 
 from ..fp8.parameter.parameter import FP8Parameter
+from ..runtime.op_options import ClampedSwiglu
 
 # Families of Hugging Face whose RMS norm multiplies by its weight, and those that multiply by
 # 1 + weight: the name of their Python module, and the prefix of their classes' names.
@@ -25,6 +26,15 @@ _PYTORCH_UTILS = "transformers.pytorch_utils"
 # Defines the standard gate of experts, which a model's experts may replace.
 EXPERTS = "transformers.integrations.moe"
 _ACTIVATIONS = "transformers.activations"
+# Experts whose gate is clamped SwiGLU, by family and class: the attributes that have limit and
+# alpha, None for an alpha of 1, and the offset.
+_CLAMPED = {
+    ("deepseek_v4", "DeepseekV4Experts"): ("limit", None, 0.0),
+    ("glm5_next", "Glm5NextTextExperts"): ("swiglu_limit", None, 0.0),
+    ("gpt_oss", "GptOssExperts"): ("limit", "alpha", 1.0),
+    ("minimax_m3_vl", "MiniMaxM3VLExperts"): ("swiglu_limit", "swiglu_alpha", 1.0),
+    ("openai_privacy_filter", "OpenAIPrivacyFilterExperts"): ("limit", "alpha", 1.0),
+}
 _HOOKS = (
     "_forward_hooks",
     "_forward_pre_hooks",
@@ -66,6 +76,22 @@ def activation_name(module: object, gated: bool) -> str | None:
     if tanh or (type(module) is nn.GELU and module.approximate == "tanh"):
         return "geglu" if gated else "gelu"
     return None
+
+
+def experts_gate(experts: Any) -> Any:
+    """Returns the activation of experts as ``run_experts`` takes it, else their own function."""
+    gate = experts._apply_gate
+    path = getattr(gate, "__module__", "") or ""
+    if path == EXPERTS:
+        return activation_name(experts.act_fn, gated=True) or gate
+    owner = getattr(gate, "__qualname__", "").rpartition(".")[0]
+    clamp = _CLAMPED.get((path.rpartition(".modeling_")[2], owner))
+    act = getattr(experts, "act_fn", None)
+    if clamp is None or (act is not None and activation_name(act, gated=True) != "swiglu"):
+        return gate
+    limit = getattr(experts, clamp[0])
+    alpha = 1.0 if clamp[1] is None else getattr(experts, clamp[1])
+    return gate if limit is None else ClampedSwiglu(float(limit), float(alpha), clamp[2])
 
 
 def norm_eps(module: nn.Module) -> float:
@@ -111,18 +137,20 @@ def is_experts(module: Any) -> bool:
     """Returns True for experts of Hugging Face that have their weights in two stacked Parameters.
 
     These are ``gate_up_proj`` ``[experts, 2 ffn, hidden]`` and ``down_proj``
-    ``[experts, hidden, ffn]`` without biases, for transformers' own grouped GEMMs.
+    ``[experts, hidden, ffn]``, or transposed, for transformers' own grouped GEMMs, and
+    ``gate_up_proj_bias`` and ``down_proj_bias``, or no biases.
     """
     named = type(module).__module__.startswith("transformers.models.")
     if not named or not hasattr(type(module), "_apply_gate") or "forward" in vars(module):
         return False
-    own = module._parameters
+    own, weights = module._parameters, {"gate_up_proj", "down_proj"}
+    biases = {f"{name}_bias" for name in weights} if module.has_bias else set()
     return (
-        own.keys() == {"gate_up_proj", "down_proj"}
-        and all(p is not None and p.dim() == 3 for p in own.values())
+        own.keys() == weights | biases
+        and all(p is not None and p.dim() == 2 + (name in weights) for name, p in own.items())
         and module.has_gate
-        and module.is_concatenated
-        and not (module.has_bias or module.is_transposed or _has_post_expert_norm(module))
+        and (module.is_concatenated or not callable(experts_gate(module)))
+        and not _has_post_expert_norm(module)
     )
 
 

@@ -15,34 +15,52 @@ from . import _matching as matching
 
 
 class ExpertGemm(GroupedLinear):
-    """``GroupedLinear`` over a stacked Parameter of the experts, who set it for each call."""
+    """``GroupedLinear`` over stacked Parameters of the experts, who set them for each call.
+
+    A weight ``[experts, out, in]`` may be a transposed view.
+    """
 
     def __init__(
-        self, num_gemms: int, in_features: int, out_features: int, dtype: torch.dtype
+        self, num_gemms: int, in_features: int, out_features: int, bias: bool, dtype: torch.dtype
     ) -> None:
         super().__init__(
-            num_gemms, in_features, out_features, bias=False, params_dtype=dtype, device="meta",
+            num_gemms, in_features, out_features, bias=bias, params_dtype=dtype, device="meta",
             single_parameter=True,
         )  # fmt: skip
-        self.register_parameter("weight", None)
-        self._stacked: torch.Tensor | None = None
+        for key in list(self._parameters):
+            self.register_parameter(key, None)
+        self._stacked: tuple[torch.Tensor, torch.Tensor | None] | None = None
 
     def reset_parameters(self) -> None:
         """Does nothing: the layer has no parameters of its own."""
 
     def _weights_and_biases(self) -> tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]]:
         assert self._stacked is not None
-        return (self._stacked,), ()
+        weight, bias = self._stacked
+        return (weight,), () if bias is None else (bias,)
 
 
 def _gemms_of(experts: Any) -> tuple[ExpertGemm, ExpertGemm]:
     """Returns layers over the experts' weights."""
-    count, outer, inner = experts.gate_up_proj.shape
-    dtype, training = experts.gate_up_proj.dtype, experts.training
+    (up, bias), _ = _parameters_of(experts)
+    count, outer, inner = up.shape
+    dtype, training = up.dtype, experts.training
     return (
-        ExpertGemm(count, inner, outer, dtype).train(training),
-        ExpertGemm(count, outer // 2, inner, dtype).train(training),
+        ExpertGemm(count, inner, outer, bias is not None, dtype).train(training),
+        ExpertGemm(count, outer // 2, inner, bias is not None, dtype).train(training),
     )
+
+
+def _parameters_of(experts: Any) -> Any:
+    """Returns weight ``[experts, out, in]`` and bias, or None, of both layers."""
+
+    def pair(name: str) -> tuple[torch.Tensor, torch.Tensor | None]:
+        weight = getattr(experts, name)
+        if experts.is_transposed:
+            weight = weight.transpose(1, 2)
+        return weight, getattr(experts, f"{name}_bias") if experts.has_bias else None
+
+    return pair("gate_up_proj"), pair("down_proj")
 
 
 def _run(
@@ -52,13 +70,14 @@ def _run(
     top_k_index: torch.Tensor,
     top_k_weights: torch.Tensor,
 ) -> torch.Tensor:
-    """Computes experts by layers over their weights; a gate that is not standard stays theirs."""
-    gate = experts._apply_gate
-    if getattr(gate, "__module__", None) == matching.EXPERTS:
-        gate = matching.activation_name(experts.act_fn, gated=True) or gate
-    gemms[0]._stacked, gemms[1]._stacked = experts.gate_up_proj, experts.down_proj
+    """Computes experts by layers over their weights; a gate that is not known stays theirs."""
+    gate = matching.experts_gate(experts)
+    gemms[0]._stacked, gemms[1]._stacked = _parameters_of(experts)
     try:
-        return run_experts(*gemms, hidden_states, top_k_index, top_k_weights, gate)[0]
+        return run_experts(
+            *gemms, hidden_states, top_k_index, top_k_weights, gate,
+            interleaved=not experts.is_concatenated,
+        )[0]  # fmt: skip
     finally:
         gemms[0]._stacked = gemms[1]._stacked = None
 
@@ -73,8 +92,8 @@ def register_experts(name: str = "apex_te") -> None:
 
     Raises:
         ImportError: transformers, 5 or later, is not installed.
-        NotImplementedError: in a forward, for experts whose weights are transposed, interleaved,
-            without a gate or spread over ranks, or that have biases or a norm.
+        NotImplementedError: in a forward, for experts without a gate, with a norm, with weights
+            that are spread over ranks, or with interleaved weights and a gate other than gpt-oss'.
     """
     from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
@@ -88,15 +107,17 @@ def _registered_forward(
     top_k_weights: torch.Tensor,
 ) -> torch.Tensor:
     """Computes unconverted experts, whose layers are made in the first call."""
-    for attribute, served, what in (
-        ("has_bias", False, "biases"),
-        ("is_transposed", False, "transposed weights"),
-        ("has_gate", True, "no gate"),
-        ("is_concatenated", True, "interleaved weights"),
-        ("has_post_expert_norm", False, "a norm"),
-        ("_is_expert_parallel", False, "weights spread over ranks"),
+    interleaved = not getattr(experts, "is_concatenated", True)
+    for is_refused, what in (
+        (not getattr(experts, "has_gate", True), "no gate"),
+        (getattr(experts, "has_post_expert_norm", False), "a norm"),
+        (getattr(experts, "_is_expert_parallel", False), "weights spread over ranks"),
+        (
+            interleaved and callable(matching.experts_gate(experts)),
+            "interleaved weights and a gate of their own",
+        ),
     ):
-        if getattr(experts, attribute, served) != served:
+        if is_refused:
             raise NotImplementedError(
                 f"{type(experts).__name__}: experts_implementation must be another than that of "
                 f"apex_te for experts with {what}"
@@ -118,7 +139,8 @@ class StackedExperts(nn.Module):
 
     A layer that ``from_torch`` converts gets a subclass of this class and of the experts' own,
     whose forward computes outside of ``fp8_autocast``. Inside, tokens are sorted by expert. The
-    weights are ``[experts, 2 ffn, hidden]`` and ``[experts, hidden, ffn]``.
+    weights are ``[experts, 2 ffn, hidden]`` and ``[experts, hidden, ffn]``, or the model's own
+    transposed ones, whose gates and ups may alternate; they stay as they are.
     """
 
     gate_up_proj: nn.Parameter

@@ -64,8 +64,8 @@ class LayerNormMLP(NormedModule):
         bias: learn both biases.
         normalization: ``"LayerNorm"`` or ``"RMSNorm"``.
         activation: ``"gelu"`` (tanh form), ``"qgelu"``, ``"relu"``, ``"srelu"``, ``"silu"``; or
-            gated: ``"geglu"``, ``"glu"``, ``"reglu"``, ``"swiglu"``; or gated and computed by
-            PyTorch's ops: ``"qgeglu"``, ``"sreglu"``, ``"clamped_swiglu"``.
+            gated: ``"geglu"``, ``"glu"``, ``"qgeglu"``, ``"reglu"``, ``"sreglu"``, ``"swiglu"``,
+            ``"clamped_swiglu"``.
         activation_params: dict of parameters of ``"clamped_swiglu"``, which is ``gate *
             sigmoid(alpha * gate) * (up + glu_linear_offset)`` with gate and up clamped to
             ``limit``. Keys: ``limit`` (default 7.0), ``alpha`` (1.702) and ``glu_linear_offset``

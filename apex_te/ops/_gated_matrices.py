@@ -57,3 +57,13 @@ def output_gradient(
             f"{op}: grad_output must have shape {list(expected)}, got {list(grad_output.shape)}"
         )
     return grad_output.reshape(math.prod(expected[:-1]), cols).contiguous()
+
+
+def in_halves(x: torch.Tensor) -> torch.Tensor:
+    """Returns interleaved columns [..., 2F] with the even ones first, then the odd ones."""
+    return torch.cat((x[..., ::2], x[..., 1::2]), -1)
+
+
+def interleaved(x: torch.Tensor) -> torch.Tensor:
+    """Returns the columns whose ``in_halves`` are ``x``."""
+    return torch.stack(x.chunk(2, -1), -1).flatten(-2)

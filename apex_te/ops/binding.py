@@ -546,7 +546,8 @@ def _problem(place: str, wanted: str, value: Any, scope: dict[str, Any]) -> Exce
             return TypeError(f"{place} must be a list of floats, got {_type(value)}")
         found = (_number_problem(f"{place}[{i}]", ["float"], v) for i, v in enumerate(value))
         return next(filter(None, found), None)
-    if any(kind in _NUMBER_OF for kind in kinds):
+    is_instance = any(isinstance(value, _class(kind, scope) or ()) for kind in kinds)
+    if any(kind in _NUMBER_OF for kind in kinds) and not is_instance:
         return _number_problem(place, kinds, value)
     for kind in filter("None".__ne__, kinds):
         expected = _class(kind, scope)

@@ -78,7 +78,7 @@ def dense_gemm_swiglu(
         b_scale_inv: one float32 element on the device.
         scale: one float32 element, the scale of the activation's FP8 data.
         bias: [2F], converted to bfloat16; None adds nothing.
-        activation: as in ``swiglu``.
+        activation: a name, as in ``swiglu``.
         amax: one float32 element, becomes max(amax, max |act(gate) * up|), before scaling; NaN
             counts as largest. None computes no amax.
 
@@ -127,7 +127,7 @@ def dense_gemm_swiglu_bwd(
         hidden: bfloat16 [M, 2F], contiguous, as ``dense_gemm_swiglu`` made it.
         scale: one float32 element, the scale of the gradient's FP8 data.
         fp8_dtype: dtype of the gradient's FP8 data.
-        activation: as in ``swiglu``.
+        activation: a name, as in ``swiglu``.
         columnwise: also make the gradient's columnwise copy.
         amax: one float32 element, becomes max(amax, max |gradient|), before scaling; NaN counts
             as largest. None computes no amax.
@@ -198,6 +198,7 @@ def _aligned(*tensors: torch.Tensor | None) -> bool:
 
 
 _NAMES = {code: name for name, code in swiglu.ACTIVATIONS.items()}
+_UNUSED = 0.0, 0.0, 0.0  # parameters of another activation
 
 
 def _launch_fwd(a, b, a_scale_inv, b_scale_inv, hidden, bias, scale, act, amax, scale_inv, code):
@@ -221,7 +222,7 @@ def _run_fwd(a, b, a_scale_inv, b_scale_inv, hidden, bias, scale, act, amax, sca
         launch.function(*launch.args)
         return
     dense_gemm.multiply_into(a, b, a_scale_inv, b_scale_inv, hidden, bias, None, False, 0)
-    swiglu.fwd_fp8_into(hidden, None, None, None, scale, act, None, amax, scale_inv, code)
+    swiglu.fwd_fp8_into(hidden, None, None, None, scale, act, None, amax, scale_inv, code, *_UNUSED)
 
 
 def _launch_bwd(
@@ -255,11 +256,21 @@ def _run_bwd(
     dense_gemm.multiply_into(a, b, a_scale_inv, b_scale_inv, grad, None, None, False, promotion)
     swiglu.bwd_fp8_into(
         grad, hidden, None, None, None, scale, rowwise, columnwise, amax, scale_inv, None, None,
-        code,
+        code, *_UNUSED,
     )  # fmt: skip
     if act_columnwise is not None:
         swiglu.fwd_fp8_into(
-            hidden, None, None, None, act_scale, None, act_columnwise, None, None, code
+            hidden,
+            None,
+            None,
+            None,
+            act_scale,
+            None,
+            act_columnwise,
+            None,
+            None,
+            code,
+            *_UNUSED,
         )
 
 

@@ -15,11 +15,12 @@ import torch
 
 from .. import runtime
 from ..runtime import scratch_sizes
-from ..runtime.op_options import ACTIVATIONS, gated_activation_number
+from ..runtime.op_options import SWISH, ClampedSwiglu, gate_arguments
 from . import grouped_quantize
+from ._gated_matrices import in_halves, interleaved
 from .binding import bind, check_dense, checked, note_written
 from .fp8_output import check_fp8_dtype, contiguous_matrix
-from .grouped_quantize import GroupedOutput, Groups
+from .grouped_quantize import ALIGN, GroupedOutput, Groups
 
 __all__ = [
     "Gated",
@@ -58,27 +59,35 @@ class Gated(NamedTuple):
         x: [rows, 2F] float32, float16 or bfloat16, gates first.
         factor: float32 [rows], such as the experts' probabilities, or None for ones.
         activation: as in ``swiglu``.
+        bias: [groups, 2F] in the dtype of x, added to each group's rows of x; the sum is rounded,
+            as ``grouped_quantize.finish_rows`` does. None adds nothing.
+        interleaved: gates and ups are the even and odd columns of x and bias, not their halves. On
+            a GPU a kernel takes this with ``ClampedSwiglu`` and a bias; otherwise separate ops do.
     """
 
     x: torch.Tensor
     factor: torch.Tensor | None = None
-    activation: str = "silu"
+    activation: str | ClampedSwiglu = "silu"
+    bias: torch.Tensor | None = None
+    interleaved: bool = False
 
 
 class GatedGradient(NamedTuple):
-    """Rows of the gradient of ``Gated`` with respect to x, [rows, 2F], gates first.
+    """Rows of the gradient of ``Gated`` with respect to x, [rows, 2F], in the order of x.
 
     Attributes:
         grad: [rows, F] in the dtype of x, gradient of the gated rows.
         x: [rows, 2F], as in ``Gated``.
         factor: as in ``Gated``; ``grad`` times it is not rounded.
-        activation: as in ``swiglu``.
+        activation, bias, interleaved: as in ``Gated``.
     """
 
     grad: torch.Tensor
     x: torch.Tensor
     factor: torch.Tensor | None = None
-    activation: str = "silu"
+    activation: str | ClampedSwiglu = "silu"
+    bias: torch.Tensor | None = None
+    interleaved: bool = False
 
 
 Source = Gather | Gated | GatedGradient
@@ -88,14 +97,21 @@ class _Arguments(NamedTuple):
     """A source as the kernels take it, after which the cast's arguments follow.
 
     ``partials`` is float32 [F / 128 rounded up, rows] or None; rows that are not read stay 0.
+    ``lines`` is float32 [``Groups.columns`` / 16, 2F] or None, sums of the rows of 16 columns.
     """
 
     x: torch.Tensor
     grad: torch.Tensor | None
     row_of: torch.Tensor | None
     factor: torch.Tensor | None
+    bias: torch.Tensor | None
     partials: torch.Tensor | None
+    lines: torch.Tensor | None
     activation: int
+    limit: float
+    alpha: float
+    offset: float
+    interleaved: bool
 
 
 @checked
@@ -111,6 +127,7 @@ def quantize_source(
     scale_inv: torch.Tensor | None = None,
     due: torch.Tensor | None = None,
     factor_grad: torch.Tensor | None = None,
+    bias_grad: torch.Tensor | None = None,
 ) -> GroupedOutput:
     """Quantizes the rows of a source with one scale for each group, as ``quantize_groups`` does.
 
@@ -133,15 +150,19 @@ def quantize_source(
         factor_grad: float32 [rows], written; only for a ``GatedGradient`` and without ``due``. It
             becomes the gradient of its factor, the sum of grad * act(gate) * up over F in float32
             in a fixed order, and 0 in rows after the last group. None computes none.
+        bias_grad: [groups, 2F] in the dtype of x, written; only for a ``GatedGradient`` with a bias
+            and without ``due``. It becomes the gradient of the bias, the column sums of each
+            group's rounded rows in float32 in a fixed order. None computes none.
 
     Raises:
         TypeError: an argument has a dtype that is not listed.
         ValueError: a shape or device does not match, or ``activation`` is not supported.
     """
     name = "grouped_cast.quantize_source"
-    if due is not None and factor_grad is not None:
-        raise ValueError(f"{name}: factor_grad must be None with due")
-    args, shape = _arguments(name, source, factor_grad)
+    for key, grad in (("factor_grad", factor_grad), ("bias_grad", bias_grad)):
+        if due is not None and grad is not None:
+            raise ValueError(f"{name}: {key} must be None with due")
+    args, shape = _arguments(name, source, groups, factor_grad, bias_grad)
     check_fp8_dtype(name, fp8_dtype)
     given = scale_inv is not None
     out = grouped_quantize.allocate(
@@ -152,7 +173,7 @@ def quantize_source(
         amax, due, given,
     )  # fmt: skip
     note_written(amax)
-    _add_up(args.partials, factor_grad)
+    _add_up(args, groups, factor_grad, bias_grad)
     return out
 
 
@@ -167,6 +188,7 @@ def block_quantize_source(
     pow2: bool = True,
     eps: float = 0.0,
     factor_grad: torch.Tensor | None = None,
+    bias_grad: torch.Tensor | None = None,
 ) -> GroupedOutput:
     """Quantizes the rows of a source in 1x128 blocks, as ``block_quantize_groups`` does.
 
@@ -181,7 +203,7 @@ def block_quantize_source(
         columnwise: make the columnwise copy, [cols, groups.columns], likewise.
         pow2: round scales down to powers of two.
         eps: smallest amax.
-        factor_grad: as in ``quantize_source``.
+        factor_grad, bias_grad: as in ``quantize_source``.
 
     Raises:
         TypeError: an argument has a dtype that is not listed.
@@ -189,7 +211,7 @@ def block_quantize_source(
             copy is asked for.
     """
     name = "grouped_cast.block_quantize_source"
-    args, shape = _arguments(name, source, factor_grad)
+    args, shape = _arguments(name, source, groups, factor_grad, bias_grad)
     if args.grad is not None and args.grad.shape[1] % _BLOCK:
         raise ValueError(
             f"{name}: grad must have a multiple of 128 columns, got {args.grad.shape[1]}"
@@ -201,20 +223,25 @@ def block_quantize_source(
         *args, groups.table, out.rowwise, out.row_scale_inv, out.columnwise, out.scale_inv, eps,
         pow2,
     )  # fmt: skip
-    _add_up(args.partials, factor_grad)
+    _add_up(args, groups, factor_grad, bias_grad)
     return out
 
 
 def _arguments(
-    op: str, source: Source, factor_grad: torch.Tensor | None
+    op: str,
+    source: Source,
+    groups: Groups,
+    factor_grad: torch.Tensor | None,
+    bias_grad: torch.Tensor | None,
 ) -> tuple[_Arguments, tuple[int, int]]:
     """Checks a source; returns the kernels' arguments, contiguous, and the rows' shape."""
     if not isinstance(source, (Gather, Gated, GatedGradient)):
         raise TypeError(
             f"{op}: source must be a Gather, Gated or GatedGradient, got {type(source).__name__}"
         )
-    grad = row_of = None
-    code = ACTIVATIONS["silu"]
+    grad = row_of = bias = partials = lines = None
+    alternates = False
+    gate = gate_arguments(op, "silu")
     x = contiguous_matrix(op, source.x)
     rows, cols = x.shape
     if isinstance(source, Gather):
@@ -222,9 +249,12 @@ def _arguments(
         _check(op, "row_of", row_of, torch.int32, (row_of.numel(),))
         rows = row_of.shape[0]
     else:
-        code = gated_activation_number(op, source.activation)
+        gate, alternates = gate_arguments(op, source.activation), source.interleaved
         if cols % 2:
             raise ValueError(f"{op}: x must have an even number of columns, got {cols}")
+        if source.bias is not None:
+            bias = source.bias.contiguous()
+            _check(op, "bias", bias, x.dtype, (groups.num_groups, cols))
         if isinstance(source, GatedGradient):
             grad = source.grad.contiguous()
             _check(op, "grad", grad, x.dtype, (rows, cols // 2))
@@ -234,15 +264,22 @@ def _arguments(
     if factor is not None:
         factor = factor.contiguous()
         _check(op, "factor", factor, torch.float32, (rows,))
-    partials = None
     if factor_grad is not None:
         if grad is None:
             raise ValueError(f"{op}: factor_grad must be None without a GatedGradient")
         check_dense(op, x=x, factor_grad=factor_grad)
         _check(op, "factor_grad", factor_grad, torch.float32, (rows,))
-        lines = scratch_sizes.lines(grad.shape[1], _BLOCK)
-        partials = x.new_zeros((lines, rows), dtype=torch.float32)
-    return _Arguments(x, grad, row_of, factor, partials, code), (rows, cols)
+        partials = x.new_zeros(
+            (scratch_sizes.lines(grad.shape[1], _BLOCK), rows), dtype=torch.float32
+        )
+    if bias_grad is not None:
+        if grad is None or bias is None:
+            raise ValueError(f"{op}: bias_grad must be None without a GatedGradient with a bias")
+        check_dense(op, x=x, bias_grad=bias_grad)
+        _check(op, "bias_grad", bias_grad, x.dtype, (groups.num_groups, cols))
+        lines = x.new_empty((groups.columns // ALIGN, cols), dtype=torch.float32)
+    args = _Arguments(x, grad, row_of, factor, bias, partials, lines, *gate, alternates)
+    return args, (rows, cols)
 
 
 def _check(
@@ -260,25 +297,38 @@ def _check(
         raise ValueError(f"{op}: {name} must have shape {list(shape)}, got {list(t.shape)}")
 
 
-def _add_up(partials: torch.Tensor | None, factor_grad: torch.Tensor | None) -> None:
-    if partials is not None and factor_grad is not None:
-        factor_grad.copy_(partials.sum(0))
+def _add_up(
+    args: _Arguments,
+    groups: Groups,
+    factor_grad: torch.Tensor | None,
+    bias_grad: torch.Tensor | None,
+) -> None:
+    """Adds the kernels' partial sums up to the gradients of factor and bias."""
+    if args.partials is not None and factor_grad is not None:
+        factor_grad.copy_(args.partials.sum(0))
+    if args.lines is not None and bias_grad is not None:
+        ends = groups.column_ends // ALIGN
+        counts = torch.diff(ends, prepend=ends.new_zeros(1))
+        each = grouped_quantize.groups_of(counts, len(args.lines))
+        sums = grouped_quantize.column_sums(args.lines, each)
+        grouped_quantize.zero_unused(sums, groups)  # of which no line was written
+        bias_grad.copy_(sums)
 
 
 def _run(name: str, cast_into: Callable[..., None]) -> Callable[..., None]:
     """Returns the body of a C function: the kernel, or the ops and then ``cast_into``."""
 
-    def run(x, grad, row_of, factor, partials, activation, table, *cast):
-        if _has_kernel(x, grad, row_of):
-            function = getattr(_lib, name)
-            function(x, grad, row_of, factor, partials, activation, table, *cast)
+    def run(*args):
+        source, (table, *cast) = _Arguments(*args[:_SOURCE]), args[_SOURCE:]
+        if _has_kernel(source):
+            getattr(_lib, name)(*args)
         else:
-            rows = _composed(x, grad, row_of, factor, partials, activation, table)
-            cast_into(rows, table, *cast)
+            cast_into(_composed(source, table), table, *cast)
 
     return run
 
 
+_SOURCE = len(_Arguments._fields)
 _cast = bind("grouped_cast", "grouped_cast", _run("grouped_cast", grouped_quantize.quantize_into))
 _block_cast = bind(
     "grouped_cast",
@@ -287,33 +337,52 @@ _block_cast = bind(
 )
 
 
-def _has_kernel(x: torch.Tensor, grad: torch.Tensor | None, row_of: torch.Tensor | None) -> bool:
+def _has_kernel(source: _Arguments) -> bool:
     """True if csrc/grouped_cast takes a source: on a GPU, with vectors, gated rows in 16 bits."""
+    x, row_of = source.x, source.row_of
     halves = 1 if row_of is not None else 2
     return (
         x.is_cuda
         and x.shape[1] % (halves * _VECTOR) == 0
         and (row_of is not None or x.element_size() == 2)
-        and all(t is None or t.data_ptr() % _ALIGNMENT == 0 for t in (x, grad))
+        and (not source.interleaved or (source.activation == SWISH and source.bias is not None))
+        and all(t is None or t.data_ptr() % _ALIGNMENT == 0 for t in (x, source.grad, source.bias))
     )
 
 
-def _composed(x, grad, row_of, factor, partials, activation, table):
-    """Returns a source's rows by the ops that stand for the kernels, and writes ``partials``."""
-    if row_of is not None:
-        return _gathered(x, row_of, factor, table)
+def _composed(source: _Arguments, table: torch.Tensor) -> torch.Tensor:
+    """Returns a source's rows by the ops that stand for the kernels, and writes the sums."""
+    x, grad, factor = source.x, source.grad, source.factor
+    gate = source.activation, source.limit, source.alpha, source.offset
+    if source.row_of is not None:
+        return _gathered(x, source.row_of, factor, table)
+    groups = Groups(table, len(x), table.numel() // 3)
+    if source.bias is not None:
+        x = x.clone()
+        grouped_quantize.finish_rows(x, groups, source.bias)
+    if source.interleaved:
+        x = in_halves(x)
     wide = x if factor is None else x.float()
     if grad is None:
-        return _scaled(_gated(wide, activation), factor).to(x.dtype)
-    if partials is not None:
-        products = grad.float() * _gated(x.float(), activation)
+        return _scaled(_gated(wide, gate), factor).to(x.dtype)
+    if source.partials is not None:
+        products = grad.float() * _gated(x.float(), gate)
         products = torch.nn.functional.pad(products, (0, -products.shape[1] % _BLOCK))
         used = torch.arange(len(x), device=x.device) < _total(table)
-        partials.copy_(products.view(len(x), len(partials), _BLOCK).sum(2).t().where(used, 0))
-    out = torch.empty_like(wide)
+        sums = products.view(len(x), len(source.partials), _BLOCK).sum(2).t()
+        source.partials.copy_(sums.where(used, 0))
+    wide_out = torch.empty_like(wide)
     grad = _scaled(grad, factor)
-    _swiglu.swiglu_bwd(grad, wide, None, None, None, out, None, None, None, activation)
-    return out.to(x.dtype)
+    _swiglu.swiglu_bwd(grad, wide, None, None, None, wide_out, None, None, None, *gate)
+    out = wide_out.to(x.dtype)
+    if source.interleaved:
+        out = interleaved(out)
+    if source.lines is not None:
+        # All of a group in its first line.
+        ends = groups.column_ends // ALIGN
+        first = torch.cat((ends.new_zeros(1), ends[:-1])).long().clamp(0, len(source.lines) - 1)
+        source.lines.zero_()[first] = grouped_quantize.column_sums(out.float(), groups)
+    return out
 
 
 def _total(table: torch.Tensor) -> torch.Tensor:
@@ -343,7 +412,7 @@ def _scaled(x: torch.Tensor, factor: torch.Tensor | None) -> torch.Tensor:
     return x if factor is None else x.float() * factor[:, None]
 
 
-def _gated(x: torch.Tensor, activation: int) -> torch.Tensor:
+def _gated(x: torch.Tensor, gate: tuple) -> torch.Tensor:
     out = x.new_empty((len(x), x.shape[1] // 2))
-    _swiglu.swiglu_fwd(x, None, None, None, out, activation)
+    _swiglu.swiglu_fwd(x, None, None, None, out, *gate)
     return out

@@ -256,8 +256,8 @@ def quantize_matrices(
         ValueError: a shape or device does not match, or ``rowwise``, ``columnwise`` or
             ``scale_inv`` differs from that of ``out``.
     """
-    matrices, count = _listed("grouped_quantize.quantize_matrices", matrices)
-    like, (rows, cols) = matrices[0], matrices[0].shape[-2:]
+    matrices, count, swaps = _listed("grouped_quantize.quantize_matrices", matrices)
+    like, (rows, cols) = matrices[0], matrices[0].shape[-2:][:: -1 if swaps else 1]
     given = scale_inv is not None
     if out is None:
         row = col = None
@@ -272,9 +272,8 @@ def quantize_matrices(
         _check_out(out, rowwise, columnwise, scale_inv)
         note_written(out.rowwise, out.columnwise, out.scale_inv)
     table = None if groups is None else groups.table
-    _quantize_matrices(
-        matrices, table, scale, out.scale_inv, out.rowwise, out.columnwise, amax, due, given
-    )
+    copies = (out.rowwise, out.columnwise)[:: -1 if swaps else 1]
+    _quantize_matrices(matrices, table, scale, out.scale_inv, *copies, amax, due, given)
     note_written(amax)
     return out
 
@@ -402,8 +401,8 @@ def block_quantize_matrices(
     name = "grouped_quantize.block_quantize_matrices"
     fp8_output.check_fp8_dtype(name, fp8_dtype)
     fp8_output.check_any_output(name, rowwise, columnwise, None)
-    matrices, count = _listed(name, matrices)
-    like, (rows, cols) = matrices[0], matrices[0].shape[-2:]
+    matrices, count, swaps = _listed(name, matrices)
+    like, (rows, cols) = matrices[0], matrices[0].shape[-2:][:: -1 if swaps else 1]
 
     def pair(wanted: bool, rows: int, cols: int) -> tuple:
         if not wanted:
@@ -417,7 +416,8 @@ def block_quantize_matrices(
     row, row_scales = pair(rowwise, rows, cols)
     col, col_scales = pair(columnwise, cols, rows)
     table = None if groups is None else groups.table
-    _block_quantize_matrices(matrices, table, row, row_scales, col, col_scales, eps, pow2)
+    copies = (col, col_scales, row, row_scales) if swaps else (row, row_scales, col, col_scales)
+    _block_quantize_matrices(matrices, table, *copies, eps, pow2)
     return GroupedOutput(row, col, col_scales, row_scales)
 
 
@@ -459,18 +459,32 @@ def block_values_of_columns(
     return decode(fp8_data).float() * scale_inv[line, : fp8_data.shape[0]].t()
 
 
+def lies_transposed(matrices: torch.Tensor) -> bool:
+    """Returns True for a stack [groups, rows, cols] that is contiguous as [groups, cols, rows]."""
+    return (
+        matrices.dim() == 3
+        and not matrices.is_contiguous()
+        and matrices.transpose(1, 2).is_contiguous()
+    )
+
+
 def _listed(
     name: str, matrices: Sequence[torch.Tensor] | torch.Tensor
-) -> tuple[list[torch.Tensor], int]:
-    """Returns contiguous matrices as the library takes them, a stack as one, and their number."""
+) -> tuple[list[torch.Tensor], int, bool]:
+    """Returns contiguous matrices as the library takes them, a stack as one, and their number.
+
+    And whether they are transposed, which takes no copy of a stack that ``lies_transposed``.
+    """
     if not isinstance(matrices, torch.Tensor):
-        return [matrix.contiguous() for matrix in matrices], len(matrices)
+        return [matrix.contiguous() for matrix in matrices], len(matrices), False
     if matrices.dim() != 3:
         raise ValueError(
             f"{name}: matrices must be [rows, cols] each or one tensor [groups, rows, cols], "
             f"got {list(matrices.shape)}"
         )
-    return [matrices.contiguous()], matrices.shape[0]
+    if lies_transposed(matrices):
+        return [matrices.transpose(1, 2)], matrices.shape[0], True
+    return [matrices.contiguous()], matrices.shape[0], False
 
 
 def _check_out(

@@ -1,4 +1,4 @@
-"""Gated activations act(gate) * up: SwiGLU, GeGLU, ReGLU and GLU, also with a fused cast to FP8."""
+"""Gated activations act(gate) * up: SwiGLU, GeGLU, ReGLU and others, also with a cast to FP8."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ import torch
 
 from ..runtime import scratch_sizes
 from ..runtime.op_options import ACTIVATIONS as ACTIVATIONS
-from ..runtime.op_options import gated_activation_number
+from ..runtime.op_options import ClampedSwiglu as ClampedSwiglu
+from ..runtime.op_options import gate_arguments
 from . import reference_codec
 from ._gated_matrices import dense_biases, input_matrices, output_gradient, result_extents
 from .binding import OpFunction, bind, checked, needs_autograd, note_written, once_differentiable
@@ -56,7 +57,7 @@ def swiglu(
     bias: torch.Tensor | None = None,
     up_bias: torch.Tensor | None = None,
     *,
-    activation: str = "silu",
+    activation: str | ClampedSwiglu = "silu",
 ) -> torch.Tensor:
     """Computes the gated activation act(gate) * up in float32, differentiable once.
 
@@ -68,17 +69,18 @@ def swiglu(
         bias: added before the activation, in the input's dtype: [F] for the gate if ``up_bias`` is
             given, otherwise [2F] for gate and up. None adds nothing.
         up_bias: [F], added to up, in the input's dtype; needs ``bias``.
-        activation: "silu" (SwiGLU), "gelu" (GeGLU, tanh form), "gelu_erf", "relu" (ReGLU) or
-            "sigmoid" (GLU).
+        activation: "silu" (SwiGLU), "gelu" (GeGLU, tanh form), "gelu_erf", "relu" (ReGLU),
+            "squared_relu", "sigmoid" (GLU), or a ``ClampedSwiglu`` with its parameters.
 
     Returns:
-        [..., F] in the input's dtype. NaN gives NaN. act(-Inf) is NaN, but 0 for "relu" and
-        "sigmoid".
+        [..., F] in the input's dtype. NaN gives NaN. act(-Inf) is NaN, but 0 for "relu",
+        "squared_relu" and "sigmoid".
 
     Raises:
-        TypeError: ``input`` has a dtype that is not listed, or another argument's dtype differs.
-        ValueError: a shape or device does not match, ``activation`` is not listed, or ``up_bias``
-            is given without ``bias``.
+        TypeError: ``input`` has a dtype that is not listed, another argument's dtype differs, or a
+            field of ``ClampedSwiglu`` is not a number.
+        ValueError: a shape or device does not match, ``activation`` is not listed or its limit is
+            negative, or ``up_bias`` is given without ``bias``.
     """
     if needs_autograd(input, up, bias, up_bias):
         return _Swiglu.apply(input, up, bias, up_bias, activation)
@@ -92,15 +94,15 @@ def swiglu_fwd(
     bias: torch.Tensor | None = None,
     up_bias: torch.Tensor | None = None,
     *,
-    activation: str = "silu",
+    activation: str | ClampedSwiglu = "silu",
 ) -> torch.Tensor:
     """Computes ``swiglu`` without autograd, with the arguments and result of ``swiglu``."""
-    code = gated_activation_number("swiglu_fwd", activation)
+    gate = gate_arguments("swiglu_fwd", activation)
     matrix, up_matrix = input_matrices("swiglu_fwd", input, up)
     rows, cols = result_extents(matrix, up_matrix)
     biases = dense_biases(bias, up_bias)
     out = matrix.new_empty((rows, cols))
-    _fwd(matrix, up_matrix, *biases, out, code)
+    _fwd(matrix, up_matrix, *biases, out, *gate)
     return out if input.dim() == 2 else out.view(*input.shape[:-1], cols)
 
 
@@ -113,7 +115,7 @@ def swiglu_fwd_fp8(
     *,
     bias: torch.Tensor | None = None,
     up_bias: torch.Tensor | None = None,
-    activation: str = "silu",
+    activation: str | ClampedSwiglu = "silu",
     rowwise: bool = True,
     columnwise: bool = True,
     pad_columnwise: bool = False,
@@ -140,7 +142,7 @@ def swiglu_fwd_fp8(
         TypeError: as in ``swiglu``.
         ValueError: as in ``swiglu``.
     """
-    code = gated_activation_number("swiglu_fwd_fp8", activation)
+    gate = gate_arguments("swiglu_fwd_fp8", activation)
     matrix, up_matrix = input_matrices("swiglu_fwd_fp8", input, up)
     rows, cols = result_extents(matrix, up_matrix)
     biases = dense_biases(bias, up_bias)
@@ -149,7 +151,7 @@ def swiglu_fwd_fp8(
     )
     fwd_fp8_into(
         matrix, up_matrix, *biases, scale, out.rowwise, out.columnwise, amax, out.scale_inv,
-        code,
+        *gate,
     )  # fmt: skip
     note_written(amax)
     return out
@@ -163,7 +165,7 @@ def swiglu_bwd(
     bias: torch.Tensor | None = None,
     up_bias: torch.Tensor | None = None,
     *,
-    activation: str = "silu",
+    activation: str | ClampedSwiglu = "silu",
     with_dbias: bool = False,
 ) -> SwigluGrads:
     """Computes the gradients of ``swiglu`` with respect to gate, up and biases.
@@ -174,7 +176,7 @@ def swiglu_bwd(
         with_dbias: also return the gradients of the biases, even if no biases are given: the column
             sums of the gradients of gate and up, added in float32 in a fixed order.
     """
-    code = gated_activation_number("swiglu_bwd", activation)
+    gate = gate_arguments("swiglu_bwd", activation)
     matrix, up_matrix = input_matrices("swiglu_bwd", input, up)
     rows, cols = result_extents(matrix, up_matrix)
     biases = dense_biases(bias, up_bias)
@@ -182,7 +184,7 @@ def swiglu_bwd(
     grad_input = matrix.new_empty(matrix.shape)
     grad_up = None if up_matrix is None else up_matrix.new_empty(up_matrix.shape)
     dbias, workspace = _dbias(matrix, rows, cols, with_dbias)
-    _bwd(grad_matrix, matrix, up_matrix, *biases, grad_input, grad_up, dbias, workspace, code)
+    _bwd(grad_matrix, matrix, up_matrix, *biases, grad_input, grad_up, dbias, workspace, *gate)
     return SwigluGrads(
         grad_input.view(input.shape), None if grad_up is None else grad_up.view(input.shape), dbias
     )
@@ -198,7 +200,7 @@ def swiglu_bwd_fp8(
     *,
     bias: torch.Tensor | None = None,
     up_bias: torch.Tensor | None = None,
-    activation: str = "silu",
+    activation: str | ClampedSwiglu = "silu",
     rowwise: bool = True,
     columnwise: bool = True,
     pad_columnwise: bool = False,
@@ -223,7 +225,7 @@ def swiglu_bwd_fp8(
     Returns:
         The FP8 copies of the matrix, and the biases' gradients or None.
     """
-    code = gated_activation_number("swiglu_bwd_fp8", activation)
+    gate = gate_arguments("swiglu_bwd_fp8", activation)
     matrix, up_matrix = input_matrices("swiglu_bwd_fp8", input, up)
     rows, cols = result_extents(matrix, up_matrix)
     biases = dense_biases(bias, up_bias)
@@ -234,7 +236,7 @@ def swiglu_bwd_fp8(
     dbias, workspace = _dbias(matrix, rows, cols, with_dbias)
     bwd_fp8_into(
         grad_matrix, matrix, up_matrix, *biases, scale, out.rowwise, out.columnwise, amax,
-        out.scale_inv, dbias, workspace, code,
+        out.scale_inv, dbias, workspace, *gate,
     )  # fmt: skip
     note_written(amax)
     return SwigluFP8Grads(out, dbias)
@@ -277,11 +279,15 @@ def reference(
     bias: torch.Tensor | None = None,
     up_bias: torch.Tensor | None = None,
     *,
-    activation: str = "silu",
+    activation: str | ClampedSwiglu = "silu",
 ) -> torch.Tensor:
     """Computes ``swiglu`` in plain PyTorch in the dtype of its inputs."""
     gate, up = _gate_and_up(input, up, bias, up_bias)
     functional = torch.nn.functional
+    if isinstance(activation, ClampedSwiglu):
+        limit, alpha, offset = activation
+        low = gate.clamp(max=limit)
+        return low * torch.sigmoid(alpha * low) * (up.clamp(-limit, limit) + offset)
     if activation == "gelu":
         return functional.gelu(gate, approximate="tanh") * up
     if activation == "gelu_erf":
@@ -290,6 +296,7 @@ def reference(
         "silu": functional.silu,
         "relu": functional.relu,
         "sigmoid": torch.sigmoid,
+        "squared_relu": lambda x: functional.relu(x).square(),
     }
     return acts[activation](gate) * up
 
@@ -301,7 +308,7 @@ def reference_bwd(
     bias: torch.Tensor | None = None,
     up_bias: torch.Tensor | None = None,
     *,
-    activation: str = "silu",
+    activation: str | ClampedSwiglu = "silu",
 ) -> torch.Tensor:
     """Computes the gradients of gate and up in plain PyTorch in the dtype of the inputs.
 
@@ -309,9 +316,21 @@ def reference_bwd(
         [..., 2F], the gate's gradient first.
     """
     gate, up = _gate_and_up(input, up, bias, up_bias)
-    if activation == "relu":
-        dgate = torch.where(gate <= 0, 0.0, grad_output * up * torch.where(gate > 0, 1.0, gate))
-        return torch.cat([dgate, grad_output * torch.relu(gate)], dim=-1)
+    if isinstance(activation, ClampedSwiglu):
+        limit, alpha, offset = activation
+        low = gate.clamp(max=limit)
+        s = torch.sigmoid(alpha * low)
+        gate_grad = torch.where(gate > limit, 0.0, grad_output)
+        up_grad = torch.where(up.abs() > limit, 0.0, grad_output)
+        slope = s + alpha * low * s * (1 - s)
+        dgate = gate_grad * (up.clamp(-limit, limit) + offset) * slope
+        return torch.cat([dgate, up_grad * low * s], dim=-1)
+    if activation in ("relu", "squared_relu"):
+        root = torch.where(gate <= 0, 0.0, gate)
+        slope = 2 * root if activation == "squared_relu" else torch.where(gate > 0, 1.0, gate)
+        value = root.square() if activation == "squared_relu" else root
+        dgate = torch.where(gate <= 0, 0.0, grad_output * up * slope)
+        return torch.cat([dgate, grad_output * value], dim=-1)
     if activation == "gelu_erf":
         cdf = torch.special.erfc(-gate * math.sqrt(0.5)) / 2
         slope = cdf + gate * torch.exp(-gate * gate / 2) / math.sqrt(2 * math.pi)

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from ..runtime.op_options import gated_activation_number
+from ..runtime.op_options import ClampedSwiglu, gate_arguments
 from . import swiglu
 from ._gated_matrices import dense_biases, input_matrices, output_gradient, result_extents
 from .binding import bind, checked, note_written, under_name
@@ -28,7 +28,7 @@ def swiglu_fwd_block(
     *,
     bias: torch.Tensor | None = None,
     up_bias: torch.Tensor | None = None,
-    activation: str = "silu",
+    activation: str | ClampedSwiglu = "silu",
     rowwise: bool = True,
     columnwise: bool = True,
     pad_columnwise: bool = False,
@@ -54,7 +54,7 @@ def swiglu_fwd_block(
         TypeError: as in ``swiglu.swiglu`` and ``block_quantize``.
         ValueError: as in ``swiglu.swiglu`` and ``block_quantize``.
     """
-    code = gated_activation_number("swiglu_fwd_block", activation)
+    gate = gate_arguments("swiglu_fwd_block", activation)
     check_fp8_dtype("swiglu_fwd_block", fp8_dtype)
     check_any_output("swiglu_fwd_block", rowwise, columnwise, amax)
     matrix, up_matrix = input_matrices("swiglu_fwd_block", input, up)
@@ -68,7 +68,7 @@ def swiglu_fwd_block(
             pow2=pow2, eps=eps, amax=amax,
         )  # fmt: skip
     out = allocate(matrix, rows, cols, fp8_dtype, 1, rowwise, columnwise, pad_columnwise)
-    _fwd(matrix, up_matrix, *biases, *out, amax, eps, pow2, code)
+    _fwd(matrix, up_matrix, *biases, *out, amax, eps, pow2, *gate)
     note_written(amax)
     return out.of_rows(rows)
 
@@ -82,7 +82,7 @@ def swiglu_bwd_block(
     *,
     bias: torch.Tensor | None = None,
     up_bias: torch.Tensor | None = None,
-    activation: str = "silu",
+    activation: str | ClampedSwiglu = "silu",
     rowwise: bool = True,
     columnwise: bool = True,
     pad_columnwise: bool = False,
@@ -109,7 +109,7 @@ def swiglu_bwd_block(
         TypeError: as in ``swiglu.swiglu`` and ``block_quantize``.
         ValueError: as in ``swiglu.swiglu`` and ``block_quantize``.
     """
-    code = gated_activation_number("swiglu_bwd_block", activation)
+    gate = gate_arguments("swiglu_bwd_block", activation)
     check_fp8_dtype("swiglu_bwd_block", fp8_dtype)
     check_any_output("swiglu_bwd_block", rowwise, columnwise, amax)
     matrix, up_matrix = input_matrices("swiglu_bwd_block", input, up)
@@ -129,7 +129,7 @@ def swiglu_bwd_block(
             pad_columnwise=pad_columnwise, pow2=pow2, eps=eps, amax=amax,
         )  # fmt: skip
     out = allocate(matrix, rows, 2 * cols, fp8_dtype, 1, rowwise, columnwise, pad_columnwise)
-    _bwd(grad_matrix, matrix, up_matrix, *biases, *out, amax, eps, pow2, code)
+    _bwd(grad_matrix, matrix, up_matrix, *biases, *out, amax, eps, pow2, *gate)
     note_written(amax)
     return out.of_rows(rows)
 

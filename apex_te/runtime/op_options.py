@@ -6,10 +6,16 @@ both know the same names and refuse others in the same words.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 __all__ = [
     "ACTIVATIONS",
+    "GATE",
     "KINDS",
+    "SWISH",
+    "ClampedSwiglu",
     "activation_number",
+    "gate_arguments",
     "gated_activation_number",
     "is_most_recent",
     "is_tanh",
@@ -18,7 +24,29 @@ __all__ = [
 # Activation functions of one input, in the order of csrc/common/activation/functions.h.
 KINDS = ("gelu", "gelu_erf", "quick_gelu", "relu", "squared_relu", "silu")
 # Activation functions of a gate, and their numbers there.
-ACTIVATIONS = {"silu": 5, "gelu": 0, "gelu_erf": 1, "relu": 3, "sigmoid": 6}
+ACTIVATIONS = {
+    "silu": 5, "gelu": 0, "gelu_erf": 1, "relu": 3, "sigmoid": 6, "squared_relu": 4,
+}  # fmt: skip
+SWISH = 7
+# Options of the kernels of gated activations, in the order of ``gate_arguments``.
+GATE = ("activation", "limit", "alpha", "offset")
+
+
+class ClampedSwiglu(NamedTuple):
+    """Gated activation ``gate * sigmoid(alpha * gate) * (up + offset)`` of clamped halves.
+
+    The defaults are those of gpt-oss.
+
+    Attributes:
+        limit: at least 0. Gate is clamped to at most ``limit``, up to ``-limit`` .. ``limit``; the
+            gradient of what was clamped is 0. Infinity clamps nothing.
+        alpha: factor in the sigmoid.
+        offset: added to up.
+    """
+
+    limit: float = 7.0
+    alpha: float = 1.702
+    offset: float = 1.0
 
 
 def activation_number(op: str, kind: str) -> int:
@@ -46,6 +74,27 @@ def gated_activation_number(op: str, activation: str) -> int:
             f"{op}: activation must be one of {', '.join(ACTIVATIONS)}, got {activation!r}"
         )
     return code
+
+
+def gate_arguments(op: str, activation: str | ClampedSwiglu) -> tuple[int, float, float, float]:
+    """Returns the kernels' number of a gated activation, and limit, alpha and offset.
+
+    Args:
+        op: name of the function, for the error.
+        activation: one of ``ACTIVATIONS``, or a ``ClampedSwiglu``.
+
+    Raises:
+        TypeError: a field of ``ClampedSwiglu`` is not a number.
+        ValueError: the name is unknown, or the limit is negative or NaN.
+    """
+    if not isinstance(activation, ClampedSwiglu):
+        return gated_activation_number(op, activation), 0.0, 0.0, 0.0
+    for field, value in zip(activation._fields, activation, strict=True):
+        if isinstance(value, bool) or not isinstance(value, (int, float)):
+            raise TypeError(f"{op}: activation.{field} must be a float, got {type(value).__name__}")
+    if not activation.limit >= 0.0:
+        raise ValueError(f"{op}: activation.limit must be at least 0, got {activation.limit}")
+    return SWISH, float(activation.limit), float(activation.alpha), float(activation.offset)
 
 
 def is_tanh(op: str, form: str) -> bool:

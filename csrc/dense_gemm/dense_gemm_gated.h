@@ -59,8 +59,8 @@ struct GatedStore {
 
   // FP8 codes of two outputs of a row.
   __device__ __forceinline__ uint32_t encode(uint32_t gates, uint32_t ups, uint32_t* largest) {
-    const float y = gated<kAct, false>(low_of(gates), low_of(ups));
-    const float right = gated<kAct, false>(high_of(gates), high_of(ups));
+    const float y = gated<kAct, false>(low_of(gates), low_of(ups), Clamp{});
+    const float right = gated<kAct, false>(high_of(gates), high_of(ups), Clamp{});
     *largest = max(*largest, max(magnitude_bits(y), magnitude_bits(right)));
     return encode_fp8x2<E4M3>(y * scale, right * scale);
   }

@@ -12,7 +12,8 @@ void check_vectors(const Args& args, const GroupedCast& p) {
   const uint8_t* rowwise = p.in_blocks ? p.blocks.rowwise : p.groups.rowwise;
   const uint8_t* columnwise = p.in_blocks ? p.blocks.columnwise : p.groups.columnwise;
   if (cols % kVec == 0 && is_aligned(from.x, 16) && is_aligned(from.grad, 16) &&
-      is_aligned(rowwise, 8) && is_aligned(columnwise, 16))
+      is_aligned(from.bias, 16) && is_aligned(from.lines, 16) && is_aligned(rowwise, 8) &&
+      is_aligned(columnwise, 16))
     return;
   fail(kApexTeUnsupported,
        "%s: rows must have a multiple of 8 elements and tensors be aligned to 16 bytes, got %lld "

@@ -2,10 +2,10 @@
 // vector accesses, and the launch of a cast of one.
 #pragma once
 
-#include "common/activation/cuda.h"
 #include "grouped_cast/grouped_cast.h"
 #include "grouped_quantize/grouped_quantize_1x128_cuda.h"
 #include "grouped_quantize/grouped_quantize_tile_cuda.h"
+#include "swiglu/swiglu_device.h"
 
 namespace apex_te {
 
@@ -21,7 +21,7 @@ struct Gather : PlainSource {
   static constexpr bool kByColumns = true;
   template <typename Tile, bool kAligned, typename T>
   __device__ __forceinline__ void load(const T* x, int64_t begin, const typename Tile::Place& at,
-                                       bool, Vec8<T>* in) const {
+                                       const WarpRows&, bool, Vec8<T>* in) const {
     constexpr uint32_t kNaNs = 0x7FFF7FFFu;  // in any dtype
     const int rows = at.rows_present();
     int32_t from[kVec];
@@ -53,29 +53,101 @@ struct Gather : PlainSource {
 // A thread's rows whose loads of a gated source are in flight at once.
 constexpr int kGatedBatch = 4;
 
-template <typename T>
+template <int kRows = kGatedBatch, typename T>
 __device__ __forceinline__ void load_batch(const T* x, int64_t ld, int rows, Vec8<T>* in) {
 #pragma unroll
-  for (int r = 0; r < kGatedBatch; ++r, x += ld) in[r] = r < rows ? load_vec(x) : Vec8<T>{};
+  for (int r = 0; r < kRows; ++r, x += ld) in[r] = r < rows ? load_vec(x) : Vec8<T>{};
 }
 
-template <Activation kAct>
+// Where a thread's gates and ups lie in a row of 2 cols elements: in both halves from `col` on, or
+// interleaved in 16 elements, which separate() takes apart and join() puts together.
+template <bool kInterleaved>
+struct Halves {
+  // Of the first gate in a row, and from a vector of gates, or the first of 16, to the other one.
+  static __device__ __forceinline__ int64_t begin(int64_t col) {
+    return kInterleaved ? 2 * col : col;
+  }
+  static __device__ __forceinline__ int64_t distance(int64_t cols) {
+    return kInterleaved ? kVec : cols;
+  }
+  static __device__ __forceinline__ void separate(float* gates, float* ups) {
+    if constexpr (kInterleaved) {
+      float all[2 * kVec];
+#pragma unroll
+      for (int i = 0; i < kVec; ++i) {
+        all[i] = gates[i];
+        all[kVec + i] = ups[i];
+      }
+#pragma unroll
+      for (int i = 0; i < kVec; ++i) {
+        gates[i] = all[2 * i];
+        ups[i] = all[2 * i + 1];
+      }
+    }
+  }
+  static __device__ __forceinline__ void join(float* gates, float* ups) {
+    if constexpr (kInterleaved) {
+      float all[2 * kVec];
+#pragma unroll
+      for (int i = 0; i < kVec; ++i) {
+        all[2 * i] = gates[i];
+        all[2 * i + 1] = ups[i];
+      }
+#pragma unroll
+      for (int i = 0; i < kVec; ++i) {
+        gates[i] = all[i];
+        ups[i] = all[kVec + i];
+      }
+    }
+  }
+};
+
+// The biases of a thread's columns, zeros where there are none.
+template <bool kBias, typename T>
+struct Biases {
+  Vec8<T> gate{}, up{};
+  template <typename Halves>
+  __device__ __forceinline__ Biases(const void* bias, int group, int64_t col, int64_t cols,
+                                    Halves halves) {
+    if (!kBias || !bias || group < 0 || col >= cols) return;
+    const T* own = static_cast<const T*>(bias) + group * 2 * cols + halves.begin(col);
+    gate = load_vec(own);
+    up = load_vec(own + halves.distance(cols));
+  }
+  // Adds them and rounds, as grouped_finish does.
+  static __device__ __forceinline__ void add(const Vec8<T>& bias, float* values) {
+    if (!kBias) return;
+    float addends[kVec];
+    unpack(bias, addends);
+#pragma unroll
+    for (int i = 0; i < kVec; ++i) addends[i] += values[i];
+    Vec8<T> rounded;
+    pack(addends, &rounded);
+    unpack(rounded, values);
+  }
+};
+
+template <Activation kAct, bool kBias, bool kInterleaved>
 struct Gated {
   const float* factor;
+  const void* bias;
+  Clamp clamp;
   static constexpr int kTileRows = 128, kParts = 1;
-  static constexpr bool kByColumns = false;
+  static constexpr bool kByColumns = false, kAdjacent = false;
   static constexpr int blocks(size_t) { return 3; }
   static constexpr int blocks_1x128(size_t) { return 3; }
   template <typename Tile, bool kAligned, typename T>
   __device__ __forceinline__ void load(const T* x, int64_t begin, const typename Tile::Place& at,
-                                       bool, Vec8<T>* in) const {
+                                       const WarpRows& of, bool, Vec8<T>* in) const {
     const int rows = at.rows_present();
-    const T* gates = x + (begin + at.row) * 2 * at.cols + at.col;
+    const Halves<kInterleaved> halves;
+    const T* gates = x + (begin + at.row) * 2 * at.cols + halves.begin(at.col);
+    const Biases<kBias, T> biases(bias, of.group, at.col, at.cols, halves);
 #pragma unroll
     for (int r0 = 0; r0 < kVec; r0 += kGatedBatch, gates += kGatedBatch * 2 * at.cols) {
       Vec8<T> gate[kGatedBatch], up[kGatedBatch];
       load_batch(gates, 2 * at.cols, rows - r0, gate);
-      load_batch(gates + at.cols, 2 * at.cols, rows - r0, up);
+      load_batch(gates + halves.distance(at.cols), 2 * at.cols, rows - r0, up);
 #pragma unroll
       for (int r = 0; r < kGatedBatch; ++r) {
         in[r0 + r] = Vec8<T>{};
@@ -83,70 +155,141 @@ struct Gated {
         float g[kVec], u[kVec];
         unpack(gate[r], g);
         unpack(up[r], u);
+        biases.add(biases.gate, g);
+        biases.add(biases.up, u);
+        halves.separate(g, u);
         const float by = factor ? factor[begin + at.row + r0 + r] : 1.0f;
 #pragma unroll
-        for (int i = 0; i < kVec; ++i) g[i] = gated<kAct, false>(g[i], u[i]) * by;
+        for (int i = 0; i < kVec; ++i) g[i] = gated<kAct, false>(g[i], u[i], clamp) * by;
         pack(g, &in[r0 + r]);
       }
     }
   }
 };
 
-template <Activation kAct>
+template <Activation kAct, bool kBias, bool kInterleaved>
 struct GatedGradient {
   const void* grad;
   const float* factor;
   float* partials;
   int64_t all_rows;
-  static constexpr int kTileRows = 128, kParts = 2;
-  static constexpr bool kByColumns = false;
-  static constexpr int blocks(size_t) { return 2; }
+  const void* bias;
+  float* lines;
+  int64_t num_lines;
+  Clamp clamp;
+  // Of blocks of 128 threads an SM runs three, with the registers that these need.
+  static constexpr bool kIsLarge = kBias || kAct == Activation::kSwish;
+  static constexpr int kTileRows = kIsLarge ? 64 : 128, kParts = 2;
+  static constexpr int kBatch = kAct == Activation::kSwish ? 2 : kGatedBatch;
+  static constexpr bool kByColumns = false, kAdjacent = kInterleaved;
+  static constexpr int blocks(size_t) { return kIsLarge ? 3 : 2; }
   static constexpr int blocks_1x128(size_t) { return 2; }
   template <typename Tile, bool kAligned, typename T>
   __device__ __forceinline__ void load(const T* x, int64_t begin, const typename Tile::Place& at,
-                                       bool, Vec8<T>* in) const {
+                                       const WarpRows& of, bool, Vec8<T>* in) const {
     const int rows = at.rows_present();
-    const T* gates = x + (begin + at.row) * 2 * at.cols + at.col;
+    const Halves<kInterleaved> halves;
+    const T* gates = x + (begin + at.row) * 2 * at.cols + halves.begin(at.col);
     const T* grads = static_cast<const T*>(grad) + (begin + at.row) * at.cols + at.col;
 #pragma unroll
-    for (int r0 = 0; r0 < kVec; r0 += kGatedBatch) {
-      Vec8<T> gate[kGatedBatch], up[kGatedBatch], dy[kGatedBatch];
-      load_batch(gates, 2 * at.cols, rows - r0, gate);
-      load_batch(gates + at.cols, 2 * at.cols, rows - r0, up);
-      load_batch(grads, at.cols, rows - r0, dy);
-      gates += kGatedBatch * 2 * at.cols;
-      grads += kGatedBatch * at.cols;
-      float dots[kGatedBatch] = {};
+    for (int r0 = 0; r0 < kVec; r0 += kBatch) {
+      Vec8<T> gate[kBatch], up[kBatch], dy[kBatch];
+      load_batch<kBatch>(gates, 2 * at.cols, rows - r0, gate);
+      load_batch<kBatch>(gates + halves.distance(at.cols), 2 * at.cols, rows - r0, up);
+      load_batch<kBatch>(grads, at.cols, rows - r0, dy);
+      gates += kBatch * 2 * at.cols;
+      grads += kBatch * at.cols;
+      float dots[kBatch] = {};
 #pragma unroll
-      for (int r = 0; r < kGatedBatch; ++r) {
+      for (int r = 0; r < kBatch; ++r) {
         in[r0 + r] = in[kVec + r0 + r] = Vec8<T>{};
         if (r0 + r >= rows) continue;
         float g[kVec], u[kVec], d[kVec];
         unpack(gate[r], g);
         unpack(up[r], u);
+        int group = of.group;
+        // Each row loads its biases again: registers would not hold them, too.
+        if (kInterleaved) asm volatile("" : "+r"(group));
+        const Biases<kBias, T> biases(bias, group, at.col, at.cols, halves);
         unpack(dy[r], d);
+        biases.add(biases.gate, g);
+        biases.add(biases.up, u);
+        halves.separate(g, u);
         const float by = factor ? factor[begin + at.row + r0 + r] : 1.0f;
 #pragma unroll
         for (int i = 0; i < kVec; ++i) {
           float result;
-          gated_gradient<kAct, false>(g[i], u[i], d[i] * by, &g[i], &u[i], &result);
+          gated_gradient<kAct, false>(g[i], u[i], d[i] * by, clamp, &g[i], &u[i], &result);
           dots[r] += d[i] * result;
         }
+        halves.join(g, u);
         pack(g, &in[r0 + r]);
         pack(u, &in[kVec + r0 + r]);
       }
       if (partials) store_dots<Tile>(begin + at.row + r0, at.col0, rows - r0, dots);
     }
+    if (kInterleaved) exchange<Tile>(in);
+    if (kBias && lines) store_sums<Tile>(at, of.column / kGroupAlign, in);
   }
 
  private:
+  // Threads have 16 adjacent columns of two tiles; each gets 8 of either tile, in order.
+  template <typename Tile, typename T>
+  static __device__ __forceinline__ void exchange(Vec8<T>* in) {
+    const int lane = threadIdx.x % Tile::kLanes, first = threadIdx.x % 32 - lane;
+#pragma unroll
+    for (int r = 0; r < kVec; ++r) {
+#pragma unroll
+      for (int w = 0; w < 4; ++w) {
+        uint32_t words[2];
+#pragma unroll
+        for (int part = 0; part < 2; ++part) {
+          const int from = first + part * (Tile::kLanes / 2) + lane / 2;
+          const uint32_t low = __shfl_sync(0xFFFFFFFFu, in[r].words[w], from);
+          const uint32_t high = __shfl_sync(0xFFFFFFFFu, in[kVec + r].words[w], from);
+          words[part] = lane % 2 ? high : low;
+        }
+        in[r].words[w] = words[0];
+        in[kVec + r].words[w] = words[1];
+      }
+    }
+  }
+
+  // Sums of a warp's rows to their line, in an order that is always the same.
+  template <typename Tile, typename T>
+  __device__ __forceinline__ void store_sums(const typename Tile::Place& at, int64_t line,
+                                             const Vec8<T>* in) const {
+    const bool is_second = threadIdx.x % 32 >= Tile::kLanes;  // of the warp's two sets of rows
+    const bool stores = !is_second && at.row < at.rows && line < num_lines;
+#pragma unroll
+    for (int part = 0; part < kParts; ++part) {
+      const int64_t col = kInterleaved ? at.col0 + part * Tile::kTileCols + at.col : at.col;
+      float sums[kVec] = {};
+#pragma unroll
+      for (int r = 0; r < kVec; ++r) {
+        float values[kVec];
+        unpack(in[part * kVec + r], values);
+#pragma unroll
+        for (int i = 0; i < kVec; ++i) sums[i] += values[i];
+      }
+#pragma unroll
+      for (int i = 0; i < kVec; ++i)
+        sums[i] += __shfl_down_sync(0xFFFFFFFFu, sums[i], Tile::kLanes);
+      if (!stores || col >= (kInterleaved ? 2 : 1) * at.cols) continue;
+      float4* out =
+          reinterpret_cast<float4*>(lines + (2 * line + (kInterleaved ? 0 : part)) * at.cols + col);
+      out[0] = make_float4(sums[0], sums[1], sums[2], sums[3]);
+      out[1] = make_float4(sums[4], sums[5], sums[6], sums[7]);
+    }
+  }
+
   // Sums of a batch of rows over a tile's columns, in an order that is always the same.
   template <typename Tile>
   __device__ __forceinline__ void store_dots(int64_t row, int64_t col0, int rows,
                                              const float* dots) const {
     float* out = partials + col0 / kBlock * all_rows + row;
 #pragma unroll
-    for (int r = 0; r < kGatedBatch; ++r) {
+    for (int r = 0; r < kBatch; ++r) {
       float sum = dots[r];
 #pragma unroll
       for (int lanes = Tile::kLanes / 2; lanes; lanes /= 2)
@@ -166,14 +309,17 @@ void launch_cast(const GroupedCast& p, const Source& source, cudaStream_t stream
                         stream);
 }
 
-using GatedKinds = ActivationKinds<false, Activation::kSilu, Activation::kGelu,
-                                   Activation::kGeluErf, Activation::kRelu, Activation::kSigmoid>;
-
-// Calls launch(zero, kind) for the dtype and the activation.
+// Calls launch(zero, kind, has_bias, interleaved) for a call.
 template <typename Launch>
 void with_gated(const Produced& p, const Launch& launch) {
   GatedKinds::choose(p.activation, [&](auto kind) {
-    p.dtype == DType::kFloat16 ? launch(Half{}, kind) : launch(BFloat16{}, kind);
+    const auto with = [&](auto has_bias, auto interleaved) {
+      p.dtype == DType::kFloat16 ? launch(Half{}, kind, has_bias, interleaved)
+                                 : launch(BFloat16{}, kind, has_bias, interleaved);
+    };
+    if constexpr (decltype(kind)::value == Activation::kSwish)
+      if (p.interleaved) return with(std::true_type{}, std::true_type{});
+    p.bias ? with(std::true_type{}, std::false_type{}) : with(std::false_type{}, std::false_type{});
   });
 }
 

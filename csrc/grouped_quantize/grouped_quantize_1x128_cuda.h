@@ -85,13 +85,17 @@ __global__ void __launch_bounds__(BlockTile::kThreads, Source::blocks_1x128(size
   at.col = col0 + threadIdx.x % Tile::kLanes * kVec;
   const bool is_whole = kAligned && at.is_whole();
   Vec8<T> in[Source::kParts * kVec];
-  source.template load<Tile, kAligned>(static_cast<const T*>(p.x), found.begin, at, is_whole, in);
+  const int64_t column = found.column + at.row0 + threadIdx.x / 32 * kGroupAlign;
+  source.template load<Tile, kAligned>(static_cast<const T*>(p.x), found.begin, at,
+                                       WarpRows{found.group, column}, is_whole, in);
+  const int64_t step = Source::kAdjacent ? kBlock : cols;
+  at = place_of_part<Source, Tile>(at, 0, p.cols);
   at.cols = p.cols;
 #pragma unroll
   for (int part = 0; part < Source::kParts; ++part) {
     cast_1x128(own, at, kAligned, is_whole, format, in + part * kVec, shared);
-    at.col0 += cols;
-    at.col += cols;
+    at.col0 += step;
+    at.col += step;
   }
 }
 

@@ -39,7 +39,7 @@ __global__ void __launch_bounds__(kThreads, kBlocks128x128<T>)
   const bool is_whole = kAligned && at.is_whole();
   Vec8<T> in[kVec];
   PlainSource{}.load<Tile, kAligned>(static_cast<const T*>(matrices.at[blockIdx.z]), 0, at,
-                                     is_whole, in);
+                                     WarpRows{}, is_whole, in);
   cast_128x128<T>(own, at, kAligned, is_whole, OneFormat<Format>{}, in, shared);
 }
 

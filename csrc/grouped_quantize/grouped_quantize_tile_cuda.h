@@ -121,7 +121,7 @@ __global__ void __launch_bounds__(FP8Tile<Source::kTileRows>::kThreads, Source::
   from.row = max(found.row, int64_t{0}) + (to.row - column);
   from.rows = found.group < 0 ? from.row : min(found.end, p.rows);
   Vec8<T> in[Source::kParts * kRows];
-  source.template load<Tile, kAligned>(x, 0, from, false, in);
+  source.template load<Tile, kAligned>(x, 0, from, WarpRows{found.group, column}, false, in);
   const int group = found.group;
   const float scale = group < 0 || !(rowwise || columnwise) ? 1.0f : p.scale[group];
   // Thread 0 may find that the tile's amax is no news to its group.
@@ -140,7 +140,10 @@ __global__ void __launch_bounds__(FP8Tile<Source::kTileRows>::kThreads, Source::
       codes[r] = format.encode(values, scale);
       if (from.row + r >= from.rows) codes[r] = make_uint2(0u, 0u);
     }
-    if (rowwise) Tile::template store_rows<kAligned>(rowwise + part * cols, p.cols, from, codes);
+    const int64_t before = Source::kAdjacent ? 0 : part * cols;
+    if (rowwise)
+      Tile::template store_rows<kAligned>(rowwise + before, p.cols,
+                                          place_of_part<Source, Tile>(from, part, p.cols), codes);
     if (part == 0 && p.row_scale_inv && to.col == 0 && group >= 0) {
       const float inverse = p.inverse_given ? p.scale_inv[group] : 1.0f / scale;
 #pragma unroll
@@ -155,8 +158,9 @@ __global__ void __launch_bounds__(FP8Tile<Source::kTileRows>::kThreads, Source::
     }
     __syncthreads();
     if (columnwise)
-      Tile::template store_columns<kAligned>(columnwise + part * cols * p.columns, p.columns,
-                                             to.again(), tile);
+      Tile::template store_columns<kAligned>(columnwise + before * p.columns, p.columns,
+                                             place_of_part<Source, Tile>(to.again(), part, p.cols),
+                                             tile);
   }
   if (threadIdx.x != 0 || !p.amax) return;
   // One atomic for each group of the tile.

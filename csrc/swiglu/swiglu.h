@@ -2,6 +2,9 @@
 //
 //   out = act(gate) * up, dgate = grad_output * up * act'(gate), dup = grad_output * act(gate)
 //
+// With the activation kSwish gate is first clamped to at most `limit` and up to [-limit, limit],
+// and `offset` is added to up; what was clamped has a gradient of 0. The other activations
+// ignore limit, alpha and offset.
 // The input is one [M, 2F] matrix, gate in its first F columns and up in its last, or two [M, F]
 // matrices; rows are contiguous and may be apart. bias is added to it first: [2F], or [F] with an
 // up_bias of [F]. The gradient to FP8 is that of the [M, 2F] matrix in either case.
@@ -19,49 +22,72 @@ constexpr int64_t kSwigluTileRows = 64;
 
 APEX_TE_FUNCTION(swiglu_fwd,
                  "input: T[r w], up: T[r w]?, bias: T[pair(w up up_bias)]?, "
-                 "up_bias: T[gated(w up)]?, out: T[r gated(w up)]!, activation: int")
+                 "up_bias: T[gated(w up)]?, out: T[r gated(w up)]!, activation: int, "
+                 "limit: float, alpha: float, offset: float")
 APEX_TE_FUNCTION(swiglu_fwd_fp8,
                  "input: T[r w], up: T[r w]?, bias: T[pair(w up up_bias)]?, "
                  "up_bias: T[gated(w up)]?, scale: f32[1], rowwise: F[r gated(w up)]!?, "
                  "columnwise: F[gated(w up) r~16]!?, amax: f32[^ 1]!!?, scale_inv: f32[scale]!?, "
-                 "activation: int")
+                 "activation: int, limit: float, alpha: float, offset: float")
 APEX_TE_FUNCTION(swiglu_bwd,
                  "grad_output: T[r gated(w up)], input: T[r w], up: T[r w]?, "
                  "bias: T[pair(w up up_bias)]?, up_bias: T[gated(w up)]?, "
                  "grad_input: T[r pair(w up grad_up)]!, grad_up: T[r gated(w up)]!?, "
                  "dbias: T[+ pair(w up)]!?, workspace: f32[r/64 pair(w up)]!?dbias, "
-                 "activation: int")
+                 "activation: int, limit: float, alpha: float, offset: float")
 APEX_TE_FUNCTION(swiglu_bwd_fp8,
                  "grad_output: T[r gated(w up)], input: T[r w], up: T[r w]?, "
                  "bias: T[pair(w up up_bias)]?, up_bias: T[gated(w up)]?, scale: f32[1], "
                  "rowwise: F[r pair(w up)]!?, columnwise: F[pair(w up) r~16]!?, "
                  "amax: f32[^ 1]!!?, scale_inv: f32[scale]!?, dbias: T[+ pair(w up)]!?, "
-                 "workspace: f32[r/64 pair(w up)]!?dbias, activation: int")
+                 "workspace: f32[r/64 pair(w up)]!?dbias, activation: int, limit: float, "
+                 "alpha: float, offset: float")
 
 namespace apex_te {
 
+// Parameters of kSwish.
+struct Clamp {
+  float limit, alpha, offset;
+};
+
+// Clamps gate and up for kSwish and adds the offset; NaN stays.
+template <Activation kAct>
+APEX_TE_HD void clamp_halves(const Clamp& clamp, float* gate, float* up) {
+  if (kAct != Activation::kSwish) return;
+  *gate = *gate > clamp.limit ? clamp.limit : *gate;
+  const float bounded = *up > clamp.limit ? clamp.limit : *up;
+  *up = (bounded < -clamp.limit ? -clamp.limit : bounded) + clamp.offset;
+}
+
 // kFine: for results in float32.
 template <Activation kAct, bool kFine = true>
-APEX_TE_HD float gated(float gate, float up) {
-  return activate<kAct, kFine>(gate) * up;
+APEX_TE_HD float gated(float gate, float up, const Clamp& clamp) {
+  clamp_halves<kAct>(clamp, &gate, &up);
+  return activate<kAct, kFine>(gate, nullptr, clamp.alpha) * up;
 }
 
 // Gradients of one gated element; *result receives the element where it is not null. dgate is 0
-// where relu's derivative is, whatever the rest.
+// where relu's derivative is, whatever the rest; grad counts as 0 for an input that was clamped.
 template <Activation kAct, bool kFine = true>
-APEX_TE_HD void gated_gradient(float gate, float up, float grad, float* dgate, float* dup,
-                               float* result = nullptr) {
+APEX_TE_HD void gated_gradient(float gate, float up, float grad, const Clamp& clamp, float* dgate,
+                               float* dup, float* result = nullptr) {
+  constexpr bool kIsRelu = kAct == Activation::kRelu || kAct == Activation::kSquaredRelu;
+  constexpr bool kClamps = kAct == Activation::kSwish;
+  const float gate_grad = kClamps && gate > clamp.limit ? 0.0f : grad;
+  const float up_grad = kClamps && fabsf(up) > clamp.limit ? 0.0f : grad;
+  clamp_halves<kAct>(clamp, &gate, &up);
   float slope;
-  const float value = activate<kAct, kFine>(gate, &slope);
-  const float product = grad * up * slope;
+  const float value = activate<kAct, kFine>(gate, &slope, clamp.alpha);
+  const float product = gate_grad * up * slope;
   if (result) *result = value * up;
-  *dgate = kAct == Activation::kRelu && slope == 0.0f ? 0.0f : product;
-  *dup = grad * value;
+  *dgate = kIsRelu && slope == 0.0f ? 0.0f : product;
+  *dup = up_grad * value;
 }
 
 // Checked arguments; what a call does not have is null. Plain data, so kernels take it whole.
 struct Swiglu {
   Activation activation;
+  Clamp clamp;
   DType dtype;         // of inputs, biases, out, gradients and dbias
   int64_t rows, cols;  // M and F
   const void *gate, *up;
@@ -166,23 +192,28 @@ inline void check_swiglu_dbias(Args& args, Swiglu& p) {
   p.workspace = workspace.data<float>();
 }
 
-inline Activation check_gated_activation(Args& args) {
+inline Activation check_gated_activation(Args& args, Clamp& clamp) {
   const int64_t value = args.integer();
   const auto activation = static_cast<Activation>(value);
+  clamp.limit = static_cast<float>(args.floating());
+  clamp.alpha = static_cast<float>(args.floating());
+  clamp.offset = static_cast<float>(args.floating());
   switch (activation) {
     case Activation::kSilu:
     case Activation::kGelu:
     case Activation::kGeluErf:
     case Activation::kRelu:
+    case Activation::kSquaredRelu:
     case Activation::kSigmoid:
+    case Activation::kSwish:
       return activation;
     default:
-      fail(kApexTeValueError, "%s: activation must be 0, 1, 3, 5 or 6, got %lld", args.name(),
+      fail(kApexTeValueError, "%s: activation must be 0, 1 or 3 to 7, got %lld", args.name(),
            static_cast<long long>(value));
   }
 }
 inline void check_swiglu_activation(Args& args, Swiglu& p) {
-  p.activation = check_gated_activation(args);
+  p.activation = check_gated_activation(args, p.clamp);
 }
 
 inline Swiglu check_swiglu_fwd(Args& args, bool to_fp8) {

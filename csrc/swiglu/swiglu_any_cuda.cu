@@ -73,10 +73,10 @@ __global__ void __launch_bounds__(kThreads) swiglu_any_kernel(const Swiglu p) {
             u += up_bias;
           }
           if (kBwd)
-            gated_gradient<kAct, sizeof(T) == 4>(g, u, to_float(grad[k]), &results[0][k],
+            gated_gradient<kAct, sizeof(T) == 4>(g, u, to_float(grad[k]), p.clamp, &results[0][k],
                                                  &results[kHalves - 1][k]);
           else
-            results[0][k] = gated<kAct, sizeof(T) == 4>(g, u);
+            results[0][k] = gated<kAct, sizeof(T) == 4>(g, u, p.clamp);
         }
       });
 #pragma unroll
@@ -125,12 +125,15 @@ __global__ void __launch_bounds__(kThreads) swiglu_any_kernel(const Swiglu p) {
 }
 
 constexpr int kLineElements = 4, kLineCols = 32 * kLineElements;  // of a thread, of a warp
-constexpr int kLineBlocks = 8;                                    // of a multiprocessor
+// Of a multiprocessor: fine gradients need more registers.
+template <typename T, bool kBwd>
+constexpr int kLineBlocks = kBwd && sizeof(T) == 4 ? 5 : 8;
 
 // Results in the inputs' dtype. A warp has a part of a row, neighbours in neighbouring threads, so
 // that no alignment matters; all loads of a thread are in flight at once.
 template <typename T, bool kBwd>
-__global__ void __launch_bounds__(kThreads, kLineBlocks) swiglu_line_kernel(const Swiglu p) {
+__global__ void __launch_bounds__(kThreads, kLineBlocks<T, kBwd>)
+    swiglu_line_kernel(const Swiglu p) {
   const int64_t row = block_row();
   const int64_t col =
       (blockIdx.x * static_cast<int64_t>(blockDim.x / 32) + threadIdx.x / 32) * kLineCols +
@@ -167,9 +170,9 @@ __global__ void __launch_bounds__(kThreads, kLineBlocks) swiglu_line_kernel(cons
 #pragma unroll
     for (int k = 0; k < kLineElements; ++k) {
       if (kBwd)
-        gated_gradient<kAct, sizeof(T) == 4>(g[k], u[k], to_float(grad[k]), &g[k], &u[k]);
+        gated_gradient<kAct, sizeof(T) == 4>(g[k], u[k], to_float(grad[k]), p.clamp, &g[k], &u[k]);
       else
-        g[k] = gated<kAct, sizeof(T) == 4>(g[k], u[k]);
+        g[k] = gated<kAct, sizeof(T) == 4>(g[k], u[k], p.clamp);
     }
   });
   T* first = static_cast<T*>(kBwd ? p.dgate : p.out) + row * (kBwd ? p.grad_ld : p.cols) + col;

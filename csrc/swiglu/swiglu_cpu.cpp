@@ -63,7 +63,7 @@ APEX_TE_INLINE uint32_t tile(const Swiglu& p, RowLoop loop, int64_t row0, int64_
     float* made[2];
     for (int h = 0; h < 2; ++h)
       made[h] = dtype.is_float() && out[h] ? static_cast<float*>(out[h]) + at : results[h];
-    loop(g, u, d, cols, made[0], made[1]);
+    loop(g, u, d, cols, p.clamp, made[0], made[1]);
     for (int h = 0; h < halves; ++h) {
       if (p.dbias) add_row(made[h], cols, r % 8 == 7 || r + 1 == rows, part_sums[h], sums[h]);
       if (p.scale) {

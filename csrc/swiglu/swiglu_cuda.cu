@@ -65,14 +65,15 @@ __global__ void __launch_bounds__(kThreads, kBlocks<T, kBwd>)
     float d[kVec];
     unpack(grad, d);
 #pragma unroll
-    for (int k = 0; k < kVec; ++k) gated_gradient<kAct, kFine>(g[k], u[k], d[k], &g[k], &u[k]);
+    for (int k = 0; k < kVec; ++k)
+      gated_gradient<kAct, kFine>(g[k], u[k], d[k], p.clamp, &g[k], &u[k]);
     pack(g, &out);
     store_vec(static_cast<T*>(p.dgate) + row * p.grad_ld + col, out);
     pack(u, &out);
     store_vec(static_cast<T*>(p.dup) + row * p.grad_ld + col, out);
   } else {
 #pragma unroll
-    for (int k = 0; k < kVec; ++k) g[k] = gated<kAct, kFine>(g[k], u[k]);
+    for (int k = 0; k < kVec; ++k) g[k] = gated<kAct, kFine>(g[k], u[k], p.clamp);
     pack(g, &out);
     store_vec(static_cast<T*>(p.out) + row * p.cols + col, out);
   }

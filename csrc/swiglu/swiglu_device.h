@@ -21,6 +21,7 @@ inline bool swiglu_inputs_aligned(const Swiglu& p) {
 }
 
 using GatedKinds = ActivationKinds<true, Activation::kSilu, Activation::kGelu, Activation::kGeluErf,
-                                   Activation::kRelu, Activation::kSigmoid>;
+                                   Activation::kRelu, Activation::kSquaredRelu,
+                                   Activation::kSigmoid, Activation::kSwish>;
 
 }  // namespace apex_te

@@ -8,33 +8,35 @@ namespace apex_te {
 
 // A row's arithmetic: forward into `first`; backward, dgate into `first` and dup into `second`.
 using RowLoop = void (*)(const float* gate, const float* up, const float* grad, int64_t n,
-                         float* first, float* second);
+                         const Clamp& clamp, float* first, float* second);
 
 template <Activation kAct, bool kBwd>
 APEX_TE_INLINE void row_loop(const float* __restrict__ gate, const float* __restrict__ up,
-                             const float* __restrict__ grad, int64_t n, float* __restrict__ first,
-                             float* __restrict__ second) {
+                             const float* __restrict__ grad, int64_t n, const Clamp& clamp,
+                             float* __restrict__ first, float* __restrict__ second) {
+  const Clamp own = clamp;  // no store changes it
   for (int64_t i = 0; i < n; ++i) {
     if (kBwd)
-      gated_gradient<kAct>(gate[i], up[i], grad[i], &first[i], &second[i]);
+      gated_gradient<kAct>(gate[i], up[i], grad[i], own, &first[i], &second[i]);
     else
-      first[i] = gated<kAct>(gate[i], up[i]);
+      first[i] = gated<kAct>(gate[i], up[i], own);
   }
 }
 template <Activation kAct, bool kBwd>
 APEX_TE_TARGET_PORTABLE void row_portable(const float* gate, const float* up, const float* grad,
-                                          int64_t n, float* first, float* second) {
-  row_loop<kAct, kBwd>(gate, up, grad, n, first, second);
+                                          int64_t n, const Clamp& clamp, float* first,
+                                          float* second) {
+  row_loop<kAct, kBwd>(gate, up, grad, n, clamp, first, second);
 }
 template <Activation kAct, bool kBwd>
 APEX_TE_TARGET_AVX2 void row_avx2(const float* gate, const float* up, const float* grad, int64_t n,
-                                  float* first, float* second) {
-  row_loop<kAct, kBwd>(gate, up, grad, n, first, second);
+                                  const Clamp& clamp, float* first, float* second) {
+  row_loop<kAct, kBwd>(gate, up, grad, n, clamp, first, second);
 }
 template <Activation kAct, bool kBwd>
 APEX_TE_TARGET_AVX512 void row_avx512(const float* gate, const float* up, const float* grad,
-                                      int64_t n, float* first, float* second) {
-  row_loop<kAct, kBwd>(gate, up, grad, n, first, second);
+                                      int64_t n, const Clamp& clamp, float* first, float* second) {
+  row_loop<kAct, kBwd>(gate, up, grad, n, clamp, first, second);
 }
 
 template <Activation kAct, bool kBwd>
@@ -52,6 +54,10 @@ RowLoop row_loop_of(Activation activation) {
       return row_loop_of<Activation::kGeluErf, kBwd>();
     case Activation::kRelu:
       return row_loop_of<Activation::kRelu, kBwd>();
+    case Activation::kSquaredRelu:
+      return row_loop_of<Activation::kSquaredRelu, kBwd>();
+    case Activation::kSwish:
+      return row_loop_of<Activation::kSwish, kBwd>();
     case Activation::kSigmoid:
       return row_loop_of<Activation::kSigmoid, kBwd>();
     default:

@@ -82,7 +82,7 @@ __global__ void __launch_bounds__(Tile::kThreads, kBlocks) swiglu_fwd_tile_kerne
       add(up_bias, is_half, u);
     }
 #pragma unroll
-    for (int i = 0; i < kVec; ++i) g[i] = gated<kAct, false>(g[i], u[i]);
+    for (int i = 0; i < kVec; ++i) g[i] = gated<kAct, false>(g[i], u[i], p.clamp);
     if (r < rows) fold_amax(g, amax);
     codes[r] = encode(g, scale, is_e5m2);
   }
@@ -147,7 +147,8 @@ __global__ void __launch_bounds__(kBwdThreads, kBwdBlocks) swiglu_bwd_tile_kerne
       add(up_bias, is_half, u);
     }
 #pragma unroll
-    for (int i = 0; i < kVec; ++i) gated_gradient<kAct, false>(g[i], u[i], d[i], &g[i], &u[i]);
+    for (int i = 0; i < kVec; ++i)
+      gated_gradient<kAct, false>(g[i], u[i], d[i], p.clamp, &g[i], &u[i]);
     if (is_fp8) {
       gate_codes[r] = encode(g, scale, is_e5m2);
       up_codes[r] = encode(u, scale, is_e5m2);

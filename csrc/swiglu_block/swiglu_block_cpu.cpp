@@ -43,7 +43,7 @@ void compute_tile(const Swiglu& p, RowLoop loop, const BlockTile& t, Scratch<T>&
         read_row(dtype, p.gate, row * p.gate_ld + t.col0, biases[0], t.cols, scratch.gate);
     const float* up = read_row(dtype, p.up, row * p.up_ld + t.col0, biases[1], t.cols, scratch.up);
     if (p.grad_output) dtype.widen(p.grad_output, row * p.cols + t.col0, t.cols, scratch.grad);
-    loop(gate, up, scratch.grad, t.cols, scratch.made[0], scratch.made[1]);
+    loop(gate, up, scratch.grad, t.cols, p.clamp, scratch.made[0], scratch.made[1]);
     for (int h = 0; h < (p.grad_output ? 2 : 1); ++h)
       dtype.narrow(scratch.made[h], t.cols, scratch.results[h], r * kBlockTileCols);
   }

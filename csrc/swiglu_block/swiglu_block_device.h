@@ -85,9 +85,9 @@ __device__ __forceinline__ void compute(const Params& p, const Tile::Place& at, 
 #pragma unroll
       for (int i = 0; i < kVec; ++i) {
         if (kBwd)
-          gated_gradient<kAct, false>(g[i], u[i], d[i], &g[i], &u[i]);
+          gated_gradient<kAct, false>(g[i], u[i], d[i], op.clamp, &g[i], &u[i]);
         else
-          g[i] = gated<kAct, false>(g[i], u[i]);
+          g[i] = gated<kAct, false>(g[i], u[i], op.clamp);
       }
       pack(g, &first[r0 + r]);
       if (kBwd) pack(u, &second[r0 + r]);

@@ -615,12 +615,13 @@ class GroupQuantizer:
         rowwise: bool,
         columnwise: bool,
         factor_grad: torch.Tensor | None = None,
+        bias_grad: torch.Tensor | None = None,
     ) -> GroupedOutput:
         """Returns FP8 copies of rows that the cast gathers or computes, as ``quantize_source``."""
         scale, scale_inv, amax = self.scaling(GroupSource(source, groups))
         return quantize_source(
             source, groups, scale, self.dtype, rowwise=rowwise, columnwise=columnwise, amax=amax,
-            scale_inv=scale_inv, factor_grad=factor_grad,
+            scale_inv=scale_inv, factor_grad=factor_grad, bias_grad=bias_grad,
         )  # fmt: skip
 
     def produces(self, columns: int) -> bool:

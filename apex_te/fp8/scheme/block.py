@@ -150,10 +150,12 @@ class BlockGroupQuantizer(GroupQuantizer):
         rowwise: bool,
         columnwise: bool,
         factor_grad: torch.Tensor | None = None,
+        bias_grad: torch.Tensor | None = None,
     ) -> GroupedOutput:
         return block_quantize_source(
             source, groups, self.dtype, rowwise=rowwise, columnwise=columnwise,
             pow2=self.options.pow2, eps=self.options.eps, factor_grad=factor_grad,
+            bias_grad=bias_grad,
         )  # fmt: skip
 
     def produces(self, columns: int) -> bool:

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from ...runtime.op_options import gated_activation_number
+from ...runtime.op_options import GATE, ClampedSwiglu, gate_arguments
 from . import _checks
 from ._contract import local_call
 from ._rows import rowwise as over_rows
@@ -18,13 +18,13 @@ from ._rows import rowwise as over_rows
 class GatedArrays(NamedTuple):
     """Checked arrays of a C function by parameter, and their dimensions in a rule.
 
-    These are "r" rows, "f" F, "c" 2F and "g f" [2, F]. ``options`` are those of the rule, ``shape``
-    is the output's, and ``bias_dims`` those of a bias for gate and up, which the caller gives as
-    [2F] if ``is_flat``, else as [2, F].
+    These are "r" rows, "f" F, "c" 2F and "g f" [2, F]. ``gate`` are options of the C function,
+    ``options`` those of the rule, ``shape`` is the output's, and ``bias_dims`` those of a bias for
+    gate and up, which the caller gives as [2F] if ``is_flat``, else as [2, F].
     """
 
     function: str
-    code: int
+    gate: dict[str, Any]
     arrays: dict[str, jax.Array]
     dims: dict[str, str]
     options: dict[str, Any]
@@ -40,7 +40,7 @@ class GatedArrays(NamedTuple):
 
 def gated_arrays(
     function: str,
-    activation: str,
+    activation: str | ClampedSwiglu,
     axis: int,
     input: Any,
     up: Any,
@@ -50,7 +50,7 @@ def gated_arrays(
     to_fp8: bool = False,
 ) -> GatedArrays:
     """Checks the arrays of a gated activation and returns them as its C function reads them."""
-    code = gated_activation_number(function, activation)
+    gate: dict[str, Any] = dict(zip(GATE, gate_arguments(function, activation), strict=True))
     rows, shape = _gate_and_up(function, input, up, axis, to_fp8)
     dims = {"grad_output": "r f", "input": "r g f" if axis == -2 else "r c", "up": "r f"}
     if up is not None:
@@ -76,7 +76,7 @@ def gated_arrays(
     options = {"split": "r" if only_rows else "r f", "ranks": {"r": len(lead)}}
     dims = {name: dims[name] for name in arrays}
     return GatedArrays(
-        function, code, arrays, dims, options, shape, rows.dtype, bias_dims, axis == -1
+        function, gate, arrays, dims, options, shape, rows.dtype, bias_dims, axis == -1
     )  # fmt: skip
 
 
@@ -160,9 +160,7 @@ def call_gated(
             words = (each.partition("/") for each in dims.removeprefix("+").split())
             return x.reshape([-(-extents[name] // int(block or 1)) for name, _, block in words])
 
-        made = local_call(
-            op, given.function, tensors, results, dtypes, activation=given.code, **options
-        )
+        made = local_call(op, given.function, tensors, results, dtypes, **given.gate, **options)
         return tuple(shaped(made[name], dims) for name, dims in results.items())
 
     read = [f"{name}: {dims}" for name, dims in given.dims.items()] + [f"{n}: _" for n in extra]

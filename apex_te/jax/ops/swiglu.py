@@ -1,4 +1,4 @@
-"""Gated activations act(gate) * up: SwiGLU, GeGLU, ReGLU and GLU, also with a fused cast to FP8."""
+"""Gated activations act(gate) * up: SwiGLU, GeGLU, ReGLU and others, also with a cast to FP8."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from ...runtime.op_options import ACTIVATIONS, gated_activation_number
+from ...runtime.op_options import ACTIVATIONS, ClampedSwiglu, gate_arguments
 from . import _checks
 from ._checked import checked
 from ._gated_arrays import GatedArrays, call_gated, gated_arrays
@@ -18,6 +18,7 @@ from .fp8_output import FP8Output
 
 __all__ = [
     "ACTIVATIONS",
+    "ClampedSwiglu",
     "SwigluFP8Grads",
     "SwigluGrads",
     "swiglu",
@@ -56,7 +57,7 @@ def swiglu(
     bias: jax.Array | None = None,
     up_bias: jax.Array | None = None,
     *,
-    activation: str = "silu",
+    activation: str | ClampedSwiglu = "silu",
     axis: int = -1,
 ) -> jax.Array:
     """Computes the gated activation act(gate) * up in float32, differentiably.
@@ -65,12 +66,12 @@ def swiglu(
     up are [..., 2, F], whose F can be sharded, and their bias is [2, F]; ``up`` and ``up_bias``
     must be None.
     """
-    gated_activation_number("swiglu_fwd", activation)
+    gate_arguments("swiglu_fwd", activation)
     return _differentiable(activation, axis)(input, up, bias, up_bias)
 
 
 @functools.cache
-def _differentiable(activation: str, axis: int) -> Callable[..., Any]:
+def _differentiable(activation: str | ClampedSwiglu, axis: int) -> Callable[..., Any]:
     options: dict[str, Any] = {"activation": activation, "axis": axis}
 
     @jax.custom_vjp
@@ -108,7 +109,7 @@ def swiglu_fwd(
     bias: jax.Array | None = None,
     up_bias: jax.Array | None = None,
     *,
-    activation: str = "silu",
+    activation: str | ClampedSwiglu = "silu",
     axis: int = -1,
 ) -> jax.Array:
     """Computes ``swiglu`` with the same arguments, but is not differentiable."""
@@ -125,7 +126,7 @@ def swiglu_fwd_fp8(
     *,
     bias: jax.Array | None = None,
     up_bias: jax.Array | None = None,
-    activation: str = "silu",
+    activation: str | ClampedSwiglu = "silu",
     axis: int = -1,
     rowwise: bool = True,
     columnwise: bool = True,
@@ -150,7 +151,7 @@ def swiglu_bwd(
     bias: jax.Array | None = None,
     up_bias: jax.Array | None = None,
     *,
-    activation: str = "silu",
+    activation: str | ClampedSwiglu = "silu",
     axis: int = -1,
     with_dbias: bool = False,
 ) -> jax.Array | SwigluGrads:
@@ -173,7 +174,7 @@ def swiglu_bwd_fp8(
     *,
     bias: jax.Array | None = None,
     up_bias: jax.Array | None = None,
-    activation: str = "silu",
+    activation: str | ClampedSwiglu = "silu",
     axis: int = -1,
     rowwise: bool = True,
     columnwise: bool = True,

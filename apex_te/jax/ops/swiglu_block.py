@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from ...runtime.op_options import ClampedSwiglu
 from . import _checks
 from ._checked import checked
 from ._gated_arrays import GatedArrays, call_gated, gated_arrays
@@ -27,7 +28,7 @@ def swiglu_fwd_block(
     *,
     bias: jax.Array | None = None,
     up_bias: jax.Array | None = None,
-    activation: str = "silu",
+    activation: str | ClampedSwiglu = "silu",
     axis: int = -1,
     rowwise: bool = True,
     columnwise: bool = True,
@@ -66,7 +67,7 @@ def swiglu_bwd_block(
     *,
     bias: jax.Array | None = None,
     up_bias: jax.Array | None = None,
-    activation: str = "silu",
+    activation: str | ClampedSwiglu = "silu",
     axis: int = -1,
     rowwise: bool = True,
     columnwise: bool = True,

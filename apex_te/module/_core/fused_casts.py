@@ -13,11 +13,20 @@ from ...ops import activation, bias_gelu, layer_norm, rms_norm, swiglu, swiglu_b
 from ...ops.block_quantize import BlockQuantized
 from ...ops.fp8_output import FP8Output
 from ...runtime.named_arguments import did_you_mean
+from ...runtime.op_options import ClampedSwiglu
 from .arguments import checked_number
 
-# Names of LayerNormMLP's activations: the gated ones by the function of their gate, the others by
-# their kind in ops.activation.
-GATED = {"geglu": "gelu", "glu": "sigmoid", "reglu": "relu", "swiglu": "silu"}
+# Names of LayerNormMLP's activations: the gated ones by their activation in ops.swiglu, the others
+# by their kind in ops.activation.
+GATED: dict[str, str | ClampedSwiglu] = {
+    "clamped_swiglu": ClampedSwiglu(),
+    "geglu": "gelu",
+    "glu": "sigmoid",
+    "qgeglu": ClampedSwiglu(limit=math.inf, offset=0.0),
+    "reglu": "relu",
+    "sreglu": "squared_relu",
+    "swiglu": "silu",
+}
 PLAIN = {
     "gelu": "gelu",
     "qgelu": "quick_gelu",
@@ -25,53 +34,11 @@ PLAIN = {
     "silu": "silu",
     "srelu": "squared_relu",
 }
-# Gated activations that PyTorch's ops compute, as no kernel does.
-TORCH = ("clamped_swiglu", "qgeglu", "sreglu")
-ACTIVATIONS = (*sorted((*GATED, *PLAIN, *TORCH)),)
-
-
-class TorchActivation(NamedTuple):
-    """Gated activation ``act(gate) * up`` by PyTorch's ops, in float32.
-
-    ``"sreglu"`` is ``relu(gate) ** 2 * up``; the others of ``TORCH`` are ``gate * sigmoid(alpha *
-    gate) * (up + offset)``, with ``gate`` at most ``limit``, and ``up`` from ``-limit`` to
-    ``limit``.
-    """
-
-    kind: str
-    limit: float = math.inf
-    alpha: float = 1.702
-    offset: float = 0.0
-
-    def of(self, x: torch.Tensor) -> torch.Tensor:
-        """Returns the activation of ``x`` [..., 2F], differentiably."""
-        gate, up = x.float().chunk(2, -1)
-        if self.kind == "sreglu":
-            out = gate.relu().square() * up
-        else:
-            if self.limit != math.inf:
-                gate, up = gate.clamp(max=self.limit), up.clamp(-self.limit, self.limit)
-            out = gate * torch.sigmoid(self.alpha * gate) * (up + self.offset)
-        return out.to(x.dtype)
-
-    def gradient(self, dy: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-        """Returns the gradient of ``x``, given the gradient ``dy`` of the result."""
-        gate, up = x.float().chunk(2, -1)
-        dy = dy.float()
-        if self.kind == "sreglu":
-            root = gate.relu()
-            d_gate, d_up = 2.0 * root * up * dy, root.square() * dy
-        else:
-            low, middle = gate.clamp(max=self.limit), up.clamp(-self.limit, self.limit)
-            sigmoid = torch.sigmoid(self.alpha * low)
-            slope = sigmoid * (1.0 + self.alpha * low * (1.0 - sigmoid))
-            d_gate = dy * (middle + self.offset) * slope * (gate <= self.limit)
-            d_up = dy * low * sigmoid * (up.abs() <= self.limit)
-        return torch.cat((d_gate, d_up), -1).to(x.dtype)
+ACTIVATIONS = (*sorted((*GATED, *PLAIN)),)
 
 
 def activation_of(owner: str, name: str, params: Mapping[str, float] | None) -> Any:
-    """Returns an activation in the form of this module's functions: name or ``TorchActivation``."""
+    """Returns an activation in the form of this module's functions: name or ``ClampedSwiglu``."""
     if name not in ACTIVATIONS:
         raise ValueError(
             f"{owner}: activation must be one of {', '.join(ACTIVATIONS)}, got {name!r}"
@@ -91,33 +58,30 @@ def activation_of(owner: str, name: str, params: Mapping[str, float] | None) -> 
             f"{owner}: activation_params must be None, or for 'clamped_swiglu' have keys of "
             f"{', '.join(known)}, got {sorted(given)} with {name!r}"
         )
-    if name not in TORCH:
-        return name
-    if name != "clamped_swiglu":
-        return TorchActivation(name)
-    return TorchActivation(name, *map(float, (known | given).values()))
+    return ClampedSwiglu(*map(float, (known | given).values())) if given else name
 
 
 def is_gated(name: Any) -> bool:
     """Returns True if the activation is ``act(gate) * up`` of the two halves of its input."""
-    return name in GATED or name in TORCH or isinstance(name, TorchActivation)
+    return name in GATED or isinstance(name, ClampedSwiglu)
+
+
+def gate_of(name: Any) -> str | ClampedSwiglu:
+    """Returns what ``ops.swiglu`` takes for a gated activation."""
+    return name if isinstance(name, ClampedSwiglu) else GATED[name]
 
 
 def activate(name: Any, x: torch.Tensor) -> torch.Tensor:
     """Applies an activation to ``[..., F]``, or ``[..., 2F]`` if gated, differentiably."""
-    if isinstance(name, TorchActivation):
-        return name.of(x)
-    if name in GATED:
-        return swiglu.swiglu(x, activation=GATED[name])
+    if is_gated(name):
+        return swiglu.swiglu(x, activation=gate_of(name))
     return activation.activation(x, PLAIN[name])
 
 
 def activation_gradient(name: Any, dy: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
     """Computes the gradient of an activation's input ``x`` from ``dy`` ``[..., F]``."""
-    if isinstance(name, TorchActivation):
-        return name.gradient(dy, x)
-    if name in GATED:
-        return swiglu.swiglu_bwd(dy, x, activation=GATED[name]).input
+    if is_gated(name):
+        return swiglu.swiglu_bwd(dy, x, activation=gate_of(name)).input
     return activation.activation_bwd(dy, x, PLAIN[name])
 
 
@@ -265,20 +229,17 @@ def norm_backward(
 class ActivationForward(BaseFusedCast):
     """Activation of ``x`` ``[rows, F]``, or ``[rows, 2F]`` if gated, as a fused cast."""
 
-    __slots__ = ("can_fuse", "can_fuse_blocks", "name")
+    __slots__ = ("can_fuse_blocks", "name")
 
     def __init__(self, name: Any, x: torch.Tensor) -> None:
         super().__init__(x)
         self.name = name
-        self.can_fuse = not isinstance(name, TorchActivation)
-        self.can_fuse_blocks = name in GATED
+        self.can_fuse_blocks = is_gated(name)
 
     def plain(self) -> torch.Tensor:
         """Returns the activation ``[rows, F]`` in the dtype of ``x``, without a cast to FP8."""
-        if isinstance(self.name, TorchActivation):
-            return self.name.of(self.x)
-        if self.name in GATED:
-            return swiglu.swiglu_fwd(self.x, activation=GATED[self.name])
+        if is_gated(self.name):
+            return swiglu.swiglu_fwd(self.x, activation=gate_of(self.name))
         return activation.activation_fwd(self.x, PLAIN[self.name])
 
     def fp8(
@@ -297,15 +258,15 @@ class ActivationForward(BaseFusedCast):
             "pad_columnwise": pad_columnwise,
             "amax": amax,
         }
-        if self.name in GATED:
-            gate = GATED[self.name]
+        if is_gated(self.name):
+            gate = gate_of(self.name)
             return swiglu.swiglu_fwd_fp8(self.x, None, scale, dtype, activation=gate, **options)
         return activation.activation_fwd_fp8(self.x, PLAIN[self.name], scale, dtype, **options)
 
     def blocks(self, options: BlockOptions, rowwise: bool, columnwise: bool) -> BlockQuantized:
         """Returns the activation's result ``[rows, F]`` in blocks; see ``FusedCast.blocks``."""
         return swiglu_block.swiglu_fwd_block(
-            self.x, None, options.dtype, activation=GATED[self.name], rowwise=rowwise,
+            self.x, None, options.dtype, activation=gate_of(self.name), rowwise=rowwise,
             columnwise=columnwise, pad_columnwise=options.pad_columnwise, pow2=options.pow2,
             eps=options.eps,
         )  # fmt: skip
@@ -321,9 +282,8 @@ class ActivationBackward(BaseFusedCast):
         self.name = name
         self.dy = dy
         # The kernels of the other activations have no column sums.
-        is_own = not isinstance(name, TorchActivation)
-        self.can_fuse = is_own and (name in GATED or name == "gelu" or not with_dbias)
-        self.can_fuse_blocks = name in GATED and not with_dbias
+        self.can_fuse = is_gated(name) or name == "gelu" or not with_dbias
+        self.can_fuse_blocks = is_gated(name) and not with_dbias
 
     def plain(self) -> torch.Tensor:
         """Returns the gradient in the dtype of ``x``, without a cast to FP8.
@@ -331,10 +291,8 @@ class ActivationBackward(BaseFusedCast):
         Sets ``dbias`` if the op computes column sums and they are wanted.
         """
         grads: Any
-        if isinstance(self.name, TorchActivation):
-            return self.name.gradient(self.dy, self.x)
-        if self.name in GATED:
-            gate = GATED[self.name]
+        if is_gated(self.name):
+            gate = gate_of(self.name)
             grads = swiglu.swiglu_bwd(self.dy, self.x, activation=gate, with_dbias=self.with_dbias)
         elif self.name == "gelu":
             grads = bias_gelu.bias_gelu_bwd(self.dy, self.x, with_dbias=self.with_dbias)
@@ -359,14 +317,14 @@ class ActivationBackward(BaseFusedCast):
             "pad_columnwise": pad_columnwise,
             "amax": amax,
         }
-        if self.name not in GATED and self.name != "gelu":
+        if not is_gated(self.name) and self.name != "gelu":
             kind = PLAIN[self.name]
             return activation.activation_bwd_fp8(self.dy, self.x, kind, scale, dtype, **options)
         # A run for the amax alone leaves the sums to the one that writes codes.
         options["with_dbias"] = self.with_dbias and (rowwise or columnwise)
         grads: Any
-        if self.name in GATED:
-            gate = GATED[self.name]
+        if is_gated(self.name):
+            gate = gate_of(self.name)
             grads = swiglu.swiglu_bwd_fp8(
                 self.dy, self.x, None, scale, dtype, activation=gate, **options
             )
@@ -379,7 +337,7 @@ class ActivationBackward(BaseFusedCast):
     def blocks(self, options: BlockOptions, rowwise: bool, columnwise: bool) -> BlockQuantized:
         """Returns the gradient, in the shape of ``x``, in blocks; see ``FusedCast.blocks``."""
         return swiglu_block.swiglu_bwd_block(
-            self.dy, self.x, None, options.dtype, activation=GATED[self.name], rowwise=rowwise,
+            self.dy, self.x, None, options.dtype, activation=gate_of(self.name), rowwise=rowwise,
             columnwise=columnwise, pad_columnwise=options.pad_columnwise, pow2=options.pow2,
             eps=options.eps,
         )  # fmt: skip

@@ -10,12 +10,14 @@ from ...fp8.autocast import graph_task_id, local
 from ...fp8.scheme.base import GroupQuantizer
 from ...fp8.scheme.gemm_backend import DGRAD, FPROP
 from ...ops import grouped_quantize, moe_permute
+from ...ops._gated_matrices import in_halves
 from ...ops.binding import OpFunction, once_differentiable
 from ...ops.grouped_cast import Gated, GatedGradient, Gather, Source
 from ...ops.grouped_quantize import GroupedOutput, Groups
+from ...ops.swiglu import ClampedSwiglu
 from ...permutation import moe_unpermute, permute_with_map
 from .._core.fp8_module import FP8Module
-from .._core.fused_casts import GATED, activate
+from .._core.fused_casts import activate, gate_of, is_gated
 from .._core.parallel import is_observed
 from .._core.programs import is_autocast, take_saved, without_autocast
 from . import on_device
@@ -31,12 +33,14 @@ def run_experts(
     probs: torch.Tensor,
     activation: Any,
     is_first_microbatch: bool | None = None,
+    interleaved: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Sends each token to its experts and sums their results; differentiable in tokens and probs.
 
     In FP8 an expert computes ``fc2(act(fc1(token)) * prob)``: the probability is part of what the
-    second GEMM casts, so that backward needs no output of an expert. Elsewhere, and with a bias,
-    the probability is a factor of the sum, which takes no pass of its own.
+    second GEMM casts, so that backward needs no output of an expert, and the second bias times the
+    probability is added to the sums. Elsewhere the probability is a factor of the sum, which takes
+    no pass of its own.
 
     Args:
         fc1, fc2: ``GroupedLinear`` with ``single_parameter``.
@@ -44,6 +48,7 @@ def run_experts(
         indices: [tokens, k] int32 or int64, each token's experts; a negative one stands for none.
         probs: [tokens, k], their weights.
         activation: as ``fused_casts.activate`` takes it, or a function of [rows, 2 ffn].
+        interleaved: FC1 has gates and ups alternately.
 
     Returns:
         The sums [tokens, hidden] in the dtype of x, and the rows of each expert, int32 [experts].
@@ -52,17 +57,25 @@ def run_experts(
     made = moe_permute.make_map(indices, map_type="index", num_experts=experts)
     counts = made.tokens_per_expert
     probs = probs.float()
-    fused = _fused_calls(fc1, fc2, x, activation, is_first_microbatch)
+    fused = _fused_calls(fc1, fc2, x, activation, is_first_microbatch, interleaved)
     if fused is not None:
         groups = grouped_quantize.groups_of(counts, indices.numel())
-        return ExpertsFunction.apply(x, probs, made.row_id_map, groups.table, *fused), counts
-    inside = _in_region(fc1) and not fc2.use_bias
+        out = ExpertsFunction.apply(x, probs, made.row_id_map, groups.table, *fused)
+        return _with_biases(out, indices, probs, _bias_of(fc2)), counts
+    # Only in its call does a layer with hooks, such as those of FSDP2, have its bias.
+    inside = _in_region(fc1) and not (fc2.use_bias and is_observed(fc2))
     rows, row_probs = permute_with_map(x, probs if inside else None, made.row_id_map, indices)
-    hidden = _activated(fc1, rows, counts, activation, is_first_microbatch)
+    hidden = fc1(rows, counts, is_first_microbatch)
+    hidden = _activated(activation, in_halves(hidden) if interleaved else hidden)
     if row_probs is not None:
         hidden = (hidden.float() * row_probs[:, None]).to(hidden.dtype)
-    out = fc2(hidden, counts, is_first_microbatch)
-    out = moe_unpermute(out, made.row_id_map, None if inside else probs, map_type="index")
+    if not inside or not fc2.use_bias:
+        out = fc2(hidden, counts, is_first_microbatch)
+        out = moe_unpermute(out, made.row_id_map, None if inside else probs, map_type="index")
+    else:
+        out = fc2._multiply(hidden, counts, is_first_microbatch, with_bias=False)
+        out = moe_unpermute(out, made.row_id_map, map_type="index")
+        out = _with_biases(out, indices, probs, _bias_of(fc2))
     return out.to(x.dtype), counts
 
 
@@ -84,20 +97,35 @@ def run_ordered(
     Returns:
         [rows, hidden], bitwise the same fused or not; zeros in rows after the last expert's.
     """
-    fused = _fused_calls(fc1, fc2, rows, activation, is_first_microbatch)
+    fused = None
+    if not fc2.use_bias:  # which the function leaves to its caller
+        fused = _fused_calls(fc1, fc2, rows, activation, is_first_microbatch)
     if fused is not None:
         splits = on_device.table_splits(fc1, m_splits, rows.shape[0], rows.device)
         groups = grouped_quantize.groups_of(splits, rows.shape[0])
         return ExpertsFunction.apply(rows, None, None, groups.table, *fused)
-    hidden = _activated(fc1, rows, m_splits, activation, is_first_microbatch)
+    hidden = _activated(activation, fc1(rows, m_splits, is_first_microbatch))
     return fc2(hidden, m_splits, is_first_microbatch)
 
 
-def _activated(
-    fc1: Any, rows: torch.Tensor, m_splits: Any, activation: Any, is_first_microbatch: bool | None
-) -> torch.Tensor:
-    hidden = fc1(rows, m_splits, is_first_microbatch)
+def _activated(activation: Any, hidden: torch.Tensor) -> torch.Tensor:
     return activation(hidden) if callable(activation) else activate(activation, hidden)
+
+
+def _with_biases(
+    out: torch.Tensor, indices: torch.Tensor, probs: torch.Tensor, bias: torch.Tensor | None
+) -> torch.Tensor:
+    """Returns sums of experts' rows plus ``prob * bias`` of each: a GEMM over all experts.
+
+    It reads and writes the tokens once, not their rows, and its gradients are GEMMs, too.
+    """
+    if bias is None:
+        return out
+    experts = bias.shape[0]
+    other = (indices < 0) | (indices >= experts)
+    columns = indices.masked_fill(other, experts).long()
+    weights = probs.new_zeros(len(probs), experts + 1).scatter_add(1, columns, probs)
+    return torch.addmm(out, weights[:, :experts].to(out.dtype), bias.to(out.dtype))
 
 
 def _wgrad(
@@ -111,42 +139,59 @@ def _wgrad(
     """Returns what autograd gets for a stack of weights, from both operands' columnwise copies."""
     codes, scale_inv = dy.columnwise, dy.scale_inv
     contract = call.quantizers.backend.contract_groups
+    swaps = grouped_quantize.lies_transposed(weight)
 
     def product(*out: Any) -> torch.Tensor:
+        if swaps and out == (False,):  # the gradient lies as its weight does
+            return contract(x, codes, x_scale_inv, scale_inv, groups, *out).transpose(1, 2)
         return contract(codes, x, scale_inv, x_scale_inv, groups, *out)
 
     return on_device.stack_gradient(weight, call.options, weight.dtype, product)
 
 
 def _fused_calls(
-    fc1: Any, fc2: Any, x: torch.Tensor, activation: Any, is_first_microbatch: bool | None
+    fc1: Any,
+    fc2: Any,
+    x: torch.Tensor,
+    activation: Any,
+    is_first_microbatch: bool | None,
+    interleaved: bool = False,
 ) -> tuple | None:
     """Returns the fused function's arguments from ``activation`` on if it serves a call, else None.
 
-    It needs FP8 products of groups whose operands one kernel can make, without biases.
+    It needs FP8 products of groups whose operands one kernel can make.
     """
-    gate = GATED.get(activation) if isinstance(activation, str) else None
-    if gate is None:
+    if not is_gated(activation):
         return None
     if torch.compiler.is_compiling() or is_autocast(x.device.type) or not _in_region(fc1):
         return None
     if x.dim() != 2 or not x.shape[0] or x.shape[1] != fc1.in_features:
         return None
     for layer in (fc1, fc2):
-        if layer.use_bias or layer.save_original_input or layer.tp_size > 1:
+        if layer.save_original_input or layer.tp_size > 1:
             return None
         # Hooks, such as those of FSDP2, must see the call of their layer.
-        if not layer.single_parameter or is_observed(layer) or _weight_of(layer).dtype != x.dtype:
+        if not layer.single_parameter or is_observed(layer):
+            return None
+        if any(t is not None and t.dtype != x.dtype for t in (_weight_of(layer), _bias_of(layer))):
             return None
     first, second = (_groups_call(layer, fc2, is_first_microbatch) for layer in (fc1, fc2))
     if first is None or second is None:
         return None
-    return gate, first, second, _weight_of(fc1), _weight_of(fc2)
+    return (
+        gate_of(activation), interleaved, first, second,
+        _weight_of(fc1), _weight_of(fc2), _bias_of(fc1),
+    )  # fmt: skip
 
 
 def _weight_of(layer: Any) -> torch.Tensor:
     weight: torch.Tensor = layer._weights_and_biases()[0][0]
     return weight
+
+
+def _bias_of(layer: Any) -> torch.Tensor | None:
+    biases = layer._weights_and_biases()[1]
+    return biases[0] if biases else None
 
 
 def _in_region(layer: FP8Module) -> bool:
@@ -188,16 +233,18 @@ class ExpertsFunction(OpFunction):
         probs: torch.Tensor | None,
         row_id_map: torch.Tensor | None,
         table: torch.Tensor,
-        activation: str,
+        activation: str | ClampedSwiglu,
+        interleaved: bool,
         first: GroupsCall,
         second: GroupsCall,
         w1: torch.Tensor,
         w2: torch.Tensor,
+        b1: torch.Tensor | None,
     ) -> torch.Tensor:
         x = x.contiguous()
         rows = x.shape[0] if row_id_map is None or probs is None else probs.numel()
         groups = Groups(table, rows, (table.numel() - 1) // 3)
-        need_x, need_probs, *_, need_w1, need_w2 = ctx.needs_input_grad
+        need_x, need_probs, *_, need_w1, need_w2, need_b1 = ctx.needs_input_grad
         # First, as the GPU is long at it while the host issues what follows.
         weight, saved1 = first.cast_weights((w1,), groups, need_x)
         row_of = factor = None
@@ -205,20 +252,20 @@ class ExpertsFunction(OpFunction):
             row_of, factor = moe_permute.tokens_of_rows(row_id_map, rows, probs)
         qx = _cast(first.quantizers.input, x, row_of, groups, True, need_w1)
         hidden = first.multiply(FPROP, qx, weight.rowwise, weight.rowwise_scale_inv, groups)
-        source: Source = Gated(hidden, factor, activation)
+        source: Source = Gated(hidden, factor, activation, b1, interleaved)
         qa = second.quantizers.input.produce(source, groups, True, need_w2)
-        needs = need_x or need_probs or need_w1
+        needs = need_x or need_probs or need_w1 or need_b1
         weight, saved2 = second.cast_weights((w2,), groups, needs)
         y = second.multiply(FPROP, qa, weight.rowwise, weight.rowwise_scale_inv, groups)
         ctx.save_for_backward(
-            row_id_map, table, row_of, factor, hidden if needs else None, qx.columnwise,
+            row_id_map, table, row_of, factor, hidden if needs else None, b1, qx.columnwise,
             qx.scale_inv, qa.columnwise, qa.scale_inv, *saved1, *saved2,
         )  # fmt: skip
         ctx.rows = rows
         ctx.counts = len(saved1), len(saved2)
         ctx.calls = first, second
         ctx.weights = w1, w2
-        ctx.activation = activation
+        ctx.activation, ctx.interleaved = activation, interleaved
         ctx.device_type = x.device.type
         if row_id_map is not None:
             return moe_permute.unpermute(y, row_id_map)
@@ -246,16 +293,16 @@ def _cast(
 
 
 def _backward(ctx: Any, grad_output: torch.Tensor) -> tuple:
-    row_id_map, table, row_of, factor, hidden, x, x_scale, a, a_scale, *rest = take_saved(ctx)
+    row_id_map, table, row_of, factor, hidden, b1, x, x_scale, a, a_scale, *rest = take_saved(ctx)
     saved1, saved2 = rest[: ctx.counts[0]], rest[ctx.counts[0] :]
-    need_x, need_probs, *_, need_w1, need_w2 = ctx.needs_input_grad
+    need_x, need_probs, *_, need_w1, need_w2, need_b1 = ctx.needs_input_grad
     (first, second), (w1, w2) = ctx.calls, ctx.weights
     rows = ctx.rows
     groups = Groups(table, rows, (table.numel() - 1) // 3)
-    needs = need_x or need_probs or need_w1
+    needs = need_x or need_probs or need_w1 or need_b1
     quantizer, grad_output = second.quantizers.grad_output, grad_output.contiguous()
     dy = _cast(quantizer, grad_output, row_of, groups, needs, need_w2)
-    grad_w1 = grad_w2 = grad_x = grad_probs = None
+    grad_w1 = grad_w2 = grad_x = grad_probs = grad_b1 = None
     if needs:
         grad_a = second.multiply(DGRAD, dy, *second.recast_weights(saved2, groups), groups)
     if need_w2:
@@ -263,8 +310,10 @@ def _backward(ctx: Any, grad_output: torch.Tensor) -> tuple:
     del dy, a
     if needs:
         row_grads = factor.new_empty(rows) if need_probs else None
-        source: Source = GatedGradient(grad_a, hidden, factor, ctx.activation)
-        dh = first.quantizers.grad_output.produce(source, groups, True, need_w1, row_grads)
+        grad_b1 = torch.empty_like(b1) if need_b1 else None
+        source: Source = GatedGradient(grad_a, hidden, factor, ctx.activation, b1, ctx.interleaved)
+        produce = first.quantizers.grad_output.produce
+        dh = produce(source, groups, True, need_w1, row_grads, grad_b1)
         del source, grad_a, hidden
         if need_w1:
             grad_w1 = _wgrad(first, w1, dh, x, x_scale, groups)
@@ -278,4 +327,4 @@ def _backward(ctx: Any, grad_output: torch.Tensor) -> tuple:
         elif need_probs:
             nothing = factor.new_empty((rows, 1))
             grad_probs = moe_permute.permute_bwd(nothing, row_id_map, row_grads)[1]
-    return grad_x, grad_probs, None, None, None, None, None, grad_w1, grad_w2
+    return grad_x, grad_probs, *(None,) * 6, grad_w1, grad_w2, grad_b1

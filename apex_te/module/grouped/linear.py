@@ -195,6 +195,19 @@ class GroupedLinear(ParallelModule):
                 and delayed scaling under ``torch.compile``, which all wait for the sizes. Raised
                 before anything runs.
         """
+        out = self._multiply(inp, m_splits, is_first_microbatch, with_bias=not self.return_bias)
+        if not self.return_bias:
+            return out
+        biases = self._weights_and_biases()[1]
+        if not biases:
+            return out, [out.new_empty(0) for _ in range(self.num_gemms)]
+        each = biases[0] if self.single_parameter else biases
+        return out, [bias.to(out.dtype) for bias in each]
+
+    def _multiply(
+        self, inp: torch.Tensor, m_splits: Any, is_first_microbatch: bool | None, with_bias: bool
+    ) -> torch.Tensor:
+        """Computes ``out`` of ``forward``, with or without the biases, and calls no hooks."""
         try:
             weights, biases = self._weights_and_biases()
             rows = math.prod(inp.shape[:-1])
@@ -215,10 +228,9 @@ class GroupedLinear(ParallelModule):
                     splits, cached_one_by_one = m_splits, ()
             if isinstance(splits, tuple) and sum(splits) != rows:
                 x = inp.reshape(rows, inp.shape[-1])[: sum(splits)]
-            applied = () if self.return_bias else biases
-            out = self._call(
+            out: torch.Tensor = self._call(
                 x, self.in_features, weights + biases, cached_one_by_one, is_first_microbatch,
-                weights, applied, splits,
+                weights, biases if with_bias else (), splits,
             )  # fmt: skip
         except VAGUE as error:
             explain(self, error, {"inp": inp})
@@ -226,12 +238,7 @@ class GroupedLinear(ParallelModule):
         if x is not inp:  # the rows after the last group
             out = functional.pad(out, (0, 0, 0, rows - x.shape[0]))
             out = out.view(*inp.shape[:-1], self.out_features)
-        if not self.return_bias:
-            return out
-        if not biases:
-            return out, [out.new_empty(0) for _ in range(self.num_gemms)]
-        each = biases[0] if self.single_parameter else biases
-        return out, [bias.to(out.dtype) for bias in each]
+        return out
 
     def _weights_and_biases(self) -> tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]]:
         """Returns weights, [out, in] for each group or one stack, and biases likewise or none."""

@@ -35,6 +35,7 @@ enum class Activation : int32_t {
   kSquaredRelu = 4,
   kSilu = 5,
   kSigmoid = 6,
+  kSwish = 7,  // x sigmoid(alpha x)
 };
 
 // a * b + c, in one instruction on the device.
@@ -202,9 +203,9 @@ APEX_TE_HD float sum_with_tail(float a, float b, float c) {
   return c == 0.0f ? a : sum;
 }
 
-// The value; *derivative receives f'(x) where it is not null.
+// The value; *derivative receives f'(x) where it is not null. alpha is swish's.
 template <Activation kAct, bool kFine = true>
-APEX_TE_HD float activate(float x, float* derivative = nullptr) {
+APEX_TE_HD float activate(float x, float* derivative = nullptr, float alpha = 1.0f) {
   if (kAct == Activation::kGelu) {
     constexpr float kA = -kLog2E * kTwoSqrt2OverPi, kB = kA * kCubic;
     const float square = x * x;
@@ -230,9 +231,11 @@ APEX_TE_HD float activate(float x, float* derivative = nullptr) {
     if (derivative) *derivative = x != x ? x : slope;
     return y;
   }
-  constexpr float kFactor = kAct == Activation::kQuickGelu ? 1.702f : 1.0f;
+  const float factor = kAct == Activation::kQuickGelu ? 1.702f
+                       : kAct == Activation::kSwish   ? alpha
+                                                      : 1.0f;
   constexpr bool kIsSigmoid = kAct == Activation::kSigmoid;
-  const float y = -kFactor * x;
+  const float y = -factor * x;
   if (!derivative) return ratio<kFine>(kIsSigmoid ? 1.0f : x, 1.0f + power_of_e<kFine>(y));
   const float power = power_of_e<kFine>(-fabsf(y));
   const bool is_lower = !(y < 0.0f);
@@ -242,7 +245,7 @@ APEX_TE_HD float activate(float x, float* derivative = nullptr) {
   else if (kFine && kAct == Activation::kSilu)
     *derivative = gated_derivative(x, g.s, g.rest, is_lower);
   else
-    *derivative = sum_with_tail(x * g.product, kFactor, g.s);
+    *derivative = sum_with_tail(x * g.product, factor, g.s);
   return kIsSigmoid ? g.s : g.value;
 }
 

@@ -240,15 +240,21 @@ def test_experts_as_an_implementation_of_transformers(name, recipe):
 
 @pytest.mark.parametrize(
     ("attribute", "value", "what"),
-    [("has_bias", True, "biases"), ("is_transposed", True, "transposed weights"),
-     ("_is_expert_parallel", True, "weights spread over ranks")],
-)  # fmt: skip
+    [
+        ("has_gate", False, "no gate"),
+        ("has_post_expert_norm", True, "a norm"),
+        ("is_concatenated", False, "interleaved weights and a gate of their own"),
+        ("_is_expert_parallel", True, "weights spread over ranks"),
+    ],
+)
 def test_experts_that_the_implementation_refuses(attribute, value, what):
     register_experts("suite")
     model = build("mixtral")
     model.set_experts_implementation("suite")
     experts = model.model.layers[0].mlp.experts
     setattr(experts, attribute, value)
+    if attribute == "is_concatenated":
+        experts._apply_gate = lambda x: x[..., ::2] * x[..., 1::2]
     with pytest.raises(NotImplementedError, match=f"for experts with {what}"):
         experts(torch.randn(2, 32), torch.zeros(2, 1, dtype=torch.long), torch.ones(2, 1))
 

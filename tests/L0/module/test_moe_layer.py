@@ -30,6 +30,12 @@ OPTIONS = {
     "plain": {},
     "all": WITH_ALL,
     "one": {"top_k": 1, "use_pre_softmax": True},
+    "gpt-oss": {
+        "top_k": 4,
+        "bias": True,
+        "activation": "clamped_swiglu",
+        "activation_params": {"limit": 3},
+    },
     "every": {"top_k": EXPERTS, "aux_loss_coeff": 0.1},
     "sigmoid": {"score_function": "sigmoid", "expert_bias": True, "scaling_factor": 2.5},
     "groups": {"num_groups": 4, "group_topk": 2, "score_function": "sqrtsoftplus", "top_k": 4},
@@ -118,7 +124,11 @@ def plain(layer, hidden_states, values, options):
         hidden = x[token] @ values["fc1.weight"][expert].T
         hidden = hidden + values["fc1.bias"][expert] if "fc1.bias" in values else hidden
         gate, up = hidden.chunk(2, -1)
-        rows = functional.silu(gate) * up @ values["fc2.weight"][expert].T
+        hidden = functional.silu(gate) * up
+        if "activation" in options:
+            gate, up = gate.clamp(max=3), up.clamp(-3, 3)
+            hidden = gate * torch.sigmoid(1.702 * gate) * (up + 1)
+        rows = hidden @ values["fc2.weight"][expert].T
         rows = rows + values["fc2.bias"][expert] if "fc2.bias" in values else rows
         out = out.index_add(0, token, rows * made.probs[token, place, None])
     if "shared_expert.fc1.weight" in values:
@@ -192,7 +202,7 @@ def test_equals_a_loop_over_experts(device, kind):
 
 
 @every_recipe
-@pytest.mark.parametrize("kind", ["all", "best"])
+@pytest.mark.parametrize("kind", ["all", "best", "gpt-oss"])
 def test_recipes(device, name, kind):
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     layer = layer_of(device, dtype, **OPTIONS[kind])
@@ -278,7 +288,7 @@ def test_router_stays_out_of_fp8_and_autocast(device):
     assert not torch.equal(seen[0].probs, seen[2].probs)
 
 
-@pytest.mark.parametrize("kind", ["plain", "best", "sigmoid"])
+@pytest.mark.parametrize("kind", ["plain", "best", "sigmoid", "all", "gpt-oss"])
 @pytest.mark.parametrize("name", ["delayed", "tensorwise", "blockwise"])
 def test_experts_run_as_one_function_in_fp8(device, monkeypatch, name, kind):
     calls, apply = [], ExpertsFunction.apply
@@ -317,7 +327,7 @@ def test_recompute(device, name, reentrant, within):
     assert_same_bits(counts, other.router.local_tokens_per_expert)
 
 
-@pytest.mark.parametrize("kind", ["all", "sigmoid", "best"])
+@pytest.mark.parametrize("kind", ["all", "sigmoid", "best", "gpt-oss"])
 @pytest.mark.parametrize("name", ["none", "tensorwise", "blockwise"])
 def test_compiled(device, name, kind):
     layer = layer_of(device, **OPTIONS[kind])
@@ -554,7 +564,7 @@ def test_refused_calls():
 @pytest.mark.cuda
 @needs_cuda
 @pytest.mark.parametrize("name", GROUPED)
-@pytest.mark.parametrize("kind", ["all", "sigmoid", "best", "first"])
+@pytest.mark.parametrize("kind", ["all", "sigmoid", "best", "first", "gpt-oss"])
 def test_nothing_waits_for_the_device(name, kind):
     layer = layer_of("cuda", torch.bfloat16, **OPTIONS[kind])
     x, dy = inputs("cuda", torch.bfloat16)
@@ -574,7 +584,7 @@ def test_nothing_waits_for_the_device(name, kind):
 @pytest.mark.cuda
 @needs_cuda
 @pytest.mark.parametrize("name", GROUPED)
-@pytest.mark.parametrize("kind", ["all", "sigmoid", "best"])
+@pytest.mark.parametrize("kind", ["all", "sigmoid", "best", "gpt-oss"])
 def test_captured(name, kind):
     """One graph, replayed on tokens with other experts than those of its capture."""
     layer = layer_of("cuda", torch.bfloat16, **OPTIONS[kind])

@@ -56,6 +56,7 @@ OTHERS = {
     "grouped_quantize.allocate_blocks",
     "grouped_quantize.block_values_of_columns",
     "grouped_quantize.check_rows",
+    "grouped_quantize.lies_transposed",
     "grouped_gemm.multiplies_codes",
     "grouped_gemm.has_grouped_products",
     "multi_tensor.dense",
@@ -398,9 +399,11 @@ def make_case(name: str, rows: int = 32, cols: int = 64) -> Case:
              "b_scale_inv": torch.rand(groups(rows).lines, 16), "groups": groups(rows)}
         ),
         "grouped_cast.quantize_source": lambda: Case(
-            {"source": grouped_cast.GatedGradient(x, matrix(rows, 2 * cols), torch.rand(rows)),
+            {"source": grouped_cast.GatedGradient(
+                x, matrix(rows, 2 * cols), torch.rand(rows), bias=matrix(2, 2 * cols)),
              "groups": groups(rows), "scale": torch.ones(2), "fp8_dtype": E4M3,
-             "amax": torch.zeros(2), "factor_grad": torch.zeros(rows)}, ("amax", "factor_grad"),
+             "amax": torch.zeros(2), "factor_grad": torch.zeros(rows),
+             "bias_grad": matrix(2, 2 * cols)}, ("amax", "factor_grad", "bias_grad"),
         ),
         "grouped_cast.block_quantize_source": lambda: Case(
             {"source": grouped_cast.Gather(x, torch.arange(rows, dtype=torch.int32).flip(0)),

@@ -13,19 +13,23 @@ from checks import (
     needs_memory,
 )
 from group_layouts import LAYOUTS, forged, made, nan_behind, scales
+from swiglu_cases import ACTIVATIONS, CLAMPED
 
 from apex_te.fp8.scheme.base import GroupRows, GroupSource
 from apex_te.ops import grouped_cast as op
 from apex_te.ops import grouped_quantize, moe_permute
 from apex_te.ops.grouped_quantize import Groups
-from apex_te.ops.swiglu import swiglu_bwd, swiglu_fwd
+from apex_te.ops.swiglu import ClampedSwiglu, swiglu_bwd, swiglu_fwd
 
 E4M3 = torch.float8_e4m3fn
 UNEVEN = (800, [0, 1, 15, 16, 17, 127, 128, 129, 300])
 layouts = pytest.mark.parametrize(("rows", "splits"), [UNEVEN, *LAYOUTS], ids=lambda v: str(v)[:24])
 KINDS = ["gather", "gated", "gradient"]
-ACTIVATIONS = ["silu", "gelu", "gelu_erf", "relu", "sigmoid"]
 NO_ROW = 2**31 - 1  # of tokens, behind the last group
+
+
+def in_halves(x):
+    return torch.cat((x[:, ::2], x[:, 1::2]), 1)
 
 
 def powers(rows):
@@ -38,7 +42,10 @@ def factors(rows, kind, dtype):
     return torch.ones(rows) if kind == "gated" and dtype is torch.float16 else powers(rows)
 
 
-def source_of(kind, rows, cols, splits, dtype, device, factor=None, activation="silu"):
+def source_of(
+    kind, rows, cols, splits, dtype, device, factor=None, activation="silu", has_bias=False,
+    interleaved=False,
+):  # fmt: skip
     """A source; rows after the last group are NaN, or refer to rows that x does not have."""
     factor = None if factor is None else factor.to(device)
     if kind == "gather":
@@ -48,13 +55,14 @@ def source_of(kind, rows, cols, splits, dtype, device, factor=None, activation="
         x = torch.randn(tokens, cols) * 3
         return op.Gather(x.to(device, dtype), row_of.to(device), factor)
     x = nan_behind(torch.randn(rows, 2 * cols) * 2, splits).to(device, dtype)
+    bias = torch.randn(len(splits), 2 * cols).to(device, dtype) if has_bias else None
     if kind == "gated":
-        return op.Gated(x, factor, activation)
+        return op.Gated(x, factor, activation, bias, interleaved)
     grad = nan_behind(torch.randn(rows, cols), splits).to(device, dtype)
-    return op.GatedGradient(grad, x, factor, activation)
+    return op.GatedGradient(grad, x, factor, activation, bias, interleaved)
 
 
-def rows_of(source):
+def rows_of(source, groups=None):
     """The rows of a source, by other ops; of factors only powers of two."""
 
     def scaled(x):
@@ -65,9 +73,16 @@ def rows_of(source):
     if isinstance(source, op.Gather):
         row_of = source.row_of.long().clamp(max=len(source.x) - 1)
         return scaled(torch.where(row_of[:, None] < 0, 0, source.x[row_of.clamp(min=0)]))
+    x = source.x
+    if source.bias is not None:
+        x = x.clone()
+        grouped_quantize.finish_rows(x, groups, source.bias)
+    if source.interleaved:
+        x = in_halves(x)
     if isinstance(source, op.Gated):
-        return scaled(swiglu_fwd(source.x, activation=source.activation))
-    return swiglu_bwd(scaled(source.grad), source.x, activation=source.activation).input
+        return scaled(swiglu_fwd(x, activation=source.activation))
+    out = swiglu_bwd(scaled(source.grad), x, activation=source.activation).input
+    return torch.stack(out.chunk(2, 1), 2).flatten(1) if source.interleaved else out
 
 
 def layouts_of(t):
@@ -98,15 +113,20 @@ def assert_same_cast(found, expected, groups, total, in_blocks=False):
         assert_same_bits([found.scale_inv[lines]], [expected.scale_inv[lines]])
 
 
-@in_pairs(kind=KINDS, cols=[16, 136, 256, 20], dtype=DTYPES, fp8=FP8, has_factor=[False, True])
+@in_pairs(
+    kind=KINDS, cols=[16, 136, 256, 20], dtype=DTYPES, fp8=FP8, has_factor=[False, True],
+    has_bias=[False, True],
+)  # fmt: skip
 @layouts
-def test_one_scale_a_group(device, poison, rows, splits, kind, cols, dtype, fp8, has_factor):
+def test_one_scale_a_group(
+    device, poison, rows, splits, kind, cols, dtype, fp8, has_factor, has_bias
+):
     # Without vectors, gated rows with factors are computed in float32, on a GPU by finer functions.
     has_factor = has_factor and (kind == "gather" or cols % 8 == 0)
     factor = factors(rows, kind, dtype) if has_factor else None
-    source = source_of(kind, rows, cols, splits, dtype, device, factor)
+    source = source_of(kind, rows, cols, splits, dtype, device, factor, has_bias=has_bias)
     groups, scale = made(rows, splits, device), scales(len(splits), device)
-    given = rows_of(source)
+    given = rows_of(source, groups)
     for rowwise, columnwise in ((True, True), (True, False), (False, True), (False, False)):
         wanted = {"rowwise": rowwise, "columnwise": columnwise}
         amaxes = [torch.zeros(len(splits), device=device) for _ in range(2)]
@@ -122,16 +142,19 @@ def test_one_scale_a_group(device, poison, rows, splits, kind, cols, dtype, fp8,
 @in_pairs(
     kind=KINDS, cols=[128, 256, 384], dtype=DTYPES, fp8=FP8, has_factor=[False, True],
     wanted=[(True, True), (True, False), (False, True)],
-    options=[{}, {"pow2": False}, {"eps": 2.0}],
+    options=[{}, {"pow2": False}, {"eps": 2.0}], has_bias=[False, True],
 )  # fmt: skip
 @layouts
-def test_blocks(device, poison, rows, splits, kind, cols, dtype, fp8, has_factor, wanted, options):
+def test_blocks(
+    device, poison, rows, splits, kind, cols, dtype, fp8, has_factor, wanted, options, has_bias
+):
     factor = factors(rows, kind, dtype) if has_factor else None
-    source = source_of(kind, rows, cols, splits, dtype, device, factor)
+    source = source_of(kind, rows, cols, splits, dtype, device, factor, has_bias=has_bias)
     groups = made(rows, splits, device)
     options = {**options, "rowwise": wanted[0], "columnwise": wanted[1]}
     found = op.block_quantize_source(source, groups, fp8, **options)
-    expected = grouped_quantize.block_quantize_groups(rows_of(source), groups, fp8, **options)
+    given = rows_of(source, groups)
+    expected = grouped_quantize.block_quantize_groups(given, groups, fp8, **options)
     assert_same_cast(found, expected, groups, sum(splits), in_blocks=True)
 
 
@@ -146,11 +169,18 @@ def test_blocks_of_other_columns(device, poison, kind, cols):
     assert_same_cast(found, expected, groups, sum(splits), in_blocks=True)
 
 
-@in_pairs(activation=ACTIVATIONS, dtype=DTYPES, kind=KINDS[1:], in_blocks=[False, True])
-def test_activations(device, poison, activation, dtype, kind, in_blocks):
+@pytest.mark.cover(3)
+@in_pairs(
+    activation=ACTIVATIONS, dtype=DTYPES, kind=KINDS[1:], in_blocks=[False, True],
+    has_bias=[False, True],
+)  # fmt: skip
+def test_activations(device, poison, activation, dtype, kind, in_blocks, has_bias):
     splits = [40, 0, 77]
-    source = source_of(kind, 128, 128, splits, dtype, device, activation=activation)
-    groups, given = made(128, splits, device), rows_of(source)
+    source = source_of(
+        kind, 128, 128, splits, dtype, device, activation=activation, has_bias=has_bias
+    )
+    groups = made(128, splits, device)
+    given = rows_of(source, groups)
     if in_blocks:
         found = op.block_quantize_source(source, groups, E4M3)
         expected = grouped_quantize.block_quantize_groups(given, groups, E4M3)
@@ -159,6 +189,46 @@ def test_activations(device, poison, activation, dtype, kind, in_blocks):
         found = op.quantize_source(source, groups, scale, E4M3)
         expected = grouped_quantize.quantize_groups(given, groups, scale, E4M3)
     assert_same_cast(found, expected, groups, 117, in_blocks)
+
+
+@in_pairs(
+    dtype=DTYPES, kind=KINDS[1:], cols=[128, 384, 136, 72, 20], in_blocks=[False, True],
+    has_bias=[False, True], activation=[*CLAMPED, "gelu"], has_factor=[False, True],
+)  # fmt: skip
+@layouts
+def test_interleaved(
+    device, poison, rows, splits, dtype, kind, cols, in_blocks, has_bias, activation, has_factor
+):
+    """Gates and ups that alternate, and their gradients in this order."""
+    cols = cols // 128 * 128 or 128 if in_blocks and kind == "gradient" else cols
+    factor = factors(rows, kind, dtype) if has_factor and cols % 8 == 0 else None
+    if activation == "gelu":  # by ops, with factors by finer functions on a GPU
+        factor = None
+    source = source_of(
+        kind, rows, cols, splits, dtype, device, factor, activation, has_bias, interleaved=True
+    )
+    groups, scale = made(rows, splits, device), scales(len(splits), device)
+    grads, halves = {}, source._replace(interleaved=False)
+    if kind == "gradient":
+        halves = halves._replace(x=in_halves(source.x))
+        grads = {"factor_grad": torch.empty(rows, device=device)}
+        if has_bias:
+            halves = halves._replace(bias=in_halves(source.bias))
+            grads["bias_grad"] = torch.empty_like(source.bias)
+    wanted = {key: torch.empty_like(t) for key, t in grads.items()}
+    given = rows_of(source, groups)
+    if in_blocks:
+        found = op.block_quantize_source(source, groups, E4M3, **grads)
+        expected = grouped_quantize.block_quantize_groups(given, groups, E4M3)
+    else:
+        found = op.quantize_source(source, groups, scale, E4M3, **grads)
+        expected = grouped_quantize.quantize_groups(given, groups, scale, E4M3)
+    assert_same_cast(found, expected, groups, sum(splits), in_blocks)
+    if grads:
+        op.quantize_source(halves, groups, scale, E4M3, **wanted)
+        if has_bias:
+            grads["bias_grad"] = in_halves(grads["bias_grad"])
+        assert_same_bits(list(grads.values()), list(wanted.values()))
 
 
 def exact_rows(source):
@@ -204,6 +274,34 @@ def test_gradient_of_factors(device, poison, dtype, cols, has_factor):
     if cols % 128 == 0:
         op.block_quantize_source(source, groups, E4M3, factor_grad=found[2])
         assert_same_bits(found[:1], found[2:])
+
+
+@in_pairs(
+    dtype=DTYPES, cols=[128, 200, 384, 9], in_blocks=[False, True], activation=ACTIVATIONS,
+    has_factor=[False, True],
+)  # fmt: skip
+@layouts
+def test_gradient_of_biases(
+    device, poison, rows, splits, dtype, cols, in_blocks, activation, has_factor
+):
+    """The sums of the rounded rows in float32, rounded; the same bits each time."""
+    cols = cols // 128 * 128 or 128 if in_blocks else cols
+    factor = powers(rows) if has_factor and cols % 8 == 0 else None  # as in test_one_scale_a_group
+    source = source_of("gradient", rows, cols, splits, dtype, device, factor, activation, True)
+    groups, scale = made(rows, splits, device), torch.ones(len(splits), device=device)
+    shape = len(splits), 2 * cols
+    found = [torch.full(shape, 7.0, dtype=dtype, device=device) for _ in range(2)]
+    for each in found:
+        if in_blocks:
+            op.block_quantize_source(source, groups, E4M3, bias_grad=each, columnwise=False)
+        else:
+            op.quantize_source(source, groups, scale, E4M3, bias_grad=each)
+    assert_same_bits(found[:1], found[1:])
+    given = rows_of(source, groups).double()
+    for g, part in enumerate(given[: sum(splits)].split(splits)):
+        exact, error = part.sum(0), 1e-5 * part.abs().sum(0)  # of sums in float32
+        low, high = (exact - error).to(dtype), (exact + error).to(dtype)
+        assert ((low <= found[0][g]) & (found[0][g] <= high)).all()
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -287,12 +385,18 @@ def guarded(like):
 
 @needs_cuda
 @pytest.mark.parametrize("kind", KINDS)
-def test_forged_tables(kind):
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_forged_tables(kind, interleaved):
     """Whatever a table says, what is read and written exists."""
     device = torch.device("cuda")
-    source = source_of(kind, 16, 128, [16], torch.bfloat16, device, torch.ones(16))
-    partials = torch.zeros(1, 16, device=device) if kind == "gradient" else None
-    args = op._arguments("test", source, None)[0]._replace(partials=partials)
+    source = source_of(
+        kind, 16, 128, [16, 0], torch.bfloat16, device, torch.ones(16), ClampedSwiglu(), True,
+        interleaved,
+    )  # fmt: skip
+    args = op._arguments("test", source, made(16, [16, 0], device), None, None)[0]
+    if kind == "gradient":
+        lines, check_lines = guarded(torch.zeros(3, 256, device=device))
+        args = args._replace(partials=torch.zeros(1, 16, device=device), lines=lines)
     shape = (16, 256 if kind == "gradient" else 128)
     for values in forged():
         table = torch.tensor(values, dtype=torch.int32, device=device)
@@ -307,7 +411,7 @@ def test_forged_tables(kind):
         row, col, col_scales, row_scales = blocks
         op._block_cast(*args, table, row, row_scales, col, col_scales, 0.0, True)
         assert not amax.isnan().any()
-        for check in (*checks, *more):
+        for check in (*checks, *more, *([check_lines] if kind == "gradient" else ())):
             check()
 
 
@@ -315,10 +419,14 @@ def test_forged_tables(kind):
 @pytest.mark.parametrize("kind", KINDS)
 def test_kernels_run(kind):
     """The kernels, not the ops that they stand for, compute what they take."""
-    source = source_of(kind, 64, 128, [64], torch.bfloat16, torch.device("cuda"))
-    args = op._arguments("test", source, None)[0]
-    assert op._has_kernel(args.x, args.grad, args.row_of)
-    assert not op._has_kernel(args.x.cpu(), args.grad, args.row_of)
+    device = torch.device("cuda")
+    for activation, interleaved in (("gelu", False), (ClampedSwiglu(), False), (CLAMPED[0], True)):
+        source = source_of(
+            kind, 64, 128, [64], torch.bfloat16, device, None, activation, True, interleaved
+        )
+        args = op._arguments("test", source, made(64, [64], device), None, None)[0]
+        assert op._has_kernel(args)
+        assert not op._has_kernel(args._replace(x=args.x.cpu()))
 
 
 @needs_cuda
@@ -462,6 +570,8 @@ def test_refuses():
         (op.Gated(x, nine[:8].double()), TypeError, "factor must have dtype float32, got float64"),
         (op.Gated(x[:, :31]), ValueError, "x must have an even number of columns, got 31"),
         (op.Gated(x, activation="tanh"), ValueError, "activation must be one of silu, .*'tanh'"),
+        (op.Gated(x, bias=x), ValueError, r"bias must have shape \[1, 32\], got \[8, 32\]"),
+        (op.Gated(x, bias=x.half()), TypeError, "bias must have dtype float32, got float16"),
         (op.GatedGradient(grad[:, :15], x), ValueError, r"grad must have shape \[8, 16\], got"),
         (op.GatedGradient(grad.half(), x), TypeError, "grad must have dtype float32, got float16"),
     ):
@@ -476,6 +586,14 @@ def test_refuses():
         op.quantize_source(
             op.GatedGradient(grad, x), groups, scale, E4M3, factor_grad=written, due=row_of[:1]
         )
+    for source in (op.Gated(x, bias=x[:1]), op.GatedGradient(grad, x)):
+        with pytest.raises(ValueError, match="bias_grad must be None without a GatedGradient with"):
+            op.quantize_source(source, groups, scale, E4M3, bias_grad=x[:1].clone())
+    with pytest.raises(ValueError, match="bias_grad must be None with due"):
+        op.quantize_source(
+            op.GatedGradient(grad, x, bias=x[:1]), groups, scale, E4M3, bias_grad=x[:1].clone(),
+            due=row_of[:1],
+        )  # fmt: skip
     with pytest.raises(ValueError, match="grad must have a multiple of 128 columns, got 16"):
         op.block_quantize_source(op.GatedGradient(grad, x), groups, E4M3)
     with pytest.raises(ValueError, match="groups must be of 8 rows, got groups of 4 rows"):

@@ -135,6 +135,34 @@ def test_matrices(device, poison, shape, dtype, fp8, splits):
     assert torch.equal(out.scale_inv, 1 / scale)
 
 
+@in_pairs(
+    fp8=FP8, dtype=DTYPES, shape=[(16, 32), (17, 9), (300, 160)], in_blocks=[False, True],
+    wanted=[(True, True), (True, False), (False, True)], splits=[None, [3, 0, 1]],
+)  # fmt: skip
+def test_transposed_stack(device, poison, shape, dtype, fp8, in_blocks, wanted, splits):
+    """A stack that is contiguous as [groups, cols, rows] is cast without a copy of it."""
+    rows, cols = shape
+    stack = (torch.randn(3, cols, rows) * 3).to(device, dtype).transpose(1, 2)
+    assert op.lies_transposed(stack)
+    assert not op.lies_transposed(stack.contiguous())
+    groups = None if splits is None else made(8, splits, device)
+    options = {"groups": groups, "rowwise": wanted[0], "columnwise": wanted[1]}
+    results, scale = [], scales(3, device)
+    for each in (stack, stack.contiguous()):
+        if in_blocks:
+            results.append(op.block_quantize_matrices(each, fp8, **options))
+        else:
+            amax = torch.zeros(3, device=device)
+            out = op.quantize_matrices(each, scale, fp8, amax=amax, **options)
+            results.append(out._replace(row_scale_inv=amax))
+    used = [g for g in range(3) if splits is None or splits[g]]
+    for found, expected in zip(*results, strict=True):
+        assert (found is None) == (expected is None)
+        if found is not None:
+            found, expected = (t.view(torch.uint8)[used] for t in (found, expected))
+            assert torch.equal(found, expected)
+
+
 def test_more_matrices_than_a_launch_takes(device):
     matrices = [torch.full((2, 3), float(i), device=device) for i in range(300)]
     amax = torch.zeros(300, device=device)

@@ -77,7 +77,9 @@ def results(op):
         for key in ("x", "freqs"):
             if key in made and values != "usual":
                 made[key] = any_bits(made[key], values == "finite")
-        for args in choices(name, made):
+        clamped = {"activation": swiglu.ClampedSwiglu(limit=1.0)}
+        takes_it = name.startswith(("swiglu.", "swiglu_block."))
+        for args in (*choices(name, made), *([made | clamped] if takes_it else ())):
             given = tree_map(lambda v: v.clone() if isinstance(v, torch.Tensor) else v, args)
             found = tree_leaves([find(name)(**given), [given[key] for key in case.written]])
             for i, t in enumerate(t for t in found if isinstance(t, torch.Tensor)):

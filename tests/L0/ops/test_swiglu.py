@@ -82,6 +82,9 @@ def test_not_finite_inputs_show(device, activation, cols):
             same = formula((gate, up, None, None), grad_output, torch.bfloat16, activation)
             # PyTorch's relu passes the gradient on where the gate is NaN; here NaN stays NaN.
             exact[1][:, :cols][torch.isnan(gate)] = float("nan")
+            if isinstance(activation, op.ClampedSwiglu):  # PyTorch's clamp has 0 there
+                doubles = [t.double() for t in (grad_output, gate, up)]
+                exact = exact[0], op.reference_bwd(*doubles, activation=activation)
             gate, up, grad_output = to(device, tensors)
             out = op.swiglu_fwd(gate, up, activation=activation)
             grads = op.swiglu_bwd(grad_output, gate, up, activation=activation)
@@ -120,14 +123,33 @@ def test_autograd_frozen_bias_and_one_dimension(device):
     torch.testing.assert_close(x.grad, expected)
 
 
+NO_CLAMP = 0.0, 0.0, 0.0
+
+
+@pytest.mark.parametrize(
+    ("field", "error", "message"),
+    [
+        ({"limit": -1.0}, ValueError, "activation.limit must be at least 0, got -1.0"),
+        ({"limit": float("nan")}, ValueError, "activation.limit must be at least 0, got nan"),
+        ({"alpha": "1"}, TypeError, "activation.alpha must be a float, got str"),
+        ({"offset": None}, TypeError, "activation.offset must be a float, got NoneType"),
+    ],
+)
+def test_clamp_is_checked(field, error, message):
+    with pytest.raises(error, match="swiglu_fwd: " + message):
+        op.swiglu(torch.zeros(2, 8), activation=op.ClampedSwiglu(**field))
+
+
 def test_library_rejects_what_python_cannot_make():
     x, out = torch.zeros(2, 8), torch.zeros(2, 4)
-    with pytest.raises(ValueError, match="activation must be 0, 1, 3, 5 or 6, got 2"):
-        op._fwd(x, None, None, None, out, 2)
+    with pytest.raises(ValueError, match="activation must be 0, 1 or 3 to 7, got 2"):
+        op._fwd(x, None, None, None, out, 2, *NO_CLAMP)
     with pytest.raises(ValueError, match=r"input must have contiguous rows, got strides \[1, 2\]"):
-        op._fwd(torch.zeros(8, 2).t(), None, None, None, out, 5)
+        op._fwd(torch.zeros(8, 2).t(), None, None, None, out, 5, *NO_CLAMP)
     with pytest.raises(ValueError, match="workspace must be given with dbias, got None"):
-        op._bwd(out, x, None, None, None, torch.zeros(2, 8), None, torch.zeros(8), None, 5)
+        op._bwd(
+            out, x, None, None, None, torch.zeros(2, 8), None, torch.zeros(8), None, 5, *NO_CLAMP
+        )
 
 
 def test_compile_with_dynamic_shapes():
@@ -185,7 +207,9 @@ def test_more_vectors_than_one_launch_takes():
 def check_fp8(device, shape, dtype, fp8, activation, **form):
     inputs, grad_output = make(shape, dtype, spread=1, **form)
     dbias, same = (formula(inputs, grad_output, t, activation)[2] for t in (torch.float64, dtype))
-    exact = [t if t is None else t.double() for t in inputs]
+    # The sums with biases are float32's, which a limit may lie beside.
+    sums = op._gate_and_up(*[t if t is None else t.float() for t in inputs])
+    exact = [t.double() for t in sums]
     out = op.reference(*exact, activation=activation)
     grad = op.reference_bwd(grad_output.double(), *exact, activation=activation)
     on_device, scale = to(device, inputs), torch.tensor([3.7])
@@ -343,7 +367,7 @@ def test_bits(device, poison, shape, dtype):
         check_blocks(device, joined, None, None, None, grad, fp8, "silu", **options)
 
 
-@pytest.mark.parametrize("activation", swiglu.ACTIVATIONS)
+@pytest.mark.parametrize("activation", ACTIVATIONS)
 @pytest.mark.parametrize("dtype", NARROW, ids=str)
 def test_activations_and_biases(device, poison, dtype, activation):
     """Rows past the last are zeros although a bias makes something of zeros."""
