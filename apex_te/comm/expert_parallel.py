@@ -11,11 +11,14 @@ from typing import Any
 import torch
 from torch import distributed
 
-from ..permutation import moe_permute, moe_permute_and_pad_with_probs, moe_unpermute
+from ..ops.moe_permute import make_map
+from ..permutation import moe_unpermute
+from ..recipe import BlockScaling
 from ..runtime.named_arguments import named_arguments
 from .agreement import check_same
-from .collectives import all_gather_rows, all_to_all_rows, reduce_scatter_rows, world_size
+from .collectives import all_gather_rows, world_size
 from .groups import check_process_group
+from .row_exchange import AllGather, AllToAll, Permute, Return, Send, Way, wire_recipe
 
 EXCHANGES = ("all_to_all", "all_gather")
 # Names of the values that `_kind` returns.
@@ -51,11 +54,27 @@ class TokenDispatcher:
         max_experts_per_token: upper bound on the experts of one token, which sizes the buffers of
             "all_gather"; None stands for ``num_experts``. If a token has more than this many
             experts on one rank, "all_gather" may silently skip some of them.
+        wire: format in which rows travel between ranks. None is their own dtype. "blockwise" or a
+            ``BlockScaling`` recipe is FP8 with a scale for each 1x128 block, for the tokens in
+            ``dispatch`` and, in backward, for the gradient that ``combine`` sends to the experts'
+            rows, in the recipe's format of inputs and of gradients. A row then has ``hidden + 4 *
+            ceil(hidden / 128)`` bytes, 0.52 times those of bfloat16. Results and the gradient of
+            tokens are summed, and travel in their own dtype like probs. One rank sends and casts
+            nothing.
 
     Attributes:
         ranks: number of ranks of ``group``.
         local_experts: number of experts on this rank.
         copies: largest number of experts on one rank that a token is assumed to have.
+
+    Rows that arrive in FP8 are decoded to the dtype that was sent. Power-of-two scales make that
+    exact, except that magnitudes above 0.93 times the dtype's largest may become infinite. As a
+    block lies within a row, experts under the same ``BlockScaling`` recipe compute with the values
+    that finite rows have without ``wire``: outputs are bitwise equal, and with "all_to_all" the
+    gradients of tokens and probs, too. Gradients of weights then differ only by values that the
+    first cast made subnormal; the gradient of a bias sums rounded rows. "all_gather" sends the
+    gradient before it is multiplied by probs, so that it is rounded twice. Experts under other
+    recipes or without FP8 get the rounded rows.
 
     Do not reduce the gradients of experts' parameters over ``group``: they are already computed
     from the tokens of all its ranks. Delayed scaling reduces amax values over ``fp8_group``. If
@@ -65,7 +84,7 @@ class TokenDispatcher:
     Raises:
         TypeError: an argument has a wrong type.
         ValueError: a number is below 1, ``num_experts`` is not a multiple of the number of ranks,
-            or ``exchange`` is unknown.
+            ``exchange`` is unknown, or ``wire`` is another name or recipe or has ``pow2=False``.
     """
 
     @named_arguments()
@@ -77,6 +96,7 @@ class TokenDispatcher:
         align: int = 16,
         exchange: str = "all_to_all",
         max_experts_per_token: int | None = None,
+        wire: BlockScaling | str | None = None,
     ) -> None:
         numbers = {"num_experts": num_experts, "align": align}
         if max_experts_per_token is not None:
@@ -93,7 +113,9 @@ class TokenDispatcher:
             raise ValueError(
                 f"TokenDispatcher: exchange must be one of {', '.join(EXCHANGES)}, got {exchange!r}"
             )
+        self.wire = wire_recipe("TokenDispatcher", wire)
         self.ranks = world_size(group)
+        self._cast = self.wire if self.ranks > 1 else None  # one rank sends nothing
         if num_experts % self.ranks:
             raise ValueError(
                 f"TokenDispatcher: num_experts must be a multiple of the {self.ranks} ranks of "
@@ -128,10 +150,10 @@ class TokenDispatcher:
             TypeError: an argument has another dtype than listed above.
             ValueError: a shape is not as above, or with "all_gather" the number of tokens is not
                 that of the first call.
-            RankMismatchError: the ranks differ in ``num_experts``, ``exchange``, hidden size,
-                dtypes, ``requires_grad`` or, with "all_gather", number of tokens (raised on all
-                ranks); or another rank raises one of the errors above. With "all_gather" on GPUs
-                only the first call checks this, because the check makes the host wait.
+            RankMismatchError: the ranks differ in ``num_experts``, ``exchange``, ``wire``, hidden
+                size, dtypes, ``requires_grad`` or, with "all_gather", number of tokens (raised on
+                all ranks); or another rank raises one of the errors above. With "all_gather" on
+                GPUs only the first call checks this, because the check makes the host wait.
         """
         error = self._refusal(tokens, probs, routing_map)
         if error is not None and self.ranks == 1:
@@ -176,7 +198,8 @@ class TokenDispatcher:
         values: dict[str, object] = {}
         if error is None:
             named = zip(_COMPARED, _kind(tokens, probs), strict=True)
-            values = {"num_experts": self.num_experts, "exchange": self.exchange, **dict(named)}
+            options = {name: getattr(self, name) for name in ("num_experts", "exchange", "wire")}
+            values = {**options, **dict(named)}
             if self.exchange == "all_gather":
                 values["number of tokens"] = tokens.shape[0]
         check_same("TokenDispatcher", "group", self.group, values, tokens.device, error)
@@ -211,22 +234,23 @@ class TokenDispatcher:
         sent, received = ([row[1:] for row in rows] for rows in both)
         arriving = arriving[:, 1:].flatten()
         sizes = ([sum(row) for row in sent], [sum(row) for row in received])
-        permuted, ids = moe_permute(tokens, routing_map, sum(sizes[0]))
-        rows = _AllToAll.apply(permuted, sizes[0], sizes[1], self.group) if ranks > 1 else permuted
+        ids = make_map(routing_map, num_rows=sum(sizes[0])).row_id_map
         # Rows arrive ordered by source rank, then expert: each row has one expert here.
         ends = arriving.cumsum(0)
-        at = torch.arange(rows.shape[0], device=rows.device)
+        at = torch.arange(sum(sizes[1]), device=tokens.device)
         expert = torch.bucketize(at, ends, right=True) % local
-        owners = expert[:, None] == torch.arange(local, device=rows.device)
+        owners = expert[:, None] == torch.arange(local, device=tokens.device)
         own = [sum(column) for column in zip(*received, strict=True)]
         m_splits = [-(-count // self.align) * self.align for count in own]
-        rows, own_ids = _by_expert(rows, owners, own, self.align, sum(m_splits))
+        total = sum(m_splits)
+        own_ids = make_map(owners, align_size=self.align, num_rows=total).row_id_map
+        way: Way = [Permute(own_ids, total)]
+        if ranks > 1:
+            way = [AllToAll(*sizes, self.group), *way]
+        rows = Send.apply(tokens, [Permute(ids, sum(sizes[0])), *way], self._cast)
 
         def combine(results: torch.Tensor) -> torch.Tensor:
-            back = moe_unpermute(results, own_ids)
-            if ranks > 1:
-                back = _AllToAll.apply(back, sizes[1], sizes[0], self.group)
-            return moe_unpermute(back, ids, probs)
+            return moe_unpermute(Return.apply(results, way, self._cast), ids, probs)
 
         return Dispatch(rows, m_splits, combine, self._compare_results)
 
@@ -248,25 +272,23 @@ class TokenDispatcher:
         local = self.local_experts
         rank = distributed.get_rank(self.group) if self.ranks > 1 else 0
         mine = slice(rank * local, (rank + 1) * local)
+        way: Way = [AllGather(self.group)] if self.ranks > 1 else []
         if self.ranks > 1:
             routing_map = all_gather_rows(routing_map.view(torch.uint8), self.group).wait()
-            tokens = _AllGather.apply(tokens, self.group)
-            probs = _AllGather.apply(probs, self.group)
+            probs = Send.apply(probs, way, None)
         owners = routing_map[:, mine].contiguous()
         own_probs = probs[:, mine].contiguous()
-        count = tokens.shape[0] * self.copies + local * (self.align - 1)
+        count = owners.shape[0] * self.copies + local * (self.align - 1)
         count = -(-count // self.align) * self.align
-        splits = owners.new_zeros(local, dtype=torch.int32)  # only its dtype and device are read
-        unweighted = own_probs.detach()
-        rows, _, ids, _, m_splits = moe_permute_and_pad_with_probs(
-            tokens, unweighted, owners, splits, self.align, count
-        )
+        made = make_map(owners, align_size=self.align, num_rows=count)
+        ids = made.row_id_map
+        rows = Send.apply(tokens, [*way, Permute(ids, count)], self._cast)
 
         def combine(results: torch.Tensor) -> torch.Tensor:
             partial = moe_unpermute(results, ids, own_probs)
-            return _ReduceScatter.apply(partial, self.group) if self.ranks > 1 else partial
+            return Return.apply(partial, way, self._cast) if way else partial
 
-        return Dispatch(rows, m_splits, combine, self._compare_results)
+        return Dispatch(rows, made.padded_tokens_per_expert, combine, self._compare_results)
 
     def _compare_results(self, results: torch.Tensor, error: Exception | None) -> None:
         """Checks that the ranks call ``combine`` alike, and raises this rank's ``error``.
@@ -350,61 +372,3 @@ class Dispatch:
             )
         self._compare(results, error)
         return self._combine(results)
-
-
-def _by_expert(
-    rows: torch.Tensor, owners: torch.Tensor, counts: list[int], align: int, total: int
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Orders ``[rows, hidden]`` by expert, and pads each expert's rows with zeros.
-
-    ``owners`` is bool ``[rows, local_experts]``. Returns the padded rows ``[total, hidden]``, and
-    the row map with which ``moe_unpermute`` restores the order of ``rows``.
-    """
-    if align == 1:
-        return moe_permute(rows, owners, total)
-    splits = torch.tensor(counts, dtype=torch.int32)
-    no_probs = rows.new_empty(owners.shape, requires_grad=False)
-    out, _, ids, _, _ = moe_permute_and_pad_with_probs(rows, no_probs, owners, splits, align, total)
-    return out, ids
-
-
-class _AllToAll(torch.autograd.Function):
-    """Differentiable ``all_to_all_rows``; backward sends gradient rows back to the ranks."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, rows: torch.Tensor, sent: list[int], received: list[int], group: Any
-    ) -> torch.Tensor:
-        ctx.sizes, ctx.group = (sent, received), group
-        return all_to_all_rows(rows, sent, received, group).wait()
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple:
-        sent, received = ctx.sizes
-        return all_to_all_rows(grad, received, sent, ctx.group).wait(), None, None, None
-
-
-class _AllGather(torch.autograd.Function):
-    """Differentiable ``all_gather_rows``; backward is a reduce-scatter of the gradient."""
-
-    @staticmethod
-    def forward(ctx: Any, rows: torch.Tensor, group: Any) -> torch.Tensor:
-        ctx.group = group
-        return all_gather_rows(rows, group).wait()
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple:
-        return reduce_scatter_rows(grad, ctx.group).wait(), None
-
-
-class _ReduceScatter(torch.autograd.Function):
-    """Differentiable ``reduce_scatter_rows``; backward is an all-gather of the gradient."""
-
-    @staticmethod
-    def forward(ctx: Any, rows: torch.Tensor, group: Any) -> torch.Tensor:
-        ctx.group = group
-        return reduce_scatter_rows(rows, group).wait()
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple:
-        return all_gather_rows(grad, ctx.group).wait(), None

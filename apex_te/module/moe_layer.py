@@ -13,8 +13,10 @@ from torch import distributed
 from ..comm.collectives import world_size
 from ..comm.expert_parallel import EXCHANGES, TokenDispatcher
 from ..comm.groups import check_process_group
+from ..comm.row_exchange import wire_recipe
 from ..fp8 import model_init
 from ..ops._router_function import check_choice
+from ..recipe import BlockScaling
 from ..router import DenseRouting
 from ..runtime.named_arguments import check_count, did_you_mean, named_arguments
 from ._core.arguments import (
@@ -24,10 +26,10 @@ from ._core.arguments import (
     explain,
     params_dtype_of,
 )
-from ._core.fused_casts import activate, activation_of, is_gated
+from ._core.fused_casts import activation_of, is_gated
 from ._core.gemm import cast_to
 from ._core.parallel import CompositeModule, GroupHolder
-from .grouped.experts import run_experts
+from .grouped.experts import run_experts, run_ordered
 from .grouped.linear import GroupedLinear
 from .grouped.on_device import LARGEST
 from .moe_router import MoERouter
@@ -84,7 +86,7 @@ class MoELayer(CompositeModule):
             ``num_experts / ranks`` experts, starting at number ``r * num_experts / ranks``. None
             has all of them on this rank. New experts differ between ranks if all ranks have the
             same random state; router and shared expert are then equal.
-        exchange: as in ``apex_te.distributed.TokenDispatcher``, for several ranks.
+        exchange, wire: as in ``apex_te.distributed.TokenDispatcher``, for several ranks.
         fuse_wgrad_accumulation, params_dtype, dtype, delay_wgrad_compute, name, device: as in
             ``Linear``, for experts and shared expert. ``main_grad`` of the experts' weights is
             ``[experts, out, in]``. The router's weight gets ``.grad``.
@@ -149,6 +151,7 @@ class MoELayer(CompositeModule):
         output_layer_init_method: _Init = None,
         expert_group: Any = None,
         exchange: str = "all_to_all",
+        wire: BlockScaling | str | None = None,
         fuse_wgrad_accumulation: bool = False,
         params_dtype: torch.dtype | None = None,
         delay_wgrad_compute: bool = False,
@@ -215,14 +218,12 @@ class MoELayer(CompositeModule):
         self.top_k = top_k
         self.activation = activation
         self.sequence_aux_loss = sequence_aux_loss
-        self.exchange = exchange
+        self.exchange, self.wire = exchange, wire_recipe(_NAME, wire)
         self.expert_group = expert_group
         self.expert_ranks = 1 if expert_group is None else world_size(expert_group)
         self._function = activation_of(_NAME, activation, activation_params)
         self._dispatcher: TokenDispatcher | None = None
-        local = num_experts
-        if self.expert_ranks > 1:
-            local = self._dispatch_with().local_experts
+        local = num_experts if self.expert_ranks == 1 else self._dispatch_with().local_experts
         inits = (init_method, output_layer_init_method)
         self.router = MoERouter(
             hidden_size,
@@ -427,9 +428,9 @@ class MoELayer(CompositeModule):
         """Sends tokens to the ranks of their experts, and the results back."""
         probs = cast_to(routing.probs, torch.float32)
         dispatch = self._dispatch_with().dispatch(x, probs, routing.routing_map)
-        hidden = self.fc1(dispatch.rows, dispatch.m_splits, is_first_microbatch)
-        hidden = activate(self._function, hidden)
-        return dispatch.combine(self.fc2(hidden, dispatch.m_splits, is_first_microbatch))
+        rows, splits = dispatch.rows, dispatch.m_splits
+        out = run_ordered(self.fc1, self.fc2, rows, splits, self._function, is_first_microbatch)
+        return dispatch.combine(out)
 
     def _dispatch_with(self) -> TokenDispatcher:
         """Returns the dispatcher of several ranks; its rows need no padding."""
@@ -441,7 +442,7 @@ class MoELayer(CompositeModule):
         if self._dispatcher is None:
             self._dispatcher = TokenDispatcher(
                 self.num_experts, self.expert_group, align=1, exchange=self.exchange,
-                max_experts_per_token=self.top_k,
+                max_experts_per_token=self.top_k, wire=self.wire,
             )  # fmt: skip
         return self._dispatcher
 

@@ -15,7 +15,7 @@ LAYERS = {
     "recipe": {"runtime"},
     "runtime": {"op_builder"},
     "ops": {"contract", "runtime", "op_builder"},
-    "comm": {"runtime", "ops", "permutation", "op_builder"},
+    "comm": {"recipe", "runtime", "ops", "permutation", "op_builder"},
     "fp8": {"recipe", "runtime", "ops", "comm"},
     "module": {"recipe", "runtime", "ops", "permutation", "router", "comm", "fp8"},
     "graphs": {"recipe", "runtime", "ops", "comm", "fp8", "module"},

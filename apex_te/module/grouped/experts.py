@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from ...fp8.autocast import graph_task_id, local
+from ...fp8.scheme.base import GroupQuantizer
 from ...fp8.scheme.gemm_backend import DGRAD, FPROP
 from ...ops import grouped_quantize, moe_permute
 from ...ops.binding import OpFunction, once_differentiable
@@ -50,24 +51,52 @@ def run_experts(
     made = moe_permute.make_map(indices, map_type="index", num_experts=experts)
     counts = made.tokens_per_expert
     probs = probs.float()
-    gate = GATED.get(activation) if isinstance(activation, str) else None
-    calls = None
-    if gate is not None:
-        calls = _fused_calls(fc1, fc2, x, is_first_microbatch)
-    if gate is not None and calls is not None:
-        weights = _weight_of(fc1), _weight_of(fc2)
+    fused = _fused_calls(fc1, fc2, x, activation, is_first_microbatch)
+    if fused is not None:
         groups = grouped_quantize.groups_of(counts, indices.numel())
-        out = ExpertsFunction.apply(x, probs, made.row_id_map, groups.table, gate, *calls, *weights)
-        return out, counts
+        return ExpertsFunction.apply(x, probs, made.row_id_map, groups.table, *fused), counts
     inside = _in_region(fc1) and not fc2.use_bias
     rows, row_probs = permute_with_map(x, probs if inside else None, made.row_id_map, indices)
-    hidden = fc1(rows, counts, is_first_microbatch)
-    hidden = activation(hidden) if callable(activation) else activate(activation, hidden)
+    hidden = _activated(fc1, rows, counts, activation, is_first_microbatch)
     if row_probs is not None:
         hidden = (hidden.float() * row_probs[:, None]).to(hidden.dtype)
     out = fc2(hidden, counts, is_first_microbatch)
     out = moe_unpermute(out, made.row_id_map, None if inside else probs, map_type="index")
     return out.to(x.dtype), counts
+
+
+def run_ordered(
+    fc1: Any,
+    fc2: Any,
+    rows: torch.Tensor,
+    m_splits: Any,
+    activation: Any,
+    is_first_microbatch: bool | None = None,
+) -> torch.Tensor:
+    """Computes ``fc2(act(fc1(rows)))`` of rows in the order of experts; differentiable in rows.
+
+    Args:
+        fc1, fc2, activation: as in ``run_experts``.
+        rows: [rows, hidden], such as a ``TokenDispatcher`` gives, which weights the results.
+        m_splits: as ``GroupedLinear.forward`` takes it.
+
+    Returns:
+        [rows, hidden], bitwise the same fused or not; zeros in rows after the last expert's.
+    """
+    fused = _fused_calls(fc1, fc2, rows, activation, is_first_microbatch)
+    if fused is not None:
+        splits = on_device.table_splits(fc1, m_splits, rows.shape[0], rows.device)
+        groups = grouped_quantize.groups_of(splits, rows.shape[0])
+        return ExpertsFunction.apply(rows, None, None, groups.table, *fused)
+    hidden = _activated(fc1, rows, m_splits, activation, is_first_microbatch)
+    return fc2(hidden, m_splits, is_first_microbatch)
+
+
+def _activated(
+    fc1: Any, rows: torch.Tensor, m_splits: Any, activation: Any, is_first_microbatch: bool | None
+) -> torch.Tensor:
+    hidden = fc1(rows, m_splits, is_first_microbatch)
+    return activation(hidden) if callable(activation) else activate(activation, hidden)
 
 
 def _wgrad(
@@ -89,12 +118,15 @@ def _wgrad(
 
 
 def _fused_calls(
-    fc1: Any, fc2: Any, x: torch.Tensor, is_first_microbatch: bool | None
-) -> tuple[GroupsCall, GroupsCall] | None:
-    """Returns both GEMMs of a call that the fused function serves, else None.
+    fc1: Any, fc2: Any, x: torch.Tensor, activation: Any, is_first_microbatch: bool | None
+) -> tuple | None:
+    """Returns the fused function's arguments from ``activation`` on if it serves a call, else None.
 
     It needs FP8 products of groups whose operands one kernel can make, without biases.
     """
+    gate = GATED.get(activation) if isinstance(activation, str) else None
+    if gate is None:
+        return None
     if torch.compiler.is_compiling() or is_autocast(x.device.type) or not _in_region(fc1):
         return None
     if x.dim() != 2 or not x.shape[0] or x.shape[1] != fc1.in_features:
@@ -106,7 +138,9 @@ def _fused_calls(
         if not layer.single_parameter or is_observed(layer) or _weight_of(layer).dtype != x.dtype:
             return None
     first, second = (_groups_call(layer, fc2, is_first_microbatch) for layer in (fc1, fc2))
-    return None if first is None or second is None else (first, second)
+    if first is None or second is None:
+        return None
+    return gate, first, second, _weight_of(fc1), _weight_of(fc2)
 
 
 def _weight_of(layer: Any) -> torch.Tensor:
@@ -140,7 +174,8 @@ def _groups_call(layer: Any, fc2: Any, is_first_microbatch: bool | None) -> Grou
 class ExpertsFunction(OpFunction):
     """Autograd function of ``run_experts`` in FP8: rows are gathered and gated where they are cast.
 
-    Neither permuted nor activated rows are written in 16 bits.
+    Neither permuted nor activated rows are written in 16 bits. For ``run_ordered``, ``probs`` and
+    ``row_id_map`` are None.
     """
 
     LABEL = "experts"
@@ -149,8 +184,8 @@ class ExpertsFunction(OpFunction):
     def forward(
         ctx: Any,
         x: torch.Tensor,
-        probs: torch.Tensor,
-        row_id_map: torch.Tensor,
+        probs: torch.Tensor | None,
+        row_id_map: torch.Tensor | None,
         table: torch.Tensor,
         activation: str,
         first: GroupsCall,
@@ -159,14 +194,17 @@ class ExpertsFunction(OpFunction):
         w2: torch.Tensor,
     ) -> torch.Tensor:
         x = x.contiguous()
-        rows = probs.numel()
+        row_of = factor = None
+        rows = x.shape[0]
+        if probs is not None and row_id_map is not None:
+            rows = probs.numel()
+            row_of = moe_permute.tokens_of_rows(row_id_map, rows)
+            # Only the probs are wanted in the order of rows.
+            nothing = x.new_empty((x.shape[0], 1), dtype=torch.uint8)
+            factor = moe_permute.permute(nothing, row_id_map, rows, probs)[1]
         groups = Groups(table, rows, (table.numel() - 1) // 3)
         need_x, need_probs, *_, need_w1, need_w2 = ctx.needs_input_grad
-        row_of = moe_permute.tokens_of_rows(row_id_map, rows)
-        # Only the probs are wanted in the order of rows.
-        nothing = x.new_empty((x.shape[0], 1), dtype=torch.uint8)
-        factor = moe_permute.permute(nothing, row_id_map, rows, probs)[1]
-        qx = first.quantizers.input.produce(Gather(x, row_of), groups, True, need_w1)
+        qx = _cast(first.quantizers.input, x, row_of, groups, True, need_w1)
         weight, saved1 = first.cast_weights((w1,), groups, need_x)
         hidden = first.multiply(FPROP, qx, weight.rowwise, weight.rowwise_scale_inv, groups)
         source: Source = Gated(hidden, factor, activation)
@@ -178,12 +216,16 @@ class ExpertsFunction(OpFunction):
             row_id_map, table, row_of, factor, hidden if needs else None, qx.columnwise,
             qx.scale_inv, qa.columnwise, qa.scale_inv, *saved1, *saved2,
         )  # fmt: skip
+        ctx.rows = rows
         ctx.counts = len(saved1), len(saved2)
         ctx.calls = first, second
         ctx.weights = w1, w2
         ctx.activation = activation
         ctx.device_type = x.device.type
-        return moe_permute.unpermute(y, row_id_map)
+        if row_id_map is not None:
+            return moe_permute.unpermute(y, row_id_map)
+        grouped_quantize.finish_rows(y, groups)
+        return y
 
     @staticmethod
     @once_differentiable
@@ -191,16 +233,30 @@ class ExpertsFunction(OpFunction):
         return without_autocast(_backward, ctx, grad_output)
 
 
+def _cast(
+    quantizer: GroupQuantizer,
+    x: torch.Tensor,
+    row_of: torch.Tensor | None,
+    groups: Groups,
+    rowwise: bool,
+    columnwise: bool,
+) -> GroupedOutput:
+    """Returns FP8 copies of the rows ``row_of`` of x, or of all in their order for None."""
+    if row_of is None:
+        return quantizer.quantize(x, groups, rowwise, columnwise)
+    return quantizer.produce(Gather(x, row_of), groups, rowwise, columnwise)
+
+
 def _backward(ctx: Any, grad_output: torch.Tensor) -> tuple:
     row_id_map, table, row_of, factor, hidden, x, x_scale, a, a_scale, *rest = take_saved(ctx)
     saved1, saved2 = rest[: ctx.counts[0]], rest[ctx.counts[0] :]
     need_x, need_probs, *_, need_w1, need_w2 = ctx.needs_input_grad
     (first, second), (w1, w2) = ctx.calls, ctx.weights
-    rows = row_of.shape[0]
+    rows = ctx.rows
     groups = Groups(table, rows, (table.numel() - 1) // 3)
     needs = need_x or need_probs or need_w1
-    source: Source = Gather(grad_output.contiguous(), row_of)
-    dy = second.quantizers.grad_output.produce(source, groups, needs, need_w2)
+    quantizer, grad_output = second.quantizers.grad_output, grad_output.contiguous()
+    dy = _cast(quantizer, grad_output, row_of, groups, needs, need_w2)
     grad_w1 = grad_w2 = grad_x = grad_probs = None
     if needs:
         grad_a = second.multiply(DGRAD, dy, *second.recast_weights(saved2, groups), groups)
@@ -209,15 +265,18 @@ def _backward(ctx: Any, grad_output: torch.Tensor) -> tuple:
     del dy, a
     if needs:
         row_grads = factor.new_empty(rows) if need_probs else None
-        source = GatedGradient(grad_a, hidden, factor, ctx.activation)
+        source: Source = GatedGradient(grad_a, hidden, factor, ctx.activation)
         dh = first.quantizers.grad_output.produce(source, groups, True, need_w1, row_grads)
         del source, grad_a, hidden
         if need_w1:
             grad_w1 = _wgrad(first, w1, dh, x, x_scale, groups)
         del x
         if need_x:
-            grad_rows = first.multiply(DGRAD, dh, *first.recast_weights(saved1, groups), groups)
-            grad_x, grad_probs = moe_permute.permute_bwd(grad_rows, row_id_map, row_grads)
+            grad_x = first.multiply(DGRAD, dh, *first.recast_weights(saved1, groups), groups)
+            if row_id_map is None:
+                grouped_quantize.finish_rows(grad_x, groups)
+            else:
+                grad_x, grad_probs = moe_permute.permute_bwd(grad_x, row_id_map, row_grads)
         elif need_probs:
             nothing = factor.new_empty((rows, 1))
             grad_probs = moe_permute.permute_bwd(nothing, row_id_map, row_grads)[1]

@@ -28,13 +28,20 @@ class Experts(torch.nn.Module):
         return experts.run_experts(self.fc1, self.fc2, x, indices, probs, "swiglu", *rest)[0]
 
 
+class Ordered(Experts):
+    """Of rows that are in the order of experts."""
+
+    def forward(self, rows, m_splits, *rest):
+        return experts.run_ordered(self.fc1, self.fc2, rows, m_splits, "swiglu", *rest)
+
+
 def dtype_on(device):
     return torch.bfloat16 if device.type == "cuda" else torch.float32
 
 
-def pair(device, **options):
+def pair(device, kind=Experts, **options):
     torch.manual_seed(2)
-    model = Experts(device, dtype_on(device), **options)
+    model = kind(device, dtype_on(device), **options)
     for value in model.parameters():
         torch.nn.init.normal_(value, std=0.1)
     other = copy.deepcopy(model)
@@ -226,3 +233,39 @@ def test_evaluation_and_no_tokens(device, name):
         assert_same_bits(model(x, indices, probs), expected)
         empty = model(x[:0], indices[:0], probs[:0])
     assert empty.shape == (0, HIDDEN)
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("as_list", [True, False])
+@pytest.mark.parametrize("frozen", ["", "rows", "fc1", "fc2", "rows fc1"])
+@pytest.mark.parametrize("options", [{}, {"fuse_wgrad_accumulation": True}])
+def test_ordered_rows(device, monkeypatch, name, as_list, frozen, options):
+    """Bitwise as one op at a time, also in rows after those of the last expert."""
+    model, other = pair(device, Ordered, **options)
+    counts = [9, 0, 16, 3, 4]
+    splits = counts if as_list else torch.tensor(counts, dtype=torch.int32, device=device)
+    for each in (model, other):
+        for part in ("fc1", "fc2"):
+            getattr(each, part).weight.requires_grad_(part not in frozen)
+    calls, of = [], experts.ExpertsFunction.apply
+    monkeypatch.setattr(experts.ExpertsFunction, "apply", lambda *a: calls.append(1) or of(*a))
+    for step in range(3):
+        rows, dy = torch.randn(2, sum(counts) + 5, HIDDEN).to(device, dtype_on(device))
+        results = []
+        for each in (model, other):
+            inp = rows.clone().requires_grad_("rows" not in frozen)
+            with monkeypatch.context() as patch, fp8_autocast(name is not None, RECIPES.get(name)):
+                if each is other:
+                    patch.setattr(experts, "_fused_calls", lambda *args: None)
+                out = each(inp, splits, step == 0)
+            out.backward(dy)
+            results.append([out] if inp.grad is None else [out, inp.grad])
+            assert not any(value[sum(counts) :].any() for value in results[-1])
+        assert_same_bits(*results)
+    assert len(calls) == (0 if name is None else 3)
+    for value, wanted in zip(model.parameters(), other.parameters(), strict=True):
+        for attribute in ("grad", "main_grad"):
+            found = [getattr(each, attribute, None) for each in (value, wanted)]
+            assert (found[0] is None) == (found[1] is None)
+            if found[0] is not None:
+                assert_same_bits(*found)

@@ -11,6 +11,7 @@ from torch.nn import functional
 from apex_te import fp8_autocast
 from apex_te.comm.expert_parallel import TokenDispatcher
 from apex_te.module.grouped.linear import GroupedLinear
+from apex_te.recipe import BlockScaling, MXFP8Scaling
 
 HIDDEN, FFN = 32, 48
 RECIPES = {"none": None, **chosen("delayed", "tensorwise", "mxfp8", reduce_amax=False)}
@@ -134,6 +135,8 @@ def test_fp8_blocks(two_ranks):
 def _errors(rank):
     found = [told(TokenDispatcher, *args) for args in ((3,), (True,), (4, "world"))]
     found += [told(TokenDispatcher, 4, align=0), told(TokenDispatcher, 4, exchange="broadcast")]
+    for wire in ("blokwise", MXFP8Scaling(), BlockScaling(pow2=False), torch.float8_e4m3fn):
+        found.append(told(TokenDispatcher, 4, wire=wire))
     dispatcher = TokenDispatcher(4, exchange="all_gather")
     x, probs, routing_map, _ = routed(rank, 3, 4, 1, "cpu")
     for given in (
@@ -156,6 +159,10 @@ def test_errors(two_ranks):
             "group must be a torch.distributed.ProcessGroup, got str",
             "align must be at least 1, got 0",
             "exchange must be one of all_to_all, all_gather, got 'broadcast'",
+            "wire must be \"blockwise\", a BlockScaling recipe or None, got 'blokwise'; did",
+            'wire must be "blockwise", a BlockScaling recipe or None, got MXFP8Scaling',
+            "wire must be a recipe with pow2=True, got pow2=False",
+            'wire must be "blockwise", a BlockScaling recipe or None, got dtype',
             r"tokens must be [tokens, hidden], got [32]",
             r"probs must have shape [3, 4], got [3, 2]",
             "routing_map must have dtype bool, got torch.float32",
@@ -172,7 +179,10 @@ def test_errors(two_ranks):
 
 def _differing(rank, exchange, what, later):
     device = device_of(rank)
-    dispatcher = TokenDispatcher(4 + 2 * (what == "experts" and rank), align=1, exchange=exchange)
+    dispatcher = TokenDispatcher(
+        4 + 2 * (what == "experts" and rank), align=1, exchange=exchange,
+        wire="blockwise" if what == "wire" and rank else None,
+    )  # fmt: skip
 
     def call(what):
         odd = rank == 1 and what is not None
@@ -197,13 +207,14 @@ def _differing(rank, exchange, what, later):
     if later:
         call(None)
     message = told(call, what)
-    if what != "experts":
+    if what not in ("experts", "wire"):
         call(None)  # all of them may go on
     return message
 
 
 MISMATCHES = {  # what differs: whether rank 1 raises something else, and what rank 0 is told
     "experts": (None, "num_experts (got 4 on rank 0 and 6 on rank 1)"),
+    "wire": (None, "wire (got None on rank 0 and BlockScaling(fp8_format=Format.E4M3, "),
     "tokens": (None, "number of tokens (got 3 on rank 0 and 4 on rank 1)"),
     "probs": ("ValueError: TokenDispatcher: probs must have shape [3, 4], got [3, 3]",) * 2,
     "hidden": (None, "hidden size (got 32 on rank 0 and 16 on rank 1)"),
@@ -262,10 +273,10 @@ def test_on_gpus(two_gpus, exchange, recipe):
     two_gpus.run(against_one_rank, exchange, 2, 16, recipe)
 
 
-def _without_waiting(rank):
+def _without_waiting(rank, wire):
     device = torch.device("cuda", rank)
     layers = experts_of(2, 2 * rank, device, torch.bfloat16)
-    dispatcher = TokenDispatcher(4, exchange="all_gather", max_experts_per_token=2)
+    dispatcher = TokenDispatcher(4, exchange="all_gather", max_experts_per_token=2, wire=wire)
     x, probs, routing_map, dy = routed(rank, 64, 4, 2, device)
     x, probs, dy = (t.bfloat16() for t in (x, probs, dy))
     x.requires_grad_()
@@ -285,5 +296,6 @@ def _without_waiting(rank):
 
 
 @pytest.mark.cuda
-def test_nothing_waits_for_the_gpu(two_gpus):
-    assert all(total > 0 for total in two_gpus.run(_without_waiting))
+@pytest.mark.parametrize("wire", [None, "blockwise"])
+def test_nothing_waits_for_the_gpu(two_gpus, wire):
+    assert all(total > 0 for total in two_gpus.run(_without_waiting, wire))

@@ -14,6 +14,7 @@ from torch.distributed.fsdp import fully_shard
 
 from apex_te import MoELayer, flush_fp8_state, fp8_autocast
 from apex_te.distributed import get_state_dict, reduce_main_grads, set_state_dict
+from apex_te.module.grouped import experts
 from tests.checks import assert_same_bits
 
 HIDDEN, FFN, EXPERTS, TOKENS = 32, 48, 4, 12
@@ -24,7 +25,8 @@ EXCHANGES = ("all_to_all", "all_gather")
 def layer_of(device, **options):
     options = {"bias": True, **options}
     torch.manual_seed(3)
-    layer = MoELayer(HIDDEN, FFN, EXPERTS, params_dtype=dtype_of(device), device=device, **options)
+    ffn = options.pop("ffn", FFN)
+    layer = MoELayer(HIDDEN, ffn, EXPERTS, params_dtype=dtype_of(device), device=device, **options)
     generator = torch.Generator().manual_seed(4)
     with torch.no_grad():
         for name, value in sorted(layer.named_parameters()):
@@ -102,6 +104,60 @@ def test_equals_one_rank(each_two, exchange, recipe):
     each_two.run(against_one_rank, exchange, recipe)
 
 
+def on_the_wire(rank, exchange, recipe):
+    """FP8 between the ranks changes no bit of what rows of blocks are computed from."""
+    device, scaling = device_of(rank), RECIPES[recipe]
+    x, dy = tokens_of(exchange, device)[rank]
+    results, layers = [], []
+    for wire in (None, "blockwise"):
+        options = {"expert_group": distributed.group.WORLD, "exchange": exchange, "wire": wire}
+        layers.append(copy.deepcopy(layer_of(device, **options)))
+        results.append(step(layers[-1], x, dy, scaling))
+    exact = recipe == "blockwise"
+    if exact:
+        assert_same_bits(results[0][0], results[1][0])
+    if exact and exchange == "all_to_all":
+        assert_same_bits(results[0][1], results[1][1])
+    grads = [[parameter.grad for parameter in layer.parameters()] for layer in layers]
+    for pair in (*zip(*results, strict=True), *zip(*grads, strict=True)):
+        # E5M2 of a gradient has 26 dB alone; the router's gradient is a difference of such.
+        assert decibels(pair[1], pair[0]) > 16
+        assert exact or not torch.equal(*pair)
+
+
+@pytest.mark.parametrize("exchange", EXCHANGES)
+@pytest.mark.parametrize("recipe", ["none", "tensorwise", "blockwise"])
+def test_wire(each_two, exchange, recipe):
+    each_two.run(on_the_wire, exchange, recipe)
+
+
+def fused(rank, exchange, recipe, wire):
+    """Experts as one function give the bits of one op at a time."""
+    device, scaling = device_of(rank), RECIPES[recipe]
+    group, (x, dy) = distributed.group.WORLD, tokens_of(exchange, device)[rank]
+    options = {"bias": False, "ffn": 128, "expert_group": group, "exchange": exchange, "wire": wire}
+    layer, other = (layer_of(device, **options) for _ in range(2))
+    # A hook has the experts' ops run one at a time.
+    other.fc1.register_forward_pre_hook(lambda *_: None)
+    calls, of = [], experts.ExpertsFunction.apply
+    experts.ExpertsFunction.apply = lambda *args: calls.append(1) or of(*args)
+    try:
+        for _ in range(3):
+            assert_same_bits(*(step(each, x, dy, scaling) for each in (layer, other)))
+    finally:
+        del experts.ExpertsFunction.apply
+    assert len(calls) == 3
+    for value, wanted in zip(layer.parameters(), other.parameters(), strict=True):
+        assert_same_bits(value.grad, wanted.grad)
+
+
+@pytest.mark.parametrize("wire", [None, "blockwise"])
+@pytest.mark.parametrize("exchange", EXCHANGES)
+@pytest.mark.parametrize("recipe", ["delayed", "tensorwise", "blockwise"])
+def test_fused_experts(each_two, exchange, recipe, wire):
+    each_two.run(fused, exchange, recipe, wire)
+
+
 def losses_and_capacity(rank, exchange):
     """They are those of a layer with all experts and this rank's tokens."""
     device = device_of(rank)
@@ -158,6 +214,7 @@ def first_values_and_copies(rank):
         told(loaded.set_expert_group, alone(rank)),
         told(MoELayer, HIDDEN, FFN, 3, expert_group=group),
         told(MoELayer, HIDDEN, FFN, 4, expert_group=group, exchange="ring"),
+        told(MoELayer, HIDDEN, FFN, 4, expert_group=group, wire="fp8"),
     ]
     loaded.set_expert_group(group)
     assert_same_bits(loaded(x), layer(x))
@@ -178,6 +235,7 @@ def test_first_values_and_copies(two_ranks):
             "ValueError: MoELayer: expert_group must have the 2 ranks",
             "ValueError: MoELayer: num_experts must be a multiple of the 2 ranks",
             "ValueError: MoELayer: exchange must be one of all_to_all, all_gather, got 'ring'",
+            'ValueError: MoELayer: wire must be "blockwise", a BlockScaling recipe or None',
         ])  # fmt: skip
 
 
