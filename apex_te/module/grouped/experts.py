@@ -57,9 +57,7 @@ def run_experts(
         return ExpertsFunction.apply(x, probs, made.row_id_map, groups.table, *fused), counts
     inside = _in_region(fc1) and not fc2.use_bias
     rows, row_probs = permute_with_map(x, probs if inside else None, made.row_id_map, indices)
-    hidden = _activated(fc1, rows, counts, activation, is_first_microbatch)
-    if row_probs is not None:
-        hidden = (hidden.float() * row_probs[:, None]).to(hidden.dtype)
+    hidden = activated(activation, fc1(rows, counts, is_first_microbatch), row_probs)
     out = fc2(hidden, counts, is_first_microbatch)
     out = moe_unpermute(out, made.row_id_map, None if inside else probs, map_type="index")
     return out.to(x.dtype), counts
@@ -72,31 +70,56 @@ def run_ordered(
     m_splits: Any,
     activation: Any,
     is_first_microbatch: bool | None = None,
+    probs: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Computes ``fc2(act(fc1(rows)))`` of rows in the order of experts; differentiable in rows.
+    """Computes ``fc2(act(fc1(rows)) * probs)`` of rows in the order of experts.
+
+    It is differentiable in rows and probs.
 
     Args:
         fc1, fc2, activation: as in ``run_experts``.
         rows: [rows, hidden], such as a ``TokenDispatcher`` gives, which weights the results.
         m_splits: as ``GroupedLinear.forward`` takes it.
+        probs: float32 [rows], or None for ones.
 
     Returns:
-        [rows, hidden], bitwise the same fused or not; zeros in rows after the last expert's.
+        [rows, hidden], zeros in rows after the last expert's. It is bitwise the same fused or not,
+        except that with probs the fused function rounds only the product with them.
     """
-    fused = _fused_calls(fc1, fc2, rows, activation, is_first_microbatch)
-    if fused is not None:
-        splits = on_device.table_splits(fc1, m_splits, rows.shape[0], rows.device)
-        groups = grouped_quantize.groups_of(splits, rows.shape[0])
-        return ExpertsFunction.apply(rows, None, None, groups.table, *fused)
-    hidden = _activated(fc1, rows, m_splits, activation, is_first_microbatch)
+    out = run_fused(fc1, fc2, rows, m_splits, activation, is_first_microbatch, probs)
+    if out is not None:
+        return out
+    hidden = activated(activation, fc1(rows, m_splits, is_first_microbatch), probs)
     return fc2(hidden, m_splits, is_first_microbatch)
 
 
-def _activated(
-    fc1: Any, rows: torch.Tensor, m_splits: Any, activation: Any, is_first_microbatch: bool | None
+def run_fused(
+    fc1: Any,
+    fc2: Any,
+    rows: torch.Tensor,
+    m_splits: Any,
+    activation: Any,
+    is_first_microbatch: bool | None = None,
+    probs: torch.Tensor | None = None,
+) -> torch.Tensor | None:
+    """Computes ``run_ordered`` as one function; None if that does not serve the call."""
+    fused = _fused_calls(fc1, fc2, rows, activation, is_first_microbatch)
+    if fused is None:
+        return None
+    splits = on_device.table_splits(fc1, m_splits, rows.shape[0], rows.device)
+    groups = grouped_quantize.groups_of(splits, rows.shape[0])
+    out: torch.Tensor = ExpertsFunction.apply(rows, probs, None, groups.table, *fused)
+    return out
+
+
+def activated(
+    activation: Any, hidden: torch.Tensor, probs: torch.Tensor | None = None
 ) -> torch.Tensor:
-    hidden = fc1(rows, m_splits, is_first_microbatch)
-    return activation(hidden) if callable(activation) else activate(activation, hidden)
+    """Computes ``act(hidden)``, times the factors [rows] of its rows if there are any."""
+    out: torch.Tensor = (
+        activation(hidden) if callable(activation) else activate(activation, hidden)
+    )
+    return out if probs is None else (out.float() * probs[:, None]).to(out.dtype)
 
 
 def _wgrad(
@@ -174,8 +197,8 @@ def _groups_call(layer: Any, fc2: Any, is_first_microbatch: bool | None) -> Grou
 class ExpertsFunction(OpFunction):
     """Autograd function of ``run_experts`` in FP8: rows are gathered and gated where they are cast.
 
-    Neither permuted nor activated rows are written in 16 bits. For ``run_ordered``, ``probs`` and
-    ``row_id_map`` are None.
+    Neither permuted nor activated rows are written in 16 bits. For ``run_ordered``, ``row_id_map``
+    is None, and ``probs`` is None or [rows].
     """
 
     LABEL = "experts"
@@ -194,7 +217,7 @@ class ExpertsFunction(OpFunction):
         w2: torch.Tensor,
     ) -> torch.Tensor:
         x = x.contiguous()
-        row_of = factor = None
+        row_of, factor = None, probs
         rows = x.shape[0]
         if probs is not None and row_id_map is not None:
             rows = probs.numel()
@@ -275,8 +298,11 @@ def _backward(ctx: Any, grad_output: torch.Tensor) -> tuple:
             grad_x = first.multiply(DGRAD, dh, *first.recast_weights(saved1, groups), groups)
             if row_id_map is None:
                 grouped_quantize.finish_rows(grad_x, groups)
+                grad_probs = row_grads
             else:
                 grad_x, grad_probs = moe_permute.permute_bwd(grad_x, row_id_map, row_grads)
+        elif need_probs and row_id_map is None:
+            grad_probs = row_grads
         elif need_probs:
             nothing = factor.new_empty((rows, 1))
             grad_probs = moe_permute.permute_bwd(nothing, row_id_map, row_grads)[1]

@@ -239,8 +239,12 @@ def test_evaluation_and_no_tokens(device, name):
 @pytest.mark.parametrize("as_list", [True, False])
 @pytest.mark.parametrize("frozen", ["", "rows", "fc1", "fc2", "rows fc1"])
 @pytest.mark.parametrize("options", [{}, {"fuse_wgrad_accumulation": True}])
-def test_ordered_rows(device, monkeypatch, name, as_list, frozen, options):
-    """Bitwise as one op at a time, also in rows after those of the last expert."""
+@pytest.mark.parametrize("weighted", [None, False, True])
+def test_ordered_rows(device, monkeypatch, name, as_list, frozen, options, weighted):
+    """Bitwise as one op at a time, also in rows after those of the last expert.
+
+    ``weighted``: without probs, with constant ones, or with those that get a gradient.
+    """
     model, other = pair(device, Ordered, **options)
     counts = [9, 0, 16, 3, 4]
     splits = counts if as_list else torch.tensor(counts, dtype=torch.int32, device=device)
@@ -251,17 +255,23 @@ def test_ordered_rows(device, monkeypatch, name, as_list, frozen, options):
     monkeypatch.setattr(experts.ExpertsFunction, "apply", lambda *a: calls.append(1) or of(*a))
     for step in range(3):
         rows, dy = torch.randn(2, sum(counts) + 5, HIDDEN).to(device, dtype_on(device))
-        results = []
+        factors = (2.0 ** torch.randint(-2, 2, (len(rows),))).to(device)
+        results, of_probs = [], []
         for each in (model, other):
             inp = rows.clone().requires_grad_("rows" not in frozen)
+            probs = None if weighted is None else factors.clone().requires_grad_(weighted)
             with monkeypatch.context() as patch, fp8_autocast(name is not None, RECIPES.get(name)):
                 if each is other:
                     patch.setattr(experts, "_fused_calls", lambda *args: None)
-                out = each(inp, splits, step == 0)
+                out = each(inp, splits, step == 0, probs)
             out.backward(dy)
+            of_probs += [probs.grad] if weighted else []
             results.append([out] if inp.grad is None else [out, inp.grad])
             assert not any(value[sum(counts) :].any() for value in results[-1])
         assert_same_bits(*results)
+        if weighted:
+            assert_close(*of_probs)
+            assert not any(value[sum(counts) :].any() for value in of_probs)
     assert len(calls) == (0 if name is None else 3)
     for value, wanted in zip(model.parameters(), other.parameters(), strict=True):
         for attribute in ("grad", "main_grad"):
