@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -15,7 +17,10 @@ from . import _matching as matching
 
 
 class ExpertGemm(GroupedLinear):
-    """``GroupedLinear`` over a stacked Parameter of the experts, who set it for each call."""
+    """``GroupedLinear`` over stacked Parameters of the experts, who set them for each call.
+
+    The rows of several follow one another. What runs the layer alone joins them to a copy.
+    """
 
     def __init__(
         self, num_gemms: int, in_features: int, out_features: int, dtype: torch.dtype
@@ -25,14 +30,31 @@ class ExpertGemm(GroupedLinear):
             single_parameter=True,
         )  # fmt: skip
         self.register_parameter("weight", None)
-        self._stacked: torch.Tensor | None = None
+        self._stacks: tuple[torch.Tensor, ...] = ()
 
     def reset_parameters(self) -> None:
         """Does nothing: the layer has no parameters of its own."""
 
+    def stacks(self) -> tuple[torch.Tensor, ...]:
+        return self._stacks
+
     def _weights_and_biases(self) -> tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]]:
-        assert self._stacked is not None
-        return (self._stacked,), ()
+        stacks = self._stacks
+        return stacks if len(stacks) == 1 else (torch.cat(stacks, 1),), ()
+
+
+@contextlib.contextmanager
+def set_weights(
+    gemms: tuple[ExpertGemm, ExpertGemm], *stacks: tuple[torch.Tensor, ...]
+) -> Iterator[None]:
+    """Context in which two layers have weights."""
+    try:
+        for gemm, own in zip(gemms, stacks, strict=True):
+            gemm._stacks = own
+        yield
+    finally:
+        for gemm in gemms:
+            gemm._stacks = ()
 
 
 def _gemms_of(experts: Any) -> tuple[ExpertGemm, ExpertGemm]:
@@ -56,11 +78,8 @@ def _run(
     gate = experts._apply_gate
     if getattr(gate, "__module__", None) == matching.EXPERTS:
         gate = matching.activation_name(experts.act_fn, gated=True) or gate
-    gemms[0]._stacked, gemms[1]._stacked = experts.gate_up_proj, experts.down_proj
-    try:
+    with set_weights(gemms, (experts.gate_up_proj,), (experts.down_proj,)):
         return run_experts(*gemms, hidden_states, top_k_index, top_k_weights, gate)[0]
-    finally:
-        gemms[0]._stacked = gemms[1]._stacked = None
 
 
 def register_experts(name: str = "apex_te") -> None:

@@ -122,22 +122,35 @@ def activated(
     return out if probs is None else (out.float() * probs[:, None]).to(out.dtype)
 
 
-def _wgrad(
+def _wgrads(
     call: GroupsCall,
-    weight: torch.Tensor,
+    weights: tuple[torch.Tensor, ...],
+    needs: tuple[bool, ...],
     dy: GroupedOutput,
     x: Any,
     x_scale_inv: Any,
     groups: Groups,
-) -> torch.Tensor | None:
-    """Returns what autograd gets for a stack of weights, from both operands' columnwise copies."""
-    codes, scale_inv = dy.columnwise, dy.scale_inv
+) -> list[torch.Tensor | None]:
+    """Returns what autograd gets for each stack, from both operands' columnwise copies."""
     contract = call.quantizers.backend.contract_groups
+    found: list[torch.Tensor | None] = []
+    for i, (weight, need) in enumerate(zip(weights, needs, strict=True)):
+        if not need:
+            found.append(None)
+            continue
+        codes: Any = dy.columnwise
+        scale_inv = dy.scale_inv
+        if len(weights) > 1:  # its rows are so many of dy's columns
+            own = slice(i * weight.shape[1], (i + 1) * weight.shape[1])
+            codes = codes[own]
+            if scale_inv.dim() > 1:  # that of blocks, a line for each 128 rows of dy
+                scale_inv = scale_inv[:, own].contiguous()
 
-    def product(*out: Any) -> torch.Tensor:
-        return contract(codes, x, scale_inv, x_scale_inv, groups, *out)
+        def product(*out: Any, codes: Any = codes, scale_inv: Any = scale_inv) -> torch.Tensor:
+            return contract(codes, x, scale_inv, x_scale_inv, groups, *out)
 
-    return on_device.stack_gradient(weight, call.options, weight.dtype, product)
+        found.append(on_device.stack_gradient(weight, call.options, weight.dtype, product))
+    return found
 
 
 def _fused_calls(
@@ -158,17 +171,14 @@ def _fused_calls(
         if layer.use_bias or layer.save_original_input or layer.tp_size > 1:
             return None
         # Hooks, such as those of FSDP2, must see the call of their layer.
-        if not layer.single_parameter or is_observed(layer) or _weight_of(layer).dtype != x.dtype:
+        if not layer.single_parameter or is_observed(layer):
+            return None
+        if any(weight.dtype != x.dtype for weight in layer.stacks()):
             return None
     first, second = (_groups_call(layer, fc2, is_first_microbatch) for layer in (fc1, fc2))
     if first is None or second is None:
         return None
-    return gate, first, second, _weight_of(fc1), _weight_of(fc2)
-
-
-def _weight_of(layer: Any) -> torch.Tensor:
-    weight: torch.Tensor = layer._weights_and_biases()[0][0]
-    return weight
+    return gate, first, second, *fc1.stacks(), *fc2.stacks()
 
 
 def _in_region(layer: FP8Module) -> bool:
@@ -183,21 +193,23 @@ def _in_region(layer: FP8Module) -> bool:
 
 def _groups_call(layer: Any, fc2: Any, is_first_microbatch: bool | None) -> GroupsCall | None:
     """Returns the call of one of the two layers, None if the fused function does not serve it."""
-    weight = _weight_of(layer)
+    weights = layer.stacks()
+    weight = weights[0]
     call = layer.prepare(weight.dtype, weight.device, (), is_first_microbatch)
     if not call.is_fp8 or not on_device.serves(layer, call):
         return None
     quantizers = layer._quantizers_of_groups(call)
     if quantizers.high_precision_wgrad or not quantizers.grad_output.produces(fc2.in_features):
         return None
-    cached = on_device.cached_weights(layer._modes, (weight,), quantizers, call.fill)
+    cached = on_device.cached_weights(layer._modes, weights, quantizers, call.fill)
     return GroupsCall(quantizers, cached, call.options[0], call.dtype)
 
 
 class ExpertsFunction(OpFunction):
     """Autograd function of ``run_experts`` in FP8: rows are gathered and gated where they are cast.
 
-    Neither permuted nor activated rows are written in 16 bits. For ``run_ordered``, ``row_id_map``
+    Neither permuted nor activated rows are written in 16 bits. The last of ``weights`` is FC2's, those
+    before it are FC1's: its rows, or one with the gates and one with the ups. For ``run_ordered``, ``row_id_map``
     is None, and ``probs`` is None or [rows].
     """
 
@@ -213,8 +225,7 @@ class ExpertsFunction(OpFunction):
         activation: str,
         first: GroupsCall,
         second: GroupsCall,
-        w1: torch.Tensor,
-        w2: torch.Tensor,
+        *weights: torch.Tensor,
     ) -> torch.Tensor:
         x = x.contiguous()
         row_of, factor = None, probs
@@ -226,14 +237,15 @@ class ExpertsFunction(OpFunction):
             nothing = x.new_empty((x.shape[0], 1), dtype=torch.uint8)
             factor = moe_permute.permute(nothing, row_id_map, rows, probs)[1]
         groups = Groups(table, rows, (table.numel() - 1) // 3)
-        need_x, need_probs, *_, need_w1, need_w2 = ctx.needs_input_grad
+        need_x, need_probs, need_w1, need_w2 = _needs(ctx)
+        w1, w2 = weights[:-1], weights[-1:]
         qx = _cast(first.quantizers.input, x, row_of, groups, True, need_w1)
-        weight, saved1 = first.cast_weights((w1,), groups, need_x)
+        weight, saved1 = first.cast_weights(w1, groups, need_x)
         hidden = first.multiply(FPROP, qx, weight.rowwise, weight.rowwise_scale_inv, groups)
         source: Source = Gated(hidden, factor, activation)
         qa = second.quantizers.input.produce(source, groups, True, need_w2)
         needs = need_x or need_probs or need_w1
-        weight, saved2 = second.cast_weights((w2,), groups, needs)
+        weight, saved2 = second.cast_weights(w2, groups, needs)
         y = second.multiply(FPROP, qa, weight.rowwise, weight.rowwise_scale_inv, groups)
         ctx.save_for_backward(
             row_id_map, table, row_of, factor, hidden if needs else None, qx.columnwise,
@@ -242,7 +254,7 @@ class ExpertsFunction(OpFunction):
         ctx.rows = rows
         ctx.counts = len(saved1), len(saved2)
         ctx.calls = first, second
-        ctx.weights = w1, w2
+        ctx.weights = weights
         ctx.activation = activation
         ctx.device_type = x.device.type
         if row_id_map is not None:
@@ -273,26 +285,26 @@ def _cast(
 def _backward(ctx: Any, grad_output: torch.Tensor) -> tuple:
     row_id_map, table, row_of, factor, hidden, x, x_scale, a, a_scale, *rest = take_saved(ctx)
     saved1, saved2 = rest[: ctx.counts[0]], rest[ctx.counts[0] :]
-    need_x, need_probs, *_, need_w1, need_w2 = ctx.needs_input_grad
-    (first, second), (w1, w2) = ctx.calls, ctx.weights
+    need_x, need_probs, need_w1, need_w2 = _needs(ctx)
+    (first, second), weights = ctx.calls, ctx.weights
+    of_weights = ctx.needs_input_grad[-len(weights) :]
     rows = ctx.rows
     groups = Groups(table, rows, (table.numel() - 1) // 3)
     needs = need_x or need_probs or need_w1
     quantizer, grad_output = second.quantizers.grad_output, grad_output.contiguous()
     dy = _cast(quantizer, grad_output, row_of, groups, needs, need_w2)
-    grad_w1 = grad_w2 = grad_x = grad_probs = None
+    grads_w1: list[torch.Tensor | None] = [None] * (len(weights) - 1)
+    grad_x = grad_probs = None
     if needs:
         grad_a = second.multiply(DGRAD, dy, *second.recast_weights(saved2, groups), groups)
-    if need_w2:
-        grad_w2 = _wgrad(second, w2, dy, a, a_scale, groups)
+    grads_w2 = _wgrads(second, weights[-1:], of_weights[-1:], dy, a, a_scale, groups)
     del dy, a
     if needs:
         row_grads = factor.new_empty(rows) if need_probs else None
         source: Source = GatedGradient(grad_a, hidden, factor, ctx.activation)
         dh = first.quantizers.grad_output.produce(source, groups, True, need_w1, row_grads)
         del source, grad_a, hidden
-        if need_w1:
-            grad_w1 = _wgrad(first, w1, dh, x, x_scale, groups)
+        grads_w1 = _wgrads(first, weights[:-1], of_weights[:-1], dh, x, x_scale, groups)
         del x
         if need_x:
             grad_x = first.multiply(DGRAD, dh, *first.recast_weights(saved1, groups), groups)
@@ -306,4 +318,10 @@ def _backward(ctx: Any, grad_output: torch.Tensor) -> tuple:
         elif need_probs:
             nothing = factor.new_empty((rows, 1))
             grad_probs = moe_permute.permute_bwd(nothing, row_id_map, row_grads)[1]
-    return grad_x, grad_probs, None, None, None, None, None, grad_w1, grad_w2
+    return grad_x, grad_probs, None, None, None, None, None, *grads_w1, *grads_w2
+
+
+def _needs(ctx: Any) -> tuple[bool, bool, bool, bool]:
+    """Returns True for each of rows, probs, any of FC1's weights and FC2's that needs a gradient."""
+    need_x, need_probs, *rest = ctx.needs_input_grad
+    return need_x, need_probs, any(rest[5:-1]), rest[-1]

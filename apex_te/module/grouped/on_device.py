@@ -393,8 +393,8 @@ def _remember(
 
 
 def _matrices(weights: Any) -> Any:
-    """Returns the weights as casts take them: those of each group, or the stack of all."""
-    return weights[0] if weights[0].dim() == 3 else weights
+    """Returns the weights as casts take them: those of each group, or the stacks of all."""
+    return weights[0] if len(weights) == 1 and weights[0].dim() == 3 else weights
 
 
 def _stacked(parts: Any, dtype: torch.dtype, dim: int) -> torch.Tensor:

@@ -8,6 +8,7 @@ from grouped_splits import RECIPES, assert_close
 from torch.utils.checkpoint import checkpoint
 
 from apex_te import fp8_autocast
+from apex_te.integrations.experts import ExpertGemm, set_weights
 from apex_te.module.grouped import experts
 from apex_te.module.grouped.linear import GroupedLinear
 from tests.checks import assert_same_bits
@@ -279,3 +280,47 @@ def test_ordered_rows(device, monkeypatch, name, as_list, frozen, options, weigh
             assert (found[0] is None) == (found[1] is None)
             if found[0] is not None:
                 assert_same_bits(*found)
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("fused", [True, False])
+@pytest.mark.parametrize("frozen", ["", "gates", "ups", "gates ups", "fc2", "x"])
+def test_gates_and_ups_in_two_parameters(device, monkeypatch, name, fused, frozen):
+    """Bitwise as with both in one; the fused function does not join them."""
+    joined, _ = pair(device)
+    halves = [each.contiguous() for each in joined.fc1.weight.detach().chunk(2, 1)]
+    dtype = dtype_on(device)
+    gemms = ExpertGemm(EXPERTS, HIDDEN, 2 * FFN, dtype), ExpertGemm(EXPERTS, FFN, HIDDEN, dtype)
+    joined.fc2.weight.requires_grad_("fc2" not in frozen)
+    for _ in range(3):
+        weights = [
+            each.detach().clone().requires_grad_(key not in frozen)
+            for key, each in zip(
+                ("gates", "ups", "fc2"), (*halves, joined.fc2.weight), strict=True
+            )
+        ]
+        x, indices, probs, dy = batch(device)
+        x.requires_grad_("x" not in frozen)
+
+        def apart(x, indices, probs, weights=weights):
+            gates, ups, last = weights
+            calls, of = [], ExpertGemm._weights_and_biases
+            with monkeypatch.context() as patch, set_weights(gemms, (gates, ups), (last,)):
+                patch.setattr(
+                    ExpertGemm, "_weights_and_biases", lambda self: calls.append(1) or of(self)
+                )
+                out = experts.run_experts(*gemms, x, indices, probs, "swiglu")[0]
+            assert bool(calls) != fused
+            return out
+
+        given = x, indices, probs, dy
+        joined.zero_grad()
+        assert_alike(
+            [run(each, monkeypatch, fused, given, name) for each in (apart, joined)], device
+        )
+        wanted = [*joined.fc1.weight.grad.chunk(2, 1), joined.fc2.weight.grad]
+        for weight, grad in zip(weights, wanted, strict=True):
+            assert (weight.grad is None) == (not weight.requires_grad)
+            if weight.grad is not None:
+                assert_same_bits(weight.grad, grad)
+                assert weight.grad.is_contiguous()
