@@ -244,13 +244,13 @@ def use_fused_experts(spec: Any) -> Any:
     return spec
 
 
-def _replace(spec: Any) -> bool:
-    """Replaces Megatron's experts in a part of a specification; True if there are any."""
+def _replace(spec: Any) -> int:
+    """Replaces Megatron's experts in a part of a specification; returns how many it has."""
     if isinstance(spec, (list, tuple)):
-        return any([_replace(part) for part in spec])
+        return sum(_replace(part) for part in spec)
     if getattr(spec, "module", None) in (TEGroupedMLP, FusedGroupedMLP):
         spec.module = FusedGroupedMLP
-        return True
+        return 1
     if isinstance(spec, type) or not dataclasses.is_dataclass(spec):
-        return False
-    return any([_replace(getattr(spec, field.name)) for field in dataclasses.fields(spec)])
+        return 0
+    return sum(_replace(getattr(spec, field.name)) for field in dataclasses.fields(spec))

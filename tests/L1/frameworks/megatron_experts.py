@@ -39,8 +39,8 @@ def counted() -> Any:
 def rank_results(rank: int, options: dict, recipe: str | None, on_device: bool) -> dict[str, Any]:
     """Runs Megatron's experts, grouped and one by one, and the suite's on the same weights.
 
-    "apart" is Megatron's forward over the suite's layers. Returns output, gradients of rows, probs and weights, and the calls of the fused function for
-    each kind.
+    "apart" is Megatron's forward over the suite's layers. Returns output, gradients of rows, probs
+    and weights, and the number of calls of the fused function for each kind.
     """
     found: dict[str, Any] = {}
     with mg.parallel():
