@@ -35,7 +35,7 @@ class ExpertGemm(GroupedLinear):
     def reset_parameters(self) -> None:
         """Does nothing: the layer has no parameters of its own."""
 
-    def stacks(self) -> tuple[torch.Tensor, ...]:
+    def _stacked_weights(self) -> tuple[torch.Tensor, ...]:
         return self._stacks
 
     def _weights_and_biases(self) -> tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]]:

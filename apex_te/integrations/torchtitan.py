@@ -170,9 +170,7 @@ class FP8GroupedExperts(GroupedExperts):
         super().parallelize(parallel_dims)
         self._gemms = _gemms_of(_local(self.w2_EDF))
 
-    def forward(
-        self, x_RD: torch.Tensor, num_tokens_per_expert_E: torch.Tensor
-    ) -> torch.Tensor:
+    def forward(self, x_RD: torch.Tensor, num_tokens_per_expert_E: torch.Tensor) -> torch.Tensor:
         """Computes the rows of each expert in FP8, as torchtitan's experts do in bf16.
 
         Args:

@@ -116,9 +116,7 @@ def activated(
     activation: Any, hidden: torch.Tensor, probs: torch.Tensor | None = None
 ) -> torch.Tensor:
     """Computes ``act(hidden)``, times the factors [rows] of its rows if there are any."""
-    out: torch.Tensor = (
-        activation(hidden) if callable(activation) else activate(activation, hidden)
-    )
+    out: torch.Tensor = activation(hidden) if callable(activation) else activate(activation, hidden)
     return out if probs is None else (out.float() * probs[:, None]).to(out.dtype)
 
 
@@ -173,12 +171,12 @@ def _fused_calls(
         # Hooks, such as those of FSDP2, must see the call of their layer.
         if not layer.single_parameter or is_observed(layer):
             return None
-        if any(weight.dtype != x.dtype for weight in layer.stacks()):
+        if any(weight.dtype != x.dtype for weight in layer._stacked_weights()):
             return None
     first, second = (_groups_call(layer, fc2, is_first_microbatch) for layer in (fc1, fc2))
     if first is None or second is None:
         return None
-    return gate, first, second, *fc1.stacks(), *fc2.stacks()
+    return gate, first, second, *fc1._stacked_weights(), *fc2._stacked_weights()
 
 
 def _in_region(layer: FP8Module) -> bool:
@@ -193,7 +191,7 @@ def _in_region(layer: FP8Module) -> bool:
 
 def _groups_call(layer: Any, fc2: Any, is_first_microbatch: bool | None) -> GroupsCall | None:
     """Returns the call of one of the two layers, None if the fused function does not serve it."""
-    weights = layer.stacks()
+    weights = layer._stacked_weights()
     weight = weights[0]
     call = layer.prepare(weight.dtype, weight.device, (), is_first_microbatch)
     if not call.is_fp8 or not on_device.serves(layer, call):
@@ -208,9 +206,9 @@ def _groups_call(layer: Any, fc2: Any, is_first_microbatch: bool | None) -> Grou
 class ExpertsFunction(OpFunction):
     """Autograd function of ``run_experts`` in FP8: rows are gathered and gated where they are cast.
 
-    Neither permuted nor activated rows are written in 16 bits. The last of ``weights`` is FC2's, those
-    before it are FC1's: its rows, or one with the gates and one with the ups. For ``run_ordered``, ``row_id_map``
-    is None, and ``probs`` is None or [rows].
+    Neither permuted nor activated rows are written in 16 bits. The last of ``weights`` is FC2's;
+    those before it are FC1's, one or several whose rows follow one another. For ``run_ordered``,
+    ``row_id_map`` is None, and ``probs`` is None or [rows].
     """
 
     LABEL = "experts"
@@ -322,6 +320,6 @@ def _backward(ctx: Any, grad_output: torch.Tensor) -> tuple:
 
 
 def _needs(ctx: Any) -> tuple[bool, bool, bool, bool]:
-    """Returns True for each of rows, probs, any of FC1's weights and FC2's that needs a gradient."""
+    """Returns True for each of rows, probs, FC1's weights and FC2's that needs a gradient."""
     need_x, need_probs, *rest = ctx.needs_input_grad
     return need_x, need_probs, any(rest[5:-1]), rest[-1]

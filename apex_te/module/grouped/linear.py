@@ -242,7 +242,7 @@ class GroupedLinear(ParallelModule):
         weights = tuple([getattr(self, key) for key in self._weight_names])
         return weights, tuple([getattr(self, key) for key in self._bias_names])
 
-    def stacks(self) -> tuple[torch.Tensor, ...]:
+    def _stacked_weights(self) -> tuple[torch.Tensor, ...]:
         """Returns the weights with ``single_parameter``: tensors whose rows follow one another."""
         return self._weights_and_biases()[0]
 

@@ -295,9 +295,7 @@ def test_gates_and_ups_in_two_parameters(device, monkeypatch, name, fused, froze
     for _ in range(3):
         weights = [
             each.detach().clone().requires_grad_(key not in frozen)
-            for key, each in zip(
-                ("gates", "ups", "fc2"), (*halves, joined.fc2.weight), strict=True
-            )
+            for key, each in zip(("gates", "ups", "fc2"), (*halves, joined.fc2.weight), strict=True)
         ]
         x, indices, probs, dy = batch(device)
         x.requires_grad_("x" not in frozen)

@@ -139,7 +139,9 @@ def test_matrices(device, poison, shape, dtype, fp8, splits):
     fp8=FP8, dtype=DTYPES, shape=[(16, 32), (48, 9), (304, 160)], parts=[2, 3],
     splits=[None, [3, 0, 1]], offset=[0, 1],
 )  # fmt: skip
-def test_stacks_whose_rows_follow_one_another(device, poison, shape, parts, dtype, fp8, splits, offset):
+def test_stacks_whose_rows_follow_one_another(
+    device, poison, shape, parts, dtype, fp8, splits, offset
+):
     """Bitwise as joined ones, wherever their memory begins."""
     size = 3 * shape[0] * shape[1]
     stacks = [
