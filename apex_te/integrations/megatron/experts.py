@@ -38,6 +38,8 @@ if not issubclass(TEColumnParallelGroupedLinear or object, NativeGroupedLinear):
 
 __all__ = ["FusedGroupedMLP", "use_fused_experts"]
 
+# Makes the hook that waits for a layer's weights, with ``overlap_param_gather``.
+_GATHERS = "DistributedDataParallel._make_forward_pre_hook"
 # Names of gated activations by the function of their gate, as Megatron computes it.
 _GATED = {functional.silu: "swiglu", torch.sigmoid: "glu", functional.relu: "reglu"}
 
@@ -71,7 +73,7 @@ class FusedGroupedMLP(TEGroupedMLP):
 
     That is ``fc2(act(fc1(token)) * prob)`` for ``swiglu``, ``glu`` and ``reglu``, with the recipes
     of ``GroupedLinear`` whose GEMMs take sizes on the device. Elsewhere the layers run one by one:
-    without FP8, with hooks of a layer (``overlap_param_gather``) and with the recipe ``mxfp8``.
+    without FP8, with the recipe ``mxfp8``, and with hooks of a layer that are not Megatron's own.
     Megatron's own forward computes other activations, ``moe_act`` in ``recompute_modules``, and
     ``fine_grained_activation_offloading``. Tokens are not padded, and the host does not wait for
     ``tokens_per_expert``.
@@ -140,7 +142,8 @@ class FusedGroupedMLP(TEGroupedMLP):
         first = layers[0].is_first_microbatch
         if layers[0].disable_parameter_transpose_cache:
             first = None
-        fused = run_fused(*layers, x, splits, self._activation, first, factors)
+        gathered = _gather(layers)
+        fused = run_fused(*layers, x, splits, self._activation, first, factors, gathered)
         if fused is not None:
             for layer in layers:
                 layer.is_first_microbatch = False
@@ -180,6 +183,16 @@ class FusedGroupedMLP(TEGroupedMLP):
                 shards[0].replica_id,
             )
         return state
+
+
+def _gather(layers: tuple[Any, ...]) -> bool:
+    """Runs the hooks by which Megatron gathers weights; False if the layers have others."""
+    hooks = [(layer, hook) for layer in layers for hook in layer._forward_pre_hooks.values()]
+    if not all(getattr(hook, "__qualname__", "").startswith(_GATHERS) for _, hook in hooks):
+        return False
+    for layer, hook in hooks:
+        hook(layer, ())
+    return True
 
 
 def _activation_of(config: Any) -> str | None:

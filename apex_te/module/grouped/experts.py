@@ -101,9 +101,13 @@ def run_fused(
     activation: Any,
     is_first_microbatch: bool | None = None,
     probs: torch.Tensor | None = None,
+    ran_hooks: bool = False,
 ) -> torch.Tensor | None:
-    """Computes ``run_ordered`` as one function; None if that does not serve the call."""
-    fused = _fused_calls(fc1, fc2, rows, activation, is_first_microbatch)
+    """Computes ``run_ordered`` as one function; None if that does not serve the call.
+
+    ``ran_hooks``: the caller has run the layers' hooks before a forward.
+    """
+    fused = _fused_calls(fc1, fc2, rows, activation, is_first_microbatch, ran_hooks)
     if fused is None:
         return None
     splits = on_device.table_splits(fc1, m_splits, rows.shape[0], rows.device)
@@ -152,7 +156,12 @@ def _wgrads(
 
 
 def _fused_calls(
-    fc1: Any, fc2: Any, x: torch.Tensor, activation: Any, is_first_microbatch: bool | None
+    fc1: Any,
+    fc2: Any,
+    x: torch.Tensor,
+    activation: Any,
+    is_first_microbatch: bool | None,
+    ran_hooks: bool = False,
 ) -> tuple | None:
     """Returns the fused function's arguments from ``activation`` on if it serves a call, else None.
 
@@ -169,7 +178,7 @@ def _fused_calls(
         if layer.use_bias or layer.save_original_input or layer.tp_size > 1:
             return None
         # Hooks, such as those of FSDP2, must see the call of their layer.
-        if not layer.single_parameter or is_observed(layer):
+        if not layer.single_parameter or is_observed(layer, ran_hooks):
             return None
         if any(weight.dtype != x.dtype for weight in layer._stacked_weights()):
             return None

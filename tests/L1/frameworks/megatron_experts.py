@@ -119,6 +119,13 @@ def rank_calls(rank: int, options: dict, tp: int, ep: int) -> tuple[list[float],
         return mg.train(mg.gpt(**options), range(3)), len(calls)
 
 
+def rank_overlapped(rank: int, options: dict, overlap: bool) -> tuple[Any, int]:
+    """Losses and weights of a few steps with ZeRO, and the number of calls of the function."""
+    ddp = {"overlap_grad_reduce": overlap, "overlap_param_gather": overlap}
+    with counted() as calls:
+        return mg.rank_distributed_optimizer(rank, options, 3, **ddp), len(calls)
+
+
 def rank_state_keys(rank: int, options: dict) -> list[list[str]]:
     """Keys of the state dicts of Megatron's experts and of the suite's, which load one another's.
 

@@ -276,7 +276,7 @@ def one_by_one(*args: Any, **kwargs: Any) -> Iterator[Any]:
     yield mock.Mock()
 
 
-def rank_distributed_optimizer(rank: int, options: dict, steps: int) -> Any:
+def rank_distributed_optimizer(rank: int, options: dict, steps: int, **ddp: Any) -> Any:
     """Trains data-parallel ranks with ZeRO by Megatron; returns the losses and the weights."""
     optimizing = OptimizerConfig(
         optimizer="adam", lr=2e-3, bf16=True, params_dtype=torch.bfloat16,
@@ -284,7 +284,7 @@ def rank_distributed_optimizer(rank: int, options: dict, steps: int) -> Any:
     )  # fmt: skip
     held = bool(options.get("fp8_param"))
     splitting = DistributedDataParallelConfig(
-        use_distributed_optimizer=True, grad_reduce_in_fp32=True, fp8_param_gather=held
+        use_distributed_optimizer=True, grad_reduce_in_fp32=True, fp8_param_gather=held, **ddp
     )
     with contextlib.ExitStack() as stack:
         stack.enter_context(parallel())

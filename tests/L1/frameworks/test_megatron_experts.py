@@ -134,6 +134,16 @@ def test_recompute_of_the_activation(one, recipe):
     assert losses == pytest.approx(expected, rel=2e-3)
 
 
+def test_hooks_that_gather_weights(one):
+    """Those of overlap_param_gather run, and the function stays one."""
+    options = {**MOE, **mg.FP8["tensorwise"], "fused_experts": True}
+    ((expected, calls),) = one.run(me.rank_overlapped, options, False)
+    ((found, more),) = one.run(me.rank_overlapped, options, True)
+    assert calls == more == 6
+    assert found[0] == expected[0]
+    assert all(torch.equal(*pair) for pair in zip(found[1], expected[1], strict=True))
+
+
 def test_state_dicts_are_megatrons(one):
     ((theirs, ours),) = one.run(me.rank_state_keys, MOE)
     assert ours == theirs
