@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -17,11 +19,17 @@ from . import _matching as matching
 class ExpertGemm(GroupedLinear):
     """``GroupedLinear`` over stacked Parameters of the experts, who set them for each call.
 
-    A weight ``[experts, out, in]`` may be a transposed view.
+    A weight ``[experts, out, in]`` may be a transposed view. The rows of several weights follow one
+    another; what runs the layer alone joins them to a copy.
     """
 
     def __init__(
-        self, num_gemms: int, in_features: int, out_features: int, bias: bool, dtype: torch.dtype
+        self,
+        num_gemms: int,
+        in_features: int,
+        out_features: int,
+        dtype: torch.dtype,
+        bias: bool = False,
     ) -> None:
         super().__init__(
             num_gemms, in_features, out_features, bias=bias, params_dtype=dtype, device="meta",
@@ -29,15 +37,38 @@ class ExpertGemm(GroupedLinear):
         )  # fmt: skip
         for key in list(self._parameters):
             self.register_parameter(key, None)
-        self._stacked: tuple[torch.Tensor, torch.Tensor | None] | None = None
+        self._stacks: tuple[torch.Tensor, ...] = ()
+        self._bias: torch.Tensor | None = None
 
     def reset_parameters(self) -> None:
         """Does nothing: the layer has no parameters of its own."""
 
+    def _stacked_weights(self) -> tuple[torch.Tensor, ...]:
+        return self._stacks
+
+    def _stacked_bias(self) -> torch.Tensor | None:
+        return self._bias
+
     def _weights_and_biases(self) -> tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]]:
-        assert self._stacked is not None
-        weight, bias = self._stacked
-        return (weight,), () if bias is None else (bias,)
+        stacks = self._stacks
+        weights = stacks if len(stacks) == 1 else (torch.cat(stacks, 1),)
+        return weights, () if self._bias is None else (self._bias,)
+
+
+@contextlib.contextmanager
+def set_weights(
+    gemms: tuple[ExpertGemm, ExpertGemm],
+    *stacks: tuple[torch.Tensor, ...],
+    biases: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None),
+) -> Iterator[None]:
+    """Context in which two layers have weights, and biases or None."""
+    try:
+        for gemm, own, bias in zip(gemms, stacks, biases, strict=True):
+            gemm._stacks, gemm._bias = own, bias
+        yield
+    finally:
+        for gemm in gemms:
+            gemm._stacks, gemm._bias = (), None
 
 
 def _gemms_of(experts: Any) -> tuple[ExpertGemm, ExpertGemm]:
@@ -46,8 +77,8 @@ def _gemms_of(experts: Any) -> tuple[ExpertGemm, ExpertGemm]:
     count, outer, inner = up.shape
     dtype, training = up.dtype, experts.training
     return (
-        ExpertGemm(count, inner, outer, bias is not None, dtype).train(training),
-        ExpertGemm(count, outer // 2, inner, bias is not None, dtype).train(training),
+        ExpertGemm(count, inner, outer, dtype, bias is not None).train(training),
+        ExpertGemm(count, outer // 2, inner, dtype, bias is not None).train(training),
     )
 
 
@@ -72,14 +103,12 @@ def _run(
 ) -> torch.Tensor:
     """Computes experts by layers over their weights; a gate that is not known stays theirs."""
     gate = matching.experts_gate(experts)
-    gemms[0]._stacked, gemms[1]._stacked = _parameters_of(experts)
-    try:
+    (w1, b1), (w2, b2) = _parameters_of(experts)
+    with set_weights(gemms, (w1,), (w2,), biases=(b1, b2)):
         return run_experts(
             *gemms, hidden_states, top_k_index, top_k_weights, gate,
             interleaved=not experts.is_concatenated,
         )[0]  # fmt: skip
-    finally:
-        gemms[0]._stacked = gemms[1]._stacked = None
 
 
 def register_experts(name: str = "apex_te") -> None:

@@ -238,7 +238,9 @@ def quantize_matrices(
 
     Args:
         matrices: [rows, cols] float32, float16 or bfloat16 each, such as the experts' weights, or
-            one tensor [groups, rows, cols]; made contiguous if they are not.
+            one tensor [groups, rows, cols]; made contiguous if they are not. Of up to 8 such
+            tensors a group's matrices follow one another as the rows of one, as ``torch.cat(...,
+            1)`` joins them; the rows of each must then be a multiple of 16.
         groups: if given, only the matrices of groups that have rows are quantized; in new tensors
             the FP8 data of the other groups is undefined. None: all are quantized.
         rowwise: make [groups, rows, cols]. None stands for True, or with ``out`` for the copies
@@ -256,8 +258,9 @@ def quantize_matrices(
         ValueError: a shape or device does not match, or ``rowwise``, ``columnwise`` or
             ``scale_inv`` differs from that of ``out``.
     """
-    matrices, count, swaps = _listed("grouped_quantize.quantize_matrices", matrices)
-    like, (rows, cols) = matrices[0], matrices[0].shape[-2:][:: -1 if swaps else 1]
+    name = "grouped_quantize.quantize_matrices"
+    matrices, count, (rows, cols), swaps = _listed(name, matrices)
+    like = matrices[0]
     given = scale_inv is not None
     if out is None:
         row = col = None
@@ -385,7 +388,8 @@ def block_quantize_matrices(
     """Quantizes one matrix for each group with a scale for each 128x128 block, in one launch.
 
     Args:
-        matrices: as in ``quantize_matrices``.
+        matrices: as in ``quantize_matrices``, with a multiple of 128 rows in each of several
+            tensors [groups, rows, cols].
         fp8_dtype: torch.float8_e4m3fn or torch.float8_e5m2.
         groups: as in ``quantize_matrices``; the scales of the other groups are undefined, too.
         rowwise: make [groups, rows, cols], whose row_scale_inv is float32
@@ -401,8 +405,13 @@ def block_quantize_matrices(
     name = "grouped_quantize.block_quantize_matrices"
     fp8_output.check_fp8_dtype(name, fp8_dtype)
     fp8_output.check_any_output(name, rowwise, columnwise, None)
-    matrices, count, swaps = _listed(name, matrices)
-    like, (rows, cols) = matrices[0], matrices[0].shape[-2:][:: -1 if swaps else 1]
+    matrices, count, (rows, cols), swaps = _listed(name, matrices)
+    like = matrices[0]
+    if matrices[0].dim() == 3 and len(matrices) > 1 and matrices[0].shape[1] % _BLOCK:
+        raise ValueError(
+            f"{name}: matrices must have a multiple of {_BLOCK} rows in several stacks, "
+            f"got {matrices[0].shape[1]}"
+        )
 
     def pair(wanted: bool, rows: int, cols: int) -> tuple:
         if not wanted:
@@ -428,7 +437,7 @@ def _quantize_matrix_blocks(matrices, table, row, row_scales, col, col_scales, e
         _lib.grouped_block_quantize_matrices(matrices, table, *outs, eps, pow2)
         return
     dtype = (col if row is None else row).dtype
-    each = matrices[0] if matrices[0].dim() == 3 else matrices
+    each = torch.cat(matrices, 1) if matrices[0].dim() == 3 else matrices
     for g, matrix in enumerate(each):
         own = block_quantize(matrix, dtype, block_rows=_BLOCK, pow2=pow2, eps=eps)
         for target, source in zip(outs, own, strict=True):
@@ -470,21 +479,26 @@ def lies_transposed(matrices: torch.Tensor) -> bool:
 
 def _listed(
     name: str, matrices: Sequence[torch.Tensor] | torch.Tensor
-) -> tuple[list[torch.Tensor], int, bool]:
-    """Returns contiguous matrices as the library takes them, a stack as one, and their number.
+) -> tuple[list[torch.Tensor], int, tuple[int, int], bool]:
+    """Returns contiguous matrices or stacks, the number of groups, and the shape of a matrix.
 
     And whether they are transposed, which takes no copy of a stack that ``lies_transposed``.
     """
     if not isinstance(matrices, torch.Tensor):
-        return [matrix.contiguous() for matrix in matrices], len(matrices), False
+        each = [matrix.contiguous() for matrix in matrices]
+        rows, cols = each[0].shape[-2:]
+        if each[0].dim() == 3:
+            return each, each[0].shape[0], (rows * len(each), cols), False
+        return each, len(each), (rows, cols), False
     if matrices.dim() != 3:
         raise ValueError(
             f"{name}: matrices must be [rows, cols] each or one tensor [groups, rows, cols], "
             f"got {list(matrices.shape)}"
         )
+    shape = matrices.shape[1], matrices.shape[2]
     if lies_transposed(matrices):
-        return [matrices.transpose(1, 2)], matrices.shape[0], True
-    return [matrices.contiguous()], matrices.shape[0], False
+        return [matrices.transpose(1, 2)], matrices.shape[0], shape, True
+    return [matrices.contiguous()], matrices.shape[0], shape, False
 
 
 def _check_out(

@@ -18,6 +18,7 @@
 
 constexpr int64_t kGroupAlign = 16;  // columns of a group in columnwise codes
 constexpr int64_t kMaxGroups = 1023;
+constexpr int kMaxStacks = 8;  // of which a group's matrix has its rows
 
 APEX_TE_FUNCTION(grouped_offsets, "splits: i32|i64[g], table: i32[table(g)]!, rows: int")
 // q = satcast_rne(float(x) * scale[g]). amax[g] becomes max(amax[g], max |x of g|), NaN above
@@ -29,7 +30,8 @@ APEX_TE_FUNCTION(grouped_quantize,
                  "amax: f32[g]!!?, due: i32[g]?, inverse_given: bool")
 APEX_TE_IN_PLACE(grouped_quantize, "amax: scale")
 // Casts G matrices of one shape, or one stack [G, rows, cols] of them; with a table, only the
-// matrices of groups with rows are read.
+// matrices of groups with rows are read. Of several stacks, a group's matrices follow one another
+// as the rows of one.
 APEX_TE_FUNCTION(grouped_quantize_matrices,
                  "matrices: T[r c][g], table: i32[table(g)]?, scale: f32[g], scale_inv: f32[g]!!, "
                  "rowwise: F[g r c]!?, columnwise: F[g c r]!?, amax: f32[g]!!?, due: i32[g]?, "
@@ -168,14 +170,18 @@ inline GroupedOffsets check_grouped_offsets(Args& args) {
   return p;
 }
 
-// Matrices of one shape and dtype, one a group, each for itself or one behind the other.
+// Matrices of one shape and dtype, one a group, each for itself or in a stack; or of `parts`
+// stacks, each of which has `rows` of the rows of a group's matrix.
 struct Matrices {
   const DLTensor* list = nullptr;
-  const char* stack = nullptr;
-  int64_t bytes = 0;  // of a matrix
-  explicit operator bool() const { return list || stack; }
-  const void* at(int64_t g) const {
-    return stack ? stack + g * bytes : static_cast<const char*>(list[g].data) + list[g].byte_offset;
+  int parts = 1;
+  int64_t rows = 0;
+  int64_t bytes = 0;  // of a matrix in a stack; 0 without stacks
+  explicit operator bool() const { return list; }
+  // Where row 0 of a group's matrix would be, before the rows that the part has.
+  const void* at(int64_t g, int part) const {
+    const DLTensor& t = list[bytes ? part : g];
+    return static_cast<const char*>(t.data) + t.byte_offset + (g - part) * bytes;
   }
 };
 
@@ -249,27 +255,39 @@ inline GroupedQuantize check_grouped_quantize(Args& args) {
   return p;
 }
 
-// Reads matrices and an optional table into the fields that both kinds of scaling have.
+// Reads matrices and an optional table into the fields that both kinds of scaling have. `multiple`:
+// of the rows of each of several stacks.
 template <typename Cast>
-void check_matrices(Args& args, Cast* p) {
+void check_matrices(Args& args, Cast* p, int64_t multiple) {
   const int index = args.position();
   const DLTensor* list;
   int64_t count = args.tensor_list(&list);
   groups_of(args, count);
   const TensorView first = args.list_item(list, index, 0);
-  const bool stacked = count == 1 && first.ndim() == 3;
+  const bool stacked = first.ndim() == 3;
   first.has_dtype({DType::kFloat32, DType::kFloat16, DType::kBFloat16}).has_ndim(2 + stacked);
   const DType dtype = p->dtype = first.dtype();
-  const int64_t rows = p->rows = first.size(stacked), cols = p->cols = first.size(1 + stacked);
-  if (stacked) {
-    count = first.is_dense().size(0);
-    p->matrices.stack = first.data<const char>();
-    p->matrices.bytes = rows * cols * (dtype == DType::kFloat32 ? 4 : 2);
-  } else {
-    for (int g = 0; g < count; ++g)
-      args.list_item(list, index, g).has_dtype({dtype}).has_shape({rows, cols}).is_dense();
-    p->matrices.list = list;
+  const int64_t rows = first.size(stacked), cols = first.size(1 + stacked);
+  const int64_t depth = stacked ? first.size(0) : 0;
+  for (int i = 0; i < count; ++i) {
+    const TensorView each = args.list_item(list, index, i).has_dtype({dtype}).is_dense();
+    stacked ? each.has_shape({depth, rows, cols}) : each.has_shape({rows, cols});
   }
+  p->matrices.list = list;
+  p->matrices.rows = rows;
+  if (stacked) {
+    p->matrices.parts = static_cast<int>(count);
+    p->matrices.bytes = rows * cols * (dtype == DType::kFloat32 ? 4 : 2);
+    if (count > kMaxStacks)
+      fail(kApexTeUnsupported, "%s: matrices must be at most %d stacks, got %lld", args.name(),
+           kMaxStacks, static_cast<long long>(count));
+    if (count > 1 && rows % multiple)
+      fail(kApexTeValueError, "%s: matrices must have a multiple of %d rows in several stacks",
+           args.name(), static_cast<int>(multiple));
+    count = depth;
+  }
+  p->rows = p->matrices.parts * rows;
+  p->cols = cols;
   const int groups = groups_of(args, count);
   const TensorView table = args.optional_tensor();
   if (table) check_table(args, table, groups);
@@ -278,7 +296,7 @@ void check_matrices(Args& args, Cast* p) {
 
 inline GroupedQuantize check_grouped_quantize_matrices(Args& args) {
   GroupedQuantize p;
-  check_matrices(args, &p);
+  check_matrices(args, &p, kGroupAlign);
   const int groups = p.table.groups;
   p.scale = check_values(args.tensor(), groups);
   p.scale_inv = check_values(args.tensor(), groups);

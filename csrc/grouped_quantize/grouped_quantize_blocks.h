@@ -72,7 +72,7 @@ inline void check_block_outputs(Args& args, GroupedBlocks& p) {
 inline GroupedBlocks check_grouped_blocks(Args& args, bool of_matrices) {
   GroupedBlocks p = {};
   if (of_matrices) {
-    check_matrices(args, &p);
+    check_matrices(args, &p, kBlock);
   } else {
     const TensorView x = args.tensor();
     x.has_dtype({DType::kFloat32, DType::kFloat16, DType::kBFloat16}).has_ndim(2).is_dense();

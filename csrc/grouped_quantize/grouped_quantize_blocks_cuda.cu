@@ -38,8 +38,11 @@ __global__ void __launch_bounds__(kThreads, kBlocks128x128<T>)
   at.row = at.row0 + threadIdx.x / Tile::kLanes * Tile::kRows;
   const bool is_whole = kAligned && at.is_whole();
   Vec8<T> in[kVec];
-  PlainSource{}.load<Tile, kAligned>(static_cast<const T*>(matrices.at[blockIdx.z]), 0, at,
-                                     WarpRows{}, is_whole, in);
+  // A tile's rows are of one part.
+  const int parts = p.matrices.parts;
+  const int part = parts == 1 ? 0 : static_cast<int>(at.row0 / p.matrices.rows);
+  const T* x = static_cast<const T*>(matrices.at[blockIdx.z * parts + part]);
+  PlainSource{}.load<Tile, kAligned>(x, 0, at, WarpRows{}, is_whole, in);
   cast_128x128<T>(own, at, kAligned, is_whole, OneFormat<Format>{}, in, shared);
 }
 
@@ -57,11 +60,12 @@ void launch(const GroupedBlocks& p, cudaStream_t stream) {
   if (p.rows == 0) return;
   if (num_blocks(p.rows) > kMaxGridY)
     fail(kApexTeUnsupported, "grouped_block_quantize_matrices: too many rows for one launch");
-  for (int first = 0; first < p.table.groups; first += kMatrices) {
+  const int parts = p.matrices.parts, most = kMatrices / parts;
+  for (int first = 0; first < p.table.groups; first += most) {
     Pointers matrices;
-    const int count = std::min(kMatrices, p.table.groups - first);
-    for (int i = 0; i < count; ++i) {
-      matrices.at[i] = p.matrices.at(first + i);
+    const int count = std::min(most, p.table.groups - first);
+    for (int i = 0; i < count * parts; ++i) {
+      matrices.at[i] = p.matrices.at(first + i / parts, i % parts);
       aligned = aligned && is_aligned(matrices.at[i], 16);
     }
     const dim3 grid(static_cast<unsigned>(num_blocks(p.cols)),

@@ -86,10 +86,13 @@ void quantize_all_groups(const GroupedQuantize& p) {
     if (p.casts && !bad && !p.inverse_given) p.scale_inv[g] = 1.0f / p.scale[g];
     if (p.matrices) {
       if (p.table.data && !p.table.used(g)) continue;
-      const int64_t offset = g * p.rows * p.cols;
-      quantize_group<T>(p, g, static_cast<const T*>(p.matrices.at(g)),
-                        p.rowwise ? p.rowwise + offset : nullptr,
-                        p.columnwise ? p.columnwise + offset : nullptr, 0, p.rows, 0, p.rows);
+      const int64_t offset = g * p.rows * p.cols, rows = p.matrices.rows;
+      for (int part = 0; part < p.matrices.parts; ++part) {
+        const int64_t begin = part * rows, end = begin + rows;
+        quantize_group<T>(p, g, static_cast<const T*>(p.matrices.at(g, part)),
+                          p.rowwise ? p.rowwise + offset : nullptr,
+                          p.columnwise ? p.columnwise + offset : nullptr, begin, end, begin, end);
+      }
       continue;
     }
     quantize_group<T>(p, g, p.x.data<const T>(), p.rowwise, p.columnwise, p.table.begin(g),

@@ -15,13 +15,14 @@ void launch(const GroupedQuantize& q, Params p, cudaStream_t stream) {
     aligned = aligned && p.rows * p.cols % 16 == 0 && (!p.columnwise || p.rows % 16 == 0);
   }
   const int count = p.stacked && p.columns > 0 && p.cols > 0 ? p.table.groups : 1;
-  for (int first = 0; first < count; first += kPointers) {
+  const int most = kPointers / p.parts;
+  for (int first = 0; first < count; first += most) {
     Pointers matrices;
-    const int here = std::min(kPointers, count - first);
+    const int here = std::min(most, count - first);
     p.first = first;
     if (p.stacked)
-      for (int i = 0; i < here; ++i) {
-        matrices.at[i] = q.matrices.at(first + i);
+      for (int i = 0; i < here * p.parts; ++i) {
+        matrices.at[i] = q.matrices.at(first + i / p.parts, i % p.parts);
         aligned = aligned && is_aligned(matrices.at[i], 16);
       }
     const auto run = aligned ? launch_tiles<T, true, OneFormat<Format>, PlainSource>

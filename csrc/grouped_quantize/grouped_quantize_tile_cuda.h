@@ -31,6 +31,8 @@ struct Params {
   float* row_scale_inv;
   const int32_t* due;
   bool inverse_given;
+  int parts;  // stacks that a matrix is of, each with `part_rows` of its rows
+  int part_rows;
   int first;              // group of the first matrix
   int64_t tiles_of_each;  // tiles of a matrix
 };
@@ -105,7 +107,6 @@ __global__ void __launch_bounds__(FP8Tile<Source::kTileRows>::kThreads, Source::
   if (p.stacked) {
     matrix = static_cast<int>(index / p.tiles_of_each);
     index -= matrix * p.tiles_of_each;
-    x = static_cast<const T*>(matrices.at[matrix]);
     matrix += p.first;
     if ((p.table.data && !p.table.used(matrix)) || (p.due && !p.due[matrix])) return;
     if (rowwise) rowwise += matrix * p.rows * p.cols;
@@ -114,6 +115,10 @@ __global__ void __launch_bounds__(FP8Tile<Source::kTileRows>::kThreads, Source::
   // Places of the FP8 data in the columnwise copy and in x.
   const typename Tile::Place to(p.columns, cols, index);
   const int64_t column = to.row0 + warp * kGroupAlign;
+  if (p.stacked) {  // a warp's rows are of one part, the last's where they do not exist
+    const int part = p.parts == 1 ? 0 : min(static_cast<int>(column) / p.part_rows, p.parts - 1);
+    x = static_cast<const T*>(matrices.at[(matrix - p.first) * p.parts + part]);
+  }
   GroupRows found = p.stacked ? GroupRows{matrix, column, p.rows} : rows_of(p.table, column);
   if (!p.stacked && p.due && found.group >= 0 && !p.due[found.group]) found.group = -1;
   if (!p.stacked && p.due && !__syncthreads_or(found.group >= 0)) return;
@@ -190,6 +195,8 @@ inline Params params_of(const GroupedQuantize& q) {
           q.row_scale_inv,
           q.due,
           q.inverse_given,
+          q.matrices.parts,
+          static_cast<int>(q.matrices.rows),
           0,
           0};
 }

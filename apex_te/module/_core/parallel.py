@@ -69,11 +69,14 @@ class CompositeModule(torch.nn.Module):
                 call(*args)
 
 
-def is_observed(module: torch.nn.Module) -> bool:
-    """Returns True if the module has a hook or a replaced ``forward`` that must see its calls."""
+def is_observed(module: torch.nn.Module, ran_hooks: bool = False) -> bool:
+    """Returns True if the module has a hook or a replaced ``forward`` that must see its calls.
+
+    ``ran_hooks``: the caller has run the module's hooks before a forward.
+    """
     return bool(
         module._forward_hooks
-        or module._forward_pre_hooks
+        or (module._forward_pre_hooks and not ran_hooks)
         or module._backward_hooks
         or module._backward_pre_hooks
         or "forward" in module.__dict__

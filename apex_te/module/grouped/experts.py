@@ -61,21 +61,19 @@ def run_experts(
     if fused is not None:
         groups = grouped_quantize.groups_of(counts, indices.numel())
         out = ExpertsFunction.apply(x, probs, made.row_id_map, groups.table, *fused)
-        return _with_biases(out, indices, probs, _bias_of(fc2)), counts
+        return _with_biases(out, indices, probs, fc2._stacked_bias()), counts
     # Only in its call does a layer with hooks, such as those of FSDP2, have its bias.
     inside = _in_region(fc1) and not (fc2.use_bias and is_observed(fc2))
     rows, row_probs = permute_with_map(x, probs if inside else None, made.row_id_map, indices)
     hidden = fc1(rows, counts, is_first_microbatch)
-    hidden = _activated(activation, in_halves(hidden) if interleaved else hidden)
-    if row_probs is not None:
-        hidden = (hidden.float() * row_probs[:, None]).to(hidden.dtype)
+    hidden = activated(activation, in_halves(hidden) if interleaved else hidden, row_probs)
     if not inside or not fc2.use_bias:
         out = fc2(hidden, counts, is_first_microbatch)
         out = moe_unpermute(out, made.row_id_map, None if inside else probs, map_type="index")
     else:
         out = fc2._multiply(hidden, counts, is_first_microbatch, with_bias=False)
         out = moe_unpermute(out, made.row_id_map, map_type="index")
-        out = _with_biases(out, indices, probs, _bias_of(fc2))
+        out = _with_biases(out, indices, probs, fc2._stacked_bias())
     return out.to(x.dtype), counts
 
 
@@ -86,30 +84,61 @@ def run_ordered(
     m_splits: Any,
     activation: Any,
     is_first_microbatch: bool | None = None,
+    probs: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Computes ``fc2(act(fc1(rows)))`` of rows in the order of experts; differentiable in rows.
+    """Computes ``fc2(act(fc1(rows)) * probs)`` of rows in the order of experts.
+
+    It is differentiable in rows and probs.
 
     Args:
         fc1, fc2, activation: as in ``run_experts``.
         rows: [rows, hidden], such as a ``TokenDispatcher`` gives, which weights the results.
         m_splits: as ``GroupedLinear.forward`` takes it.
+        probs: float32 [rows], or None for ones.
 
     Returns:
-        [rows, hidden], bitwise the same fused or not; zeros in rows after the last expert's.
+        [rows, hidden], zeros in rows after the last expert's. It is bitwise the same fused or not,
+        except that with probs the fused function rounds only the product with them.
     """
-    fused = None
-    if not fc2.use_bias:  # which the function leaves to its caller
-        fused = _fused_calls(fc1, fc2, rows, activation, is_first_microbatch)
-    if fused is not None:
-        splits = on_device.table_splits(fc1, m_splits, rows.shape[0], rows.device)
-        groups = grouped_quantize.groups_of(splits, rows.shape[0])
-        return ExpertsFunction.apply(rows, None, None, groups.table, *fused)
-    hidden = _activated(activation, fc1(rows, m_splits, is_first_microbatch))
+    out = run_fused(fc1, fc2, rows, m_splits, activation, is_first_microbatch, probs)
+    if out is not None:
+        return out
+    hidden = activated(activation, fc1(rows, m_splits, is_first_microbatch), probs)
     return fc2(hidden, m_splits, is_first_microbatch)
 
 
-def _activated(activation: Any, hidden: torch.Tensor) -> torch.Tensor:
-    return activation(hidden) if callable(activation) else activate(activation, hidden)
+def run_fused(
+    fc1: Any,
+    fc2: Any,
+    rows: torch.Tensor,
+    m_splits: Any,
+    activation: Any,
+    is_first_microbatch: bool | None = None,
+    probs: torch.Tensor | None = None,
+    ran_hooks: bool = False,
+) -> torch.Tensor | None:
+    """Computes ``run_ordered`` as one function; None if that does not serve the call.
+
+    ``ran_hooks``: the caller has run the layers' hooks before a forward.
+    """
+    # The function leaves the second bias to its caller.
+    if fc2.use_bias:
+        return None
+    fused = _fused_calls(fc1, fc2, rows, activation, is_first_microbatch, ran_hooks=ran_hooks)
+    if fused is None:
+        return None
+    splits = on_device.table_splits(fc1, m_splits, rows.shape[0], rows.device)
+    groups = grouped_quantize.groups_of(splits, rows.shape[0])
+    out: torch.Tensor = ExpertsFunction.apply(rows, probs, None, groups.table, *fused)
+    return out
+
+
+def activated(
+    activation: Any, hidden: torch.Tensor, probs: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Computes ``act(hidden)``, times the factors [rows] of its rows if there are any."""
+    out: torch.Tensor = activation(hidden) if callable(activation) else activate(activation, hidden)
+    return out if probs is None else (out.float() * probs[:, None]).to(out.dtype)
 
 
 def _with_biases(
@@ -128,25 +157,40 @@ def _with_biases(
     return torch.addmm(out, weights[:, :experts].to(out.dtype), bias.to(out.dtype))
 
 
-def _wgrad(
+def _wgrads(
     call: GroupsCall,
-    weight: torch.Tensor,
+    weights: tuple[torch.Tensor, ...],
+    needs: tuple[bool, ...],
     dy: GroupedOutput,
     x: Any,
     x_scale_inv: Any,
     groups: Groups,
-) -> torch.Tensor | None:
-    """Returns what autograd gets for a stack of weights, from both operands' columnwise copies."""
-    codes, scale_inv = dy.columnwise, dy.scale_inv
+) -> list[torch.Tensor | None]:
+    """Returns what autograd gets for each stack, from both operands' columnwise copies."""
     contract = call.quantizers.backend.contract_groups
-    swaps = grouped_quantize.lies_transposed(weight)
+    found: list[torch.Tensor | None] = []
+    for i, (weight, need) in enumerate(zip(weights, needs, strict=True)):
+        if not need:
+            found.append(None)
+            continue
+        codes: Any = dy.columnwise
+        scale_inv = dy.scale_inv
+        if len(weights) > 1:  # its rows are so many of dy's columns
+            own = slice(i * weight.shape[1], (i + 1) * weight.shape[1])
+            codes = codes[own]
+            if scale_inv.dim() > 1:  # that of blocks, a line for each 128 rows of dy
+                scale_inv = scale_inv[:, own].contiguous()
+        swaps = grouped_quantize.lies_transposed(weight)
 
-    def product(*out: Any) -> torch.Tensor:
-        if swaps and out == (False,):  # the gradient lies as its weight does
-            return contract(x, codes, x_scale_inv, scale_inv, groups, *out).transpose(1, 2)
-        return contract(codes, x, scale_inv, x_scale_inv, groups, *out)
+        def product(
+            *out: Any, codes: Any = codes, scale_inv: Any = scale_inv, swaps: bool = swaps
+        ) -> torch.Tensor:
+            if swaps and out == (False,):  # the gradient lies as its weight does
+                return contract(x, codes, x_scale_inv, scale_inv, groups, *out).transpose(1, 2)
+            return contract(codes, x, scale_inv, x_scale_inv, groups, *out)
 
-    return on_device.stack_gradient(weight, call.options, weight.dtype, product)
+        found.append(on_device.stack_gradient(weight, call.options, weight.dtype, product))
+    return found
 
 
 def _fused_calls(
@@ -156,6 +200,7 @@ def _fused_calls(
     activation: Any,
     is_first_microbatch: bool | None,
     interleaved: bool = False,
+    ran_hooks: bool = False,
 ) -> tuple | None:
     """Returns the fused function's arguments from ``activation`` on if it serves a call, else None.
 
@@ -171,27 +216,18 @@ def _fused_calls(
         if layer.save_original_input or layer.tp_size > 1:
             return None
         # Hooks, such as those of FSDP2, must see the call of their layer.
-        if not layer.single_parameter or is_observed(layer):
+        if not layer.single_parameter or is_observed(layer, ran_hooks):
             return None
-        if any(t is not None and t.dtype != x.dtype for t in (_weight_of(layer), _bias_of(layer))):
+        parameters = *layer._stacked_weights(), layer._stacked_bias()
+        if any(t is not None and t.dtype != x.dtype for t in parameters):
             return None
     first, second = (_groups_call(layer, fc2, is_first_microbatch) for layer in (fc1, fc2))
     if first is None or second is None:
         return None
     return (
-        gate_of(activation), interleaved, first, second,
-        _weight_of(fc1), _weight_of(fc2), _bias_of(fc1),
+        gate_of(activation), interleaved, first, second, fc1._stacked_bias(),
+        *fc1._stacked_weights(), *fc2._stacked_weights(),
     )  # fmt: skip
-
-
-def _weight_of(layer: Any) -> torch.Tensor:
-    weight: torch.Tensor = layer._weights_and_biases()[0][0]
-    return weight
-
-
-def _bias_of(layer: Any) -> torch.Tensor | None:
-    biases = layer._weights_and_biases()[1]
-    return biases[0] if biases else None
 
 
 def _in_region(layer: FP8Module) -> bool:
@@ -206,22 +242,24 @@ def _in_region(layer: FP8Module) -> bool:
 
 def _groups_call(layer: Any, fc2: Any, is_first_microbatch: bool | None) -> GroupsCall | None:
     """Returns the call of one of the two layers, None if the fused function does not serve it."""
-    weight = _weight_of(layer)
+    weights = layer._stacked_weights()
+    weight = weights[0]
     call = layer.prepare(weight.dtype, weight.device, (), is_first_microbatch)
     if not call.is_fp8 or not on_device.serves(layer, call):
         return None
     quantizers = layer._quantizers_of_groups(call)
     if quantizers.high_precision_wgrad or not quantizers.grad_output.produces(fc2.in_features):
         return None
-    cached = cached_weights(layer._modes, (weight,), quantizers, call.fill)
+    cached = cached_weights(layer._modes, weights, quantizers, call.fill)
     return GroupsCall(quantizers, cached, call.options[0], call.dtype)
 
 
 class ExpertsFunction(OpFunction):
     """Autograd function of ``run_experts`` in FP8: rows are gathered and gated where they are cast.
 
-    Neither permuted nor activated rows are written in 16 bits. For ``run_ordered``, ``probs`` and
-    ``row_id_map`` are None.
+    Neither permuted nor activated rows are written in 16 bits. The last of ``weights`` is FC2's;
+    those before it are FC1's, one or several whose rows follow one another. For ``run_ordered``,
+    ``row_id_map`` is None, and ``probs`` is None or [rows].
     """
 
     LABEL = "experts"
@@ -237,17 +275,16 @@ class ExpertsFunction(OpFunction):
         interleaved: bool,
         first: GroupsCall,
         second: GroupsCall,
-        w1: torch.Tensor,
-        w2: torch.Tensor,
         b1: torch.Tensor | None,
+        *weights: torch.Tensor,
     ) -> torch.Tensor:
         x = x.contiguous()
         rows = x.shape[0] if row_id_map is None or probs is None else probs.numel()
         groups = Groups(table, rows, (table.numel() - 1) // 3)
-        need_x, need_probs, *_, need_w1, need_w2, need_b1 = ctx.needs_input_grad
+        need_x, need_probs, need_b1, need_w1, need_w2 = _needs(ctx)
         # First, as the GPU is long at it while the host issues what follows.
-        weight, saved1 = first.cast_weights((w1,), groups, need_x)
-        row_of = factor = None
+        weight, saved1 = first.cast_weights(weights[:-1], groups, need_x)
+        row_of, factor = None, probs
         if row_id_map is not None:
             row_of, factor = moe_permute.tokens_of_rows(row_id_map, rows, probs)
         qx = _cast(first.quantizers.input, x, row_of, groups, True, need_w1)
@@ -255,7 +292,7 @@ class ExpertsFunction(OpFunction):
         source: Source = Gated(hidden, factor, activation, b1, interleaved)
         qa = second.quantizers.input.produce(source, groups, True, need_w2)
         needs = need_x or need_probs or need_w1 or need_b1
-        weight, saved2 = second.cast_weights((w2,), groups, needs)
+        weight, saved2 = second.cast_weights(weights[-1:], groups, needs)
         y = second.multiply(FPROP, qa, weight.rowwise, weight.rowwise_scale_inv, groups)
         ctx.save_for_backward(
             row_id_map, table, row_of, factor, hidden if needs else None, b1, qx.columnwise,
@@ -264,7 +301,7 @@ class ExpertsFunction(OpFunction):
         ctx.rows = rows
         ctx.counts = len(saved1), len(saved2)
         ctx.calls = first, second
-        ctx.weights = w1, w2
+        ctx.weights = weights
         ctx.activation, ctx.interleaved = activation, interleaved
         ctx.device_type = x.device.type
         if row_id_map is not None:
@@ -295,18 +332,19 @@ def _cast(
 def _backward(ctx: Any, grad_output: torch.Tensor) -> tuple:
     row_id_map, table, row_of, factor, hidden, b1, x, x_scale, a, a_scale, *rest = take_saved(ctx)
     saved1, saved2 = rest[: ctx.counts[0]], rest[ctx.counts[0] :]
-    need_x, need_probs, *_, need_w1, need_w2, need_b1 = ctx.needs_input_grad
-    (first, second), (w1, w2) = ctx.calls, ctx.weights
+    need_x, need_probs, need_b1, need_w1, need_w2 = _needs(ctx)
+    (first, second), weights = ctx.calls, ctx.weights
+    of_weights = ctx.needs_input_grad[-len(weights) :]
     rows = ctx.rows
     groups = Groups(table, rows, (table.numel() - 1) // 3)
     needs = need_x or need_probs or need_w1 or need_b1
     quantizer, grad_output = second.quantizers.grad_output, grad_output.contiguous()
     dy = _cast(quantizer, grad_output, row_of, groups, needs, need_w2)
-    grad_w1 = grad_w2 = grad_x = grad_probs = grad_b1 = None
+    grads_w1: list[torch.Tensor | None] = [None] * (len(weights) - 1)
+    grad_x = grad_probs = grad_b1 = None
     if needs:
         grad_a = second.multiply(DGRAD, dy, *second.recast_weights(saved2, groups), groups)
-    if need_w2:
-        grad_w2 = _wgrad(second, w2, dy, a, a_scale, groups)
+    grads_w2 = _wgrads(second, weights[-1:], of_weights[-1:], dy, a, a_scale, groups)
     del dy, a
     if needs:
         row_grads = factor.new_empty(rows) if need_probs else None
@@ -315,16 +353,24 @@ def _backward(ctx: Any, grad_output: torch.Tensor) -> tuple:
         produce = first.quantizers.grad_output.produce
         dh = produce(source, groups, True, need_w1, row_grads, grad_b1)
         del source, grad_a, hidden
-        if need_w1:
-            grad_w1 = _wgrad(first, w1, dh, x, x_scale, groups)
+        grads_w1 = _wgrads(first, weights[:-1], of_weights[:-1], dh, x, x_scale, groups)
         del x
         if need_x:
             grad_x = first.multiply(DGRAD, dh, *first.recast_weights(saved1, groups), groups)
             if row_id_map is None:
                 grouped_quantize.finish_rows(grad_x, groups)
+                grad_probs = row_grads
             else:
                 grad_x, grad_probs = moe_permute.permute_bwd(grad_x, row_id_map, row_grads)
+        elif need_probs and row_id_map is None:
+            grad_probs = row_grads
         elif need_probs:
             nothing = factor.new_empty((rows, 1))
             grad_probs = moe_permute.permute_bwd(nothing, row_id_map, row_grads)[1]
-    return grad_x, grad_probs, *(None,) * 6, grad_w1, grad_w2, grad_b1
+    return grad_x, grad_probs, *(None,) * 6, grad_b1, *grads_w1, *grads_w2
+
+
+def _needs(ctx: Any) -> tuple[bool, bool, bool, bool, bool]:
+    """Returns True for each of rows, probs, bias, FC1's weights and FC2's that needs a gradient."""
+    need_x, need_probs, *rest = ctx.needs_input_grad
+    return need_x, need_probs, rest[6], any(rest[7:-1]), rest[-1]

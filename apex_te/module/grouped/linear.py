@@ -245,6 +245,15 @@ class GroupedLinear(ParallelModule):
         weights = tuple([getattr(self, key) for key in self._weight_names])
         return weights, tuple([getattr(self, key) for key in self._bias_names])
 
+    def _stacked_weights(self) -> tuple[torch.Tensor, ...]:
+        """Returns the weights with ``single_parameter``: tensors whose rows follow one another."""
+        return self._weights_and_biases()[0]
+
+    def _stacked_bias(self) -> torch.Tensor | None:
+        """Returns the biases with ``single_parameter``."""
+        biases = self._weights_and_biases()[1]
+        return biases[0] if biases else None
+
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         for stacked in (prefix + "weight", prefix + "bias"):
             each = [f"{stacked}{i}" for i in range(self.num_gemms)]

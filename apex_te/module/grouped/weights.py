@@ -22,9 +22,9 @@ Tensors = tuple[torch.Tensor, ...]
 
 
 def matrices_of(weights: Any) -> Any:
-    """Returns the weights as casts take them: those of each group, or the stack of all."""
+    """Returns the weights as casts take them: those of each group, or the stacks of all."""
     values = [dequantized(weight) for weight in weights]
-    return values[0] if values[0].dim() == 3 else values
+    return values[0] if len(values) == 1 and values[0].dim() == 3 else values
 
 
 def stack_of(parts: Any, dtype: torch.dtype, dim: int) -> torch.Tensor:
@@ -81,6 +81,8 @@ def held_parts(
 
 def _are_held(weights: Any, quantizers: GroupQuantizers, forward: bool = True) -> bool:
     """Returns True if all weights are held in FP8 data that the GEMMs of ``quantizers`` read."""
+    if len(weights) > 1 and weights[0].dim() == 3:
+        return False  # they would have to be joined
     return all(
         type(weight) is FP8Parameter and reads_fp8_data(weight, quantizers, forward)
         for weight in weights

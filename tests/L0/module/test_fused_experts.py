@@ -8,6 +8,7 @@ from grouped_splits import RECIPES, assert_close
 from torch.utils.checkpoint import checkpoint
 
 from apex_te import fp8_autocast
+from apex_te.integrations.experts import ExpertGemm, set_weights
 from apex_te.module._core import fused_casts
 from apex_te.module.grouped import experts
 from apex_te.module.grouped.linear import GroupedLinear
@@ -73,7 +74,7 @@ def run(model, monkeypatch, fused, given, name, *rest):
     x, probs = (t.detach().clone().requires_grad_(t.requires_grad) for t in (x, probs))
     with monkeypatch.context() as patch:
         if not fused:
-            patch.setattr(experts, "_fused_calls", lambda *args: None)
+            patch.setattr(experts, "_fused_calls", lambda *args, **options: None)
         calls = []
         of = experts.ExpertsFunction.apply
         patch.setattr(experts.ExpertsFunction, "apply", lambda *a: calls.append(1) or of(*a))
@@ -289,8 +290,12 @@ def test_evaluation_and_no_tokens(device, name):
 @pytest.mark.parametrize("as_list", [True, False])
 @pytest.mark.parametrize("frozen", ["", "rows", "fc1", "fc2", "rows fc1"])
 @pytest.mark.parametrize("options", [{}, {"fuse_wgrad_accumulation": True}])
-def test_ordered_rows(device, monkeypatch, name, as_list, frozen, options):
-    """Bitwise as one op at a time, also in rows after those of the last expert."""
+@pytest.mark.parametrize("weighted", [None, False, True])
+def test_ordered_rows(device, monkeypatch, name, as_list, frozen, options, weighted):
+    """Bitwise as one op at a time, also in rows after those of the last expert.
+
+    ``weighted``: without probs, with constant ones, or with those that get a gradient.
+    """
     model, other = pair(device, Ordered, **options)
     counts = [9, 0, 16, 3, 4]
     splits = counts if as_list else torch.tensor(counts, dtype=torch.int32, device=device)
@@ -301,17 +306,23 @@ def test_ordered_rows(device, monkeypatch, name, as_list, frozen, options):
     monkeypatch.setattr(experts.ExpertsFunction, "apply", lambda *a: calls.append(1) or of(*a))
     for step in range(3):
         rows, dy = torch.randn(2, sum(counts) + 5, HIDDEN).to(device, dtype_on(device))
-        results = []
+        factors = (2.0 ** torch.randint(-2, 2, (len(rows),))).to(device)
+        results, of_probs = [], []
         for each in (model, other):
             inp = rows.clone().requires_grad_("rows" not in frozen)
+            probs = None if weighted is None else factors.clone().requires_grad_(weighted)
             with monkeypatch.context() as patch, fp8_autocast(name is not None, RECIPES.get(name)):
                 if each is other:
-                    patch.setattr(experts, "_fused_calls", lambda *args: None)
-                out = each(inp, splits, step == 0)
+                    patch.setattr(experts, "_fused_calls", lambda *args, **options: None)
+                out = each(inp, splits, step == 0, probs)
             out.backward(dy)
+            of_probs += [probs.grad] if weighted else []
             results.append([out] if inp.grad is None else [out, inp.grad])
             assert not any(value[sum(counts) :].any() for value in results[-1])
         assert_same_bits(*results)
+        if weighted:
+            assert_close(*of_probs)
+            assert not any(value[sum(counts) :].any() for value in of_probs)
     assert len(calls) == (0 if name is None else 3)
     for value, wanted in zip(model.parameters(), other.parameters(), strict=True):
         for attribute in ("grad", "main_grad"):
@@ -319,3 +330,45 @@ def test_ordered_rows(device, monkeypatch, name, as_list, frozen, options):
             assert (found[0] is None) == (found[1] is None)
             if found[0] is not None:
                 assert_same_bits(*found)
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("fused", [True, False])
+@pytest.mark.parametrize("frozen", ["", "gates", "ups", "gates ups", "fc2", "x"])
+def test_gates_and_ups_in_two_parameters(device, monkeypatch, name, fused, frozen):
+    """Bitwise as with both in one; the fused function does not join them."""
+    joined, _ = pair(device)
+    halves = [each.contiguous() for each in joined.fc1.weight.detach().chunk(2, 1)]
+    dtype = dtype_on(device)
+    gemms = ExpertGemm(EXPERTS, HIDDEN, 2 * FFN, dtype), ExpertGemm(EXPERTS, FFN, HIDDEN, dtype)
+    joined.fc2.weight.requires_grad_("fc2" not in frozen)
+    for _ in range(3):
+        weights = [
+            each.detach().clone().requires_grad_(key not in frozen)
+            for key, each in zip(("gates", "ups", "fc2"), (*halves, joined.fc2.weight), strict=True)
+        ]
+        x, indices, probs, dy = batch(device)
+        x.requires_grad_("x" not in frozen)
+
+        def apart(x, indices, probs, weights=weights):
+            gates, ups, last = weights
+            calls, of = [], ExpertGemm._weights_and_biases
+            with monkeypatch.context() as patch, set_weights(gemms, (gates, ups), (last,)):
+                patch.setattr(
+                    ExpertGemm, "_weights_and_biases", lambda self: calls.append(1) or of(self)
+                )
+                out = experts.run_experts(*gemms, x, indices, probs, "swiglu")[0]
+            assert bool(calls) != fused
+            return out
+
+        given = x, indices, probs, dy
+        joined.zero_grad()
+        assert_alike(
+            [run(each, monkeypatch, fused, given, name) for each in (apart, joined)], device
+        )
+        wanted = [*joined.fc1.weight.grad.chunk(2, 1), joined.fc2.weight.grad]
+        for weight, grad in zip(weights, wanted, strict=True):
+            assert (weight.grad is None) == (not weight.requires_grad)
+            if weight.grad is not None:
+                assert_same_bits(weight.grad, grad)
+                assert weight.grad.is_contiguous()

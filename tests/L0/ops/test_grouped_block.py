@@ -82,6 +82,13 @@ def test_matrices(device, poison, shape, pow2):
             assert_same_bits(found, own)
 
 
+@pytest.mark.parametrize("count", [3, 150])
+def test_stacks_whose_rows_follow_one_another(device, poison, count):
+    stacks = [torch.randn(count, 128, 48).to(device).bfloat16() for _ in range(2)]
+    found = grouped_quantize.block_quantize_matrices(stacks, E4M3)
+    assert_same_bits(found, grouped_quantize.block_quantize_matrices(torch.cat(stacks, 1), E4M3))
+
+
 def exact(x, dtype, block_rows=1):
     """x as its cast stands for it, in float64."""
     q = block_quantize(x, dtype, block_rows=block_rows)

@@ -163,11 +163,56 @@ def test_transposed_stack(device, poison, shape, dtype, fp8, in_blocks, wanted, 
             assert torch.equal(found, expected)
 
 
+@in_pairs(
+    fp8=FP8, dtype=DTYPES, shape=[(16, 32), (48, 9), (304, 160)], parts=[2, 3],
+    splits=[None, [3, 0, 1]], offset=[0, 1],
+)  # fmt: skip
+def test_stacks_whose_rows_follow_one_another(
+    device, poison, shape, parts, dtype, fp8, splits, offset
+):
+    """Bitwise as joined ones, wherever their memory begins."""
+    size = 3 * shape[0] * shape[1]
+    stacks = [
+        (torch.randn(size + offset) * 3).to(device, dtype)[offset:].view(3, *shape)
+        for _ in range(parts)
+    ]
+    groups = None if splits is None else made(8, splits, device)
+    results = []
+    for matrices in (stacks, torch.cat(stacks, 1)):
+        amax = torch.zeros(3, device=device)
+        scale = torch.tensor([0.5, 1.0, 3.0], device=device)
+        out = op.quantize_matrices(matrices, scale, fp8, groups=groups, amax=amax)
+        used = [g for g in range(3) if splits is None or splits[g]]
+        results.append((codes(out.rowwise)[used], codes(out.columnwise)[used], amax, out.scale_inv))
+    assert_same_bits(*results)
+
+
+def test_stacks_that_are_refused():
+    scale = torch.ones(2)
+    for stacks, message in (
+        ([torch.ones(2, 16, 8), torch.ones(2, 32, 8)], r"matrices\[1\] must have shape"),
+        ([torch.ones(2, 8, 8)] * 2, "matrices must have a multiple of 16 rows in several stacks"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            op.quantize_matrices(stacks, scale, FP8[0])
+    with pytest.raises(NotImplementedError, match="matrices must be at most 8 stacks, got 9"):
+        op.quantize_matrices([torch.ones(2, 16, 8)] * 9, scale, FP8[0])
+    with pytest.raises(ValueError, match="a multiple of 128 rows in several stacks, got 16"):
+        op.block_quantize_matrices([torch.ones(2, 16, 8)] * 2, FP8[0])
+
+
 def test_more_matrices_than_a_launch_takes(device):
     matrices = [torch.full((2, 3), float(i), device=device) for i in range(300)]
     amax = torch.zeros(300, device=device)
     op.quantize_matrices(matrices, torch.ones(300, device=device), FP8[0], amax=amax)
     assert amax.tolist() == list(range(300))
+    stacks = [torch.full((150, 16, 3), float(i), device=device) for i in (1, 2)]
+    stacks[0] += torch.arange(150, device=device)[:, None, None]
+    amax = torch.zeros(150, device=device)
+    out = op.quantize_matrices(stacks, torch.ones(150, device=device), FP8[0], amax=amax)
+    assert amax.tolist() == [max(i, 2) for i in range(1, 151)]
+    joined = op.quantize_matrices(torch.cat(stacks, 1), torch.ones(150, device=device), FP8[0])
+    assert_same_bits(codes(out.columnwise), codes(joined.columnwise))
 
 
 def test_only_what_is_due(device):

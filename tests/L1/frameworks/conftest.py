@@ -5,6 +5,7 @@ framework.
 """
 
 import os
+import sys
 
 # Before a framework is imported: some look for Transformer Engine only then.
 os.environ["APEX_TE_TRANSFORMER_ENGINE"] = "1"
@@ -13,6 +14,11 @@ os.environ.setdefault("DO_NOT_TRACK", "1")
 
 import pytest
 import torch
+from pins import ROOT
+
+sys.path.insert(0, str(ROOT / "tests" / "L1" / "distributed"))
+
+from ranks import Ranks
 
 from apex_te.fp8.delayed.ranks import amax_groups
 from apex_te.integrations import transformer_engine
@@ -31,3 +37,39 @@ def _fresh():
     for name in set(os.environ) - set(before):
         del os.environ[name]
     os.environ.update(before)
+
+
+@pytest.fixture(scope="module")
+def sets():
+    """Sets of ranks by size, which see no GPU."""
+    found: dict[int, Ranks] = {}
+    before = os.environ.get("CUDA_VISIBLE_DEVICES")
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    for size in (1, 2):
+        found[size] = Ranks(size)
+    if before is None:
+        del os.environ["CUDA_VISIBLE_DEVICES"]
+    else:
+        os.environ["CUDA_VISIBLE_DEVICES"] = before
+    yield found
+    for ranks in found.values():
+        ranks.close()
+
+
+@pytest.fixture
+def one(sets):
+    return sets[1]
+
+
+@pytest.fixture
+def two(sets):
+    return sets[2]
+
+
+@pytest.fixture(scope="module")
+def gpu_sets():
+    """Sets of ranks with a GPU each, by size."""
+    found = {size: Ranks(size, "nccl") for size in (1, 2) if torch.cuda.device_count() >= size}
+    yield found
+    for ranks in found.values():
+        ranks.close()

@@ -40,12 +40,13 @@ from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.tensor_parallel import random
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.transformer import TransformerConfig, attention, cuda_graphs
-from megatron.core.transformer.moe import moe_utils
+from megatron.core.transformer.moe import moe_utils, token_dispatcher
 from torch.overrides import TorchFunctionMode
 from transformer_engine.pytorch.optimizers import FusedAdam
 
 from apex_te.fp8.delayed.ranks import amax_groups
 from apex_te.fp8.delayed.serialize import NAMES
+from apex_te.integrations.megatron.experts import use_fused_experts
 from apex_te.module._core.fp8_module import FP8Module
 
 VOCABULARY, LENGTH, BATCH, STEPS = 64, 32, 4, 20
@@ -66,6 +67,11 @@ FP8 = {
 }
 
 
+def splits_on_cpu(sizes: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+    """Returns sizes that are on the CPU already as collectives take them."""
+    return sizes.numpy() if as_numpy and sizes is not None else sizes
+
+
 @contextlib.contextmanager
 def parallel(tp: int = 1, ep: int = 1) -> Iterator[None]:
     """Sets up Megatron's groups of ranks and its random states, as a training script does."""
@@ -74,7 +80,7 @@ def parallel(tp: int = 1, ep: int = 1) -> Iterator[None]:
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=tp, expert_model_parallel_size=ep
     )
-    # Megatron asks for the current GPU, waits for it, and keeps its random state.
+    # Megatron asks for the current GPU, waits for it, and keeps its streams and random state.
     with contextlib.ExitStack() as stack:
         for where, name, function in (
             ()
@@ -82,6 +88,10 @@ def parallel(tp: int = 1, ep: int = 1) -> Iterator[None]:
             else (
                 (torch.cuda, "current_device", lambda: torch.device("cpu")),
                 (torch.cuda, "synchronize", lambda *args: None),
+                (torch.cuda, "Stream", mock.MagicMock()),
+                (torch.cuda, "current_stream", lambda *args: None),
+                (torch.cuda, "stream", lambda stream: contextlib.nullcontext()),
+                (token_dispatcher, "maybe_move_tensor_to_cpu", splits_on_cpu),
                 (random, "_get_cuda_rng_state", lambda *args, **kwargs: torch.get_rng_state()),
                 (random, "_set_cuda_rng_state", lambda state, **kwargs: torch.set_rng_state(state)),
             )
@@ -94,7 +104,7 @@ def parallel(tp: int = 1, ep: int = 1) -> Iterator[None]:
             parallel_state.destroy_model_parallel()
 
 
-def gpt(**options: Any) -> GPTModel:
+def gpt(fused_experts: bool = False, **options: Any) -> GPTModel:
     """Returns a GPT of two layers of Transformer Engine's modules."""
     torch.manual_seed(0)
     values: dict[str, Any] = {
@@ -111,6 +121,8 @@ def gpt(**options: Any) -> GPTModel:
         moe_grouped_gemm=config.moe_grouped_gemm,
         qk_layernorm=config.qk_layernorm,
     )
+    if fused_experts:
+        use_fused_experts(spec)
     return GPTModel(
         config, spec, vocab_size=VOCABULARY, max_sequence_length=LENGTH,
         position_embedding_type="rope",
@@ -264,7 +276,7 @@ def one_by_one(*args: Any, **kwargs: Any) -> Iterator[Any]:
     yield mock.Mock()
 
 
-def rank_distributed_optimizer(rank: int, options: dict, steps: int) -> Any:
+def rank_distributed_optimizer(rank: int, options: dict, steps: int, **ddp: Any) -> Any:
     """Trains data-parallel ranks with ZeRO by Megatron; returns the losses and the weights."""
     optimizing = OptimizerConfig(
         optimizer="adam", lr=2e-3, bf16=True, params_dtype=torch.bfloat16,
@@ -272,7 +284,7 @@ def rank_distributed_optimizer(rank: int, options: dict, steps: int) -> Any:
     )  # fmt: skip
     held = bool(options.get("fp8_param"))
     splitting = DistributedDataParallelConfig(
-        use_distributed_optimizer=True, grad_reduce_in_fp32=True, fp8_param_gather=held
+        use_distributed_optimizer=True, grad_reduce_in_fp32=True, fp8_param_gather=held, **ddp
     )
     with contextlib.ExitStack() as stack:
         stack.enter_context(parallel())

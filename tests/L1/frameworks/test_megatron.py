@@ -2,63 +2,18 @@
 
 from __future__ import annotations
 
-import contextlib
-import os
 import sys
 
 import pytest
 import torch
-from pins import ROOT, pin
-
-pytest.importorskip("megatron.core")
+from megatron_ranks import gpus, mg, writers  # noqa: F401 (a fixture)
+from pins import ROOT
 
 sys.path.insert(0, str(ROOT / "tests" / "L0" / "module"))
-sys.path.insert(0, str(ROOT / "tests" / "L1" / "distributed"))
 
-import megatron.core
-import megatron_gpt as mg
 import te_blobs
-from ranks import Ranks
-
-if megatron.core.__version__ != pin("megatron-core"):
-    pytest.skip(f"needs Megatron-Core {pin('megatron-core')}", allow_module_level=True)
-
-
-def close(found):
-    """Ends the processes of sets of ranks, and those that Megatron has started there."""
-    for ranks in found.values():
-        with contextlib.suppress(OSError):  # of ranks that were killed
-            ranks.run(mg.rank_ends_writers)
-        ranks.close()
-
 
 BF16 = {**mg.LLAMA, "bf16": True, "params_dtype": torch.bfloat16}
-
-
-@pytest.fixture(scope="module")
-def sets():
-    """Sets of ranks by size, which see no GPU."""
-    found: dict[int, Ranks] = {}
-    before = os.environ.get("CUDA_VISIBLE_DEVICES")
-    os.environ["CUDA_VISIBLE_DEVICES"] = ""
-    for size in (1, 2):
-        found[size] = Ranks(size)
-    if before is None:
-        del os.environ["CUDA_VISIBLE_DEVICES"]
-    else:
-        os.environ["CUDA_VISIBLE_DEVICES"] = before
-    yield found
-    close(found)
-
-
-@pytest.fixture
-def one(sets):
-    return sets[1]
-
-
-@pytest.fixture
-def two(sets):
-    return sets[2]
 
 
 def check_near(losses, plain, tolerance=0.02):
@@ -285,20 +240,6 @@ def test_a_state_dict_of_transformer_engine_loads(one):
     sys.modules.update(own)  # in whose place the blobs' classes were
     (wrong,) = one.run(mg.rank_loads_te_state, {**mg.LLAMA, **mg.FP8["delayed"]}, blobs, values)
     assert wrong == []
-
-
-@pytest.fixture(scope="module")
-def gpu_sets():
-    """Sets of ranks with a GPU each, by size."""
-    found = {size: Ranks(size, "nccl") for size in (1, 2) if torch.cuda.device_count() >= size}
-    yield found
-    close(found)
-
-
-def gpus(gpu_sets, size):
-    if size not in gpu_sets:
-        pytest.skip(f"needs {size} GPUs, got {torch.cuda.device_count()}")
-    return gpu_sets[size]
 
 
 @pytest.mark.cuda
