@@ -50,7 +50,7 @@ def write_parts(
     After one all-reduce of amax values over ``group``, each rank has all scales and its own parts
     of the data. Once the other parts are gathered, the weight equals ``weight.copy_(whole)``. A
     part is a range of the flattened weight, or stack of weights, that begins at ``starts``; None if
-    this rank has no part.
+    the rank has none.
     """
     _check(weights, parts, starts)
     if not weights:

@@ -247,7 +247,7 @@ def use_fused_experts(spec: Any) -> Any:
         ``spec``.
 
     Raises:
-        ValueError: ``spec`` has no grouped experts.
+        ValueError: ``spec`` is not one of grouped experts.
     """
     if not _replace(spec):
         raise ValueError(

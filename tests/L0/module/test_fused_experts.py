@@ -37,7 +37,7 @@ class Experts(torch.nn.Module):
 
 
 class Ordered(Experts):
-    """Of rows that are in the order of experts."""
+    """Calls ``run_ordered``."""
 
     def forward(self, rows, m_splits, *rest):
         return experts.run_ordered(self.fc1, self.fc2, rows, m_splits, "swiglu", *rest)

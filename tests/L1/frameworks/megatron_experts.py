@@ -1,4 +1,4 @@
-"""What the tests of ``FusedGroupedMLP`` have each rank of Megatron-Core do; see megatron_gpt.py."""
+"""Functions that the tests of ``FusedGroupedMLP`` run on each rank of Megatron-Core."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What tests with Megatron-Core share; skips the test module that imports this without it."""
+"""Helpers of the tests with Megatron-Core; importing them without it skips the test module."""
 
 from __future__ import annotations
 

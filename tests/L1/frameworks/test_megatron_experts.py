@@ -31,7 +31,7 @@ def assert_near(found, wanted, bound):
 @pytest.mark.parametrize("on_input", [False, True])
 @pytest.mark.parametrize("bias_activation_fusion", [False, True])
 def test_experts(one, recipe, on_input, bias_activation_fusion):
-    """Output and gradients of rows, probs and weights; an expert has no rows."""
+    """Output and gradients of rows, probs and weights, with an idle expert."""
     options = {**MOE, "bias_activation_fusion": bias_activation_fusion}
     if on_input:
         options.update(TOP1)
