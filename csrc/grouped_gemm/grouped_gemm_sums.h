@@ -21,13 +21,6 @@ __device__ __forceinline__ void zero_rest(uint32_t stage, uint32_t rows, int use
   asm volatile("bar.sync 1, %0;" ::"n"(kConsumers) : "memory");
 }
 
-// The lane, asked for anew: what follows from it is not kept in registers over the products.
-__device__ __forceinline__ uint32_t lane_now() {
-  uint32_t lane;
-  asm volatile("mov.u32 %0, %%laneid;" : "=r"(lane));
-  return lane;
-}
-
 __device__ __forceinline__ void store_pair(uint32_t at, float x, float y) {
   asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(at), "f"(x), "f"(y) : "memory");
 }
@@ -101,43 +94,6 @@ struct Scales<Scaling::kRowsAndColumns, kN> {
                    : "=f"(next[j].x), "=f"(next[j].y)
                    : "r"(at + (first + j) * 8 * 4)
                    : "memory");
-  }
-};
-
-// A lane's part of a box of the float32 result: 16 bytes of every fourth row.
-struct Loaded {
-  static constexpr int kTimes = kBoxRows / 4;
-  float4 values[kTimes];
-  // What does not exist is loaded from somewhere.
-  __device__ __forceinline__ void load(const GroupedGemm& g, uint32_t lane, int y, int x,
-                                       int group) {
-    const int64_t column = min(x + static_cast<int64_t>(lane % 8 * 4), g.n - 4);
-    const float* from = g.wide_out + group * g.m * g.n + column;
-#pragma unroll
-    for (int i = 0; i < kTimes; ++i) {
-      const int64_t row = min(y + static_cast<int64_t>(lane / 8) + i * 4, g.m - 1);
-      values[i] = __ldcs(reinterpret_cast<const float4*>(from + row * g.n));
-    }
-  }
-  // Adds the box in shared memory to what was loaded, and stores the sums.
-  __device__ __forceinline__ void add(const GroupedGemm& g, uint32_t lane, int y, int x, int group,
-                                      uint32_t box) const {
-    const int64_t first = y + lane / 8, column = x + static_cast<int64_t>(lane % 8 * 4);
-    float* to = g.wide_out + (group * g.m + first) * g.n + column;
-#pragma unroll
-    for (int i = 0; i < kTimes; ++i, to += 4 * g.n) {
-      const uint32_t row = lane / 8 + i * 4;
-      float4 v;
-      asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];"
-                   : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w)
-                   : "r"(box + row * 128 + (lane % 8 ^ row % 8) * 16)
-                   : "memory");
-      v.x += values[i].x;
-      v.y += values[i].y;
-      v.z += values[i].z;
-      v.w += values[i].w;
-      if (first + i * 4 < g.m && column < g.n) __stcs(reinterpret_cast<float4*>(to), v);
-    }
   }
 };
 
@@ -292,55 +248,36 @@ struct Sums {
   }
 
   // Writes the warp's 16 rows from row y of a group's float32 matrix on times `factor`, or adds
-  // them. The copy engine adds in the L2 cache while the next tile is multiplied, but at a third of
-  // the memory's rate: the last box is added to what is loaded while the others are handed over.
+  // them to it, each element once; the copy engine does so while the next tile is multiplied.
   __device__ __forceinline__ void store_wide(const Params& p, uint32_t staged, int y, int column,
                                              int group, float factor) const {
     constexpr int kBoxes = kStagedBytes<kScaling> / kBoxBytes;  // of which others are being read
-    constexpr int kLast = kN / kWideBoxN - 1;
-    const uint32_t lane = lane_now();
-    const bool adds = p.g.accumulate;
+    const uint32_t lane = threadIdx.x % 32, own_row = lane / 4;
     y = same_in_warp(y);
     column = same_in_warp(column);
     group = same_in_warp(group);
-    Loaded before;
-    if (adds) before.load(p.g, lane, y, column + kLast * kWideBoxN, group);
 #pragma unroll
-    for (int box = 0; box <= kLast; ++box) {
-      const int x = column + box * kWideBoxN;
+    for (int box = 0; box < kN / kWideBoxN; ++box) {
       const uint32_t to = staged + box % kBoxes * kBoxBytes;
-      // After the last box that is loaded nothing may be in flight: it takes a turn without a
-      // commit.
-      if (lane == 0) box == kLast&& adds ? stores_wait() : stores_wait<kBoxes - 1>();
+      if (lane == 0) stores_wait<kBoxes - 1>();
       __syncwarp();
-      stage_wide(to, lane, box, factor);
-      if (box == kLast && adds) {
-        __syncwarp();
-        before.add(p.g, lane, y, x, group, to);
-        continue;
+#pragma unroll
+      for (int j = 0; j < kWideBoxN / 8; ++j) {
+        const float* x = d + (box * (kWideBoxN / 8) + j) * 4;
+        const uint32_t chunk = j * 2 + lane % 4 / 2;
+        const uint32_t at = to + own_row * 128 + (chunk ^ own_row) * 16 + lane % 2 * 8;
+        store_pair(at, x[0] * factor, x[1] * factor);
+        store_pair(at + 8 * 128, x[2] * factor, x[3] * factor);
       }
       asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
       __syncwarp();
       if (lane != 0) continue;
-      if (adds)
+      const int x = column + box * kWideBoxN;
+      if (p.g.accumulate)
         add_box_of(p.out, x, y, group, to);
       else
         store_box_of(p.out, x, y, group, to);
       stores_commit();
-    }
-  }
-
-  // The sums of a box of float32 times `factor` to shared memory, as store_box_of takes them.
-  __device__ __forceinline__ void stage_wide(uint32_t to, uint32_t lane, int box,
-                                             float factor) const {
-    const uint32_t row = lane / 4;
-#pragma unroll
-    for (int j = 0; j < kWideBoxN / 8; ++j) {
-      const float* x = d + (box * (kWideBoxN / 8) + j) * 4;
-      const uint32_t chunk = j * 2 + lane % 4 / 2;
-      const uint32_t at = to + row * 128 + (chunk ^ row) * 16 + lane % 2 * 8;
-      store_pair(at, x[0] * factor, x[1] * factor);
-      store_pair(at + 8 * 128, x[2] * factor, x[3] * factor);
     }
   }
 

@@ -193,7 +193,12 @@ def test_contract_wide_keeps_float32(device, poison, m, n, fast):
     codes = [t.to(device).to(E4M3) for t in (a, b)]
     out = op.scaled_contract_groups(codes[0], ones, codes[1], ones, ends, fast, True)
     assert out.dtype is torch.float32
-    assert torch.equal(out.cpu(), torch.tensor(splits).float()[:, None, None].expand(4, m, n))
+    expected = torch.tensor(splits).float()[:, None, None].expand(4, m, n)
+    assert torch.equal(out.cpu(), expected)
+    before = torch.randint(100, (4, m, n)).float()
+    target = before.to(device)
+    op.scaled_contract_groups(codes[0], ones, codes[1], ones, ends, fast, True, target, True)
+    assert torch.equal(target.cpu(), before + expected)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
