@@ -196,7 +196,7 @@ def test_contract_wide_keeps_float32(device, poison, m, n, fast):
     expected = torch.tensor(splits).float()[:, None, None].expand(4, m, n)
     assert torch.equal(out.cpu(), expected)
     before = torch.randint(100, (4, m, n)).float()
-    target = before.to(device)
+    target = before.clone().to(device)
     op.scaled_contract_groups(codes[0], ones, codes[1], ones, ends, fast, True, target, True)
     assert torch.equal(target.cpu(), before + expected)
 
