@@ -37,9 +37,17 @@ class QuantizedTensor:
             zeros to a multiple of 16.
         columnwise_scale_inv: the tensor ``rowwise_scale_inv`` itself if both copies have one scale.
         dtype: an FP8 dtype of torch, or ``torch.uint8`` (HiF8).
+        free: True if the scales are data, which casting the values does not restore.
     """
 
-    __slots__ = ("columnwise", "columnwise_scale_inv", "dtype", "rowwise", "rowwise_scale_inv")
+    __slots__ = (
+        "columnwise",
+        "columnwise_scale_inv",
+        "dtype",
+        "free",
+        "rowwise",
+        "rowwise_scale_inv",
+    )
 
     def __init__(
         self,
@@ -54,6 +62,7 @@ class QuantizedTensor:
         self.columnwise = columnwise
         self.columnwise_scale_inv = columnwise_scale_inv
         self.dtype = dtype
+        self.free = False
 
     def __repr__(self) -> str:
         rowwise = None if self.rowwise is None else tuple(self.rowwise.shape)

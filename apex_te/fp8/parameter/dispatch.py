@@ -418,6 +418,7 @@ def _select(cls: type[HeldWeight], x: HeldWeight, dim: int, index: int) -> Any:
     if not x._is_whole or x.dim() != 3 or dim % 3:
         return _on_values(cls, _aten.select.int, (x, dim, index), {})
     part = _changed(x, lambda t: t[index])
+    part.free = x._held.free
     # Without the initial values, which are those of the stack.
     return cls(part, x._recipe, x.dtype, writable=False)
 
@@ -464,6 +465,7 @@ def _new_zeros(
         new._rowwise_scale_inv.fill_(1.0)
     else:  # of the weight, so that an empty shard has it as well
         new._rowwise_scale_inv.copy_(x._rowwise_scale_inv)
+    new._held.free = x._held.free
     new._is_padded_shard = True
     return new
 

@@ -2,23 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from copy import deepcopy
 from typing import Any
 
 import torch
 
-from ...comm.collectives import max_over_ranks
-from ...ops import multi_tensor
 from ...ops.binding import OpFunction
 from ...recipe import Recipe, chosen_recipe, pack_recipe, unpack_recipe
-from ..scheme.base import Layout, stored_recipe
+from ..scheme.base import Layout, layout_of, scheme_of, stored_recipe
 from ..scheme.gemm_backend import GemmBackend
 from ..scheme.stack import stored_layout, stored_scale_inv
 from ..tensor import QuantizedTensor
+from .codes import checked_tensors, held_codes, of_file
 from .decode import columnwise, quantizers_of, values
 from .dispatch import DTYPES, KERNEL_DTYPES, OWN, attributes_of, cloned, dispatch
-from .fsdp_gather import Gathered, gathered_fp8_data, replace, shard_fp8_data, shard_groups
+from .fsdp_gather import Gathered, gathered_fp8_data, replace, shard_fp8_data
+from .write import copy_all
 
 __all__ = ["FP8Parameter"]
 
@@ -125,16 +125,86 @@ class FP8Parameter(torch.Tensor):
                 "FP8Parameter: shape must be [rows, cols] or [count, rows, cols], "
                 f"got {list(shape)}"
             )
-        if dtype not in DTYPES:
-            raise TypeError(
-                f"FP8Parameter: dtype must be float32, float16, bfloat16 or float64, got {dtype}"
-            )
+        _check_dtype(dtype)
         recipe = stored_recipe(chosen_recipe("FP8Parameter", "recipe", recipe))
         fp8_data = torch.empty(shape, dtype=torch.uint8, device=device)
         fp8_data = fp8_data.view(quantizers_of(recipe, fp8_data.device).weight.dtype)
         scale_inv = stored_scale_inv(recipe, shape, fp8_data.device)
         held = QuantizedTensor(fp8_data, scale_inv, None, None, fp8_data.dtype)
+        held.free = not scheme_of(recipe).restores(recipe)
         return cls(held, recipe, dtype, _Initial(preserve_high_precision_init_val))
+
+    @classmethod
+    def from_codes(
+        cls,
+        codes: torch.Tensor,
+        scale_inv: torch.Tensor,
+        recipe: Recipe | str,
+        dtype: torch.dtype,
+    ) -> FP8Parameter:
+        """Makes a weight of FP8 data and scales that a file has, for example.
+
+        GEMMs, copies, moves, pickles and state dicts use them as they are. Later writes quantize by
+        ``recipe``; of a write, what shares a scale and does not change keeps its data and scale.
+
+        Args:
+            codes: FP8 data [rows, cols], or [count, rows, cols] for a stack, in the dtype of the
+                recipe's weights (float8_e4m3fn); contiguous data are not copied.
+            scale_inv: float32, by which data are multiplied: [ceil(rows / 128), ceil(cols / 128)]
+                with block scaling, [1] or [] with one scale; of a stack, with ``count`` before.
+            dtype: the nominal dtype.
+
+        Raises:
+            TypeError: an argument has a wrong type or dtype.
+            ValueError: a shape is not as described.
+            NotImplementedError: weights of ``recipe`` have other data in their columnwise copy.
+        """
+        _check_dtype(dtype)
+        recipe = stored_recipe(chosen_recipe("FP8Parameter", "recipe", recipe))
+        return cls(held_codes(recipe, codes, scale_inv), recipe, dtype)
+
+    def set_codes_(self, codes: torch.Tensor, scale_inv: torch.Tensor) -> FP8Parameter:
+        """Copies FP8 data and scales, as ``from_codes`` takes them, to the weight; returns it.
+
+        Of a shard of FSDP2, the arguments are this rank's rows and their scales.
+
+        Raises:
+            TypeError, ValueError, NotImplementedError: as for ``from_codes``, or ``codes`` have
+                another shape than this weight, or this is a part of a weight.
+        """
+        new = FP8Parameter(held_codes(self._recipe, codes, scale_inv), self._recipe, self.dtype)
+        if new.shape != self.shape:
+            raise ValueError(
+                f"FP8Parameter: codes must have shape {list(self.shape)}, got {list(codes.shape)}"
+            )
+        with torch.no_grad():
+            self.copy_(new)
+        return self
+
+    def codes(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Returns the FP8 data, which share the weight's memory, and scales as in files.
+
+        Returns:
+            codes: FP8 data [rows, cols], or [count, rows, cols] of a stack.
+            scale_inv: the scales in the shape that ``from_codes`` takes.
+
+        Raises:
+            NotImplementedError: weights of the recipe have other data in their columnwise copy, or
+                this is a view of another shape.
+        """
+        rows, cols = self._rowwise.shape[-2:]
+        shape = layout_of(self._recipe).scales_of_file(rows, cols)
+        if shape is None or not self._is_whole:
+            raise NotImplementedError(
+                f"FP8Parameter: a weight must be whole, with one scale or blocks, to have codes, "
+                f"got {list(self.shape)} with {self._layout.name}"
+            )
+        return self._rowwise, of_file(self._rowwise_scale_inv, shape).contiguous()
+
+    @property
+    def has_free_scales(self) -> bool:
+        """True if state dicts have data and scales, because the values would not restore them."""
+        return self._held.free
 
     def initialize(self, init_method: Callable[[torch.Tensor], Any]) -> None:
         """Quantizes the values with which ``init_method`` fills a plain tensor in place.
@@ -268,16 +338,18 @@ class FP8Parameter(torch.Tensor):
     # The protocol of torch's wrapper subclasses.
 
     def __tensor_flatten__(self) -> tuple[list[str], Any]:
-        context = (self._recipe, self.dtype, self._held.dtype, self._writable)
+        held = self._held
+        context = (self._recipe, self.dtype, held.dtype, self._writable, held.free)
         return ["_rowwise", "_rowwise_scale_inv"], context
 
     @staticmethod
     def __tensor_unflatten__(
         inner: dict[str, torch.Tensor], context: Any, outer_size: Any, outer_stride: Any
     ) -> FP8Parameter:
-        recipe, dtype, fp8_dtype, writable = context
+        recipe, dtype, fp8_dtype, writable, free = context
         rowwise, scale_inv = inner["_rowwise"], inner["_rowwise_scale_inv"]
         held = QuantizedTensor(rowwise, scale_inv, None, None, fp8_dtype)
+        held.free = free
         return FP8Parameter(held, recipe, dtype, None, outer_size, writable)
 
     @property
@@ -313,6 +385,7 @@ class FP8Parameter(torch.Tensor):
     ) -> FP8Parameter:
         """Returns an FP8Parameter over ``held``, with the recipe and initial values of ``self``."""
         dtype = self.dtype if dtype is None else dtype
+        held.free = self._held.free
         return FP8Parameter(held, self._recipe, dtype, self._initial, shape, writable)
 
     def _values(self, dtype: torch.dtype | None = None) -> torch.Tensor:
@@ -321,70 +394,16 @@ class FP8Parameter(torch.Tensor):
         kernel = dtype if dtype in KERNEL_DTYPES else torch.float32
         return values(self._recipe, self._held, kernel).to(dtype).view(self.shape)
 
-    @staticmethod
-    def copy_all(weights: Sequence[FP8Parameter], sources: Sequence[torch.Tensor]) -> None:
-        """Copies each source to the weight at the same index, as ``copy_`` does.
-
-        If weights are FSDP2 shards, of the same weights on all ranks, one collective per process
-        group reduces the amax values of all its weights over the ranks.
-        """
-        shared: dict[Any, list[tuple[FP8Parameter, torch.Tensor]]] = {}
-        for weight, source in zip(weights, sources, strict=True):
-            if not weight._writable and weight.numel():
-                raise NotImplementedError(
-                    "FP8Parameter: only a whole weight can be written to, got a part of one"
-                )
-            if weight.device.type == "meta":
-                continue
-            weight._is_padded_shard = False
-            groups = () if weight._layout.block_rows else shard_groups(weight)
-            if groups:
-                item = weight, weight._kernel_values(source)
-                shared.setdefault((weight.device, groups), []).append(item)
-            elif weight.numel():
-                weight._write(source)
-        for (_, groups), items in shared.items():
-            amaxes = multi_tensor.amax([value for _, value in items])
-            for group in groups:
-                max_over_ranks(amaxes, group)
-            for (weight, value), amax in zip(items, amaxes.split(1), strict=True):
-                quantizer = quantizers_of(weight._recipe, weight.device).weight
-                weight._store(weight._layout.quantize_part(quantizer, value, amax))
-
-    def _write(self, source: torch.Tensor) -> None:
-        """Writes ``source`` to the data in place; quantizes it, or copies FP8 data that fit."""
-        if isinstance(source, FP8Parameter):
-            same_kind = source._recipe == self._recipe and source._is_whole
-            if same_kind and source.shape == self._rowwise.shape:
-                self._store(source._held)
-                return
-        quantizer = quantizers_of(self._recipe, self.device).weight
-        self._store(self._layout.quantize(quantizer, self._kernel_values(source)))
-
-    def _store(self, new: QuantizedTensor) -> None:
-        """Copies a rowwise copy of new values to the data in place."""
-        held = self._held
-        if new is not held:
-            assert new.rowwise is not None
-            assert new.rowwise_scale_inv is not None
-            self._rowwise.copy_(new.rowwise)
-            self._rowwise_scale_inv.copy_(new.rowwise_scale_inv)
-            held.columnwise = held.columnwise_scale_inv = None
-
-    def _kernel_values(self, source: torch.Tensor) -> torch.Tensor:
-        """Returns ``source`` as values that casts read, broadcast to the data's shape."""
-        if isinstance(source, FP8Parameter):
-            source = source._values(torch.float32)
-        dtype = torch.float32 if source.dtype not in KERNEL_DTYPES else source.dtype
-        value = source.to(self.device, dtype).expand(self.shape)
-        return value.reshape(self._rowwise.shape).contiguous()
+    copy_all = staticmethod(copy_all)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> FP8Parameter:
         found = memo.get(id(self))
         if found is not None:
             return found
         initial = _Initial(self._initial.wanted, self._initial.value)
-        copy = FP8Parameter(cloned(self), self._recipe, self.dtype, initial, self.shape)
+        held = cloned(self)
+        held.free = self._held.free
+        copy = FP8Parameter(held, self._recipe, self.dtype, initial, self.shape)
         memo[id(self)] = copy = _wrapped(copy, *_flags(self))
         copy.__dict__.update(deepcopy(attributes_of(self), memo))
         return copy
@@ -397,7 +416,8 @@ class FP8Parameter(torch.Tensor):
         tensors = (self._rowwise.view(torch.uint8), scale_inv)
         initial = (self._initial.wanted, self._initial.value)
         recipe = pack_recipe(self._recipe)
-        saved = (recipe, self.dtype, tensors, _flags(self), initial)
+        flags = (*_flags(self), True) if self._held.free else _flags(self)
+        saved = (recipe, self.dtype, tensors, flags, initial)
         # An alias of a parameter has attributes only so that a module can take it.
         attributes = attributes_of(self) if _is_parameter(self) else None
         if not self._is_whole:  # a view, which files of whole weights do not have
@@ -426,6 +446,7 @@ class FP8Parameter(torch.Tensor):
         policy, so that ``param_dtype`` is not read.
         """
         held, recipe, dtype = gathered_fp8_data(self, all_gather_outputs, metadata)
+        held.free = self._held.free
         if out is not None:
             replace(out, held, Gathered())
             return None
@@ -460,36 +481,24 @@ def _rebuild(
 ) -> FP8Parameter:
     """Rebuilds a pickled FP8Parameter from values that ``weights_only=True`` loading accepts."""
     recipe = unpack_recipe(packed)
-    rowwise, scale_inv = _checked_tensors(recipe, tensors)
+    rowwise, scale_inv = checked_tensors(recipe, tensors)
     if own := sorted(OWN & set(attributes or ())):
         raise ValueError(f"FP8Parameter: attributes must be a user's, got {own}")
     fp8_data = rowwise.view(quantizers_of(recipe, rowwise.device).weight.dtype)
     held = QuantizedTensor(fp8_data, scale_inv, None, None, fp8_data.dtype)
+    held.free = len(flags) > 2  # flags of other weights are two, as in files of earlier releases
     size = None if shape is None else torch.Size(shape)
-    made = _wrapped(FP8Parameter(held, recipe, dtype, _Initial(*initial), size), *flags)
+    made = _wrapped(FP8Parameter(held, recipe, dtype, _Initial(*initial), size), *flags[:2])
     made.__dict__.update(attributes or {})
     return made
 
 
-def _checked_tensors(recipe: Recipe, tensors: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns saved data and scales, after checking that the scales are those of such data."""
-    if len(tensors) != 2 or not all(isinstance(each, torch.Tensor) for each in tensors):
-        raise ValueError(f"FP8Parameter: tensors must be two tensors, got {len(tensors)} values")
-    rowwise, scale_inv = tensors
-    if rowwise.dim() not in (2, 3) or rowwise.element_size() != 1:
-        raise ValueError(
-            "FP8Parameter: data must be a matrix of bytes, or a stack of them, "
-            f"got {list(rowwise.shape)} of {rowwise.dtype}"
+def _check_dtype(dtype: Any) -> None:
+    """Raises TypeError unless a weight can have the nominal ``dtype``."""
+    if dtype not in DTYPES:
+        raise TypeError(
+            f"FP8Parameter: dtype must be float32, float16, bfloat16 or float64, got {dtype}"
         )
-    if scale_inv.dtype is torch.uint8:
-        scale_inv = scale_inv.view(torch.float8_e8m0fnu)
-    due = stored_scale_inv(recipe, rowwise.shape, torch.device("meta"))
-    if scale_inv.shape != due.shape or scale_inv.dtype != due.dtype:
-        raise ValueError(
-            f"FP8Parameter: scale_inv must have shape {list(due.shape)} of {due.dtype} for data "
-            f"{list(rowwise.shape)}, got {list(scale_inv.shape)} of {scale_inv.dtype}"
-        )
-    return rowwise, scale_inv
 
 
 def _is_parameter(x: FP8Parameter) -> bool:

@@ -73,7 +73,8 @@ class Layout:
     """Form in which a scheme stores a weight ``[rows, cols]`` in FP8 only: rowwise data and scales.
 
     Reading the values in any dtype and quantizing them again gives equal values, so that a weight
-    is unchanged if its values are saved and loaded.
+    is unchanged if its values are saved and loaded. This is not so for recipes without
+    ``Scheme.restores`` and for scales that were given, whose weights are saved as data and scales.
 
     Attributes:
         block_rows, block_cols: number of rows and columns that share a scale; 0 if all do.
@@ -90,6 +91,13 @@ class Layout:
     def scale_inv(self, rows: int, cols: int, device: torch.device) -> torch.Tensor:
         """Returns an uninitialized ``scale_inv`` for a weight ``[rows, cols]``."""
         raise NotImplementedError
+
+    def scales_of_file(self, rows: int, cols: int) -> tuple[int, ...] | None:
+        """Returns the shape of a weight's scales in files, which are the first of ``scale_inv``.
+
+        None, the default, is for layouts whose columnwise copy is not the transposed rowwise one.
+        """
+        return None
 
     def quantize(self, quantizer: Any, x: torch.Tensor) -> QuantizedTensor:
         """Returns the rowwise copy of ``x`` ``[rows, cols]``."""
@@ -771,6 +779,10 @@ class Scheme:
         """Returns the recipe that quantizes weights held in FP8 only, given a region's recipe."""
         return recipe
 
+    def restores(self, recipe: Any) -> bool:
+        """Returns True if a stored weight's values in any dtype give the same data once more."""
+        return True
+
 
 _schemes: dict[str, Scheme] = {}
 
@@ -804,7 +816,7 @@ def stored_recipe(recipe: Recipe) -> Recipe:
     """Returns the recipe with which writes quantize a weight that is stored in FP8 only.
 
     Delayed scaling becomes current scaling, because such a weight is written once per step, from
-    its master weight. Block scaling gets power-of-two scales.
+    its master weight.
     """
     return scheme_of(recipe).stored_recipe(recipe)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -211,7 +210,7 @@ def _check_grouped(a: torch.Tensor, b: torch.Tensor) -> None:
 
 
 class Blocks(Layout):
-    """Form of a stored weight with a power-of-two scale for each 128x128 block."""
+    """Form of a stored weight with a scale for each 128x128 block."""
 
     name = "128x128 blocks"
     block_rows = _BLOCK
@@ -219,6 +218,9 @@ class Blocks(Layout):
 
     def scale_inv(self, rows: int, cols: int, device: torch.device) -> torch.Tensor:
         return torch.empty(scale_shape(rows, cols, _BLOCK), dtype=torch.float32, device=device)
+
+    def scales_of_file(self, rows: int, cols: int) -> tuple[int, ...]:
+        return -(-rows // _BLOCK), -(-cols // _BLOCK)
 
     def columnwise(
         self, quantizer: Any, held: QuantizedTensor
@@ -240,7 +242,7 @@ class Blocks(Layout):
 
 
 class BlockScheme(Scheme):
-    """Scheme of block scaling; weights that are held in FP8 only have power-of-two scales."""
+    """Scheme of block scaling."""
 
     name = "block"
     backend = BlockGemm
@@ -255,5 +257,5 @@ class BlockScheme(Scheme):
         grad_output = BlockQuantizer(formats.bwd_dtype, 1, *options, pad_columnwise=True)
         return inp, weight, grad_output
 
-    def stored_recipe(self, recipe: BlockScaling) -> BlockScaling:
-        return dataclasses.replace(recipe, pow2=True)
+    def restores(self, recipe: BlockScaling) -> bool:
+        return recipe.pow2

@@ -183,6 +183,9 @@ class OneScale(Layout):
     def scale_inv(self, rows: int, cols: int, device: torch.device) -> torch.Tensor:
         return torch.empty(1, dtype=torch.float32, device=device)
 
+    def scales_of_file(self, rows: int, cols: int) -> tuple[int, ...]:
+        return (1,)
+
     def quantize(self, quantizer: Any, x: torch.Tensor) -> QuantizedTensor:
         return self.quantize_part(quantizer, x, tensor_amax(x))
 

@@ -1,0 +1,182 @@
+"""FP8Parameters with the data and scales of a file: held, copied, saved and used as they are."""
+
+import copy
+import io
+import pickle
+
+import pytest
+import torch
+
+from apex_te import Linear, fp8_autocast, fp8_model_init
+from apex_te.fp8.parameter.parameter import FP8Parameter
+from apex_te.ops.block_quantize import block_quantize
+from apex_te.recipe import BlockScaling, CurrentScaling, MXFP8Scaling
+from tests.checks import codes, sqnr
+from tests.free_scale_cases import E4M3, FORMS, SHAPES, assert_holds, decoded, made, release
+
+
+def saved_and_loaded(x):
+    file = io.BytesIO()
+    torch.save(x, file)
+    file.seek(0)
+    return torch.load(file, weights_only=True)
+
+
+def halved(x):
+    """As FSDP2 makes shards: rows in padded memory, and joined again from the gathered bytes."""
+    whole = x.detach()
+    part = whole.new_zeros(x.shape).narrow(0, 0, x.shape[0])
+    part.copy_(whole)
+    outputs, context = part.fsdp_pre_all_gather(None, x.shape, None, None, None)
+    return part.fsdp_post_all_gather(outputs, context, torch.float32)[0]
+
+
+WAYS = {
+    "detach": lambda x: x.detach(),
+    "clone": lambda x: x.detach().clone(),
+    "copy_": lambda x: torch.empty_like(x).copy_(x.detach()),
+    "copy_ to another rule": lambda x: FP8Parameter.empty(
+        tuple(x.shape), BlockScaling(eps=1e-3) if "128" in x._layout.name else "tensorwise",
+        torch.float32,
+    ).copy_(x.detach()),
+    "deepcopy": copy.deepcopy,
+    "pickle": lambda x: pickle.loads(pickle.dumps(x)),
+    "torch.save": saved_and_loaded,
+    "to dtype": lambda x: x.to(torch.float32),
+    "data": lambda x: x.data,
+    "view": lambda x: x.view(x.shape),
+    "new_zeros": halved,
+    "flatten": lambda x: FP8Parameter.__tensor_unflatten__(
+        {name: getattr(x, name) for name in x.__tensor_flatten__()[0]},
+        x.__tensor_flatten__()[1], x.shape, x.stride(),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("count", [None, 3])
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("form", FORMS)
+def test_copies_have_the_bytes(form, way, count):
+    for shape in ((300, 100), (256, 160)):
+        if way == "new_zeros" and shape[0] % 128 and count is None:
+            continue  # FSDP2's shards are of whole blocks
+        weight, file = made(FORMS[form], shape, count)
+        with torch.no_grad():
+            assert_holds(WAYS[way](weight), file)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_parts_have_the_bytes(form):
+    weight, (data, scale_inv) = made(FORMS[form], (576, 160))
+    blocks = scale_inv.dim() > 1
+    for start, stop in ((0, 256), (256, 576)):
+        own = scale_inv[start // 128 : -(-stop // 128)] if blocks else scale_inv
+        assert_holds(weight.detach()[start:stop], (data[start:stop], own))
+    stack, (data, scale_inv) = made(FORMS[form], (300, 100), 3)
+    for parts in (stack.detach().unbind(0), [stack.detach()[i] for i in range(3)]):
+        for i, part in enumerate(parts):
+            assert_holds(part, (data[i], scale_inv[i]))
+    assert_holds(stack.detach()[1:], (data[1:], scale_inv[1:]))
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_setting_codes(form):
+    weight, before = made(FORMS[form], (300, 100))
+    alias, version = weight.detach(), weight._version
+    assert torch.equal(weight.dequantize(torch.float64), decoded(*before).float().double())
+    file = release(FORMS[form], (300, 100))
+    assert weight.set_codes_(*file) is weight
+    assert weight._version > version
+    for each in (weight, alias):
+        assert_holds(each, file)
+    scalar = FP8Parameter.from_codes(*release(CurrentScaling(), (4, 8)), "tensorwise", torch.half)
+    scalar.set_codes_(scalar.codes()[0], torch.tensor(0.5))
+    assert scalar.codes()[1].tolist() == [0.5]
+    derived = FP8Parameter.empty((300, 100), FORMS[form], torch.float32)
+    assert derived.has_free_scales is (form == "block fp32")
+    assert_holds(derived.set_codes_(*file), file)
+
+
+@pytest.mark.parametrize("is_first", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("form", FORMS)
+def test_forward_and_backward_use_the_decoded_values(
+    form, shape, dtype, is_first, device, monkeypatch
+):
+    """Against float64 products of the decoded weight: only activations and gradients are cast."""
+    recipe = FORMS[form]
+    rows, cols = shape
+    if device.type == "cpu" and dtype is torch.bfloat16 and max(shape) > 600:
+        dtype = torch.float32  # bf16 products are slow on CPUs
+    weight, file = made(recipe, shape, dtype=dtype, device=device)
+    layer = Linear(cols, rows, bias=False, params_dtype=dtype, device=device)
+    layer.weight = weight
+    # Powers of two are exact in FP8 with a scale of any kind.
+    x, dy = (torch.randint(-2, 3, (32, n), device=device).sign().to(dtype) for n in (cols, rows))
+    x[:, 0] = dy[:, 0] = 1
+    x.requires_grad_()
+    options = {"is_first_microbatch": True} if is_first else {}
+    monkeypatch.setattr(FP8Parameter, "_values", lambda *args: pytest.fail("values were read"))
+    for _ in range(3):  # delayed scaling finds its scales
+        x.grad = layer.weight.grad = None
+        with fp8_autocast(True, recipe):
+            out = layer(x, **options)
+        out.backward(dy)
+    exact, x64, dy64 = decoded(*file).to(device), x.detach().double(), dy.double()
+    for found, wanted in (
+        (out, x64 @ exact.t()), (x.grad, dy64 @ exact), (layer.weight.grad, dy64.t() @ x64),
+    ):  # fmt: skip
+        assert sqnr(wanted, found.detach()) > (60 if dtype is torch.float32 else 45)
+    assert_holds(layer.weight, file)
+
+
+@pytest.mark.parametrize("pow2", [False, True])
+def test_model_init_keeps_the_rule_of_scales(pow2, device):
+    recipe = BlockScaling(pow2=pow2)
+    with fp8_model_init(recipe=recipe, preserve_high_precision_init_val=True):
+        weight = Linear(300, 200, device=device).weight
+    assert weight.recipe == recipe
+    assert weight.has_free_scales is not pow2
+    values = weight.get_high_precision_init_val().to(device)
+    wanted = block_quantize(values, E4M3, block_rows=128, columnwise=False, pow2=pow2)
+    data, scale_inv = weight.codes()
+    assert torch.equal(codes(data), codes(wanted.rowwise))
+    assert torch.equal(scale_inv, wanted.rowwise_scale_inv[:, :3])
+    assert bool((scale_inv.log2() % 1 == 0).all()) is pow2
+
+
+@pytest.mark.parametrize(("changes", "error", "message"), [
+    ({"codes": torch.zeros(4, 8)}, TypeError, "codes must be torch.float8_e4m3fn with CurrentScal"),
+    ({"codes": 3}, TypeError, "codes must be a tensor, got int"),
+    ({"codes": torch.zeros(8).to(E4M3)}, ValueError, r"codes must be \[rows, .* got \[8\]"),
+    ({"scale_inv": 1.0}, TypeError, "scale_inv must be a float32 tensor, got float"),
+    ({"scale_inv": torch.ones(1).half()}, TypeError, "scale_inv must be .* torch.float16"),
+    ({"scale_inv": torch.ones(2)}, ValueError, r".* shape \[1\] for codes \[4, 8\], got \[2\]"),
+    ({"recipe": BlockScaling(), "scale_inv": torch.ones(1, 4)}, ValueError, r".* shape \[1, 1\]"),
+    ({"recipe": MXFP8Scaling()}, NotImplementedError, "recipe must have weights .* MXFP8Scaling"),
+    ({"recipe": "block"}, ValueError, "recipe must be"),
+    ({"dtype": torch.int8}, TypeError, "dtype must be float32, float16, bfloat16 or float64"),
+])  # fmt: skip
+def test_refusals(changes, error, message):
+    given = {
+        "codes": torch.zeros(4, 8).to(E4M3), "scale_inv": torch.ones(1),
+        "recipe": CurrentScaling(), "dtype": torch.float32,
+    } | changes  # fmt: skip
+    with pytest.raises(error, match=f"FP8Parameter: {message}"):
+        FP8Parameter.from_codes(**given)
+
+
+def test_refusals_of_writes():
+    weight, file = made(BlockScaling(), (256, 128))
+    with pytest.raises(ValueError, match=r"codes must have shape \[256, 128\], got \[128, 128\]"):
+        weight.set_codes_(file[0][:128], file[1][:1])
+    with pytest.raises(NotImplementedError, match="only a whole weight can be written to"):
+        weight.detach()[:128].set_codes_(file[0][:128], file[1][:1])
+    with pytest.raises(NotImplementedError, match="a weight must be whole, with one scale or bloc"):
+        weight.detach().view(-1).codes()
+    with fp8_model_init(recipe=MXFP8Scaling()):
+        other = Linear(64, 64).weight
+    assert not other.has_free_scales
+    with pytest.raises(NotImplementedError, match=r"got .* with MXFP8"):
+        other.codes()

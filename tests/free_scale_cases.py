@@ -1,0 +1,57 @@
+"""Released FP8 weights: random data and scales that no cast of their values would give."""
+
+import torch
+
+from apex_te.fp8.parameter.parameter import FP8Parameter
+from apex_te.recipe import BlockScaling, CurrentScaling, DelayedScaling
+from tests.checks import codes
+
+E4M3 = torch.float8_e4m3fn
+FORMS = {
+    "block fp32": BlockScaling(pow2=False),
+    "block pow2": BlockScaling(),
+    "tensor": CurrentScaling(),
+    "delayed": DelayedScaling(),
+}
+# 576 rows as in DeepSeek-V3's kv_a_proj_with_mqa; no size is a multiple of 128 in the others.
+SHAPES = [(576, 160), (300, 100), (1, 7168), (7168, 1), (128, 256)]
+
+
+def is_blocks(recipe):
+    return isinstance(recipe, BlockScaling)
+
+
+def release(recipe, shape, count=None, device="cpu"):
+    """Codes and scales of a file; most blocks do not reach the largest code, 448."""
+    rows, cols = shape
+    lead = () if count is None else (count,)
+    values = torch.randn(*lead, rows, cols) * 60
+    scales = (-(-rows // 128), -(-cols // 128)) if is_blocks(recipe) else (1,)
+    scale_inv = torch.rand(*lead, *scales) * 1e-3 + 1e-4
+    if getattr(recipe, "pow2", False):
+        scale_inv = scale_inv.log2().floor().exp2()
+    return values.clamp(-448, 448).to(E4M3).to(device), scale_inv.to(device)
+
+
+def decoded(data, scale_inv):
+    """float64 values of codes and their scales, as a file's format defines them."""
+    value = data.double()
+    if scale_inv.dim() < data.dim():
+        return value * scale_inv.double()[..., None]
+    each = scale_inv.double().repeat_interleave(128, -2).repeat_interleave(128, -1)
+    return value * each[..., : data.shape[-2], : data.shape[-1]]
+
+
+def made(recipe, shape, count=None, dtype=torch.bfloat16, device="cpu"):
+    """A Parameter of a release, and the release."""
+    file = release(recipe, shape, count, device)
+    return torch.nn.Parameter(FP8Parameter.from_codes(*file, recipe, dtype)), file
+
+
+def assert_holds(weight, file):
+    """The weight's data and scales are those of ``file``, byte by byte."""
+    assert type(weight) is FP8Parameter
+    assert weight.has_free_scales
+    data, scale_inv = weight.codes()
+    assert torch.equal(codes(data), codes(file[0]))
+    assert torch.equal(scale_inv.cpu(), file[1].cpu())
