@@ -45,7 +45,8 @@ def held_codes(recipe: Recipe, codes: Any, scale_inv: Any) -> QuantizedTensor:
 
 def of_file(scale_inv: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
     """Returns a view of the held scales, of a weight or a stack, that files have."""
-    return scale_inv[(..., *[slice(size) for size in shape])]
+    index: Any = (..., *[slice(size) for size in shape])
+    return scale_inv[index]
 
 
 def checked_tensors(recipe: Recipe, tensors: Any) -> tuple[torch.Tensor, torch.Tensor]:

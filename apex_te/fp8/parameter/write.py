@@ -89,6 +89,7 @@ def store(weight: HeldWeight, new: QuantizedTensor, changes: torch.Tensor | None
     assert new.rowwise_scale_inv is not None
     data, scale_inv = new.rowwise, new.rowwise_scale_inv
     if changes is not None:
+        assert held.rowwise_scale_inv is not None
         scale_inv = torch.where(of_scales(changes, scale_inv), scale_inv, held.rowwise_scale_inv)
         where = of_elements(changes, layout_of(weight._recipe), data.shape)
         kept = weight._rowwise.view(torch.uint8)

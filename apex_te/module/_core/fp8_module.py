@@ -23,6 +23,7 @@ from ...fp8.tensor import QuantizedTensor
 from ...runtime.stamp import stamp
 from ...runtime.tracing import is_transformed, refuse_state
 from .arguments import autocast_dtype, shown_name
+from .fp8_entries import joined_scales, save_parameters
 from .gemm import FP8Call, GemmOptions, as_matrix
 from .plain_functions import HighPrecisionLinearFunction
 from .programs import Programs, is_autocast, programs_of
@@ -554,10 +555,8 @@ class FP8Module(torch.nn.Module):
         self, destination: dict[str, Any], prefix: str, keep_vars: bool
     ) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
-        for name, value in self._parameters.items():
-            plain = None if value is None or keep_vars else _plain_entry(value)
-            if plain is not None:
-                destination[prefix + name] = plain
+        if not keep_vars:
+            save_parameters(self, destination, prefix)
         self._save_fp8_state(destination, prefix + STATE_PREFIX)
 
     def _save_fp8_state(self, destination: dict[str, Any], prefix: str) -> None:
@@ -583,6 +582,9 @@ class FP8Module(torch.nn.Module):
             if len(error_msgs) > before:
                 return
         before = len(error_msgs)
+        state_dict = joined_scales(self, state_dict, prefix, error_msgs)
+        if len(error_msgs) > before:
+            return
         super()._load_from_state_dict(
             state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
         )
@@ -594,21 +596,3 @@ class FP8Module(torch.nn.Module):
         # None where this module is not part of what is being loaded, or not all of it.
         if loaded is not None and len(error_msgs) == before:
             loaded.commit(self._fp8, self._state_device())
-
-
-def _plain_entry(value: torch.Tensor) -> torch.Tensor | None:
-    """Returns the high-precision tensor to store for a parameter; None if it is stored as it is."""
-    local = getattr(value, "_local_tensor", None)
-    held = value if local is None else local
-    if type(held) is FP8Parameter:
-        held = held.detach().dequantize()
-    elif hasattr(held, "plain"):
-        held = held.plain()
-    else:
-        return None
-    if local is None:
-        return held
-    of: Any = value
-    return type(of).from_local(
-        held, of.device_mesh, of.placements, run_check=False, shape=of.shape, stride=of.stride()
-    )

@@ -18,6 +18,7 @@ from ...runtime.named_arguments import named_arguments
 from .._core import arguments as _arguments
 from .._core import gemm as _gemm
 from .._core.arguments import VAGUE, explain, initialize, materialize
+from .._core.fp8_entries import SCALE
 from .._core.gemm import SAVED, FP8Call, GemmCall, as_matrix, plain_weight_gradient
 from .._core.parallel import ParallelModule, divided, tag
 from .._core.programs import take_saved, without_autocast
@@ -255,8 +256,9 @@ class GroupedLinear(ParallelModule):
         return biases[0] if biases else None
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
-        for stacked in (prefix + "weight", prefix + "bias"):
-            each = [f"{stacked}{i}" for i in range(self.num_gemms)]
+        for name, end in (("weight", ""), ("weight", SCALE), ("bias", "")):
+            stacked = prefix + name + end
+            each = [f"{prefix}{name}{i}{end}" for i in range(self.num_gemms)]
             found = state_dict.get(stacked)
             if self.single_parameter:
                 if found is None and all(key in state_dict for key in each):

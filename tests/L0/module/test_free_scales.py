@@ -6,12 +6,13 @@ import pickle
 
 import pytest
 import torch
+from grouped_splits import read_on_device
 
-from apex_te import Linear, fp8_autocast, fp8_model_init
+from apex_te import GroupedLinear, Linear, fp8_autocast, fp8_model_init
 from apex_te.fp8.parameter.parameter import FP8Parameter
 from apex_te.ops.block_quantize import block_quantize
 from apex_te.recipe import BlockScaling, CurrentScaling, MXFP8Scaling
-from tests.checks import codes, sqnr
+from tests.checks import assert_same_bits, codes, sqnr
 from tests.free_scale_cases import E4M3, FORMS, SHAPES, assert_holds, decoded, made, release
 
 
@@ -129,6 +130,116 @@ def test_forward_and_backward_use_the_decoded_values(
     ):  # fmt: skip
         assert sqnr(wanted, found.detach()) > (60 if dtype is torch.float32 else 45)
     assert_holds(layer.weight, file)
+
+
+def linear(form, shape, free=True):
+    """A layer, its weight's release, with another than the random bias."""
+    rows, cols = shape
+    with fp8_model_init(recipe=FORMS[form]):
+        layer = Linear(cols, rows, params_dtype=torch.bfloat16)
+    if free:
+        layer.weight, file = made(FORMS[form], shape)
+        return layer, file
+    return layer, None
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("form", FORMS)
+def test_state_dicts_have_codes_and_scales(form, shape, tmp_path):
+    layer, file = linear(form, shape)
+    state = layer.state_dict()
+    assert type(state["weight"]) is type(state["weight_scale_inv"]) is torch.Tensor
+    assert torch.equal(codes(state["weight"]), codes(file[0]))
+    assert torch.equal(state["weight_scale_inv"], file[1])
+    assert state["weight"].data_ptr() == layer.weight.data_ptr()
+    assert layer.state_dict(keep_vars=True)["weight"] is layer.weight
+    safetensors = pytest.importorskip("safetensors.torch")
+    safetensors.save_file(state, tmp_path / "f")
+    for loaded in (saved_and_loaded(state), safetensors.load_file(tmp_path / "f")):
+        for free in (False, True):
+            other, _ = linear(form, shape, free)
+            assert other.load_state_dict(loaded) == ([], [])
+            assert_holds(other.weight, file)
+        with torch.device("meta"):
+            other, _ = linear(form, shape, False)
+        other.load_state_dict(loaded, assign=True)
+        assert_holds(other.weight, file)
+        assert isinstance(other.weight, torch.nn.Parameter)
+    plain = Linear(shape[1], shape[0], params_dtype=torch.bfloat16)
+    plain.load_state_dict(state)
+    assert torch.equal(plain.weight, layer.weight.dequantize())
+    layer.load_state_dict(plain.state_dict())  # values that it has
+    assert_holds(layer.weight, file)
+    other = "tensor" if "block" in form else "block fp32"  # another form takes the values
+    held, _ = linear(other, shape, False)
+    held.load_state_dict(state)
+    expected = FP8Parameter.empty(shape, FORMS[other], torch.bfloat16)
+    expected.copy_(layer.weight.dequantize(torch.float32).detach())
+    assert torch.equal(codes(held.weight._rowwise), codes(expected._rowwise))
+
+
+def test_state_dicts_that_do_not_fit():
+    layer, file = linear("block fp32", (300, 100))
+    before = layer.state_dict()
+    for changes, message in (
+        ({"weight_scale_inv": None}, "weight must have its scales beside it, got torch.float8"),
+        ({"weight_scale_inv": torch.ones(2, 1)}, r"weight: .*scale_inv must have shape \[3, 1\]"),
+        ({"weight": before["weight"][:128], "weight_scale_inv": torch.ones(1, 1)}, "size mismatch"),
+    ):
+        state = {k: v for k, v in (before | changes).items() if v is not None}
+        with pytest.raises(RuntimeError, match=message):
+            layer.load_state_dict(state)
+        assert_holds(layer.weight, file)
+    missing = layer.load_state_dict({"weight_scale_inv": file[1]}, strict=False)
+    assert missing.unexpected_keys == ["weight_scale_inv"]
+
+
+@pytest.mark.parametrize("single", [False, True])
+@pytest.mark.parametrize("form", ["block fp32", "block pow2", "tensor"])
+@pytest.mark.filterwarnings("ignore:apex_te")
+def test_stacks_of_experts(form, single, device, monkeypatch):
+    """In one Parameter or in one each: the state dict of one loads into the other, bit by bit."""
+    read_on_device(monkeypatch)
+    recipe, sizes, dtype = FORMS[form], (256, 160), torch.bfloat16
+    files = [release(recipe, sizes, device=device) for _ in range(3)]
+    layers = []
+    for one in (single, not single):
+        with fp8_model_init(recipe=recipe):
+            layers.append(GroupedLinear(
+                3, 160, 256, False, params_dtype=dtype, single_parameter=one, device=device
+            ))  # fmt: skip
+    layer, other = layers
+    if single:
+        layer.weight.set_codes_(*[torch.stack(each) for each in zip(*files, strict=True)])
+    else:
+        for i, file in enumerate(files):
+            getattr(layer, f"weight{i}").set_codes_(*file)
+    other.load_state_dict(layer.state_dict())
+    parts = (
+        other.weight.detach().unbind()
+        if not single
+        else [getattr(other, f"weight{i}") for i in range(3)]
+    )
+    for part, file in zip(parts, files, strict=True):
+        assert_holds(part, file)
+    x, dy = (torch.randn(48, n, device=device).to(dtype) for n in (160, 256))
+    results = []
+    for each in layers:
+        inp = x.clone().requires_grad_()
+        with fp8_autocast(True, recipe):
+            out = each(inp, torch.tensor([16, 0, 32], device=device))
+        out.backward(dy)
+        results.append((out.detach(), inp.grad))
+    assert_same_bits(*results)
+    for start, stop, file in ((0, 16, files[0]), (16, 48, files[2])):
+        one = Linear(160, 256, bias=False, params_dtype=dtype, device=device)
+        one.weight = torch.nn.Parameter(FP8Parameter.from_codes(*file, recipe, dtype))
+        inp = x[start:stop].clone().requires_grad_()
+        with fp8_autocast(True, recipe):
+            out = one(inp)
+        out.backward(dy[start:stop])
+        for got, wanted in zip((out.detach(), inp.grad), results[0], strict=True):
+            assert sqnr(wanted[start:stop], got) > 45
 
 
 @pytest.mark.parametrize("pow2", [False, True])
