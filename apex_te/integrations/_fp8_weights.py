@@ -10,8 +10,10 @@ from torch import nn
 
 from ..fp8.model_init import Settings
 from ..fp8.parameter.parameter import FP8Parameter
+from ..fp8.scheme.base import scheme_of
 from ..module._core.fp8_module import FP8Module
 from . import _matching as matching
+from ._joined_state import BLOCK, KEYS
 from .conv1d import Conv1DLinear
 from .experts import StackedExperts
 
@@ -49,16 +51,27 @@ def _hold(
     names of modules that must not change by ``id`` of their Parameters.
     """
     reason = None
+    # Without powers of two, what was one weight is saved with scales of its own.
+    cuts_blocks = not scheme_of(settings.recipe).restores(settings.recipe)
     for name, weight in list(layer._parameters.items()):
         if weight is None or weight.dim() != 2 or type(weight) is FP8Parameter:
             continue
         if id(weight) in outside:
             reason = f"its {name} is shared with {outside[id(weight)]}, and stays as it is"
             continue
+        if cuts_blocks and _cuts_blocks(layer, name):
+            reason = f"its {name} is joined of parts that cut blocks of {BLOCK} rows"
+            continue
         if id(weight) not in made:
             made[id(weight)] = _held(weight, settings)
         layer._parameters[name] = made[id(weight)]
     return reason
+
+
+def _cuts_blocks(layer: nn.Module, name: str) -> bool:
+    """Returns True if a parameter is joined of several whose rows share blocks."""
+    _, entries = vars(layer).get(KEYS, ("", ()))
+    return any(e.key.rpartition(".")[2] == name and e.cuts_blocks for e in entries)
 
 
 def _held(weight: nn.Parameter, settings: Settings) -> nn.Parameter:

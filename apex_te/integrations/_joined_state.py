@@ -15,10 +15,12 @@ from torch import nn
 
 from ..fp8.parameter.operands import dequantized
 from ..fp8.parameter.parameter import FP8Parameter
+from ..module._core.fp8_entries import SCALE, given_weight
 from . import _matching as matching
 
 # Attribute of a joined layer: its dotted name in the block and a period, and its joined parameters.
 KEYS = "_apex_te_keys"
+BLOCK = 128
 
 
 class JoinedKey(NamedTuple):
@@ -44,6 +46,24 @@ class JoinedKey(NamedTuple):
         value = dequantized(value)
         rows = [count for _, count in self.parts]
         return [original_part(part, self.transposed) for part in value.split(rows)]
+
+    def split_scales(self, scale_inv: torch.Tensor) -> list[torch.Tensor]:
+        """Returns the scales of the original parameters, of a joined one that is held in FP8."""
+        if scale_inv.dim() < 2:
+            return [scale_inv.clone() for _ in self.parts]
+        if self.cuts_blocks:
+            raise NotImplementedError(
+                f"from_torch: parts of the joined {self.key} must be whole blocks of {BLOCK} rows "
+                f"to have scales of their own, got {[rows for _, rows in self.parts]} rows"
+            )
+        blocks = [-(-count // BLOCK) for _, count in self.parts]
+        parts = scale_inv.split(blocks)
+        return [original_part(part, self.transposed).contiguous() for part in parts]
+
+    @property
+    def cuts_blocks(self) -> bool:
+        """True if a block of 128 rows has rows of two parts, which then have no own scales."""
+        return any(rows % BLOCK for _, rows in self.parts[:-1])
 
 
 def original_part(part: torch.Tensor, transposed: bool) -> torch.Tensor:
@@ -85,6 +105,16 @@ class PartView:
     def bias(self) -> torch.Tensor | None:
         """Returns the bias of the original layer, a view of the joined one; None if it had none."""
         return self.part("bias")
+
+    @property
+    def weight_scale_inv(self) -> torch.Tensor:
+        """Returns the scales of the weight's own blocks, for a joined weight with free scales."""
+        name, start, rows, transposed = self.rows["weight"]
+        scale_inv: torch.Tensor = getattr(self.module, name + SCALE)
+        if scale_inv.dim() < 2:
+            return scale_inv
+        own = scale_inv[start // BLOCK : -(-(start + rows) // BLOCK)]
+        return original_part(own, transposed)
 
     @property
     def _parameters(self) -> PartParameters:
@@ -217,10 +247,13 @@ class JoinedState:
         own = {key: state_dict.pop(key) for key in list(state_dict) if key.startswith(prefix)}
         for entry in self.entries:
             entry = entry.prefixed(prefix)
-            value = own.pop(entry.key, None)
+            value, scale_inv = own.pop(entry.key, None), own.pop(entry.key + SCALE, None)
             if value is not None:
                 parts = zip(entry.parts, entry.split(value), strict=True)
                 own.update({key: _own_storage(part) for (key, _), part in parts})
+            if scale_inv is not None:
+                scales = zip(entry.parts, entry.split_scales(scale_inv), strict=True)
+                own.update({key + SCALE: part for (key, _), part in scales})
         for key in self.order:
             if prefix + key in own:
                 state_dict[prefix + key] = own.pop(prefix + key)
@@ -252,6 +285,7 @@ class JoinedState:
             if not any(key in state_dict for key, _ in entry.parts):
                 continue
             values = []
+            held = _held_parts(entry, state_dict, own)
             for (key, _), current in zip(entry.parts, entry.split(own), strict=True):
                 value = state_dict.pop(key, None)
                 if value is None:
@@ -260,6 +294,9 @@ class JoinedState:
                     errors.append(_mismatch(key, value, current))
                     value = None
                 values.append(current if value is None else value)
+            if held is not None:
+                state_dict[entry.key] = held
+                continue
             device = next((v.device for v in values if not v.is_meta), own.device)
             # Missing original parameters keep the values that the model has.
             if not any(v.is_meta for v in values):
@@ -287,6 +324,26 @@ class JoinedState:
             if entry.key in missing:
                 missing.remove(entry.key)
                 missing += [key for key, _ in entry.parts if key not in missing]
+
+
+def _held_parts(
+    entry: JoinedKey, state_dict: dict[str, Any], own: torch.Tensor
+) -> torch.Tensor | None:
+    """Joins the FP8 data and scales of original parameters; None unless all parts have them.
+
+    Entries of parts that have them are replaced by values, in place, and those of scales removed.
+    """
+    held = []
+    for key, _ in entry.parts:
+        codes, scale_inv = state_dict.get(key), state_dict.get(key + SCALE)
+        if not isinstance(codes, torch.Tensor) or not isinstance(scale_inv, torch.Tensor):
+            continue
+        del state_dict[key + SCALE]
+        if entry.transposed:
+            codes, scale_inv = codes.t(), scale_inv.t()
+        held.append(given_weight(own, codes, scale_inv))
+        state_dict[key] = original_part(dequantized(held[-1]), entry.transposed)
+    return torch.cat(held) if len(held) == len(entry.parts) else None
 
 
 def _mismatch(key: str, value: Any, current: torch.Tensor) -> str:

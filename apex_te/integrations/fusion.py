@@ -11,16 +11,19 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from ..fp8.parameter.parameter import FP8Parameter
 from ..module._core.arguments import class_name
 from ..module._core.norm_parameters import NormedModule
 from ..module.layer_norm_linear import LayerNormLinear
 from ..module.layer_norm_mlp import LayerNormMLP
 from ..module.linear import Linear
+from ..recipe import BlockScaling
 from ..runtime.named_arguments import check_model, named_arguments
 from . import _matching as matching
 from ._derived import derived
 from ._families import Apart, Layers, MLPLayers, Projections, layers_to_join
 from ._joined_state import (
+    BLOCK,
     KEYS,
     ORIGINAL,
     JoinedKey,
@@ -225,6 +228,11 @@ class JointPart(nn.Module):
     def weight(self) -> torch.Tensor | None:
         """Returns the weight of the replaced layer, a view of the joined weight."""
         return self.view.weight
+
+    @property
+    def weight_scale_inv(self) -> torch.Tensor:
+        """Returns the scales of the weight's own blocks, for a joined weight with free scales."""
+        return self.view.weight_scale_inv
 
     @property
     def bias(self) -> torch.Tensor | None:
@@ -479,6 +487,7 @@ def _join_projections(
     norm = None if layers.norm is None else block.get_submodule(layers.norm)
     source = _Source(layers.norm, norm, linears, layers.transposed)
     _check(source, prefix, uses, chosen)
+    _check_scales(source, tuple(linears))
     sizes = [_sizes(linear, layers.transposed) for linear in linears.values()]
     rows = [out for _, out in sizes]
     module = _projection_layer(source, sizes[0][0], sum(rows))
@@ -522,6 +531,7 @@ def _join_mlp(
     linears = {name: block.get_submodule(name) for name in names}
     source = _Source(layers.norm, block.get_submodule(layers.norm), linears, layers.transposed)
     _check(source, prefix, uses, chosen)
+    _check_scales(source, names[:-1])
     hidden, ffn = _sizes(linears[names[-1]], layers.transposed)[::-1]
     module = JoinedMLP(
         hidden, ffn, matching.norm_eps(source.norm), linears[names[0]].bias is not None,
@@ -634,6 +644,21 @@ def _check(source: _Source, prefix: str, uses: Counter[int], chosen: Chosen) -> 
     for ones in (weights, [bias for bias in biases if bias is not None]):
         if len({p.requires_grad for p in ones}) > 1:
             raise _NotFusable("some of its parameters are frozen")
+
+
+def _check_scales(source: _Source, names: Iterable[str]) -> None:
+    """Raises ``_NotFusable`` if layers to become one have FP8 weights whose scales this mixes."""
+    weights = [source.linears[name].weight for name in names]
+    free = [w for w in weights if type(w) is FP8Parameter and w.has_free_scales]
+    if not free or len(weights) == 1:
+        return
+    if len(free) < len(weights) or any(w.recipe != weights[0].recipe for w in free):
+        raise _NotFusable("some of its FP8 weights have another recipe or no scales of their own")
+    if not isinstance(weights[0].recipe, BlockScaling):
+        raise _NotFusable("its FP8 weights have a scale each")
+    if any(w.shape[0] % BLOCK for w in weights[:-1]):
+        sizes = [w.shape[0] for w in weights]
+        raise _NotFusable(f"its FP8 weights have {sizes} rows, which cut blocks of {BLOCK}")
 
 
 def _fill(

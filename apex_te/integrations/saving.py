@@ -11,9 +11,11 @@ import torch
 from torch import nn
 
 from ..fp8.delayed.serialize import NAMES, read_state, save_state
+from ..module._core.fp8_entries import SCALE
 from ..module._core.fp8_module import STATE_PREFIX, FP8Module
 from ..runtime.named_arguments import check_model, named_arguments
 from . import _matching as matching
+from .export import Export, quantization_config
 
 # Of the format of safetensors, but loaders that read all ``*.safetensors`` of a folder as weights,
 # as vLLM and accelerate do, must not find it.
@@ -146,9 +148,10 @@ def _remove_fp8_state(folder: str | os.PathLike[str]) -> None:
 class SavePretrained:
     """Callable that replaces a model's ``save_pretrained`` and writes FP8 state to a separate file.
 
-    ``fp8_state=False`` writes none. In a directory ``checkpoint-<step>``, as made by
-    ``transformers.Trainer``, the file of the weights contains the FP8 state, too, because resuming
-    reads only that file.
+    Weights with free scales are written as FP8 data and scales, with a ``quantization_config`` that
+    says so. ``fp8_state=False`` writes no FP8 state. In a directory ``checkpoint-<step>``, as made
+    by ``transformers.Trainer``, the file of the weights contains the FP8 state, too, because
+    resuming reads only that file.
     """
 
     def __init__(self, model: Any) -> None:
@@ -177,18 +180,51 @@ class SavePretrained:
         )
         apart = () if fp8_state and resumed else _fp8_state(model)
         own[ignored] = [*(getattr(model, ignored, None) or ()), *apart]
+        described = _describe_fp8(model)
         try:
             save = type(model).save_pretrained
             result = save(model, save_directory, is_main_process, *args, **kwargs)
         finally:
             del own[ignored]
             own.update(before)
+            if described:
+                del model.config.quantization_config
         if is_main_process and os.path.isdir(save_directory):
             if fp8_state:
                 save_fp8_state(model, save_directory)
             else:
                 _remove_fp8_state(save_directory)
         return result
+
+
+def _describe_fp8(model: Any) -> bool:
+    """Adds ``quantization_config`` to the config of a model whose files have FP8 data and scales.
+
+    Returns True if it did so; a config that has one, as one that was read has, stays as it is.
+    """
+    if getattr(model.config, "quantization_config", None) is not None:
+        return False
+    if not any(getattr(_local(p), "has_free_scales", False) for p in model.parameters()):
+        return False
+    state = model.state_dict()
+    scales = {key.removesuffix(SCALE): v for key, v in state.items() if key.endswith(SCALE)}
+    blocks = {scale_inv.dim() - (state[key].dim() - 2) == 2 for key, scale_inv in scales.items()}
+    if len(blocks) > 1:
+        raise NotImplementedError(
+            "save_pretrained: FP8 weights must all have one scale, or all of them blocks, got both"
+        )
+    embeddings = {name for name, m in model.named_modules() if isinstance(m, nn.Embedding)}
+    matrices = [key for key, value in state.items() if value.dim() == 2 and key.endswith(".weight")]
+    names = [key.removesuffix(".weight") for key in matrices]
+    ignored = [n for n in names if f"{n}.weight" not in scales and n not in embeddings]
+    export = Export("fp8", "block" if True in blocks else "tensor", "dynamic")
+    model.config.quantization_config = quantization_config(export, ignored)
+    return True
+
+
+def _local(parameter: Any) -> Any:
+    """Returns this rank's part of a DTensor; any other tensor as it is."""
+    return getattr(parameter, "_local_tensor", parameter)
 
 
 def save_without_fp8_state(model: nn.Module) -> None:

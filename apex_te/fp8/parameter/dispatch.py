@@ -273,14 +273,32 @@ def _detach(cls: type[HeldWeight], x: HeldWeight) -> Any:
 
 @_handles(_aten.cat.default)
 def _cat(cls: type[HeldWeight], tensors: Any, dim: int = 0) -> torch.Tensor:
-    """Concatenates tensors; weights gathered by FSDP2 become one weight without leaving FP8."""
+    """Concatenates tensors; weights that FSDP2 gathered, or with free scales, stay in FP8."""
     if dim == 0 and all(type(t) is cls for t in tensors):
         whole = joined(tensors)
         if whole is not None:
             new = tensors[0]._like(whole[0])
             new._gathered = whole[1]
             return new
+        held = _joined_codes(tensors)
+        if held is not None:
+            return cls(held, tensors[0]._recipe, tensors[0].dtype)
     return _on_values(cls, _aten.cat.default, (tensors, dim), {})
+
+
+def _joined_codes(parts: Any) -> QuantizedTensor | None:
+    """Joins the rows of weights with scales for each block; None if they are not free or whole."""
+    first = parts[0]
+    if first._rowwise.dim() != 2 or not first._layout.block_rows:
+        return None
+    for part in parts:
+        same = part._recipe == first._recipe and part.dtype is first.dtype
+        if not (same and part._is_whole and part._held.free and part.dim() == 2):
+            return None
+    held = first._layout.joined([part._held for part in parts])
+    if held is not None:
+        held.free = True
+    return held
 
 
 @_handles(_aten.clone.default)

@@ -63,7 +63,7 @@ def joined_scales(
             continue
         if isinstance(scale_inv, torch.Tensor):
             try:
-                found[key] = _weight(own, codes, scale_inv)
+                found[key] = given_weight(own, codes, scale_inv)
             except (TypeError, ValueError) as error:
                 errors.append(f"{key}: {error}")
         elif codes.dtype.itemsize == 1 and codes.is_floating_point():
@@ -107,7 +107,7 @@ def _entries_of(value: Any) -> tuple[torch.Tensor, torch.Tensor | None] | None:
     return _like(value, codes, shape), scale_inv
 
 
-def _weight(own: Any, codes: Any, scale_inv: Any) -> torch.Tensor:
+def given_weight(own: Any, codes: Any, scale_inv: Any) -> torch.Tensor:
     """Returns data and scales as an FP8Parameter, or as values if ``own`` is not held in FP8."""
     held, data = _local(own), _local(codes)
     count = codes.shape[:-2]
