@@ -11,8 +11,9 @@ from torch.autograd.graph import increment_version
 from ...comm.collectives import max_over_ranks, world_size
 from ..scheme.base import layout_of
 from ..tensor import QuantizedTensor
-from .decode import quantizers_of
+from .decode import quantizers_of, values
 from .parameter import FP8Parameter
+from .write import by_scale, of_elements, of_scales
 
 
 def replace_data(weight: FP8Parameter, data: torch.Tensor) -> None:
@@ -62,12 +63,16 @@ def write_parts(
         for piece in pieces:
             by_device.setdefault(piece.device, []).append(piece)
         for members in by_device.values():
-            amaxes = torch.cat([piece.amax() for piece in members])
+            free = [piece for piece in members if piece.weight._held.free]
+            found = [piece.amax() for piece in members] + [piece.changed() for piece in free]
+            amaxes = torch.cat(found)
             if world_size(group) > 1:
                 max_over_ranks(amaxes, group)
-            sizes = [piece.blocks for piece in members]
-            for piece, own in zip(members, amaxes.split(sizes), strict=True):
-                piece.write(own)
+            reduced = iter(amaxes.split([one.numel() for one in found]))
+            own = [next(reduced) for _ in members]
+            changes = {piece: next(reduced) for piece in free}
+            for piece, amax in zip(members, own, strict=True):
+                piece.write(amax, changes.get(piece))
     for weight in weights:
         drop_columnwise(weight)
 
@@ -137,40 +142,63 @@ class _Piece:
             return torch.zeros(self.blocks, dtype=torch.float32, device=self.device)
         if self.blocks == 1:
             return self.part.abs().amax().float().reshape(1)
-        whole = torch.zeros(self.weight.numel(), dtype=self.part.dtype, device=self.device)
-        whole[self.start : self.start + self.part.numel()] = self.part
-        return self._tiles(whole.abs_()).amax((1, 3)).float().reshape(-1)
+        return self._by_block(self.part.abs()).float()
 
-    def _tiles(self, values: torch.Tensor) -> torch.Tensor:
-        """Returns values of the whole weight as [block row, row, block column, column]."""
-        rows, cols = self.weight.shape
-        down, high, across, wide = self.shape
-        padding = (0, across * wide - cols, 0, down * high - rows)
-        return torch.nn.functional.pad(values.view(rows, cols), padding).view(self.shape)
+    def changed(self) -> torch.Tensor:
+        """Returns 1 for each block of which the part changes an element, else 0, fp32."""
+        if self.part is None or not self.part.numel():
+            return torch.zeros(self.blocks, dtype=torch.float32, device=self.device)
+        old = values(self.weight.recipe, self.weight._held, self.part.dtype).view(-1)
+        return self._by_block(self.part != self._own(old)).float()
 
-    def write(self, amax: torch.Tensor) -> None:
-        """Writes this rank's part, and all scales, given the amax of each whole block."""
+    def _own(self, flat: torch.Tensor) -> torch.Tensor:
+        """Returns this rank's elements of a flattened weight."""
+        assert self.part is not None
+        return flat[self.start : self.start + self.part.numel()]
+
+    def _by_block(self, part: torch.Tensor) -> torch.Tensor:
+        """Returns the maximum in each block ``[blocks]``, given this rank's elements."""
+        whole = part.new_zeros(self.weight.numel())
+        self._own(whole).copy_(part)
+        return by_scale(whole.view(self.weight.shape), self.layout).amax((1, 3)).reshape(-1)
+
+    def write(self, amax: torch.Tensor, changes: torch.Tensor | None) -> None:
+        """Writes this rank's part, and all scales, given the amax of each whole block.
+
+        ``changes`` is 0 for blocks that are left as they are; None writes all.
+        """
+        if changes is not None:
+            changes = changes.view(self.shape[0], self.shape[2])
         if not self.layout.block_rows:
             x = torch.zeros(16, device=self.device) if self.part is None else self.part
-            self._store(self.layout.quantize_part(self.quantizer, x.view(1, -1), amax), 0)
+            made = self.layout.quantize_part(self.quantizer, x.view(1, -1), amax)
+            self._store(made, 0, changes)
             return
         # A block's scale follows from its amax: elements of other ranks may all have that value.
         part = self.part
         dtype = torch.float32 if part is None else part.dtype
         down, high, across, wide = self.shape
         rows, cols = self.weight.shape
-        filled = amax.to(dtype).view(down, 1, across, 1).expand(self.shape)
-        values = filled.reshape(down * high, across * wide)[:rows, :cols].contiguous()
+        tiles = amax.to(dtype).view(down, 1, across, 1).expand(self.shape)
+        filled = tiles.reshape(down * high, across * wide)[:rows, :cols].contiguous()
         if part is not None:
-            values.view(-1)[self.start : self.start + part.numel()] = part
-        self._store(self.layout.quantize(self.quantizer, values), self.start)
+            self._own(filled.view(-1)).copy_(part)
+        self._store(self.layout.quantize(self.quantizer, filled), self.start, changes)
 
-    def _store(self, made: QuantizedTensor, first: int) -> None:
+    def _store(self, made: QuantizedTensor, first: int, changes: torch.Tensor | None) -> None:
         """Copies scales, and this rank's part of the data, from index ``first``, to the weight."""
         assert made.rowwise is not None
         assert made.rowwise_scale_inv is not None
-        self.weight._rowwise_scale_inv.copy_(made.rowwise_scale_inv)
-        if self.part is not None:
-            count = self.part.numel()
-            new, old = made.rowwise.view(torch.uint8), self.weight._rowwise.view(torch.uint8)
-            old.view(-1)[self.start : self.start + count] = new.view(-1)[first : first + count]
+        weight, scale_inv = self.weight, made.rowwise_scale_inv
+        if changes is not None:
+            kept = weight._rowwise_scale_inv
+            scale_inv = torch.where(of_scales(changes, scale_inv), scale_inv, kept)
+        weight._rowwise_scale_inv.copy_(scale_inv)
+        if self.part is None:
+            return
+        new = made.rowwise.view(torch.uint8).view(-1)[first : first + self.part.numel()]
+        old = self._own(weight._rowwise.view(torch.uint8).view(-1))
+        if changes is not None:
+            where = of_elements(changes, self.layout, weight.shape).expand(weight.shape)
+            new = torch.where(self._own(where.reshape(-1)), new, old)
+        old.copy_(new)

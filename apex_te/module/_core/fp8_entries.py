@@ -108,11 +108,16 @@ def _entries_of(value: Any) -> tuple[torch.Tensor, torch.Tensor | None] | None:
 
 
 def given_weight(own: Any, codes: Any, scale_inv: Any) -> torch.Tensor:
-    """Returns data and scales as an FP8Parameter, or as values if ``own`` is not held in FP8."""
-    held, data = _local(own), _local(codes)
-    count = codes.shape[:-2]
-    if codes is not data and scale_inv is _local(scale_inv):
-        scale_inv = _own_scales(codes, scale_inv)
+    """Returns data and scales as an FP8Parameter, or as values if ``own`` is not held in FP8.
+
+    Of whole data, or scales, for a DTensor ``own`` this takes the rank's own.
+    """
+    held, data, count = _local(own), _local(codes), codes.shape[:-2]
+    if held is not own and codes.shape == own.shape:
+        if data is codes:
+            data = _own_rows(own, codes, 1)
+        if scale_inv is _local(scale_inv) and scale_inv.dim() > 1:
+            scale_inv = _own_rows(own, scale_inv, 1 if count else 128)
     scale_inv = _local(scale_inv).to(torch.float32)
     is_held = type(held) is FP8Parameter
     recipe = held.recipe if is_held else CurrentScaling()
@@ -122,17 +127,12 @@ def given_weight(own: Any, codes: Any, scale_inv: Any) -> torch.Tensor:
         recipe = BlockScaling() if has_blocks else CurrentScaling()
     dtype = held.dtype if held.is_floating_point() else torch.float32
     weight: Any = FP8Parameter.from_codes(data, scale_inv, recipe, dtype)
-    return _like(codes, weight if is_held else weight.dequantize(), codes.shape)
+    return _like(own, weight if is_held else weight.dequantize(), codes.shape)
 
 
-def _own_scales(codes: Any, scale_inv: torch.Tensor) -> torch.Tensor:
-    """Returns those of a whole weight's scales that belong to this rank's part ``codes``."""
+def _own_rows(own: Any, whole: torch.Tensor, step: int) -> torch.Tensor:
+    """Returns this rank's part of a whole tensor, of which a row is ``step`` rows of ``own``."""
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-    if scale_inv.dim() < 2:
-        return scale_inv
-    size, start = compute_local_shape_and_global_offset(
-        codes.shape, codes.device_mesh, codes.placements
-    )
-    step = 128 if codes.dim() == 2 else 1
-    return scale_inv[start[0] // step : -(-(start[0] + size[0]) // step)]
+    size, start = compute_local_shape_and_global_offset(own.shape, own.device_mesh, own.placements)
+    return whole[start[0] // step : -(-(start[0] + size[0]) // step)]
