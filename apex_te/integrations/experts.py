@@ -11,6 +11,7 @@ from torch import nn
 
 from ..fp8.autocast import graph_task_id, local
 from ..module._core.arguments import shown_name
+from ..module._core.fp8_entries import joined_scales, save_parameters
 from ..module.grouped.experts import run_experts
 from ..module.grouped.linear import GroupedLinear
 from . import _matching as matching
@@ -218,6 +219,28 @@ class StackedExperts(nn.Module):
             for gemm in gemms:  # nothing to repeat in backward
                 gemm._modes.recompute, gemm._modes.recompute_fp8 = None, False
         return found
+
+    def _save_to_state_dict(
+        self, destination: dict[str, Any], prefix: str, keep_vars: bool
+    ) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        if not keep_vars:
+            save_parameters(self, destination, prefix)
+
+    def _load_from_state_dict(
+        self,
+        state_dict: dict[str, Any],
+        prefix: str,
+        local_metadata: Any,
+        strict: bool,
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_msgs: list[str],
+    ) -> None:
+        super()._load_from_state_dict(
+            joined_scales(self, state_dict, prefix, error_msgs), prefix, local_metadata, strict,
+            missing_keys, unexpected_keys, error_msgs,
+        )  # fmt: skip
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Returns instructions for pickle that derive the layer's class from the experts' own."""

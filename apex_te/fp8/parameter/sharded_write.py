@@ -145,7 +145,7 @@ class _Piece:
         return self._by_block(self.part.abs()).float()
 
     def changed(self) -> torch.Tensor:
-        """Returns 1 for each block of which the part changes an element, else 0, fp32."""
+        """Returns fp32 flags ``[blocks]``: 1 if the part changes an element of the block."""
         if self.part is None or not self.part.numel():
             return torch.zeros(self.blocks, dtype=torch.float32, device=self.device)
         old = values(self.weight.recipe, self.weight._held, self.part.dtype).view(-1)

@@ -98,7 +98,8 @@ def _entries_of(value: Any) -> tuple[torch.Tensor, torch.Tensor | None] | None:
     assert shape is not None
     if not held.has_free_scales or held.is_meta:
         return _like(value, held.detach().dequantize(), shape), None
-    codes, scale_inv = held.detach().codes()
+    weight: Any = held.detach()
+    codes, scale_inv = weight.codes()
     *count, rows, cols = shape
     scales = layout_of(held.recipe).scales_of_file(rows, cols)
     assert scales is not None
@@ -131,7 +132,7 @@ def given_weight(own: Any, codes: Any, scale_inv: Any) -> torch.Tensor:
 
 
 def _own_rows(own: Any, whole: torch.Tensor, step: int) -> torch.Tensor:
-    """Returns this rank's part of a whole tensor, of which a row is ``step`` rows of ``own``."""
+    """Returns this rank's part of a whole tensor with a row for ``step`` rows of ``own``."""
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
     size, start = compute_local_shape_and_global_offset(own.shape, own.device_mesh, own.placements)

@@ -5,6 +5,7 @@ import warnings
 
 import pytest
 import torch
+from families import build, logits
 
 from apex_te import fp8_autocast, fp8_model_init
 from apex_te.fp8.parameter.parameter import FP8Parameter
@@ -146,6 +147,38 @@ def test_lora_leaves_the_bytes(form, tmp_path):
     found = decoded(merged[key], merged[f"{key}_scale_inv"])
     assert sqnr(by_rule.dequantize(), found) > 40
     assert 25 < sqnr(exact, found) < 40
+
+
+@pytest.mark.parametrize("form", FILES)
+def test_stacked_experts(form):
+    """State dicts have scales as transformers names those of stacks, and load into any experts."""
+    model = from_torch(build("qwen3_moe"))
+    experts, files = model.model.layers[0].mlp.experts, {}
+    for name in ("gate_up_proj", "down_proj"):
+        count, *shape = getattr(experts, name).shape
+        files[name] = release(FORMS[form], shape, count)
+        data, scale_inv = files[name]
+        held = FP8Parameter.from_codes(data.clone(), scale_inv, FORMS[form], torch.float32)
+        setattr(experts, name, torch.nn.Parameter(held))
+    prefix = "model.layers.0.mlp.experts."
+    state = copy.deepcopy(model.state_dict())
+    for name, (data, scale_inv) in files.items():
+        assert_has(state, {f"{prefix}{name}": data, f"{prefix}{name}_scale_inv": scale_inv})
+    with torch.no_grad():
+        for name in files:
+            getattr(experts, name).fill_(1.0)
+    model.load_state_dict(state)
+    for name, file in files.items():
+        assert_holds(getattr(experts, name), file)
+    plain = from_torch(build("qwen3_moe"))
+    plain.load_state_dict(state)
+    own = plain.model.layers[0].mlp.experts
+    for name, file in files.items():
+        assert torch.equal(getattr(own, name), decoded(*file).float())
+    assert torch.equal(logits(model, "qwen3_moe"), logits(plain, "qwen3_moe"))
+    with fp8_autocast(True, FORMS[form]):
+        found, wanted = logits(model, "qwen3_moe"), logits(plain, "qwen3_moe")
+    assert sqnr(wanted, found) > 15  # the plain ones are cast anew
 
 
 def test_scales_of_two_kinds_are_refused(tmp_path):
