@@ -26,6 +26,7 @@ from .fp8_state import (
     use_raw_names,
 )
 from .split_model import Entry, SplitModel, split_model
+from .split_scales import check_scales, parts_of_scales, weight_of
 from .split_tensor import Parts, SplitTensor
 
 _Optimizers = torch.optim.Optimizer | Iterable[torch.optim.Optimizer]
@@ -62,7 +63,8 @@ def get_state_dict(
     tensor, the entry is a ``SplitTensor`` that has the full tensor's shape and shares memory with
     the model or optimizer.
 
-    FP8 weights are saved dequantized. Ranks that split a module save one common FP8 state: the
+    FP8 weights are saved dequantized; those with free scales as FP8 data and scales, if ranks split
+    them in whole blocks. Ranks that split a module save one common FP8 state: the
     largest of their amax values, the smallest of their scales. If amax values are reduced over
     these ranks, that equals each rank's state after ``flush_fp8_state()``. With
     ``reduce_amax=False`` the ranks' scales differ, and all continue from the smallest. Before
@@ -167,9 +169,13 @@ def get_model_state_dict(
     places = parts_of_states(split)
     found = {}
     for name, value in values.items():
-        entry = split.entries.get(name)
+        weight = weight_of(name)
+        entry = split.entries.get(weight)
         parts = places.get(name) if entry is None else entry.parts
-        saved = name if entry is None else entry.name
+        saved = name if entry is None else entry.name + name.removeprefix(weight)
+        if entry is not None and weight != name:
+            check_scales(owner, name, entry, value)
+            parts = parts_of_scales(owner, name, entry, value)
         found[saved] = value if parts is None else SplitTensor(value, parts)
     return found
 
@@ -202,9 +208,13 @@ def set_model_state_dict(
     places, own = parts_of_states(split), _own_names(split)
     found = {}
     for name, value in model_state_dict.items():
-        if name not in split.others:
-            key, entry = own.get(name, (name, None))
+        weight = weight_of(name)
+        if weight not in split.others:
+            key, entry = own.get(weight, (weight, None))
+            key += name.removeprefix(weight)
             parts = places.get(name) if entry is None else entry.parts
+            if entry is not None and weight != name:
+                parts = parts_of_scales(owner, name, entry, value)
             found[key] = value if parts is None else _own(owner, name, value, parts)
     take_headers(owner, split, found)
     use_raw_names(model, found)

@@ -1,0 +1,48 @@
+"""Places of scales in a checkpoint, for FP8 weights that ranks split and save with their scales."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ...module._core.fp8_entries import SCALE
+from .split_model import Entry
+from .split_tensor import Parts
+
+_BLOCK = 128
+
+
+def weight_of(name: str) -> str:
+    """Returns the name of the weight whose scales are called ``name``; any other name as it is."""
+    return name.removesuffix(SCALE)
+
+
+def parts_of_scales(owner: str, name: str, entry: Entry, scale_inv: Any) -> Parts | None:
+    """Returns the place of a rank's scales, or of its part of all; None if it has all of them."""
+    parts = entry.parts
+    if parts is None or len(entry.shape) > 2:  # a stack, of which a rank has some weights
+        return parts
+    if scale_inv.dim() < 2:
+        return None
+    ends = [n for first, length, place in parts.pieces for n in (first, place, place + length)]
+    if any(n % _BLOCK and n != parts.size for n in ends):
+        raise NotImplementedError(
+            f"{owner}: FP8 weights with free scales must be split in whole blocks of {_BLOCK}, got "
+            f"{name} of {parts.size} in dimension {parts.dim} in pieces of "
+            f"{[length for _, length, _ in parts.pieces]}"
+        )
+    pieces = tuple(
+        (first // _BLOCK, -(-length // _BLOCK), place // _BLOCK)
+        for first, length, place in parts.pieces
+    )
+    return Parts(parts.dim, -(-parts.size // _BLOCK), pieces)
+
+
+def check_scales(owner: str, name: str, entry: Entry, scale_inv: torch.Tensor) -> None:
+    """Raises NotImplementedError for one scale of a part, which is not that of the whole weight."""
+    if entry.parts is not None and scale_inv.dim() < 2:
+        raise NotImplementedError(
+            f"{owner}: FP8 weights that ranks split must have scales of blocks to be saved with "
+            f"their scales, got one scale for this rank's part of {weight_of(name)}"
+        )
