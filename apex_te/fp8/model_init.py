@@ -46,8 +46,10 @@ class fp8_model_init:
     Such a weight is an ``apex_te.parameter.FP8Parameter``: a ``torch.nn.Parameter`` of the module's
     ``params_dtype`` that takes one byte per element. Inside ``fp8_autocast`` GEMMs read its FP8
     data; elsewhere, and in regions with another scheme than the weight's recipe, they read its
-    values. State dicts hold the values in ``params_dtype``; loading one quantizes them. The context
-    applies to one thread; blocks may be nested, and left in any order and by any thread.
+    values. State dicts hold the values in ``params_dtype``; loading one quantizes them. With
+    ``BlockScaling(pow2=False)``, whose values do not restore the scales, they hold the FP8 data and
+    scales. The context applies to one thread; blocks may be nested, and left in any order and by
+    any thread.
 
     Args:
         enabled: False turns off an enabled ``fp8_model_init`` around this one.

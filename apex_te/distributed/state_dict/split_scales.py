@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
-
 from ...module._core.fp8_entries import SCALE
 from .split_model import Entry
 from .split_tensor import Parts
@@ -39,7 +37,7 @@ def parts_of_scales(owner: str, name: str, entry: Entry, scale_inv: Any) -> Part
     return Parts(parts.dim, -(-parts.size // _BLOCK), pieces)
 
 
-def check_scales(owner: str, name: str, entry: Entry, scale_inv: torch.Tensor) -> None:
+def check_scales(owner: str, name: str, entry: Entry, scale_inv: Any) -> None:
     """Raises NotImplementedError for one scale of a part, which is not that of the whole weight."""
     if entry.parts is not None and scale_inv.dim() < 2:
         raise NotImplementedError(

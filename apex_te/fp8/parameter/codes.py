@@ -49,6 +49,21 @@ def of_file(scale_inv: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
     return scale_inv[index]
 
 
+def joined_codes(parts: Any) -> QuantizedTensor | None:
+    """Joins the rows of weights with scales for each block; None if they are not free or whole."""
+    first = parts[0]
+    if first._rowwise.dim() != 2 or not first._layout.block_rows:
+        return None
+    for part in parts:
+        same = part._recipe == first._recipe and part.dtype is first.dtype
+        if not (same and part._is_whole and part._held.free and part.dim() == 2):
+            return None
+    held = first._layout.joined([part._held for part in parts])
+    if held is not None:
+        held.free = True
+    return held
+
+
 def checked_tensors(recipe: Recipe, tensors: Any) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns pickled data and scales, after checking that the scales are those of such data."""
     if len(tensors) != 2 or not all(isinstance(each, torch.Tensor) for each in tensors):

@@ -11,6 +11,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from ...runtime.tracing import is_traced
 from ..tensor import QuantizedTensor
+from .codes import joined_codes
 from .fsdp_gather import joined
 
 # Ops that write to their first argument what a weight can take: as many values as it has.
@@ -280,25 +281,10 @@ def _cat(cls: type[HeldWeight], tensors: Any, dim: int = 0) -> torch.Tensor:
             new = tensors[0]._like(whole[0])
             new._gathered = whole[1]
             return new
-        held = _joined_codes(tensors)
+        held = joined_codes(tensors)
         if held is not None:
             return cls(held, tensors[0]._recipe, tensors[0].dtype)
     return _on_values(cls, _aten.cat.default, (tensors, dim), {})
-
-
-def _joined_codes(parts: Any) -> QuantizedTensor | None:
-    """Joins the rows of weights with scales for each block; None if they are not free or whole."""
-    first = parts[0]
-    if first._rowwise.dim() != 2 or not first._layout.block_rows:
-        return None
-    for part in parts:
-        same = part._recipe == first._recipe and part.dtype is first.dtype
-        if not (same and part._is_whole and part._held.free and part.dim() == 2):
-            return None
-    held = first._layout.joined([part._held for part in parts])
-    if held is not None:
-        held.free = True
-    return held
 
 
 @_handles(_aten.clone.default)

@@ -51,6 +51,9 @@ class FP8Parameter(torch.Tensor):
     restores the data. A write to an FSDP2 shard of a weight with one scale is collective: the amax
     is the maximum over the ranks that have the shards.
 
+    With ``from_codes`` and ``set_codes_`` FP8 data and scales are given, and used and saved as they
+    are. A write then leaves the elements of a scale as they are unless it changes one of them.
+
     For its GEMMs, backward makes the transpose of the FP8 data (the columnwise copy, [cols, rows]),
     and drops it afterwards unless a module's weight cache keeps it.
 
@@ -144,8 +147,7 @@ class FP8Parameter(torch.Tensor):
     ) -> FP8Parameter:
         """Makes a weight of FP8 data and scales that a file has, for example.
 
-        GEMMs, copies, moves, pickles and state dicts use them as they are. Later writes quantize by
-        ``recipe``; of a write, what shares a scale and does not change keeps its data and scale.
+        Later writes quantize by ``recipe``.
 
         Args:
             codes: FP8 data [rows, cols], or [count, rows, cols] for a stack, in the dtype of the
