@@ -73,9 +73,7 @@ def _asks_cudnn(size: int, value_size: int, dtype: torch.dtype, device: torch.de
     return torch.backends.cuda.can_use_cudnn_attention(given)
 
 
-def _cudnn_has_sizes(
-    size: int, value_size: int, dtype: torch.dtype, device: torch.device
-) -> bool:
+def _cudnn_has_sizes(size: int, value_size: int, dtype: torch.dtype, device: torch.device) -> bool:
     """Returns True if cuDNN's kernels have heads of these sizes, also in backward."""
     if size == value_size <= 128:
         return size % 8 == 0
