@@ -15,6 +15,7 @@ from ...ops.scaled_softmax import scaled_softmax
 from ...runtime.device import nvidia_capability
 from .alibi import Alibi
 from .masks import Visibility, band
+from .places import padding_behind
 
 # In this order: on Hopper and later cuDNN's kernels are the fastest.
 _CUDNN_FIRST = [
@@ -32,6 +33,8 @@ _FLASH_FIRST = [
 _HALF = (torch.float16, torch.bfloat16)
 # Shorter sequences are bound by the host, and cuDNN plans anew for each shape.
 _CUDNN_QUERIES = 512
+# Beside equal sizes up to 128, if torch and its cuDNN have them: of queries, of values.
+_CUDNN_SIZES = ((192, 128), (256, 256))
 
 
 @functools.cache
@@ -61,6 +64,25 @@ def _is_flash_replaced() -> bool:
 _is_flash_replaced._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
+@functools.cache
+def _asks_cudnn(size: int, value_size: int, dtype: torch.dtype, device: torch.device) -> bool:
+    shape = (1, 1, _CUDNN_QUERIES)
+    q = torch.empty(*shape, size, dtype=dtype, device=device, requires_grad=True)
+    v = torch.empty(*shape, value_size, dtype=dtype, device=device, requires_grad=True)
+    given = torch.backends.cuda.SDPAParams(q, q, v, None, 0.0, True, False)
+    return torch.backends.cuda.can_use_cudnn_attention(given)
+
+
+def _cudnn_has_sizes(size: int, value_size: int, dtype: torch.dtype, device: torch.device) -> bool:
+    """Returns True if cuDNN's kernels have heads of these sizes, also in backward."""
+    if size == value_size <= 128:
+        return size % 8 == 0
+    return (size, value_size) in _CUDNN_SIZES and _asks_cudnn(size, value_size, dtype, device)
+
+
+_cudnn_has_sizes._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
 class Options(NamedTuple):
     """Numbers that attention needs besides tensors.
 
@@ -74,10 +96,14 @@ class Options(NamedTuple):
 
 
 class Path(NamedTuple):
-    """Way to compute attention, as ``DotProductAttention.explain`` shows it."""
+    """Way to compute attention, as ``DotProductAttention.explain`` shows it.
+
+    Path "moved" computes the ``rest`` after it has put padded tokens behind the others.
+    """
 
     name: str
     reason: str
+    rest: Path | None = None
 
 
 _CPU_FLASH = Path("sdpa", "PyTorch's fused kernel for CPUs")
@@ -117,18 +143,21 @@ class _Attention(NamedTuple):
         return bool(self.q.shape[3] == self.v.shape[3])
 
 
-def _takes_flash(a: _Attention) -> bool:
-    """Returns True if PyTorch's flash kernel applies: fp16 or bf16, and at most a causal mask."""
-    seen, size = a.seen, a.q.shape[3]
+def _is_plain(a: _Attention) -> bool:
+    """Returns True for fp16 or bf16 with at most a causal mask."""
+    seen = a.seen
     return (
         seen.hidden is None
         and seen.window is None
         and a.bias is None
         and (seen.causal is None or a.q.shape[2] == a.k.shape[2])
         and a.q.dtype in _HALF
-        and a.has_one_head_size
-        and size <= 256
     )
+
+
+def _takes_flash(a: _Attention) -> bool:
+    """Returns True if PyTorch's flash kernel applies."""
+    return _is_plain(a) and a.has_one_head_size and a.q.shape[3] <= 256
 
 
 def _takes_cudnn(a: _Attention) -> bool:
@@ -140,12 +169,11 @@ def _takes_cudnn(a: _Attention) -> bool:
     return (
         queries == a.k.shape[2]
         and queries >= _CUDNN_QUERIES
-        and size <= 128
-        and size % 8 == 0
         and a.options.dropout == 0.0
         and not torch.are_deterministic_algorithms_enabled()
-        and _takes_flash(a)
+        and _is_plain(a)
         and nvidia_capability(a.q.device) >= (9, 0)
+        and _cudnn_has_sizes(size, a.v.shape[3], a.q.dtype, a.q.device)
     )
 
 
@@ -187,6 +215,16 @@ def choose(
 ) -> Path:
     """Chooses how to compute an attention; ``bias`` may be ALiBi's slopes."""
     attention = _Attention(q, k, v, seen, bias, options)
+    if seen.padded is not None and seen.causal == "upper_left" and bias is None:
+        # A token sees those before it, of which none is padded then.
+        rest = _first(attention._replace(seen=Visibility("upper_left")))
+        if rest.name != "softmax":
+            reason = f"padded tokens are put behind the others, then {rest.name}: {rest.reason}"
+            return Path("moved", reason, rest)
+    return _first(attention)
+
+
+def _first(attention: _Attention) -> Path:
     for path, takes in _PATHS:
         if takes(attention):
             return path
@@ -212,6 +250,8 @@ def attend(
 
     With ``alibi``, ``bias`` has ALiBi's slopes, float32 [h] or [b, h].
     """
+    if path.rest is not None:
+        return _moved(q, k, v, path.rest, seen, options)
     if alibi is not None:
         assert bias is not None
         bias = alibi.bias(bias, q, k)
@@ -316,6 +356,29 @@ def _windowed(
     both = (starts * queries, starts * keys)
     out = varlen(q, k, v, both, (queries, keys), seen.window, options)
     return out.unflatten(0, (batch, queries)).transpose(1, 2)
+
+
+def _moved(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    path: Path,
+    seen: Visibility,
+    options: Options,
+) -> torch.Tensor:
+    """Attends causally to tokens that are not padded, which come first; 0 for the others."""
+    assert seen.padded is not None
+    sequence_first = q.stride(0) < q.stride(2)
+    places = padding_behind(seen.padded, q.shape[0], sequence_first)
+    order = (2, 0, 1, 3) if sequence_first else (0, 2, 1, 3)  # of memory
+    back = (1, 2, 0, 3) if sequence_first else (0, 2, 1, 3)
+
+    def move(x: torch.Tensor, to: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+        x = x.permute(order)
+        return to(x.flatten(0, 1)).view(x.shape).permute(back)
+
+    q, k, v = (move(x, places.close) for x in (q, k, v))
+    return move(attend(q, k, v, None, path, Visibility("upper_left"), options), places.open)
 
 
 def _all_hidden(seen: Visibility, queries: int, keys: int, device: torch.device) -> torch.Tensor:

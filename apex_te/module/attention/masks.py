@@ -54,12 +54,15 @@ class Visibility(NamedTuple):
         hidden: bool, broadcasts to the scores, True = masked out in addition to ``causal``.
         fully_masked_queries: bool [b or 1, 1, sq, 1], True for padded queries, whose output is 0.
         window: (left, right) around key i + sk - sq, -1 = no limit; the other fields are then None.
+        padded: ``hidden`` if that hides the same padded tokens, [b or 1, 1, 1, s], of queries and
+            keys, and no other key.
     """
 
     causal: str | None = None
     hidden: torch.Tensor | None = None
     fully_masked_queries: torch.Tensor | None = None
     window: tuple[int, int] | None = None
+    padded: torch.Tensor | None = None
 
 
 _SEES_ALL = Visibility()
@@ -125,7 +128,7 @@ def visibility(
         seen = _padding_visibility(owner, kind, mask, size, limits, cross, scores, device)
         if more is not None:
             assert seen.hidden is not None
-            seen = seen._replace(hidden=seen.hidden | more)
+            seen = seen._replace(hidden=seen.hidden | more, padded=None)
         return seen, mask
     if kind.arbitrary:
         hidden = _arbitrary(owner, mask, scores)
@@ -212,7 +215,8 @@ def _padding_visibility(
         seen = limits.hide_more(hidden, scores, device)
     if query_mask is None:
         return seen
-    return seen._replace(fully_masked_queries=query_mask.transpose(-1, -2))
+    padded = hidden if seen.hidden is hidden and hidden is query_mask else None
+    return seen._replace(fully_masked_queries=query_mask.transpose(-1, -2), padded=padded)
 
 
 def band(

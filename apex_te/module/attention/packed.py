@@ -14,6 +14,7 @@ from ...ops.binding import OpFunction
 from .alibi import Alibi
 from .backends import Options, Path, attend, choose, varlen, varlen_obstacle
 from .masks import MASK_TYPES, Mask, MaskType, lengths_mask, visibility
+from .places import Places
 
 # Sequences are always told apart, whatever the type says.
 _KINDS = {
@@ -100,32 +101,10 @@ def packing(
     return Packing(cu_seqlens_q, cu_seqlens_kv, longest[0], longest[1], (ends[0], ends[1]))
 
 
-class Gaps(NamedTuple):
-    """Positions of tokens in memory with gaps between the sequences, and in memory without gaps.
-
-    ``sources``, int64 [t], maps positions without gaps to those with gaps; ``targets`` maps back.
-    ``is_gap`` (with gaps) and ``is_behind`` (without), bool [t, 1, 1], mark positions of no
-    sequence.
-    """
-
-    sources: torch.Tensor
-    targets: torch.Tensor
-    is_gap: torch.Tensor
-    is_behind: torch.Tensor
-
-    def close(self, x: torch.Tensor) -> torch.Tensor:
-        """Returns the tokens of ``x`` [t, h, d] without gaps, zeros after the last sequence."""
-        return _Moved.apply(x, self.sources, self.is_behind, self.targets, self.is_gap)
-
-    def open(self, x: torch.Tensor) -> torch.Tensor:
-        """Returns the tokens of ``x`` [t, h, d], which is dense, with gaps of zeros."""
-        return _Moved.apply(x, self.targets, self.is_gap, self.sources, self.is_behind)
-
-
 def gaps_of(
     owner: str, name: str, cu: torch.Tensor, padded: torch.Tensor | None, tokens: int
-) -> Gaps | None:
-    """Returns the ``Gaps`` of packed tokens; None if ``padded`` is None or ``cu`` itself."""
+) -> Places | None:
+    """Returns the places of packed tokens; None if ``padded`` is None or ``cu`` itself."""
     if padded is None or padded is cu:
         return None
     argument = f"{owner}: cu_seqlens_{name}_padded"
@@ -147,40 +126,18 @@ def gaps_of(
     place = torch.arange(tokens, dtype=torch.int32, device=cu.device)
     sequences = cu.shape[0] - 1
     own = _sequence(cu, place, sequences)
-    sources = (place - cu[own] + padded[own]).clamp(0, max(tokens - 1, 0)).long()
+    sources = place - cu[own] + padded[own]
+    sources = sources.masked_fill((place >= cu[-1]) | (sources >= tokens), -1)
     wide = _sequence(padded, place, sequences)
     offset = place - padded[wide]
     is_gap = (offset < 0) | (offset >= cu[wide + 1] - cu[wide])
-    targets = (cu[wide] + offset).masked_fill(is_gap, 0).clamp(0, max(tokens - 1, 0)).long()
-    return Gaps(sources, targets, is_gap[:, None, None], (place >= cu[-1])[:, None, None])
+    targets = cu[wide] + offset
+    return Places(torch.stack((sources, targets.masked_fill(is_gap | (targets >= tokens), -1))))
 
 
 def _sequence(cu: torch.Tensor, place: torch.Tensor, sequences: int) -> torch.Tensor:
     """Returns the number of the sequence that each place is in or behind."""
     return (torch.searchsorted(cu, place, right=True) - 1).clamp(0, sequences - 1)
-
-
-class _Moved(OpFunction):
-    """Tokens of ``x`` moved to other places; backward moves the gradient back, without a sum."""
-
-    LABEL = "DotProductAttention"
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        x: torch.Tensor,
-        index: torch.Tensor,
-        hidden: torch.Tensor,
-        back_index: torch.Tensor,
-        back_hidden: torch.Tensor,
-    ) -> torch.Tensor:
-        ctx.save_for_backward(index, hidden, back_index, back_hidden)
-        return x.index_select(0, index).masked_fill_(hidden, 0)
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None, None]:
-        index, hidden, back_index, back_hidden = ctx.saved_tensors
-        return _Moved.apply(grad, back_index, back_hidden, index, hidden), None, None, None, None
 
 
 def choose_packed(
@@ -221,7 +178,7 @@ def attend_packed(
     mask: Mask,
     cross: bool,
     has_alibi: bool,
-    gaps: tuple[Gaps | None, Gaps | None] = (None, None),
+    gaps: tuple[Places | None, Places | None] = (None, None),
 ) -> torch.Tensor:
     """Computes attention [t, h, dv] within packed sequences; zeros for tokens of no sequence.
 

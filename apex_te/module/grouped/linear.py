@@ -331,7 +331,8 @@ class GroupedLinear(ParallelModule):
             weight = weight.dequantize()
         each = call._replace(options=call.options * count, cached=cached)
         own = biases[0].unbind(0) if biases else ()
-        x = inp.reshape(-1, inp.shape[-1])
+        # A number, as torch 2.11 refuses graphs in which a feature's size may vary.
+        x = inp.reshape(-1, self.in_features)
         out = self._run(each, x[:total], weight.unbind(0), own, splits)
         out = functional.pad(out, (0, 0, 0, x.shape[0] - total))
         return out.view(*inp.shape[:-1], self.out_features)

@@ -20,6 +20,7 @@ from plain_transformer import HIDDEN, build_attention, build_layer
 from torch.testing import assert_close
 
 from apex_te import DotProductAttention
+from apex_te.module.attention.places import padding_behind
 
 path = pytest.fixture(params=PATHS)(take_path)
 TOLERANCE = {"rtol": 1.3e-6, "atol": 1e-5}
@@ -42,6 +43,48 @@ def test_one_tensor_in_cross_attention(kind, queries, keys, rows, path, device):
     lengths = [(queries, keys)] * B
     hidden = hides(kind, None, queries, keys, lengths) | mask
     check(module, tensors(queries, keys), hidden, "bshd", mask=mask)
+
+
+@pytest.mark.parametrize("kind", ["padding_causal", "padding_causal_bottom_right", "padding"])
+@pytest.mark.parametrize("fmt", ["sbhd", "bshd"])
+@pytest.mark.parametrize("batch", [B, 1])
+def test_padding_with_holes(kind, fmt, batch, path, device):
+    """Anywhere in a sequence, and of a whole one; one mask for all."""
+    module = build(device, H, D, G, attn_mask_type=kind)
+    mask = torch.rand(batch, 1, 1, 19) < 0.4
+    mask[-1] |= batch == B
+    hidden = hides("causal" if "causal" in kind else "no_mask", None, 19, 19, None)
+    check(module, tensors(19, 19), hidden | mask | mask.mT, fmt, mask=mask)
+
+
+@pytest.mark.parametrize("fmt", ["sbhd", "bshd"])
+def test_padded_tokens_do_not_matter(fmt, device):
+    module = DotProductAttention(H, D, G, qkv_format=fmt, attn_mask_type="padding_causal")
+    mask = torch.rand(B, 1, 1, 19, device=device) < 0.4
+    shape = (19, B) if fmt == "sbhd" else (B, 19)
+    padded = mask[:, 0, 0].t() if fmt == "sbhd" else mask[:, 0, 0]
+    found = []
+    for value in (0.0, float("nan")):
+        torch.manual_seed(1)
+        q, k, v = (torch.randn(*shape, n, D).to(device) for n in (H, G, G))
+        parts = [x.masked_fill(padded[..., None, None], value).requires_grad_() for x in (q, k, v)]
+        out = module(*parts, mask)
+        grads = torch.autograd.grad(out.square().sum(), parts)
+        assert not any(x[padded].any() for x in (out, *grads))
+        found.append([out, *grads])
+    for first, second in zip(*found, strict=True):
+        assert torch.equal(first, second)
+
+
+def test_layers_share_places_until_the_mask_changes(device):
+    mask = torch.rand(B, 1, 1, 19, device=device) < 0.4
+    first = padding_behind(mask, B, False)
+    assert padding_behind(mask, B, False) is first
+    assert not torch.equal(padding_behind(mask, B, True).rows, first.rows)
+    mask.logical_not_()
+    changed = padding_behind(mask, B, False)
+    assert torch.equal(changed.rows, padding_behind(mask.clone(), B, False).rows)
+    assert not torch.equal(changed.rows, first.rows)
 
 
 def test_one_tensor_has_no_last_tokens(device):

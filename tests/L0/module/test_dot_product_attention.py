@@ -113,6 +113,51 @@ def test_long_sequences_on_a_gpu(fmt, groups):
 
 @pytest.mark.cuda
 @needs_cuda
+@pytest.mark.parametrize("sizes", [(64, 64), (256, 256), (192, 128)])
+@pytest.mark.parametrize("kind", ["causal", "no_mask", "padding_causal"])
+@pytest.mark.parametrize(("fmt", "length"), [("sbhd", 512), ("bshd", 600), ("bshd", 1033)])
+def test_sizes_of_long_sequences(sizes, kind, fmt, length):
+    """cuDNN's kernels of larger and of two head sizes, and padded tokens put behind others."""
+    module = build(torch.device("cuda"), H, sizes, G, attn_mask_type=kind)
+    shapes = ((H, length, sizes[0]), (G, length, sizes[0]), (G, length, sizes[1]))
+    inputs = [torch.randn(B, *shape).bfloat16() for shape in shapes]
+    hidden = torch.ones(length, length, dtype=torch.bool).triu(1)[None, None] & (kind != "no_mask")
+    mask = None
+    if kind == "padding_causal":
+        mask = torch.rand(B, 1, 1, length) < 0.3
+        hidden = hidden | mask | mask.mT
+    check(module, inputs, hidden, fmt, mask=mask)
+    if torch.cuda.get_device_capability() == (9, 0):
+        given = [x.cuda().permute(0, 2, 1, 3) for x in inputs]
+        found = module.explain(*given, None if mask is None else mask.cuda(), qkv_format="bshd")
+        assert "sdpa_cudnn: " in found
+
+
+@pytest.mark.cuda
+@needs_cuda
+def test_padding_without_a_host_wait():
+    """In a graph, too, whose mask changes between replays."""
+    module = DotProductAttention(4, 64, 2, qkv_format="bshd", attn_mask_type="padding_causal")
+    q, k, v = (torch.randn(2, 600, n, 64, dtype=torch.bfloat16, device="cuda") for n in (4, 2, 2))
+    masks = [torch.rand(2, 1, 1, 600, device="cuda") < part for part in (0.2, 0.6)]
+    mask = masks[0].clone()
+    module(q, k, v, mask)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        wanted = [module(q, k, v, each) for each in masks]
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = module(q, k, v, mask)
+    for each, expected in zip(masks, wanted, strict=True):
+        mask.copy_(each)
+        graph.replay()
+        assert torch.equal(out, expected)
+
+
+@pytest.mark.cuda
+@needs_cuda
 @pytest.mark.parametrize("window", [None, (100, 0)])
 def test_repeatable_on_request(window):
     """Under torch.use_deterministic_algorithms the gradients are the same bits each time."""

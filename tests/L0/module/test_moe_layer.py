@@ -124,11 +124,16 @@ def plain(layer, hidden_states, values, options):
         token, place = ((made.index == expert) & kept).nonzero().unbind(1)
         hidden = x[token] @ values["fc1.weight"][expert].T
         hidden = hidden + values["fc1.bias"][expert] if "fc1.bias" in values else hidden
-        gate, up = hidden.chunk(2, -1)
-        hidden = functional.silu(gate) * up
         if "activation" in options:
+            # Whether a gradient passes the clamp is decided by what FC1 gives, in its dtype.
+            given = hidden.detach()
+            hidden = hidden + (given.to(layer.fc1.weight.dtype).to(given.dtype) - given)
+            gate, up = hidden.chunk(2, -1)
             gate, up = gate.clamp(max=3), up.clamp(-3, 3)
             hidden = gate * torch.sigmoid(1.702 * gate) * (up + 1)
+        else:
+            gate, up = hidden.chunk(2, -1)
+            hidden = functional.silu(gate) * up
         rows = hidden @ values["fc2.weight"][expert].T
         rows = rows + values["fc2.bias"][expert] if "fc2.bias" in values else rows
         out = out.index_add(0, token, rows * made.probs[token, place, None])
