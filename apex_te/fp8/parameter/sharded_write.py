@@ -13,7 +13,7 @@ from ..scheme.base import layout_of
 from ..tensor import QuantizedTensor
 from .decode import quantizers_of, values
 from .parameter import FP8Parameter
-from .write import by_scale, of_elements, of_scales
+from .write import by_block, of_elements, of_scales
 
 
 def replace_data(weight: FP8Parameter, data: torch.Tensor) -> None:
@@ -160,7 +160,7 @@ class _Piece:
         """Returns the maximum in each block ``[blocks]``, given this rank's elements."""
         whole = part.new_zeros(self.weight.numel())
         self._own(whole).copy_(part)
-        return by_scale(whole.view(self.weight.shape), self.layout).amax((1, 3)).reshape(-1)
+        return by_block(whole.view(self.weight.shape), self.layout).amax((1, 3)).reshape(-1)
 
     def write(self, amax: torch.Tensor, changes: torch.Tensor | None) -> None:
         """Writes this rank's part, and all scales, given the amax of each whole block.

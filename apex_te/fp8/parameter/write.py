@@ -101,20 +101,22 @@ def store(weight: HeldWeight, new: QuantizedTensor, changes: torch.Tensor | None
 
 
 def changed(weight: HeldWeight, value: torch.Tensor) -> torch.Tensor:
-    """Returns whether ``value`` differs from what it is written to, a bool for each scale.
+    """Returns flags ``[.., block rows, block columns]``: True if ``value`` changes an element.
 
-    The shape is that of ``by_scale``. Values are compared as they are read in the dtype of
-    ``value``.
+    Values are compared as they are read in the dtype of ``value``.
     """
-    old = values(weight._recipe, weight._held, value.dtype)
-    return by_scale(old != value, layout_of(weight._recipe)).amax((-3, -1))
+    layout = layout_of(weight._recipe)
+    differs = values(weight._recipe, weight._held, value.dtype) != value
+    if not layout.block_rows:  # perhaps of a rank without rows
+        return differs.flatten(-2).any(-1)[..., None, None]
+    return by_block(differs, layout).amax((-3, -1))
 
 
-def by_scale(x: torch.Tensor, layout: Layout) -> torch.Tensor:
+def by_block(x: torch.Tensor, layout: Layout) -> torch.Tensor:
     """Returns a matrix or stack as ``[.., block row, row, block column, column]``, zeros added."""
     *count, rows, cols = x.shape
     high, wide = layout.block_rows or rows, layout.block_cols or cols
-    down, across = -(-rows // max(high, 1)), -(-cols // max(wide, 1))
+    down, across = -(-rows // high), -(-cols // wide)
     padded = functional.pad(x, (0, across * wide - cols, 0, down * high - rows))
     return padded.view(*count, down, high, across, wide)
 

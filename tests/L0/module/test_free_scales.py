@@ -1,6 +1,7 @@
 """FP8Parameters with the data and scales of a file: held, copied, saved and used as they are."""
 
 import copy
+import dataclasses
 import io
 import pickle
 
@@ -106,7 +107,7 @@ def test_forward_and_backward_use_the_decoded_values(
     form, shape, dtype, is_first, device, monkeypatch
 ):
     """Against float64 products of the decoded weight: only activations and gradients are cast."""
-    recipe = FORMS[form]
+    recipe = dataclasses.replace(FORMS[form], use_split_accumulator=(True, True, True))
     rows, cols = shape
     if device.type == "cpu" and dtype is torch.bfloat16 and max(shape) > 600:
         dtype = torch.float32  # bf16 products are slow on CPUs
@@ -128,8 +129,28 @@ def test_forward_and_backward_use_the_decoded_values(
     for found, wanted in (
         (out, x64 @ exact.t()), (x.grad, dy64 @ exact), (layer.weight.grad, dy64.t() @ x64),
     ):  # fmt: skip
-        assert sqnr(wanted, found.detach()) > (60 if dtype is torch.float32 else 45)
+        # GPUs sum FP8 products of a few instructions in about 14 bits.
+        is_exact = dtype is torch.float32 and device.type == "cpu"
+        assert sqnr(wanted, found.detach()) > (60 if is_exact else 45)
     assert_holds(layer.weight, file)
+
+
+@pytest.mark.parametrize("form", ["block fp32", "tensor"])
+def test_compiled(form):
+    layer, file = linear(form, (304, 112))
+    layer.float()
+    twin = copy.deepcopy(layer)
+    torch._dynamo.reset()
+    compiled = torch.compile(twin, backend="aot_eager", fullgraph=True)
+    results = []
+    for call in (layer, compiled):
+        x = torch.ones(16, 112).requires_grad_()
+        with fp8_autocast(True, FORMS[form]):
+            out = call(x)
+        out.square().sum().backward()
+        results.append((out.detach(), x.grad))
+    assert_same_bits(*results)
+    assert_holds(twin.weight, file)
 
 
 def linear(form, shape, free=True):
