@@ -253,7 +253,10 @@ class JoinedState:
                 own.update({key: _own_storage(part) for (key, _), part in parts})
             if scale_inv is not None:
                 scales = zip(entry.parts, entry.split_scales(scale_inv), strict=True)
-                own.update({key + SCALE: part for (key, _), part in scales})
+                for (key, _), part in scales:
+                    own[key + SCALE] = part
+                    if entry.transposed or part.dim() < 2:  # a copy, as the scales are
+                        own[key] = own[key].clone()
         for key in self.order:
             if prefix + key in own:
                 state_dict[prefix + key] = own.pop(prefix + key)

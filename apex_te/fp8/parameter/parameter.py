@@ -184,7 +184,9 @@ class FP8Parameter(torch.Tensor):
         return self
 
     def codes(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns the FP8 data, which share the weight's memory, and scales as in files.
+        """Returns the FP8 data and scales as files have them.
+
+        Both share the weight's memory or, if its scales are padded, both are copies.
 
         Returns:
             codes: FP8 data [rows, cols], or [count, rows, cols] of a stack.
@@ -201,7 +203,10 @@ class FP8Parameter(torch.Tensor):
                 f"FP8Parameter: a weight must be whole, with one scale or blocks, to have codes, "
                 f"got {list(self.shape)} with {self._layout.name}"
             )
-        return self._rowwise, of_file(self._rowwise_scale_inv, shape).contiguous()
+        scale_inv = of_file(self._rowwise_scale_inv, shape)
+        if scale_inv.is_contiguous():
+            return self._rowwise, scale_inv
+        return self._rowwise.clone(), scale_inv.contiguous()
 
     @property
     def has_free_scales(self) -> bool:
