@@ -26,7 +26,7 @@ from .fp8_state import (
     use_raw_names,
 )
 from .split_model import Entry, SplitModel, split_model
-from .split_scales import check_scales, parts_of_scales, weight_of
+from .split_scales import check_scales, parts_of_scales, use_raw_scale_names, weight_of
 from .split_tensor import Parts, SplitTensor
 
 _Optimizers = torch.optim.Optimizer | Iterable[torch.optim.Optimizer]
@@ -218,6 +218,7 @@ def set_model_state_dict(
             found[key] = value if parts is None else _own(owner, name, value, parts)
     take_headers(owner, split, found)
     use_raw_names(model, found)
+    use_raw_scale_names(model, found)
     return torch_state_dict.set_model_state_dict(model, found, options=options)
 
 

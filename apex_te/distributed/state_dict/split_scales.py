@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
+
 from ...module._core.fp8_entries import SCALE
-from .split_model import Entry
+from .split_model import Entry, state_name
 from .split_tensor import Parts
 
 _BLOCK = 128
@@ -14,6 +16,16 @@ _BLOCK = 128
 def weight_of(name: str) -> str:
     """Returns the name of the weight whose scales are called ``name``; any other name as it is."""
     return name.removesuffix(SCALE)
+
+
+def use_raw_scale_names(model: torch.nn.Module, values: dict[str, Any]) -> None:
+    """Renames scales, in place, to the model's own names, as ``use_raw_names`` does FP8 states."""
+    if not any(key.endswith(SCALE) for key in values):
+        return
+    for raw, _ in model.named_parameters(remove_duplicate=False):
+        saved = state_name(model, raw)
+        if saved != raw and saved + SCALE in values:
+            values[raw + SCALE] = values.pop(saved + SCALE)
 
 
 def parts_of_scales(owner: str, name: str, entry: Entry, scale_inv: Any) -> Parts | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -488,6 +489,8 @@ def _empty_like(
     if dtype not in DTYPES or not x._is_whole:
         return torch.empty(x.shape, dtype=dtype, device=device)
     made = x._like(cls.empty(tuple(x.shape), x._recipe, dtype, device)._held, dtype=dtype)
+    if x._held.free:
+        made._rowwise_scale_inv.fill_(math.nan)  # so that the first write changes all values
     return _with_attributes(made, x)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from copy import deepcopy
 from typing import Any
@@ -134,7 +135,9 @@ class FP8Parameter(torch.Tensor):
         fp8_data = fp8_data.view(quantizers_of(recipe, fp8_data.device).weight.dtype)
         scale_inv = stored_scale_inv(recipe, shape, fp8_data.device)
         held = QuantizedTensor(fp8_data, scale_inv, None, None, fp8_data.dtype)
-        held.free = not scheme_of(recipe).restores(recipe)
+        if not scheme_of(recipe).restores(recipe):
+            held.free = True
+            scale_inv.fill_(math.nan)  # so that the first write changes all values
         return cls(held, recipe, dtype, _Initial(preserve_high_precision_init_val))
 
     @classmethod

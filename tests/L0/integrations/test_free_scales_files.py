@@ -7,7 +7,7 @@ import pytest
 import torch
 from families import build, logits
 
-from apex_te import fp8_autocast, fp8_model_init
+from apex_te import fp8_autocast, fp8_model_init, fuse_lora
 from apex_te.fp8.parameter.parameter import FP8Parameter
 from apex_te.integrations import export_fp8, from_torch, key_map
 from apex_te.recipe import BlockScaling
@@ -116,8 +116,9 @@ def test_files_have_what_was_read(form, size, fuse, tmp_path):
         assert sqnr(exact, state[key]) > (100 if form == "block fp32" else 25)
 
 
+@pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("form", FILES)
-def test_lora_leaves_the_bytes(form, tmp_path):
+def test_lora_leaves_the_bytes(form, fused):
     peft = pytest.importorskip("peft")
     recipe = FORMS[form]
     model, file = released("whole", form)
@@ -125,6 +126,8 @@ def test_lora_leaves_the_bytes(form, tmp_path):
         from_torch(model, exclude=["lm_head"])
     options = {"r": 16, "target_modules": ["q_proj", "down_proj"], "init_lora_weights": False}
     model = peft.get_peft_model(model, peft.LoraConfig(**options))
+    if fused:
+        fuse_lora(model)
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.1)
     for _ in range(2):
         with fp8_autocast(True, recipe):

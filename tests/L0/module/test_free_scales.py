@@ -10,6 +10,7 @@ import torch
 from grouped_splits import read_on_device
 
 from apex_te import GroupedLinear, Linear, fp8_autocast, fp8_model_init
+from apex_te.distributed import get_model_state_dict, set_model_state_dict
 from apex_te.fp8.parameter.parameter import FP8Parameter
 from apex_te.ops.block_quantize import block_quantize
 from apex_te.recipe import BlockScaling, CurrentScaling, MXFP8Scaling
@@ -213,6 +214,17 @@ def test_entries_of_a_state_dict_stay_a_pair(form, shape):
     assert torch.equal(state["weight_scale_inv"], due[1])
 
 
+@pytest.mark.parametrize("form", ["block fp32", "tensor"])
+def test_state_dicts_of_wrapped_models(form):
+    """Names in checkpoints lack the prefix that torch.compile, like DDP, adds to the model's."""
+    layer, file = linear(form, (300, 100))
+    state = get_model_state_dict(torch.compile(torch.nn.Sequential(layer)))
+    assert state.keys() == {"0.weight", "0.weight_scale_inv", "0.bias"}
+    other, _ = linear(form, (300, 100), free=False)
+    set_model_state_dict(torch.compile(torch.nn.Sequential(other)), state)
+    assert_holds(other.weight, file)
+
+
 def test_state_dicts_that_do_not_fit():
     layer, file = linear("block fp32", (300, 100))
     before = layer.state_dict()
@@ -290,6 +302,10 @@ def test_model_init_keeps_the_rule_of_scales(pow2, device):
     assert torch.equal(codes(data), codes(wanted.rowwise))
     assert torch.equal(scale_inv, wanted.rowwise_scale_inv[:, :3])
     assert bool((scale_inv.log2() % 1 == 0).all()) is pow2
+    for like in (FP8Parameter.empty((200, 300), recipe, torch.half, device), weight.detach()):
+        again = torch.empty_like(like).zero_()
+        assert again.codes()[0].float().eq(0).all()
+        assert again.codes()[1].eq(1).all()
 
 
 @pytest.mark.parametrize(("changes", "error", "message"), [
