@@ -6,6 +6,7 @@ Tokens are sent to the ranks of their experts, and the experts' results are sent
 from __future__ import annotations
 
 import zlib
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from ..runtime.named_arguments import named_arguments
 from .agreement import check_same
 from .collectives import all_gather_rows, world_size
 from .groups import check_process_group
-from .row_exchange import AllGather, AllToAll, Permute, Return, Send, Way, wire_recipe
+from .row_exchange import AllGather, AllToAll, Arrival, Permute, Way, travel, wire_recipe
 
 EXCHANGES = ("all_to_all", "all_gather")
 # Names of the values that `_kind` returns.
@@ -155,12 +156,22 @@ class TokenDispatcher:
                 all ranks); or another rank raises one of the errors above. With "all_gather" on
                 GPUs only the first call checks this, because the check makes the host wait.
         """
+        (begin,) = self.begin_chunks(tokens, probs, routing_map, 1)
+        return begin()()
+
+    def begin_chunks(
+        self, tokens: torch.Tensor, probs: torch.Tensor, routing_map: torch.Tensor, chunks: int
+    ) -> list[Chunk]:
+        """Returns for each of ``chunks`` parts of the tokens a function that sends it; collective.
+
+        That returns a function which waits for the ``Dispatch``. The host waits as often as for one
+        part. Every rank must call these functions, and those that return results, in one order.
+        """
         error = self._refusal(tokens, probs, routing_map)
         if error is not None and self.ranks == 1:
             raise error
-        if self.exchange == "all_gather":
-            return self._gathered(tokens, probs, routing_map, error)
-        return self._exchanged(tokens, probs, routing_map, error)
+        run = self._gathered if self.exchange == "all_gather" else self._exchanged
+        return run(tokens, probs, routing_map, chunks, error)
 
     def _refusal(
         self, tokens: torch.Tensor, probs: torch.Tensor, routing_map: torch.Tensor
@@ -193,13 +204,15 @@ class TokenDispatcher:
             )
         return None
 
-    def _compare(self, tokens: torch.Tensor, probs: torch.Tensor, error: Exception | None) -> None:
+    def _compare(
+        self, tokens: torch.Tensor, probs: torch.Tensor, chunks: int, error: Exception | None
+    ) -> None:
         """Checks that the ranks call ``dispatch`` alike; collective, and the host waits."""
         values: dict[str, object] = {}
         if error is None:
             named = zip(_COMPARED, _kind(tokens, probs), strict=True)
             options = {name: getattr(self, name) for name in ("num_experts", "exchange", "wire")}
-            values = {**options, **dict(named)}
+            values = {**options, "exchange_chunks": chunks, **dict(named)}
             if self.exchange == "all_gather":
                 values["number of tokens"] = tokens.shape[0]
         check_same("TokenDispatcher", "group", self.group, values, tokens.device, error)
@@ -209,18 +222,22 @@ class TokenDispatcher:
         tokens: torch.Tensor,
         probs: torch.Tensor,
         routing_map: torch.Tensor,
+        chunks: int,
         error: Exception | None,
-    ) -> Dispatch:
+    ) -> list[Chunk]:
         """Dispatches with "all_to_all"; raises ``error`` once the other ranks have been told."""
         ranks, local = self.ranks, self.local_experts
         if ranks > 1 and not self._compared:  # the counts would not fit together
-            self._compare(tokens, probs, error)
+            self._compare(tokens, probs, chunks, error)
             self._compared = True
-        # By receiving rank: a digest of the kind of rows, and the number that each expert gets.
-        counts = torch.empty(ranks, 1 + local, dtype=torch.int32, device=tokens.device)
+        sizes = _parts(tokens.shape[0] if error is None else 0, chunks)
+        # By receiving rank: a digest of the kind of rows, and for each part the number that each
+        # expert gets.
+        counts = torch.empty(ranks, 1 + chunks * local, dtype=torch.int32, device=tokens.device)
         if error is None:
             counts[:, 0] = zlib.crc32(repr(_kind(tokens, probs)).encode()) & 0x7FFFFFFF
-            counts[:, 1:] = routing_map.sum(0).view(ranks, local)
+            for k, owners in enumerate(_split(routing_map, sizes)):
+                counts[:, 1 + k * local :][:, :local] = owners.sum(0).view(ranks, local)
         else:
             counts.fill_(-1)
         arriving = counts
@@ -230,65 +247,95 @@ class TokenDispatcher:
         both = torch.stack((counts, arriving)).tolist()  # the wait
         kind = both[0][0][0]
         if kind == -1 or any(row[0] != kind for row in both[1]):
-            self._compare(tokens, probs, error)
-        sent, received = ([row[1:] for row in rows] for rows in both)
-        arriving = arriving[:, 1:].flatten()
+            self._compare(tokens, probs, chunks, error)
+
+        def chunk(k: int, x: torch.Tensor, probs: torch.Tensor, owners: torch.Tensor) -> Chunk:
+            columns = slice(1 + k * local, 1 + (k + 1) * local)
+            sent, received = ([row[columns] for row in rows] for rows in both)
+            return lambda: self._sent(x, probs, owners, sent, received, arriving[:, columns])
+
+        each = (_split(t, sizes) for t in (tokens, probs, routing_map))
+        return [chunk(k, *parts) for k, parts in enumerate(zip(*each, strict=True))]
+
+    def _sent(
+        self,
+        tokens: torch.Tensor,
+        probs: torch.Tensor,
+        routing_map: torch.Tensor,
+        sent: list[list[int]],
+        received: list[list[int]],
+        arriving: torch.Tensor,
+    ) -> Arriving:
+        """Sends rows whose numbers, by rank and expert, the host knows; see ``begin_chunks``."""
         sizes = ([sum(row) for row in sent], [sum(row) for row in received])
         ids = make_map(routing_map, num_rows=sum(sizes[0])).row_id_map
         # Rows arrive ordered by source rank, then expert: each row has one expert here.
-        ends = arriving.cumsum(0)
+        ends = arriving.flatten().cumsum(0)
         at = torch.arange(sum(sizes[1]), device=tokens.device)
-        expert = torch.bucketize(at, ends, right=True) % local
-        owners = expert[:, None] == torch.arange(local, device=tokens.device)
+        expert = torch.bucketize(at, ends, right=True) % self.local_experts
+        owners = expert[:, None] == torch.arange(self.local_experts, device=tokens.device)
         own = [sum(column) for column in zip(*received, strict=True)]
         m_splits = [-(-count // self.align) * self.align for count in own]
         total = sum(m_splits)
-        own_ids = make_map(owners, align_size=self.align, num_rows=total).row_id_map
-        way: Way = [Permute(own_ids, total)]
-        if ranks > 1:
+        made = make_map(owners, align_size=self.align, num_rows=total)
+        way: Way = [Permute(made.row_id_map, total)]
+        if self.ranks > 1:
             way = [AllToAll(*sizes, self.group), *way]
-        rows = Send.apply(tokens, [Permute(ids, sum(sizes[0])), *way], self._cast)
+        rows = travel(tokens, [Permute(ids, sum(sizes[0])), *way], self._cast)
 
-        def combine(results: torch.Tensor) -> torch.Tensor:
-            return moe_unpermute(Return.apply(results, way, self._cast), ids, probs)
+        def combine(results: torch.Tensor) -> Arrival:
+            arrival = travel(results, way, self._cast, returns=True)
+            return lambda: moe_unpermute(arrival(), ids, probs)
 
-        return Dispatch(rows, m_splits, combine, self._compare_results)
+        counts = made.padded_tokens_per_expert
+        return lambda: Dispatch(rows(), m_splits, counts, combine, self._compare_results)
 
     def _gathered(
         self,
         tokens: torch.Tensor,
         probs: torch.Tensor,
         routing_map: torch.Tensor,
+        chunks: int,
         error: Exception | None,
-    ) -> Dispatch:
+    ) -> list[Chunk]:
         """Dispatches with "all_gather"; raises ``error`` once the other ranks have been told."""
         # On a GPU the host would wait for the other ranks' values.
         if self.ranks > 1 and not (tokens.is_cuda and (self._compared or _capturing())):
-            self._compare(tokens, probs, error)
+            self._compare(tokens, probs, chunks, error)
             self._compared = True
         if error is not None:
             raise error
         self._tokens = tokens.shape[0]
-        local = self.local_experts
-        rank = distributed.get_rank(self.group) if self.ranks > 1 else 0
-        mine = slice(rank * local, (rank + 1) * local)
+        sizes = _parts(tokens.shape[0], chunks)
         way: Way = [AllGather(self.group)] if self.ranks > 1 else []
         if self.ranks > 1:
             routing_map = all_gather_rows(routing_map.view(torch.uint8), self.group).wait()
-            probs = Send.apply(probs, way, None)
-        owners = routing_map[:, mine].contiguous()
-        own_probs = probs[:, mine].contiguous()
-        count = owners.shape[0] * self.copies + local * (self.align - 1)
+            probs = travel(probs, way, None)()
+        # Of each part the rows of all ranks.
+        shape = (self.ranks, tokens.shape[0], self.local_experts)
+        own = (_columns(self, t).view(shape) for t in (routing_map, probs))
+        parts = zip(_split(tokens, sizes), *(_split(t, sizes, 1) for t in own), strict=True)
+
+        def chunk(x: torch.Tensor, owners: torch.Tensor, probs: torch.Tensor) -> Chunk:
+            return lambda: self._sent_to_all(x, way, owners.flatten(0, 1), probs.flatten(0, 1))
+
+        return [chunk(*part) for part in parts]
+
+    def _sent_to_all(
+        self, tokens: torch.Tensor, way: Way, owners: torch.Tensor, probs: torch.Tensor
+    ) -> Arriving:
+        """Sends tokens to all ranks; ``owners`` and ``probs`` are those of all ranks' tokens."""
+        count = owners.shape[0] * self.copies + self.local_experts * (self.align - 1)
         count = -(-count // self.align) * self.align
-        made = make_map(owners, align_size=self.align, num_rows=count)
-        ids = made.row_id_map
-        rows = Send.apply(tokens, [*way, Permute(ids, count)], self._cast)
+        made = make_map(owners.contiguous(), align_size=self.align, num_rows=count)
+        rows = travel(tokens, [*way, Permute(made.row_id_map, count)], self._cast)
 
-        def combine(results: torch.Tensor) -> torch.Tensor:
-            partial = moe_unpermute(results, ids, own_probs)
-            return Return.apply(partial, way, self._cast) if way else partial
+        def combine(results: torch.Tensor) -> Arrival:
+            partial = moe_unpermute(results, made.row_id_map, probs.contiguous())
+            return travel(partial, way, self._cast, returns=True) if way else lambda: partial
 
-        return Dispatch(rows, made.padded_tokens_per_expert, combine, self._compare_results)
+        counts = made.padded_tokens_per_expert
+        return lambda: Dispatch(rows(), counts, counts, combine, self._compare_results)
 
     def _compare_results(self, results: torch.Tensor, error: Exception | None) -> None:
         """Checks that the ranks call ``combine`` alike, and raises this rank's ``error``.
@@ -321,6 +368,22 @@ def _kind(tokens: torch.Tensor, probs: torch.Tensor) -> tuple:
     )
 
 
+def _parts(tokens: int, chunks: int) -> list[int]:
+    """Returns the numbers of tokens of ``chunks`` parts, which differ by at most one."""
+    return [tokens * (i + 1) // chunks - tokens * i // chunks for i in range(chunks)]
+
+
+def _split(x: torch.Tensor, sizes: list[int], dim: int = 0) -> tuple[torch.Tensor, ...]:
+    """Returns the parts of ``x``; of one part no view, whose gradient would be copied."""
+    return x.split(sizes, dim) if len(sizes) > 1 else (x,)
+
+
+def _columns(dispatcher: TokenDispatcher, x: torch.Tensor) -> torch.Tensor:
+    """Returns the columns of ``x`` ``[tokens, num_experts]`` for this rank's experts."""
+    rank = distributed.get_rank(dispatcher.group) if dispatcher.ranks > 1 else 0
+    return x[:, rank * dispatcher.local_experts :][:, : dispatcher.local_experts].contiguous()
+
+
 def _capturing() -> bool:
     """Returns True if the current stream is in the capture of a CUDA graph."""
     return torch.cuda.is_current_stream_capturing()
@@ -337,11 +400,19 @@ class Dispatch:
             ``GroupedLinear``. A list of ints with "all_to_all", an int32 tensor with "all_gather".
     """
 
-    __slots__ = ("_combine", "_compare", "m_splits", "rows")
+    __slots__ = ("_combine", "_compare", "counts", "m_splits", "rows")
 
-    def __init__(self, rows: torch.Tensor, m_splits: Any, combine: Any, compare: Any) -> None:
+    def __init__(
+        self,
+        rows: torch.Tensor,
+        m_splits: Any,
+        counts: torch.Tensor,
+        combine: Callable[[torch.Tensor], Arrival],
+        compare: Any,
+    ) -> None:
         self.rows = rows
         self.m_splits = m_splits
+        self.counts = counts  # m_splits on the device
         self._combine = combine
         self._compare = compare
 
@@ -364,6 +435,10 @@ class Dispatch:
                 all ranks), or another rank raises ValueError. Only the dispatcher's first call with
                 gradients enabled and its first without compare the ranks.
         """
+        return self.begin_combine(results)()
+
+    def begin_combine(self, results: torch.Tensor) -> Arrival:
+        """Begins ``combine``, and returns the function that waits for its result."""
         error = None
         if results.dim() != 2 or results.shape[0] != self.rows.shape[0]:
             error = ValueError(
@@ -372,3 +447,37 @@ class Dispatch:
             )
         self._compare(results, error)
         return self._combine(results)
+
+
+Arriving = Callable[[], Dispatch]
+Chunk = Callable[[], Arriving]
+
+
+def run_in_chunks(
+    dispatcher: TokenDispatcher,
+    tokens: torch.Tensor,
+    probs: torch.Tensor,
+    routing_map: torch.Tensor,
+    chunks: int,
+    compute: Callable[[int, Dispatch], torch.Tensor],
+) -> torch.Tensor:
+    """Dispatches, computes and combines ``chunks`` parts of the tokens, which overlap; collective.
+
+    While ``compute(i, dispatch)`` computes the results of part ``i``, part ``i + 1`` is sent, and
+    the results of part ``i - 1`` return. Backward takes the same steps in reverse, because autograd
+    runs nodes in the reverse order of their making: last part first.
+    """
+    parts = dispatcher.begin_chunks(tokens, probs, routing_map, chunks)
+    arriving: Arriving = parts[0]()
+    returning: list[Arrival] = []
+    out = []
+    for i in range(chunks):
+        dispatch = arriving
+        if i + 1 < chunks:
+            arriving = parts[i + 1]()
+        dispatched = dispatch()
+        returning.append(dispatched.begin_combine(compute(i, dispatched)))
+        if i:
+            out.append(returning.pop(0)())
+    out.append(returning.pop()())
+    return torch.cat(out) if chunks > 1 else out[0]

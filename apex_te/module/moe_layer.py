@@ -11,7 +11,7 @@ import torch
 from torch import distributed
 
 from ..comm.collectives import world_size
-from ..comm.expert_parallel import EXCHANGES, TokenDispatcher
+from ..comm.expert_parallel import EXCHANGES, Dispatch, TokenDispatcher, run_in_chunks
 from ..comm.groups import check_process_group
 from ..comm.row_exchange import wire_recipe
 from ..ops._router_function import check_choice
@@ -31,6 +31,7 @@ from ._core.parallel import CompositeModule, GroupHolder
 from .grouped.experts import run_experts, run_ordered
 from .grouped.linear import GroupedLinear
 from .grouped.on_device import LARGEST
+from .grouped.parts import in_parts
 from .moe_router import MoERouter
 from .moe_shared_expert import SharedExpert
 
@@ -87,6 +88,13 @@ class MoELayer(CompositeModule):
             has all of them on this rank. New experts differ between ranks if all ranks have the
             same random state; router and shared expert are then equal.
         exchange, wire: as in ``apex_te.distributed.TokenDispatcher``, for several ranks.
+        exchange_chunks: number of parts into which each of several ranks cuts its tokens. While the
+            experts compute a part, the next one is sent to them and the results of the last one
+            return; backward does the same. FP8 weights are cast once for all parts. Outputs and the
+            gradient of tokens are bitwise those of one part with block scaling, and with delayed
+            scaling after its first step; ``"tensorwise"`` computes the scales of each part's rows.
+            Weight gradients are rounded for each part, except in ``main_grad``. Compiled code
+            exchanges all tokens at once.
         fuse_wgrad_accumulation, params_dtype, dtype, delay_wgrad_compute, name, device: as in
             ``Linear``, for experts and shared expert. ``main_grad`` of the experts' weights is
             ``[experts, out, in]``. The router's weight gets ``.grad``.
@@ -151,6 +159,7 @@ class MoELayer(CompositeModule):
         expert_group: Any = None,
         exchange: str = "all_to_all",
         wire: BlockScaling | str | None = None,
+        exchange_chunks: int = 1,
         fuse_wgrad_accumulation: bool = False,
         params_dtype: torch.dtype | None = None,
         delay_wgrad_compute: bool = False,
@@ -161,7 +170,7 @@ class MoELayer(CompositeModule):
         wanted = params_dtype_of(_NAME, params_dtype, dtype)
         sizes = {
             "hidden_size": hidden_size, "ffn_hidden_size": ffn_hidden_size,
-            "num_experts": num_experts, "top_k": top_k,
+            "num_experts": num_experts, "top_k": top_k, "exchange_chunks": exchange_chunks,
         }  # fmt: skip
         if shared_expert_ffn_hidden_size is not None:
             sizes["shared_expert_ffn_hidden_size"] = shared_expert_ffn_hidden_size
@@ -213,6 +222,7 @@ class MoELayer(CompositeModule):
         self.activation = activation
         self.sequence_aux_loss = sequence_aux_loss
         self.exchange, self.wire = exchange, wire_recipe(_NAME, wire)
+        self.exchange_chunks = exchange_chunks
         self.expert_group = expert_group
         self.expert_ranks = 1 if expert_group is None else world_size(expert_group)
         self._function = activation_of(_NAME, activation, activation_params)
@@ -421,10 +431,18 @@ class MoELayer(CompositeModule):
     ) -> torch.Tensor:
         """Sends tokens to the ranks of their experts, and the results back."""
         probs = cast_to(routing.probs, torch.float32)
-        dispatch = self._dispatch_with().dispatch(x, probs, routing.routing_map)
-        rows, splits = dispatch.rows, dispatch.m_splits
-        out = run_ordered(self.fc1, self.fc2, rows, splits, self._function, is_first_microbatch)
-        return dispatch.combine(out)
+        chunks = 1 if torch.compiler.is_compiling() else self.exchange_chunks
+        layers = (self.fc1, self.fc2)
+        with in_parts(layers, chunks, is_first_microbatch) as begin:
+
+            def compute(part: int, dispatch: Dispatch) -> torch.Tensor:
+                # The host would wait for the device to copy sizes from a list.
+                rows, splits = dispatch.rows, dispatch.counts
+                return run_ordered(*layers, rows, splits, self._function, begin(part))
+
+            return run_in_chunks(
+                self._dispatch_with(), x, probs, routing.routing_map, chunks, compute
+            )
 
     def _dispatch_with(self) -> TokenDispatcher:
         """Returns the dispatcher of several ranks; its rows need no padding."""

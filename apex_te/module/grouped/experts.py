@@ -251,7 +251,8 @@ def _groups_call(layer: Any, fc2: Any, is_first_microbatch: bool | None) -> Grou
     if quantizers.high_precision_wgrad or not quantizers.grad_output.produces(fc2.in_features):
         return None
     cached = cached_weights(layer._modes, weights, quantizers, call.fill)
-    return GroupsCall(quantizers, cached, call.options[0], call.dtype)
+    shared = on_device.shared_casts(layer)
+    return GroupsCall(quantizers, cached, call.options[0], call.dtype, shared)
 
 
 class ExpertsFunction(OpFunction):
