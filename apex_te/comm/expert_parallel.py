@@ -5,8 +5,9 @@ Tokens are sent to the ranks of their experts, and the experts' results are sent
 
 from __future__ import annotations
 
+import itertools
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from ..recipe import BlockScaling
 from ..runtime.named_arguments import named_arguments
 from .agreement import check_same
 from .collectives import all_gather_rows, world_size
+from .exchange_parts import Arriving, Chunk, Join, joined, order_by_part, sizes_of_parts, split_rows
 from .groups import check_process_group
 from .row_exchange import AllGather, AllToAll, Arrival, Permute, Way, travel, wire_recipe
 
@@ -156,16 +158,22 @@ class TokenDispatcher:
                 all ranks); or another rank raises one of the errors above. With "all_gather" on
                 GPUs only the first call checks this, because the check makes the host wait.
         """
-        (begin,) = self.begin_chunks(tokens, probs, routing_map, 1)
+        ((begin,), _) = self.begin_chunks(tokens, probs, routing_map, 1)
         return begin()()
 
     def begin_chunks(
         self, tokens: torch.Tensor, probs: torch.Tensor, routing_map: torch.Tensor, chunks: int
-    ) -> list[Chunk]:
-        """Returns for each of ``chunks`` parts of the tokens a function that sends it; collective.
+    ) -> tuple[list[Chunk], Join]:
+        """Cuts what ``dispatch`` sends into parts; collective.
 
-        That returns a function which waits for the ``Dispatch``. The host waits as often as for one
-        part. Every rank must call these functions, and those that return results, in one order.
+        "all_to_all" cuts the experts of each rank, so that every expert has its rows in one part,
+        "all_gather" the tokens. The host waits as often as for one part.
+
+        Returns:
+            chunks: for each part a function that sends it, and returns a function which waits for
+                the ``Dispatch``. Every rank must call all of these, and those of
+                ``begin_combine``, in one order.
+            join: function from what the parts' ``begin_combine`` return to the sums of all tokens.
         """
         error = self._refusal(tokens, probs, routing_map)
         if error is not None and self.ranks == 1:
@@ -224,20 +232,17 @@ class TokenDispatcher:
         routing_map: torch.Tensor,
         chunks: int,
         error: Exception | None,
-    ) -> list[Chunk]:
+    ) -> tuple[list[Chunk], Join]:
         """Dispatches with "all_to_all"; raises ``error`` once the other ranks have been told."""
         ranks, local = self.ranks, self.local_experts
         if ranks > 1 and not self._compared:  # the counts would not fit together
             self._compare(tokens, probs, chunks, error)
             self._compared = True
-        sizes = _parts(tokens.shape[0] if error is None else 0, chunks)
-        # By receiving rank: a digest of the kind of rows, and for each part the number that each
-        # expert gets.
-        counts = torch.empty(ranks, 1 + chunks * local, dtype=torch.int32, device=tokens.device)
+        # By receiving rank: a digest of the kind of rows, and the number that each expert gets.
+        counts = torch.empty(ranks, 1 + local, dtype=torch.int32, device=tokens.device)
         if error is None:
             counts[:, 0] = zlib.crc32(repr(_kind(tokens, probs)).encode()) & 0x7FFFFFFF
-            for k, owners in enumerate(_split(routing_map, sizes)):
-                counts[:, 1 + k * local :][:, :local] = owners.sum(0).view(ranks, local)
+            counts[:, 1:] = routing_map.sum(0).view(ranks, local)
         else:
             counts.fill_(-1)
         arriving = counts
@@ -248,47 +253,59 @@ class TokenDispatcher:
         kind = both[0][0][0]
         if kind == -1 or any(row[0] != kind for row in both[1]):
             self._compare(tokens, probs, chunks, error)
+        sent, received = ([row[1:] for row in rows] for rows in both)
+        sizes = sizes_of_parts(local, chunks)
+        ends = list(itertools.accumulate(sizes))
+        parts = [slice(end - size, end) for end, size in zip(ends, sizes, strict=True)]
+        rows = [sum(sum(row[part]) for row in sent) for part in parts]
+        ids = make_map(routing_map, num_rows=sum(rows)).row_id_map
+        pack: Way = [Permute(ids, sum(rows))]
+        each: Sequence[torch.Tensor] = (tokens,)
+        if chunks > 1:
+            order_by_part(ids, counts[:, 1:], sizes)
+            each, pack = travel(tokens, pack, None)().split(rows), []
 
-        def chunk(k: int, x: torch.Tensor, probs: torch.Tensor, owners: torch.Tensor) -> Chunk:
-            columns = slice(1 + k * local, 1 + (k + 1) * local)
-            sent, received = ([row[columns] for row in rows] for rows in both)
-            return lambda: self._sent(x, probs, owners, sent, received, arriving[:, columns])
+        def join(returned: list[torch.Tensor]) -> torch.Tensor:
+            return moe_unpermute(joined(returned), ids, probs)
 
-        each = (_split(t, sizes) for t in (tokens, probs, routing_map))
-        return [chunk(k, *parts) for k, parts in enumerate(zip(*each, strict=True))]
+        def chunk(x: torch.Tensor, part: slice) -> Chunk:
+            out, back = ([row[part] for row in rows] for rows in (sent, received))
+            return lambda: self._sent(x, pack, part, out, back, arriving[:, 1:][:, part], join)
+
+        return [chunk(*given) for given in zip(each, parts, strict=True)], join
 
     def _sent(
         self,
-        tokens: torch.Tensor,
-        probs: torch.Tensor,
-        routing_map: torch.Tensor,
+        x: torch.Tensor,
+        pack: Way,
+        part: slice,
         sent: list[list[int]],
         received: list[list[int]],
         arriving: torch.Tensor,
+        join: Join,
     ) -> Arriving:
-        """Sends rows whose numbers, by rank and expert, the host knows; see ``begin_chunks``."""
+        """Sends rows for the experts ``part`` of each rank; the host knows their numbers."""
         sizes = ([sum(row) for row in sent], [sum(row) for row in received])
-        ids = make_map(routing_map, num_rows=sum(sizes[0])).row_id_map
         # Rows arrive ordered by source rank, then expert: each row has one expert here.
         ends = arriving.flatten().cumsum(0)
-        at = torch.arange(sum(sizes[1]), device=tokens.device)
-        expert = torch.bucketize(at, ends, right=True) % self.local_experts
-        owners = expert[:, None] == torch.arange(self.local_experts, device=tokens.device)
+        at = torch.arange(sum(sizes[1]), device=x.device)
+        expert = torch.bucketize(at, ends, right=True) % arriving.shape[1] + part.start
+        owners = expert[:, None] == torch.arange(self.local_experts, device=x.device)
+        m_splits = [0] * self.local_experts
         own = [sum(column) for column in zip(*received, strict=True)]
-        m_splits = [-(-count // self.align) * self.align for count in own]
+        m_splits[part] = [-(-count // self.align) * self.align for count in own]
         total = sum(m_splits)
         made = make_map(owners, align_size=self.align, num_rows=total)
         way: Way = [Permute(made.row_id_map, total)]
         if self.ranks > 1:
             way = [AllToAll(*sizes, self.group), *way]
-        rows = travel(tokens, [Permute(ids, sum(sizes[0])), *way], self._cast)
+        rows = travel(x, [*pack, *way], self._cast)
 
         def combine(results: torch.Tensor) -> Arrival:
-            arrival = travel(results, way, self._cast, returns=True)
-            return lambda: moe_unpermute(arrival(), ids, probs)
+            return travel(results, way, self._cast, returns=True)
 
         counts = made.padded_tokens_per_expert
-        return lambda: Dispatch(rows(), m_splits, counts, combine, self._compare_results)
+        return lambda: Dispatch(rows(), m_splits, counts, combine, join, self._compare_results)
 
     def _gathered(
         self,
@@ -297,7 +314,7 @@ class TokenDispatcher:
         routing_map: torch.Tensor,
         chunks: int,
         error: Exception | None,
-    ) -> list[Chunk]:
+    ) -> tuple[list[Chunk], Join]:
         """Dispatches with "all_gather"; raises ``error`` once the other ranks have been told."""
         # On a GPU the host would wait for the other ranks' values.
         if self.ranks > 1 and not (tokens.is_cuda and (self._compared or _capturing())):
@@ -306,7 +323,7 @@ class TokenDispatcher:
         if error is not None:
             raise error
         self._tokens = tokens.shape[0]
-        sizes = _parts(tokens.shape[0], chunks)
+        sizes = sizes_of_parts(tokens.shape[0], chunks)
         way: Way = [AllGather(self.group)] if self.ranks > 1 else []
         if self.ranks > 1:
             routing_map = all_gather_rows(routing_map.view(torch.uint8), self.group).wait()
@@ -314,12 +331,12 @@ class TokenDispatcher:
         # Of each part the rows of all ranks.
         shape = (self.ranks, tokens.shape[0], self.local_experts)
         own = (_columns(self, t).view(shape) for t in (routing_map, probs))
-        parts = zip(_split(tokens, sizes), *(_split(t, sizes, 1) for t in own), strict=True)
+        each = split_rows(tokens, sizes, 0), *(split_rows(t, sizes, 1) for t in own)
 
         def chunk(x: torch.Tensor, owners: torch.Tensor, probs: torch.Tensor) -> Chunk:
             return lambda: self._sent_to_all(x, way, owners.flatten(0, 1), probs.flatten(0, 1))
 
-        return [chunk(*part) for part in parts]
+        return [chunk(*given) for given in zip(*each, strict=True)], joined
 
     def _sent_to_all(
         self, tokens: torch.Tensor, way: Way, owners: torch.Tensor, probs: torch.Tensor
@@ -335,7 +352,7 @@ class TokenDispatcher:
             return travel(partial, way, self._cast, returns=True) if way else lambda: partial
 
         counts = made.padded_tokens_per_expert
-        return lambda: Dispatch(rows(), counts, counts, combine, self._compare_results)
+        return lambda: Dispatch(rows(), counts, counts, combine, joined, self._compare_results)
 
     def _compare_results(self, results: torch.Tensor, error: Exception | None) -> None:
         """Checks that the ranks call ``combine`` alike, and raises this rank's ``error``.
@@ -368,16 +385,6 @@ def _kind(tokens: torch.Tensor, probs: torch.Tensor) -> tuple:
     )
 
 
-def _parts(tokens: int, chunks: int) -> list[int]:
-    """Returns the numbers of tokens of ``chunks`` parts, which differ by at most one."""
-    return [tokens * (i + 1) // chunks - tokens * i // chunks for i in range(chunks)]
-
-
-def _split(x: torch.Tensor, sizes: list[int], dim: int = 0) -> tuple[torch.Tensor, ...]:
-    """Returns the parts of ``x``; of one part no view, whose gradient would be copied."""
-    return x.split(sizes, dim) if len(sizes) > 1 else (x,)
-
-
 def _columns(dispatcher: TokenDispatcher, x: torch.Tensor) -> torch.Tensor:
     """Returns the columns of ``x`` ``[tokens, num_experts]`` for this rank's experts."""
     rank = distributed.get_rank(dispatcher.group) if dispatcher.ranks > 1 else 0
@@ -400,7 +407,7 @@ class Dispatch:
             ``GroupedLinear``. A list of ints with "all_to_all", an int32 tensor with "all_gather".
     """
 
-    __slots__ = ("_combine", "_compare", "counts", "m_splits", "rows")
+    __slots__ = ("_combine", "_compare", "_join", "counts", "m_splits", "rows")
 
     def __init__(
         self,
@@ -408,12 +415,14 @@ class Dispatch:
         m_splits: Any,
         counts: torch.Tensor,
         combine: Callable[[torch.Tensor], Arrival],
+        join: Join,
         compare: Any,
     ) -> None:
         self.rows = rows
         self.m_splits = m_splits
         self.counts = counts  # m_splits on the device
         self._combine = combine
+        self._join = join
         self._compare = compare
 
     def combine(self, results: torch.Tensor) -> torch.Tensor:
@@ -435,10 +444,10 @@ class Dispatch:
                 all ranks), or another rank raises ValueError. Only the dispatcher's first call with
                 gradients enabled and its first without compare the ranks.
         """
-        return self.begin_combine(results)()
+        return self._join([self.begin_combine(results)()])
 
     def begin_combine(self, results: torch.Tensor) -> Arrival:
-        """Begins ``combine``, and returns the function that waits for its result."""
+        """Begins to send results back, and returns a function that waits for them."""
         error = None
         if results.dim() != 2 or results.shape[0] != self.rows.shape[0]:
             error = ValueError(
@@ -447,37 +456,3 @@ class Dispatch:
             )
         self._compare(results, error)
         return self._combine(results)
-
-
-Arriving = Callable[[], Dispatch]
-Chunk = Callable[[], Arriving]
-
-
-def run_in_chunks(
-    dispatcher: TokenDispatcher,
-    tokens: torch.Tensor,
-    probs: torch.Tensor,
-    routing_map: torch.Tensor,
-    chunks: int,
-    compute: Callable[[int, Dispatch], torch.Tensor],
-) -> torch.Tensor:
-    """Dispatches, computes and combines ``chunks`` parts of the tokens, which overlap; collective.
-
-    While ``compute(i, dispatch)`` computes the results of part ``i``, part ``i + 1`` is sent, and
-    the results of part ``i - 1`` return. Backward takes the same steps in reverse, because autograd
-    runs nodes in the reverse order of their making: last part first.
-    """
-    parts = dispatcher.begin_chunks(tokens, probs, routing_map, chunks)
-    arriving: Arriving = parts[0]()
-    returning: list[Arrival] = []
-    out = []
-    for i in range(chunks):
-        dispatch = arriving
-        if i + 1 < chunks:
-            arriving = parts[i + 1]()
-        dispatched = dispatch()
-        returning.append(dispatched.begin_combine(compute(i, dispatched)))
-        if i:
-            out.append(returning.pop(0)())
-    out.append(returning.pop()())
-    return torch.cat(out) if chunks > 1 else out[0]

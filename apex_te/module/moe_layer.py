@@ -11,7 +11,8 @@ import torch
 from torch import distributed
 
 from ..comm.collectives import world_size
-from ..comm.expert_parallel import EXCHANGES, Dispatch, TokenDispatcher, run_in_chunks
+from ..comm.exchange_parts import run_in_chunks
+from ..comm.expert_parallel import EXCHANGES, Dispatch, TokenDispatcher
 from ..comm.groups import check_process_group
 from ..comm.row_exchange import wire_recipe
 from ..ops._router_function import check_choice
@@ -88,13 +89,12 @@ class MoELayer(CompositeModule):
             has all of them on this rank. New experts differ between ranks if all ranks have the
             same random state; router and shared expert are then equal.
         exchange, wire: as in ``apex_te.distributed.TokenDispatcher``, for several ranks.
-        exchange_chunks: number of parts into which each of several ranks cuts its tokens. While the
-            experts compute a part, the next one is sent to them and the results of the last one
-            return; backward does the same. FP8 weights are cast once for all parts. Outputs and the
-            gradient of tokens are bitwise those of one part with block scaling, and with delayed
-            scaling after its first step; ``"tensorwise"`` computes the scales of each part's rows.
-            Weight gradients are rounded for each part, except in ``main_grad``. Compiled code
-            exchanges all tokens at once.
+        exchange_chunks: number of parts of an exchange between several ranks. While the experts
+            compute one part, the next is sent to them and the results of the last one return;
+            backward does the same. "all_to_all" cuts the experts of a rank into parts, which leaves
+            all bits as they are. "all_gather" cuts the tokens: then ``"tensorwise"`` computes
+            scales of each part's rows, and weight gradients are rounded for each part, except in
+            ``main_grad``. Compiled code exchanges all at once.
         fuse_wgrad_accumulation, params_dtype, dtype, delay_wgrad_compute, name, device: as in
             ``Linear``, for experts and shared expert. ``main_grad`` of the experts' weights is
             ``[experts, out, in]``. The router's weight gets ``.grad``.
@@ -228,6 +228,11 @@ class MoELayer(CompositeModule):
         self._function = activation_of(_NAME, activation, activation_params)
         self._dispatcher: TokenDispatcher | None = None
         local = num_experts if self.expert_ranks == 1 else self._dispatch_with().local_experts
+        if self.expert_ranks > 1 and exchange == "all_to_all" and exchange_chunks > local:
+            raise ValueError(
+                f"{_NAME}: exchange_chunks must be at most the {local} experts of a rank with "
+                f"exchange 'all_to_all', got {exchange_chunks}"
+            )
         inits = (init_method, output_layer_init_method)
         self.router = MoERouter(
             hidden_size,
