@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
+from ..ops.binding import once_differentiable
 from .row_exchange import Arrival
 
 # What ``TokenDispatcher.begin_chunks`` returns; the first gives a ``Dispatch``.
@@ -55,9 +56,73 @@ def split_rows(x: torch.Tensor, sizes: list[int], dim: int = 0) -> tuple[torch.T
     return x.split(sizes, dim) if len(sizes) > 1 else (x,)
 
 
-def joined(parts: list[torch.Tensor]) -> torch.Tensor:
-    """Returns the rows of all parts."""
-    return torch.cat(parts) if len(parts) > 1 else parts[0]
+class Places:
+    """Slices of one matrix, in which parts of rows arrive, so that joining them copies nothing.
+
+    Each round, in which every part is asked for once, has a matrix of its own.
+    """
+
+    def __init__(self, sizes: list[int]) -> None:
+        self._sizes = sizes
+        self._free: dict[int, torch.Tensor] = {}
+
+    def of(self, part: int) -> Callable[[torch.Tensor], torch.Tensor]:
+        """Returns the function from rows to the memory for part ``part`` of rows like these."""
+
+        def place(like: torch.Tensor) -> torch.Tensor:
+            if part not in self._free:
+                whole = like.new_empty((sum(self._sizes), *like.shape[1:]))
+                self._free = dict(enumerate(whole.split(self._sizes)))
+            return self._free.pop(part)
+
+        return place
+
+
+def joined(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Returns the rows of all parts, without a copy if they lie one after the other."""
+    first = parts[0]
+    storage, end = first.untyped_storage(), first.storage_offset()
+    for part in parts:
+        same = part.untyped_storage().data_ptr() == storage.data_ptr() and part.is_contiguous()
+        if not same or part.storage_offset() != end:
+            return torch.cat(tuple(parts))
+        end += part.numel()
+    shape = (sum(len(part) for part in parts), *first.shape[1:])
+    # Not a view, which autograd would tie to its base.
+    return first.new_empty(0).set_(storage, first.storage_offset(), shape, first.stride())
+
+
+class JoinedRows(torch.autograd.Function):
+    """Differentiable ``joined``."""
+
+    @staticmethod
+    def forward(ctx: Any, *parts: torch.Tensor) -> torch.Tensor:
+        ctx.sizes = [len(part) for part in parts]
+        return joined(parts)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple:
+        return grad.contiguous().split(ctx.sizes)
+
+
+class DividedRows(torch.autograd.Function):
+    """Returns consecutive parts of rows, whose gradients are ``joined``."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, sizes: list[int]) -> tuple[torch.Tensor, ...]:
+        return x.split(sizes)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple:
+        return joined(grads), None
+
+
+def join_rows(parts: list[torch.Tensor]) -> torch.Tensor:
+    """Returns the rows of all parts; differentiable."""
+    rows: torch.Tensor = JoinedRows.apply(*parts) if len(parts) > 1 else parts[0]
+    return rows
 
 
 def order_by_part(row_id_map: torch.Tensor, counts: torch.Tensor, sizes: list[int]) -> None:

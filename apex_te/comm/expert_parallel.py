@@ -19,7 +19,17 @@ from ..recipe import BlockScaling
 from ..runtime.named_arguments import named_arguments
 from .agreement import check_same
 from .collectives import all_gather_rows, world_size
-from .exchange_parts import Arriving, Chunk, Join, joined, order_by_part, sizes_of_parts, split_rows
+from .exchange_parts import (
+    Arriving,
+    Chunk,
+    DividedRows,
+    Join,
+    Places,
+    join_rows,
+    order_by_part,
+    sizes_of_parts,
+    split_rows,
+)
 from .groups import check_process_group
 from .row_exchange import AllGather, AllToAll, Arrival, Permute, Way, travel, wire_recipe
 
@@ -263,28 +273,31 @@ class TokenDispatcher:
         each: Sequence[torch.Tensor] = (tokens,)
         if chunks > 1:
             order_by_part(ids, counts[:, 1:], sizes)
-            each, pack = travel(tokens, pack, None)().split(rows), []
+            each, pack = DividedRows.apply(travel(tokens, pack, None)(), rows), []
+        places = Places(rows), Places(rows)  # of gradients, and of results
 
         def join(returned: list[torch.Tensor]) -> torch.Tensor:
-            return moe_unpermute(joined(returned), ids, probs)
+            return moe_unpermute(join_rows(returned), ids, probs)
 
-        def chunk(x: torch.Tensor, part: slice) -> Chunk:
-            out, back = ([row[part] for row in rows] for rows in (sent, received))
-            return lambda: self._sent(x, pack, part, out, back, arriving[:, 1:][:, part], join)
+        def chunk(k: int, x: torch.Tensor, part: slice) -> Chunk:
+            numbers = [row[part] for row in sent], [row[part] for row in received]
+            own = [place.of(k) if chunks > 1 else None for place in places]
+            return lambda: self._sent(x, pack, part, numbers, arriving[:, 1:][:, part], own, join)
 
-        return [chunk(*given) for given in zip(each, parts, strict=True)], join
+        return [chunk(k, each[k], part) for k, part in enumerate(parts)], join
 
     def _sent(
         self,
         x: torch.Tensor,
         pack: Way,
         part: slice,
-        sent: list[list[int]],
-        received: list[list[int]],
+        numbers: tuple[list[list[int]], list[list[int]]],
         arriving: torch.Tensor,
+        places: list[Any],
         join: Join,
     ) -> Arriving:
         """Sends rows for the experts ``part`` of each rank; the host knows their numbers."""
+        sent, received = numbers
         sizes = ([sum(row) for row in sent], [sum(row) for row in received])
         # Rows arrive ordered by source rank, then expert: each row has one expert here.
         ends = arriving.flatten().cumsum(0)
@@ -296,13 +309,13 @@ class TokenDispatcher:
         m_splits[part] = [-(-count // self.align) * self.align for count in own]
         total = sum(m_splits)
         made = make_map(owners, align_size=self.align, num_rows=total)
-        way: Way = [Permute(made.row_id_map, total)]
+        ways: list[Way] = [[Permute(made.row_id_map, total)]] * 2
         if self.ranks > 1:
-            way = [AllToAll(*sizes, self.group), *way]
-        rows = travel(x, [*pack, *way], self._cast)
+            ways = [[AllToAll(*sizes, self.group, place), *ways[0]] for place in places]
+        rows = travel(x, [*pack, *ways[0]], self._cast)
 
         def combine(results: torch.Tensor) -> Arrival:
-            return travel(results, way, self._cast, returns=True)
+            return travel(results, ways[1], self._cast, returns=True)
 
         counts = made.padded_tokens_per_expert
         return lambda: Dispatch(rows(), m_splits, counts, combine, join, self._compare_results)
@@ -336,7 +349,7 @@ class TokenDispatcher:
         def chunk(x: torch.Tensor, owners: torch.Tensor, probs: torch.Tensor) -> Chunk:
             return lambda: self._sent_to_all(x, way, owners.flatten(0, 1), probs.flatten(0, 1))
 
-        return [chunk(*given) for given in zip(*each, strict=True)], joined
+        return [chunk(*given) for given in zip(*each, strict=True)], join_rows
 
     def _sent_to_all(
         self, tokens: torch.Tensor, way: Way, owners: torch.Tensor, probs: torch.Tensor
@@ -352,7 +365,7 @@ class TokenDispatcher:
             return travel(partial, way, self._cast, returns=True) if way else lambda: partial
 
         counts = made.padded_tokens_per_expert
-        return lambda: Dispatch(rows(), counts, counts, combine, joined, self._compare_results)
+        return lambda: Dispatch(rows(), counts, counts, combine, join_rows, self._compare_results)
 
     def _compare_results(self, results: torch.Tensor, error: Exception | None) -> None:
         """Checks that the ranks call ``combine`` alike, and raises this rank's ``error``.

@@ -39,11 +39,15 @@ class Permute(NamedTuple):
 
 
 class AllToAll(NamedTuple):
-    """Step that sends ``sent[r]`` rows to each rank r, and receives ``received[r]``."""
+    """Step that sends ``sent[r]`` rows to each rank r, and receives ``received[r]``.
+
+    ``place`` returns the memory for rows that come ``back``; None stands for new memory.
+    """
 
     sent: list[int]
     received: list[int]
     group: Any
+    place: Callable[[torch.Tensor], torch.Tensor] | None = None
 
     def there(self, x: torch.Tensor) -> Pending:
         """Begins to receive rows, ordered by sending rank."""
@@ -51,7 +55,8 @@ class AllToAll(NamedTuple):
 
     def back(self, x: torch.Tensor) -> Pending:
         """Begins to get back the rows that this rank had sent."""
-        return all_to_all_rows(x, self.received, self.sent, self.group)
+        out = None if self.place is None else self.place(x)
+        return all_to_all_rows(x, self.received, self.sent, self.group, out)
 
 
 class AllGather(NamedTuple):

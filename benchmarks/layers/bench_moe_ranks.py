@@ -51,7 +51,7 @@ class Sizes(NamedTuple):
 
 
 DEEPSEEK = Sizes(4096, 8, 7168, 2048, 32, 5, 7)
-TINY = Sizes(24, 2, 128, 32, 2, 1, 2)
+TINY = Sizes(24, 2, 128, 32, 4, 1, 2)
 
 
 def layer_of(sizes: Sizes, device: torch.device, wire: str | None) -> apex_te.MoELayer:
@@ -130,12 +130,17 @@ def counted() -> Iterator[dict[str, int]]:
 
         return call
 
-    def counting(x: torch.Tensor, sent: list[int], received: list[int], group: Any) -> Any:
+    def counting(
+        x: torch.Tensor, sent: list[int], received: list[int], group: Any, *out: Any
+    ) -> Any:
         rows = x.shape[0] - sent[distributed.get_rank(group)]
         counts[kind] = counts.get(kind, 0) + rows * x.shape[1] * x.element_size()
-        return send(x, sent, received, group)
+        return send(x, sent, received, group, *out)
 
-    calls = {"begin": named("begin", ""), "begin_gradient": named("begin_gradient", "'s gradient")}
+    calls: dict[str, Any] = {
+        "begin": named("begin", ""),
+        "begin_gradient": named("begin_gradient", "'s gradient"),
+    }
     with (
         mock.patch.multiple(row_exchange.Travel, **calls),
         mock.patch.object(row_exchange, "all_to_all_rows", counting),
@@ -144,7 +149,7 @@ def counted() -> Iterator[dict[str, int]]:
 
 
 def copies_instead(
-    x: torch.Tensor, sent: list[int], received: list[int], group: Any
+    x: torch.Tensor, sent: list[int], received: list[int], group: Any, out: Any = None
 ) -> collectives.Pending:
     """Stand-in for ``all_to_all_rows`` that copies rows on the device."""
     out = x.new_empty((sum(received), *x.shape[1:]))

@@ -14,6 +14,7 @@ from torch import distributed
 
 import apex_te
 from apex_te import flush_fp8_state, fp8_autocast
+from apex_te.comm.exchange_parts import Places, joined
 from apex_te.comm.row_exchange import Travel
 from apex_te.fp8.scheme.base import GroupQuantizer
 from apex_te.fp8.scheme.block import BlockGroupQuantizer
@@ -238,6 +239,25 @@ def test_weights_are_cast_once(each_two, exchange, recipe):
     """Two weights, each in two layouts; without microbatches no copy outlives its use."""
     wanted = {None: ((2, 0), (4, 0)), True: ((4, 4), (4, 4)), False: ((0, 0), (0, 0))}
     assert each_two.run(casts, exchange, recipe) == [wanted] * 2
+
+
+def test_joined_parts():
+    """Parts that lie one after the other are joined as they lie, others are copied."""
+    places = Places([2, 0, 3])
+    rounds = []
+    for _ in range(2):
+        parts = [places.of(part)(torch.empty(9, 4)) for part in (2, 0, 1)]
+        for value, part in enumerate(parts):
+            part.fill_(value)
+        rounds.append([parts[1], parts[2], parts[0]])
+    assert [len(part) for part in rounds[0]] == [2, 0, 3]
+    for parts in rounds:
+        whole = joined(parts)
+        assert torch.equal(whole, torch.cat(parts))
+        assert whole.data_ptr() == parts[0].data_ptr()
+    assert rounds[0][0].data_ptr() != rounds[1][0].data_ptr()
+    for parts in (rounds[0][::-1], [rounds[0][0], rounds[1][2]]):
+        assert torch.equal(joined(parts), torch.cat(parts))
 
 
 def refused(rank):
