@@ -124,17 +124,23 @@ def reduce_scatter_rows(x: torch.Tensor, group: Any, out: torch.Tensor | None = 
 
 
 def all_to_all_rows(
-    x: torch.Tensor, sent: Sequence[int], received: Sequence[int], group: Any
+    x: torch.Tensor,
+    sent: Sequence[int],
+    received: Sequence[int],
+    group: Any,
+    out: torch.Tensor | None = None,
 ) -> Pending:
     """Begins to send ``sent[r]`` rows to each rank ``r``, and to receive ``received[r]`` rows.
 
-    The rows of ``x`` are ordered by receiving rank, those of the result by sending rank.
+    The rows of ``x`` are ordered by receiving rank, those of the result by sending rank. ``out``,
+    contiguous, is the result if it is given; a graph of ``torch.compile`` ignores it.
     """
     x = x.contiguous()
     if torch.compiler.is_compiling():
         sizes = (list(received), list(sent))
         return _Traced(_traced.all_to_all_single(_plain(x), *sizes, _name(group)), x.dtype)
-    out = x.new_empty((sum(received), *x.shape[1:]))
+    if out is None:
+        out = x.new_empty((sum(received), *x.shape[1:]))
     work = distributed.all_to_all_single(
         _plain(out), _plain(x), list(received), list(sent), group=group, async_op=True
     )

@@ -5,7 +5,9 @@ Tokens are sent to the ranks of their experts, and the experts' results are sent
 
 from __future__ import annotations
 
+import itertools
 import zlib
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -17,8 +19,19 @@ from ..recipe import BlockScaling
 from ..runtime.named_arguments import named_arguments
 from .agreement import check_same
 from .collectives import all_gather_rows, world_size
+from .exchange_parts import (
+    Arriving,
+    Chunk,
+    DividedRows,
+    Join,
+    Places,
+    join_rows,
+    order_by_part,
+    sizes_of_parts,
+    split_rows,
+)
 from .groups import check_process_group
-from .row_exchange import AllGather, AllToAll, Permute, Return, Send, Way, wire_recipe
+from .row_exchange import AllGather, AllToAll, Arrival, Permute, Way, travel, wire_recipe
 
 EXCHANGES = ("all_to_all", "all_gather")
 # Names of the values that `_kind` returns.
@@ -155,12 +168,28 @@ class TokenDispatcher:
                 all ranks); or another rank raises one of the errors above. With "all_gather" on
                 GPUs only the first call checks this, because the check makes the host wait.
         """
+        ((begin,), _) = self.begin_chunks(tokens, probs, routing_map, 1)
+        return begin()()
+
+    def begin_chunks(
+        self, tokens: torch.Tensor, probs: torch.Tensor, routing_map: torch.Tensor, chunks: int
+    ) -> tuple[list[Chunk], Join]:
+        """Cuts what ``dispatch`` sends into parts; collective.
+
+        "all_to_all" cuts the experts of each rank, so that every expert has its rows in one part,
+        "all_gather" the tokens. The host waits as often as for one part.
+
+        Returns:
+            chunks: for each part a function that sends it, and returns a function which waits for
+                the ``Dispatch``. Every rank must call all of these, and those of
+                ``begin_combine``, in one order.
+            join: function from what the parts' ``begin_combine`` return to the sums of all tokens.
+        """
         error = self._refusal(tokens, probs, routing_map)
         if error is not None and self.ranks == 1:
             raise error
-        if self.exchange == "all_gather":
-            return self._gathered(tokens, probs, routing_map, error)
-        return self._exchanged(tokens, probs, routing_map, error)
+        run = self._gathered if self.exchange == "all_gather" else self._exchanged
+        return run(tokens, probs, routing_map, chunks, error)
 
     def _refusal(
         self, tokens: torch.Tensor, probs: torch.Tensor, routing_map: torch.Tensor
@@ -193,13 +222,15 @@ class TokenDispatcher:
             )
         return None
 
-    def _compare(self, tokens: torch.Tensor, probs: torch.Tensor, error: Exception | None) -> None:
+    def _compare(
+        self, tokens: torch.Tensor, probs: torch.Tensor, chunks: int, error: Exception | None
+    ) -> None:
         """Checks that the ranks call ``dispatch`` alike; collective, and the host waits."""
         values: dict[str, object] = {}
         if error is None:
             named = zip(_COMPARED, _kind(tokens, probs), strict=True)
             options = {name: getattr(self, name) for name in ("num_experts", "exchange", "wire")}
-            values = {**options, **dict(named)}
+            values = {**options, "exchange_chunks": chunks, **dict(named)}
             if self.exchange == "all_gather":
                 values["number of tokens"] = tokens.shape[0]
         check_same("TokenDispatcher", "group", self.group, values, tokens.device, error)
@@ -209,12 +240,13 @@ class TokenDispatcher:
         tokens: torch.Tensor,
         probs: torch.Tensor,
         routing_map: torch.Tensor,
+        chunks: int,
         error: Exception | None,
-    ) -> Dispatch:
+    ) -> tuple[list[Chunk], Join]:
         """Dispatches with "all_to_all"; raises ``error`` once the other ranks have been told."""
         ranks, local = self.ranks, self.local_experts
         if ranks > 1 and not self._compared:  # the counts would not fit together
-            self._compare(tokens, probs, error)
+            self._compare(tokens, probs, chunks, error)
             self._compared = True
         # By receiving rank: a digest of the kind of rows, and the number that each expert gets.
         counts = torch.empty(ranks, 1 + local, dtype=torch.int32, device=tokens.device)
@@ -230,65 +262,110 @@ class TokenDispatcher:
         both = torch.stack((counts, arriving)).tolist()  # the wait
         kind = both[0][0][0]
         if kind == -1 or any(row[0] != kind for row in both[1]):
-            self._compare(tokens, probs, error)
+            self._compare(tokens, probs, chunks, error)
         sent, received = ([row[1:] for row in rows] for rows in both)
-        arriving = arriving[:, 1:].flatten()
+        sizes = sizes_of_parts(local, chunks)
+        ends = list(itertools.accumulate(sizes))
+        parts = [slice(end - size, end) for end, size in zip(ends, sizes, strict=True)]
+        rows = [sum(sum(row[part]) for row in sent) for part in parts]
+        ids = make_map(routing_map, num_rows=sum(rows)).row_id_map
+        pack: Way = [Permute(ids, sum(rows))]
+        each: Sequence[torch.Tensor] = (tokens,)
+        if chunks > 1:
+            order_by_part(ids, counts[:, 1:], sizes)
+            each, pack = DividedRows.apply(travel(tokens, pack, None)(), rows), []
+        places = Places(rows), Places(rows)  # of gradients, and of results
+
+        def join(returned: list[torch.Tensor]) -> torch.Tensor:
+            return moe_unpermute(join_rows(returned), ids, probs)
+
+        def chunk(k: int, x: torch.Tensor, part: slice) -> Chunk:
+            numbers = [row[part] for row in sent], [row[part] for row in received]
+            own = [place.of(k) if chunks > 1 else None for place in places]
+            return lambda: self._sent(x, pack, part, numbers, arriving[:, 1:][:, part], own, join)
+
+        return [chunk(k, each[k], part) for k, part in enumerate(parts)], join
+
+    def _sent(
+        self,
+        x: torch.Tensor,
+        pack: Way,
+        part: slice,
+        numbers: tuple[list[list[int]], list[list[int]]],
+        arriving: torch.Tensor,
+        places: list[Any],
+        join: Join,
+    ) -> Arriving:
+        """Sends rows for the experts ``part`` of each rank; the host knows their numbers."""
+        sent, received = numbers
         sizes = ([sum(row) for row in sent], [sum(row) for row in received])
-        ids = make_map(routing_map, num_rows=sum(sizes[0])).row_id_map
         # Rows arrive ordered by source rank, then expert: each row has one expert here.
-        ends = arriving.cumsum(0)
-        at = torch.arange(sum(sizes[1]), device=tokens.device)
-        expert = torch.bucketize(at, ends, right=True) % local
-        owners = expert[:, None] == torch.arange(local, device=tokens.device)
+        ends = arriving.flatten().cumsum(0)
+        at = torch.arange(sum(sizes[1]), device=x.device)
+        expert = torch.bucketize(at, ends, right=True) % arriving.shape[1] + part.start
+        owners = expert[:, None] == torch.arange(self.local_experts, device=x.device)
+        m_splits = [0] * self.local_experts
         own = [sum(column) for column in zip(*received, strict=True)]
-        m_splits = [-(-count // self.align) * self.align for count in own]
+        m_splits[part] = [-(-count // self.align) * self.align for count in own]
         total = sum(m_splits)
-        own_ids = make_map(owners, align_size=self.align, num_rows=total).row_id_map
-        way: Way = [Permute(own_ids, total)]
-        if ranks > 1:
-            way = [AllToAll(*sizes, self.group), *way]
-        rows = Send.apply(tokens, [Permute(ids, sum(sizes[0])), *way], self._cast)
+        made = make_map(owners, align_size=self.align, num_rows=total)
+        ways: list[Way] = [[Permute(made.row_id_map, total)]] * 2
+        if self.ranks > 1:
+            ways = [[AllToAll(*sizes, self.group, place), *ways[0]] for place in places]
+        rows = travel(x, [*pack, *ways[0]], self._cast)
 
-        def combine(results: torch.Tensor) -> torch.Tensor:
-            return moe_unpermute(Return.apply(results, way, self._cast), ids, probs)
+        def combine(results: torch.Tensor) -> Arrival:
+            return travel(results, ways[1], self._cast, returns=True)
 
-        return Dispatch(rows, m_splits, combine, self._compare_results)
+        counts = made.padded_tokens_per_expert
+        return lambda: Dispatch(rows(), m_splits, counts, combine, join, self._compare_results)
 
     def _gathered(
         self,
         tokens: torch.Tensor,
         probs: torch.Tensor,
         routing_map: torch.Tensor,
+        chunks: int,
         error: Exception | None,
-    ) -> Dispatch:
+    ) -> tuple[list[Chunk], Join]:
         """Dispatches with "all_gather"; raises ``error`` once the other ranks have been told."""
         # On a GPU the host would wait for the other ranks' values.
         if self.ranks > 1 and not (tokens.is_cuda and (self._compared or _capturing())):
-            self._compare(tokens, probs, error)
+            self._compare(tokens, probs, chunks, error)
             self._compared = True
         if error is not None:
             raise error
         self._tokens = tokens.shape[0]
-        local = self.local_experts
-        rank = distributed.get_rank(self.group) if self.ranks > 1 else 0
-        mine = slice(rank * local, (rank + 1) * local)
+        sizes = sizes_of_parts(tokens.shape[0], chunks)
         way: Way = [AllGather(self.group)] if self.ranks > 1 else []
         if self.ranks > 1:
             routing_map = all_gather_rows(routing_map.view(torch.uint8), self.group).wait()
-            probs = Send.apply(probs, way, None)
-        owners = routing_map[:, mine].contiguous()
-        own_probs = probs[:, mine].contiguous()
-        count = owners.shape[0] * self.copies + local * (self.align - 1)
+            probs = travel(probs, way, None)()
+        # Of each part the rows of all ranks.
+        shape = (self.ranks, tokens.shape[0], self.local_experts)
+        own = (_columns(self, t).view(shape) for t in (routing_map, probs))
+        each = split_rows(tokens, sizes, 0), *(split_rows(t, sizes, 1) for t in own)
+
+        def chunk(x: torch.Tensor, owners: torch.Tensor, probs: torch.Tensor) -> Chunk:
+            return lambda: self._sent_to_all(x, way, owners.flatten(0, 1), probs.flatten(0, 1))
+
+        return [chunk(*given) for given in zip(*each, strict=True)], join_rows
+
+    def _sent_to_all(
+        self, tokens: torch.Tensor, way: Way, owners: torch.Tensor, probs: torch.Tensor
+    ) -> Arriving:
+        """Sends tokens to all ranks; ``owners`` and ``probs`` are those of all ranks' tokens."""
+        count = owners.shape[0] * self.copies + self.local_experts * (self.align - 1)
         count = -(-count // self.align) * self.align
-        made = make_map(owners, align_size=self.align, num_rows=count)
-        ids = made.row_id_map
-        rows = Send.apply(tokens, [*way, Permute(ids, count)], self._cast)
+        made = make_map(owners.contiguous(), align_size=self.align, num_rows=count)
+        rows = travel(tokens, [*way, Permute(made.row_id_map, count)], self._cast)
 
-        def combine(results: torch.Tensor) -> torch.Tensor:
-            partial = moe_unpermute(results, ids, own_probs)
-            return Return.apply(partial, way, self._cast) if way else partial
+        def combine(results: torch.Tensor) -> Arrival:
+            partial = moe_unpermute(results, made.row_id_map, probs.contiguous())
+            return travel(partial, way, self._cast, returns=True) if way else lambda: partial
 
-        return Dispatch(rows, made.padded_tokens_per_expert, combine, self._compare_results)
+        counts = made.padded_tokens_per_expert
+        return lambda: Dispatch(rows(), counts, counts, combine, join_rows, self._compare_results)
 
     def _compare_results(self, results: torch.Tensor, error: Exception | None) -> None:
         """Checks that the ranks call ``combine`` alike, and raises this rank's ``error``.
@@ -321,6 +398,12 @@ def _kind(tokens: torch.Tensor, probs: torch.Tensor) -> tuple:
     )
 
 
+def _columns(dispatcher: TokenDispatcher, x: torch.Tensor) -> torch.Tensor:
+    """Returns the columns of ``x`` ``[tokens, num_experts]`` for this rank's experts."""
+    rank = distributed.get_rank(dispatcher.group) if dispatcher.ranks > 1 else 0
+    return x[:, rank * dispatcher.local_experts :][:, : dispatcher.local_experts].contiguous()
+
+
 def _capturing() -> bool:
     """Returns True if the current stream is in the capture of a CUDA graph."""
     return torch.cuda.is_current_stream_capturing()
@@ -337,12 +420,22 @@ class Dispatch:
             ``GroupedLinear``. A list of ints with "all_to_all", an int32 tensor with "all_gather".
     """
 
-    __slots__ = ("_combine", "_compare", "m_splits", "rows")
+    __slots__ = ("_combine", "_compare", "_join", "counts", "m_splits", "rows")
 
-    def __init__(self, rows: torch.Tensor, m_splits: Any, combine: Any, compare: Any) -> None:
+    def __init__(
+        self,
+        rows: torch.Tensor,
+        m_splits: Any,
+        counts: torch.Tensor,
+        combine: Callable[[torch.Tensor], Arrival],
+        join: Join,
+        compare: Any,
+    ) -> None:
         self.rows = rows
         self.m_splits = m_splits
+        self.counts = counts  # m_splits on the device
         self._combine = combine
+        self._join = join
         self._compare = compare
 
     def combine(self, results: torch.Tensor) -> torch.Tensor:
@@ -364,6 +457,10 @@ class Dispatch:
                 all ranks), or another rank raises ValueError. Only the dispatcher's first call with
                 gradients enabled and its first without compare the ranks.
         """
+        return self._join([self.begin_combine(results)()])
+
+    def begin_combine(self, results: torch.Tensor) -> Arrival:
+        """Begins to send results back, and returns a function that waits for them."""
         error = None
         if results.dim() != 2 or results.shape[0] != self.rows.shape[0]:
             error = ValueError(

@@ -2,11 +2,14 @@
 
 A way is a list of steps, each with ``there``, which only copies rows, and ``back``, its transpose,
 which sums the copies of a row. FP8 data and its scales can therefore travel ``there``.
+
+A travel begins in one autograd function and ends in another. What is computed between them runs
+while the rows travel, and so does, in backward, the gradient of what is computed between them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -17,7 +20,7 @@ from ..ops.binding import once_differentiable
 from ..ops.block_quantize import ROW_MULTIPLE, block_dequantize, block_quantize
 from ..recipe import BlockScaling, Recipe, chosen_recipe
 from ..runtime.named_arguments import did_you_mean
-from .collectives import all_gather_rows, all_to_all_rows, reduce_scatter_rows
+from .collectives import Pending, all_gather_rows, all_to_all_rows, reduce_scatter_rows
 
 
 class Permute(NamedTuple):
@@ -36,19 +39,24 @@ class Permute(NamedTuple):
 
 
 class AllToAll(NamedTuple):
-    """Step that sends ``sent[r]`` rows to each rank r, and receives ``received[r]``."""
+    """Step that sends ``sent[r]`` rows to each rank r, and receives ``received[r]``.
+
+    ``place`` returns the memory for rows that come ``back``; None stands for new memory.
+    """
 
     sent: list[int]
     received: list[int]
     group: Any
+    place: Callable[[torch.Tensor], torch.Tensor] | None = None
 
-    def there(self, x: torch.Tensor) -> torch.Tensor:
-        """Returns the received rows, ordered by sending rank."""
-        return all_to_all_rows(x, self.sent, self.received, self.group).wait()
+    def there(self, x: torch.Tensor) -> Pending:
+        """Begins to receive rows, ordered by sending rank."""
+        return all_to_all_rows(x, self.sent, self.received, self.group)
 
-    def back(self, x: torch.Tensor) -> torch.Tensor:
-        """Returns the rows that this rank had sent."""
-        return all_to_all_rows(x, self.received, self.sent, self.group).wait()
+    def back(self, x: torch.Tensor) -> Pending:
+        """Begins to get back the rows that this rank had sent."""
+        out = None if self.place is None else self.place(x)
+        return all_to_all_rows(x, self.received, self.sent, self.group, out)
 
 
 class AllGather(NamedTuple):
@@ -56,13 +64,13 @@ class AllGather(NamedTuple):
 
     group: Any
 
-    def there(self, x: torch.Tensor) -> torch.Tensor:
-        """Returns the rows of all ranks, by rank."""
-        return all_gather_rows(x, self.group).wait()
+    def there(self, x: torch.Tensor) -> Pending:
+        """Begins to gather the rows of all ranks, by rank."""
+        return all_gather_rows(x, self.group)
 
-    def back(self, x: torch.Tensor) -> torch.Tensor:
-        """Returns the sum over ranks of this rank's rows."""
-        return reduce_scatter_rows(x, self.group).wait()
+    def back(self, x: torch.Tensor) -> Pending:
+        """Begins to sum this rank's rows over ranks."""
+        return reduce_scatter_rows(x, self.group)
 
 
 Way = Sequence[Permute | AllToAll | AllGather]
@@ -86,61 +94,130 @@ def wire_recipe(owner: str, wire: Recipe | str | None) -> BlockScaling | None:
     return recipe
 
 
-class Send(torch.autograd.Function):
-    """Differentiable way ``there``; with ``wire``, rows travel in its forward format.
+Arrival = Callable[[], torch.Tensor]  # waits for rows on their way, and returns them
 
-    The gradient goes ``back`` in its own dtype, because it is summed.
+
+class Travel:
+    """Rows that go ``there``, or with ``returns`` ``back``, and their gradient the other way.
+
+    With ``wire``, what goes ``there`` travels in FP8: rows in the recipe's format of inputs,
+    gradients in that of gradients. What goes ``back`` is summed, and keeps its dtype.
+
+    Attributes:
+        arrival: waits for what is on its way.
     """
 
+    def __init__(self, way: Way, wire: BlockScaling | None, returns: bool = False) -> None:
+        self._way = way
+        self._wire = wire
+        self._returns = returns
+        self.arrival: Arrival | None = None
+
+    def begin(self, x: torch.Tensor) -> Arrival:
+        """Sends rows."""
+        return self._returned(x) if self._returns else self._sent(x, "fwd_dtype")
+
+    def begin_gradient(self, grad: torch.Tensor) -> Arrival:
+        """Sends their gradient."""
+        return self._sent(grad, "bwd_dtype") if self._returns else self._returned(grad)
+
+    def take(self) -> torch.Tensor:
+        """Returns what is on its way."""
+        arrival, self.arrival = self.arrival, None
+        assert arrival is not None
+        return arrival()
+
+    def _sent(self, x: torch.Tensor, use: str) -> Arrival:
+        wire, way = self._wire, self._way
+        if wire is None:
+            return _started(x, [step.there for step in way])
+        dtype = getattr(wire.fp8_format.value, use)
+        made = block_quantize(x, dtype, columnwise=False, eps=wire.eps)
+        assert made.rowwise is not None
+        assert made.rowwise_scale_inv is not None
+        scale_inv = made.rowwise_scale_inv[:, : x.shape[0]].t()
+        data, scales = (
+            _started(t, [step.there for step in way]) for t in (made.rowwise, scale_inv)
+        )
+
+        def arrived(dtype: torch.dtype = x.dtype) -> torch.Tensor:
+            rows, found = data(), scales().t()
+            found = functional.pad(found, (0, -found.shape[1] % ROW_MULTIPLE), value=1.0)
+            return block_dequantize(rows, found.contiguous(), dtype=dtype)
+
+        return arrived
+
+    def _returned(self, x: torch.Tensor) -> Arrival:
+        return _started(x, [step.back for step in reversed(self._way)])
+
+
+def _started(x: torch.Tensor, steps: Iterable[Callable[[Any], Any]]) -> Arrival:
+    """Takes rows up to the first collective, which is begun; the rest runs in the ``Arrival``."""
+    rest = list(steps)
+    value: Any = x
+    while rest and not isinstance(value, Pending):
+        value = rest.pop(0)(value)
+
+    def arrived() -> torch.Tensor:
+        found = value
+        for step in (*rest, None):
+            if isinstance(found, Pending):
+                found = found.wait()
+            if step is not None:
+                found = step(found)
+        return found
+
+    return arrived
+
+
+def travel(x: torch.Tensor, way: Way, wire: BlockScaling | None, returns: bool = False) -> Arrival:
+    """Begins a differentiable ``Travel`` of ``x``, and returns what waits for the rows."""
+    rows = Travel(way, wire, returns)
+    if torch.compiler.is_compiling():  # whose graphs overlap what they can by themselves
+        return lambda: WholeTravel.apply(x, rows)
+    on_the_way = BegunTravel.apply(x, rows)
+    return lambda: EndedTravel.apply(on_the_way, rows)
+
+
+class BegunTravel(torch.autograd.Function):
+    """Begins to send rows, and waits for their gradient; returns a placeholder for the rows."""
+
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, way: Way, wire: BlockScaling | None) -> torch.Tensor:
-        ctx.way = way
-        return _sent(x, way, wire, None if wire is None else wire.fp8_format.value.fwd_dtype)
+    def forward(ctx: Any, x: torch.Tensor, rows: Travel) -> torch.Tensor:
+        ctx.rows = rows
+        rows.arrival = rows.begin(x)
+        return x.new_empty(0)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> tuple:
-        return _returned(grad, ctx.way), None, None
+        return ctx.rows.take(), None
 
 
-class Return(torch.autograd.Function):
-    """Differentiable way ``back``; with ``wire``, gradients travel in its backward format."""
+class EndedTravel(torch.autograd.Function):
+    """Waits for the rows that ``BegunTravel`` sent, and begins to send their gradient."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, way: Way, wire: BlockScaling | None) -> torch.Tensor:
-        ctx.way, ctx.wire = way, wire
-        return _returned(x, way)
+    def forward(ctx: Any, on_the_way: torch.Tensor, rows: Travel) -> torch.Tensor:
+        ctx.rows = rows
+        return rows.take()
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> tuple:
-        wire = ctx.wire
-        dtype = None if wire is None else wire.fp8_format.value.bwd_dtype
-        return _sent(grad, ctx.way, wire, dtype), None, None
+        ctx.rows.arrival = ctx.rows.begin_gradient(grad)
+        return grad.new_empty(0), None
 
 
-def _sent(
-    x: torch.Tensor, way: Way, wire: BlockScaling | None, fp8_dtype: torch.dtype | None
-) -> torch.Tensor:
-    """Takes rows ``there``; with ``wire`` as FP8 data, which is decoded at the end."""
-    if wire is None or fp8_dtype is None:
-        return _there(x, way)
-    made = block_quantize(x, fp8_dtype, columnwise=False, eps=wire.eps)
-    assert made.rowwise is not None
-    assert made.rowwise_scale_inv is not None
-    data = _there(made.rowwise, way)
-    scale_inv = _there(made.rowwise_scale_inv[:, : x.shape[0]].t(), way).t()
-    scale_inv = functional.pad(scale_inv, (0, -scale_inv.shape[1] % ROW_MULTIPLE), value=1.0)
-    return block_dequantize(data, scale_inv.contiguous(), dtype=x.dtype)
+class WholeTravel(torch.autograd.Function):
+    """Sends rows and waits for them."""
 
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, rows: Travel) -> torch.Tensor:
+        ctx.rows = rows
+        return rows.begin(x)()
 
-def _there(x: torch.Tensor, way: Way) -> torch.Tensor:
-    for step in way:
-        x = step.there(x)
-    return x
-
-
-def _returned(x: torch.Tensor, way: Way) -> torch.Tensor:
-    for step in reversed(way):
-        x = step.back(x)
-    return x
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple:
+        return ctx.rows.begin_gradient(grad)(), None

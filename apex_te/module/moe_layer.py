@@ -11,7 +11,8 @@ import torch
 from torch import distributed
 
 from ..comm.collectives import world_size
-from ..comm.expert_parallel import EXCHANGES, TokenDispatcher
+from ..comm.exchange_parts import run_in_chunks
+from ..comm.expert_parallel import EXCHANGES, Dispatch, TokenDispatcher
 from ..comm.groups import check_process_group
 from ..comm.row_exchange import wire_recipe
 from ..ops._router_function import check_choice
@@ -31,6 +32,7 @@ from ._core.parallel import CompositeModule, GroupHolder
 from .grouped.experts import run_experts, run_ordered
 from .grouped.linear import GroupedLinear
 from .grouped.on_device import LARGEST
+from .grouped.parts import in_parts
 from .moe_router import MoERouter
 from .moe_shared_expert import SharedExpert
 
@@ -87,6 +89,12 @@ class MoELayer(CompositeModule):
             has all of them on this rank. New experts differ between ranks if all ranks have the
             same random state; router and shared expert are then equal.
         exchange, wire: as in ``apex_te.distributed.TokenDispatcher``, for several ranks.
+        exchange_chunks: number of parts of an exchange between several ranks. While the experts
+            compute one part, the next is sent to them and the results of the last one return;
+            backward does the same. "all_to_all" cuts the experts of a rank into parts, which leaves
+            all bits as they are. "all_gather" cuts the tokens: then ``"tensorwise"`` computes
+            scales of each part's rows, and weight gradients are rounded for each part, except in
+            ``main_grad``. Compiled code exchanges all at once.
         fuse_wgrad_accumulation, params_dtype, dtype, delay_wgrad_compute, name, device: as in
             ``Linear``, for experts and shared expert. ``main_grad`` of the experts' weights is
             ``[experts, out, in]``. The router's weight gets ``.grad``.
@@ -151,6 +159,7 @@ class MoELayer(CompositeModule):
         expert_group: Any = None,
         exchange: str = "all_to_all",
         wire: BlockScaling | str | None = None,
+        exchange_chunks: int = 1,
         fuse_wgrad_accumulation: bool = False,
         params_dtype: torch.dtype | None = None,
         delay_wgrad_compute: bool = False,
@@ -161,7 +170,7 @@ class MoELayer(CompositeModule):
         wanted = params_dtype_of(_NAME, params_dtype, dtype)
         sizes = {
             "hidden_size": hidden_size, "ffn_hidden_size": ffn_hidden_size,
-            "num_experts": num_experts, "top_k": top_k,
+            "num_experts": num_experts, "top_k": top_k, "exchange_chunks": exchange_chunks,
         }  # fmt: skip
         if shared_expert_ffn_hidden_size is not None:
             sizes["shared_expert_ffn_hidden_size"] = shared_expert_ffn_hidden_size
@@ -213,11 +222,17 @@ class MoELayer(CompositeModule):
         self.activation = activation
         self.sequence_aux_loss = sequence_aux_loss
         self.exchange, self.wire = exchange, wire_recipe(_NAME, wire)
+        self.exchange_chunks = exchange_chunks
         self.expert_group = expert_group
         self.expert_ranks = 1 if expert_group is None else world_size(expert_group)
         self._function = activation_of(_NAME, activation, activation_params)
         self._dispatcher: TokenDispatcher | None = None
         local = num_experts if self.expert_ranks == 1 else self._dispatch_with().local_experts
+        if self.expert_ranks > 1 and exchange == "all_to_all" and exchange_chunks > local:
+            raise ValueError(
+                f"{_NAME}: exchange_chunks must be at most the {local} experts of a rank with "
+                f"exchange 'all_to_all', got {exchange_chunks}"
+            )
         inits = (init_method, output_layer_init_method)
         self.router = MoERouter(
             hidden_size,
@@ -421,10 +436,18 @@ class MoELayer(CompositeModule):
     ) -> torch.Tensor:
         """Sends tokens to the ranks of their experts, and the results back."""
         probs = cast_to(routing.probs, torch.float32)
-        dispatch = self._dispatch_with().dispatch(x, probs, routing.routing_map)
-        rows, splits = dispatch.rows, dispatch.m_splits
-        out = run_ordered(self.fc1, self.fc2, rows, splits, self._function, is_first_microbatch)
-        return dispatch.combine(out)
+        chunks = 1 if torch.compiler.is_compiling() else self.exchange_chunks
+        layers = (self.fc1, self.fc2)
+        with in_parts(layers, chunks, is_first_microbatch) as begin:
+
+            def compute(part: int, dispatch: Dispatch) -> torch.Tensor:
+                # The host would wait for the device to copy sizes from a list.
+                rows, splits = dispatch.rows, dispatch.counts
+                return run_ordered(*layers, rows, splits, self._function, begin(part))
+
+            return run_in_chunks(
+                self._dispatch_with(), x, probs, routing.routing_map, chunks, compute
+            )
 
     def _dispatch_with(self) -> TokenDispatcher:
         """Returns the dispatcher of several ranks; its rows need no padding."""

@@ -62,18 +62,20 @@ class Modes:
         plain: ``Programs`` of ops in bf16 or fp32.
         programs: ``Programs`` by the id of the quantizers that they hold.
         in_ddp: the last call except recomputes ran under DistributedDataParallel.
+        part: ``grouped.parts.Part`` that the module computes of a call, None for all of it.
         recompute: quantizers for a recompute of the last call, if that call recorded amax values.
         splits: the last ``m_splits`` that ``GroupedLinear`` copied to the device, and the copy.
     """
 
     __slots__ = (
-        "captured", "gathered", "in_ddp", "plain", "programs", "recompute", "recompute_fp8",
-        "recompute_keeps", "splits", "weight_cache", "wgrad_store",
+        "captured", "gathered", "in_ddp", "part", "plain", "programs", "recompute",
+        "recompute_fp8", "recompute_keeps", "splits", "weight_cache", "wgrad_store",
     )  # fmt: skip
 
     def __init__(self) -> None:
         self.captured: CapturedWeights | None = None
         self.in_ddp = False
+        self.part: Any = None
         self.recompute: tuple[GemmQuantizers, ...] | None = None
         self.recompute_fp8 = False
         self.recompute_keeps = False
@@ -368,6 +370,8 @@ class FP8Module(torch.nn.Module):
                 if graph_task_id() == -1:
                     modes.in_ddp = in_ddp
                 in_ddp = modes.in_ddp  # a recompute, in backward, is what its first run was
+                if modes.part is not None:
+                    accumulate = modes.part.accumulate
         wgrad_store = None
         if self.delay_wgrad_compute:
             if torch.compiler.is_compiling() and torch.is_grad_enabled():

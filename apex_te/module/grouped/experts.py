@@ -251,7 +251,8 @@ def _groups_call(layer: Any, fc2: Any, is_first_microbatch: bool | None) -> Grou
     if quantizers.high_precision_wgrad or not quantizers.grad_output.produces(fc2.in_features):
         return None
     cached = cached_weights(layer._modes, weights, quantizers, call.fill)
-    return GroupsCall(quantizers, cached, call.options[0], call.dtype)
+    shared = on_device.shared_casts(layer)
+    return GroupsCall(quantizers, cached, call.options[0], call.dtype, shared)
 
 
 class ExpertsFunction(OpFunction):
@@ -289,14 +290,18 @@ class ExpertsFunction(OpFunction):
             row_of, factor = moe_permute.tokens_of_rows(row_id_map, rows, probs)
         qx = _cast(first.quantizers.input, x, row_of, groups, True, need_w1)
         hidden = first.multiply(FPROP, qx, weight.rowwise, weight.rowwise_scale_inv, groups)
+        saved_x = qx.columnwise, qx.scale_inv
+        del qx, weight  # before the next copies, beside which there would be no room for them
         source: Source = Gated(hidden, factor, activation, b1, interleaved)
         qa = second.quantizers.input.produce(source, groups, True, need_w2)
         needs = need_x or need_probs or need_w1 or need_b1
         weight, saved2 = second.cast_weights(weights[-1:], groups, needs)
         y = second.multiply(FPROP, qa, weight.rowwise, weight.rowwise_scale_inv, groups)
+        saved_a = qa.columnwise, qa.scale_inv
+        del qa, weight, source
         ctx.save_for_backward(
-            row_id_map, table, row_of, factor, hidden if needs else None, b1, qx.columnwise,
-            qx.scale_inv, qa.columnwise, qa.scale_inv, *saved1, *saved2,
+            row_id_map, table, row_of, factor, hidden if needs else None, b1, *saved_x, *saved_a,
+            *saved1, *saved2,
         )  # fmt: skip
         ctx.rows = rows
         ctx.counts = len(saved1), len(saved2)
@@ -338,14 +343,23 @@ def _backward(ctx: Any, grad_output: torch.Tensor) -> tuple:
     rows = ctx.rows
     groups = Groups(table, rows, (table.numel() - 1) // 3)
     needs = need_x or need_probs or need_w1 or need_b1
+    # Weights' gradients come last where they take memory, else first, as their operands go then.
+    writes = first.options.accumulate is not None
     quantizer, grad_output = second.quantizers.grad_output, grad_output.contiguous()
     dy = _cast(quantizer, grad_output, row_of, groups, needs, need_w2)
     grads_w1: list[torch.Tensor | None] = [None] * (len(weights) - 1)
     grad_x = grad_probs = grad_b1 = None
+    grads_w2: list[torch.Tensor | None] = []
+    if writes:
+        grads_w2 = _wgrads(second, weights[-1:], of_weights[-1:], dy, a, a_scale, groups)
+        del a
+        dy = dy._replace(columnwise=None)
     if needs:
         grad_a = second.multiply(DGRAD, dy, *second.recast_weights(saved2, groups), groups)
-    grads_w2 = _wgrads(second, weights[-1:], of_weights[-1:], dy, a, a_scale, groups)
-    del dy, a
+    if not writes:
+        grads_w2 = _wgrads(second, weights[-1:], of_weights[-1:], dy, a, a_scale, groups)
+        del a
+    del dy
     if needs:
         row_grads = factor.new_empty(rows) if need_probs else None
         grad_b1 = torch.empty_like(b1) if need_b1 else None
@@ -353,8 +367,10 @@ def _backward(ctx: Any, grad_output: torch.Tensor) -> tuple:
         produce = first.quantizers.grad_output.produce
         dh = produce(source, groups, True, need_w1, row_grads, grad_b1)
         del source, grad_a, hidden
-        grads_w1 = _wgrads(first, weights[:-1], of_weights[:-1], dh, x, x_scale, groups)
-        del x
+        if writes:
+            grads_w1 = _wgrads(first, weights[:-1], of_weights[:-1], dh, x, x_scale, groups)
+            del x
+            dh = dh._replace(columnwise=None)
         if need_x:
             grad_x = first.multiply(DGRAD, dh, *first.recast_weights(saved1, groups), groups)
             if row_id_map is None:
@@ -367,6 +383,9 @@ def _backward(ctx: Any, grad_output: torch.Tensor) -> tuple:
         elif need_probs:
             nothing = factor.new_empty((rows, 1))
             grad_probs = moe_permute.permute_bwd(nothing, row_id_map, row_grads)[1]
+        if not writes:
+            dh = dh._replace(rowwise=None)
+            grads_w1 = _wgrads(first, weights[:-1], of_weights[:-1], dh, x, x_scale, groups)
     return grad_x, grad_probs, *(None,) * 6, grad_b1, *grads_w1, *grads_w2
 
 

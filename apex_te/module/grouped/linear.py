@@ -359,7 +359,8 @@ class GroupedLinear(ParallelModule):
                     "backward, got True"
                 )
         x = inp.reshape(-1, self.in_features)
-        out = on_device.run(call, quantizers, cached, x, splits, weights, biases)
+        shared = on_device.shared_casts(self)
+        out = on_device.run(call, quantizers, cached, x, splits, weights, biases, shared)
         return out if inp.dim() == 2 else out.view(*inp.shape[:-1], self.out_features)
 
     def _quantizers_of_groups(self, call: FP8Call) -> GroupQuantizers | None:

@@ -28,6 +28,7 @@ from .._core.gemm import (
     now_or_later,
 )
 from .._core.programs import apply_function, take_saved, without_autocast
+from .parts import SharedCasts
 from .weights import Tensors, held_copies, matrices_of, stack_of
 
 MULTIPLE = 16  # of extents, as GEMMs of FP8 codes need them
@@ -42,6 +43,7 @@ def run(
     splits: torch.Tensor,
     weights: Tensors,
     biases: Tensors,
+    shared: SharedCasts | None = None,
 ) -> torch.Tensor:
     """Computes the output ``[rows, out]`` of all groups; rows after the last one are zeros.
 
@@ -52,7 +54,7 @@ def run(
     if call.is_fp8:
         assert quantizers is not None
         function: Any = GroupsFunction
-        rest: tuple = (GroupsCall(quantizers, cached, options, call.dtype),)
+        rest: tuple = (GroupsCall(quantizers, cached, options, call.dtype, shared),)
     else:
         function, rest = HighPrecisionGroupsFunction, (call.dtype, options)
         if quantizers is not None:
@@ -65,6 +67,14 @@ def run(
         record = quantizers.grad_output.record
         out.register_hook(lambda grad: record(grad.detach().contiguous(), groups))
     return out
+
+
+def shared_casts(module: FP8Module) -> SharedCasts | None:
+    """Returns what casts the weights for all parts of the call that the module computes."""
+    if torch.compiler.is_compiling() or module._modes.part is None:
+        return None
+    casts: SharedCasts | None = module._modes.part.casts
+    return casts
 
 
 def stays_on_device(device: torch.device) -> bool:
@@ -183,12 +193,14 @@ class GroupsCall(NamedTuple):
     Attributes:
         cached: both FP8 copies of all weights, or None to cast them.
         dtype: the dtype of the results.
+        shared: what casts the weights for all parts of a call, None for a call of its own.
     """
 
     quantizers: GroupQuantizers
     cached: GroupedOutput | None
     options: GemmOptions
     dtype: torch.dtype
+    shared: SharedCasts | None = None
 
     def cast_weights(
         self, weights: Tensors, groups: Groups, need_input: bool
@@ -197,6 +209,14 @@ class GroupsCall(NamedTuple):
         if self.cached is not None:
             saved = (self.cached.columnwise, self.cached.scale_inv) if need_input else ()
             return self.cached, saved
+        if self.shared is None:
+            return self._cast(weights, groups, need_input)
+        # Another part may have rows of other groups.
+        return self.shared.forward(lambda: self._cast(weights, None, need_input), need_input)
+
+    def _cast(
+        self, weights: Tensors, groups: Groups | None, need_input: bool
+    ) -> tuple[GroupedOutput, tuple[torch.Tensor | None, ...]]:
         held = held_copies(weights, self.quantizers, False)
         if held is not None:
             return held, (None, None, *weights) if need_input else ()
@@ -210,6 +230,11 @@ class GroupsCall(NamedTuple):
         """Returns the columnwise copies and their ``scale_inv``."""
         if self.cached is not None:
             return saved[0], saved[1]
+        if self.shared is None:
+            return self._recast(saved, groups)
+        return self.shared.backward(lambda: self._recast(saved, None))
+
+    def _recast(self, saved: Any, groups: Groups | None) -> tuple[torch.Tensor, torch.Tensor]:
         scale, scale_inv, *weights = saved
         out = held_copies(weights, self.quantizers, True)
         if out is None:

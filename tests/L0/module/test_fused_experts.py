@@ -1,6 +1,7 @@
 """Experts as one function in FP8, against the same ops one at a time."""
 
 import copy
+import weakref
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from apex_te.integrations.experts import ExpertGemm, set_weights
 from apex_te.module._core import fused_casts
 from apex_te.module.grouped import experts
 from apex_te.module.grouped.linear import GroupedLinear
+from apex_te.module.grouped.on_device import GroupsCall
 from apex_te.ops.swiglu import ClampedSwiglu
 from tests.checks import assert_same_bits, in_pairs
 
@@ -372,3 +374,39 @@ def test_gates_and_ups_in_two_parameters(device, monkeypatch, name, fused, froze
             if weight.grad is not None:
                 assert_same_bits(weight.grad, grad)
                 assert weight.grad.is_contiguous()
+
+
+@pytest.mark.parametrize("first", [None, True], ids=["one batch", "microbatch"])
+@pytest.mark.parametrize("fused_wgrad", [False, True], ids=["grad", "main_grad"])
+@pytest.mark.parametrize("name", ["delayed", "tensorwise", "blockwise"])
+def test_memory(device, monkeypatch, name, fused_wgrad, first):
+    """Of copies of weights there is one at a time, and none beside all new gradients."""
+    model, _ = pair(device, fuse_wgrad_accumulation=fused_wgrad)
+    made, peak = {}, 0
+
+    def keep(function):
+        def call(*args, **options):
+            nonlocal peak
+            result = function(*args, **options)
+            for part in result if isinstance(result, (tuple, list)) else (result,):
+                for t in part if isinstance(part, tuple) else (part,):
+                    if isinstance(t, torch.Tensor) and not isinstance(t, torch.nn.Parameter):
+                        made[t.data_ptr()] = weakref.ref(t), t.nbytes
+            alive = sum(size for ref, size in made.values() if ref() is not None)
+            peak = max(peak, alive)
+            return result
+
+        return call
+
+    for method in ("cast_weights", "recast_weights"):
+        monkeypatch.setattr(GroupsCall, method, keep(getattr(GroupsCall, method)))
+    monkeypatch.setattr(experts, "_wgrads", keep(experts._wgrads))
+    run(model, monkeypatch, True, batch(device), name, first)
+    weights = model.fc1.weight, model.fc2.weight
+    copies = [weight.numel() for weight in weights]  # of one byte
+    if fused_wgrad:
+        wanted = copies[0] if first is None else 2 * sum(copies)
+    else:
+        wanted = sum(weight.nbytes for weight in weights)
+        wanted += 0 if first is None else 2 * sum(copies)
+    assert wanted <= peak < 1.1 * wanted  # with scales

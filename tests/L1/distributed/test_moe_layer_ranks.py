@@ -26,15 +26,15 @@ EXCHANGES = ("all_to_all", "all_gather")
 def layer_of(device, held=False, stored=None, **options):
     options = {"bias": True, "params_dtype": dtype_of(device), "device": device, **options}
     torch.manual_seed(3)
-    ffn = options.pop("ffn", FFN)
+    ffn, count = options.pop("ffn", FFN), options.pop("experts", EXPERTS)
     with fp8_model_init(held, stored):
-        layer = MoELayer(HIDDEN, ffn, EXPERTS, **options)
+        layer = MoELayer(HIDDEN, ffn, count, **options)
     assert (type(layer.fc1.weight) is FP8Parameter) == held
     generator = torch.Generator().manual_seed(4)
     with torch.no_grad():
         for name, value in sorted(layer.named_parameters()):
             spread = name.startswith("fc")
-            shape = (EXPERTS, *value.shape[1:]) if spread else value.shape
+            shape = (count, *value.shape[1:]) if spread else value.shape
             whole = torch.randn(shape, generator=generator) * 0.2
             value.copy_(part_of(whole, layer) if spread else whole)
     return layer
