@@ -74,6 +74,7 @@ if _typing.TYPE_CHECKING:
     from .module.layer_norm_mlp import LayerNormMLP as LayerNormMLP
     from .module.linear import Linear as Linear
     from .module.linear_cross_entropy import linear_cross_entropy as linear_cross_entropy
+    from .module.linear_log_probs import linear_log_probs as linear_log_probs
     from .module.moe_layer import MoELayer as MoELayer
     from .module.rms_norm import RMSNorm as RMSNorm
     from .module.transformer_layer import TransformerLayer as TransformerLayer
@@ -120,6 +121,7 @@ _NAMES = {
     "integrations": "",
     "is_fp8_enabled": "fp8.autocast",
     "linear_cross_entropy": "module.linear_cross_entropy",
+    "linear_log_probs": "module.linear_log_probs",
     "make_graphed_callables": "graphs.graphed_callables",
     "make_recipe": "recipe",
     "nvtx": "",
