@@ -1,7 +1,7 @@
 """The tensors of a plain model's files, as views of a converted model's, found without values.
 
 transformers renames, splits and joins tensors as it saves a model. Here it does so to tensors on
-the meta device that note of which elements they are views.
+the meta device, which note the elements that they are views of.
 """
 
 from __future__ import annotations

@@ -26,19 +26,18 @@ BLOCK = 128
 
 
 class Form(NamedTuple):
-    """How weights are quantized, and what is beside them.
+    """Form of quantized weights and of what is beside them.
 
     Attributes:
         recipe: recipe without state whose cast of weights makes FP8 data and scales.
         static: also give the inputs' scales of delayed scaling.
-        scale_key, input_scale_key: last part of the names of a weight's and an input's scale.
+        scale_key: last part of the name of a weight's scale.
         scalars: single scales are ``[]`` and not ``[1]``.
     """
 
     recipe: Recipe
     static: bool
     scale_key: str
-    input_scale_key: str = "input_scale"
     scalars: bool = False
 
     @property
@@ -215,7 +214,7 @@ class Entry:
         yield self.key, data.contiguous()
         yield stem + form.scale_key, form.scale(scale)
         if self.input_scale is not None:
-            yield stem + form.input_scale_key, form.scale(self.input_scale)
+            yield f"{stem}input_scale", form.scale(self.input_scale)
 
     def _is_here(self) -> bool:
         """Returns False for an expert that another rank has."""
@@ -307,6 +306,7 @@ class _Chosen:
             elif isinstance(module, nn.Embedding):
                 embeddings.append(f"{name}.weight")
         for entry in key_map(model).entries:
+            self.linear.pop(entry.key, None)
             owner, _, attribute = entry.key.rpartition(".")
             if not attribute.endswith("weight") or attribute.startswith("layer_norm"):
                 continue
@@ -314,7 +314,6 @@ class _Chosen:
                 continue
             gemm = int(attribute.startswith("fc2"))
             scale = self._input_scale(owner, model.get_submodule(owner), gemm)
-            self.linear.pop(entry.key, None)
             self.linear.update(dict.fromkeys([key for key, _ in entry.parts], scale))
         for key in _tied_to_others(model, self.linear):
             del self.linear[key]
@@ -325,7 +324,7 @@ class _Chosen:
         self._embeddings = frozenset(embeddings)
 
     def has_own_experts(self, slot: Slot) -> bool:
-        """Returns True for a stack of experts of which each rank has some."""
+        """Returns True for a stack of experts that are spread over ranks."""
         owner = self._model.get_submodule(slot.name.rpartition(".")[0])
         return getattr(owner, "_is_expert_parallel", False) and hasattr(slot.tensor, "device_mesh")
 

@@ -57,7 +57,7 @@ def gathered(tensor: Any, recipe: Recipe | None, has_own_experts: bool) -> Gathe
 
 
 def _rows(local: torch.Tensor, rows: int, group: Any, recipe: Recipe | None) -> torch.Tensor:
-    """Returns the weight of ``rows`` rows of which FSDP2 has given this rank ``local``."""
+    """Returns the weight of ``rows`` rows whose part on this rank is ``local``."""
     ranks = torch.distributed.get_world_size(group)
     if recipe is not None and type(local) is not FP8Parameter and local.dim() in (2, 3):
         layout = stored_layout(recipe, local.dim())

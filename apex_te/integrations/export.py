@@ -48,7 +48,7 @@ class Export:
 
     @property
     def form(self) -> Form:
-        """How weights are quantized."""
+        """Form of the quantized weights."""
         recipe = BlockScaling() if self.blocks else CurrentScaling()
         return Form(recipe, self.activations == "static", self.scale_key)
 
@@ -135,7 +135,8 @@ def export_fp8(
     """Writes ``model`` as a checkpoint with FP8 weights that vLLM and transformers can load.
 
     The weights of converted linear layers and experts are quantized as by ``CurrentScaling`` or
-    ``BlockScaling``. This includes layers that ``from_torch(fuse=True)`` joined. Weights that are
+    ``BlockScaling``. This includes layers that ``from_torch(fuse=True)`` joined; with one scale per
+    weight these, and the first two matrices of an expert, share it. Weights that are
     already held in FP8 in that layout are written as they are. Weights have the names of the plain
     model's files, with their scales beside them. Everything else keeps its dtype. The configuration
     lists linear layers that are not quantized, such as ``lm_head`` and GPT-2's Conv1D.
