@@ -59,14 +59,14 @@ class _Weight:
         self.tensor, self.form = tensor, form
         self.has_own_experts = has_own_experts
         self.readers = 0  # tensors that are still to come
-        self.is_cut = False  # some parts begin inside a block
+        self.is_in_codes = True  # all tensors are FP8 data of whole blocks
         self._gathered: Gathered | None = None
         self._whole: dict[int | None, tuple[torch.Tensor, torch.Tensor]] = {}
 
     def read(self) -> Gathered:
         """Returns the parameter's value; collective if it is spread over ranks."""
         if self._gathered is None:
-            recipe = None if self.is_cut else self.form.recipe
+            recipe = self.form.recipe if self.is_in_codes else None
             self._gathered = gathered(self.tensor, recipe, self.has_own_experts)
         return self._gathered
 
@@ -191,6 +191,10 @@ class Entry:
         self.input_scale: torch.Tensor | None = None
         reader.readers += 1
 
+    def begins_a_block(self) -> bool:
+        """Returns True for FP8 data of rows whose first one begins blocks of the parameter."""
+        return self.is_quantized and self.place is not None and self.place[1] % BLOCK == 0
+
     def nbytes(self) -> int:
         """Returns the bytes of the tensor in the files, without its scales."""
         view = self._file.view
@@ -268,7 +272,6 @@ def entries(model: Any, form: Form) -> tuple[list[Entry], list[str]]:
                 )
             reader = conversions[file.slots]
         entry = Entry(file, slot, reader, form)
-        weight.is_cut |= entry.place is None or entry.place[1] % BLOCK != 0
         if weight.has_own_experts and (entry.place is None or entry.place[0] is None):
             raise NotImplementedError(
                 "entries: model must have experts that are rows of their parameters to be spread "
@@ -279,6 +282,8 @@ def entries(model: Any, form: Form) -> tuple[list[Entry], list[str]]:
             chosen.choose(entry, file.slots[0], slot)
             if not entry.is_quantized and chosen.is_left(file.slots[0]):
                 ignored.append(file.key.removesuffix(".weight"))
+        for each in (weights[id(slots[key].tensor)] for key in file.slots):
+            each.is_in_codes &= entry.begins_a_block()
     found = []
     for group in groups.values():
         found += sorted(group, key=lambda entry: tuple(n or 0 for n in entry.place or ()))

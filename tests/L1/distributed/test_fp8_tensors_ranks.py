@@ -26,7 +26,7 @@ from families import IDS, build
 RECIPES = {"block": BlockScaling(), "tensor": CurrentScaling()}
 SIZES = {
     "hidden_size": 256, "intermediate_size": 512, "head_dim": 64, "num_attention_heads": 4,
-    "num_key_value_heads": 4, "moe_intermediate_size": 128,
+    "num_key_value_heads": 4, "moe_intermediate_size": 128, "vocab_size": 512,
 }  # fmt: skip
 
 
