@@ -8,6 +8,8 @@ import torch
 import transformers
 from checks import needs_cuda
 from families import build
+from free_scale_cases import FORMS
+from free_scale_cases import made as released
 
 from apex_te import fp8_model_init
 from apex_te.integrations import export_fp8, fp8_tensors, from_torch
@@ -175,6 +177,33 @@ def test_weights_held_in_fp8_go_out_as_they_are(fuse, weights):
             last, _ = scale_rule("vllm", "fp8", weights, value.shape)
             scale = tensors[f"{key.removesuffix('weight')}{last}"]
             assert torch.equal(decoded(tensors[key], scale), value)
+
+
+@pytest.mark.parametrize("form", ["block fp32", "tensor"])
+def test_released_experts_keep_their_bytes(form):
+    """Data and scales that no cast of the values would give, in stacks of experts."""
+    _, model = made("qwen3_moe", False)
+    weights, wanted, held = form.partition(" ")[0], {}, set()
+    for number, layer in enumerate(model.model.layers):
+        for name in ("gate_up_proj", "down_proj"):
+            shape = getattr(layer.mlp.experts, name).shape
+            weight, (data, scales) = released(FORMS[form], shape[1:], shape[0], torch.float32)
+            setattr(layer.mlp.experts, name, weight)
+            held.add(weight._held.rowwise.untyped_storage().data_ptr())
+            parts = ("gate_proj", "up_proj") if name == "gate_up_proj" else (name,)
+            for expert in range(shape[0]):
+                pairs = [(data[expert], scales[expert])]
+                if len(parts) == 2:
+                    both = scales[expert].chunk(2) if weights == "block" else [scales[expert]] * 2
+                    pairs = list(zip(data[expert].chunk(2), both, strict=True))
+                for part, pair in zip(parts, pairs, strict=True):
+                    wanted[f"model.layers.{number}.mlp.experts.{expert}.{part}.weight"] = pair
+    found = dict(fp8_tensors(model, weights=weights))
+    last, _ = scale_rule("vllm", "fp8", weights, shape)
+    for key, (data, scale) in wanted.items():
+        assert torch.equal(found[key].view(torch.uint8), data.view(torch.uint8)), key
+        assert torch.equal(found[f"{key.removesuffix('weight')}{last}"], scale), key
+        assert found[key].untyped_storage().data_ptr() in held
 
 
 def test_what_follows_a_training_step_is_new():

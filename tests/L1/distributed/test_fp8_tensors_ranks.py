@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from free_scale_cases import made as released
 from on_rank import device_of, recorded
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -34,7 +35,15 @@ def _made(name, weights, kind, fuse, device):
     held = fp8_model_init(recipe=RECIPES[weights]) if kind == "held" else contextlib.nullcontext()
     model = build(name, **SIZES)
     with held:
-        return from_torch(model, fuse).to(device)
+        from_torch(model, fuse)
+    if kind == "released":  # experts, with scales that no cast would give
+        torch.manual_seed(3)
+        for layer in model.model.layers:
+            for key in ("gate_up_proj", "down_proj"):
+                count, *shape = getattr(layer.mlp.experts, key).shape
+                weight, _ = released(RECIPES[weights], shape, count, torch.float32)
+                setattr(layer.mlp.experts, key, weight)
+    return model.to(device)
 
 
 def _assert_same(found, wanted):
@@ -114,11 +123,12 @@ def _experts(rank, name, weights, kind, shape):
     from transformers.distributed.expert_parallel import MoEParamShard
 
     device = device_of(rank)
-    wanted = dict(fp8_tensors(_made(name, weights, "plain", True, device), weights=weights))
-    model = _made(name, weights, "plain", True, device)
+    held = "released" if kind == "released" else "plain"
+    wanted = dict(fp8_tensors(_made(name, weights, held, True, device), weights=weights))
+    model = _made(name, weights, held, True, device)
     mesh = init_device_mesh(device.type, shape, mesh_dim_names=("efsdp", "ep")[-len(shape) :])
     own = mesh["ep"] if len(shape) > 1 else mesh
-    if kind != "fsdp":
+    if kind in ("experts", "both"):
         for layer in model.model.layers:
             for parameter in ("gate_up_proj", "down_proj"):
                 style = MoEParamShard(Shard(0), shards_expert_dim=parameter == "gate_up_proj")
@@ -130,7 +140,7 @@ def _experts(rank, name, weights, kind, shape):
             fully_shard(layer)
         fully_shard(model)
     found = dict(fp8_tensors(model, weights=weights))
-    if kind != "fsdp":
+    if kind in ("experts", "both"):
         count, first = 4 // own.size(), own.get_local_rank() * 4 // own.size()
         mine = [f".experts.{i}." for i in range(first, first + count)]
         wanted = {
@@ -143,7 +153,7 @@ def _experts(rank, name, weights, kind, shape):
 
 @pytest.mark.parametrize("name", ["mixtral", "qwen3_moe"])
 @pytest.mark.parametrize("weights", RECIPES)
-@pytest.mark.parametrize("kind", ["fsdp", "experts"])
+@pytest.mark.parametrize("kind", ["fsdp", "released", "experts"])
 def test_experts(two_ranks, name, weights, kind):
     counts = two_ranks.run(_experts, name, weights, kind, (2,))
     assert counts == [2 * 3 * 2 * (2 if kind == "experts" else 4)] * 2
