@@ -55,6 +55,7 @@ if _typing.TYPE_CHECKING:
     from .graphs.graphed_callables import make_graphed_callables as make_graphed_callables
     from .integrations.autocast_forward import autocast_forward as autocast_forward
     from .integrations.export import export_fp8 as export_fp8
+    from .integrations.fp8_tensors import fp8_tensors as fp8_tensors
     from .integrations.from_torch import from_torch as from_torch
     from .integrations.fused_lora import fuse_lora as fuse_lora
     from .integrations.fused_loss import fuse_loss as fuse_loss
@@ -74,6 +75,7 @@ if _typing.TYPE_CHECKING:
     from .module.layer_norm_mlp import LayerNormMLP as LayerNormMLP
     from .module.linear import Linear as Linear
     from .module.linear_cross_entropy import linear_cross_entropy as linear_cross_entropy
+    from .module.linear_log_probs import linear_log_probs as linear_log_probs
     from .module.moe_layer import MoELayer as MoELayer
     from .module.rms_norm import RMSNorm as RMSNorm
     from .module.transformer_layer import TransformerLayer as TransformerLayer
@@ -109,6 +111,7 @@ _NAMES = {
     "conversion_summary": "integrations.summary",
     "distributed": "",
     "export_fp8": "integrations.export",
+    "fp8_tensors": "integrations.fp8_tensors",
     "flush_fp8_state": "fp8.delayed.update",
     "fp8_autocast": "fp8.autocast",
     "fp8_model_init": "fp8.model_init",
@@ -120,6 +123,7 @@ _NAMES = {
     "integrations": "",
     "is_fp8_enabled": "fp8.autocast",
     "linear_cross_entropy": "module.linear_cross_entropy",
+    "linear_log_probs": "module.linear_log_probs",
     "make_graphed_callables": "graphs.graphed_callables",
     "make_recipe": "recipe",
     "nvtx": "",

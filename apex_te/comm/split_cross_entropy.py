@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -60,13 +61,16 @@ def own_columns(
 
 
 def split_targets(
-    name: str, target: torch.Tensor, columns: Columns, ignore_index: int
+    name: str | None, target: torch.Tensor, columns: Columns, ignore_index: int
 ) -> SplitTargets:
-    """Converts targets ``[rows]``, indices into the whole vocabulary, for this rank's columns."""
+    """Converts targets ``[rows]``, indices into the whole vocabulary, for this rank's columns.
+
+    On the CPU it checks them and raises the error of ``name``, unless that is None.
+    """
     target = target.long()
     ignored = target == ignore_index
     invalid = ~ignored & ((target < 0) | (target >= columns.vocabulary))
-    if invalid.device.type == "cpu" and bool(invalid.any()):
+    if name is not None and invalid.device.type == "cpu" and bool(invalid.any()):
         raise ValueError(
             f"{name}: target must be in [0, {columns.vocabulary}) or ignore_index {ignore_index}, "
             f"got {int(target[invalid][0])}"
@@ -111,25 +115,56 @@ def split_gradient(
     columns: Columns,
     out: torch.Tensor,
     wide_elements: int = 1 << 26,
+    entropies: torch.Tensor | None = None,
 ) -> None:
     """Writes the gradient of this rank's logits ``[rows, width]`` to ``out``, without a collective.
 
-    ``out`` may be ``rows``. ``factor``, fp32 ``[rows]`` or ``[1]``, is the gradient of the losses.
-    At most ``wide_elements`` logits have an fp32 copy at a time. Rows without a valid target get 0.
+    ``out`` may be ``rows``. ``factor``, fp32 ``[rows]`` or ``[1]``, is the gradient of the losses,
+    and ``entropies`` ``[2, rows]`` are those of ``split_entropies`` and their gradients. At most
+    ``wide_elements`` logits have an fp32 copy at a time. Losses without a valid target, and
+    entropies of ignored rows, have gradient 0.
     """
     without = targets.ignored | targets.invalid
     factor = factor.float().expand(len(rows)).masked_fill(without, 0.0).unsqueeze(1)
-    count = max(1, wide_elements // max(1, rows.shape[1]))
-    for start in range(0, len(rows), count):
-        part = slice(start, start + count)
+    for part in _pieces(rows, wide_elements):
         f, index = factor[part], targets.column[part]
         wide = (rows[part].float() - largest[part].unsqueeze(1)).exp_()
-        wide.mul_(f / exp_sum[part].unsqueeze(1))
+        if entropies is None:
+            wide.mul_(f / exp_sum[part].unsqueeze(1))
+        else:  # of an entropy: -p (log p + entropy)
+            entropy, grad = entropies[:, part].unsqueeze(2)
+            terms = torch.special.entr(wide.div_(exp_sum[part].unsqueeze(1)))
+            wide.mul_(f - grad * entropy).addcmul_(terms, grad)
         if label_smoothing:
             wide.sub_(f * (label_smoothing / columns.vocabulary))
         hot = torch.where(targets.own[part].unsqueeze(1), f * (1.0 - label_smoothing), 0.0)
         wide.scatter_(1, index, wide.gather(1, index) - hot)
         out[part] = wide.masked_fill_(targets.ignored[part].unsqueeze(1), 0.0)
+
+
+def split_entropies(
+    rows: torch.Tensor, stats: torch.Tensor, columns: Columns, wide_elements: int
+) -> torch.Tensor:
+    """Returns the entropies of softmax(logits), fp32 ``[rows]``, by one all-reduce if split.
+
+    ``rows`` are this rank's logits ``[rows, width]`` and ``stats`` ``[rows, 2]`` the largest logit
+    of each row and the sum of exp(logit - largest) over all ranks.
+    """
+    found = rows.new_empty(len(rows), dtype=torch.float32)
+    for part in _pieces(rows, wide_elements):
+        largest, exp_sum = stats[part].split(1, 1)
+        # Sums -p log p, which is 0 where p is.
+        found[part] = torch.special.entr((rows[part].float() - largest).exp_() / exp_sum).sum(1)
+    if columns.group is not None:
+        distributed.all_reduce(found, group=columns.group)
+    return found
+
+
+def _pieces(rows: torch.Tensor, elements: int) -> Iterator[slice]:
+    """Yields parts of the rows that have at most ``elements`` elements, or are one row."""
+    count = max(1, elements // max(1, rows.shape[1]))
+    for start in range(0, len(rows), count):
+        yield slice(start, start + count)
 
 
 def _local_sums(

@@ -9,6 +9,7 @@ from ..runtime.imports import attach
 from .autocast_forward import autocast_forward
 from .experts import register_experts
 from .export import export_fp8
+from .fp8_tensors import fp8_tensors
 from .from_torch import from_torch
 from .fused_lora import fuse_lora
 from .fused_loss import fuse_loss
@@ -24,6 +25,7 @@ __all__ = [
     "autocast_forward",
     "conversion_summary",
     "export_fp8",
+    "fp8_tensors",
     "from_torch",
     "fuse_lora",
     "fuse_loss",

@@ -5,26 +5,18 @@ from __future__ import annotations
 import json
 import os
 import re
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
 
-from ..fp8.parameter.decode import quantizers_of
-from ..fp8.parameter.operands import dequantized
-from ..fp8.parameter.parameter import FP8Parameter
-from ..module._core.fp8_module import STATE_PREFIX, FP8Module
-from ..module.linear import Linear
 from ..recipe import BlockScaling, CurrentScaling
 from ..runtime.named_arguments import named_arguments
-from .experts import StackedExperts
-from .fusion import key_map
+from ._fp8_entries import BLOCK, Entry, Form, check_model, entries
 
 _UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9}
 _NAME = "model"
 
-
-BLOCK = 128
 _CHOICES = {
     "quant_method": ("compressed-tensors", "fp8"),
     "weights": ("tensor", "block"),
@@ -53,6 +45,12 @@ class Export:
     def blocks(self) -> bool:
         """True if each block of 128x128 of a weight has its own scale."""
         return self.weights == "block"
+
+    @property
+    def form(self) -> Form:
+        """Form of the quantized weights."""
+        recipe = BlockScaling() if self.blocks else CurrentScaling()
+        return Form(recipe, self.activations == "static", self.scale_key)
 
     @property
     def scale_key(self) -> str:
@@ -137,7 +135,8 @@ def export_fp8(
     """Writes ``model`` as a checkpoint with FP8 weights that vLLM and transformers can load.
 
     The weights of converted linear layers and experts are quantized as by ``CurrentScaling`` or
-    ``BlockScaling``. This includes layers that ``from_torch(fuse=True)`` joined. Weights that are
+    ``BlockScaling``. This includes layers that ``from_torch(fuse=True)`` joined; with one scale per
+    weight these, and the first two matrices of an expert, share it. Weights that are
     already held in FP8 in that layout are written as they are. Weights have the names of the plain
     model's files, with their scales beside them. Everything else keeps its dtype. The configuration
     lists linear layers that are not quantized, such as ``lm_head`` and GPT-2's Conv1D.
@@ -179,21 +178,21 @@ def export_fp8(
     layout = weights.removesuffix("wise") if isinstance(weights, str) else weights
     export = Export(quant_method, layout, activations)
     largest = _bytes(max_shard_size)
-    _check_model(model)
-    entries, ignored = _entries(model, export)
+    check_model(model, sharded=False)
+    found, ignored = entries(model, export.form)
     folder = os.fspath(folder)
     os.makedirs(folder, exist_ok=True)
     for name in os.listdir(folder):
         if re.fullmatch(rf"{_NAME}(-\d+-of-\d+)?\.safetensors(\.index\.json)?", name):
             os.remove(os.path.join(folder, name))
-    shards = _shards(entries, largest)
+    shards = _shards(found, largest)
     names: dict[str, str] = {}
     total = 0
     for index, shard in enumerate(shards):
         file = f"{_NAME}.safetensors"
         if len(shards) > 1:
             file = f"{_NAME}-{index + 1:05d}-of-{len(shards):05d}.safetensors"
-        tensors = {key: value for entry in shard for key, value in entry.tensors(export).items()}
+        tensors = {key: _saved(value) for entry in shard for key, value in entry.tensors()}
         safetensors.save_file(tensors, os.path.join(folder, file), metadata={"format": "pt"})
         names.update(dict.fromkeys(tensors, file))
         total += sum(value.nbytes for value in tensors.values())
@@ -203,253 +202,14 @@ def export_fp8(
     _write_config(model, folder, quantization_config(export, ignored))
 
 
-class _Source:
-    """Weight of a GEMM, quantized once for all the original weights that it was joined from.
-
-    ``input_scale`` is the input's ``scale_inv``, ``[1]``; None with dynamic activations.
-    """
-
-    def __init__(self, weight: torch.Tensor, input_scale: torch.Tensor | None) -> None:
-        self.weight = weight
-        self.input_scale = input_scale
-        self._whole: tuple[torch.Tensor, torch.Tensor] | None = None
-
-    def quantized(self, start: int, rows: int, blocks: bool) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns FP8 data of rows and fp32 scales, ``[1]`` or by blocks of rows and columns."""
-        if not blocks:
-            if self._whole is None:
-                self._whole = _quantized(self.weight, blocks)
-            data, scale = self._whole
-            if start + rows == self.weight.shape[0]:
-                self._whole = None  # its last rows
-            return data[start : start + rows], scale
-        if start == 0 and rows == self.weight.shape[0]:
-            return _quantized(self.weight, blocks)
-        held = _held(self.weight, blocks)
-        if held is not None and start % BLOCK == 0 and (start + rows) % BLOCK == 0:
-            data, scale = held
-            first, last = start // BLOCK, (start + rows) // BLOCK
-            return data[start : start + rows], scale[first:last]
-        return _quantized(dequantized(self.weight)[start : start + rows], blocks)
-
-
-def _held(weight: torch.Tensor, blocks: bool) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """Returns FP8 data and scales of a weight that is held in FP8 in the wanted layout."""
-    if type(weight) is not FP8Parameter:
-        return None
-    held = weight._held
-    data, scale = held.rowwise, held.rowwise_scale_inv
-    if held.dtype is not torch.float8_e4m3fn or data is None or scale is None:
-        return None
-    if isinstance(weight.recipe, BlockScaling) != blocks or (not blocks and scale.numel() != 1):
-        return None
-    return data, _trimmed(scale, data) if blocks else scale
-
-
-def _quantized(weight: torch.Tensor, blocks: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns FP8 data ``[rows, cols]`` and fp32 scales of a weight."""
-    held = _held(weight, blocks)
-    if held is not None:
-        return held
-    values = dequantized(weight.detach()).contiguous()
-    recipe = BlockScaling() if blocks else CurrentScaling()
-    made = quantizers_of(recipe, values.device).weight.quantize(values, True, False)[0]
-    data, scale = made.rowwise, made.rowwise_scale_inv
-    assert data is not None
-    assert scale is not None
-    if made.dtype is not torch.float8_e4m3fn:
-        raise NotImplementedError(f"export_fp8: weights must be cast to E4M3, got {made.dtype}")
-    return data.view(made.dtype), _trimmed(scale, data) if blocks else scale.view(1)
-
-
-def _trimmed(scale: torch.Tensor, data: torch.Tensor) -> torch.Tensor:
-    """Returns the scales of the blocks that ``data`` has, without those that pad their rows."""
-    return scale[: -(-data.shape[0] // BLOCK), : -(-data.shape[1] // BLOCK)]
-
-
-class _Part(NamedTuple):
-    """Rows of a joined weight that are exported as one weight of the original model."""
-
-    source: _Source
-    start: int
-    rows: int
-
-
-class _Entry(NamedTuple):
-    """Tensor of the checkpoint, and the weight that is quantized in its place, or None."""
-
-    key: str
-    value: torch.Tensor
-    part: _Part | None
-
-    def nbytes(self) -> int:
-        """Returns the bytes of the tensor in the checkpoint, without its scales."""
-        return self.value.nbytes if self.part is None else self.value.numel()
-
-    def tensors(self, export: Export) -> dict[str, torch.Tensor]:
-        """Returns the tensors of the checkpoint by their names, on the CPU."""
-        if self.part is None:
-            return {self.key: _saved(self.value)}
-        source, start, rows = self.part
-        data, scale = source.quantized(start, rows, export.blocks)
-        stem = self.key.removesuffix("weight")
-        found = {self.key: _saved(data), stem + export.scale_key: _saved(scale)}
-        if source.input_scale is not None:
-            found[stem + "input_scale"] = _saved(source.input_scale)
-        return found
-
-
 def _saved(value: torch.Tensor) -> torch.Tensor:
-    """Returns a contiguous copy on the CPU, in memory of its own."""
-    return value.detach().to("cpu", copy=True).contiguous()
+    """Returns a copy on the CPU, in memory of its own."""
+    return value.to("cpu", copy=True)
 
 
-def _check_model(model: Any) -> None:
-    """Raises an error if ``model`` is no whole model of Hugging Face with converted layers."""
-    if not isinstance(model, nn.Module) or not hasattr(model, "config"):
-        raise TypeError(
-            f"export_fp8: model must be a model of Hugging Face, got {type(model).__name__}"
-        )
-    for module in model.modules():
-        if any(kind.__name__ == "BaseTunerLayer" for kind in type(module).__mro__):
-            raise ValueError(
-                "export_fp8: model must have no adapters; call merge_and_unload() before, "
-                f"got {type(module).__name__}"
-            )
-    for name, parameter in model.named_parameters():
-        if hasattr(parameter, "device_mesh") or parameter.is_meta:
-            raise ValueError(
-                f"export_fp8: model must have whole weights, got {name} sharded or on meta"
-            )
-
-
-def _entries(model: nn.Module, export: Export) -> tuple[list[_Entry], list[str]]:
-    """Returns the checkpoint's tensors, and names of the linear layers that are not quantized."""
-    parts, experts = _parts(model, export)
-    if not parts and not experts:
-        raise ValueError(
-            "export_fp8: model must have linear layers converted by from_torch, got none"
-        )
-    state: dict[str, torch.Tensor] = {}
-    seen: set[int] = set()
-    owners = dict(model.named_parameters(remove_duplicate=False))
-    complete = model.state_dict()
-    for key, value in complete.items():
-        shared = id(owners.get(key, value))
-        if f".{STATE_PREFIX}" not in key and shared not in seen:
-            seen.add(shared)
-            state[key] = value
-    names = {id(value): key for key, value in state.items()}
-    entries, final = [], {}
-    for key, value in _original_format(model, state).items():
-        before = names.get(id(value))
-        if before is not None:
-            final[before] = key
-            entries.append(_Entry(key, value, parts.get(before)))
-        else:
-            entries.append(_Entry(key, value, _expert_part(key, value, experts)))
-    kept = {id(entry.value) for entry in entries if entry.part is None}
-    embeddings = {k for k, m in model.named_modules() if isinstance(m, nn.Embedding)}
-    ignored = []
-    for key, value in complete.items():
-        name = key.removesuffix(".weight")
-        if name == key or value.dim() != 2 or key in parts or name in embeddings:
-            continue
-        if key not in state or id(state[key]) in kept:
-            ignored.append(final.get(key, key).removesuffix(".weight"))
-    return entries, ignored
-
-
-def _original_format(model: nn.Module, state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Returns ``state`` under the names of the files that ``save_pretrained`` writes.
-
-    transformers joins the weights of experts as it loads them; these are apart in the files.
-    """
-    from transformers import core_model_loading
-
-    revert = getattr(core_model_loading, "revert_weight_conversion", None)
-    return state if revert is None else dict(revert(model, state))
-
-
-def _parts(
-    model: nn.Module, export: Export
-) -> tuple[dict[str, _Part], dict[str, tuple[StackedExperts, bool]]]:
-    """Finds weights to be quantized, by key, and layers of stacked experts, by dotted name."""
-    static = export.activations == "static"
-    parts: dict[str, _Part] = {}
-    experts: dict[str, tuple[StackedExperts, bool]] = {}
-    for name, module in model.named_modules():
-        if type(module) is Linear and module._parameters["weight"] is not None:
-            scale = _input_scale(name, module, 0) if static else None
-            parts[f"{name}.weight"] = _Part(
-                _Source(module.weight, scale), 0, module.weight.shape[0]
-            )
-        elif isinstance(module, StackedExperts):
-            experts[name] = (module, static)
-    for entry in key_map(model).entries:
-        owner, _, attribute = entry.key.rpartition(".")
-        if not attribute.endswith("weight") or attribute.startswith("layer_norm"):
-            continue
-        if entry.transposed:
-            continue
-        module = model.get_submodule(owner)
-        scale = _input_scale(owner, module, int(attribute.startswith("fc2"))) if static else None
-        source, start = _Source(getattr(module, attribute), scale), 0
-        parts.pop(entry.key, None)
-        for key, rows in entry.parts:
-            parts[key] = _Part(source, start, rows)
-            start += rows
-    for key in _tied_to_others(model, parts):
-        del parts[key]
-    return parts, experts
-
-
-def _tied_to_others(model: nn.Module, parts: dict[str, _Part]) -> list[str]:
-    """Returns the keys of ``parts`` whose weight is shared with a module that cannot read FP8."""
-    holders: dict[int, list[str]] = {}
-    for name, module in model.named_modules():
-        for key, parameter in module.named_parameters(name, recurse=False):
-            holders.setdefault(id(parameter), []).append(key)
-    tied = [keys for keys in holders.values() if not all(key in parts for key in keys)]
-    return [key for keys in tied for key in keys if key in parts]
-
-
-def _expert_part(
-    key: str, value: torch.Tensor, experts: dict[str, tuple[StackedExperts, bool]]
-) -> _Part | None:
-    """Returns the part for one expert's weight, None for any other tensor."""
-    found = re.search(r"(?:^|\.)(\d+)\.(?:.*\.)?experts\.(\d+)\.", key)
-    if found is None or value.dim() != 2 or not key.endswith(".weight"):
-        return None
-    block, expert = found[1], int(found[2])
-    for name, (layer, static) in experts.items():
-        if f".{block}." not in f".{name}.":
-            continue
-        scale = None
-        if static:
-            down = value.shape == layer.down_proj.shape[1:] and key.split(".")[-2] in (
-                "w2", "down_proj"
-            )  # fmt: skip
-            gemm = layer.down_gemm if down else layer.gate_up_gemm
-            scale = _input_scale(name, gemm, expert)
-        return _Part(_Source(value, scale), 0, value.shape[0])
-    return None
-
-
-def _input_scale(name: str, module: Any, gemm: int) -> torch.Tensor:
-    """Returns ``scale_inv`` of a GEMM's input, ``[1]``, from the module's FP8 state."""
-    state = module.fp8_state if isinstance(module, FP8Module) else None
-    if state is None or not state.allocated:
-        raise ValueError(
-            'export_fp8: activations must be "dynamic" for layers without the state of delayed '
-            f'scaling, got "static" and none in {name}'
-        )
-    return state.scale_inv_fwd[3 * gemm : 3 * gemm + 1]
-
-
-def _shards(entries: list[_Entry], largest: int) -> list[list[_Entry]]:
+def _shards(entries: list[Entry], largest: int) -> list[list[Entry]]:
     """Divides the entries into files of at most ``largest`` bytes, if none is larger itself."""
-    shards: list[list[_Entry]] = [[]]
+    shards: list[list[Entry]] = [[]]
     size = 0
     for entry in entries:
         if shards[-1] and size + entry.nbytes() > largest:

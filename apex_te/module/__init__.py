@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from .layer_norm_mlp import LayerNormMLP as LayerNormMLP
     from .linear import Linear as Linear
     from .linear_cross_entropy import linear_cross_entropy as linear_cross_entropy
+    from .linear_log_probs import linear_log_probs as linear_log_probs
     from .moe_layer import MoELayer as MoELayer
     from .rms_norm import RMSNorm as RMSNorm
     from .transformer_layer import TransformerLayer as TransformerLayer
@@ -33,6 +34,7 @@ _NAMES = {
     "RMSNorm": "rms_norm",
     "TransformerLayer": "transformer_layer",
     "linear_cross_entropy": "linear_cross_entropy",
+    "linear_log_probs": "linear_log_probs",
 }
 __all__ = [*_NAMES]
 if not TYPE_CHECKING:  # type checkers know the names above, and no others

@@ -159,6 +159,7 @@ def test_the_callback_says_how_to_install_transformers_which_nothing_else_needs(
         ("autocast_forward", ""),
         ("conversion_summary", ""),
         ("export_fp8", ""),
+        ("fp8_tensors", ""),
         ("from_torch", ""),
         ("fuse_lora", ""),
         ("fuse_loss", ""),

@@ -12,6 +12,7 @@ from apex_te.integrations import (
     autocast_forward,
     conversion_summary,
     export_fp8,
+    fp8_tensors,
     from_torch,
     fuse_lora,
     fuse_loss,
@@ -126,6 +127,11 @@ MISTAKES = {
         (lambda: export_fp8(plain(), "folder", weigths="block"), TypeError,
          "did you mean 'weights'?"),
         (lambda: export_fp8(plain()), TypeError, "folder must be given"),
+    ],
+    "fp8_tensors": [
+        (lambda: fp8_tensors(from_torch(plain())), TypeError, "model", "Sequential"),
+        (lambda: fp8_tensors(plain(), weigths="block"), TypeError, "did you mean 'weights'?"),
+        (lambda: fp8_tensors(), TypeError, "model must be given"),
     ],
     "save_fp8_state": [
         (lambda: save_fp8_state(from_torch(plain()), None), TypeError, "path", "NoneType"),

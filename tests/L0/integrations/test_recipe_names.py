@@ -67,6 +67,12 @@ def linear_cross_entropy(chosen):
     return apex_te.linear_cross_entropy(hidden, weight, target, fp8_recipe=chosen).item()
 
 
+def linear_log_probs(chosen):
+    torch.manual_seed(0)
+    hidden, weight, target = torch.randn(16, 128), torch.randn(128, 128), torch.arange(16)
+    return apex_te.linear_log_probs(hidden, weight, target, fp8_recipe=chosen).tolist()
+
+
 def refused_on_a_cpu(function, *args, **kwargs):
     """Calls a function that checks its recipe, and then finds its module on the CPU."""
     try:
@@ -111,6 +117,7 @@ TAKERS: dict[str, Callable[[Any], Any]] = {
     "graph_microbatches(fp8_recipe)": microbatches,
     "init_fp8_state(recipe)": init_fp8_state,
     "linear_cross_entropy(fp8_recipe)": linear_cross_entropy,
+    "linear_log_probs(fp8_recipe)": linear_log_probs,
     "make_graphed_callables(fp8_recipe)": make_graphed_callables,
     "quantized_model_init(recipe)": init(apex_te.quantized_model_init),
 }  # fmt: skip

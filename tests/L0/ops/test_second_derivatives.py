@@ -29,6 +29,7 @@ REFUSING = {
     "cross_entropy": lambda x: cross_entropy.cross_entropy(x, TARGET, reduction="sum"),
     "layer_norm": lambda x: layer_norm.layer_norm(x, W, W, 1e-5),
     "linear_cross_entropy": lambda x: apex_te.linear_cross_entropy(x, torch.eye(16), TARGET),
+    "linear_log_probs": lambda x: apex_te.linear_log_probs(x, torch.eye(16), TARGET),
     "moe_unpermute": lambda x: apex_te.permutation.moe_unpermute(
         x, apex_te.permutation.moe_permute(x.detach(), torch.eye(4, dtype=torch.bool))[1]
     ),
@@ -131,6 +132,9 @@ LOSSES = {
     "head": lambda x: apex_te.linear_cross_entropy(x, WEIGHT, LABELS),
     "head in FP8": lambda x: apex_te.linear_cross_entropy(
         x, WEIGHT, LABELS, reduction="sum", fp8_recipe=recipe.CurrentScaling()
+    ),
+    "log-probabilities": lambda x: sum(
+        each.sum() for each in apex_te.linear_log_probs(x, WEIGHT, LABELS, return_entropy=True)
     ),
 }
 HOOKS = {"unchanged": lambda: saved_tensors_hooks(lambda t: t, lambda t: t), "cpu": save_on_cpu}

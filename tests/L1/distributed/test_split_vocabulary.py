@@ -7,7 +7,7 @@ import torch
 from on_rank import assert_told, device_of, recorded, told
 from rank_sets import ranks_of
 
-from apex_te import linear_cross_entropy
+from apex_te import linear_cross_entropy, linear_log_probs
 from apex_te.distributed import parallel_cross_entropy
 from apex_te.integrations.transformer_engine.pytorch import cross_entropy as te
 from apex_te.ops import cross_entropy as op
@@ -285,7 +285,7 @@ def test_head_of_uneven_parts(all_ranks, sizes, dtype, reduction):
 
 def _small_chunks(rank, sizes):
     """The head in as many chunks on each rank as its default takes, which is rows of few bytes."""
-    module = sys.modules["apex_te.module.linear_cross_entropy"]
+    module = sys.modules["apex_te.module._core.vocabulary_losses"]
     names = ("_CHUNK_BYTES", "_LEAST_ROWS", "_ROW_MULTIPLE")
     before = [getattr(module, name) for name in names]
     for name, value in zip(names, (2 * 4 * sum(sizes), 1, 1), strict=True):
@@ -312,6 +312,64 @@ def test_head_in_fp8(two_ranks):
         assert abs(loss - wanted) < 0.05 * wanted
         for grad, other in zip(grads, others, strict=True):
             assert 0 < (grad - other).norm() < 0.15 * other.norm()
+
+
+def _log_probs(rank, dtype, sizes, fp8):
+    """Log-probabilities, entropies and the gradients of a weighting of both."""
+    device = device_of(rank)
+    x, w, b, target = head(dtype, sum(sizes), True)
+    start = sum(sizes[:rank])
+    part = slice(start, start + sizes[rank])
+    given = [t.to(device).requires_grad_() for t in (x, w[part], b[part])]
+    uneven = {"first_index": start, "vocab_size": sum(sizes)} if len(set(sizes)) > 1 else {}
+    group, add = torch.distributed.group.WORLD, torch.distributed.ReduceOp.SUM
+    with recorded("all_reduce", lambda *args, op=add, **kwargs: str(op)) as collectives:
+        found = linear_log_probs(
+            given[0], given[1], target.to(device), given[2],
+            temperature=0.7, return_entropy=True, ignore_index=5, chunk_rows=21, tp_group=group,
+            fp8_recipe=CurrentScaling() if fp8 else None, **uneven,
+        )  # fmt: skip
+        factors = torch.linspace(-1.0, 2.0, 2 * target.numel(), device=device).view(2, *ROWS)
+        grads = torch.autograd.grad(found, given, [*factors])
+    assert [name.split(".")[-1] for name in collectives] == ["MAX", "SUM", "SUM", "SUM"]
+    return [each.detach().cpu() for each in found], [grad.cpu() for grad in grads]
+
+
+def check_log_probs(ranks, dtype, sizes, fp8=False):
+    results = ranks.run(_log_probs, dtype, sizes, fp8)
+    x, w, b, target = head(dtype, sum(sizes), True)
+    wide = [t.double().requires_grad_() for t in (x, w, b)]
+    log_p = (torch.nn.functional.linear(*wide) / 0.7).log_softmax(-1)
+    chosen = log_p.gather(-1, target.unsqueeze(-1)).squeeze(-1), -(log_p.exp() * log_p).sum(-1)
+    expected = [each.masked_fill(target == 5, 0.0) for each in chosen]
+    factors = torch.linspace(-1.0, 2.0, 2 * target.numel()).view(2, *ROWS)
+    wanted = torch.autograd.grad(expected, wide, [*factors.double()])
+    found, (dx, *_) = results[0]
+    for others, (other, *_) in results[1:]:
+        assert all(map(torch.equal, others, found))
+        assert torch.equal(other, dx)
+    joined = [torch.cat(parts) for parts in zip(*(grads[1:] for _, grads in results), strict=True)]
+    step = {torch.float32: 2**-18, torch.bfloat16: 2**-4}[dtype]
+    for a, e in zip([*found, dx, *joined], [*expected, *wanted], strict=True):
+        error = (a.double() - e).abs().max() / e.abs().max()
+        assert error <= (0.15 if fp8 else step)
+        assert not fp8 or error > step
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("sizes", [(17, 17), (13, 28), (9, 2, 6)])
+def test_log_probabilities(all_ranks, sizes, dtype):
+    check_log_probs(ranks_of(all_ranks, len(sizes), "gloo"), dtype, sizes)
+
+
+def test_log_probabilities_in_fp8(two_ranks):
+    check_log_probs(two_ranks, torch.float32, (32, 32), fp8=True)
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_log_probabilities_on_two_gpus(two_gpus, dtype):
+    check_log_probs(two_gpus, dtype, (264, 264))
 
 
 def _wrong_head(rank):
