@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from ..runtime.imports import attach
 from .autocast_forward import autocast_forward
+from .checkpoints.load import from_fp8_checkpoint
 from .experts import register_experts
 from .export import export_fp8
 from .from_torch import from_torch
@@ -24,6 +25,7 @@ __all__ = [
     "autocast_forward",
     "conversion_summary",
     "export_fp8",
+    "from_fp8_checkpoint",
     "from_torch",
     "fuse_lora",
     "fuse_loss",
