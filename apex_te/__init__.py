@@ -54,6 +54,7 @@ if _typing.TYPE_CHECKING:
     from .fp8.statistics import fp8_statistics as fp8_statistics
     from .graphs.graphed_callables import make_graphed_callables as make_graphed_callables
     from .integrations.autocast_forward import autocast_forward as autocast_forward
+    from .integrations.checkpoints.load import from_fp8_checkpoint as from_fp8_checkpoint
     from .integrations.export import export_fp8 as export_fp8
     from .integrations.fp8_tensors import fp8_tensors as fp8_tensors
     from .integrations.from_torch import from_torch as from_torch
@@ -116,6 +117,7 @@ _NAMES = {
     "fp8_autocast": "fp8.autocast",
     "fp8_model_init": "fp8.model_init",
     "fp8_statistics": "fp8.statistics",
+    "from_fp8_checkpoint": "integrations.checkpoints.load",
     "from_torch": "integrations.from_torch",
     "fuse_lora": "integrations.fused_lora",
     "fuse_loss": "integrations.fused_loss",

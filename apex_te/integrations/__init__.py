@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from ..runtime.imports import attach
 from .autocast_forward import autocast_forward
+from .checkpoints.load import from_fp8_checkpoint
 from .experts import register_experts
 from .export import export_fp8
 from .fp8_tensors import fp8_tensors
@@ -26,6 +27,7 @@ __all__ = [
     "conversion_summary",
     "export_fp8",
     "fp8_tensors",
+    "from_fp8_checkpoint",
     "from_torch",
     "fuse_lora",
     "fuse_loss",

@@ -5,121 +5,20 @@ from __future__ import annotations
 import json
 import os
 import re
-from typing import Any
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
-from ..recipe import BlockScaling, CurrentScaling
+from ..module._core.fp8_module import STATE_PREFIX
 from ..runtime.named_arguments import named_arguments
-from ._fp8_entries import BLOCK, Entry, Form, check_model, entries
+from ._export_config import Export, quantization_config
+from ._file_tensors import original_format
+from ._fp8_entries import Entry, check_model, entries
 
 _UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9}
 _NAME = "model"
-
-_CHOICES = {
-    "quant_method": ("compressed-tensors", "fp8"),
-    "weights": ("tensor", "block"),
-    "activations": ("dynamic", "static"),
-}
-
-
-class Export:
-    """Checked options of ``export_fp8``."""
-
-    def __init__(self, quant_method: str, weights: str, activations: str) -> None:
-        self.quant_method, self.weights, self.activations = quant_method, weights, activations
-        for name, choices in _CHOICES.items():
-            value = getattr(self, name)
-            if not isinstance(value, str):
-                raise TypeError(f"export_fp8: {name} must be a str, got {type(value).__name__}")
-            if value not in choices:
-                wanted = " or ".join(map(repr, choices))
-                raise ValueError(f"export_fp8: {name} must be {wanted}, got {value!r}")
-        if weights == "block" and activations == "static":
-            raise ValueError(
-                "export_fp8: activations must be 'dynamic' with weights='block', got 'static'"
-            )
-
-    @property
-    def blocks(self) -> bool:
-        """True if each block of 128x128 of a weight has its own scale."""
-        return self.weights == "block"
-
-    @property
-    def form(self) -> Form:
-        """Form of the quantized weights."""
-        recipe = BlockScaling() if self.blocks else CurrentScaling()
-        return Form(recipe, self.activations == "static", self.scale_key)
-
-    @property
-    def scale_key(self) -> str:
-        """Last part of the key of a weight's scale."""
-        deepseek = self.blocks and self.quant_method == "fp8"
-        return "weight_scale_inv" if deepseek else "weight_scale"
-
-
-def quantization_config(export: Export, ignored: list[str]) -> dict[str, Any]:
-    """Returns ``quantization_config`` of ``config.json``; ``ignored`` names layers not in FP8."""
-    if export.quant_method == "compressed-tensors":
-        return _compressed_tensors(export, ignored)
-    config: dict[str, Any] = {
-        "quant_method": "fp8",
-        "fmt": "e4m3",
-        "activation_scheme": export.activations,
-        "modules_to_not_convert": ignored,
-        "ignored_layers": ignored,
-    }
-    if export.blocks:
-        config["weight_block_size"] = [BLOCK, BLOCK]
-        del config["ignored_layers"]
-    else:
-        config["weight_block_size"] = None
-    return config
-
-
-def _compressed_tensors(export: Export, ignored: list[str]) -> dict[str, Any]:
-    """Returns the configuration of compressed-tensors' format "float-quantized"."""
-    weights = _arguments("block" if export.blocks else "tensor", dynamic=False)
-    if export.blocks:
-        weights["block_structure"] = [BLOCK, BLOCK]
-        inputs = _arguments("group", dynamic=True)
-        inputs["group_size"] = BLOCK
-    elif export.activations == "dynamic":
-        inputs = _arguments("token", dynamic=True)
-    else:
-        inputs = _arguments("tensor", dynamic=False)
-    group = {
-        "targets": ["Linear"],
-        "weights": weights,
-        "input_activations": inputs,
-        "output_activations": None,
-    }
-    return {
-        "quant_method": "compressed-tensors",
-        "format": "float-quantized",
-        "quantization_status": "compressed",
-        "config_groups": {"group_0": group},
-        "ignore": ignored,
-        "kv_cache_scheme": None,
-        "global_compression_ratio": None,
-    }
-
-
-def _arguments(strategy: str, dynamic: bool) -> dict[str, Any]:
-    """Returns how one tensor is quantized, in the terms of compressed-tensors."""
-    return {
-        "num_bits": 8,
-        "type": "float",
-        "symmetric": True,
-        "strategy": strategy,
-        "dynamic": dynamic,
-        "group_size": None,
-        "block_structure": None,
-        "actorder": None,
-        "observer": None if dynamic else "minmax",
-        "observer_kwargs": {},
-    }
 
 
 @named_arguments()
@@ -130,6 +29,7 @@ def export_fp8(
     quant_method: str = "compressed-tensors",
     weights: str = "tensor",
     activations: str = "dynamic",
+    layout: str | None = None,
     max_shard_size: int | str = "5GB",
 ) -> None:
     """Writes ``model`` as a checkpoint with FP8 weights that vLLM and transformers can load.
@@ -159,6 +59,8 @@ def export_fp8(
             the recipe's name, ``"tensorwise"`` or ``"blockwise"``.
         activations: ``"dynamic"``; or ``"static"`` to write the inputs' scales of delayed scaling,
             only with ``weights="tensor"``. Call ``flush_fp8_state()`` before.
+        layout: ``"file"`` for the layout of the checkpoint that ``from_fp8_checkpoint`` has read,
+            instead of the three options before; weights that were not trained keep their bytes.
         max_shard_size: largest size of a file, in bytes or like ``"5GB"``. A larger model is
             written to several files, with an index.
 
@@ -175,11 +77,16 @@ def export_fp8(
         raise ImportError(
             "export_fp8: safetensors must be installed: pip install safetensors"
         ) from error
-    layout = weights.removesuffix("wise") if isinstance(weights, str) else weights
-    export = Export(quant_method, layout, activations)
+    form = weights.removesuffix("wise") if isinstance(weights, str) else weights
+    export = Export(quant_method, form, activations)
     largest = _bytes(max_shard_size)
     check_model(model, sharded=False)
-    found, ignored = entries(model, export.form)
+    found: Sequence[Entry | _Whole]
+    if layout is None:
+        found, ignored = entries(model, export.form)
+        quantization = quantization_config(export, ignored)
+    else:
+        found, quantization = _as_read(model, layout, (quant_method, weights, activations))
     folder = os.fspath(folder)
     os.makedirs(folder, exist_ok=True)
     for name in os.listdir(folder):
@@ -199,17 +106,65 @@ def export_fp8(
     if len(shards) > 1:
         index_of = {"metadata": {"total_size": total}, "weight_map": names}
         _write_json(os.path.join(folder, f"{_NAME}.safetensors.index.json"), index_of)
-    _write_config(model, folder, quantization_config(export, ignored))
+    _write_config(model, folder, quantization)
+
+
+class _Whole(NamedTuple):
+    """Tensor that is written as it is."""
+
+    key: str
+    value: torch.Tensor
+
+    def nbytes(self) -> int:
+        return self.value.nbytes
+
+    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        yield self.key, self.value
+
+
+def _as_read(
+    model: Any, layout: Any, options: tuple[Any, ...]
+) -> tuple[list[_Whole], dict[str, Any]]:
+    """Returns the tensors and configuration of ``layout="file"``."""
+    if layout != "file":
+        raise ValueError(f"export_fp8: layout must be 'file' or None, got {layout!r}")
+    if options != ("compressed-tensors", "tensor", "dynamic"):
+        raise ValueError(
+            "export_fp8: layout must be None with quant_method, weights or activations, got 'file'"
+        )
+    quantizer = getattr(model, "hf_quantizer", None)
+    if not isinstance(getattr(quantizer, "held", None), dict):
+        raise ValueError(
+            "export_fp8: layout must be None for a model that from_fp8_checkpoint has not loaded, "
+            "got 'file'"
+        )
+    assert quantizer is not None
+    state = _unshared(model, quantizer.get_state_dict_and_metadata(model)[0])
+    found = [_Whole(key, value) for key, value in original_format(model, state).items()]
+    return found, quantizer.quantization_config.to_dict()
+
+
+def _unshared(model: nn.Module, complete: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Returns a state dict without FP8 state, and with shared Parameters once."""
+    state: dict[str, torch.Tensor] = {}
+    seen: set[int] = set()
+    owners = dict(model.named_parameters(remove_duplicate=False))
+    for key, value in complete.items():
+        shared = id(owners.get(key, value))
+        if f".{STATE_PREFIX}" not in key and shared not in seen:
+            seen.add(shared)
+            state[key] = value
+    return state
 
 
 def _saved(value: torch.Tensor) -> torch.Tensor:
-    """Returns a copy on the CPU, in memory of its own."""
-    return value.to("cpu", copy=True)
+    """Returns a contiguous copy on the CPU, in memory of its own."""
+    return value.detach().to("cpu", copy=True).contiguous()
 
 
-def _shards(entries: list[Entry], largest: int) -> list[list[Entry]]:
+def _shards(entries: Sequence[Entry | _Whole], largest: int) -> list[list[Entry | _Whole]]:
     """Divides the entries into files of at most ``largest`` bytes, if none is larger itself."""
-    shards: list[list[Entry]] = [[]]
+    shards: list[list[Entry | _Whole]] = [[]]
     size = 0
     for entry in entries:
         if shards[-1] and size + entry.nbytes() > largest:

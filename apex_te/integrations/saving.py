@@ -15,7 +15,7 @@ from ..module._core.fp8_entries import SCALE
 from ..module._core.fp8_module import STATE_PREFIX, FP8Module
 from ..runtime.named_arguments import check_model, named_arguments
 from . import _matching as matching
-from .export import Export, quantization_config
+from ._export_config import Export, quantization_config
 
 # Of the format of safetensors, but loaders that read all ``*.safetensors`` of a folder as weights,
 # as vLLM and accelerate do, must not find it.

@@ -19,6 +19,7 @@ ATTRIBUTE = "_apex_te_conversion"
 class Layer(NamedTuple):
     """Layer that ``from_torch`` converted, or kept for ``reason`` (``after`` is then None).
 
+    ``reason`` of a converted layer tells what holds its weights, if they are a checkpoint's.
     ``before`` is the name of its class or, for a joined layer, the names of its original layers.
     """
 
@@ -92,7 +93,8 @@ class ConversionSummary:
             if groups:
                 lines.append(f"{title}:")
             for (_, before, after, reason), names in groups.items():
-                text = f"{before} -> {after}" if after is not None else f"{before}: {reason}"
+                text = f"{before} -> {after}" if after is not None else before
+                text += f": {reason}" if reason else ""
                 lines.append(f"  {grouped(names)[0]}: {text}")
         if self.share is not None and self.share.padded:
             lines.append("padded in FP8, which costs time (a size is not a multiple of 16):")

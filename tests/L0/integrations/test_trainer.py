@@ -37,8 +37,9 @@ def trainer(folder, callbacks, model=None, kind=None, **options):
     torch.manual_seed(0)
     arguments = transformers.TrainingArguments(
         output_dir=str(folder), per_device_train_batch_size=2, per_device_eval_batch_size=4,
-        learning_rate=5e-3, report_to=[], use_cpu=True, disable_tqdm=True, seed=3,
-        logging_steps=1, **{"max_steps": 4, "save_steps": 2, **options},
+        report_to=[], use_cpu=True, disable_tqdm=True, seed=3,
+        logging_steps=1,
+        **{"max_steps": 4, "save_steps": 2, "learning_rate": 5e-3, **options},
     )  # fmt: skip
     if model is None or isinstance(model, torch.nn.Module):
         options = {"model": build("llama").train() if model is None else model}

@@ -1,0 +1,1 @@
+"""Released FP8 checkpoints, and models that hold and write the bytes in their files."""

@@ -1,0 +1,157 @@
+"""FP8 Parameters over the codes and scales of a checkpoint, and their values."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+from ...fp8.parameter.parameter import FP8Parameter
+from ...recipe import BlockScaling, CurrentScaling, DelayedScaling, Recipe
+from .description import BLOCK, Form
+from .mapping import Held
+
+
+def widened(scale: torch.Tensor) -> torch.Tensor:
+    """Returns scales as float32; bytes are exponents of two, biased by 127."""
+    if scale.dtype is torch.uint8:
+        scale = scale.view(torch.float8_e8m0fnu)
+    return scale.float()
+
+
+def are_powers_of_two(scale: torch.Tensor) -> bool:
+    """Returns True if all float32 scales are powers of two."""
+    return bool((scale.view(torch.int32) & 0x7FFFFF == 0).all())
+
+
+def matrix_of(scale: torch.Tensor, held: Held) -> torch.Tensor:
+    """Returns float32 scales ``[.., rows, cols]`` of a weight's blocks; one for a whole weight."""
+    scale = widened(scale)
+    *count, rows, cols = held.shape
+    if held.stored.form is Form.TENSOR:
+        return scale.reshape(*count, -1, 1)
+    if held.stored.form is Form.CHANNEL:
+        return scale.reshape(*count, rows, 1)
+    width = -(-cols // held.stored.block[1])
+    return scale.reshape(*count, -1, width)
+
+
+def form_of(recipe: Recipe) -> Form | None:
+    """Returns the form in which a recipe's weights are held; None if no file has it."""
+    if isinstance(recipe, BlockScaling):
+        return Form.BLOCK
+    return Form.TENSOR if isinstance(recipe, (CurrentScaling, DelayedScaling)) else None
+
+
+def keeps_bytes(recipe: Recipe, scale: torch.Tensor, held: Held) -> bool:
+    """Returns True if an FP8 Parameter of ``recipe`` can hold the codes and scales as they are."""
+    form = held.stored.form
+    if form is not form_of(recipe):
+        return False
+    if form is Form.TENSOR:  # parts of a matrix must have the same scale
+        return bool((scale == scale[..., :1, :]).all())
+    blocks = held.stored.block == (BLOCK, BLOCK)
+    return blocks and (not getattr(recipe, "pow2", False) or are_powers_of_two(scale))
+
+
+def parameter_of(
+    codes: torch.Tensor, scale: torch.Tensor, held: Held, recipe: Recipe
+) -> FP8Parameter:
+    """Returns an FP8 Parameter over ``codes``; they are cast again if it cannot hold the bytes."""
+    if not keeps_bytes(recipe, scale, held):
+        return _cast_again(codes, scale, held, recipe)
+    if held.stored.form is Form.TENSOR:
+        scale = scale[..., 0, :]
+    else:
+        codes = padded(codes, held.parts)
+    return FP8Parameter.from_codes(codes, scale, recipe, held.dtype)
+
+
+def padded(codes: torch.Tensor, parts: int) -> torch.Tensor:
+    """Returns codes ``[experts, rows, cols]`` in which each of ``parts`` of the rows fills blocks.
+
+    A gate and an up projection that end inside a block get further features, which are zeros and
+    stay so in training.
+    """
+    missing = -(codes.shape[-2] // parts) % BLOCK
+    if parts == 1 or not missing:
+        return codes
+    split = codes.view(torch.uint8).unflatten(-2, (parts, -1))
+    return functional.pad(split, (0, 0, 0, missing)).flatten(-3, -2).view(codes.dtype)
+
+
+def unpadded(codes: torch.Tensor, shape: tuple[int, ...], parts: int) -> torch.Tensor:
+    """Returns the codes ``shape`` that ``padded`` and ``pad_down_proj`` took."""
+    if codes.shape == shape:
+        return codes
+    split = codes.view(torch.uint8).unflatten(-2, (parts, -1))
+    split = split[..., : shape[-2] // parts, : shape[-1]]
+    return split.flatten(-3, -2).contiguous().view(codes.dtype)
+
+
+def pad_down_proj(experts: Any, features: int) -> None:
+    """Gives the second layer of experts as many input features as ``padded`` gives the first."""
+    missing = -features % BLOCK
+    weight = experts._parameters["down_proj"]
+    if not missing or weight.shape[-1] != features:
+        return
+    if experts.has_bias:
+        raise NotImplementedError(
+            "from_fp8_checkpoint: experts must have no biases if their features are not a "
+            f"multiple of {BLOCK}, got {features} features with biases"
+        )
+    more = nn.Parameter(widened_to(features + missing, weight.data), weight.requires_grad)
+    experts.register_parameter("down_proj", more)
+
+
+def widened_to(features: int, codes: torch.Tensor) -> torch.Tensor:
+    """Returns codes, or values, with zeros after the last of their columns."""
+    bits = codes.view(torch.uint8) if codes.dtype.itemsize == 1 else codes
+    return functional.pad(bits, (0, features - codes.shape[-1])).view(codes.dtype)
+
+
+def _cast_again(
+    codes: torch.Tensor, scale: torch.Tensor, held: Held, recipe: Recipe
+) -> FP8Parameter:
+    """Returns the values cast by ``recipe``; if files can hold them, a matrix at a time."""
+    made = []
+    one_by_one = codes.dim() == 2 or form_of(recipe) is not None
+    values = _matrices(codes, scale, held, form_of(recipe) is Form.BLOCK)
+    for value in values if one_by_one else [torch.stack(list(values))]:
+        weight = FP8Parameter.empty(tuple(value.shape), recipe, held.dtype, codes.device)
+        weight.copy_(value)
+        made.append(weight)
+    if codes.dim() == 2 or not one_by_one:
+        return made[0]
+    data, scales = zip(*[weight.codes() for weight in made], strict=True)
+    stack = torch.stack([each.view(torch.uint8) for each in data]).view(data[0].dtype)
+    return FP8Parameter.from_codes(stack, torch.stack(scales), recipe, held.dtype)
+
+
+def _matrices(
+    codes: torch.Tensor, scale: torch.Tensor, held: Held, pad: bool
+) -> Iterator[torch.Tensor]:
+    """Yields the values of each matrix of a weight, float32, padded as ``padded`` does if asked."""
+    stack = codes.dim() == 3
+    whole, scales = (codes, scale) if stack else (codes[None], scale[None])
+    for each, own in zip(whole, scales, strict=True):
+        # Features that pad the second layer have no scale.
+        width = min(each.shape[1], held.shape[-1])
+        parts = [
+            decoded(part[:, :width], s, held.stored.block)
+            for part, s in zip(each.chunk(held.parts), own.chunk(held.parts), strict=True)
+        ]
+        rows = -len(parts[0]) % BLOCK if stack and pad and len(parts) > 1 else 0
+        cols = each.shape[1] - width
+        yield torch.cat([functional.pad(part, (0, cols, 0, rows)) for part in parts])
+
+
+def decoded(codes: torch.Tensor, scale: torch.Tensor, block: tuple[int, int]) -> torch.Tensor:
+    """Returns codes times the scales of their blocks, float32 ``[rows, cols]``."""
+    for dim, size in enumerate(block):
+        if size > 1:
+            scale = scale.repeat_interleave(size, dim).narrow(dim, 0, codes.shape[dim])
+    return codes.float() * scale

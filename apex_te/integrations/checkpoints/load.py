@@ -1,0 +1,170 @@
+"""``from_fp8_checkpoint``, whose models hold the bytes of a released FP8 checkpoint."""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+from typing import Any
+
+from torch import nn
+
+from ...recipe import DelayedScaling, Recipe, chosen_recipe
+from .. import _matching as matching
+from .. import summary
+from .._fp8_weights import count_fp8_weights
+from ..from_torch import from_torch
+
+_ME = "from_fp8_checkpoint"
+# Arguments of from_pretrained that say where files are, which those of the configuration need, too.
+_HUB = (
+    "cache_dir", "force_download", "local_files_only", "proxies", "revision", "subfolder", "token",
+    "trust_remote_code", "code_revision",
+)  # fmt: skip
+_REFUSED = {
+    "quantization_config": "since the checkpoint's files have it",
+    "output_loading_info": "since the result is the model alone",
+}
+_NOT_FP8 = "its weights are not in FP8 in the checkpoint"
+
+
+def from_fp8_checkpoint(
+    path_or_name: str | os.PathLike[str],
+    *,
+    recipe: Recipe | str | None = None,
+    fuse: bool = False,
+    **from_pretrained: Any,
+) -> nn.Module:
+    """Loads a checkpoint of Hugging Face that has FP8 weights, and holds them as they are.
+
+    The codes and scales in the files become FP8 Parameters, which GEMMs read in ``fp8_autocast``,
+    also in backward; nothing is decoded. The weights of experts are stacked. ``from_torch``
+    converts the layers, except those whose weights are not in FP8 in the files.
+    ``conversion_summary`` lists the layers, with what holds their weights. Weights can be trained,
+    or frozen under LoRA. ``save_pretrained``, and ``export_fp8`` with ``layout="file"``, write the
+    layout that was read; weights that no step changed keep their bytes.
+
+    |``quant_method``|scales held as they are|recipe|
+    |---|---|---|
+    |``"fp8"``, ``"compressed-tensors"``, ``"modelopt"``|128x128 blocks|``BlockScaling``|
+    |the same, with dynamic inputs|one for a weight|``CurrentScaling``|
+    |the same, with static inputs|one for a weight|``DelayedScaling``, with the inputs' scales|
+
+    Use ``model.hf_quantizer.recipe`` in ``fp8_autocast``. Weights with other scales, by channel
+    (``"fbgemm_fp8"`` and others) or by groups of 32 (``"mxfp8"``), are refused, unless ``recipe``
+    is given: it casts the decoded weights again, one matrix at a time, and files of the model get
+    the layout of ``"fp8"``. The same happens to scales that differ where a model joins weights, and
+    to those that are not powers of two if the recipe's are.
+
+    Experts with a gate and up projection that are not a multiple of 128 features get more features,
+    which are zeros and stay so; files do not have them.
+
+    Tensors that the model's class does not have, such as scales of KV caches or layers that predict
+    several tokens, are left out, as transformers does.
+
+    Args:
+        path_or_name: folder, or name in the Hub, of a checkpoint in safetensors.
+        recipe: the recipe, or its name, whose weights are held; None for the checkpoint's own.
+        fuse: as in ``from_torch``.
+        from_pretrained: arguments of transformers' ``from_pretrained``, such as ``dtype``, which is
+            that of the other weights, and ``device_map``.
+
+    Returns:
+        A model of the class that the checkpoint names, in evaluation mode.
+
+    Raises:
+        ImportError: transformers is not installed.
+        TypeError: an argument has a wrong type.
+        ValueError: the checkpoint has no FP8 weights, or scales that do not fit them or the
+            configuration.
+        NotImplementedError: the format, or the scales without ``recipe``, cannot be held; the
+            message names them.
+    """
+    try:
+        import transformers
+    except ImportError as error:
+        raise ImportError(
+            f"{_ME}: transformers must be installed: pip install transformers"
+        ) from error
+    from .quantizer import METHOD
+
+    try:
+        path_or_name = os.fsdecode(path_or_name)
+    except TypeError:
+        raise TypeError(
+            f"{_ME}: path_or_name must be a str or pathlib.Path, got {type(path_or_name).__name__}"
+        ) from None
+    if not isinstance(fuse, bool):
+        raise TypeError(f"{_ME}: fuse must be a bool, got {type(fuse).__name__}")
+    if recipe is not None:
+        recipe = chosen_recipe(_ME, "recipe", recipe)
+    for name, why in _REFUSED.items():
+        if name in from_pretrained:
+            found = type(from_pretrained[name]).__name__
+            raise ValueError(f"{_ME}: {name} must not be given, {why}, got a value of type {found}")
+    hub = {key: from_pretrained[key] for key in _HUB if key in from_pretrained}
+    config = from_pretrained.pop("config", None)
+    if config is None:
+        config = transformers.AutoConfig.from_pretrained(path_or_name, **hub)
+    config = copy.deepcopy(config)
+    config.quantization_config = {
+        "quant_method": METHOD,
+        "original": _quantization(path_or_name, config, hub),
+        "recipe": recipe,
+        "key_mapping": from_pretrained.get("key_mapping"),
+    }
+    named = (getattr(config, "architectures", None) or [""])[0]
+    kind = getattr(transformers, named, transformers.AutoModelForCausalLM)
+    return _converted(kind.from_pretrained(path_or_name, config=config, **from_pretrained), fuse)
+
+
+def _quantization(path: str, config: Any, hub: dict[str, Any]) -> dict[str, Any]:
+    """Returns ``quantization_config``, or ModelOpt's in a file of its own."""
+    found = getattr(config, "quantization_config", None)
+    found = found or getattr(config.get_text_config(), "quantization_config", None)
+    if found is None:
+        from transformers.utils import cached_file
+
+        name = "hf_quant_config.json"
+        options = {key: value for key, value in hub.items() if key != "trust_remote_code"}
+        file = cached_file(path, name, _raise_exceptions_for_missing_entries=False, **options)
+        if file is None:
+            raise ValueError(
+                f"{_ME}: path_or_name must have quantization_config in config.json, or {name}, "
+                f"got {path!r} without"
+            )
+        with open(file, encoding="utf-8") as stream:
+            found = {"quant_method": "modelopt", **json.load(stream)}
+    return dict(found) if isinstance(found, dict) else found.to_dict()
+
+
+def _converted(model: Any, fuse: bool) -> nn.Module:
+    """Converts the layers with weights in FP8, and says in the summary what holds them."""
+    quantizer = model.hf_quantizer
+    owners: dict[str, str] = {}
+    for name, held in quantizer.held.items():
+        how = f"weights in FP8, {held.stored.form.value} scales of the checkpoint"
+        owners[name.rpartition(".")[0]] = how
+    for name in quantizer.cast_again:
+        again = f"weights in FP8, cast again by {type(quantizer.recipe).__name__}"
+        owners[name.rpartition(".")[0]] = again
+
+    def is_not_fp8(name: str, module: nn.Module) -> bool:
+        layer = isinstance(module, nn.Linear) or matching.is_experts(module)
+        return layer and name not in owners
+
+    from_torch(model, fuse, exclude=is_not_fp8)
+    count_fp8_weights(model)
+    done = vars(model)[summary.ATTRIBUTE]
+    layers = [layer._replace(reason=owners.get(layer.name)) for layer in done.converted]
+    layers += [
+        layer._replace(reason=_NOT_FP8) if layer.reason == "excluded" else layer
+        for layer in done.kept
+    ]
+    vars(model)[summary.ATTRIBUTE] = summary.ConversionSummary(layers)
+    recipe, scales = quantizer.recipe, quantizer.input_scales
+    if isinstance(recipe, DelayedScaling) and scales:
+        from .static import set_input_scales
+
+        set_input_scales(model, scales, recipe)
+    return model

@@ -1,0 +1,246 @@
+"""Quantizer ``"apex_te"`` in transformers' registry: it loads FP8 weights without decoding them."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.quantizers import (
+    HfQuantizer,
+    register_quantization_config,
+    register_quantizer,
+)
+from transformers.utils.quantization_config import QuantizationConfigMixin
+
+from ...recipe import BlockScaling, CurrentScaling, DelayedScaling, Recipe
+from .._export_config import Export, quantization_config
+from .description import BLOCK, Checkpoint, Form
+from .headers import read_headers
+from .holding import (
+    are_powers_of_two,
+    form_of,
+    keeps_bytes,
+    matrix_of,
+    pad_down_proj,
+    parameter_of,
+)
+from .mapping import Held, cast_by, find_weights, joins_scales, matrix_shape, scale_converters
+from .reader import read_checkpoint
+from .reloading import FileLayout
+from .static import input_scales_now
+from .writing import file_state
+
+METHOD = "apex_te"
+
+
+@register_quantization_config(METHOD)
+class CheckpointConfig(QuantizationConfigMixin):
+    """Configuration of a checkpoint's own method, which is also what files of the model get.
+
+    Args:
+        original: ``quantization_config`` as the checkpoint has it.
+        recipe: the recipe whose weights are held; None for that of the checkpoint.
+        key_mapping: as in ``from_pretrained``.
+    """
+
+    def __init__(
+        self,
+        original: dict[str, Any],
+        recipe: Recipe | None = None,
+        key_mapping: dict[str, str] | None = None,
+        quant_method: str = METHOD,
+    ) -> None:
+        self.quant_method: Any = quant_method
+        self.original, self.recipe, self.key_mapping = original, recipe, key_mapping
+
+    def to_dict(self) -> dict[str, Any]:
+        """Returns the checkpoint's own configuration."""
+        return dict(self.original)
+
+
+@register_quantizer(METHOD)
+class CheckpointQuantizer(HfQuantizer):
+    """Makes linear layers and experts hold the codes and scales of the checkpoint's files.
+
+    Attributes:
+        checkpoint: description of the files.
+        held: the model's weights that are in FP8 there, by name.
+        recipe: recipe of most weights' form, for ``fp8_autocast``.
+        recipes: recipe of each of these weights.
+        cast_again: names of weights that are not held by the codes in the files.
+        input_scales: scales of the inputs of weights, by the weights' names.
+    """
+
+    quantization_config: CheckpointConfig
+    is_trainable = True
+    is_qat_trainable = True
+    is_compileable = True
+
+    def __init__(self, quantization_config: CheckpointConfig, **kwargs: Any) -> None:
+        super().__init__(quantization_config, **kwargs)
+        self.checkpoint: Checkpoint | None = None
+        self.held: dict[str, Held] = {}
+        self.recipe: Recipe | None = quantization_config.recipe
+        self.recipes: dict[str, Recipe] = {}
+        self.cast_again: list[str] = []
+        self.input_scales: dict[str, torch.Tensor] = {}
+
+    def is_serializable(self) -> bool:
+        """Returns True: ``save_pretrained`` writes codes and scales."""
+        return True
+
+    def _process_model_before_weight_loading(
+        self, model: Any, checkpoint_files: Any = None, **kwargs: Any
+    ) -> None:
+        """Gives layers Parameters, on the meta device, for codes and scales."""
+        files = checkpoint_files or ()
+        self.checkpoint = read_checkpoint(self.quantization_config.original, read_headers(files))
+        mapping = get_model_conversion_mapping(model, self.quantization_config.key_mapping)
+        self.held = find_weights(model, self.checkpoint.weights, mapping)
+        if self.recipe is None:
+            _check_forms(self.held)
+        for name, held in self.held.items():
+            path, _, own = name.rpartition(".")
+            module = model.get_submodule(path)
+            codes = torch.empty(held.shape, dtype=torch.float8_e4m3fn, device="meta")
+            module.register_parameter(own, nn.Parameter(codes, requires_grad=False))
+            for scale, shape, scale_dtype in _scales(held):
+                value = torch.empty(shape, dtype=scale_dtype, device="meta")
+                module.register_parameter(scale, nn.Parameter(value, requires_grad=False))
+
+    def update_weight_conversions(self, weight_conversions: Any, model: nn.Module) -> Any:
+        """Adds converters that join scales as the model's converters join weights."""
+        updated = []
+        for converter in weight_conversions:
+            updated += [converter, *scale_converters(converter, self.held.values())]
+        return updated
+
+    def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
+        """Makes FP8 Parameters of codes and scales."""
+        matrices: dict[str, torch.Tensor] = {}
+        for name, held in self.held.items():
+            module = _owner(model, name)
+            matrices[name] = matrix_of(_taken(module, held.scale), held)
+            if held.input_scale is not None:
+                self.input_scales[name] = _taken(module, held.input_scale)
+        recipes = self._recipes(matrices)
+        for name, held in self.held.items():
+            whole = len(held.shape) == 2 or held.parts == 1
+            if not whole and form_of(recipes[held.stored.form]) is Form.BLOCK:
+                pad_down_proj(_owner(model, name), held.shape[-2] // held.parts)
+        for name, held in self.held.items():
+            module, own = _owner(model, name), name.rpartition(".")[2]
+            recipe, scale = recipes[held.stored.form], matrices.pop(name)
+            if not keeps_bytes(recipe, scale, held):
+                if self.quantization_config.recipe is None:
+                    raise _needs_recipe(held, "scales that differ within a matrix of the model")
+                self.cast_again.append(name)
+            self.recipes[name] = recipe
+            codes = _taken(module, own)
+            weight = parameter_of(codes, scale, held, recipe)
+            module.register_parameter(own, nn.Parameter(weight))
+        if self.cast_again:
+            self._describe_anew(model)
+        model.register_load_state_dict_pre_hook(FileLayout())
+        return model
+
+    def _recipes(self, matrices: dict[str, torch.Tensor]) -> dict[Form, Recipe]:
+        """Returns the recipe by which weights of each form are held, and sets ``recipe``."""
+        counts: Counter[Form] = Counter()
+        for held in self.held.values():
+            counts[held.stored.form] += math.prod(held.shape)
+        if self.recipe is not None:
+            return dict.fromkeys(counts, self.recipe)
+        pow2 = all(
+            are_powers_of_two(matrices[name])
+            for name, held in self.held.items()
+            if held.stored.form is Form.BLOCK
+        )
+        assert self.checkpoint is not None
+        recipes: dict[Form, Recipe] = {
+            Form.BLOCK: BlockScaling(pow2=pow2),
+            Form.TENSOR: DelayedScaling() if self.checkpoint.static else CurrentScaling(),
+        }
+        self.recipe = recipes[counts.most_common(1)[0][0]]
+        return recipes
+
+    def _describe_anew(self, model: Any) -> None:
+        """Has files of the model describe what it holds, after weights were cast again."""
+        assert self.recipe is not None
+        form = form_of(self.recipe)
+        if form is None:
+            return
+        export = Export("fp8", form.value, "dynamic")
+        ignored = [
+            name
+            for name, module in model.named_modules()
+            if f"{name}.weight" not in self.held and not isinstance(module, nn.Embedding)
+            if getattr(module._parameters.get("weight"), "ndim", 0) == 2
+        ]
+        self.quantization_config.original = quantization_config(export, ignored)
+        self.held = {
+            name: cast_by(name, held, form, export.scale_key) for name, held in self.held.items()
+        }
+        mapping = [c for c in model._weight_conversions if not joins_scales(c)]
+        model._weight_conversions = self.update_weight_conversions(mapping, model)
+
+    def get_state_dict_and_metadata(self, model: nn.Module) -> tuple[dict[str, Any], dict]:
+        """Returns the state dict with codes and scales under the names that the files give them."""
+        if self.recipe is None or form_of(self.recipe) is None:
+            raise NotImplementedError(
+                "save_pretrained: weights must be held by BlockScaling, CurrentScaling or "
+                f"DelayedScaling to be written in FP8, got {type(self.recipe).__name__}"
+            )
+        for name, parameter in model.named_parameters():
+            if hasattr(parameter, "device_mesh"):
+                raise NotImplementedError(
+                    "save_pretrained: FP8 weights must be whole to be written in the checkpoint's "
+                    f"layout, got {name} sharded; gather them, or use torch.distributed.checkpoint"
+                )
+        scales = input_scales_now(model, self.input_scales) if self.input_scales else {}
+        return file_state(model, self.held, scales), {}
+
+
+def _owner(model: nn.Module, name: str) -> nn.Module:
+    return model.get_submodule(name.rpartition(".")[0])
+
+
+def _taken(module: nn.Module, name: str) -> torch.Tensor:
+    """Returns the data of a Parameter that it takes from its module."""
+    parameter = module._parameters.pop(name)
+    assert parameter is not None
+    return parameter.data
+
+
+def _scales(held: Held) -> Iterator[tuple[str, tuple[int, ...], torch.dtype]]:
+    """Yields name, shape and dtype of the Parameters to which a weight's scales are loaded."""
+    stored, count = held.stored, held.shape[:-2]
+    shape, dtype = stored.scale_header.shape, stored.scale_header.dtype
+    if held.pattern is not None:
+        rows, cols = matrix_shape(shape)
+        shape = (*count, held.parts * rows, cols)
+    yield held.scale, shape, dtype if dtype is torch.uint8 else torch.float32
+    if held.input_scale is not None:
+        shape = (*count, held.parts, 1) if held.pattern else (1,) * stored.input_dims
+        yield held.input_scale, shape, torch.float32
+
+
+def _check_forms(weights: dict[str, Held]) -> None:
+    """Raises an error for weights that no FP8 Parameter holds as they are."""
+    for held in weights.values():
+        form, block = held.stored.form, held.stored.block
+        if (form, block) not in ((Form.TENSOR, (0, 0)), (Form.BLOCK, (BLOCK, BLOCK))):
+            raise _needs_recipe(held, f"{form.value} scales of {list(block)}")
+
+
+def _needs_recipe(held: Held, found: str) -> NotImplementedError:
+    return NotImplementedError(
+        "from_fp8_checkpoint: recipe must be given, which casts the decoded weights again, for "
+        f"weights with other scales than one each or those of 128x128 blocks, got {held.key} with "
+        f"{found}"
+    )
