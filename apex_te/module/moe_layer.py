@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import distributed
+from torch._compile import _disable_dynamo
 
 from ..comm.collectives import world_size
 from ..comm.exchange_parts import run_in_chunks
@@ -94,7 +95,7 @@ class MoELayer(CompositeModule):
             backward does the same. "all_to_all" cuts the experts of a rank into parts, which leaves
             all bits as they are. "all_gather" cuts the tokens: then ``"tensorwise"`` computes
             scales of each part's rows, and weight gradients are rounded for each part, except in
-            ``main_grad``. Compiled code exchanges all at once.
+            ``main_grad``. A graph of ``torch.compile`` exchanges all at once.
         fuse_wgrad_accumulation, params_dtype, dtype, delay_wgrad_compute, name, device: as in
             ``Linear``, for experts and shared expert. ``main_grad`` of the experts' weights is
             ``[experts, out, in]``. The router's weight gets ``.grad``.
@@ -436,18 +437,34 @@ class MoELayer(CompositeModule):
     ) -> torch.Tensor:
         """Sends tokens to the ranks of their experts, and the results back."""
         probs = cast_to(routing.probs, torch.float32)
-        chunks = 1 if torch.compiler.is_compiling() else self.exchange_chunks
-        layers = (self.fc1, self.fc2)
-        with in_parts(layers, chunks, is_first_microbatch) as begin:
+        given = (x, probs, routing.routing_map)
+        if self.exchange_chunks > 1 and not torch.compiler.is_compiling():
+            return self._in_chunks(*given, is_first_microbatch)
+        dispatch = self._dispatch_with().dispatch(*given)
+        return dispatch.combine(self._run_experts(dispatch, is_first_microbatch))
+
+    # A graph would not run its collectives in the order of the parts.
+    @_disable_dynamo
+    def _in_chunks(
+        self,
+        x: torch.Tensor,
+        probs: torch.Tensor,
+        routing_map: torch.Tensor,
+        is_first_microbatch: bool | None,
+    ) -> torch.Tensor:
+        """Does what ``_dispatched`` does in several parts."""
+        chunks = self.exchange_chunks
+        with in_parts((self.fc1, self.fc2), chunks, is_first_microbatch) as begin:
 
             def compute(part: int, dispatch: Dispatch) -> torch.Tensor:
-                # The host would wait for the device to copy sizes from a list.
-                rows, splits = dispatch.rows, dispatch.counts
-                return run_ordered(*layers, rows, splits, self._function, begin(part))
+                return self._run_experts(dispatch, begin(part))
 
-            return run_in_chunks(
-                self._dispatch_with(), x, probs, routing.routing_map, chunks, compute
-            )
+            return run_in_chunks(self._dispatch_with(), x, probs, routing_map, chunks, compute)
+
+    def _run_experts(self, dispatch: Dispatch, is_first_microbatch: bool | None) -> torch.Tensor:
+        # The host would wait for the device to copy sizes from a list.
+        rows, splits = dispatch.rows, dispatch.counts
+        return run_ordered(self.fc1, self.fc2, rows, splits, self._function, is_first_microbatch)
 
     def _dispatch_with(self) -> TokenDispatcher:
         """Returns the dispatcher of several ranks; its rows need no padding."""

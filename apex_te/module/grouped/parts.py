@@ -78,9 +78,6 @@ def in_parts(
             layer._modes.part = Part(casts, not overwrites)
         return is_first_microbatch if part == 0 or is_first_microbatch is None else False
 
-    if parts == 1:
-        yield lambda _: is_first_microbatch
-        return
     try:
         yield begin
     finally:

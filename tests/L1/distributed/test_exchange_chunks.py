@@ -281,6 +281,22 @@ def test_errors(two_ranks):
         ])  # fmt: skip
 
 
+def compiled(rank, exchange):
+    """Parts in what torch.compile cannot trace, and one exchange in what it can."""
+    device = device_of(rank)
+    layers = [made(device, n, None, exchange=exchange) for n in (1, 2)]
+    x, dy = tokens_of(exchange, device)[rank]
+    wanted = run(layers[0], x, dy, None)
+    found = run(torch.compile(layers[1], backend="eager"), x, dy, None)
+    assert min(decibels(*pair) for pair in zip(found, wanted, strict=True)) > 100
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("exchange", EXCHANGES)
+def test_compiled(two_ranks, exchange):
+    two_ranks.run(compiled, exchange)
+
+
 def waits(rank, exchange, chunks):
     """How often a step makes the host wait for the GPU."""
     device = device_of(rank)
