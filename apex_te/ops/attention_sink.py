@@ -27,19 +27,21 @@ def attention_sink_fwd(
 
     Args:
         values: result of attention without sinks, [b, h, s, d] float32, float16 or bfloat16, of any
-            strides with a dense last dimension.
+            strides; made contiguous if its last dimension is not.
         lse: log-sum-exp of each query's scores, float32 [b, h, s]; made contiguous if it is not.
         sink: float32 [h]; None is 0.
-        out: tensor of ``values``' shape and dtype to write instead of a new one; may be ``values``.
+        out: tensor of ``values``' shape and dtype, with a contiguous last dimension, to write
+            instead of a new one; may be ``values``.
 
     Returns:
         (``out`` or a new tensor in the layout of ``values``, ``total``, float32 [b, h, s]).
 
     Raises:
         TypeError: a tensor has another dtype than those above.
-        ValueError: a shape does not fit, or a last dimension is not dense.
+        ValueError: a shape does not fit, or the last dimension of ``out`` is not contiguous.
     """
     lse = lse.contiguous()
+    values = _with_rows(values)
     y = torch.empty_like(values) if out is None else out
     total = torch.empty_like(lse)
     _fwd(values, lse, None if sink is None else sink.contiguous(), y, total)
@@ -57,7 +59,7 @@ def attention_sink_bwd(
     ``out`` and ``total``.
 
     Args:
-        dout: gradient of ``out``, of its shape and dtype; strides may differ.
+        dout: gradient of ``out``, of its shape and dtype, of any strides.
         out, total: results of ``attention_sink_fwd``.
         sink: its argument.
 
@@ -66,13 +68,19 @@ def attention_sink_bwd(
 
     Raises:
         TypeError: a tensor has another dtype than those above.
-        ValueError: a shape does not fit, or a last dimension is not dense.
+        ValueError: a shape does not fit.
     """
+    dout, out = _with_rows(dout), _with_rows(out)
     dsink = torch.empty_like(sink)
     tiles = -(-out.shape[2] // _TILE)
     workspace = total.new_empty((*total.shape[:2], tiles))
     _bwd(dout, out, total.contiguous(), sink.contiguous(), dsink, workspace)
     return dsink
+
+
+def _with_rows(x: torch.Tensor) -> torch.Tensor:
+    """Returns ``x``, contiguous if its last dimension is not."""
+    return x if x.dim() > 0 and x.stride(-1) == 1 else x.contiguous()
 
 
 def reference(

@@ -49,7 +49,7 @@ struct AttentionSink {
 inline HeadRows check_head_rows(const TensorView& t, const AttentionSink& p) {
   t.has_dtype({p.dtype}).has_shape({p.batch, p.heads, p.queries, p.cols});
   if (t.numel() > 0 && p.cols > 1 && t.stride(3) != 1)
-    t.refuse(kApexTeValueError, "have a dense last dimension", "other strides");
+    t.refuse(kApexTeValueError, "have contiguous rows", "other strides");
   return {t.data<char>(), {t.stride(0), t.stride(1), t.stride(2)}};
 }
 

@@ -242,10 +242,15 @@ def choose(
 
 def _first(attention: _Attention) -> Path:
     found = next((path for path, takes in _PATHS if takes(attention)), _EFFICIENT)
-    if attention.options.has_sink:
-        how = "rescales its output" if found.kernel else "is one more column of scores"
-        return found._replace(reason=f"{found.reason}; the softmax sink {how}")
-    return found
+    return explained_sink(found, attention.options)
+
+
+def explained_sink(path: Path, options: Options) -> Path:
+    """Returns the path with a reason that says how it adds a sink, if there is one."""
+    if not options.has_sink:
+        return path
+    how = "rescales its output" if path.kernel else "is one more column of scores"
+    return path._replace(reason=f"{path.reason}; the softmax sink {how}")
 
 
 def path_settings() -> tuple[bool, bool]:

@@ -50,6 +50,7 @@ class Extra(NamedTuple):
 class Result(NamedTuple):
     """Output [b, h, sq, dv], its log-sum-exp, float32 [b, h, sq], and what backward needs besides.
 
+    The state has tensors (or None) and ints.
     A query that sees no key has an output of 0 and a log-sum-exp of -inf.
     """
 
@@ -148,7 +149,8 @@ def _aligned(mask: torch.Tensor | None, q: torch.Tensor, k: torch.Tensor) -> tor
     if mask is None:
         return None
     keys = k.shape[2]
-    if mask.shape[3] == keys and keys % 16:
+    mask = mask.expand(*mask.shape[:3], keys).contiguous()
+    if keys % 16:
         mask = functional.pad(mask, (0, -keys % 16))[..., :keys]
     return mask.expand(*q.shape[:3], keys)
 

@@ -12,7 +12,15 @@ from torch.nn import functional
 
 from ...ops.binding import OpFunction
 from .alibi import Alibi
-from .backends import Options, Path, attend, choose, varlen, varlen_obstacle
+from .backends import (
+    Options,
+    Path,
+    attend,
+    choose,
+    explained_sink,
+    varlen,
+    varlen_obstacle,
+)
 from .kernels import Call, Extra
 from .masks import MASK_TYPES, Mask, MaskType, lengths_mask, visibility
 from .places import Places
@@ -163,7 +171,8 @@ def choose_packed(
         return Path("padded", "there are no tokens")
     if not where.is_self and not kind.bottom_right:
         return Path("padded", "PyTorch's varlen_attn aligns a causal mask with the last key")
-    return Path("varlen", "PyTorch's flash kernel for packed sequences")
+    path = Path("varlen", "PyTorch's flash kernel for packed sequences", kernel="flash")
+    return explained_sink(path, options)
 
 
 def attend_packed(

@@ -9,11 +9,10 @@ rowsum(grad * output)``.
 from __future__ import annotations
 
 import torch
-from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
 from ...ops.attention_sink import attention_sink_bwd, attention_sink_fwd
-from ...ops.binding import OpFunction
+from ...ops.binding import OpFunction, once_differentiable
 from ...ops.scaled_softmax import scaled_softmax
 from .kernels import KERNELS, Call, Extra, like
 
@@ -44,12 +43,9 @@ class _Sinks(OpFunction):
         extra = Extra(mask, starts, key_starts)
         out, lse, state = KERNELS[kernel].forward(q, k, v, extra, call)
         out, total = attention_sink_fwd(out, lse, sink, out=out)
-        ctx.save_for_backward(
-            q, k, v, sink, *extra, out, total,
-            *(x for x in state if isinstance(x, torch.Tensor)),
-        )  # fmt: skip
-        ctx.others = tuple(None if isinstance(x, torch.Tensor) else x for x in state)
-        ctx.places = tuple(isinstance(x, torch.Tensor) for x in state)
+        tensors = [x for x in state if not isinstance(x, int)]
+        ctx.save_for_backward(q, k, v, sink, *extra, out, total, *tensors)
+        ctx.numbers = [x if isinstance(x, int) else None for x in state]
         ctx.kernel, ctx.call = kernel, call
         return out
 
@@ -58,10 +54,7 @@ class _Sinks(OpFunction):
     def backward(ctx, grad):
         q, k, v, sink, mask, starts, key_starts, out, total, *tensors = ctx.saved_tensors
         kept = iter(tensors)
-        state = tuple(
-            next(kept) if is_tensor else other
-            for is_tensor, other in zip(ctx.places, ctx.others, strict=True)
-        )
+        state = tuple(next(kept) if x is None else x for x in ctx.numbers)
         grad = like(grad, out)
         dsink = None
         if ctx.needs_input_grad[3]:

@@ -128,7 +128,7 @@ def test_rejects():
         attention_sink_fwd(values, lse, sink[:2])
     with pytest.raises(TypeError, match="sink must have dtype float32, got bfloat16"):
         attention_sink_fwd(values, lse, sink.bfloat16())
-    with pytest.raises(ValueError, match="values must have a dense last dimension"):
-        attention_sink_fwd(values.mT.contiguous().mT, lse, sink)
+    with pytest.raises(ValueError, match="out must have contiguous rows, got other strides"):
+        attention_sink_fwd(values, lse, sink, out=values.mT.contiguous().mT)
     with pytest.raises(ValueError, match=r"dout must have 4 dimensions, got \[3, 5, 8\]"):
         attention_sink_bwd(dout[0], values, lse, sink)
