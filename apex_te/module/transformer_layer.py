@@ -79,6 +79,7 @@ class TransformerLayer(CompositeModule):
         enc_dec_attn_mask_type, enc_dec_window_size: mask type and window of a decoder's cross
             attention. Type None means ``"padding"`` in calls with ``enc_dec_attn_mask`` or
             ``cu_seqlens_kv``, else ``"no_mask"``.
+        softmax_type: as in ``DotProductAttention``, for self and cross attention.
         apply_query_key_layer_scaling: see ``DotProductAttention``. It changes only roundings.
         attention_softmax_in_fp32: accepted without effect; the softmax always computes in fp32.
         seq_length, micro_batch_size: accepted hints without effect.
@@ -161,6 +162,7 @@ class TransformerLayer(CompositeModule):
         qk_norm_eps: float = 1e-6,
         qk_norm_before_rope: bool = False,
         rotary_pos_interleaved: bool = False,
+        softmax_type: str = "vanilla",
         name: str | None = None,
         device: torch.device | str | int | None = None,
         activation_params: dict[str, float] | None = None,
@@ -229,6 +231,7 @@ class TransformerLayer(CompositeModule):
             "qk_norm_eps": qk_norm_eps,
             "qk_norm_before_rope": qk_norm_before_rope,
             "rotary_pos_interleaved": rotary_pos_interleaved,
+            "softmax_type": softmax_type,
             **shared,
         }
         self.self_attention = self._classes["attention"](

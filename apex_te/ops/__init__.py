@@ -11,6 +11,7 @@ from ..runtime.imports import attach_submodules as _attach
 if _typing.TYPE_CHECKING:  # for type checkers; at run time each module is imported on first use
     from . import activation as activation
     from . import amax_scale_update as amax_scale_update
+    from . import attention_sink as attention_sink
     from . import bias_dropout_add as bias_dropout_add
     from . import bias_gelu as bias_gelu
     from . import block_quantize as block_quantize

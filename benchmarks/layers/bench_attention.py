@@ -32,7 +32,13 @@ CASES: dict[str, tuple[int, int, int, int, dict[str, Any]]] = {
     "half packed": (32, 8, 128, 128, {"packed": True}),
     "latent": (128, 128, 192, 128, {}),
     "heads of 256": (16, 4, 256, 256, {}),
-}
+    "heads of 64": (64, 8, 64, 64, {}),
+    "heads of 64, sinks": (64, 8, 64, 64, {"softmax_type": "learnable"}),
+    "heads of 64, window 127": (64, 8, 64, 64, {"window_size": (127, 0)}),
+    "heads of 64, window 127, sinks": (
+        64, 8, 64, 64, {"window_size": (127, 0), "softmax_type": "learnable"},
+    ),
+}  # fmt: skip
 BATCH, TOKENS = 2, 4096
 PEERS = {
     "torch cuDNN": SDPBackend.CUDNN_ATTENTION,
@@ -79,7 +85,8 @@ def ours(
     inputs = [x.detach().clone().requires_grad_() for x in inputs]
     module = apex_te.DotProductAttention(
         heads, (size, value_size), groups, qkv_format=layout, attn_mask_type=kind,
-        window_size=options.get("window_size"),
+        window_size=options.get("window_size"), device="cuda",
+        softmax_type=options.get("softmax_type", "vanilla"),
     )  # fmt: skip
     return step(lambda: module(*inputs, **call), inputs), module.explain(*inputs, **call)
 

@@ -349,12 +349,16 @@ def _attention_changes(module: Any, split: _Split) -> list[Change]:
         if isinstance(module._modules[key], NormModule):
             changes += _whole_changes(module._modules[key], split, True)
     changes += _linear_changes(module.proj, split, "row")
+    _check_parameters(core, split)
 
     def change() -> None:
         module.set_parallel_mode = True
         module._heads = heads._replace(groups=own_groups)
         core.tp_size = ranks
         core.num_attention_heads, core.num_gqa_groups = own_heads, own_groups
+        if core._parameters.get("softmax_offset") is not None:
+            _distribute(core, split, ("softmax_offset",), Shard(0))
+            local_parameters(core, ())
 
     return [*changes, change]
 

@@ -15,6 +15,7 @@ from ...comm.collectives import world_size
 from ...comm.groups import is_process_group
 from ...module._core.fused_casts import is_gated
 from ...module._core.parallel import ParallelModule
+from ...module.attention.dot_product import DotProductAttention
 from ...module.attention.multihead import MultiheadAttention
 from ...module.grouped.linear import GroupedLinear
 from ...module.layer_norm_mlp import LayerNormMLP
@@ -77,10 +78,10 @@ def split_model(
     found = SplitModel({}, set(), [], None if expert_group is ... else expert_group)
     known: dict[int, Entry | None] = {}  # by parameter
     for raw, module, matrices in _parallel_modules(model, "", {}):
-        prefix = state_name(model, f"{raw}fp8_state").removesuffix("fp8_state")
+        prefix = state_name(model, f"{raw}training").removesuffix("training")  # any attribute
         experts = _has_own_experts(owner, prefix, module, expert_group)
         dims, group = _split_dims(owner, prefix, module)
-        if group is not None or experts:
+        if isinstance(module, ParallelModule) and (group is not None or experts):
             found.modules.append(SplitModule(prefix, module, group, experts))
         if "_summed_gradients" in module.__dict__:  # a style made DTensors of its parameters
             dims = {}
@@ -231,7 +232,7 @@ def _parallel_modules(
 
     The third value has, by parameter name, the relative sizes of matrices that its rows hold.
     """
-    if isinstance(module, ParallelModule):
+    if isinstance(module, (ParallelModule, DotProductAttention)):
         sizes: dict[str, tuple[int, ...]] = {}
         if isinstance(module, LayerNormMLP) and is_gated(module.activation):
             sizes = dict.fromkeys(("fc1_weight", "fc1_bias"), (1, 1))
@@ -268,6 +269,9 @@ def _split_dims(owner: str, prefix: str, module: Any) -> tuple[dict[str, int], A
     if isinstance(module, LayerNormMLP):
         modes = dict.fromkeys(("fc1_weight", "fc1_bias"), "column") | {"fc2_weight": "row"}
         modes = modes if module.set_parallel_mode else {}
+    elif isinstance(module, DotProductAttention):
+        learnable = module._parameters.get("softmax_offset") is not None
+        modes = dict.fromkeys(("softmax_offset",) if learnable else (), "column")
     else:
         norms = ("layer_norm_weight", "layer_norm_bias")
         modes = {key: module.parallel_mode for key in module._parameters if key not in norms}

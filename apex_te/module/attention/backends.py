@@ -14,8 +14,10 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from ...ops.scaled_softmax import scaled_softmax
 from ...runtime.device import nvidia_capability
 from .alibi import Alibi
+from .kernels import Call, Extra
 from .masks import Visibility, band
 from .places import padding_behind
+from .sinks import attend_with_sink, weights_beside_sink
 
 # In this order: on Hopper and later cuDNN's kernels are the fastest.
 _CUDNN_FIRST = [
@@ -87,34 +89,43 @@ class Options(NamedTuple):
     """Numbers that attention needs besides tensors.
 
     ``scale`` multiplies ``q k^T``. Scores are divided by ``layer_scale`` before they are stored,
-    and multiplied by it in the softmax.
+    and multiplied by it in the softmax. With ``has_sink`` the softmax has a sink, see ``sinks``.
     """
 
     scale: float
     dropout: float = 0.0
     layer_scale: float = 1.0
+    has_sink: bool = False
 
 
 class Path(NamedTuple):
     """Way to compute attention, as ``DotProductAttention.explain`` shows it.
 
-    Path "moved" computes the ``rest`` after it has put padded tokens behind the others.
+    Path "moved" computes the ``rest`` after it has put padded tokens behind the others. With a
+    sink, the path calls ``kernel`` of ``KERNELS`` if it has one.
     """
 
     name: str
     reason: str
     rest: Path | None = None
+    kernel: str | None = None
 
 
-_CPU_FLASH = Path("sdpa", "PyTorch's fused kernel for CPUs")
-_CUDNN = Path("sdpa_cudnn", "cuDNN's kernel is the fastest on sm_90 and later")
+_CPU_FLASH = Path("sdpa", "PyTorch's fused kernel for CPUs", kernel="cpu")
+_CUDNN = Path("sdpa_cudnn", "cuDNN's kernel is the fastest on sm_90 and later", kernel="cudnn")
 _ACTIVATED = Path(
-    "sdpa_flash", "torch.nn.attention.activate_flash_attention_impl has activated a flash kernel"
+    "sdpa_flash",
+    "torch.nn.attention.activate_flash_attention_impl has activated a flash kernel",
+    kernel="flash",
 )
-_FLASH = Path("sdpa", "PyTorch's flash kernel")
-_EFFICIENT = Path("sdpa", "PyTorch's memory-efficient kernel")
-_WINDOW = Path("varlen", "PyTorch's flash kernel for packed sequences has sliding windows")
+_FLASH = Path("sdpa", "PyTorch's flash kernel", kernel="flash")
+_EFFICIENT = Path("sdpa", "PyTorch's memory-efficient kernel", kernel="efficient")
+_WINDOW = Path(
+    "varlen", "PyTorch's flash kernel for packed sequences has sliding windows", kernel="flash"
+)
 _DOUBLE = Path("sdpa", "float64 runs in PyTorch's plain maths only")
+_DOUBLE_SINK = _DOUBLE._replace(name="softmax")
+_EMPTY = Path("softmax", "there are no tokens")
 _BIAS_GRADIENT = Path("softmax", "core_attention_bias needs a gradient")
 _CPU_DROPOUT = Path("softmax", "PyTorch has no fused kernel with dropout for CPUs")
 _HEAD_SIZES = Path("softmax", "PyTorch's fused kernels refuse these head sizes")
@@ -157,7 +168,10 @@ def _is_plain(a: _Attention) -> bool:
 
 def _takes_flash(a: _Attention) -> bool:
     """Returns True if PyTorch's flash kernel applies."""
-    return _is_plain(a) and a.has_one_head_size and a.q.shape[3] <= 256
+    size = a.q.shape[3]
+    # Of other sizes only scaled_dot_product_attention itself takes some: it pads them.
+    fits = size <= 256 and not (a.options.has_sink and size % 8)
+    return fits and _is_plain(a) and a.has_one_head_size
 
 
 def _takes_cudnn(a: _Attention) -> bool:
@@ -190,6 +204,8 @@ def _takes_window(a: _Attention) -> bool:
 
 # The first path whose condition holds is taken; those behind the CPU's are CUDA's.
 _PATHS: tuple[tuple[Path, Callable[[_Attention], bool]], ...] = (
+    (_DOUBLE_SINK, lambda a: a.q.dtype is torch.float64 and a.options.has_sink),
+    (_EMPTY, lambda a: a.options.has_sink and not (a.q.numel() and a.k.numel())),
     (_DOUBLE, lambda a: a.q.dtype is torch.float64),
     (_BIAS_GRADIENT, lambda a: a.bias is not None and a.bias.requires_grad),
     (_CPU_DROPOUT, lambda a: not a.q.is_cuda and a.options.dropout > 0.0),
@@ -225,10 +241,16 @@ def choose(
 
 
 def _first(attention: _Attention) -> Path:
-    for path, takes in _PATHS:
-        if takes(attention):
-            return path
-    return _EFFICIENT
+    found = next((path for path, takes in _PATHS if takes(attention)), _EFFICIENT)
+    return explained_sink(found, attention.options)
+
+
+def explained_sink(path: Path, options: Options) -> Path:
+    """Returns the path with a reason that says how it adds a sink, if there is one."""
+    if not options.has_sink:
+        return path
+    how = "rescales its output" if path.kernel else "is one more column of scores"
+    return path._replace(reason=f"{path.reason}; the softmax sink {how}")
 
 
 def path_settings() -> tuple[bool, bool]:
@@ -245,18 +267,22 @@ def attend(
     seen: Visibility,
     options: Options,
     alibi: Alibi | None = None,
+    sink: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Computes ``softmax(scale * q k^T + bias) v`` [b, h, sq, dv]; 0 for queries that see no key.
 
-    With ``alibi``, ``bias`` has ALiBi's slopes, float32 [h] or [b, h].
+    With ``alibi``, ``bias`` has ALiBi's slopes, float32 [h] or [b, h]. With ``options.has_sink``,
+    ``sink`` is float32 [h]; None is 0.
     """
     if path.rest is not None:
-        return _moved(q, k, v, path.rest, seen, options)
+        return _moved(q, k, v, path.rest, seen, options, sink)
     if alibi is not None:
         assert bias is not None
         bias = alibi.bias(bias, q, k)
     if path.name == "softmax":
-        out = _softmax(q, k, v, seen, bias, options)
+        out = _softmax(q, k, v, seen, bias, options, sink)
+    elif options.has_sink:
+        out = _with_sink(q, k, v, path, seen, bias, options, sink)
     elif path.name == "varlen":
         out = _windowed(q, k, v, seen, options)
     elif path.name == "sdpa_cudnn":
@@ -284,6 +310,41 @@ def to_visible(hidden: torch.Tensor | None, bias: torch.Tensor | None) -> torch.
     return bias.masked_fill(hidden, -torch.inf)
 
 
+def _mask(
+    q: torch.Tensor, k: torch.Tensor, seen: Visibility, bias: torch.Tensor | None
+) -> tuple[torch.Tensor | None, bool]:
+    """Returns ``attn_mask`` and ``is_causal`` of scaled_dot_product_attention."""
+    hidden, causal = seen.hidden, seen.causal is not None
+    if seen.window is not None or (
+        causal and (hidden is not None or bias is not None or seen.causal == "bottom_right")
+    ):
+        hidden, causal = _all_hidden(seen, q.shape[2], k.shape[2], q.device), False
+    return to_visible(hidden, bias), causal
+
+
+def _with_sink(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    path: Path,
+    seen: Visibility,
+    bias: torch.Tensor | None,
+    options: Options,
+    sink: torch.Tensor | None,
+) -> torch.Tensor:
+    """Attends by the path's kernel, with a sink; see ``attend``."""
+    assert path.kernel is not None
+    if path.name == "varlen":
+        assert seen.window is not None
+        call = Call(options.scale, window=seen.window)
+        return attend_with_sink(q, k, v, sink, path.kernel, Extra(), call)
+    mask, causal = _mask(q, k, seen, bias)
+    if mask is not None and mask.dtype is torch.bool:
+        mask = torch.zeros_like(mask, dtype=q.dtype).masked_fill_(~mask, -torch.inf)
+    call = Call(options.scale, causal, options.dropout)
+    return attend_with_sink(q, k, v, sink, path.kernel, Extra(mask), call)
+
+
 def _sdpa(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -293,16 +354,12 @@ def _sdpa(
     options: Options,
 ) -> torch.Tensor:
     """Attends by PyTorch's scaled_dot_product_attention; see ``attend``."""
-    hidden, causal = seen.hidden, seen.causal is not None
-    if seen.window is not None or (
-        causal and (hidden is not None or bias is not None or seen.causal == "bottom_right")
-    ):
-        hidden, causal = _all_hidden(seen, q.shape[2], k.shape[2], q.device), False
+    mask, causal = _mask(q, k, seen, bias)
     return functional.scaled_dot_product_attention(
         q,
         k,
         v,
-        attn_mask=to_visible(hidden, bias),
+        attn_mask=mask,
         dropout_p=options.dropout,
         is_causal=causal,
         scale=options.scale,
@@ -365,6 +422,7 @@ def _moved(
     path: Path,
     seen: Visibility,
     options: Options,
+    sink: torch.Tensor | None,
 ) -> torch.Tensor:
     """Attends causally to tokens that are not padded, which come first; 0 for the others."""
     assert seen.padded is not None
@@ -378,7 +436,8 @@ def _moved(
         return to(x.flatten(0, 1)).view(x.shape).permute(back)
 
     q, k, v = (move(x, places.close) for x in (q, k, v))
-    return move(attend(q, k, v, None, path, Visibility("upper_left"), options), places.open)
+    out = attend(q, k, v, None, path, Visibility("upper_left"), options, sink=sink)
+    return move(out, places.open)
 
 
 def _all_hidden(seen: Visibility, queries: int, keys: int, device: torch.device) -> torch.Tensor:
@@ -397,11 +456,14 @@ def _softmax(
     seen: Visibility,
     bias: torch.Tensor | None,
     options: Options,
+    sink: torch.Tensor | None,
 ) -> torch.Tensor:
     """Attends by two batched GEMMs around the fused scaled_softmax; see ``attend``."""
     batch, heads, queries, size = q.shape
     groups, keys = k.shape[1:3]
     hidden, causal = seen.hidden, seen.causal
+    if options.has_sink and causal is not None:
+        hidden, causal = _all_hidden(seen, queries, keys, q.device), None
     if seen.window is not None or (causal == "upper_left" and queries != keys):
         hidden, causal = _all_hidden(seen, queries, keys, q.device), None
     # The heads of a group are rows of one GEMM with the group's keys.
@@ -417,7 +479,10 @@ def _softmax(
         scores = scores.view(batch, heads, queries, keys)
         if bias is not None:
             scores = torch.add(scores, bias, alpha=1.0 / scale)
-    weights = scaled_softmax(scores, scale, hidden, causal=causal)
+    if options.has_sink:
+        weights = weights_beside_sink(scores, scale, hidden, sink)
+    else:
+        weights = scaled_softmax(scores, scale, hidden, causal=causal)
     if options.dropout > 0.0:
         weights = functional.dropout(weights, options.dropout)
     weights = weights.view(*shape[:2], keys)

@@ -9,11 +9,20 @@ from typing import Any
 import torch
 from torch.utils.checkpoint import checkpoint
 
+from ...comm.shards import note_group
 from ...runtime.named_arguments import did_you_mean, named_arguments
 from ...runtime.tracing import is_traced
 from .._core import arguments as _arguments
-from .._core.arguments import VAGUE, autocast_dtype, explain, is_vague
-from .._core.parallel import checked_tp_size, divided
+from .._core.arguments import (
+    VAGUE,
+    autocast_dtype,
+    explain,
+    initialize,
+    is_vague,
+    materialize,
+    parameter,
+)
+from .._core.parallel import GroupHolder, checked_tp_size, divided, tag
 from . import masks as _masks
 from .alibi import Alibi, checked_slopes, standard_slopes
 from .backends import Options, Path, attend, choose, path_settings
@@ -23,6 +32,7 @@ from .packed import attend_packed, choose_packed, gaps_of, packing
 __all__ = ["DotProductAttention"]
 
 _NAME = "DotProductAttention"
+_SOFTMAX_TYPES = ("vanilla", "off-by-one", "learnable")
 _BIAS_TYPES = ("no_bias", "pre_scale_bias", "post_scale_bias", "alibi")
 # To [b, h, s, d]; each is its own inverse or has it beside.
 _TO_HEADS = {"sbhd": (1, 2, 0, 3), "bshd": (0, 2, 1, 3)}
@@ -33,7 +43,7 @@ _usual_plans: dict[tuple[Any, ...], Callable[..., torch.Tensor]] = {}
 
 
 class DotProductAttention(torch.nn.Module):
-    """``softmax(scale * q k^T + bias) v`` for each head; attention without parameters.
+    """``softmax(scale * q k^T + bias) v`` for each head; without parameters but learnable sinks.
 
     PyTorch's scaled_dot_product_attention computes it if one of PyTorch's fused kernels applies,
     else GEMMs around the fused scaled_softmax; ``explain`` says which and why. On a GPU the
@@ -58,6 +68,10 @@ class DotProductAttention(torch.nn.Module):
             their own.
         layer_number: position in the model, from 1; see ``apply_query_key_layer_scaling``.
         softmax_scale: multiplier of ``q k^T``; None is ``1 / sqrt(size of a key head)``.
+        softmax_type: ``"vanilla"``, or with a sink ``a``, a logit of each head beside the scores
+            ``s``: weights are ``exp(s) / (exp(a) + sum(exp(s)))``. ``a`` is 0 with
+            ``"off-by-one"``, and with ``"learnable"`` the parameter ``softmax_offset``, float32
+            [heads of this rank], initially 0.
         apply_query_key_layer_scaling: with a ``layer_number`` L, keep scores divided by L until the
             softmax, so that fp16 does not overflow. This changes only roundings. It changes nothing
             in the fused kernels, which keep scores in fp32.
@@ -68,9 +82,12 @@ class DotProductAttention(torch.nn.Module):
         tp_group, tp_size: process group, or number, of the ranks over which heads and groups are
             split. The tensors that forward takes have this rank's heads.
         sequence_parallel: accepted without effect; attention sees whole sequences.
+        device: where ``softmax_offset`` is made; None takes PyTorch's default device.
 
     Interface and the order of arguments follow TransformerEngine's DotProductAttention.
     """
+
+    softmax_offset: torch.nn.Parameter | None
 
     @named_arguments()
     def __init__(
@@ -90,7 +107,9 @@ class DotProductAttention(torch.nn.Module):
         layer_number: int | None = None,
         attention_type: str = "self",
         softmax_scale: float | None = None,
+        softmax_type: str = "vanilla",
         apply_query_key_layer_scaling: bool = False,
+        device: torch.device | str | int | None = None,
     ) -> None:
         super().__init__()
         ranks = checked_tp_size(_NAME, tp_group, tp_size)
@@ -109,7 +128,7 @@ class DotProductAttention(torch.nn.Module):
             raise ValueError(
                 f"{_NAME}: kv_channels must be one or two sizes above 0, got {kv_channels!r}"
             )
-        self.tp_size, self.tp_group = ranks, tp_group
+        self.tp_size, self._tp_group = ranks, GroupHolder(tp_group)
         self.sequence_parallel = sequence_parallel
         self.num_attention_heads = divided(_NAME, "num_attention_heads", num_attention_heads, ranks)
         self.num_gqa_groups = divided(_NAME, "num_gqa_groups", groups, ranks)
@@ -126,9 +145,53 @@ class DotProductAttention(torch.nn.Module):
         layer_scale = 1.0
         if apply_query_key_layer_scaling and layer_number is not None:
             layer_scale = float(layer_number)
-        self._evaluation = Options(scale, 0.0, layer_scale)
+        if softmax_type not in _SOFTMAX_TYPES:
+            raise ValueError(
+                f"{_NAME}: softmax_type must be one of {', '.join(_SOFTMAX_TYPES)}, "
+                f"got {softmax_type!r}{did_you_mean(softmax_type, _SOFTMAX_TYPES)}"
+            )
+        self.softmax_type = softmax_type
+        offset = None
+        if softmax_type == "learnable":
+            offset = parameter((self.num_attention_heads,), torch.float32, device)
+            tag(offset, 0 if ranks > 1 else None, False, tp_group)
+        self.register_parameter("softmax_offset", offset)
+        self._evaluation = Options(scale, 0.0, layer_scale, softmax_type != "vanilla")
         self._training = self._evaluation
         self.attention_dropout = attention_dropout
+        initialize(self)
+
+    def reset_parameters(self) -> None:
+        """Sets ``softmax_offset``, if there is one, to 0.
+
+        On the meta device it gets memory first; see ``Linear.reset_parameters``.
+        """
+        materialize(self)
+        if self.softmax_offset is not None:
+            torch.nn.init.zeros_(self.softmax_offset)
+
+    @property
+    def tp_group(self) -> Any:
+        """Process group of the ranks over which heads are split; None if it is not known."""
+        holder = self.__dict__.get("_tp_group")
+        return None if holder is None else holder.group
+
+    def set_tensor_parallel_group(self, tp_group: Any) -> None:
+        """Sets the ranks that the heads are split over: a group of ``tp_size`` ranks, or None.
+
+        Raises:
+            TypeError: ``tp_group`` is neither a process group nor None.
+            ValueError: ``tp_group`` does not have ``tp_size`` ranks.
+        """
+        ranks = self.tp_size if tp_group is None else checked_tp_size(_NAME, tp_group, 1)
+        if ranks != self.tp_size:
+            raise ValueError(
+                f"{_NAME}: tp_group must have the {self.tp_size} ranks of tp_size, got {ranks}"
+            )
+        self._tp_group = GroupHolder(tp_group)
+        offset = self._parameters.get("softmax_offset")
+        if self.tp_size > 1 and offset is not None:
+            note_group(offset, tp_group)
 
     # What forward reads is made of these once: without setters, setting them would do nothing.
 
@@ -172,6 +235,8 @@ class DotProductAttention(torch.nn.Module):
         text += f", qkv_format={self.qkv_format!r}, attn_mask_type={self.attn_mask_type!r}"
         if self.window_size is not None:
             text += f", window_size={self.window_size}"
+        if self._evaluation.has_sink:
+            text += f", softmax_type={self.softmax_type!r}"
         return text + (f", dropout={self.attention_dropout}" if self.attention_dropout else "")
 
     def forward(
@@ -351,9 +416,9 @@ class DotProductAttention(torch.nn.Module):
             _usual_plans[key] = run
             return run, inputs, order
         if layout == "bshd":
-            inputs = (q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), None)
+            inputs = (q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), None, self._sink())
         else:
-            inputs = (*(x.permute(_TO_HEADS[layout]) for x in (q, k, v)), None)
+            inputs = (*(x.permute(_TO_HEADS[layout]) for x in (q, k, v)), None, self._sink())
         return run, inputs, _FROM_HEADS[layout]
 
     def _plan(
@@ -437,12 +502,22 @@ class DotProductAttention(torch.nn.Module):
                 bias = self._slopes(alibi_slopes, q.shape[0], q.device)
             path = choose(q, k, v, seen, bias, options)
             fixed = (path, seen, options, alibi)
-        call = attend if order is not None else attend_packed
+        call: Any = attend if order is not None else attend_packed
 
-        def run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bias: Any) -> torch.Tensor:
-            return call(q, k, v, bias, *fixed)
+        def run(
+            q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bias: Any, sink: Any
+        ) -> torch.Tensor:
+            out: torch.Tensor = call(q, k, v, bias, *fixed, sink=sink)
+            return out
 
-        return path, run, (q, k, v, bias), order
+        return path, run, (q, k, v, bias, self._sink()), order
+
+    def _sink(self) -> torch.Tensor | None:
+        """Returns the sinks to compute with, float32 [h]; None if all are 0, or there are none."""
+        # A module of a file that knows no sinks has no such attribute.
+        if not self._evaluation.has_sink or self.softmax_offset is None:
+            return None
+        return self.softmax_offset.float()
 
     def _seen(
         self,

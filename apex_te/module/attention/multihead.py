@@ -67,14 +67,14 @@ class MultiheadAttention(CompositeModule):
 
     Submodules (prefixes of the state dict): ``layernorm_qkv`` (with ``input_layernorm``) or
     ``qkv``; in cross attention ``layernorm_query`` or ``query_layer``, and ``key_value``; ``proj``;
-    ``q_norm`` and ``k_norm`` if they have parameters.
+    ``q_norm`` and ``k_norm`` if they have parameters; ``core_attention`` with learnable sinks.
 
     Args:
         hidden_size: features of the input and of the output.
         num_attention_heads: heads of the queries, on all ranks together.
         kv_channels: size of a head; None is ``hidden_size / num_attention_heads``.
         num_gqa_groups: heads of keys and values; None is ``num_attention_heads``.
-        attention_dropout, attn_mask_type, window_size, layer_number, softmax_scale,
+        attention_dropout, attn_mask_type, window_size, layer_number, softmax_scale, softmax_type,
             get_rng_state_tracker, apply_query_key_layer_scaling, qkv_format: as in
             ``DotProductAttention``; layer_number also names the layer in ``inference_params``.
         attention_type: ``"self"``, or ``"cross"``, where keys and values come from
@@ -139,6 +139,7 @@ class MultiheadAttention(CompositeModule):
         normalization: str = "LayerNorm",
         qkv_format: str = "sbhd",
         softmax_scale: float | None = None,
+        softmax_type: str = "vanilla",
         apply_query_key_layer_scaling: bool = False,
         qk_norm_type: str | None = None,
         qk_norm_eps: float = 1e-6,
@@ -205,8 +206,11 @@ class MultiheadAttention(CompositeModule):
             layer_number=layer_number,
             attention_type=attention_type,
             softmax_scale=softmax_scale,
+            softmax_type=softmax_type,
             apply_query_key_layer_scaling=apply_query_key_layer_scaling,
+            tp_group=tp_group if set_parallel_mode else None,
             tp_size=ranks,
+            device=device,
         )
         self.attention_type = attention_type
         self.qkv_format = qkv_format

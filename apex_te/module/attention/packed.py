@@ -12,9 +12,19 @@ from torch.nn import functional
 
 from ...ops.binding import OpFunction
 from .alibi import Alibi
-from .backends import Options, Path, attend, choose, varlen, varlen_obstacle
+from .backends import (
+    Options,
+    Path,
+    attend,
+    choose,
+    explained_sink,
+    varlen,
+    varlen_obstacle,
+)
+from .kernels import Call, Extra
 from .masks import MASK_TYPES, Mask, MaskType, lengths_mask, visibility
 from .places import Places
+from .sinks import attend_with_sink
 
 # Sequences are always told apart, whatever the type says.
 _KINDS = {
@@ -161,7 +171,8 @@ def choose_packed(
         return Path("padded", "there are no tokens")
     if not where.is_self and not kind.bottom_right:
         return Path("padded", "PyTorch's varlen_attn aligns a causal mask with the last key")
-    return Path("varlen", "PyTorch's flash kernel for packed sequences")
+    path = Path("varlen", "PyTorch's flash kernel for packed sequences", kernel="flash")
+    return explained_sink(path, options)
 
 
 def attend_packed(
@@ -179,6 +190,7 @@ def attend_packed(
     cross: bool,
     has_alibi: bool,
     gaps: tuple[Places | None, Places | None] = (None, None),
+    sink: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Computes attention [t, h, dv] within packed sequences; zeros for tokens of no sequence.
 
@@ -189,20 +201,25 @@ def attend_packed(
         k, v = gaps[1].close(k), gaps[1].close(v)
     if gaps[0] is not None:
         rest = (path, owner, where, kind, size, options, mask, cross, has_alibi)
-        return gaps[0].open(attend_packed(gaps[0].close(q), k, v, bias, *rest))
+        return gaps[0].open(attend_packed(gaps[0].close(q), k, v, bias, *rest, sink=sink))
     kind = _KINDS.get(kind.name, kind)
     where = _within(owner, where, q.shape[0], k.shape[0])
     if path.name == "varlen":
         left, right = (-1, -1) if size is None else size
         limits = (left, 0 if kind.causal else right)
         starts, extents = (where.queries, where.keys), (where.longest_query, where.longest_key)
-        if where.ends == (q.shape[0], k.shape[0]):
-            return varlen(q, k, v, starts, extents, limits, options)
-        # The kernels leave what belongs to tokens of no sequence unwritten.
-        q = _ZeroGradientOutside.apply(q, where.queries)
-        k, v = (_ZeroGradientOutside.apply(x, where.keys) for x in (k, v))
+        is_full = where.ends == (q.shape[0], k.shape[0])
+        if not is_full:  # the kernels leave what belongs to tokens of no sequence unwritten
+            q = _ZeroGradientOutside.apply(q, where.queries)
+            k, v = (_ZeroGradientOutside.apply(x, where.keys) for x in (k, v))
+        if options.has_sink:
+            call = Call(options.scale, window=limits, longest=extents)
+            extra = Extra(None, *starts)
+            q, k, v = (x[None].transpose(1, 2) for x in (q, k, v))  # one batch of all tokens
+            out = attend_with_sink(q, k, v, sink, "flash", extra, call)
+            return out.transpose(1, 2)[0]
         out = varlen(q, k, v, starts, extents, limits, options)
-        return out.masked_fill(_outside(out, where.queries), 0.0)
+        return out if is_full else out.masked_fill(_outside(out, where.queries), 0.0)
     # Attends to padded copies of the sequences, and packs the result.
     heads, longest = q.shape[1], where.longest_query
     query_mask = lengths_mask(where.queries.diff(), longest)
@@ -217,7 +234,7 @@ def attend_packed(
     keys, values = (_pad(x, where.keys, where.longest_key) for x in (k, v))
     path = choose(padded, keys, values, seen, bias, options)
     alibi = Alibi(kind, masks) if has_alibi else None
-    out = attend(padded, keys, values, bias, path, seen, options, alibi)
+    out = attend(padded, keys, values, bias, path, seen, options, alibi, sink)
     token = torch.arange(q.shape[0], dtype=torch.int32, device=q.device)
     sequence = (torch.searchsorted(where.queries, token, right=True) - 1).clamp(min=0)
     index = sequence * longest + token - where.queries[sequence]

@@ -280,6 +280,14 @@ def make_case(name: str, rows: int = 32, cols: int = 64) -> Case:
             },
             ("histories", "scales", "scale_invs", "nonfinite_count"),
         ),
+        "attention_sink.attention_sink_fwd": lambda: Case(
+            {"values": torch.randn(2, 3, *shape), "lse": torch.randn(2, 3, rows),
+             "sink": torch.randn(3), "out": torch.zeros(2, 3, *shape)}, ("out",),
+        ),
+        "attention_sink.attention_sink_bwd": lambda: Case(
+            {"dout": torch.randn(2, 3, *shape), "out": torch.randn(2, 3, *shape),
+             "total": torch.rand(2, 3, rows), "sink": torch.randn(3)}
+        ),
         "bias_dropout_add.bias_dropout_add": lambda: Case(
             {"x": x, "bias": w, "residual": matrix(*shape), "p": 0.5, "seed": torch.tensor([3])}
         ),

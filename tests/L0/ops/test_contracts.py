@@ -30,6 +30,7 @@ LIST = {"x": 70, "n": 3}
 ROPE = {"r": 37, "h": 3, "d": 26, "p": 40, "k": 22, "q": 2}
 MOE = {"t": 261, "r": 300, "c": 37, "w": 6, "s": 5}
 OWN_SIZES = {  # where these are too large, or multiples are required
+    "attention_sink": {"b": 2, "h": 3, "s": 161, "d": 24},
     "scaled_softmax": {"r": 2, "h": 3, "q": 5, "c": 160},
     "moe_router": {"r": 6, "c": 160, "k": 9, "g": 3},
     "qkv_cast_grad": {"o": 87, "i": 3, "q": 6, "g": 2, "s": 31},

@@ -45,7 +45,10 @@ DENSE = {
 # Dtypes of x that a function does not take.
 OTHER_DTYPES = {"bias_dropout_add.bias_dropout_add_bwd": SHORT, "dense_gemm.dense_gemm": SHORT[:1]}
 # On a GPU the elements of a vector are added, or rounded, in another order at another address.
-ROUNDED_ON_GPU = ("activation.", "bias_gelu.", "scaled_softmax.", "swiglu.swiglu_bwd")
+ROUNDED_ON_GPU = (
+    "activation.", "attention_sink.attention_sink_bwd", "bias_gelu.", "scaled_softmax.",
+    "swiglu.swiglu_bwd",
+)  # fmt: skip
 # Held against their formulas in their own files: with products' kernels, and other orders of sums.
 OWN_FILES_ON_GPU = (
     "cross_entropy", "dense_gemm", "emulated_gemm", "fp8_gemm", "grouped_gemm", "layer_norm",

@@ -87,7 +87,7 @@ MODULES = {
     ),
     "flat": _inside(
         apex_te.MultiheadAttention, HIDDEN, HEADS, attention_dropout=0.0, num_gqa_groups=2,
-        input_layernorm=True, **FLAT,
+        input_layernorm=True, softmax_type="learnable", **FLAT,
     ),
     "cross": _Cross,
     "geglu": _inside(apex_te.LayerNormMLP, HIDDEN, FFN, activation="geglu"),

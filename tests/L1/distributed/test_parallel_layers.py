@@ -28,6 +28,7 @@ LAYERS = {
     "parallel": {"parallel_attention_mlp": True},
     "decoder": {"layer_type": "decoder"},
     "alibi": {},
+    "sinks": {"softmax_type": "learnable", "num_gqa_groups": 2},
 }
 
 
@@ -52,6 +53,8 @@ def _copy(whole, shard, options, rank, ranks):
     def part(key, full, parameter):
         if flat and "layernorm_qkv." in key and "layer_norm" not in key.split(".")[-1]:
             return _fused_part(full, rank, ranks, options.get("num_gqa_groups", HEADS))
+        if key.endswith("softmax_offset"):
+            return full.chunk(ranks)[rank]
         return part_of(key.rsplit(".", 1)[-1], full, rank, ranks, gated)(parameter)
 
     with torch.no_grad():

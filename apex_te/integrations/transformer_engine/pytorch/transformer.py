@@ -56,7 +56,6 @@ class TransformerLayer(
             decoder's cross attention; without effect in an encoder.
         ub_tp_comm_overlap: must be False; ``ub_overlap_ag``, ``ub_overlap_rs``,
             ``ub_overlap_rs_dgrad``, ``ub_bulk_dgrad`` and ``ub_bulk_wgrad`` then have no effect.
-        softmax_type: must be ``"vanilla"``.
 
     Raises:
         NotImplementedError: an argument asks for what is not served.

@@ -40,7 +40,7 @@ class MultiheadAttention(
 
     Arguments are those of ``apex_te.MultiheadAttention``, with ``attn_mask_type``, ``window_size``
     and ``bottom_right_diagonal`` as in ``DotProductAttention`` and others as in ``Linear``.
-    ``softmax_type`` must be ``"vanilla"``; ``seq_length`` and ``micro_batch_size`` are ignored.
+    ``seq_length`` and ``micro_batch_size`` are ignored.
 
     Raises:
         NotImplementedError: an argument asks for what is not served.

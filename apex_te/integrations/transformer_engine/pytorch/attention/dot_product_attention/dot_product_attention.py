@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 
-from ......comm.collectives import world_size
 from ......module.attention.dot_product import DotProductAttention as NativeDotProductAttention
 from ......module.attention.inference_params import (
     InferenceParams,
@@ -48,7 +47,6 @@ class DotProductAttention(
         bottom_right_diagonal: must be None or True where a window or ALiBi would count otherwise.
         cp_group: must be None or have one rank; ``cp_global_ranks``, ``cp_stream`` and
             ``cp_comm_type`` then have no effect.
-        softmax_type: must be ``"vanilla"``.
         return_max_logit: must be False.
         name: names the module in reports.
 
@@ -64,26 +62,16 @@ class DotProductAttention(
         "sequence_parallel, tp_size, get_rng_state_tracker, tp_group, layer_number, "
         "attention_type, cp_group: Any = None, cp_global_ranks: Any = None, cp_stream: Any = None, "
         "cp_comm_type: str = 'p2p', softmax_scale, softmax_type, return_max_logit, "
-        "name: str | None = None, *, apply_query_key_layer_scaling",
+        "name: str | None = None, *, apply_query_key_layer_scaling, device",
         prepare_masks,
     )
 
     def _constructed(self, values: dict[str, Any]) -> None:
         self.bottom_right_diagonal = values["bottom_right_diagonal"]
-        self.softmax_type = values["softmax_type"]
         self.return_max_logit = bool(values["return_max_logit"])
         self.name = values["name"]
         names = ("cp_group", "cp_global_ranks", "cp_stream", "cp_comm_type")
         self.set_context_parallel_group(*(values[name] for name in names))
-
-    def set_tensor_parallel_group(self, tp_group: Any) -> None:
-        """Sets the ranks that the heads are split over: a group of ``tp_size`` ranks, or None."""
-        ranks = self.tp_size if tp_group is None else world_size(tp_group)
-        if ranks != self.tp_size:
-            raise ValueError(
-                f"{_NAME}: tp_group must have tp_size = {self.tp_size} ranks, got {ranks}"
-            )
-        self.tp_group = tp_group
 
     def forward(
         self,
