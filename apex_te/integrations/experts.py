@@ -14,7 +14,45 @@ from ..module._core.arguments import shown_name
 from ..module._core.fp8_entries import joined_scales, save_parameters
 from ..module.grouped.experts import run_experts
 from ..module.grouped.linear import GroupedLinear
-from . import _matching as matching
+from ._mlp_formula import gate_formula
+
+_FLAGS = ("has_gate", "has_bias", "is_transposed", "is_concatenated")
+
+
+def _gate_of(experts: Any) -> Any:
+    """Returns the activation of experts as ``run_experts`` takes it, else their own function.
+
+    It is asked for once, before code is compiled. A gate of the instance stays.
+    """
+    own = experts.__dict__
+    if "_apply_gate" in own:
+        return own["_apply_gate"]
+    if "_apex_te_gate" not in own:
+        own["_apex_te_gate"] = gate_formula(experts)
+    return own["_apex_te_gate"] or experts._apply_gate
+
+
+def is_experts(module: Any) -> bool:
+    """Returns True for experts of Hugging Face that have their weights in two stacked Parameters.
+
+    These are ``gate_up_proj`` ``[experts, 2 ffn, hidden]`` and ``down_proj``
+    ``[experts, hidden, ffn]``, or transposed, for transformers' own grouped GEMMs, and
+    ``gate_up_proj_bias`` and ``down_proj_bias``, or no biases. The flags that transformers' choice
+    of an implementation goes by say which.
+    """
+    if not hasattr(type(module), "_apply_gate") or isinstance(module, StackedExperts):
+        return False
+    if "forward" in vars(module) or not all(hasattr(module, flag) for flag in _FLAGS):
+        return False
+    own, weights = module._parameters, {"gate_up_proj", "down_proj"}
+    biases = {f"{name}_bias" for name in weights} if module.has_bias else set()
+    return (
+        own.keys() == weights | biases
+        and all(p is not None and p.dim() == 2 + (name in weights) for name, p in own.items())
+        and module.has_gate
+        and (module.is_concatenated or not callable(_gate_of(module)))
+        and not getattr(module, "has_post_expert_norm", False)  # older transformers have none
+    )
 
 
 class ExpertGemm(GroupedLinear):
@@ -103,7 +141,7 @@ def _run(
     top_k_weights: torch.Tensor,
 ) -> torch.Tensor:
     """Computes experts by layers over their weights; a gate that is not known stays theirs."""
-    gate = matching.experts_gate(experts)
+    gate = _gate_of(experts)
     (w1, b1), (w2, b2) = _parameters_of(experts)
     with set_weights(gemms, (w1,), (w2,), biases=(b1, b2)):
         return run_experts(
@@ -143,7 +181,7 @@ def _registered_forward(
         (getattr(experts, "has_post_expert_norm", False), "a norm"),
         (getattr(experts, "_is_expert_parallel", False), "weights spread over ranks"),
         (
-            interleaved and callable(matching.experts_gate(experts)),
+            interleaved and callable(_gate_of(experts)),
             "interleaved weights and a gate of their own",
         ),
     ):
@@ -182,8 +220,9 @@ class StackedExperts(nn.Module):
     _apply_gate: Any
 
     def make_gemms(self) -> None:
-        """Adds the ``ExpertGemm`` layers."""
+        """Adds the ``ExpertGemm`` layers, and notes what the gate computes."""
         self.gate_up_gemm, self.down_gemm = _gemms_of(self)
+        _gate_of(self)
 
     def forward(
         self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor

@@ -12,6 +12,7 @@ from torch import nn
 
 from ..fp8.model_init import fp8_model_init, settings
 from ..module._core.arguments import class_name
+from ..module._core.norm_module import NormModule
 from ..module.layer_norm import LayerNorm
 from ..module.linear import Linear
 from ..module.rms_norm import RMSNorm
@@ -19,22 +20,30 @@ from ..runtime.named_arguments import check_model, named_arguments
 from . import _matching as matching
 from . import summary
 from ._derived import Derived, derived
-from ._families import layers_to_join
 from ._fp8_weights import count_fp8_weights, hold_in_fp8
+from ._norm_formula import known_norm
 from ._selection import Selection
 from .conv1d import Conv1DLinear, conv1d_linear
-from .experts import StackedExperts, stacked_experts
-from .fusion import JoinedNorm, fuse_blocks, key_map, refuse_optimized
+from .experts import StackedExperts, is_experts, stacked_experts
+from .fusion import JoinedNorm, blocks_of, fuse_blocks, key_map, refuse_optimized
 from .saving import save_without_fp8_state
 from .summary import ConversionSummary, Layer, numbered
 
 
-class FamilyRMSNorm(RMSNorm):
-    """RMS norm of a Hugging Face model, whose own forward computes inputs of mixed dtypes."""
+class _OwnForward(NormModule):
+    """Norm whose former forward computes inputs of another dtype than its parameters'."""
 
     def _plain_forward(self) -> Callable[[torch.Tensor], torch.Tensor]:
         forward: Callable[[torch.Tensor], torch.Tensor] = super(Derived, self).forward  # type: ignore
         return forward
+
+
+class FamilyRMSNorm(_OwnForward, RMSNorm):
+    """Norm of another class that computes what ``RMSNorm`` does."""
+
+
+class FamilyLayerNorm(_OwnForward, LayerNorm):
+    """Norm of another class that computes what ``LayerNorm`` does."""
 
 
 class T5RMSNorm(RMSNorm):
@@ -56,10 +65,10 @@ _REPLACING = (Linear, LayerNorm, RMSNorm, Conv1DLinear, StackedExperts, JoinedNo
 _KEPT = frozenset(vars(nn.Module()))
 _NOTHING = (
     "nothing was converted: the model does not contain torch.nn.Linear, LayerNorm or RMSNorm, nor"
-    " Hugging Face's Conv1D, RMS norms or experts"
+    " norms that compute alike, nor Hugging Face's Conv1D or experts"
 )
 _NOT_JOINED = (
-    "fuse=True joined no layers, since it knows blocks of Hugging Face's models only; layers were"
+    "fuse=True joined no layers, since it reads blocks of Hugging Face's models only; layers were"
     " converted one to one. Call from_torch without fuse, or build the blocks of"
     " apex_te.LayerNormLinear and apex_te.LayerNormMLP"
 )
@@ -80,12 +89,12 @@ def from_torch(
 ) -> nn.Module:
     """Makes the layers of ``model`` compute in FP8 inside ``fp8_autocast``, in place.
 
-    These layers change their class: ``nn.Linear``, ``nn.LayerNorm``, ``nn.RMSNorm`` and, in models
-    of Hugging Face, GPT-2's Conv1D, experts with stacked weights, and the RMS norms of Llama,
-    Mistral, Mixtral, Qwen2, Qwen3, their mixtures of experts, Phi-3, Gemma 1 to 3 and T5. The
-    module objects, Parameters, keys, hooks, modes, dtypes and devices (``meta`` included) stay, and
-    outputs outside FP8 are the same. A Parameter that two layers share stays shared. Optimizers
-    made before or after see the same Parameters.
+    These layers change their class: ``nn.Linear``, ``nn.LayerNorm``, ``nn.RMSNorm``, norms of any
+    class that compute what these do, and, in models of Hugging Face, GPT-2's Conv1D and experts
+    with stacked weights. To tell what a norm computes, its forward is called once, on a copy with
+    random parameters. The module objects, Parameters, keys, hooks, modes, dtypes and devices
+    (``meta`` included) stay, and outputs outside FP8 are the same. A Parameter that two layers
+    share stays shared. Optimizers made before or after see the same Parameters.
 
     Routers, and the linear layers in them, are not converted. Routers are layers called router,
     layers called gate beside experts, layers of a router's class, and linear layers with one output
@@ -114,17 +123,17 @@ def from_torch(
 
     Args:
         model: any model or layer.
-        fuse: also join layers in blocks of Hugging Face's Llama, Mistral, Mixtral, Qwen2, Qwen3,
-            their mixtures of experts, Phi-3, Gemma 1 to 3, GPT-2, GPT-NeoX, BERT and T5. The input
-            norm and the query, key and value projections become one ``LayerNormLinear`` (in BERT a
-            ``Linear`` without the norm); the norm before the MLP and the MLP become one
-            ``LayerNormMLP``. Joining makes new Parameters under new names, except for norms, which
-            keep theirs. State dicts still have the original keys, and loading accepts both.
+        fuse: also join layers in blocks of Hugging Face's models, by the source of the blocks'
+            forwards: linear layers with the same input, such as query, key and value projections,
+            become one ``Linear``, with the norm before them one ``LayerNormLinear``, and a norm
+            before an MLP and the MLP become one ``LayerNormMLP``. A norm is joined only if the
+            source shows that nothing else reads its output; the summary names the others. Joining
+            makes new Parameters under new names, except for norms, which keep theirs. State dicts
+            still have the original keys, and loading accepts both.
             ``apex_te.integrations.key_map(model)`` translates other dicts whose keys are parameter
-            names. Layers that cannot be joined (hooks, shared or differing parameters, an
-            activation that ``LayerNormMLP`` does not have, blocks of other models) are converted
-            one to one and named in the warning. Adapters (PEFT) need ``fuse=False``, because joined
-            layers leave no projection to attach them to.
+            names. Layers that cannot be joined (hooks, shared or differing parameters) are
+            converted one to one and named in the warning. Adapters (PEFT) need ``fuse=False``,
+            because joined layers leave no projection to attach them to.
         include: layers to convert: a name or pattern (``*``, ``?``, ``[]``) that successive parts
             of a layer's dotted name match, a predicate ``(name, module) -> bool``, or several of
             them; None converts all but routers, output heads and adapters. ``include="*"`` converts
@@ -176,7 +185,7 @@ def from_torch(
         told.append(f"left as they are: {named}")
     if fuse and left and (joined := [x.name for x in layers if x.after and ", " in x.before]):
         told.append(f"joined: {', '.join(summary.grouped(joined))}")
-    elif fuse and first and not any(map(layers_to_join, model.modules())):
+    elif fuse and first and not blocks_of(model):
         told.append(_NOT_JOINED)
     elif not any(x.after for x in (*before, *layers)) and not _has_our_layers(model):
         told.append(_NOTHING)
@@ -237,7 +246,7 @@ def is_replaceable(module: nn.Module) -> bool:
     """Returns True if ``from_torch`` may convert ``module`` and has not converted it yet."""
     if isinstance(module, _REPLACING):
         return False
-    return isinstance(module, _REPLACED) or _is_huggingface(module)
+    return isinstance(module, _REPLACED) or _is_alike(module)
 
 
 def _has_weights(module: nn.Module) -> bool:
@@ -250,7 +259,7 @@ def feature_sizes(module: Any) -> tuple[int, ...]:
     """Returns input and output features of a linear layer or experts; () for a norm."""
     if matching.is_conv1d(module):
         return tuple(module.weight.shape)
-    if matching.is_experts(module):
+    if is_experts(module):
         return tuple(module.down_proj.shape[1:])
     if isinstance(module, nn.Linear):  # some models compute a size with tensors
         return int(module.in_features), int(module.out_features)
@@ -260,7 +269,7 @@ def feature_sizes(module: Any) -> tuple[int, ...]:
 def reason_to_keep(module: Any) -> str | None:
     """Returns the reason why ``module`` cannot become an apex_te layer; None if it can."""
     reason = matching.unsupported(module)
-    known = matching.is_plain(module, *_REPLACED) or _is_huggingface(module)
+    known = matching.is_plain(module, *_REPLACED) or _is_alike(module)
     if reason is None and not known:
         reason = f"{type(module).__name__} is a subclass"
     if reason is None and not feature_sizes(module) and module.weight is not None:
@@ -270,27 +279,22 @@ def reason_to_keep(module: Any) -> str | None:
     return reason
 
 
-def _is_huggingface(module: nn.Module) -> bool:
-    """Returns True for a Conv1D, an RMS norm or experts of Hugging Face."""
-    found = matching.is_conv1d(module) or matching.is_rms_norm(module)
-    return found or matching.is_experts(module)
+def _is_alike(module: nn.Module) -> bool:
+    """Returns True for a Conv1D, stacked experts, and a norm that computes what apex_te's do."""
+    return matching.is_conv1d(module) or is_experts(module) or known_norm(module) is not None
 
 
 def convert_layer(module: Any) -> None:
     """Changes the class of a linear layer or norm to the one of apex_te."""
-    if matching.is_experts(module):
+    if is_experts(module):
         module.__class__ = stacked_experts(type(module))
         module.make_gemms()
     elif matching.is_conv1d(module):
         _become(module, conv1d_linear(type(module)), _linear(module, *module.weight.shape))
     elif isinstance(module, nn.Linear):
         _become(module, Linear, _linear(module, *feature_sizes(module)))
-    elif isinstance(module, nn.LayerNorm):
-        _become_norm(module, LayerNorm, module.normalized_shape)
-    elif isinstance(module, nn.RMSNorm):
-        _become_norm(module, RMSNorm, module.normalized_shape)
     else:
-        _become_norm(module, RMSNorm, tuple(module.weight.shape))
+        _convert_norm(module)
 
 
 def _linear(module: Any, in_features: int, out_features: int) -> Linear:
@@ -304,15 +308,21 @@ def _linear(module: Any, in_features: int, out_features: int) -> Linear:
     )
 
 
-def _become_norm(module: Any, kind: Any, shape: tuple[int, ...]) -> None:
-    """Changes the class of a norm over the last dimensions, of sizes ``shape``, to ``kind``."""
-    zero_centered = matching.is_zero_centered(module)
-    eps = matching.norm_eps(module)
-    template = kind(shape, eps, zero_centered_gamma=zero_centered, device="meta")
+def _convert_norm(module: Any) -> None:
+    """Changes the class of a norm to ``RMSNorm`` or ``LayerNorm``, or to a subclass of its own."""
+    formula, own = known_norm(module), type(module)
+    assert formula is not None
+    is_torch = isinstance(module, (nn.LayerNorm, nn.RMSNorm))
+    shape = module.normalized_shape if is_torch else tuple(module.weight.shape)
+    kind: Any = RMSNorm if formula.is_rms else LayerNorm
+    template = kind(shape, formula.eps, zero_centered_gamma=formula.zero_centered, device="meta")
     template.elementwise_affine = module.weight is not None
-    own = type(module)
-    known = own in _REPLACED
-    _become(module, kind if known else derived(FamilyRMSNorm, own, "RMSNorm"), template)
+    if not is_torch:
+        for name in kind._PARAMETERS:
+            module._parameters.setdefault(name, None)
+        family = FamilyRMSNorm if formula.is_rms else FamilyLayerNorm
+        kind = derived(family, own, kind.__name__)
+    _become(module, kind, template)
 
 
 def _become(module: nn.Module, kind: type[nn.Module], template: nn.Module) -> None:

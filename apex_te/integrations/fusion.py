@@ -20,8 +20,9 @@ from ..module.linear import Linear
 from ..recipe import BlockScaling
 from ..runtime.named_arguments import check_model, named_arguments
 from . import _matching as matching
+from ._block_layers import Layers, MLPLayers, Projections, layers_to_join
 from ._derived import derived
-from ._families import Apart, Layers, MLPLayers, Projections, layers_to_join
+from ._forward_source import UnreadableError
 from ._joined_state import (
     BLOCK,
     KEYS,
@@ -35,6 +36,7 @@ from ._joined_state import (
     joined,
     read_original_keys,
 )
+from ._norm_formula import known_norm
 from .summary import Layer
 
 _ATTRIBUTE = "_apex_te_key_map"
@@ -175,6 +177,12 @@ class _NotFusable(Exception):
         self.chosen = chosen
 
 
+def _version(tensor: torch.Tensor) -> int | None:
+    """Returns how often a tensor was changed in place; None where torch does not count that."""
+    is_counted = not torch.compiler.is_compiling() and not tensor.is_inference()
+    return tensor._version if is_counted else None
+
+
 class _Joint:
     """Several projections of one tensor, with its norm, in one layer, which runs once for all.
 
@@ -182,7 +190,7 @@ class _Joint:
     and stores its output, ``[..., rows]`` per projection; the others fetch their parts.
     """
 
-    __slots__ = ("linear", "parts", "rows", "seen")
+    __slots__ = ("linear", "parts", "rows", "seen", "version")
 
     def __init__(self, linear: LayerNormLinear | Linear, rows: list[int]) -> None:
         self.linear = linear
@@ -192,13 +200,16 @@ class _Joint:
     def forget(self) -> None:
         """Drops the outputs that were not fetched."""
         self.seen: torch.Tensor | None = None
+        self.version: int | None = None
         self.parts: list[Any] = [None] * len(self.rows)
 
     def part(self, inp: torch.Tensor, index: int) -> torch.Tensor:
         """Returns the output of one projection for ``inp``, and drops it."""
-        if self.seen is not inp or self.parts[index] is None:
-            self.parts = list(self.linear(inp).split(self.rows, -1))
-            self.seen = inp
+        version = _version(inp)
+        if self.seen is not inp or self.parts[index] is None or self.version != version:
+            # Some models change a projection in place, which views of several outputs refuse.
+            self.parts = list(torch.unsafe_split_with_sizes(self.linear(inp), self.rows, -1))
+            self.seen, self.version = inp, version
         out = self.parts[index]
         self.parts[index] = None
         if not any(part is not None for part in self.parts):
@@ -366,21 +377,27 @@ def fuse_blocks(model: nn.Module, chosen: Chosen) -> tuple[list[Layer], list[tup
     entries: list[JoinedKey] = []
     layers: list[Layer] = []
     left = []
-    mixed = _mixed_stacks(model)
-    for name, block in list(model.named_modules()):
-        groups = layers_to_join(block)
-        if not groups or _JOINED in vars(block):
+    for name, block, is_mixed in blocks_of(model):
+        if _JOINED in vars(block):
             continue
         prefix = f"{name}." if name else ""
         order = list(block.state_dict())
         found: list[JoinedKey] = []
+        kind = type(block).__name__
+        try:
+            groups, norms = layers_to_join(block)
+        except UnreadableError as error:
+            left.append((name or kind, f"fuse=True cannot tell what {kind} computes: {error}"))
+            continue
+        layers += [
+            Layer(name, kind, None, f"not fused: {one.norm}, as {one.reason}") for one in norms
+        ]
         for group in groups:
             try:
-                if id(block) in mixed:
+                if is_mixed and group.norm is not None:
                     raise _NotFusable("its residuals have another dtype than its parameters")
                 source, path, parts = _join(block, group, prefix, uses, chosen)
             except _NotFusable as reason:
-                kind = type(block).__name__
                 if not reason.chosen:
                     left.append((name or kind, str(reason)))
                 layers.append(Layer(name, kind, None, f"not fused: {reason}"))
@@ -396,39 +413,33 @@ def fuse_blocks(model: nn.Module, chosen: Chosen) -> tuple[list[Layer], list[tup
     if entries:
         vars(model)[_ATTRIBUTE] = KeyMap([*key_map(model).entries, *entries])
         init_joined_layers(model)
-    return layers, left + _unknown_blocks(model)
+    return layers, left
 
 
-def _mixed_stacks(model: nn.Module) -> set[int]:
-    """Returns the ids of all modules in T5 stacks whose parameters have several dtypes.
+def blocks_of(model: nn.Module) -> list[tuple[str, nn.Module, bool]]:
+    """Finds Hugging Face's blocks by dotted name: modules in a list that is not in a block.
 
-    T5 in fp16 keeps some weights in fp32, so that norms get an input of another dtype than theirs.
+    If there is none, the model is one. True as the third item marks the blocks of a list all of
+    which have linear layers of several dtypes: norms may then get an input of another dtype than
+    theirs, as in T5 in fp16, which keeps some weights in fp32.
     """
-    found: set[int] = set()
-    for stack in model.modules():
-        is_t5 = matching.family_class(stack) == ("t5", "T5Stack")
-        if is_t5 and len({p.dtype for p in stack.parameters()}) > 1:
-            found.update(id(module) for module in stack.modules())
-    return found
-
-
-def _unknown_blocks(model: nn.Module) -> list[tuple[str, str]]:
-    """Finds Hugging Face's blocks that have a norm and are of a class without layers to join."""
-    found: list[tuple[str, str]] = []
+    found: list[tuple[str, nn.Module, bool]] = []
     for name, blocks in model.named_modules():
-        if not isinstance(blocks, nn.ModuleList) or any(name.startswith(f"{b}.") for b, _ in found):
+        if not isinstance(blocks, nn.ModuleList):
             continue
-        for index, block in blocks.named_children():
-            kind = type(block)
-            if not kind.__module__.startswith("transformers.models."):
-                continue
-            inner = list(block.modules())
-            if any(layers_to_join(m) for m in inner):
-                continue
-            if any(type(m) in (nn.LayerNorm, nn.RMSNorm) or matching.is_rms_norm(m) for m in inner):
-                reason = f"fuse=True does not support blocks of class {kind.__name__}"
-                found.append((f"{name}.{index}", reason))
+        if any(name.startswith(f"{outer}.") for outer, *_ in found):
+            continue
+        own = {n: block for n, block in blocks.named_children() if matching.is_huggingface(block)}
+        mixed = all(len({m.weight.dtype for m in _linears(block)}) > 1 for block in own.values())
+        found += [(f"{name}.{n}" if name else n, block, mixed) for n, block in own.items()]
+    if not found and matching.is_huggingface(model):
+        found.append(("", model, False))
     return found
+
+
+def _linears(block: nn.Module) -> list[Any]:
+    """Returns the linear layers in a block."""
+    return [module for module in block.modules() if matching.is_linear(module)]
 
 
 class _Source(NamedTuple):
@@ -440,16 +451,14 @@ class _Source(NamedTuple):
     transposed: bool = False
 
     @property
-    def is_rms(self) -> bool:
-        """True if the norm is an RMS norm."""
-        return not isinstance(self.norm, nn.LayerNorm)
-
-    @property
     def norm_options(self) -> dict[str, Any]:
         """Keyword arguments by which a joined layer computes the norm."""
+        formula = known_norm(self.norm)
+        assert formula is not None
         return {
-            "normalization": "RMSNorm" if self.is_rms else "LayerNorm",
-            "zero_centered_gamma": matching.is_zero_centered(self.norm),
+            "eps": formula.eps,
+            "normalization": "RMSNorm" if formula.is_rms else "LayerNorm",
+            "zero_centered_gamma": formula.zero_centered,
         }
 
     def parts(self, attribute: str, *names: str) -> list[tuple[str, Any]]:
@@ -472,8 +481,6 @@ _Step = tuple[_Source, str, list[JoinedKey]]
 
 def _join(block: Any, layers: Layers, prefix: str, uses: Counter[int], chosen: Chosen) -> _Step:
     """Joins layers of a block into one."""
-    if isinstance(layers, Apart):
-        raise _NotFusable(layers.reason)
     if isinstance(layers, MLPLayers):
         return _join_mlp(block, layers, prefix, uses, chosen)
     return _join_projections(block, layers, prefix, uses, chosen)
@@ -488,7 +495,7 @@ def _join_projections(
     source = _Source(layers.norm, norm, linears, layers.transposed)
     _check(source, prefix, uses, chosen)
     _check_scales(source, tuple(linears))
-    sizes = [_sizes(linear, layers.transposed) for linear in linears.values()]
+    sizes = [matching.linear_sizes(linear) for linear in linears.values()]
     rows = [out for _, out in sizes]
     module = _projection_layer(source, sizes[0][0], sum(rows))
     parts = []
@@ -518,27 +525,19 @@ def _join_mlp(
     block: Any, layers: MLPLayers, prefix: str, uses: Counter[int], chosen: Chosen
 ) -> _Step:
     """Joins an MLP and the norm before it, as ``_join`` does."""
-    path, mlp = layers.path, block.get_submodule(layers.path)
-    act = getattr(mlp, layers.activation)
-    activation = matching.activation_name(act, layers.gated)
-    if matching.hooked(mlp) or activation is None:
-        raise _NotFusable(
-            f"{path}.{layers.activation} is {type(act).__name__}, or {path} has hooks"
-        )
-    if layers.inner_dropout is not None and getattr(mlp, layers.inner_dropout).p:
-        raise _NotFusable(f"{path}.{layers.inner_dropout} is between its linear layers")
-    names = [f"{path}.{name}" for name in (*layers.first, layers.second)]
+    path, mlp, formula = layers.path, block.get_submodule(layers.path), layers.formula
+    names = [f"{path}.{name}" for name in (*formula.first, formula.second)]
     linears = {name: block.get_submodule(name) for name in names}
     source = _Source(layers.norm, block.get_submodule(layers.norm), linears, layers.transposed)
     _check(source, prefix, uses, chosen)
     _check_scales(source, names[:-1])
-    hidden, ffn = _sizes(linears[names[-1]], layers.transposed)[::-1]
+    some = linears[names[0]]
+    ffn, hidden = matching.linear_sizes(linears[names[-1]])
     module = JoinedMLP(
-        hidden, ffn, matching.norm_eps(source.norm), linears[names[0]].bias is not None,
-        activation=activation, params_dtype=linears[names[0]].weight.dtype, device="meta",
-        **source.norm_options,
+        hidden, ffn, bias=some.bias is not None, activation=formula.activation,
+        params_dtype=some.weight.dtype, device="meta", **source.norm_options,
     ).train(mlp.training)  # fmt: skip
-    module.dropout = None if layers.dropout is None else getattr(mlp, layers.dropout)
+    module.dropout = None if formula.dropout is None else mlp.get_submodule(formula.dropout)
     step, views = _placed(
         block, source, path, module, {"fc1_": tuple(names[:-1]), "fc2_": (names[-1],)}
     )
@@ -567,12 +566,6 @@ def _remember(module: nn.Module, original: Original | None) -> None:
         vars(module)[flagged] = True
 
 
-def _sizes(linear: Any, transposed: bool) -> tuple[int, int]:
-    """Returns input and output features of a linear layer, or of a Conv1D (``transposed``)."""
-    out, into = linear.weight.shape
-    return (out, into) if transposed else (into, out)
-
-
 def _projection_layer(source: _Source, inner: int, outer: int) -> JoinedLinear | JoinedProjections:
     """Returns a layer on the meta device for the projections of ``source`` and their norm."""
     some = next(iter(source.linears.values()))
@@ -580,8 +573,7 @@ def _projection_layer(source: _Source, inner: int, outer: int) -> JoinedLinear |
     bias = some.bias is not None
     if source.norm is None:
         return JoinedProjections(inner, outer, bias, **options).train(some.training)
-    eps = matching.norm_eps(source.norm)
-    return JoinedLinear(inner, outer, eps, bias, **source.norm_options, **options).train(
+    return JoinedLinear(inner, outer, bias=bias, **source.norm_options, **options).train(
         some.training
     )
 
@@ -617,7 +609,7 @@ def _check(source: _Source, prefix: str, uses: Counter[int], chosen: Chosen) -> 
         named = {source.norm_name: norm, **named}
     for name, module in named.items():
         if module is norm:
-            fits = matching.is_plain(norm, nn.LayerNorm) or matching.is_rms_norm(norm)
+            fits = known_norm(norm) is not None
         elif source.transposed:
             fits = matching.is_conv1d(module)
         else:
@@ -631,9 +623,6 @@ def _check(source: _Source, prefix: str, uses: Counter[int], chosen: Chosen) -> 
         if reason:
             raise _NotFusable(f"{name}: {reason}", chosen=True)
     weights, biases = [m.weight for m in linears], [m.bias for m in linears]
-    is_layer_norm = isinstance(norm, nn.LayerNorm)
-    if norm is not None and (norm.weight is None or (is_layer_norm and norm.bias is None)):
-        raise _NotFusable(f"{source.norm_name} has no weight or no bias")
     if len({bias is None for bias in biases}) > 1:
         raise _NotFusable("some of its layers have a bias")
     parameters = [p for m in named.values() for p in m.parameters()]

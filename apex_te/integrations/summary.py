@@ -38,13 +38,15 @@ class Share(NamedTuple):
     """Numbers of elements in a model: weights of FP8 layers, all weights of GEMMs, all parameters.
 
     Shared elements count once. ``padded`` has the names of layers in FP8 with a size that is not a
-    multiple of 16.
+    multiple of 16, ``rest`` the reasons why parameters are not in FP8 with the number of their
+    elements, largest first.
     """
 
     fp8: int
     matmul: int
     total: int
     padded: tuple[str, ...] = ()
+    rest: tuple[tuple[str, int], ...] = ()
 
     def __str__(self) -> str:
         parts = f"{self.fp8 / self.total:.1%} of parameters"
@@ -80,6 +82,9 @@ class ConversionSummary:
         lines = [f"ConversionSummary: {len(self.converted)} converted, {len(self.kept)} kept"]
         if self.share is not None and self.share.total:
             lines.append(str(self.share))
+            if self.share.rest:
+                lines.append("not in FP8, of all parameters:")
+            lines += [f"  {n / self.share.total:.1%}: {reason}" for reason, n in self.share.rest]
         for title, layers in (("converted", self.converted), ("kept", self.kept)):
             groups: dict[tuple, list[str]] = {}
             for layer in layers:
@@ -135,7 +140,7 @@ def conversion_summary(model: nn.Module) -> ConversionSummary:
         return ConversionSummary()
     names = {layer.name for layer in converted}
     left = [layer for layer in kept if layer.name not in names]
-    return ConversionSummary([*converted, *left], _share(model))
+    return ConversionSummary([*converted, *left], _share(model, left))
 
 
 def _inside(prefix: str, layers: Iterable[Layer]) -> list[Layer]:
@@ -143,7 +148,7 @@ def _inside(prefix: str, layers: Iterable[Layer]) -> list[Layer]:
     return [layer._replace(name=".".join(filter(None, (prefix, layer.name)))) for layer in layers]
 
 
-def _share(model: nn.Module) -> Share:
+def _share(model: nn.Module, kept: Iterable[Layer]) -> Share:
     """Counts the elements of ``model``'s parameters, each parameter once."""
     sizes = {id(p): p.numel() for p in model.parameters()}
     fp8: set[int] = set()
@@ -166,7 +171,22 @@ def _share(model: nn.Module) -> Share:
         sum(sizes[i] for i in matmul if i in sizes),
         total,
         tuple(padded),
+        _rest(model, kept, fp8),
     )
+
+
+def _rest(model: nn.Module, kept: Iterable[Layer], fp8: set[int]) -> tuple[tuple[str, int], ...]:
+    """Counts the elements of parameters that are not in ``fp8``, by the reason."""
+    modules, reasons = dict(model.named_modules()), {}
+    for layer in kept:
+        own = modules[layer.name]._parameters if layer.name in modules else {}
+        reasons.update({id(p): f"{layer.before}: {layer.reason}" for p in own.values()})
+    found: dict[str, int] = {}
+    for p in model.parameters():
+        if id(p) not in fp8:
+            reason = reasons.get(id(p), "norms and biases")
+            found[reason] = found.get(reason, 0) + p.numel()
+    return tuple(sorted(found.items(), key=lambda item: -item[1]))
 
 
 def _multiplies(module: nn.Module, own: list[torch.Tensor]) -> bool:

@@ -10,9 +10,9 @@ from typing import Any
 from torch import nn
 
 from ...recipe import DelayedScaling, Recipe, chosen_recipe
-from .. import _matching as matching
 from .. import summary
 from .._fp8_weights import count_fp8_weights
+from ..experts import is_experts
 from ..from_torch import from_torch
 
 _ME = "from_fp8_checkpoint"
@@ -150,7 +150,7 @@ def _converted(model: Any, fuse: bool) -> nn.Module:
         owners[name.rpartition(".")[0]] = again
 
     def is_not_fp8(name: str, module: nn.Module) -> bool:
-        layer = isinstance(module, nn.Linear) or matching.is_experts(module)
+        layer = isinstance(module, nn.Linear) or is_experts(module)
         return layer and name not in owners
 
     from_torch(model, fuse, exclude=is_not_fp8)

@@ -54,14 +54,13 @@ FAMILIES = {
     "opt": ("OPTConfig", "OPTForCausalLM", OLDER | {
         "ffn_dim": 48, "word_embed_proj_dim": 32, "dropout": 0.0}),
 }  # fmt: skip
-# What fuse=True says that it leaves apart, by a regular expression; nothing for other families.
+# What the summary says that fuse=True leaves apart, by a regular expression.
 APART = {
-    "mixtral": r"2 of model.layers.\* \(mlp is MixtralSparseMoeBlock, whose router reads",
-    "qwen2_moe": r"model.layers.0 \(mlp is Qwen2MoeSparseMoeBlock, whose router reads",
-    "qwen3_moe": r"2 of model.layers.\* \(mlp is Qwen3MoeSparseMoeBlock, whose router reads",
-    "gpt_neox": r"2 of gpt_neox.layers.\* \(mlp.act is GELUActivation",
-    "bert": r"2 of bert.encoder.layer.\* \(intermediate and output: their input is a residual",
-    "opt": r"2 of model.decoder.layers.\* \(fuse=True does not support blocks of class OPT",
+    "mixtral": "post_attention_layernorm, as MixtralSparseMoeBlock reads its output, too",
+    "qwen2_moe": "post_attention_layernorm, as Qwen2MoeSparseMoeBlock reads its output, too",
+    "qwen3_moe": "post_attention_layernorm, as Qwen3MoeSparseMoeBlock reads its output, too",
+    "gemma2": "post_(attention|feedforward)_layernorm, as Gemma2DecoderLayer reads its output, too",
+    "gemma3": "post_(attention|feedforward)_layernorm, as Gemma3DecoderLayer reads its output, too",
 }
 
 

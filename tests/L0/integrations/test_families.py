@@ -1,9 +1,9 @@
 """from_torch on families of Hugging Face: equal logits and tokens, files, FP8, what is said."""
 
-import contextlib
 import copy
 import importlib
 import io
+import re
 import warnings
 
 import pytest
@@ -28,15 +28,16 @@ MOE = ("mixtral", "qwen2_moe", "qwen3_moe")
 
 
 def converted(model, name, fuse=False, **options):
-    """The model after from_torch, which must say what it leaves apart, and nothing else."""
+    """The model after from_torch, which must not warn; its summary says what stays apart."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model = from_torch(model, fuse, **options)
+    kept = [layer.reason for layer in conversion_summary(model).kept]
+    apart = {reason for reason in kept if reason.startswith("not fused")}
     expected = APART.get(name) if fuse else None
-    with contextlib.ExitStack() as stack:
-        if expected is None:
-            stack.enter_context(warnings.catch_warnings())
-            warnings.simplefilter("error")
-        else:
-            stack.enter_context(pytest.warns(UserWarning, match=f"left as they are: {expected}"))
-        return from_torch(model, fuse, **options)
+    assert bool(apart) == (expected is not None), apart
+    assert all(re.fullmatch(f"not fused: {expected}", reason) for reason in apart)
+    return model
 
 
 def backward(model, name, ids=IDS):
@@ -301,11 +302,18 @@ def test_bf16(name):
             assert (actual - exact).norm() < 1.5 * (expected - exact).norm() + 1e-3
 
 
-def test_dropout_inside_of_an_mlp_is_named():
+def test_dropout_inside_of_an_mlp_keeps_its_second_layer_apart():
     model = build("t5", dropout_rate=0.1)
-    with pytest.warns(UserWarning, match=r"DenseReluDense.dropout is between its linear layers"):
-        from_torch(model, fuse=True)
-    assert any("SelfAttention.qkv" in layer.name for layer in conversion_summary(model).converted)
+    plain = copy.deepcopy(model)
+    converted(model, "t5", fuse=True)
+    layers = {layer.name for layer in conversion_summary(model).converted}
+    assert {"decoder.block.0.layer.0.SelfAttention.qkv",
+            "decoder.block.0.layer.2.DenseReluDense.wi"} <= layers  # fmt: skip
+    outs = []
+    for one in (model, plain):
+        torch.manual_seed(3)
+        outs.append(logits(one.train(), "t5"))
+    torch.testing.assert_close(*outs, **CLOSE)
 
 
 def test_norms_that_are_not_known_are_named():

@@ -17,8 +17,14 @@ from torch.distributed.tensor.parallel import parallelize_module
 
 from apex_te import fp8_autocast
 from apex_te.distributed.dtensor.parallel_styles import ColumnParallel, LayerParallel
-from apex_te.integrations import from_torch, key_map
-from apex_te.integrations.fusion import JoinedLinear, JoinedMLP, JoinedNorm, JointPart
+from apex_te.integrations import conversion_summary, from_torch, key_map
+from apex_te.integrations.fusion import (
+    JoinedLinear,
+    JoinedMLP,
+    JoinedNorm,
+    JoinedProjections,
+    JointPart,
+)
 from apex_te.module.layer_norm_linear import LayerNormLinear
 from apex_te.module.layer_norm_mlp import LayerNormMLP
 from apex_te.module.linear import Linear
@@ -384,10 +390,6 @@ def _subclass(model):
     model.layers[0].self_attn.k_proj.__class__ = type("Own", (nn.Linear,), {})
 
 
-def _norm(model):
-    model.layers[0].input_layernorm = nn.GroupNorm(1, 32)
-
-
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -397,7 +399,6 @@ def _norm(model):
         (_dtype, "its parameters have several dtypes or devices"),
         (_bias, "some of its layers have a bias"),
         (_subclass, "self_attn.k_proj is Own, or has hooks"),
-        (_norm, "input_layernorm is GroupNorm, or has hooks"),
     ],
 )
 def test_blocks_that_do_not_allow_it_are_named(change, message):
@@ -411,19 +412,24 @@ def test_blocks_that_do_not_allow_it_are_named(change, message):
     assert type(model.layers[0].mlp) is JoinedMLP
 
 
+class _SiLUOfHalf(nn.Module):
+    def forward(self, x):
+        return nn.functional.silu(x) / 2
+
+
+@pytest.mark.parametrize("activation", [nn.GELU(), nn.Tanh(), _SiLUOfHalf()])
 @pytest.mark.parametrize(
-    ("build", "path", "activation", "message"),
-    [
-        (Llama, "layers.0.mlp.act_fn", nn.GELU(), "mlp.act_fn is GELU"),
-        (GPT2Model, "h.0.mlp.act", nn.GELU(), "mlp.act is GELU"),
-    ],
+    ("build", "path", "first"),
+    [(Llama, "layers.0.mlp.act_fn", "gate_up_proj"), (GPT2Model, "h.0.mlp.act", "c_fc")],
 )
-def test_activations_that_layer_norm_mlp_has_not(build, path, activation, message):
+def test_activations_that_layer_norm_mlp_has_not(build, path, first, activation):
+    """The norm and the first layers become one; the activation and the second layer stay."""
     model = build()
     model.set_submodule(path, activation)
     expected = copy.deepcopy(model)(IDS)
-    with pytest.warns(UserWarning, match=message):
-        from_torch(model, fuse=True)
+    mlp = fused(model).get_submodule(path.rpartition(".")[0])
+    assert type(mlp.get_submodule(first)) is JoinedLinear
+    assert model.get_submodule(path) is activation
     torch.testing.assert_close(model(IDS), expected, **TOLERANCE)
 
 
@@ -449,11 +455,26 @@ def test_llama_block_with_another_norm():
     torch.testing.assert_close(model(IDS), expected, **TOLERANCE)
 
 
-def test_gpt2_norm_without_bias_is_named():
-    model = GPT2Model()
-    model.h[0].ln_2 = nn.LayerNorm(32, bias=False)
-    with pytest.warns(UserWarning, match=r"h.0 \(ln_2 has no weight or no bias\)"):
+@pytest.mark.parametrize(
+    ("norm", "reason"),
+    [
+        (nn.LayerNorm(32, bias=False), "it has no weight or no bias"),
+        (nn.LayerNorm(32, elementwise_affine=False), "it has no weight or no bias"),
+        (type("Own", (nn.LayerNorm,), {})(32), "Own is not known"),
+    ],
+)
+def test_norms_that_no_layer_can_have_stay_apart(norm, reason):
+    """The projections are joined without the norm, as the summary says."""
+    model = Llama()
+    model.layers[0].input_layernorm = norm
+    expected = copy.deepcopy(model)(IDS)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that a subclass of a norm is not converted
         from_torch(model, fuse=True)
+    assert type(model.layers[0].self_attn.qkv_proj) is JoinedProjections
+    kept = {layer.name: layer.reason for layer in conversion_summary(model).kept}
+    assert kept["layers.0"] == f"not fused: input_layernorm, as {reason}"
+    torch.testing.assert_close(model(IDS), expected, **TOLERANCE)
 
 
 def test_key_map_errors():

@@ -254,10 +254,12 @@ def test_adapters_and_joined_layers():
     with pytest.raises(ValueError, match=r"joined with its norm by from_torch\(fuse=True\)"):
         adapted(model, ["q_proj"])
     wrapped = adapted(build("llama"), ["q_proj"])
-    with pytest.warns(UserWarning, match=r"2 of .*layers.\* \(self_attn.q_proj is Linear"):
-        from_torch(wrapped, fuse=True)
-    assert [k for k, _ in wrapped.named_modules() if k.endswith("mlp.fc1")] == []
-    assert len(key_map(wrapped).entries) == 2 * 3  # the MLPs' parameters
+    from_torch(wrapped, fuse=True)
+    layer = wrapped.base_model.model.model.layers[0]
+    assert type(layer.self_attn.kv_proj).__name__ == "JoinedProjections"  # the adapted one stays
+    assert type(layer.mlp).__name__ == "JoinedMLP"
+    assert "as Linear reads its output, too" in repr(conversion_summary(wrapped))
+    assert len(key_map(wrapped).entries) == 2 * (3 + 1)  # parameters of the MLPs, keys and values
     plain = adapted(build("llama"), ["q_proj"])
     plain.load_state_dict(wrapped.state_dict(), strict=True)
     torch.testing.assert_close(logits(wrapped), logits(plain), rtol=1e-5, atol=1e-5)

@@ -162,13 +162,22 @@ def test_summary_of_a_whole_counts_its_converted_part_once():
     assert [layer.name for layer in conversion_summary(model).converted] == inner
 
 
-def test_summary_gives_the_share_in_fp8_and_padded_layers():
+def test_summary_gives_the_share_in_fp8_padded_layers_and_reasons():
     model = nn.Sequential(nn.Linear(32, 48), nn.Linear(48, 10), nn.Embedding(5, 4))
     from_torch(model, exclude="0")
     found = conversion_summary(model)
-    assert found.share == (480, 480 + 1536, 480 + 10 + 1536 + 48 + 20, ("1",))
+    rest = (
+        ("torch.nn.Linear: excluded", 1536 + 48),
+        ("torch.nn.Embedding: no layer that from_torch converts", 20),
+        ("norms and biases", 10),
+    )
+    assert found.share == (480, 480 + 1536, 480 + 10 + 1536 + 48 + 20, ("1",), rest)
     lines = repr(found).splitlines()
-    assert lines[1] == "in FP8 inside fp8_autocast: 22.9% of parameters, 23.8% of matmul weights"
+    assert lines[1:4] == [
+        "in FP8 inside fp8_autocast: 22.9% of parameters, 23.8% of matmul weights",
+        "not in FP8, of all parameters:",
+        "  75.6%: torch.nn.Linear: excluded",
+    ]
     assert "  1: torch.nn.Linear -> apex_te.Linear" in lines
     assert lines[-2:] == [
         "padded in FP8, which costs time (a size is not a multiple of 16):",
