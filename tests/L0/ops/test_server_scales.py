@@ -11,10 +11,13 @@ from apex_te.op_builder.jit.backends.toolchain import find_cxx
 from checks import assert_same_bits, codes
 from group_layouts import made
 
+from apex_te import Linear, fp8_model_init
+from apex_te.fp8.parameter.sharded_write import write_parts
 from apex_te.ops import block_quantize as op
 from apex_te.ops.block_quantize import block_dequantize, block_quantize
 from apex_te.ops.grouped_quantize import block_quantize_groups, block_quantize_matrices
 from apex_te.ops.swiglu_block import swiglu_fwd_block
+from apex_te.recipe import BlockScaling
 
 E4M3 = torch.float8_e4m3fn
 NAN, INF = float("nan"), float("inf")
@@ -125,6 +128,22 @@ def test_eps_and_contradictions(device):
         ):
             with pytest.raises(error, match=text):
                 cast(**options)
+
+
+def test_weights_held_in_fp8(device):
+    """Written as a whole and in parts they have the bits of an engine's cast, too."""
+    values = (torch.randn(384, 256, device=device) * 0.02).bfloat16()
+    expected = [codes(engine_cast(values, 128)[0]), engine_cast(values, 128)[1]]
+    with fp8_model_init(True, BlockScaling(scales="server")):
+        weight = Linear(256, 384, params_dtype=torch.bfloat16, device=device).weight
+    with torch.no_grad():
+        weight.copy_(values)
+    held = [codes(weight.codes()[0]), weight.codes()[1]]
+    assert_same_bits(held, expected)
+    with torch.no_grad():
+        weight.zero_()
+    write_parts([weight], [values.flatten()], [0], None)
+    assert_same_bits([codes(weight.codes()[0]), weight.codes()[1]], expected)
 
 
 SWEEP = """
