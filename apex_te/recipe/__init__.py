@@ -503,7 +503,7 @@ class BlockScaling(Recipe, name="blockwise"):
 def _take_pow2(constructor: Callable[..., None]) -> Callable[..., None]:
     """Returns the constructor of ``BlockScaling`` with ``pow2``, which is no field, as an argument.
 
-    ``dataclasses.replace`` passes all fields: what it passes beside ``pow2`` is the former value.
+    ``dataclasses.replace`` passes all fields; ``scales`` beside ``pow2`` is then the former value.
     """
     names = {field.name for field in fields(BlockScaling)}
 
