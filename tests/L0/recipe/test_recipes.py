@@ -64,7 +64,7 @@ def test_rules_of_block_scales():
         ({"scales": "engine"}, ValueError),
         ({"scales": True}, TypeError),
     ):
-        with pytest.raises(error, match="BlockScaling: (scales|pow2) must be"):
+        with pytest.raises(error, match=r"BlockScaling: (scales|pow2) must be"):
             BlockScaling(**options)
 
 
