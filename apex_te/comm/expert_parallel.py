@@ -97,7 +97,8 @@ class TokenDispatcher:
     Raises:
         TypeError: an argument has a wrong type.
         ValueError: a number is below 1, ``num_experts`` is not a multiple of the number of ranks,
-            ``exchange`` is unknown, or ``wire`` is another name or recipe or has ``pow2=False``.
+            ``exchange`` is unknown, or ``wire`` is another name or recipe or has other ``scales``
+            than ``"pow2"``.
     """
 
     @named_arguments()

@@ -89,8 +89,10 @@ def wire_recipe(owner: str, wire: Recipe | str | None) -> BlockScaling | None:
     if not isinstance(recipe, BlockScaling):
         raise ValueError(f"{expected}{type(wire).__name__}")
     # Other scales, computed again from decoded values, could differ in their last bit.
-    if not recipe.pow2:
-        raise ValueError(f"{owner}: wire must be a recipe with pow2=True, got pow2=False")
+    if recipe.scales != "pow2":
+        raise ValueError(
+            f'{owner}: wire must be a recipe with scales="pow2", got scales={recipe.scales!r}'
+        )
     return recipe
 
 

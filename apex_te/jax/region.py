@@ -87,6 +87,9 @@ def checked_recipe(owner: str, recipe: Any, argument: str = "fp8_recipe") -> Rec
             raise NotImplementedError(
                 f"{owner}: algorithms must be given by name in JAX, got a function"
             )
+    backward = getattr(found, "backward", None)
+    if backward is not None:
+        raise NotImplementedError(f"{owner}: backward must be None in JAX, got {backward!r}")
     return found
 
 

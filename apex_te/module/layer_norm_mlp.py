@@ -592,7 +592,8 @@ def _quantized_hidden(gemm: Any, d_hidden: ActivationBackward) -> tuple:
     Sets ``d_hidden.dbias`` if its ``with_dbias`` is True.
     """
     quantizer = gemm.quantizers.grad_output
-    need_plain = gemm.need_weight and gemm.quantizers.high_precision_wgrad
+    in_fp8 = gemm.quantizers.backward is None
+    need_plain = not in_fp8 or (gemm.need_weight and gemm.quantizers.high_precision_wgrad)
     fp8_wgrad = gemm.need_weight and not need_plain
     if not need_plain and (gemm.need_input or fp8_wgrad):  # else only the bias learns
         return quantizer.produce(d_hidden, gemm.need_input, fp8_wgrad), None
@@ -601,4 +602,6 @@ def _quantized_hidden(gemm: Any, d_hidden: ActivationBackward) -> tuple:
         d_hidden.dbias = plain.sum(0)
     if not gemm.need_input:
         return None, plain
+    if not in_fp8:
+        return plain, plain
     return quantizer.quantize(plain, True, False)[0], plain

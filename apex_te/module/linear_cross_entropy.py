@@ -71,6 +71,7 @@ def linear_cross_entropy(
         TypeError: dtypes do not match, or ``tp_group`` is not a process group.
         ValueError: a shape or option does not match, tensors are on different devices, or the
             recipe keeps state.
+        NotImplementedError: the recipe has another ``backward`` than None.
     """
     loss: torch.Tensor = head_losses(
         _LinearCrossEntropy, hidden, weight, target, bias,

@@ -66,6 +66,7 @@ def linear_log_probs(
         TypeError: dtypes do not match, or an argument has a wrong type.
         ValueError: a shape or option does not match, tensors are on different devices, or the
             recipe keeps state.
+        NotImplementedError: the recipe has another ``backward`` than None.
     """
     if isinstance(temperature, bool) or not isinstance(temperature, (int, float)):
         raise TypeError(f"{_NAME}: temperature must be a float, got {type(temperature).__name__}")

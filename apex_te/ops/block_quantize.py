@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from ..runtime.named_arguments import former_fields
+from ..runtime.op_options import block_scales, scales_number
 from . import reference_codec
 from .binding import bind, checked, note_written
 from .fp8_output import check_any_output, check_fp8_dtype, check_out_dtype, columnwise_length
@@ -75,12 +76,16 @@ def block_quantize(
     rowwise: bool = True,
     columnwise: bool = True,
     pad_columnwise: bool = False,
-    pow2: bool = True,
+    scales: str | None = None,
+    pow2: bool | None = None,
     eps: float = 0.0,
     amax: torch.Tensor | None = None,
     out: BlockQuantized | None = None,
 ) -> BlockQuantized:
     """Quantizes x: q = saturating_cast(float(x) * scale), scale = fp8_max / amax of each block.
+
+    With ``scales="server"``, the rule of inference engines, q = saturating_cast(float(x) / s) and
+    scale_inv = s = amax / fp8_max, both rounded to nearest.
 
     A block's amax below ``eps`` counts as ``eps``. An amax of 0, infinity or NaN gives scale 1, so
     that NaN stays NaN. An infinity saturates, but its block's scale_inv is infinite, so that the
@@ -100,8 +105,10 @@ def block_quantize(
         columnwise: make the columnwise copy, the transpose [cols, rows], and its scale_inv.
         pad_columnwise: pad the columnwise copy to [cols, rows rounded up to 16]; the added columns
             are zeros. The shape of ``columnwise_scale_inv`` does not change.
-        pow2: round scales down to powers of two.
-        eps: smallest amax.
+        scales: ``"pow2"`` rounds scales down to powers of two, ``"fp32"`` does not, ``"server"``
+            has those of vLLM's casts. None is ``"pow2"``.
+        pow2: former form of ``scales``: True is ``"pow2"``, False ``"fp32"``.
+        eps: smallest amax; with ``"server"`` it is at least 1e-10.
         amax: one float32 element, becomes max(amax, max |x| of the matrix); NaN counts as largest.
             None computes no amax.
         out: result of an earlier call, whose tensors are overwritten. It determines which copies
@@ -114,9 +121,11 @@ def block_quantize(
 
     Raises:
         TypeError: an argument has a dtype that is not listed.
-        ValueError: a shape or device does not match, or ``block_rows`` or ``eps`` is out of range.
+        ValueError: a shape or device does not match, ``block_rows`` or ``eps`` is out of range,
+            ``scales`` is unknown, or ``pow2`` contradicts it.
     """
     check_fp8_dtype("block_quantize", fp8_dtype)
+    number = scales_number("block_quantize", scales, pow2)
     given = out
     if x.dim() != 2:
         raise ValueError(f"block_quantize: x must have 2 dimensions, got shape {list(x.shape)}")
@@ -127,7 +136,7 @@ def block_quantize(
         out = allocate(
             x, x.shape[0], x.shape[1], fp8_dtype, block_rows, rowwise, columnwise, pad_columnwise
         )
-    _quantize(x.contiguous(), *out, amax, block_rows, eps, pow2)
+    _quantize(x.contiguous(), *out, amax, block_rows, eps, number)
     if given is not None or amax is not None:
         note_written(amax, *(given or ()))
     return out.of_rows(x.shape[0])
@@ -199,19 +208,20 @@ def reference(
     fp8_dtype: torch.dtype,
     *,
     block_rows: int = 1,
-    pow2: bool = True,
+    scales: str | None = None,
+    pow2: bool | None = None,
     eps: float = 0.0,
 ) -> BlockQuantized:
     """Computes ``block_quantize`` in plain PyTorch, as its specification.
 
     It makes both copies, and rounds to FP8 by integer arithmetic on the bits.
     """
-    rowwise = _reference_rowwise(x, fp8_dtype, block_rows, pow2, eps)
-    return BlockQuantized(*rowwise, *_reference_rowwise(x.t(), fp8_dtype, block_rows, pow2, eps))
+    options = fp8_dtype, block_rows, block_scales("block_quantize", scales, pow2), eps
+    return BlockQuantized(*_reference_rowwise(x, *options), *_reference_rowwise(x.t(), *options))
 
 
 def _reference_rowwise(
-    x: torch.Tensor, fp8_dtype: torch.dtype, block_rows: int, pow2: bool, eps: float
+    x: torch.Tensor, fp8_dtype: torch.dtype, block_rows: int, scales: str, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
     rows, cols = x.shape
     values = F.pad(x.float(), (0, -cols % _BLOCK, 0, -rows % block_rows))
@@ -225,16 +235,21 @@ def _reference_rowwise(
         if bits.numel()
         else bits.new_zeros((bits.shape[0], bits.shape[2])).view(torch.float32)
     )
+    eps = max(eps, 1e-10) if scales == "server" else eps
     amax = torch.where(amax < eps, torch.tensor(eps, dtype=torch.float32, device=x.device), amax)
     # A Python number over a tensor would be its reciprocal times the number: two roundings.
-    scale = torch.full_like(amax, torch.finfo(fp8_dtype).max) / amax
+    limit = torch.full_like(amax, torch.finfo(fp8_dtype).max)
+    scale = amax / limit if scales == "server" else limit / amax
     scale = torch.where(torch.isinf(scale), torch.finfo(x.dtype).max, scale)
-    if pow2:
+    if scales == "pow2":
         scale = (scale.view(torch.int32) & -0x800000).view(torch.float32)
     scale = torch.where((amax > 0) & torch.isfinite(amax), scale, torch.ones_like(scale))
-    codes = reference_codec.encode_fp8(blocks * scale[:, None, :, None], fp8_dtype)
+    each = scale[:, None, :, None]
+    values_of_codes = blocks / each if scales == "server" else blocks * each
+    codes = reference_codec.encode_fp8(values_of_codes, fp8_dtype)
     codes = codes.view(torch.uint8).reshape(values.shape)[:rows, :cols].contiguous()
-    inverse = torch.where(torch.isinf(amax), torch.inf, 1.0 / scale)
+    inverse = scale if scales == "server" else 1.0 / scale
+    inverse = torch.where(torch.isinf(amax), torch.inf, inverse)
     inverse = inverse.t() if block_rows == 1 else inverse
     padded = F.pad(inverse, (0, -inverse.shape[1] % 4), value=1.0).contiguous()
     return codes.view(fp8_dtype), padded

@@ -15,7 +15,7 @@ import torch
 
 from .. import runtime
 from ..runtime import scratch_sizes
-from ..runtime.op_options import SWISH, ClampedSwiglu, gate_arguments
+from ..runtime.op_options import SWISH, ClampedSwiglu, gate_arguments, scales_number
 from . import grouped_quantize
 from ._gated_matrices import in_halves, interleaved
 from .binding import bind, check_dense, checked, note_written
@@ -185,7 +185,8 @@ def block_quantize_source(
     *,
     rowwise: bool = True,
     columnwise: bool = True,
-    pow2: bool = True,
+    scales: str | None = None,
+    pow2: bool | None = None,
     eps: float = 0.0,
     factor_grad: torch.Tensor | None = None,
     bias_grad: torch.Tensor | None = None,
@@ -201,8 +202,7 @@ def block_quantize_source(
         fp8_dtype: torch.float8_e4m3fn or torch.float8_e5m2.
         rowwise: make the rowwise copy, [rows, cols], and its scales as ``block_quantize_groups``.
         columnwise: make the columnwise copy, [cols, groups.columns], likewise.
-        pow2: round scales down to powers of two.
-        eps: smallest amax.
+        scales, pow2, eps: as in ``block_quantize``.
         factor_grad, bias_grad: as in ``quantize_source``.
 
     Raises:
@@ -211,6 +211,7 @@ def block_quantize_source(
             copy is asked for.
     """
     name = "grouped_cast.block_quantize_source"
+    number = scales_number(name, scales, pow2)
     args, shape = _arguments(name, source, groups, factor_grad, bias_grad)
     if args.grad is not None and args.grad.shape[1] % _BLOCK:
         raise ValueError(
@@ -221,7 +222,7 @@ def block_quantize_source(
     )
     _block_cast(
         *args, groups.table, out.rowwise, out.row_scale_inv, out.columnwise, out.scale_inv, eps,
-        pow2,
+        number,
     )  # fmt: skip
     _add_up(args, groups, factor_grad, bias_grad)
     return out

@@ -13,6 +13,7 @@ import torch
 
 from .. import runtime
 from ..runtime.named_arguments import former_fields
+from ..runtime.op_options import BLOCK_SCALES, scales_number
 from . import fp8_output, reference_codec
 from .binding import bind, checked, note_written
 from .block_quantize import block_quantize, scale_shape
@@ -315,7 +316,8 @@ def block_quantize_groups(
     *,
     rowwise: bool = True,
     columnwise: bool = True,
-    pow2: bool = True,
+    scales: str | None = None,
+    pow2: bool | None = None,
     eps: float = 0.0,
 ) -> GroupedOutput:
     """Quantizes groups of rows with a scale for each 1x128 block, as ``block_quantize`` does.
@@ -332,33 +334,33 @@ def block_quantize_groups(
             ``quantize_groups``. Its scale_inv is float32 [groups.lines, cols rounded up to 4]:
             block i of group g is line ``begin // 128 + g + i``, where the group's columns begin at
             ``begin``.
-        pow2: round scales down to powers of two.
-        eps: smallest amax.
+        scales, pow2, eps: as in ``block_quantize``.
 
     Raises:
         TypeError: an argument has a dtype that is not listed.
         ValueError: a shape or device does not match, or neither copy is asked for.
     """
     name = "grouped_quantize.block_quantize_groups"
+    number = scales_number(name, scales, pow2)
     x = fp8_output.contiguous_matrix(name, x)
     out = allocate_blocks(name, x, x.shape, groups, fp8_dtype, rowwise, columnwise)
     block_quantize_into(
-        x, groups.table, out.rowwise, out.row_scale_inv, out.columnwise, out.scale_inv, eps, pow2
+        x, groups.table, out.rowwise, out.row_scale_inv, out.columnwise, out.scale_inv, eps, number
     )
     return out
 
 
-def _quantize_blocks(x, table, row, row_scales, col, col_scales, eps, pow2):
+def _quantize_blocks(x, table, row, row_scales, col, col_scales, eps, number):
     """Casts all groups in one launch; on the CPU, where the table can be read, one by one."""
     if x.is_cuda:
-        _lib.grouped_block_quantize(x, table, row, row_scales, col, col_scales, eps, pow2)
+        _lib.grouped_block_quantize(x, table, row, row_scales, col, col_scales, eps, number)
         return
     count = (table.numel() - 1) // 3
     ends, column_ends = table[: 2 * count].view(2, count).tolist()
     begin = column = 0
     for g, (end, column_end) in enumerate(zip(ends, column_ends, strict=True)):
         dtype = (col if row is None else row).dtype
-        own: Any = block_quantize(x[begin:end], dtype, pow2=pow2, eps=eps)
+        own: Any = block_quantize(x[begin:end], dtype, scales=BLOCK_SCALES[number], eps=eps)
         if row is not None:
             row[begin:end] = own.rowwise
             row_scales[:, begin:end] = own.rowwise_scale_inv[:, : end - begin]
@@ -382,7 +384,8 @@ def block_quantize_matrices(
     groups: Groups | None = None,
     rowwise: bool = True,
     columnwise: bool = True,
-    pow2: bool = True,
+    scales: str | None = None,
+    pow2: bool | None = None,
     eps: float = 0.0,
 ) -> GroupedOutput:
     """Quantizes one matrix for each group with a scale for each 128x128 block, in one launch.
@@ -396,13 +399,14 @@ def block_quantize_matrices(
             [groups, *scale_shape(rows, cols, 128)].
         columnwise: make [groups, cols, rows], whose scale_inv is float32
             [groups, *scale_shape(cols, rows, 128)].
-        pow2, eps: as in ``block_quantize_groups``.
+        scales, pow2, eps: as in ``block_quantize``.
 
     Raises:
         TypeError: an argument has a dtype that is not listed.
         ValueError: a shape or device does not match, or neither copy is asked for.
     """
     name = "grouped_quantize.block_quantize_matrices"
+    number = scales_number(name, scales, pow2)
     fp8_output.check_fp8_dtype(name, fp8_dtype)
     fp8_output.check_any_output(name, rowwise, columnwise, None)
     matrices, count, (rows, cols), swaps = _listed(name, matrices)
@@ -426,20 +430,20 @@ def block_quantize_matrices(
     col, col_scales = pair(columnwise, cols, rows)
     table = None if groups is None else groups.table
     copies = (col, col_scales, row, row_scales) if swaps else (row, row_scales, col, col_scales)
-    _block_quantize_matrices(matrices, table, *copies, eps, pow2)
+    _block_quantize_matrices(matrices, table, *copies, eps, number)
     return GroupedOutput(row, col, col_scales, row_scales)
 
 
-def _quantize_matrix_blocks(matrices, table, row, row_scales, col, col_scales, eps, pow2):
+def _quantize_matrix_blocks(matrices, table, row, row_scales, col, col_scales, eps, number):
     """Casts all matrices in one launch; on the CPU one by one."""
     outs = row, row_scales, col, col_scales
     if matrices[0].is_cuda:
-        _lib.grouped_block_quantize_matrices(matrices, table, *outs, eps, pow2)
+        _lib.grouped_block_quantize_matrices(matrices, table, *outs, eps, number)
         return
     dtype = (col if row is None else row).dtype
     each = torch.cat(matrices, 1) if matrices[0].dim() == 3 else matrices
     for g, matrix in enumerate(each):
-        own = block_quantize(matrix, dtype, block_rows=_BLOCK, pow2=pow2, eps=eps)
+        own = block_quantize(matrix, dtype, block_rows=_BLOCK, scales=BLOCK_SCALES[number], eps=eps)
         for target, source in zip(outs, own, strict=True):
             if target is not None:
                 target[g] = source

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from ..runtime.op_options import ClampedSwiglu, gate_arguments
+from ..runtime.op_options import ClampedSwiglu, gate_arguments, scales_number
 from . import swiglu
 from ._gated_matrices import dense_biases, input_matrices, output_gradient, result_extents
 from .binding import bind, checked, note_written, under_name
@@ -32,7 +32,8 @@ def swiglu_fwd_block(
     rowwise: bool = True,
     columnwise: bool = True,
     pad_columnwise: bool = False,
-    pow2: bool = True,
+    scales: str | None = None,
+    pow2: bool | None = None,
     eps: float = 0.0,
     amax: torch.Tensor | None = None,
 ) -> BlockQuantized:
@@ -45,7 +46,8 @@ def swiglu_fwd_block(
         input, up, bias, up_bias, activation: as in ``swiglu.swiglu``. M is the product of
             all dimensions of ``input`` but the last.
         fp8_dtype: torch.float8_e4m3fn or torch.float8_e5m2.
-        rowwise, columnwise, pad_columnwise, pow2, eps, amax: as in ``block_quantize``.
+        rowwise, columnwise, pad_columnwise, scales, pow2, eps, amax: as in
+            ``block_quantize``.
 
     Returns:
         The requested copies, rowwise [M, F] and columnwise [F, M], with their scale_inv.
@@ -55,6 +57,7 @@ def swiglu_fwd_block(
         ValueError: as in ``swiglu.swiglu`` and ``block_quantize``.
     """
     gate = gate_arguments("swiglu_fwd_block", activation)
+    number = scales_number("swiglu_fwd_block", scales, pow2)
     check_fp8_dtype("swiglu_fwd_block", fp8_dtype)
     check_any_output("swiglu_fwd_block", rowwise, columnwise, amax)
     matrix, up_matrix = input_matrices("swiglu_fwd_block", input, up)
@@ -65,10 +68,10 @@ def swiglu_fwd_block(
             "swiglu_fwd_block",
             lambda: swiglu.swiglu_fwd(matrix, up_matrix, bias, up_bias, activation=activation),
             fp8_dtype, rowwise=rowwise, columnwise=columnwise, pad_columnwise=pad_columnwise,
-            pow2=pow2, eps=eps, amax=amax,
+            scales=scales, pow2=pow2, eps=eps, amax=amax,
         )  # fmt: skip
     out = allocate(matrix, rows, cols, fp8_dtype, 1, rowwise, columnwise, pad_columnwise)
-    _fwd(matrix, up_matrix, *biases, *out, amax, eps, pow2, *gate)
+    _fwd(matrix, up_matrix, *biases, *out, amax, eps, number, *gate)
     note_written(amax)
     return out.of_rows(rows)
 
@@ -86,7 +89,8 @@ def swiglu_bwd_block(
     rowwise: bool = True,
     columnwise: bool = True,
     pad_columnwise: bool = False,
-    pow2: bool = True,
+    scales: str | None = None,
+    pow2: bool | None = None,
     eps: float = 0.0,
     amax: torch.Tensor | None = None,
 ) -> BlockQuantized:
@@ -98,8 +102,8 @@ def swiglu_bwd_block(
 
     Args:
         grad_output: [..., F], gradient of the output, in the input's dtype.
-        input, up, bias, up_bias, activation, fp8_dtype, rowwise, columnwise, pad_columnwise, pow2,
-            eps, amax: as in ``swiglu_fwd_block``.
+        input, up, bias, up_bias, activation, fp8_dtype, rowwise, columnwise, pad_columnwise,
+            scales, pow2, eps, amax: as in ``swiglu_fwd_block``.
 
     Returns:
         The requested copies, rowwise [M, 2F] and columnwise [2F, M], with their scale_inv. The
@@ -110,6 +114,7 @@ def swiglu_bwd_block(
         ValueError: as in ``swiglu.swiglu`` and ``block_quantize``.
     """
     gate = gate_arguments("swiglu_bwd_block", activation)
+    number = scales_number("swiglu_bwd_block", scales, pow2)
     check_fp8_dtype("swiglu_bwd_block", fp8_dtype)
     check_any_output("swiglu_bwd_block", rowwise, columnwise, amax)
     matrix, up_matrix = input_matrices("swiglu_bwd_block", input, up)
@@ -126,10 +131,10 @@ def swiglu_bwd_block(
 
         return _by_two_ops(
             "swiglu_bwd_block", joined, fp8_dtype, rowwise=rowwise, columnwise=columnwise,
-            pad_columnwise=pad_columnwise, pow2=pow2, eps=eps, amax=amax,
+            pad_columnwise=pad_columnwise, scales=scales, pow2=pow2, eps=eps, amax=amax,
         )  # fmt: skip
     out = allocate(matrix, rows, 2 * cols, fp8_dtype, 1, rowwise, columnwise, pad_columnwise)
-    _bwd(grad_matrix, matrix, up_matrix, *biases, *out, amax, eps, pow2, *gate)
+    _bwd(grad_matrix, matrix, up_matrix, *biases, *out, amax, eps, number, *gate)
     note_written(amax)
     return out.of_rows(rows)
 

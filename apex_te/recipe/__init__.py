@@ -9,6 +9,7 @@ from __future__ import annotations
 import enum
 import functools
 import importlib
+import inspect
 import pkgutil
 from collections.abc import Callable
 from dataclasses import KW_ONLY, InitVar, dataclass, fields
@@ -16,6 +17,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 from ..runtime.imports import attach
 from ..runtime.named_arguments import binding_error, did_you_mean
+from ..runtime.op_options import block_scales
 
 if TYPE_CHECKING:
     import torch
@@ -44,6 +46,9 @@ MAX_MARGIN = 16
 # 16 times the default. Bounds what a file can make a module allocate: 320 KiB for a GEMM.
 MAX_HISTORY_LENGTH = 16384
 _FLT_MAX = float.fromhex("0x1.fffffep127")  # of float32
+
+# Values of the field ``backward`` beside None.
+BACKWARDS = ("dequantized", "high_precision")
 
 # Split accumulation of (fprop, dgrad, wgrad).
 GemmFlags = tuple[bool, bool, bool]
@@ -219,6 +224,7 @@ class Recipe:
                     f"got {value!r}"
                 )
         self._check_int("interval", values.interval, 1)
+        self._check_backward()
         self._check_format(values.fp8_format)
         override = self._flags("override_linear_precision")
         if override not in ((False, False, False), (False, False, True)):
@@ -254,6 +260,17 @@ class Recipe:
                 f"{self._name}: {name} must be from {minimum} to {maximum}, got {value}"
             )
         object.__setattr__(self, name, value)
+
+    def _check_backward(self) -> None:
+        """Checks the field ``backward``, which recipes without a state have."""
+        value = getattr(self, "backward", None)
+        if value is not None and not isinstance(value, str):
+            raise TypeError(f"{self._name}: backward must be a str, got {type(value).__name__}")
+        if value not in (None, *BACKWARDS):
+            raise ValueError(
+                f"{self._name}: backward must be None or one of {', '.join(BACKWARDS)}, "
+                f"got {value!r}"
+            )
 
     def _check_bool(self, name: str) -> None:
         value = getattr(self, name)
@@ -387,6 +404,10 @@ class CurrentScaling(Recipe, name="tensorwise"):
         override_linear_precision, use_split_accumulator, fp8_dpa, fp8_mha: as in
             ``DelayedScaling``; ``Format.HIF8`` ignores ``use_split_accumulator``.
         interval: ignored, accepted for interface compatibility; every cast computes its scale.
+        backward: None computes gradients from FP8 operands. Otherwise gradients are not quantized,
+            and products of backward run in the gradient's dtype: ``"high_precision"`` with the
+            input and weight as they were given, ``"dequantized"`` with the values that forward's
+            FP8 operands have.
 
     Raises:
         TypeError, ValueError, NotImplementedError: as for ``DelayedScaling``.
@@ -399,6 +420,7 @@ class CurrentScaling(Recipe, name="tensorwise"):
     override_linear_precision: GemmFlags = (False, False, False)
     use_split_accumulator: GemmFlags = (False, True, True)
     interval: int = 1
+    backward: str | None = None
     fp8_dpa: InitVar[bool] = False
     fp8_mha: InitVar[bool] = False
 
@@ -423,10 +445,16 @@ class BlockScaling(Recipe, name="blockwise"):
 
     Args:
         fp8_format: ``Format.E4M3`` or ``Format.HYBRID``, or its name.
-        pow2: round scales down to powers of two.
-        eps: lower bound of the amax from which a block's scale is computed.
+        scales: ``"pow2"`` (scales rounded down to powers of two, as vLLM's on sm_90 by default),
+            ``"fp32"`` (any scales) or ``"server"`` (scale_inv is ``amax / fp8_max``, rounded to
+            nearest, by which values are divided: the bits of inference engines that have such
+            scales). None is ``"pow2"``.
+        pow2: former form of ``scales``: True is ``"pow2"``, False ``"fp32"``.
+        eps: lower bound of the amax from which a block's scale is computed; with ``"server"`` it is
+            at least 1e-10.
         use_split_accumulator: must stay all True; the sums of blocks are always kept in fp32.
-        override_linear_precision, interval, fp8_dpa, fp8_mha: as in ``CurrentScaling``.
+        override_linear_precision, interval, backward, fp8_dpa, fp8_mha: as in
+            ``CurrentScaling``.
 
     Raises:
         TypeError, ValueError, NotImplementedError: as for ``DelayedScaling``.
@@ -434,25 +462,67 @@ class BlockScaling(Recipe, name="blockwise"):
 
     _: KW_ONLY
     fp8_format: FormatOrName = Format.E4M3  # type: ignore[assignment]
-    pow2: bool = True
+    scales: str = None  # type: ignore[assignment]
     eps: float = 0.0
     override_linear_precision: GemmFlags = (False, False, False)
     use_split_accumulator: GemmFlags = (True, True, True)
     interval: int = 1
+    backward: str | None = None
     fp8_dpa: InitVar[bool] = False
     fp8_mha: InitVar[bool] = False
 
     quantizer: ClassVar[str] = "block"
 
-    def __post_init__(self, fp8_dpa: bool, fp8_mha: bool) -> None:
+    def __post_init__(self, fp8_dpa: bool, fp8_mha: bool) -> None:  # type: ignore[override]
         self._check_shared(fp8_dpa, fp8_mha)
-        self._check_bool("pow2")
+        object.__setattr__(self, "scales", block_scales(self._name, self.scales, None))
         self._check_eps(self.eps)
         if self.use_split_accumulator != (True, True, True):
             raise ValueError(
                 "BlockScaling: use_split_accumulator must be (True, True, True), "
                 f"got {self.use_split_accumulator}"
             )
+
+    if TYPE_CHECKING:
+        pow2: InitVar[bool | None] = None
+    else:
+
+        @property
+        def pow2(self) -> bool:
+            """True if scales are powers of two."""
+            return self.scales == "pow2"
+
+    def __setstate__(self, values: dict[str, Any]) -> None:
+        """Restores a pickled recipe, also one that has ``pow2`` instead of ``scales``."""
+        values = dict(values)
+        if "pow2" in values:
+            values["scales"] = block_scales(self._name, None, values.pop("pow2"))
+        super().__setstate__(values)
+
+
+def _take_pow2(constructor: Callable[..., None]) -> Callable[..., None]:
+    """Returns the constructor of ``BlockScaling`` with ``pow2``, which is no field, as an argument.
+
+    ``dataclasses.replace`` passes all fields; ``scales`` beside ``pow2`` is then the former value.
+    """
+    names = {field.name for field in fields(BlockScaling)}
+
+    @functools.wraps(constructor)
+    def __init__(self: BlockScaling, *args: Any, pow2: bool | None = None, **options: Any) -> None:
+        if pow2 is not None:
+            given = None if names <= options.keys() else options.get("scales")
+            options["scales"] = block_scales(self._name, given, pow2)
+        constructor(self, *args, **options)
+
+    signature = inspect.signature(constructor)
+    added = inspect.Parameter("pow2", inspect.Parameter.KEYWORD_ONLY, default=None,
+                              annotation="bool | None")  # fmt: skip
+    parameters = [*signature.parameters.values(), added]
+    __init__.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
+    return __init__
+
+
+BlockScaling.__init__ = _take_pow2(BlockScaling.__init__)  # type: ignore[method-assign]
 
 
 @dataclass(frozen=True)
@@ -465,7 +535,8 @@ class MXFP8Scaling(Recipe, name="mxfp8"):
         fp8_format: ``Format.E4M3`` or ``Format.HYBRID``, or its name.
         rounding: how the scale's exponent is rounded: ``"up"`` (nothing saturates) or ``"floor"``
             (OCP's rule).
-        override_linear_precision, interval, fp8_dpa, fp8_mha: as in ``CurrentScaling``.
+        override_linear_precision, interval, backward, fp8_dpa, fp8_mha: as in
+            ``CurrentScaling``.
         use_split_accumulator: ignored; GEMMs of MXFP8 data do not have this choice.
 
     Raises:
@@ -478,6 +549,7 @@ class MXFP8Scaling(Recipe, name="mxfp8"):
     override_linear_precision: GemmFlags = (False, False, False)
     use_split_accumulator: GemmFlags = (False, True, True)
     interval: int = 1
+    backward: str | None = None
     fp8_dpa: InitVar[bool] = False
     fp8_mha: InitVar[bool] = False
 

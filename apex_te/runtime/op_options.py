@@ -10,15 +10,18 @@ from typing import NamedTuple
 
 __all__ = [
     "ACTIVATIONS",
+    "BLOCK_SCALES",
     "GATE",
     "KINDS",
     "SWISH",
     "ClampedSwiglu",
     "activation_number",
+    "block_scales",
     "gate_arguments",
     "gated_activation_number",
     "is_most_recent",
     "is_tanh",
+    "scales_number",
 ]
 
 # Activation functions of one input, in the order of csrc/common/activation/functions.h.
@@ -28,6 +31,8 @@ ACTIVATIONS = {
     "silu": 5, "gelu": 0, "gelu_erf": 1, "relu": 3, "sigmoid": 6, "squared_relu": 4,
 }  # fmt: skip
 SWISH = 7
+# Rules of the scales of blocks, in the order of csrc/common/numerics/block_rule.h.
+BLOCK_SCALES = ("fp32", "pow2", "server")
 # Options of the kernels of gated activations, in the order of ``gate_arguments``.
 GATE = ("activation", "limit", "alpha", "offset")
 
@@ -47,6 +52,33 @@ class ClampedSwiglu(NamedTuple):
     limit: float = 7.0
     alpha: float = 1.702
     offset: float = 1.0
+
+
+def block_scales(owner: str, scales: str | None, pow2: bool | None) -> str:
+    """Returns the rule of ``BLOCK_SCALES`` that ``scales`` or its former form ``pow2`` names.
+
+    Neither names "pow2". Raises TypeError or ValueError, naming ``owner``, for other values and for
+    two that contradict.
+    """
+    if pow2 is not None and not isinstance(pow2, bool):
+        raise TypeError(f"{owner}: pow2 must be a bool, got {type(pow2).__name__}")
+    former = "fp32" if pow2 is False else "pow2"
+    if scales is None:
+        return former
+    if not isinstance(scales, str):
+        raise TypeError(f"{owner}: scales must be a str or None, got {type(scales).__name__}")
+    if scales not in BLOCK_SCALES:
+        raise ValueError(
+            f"{owner}: scales must be one of {', '.join(BLOCK_SCALES)}, got {scales!r}"
+        )
+    if pow2 is not None and scales != former:
+        raise ValueError(f"{owner}: pow2 must be None with scales={scales!r}, got {pow2}")
+    return scales
+
+
+def scales_number(op: str, scales: str | None, pow2: bool | None) -> int:
+    """Returns the kernels' number of the rule that ``block_scales`` finds."""
+    return BLOCK_SCALES.index(block_scales(op, scales, pow2))
 
 
 def activation_number(op: str, kind: str) -> int:

@@ -1,11 +1,12 @@
 // block_quantize: FP8 with one scale for each block of 1 x 128 or 128 x 128 elements, and back.
 //
 // scale = fp8_max / amax of the block, q = satcast_rne(float(x) * scale); scale_inv = 1 / scale,
-// infinite where the amax is, is what is stored. The columnwise copy is the quantization of x
-// transposed: with 1 x 128 blocks it has its own scales, over 128 rows of x; with 128 x 128 blocks
-// it is the rowwise copy transposed. Scales lie as common/numerics/block_scale.h has it; a block
-// beyond the matrix counts as one of zeros: its scale_inv is 1. Copies may be padded
-// (common/numerics/block_cast.h).
+// infinite where the amax is, is what is stored; or, as inference engines do it, scale_inv = amax /
+// fp8_max and q = satcast_rne(float(x) / scale_inv) (common/numerics/block_rule.h). The columnwise
+// copy is the quantization of x transposed: with 1 x 128 blocks it has its own scales, over 128
+// rows of x; with 128 x 128 blocks it is the rowwise copy transposed. Scales lie as
+// common/numerics/block_scale.h has it; a block beyond the matrix counts as one of zeros: its
+// scale_inv is 1. Copies may be padded (common/numerics/block_cast.h).
 #pragma once
 
 #include "common/numerics/block_cast.h"
@@ -15,7 +16,7 @@ APEX_TE_FUNCTION(block_quantize,
                  "rowwise_scale_inv: f32[block_scales(r c block_rows)]!?rowwise, "
                  "columnwise: F[c r~16]!?, "
                  "columnwise_scale_inv: f32[block_scales(c r block_rows)]!?columnwise, "
-                 "amax: f32[^ 1]!!?, block_rows: int, eps: float, pow2: bool")
+                 "amax: f32[^ 1]!!?, block_rows: int, eps: float, scales: int")
 APEX_TE_FUNCTION(block_dequantize,
                  "fp8_data: F[r c], scale_inv: f32[block_scales(r c block_rows)], out: T[r c]!, "
                  "block_rows: int")

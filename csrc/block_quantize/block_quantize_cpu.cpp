@@ -29,17 +29,17 @@ APEX_TE_INLINE uint32_t quantize_128x128(const BlockQuantize& p, const BlockEnco
     block_amaxes<kBlock>(x, t.cols, row_amaxes);
     for (int64_t b = 0; b < blocks; ++b) amaxes[b] = std::max(amaxes[b], row_amaxes[b]);
   }
-  float scales[kBlockTileCols / kBlock];
+  float scales[kBlockTileCols / kBlock], inverses[kBlockTileCols / kBlock];
+  block_scales(p.rule, amaxes, blocks, scales, inverses);
   const int64_t row_block = t.row0 / kBlock, col_block = t.col0 / kBlock;
   for (int64_t b = 0; b < blocks; ++b) {
     amax = std::max(amax, amaxes[b]);
-    scales[b] = p.rule.scale_of(amaxes[b]);
-    const float inverse = p.rule.inverse_of(amaxes[b], scales[b]);
     if (p.rowwise)
-      p.rowwise_scale_inv[row_block * padded_to_4(num_blocks(p.cols)) + col_block + b] = inverse;
+      p.rowwise_scale_inv[row_block * padded_to_4(num_blocks(p.cols)) + col_block + b] =
+          inverses[b];
     if (p.columnwise)
       p.columnwise_scale_inv[(col_block + b) * padded_to_4(num_blocks(p.rows)) + row_block] =
-          inverse;
+          inverses[b];
   }
   if (!p.rowwise && !p.columnwise) return amax;
   struct Scratch {
@@ -52,7 +52,7 @@ APEX_TE_INLINE uint32_t quantize_128x128(const BlockQuantize& p, const BlockEnco
       for (int64_t c = r; c < t.cols; c += kBlock)
         prefetch_row(p.columnwise + (t.col0 + c) * p.columnwise_ld + t.row0, t.rows);
     uint8_t* row = codes + r * kBlockTileCols;
-    encoder.blocks(row_of<T>(p, t, r), t.cols, scales, {amax < kBoundBits, p.rule.pow2}, row);
+    encoder.blocks(row_of<T>(p, t, r), t.cols, scales, traits_of(p.rule, amax < kBoundBits), row);
     if (!p.rowwise) continue;
     uint8_t* out = p.rowwise + (t.row0 + r) * p.cols + t.col0;
     if (streamed)

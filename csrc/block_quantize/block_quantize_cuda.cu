@@ -26,17 +26,22 @@ __device__ __forceinline__ void load_tile(const Params& p, const Tile::Place& at
   is_whole ? Tile::load_whole(x, p.cols, at, in) : Tile::load<T, kAligned>(x, p.cols, at, in);
 }
 
+// Blocks of an SM. The registers of three do not hold what is stored without vectors, and divisors.
+template <typename T, typename Format, bool kAligned>
+constexpr int kBlocks = Format::kDivides && !kAligned ? 2 : kBlocks1x128<T>;
+
 // kAligned: x, the outputs and their row lengths allow vector accesses without a bounds check
 // inside a vector. Otherwise every access is checked and done by element.
 template <typename T, typename Format, bool kAligned>
-__global__ void __launch_bounds__(kThreads, kBlocks1x128<T>) block_1x128_kernel(const Params p) {
+__global__ void __launch_bounds__(kThreads, kBlocks<T, Format, kAligned>)
+    block_1x128_kernel(const Params p) {
   __shared__ Block1x128Shared<T> shared;
   const Tile::Place at(p.rows, p.cols, threadIdx.x % Tile::kLanes, threadIdx.x / Tile::kLanes);
   if (at.row0 >= p.rows) return;
   const bool is_whole = kAligned && at.is_whole();
   Vec8<T> in[kVec];
   load_tile<T, kAligned>(p, at, is_whole, in);
-  cast_1x128(p, at, kAligned, is_whole, OneFormat<Format>{}, in, shared);
+  cast_1x128(p, at, kAligned, is_whole, Format{}, in, shared);
 }
 
 template <typename T, typename Format, bool kAligned>
@@ -48,7 +53,7 @@ __global__ void __launch_bounds__(kThreads, kBlocks128x128<T>)
   const bool is_whole = kAligned && at.is_whole();
   Vec8<T> in[kVec];
   load_tile<T, kAligned>(p, at, is_whole, in);
-  cast_128x128<T>(p, at, kAligned, is_whole, OneFormat<Format>{}, in, shared);
+  cast_128x128<T>(p, at, kAligned, is_whole, Format{}, in, shared);
 }
 
 // 1 x 128: the scale of (r, block c) is at c * ld + r. 128 x 128: at r / 128 * ld + c.
@@ -77,7 +82,11 @@ void launch(const BlockQuantize& c, const Params& p, cudaStream_t stream) {
 
 template <typename T>
 void launch_format(const BlockQuantize& c, const Params& p, cudaStream_t stream) {
-  c.fp8 == DType::kE5M2 ? launch<T, E5M2>(c, p, stream) : launch<T, E4M3>(c, p, stream);
+  with_divides(c.rule, [&](auto divides) {
+    constexpr bool kDivides = decltype(divides)::value;
+    c.fp8 == DType::kE5M2 ? launch<T, OneFormat<E5M2, kDivides>>(c, p, stream)
+                          : launch<T, OneFormat<E4M3, kDivides>>(c, p, stream);
+  });
 }
 
 }  // namespace

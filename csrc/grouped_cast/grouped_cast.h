@@ -40,7 +40,7 @@ APEX_TE_FUNCTION(
     "alpha: float, offset: float, interleaved: bool, table: i32[table(g)], rowwise: F[r c]!?, "
     "rowwise_scale_inv: f32[c/128 r%4]!?rowwise, columnwise: F[c columns(r g)]!?, "
     "columnwise_scale_inv: f32[column_lines(r g) c%4]!?columnwise, eps: float, "
-    "pow2: bool",
+    "scales: int",
     "cuda")
 
 namespace apex_te {

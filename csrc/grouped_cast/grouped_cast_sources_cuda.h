@@ -302,10 +302,13 @@ struct GatedGradient {
 template <typename T, typename Source>
 void launch_cast(const GroupedCast& p, const Source& source, cudaStream_t stream) {
   if (p.in_blocks)
-    return launch_1x128<T, true>(p.blocks, source, AnyFormat{p.blocks.fp8 == DType::kE5M2}, stream);
+    return with_divides(p.blocks.rule, [&](auto divides) {
+      const AnyFormat<decltype(divides)::value> format{p.blocks.fp8 == DType::kE5M2};
+      launch_1x128<T, true>(p.blocks, source, format, stream);
+    });
   Params params = params_of(p.groups);
   params.x = p.from.x;
-  launch_tiles<T, true>(params, Pointers{}, 1, source, AnyFormat{p.groups.codes == DType::kE5M2},
+  launch_tiles<T, true>(params, Pointers{}, 1, source, AnyFormat<>{p.groups.codes == DType::kE5M2},
                         stream);
 }
 

@@ -45,12 +45,12 @@ APEX_TE_FUNCTION(grouped_block_quantize,
                  "x: T[r c], table: i32[table(g)], rowwise: F[r c]!?, "
                  "rowwise_scale_inv: f32[c/128 r%4]!?rowwise, columnwise: F[c columns(r g)]!?, "
                  "columnwise_scale_inv: f32[column_lines(r g) c%4]!?columnwise, eps: float, "
-                 "pow2: bool",
+                 "scales: int",
                  "cuda")
 APEX_TE_FUNCTION(grouped_block_quantize_matrices,
                  "matrices: T[r c][g], table: i32[table(g)]?, rowwise: F[g r c]!?, "
                  "rowwise_scale_inv: f32[g r/128 c/128%4]!?rowwise, columnwise: F[g c r]!?, "
-                 "columnwise_scale_inv: f32[g c/128 r/128%4]!?columnwise, eps: float, pow2: bool",
+                 "columnwise_scale_inv: f32[g c/128 r/128%4]!?columnwise, eps: float, scales: int",
                  "cuda")
 // Scales of groups from their amaxes by the rule of common/numerics/scaling.h.
 APEX_TE_FUNCTION(grouped_scales,

@@ -48,10 +48,16 @@ __device__ __forceinline__ void write_empty_group(const GroupedBlocks& p, int64_
   if (threadIdx.x < kBlock && col < line) scales[col] = 1.0f;
 }
 
+// Blocks of an SM. The registers of two do not hold divisors beside a float tile or parts that are
+// interleaved.
+template <typename T, typename Format, typename Source>
+constexpr int kGroupBlocks =
+    Format::kDivides && (sizeof(T) == 4 || Source::kAdjacent) ? 1 : Source::blocks_1x128(sizeof(T));
+
 // kAligned: as in FP8Tile. A group's columns begin at multiples of 16 in any case, so that none of
 // the next group's is written.
 template <typename T, typename Format, bool kAligned, typename Source>
-__global__ void __launch_bounds__(BlockTile::kThreads, Source::blocks_1x128(sizeof(T)))
+__global__ void __launch_bounds__(BlockTile::kThreads, kGroupBlocks<T, Format, Source>)
     grouped_block_1x128_kernel(const GroupedBlocks p, const Source source, const Format format) {
   using Tile = BlockTile;
   __shared__ Block1x128Shared<T> shared;

@@ -51,7 +51,7 @@ inline void check_grouped_codes(GroupedBlocks* p, const TensorView& rowwise,
   }
 }
 
-// Reads the outputs, eps and pow2: p has the elements' dtype, rows, cols and table.
+// Reads the outputs, eps and scales: p has the elements' dtype, rows, cols and table.
 inline void check_block_outputs(Args& args, GroupedBlocks& p) {
   const TensorView rowwise = args.optional_tensor(), row_scales = args.optional_tensor();
   const TensorView columnwise = args.optional_tensor(), column_scales = args.optional_tensor();
@@ -60,9 +60,7 @@ inline void check_block_outputs(Args& args, GroupedBlocks& p) {
          args.name());
   check_grouped_codes(&p, rowwise, row_scales, columnwise, column_scales);
   p.fp8 = rowwise ? rowwise.dtype() : columnwise.dtype();
-  p.rule = check_scale_rule(args, p.fp8 == DType::kE5M2 ? E5M2::kMax : E4M3::kMax);
-  if (p.dtype != DType::kFloat32)
-    p.rule.largest_bits = p.dtype == DType::kFloat16 ? kLargestHalfBits : kLargestBFloat16Bits;
+  p.rule = check_block_rule(args, p.fp8, p.dtype);
   p.rowwise = rowwise.data<uint8_t>();
   p.rowwise_scale_inv = row_scales.data<float>();
   p.columnwise = columnwise.data<uint8_t>();

@@ -43,7 +43,7 @@ __global__ void __launch_bounds__(kThreads, kBlocks128x128<T>)
   const int part = parts == 1 ? 0 : static_cast<int>(at.row0 / p.matrices.rows);
   const T* x = static_cast<const T*>(matrices.at[blockIdx.z * parts + part]);
   PlainSource{}.load<Tile, kAligned>(x, 0, at, WarpRows{}, is_whole, in);
-  cast_128x128<T>(own, at, kAligned, is_whole, OneFormat<Format>{}, in, shared);
+  cast_128x128<T>(own, at, kAligned, is_whole, Format{}, in, shared);
 }
 
 template <typename T, typename Format>
@@ -52,8 +52,8 @@ void launch(const GroupedBlocks& p, cudaStream_t stream) {
   bool aligned = fp8_tile_aligned(p.columnwise_ld, p.cols, p.rowwise, p.columnwise);
   if (!p.matrices) {
     aligned = aligned && is_aligned(p.x, 16);
-    const auto run = aligned ? launch_1x128<T, true, OneFormat<Format>, PlainSource>
-                             : launch_1x128<T, false, OneFormat<Format>, PlainSource>;
+    const auto run = aligned ? launch_1x128<T, true, Format, PlainSource>
+                             : launch_1x128<T, false, Format, PlainSource>;
     run(p, {}, {}, stream);
     return;
   }
@@ -82,7 +82,11 @@ void run_blocks(const GroupedBlocks& p, Args& args) {
   const auto stream = static_cast<cudaStream_t>(args.stream());
   with_dtype(p.dtype, [&](auto zero) {
     using T = decltype(zero);
-    p.fp8 == DType::kE5M2 ? launch<T, E5M2>(p, stream) : launch<T, E4M3>(p, stream);
+    with_divides(p.rule, [&](auto divides) {
+      constexpr bool kDivides = decltype(divides)::value;
+      p.fp8 == DType::kE5M2 ? launch<T, OneFormat<E5M2, kDivides>>(p, stream)
+                            : launch<T, OneFormat<E4M3, kDivides>>(p, stream);
+    });
   });
 }
 

@@ -136,7 +136,8 @@ APEX_TE_INLINE void quantize_tile(const MxQuantize& p, const Encoder<T>& encoder
         p.columnwise ? p.columnwise + (col0 + c0) * p.columnwise_ld + row0 : nullptr,
         p.columnwise_ld, streamed};
     encoder.panel(panels + c0 * kTileRows, rows, panel, multipliers + c0 / kMxBlock, kColBlocks,
-                  column_multipliers, kMxBlock, {range.is_bounded(), true, range.is_regular()}, out,
+                  column_multipliers, kMxBlock,
+                  {range.is_bounded(), ScaleKind::kPowersOfTwo, range.is_regular()}, out,
                   is_last ? nullptr : x + kTileCols + c0, p.cols);
   }
   finish_stream();

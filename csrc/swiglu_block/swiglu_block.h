@@ -14,7 +14,7 @@ APEX_TE_FUNCTION(swiglu_fwd_block,
                  "rowwise_scale_inv: f32[gated(w up)/128 r%4]!?rowwise, "
                  "columnwise: F[gated(w up) r~16]!?, "
                  "columnwise_scale_inv: f32[r/128 gated(w up)%4]!?columnwise, amax: f32[^ 1]!!?, "
-                 "eps: float, pow2: bool, activation: int, limit: float, alpha: float, "
+                 "eps: float, scales: int, activation: int, limit: float, alpha: float, "
                  "offset: float")
 APEX_TE_FUNCTION(swiglu_bwd_block,
                  "grad_output: T=H[r gated(w up)], input: T[r w], up: T[r w]?, "
@@ -23,7 +23,7 @@ APEX_TE_FUNCTION(swiglu_bwd_block,
                  "rowwise_scale_inv: f32[pair(w up)/128 r%4]!?rowwise, "
                  "columnwise: F[pair(w up) r~16]!?, "
                  "columnwise_scale_inv: f32[r/128 pair(w up)%4]!?columnwise, amax: f32[^ 1]!!?, "
-                 "eps: float, pow2: bool, activation: int, limit: float, alpha: float, "
+                 "eps: float, scales: int, activation: int, limit: float, alpha: float, "
                  "offset: float")
 
 namespace apex_te {

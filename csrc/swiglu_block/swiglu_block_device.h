@@ -95,14 +95,14 @@ __device__ __forceinline__ void compute(const Params& p, const Tile::Place& at, 
   }
 }
 
-template <typename T, Activation kAct, bool kBwd>
+template <typename T, Activation kAct, bool kBwd, bool kDivides>
 __global__ void __launch_bounds__(Tile::kThreads, kBlocks<kBwd>)
     swiglu_block_kernel(const Params p) {
   __shared__ Block1x128Shared<T> shared;
   const int lane = threadIdx.x % Tile::kLanes, group = threadIdx.x / Tile::kLanes;
   Tile::Place at(p.cast.rows, p.op.cols, lane, group);
   if (at.row0 >= at.rows) return;
-  const AnyFormat format{p.cast.fp8 == DType::kE5M2};
+  const AnyFormat<kDivides> format{p.cast.fp8 == DType::kE5M2};
   const bool is_whole = p.stores_vectors && at.is_whole();
   Vec8<T> first[kVec], second[kVec];
   compute<T, kAct, kBwd>(p, at, first, second);
@@ -120,8 +120,10 @@ void launch(const Params& p, cudaStream_t stream) {
   const dim3 blocks = Tile::grid(p.op.rows, p.op.cols, "swiglu_block");
   GatedKinds::choose(p.op.activation, [&](auto act) {
     constexpr Activation kAct = decltype(act)::value;
-    const auto kernel = swiglu_block_kernel<T, kAct, kBwd>;
-    kernel<<<blocks, Tile::kThreads, 0, stream>>>(p);
+    with_divides(p.cast.rule, [&](auto divides) {
+      const auto kernel = swiglu_block_kernel<T, kAct, kBwd, decltype(divides)::value>;
+      kernel<<<blocks, Tile::kThreads, 0, stream>>>(p);
+    });
   });
   check_cuda(cudaGetLastError(), "swiglu_block");
 }

@@ -177,13 +177,13 @@ class BlockOptions(NamedTuple):
         dtype: FP8 dtype of the data.
         pad_columnwise: pad the columnwise copy ``[cols, rows]`` to a multiple of 16 columns; the
             added columns are zeros.
-        pow2: round scales down to powers of two.
+        scales: rule of the scales, one of ``op_options.BLOCK_SCALES``.
         eps: lower bound of the amax from which a block's scale is computed.
     """
 
     dtype: torch.dtype
     pad_columnwise: bool
-    pow2: bool
+    scales: str
     eps: float
 
 
@@ -687,6 +687,7 @@ class GemmQuantizers(NamedTuple):
     """Named tuple of the quantizers of one GEMM's operands, and of their GEMM backend.
 
     ``weight_recast`` casts the weight in backward and records no amax, because forward recorded it.
+    ``backward`` is that of the recipe; other than None, dgrad and wgrad run in bf16 or fp32.
     """
 
     input: Any
@@ -695,6 +696,7 @@ class GemmQuantizers(NamedTuple):
     grad_output: Any
     backend: GemmBackend
     high_precision_wgrad: bool
+    backward: str | None = None
 
 
 class GroupQuantizers(NamedTuple):
@@ -726,7 +728,12 @@ class QuantizerSets(NamedTuple):
 
 
 def group_quantizers(sets: Sequence[GemmQuantizers]) -> GroupQuantizers | None:
-    """Returns the group quantizers of a grouped module's GEMMs; None if the scheme has none."""
+    """Returns the group quantizers of a grouped module's GEMMs; None if the scheme has none.
+
+    Also None if the recipe has another ``backward``: its products are those of each group.
+    """
+    if sets[0].backward is not None:
+        return None
     made: dict[str, Any] = {}
     for role in ("input", "weight", "weight_recast", "grad_output"):
         quantizers = [getattr(gemm, role) for gemm in sets]
@@ -765,8 +772,10 @@ class Scheme:
         """Builds a module's quantizers; here all GEMMs and kinds of forward share them."""
         inp, weight, grad_output = self.gemm_quantizers(recipe, device)
         backend = self.backend(recipe.use_split_accumulator, device)
-        override = recipe.override_linear_precision[2]
-        same = (GemmQuantizers(inp, weight, weight, grad_output, backend, override),) * gemms
+        backward = getattr(recipe, "backward", None)
+        override = backward is not None or recipe.override_linear_precision[2]
+        quantizers = GemmQuantizers(inp, weight, weight, grad_output, backend, override, backward)
+        same = (quantizers,) * gemms
         return QuantizerSets(same, same, same, same)
 
     def gemm_quantizers(

@@ -54,14 +54,14 @@ class BlockQuantizer(Quantizer):
         self,
         dtype: torch.dtype,
         block_rows: int,
-        pow2: bool,
+        scales: str,
         eps: float,
         pad_columnwise: bool = False,
     ) -> None:
         self.dtype = dtype
         self.block_rows = block_rows
         self.pad_columnwise = pad_columnwise
-        self.options = BlockOptions(dtype, pad_columnwise, pow2, eps)
+        self.options = BlockOptions(dtype, pad_columnwise, scales, eps)
 
     def quantize(
         self,
@@ -73,7 +73,7 @@ class BlockQuantizer(Quantizer):
         options = self.options
         out = block_quantize(
             x, options.dtype, block_rows=self.block_rows, rowwise=rowwise, columnwise=columnwise,
-            pad_columnwise=options.pad_columnwise, pow2=options.pow2, eps=options.eps,
+            pad_columnwise=options.pad_columnwise, scales=options.scales, eps=options.eps,
         )  # fmt: skip
         return QuantizedTensor(*out, self.dtype), x.sum(0) if with_dbias else None
 
@@ -105,7 +105,7 @@ class BlockQuantizer(Quantizer):
         )
 
     def settings(self) -> tuple:
-        return (*super().settings(), self.block_rows, self.options.pow2, self.options.eps)
+        return (*super().settings(), self.block_rows, self.options.scales, self.options.eps)
 
     def cast_key(self) -> tuple:
         return self.settings()
@@ -139,7 +139,7 @@ class BlockGroupQuantizer(GroupQuantizer):
     ) -> GroupedOutput:
         return block_quantize_groups(
             x, groups, self.dtype, rowwise=rowwise, columnwise=columnwise,
-            pow2=self.options.pow2, eps=self.options.eps,
+            scales=self.options.scales, eps=self.options.eps,
         )  # fmt: skip
 
     def produce(
@@ -153,7 +153,7 @@ class BlockGroupQuantizer(GroupQuantizer):
     ) -> GroupedOutput:
         return block_quantize_source(
             source, groups, self.dtype, rowwise=rowwise, columnwise=columnwise,
-            pow2=self.options.pow2, eps=self.options.eps, factor_grad=factor_grad,
+            scales=self.options.scales, eps=self.options.eps, factor_grad=factor_grad,
             bias_grad=bias_grad,
         )  # fmt: skip
 
@@ -170,7 +170,7 @@ class BlockGroupQuantizer(GroupQuantizer):
     ) -> GroupedOutput:
         return block_quantize_matrices(
             matrices, self.dtype, groups=groups, rowwise=rowwise, columnwise=columnwise,
-            pow2=self.options.pow2, eps=self.options.eps,
+            scales=self.options.scales, eps=self.options.eps,
         )  # fmt: skip
 
 
@@ -251,11 +251,11 @@ class BlockScheme(Scheme):
     def gemm_quantizers(
         self, recipe: BlockScaling, device: torch.device
     ) -> tuple[Quantizer, Quantizer, Quantizer]:
-        formats, options = recipe.fp8_format.value, (recipe.pow2, recipe.eps)
+        formats, options = recipe.fp8_format.value, (recipe.scales, recipe.eps)
         inp = BlockQuantizer(formats.fwd_dtype, 1, *options, pad_columnwise=True)
         weight = BlockQuantizer(formats.fwd_dtype, _BLOCK, *options)
         grad_output = BlockQuantizer(formats.bwd_dtype, 1, *options, pad_columnwise=True)
         return inp, weight, grad_output
 
     def restores(self, recipe: BlockScaling) -> bool:
-        return recipe.pow2
+        return recipe.scales == "pow2"

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from ...runtime.op_options import scales_number
 from . import _checks
 from ._checked import checked
 from ._contract import run
@@ -61,7 +62,8 @@ def block_quantize(
     block_rows: int = 1,
     rowwise: bool = True,
     columnwise: bool = True,
-    pow2: bool = True,
+    scales: str | None = None,
+    pow2: bool | None = None,
     eps: float = 0.0,
     flatten_axis: int | None = None,
     padded: bool = True,
@@ -80,7 +82,7 @@ def block_quantize(
         raise ValueError(f"{name}: block_rows must be 1 or 128, got {block_rows}")
     made = run(
         name, name, {"x": x}, wanted(name, rowwise, columnwise), dtypes={"F": dtype}, ranks=ranks,
-        block_rows=block_rows, eps=float(eps), pow2=bool(pow2),
+        block_rows=block_rows, eps=float(eps), scales=scales_number(name, scales, pow2),
     )  # fmt: skip
     if padded:
         rows, cols = math.prod(x.shape[: ranks["r"]]), math.prod(x.shape[ranks["r"] :])

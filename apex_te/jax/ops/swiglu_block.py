@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ...runtime.op_options import ClampedSwiglu
+from ...runtime.op_options import ClampedSwiglu, block_scales, scales_number
 from . import _checks
 from ._checked import checked
 from ._gated_arrays import GatedArrays, call_gated, gated_arrays
@@ -32,7 +32,8 @@ def swiglu_fwd_block(
     axis: int = -1,
     rowwise: bool = True,
     columnwise: bool = True,
-    pow2: bool = True,
+    scales: str | None = None,
+    pow2: bool | None = None,
     eps: float = 0.0,
     padded: bool = True,
 ) -> BlockQuantized:
@@ -48,7 +49,8 @@ def swiglu_fwd_block(
     """
     name = "swiglu_fwd_block"
     given = gated_arrays(name, activation, axis, input, up, bias, up_bias, to_fp8=True)
-    options: dict[str, Any] = {"rowwise": rowwise, "columnwise": columnwise, "pow2": pow2,
+    rule = block_scales(name, scales, pow2)
+    options: dict[str, Any] = {"rowwise": rowwise, "columnwise": columnwise, "scales": rule,
                                "eps": eps}  # fmt: skip
     if given.dtype != jnp.float32:
         return _run(given, "r f", fp8_dtype, padded, **options)
@@ -71,7 +73,8 @@ def swiglu_bwd_block(
     axis: int = -1,
     rowwise: bool = True,
     columnwise: bool = True,
-    pow2: bool = True,
+    scales: str | None = None,
+    pow2: bool | None = None,
     eps: float = 0.0,
     padded: bool = True,
 ) -> BlockQuantized:
@@ -86,7 +89,8 @@ def swiglu_bwd_block(
     """
     name = "swiglu_bwd_block"
     given = gated_arrays(name, activation, axis, input, up, bias, up_bias, grad_output, to_fp8=True)
-    options: dict[str, Any] = {"rowwise": rowwise, "columnwise": columnwise, "pow2": pow2,
+    rule = block_scales(name, scales, pow2)
+    options: dict[str, Any] = {"rowwise": rowwise, "columnwise": columnwise, "scales": rule,
                                "eps": eps}  # fmt: skip
     if given.dtype != jnp.float32 and given.shape[-1] % _BLOCK == 0:
         return _run(given, "r g f" if axis == -2 else "r c", fp8_dtype, padded, **options)
@@ -100,7 +104,7 @@ def swiglu_bwd_block(
 
 def _run(
     given: GatedArrays, dims: str, fp8_dtype: Any, padded: bool, *, rowwise: bool,
-    columnwise: bool, pow2: bool, eps: float,
+    columnwise: bool, scales: str, eps: float,
 ) -> BlockQuantized:  # fmt: skip
     """Calls the C function, whose result as a matrix has the dimensions ``dims`` in a rule."""
     dtype = _checks.fp8_dtype_of(given.function, fp8_dtype)
@@ -113,7 +117,8 @@ def _run(
     results: dict[str, str] = {}
     for side in wanted(given.function, rowwise, columnwise):
         results |= {side: copies[side], f"{side}_scale_inv": " ".join(blocks[side])}
-    made = call_gated(given, results, None, dtype, "swiglu_block", pow2=bool(pow2), eps=float(eps))
+    number = scales_number(given.function, scales, None)
+    made = call_gated(given, results, None, dtype, "swiglu_block", scales=number, eps=float(eps))
     if padded:
         rows = math.prod(given.arrays["input"].shape[: given.options["ranks"]["r"]])
         cols = given.shape[-1] if columns == ["f"] else 2 * given.shape[-1]

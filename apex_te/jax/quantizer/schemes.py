@@ -103,7 +103,8 @@ class _Block(_FP8):
 
     def __init__(self, recipe: Any) -> None:
         super().__init__(recipe)
-        self._options: dict[str, Any] = {"eps": recipe.eps, "pow2": recipe.pow2, "padded": False}
+        self._options: dict[str, Any] = {"eps": recipe.eps, "scales": recipe.scales}
+        self._options["padded"] = False
 
     def _cast(self, x: jax.Array, role: str, scale: Any, **wanted: Any) -> Quantized:
         options = {**self._options, "block_rows": 128 if role == "weight" else 1}

@@ -267,7 +267,7 @@ class ActivationForward(BaseFusedCast):
         """Returns the activation's result ``[rows, F]`` in blocks; see ``FusedCast.blocks``."""
         return swiglu_block.swiglu_fwd_block(
             self.x, None, options.dtype, activation=gate_of(self.name), rowwise=rowwise,
-            columnwise=columnwise, pad_columnwise=options.pad_columnwise, pow2=options.pow2,
+            columnwise=columnwise, pad_columnwise=options.pad_columnwise, scales=options.scales,
             eps=options.eps,
         )  # fmt: skip
 
@@ -338,6 +338,6 @@ class ActivationBackward(BaseFusedCast):
         """Returns the gradient, in the shape of ``x``, in blocks; see ``FusedCast.blocks``."""
         return swiglu_block.swiglu_bwd_block(
             self.dy, self.x, None, options.dtype, activation=gate_of(self.name), rowwise=rowwise,
-            columnwise=columnwise, pad_columnwise=options.pad_columnwise, pow2=options.pow2,
+            columnwise=columnwise, pad_columnwise=options.pad_columnwise, scales=options.scales,
             eps=options.eps,
         )  # fmt: skip

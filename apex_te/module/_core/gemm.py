@@ -19,6 +19,7 @@ from ...fp8.tensor import QuantizedTensor
 from ...ops.byte_transpose import byte_transpose
 from ...ops.wgrad_gemm import wgrad_gemm
 from .heads import HeadLayout
+from .named_operands import input_values, plain_product, weight_values
 from .tensor_parallel import GatheredRows, Product, TensorParallel
 
 if TYPE_CHECKING:
@@ -27,6 +28,8 @@ if TYPE_CHECKING:
 SAVED = 4  # tensors that `saved_by` returns for a GEMM
 
 Operand = QuantizedTensor | GatheredRows
+# Of backward: with another ``backward`` of the recipe a gradient is not quantized.
+Gradient = Operand | torch.Tensor
 
 
 class GemmOptions(NamedTuple):
@@ -90,14 +93,15 @@ class FP8Call(NamedTuple):
         parallel, shared, gathers = options.parallel, None, False
         if parallel is not None and parallel.gathers_input:
             shared, gathers = quantizers.input.shared(parallel.group), True
-        saves = options.save_original or quantizers.high_precision_wgrad
+        decodes = quantizers.backward == "dequantized"
+        saves = (options.save_original or quantizers.high_precision_wgrad) and not decodes
         saves = need_weight and (saves or (gathers and shared is None))
         # A weight that is held in FP8 is not cast.
         kept = keep_columnwise and need_input and type(weight) is not FP8Parameter
+        cached = (self.cached[index] is not None or kept) and quantizers.backward is None
         return GemmCall(
-            quantizers, need_input, need_weight, weight.dtype, options, parameter,
-            self.cached[index] is not None or kept, shared, gathers, saves,
-            need_weight and not saves and not gathers,
+            quantizers, need_input, need_weight, weight.dtype, options, parameter, cached, shared,
+            gathers, saves, need_weight and not (saves or gathers or decodes),
         )  # fmt: skip
 
 
@@ -227,7 +231,8 @@ class GemmCall(NamedTuple):
         """Returns ``(input, input_scale, weight, weight_scale)`` for backward; None if not needed.
 
         ``input`` is the columnwise FP8 data ``[in, rows]``; or this rank's rowwise data
-        ``[rows, in]`` if rows are gathered; or ``x``, with the scale of backward's cast, if any.
+        ``[rows, in]`` if rows are gathered or decoded; or ``x``, with the scale of backward's cast,
+        if any.
         ``weight`` is the columnwise data ``[in, out]``, or the weight itself, without a scale, for
         backward to cast again.
         """
@@ -237,7 +242,7 @@ class GemmCall(NamedTuple):
                 saved_x = x
                 if not self.quantizers.high_precision_wgrad:
                     x_scale = self.quantizers.input.snapshot()
-            elif self.gathers_input:
+            elif self.gathers_input or self.quantizers.backward == "dequantized":
                 assert part is not None
                 saved_x, x_scale = part.rowwise, part.rowwise_scale_inv
             else:
@@ -267,9 +272,16 @@ class GemmCall(NamedTuple):
 
         Returns ``(quantized, grad_bias, dy)``, each None if not needed; ``dy`` is also None if the
         op wrote only FP8. ``dy`` has all ranks' rows if rows are split and wgrad runs in bf16 or
-        fp32.
+        fp32. With another ``backward`` ``quantized`` is ``dy``.
         """
         quantizers, parallel = self.quantizers, self.options.parallel
+        if quantizers.backward is not None:
+            plain = dy if isinstance(dy, torch.Tensor) else dy.plain()
+            sums = None if bias_dtype is None else plain.sum(0).to(bias_dtype)
+            is_read = self.need_input or self.need_weight
+            if is_read and parallel is not None and parallel.gathers_gradient:
+                plain = parallel.gathered_rows(plain).wait()
+            return plain, sums, plain
         fp8_wgrad = self.need_weight and not quantizers.high_precision_wgrad
         need_bias = bias_dtype is not None
         quantized: Any = None
@@ -304,7 +316,7 @@ class GemmCall(NamedTuple):
     def dgrad(
         self,
         saved: tuple,
-        dy: Operand,
+        dy: Gradient,
         out_dtype: torch.dtype,
         out: torch.Tensor | None = None,
         c: torch.Tensor | None = None,
@@ -314,6 +326,9 @@ class GemmCall(NamedTuple):
         Frees the rowwise copy of ``dy``; wgrad may then reuse its memory. ``c`` has ``out_dtype``,
         and requires that the backend ``adds`` and that rows are not gathered.
         """
+        if isinstance(dy, torch.Tensor):
+            values = weight_values(self.quantizers, saved[2], dy.dtype)
+            return plain_product(dy, values, out_dtype, out, c)
         weight, backend = self.recast_weight(saved), self.quantizers.backend
         if isinstance(dy, QuantizedTensor):
             grad = backend.dgrad(dy, weight, out_dtype, out, c)
@@ -326,7 +341,7 @@ class GemmCall(NamedTuple):
         return dy.multiplied(backend.bound(DGRAD, weight, out_dtype), out)
 
     def reduced_dgrad(
-        self, saved: tuple, dy: Operand, out_dtype: torch.dtype
+        self, saved: tuple, dy: Gradient, out_dtype: torch.dtype
     ) -> tuple[torch.Tensor | None, Pending | None]:
         """Computes the input's gradient ``[rows, in]``, and begins to sum it over ranks if needed.
 
@@ -335,6 +350,15 @@ class GemmCall(NamedTuple):
         parallel = self.options.parallel
         if parallel is None or not parallel.column:
             return self.dgrad(saved, dy, out_dtype), None
+        if isinstance(dy, torch.Tensor):
+            values, rows = dy, dy.shape[0]
+            w = weight_values(self.quantizers, saved[2], dy.dtype)
+
+            def plain(part: slice, into: torch.Tensor | None) -> torch.Tensor:
+                return plain_product(values[part], w, out_dtype, into)
+
+            like = torch.empty(0, w.shape[1], dtype=out_dtype, device=dy.device)
+            return None, parallel.start_input_gradient(plain, rows, like, True)
         assert isinstance(dy, QuantizedTensor)
         assert dy.rowwise is not None
         weight, backend = self.recast_weight(saved), self.quantizers.backend
@@ -359,7 +383,7 @@ class GemmCall(NamedTuple):
         self,
         saved: tuple,
         dy: torch.Tensor | None,
-        quantized: Operand | None,
+        quantized: Gradient | None,
         gathered: Pending | None = None,
     ) -> torch.Tensor | None:
         """Computes ``dy.T @ x`` [out, in] now, or passes the computation to ``wgrad_store``.
@@ -368,6 +392,7 @@ class GemmCall(NamedTuple):
         ``dummy_gradient`` if the gradient went into ``main_grad`` or is delayed.
         """
         operand = quantized.arrived(False) if isinstance(quantized, GatheredRows) else quantized
+        operand = None if isinstance(operand, torch.Tensor) else operand
         if self.parameter is not None and not is_wanted(self.parameter):
             if gathered is not None:
                 gathered.borrow()
@@ -394,6 +419,8 @@ class GemmCall(NamedTuple):
         """Computes the weight gradient from the saved input, with the rows of all ranks."""
         quantizers, options = self.quantizers, self.options
         if quantizers.high_precision_wgrad:
+            assert dy is not None
+            x = input_values(quantizers, x, x_scale, dy.dtype, not self.saves_values)
             return _plain_wgrad(dy, x, self.parameter, self.weight_dtype, options)
         assert quantized is not None
         if self.saves_values:

@@ -97,6 +97,11 @@ def head_losses(
             f"{_NAME}: weight_grad_dtype must be {hidden.dtype} or torch.float32, got {sums}"
         )
     recipe = stateless_recipe(_NAME, "fp8_recipe", fp8_recipe)
+    backward = getattr(recipe, "backward", None)
+    if backward is not None:
+        raise NotImplementedError(
+            f"{_NAME}: fp8_recipe must have backward=None, got backward={backward!r}"
+        )
     check_process_group(_NAME, "tp_group", tp_group)
     columns = own_columns(_NAME, weight.shape[0], tp_group, first_index, vocab_size)
     ranks = 1 if tp_group is None else world_size(tp_group)

@@ -173,10 +173,13 @@ def checked_quantizers(
 ) -> GroupQuantizers:
     """Returns ``quantizers`` after a check that scheme and sizes allow ``m_splits`` on a GPU."""
     if quantizers is None:
-        name = type(get_fp8_recipe()).__name__
+        recipe = get_fp8_recipe()
+        backward, what = getattr(recipe, "backward", None), "in this format"
+        if backward is not None:
+            what = f"with backward={backward!r}"
         raise NotImplementedError(
-            f"{owner}: m_splits must be a list of ints with {name} in this format, which has no "
-            "products of groups whose sizes are on the device, got a tensor on the GPU"
+            f"{owner}: m_splits must be a list of ints with {type(recipe).__name__} {what}, which "
+            "has no products of groups whose sizes are on the device, got a tensor on the GPU"
         )
     if in_features % MULTIPLE or out_features % MULTIPLE:
         raise NotImplementedError(

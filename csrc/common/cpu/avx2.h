@@ -129,15 +129,16 @@ struct FP8Encoder {
   }
 };
 
-// scales: of 8 elements each, in the order of load_wide.
-template <typename Encoder, typename T>
+// scales: of 8 elements each, in the order of load_wide, which multiply or divide them.
+template <typename Encoder, typename T, bool kDivides = false>
 APEX_TE_AVX2_INLINE __m256i encode32(const T* x, const __m256* scales, __m256i& amax) {
   const __m256 one = _mm256_set1_ps(1.0f);
   __m256i codes[2], signs[2];
   for (int half = 0; half < 2; ++half) {
     Wide in = load_wide(x + half * kStep / 2, amax);
-    in.a = _mm256_mul_ps(in.a, scales[2 * half]);
-    in.b = _mm256_mul_ps(in.b, scales[2 * half + 1]);
+    const __m256 a = scales[2 * half], b = scales[2 * half + 1];
+    in.a = kDivides ? _mm256_div_ps(in.a, a) : _mm256_mul_ps(in.a, a);
+    in.b = kDivides ? _mm256_div_ps(in.b, b) : _mm256_mul_ps(in.b, b);
     codes[half] = Encoder::template codes_of<T>(in, one);
     signs[half] = in.signs;
   }

@@ -47,27 +47,40 @@ inline PanelCodes block_codes(const BlockCast& p, const BlockTile& t, int64_t c0
 }
 
 // scales[i] of amaxes[i] and scale_inv[i].
-APEX_TE_INLINE void block_scales_loop(const ScaleRule& given, const uint32_t* amaxes, int64_t n,
-                                      float* scales, float* scale_inv) {
-  const ScaleRule rule = given;
+template <bool kDivides>
+APEX_TE_INLINE void block_scales_by(const BlockRule& given, const uint32_t* amaxes, int64_t n,
+                                    float* scales, float* scale_inv) {
+  const BlockRule rule = given;
   for (int64_t i = 0; i < n; ++i) {
-    scales[i] = rule.scale_of(amaxes[i]);
-    scale_inv[i] = rule.inverse_of(amaxes[i], scales[i]);
+    scales[i] = rule.scale_of<kDivides>(amaxes[i]);
+    scale_inv[i] = rule.inverse_of<kDivides>(amaxes[i], scales[i]);
   }
 }
-APEX_TE_ONCE APEX_TE_TARGET_PORTABLE void block_scales_portable(const ScaleRule& rule,
+APEX_TE_INLINE void block_scales_loop(const BlockRule& rule, const uint32_t* amaxes, int64_t n,
+                                      float* scales, float* scale_inv) {
+  rule.divides ? block_scales_by<true>(rule, amaxes, n, scales, scale_inv)
+               : block_scales_by<false>(rule, amaxes, n, scales, scale_inv);
+}
+APEX_TE_ONCE APEX_TE_TARGET_PORTABLE void block_scales_portable(const BlockRule& rule,
                                                                 const uint32_t* amaxes, int64_t n,
                                                                 float* scales, float* scale_inv) {
   block_scales_loop(rule, amaxes, n, scales, scale_inv);
 }
-APEX_TE_ONCE APEX_TE_TARGET_AVX2 void block_scales_avx2(const ScaleRule& rule,
+APEX_TE_ONCE APEX_TE_TARGET_AVX2 void block_scales_avx2(const BlockRule& rule,
                                                         const uint32_t* amaxes, int64_t n,
                                                         float* scales, float* scale_inv) {
   block_scales_loop(rule, amaxes, n, scales, scale_inv);
 }
-inline void block_scales(const ScaleRule& rule, const uint32_t* amaxes, int64_t n, float* scales,
+inline void block_scales(const BlockRule& rule, const uint32_t* amaxes, int64_t n, float* scales,
                          float* scale_inv) {
   (use_avx2() ? block_scales_avx2 : block_scales_portable)(rule, amaxes, n, scales, scale_inv);
+}
+
+inline ScaleTraits traits_of(const BlockRule& rule, bool is_bounded, bool is_regular = false) {
+  const auto kind = rule.divides ? ScaleKind::kDivisors
+                    : rule.pow2  ? ScaleKind::kPowersOfTwo
+                                 : ScaleKind::kFactors;
+  return {is_bounded, kind, is_regular};
 }
 
 // Functions of one FP8 format; the loops around them are compiled once for both formats.
@@ -120,7 +133,7 @@ APEX_TE_INLINE uint32_t cast_1x128(const BlockCast& p, const BlockEncoder<T>& en
                    p.columnwise_scale_inv + t.row0 / kBlock * padded_to_4(p.cols) + t.col0 + c0);
     }
     encoder.panel(panels + c0 * kBlock, t.rows, cols, scales, 1, column_scales, kBlock,
-                  {range.is_bounded(), p.rule.pow2, range.is_regular()}, block_codes(p, t, c0),
+                  traits_of(p.rule, range.is_bounded(), range.is_regular()), block_codes(p, t, c0),
                   from.next ? from.next + c0 : nullptr, from.ld);
   }
   finish_stream();

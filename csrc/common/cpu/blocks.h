@@ -12,6 +12,12 @@
 
 namespace apex_te {
 
+// What scales do to elements: multiply or divide them.
+enum class ScaleKind { kFactors, kPowersOfTwo, kDivisors };
+APEX_TE_INLINE float scaled(float x, float scale, bool divides) {
+  return divides ? x / scale : x * scale;
+}
+
 constexpr int64_t kPanel = 128;      // columns that are encoded at once
 constexpr int64_t kPanelRows = 128;  // at most
 
@@ -88,12 +94,12 @@ APEX_TE_AVX2 void block_amaxes(const T* x, int64_t n, uint32_t* amaxes) {
 }
 
 // Codes of 32 elements; `scales`, of 8 elements each, in the order of load_wide.
-template <typename Format, typename T>
+template <typename Format, typename T, bool kDivides = false>
 struct BlockEncoder {
   static constexpr float kScale = 1.0f;
   static APEX_TE_AVX2_INLINE __m256i encode(const T* x, const __m256* scales) {
     __m256i amax = _mm256_setzero_si256();
-    return encode32<FP8Encoder<Format>>(x, scales, amax);
+    return encode32<FP8Encoder<Format>, T, kDivides>(x, scales, amax);
   }
 };
 
@@ -191,13 +197,13 @@ inline void prepare_columns(float* scales, int64_t n) {
   }
 }
 
-// The encoder for elements of type T: is_pow2 tells that all scales are powers of two.
 template <typename Format, typename T, typename Use>
-APEX_TE_INLINE void with_encoder(bool is_pow2, const Use& use) {
+APEX_TE_INLINE void with_encoder(ScaleKind kind, const Use& use) {
   if constexpr (std::is_same<T, BFloat16>::value) {
-    if (is_pow2) return use(PowerOfTwoEncoder<Format>{});
+    if (kind == ScaleKind::kPowersOfTwo) return use(PowerOfTwoEncoder<Format>{});
   }
-  use(BlockEncoder<Format, T>{});
+  kind == ScaleKind::kDivisors ? use(BlockEncoder<Format, T, true>{})
+                               : use(BlockEncoder<Format, T>{});
 }
 
 }  // namespace avx2
@@ -251,7 +257,7 @@ struct AmaxRange {
 // Properties that all scales of a row or panel have.
 struct ScaleTraits {
   bool is_bounded;  // their blocks' amaxes are below kBoundBits
-  bool is_pow2;
+  ScaleKind kind;
   bool is_regular = false;  // and none of the amaxes is below kRegularBits but 0
 };
 
@@ -261,14 +267,18 @@ APEX_TE_ONCE void encode_blocks(const T* x, int64_t n, const float* scales, Scal
                                 uint8_t* codes) {
 #if defined(__x86_64__)
   if (traits.is_bounded && use_avx512())
-    return avx512::encode_blocks<avx512::FP8Encoder<Format>, kBlock>(x, n, scales, codes);
+    return (traits.kind == ScaleKind::kDivisors
+                ? avx512::encode_blocks<avx512::FP8Divider<Format>, kBlock, T>
+                : avx512::encode_blocks<avx512::FP8Encoder<Format>, kBlock, T>)(x, n, scales,
+                                                                                codes);
   if (traits.is_bounded && use_avx2())
-    return avx2::with_encoder<Format, T>(traits.is_pow2, [&](auto encoder) {
+    return avx2::with_encoder<Format, T>(traits.kind, [&](auto encoder) {
       avx2::encode_blocks<decltype(encoder), kBlock>(x, n, scales, codes);
     });
 #endif
+  const bool divides = traits.kind == ScaleKind::kDivisors;
   for (int64_t i = 0; i < n; ++i)
-    codes[i] = encode_fp8<Format>(to_float(x[i]) * scales[i / kBlock]);
+    codes[i] = encode_fp8<Format>(scaled(to_float(x[i]), scales[i / kBlock], divides));
 }
 
 // A row of codes, each block of kBlock times its scale, in y's dtype.
@@ -307,7 +317,7 @@ APEX_TE_ONCE void encode_transposed(const T* panel, int64_t rows, int64_t cols, 
   };
 #if defined(__x86_64__)
   if (traits.is_bounded && use_avx2())
-    return avx2::with_encoder<Format, T>(traits.is_pow2, [&](auto encoder) {
+    return avx2::with_encoder<Format, T>(traits.kind, [&](auto encoder) {
       using Encoder = decltype(encoder);
       avx2::prepare_columns<Encoder, T>(scales, (rows + block_rows - 1) / block_rows * kPanel);
       for_rows([&](const T* row, const float* by, uint8_t* out_codes) {
@@ -315,8 +325,10 @@ APEX_TE_ONCE void encode_transposed(const T* panel, int64_t rows, int64_t cols, 
       });
     });
 #endif
+  const bool divides = traits.kind == ScaleKind::kDivisors;
   for_rows([&](const T* row, const float* by, uint8_t* out_codes) {
-    for (int64_t c = 0; c < cols; ++c) out_codes[c] = encode_fp8<Format>(to_float(row[c]) * by[c]);
+    for (int64_t c = 0; c < cols; ++c)
+      out_codes[c] = encode_fp8<Format>(scaled(to_float(row[c]), by[c], divides));
   });
 }
 
@@ -342,7 +354,9 @@ APEX_TE_ONCE void encode_panel(const T* panel, int64_t rows, int64_t cols, const
     uint8_t* const codes = thread_scratch<PanelScratch>().codes;
     if (out.columnwise)
       avx512::order_scales<T>(column_scales, (rows + block_rows - 1) / block_rows * kPanel);
-    const auto encode = traits.is_pow2 && traits.is_regular
+    const auto encode = traits.kind == ScaleKind::kDivisors
+                            ? avx512::encode_panel<avx512::FP8Divider<Format>, kBlock, kPanel, T>
+                        : traits.kind == ScaleKind::kPowersOfTwo && traits.is_regular
                             ? avx512::encode_panel_pow2<Format, kBlock, kPanel, T>
                             : avx512::encode_panel<avx512::FP8Encoder<Format>, kBlock, kPanel, T>;
     encode(panel, rows, cols, scales, scales_ld, out.rowwise, out.rowwise_ld, out.streamed,

@@ -110,10 +110,12 @@ struct FP8Encoder {
   static constexpr bool kZeroHasSign = true;
 
   static APEX_TE_AVX512_INLINE __m512i codes_of(const Wide& x, __m512 scale_a, __m512 scale_b) {
+    return codes_of(_mm512_mul_ps(x.a, scale_a), _mm512_mul_ps(x.b, scale_b));
+  }
+  static APEX_TE_AVX512_INLINE __m512i codes_of(__m512 a, __m512 b) {
     constexpr int kBase = (int(Format::kMinNormalBits >> 23) + Format::kShift)
                           << (23 - Format::kShift);
-    const __m512i codes =
-        join(steps(_mm512_mul_ps(x.a, scale_a)), steps(_mm512_mul_ps(x.b, scale_b)));
+    const __m512i codes = join(steps(a), steps(b));
     return _mm512_maskz_min_epi16(kAll32, _mm512_sub_epi16(codes, _mm512_set1_epi16(kBase)),
                                   _mm512_set1_epi16(avx2::FP8Encoder<Format>::kMaxCode));
   }
@@ -130,6 +132,15 @@ struct FP8Encoder {
     const __m512i sum = _mm512_castps_si512(_mm512_fmadd_ps(
         _mm512_castsi512_ps(exponent), _mm512_set1_ps(float(1 << Format::kShift)), value));
     return _mm512_add_epi32(sum, shift_right(sum, Format::kShift));
+  }
+};
+
+// FP8Encoder with scales that divide.
+template <typename Format>
+struct FP8Divider {
+  static constexpr bool kZeroHasSign = true;
+  static APEX_TE_AVX512_INLINE __m512i codes_of(const Wide& x, __m512 scale_a, __m512 scale_b) {
+    return FP8Encoder<Format>::codes_of(_mm512_div_ps(x.a, scale_a), _mm512_div_ps(x.b, scale_b));
   }
 };
 

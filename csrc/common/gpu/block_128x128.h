@@ -24,14 +24,14 @@ __device__ __forceinline__ void cast_128x128(const BlockCast& p, const BlockTile
   amax = 0;
 #pragma unroll
   for (int w = 0; w < kBlockWarps; ++w) amax = max(amax, shared.warp_amaxes[w]);
-  const float scale = p.rule.scale_of(amax);
+  const float scale = p.rule.template scale_of<Format::kDivides>(amax);
 
   uint2 codes[kVec];
 #pragma unroll
   for (int r = 0; r < kVec; ++r) {
     float values[kVec];
     unpack(in[r], values);
-    codes[r] = format.encode(values, scale);
+    codes[r] = encode_row<T>(format, values, scale);
   }
   if (p.rowwise) store_block_rows(p, at, aligned, is_whole, codes);
   if (p.columnwise) {
@@ -45,7 +45,7 @@ __device__ __forceinline__ void cast_128x128(const BlockCast& p, const BlockTile
     const int64_t rows = (p.rows + kBlock - 1) / kBlock, cols = (p.cols + kBlock - 1) / kBlock;
     const int64_t row_end = (rows + 3) / 4 * 4, col_end = (cols + 3) / 4 * 4;
     const int i = threadIdx.x;
-    const float value = i == 0 ? p.rule.inverse_of(amax, scale) : 1.0f;
+    const float value = i == 0 ? p.rule.template inverse_of<Format::kDivides>(amax, scale) : 1.0f;
     if (p.rowwise_scale_inv && (i == 0 || (col == cols - 1 && col + i < col_end)))
       p.rowwise_scale_inv[row * col_end + col + i] = value;
     if (p.columnwise_scale_inv && (i == 0 || (row == rows - 1 && row + i < row_end)))

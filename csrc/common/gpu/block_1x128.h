@@ -5,6 +5,8 @@
 // and columns meet in shared memory; each of the 256 threads computes one scale.
 #pragma once
 
+#include <type_traits>
+
 #include "common/gpu/fp8_tile.h"
 #include "common/gpu/patch_amax.h"
 #include "common/numerics/block_cast.h"
@@ -29,9 +31,26 @@ struct Block1x128Shared {
   __align__(16) float scales[2 * kBlock];  // of rows, of columns
 };
 
-// FP8 format of a kernel that is compiled for each.
-template <typename Format>
+// What a block's scale does to elements of type T.
+template <typename T, bool kDivides>
+struct Scaling {
+  float scale;
+  Scaling() = default;
+  __device__ __forceinline__ explicit Scaling(float by) : scale(by) {}
+  __device__ __forceinline__ float operator()(float x) const { return x * scale; }
+};
+template <typename T>
+struct Scaling<T, true> {
+  Divisor by;
+  Scaling() = default;
+  __device__ __forceinline__ explicit Scaling(float scale) : by(scale) {}
+  __device__ __forceinline__ float operator()(float x) const { return by.quotient<sizeof(T)>(x); }
+};
+
+// FP8 format of a kernel that is compiled for each, and for scales that divide.
+template <typename Format, bool kDividesBy = false>
 struct OneFormat {
+  static constexpr bool kDivides = kDividesBy;
   __device__ __forceinline__ uint2 encode(const float* values) const {
     return encode_values<Format>(values);
   }
@@ -40,7 +59,9 @@ struct OneFormat {
   }
 };
 // FP8 format that a whole grid branches on.
+template <bool kDividesBy = false>
 struct AnyFormat {
+  static constexpr bool kDivides = kDividesBy;
   bool is_e5m2;
   __device__ __forceinline__ uint2 encode(const float* values) const {
     return is_e5m2 ? encode_values<E5M2>(values) : encode_values<E4M3>(values);
@@ -49,6 +70,25 @@ struct AnyFormat {
     return is_e5m2 ? encode_values<E5M2>(values, scale) : encode_values<E4M3>(values, scale);
   }
 };
+
+// Codes of a row of a thread's elements, whose scale is one.
+template <typename T, typename Format>
+__device__ __forceinline__ uint2 encode_row(const Format& format, float* values, float scale) {
+  if constexpr (Format::kDivides) {
+    const Scaling<T, true> by(scale);
+#pragma unroll
+    for (int i = 0; i < kVec; ++i) values[i] = by(values[i]);
+    return format.encode(values);
+  } else {
+    return format.encode(values, scale);
+  }
+}
+
+// Calls launch(std::bool_constant) for whether scales divide.
+template <typename Launch>
+void with_divides(const BlockRule& rule, const Launch& launch) {
+  rule.divides ? launch(std::true_type{}) : launch(std::false_type{});
+}
 
 // A tensor's amax so far, prefetched by the lane that may have to raise it.
 __device__ __forceinline__ uint32_t seen_by_lane_0(const float* amax) {
@@ -112,7 +152,7 @@ __device__ __forceinline__ void cast_1x128(const BlockCast& p, const BlockTile::
         word = M::larger(word, shared.col_amaxes[w][i / M::kPerWord]);
     }
     const uint32_t amax = M::bits(word, i % M::kPerWord);
-    const float scale = p.rule.scale_of(amax);
+    const float scale = p.rule.template scale_of<Format::kDivides>(amax);
     shared.scales[threadIdx.x] = scale;
     // The scales of one block of columns (rows) lie together, their number rounded up to 4.
     float* out = of_row ? p.rowwise_scale_inv : p.columnwise_scale_inv;
@@ -120,7 +160,9 @@ __device__ __forceinline__ void cast_1x128(const BlockCast& p, const BlockTile::
     const int64_t first = of_row ? at.row0 : at.col0, block = of_row ? at.col0 : at.row0;
     if (out && first + i < (of_row ? p.row_scales : line))
       out[block / kBlock * line + first + i] =
-          first + i < (of_row ? p.rows : p.cols) ? p.rule.inverse_of(amax, scale) : 1.0f;
+          first + i < (of_row ? p.rows : p.cols)
+              ? p.rule.template inverse_of<Format::kDivides>(amax, scale)
+              : 1.0f;
     if (of_row) raise_amax(p.amax, seen, warp_max(amax));
   }
   __syncthreads();
@@ -131,21 +173,22 @@ __device__ __forceinline__ void cast_1x128(const BlockCast& p, const BlockTile::
     for (int r = 0; r < kVec; ++r) {
       float values[kVec];
       unpack(in[r], values);
-      codes[r] = format.encode(values, shared.scales[group * kVec + r]);
+      codes[r] = encode_row<T>(format, values, shared.scales[group * kVec + r]);
     }
     store_block_rows(p, at.again(), aligned, is_whole, codes);
   }
   if (p.columnwise) {
-    float by[kVec];
+    using By = Scaling<T, Format::kDivides>;
+    By by[kVec];
 #pragma unroll
-    for (int c = 0; c < kVec; ++c) by[c] = shared.scales[kBlock + lane * kVec + c];
+    for (int c = 0; c < kVec; ++c) by[c] = By(shared.scales[kBlock + lane * kVec + c]);
     uint2 codes[kVec];
 #pragma unroll
     for (int r = 0; r < kVec; ++r) {
       float values[kVec];
       unpack(in[r], values);
 #pragma unroll
-      for (int c = 0; c < kVec; ++c) values[c] *= by[c];
+      for (int c = 0; c < kVec; ++c) values[c] = by[c](values[c]);
       codes[r] = format.encode(values);
     }
     Tile::stage_columns(codes, shared.tile);

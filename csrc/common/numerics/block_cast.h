@@ -6,15 +6,11 @@
 // become zeros: cuBLASLt multiplies that many.
 #pragma once
 
+#include "common/numerics/block_rule.h"
 #include "common/numerics/block_scale.h"
 #include "common/numerics/columnwise.h"
-#include "common/numerics/scaling.h"
 
 namespace apex_te {
-
-// An infinite scale becomes the largest finite value of x's dtype; bits of a float.
-constexpr uint32_t kLargestHalfBits = 0x477FE000u;
-constexpr uint32_t kLargestBFloat16Bits = 0x7F7F0000u;
 
 // Plain data, so kernels take it whole; what a call does not ask for is null.
 struct BlockCast {
@@ -24,7 +20,7 @@ struct BlockCast {
   uint8_t *rowwise, *columnwise;
   float *rowwise_scale_inv, *columnwise_scale_inv, *amax;
   int64_t block_rows;
-  ScaleRule rule;
+  BlockRule rule;
   // Blocks of 1 x 128: the distance of lines of rowwise scales, and how many of one are written.
   int64_t row_line, row_scales;
 };
@@ -40,7 +36,7 @@ inline int64_t check_rowwise(const TensorView& rowwise, int64_t rows, int64_t co
 }
 
 // Reads rowwise, rowwise_scale_inv, columnwise, columnwise_scale_inv, amax, block_rows (unless
-// is_1x128), eps and pow2. dtype: of the matrix [rows, cols].
+// is_1x128), eps and scales. dtype: of the matrix [rows, cols].
 inline BlockCast check_block_cast(Args& args, DType dtype, int64_t rows, int64_t cols,
                                   bool is_1x128 = false) {
   BlockCast p = {};
@@ -53,9 +49,7 @@ inline BlockCast check_block_cast(Args& args, DType dtype, int64_t rows, int64_t
   const TensorView amax = args.optional_tensor();
   p.block_rows = is_1x128 ? 1 : check_block_rows(args);
   p.fp8 = rowwise ? rowwise.dtype() : columnwise ? columnwise.dtype() : DType::kOther;
-  p.rule = check_scale_rule(args, p.fp8 == DType::kE5M2 ? E5M2::kMax : E4M3::kMax);
-  if (dtype != DType::kFloat32)
-    p.rule.largest_bits = dtype == DType::kFloat16 ? kLargestHalfBits : kLargestBFloat16Bits;
+  p.rule = check_block_rule(args, p.fp8, dtype);
   if (!rowwise != !rowwise_scales || !columnwise != !transposed_scales)
     fail(kApexTeValueError, "%s: each of rowwise and columnwise must be given with its scale_inv",
          args.name());

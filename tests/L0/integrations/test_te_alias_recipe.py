@@ -283,7 +283,8 @@ def test_formats_are_found_by_the_values_of_transformer_engine():
         native.DelayedScaling(margin=1, interval=2, fp8_format=native.Format.E4M3),
         native.CurrentScaling(pow2=True, eps=0.5, use_split_accumulator=(True, False, True)),
         native.BlockScaling(pow2=False, override_linear_precision=(False, False, True)),
-        native.MXFP8Scaling(rounding="floor"),
+        native.BlockScaling(backward="dequantized"),
+        native.MXFP8Scaling(rounding="floor", backward="high_precision"),
     ],
 )
 def test_as_alias_keeps_the_values(plain):
@@ -291,6 +292,29 @@ def test_as_alias_keeps_the_values(plain):
     assert isinstance(recipe, te.Recipe)
     assert recipe.plain() == plain
     assert te.as_alias(recipe) is recipe
+
+
+def test_scales_of_servers_have_no_alias():
+    recipe = native.BlockScaling(scales="server")
+    assert te.as_alias(recipe) is recipe
+
+
+@pytest.mark.parametrize(
+    "kind", [te.Float8CurrentScaling, te.Float8BlockScaling, te.MXFP8BlockScaling]
+)
+def test_backward_override(monkeypatch, kind):
+    assert kind().plain().backward is None
+    recipe = kind(backward_override="dequantized")
+    assert recipe.plain().backward == recipe.backward_override == "dequantized"
+    recipe.backward_override = "high_precision"
+    assert recipe.plain().backward == "high_precision"
+    assert copy.deepcopy(recipe).plain() == recipe.plain()
+    with pytest.raises(ValueError, match="backward_override must be None or one of dequantized, "):
+        recipe.backward_override = "none"
+    assert recipe.backward_override == "high_precision"
+    monkeypatch.setenv("NVTE_BACKWARD_OVERRIDE", "dequantized")
+    assert kind().plain().backward == kind().backward_override == "dequantized"
+    assert kind(backward_override="high_precision").plain().backward == "high_precision"
 
 
 def test_parameters_are_frozen_values():

@@ -54,6 +54,11 @@ CASTS = {
     "block 128x128 of any scale": (
         block_quantize, blocks.reference,
         {"fp8_dtype": E4M3, "block_rows": 128, "pow2": False, "eps": 0.01}),
+    "block of a server's scale": (
+        block_quantize, blocks.reference, {"fp8_dtype": E4M3, "scales": "server"}),
+    "block 128x128 of a server's scale": (
+        block_quantize, blocks.reference,
+        {"fp8_dtype": E5M2, "block_rows": 128, "scales": "server", "eps": 0.01}),
     "mx": (mx_quantize, mx.reference, {"fp8_dtype": E4M3}),
     "mx E5M2": (mx_quantize, mx.reference, {"fp8_dtype": E5M2}),
     "mx floor": (mx_quantize, mx.reference, {"fp8_dtype": E5M2, "rounding": "floor"}),

@@ -54,7 +54,7 @@ def test_rows(device, poison, rows, splits, cols):
 
 @pytest.mark.parametrize("copies", [(True, False), (False, True)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("options", [{"pow2": False}, {"eps": 2.0}])
+@pytest.mark.parametrize("options", [{"pow2": False}, {"eps": 2.0}, {"scales": "server"}])
 def test_options_of_rows(device, poison, copies, dtype, options):
     splits = [130, 0, 5, 257]
     x = torch.randn(400, 264, device=device).to(dtype)
@@ -68,16 +68,16 @@ def test_options_of_rows(device, poison, copies, dtype, options):
 
 
 @pytest.mark.parametrize("shape", [(128, 256), (16, 48), (300, 200), (1, 130)])
-@pytest.mark.parametrize("pow2", [True, False])
-def test_matrices(device, poison, shape, pow2):
+@pytest.mark.parametrize("scales", ["pow2", "fp32", "server"])
+def test_matrices(device, poison, shape, scales):
     matrices = [torch.randn(shape, device=device).bfloat16() for _ in range(5)]
     groups = made(40, [0, 7, 1, 16, 0], device)
     for given in (None, groups):
-        out = grouped_quantize.block_quantize_matrices(matrices, E4M3, groups=given, pow2=pow2)
+        out = grouped_quantize.block_quantize_matrices(matrices, E4M3, groups=given, scales=scales)
         for g, matrix in enumerate(matrices):
             if given is not None and g in (0, 4):
                 continue
-            own = block_quantize(matrix, E4M3, block_rows=128, pow2=pow2)
+            own = block_quantize(matrix, E4M3, block_rows=128, scales=scales)
             found = out.rowwise[g], out.row_scale_inv[g], out.columnwise[g], out.scale_inv[g]
             assert_same_bits(found, own)
 

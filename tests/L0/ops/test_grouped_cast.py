@@ -142,7 +142,7 @@ def test_one_scale_a_group(
 @in_pairs(
     kind=KINDS, cols=[128, 256, 384], dtype=DTYPES, fp8=FP8, has_factor=[False, True],
     wanted=[(True, True), (True, False), (False, True)],
-    options=[{}, {"pow2": False}, {"eps": 2.0}], has_bias=[False, True],
+    options=[{}, {"pow2": False}, {"eps": 2.0}, {"scales": "server"}], has_bias=[False, True],
 )  # fmt: skip
 @layouts
 def test_blocks(

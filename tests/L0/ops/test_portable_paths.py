@@ -11,6 +11,7 @@ from test_storage_of_functions import OTHER_DTYPES
 from torch.utils._pytree import tree_leaves, tree_map
 
 from apex_te.ops import activation, moe_router, swiglu
+from apex_te.runtime.op_options import BLOCK_SCALES
 
 NAMES = [*FORMS, *PADDED_FORMS]
 OPS = sorted({name.partition(".")[0] for name in NAMES})
@@ -24,6 +25,7 @@ OPTIONS = {
     "interleaved": (True, False),
     "kind": activation.KINDS,
     "pow2": (True, False),
+    "scales": BLOCK_SCALES,
     "score_function": moe_router.SCORE_FUNCTIONS,
     "use_pre_softmax": (True, False),
 }
@@ -46,6 +48,8 @@ def choices(name, args):
     """The arguments with each choice of the options that a function has."""
     parameters = inspect.signature(find(name)).parameters
     own = [option for option in OPTIONS if option in parameters]
+    if "scales" in own:
+        own.remove("pow2")  # its former form
     if "out" in args or name.startswith(
         ("dense_gemm_swiglu.", "grouped_", "fp8_gemm.", "emulated_")
     ):

@@ -23,6 +23,7 @@ from apex_te.ops import swiglu
 from apex_te.ops import swiglu as op
 from apex_te.ops.block_quantize import block_quantize, scale_shape
 from apex_te.ops.swiglu_block import swiglu_bwd_block, swiglu_fwd_block
+from apex_te.runtime.op_options import BLOCK_SCALES
 
 
 def check(device, shape, dtype, activation, **form):
@@ -362,8 +363,9 @@ def matrix(rows, cols, dtype, spread=3):
 def test_bits(device, poison, shape, dtype):
     rows, cols = shape
     joined, grad = matrix(rows, 2 * cols, dtype), matrix(rows, cols, dtype)
-    for fp8, pow2, padded in itertools.product(FP8, (True, False), (True, False)):
-        options = {"pow2": pow2, "pad_columnwise": padded, "eps": 0.0 if pow2 else 1e-3}
+    for fp8, scales, padded in itertools.product(FP8, BLOCK_SCALES, (True, False)):
+        options = {"scales": scales, "pad_columnwise": padded}
+        options["eps"] = 1e-3 if scales == "fp32" else 0.0
         check_blocks(device, joined, None, None, None, grad, fp8, "silu", **options)
 
 
@@ -410,7 +412,7 @@ def test_nonfinite_values(device):
     joined, grad = matrix(128, 512, torch.bfloat16), matrix(128, 256, torch.bfloat16)
     joined[3, 5], joined[40, 300], joined[77, 256 + 130] = torch.nan, torch.inf, -torch.inf
     grad[100, 7] = torch.inf
-    check_blocks(device, joined, None, None, None, grad, E4M3, "relu", pow2=False)
+    check_blocks(device, joined, None, None, None, grad, E4M3, "relu", scales="server")
     check_blocks(device, joined, None, None, None, grad, E5M2, "silu")
 
 

@@ -1,6 +1,7 @@
 """CurrentScaling, BlockScaling, MXFP8Scaling and make_recipe: every argument and every error."""
 
 import dataclasses
+import pickle
 import re
 import typing
 
@@ -38,6 +39,33 @@ def test_defaults():
     for made in (current, block, mx):
         assert made.override_linear_precision == (False, False, False)
         assert made.interval == 1
+
+
+def test_rules_of_block_scales():
+    """``pow2`` is the former form of ``scales``, also for ``dataclasses.replace`` and pickles."""
+    of = {True: "pow2", False: "fp32", None: "pow2"}
+    for pow2, scales in of.items():
+        made = BlockScaling(pow2=pow2)
+        assert (made.scales, made.pow2) == (scales, scales == "pow2")
+        assert made == BlockScaling(scales=scales)
+        assert hash(made) == hash(BlockScaling(scales=scales))
+        assert pickle.loads(pickle.dumps(made)) == made
+        assert BlockScaling(scales=scales, pow2=pow2) == made
+        if pow2 is not None:
+            assert dataclasses.replace(BlockScaling(scales="server"), pow2=pow2) == made
+    server = BlockScaling(scales="server")
+    assert (server.scales, server.pow2, server.eps) == ("server", False, 0.0)
+    assert dataclasses.replace(server, eps=1.0).scales == "server"
+    assert dataclasses.replace(BlockScaling(), scales="server") == server
+    for options, error in (
+        ({"scales": "pow2", "pow2": False}, ValueError),
+        ({"scales": "fp32", "pow2": True}, ValueError),
+        ({"scales": "server", "pow2": False}, ValueError),
+        ({"scales": "engine"}, ValueError),
+        ({"scales": True}, TypeError),
+    ):
+        with pytest.raises(error, match=r"BlockScaling: (scales|pow2) must be"):
+            BlockScaling(**options)
 
 
 def test_names_used_elsewhere():

@@ -51,6 +51,7 @@ def assert_same_array(ours, theirs):
         ("together", (3, 23), 256, torch.bfloat16, {}),
         ("together", (0,), 128, torch.bfloat16, {"activation": "relu"}),
         ("apart", (133,), 128, torch.float16, {"pow2": False, "eps": 0.125}),
+        ("apart", (133,), 128, torch.float16, {"scales": "server"}),
         ("one bias", (130,), 44, torch.bfloat16, {"columnwise": False}),
         ("two biases", (5,), 128, torch.float16, {"rowwise": False, "activation": "gelu"}),
         ("apart, one bias", (5,), 128, torch.float32, {"rowwise": False}),

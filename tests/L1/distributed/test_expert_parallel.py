@@ -161,7 +161,7 @@ def test_errors(two_ranks):
             "exchange must be one of all_to_all, all_gather, got 'broadcast'",
             "wire must be \"blockwise\", a BlockScaling recipe or None, got 'blokwise'; did",
             'wire must be "blockwise", a BlockScaling recipe or None, got MXFP8Scaling',
-            "wire must be a recipe with pow2=True, got pow2=False",
+            "wire must be a recipe with scales=\"pow2\", got scales='fp32'",
             'wire must be "blockwise", a BlockScaling recipe or None, got dtype',
             r"tokens must be [tokens, hidden], got [32]",
             r"probs must have shape [3, 4], got [3, 2]",

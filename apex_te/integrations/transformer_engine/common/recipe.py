@@ -152,9 +152,9 @@ class Recipe(native.Recipe):
 
     def _settle(self) -> None:
         """Checks the values, makes the plain recipe of them, and takes its further fields over."""
-        neutral(type(self).__name__, backward_override=(vars(self)["backward_override"], None))
         plain = self._make()
-        vars(self).update({field.name: getattr(plain, field.name) for field in fields(plain)})
+        names = {field.name for field in fields(plain)} - {"backward"}
+        vars(self).update({name: getattr(plain, name) for name in names})
         vars(self)["_plain"] = plain
 
     def _make(self) -> native.Recipe:
@@ -170,6 +170,19 @@ class Recipe(native.Recipe):
         if given.get("interval") == -1:  # the default of versions that deprecate the argument
             given["interval"] = 1
         return dict(given, fp8_dpa=own["fp8_dpa"], fp8_mha=own["fp8_mha"])
+
+    def _backward(self) -> str | None:
+        """Returns apex_te's ``backward``; stores the default of ``backward_override`` for None."""
+        own, owner = vars(self), type(self).__name__
+        if own["backward_override"] is None:
+            own["backward_override"] = os.environ.get("NVTE_BACKWARD_OVERRIDE")
+        value: str | None = own["backward_override"]
+        if value not in (None, *native.BACKWARDS):
+            raise ValueError(
+                f"{owner}: backward_override must be None or one of "
+                f"{', '.join(native.BACKWARDS)}, got {value!r}"
+            )
+        return value
 
     def __setattr__(self, name: str, value: Any) -> None:
         own = vars(self)
@@ -243,6 +256,7 @@ class DelayedScaling(Recipe, native.DelayedScaling):
         self._start(locals())
 
     def _make(self) -> native.Recipe:
+        neutral(type(self).__name__, backward_override=(vars(self)["backward_override"], None))
         return native.DelayedScaling(
             **self._given(
                 "margin", "fp8_format", "amax_history_len", "amax_compute_algo",
@@ -292,6 +306,7 @@ class _ScalesOnCast(Recipe):
             "pow2": first.power_2_scale,
             "eps": first.amax_epsilon,
             "use_split_accumulator": tuple(own[name].use_split_accumulator for name in _GEMMS),
+            "backward": self._backward(),
         }
 
 
@@ -305,7 +320,8 @@ class Float8CurrentScaling(_ScalesOnCast, native.CurrentScaling):
         fp8_format: ``Format.HYBRID`` or ``Format.E4M3``.
         fp8_gemm_fprop, fp8_gemm_dgrad, fp8_gemm_wgrad: options of the three products.
         fp8_dpa, fp8_mha: FP8 attention; must be False.
-        backward_override: must be None.
+        backward_override: ``backward`` of apex_te's recipe, ``"high_precision"`` or
+            ``"dequantized"``; None: ``NVTE_BACKWARD_OVERRIDE``.
         fp8_quant_fwd_inp, fp8_quant_fwd_weight, fp8_quant_bwd_grad: options of the quantization,
             which must be equal; None: as ``use_power_2_scales`` says.
         margin: must be 0.
@@ -351,7 +367,8 @@ class Float8BlockScaling(_ScalesOnCast, native.BlockScaling):
         fp8_gemm_fprop, fp8_gemm_dgrad, fp8_gemm_wgrad: options of the three products; their sums
             are always kept in fp32.
         fp8_dpa, fp8_mha: FP8 attention; must be False.
-        backward_override: must be None.
+        backward_override: ``backward`` of apex_te's recipe, ``"high_precision"`` or
+            ``"dequantized"``; None: ``NVTE_BACKWARD_OVERRIDE``.
         fp8_quant_fwd_inp, fp8_quant_fwd_weight, fp8_quant_bwd_grad: options of the quantization,
             which must be equal; None: as ``use_f32_scales`` says.
         margin: must be 0.
@@ -403,7 +420,8 @@ class MXFP8BlockScaling(Recipe, native.MXFP8Scaling):
         margin: must be 0.
         fp8_format: ``Format.E4M3`` or ``Format.HYBRID``.
         fp8_dpa, fp8_mha: FP8 attention; must be False.
-        backward_override: must be None.
+        backward_override: ``backward`` of apex_te's recipe, ``"high_precision"`` or
+            ``"dequantized"``; None: ``NVTE_BACKWARD_OVERRIDE``.
         others: further options of ``apex_te.recipe.MXFP8Scaling``; other keywords are ignored with
             a warning.
     """
@@ -423,7 +441,7 @@ class MXFP8BlockScaling(Recipe, native.MXFP8Scaling):
 
     def _make(self) -> native.Recipe:
         neutral(type(self).__name__, margin=(vars(self)["margin"], 0))
-        return native.MXFP8Scaling(**self._given("fp8_format"))
+        return native.MXFP8Scaling(**self._given("fp8_format"), backward=self._backward())
 
 
 NVFP4BlockScaling = not_served(
@@ -443,7 +461,7 @@ def _check_type(owner: str, name: str, value: object, kind: type) -> None:
 
 
 def as_alias(recipe: native.Recipe) -> native.Recipe:
-    """Returns a recipe of this module for one of ``apex_te.recipe``, with the same values."""
+    """Returns a recipe of this module for one of ``apex_te.recipe``, itself if there is none."""
     kinds: dict[type, type[Recipe]] = {
         native.DelayedScaling: DelayedScaling,
         native.CurrentScaling: Float8CurrentScaling,
@@ -451,11 +469,15 @@ def as_alias(recipe: native.Recipe) -> native.Recipe:
         native.MXFP8Scaling: MXFP8BlockScaling,
     }
     kind = kinds.get(type(recipe))
-    if kind is None:
+    if kind is None or getattr(recipe, "scales", None) == "server":
         return recipe
     values = {field.name: getattr(recipe, field.name) for field in fields(recipe)}
+    values["backward_override"] = values.pop("backward", None)
     if issubclass(kind, _ScalesOnCast):
-        options = QParams(values.pop("pow2"), values.pop("eps"))
+        values.pop("scales", None)
+        values.pop("pow2", None)
+        is_pow2: bool = recipe.pow2  # type: ignore[attr-defined]
+        options = QParams(is_pow2, values.pop("eps"))
         values.update(dict.fromkeys(_QUANTIZATIONS, options))
         splits = values.pop("use_split_accumulator")
         values.update(zip(_GEMMS, map(MMParams, splits), strict=True))
