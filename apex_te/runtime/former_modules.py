@@ -24,7 +24,6 @@ _NOW = {
     "fp8.delayed.compiled_weight": "fp8.module_fp8",
     "fp8.delayed.first_step": "fp8.delayed.state",
     "fp8.delayed.registry": "fp8.delayed.ranks",
-    "integrations._export_config": "integrations.export",
     "integrations._joined_init": "integrations._joined_state",
     "integrations._wrapped_forward": "integrations.autocast_forward",
     "integrations.layer_advice.layer": "integrations.layer_advice.advice",
