@@ -234,9 +234,8 @@ def choose(
     if seen.padded is not None and seen.causal == "upper_left" and bias is None:
         # A token sees those before it, of which none is padded then.
         rest = _first(attention._replace(seen=Visibility("upper_left")))
-        if rest.name != "softmax":
-            reason = f"padded tokens are put behind the others, then {rest.name}: {rest.reason}"
-            return Path("moved", reason, rest)
+        reason = f"padded tokens are put behind the others, then {rest.name}: {rest.reason}"
+        return Path("moved", reason, rest)
     return _first(attention)
 
 
