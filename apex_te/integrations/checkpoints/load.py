@@ -7,6 +7,7 @@ import json
 import os
 from typing import Any
 
+from packaging.version import Version
 from torch import nn
 
 from ...recipe import DelayedScaling, Recipe, chosen_recipe
@@ -16,6 +17,7 @@ from ..experts import is_experts
 from ..from_torch import from_torch
 
 _ME = "from_fp8_checkpoint"
+_OLDEST = "5.23"  # transformers whose loader joins scales as it joins weights
 # Arguments of from_pretrained that say where files are, which those of the configuration need, too.
 _HUB = (
     "cache_dir", "force_download", "local_files_only", "proxies", "revision", "subfolder", "token",
@@ -73,7 +75,7 @@ def from_fp8_checkpoint(
         A model of the class that the checkpoint names, in evaluation mode.
 
     Raises:
-        ImportError: transformers is not installed.
+        ImportError: transformers is not installed, or older than 5.23.
         TypeError: an argument has a wrong type.
         ValueError: the checkpoint has no FP8 weights, or scales that do not fit them or the
             configuration.
@@ -86,6 +88,11 @@ def from_fp8_checkpoint(
         raise ImportError(
             f"{_ME}: transformers must be installed: pip install transformers"
         ) from error
+    if Version(transformers.__version__) < Version(_OLDEST):
+        raise ImportError(
+            f"{_ME}: transformers must be {_OLDEST} or later, got {transformers.__version__}: "
+            "pip install -U transformers"
+        )
     from .quantizer import METHOD
 
     try:

@@ -113,13 +113,8 @@ class CheckpointQuantizer(HfQuantizer):
                 value = torch.empty(shape, dtype=scale_dtype, device="meta")
                 module.register_parameter(scale, nn.Parameter(value, requires_grad=False))
 
-    def update_weight_conversions(
-        self, weight_conversions: Any, model: nn.Module | None = None
-    ) -> Any:
-        """Adds converters that join scales as the model's converters join weights.
-
-        Before transformers 5.23 it gets no model.
-        """
+    def update_weight_conversions(self, weight_conversions: Any, model: nn.Module) -> Any:
+        """Adds converters that join scales as the model's converters join weights."""
         updated = []
         for converter in weight_conversions:
             updated += [converter, *scale_converters(converter, self.held.values())]
@@ -192,7 +187,7 @@ class CheckpointQuantizer(HfQuantizer):
             name: cast_by(name, held, form, export.scale_key) for name, held in self.held.items()
         }
         mapping = [c for c in model._weight_conversions if not joins_scales(c)]
-        model._weight_conversions = self.update_weight_conversions(mapping)
+        model._weight_conversions = self.update_weight_conversions(mapping, model)
 
     def get_state_dict_and_metadata(self, model: nn.Module) -> tuple[dict[str, Any], dict]:
         """Returns the state dict with codes and scales under the names that the files give them."""

@@ -26,7 +26,9 @@ class _ScaleOf:
         self.name = name
 
     def __get__(self, module: Any, kind: Any = None) -> Any:
-        found = None if module is None else _entries_of(module._parameters.get(self.name))
+        if module is None:  # of the class
+            return self
+        found = _entries_of(module._parameters.get(self.name))
         if found is None or found[1] is None:
             raise AttributeError(f"{kind.__name__}: {self.name} has no scales of its own")
         return found[1]

@@ -5,6 +5,15 @@ import json
 
 import pytest
 import torch
+from released_files import (
+    IDS,
+    LAYOUTS,
+    MODELS,
+    assert_same_tensors,
+    plain_model,
+    read,
+    release,
+)
 from test_trainer import losses, trainer
 
 from apex_te import export_fp8, fp8_autocast, from_fp8_checkpoint
@@ -14,15 +23,8 @@ from apex_te.integrations.huggingface import FP8Callback
 from apex_te.module.linear import Linear
 from apex_te.optimizers import FusedAdam
 from apex_te.recipe import BlockScaling, CurrentScaling, DelayedScaling
-from tests.released_files import (
-    IDS,
-    LAYOUTS,
-    MODELS,
-    assert_same_tensors,
-    plain_model,
-    read,
-    release,
-)
+
+pytest.importorskip("transformers", "5.23")
 
 HELD = [name for name in LAYOUTS if "channel" not in name and name not in ("fbgemm", "mxfp8")]
 NAMES = [name for name in MODELS if "fsdp" not in name]

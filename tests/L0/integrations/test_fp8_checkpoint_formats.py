@@ -5,13 +5,15 @@ import json
 import pytest
 import torch
 import transformers
+from released_files import BLOCKS, IDS, LAYOUTS, compressed, plain_model, read, release
 
 from apex_te import conversion_summary, export_fp8, from_fp8_checkpoint
 from apex_te.fp8.parameter.parameter import FP8Parameter
 from apex_te.integrations.checkpoints.description import Form, Header
 from apex_te.integrations.checkpoints.reader import read_checkpoint
 from apex_te.recipe import BlockScaling, CurrentScaling, DelayedScaling, MXFP8Scaling
-from tests.released_files import BLOCKS, IDS, LAYOUTS, compressed, plain_model, read, release
+
+pytest.importorskip("transformers", "5.23")
 
 E4M3, F32 = torch.float8_e4m3fn, torch.float32
 AGAIN = [name for name in LAYOUTS if "channel" in name or name in ("fbgemm", "mxfp8")]

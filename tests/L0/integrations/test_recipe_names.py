@@ -1,7 +1,9 @@
 """A recipe may be given by its name wherever a public function takes one, and a format too."""
 
+import functools
 import importlib
 import inspect
+import tempfile
 import types
 from collections.abc import Callable
 from typing import Any
@@ -27,6 +29,27 @@ INTERNAL = {"FP8Parameter(recipe)", "FP8State.fit(recipe)", "pack_recipe(recipe)
 
 def fp8_parameter(chosen):
     return FP8Parameter.empty((128, 128), chosen, torch.float32)._recipe
+
+
+def codes(chosen):
+    data = torch.zeros(128, 128).to(torch.float8_e4m3fn)
+    scale_inv = torch.ones((1, 1) if "lock" in str(chosen) else (1,))
+    return FP8Parameter.from_codes(data, scale_inv, chosen, torch.float32)._recipe
+
+
+@functools.cache
+def released():
+    from families import build
+
+    folder = tempfile.TemporaryDirectory()
+    model = apex_te.from_torch(build("llama"))
+    apex_te.export_fp8(model, folder.name, quant_method="fp8", weights="block")
+    return folder
+
+
+def from_fp8_checkpoint(chosen):
+    pytest.importorskip("transformers", "5.23")
+    return apex_te.from_fp8_checkpoint(released().name, recipe=chosen).hf_quantizer.recipe
 
 
 def autocast_forward(chosen):
@@ -103,6 +126,7 @@ def init(kind):
 TAKERS: dict[str, Callable[[Any], Any]] = {
     "FP8Callback(recipe)": fp8_callback,
     "FP8Parameter.empty(recipe)": fp8_parameter,
+    "FP8Parameter.from_codes(recipe)": codes,
     "advise(recipe)": advise,
     "autocast(fp8_recipe)": lambda r: apex_te.autocast(fp8_recipe=r).recipe,
     "autocast(recipe)": lambda r: apex_te.autocast(recipe=r).recipe,
@@ -113,6 +137,7 @@ TAKERS: dict[str, Callable[[Any], Any]] = {
     "fp8_autocast(recipe)": lambda r: apex_te.fp8_autocast(recipe=r).recipe,
     "fp8_autocast(recipe_or_enabled)": lambda r: apex_te.fp8_autocast(r).recipe,
     "fp8_model_init(recipe)": init(apex_te.fp8_model_init),
+    "from_fp8_checkpoint(recipe)": from_fp8_checkpoint,
     "fuse_loss(fp8_recipe)": fuse_loss,
     "graph_microbatches(fp8_recipe)": microbatches,
     "init_fp8_state(recipe)": init_fp8_state,
