@@ -224,7 +224,8 @@ class Recipe:
                     f"got {value!r}"
                 )
         self._check_int("interval", values.interval, 1)
-        self._check_backward()
+        if getattr(self, "backward", None) is not None:
+            self._check_backward()
         self._check_format(values.fp8_format)
         override = self._flags("override_linear_precision")
         if override not in ((False, False, False), (False, False, True)):
@@ -263,10 +264,10 @@ class Recipe:
 
     def _check_backward(self) -> None:
         """Checks the field ``backward``, which recipes without a state have."""
-        value = getattr(self, "backward", None)
-        if value is not None and not isinstance(value, str):
+        value = self.backward  # type: ignore[attr-defined]
+        if not isinstance(value, str):
             raise TypeError(f"{self._name}: backward must be a str, got {type(value).__name__}")
-        if value not in (None, *BACKWARDS):
+        if value not in BACKWARDS:
             raise ValueError(
                 f"{self._name}: backward must be None or one of {', '.join(BACKWARDS)}, "
                 f"got {value!r}"

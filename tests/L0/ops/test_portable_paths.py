@@ -48,8 +48,8 @@ def choices(name, args):
     """The arguments with each choice of the options that a function has."""
     parameters = inspect.signature(find(name)).parameters
     own = [option for option in OPTIONS if option in parameters]
-    if "scales" in own:
-        own.remove("pow2")  # its former form
+    if "scales" in own:  # tensors, or a rule, whose former form is pow2
+        own.remove("scales" if "scales" in args else "pow2")
     if "out" in args or name.startswith(
         ("dense_gemm_swiglu.", "grouped_", "fp8_gemm.", "emulated_")
     ):
