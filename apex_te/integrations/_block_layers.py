@@ -211,7 +211,7 @@ def _unfit(norm: Any) -> str | None:
     if formula is None:
         return f"{type(norm).__name__} is not known"
     if norm.weight is None or not (formula.is_rms or getattr(norm, "bias", None) is not None):
-        return "it has no weight or no bias"
+        return "it lacks a weight or a bias"
     return None if norm.weight.dim() == 1 else "its weight has several dimensions"
 
 

@@ -62,7 +62,7 @@ class JoinedKey(NamedTuple):
 
     @property
     def cuts_blocks(self) -> bool:
-        """True if a block of 128 rows has rows of two parts, which then have no own scales."""
+        """True if a block of 128 rows spans two parts, so that neither has its own scales."""
         return any(rows % BLOCK for _, rows in self.parts[:-1])
 
 

@@ -31,7 +31,7 @@ def use_raw_scale_names(model: torch.nn.Module, values: dict[str, Any]) -> None:
 def parts_of_scales(owner: str, name: str, entry: Entry, scale_inv: Any) -> Parts | None:
     """Returns the place of a rank's scales, or of its part of all; None if it has all of them."""
     parts = entry.parts
-    if parts is None or len(entry.shape) > 2:  # a stack, of which a rank has some weights
+    if parts is None or len(entry.shape) > 2:  # a stack: each rank has some of its weights
         return parts
     if scale_inv.dim() < 2:
         return None

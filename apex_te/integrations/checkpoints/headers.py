@@ -31,7 +31,9 @@ def read_headers(files: Iterable[str]) -> dict[str, Header]:
             if name == "__metadata__":
                 continue
             dtype = _DTYPES.get(entry["dtype"])
-            if dtype is not None:  # others, such as those of four bits, are no scale or weight here
+            if (
+                dtype is not None
+            ):  # other dtypes, such as 4-bit ones, are neither scales nor weights here
                 found[name] = Header(dtype, tuple(entry["shape"]))
     return found
 

@@ -100,7 +100,7 @@ def pad_down_proj(experts: Any, features: int) -> None:
         return
     if experts.has_bias:
         raise NotImplementedError(
-            "from_fp8_checkpoint: experts must have no biases if their features are not a "
+            "from_fp8_checkpoint: experts must not have biases unless their features are a "
             f"multiple of {BLOCK}, got {features} features with biases"
         )
     more = nn.Parameter(widened_to(features + missing, weight.data), weight.requires_grad)
@@ -138,7 +138,7 @@ def _matrices(
     stack = codes.dim() == 3
     whole, scales = (codes, scale) if stack else (codes[None], scale[None])
     for each, own in zip(whole, scales, strict=True):
-        # Features that pad the second layer have no scale.
+        # Padding of the second layer's features has no scale.
         width = min(each.shape[1], held.shape[-1])
         parts = [
             decoded(part[:, :width], s, held.stored.block)

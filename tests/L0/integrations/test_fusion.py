@@ -458,8 +458,8 @@ def test_llama_block_with_another_norm():
 @pytest.mark.parametrize(
     ("norm", "reason"),
     [
-        (nn.LayerNorm(32, bias=False), "it has no weight or no bias"),
-        (nn.LayerNorm(32, elementwise_affine=False), "it has no weight or no bias"),
+        (nn.LayerNorm(32, bias=False), "it lacks a weight or a bias"),
+        (nn.LayerNorm(32, elementwise_affine=False), "it lacks a weight or a bias"),
         (type("Own", (nn.LayerNorm,), {})(32), "Own is not known"),
     ],
 )
