@@ -383,7 +383,7 @@ def check_model(model: Any, sharded: bool) -> None:
     for module in model.modules():
         if any(kind.__name__ == "BaseTunerLayer" for kind in type(module).__mro__):
             raise ValueError(
-                "entries: model must have no adapters; call merge_and_unload() first, "
+                "entries: model must not have adapters; call merge_and_unload() first, "
                 f"got {type(module).__name__}"
             )
     for name, parameter in model.named_parameters():

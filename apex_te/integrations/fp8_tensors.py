@@ -68,7 +68,7 @@ def fp8_tensors(
 
     Raises:
         TypeError: ``model`` is not a model of Hugging Face, or an argument has a wrong type.
-        ValueError: an option is unknown; the model has no converted layer, has adapters or is on
+        ValueError: an option is unknown; the model lacks converted layers, has adapters or is on
             the meta device; or, with blocks, a layer that the engine joins with the next one has
             rows, or any layer for compressed-tensors columns, that are not a multiple of 128.
         NotImplementedError: FP8 weights or experts are sharded otherwise than by rows.

@@ -138,7 +138,7 @@ def _matrices(
     stack = codes.dim() == 3
     whole, scales = (codes, scale) if stack else (codes[None], scale[None])
     for each, own in zip(whole, scales, strict=True):
-        # Padding of the second layer's features has no scale.
+        # The second layer's padding is not scaled.
         width = min(each.shape[1], held.shape[-1])
         parts = [
             decoded(part[:, :width], s, held.stored.block)

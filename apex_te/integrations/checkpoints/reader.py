@@ -33,7 +33,7 @@ def read_checkpoint(config: Mapping[str, Any], headers: Mapping[str, Header]) ->
 
     Raises:
         NotImplementedError: the format is not FP8.
-        ValueError: a weight in FP8 has no scale, or one whose shape does not fit the configuration.
+        ValueError: an FP8 weight lacks a scale, or its scale does not fit the configuration.
     """
     rules = rules_of(config)
     weights: dict[str, Stored] = {}

@@ -30,7 +30,7 @@ class _ScaleOf:
             return self
         found = _entries_of(module._parameters.get(self.name))
         if found is None or found[1] is None:
-            raise AttributeError(f"{kind.__name__}: {self.name} has no scales of its own")
+            raise AttributeError(f"{kind.__name__}: {self.name} does not have its own scales")
         return found[1]
 
 

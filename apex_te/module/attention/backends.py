@@ -125,7 +125,7 @@ _WINDOW = Path(
 )
 _DOUBLE = Path("sdpa", "float64 runs in PyTorch's plain maths only")
 _DOUBLE_SINK = _DOUBLE._replace(name="softmax")
-_EMPTY = Path("softmax", "there are no tokens")
+_EMPTY = Path("softmax", "the tensors are empty")
 _BIAS_GRADIENT = Path("softmax", "core_attention_bias needs a gradient")
 _CPU_DROPOUT = Path("softmax", "PyTorch has no fused kernel with dropout for CPUs")
 _HEAD_SIZES = Path("softmax", "PyTorch's fused kernels refuse these head sizes")
@@ -232,7 +232,7 @@ def choose(
     """Chooses how to compute an attention; ``bias`` may be ALiBi's slopes."""
     attention = _Attention(q, k, v, seen, bias, options)
     if seen.padded is not None and seen.causal == "upper_left" and bias is None:
-        # A token sees those before it, of which none is padded then.
+        # Then no token sees a padded one: they all come after it.
         rest = _first(attention._replace(seen=Visibility("upper_left")))
         reason = f"padded tokens are put behind the others, then {rest.name}: {rest.reason}"
         return Path("moved", reason, rest)

@@ -514,7 +514,7 @@ class DotProductAttention(torch.nn.Module):
 
     def _sink(self) -> torch.Tensor | None:
         """Returns the sinks to compute with, float32 [h]; None if all are 0, or there are none."""
-        # A module of a file that knows no sinks has no such attribute.
+        # Modules pickled before sinks were added lack the attribute.
         if not self._evaluation.has_sink or self.softmax_offset is None:
             return None
         return self.softmax_offset.float()

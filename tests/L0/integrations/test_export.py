@@ -365,7 +365,9 @@ def test_refusals(tmp_path, monkeypatch):
         export_fp8(empty, tmp_path)
     peft = pytest.importorskip("peft", reason="peft is not installed")
     adapted = peft.get_peft_model(build("llama"), peft.LoraConfig(target_modules=["q_proj"]))
-    with pytest.raises(ValueError, match=r"no adapters; call merge_and_unload\(\) first"):
+    with pytest.raises(
+        ValueError, match=r"must not have adapters; call merge_and_unload\(\) first"
+    ):
         export_fp8(from_torch(adapted), tmp_path)
     assert not os.listdir(tmp_path)
     imported = builtins.__import__
