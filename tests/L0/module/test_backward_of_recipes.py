@@ -42,10 +42,14 @@ def of(name, backward):
 
 
 class Product(torch.autograd.Function):
-    """``x @ w.T`` of the values of FP8 operands, with gradients of those that a recipe names."""
+    """``x @ w.T + b`` of the values of FP8 operands, with gradients of those that a recipe names.
+
+    On CUDA the sum is the layer's own: FP8 tensor cores keep fewer bits of it than float32 has,
+    so that codes of what follows would flip.
+    """
 
     @staticmethod
-    def forward(ctx, x, w, recipe):
+    def forward(ctx, x, w, bias, recipe, dtype):
         quantizers = build_quantizers(recipe, None, 1, x.device).recording[0]
 
         def cast(quantizer, matrix):
@@ -56,21 +60,30 @@ class Product(torch.autograd.Function):
         cast_x, cast_w = cast(quantizers.input, matrix), cast(quantizers.weight, w)
         kept = (cast_x, cast_w) if recipe.backward == "dequantized" else (matrix, w)
         ctx.save_for_backward(*kept)
-        return (cast_x @ cast_w.t()).view(*x.shape[:-1], w.shape[0])
+        if not x.is_cuda:
+            out = (cast_x @ cast_w.t()).view(*x.shape[:-1], w.shape[0])
+            return out if bias is None else out + bias
+        features = {"in_features": w.shape[1], "out_features": w.shape[0], "bias": bias is not None}
+        layer = Linear(**features, device="cuda", params_dtype=dtype)
+        for own, given in zip(layer.parameters(), (w, bias), strict=False):
+            own.copy_(given)
+        with fp8_autocast(True, recipe):
+            return layer(x.to(dtype)).double()
 
     @staticmethod
     def backward(ctx, dy):
         x, w = ctx.saved_tensors
         rows = dy.reshape(-1, dy.shape[-1])
-        return (rows @ w).view(*dy.shape[:-1], w.shape[1]), rows.t() @ x, None
+        dbias = rows.sum(0) if ctx.needs_input_grad[2] else None
+        return (rows @ w).view(*dy.shape[:-1], w.shape[1]), rows.t() @ x, dbias, None, None
 
 
 def exact_results(module, x, grads, recipe):
     """``results`` in float64 by ``Product``."""
+    dtype = next(module.parameters()).dtype
 
     def linear(x, w, bias):
-        out = Product.apply(x, w, recipe)
-        return out if bias is None else out + bias
+        return Product.apply(x, w, bias, recipe, dtype)
 
     return plain_results(module, x, None, grads, torch.float64, linear)
 
