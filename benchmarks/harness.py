@@ -113,6 +113,31 @@ def paired_us(
     return [summary(t) for t in times]
 
 
+def running_us(
+    calls: list[Callable[[], Any]], repeats: int = 6, length: int = 4, lead: int = 2
+) -> list[dict[str, float]]:
+    """Times several calls that take turns, each ``length`` times in a row, the host ahead.
+
+    A call that is timed alone also waits for the host to issue its first kernels; in a loop of many
+    the host has issued them before, in the time of the ``lead``. For calls that use more memory
+    than L2 has, and whose GPU time exceeds the host's.
+    """
+    times: list[list[float]] = [[] for _ in calls]
+    for i in range(repeats):
+        order = range(len(calls)) if i % 2 == 0 else reversed(range(len(calls)))
+        for k in order:
+            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            for _ in range(lead):
+                calls[k]()
+            start.record()
+            for _ in range(length):
+                calls[k]()
+            end.record()
+            end.synchronize()
+            times[k].append(start.elapsed_time(end) * 1e3 / length)
+    return [summary(t) for t in times]
+
+
 def host_us(call: Callable[[], Any], calls: int = 200, rounds: int = 7, warmup: int = 20) -> float:
     """Host time to issue one call: the median round's mean, the GPU drained between rounds."""
     for _ in range(warmup):

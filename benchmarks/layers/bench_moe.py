@@ -1,15 +1,18 @@
 """The routed experts of a layer: permutation, FC1, SwiGLU, FC2 and back with probabilities.
 
-Forward and backward with all gradients, bf16 ``.grad``, the contenders taking turns with a cold L2
-cache; the routing is skewed mildly, as trained routers' is. "torch bf16" is ``torch._grouped_mm``
-of weights stacked in one tensor, between the same permutation and SwiGLU. "main_grad" adds to fp32
-``main_grad``; "first microbatch" casts weights in both layouts in one pass and keeps them, and
-"weights held" is a later microbatch, for which they are there; "converted" are experts of
-transformers. Host ms is what the host spends to issue a step. Peak GiB is what a step needs above
-weights and their gradients.
+Forward and backward with all gradients, bf16 ``.grad``, the contenders taking turns: "ms" of steps
+in a row, the host ahead of the GPU as in training; "ms alone" of one step with a cold L2 cache,
+whose first kernels wait for the host. The routing is skewed mildly, as trained routers' is. "torch
+bf16" is ``torch._grouped_mm`` of weights stacked in one tensor, between the same permutation and
+SwiGLU. "main_grad" adds to fp32 ``main_grad``; "first microbatch" casts weights in both layouts in
+one pass and keeps them, and "weights held" is a later microbatch, for which they are there;
+"converted" are experts of transformers. Transformer Engine, if it is installed, has its loop over
+experts between the same permutation and SwiGLU. Host ms is what the host spends to issue a step.
+Peak GiB is what a step needs above weights and their gradients.
 
 ``moe_routing`` is Qwen3's experts under other routings: 32,768 tokens of two experts each, evenly,
 with one expert for all tokens, with 40 experts for none; and 1, 8 and 64 tokens of eight.
+``moe_host`` is the host's time by number of experts, of layers that are small for the GPU.
 
 Floors and what the parts should take are in the table of each kernel's benchmark; the sum of all
 kernels' floors in FP8 with nothing fused is 4.2 ms (Qwen3) and 12.5 ms (DeepSeek-V3) on an H100.
@@ -27,6 +30,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import harness
+import transformer_stacks as stacks
 
 import apex_te
 from apex_te.module.grouped.experts import run_experts
@@ -110,6 +114,31 @@ def theirs(hidden: int, ffn: int, count: int) -> tuple[Any, list[torch.Tensor]]:
     return experts, [w1, w2]
 
 
+def transformer_engine(
+    te: Any, hidden: int, ffn: int, count: int, name: str
+) -> tuple[Any, list[torch.Tensor]]:
+    """Transformer Engine's layers between the suite's permutation and SwiGLU."""
+    options = {"bias": False, "params_dtype": torch.bfloat16, "device": "cuda"}
+    fc1 = te.GroupedLinear(count, hidden, 2 * ffn, **options)
+    fc2 = te.GroupedLinear(count, ffn, hidden, **options)
+    pad, unpad = te.Fp8Padding(count), te.Fp8Unpadding(count)
+    autocast = stacks.their_autocast(te, name)
+    assert autocast is not None
+
+    def experts(x: torch.Tensor, index: Any, probs: Any, _: bool | None) -> torch.Tensor:
+        rows, splits, row_id_map = moe_permute_and_count(x, index, count)
+        sizes = padded = splits.tolist()
+        with autocast():
+            if name != "bf16":
+                rows, padded = pad(rows, sizes)
+            out = fc2(swiglu(fc1(rows, padded)), padded)
+            if name != "bf16":
+                out = unpad(out, sizes)
+        return moe_unpermute(out, row_id_map, probs, map_type="index")
+
+    return experts, [*fc1.parameters(), *fc2.parameters()]
+
+
 def routings(experts: int) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
     """Returns each token's experts and probs under the routings of ``moe_routing``."""
     even = routed(32768, 2, experts)
@@ -143,6 +172,19 @@ def measure_routings() -> None:
     harness.report("moe_routing", rows)
 
 
+def measure_host() -> None:
+    rows = []
+    for count in (8, 32, 128, 256):
+        x = torch.randn(4 * count, 256, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+        common = x, torch.randn_like(x), routed(len(x), 2, count)
+        calls = {"torch bf16": step(*theirs(256, 128, count), *common, None)}
+        calls |= {n: step(*ours(256, 128, count), *common, r) for n, r in RECIPES.items()}
+        for name, call in calls.items():
+            ms = harness.host_us(call, calls=50) / 1e3
+            rows.append({"experts": count, "contender": name, "host ms": ms})
+    harness.report("moe_host", rows)
+
+
 def converted(hidden: int, ffn: int, count: int) -> tuple[Any, list[torch.Tensor]]:
     """Experts of a model of transformers that ``from_torch`` converts."""
     from transformers import Qwen3MoeConfig
@@ -171,6 +213,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
     parser.add_argument("--recipes", nargs="*", default=list(RECIPES), choices=list(RECIPES))
     chosen = parser.parse_args().recipes
+    te = stacks.transformer_engine()
     rows = []
     clock = harness.sm_clock_mhz()
     for block, (tokens, top_k, hidden, ffn, count, _) in BLOCKS.items():
@@ -185,17 +228,22 @@ def main() -> None:
             if name != "bf16":
                 calls[f"{name}, first microbatch"] = step(*ours(hidden, ffn, count), *common, True)
                 calls[f"{name}, weights held"] = step(*ours(hidden, ffn, count), *common, False)
+            if te is not None:
+                theirs_too = transformer_engine(te, hidden, ffn, count, name)
+                calls[f"Transformer Engine, {name}"] = step(*theirs_too, x, dy, routing, None)
         if "tensorwise" in chosen:
             common = x, dy, routing, RECIPES["tensorwise"]
             calls["converted, tensorwise"] = step(*converted(hidden, ffn, count), *common)
-        times = harness.paired_us(list(calls.values()), repeats=10)
-        for (name, call), each in zip(calls.items(), times, strict=True):
+        alone = harness.paired_us(list(calls.values()), repeats=8)
+        times = harness.running_us(list(calls.values()))
+        for (name, call), each, one in zip(calls.items(), times, alone, strict=True):
             rows.append(
                 {
                     "block": block,
                     "contender": name,
                     "ms": each["us"] / 1e3,
                     "over torch bf16": times[0]["us"] / each["us"],
+                    "ms alone": one["us"] / 1e3,
                     "host ms": harness.host_us(call, calls=10, rounds=3) / 1e3,
                     "peak GiB above": peak_gib(call),
                 }
@@ -203,6 +251,7 @@ def main() -> None:
     harness.report("moe_block", rows, sm_clock_mhz=f"{clock} to {harness.sm_clock_mhz()}")
     if chosen == list(RECIPES):
         measure_routings()
+        measure_host()
 
 
 if __name__ == "__main__":
