@@ -68,16 +68,23 @@ def step(
     routing: tuple[torch.Tensor, torch.Tensor],
     recipe: Any,
     first: bool | None = None,
-) -> Callable[[], None]:
-    """Returns a call of a forward and backward; ``experts`` maps tokens and routing to tokens."""
+) -> Callable[..., None]:
+    """Returns a call of a forward and backward; ``experts`` maps tokens and routing to tokens.
 
-    def run() -> None:
-        x.grad = None
-        for parameter in parameters:
-            parameter.grad = None
+    It frees the gradients afterwards unless told to keep them: those of all contenders are many.
+    """
+
+    def run(keep: bool = False) -> None:
+        clear()
         with apex_te.fp8_autocast(recipe is not None, recipe):
             out = experts(x, *routing, first)
         out.backward(dy)
+        if not keep:
+            clear()
+
+    def clear() -> None:
+        for tensor in (x, *parameters):
+            tensor.grad = None
 
     return run
 
@@ -199,14 +206,16 @@ def converted(hidden: int, ffn: int, count: int) -> tuple[Any, list[torch.Tensor
     return lambda x, index, probs, _: layer(x, index, probs), list(layer.parameters())
 
 
-def peak_gib(call: Callable[[], None]) -> float:
-    call()
+def peak_gib(call: Callable[..., None]) -> float:
+    call(keep=True)
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
-    call()
+    call(keep=True)
     torch.cuda.synchronize()
-    return (torch.cuda.max_memory_allocated() - before) / 2**30
+    peak = torch.cuda.max_memory_allocated()
+    call()
+    return (peak - before) / 2**30
 
 
 def main() -> None:
