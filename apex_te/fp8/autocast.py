@@ -179,8 +179,8 @@ class fp8_autocast:
             transpose of its FP8 data (the columnwise copy) until backward. This costs one byte for
             each element of a weight from forward to backward, and saves a third of the bytes that
             casts of weights move. With False, backward casts the weight again. Weights that are
-            cached, held in FP8, sharded by ``fully_shard``, or in a ``GroupedLinear`` are not
-            affected.
+            cached, held in FP8, sharded by ``fully_shard``, or in a ``GroupedLinear`` without
+            ``single_parameter`` are not affected.
 
     Regions may be nested. Scales are updated on entering an outermost region with grad enabled,
     once as many regions as the recipe's ``interval`` have passed since the last update. They are

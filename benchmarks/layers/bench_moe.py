@@ -4,8 +4,8 @@ Forward and backward with all gradients, bf16 ``.grad``, the contenders taking t
 in a row, the host ahead of the GPU as in training; "ms alone" of one step with a cold L2 cache,
 whose first kernels wait for the host. The routing is skewed mildly, as trained routers' is. "torch
 bf16" is ``torch._grouped_mm`` of weights stacked in one tensor, between the same permutation and
-SwiGLU. "main_grad" adds to fp32 ``main_grad``; "first microbatch" casts weights in both layouts in
-one pass and keeps them, and "weights held" is a later microbatch, for which they are there;
+SwiGLU. "main_grad" adds to fp32 ``main_grad``; "cast once" has ``keep_columnwise_weights``, and
+"weights held" is a later microbatch, for which FP8 copies are there;
 "converted" are experts of transformers. Transformer Engine, if it is installed, has its loop over
 experts between the same permutation and SwiGLU. Host ms is what the host spends to issue a step.
 Peak GiB is what a step needs above weights and their gradients.
@@ -68,18 +68,19 @@ def step(
     routing: tuple[torch.Tensor, torch.Tensor],
     recipe: Any,
     first: bool | None = None,
+    keep: bool = False,
 ) -> Callable[..., None]:
     """Returns a call of a forward and backward; ``experts`` maps tokens and routing to tokens.
 
     It frees the gradients afterwards unless told to keep them: those of all contenders are many.
     """
 
-    def run(keep: bool = False) -> None:
+    def run(keep_gradients: bool = False) -> None:
         clear()
-        with apex_te.fp8_autocast(recipe is not None, recipe):
+        with apex_te.fp8_autocast(recipe is not None, recipe, keep_columnwise_weights=keep):
             out = experts(x, *routing, first)
         out.backward(dy)
-        if not keep:
+        if not keep_gradients:
             clear()
 
     def clear() -> None:
@@ -207,11 +208,11 @@ def converted(hidden: int, ffn: int, count: int) -> tuple[Any, list[torch.Tensor
 
 
 def peak_gib(call: Callable[..., None]) -> float:
-    call(keep=True)
+    call(keep_gradients=True)
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
-    call(keep=True)
+    call(keep_gradients=True)
     torch.cuda.synchronize()
     peak = torch.cuda.max_memory_allocated()
     call()
@@ -232,10 +233,12 @@ def main() -> None:
         calls = {"torch bf16": step(*theirs(hidden, ffn, count), x, dy, routing, None)}
         for name in chosen:
             common = x, dy, routing, RECIPES[name]
-            calls[name] = step(*ours(hidden, ffn, count), *common)
-            calls[f"{name}, main_grad"] = step(*ours(hidden, ffn, count, True), *common)
+            plain, fused = ours(hidden, ffn, count), ours(hidden, ffn, count, True)
+            calls[name] = step(*plain, *common)
+            calls[f"{name}, main_grad"] = step(*fused, *common)
             if name != "bf16":
-                calls[f"{name}, first microbatch"] = step(*ours(hidden, ffn, count), *common, True)
+                calls[f"{name}, cast once"] = step(*plain, *common, keep=True)
+                calls[f"{name}, main_grad, cast once"] = step(*fused, *common, keep=True)
                 calls[f"{name}, weights held"] = step(*ours(hidden, ffn, count), *common, False)
             if te is not None:
                 theirs_too = transformer_engine(te, hidden, ffn, count, name)

@@ -252,7 +252,8 @@ def _groups_call(layer: Any, fc2: Any, is_first_microbatch: bool | None) -> Grou
         return None
     cached = cached_weights(layer._modes, weights, quantizers, call.fill)
     shared = on_device.shared_casts(layer)
-    return GroupsCall(quantizers, cached, call.options[0], call.dtype, shared)
+    options, kept = call.options[0], call.keep_columnwise
+    return GroupsCall(quantizers, cached, options, call.dtype, shared, kept)
 
 
 class ExpertsFunction(OpFunction):
@@ -337,6 +338,7 @@ def _cast(
 def _backward(ctx: Any, grad_output: torch.Tensor) -> tuple:
     row_id_map, table, row_of, factor, hidden, b1, x, x_scale, a, a_scale, *rest = take_saved(ctx)
     saved1, saved2 = rest[: ctx.counts[0]], rest[ctx.counts[0] :]
+    del rest  # copies of weights go as soon as they were multiplied
     need_x, need_probs, need_b1, need_w1, need_w2 = _needs(ctx)
     (first, second), weights = ctx.calls, ctx.weights
     of_weights = ctx.needs_input_grad[-len(weights) :]
@@ -356,6 +358,7 @@ def _backward(ctx: Any, grad_output: torch.Tensor) -> tuple:
         dy = dy._replace(columnwise=None)
     if needs:
         grad_a = second.multiply(DGRAD, dy, *second.recast_weights(saved2, groups), groups)
+    del saved2
     if not writes:
         grads_w2 = _wgrads(second, weights[-1:], of_weights[-1:], dy, a, a_scale, groups)
         del a
@@ -373,6 +376,7 @@ def _backward(ctx: Any, grad_output: torch.Tensor) -> tuple:
             dh = dh._replace(columnwise=None)
         if need_x:
             grad_x = first.multiply(DGRAD, dh, *first.recast_weights(saved1, groups), groups)
+            del saved1
             if row_id_map is None:
                 grouped_quantize.finish_rows(grad_x, groups)
                 grad_probs = row_grads

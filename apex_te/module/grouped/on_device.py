@@ -54,7 +54,8 @@ def run(
     if call.is_fp8:
         assert quantizers is not None
         function: Any = GroupsFunction
-        rest: tuple = (GroupsCall(quantizers, cached, options, call.dtype, shared),)
+        kept = call.keep_columnwise
+        rest: tuple = (GroupsCall(quantizers, cached, options, call.dtype, shared, kept),)
     else:
         function, rest = HighPrecisionGroupsFunction, (call.dtype, options)
         if quantizers is not None:
@@ -197,6 +198,7 @@ class GroupsCall(NamedTuple):
         cached: both FP8 copies of all weights, or None to cast them.
         dtype: the dtype of the results.
         shared: what casts the weights for all parts of a call, None for a call of its own.
+        keep_columnwise: forward makes both copies of the weights, and backward casts none.
     """
 
     quantizers: GroupQuantizers
@@ -204,6 +206,7 @@ class GroupsCall(NamedTuple):
     options: GemmOptions
     dtype: torch.dtype
     shared: SharedCasts | None = None
+    keep_columnwise: bool = False
 
     def cast_weights(
         self, weights: Tensors, groups: Groups, need_input: bool
@@ -226,7 +229,10 @@ class GroupsCall(NamedTuple):
         quantizer, matrices, scales = self.quantizers.weight, matrices_of(weights), None
         if need_input:
             scales = quantizer.kept_scales(GroupMatrices(matrices, groups))
-        out = quantizer.quantize_matrices(matrices, groups, True, False, scales)
+        keep = need_input and self.keep_columnwise
+        out = quantizer.quantize_matrices(matrices, groups, True, keep, scales)
+        if keep:
+            return out, (out.columnwise, out.scale_inv)
         return out, (*(scales or (None, None)), *weights) if need_input else ()
 
     def recast_weights(self, saved: Any, groups: Groups) -> tuple[torch.Tensor, torch.Tensor]:
@@ -238,6 +244,8 @@ class GroupsCall(NamedTuple):
         return self.shared.backward(lambda: self._recast(saved, None))
 
     def _recast(self, saved: Any, groups: Groups | None) -> tuple[torch.Tensor, torch.Tensor]:
+        if len(saved) == 2:  # kept by forward
+            return tuple(saved)
         scale, scale_inv, *weights = saved
         out = held_copies(weights, self.quantizers, True)
         if out is None:

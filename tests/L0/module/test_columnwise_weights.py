@@ -8,8 +8,9 @@ from layer_kinds import HEADS, with_repeatable_core
 from schemes import SCHEMES
 from torch.utils.checkpoint import checkpoint
 
-from apex_te import fp8_autocast, fp8_model_init
+from apex_te import MoELayer, fp8_autocast, fp8_model_init
 from apex_te.module._core import gemm
+from apex_te.module.grouped import on_device
 from apex_te.module.grouped.linear import GroupedLinear
 from apex_te.module.layer_norm_linear import LayerNormLinear
 from apex_te.module.layer_norm_mlp import LayerNormMLP
@@ -129,19 +130,50 @@ def test_cached_and_held_weights_are_as_without_it(device, recasts, recipe):
     assert_equal(train(other, SCHEMES[recipe], device, True), expected)
 
 
-def test_grouped_linear_is_as_without_it(device):
+GROUPS = {
+    "list": lambda device: GroupedLinear(2, WIDTH, WIDTH, device=device),
+    "stack": lambda device: GroupedLinear(2, WIDTH, WIDTH, single_parameter=True, device=device),
+    "experts": lambda device: MoELayer(WIDTH, 2 * WIDTH, 4, device=device),
+}
+
+
+@pytest.mark.parametrize("kind", GROUPS)
+@pytest.mark.parametrize("recipe", SCHEMES)
+def test_groups(device, monkeypatch, recipe, kind):
+    """A stack of weights is cast once, too, and what was saved is a copy for each weight."""
     torch.manual_seed(3)
-    module = GroupedLinear(2, WIDTH, WIDTH, device=device)
-    other = copy.deepcopy(module)
+    module = GROUPS[kind](device)
+    other, casts = copy.deepcopy(module), []
+    original = on_device.GroupsCall._recast
 
-    def grads(m, keep):
-        x = torch.ones(32, WIDTH, device=device).requires_grad_()
-        recipe = SCHEMES["delayed"]
-        with fp8_autocast(fp8_recipe=recipe, keep_columnwise_weights=keep):
-            m(x, [16, 16]).square().sum().backward()
-        return [x.grad, *(p.grad for p in m.parameters())]
+    def counting(call, saved, groups):
+        casts.append(len(saved) > 2)
+        return original(call, saved, groups)
 
-    assert_equal(grads(other, True), grads(module, False))
+    monkeypatch.setattr(on_device.GroupsCall, "_recast", counting)
+    given = () if isinstance(module, MoELayer) else ([9, 7],)
+
+    def results(m, keep):
+        found = []
+        for step in range(3):
+            x = torch.arange(16 * WIDTH, device=device).view(16, WIDTH).sin() * (step + 1)
+            x.requires_grad_()
+            m.zero_grad()
+            with fp8_autocast(fp8_recipe=SCHEMES[recipe], keep_columnwise_weights=keep):
+                out = m(x, *given)
+            out.square().sum().backward()
+            found += [out, x.grad, *(p.grad for p in m.parameters())]
+        return [t.detach().clone() for t in found]
+
+    expected = results(module, False)
+    count = len(casts)
+    assert all(casts)
+    casts.clear()
+    assert_equal(results(other, True), expected)
+    assert len(casts) == count
+    assert not any(casts)
+    if kind != "list" and recipe in ("delayed", "tensorwise", "blockwise"):
+        assert count
 
 
 def test_only_the_columnwise_copy_is_held(device):
