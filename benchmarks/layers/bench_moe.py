@@ -157,16 +157,6 @@ def converted(hidden: int, ffn: int, count: int) -> tuple[Any, list[torch.Tensor
     return lambda x, index, probs, _: layer(x, index, probs), list(layer.parameters())
 
 
-def peak_gib(call: Callable[[], None]) -> float:
-    call()
-    torch.cuda.synchronize()
-    torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()
-    call()
-    torch.cuda.synchronize()
-    return (torch.cuda.max_memory_allocated() - before) / 2**30
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
     parser.add_argument("--recipes", nargs="*", default=list(RECIPES), choices=list(RECIPES))
@@ -197,7 +187,7 @@ def main() -> None:
                     "ms": each["us"] / 1e3,
                     "over torch bf16": times[0]["us"] / each["us"],
                     "host ms": harness.host_us(call, calls=10, rounds=3) / 1e3,
-                    "peak GiB above": peak_gib(call),
+                    "peak GiB above": harness.peak_gib(call),
                 }
             )
     harness.report("moe_block", rows, sm_clock_mhz=f"{clock} to {harness.sm_clock_mhz()}")
