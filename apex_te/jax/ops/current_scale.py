@@ -50,7 +50,6 @@ def current_scale(
 ) -> CurrentScaleOutput:
     """Quantizes q = saturating_cast(float(x) * scale), scale = fp8_max / max |x|.
 
-    Arguments, results and errors are as in ``apex_te.ops.current_scale.current_scale``;
     ``flatten_axis`` is as in ``cast_transpose``.
     """
     dtype = _checks.fp8_dtype_of("current_scale", fp8_dtype, fnuz=True)
@@ -104,10 +103,7 @@ def from_amax(
 def scale_of(
     amax: jax.Array, fp8_dtype: Any, *, eps: float = 0.0, pow2: bool = False
 ) -> tuple[jax.Array, jax.Array]:
-    """Computes the scale that ``current_scale`` computes from ``amax``, and scale_inv.
-
-    Arguments, results and errors are those of ``apex_te.ops.current_scale.scale_of``.
-    """
+    """Computes the scale that ``current_scale`` computes from ``amax``, and scale_inv."""
     dtype = _checks.fp8_dtype_of("current_scale", fp8_dtype, fnuz=True)
     amax = _checks.is_scalar("current_scale_cast", "amax", amax)
 

@@ -24,10 +24,7 @@ _OP = "qkv_cast"
 
 
 class QkvGradOutput(NamedTuple):
-    """FP8 data of a projection's output gradient.
-
-    The fields are those of ``apex_te.ops.qkv_cast.QkvGradOutput``.
-    """
+    """FP8 data of a projection's output gradient."""
 
     output: FP8Output
     dbias: jax.Array | None
@@ -46,9 +43,8 @@ def qkv_cast_weight(
 ) -> FP8Output:
     """Casts an interleaved weight as ``cast_transpose`` does, and sorts the rowwise copy's rows.
 
-    Arguments, results and errors are as in ``apex_te.ops.qkv_cast.qkv_cast_weight``; the result's
-    ``amax`` is the maximum of the given one and max |weight|. The columns may be sharded over
-    devices.
+    The result's ``amax`` is the maximum of the given one and max |weight|. The columns may be
+    sharded over devices.
     """
     name = "qkv_cast_weight"
     dtype = _checks.fp8_dtype_of(name, fp8_dtype, fnuz=True)
@@ -88,9 +84,8 @@ def qkv_cast_grad(
 ) -> QkvGradOutput:
     """Joins the gradients of queries, keys and values and casts them as ``cast_transpose`` does.
 
-    Arguments, results and errors are as in ``apex_te.ops.qkv_cast.qkv_cast_grad``; the result's
-    ``amax`` is the maximum of the given one and the gradient's magnitudes. Tokens may be sharded
-    over devices.
+    The result's ``amax`` is the maximum of the given one and the gradient's magnitudes. Tokens may
+    be sharded over devices.
     """
     name = "qkv_cast_grad"
     dtype = _checks.fp8_dtype_of(name, fp8_dtype, fnuz=True)
