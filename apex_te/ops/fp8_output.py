@@ -49,10 +49,7 @@ def check_fp8_dtype(op: str, fp8_dtype: torch.dtype, fnuz: bool = False) -> None
 
 
 def check_out_dtype(
-    op: str,
-    fp8_dtype: torch.dtype,
-    rowwise: torch.Tensor | None,
-    columnwise: torch.Tensor | None,
+    op: str, fp8_dtype: torch.dtype, rowwise: torch.Tensor | None, columnwise: torch.Tensor | None
 ) -> None:
     """Raises TypeError unless each output has ``fp8_dtype`` or is None.
 

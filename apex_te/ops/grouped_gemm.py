@@ -24,14 +24,7 @@ from ..runtime.tracing import is_traced
 from . import product_count
 from .binding import Launch, bind, check_dense, checked, note_written
 from .block_quantize import block_dequantize
-from .grouped_quantize import (
-    ALIGN,
-    Groups,
-    block_values_of_columns,
-    check_rows,
-    decode,
-    scale_rows,
-)
+from .grouped_quantize import ALIGN, Groups, block_values_of_columns, check_rows, decode, scale_rows
 
 __all__ = [
     "block_contract_groups",
@@ -141,10 +134,7 @@ def _multiply_values(a: torch.Tensor, b: torch.Tensor, ends: torch.Tensor) -> to
 
 @checked
 def contract_groups(
-    a: torch.Tensor,
-    b: torch.Tensor,
-    groups: Groups,
-    wide: bool = False,
+    a: torch.Tensor, b: torch.Tensor, groups: Groups, wide: bool = False
 ) -> torch.Tensor:
     """Multiplies each group's slices of two matrices: ``out[g] = a[:, i:j] @ b[i:j]``.
 

@@ -185,11 +185,7 @@ def _check_cuda(owner: str, device: Any) -> None:
 
 _C = TypeVar("_C", bound=type)
 # Former names, which go with the next release.
-_KEYWORDS = {
-    "codes": "fp8_data",
-    "out_transposed": "out_columnwise",
-    "transposed": "columnwise",
-}
+_KEYWORDS = {"codes": "fp8_data", "out_transposed": "out_columnwise", "transposed": "columnwise"}
 
 
 def _warn(former: str, name: str, stacklevel: int) -> None:

@@ -81,12 +81,7 @@ def _fwd(p: float, x: Any, bias: Any, residual: Any, seed: Any) -> jax.Array:
 
 @checked
 def bias_dropout_add_bwd(
-    dout: jax.Array,
-    seed: jax.Array | None,
-    p: float,
-    *,
-    x_dtype: Any,
-    bias_dtype: Any = None,
+    dout: jax.Array, seed: jax.Array | None, p: float, *, x_dtype: Any, bias_dtype: Any = None
 ) -> tuple[jax.Array | None, jax.Array | None]:
     """Computes the gradients of ``bias_dropout_add`` with respect to x and bias.
 

@@ -14,13 +14,7 @@ from ._contract import local_call, run
 from ._rows import rowwise as over_rows
 from .fp8_output import sides, wanted
 
-__all__ = [
-    "CurrentScaleOutput",
-    "current_scale",
-    "local_amax",
-    "scale_of",
-    "tensor_amax",
-]
+__all__ = ["CurrentScaleOutput", "current_scale", "local_amax", "scale_of", "tensor_amax"]
 
 
 class CurrentScaleOutput(NamedTuple):

@@ -18,12 +18,7 @@ from . import _checks
 from ._checked import checked
 from .grouped_quantize import ALIGN, Groups, check_rows, decode, scale_rows
 
-__all__ = [
-    "contract_groups",
-    "multiply_groups",
-    "scaled_contract_groups",
-    "scaled_multiply_groups",
-]
+__all__ = ["contract_groups", "multiply_groups", "scaled_contract_groups", "scaled_multiply_groups"]
 
 _GROUPED_FP8 = (9, 0)
 _S = jax.ShapeDtypeStruct

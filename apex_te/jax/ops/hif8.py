@@ -18,15 +18,7 @@ from ._contract import local_call, run
 from .current_scale import from_amax
 from .fp8_output import sides, wanted
 
-__all__ = [
-    "HIF8_15",
-    "HIF8_224",
-    "HiF8Output",
-    "decode",
-    "encode",
-    "quantize",
-    "quantize_current",
-]
+__all__ = ["HIF8_15", "HIF8_224", "HiF8Output", "decode", "encode", "quantize", "quantize_current"]
 
 # Values that MindSpeed scales an amax to, in the range of 3-bit mantissas and of 2-bit ones.
 HIF8_15 = 15.0

@@ -314,9 +314,7 @@ def _check_differentiable(op: str, inp: jax.Array) -> None:
 
 @checked
 def permute_bwd(
-    grad_permuted: jax.Array,
-    row_id_map: jax.Array,
-    grad_permuted_probs: jax.Array | None = None,
+    grad_permuted: jax.Array, row_id_map: jax.Array, grad_permuted_probs: jax.Array | None = None
 ) -> tuple[jax.Array, jax.Array | None]:
     """Computes the gradients of ``permute``."""
     made = _summed(grad_permuted, row_id_map, None, grad_permuted_probs)

@@ -10,15 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from ..ops import multi_tensor_optim
-from .leaves import (
-    master_weights_of,
-    next_count,
-    number,
-    rate_at,
-    updated,
-    with_dtypes,
-    zeros_of,
-)
+from .leaves import master_weights_of, next_count, number, rate_at, updated, with_dtypes, zeros_of
 from .transformation import FusedTransformation
 
 __all__ = ["FusedAdamState", "fused_adam", "moments_transformation"]

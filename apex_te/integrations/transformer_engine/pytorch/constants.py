@@ -66,12 +66,7 @@ FP8FwdTensorIdx = SimpleNamespace(
     GEMM3_OUTPUT=8,
 )
 FP8BwdTensorIdx = SimpleNamespace(
-    GRAD_OUTPUT1=0,
-    GRAD_INPUT1=1,
-    GRAD_OUTPUT2=2,
-    GRAD_INPUT2=3,
-    GRAD_OUTPUT3=4,
-    GRAD_INPUT3=5,
+    GRAD_OUTPUT1=0, GRAD_INPUT1=1, GRAD_OUTPUT2=2, GRAD_INPUT2=3, GRAD_OUTPUT3=4, GRAD_INPUT3=5
 )
 
 AttnMaskTypes = (
