@@ -18,15 +18,9 @@ from ..runtime.named_arguments import named_arguments
 from .capture import Capture, fp8_modules, no_collection, preserved, substituted
 
 __all__ = [
-    "GraphedForward",
-    "capture_in_order",
-    "check_module",
-    "check_modules",
-    "check_options",
-    "check_surroundings",
-    "device_of",
-    "make_graphed_callables",
-]
+    "GraphedForward", "capture_in_order", "check_module", "check_modules", "check_options",
+    "check_surroundings", "device_of", "make_graphed_callables",
+]  # fmt: skip
 
 _NAME = "make_graphed_callables"
 

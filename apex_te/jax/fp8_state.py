@@ -23,13 +23,9 @@ from .region import get_delayed_scaling
 
 FP8_COLLECTION_NAME = "fp8_metas"
 TENSORS = (
-    "scale_fwd",
-    "scale_inv_fwd",
-    "amax_history_fwd",
-    "scale_bwd",
-    "scale_inv_bwd",
+    "scale_fwd", "scale_inv_fwd", "amax_history_fwd", "scale_bwd", "scale_inv_bwd",
     "amax_history_bwd",
-)
+)  # fmt: skip
 
 
 def initial(recipe: DelayedScaling, gemms: int = 1) -> dict[str, jax.Array]:

@@ -27,16 +27,10 @@ from .block_quantize import block_dequantize
 from .grouped_quantize import ALIGN, Groups, block_values_of_columns, check_rows, decode, scale_rows
 
 __all__ = [
-    "block_contract_groups",
-    "block_multiply_groups",
-    "contract_groups",
-    "has_grouped_fp8",
-    "has_grouped_products",
-    "multiplies_codes",
-    "multiply_groups",
-    "scaled_contract_groups",
+    "block_contract_groups", "block_multiply_groups", "contract_groups", "has_grouped_fp8",
+    "has_grouped_products", "multiplies_codes", "multiply_groups", "scaled_contract_groups",
     "scaled_multiply_groups",
-]
+]  # fmt: skip
 
 _BLOCK = 128
 _GROUPED = ((9, 0), (10, 0))

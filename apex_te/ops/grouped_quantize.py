@@ -19,26 +19,11 @@ from .binding import bind, checked, note_written
 from .block_quantize import block_quantize, scale_shape
 
 __all__ = [
-    "ALIGN",
-    "GroupedOutput",
-    "Groups",
-    "allocate",
-    "allocate_blocks",
-    "block_quantize_groups",
-    "block_quantize_matrices",
-    "block_values_of_columns",
-    "check_rows",
-    "column_sums",
-    "decode",
-    "finish_rows",
-    "first_scales",
-    "groups_of",
-    "quantize_groups",
-    "quantize_matrices",
-    "scale_rows",
-    "scales_of",
-    "zero_unused",
-]
+    "ALIGN", "GroupedOutput", "Groups", "allocate", "allocate_blocks", "block_quantize_groups",
+    "block_quantize_matrices", "block_values_of_columns", "check_rows", "column_sums", "decode",
+    "finish_rows", "first_scales", "groups_of", "quantize_groups", "quantize_matrices",
+    "scale_rows", "scales_of", "zero_unused",
+]  # fmt: skip
 
 ALIGN = 16  # a group's columns in the columnwise copy (csrc/grouped_quantize/grouped_quantize.h)
 

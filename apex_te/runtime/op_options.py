@@ -9,20 +9,10 @@ from __future__ import annotations
 from typing import NamedTuple
 
 __all__ = [
-    "ACTIVATIONS",
-    "BLOCK_SCALES",
-    "GATE",
-    "KINDS",
-    "SWISH",
-    "ClampedSwiglu",
-    "activation_number",
-    "block_scales",
-    "gate_arguments",
-    "gated_activation_number",
-    "is_most_recent",
-    "is_tanh",
+    "ACTIVATIONS", "BLOCK_SCALES", "GATE", "KINDS", "SWISH", "ClampedSwiglu", "activation_number",
+    "block_scales", "gate_arguments", "gated_activation_number", "is_most_recent", "is_tanh",
     "scales_number",
-]
+]  # fmt: skip
 
 # Activation functions of one input, in the order of csrc/common/activation/functions.h.
 KINDS = ("gelu", "gelu_erf", "quick_gelu", "relu", "squared_relu", "silu")

@@ -15,13 +15,9 @@ from ._gradient import materialised
 from .fp8_output import FP8Output, cast_of_activation
 
 __all__ = [
-    "KINDS",
-    "activation",
-    "activation_bwd",
-    "activation_bwd_fp8",
-    "activation_fwd",
+    "KINDS", "activation", "activation_bwd", "activation_bwd_fp8", "activation_fwd",
     "activation_fwd_fp8",
-]
+]  # fmt: skip
 
 
 @checked

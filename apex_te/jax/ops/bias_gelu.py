@@ -15,14 +15,9 @@ from ._gradient import flag, gradient_of, is_wanted, materialised
 from .fp8_output import FP8Output, cast_of_activation
 
 __all__ = [
-    "BiasGeluFP8Grads",
-    "BiasGeluGrads",
-    "bias_gelu",
-    "bias_gelu_bwd",
-    "bias_gelu_bwd_fp8",
-    "bias_gelu_fwd",
-    "bias_gelu_fwd_fp8",
-]
+    "BiasGeluFP8Grads", "BiasGeluGrads", "bias_gelu", "bias_gelu_bwd", "bias_gelu_bwd_fp8",
+    "bias_gelu_fwd", "bias_gelu_fwd_fp8",
+]  # fmt: skip
 
 _OP = "bias_gelu"
 

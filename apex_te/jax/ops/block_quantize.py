@@ -16,15 +16,9 @@ from ._contract import run
 from .fp8_output import sides, wanted
 
 __all__ = [
-    "BlockQuantized",
-    "block_dequantize",
-    "block_quantize",
-    "scale_dims",
-    "scale_shape",
-    "scales_of_matrix",
-    "unpadded",
-    "with_padding",
-]
+    "BlockQuantized", "block_dequantize", "block_quantize", "scale_dims", "scale_shape",
+    "scales_of_matrix", "unpadded", "with_padding",
+]  # fmt: skip
 
 _BLOCK = 128
 _MULTIPLE = 4

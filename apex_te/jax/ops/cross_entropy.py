@@ -20,14 +20,9 @@ from ._contract import run
 from ._gradient import flag, is_wanted, materialised
 
 __all__ = [
-    "REDUCTIONS",
-    "CrossEntropyOutput",
-    "count_valid",
-    "cross_entropy",
-    "cross_entropy_bwd",
-    "cross_entropy_fwd",
-    "sum_losses",
-]
+    "REDUCTIONS", "CrossEntropyOutput", "count_valid", "cross_entropy", "cross_entropy_bwd",
+    "cross_entropy_fwd", "sum_losses",
+]  # fmt: skip
 
 REDUCTIONS = ("mean", "sum", "none")
 _MOST_COLUMNS = 2**31 - 4097

@@ -19,21 +19,10 @@ from ._checked import checked
 from ._contract import whole_call
 
 __all__ = [
-    "ALIGN",
-    "GroupedOutput",
-    "Groups",
-    "check_rows",
-    "column_sums",
-    "decode",
-    "finish_rows",
-    "first_scales",
-    "groups_of",
-    "quantize_groups",
-    "quantize_matrices",
-    "scale_rows",
-    "scales_of",
+    "ALIGN", "GroupedOutput", "Groups", "check_rows", "column_sums", "decode", "finish_rows",
+    "first_scales", "groups_of", "quantize_groups", "quantize_matrices", "scale_rows", "scales_of",
     "zero_unused",
-]
+]  # fmt: skip
 
 # csrc/grouped_quantize/grouped_quantize.h
 ALIGN = 16  # a group's columns in the columnwise copy

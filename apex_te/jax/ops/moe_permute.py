@@ -23,17 +23,9 @@ from ._checked import checked
 from ._gradient import flag, is_wanted, materialised
 
 __all__ = [
-    "MAX_EXPERTS",
-    "RowMap",
-    "make_chunk_map",
-    "make_map",
-    "permute",
-    "permute_bwd",
-    "permute_by",
-    "sort_chunks",
-    "unpermute",
-    "unpermute_bwd",
-]
+    "MAX_EXPERTS", "RowMap", "make_chunk_map", "make_map", "permute", "permute_bwd", "permute_by",
+    "sort_chunks", "unpermute", "unpermute_bwd",
+]  # fmt: skip
 
 # As csrc/moe_permute/moe_permute.h has them.
 MAX_EXPERTS = 1024

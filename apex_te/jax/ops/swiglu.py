@@ -17,16 +17,9 @@ from ._gradient import flag, gradient_of, is_wanted, materialised
 from .fp8_output import FP8Output
 
 __all__ = [
-    "ACTIVATIONS",
-    "ClampedSwiglu",
-    "SwigluFP8Grads",
-    "SwigluGrads",
-    "swiglu",
-    "swiglu_bwd",
-    "swiglu_bwd_fp8",
-    "swiglu_fwd",
-    "swiglu_fwd_fp8",
-]
+    "ACTIVATIONS", "ClampedSwiglu", "SwigluFP8Grads", "SwigluGrads", "swiglu", "swiglu_bwd",
+    "swiglu_bwd_fp8", "swiglu_fwd", "swiglu_fwd_fp8",
+]  # fmt: skip
 
 
 class SwigluGrads(NamedTuple):

@@ -10,18 +10,9 @@ import torch
 from torch import distributed
 
 __all__ = [
-    "AttnBiasTypes",
-    "AttnMaskTypes",
-    "AttnTypes",
-    "DType",
-    "FP8BwdTensorIdx",
-    "FP8FwdTensorIdx",
-    "GemmParallelModes",
-    "LayerTypes",
-    "TE_DType",
-    "TE_DType_To_Torch",
-    "dist_group_type",
-]
+    "AttnBiasTypes", "AttnMaskTypes", "AttnTypes", "DType", "FP8BwdTensorIdx", "FP8FwdTensorIdx",
+    "GemmParallelModes", "LayerTypes", "TE_DType", "TE_DType_To_Torch", "dist_group_type",
+]  # fmt: skip
 
 
 class DType(enum.IntEnum):
@@ -70,14 +61,9 @@ FP8BwdTensorIdx = SimpleNamespace(
 )
 
 AttnMaskTypes = (
-    "no_mask",
-    "padding",
-    "causal",
-    "padding_causal",
-    "causal_bottom_right",
-    "padding_causal_bottom_right",
-    "arbitrary",
-)
+    "no_mask", "padding", "causal", "padding_causal", "causal_bottom_right",
+    "padding_causal_bottom_right", "arbitrary",
+)  # fmt: skip
 AttnTypes = ("self", "cross")
 AttnBiasTypes = ("pre_scale_bias", "post_scale_bias", "no_bias", "alibi")
 LayerTypes = ("encoder", "decoder")
