@@ -119,8 +119,7 @@ def multiplies(a: torch.Tensor, b: torch.Tensor) -> bool:
 def multiply_into(a, b, a_scale_inv, b_scale_inv, out, bias, residual, accumulate, promotion):
     """Computes ``dense_gemm`` into ``out`` without checking the arguments.
 
-    ``promotion`` is the number of products along K whose sum is added in float32; 0 stands for
-    ``use_split_accumulator=False``.
+    ``promotion`` is the number of products along K that are summed before float32; 0: all of K.
     """
     results = out.data_ptr() | (0 if residual is None else residual.data_ptr())
     if multiplies(a, b) and results % 16 == 0:
