@@ -112,11 +112,8 @@ def shared_product(
 ) -> jax.Array:
     """Multiplies sharded operands: each device multiplies its shard; sums over a sharded K follow.
 
-    Args:
-        product: function of a, b, their scales and a dict of bias and c, all as matrices.
-        scales: the scales by name, each with its dimensions in the rule.
-        rest: bias and c by name, if given.
-        inner: number of dimensions that are contracted.
+    ``product`` is a function of a, b, their scales and a dict of bias and c, all as matrices. Each
+    of ``scales`` comes with its dimensions in the rule; ``inner`` dimensions are contracted.
     """
     inputs = {**operands, **{n: x for n, (_, x) in scales.items()}, **rest}
     dims = {

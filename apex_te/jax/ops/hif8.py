@@ -1,9 +1,4 @@
-"""HiF8 (HiFloat8): encodes, decodes, and quantizes a matrix with one scale.
-
-HiF8 data is a uint8 array. A value has up to 3 mantissa bits, the more the nearer its magnitude is
-to 1: magnitudes of 2^-3 to 15 have 3. The largest finite value is 32768, the smallest magnitude
-2^-22. There is no negative zero and one NaN (0x80).
-"""
+"""HiF8 (HiFloat8): encodes, decodes, and quantizes a matrix with one scale; data is uint8."""
 
 from __future__ import annotations
 

@@ -1,11 +1,7 @@
 """Permutes tokens for a mixture of experts: copies them in the order of experts and sums them back.
 
-A token goes to several experts, each of which gets a copy of its row. The permuted matrix has the
-copies in the order of experts. A map, made on the device, tells the row of each copy. ``width``,
-the most copies that a token can have, is the number of experts for a routing map of type "mask",
-and k for type "index". ``probs``, the weights of the copies, are [tokens, width]; permuted they are
-[rows], one for each row of the permuted matrix. In a ``jax.shard_map`` all is done on each device's
-own tokens.
+Maps and shapes are those of ``apex_te.ops.moe_permute``. In a ``jax.shard_map`` all is done on each
+device's own tokens.
 """
 
 from __future__ import annotations

@@ -49,10 +49,7 @@ class AdamStep(NamedTuple):
 class SgdStep(NamedTuple):
     """Arrays after a step of SGD, in the order of the parameters.
 
-    Attributes:
-        params: the parameters.
-        momentums: momentum buffers; empty without momentum.
-        masters: master weights; empty if none were given.
+    ``momentums`` is empty without momentum, ``masters`` if none were given.
     """
 
     params: list[jax.Array]

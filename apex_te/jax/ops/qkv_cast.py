@@ -1,8 +1,6 @@
 """Casts a fused QKV projection's weight, and the gradient of its output, to FP8.
 
-The rows of such a weight are heads. Interleaved they go group by group: the query heads of the
-group, its key head and its value head; else all queries, all keys and all values. A GEMM with
-the weight's rows in the latter order has queries, keys and values that are slices of it.
+Orders of heads are those of ``apex_te.ops.qkv_cast``.
 """
 
 from __future__ import annotations
