@@ -16,14 +16,10 @@ from .ops._permutation_function import Permute, SortChunks, Unpermute, run
 from .ops.binding import checked, needs_autograd
 
 __all__ = [
-    "moe_permute",
-    "moe_permute_and_count",
-    "moe_permute_and_pad_with_probs",
-    "moe_permute_with_probs",
-    "moe_sort_chunks_by_index",
-    "moe_sort_chunks_by_index_with_probs",
+    "moe_permute", "moe_permute_and_count", "moe_permute_and_pad_with_probs",
+    "moe_permute_with_probs", "moe_sort_chunks_by_index", "moe_sort_chunks_by_index_with_probs",
     "moe_unpermute",
-]
+]  # fmt: skip
 
 
 @checked

@@ -15,16 +15,9 @@ from .ops.binding import check_dense, checked
 from .ops.moe_router import RouterOutputs
 
 __all__ = [
-    "AuxScores",
-    "DenseRouting",
-    "Routing",
-    "aux_scores",
-    "load_balance_loss",
-    "router_z_loss",
-    "topk_router",
-    "topk_router_dense",
-    "update_expert_bias",
-]
+    "AuxScores", "DenseRouting", "Routing", "aux_scores", "load_balance_loss", "router_z_loss",
+    "topk_router", "topk_router_dense", "update_expert_bias",
+]  # fmt: skip
 
 
 class Routing(NamedTuple):

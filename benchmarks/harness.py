@@ -21,8 +21,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-from provenance import output_of, provenance
-from result_file import result_text
+from result_file import output_of, provenance, result_text
 
 Row = dict[str, Any]  # of a results file
 Peers = dict[str, Callable[[], Any]]  # other implementations, by name
@@ -165,6 +164,17 @@ def copy_us(num_bytes: int) -> dict[str, float]:
 @functools.cache
 def _ceiling_us(num_bytes: int) -> float:
     return copy_us(num_bytes)["us"]
+
+
+def peak_gib(call: Callable[[], Any]) -> float:
+    """The most that a call holds above what is allocated before it, after a first call."""
+    call()
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    call()
+    torch.cuda.synchronize()
+    return (torch.cuda.max_memory_allocated() - before) / 2**30
 
 
 def normal(*shape: int) -> torch.Tensor:

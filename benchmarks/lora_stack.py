@@ -30,10 +30,7 @@ class Shape(NamedTuple):
     groups: int
 
 
-SHAPES = {
-    "Llama-3-8B": Shape(4096, 14336, 32, 8),
-    "tiny": Shape(64, 192, 4, 2),
-}
+SHAPES = {"Llama-3-8B": Shape(4096, 14336, 32, 8), "tiny": Shape(64, 192, 4, 2)}
 
 
 class LoRALinear(nn.Module):

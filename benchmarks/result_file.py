@@ -1,13 +1,47 @@
-"""JSON text of a results file: a line for each key, and for each row of a list."""
+"""Results files: their origin (date, commit, Python, CPU) and their text, without torch."""
 
 from __future__ import annotations
 
+import datetime
 import json
+import os
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 
+def output_of(*command: str) -> str:
+    """Returns what a command prints, empty if it fails."""
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return ""
+
+
+def cpu_name() -> str:
+    """Returns the CPU's model and the number of CPUs."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return f"{next(names, 'unknown')}, {os.cpu_count()} CPUs"
+
+
+def provenance() -> dict[str, str]:
+    """Returns date, commit, Python and CPU."""
+    return {
+        "date": datetime.date.today().isoformat(),
+        "commit": os.environ.get("APEX_TE_COMMIT")
+        or output_of("git", "rev-parse", "--short", "HEAD"),
+        "python": sys.version.split()[0],
+        "cpu": cpu_name(),
+    }
+
+
 def result_text(content: dict[str, Any]) -> str:
-    """Returns the text of a file in ``benchmarks/results``."""
+    """Returns the JSON text of a results file: a line for each key, and for each row of a list."""
     parts = []
     for key, value in content.items():
         text = json.dumps(value)

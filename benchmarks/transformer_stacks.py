@@ -29,7 +29,9 @@ TRANSFORMER_ENGINE = "Transformer Engine"
 Autocast = Callable[[], contextlib.AbstractContextManager[Any]]
 
 
-def _arguments(hidden: int, ffn: int, heads: int, groups: int, llama: bool) -> dict[str, Any]:
+def _arguments(
+    hidden: int, ffn: int, heads: int, groups: int, llama: bool, **options: Any
+) -> dict[str, Any]:
     """Returns arguments for apex_te's and Transformer Engine's ``TransformerLayer``.
 
     Llama: RMSNorm, SwiGLU, no bias, grouped queries.
@@ -49,11 +51,12 @@ def _arguments(hidden: int, ffn: int, heads: int, groups: int, llama: bool) -> d
         "attn_input_format": "bshd",
         "params_dtype": DTYPE,
         "device": "cuda",
+        **options,
     }
 
 
 def layer(**shape: Any) -> torch.nn.Module:
-    """Makes our layer of a shape of ``SHAPES``."""
+    """Makes our layer of a shape of ``SHAPES``, with other options beside it."""
     torch.manual_seed(0)
     return apex_te.TransformerLayer(**_arguments(**shape))
 
@@ -147,10 +150,7 @@ def our_autocast(scaling: recipe.Recipe | None) -> Autocast:
 
 
 def step(
-    module: torch.nn.Module,
-    autocast: Autocast,
-    size: tuple[int, int, int],
-    **options: Any,
+    module: torch.nn.Module, autocast: Autocast, size: tuple[int, int, int], **options: Any
 ) -> Callable[[], None]:
     """Returns one forward and backward on random data, gradients dropped before.
 

@@ -27,8 +27,7 @@ class Op(NamedTuple):
 
 OPS = {
     "activation": Op(
-        "GeLU, quick GeLU, ReLU, squared ReLU and SiLU, also with FP8 output",
-        cxx_args=_VECTORIZED,
+        "GeLU, quick GeLU, ReLU, squared ReLU and SiLU, also with FP8 output", cxx_args=_VECTORIZED
     ),
     "amax_scale_update": Op(
         "the update, which computes the next step's scales from amax histories"

@@ -14,13 +14,8 @@ from .loss import load_state_dict, master_params, scale_loss, state_dict
 from .scaler import LossScaler
 
 __all__ = [
-    "LossScaler",
-    "initialize",
-    "load_state_dict",
-    "master_params",
-    "scale_loss",
-    "state_dict",
-]
+    "LossScaler", "initialize", "load_state_dict", "master_params", "scale_loss", "state_dict",
+]  # fmt: skip
 
 if not TYPE_CHECKING:  # type checkers know the names above, and no others
     __getattr__, __dir__ = attach(__name__, {})

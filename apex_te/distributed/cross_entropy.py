@@ -85,10 +85,7 @@ def parallel_cross_entropy(
 
 
 def _check(
-    logits: torch.Tensor,
-    target: torch.Tensor,
-    label_smoothing: float,
-    reduction: str,
+    logits: torch.Tensor, target: torch.Tensor, label_smoothing: float, reduction: str
 ) -> None:
     """Raises TypeError or ValueError for wrong arguments of ``parallel_cross_entropy``."""
     for name, value in (("logits", logits), ("target", target)):

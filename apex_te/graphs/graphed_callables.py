@@ -18,15 +18,9 @@ from ..runtime.named_arguments import named_arguments
 from .capture import Capture, fp8_modules, no_collection, preserved, substituted
 
 __all__ = [
-    "GraphedForward",
-    "capture_in_order",
-    "check_module",
-    "check_modules",
-    "check_options",
-    "check_surroundings",
-    "device_of",
-    "make_graphed_callables",
-]
+    "GraphedForward", "capture_in_order", "check_module", "check_modules", "check_options",
+    "check_surroundings", "device_of", "make_graphed_callables",
+]  # fmt: skip
 
 _NAME = "make_graphed_callables"
 
@@ -261,12 +255,10 @@ class GraphedForward:
 
     Attributes:
         first: the graph of the same module's first microbatch; None for that graph itself.
-        replayed: True if the last call, recomputes not counted, replayed the graph; a recompute
-            then does so, too.
+        replayed: True if the last call replayed the graph; a recompute then does so, too.
         first_steps: ``(state, slot)`` of each slot that had its first scale before the capture. If
             a slot needs a first scale again, a call runs eagerly.
         states: the FP8 states and their amax histories, to notice if a state has moved.
-        schedule: checks the order of replays of several microbatches; None with a single one.
     """
 
     def __init__(

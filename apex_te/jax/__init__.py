@@ -22,19 +22,10 @@ from .region import is_fp8_available as is_fp8_available
 NVTE_FP8_COLLECTION_NAME = FP8_COLLECTION_NAME
 ShardingResource = MeshResource
 __all__ = [
-    "FP8_COLLECTION_NAME",
-    "NVTE_FP8_COLLECTION_NAME",
-    "MeshResource",
-    "ShardingResource",
-    "autocast",
-    "fp8_autocast",
-    "get_delayed_scaling",
-    "is_fp8_available",
-    "load",
-    "max_over_uses",
-    "update_collections",
-    "update_fp8_metas",
-]
+    "FP8_COLLECTION_NAME", "NVTE_FP8_COLLECTION_NAME", "MeshResource", "ShardingResource",
+    "autocast", "fp8_autocast", "get_delayed_scaling", "is_fp8_available", "load", "max_over_uses",
+    "update_collections", "update_fp8_metas",
+]  # fmt: skip
 if _typing.TYPE_CHECKING:  # for type checkers, which do not know other names
     from . import attention as attention
     from . import dense as dense

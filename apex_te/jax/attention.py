@@ -46,7 +46,8 @@ def dot_product_attention(
 ) -> jax.Array:
     """Computes softmax(scale * query key^T + bias) value for each head; differentiable.
 
-    The result of a query that sees no key is zero, and so are its gradients.
+    The result of a query that sees no key is zero, and so are its gradients. Further options are
+    those of ``apex_te.jax.flax.DotProductAttention``.
 
     Args:
         query: [b, sq, h, d] float32, float16 or bfloat16.
@@ -54,14 +55,8 @@ def dot_product_attention(
         mask: bool or integer, True = masked out, 4 dimensions that broadcast to [b, h, sq, sk];
             required with the padding types, ignored with the others.
         bias: added to the scores, 4 dimensions that broadcast to [b, h, sq, sk].
-        attn_mask_type: "no_mask", "padding", "causal" or "padding_causal" ("causal_padding"). With
-            the causal types query i sees the keys 0 to ``query_start`` + i.
-        attn_bias_type: "no_bias", "pre_scale_bias" (scaled like the scores) or
-            "post_scale_bias"; None means "post_scale_bias" with a bias, else "no_bias".
+        attn_bias_type: None means "post_scale_bias" with a bias, else "no_bias".
         scale: multiplier of the scores; None means 1 / sqrt(d).
-        window_size: (left, right), numbers of keys before and after its own position that a query
-            sees; -1 means no limit, None no limits.
-        dropout_rate: probability that an attention weight is dropped, below 1.
         dropout_key: random key of the dropout; required with ``dropout_rate`` > 0.
         float32_logits: multiply queries and keys in float32; scores are float32 either way.
         query_start: position of the first query, for calls with a cache of keys.
@@ -70,10 +65,6 @@ def dot_product_attention(
 
     Returns:
         [b, sq, h, dv] in query's dtype.
-
-    Raises:
-        TypeError: an array has a dtype that is not listed.
-        ValueError: a shape or an option does not fit.
     """
     shape = _checked_shapes(query, key, value)
     scale = query.shape[-1] ** -0.5 if scale is None else float(scale)

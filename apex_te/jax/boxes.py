@@ -19,12 +19,9 @@ def unbox(tree: Any) -> Any:
 
 
 def rebox(box: Any, change: Callable[[Any], Any], names: Callable[[tuple[Any, ...]], Any]) -> Any:
-    """Returns a copy of a box with another array and other names of its axes.
+    """Returns a copy of a box with ``change`` of its array and ``names`` of its axes' names.
 
-    Args:
-        box: the box, or an array without a box; the result is then an array, too.
-        change: function that computes the new array from the old one.
-        names: function that computes the axes' new names from the old ones.
+    An array without a box gives an array.
     """
     if not is_box(box):
         return change(box)

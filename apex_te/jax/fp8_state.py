@@ -23,22 +23,13 @@ from .region import get_delayed_scaling
 
 FP8_COLLECTION_NAME = "fp8_metas"
 TENSORS = (
-    "scale_fwd",
-    "scale_inv_fwd",
-    "amax_history_fwd",
-    "scale_bwd",
-    "scale_inv_bwd",
+    "scale_fwd", "scale_inv_fwd", "amax_history_fwd", "scale_bwd", "scale_inv_bwd",
     "amax_history_bwd",
-)
+)  # fmt: skip
 
 
 def initial(recipe: DelayedScaling, gemms: int = 1) -> dict[str, jax.Array]:
-    """Returns the state of a module before its first step: scales 1, histories 0.
-
-    Args:
-        recipe: the recipe, which gives the length of the histories.
-        gemms: number of the module's GEMMs that have a weight.
-    """
+    """Returns the state of ``gemms`` GEMMs with a weight before the first step: scales 1."""
     state = {}
     for way, slots in SLOTS.items():
         count = slots * gemms
@@ -90,12 +81,7 @@ def checked(owner: str, state: Mapping[str, Any], like: Mapping[str, Any]) -> di
 def entered(state: Mapping[str, Any], recipe: DelayedScaling) -> dict[str, Any]:
     """Returns a state whose scales are updated from the recorded amax values, if there are any.
 
-    Args:
-        state: a module's state.
-        recipe: recipe of the region.
-
-    Raises:
-        ValueError: the histories do not have the length that the recipe asks for.
+    Raises ValueError if the histories do not have the length that ``recipe`` asks for.
     """
     state = _of_one_use(state)
     limits = recipe.fp8_format.value
@@ -145,15 +131,11 @@ def as_floats(state: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def cotangent(part: Mapping[str, Any], gemm: int, like: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the gradient with respect to a module's state, as one of its GEMMs contributes it.
+    """Returns the gradient with respect to a module's state, as its GEMM ``gemm`` contributes it.
 
-    The slots of this GEMM have their next state. The other slots are zero, or -inf if
-    ``max_over_uses`` has given ``like`` the dtype whose gradients are combined by maximum.
-
-    Args:
-        part: next state of the GEMM, in the form of ``of_gemm``.
-        gemm: number of the GEMM.
-        like: the module's state.
+    The slots of this GEMM have their next state ``part``, in the form of ``of_gemm``. The other
+    slots are zero, or -inf if ``max_over_uses`` has given the state ``like`` the dtype whose
+    gradients are combined by maximum.
     """
     found = {}
     for name, leaf in like.items():

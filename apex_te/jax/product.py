@@ -88,10 +88,8 @@ class Product:
     ) -> tuple[jax.Array, Quantized, Quantized]:
         """Returns the output [..., out...] in the kernel's dtype, and the casts of x and kernel.
 
-        Args:
-            x: [..., in], or the op that computes it.
-            kernel, bias: [in, out...] and [out...].
-            for_dx, for_dkernel: make the copies that the gradients of x and of the kernel need.
+        ``x`` [..., in] may be the op that computes it. ``for_dx`` and ``for_dkernel`` make the
+        copies that the gradients of x and of the kernel need.
         """
         qx = self._cast(
             x, "input", -1, self._scale(part, "fwd", _INPUT), rowwise=True, columnwise=for_dkernel
@@ -122,9 +120,8 @@ class Product:
     ) -> tuple[Quantized, dict[str, Any] | None]:
         """Returns the cast of the output's gradient, and ``part`` with its amax recorded.
 
-        Args:
-            dy: [..., out...], or the op that computes it, which has its own ``with_dbias``.
-            columns: number of dimensions of "out".
+        ``dy`` [..., out...] may be the op that computes it, which has its own ``with_dbias``;
+        ``columns`` is the number of dimensions of "out".
         """
         options = {} if isinstance(dy, FusedCast) else {"with_dbias": with_dbias}
         qdy = self._cast(

@@ -16,18 +16,7 @@ from .stacked_layers import stack_layers, unstack_layers
 from .torch_state_dict import from_torch, to_torch
 
 __all__ = [
-    "FP8_COLLECTION_NAME",
-    "TENSORS",
-    "as_floats",
-    "cotangent",
-    "entered",
-    "from_torch",
-    "initial",
-    "max_over_uses",
-    "of_gemm",
-    "stack_layers",
-    "to_torch",
-    "unstack_layers",
-    "update_collections",
+    "FP8_COLLECTION_NAME", "TENSORS", "as_floats", "cotangent", "entered", "from_torch", "initial",
+    "max_over_uses", "of_gemm", "stack_layers", "to_torch", "unstack_layers", "update_collections",
     "update_fp8_metas",
-]
+]  # fmt: skip

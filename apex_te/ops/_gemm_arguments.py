@@ -10,34 +10,18 @@ _E5M2 = (torch.float8_e5m2, torch.float8_e5m2fnuz)
 
 
 def bias_dtype(out_dtype: torch.dtype) -> torch.dtype:
-    """Returns the dtype of the bias for a GEMM whose output has ``out_dtype``.
+    """Returns a GEMM's bias dtype: bfloat16 for a float32 output, else that of the output.
 
-    This is ``out_dtype``, but bfloat16 for a float32 output. cuBLASLt's FP8 GEMMs support no other
-    dtype of the bias, and the GEMMs of all formats follow this rule.
+    cuBLASLt's FP8 GEMMs support no other dtype; the GEMMs of all formats follow this rule.
     """
     return torch.bfloat16 if out_dtype is torch.float32 else out_dtype
 
 
 def prepare(name, a, b, out, out_dtype, bias, accumulate, spare=0):
-    """Checks the arguments of a GEMM, allocates its output and converts its bias.
+    """Checks the arguments of the GEMM ``name`` of [M, K] and [N, K], and allocates its output.
 
-    Args:
-        name: name of the GEMM's function, for errors.
-        a: [M, K].
-        b: [N, K].
-        out: [M, N] to write, or None for a new tensor.
-        out_dtype: dtype of a new output.
-        bias: [N] or None.
-        accumulate: the GEMM will add to ``out``, which must then be given.
-        spare: number of rows of a new output in addition to M.
-
-    Returns:
-        ``(out, bias)``: ``out`` or a new tensor [M + spare, N]; the bias in ``bias_dtype`` or None.
-
-    Raises:
-        TypeError: ``bias`` is complex.
-        ValueError: shapes do not match, or ``accumulate`` is True without ``out``.
-        NotImplementedError: both operands are E5M2.
+    With ``accumulate`` ``out`` must be given; a new output has ``spare`` rows in addition to M.
+    Returns ``(out, bias)``, the bias [N] in ``bias_dtype`` or None.
     """
     if a.dim() != 2 or b.dim() != 2 or a.shape[1] != b.shape[1]:
         raise ValueError(
@@ -62,17 +46,9 @@ def prepare(name, a, b, out, out_dtype, bias, accumulate, spare=0):
 
 
 def check_addend(name, c, out, accumulate, gelu):
-    """Checks the argument ``c`` of a GEMM, a tensor that is added to its result.
+    """Checks ``c``, which a GEMM adds to its result, against ``out``, whose values are not read.
 
-    Args:
-        name: name of the GEMM's function, for errors.
-        c: the tensor, which must have the output's shape and dtype.
-        out: the output [M, N], whose values are not read.
-        accumulate, gelu: the GEMM's options, neither of which may be True with ``c``.
-
-    Raises:
-        TypeError: ``c`` does not have the dtype of ``out``.
-        ValueError: ``c`` does not have the shape of ``out``, or ``accumulate`` or ``gelu`` is True.
+    ``accumulate`` and ``gelu`` must be False with ``c``.
     """
     for option, given in (("accumulate", accumulate), ("gelu", gelu)):
         if given:

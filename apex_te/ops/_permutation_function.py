@@ -113,11 +113,7 @@ class Unpermute(OpFunction):
 
 
 class SortChunks(OpFunction):
-    """Autograd function that reorders chunks of rows and of their probs.
-
-    Its forward takes rows [rows, hidden], probs [rows] or None, and ``split_sizes`` and
-    ``sorted_index`` of ``moe_permute.make_chunk_map``; it returns the reordered rows and probs.
-    """
+    """Autograd function that reorders chunks of rows [rows, hidden] and their probs [rows]."""
 
     LABEL = "moe_sort_chunks"
 

@@ -119,11 +119,7 @@ def reference(
     algo: str = "max",
     pow2: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Computes the update of one history [length, slots] in plain PyTorch.
-
-    Returns:
-        New tensors (history [length, slots], scale [slots]).
-    """
+    """Computes the update of one history in plain PyTorch; returns new (history, scale)."""
     history, scale = history.clone(), scale.clone()
     for slot in range(history.shape[1]):
         column = history[:, slot].clone()

@@ -199,11 +199,7 @@ def reference(
 
 
 def drop_threshold(p: float) -> int:
-    """Returns the bound, 1 to 65535, below which a random 16-bit value drops its element.
-
-    Args:
-        p: probability of an element to be dropped, above 0 and below 1.
-    """
+    """Returns the bound, 1 to 65535, below which a random 16-bit value drops its element."""
     return min(max(math.floor(p * 65536 + 0.5), 1), 65535)
 
 

@@ -49,12 +49,7 @@ _functions: dict[str, Any] = {}
 
 
 def launch_of(name: str, args: Sequence[Any]) -> Launch | None:
-    """Returns the one C call that a registered op makes for ``args``; None if it does more.
-
-    Args:
-        name: the op's name without its namespace.
-        args: the op's arguments by position.
-    """
+    """Returns the one C call that op ``name`` makes for ``args``; None if it does more."""
     launch = _launches.get(name)
     return None if launch is None else launch(*args)
 
@@ -109,22 +104,12 @@ def bind(
     without: Sequence[str] = (),
     launch: Callable[..., Launch | None] | None = None,
 ) -> Callable[..., None]:
-    """Registers a C function of an op with ``torch.library`` and returns a callable for it.
+    """Registers a C function of an op with ``torch.library``; returns a callable that returns None.
 
-    Args:
-        op: name of the op, such as "rms_norm", whose library has the function.
-        name: name of a function that the op's header declares, or a whole torch.library schema.
-        function: Python function to call instead of the C function; it calls the C function itself.
-        without: parameters of the C function that ``function`` supplies; the registered schema
-            omits them.
-        launch: function that returns the ``Launch`` for the arguments of ``function``, or None
-            if ``function`` does more than launch one kernel.
-
-    Returns:
-        A callable that takes the arguments by position and returns None.
-
-    Raises:
-        AttributeError: the header declares no function of that name.
+    It takes arguments by position. ``name`` is a function that the op's header declares, or a whole
+    schema. ``function`` is called instead of the C function, which it calls itself; the registered
+    schema omits the parameters ``without``, which ``function`` supplies. ``launch`` returns the
+    ``Launch`` for the arguments of ``function``, or None if that does more than launch one kernel.
     """
     schema = name if "(" in name else _schema(name, signature(op, name), without)
     short = schema.partition("(")[0]
@@ -137,16 +122,9 @@ def bind(
 
 
 def bind_call(schema: str, function: Callable[..., None]) -> Callable[..., None]:
-    """Registers a Python function as the op that a torch.library schema describes.
+    """Registers a Python function as the op of a torch.library schema that ends in ``-> ()``.
 
-    Unlike ``bind``, it takes no signature from a C header.
-
-    Args:
-        schema: torch.library schema that ends in ``-> ()``.
-        function: takes the schema's arguments by position and writes its results into them.
-
-    Returns:
-        A callable that takes the same arguments as ``function`` and returns None.
+    ``function`` takes the schema's arguments by position and writes its results into them.
     """
     return _bind(schema, SimpleNamespace(**{schema.partition("(")[0]: function}))
 
@@ -250,12 +228,9 @@ def _is_fake(t: torch.Tensor) -> bool:
 
 
 def note_written(*tensors: torch.Tensor | None) -> None:
-    """Increments the version counters of tensors that an op has overwritten, for autograd.
+    """Increments version counters of tensors (or None) that an op has overwritten, for autograd.
 
     Under torch.compile it does nothing, since torch derives writes from the op's schema.
-
-    Args:
-        tensors: the written tensors; None is skipped.
     """
     given = [t for t in tensors if t is not None]
     if given and not is_compiling():
@@ -271,13 +246,9 @@ def unwrapped(value: Any) -> Any:
 
 
 def eager_apply(cls: Any, *args: Any) -> Any:
-    """Calls an autograd function like ``torch.autograd.Function.apply`` in half the host time.
+    """Calls an ``OpFunction`` like ``torch.autograd.Function.apply`` in half the host time.
 
     The caller must have checked that no transform of torch.func is active.
-
-    Args:
-        cls: the ``OpFunction``.
-        args: the arguments of its ``forward``.
     """
     return cls.direct(*[unwrap_if_dead(a) if isinstance(a, torch.Tensor) else a for a in args])
 
@@ -364,11 +335,7 @@ class OpFunction(torch.autograd.Function):
     def apply(cls, *args: Any) -> Any:
         """Calls the function with its forward's arguments, also under torch.func's transforms.
 
-        Returns:
-            The outputs of the subclass's ``forward``.
-
-        Raises:
-            NotImplementedError: an argument has a forward-mode tangent.
+        Raises NotImplementedError if an argument has a forward-mode tangent.
         """
         # torch.compile does not call this method: it traces forward and backward itself.
         if transforms_active() or forward_ad._current_level >= 0:
@@ -387,9 +354,6 @@ def second_backward_is_refused(ctx: Any) -> bool:
     check if hooks such as ``torch.autograd.graph.save_on_cpu`` unpack the saved tensors, or under
     torch.func's transforms, whose ``vjp`` function may be called repeatedly. In these cases the
     result is False, and backward must copy saved tensors instead of overwriting them.
-
-    Args:
-        ctx: context of the forward that is running.
     """
     if torch.compiler.is_compiling():  # a compiler makes functions of its own without writes
         return True
@@ -442,17 +406,9 @@ def checked(function: _F) -> _F:
 
 
 def check_dense(owner: str, **tensors: torch.Tensor | None) -> None:
-    """Checks tensors that a function passes to torch, where none of the kernels checks them.
+    """Checks tensors of ``owner`` that no kernel checks: dense, of a real dtype, on one device.
 
-    In a compiled region it does nothing, because torch checks them there.
-
-    Args:
-        owner: name of the function, for errors.
-        tensors: arguments of the function by name; None for one that is not given.
-
-    Raises:
-        TypeError: an argument is not a dense tensor with a real dtype.
-        ValueError: the given tensors are on different devices.
+    None is skipped. In a compiled region it does nothing, because torch checks them there.
     """
     if torch.compiler.is_compiling():
         return  # a compiler refuses layouts in a backward, and traces tensors that it checks itself
@@ -472,12 +428,7 @@ def check_dense(owner: str, **tensors: torch.Tensor | None) -> None:
 
 
 def under_name(owner: str, error: Exception) -> Exception:
-    """Returns the error of an op that ran in place of ``owner``, with ``owner`` as the op's name.
-
-    Args:
-        owner: the op that the user called.
-        error: error about an argument that both ops have.
-    """
+    """Returns the error of an op that ran in place of ``owner``, which it then names as the op."""
     text = str(error)
     own = _OWN_ERROR.match(text)
     return type(error)(f"{owner}: {text[own.end() if own else 0 :]}")

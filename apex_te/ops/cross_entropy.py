@@ -293,11 +293,7 @@ def reference(
     ignore_index: int = -100,
     label_smoothing: float = 0.0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Computes unreduced losses and their gradients in plain PyTorch in the logits' dtype.
-
-    Returns:
-        (losses [...], gradients of the logits [..., V]).
-    """
+    """Computes unreduced losses and the logits' gradients in plain PyTorch, in their dtype."""
     columns = logits.shape[-1]
     log_p = torch.log_softmax(logits, dim=-1)
     ignored = target == ignore_index

@@ -1,4 +1,9 @@
-"""FP8 GEMMs by the suite's own kernel for sm_90; by ``fp8_gemm`` on other devices."""
+"""FP8 GEMMs by the suite's own kernel for sm_90; by ``fp8_gemm`` on other devices.
+
+Modules multiply by ``fp8_gemm``: on an H200 under load, for the GEMMs of Llama-3-8B's and GPT's
+layers, this kernel reached 0.95 of the speed of cuBLASLt's best algorithm with fast sums (at least
+0.91), and 0.985 with split ones (2026-11-22). Its gain is in what ``dense_gemm_swiglu`` fuses.
+"""
 
 from __future__ import annotations
 
@@ -114,8 +119,7 @@ def multiplies(a: torch.Tensor, b: torch.Tensor) -> bool:
 def multiply_into(a, b, a_scale_inv, b_scale_inv, out, bias, residual, accumulate, promotion):
     """Computes ``dense_gemm`` into ``out`` without checking the arguments.
 
-    ``promotion`` is the number of products along K whose sum is added in float32; 0 stands for
-    ``use_split_accumulator=False``.
+    ``promotion`` is the number of products along K that are summed before float32; 0: all of K.
     """
     results = out.data_ptr() | (0 if residual is None else residual.data_ptr())
     if multiplies(a, b) and results % 16 == 0:

@@ -260,17 +260,7 @@ def _run_bwd(
     )  # fmt: skip
     if act_columnwise is not None:
         swiglu.fwd_fp8_into(
-            hidden,
-            None,
-            None,
-            None,
-            act_scale,
-            None,
-            act_columnwise,
-            None,
-            None,
-            code,
-            *_UNUSED,
+            hidden, None, None, None, act_scale, None, act_columnwise, None, None, code, *_UNUSED
         )
 
 

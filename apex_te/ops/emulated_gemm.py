@@ -239,6 +239,5 @@ _multiply = bind_call(
 )
 
 __getattr__ = find_former_functions(
-    __name__,
-    {"decoded_block_gemm": "emulated_block_gemm", "decoded_fp8_gemm": "emulated_fp8_gemm"},
+    __name__, {"decoded_block_gemm": "emulated_block_gemm", "decoded_fp8_gemm": "emulated_fp8_gemm"}
 )

@@ -37,11 +37,7 @@ class FP8Output(NamedTuple):
 
 
 def check_fp8_dtype(op: str, fp8_dtype: torch.dtype, fnuz: bool = False) -> None:
-    """Raises TypeError unless an op supports ``fp8_dtype``.
-
-    It supports float8_e4m3fn and float8_e5m2, and with ``fnuz`` also the fnuz forms of both.
-    ``op`` is the op's name, for the error.
-    """
+    """Raises TypeError unless ``fp8_dtype`` is e4m3fn or e5m2, or with ``fnuz`` a fnuz form."""
     if fp8_dtype in FP8_DTYPES or (fnuz and fp8_dtype in FNUZ_DTYPES):
         return
     forms = " or their fnuz forms" if fnuz else ""
@@ -49,10 +45,7 @@ def check_fp8_dtype(op: str, fp8_dtype: torch.dtype, fnuz: bool = False) -> None
 
 
 def check_out_dtype(
-    op: str,
-    fp8_dtype: torch.dtype,
-    rowwise: torch.Tensor | None,
-    columnwise: torch.Tensor | None,
+    op: str, fp8_dtype: torch.dtype, rowwise: torch.Tensor | None, columnwise: torch.Tensor | None
 ) -> None:
     """Raises TypeError unless each output has ``fp8_dtype`` or is None.
 

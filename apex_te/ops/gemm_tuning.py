@@ -52,13 +52,9 @@ _tables: dict[int, dict[str, int]] = {}
 def algorithm(key: str, device: torch.device, launch: Callable[[int], None]) -> int:
     """Returns the position of the stored or fastest algorithm among the heuristic's proposals.
 
-    What is timed is stored. During capture and in backward nothing can be timed: without a stored
-    choice the result is 0, the first proposal.
-
-    Args:
-        key: text that identifies the GEMM: sizes, dtypes, epilogue, accumulation.
-        launch: runs the GEMM on scratch outputs with the algorithm of a given number; raises
-            NotImplementedError if there is no such algorithm.
+    What is timed is stored by ``key``: sizes, dtypes, epilogue, accumulation. During capture and in
+    backward nothing can be timed: without a stored choice the result is 0, the first proposal.
+    ``launch`` runs an algorithm, by its number, on scratch outputs, or raises NotImplementedError.
     """
     index = device.index if device.index is not None else torch.cuda.current_device()
     table = _tables.get(index)

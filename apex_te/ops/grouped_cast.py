@@ -22,13 +22,7 @@ from .binding import bind, check_dense, checked, note_written
 from .fp8_output import check_fp8_dtype, contiguous_matrix
 from .grouped_quantize import ALIGN, GroupedOutput, Groups
 
-__all__ = [
-    "Gated",
-    "GatedGradient",
-    "Gather",
-    "block_quantize_source",
-    "quantize_source",
-]
+__all__ = ["Gated", "GatedGradient", "Gather", "block_quantize_source", "quantize_source"]
 
 _BLOCK = 128
 _VECTOR, _ALIGNMENT = 8, 16  # elements of a vector, and bytes of one of 16-bit elements
@@ -283,13 +277,7 @@ def _arguments(
     return args, (rows, cols)
 
 
-def _check(
-    op: str,
-    name: str,
-    t: torch.Tensor,
-    dtype: torch.dtype,
-    shape: tuple[int, ...],
-) -> None:
+def _check(op: str, name: str, t: torch.Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
     """Raises TypeError or ValueError unless a tensor has this dtype and shape."""
     if t.dtype is not dtype:
         expected, actual = (str(d).removeprefix("torch.") for d in (dtype, t.dtype))

@@ -24,26 +24,13 @@ from ..runtime.tracing import is_traced
 from . import product_count
 from .binding import Launch, bind, check_dense, checked, note_written
 from .block_quantize import block_dequantize
-from .grouped_quantize import (
-    ALIGN,
-    Groups,
-    block_values_of_columns,
-    check_rows,
-    decode,
-    scale_rows,
-)
+from .grouped_quantize import ALIGN, Groups, block_values_of_columns, check_rows, decode, scale_rows
 
 __all__ = [
-    "block_contract_groups",
-    "block_multiply_groups",
-    "contract_groups",
-    "has_grouped_fp8",
-    "has_grouped_products",
-    "multiplies_codes",
-    "multiply_groups",
-    "scaled_contract_groups",
+    "block_contract_groups", "block_multiply_groups", "contract_groups", "has_grouped_fp8",
+    "has_grouped_products", "multiplies_codes", "multiply_groups", "scaled_contract_groups",
     "scaled_multiply_groups",
-]
+]  # fmt: skip
 
 _BLOCK = 128
 _GROUPED = ((9, 0), (10, 0))
@@ -141,10 +128,7 @@ def _multiply_values(a: torch.Tensor, b: torch.Tensor, ends: torch.Tensor) -> to
 
 @checked
 def contract_groups(
-    a: torch.Tensor,
-    b: torch.Tensor,
-    groups: Groups,
-    wide: bool = False,
+    a: torch.Tensor, b: torch.Tensor, groups: Groups, wide: bool = False
 ) -> torch.Tensor:
     """Multiplies each group's slices of two matrices: ``out[g] = a[:, i:j] @ b[i:j]``.
 

@@ -19,26 +19,11 @@ from .binding import bind, checked, note_written
 from .block_quantize import block_quantize, scale_shape
 
 __all__ = [
-    "ALIGN",
-    "GroupedOutput",
-    "Groups",
-    "allocate",
-    "allocate_blocks",
-    "block_quantize_groups",
-    "block_quantize_matrices",
-    "block_values_of_columns",
-    "check_rows",
-    "column_sums",
-    "decode",
-    "finish_rows",
-    "first_scales",
-    "groups_of",
-    "quantize_groups",
-    "quantize_matrices",
-    "scale_rows",
-    "scales_of",
-    "zero_unused",
-]
+    "ALIGN", "GroupedOutput", "Groups", "allocate", "allocate_blocks", "block_quantize_groups",
+    "block_quantize_matrices", "block_values_of_columns", "check_rows", "column_sums", "decode",
+    "finish_rows", "first_scales", "groups_of", "quantize_groups", "quantize_matrices",
+    "scale_rows", "scales_of", "zero_unused",
+]  # fmt: skip
 
 ALIGN = 16  # a group's columns in the columnwise copy (csrc/grouped_quantize/grouped_quantize.h)
 
@@ -459,10 +444,8 @@ def block_values_of_columns(
 ) -> torch.Tensor:
     """Decodes a columnwise copy of ``block_quantize_groups`` to float32 [cols, columns].
 
-    Args:
-        fp8_data: [cols, columns] FP8; columns after the last group get undefined values.
-        scale_inv: float32 [lines, cols rounded up to 4].
-        column_ends: int32 [groups], as ``Groups.column_ends``.
+    ``scale_inv`` is float32 [lines, cols rounded up to 4], ``column_ends`` int32 [groups]; columns
+    after the last group get undefined values.
     """
     at = torch.arange(fp8_data.shape[1], dtype=torch.int32, device=fp8_data.device)
     group = torch.searchsorted(column_ends, at, right=True).clamp_(max=column_ends.numel() - 1)
@@ -616,12 +599,7 @@ def decode(fp8_data: torch.Tensor) -> torch.Tensor:
 
 @checked
 def scale_rows(out: torch.Tensor, factor: torch.Tensor) -> None:
-    """Multiplies each row of ``out`` by its factor, in place and in float32.
-
-    Args:
-        out: [rows, ...], contiguous float32, float16 or bfloat16.
-        factor: float32 [rows].
-    """
+    """Multiplies each row of contiguous ``out`` by its factor, float32 [rows], in place."""
     _scale_rows(out.flatten(1), factor)
     note_written(out)
 

@@ -122,10 +122,7 @@ def make_map(
 
 @checked
 def permute(
-    inp: torch.Tensor,
-    row_id_map: torch.Tensor,
-    num_rows: int,
-    probs: torch.Tensor | None = None,
+    inp: torch.Tensor, row_id_map: torch.Tensor, num_rows: int, probs: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Copies each token's row, and its probs, to the rows that the map gives.
 
@@ -258,10 +255,7 @@ def unpermute(
 
 @checked
 def unpermute_bwd(
-    grad_output: torch.Tensor,
-    inp: torch.Tensor,
-    row_id_map: torch.Tensor,
-    probs: torch.Tensor,
+    grad_output: torch.Tensor, inp: torch.Tensor, row_id_map: torch.Tensor, probs: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Computes the gradients of ``unpermute`` with probs, in one pass.
 
@@ -338,10 +332,7 @@ def sort_chunks(
 
 
 def _prepare(
-    routing_map: torch.Tensor,
-    map_type: str,
-    num_experts: int | None,
-    align_size: int | None,
+    routing_map: torch.Tensor, map_type: str, num_experts: int | None, align_size: int | None
 ) -> _Routing:
     """Checks the arguments of ``make_map``, and allocates what the kernels write."""
     if map_type not in ("mask", "index"):

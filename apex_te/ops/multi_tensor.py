@@ -227,11 +227,7 @@ def reference_amax(tensors: Tensors) -> torch.Tensor:
 
 
 def reference_l2norm(tensors: Tensors) -> tuple[torch.Tensor, torch.Tensor]:
-    """Computes ``l2norm`` in plain PyTorch, in float32 or, for float64 tensors, in float64.
-
-    Returns:
-        (norm over all tensors, a scalar; norm of each tensor, [len(tensors)]).
-    """
+    """Computes the norm over all tensors and of each in plain PyTorch, in float32 or float64."""
     wide = [t if t.dtype is torch.float64 else t.float() for t in tensors]
     norms = torch.stack([torch.linalg.vector_norm(t) for t in wide])
     return torch.linalg.vector_norm(norms), norms

@@ -260,11 +260,7 @@ def reference_adam(
     adamw: bool = True,
     bias_correction: bool = True,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Computes ``adam`` for one parameter in plain PyTorch.
-
-    Returns:
-        New tensors (param in its dtype, exp_avg, exp_avg_sq in float32) after the step.
-    """
+    """Computes ``adam`` in plain PyTorch; returns new (param, exp_avg, exp_avg_sq)."""
     p, g, m, v = _wide(param, grad, exp_avg, exp_avg_sq)
     if adamw:
         p = p * (1 - lr * weight_decay)
@@ -291,11 +287,7 @@ def reference_sgd(
     nesterov: bool = False,
     first_step: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Computes ``sgd`` for one parameter in plain PyTorch.
-
-    Returns:
-        New tensors (param in its dtype, momentum buffer in float32) after the step.
-    """
+    """Computes ``sgd`` in plain PyTorch; returns new (param, momentum buffer)."""
     p, g, m = _wide(param, grad, buffer)
     g = g + weight_decay * p
     if momentum:

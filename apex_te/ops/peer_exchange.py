@@ -33,16 +33,11 @@ def send(
 ) -> None:
     """Copies ``source`` to the place of ``rank`` in the peers' buffers, then sets its flags there.
 
-    The copies run on ``stream`` after all work queued so far on the current stream. ``source`` must
-    stay allocated until they have run. The host does not wait.
-
-    Args:
-        source: uint8, contiguous.
-        targets: the peers' buffers: ``HEADER`` bytes, then a piece of its size for each rank.
-        own: the sender's buffer, to which the bytes are copied, too, but no flag; None skips it.
-        number: number of this exchange: one more than the last one's, modulo 2^32.
-        fork, sent: event by which ``stream`` waits for the current stream, and one to record after
-            the copies; both must have been recorded before, so that they exist.
+    The copies run on ``stream`` after all work queued so far on the current stream; ``source``,
+    contiguous uint8, must stay allocated until then. ``own`` is the sender's buffer, to which the
+    bytes are copied, too, but no flag; None skips it. An exchange's ``number`` is one more than the
+    last one's, modulo 2^32. By the event ``fork`` ``stream`` waits for the current stream; ``sent``
+    is recorded after the copies. Both must have been recorded before, so that they exist.
     """
     _lib.peer_send(
         source, targets, own, rank, number, stream.cuda_stream, fork.cuda_event, sent.cuda_event

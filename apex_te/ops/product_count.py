@@ -27,14 +27,11 @@ def fp8_gemm_count() -> int:
 def product_into(
     a: torch.Tensor, b: torch.Tensor, out: torch.Tensor | None, bias: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Computes ``a [M, K] @ b [K, N] + bias [N]`` in ``out`` [M, N], or in a new tensor.
+    """Computes ``a [M, K] @ b [K, N] + bias [N]`` in ``out`` [M, N], or returns a new tensor.
 
     Under a dispatch mode the GEMM writes a new tensor, which is then copied to ``out``. Selective
     activation checkpointing is such a mode: its recompute returns the saved result instead of
     running the op, so an ``out`` argument would not be written.
-
-    Returns:
-        ``out``, or the new tensor if ``out`` is None.
     """
     modes = not torch.compiler.is_compiling() and torch._C._len_torch_dispatch_stack()
     into = None if modes else out

@@ -16,11 +16,7 @@ _CAUSAL = {None: 0, "upper_left": 1, "bottom_right": 2}
 
 @checked
 def scaled_softmax(
-    x: torch.Tensor,
-    scale: float,
-    mask: torch.Tensor | None = None,
-    *,
-    causal: str | None = None,
+    x: torch.Tensor, scale: float, mask: torch.Tensor | None = None, *, causal: str | None = None
 ) -> torch.Tensor:
     """Computes softmax(scale * x) over the visible elements of the last dimension, 0 elsewhere.
 
@@ -137,11 +133,7 @@ class _ScaledSoftmax(OpFunction):
 
 
 def reference(
-    x: torch.Tensor,
-    scale: float,
-    mask: torch.Tensor | None = None,
-    *,
-    causal: str | None = None,
+    x: torch.Tensor, scale: float, mask: torch.Tensor | None = None, *, causal: str | None = None
 ) -> torch.Tensor:
     """Computes ``scaled_softmax`` in plain PyTorch in x's dtype, as a differentiable reference."""
     queries, cols = x.shape[-2:]

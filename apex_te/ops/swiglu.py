@@ -310,11 +310,7 @@ def reference_bwd(
     *,
     activation: str | ClampedSwiglu = "silu",
 ) -> torch.Tensor:
-    """Computes the gradients of gate and up in plain PyTorch in the dtype of the inputs.
-
-    Returns:
-        [..., 2F], the gate's gradient first.
-    """
+    """Computes the gradients of gate and up, [..., 2F], in plain PyTorch in the inputs' dtype."""
     gate, up = _gate_and_up(input, up, bias, up_bias)
     if isinstance(activation, ClampedSwiglu):
         limit, alpha, offset = activation

@@ -33,11 +33,8 @@ def apply(function: Any, args: tuple[Any, ...]) -> Any:
 class _Call:
     """Record of one call of an ``OpFunction``, which its forward fills and its backward reads.
 
-    Attributes:
-        rest: the arguments of its forward, with None in place of the tensors.
-        needs, attributes: ctx.needs_input_grad, and what the forward set on ctx.
-        has_output, has_saved, has_grad: True for each that is a tensor, not None.
-        outputs: (shape, dtype, device) of each output that is a tensor.
+    ``rest`` are the arguments with None in place of tensors; ``needs`` and ``attributes`` are
+    ctx.needs_input_grad and what the forward set on ctx; ``has_*`` are True for each tensor.
     """
 
     def __init__(self, function: Any, rest: tuple[Any, ...], is_tensor: tuple[bool, ...]) -> None:

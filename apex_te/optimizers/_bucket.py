@@ -122,12 +122,8 @@ class Bucket:
     The lists ``params``, ``masters`` and each of ``moments`` are in one order. Their tensors share
     memory with parameters and state; for a DTensor they are this rank's part.
 
-    Args:
-        scales: for each of ``params`` the scales of its scaled state, by key.
-
     Attributes:
         params: what the op updates: the parameters, or the master weights of FP8 parameters.
-        masters: float32 master weights that the op updates beside ``params``, or None.
         step: an int or a float32 scalar on the device; None if steps are not counted.
         owners: the parameters as ``param_groups`` has them.
         wrapped: ``(param, master)`` for each FP8 parameter, which ``finish`` copies the master to.

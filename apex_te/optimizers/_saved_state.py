@@ -8,13 +8,7 @@ from typing import Any, ClassVar
 import torch
 
 from ._bucket import MASTER, STEP, State, has_master, needs_copy, new_state
-from ._narrow_state import (
-    SCALED,
-    master_of_halves,
-    remainder_of,
-    scaled,
-    unscaled,
-)
+from ._narrow_state import SCALED, master_of_halves, remainder_of, scaled, unscaled
 from ._sharded import local, placed, with_part
 
 # Attributes that are pickled besides those of ``torch.optim.Optimizer``.

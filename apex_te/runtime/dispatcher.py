@@ -95,14 +95,9 @@ def _resolve(op: str, name: str, signature: str, device: str, device_index: int)
 
 
 def signature(op: str, name: str) -> str:
-    """Returns the signature of a C function as its op's header declares it.
+    """Returns a C function's signature in its op's header; raises AttributeError without one.
 
-    Args:
-        op: stem of the op, e.g. "cast_transpose".
-        name: the function, without the prefix ``apex_te_``.
-
-    Raises:
-        AttributeError: the op declares no such function.
+    ``name`` is the function's without the prefix ``apex_te_``.
     """
     with build_errors(op):
         spec = get_builder(op).functions().get(name)

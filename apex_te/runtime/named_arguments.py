@@ -185,11 +185,7 @@ def _check_cuda(owner: str, device: Any) -> None:
 
 _C = TypeVar("_C", bound=type)
 # Former names, which go with the next release.
-_KEYWORDS = {
-    "codes": "fp8_data",
-    "out_transposed": "out_columnwise",
-    "transposed": "columnwise",
-}
+_KEYWORDS = {"codes": "fp8_data", "out_transposed": "out_columnwise", "transposed": "columnwise"}
 
 
 def _warn(former: str, name: str, stacklevel: int) -> None:
@@ -217,11 +213,7 @@ def former_keywords(
 
 
 def former_fields(**names: str) -> Callable[[_C], _C]:
-    """Returns a class decorator that adds warning properties for the former names of fields.
-
-    Args:
-        names: keyword arguments ``former="present"``, the two names of one field each.
-    """
+    """Returns a class decorator with warning properties for fields' names, ``former="present"``."""
 
     def decorate(cls: _C) -> _C:
         for former, name in names.items():
@@ -242,12 +234,7 @@ def _reader(former: str, name: str) -> Callable[[Any], Any]:
 
 
 def find_former_functions(module: str, names: dict[str, str]) -> Callable[[str], Any]:
-    """Returns a module's ``__getattr__`` that finds functions by their former names, and warns.
-
-    Args:
-        module: full name of the module.
-        names: present name of each function by its former name.
-    """
+    """Returns a ``__getattr__`` for ``module`` that finds functions by former names, and warns."""
 
     def get(former: str) -> Any:
         name = names.get(former)

@@ -9,20 +9,10 @@ from __future__ import annotations
 from typing import NamedTuple
 
 __all__ = [
-    "ACTIVATIONS",
-    "BLOCK_SCALES",
-    "GATE",
-    "KINDS",
-    "SWISH",
-    "ClampedSwiglu",
-    "activation_number",
-    "block_scales",
-    "gate_arguments",
-    "gated_activation_number",
-    "is_most_recent",
-    "is_tanh",
+    "ACTIVATIONS", "BLOCK_SCALES", "GATE", "KINDS", "SWISH", "ClampedSwiglu", "activation_number",
+    "block_scales", "gate_arguments", "gated_activation_number", "is_most_recent", "is_tanh",
     "scales_number",
-]
+]  # fmt: skip
 
 # Activation functions of one input, in the order of csrc/common/activation/functions.h.
 KINDS = ("gelu", "gelu_erf", "quick_gelu", "relu", "squared_relu", "silu")
@@ -82,24 +72,14 @@ def scales_number(op: str, scales: str | None, pow2: bool | None) -> int:
 
 
 def activation_number(op: str, kind: str) -> int:
-    """Returns the kernels' number of an activation function; raises ValueError if there is none.
-
-    Args:
-        op: name of the function, for the error.
-        kind: one of ``KINDS``.
-    """
+    """Returns the kernels' number of an activation, one of ``KINDS``; else raises ValueError."""
     if kind not in KINDS:
         raise ValueError(f"{op}: kind must be one of {', '.join(KINDS)}, got {kind!r}")
     return KINDS.index(kind)
 
 
 def gated_activation_number(op: str, activation: str) -> int:
-    """Returns the kernels' number of a gate's activation; raises ValueError if there is none.
-
-    Args:
-        op: name of the function, for the error.
-        activation: one of ``ACTIVATIONS``.
-    """
+    """Returns the kernels' number of a gate's activation in ``ACTIVATIONS``; else ValueError."""
     code = ACTIVATIONS.get(activation)
     if code is None:
         raise ValueError(
@@ -109,15 +89,9 @@ def gated_activation_number(op: str, activation: str) -> int:
 
 
 def gate_arguments(op: str, activation: str | ClampedSwiglu) -> tuple[int, float, float, float]:
-    """Returns the kernels' number of a gated activation, and limit, alpha and offset.
+    """Returns the kernels' number of a gated activation, and its limit, alpha and offset.
 
-    Args:
-        op: name of the function, for the error.
-        activation: one of ``ACTIVATIONS``, or a ``ClampedSwiglu``.
-
-    Raises:
-        TypeError: a field of ``ClampedSwiglu`` is not a number.
-        ValueError: the name is unknown, or the limit is negative or NaN.
+    Errors about a name or a field of a ``ClampedSwiglu`` name the function ``op``.
     """
     if not isinstance(activation, ClampedSwiglu):
         return gated_activation_number(op, activation), 0.0, 0.0, 0.0
@@ -137,12 +111,7 @@ def is_tanh(op: str, form: str) -> bool:
 
 
 def is_most_recent(op: str, algo: str) -> bool:
-    """Returns True for the algorithm "most_recent", False for "max"; raises ValueError otherwise.
-
-    Args:
-        op: name of the function, for the error.
-        algo: "most_recent" takes scales from the newest amax, "max" from the whole history.
-    """
+    """Returns True for "most_recent", the newest amax, False for "max" of the whole history."""
     if algo not in ("max", "most_recent"):
         raise ValueError(f"{op}: algo must be 'max' or 'most_recent', got {algo!r}")
     return algo == "most_recent"

@@ -15,15 +15,9 @@ from torch.compiler import is_dynamo_compiling
 from torch.utils._python_dispatch import _disable_current_modes as untraced
 
 __all__ = [
-    "dispatch_modes",
-    "is_compiling",
-    "is_traced",
-    "is_transformed",
-    "jit_tracing",
-    "refuse_state",
-    "transforms_active",
-    "untraced",
-]
+    "dispatch_modes", "is_compiling", "is_traced", "is_transformed", "jit_tracing", "refuse_state",
+    "transforms_active", "untraced",
+]  # fmt: skip
 
 
 def is_compiling() -> bool:

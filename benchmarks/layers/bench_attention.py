@@ -18,7 +18,6 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import harness
-from bench_moe import peak_gib
 
 import apex_te
 
@@ -132,7 +131,7 @@ def main() -> None:
                     "case": case,
                     "contender": name,
                     "ms": each["us"] / 1e3,
-                    "peak GiB above": peak_gib(call),
+                    "peak GiB above": harness.peak_gib(call),
                     "path": path.partition(":")[0] if name == "apex_te" else "",
                 }
             )

@@ -25,46 +25,16 @@ os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 import torch
 from torch import distributed
-from torch.distributed.fsdp import fully_shard
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import harness
-from bench_tensor_parallel import of_slowest
+from llama_ranks import HIDDEN, TOKENS, of_slowest, rank_of_job, sharded
 
 import apex_te
 from apex_te import recipe
-from apex_te.distributed.fsdp.fp8_all_gather import enable_fp8_all_gather
 
-HIDDEN, FFN, HEADS, GROUPS, TOKENS = 4096, 14336, 32, 8, 4096
 LAYERS, STEPS = 3, 20
 RECIPES = {"delayed": recipe.DelayedScaling(), "tensorwise": recipe.CurrentScaling()}
-
-
-def sharded(scaling: recipe.Recipe, fp8: bool) -> torch.nn.Module:
-    torch.manual_seed(0)
-    layers = [
-        apex_te.TransformerLayer(
-            HIDDEN,
-            FFN,
-            HEADS,
-            num_gqa_groups=GROUPS,
-            normalization="RMSNorm",
-            activation="swiglu",
-            bias=False,
-            hidden_dropout=0.0,
-            attention_dropout=0.0,
-            fuse_qkv_params=True,
-            params_dtype=torch.bfloat16,
-            device="cuda",
-        )
-        for _ in range(LAYERS)
-    ]
-    model = torch.nn.Sequential(*layers)
-    if fp8:
-        enable_fp8_all_gather(model, scaling)
-    for layer in model:
-        fully_shard(layer)
-    return fully_shard(model)
 
 
 def step(model: torch.nn.Module, scaling: recipe.Recipe) -> Callable[[int], torch.Tensor]:
@@ -113,7 +83,7 @@ def counted() -> Iterator[dict[str, int]]:
 def losses_of(scaling: recipe.Recipe, fp8: bool) -> tuple[torch.Tensor, dict[str, int]]:
     """20 losses, and what the last step sent."""
     torch.use_deterministic_algorithms(True)
-    run = step(sharded(scaling, fp8), scaling)
+    run = step(sharded(LAYERS, scaling if fp8 else None), scaling)
     losses = [run(i) for i in range(STEPS - 1)]
     with counted() as counts:
         losses.append(run(STEPS - 1))
@@ -158,12 +128,9 @@ def peak_memory(run: Callable[[], Any]) -> float:
     return torch.cuda.max_memory_allocated() / 1e9
 
 
-def main() -> None:
-    rank = int(os.environ["LOCAL_RANK"])
-    torch.cuda.set_device(rank)
+def compared() -> Iterator[harness.Row]:
+    """Yields the rows; each rank measures them."""
     torch.utils.deterministic.fill_uninitialized_memory = False
-    distributed.init_process_group("nccl", device_id=torch.device("cuda", rank))
-    rows: list[dict[str, Any]] = []
     for name, scaling in RECIPES.items():
         (ours, sent), (theirs, plain) = (losses_of(scaling, fp8) for fp8 in (True, False))
         equal = torch.tensor([torch.equal(ours, theirs)], dtype=torch.int32, device="cuda")
@@ -174,29 +141,32 @@ def main() -> None:
             gc.collect()  # models that are gone
             torch.cuda.empty_cache()
             before = torch.cuda.memory_allocated() / 1e9
-            runs[gather] = step(sharded(scaling, gather == "FP8"), scaling)
+            model = sharded(LAYERS, scaling if gather == "FP8" else None)
+            runs[gather] = step(model, scaling)
             peaks[gather] = peak_memory(runs[gather]) - before
         times = measured(runs)
         apex_te.flush_fp8_state()
         for gather, counts in (("FP8", sent), ("bf16", plain)):
-            rows.append(
-                {
-                    "layers": f"{LAYERS} x Llama-3-8B",
-                    "stack": f"apex_te {name}",
-                    "ranks": distributed.get_world_size(),
-                    "gather": gather,
-                    "gathered bytes a step": counts["bytes"],
-                    "of bf16": counts["bytes"] / plain["bytes"],
-                    "MAX reductions a step": counts["maxima"],
-                    "losses equal": bool(equal.item()),
-                    "last loss": (ours if gather == "FP8" else theirs)[-1].item(),
-                    **times[gather],
-                    "peak memory GB": peaks[gather],
-                }
-            )
-    if rank == 0:
-        harness.report("fsdp", rows)
-    distributed.destroy_process_group()
+            yield {
+                "layers": f"{LAYERS} x Llama-3-8B",
+                "stack": f"apex_te {name}",
+                "ranks": distributed.get_world_size(),
+                "gather": gather,
+                "gathered bytes a step": counts["bytes"],
+                "of bf16": counts["bytes"] / plain["bytes"],
+                "MAX reductions a step": counts["maxima"],
+                "losses equal": bool(equal.item()),
+                "last loss": (ours if gather == "FP8" else theirs)[-1].item(),
+                **times[gather],
+                "peak memory GB": peaks[gather],
+            }
+
+
+def main() -> None:
+    with rank_of_job() as rank:
+        rows = list(compared())
+        if rank == 0:
+            harness.report("fsdp", rows)
 
 
 if __name__ == "__main__":

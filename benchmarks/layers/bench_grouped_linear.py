@@ -41,10 +41,7 @@ def ours(
         for parameter in module.parameters():
             parameter.grad = None
         x.grad = None
-        with (
-            torch.set_grad_enabled(backward),
-            apex_te.fp8_autocast(recipe is not None, recipe),
-        ):
+        with torch.set_grad_enabled(backward), apex_te.fp8_autocast(recipe is not None, recipe):
             out = module(x, splits)
         if backward:
             out.backward(dy)

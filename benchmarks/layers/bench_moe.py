@@ -207,18 +207,6 @@ def converted(hidden: int, ffn: int, count: int) -> tuple[Any, list[torch.Tensor
     return lambda x, index, probs, _: layer(x, index, probs), list(layer.parameters())
 
 
-def peak_gib(call: Callable[..., None]) -> float:
-    call(keep_gradients=True)
-    torch.cuda.synchronize()
-    torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()
-    call(keep_gradients=True)
-    torch.cuda.synchronize()
-    peak = torch.cuda.max_memory_allocated()
-    call()
-    return (peak - before) / 2**30
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
     parser.add_argument("--recipes", nargs="*", default=list(RECIPES), choices=list(RECIPES))
@@ -257,7 +245,7 @@ def main() -> None:
                     "over torch bf16": times[0]["us"] / each["us"],
                     "ms alone": one["us"] / 1e3,
                     "host ms": harness.host_us(call, calls=10, rounds=3) / 1e3,
-                    "peak GiB above": peak_gib(call),
+                    "peak GiB above": harness.peak_gib(lambda c=call: c(keep_gradients=True)),
                 }
             )
     harness.report("moe_block", rows, sm_clock_mhz=f"{clock} to {harness.sm_clock_mhz()}")

@@ -159,16 +159,6 @@ def copies_instead(
     return collectives.Pending(out)
 
 
-def peak_gib(run: Callable[[], Any], device: torch.device) -> float | None:
-    if device.type != "cuda":
-        return None
-    torch.cuda.synchronize(device)
-    torch.cuda.reset_peak_memory_stats(device)
-    before = torch.cuda.memory_allocated(device)
-    run()
-    return (torch.cuda.max_memory_allocated(device) - before) / 2**30
-
-
 def on_all_ranks(value: bool, device: torch.device) -> bool:
     found = torch.tensor([int(value)], device=device)
     distributed.all_reduce(found, op=distributed.ReduceOp.MIN)
@@ -199,7 +189,10 @@ def measured(sizes: Sizes, device: torch.device) -> list[dict[str, Any]]:
             equal = on_all_ranks(torch.equal(run(), expected), device)
         row: dict[str, Any] = {"wire": wire or "bf16", "chunks": chunks, "ms": 0.0}
         row |= {f"{name} bytes": count for name, count in sorted(sent.items())}
-        row |= {"equal bits": equal, "peak GiB above": peak_gib(run, device)}
+        row |= {
+            "equal bits": equal,
+            "peak GiB above": harness.peak_gib(run) if device.type == "cuda" else None,
+        }
         rows.append(row)
     *times, bound = milliseconds([*runs.values(), without_exchange], sizes, device)
     for row, found in zip(rows, times, strict=True):

@@ -12,7 +12,6 @@ benchmarks/scaling_model.py reads the results; what it predicts of the layers is
 
 from __future__ import annotations
 
-import os
 import statistics
 import sys
 from collections.abc import Callable, Iterator
@@ -23,25 +22,24 @@ from unittest import mock
 
 import torch
 from torch import distributed
-from torch.distributed.fsdp import fully_shard
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-sys.path.insert(0, str(Path(__file__).resolve().parent))
 import harness
 import scaling_model
-from bench_tensor_parallel import (
+from llama_ranks import (
     BATCH,
     TOKENS,
     copies_instead,
     layer,
     milliseconds,
+    rank_of_job,
+    sharded,
     step,
     without_peer_memory,
-)
+)  # fmt: skip
 
 from apex_te import recipe
 from apex_te.comm import collectives
-from apex_te.distributed.fsdp.fp8_all_gather import enable_fp8_all_gather
 from apex_te.module._core import tensor_parallel as _tensor_parallel
 
 LAYERS = 4
@@ -128,15 +126,6 @@ def stand_ins(copies: bool) -> Iterator[None]:
         yield
 
 
-def sharded(mesh: Any, fp8: bool) -> torch.nn.Module:
-    model = torch.nn.Sequential(*(layer(1, None) for _ in range(LAYERS)))
-    if fp8:
-        enable_fp8_all_gather(model, recipe.DelayedScaling())
-    for part in model:
-        fully_shard(part, mesh=mesh)
-    return fully_shard(model, mesh=mesh)
-
-
 def layers(mesh: Any, ranks: int) -> list[dict[str, Any]]:
     """Steps and their exposed communication, by split and recipe."""
     rows = []
@@ -145,7 +134,8 @@ def layers(mesh: Any, ranks: int) -> list[dict[str, Any]]:
             if split == "tp":
                 run = step(layer(ranks, mesh.get_group()), TOKENS // ranks, fp8)
             else:
-                run = step(sharded(mesh, fp8), TOKENS, fp8)
+                gathers = recipe.DelayedScaling() if fp8 else None
+                run = step(sharded(LAYERS, gathers, mesh), TOKENS, fp8)
             with without_peer_memory():
                 whole = milliseconds(run)
                 with stand_ins(copies=True):
@@ -172,28 +162,25 @@ def layers(mesh: Any, ranks: int) -> list[dict[str, Any]]:
 
 
 def main() -> None:
-    rank = int(os.environ["LOCAL_RANK"])
-    torch.cuda.set_device(rank)
-    distributed.init_process_group("nccl", device_id=torch.device("cuda", rank))
-    world = distributed.get_world_size()
-    rows: list[dict[str, Any]] = []
-    for stack, fp8 in STACKS:
-        ms = milliseconds(step(layer(1, None), TOKENS, fp8))
-        rows.append({"alone": stack, "tokens": TOKENS, "batch": BATCH, "ms": ms})
-    for ranks in (2, 4):
-        if world % ranks == 0:
-            shape = (world // ranks, ranks)
-            mesh = distributed.init_device_mesh("cuda", shape, mesh_dim_names=("other", "own"))
-            rows += collective_times(mesh["own"].get_group(), ranks)
-            rows += layers(mesh["own"], ranks)
-    if rank == 0:
-        machine = scaling_model.Machine(rows)
-        for row in rows:
-            if "split" in row:
-                row["predicted ms"] = scaling_model.predicted(machine, row)
-        harness.report("scaling", rows)
-        print(scaling_model.check(machine))
-    distributed.destroy_process_group()
+    with rank_of_job() as rank:
+        world = distributed.get_world_size()
+        rows: list[dict[str, Any]] = []
+        for stack, fp8 in STACKS:
+            ms = milliseconds(step(layer(), TOKENS, fp8))
+            rows.append({"alone": stack, "tokens": TOKENS, "batch": BATCH, "ms": ms})
+        for ranks in (2, 4):
+            if world % ranks == 0:
+                shape = (world // ranks, ranks)
+                mesh = distributed.init_device_mesh("cuda", shape, mesh_dim_names=("other", "own"))
+                rows += collective_times(mesh["own"].get_group(), ranks)
+                rows += layers(mesh["own"], ranks)
+        if rank == 0:
+            machine = scaling_model.Machine(rows)
+            for row in rows:
+                if "split" in row:
+                    row["predicted ms"] = scaling_model.predicted(machine, row)
+            harness.report("scaling", rows)
+            print(scaling_model.check(machine))
 
 
 if __name__ == "__main__":

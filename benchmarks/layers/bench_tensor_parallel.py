@@ -29,110 +29,25 @@ smallest piece of 16 MiB: smaller ones save less time than their launches take.
 
 from __future__ import annotations
 
-import os
-import statistics
 import sys
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
-from unittest import mock
 
 import torch
 from torch import distributed
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import harness
-
-import apex_te
-from apex_te import recipe
-from apex_te.comm import collectives
-from apex_te.module._core import tensor_parallel as _tensor_parallel
-
-HIDDEN, FFN, HEADS, GROUPS, TOKENS, BATCH = 4096, 14336, 32, 8, 4096, 2
-
-
-def layer(ranks: int, group: Any) -> torch.nn.Module:
-    torch.manual_seed(0)
-    return apex_te.TransformerLayer(
-        HIDDEN,
-        FFN,
-        HEADS,
-        num_gqa_groups=GROUPS,
-        normalization="RMSNorm",
-        activation="swiglu",
-        bias=False,
-        hidden_dropout=0.0,
-        attention_dropout=0.0,
-        fuse_qkv_params=True,
-        params_dtype=torch.bfloat16,
-        device="cuda",
-        set_parallel_mode=ranks > 1,
-        tp_group=group,
-        tp_size=ranks,
-        sequence_parallel=ranks > 1,
-    )
-
-
-def step(module: torch.nn.Module, tokens: int, fp8: bool) -> Callable[[], None]:
-    x = torch.randn(tokens, BATCH, HIDDEN, device="cuda", dtype=torch.bfloat16, requires_grad=True)
-    dy = torch.randn_like(x)
-    scaling = recipe.DelayedScaling()
-
-    def run() -> None:
-        x.grad = None
-        for parameter in module.parameters():
-            parameter.grad = None
-        with apex_te.fp8_autocast(fp8, scaling):
-            y = module(x)
-        y.backward(dy)
-
-    return run
-
-
-def without_peer_memory() -> AbstractContextManager[Any]:
-    """Every exchange a collective."""
-
-    def no_memory(*_: Any) -> None:
-        return None
-
-    return mock.patch.object(_tensor_parallel, "peer_memory", no_memory)
-
-
-def copies_instead() -> AbstractContextManager[Any]:
-    """Collectives of the modules replaced by copies of the same bytes on the device."""
-
-    def gather(x: torch.Tensor, group: Any) -> collectives.Pending:
-        out = x.new_empty((x.shape[0] * collectives.world_size(group), *x.shape[1:]))
-        for part in out.chunk(collectives.world_size(group)):
-            part.copy_(x)
-        return collectives.Pending(out)
-
-    def scatter(x: torch.Tensor, group: Any, out: Any = None) -> collectives.Pending:
-        part = x.chunk(collectives.world_size(group))[0]
-        return collectives.Pending(part.clone() if out is None else out.copy_(part))
-
-    return mock.patch.multiple(
-        _tensor_parallel, all_gather_rows=gather, reduce_scatter_rows=scatter
-    )
-
-
-def of_slowest(times: list[float]) -> float:
-    """Median of the slowest rank's times."""
-    slowest = torch.tensor(times, device="cuda")
-    distributed.all_reduce(slowest, op=distributed.ReduceOp.MAX)
-    return statistics.median(slowest.tolist())
-
-
-def milliseconds(run: Callable[[], None], repeats: int = 25) -> float:
-    """Median over steps of the slowest rank's time, cold L2."""
-    for _ in range(6):
-        run()
-    times = []
-    for _ in range(repeats):
-        distributed.barrier()
-        times.append(harness.kernel_us(run, 1, 0)["us"] / 1e3)
-    return of_slowest(times)
+from llama_ranks import (
+    TOKENS,
+    copies_instead,
+    layer,
+    milliseconds,
+    of_slowest,
+    rank_of_job,
+    step,
+    without_peer_memory,
+)  # fmt: skip
 
 
 def in_a_row(run: Callable[[], None], steps: int = 8, repeats: int = 7) -> float:
@@ -153,41 +68,39 @@ def in_a_row(run: Callable[[], None], steps: int = 8, repeats: int = 7) -> float
     return of_slowest(times)
 
 
-def main() -> None:
-    rank = int(os.environ["LOCAL_RANK"])
-    torch.cuda.set_device(rank)
-    distributed.init_process_group("nccl", device_id=torch.device("cuda", rank))
+def measured() -> Iterator[harness.Row]:
+    """Yields the rows; each rank measures them."""
     ranks = distributed.get_world_size()
-    group = distributed.group.WORLD
-    rows: list[dict[str, Any]] = []
     for name, fp8 in (("delayed", True), ("bf16", False)):
-        run = step(layer(1, None), TOKENS, fp8)
+        run = step(layer(), TOKENS, fp8)
         alone, alone_idle = in_a_row(run), milliseconds(run)
-        run = step(layer(ranks, group), TOKENS // ranks, fp8)
+        run = step(layer(ranks, distributed.group.WORLD), TOKENS // ranks, fp8)
         split, idle = in_a_row(run), milliseconds(run)
         with without_peer_memory():
             whole, whole_idle = in_a_row(run), milliseconds(run)
             with copies_instead():
                 local = in_a_row(run)
-        rows.append(
-            {
-                "layer": "Llama-3-8B",
-                "stack": f"apex_te {name}",
-                "ranks": ranks,
-                "one GPU ms": alone,
-                "ms": split,
-                "speed-up": alone / split,
-                "collectives ms": whole,
-                "exposed communication ms": split - local,
-                "exposed with collectives ms": whole - local,
-                "one step, one GPU ms": alone_idle,
-                "one step ms": idle,
-                "one step, collectives ms": whole_idle,
-            }
-        )
-    if rank == 0:
-        harness.report("tensor_parallel", rows)
-    distributed.destroy_process_group()
+        yield {
+            "layer": "Llama-3-8B",
+            "stack": f"apex_te {name}",
+            "ranks": ranks,
+            "one GPU ms": alone,
+            "ms": split,
+            "speed-up": alone / split,
+            "collectives ms": whole,
+            "exposed communication ms": split - local,
+            "exposed with collectives ms": whole - local,
+            "one step, one GPU ms": alone_idle,
+            "one step ms": idle,
+            "one step, collectives ms": whole_idle,
+        }
+
+
+def main() -> None:
+    with rank_of_job() as rank:
+        rows = list(measured())
+        if rank == 0:
+            harness.report("tensor_parallel", rows)
 
 
 if __name__ == "__main__":

@@ -108,11 +108,7 @@ def optimizers(count: int, shape: tuple[int, ...]) -> dict[str, tuple[int, Any, 
     wide = [tensor_list(tensors) for tensors in (wide_p, wide_g, wide_m, wide_v)]
     options = {"lr": 1e-3, "weight_decay": 0.1, "masters": tensor_list(masters)}
     return {
-        "adam": (
-            28,
-            lambda: optim.adam(*low, step=5, **options),
-            {"fused fp32": fused_adamw},
-        ),
+        "adam": (28, lambda: optim.adam(*low, step=5, **options), {"fused fp32": fused_adamw}),
         "adam fp32": (
             28,
             lambda: optim.adam(*wide, step=5, lr=1e-3, weight_decay=0.1),

@@ -22,8 +22,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples" / "jax"))
 import encoder
 import mnist
-from provenance import provenance
-from result_file import result_text
+from result_file import provenance, result_text
 from training import RECIPES
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -24,8 +24,7 @@ import jax
 import jax.numpy as jnp
 from apex_te.op_builder import get_builder
 from apex_te.op_builder.jit.backends import toolchain
-from provenance import provenance
-from result_file import result_text
+from result_file import provenance, result_text
 
 from apex_te.jax._call import call
 

@@ -258,8 +258,7 @@ Plan make_plan(const Fp8Gemm& g, const PlanKey& key) {
 }
 
 // What the heuristic may use. With few rows and room for partial sums it splits K, which took up to
-// 1.17 times as long on an H200 as what it proposes for 1 MiB
-// (benchmarks/ops/bench_skinny_gemm.py).
+// 1.17 times as long on an H200 as what it proposes for 1 MiB.
 int64_t workspace_bytes(const Fp8Gemm& g) {
   constexpr int64_t kFewRows = 256, kFewRowsBytes = 1 << 20;
   const int64_t given = g.workspace ? g.workspace.numel() : 0;

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from typing import TypeVar
 
@@ -39,19 +40,12 @@ def number(name: str, default: int, minimum: int = 1) -> int:
     return value
 
 
-def jit_disabled() -> bool:
-    """Returns True if ``APEX_TE_DISABLE_JIT`` forbids compiling."""
-    return boolean("APEX_TE_DISABLE_JIT", False)
-
-
-def jit_verbose() -> bool:
-    """Returns True if ``APEX_TE_JIT_VERBOSE`` asks to show the compiler commands."""
-    return boolean("APEX_TE_JIT_VERBOSE", False)
-
-
-def jit_retry() -> bool:
-    """Returns True if ``APEX_TE_JIT_RETRY`` asks to compile although the same build just failed."""
-    return boolean("APEX_TE_JIT_RETRY", False)
+jit_disabled = functools.partial(boolean, "APEX_TE_DISABLE_JIT", False)  # forbids compiling
+jit_verbose = functools.partial(boolean, "APEX_TE_JIT_VERBOSE", False)  # shows the commands
+# compiles although the same build just failed
+jit_retry = functools.partial(boolean, "APEX_TE_JIT_RETRY", False)
+# seconds to wait for another process's build
+lock_timeout = functools.partial(number, "APEX_TE_LOCK_TIMEOUT", 1800)
 
 
 def sanitizers() -> list[str]:
@@ -69,8 +63,3 @@ def sanitizers() -> list[str]:
     chosen = ",".join(sorted(set(names)))
     flags = [f"-fsanitize={chosen}", f"-fsanitize-recover={chosen}", "-fno-omit-frame-pointer"]
     return [*flags, "-g1", "-O1"]
-
-
-def lock_timeout() -> int:
-    """Returns ``APEX_TE_LOCK_TIMEOUT``, the seconds to wait for another process's build."""
-    return number("APEX_TE_LOCK_TIMEOUT", 1800)

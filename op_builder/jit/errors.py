@@ -114,12 +114,7 @@ class CompileError(BuildError):
     """
 
     def __init__(
-        self,
-        message: str,
-        first_error: str = "",
-        command: str = "",
-        log: str = "",
-        hint: str = "",
+        self, message: str, first_error: str = "", command: str = "", log: str = "", hint: str = ""
     ) -> None:
         super().__init__(message)
         self.first_error = first_error

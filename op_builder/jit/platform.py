@@ -190,10 +190,7 @@ def _find_python(executable: str, frozen: bool) -> str | None:
 
 
 def python_program() -> str | None:
-    """Returns the path of an interpreter of the running Python's version, None if there is none.
-
-    It is never a program that embeds Python, or is frozen, even if ``sys.executable`` names one.
-    """
+    """Returns an interpreter of the running version, not a program that embeds Python, or None."""
     return _find_python(sys.executable or "", bool(getattr(sys, "frozen", False)))
 
 
@@ -204,35 +201,20 @@ def soabi() -> str:
 
 # Macros that GCC and Clang predefine, with the names that /proc/cpuinfo has for the features. The
 # baselines, x86-64 with SSE2 and armv8-a with Advanced SIMD, have none of them.
+_SAME = [
+    "ssse3", "sse4_1", "sse4_2", "popcnt", "movbe", "bmi2", "avx", "avx2", "f16c", "fma",
+    "avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl",
+]  # fmt: skip
 _MACROS = {
+    **{f"__{name.upper()}__": name for name in _SAME},
+    **{f"__ARM_FEATURE_{name.upper()}": name for name in ("atomics", "crc32", "bf16")},
+    **{f"__ARM_FEATURE_{name.upper()}": name for name in ("sve", "sve2")},
+    **{f"__AVX512{name.upper()}__": f"avx512_{name}" for name in ("bf16", "fp16", "vnni")},
     "__SSE3__": "pni",
-    "__SSSE3__": "ssse3",
-    "__SSE4_1__": "sse4_1",
-    "__SSE4_2__": "sse4_2",
-    "__POPCNT__": "popcnt",
-    "__MOVBE__": "movbe",
     "__LZCNT__": "abm",
     "__BMI__": "bmi1",
-    "__BMI2__": "bmi2",
-    "__AVX__": "avx",
-    "__AVX2__": "avx2",
-    "__F16C__": "f16c",
-    "__FMA__": "fma",
-    "__AVX512F__": "avx512f",
-    "__AVX512BW__": "avx512bw",
-    "__AVX512CD__": "avx512cd",
-    "__AVX512DQ__": "avx512dq",
-    "__AVX512VL__": "avx512vl",
-    "__AVX512BF16__": "avx512_bf16",
-    "__AVX512FP16__": "avx512_fp16",
-    "__AVX512VNNI__": "avx512_vnni",
-    "__ARM_FEATURE_ATOMICS": "atomics",
-    "__ARM_FEATURE_CRC32": "crc32",
     "__ARM_FEATURE_DOTPROD": "asimddp",
     "__ARM_FEATURE_FP16_VECTOR_ARITHMETIC": "asimdhp",
-    "__ARM_FEATURE_BF16": "bf16",
-    "__ARM_FEATURE_SVE": "sve",
-    "__ARM_FEATURE_SVE2": "sve2",
 }
 
 

@@ -109,9 +109,7 @@ class _RowsOfMatrices(torch.autograd.Function):
 
 
 def local_parameters(
-    module: torch.nn.Module,
-    summed: Iterable[str],
-    stacked: Mapping[str, Exchange] | None = None,
+    module: torch.nn.Module, summed: Iterable[str], stacked: Mapping[str, Exchange] | None = None
 ) -> None:
     """Makes ``module`` compute on the local tensors of its DTensor parameters.
 

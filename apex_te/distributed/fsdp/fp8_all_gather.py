@@ -21,13 +21,7 @@ from ...fp8.parameter.parameter import FP8Parameter
 from ...fp8.tensor import QuantizedTensor
 from ...recipe import Recipe, chosen_recipe
 from ...runtime.named_arguments import named_arguments
-from .gather_set import (
-    GatheredParam,
-    GatherGroup,
-    GatherSet,
-    GatherUnit,
-    params_gathered_with,
-)
+from .gather_set import GatheredParam, GatherGroup, GatherSet, GatherUnit, params_gathered_with
 from .sharded_weight import ShardedWeight, local_of
 
 

@@ -24,16 +24,8 @@ TELayernorm = MindSpeedTELayernorm
 TEGroupedLinear = MindSpeedTEGroupedLinear
 
 __all__ = [
-    "Fp8Padding",
-    "Fp8Unpadding",
-    "MindSpeedTEColumnParallelGroupedLinear",
-    "MindSpeedTEGroupedLinear",
-    "MindSpeedTELayerNormColumnParallelLinear",
-    "MindSpeedTELayernorm",
-    "MindSpeedTERowParallelGroupedLinear",
-    "TEColumnParallelLinear",
-    "TEGroupedLinear",
-    "TELayerNormColumnParallelLinear",
-    "TELayernorm",
-    "TERowParallelLinear",
-]
+    "Fp8Padding", "Fp8Unpadding", "MindSpeedTEColumnParallelGroupedLinear",
+    "MindSpeedTEGroupedLinear", "MindSpeedTELayerNormColumnParallelLinear", "MindSpeedTELayernorm",
+    "MindSpeedTERowParallelGroupedLinear", "TEColumnParallelLinear", "TEGroupedLinear",
+    "TELayerNormColumnParallelLinear", "TELayernorm", "TERowParallelLinear",
+]  # fmt: skip

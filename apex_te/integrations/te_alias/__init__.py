@@ -11,10 +11,5 @@ from .metadata import claimed_version
 from .process import install, install_from_environment, serve, uninstall
 
 __all__ = [
-    "AliasError",
-    "claimed_version",
-    "install",
-    "install_from_environment",
-    "serve",
-    "uninstall",
-]
+    "AliasError", "claimed_version", "install", "install_from_environment", "serve", "uninstall",
+]  # fmt: skip

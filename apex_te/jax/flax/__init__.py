@@ -14,16 +14,7 @@ from .transformer import TransformerLayer as TransformerLayer
 from .transformer import TransformerLayerType as TransformerLayerType
 
 __all__ = [
-    "DenseGeneral",
-    "DotProductAttention",
-    "LayerNorm",
-    "LayerNormDenseGeneral",
-    "LayerNormMLP",
-    "MultiHeadAttention",
-    "RelativePositionBiases",
-    "TransformerEngineBase",
-    "TransformerLayer",
-    "TransformerLayerType",
-    "extend_logical_axis_rules",
-    "make_dot_general_cls",
-]
+    "DenseGeneral", "DotProductAttention", "LayerNorm", "LayerNormDenseGeneral", "LayerNormMLP",
+    "MultiHeadAttention", "RelativePositionBiases", "TransformerEngineBase", "TransformerLayer",
+    "TransformerLayerType", "extend_logical_axis_rules", "make_dot_general_cls",
+]  # fmt: skip

@@ -8,19 +8,9 @@ from typing import Any
 from ..region import active_mesh_resource
 
 __all__ = [
-    "BATCH",
-    "HEAD",
-    "HIDDEN",
-    "HIDDEN_TP",
-    "JOINED",
-    "SEQLEN",
-    "SEQLEN_TP",
-    "W_FSDP",
-    "W_JOINED",
-    "W_NO_SHARD",
-    "W_TP",
-    "extend_logical_axis_rules",
-]
+    "BATCH", "HEAD", "HIDDEN", "HIDDEN_TP", "JOINED", "SEQLEN", "SEQLEN_TP", "W_FSDP", "W_JOINED",
+    "W_NO_SHARD", "W_TP", "extend_logical_axis_rules",
+]  # fmt: skip
 
 Rule = tuple[str, Any]
 

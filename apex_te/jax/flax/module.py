@@ -32,12 +32,8 @@ from ..product import can_fuse_activation, can_fuse_norm
 from ..region import active_recipe
 
 __all__ = [
-    "DenseGeneral",
-    "LayerNorm",
-    "LayerNormDenseGeneral",
-    "LayerNormMLP",
-    "TransformerEngineBase",
-]
+    "DenseGeneral", "LayerNorm", "LayerNormDenseGeneral", "LayerNormMLP", "TransformerEngineBase",
+]  # fmt: skip
 
 Initializer = Callable[..., Any]
 Axes = tuple[str | None, ...]

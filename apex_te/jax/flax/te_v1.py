@@ -17,19 +17,10 @@ from .logical_axes import extend_logical_axis_rules as extend_logical_axis_rules
 from .transformer import TransformerLayerType as TransformerLayerType
 
 __all__ = [
-    "DenseGeneral",
-    "DotProductAttention",
-    "LayerNorm",
-    "LayerNormDenseGeneral",
-    "LayerNormMLP",
-    "MultiHeadAttention",
-    "RelativePositionBiases",
-    "TransformerEngineBase",
-    "TransformerLayer",
-    "TransformerLayerType",
-    "extend_logical_axis_rules",
-    "make_dot_general_cls",
-]
+    "DenseGeneral", "DotProductAttention", "LayerNorm", "LayerNormDenseGeneral", "LayerNormMLP",
+    "MultiHeadAttention", "RelativePositionBiases", "TransformerEngineBase", "TransformerLayer",
+    "TransformerLayerType", "extend_logical_axis_rules", "make_dot_general_cls",
+]  # fmt: skip
 
 
 class TransformerEngineBase(module.TransformerEngineBase):

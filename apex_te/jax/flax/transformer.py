@@ -12,14 +12,7 @@ import jax.numpy as jnp
 
 from . import logical_axes as axes
 from .attention import MultiHeadAttention
-from .module import (
-    Axes,
-    Initializer,
-    LayerNorm,
-    LayerNormMLP,
-    TransformerEngineBase,
-    placed,
-)
+from .module import Axes, Initializer, LayerNorm, LayerNormMLP, TransformerEngineBase, placed
 from .relative_position import RelativePositionBiases
 
 __all__ = ["TransformerLayer", "TransformerLayerType"]
@@ -167,12 +160,7 @@ class TransformerLayer(TransformerEngineBase):
                 input_layernorm=True,
                 attn_mask_type="no_mask" if encoder_decoder_mask is None else "padding",
                 attn_bias_type="no_bias",
-            )(
-                x,
-                self._input(encoded, "encoded"),
-                encoder_decoder_mask,
-                deterministic=deterministic,
-            )
+            )(x, self._input(encoded, "encoded"), encoder_decoder_mask, deterministic=deterministic)
             x = self._add(y, x, normed, deterministic)
         y, normed = self._mlp()(x, deterministic=deterministic)
         x = self._add(y, x, normed, deterministic)

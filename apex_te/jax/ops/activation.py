@@ -15,21 +15,16 @@ from ._gradient import materialised
 from .fp8_output import FP8Output, cast_of_activation
 
 __all__ = [
-    "KINDS",
-    "activation",
-    "activation_bwd",
-    "activation_bwd_fp8",
-    "activation_fwd",
+    "KINDS", "activation", "activation_bwd", "activation_bwd_fp8", "activation_fwd",
     "activation_fwd_fp8",
-]
+]  # fmt: skip
 
 
 @checked
 def activation(x: jax.Array, kind: str) -> jax.Array:
     """Applies an activation function to every element, differentiably, in float32 arithmetic.
 
-    Arguments, results and errors are as in ``apex_te.ops.activation.activation``; ``kind`` is one
-    of ``KINDS``.
+    ``kind`` is one of ``KINDS``.
     """
     activation_number("activation_fwd", kind)
     return _differentiable(kind)(x)
@@ -77,9 +72,8 @@ def activation_fwd_fp8(
 ) -> FP8Output:
     """Quantizes an activation's float32 result f(x): q = saturating_cast(f(x) * scale).
 
-    Arguments, results and errors are as in ``apex_te.ops.activation.activation_fwd_fp8``; the
-    result's ``amax`` is the maximum of the given one and max |f(x)|. The last dimension of x are
-    the columns.
+    The result's ``amax`` is the maximum of the given one and max |f(x)|. The last dimension of x
+    are the columns.
     """
     name = "activation_fwd_fp8"
     number = activation_number(name, kind)

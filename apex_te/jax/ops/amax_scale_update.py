@@ -35,8 +35,6 @@ def amax_scale_update(
 
     ``jax.vmap`` updates all elements of the batch in the same call. Row 0 of a history [length,
     slots] has the amax values recorded since the last update.
-
-    Arguments, results and errors are as in ``apex_te.ops.amax_scale_update.amax_scale_update``.
     """
     most_recent = is_most_recent("amax_scale_update", algo)
     for name, given in (("scales", scales), ("scale_invs", scale_invs), ("fp8_max", fp8_max)):

@@ -81,17 +81,11 @@ def _fwd(p: float, x: Any, bias: Any, residual: Any, seed: Any) -> jax.Array:
 
 @checked
 def bias_dropout_add_bwd(
-    dout: jax.Array,
-    seed: jax.Array | None,
-    p: float,
-    *,
-    x_dtype: Any,
-    bias_dtype: Any = None,
+    dout: jax.Array, seed: jax.Array | None, p: float, *, x_dtype: Any, bias_dtype: Any = None
 ) -> tuple[jax.Array | None, jax.Array | None]:
     """Computes the gradients of ``bias_dropout_add`` with respect to x and bias.
 
-    Arguments, results and errors are as in ``apex_te.ops.bias_dropout_add.bias_dropout_add_bwd``; a
-    gradient whose dtype is None is not computed and None.
+    A gradient whose dtype is None is not computed and None.
     """
     name = "bias_dropout_add_bwd"
     rows = _checks.as_matrix(name, "dout", dout)

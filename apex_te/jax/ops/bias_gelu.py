@@ -15,33 +15,22 @@ from ._gradient import flag, gradient_of, is_wanted, materialised
 from .fp8_output import FP8Output, cast_of_activation
 
 __all__ = [
-    "BiasGeluFP8Grads",
-    "BiasGeluGrads",
-    "bias_gelu",
-    "bias_gelu_bwd",
-    "bias_gelu_bwd_fp8",
-    "bias_gelu_fwd",
-    "bias_gelu_fwd_fp8",
-]
+    "BiasGeluFP8Grads", "BiasGeluGrads", "bias_gelu", "bias_gelu_bwd", "bias_gelu_bwd_fp8",
+    "bias_gelu_fwd", "bias_gelu_fwd_fp8",
+]  # fmt: skip
 
 _OP = "bias_gelu"
 
 
 class BiasGeluGrads(NamedTuple):
-    """Gradients of ``bias_gelu``.
-
-    The fields are those of ``apex_te.ops.bias_gelu.BiasGeluGrads``.
-    """
+    """Gradients of ``bias_gelu``."""
 
     input: jax.Array
     dbias: jax.Array | None
 
 
 class BiasGeluFP8Grads(NamedTuple):
-    """Gradients of ``bias_gelu``, that of x in FP8.
-
-    The fields are those of ``apex_te.ops.bias_gelu.BiasGeluFP8Grads``.
-    """
+    """Gradients of ``bias_gelu``, that of x in FP8."""
 
     output: FP8Output
     dbias: jax.Array | None
@@ -53,8 +42,6 @@ def bias_gelu(x: jax.Array, bias: jax.Array | None = None, *, form: str = "tanh"
 
     Arithmetic is in float32. If the sum is NaN, value and gradient are NaN. If it is -Inf, the
     value is NaN; if it is infinite, the gradient is NaN.
-
-    Arguments, results and errors are as in ``apex_te.ops.bias_gelu.bias_gelu``.
     """
     op_options.is_tanh("bias_gelu_fwd", form)
     return _differentiable(form)(x, bias)
@@ -97,10 +84,7 @@ def bias_gelu_bwd(
     form: str = "tanh",
     with_dbias: bool = False,
 ) -> BiasGeluGrads:
-    """Computes the gradients of ``bias_gelu``: grad_output * gelu'(x + bias) and its column sums.
-
-    Arguments, results and errors are those of ``apex_te.ops.bias_gelu.bias_gelu_bwd``.
-    """
+    """Computes ``bias_gelu``'s gradients: grad_output * gelu'(x + bias) and its column sums."""
     name = "bias_gelu_bwd"
     is_tanh = op_options.is_tanh(name, form)
     given = {"dy": grad_output, "x": x, "bias": bias}
@@ -122,8 +106,7 @@ def bias_gelu_fwd_fp8(
 ) -> FP8Output:
     """Quantizes the float32 result of gelu: q = saturating_cast(gelu(x + bias) * scale).
 
-    Arguments, results and errors are as in ``apex_te.ops.bias_gelu.bias_gelu_fwd_fp8``; the
-    result's ``amax`` is the maximum of the given one and max |gelu(x + bias)|.
+    The result's ``amax`` is the maximum of the given one and max |gelu(x + bias)|.
     """
     name = "bias_gelu_fwd_fp8"
     is_tanh = op_options.is_tanh(name, form)
@@ -147,8 +130,7 @@ def bias_gelu_bwd_fp8(
 ) -> BiasGeluFP8Grads:
     """Computes ``bias_gelu_bwd`` with the gradient of x quantized from its float32 values.
 
-    Arguments, results and errors are as in ``apex_te.ops.bias_gelu.bias_gelu_bwd_fp8``; the
-    result's ``amax`` is the maximum of the given one and the magnitudes of x's gradient.
+    The result's ``amax`` is the maximum of the given one and the magnitudes of x's gradient.
     """
     name = "bias_gelu_bwd_fp8"
     is_tanh = op_options.is_tanh(name, form)

@@ -16,15 +16,9 @@ from ._contract import run
 from .fp8_output import sides, wanted
 
 __all__ = [
-    "BlockQuantized",
-    "block_dequantize",
-    "block_quantize",
-    "scale_dims",
-    "scale_shape",
-    "scales_of_matrix",
-    "unpadded",
-    "with_padding",
-]
+    "BlockQuantized", "block_dequantize", "block_quantize", "scale_dims", "scale_shape",
+    "scales_of_matrix", "unpadded", "with_padding",
+]  # fmt: skip
 
 _BLOCK = 128
 _MULTIPLE = 4
@@ -44,10 +38,7 @@ class BlockQuantized(NamedTuple):
 
 @checked
 def scale_shape(rows: int, cols: int, block_rows: int) -> tuple[int, int]:
-    """Returns the shape of the scale_inv tensor of FP8 data [rows, cols], as cuBLASLt reads it.
-
-    Arguments, results and errors are those of ``apex_te.ops.block_quantize.scale_shape``.
-    """
+    """Returns the shape of the scale_inv tensor of FP8 data [rows, cols], as cuBLASLt reads it."""
     blocks = -(-cols // _BLOCK)
     if block_rows == 1:
         return blocks, -(-rows // _MULTIPLE) * _MULTIPLE
@@ -70,7 +61,6 @@ def block_quantize(
 ) -> BlockQuantized:
     """Quantizes q = saturating_cast(float(x) * scale), scale = fp8_max / amax of each block.
 
-    Arguments, results and errors are as in ``apex_te.ops.block_quantize.block_quantize``;
     ``flatten_axis`` is as in ``cast_transpose``. With ``padded`` scale_inv has the shape
     ``scale_shape`` of the flattened matrix. Else it is unpadded, keeps x's dimensions and stays
     sharded over devices; ``block_scaled_gemm`` accepts both forms.
@@ -135,10 +125,7 @@ def with_padding(scale_inv: jax.Array) -> jax.Array:
 def block_dequantize(
     fp8_data: jax.Array, scale_inv: jax.Array, out_dtype: Any, *, block_rows: int = 1
 ) -> jax.Array:
-    """Computes the values of FP8 data, each times its block's scale_inv, rounded to nearest even.
-
-    Arguments, results and errors are as in ``apex_te.ops.block_quantize.block_dequantize``.
-    """
+    """Computes values of FP8 data, each times its block's scale_inv, rounded to nearest even."""
     name = "block_dequantize"
     given = {"fp8_data": fp8_data, "scale_inv": scale_inv}
     dtypes = {"T": _checks.float_dtype_of(name, "out", out_dtype).name}

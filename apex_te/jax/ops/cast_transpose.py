@@ -43,8 +43,7 @@ def cast_transpose(
 ) -> CastTransposeOutput:
     """Quantizes q = saturating_cast(float(x) * scale), rounded to nearest even; NaN stays NaN.
 
-    Arguments, results and errors are as in ``apex_te.ops.cast_transpose.cast_transpose``; the
-    result's ``amax`` is the maximum of the given one and max |x|, NaN counting as largest. With
+    The result's ``amax`` is the maximum of the given one and max |x|, NaN counting as largest. With
     ``flatten_axis``, the index of the first dimension that counts as columns, x may have more than
     two dimensions. The copies keep them; in the columnwise copy those of the columns come first.
     """

@@ -20,14 +20,9 @@ from ._contract import run
 from ._gradient import flag, is_wanted, materialised
 
 __all__ = [
-    "REDUCTIONS",
-    "CrossEntropyOutput",
-    "count_valid",
-    "cross_entropy",
-    "cross_entropy_bwd",
-    "cross_entropy_fwd",
-    "sum_losses",
-]
+    "REDUCTIONS", "CrossEntropyOutput", "count_valid", "cross_entropy", "cross_entropy_bwd",
+    "cross_entropy_fwd", "sum_losses",
+]  # fmt: skip
 
 REDUCTIONS = ("mean", "sum", "none")
 _MOST_COLUMNS = 2**31 - 4097
@@ -147,7 +142,6 @@ def cross_entropy_fwd(
 ) -> CrossEntropyOutput:
     """Computes the loss of each row, and the gradient of the logits if it is asked for.
 
-    Arguments, results and errors are as in ``apex_te.ops.cross_entropy.cross_entropy_fwd``;
     ``with_grad`` and ``with_stats`` ask for the gradient and for what ``cross_entropy_bwd`` needs.
     """
     name = "cross_entropy_fwd"
@@ -174,7 +168,6 @@ def cross_entropy_bwd(
 ) -> jax.Array:
     """Computes ``grad_output`` times the gradient of the losses, each element rounded once.
 
-    Arguments, results and errors are as in ``apex_te.ops.cross_entropy.cross_entropy_bwd``;
     ``grad`` is what ``cross_entropy_fwd`` made for the same arguments, or None.
     """
     name = "cross_entropy_bwd"
@@ -209,10 +202,7 @@ def count_valid(target: jax.Array, ignore_index: int = -100) -> jax.Array:
 
 @checked
 def sum_losses(loss: jax.Array, num_valid: jax.Array | None = None) -> jax.Array:
-    """Sums losses in a fixed order, and divides by ``num_valid`` if it is given.
-
-    Arguments, results and errors are those of ``apex_te.ops.cross_entropy.sum_losses``.
-    """
+    """Sums losses in a fixed order, and divides by ``num_valid`` if it is given."""
     name = "cross_entropy_sum"
     given = {"loss": loss, "num_valid": num_valid}
     return run("cross_entropy", name, given)["total"].reshape(())

@@ -14,13 +14,7 @@ from ._contract import local_call, run
 from ._rows import rowwise as over_rows
 from .fp8_output import sides, wanted
 
-__all__ = [
-    "CurrentScaleOutput",
-    "current_scale",
-    "local_amax",
-    "scale_of",
-    "tensor_amax",
-]
+__all__ = ["CurrentScaleOutput", "current_scale", "local_amax", "scale_of", "tensor_amax"]
 
 
 class CurrentScaleOutput(NamedTuple):
@@ -50,7 +44,6 @@ def current_scale(
 ) -> CurrentScaleOutput:
     """Quantizes q = saturating_cast(float(x) * scale), scale = fp8_max / max |x|.
 
-    Arguments, results and errors are as in ``apex_te.ops.current_scale.current_scale``;
     ``flatten_axis`` is as in ``cast_transpose``.
     """
     dtype = _checks.fp8_dtype_of("current_scale", fp8_dtype, fnuz=True)
@@ -104,10 +97,7 @@ def from_amax(
 def scale_of(
     amax: jax.Array, fp8_dtype: Any, *, eps: float = 0.0, pow2: bool = False
 ) -> tuple[jax.Array, jax.Array]:
-    """Computes the scale that ``current_scale`` computes from ``amax``, and scale_inv.
-
-    Arguments, results and errors are those of ``apex_te.ops.current_scale.scale_of``.
-    """
+    """Computes the scale that ``current_scale`` computes from ``amax``, and scale_inv."""
     dtype = _checks.fp8_dtype_of("current_scale", fp8_dtype, fnuz=True)
     amax = _checks.is_scalar("current_scale_cast", "amax", amax)
 

@@ -33,8 +33,8 @@ def mx_gemm(
 ) -> jax.Array:
     """Computes out[M, N] = a @ b.T + bias from MXFP8 operands that ``mx_quantize`` has made.
 
-    Arguments, results and errors are as in ``apex_te.ops.emulated_gemm.mx_gemm``; ``inner`` is as
-    in ``fp8_gemm``. Values below 2^-126, the smallest normal number, may be rounded in decoding.
+    ``inner`` is as in ``fp8_gemm``. Values below 2^-126, the smallest normal number, may be rounded
+    in decoding.
     """
 
     def decoded(dtype: Any, a: Any, b: Any, a_scale: Any, b_scale: Any) -> tuple[Any, Any]:
@@ -57,8 +57,7 @@ def hif8_gemm(
 ) -> jax.Array:
     """Computes out[M, N] = (a @ b.T) * a_scale_inv * b_scale_inv + bias of HiF8 data.
 
-    Arguments, results and errors are as in ``apex_te.ops.emulated_gemm.hif8_gemm``; ``inner`` is as
-    in ``fp8_gemm``.
+    ``inner`` is as in ``fp8_gemm``.
     """
 
     def decoded(dtype: Any, a: Any, b: Any, *_: Any) -> tuple[Any, Any]:

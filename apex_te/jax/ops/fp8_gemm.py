@@ -112,11 +112,8 @@ def shared_product(
 ) -> jax.Array:
     """Multiplies sharded operands: each device multiplies its shard; sums over a sharded K follow.
 
-    Args:
-        product: function of a, b, their scales and a dict of bias and c, all as matrices.
-        scales: the scales by name, each with its dimensions in the rule.
-        rest: bias and c by name, if given.
-        inner: number of dimensions that are contracted.
+    ``product`` is a function of a, b, their scales and a dict of bias and c, all as matrices. Each
+    of ``scales`` comes with its dimensions in the rule; ``inner`` dimensions are contracted.
     """
     inputs = {**operands, **{n: x for n, (_, x) in scales.items()}, **rest}
     dims = {
@@ -159,9 +156,9 @@ def fp8_gemm(
 ) -> jax.Array:
     """Computes out[M, N] = (a[M, K] @ b[N, K].T) * a_scale_inv * b_scale_inv + bias + c.
 
-    Arguments, results and errors are as in ``apex_te.ops.fp8_gemm.fp8_gemm``; K has ``inner``
-    dimensions, the last ones of a and b. M and N may also stand for several dimensions; the result
-    keeps them. ``c`` [M, N], in the output's dtype, is added before the result is rounded.
+    K has ``inner`` dimensions, the last ones of a and b. M and N may also stand for several
+    dimensions; the result keeps them. ``c`` [M, N], in the output's dtype, is added before the
+    result is rounded.
     """
     a, b, rest, dtype = _prepare("fp8_gemm", a, b, out_dtype, bias, c, inner)
     scales = {
@@ -214,8 +211,7 @@ def block_scaled_gemm(
 ) -> jax.Array:
     """Computes out[M, N] = a @ b.T + bias + c from operands that ``block_quantize`` has made.
 
-    Arguments, results and errors are as in ``apex_te.ops.fp8_gemm.block_scaled_gemm``; ``c`` and
-    ``inner`` are as in ``fp8_gemm``.
+    ``c`` and ``inner`` are as in ``fp8_gemm``.
     """
     name = "block_scaled_gemm"
     a, b, rest, dtype = _prepare(name, a, b, out_dtype, bias, c, inner)

@@ -18,12 +18,7 @@ from . import _checks
 from ._checked import checked
 from .grouped_quantize import ALIGN, Groups, check_rows, decode, scale_rows
 
-__all__ = [
-    "contract_groups",
-    "multiply_groups",
-    "scaled_contract_groups",
-    "scaled_multiply_groups",
-]
+__all__ = ["contract_groups", "multiply_groups", "scaled_contract_groups", "scaled_multiply_groups"]
 
 _GROUPED_FP8 = (9, 0)
 _S = jax.ShapeDtypeStruct
@@ -31,10 +26,7 @@ _S = jax.ShapeDtypeStruct
 
 @checked
 def multiply_groups(a: jax.Array, b: jax.Array, groups: Groups) -> jax.Array:
-    """Multiplies each row by the matrix of its group: ``out[r] = b[g] @ a[r]``, row r in group g.
-
-    Arguments, results and errors are as in ``apex_te.ops.grouped_gemm.multiply_groups``.
-    """
+    """Multiplies each row by its group's matrix: ``out[r] = b[g] @ a[r]``, row r in group g."""
     _check_operands("multiply_groups", a, b, groups)
     return _multiplied(jnp.asarray(a), jnp.asarray(b), groups.ends)
 
@@ -69,8 +61,7 @@ def _dot(a: jax.Array, b: jax.Array) -> jax.Array:
 def contract_groups(a: jax.Array, b: jax.Array, groups: Groups, wide: bool = False) -> jax.Array:
     """Multiplies each group's slices of two matrices: ``out[g] = a[:, i:j] @ b[i:j]``.
 
-    Arguments, results and errors are as in ``apex_te.ops.grouped_gemm.contract_groups``; with
-    ``wide`` float32 sums of 16-bit operands are not rounded to their dtype.
+    With ``wide`` float32 sums of 16-bit operands are not rounded to their dtype.
     """
     a, b = _checks.array("contract_groups", "a", a), _checks.array("contract_groups", "b", b)
     if a.ndim != 2 or b.ndim != 2 or a.shape[1] != b.shape[0]:
@@ -124,10 +115,7 @@ def scaled_multiply_groups(
     groups: Groups,
     fast: bool,
 ) -> jax.Array:
-    """Computes ``multiply_groups`` of FP8 data, times scale_inv of each row and of its group.
-
-    Arguments, results and errors are those of ``apex_te.ops.grouped_gemm.scaled_multiply_groups``.
-    """
+    """Computes ``multiply_groups`` of FP8 data, times scale_inv of each row and of its group."""
     name = "scaled_multiply_groups"
     _check_operands(name, a, b, groups)
     operands = _checked(name, a, a_scale_inv, (groups.rows,), b, b_scale_inv, groups.num_groups)
@@ -160,8 +148,7 @@ def scaled_contract_groups(
 ) -> jax.Array:
     """Computes ``contract_groups`` of columnwise FP8 data, times both operands' scale_inv.
 
-    Arguments, results and errors are as in ``apex_te.ops.grouped_gemm.scaled_contract_groups``;
-    with ``wide`` the result is float32 instead of bfloat16.
+    With ``wide`` the result is float32 instead of bfloat16.
     """
     name = "scaled_contract_groups"
     ends = _checks.array(name, "ends", ends)

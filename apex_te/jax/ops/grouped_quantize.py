@@ -19,21 +19,10 @@ from ._checked import checked
 from ._contract import whole_call
 
 __all__ = [
-    "ALIGN",
-    "GroupedOutput",
-    "Groups",
-    "check_rows",
-    "column_sums",
-    "decode",
-    "finish_rows",
-    "first_scales",
-    "groups_of",
-    "quantize_groups",
-    "quantize_matrices",
-    "scale_rows",
-    "scales_of",
+    "ALIGN", "GroupedOutput", "Groups", "check_rows", "column_sums", "decode", "finish_rows",
+    "first_scales", "groups_of", "quantize_groups", "quantize_matrices", "scale_rows", "scales_of",
     "zero_unused",
-]
+]  # fmt: skip
 
 # csrc/grouped_quantize/grouped_quantize.h
 ALIGN = 16  # a group's columns in the columnwise copy
@@ -47,10 +36,7 @@ _S = jax.ShapeDtypeStruct
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Groups:
-    """Places of groups in the rows of a matrix, as ``groups_of`` returns them.
-
-    The fields are those of ``apex_te.ops.grouped_quantize.Groups``.
-    """
+    """Places of groups in the rows of a matrix, as ``groups_of`` returns them."""
 
     table: jax.Array
     rows: int = dataclasses.field(metadata={"static": True})
@@ -92,8 +78,6 @@ def groups_of(splits: jax.Array, rows: int) -> Groups:
     Splits are invalid if one is negative or their sum exceeds ``rows``. They raise no error, since
     only the device knows them. Instead no group has rows, every scale_inv is NaN, and the results
     of ``finish_rows``, ``zero_unused`` and ``column_sums`` are NaN.
-
-    Arguments, results and errors are as in ``apex_te.ops.grouped_quantize.groups_of``.
     """
     name = "grouped_offsets"
     splits = _checks.has_ndim(name, "splits", splits, 1, ["int32", "int64"])
@@ -141,8 +125,7 @@ def quantize_groups(
 ) -> GroupedOutput:
     """Quantizes groups of rows in one pass: q = saturating_cast(float(x) * scale[g]) in group g.
 
-    Arguments, results and errors are as in ``apex_te.ops.grouped_quantize.quantize_groups``; the
-    result's ``amax`` is the maximum of the given one and max |x| of each group, NaN counting as
+    The result's ``amax`` is the maximum of the given one and max |x| of each group, NaN counting as
     largest.
     """
     x = _checks.matrix_to_cast(_OP, x)
@@ -185,7 +168,6 @@ def quantize_matrices(
 ) -> GroupedOutput:
     """Quantizes one matrix for each group, all of one shape and dtype, in one launch.
 
-    Arguments, results and errors are as in ``apex_te.ops.grouped_quantize.quantize_matrices``;
     ``matrices`` may also be one array [groups, rows, cols].
     """
     name = "grouped_quantize_matrices"
@@ -213,10 +195,7 @@ def quantize_matrices(
 def scales_of(
     amax: jax.Array, fp8_dtype: Any, *, eps: float = 0.0, pow2: bool = False
 ) -> tuple[jax.Array, jax.Array]:
-    """Computes each group's scale from its amax, by the rules of ``current_scale``.
-
-    Arguments, results and errors are those of ``apex_te.ops.grouped_quantize.scales_of``.
-    """
+    """Computes each group's scale from its amax, by the rules of ``current_scale``."""
     name = "grouped_scales"
     amax = _checks.has_ndim(name, "amax", amax, 1, ["float32"])
     limit = float(jnp.finfo(_checks.fp8_dtype_of(name, fp8_dtype)).max)
@@ -238,8 +217,7 @@ def first_scales(
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Computes the first scales of delayed scaling, from amax values instead of an amax history.
 
-    Arguments, results and errors are as in ``apex_te.ops.grouped_quantize.first_scales``; returned
-    are the new ``(due, scale, scale_inv)``.
+    Returned are the new ``(due, scale, scale_inv)``.
     """
     given = {"amax": amax, "due": due, "scale": scale, "scale_inv": scale_inv}
     options: dict[str, Any] = {"fp8_max": float(fp8_max), "margin": margin, "pow2": bool(pow2)}
@@ -257,10 +235,7 @@ def _of_rows(
 
 @checked
 def finish_rows(out: jax.Array, groups: Groups, bias: jax.Array | None = None) -> jax.Array:
-    """Returns ``out`` with ``bias`` added to the groups' rows; rows outside all groups are zeros.
-
-    Arguments, results and errors are as in ``apex_te.ops.grouped_quantize.finish_rows``.
-    """
+    """Returns ``out`` with ``bias`` added to the groups' rows; rows outside of groups are zeros."""
     name = "grouped_finish"
     out = _checks.matrix(name, "out", out)
     check_rows(name, out.shape[0], groups)
@@ -296,10 +271,7 @@ def scale_rows(out: jax.Array, factor: jax.Array) -> jax.Array:
 
 @checked
 def column_sums(x: jax.Array, groups: Groups) -> jax.Array:
-    """Sums the rows of each group of ``x`` [rows, cols] in float32, deterministically.
-
-    Arguments, results and errors are as in ``apex_te.ops.grouped_quantize.column_sums``.
-    """
+    """Sums the rows of each group of ``x`` [rows, cols] in float32, deterministically."""
     name = "grouped_sum"
     x = _checks.matrix_to_cast(name, x)
     check_rows(name, x.shape[0], groups)

@@ -1,9 +1,4 @@
-"""HiF8 (HiFloat8): encodes, decodes, and quantizes a matrix with one scale.
-
-HiF8 data is a uint8 array. A value has up to 3 mantissa bits, the more the nearer its magnitude is
-to 1: magnitudes of 2^-3 to 15 have 3. The largest finite value is 32768, the smallest magnitude
-2^-22. There is no negative zero and one NaN (0x80).
-"""
+"""HiF8 (HiFloat8): encodes, decodes, and quantizes a matrix with one scale; data is uint8."""
 
 from __future__ import annotations
 
@@ -18,15 +13,7 @@ from ._contract import local_call, run
 from .current_scale import from_amax
 from .fp8_output import sides, wanted
 
-__all__ = [
-    "HIF8_15",
-    "HIF8_224",
-    "HiF8Output",
-    "decode",
-    "encode",
-    "quantize",
-    "quantize_current",
-]
+__all__ = ["HIF8_15", "HIF8_224", "HiF8Output", "decode", "encode", "quantize", "quantize_current"]
 
 # Values that MindSpeed scales an amax to, in the range of 3-bit mantissas and of 2-bit ones.
 HIF8_15 = 15.0
@@ -52,10 +39,7 @@ class HiF8Output(NamedTuple):
 
 @checked
 def encode(x: jax.Array, *, saturate: bool = True) -> jax.Array:
-    """Returns the HiF8 data of x without a scale, rounded half away from zero.
-
-    Arguments, results and errors are as in ``apex_te.ops.hif8.encode``.
-    """
+    """Returns the HiF8 data of x without a scale, rounded half away from zero."""
     x = _checks.has_dtype("hif8_quantize", "x", x, _checks.FLOATS)
     given = {"x": x.reshape(1, x.size)}
     made = local_call("hif8", "hif8_quantize", given, ["rowwise"], saturate=bool(saturate))
@@ -66,10 +50,7 @@ def encode(x: jax.Array, *, saturate: bool = True) -> jax.Array:
 def decode(
     fp8_data: jax.Array, dtype: Any = jnp.bfloat16, *, scale_inv: jax.Array | None = None
 ) -> jax.Array:
-    """Returns the values of HiF8 data times scale_inv, rounded once; exact without scale_inv.
-
-    Arguments, results and errors are as in ``apex_te.ops.hif8.decode``.
-    """
+    """Returns the values of HiF8 data times scale_inv, rounded once; exact without scale_inv."""
     name = "hif8_decode"
     fp8_data = _checks.has_dtype(name, "fp8_data", fp8_data, ["uint8"])
     given = {"fp8_data": fp8_data.reshape(-1)}
@@ -92,9 +73,8 @@ def quantize(
 ) -> HiF8Output:
     """Quantizes q = encode(float(x) * scale) with a given scale, in one pass.
 
-    Arguments, results and errors are as in ``apex_te.ops.hif8.quantize``; the result's ``amax`` is
-    the maximum of the given one and max |x|, NaN counting as largest. ``flatten_axis`` is as in
-    ``cast_transpose``.
+    The result's ``amax`` is the maximum of the given one and max |x|, NaN counting as largest.
+    ``flatten_axis`` is as in ``cast_transpose``.
     """
     name = "hif8_quantize"
     x, ranks = sides(name, x, flatten_axis)
@@ -120,8 +100,7 @@ def quantize_current(
 ) -> HiF8Output:
     """Quantizes q = encode(float(x) * scale), scale = target / max |x|, as ``current_scale``.
 
-    Arguments, results and errors are as in ``apex_te.ops.hif8.quantize_current``; ``flatten_axis``
-    is as in ``cast_transpose``.
+    ``flatten_axis`` is as in ``cast_transpose``.
     """
     name = "hif8_current" if amax is None else "hif8_cast"
     x, ranks = sides("hif8_current", x, flatten_axis)

@@ -24,10 +24,7 @@ def layer_norm(
     zero_centered_gamma: bool = False,
     residual: jax.Array | None = None,
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
-    """Normalises (x - mean) / sqrt(variance + eps) * gamma + bias, differentiably.
-
-    Arguments, results and errors are as in ``apex_te.ops.layer_norm.layer_norm``.
-    """
+    """Normalises (x - mean) / sqrt(variance + eps) * gamma + bias, differentiably."""
     norm = _norm.differentiable("layer_norm", float(eps), zero_centered_gamma, residual is not None)
     y, total = norm(x, weight, bias, residual)
     return y if total is None else (y, total)
@@ -65,8 +62,7 @@ def layer_norm_fwd_fp8(
 ) -> NormFP8Output:
     """Quantizes the float32 result y of ``layer_norm_fwd``: q = saturating_cast(y * scale).
 
-    Arguments, results and errors are as in ``apex_te.ops.layer_norm.layer_norm_fwd_fp8``; the
-    result's ``amax`` is the maximum of the given one and max |y|.
+    The result's ``amax`` is the maximum of the given one and max |y|.
     """
     fp8 = (scale, fp8_dtype, rowwise, columnwise, amax)
     made = _norm.norm_fwd("layer_norm", x, weight, bias, eps, zero_centered_gamma, residual, fp8)
@@ -87,10 +83,7 @@ def layer_norm_bwd(
     with_dweight: bool = True,
     with_dbias: bool = True,
 ) -> NormGradients:
-    """Computes the gradients of ``layer_norm_fwd``, deterministically.
-
-    Arguments, results and errors are as in ``apex_te.ops.layer_norm.layer_norm_bwd``.
-    """
+    """Computes the gradients of ``layer_norm_fwd``, deterministically."""
     return _norm.norm_bwd(
         "layer_norm", dy, x, weight, None, {"mean": mean, "rstd": rstd}, zero_centered_gamma,
         d_residual, with_dweight, with_dbias,

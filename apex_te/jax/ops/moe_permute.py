@@ -1,11 +1,7 @@
 """Permutes tokens for a mixture of experts: copies them in the order of experts and sums them back.
 
-A token goes to several experts, each of which gets a copy of its row. The permuted matrix has the
-copies in the order of experts. A map, made on the device, tells the row of each copy. ``width``,
-the most copies that a token can have, is the number of experts for a routing map of type "mask",
-and k for type "index". ``probs``, the weights of the copies, are [tokens, width]; permuted they are
-[rows], one for each row of the permuted matrix. In a ``jax.shard_map`` all is done on each device's
-own tokens.
+Maps and shapes are those of ``apex_te.ops.moe_permute``. In a ``jax.shard_map`` all is done on each
+device's own tokens.
 """
 
 from __future__ import annotations
@@ -23,17 +19,9 @@ from ._checked import checked
 from ._gradient import flag, is_wanted, materialised
 
 __all__ = [
-    "MAX_EXPERTS",
-    "RowMap",
-    "make_chunk_map",
-    "make_map",
-    "permute",
-    "permute_bwd",
-    "permute_by",
-    "sort_chunks",
-    "unpermute",
-    "unpermute_bwd",
-]
+    "MAX_EXPERTS", "RowMap", "make_chunk_map", "make_map", "permute", "permute_bwd", "permute_by",
+    "sort_chunks", "unpermute", "unpermute_bwd",
+]  # fmt: skip
 
 # As csrc/moe_permute/moe_permute.h has them.
 MAX_EXPERTS = 1024
@@ -47,8 +35,8 @@ _OP = "moe_permute"
 class RowMap(NamedTuple):
     """Map from tokens to rows of the permuted matrix, int32 arrays.
 
-    Fields are as in ``apex_te.ops.moe_permute.RowMap``. The opaque ``row_id_map`` is an argument of
-    ``permute``, ``unpermute`` and their backward functions.
+    The opaque ``row_id_map`` is an argument of ``permute``, ``unpermute`` and their backward
+    functions.
     """
 
     row_id_map: jax.Array
@@ -88,8 +76,6 @@ def make_map(
 
     For "index", ``num_experts`` None means 1024. An index that is too large raises an error on the
     CPU, when the program runs. On a GPU the token's row in the result of ``unpermute`` is NaN.
-
-    Arguments, results and errors are as in ``apex_te.ops.moe_permute.make_map``.
     """
     routing = _routing("moe_permute_map", routing_map, map_type, num_experts, align_size)
     rows = _ANY_ROWS if num_rows is None else num_rows
@@ -169,8 +155,6 @@ def permute(
     """Copies each token's row, and its probs, to the rows that the map gives.
 
     Differentiable with respect to ``inp`` and ``probs``.
-
-    Arguments, results and errors are those of ``apex_te.ops.moe_permute.permute``.
     """
 
     def forward(inp: Any, probs: Any, row_id_map: Any) -> tuple[Any, Any, Any]:
@@ -197,8 +181,6 @@ def permute_by(
     """Computes ``make_map`` and then ``permute`` in one call with overlapping kernels.
 
     Copies that do not fit into ``num_rows`` rows are dropped.
-
-    Arguments, results and errors are those of ``apex_te.ops.moe_permute.permute_by``.
     """
     name = "moe_permute_fwd"
 
@@ -320,14 +302,9 @@ def _check_differentiable(op: str, inp: jax.Array) -> None:
 
 @checked
 def permute_bwd(
-    grad_permuted: jax.Array,
-    row_id_map: jax.Array,
-    grad_permuted_probs: jax.Array | None = None,
+    grad_permuted: jax.Array, row_id_map: jax.Array, grad_permuted_probs: jax.Array | None = None
 ) -> tuple[jax.Array, jax.Array | None]:
-    """Computes the gradients of ``permute``.
-
-    Arguments, results and errors are those of ``apex_te.ops.moe_permute.permute_bwd``.
-    """
+    """Computes the gradients of ``permute``."""
     made = _summed(grad_permuted, row_id_map, None, grad_permuted_probs)
     return made["out"], made.get("grad_probs")
 
@@ -353,8 +330,6 @@ def unpermute(inp: jax.Array, row_id_map: jax.Array, probs: jax.Array | None = N
     """Sums each token's copies, times their probs, in float32 and in a fixed order.
 
     Differentiable with respect to ``inp`` and ``probs``.
-
-    Arguments, results and errors are those of ``apex_te.ops.moe_permute.unpermute``.
     """
     return _unpermutation(_matrix("moe_unpermute", inp), row_id_map, probs)
 
@@ -390,8 +365,6 @@ def unpermute_bwd(
     """Computes the gradients of ``unpermute`` with probs, in one pass.
 
     Without probs the gradient of ``inp`` is ``permute(grad_output, ...)``.
-
-    Arguments, results and errors are those of ``apex_te.ops.moe_permute.unpermute_bwd``.
     """
     name = "moe_unpermute_bwd"
     inp = _checks.matrix(name, "inp", inp)
@@ -411,8 +384,6 @@ def make_chunk_map(split_sizes: jax.Array, sorted_index: jax.Array, num_rows: in
 
     There may be at most 2048 chunks. Invalid values in the arguments raise an error on the CPU,
     when the program runs. On a GPU ``sort_chunks`` then writes zeros to rows that receive no row.
-
-    Arguments, results and errors are those of ``apex_te.ops.moe_permute.make_chunk_map``.
     """
     name = "moe_sort_chunks_map"
     integers = ["int32", "int64"]
@@ -438,8 +409,6 @@ def sort_chunks(
     """Reorders rows, and their probs, by a map of chunks.
 
     Differentiable with respect to ``inp`` and ``probs``.
-
-    Arguments, results and errors are those of ``apex_te.ops.moe_permute.sort_chunks``.
     """
     inp = _matrix("moe_sort_chunks", inp)
 

@@ -49,10 +49,7 @@ class AdamStep(NamedTuple):
 class SgdStep(NamedTuple):
     """Arrays after a step of SGD, in the order of the parameters.
 
-    Attributes:
-        params: the parameters.
-        momentums: momentum buffers; empty without momentum.
-        masters: master weights; empty if none were given.
+    ``momentums`` is empty without momentum, ``masters`` if none were given.
     """
 
     params: list[jax.Array]
@@ -79,10 +76,7 @@ def adam(
     inv_scale: jax.Array | None = None,
     found_inf: jax.Array | None = None,
 ) -> AdamStep:
-    """Steps AdamW (decoupled weight decay) or Adam (L2).
-
-    Arguments, results and errors are as in ``apex_te.ops.multi_tensor_optim.adam``.
-    """
+    """Steps AdamW (decoupled weight decay) or Adam (L2)."""
     name = "multi_tensor_adam"
     columns = {"exp_avgs": exp_avgs, "exp_avg_sqs": exp_avg_sqs}
     lists = _columns(name, params, grads, columns, masters)
@@ -112,10 +106,7 @@ def sgd(
     inv_scale: jax.Array | None = None,
     found_inf: jax.Array | None = None,
 ) -> SgdStep:
-    """Steps stochastic gradient descent.
-
-    Arguments, results and errors are as in ``apex_te.ops.multi_tensor_optim.sgd``.
-    """
+    """Steps stochastic gradient descent."""
     name = "multi_tensor_sgd"
     if momentum and not momentums and params:
         raise ValueError(f"{name}: momentums must have {len(params)} entries like params, got 0")
@@ -154,10 +145,7 @@ def lamb(
     inv_scale: jax.Array | None = None,
     found_inf: jax.Array | None = None,
 ) -> AdamStep:
-    """Steps LAMB (arXiv 1904.00962): Adam's update with a rate for each tensor.
-
-    Arguments, results and errors are as in ``apex_te.ops.multi_tensor_optim.lamb``.
-    """
+    """Steps LAMB (arXiv 1904.00962): Adam's update with a rate for each tensor."""
     name = "multi_tensor_lamb"
     columns = {"exp_avgs": exp_avgs, "exp_avg_sqs": exp_avg_sqs}
     lists = _columns(name, params, grads, columns, masters)

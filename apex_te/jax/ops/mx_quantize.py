@@ -39,7 +39,6 @@ def mx_quantize(
 ) -> MXQuantized:
     """Quantizes q = saturating_cast(float(x) / 2^e), with one e for each block of 32 elements.
 
-    Arguments, results and errors are as in ``apex_te.ops.mx_quantize.mx_quantize``;
     ``flatten_axis`` is as in ``cast_transpose``.
     """
     name = "mx_quantize"
@@ -58,10 +57,7 @@ def mx_quantize(
 
 @checked
 def mx_dequantize(fp8_data: jax.Array, scale: jax.Array, *, dtype: Any = jnp.bfloat16) -> jax.Array:
-    """Computes the values of MXFP8 data, rounded to nearest even; exact within dtype's range.
-
-    Arguments, results and errors are as in ``apex_te.ops.mx_quantize.mx_dequantize``.
-    """
+    """Computes the values of MXFP8 data, rounded to nearest even; exact within dtype's range."""
     name = "mx_dequantize"
     given = {"fp8_data": fp8_data, "scale": scale}
     dtypes = {"T": _checks.float_dtype_of(name, "out", dtype).name}

@@ -1,8 +1,6 @@
 """Casts a fused QKV projection's weight, and the gradient of its output, to FP8.
 
-The rows of such a weight are heads. Interleaved they go group by group: the query heads of the
-group, its key head and its value head; else all queries, all keys and all values. A GEMM with
-the weight's rows in the latter order has queries, keys and values that are slices of it.
+Orders of heads are those of ``apex_te.ops.qkv_cast``.
 """
 
 from __future__ import annotations
@@ -24,10 +22,7 @@ _OP = "qkv_cast"
 
 
 class QkvGradOutput(NamedTuple):
-    """FP8 data of a projection's output gradient.
-
-    The fields are those of ``apex_te.ops.qkv_cast.QkvGradOutput``.
-    """
+    """FP8 data of a projection's output gradient."""
 
     output: FP8Output
     dbias: jax.Array | None
@@ -46,9 +41,8 @@ def qkv_cast_weight(
 ) -> FP8Output:
     """Casts an interleaved weight as ``cast_transpose`` does, and sorts the rowwise copy's rows.
 
-    Arguments, results and errors are as in ``apex_te.ops.qkv_cast.qkv_cast_weight``; the result's
-    ``amax`` is the maximum of the given one and max |weight|. The columns may be sharded over
-    devices.
+    The result's ``amax`` is the maximum of the given one and max |weight|. The columns may be
+    sharded over devices.
     """
     name = "qkv_cast_weight"
     dtype = _checks.fp8_dtype_of(name, fp8_dtype, fnuz=True)
@@ -88,9 +82,8 @@ def qkv_cast_grad(
 ) -> QkvGradOutput:
     """Joins the gradients of queries, keys and values and casts them as ``cast_transpose`` does.
 
-    Arguments, results and errors are as in ``apex_te.ops.qkv_cast.qkv_cast_grad``; the result's
-    ``amax`` is the maximum of the given one and the gradient's magnitudes. Tokens may be sharded
-    over devices.
+    The result's ``amax`` is the maximum of the given one and the gradient's magnitudes. Tokens may
+    be sharded over devices.
     """
     name = "qkv_cast_grad"
     dtype = _checks.fp8_dtype_of(name, fp8_dtype, fnuz=True)

@@ -23,10 +23,7 @@ def rms_norm(
     zero_centered_gamma: bool = False,
     residual: jax.Array | None = None,
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
-    """Normalises x / sqrt(mean(x^2) + eps) * gamma over the last dimension, differentiably.
-
-    Arguments, results and errors are as in ``apex_te.ops.rms_norm.rms_norm``.
-    """
+    """Normalises x / sqrt(mean(x^2) + eps) * gamma over the last dimension, differentiably."""
     norm = _norm.differentiable("rms_norm", float(eps), zero_centered_gamma, residual is not None)
     y, total = norm(x, weight, None, residual)
     return y if total is None else (y, total)
@@ -62,8 +59,7 @@ def rms_norm_fwd_fp8(
 ) -> NormFP8Output:
     """Quantizes the float32 result y of ``rms_norm_fwd``: q = saturating_cast(y * scale).
 
-    Arguments, results and errors are as in ``apex_te.ops.rms_norm.rms_norm_fwd_fp8``; the result's
-    ``amax`` is the maximum of the given one and max |y|.
+    The result's ``amax`` is the maximum of the given one and max |y|.
     """
     fp8 = (scale, fp8_dtype, rowwise, columnwise, amax)
     made = _norm.norm_fwd("rms_norm", x, weight, None, eps, zero_centered_gamma, residual, fp8)
@@ -82,10 +78,7 @@ def rms_norm_bwd(
     d_residual: jax.Array | None = None,
     with_dweight: bool = True,
 ) -> NormGradients:
-    """Computes the gradients of ``rms_norm_fwd``, deterministically.
-
-    Arguments, results and errors are as in ``apex_te.ops.rms_norm.rms_norm_bwd``.
-    """
+    """Computes the gradients of ``rms_norm_fwd``, deterministically."""
     return _norm.norm_bwd(
         "rms_norm", dy, x, weight, None, {"rstd": rstd}, zero_centered_gamma, d_residual,
         with_dweight,

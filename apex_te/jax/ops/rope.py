@@ -42,8 +42,6 @@ def rope(
 
     Differentiable with respect to x only. With ``starts`` or ``cu_seqlens`` a position outside the
     table gives NaN. In layout "thd" a token outside all sequences is rotated by 0.
-
-    Arguments, results and errors are as in ``apex_te.ops.rope.rope``.
     """
     if layout not in _LAYOUTS:
         raise ValueError(f"rope: layout must be 'sbhd', 'bshd' or 'thd', got {layout!r}")

@@ -28,8 +28,6 @@ def scaled_softmax(
     """Computes softmax(scale * x) over the visible elements of the last dimension, 0 elsewhere.
 
     Differentiable with respect to x; only the result is kept for backward.
-
-    Arguments, results and errors are as in ``apex_te.ops.scaled_softmax.scaled_softmax``.
     """
     _causal_mode("scaled_softmax_fwd", causal)
     return _differentiable(float(scale), causal)(x, mask)
@@ -85,8 +83,6 @@ def scaled_softmax_bwd(
     """Computes the gradient with respect to x from the output y: scale * y * (dy - sum(dy * y)).
 
     No mask is needed: an element with y = 0 has gradient 0 for any dy.
-
-    Arguments, results and errors are those of ``apex_te.ops.scaled_softmax.scaled_softmax_bwd``.
     """
     name = "scaled_softmax_bwd"
     mode = _causal_mode(name, causal)

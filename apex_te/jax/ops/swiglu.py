@@ -17,23 +17,13 @@ from ._gradient import flag, gradient_of, is_wanted, materialised
 from .fp8_output import FP8Output
 
 __all__ = [
-    "ACTIVATIONS",
-    "ClampedSwiglu",
-    "SwigluFP8Grads",
-    "SwigluGrads",
-    "swiglu",
-    "swiglu_bwd",
-    "swiglu_bwd_fp8",
-    "swiglu_fwd",
-    "swiglu_fwd_fp8",
-]
+    "ACTIVATIONS", "ClampedSwiglu", "SwigluFP8Grads", "SwigluGrads", "swiglu", "swiglu_bwd",
+    "swiglu_bwd_fp8", "swiglu_fwd", "swiglu_fwd_fp8",
+]  # fmt: skip
 
 
 class SwigluGrads(NamedTuple):
-    """Gradients of ``swiglu``.
-
-    The fields are those of ``apex_te.ops.swiglu.SwigluGrads``.
-    """
+    """Gradients of ``swiglu``."""
 
     input: jax.Array
     up: jax.Array | None
@@ -62,9 +52,8 @@ def swiglu(
 ) -> jax.Array:
     """Computes the gated activation act(gate) * up in float32, differentiably.
 
-    Arguments, results and errors are as in ``apex_te.ops.swiglu.swiglu``; with ``axis`` -2 gate and
-    up are [..., 2, F], whose F can be sharded, and their bias is [2, F]; ``up`` and ``up_bias``
-    must be None.
+    With ``axis`` -2 gate and up are [..., 2, F], whose F can be sharded, and their bias is [2, F];
+    ``up`` and ``up_bias`` must be None.
     """
     gate_arguments("swiglu_fwd", activation)
     return _differentiable(activation, axis)(input, up, bias, up_bias)
@@ -134,9 +123,8 @@ def swiglu_fwd_fp8(
 ) -> FP8Output:
     """Quantizes the float32 result y of ``swiglu``: q = saturating_cast(y * scale).
 
-    Arguments, results and errors are as in ``apex_te.ops.swiglu.swiglu_fwd_fp8``; the result's
-    ``amax`` is the maximum of the given one and max |y|, NaN counting as largest. With ``axis`` -2
-    the copies are [..., F] and [F, ...].
+    The result's ``amax`` is the maximum of the given one and max |y|, NaN counting as largest. With
+    ``axis`` -2 the copies are [..., F] and [F, ...].
     """
     given = gated_arrays("swiglu_fwd_fp8", activation, axis, input, up, bias, up_bias, to_fp8=True)
     sides = {"rowwise": "r f" if rowwise else None, "columnwise": "f r" if columnwise else None}
@@ -155,10 +143,7 @@ def swiglu_bwd(
     axis: int = -1,
     with_dbias: bool = False,
 ) -> jax.Array | SwigluGrads:
-    """Computes the gradients of ``swiglu`` with respect to gate, up and biases.
-
-    Arguments, results and errors are as in ``apex_te.ops.swiglu.swiglu_bwd``.
-    """
+    """Computes the gradients of ``swiglu`` with respect to gate, up and biases."""
     given = gated_arrays("swiglu_bwd", activation, axis, input, up, bias, up_bias, grad_output)
     made = _gradients(given, with_dbias)
     return made.input if up is None and not with_dbias else made
@@ -185,9 +170,8 @@ def swiglu_bwd_fp8(
 
     The matrix has this form even if gate and up are given as two arrays.
 
-    Arguments, results and errors are as in ``apex_te.ops.swiglu.swiglu_bwd_fp8``; the result's
-    ``amax`` is the maximum of the given one and the gradients' magnitudes. With ``axis`` -2 the
-    copies are [..., 2, F] and [2, F, ...].
+    The result's ``amax`` is the maximum of the given one and the gradients' magnitudes. With
+    ``axis`` -2 the copies are [..., 2, F] and [2, F, ...].
     """
     given = gated_arrays(
         "swiglu_bwd_fp8", activation, axis, input, up, bias, up_bias, grad_output, to_fp8=True

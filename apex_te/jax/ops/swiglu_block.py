@@ -43,8 +43,7 @@ def swiglu_fwd_block(
     dtype. For float32 input the two ops run. Rows may be sharded over devices, and F, too, unless
     gate and up are concatenated to [..., 2F].
 
-    Arguments, results and errors are as in ``apex_te.ops.swiglu_block.swiglu_fwd_block``; ``axis``
-    is as in ``swiglu``: with -2 the copies are [..., F] and [F, ...]. ``padded`` is as in
+    ``axis`` is as in ``swiglu``: with -2 the copies are [..., F] and [F, ...]. ``padded`` is as in
     ``block_quantize``.
     """
     name = "swiglu_fwd_block"
@@ -84,8 +83,7 @@ def swiglu_bwd_block(
     float32 input and if F is not a multiple of 128. The matrix is [M, 2F], even if gate and up are
     given as two arrays; with axis -2 the copies are [..., 2, F] and [2, F, ...].
 
-    Arguments, results and errors are as in ``apex_te.ops.swiglu_block.swiglu_bwd_block``; ``axis``
-    and ``padded`` are as in ``swiglu_fwd_block``.
+    ``axis`` and ``padded`` are as in ``swiglu_fwd_block``.
     """
     name = "swiglu_bwd_block"
     given = gated_arrays(name, activation, axis, input, up, bias, up_bias, grad_output, to_fp8=True)

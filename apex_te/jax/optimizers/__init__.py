@@ -8,10 +8,6 @@ from .fused_sgd import fused_sgd as fused_sgd
 from .transformation import FusedTransformation as FusedTransformation
 
 __all__ = [
-    "FusedAdamState",
-    "FusedSGDState",
-    "FusedTransformation",
-    "fused_adam",
-    "fused_lamb",
+    "FusedAdamState", "FusedSGDState", "FusedTransformation", "fused_adam", "fused_lamb",
     "fused_sgd",
-]
+]  # fmt: skip

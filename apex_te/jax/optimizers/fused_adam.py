@@ -10,28 +10,17 @@ import jax
 import jax.numpy as jnp
 
 from ..ops import multi_tensor_optim
-from .leaves import (
-    master_weights_of,
-    next_count,
-    number,
-    rate_at,
-    updated,
-    with_dtypes,
-    zeros_of,
-)
+from .leaves import master_weights_of, next_count, number, rate_at, updated, with_dtypes, zeros_of
 from .transformation import FusedTransformation
 
 __all__ = ["FusedAdamState", "fused_adam", "moments_transformation"]
 
 
 class FusedAdamState(NamedTuple):
-    """State of ``fused_adam`` and ``fused_lamb``; its trees have the parameters' structure.
+    """State of ``fused_adam`` and ``fused_lamb``, float32 trees of the parameters' structure.
 
-    Attributes:
-        count: int32 [], number of steps so far.
-        mu: float32 averages of the gradients.
-        nu: float32 averages of the gradients' squares.
-        master: float32 master weights; None for each parameter without one.
+    ``count`` is int32 [], the steps so far; ``mu`` and ``nu`` average gradients and their squares;
+    ``master`` has None for each parameter without a master weight.
     """
 
     count: jax.Array

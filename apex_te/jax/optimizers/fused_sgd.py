@@ -10,27 +10,17 @@ import jax
 import jax.numpy as jnp
 
 from ..ops import multi_tensor_optim
-from .leaves import (
-    master_weights_of,
-    next_count,
-    number,
-    rate_at,
-    updated,
-    with_dtypes,
-    zeros_of,
-)
+from .leaves import master_weights_of, next_count, number, rate_at, updated, with_dtypes, zeros_of
 from .transformation import FusedTransformation
 
 __all__ = ["FusedSGDState", "fused_sgd"]
 
 
 class FusedSGDState(NamedTuple):
-    """State of ``fused_sgd``; its trees have the parameters' structure.
+    """State of ``fused_sgd``, float32 trees of the parameters' structure.
 
-    Attributes:
-        count: int32 [], number of steps so far.
-        trace: float32 momentum buffers; None without momentum.
-        master: float32 master weights; None for each parameter without one.
+    ``count`` is int32 [], the steps so far; ``trace`` are momentum buffers, None without momentum;
+    ``master`` has None for each parameter without a master weight.
     """
 
     count: jax.Array

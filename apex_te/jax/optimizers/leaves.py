@@ -81,12 +81,9 @@ def updated(
 ) -> dict[str, Any]:
     """Steps all leaves, in one call for leaves that agree in master weight and weight decay.
 
-    Returns the new trees by name: "params", "masters" and those of ``moments``.
-
-    Args:
-        decays: the option ``mask`` of ``fused_adam``.
-        step: function of lists of parameters, gradients and moments, with ``masters`` and
-            ``decays`` by name.
+    Returns the new trees by name: "params", "masters" and those of ``moments``. ``decays`` is the
+    option ``mask`` of ``fused_adam``; ``step`` takes lists of parameters, gradients and moments,
+    with ``masters`` and ``decays`` by name.
     """
     tree = jax.tree.structure(params)
     mask = decays(params) if callable(decays) else True if decays is None else decays

@@ -60,12 +60,10 @@ class Quantizer:
         with_dbias: bool = False,
         **wanted: Any,
     ) -> Quantized:
-        """Casts an array [rows..., cols...] as a matrix.
+        """Casts an array [rows..., cols...] as a matrix, for ``role`` "input", "weight" or "grad".
 
-        Args:
-            role: "input", "weight" or "grad".
-            scale: one float32 element for schemes that keep state, else None.
-            wanted: ``rowwise``, ``columnwise``, and ``flatten_axis``, the first of the columns.
+        ``scale`` is one float32 element for schemes that keep state, else None; ``wanted`` are
+        ``rowwise``, ``columnwise``, and ``flatten_axis``, the first of the columns.
         """
         made = self._cast(x, role, scale, **wanted)
         if not with_dbias:
@@ -88,12 +86,9 @@ class Quantizer:
         self, product: str, a: tuple[jax.Array, jax.Array], b: tuple[jax.Array, jax.Array],
         **options: Any,
     ) -> jax.Array:  # fmt: skip
-        """Computes a[M..., K...] @ b[N..., K...].T + bias.
+        """Computes a[M..., K...] @ b[N..., K...].T + bias, for "fprop", "dgrad" or "wgrad".
 
-        Args:
-            product: "fprop", "dgrad" or "wgrad".
-            a, b: FP8 data with its scale_inv.
-            options: ``out_dtype``, ``bias`` [N...] or None, and ``inner``, the dimensions of K.
+        ``options`` are ``out_dtype``, ``bias`` [N...] or None, and ``inner``, the dimensions of K.
         """
         return self._multiply(product, a[0], b[0], a[1], b[1], **options)
 

@@ -119,20 +119,15 @@ def parse_arch_list(
     return tuple(sorted(found))
 
 
-def specialise(archs: Iterable[Arch], specific: Iterable[Capability]) -> tuple[Arch, ...]:
+def specialise(archs: Sequence[Arch], specific: Iterable[Capability]) -> tuple[Arch, ...]:
     """Replaces each plain arch by its ``a`` form if the op has a source for exactly that arch.
 
     The PTX of an ``a`` arch runs nowhere else, so "9.0+PTX" stays, and "9.0a" is added to it.
     """
     wanted = set(specific)
-    result: set[Arch] = set()
-    for arch in archs:
-        if arch.suffix == "" and (arch.major, arch.minor) in wanted:
-            result.add(Arch(arch.major, arch.minor, "a"))
-            if not arch.ptx:
-                continue
-        result.add(arch)
-    return tuple(sorted(result))
+    plain = {each for each in archs if each.suffix == "" and each[:2] in wanted}
+    kept = {each for each in archs if each not in plain or each.ptx}
+    return tuple(sorted(kept | {Arch(each.major, each.minor, "a") for each in plain}))
 
 
 def covered(archs: Iterable[str], capability: Capability) -> bool:
@@ -246,11 +241,8 @@ def visible_capabilities() -> list[Capability]:
 
 def named_arch_list() -> tuple[str, str] | None:
     """Returns name and value of the variable that lists archs, None if none is set."""
-    for variable in gpu_platform().arch_variables:
-        text = os.environ.get(variable, "").strip()
-        if text:
-            return variable, text
-    return None
+    named = ((name, os.environ.get(name, "").strip()) for name in gpu_platform().arch_variables)
+    return next((each for each in named if each[1]), None)
 
 
 def own_arch(source: str) -> Arch | None:

@@ -64,13 +64,9 @@ _INCLUDE = re.compile(r'(^[ \t]*#[ \t]*include[ \t]*[<"])([^>"\n]+)([>"])', re.M
 
 def _word(match: re.Match[str]) -> str:
     """Returns HIP's counterpart of the CUDA name that ``match`` found, or the name itself."""
-    name = match[0]
-    if name in NAMES:
+    if (name := match[0]) in NAMES:
         return NAMES[name]
-    for pattern, prefix in _PREFIXES:
-        if pattern.match(name):
-            return pattern.sub(prefix, name, count=1)
-    return name
+    return next((p.sub(prefix, name, 1) for p, prefix in _PREFIXES if p.match(name)), name)
 
 
 def translate(text: str) -> str:

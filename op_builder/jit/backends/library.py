@@ -50,44 +50,23 @@ def link_step(
 # point flags and errno are nobody's business here, and keeping them stops vectorization.
 # No -fopenmp: kernels reach the OpenMP runtime that torch has loaded through weak symbols.
 BASE_CXX_ARGS = [
-    "-std=c++17",
-    "-O3",
-    "-fPIC",
-    "-fvisibility=hidden",
-    "-ffp-contract=off",
-    "-fno-trapping-math",
-    "-fno-math-errno",
-    "-Wall",
-    "-Wextra",
-]
+    "-std=c++17", "-O3", "-fPIC", "-fvisibility=hidden", "-ffp-contract=off",
+    "-fno-trapping-math", "-fno-math-errno", "-Wall", "-Wextra",
+]  # fmt: skip
 NVCC_ARGS = [
-    "-std=c++17",
-    "-O3",
-    "-fmad=false",
-    "-Xfatbin=-compress-all",
-    "-cudart=static",
+    "-std=c++17", "-O3", "-fmad=false", "-Xfatbin=-compress-all", "-cudart=static",
     "-Xcompiler=-fPIC,-fvisibility=hidden,-ffp-contract=off,-Wall",
-]
+]  # fmt: skip
 # the static CUDA runtime stays private: several libraries, each with its own, share a process
 NVCC_LIBRARIES = ["-Xlinker=--exclude-libs=ALL", "-ldl"]
 # Numbers as nvcc's flags give them: no contraction, division and square root rounded correctly.
 # Unlike nvcc, hipcc does not include its runtime's header by itself. Warnings about partly unrolled
 # loops and about pragmas for nvcc are off.
 HIPCC_ARGS = [
-    "-xhip",
-    "-std=c++17",
-    "-O3",
-    "-fPIC",
-    "-fvisibility=hidden",
-    "-ffp-contract=off",
-    "-fhip-fp32-correctly-rounded-divide-sqrt",
-    "-include",
-    "hip/hip_runtime.h",
-    "-Wall",
-    "-Wno-pass-failed",
-    "-Wno-unknown-pragmas",
-    "-Wno-logical-op-parentheses",
-]
+    "-xhip", "-std=c++17", "-O3", "-fPIC", "-fvisibility=hidden", "-ffp-contract=off",
+    "-fhip-fp32-correctly-rounded-divide-sqrt", "-include", "hip/hip_runtime.h", "-Wall",
+    "-Wno-pass-failed", "-Wno-unknown-pragmas", "-Wno-logical-op-parentheses",
+]  # fmt: skip
 HIPCC_LIBRARIES = ["-Wl,--exclude-libs,ALL", "-ldl"]
 
 
@@ -150,12 +129,10 @@ def system_folders(spec: OpSpec, device: str) -> list[str]:
 
 
 def blas_include() -> list[str]:
-    """Returns the include folder of cuBLASLt's header, none if the compiler finds it itself.
-
-    hipcc finds hipBLASLt's in its own ROCm or not at all.
-    """
+    """Returns the include folder of cuBLASLt's header, none if the compiler finds it itself."""
     if not platform.is_hip():
         return toolchain.find_header("cublasLt.h", "cublas", toolchain.find_nvcc())
+    # hipcc finds hipBLASLt's in its own ROCm or not at all
     home, header = toolchain.find_hipcc().home, "hipblaslt/hipblaslt.h"
     if not os.path.isfile(os.path.join(home, "include", header)):
         raise HeaderNotFoundError(

@@ -23,17 +23,12 @@ from . import toolchain
 # An extension's numbers are its author's: contraction stays as the compilers have it.
 CXX_ARGS = ["-std=c++20", "-O3", "-fPIC", "-fvisibility=hidden"]
 NVCC_ARGS = [
-    "-std=c++20",
-    "-O3",
-    "-Xfatbin=-compress-all",
-    "-Xcompiler=-fPIC,-fvisibility=hidden",
+    "-std=c++20", "-O3", "-Xfatbin=-compress-all", "-Xcompiler=-fPIC,-fvisibility=hidden",
     # what torch.utils.cpp_extension gives every .cu: torch's headers define these themselves
-    "-D__CUDA_NO_HALF_OPERATORS__",
-    "-D__CUDA_NO_HALF_CONVERSIONS__",
-    "-D__CUDA_NO_BFLOAT16_CONVERSIONS__",
-    "-D__CUDA_NO_HALF2_OPERATORS__",
+    "-D__CUDA_NO_HALF_OPERATORS__", "-D__CUDA_NO_HALF_CONVERSIONS__",
+    "-D__CUDA_NO_BFLOAT16_CONVERSIONS__", "-D__CUDA_NO_HALF2_OPERATORS__",
     "--expt-relaxed-constexpr",
-]
+]  # fmt: skip
 
 _MODULE = re.compile(r"\bPYBIND11_MODULE\s*\(\s*(\w+)\s*,\s*(\w+)")
 
@@ -140,11 +135,8 @@ def read_exports(texts: Iterable[str]) -> Exports:
 
 def exports(spec: OpSpec) -> Exports:
     """Returns an extension's names: those in ``EXPORTS``, or else all that the sources define."""
-    texts = []
-    for source in spec.sources():
-        with open(spec.root / source, encoding="utf-8", errors="replace") as file:
-            texts.append(file.read())
-    found = read_exports(texts)
+    paths = [spec.root / source for source in spec.sources()]
+    found = read_exports(path.read_text(encoding="utf-8", errors="replace") for path in paths)
     if not spec.EXPORTS:
         return found
     functions = [name for name in spec.EXPORTS if name not in found.values]

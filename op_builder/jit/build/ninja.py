@@ -208,10 +208,8 @@ def stop_all() -> bool:
 
 
 def _finished(lines: Sequence[str], steps: int) -> bool:
-    """Returns True if ninja's output says that all steps are done and none failed.
-
-    Its exit status does not tell: Python reports 0 if the program ignores SIGCHLD or waits itself.
-    """
+    """Returns True if ninja's output says that all steps are done and none failed."""
+    # the exit status does not tell: Python reports 0 if the program ignores SIGCHLD or waits itself
     last = f"[{steps}/{steps}] "
     failed = any(line.startswith("FAILED: ") for line in lines)
     return not failed and any(line.startswith(last) for line in lines)

@@ -107,10 +107,8 @@ def _sync(fd: int) -> None:
 
 
 def _sync_folder(path: str) -> None:
-    """Writes a folder's list of files through to the disk (``fsync``), and ignores errors.
-
-    Without it, a crash can lose a whole cache entry, but never leaves a broken one.
-    """
+    """Writes a folder's list of files through to the disk (``fsync``), and ignores errors."""
+    # without it, a crash can lose a whole cache entry, but never leaves a broken one
     with contextlib.suppress(OSError):
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         try:
@@ -234,11 +232,10 @@ def _load_problem(fd: int, expected: list[str]) -> str:
     except (OSError, subprocess.TimeoutExpired):
         return ""
     answer = done.stdout.strip().removeprefix(f"{path}: ")
-    # The exit status can be lost in a program that ignores SIGCHLD; the word cannot.
-    if answer == "ok":
+    # The exit status can be lost in a program that ignores SIGCHLD; the word cannot. A file system
+    # that is mounted noexec is not the library's fault; loading it says so with advice.
+    if answer == "ok" or is_not_executable(answer):
         return ""
-    if is_not_executable(answer):
-        return ""  # the file system's doing, not the library's; loading it says so with advice
     return answer or f"loading it ended a process with status {done.returncode}"
 
 
@@ -251,13 +248,8 @@ def library_problem(spec: OpSpec, device: str, fd: int) -> str:
         functions = spec.functions()
     except UnknownOpError:  # no header: an op that its owner binds in another way
         functions = {}
-    expected = [
-        text
-        for name, function in functions.items()
-        if device in function.devices
-        for text in (name, function.signature)
-    ]
-    return _load_problem(fd, expected)
+    mine = {name: f.signature for name, f in functions.items() if device in f.devices}
+    return _load_problem(fd, [text for item in mine.items() for text in item])
 
 
 def _compile(request: Request, location: cache.Location, parent: str, folder: str) -> OpenedLibrary:
@@ -297,9 +289,7 @@ def _compile(request: Request, location: cache.Location, parent: str, folder: st
 
 
 def build(
-    request: Request,
-    location: cache.Location,
-    winner: Callable[[], OpenedLibrary | None],
+    request: Request, location: cache.Location, winner: Callable[[], OpenedLibrary | None]
 ) -> OpenedLibrary:
     """Compiles a library and publishes it in a cache; the caller holds the library's lock."""
     temporary = os.path.join(location.path, cache.TEMPORARY)

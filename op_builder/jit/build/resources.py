@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 from collections.abc import Iterator
 
 from .. import env
@@ -25,11 +26,8 @@ def _number(text: str) -> int | None:
 
 def _stat(text: str, name: str) -> int:
     """Returns the number behind ``name`` in lines of "name number", 0 without such a line."""
-    for line in text.splitlines():
-        key, _, value = line.partition(" ")
-        if key == name:
-            return _number(value) or 0
-    return 0
+    found = re.search(rf"^{name} (.*)", text, re.MULTILINE)
+    return (_number(found[1]) or 0) if found else 0
 
 
 def _mounts() -> Iterator[tuple[str, str, set[str]]]:
@@ -96,9 +94,8 @@ def _memory_limits() -> Iterator[int]:
 def free_memory() -> int | None:
     """Returns the bytes of memory that are free for a build, None if the system does not tell."""
     known = list(_memory_limits())
-    for line in text_of(_MEMINFO).splitlines():
-        if line.startswith("MemAvailable:"):
-            known.append(int(line.split()[1]) << 10)
+    if available := re.search(r"^MemAvailable: *(\d+)", text_of(_MEMINFO), re.MULTILINE):
+        known.append(int(available[1]) << 10)
     return max(0, min(known)) if known else None
 
 

@@ -39,17 +39,13 @@ def _truncation(file_size: int, content: bytes) -> str:
     if segment_size != _SEGMENT.size or (sections and section_size != _SECTION.size):
         return "its tables have entries of an unknown size"
     kinds = set()
-    for index in range(segments):
-        kind, _, offset, _, _, size, _, _ = _SEGMENT.unpack_from(
-            content, segments_at + index * segment_size
-        )
+    for at in range(segments_at, segments_at + segments * segment_size, segment_size):
+        kind, _, offset, _, _, size, _, _ = _SEGMENT.unpack_from(content, at)
         kinds.add(kind)
         if offset + size > file_size:
             return f"it ends after {file_size} bytes, inside a segment"
-    for index in range(sections):
-        _, kind, _, _, offset, size, _, _, _, _ = _SECTION.unpack_from(
-            content, sections_at + index * section_size
-        )
+    for at in range(sections_at, sections_at + sections * section_size, section_size or 1):
+        _, kind, _, _, offset, size, _, _, _, _ = _SECTION.unpack_from(content, at)
         if kind != _NO_BITS and offset + size > file_size:
             return f"it ends after {file_size} bytes, inside a section"
     if not {_LOADED, _DYNAMIC} <= kinds:

@@ -127,10 +127,7 @@ def _entry(parent: Folder, folder: str, tag: str, check: bool) -> Entry | None:
 
 
 def entries(
-    location: cache.Location,
-    library: str | None = None,
-    check: bool = True,
-    key: str | None = None,
+    location: cache.Location, library: str | None = None, check: bool = True, key: str | None = None
 ) -> list[Entry]:
     """Returns the cache entries in a cache folder, an empty list if the folder does not exist.
 
@@ -196,8 +193,7 @@ def why_missing(spec: OpSpec) -> str:
     """Returns why ``spec``, this Python's dispatcher, is not prebuilt but others are, or ""."""
     if not isinstance(spec, DispatcherSpec) or spec.python is not None:
         return ""
-    others = prebuilt_for(spec)
-    if not others:
+    if not (others := prebuilt_for(spec)):
         return ""
     return (
         f"this installation's dispatchers are for Python {', '.join(others)}, this is Python"

@@ -22,11 +22,8 @@ OP_ABI = 1  # the number in csrc/common/abi/op.h
 
 def normalise(flags: Iterable[str], root: str) -> list[str]:
     """Returns flags with "<root>" and "<system>" for absolute paths, so that keys do not differ."""
-    result = []
-    for flag in flags:
-        flag = flag.replace(root, "<root>")
-        result.append(re.sub(r"^(-I|-L|-isystem)/.*", r"\1<system>", flag))
-    return result
+    own = (flag.replace(root, "<root>") for flag in flags)
+    return [re.sub(r"^(-I|-L|-isystem)/.*", r"\1<system>", flag) for flag in own]
 
 
 def _named_sources(spec: OpSpec, device: str) -> dict[str, bytes]:

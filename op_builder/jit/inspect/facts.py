@@ -250,8 +250,13 @@ def _rows(spec: OpSpec, here: Here) -> list[Facts]:
     try:
         devices = spec.built_devices()
     except Exception as error:
-        return [_row(spec.NAME, "-", state="cannot", reason=f"{type(error).__name__}: {error}")]
+        return [_unusable(spec.NAME, f"{type(error).__name__}: {error}")]
     return [library_facts(spec, device, here) for device in devices]
+
+
+def _unusable(op: str, reason: str) -> Facts:
+    """Returns the row of an op whose builder does not say which libraries it has."""
+    return _row(op, "-", state="cannot", reason=reason)
 
 
 # Cache folders and the whole report ------------------------------------------------------------
@@ -329,12 +334,9 @@ def collect(builders: Iterable[OpSpec], problems: Mapping[str, str] | None = Non
         "caches": [cache_folder(place) for place in cache.locations(core.prebuilt_folder)],
         "settings": machine.settings(),
         "libraries": [
-            *(row for spec in (core, JaxHandlersSpec(), *builders) for row in _rows(spec, now)),
-            *(
-                _row(name, "-", state="cannot", reason=reason)
-                for name, reason in (problems or {}).items()
-            ),
-        ],
+            row for spec in (core, JaxHandlersSpec(), *builders) for row in _rows(spec, now)
+        ]
+        + [_unusable(name, reason) for name, reason in (problems or {}).items()],
     }
 
 

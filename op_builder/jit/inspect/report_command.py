@@ -124,11 +124,7 @@ def _part(rows: list[Facts], device: str, problems: list[str]) -> str:
     problems += _unusable(rows)
     built = sum(row["state"] in _BUILT for row in rows)
     later = sum(row["state"] == "can build" for row in rows)
-    told = []
-    if built:
-        told.append(f"{built} compiled")
-    if later:
-        told.append(f"{later} to compile on first use")
+    told = [f"{built} compiled"] * bool(built) + [f"{later} to compile on first use"] * bool(later)
     return f"libraries for {device}: {', '.join(told) or 'none'}"
 
 

@@ -59,9 +59,8 @@ class Wanted(NamedTuple):
 
     def report(self, state: str, **values: Any) -> LibraryReport:
         """Returns the row of this library in a build's report."""
-        archs = tuple(str(arch) for arch in self.archs)
-        row = LibraryReport(self.op, self.device, state, archs)
-        return row._replace(**values)
+        archs = tuple(map(str, self.archs))
+        return LibraryReport(self.op, self.device, state, archs)._replace(**values)
 
 
 def manifest_report(wanted: Wanted, state: str, path: str) -> LibraryReport:

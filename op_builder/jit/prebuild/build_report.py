@@ -51,10 +51,9 @@ class BuildReport(NamedTuple):
         """Returns the number of failed libraries and the reason of each, as text for an error."""
         failed = self.of_state("failed")
         count = f"{len(failed)} of {len(self.of_state('built', 'present', 'failed'))}"
-        lines = []
-        for library in failed:
-            name = f"{library.op} ({library.device}): "
-            lines.append(name + library.reason.removeprefix(name))  # a build says it, too
+        reasons = {f"{each.op} ({each.device}): ": each.reason for each in failed}
+        # a build says its name, too
+        lines = [name + reason.removeprefix(name) for name, reason in reasons.items()]
         return "\n".join([f"{count} libraries could not be built", *lines])
 
     def to_dict(self) -> dict[str, Any]:
@@ -80,15 +79,8 @@ class BuildReport(NamedTuple):
 def _row(library: LibraryReport) -> tuple[str, ...]:
     """Returns the cells of a library's row."""
     seconds = f"{library.seconds:.1f}" if library.state == "built" else ""
-    archs = " ".join(library.archs) or "-"
-    return (
-        library.op,
-        library.device,
-        archs,
-        library.state,
-        seconds,
-        size(library.size) if library.size else "",
-    )
+    archs, bytes_ = " ".join(library.archs) or "-", size(library.size) if library.size else ""
+    return library.op, library.device, archs, library.state, seconds, bytes_
 
 
 def _skipped(libraries: Iterable[LibraryReport]) -> list[str]:

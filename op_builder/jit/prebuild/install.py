@@ -114,13 +114,8 @@ def select(builders: Mapping[str, OpSpec]) -> list[Choice]:
 
 def _check_variables(builders: Mapping[str, OpSpec]) -> None:
     """Refuses an ``APEX_BUILD_*`` variable that nothing reads."""
-    own = [
-        *INCLUDE_FLAGS,
-        pythons.VARIABLE,
-        MACHINE,
-        LABEL,
-        *(s.BUILD_VAR for s in builders.values()),
-    ]
+    own = [*INCLUDE_FLAGS, pythons.VARIABLE, MACHINE, LABEL]
+    own += [spec.BUILD_VAR for spec in builders.values()]
     read = {*own, *(f"APEX_BUILD_{name}" for name in (*_APEX_SERVED, *_APEX_UNSERVED))}
     for name in sorted(os.environ):
         if name.startswith("APEX_BUILD_") and name not in read:

@@ -18,18 +18,9 @@ from ....recipe import Format
 from .._names import named, neutral, not_served
 
 __all__ = [
-    "CustomRecipe",
-    "DelayedScaling",
-    "Float8BlockScaling",
-    "Float8CurrentScaling",
-    "Format",
-    "MMParams",
-    "MXFP8BlockScaling",
-    "NVFP4BlockScaling",
-    "QParams",
-    "Recipe",
-    "as_alias",
-]
+    "CustomRecipe", "DelayedScaling", "Float8BlockScaling", "Float8CurrentScaling", "Format",
+    "MMParams", "MXFP8BlockScaling", "NVFP4BlockScaling", "QParams", "Recipe", "as_alias",
+]  # fmt: skip
 
 _MODULE = "transformer_engine.common.recipe"
 _QUANTIZATIONS = ("fp8_quant_fwd_inp", "fp8_quant_fwd_weight", "fp8_quant_bwd_grad")

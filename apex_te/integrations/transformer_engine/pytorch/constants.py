@@ -10,18 +10,9 @@ import torch
 from torch import distributed
 
 __all__ = [
-    "AttnBiasTypes",
-    "AttnMaskTypes",
-    "AttnTypes",
-    "DType",
-    "FP8BwdTensorIdx",
-    "FP8FwdTensorIdx",
-    "GemmParallelModes",
-    "LayerTypes",
-    "TE_DType",
-    "TE_DType_To_Torch",
-    "dist_group_type",
-]
+    "AttnBiasTypes", "AttnMaskTypes", "AttnTypes", "DType", "FP8BwdTensorIdx", "FP8FwdTensorIdx",
+    "GemmParallelModes", "LayerTypes", "TE_DType", "TE_DType_To_Torch", "dist_group_type",
+]  # fmt: skip
 
 
 class DType(enum.IntEnum):
@@ -66,23 +57,13 @@ FP8FwdTensorIdx = SimpleNamespace(
     GEMM3_OUTPUT=8,
 )
 FP8BwdTensorIdx = SimpleNamespace(
-    GRAD_OUTPUT1=0,
-    GRAD_INPUT1=1,
-    GRAD_OUTPUT2=2,
-    GRAD_INPUT2=3,
-    GRAD_OUTPUT3=4,
-    GRAD_INPUT3=5,
+    GRAD_OUTPUT1=0, GRAD_INPUT1=1, GRAD_OUTPUT2=2, GRAD_INPUT2=3, GRAD_OUTPUT3=4, GRAD_INPUT3=5
 )
 
 AttnMaskTypes = (
-    "no_mask",
-    "padding",
-    "causal",
-    "padding_causal",
-    "causal_bottom_right",
-    "padding_causal_bottom_right",
-    "arbitrary",
-)
+    "no_mask", "padding", "causal", "padding_causal", "causal_bottom_right",
+    "padding_causal_bottom_right", "arbitrary",
+)  # fmt: skip
 AttnTypes = ("self", "cross")
 AttnBiasTypes = ("pre_scale_bias", "post_scale_bias", "no_bias", "alibi")
 LayerTypes = ("encoder", "decoder")

@@ -15,15 +15,10 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from .._names import named
 
 __all__ = [
-    "ActivationOffload",
-    "CPUOffloadEnabled",
-    "ManualOffloadSynchronizer",
-    "get_cpu_offload_context",
-    "is_cpu_offload_enabled",
-    "mark_activation_offload",
-    "mark_not_offload",
-    "start_offload",
-]
+    "ActivationOffload", "CPUOffloadEnabled", "ManualOffloadSynchronizer",
+    "get_cpu_offload_context", "is_cpu_offload_enabled", "mark_activation_offload",
+    "mark_not_offload", "start_offload",
+]  # fmt: skip
 
 # Frameworks that offload by themselves assign it; apex_te's modules do not read it.
 CPUOffloadEnabled = False

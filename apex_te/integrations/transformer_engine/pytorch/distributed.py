@@ -18,20 +18,12 @@ from .constants import dist_group_type
 from .quantization import FP8GlobalStateManager
 
 __all__ = [
-    "CudaRNGStatesTracker",
-    "activation_recompute_forward",
-    "checkpoint",
-    "gather_along_first_dim",
-    "get_activation_recompute_contexts",
-    "get_all_rng_states",
-    "get_distributed_rank",
-    "get_distributed_world_size",
-    "graph_safe_rng_available",
-    "in_fp8_activation_recompute_phase",
-    "is_fp8_activation_recompute_enabled",
-    "prepare_te_modules_for_fsdp",
+    "CudaRNGStatesTracker", "activation_recompute_forward", "checkpoint", "gather_along_first_dim",
+    "get_activation_recompute_contexts", "get_all_rng_states", "get_distributed_rank",
+    "get_distributed_world_size", "graph_safe_rng_available", "in_fp8_activation_recompute_phase",
+    "is_fp8_activation_recompute_enabled", "prepare_te_modules_for_fsdp",
     "reduce_scatter_along_first_dim",
-]
+]  # fmt: skip
 
 _MODULE = "transformer_engine.pytorch.distributed"
 

@@ -16,14 +16,9 @@ from .._names import neutral
 from .quantization import DelayedScaling, Recipe
 
 __all__ = [
-    "graph_pool_handle",
-    "is_graph_capturing",
-    "make_graphed_callables",
-    "restore_fp8_tensors",
-    "save_fp8_tensors",
-    "set_capture_end",
-    "set_capture_start",
-]
+    "graph_pool_handle", "is_graph_capturing", "make_graphed_callables", "restore_fp8_tensors",
+    "save_fp8_tensors", "set_capture_end", "set_capture_start",
+]  # fmt: skip
 
 _NAME = "make_graphed_callables"
 

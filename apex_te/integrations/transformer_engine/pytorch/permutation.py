@@ -14,13 +14,9 @@ from ....permutation import (
 )
 
 __all__ = [
-    "moe_permute",
-    "moe_permute_and_pad_with_probs",
-    "moe_permute_with_probs",
-    "moe_sort_chunks_by_index",
-    "moe_sort_chunks_by_index_with_probs",
-    "moe_unpermute",
-]
+    "moe_permute", "moe_permute_and_pad_with_probs", "moe_permute_with_probs",
+    "moe_sort_chunks_by_index", "moe_sort_chunks_by_index_with_probs", "moe_unpermute",
+]  # fmt: skip
 
 
 def moe_unpermute(

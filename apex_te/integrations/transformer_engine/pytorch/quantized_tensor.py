@@ -11,14 +11,9 @@ from ....fp8.parameter.parameter import FP8Parameter
 from .._names import named, not_served
 
 __all__ = [
-    "QuantizedTensor",
-    "QuantizedTensorStorage",
-    "Quantizer",
-    "WeightType",
-    "prepare_for_saving",
-    "restore_from_func_ctx",
-    "restore_from_saved",
-]
+    "QuantizedTensor", "QuantizedTensorStorage", "Quantizer", "WeightType", "prepare_for_saving",
+    "restore_from_func_ctx", "restore_from_saved",
+]  # fmt: skip
 
 _MODULE = "transformer_engine.pytorch.quantized_tensor"
 

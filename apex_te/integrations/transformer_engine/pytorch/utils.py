@@ -12,24 +12,12 @@ import torch
 from .._names import named
 
 __all__ = [
-    "SplitAlongDim",
-    "attention_mask_func",
-    "cast_if_needed",
-    "deinterleave_glu_tensor",
-    "divide",
-    "get_cudnn_version",
-    "get_default_init_method",
-    "get_device_compute_capability",
-    "init_method_constant",
-    "init_method_normal",
-    "interleave_glu_tensor",
-    "is_bf16_available",
-    "is_bf16_compatible",
-    "make_weak_ref",
-    "nvtx_range_pop",
-    "nvtx_range_push",
+    "SplitAlongDim", "attention_mask_func", "cast_if_needed", "deinterleave_glu_tensor", "divide",
+    "get_cudnn_version", "get_default_init_method", "get_device_compute_capability",
+    "init_method_constant", "init_method_normal", "interleave_glu_tensor", "is_bf16_available",
+    "is_bf16_compatible", "make_weak_ref", "nvtx_range_pop", "nvtx_range_push",
     "scaled_init_method_normal",
-]
+]  # fmt: skip
 
 
 def divide(numerator: int, denominator: int) -> int:

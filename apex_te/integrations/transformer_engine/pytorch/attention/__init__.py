@@ -16,13 +16,7 @@ GatedDeltaNet2Attention = not_served(
 )
 
 __all__ = [
-    "DotProductAttention",
-    "GatedDeltaNet2Attention",
-    "GatedDeltaNetAttention",
-    "InferenceParams",
-    "MultiheadAttention",
-    "RotaryPositionEmbedding",
-    "_SplitAlongDim",
-    "apply_fused_qkv_rotary_pos_emb",
-    "apply_rotary_pos_emb",
-]
+    "DotProductAttention", "GatedDeltaNet2Attention", "GatedDeltaNetAttention", "InferenceParams",
+    "MultiheadAttention", "RotaryPositionEmbedding", "_SplitAlongDim",
+    "apply_fused_qkv_rotary_pos_emb", "apply_rotary_pos_emb",
+]  # fmt: skip

@@ -18,18 +18,7 @@ from .linear import Linear
 from .rmsnorm import RMSNorm
 
 __all__ = [
-    "Fp8Padding",
-    "Fp8Unpadding",
-    "GroupedLinear",
-    "LayerNorm",
-    "LayerNormLinear",
-    "LayerNormMLP",
-    "Linear",
-    "RMSNorm",
-    "TransformerEngineBaseModule",
-    "UserBufferQuantizationMode",
-    "destroy_ub",
-    "get_dummy_wgrad",
-    "get_workspace",
-    "initialize_ub",
-]
+    "Fp8Padding", "Fp8Unpadding", "GroupedLinear", "LayerNorm", "LayerNormLinear", "LayerNormMLP",
+    "Linear", "RMSNorm", "TransformerEngineBaseModule", "UserBufferQuantizationMode", "destroy_ub",
+    "get_dummy_wgrad", "get_workspace", "initialize_ub",
+]  # fmt: skip

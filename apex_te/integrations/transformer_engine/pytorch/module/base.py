@@ -18,14 +18,9 @@ from ..._names import named, not_served
 from ...common.recipe import DelayedScaling, as_alias
 
 __all__ = [
-    "GemmModule",
-    "TransformerEngineBaseModule",
-    "UserBufferQuantizationMode",
-    "destroy_ub",
-    "get_dummy_wgrad",
-    "get_workspace",
-    "initialize_ub",
-]
+    "GemmModule", "TransformerEngineBaseModule", "UserBufferQuantizationMode", "destroy_ub",
+    "get_dummy_wgrad", "get_workspace", "initialize_ub",
+]  # fmt: skip
 
 _MODULE = "transformer_engine.pytorch.module.base"
 # Attributes that belong to one object in one process, and not to its copies and pickles.

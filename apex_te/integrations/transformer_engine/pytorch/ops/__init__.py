@@ -9,36 +9,11 @@ from .op import BasicOperation, FusedOperation, FusibleOperation, OperationConte
 _MODULE = "transformer_engine.pytorch.ops"
 _REASON = "apex_te fuses inside its modules, such as LayerNormLinear and LayerNormMLP"
 _BASIC = (
-    "AddExtraInput",
-    "AllGather",
-    "AllReduce",
-    "BasicLinear",
-    "Bias",
-    "ClampedSwiGLU",
-    "ConstantScale",
-    "Dropout",
-    "GEGLU",
-    "GELU",
-    "GLU",
-    "GroupedLinear",
-    "Identity",
-    "LayerNorm",
-    "MakeExtraOutput",
-    "QGEGLU",
-    "QGELU",
-    "Quantize",
-    "RMSNorm",
-    "ReGLU",
-    "ReLU",
-    "ReduceScatter",
-    "Reshape",
-    "SReGLU",
-    "SReLU",
-    "ScaledClampedQGeGLU",
-    "ScaledSwiGLU",
-    "SiLU",
-    "SwiGLU",
-)
+    "AddExtraInput", "AllGather", "AllReduce", "BasicLinear", "Bias", "ClampedSwiGLU",
+    "ConstantScale", "Dropout", "GEGLU", "GELU", "GLU", "GroupedLinear", "Identity", "LayerNorm",
+    "MakeExtraOutput", "QGEGLU", "QGELU", "Quantize", "RMSNorm", "ReGLU", "ReLU", "ReduceScatter",
+    "Reshape", "SReGLU", "SReLU", "ScaledClampedQGeGLU", "ScaledSwiGLU", "SiLU", "SwiGLU",
+)  # fmt: skip
 
 for _name in _BASIC:
     globals()[_name] = not_served(f"{_MODULE}.{_name}", _REASON, BasicOperation)

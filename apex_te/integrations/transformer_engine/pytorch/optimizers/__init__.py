@@ -27,20 +27,9 @@ multi_tensor_adam_fp8 = not_served(
 )
 
 __all__ = [
-    "CusolverMpCtx",
-    "FusedAdam",
-    "FusedSGD",
-    "MultiTensorApply",
-    "multi_tensor_adam",
-    "multi_tensor_adam_capturable",
-    "multi_tensor_adam_capturable_master",
-    "multi_tensor_adam_fp8",
-    "multi_tensor_applier",
-    "multi_tensor_l2norm",
-    "multi_tensor_scale",
-    "multi_tensor_scale_tensor",
-    "multi_tensor_sgd",
-    "multi_tensor_unscale_l2norm",
-    "newton_schulz",
+    "CusolverMpCtx", "FusedAdam", "FusedSGD", "MultiTensorApply", "multi_tensor_adam",
+    "multi_tensor_adam_capturable", "multi_tensor_adam_capturable_master", "multi_tensor_adam_fp8",
+    "multi_tensor_applier", "multi_tensor_l2norm", "multi_tensor_scale",
+    "multi_tensor_scale_tensor", "multi_tensor_sgd", "multi_tensor_unscale_l2norm", "newton_schulz",
     "newton_schulz_tp",
-]
+]  # fmt: skip

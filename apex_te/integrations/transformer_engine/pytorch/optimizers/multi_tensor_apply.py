@@ -20,17 +20,11 @@ from .....ops import multi_tensor
 from ..._names import named
 
 __all__ = [
-    "MultiTensorApply",
-    "multi_tensor_adam",
-    "multi_tensor_adam_capturable",
-    "multi_tensor_adam_capturable_master",
-    "multi_tensor_applier",
-    "multi_tensor_l2norm",
-    "multi_tensor_scale",
-    "multi_tensor_scale_tensor",
-    "multi_tensor_sgd",
+    "MultiTensorApply", "multi_tensor_adam", "multi_tensor_adam_capturable",
+    "multi_tensor_adam_capturable_master", "multi_tensor_applier", "multi_tensor_l2norm",
+    "multi_tensor_scale", "multi_tensor_scale_tensor", "multi_tensor_sgd",
     "multi_tensor_unscale_l2norm",
-]
+]  # fmt: skip
 
 
 @named("transformer_engine.pytorch.optimizers.multi_tensor_apply")

@@ -84,9 +84,7 @@ def cast_master_weights_to_fp8(
     )
 
 
-def post_all_gather_processing(
-    model_weights: QuantizedTensor | Sequence[QuantizedTensor],
-) -> None:
+def post_all_gather_processing(model_weights: QuantizedTensor | Sequence[QuantizedTensor]) -> None:
     """Frees the columnwise copies of FP8 weights whose data an all-gather has just written."""
     single = isinstance(model_weights, torch.Tensor)
     for weight in [model_weights] if single else model_weights:

@@ -8,23 +8,13 @@ from typing import Any
 import torch
 
 from ......module.attention.dot_product import DotProductAttention as NativeDotProductAttention
-from ......module.attention.inference_params import (
-    InferenceParams,
-    extended,
-    without_gradient,
-)
+from ......module.attention.inference_params import InferenceParams, extended, without_gradient
 from ......module.attention.masks import Mask
 from ...._arguments import constructor
 from ...._context_parallel import ContextParallelArguments
 from ...._names import named, neutral
 from ...module.base import TransformerEngineBaseModule
-from .._masks import (
-    check_diagonal,
-    checked_window,
-    mask_type_of,
-    prepare_masks,
-    reads_masks,
-)
+from .._masks import check_diagonal, checked_window, mask_type_of, prepare_masks, reads_masks
 
 __all__ = ["DotProductAttention"]
 

@@ -1,0 +1,115 @@
+"""Llama-3-8B's layers on several ranks: whole, split or sharded, and the slowest rank's times."""
+
+from __future__ import annotations
+
+import os
+import statistics
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+from unittest import mock
+
+import harness
+import torch
+from torch import distributed
+from torch.distributed.fsdp import fully_shard
+from transformer_stacks import SHAPES
+from transformer_stacks import layer as layer_of
+
+import apex_te
+from apex_te import recipe
+from apex_te.comm import collectives
+from apex_te.distributed.fsdp.fp8_all_gather import enable_fp8_all_gather
+from apex_te.module._core import tensor_parallel as _tensor_parallel
+
+HIDDEN, TOKENS, BATCH = SHAPES["Llama-3-8B"]["hidden"], 4096, 2
+
+
+@contextmanager
+def rank_of_job() -> Iterator[int]:
+    """Joins the NCCL group of torchrun's processes while the block runs; yields this rank."""
+    rank = int(os.environ["LOCAL_RANK"])
+    torch.cuda.set_device(rank)
+    distributed.init_process_group("nccl", device_id=torch.device("cuda", rank))
+    yield rank
+    distributed.destroy_process_group()
+
+
+def layer(ranks: int = 1, group: Any = None) -> torch.nn.Module:
+    """Makes the layer, with tensor and sequence parallelism over several ranks."""
+    split = ranks > 1
+    return layer_of(
+        **SHAPES["Llama-3-8B"], attn_input_format="sbhd", set_parallel_mode=split,
+        sequence_parallel=split, tp_group=group, tp_size=ranks,
+    )  # fmt: skip
+
+
+def sharded(layers: int, gathers: recipe.Recipe | None, mesh: Any = None) -> torch.nn.Module:
+    """Makes layers that FSDP2 shards one by one; with a recipe it gathers them as FP8 data."""
+    model = torch.nn.Sequential(*(layer() for _ in range(layers)))
+    if gathers is not None:
+        enable_fp8_all_gather(model, gathers)
+    for part in model:
+        fully_shard(part, mesh=mesh)
+    return fully_shard(model, mesh=mesh)
+
+
+def step(module: torch.nn.Module, tokens: int, fp8: bool) -> Callable[[], None]:
+    x = torch.randn(tokens, BATCH, HIDDEN, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    dy = torch.randn_like(x)
+    scaling = recipe.DelayedScaling()
+
+    def run() -> None:
+        x.grad = None
+        for parameter in module.parameters():
+            parameter.grad = None
+        with apex_te.fp8_autocast(fp8, scaling):
+            y = module(x)
+        y.backward(dy)
+
+    return run
+
+
+def without_peer_memory() -> AbstractContextManager[Any]:
+    """Every exchange a collective."""
+
+    def no_memory(*_: Any) -> None:
+        return None
+
+    return mock.patch.object(_tensor_parallel, "peer_memory", no_memory)
+
+
+def copies_instead() -> AbstractContextManager[Any]:
+    """Collectives of the modules replaced by copies of the same bytes on the device."""
+
+    def gather(x: torch.Tensor, group: Any) -> collectives.Pending:
+        out = x.new_empty((x.shape[0] * collectives.world_size(group), *x.shape[1:]))
+        for part in out.chunk(collectives.world_size(group)):
+            part.copy_(x)
+        return collectives.Pending(out)
+
+    def scatter(x: torch.Tensor, group: Any, out: Any = None) -> collectives.Pending:
+        part = x.chunk(collectives.world_size(group))[0]
+        return collectives.Pending(part.clone() if out is None else out.copy_(part))
+
+    return mock.patch.multiple(
+        _tensor_parallel, all_gather_rows=gather, reduce_scatter_rows=scatter
+    )
+
+
+def of_slowest(times: list[float]) -> float:
+    """Median of the slowest rank's times."""
+    slowest = torch.tensor(times, device="cuda")
+    distributed.all_reduce(slowest, op=distributed.ReduceOp.MAX)
+    return statistics.median(slowest.tolist())
+
+
+def milliseconds(run: Callable[[], None], repeats: int = 25) -> float:
+    """Median over steps of the slowest rank's time, cold L2."""
+    for _ in range(6):
+        run()
+    times = []
+    for _ in range(repeats):
+        distributed.barrier()
+        times.append(harness.kernel_us(run, 1, 0)["us"] / 1e3)
+    return of_slowest(times)
