@@ -55,7 +55,8 @@ def linear_cross_entropy(
         fp8_recipe: recipe without state, or its name, such as ``"tensorwise"`` or ``"blockwise"``,
             with which the three GEMMs run in FP8. None computes them in the dtype of ``hidden``,
             even inside ``fp8_autocast``.
-        chunk_rows: rows of a chunk; None takes as many as have 320 MiB of logits.
+        chunk_rows: rows of a chunk; None takes as many as have 320 MiB of logits, or an eighth of
+            the rows if that is less and all logits are above 1 GiB.
         weight_grad_dtype: dtype in which the weight gradients of the chunks are summed: that of
             ``hidden`` (the default) or float32.
         tp_group: process group over which the vocabulary is split; None means that this rank has

@@ -42,7 +42,7 @@ from .programs import is_autocast, without_autocast
 from .vocabulary_gemms import VocabularyGemms
 
 # Fewer rows make the GEMMs slow: the weight's gradient is read and written for each chunk.
-_CHUNK_BYTES = 320 << 20
+_CHUNK_BYTES, _LARGE_BYTES = 320 << 20, 1 << 30
 _LEAST_ROWS, _ROW_MULTIPLE = 256, 128
 # Logits that have a float32 copy at a time, of a split vocabulary or with entropies.
 _WIDE_ELEMENTS = 1 << 24
@@ -107,7 +107,10 @@ def head_losses(
     ranks = 1 if tp_group is None else world_size(tp_group)
     if chunk_rows is None:  # equal on all ranks, whatever part each has
         words = max(1, -(-columns.vocabulary // ranks))
-        fitting = _CHUNK_BYTES // (words * hidden.element_size())
+        size = words * hidden.element_size()
+        fitting = _CHUNK_BYTES // size
+        if target.numel() * size > _LARGE_BYTES:
+            fitting = min(fitting, target.numel() // 8)
         chunk_rows = max(_LEAST_ROWS, fitting // _ROW_MULTIPLE * _ROW_MULTIPLE)
     if ranks == 1:
         columns = Columns(0, len(weight), len(weight), None)
