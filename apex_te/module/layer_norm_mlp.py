@@ -96,6 +96,7 @@ class LayerNormMLP(NormedModule):
     checkpoint = False
     activation_params: dict[str, float] | None = None
     _function: Any = None  # an activation that no name alone describes
+    can_separate_rows = True
 
     @named_arguments()
     def __init__(

@@ -37,6 +37,7 @@ class LinearParameters(ParallelModule):
     out_features: int
     parallel_mode: str | None
     split: dict[str, int] | None
+    can_separate_rows = True
 
     def _make_linear(
         self, parameters_split: Any, dtype: torch.dtype, device: Any, own: bool = True
@@ -361,7 +362,8 @@ class LinearLayer(LinearParameters):
                 if fits(call, weight, bias):
                     return fused_product(call, inp, weight, bias, residual)
                 out = self._run(call, inp, weight, bias)
-                return out + low_rank_product(residual.cast_to(call.dtype), inp.to(call.dtype))
+                low = residual.cast_to(call.dtype)
+                return out + low_rank_product(low, inp.to(call.dtype), call.options[0])
             if not adds_in_product(call, 0, residual):
                 return self._run(call, inp, weight, bias), residual
             return apply_function(LinearFunction, (inp, weight, bias), call, heads, residual), None

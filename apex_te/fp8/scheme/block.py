@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +23,7 @@ from ...ops.grouped_quantize import (
     block_quantize_groups,
     block_quantize_matrices,
 )
+from ...ops.row_products import row_block_product
 from ...runtime.device import nvidia_capability
 from ..tensor import QuantizedTensor
 from .base import (
@@ -34,7 +36,7 @@ from .base import (
     Repeatable,
     Scheme,
 )
-from .gemm_backend import WGRAD, GemmBackend, warn_emulated
+from .gemm_backend import FPROP, WGRAD, GemmBackend, warn_emulated
 
 if TYPE_CHECKING:
     from ...recipe import BlockScaling
@@ -177,12 +179,13 @@ class BlockGroupQuantizer(GroupQuantizer):
 class BlockGemm(GemmBackend):
     """Multiplies block-scaled operands by cuBLASLt's block-scaled GEMMs, or emulates these."""
 
-    __slots__ = ("native",)
+    __slots__ = ("device", "native")
 
     row_multiple = ROW_MULTIPLE
 
     def __init__(self, split: tuple[bool, bool, bool], device: torch.device) -> None:
         super().__init__(split, device)
+        self.device = device
         self.native = device.type != "cuda" or nvidia_capability(device) == (9, 0)
         self.adds = self.native
         if not self.native:
@@ -193,6 +196,9 @@ class BlockGemm(GemmBackend):
         multiply = block_scaled_gemm if self.native else emulated_gemm.emulated_block_gemm
         return multiply(a, b, a_scale_inv, b_scale_inv, b_block_rows=block_rows, **options)
 
+    def with_independent_rows(self) -> BlockGemm:
+        return IndependentBlockGemm(self.split, self.device)
+
     def multiply_groups(self, product, a, b, a_scale_inv, b_scale_inv, groups):
         _check_grouped(a, b)
         return block_multiply_groups(a, a_scale_inv, b, b_scale_inv, groups)
@@ -200,6 +206,27 @@ class BlockGemm(GemmBackend):
     def contract_groups(self, a, b, a_scale_inv, b_scale_inv, groups, *rest):
         _check_grouped(a, b)
         return block_contract_groups(a, a_scale_inv, b, b_scale_inv, groups, *rest)
+
+
+class IndependentBlockGemm(BlockGemm):
+    """``BlockGemm`` whose fprop gives a row equal bits whatever the other rows are."""
+
+    __slots__ = ()
+
+    row_multiple = 1
+
+    def __init__(self, split: tuple[bool, bool, bool], device: torch.device) -> None:
+        super().__init__(split, device)
+        self.adds = False
+
+    def multiply(self, product, a, b, a_scale_inv, b_scale_inv, **options):
+        by_library = super().multiply
+        if product != FPROP:
+            return by_library(product, a, b, a_scale_inv, b_scale_inv, **options)
+        out, dtype, bias = (options.get(key) for key in ("out", "out_dtype", "bias"))
+        multiply = functools.partial(by_library, product)
+        made = row_block_product(multiply, a, b, a_scale_inv, b_scale_inv, dtype, bias)
+        return made if out is None else out.copy_(made)
 
 
 def _check_grouped(a: torch.Tensor, b: torch.Tensor) -> None:

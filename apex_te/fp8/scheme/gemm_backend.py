@@ -65,6 +65,13 @@ class GemmBackend:
         """
         raise NotImplementedError
 
+    def with_independent_rows(self) -> GemmBackend | None:
+        """Returns a backend whose fprop gives a row equal bits whatever the other rows are.
+
+        None, the default, is for schemes whose scales depend on other rows or earlier batches.
+        """
+        return None
+
     def fprop(
         self,
         x: QuantizedTensor,

@@ -20,11 +20,13 @@ from ...fp8.module_fp8 import ModuleFP8
 from ...fp8.parameter.operands import dequantized, fp8_operands, record_weight
 from ...fp8.parameter.parameter import FP8Parameter
 from ...fp8.tensor import QuantizedTensor
+from ...runtime import invariance
 from ...runtime.stamp import stamp
 from ...runtime.tracing import is_transformed, refuse_state
 from .arguments import autocast_dtype, shown_name
 from .fp8_entries import joined_scales, save_parameters
 from .gemm import FP8Call, GemmOptions, as_matrix
+from .independent_rows import separates_rows, with_independent_rows
 from .plain_functions import HighPrecisionLinearFunction
 from .programs import Programs, is_autocast, programs_of
 from .weight_cache import CapturedWeights, WeightCache
@@ -62,19 +64,21 @@ class Modes:
         plain: ``Programs`` of ops in bf16 or fp32.
         programs: ``Programs`` by the id of the quantizers that they hold.
         in_ddp: the last call except recomputes ran under DistributedDataParallel.
+        independent_rows: the last call except recomputes ran under ``batch_invariant``.
         part: ``grouped.parts.Part`` that the module computes of a call, None for all of it.
         recompute: quantizers for a recompute of the last call, if that call recorded amax values.
         splits: the last ``m_splits`` that ``GroupedLinear`` copied to the device, and the copy.
     """
 
     __slots__ = (
-        "captured", "gathered", "in_ddp", "part", "plain", "programs", "recompute",
+        "captured", "gathered", "in_ddp", "independent_rows", "part", "plain", "programs", "recompute",
         "recompute_fp8", "recompute_keeps", "splits", "weight_cache", "wgrad_store",
     )  # fmt: skip
 
     def __init__(self) -> None:
         self.captured: CapturedWeights | None = None
         self.in_ddp = False
+        self.independent_rows = False
         self.part: Any = None
         self.recompute: tuple[GemmQuantizers, ...] | None = None
         self.recompute_fp8 = False
@@ -101,6 +105,7 @@ class FP8Module(torch.nn.Module):
     fuse_wgrad_accumulation = False
     delay_wgrad_compute = False
     save_original_input = False
+    can_separate_rows = False  # under ``batch_invariant``
 
     def _make_fp8_state(self, gemms: int = 1) -> None:
         # Plain attributes, not buffers: DDP would broadcast buffers and half() would cast them.
@@ -162,6 +167,8 @@ class FP8Module(torch.nn.Module):
         dtype, shape, modes = inp.dtype, inp.shape, self._modes
         if (
             self.tp_size != 1
+            or invariance.local.enabled
+            or modes.independent_rows
             or self.fuse_wgrad_accumulation
             or self.delay_wgrad_compute
             or torch._C._is_any_autocast_enabled()
@@ -215,6 +222,11 @@ class FP8Module(torch.nn.Module):
         """
         options = self._options(is_first_microbatch)
         sets, is_fp8, recomputed = self._select(device)
+        if separates_rows(self):
+            options = options._replace(independent_rows=True)
+            if is_fp8:
+                assert sets is not None
+                sets = tuple(with_independent_rows(type(self).__name__, each) for each in sets)
         keep = is_fp8 and self._keeps_columnwise(recomputed)
         programs = None
         usual = options is _DEFAULTS or options is _SAVES_INPUT
@@ -426,7 +438,7 @@ class FP8Module(torch.nn.Module):
                 record_weight(weight, quantizers.weight)
         own_wgrad = options.accumulate is not None or options.wgrad_store is not None
         own_wgrad = own_wgrad and weight.requires_grad and torch.is_grad_enabled()
-        if own_wgrad or options.parallel is not None:
+        if own_wgrad or options.parallel is not None or options.independent_rows:
             out = HighPrecisionLinearFunction.apply(inp, weight, bias, dtype, options)
         else:
             inp, weight = inp.to(dtype), weight.to(dtype)

@@ -42,6 +42,7 @@ class GemmOptions(NamedTuple):
         wgrad_store: function that stores a function which will compute the weight gradient; None
             computes it in backward.
         in_ddp: True if DistributedDataParallel runs this forward and waits for gradients.
+        independent_rows: forward gives a row equal bits whatever the other rows are.
     """
 
     accumulate: bool | None = None
@@ -49,6 +50,7 @@ class GemmOptions(NamedTuple):
     wgrad_store: Callable[[Callable[[], None]], None] | None = None
     parallel: TensorParallel | None = None
     in_ddp: bool = False
+    independent_rows: bool = False
 
 
 class FP8Call(NamedTuple):

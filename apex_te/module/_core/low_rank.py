@@ -14,7 +14,8 @@ from ...fp8.autocast import local
 from ...fp8.tensor import QuantizedTensor
 from ...ops.binding import OpFunction, once_differentiable
 from ...runtime.tracing import is_traced
-from .gemm import FP8Call, as_matrix
+from .gemm import FP8Call, GemmOptions, as_matrix
+from .plain_functions import HighPrecisionLinearFunction
 from .programs import apply_function, take_saved, without_autocast
 
 
@@ -189,9 +190,13 @@ def check_low_rank(
             )
 
 
-def low_rank_product(low: LowRank, inp: torch.Tensor) -> torch.Tensor:
+def low_rank_product(low: LowRank, inp: torch.Tensor, options: GemmOptions) -> torch.Tensor:
     """Computes a low-rank GEMM ``[..., out]`` by torch's ops; ``inp`` is the layer's own input."""
     x = inp if low.inp is None else low.inp
+    if options.independent_rows:
+        multiply, plain = HighPrecisionLinearFunction.apply, GemmOptions(independent_rows=True)
+        small = multiply(x, low.down, None, x.dtype, plain)
+        return multiply(small, low.up, None, x.dtype, plain) * low.scaling
     return functional.linear(functional.linear(x, low.down), low.up) * low.scaling
 
 
@@ -200,7 +205,8 @@ def fits(call: FP8Call, weight: torch.Tensor, bias: torch.Tensor | None) -> bool
 
     It supports FP8 GEMMs of frozen weights that are not split over ranks, outside of tracing.
     """
-    if not call.is_fp8 or call.options[0].parallel is not None:
+    options = call.options[0]
+    if not call.is_fp8 or options.parallel is not None or options.independent_rows:
         return False
     if is_traced() or forward_ad._current_level >= 0:
         return False

@@ -12,8 +12,10 @@ import torch
 from torch.nn import functional
 
 from ...comm.collectives import Pending
+from ...fp8.parameter.operands import dequantized
 from ...ops.binding import OpFunction, once_differentiable
 from ...ops.product_count import product_into
+from ...ops.row_products import row_product
 from . import gemm as _gemm
 from .fused_casts import (
     ActivationForward,
@@ -142,6 +144,8 @@ class HighPrecisionLinearFunction(OpFunction):
         ctx.device_type = inp.device.type
         bias = None if bias is None else bias.to(out_dtype)
         if parallel is None:
+            if options.independent_rows:
+                return row_product(x, dequantized(w), bias)
             return functional.linear(x, w, bias)
         if parallel.column:
             if not parallel.gathers_input:

@@ -7,23 +7,26 @@
 namespace apex_te {
 
 constexpr int64_t kMinRingCols = 1024;  // shorter rows are many for the bookkeeping
-constexpr int64_t kMinRingRows = 512;   // fewer do not repay the filling of the ring
 constexpr int64_t kPlainCols = 8192;    // rms_norm in x's dtype: little to compute until a load
 constexpr int64_t kMinStreamCols = 256;
 constexpr int64_t kMaxCodeCols = 2048;  // of layer_norm to FP8, beyond which the ring is faster
+
+// Returns true if there are enough rows for kernels of many. To x's dtype there always are: kernels
+// add in different orders, and a row must have the same bits whatever the number of rows.
+inline bool has_many_rows(const NormFwd& p) { return p.rows >= (p.y ? 1 : kManyRows); }
 
 // Returns true if rows should stream through a persistent grid. With a residual enough loads are in
 // flight without it.
 template <bool kLayerNorm>
 bool wants_norm_ring(const NormFwd& p) {
-  if (p.residual || p.rows < kMinRingRows) return false;
+  if (p.residual || !has_many_rows(p)) return false;
   return p.cols >= (kLayerNorm || p.scale ? kMinRingCols : kPlainCols + 1);
 }
 
 // Returns true if rows should stream through blocks that hold a row instead.
 template <typename T, bool kLayerNorm>
 bool wants_norm_stream(const NormFwd& p) {
-  if (p.residual || p.rows < kMinRingRows || p.cols < kMinStreamCols) return false;
+  if (p.residual || !has_many_rows(p) || p.cols < kMinStreamCols) return false;
   if (kLayerNorm ? !p.y && p.cols > kMaxCodeCols : !p.scale) return false;
   return stream_threads<T>(p) <= kStreamThreads;
 }

@@ -15,6 +15,7 @@ namespace apex_te {
 constexpr int kStreamThreads = 256;  // of a row at most
 constexpr int kStreamBlocks = 3;     // of these on a multiprocessor
 constexpr int kStreamStages = 2;     // rows of a thread in shared memory
+constexpr int64_t kManyRows = 512;   // fewer do not repay the filling of shared memory
 template <typename T>
 constexpr int kStreamVecs = 8 / sizeof(T);  // of a thread in a row
 
@@ -258,7 +259,7 @@ void launch_norm_stream(const NormFwd& p, const char* op, cudaStream_t stream) {
       full ? norm_stream_kernel<T, kLayerNorm, true> : norm_stream_kernel<T, kLayerNorm, false>;
   const int64_t slots = threads < kNormThreads ? kNormThreads / threads : 1;
   const int64_t bytes = kStreamStages * kStreamVecs<T> * kVec * sizeof(T) * threads * slots;
-  const int64_t turns = p.y ? 2 : 4, rows_each = slots * turns;
+  const int64_t turns = p.rows < kManyRows ? 1 : p.y ? 2 : 4, rows_each = slots * turns;
   const int64_t blocks = (p.rows + rows_each - 1) / rows_each;
   check_grid(blocks, op);
   kernel<<<static_cast<unsigned>(blocks), static_cast<unsigned>(threads * slots),

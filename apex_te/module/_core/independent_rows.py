@@ -1,0 +1,43 @@
+"""Modules under ``batch_invariant``: whether a call runs in the mode, and quantizers for it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from ...fp8.scheme import GemmQuantizers
+from ...runtime import invariance
+
+if TYPE_CHECKING:
+    from .fp8_module import FP8Module
+
+
+def separates_rows(module: FP8Module) -> bool:
+    """Returns True if a call of the module runs under ``batch_invariant``; checks that it can."""
+    modes = module._modes
+    found = invariance.current(modes.independent_rows)
+    if not torch.compiler.is_compiling():
+        modes.independent_rows = found
+    if not found:
+        return False
+    name = type(module).__name__
+    if not module.can_separate_rows:
+        raise NotImplementedError(f"{name}: batch_invariant must be off for this module, got on")
+    if module.tp_size > 1:
+        raise NotImplementedError(
+            f"{name}: tp_size must be 1 under batch_invariant, because the order in which ranks "
+            f"are summed may depend on the number of rows, got {module.tp_size}"
+        )
+    return True
+
+
+def with_independent_rows(owner: str, quantizers: GemmQuantizers) -> GemmQuantizers:
+    """Returns quantizers whose fprop gives a row equal bits whatever the other rows are."""
+    backend = quantizers.backend.with_independent_rows()
+    if backend is None:
+        raise NotImplementedError(
+            f"{owner}: recipe must be BlockScaling under batch_invariant, because other scales "
+            f"depend on other rows or on earlier batches, got {type(quantizers.input).__name__}"
+        )
+    return quantizers._replace(backend=backend)
