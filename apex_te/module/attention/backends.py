@@ -14,6 +14,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from ...ops.scaled_softmax import scaled_softmax
 from ...runtime.device import nvidia_capability
 from .alibi import Alibi
+from .blocks import attend_in_blocks
 from .kernels import Call, Extra
 from .masks import Visibility, band
 from .places import padding_behind
@@ -89,13 +90,15 @@ class Options(NamedTuple):
     """Numbers that attention needs besides tensors.
 
     ``scale`` multiplies ``q k^T``. Scores are divided by ``layer_scale`` before they are stored,
-    and multiplied by it in the softmax. With ``has_sink`` the softmax has a sink, see ``sinks``.
+    and multiplied by it in the softmax. With ``has_sink`` the softmax has a sink, see ``sinks``;
+    with ``independent_rows`` a query's bits do not depend on what is computed with it.
     """
 
     scale: float
     dropout: float = 0.0
     layer_scale: float = 1.0
     has_sink: bool = False
+    independent_rows: bool = False
 
 
 class Path(NamedTuple):
@@ -135,6 +138,19 @@ _GROUPS = Path(
 )
 _REPEATABLE = Path(
     "softmax", "torch.use_deterministic_algorithms is on, and only the flash kernel can be repeated"
+)
+
+
+# Under batch_invariant, where flash and cuDNN would choose the order of sums by the lengths.
+_INDEPENDENT = Path(
+    "sdpa_efficient",
+    "under batch_invariant PyTorch's memory-efficient kernel, whose order of sums is fixed",
+    kernel="efficient",
+)
+_BLOCKS = Path(
+    "blocks",
+    "under batch_invariant GEMMs of one shape, where PyTorch's memory-efficient kernel cannot be "
+    "used",
 )
 
 
@@ -239,7 +255,23 @@ def choose(
     return _first(attention)
 
 
+def _has_efficient(a: _Attention) -> bool:
+    """Returns True if PyTorch's memory-efficient kernel applies."""
+    return bool(
+        a.q.is_cuda
+        and a.q.dtype in (*_HALF, torch.float32)
+        and not (a.bias is not None and a.bias.requires_grad)
+        and not torch.are_deterministic_algorithms_enabled()
+        and a.q.numel()
+        and a.k.numel()
+        and a.q.shape[3] % 8 == a.v.shape[3] % 8 == 0
+    )
+
+
 def _first(attention: _Attention) -> Path:
+    if attention.options.independent_rows:
+        path = _INDEPENDENT if _has_efficient(attention) else _BLOCKS
+        return explained_sink(path, attention.options)
     found = next((path for path, takes in _PATHS if takes(attention)), _EFFICIENT)
     return explained_sink(found, attention.options)
 
@@ -278,7 +310,11 @@ def attend(
     if alibi is not None:
         assert bias is not None
         bias = alibi.bias(bias, q, k)
-    if path.name == "softmax":
+    if path.name == _INDEPENDENT.name and q.shape[1] != k.shape[1]:
+        k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
+    if path.name == "blocks":
+        out = _in_blocks(q, k, v, seen, bias, options, sink)
+    elif path.name == "softmax":
         out = _softmax(q, k, v, seen, bias, options, sink)
     elif options.has_sink:
         out = _with_sink(q, k, v, path, seen, bias, options, sink)
@@ -286,6 +322,9 @@ def attend(
         out = _windowed(q, k, v, seen, options)
     elif path.name == "sdpa_cudnn":
         with sdpa_kernel(_CUDNN_FIRST, set_priority=True):
+            out = _sdpa(q, k, v, seen, bias, options)
+    elif path.name == _INDEPENDENT.name:
+        with sdpa_kernel(SDPBackend.EFFICIENT_ATTENTION):
             out = _sdpa(q, k, v, seen, bias, options)
     elif path.name == "sdpa_flash":
         with sdpa_kernel(_FLASH_FIRST, set_priority=True):
@@ -446,6 +485,29 @@ def _all_hidden(seen: Visibility, queries: int, keys: int, device: torch.device)
     offset = keys - queries if seen.causal == "bottom_right" else 0
     later = band(queries, keys, offset, -1, 0, device)
     return later if seen.hidden is None else later | seen.hidden
+
+
+def _in_blocks(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    seen: Visibility,
+    bias: torch.Tensor | None,
+    options: Options,
+    sink: torch.Tensor | None,
+) -> torch.Tensor:
+    """Attends in blocks, with gradients of the path without ``independent_rows``."""
+    hidden, other = seen.hidden, options._replace(independent_rows=False)
+    if seen.causal is not None or seen.window is not None:
+        hidden = _all_hidden(seen, q.shape[2], k.shape[2], q.device)
+
+    def usual(
+        q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bias: Any, sink: Any
+    ) -> torch.Tensor:
+        path = _first(_Attention(q, k, v, seen, bias, other))
+        return attend(q, k, v, bias, path, seen, other, sink=sink)
+
+    return attend_in_blocks(q, k, v, bias, sink, hidden, options.scale, options.has_sink, usual)
 
 
 def _softmax(

@@ -10,6 +10,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from ...comm.shards import note_group
+from ...runtime import invariance
 from ...runtime.named_arguments import did_you_mean, named_arguments
 from ...runtime.tracing import is_traced
 from .._core import arguments as _arguments
@@ -386,6 +387,22 @@ class DotProductAttention(torch.nn.Module):
         path = self._plan(query_layer, key_layer, value_layer, *args, **kwargs)[0]
         return f"{path.name}: {path.reason}"
 
+    def _options(self) -> Options:
+        """Returns the options of this call, with the mode ``batch_invariant``."""
+        options = self._training if self.training else self._evaluation
+        # Modules pickled before the mode was added lack the attribute.
+        found = invariance.current(self.__dict__.get("_independent_rows", False))
+        if not torch.compiler.is_compiling():
+            self.__dict__["_independent_rows"] = found
+        if not found:
+            return options
+        if options.dropout > 0.0:
+            raise NotImplementedError(
+                f"{_NAME}: attention_dropout must be 0 in training under batch_invariant, "
+                f"got {options.dropout}"
+            )
+        return options._replace(independent_rows=True)
+
     def _usual_plan(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
     ) -> tuple[Callable[..., torch.Tensor], tuple[Any, ...], tuple[int, ...] | None]:
@@ -405,7 +422,7 @@ class DotProductAttention(torch.nn.Module):
             return self._plan(q, k, v)[1:]
         key = (
             q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype, q.device, layout, kind,
-            self._training if self.training else self._evaluation, self.num_attention_heads,
+            self._options(), self.num_attention_heads,
             self.num_gqa_groups, self.key_channels, self.value_channels, choose, *path_settings(),
         )  # fmt: skip
         run = _usual_plans.get(key)
@@ -459,7 +476,7 @@ class DotProductAttention(torch.nn.Module):
                 f"got slopes and {core_attention_bias_type!r}"
             )
         has_alibi = core_attention_bias_type == "alibi"
-        options = self._training if self.training else self._evaluation
+        options = self._options()
         order = None
         if layout == "thd":
             if attention_mask is not None and not kind.padding:

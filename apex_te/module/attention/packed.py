@@ -160,6 +160,8 @@ def choose_packed(
     options: Options,
 ) -> Path:
     """Chooses ``"varlen"``, PyTorch's packed kernel, if it can compute this, else ``"padded"``."""
+    if options.independent_rows:
+        return Path("padded", "under batch_invariant all sequences take the kernel of padded ones")
     obstacle = varlen_obstacle(q, v, options)
     if obstacle is not None:
         return Path("padded", obstacle)

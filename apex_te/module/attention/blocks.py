@@ -1,0 +1,158 @@
+"""Attention in blocks of one size, which gives a query the same bits whatever is computed with it.
+
+Keys are taken in blocks from the first key on, and every GEMM has one shape. Blocks of hidden keys
+add zeros, so that a query sees the same sums alone, with a cache, and within a whole sequence.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.nn import functional
+
+from ...ops.binding import OpFunction, once_differentiable
+from ...ops.product_count import float32_product
+
+_QUERIES, _KEYS = 32, 64
+
+
+def attend_in_blocks(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    bias: torch.Tensor | None,
+    sink: torch.Tensor | None,
+    hidden: torch.Tensor | None,
+    scale: float,
+    has_sink: bool,
+    usual: Callable[..., torch.Tensor],
+) -> torch.Tensor:
+    """Computes attention [b, h, sq, dv]; 0 for queries that see no key.
+
+    Args:
+        bias, hidden: broadcast to the scores [b, h, sq, sk]; hidden is True where masked out.
+        sink: float32 [h]; None is 0 with ``has_sink``.
+        usual: computes the same of ``(q, k, v, bias, sink)`` in any order of sums, for gradients.
+    """
+    out: torch.Tensor = _Blocks.apply(q, k, v, bias, sink, hidden, scale, has_sink, usual)
+    return out
+
+
+class _Blocks(OpFunction):
+    LABEL = "DotProductAttention"
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        bias: torch.Tensor | None,
+        sink: torch.Tensor | None,
+        hidden: torch.Tensor | None,
+        scale: float,
+        has_sink: bool,
+        usual: Callable[..., torch.Tensor],
+    ) -> torch.Tensor:
+        ctx.save_for_backward(q, k, v, bias, sink)
+        ctx.usual = usual
+        return _forward(q, k, v, bias, sink, hidden, scale, has_sink)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        needs = ctx.needs_input_grad[:5]
+        with torch.enable_grad():
+            inputs = [
+                None if x is None else x.detach().requires_grad_(need)
+                for x, need in zip(ctx.saved_tensors, needs, strict=True)
+            ]
+            out = ctx.usual(*inputs)
+        wanted: Any = [x for x, need in zip(inputs, needs, strict=True) if need]
+        found = iter(torch.autograd.grad(out, wanted, grad))
+        return *(next(found) if need else None for need in needs), None, None, None, None
+
+
+def _forward(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    bias: torch.Tensor | None,
+    sink: torch.Tensor | None,
+    hidden: torch.Tensor | None,
+    scale: float,
+    has_sink: bool,
+) -> torch.Tensor:
+    dtype = torch.promote_types(q.dtype, torch.float32)
+    batch, heads, queries, _ = q.shape
+    repeats, keys, size = heads // k.shape[1], k.shape[2], v.shape[3]
+    out = q.new_zeros(batch, heads, queries, size)
+    if not out.numel() or not keys:
+        return out
+    added = _added(hidden, bias, q, k, dtype)
+    # A column of ones beside the values sums the weights, in the order of the values.
+    values = torch.cat((v.to(dtype), v.new_ones(*v.shape[:3], 1, dtype=dtype)), -1)
+    q_blocks, k_blocks = _cut(q.to(dtype) * scale, _QUERIES), _cut(k.to(dtype), _KEYS)
+    v_blocks = _cut(values, _KEYS)
+    for b in range(batch):
+        for h in range(heads):
+            logit = None
+            if has_sink:
+                logit = out.new_zeros(1, dtype=dtype) if sink is None else sink[h : h + 1].to(dtype)
+            some = added[min(b, added.shape[0] - 1), min(h, added.shape[1] - 1)]
+            pairs = k_blocks[b, h // repeats], v_blocks[b, h // repeats]
+            for i, rows in enumerate(q_blocks[b, h]):
+                place = slice(i * _QUERIES, min((i + 1) * _QUERIES, queries))
+                made = _rows(rows, *pairs, some[i], logit)
+                out[b, h, place] = made[: place.stop - place.start]
+    return out
+
+
+def _rows(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    added: torch.Tensor,
+    logit: torch.Tensor | None,
+) -> torch.Tensor:
+    """Returns the outputs of one block of queries; ``v`` has a column of ones at its end."""
+    scores = [float32_product(q, block.t()) + more for block, more in zip(k, added, strict=True)]
+    largest = torch.stack([block.amax(1) for block in scores]).amax(0)
+    if logit is not None:
+        largest = torch.maximum(largest, logit)
+    largest = largest.masked_fill(largest == -torch.inf, 0.0)
+    total = q.new_zeros(q.shape[0], v.shape[2])
+    for block, values in zip(scores, v, strict=True):
+        total += float32_product((block - largest[:, None]).exp_(), values)
+    weight = total[:, -1]
+    if logit is not None:
+        weight = weight + (logit - largest).exp_()
+    return (total[:, :-1] / weight[:, None]).masked_fill_((weight == 0)[:, None], 0.0)
+
+
+def _cut(x: torch.Tensor, length: int) -> torch.Tensor:
+    """Returns ``x`` [b, h, s, d] as blocks [b, h, n, length, d], filled with zeros."""
+    x = functional.pad(x, (0, 0, 0, -x.shape[2] % length)).contiguous()
+    return x.unflatten(2, (-1, length))
+
+
+def _added(
+    hidden: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    dtype: torch.dtype,
+) -> torch.Tensor:
+    """Returns what is added to scores, [1 or b, 1 or h, query blocks, key blocks, rows, columns]."""
+    queries, keys = q.shape[2], k.shape[2]
+    added = torch.zeros(1, 1, queries, keys, dtype=dtype, device=q.device)
+    if bias is not None:
+        added = added + bias
+    if hidden is not None:
+        added = added.masked_fill(hidden, -torch.inf)
+    added = functional.pad(added, (0, -keys % _KEYS), value=-torch.inf)
+    added = functional.pad(added, (0, 0, 0, -queries % _QUERIES))
+    added = added.unflatten(3, (-1, _KEYS)).unflatten(2, (-1, _QUERIES))
+    return added.transpose(3, 4).contiguous()
