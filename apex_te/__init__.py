@@ -81,6 +81,8 @@ if _typing.TYPE_CHECKING:
     from .module.rms_norm import RMSNorm as RMSNorm
     from .module.transformer_layer import TransformerLayer as TransformerLayer
     from .recipe import make_recipe as make_recipe
+    from .runtime.invariance import batch_invariant as batch_invariant
+    from .runtime.invariance import is_batch_invariant as is_batch_invariant
     from .runtime.prebuild import prebuild as prebuild
 
 _NAMES = {
@@ -107,6 +109,7 @@ _NAMES = {
     "apply_rotary_pos_emb": "module.attention.rotary",
     "autocast": "autocast",
     "autocast_forward": "integrations.autocast_forward",
+    "batch_invariant": "runtime.invariance",
     "checkpoint": "distributed.checkpoint",
     "compatibility": "",
     "conversion_summary": "integrations.summary",
@@ -123,6 +126,7 @@ _NAMES = {
     "fuse_loss": "integrations.fused_loss",
     "init_fp8_state": "fp8.module_fp8",
     "integrations": "",
+    "is_batch_invariant": "runtime.invariance",
     "is_fp8_enabled": "fp8.autocast",
     "linear_cross_entropy": "module.linear_cross_entropy",
     "linear_log_probs": "module.linear_log_probs",

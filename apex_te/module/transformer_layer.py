@@ -12,6 +12,7 @@ from torch.nn import functional
 
 from ..fp8.delayed.ranks import number_layer
 from ..ops.bias_dropout_add import bias_dropout_add
+from ..runtime.invariance import is_batch_invariant
 from ..runtime.named_arguments import did_you_mean, named_arguments
 from ._core.arguments import (
     VAGUE,
@@ -456,6 +457,11 @@ class TransformerLayer(CompositeModule):
     ) -> torch.Tensor:
         """Returns ``residual + drop_path(dropout(x + bias))``; drop path skips samples of thd."""
         p = self.hidden_dropout if self.training else 0.0
+        if self._drops() and is_batch_invariant():
+            raise NotImplementedError(
+                f"{_NAME}: hidden_dropout and drop_path_rate must be 0 in training under "
+                f"batch_invariant, got {self.hidden_dropout} and {self.drop_path_rate}"
+            )
         if self.training and self.drop_path_rate > 0.0:
             x = x if bias is None else x + bias
             if p > 0.0:

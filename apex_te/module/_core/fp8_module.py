@@ -71,8 +71,8 @@ class Modes:
     """
 
     __slots__ = (
-        "captured", "gathered", "in_ddp", "independent_rows", "part", "plain", "programs", "recompute",
-        "recompute_fp8", "recompute_keeps", "splits", "weight_cache", "wgrad_store",
+        "captured", "gathered", "in_ddp", "independent_rows", "part", "plain", "programs",
+        "recompute", "recompute_fp8", "recompute_keeps", "splits", "weight_cache", "wgrad_store",
     )  # fmt: skip
 
     def __init__(self) -> None:
@@ -226,7 +226,9 @@ class FP8Module(torch.nn.Module):
             options = options._replace(independent_rows=True)
             if is_fp8:
                 assert sets is not None
-                sets = tuple(with_independent_rows(type(self).__name__, each) for each in sets)
+                name, region = type(self).__name__, local.region
+                recipe = None if region is None else region.recipe
+                sets = tuple(with_independent_rows(name, recipe, each) for each in sets)
         keep = is_fp8 and self._keeps_columnwise(recomputed)
         programs = None
         usual = options is _DEFAULTS or options is _SAVES_INPUT

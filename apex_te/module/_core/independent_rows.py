@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import Any
 
 import torch
 
 from ...fp8.scheme import GemmQuantizers
 from ...runtime import invariance
 
-if TYPE_CHECKING:
-    from .fp8_module import FP8Module
 
-
-def separates_rows(module: FP8Module) -> bool:
-    """Returns True if a call of the module runs under ``batch_invariant``; checks that it can."""
+def separates_rows(module: Any) -> bool:
+    """Returns True if a module's call runs under ``batch_invariant``; checks that it can."""
     modes = module._modes
     found = invariance.current(modes.independent_rows)
     if not torch.compiler.is_compiling():
@@ -32,12 +29,12 @@ def separates_rows(module: FP8Module) -> bool:
     return True
 
 
-def with_independent_rows(owner: str, quantizers: GemmQuantizers) -> GemmQuantizers:
+def with_independent_rows(owner: str, recipe: Any, quantizers: GemmQuantizers) -> GemmQuantizers:
     """Returns quantizers whose fprop gives a row equal bits whatever the other rows are."""
     backend = quantizers.backend.with_independent_rows()
     if backend is None:
         raise NotImplementedError(
-            f"{owner}: recipe must be BlockScaling under batch_invariant, because other scales "
-            f"depend on other rows or on earlier batches, got {type(quantizers.input).__name__}"
+            f"{owner}: fp8_recipe must be BlockScaling under batch_invariant, because other scales "
+            f"depend on other rows or on earlier batches, got {type(recipe).__name__}"
         )
     return quantizers._replace(backend=backend)

@@ -11,16 +11,21 @@ from ...fp8.parameter.operands import dequantized
 from ...fp8.scheme import GemmQuantizers
 from ...fp8.scheme.base import build_quantizers
 from ...fp8.tensor import QuantizedTensor
+from ...ops.row_products import row_product
 from ...ops.wgrad_gemm import wgrad_gemm
 from ...recipe import Recipe
+from .independent_rows import with_independent_rows
+
+_NAME = "head_losses"  # which ``named_arguments`` replaces
 
 
 class VocabularyGemms:
     """GEMMs of a head with chunks of rows, and the gradients that they add up to.
 
-    ``logits`` divides by ``temperature``; ``add_gradients`` takes the gradient before that.
-    ``wanted`` says of hidden, weight and bias whether it gets a gradient; ``group`` has the ranks
-    over which the vocabulary is split, or is None.
+    ``logits`` divides by ``temperature``; ``add_gradients`` takes the gradient before that. With
+    ``independent_rows`` a row of logits has equal bits whatever the other rows are. ``wanted`` says
+    of hidden, weight and bias whether it gets a gradient; ``group`` has the ranks over which the
+    vocabulary is split, or is None.
     """
 
     def __init__(
@@ -33,15 +38,19 @@ class VocabularyGemms:
         weight_grad_dtype: torch.dtype,
         group: Any,
         temperature: float,
+        independent_rows: bool,
     ) -> None:
         weight = dequantized(weight)  # once, and not for each chunk
         self.hidden, self.weight, self.bias = hidden, weight, bias
         self.group, self.temperature = group, temperature
-        self.wanted = wanted
+        self.wanted, self.independent_rows = wanted, independent_rows
         self.quantizers: GemmQuantizers | None = None
         if recipe is not None:
             sets = build_quantizers(recipe, None, 1, hidden.device)
-            self.quantizers = quantizers = sets.recording[0]
+            quantizers = sets.recording[0]
+            if independent_rows:
+                quantizers = with_independent_rows(_NAME, recipe, quantizers)
+            self.quantizers = quantizers
             self.fp8_weight = quantizers.weight.quantize(weight, True, wanted[0])[0]
         self.x: QuantizedTensor | None = None
         self.dhidden = torch.empty_like(hidden) if wanted[0] else None
@@ -59,6 +68,8 @@ class VocabularyGemms:
             self.quantizers.backend.fprop(
                 self.x, self.fp8_weight, out.dtype, bias=self.bias, out=out
             )
+        elif self.independent_rows:
+            out.copy_(row_product(x, self.weight, self.bias))
         elif self.bias is None:
             torch.mm(x, self.weight.t(), out=out)
         else:

@@ -12,6 +12,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import torch
+from torch.nn import functional
 
 from ...comm.collectives import world_size
 from ...comm.groups import check_process_group
@@ -38,6 +39,7 @@ from ...ops.cross_entropy import (
     sum_losses,
 )
 from ...recipe import Recipe, stateless_recipe
+from ...runtime import invariance
 from .programs import is_autocast, without_autocast
 from .vocabulary_gemms import VocabularyGemms
 
@@ -46,6 +48,7 @@ _CHUNK_BYTES, _LARGE_BYTES = 320 << 20, 1 << 30
 _LEAST_ROWS, _ROW_MULTIPLE = 256, 128
 # Logits that have a float32 copy at a time, of a split vocabulary or with entropies.
 _WIDE_ELEMENTS = 1 << 24
+_ALIGN, _ENTROPY_ROWS = 8, 64  # of independent rows
 _NAME = "head_losses"
 
 
@@ -96,6 +99,11 @@ def head_losses(
         raise TypeError(
             f"{_NAME}: weight_grad_dtype must be {hidden.dtype} or torch.float32, got {sums}"
         )
+    independent_rows = invariance.is_batch_invariant()
+    if independent_rows and tp_group is not None:
+        raise NotImplementedError(
+            f"{_NAME}: tp_group must be None under batch_invariant, got {type(tp_group).__name__}"
+        )
     recipe = stateless_recipe(_NAME, "fp8_recipe", fp8_recipe)
     backward = getattr(recipe, "backward", None)
     if backward is not None:
@@ -117,6 +125,7 @@ def head_losses(
     options = _Options(
         ignore_index, label_smoothing, reduction, recipe, chunk_rows, sums,
         needs_autograd(hidden, weight, bias), columns, temperature, with_entropies,
+        independent_rows,
     )  # fmt: skip
     rows = hidden.reshape(target.numel(), hidden.shape[-1]).contiguous()
     found = function.apply(
@@ -177,6 +186,7 @@ class _Options(NamedTuple):
         weight_grad_dtype: dtype in which the chunks' weight gradients are summed.
         differentiated: autograd may ask for a gradient.
         columns: this rank's part of the vocabulary; its group is None if that is all of it.
+        independent_rows: a row's bits do not depend on the other rows.
     """
 
     ignore_index: int
@@ -189,6 +199,7 @@ class _Options(NamedTuple):
     columns: Columns
     temperature: float
     with_entropies: bool
+    independent_rows: bool
 
     def head(
         self,
@@ -200,7 +211,7 @@ class _Options(NamedTuple):
         """Returns the GEMMs of the head."""
         return VocabularyGemms(
             hidden, weight, bias, wanted, self.recipe, self.weight_grad_dtype, self.columns.group,
-            self.temperature,
+            self.temperature, self.independent_rows,
         )  # fmt: skip
 
 
@@ -247,9 +258,9 @@ class VocabularyLosses(OpFunction):
             )
             if entropies is not None:
                 assert stats is not None
-                entropies[begin:end] = split_entropies(
-                    logits, stats[begin:end], options.columns, _WIDE_ELEMENTS
-                ).masked_fill_(target[begin:end] == options.ignore_index, 0.0)
+                entropies[begin:end] = _entropies(logits, stats[begin:end], options).masked_fill_(
+                    target[begin:end] == options.ignore_index, 0.0
+                )
             if now and any(wanted):
                 head.add_gradients(begin, end, logits)
         ctx.options, ctx.wanted, ctx.now = options, wanted, now
@@ -328,6 +339,12 @@ def _losses(
     rows that count; float32 ``stats`` ``[rows, 2]`` is written for ``_gradient``.
     """
     columns, smoothing = options.columns, options.label_smoothing
+    if options.independent_rows and grad is None and logits.is_cuda and logits.shape[1] % _ALIGN:
+        # The kernel takes elements before an aligned address apart: here rows begin at such.
+        width, ignored = logits.shape[1], options.ignore_index
+        logits = functional.pad(logits, (0, -width % _ALIGN), value=-torch.inf)
+        found = _losses(logits, target, None, stats, num_valid, options)
+        return found.masked_fill_((target >= width) & (target != ignored), torch.nan)
     if columns.group is None:
         return cross_entropy_fwd(
             logits,
@@ -348,6 +365,18 @@ def _losses(
             logits, targets, largest, exp_sum, factor, smoothing, columns, grad, _WIDE_ELEMENTS
         )
     return losses
+
+
+def _entropies(logits: torch.Tensor, stats: torch.Tensor, options: _Options) -> torch.Tensor:
+    """Returns the entropies of a chunk's rows, float32 ``[rows]``."""
+    if not options.independent_rows:
+        return split_entropies(logits, stats, options.columns, _WIDE_ELEMENTS)
+    # torch.sum chooses its order by the number of rows: they are always so many here.
+    fill = -len(logits) % _ENTROPY_ROWS
+    pairs = (functional.pad(x, (0, 0, 0, fill), value=1.0) for x in (logits, stats))
+    pieces = zip(*(x.split(_ENTROPY_ROWS) for x in pairs), strict=True)
+    found = [split_entropies(*each, options.columns, logits.numel()) for each in pieces]
+    return torch.cat(found)[: len(logits)]
 
 
 def _gradient(

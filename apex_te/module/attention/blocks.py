@@ -145,7 +145,7 @@ def _added(
     k: torch.Tensor,
     dtype: torch.dtype,
 ) -> torch.Tensor:
-    """Returns what is added to scores, [1 or b, 1 or h, query blocks, key blocks, rows, columns]."""
+    """Returns what is added to the scores, [1 or b, 1 or h, query blocks, key blocks, 32, 64]."""
     queries, keys = q.shape[2], k.shape[2]
     added = torch.zeros(1, 1, queries, keys, dtype=dtype, device=q.device)
     if bias is not None:
