@@ -23,6 +23,7 @@ from ._derived import Derived, derived
 from ._fp8_weights import count_fp8_weights, hold_in_fp8
 from ._norm_formula import known_norm
 from ._selection import Selection
+from .attention import register_attention
 from .conv1d import Conv1DLinear, conv1d_linear
 from .experts import StackedExperts, is_experts, stacked_experts
 from .fusion import JoinedNorm, blocks_of, fuse_blocks, key_map, refuse_optimized
@@ -179,6 +180,7 @@ def from_torch(
     vars(model)[summary.ATTRIBUTE] = ConversionSummary([*before, *layers])
     _LOG.info("from_torch: %r", summary.conversion_summary(model))
     save_without_fp8_state(model)
+    register_attention()
     told = []
     if left:
         named = ", ".join(f"{label} ({reason})" for label, reason in _together(left))

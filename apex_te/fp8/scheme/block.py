@@ -223,9 +223,8 @@ class IndependentBlockGemm(BlockGemm):
         by_library = super().multiply
         if product != FPROP:
             return by_library(product, a, b, a_scale_inv, b_scale_inv, **options)
-        out, dtype, bias = (options.get(key) for key in ("out", "out_dtype", "bias"))
-        multiply = functools.partial(by_library, product)
-        made = row_block_product(multiply, a, b, a_scale_inv, b_scale_inv, dtype, bias)
+        out, multiply = options.pop("out", None), functools.partial(by_library, product)
+        made = row_block_product(multiply, a, b, a_scale_inv, b_scale_inv, **options)
         return made if out is None else out.copy_(made)
 
 

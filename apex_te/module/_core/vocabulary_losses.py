@@ -373,9 +373,9 @@ def _entropies(logits: torch.Tensor, stats: torch.Tensor, options: _Options) -> 
         return split_entropies(logits, stats, options.columns, _WIDE_ELEMENTS)
     # torch.sum chooses its order by the number of rows: they are always so many here.
     fill = -len(logits) % _ENTROPY_ROWS
-    pairs = (functional.pad(x, (0, 0, 0, fill), value=1.0) for x in (logits, stats))
-    pieces = zip(*(x.split(_ENTROPY_ROWS) for x in pairs), strict=True)
-    found = [split_entropies(*each, options.columns, logits.numel()) for each in pieces]
+    wide, pairs = (functional.pad(x, (0, 0, 0, fill), value=1.0) for x in (logits, stats))
+    pieces = zip(wide.split(_ENTROPY_ROWS), pairs.split(_ENTROPY_ROWS), strict=True)
+    found = [split_entropies(some, s, options.columns, logits.numel()) for some, s in pieces]
     return torch.cat(found)[: len(logits)]
 
 
