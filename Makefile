@@ -106,7 +106,7 @@ lint: env
 	$(PY) -m mypy
 	MYPYPATH=examples/char_gpt:examples $(PY) -m mypy $(SCRIPTS)
 	MYPYPATH=examples $(PY) -m mypy examples/common.py examples/*/digits.py examples/*/sort.py \
-		examples/*/t5_copy.py
+		examples/*/t5_copy.py examples/*/grpo.py
 
 cuda: env
 	$(PY) scripts/check_cuda.py

@@ -1,4 +1,4 @@
-"""Attention of models of transformers that ``batch_invariant`` reaches: implementation "apex_te"."""
+"""Attention "apex_te" for models of transformers, which ``batch_invariant`` reaches."""
 
 from __future__ import annotations
 

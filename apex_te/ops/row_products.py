@@ -16,7 +16,7 @@ from collections.abc import Callable
 import torch
 from torch.nn import functional
 
-from ..runtime.tracing import is_compiling
+from ..runtime.tracing import is_traced
 from .grouped_gemm import block_multiply_groups, has_grouped_products, multiplies_codes
 from .grouped_quantize import Groups
 from .product_count import float32_product
@@ -40,8 +40,7 @@ def _padded(x: torch.Tensor, rows: int) -> torch.Tensor:
         bits = x.view(torch.uint8) if x.element_size() == 1 else x
         return functional.pad(bits, (0, 0, 0, rows - x.shape[0])).view(x.dtype)
     # Kernels may take elements before an aligned address apart.
-    aligned = is_compiling() or x.storage_offset() * x.element_size() % 64 == 0
-    return x if aligned else x.clone()
+    return x if is_traced() or x.data_ptr() % 64 == 0 else x.clone()
 
 
 def _chunks(device: torch.device, rows: int) -> list[tuple[int, int, int]]:

@@ -124,7 +124,8 @@ def differing(case: Case, x: torch.Tensor, counts: tuple[int, ...]) -> int:
 
 def measure(case: Case, name: str, sizes: Sizes, x: torch.Tensor) -> harness.Row:
     """Returns the row of a results file of one module with one recipe."""
-    recipe, row = RECIPES[name], {"module": case.name, "recipe": name}
+    recipe = RECIPES[name]
+    row: harness.Row = {"module": case.name, "recipe": name}
     with torch.no_grad():
         for enabled, key in ((False, "differing"), (True, "differing, invariant")):
             with entered(recipe, enabled):

@@ -54,6 +54,12 @@ class Policy(nn.Module):
             x = layer(x, rotary_pos_emb=self.angles, inference_params=cache)
         return self.norm(x)
 
+    def log_probs(self, hidden: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+        """Returns the log-probabilities of tokens from the hidden states before them."""
+        found = apex_te.linear_log_probs(hidden, self.head, tokens)
+        assert isinstance(found, torch.Tensor)
+        return found
+
 
 class Rollout(NamedTuple):
     """Generated sequences, int64 [batch, PROMPT + NEW], and log-probabilities of the new tokens."""
@@ -73,7 +79,7 @@ def generate(policy: Policy, prompts: torch.Tensor, generator: torch.Generator) 
         cache.sequence_len_offset += new.shape[1]
         chances = (hidden @ policy.head.t()).float().softmax(-1)
         new = torch.multinomial(chances, 1, generator=generator)
-        log_p.append(apex_te.linear_log_probs(hidden, policy.head, new[:, 0]))
+        log_p.append(policy.log_probs(hidden, new[:, 0]))
         ids = torch.cat((ids, new), 1)
     policy.train()
     return Rollout(ids, torch.stack(log_p, 1))
@@ -82,7 +88,7 @@ def generate(policy: Policy, prompts: torch.Tensor, generator: torch.Generator) 
 def log_probs(policy: Policy, ids: torch.Tensor) -> torch.Tensor:
     """Returns the log-probabilities of the new tokens by one forward over whole sequences."""
     hidden = policy(ids[:, :-1])[:, PROMPT - 1 :]
-    return apex_te.linear_log_probs(hidden, policy.head, ids[:, PROMPT:])
+    return policy.log_probs(hidden, ids[:, PROMPT:])
 
 
 def divergence(old: torch.Tensor, new: torch.Tensor) -> float:
@@ -129,8 +135,8 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
         return apex_te.fp8_autocast(args.fp8_recipe) if args.fp8_recipe else nullcontext()
 
     def prompts() -> torch.Tensor:
-        shape, place = (args.groups, PROMPT), {"generator": generator, "device": device}
-        drawn = torch.randint(VOCABULARY, shape, **place)
+        shape = (args.groups, PROMPT)
+        drawn = torch.randint(VOCABULARY, shape, generator=generator, device=device)
         return drawn.repeat_interleave(args.group, 0)
 
     result: dict[str, Any] = {"rewards": []}
