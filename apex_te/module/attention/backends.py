@@ -313,7 +313,10 @@ def attend(
     if path.name == _INDEPENDENT.name and q.shape[1] != k.shape[1]:
         k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
     if path.name == "blocks":
-        out = _in_blocks(q, k, v, seen, bias, options, sink)
+        hidden = seen.hidden
+        if seen.causal is not None or seen.window is not None:
+            hidden = _all_hidden(seen, q.shape[2], k.shape[2], q.device)
+        out = attend_in_blocks(q, k, v, bias, sink, hidden, options.scale, options.has_sink)
     elif path.name == "softmax":
         out = _softmax(q, k, v, seen, bias, options, sink)
     elif options.has_sink:
@@ -485,29 +488,6 @@ def _all_hidden(seen: Visibility, queries: int, keys: int, device: torch.device)
     offset = keys - queries if seen.causal == "bottom_right" else 0
     later = band(queries, keys, offset, -1, 0, device)
     return later if seen.hidden is None else later | seen.hidden
-
-
-def _in_blocks(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    seen: Visibility,
-    bias: torch.Tensor | None,
-    options: Options,
-    sink: torch.Tensor | None,
-) -> torch.Tensor:
-    """Attends in blocks, with gradients of the path without ``independent_rows``."""
-    hidden, other = seen.hidden, options._replace(independent_rows=False)
-    if seen.causal is not None or seen.window is not None:
-        hidden = _all_hidden(seen, q.shape[2], k.shape[2], q.device)
-
-    def usual(
-        q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bias: Any, sink: Any
-    ) -> torch.Tensor:
-        path = _first(_Attention(q, k, v, seen, bias, other))
-        return attend(q, k, v, bias, path, seen, other, sink=sink)
-
-    return attend_in_blocks(q, k, v, bias, sink, hidden, options.scale, options.has_sink, usual)
 
 
 def _softmax(

@@ -6,13 +6,9 @@ add zeros, so that a query sees the same sums alone, with a cache, and within a 
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 import torch
 from torch.nn import functional
 
-from ...ops.binding import OpFunction, once_differentiable
 from ...ops.product_count import float32_product
 
 _QUERIES, _KEYS = 32, 64
@@ -27,87 +23,34 @@ def attend_in_blocks(
     hidden: torch.Tensor | None,
     scale: float,
     has_sink: bool,
-    usual: Callable[..., torch.Tensor],
 ) -> torch.Tensor:
     """Computes attention [b, h, sq, dv]; 0 for queries that see no key.
 
     Args:
         bias, hidden: broadcast to the scores [b, h, sq, sk]; hidden is True where masked out.
         sink: float32 [h]; None is 0 with ``has_sink``.
-        usual: computes the same of ``(q, k, v, bias, sink)`` in any order of sums, for gradients.
     """
-    out: torch.Tensor = _Blocks.apply(q, k, v, bias, sink, hidden, scale, has_sink, usual)
-    return out
-
-
-class _Blocks(OpFunction):
-    LABEL = "DotProductAttention"
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        bias: torch.Tensor | None,
-        sink: torch.Tensor | None,
-        hidden: torch.Tensor | None,
-        scale: float,
-        has_sink: bool,
-        usual: Callable[..., torch.Tensor],
-    ) -> torch.Tensor:
-        ctx.save_for_backward(q, k, v, bias, sink)
-        ctx.usual = usual
-        return _forward(q, k, v, bias, sink, hidden, scale, has_sink)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        needs = ctx.needs_input_grad[:5]
-        with torch.enable_grad():
-            inputs = [
-                None if x is None else x.detach().requires_grad_(need)
-                for x, need in zip(ctx.saved_tensors, needs, strict=True)
-            ]
-            out = ctx.usual(*inputs)
-        wanted: Any = [x for x, need in zip(inputs, needs, strict=True) if need]
-        found = iter(torch.autograd.grad(out, wanted, grad))
-        return *(next(found) if need else None for need in needs), None, None, None, None
-
-
-def _forward(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    bias: torch.Tensor | None,
-    sink: torch.Tensor | None,
-    hidden: torch.Tensor | None,
-    scale: float,
-    has_sink: bool,
-) -> torch.Tensor:
     dtype = torch.promote_types(q.dtype, torch.float32)
     batch, heads, queries, _ = q.shape
-    repeats, keys, size = heads // k.shape[1], k.shape[2], v.shape[3]
-    out = q.new_zeros(batch, heads, queries, size)
-    if not out.numel() or not keys:
-        return out
+    repeats, size = heads // k.shape[1], v.shape[3]
+    if not q.numel() or not k.numel():
+        return q.new_zeros(batch, heads, queries, size)
     added = _added(hidden, bias, q, k, dtype)
     # A column of ones beside the values sums the weights, in the order of the values.
     values = torch.cat((v.to(dtype), v.new_ones(*v.shape[:3], 1, dtype=dtype)), -1)
     q_blocks, k_blocks = _cut(q.to(dtype) * scale, _QUERIES), _cut(k.to(dtype), _KEYS)
-    v_blocks = _cut(values, _KEYS)
+    v_blocks, made = _cut(values, _KEYS), []
     for b in range(batch):
         for h in range(heads):
             logit = None
             if has_sink:
-                logit = out.new_zeros(1, dtype=dtype) if sink is None else sink[h : h + 1].to(dtype)
+                logit = q.new_zeros(1, dtype=dtype) if sink is None else sink[h : h + 1].to(dtype)
             some = added[min(b, added.shape[0] - 1), min(h, added.shape[1] - 1)]
             pairs = k_blocks[b, h // repeats], v_blocks[b, h // repeats]
-            for i, rows in enumerate(q_blocks[b, h]):
-                place = slice(i * _QUERIES, min((i + 1) * _QUERIES, queries))
-                made = _rows(rows, *pairs, some[i], logit)
-                out[b, h, place] = made[: place.stop - place.start]
-    return out
+            for rows, more in zip(q_blocks[b, h], some, strict=True):
+                made.append(_rows(rows, *pairs, more, logit))
+    out = torch.stack(made).view(batch, heads, -1, size)
+    return out[:, :, :queries].to(q.dtype)
 
 
 def _rows(
@@ -119,17 +62,18 @@ def _rows(
 ) -> torch.Tensor:
     """Returns the outputs of one block of queries; ``v`` has a column of ones at its end."""
     scores = [float32_product(q, block.t()) + more for block, more in zip(k, added, strict=True)]
-    largest = torch.stack([block.amax(1) for block in scores]).amax(0)
+    # The factor exp(-largest) cancels, so it needs no gradient.
+    largest = torch.stack([block.detach().amax(1) for block in scores]).amax(0)
     if logit is not None:
-        largest = torch.maximum(largest, logit)
+        largest = torch.maximum(largest, logit.detach())
     largest = largest.masked_fill(largest == -torch.inf, 0.0)
     total = q.new_zeros(q.shape[0], v.shape[2])
     for block, values in zip(scores, v, strict=True):
-        total += float32_product((block - largest[:, None]).exp_(), values)
+        total = total + float32_product((block - largest[:, None]).exp(), values)
     weight = total[:, -1]
     if logit is not None:
-        weight = weight + (logit - largest).exp_()
-    return (total[:, :-1] / weight[:, None]).masked_fill_((weight == 0)[:, None], 0.0)
+        weight = weight + (logit - largest).exp()
+    return total[:, :-1] / weight.masked_fill(weight == 0, 1.0)[:, None]
 
 
 def _cut(x: torch.Tensor, length: int) -> torch.Tensor:

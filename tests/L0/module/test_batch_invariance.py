@@ -332,7 +332,7 @@ def test_blocks_threads_and_the_environment(monkeypatch):
 @pytest.mark.parametrize("recipe", [None, BlockScaling()], ids=["none", "pow2"])
 def test_compiled(recipe, device):
     skip_without_blocks(device, recipe)
-    module = MODULES["swiglu"](device=device, params_dtype=default_dtype(device))
+    module = MODULES["RMSNormLinear"](device=device, params_dtype=default_dtype(device))
     x = torch.randn(40, H, device=device, dtype=default_dtype(device))
 
     def run(x):
@@ -349,6 +349,23 @@ def test_compiled(recipe, device):
         with batch_invariant():
             assert_same_bits(outer(x), expected)
         assert_same_bits(outer(x), usual)
+
+
+def test_compiled_attention(device):
+    attention = apex_te.DotProductAttention(
+        1, 16, qkv_format="bshd", attn_mask_type="causal", attention_dropout=0.0
+    )
+    x = torch.randn(1, 8, 1, 16, device=device, dtype=default_dtype(device), requires_grad=True)
+
+    def run(x):
+        with batch_invariant():
+            return attention(x, x, x)
+
+    expected = run(x)
+    found = torch.compile(run, fullgraph=True, backend="aot_eager")(x)
+    assert_same_bits(found, expected)
+    grads = [torch.autograd.grad(out.square().sum(), x)[0] for out in (found, expected)]
+    torch.testing.assert_close(*grads, rtol=0.02, atol=0.02)
 
 
 @needs_cuda
