@@ -21,7 +21,7 @@ def register_attention() -> None:
 
     ``model.set_attn_implementation("apex_te")`` selects it.
     """
-    if "transformers" not in sys.modules:
+    if "transformers.modeling_utils" not in sys.modules:  # importing it takes seconds
         return
     try:
         from transformers import AttentionInterface, AttentionMaskInterface

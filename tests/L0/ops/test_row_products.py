@@ -4,6 +4,7 @@ import pytest
 import torch
 from checks import assert_same_bits
 
+from apex_te.ops import row_products
 from apex_te.ops.block_quantize import block_quantize
 from apex_te.ops.fp8_gemm import block_scaled_gemm
 from apex_te.ops.layer_norm import layer_norm
@@ -88,3 +89,29 @@ def test_norms(cols, with_residual, dtype, device):
 
     for norm in (layer, rms):
         assert_rows_independent(norm, x)
+
+
+@pytest.mark.parametrize("count", [1, 100, 255, 256, 300])
+def test_calls_of_grouped_kernels(count, monkeypatch):
+    """What GPUs' kernels get, computed by their fallbacks on the CPU."""
+    monkeypatch.setattr(row_products, "has_grouped_products", lambda device: True)
+    monkeypatch.setattr(row_products, "multiplies_codes", lambda a, b: True)
+    seen = []
+    grouped = torch._grouped_mm
+
+    def noted(a, b, offs):
+        seen.append((a.shape[0], offs.tolist()))
+        return grouped(a, b, offs=offs)
+
+    monkeypatch.setattr(torch, "_grouped_mm", noted)
+    x, w = torch.randn(count, 128).bfloat16(), torch.randn(64, 128).bfloat16()
+    bias = torch.randn(64).bfloat16()
+    out = row_product(x, w, bias)
+    exact = torch.nn.functional.linear(x.float(), w.float(), bias.float())
+    torch.testing.assert_close(out.float(), exact, rtol=1.6e-2, atol=0.2)
+    assert seen == [(max(count, 256), [count])]
+    a = block_quantize(x, torch.float8_e4m3fn, columnwise=False)
+    b = block_quantize(w, torch.float8_e4m3fn, block_rows=128, columnwise=False)
+    operands = a.rowwise, b.rowwise, a.rowwise_scale_inv, b.rowwise_scale_inv
+    found = row_block_product(block_scaled_gemm, *operands, torch.bfloat16)
+    assert_same_bits(found, block_scaled_gemm(*operands))
