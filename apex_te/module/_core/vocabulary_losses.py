@@ -371,11 +371,13 @@ def _entropies(logits: torch.Tensor, stats: torch.Tensor, options: _Options) -> 
     """Returns the entropies of a chunk's rows, float32 ``[rows]``."""
     if not options.independent_rows:
         return split_entropies(logits, stats, options.columns, _WIDE_ELEMENTS)
-    # torch.sum chooses its order by the number of rows: they are always so many here.
-    fill = -len(logits) % _ENTROPY_ROWS
-    wide, pairs = (functional.pad(x, (0, 0, 0, fill), value=1.0) for x in (logits, stats))
+    # torch.sum chooses its order by the number of rows, always so many here, and by where a row
+    # begins, here at an aligned address.
+    fill, width = -len(logits) % _ENTROPY_ROWS, logits.shape[1]
+    wide = functional.pad(logits, (0, -width % _ALIGN), value=-torch.inf)
+    wide, pairs = (functional.pad(x, (0, 0, 0, fill), value=1.0) for x in (wide, stats))
     pieces = zip(wide.split(_ENTROPY_ROWS), pairs.split(_ENTROPY_ROWS), strict=True)
-    found = [split_entropies(some, s, options.columns, logits.numel()) for some, s in pieces]
+    found = [split_entropies(some, s, options.columns, some.numel()) for some, s in pieces]
     return torch.cat(found)[: len(logits)]
 
 

@@ -377,10 +377,13 @@ def test_graphed(recipe):
         H, 256, 4, attn_input_format="bshd", device=device, params_dtype=torch.bfloat16, **OFF
     )
     x = torch.randn(2, 40, H, device=device, dtype=torch.bfloat16, requires_grad=True)
-    with batch_invariant(), region(recipe):
-        expected = layer(x)
-        graphed = apex_te.make_graphed_callables(layer, (x,))
-        assert_same_bits(graphed(x), expected)
+    options = {"fp8_enabled": recipe is not None, "fp8_recipe": recipe}
+    with batch_invariant():
+        with region(recipe):
+            expected = layer(x)
+        graphed = apex_te.make_graphed_callables(layer, (x,), **options)
+        with region(recipe):
+            assert_same_bits(graphed(x), expected)
 
 
 def test_cases_of_the_benchmark(device, monkeypatch):
