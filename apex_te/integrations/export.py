@@ -9,13 +9,13 @@ from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch import nn
+from torch import distributed, nn
 
 from ..module._core.fp8_module import STATE_PREFIX
 from ..runtime.named_arguments import named_arguments
 from ._export_config import Export, quantization_config
 from ._file_tensors import original_format
-from ._fp8_entries import Entry, check_model, entries
+from ._fp8_entries import Entry, check_model, entries, is_spread
 
 _UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9}
 _NAME = "model"
@@ -40,6 +40,10 @@ def export_fp8(
     already held in FP8 in that layout are written as they are. Weights have the names of the plain
     model's files, with their scales beside them. Everything else keeps its dtype. The configuration
     lists linear layers that are not quantized, such as ``lm_head`` and GPT-2's Conv1D.
+
+    If ranks have parts of the model, by ``fully_shard``, by a ``tp_group`` or as experts, all call
+    the function. They gather one parameter at a time, and the first rank of the default group
+    writes the files of the whole model; it holds one file's tensors in its CPU memory.
 
     |``quant_method``|``weights``|keys beside a ``weight``|read by|
     |---|---|---|---|
@@ -68,8 +72,9 @@ def export_fp8(
         ImportError: safetensors is not installed.
         TypeError: ``model`` is not a model of Hugging Face, or an argument has a wrong type.
         ValueError: an option is unknown or cannot be combined with another; the model has no
-            converted layer, has adapters or is sharded; or ``"static"`` is given without state of
-            delayed scaling.
+            converted layer, has adapters or is on the meta device; or ``"static"`` is given without
+            state of delayed scaling.
+        NotImplementedError: FP8 weights or experts are sharded otherwise than by rows.
     """
     try:
         import safetensors.torch as safetensors
@@ -80,7 +85,7 @@ def export_fp8(
     form = weights.removesuffix("wise") if isinstance(weights, str) else weights
     export = Export(quant_method, form, activations)
     largest = _bytes(max_shard_size)
-    check_model(model, sharded=False)
+    check_model(model, sharded=True)
     found: Sequence[Entry | _Whole]
     if layout is None:
         found, ignored = entries(model, export.form)
@@ -88,11 +93,17 @@ def export_fp8(
     else:
         found, quantization = _as_read(model, layout, (quant_method, weights, activations))
     folder = os.fspath(folder)
+    shards = _shards(found, largest)
+    if not _writes(model):
+        for entry in found:  # which gathers this rank's part for the one that writes
+            for _ in entry.tensors():
+                pass
+        distributed.barrier()
+        return
     os.makedirs(folder, exist_ok=True)
     for name in os.listdir(folder):
         if re.fullmatch(rf"{_NAME}(-\d+-of-\d+)?\.safetensors(\.index\.json)?", name):
             os.remove(os.path.join(folder, name))
-    shards = _shards(found, largest)
     names: dict[str, str] = {}
     total = 0
     for index, shard in enumerate(shards):
@@ -107,6 +118,13 @@ def export_fp8(
         index_of = {"metadata": {"total_size": total}, "weight_map": names}
         _write_json(os.path.join(folder, f"{_NAME}.safetensors.index.json"), index_of)
     _write_config(model, folder, quantization)
+    if is_spread(model):
+        distributed.barrier()
+
+
+def _writes(model: nn.Module) -> bool:
+    """Returns True on the rank that writes: any whose model is whole, or the first one."""
+    return not is_spread(model) or distributed.get_rank() == 0
 
 
 class _Whole(NamedTuple):
@@ -196,13 +214,21 @@ def _bytes(size: int | str) -> int:
 def _write_config(model: Any, folder: str, quantization: dict[str, Any]) -> None:
     """Writes the model's configuration with that of its quantization, and that of generation."""
     config = json.loads(model.config.to_json_string())
-    config["architectures"] = [type(model).__name__]
+    config["architectures"] = [_class_name(model)]
     config["dtype"] = str(next(model.parameters()).dtype).removeprefix("torch.")
     config["quantization_config"] = quantization
     _write_json(os.path.join(folder, "config.json"), config)
     generation = getattr(model, "generation_config", None)
     if generation is not None:
         generation.save_pretrained(folder)
+
+
+def _class_name(model: nn.Module) -> str:
+    """Returns the name of a model's class before ``fully_shard``."""
+    for kind in type(model).__mro__:
+        if all(each.__name__ != "FSDPModule" for each in kind.__mro__):
+            return kind.__name__
+    return type(model).__name__
 
 
 def _write_json(path: str, content: Any) -> None:
