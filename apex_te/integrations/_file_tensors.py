@@ -152,10 +152,17 @@ def file_tensors(model: nn.Module, slots: Mapping[str, Slot]) -> list[FileTensor
 
 
 def _file_tensors(model: nn.Module, slots: Mapping[str, Slot]) -> list[FileTensor]:
-    bases = {
-        key: torch.empty(slot.shape, dtype=slot.tensor.dtype, device="meta")
-        for key, slot in slots.items()
-    }
+    return views_of(
+        model,
+        {
+            key: torch.empty(slot.shape, dtype=slot.tensor.dtype, device="meta")
+            for key, slot in slots.items()
+        },
+    )
+
+
+def views_of(model: nn.Module, bases: Mapping[str, torch.Tensor]) -> list[FileTensor]:
+    """Returns the tensors of the files for a state dict of tensors on the meta device."""
     storages = {key: base.untyped_storage()._cdata for key, base in bases.items()}
     found = []
     for key, value in original_format(
@@ -167,6 +174,13 @@ def _file_tensors(model: nn.Module, slots: Mapping[str, Slot]) -> list[FileTenso
         )
         found.append(FileTensor(key, value.keys, view, is_view))
     return found
+
+
+def unique_slots(complete: Mapping[str, Slot]) -> dict[str, Slot]:
+    """Returns the slots without further names of shared tensors."""
+    first = {(id(slot.tensor), slot.start): key for key, slot in reversed(complete.items())}
+    unique = set(first.values())
+    return {key: slot for key, slot in complete.items() if key in unique}
 
 
 def original_format(model: nn.Module, state: dict[str, Any]) -> dict[str, Any]:

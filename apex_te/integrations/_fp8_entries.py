@@ -19,7 +19,14 @@ from ..module._core.fp8_module import FP8Module
 from ..module._core.parallel import ParallelModule
 from ..module.linear import Linear
 from ..recipe import BlockScaling, Recipe
-from ._file_tensors import FileTensor, Slot, file_tensors, original_format, plain_slots
+from ._file_tensors import (
+    FileTensor,
+    Slot,
+    file_tensors,
+    original_format,
+    plain_slots,
+    unique_slots,
+)  # fmt: skip
 from ._gathered import Gathered, gathered
 from .experts import StackedExperts
 from .fusion import key_map
@@ -253,9 +260,7 @@ def entries(model: Any, form: Form) -> tuple[list[Entry], list[str]]:
     """
     chosen = _Chosen(model, form)
     complete = plain_slots(model)
-    first = {(id(slot.tensor), slot.start): key for key, slot in reversed(complete.items())}
-    unique = set(first.values())
-    slots = {key: slot for key, slot in complete.items() if key in unique}
+    slots = unique_slots(complete)
     ignored = [
         key.removesuffix(".weight") for key, slot in complete.items()
         if key not in slots and len(slot.shape) == 2 and chosen.is_left(key)
@@ -393,7 +398,7 @@ def is_spread(model: nn.Module) -> bool:
     return any(slot.split is not None or hasattr(slot.tensor, "device_mesh") for slot in slots)
 
 
-def check_model(model: Any, sharded: bool) -> None:
+def check_model(model: Any) -> None:
     """Raises an error if ``model`` is not a model of Hugging Face whose weights can be read."""
     if not isinstance(model, nn.Module) or not hasattr(model, "config"):
         raise TypeError(
@@ -406,7 +411,5 @@ def check_model(model: Any, sharded: bool) -> None:
                 f"got {type(module).__name__}"
             )
     for name, parameter in model.named_parameters():
-        if (hasattr(parameter, "device_mesh") and not sharded) or parameter.is_meta:
-            raise ValueError(
-                f"entries: model must have whole weights, got {name} sharded or on meta"
-            )
+        if parameter.is_meta:
+            raise ValueError(f"entries: model must have values, got {name} on the meta device")

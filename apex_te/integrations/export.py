@@ -6,19 +6,25 @@ import json
 import os
 import re
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Protocol
 
 import torch
 from torch import distributed, nn
 
-from ..module._core.fp8_module import STATE_PREFIX
 from ..runtime.named_arguments import named_arguments
 from ._export_config import Export, quantization_config
-from ._file_tensors import original_format
-from ._fp8_entries import Entry, check_model, entries, is_spread
+from ._fp8_entries import check_model, entries, is_spread
 
 _UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9}
 _NAME = "model"
+
+
+class _Entry(Protocol):
+    """Tensor of the files, with its scales; to be read once, by all ranks in the same order."""
+
+    def nbytes(self) -> int: ...
+
+    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]: ...
 
 
 @named_arguments()
@@ -85,8 +91,8 @@ def export_fp8(
     form = weights.removesuffix("wise") if isinstance(weights, str) else weights
     export = Export(quant_method, form, activations)
     largest = _bytes(max_shard_size)
-    check_model(model, sharded=True)
-    found: Sequence[Entry | _Whole]
+    check_model(model)
+    found: Sequence[_Entry]
     if layout is None:
         found, ignored = entries(model, export.form)
         quantization = quantization_config(export, ignored)
@@ -127,22 +133,9 @@ def _writes(model: nn.Module) -> bool:
     return not is_spread(model) or distributed.get_rank() == 0
 
 
-class _Whole(NamedTuple):
-    """Tensor that is written as it is."""
-
-    key: str
-    value: torch.Tensor
-
-    def nbytes(self) -> int:
-        return self.value.nbytes
-
-    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        yield self.key, self.value
-
-
 def _as_read(
     model: Any, layout: Any, options: tuple[Any, ...]
-) -> tuple[list[_Whole], dict[str, Any]]:
+) -> tuple[Sequence[_Entry], dict[str, Any]]:
     """Returns the tensors and configuration of ``layout="file"``."""
     if layout != "file":
         raise ValueError(f"export_fp8: layout must be 'file' or None, got {layout!r}")
@@ -157,22 +150,7 @@ def _as_read(
             "got 'file'"
         )
     assert quantizer is not None
-    state = _unshared(model, quantizer.get_state_dict_and_metadata(model)[0])
-    found = [_Whole(key, value) for key, value in original_format(model, state).items()]
-    return found, quantizer.quantization_config.to_dict()
-
-
-def _unshared(model: nn.Module, complete: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Returns a state dict without FP8 state, and with shared Parameters once."""
-    state: dict[str, torch.Tensor] = {}
-    seen: set[int] = set()
-    owners = dict(model.named_parameters(remove_duplicate=False))
-    for key, value in complete.items():
-        shared = id(owners.get(key, value))
-        if f".{STATE_PREFIX}" not in key and shared not in seen:
-            seen.add(shared)
-            state[key] = value
-    return state
+    return quantizer.file_entries(model), quantizer.quantization_config.to_dict()
 
 
 def _saved(value: torch.Tensor) -> torch.Tensor:
@@ -180,9 +158,9 @@ def _saved(value: torch.Tensor) -> torch.Tensor:
     return value.detach().to("cpu", copy=True).contiguous()
 
 
-def _shards(entries: Sequence[Entry | _Whole], largest: int) -> list[list[Entry | _Whole]]:
+def _shards(entries: Sequence[_Entry], largest: int) -> list[list[_Entry]]:
     """Divides the entries into files of at most ``largest`` bytes, if none is larger itself."""
-    shards: list[list[Entry | _Whole]] = [[]]
+    shards: list[list[_Entry]] = [[]]
     size = 0
     for entry in entries:
         if shards[-1] and size + entry.nbytes() > largest:

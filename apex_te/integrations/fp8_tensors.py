@@ -91,7 +91,7 @@ def fp8_tensors(
         if value not in choices:
             wanted = ", ".join(map(repr, choices[:-1])) + f" or {choices[-1]!r}"
             raise ValueError(f"fp8_tensors: {name} must be {wanted}, got {value!r}")
-    check_model(model, sharded=True)
+    check_model(model)
     recipe = _recipe(weights)
     blocks, scalars = isinstance(recipe, BlockScaling), layout == "hf" and quant_method == "fp8"
     static = activations == "static"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -29,11 +28,11 @@ from .holding import (
     pad_down_proj,
     parameter_of,
 )
-from .mapping import Held, cast_by, find_weights, joins_scales, matrix_shape, scale_converters
+from .mapping import Held, cast_by, find_weights, joins_scales, scale_converters
 from .reader import read_checkpoint
 from .reloading import FileLayout
 from .static import input_scales_now
-from .writing import file_state
+from .writing import FileEntry, file_entries, file_state, scale_shapes_of
 
 METHOD = "apex_te"
 
@@ -109,7 +108,7 @@ class CheckpointQuantizer(HfQuantizer):
             module = model.get_submodule(path)
             codes = torch.empty(held.shape, dtype=torch.float8_e4m3fn, device="meta")
             module.register_parameter(own, nn.Parameter(codes, requires_grad=False))
-            for scale, shape, scale_dtype in _scales(held):
+            for scale, shape, scale_dtype in scale_shapes_of(held):
                 value = torch.empty(shape, dtype=scale_dtype, device="meta")
                 module.register_parameter(scale, nn.Parameter(value, requires_grad=False))
 
@@ -191,19 +190,31 @@ class CheckpointQuantizer(HfQuantizer):
 
     def get_state_dict_and_metadata(self, model: nn.Module) -> tuple[dict[str, Any], dict]:
         """Returns the state dict with codes and scales under the names that the files give them."""
-        if self.recipe is None or form_of(self.recipe) is None:
-            raise NotImplementedError(
-                "save_pretrained: weights must be held by BlockScaling, CurrentScaling or "
-                f"DelayedScaling to be written in FP8, got {type(self.recipe).__name__}"
-            )
+        self._check_form("save_pretrained")
         for name, parameter in model.named_parameters():
             if hasattr(parameter, "device_mesh"):
                 raise NotImplementedError(
                     "save_pretrained: FP8 weights must be whole to be written in the checkpoint's "
-                    f"layout, got {name} sharded; gather them, or use torch.distributed.checkpoint"
+                    f"layout, got {name} sharded; call export_fp8(model, folder, layout='file') on "
+                    "all ranks, or use torch.distributed.checkpoint"
                 )
-        scales = input_scales_now(model, self.input_scales) if self.input_scales else {}
-        return file_state(model, self.held, scales), {}
+        return file_state(model, self.held, self._input_scales_now(model)), {}
+
+    def file_entries(self, model: nn.Module) -> list[FileEntry]:
+        """Returns the tensors of the files, which ranks that have parts of them gather."""
+        self._check_form("export_fp8")
+        return file_entries(model, self.held, self._input_scales_now(model))
+
+    def _input_scales_now(self, model: nn.Module) -> dict[str, torch.Tensor]:
+        return input_scales_now(model, self.input_scales) if self.input_scales else {}
+
+    def _check_form(self, owner: str) -> None:
+        """Raises NotImplementedError for weights in a form that no file has."""
+        if self.recipe is None or form_of(self.recipe) is None:
+            raise NotImplementedError(
+                f"{owner}: weights must be held by BlockScaling, CurrentScaling or "
+                f"DelayedScaling to be written in FP8, got {type(self.recipe).__name__}"
+            )
 
 
 def _owner(model: nn.Module, name: str) -> nn.Module:
@@ -215,19 +226,6 @@ def _taken(module: nn.Module, name: str) -> torch.Tensor:
     parameter = module._parameters.pop(name)
     assert parameter is not None
     return parameter.data
-
-
-def _scales(held: Held) -> Iterator[tuple[str, tuple[int, ...], torch.dtype]]:
-    """Yields name, shape and dtype of the Parameters to which a weight's scales are loaded."""
-    stored, count = held.stored, held.shape[:-2]
-    shape, dtype = stored.scale_header.shape, stored.scale_header.dtype
-    if held.pattern is not None:
-        rows, cols = matrix_shape(shape)
-        shape = (*count, held.parts * rows, cols)
-    yield held.scale, shape, dtype if dtype is torch.uint8 else torch.float32
-    if held.input_scale is not None:
-        shape = (*count, held.parts, 1) if held.pattern else (1,) * stored.input_dims
-        yield held.input_scale, shape, torch.float32
 
 
 def _check_forms(weights: dict[str, Held]) -> None:
