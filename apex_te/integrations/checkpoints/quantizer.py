@@ -31,6 +31,7 @@ from .holding import (
 from .mapping import Held, cast_by, find_weights, joins_scales, scale_converters
 from .reader import read_checkpoint
 from .reloading import FileLayout
+from .shards import have_powers_of_two, hold_without_values
 from .static import input_scales_now
 from .writing import FileEntry, file_entries, file_state, scale_shapes_of
 
@@ -73,6 +74,8 @@ class CheckpointQuantizer(HfQuantizer):
         recipes: recipe of each of these weights.
         cast_again: names of weights that are not held by the codes in the files.
         input_scales: scales of the inputs of weights, by the weights' names.
+        files: paths of the files.
+        is_on_meta: True until ``load_fp8_shards`` has read a model that was made without values.
     """
 
     quantization_config: CheckpointConfig
@@ -88,6 +91,8 @@ class CheckpointQuantizer(HfQuantizer):
         self.recipes: dict[str, Recipe] = {}
         self.cast_again: list[str] = []
         self.input_scales: dict[str, torch.Tensor] = {}
+        self.files: list[str] = []
+        self.is_on_meta = False
 
     def is_serializable(self) -> bool:
         """Returns True: ``save_pretrained`` writes codes and scales."""
@@ -97,8 +102,9 @@ class CheckpointQuantizer(HfQuantizer):
         self, model: Any, checkpoint_files: Any = None, **kwargs: Any
     ) -> None:
         """Gives layers Parameters, on the meta device, for codes and scales."""
-        files = checkpoint_files or ()
-        self.checkpoint = read_checkpoint(self.quantization_config.original, read_headers(files))
+        self.files = list(checkpoint_files or ())
+        headers = read_headers(self.files)
+        self.checkpoint = read_checkpoint(self.quantization_config.original, headers)
         mapping = get_model_conversion_mapping(model, self.quantization_config.key_mapping)
         self.held = find_weights(model, self.checkpoint.weights, mapping)
         if self.recipe is None:
@@ -127,7 +133,12 @@ class CheckpointQuantizer(HfQuantizer):
             matrices[name] = matrix_of(_taken(module, held.scale), held)
             if held.input_scale is not None:
                 self.input_scales[name] = _taken(module, held.input_scale)
+        self.is_on_meta = any(scale.is_meta for scale in matrices.values())
         recipes = self._recipes(matrices)
+        if self.is_on_meta:
+            self.recipes = {name: recipes[held.stored.form] for name, held in self.held.items()}
+            hold_without_values(model, self)
+            return model
         for name, held in self.held.items():
             whole = len(held.shape) == 2 or held.parts == 1
             if not whole and form_of(recipes[held.stored.form]) is Form.BLOCK:
@@ -155,12 +166,15 @@ class CheckpointQuantizer(HfQuantizer):
             counts[held.stored.form] += math.prod(held.shape)
         if self.recipe is not None:
             return dict.fromkeys(counts, self.recipe)
-        pow2 = all(
-            are_powers_of_two(matrices[name])
-            for name, held in self.held.items()
-            if held.stored.form is Form.BLOCK
-        )
         assert self.checkpoint is not None
+        if self.is_on_meta:
+            pow2 = have_powers_of_two(self.files, self.checkpoint.weights.values())
+        else:
+            pow2 = all(
+                are_powers_of_two(matrices[name])
+                for name, held in self.held.items()
+                if held.stored.form is Form.BLOCK
+            )
         recipes: dict[Form, Recipe] = {
             Form.BLOCK: BlockScaling(pow2=pow2),
             Form.TENSOR: DelayedScaling() if self.checkpoint.static else CurrentScaling(),
