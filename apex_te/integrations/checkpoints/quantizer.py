@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections import Counter
 from typing import Any
 
@@ -22,6 +23,7 @@ from .description import BLOCK, Checkpoint, Form
 from .headers import read_headers
 from .holding import (
     are_powers_of_two,
+    decoded,
     form_of,
     keeps_bytes,
     matrix_of,
@@ -72,6 +74,7 @@ class CheckpointQuantizer(HfQuantizer):
         held: the model's weights that are in FP8 there, by name.
         recipe: recipe of most weights' form, for ``fp8_autocast``.
         recipes: recipe of each of these weights.
+        embeddings: those that are in FP8 there, and have values in the model.
         cast_again: names of weights that are not held by the codes in the files.
         input_scales: scales of the inputs of weights, by the weights' names.
         files: paths of the files.
@@ -89,6 +92,7 @@ class CheckpointQuantizer(HfQuantizer):
         self.held: dict[str, Held] = {}
         self.recipe: Recipe | None = quantization_config.recipe
         self.recipes: dict[str, Recipe] = {}
+        self.embeddings: dict[str, Held] = {}
         self.cast_again: list[str] = []
         self.input_scales: dict[str, torch.Tensor] = {}
         self.files: list[str] = []
@@ -106,10 +110,16 @@ class CheckpointQuantizer(HfQuantizer):
         headers = read_headers(self.files)
         self.checkpoint = read_checkpoint(self.quantization_config.original, headers)
         mapping = get_model_conversion_mapping(model, self.quantization_config.key_mapping)
-        self.held = find_weights(model, self.checkpoint.weights, mapping)
+        found = find_weights(model, self.checkpoint.weights, mapping)
+        self.embeddings = {
+            name: held
+            for name, held in found.items()
+            if isinstance(_owner(model, name), nn.Embedding)
+        }
+        self.held = {name: held for name, held in found.items() if name not in self.embeddings}
         if self.recipe is None:
             _check_forms(self.held)
-        for name, held in self.held.items():
+        for name, held in found.items():
             path, _, own = name.rpartition(".")
             module = model.get_submodule(path)
             codes = torch.empty(held.shape, dtype=torch.float8_e4m3fn, device="meta")
@@ -127,6 +137,8 @@ class CheckpointQuantizer(HfQuantizer):
 
     def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
         """Makes FP8 Parameters of codes and scales."""
+        if self.embeddings:
+            self._decode_embeddings(model)
         matrices: dict[str, torch.Tensor] = {}
         for name, held in self.held.items():
             module = _owner(model, name)
@@ -158,6 +170,32 @@ class CheckpointQuantizer(HfQuantizer):
             self._describe_anew(model)
         model.register_load_state_dict_pre_hook(FileLayout())
         return model
+
+    def _decode_embeddings(self, model: Any) -> None:
+        """Gives embeddings their values in the model's dtype, which files then have, too."""
+        for name, held in self.embeddings.items():
+            module, own = _owner(model, name), name.rpartition(".")[2]
+            scale, codes = matrix_of(_taken(module, held.scale), held), _taken(module, own)
+            if codes.is_meta:
+                raise NotImplementedError(
+                    "from_fp8_checkpoint: device_map must be of devices with memory for embeddings "
+                    f"in FP8, which are decoded, got 'meta' and {held.key}"
+                )
+            value = decoded(codes, scale, held.stored.block).to(held.dtype)
+            module.register_parameter(own, nn.Parameter(value))
+        model.tie_weights()
+        names = [name.removesuffix(".weight") for name in self.embeddings]
+        original = self.quantization_config.original = dict(self.quantization_config.original)
+        if original.get("modules_to_convert"):
+            original["modules_to_convert"] = [
+                each for each in original["modules_to_convert"]
+                if not any(name == each or name.endswith(f".{each}") for name in names)
+            ]  # fmt: skip
+        warnings.warn(
+            "from_fp8_checkpoint: embeddings in FP8 are held, and written, as values in "
+            f"{next(iter(self.embeddings.values())).dtype}: {', '.join(names)}",
+            stacklevel=2,
+        )
 
     def _recipes(self, matrices: dict[str, torch.Tensor]) -> dict[Form, Recipe]:
         """Returns the recipe by which weights of each form are held, and sets ``recipe``."""
