@@ -178,7 +178,7 @@ def views_of(model: nn.Module, bases: Mapping[str, torch.Tensor]) -> list[FileTe
 
 def unique_slots(complete: Mapping[str, Slot]) -> dict[str, Slot]:
     """Returns the slots without further names of shared tensors."""
-    first = {(id(slot.tensor), slot.start): key for key, slot in reversed(complete.items())}
+    first = {(id(slot.tensor), slot.start): key for key, slot in reversed([*complete.items()])}
     unique = set(first.values())
     return {key: slot for key, slot in complete.items() if key in unique}
 

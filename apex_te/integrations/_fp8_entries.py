@@ -340,7 +340,7 @@ class _Chosen:
         self._embeddings = frozenset(embeddings)
 
     def has_own_experts(self, slot: Slot) -> bool:
-        """Returns True for a stack of experts of which each rank gives its own."""
+        """Returns True for a stack of experts if each rank gives its own."""
         if not self._form.own_experts:
             return False
         owner = self._model.get_submodule(slot.name.rpartition(".")[0])

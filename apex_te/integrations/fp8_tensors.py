@@ -55,8 +55,9 @@ def fp8_tensors(
 
     A model that is sharded by ``fully_shard``, or has layers that a ``tp_group`` splits, is
     gathered one parameter at a time: in FP8 if it is held so, or if the ranks' parts are whole
-    blocks, which they quantize first. FP8 parts that have a single scale each are decoded. All
-    ranks must then read to the end. Of experts that transformers has spread over ranks, each rank
+    blocks, which they quantize first. FP8 parts of a ``tp_group`` that have a single scale each, or
+    end inside a block of the whole weight, are decoded and quantized again. All ranks must then
+    read to the end. Of experts that transformers has spread over ranks, each rank
     yields its own, under their numbers in the whole model.
 
     The tensors may share the model's memory: copy what is to be kept over the next training step.

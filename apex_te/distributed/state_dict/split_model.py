@@ -116,7 +116,7 @@ def split_model(
 
 
 class Split(NamedTuple):
-    """How a ``tp_group`` splits a parameter: in ``dim``, each of its ``matrices`` by itself.
+    """Division of a parameter over a ``tp_group``: in ``dim``, each of its ``matrices`` by itself.
 
     ``matrices`` are the relative sizes in ``dim`` of what follows one another there.
     """

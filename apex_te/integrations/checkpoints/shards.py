@@ -46,6 +46,10 @@ def hold_without_values(model: nn.Module, quantizer: Any) -> None:
     Raises:
         NotImplementedError: weights must be read whole.
     """
+    given = quantizer.quantization_config.recipe
+    odd = getattr(given, "pow2", False) and not have_powers_of_two(
+        quantizer.files, quantizer.checkpoint.weights.values()
+    )
     for name, held in quantizer.held.items():
         path, _, own = name.rpartition(".")
         module, recipe = model.get_submodule(path), quantizer.recipes[name]
@@ -54,6 +58,7 @@ def hold_without_values(model: nn.Module, quantizer: Any) -> None:
         for wrong, what in (
             (form is not form_of(recipe), f"{form.value} scales, held by {type(recipe).__name__}"),
             (form is Form.BLOCK and held.stored.block != (BLOCK, BLOCK), "blocks of another size"),
+            (form is Form.BLOCK and odd, "scales that are not powers of two"),
             (ends and held.parts > 1, f"{rows // held.parts} features, no multiple of {BLOCK}"),
             (held.input_scale is not None, "scales of inputs"),
         ):
@@ -74,7 +79,7 @@ def hold_without_values(model: nn.Module, quantizer: Any) -> None:
 
 
 class _Files:
-    """Open safetensors files, of which parts of tensors are read."""
+    """Open safetensors files, to read parts of their tensors."""
 
     def __init__(self, paths: Iterable[str]) -> None:
         self._paths = list(paths)
@@ -106,12 +111,12 @@ class _Files:
 
 
 class _Source(NamedTuple):
-    """Tensor of the files in a tensor of the state dict: the elements from ``first`` on."""
+    """Tensor of the files in a tensor of the state dict: ``elements`` from ``first`` on."""
 
     key: str
     slot: Slot
     first: int
-    count: int
+    elements: int
 
 
 class _Target:

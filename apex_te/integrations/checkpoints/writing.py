@@ -144,7 +144,8 @@ class _Part:
                 "export_fp8: layout must be None for FP8 weights of one scale that a tp_group "
                 f"splits, got 'file' and {self.name}"
             )
-        codes, scale = _stored(value[slot.start : slot.start + slot.rows], self.held)
+        weight: Any = value[slot.start : slot.start + slot.rows]
+        codes, scale = _stored(weight, self.held)
         found = {self.name: codes, self._named(self.held.scale): scale}
         if self.held.input_scale is not None:
             assert self.input_scale is not None

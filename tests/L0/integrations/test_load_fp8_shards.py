@@ -47,10 +47,12 @@ def test_refusals(tmp_path):
     release("mixtral", "ct tensor", tmp_path / "static")
     release("qwen3_moe edges", "fp8", tmp_path / "edges")
     release("llama", "ct channel", tmp_path / "channel")
+    release("llama", "fp8", tmp_path / "fp32")
     for folder, recipe, what in (
         ("static", None, "scales of inputs"),
         ("edges", None, "192 features, no multiple of 128"),
         ("channel", "blockwise", "channel scales, held by BlockScaling"),
+        ("fp32", "blockwise", "scales that are not powers of two"),
     ):
         with pytest.raises(NotImplementedError, match=f"device_map must be .* with {what}"):
             from_fp8_checkpoint(tmp_path / folder, recipe=recipe, device_map="meta")
