@@ -50,7 +50,8 @@ def from_fp8_checkpoint(
     converts the layers, except those whose weights are not in FP8 in the files.
     ``conversion_summary`` lists the layers, with what holds their weights. Weights can be trained,
     or frozen under LoRA. ``save_pretrained``, and ``export_fp8`` with ``layout="file"``, write the
-    layout that was read; weights that no step changed keep their bytes.
+    layout that was read; weights that no step changed keep their bytes. If ranks have parts of the
+    model, all call them, and the first one writes.
 
     |``quant_method``|scales held as they are|recipe|
     |---|---|---|

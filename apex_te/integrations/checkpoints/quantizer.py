@@ -19,6 +19,7 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from ...recipe import BlockScaling, CurrentScaling, DelayedScaling, Recipe
 from .._export_config import Export, quantization_config
+from .._fp8_entries import is_spread
 from .description import BLOCK, Checkpoint, Form
 from .headers import read_headers
 from .holding import (
@@ -35,7 +36,7 @@ from .reader import read_checkpoint
 from .reloading import FileLayout
 from .shards import have_powers_of_two, hold_without_values
 from .static import input_scales_now
-from .writing import FileEntry, file_entries, file_state, scale_shapes_of
+from .writing import FileEntry, file_entries, file_state, gathered_state, scale_shapes_of
 
 METHOD = "apex_te"
 
@@ -241,16 +242,13 @@ class CheckpointQuantizer(HfQuantizer):
         model._weight_conversions = self.update_weight_conversions(mapping, model)
 
     def get_state_dict_and_metadata(self, model: nn.Module) -> tuple[dict[str, Any], dict]:
-        """Returns the state dict with codes and scales under the names that the files give them."""
+        """Returns the state dict with codes and scales under the names that the files give them.
+
+        If ranks have parts of the model, all call this; transformers writes on the first one.
+        """
         self._check_form("save_pretrained")
-        for name, parameter in model.named_parameters():
-            if hasattr(parameter, "device_mesh"):
-                raise NotImplementedError(
-                    "save_pretrained: FP8 weights must be whole to be written in the checkpoint's "
-                    f"layout, got {name} sharded; call export_fp8(model, folder, layout='file') on "
-                    "all ranks, or use torch.distributed.checkpoint"
-                )
-        return file_state(model, self.held, self._input_scales_now(model)), {}
+        made = gathered_state if is_spread(model) else file_state
+        return made(model, self.held, self._input_scales_now(model)), {}
 
     def file_entries(self, model: nn.Module) -> list[FileEntry]:
         """Returns the tensors of the files, which ranks that have parts of them gather."""

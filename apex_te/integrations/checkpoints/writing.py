@@ -1,7 +1,7 @@
 """A model's FP8 weights in the layout of the checkpoint that they were read from.
 
-``file_state`` is the state dict of a whole model; ``file_entries`` also reads one that ranks have
-parts of, a parameter at a time.
+``file_state`` is the state dict of a whole model. If ranks have parts of it, ``gathered_state``
+is that of the first rank; ``file_entries`` gives one tensor of the files after the other.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from torch import nn
 
 from ...fp8.parameter.operands import dequantized
 from ...fp8.parameter.parameter import FP8Parameter
+from ...module._core.fp8_module import STATE_PREFIX
 from .._file_tensors import Slot, original_format, plain_slots, unique_slots, views_of
 from .._gathered import gathered
 from ..fusion import key_map
@@ -68,12 +69,7 @@ def file_entries(
     model: nn.Module, weights: Mapping[str, Held], input_scales: Mapping[str, torch.Tensor]
 ) -> list[FileEntry]:
     """Returns the files' tensors, which all ranks must read in this order."""
-    slots = unique_slots(plain_slots(model))
-    parameters = {id(slot.tensor): _Parameter(slot) for slot in slots.values()}
-    parts = {
-        name: _Part(name, slot, parameters[id(slot.tensor)], weights.get(name), input_scales)
-        for name, slot in slots.items()
-    }
+    parts = _parts(model, weights, input_scales)
     bases = {key: (name, base) for name, part in parts.items() for key, base in part.bases()}
     groups: dict[tuple[str, ...], _Group] = {}
     for file in views_of(model, {key: base for key, (_, base) in bases.items()}):
@@ -82,6 +78,38 @@ def file_entries(
             groups[names] = _Group(model, [parts[name] for name in names])
         groups[names].add(file.key, file.view.nbytes)
     return [entry for group in groups.values() for entry in group.entries]
+
+
+def gathered_state(
+    model: nn.Module, weights: Mapping[str, Held], input_scales: Mapping[str, torch.Tensor]
+) -> dict[str, torch.Tensor]:
+    """Returns ``file_state`` in CPU memory on the first rank, and nothing on others; collective."""
+    found: dict[str, torch.Tensor] = {}
+    is_first = torch.distributed.get_rank() == 0
+    parts = _parts(model, weights, input_scales).values()
+    for part in parts:
+        part.parameter.readers += 1
+    for part in parts:
+        state = part.state()
+        if is_first:
+            found |= {name: value.to("cpu", copy=True) for name, value in state.items()}
+        part.parameter.is_read()
+    if is_first:
+        state = model.state_dict()
+        found |= {name: state[name].cpu() for name in state if f".{STATE_PREFIX}" in name}
+    return found
+
+
+def _parts(
+    model: nn.Module, weights: Mapping[str, Held], input_scales: Mapping[str, torch.Tensor]
+) -> dict[str, _Part]:
+    """Returns the tensors of the plain model's state dict, shared ones once."""
+    slots = unique_slots(plain_slots(model))
+    parameters = {id(slot.tensor): _Parameter(slot) for slot in slots.values()}
+    return {
+        name: _Part(name, slot, parameters[id(slot.tensor)], weights.get(name), input_scales)
+        for name, slot in slots.items()
+    }
 
 
 class _Parameter:
