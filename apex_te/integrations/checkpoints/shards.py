@@ -21,6 +21,8 @@ _ME = "load_fp8_shards"
 
 def read_shards(model: nn.Module, quantizer: Any) -> None:
     """Reads this rank's part of the files' tensors into the model, in place."""
+    tied: Any = model
+    tied.tie_weights()  # which to_empty has made apart
     with _Files(quantizer.files) as files, torch.no_grad():
         for target in _targets(model, quantizer.held):
             target.load(files)
@@ -111,12 +113,12 @@ class _Files:
 
 
 class _Source(NamedTuple):
-    """Tensor of the files in a tensor of the state dict: ``elements`` from ``first`` on."""
+    """Tensor of the files ``shape``, and its first element in a tensor of the state dict."""
 
     key: str
     slot: Slot
     first: int
-    elements: int
+    shape: tuple[int, ...]
 
 
 class _Target:
@@ -146,22 +148,21 @@ class _Target:
     def _read(self, files: _Files, rows: range, out: torch.Tensor) -> None:
         """Copies values to ``out``, this rank's rows."""
         size = self.tensor.shape
-        for key, slot, first, count in self.values:
-            cols = size[-1] if len(size) > 1 else 1
-            start, length = first // cols + slot.start, count // cols
-            if len(size) == 3:
-                index, start = divmod(start, size[1])
-                if index in rows:
-                    out[index - rows.start, start : start + length].copy_(_bytes(files.read(key)))
-                continue
-            begin, end = max(start, rows.start), min(start + length, rows.stop)
+        for key, slot, first, shape in self.values:
             if not size:
                 out.copy_(files.read(key))
-            elif begin < end:
+                continue
+            start, inside = divmod(first, math.prod(size[1:]))
+            if len(shape) == len(size) - 1:  # rows of a matrix of a stack
+                if start in rows:
+                    into = out[start - rows.start].narrow(0, inside // size[-1], shape[0])
+                    into.copy_(_bytes(files.read(key)))
+                continue
+            start += slot.start
+            begin, end = max(start, rows.start), min(start + shape[0], rows.stop)
+            if begin < end:
                 found = files.read(key, slice(begin - start, end - start))
-                out[begin - rows.start : end - rows.start].copy_(
-                    _bytes(found).view_as(out[begin - rows.start : end - rows.start])
-                )
+                out[begin - rows.start : end - rows.start].copy_(_bytes(found))
 
     def _scale(self, files: _Files, rows: range, held: Held) -> torch.Tensor:
         """Returns the scales of this rank's rows, or experts."""
@@ -172,8 +173,8 @@ class _Target:
         height = -(-self.tensor.shape[-2] // BLOCK)
         blocks = rows if stack else range(rows.start // BLOCK, -(-rows.stop // BLOCK))
         out = torch.empty(len(blocks), *([height] if stack else []), width)
-        for key, slot, first, count in self.scales:
-            start, length = first // width + slot.start // BLOCK, count // width
+        for key, slot, first, shape in self.scales:
+            start, length = first // width + slot.start // BLOCK, math.prod(shape) // width
             if stack:
                 index, start = divmod(start, height)
                 if index in blocks:
@@ -239,15 +240,23 @@ def _targets(model: nn.Module, weights: dict[str, Held]) -> list[_Target]:
             owners[key] = target, slot, key != name
     for file in views_of(model, bases):
         target, slot, is_scale = owners[file.slots[0]]
-        (target.scales if is_scale else target.values).append(_source(file, slot))
+        source = _source(file, slot)
+        less = len(slot.size) - len(source.shape)
+        if not is_scale and less and (less, len(slot.size)) != (1, 3):
+            raise _refused(file)
+        (target.scales if is_scale else target.values).append(source)
     return list(targets.values())
 
 
 def _source(file: FileTensor, slot: Slot) -> _Source:
-    """Returns which elements of a tensor of the state dict a tensor of the files has."""
+    """Returns where a tensor of the files is in one of the state dict."""
     if not file.is_view or not file.view.is_contiguous() or slot.transposed:
-        raise NotImplementedError(
-            f"{_ME}: files' tensors must be stacked or joined only, got {file.key}"
-        )
-    first = int(file.view.storage_offset())
-    return _Source(file.key, slot, first, math.prod(file.view.shape))
+        raise _refused(file)
+    return _Source(file.key, slot, int(file.view.storage_offset()), tuple(file.view.shape))
+
+
+def _refused(file: FileTensor) -> NotImplementedError:
+    return NotImplementedError(
+        f"{_ME}: files' tensors must be stacked or joined only to become the model's, got "
+        f"{file.key}"
+    )

@@ -13,6 +13,7 @@ pytest.importorskip("transformers", "5.23")
 CASES = [
     ("llama", "fp8", True), ("qwen3 edges", "ct block", False), ("deepseek_v3", "fp8 e8m0", False),
     ("llama", "fp8 tensor", False), ("mixtral", "modelopt blocks", True),
+    ("fsdp convolutions", "fp8", False),
 ]  # fmt: skip
 
 

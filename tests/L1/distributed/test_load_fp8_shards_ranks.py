@@ -87,7 +87,7 @@ def check(ranks, model, layout, fuse, experts, folder):
 
 CASES = [
     ("fsdp", "fp8", False), ("fsdp", "ct block", True), ("fsdp", "fp8 tensor", False),
-    ("fsdp experts", "fp8 bytes", False),
+    ("fsdp experts", "fp8 bytes", False), ("fsdp convolutions", "fp8", False),
 ]  # fmt: skip
 
 
