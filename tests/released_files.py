@@ -38,6 +38,10 @@ MODELS = {
         "hidden_size": 256, "num_key_value_heads": 4}),
     "fsdp experts": ("Qwen3MoeConfig", "Qwen3MoeForCausalLM", SIZES | EXPERTS | {
         "hidden_size": 256, "num_key_value_heads": 4, "moe_intermediate_size": 128}),
+    # With weights of convolutions, which have three dimensions, too.
+    "fsdp convolutions": ("Lfm2Config", "Lfm2ForCausalLM", LLAMA | {
+        "hidden_size": 256, "intermediate_size": 512, "layer_types": ["conv", "full_attention"],
+        "num_key_value_heads": 4}),
     "deepseek_v3": ("DeepseekV3Config", "DeepseekV3ForCausalLM", DEEPSEEK),
 }  # fmt: skip
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from ..runtime.imports import attach
 from .autocast_forward import autocast_forward
-from .checkpoints.load import from_fp8_checkpoint
+from .checkpoints.load import from_fp8_checkpoint, load_fp8_shards
 from .experts import register_experts
 from .export import export_fp8
 from .fp8_tensors import fp8_tensors
@@ -32,6 +32,7 @@ __all__ = [
     "fuse_lora",
     "fuse_loss",
     "key_map",
+    "load_fp8_shards",
     "load_fp8_state",
     "load_te_extra_state",
     "read_te_extra_state",

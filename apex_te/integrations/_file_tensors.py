@@ -7,7 +7,7 @@ the meta device, which note the elements that they are views of.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
@@ -16,6 +16,9 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from ..module._core.fp8_module import STATE_PREFIX
 from .fusion import key_map
+
+if TYPE_CHECKING:
+    from ..distributed.state_dict.split_model import Split
 
 # By model, what was found for which tensors: thousands of experts take transformers a second.
 _found: WeakKeyDictionary[nn.Module, tuple[Any, list[FileTensor]]] = WeakKeyDictionary()
@@ -29,6 +32,8 @@ class Slot(NamedTuple):
         name: name of ``tensor`` in the model.
         start, rows: its rows, the first and their number.
         transposed: the plain model has them as columns.
+        size: shape of the value of ``tensor``, of all ranks' parts if a ``tp_group`` splits it.
+        split: how it does, or None.
     """
 
     tensor: torch.Tensor
@@ -36,13 +41,15 @@ class Slot(NamedTuple):
     start: int
     rows: int
     transposed: bool
+    size: tuple[int, ...]
+    split: Split | None = None
 
     @property
     def shape(self) -> tuple[int, ...]:
         """Shape in the plain model."""
-        if not self.tensor.dim():
+        if not self.size:
             return ()
-        shape = (self.rows, *self.tensor.shape[1:])
+        shape = (self.rows, *self.size[1:])
         return shape[::-1] if self.transposed else shape
 
     def of(self, whole: torch.Tensor) -> torch.Tensor:
@@ -97,6 +104,7 @@ class FileTensor(NamedTuple):
 def plain_slots(model: nn.Module) -> dict[str, Slot]:
     """Returns the tensors of the plain model's state dict; what is shared has several names."""
     joined = {entry.key: entry for entry in key_map(model).entries if not entry.former}
+    splits = _splits(model)
     found: dict[str, Slot] = {}
     for prefix, module in model.named_modules(remove_duplicate=False):
         own = {**module._parameters, **module._buffers}
@@ -106,14 +114,32 @@ def plain_slots(model: nn.Module) -> dict[str, Slot]:
                 continue
             if short.startswith(STATE_PREFIX):
                 continue
-            entry, start = joined.get(name), 0
+            entry, start, size = joined.get(name), 0, tuple(tensor.shape)
+            split = splits.get(id(tensor))
+            ranks = 1
+            if split is not None:
+                if entry is not None and split.dim == 0:
+                    split = split._replace(matrices=tuple(rows for _, rows in entry.parts))
+                    ranks = split.ranks
+                size = tuple(split.parts(size[split.dim], 0).whole_shape(size))
             if entry is None:
-                found[name] = Slot(tensor, name, 0, len(tensor) if tensor.dim() else 1, False)
+                rows = size[0] if size else 1
+                found[name] = Slot(tensor, name, 0, rows, False, size, split)
                 continue
             for key, rows in entry.parts:
-                found[key] = Slot(tensor, name, start, rows, entry.transposed)
+                rows *= ranks
+                found[key] = Slot(tensor, name, start, rows, entry.transposed, size, split)
                 start += rows
     return found
+
+
+def _splits(model: nn.Module) -> dict[int, Split]:
+    """Returns how ranks split parameters of the modules of apex_te, by ``id``."""
+    if not torch.distributed.is_available() or not torch.distributed.is_initialized():
+        return {}
+    from ..distributed.state_dict.split_model import splits_of
+
+    return splits_of("entries", model)
 
 
 def file_tensors(model: nn.Module, slots: Mapping[str, Slot]) -> list[FileTensor]:
@@ -126,10 +152,17 @@ def file_tensors(model: nn.Module, slots: Mapping[str, Slot]) -> list[FileTensor
 
 
 def _file_tensors(model: nn.Module, slots: Mapping[str, Slot]) -> list[FileTensor]:
-    bases = {
-        key: torch.empty(slot.shape, dtype=slot.tensor.dtype, device="meta")
-        for key, slot in slots.items()
-    }
+    return views_of(
+        model,
+        {
+            key: torch.empty(slot.shape, dtype=slot.tensor.dtype, device="meta")
+            for key, slot in slots.items()
+        },
+    )
+
+
+def views_of(model: nn.Module, bases: Mapping[str, torch.Tensor]) -> list[FileTensor]:
+    """Returns the tensors of the files for a state dict of tensors on the meta device."""
     storages = {key: base.untyped_storage()._cdata for key, base in bases.items()}
     found = []
     for key, value in original_format(
@@ -141,6 +174,13 @@ def _file_tensors(model: nn.Module, slots: Mapping[str, Slot]) -> list[FileTenso
         )
         found.append(FileTensor(key, value.keys, view, is_view))
     return found
+
+
+def unique_slots(complete: Mapping[str, Slot]) -> dict[str, Slot]:
+    """Returns the slots without further names of shared tensors."""
+    first = {(id(slot.tensor), slot.start): key for key, slot in reversed([*complete.items()])}
+    unique = set(first.values())
+    return {key: slot for key, slot in complete.items() if key in unique}
 
 
 def original_format(model: nn.Module, state: dict[str, Any]) -> dict[str, Any]:

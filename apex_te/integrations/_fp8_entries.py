@@ -11,13 +11,22 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from ..comm.collectives import max_over_ranks
 from ..fp8.parameter.decode import quantizers_of
 from ..fp8.parameter.operands import dequantized
 from ..fp8.parameter.parameter import FP8Parameter
 from ..module._core.fp8_module import FP8Module
+from ..module._core.parallel import ParallelModule
 from ..module.linear import Linear
 from ..recipe import BlockScaling, Recipe
-from ._file_tensors import FileTensor, Slot, file_tensors, original_format, plain_slots
+from ._file_tensors import (
+    FileTensor,
+    Slot,
+    file_tensors,
+    original_format,
+    plain_slots,
+    unique_slots,
+)  # fmt: skip
 from ._gathered import Gathered, gathered
 from .experts import StackedExperts
 from .fusion import key_map
@@ -33,12 +42,16 @@ class Form(NamedTuple):
         static: also give the inputs' scales of delayed scaling.
         scale_key: last part of the name of a weight's scale.
         scalars: single scales are ``[]`` and not ``[1]``.
+        input_key: last part of the name of an input's scale.
+        own_experts: of experts that are spread over ranks, give each rank's own, and not all.
     """
 
     recipe: Recipe
     static: bool
     scale_key: str
     scalars: bool = False
+    input_key: str = "input_scale"
+    own_experts: bool = False
 
     @property
     def blocks(self) -> bool:
@@ -55,8 +68,8 @@ class Form(NamedTuple):
 class _Weight:
     """Parameter of the model, read once for all tensors of the files that have parts of it."""
 
-    def __init__(self, tensor: torch.Tensor, form: Form, has_own_experts: bool) -> None:
-        self.tensor, self.form = tensor, form
+    def __init__(self, slot: Slot, form: Form, has_own_experts: bool) -> None:
+        self.tensor, self.split, self.form = slot.tensor, slot.split, form
         self.has_own_experts = has_own_experts
         self.readers = 0  # tensors that are still to come
         self.is_in_codes = True  # all tensors are FP8 data of whole blocks
@@ -67,7 +80,7 @@ class _Weight:
         """Returns the parameter's value; collective if it is spread over ranks."""
         if self._gathered is None:
             recipe = self.form.recipe if self.is_in_codes else None
-            self._gathered = gathered(self.tensor, recipe, self.has_own_experts)
+            self._gathered = gathered(self.tensor, recipe, self.has_own_experts, self.split)
         return self._gathered
 
     def is_read(self) -> None:
@@ -218,7 +231,7 @@ class Entry:
         yield self.key, data.contiguous()
         yield stem + form.scale_key, form.scale(scale)
         if self.input_scale is not None:
-            yield f"{stem}input_scale", form.scale(self.input_scale)
+            yield stem + form.input_key, form.scale(self.input_scale)
 
     def _is_here(self) -> bool:
         """Returns False for an expert that another rank has."""
@@ -247,15 +260,13 @@ def entries(model: Any, form: Form) -> tuple[list[Entry], list[str]]:
     """
     chosen = _Chosen(model, form)
     complete = plain_slots(model)
-    first = {(id(slot.tensor), slot.start): key for key, slot in reversed(complete.items())}
-    unique = set(first.values())
-    slots = {key: slot for key, slot in complete.items() if key in unique}
+    slots = unique_slots(complete)
     ignored = [
         key.removesuffix(".weight") for key, slot in complete.items()
         if key not in slots and len(slot.shape) == 2 and chosen.is_left(key)
     ]  # fmt: skip
     weights = {
-        id(slot.tensor): _Weight(slot.tensor, form, chosen.has_own_experts(slot))
+        id(slot.tensor): _Weight(slot, form, chosen.has_own_experts(slot))
         for slot in slots.values()
     }
     groups: dict[Any, list[Entry]] = {}  # by parameter, which is read once
@@ -329,7 +340,9 @@ class _Chosen:
         self._embeddings = frozenset(embeddings)
 
     def has_own_experts(self, slot: Slot) -> bool:
-        """Returns True for a stack of experts that are spread over ranks."""
+        """Returns True for a stack of experts if each rank gives its own."""
+        if not self._form.own_experts:
+            return False
         owner = self._model.get_submodule(slot.name.rpartition(".")[0])
         return getattr(owner, "_is_expert_parallel", False) and hasattr(slot.tensor, "device_mesh")
 
@@ -361,7 +374,12 @@ class _Chosen:
                 'entries: activations must be "dynamic" for layers without the state of delayed '
                 f'scaling, got "static" and none in {name}'
             )
-        return state.scale_inv_fwd[3 * gemm : 3 * gemm + 1]
+        scale_inv = state.scale_inv_fwd[3 * gemm : 3 * gemm + 1]
+        group = module.tp_group if isinstance(module, ParallelModule) else None
+        if group is not None and module.tp_size > 1:  # ranks' parts of an input have other scales
+            scale_inv = scale_inv.clone()
+            max_over_ranks(scale_inv, group)
+        return scale_inv
 
 
 def _tied_to_others(model: nn.Module, linear: Mapping[str, Any]) -> list[str]:
@@ -374,7 +392,13 @@ def _tied_to_others(model: nn.Module, linear: Mapping[str, Any]) -> list[str]:
     return [key for keys in tied for key in keys if key in linear]
 
 
-def check_model(model: Any, sharded: bool) -> None:
+def is_spread(model: nn.Module) -> bool:
+    """Returns True if ranks have parts of parameters, so that reading entries is collective."""
+    slots = plain_slots(model).values()
+    return any(slot.split is not None or hasattr(slot.tensor, "device_mesh") for slot in slots)
+
+
+def check_model(model: Any) -> None:
     """Raises an error if ``model`` is not a model of Hugging Face whose weights can be read."""
     if not isinstance(model, nn.Module) or not hasattr(model, "config"):
         raise TypeError(
@@ -387,7 +411,5 @@ def check_model(model: Any, sharded: bool) -> None:
                 f"got {type(module).__name__}"
             )
     for name, parameter in model.named_parameters():
-        if (hasattr(parameter, "device_mesh") and not sharded) or parameter.is_meta:
-            raise ValueError(
-                f"entries: model must have whole weights, got {name} sharded or on meta"
-            )
+        if parameter.is_meta:
+            raise ValueError(f"entries: model must have values, got {name} on the meta device")

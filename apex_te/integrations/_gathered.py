@@ -1,8 +1,10 @@
-"""Values of parameters that FSDP2 or transformers' expert parallelism has spread over ranks."""
+"""Values of parameters that FSDP2, tensor or transformers' expert parallelism has spread."""
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+import itertools
+import math
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch.nn import functional
@@ -13,7 +15,13 @@ from ..fp8.parameter.decode import quantizers_of
 from ..fp8.parameter.operands import dequantized
 from ..fp8.parameter.parameter import FP8Parameter
 from ..fp8.scheme.stack import stacked, stored_layout
-from ..recipe import Recipe
+from ..recipe import BlockScaling, Recipe
+
+if TYPE_CHECKING:
+    from ..distributed.state_dict.split_model import Split
+    from ..distributed.state_dict.split_tensor import Parts
+
+BLOCK = 128
 
 
 class Gathered(NamedTuple):
@@ -23,13 +31,22 @@ class Gathered(NamedTuple):
     first: int = 0
 
 
-def gathered(tensor: Any, recipe: Recipe | None, has_own_experts: bool) -> Gathered:
+def gathered(
+    tensor: Any, recipe: Recipe | None, has_own_experts: bool, split: Split | None = None
+) -> Gathered:
     """Returns the value of a parameter; collective if it is spread over ranks.
 
-    Rows are gathered in FP8 if they are held so. With ``recipe`` each rank first quantizes its
-    rows, if that gives the data and scales of the whole weight. With ``has_own_experts`` the ranks
-    of the mesh's dimension "ep", or of a mesh of one dimension, keep their experts.
+    Parts are gathered in FP8 if they are held so. With ``recipe`` each rank first quantizes its
+    part, if that gives the data and scales of the whole weight. With ``has_own_experts`` the ranks
+    of the mesh's dimension "ep", or of a mesh of one dimension, keep their experts. ``split`` tells
+    how a ``tp_group`` splits the parameter.
     """
+    found = _unsharded(tensor, recipe, has_own_experts)
+    return found if split is None else Gathered(_joined(found.value, split, recipe))
+
+
+def _unsharded(tensor: Any, recipe: Recipe | None, has_own_experts: bool) -> Gathered:
+    """Returns a plain parameter's value, or a DTensor's."""
     local = getattr(tensor, "_local_tensor", None)
     if local is None:
         return Gathered(tensor.detach())
@@ -38,22 +55,59 @@ def gathered(tensor: Any, recipe: Recipe | None, has_own_experts: bool) -> Gathe
     if local.device.type != mesh.device_type:
         local = local.to(mesh.device_type)  # shards that are offloaded to the CPU
     names = mesh.mesh_dim_names or ()
-    own, rows, first = None, tensor.shape[0], 0
+    own, rows, first = None, tensor.shape[0] if tensor.dim() else 1, 0
     if has_own_experts:
         own = names.index("ep") if "ep" in names else 0
         rows //= mesh.size(own)
         first = rows * mesh.get_local_rank(own)
     split = [d for d, place in enumerate(placements) if not place.is_replicate() and d != own]
-    if not split:
+    # FSDP2 splits what other ranks have a part of, and so do later dimensions of a mesh.
+    split.sort(key=lambda d: (not hasattr(placements[d], "split_factor"), -d))
+    outer = math.prod(mesh.size(d) for d in split[1:])
+    if all(getattr(placements[d], "dim", None) == 0 for d in split) and rows % outer == 0:
+        for d, later in itertools.zip_longest(split, split[1:]):
+            local = _rows(local, rows // outer, mesh.get_group(d), recipe)
+            outer //= 1 if later is None else mesh.size(later)
         return Gathered(local, first)
-    if len(split) == 1 and getattr(placements[split[0]], "dim", None) == 0:
-        return Gathered(_rows(local, rows, mesh.get_group(split[0]), recipe), first)
     if own is not None or type(local) is FP8Parameter:
         raise NotImplementedError(
-            "fp8_tensors: model must have experts and FP8 weights that are split by rows over one "
-            f"dimension of the mesh, got {placements} on {mesh}"
+            "entries: model must have experts and FP8 weights that are split by rows, got "
+            f"{placements} on {mesh}"
         )
     return Gathered(tensor.detach().full_tensor())
+
+
+def _joined(part: torch.Tensor, split: Split, recipe: Recipe | None) -> torch.Tensor:
+    """Returns the parameter whose part on this rank of a ``tp_group`` is ``part``."""
+    parts = [split.parts(part.shape[split.dim], rank) for rank in range(split.ranks)]
+    of_scales = [each.in_blocks(BLOCK) for each in parts]
+    in_blocks = [each for each in of_scales if each is not None]
+    if len(in_blocks) == len(parts) and part.dim() == 2:
+        if type(part) is not FP8Parameter and _has_blocks(recipe):
+            assert recipe is not None
+            part = _quantized(part, recipe)
+        if type(part) is FP8Parameter and _has_blocks(part.recipe):
+            codes, scale_inv = part.codes()
+            whole = _placed(codes.view(torch.uint8), parts, split.group).view(codes.dtype)
+            scale_inv = _placed(scale_inv, in_blocks, split.group)
+            return FP8Parameter.from_codes(whole, scale_inv, part.recipe, part.dtype)
+    return _placed(dequantized(part), parts, split.group)  # single scales are those of the parts
+
+
+def _has_blocks(recipe: Recipe | None) -> bool:
+    """Returns True for a recipe whose weights have scales of blocks of 128x128."""
+    return isinstance(recipe, BlockScaling)
+
+
+def _placed(part: torch.Tensor, places: list[Parts], group: Any) -> torch.Tensor:
+    """Returns the tensor whose part on each rank belongs to one of ``places``."""
+    every = all_gather_rows(part, group).wait().unflatten(0, (len(places), -1))
+    whole = part.new_empty(places[0].whole_shape(part.shape))
+    for own, place in zip(every, places, strict=True):
+        for first, length, at in place.pieces:
+            piece = own.narrow(place.dim, first, length)
+            whole.narrow(place.dim, at, length).copy_(piece)
+    return whole
 
 
 def _rows(local: torch.Tensor, rows: int, group: Any, recipe: Recipe | None) -> torch.Tensor:

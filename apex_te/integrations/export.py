@@ -6,19 +6,25 @@ import json
 import os
 import re
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Protocol
 
 import torch
-from torch import nn
+from torch import distributed, nn
 
-from ..module._core.fp8_module import STATE_PREFIX
 from ..runtime.named_arguments import named_arguments
 from ._export_config import Export, quantization_config
-from ._file_tensors import original_format
-from ._fp8_entries import Entry, check_model, entries
+from ._fp8_entries import check_model, entries, is_spread
 
 _UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9}
 _NAME = "model"
+
+
+class _Entry(Protocol):
+    """Tensor of the files, with its scales; to be read once, by all ranks in the same order."""
+
+    def nbytes(self) -> int: ...
+
+    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]: ...
 
 
 @named_arguments()
@@ -40,6 +46,10 @@ def export_fp8(
     already held in FP8 in that layout are written as they are. Weights have the names of the plain
     model's files, with their scales beside them. Everything else keeps its dtype. The configuration
     lists linear layers that are not quantized, such as ``lm_head`` and GPT-2's Conv1D.
+
+    If ranks have parts of the model, by ``fully_shard``, by a ``tp_group`` or as experts, all call
+    the function. They gather one parameter at a time, and the first rank of the default group
+    writes the files of the whole model; it holds one file's tensors in its CPU memory.
 
     |``quant_method``|``weights``|keys beside a ``weight``|read by|
     |---|---|---|---|
@@ -68,8 +78,9 @@ def export_fp8(
         ImportError: safetensors is not installed.
         TypeError: ``model`` is not a model of Hugging Face, or an argument has a wrong type.
         ValueError: an option is unknown or cannot be combined with another; the model has no
-            converted layer, has adapters or is sharded; or ``"static"`` is given without state of
-            delayed scaling.
+            converted layer, has adapters or is on the meta device; or ``"static"`` is given without
+            state of delayed scaling.
+        NotImplementedError: FP8 weights or experts are sharded otherwise than by rows.
     """
     try:
         import safetensors.torch as safetensors
@@ -80,19 +91,25 @@ def export_fp8(
     form = weights.removesuffix("wise") if isinstance(weights, str) else weights
     export = Export(quant_method, form, activations)
     largest = _bytes(max_shard_size)
-    check_model(model, sharded=False)
-    found: Sequence[Entry | _Whole]
+    check_model(model)
+    found: Sequence[_Entry]
     if layout is None:
         found, ignored = entries(model, export.form)
         quantization = quantization_config(export, ignored)
     else:
         found, quantization = _as_read(model, layout, (quant_method, weights, activations))
     folder = os.fspath(folder)
+    shards = _shards(found, largest)
+    if not _writes(model):
+        for entry in found:  # which gathers this rank's part for the one that writes
+            for _ in entry.tensors():
+                pass
+        distributed.barrier()
+        return
     os.makedirs(folder, exist_ok=True)
     for name in os.listdir(folder):
         if re.fullmatch(rf"{_NAME}(-\d+-of-\d+)?\.safetensors(\.index\.json)?", name):
             os.remove(os.path.join(folder, name))
-    shards = _shards(found, largest)
     names: dict[str, str] = {}
     total = 0
     for index, shard in enumerate(shards):
@@ -107,24 +124,18 @@ def export_fp8(
         index_of = {"metadata": {"total_size": total}, "weight_map": names}
         _write_json(os.path.join(folder, f"{_NAME}.safetensors.index.json"), index_of)
     _write_config(model, folder, quantization)
+    if is_spread(model):
+        distributed.barrier()
 
 
-class _Whole(NamedTuple):
-    """Tensor that is written as it is."""
-
-    key: str
-    value: torch.Tensor
-
-    def nbytes(self) -> int:
-        return self.value.nbytes
-
-    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        yield self.key, self.value
+def _writes(model: nn.Module) -> bool:
+    """Returns True on the rank that writes: any whose model is whole, or the first one."""
+    return not is_spread(model) or distributed.get_rank() == 0
 
 
 def _as_read(
     model: Any, layout: Any, options: tuple[Any, ...]
-) -> tuple[list[_Whole], dict[str, Any]]:
+) -> tuple[Sequence[_Entry], dict[str, Any]]:
     """Returns the tensors and configuration of ``layout="file"``."""
     if layout != "file":
         raise ValueError(f"export_fp8: layout must be 'file' or None, got {layout!r}")
@@ -139,22 +150,7 @@ def _as_read(
             "got 'file'"
         )
     assert quantizer is not None
-    state = _unshared(model, quantizer.get_state_dict_and_metadata(model)[0])
-    found = [_Whole(key, value) for key, value in original_format(model, state).items()]
-    return found, quantizer.quantization_config.to_dict()
-
-
-def _unshared(model: nn.Module, complete: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Returns a state dict without FP8 state, and with shared Parameters once."""
-    state: dict[str, torch.Tensor] = {}
-    seen: set[int] = set()
-    owners = dict(model.named_parameters(remove_duplicate=False))
-    for key, value in complete.items():
-        shared = id(owners.get(key, value))
-        if f".{STATE_PREFIX}" not in key and shared not in seen:
-            seen.add(shared)
-            state[key] = value
-    return state
+    return quantizer.file_entries(model), quantizer.quantization_config.to_dict()
 
 
 def _saved(value: torch.Tensor) -> torch.Tensor:
@@ -162,9 +158,9 @@ def _saved(value: torch.Tensor) -> torch.Tensor:
     return value.detach().to("cpu", copy=True).contiguous()
 
 
-def _shards(entries: Sequence[Entry | _Whole], largest: int) -> list[list[Entry | _Whole]]:
+def _shards(entries: Sequence[_Entry], largest: int) -> list[list[_Entry]]:
     """Divides the entries into files of at most ``largest`` bytes, if none is larger itself."""
-    shards: list[list[Entry | _Whole]] = [[]]
+    shards: list[list[_Entry]] = [[]]
     size = 0
     for entry in entries:
         if shards[-1] and size + entry.nbytes() > largest:
@@ -196,13 +192,21 @@ def _bytes(size: int | str) -> int:
 def _write_config(model: Any, folder: str, quantization: dict[str, Any]) -> None:
     """Writes the model's configuration with that of its quantization, and that of generation."""
     config = json.loads(model.config.to_json_string())
-    config["architectures"] = [type(model).__name__]
+    config["architectures"] = [_class_name(model)]
     config["dtype"] = str(next(model.parameters()).dtype).removeprefix("torch.")
     config["quantization_config"] = quantization
     _write_json(os.path.join(folder, "config.json"), config)
     generation = getattr(model, "generation_config", None)
     if generation is not None:
         generation.save_pretrained(folder)
+
+
+def _class_name(model: nn.Module) -> str:
+    """Returns the name of a model's class before ``fully_shard``."""
+    for kind in type(model).__mro__:
+        if all(each.__name__ != "FSDPModule" for each in kind.__mro__):
+            return kind.__name__
+    return type(model).__name__
 
 
 def _write_json(path: str, content: Any) -> None:

@@ -15,6 +15,7 @@ from ._fp8_entries import BLOCK, Entry, Form, check_model, entries
 
 _LAYOUTS = ("vllm", "sglang", "hf")
 _METHODS = ("fp8", "compressed-tensors")
+_ACTIVATIONS = ("dynamic", "static")
 # Layers that an engine joins to one: their last names, in the order in which it joins them.
 _JOINED = (
     ("q_proj", "k_proj", "v_proj"), ("q_a_proj", "kv_a_proj_with_mqa"), ("gate_proj", "up_proj"),
@@ -29,6 +30,7 @@ def fp8_tensors(
     layout: str = "vllm",
     quant_method: str = "fp8",
     weights: Recipe | str = "block",
+    activations: str = "dynamic",
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Yields names and tensors of the plain model, with weights in FP8, for an inference engine.
 
@@ -48,10 +50,15 @@ def fp8_tensors(
     |``"compressed-tensors"``|``"block"``|any|``x.weight_scale``, as with ``"fp8"``|
     |``"compressed-tensors"``|``"tensor"``|any|``x.weight_scale`` ``[1]``|
 
-    A model that is sharded by ``fully_shard`` is gathered one parameter at a time: in FP8 if it is
-    held so, or if the ranks' rows are whole blocks, which they quantize first. All ranks must then
-    read to the end. Of experts that transformers has spread over ranks, each rank yields its own,
-    under their numbers in the whole model.
+    With ``activations="static"`` the scale of the layer's input follows: ``x.input_scale`` ``[1]``,
+    or in transformers' layout ``x.activation_scale`` ``[]``.
+
+    A model that is sharded by ``fully_shard``, or has layers that a ``tp_group`` splits, is
+    gathered one parameter at a time: in FP8 if it is held so, or if the ranks' parts are whole
+    blocks, which they quantize first. FP8 parts of a ``tp_group`` that have a single scale each, or
+    end inside a block of the whole weight, are decoded and quantized again. All ranks must then
+    read to the end. Of experts that transformers has spread over ranks, each rank
+    yields its own, under their numbers in the whole model.
 
     The tensors may share the model's memory: copy what is to be kept over the next training step.
 
@@ -62,6 +69,8 @@ def fp8_tensors(
         weights: ``"block"`` for one scale per 128x128, as in DeepSeek-V3, or ``"tensor"`` for one
             per weight; or a recipe, or its name, that has such scales, such as
             ``BlockScaling(pow2=False)``.
+        activations: ``"dynamic"``; or ``"static"`` to yield the inputs' scales of delayed scaling,
+            only with one scale per weight. Call ``flush_fp8_state()`` before.
 
     Returns:
         An iterator of ``(name, tensor)``.
@@ -69,25 +78,34 @@ def fp8_tensors(
     Raises:
         TypeError: ``model`` is not a model of Hugging Face, or an argument has a wrong type.
         ValueError: an option is unknown; the model lacks converted layers, has adapters or is on
-            the meta device; or, with blocks, a layer that the engine joins with the next one has
+            the meta device; ``"static"`` is given with blocks, or without state of delayed scaling;
+            or, with blocks, a layer that the engine joins with the next one has
             rows, or any layer for compressed-tensors columns, that are not a multiple of 128.
         NotImplementedError: FP8 weights or experts are sharded otherwise than by rows.
     """
     for name, value, choices in (
         ("layout", layout, _LAYOUTS), ("quant_method", quant_method, _METHODS),
+        ("activations", activations, _ACTIVATIONS),
     ):  # fmt: skip
         if not isinstance(value, str):
             raise TypeError(f"fp8_tensors: {name} must be a str, got {type(value).__name__}")
         if value not in choices:
             wanted = ", ".join(map(repr, choices[:-1])) + f" or {choices[-1]!r}"
             raise ValueError(f"fp8_tensors: {name} must be {wanted}, got {value!r}")
-    check_model(model, sharded=True)
+    check_model(model)
     recipe = _recipe(weights)
     blocks, scalars = isinstance(recipe, BlockScaling), layout == "hf" and quant_method == "fp8"
+    static = activations == "static"
+    if static and blocks:
+        raise ValueError(
+            "fp8_tensors: activations must be 'dynamic' with scales of blocks, got 'static'"
+        )
     scale_key = (
         "weight_scale_inv" if quant_method == "fp8" and (blocks or scalars) else "weight_scale"
     )
-    found, _ = entries(model, Form(recipe, False, scale_key, scalars=scalars))
+    input_key = "activation_scale" if scalars else "input_scale"
+    form = Form(recipe, static, scale_key, scalars, input_key, own_experts=True)
+    found, _ = entries(model, form)
     if blocks:
         _check_joined(found, experts_only=layout == "hf")
         if quant_method == "compressed-tensors":

@@ -115,18 +115,44 @@ def split_model(
     return found
 
 
-def groups_of_parts(owner: str, model: torch.nn.Module) -> dict[int, tuple[Any, ...]]:
-    """Returns, by ``id`` of each parameter that a ``tp_group`` splits, ``(tp_group,)``."""
+class Split(NamedTuple):
+    """Division of a parameter over a ``tp_group``: in ``dim``, each of its ``matrices`` by itself.
+
+    ``matrices`` are the relative sizes in ``dim`` of what follows one another there.
+    """
+
+    dim: int
+    matrices: tuple[int, ...]
+    group: Any
+
+    @property
+    def ranks(self) -> int:
+        """Number of ranks that have a part."""
+        return world_size(self.group)
+
+    def parts(self, length: int, rank: int) -> Parts:
+        """Returns the place of a rank's part, whose size in ``dim`` is ``length``."""
+        return parts_of(self.dim, length, rank, self.ranks, self.matrices)
+
+
+def splits_of(owner: str, model: torch.nn.Module) -> dict[int, Split]:
+    """Returns, by ``id`` of each parameter that a ``tp_group`` splits, how it does."""
     found = {}
-    for raw, module, _ in _parallel_modules(model, "", {}):
+    for raw, module, matrices in _parallel_modules(model, "", {}):
         dims, group = _split_dims(owner, raw, module)
         if "_summed_gradients" in module.__dict__ or group is None:
             continue  # DTensors say themselves how they are split
-        for key in dims:
+        for key, dim in dims.items():
             parameter = module._parameters.get(key)
             if parameter is not None:
-                found[id(parameter)] = (group,)
+                sizes = matrices.get(key, (1,)) if dim == 0 else (1,)
+                found[id(parameter)] = Split(dim, sizes, group)
     return found
+
+
+def groups_of_parts(owner: str, model: torch.nn.Module) -> dict[int, tuple[Any, ...]]:
+    """Returns, by ``id`` of each parameter that a ``tp_group`` splits, ``(tp_group,)``."""
+    return {key: (split.group,) for key, split in splits_of(owner, model).items()}
 
 
 class _Patterns:

@@ -35,18 +35,14 @@ def parts_of_scales(owner: str, name: str, entry: Entry, scale_inv: Any) -> Part
         return parts
     if scale_inv.dim() < 2:
         return None
-    ends = [n for first, length, place in parts.pieces for n in (first, place, place + length)]
-    if any(n % _BLOCK and n != parts.size for n in ends):
+    found = parts.in_blocks(_BLOCK)
+    if found is None:
         raise NotImplementedError(
             f"{owner}: FP8 weights with free scales must be split in whole blocks of {_BLOCK}, got "
             f"{name} of {parts.size} in dimension {parts.dim} in pieces of "
             f"{[length for _, length, _ in parts.pieces]}"
         )
-    pieces = tuple(
-        (first // _BLOCK, -(-length // _BLOCK), place // _BLOCK)
-        for first, length, place in parts.pieces
-    )
-    return Parts(parts.dim, -(-parts.size // _BLOCK), pieces)
+    return found
 
 
 def check_scales(owner: str, name: str, entry: Entry, scale_inv: Any) -> None:

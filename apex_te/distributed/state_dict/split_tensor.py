@@ -46,6 +46,14 @@ class Parts(NamedTuple):
         """Returns the shape of the full tensor, given the ``shape`` of the part."""
         return torch.Size((*shape[: self.dim], self.size, *shape[self.dim + 1 :]))
 
+    def in_blocks(self, block: int) -> Parts | None:
+        """Returns the place of scales of blocks; None if a piece begins or ends inside a block."""
+        ends = [n for first, length, place in self.pieces for n in (first, place, place + length)]
+        if any(n % block and n != self.size for n in ends):
+            return None
+        pieces = tuple((f // block, -(-n // block), place // block) for f, n, place in self.pieces)
+        return Parts(self.dim, -(-self.size // block), pieces)
+
     def cut(self, whole: torch.Tensor) -> torch.Tensor:
         """Returns this rank's part of ``whole``, a plain tensor; a view if it is one piece."""
         found = [whole.narrow(self.dim, first, length) for _, length, first in self.pieces]

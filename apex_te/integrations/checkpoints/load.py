@@ -1,4 +1,7 @@
-"""``from_fp8_checkpoint``, whose models hold the bytes of a released FP8 checkpoint."""
+"""``from_fp8_checkpoint``, whose models hold the bytes of a released FP8 checkpoint.
+
+``load_fp8_shards`` reads them where ranks have parts of the model.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +14,7 @@ from packaging.version import Version
 from torch import nn
 
 from ...recipe import DelayedScaling, Recipe, chosen_recipe
+from ...runtime.named_arguments import check_model, named_arguments
 from .. import summary
 from .._fp8_weights import count_fp8_weights
 from ..experts import is_experts
@@ -26,6 +30,8 @@ _HUB = (
 _REFUSED = {
     "quantization_config": "since the checkpoint's files have it",
     "output_loading_info": "since the result is the model alone",
+    "distributed_config": "since load_fp8_shards reads a model that ranks have parts of",
+    "tp_plan": "since load_fp8_shards reads a model that ranks have parts of",
 }
 _NOT_FP8 = "its weights are not in FP8 in the checkpoint"
 
@@ -44,7 +50,8 @@ def from_fp8_checkpoint(
     converts the layers, except those whose weights are not in FP8 in the files.
     ``conversion_summary`` lists the layers, with what holds their weights. Weights can be trained,
     or frozen under LoRA. ``save_pretrained``, and ``export_fp8`` with ``layout="file"``, write the
-    layout that was read; weights that no step changed keep their bytes.
+    layout that was read; weights that no step changed keep their bytes. If ranks have parts of the
+    model, all call them, and the first one writes.
 
     |``quant_method``|scales held as they are|recipe|
     |---|---|---|
@@ -61,6 +68,9 @@ def from_fp8_checkpoint(
     Experts with a gate and up projection that are not a multiple of 128 features get more features,
     which are zeros and stay so; files do not have them.
 
+    Embeddings in FP8 are decoded to ``dtype``, with a warning, and files of the model have them so:
+    looking up rows has no product that reads FP8. A head in FP8 is held as any other layer.
+
     Tensors that the model's class does not have, such as scales of KV caches or layers that predict
     several tokens, are left out, as transformers does.
 
@@ -69,7 +79,8 @@ def from_fp8_checkpoint(
         recipe: the recipe, or its name, whose weights are held; None for the checkpoint's own.
         fuse: as in ``from_torch``.
         from_pretrained: arguments of transformers' ``from_pretrained``, such as ``dtype``, which is
-            that of the other weights, and ``device_map``.
+            that of the other weights, and ``device_map``. With ``device_map="meta"`` the model has
+            no values, which ``load_fp8_shards`` reads.
 
     Returns:
         A model of the class that the checkpoint names, in evaluation mode.
@@ -123,6 +134,45 @@ def from_fp8_checkpoint(
     named = (getattr(config, "architectures", None) or [""])[0]
     kind = getattr(transformers, named, transformers.AutoModelForCausalLM)
     return _converted(kind.from_pretrained(path_or_name, config=config, **from_pretrained), fuse)
+
+
+@named_arguments()
+def load_fp8_shards(model: nn.Module) -> None:
+    """Reads this rank's part of an FP8 checkpoint into a model that ranks have parts of, in place.
+
+    ``from_fp8_checkpoint`` with ``device_map="meta"`` makes a model without values. Its parameters
+    are then divided among ranks, by ``fully_shard`` or, for experts, as DTensors over another mesh;
+    ``model.to_empty(device=...)`` gives them memory. Of each tensor in the files a rank reads the
+    rows that it has, with the scales of their blocks, and of experts its own. So no rank holds a
+    whole copy of the model. Tensors that are not in FP8 are read in the same way.
+
+    Args:
+        model: such a model, on a device; whole parameters are read whole.
+
+    Raises:
+        TypeError: ``model`` is not a module.
+        ValueError: ``from_fp8_checkpoint`` has not made the model with ``device_map="meta"``, it is
+            still on the meta device, or the files lack a tensor.
+        NotImplementedError: parameters are not divided by rows, transformers makes them of the
+            files' tensors otherwise than by stacking and joining, or the scales differ within a
+            matrix that has one.
+    """
+    check_model("load_fp8_shards", model)
+    quantizer: Any = getattr(model, "hf_quantizer", None)
+    if not getattr(quantizer, "is_on_meta", False):
+        raise ValueError(
+            "load_fp8_shards: model must be made by from_fp8_checkpoint with device_map='meta', "
+            f"got {type(model).__name__}"
+        )
+    for name, parameter in model.named_parameters():
+        if parameter.is_meta:
+            raise ValueError(
+                "load_fp8_shards: model must have memory; call model.to_empty(device=...), "
+                f"got {name} on the meta device"
+            )
+    from .shards import read_shards
+
+    read_shards(model, quantizer)
 
 
 def _quantization(path: str, config: Any, hub: dict[str, Any]) -> dict[str, Any]:

@@ -102,8 +102,9 @@ def find_weights(
 
     Raises:
         ValueError: the model has none of the weights.
-        NotImplementedError: a weight in FP8 is of another kind of layer than linear ones and
-            experts, or is made from the checkpoint's by other operations than stacking and joining.
+        NotImplementedError: a weight in FP8 is of another kind of layer than linear ones,
+            embeddings and experts, or is made from the checkpoint's by other operations than
+            stacking and joining.
     """
     conversions = list(conversions)
     renamings = [each for each in conversions if isinstance(each, WeightRenaming)]
@@ -194,11 +195,11 @@ def _check_owner(model: nn.Module, name: str, key: str) -> None:
     owner = model.get_submodule(name.rpartition(".")[0])
     weight = owner._parameters.get(name.rpartition(".")[2])
     stacked = weight is not None and weight.dim() == 3 and hasattr(owner, "is_transposed")
-    if type(owner) is nn.Linear or (stacked and not owner.is_transposed):
+    if type(owner) in (nn.Linear, nn.Embedding) or (stacked and not owner.is_transposed):
         return
     raise NotImplementedError(
-        f"from_fp8_checkpoint: {key} must be the weight of a linear layer or of experts to be held "
-        f"in FP8, got {type(owner).__name__}"
+        f"from_fp8_checkpoint: {key} must be the weight of a linear layer, embedding or experts to "
+        f"be in FP8, got {type(owner).__name__}"
     )
 
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections import Counter
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -19,21 +19,24 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from ...recipe import BlockScaling, CurrentScaling, DelayedScaling, Recipe
 from .._export_config import Export, quantization_config
+from .._fp8_entries import is_spread
 from .description import BLOCK, Checkpoint, Form
 from .headers import read_headers
 from .holding import (
     are_powers_of_two,
+    decoded,
     form_of,
     keeps_bytes,
     matrix_of,
     pad_down_proj,
     parameter_of,
 )
-from .mapping import Held, cast_by, find_weights, joins_scales, matrix_shape, scale_converters
+from .mapping import Held, cast_by, find_weights, joins_scales, scale_converters
 from .reader import read_checkpoint
 from .reloading import FileLayout
+from .shards import have_powers_of_two, hold_without_values
 from .static import input_scales_now
-from .writing import file_state
+from .writing import FileEntry, file_entries, file_state, gathered_state, scale_shapes_of
 
 METHOD = "apex_te"
 
@@ -72,8 +75,11 @@ class CheckpointQuantizer(HfQuantizer):
         held: the model's weights that are in FP8 there, by name.
         recipe: recipe of most weights' form, for ``fp8_autocast``.
         recipes: recipe of each of these weights.
+        embeddings: those that are in FP8 there, and have values in the model.
         cast_again: names of weights that are not held by the codes in the files.
         input_scales: scales of the inputs of weights, by the weights' names.
+        files: paths of the files.
+        is_on_meta: True until ``load_fp8_shards`` has read a model that was made without values.
     """
 
     quantization_config: CheckpointConfig
@@ -87,8 +93,11 @@ class CheckpointQuantizer(HfQuantizer):
         self.held: dict[str, Held] = {}
         self.recipe: Recipe | None = quantization_config.recipe
         self.recipes: dict[str, Recipe] = {}
+        self.embeddings: dict[str, Held] = {}
         self.cast_again: list[str] = []
         self.input_scales: dict[str, torch.Tensor] = {}
+        self.files: list[str] = []
+        self.is_on_meta = False
 
     def is_serializable(self) -> bool:
         """Returns True: ``save_pretrained`` writes codes and scales."""
@@ -98,18 +107,25 @@ class CheckpointQuantizer(HfQuantizer):
         self, model: Any, checkpoint_files: Any = None, **kwargs: Any
     ) -> None:
         """Gives layers Parameters, on the meta device, for codes and scales."""
-        files = checkpoint_files or ()
-        self.checkpoint = read_checkpoint(self.quantization_config.original, read_headers(files))
+        self.files = list(checkpoint_files or ())
+        headers = read_headers(self.files)
+        self.checkpoint = read_checkpoint(self.quantization_config.original, headers)
         mapping = get_model_conversion_mapping(model, self.quantization_config.key_mapping)
-        self.held = find_weights(model, self.checkpoint.weights, mapping)
+        found = find_weights(model, self.checkpoint.weights, mapping)
+        self.embeddings = {
+            name: held
+            for name, held in found.items()
+            if isinstance(_owner(model, name), nn.Embedding)
+        }
+        self.held = {name: held for name, held in found.items() if name not in self.embeddings}
         if self.recipe is None:
             _check_forms(self.held)
-        for name, held in self.held.items():
+        for name, held in found.items():
             path, _, own = name.rpartition(".")
             module = model.get_submodule(path)
             codes = torch.empty(held.shape, dtype=torch.float8_e4m3fn, device="meta")
             module.register_parameter(own, nn.Parameter(codes, requires_grad=False))
-            for scale, shape, scale_dtype in _scales(held):
+            for scale, shape, scale_dtype in scale_shapes_of(held):
                 value = torch.empty(shape, dtype=scale_dtype, device="meta")
                 module.register_parameter(scale, nn.Parameter(value, requires_grad=False))
 
@@ -122,13 +138,20 @@ class CheckpointQuantizer(HfQuantizer):
 
     def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
         """Makes FP8 Parameters of codes and scales."""
+        if self.embeddings:
+            self._decode_embeddings(model)
         matrices: dict[str, torch.Tensor] = {}
         for name, held in self.held.items():
             module = _owner(model, name)
             matrices[name] = matrix_of(_taken(module, held.scale), held)
             if held.input_scale is not None:
                 self.input_scales[name] = _taken(module, held.input_scale)
+        self.is_on_meta = any(scale.is_meta for scale in matrices.values())
         recipes = self._recipes(matrices)
+        if self.is_on_meta:
+            self.recipes = {name: recipes[held.stored.form] for name, held in self.held.items()}
+            hold_without_values(model, self)
+            return model
         for name, held in self.held.items():
             whole = len(held.shape) == 2 or held.parts == 1
             if not whole and form_of(recipes[held.stored.form]) is Form.BLOCK:
@@ -149,6 +172,32 @@ class CheckpointQuantizer(HfQuantizer):
         model.register_load_state_dict_pre_hook(FileLayout())
         return model
 
+    def _decode_embeddings(self, model: Any) -> None:
+        """Gives embeddings their values in the model's dtype, which files then have, too."""
+        for name, held in self.embeddings.items():
+            module, own = _owner(model, name), name.rpartition(".")[2]
+            scale, codes = matrix_of(_taken(module, held.scale), held), _taken(module, own)
+            if codes.is_meta:
+                raise NotImplementedError(
+                    "from_fp8_checkpoint: device_map must be of devices with memory for embeddings "
+                    f"in FP8, which are decoded, got 'meta' and {held.key}"
+                )
+            value = decoded(codes, scale, held.stored.block).to(held.dtype)
+            module.register_parameter(own, nn.Parameter(value))
+        model.tie_weights()
+        names = [name.removesuffix(".weight") for name in self.embeddings]
+        original = self.quantization_config.original = dict(self.quantization_config.original)
+        if original.get("modules_to_convert"):
+            original["modules_to_convert"] = [
+                each for each in original["modules_to_convert"]
+                if not any(name == each or name.endswith(f".{each}") for name in names)
+            ]  # fmt: skip
+        warnings.warn(
+            "from_fp8_checkpoint: embeddings in FP8 are held, and written, as values in "
+            f"{next(iter(self.embeddings.values())).dtype}: {', '.join(names)}",
+            stacklevel=2,
+        )
+
     def _recipes(self, matrices: dict[str, torch.Tensor]) -> dict[Form, Recipe]:
         """Returns the recipe by which weights of each form are held, and sets ``recipe``."""
         counts: Counter[Form] = Counter()
@@ -156,12 +205,15 @@ class CheckpointQuantizer(HfQuantizer):
             counts[held.stored.form] += math.prod(held.shape)
         if self.recipe is not None:
             return dict.fromkeys(counts, self.recipe)
-        pow2 = all(
-            are_powers_of_two(matrices[name])
-            for name, held in self.held.items()
-            if held.stored.form is Form.BLOCK
-        )
         assert self.checkpoint is not None
+        if self.is_on_meta:
+            pow2 = have_powers_of_two(self.files, self.checkpoint.weights.values())
+        else:
+            pow2 = all(
+                are_powers_of_two(matrices[name])
+                for name, held in self.held.items()
+                if held.stored.form is Form.BLOCK
+            )
         recipes: dict[Form, Recipe] = {
             Form.BLOCK: BlockScaling(pow2=pow2),
             Form.TENSOR: DelayedScaling() if self.checkpoint.static else CurrentScaling(),
@@ -190,20 +242,29 @@ class CheckpointQuantizer(HfQuantizer):
         model._weight_conversions = self.update_weight_conversions(mapping, model)
 
     def get_state_dict_and_metadata(self, model: nn.Module) -> tuple[dict[str, Any], dict]:
-        """Returns the state dict with codes and scales under the names that the files give them."""
+        """Returns the state dict with codes and scales under the names that the files give them.
+
+        If ranks have parts of the model, all call this; transformers writes on the first one.
+        """
+        self._check_form("save_pretrained")
+        made = gathered_state if is_spread(model) else file_state
+        return made(model, self.held, self._input_scales_now(model)), {}
+
+    def file_entries(self, model: nn.Module) -> list[FileEntry]:
+        """Returns the tensors of the files, which ranks that have parts of them gather."""
+        self._check_form("export_fp8")
+        return file_entries(model, self.held, self._input_scales_now(model))
+
+    def _input_scales_now(self, model: nn.Module) -> dict[str, torch.Tensor]:
+        return input_scales_now(model, self.input_scales) if self.input_scales else {}
+
+    def _check_form(self, owner: str) -> None:
+        """Raises NotImplementedError for weights in a form that no file has."""
         if self.recipe is None or form_of(self.recipe) is None:
             raise NotImplementedError(
-                "save_pretrained: weights must be held by BlockScaling, CurrentScaling or "
+                f"{owner}: weights must be held by BlockScaling, CurrentScaling or "
                 f"DelayedScaling to be written in FP8, got {type(self.recipe).__name__}"
             )
-        for name, parameter in model.named_parameters():
-            if hasattr(parameter, "device_mesh"):
-                raise NotImplementedError(
-                    "save_pretrained: FP8 weights must be whole to be written in the checkpoint's "
-                    f"layout, got {name} sharded; gather them, or use torch.distributed.checkpoint"
-                )
-        scales = input_scales_now(model, self.input_scales) if self.input_scales else {}
-        return file_state(model, self.held, scales), {}
 
 
 def _owner(model: nn.Module, name: str) -> nn.Module:
@@ -215,19 +276,6 @@ def _taken(module: nn.Module, name: str) -> torch.Tensor:
     parameter = module._parameters.pop(name)
     assert parameter is not None
     return parameter.data
-
-
-def _scales(held: Held) -> Iterator[tuple[str, tuple[int, ...], torch.dtype]]:
-    """Yields name, shape and dtype of the Parameters to which a weight's scales are loaded."""
-    stored, count = held.stored, held.shape[:-2]
-    shape, dtype = stored.scale_header.shape, stored.scale_header.dtype
-    if held.pattern is not None:
-        rows, cols = matrix_shape(shape)
-        shape = (*count, held.parts * rows, cols)
-    yield held.scale, shape, dtype if dtype is torch.uint8 else torch.float32
-    if held.input_scale is not None:
-        shape = (*count, held.parts, 1) if held.pattern else (1,) * stored.input_dims
-        yield held.input_scale, shape, torch.float32
 
 
 def _check_forms(weights: dict[str, Held]) -> None:

@@ -361,7 +361,7 @@ def test_refusals(tmp_path, monkeypatch):
             export_fp8(plain, tmp_path)
     with torch.device("meta"):
         empty = from_torch(build("llama"))
-    with pytest.raises(ValueError, match=r"model must have whole weights, got .* on meta"):
+    with pytest.raises(ValueError, match=r"model must have values, got .* on the meta device"):
         export_fp8(empty, tmp_path)
     peft = pytest.importorskip("peft", reason="peft is not installed")
     adapted = peft.get_peft_model(build("llama"), peft.LoraConfig(target_modules=["q_proj"]))

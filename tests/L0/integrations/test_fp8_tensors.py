@@ -11,9 +11,9 @@ from families import build
 from free_scale_cases import FORMS
 from free_scale_cases import made as released
 
-from apex_te import fp8_model_init
+from apex_te import flush_fp8_state, fp8_autocast, fp8_model_init
 from apex_te.integrations import export_fp8, fp8_tensors, from_torch
-from apex_te.recipe import BlockScaling, CurrentScaling, MXFP8Scaling
+from apex_te.recipe import BlockScaling, CurrentScaling, DelayedScaling, MXFP8Scaling
 
 load_file = pytest.importorskip("safetensors.torch").load_file
 
@@ -156,6 +156,34 @@ def test_files_have_the_same_bits(name, fuse, method, weights, tmp_path):
         assert found[key].dtype is value.dtype
         assert found[key].shape == value.shape
         assert torch.equal(found[key].contiguous().view(torch.uint8), value.view(torch.uint8)), key
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("fuse", [False, True])
+def test_scales_of_inputs(layout, method, fuse, tmp_path):
+    """Those of files, which test_export compares with the state of delayed scaling."""
+    _, model = made("mixtral", fuse)
+    ids = torch.arange(12).view(1, 12)
+    with torch.no_grad(), fp8_autocast(fp8_recipe=DelayedScaling(amax_history_len=4)):
+        model(input_ids=ids)
+    flush_fp8_state()
+    export_fp8(model, tmp_path, quant_method=method, activations="static")
+    files = load_file(tmp_path / "model.safetensors")
+    options = {"quant_method": method, "weights": "tensor"}
+    found = dict(fp8_tensors(model, layout=layout, activations="static", **options))
+    scalar = layout == "hf" and method == "fp8"
+    wanted = {
+        key.replace("input_scale", "activation_scale").replace("weight_scale", "weight_scale_inv")
+        if scalar
+        else key: value.reshape(()) if scalar and key.endswith("_scale") else value
+        for key, value in files.items()
+    }
+    assert found.keys() == wanted.keys()
+    assert len(found) == len(dict(fp8_tensors(model, **options))) + 2 * (4 + 4 * 3)
+    for key, value in wanted.items():
+        assert found[key].shape == value.shape
+        assert torch.equal(found[key].float(), value.float()), key
 
 
 @pytest.mark.parametrize("fuse", [False, True])
@@ -306,6 +334,8 @@ def test_refusals():
         ({"layout": "trt"}, ValueError, "layout must be 'vllm', 'sglang' or 'hf', got 'trt'"),
         ({"layout": None}, TypeError, "layout must be a str, got NoneType"),
         ({"quant_method": "fbgemm"}, ValueError, "quant_method must be 'fp8' or 'compressed-"),
+        ({"activations": "none"}, ValueError, "activations must be 'dynamic' or 'static', got 'no"),
+        ({"activations": "static"}, ValueError, "activations must be 'dynamic' with scales of bl"),
         ({"weights": "channel"}, ValueError, "weights must be a recipe or one of"),
         ({"weights": 3}, TypeError, "weights must be a recipe from apex_te.recipe or its name"),
         ({"weights": MXFP8Scaling()}, ValueError, "weights must be 'block', 'tensor', or block"),
@@ -313,6 +343,8 @@ def test_refusals():
     ):
         with pytest.raises(error, match=f"^fp8_tensors: {message}"):
             fp8_tensors(model, **options)
+    with pytest.raises(ValueError, match=r'activations must be "dynamic" for layers without'):
+        fp8_tensors(model, weights="tensor", activations="static")
     with pytest.raises(TypeError, match=r"^fp8_tensors: model must be a model of Hugging Face"):
         fp8_tensors(torch.nn.Linear(2, 2))
     with pytest.raises(ValueError, match=r"^fp8_tensors: model must have linear layers converted"):
