@@ -36,15 +36,15 @@ COLUMN, ROW = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"), ("o_proj",
 
 
 def _whole(kind, weights, fuse, device, **sizes):
-    model = from_torch(build("llama", **SIZES | sizes), fuse).to(device)
+    model = from_torch(build("llama", **SIZES | sizes), fuse)
     if kind == "released":  # scales that no cast would give
         torch.manual_seed(3)
         for name, parameter in list(model.named_parameters()):
             owner, _, own = name.rpartition(".")
             if parameter.dim() == 2 and isinstance(model.get_submodule(owner), apex_te.Linear):
                 weight, _ = released(RECIPES[weights], parameter.shape, None, torch.float32)
-                model.get_submodule(owner).register_parameter(own, weight.to(device))
-    return model
+                model.get_submodule(owner).register_parameter(own, weight)
+    return model.to(device)
 
 
 def _cut(weight, dim, rank, ranks):
