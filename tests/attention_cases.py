@@ -5,9 +5,8 @@ import math
 import torch
 from checks import assert_as_good_as_torch
 
-from apex_te.module.attention import dot_product as dot_product_attention
-from apex_te.module.attention import packed as _packed_attention
-from apex_te.module.attention.backends import Path
+from apex_te.module.attention import packed, plan
+from apex_te.module.attention.candidates import Path
 from apex_te.module.attention.dot_product import DotProductAttention
 
 PATHS = ["chosen", "softmax"]
@@ -68,8 +67,10 @@ def take_path(request, monkeypatch):
     """For a fixture over ``PATHS``: the path that is chosen, or the fused softmax everywhere."""
     if request.param == "softmax":
         forced = Path("softmax", "forced")
-        for module in (dot_product_attention, _packed_attention):
+        for module in (plan, packed):
             monkeypatch.setattr(module, "choose", lambda *args: forced)
+        monkeypatch.setattr(plan, "choose_with_alibi", lambda *args: forced)
+        monkeypatch.setattr(plan, "packs", lambda *args: False)
     return request.param
 
 

@@ -7,7 +7,9 @@ from typing import Any
 
 import torch
 
-from ..module.attention.backends import Options, attend, choose
+from ..module.attention.backends import attend
+from ..module.attention.candidates import Options
+from ..module.attention.choice import choose
 from ..module.attention.masks import Visibility
 from ..runtime import invariance
 

@@ -19,7 +19,6 @@ _NEUTRAL: dict[str, tuple[str, Any, tuple[Any, ...]]] = {
     **dict.fromkeys(_FLAGS.split(), ("bool", False, (False,))),
     "symmetric_ar_type": ("str | None", None, (None,)),
     "use_grouped_tensor": ("bool | None", None, (None, False)),
-    "return_max_logit": ("bool | None", False, (False, None)),
 }
 
 

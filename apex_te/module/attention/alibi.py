@@ -9,6 +9,9 @@ from torch import distributed
 
 from .masks import Mask, MaskType, distances
 
+COLUMNS = 8
+_MOST_KEYS = 2**16  # below, bf16 has all multiples of 256
+
 
 class Alibi(NamedTuple):
     """Positions for ALiBi's bias; mask types that count from the end ignore padded tokens."""
@@ -20,6 +23,31 @@ class Alibi(NamedTuple):
         """Returns the bias ``-slope * |i - j|`` [1 or b, h, sq, sk] in the dtype of ``q``."""
         apart = distances(self.kind, self.mask, q.shape[2], k.shape[2], q.device)
         return (apart * -slopes[..., None, None]).to(q.dtype)
+
+    def has_columns(self, slopes: torch.Tensor, dtype: torch.dtype, keys: int) -> bool:
+        """Returns True if ``columns`` add the bias, up to a constant of each query."""
+        counts_all = not (self.kind.padding and self.kind.bottom_right)
+        fits = dtype is torch.bfloat16 and keys <= _MOST_KEYS  # fp16 may overflow
+        return self.kind.causal and counts_all and fits and not slopes.requires_grad
+
+    def columns(
+        self, slopes: torch.Tensor, q: torch.Tensor, k: torch.Tensor, scale: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Returns q and k with ``COLUMNS`` more, which add ``slope * j`` to the scaled scores.
+
+        Of keys up to the query's position ``i`` that is the bias but for ``-slope * i``, which a
+        softmax without a sink ignores. Slopes and positions are split so that no part is rounded.
+        """
+        rest, parts = slopes / scale, []
+        for _ in range(3):
+            parts.append(rest.to(q.dtype))
+            rest = rest - parts[-1].float()
+        parts = [each for each in parts for _ in range(2)] + [torch.zeros_like(parts[0])] * 2
+        more = torch.stack(parts, -1)[..., None, :].expand(*q.shape[:3], -1)
+        j = torch.arange(k.shape[2], device=k.device)
+        high, low = j // 256 * 256, j % 256
+        positions = torch.stack((high, low) * 4, -1).to(k.dtype).expand(*k.shape[:3], -1)
+        return torch.cat((q, more), -1), torch.cat((k, positions), -1)
 
 
 def standard_slopes(

@@ -56,6 +56,9 @@ class Visibility(NamedTuple):
         window: (left, right) around key i + sk - sq, -1 = no limit; the other fields are then None.
         padded: ``hidden`` if that hides the same padded tokens, [b or 1, 1, 1, s], of queries and
             keys, and no other key.
+        packed: masks of padded queries and of keys, [b or 1, 1, 1, s], in one ``Visibility`` with
+            ``window`` alone; without padded tokens each query sees the keys of its window, counted
+            from the last ones.
     """
 
     causal: str | None = None
@@ -63,6 +66,7 @@ class Visibility(NamedTuple):
     fully_masked_queries: torch.Tensor | None = None
     window: tuple[int, int] | None = None
     padded: torch.Tensor | None = None
+    packed: tuple[torch.Tensor, torch.Tensor] | None = None
 
 
 _SEES_ALL = Visibility()
@@ -106,12 +110,14 @@ def visibility(
     scores: tuple[int, int, int, int],
     device: torch.device,
     by_length: tuple[torch.Tensor, torch.Tensor] | None = None,
+    may_pack: bool = False,
 ) -> tuple[Visibility, Mask]:
     """Returns the keys that each query sees under a mask type, a mask and a window, and the mask.
 
     Positions count from the first tokens. With ``bottom_right`` they count back from the last
     tokens, with a padding mask from the last that are not padded. Masks ``by_length`` [b, 1, 1, s],
     for padding types alone, hide what is behind the ends of sequences, and the mask includes them.
+    With ``may_pack`` the result has ``packed`` where that says the same.
     """
     left, right = (-1, -1) if size is None else size
     if kind.causal:
@@ -125,7 +131,8 @@ def visibility(
         more = None
         if by_length is not None:
             mask, more = _joined_masks(owner, kind, mask, cross, scores, by_length)
-        seen = _padding_visibility(owner, kind, mask, size, limits, cross, scores, device)
+        may_pack = may_pack and more is None
+        seen = _padding_visibility(owner, kind, mask, size, limits, cross, scores, device, may_pack)
         if more is not None:
             assert seen.hidden is not None
             seen = seen._replace(hidden=seen.hidden | more, padded=None)
@@ -196,11 +203,16 @@ def _padding_visibility(
     cross: bool,
     scores: tuple[int, int, int, int],
     device: torch.device,
+    may_pack: bool,
 ) -> Visibility:
     """Returns ``visibility`` for mask types that read masks of padded tokens."""
     batch, _, queries, keys = scores
     query_mask, hidden = _padding(owner, kind, mask, cross, batch, queries, keys)
     left, right, _ = limits
+    # With one mask, windows count the padded tokens between others, too.
+    counts_alike = hidden is not query_mask or max(left, right) <= 0 > left
+    if may_pack and kind.bottom_right and query_mask is not None and counts_alike:
+        return Visibility(window=(left, right), packed=(query_mask, hidden))
     if kind.bottom_right and hidden is not query_mask and max(left, right) >= 0:
         # Sequences of several lengths: no offset is common to all.
         if query_mask is None:

@@ -10,22 +10,16 @@ from typing import Any, NamedTuple
 import torch
 from torch.nn import functional
 
-from ...ops.binding import OpFunction
 from .alibi import Alibi
-from .backends import (
-    Options,
-    Path,
-    attend,
-    choose,
-    explained_sink,
-    varlen,
-    varlen_obstacle,
-)
-from .kernels import Call, Extra
-from .masks import MASK_TYPES, Mask, MaskType, lengths_mask, visibility
+from .backends import attend, packed
+from .candidates import Options, Path, Problem
+from .choice import choose, first_that_fits
+from .kernels import Call
+from .masks import MASK_TYPES, Mask, MaskType, Visibility, lengths_mask, visibility
+from .max_logit import max_logit
 from .places import Places
-from .sinks import attend_with_sink
 
+_ALL = Visibility()
 # Sequences are always told apart, whatever the type says.
 _KINDS = {
     "no_mask": MASK_TYPES["padding"],
@@ -152,29 +146,24 @@ def _sequence(cu: torch.Tensor, place: torch.Tensor, sequences: int) -> torch.Te
 
 def choose_packed(
     q: torch.Tensor,
+    k: torch.Tensor,
     v: torch.Tensor,
     where: Packing,
     kind: MaskType,
-    has_bias: bool,
+    bias: torch.Tensor | None,
     has_mask: bool,
     options: Options,
 ) -> Path:
     """Chooses ``"varlen"``, PyTorch's packed kernel, if it can compute this, else ``"padded"``."""
     if options.independent_rows:
         return Path("padded", "under batch_invariant all sequences take the kernel of padded ones")
-    obstacle = varlen_obstacle(q, v, options)
-    if obstacle is not None:
-        return Path("padded", obstacle)
-    if has_bias:
-        return Path("padded", "PyTorch's varlen_attn has no bias")
     if has_mask:
-        return Path("padded", "PyTorch's varlen_attn has no mask besides cu_seqlens")
-    if not q.shape[0] or not v.shape[0]:
-        return Path("padded", "there are no tokens")
+        return Path("padded", "PyTorch's flash kernel has no mask besides cu_seqlens")
     if not where.is_self and not kind.bottom_right:
-        return Path("padded", "PyTorch's varlen_attn aligns a causal mask with the last key")
-    path = Path("varlen", "PyTorch's flash kernel for packed sequences", kernel="flash")
-    return explained_sink(path, options)
+        return Path("padded", "PyTorch's flash kernel aligns a causal mask with the last key")
+    q, k, v = (x[None].transpose(1, 2) for x in (q, k, v))
+    problem = Problem.of(q, k, v, _ALL, bias, options)
+    return first_that_fits(problem._replace(form="packed"))
 
 
 def attend_packed(
@@ -193,36 +182,57 @@ def attend_packed(
     has_alibi: bool,
     gaps: tuple[Places | None, Places | None] = (None, None),
     sink: torch.Tensor | None = None,
-) -> torch.Tensor:
+    with_max: bool = False,
+) -> Any:
     """Computes attention [t, h, dv] within packed sequences; zeros for tokens of no sequence.
 
     With ``has_alibi``, ``bias`` has the slopes [h] or [n, h]; else it broadcasts to [n, h,
     longest_query, longest_key]. In cross attention ``mask`` may be one mask of the scores.
+    With ``with_max`` the result is a pair with the largest logit of each head, see ``max_logit``.
     """
     if gaps[1] is not None:
         k, v = gaps[1].close(k), gaps[1].close(v)
     if gaps[0] is not None:
-        rest = (path, owner, where, kind, size, options, mask, cross, has_alibi)
-        return gaps[0].open(attend_packed(gaps[0].close(q), k, v, bias, *rest, sink=sink))
+        q = gaps[0].close(q)
     kind = _KINDS.get(kind.name, kind)
     where = _within(owner, where, q.shape[0], k.shape[0])
-    if path.name == "varlen":
+    largest = alibi = None
+    if with_max or path.name == "padded":
+        seen, masks = _seen_padded(owner, where, kind, size, mask, cross, q)
+        alibi = Alibi(kind, masks) if has_alibi else None
+    if with_max:
+        wide, keys = (
+            _pad(q, where.queries, where.longest_query),
+            _pad(k, where.keys, where.longest_key),
+        )
+        added = bias if alibi is None or bias is None else alibi.bias(bias, wide, keys)
+        largest = max_logit(wide, keys, added, seen, options.scale)
+    if path.name == "padded":
+        out = _attend_padded(q, k, v, bias, where, seen, options, alibi, sink)
+    else:
         left, right = (-1, -1) if size is None else size
         limits = (left, 0 if kind.causal else right)
         starts, extents = (where.queries, where.keys), (where.longest_query, where.longest_key)
         is_full = where.ends == (q.shape[0], k.shape[0])
-        if not is_full:  # the kernels leave what belongs to tokens of no sequence unwritten
-            q = _ZeroGradientOutside.apply(q, where.queries)
-            k, v = (_ZeroGradientOutside.apply(x, where.keys) for x in (k, v))
-        if options.has_sink:
-            call = Call(options.scale, window=limits, longest=extents)
-            extra = Extra(None, *starts)
-            q, k, v = (x[None].transpose(1, 2) for x in (q, k, v))  # one batch of all tokens
-            out = attend_with_sink(q, k, v, sink, "flash", extra, call)
-            return out.transpose(1, 2)[0]
-        out = varlen(q, k, v, starts, extents, limits, options)
-        return out if is_full else out.masked_fill(_outside(out, where.queries), 0.0)
-    # Attends to padded copies of the sequences, and packs the result.
+        call = Call(
+            options.scale, dropout=options.dropout, window=limits, longest=extents, is_full=is_full
+        )
+        out = packed(q, k, v, path, starts, call, options.has_sink, sink)
+    if gaps[0] is not None:
+        out = gaps[0].open(out)
+    return (out, largest) if with_max else out
+
+
+def _seen_padded(
+    owner: str,
+    where: Packing,
+    kind: MaskType,
+    size: tuple[int, int] | None,
+    mask: Mask,
+    cross: bool,
+    q: torch.Tensor,
+) -> tuple[Visibility, Mask]:
+    """Returns ``visibility`` for padded copies of packed sequences."""
     heads, longest = q.shape[1], where.longest_query
     query_mask = lengths_mask(where.queries.diff(), longest)
     key_mask = query_mask
@@ -231,11 +241,25 @@ def attend_packed(
     scores = (query_mask.shape[0], heads, longest, where.longest_key)
     mask = _cut(mask, where, cross)
     by_length = (query_mask, key_mask)
-    seen, masks = visibility(owner, kind, mask, size, cross, scores, q.device, by_length)
+    return visibility(owner, kind, mask, size, cross, scores, q.device, by_length)
+
+
+def _attend_padded(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    bias: torch.Tensor | None,
+    where: Packing,
+    seen: Visibility,
+    options: Options,
+    alibi: Alibi | None,
+    sink: torch.Tensor | None,
+) -> torch.Tensor:
+    """Attends to padded copies of the sequences, and packs the result."""
+    longest = where.longest_query
     padded = _pad(q, where.queries, longest)
     keys, values = (_pad(x, where.keys, where.longest_key) for x in (k, v))
     path = choose(padded, keys, values, seen, bias, options)
-    alibi = Alibi(kind, masks) if has_alibi else None
     out = attend(padded, keys, values, bias, path, seen, options, alibi, sink)
     token = torch.arange(q.shape[0], dtype=torch.int32, device=q.device)
     sequence = (torch.searchsorted(where.queries, token, right=True) - 1).clamp(min=0)
@@ -278,22 +302,6 @@ def _cut(mask: Mask, where: Packing, cross: bool) -> Mask:
 def _outside(x: torch.Tensor, cu: torch.Tensor) -> torch.Tensor:
     """Returns bool [t, 1, 1], True for tokens of ``x`` [t, h, d] after the last sequence."""
     return (torch.arange(x.shape[0], device=x.device) >= cu[-1])[:, None, None]
-
-
-class _ZeroGradientOutside(OpFunction):
-    """Identity whose backward sets gradients of tokens after the last sequence to 0."""
-
-    LABEL = "DotProductAttention"
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, cu: torch.Tensor) -> torch.Tensor:
-        ctx.save_for_backward(cu)
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
-        (cu,) = ctx.saved_tensors
-        return grad.masked_fill(_outside(grad, cu), 0.0), None
 
 
 def _pad(x: torch.Tensor, cu: torch.Tensor, longest: int) -> torch.Tensor:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
+from torch.nn import functional
 
 from ...ops.binding import OpFunction
 from ...ops.moe_permute import sort_chunks
@@ -56,6 +58,16 @@ class _Moved(OpFunction):
         return _Moved.apply(grad, ctx.saved_tensors[0], not ctx.back), None, None
 
 
+class Packed(NamedTuple):
+    """Tokens of a batch without padded ones: where they lie, and where sequences begin and end.
+
+    ``starts`` is int32 [batch + 1].
+    """
+
+    places: Places
+    starts: torch.Tensor
+
+
 def padding_behind(padded: torch.Tensor, batch: int, sequence_first: bool) -> Places:
     """Returns the places of tokens with padded ones behind the others, which keep their order.
 
@@ -66,29 +78,44 @@ def padding_behind(padded: torch.Tensor, batch: int, sequence_first: bool) -> Pl
         batch: number of sequences.
         sequence_first: tokens are [s, batch] in memory, not [batch, s].
     """
-    global _last
+    found: Places = _shared(_padding_behind, padded, batch, sequence_first)
+    return found
+
+
+def without_padding(padded: torch.Tensor, batch: int, sequence_first: bool) -> Packed:
+    """Returns the packed tokens of all sequences; see ``padding_behind``."""
+    found: Packed = _shared(_without_padding, padded, batch, sequence_first)
+    return found
+
+
+_MOST_SHARED = 4  # masks of queries and of keys, of an encoder and of a decoder
+_made: list[tuple[weakref.ref, tuple[Any, ...], Any]] = []
+
+
+def _shared(
+    make: Callable[[torch.Tensor, int, bool], Any], padded: torch.Tensor, *options: Any
+) -> Any:
     shareable = not (is_traced() or torch.compiler.is_compiling() or padded.is_inference())
     if shareable and padded.is_cuda:
         # A captured graph keeps no memory of others, and its mask may change between replays.
         shareable = not torch.cuda.is_current_stream_capturing()
     if not shareable:
-        return _padding_behind(padded, batch, sequence_first)
-    key = (padded._version, batch, sequence_first)
-    if _last is None or _last[0]() is not padded or _last[1] != key:
-        made = _padding_behind(padded, batch, sequence_first)
-        _last = weakref.ref(padded), key, made
-    return _last[2]
-
-
-_last: tuple[weakref.ref, tuple[int, int, bool], Places] | None = None
+        return make(padded, *options)
+    key = (make, padded._version, *options)
+    for mask, other, found in _made:
+        if mask() is padded and other == key:
+            return found
+    made = make(padded, *options)
+    _made[:] = [(weakref.ref(padded), key, made), *_made[: _MOST_SHARED - 1]]
+    return made
 
 
 def _padding_behind(padded: torch.Tensor, batch: int, sequence_first: bool) -> Places:
     padded = padded.flatten(1).expand(batch, -1)
-    tokens = padded.shape[1]
     behind, order = padded.sort(dim=1, stable=True)
     rank = padded.logical_not().cumsum(1) - 1
     first = torch.arange(batch, device=padded.device)[:, None]
+    tokens = padded.shape[1]
 
     def rows(at: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
         at = at * batch + first if sequence_first else first * tokens + at
@@ -96,3 +123,17 @@ def _padding_behind(padded: torch.Tensor, batch: int, sequence_first: bool) -> P
         return (at.t() if sequence_first else at).flatten()
 
     return Places(torch.stack((rows(order, behind), rows(rank, padded))))
+
+
+def _without_padding(padded: torch.Tensor, batch: int, sequence_first: bool) -> Packed:
+    padded = padded.flatten(1).expand(batch, -1)
+    behind, order = padded.flatten().sort(stable=True)
+    if sequence_first:  # from the place of [batch, s] to that of [s, batch]
+        tokens = padded.shape[1]
+        order = order % tokens * batch + order // tokens
+    kept = padded.logical_not()
+    rank = (kept.flatten().cumsum(0) - 1).masked_fill(padded.flatten(), -1).view(padded.shape)
+    rank = (rank.t() if sequence_first else rank).flatten()
+    rows = torch.stack((order.masked_fill(behind, -1), rank)).int()
+    starts = functional.pad(kept.sum(1).cumsum(0), (1, 0)).int()
+    return Packed(Places(rows), starts)

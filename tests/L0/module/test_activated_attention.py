@@ -5,8 +5,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from apex_te.module.attention import backends
-from apex_te.module.attention.backends import Options, choose
+from apex_te.module.attention import backends, candidates, choice
+from apex_te.module.attention.candidates import CANDIDATES, Options
+from apex_te.module.attention.choice import choose
 from apex_te.module.attention.dot_product import DotProductAttention
 from apex_te.module.attention.masks import Visibility
 
@@ -30,7 +31,9 @@ def activated():
 
 @pytest.fixture
 def on_hopper(monkeypatch):
-    monkeypatch.setattr(backends, "nvidia_capability", lambda device: (9, 0))
+    for module in (candidates, choice):
+        monkeypatch.setattr(module, "nvidia_capability", lambda device: (9, 0))
+    monkeypatch.setattr(candidates, "cudnn_is_right", lambda *heads: True)
 
 
 def heads(queries=1024, size=128, dtype=torch.bfloat16, groups=2):
@@ -83,7 +86,7 @@ def test_the_path_attends(activated):
     """The kernels of the path, with the CPU's flash kernel first, give the usual result."""
     q = torch.randn(2, 4, 16, 32)
     seen, options = visible(), Options(32**-0.5)
-    out = backends.attend(q, q, q, None, backends._ACTIVATED, seen, options)
+    out = backends.attend(q, q, q, None, CANDIDATES["activated"].path, seen, options)
     torch.testing.assert_close(
         out, torch.nn.functional.scaled_dot_product_attention(q, q, q, is_causal=True)
     )

@@ -135,25 +135,42 @@ def test_sizes_of_long_sequences(sizes, kind, fmt, length):
 
 @pytest.mark.cuda
 @needs_cuda
-def test_padding_without_a_host_wait():
-    """In a graph, too, whose mask changes between replays."""
-    module = DotProductAttention(4, 64, 2, qkv_format="bshd", attn_mask_type="padding_causal")
-    q, k, v = (torch.randn(2, 600, n, 64, dtype=torch.bfloat16, device="cuda") for n in (4, 2, 2))
+@pytest.mark.parametrize(
+    ("kind", "cross"),
+    [("padding_causal", False), ("padding", False), ("padding_causal_bottom_right", True)],
+)
+def test_padding_without_a_host_wait(kind, cross):
+    """In a graph, too, whose mask changes between replays; forward and backward."""
+    module = DotProductAttention(4, 64, 2, qkv_format="bshd", attn_mask_type=kind)
+    q, k, v = (
+        torch.randn(2, 600, n, 64, dtype=torch.bfloat16, device="cuda", requires_grad=True)
+        for n in (4, 2, 2)
+    )
+    keys = torch.rand(2, 1, 1, 600, device="cuda") < 0.5
     masks = [torch.rand(2, 1, 1, 600, device="cuda") < part for part in (0.2, 0.6)]
     mask = masks[0].clone()
-    module(q, k, v, mask)
+
+    def run(mask):
+        out = module(q, k, v, (mask, keys) if cross else mask)
+        return [out, *torch.autograd.grad(out, (q, k, v), out)]
+
+    run(mask)
     torch.cuda.set_sync_debug_mode("error")
+    torch.use_deterministic_algorithms(True)
     try:
-        wanted = [module(q, k, v, each) for each in masks]
+        wanted = [run(each) for each in masks]
+        torch.cuda.set_sync_debug_mode("default")
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            found = run(mask)
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out = module(q, k, v, mask)
+        torch.use_deterministic_algorithms(False)
     for each, expected in zip(masks, wanted, strict=True):
         mask.copy_(each)
         graph.replay()
-        assert torch.equal(out, expected)
+        for x, y in zip(found, expected, strict=True):
+            assert torch.equal(x, y)
 
 
 @pytest.mark.cuda

@@ -33,6 +33,7 @@ PICKLED = {
     "apex_te.module._core.layer_norm_linear_function.NormOptions",
     "apex_te.module._core.parallel.GroupHolder",
     "apex_te.module.attention.backends.Options",
+    "apex_te.module.attention.candidates.Options",
     "apex_te.module.attention.dot_product.DotProductAttention",
     "apex_te.module.attention.masks.MaskType",
     "apex_te.module.attention.multihead.MultiheadAttention",

@@ -37,7 +37,6 @@ class DotProductAttention(
         bottom_right_diagonal: must be None or True where a window or ALiBi would count otherwise.
         cp_group: must be None or have one rank; ``cp_global_ranks``, ``cp_stream`` and
             ``cp_comm_type`` then have no effect.
-        return_max_logit: must be False.
         name: names the module in reports.
 
     Raises:
@@ -58,7 +57,6 @@ class DotProductAttention(
 
     def _constructed(self, values: dict[str, Any]) -> None:
         self.bottom_right_diagonal = values["bottom_right_diagonal"]
-        self.return_max_logit = bool(values["return_max_logit"])
         self.name = values["name"]
         names = ("cp_group", "cp_global_ranks", "cp_stream", "cp_comm_type")
         self.set_context_parallel_group(*(values[name] for name in names))
@@ -88,7 +86,7 @@ class DotProductAttention(
         pad_between_seqs: bool | None = None,
         fp8_output: bool | None = False,
         num_splits: int | None = 1,
-    ) -> torch.Tensor:
+    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
         """Attends; returns [..., h * dv] in the layout of the queries.
 
         Args:
