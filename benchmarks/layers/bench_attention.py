@@ -2,7 +2,10 @@
 
 Forward and backward in bf16, the contenders taking turns with a cold L2 cache. Peers compute the
 same heads without padding, so that a row says what the mask costs. "path" is what ``explain`` says.
-Peak GiB is what a step needs above its inputs and their gradients.
+Peak GiB is what a step needs above its inputs and their gradients. Deterministic cases run under
+``torch.use_deterministic_algorithms``, the peers without.
+
+``--chooser`` times each kernel that fits, see ``attention_choice``.
 """
 
 from __future__ import annotations
@@ -17,20 +20,28 @@ from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+import attention_choice
 import harness
+from attention_choice import deterministic, step
 
 import apex_te
 
 # Heads, groups, sizes of keys and values, options; of 2 x 4096 tokens.
 CASES: dict[str, tuple[int, int, int, int, dict[str, Any]]] = {
     "causal": (32, 8, 128, 128, {}),
+    "causal, deterministic": (32, 8, 128, 128, {"deterministic": True}),
     "window 1023": (32, 8, 128, 128, {"window_size": (1023, 0)}),
     "padding, 10% behind": (32, 8, 128, 128, {"padded": "behind", "part": 0.1}),
     "padding, 50% behind": (32, 8, 128, 128, {"padded": "behind", "part": 0.5}),
     "padding, 10% anywhere": (32, 8, 128, 128, {"padded": "anywhere", "part": 0.1}),
     "half packed": (32, 8, 128, 128, {"packed": True}),
+    "padding, 10% anywhere, not causal": (
+        32, 8, 128, 128, {"padded": "anywhere", "part": 0.1, "kind": "padding"},
+    ),
     "latent": (128, 128, 192, 128, {}),
+    "latent, deterministic": (128, 128, 192, 128, {"deterministic": True}),
     "heads of 256": (16, 4, 256, 256, {}),
+    "heads of 256, deterministic": (16, 4, 256, 256, {"deterministic": True}),
     "heads of 64": (64, 8, 64, 64, {}),
     "heads of 64, sinks": (64, 8, 64, 64, {"softmax_type": "learnable"}),
     "heads of 64, window 127": (64, 8, 64, 64, {"window_size": (127, 0)}),
@@ -44,20 +55,6 @@ PEERS = {
     "torch flash": SDPBackend.FLASH_ATTENTION,
     "torch efficient": SDPBackend.EFFICIENT_ATTENTION,
 }
-
-
-def step(attend: Callable[[], torch.Tensor], inputs: list[torch.Tensor]) -> Callable[[], None]:
-    grad: list[torch.Tensor] = []
-
-    def run() -> None:
-        for x in inputs:
-            x.grad = None
-        out = attend()
-        if not grad:
-            grad.append(torch.randn_like(out))
-        out.backward(grad[0])
-
-    return run
 
 
 def ours(
@@ -76,7 +73,7 @@ def ours(
     elif "padded" in options:
         call["attention_mask"] = torch.rand(BATCH, 1, 1, TOKENS, device="cuda") < part
     if "attention_mask" in call:
-        kind = "padding_causal"
+        kind = options.get("kind", "padding_causal")
     if options.get("packed"):  # half of the tokens, in two sequences
         layout, inputs = "thd", [x[:, : TOKENS // 2].flatten(0, 1) for x in inputs]
         cu = torch.arange(0, BATCH + 1, dtype=torch.int32, device="cuda") * (TOKENS // 2)
@@ -87,7 +84,14 @@ def ours(
         window_size=options.get("window_size"), device="cuda",
         softmax_type=options.get("softmax_type", "vanilla"),
     )  # fmt: skip
-    return step(lambda: module(*inputs, **call), inputs), module.explain(*inputs, **call)
+    run, on = step(lambda: module(*inputs, **call), inputs), "deterministic" in options
+
+    def steps() -> None:
+        with deterministic(on):
+            run()
+
+    with deterministic(on):
+        return steps, module.explain(*inputs, **call)
 
 
 def peer(backend: SDPBackend, inputs: list[torch.Tensor]) -> Callable[[], None] | None:
@@ -140,4 +144,6 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    if "--chooser" in sys.argv:
+        sys.exit(min(attention_choice.main(), 1))
     main()

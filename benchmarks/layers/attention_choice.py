@@ -1,0 +1,264 @@
+"""Times every kernel that fits an attention, to make and check ``choice.TABLE``.
+
+For each problem the kernels take turns, and the table's choice is wrong where it takes more than
+1.03 times as long as the fastest.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import harness
+import torch
+
+import apex_te
+from apex_te.module.attention import candidates, choice, packed, plan
+from apex_te.module.attention.candidates import CANDIDATES, Path, Problem
+
+DEVICE = "cuda"
+WORST = 1.03
+
+
+class Case(NamedTuple):
+    """One attention: heads, groups, sizes of keys and values, and options of the module."""
+
+    heads: int
+    groups: int
+    sizes: tuple[int, int]
+    kind: str = "causal"
+    tokens: tuple[int, int, int] = (2, 4096, 4096)  # sequences, queries, keys
+    window: tuple[int, int] | None = None
+    layout: str = "bshd"
+    dropout: float = 0.0
+    sink: str = "vanilla"
+    deterministic: bool = False
+    bias: str = "no_bias"
+    dtype: torch.dtype = torch.bfloat16
+
+    def name(self) -> str:
+        """Says what differs from the first case of these heads."""
+        said = [f"{self.heads}/{self.groups} heads of {'/'.join(map(str, self.sizes))}"]
+        said += [f"{key} {value}" for key, value in self._asdict().items()
+                 if key in self._field_defaults and value != self._field_defaults[key]]  # fmt: skip
+        return ", ".join(said)
+
+
+_HEADS = [(32, 8, (128, 128)), (64, 8, (64, 64)), (16, 4, (256, 256)), (128, 128, (192, 128))]
+_SHORT = (16, 256, 256)
+CASES = [
+    *(Case(*heads, **more) for heads in _HEADS for more in (
+        {},
+        {"kind": "no_mask"},
+        {"deterministic": True},
+        {"window": (1023, 0)},
+        {"kind": "padding"},
+        {"layout": "thd"},
+    )),
+    *(Case(32, 8, (128, 128), **more) for more in (
+        {"tokens": _SHORT},
+        {"tokens": (8, 512, 512)},
+        {"sink": "learnable"},
+        {"dropout": 0.125},
+        {"dropout": 0.1},
+        {"window": (127, 0)},
+        {"window": (127, 0), "deterministic": True},
+        {"layout": "thd", "deterministic": True},
+        {"kind": "causal_bottom_right", "tokens": (2, 1024, 4096)},
+        {"kind": "padding_causal"},
+        {"kind": "arbitrary"},
+        {"kind": "arbitrary", "tokens": (8, 1024, 1024)},
+        {"bias": "post_scale_bias"},
+        {"bias": "post_scale_bias", "tokens": (8, 1024, 1024)},
+        {"bias": "alibi"},
+        {"dtype": torch.float16},
+        {"dtype": torch.float32, "tokens": (2, 1024, 1024)},
+    )),
+    *(Case(32, 32, (128, 128), **more) for more in (
+        {"kind": "arbitrary", "tokens": (2, 2048, 2048)},
+        {"bias": "post_scale_bias", "tokens": (2, 2048, 2048)},
+        {"dtype": torch.float32, "tokens": (2, 1024, 1024)},
+    )),
+    Case(64, 8, (64, 64), window=(127, 0)),
+    Case(64, 8, (64, 64), window=(127, 0), sink="learnable"),
+]  # fmt: skip
+
+
+def step(attend: Callable[[], torch.Tensor], inputs: list[torch.Tensor]) -> Callable[[], None]:
+    """Returns a forward and backward pass."""
+    grad: list[torch.Tensor] = []
+
+    def run() -> None:
+        for x in inputs:
+            x.grad = None
+        out = attend()
+        if not grad:
+            grad.append(torch.randn_like(out))
+        out.backward(grad[0])
+
+    return run
+
+
+@contextlib.contextmanager
+def deterministic(on: bool) -> Iterator[None]:
+    """Turns on deterministic algorithms for a while."""
+    torch.use_deterministic_algorithms(on)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def _module_and_call(case: Case) -> tuple[Any, list[torch.Tensor], dict[str, Any]]:
+    batch, queries, keys = case.tokens
+    packs = case.layout == "thd"
+    shapes = [
+        (queries, case.heads, case.sizes[0]),
+        (keys, case.groups, case.sizes[0]),
+        (keys, case.groups, case.sizes[1]),
+    ]
+    inputs = [
+        torch.randn(batch, *shape, device=DEVICE, dtype=case.dtype).flatten(0, int(packs))
+        for shape in shapes
+    ]
+    call: dict[str, Any] = {}
+    if packs:
+        starts = torch.arange(batch + 1, dtype=torch.int32, device=DEVICE) * queries
+        call = {"cu_seqlens_q": starts, "max_seqlen_q": queries}
+    elif "padding" in case.kind:
+        call["attention_mask"] = torch.rand(batch, 1, 1, keys, device=DEVICE) < 0.1
+    elif case.kind == "arbitrary":
+        call["attention_mask"] = torch.rand(batch, 1, queries, keys, device=DEVICE) < 0.1
+    if case.bias != "no_bias":
+        call["core_attention_bias_type"] = case.bias
+    if case.bias == "post_scale_bias":
+        shape = (1, case.heads, queries, keys)
+        bias = torch.randn(shape, device=DEVICE, dtype=case.dtype)
+        inputs.append(bias)
+        call["core_attention_bias"] = bias
+    for x in inputs:
+        x.requires_grad_()
+    module = apex_te.DotProductAttention(
+        case.heads, case.sizes, case.groups, attention_dropout=case.dropout,
+        qkv_format=case.layout, attn_mask_type=case.kind, window_size=case.window,
+        softmax_type=case.sink, device=DEVICE,
+    )  # fmt: skip
+    return module, inputs, call
+
+
+def _fitting(explain: Callable[[], str], case: Case) -> tuple[str, list[str]]:
+    """Returns the kernel that the table chooses in ``explain``, and all that fit.
+
+    ALiBi as columns counts as one more kernel.
+    """
+    problems: list[Problem] = []
+    whole = choice.first_that_fits
+
+    def noted(problem: Problem) -> Path:
+        problems.append(problem)
+        return whole(problem)
+
+    for module in (choice, packed):
+        module.first_that_fits = noted  # type: ignore[attr-defined]
+    try:
+        has_columns = explain().startswith("alibi")
+    finally:
+        for module in (choice, packed):
+            module.first_that_fits = whole  # type: ignore[attr-defined]
+    last = problems[-1]  # whose path is taken
+    if has_columns:
+        last = last._replace(bias="constant", size=case.sizes[0])
+    row = next(row for row in choice.TABLE if row.has(last))
+    chosen = next(name for name in row.kernels if CANDIDATES[name].obstacle(last) is None)
+    many, candidates.MANY_SCORES = candidates.MANY_SCORES, 0
+    try:
+        fits = [name for name, each in CANDIDATES.items() if each.obstacle(last) is None]
+    finally:
+        candidates.MANY_SCORES = many
+    if case.layout != "thd":  # the tokens of a batch without its padding are not padded again
+        fits = [name for name in fits if name != "padded"]
+    return ("alibi", ["alibi", *fits]) if has_columns else (chosen, fits)
+
+
+@functools.cache
+def _chooser(name: str) -> Callable[..., Path]:
+    """Returns a ``choose`` that takes a kernel, one for each, as modules keep plans by it."""
+    path = CANDIDATES[name].path
+
+    def choose(*args: Any) -> Path:
+        first = choice.choose(*args)
+        return first._replace(rest=path) if first.name in ("moved", "packed") else path
+
+    return choose
+
+
+@contextlib.contextmanager
+def forced(name: str) -> Iterator[None]:
+    """Makes modules take a kernel, after tokens were moved where they are."""
+    if name == "alibi":
+        yield
+        return
+    kept = {each: getattr(plan, each) for each in ("choose", "choose_packed", "choose_with_alibi")}
+    for each in kept:
+        taken = _chooser(name) if each == "choose" else lambda *args: CANDIDATES[name].path
+        setattr(plan, each, taken)
+    try:
+        yield
+    finally:
+        for each, former in kept.items():
+            setattr(plan, each, former)
+
+
+def _steps(case: Case) -> tuple[str, dict[str, Callable[[], None]]]:
+    """Returns the table's choice, and a step of each kernel that fits."""
+    module, inputs, call = _module_and_call(case)
+    tensors = inputs[:3]
+    with deterministic(case.deterministic):
+        chosen, names = _fitting(lambda: module.explain(*tensors, **call), case)
+    run = step(lambda: module(*tensors, **call), inputs)
+
+    def of(name: str) -> Callable[[], None]:
+        def steps() -> None:
+            with deterministic(case.deterministic), forced(name):
+                run()
+
+        return steps
+
+    return chosen, {name: of(name) for name in names}
+
+
+def main() -> int:
+    """Returns how many choices are not within 1.03 of the fastest."""
+    rows, wrong = [], []
+    for case in CASES:
+        chosen, steps = _steps(case)
+        calls = {}
+        for name, call in steps.items():
+            try:
+                call()
+                calls[name] = call
+            except (RuntimeError, torch.OutOfMemoryError) as error:
+                print(f"{case.name()}: {name} fails: {str(error).splitlines()[0]}")
+        times = harness.paired_us(list(calls.values()), repeats=10)
+        by_name = {name: each["us"] / 1e3 for name, each in zip(calls, times, strict=True)}
+        best = min(by_name.values())
+        for name in sorted(by_name, key=by_name.__getitem__):
+            rows.append(
+                {
+                    "case": case.name(),
+                    "kernel": name,
+                    "ms": by_name[name],
+                    "of the best": by_name[name] / best,
+                    "peak GiB above": harness.peak_gib(calls[name]),
+                    "chosen": "yes" if name == chosen else "",
+                }
+            )
+        if by_name.get(chosen, float("inf")) > WORST * best:
+            wrong.append(
+                f"{case.name()}: {chosen}, {min(by_name, key=by_name.__getitem__)} is best"
+            )
+    harness.report("attention_choice", rows)
+    print("\n".join(wrong) or f"each choice is within {WORST} of the fastest")
+    return len(wrong)
