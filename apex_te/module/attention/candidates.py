@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 
 from ...runtime.device import nvidia_capability
-from .cudnn import cudnn_has_sizes, cudnn_is_right
+from .cudnn import cudnn_drops, cudnn_has_sizes, cudnn_is_right
 from .masks import Visibility
 
 _HALF = (torch.float16, torch.bfloat16)
@@ -170,6 +170,8 @@ def _no_cudnn(p: Problem) -> str | None:
         return "cuDNN's kernel takes up to 65535 sequences and heads"
     if p.dropout * 16 % 1:
         return "cuDNN's kernel drops multiples of 1/16 only"
+    if p.dropout > 0.0 and not cudnn_drops():
+        return "this cuDNN's dropout may be wrong"
     if nvidia_capability(p.device) < (9, 0):
         return "cuDNN's kernel is the fastest on sm_90 and later only"
     if not cudnn_has_sizes(p.size, p.value_size, p.dtype, p.device):

@@ -37,6 +37,15 @@ def cudnn_has_sizes(size: int, value_size: int, dtype: torch.dtype, device: torc
 
 cudnn_has_sizes._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
+
+def cudnn_drops() -> bool:
+    """Returns True if cuDNN's dropout is right, which is unknown before 9.15.1."""
+    version = torch.backends.cudnn.version()
+    return version is None or version >= _TRUSTED.start
+
+
+cudnn_drops._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
 _checked: dict[tuple[object, ...], bool] = {}
 
 

@@ -171,6 +171,16 @@ class TestSelfCheck:
         assert path.name == "sdpa"
         assert path.reason.endswith("(this cuDNN's results differ from those of plain maths)")
 
+    def test_an_old_one_does_not_drop(self, gpu, monkeypatch):
+        """Which the comparison, without dropout, cannot tell."""
+        gpu(HOPPER)
+        for number, name in ((91300, "sdpa"), (91900, "sdpa_cudnn")):
+            self.version(monkeypatch, number)
+            monkeypatch.setattr(cudnn, "_TRUSTED", range(91501, 92100))
+            monkeypatch.setattr(candidates, "cudnn_is_right", lambda *heads: True)
+            assert first_that_fits(problem()).name == "sdpa_cudnn"
+            assert first_that_fits(problem(dropout=0.125)).name == name
+
 
 # Longer ones on a GPU, where cuDNN is not taken for few.
 LENGTHS = {"cpu": [(40, 40), (7, 40), (20, 9)], "cuda": [(520, 520), (65, 520), (130, 65)]}
