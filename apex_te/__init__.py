@@ -65,6 +65,7 @@ if _typing.TYPE_CHECKING:
     from .integrations.summary import conversion_summary as conversion_summary
     from .module.attention.dot_product import DotProductAttention as DotProductAttention
     from .module.attention.inference_params import InferenceParams as InferenceParams
+    from .module.attention.latent import MultiLatentAttention as MultiLatentAttention
     from .module.attention.multihead import MultiheadAttention as MultiheadAttention
     from .module.attention.rotary import RotaryPositionEmbedding as RotaryPositionEmbedding
     from .module.attention.rotary import apply_rotary_pos_emb as apply_rotary_pos_emb
@@ -99,6 +100,7 @@ _NAMES = {
     "LayerNormMLP": "module.layer_norm_mlp",
     "Linear": "module.linear",
     "MoELayer": "module.moe_layer",
+    "MultiLatentAttention": "module.attention.latent",
     "MultiheadAttention": "module.attention.multihead",
     "RMSNorm": "module.rms_norm",
     "RotaryPositionEmbedding": "module.attention.rotary",

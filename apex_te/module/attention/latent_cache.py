@@ -1,0 +1,84 @@
+"""Latent attention of new tokens to cached latents, whose keys and values are not computed.
+
+With up-projections K and V of a head, ``q . (K c) = (K^T q) . c`` and ``sum_i w_i V c_i = V sum_i
+w_i c_i``: the queries take K, the result V, and all heads attend to one key and value, the latent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from ...fp8.parameter.parameter import FP8Parameter
+from .inference_params import Cached, InferenceParams, Step, extended
+
+
+def extended_latents(
+    owner: str,
+    params: InferenceParams,
+    layer: int | None,
+    latent: torch.Tensor,
+    pe: torch.Tensor,
+    form: str,
+    training: bool,
+) -> tuple[Cached, bool]:
+    """Caches normalised latents [..., c] and rotated parts [..., 1, p] of new tokens.
+
+    Returns all tokens' [..., 1, c + p] as the keys of ``Cached``, whose values are empty, and True
+    if no sequence had earlier tokens.
+    """
+    joined = torch.cat((latent.unsqueeze(-2), pe), -1)
+    # One tensor for keys and values, of which the latter are the first part.
+    cached = extended(owner, params, layer, joined, joined[..., :0], form, training)
+    if cached.step is None:
+        return cached, params.sequence_len_offset == 0
+    # A CUDA graph may be replayed for later tokens.
+    return cached, isinstance(cached.step, Step) and not any(cached.step.before)
+
+
+def step_options(owner: str, cached: Cached, mask_type: str) -> dict[str, Any]:
+    """Returns the arguments of attention that follow from the cache, for ``mask_type``."""
+    options: dict[str, Any] = {"attn_mask_type": cached.mask_type(owner, mask_type)}
+    if cached.step is not None:
+        q, kv, longest_q, longest_kv = cached.lengths()
+        options |= {
+            "attention_mask": None, "cu_seqlens_q": q, "cu_seqlens_kv": kv,
+            "max_seqlen_q": longest_q, "max_seqlen_kv": longest_kv, "cu_seqlens_q_padded": None,
+            "cu_seqlens_kv_padded": cached.key_starts,
+        }  # fmt: skip
+    return options
+
+
+def attend_to_latents(
+    attend: Callable[..., torch.Tensor],
+    q: torch.Tensor,
+    keys: torch.Tensor,
+    weight: torch.Tensor,
+    options: dict[str, Any],
+) -> torch.Tensor:
+    """Returns attention's result [..., h * v] of queries whose keys are latents.
+
+    Args:
+        attend: attention of queries, keys and values, and options, to [..., h * c].
+        q: rotated queries [..., h, n + p].
+        keys: latents and rotated parts [..., 1, c + p] of all tokens.
+        weight: up-projection [h * (n + v), c].
+        options: keyword arguments of ``attend``.
+    """
+    c = weight.shape[1]
+    heads = q.shape[-2]
+    n = q.shape[-1] - (keys.shape[-1] - c)
+    if isinstance(weight, FP8Parameter):
+        weight = weight.dequantize(q.dtype)
+    to_keys, to_values = weight.to(q.dtype).view(heads, -1, c).tensor_split([n], 1)
+    absorbed = _by_head(q[..., :n], to_keys)
+    out = attend(torch.cat((absorbed, q[..., n:]), -1), keys, keys[..., :c], **options)
+    return _by_head(out.unflatten(-1, (heads, c)), to_values.transpose(1, 2)).flatten(-2)
+
+
+def _by_head(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """Returns ``x`` [..., h, a] times ``weight`` [h, a, b], [..., h, b]."""
+    rows = x.flatten(0, -3).transpose(0, 1)
+    return torch.bmm(rows, weight).transpose(0, 1).view(*x.shape[:-1], weight.shape[2])
