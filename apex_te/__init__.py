@@ -61,6 +61,9 @@ if _typing.TYPE_CHECKING:
     from .integrations.fused_lora import fuse_lora as fuse_lora
     from .integrations.fused_loss import fuse_loss as fuse_loss
     from .integrations.huggingface import FP8Callback as FP8Callback
+    from .integrations.latent_attention import (
+        fuse_latent_attention as fuse_latent_attention,
+    )
     from .integrations.layer_advice import advise as advise
     from .integrations.summary import conversion_summary as conversion_summary
     from .module.attention.dot_product import DotProductAttention as DotProductAttention
@@ -125,6 +128,7 @@ _NAMES = {
     "from_fp8_checkpoint": "integrations.checkpoints.load",
     "from_torch": "integrations.from_torch",
     "fuse_lora": "integrations.fused_lora",
+    "fuse_latent_attention": "integrations.latent_attention",
     "fuse_loss": "integrations.fused_loss",
     "init_fp8_state": "fp8.module_fp8",
     "integrations": "",

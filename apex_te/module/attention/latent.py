@@ -32,6 +32,19 @@ __all__ = ["MultiLatentAttention"]
 
 _NAME = "MultiLatentAttention"
 _Init = Callable[[torch.Tensor], Any] | None
+# Names in Hugging Face's files and in Megatron-Core's without fused norms, and beginnings here.
+_OTHER_NAMES = (
+    ("q_proj", "linear_q_proj."),
+    ("q_a_proj", "linear_q_down_proj."),
+    ("kv_a_proj_with_mqa", "linear_kv_down_proj."),
+    ("q_b_proj", "linear_q_up_proj."),
+    ("kv_b_proj", "linear_kv_up_proj."),
+    ("o_proj", "linear_proj."),
+    ("q_a_layernorm", "linear_q_up_proj.layer_norm_"),
+    ("kv_a_layernorm", "linear_kv_up_proj.layer_norm_"),
+    ("q_layernorm", "linear_q_up_proj.layer_norm_"),
+    ("kv_layernorm", "linear_kv_up_proj.layer_norm_"),
+)
 
 
 def _yarn_factor(scaling_factor: float, mscale: float) -> float:
@@ -51,8 +64,8 @@ class MultiLatentAttention(CompositeModule):
     queries, then of keys and values, then the rotary part; ``linear_q_up_proj`` and
     ``linear_kv_up_proj`` with their norms; ``linear_proj``. Without ``q_lora_rank``,
     ``linear_q_proj`` and ``linear_kv_down_proj`` replace the first two; ``input_layernorm`` is
-    then a norm of its own. Loading also takes ``linear_q_down_proj.weight`` and
-    ``linear_kv_down_proj.weight`` for the joined weight, as Megatron-Core names them.
+    then a norm of its own, ``norm``. Loading also takes the names of Megatron-Core, which has
+    ``linear_q_down_proj`` and ``linear_kv_down_proj`` apart, and of Hugging Face's DeepSeek-V3.
 
     Args:
         hidden_size: features of the input and of the output.
@@ -261,6 +274,11 @@ class MultiLatentAttention(CompositeModule):
                 call(*args)
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
+        for other, own in _OTHER_NAMES:
+            for kind in ("weight", "bias"):
+                key = f"{prefix}{other}.{kind}"
+                if key in state_dict:
+                    state_dict[f"{prefix}{own}{kind}"] = state_dict.pop(key)
         for kind in ("weight", "bias"):
             keys = [f"{prefix}linear_{part}_down_proj.{kind}" for part in ("q", "kv")]
             if self.q_lora_rank is not None and all(key in state_dict for key in keys):
@@ -456,9 +474,14 @@ class MultiLatentAttention(CompositeModule):
             query = without_gradient(_NAME, query, self.training)
             out: torch.Tensor = self.core_attention(query, keys, values, **options)
             return out
-        weight: Any = self.linear_kv_up_proj.weight
         query = without_gradient(_NAME, self.queries(q, is_first_microbatch), self.training)
-        return attend_to_latents(
-            self.latent_attention, rotated_queries(query, self.qk_head_dim, form, turn),
-            cached.keys, weight, options,
-        )  # fmt: skip
+        query = rotated_queries(query, self.qk_head_dim, form, turn)
+        weight: Any = self.linear_kv_up_proj.weight
+        keys, size = cached.keys, self.kv_lora_rank
+
+        def attend(absorbed: torch.Tensor, rotated: torch.Tensor) -> torch.Tensor:
+            joined = torch.cat((absorbed, rotated), -1)
+            found: torch.Tensor = self.latent_attention(joined, keys, keys[..., :size], **options)
+            return found.view(absorbed.shape)
+
+        return attend_to_latents(attend, query, weight, self.qk_pos_emb_head_dim)

@@ -52,30 +52,26 @@ def step_options(owner: str, cached: Cached, mask_type: str) -> dict[str, Any]:
 
 
 def attend_to_latents(
-    attend: Callable[..., torch.Tensor],
+    attend: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
     q: torch.Tensor,
-    keys: torch.Tensor,
     weight: torch.Tensor,
-    options: dict[str, Any],
+    rotary: int,
 ) -> torch.Tensor:
     """Returns attention's result [..., h * v] of queries whose keys are latents.
 
     Args:
-        attend: attention of queries, keys and values, and options, to [..., h * c].
+        attend: attention of queries in two parts, for latents [..., h, c] and for rotated parts
+            [..., h, p], to sums of latents [..., h, c].
         q: rotated queries [..., h, n + p].
-        keys: latents and rotated parts [..., 1, c + p] of all tokens.
         weight: up-projection [h * (n + v), c].
-        options: keyword arguments of ``attend``.
+        rotary: p.
     """
-    c = weight.shape[1]
-    heads = q.shape[-2]
-    n = q.shape[-1] - (keys.shape[-1] - c)
+    heads, n = q.shape[-2], q.shape[-1] - rotary
     if isinstance(weight, FP8Parameter):
         weight = weight.dequantize(q.dtype)
-    to_keys, to_values = weight.to(q.dtype).view(heads, -1, c).tensor_split([n], 1)
-    absorbed = _by_head(q[..., :n], to_keys)
-    out = attend(torch.cat((absorbed, q[..., n:]), -1), keys, keys[..., :c], **options)
-    return _by_head(out.unflatten(-1, (heads, c)), to_values.transpose(1, 2)).flatten(-2)
+    weight = weight.to(q.dtype).view(heads, -1, weight.shape[1])
+    out = attend(_by_head(q[..., :n], weight[:, :n]), q[..., n:])
+    return _by_head(out, weight[:, n:].transpose(1, 2)).flatten(-2)
 
 
 def _by_head(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
