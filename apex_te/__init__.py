@@ -72,6 +72,7 @@ if _typing.TYPE_CHECKING:
     from .module.attention.multihead import MultiheadAttention as MultiheadAttention
     from .module.attention.rotary import RotaryPositionEmbedding as RotaryPositionEmbedding
     from .module.attention.rotary import apply_rotary_pos_emb as apply_rotary_pos_emb
+    from .module.attention.rotary_yarn import YarnRotaryEmbedding as YarnRotaryEmbedding
     from .module.grouped.linear import GroupedLinear as GroupedLinear
     from .module.grouped.padding import Fp8Padding as Fp8Padding
     from .module.grouped.padding import Fp8Unpadding as Fp8Unpadding
@@ -108,6 +109,7 @@ _NAMES = {
     "RMSNorm": "module.rms_norm",
     "RotaryPositionEmbedding": "module.attention.rotary",
     "TransformerLayer": "module.transformer_layer",
+    "YarnRotaryEmbedding": "module.attention.rotary_yarn",
     "add_fp8_arguments": "fp8.arguments",
     "advise": "integrations.layer_advice",
     "amp": "",

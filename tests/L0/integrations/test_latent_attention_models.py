@@ -282,17 +282,38 @@ def test_module_loads_the_plain_models_names():
     module = apex_te.MultiLatentAttention(
         config.hidden_size, config.num_attention_heads, config.q_lora_rank, config.kv_lora_rank,
         config.qk_nope_head_dim, config.qk_rope_head_dim, config.v_head_dim, qkv_format="bshd",
-        rotary_scaling_factor=4.0, mscale=0.7, mscale_all_dim=1.0,
+        rotary_scaling_factor=YARN["factor"], mscale=0.7, mscale_all_dim=1.0,
     )  # fmt: skip
-    module.load_state_dict(attention.state_dict())
+    state = {f"0.{key}": value for key, value in attention.state_dict().items()}
+    nn.Sequential(module).load_state_dict(state)
     x = torch.randn(2, 12, config.hidden_size)
-    rotary = plain.model.rotary_emb
-    freqs = rotary.inv_freq * torch.arange(12)[:, None]
-    cos, sin = rotary(x, torch.arange(12)[None])
+    angles = apex_te.YarnRotaryEmbedding(
+        config.qk_rope_head_dim, interleaved=True, scaling_factor=YARN["factor"],
+        original_max_position_embeddings=YARN["original_max_position_embeddings"],
+    )(12)  # fmt: skip
     causal = torch.full((12, 12), -torch.inf).triu(1)[None, None]
-    expected = attention(x, (cos, sin), causal)[0]
-    found = module(x, rotary_pos_emb=freqs.repeat_interleave(2, -1)[:, None, None])
-    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+    expected = attention(x, plain.model.rotary_emb(x, torch.arange(12)[None]), causal)[0]
+    torch.testing.assert_close(module(x, rotary_pos_emb=angles), expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("factor", [1.0, 40.0])
+@pytest.mark.parametrize(("fast", "slow"), [(32.0, 1.0), (4.0, 4.0), (1e6, 1e-6)])
+@pytest.mark.parametrize(("dim", "length"), [(64, 4096), (8, 16)])
+def test_yarn_angles_are_transformers(factor, fast, slow, dim, length):
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    config = transformers.DeepseekV3Config(head_dim=dim, qk_rope_head_dim=dim)
+    config.rope_parameters = {
+        "rope_type": "yarn", "rope_theta": 10000.0, "factor": factor, "beta_fast": fast,
+        "beta_slow": slow, "original_max_position_embeddings": length,
+    }  # fmt: skip
+    expected, _ = ROPE_INIT_FUNCTIONS["yarn"](config, "cpu")
+    module = apex_te.YarnRotaryEmbedding(
+        dim, scaling_factor=factor, original_max_position_embeddings=length, beta_fast=fast,
+        beta_slow=slow,
+    )  # fmt: skip
+    torch.testing.assert_close(module.inv_freq, expected, rtol=1e-6, atol=0)
+    assert module(3).shape == (3, 1, 1, dim)
 
 
 def attention_of(family, **values):

@@ -6,13 +6,15 @@ from collections import OrderedDict
 import pytest
 import torch
 from checks import assert_same_bits, in_pairs, sqnr
+from graph_models import count_replays
+from graph_stand_in import graphs_on_cpu  # noqa: F401
 from latent_cases import BATCH, HIDDEN, KV, SHAPES, TOKENS, YARN, N, P, Q, V, build, plain
 from layer_kinds import dtype_on, repeatable
 from plain_transformer import Plain, compare
 from schemes import SCHEMES, chosen
 
 import apex_te
-from apex_te import InferenceParams, fp8_autocast, fp8_model_init
+from apex_te import InferenceParams, fp8_autocast, fp8_model_init, make_graphed_callables
 
 NORMS = {
     "rms": {},
@@ -288,6 +290,38 @@ def test_checkpoint_of_the_module(name, reentrant, device):
             found.append(train(module if way == "plain" else call, RECIPES[name], device))
     assert_same_bits(found[0], found[1])
     assert_same_bits(found[0], found[2])
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("name", ["bf16 or fp32", "delayed", "blockwise"])
+def test_steps_by_a_cuda_graph(name, recompute, device, request):
+    """Replays give the bits of eager steps; on the CPU a stand-in replaces CUDA graphs."""
+    if device.type == "cpu":
+        request.getfixturevalue("graphs_on_cpu")
+    recipe, found, freqs = RECIPES[name], [], FREQS.to(device)
+    with repeatable(device):
+        for graphed in (False, True):
+            module = build(
+                recompute_up_proj=recompute, params_dtype=dtype_on(device), device=device
+            )
+            if graphed:
+                x = torch.randn(SHAPES["sbhd"]).to(device, dtype_on(device)).requires_grad_()
+                region = {} if recipe is None else {"fp8_enabled": True, "fp8_recipe": recipe}
+                make_graphed_callables(
+                    module, (x,), sample_kwargs={"rotary_pos_emb": freqs}, **region
+                )
+            seen = []
+            for index in range(3):
+                torch.manual_seed(index)
+                x, dy = torch.randn(2, *SHAPES["sbhd"]).to(device, dtype_on(device))
+                x.requires_grad_()
+                with fp8_autocast(recipe is not None, recipe):
+                    out = module(x, rotary_pos_emb=freqs)
+                out.backward(dy)
+                seen += [out.detach().clone(), x.grad.clone()]
+            found.append([*seen, *[p.grad.clone() for p in module.parameters()]])
+            assert not graphed or count_replays(module) == 3
+    assert_same_bits(*found)
 
 
 def test_in_a_transformer_layer(device):
