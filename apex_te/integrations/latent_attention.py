@@ -14,7 +14,7 @@ from ..fp8.parameter.parameter import FP8Parameter
 from ..module._core.fp8_module import FP8Module
 from ..module._core.parallel import is_observed
 from ..module._core.recompute import Recomputed
-from ..module.attention.latent_cache import attend_to_latents
+from ..module.attention.latent_cache import attend_to_latents, is_absorbing_faster
 from ..module.attention.latent_heads import Turn, latent_heads
 from ..runtime.named_arguments import check_model, named_arguments
 from ..runtime.tracing import is_traced
@@ -213,7 +213,7 @@ class FusedLatentAttention(nn.Module):
         of: Any = self
         inner = of.qk_nope_head_dim + of.v_head_dim
         known = tokens == 1 if mask is None else isinstance(mask, torch.Tensor) and mask.dim() == 4
-        fewer = tokens * (2 * of.kv_lora_rank - inner) < of.kv_lora_rank * inner
+        fewer = is_absorbing_faster(tokens, of.kv_lora_rank, inner)
         drops = of.training and of.attention_dropout > 0.0
         plain = of.config._attn_implementation != "eager" and _has_plain_weight(of.kv_b_proj)
         return known and fewer and plain and not drops and kept.shape[2] > tokens
@@ -289,11 +289,9 @@ def _implementation(module: Any) -> Any:
     """Returns the attention function that the model's configuration names."""
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-    name = module.config._attn_implementation
-    if name in (None, "eager"):
-        base = next(k for k in type(module).__mro__ if k.__module__.startswith("transformers"))
-        return sys.modules[base.__module__].eager_attention_forward
-    return ALL_ATTENTION_FUNCTIONS[name]
+    base = next(k for k in type(module).__mro__ if k.__module__.startswith("transformers"))
+    eager = sys.modules[base.__module__].eager_attention_forward
+    return ALL_ATTENTION_FUNCTIONS.get_interface(module.config._attn_implementation, eager)
 
 
 class _History:

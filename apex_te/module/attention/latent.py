@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from ...fp8.delayed.ranks import number_layer
@@ -22,11 +23,18 @@ from ..linear import Linear
 from ..rms_norm import RMSNorm
 from .dot_product import DotProductAttention
 from .inference_params import InferenceParams, without_gradient
-from .latent_cache import attend_to_latents, extended_latents, step_options
+from .latent_cache import (
+    attend_to_latents,
+    extended_latents,
+    is_absorbing_faster,
+    plain_weight,
+    step_options,
+)
 from .latent_heads import SharedRows, Turn, latent_heads, rotated_queries
 from .masks import Mask
 from .multihead import MultiheadAttention
 from .qkv_heads import Rotation
+from .rotary_yarn import yarn_factor
 
 __all__ = ["MultiLatentAttention"]
 
@@ -45,11 +53,6 @@ _OTHER_NAMES = (
     ("q_layernorm", "linear_q_up_proj.layer_norm_"),
     ("kv_layernorm", "linear_kv_up_proj.layer_norm_"),
 )
-
-
-def _yarn_factor(scaling_factor: float, mscale: float) -> float:
-    """Returns YaRN's factor of attention for a scaling of positions."""
-    return 0.1 * mscale * math.log(scaling_factor) + 1.0 if scaling_factor > 1.0 else 1.0
 
 
 class MultiLatentAttention(CompositeModule):
@@ -172,8 +175,8 @@ class MultiLatentAttention(CompositeModule):
         ranks = checked_tp_size(_NAME, tp_group, tp_size) if set_parallel_mode else 1
         own_heads = divided(_NAME, "num_attention_heads", num_attention_heads, ranks)
         factor = checked_number(_NAME, "rotary_scaling_factor", rotary_scaling_factor)
-        of_angles = _yarn_factor(factor, checked_number(_NAME, "mscale", mscale))
-        of_scores = _yarn_factor(factor, checked_number(_NAME, "mscale_all_dim", mscale_all_dim))
+        of_angles = yarn_factor(factor, checked_number(_NAME, "mscale", mscale))
+        of_scores = yarn_factor(factor, checked_number(_NAME, "mscale_all_dim", mscale_all_dim))
         super().__init__()
         self.qkv_format = qkv_format
         self.layer_number = layer_number
@@ -314,9 +317,10 @@ class MultiLatentAttention(CompositeModule):
             rotary_pos_emb: angles [max_seq, 1, 1, qk_pos_emb_head_dim] in fp32, fp16 or bf16, such
                 as those of ``RotaryPositionEmbedding``; None does not rotate.
             inference_params: cache of earlier tokens, as in ``MultiheadAttention.forward``. It has
-                ``kv_lora_rank + qk_pos_emb_head_dim`` elements of a token. Tokens that follow
-                others attend to these latents directly: the up-projection of keys is applied to
-                the queries, that of values to the result, both in bf16 or fp32.
+                ``kv_lora_rank + qk_pos_emb_head_dim`` elements of a token. A few tokens that
+                follow others attend to these latents directly: the up-projection of keys is
+                applied to the queries, that of values to the result. For more tokens keys and
+                values are computed from the latents. Both is in bf16 or fp32.
             is_first_microbatch: as in ``Linear.forward``.
             attention_mask, attn_mask_type, window_size, checkpoint_core_attention,
                 core_attention_bias_type, core_attention_bias, cu_seqlens_q, cu_seqlens_kv,
@@ -469,15 +473,23 @@ class MultiLatentAttention(CompositeModule):
         )
         mask_type = options["attn_mask_type"] or self.core_attention.attn_mask_type
         options = options | step_options(_NAME, cached, mask_type)
-        if is_first:  # of many tokens, for which this is faster
+        out: torch.Tensor
+        if is_first:
             query, keys, values = self.heads(q, latent, pe, turn, is_first_microbatch)
             query = without_gradient(_NAME, query, self.training)
-            out: torch.Tensor = self.core_attention(query, keys, values, **options)
+            out = self.core_attention(query, keys, values, **options)
             return out
         query = without_gradient(_NAME, self.queries(q, is_first_microbatch), self.training)
         query = rotated_queries(query, self.qk_head_dim, form, turn)
         weight: Any = self.linear_kv_up_proj.weight
-        keys, size = cached.keys, self.kv_lora_rank
+        keys, size, inner = cached.keys, self.kv_lora_rank, self.qk_head_dim + self.v_head_dim
+        step = cached.step
+        tokens = q.shape[form.index("s")] if step is None else step.longest_new
+        if not is_absorbing_faster(tokens, size, inner):
+            kv = functional.linear(keys[..., 0, :size], plain_weight(weight, keys.dtype))
+            kv, pe = kv.unflatten(-1, (-1, inner)), keys[..., 0, size:]
+            out = self.core_attention(*latent_heads(query, kv, pe, form, None), **options)
+            return out
 
         def attend(absorbed: torch.Tensor, rotated: torch.Tensor) -> torch.Tensor:
             joined = torch.cat((absorbed, rotated), -1)

@@ -51,6 +51,20 @@ def step_options(owner: str, cached: Cached, mask_type: str) -> dict[str, Any]:
     return options
 
 
+def is_absorbing_faster(tokens: int, latent: int, heads: int) -> bool:
+    """Returns True if so many new tokens of a sequence take less work with latents as keys.
+
+    Scores and sums then have ``latent`` elements, not those of a key and a value, ``heads`` in sum;
+    but no cached token needs its ``latent * heads`` products for each head.
+    """
+    return tokens * (2 * latent - heads) < latent * heads
+
+
+def plain_weight(weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Returns a weight in ``dtype``, decoded if it is held in FP8."""
+    return weight.dequantize(dtype) if isinstance(weight, FP8Parameter) else weight.to(dtype)
+
+
 def attend_to_latents(
     attend: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
     q: torch.Tensor,
@@ -67,9 +81,7 @@ def attend_to_latents(
         rotary: p.
     """
     heads, n = q.shape[-2], q.shape[-1] - rotary
-    if isinstance(weight, FP8Parameter):
-        weight = weight.dequantize(q.dtype)
-    weight = weight.to(q.dtype).view(heads, -1, weight.shape[1])
+    weight = plain_weight(weight, q.dtype).view(heads, -1, weight.shape[1])
     out = attend(_by_head(q[..., :n], weight[:, :n]), q[..., n:])
     return _by_head(out, weight[:, n:].transpose(1, 2)).flatten(-2)
 

@@ -15,6 +15,11 @@ __all__ = ["YarnRotaryEmbedding"]
 _NAME = "YarnRotaryEmbedding"
 
 
+def yarn_factor(scaling_factor: float, mscale: float) -> float:
+    """Returns YaRN's factor of attention for a scaling of positions."""
+    return 0.1 * mscale * math.log(scaling_factor) + 1.0 if scaling_factor > 1.0 else 1.0
+
+
 class YarnRotaryEmbedding(RotaryPositionEmbedding):
     """Angles of rotary embeddings with YaRN: slow pairs turn ``scaling_factor`` times slower.
 

@@ -14,6 +14,7 @@ from plain_transformer import Plain, compare
 from schemes import SCHEMES, chosen
 
 import apex_te
+import apex_te.module.attention.latent as latent
 from apex_te import InferenceParams, fp8_autocast, fp8_model_init, make_graphed_callables
 
 NORMS = {
@@ -21,7 +22,7 @@ NORMS = {
     "layer": {"normalization": "LayerNorm"},
     "zero-centred": {"zero_centered_gamma": True},
 }
-PAIRS = torch.rand(16, 1, 1, P // 2) * 3
+PAIRS = torch.rand(48, 1, 1, P // 2) * 3
 FREQS = PAIRS.repeat_interleave(2, -1)
 
 
@@ -158,32 +159,48 @@ def split_rows(x, layout):
     weights=["plain", "fp8"],
 )
 @torch.no_grad()
-def test_cached_latents(layout, q_lora_rank, window, rope, yarn, weights, device):
-    """Chunks of several and of one token equal a forward of all; the cache has latents only."""
+def test_cached_latents(layout, q_lora_rank, window, rope, yarn, weights, device, monkeypatch):
+    """Chunks of one to many tokens equal a forward of all; the cache has latents only."""
+    absorbed, attend = [], latent.attend_to_latents
+
+    def seen(*args):
+        absorbed.append(args[1].shape[time])
+        return attend(*args)
+
+    monkeypatch.setattr(latent, "attend_to_latents", seen)
     options = {"qkv_format": layout, "window_size": window, **(YARN if yarn else {})}
     with fp8_model_init(weights == "fp8", "tensorwise"):
         module = build(q_lora_rank, layer_number=3, device=device, **options)
     freqs = FREQS.to(device) if rope else None
-    time = layout.index("s")
+    time, chunks = layout.index("s"), [4, 1, 1, 6, 30, 2]
     shape = [BATCH, BATCH, HIDDEN]
-    shape[time] = 12
+    shape[time] = sum(chunks)
     x = torch.randn(shape, device=device)
     expected = module.eval()(x, rotary_pos_emb=freqs)
-    params, found = InferenceParams(BATCH, 16), []
-    for part in x.split([4, 1, 1, 6], time):
+    params, found = InferenceParams(BATCH, 48), []
+    for part in x.split(chunks, time):
         found.append(module(part, rotary_pos_emb=freqs, inference_params=params))
         params.sequence_len_offset += part.shape[time]
     torch.testing.assert_close(torch.cat(found, time), expected, rtol=1e-5, atol=1e-5)
     kept = params.key_value_memory_dict[3]
-    assert sum(x.numel() for x in kept) == BATCH * 16 * (KV + P)
+    assert sum(x.numel() for x in kept) == BATCH * 48 * (KV + P)
+    assert absorbed == [1, 1, 6, 2]  # the prompt and 30 tokens have keys and values
 
 
 STEPS = ({"a": 4, "b": 2}, {"a": 1, "b": 1}, {"b": 3, "c": 5}, {"c": 1, "b": 1, "a": 6}, {"a": 1})
 
 
-@in_pairs(layout=["sbhd", "bshd", "thd"], q_lora_rank=[None, Q], kind=["causal", "padding_causal"])
+@in_pairs(
+    layout=["sbhd", "bshd", "thd"],
+    q_lora_rank=[None, Q],
+    kind=["causal", "padding_causal"],
+    absorbs=[True, False],
+)
 @torch.no_grad()
-def test_cached_latents_of_sequences_of_several_lengths(layout, q_lora_rank, kind, device):
+def test_cached_latents_of_sequences_of_several_lengths(
+    layout, q_lora_rank, kind, absorbs, device, monkeypatch
+):
+    monkeypatch.setattr(latent, "is_absorbing_faster", lambda *sizes: absorbs)
     module = build(
         q_lora_rank, qkv_format=layout, layer_number=1, attn_mask_type=kind, device=device
     ).eval()
@@ -253,8 +270,9 @@ def test_packed_sequences(device):
         torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("recompute", [False, True])
-@pytest.mark.parametrize("name", ["bf16 or fp32", "tensorwise"])
+@pytest.mark.parametrize(
+    ("name", "recompute"), [("bf16 or fp32", False), ("bf16 or fp32", True), ("tensorwise", True)]
+)
 def test_compiles_in_one_graph(name, recompute, device):
     recipe = RECIPES[name]
     eager = build(params_dtype=dtype_on(device), device=device)
