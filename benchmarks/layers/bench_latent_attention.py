@@ -22,7 +22,7 @@ import harness
 import apex_te
 
 # Sizes of DeepSeek-V3 by transformers' names.
-SIZES = {
+SIZES: dict[str, Any] = {
     "hidden_size": 7168, "num_attention_heads": 128, "num_key_value_heads": 128,
     "q_lora_rank": 1536, "kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64,
     "v_head_dim": 128,
@@ -37,7 +37,7 @@ def region(recipe: str | None) -> AbstractContextManager[Any]:
 class Contenders:
     """Steps of all contenders, by name: ``[batch, tokens]`` to train, one token to generate."""
 
-    def __init__(self, sizes: dict[str, int], batch: int, tokens: int, device: str) -> None:
+    def __init__(self, sizes: dict[str, Any], batch: int, tokens: int, device: str) -> None:
         self.sizes, self.batch, self.tokens = sizes, batch, tokens
         self.options: dict[str, Any] = {"dtype": torch.bfloat16, "device": device}
         self.rotary = sizes["qk_rope_head_dim"]
@@ -80,7 +80,7 @@ class Contenders:
                 )
 
             def train(x: torch.Tensor, module: Any = module) -> torch.Tensor:
-                return module(x, position_embeddings=first, attention_mask=None)[0]  # type: ignore
+                return module(x, position_embeddings=first, attention_mask=None)[0]
 
             @torch.no_grad()
             def generate(module: Any = module, cache: Any = cache) -> None:
