@@ -45,8 +45,8 @@ def fuse_latent_attention(model: _Model, recompute_up_proj: bool = False) -> _Mo
 
     Args:
         model: any model or layer, changed in place.
-        recompute_up_proj: compute queries, keys and values again in backward, from the latents,
-            instead of saving them; without effect in code that torch.compile traces.
+        recompute_up_proj: compute what has a latent (queries, keys and values) again in backward,
+            instead of saving it; without effect in code that torch.compile traces.
 
     Returns:
         ``model``.
@@ -113,7 +113,7 @@ class FusedLatentAttention(nn.Module):
     ) -> tuple[torch.Tensor, Any]:
         """Returns the result [b, s, hidden] and attention's weights, if there are any."""
         of: Any = self
-        source = hidden_states if of.q_lora_rank is None else of.q_a_proj(hidden_states)
+        source = (of.q_proj if of.q_lora_rank is None else of.q_a_proj)(hidden_states)
         down = of.kv_a_proj_with_mqa(hidden_states)
         latent, part = down.split([of.kv_lora_rank, of.qk_rope_head_dim], -1)
         latent = _scaled(of.kv_a_layernorm(latent), of, "mla_scale_kv_lora")
@@ -127,14 +127,11 @@ class FusedLatentAttention(nn.Module):
         return of.o_proj(out.reshape(*hidden_states.shape[:-1], -1).contiguous()), weights
 
     def _queries(self, source: torch.Tensor) -> torch.Tensor:
-        """Returns query heads [b, s, h, n + p], not rotated."""
+        """Returns query heads [b, s, h, n + p], not rotated, from their latent if they have one."""
         of: Any = self
-        q: torch.Tensor
-        if of.q_lora_rank is None:
-            q = of.q_proj(source)
-        else:
-            q = _scaled(of.q_b_proj(of.q_a_layernorm(source)), of, "mla_scale_q_lora")
-        return q.unflatten(-1, (-1, of.qk_head_dim))
+        if of.q_lora_rank is not None:
+            source = _scaled(of.q_b_proj(of.q_a_layernorm(source)), of, "mla_scale_q_lora")
+        return source.unflatten(-1, (-1, of.qk_head_dim))
 
     def _up(self, latent: torch.Tensor) -> torch.Tensor:
         """Returns keys and values [b, s, h, n + v] without the keys' rotated parts."""
@@ -161,8 +158,8 @@ class FusedLatentAttention(nn.Module):
         saving: Any = nullcontext()
         made: Any
         if again:
-            layers = [m for m in (getattr(of, "q_proj", None), getattr(of, "q_b_proj", None),
-                                  of.kv_b_proj) if isinstance(m, FP8Module)]  # fmt: skip
+            found = (of._modules.get(name) for name in ("q_b_proj", "kv_b_proj"))
+            layers = [layer for layer in found if isinstance(layer, FP8Module)]
             recomputed = Recomputed(layers, heads)
             saving, made = recomputed.saving(), recomputed.results
         else:

@@ -196,11 +196,14 @@ def test_recomputed_heads_in_fp8(scheme, name):
         model = fused(plain, recompute_up_proj=recompute).train()
         seen = []
         for _ in range(2):
-            with fp8_autocast(True, recipe):
-                logits = model(input_ids=IDS).logits
-            logits.square().mean().backward()
-            seen += [logits.detach(), *[p.grad.clone() for p in model.parameters()
-                                        if p.grad is not None]]  # fmt: skip
+            flying = []
+            for ids in (IDS, IDS.flip(1)):  # both in flight, so that scales move before backward
+                with fp8_autocast(True, recipe):
+                    flying.append(model(input_ids=ids).logits)
+            for logits in flying:
+                logits.square().mean().backward()
+                seen.append(logits.detach())
+            seen += [p.grad.clone() for p in model.parameters() if p.grad is not None]
         found.append(seen)
     assert_same_bits(*found)
     assert sqnr(plain(input_ids=IDS).logits, found[0][len(found[0]) // 2]) > 15
