@@ -1,6 +1,7 @@
 """MultiLatentAttention against plain PyTorch, with and without a cache, and recomputed."""
 
 import copy
+import pickle
 from collections import OrderedDict
 
 import pytest
@@ -12,6 +13,8 @@ from latent_cases import BATCH, HIDDEN, KV, SHAPES, TOKENS, YARN, N, P, Q, V, bu
 from layer_kinds import dtype_on, repeatable
 from plain_transformer import Plain, compare
 from schemes import SCHEMES, chosen
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
 
 import apex_te
 import apex_te.module.attention.latent as latent
@@ -340,6 +343,43 @@ def test_steps_by_a_cuda_graph(name, recompute, device, request):
             found.append([*seen, *[p.grad.clone() for p in module.parameters()]])
             assert not graphed or count_replays(module) == 3
     assert_same_bits(*found)
+
+
+def test_recomputed_under_autocast(device):
+    """Backward runs outside of the region, and repeats its dtype."""
+    found = []
+    for recompute in (False, True):
+        module = build(recompute_up_proj=recompute, device=device)
+        torch.manual_seed(1)
+        x = torch.randn(SHAPES["sbhd"]).to(device).requires_grad_()
+        with repeatable(device):
+            with torch.autocast(device.type, torch.bfloat16):
+                out = module(x, rotary_pos_emb=FREQS.to(device))
+            out.float().square().sum().backward()
+        assert out.dtype is torch.bfloat16
+        found.append([out, x.grad, *[p.grad for p in module.parameters()]])
+    assert_same_bits(*found)
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_traced_copied_and_without_memory(recompute):
+    module, x = build(recompute_up_proj=recompute), torch.randn(SHAPES["sbhd"])
+    expected = module(x, rotary_pos_emb=FREQS)
+    graph = make_fx(lambda x: module(x, rotary_pos_emb=FREQS))(x)
+    program = torch.export.export(module, (x,), {"rotary_pos_emb": FREQS}).module()
+    found = [
+        graph(x), program(x, rotary_pos_emb=FREQS),
+        copy.deepcopy(module)(x, rotary_pos_emb=FREQS),
+        pickle.loads(pickle.dumps(module))(x, rotary_pos_emb=FREQS),
+    ]  # fmt: skip
+    assert_same_bits(found, [expected] * 4)
+    for size in (SHAPES["sbhd"], (0, BATCH, HIDDEN)):
+        where = "meta" if size[0] else "cpu"
+        leaf = torch.empty(size, device=where, requires_grad=True)
+        copy.deepcopy(module).to(where)(leaf, rotary_pos_emb=FREQS.to(where)).sum().backward()
+        assert leaf.grad.shape == leaf.shape
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        assert module(mode.from_tensor(x)).shape == x.shape
 
 
 def test_in_a_transformer_layer(device):
