@@ -16,6 +16,7 @@ from ..module._core.parallel import is_observed
 from ..module._core.recompute import Recomputed
 from ..module.attention.latent_cache import attend_to_latents, is_absorbing_faster
 from ..module.attention.latent_heads import Turn, latent_heads
+from ..runtime.invariance import is_batch_invariant
 from ..runtime.named_arguments import check_model, named_arguments
 from ..runtime.tracing import is_traced
 from ._derived import derived
@@ -183,6 +184,11 @@ class FusedLatentAttention(nn.Module):
         how: _Attention,
     ) -> tuple[torch.Tensor, Any]:
         """Attends to the cached tokens, too, by their latents or by keys and values."""
+        if is_batch_invariant():
+            raise NotImplementedError(
+                f"{type(self).__name__}: past_key_values must be None under batch_invariant, "
+                "because tokens that attend to latents are summed in another order, got some"
+            )
         of: Any = self
         part = part.unsqueeze(2)
         part = part if turn is None else _rotated(part, turn)

@@ -11,6 +11,7 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from ...fp8.delayed.ranks import number_layer
+from ...runtime.invariance import is_batch_invariant
 from ...runtime.named_arguments import check_count, named_arguments
 from ...runtime.tracing import is_traced
 from .._core.arguments import VAGUE, checked_eps, checked_number, explain_attention
@@ -30,7 +31,7 @@ from .latent_cache import (
     plain_weight,
     step_options,
 )
-from .latent_heads import SharedRows, Turn, latent_heads, rotated_queries
+from .latent_heads import Turn, latent_heads, rotated_queries, shared_rows
 from .masks import Mask
 from .multihead import MultiheadAttention
 from .qkv_heads import Rotation
@@ -42,17 +43,14 @@ _NAME = "MultiLatentAttention"
 _Init = Callable[[torch.Tensor], Any] | None
 # Names in Hugging Face's files and in Megatron-Core's without fused norms, and beginnings here.
 _OTHER_NAMES = (
-    ("q_proj", "linear_q_proj."),
-    ("q_a_proj", "linear_q_down_proj."),
-    ("kv_a_proj_with_mqa", "linear_kv_down_proj."),
-    ("q_b_proj", "linear_q_up_proj."),
-    ("kv_b_proj", "linear_kv_up_proj."),
-    ("o_proj", "linear_proj."),
+    ("q_proj", "linear_q_proj."), ("q_a_proj", "linear_q_down_proj."),
+    ("kv_a_proj_with_mqa", "linear_kv_down_proj."), ("q_b_proj", "linear_q_up_proj."),
+    ("kv_b_proj", "linear_kv_up_proj."), ("o_proj", "linear_proj."),
     ("q_a_layernorm", "linear_q_up_proj.layer_norm_"),
     ("kv_a_layernorm", "linear_kv_up_proj.layer_norm_"),
     ("q_layernorm", "linear_q_up_proj.layer_norm_"),
     ("kv_layernorm", "linear_kv_up_proj.layer_norm_"),
-)
+)  # fmt: skip
 
 
 class MultiLatentAttention(CompositeModule):
@@ -109,7 +107,6 @@ class MultiLatentAttention(CompositeModule):
     """
 
     return_bias = False
-    attention_type = "self"
     linear_qkv_down_proj: Linear | LayerNormLinear
     linear_q_up_proj: LayerNormLinear
     linear_q_proj: Linear
@@ -330,6 +327,7 @@ class MultiLatentAttention(CompositeModule):
         Raises:
             TypeError: a tensor has another dtype than those above.
             ValueError: a shape, mask or option does not fit.
+            NotImplementedError: ``inference_params`` is given under ``batch_invariant``.
         """
         options: dict[str, Any] = {
             "attention_mask": attention_mask, "attn_mask_type": attn_mask_type,
@@ -402,10 +400,8 @@ class MultiLatentAttention(CompositeModule):
 
     def whole(self, x: torch.Tensor) -> torch.Tensor:
         """Returns the rows of all tensor-parallel ranks, for this rank's heads."""
-        if self.tp_size == 1:
-            return x
-        rows: torch.Tensor = SharedRows.apply(x, self.linear_proj.tp_group, self.sequence_parallel)
-        return rows
+        group, split = self.linear_proj.tp_group, self.sequence_parallel
+        return x if self.tp_size == 1 else shared_rows(x, group, split)
 
     def _query_layer(self) -> Linear | LayerNormLinear:
         return self.linear_q_proj if self.q_lora_rank is None else self.linear_q_up_proj
@@ -466,6 +462,11 @@ class MultiLatentAttention(CompositeModule):
         options: dict[str, Any],
     ) -> torch.Tensor:
         """Does what ``_attend`` does, and the tokens also attend to the cached ones."""
+        if is_batch_invariant():
+            raise NotImplementedError(
+                f"{_NAME}: inference_params must be None under batch_invariant, because tokens "
+                "that attend to latents are summed in another order, got some"
+            )
         form, norm = self.qkv_format, self.whole(self.linear_kv_up_proj.norm_of(latent))
         part = pe.unsqueeze(-2) if turn is None else turn.of(pe.unsqueeze(-2), form)
         cached, is_first = extended_latents(
@@ -483,8 +484,7 @@ class MultiLatentAttention(CompositeModule):
         query = rotated_queries(query, self.qk_head_dim, form, turn)
         weight: Any = self.linear_kv_up_proj.weight
         keys, size, inner = cached.keys, self.kv_lora_rank, self.qk_head_dim + self.v_head_dim
-        step = cached.step
-        tokens = q.shape[form.index("s")] if step is None else step.longest_new
+        tokens = cached.step.longest_new if cached.step else q.shape[form.index("s")]
         if not is_absorbing_faster(tokens, size, inner):
             kv = functional.linear(keys[..., 0, :size], plain_weight(weight, keys.dtype))
             kv, pe = kv.unflatten(-1, (-1, inner)), keys[..., 0, size:]

@@ -126,11 +126,17 @@ def _rotated(op: Callable[..., None], x: torch.Tensor, form: str, turn: Turn) ->
     return out
 
 
-class SharedRows(OpFunction):
-    """Rows of a replicated layer's output that each tensor-parallel rank uses for its own heads.
+def shared_rows(x: torch.Tensor, group: Any, split: bool) -> torch.Tensor:
+    """Returns rows of a replicated layer's output that each rank uses for its own heads.
 
     With ``split``, ranks have parts of the rows, which are gathered. Gradients are summed.
     """
+    rows: torch.Tensor = _SharedRows.apply(x, group, split)
+    return rows
+
+
+class _SharedRows(OpFunction):
+    """Autograd function of ``shared_rows``."""
 
     LABEL = "MultiLatentAttention"
 

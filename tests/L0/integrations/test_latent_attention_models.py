@@ -248,6 +248,20 @@ def test_adapters_and_hooks_of_the_up_projection_are_called():
     torch.testing.assert_close(found[1], expected[1], rtol=1e-4, atol=1e-4)
 
 
+@torch.no_grad()
+def test_batch_invariant():
+    """A sequence has the same bits alone and among others; a cache is refused."""
+    model = fused(build("V3"))
+    model.set_attn_implementation("apex_te")
+    attention, x = converted(model)[0], torch.randn(2, 12, model.config.hidden_size)
+    tables = model.model.rotary_emb(x, torch.arange(12)[None])
+    with apex_te.batch_invariant():
+        together = attention(x, tables)[0]
+        assert_same_bits([attention(x[1:], tables)[0]], [together[1:]])
+        with pytest.raises(NotImplementedError, match="past_key_values must be None under batch_"):
+            attention(x, tables, past_key_values=transformers.DynamicCache())
+
+
 def test_copies_pickles_and_a_second_call():
     model = fused(build("V3"))
     expected = model(input_ids=IDS).logits

@@ -382,6 +382,26 @@ def test_traced_copied_and_without_memory(recompute):
         assert module(mode.from_tensor(x)).shape == x.shape
 
 
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("name", ["bf16 or fp32", "blockwise"])
+def test_batch_invariant(name, recompute, device):
+    """A sequence has the same bits alone and among others, and refuses what differs."""
+    module = build(
+        recompute_up_proj=recompute, layer_number=1, params_dtype=dtype_on(device), device=device
+    )
+    x, freqs = torch.randn(12, 3, HIDDEN).to(device, dtype_on(device)), FREQS.to(device)
+
+    def call(x, **options):
+        with fp8_autocast(RECIPES[name] is not None, RECIPES[name]):
+            return module(x, rotary_pos_emb=freqs, **options)
+
+    with apex_te.batch_invariant():
+        together = call(x)
+        assert_same_bits([call(x[:, 1:2]), call(x[:5])], [together[:, 1:2], together[:5]])
+        with pytest.raises(NotImplementedError, match="inference_params must be None under batch"):
+            call(x, inference_params=InferenceParams(3, 16))
+
+
 def test_in_a_transformer_layer(device):
     """The layer takes the module for its attention, and adds the residual."""
     layer = apex_te.TransformerLayer(
