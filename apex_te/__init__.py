@@ -61,13 +61,18 @@ if _typing.TYPE_CHECKING:
     from .integrations.fused_lora import fuse_lora as fuse_lora
     from .integrations.fused_loss import fuse_loss as fuse_loss
     from .integrations.huggingface import FP8Callback as FP8Callback
+    from .integrations.latent_attention import (
+        fuse_latent_attention as fuse_latent_attention,
+    )
     from .integrations.layer_advice import advise as advise
     from .integrations.summary import conversion_summary as conversion_summary
     from .module.attention.dot_product import DotProductAttention as DotProductAttention
     from .module.attention.inference_params import InferenceParams as InferenceParams
+    from .module.attention.latent import MultiLatentAttention as MultiLatentAttention
     from .module.attention.multihead import MultiheadAttention as MultiheadAttention
     from .module.attention.rotary import RotaryPositionEmbedding as RotaryPositionEmbedding
     from .module.attention.rotary import apply_rotary_pos_emb as apply_rotary_pos_emb
+    from .module.attention.rotary_yarn import YarnRotaryEmbedding as YarnRotaryEmbedding
     from .module.grouped.linear import GroupedLinear as GroupedLinear
     from .module.grouped.padding import Fp8Padding as Fp8Padding
     from .module.grouped.padding import Fp8Unpadding as Fp8Unpadding
@@ -99,10 +104,12 @@ _NAMES = {
     "LayerNormMLP": "module.layer_norm_mlp",
     "Linear": "module.linear",
     "MoELayer": "module.moe_layer",
+    "MultiLatentAttention": "module.attention.latent",
     "MultiheadAttention": "module.attention.multihead",
     "RMSNorm": "module.rms_norm",
     "RotaryPositionEmbedding": "module.attention.rotary",
     "TransformerLayer": "module.transformer_layer",
+    "YarnRotaryEmbedding": "module.attention.rotary_yarn",
     "add_fp8_arguments": "fp8.arguments",
     "advise": "integrations.layer_advice",
     "amp": "",
@@ -123,6 +130,7 @@ _NAMES = {
     "from_fp8_checkpoint": "integrations.checkpoints.load",
     "from_torch": "integrations.from_torch",
     "fuse_lora": "integrations.fused_lora",
+    "fuse_latent_attention": "integrations.latent_attention",
     "fuse_loss": "integrations.fused_loss",
     "init_fp8_state": "fp8.module_fp8",
     "integrations": "",

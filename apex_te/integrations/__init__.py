@@ -15,6 +15,7 @@ from .from_torch import from_torch
 from .fused_lora import fuse_lora
 from .fused_loss import fuse_loss
 from .fusion import KeyMap, key_map
+from .latent_attention import fuse_latent_attention
 from .optimizer_order import reorder_fused_state, reorder_grouped_linear_state
 from .saving import load_fp8_state, save_fp8_state
 from .summary import ConversionSummary, conversion_summary
@@ -29,6 +30,7 @@ __all__ = [
     "fp8_tensors",
     "from_fp8_checkpoint",
     "from_torch",
+    "fuse_latent_attention",
     "fuse_lora",
     "fuse_loss",
     "key_map",

@@ -6,6 +6,7 @@ from ..runtime.imports import attach
 
 if TYPE_CHECKING:
     from .attention.dot_product import DotProductAttention as DotProductAttention
+    from .attention.latent import MultiLatentAttention as MultiLatentAttention
     from .attention.multihead import MultiheadAttention as MultiheadAttention
     from .grouped.linear import GroupedLinear as GroupedLinear
     from .grouped.padding import Fp8Padding as Fp8Padding
@@ -30,6 +31,7 @@ _NAMES = {
     "LayerNormMLP": "layer_norm_mlp",
     "Linear": "linear",
     "MoELayer": "moe_layer",
+    "MultiLatentAttention": "attention.latent",
     "MultiheadAttention": "attention.multihead",
     "RMSNorm": "rms_norm",
     "TransformerLayer": "transformer_layer",

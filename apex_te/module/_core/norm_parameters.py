@@ -134,6 +134,10 @@ class NormedModule(ParallelModule):
         programs = self._modes.plain
         return programs if programs.is_usable() else None
 
+    def norm_of(self, inp: torch.Tensor) -> torch.Tensor:
+        """Returns the norm of ``inp`` alone, in bf16 or fp32."""
+        return self._plain_norm(inp, None)[0]
+
     def _plain_norm(
         self, inp: torch.Tensor, residual: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor]:

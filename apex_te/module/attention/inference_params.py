@@ -514,7 +514,7 @@ def _extended_by_step(
 
 def _rows(kept: torch.Tensor) -> torch.Tensor:
     """Returns a view [b * s, g, d] of cached keys or values [b, s, g, d]."""
-    return kept.view(-1, *kept.shape[2:])
+    return kept.flatten(0, 1)
 
 
 def _memory(

@@ -161,6 +161,7 @@ def test_the_callback_says_how_to_install_transformers_which_nothing_else_needs(
         ("export_fp8", ""),
         ("fp8_tensors", ""),
         ("from_torch", ""),
+        ("fuse_latent_attention", ""),
         ("fuse_lora", ""),
         ("fuse_loss", ""),
     ],

@@ -14,6 +14,7 @@ from apex_te.integrations import (
     export_fp8,
     fp8_tensors,
     from_torch,
+    fuse_latent_attention,
     fuse_lora,
     fuse_loss,
     key_map,
@@ -54,6 +55,7 @@ OF_A_MODEL = {
     "from_torch": from_torch,
     "conversion_summary": conversion_summary,
     "key_map": key_map,
+    "fuse_latent_attention": fuse_latent_attention,
     "fuse_loss": fuse_loss,
     "fuse_lora": fuse_lora,
     "autocast_forward": autocast_forward,
@@ -118,6 +120,12 @@ MISTAKES = {
     "fuse_loss": [
         (lambda: fuse_loss(plain()), ValueError, "causal language model", "Sequential"),
         (lambda: fuse_loss(plain(), fp8_recpie="delayed"), TypeError, "did you mean 'fp8_recipe'?"),
+    ],
+    "fuse_latent_attention": [
+        (lambda: fuse_latent_attention(plain()), ValueError, "formula of DeepSeek-V3's", "none"),
+        (lambda: fuse_latent_attention(plain(), "yes"), TypeError, "recompute_up_proj", "str"),
+        (lambda: fuse_latent_attention(plain(), recompute=True), TypeError,
+         "did you mean 'recompute_up_proj'?"),
     ],
     "fuse_lora": [
         (lambda: fuse_lora(from_torch(plain())), ValueError, "LoRA layers", "none"),

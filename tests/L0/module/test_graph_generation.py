@@ -31,7 +31,10 @@ STEPS = (
     {"d": 1, "e": 1},
 )  # fmt: skip
 CAPTURED = dict.fromkeys(range(ROWS), WIDTH)
-KINDS = ("MultiheadAttention", "TransformerLayer", "te.TransformerLayer", "te.DotProductAttention")
+KINDS = (
+    "MultiheadAttention", "MultiLatentAttention", "TransformerLayer", "te.TransformerLayer",
+    "te.DotProductAttention",
+)  # fmt: skip
 
 
 @pytest.fixture(autouse=True)
@@ -53,6 +56,11 @@ def build(kind, layout, device, mask="padding_causal", **kwargs):
         module = apex_te.MultiheadAttention(
             HIDDEN, HEADS, num_gqa_groups=GROUPS, attention_dropout=0.0, layer_number=1,
             attn_mask_type=mask, qkv_format=layout, device=device, **kwargs,
+        )  # fmt: skip
+    elif kind == "MultiLatentAttention":
+        module = apex_te.MultiLatentAttention(
+            HIDDEN, HEADS, 24, 16, 12, SIZE, 10, layer_number=1, attn_mask_type=mask,
+            qkv_format=layout, device=device, init_method=torch.nn.init.xavier_normal_, **kwargs,
         )  # fmt: skip
     else:
         package = te if kind.startswith("te.") else apex_te

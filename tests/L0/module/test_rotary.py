@@ -236,3 +236,19 @@ def test_start_positions_of_a_rank_s_chunks(
         own = rotated(laid(part_of(x, rank, ranks)), cp_size=ranks, cp_rank=rank, **packed)
         for got, want in zip(own, whole, strict=True):
             assert torch.equal(got, laid(part_of(want, rank, ranks)))
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"scaling_factor": 0.5}, ValueError, "scaling_factor must be at least 1"),
+        ({"scaling_factor": "4"}, TypeError, "scaling_factor must be a float"),
+        ({"original_max_position_embeddings": 0}, ValueError, "original_max_position_embeddings"),
+        ({"beta_slow": 0.0}, ValueError, "beta_slow must be above 0"),
+        ({"beta_fast": 1.0, "beta_slow": 2.0}, ValueError, "beta_fast must be at least beta_slow"),
+        ({"rotary_base": 1.0}, ValueError, "rotary_base must not be 1"),
+    ],
+)
+def test_yarn_refuses(options: dict, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=f"YarnRotaryEmbedding: .*{message}"):
+        apex_te.YarnRotaryEmbedding(8, **options)
