@@ -27,6 +27,8 @@ from .._core.parallel import GroupHolder, checked_tp_size, divided, tag
 from . import masks as _masks
 from .alibi import Alibi, checked_slopes, standard_slopes
 from .backends import Options, Path, attend, choose, path_settings
+from .context_parallel.plan import Request, plan
+from .context_parallel.ranks import ContextRanks
 from .masks import broadcasts
 from .packed import attend_packed, choose_packed, gaps_of, packing
 
@@ -84,11 +86,13 @@ class DotProductAttention(torch.nn.Module):
             split. The tensors that forward takes have this rank's heads.
         sequence_parallel: accepted without effect; attention sees whole sequences.
         device: where ``softmax_offset`` is made; None takes PyTorch's default device.
+        cp_group, cp_global_ranks, cp_stream, cp_comm_type: as in ``set_context_parallel_group``.
 
     Interface and the order of arguments follow TransformerEngine's DotProductAttention.
     """
 
     softmax_offset: torch.nn.Parameter | None
+    _context = ContextRanks(_NAME)  # one rank
 
     @named_arguments()
     def __init__(
@@ -111,8 +115,14 @@ class DotProductAttention(torch.nn.Module):
         softmax_type: str = "vanilla",
         apply_query_key_layer_scaling: bool = False,
         device: torch.device | str | int | None = None,
+        cp_group: Any = None,
+        cp_global_ranks: Sequence[int] | None = None,
+        cp_stream: Any = None,
+        cp_comm_type: str = "p2p",
     ) -> None:
         super().__init__()
+        if cp_group is not None or cp_comm_type != "p2p":
+            self.set_context_parallel_group(cp_group, cp_global_ranks, cp_stream, cp_comm_type)
         ranks = checked_tp_size(_NAME, tp_group, tp_size)
         groups = _arguments.checked_groups(_NAME, num_attention_heads, num_gqa_groups)
         if attention_type not in ("self", "cross"):
@@ -193,6 +203,43 @@ class DotProductAttention(torch.nn.Module):
         offset = self._parameters.get("softmax_offset")
         if self.tp_size > 1 and offset is not None:
             note_group(offset, tp_group)
+
+    @property
+    def context_ranks(self) -> ContextRanks:
+        """The ranks over which sequences are split, and this rank's number; one without a group."""
+        return self._context
+
+    def set_context_parallel_group(
+        self,
+        cp_group: Any,
+        cp_global_ranks: Sequence[int] | None = None,
+        cp_stream: Any = None,
+        cp_comm_type: str = "p2p",
+    ) -> None:
+        """Sets the ranks that sequences are split over; can be called at any time.
+
+        With n ranks, the tensors of forward have this rank's tokens: of the 2n equal chunks of each
+        sequence, rank r has r and 2n - 1 - r, as ``split_for_context_parallel`` cuts them. Packed
+        sequences are cut so each. All else is that of whole sequences: masks, biases,
+        ``cu_seqlens`` and maxima. A gradient of a parameter or bias is this rank's part of a sum
+        over the ranks, as under data parallelism.
+
+        Args:
+            cp_group: process group, or ``DeviceMesh`` of one dimension; None for one rank. For
+                ``"a2a+p2p"`` also a list of two, whose first has neighbouring ranks.
+            cp_global_ranks, cp_stream: accepted without effect.
+            cp_comm_type: ``"all_gather"``: each rank attends to keys and values of all ranks.
+                ``"a2a"``: heads are split over the ranks meanwhile, and results have the bits of
+                one rank where its kernel computes each head alone. ``"p2p"`` and ``"a2a+p2p"`` are
+                served by ``"all_gather"``.
+
+        Raises:
+            TypeError: ``cp_group`` is none of those above.
+            ValueError: ``cp_comm_type`` is unknown, or does not fit the number of groups.
+
+        Source: TransformerEngine's method of this name.
+        """
+        self._context = ContextRanks(_NAME, cp_group, cp_global_ranks, cp_stream, cp_comm_type)
 
     # What forward reads is made of these once: without setters, setting them would do nothing.
 
@@ -312,7 +359,7 @@ class DotProductAttention(torch.nn.Module):
                 is cu_seqlens_kv_padded
                 is None
             )
-            if is_usual and self.qkv_format != "thd":
+            if is_usual and self.qkv_format != "thd" and self._context.size == 1:
                 attended, inputs, order = self._usual_plan(query_layer, key_layer, value_layer)
             else:
                 _, attended, inputs, order = self._plan(
@@ -475,7 +522,38 @@ class DotProductAttention(torch.nn.Module):
                 f"{_NAME}: alibi_slopes must be None unless core_attention_bias_type is 'alibi', "
                 f"got slopes and {core_attention_bias_type!r}"
             )
-        has_alibi = core_attention_bias_type == "alibi"
+        request = Request(
+            layout, kind, size, attention_mask, (cu_seqlens_q, cu_seqlens_kv),
+            (max_seqlen_q, max_seqlen_kv), core_attention_bias_type == "alibi",
+            (cu_seqlens_q_padded, cu_seqlens_kv_padded),
+        )  # fmt: skip
+        if request.has_alibi:
+            batch = q.shape[layout.find("b")]
+            if layout == "thd" and cu_seqlens_q is not None:
+                batch = cu_seqlens_q.shape[0] - 1
+            bias = self._slopes(alibi_slopes, batch, q.device)
+        if self._context.size == 1:
+            return self._route(q, k, v, bias, request)
+        options = self._options()
+        is_self = self.attention_type == "self"
+        given = (q, k, v, bias, request)
+        found = plan(_NAME, self._context, *given, options, is_self, self._route, self._see)
+        order = None if layout == "thd" else (0, 1, 2, 3)
+        return found.path, found.run, (*given[:4], self._sink()), order
+
+    def _route(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        bias: torch.Tensor | None,
+        request: Request,
+    ) -> tuple[Path, Callable[..., torch.Tensor], tuple[Any, ...], tuple[int, ...] | None]:
+        """Returns what ``_plan`` returns, for checked tensors of whole sequences.
+
+        ``bias`` may be the slopes of ALiBi. The values of tensors are not read.
+        """
+        layout, kind, size, attention_mask, cu, longest, has_alibi, starts = request
         options = self._options()
         order = None
         if layout == "thd":
@@ -489,12 +567,10 @@ class DotProductAttention(torch.nn.Module):
                 raise ValueError(
                     f"{_NAME}: attn_mask_type must not be 'arbitrary' with qkv_format 'thd'"
                 )
-            where = packing(_NAME, cu_seqlens_q, cu_seqlens_kv, max_seqlen_q, max_seqlen_kv)
-            if has_alibi:
-                bias = self._slopes(alibi_slopes, where.queries.shape[0] - 1, q.device)
-            gaps = gaps_of(_NAME, "q", where.queries, cu_seqlens_q_padded, q.shape[0])
-            key_gaps, padded = gaps, cu_seqlens_kv_padded
-            if not where.is_self or not (padded is None or padded is cu_seqlens_q_padded):
+            where = packing(_NAME, *cu, *longest)
+            gaps = gaps_of(_NAME, "q", where.queries, starts[0], q.shape[0])
+            key_gaps, padded = gaps, starts[1]
+            if not where.is_self or not (padded is None or padded is starts[0]):
                 key_gaps = gaps_of(_NAME, "kv", where.keys, padded, k.shape[0])
             masked = attention_mask is not None
             path = choose_packed(q, v, where, kind, bias is not None, masked, options)
@@ -504,19 +580,15 @@ class DotProductAttention(torch.nn.Module):
                 (gaps, key_gaps),
             )  # fmt: skip
         else:
-            if cu_seqlens_q_padded is not None or cu_seqlens_kv_padded is not None:
+            if any(each is not None for each in starts):
                 raise ValueError(
                     f"{_NAME}: cu_seqlens_q_padded and cu_seqlens_kv_padded must be None with "
                     f"qkv_format {layout!r}, got a tensor"
                 )
             order = _FROM_HEADS[layout]
             q, k, v = (x.permute(_TO_HEADS[layout]) for x in (q, k, v))
-            cu = (cu_seqlens_q, cu_seqlens_kv)
-            seen, mask = self._seen(q, k, kind, size, bias, attention_mask, cu)
-            alibi = None
-            if has_alibi:
-                alibi = Alibi(kind, mask)
-                bias = self._slopes(alibi_slopes, q.shape[0], q.device)
+            seen, mask = self._see(q, k, bias, request)
+            alibi = Alibi(kind, mask) if has_alibi else None
             path = choose(q, k, v, seen, bias, options)
             fixed = (path, seen, options, alibi)
         call: Any = attend if order is not None else attend_packed
@@ -536,20 +608,14 @@ class DotProductAttention(torch.nn.Module):
             return None
         return self.softmax_offset.float()
 
-    def _seen(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        kind: _masks.MaskType,
-        size: tuple[int, int] | None,
-        bias: torch.Tensor | None,
-        mask: _masks.Mask,
-        cu: tuple[torch.Tensor | None, torch.Tensor | None],
+    def _see(
+        self, q: torch.Tensor, k: torch.Tensor, bias: torch.Tensor | None, request: Request
     ) -> tuple[_masks.Visibility, _masks.Mask]:
         """Checks the masks; returns the keys that queries [b, h, sq, d] see, and the mask.
 
-        The mask is ``mask``, joined with the padding that ``cu`` gives if ``cu`` has tensors.
+        The mask is the request's, joined with the padding that its ``cu`` gives if it has tensors.
         """
+        _, kind, size, mask, cu, _, has_alibi, _ = request
         batch, heads, queries, _ = q.shape
         keys = k.shape[2]
         cross = self.attention_type == "cross"
@@ -566,7 +632,7 @@ class DotProductAttention(torch.nn.Module):
             by_length = (padded, padded)
             if queries != keys or not where.is_self:
                 by_length = (padded, _masks.lengths_mask(where.keys.diff(), keys))
-        if bias is not None and not broadcasts(bias, scores):
+        if bias is not None and not has_alibi and not broadcasts(bias, scores):
             raise ValueError(
                 f"{_NAME}: core_attention_bias must broadcast to {list(scores)}, "
                 f"got {list(bias.shape)}"

@@ -318,26 +318,19 @@ def test_gaps_between_packed_sequences():
     assert torch.equal(out, own(x, cu_seqlens_q=cu))
 
 
-class Ranks:
-    """Stand-in for a process group of two ranks."""
-
-    def size(self):
-        return 2
-
-
-def test_context_parallel_groups(monkeypatch):
+def test_context_parallel_groups():
     layer, _ = pair({}, "cpu")
     layer.set_context_parallel_group(None, None, None, "p2p")
     layer.set_context_parallel_group([None, None], [0], "stream", "a2a+p2p")
     core = layer.self_attention.core_attention
     assert (core.cp_comm_type, core.cp_stream, layer.cp_global_ranks) == ("a2a+p2p", "stream", [0])
-    monkeypatch.setattr(
-        "apex_te.integrations.transformer_engine._context_parallel.world_size", lambda group: 2
-    )
-    with pytest.raises(NotImplementedError, match="cp_group must be None or have one rank"):
-        layer.set_context_parallel_group(Ranks(), [0, 1], None)
-    with pytest.raises(NotImplementedError, match="cp_group must be None or have one rank"):
-        te_attention.DotProductAttention(2, 8, cp_group=Ranks())
+    with pytest.raises(TypeError, match="DotProductAttention: cp_group must be a torch"):
+        layer.set_context_parallel_group(2, [0, 1], None)
+    with pytest.raises(ValueError, match="cp_comm_type must be one of p2p, all_gather, a2a, a2a"):
+        te_attention.DotProductAttention(2, 8, cp_comm_type="ring")
+    assert core.cp_comm_type == "a2a+p2p"
+    core.cp_stream = object()
+    assert copy.deepcopy(core).cp_stream is None
 
 
 @pytest.mark.parametrize("scheme", ["delayed", "blockwise"])
