@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 import torch
-from on_rank import all_equal, device_of
+from on_rank import all_equal, assert_told, device_of, told
 from torch import distributed
 
 import apex_te
@@ -126,3 +126,136 @@ def _compare(rank, layout, comm_type, masks):
 def test_results_are_those_of_one_rank(ranks, comm_type, layout):
     masks = [m for m in MASKS if layout != "thd" or m not in ("both_sides", "left")]
     assert ranks.run(_compare, layout, comm_type, masks) == [[]] * ranks.size
+
+
+@pytest.mark.parametrize("layout", ["sbhd", "thd"])
+def test_keys_gathered_in_two_stages(four_ranks, layout):
+    masks = ["causal", "all", "padding_window"] if layout == "sbhd" else ["causal", "window"]
+    assert four_ranks.run(_compare, layout, "a2a+p2p", masks) == [[]] * 4
+
+
+WIDTH = HEADS * SIZE
+
+
+def _layer(layout, device, package=apex_te):
+    torch.manual_seed(2)
+    kind = "padding_causal" if layout == "thd" else "causal"
+    return package.TransformerLayer(
+        WIDTH, 2 * WIDTH, HEADS, num_gqa_groups=2, attn_input_format=layout, hidden_dropout=0.0,
+        attention_dropout=0.0, self_attn_mask_type=kind, device=device,
+    )  # fmt: skip
+
+
+def _layers_alike(rank, layout, comm_type, package):
+    """Largest differences of output and gradients, relative to the largest value."""
+    device, group = device_of(rank), distributed.group.WORLD
+    if package == "alias":
+        import apex_te.integrations.te_alias as te_alias
+
+        te_alias.install()
+        import transformer_engine.pytorch as package
+    else:
+        package = apex_te
+    layer = _layer(layout, device, package)
+    dim = {"sbhd": 0, "bshd": 1, "thd": 0}[layout]
+    shape = {"sbhd": (TOKENS, BATCH), "bshd": (BATCH, TOKENS), "thd": (sum(ROOMS),)}[layout]
+    options = {"rotary_pos_emb": apex_te.RotaryPositionEmbedding(SIZE, device=device)(40)}
+    cu = None
+    if layout == "thd":
+        options |= _options("padding_causal", layout, device)
+        cu = options["cu_seqlens_q_padded"]
+    generator = torch.Generator().manual_seed(6)
+    x, grad = (torch.randn(*shape, WIDTH, generator=generator).to(device) for _ in range(2))
+    if cu is not None:  # the layer's other parts also compute what belongs to no sequence
+        place = torch.arange(len(grad), device=device)
+        own = torch.searchsorted(cu, place, right=True) - 1
+        grad[place - cu[own] >= options["cu_seqlens_q"].diff()[own]] = 0.0
+    one = _results(layer, [x.requires_grad_()], grad, options)
+    layer.set_context_parallel_group(
+        group, distributed.get_process_group_ranks(group), None, comm_type
+    )
+    split = apex_te.split_for_context_parallel
+    own = split(x.detach(), group, dim, cu).requires_grad_()
+    found = _results(layer, [own], split(grad, group, dim, cu), options)
+    for each in found[2:]:
+        distributed.all_reduce(each)
+    tokens = [apex_te.join_context_parallel(each, group, dim, cu) for each in found[:2]]
+    if cu is not None:
+        one[0], tokens[0] = (
+            out * (grad != 0.0).any(-1, keepdim=True) for out in (one[0], tokens[0])
+        )
+    pairs = zip([*tokens, *found[2:]], one, strict=True)
+    return [float((a - b).abs().max() / b.abs().max().clamp(min=1e-30)) for a, b in pairs]
+
+
+@pytest.mark.parametrize("package", ["own", "alias"])
+@pytest.mark.parametrize("comm_type", ["all_gather", "a2a", "p2p"])
+@pytest.mark.parametrize("layout", ["sbhd", "bshd", "thd"])
+def test_a_layer_with_rotary_embedding(ranks, layout, comm_type, package):
+    for found in ranks.run(_layers_alike, layout, comm_type, package):
+        assert max(found) < 3e-6  # sums of fp32 in another order
+
+
+def _again(rank, comm_type, how):
+    """Bits of a call with attention recomputed or compiled, beside those of a plain one."""
+    device, group = device_of(rank), distributed.group.WORLD
+    module = _module("causal", 2, "learnable", "sbhd", device)
+    module.set_context_parallel_group(group, None, None, comm_type)
+    tensors, grad = _inputs((TOKENS // 2, BATCH, HEADS, SIZE), 2, device, torch.float32)
+    plain = _results(module, tensors, grad, {})
+    for x in tensors:
+        x.grad = None
+    if how == "recomputed":
+        return all_equal(
+            _results(module, tensors, grad, {"checkpoint_core_attention": True}), plain
+        )
+    torch._dynamo.reset()
+    compiled = torch.compile(module, backend="aot_eager", fullgraph=True)
+    return all_equal(_results(compiled, tensors, grad, {}), plain)
+
+
+@pytest.mark.parametrize("how", ["recomputed", "compiled"])
+@pytest.mark.parametrize("comm_type", ["all_gather", "a2a"])
+def test_recomputed_and_compiled_attention_has_the_same_bits(two_ranks, comm_type, how):
+    assert two_ranks.run(_again, comm_type, how) == [True, True]
+
+
+def _told(rank):
+    group, device = distributed.group.WORLD, device_of(rank)
+    make = apex_te.DotProductAttention
+    x = torch.randn(4, 1, 6, 8, device=device)
+    both = make(6, 8, cp_group=group, cp_comm_type="a2a")
+    ring = make(6, 8, cp_group=group)
+    alibi = {"core_attention_bias_type": "alibi"}
+    layer = apex_te.MultiheadAttention(48, 6, attention_dropout=0.0, device=device)
+    layer.set_context_parallel_group(group)
+    cu = torch.tensor([0, 6, 8], dtype=torch.int32, device=device)
+    return [
+        both.explain(x, x, x),
+        ring.explain(x, x, x),
+        told(make(6, 8, cp_group=group, attention_dropout=0.1), x, x, x),
+        told(both, x[:3], x[:3], x[:3]),
+        told(make(3, 8, cp_group=group, cp_comm_type="a2a"), *(x[:, :, :3],) * 3),
+        told(ring, x, x, x, **alibi),
+        told(ring, x[:, 0], x[:, 0], x[:, 0], None, "thd", cu),
+        told(make, 6, 8, cp_group=3),
+        told(make, 6, 8, cp_group=[group, group]),
+        told(layer, x[..., 0, :].repeat(1, 1, 6), inference_params=apex_te.InferenceParams(1, 8)),
+    ]
+
+
+def test_explanations_and_refusals(two_ranks):
+    expected = [
+        "a2a sdpa: each of 2 ranks has 3 heads of whole sequences; PyTorch's fused kernel",
+        "all_gather sdpa: all_gather serves cp_comm_type 'p2p'; each rank attends to the keys of 2",
+        "NotImplementedError: DotProductAttention: attention_dropout must be 0 while training",
+        "ValueError: DotProductAttention: query_layer must have two equal chunks of each sequence",
+        "ValueError: DotProductAttention: num_attention_heads must be a multiple of the 2 ranks",
+        "NotImplementedError: DotProductAttention: core_attention_bias_type must not be 'alibi'",
+        "ValueError: DotProductAttention: cu_seqlens_q must have sequences of multiples of 4 tok",
+        "TypeError: DotProductAttention: cp_group must be a torch.distributed.ProcessGroup",
+        "ValueError: DotProductAttention: cp_group must be one group, or a list of two",
+        "NotImplementedError: MultiheadAttention: inference_params must be None with a cp_group",
+    ]
+    for found in two_ranks.run(_told):
+        assert_told(found, expected)
