@@ -9,6 +9,7 @@ from emulated_ranks import EmulatedRanks, emulate
 
 import apex_te
 from apex_te.module.attention.context_parallel import split as splitting
+from apex_te.module.attention.context_parallel.meeting import Neighbourhood
 from apex_te.module.attention.context_parallel.pieces import pieces_of
 from apex_te.module.attention.context_parallel.split import PackedZigZag, ZigZag
 
@@ -54,6 +55,18 @@ def test_pieces_have_each_query_and_key_that_see_each_other_once(size):
         expected[mine] = sees[mine].float()
         assert torch.equal(count, expected)
         assert len(begun) == 8
+
+
+def test_a_window_gets_the_keys_before_its_chunks_alone():
+    size, rows = 4, 64
+    every = [pieces_of(rank, size, rows, rows, False, (5, 0)) for rank in range(size)]
+    needs = tuple(tuple(span for piece in all_ for span in piece.keys) for all_ in every)
+    for rank, pieces in enumerate(every):
+        meeting = Neighbourhood(EmulatedRanks(size, rank, "all_gather", []), needs, rows)
+        # The last rank has neighbouring chunks, the first the first.
+        assert meeting.rows - rows == 5 * (2 - (rank in (0, size - 1)))
+        spans = [span for piece in pieces for span in meeting.places(piece.keys)]
+        assert {row for a, b in spans for row in range(a, b)} == set(range(meeting.rows))
 
 
 @pytest.mark.parametrize("size", [2, 3, 4])

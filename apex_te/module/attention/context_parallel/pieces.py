@@ -13,11 +13,9 @@ import torch
 
 from ....ops.attention_sink import attention_sink_bwd, attention_sink_fwd
 from ....ops.binding import OpFunction, once_differentiable
-from ..kernels import KERNELS, Call, Extra, like
+from ..kernels import KERNELS, Call, Extra, Result, like
 from ..masks import band
-from .ranks import ContextRanks
-
-_Span = tuple[int, int]
+from .meeting import Meeting, Span
 
 
 class Piece(NamedTuple):
@@ -25,14 +23,14 @@ class Piece(NamedTuple):
 
     Attributes:
         queries: first and last + 1 of this rank's tokens.
-        keys: the same of the gathered tokens, by rank.
+        keys: the same of the keys of all ranks, by rank.
         is_own: the keys are all of this rank's.
         is_first: no piece before has these queries.
         causal, window: of the kernel; both are aligned at the last query and key.
     """
 
-    queries: _Span
-    keys: tuple[_Span, ...]
+    queries: Span
+    keys: tuple[Span, ...]
     is_own: bool = False
     is_first: bool = True
     causal: bool = False
@@ -74,7 +72,7 @@ def _windowed(rank: int, ranks: int, size: int, window: tuple[int, int]) -> tupl
         start, stop = chunk * size, (chunk + 1) * size
         low = 0 if left < 0 else max(start - left, 0)
         high = end if right < 0 else min(stop + right, end)
-        spans: list[_Span] = []
+        spans: list[Span] = []
         for number in range(low // size, -(-high // size)):
             owner, second = min(number, 2 * ranks - 1 - number), number >= ranks
             shift = (2 * owner + second - number) * size
@@ -92,7 +90,7 @@ def _windowed(rank: int, ranks: int, size: int, window: tuple[int, int]) -> tupl
 
 
 def attend_in_pieces(
-    ranks: ContextRanks,
+    meeting: Meeting,
     pieces: tuple[Piece, ...],
     kernel: str,
     scale: float,
@@ -105,46 +103,44 @@ def attend_in_pieces(
     """Attends; all tensors have this rank's tokens.
 
     Args:
+        meeting: exchange of keys, to whose rows the pieces refer.
         kernel: name in ``KERNELS``.
         q, k, v: [b, h, s, d], tokens in the order of ranks' chunks.
         sink: float32 [h], or None for 0, with ``has_sink``.
     """
-    out: torch.Tensor = _Pieces.apply(q, k, v, sink, ranks, pieces, kernel, scale, has_sink)
+    out: torch.Tensor = _Pieces.apply(q, k, v, sink, meeting, pieces, kernel, scale, has_sink)
     return out
 
 
 class _Keys:
-    """Keys and values of all ranks, which are gathered while this rank's are used."""
+    """Keys and values of all ranks, which arrive while this rank's are used."""
 
-    def __init__(self, ranks: ContextRanks, k: torch.Tensor, v: torch.Tensor) -> None:
-        self._ranks, self._own, self._sizes = ranks, (k, v), (k.shape[3], v.shape[3])
+    def __init__(self, meeting: Meeting, k: torch.Tensor, v: torch.Tensor) -> None:
+        self._own, self._sizes, self._first = (k, v), (k.shape[3], v.shape[3]), meeting.own_start
         rows = torch.cat((k, v), -1).permute(2, 0, 1, 3)  # [s, b, g, d + dv]
-        self._pending = ranks.gather(rows)
+        self._arriving = meeting.begin(rows)
         self._all: torch.Tensor | None = None
 
     def of(self, piece: Piece) -> tuple[torch.Tensor, ...]:
         """Returns keys and values [b, g, s, d] of a piece."""
         if piece.is_own:
-            first = self._ranks.rank * self._own[0].shape[2]
-            found = []
-            for x in self._own:
-                parts = [x[:, :, a - first : b - first] for a, b in piece.keys]
-                found.append(parts[0] if len(parts) == 1 else torch.cat(parts, 2))
-            return tuple(found)
-        rows = joined_rows(self.all(), piece.keys)
+            return tuple(
+                _joined([x[:, :, a - self._first : b - self._first] for a, b in piece.keys], 2)
+                for x in self._own
+            )
+        rows = self.all()
+        rows = _joined([rows[a:b] for a, b in piece.keys], 0)
         return rows.permute(1, 2, 0, 3).split(self._sizes, -1)
 
     def all(self) -> torch.Tensor:
-        """Returns keys beside values of all ranks, [tokens, b, g, d + dv] by rank."""
+        """Returns the rows of the meeting, keys beside values, [rows, b, g, d + dv]."""
         if self._all is None:
-            self._all = self._pending.wait()
+            self._all = self._arriving()
         return self._all
 
 
-def joined_rows(x: torch.Tensor, spans: tuple[_Span, ...]) -> torch.Tensor:
-    """Returns the rows of ``x`` in some spans, a view if there is one."""
-    parts = [x[a:b] for a, b in spans]
-    return parts[0] if len(parts) == 1 else torch.cat(parts)
+def _joined(parts: list[torch.Tensor], dim: int) -> torch.Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
 
 
 def _call(
@@ -167,34 +163,22 @@ class _Pieces(OpFunction):
     @staticmethod
     def forward(
         ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sink: torch.Tensor | None,
-        ranks: ContextRanks, pieces: tuple[Piece, ...], kernel: str, scale: float, has_sink: bool,
+        meeting: Meeting, pieces: tuple[Piece, ...], kernel: str, scale: float, has_sink: bool,
     ) -> torch.Tensor:  # fmt: skip
-        gathered = _Keys(ranks, k, v)
-        joins = not all(piece.is_first for piece in pieces)
-        dtype = torch.float32 if joins else q.dtype
-        out = torch.empty_like(q, dtype=dtype) if q.shape[3] == v.shape[3] else None
-        if out is None:
-            out = q.new_empty((q.shape[2], *q.shape[:2], v.shape[3]), dtype=dtype)
-            out = out.permute(1, 2, 0, 3)
-        lse = q.new_empty(q.shape[:3], dtype=torch.float32)
-        states = []
+        keys = _Keys(meeting, k, v)
+        found = []
         for piece in pieces:
-            rows = slice(*piece.queries)
-            part = q[:, :, rows]
-            keys, values = gathered.of(piece)
-            extra, call = _call(piece, kernel, scale, part, keys)
-            found = KERNELS[kernel].forward(part, keys, values, extra, call)
-            states.append(found.state)
-            if piece.is_first:
-                out[:, :, rows], lse[:, :, rows] = found.out, found.lse
-            else:
-                _join(out[:, :, rows], lse[:, :, rows], found.out, found.lse)
-        gathered.all()  # of which a rank may need nothing, but must take part
-        out = out.to(q.dtype)
+            part = q[:, :, slice(*piece.queries)]
+            own, values = keys.of(piece)
+            extra, call = _call(piece, kernel, scale, part, own)
+            found.append(KERNELS[kernel].forward(part, own, values, extra, call))
+        keys.all()  # of which a rank may need nothing, but must take part
+        out, lse = _joined_results(pieces, found)
         if has_sink:
             out, lse = attention_sink_fwd(out, lse, sink, out=out)
-        ctx.given = ranks, pieces, kernel, scale
-        ctx.states = [tuple(x if isinstance(x, int) else None for x in state) for state in states]
+        ctx.given = meeting, pieces, kernel, scale
+        states = [each.state for each in found]
+        ctx.numbers = [tuple(x if isinstance(x, int) else None for x in state) for state in states]
         tensors = [x for state in states for x in state if not isinstance(x, int)]
         ctx.save_for_backward(q, k, v, sink, out, lse, *tensors)
         return out
@@ -202,47 +186,70 @@ class _Pieces(OpFunction):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
-        ranks, pieces, kernel, scale = ctx.given
+        meeting, pieces, kernel, scale = ctx.given
         q, k, v, sink, out, lse, *tensors = ctx.saved_tensors
-        gathered = _Keys(ranks, k, v)
+        keys = _Keys(meeting, k, v)
         kept = iter(tensors)
         grad = like(grad, out)
         dsink = attention_sink_bwd(grad, out, lse, sink) if ctx.needs_input_grad[3] else None
-        joins = not all(piece.is_first for piece in pieces)
-        dq = torch.empty_like(q, dtype=torch.float32 if joins else q.dtype)
-        # By rank, [tokens, b, g, d + dv].
-        size = k.shape[3]
-        sums = k.new_zeros((ranks.size * k.shape[2], *k.shape[:2], size + v.shape[3]))
-        for piece, numbers in zip(pieces, ctx.states, strict=True):
+        sizes = (k.shape[3], v.shape[3])
+        sums = k.new_zeros((meeting.rows, *k.shape[:2], sum(sizes)))
+        is_joint, parts = _is_joint(pieces), []
+        for piece, numbers in zip(pieces, ctx.numbers, strict=True):
             state = tuple(next(kept) if x is None else x for x in numbers)
             rows = slice(*piece.queries)
-            keys, values = gathered.of(piece)
-            extra, call = _call(piece, kernel, scale, q[:, :, rows], keys)
-            parts = (x[:, :, rows] for x in (grad, q))
-            dpart, dk, dv = KERNELS[kernel].backward(
-                next(parts), next(parts), keys, values, out[:, :, rows],
+            own, values = keys.of(piece)
+            extra, call = _call(piece, kernel, scale, q[:, :, rows], own)
+            dq, *dkv = KERNELS[kernel].backward(
+                grad[:, :, rows], q[:, :, rows], own, values, out[:, :, rows],
                 lse[:, :, rows].contiguous(), state, extra, call,
             )  # fmt: skip
-            if piece.is_first:
-                dq[:, :, rows] = dpart
-            else:
-                dq[:, :, rows] += dpart
+            parts.append(dq)
             first = 0
             for a, b in piece.keys:
-                to, part = sums[a:b].permute(1, 2, 0, 3), slice(first, first + b - a)
-                # Only the pieces of windows have keys in common.
-                for x, dx in ((to[..., :size], dk), (to[..., size:], dv)):
-                    x.copy_(dx[:, :, part]) if joins else x.add_(dx[:, :, part])
+                rows = slice(first, first + b - a)
+                for x, dx in zip(sums[a:b].split(sizes, -1), dkv, strict=True):
+                    dx = dx[:, :, rows].permute(2, 0, 1, 3)
+                    # Only the pieces of windows have keys in common.
+                    x.copy_(dx) if is_joint else x.add_(dx)
                 first += b - a
-        gathered.all()
-        dkv = ranks.sum_parts(sums).permute(1, 2, 0, 3)
-        dk, dv = dkv.split((size, v.shape[3]), -1)
-        return dq.to(q.dtype), dk, dv, dsink, None, None, None, None, None
+        keys.all()
+        dkv = meeting.give_back(sums).permute(1, 2, 0, 3)
+        if is_joint:
+            wide = parts[0].float()
+            for piece, part in zip(pieces[1:], parts[1:], strict=True):
+                wide[:, :, slice(*piece.queries)] += part
+            dq = wide.to(q.dtype)
+        else:
+            dq = _stacked(parts)
+        return dq, *dkv.split(sizes, -1), dsink, None, None, None, None, None
 
 
-def _join(out: torch.Tensor, lse: torch.Tensor, more: torch.Tensor, more_lse: torch.Tensor) -> None:
-    """Adds the result for further keys to that of some, float32, in place."""
-    total = torch.logaddexp(lse, more_lse)
-    out.mul_((lse - total).exp_()[..., None])
-    out.addcmul_(more, (more_lse - total).exp_()[..., None])
-    lse.copy_(total)
+def _stacked(parts: list[torch.Tensor]) -> torch.Tensor:
+    """Returns [b, h, s, d] of parts of the tokens, with tokens first in memory."""
+    return torch.cat([x.permute(2, 0, 1, 3) for x in parts]).permute(1, 2, 0, 3)
+
+
+def _is_joint(pieces: tuple[Piece, ...]) -> bool:
+    """Returns True if the first piece has all queries, to whose results those of others add."""
+    return all(piece.is_first == (number == 0) for number, piece in enumerate(pieces))
+
+
+def _joined_results(
+    pieces: tuple[Piece, ...], found: list[Result]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns output and log-sum-exp of all queries and keys, from those of the pieces."""
+    if not _is_joint(pieces):
+        return _stacked([each.out for each in found]), torch.cat([each.lse for each in found], 2)
+    first, *others = found
+    if not others:
+        return first.out, first.lse
+    total = first.lse.clone()
+    for piece, each in zip(pieces[1:], others, strict=True):
+        part = total[:, :, slice(*piece.queries)]
+        part.copy_(torch.logaddexp(part, each.lse))
+    out = first.out * (first.lse - total).exp_()[..., None]
+    for piece, each in zip(pieces[1:], others, strict=True):
+        rows = slice(*piece.queries)
+        out[:, :, rows].addcmul_(each.out, (each.lse - total[:, :, rows]).exp_()[..., None])
+    return out.to(first.out.dtype), total

@@ -12,6 +12,7 @@ from ..masks import Mask, MaskType, Visibility
 from ..packed import packing
 from .a2a import own_heads, to_heads, to_tokens
 from .all_gather import gather_rows, packed_attention, rows_of, seen_by_rank
+from .meeting import Everything, Meeting, Neighbourhood
 from .pieces import attend_in_pieces, pieces_of
 from .ranks import ContextRanks
 from .split import PackedZigZag, ZigZag, check_lengths
@@ -231,15 +232,24 @@ def _all_gather(
     chosen = choose(q, k, v, seen if _is_plain(seen) else _SEES_ALL, None, options)
     takes = bias is None and _is_plain(seen) and (seen == _SEES_ALL or queries == keys)
     if takes and chosen.kernel in ("cpu", "cudnn", "flash"):
-        pieces = pieces_of(ranks.rank, n, queries, keys, seen.causal is not None, seen.window)
-        kernel = chosen.kernel
+        every = [
+            pieces_of(rank, n, queries, keys, seen.causal is not None, seen.window)
+            for rank in range(n)
+        ]
+        pieces, kernel = every[ranks.rank], chosen.kernel
+        meeting: Meeting = Everything(ranks, keys)
+        if seen.window is not None and ranks.has_one_group:
+            needs = tuple(tuple(span for each in all_ for span in each.keys) for all_ in every)
+            near = Neighbourhood(ranks, needs, keys)
+            pieces = tuple(each._replace(keys=near.places(each.keys)) for each in pieces)
+            meeting = near
 
         def run(
             q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bias: Any, sink: Any
         ) -> torch.Tensor:
             q, k, v = (x.permute(order) for x in (q, k, v))
             out = attend_in_pieces(
-                ranks, pieces, kernel, options.scale, options.has_sink, q, k, v, sink
+                meeting, pieces, kernel, options.scale, options.has_sink, q, k, v, sink
             )
             return out.permute(back)
 

@@ -74,6 +74,11 @@ class ContextRanks:
         return ContextRanks, ("", None, None, None, self.comm_type)
 
     @property
+    def has_one_group(self) -> bool:
+        """Returns True if one group has all ranks."""
+        return len(self._groups) < 2
+
+    @property
     def chunks(self) -> tuple[int, int]:
         """Numbers of this rank's chunks, of the ``2 size`` chunks of a sequence."""
         return self.rank, 2 * self.size - 1 - self.rank
@@ -87,6 +92,11 @@ class ContextRanks:
     def exchange(self, x: torch.Tensor) -> torch.Tensor:
         """Sends the r-th part of ``x`` [size * rows, ..] to rank r; returns the parts by rank."""
         return _exchange(x, self._groups[0])
+
+    def send(self, x: torch.Tensor, sent: list[int], received: list[int]) -> Pending:
+        """Begins to send ``sent[r]`` rows to each rank r, of the only group there is."""
+        (group,) = self._groups
+        return all_to_all_rows(x, sent, received, group)
 
     def sum_parts(self, x: torch.Tensor) -> torch.Tensor:
         """Returns the sum of this rank's part of ``x`` [size * rows, ..] over all ranks.
