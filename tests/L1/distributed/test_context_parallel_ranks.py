@@ -279,6 +279,25 @@ def test_recomputed_and_compiled_attention_has_the_same_bits(two_ranks, comm_typ
     assert two_ranks.run(_again, comm_type, how) == [True, True]
 
 
+def _batch(rank):
+    from apex_te.integrations.transformer_engine.pytorch.attention.dot_product_attention import (
+        context_parallel,
+    )
+
+    ids, cu = torch.arange(24)[None], torch.tensor([0, 8, 12, 24])
+    split = context_parallel.get_batch_on_this_cp_rank
+    found = split(cu, ids, -ids, ids[0] * 2, distributed.group.WORLD)
+    assert torch.equal(found[0], -found[1])
+    assert torch.equal(found[0][0] * 2, found[2])
+    return found[0].tolist()
+
+
+def test_a_packed_batch_is_split_under_the_alias(two_ranks):
+    first = [0, 1, 6, 7, 8, 11, 12, 13, 14, 21, 22, 23]
+    second = [2, 3, 4, 5, 9, 10, 15, 16, 17, 18, 19, 20]
+    assert two_ranks.run(_batch) == [[first], [second]]
+
+
 def _told(rank):
     group, device = distributed.group.WORLD, device_of(rank)
     make = apex_te.DotProductAttention

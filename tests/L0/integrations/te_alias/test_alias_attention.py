@@ -182,6 +182,10 @@ POSITIONS = {
     context_parallel.pad_thd_sequences_for_cp: (
         "input_ids labels cu_seqlens divisibility_factor padding_token_id padding_label_id"
     ),
+    context_parallel.generate_positional_ids_for_cp: "cu_seqlens divisibility_factor dtype",
+    context_parallel.get_batch_on_this_cp_rank: (
+        "cu_seqlens_padded input_ids_padded labels_padded position_ids_padded cp_group qvk_format"
+    ),
 }
 
 
@@ -403,6 +407,14 @@ def test_sequences_are_padded_to_a_multiple():
     assert tokens.tolist() == expected_ids
     assert labels.tolist() == expected_labels
     assert padded.dtype is cu.dtype
+    places = context_parallel.generate_positional_ids_for_cp(cu, 4, torch.int32)
+    assert places.tolist() == [*range(8), *range(12), *range(4)]
+    assert places.dtype is torch.int32
+    batch = (tokens[None], labels[None], None)
+    same = context_parallel.get_batch_on_this_cp_rank(padded, *batch)
+    assert all(ours is theirs for ours, theirs in zip(same, batch, strict=True))
+    with pytest.raises(NotImplementedError, match="qvk_format must be 'thd', got 'bshd'"):
+        context_parallel.get_batch_on_this_cp_rank(padded, *batch, None, "bshd")
     with pytest.raises(ValueError, match="divisibility_factor must be above 0"):
         context_parallel.pad_thd_sequences_for_cp(ids, ids, cu, 0)
 
