@@ -74,9 +74,11 @@ def _exchanged(
     return tuple(c.unflatten(-1, x.shape[-2:]) for c, x in zip(columns, parts, strict=True))
 
 
-def own_heads(ranks: ContextRanks, x: torch.Tensor | None, dim: int) -> torch.Tensor | None:
-    """Returns this rank's part of the heads in dimension ``dim``; all if there is one or none."""
-    if x is None or x.shape[dim] == 1:
+def own_heads(
+    ranks: ContextRanks, x: torch.Tensor | None, dim: int, heads: int
+) -> torch.Tensor | None:
+    """Returns this rank's part of ``x`` if that has all heads in dimension ``dim``, else ``x``."""
+    if x is None or x.shape[dim] != heads:
         return x
-    heads = x.shape[dim] // ranks.size
-    return x.narrow(dim, ranks.rank * heads, heads)
+    part = heads // ranks.size
+    return x.narrow(dim, ranks.rank * part, part)

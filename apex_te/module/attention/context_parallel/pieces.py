@@ -117,7 +117,7 @@ class _Keys:
 
     def __init__(self, meeting: Meeting, k: torch.Tensor, v: torch.Tensor) -> None:
         self._own, self._sizes, self._first = (k, v), (k.shape[3], v.shape[3]), meeting.own_start
-        rows = torch.cat((k, v), -1).permute(2, 0, 1, 3)  # [s, b, g, d + dv]
+        rows = torch.cat([x.permute(2, 0, 1, 3) for x in (k, v)], -1)  # [s, b, g, d + dv]
         self._arriving = meeting.begin(rows)
         self._all: torch.Tensor | None = None
 

@@ -145,7 +145,11 @@ def _a2a(
         orders = [ZigZag(n)] * 2
         inner = "sbhd"
     is_joint = orders[0] is orders[1] and k.shape[:-2] == q.shape[:-2]
-    part = bias if bias is None else own_heads(ranks, bias, -1 if request.has_alibi else 1)
+    head_dim = -1 if request.has_alibi else 1  # of a bias, or of slopes
+    mask = request.mask
+    if isinstance(mask, torch.Tensor) and mask.dim() == 4:
+        mask = own_heads(ranks, mask, 1, heads)
+    part = own_heads(ranks, bias, head_dim, heads)
 
     def stand_in(x: torch.Tensor, count: int) -> torch.Tensor:
         """Returns a tensor without values for what the ranks make of ``x``."""
@@ -154,7 +158,7 @@ def _a2a(
 
     whole_q = stand_in(q, heads // n)
     whole_k, whole_v = (stand_in(x, groups * repeats // n) for x in (k, v))
-    found = route(whole_q, whole_k, whole_v, part, request._replace(layout=inner))
+    found = route(whole_q, whole_k, whole_v, part, request._replace(layout=inner, mask=mask))
     path, attended = found[:2]
 
     def run(
@@ -169,8 +173,8 @@ def _a2a(
             k, v = to_heads(ranks, orders[1], layout, k, v)
         if layout != "thd":
             q, k, v = (x.permute(_TO_HEADS[inner]) for x in (q, k, v))
-        bias = own_heads(ranks, bias, -1 if request.has_alibi else 1)
-        out = attended(q, k, v, bias, own_heads(ranks, sink, 0))
+        bias = own_heads(ranks, bias, head_dim, heads)
+        out = attended(q, k, v, bias, own_heads(ranks, sink, 0, heads))
         if layout != "thd":
             out = out.permute(2, 0, 1, 3)
         return to_tokens(ranks, orders[0], layout, out)[0]
