@@ -24,7 +24,7 @@ from torch import distributed, multiprocessing
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 import harness
-from bench_moe_ranks import milliseconds, peak_gib
+from bench_moe_ranks import milliseconds
 
 import apex_te
 
@@ -108,7 +108,9 @@ def measured(sizes: Sizes, device: torch.device) -> list[dict[str, Any]]:
             expected = apex_te.split_for_context_parallel(calls["one"](), group, 0)
             errors = {name: float((call() - expected).abs().max()) for name, call in calls.items()
                       if name != "one"}  # fmt: skip
-            peaks = {name: peak_gib(call, device) for name, call in calls.items()}
+            peaks: dict[str, float | None] = dict.fromkeys(calls)
+            if device.type == "cuda":
+                peaks |= {name: harness.peak_gib(call) for name, call in calls.items()}
             times = dict(zip(calls, milliseconds(list(calls.values()), sizes, device), strict=True))
             share = times.pop("one") / ranks
             for name, ms in times.items():
