@@ -92,7 +92,7 @@ def _windowed(rank: int, ranks: int, size: int, window: tuple[int, int]) -> tupl
 def attend_in_pieces(
     meeting: Meeting,
     pieces: tuple[Piece, ...],
-    kernel: str,
+    kernels: tuple[str, ...],
     scale: float,
     has_sink: bool,
     q: torch.Tensor,
@@ -104,11 +104,11 @@ def attend_in_pieces(
 
     Args:
         meeting: exchange of keys, to whose rows the pieces refer.
-        kernel: name in ``KERNELS``.
+        kernels: name in ``KERNELS`` for each piece.
         q, k, v: [b, h, s, d], tokens in the order of ranks' chunks.
         sink: float32 [h], or None for 0, with ``has_sink``.
     """
-    out: torch.Tensor = _Pieces.apply(q, k, v, sink, meeting, pieces, kernel, scale, has_sink)
+    out: torch.Tensor = _Pieces.apply(q, k, v, sink, meeting, pieces, kernels, scale, has_sink)
     return out
 
 
@@ -163,11 +163,12 @@ class _Pieces(OpFunction):
     @staticmethod
     def forward(
         ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sink: torch.Tensor | None,
-        meeting: Meeting, pieces: tuple[Piece, ...], kernel: str, scale: float, has_sink: bool,
+        meeting: Meeting, pieces: tuple[Piece, ...], kernels: tuple[str, ...], scale: float,
+        has_sink: bool,
     ) -> torch.Tensor:  # fmt: skip
         keys = _Keys(meeting, k, v)
         found = []
-        for piece in pieces:
+        for piece, kernel in zip(pieces, kernels, strict=True):
             part = q[:, :, slice(*piece.queries)]
             own, values = keys.of(piece)
             extra, call = _call(piece, kernel, scale, part, own)
@@ -176,7 +177,7 @@ class _Pieces(OpFunction):
         out, lse = _joined_results(pieces, found)
         if has_sink:
             out, lse = attention_sink_fwd(out, lse, sink, out=out)
-        ctx.given = meeting, pieces, kernel, scale
+        ctx.given = meeting, pieces, kernels, scale
         states = [each.state for each in found]
         ctx.numbers = [tuple(x if isinstance(x, int) else None for x in state) for state in states]
         tensors = [x for state in states for x in state if not isinstance(x, int)]
@@ -186,7 +187,7 @@ class _Pieces(OpFunction):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
-        meeting, pieces, kernel, scale = ctx.given
+        meeting, pieces, kernels, scale = ctx.given
         q, k, v, sink, out, lse, *tensors = ctx.saved_tensors
         keys = _Keys(meeting, k, v)
         kept = iter(tensors)
@@ -195,7 +196,7 @@ class _Pieces(OpFunction):
         sizes = (k.shape[3], v.shape[3])
         sums = k.new_zeros((meeting.rows, *k.shape[:2], sum(sizes)))
         is_joint, parts = _is_joint(pieces), []
-        for piece, numbers in zip(pieces, ctx.numbers, strict=True):
+        for piece, kernel, numbers in zip(pieces, kernels, ctx.numbers, strict=True):
             state = tuple(next(kept) if x is None else x for x in numbers)
             rows = slice(*piece.queries)
             own, values = keys.of(piece)

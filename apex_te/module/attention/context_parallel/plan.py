@@ -13,12 +13,13 @@ from ..packed import packing
 from .a2a import own_heads, to_heads, to_tokens
 from .all_gather import gather_rows, packed_attention, rows_of, seen_by_rank
 from .meeting import Everything, Meeting, Neighbourhood
-from .pieces import attend_in_pieces, pieces_of
+from .pieces import Piece, attend_in_pieces, pieces_of
 from .ranks import ContextRanks
 from .split import PackedZigZag, ZigZag, check_lengths
 
 # Of each layout, from [s, b, h, d] or the layout itself to [b, h, s, d].
 _TO_HEADS = {"sbhd": (1, 2, 0, 3), "bshd": (0, 2, 1, 3)}
+_KERNELS = ("cpu", "cudnn", "flash")  # those that pieces take
 _Run = Callable[..., torch.Tensor]
 
 
@@ -233,14 +234,18 @@ def _all_gather(
         return x.new_empty(()).expand(*x.shape[:2], n * x.shape[2], x.shape[3])
 
     seen, _ = see(stand_in(q), stand_in(k), bias, request)
-    chosen = choose(q, k, v, seen if _is_plain(seen) else _SEES_ALL, None, options)
-    takes = bias is None and _is_plain(seen) and (seen == _SEES_ALL or queries == keys)
-    if takes and chosen.kernel in ("cpu", "cudnn", "flash"):
+    is_plain = seen.hidden is None and seen.fully_masked_queries is None and bias is None
+    # All ranks must decide alike, so not by their pieces.
+    chosen = choose(q, k, v, seen if is_plain else Visibility(), None, options)
+    fits = is_plain and (seen == Visibility() or queries == keys)
+    if fits and chosen.kernel in _KERNELS:
         every = [
             pieces_of(rank, n, queries, keys, seen.causal is not None, seen.window)
             for rank in range(n)
         ]
-        pieces, kernel = every[ranks.rank], chosen.kernel
+        pieces = every[ranks.rank]
+        paths = [_path_of(piece, q, k, v, options) for piece in pieces]
+        kernels = tuple(p.kernel if p.kernel in _KERNELS else chosen.kernel for p in paths)
         meeting: Meeting = Everything(ranks, keys)
         if seen.window is not None and ranks.has_one_group:
             needs = tuple(tuple(span for each in all_ for span in each.keys) for all_ in every)
@@ -253,7 +258,7 @@ def _all_gather(
         ) -> torch.Tensor:
             q, k, v = (x.permute(order) for x in (q, k, v))
             out = attend_in_pieces(
-                meeting, pieces, kernel, options.scale, options.has_sink, q, k, v, sink
+                meeting, pieces, kernels, options.scale, options.has_sink, q, k, v, sink
             )
             return out.permute(back)
 
@@ -274,12 +279,17 @@ def _all_gather(
     return _gathered(n, path, run, "by one mask of its queries and all keys")
 
 
-_SEES_ALL = Visibility()
-
-
-def _is_plain(seen: Visibility) -> bool:
-    """Returns True if nothing but a causal mask or a window hides keys."""
-    return seen.hidden is None and seen.fully_masked_queries is None
+def _path_of(
+    piece: Piece, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: Options
+) -> Path:
+    """Returns the path that one rank would take for a piece."""
+    seen = Visibility("upper_left" if piece.causal else None)
+    if piece.window != (-1, -1):
+        seen = Visibility(window=piece.window)
+    count = sum(b - a for a, b in piece.keys)
+    part = q[:, :, slice(*piece.queries)]
+    k, v = (x.new_empty(()).expand(*x.shape[:2], count, x.shape[3]) for x in (k, v))
+    return choose(part, k, v, seen, None, options)
 
 
 def _gathered(ranks: int, path: Path, run: _Run, how: str) -> Plan:
