@@ -120,3 +120,20 @@ def test_without_gradients(comm_type):
     del module._context
     assert torch.equal(found, module(x, x, x)) or comm_type == "all_gather"
     torch.testing.assert_close(found, module(x, x, x), rtol=0.0, atol=1e-6)
+
+
+@pytest.mark.parametrize("comm_type", ["all_gather", "a2a"])
+@pytest.mark.parametrize("window", [None, (9, 0)])
+def test_batch_invariant_outputs_have_the_bits_of_one_rank(device, comm_type, window):
+    module = apex_te.DotProductAttention(
+        HEADS, SIZE, GROUPS, window_size=window, softmax_type="off-by-one"
+    )
+    tensors = [draw(32, 2, n, SIZE, device=device) for n in (HEADS, GROUPS, GROUPS)]
+    with apex_te.batch_invariant(), torch.no_grad():
+        one = module(*tensors)
+
+        def run(ranks):
+            module._context = ranks
+            return module(*(own(x, 2, ranks.rank) for x in tensors))
+
+        assert torch.equal(joined(emulate(2, comm_type, run)), one)
