@@ -44,14 +44,16 @@ class ContextRanks:
         given = group if isinstance(group, (list, tuple)) else (group,)
         groups = []
         for each in given:
+            if each is None:
+                continue
             if isinstance(each, distributed.DeviceMesh):
                 each = each.get_group()
-            if each is not None and not is_process_group(each):
+            if not is_process_group(each):
                 raise TypeError(
                     f"{owner}: cp_group must be a torch.distributed.ProcessGroup, a DeviceMesh of "
                     f"one dimension or a list of such, got {type(each).__name__}"
                 )
-            if each is not None and world_size(each) > 1:
+            if world_size(each) > 1:
                 groups.append(each)
         if len(given) > 2 or (len(groups) > 1 and comm_type != "a2a+p2p"):
             raise ValueError(
