@@ -66,6 +66,12 @@ if _typing.TYPE_CHECKING:
     )
     from .integrations.layer_advice import advise as advise
     from .integrations.summary import conversion_summary as conversion_summary
+    from .module.attention.context_parallel.split import (
+        join_context_parallel as join_context_parallel,
+    )
+    from .module.attention.context_parallel.split import (
+        split_for_context_parallel as split_for_context_parallel,
+    )
     from .module.attention.dot_product import DotProductAttention as DotProductAttention
     from .module.attention.inference_params import InferenceParams as InferenceParams
     from .module.attention.latent import MultiLatentAttention as MultiLatentAttention
@@ -136,6 +142,7 @@ _NAMES = {
     "integrations": "",
     "is_batch_invariant": "runtime.invariance",
     "is_fp8_enabled": "fp8.autocast",
+    "join_context_parallel": "module.attention.context_parallel.split",
     "linear_cross_entropy": "module.linear_cross_entropy",
     "linear_log_probs": "module.linear_log_probs",
     "make_graphed_callables": "graphs.graphed_callables",
@@ -150,6 +157,7 @@ _NAMES = {
     "recipe": "",
     "recipe_from_arguments": "fp8.arguments",
     "router": "",
+    "split_for_context_parallel": "module.attention.context_parallel.split",
     "state": "",
     "statistics": "",
 }

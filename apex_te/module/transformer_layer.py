@@ -275,6 +275,31 @@ class TransformerLayer(CompositeModule):
             )
         number_layer(self, layer_number)
 
+    def set_context_parallel_group(
+        self,
+        cp_group: Any,
+        cp_global_ranks: Sequence[int] | None = None,
+        cp_stream: Any = None,
+        cp_comm_type: str = "p2p",
+    ) -> None:
+        """Sets the ranks that sequences are split over; can be called at any time.
+
+        The angles of ``rotary_pos_emb`` remain those of whole sequences.
+
+        Args:
+            cp_group, cp_global_ranks, cp_stream, cp_comm_type: as in
+                ``DotProductAttention.set_context_parallel_group``, for self and cross attention.
+
+        Raises:
+            TypeError: ``cp_group`` is no group.
+            ValueError: ``cp_comm_type`` is unknown, or does not fit the number of groups.
+
+        Source: TransformerEngine's method of this name.
+        """
+        self._call_children(
+            "set_context_parallel_group", cp_group, cp_global_ranks, cp_stream, cp_comm_type
+        )
+
     def forward(
         self,
         hidden_states: torch.Tensor,
@@ -486,6 +511,12 @@ class TransformerLayer(CompositeModule):
 
         For thd ``cu_seqlens`` has the starts of the samples.
         """
+        ranks = self.self_attention.core_attention.context_ranks.size
+        if ranks > 1:
+            raise NotImplementedError(
+                f"{_NAME}: drop_path_rate must be 0 while training with a cp_group of {ranks} "
+                f"ranks, which draw on their own, got {self.drop_path_rate}"
+            )
         keep = 1.0 - self.drop_path_rate
         layout = self.attn_input_format
         if layout == "thd":

@@ -16,6 +16,7 @@ from .._core.arguments import VAGUE, explain, initialize, is_vague, materialize,
 from .._core.parallel import GroupHolder, checked_tp_size, divided, tag
 from . import masks as _masks
 from .candidates import Options
+from .context_parallel.ranks import ContextRanks
 from .plan import Planner, checked_format
 
 __all__ = ["DotProductAttention"]
@@ -68,6 +69,7 @@ class DotProductAttention(Planner, torch.nn.Module):
             split. The tensors that forward takes have this rank's heads.
         sequence_parallel: accepted without effect; attention sees whole sequences.
         device: where ``softmax_offset`` is made; None takes PyTorch's default device.
+        cp_group, cp_global_ranks, cp_stream, cp_comm_type: as in ``set_context_parallel_group``.
 
     Interface and the order of arguments follow TransformerEngine's DotProductAttention.
     """
@@ -96,8 +98,14 @@ class DotProductAttention(Planner, torch.nn.Module):
         return_max_logit: bool = False,
         apply_query_key_layer_scaling: bool = False,
         device: torch.device | str | int | None = None,
+        cp_group: Any = None,
+        cp_global_ranks: Sequence[int] | None = None,
+        cp_stream: Any = None,
+        cp_comm_type: str = "p2p",
     ) -> None:
         super().__init__()
+        if cp_group is not None or cp_comm_type != "p2p":
+            self.set_context_parallel_group(cp_group, cp_global_ranks, cp_stream, cp_comm_type)
         ranks = checked_tp_size(_NAME, tp_group, tp_size)
         groups = _arguments.checked_groups(_NAME, num_attention_heads, num_gqa_groups)
         if attention_type not in ("self", "cross"):
@@ -179,6 +187,43 @@ class DotProductAttention(Planner, torch.nn.Module):
         offset = self._parameters.get("softmax_offset")
         if self.tp_size > 1 and offset is not None:
             note_group(offset, tp_group)
+
+    @property
+    def context_ranks(self) -> ContextRanks:
+        """The ranks over which sequences are split, and this rank's number; one without a group."""
+        return self._context
+
+    def set_context_parallel_group(
+        self,
+        cp_group: Any,
+        cp_global_ranks: Sequence[int] | None = None,
+        cp_stream: Any = None,
+        cp_comm_type: str = "p2p",
+    ) -> None:
+        """Sets the ranks that sequences are split over; can be called at any time.
+
+        With n ranks, the tensors of forward have this rank's tokens: of the 2n equal chunks of each
+        sequence, rank r has r and 2n - 1 - r, as ``split_for_context_parallel`` cuts them. Packed
+        sequences are cut so each. All else is that of whole sequences: masks, biases,
+        ``cu_seqlens`` and maxima. A gradient of a parameter or bias is this rank's part of a sum
+        over the ranks, as under data parallelism.
+
+        Args:
+            cp_group: process group, or ``DeviceMesh`` of one dimension; None for one rank. For
+                ``"a2a+p2p"`` also a list of two, whose first has neighbouring ranks.
+            cp_global_ranks, cp_stream: accepted without effect.
+            cp_comm_type: ``"all_gather"``: each rank attends to keys and values of all ranks.
+                ``"a2a"``: heads are split over the ranks meanwhile, and results have the bits of
+                one rank where its kernel computes each head alone. ``"p2p"`` and ``"a2a+p2p"`` are
+                served by ``"all_gather"``.
+
+        Raises:
+            TypeError: ``cp_group`` is none of those above.
+            ValueError: ``cp_comm_type`` is unknown, or does not fit the number of groups.
+
+        Source: TransformerEngine's method of this name.
+        """
+        self._context = ContextRanks(_NAME, cp_group, cp_global_ranks, cp_stream, cp_comm_type)
 
     # What forward reads is made of these once: without setters, setting them would do nothing.
 
@@ -300,7 +345,7 @@ class DotProductAttention(Planner, torch.nn.Module):
                 is cu_seqlens_kv_padded
                 is None
             )
-            if is_usual and self.qkv_format != "thd":
+            if is_usual and self.qkv_format != "thd" and self._context.size == 1:
                 attended, inputs, order = self._usual_plan(query_layer, key_layer, value_layer)
             else:
                 _, attended, inputs, order = self._plan(

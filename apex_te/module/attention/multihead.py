@@ -30,6 +30,7 @@ from .dot_product import DotProductAttention
 from .inference_params import InferenceParams, extended, without_gradient
 from .masks import Mask
 from .qkv_heads import HeadLayout, Rotation, rotation_of, split_heads
+from .rotary import one_sequence, own_rotation
 
 __all__ = ["MultiheadAttention"]
 
@@ -275,6 +276,31 @@ class MultiheadAttention(CompositeModule):
                 tag(parameter, None, True)
         return q_norm, k_norm
 
+    def set_context_parallel_group(
+        self,
+        cp_group: Any,
+        cp_global_ranks: Sequence[int] | None = None,
+        cp_stream: Any = None,
+        cp_comm_type: str = "p2p",
+    ) -> None:
+        """Sets the ranks that sequences are split over; can be called at any time.
+
+        The angles of ``rotary_pos_emb`` remain those of whole sequences.
+
+        Args:
+            cp_group, cp_global_ranks, cp_stream, cp_comm_type: as in
+                ``DotProductAttention.set_context_parallel_group``.
+
+        Raises:
+            TypeError: ``cp_group`` is no group.
+            ValueError: ``cp_comm_type`` is unknown, or does not fit the number of groups.
+
+        Source: TransformerEngine's method of this name.
+        """
+        self.core_attention.set_context_parallel_group(
+            cp_group, cp_global_ranks, cp_stream, cp_comm_type
+        )
+
     def forward(
         self,
         hidden_states: torch.Tensor,
@@ -390,6 +416,11 @@ class MultiheadAttention(CompositeModule):
             raise TypeError(
                 f"{_NAME}: encoder_output must be a tensor, got {type(encoder_output).__name__}"
             )
+        if inference_params is not None and self.core_attention.context_ranks.size > 1:
+            raise NotImplementedError(
+                f"{_NAME}: inference_params must be None with a cp_group of "
+                f"{self.core_attention.context_ranks.size} ranks, got some"
+            )
         if inference_params is not None and self.attention_type == "cross":
             raise ValueError(
                 f"{_NAME}: inference_params must be None in cross attention, whose keys are those "
@@ -400,6 +431,9 @@ class MultiheadAttention(CompositeModule):
         if rotary_pos_emb is not None:
             starts = cu_seqlens_q if cu_seqlens_q_padded is None else cu_seqlens_q_padded
             rotation = self._rotation(rotary_pos_emb, inference_params, starts, hidden_states)
+            if self.core_attention.context_ranks.size > 1:
+                both = (hidden_states, hidden_states if encoder_output is None else encoder_output)
+                rotation, key_starts = self._own_rotation(rotation, both, (starts, key_starts))
         q, k, v, norm, residual = self._to_heads(
             hidden_states, encoder_output, is_first_microbatch, rotation, key_starts,
             return_residual,
@@ -534,6 +568,30 @@ class MultiheadAttention(CompositeModule):
             starts=None if step.is_even else step.starts(device),
             cu_seqlens=step.cu_new(device) if self.qkv_format == "thd" else None,
         )
+
+    def _own_rotation(
+        self,
+        rotation: Rotation | None,
+        inputs: tuple[torch.Tensor, torch.Tensor],
+        starts: tuple[torch.Tensor | None, torch.Tensor | None],
+    ) -> tuple[Rotation | None, torch.Tensor | None]:
+        """Returns the rotation of this rank's tokens, and ``cu_seqlens`` to rotate keys with.
+
+        ``starts`` are the ``cu_seqlens`` of whole queries and keys.
+        """
+        if rotation is None:
+            return None, starts[1]
+        ranks, packed = self.core_attention.context_ranks, self.qkv_format == "thd"
+        proj: Any = self.proj
+        parts = proj.tp_size if proj.sequence_parallel else 1  # of dimension 0
+        where = self.qkv_format.find("s")
+        queries, keys = (x.shape[max(where, 0)] * (1 if where > 0 else parts) for x in inputs)
+        if not packed:
+            starts = (None, None)
+        elif starts[1] is None:
+            starts = (starts[0], starts[0])
+        own = own_rotation(_NAME, rotation, (queries, keys), starts, ranks.size, ranks.rank)
+        return own, one_sequence(keys, inputs[1].device) if packed else None
 
     def _projected(
         self,

@@ -17,6 +17,9 @@ from .alibi import Alibi, checked_slopes, standard_slopes
 from .backends import attend
 from .candidates import Options, Path
 from .choice import choose, choose_with_alibi, packs, path_settings
+from .context_parallel.plan import Request
+from .context_parallel.plan import plan as context_plan
+from .context_parallel.ranks import ContextRanks
 from .masks import broadcasts
 from .max_logit import max_logit
 from .packed import attend_packed, choose_packed, gaps_of, packing
@@ -61,6 +64,7 @@ class Planner:
     return_max_logit: bool = False
     _training: Options
     _evaluation: Options
+    _context = ContextRanks(_NAME)  # one rank
 
     def _options(self) -> Options:
         """Returns the options of this call, with the mode ``batch_invariant``."""
@@ -152,7 +156,43 @@ class Planner:
                 f"{_NAME}: alibi_slopes must be None unless core_attention_bias_type is 'alibi', "
                 f"got slopes and {core_attention_bias_type!r}"
             )
-        has_alibi = core_attention_bias_type == "alibi"
+        request = Request(
+            layout, kind, size, attention_mask, (cu_seqlens_q, cu_seqlens_kv),
+            (max_seqlen_q, max_seqlen_kv), core_attention_bias_type == "alibi",
+            (cu_seqlens_q_padded, cu_seqlens_kv_padded),
+        )  # fmt: skip
+        if request.has_alibi:
+            batch = q.shape[layout.find("b")]
+            if layout == "thd" and cu_seqlens_q is not None:
+                batch = cu_seqlens_q.shape[0] - 1
+            bias = self._slopes(alibi_slopes, batch, q.device)
+        if self._context.size == 1:
+            return self._route(q, k, v, bias, request)
+        if self.return_max_logit:
+            raise NotImplementedError(
+                f"{_NAME}: return_max_logit must be False with a cp_group of {self._context.size} "
+                "ranks, got True"
+            )
+        options = self._options()
+        is_self = self.attention_type == "self"
+        given = (q, k, v, bias, request)
+        found = context_plan(_NAME, self._context, *given, options, is_self, self._route, self._see)
+        order = None if layout == "thd" else (0, 1, 2, 3)
+        return found.path, found.run, (*given[:4], self._sink()), order
+
+    def _route(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        bias: torch.Tensor | None,
+        request: Request,
+    ) -> tuple[Path, Callable[..., Any], tuple[Any, ...], tuple[int, ...] | None]:
+        """Returns what ``_plan`` returns, for checked tensors of whole sequences.
+
+        ``bias`` may be the slopes of ALiBi. The values of tensors are not read.
+        """
+        layout, kind, size, attention_mask, cu, longest, has_alibi, starts = request
         options = self._options()
         order, with_max = None, self.return_max_logit
         if layout == "thd":
@@ -166,12 +206,10 @@ class Planner:
                 raise ValueError(
                     f"{_NAME}: attn_mask_type must not be 'arbitrary' with qkv_format 'thd'"
                 )
-            where = packing(_NAME, cu_seqlens_q, cu_seqlens_kv, max_seqlen_q, max_seqlen_kv)
-            if has_alibi:
-                bias = self._slopes(alibi_slopes, where.queries.shape[0] - 1, q.device)
-            gaps = gaps_of(_NAME, "q", where.queries, cu_seqlens_q_padded, q.shape[0])
-            key_gaps, padded = gaps, cu_seqlens_kv_padded
-            if not where.is_self or not (padded is None or padded is cu_seqlens_q_padded):
+            where = packing(_NAME, *cu, *longest)
+            gaps = gaps_of(_NAME, "q", where.queries, starts[0], q.shape[0])
+            key_gaps, padded = gaps, starts[1]
+            if not where.is_self or not (padded is None or padded is starts[0]):
                 key_gaps = gaps_of(_NAME, "kv", where.keys, padded, k.shape[0])
             masked = attention_mask is not None
             path = choose_packed(q, k, v, where, kind, bias, masked, options)
@@ -184,22 +222,18 @@ class Planner:
                 )  # fmt: skip
 
         else:
-            if cu_seqlens_q_padded is not None or cu_seqlens_kv_padded is not None:
+            if any(each is not None for each in starts):
                 raise ValueError(
                     f"{_NAME}: cu_seqlens_q_padded and cu_seqlens_kv_padded must be None with "
                     f"qkv_format {layout!r}, got a tensor"
                 )
             order = _FROM_HEADS[layout]
             q, k, v = (x.permute(_TO_HEADS[layout]) for x in (q, k, v))
-            cu = (cu_seqlens_q, cu_seqlens_kv)
-            seen_by = functools.partial(self._seen, q, k, kind, size, bias, attention_mask, cu)
+            seen_by = functools.partial(self._see, q, k, bias, request)
             may_pack = kind.padding and kind.bottom_right and not has_alibi and bias is None
             seen, mask = seen_by(may_pack and packs(q, k, v, options))
             seen_padded = seen if seen.packed is None or not with_max else seen_by(False)[0]
-            alibi = None
-            if has_alibi:
-                alibi = Alibi(kind, mask)
-                bias = self._slopes(alibi_slopes, q.shape[0], q.device)
+            alibi = Alibi(kind, mask) if has_alibi else None
             path = (
                 choose(q, k, v, seen, bias, options)
                 if alibi is None or bias is None
@@ -222,21 +256,19 @@ class Planner:
             return None
         return self.softmax_offset.float()
 
-    def _seen(
+    def _see(
         self,
         q: torch.Tensor,
         k: torch.Tensor,
-        kind: _masks.MaskType,
-        size: tuple[int, int] | None,
         bias: torch.Tensor | None,
-        mask: _masks.Mask,
-        cu: tuple[torch.Tensor | None, torch.Tensor | None],
-        may_pack: bool,
+        request: Request,
+        may_pack: bool = False,
     ) -> tuple[_masks.Visibility, _masks.Mask]:
         """Checks the masks; returns the keys that queries [b, h, sq, d] see, and the mask.
 
-        The mask is ``mask``, joined with the padding that ``cu`` gives if ``cu`` has tensors.
+        The mask is the request's, joined with the padding that its ``cu`` gives if it has tensors.
         """
+        _, kind, size, mask, cu, _, has_alibi, _ = request
         batch, heads, queries, _ = q.shape
         keys = k.shape[2]
         cross = self.attention_type == "cross"
@@ -253,7 +285,7 @@ class Planner:
             by_length = (padded, padded)
             if queries != keys or not where.is_self:
                 by_length = (padded, _masks.lengths_mask(where.keys.diff(), keys))
-        if bias is not None and not broadcasts(bias, scores):
+        if bias is not None and not has_alibi and not broadcasts(bias, scores):
             raise ValueError(
                 f"{_NAME}: core_attention_bias must broadcast to {list(scores)}, "
                 f"got {list(bias.shape)}"

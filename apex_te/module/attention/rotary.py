@@ -17,7 +17,7 @@ from ...ops.rope import rope
 from ...runtime.named_arguments import did_you_mean, named_arguments
 from ...runtime.tracing import is_traced
 from .._core.arguments import check_count, checked_number
-from .qkv_heads import HeadLayout, rotation_of, split_heads
+from .qkv_heads import HeadLayout, Rotation, rotation_of, split_heads
 
 __all__ = ["RotaryPositionEmbedding", "apply_fused_qkv_rotary_pos_emb", "apply_rotary_pos_emb"]
 
@@ -181,7 +181,9 @@ def apply_rotary_pos_emb(
         ]
         return torch.cat(found, time)
     try:
-        freqs = _own_angles(owner, freqs, t, tensor_format, cp_size, cp_rank)
+        if cp_size > 1:
+            tokens = t.shape[tensor_format.index("s")]
+            freqs = _own_angles(owner, freqs, tokens, cp_size, cp_rank)
         return rope(t, freqs, interleaved=interleaved, **options)
     except (AttributeError, TypeError, ValueError) as error:
         _explain(owner, error, t, freqs, tensor_format)
@@ -254,10 +256,10 @@ def apply_fused_qkv_rotary_pos_emb(
         ]
         queries, keys, values = (torch.cat(parts, time) for parts in zip(*found, strict=True))
         return queries, keys, values
-    angles = tuple(
-        _own_angles(owner, each, qkv, tensor_format, cp_size, cp_rank)
-        for each in (q_freqs, k_freqs)
-    )
+    angles: tuple[torch.Tensor, ...] = (q_freqs, k_freqs)
+    if cp_size > 1:
+        tokens = qkv.shape[tensor_format.index("s")]
+        angles = tuple(_own_angles(owner, each, tokens, cp_size, cp_rank) for each in angles)
     rotation = rotation_of(owner, angles, interleaved, 0, cu_seqlens)
     rotation = rotation._replace(starts=options["starts"])
     queries, keys, values = split_heads(qkv.flatten(-2), layout, rotation)
@@ -303,12 +305,9 @@ def _options(
 
 
 def _own_angles(
-    owner: str, freqs: torch.Tensor, t: torch.Tensor, tensor_format: str, cp_size: int, rank: int
+    owner: str, freqs: torch.Tensor, tokens: int, cp_size: int, rank: int
 ) -> torch.Tensor:
-    """Returns the angles of the positions that a rank has, from those of all positions."""
-    if cp_size == 1:
-        return freqs
-    tokens = t.shape[tensor_format.index("s")]
+    """Returns the angles of a rank's ``tokens``, from those of all positions."""
     if tokens % 2 or freqs.shape[0] < tokens * cp_size or not 0 <= rank < cp_size:
         raise ValueError(
             f"{owner}: freqs must have {tokens * cp_size} positions, for two chunks of each of "
@@ -316,6 +315,43 @@ def _own_angles(
         )
     chunks = freqs[: tokens * cp_size].chunk(2 * cp_size)
     return torch.cat((chunks[rank], chunks[2 * cp_size - 1 - rank]))
+
+
+def own_rotation(
+    owner: str,
+    rotation: Rotation,
+    tokens: tuple[int, int],
+    cu_seqlens: tuple[torch.Tensor | None, torch.Tensor | None],
+    cp_size: int,
+    rank: int,
+) -> Rotation:
+    """Returns the rotation of the tokens that a context-parallel rank has.
+
+    Args:
+        rotation: that of whole sequences.
+        tokens: this rank's numbers of queries and of keys.
+        cu_seqlens: of whole packed queries and keys, padding included; None if unpacked.
+
+    ``cu_seqlens`` of the result, for packed queries, makes one sequence of all tokens.
+    """
+
+    def own(angles: torch.Tensor, count: int, cu: torch.Tensor | None) -> torch.Tensor:
+        if cu is None:
+            return _own_angles(owner, angles, count, cp_size, rank)
+        place = _own_positions(count, cu, cp_size, rank)
+        return angles.index_select(0, place.clamp(max=angles.shape[0] - 1))
+
+    queries = own(rotation.queries, tokens[0], cu_seqlens[0])
+    keys, is_one = queries, rotation.keys is rotation.queries and tokens[0] == tokens[1]
+    if not is_one or cu_seqlens[0] is not cu_seqlens[1]:
+        keys = own(rotation.keys, tokens[1], cu_seqlens[1])
+    starts = None if cu_seqlens[0] is None else one_sequence(tokens[0], queries.device)
+    return rotation._replace(queries=queries, keys=keys, cu_seqlens=starts)
+
+
+def one_sequence(tokens: int, device: torch.device) -> torch.Tensor:
+    """Returns the ``cu_seqlens`` of one sequence of ``tokens``."""
+    return torch.arange(2, dtype=torch.int32, device=device) * tokens
 
 
 def _own_chunks(

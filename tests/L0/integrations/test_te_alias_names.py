@@ -93,7 +93,10 @@ NAMES: dict[str, tuple[str, str]] = {
         "",
     ),
     "pytorch.attention.dot_product_attention.dot_product_attention": ("DotProductAttention", ""),
-    "pytorch.attention.dot_product_attention.context_parallel": ("pad_thd_sequences_for_cp", ""),
+    "pytorch.attention.dot_product_attention.context_parallel": (
+        "generate_positional_ids_for_cp get_batch_on_this_cp_rank pad_thd_sequences_for_cp",
+        "",
+    ),
     "pytorch.distributed": (
         """CudaRNGStatesTracker activation_recompute_forward checkpoint gather_along_first_dim
         get_activation_recompute_contexts get_all_rng_states get_distributed_rank

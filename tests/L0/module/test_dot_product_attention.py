@@ -151,8 +151,9 @@ def test_padding_without_a_host_wait(kind, cross):
     mask = masks[0].clone()
 
     def run(mask):
-        out = module(q, k, v, (mask, keys) if cross else mask)
-        return [out, *torch.autograd.grad(out, (q, k, v), out)]
+        leaves = [x.detach().requires_grad_() for x in (q, k, v)]  # of the stream that captures
+        out = module(*leaves, (mask, keys) if cross else mask)
+        return [out, *torch.autograd.grad(out, leaves, out)]
 
     run(mask)
     torch.cuda.set_sync_debug_mode("error")

@@ -182,6 +182,10 @@ POSITIONS = {
     context_parallel.pad_thd_sequences_for_cp: (
         "input_ids labels cu_seqlens divisibility_factor padding_token_id padding_label_id"
     ),
+    context_parallel.generate_positional_ids_for_cp: "cu_seqlens divisibility_factor dtype",
+    context_parallel.get_batch_on_this_cp_rank: (
+        "cu_seqlens_padded input_ids_padded labels_padded position_ids_padded cp_group qvk_format"
+    ),
 }
 
 
@@ -317,26 +321,19 @@ def test_gaps_between_packed_sequences():
     assert torch.equal(out, own(x, cu_seqlens_q=cu))
 
 
-class Ranks:
-    """Stand-in for a process group of two ranks."""
-
-    def size(self):
-        return 2
-
-
-def test_context_parallel_groups(monkeypatch):
+def test_context_parallel_groups():
     layer, _ = pair({}, "cpu")
     layer.set_context_parallel_group(None, None, None, "p2p")
     layer.set_context_parallel_group([None, None], [0], "stream", "a2a+p2p")
     core = layer.self_attention.core_attention
     assert (core.cp_comm_type, core.cp_stream, layer.cp_global_ranks) == ("a2a+p2p", "stream", [0])
-    monkeypatch.setattr(
-        "apex_te.integrations.transformer_engine._context_parallel.world_size", lambda group: 2
-    )
-    with pytest.raises(NotImplementedError, match="cp_group must be None or have one rank"):
-        layer.set_context_parallel_group(Ranks(), [0, 1], None)
-    with pytest.raises(NotImplementedError, match="cp_group must be None or have one rank"):
-        te_attention.DotProductAttention(2, 8, cp_group=Ranks())
+    with pytest.raises(TypeError, match="DotProductAttention: cp_group must be a torch"):
+        layer.set_context_parallel_group(2, [0, 1], None)
+    with pytest.raises(ValueError, match="cp_comm_type must be one of p2p, all_gather, a2a, a2a"):
+        te_attention.DotProductAttention(2, 8, cp_comm_type="ring")
+    assert core.cp_comm_type == "a2a+p2p"
+    core.cp_stream = object()
+    assert copy.deepcopy(core).cp_stream is None
 
 
 @pytest.mark.parametrize("scheme", ["delayed", "blockwise"])
@@ -409,6 +406,14 @@ def test_sequences_are_padded_to_a_multiple():
     assert tokens.tolist() == expected_ids
     assert labels.tolist() == expected_labels
     assert padded.dtype is cu.dtype
+    places = context_parallel.generate_positional_ids_for_cp(cu, 4, torch.int32)
+    assert places.tolist() == [*range(8), *range(12), *range(4)]
+    assert places.dtype is torch.int32
+    batch = (tokens[None], labels[None], None)
+    same = context_parallel.get_batch_on_this_cp_rank(padded, *batch)
+    assert all(ours is theirs for ours, theirs in zip(same, batch, strict=True))
+    with pytest.raises(NotImplementedError, match="qvk_format must be 'thd', got 'bshd'"):
+        context_parallel.get_batch_on_this_cp_rank(padded, *batch, None, "bshd")
     with pytest.raises(ValueError, match="divisibility_factor must be above 0"):
         context_parallel.pad_thd_sequences_for_cp(ids, ids, cu, 0)
 

@@ -29,7 +29,6 @@ from schemes import FIRST_STEP, SCHEMES
 import apex_te
 from apex_te.fp8.parameter.parameter import FP8Parameter
 from apex_te.integrations import from_torch
-from apex_te.integrations.transformer_engine import _context_parallel
 from apex_te.integrations.transformer_engine.common import recipe as te_recipe
 from apex_te.integrations.transformer_engine.pytorch import module as te
 from apex_te.integrations.transformer_engine.pytorch.module import base
@@ -617,29 +616,3 @@ def test_padding():
     assert torch.equal(padded, expected)
     assert splits == own
     assert torch.equal(te.Fp8Unpadding(3, 4)(padded, [5, 0, 11]), x)
-
-
-class Attention(_context_parallel.ContextParallelArguments, base.TransformerEngineBaseModule):
-    pass
-
-
-def test_context_parallel_arguments(monkeypatch):
-    module = Attention()
-    assert module.cp_group is None
-    assert module.cp_comm_type == "p2p"
-    module.set_context_parallel_group(None, None, None, "a2a")
-    assert module.cp_comm_type == "a2a"
-    module.set_context_parallel_group(None, [0], "stream")
-    assert module.cp_global_ranks == [0]
-    assert module.cp_stream == "stream"
-    with pytest.raises(ValueError, match="Attention: cp_comm_type must be one of p2p, all_gather"):
-        module.set_context_parallel_group(None, cp_comm_type="ring")
-    ranks = {"one": 1, "two": 2}
-    monkeypatch.setattr(_context_parallel, "world_size", ranks.get)
-    module.set_context_parallel_group("one", [0], None)
-    assert module.cp_group == "one"
-    for group in ("two", ["one", "two"]):
-        with pytest.raises(NotImplementedError, match="Attention: cp_group must be None or have"):
-            module.set_context_parallel_group(group, [0, 1], None)
-    assert module.cp_group == "one"
-    assert copy.deepcopy(module).cp_group is None

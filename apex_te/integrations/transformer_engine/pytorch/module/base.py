@@ -24,7 +24,7 @@ __all__ = [
 
 _MODULE = "transformer_engine.pytorch.module.base"
 # Attributes that belong to one object in one process, and not to its copies and pickles.
-_OWN = ("_fp8_meta", "_fp8_meta_of", "_wgrad_hooks", "cp_group", "cp_stream")
+_OWN = ("_fp8_meta", "_fp8_meta_of", "_wgrad_hooks", "cp_group", "cp_stream", "_context")
 _WORKSPACE_BYTES = {True: 32 << 20, False: 4 << 20}  # from sm_90 on, and before
 
 _NO_USERBUFFERS = (

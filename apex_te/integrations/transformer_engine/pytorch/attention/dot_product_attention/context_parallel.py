@@ -1,10 +1,18 @@
-"""Packed sequences padded for context parallelism, the part that apex_te supports."""
+"""Packed sequences padded and split for context parallelism."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
-__all__ = ["pad_thd_sequences_for_cp"]
+from ......module.attention.context_parallel.split import split_for_context_parallel
+
+__all__ = [
+    "generate_positional_ids_for_cp",
+    "get_batch_on_this_cp_rank",
+    "pad_thd_sequences_for_cp",
+]
 
 
 def pad_thd_sequences_for_cp(
@@ -54,3 +62,57 @@ def pad_thd_sequences_for_cp(
         wide[is_token] = values[source]
         out.append(wide)
     return out[0], out[1], padded
+
+
+def generate_positional_ids_for_cp(
+    cu_seqlens: torch.Tensor, divisibility_factor: int, dtype: torch.dtype = torch.long
+) -> torch.Tensor:
+    """Returns the positions of tokens in sequences as ``pad_thd_sequences_for_cp`` pads them, [t'].
+
+    Args:
+        cu_seqlens: where sequences begin and end before they are padded, [n + 1].
+        divisibility_factor: the number that divides the padded lengths.
+        dtype: dtype of the positions.
+
+    Raises:
+        ValueError: ``divisibility_factor`` is below 1.
+    """
+    total = int(cu_seqlens[-1])
+    ids = torch.empty(total, dtype=torch.uint8, device=cu_seqlens.device)
+    *_, padded = pad_thd_sequences_for_cp(ids, ids, cu_seqlens, divisibility_factor, 0, 0)
+    place = torch.arange(int(padded[-1]), device=cu_seqlens.device)
+    own = torch.searchsorted(padded, place, right=True) - 1
+    return (place - padded[own]).to(dtype)
+
+
+def get_batch_on_this_cp_rank(
+    cu_seqlens_padded: torch.Tensor,
+    input_ids_padded: torch.Tensor,
+    labels_padded: torch.Tensor,
+    position_ids_padded: torch.Tensor | None = None,
+    cp_group: Any = None,
+    qvk_format: str = "thd",
+) -> tuple[torch.Tensor | None, ...]:
+    """Returns this rank's input ids, labels and position ids of packed sequences.
+
+    Args:
+        cu_seqlens_padded: where whole sequences begin and end, padding included, [n + 1].
+        input_ids_padded, labels_padded, position_ids_padded: of all tokens, [t] or [1, t]; None
+            stays None.
+        cp_group: group of the ranks; None leaves the batch as it is.
+        qvk_format: must be ``"thd"``.
+
+    Raises:
+        NotImplementedError: ``qvk_format`` is another.
+        ValueError: a sequence cannot be cut into two chunks for each rank.
+    """
+    if qvk_format != "thd":
+        raise NotImplementedError(
+            f"get_batch_on_this_cp_rank: qvk_format must be 'thd', got {qvk_format!r}"
+        )
+    cu = cu_seqlens_padded.to(torch.int32)
+    tensors = (input_ids_padded, labels_padded, position_ids_padded)
+    return tuple(
+        x if x is None else split_for_context_parallel(x, cp_group, x.dim() - 1, cu)
+        for x in tensors
+    )

@@ -35,8 +35,7 @@ class DotProductAttention(
             ``"padding,causal"`` and ``"causal,padding"`` are ``"padding_causal"``.
         window_size: as there; its right end is 0 with causal types.
         bottom_right_diagonal: must be None or True where a window or ALiBi would count otherwise.
-        cp_group: must be None or have one rank; ``cp_global_ranks``, ``cp_stream`` and
-            ``cp_comm_type`` then have no effect.
+        cp_group, cp_global_ranks, cp_stream, cp_comm_type: as there.
         name: names the module in reports.
 
     Raises:
@@ -49,8 +48,8 @@ class DotProductAttention(
         "num_attention_heads, kv_channels, num_gqa_groups, attention_dropout, qkv_format, "
         "attn_mask_type, window_size, bottom_right_diagonal: bool | None = None, "
         "sequence_parallel, tp_size, get_rng_state_tracker, tp_group, layer_number, "
-        "attention_type, cp_group: Any = None, cp_global_ranks: Any = None, cp_stream: Any = None, "
-        "cp_comm_type: str = 'p2p', softmax_scale, softmax_type, return_max_logit, "
+        "attention_type, cp_group, cp_global_ranks, cp_stream, cp_comm_type, "
+        "softmax_scale, softmax_type, return_max_logit, "
         "name: str | None = None, *, apply_query_key_layer_scaling, device",
         prepare_masks,
     )

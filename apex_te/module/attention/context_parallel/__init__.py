@@ -1,0 +1,1 @@
+"""Context parallelism: attention to sequences whose tokens are split over ranks."""
