@@ -197,10 +197,7 @@ def build_all(
     started: float | None = None,
     verbose: bool = False,
 ) -> BuildReport:
-    """Compiles all libraries, those with long builds first; a build that fails stops no other.
-
-    All builds share ``jobs`` compilers. The report's rows are in the order of ``wanted``.
-    """
+    """Compiles libraries with ``jobs`` compilers, long builds first; a failure stops no other."""
     since = time.time() if started is None else started
     begin = time.monotonic()
     pending = sorted(wanted, key=Wanted.cost, reverse=True)
