@@ -163,14 +163,9 @@ def _build_one(
 
     try:
         opened = build(
-            wanted.spec,
-            wanted.device,
-            verbose=verbose,
-            location=location,
-            archs=wanted.archs,
-            jobs=jobs,
-            started=started,
-        )
+            wanted.spec, wanted.device, verbose=verbose, location=location, archs=wanted.archs,
+            jobs=jobs, started=started,
+        )  # fmt: skip
         os.close(opened.fd)
         return manifest_report(wanted, "built", opened.path)
     except BuildError as error:
